@@ -54,9 +54,7 @@ ROOT = Path(__file__).parent.parent
 SHARE = 0.45  # of the GPU's memory, for each of two sides
 EXCHANGES = ["psum of the tree", "default: buckets of 25 MiB", "1-bit", "PowerSGD-4"]
 ORDER = ("resnet50", "layers_8b", "transformer_1b", "vit_b16")
-LIBRARIES = {
-  name: "timm" if "side" in SIZES[name] else "transformers" for name in ORDER
-}
+LIBRARIES = {name: "timm" if "side" in SIZES[name] else "transformers" for name in ORDER}
 OTHERS = ("torch", "library")
 PACKAGES = ("jax", "jaxlib", "torch", "torchvision", "timm", "transformers")
 
@@ -192,9 +190,8 @@ def in_turns(run: Run, sides: dict[str, Side]) -> dict[str, list[float]]:
 
 
 def row(
-  name: str, who: str, size: dict[str, Any], our: Side, process: Side,
-  seconds: list[float],
-) -> dict[str, Any]:  # fmt: skip
+  name: str, who: str, size: dict[str, Any], our: Side, process: Side, seconds: list[float]
+) -> dict[str, Any]:
   """A row of the table; FLOPs and peak are those that our side knows."""
   step_s = statistics.median(seconds)
   unit, each = ("tokens", size["tokens"]) if "tokens" in size else ("images", 1)
@@ -217,9 +214,7 @@ def loop(run: Run, our: Side) -> dict[str, Any]:
   count = 2 if run.tiny else max(20, min(200, round(1 / our.ready["step_s"])))
   ratios = []
   for turn in range(run.turns + 1):
-    bare, looped = (
-      our.ask(what, count, timeout_s=run.left(60))[1] for what in ("steps", "loop")
-    )
+    bare, looped = (our.ask(what, count, timeout_s=run.left(60))[1] for what in ("steps", "loop"))
     if turn:
       ratios.append(looped / bare)
   return {"ratio": round(statistics.median(ratios), 4), "steps": count}
@@ -270,9 +265,13 @@ def tests(run: Run) -> list[dict[str, Any]]:
     command = [sys.executable, "-m", "pytest", "--confcutdir=tests/gpu", "tests/gpu"]
     try:
       done = subprocess.run(
-        [*command, f"--junitxml={file}"], cwd=ROOT, env=env, capture_output=True,
-        text=True, timeout=run.left(300 if run.tiny else 120),
-      )  # fmt: skip
+        [*command, f"--junitxml={file}"],
+        cwd=ROOT,
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=run.left(300 if run.tiny else 120),
+      )
     except subprocess.TimeoutExpired as e:
       raise SideError(f"not done after {e.timeout:.0f} s") from None
     if not file.exists():
@@ -339,9 +338,7 @@ def main() -> None:
   finish(run, took, missing, time.monotonic() - began)
 
 
-def finish(
-  run: Run, took: dict[str, float], missing: dict[str, str], seconds: float
-) -> None:
+def finish(run: Run, took: dict[str, float], missing: dict[str, str], seconds: float) -> None:
   """Print the result, and keep it if it says something of a GPU."""
   from jaxscale.preflight.software import nvidia
 
@@ -349,10 +346,18 @@ def finish(
   rows = [r for rows in run.found.values() for r in rows]
   versions = {n: metadata.version(n) for n in PACKAGES if util.find_spec(n)}
   report(
-    "accelerator", keep=not run.tiny, gpu=gpu_name(), driver=driver, tiny=run.tiny,
-    seconds=round(seconds), section_seconds=took, sections=run.found, left_out=missing,
-    errors=sum("error" in r for r in rows), versions=versions,
-  )  # fmt: skip
+    "accelerator",
+    keep=not run.tiny,
+    gpu=gpu_name(),
+    driver=driver,
+    tiny=run.tiny,
+    seconds=round(seconds),
+    section_seconds=took,
+    sections=run.found,
+    left_out=missing,
+    errors=sum("error" in r for r in rows),
+    versions=versions,
+  )
 
 
 def gpu_name() -> str | None:

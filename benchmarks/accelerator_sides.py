@@ -44,29 +44,50 @@ class Work(NamedTuple):
 SIZES: dict[str, dict[str, Any]] = {
   "resnet50": {"depth": 50, "side": 224, "classes": 1000, "rows": 256},
   "vit_b16": {
-    "width": 768, "layers": 12, "heads": 12, "patch": 16, "side": 224, "classes": 1000,
+    "width": 768,
+    "layers": 12,
+    "heads": 12,
+    "patch": 16,
+    "side": 224,
+    "classes": 1000,
     "rows": 128,
   },
   "transformer_1b": {
-    "width": 2048, "layers": 22, "heads": 32, "kv_heads": 4, "hidden": 5632,
-    "vocabulary": 32_000, "tokens": 2048, "rows": 16,
+    "width": 2048,
+    "layers": 22,
+    "heads": 32,
+    "kv_heads": 4,
+    "hidden": 5632,
+    "vocabulary": 32_000,
+    "tokens": 2048,
+    "rows": 16,
   },
   "layers_8b": {
-    "width": 4096, "layers": 32, "heads": 32, "kv_heads": 8, "hidden": 14_336,
-    "vocabulary": 32_000, "tokens": 2048, "rows": 2,
+    "width": 4096,
+    "layers": 32,
+    "heads": 32,
+    "kv_heads": 8,
+    "hidden": 14_336,
+    "vocabulary": 32_000,
+    "tokens": 2048,
+    "rows": 2,
   },
-}  # fmt: skip
-_TEXT = {"layers": 2, "heads": 4, "kv_heads": 2, "vocabulary": 256, "tokens": 32,
-         "rows": 2}  # fmt: skip
+}
+_TEXT = {"layers": 2, "heads": 4, "kv_heads": 2, "vocabulary": 256, "tokens": 32, "rows": 2}
 TINY: dict[str, dict[str, Any]] = {
   "resnet50": {"depth": 18, "side": 32, "classes": 10, "rows": 4},
   "vit_b16": {
-    "width": 64, "layers": 2, "heads": 2, "patch": 8, "side": 32, "classes": 10,
+    "width": 64,
+    "layers": 2,
+    "heads": 2,
+    "patch": 8,
+    "side": 32,
+    "classes": 10,
     "rows": 4,
   },
   "transformer_1b": _TEXT | {"width": 64, "hidden": 128},
   "layers_8b": _TEXT | {"width": 128, "hidden": 256},
-}  # fmt: skip
+}
 
 
 def needed(size: dict[str, Any]) -> float:
@@ -123,9 +144,7 @@ def ours(name: str, size: dict[str, Any]) -> Work:
   made = experiment(config, devices=[device], datasets=datasets)
   rng, batch = np.random.default_rng(0), {}
   for key, each in made.abstract_batch().items():
-    limit = (
-      256 if each.dtype == np.uint8 else size.get("vocabulary", size.get("classes"))
-    )
+    limit = 256 if each.dtype == np.uint8 else size.get("vocabulary", size.get("classes"))
     x = rng.integers(0, limit, each.shape).astype(each.dtype)
     batch[key] = jax.device_put(x, each.sharding)
   state, train_step = made.init_state(lambda line: None), made.compile_train_step()
@@ -177,9 +196,12 @@ def our_config(name: str, size: dict[str, Any]) -> Any:
       path="random", vocab_size=size["vocabulary"], sequence_length=size["tokens"]
     )
     model = cfg.Transformer(
-      num_layers=size["layers"], width=size["width"], num_heads=size["heads"],
-      num_kv_heads=size["kv_heads"], hidden=size["hidden"],
-    )  # fmt: skip
+      num_layers=size["layers"],
+      width=size["width"],
+      num_heads=size["heads"],
+      num_kv_heads=size["kv_heads"],
+      hidden=size["hidden"],
+    )
     adam = cfg.AdamW(lr=1e-4, b2=0.95, weight_decay=0.1)
     return cfg.Config(model=model, data=text, optimizer=adam, **options)
   x = np.zeros((2 * size["rows"], size["side"], size["side"], 3), np.uint8)
@@ -189,9 +211,8 @@ def our_config(name: str, size: dict[str, Any]) -> Any:
     model = cfg.ResNet(depth=size["depth"])
     return cfg.Config(model=model, data=shown, optimizer=cfg.SGD(lr=0.1), **options)
   model = cfg.ViT(
-    patch=size["patch"], width=size["width"], num_layers=size["layers"],
-    num_heads=size["heads"],
-  )  # fmt: skip
+    patch=size["patch"], width=size["width"], num_layers=size["layers"], num_heads=size["heads"]
+  )
   adam = cfg.AdamW(lr=1e-4, weight_decay=0.1)
   return cfg.Config(model=model, data=shown, optimizer=adam, **options)
 
@@ -252,12 +273,7 @@ def exchange(names: list[str], tiny: bool) -> Any:
   exchange_worker.turns(mesh, calls, 2)  # to be warm
   times = exchange_worker.turns(mesh, calls, 3 if tiny else 20)
   return [
-    {
-      "exchange": name,
-      "devices": mesh.size,
-      "ms": round(1e3 * min(t), 3),
-      **facts[name],
-    }
+    {"exchange": name, "devices": mesh.size, "ms": round(1e3 * min(t), 3), **facts[name]}
     for name, t in times.items()
   ]
 

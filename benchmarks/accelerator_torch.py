@@ -68,9 +68,14 @@ def own(name: str, size: dict[str, Any]) -> Any:
   if name == "resnet50":
     return getattr(models, f"resnet{size['depth']}")(num_classes=size["classes"])
   return models.VisionTransformer(
-    size["side"], size["patch"], size["layers"], size["heads"], size["width"],
-    4 * size["width"], num_classes=size["classes"],
-  )  # fmt: skip
+    size["side"],
+    size["patch"],
+    size["layers"],
+    size["heads"],
+    size["width"],
+    4 * size["width"],
+    num_classes=size["classes"],
+  )
 
 
 def library(name: str, size: dict[str, Any]) -> Any:
@@ -79,21 +84,29 @@ def library(name: str, size: dict[str, Any]) -> Any:
     import transformers  # pyright: ignore[reportMissingImports]
 
     config = transformers.LlamaConfig(
-      vocab_size=size["vocabulary"], hidden_size=size["width"],
-      intermediate_size=size["hidden"], num_hidden_layers=size["layers"],
-      num_attention_heads=size["heads"], num_key_value_heads=size["kv_heads"],
-      max_position_embeddings=size["tokens"], use_cache=False,
+      vocab_size=size["vocabulary"],
+      hidden_size=size["width"],
+      intermediate_size=size["hidden"],
+      num_hidden_layers=size["layers"],
+      num_attention_heads=size["heads"],
+      num_key_value_heads=size["kv_heads"],
+      max_position_embeddings=size["tokens"],
+      use_cache=False,
       attn_implementation="sdpa",
-    )  # fmt: skip
+    )
     return transformers.LlamaForCausalLM(config)
   import timm  # pyright: ignore[reportMissingImports]
 
   if name == "resnet50":
     return timm.create_model(f"resnet{size['depth']}", num_classes=size["classes"])
   return timm.models.vision_transformer.VisionTransformer(
-    img_size=size["side"], patch_size=size["patch"], num_classes=size["classes"],
-    embed_dim=size["width"], depth=size["layers"], num_heads=size["heads"],
-  )  # fmt: skip
+    img_size=size["side"],
+    patch_size=size["patch"],
+    num_classes=size["classes"],
+    embed_dim=size["width"],
+    depth=size["layers"],
+    num_heads=size["heads"],
+  )
 
 
 class Layer(nn.Module):

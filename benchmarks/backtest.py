@@ -60,10 +60,12 @@ def programs(key: str) -> list[Compiled]:
       chosen = find_chips(chips)
       made = compile_step(make(rows, chosen.count), chosen)
       kept = {
-        "text": made.fit.compiled.as_text(), "mesh": dict(made.fit.mesh.shape),
-        "memory": made.fit.memory, "devices": made.devices,
+        "text": made.fit.compiled.as_text(),
+        "mesh": dict(made.fit.mesh.shape),
+        "memory": made.fit.memory,
+        "devices": made.devices,
         "seconds": made.fit.seconds,
-      }  # fmt: skip
+      }
       KEPT.mkdir(parents=True, exist_ok=True)
       path.write_bytes(gzip.compress(json.dumps(kept).encode()))
       print(f"{path.name}: {made.fit.seconds:.0f} s", file=sys.stderr, flush=True)
@@ -72,9 +74,7 @@ def programs(key: str) -> list[Compiled]:
     mesh = SimpleNamespace(shape=kept["mesh"])
     memory = Memory(*kept["memory"])
     fit = Fit(memory, None, limit, kept["seconds"], None, mesh)
-    found.append(
-      Compiled(rows, kept["devices"], Program(kept["text"], mesh), fit, None)
-    )
+    found.append(Compiled(rows, kept["devices"], Program(kept["text"], mesh), fit, None))
   return found
 
 
@@ -89,12 +89,19 @@ def compare(row: Row, compiled: list[Compiled]) -> dict[str, Any]:
   step = predict(row, compiled, row.devices, row.rows)
   base = predict(row, compiled, row.base, row.base_rows or row.rows)
   found: dict[str, Any] = {
-    "name": row.name, "chip": row.chip, "devices": row.devices, "rows": row.rows,
-    "overlap": row.overlap, "use": row.use, "round": row.round, "tag": row.tag,
-    "source": row.source, "differs": row.differs,
+    "name": row.name,
+    "chip": row.chip,
+    "devices": row.devices,
+    "rows": row.rows,
+    "overlap": row.overlap,
+    "use": row.use,
+    "round": row.round,
+    "tag": row.tag,
+    "source": row.source,
+    "differs": row.differs,
     "step_ms": 1e3 * step.seconds["expected"],
     "parts_ms": {name: 1e3 * s for name, s in step.parts.items()},
-  }  # fmt: skip
+  }
   if row.rate is not None:
     rates = {c: row.per_example * step.batch_size / s for c, s in step.seconds.items()}
     found |= {"rate": row.rate, "planned_rate": rates["expected"]}

@@ -10,12 +10,27 @@ Rows = Sequence[dict[str, Any]]
 ROUNDS = {1: "first", 2: "second"}
 USES = ("choose", "held-out")
 HEAD = (
-  "result", "devices", "rows", "published /s", "planned /s (range)", "error",
-  "efficiency", "planned", "points", "use",
-)  # fmt: skip
+  "result",
+  "devices",
+  "rows",
+  "published /s",
+  "planned /s (range)",
+  "error",
+  "efficiency",
+  "planned",
+  "points",
+  "use",
+)
 SUMMARY_HEAD = (
-  "rows", "efficiencies", "median", "worst", "rates", "median", "worst", "in the range",
-)  # fmt: skip
+  "rows",
+  "efficiencies",
+  "median",
+  "worst",
+  "rates",
+  "median",
+  "worst",
+  "in the range",
+)
 
 
 def tables(rows: Rows) -> dict[str, str]:

@@ -32,19 +32,29 @@ def cases() -> dict[str, Any]:
   common: Any = {"schedule": cfg.Cosine(), "epochs": 100}
   return {
     "mlp plain": cfg.Config(
-      model=cfg.MLP(hidden=(768, 512)), data=images, batch_size=128,
-      optimizer=cfg.SGD(lr=0.1), **common,
+      model=cfg.MLP(hidden=(768, 512)),
+      data=images,
+      batch_size=128,
+      optimizer=cfg.SGD(lr=0.1),
+      **common,
     ),
     "cnn plain": cfg.Config(
-      model=cfg.CNN(batch_norm=True), data=images, batch_size=64,
-      optimizer=cfg.SGD(lr=0.1), **common,
+      model=cfg.CNN(batch_norm=True),
+      data=images,
+      batch_size=64,
+      optimizer=cfg.SGD(lr=0.1),
+      **common,
     ),
     "text fsdp": cfg.Config(
       model=cfg.Transformer(width=128, hidden=384, num_layers=2),
-      data=cfg.Text(sequence_length=128), batch_size=16, optimizer=cfg.AdamW(lr=1e-3),
-      layout=cfg.Layout(shard="fsdp"), mesh=cfg.Mesh(data=1, fsdp=PROCS), **common,
+      data=cfg.Text(sequence_length=128),
+      batch_size=16,
+      optimizer=cfg.AdamW(lr=1e-3),
+      layout=cfg.Layout(shard="fsdp"),
+      mesh=cfg.Mesh(data=1, fsdp=PROCS),
+      **common,
     ),
-  }  # fmt: skip
+  }
 
 
 def stepper(config: Any) -> Callable[[int], float]:
@@ -103,9 +113,12 @@ def measure(pinned: bool) -> list[dict[str, Any]]:
   started = []
   for i in range(PROCS):
     env = {
-      "JAX_NUM_CPU_DEVICES": "1", "NPROC": "1", "JAXSCALE_COORDINATOR": address,
-      "JAXSCALE_NUM_PROCESSES": str(PROCS), "JAXSCALE_PROCESS_ID": str(i),
-    }  # fmt: skip
+      "JAX_NUM_CPU_DEVICES": "1",
+      "NPROC": "1",
+      "JAXSCALE_COORDINATOR": address,
+      "JAXSCALE_NUM_PROCESSES": str(PROCS),
+      "JAXSCALE_PROCESS_ID": str(i),
+    }
     started.append(
       subprocess.Popen(command, env=os.environ | env, stdout=subprocess.PIPE, text=True)
     )
@@ -118,9 +131,7 @@ def measure(pinned: bool) -> list[dict[str, Any]]:
 def main() -> None:
   rows = []
   for found in (*measure(True), *measure(False)):
-    batch, other = (
-      statistics.median(found.pop(f"SCHED_{x}")) for x in ("BATCH", "OTHER")
-    )
+    batch, other = (statistics.median(found.pop(f"SCHED_{x}")) for x in ("BATCH", "OTHER"))
     row = found | {"batch_ms": round(1e3 * batch, 2), "other_ms": round(1e3 * other, 2)}
     rows.append(row | {"ratio": round(other / batch, 2)})
     print(rows[-1], file=sys.stderr)

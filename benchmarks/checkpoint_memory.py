@@ -99,9 +99,7 @@ def held(state: Any) -> int:
   """Bytes that this process holds, in all of its devices."""
   import jax
 
-  return sum(
-    s.data.nbytes for x in jax.tree.leaves(state) for s in x.addressable_shards
-  )
+  return sum(s.data.nbytes for x in jax.tree.leaves(state) for s in x.addressable_shards)
 
 
 def work(directory: str, what: str, layout: str, size: dict[str, int]) -> None:
@@ -126,8 +124,11 @@ def work(directory: str, what: str, layout: str, size: dict[str, int]) -> None:
       state = checkpoints.restore(abstract)
       assert state is not None
     rose = resident("VmHWM:") - before
-  found = {"held": held(state), "rose": rose, "whole": sum(
-    x.nbytes for x in jax.tree.leaves(state))}  # fmt: skip
+  found = {
+    "held": held(state),
+    "rose": rose,
+    "whole": sum(x.nbytes for x in jax.tree.leaves(state)),
+  }
   print(MARK + json.dumps(found), flush=True)
 
 
@@ -151,11 +152,14 @@ def group(directory: Path, what: str, layout: str, size: dict[str, int]) -> Any:
   }
   processes = [
     subprocess.Popen(
-      command, env=env | {"JAXSCALE_PROCESS_ID": str(i)}, text=True,
-      stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+      command,
+      env=env | {"JAXSCALE_PROCESS_ID": str(i)},
+      text=True,
+      stdout=subprocess.PIPE,
+      stderr=subprocess.PIPE,
     )
     for i in range(PROCESSES)
-  ]  # fmt: skip
+  ]
   told = []
   for process in processes:
     out, err = process.communicate(timeout=600)
@@ -194,8 +198,13 @@ def main() -> None:
   if args.what:
     work(args.directory, args.what, args.layout, args.size)
     return
-  report("checkpoint_memory", cases=measure(args.size, CASES), processes=PROCESSES,
-         devices_a_process=DEVICES, size=args.size)  # fmt: skip
+  report(
+    "checkpoint_memory",
+    cases=measure(args.size, CASES),
+    processes=PROCESSES,
+    devices_a_process=DEVICES,
+    size=args.size,
+  )
 
 
 if __name__ == "__main__":

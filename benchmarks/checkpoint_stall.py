@@ -45,9 +45,7 @@ MARK = "@stall "
 SIZES = {100: (1024, 12), 1000: (2048, 30)}
 
 
-def trainer(
-  width: int, layers: int, rows: int, directory: Path, *, to_local: bool
-) -> Any:
+def trainer(width: int, layers: int, rows: int, directory: Path, *, to_local: bool) -> Any:
   """A function that trains some steps more, and the bytes of the state."""
   import jax
   import numpy as np
@@ -104,9 +102,8 @@ def trainer(
 
     callbacks = loop.Callbacks(save=save, is_saved=is_saved)
     state, done = loop.train(
-      state, train_step, itertools.repeat(batch), callbacks,
-      start=done, total_steps=done + steps,
-    )  # fmt: skip
+      state, train_step, itertools.repeat(batch), callbacks, start=done, total_steps=done + steps
+    )
     found["wall"] = time.perf_counter() - began
     found["processor"] = time.process_time() - used
     at_end = dict(found)
@@ -132,10 +129,7 @@ def saver(mb: int, directory: Path) -> None:
   module = models.MLPModule(num_classes=10, hidden=(width,) * layers)
   fns, exchange = models.functions(module, (8, 8, 1)), plain(mesh.axis_names)
   state = jax.block_until_ready(init_state(fns.init, optim.sgd(1e-3), mesh, exchange))
-  checkpoints, steps = (
-    Checkpoints(directory, keep_last=1, keep_best=0),
-    itertools.count(1),
-  )
+  checkpoints, steps = (Checkpoints(directory, keep_last=1, keep_best=0), itertools.count(1))
 
   def save() -> tuple[float, float]:
     numbered = state._replace(step=jax.numpy.asarray(next(steps), np.int32))

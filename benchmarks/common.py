@@ -18,11 +18,7 @@ def machine() -> dict[str, str | int]:
   cpu = platform.processor() or platform.machine()
   info = Path("/proc/cpuinfo")
   if info.exists():
-    names = [
-      x.split(":")[1].strip()
-      for x in info.read_text().splitlines()
-      if "model name" in x
-    ]
+    names = [x.split(":")[1].strip() for x in info.read_text().splitlines() if "model name" in x]
     cpu = names[0] if names else cpu
   return {
     "cpu": cpu,

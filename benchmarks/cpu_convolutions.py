@@ -30,10 +30,12 @@ STAGES = [
   (c_in, c_out, kernel, stride, 2**i)
   for i, width in enumerate((64, 128, 256, 512))
   for c_in, c_out, kernel, stride in [
-    (width, width, 3, 1), (4 * width, width, 1, 1), (width, 4 * width, 1, 1),
+    (width, width, 3, 1),
+    (4 * width, width, 1, 1),
+    (width, 4 * width, 1, 1),
     *([(width // 2, width, 3, 2), (width // 2, width, 1, 2)] if i else []),
   ]
-]  # fmt: skip
+]
 
 
 def shapes() -> list[tuple[int, ...]]:
@@ -48,9 +50,7 @@ def shapes() -> list[tuple[int, ...]]:
 
 
 def plain(x, kernel, strides, padding):
-  return lax.conv_general_dilated(
-    x, kernel, strides, padding, dimension_numbers=NUMBERS
-  )
+  return lax.conv_general_dilated(x, kernel, strides, padding, dimension_numbers=NUMBERS)
 
 
 def rates(forms, rows: int, shape: tuple[int, ...], turns: int) -> dict:

@@ -57,9 +57,13 @@ def ours(name: str) -> Any:
     sizes: Any = {"num_layers": TEXT["layers"], "num_heads": TEXT["heads"]}
     model = cfg.Transformer(width=TEXT["width"], hidden=TEXT["hidden"], **sizes)
     config = cfg.Config(
-      model=model, data=cfg.Text(sequence_length=TOKENS), batch_size=TEXT_ROWS,
-      optimizer=cfg.AdamW(lr=3e-3, b2=0.95, weight_decay=0.1), clip_norm=1.0, **common,
-    )  # fmt: skip
+      model=model,
+      data=cfg.Text(sequence_length=TOKENS),
+      batch_size=TEXT_ROWS,
+      optimizer=cfg.AdamW(lr=3e-3, b2=0.95, weight_decay=0.1),
+      clip_norm=1.0,
+      **common,
+    )
   else:
     side, rows = (SIZES[name][key] for key in ("side", "rows"))
     x = rng.integers(0, 256, (2 * rows, side, side, 3), np.uint8)
@@ -70,9 +74,7 @@ def ours(name: str) -> Any:
       sizes: Any = {"num_layers": VIT["layers"], "num_heads": VIT["heads"]}
       model = cfg.ViT(patch=VIT["patch"], width=VIT["width"], **sizes)
       optimizer = cfg.AdamW(lr=1e-3)
-    config = cfg.Config(
-      model=model, data=shown, batch_size=rows, optimizer=optimizer, **common
-    )
+    config = cfg.Config(model=model, data=shown, batch_size=rows, optimizer=optimizer, **common)
   made = experiment(config, devices=jax.devices()[:1])
   state, train_step = made.init_state(lambda line: None), made.compile_train_step()
   rows = made.phase.batch_size
@@ -98,9 +100,12 @@ def theirs(name: str) -> Any:
 
     sizes = {"num_attention_heads": TEXT["heads"], "num_hidden_layers": TEXT["layers"]}
     config = transformers.LlamaConfig(
-      vocab_size=TEXT["vocabulary"], hidden_size=TEXT["width"],
-      intermediate_size=TEXT["hidden"], use_cache=False, **sizes,
-    )  # fmt: skip
+      vocab_size=TEXT["vocabulary"],
+      hidden_size=TEXT["width"],
+      intermediate_size=TEXT["hidden"],
+      use_cache=False,
+      **sizes,
+    )
     model = transformers.LlamaForCausalLM(config)
     tokens = torch.randint(0, TEXT["vocabulary"], (TEXT_ROWS, TOKENS))
   else:
@@ -112,9 +117,13 @@ def theirs(name: str) -> Any:
     model = timm.create_model("resnet18", num_classes=CLASSES)
     if name == "vit":
       model = timm.models.vision_transformer.VisionTransformer(
-        img_size=VIT["side"], patch_size=VIT["patch"], num_classes=CLASSES,
-        embed_dim=VIT["width"], depth=VIT["layers"], num_heads=VIT["heads"],
-      )  # fmt: skip
+        img_size=VIT["side"],
+        patch_size=VIT["patch"],
+        num_classes=CLASSES,
+        embed_dim=VIT["width"],
+        depth=VIT["layers"],
+        num_heads=VIT["heads"],
+      )
   if name == "resnet18":
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
   else:

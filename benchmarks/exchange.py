@@ -72,11 +72,7 @@ def processes(asked: argparse.Namespace, link: str) -> Iterator[list[Any]]:
   private = link != LOOPBACK
   host = private_links.address(0) if private else "127.0.0.1"
   request = json.dumps({x: getattr(asked, x) for x in ("names", "rounds", "pairs")})
-  worker = [
-    sys.executable,
-    str(Path(__file__).with_name("exchange_worker.py")),
-    request,
-  ]
+  worker = [sys.executable, str(Path(__file__).with_name("exchange_worker.py")), request]
   started = []
   try:
     if private:
@@ -166,14 +162,17 @@ def show(link: str, found: dict[str, Any]) -> None:
   """A table for people."""
   default = found["default"]
   low, high = default["quartiles"]
-  say(f"\n{link}: {found['neighbour_gbit_s']} Gbit/s to a neighbour; the default takes "
-      f"{default['ratio']} of the baseline ({low} to {high})")  # fmt: skip
-  say(f"{'exchange':26}{'seconds':>9}{'ratio':>8}  {'quartiles':14}"
-      f"{'sent MB':>9}{'compile s':>11}")  # fmt: skip
+  say(
+    f"\n{link}: {found['neighbour_gbit_s']} Gbit/s to a neighbour; the default takes "
+    f"{default['ratio']} of the baseline ({low} to {high})"
+  )
+  say(f"{'exchange':26}{'seconds':>9}{'ratio':>8}  {'quartiles':14}{'sent MB':>9}{'compile s':>11}")
   for row in found["rows"]:
     quartiles = "{:.3f}-{:.3f}".format(*row["quartiles"])
-    say(f"{row['exchange']:26}{row['seconds']:9.3f}{row['ratio']:8.3f}  {quartiles:14}"
-        f"{row['sent_mb']:9.2f}{row['compile_s']:11.1f}")  # fmt: skip
+    say(
+      f"{row['exchange']:26}{row['seconds']:9.3f}{row['ratio']:8.3f}  {quartiles:14}"
+      f"{row['sent_mb']:9.2f}{row['compile_s']:11.1f}"
+    )
 
 
 def main() -> None:

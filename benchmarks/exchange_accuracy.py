@@ -31,11 +31,15 @@ from jaxscale.experiment import build
 
 CONFIG = "configs/fashion_mnist_exchange.py"
 LABELS = {
-  "plain": "plain (psum)", "bf16": "bfloat16", "int8": "int8, blocks of 256",
-  "one_bit": "1-bit, error feedback", "top_k": "top-k 1 %, error feedback",
-  "power_sgd": "PowerSGD, rank 4", "delayed": "one step late",
+  "plain": "plain (psum)",
+  "bf16": "bfloat16",
+  "int8": "int8, blocks of 256",
+  "one_bit": "1-bit, error feedback",
+  "top_k": "top-k 1 %, error feedback",
+  "power_sgd": "PowerSGD, rank 4",
+  "delayed": "one step late",
   "block_momentum": "BMUF, every 14 steps",
-}  # fmt: skip
+}
 
 
 def sent_bytes(config: Config) -> float:
@@ -46,9 +50,7 @@ def sent_bytes(config: Config) -> float:
   experiment = build.experiment(config)
   every = experiment.sync.method.every if experiment.sync else 1
   table = hlo.collectives(experiment.lower_train_step().compile(), experiment.mesh)
-  return sum(
-    row.times * row.wire_bytes / (every if row.conditional else 1) for row in table
-  )
+  return sum(row.times * row.wire_bytes / (every if row.conditional else 1) for row in table)
 
 
 def markdown(rows: list[dict]) -> str:
@@ -79,10 +81,7 @@ def main() -> int:
   ]
   print(markdown(rows))
   report(
-    "exchange_accuracy",
-    seeds=len(rows[0]["accuracies"]),
-    epochs=configs["plain"].epochs,
-    rows=rows,
+    "exchange_accuracy", seeds=len(rows[0]["accuracies"]), epochs=configs["plain"].epochs, rows=rows
   )
   return EXIT_DONE
 

@@ -36,10 +36,22 @@ MARK = "@exchange "
 BASELINE, DEFAULT = "psum of the tree", "default: buckets of 25 MiB"
 # What is compared: the baseline, the default, then the rest.
 NAMES = (
-  BASELINE, DEFAULT, "plain", "ring", "torus", "hierarchical", "halving_doubling",
-  "bf16, summed in float32", "bf16, summed as payload", "fp16, summed in float32",
-  "int8", "1-bit", "top-k 1 %", "PowerSGD-4", "delayed plain",
-)  # fmt: skip
+  BASELINE,
+  DEFAULT,
+  "plain",
+  "ring",
+  "torus",
+  "hierarchical",
+  "halving_doubling",
+  "bf16, summed in float32",
+  "bf16, summed as payload",
+  "fp16, summed in float32",
+  "int8",
+  "1-bit",
+  "top-k 1 %",
+  "PowerSGD-4",
+  "delayed plain",
+)
 PROBE = 16 * 2**20  # float32 that a device sends to its neighbour, 64 MiB
 
 
@@ -91,18 +103,14 @@ def program(exchange: Exchange, mesh: Any) -> Any:
     means, state = exchange.exchange(grads, state)
     return means, jax.tree.map(lambda x: x[None], state)
 
-  mapped = jax.shard_map(
-    local, mesh=mesh, in_specs=(P(axes), P(axes)), out_specs=(P(), P(axes))
-  )
+  mapped = jax.shard_map(local, mesh=mesh, in_specs=(P(axes), P(axes)), out_specs=(P(), P(axes)))
   return jax.jit(mapped, donate_argnums=1)  # as the train step does
 
 
 def gradients(seed: int, shapes: Any) -> Any:
   """Normal numbers, as numpy arrays of these shapes."""
   rng = np.random.default_rng(seed)
-  return jax.tree.map(
-    lambda x: np.float32(0.01) * rng.standard_normal(x.shape, np.float32), shapes
-  )
+  return jax.tree.map(lambda x: np.float32(0.01) * rng.standard_normal(x.shape, np.float32), shapes)
 
 
 def one_a_device(mesh: Any, own: Any) -> Any:
@@ -163,14 +171,14 @@ def alone(mesh: Any, function: Callable, count: int, out: Any) -> Callable[[], A
   """A jitted collective of `count` ones."""
   mapped = jax.shard_map(
     lambda: function(lax.pcast(jnp.ones(count), mesh.axis_names, to="varying")),
-    mesh=mesh, in_specs=(), out_specs=out,
-  )  # fmt: skip
+    mesh=mesh,
+    in_specs=(),
+    out_specs=out,
+  )
   return jax.jit(mapped)
 
 
-def turns(
-  mesh: Any, calls: dict[str, Callable[[], Any]], rounds: int
-) -> dict[str, list[float]]:
+def turns(mesh: Any, calls: dict[str, Callable[[], Any]], rounds: int) -> dict[str, list[float]]:
   """Seconds of each in each turn, those of the slowest process."""
   names = list(calls)
   empty = alone(mesh, lambda x: lax.psum(x, mesh.axis_names), 1, P())

@@ -87,9 +87,7 @@ def tf_input(tf, root: Path, dtype: str):
     image = tf.cond(flip, lambda: tf.reverse(image, [1]), lambda: image)
     return tf.cast(image, dtype), label  # of float32 to itself: nothing
 
-  dataset = tf.data.Dataset.from_tensor_slices(
-    (files, labels, boxes, draws[:, 0] < 0.5)
-  )
+  dataset = tf.data.Dataset.from_tensor_slices((files, labels, boxes, draws[:, 0] < 0.5))
   options = tf.data.Options()
   options.threading.private_threadpool_size = 1
   options.threading.max_intra_op_parallelism = 1

@@ -30,13 +30,22 @@ from jaxscale.launch.batch_study import mean_noise_scale
 
 CONFIG = "configs/fashion_mnist_large_batch.py"
 NAMES = (
-  "sgd-256", "sgd-8192", "sgd_tuned-8192", "lars-8192", "lamb-8192", "sgd-16384",
-  "sgd_tuned-16384", "lars-16384", "lamb-16384",
-)  # fmt: skip
+  "sgd-256",
+  "sgd-8192",
+  "sgd_tuned-8192",
+  "lars-8192",
+  "lamb-8192",
+  "sgd-16384",
+  "sgd_tuned-16384",
+  "lars-16384",
+  "lamb-16384",
+)
 LABELS = {
-  "sgd": "SGD, linear scaling", "sgd_tuned": "SGD, tuned rate", "lars": "LARS",
+  "sgd": "SGD, linear scaling",
+  "sgd_tuned": "SGD, tuned rate",
+  "lars": "LARS",
   "lamb": "LAMB",
-}  # fmt: skip
+}
 BASELINE = "256"
 
 
@@ -55,9 +64,7 @@ def summarise(name: str, outcomes: list[seeds.Outcome]) -> dict:
     "gap": round(mean([o.gap for o in done]), 5) if done else None,
     "noise_scale": seeds.finite(mean_noise_scale([o._asdict() for o in done])),
     "noise_scale_low": min((o.noise_scale_low or 0.0 for o in done), default=None),
-    "noise_scale_high": seeds.finite(
-      max((o.noise_scale_high or inf for o in done), default=None)
-    ),
+    "noise_scale_high": seeds.finite(max((o.noise_scale_high or inf for o in done), default=None)),
   }
 
 

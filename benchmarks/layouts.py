@@ -59,32 +59,31 @@ FOUR = Run("replicated, data 4 (4 devices)", (), devices=4)
 FSDP = "layout.shard=fsdp"
 STUDIES = (
   Study(
-    "text", "Language model of bytes", "configs/text.py", ("epochs=0.4",),
+    "text",
+    "Language model of bytes",
+    "configs/text.py",
+    ("epochs=0.4",),
     (
       REPLICATED,
       Run("FSDP 2 x model 4", ("mesh.data=1", "mesh.fsdp=2", "mesh.model=4", FSDP)),
-      Run(
-        "data 4 x stage 2, 1F1B",
-        ("mesh.stage=2", "layout.schedule=1f1b", "accumulate_steps=4"),
-      ),
+      Run("data 4 x stage 2, 1F1B", ("mesh.stage=2", "layout.schedule=1f1b", "accumulate_steps=4")),
       Run("data 2 x ring attention 4", ("mesh.model=4", "layout.model=ring")),
       FOUR,
     ),
   ),
   Study(
-    "vit", "ViT on Fashion-MNIST", "configs/vit_fashion_mnist.py",
+    "vit",
+    "ViT on Fashion-MNIST",
+    "configs/vit_fashion_mnist.py",
     ("epochs=0.45", "batch_size=128", "schedule.warmup_epochs=0.1"),
     (
       REPLICATED,
       Run("FSDP 8", ("mesh.data=1", "mesh.fsdp=8", FSDP)),
-      Run(
-        "data 2 x FSDP 2 x model 2",
-        ("mesh.data=2", "mesh.fsdp=2", "mesh.model=2", FSDP),
-      ),
+      Run("data 2 x FSDP 2 x model 2", ("mesh.data=2", "mesh.fsdp=2", "mesh.model=2", FSDP)),
       FOUR,
     ),
   ),
-)  # fmt: skip
+)
 
 
 def workdir(study: Study, run: Run) -> Path:
@@ -139,8 +138,7 @@ def curves(study: Study) -> dict:
       | {k: summary[k] for k in ("loss", "accuracy", "bits_per_byte") if k in summary}
       | {"parameters": float(f"{moved:.3g}"), "train_loss": list(loss.values())}
     )
-  return {"title": study.title, "config": study.config, "settings": study.settings,
-          "rows": rows}  # fmt: skip
+  return {"title": study.title, "config": study.config, "settings": study.settings, "rows": rows}
 
 
 def differences(row: dict, first: dict) -> list[float]:
@@ -152,16 +150,16 @@ def differences(row: dict, first: dict) -> list[float]:
 def markdown(studies: list[dict]) -> str:
   """The table of docs/parallelism.md."""
   lines = [
-    "| model | layout | held-out | loss: first 10 steps | first 100 | all "
-    "| parameters, end |",
+    "| model | layout | held-out | loss: first 10 steps | first 100 | all | parameters, end |",
     "|---|---|---|---|---|---|---|",
   ]
   for study in studies:
     for row in study["rows"]:
       held_out = (
-        f"{row['bits_per_byte']:.4f} bits/byte" if "bits_per_byte" in row
+        f"{row['bits_per_byte']:.4f} bits/byte"
+        if "bits_per_byte" in row
         else f"{row['accuracy']:.2%}"
-      )  # fmt: skip
+      )
       far = differences(row, study["rows"][0])
       cells = [f"{max(far[:n]):.0e}" for n in (10, 100, len(far))]
       cells = [*cells, f"{row['parameters']:.0e}"] if any(far) else ["", "", "", ""]

@@ -54,16 +54,20 @@ def draw(studies: Sequence[Mapping[str, Any]], path: Path) -> None:
       _line(below, _apart(row, first), row["label"], look | _BELOW)
     above.set_title(study["title"], loc="left", fontsize=12)
     below.set_title(
-      f"difference to {first['label']}, mean of {_WINDOW} steps", loc="left",
-      fontsize=10,
-    )  # fmt: skip
+      f"difference to {first['label']}, mean of {_WINDOW} steps", loc="left", fontsize=10
+    )
     below.set_xlabel("step")
     below.set_yscale("log")
     below.axhline(_FLOAT32, color="black", lw=0.8, ls=":")
     below.annotate(
-      "a rounding of float32", (1, _FLOAT32), xycoords=("axes fraction", "data"),
-      xytext=(0, 3), textcoords="offset points", ha="right", fontsize=8,
-    )  # fmt: skip
+      "a rounding of float32",
+      (1, _FLOAT32),
+      xycoords=("axes fraction", "data"),
+      xytext=(0, 3),
+      textcoords="offset points",
+      ha="right",
+      fontsize=8,
+    )
     for axis in (above, below):
       axis.grid(alpha=0.25)
       axis.spines[["top", "right"]].set_visible(False)

@@ -57,18 +57,11 @@ def main() -> None:
       rate = progress.train(step, step * rows, values)
       writer.write(step, values | {"examples_per_s": rate})
 
-    callbacks = loop.Callbacks(
-      is_logged=lambda step: step % config.log.every_steps == 0, log=log
-    )
-    state, _ = loop.train(
-      state, train_step, feed, callbacks, start=0, total_steps=STEPS
-    )
+    callbacks = loop.Callbacks(is_logged=lambda step: step % config.log.every_steps == 0, log=log)
+    state, _ = loop.train(state, train_step, feed, callbacks, start=0, total_steps=STEPS)
     return jax.block_until_ready(state)
 
-  feeds = {
-    "ratio": itertools.repeat(fixed),
-    "ratio_with_input": data.to_device(batches, mesh),
-  }
+  feeds = {"ratio": itertools.repeat(fixed), "ratio_with_input": data.to_device(batches, mesh)}
   ratios, steps_ms = {name: [] for name in feeds}, []
   with tempfile.TemporaryDirectory() as scratch:
     writer = metrics.MetricWriter(Path(scratch))

@@ -17,9 +17,7 @@ import sys
 import time
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-os.environ["XLA_FLAGS"] = (
-  os.environ.get("XLA_FLAGS", "") + " --xla_cpu_multi_thread_eigen=false"
-)
+os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_cpu_multi_thread_eigen=false"
 
 import jax
 import numpy as np
@@ -70,9 +68,11 @@ def main() -> None:
     runs, programs = {}, {}
     for skips in (False, True):
       state = init_state(fns.init, tx, mesh, exchange)
-      step = make_train_step(
-        loss, tx, mesh, exchange, options=StepOptions(skip_bad_steps=skips)
-      ).lower(state, batch).compile()  # pyright: ignore # fmt: skip
+      step = (
+        make_train_step(loss, tx, mesh, exchange, options=StepOptions(skip_bad_steps=skips))
+        .lower(state, batch)
+        .compile()
+      )  # pyright: ignore
       runs[skips], programs[skips] = (step, state), step
     seconds = {False: [], True: []}
     for turn in range(TURNS + 1):
@@ -94,8 +94,7 @@ def main() -> None:
       "parameters": sum(x.size for x in jax.tree.leaves(state.params)),
       "copies": [p.as_text().count(" copy(") for p in programs.values()],
       "temp_mb": [
-        round(p.memory_analysis().temp_size_in_bytes / 1e6, 3)
-        for p in programs.values()
+        round(p.memory_analysis().temp_size_in_bytes / 1e6, 3) for p in programs.values()
       ],
     }
     print(case, results[case], file=sys.stderr, flush=True)

@@ -87,10 +87,7 @@ def h100():
 TARGETS: dict[str, tuple[str, Callable[[], Any]]] = {
   "cpu": ("8 simulated CPU devices", lambda: jax.devices("cpu")),
   "v5e": ("one TPU v5e slice, 4 x 2", lambda: tpu(topology_name="v5e:4x2")),
-  "slices": (
-    "two TPU v5e slices of 2 x 2",
-    lambda: tpu(topology_name="v5e:2x2", num_slices=2),
-  ),
+  "slices": ("two TPU v5e slices of 2 x 2", lambda: tpu(topology_name="v5e:2x2", num_slices=2)),
   "h100": ("2 hosts of 4 H100", h100),
 }
 
@@ -267,15 +264,15 @@ def markdown(rows: list[dict[str, Any]]) -> str:
     parts.setdefault((row["model"], row["target"]), []).append(row)
   lines = []
   for (model, target), of_part in parts.items():
-    plain_cost = next(
-      (r.get("compute_cost") for r in of_part if r["exchange"] == "plain"), None
-    )
+    plain_cost = next((r.get("compute_cost") for r in of_part if r["exchange"] == "plain"), None)
     lines += [
-      "", f"**{model}, {TARGETS[target][0]}**", "",
+      "",
+      f"**{model}, {TARGETS[target][0]}**",
+      "",
       "| exchange | collectives (times per step) | sent MB | across replicas MB "
       "| hidden | overlap | compute | temp MB | compile CPU s |",
       "|---|---|---|---|---|---|---|---|---|",
-    ]  # fmt: skip
+    ]
     lines += [_line(row, plain_cost) for row in of_part]
   return "\n".join(lines).strip()
 

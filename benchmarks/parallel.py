@@ -87,25 +87,21 @@ CASES = {
     "models", "configs/llama_7b.py", "v5e-256", {"layout.sum_in": "dtype"}
   ),
   "7B v5e-256, fsdp alone": Case(
-    "models", "configs/llama_7b.py", "v5e-256",
-    {"mesh.model": "1", "accumulate_steps": "4"},
+    "models", "configs/llama_7b.py", "v5e-256", {"mesh.model": "1", "accumulate_steps": "4"}
   ),
   "7B v5e-256, fsdp 16 x model 16": Case(
-    "models", "configs/llama_7b.py", "v5e-256",
-    {"mesh.model": "16", "accumulate_steps": "16"},
+    "models", "configs/llama_7b.py", "v5e-256", {"mesh.model": "16", "accumulate_steps": "16"}
   ),
   "7B v5e-256, data 16 x fsdp 16": Case(
-    "models", "configs/llama_7b.py", "v5e-256",
+    "models",
+    "configs/llama_7b.py",
+    "v5e-256",
     {"mesh.model": "1", "mesh.data": "16", "accumulate_steps": "4"},
   ),
   "7B h100-256": Case("models", "configs/llama_7b.py:h100", "h100-256"),
-  "init of 7B v5e-256": Case(
-    "init", "configs/llama_7b.py", "v5e-256", program="init"
-  ),
-  "init of 7B h100-256": Case(
-    "init", "configs/llama_7b.py:h100", "h100-256", program="init"
-  ),
-}  # fmt: skip
+  "init of 7B v5e-256": Case("init", "configs/llama_7b.py", "v5e-256", program="init"),
+  "init of 7B h100-256": Case("init", "configs/llama_7b.py:h100", "h100-256", program="init"),
+}
 for chips, groups in (("h100-16", "h100-16"), ("v5e-16", "2xv5e-8")):
   CASES |= {
     f"{chips} {name}": case
@@ -113,12 +109,8 @@ for chips, groups in (("h100-16", "h100-16"), ("v5e-16", "2xv5e-8")):
       "fsdp 16": probe(chips),
       "data 4 x fsdp 4": probe(chips, **FSDP4),
       "fsdp 4 x model 4": probe(chips, **MODEL4),
-      "fsdp 4 x model 4, sums in bfloat16": probe(
-        chips, **MODEL4, layout__sum_in="dtype"
-      ),
-      "fsdp 4 x model 4, tokens too": probe(
-        chips, **MODEL4, layout__model="layers_and_tokens"
-      ),
+      "fsdp 4 x model 4, sums in bfloat16": probe(chips, **MODEL4, layout__sum_in="dtype"),
+      "fsdp 4 x model 4, tokens too": probe(chips, **MODEL4, layout__model="layers_and_tokens"),
       "fsdp 8 x stage 2, 1f1b": probe(chips, **STAGES, layout__schedule="1f1b"),
     }.items()
   } | {
@@ -129,20 +121,17 @@ for chips, groups in (("h100-16", "h100-16"), ("v5e-16", "2xv5e-8")):
   }
 
   CASES |= {
-    f"{chips} fsdp 16, remat {remat}": probe(chips, layout__remat=remat)._replace(
-      part="memory"
-    )
+    f"{chips} fsdp 16, remat {remat}": probe(chips, layout__remat=remat)._replace(part="memory")
     for remat in ("none", "dots", "branches", "offload")
   }
 # Near the limit of the memory.
 ROWS = {"batch_size": "40", "mesh.fsdp": "4"}
 CASES |= {
   f"v5e-4 fsdp 4, 10 rows, optimizer on the {where}": Case(
-    "memory", "configs/llama_1b.py", "v5e-4",
-    PROBE | ROWS | {"layout.optimizer": where},
+    "memory", "configs/llama_1b.py", "v5e-4", PROBE | ROWS | {"layout.optimizer": where}
   )
   for where in ("device", "host")
-}  # fmt: skip
+}
 # Flags of the compilers, on what hides least without them.
 FLAGS = {
   "h100-16": {
@@ -162,19 +151,15 @@ FLAGS = {
     "async reduce-scatter": {
       "xla_enable_async_reduce_scatter_fusion": "true",
       "xla_tpu_enable_async_collective_fusion_fuse_reduce_scatter": "true",
-    },
+    }
   },
 }
 for chips, flags in FLAGS.items():
   CASES |= {
-    f"{chips} data 4 x fsdp 4, {name}": probe(chips, options, **FSDP4)._replace(
-      part="flags"
-    )
+    f"{chips} data 4 x fsdp 4, {name}": probe(chips, options, **FSDP4)._replace(part="flags")
     for name, options in flags.items()
   } | {
-    f"{chips} fsdp 4 x model 4, {name}": probe(chips, options, **MODEL4)._replace(
-      part="flags"
-    )
+    f"{chips} fsdp 4 x model 4, {name}": probe(chips, options, **MODEL4)._replace(part="flags")
     for name, options in flags.items()
   }
 
@@ -246,16 +231,19 @@ def read(text: str, mesh: dict[str, int]) -> dict[str, Any]:
     sums = hlo.total(found)
     behind = sum(r.times * r.wire_bytes for r in found if r.is_async and r.overlap)
     dtypes = sorted({d for r in found for d in r.dtypes})
-    rows.append({
-      "kind": kind, "axes": axes, "dtypes": dtypes,
-      "times": sums.times, "payload_mb": round(sums.payload_bytes / 1e6, 3),
-      "wire_mb": round(sums.wire_bytes / 1e6, 3), "hidden_mb": round(behind / 1e6, 3),
-      "overlap": round(sum(r.overlap or 0.0 for r in found), 4),
-    })  # fmt: skip
-  return {
-    "collectives": rows,
-    "trips_known": all(r.times_known for r in table),
-  }
+    rows.append(
+      {
+        "kind": kind,
+        "axes": axes,
+        "dtypes": dtypes,
+        "times": sums.times,
+        "payload_mb": round(sums.payload_bytes / 1e6, 3),
+        "wire_mb": round(sums.wire_bytes / 1e6, 3),
+        "hidden_mb": round(behind / 1e6, 3),
+        "overlap": round(sum(r.overlap or 0.0 for r in found), 4),
+      }
+    )
+  return {"collectives": rows, "trips_known": all(r.times_known for r in table)}
 
 
 def main() -> None:
@@ -274,9 +262,7 @@ def main() -> None:
       make_row(name)
       print(name, kept(name).read_text()[:300], flush=True)
   rows = [read_row(name) for name in CASES if kept(name).exists()]
-  packages = (
-    "jaxlib", "libtpu", "jax-cuda12-plugin", "nvidia-cudnn-cu12", "flax", "optax",
-  )  # fmt: skip
+  packages = ("jaxlib", "libtpu", "jax-cuda12-plugin", "nvidia-cudnn-cu12", "flax", "optax")
   report("parallel", rows=rows, versions={name: version(name) for name in packages})
 
 

@@ -21,9 +21,7 @@ def tables(rows: Sequence[dict[str, Any]]) -> dict[str, str]:
   memory = by_part.get("models", []) + by_part.get("init", [])
   first = {r["case"]: r for r in rows}
   kept = [
-    first[f"{chips} fsdp 16"]
-    for chips in ("v5e-16", "h100-16")
-    if f"{chips} fsdp 16" in first
+    first[f"{chips} fsdp 16"] for chips in ("v5e-16", "h100-16") if f"{chips} fsdp 16" in first
   ]
   return {
     "models": _memory(memory),
@@ -46,9 +44,15 @@ def _refusal(row: dict[str, Any]) -> str:
 
 def _memory(rows: Sequence[dict[str, Any]]) -> str:
   head = (
-    "program", "state, batch GiB", "temporaries", "in all", "may take", "on the host",
-    "sent GB", "compile CPU s",
-  )  # fmt: skip
+    "program",
+    "state, batch GiB",
+    "temporaries",
+    "in all",
+    "may take",
+    "on the host",
+    "sent GB",
+    "compile CPU s",
+  )
   lines = []
   for row in rows:
     if not row.get("memory"):
@@ -58,12 +62,18 @@ def _memory(rows: Sequence[dict[str, Any]]) -> str:
     state = m["arguments"] if "init" not in row["case"] else m["outputs"]
     total = m["arguments"] + m["outputs"] - m["aliased"] + m["temporaries"]
     sent = sum(c["wire_mb"] for c in row.get("collectives", ()))
-    lines.append([
-      row["case"], f"{state / GIB:.2f}", f"{m['temporaries'] / GIB:.2f}",
-      f"{total / GIB:.2f}", f"{row['limit'] / GIB:.2f}",
-      f"{m['host'] / GIB:.2f}" if m["host"] else "-",
-      f"{sent / 1000:.1f}", f"{row['compile_cpu_s']:.0f}",
-    ])  # fmt: skip
+    lines.append(
+      [
+        row["case"],
+        f"{state / GIB:.2f}",
+        f"{m['temporaries'] / GIB:.2f}",
+        f"{total / GIB:.2f}",
+        f"{row['limit'] / GIB:.2f}",
+        f"{m['host'] / GIB:.2f}" if m["host"] else "-",
+        f"{sent / 1000:.1f}",
+        f"{row['compile_cpu_s']:.0f}",
+      ]
+    )
   return _table(head, lines)
 
 
@@ -85,11 +95,17 @@ def _layouts(rows: Sequence[dict[str, Any]]) -> str:
     everything = sum(c["wire_mb"] for c in row["collectives"])
     some = [c for c in row["collectives"] if c["wire_mb"] >= 0.01 * everything]
     for i, c in enumerate(some):
-      lines.append([
-        row["case"] if i == 0 else "", f"{c['kind']} {', '.join(c['dtypes'])}",
-        ", ".join(c["axes"]) if c["axes"] else "?", str(c["times"]),
-        f"{c['wire_mb']:,.0f}", _share(c), f"{c['overlap']:.0%}",
-      ])  # fmt: skip
+      lines.append(
+        [
+          row["case"] if i == 0 else "",
+          f"{c['kind']} {', '.join(c['dtypes'])}",
+          ", ".join(c["axes"]) if c["axes"] else "?",
+          str(c["times"]),
+          f"{c['wire_mb']:,.0f}",
+          _share(c),
+          f"{c['overlap']:.0%}",
+        ]
+      )
   return _table(head, lines)
 
 
@@ -98,13 +114,7 @@ def _share(c: dict[str, Any]) -> str:
 
 
 def _flags(rows: Sequence[dict[str, Any]], first: dict[str, Any]) -> str:
-  head = (
-    "program",
-    "sent MB",
-    "hidden in part",
-    "overlapped compute",
-    "temporaries GiB",
-  )
+  head = ("program", "sent MB", "hidden in part", "overlapped compute", "temporaries GiB")
   plain = dict.fromkeys(row["case"].rpartition(", ")[0] for row in rows)
   lines = []
   for row in [*(first[case] for case in plain if case in first), *rows]:
@@ -113,9 +123,13 @@ def _flags(rows: Sequence[dict[str, Any]], first: dict[str, Any]) -> str:
       continue
     found = row["collectives"]
     sent, behind = (sum(c[k] for c in found) for k in ("wire_mb", "hidden_mb"))
-    lines.append([
-      row["case"], f"{sent:,.0f}", f"{behind / sent:.0%}",
-      f"{sum(c['overlap'] for c in found):.0%}",
-      f"{row['memory']['temporaries'] / GIB:.2f}",
-    ])  # fmt: skip
+    lines.append(
+      [
+        row["case"],
+        f"{sent:,.0f}",
+        f"{behind / sent:.0%}",
+        f"{sum(c['overlap'] for c in found):.0%}",
+        f"{row['memory']['temporaries'] / GIB:.2f}",
+      ]
+    )
   return _table(head, sorted(lines))

@@ -42,9 +42,11 @@ def why_not() -> str | None:
   if os.geteuid() != 0:
     return "network namespaces need root"
   steps = (
-    TCP, "ip link add eth0 type veth peer name eth1", "ip link add br0 type bridge",
+    TCP,
+    "ip link add eth0 type veth peer name eth1",
+    "ip link add br0 type bridge",
     f"tc qdisc add dev eth0 root tbf rate 1gbit {' '.join(BUCKET)}",
-  )  # fmt: skip
+  )
   probe = " && ".join(steps)
   done = subprocess.run(
     ["unshare", "--net", "--uts", "sh", "-c", probe], capture_output=True, text=True
@@ -54,9 +56,7 @@ def why_not() -> str | None:
 
 def switch() -> subprocess.Popen[str]:
   """A process in whose namespace the bridge is; it ends with its stdin."""
-  bridge = subprocess.Popen(
-    ["unshare", "--net", "cat"], stdin=subprocess.PIPE, text=True
-  )
+  bridge = subprocess.Popen(["unshare", "--net", "cat"], stdin=subprocess.PIPE, text=True)
   _wait_for_namespace(bridge)
   _inside(bridge, "ip link add br0 type bridge")
   _inside(bridge, "ip link set br0 up")
@@ -97,9 +97,7 @@ def connect(bridge: Any, index: int, process: Any, rate: str) -> None:
 
 
 def _inside(process: Any, words: str) -> None:
-  subprocess.run(
-    ["nsenter", f"--net=/proc/{process.pid}/ns/net", *words.split()], check=True
-  )
+  subprocess.run(["nsenter", f"--net=/proc/{process.pid}/ns/net", *words.split()], check=True)
 
 
 def _wait_for_namespace(process: Any) -> None:

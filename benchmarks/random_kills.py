@@ -48,10 +48,15 @@ from common import free_address, report
 ROOT = Path(__file__).parent.parent
 CONFIG = ROOT / "configs" / "digits.py"
 SETTINGS = {
-  "epochs": "4", "model": "MLP", "model.hidden": "(32,)", "log.every_steps": "3",
-  "evaluation.every_epochs": "2", "checkpoint.every_epochs": "0.18",
-  "checkpoint.keep_last": "1", "checkpoint.keep_best": "0",
-}  # fmt: skip
+  "epochs": "4",
+  "model": "MLP",
+  "model.hidden": "(32,)",
+  "log.every_steps": "3",
+  "evaluation.every_epochs": "2",
+  "checkpoint.every_epochs": "0.18",
+  "checkpoint.keep_last": "1",
+  "checkpoint.keep_best": "0",
+}
 MOMENTS = ("starting", "writing", "committed", "training")
 MOST_KILLS = 8  # of a chain
 ENDS_S = 300.0  # against hanging
@@ -253,9 +258,8 @@ def outcome(workdir: Path, scratch: Path) -> dict[str, Any]:
   found["metrics"] = [
     kept
     for line in lines
-    if len(kept := {k: v for k, v in line.items()
-                    if k != "time" and not k.startswith("perf/")}) > 1
-  ]  # fmt: skip
+    if len(kept := {k: v for k, v in line.items() if k != "time" and not k.startswith("perf/")}) > 1
+  ]
   return found
 
 
@@ -385,10 +389,14 @@ def measure(asked: argparse.Namespace) -> dict[str, Any]:
         break
     seconds = round(time.monotonic() - began)
   return {
-    "kills": sum(counts[k] for k in ("power", "SIGKILL")), "chains": number,
-    "seed": asked.seed, "counts": dict(sorted(counts.items())), "failed": failed,
-    "newer_than_durable": lost, "seconds": seconds,
-  }  # fmt: skip
+    "kills": sum(counts[k] for k in ("power", "SIGKILL")),
+    "chains": number,
+    "seed": asked.seed,
+    "counts": dict(sorted(counts.items())),
+    "failed": failed,
+    "newer_than_durable": lost,
+    "seconds": seconds,
+  }
 
 
 def main() -> int:

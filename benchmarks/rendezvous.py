@@ -42,11 +42,15 @@ def start_s(tree: Path, count: int, job: str) -> float:
   env = os.environ | {"PYTHONPATH": str(tree), "JAXSCALE_SECRET": "x" * 32}
   processes = [
     subprocess.Popen(
-      [sys.executable, "-c", CHILD, str(rank), str(count), job], env=env, cwd=tree,
-      stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+      [sys.executable, "-c", CHILD, str(rank), str(count), job],
+      env=env,
+      cwd=tree,
+      stdin=subprocess.PIPE,
+      stdout=subprocess.PIPE,
+      text=True,
     )
     for rank in range(count)
-  ]  # fmt: skip
+  ]
   for process in processes:
     assert process.stdout and process.stdout.readline() == "up\n"
   began = time.monotonic()

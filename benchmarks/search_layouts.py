@@ -26,29 +26,38 @@ HAND_MADE = {
   "data 4 x fsdp 16": {"mesh.data": "4", "mesh.fsdp": "16"},
   "data 8 x fsdp 8": {"mesh.data": "8", "mesh.fsdp": "8"},
   "data 8 x fsdp 8, in the backward": {
-    "mesh.data": "8", "mesh.fsdp": "8", "layout.slow_axes": "in_backward",
+    "mesh.data": "8",
+    "mesh.fsdp": "8",
+    "layout.slow_axes": "in_backward",
   },
-  "fsdp 16 x model 4": {
-    "mesh.fsdp": "16", "mesh.model": "4", "accumulate_steps": "4",
-  },
+  "fsdp 16 x model 4": {"mesh.fsdp": "16", "mesh.model": "4", "accumulate_steps": "4"},
   "fsdp 16 x model 4, sums in bfloat16": {
-    "mesh.fsdp": "16", "mesh.model": "4", "accumulate_steps": "4",
+    "mesh.fsdp": "16",
+    "mesh.model": "4",
+    "accumulate_steps": "4",
     "layout.sum_in": "dtype",
   },
   "fsdp 16 x model 4, tokens too": {
-    "mesh.fsdp": "16", "mesh.model": "4", "accumulate_steps": "4",
+    "mesh.fsdp": "16",
+    "mesh.model": "4",
+    "accumulate_steps": "4",
     "layout.model": "layers_and_tokens",
   },
   "fsdp 8 x model 8": {"mesh.fsdp": "8", "mesh.model": "8", "accumulate_steps": "8"},
   "fsdp 32 x stage 2, 1f1b": {
-    "mesh.fsdp": "32", "mesh.stage": "2", "accumulate_steps": "4",
+    "mesh.fsdp": "32",
+    "mesh.stage": "2",
+    "accumulate_steps": "4",
     "layout.schedule": "1f1b",
   },
   "fsdp 32 x stage 2, 1f1b, zero1": {
-    "mesh.fsdp": "32", "mesh.stage": "2", "accumulate_steps": "8",
-    "layout.schedule": "1f1b", "layout.shard": "zero1",
+    "mesh.fsdp": "32",
+    "mesh.stage": "2",
+    "accumulate_steps": "8",
+    "layout.schedule": "1f1b",
+    "layout.shard": "zero1",
   },
-}  # fmt: skip
+}
 
 
 def main(path: str) -> None:
@@ -77,11 +86,11 @@ def main(path: str) -> None:
     slower = step.seconds["expected"] / chosen
     gib = step.memory / 2**30
     note = "" if step.fits else ", does not fit"
-    print(f"{name}: {step.seconds['expected']:.2f} s, {slower:.2f} of the choice, "
-          f"{gib:.1f} GiB{note}", flush=True)  # fmt: skip
-  search = found["search"] | {
-    "seconds_of_step": chosen, "overrides": found["submit"]["overrides"]
-  }  # fmt: skip
+    print(
+      f"{name}: {step.seconds['expected']:.2f} s, {slower:.2f} of the choice, {gib:.1f} GiB{note}",
+      flush=True,
+    )
+  search = found["search"] | {"seconds_of_step": chosen, "overrides": found["submit"]["overrides"]}
   report("search_layouts", chips=CHIPS, search=search, hand_made=rows)
 
 

@@ -57,9 +57,7 @@ def run(config: Config, workdir: Path) -> Outcome:
   names = ("noise_scale", "noise_scale_low", "noise_scale_high")
   scale = {name: summary.get(name) for name in names}
   accuracy = summary["accuracy"]
-  return Outcome(
-    peak_lr, summary["step"], accuracy, values["accuracy"] - accuracy, **scale
-  )
+  return Outcome(peak_lr, summary["step"], accuracy, values["accuracy"] - accuracy, **scale)
 
 
 def train(config: str, names: Sequence[str], folder: str) -> dict[str, list[Outcome]]:

@@ -30,11 +30,7 @@ TURNS = 7
 RUNS = {
   "digits": ("configs/digits.py", 1, ["--config.epochs=3"]),
   "resnet50": ("benchmarks/startup_resnet.py", 8, []),
-  "text": (
-    "configs/text.py",
-    1,
-    ["--config.epochs=0.01", "--config.schedule.warmup_epochs=0.001"],
-  ),
+  "text": ("configs/text.py", 1, ["--config.epochs=0.01", "--config.schedule.warmup_epochs=0.001"]),
 }
 LEAST = """
 import json, sys, time
@@ -154,10 +150,7 @@ def measure(name: str) -> dict:
     "first_time": dict(zip(clocks, (round(x, 2) for x in cold), strict=True)),
     "again": dict(zip(clocks, warm, strict=True)),
     "least": {
-      name: {
-        clock: median(found[i][j] for found, _ in turns)
-        for j, clock in enumerate(clocks[:2])
-      }
+      name: {clock: median(found[i][j] for found, _ in turns) for j, clock in enumerate(clocks[:2])}
       for i, name in enumerate(names)
     },
     "turns": [

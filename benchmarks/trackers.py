@@ -84,9 +84,7 @@ def main() -> None:
     )
     clock = time.perf_counter()
     feed = itertools.repeat(fixed)
-    state, _ = loop.train(
-      state, train_step, feed, callbacks, start=0, total_steps=STEPS
-    )
+    state, _ = loop.train(state, train_step, feed, callbacks, start=0, total_steps=STEPS)
     jax.block_until_ready(state)
     return state, STEPS / (time.perf_counter() - clock)
 

@@ -69,9 +69,7 @@ class Side:
     self.ready: Any = None
     self._errors = tempfile.TemporaryFile()  # noqa: SIM115, closed by `close`
     self._pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-    self._process = subprocess.Popen(
-      command, stderr=self._errors, **self._pipes, **options
-    )
+    self._process = subprocess.Popen(command, stderr=self._errors, **self._pipes, **options)
     self._text = b""
 
   def wait_ready(self, timeout_s: float) -> Any:
@@ -112,9 +110,7 @@ class Side:
     """Of the end: the line of its error."""
     code = self._process.wait()
     self._errors.seek(0)
-    lines = [
-      x.strip() for x in self._errors.read().decode(errors="replace").split("\n")
-    ]
+    lines = [x.strip() for x in self._errors.read().decode(errors="replace").split("\n")]
     lines = [x for x in lines if x]
     wanted = ("Error", "Exception", "RESOURCE_EXHAUSTED", "out of memory")
     errors = [x for x in lines if any(word in x for word in wanted)]

@@ -134,9 +134,7 @@ def trainer(watch: Any, steps: int) -> Any:
     nonlocal state, done
     batches = itertools.repeat(batch)
     total = done + steps
-    state, done = loop.train(
-      state, step, batches, callbacks, start=done, total_steps=total
-    )
+    state, done = loop.train(state, step, batches, callbacks, start=done, total_steps=total)
     jax.block_until_ready(state)
 
   return train
@@ -166,9 +164,7 @@ def group(kind: str, asked: argparse.Namespace, workdir: Path):
       command = [sys.executable, __file__, "--worker", kind, "--steps"]
       command += [str(asked.steps), "--workdir", str(workdir)]
       pipe = subprocess.PIPE
-      started.append(
-        subprocess.Popen(command, env=env, stdin=pipe, stdout=pipe, text=True)
-      )
+      started.append(subprocess.Popen(command, env=env, stdin=pipe, stdout=pipe, text=True))
     read(started)
     yield started
   finally:
@@ -224,9 +220,7 @@ def main() -> None:
         seconds = turn_of(runs[kind])
         if turn:  # the first warms up
           times[kind].append(seconds)
-    (notes, ours), (_, theirs) = (
-      turn_of(runs[k], "idle") for k in ("watched", "plain")
-    )
+    (notes, ours), (_, theirs) = (turn_of(runs[k], "idle") for k in ("watched", "plain"))
   step_s = statistics.median(w for w, _ in times["plain"]) / asked.steps
   # Threads of all processes share the cores with all of their steps.
   share = (ours - theirs) / (os.cpu_count() or 1) + notes / step_s

@@ -180,9 +180,7 @@ for name, (sent, accuracy, took) in results.items():
 # arrives, and the error falls with the number of steps. Right, the bytes.
 
 # %%
-figure, (late, saved) = plt.subplots(
-  1, 2, figsize=(10, 3.4), dpi=150, layout="constrained"
-)
+figure, (late, saved) = plt.subplots(1, 2, figsize=(10, 3.4), dpi=150, layout="constrained")
 steps = np.arange(1, 33)
 for name in ("1-bit", "PowerSGD, rank 4"):
   so_far = means[name].cumsum(0) / steps[:, None, None]

@@ -54,10 +54,7 @@ layouts = {
   "data 8": {"mesh": config.Mesh(data=8)},
   "fsdp 8": {"mesh": config.Mesh(data=1, fsdp=8), "layout": FSDP},
   "model 8": {"mesh": config.Mesh(data=1, model=8)},
-  "data 2 x fsdp 2 x model 2": {
-    "mesh": config.Mesh(data=2, fsdp=2, model=2),
-    "layout": FSDP,
-  },
+  "data 2 x fsdp 2 x model 2": {"mesh": config.Mesh(data=2, fsdp=2, model=2), "layout": FSDP},
   "data 2 x stage 4": {"mesh": config.Mesh(data=2, stage=4), "accumulate_steps": 4},
 }
 
@@ -97,13 +94,10 @@ jax.debug.visualize_array_sharding(table)
 def train(each):
   step, state = each.compile_train_step(), each.init_state()
   size = sum(
-    x.addressable_shards[0].data.nbytes
-    for x in jax.tree.leaves((state.params, state.opt_state))
+    x.addressable_shards[0].data.nbytes for x in jax.tree.leaves((state.params, state.opt_state))
   )
   sent = hlo.collectives(step, each.mesh)
-  batches = data.to_device(
-    data.train_batches(each.train_data, batch_size=32), each.mesh
-  )
+  batches = data.to_device(data.train_batches(each.train_data, batch_size=32), each.mesh)
   losses = []
   for batch in itertools.islice(batches, 20):
     state, metrics = step(state, batch)

@@ -68,9 +68,7 @@ settings = jxs.Config(
 with contextlib.redirect_stdout(io.StringIO()):
   jxs.fit(settings, folder / "one")
 lines = jxs.metrics.read_metrics(folder / "one" / "metrics.jsonl")
-measured = [
-  (m["step"], m["train/noise_scale"]) for m in lines if "train/noise_scale" in m
-]
+measured = [(m["step"], m["train/noise_scale"]) for m in lines if "train/noise_scale" in m]
 for step, scale in measured[:: len(measured) // 6]:
   print(f"step {step:4}  noise scale {scale:8,.0f} examples")
 

@@ -153,9 +153,7 @@ curves, images = figure.subfigures(1, 2, width_ratios=(1, 1.15))
 axis = curves.subplots()
 for name, workdir in workdirs.items():
   lines = jxs.metrics.read_metrics(pathlib.Path(workdir, "metrics.jsonl"))
-  points = [
-    (m["step"], 100 * m["eval/accuracy"]) for m in lines if "eval/accuracy" in m
-  ]
+  points = [(m["step"], 100 * m["eval/accuracy"]) for m in lines if "eval/accuracy" in m]
   axis.plot(*zip(*points, strict=True), "o-", ms=3, label=name)
 axis.set(xlabel="step", ylabel="held-out accuracy (%)", ylim=(0, 102))
 axis.legend(frameon=False)

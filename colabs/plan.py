@@ -71,9 +71,7 @@ print(plan_report.text(plan))
 step = plan.step
 name, sentence = bottleneck(plan)
 print(f"{step.rate:,.0f} examples/s, {step.efficiency:.0%} of a device alone")
-print(
-  f"between {min(step.seconds.values()):.2g} and {max(step.seconds.values()):.2g} s"
-)
+print(f"between {min(step.seconds.values()):.2g} and {max(step.seconds.values()):.2g} s")
 print(f"most: {sentence}")
 for size in plan.strong:
   print(f"{size.devices:5,} devices: {size.rate:10,.0f} examples/s")

@@ -44,10 +44,7 @@ from jaxscale import data, models, optim
 mesh = jxs.make_mesh()
 train, test = data.digits("train"), data.digits("test")
 model = models.functions(
-  models.CNNModule(num_classes=10),
-  train.info.image_shape,
-  mean=train.info.mean,
-  std=train.info.std,
+  models.CNNModule(num_classes=10), train.info.image_shape, mean=train.info.mean, std=train.info.std
 )
 schedule = optim.warmup_cosine(peak=0.1, warmup_steps=22, total_steps=450)
 tx = optim.sgd(schedule, weight_decay=5e-4)

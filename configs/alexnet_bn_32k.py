@@ -21,9 +21,7 @@ from jaxscale.config import LARS, TFDS, AlexNet, Config, Evaluation, Polynomial
 def get_config() -> Config:
   return Config(
     model=AlexNet(batch_norm=True, bn_span=512, dropout=0.5),
-    data=TFDS(
-      name="imagenet2012", eval_split="validation", image_size=227, augment="crop"
-    ),
+    data=TFDS(name="imagenet2012", eval_split="validation", image_size=227, augment="crop"),
     optimizer=LARS(
       lr=32.0,
       momentum=0.9,
@@ -32,13 +30,7 @@ def get_config() -> Config:
       momentum_correction="warmup",
       include="all",
     ),
-    schedule=Polynomial(
-      warmup_steps=400,
-      warmup_lr=1.0,
-      power=2.0,
-      end_lr=0.0,
-      restart=False,
-    ),
+    schedule=Polynomial(warmup_steps=400, warmup_lr=1.0, power=2.0, end_lr=0.0, restart=False),
     batch_size=32_768,
     steps=4000,
     dtype="bfloat16",

@@ -6,16 +6,7 @@ Time       seconds (docs/measured.md)
 Result     98.06 % of the 360 held-out digits (target 97 %)
 """
 
-from jaxscale.config import (
-  CNN,
-  SGD,
-  Checkpoint,
-  Config,
-  Cosine,
-  CrossEntropy,
-  Digits,
-  Evaluation,
-)
+from jaxscale.config import CNN, SGD, Checkpoint, Config, Cosine, CrossEntropy, Digits, Evaluation
 
 
 def get_config() -> Config:

@@ -10,16 +10,7 @@ Result     test accuracy SGD 93.34 %, LARS 92.73 %; one run each, seed 0
 
 import dataclasses
 
-from jaxscale.config import (
-  CNN,
-  LARS,
-  SGD,
-  TFDS,
-  Config,
-  Cosine,
-  CrossEntropy,
-  Polynomial,
-)
+from jaxscale.config import CNN, LARS, SGD, TFDS, Config, Cosine, CrossEntropy, Polynomial
 from jaxscale.errors import ConfigError
 
 

@@ -11,16 +11,7 @@ Result     never run. Compiled ahead of time (jax 0.10.2, libtpu 0.0.51): 7.98 o
 Sizes, optimizer and batch of 2 million tokens are TinyLlama's (arXiv:2401.02385, §2).
 """
 
-from jaxscale.config import (
-  AdamW,
-  Config,
-  Cosine,
-  Evaluation,
-  Layout,
-  Mesh,
-  TextFiles,
-  Transformer,
-)
+from jaxscale.config import AdamW, Config, Cosine, Evaluation, Layout, Mesh, TextFiles, Transformer
 
 DEVICES = 16
 # Rows of a micro-batch on a device. XLA's attention, TPUs' here, writes the scores of
@@ -31,9 +22,7 @@ ROWS = {"v5e": 4, "h100": 16}
 def get_config(chips: str = "v5e") -> Config:
   batch_size = 1024  # 2 million tokens
   return Config(
-    model=Transformer(
-      num_layers=22, width=2048, num_heads=32, num_kv_heads=4, hidden=5632
-    ),
+    model=Transformer(num_layers=22, width=2048, num_heads=32, num_kv_heads=4, hidden=5632),
     data=TextFiles(path="slimpajama", vocab_size=32_000, sequence_length=2048),
     optimizer=AdamW(lr=4e-4, b1=0.9, b2=0.95, weight_decay=0.1),
     schedule=Cosine(warmup_epochs=0.01, end_lr=4e-5),

@@ -11,16 +11,7 @@ Result     never run. Compiled ahead of time (jax 0.10.2, libtpu 0.0.51): 10.0 o
 Sizes, optimizer and batch of 4 million tokens of arXiv:2307.09288, section 2.2.
 """
 
-from jaxscale.config import (
-  AdamW,
-  Config,
-  Cosine,
-  Evaluation,
-  Layout,
-  Mesh,
-  TextFiles,
-  Transformer,
-)
+from jaxscale.config import AdamW, Config, Cosine, Evaluation, Layout, Mesh, TextFiles, Transformer
 
 
 def get_config(chips: str = "v5e") -> Config:

@@ -18,9 +18,7 @@ from jaxscale.config import SGD, TFDS, Config, Evaluation, ResNet, Steps
 def get_config(batch_size: str = "8192") -> Config:
   return Config(
     model=ResNet(depth=50, bn_span=32),
-    data=TFDS(
-      name="imagenet2012", eval_split="validation", image_size=224, augment="crop"
-    ),
+    data=TFDS(name="imagenet2012", eval_split="validation", image_size=224, augment="crop"),
     optimizer=SGD(lr=0.1, momentum=0.9, weight_decay=1e-4),
     lr_scaling="linear",
     lr_reference_batch_size=256,

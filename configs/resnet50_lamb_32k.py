@@ -11,15 +11,7 @@ gradients clipped to a global norm of 1; after 782 of 3,519 steps linearly towar
 0, 0.04 (3519 - step) / (3519 - 782).
 """
 
-from jaxscale.config import (
-  LAMB,
-  TFDS,
-  Config,
-  CrossEntropy,
-  Evaluation,
-  Polynomial,
-  ResNet,
-)
+from jaxscale.config import LAMB, TFDS, Config, CrossEntropy, Evaluation, Polynomial, ResNet
 
 WARMUP_STEPS, STEPS = 782, 3519
 
@@ -27,9 +19,7 @@ WARMUP_STEPS, STEPS = 782, 3519
 def get_config() -> Config:
   return Config(
     model=ResNet(depth=50, bn_span=128),
-    data=TFDS(
-      name="imagenet2012", eval_split="validation", image_size=224, augment="crop"
-    ),
+    data=TFDS(name="imagenet2012", eval_split="validation", image_size=224, augment="crop"),
     optimizer=LAMB(
       lr=0.04,
       b1=0.9,
@@ -40,10 +30,7 @@ def get_config() -> Config:
       include=r"kernel$|^Dense_0/bias$",
     ),
     schedule=Polynomial(
-      warmup_steps=WARMUP_STEPS,
-      power=1.0,
-      end_lr=0.0,
-      decay_steps=STEPS - WARMUP_STEPS,
+      warmup_steps=WARMUP_STEPS, power=1.0, end_lr=0.0, decay_steps=STEPS - WARMUP_STEPS
     ),
     clip_norm=1.0,
     batch_size=32_768,

@@ -20,15 +20,7 @@ the published mean.
 
 from typing import NamedTuple
 
-from jaxscale.config import (
-  LARS,
-  TFDS,
-  Config,
-  CrossEntropy,
-  Evaluation,
-  Polynomial,
-  ResNet,
-)
+from jaxscale.config import LARS, TFDS, Config, CrossEntropy, Evaluation, Polynomial, ResNet
 from jaxscale.errors import ConfigError
 
 NUM_TRAIN = 1_281_167
@@ -64,9 +56,7 @@ RCP = {
 }
 
 
-def _google(
-  batch: int, lr: float, warmup: int, epochs: int, loop: int, momentum: float
-) -> Row:
+def _google(batch: int, lr: float, warmup: int, epochs: int, loop: int, momentum: float) -> Row:
   """A row of train.py in training_results_v0.7, Google's resnet-research-JAX.
 
   It goes in loops of 4 epochs, whose steps are rounded up to `loop`, and from there
@@ -97,15 +87,10 @@ def get_config(batch_size: str = "4096") -> Config:
   total_steps = end_step if row.total_steps is None else row.total_steps
   return Config(
     model=ResNet(depth=50, bn_span=row.bn_span),
-    data=TFDS(
-      name="imagenet2012", eval_split="validation", image_size=224, augment="crop"
-    ),
+    data=TFDS(name="imagenet2012", eval_split="validation", image_size=224, augment="crop"),
     optimizer=LARS(lr=row.lr, momentum=row.momentum, weight_decay=row.weight_decay),
     schedule=Polynomial(
-      warmup_steps=warmup_steps,
-      power=2.0,
-      end_lr=1e-4,
-      decay_steps=end_step - warmup_steps,
+      warmup_steps=warmup_steps, power=2.0, end_lr=1e-4, decay_steps=end_step - warmup_steps
     ),
     batch_size=batch,
     steps=total_steps,

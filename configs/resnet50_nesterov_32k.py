@@ -16,23 +16,13 @@ in Google's MLPerf v0.7 (resnet50_lars.py:google-32768). Adam was tuned on BERT
 there: for ImageNet there is nothing to copy.
 """
 
-from jaxscale.config import (
-  SGD,
-  TFDS,
-  Config,
-  CrossEntropy,
-  Evaluation,
-  Polynomial,
-  ResNet,
-)
+from jaxscale.config import SGD, TFDS, Config, CrossEntropy, Evaluation, Polynomial, ResNet
 
 
 def get_config() -> Config:
   return Config(
     model=ResNet(depth=50, bn_span=64),
-    data=TFDS(
-      name="imagenet2012", eval_split="validation", image_size=224, augment="crop"
-    ),
+    data=TFDS(name="imagenet2012", eval_split="validation", image_size=224, augment="crop"),
     optimizer=SGD(lr=7.05, momentum=1 - 0.024, nesterov=True, weight_decay=5.8e-5),
     schedule=Polynomial(warmup_steps=638, power=2.0, end_lr=1e-4),
     batch_size=32_768,

@@ -10,13 +10,7 @@ Result     1.967 bits per byte, accuracy 60.5 %, in 1,013 s on one device while
            layouts (docs/parallelism.md)
 """
 
-from jaxscale.config import (
-  AdamW,
-  Config,
-  Cosine,
-  Text,
-  Transformer,
-)
+from jaxscale.config import AdamW, Config, Cosine, Text, Transformer
 
 
 def get_config() -> Config:

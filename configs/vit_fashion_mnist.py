@@ -9,22 +9,13 @@ Result     68.5 % after 211 steps (epochs=0.45, batch_size=128, warm-up of 0.1 e
            under four layouts (docs/parallelism.md); the whole 5 epochs were not run
 """
 
-from jaxscale.config import (
-  TFDS,
-  AdamW,
-  Config,
-  Cosine,
-  CrossEntropy,
-  ViT,
-)
+from jaxscale.config import TFDS, AdamW, Config, Cosine, CrossEntropy, ViT
 
 
 def get_config() -> Config:
   return Config(
     # Patches of 4 x 4 are 49 tokens; of 10 classes the head has 16, and so divides.
-    model=ViT(
-      patch=4, width=64, num_layers=4, num_heads=4, pool="mean", pad_classes_to=8
-    ),
+    model=ViT(patch=4, width=64, num_layers=4, num_heads=4, pool="mean", pad_classes_to=8),
     data=TFDS(name="fashion_mnist", augment="flip", cache=True),
     optimizer=AdamW(lr=2e-3, weight_decay=0.05),
     schedule=Cosine(warmup_epochs=0.5),

@@ -52,9 +52,7 @@ def prose(text: str) -> str:
   for line in text.splitlines():
     parts = re.split(r"(`[^`]*`)", line)
     is_code = line.startswith("    ")
-    lines.append(
-      line if is_code else "".join(p if p[:1] == "`" else plain(p) for p in parts)
-    )
+    lines.append(line if is_code else "".join(p if p[:1] == "`" else plain(p) for p in parts))
   return "\n".join(lines)
 
 
@@ -101,9 +99,7 @@ def settings() -> str:
   return "\n".join(out)
 
 
-def _branch(
-  path: str, classes: dict[str, Any], several: bool, prefix: str = ""
-) -> list[str]:
+def _branch(path: str, classes: dict[str, Any], several: bool, prefix: str = "") -> list[str]:
   """The classes that a field chooses from, with their fields."""
   out = []
   for name, cls in classes.items():
@@ -185,9 +181,7 @@ def api(package: str) -> str:
 
 def module(name: str) -> str:
   """What a module says of its mathematics, as it is written there."""
-  return (
-    f"```text\n{inspect.cleandoc(importlib.import_module(name).__doc__ or '')}\n```"
-  )
+  return f"```text\n{inspect.cleandoc(importlib.import_module(name).__doc__ or '')}\n```"
 
 
 def public(package: str) -> Iterator[tuple[str, Any]]:

@@ -365,9 +365,7 @@ def _open_closed() -> None:
     try:
       os.fstat(number)
     except OSError:
-      os.set_inheritable(
-        os.open(os.devnull, os.O_RDWR), True
-      )  # takes the lowest number
+      os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # takes the lowest number
     if getattr(sys, name) is None:
       setattr(sys, name, os.fdopen(number, "w" if number else "r", closefd=False))
 

@@ -302,9 +302,7 @@ def open_to_append(path: Path) -> int:
   return number
 
 
-def who_else_writes(
-  path: Path, *, group: bool = True, is_folder: bool = False
-) -> str | None:
+def who_else_writes(path: Path, *, group: bool = True, is_folder: bool = False) -> str | None:
   """Who can put something else in the place of a file, as words; None: nobody.
 
   Args:

@@ -58,9 +58,7 @@ def pytest_collection_modifyitems(items):
   files = {}
   for item in items:
     files.setdefault(item.path, []).append(item)
-  slurm, processes = (
-    [f for f in files if f.parent.name == name] for name in ("slurm", "process")
-  )
+  slurm, processes = ([f for f in files if f.parent.name == name] for name in ("slurm", "process"))
   waiting = slurm + processes
   computing = [f for f in files if f not in set(waiting)]
   # Each file's place among its own kind; the last one waits for nobody.

@@ -110,13 +110,7 @@ def step() -> Picture:
   p = Picture(760, 250, "The three stages of a train step")
   stages = (
     (24, "blue", "1  local gradients", "each device: its own rows", "jax.shard_map"),
-    (
-      276,
-      "orange",
-      "2  the exchange",
-      "gradients cross the network",
-      "psum, 1-bit, PowerSGD …",
-    ),
+    (276, "orange", "2  the exchange", "gradients cross the network", "psum, 1-bit, PowerSGD …"),
     (528, "green", "3  the update", "optax, on global arrays", "SGD, LARS, LAMB …"),
   )
   for x, kind, title, what, how in stages:
@@ -143,11 +137,7 @@ def layouts() -> Picture:
   cases = (
     ("data 8", "rows are split, weights are whole", lambda i: (i, "all")),
     ("fsdp 8", "rows and weights are split", lambda i: (i, "1/8")),
-    (
-      "fsdp 4 × model 2",
-      "pairs share rows, and split heads",
-      lambda i: (i // 2, "1/8"),
-    ),
+    ("fsdp 4 × model 2", "pairs share rows, and split heads", lambda i: (i // 2, "1/8")),
     ("data 2 × stage 4", "a quarter of the layers each", lambda i: (i // 4, "1/4")),
   )
   kinds = ("blue", "orange", "green", "grey")
@@ -200,10 +190,7 @@ def requeue() -> Picture:
   p.line([(330, 80), (330, 147)])
   p.arrow(330, 147, 356, 147)
   p.text(
-    24,
-    184,
-    "The parameters of step 685 are those of an undisturbed run, bit for bit.",
-    "small",
+    24, 184, "The parameters of step 685 are those of an undisturbed run, bit for bit.", "small"
   )
   return p
 
@@ -226,14 +213,10 @@ def large_batch() -> Picture:
       measured.setdefault(name, {})[row["batch_size"]] = 100 * row["accuracy"]
   first = measured["SGD"][256]
   p = Picture(760, 330, "Held-out accuracy against batch size: published, and measured")
-  axes = _Axes(
-    p, 56, (64, 78), "Published: ResNet-50, ImageNet, 90 epochs", (64, 68, 72, 76)
-  )
+  axes = _Axes(p, 56, (64, 78), "Published: ResNet-50, ImageNet, 90 epochs", (64, 68, 72, 76))
   axes.curve(GOYAL, "orange", "SGD (Goyal et al.)", dashed=True, at=-2, side=-1)
   axes.curve(YOU, "blue", "LARS (You et al.)", dashed=True, at=0, side=-1)
-  axes = _Axes(
-    p, 428, (80, 92), "Measured: MLP, Fashion-MNIST, 30 epochs", (80, 84, 88)
-  )
+  axes = _Axes(p, 428, (80, 92), "Measured: MLP, Fashion-MNIST, 30 epochs", (80, 84, 88))
   for name, kind in (("LAMB", "green"), ("LARS", "blue"), ("SGD", "orange")):
     points = measured[name] if name == "SGD" else {256: first} | measured[name]
     label = "SGD, tuned" if name == "SGD" else name
@@ -274,9 +257,7 @@ class _Axes:
 def hang() -> Picture:
   """The still of a terminal: hang.txt, whose lines were printed by a run."""
   lines = (HERE / "hang.txt").read_text().rstrip("\n").splitlines()
-  p = Picture(
-    760, 34 + 20 * len(lines), "A run names the process that hangs, and resumes"
-  )
+  p = Picture(760, 34 + 20 * len(lines), "A run names the process that hangs, and resumes")
   for n, line in enumerate(lines):
     kind = "t-blue" if line[:1] == "$" else "t-red" if line[:6] == "error:" else ""
     p.text(18, 32 + 20 * n, line, f"code {kind}")

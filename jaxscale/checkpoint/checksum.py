@@ -214,10 +214,7 @@ def describe(tree: Any) -> dict[str, dict[str, Any]]:
 
 
 def shard_checksums(
-  data: list[np.ndarray],
-  index: tuple[slice, ...],
-  shape: tuple[int, ...],
-  mixes: bool = False,
+  data: list[np.ndarray], index: tuple[slice, ...], shape: tuple[int, ...], mixes: bool = False
 ) -> np.ndarray:
   """What shards of one place add to the checksums of their arrays, uint64 [shards].
 
@@ -227,9 +224,7 @@ def shard_checksums(
     shape: of the whole arrays.
     mixes: mix all elements, as in checkpoints of before.
   """
-  bits = [
-    np.ascontiguousarray(x).reshape(-1).view(f"u{x.dtype.itemsize}") for x in data
-  ]
+  bits = [np.ascontiguousarray(x).reshape(-1).view(f"u{x.dtype.itemsize}") for x in data]
   total, first = np.zeros(len(data), np.uint64), 0
   scratch, values = np.empty((2, _CHUNK), np.uint64)
   for places in _places(index, shape):

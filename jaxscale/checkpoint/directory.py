@@ -43,9 +43,7 @@ def partial_path(directory: Path, step: int, token: int) -> Path:
   return directory / f"{step}{_PARTIAL}{token}"
 
 
-def prune(
-  directory: Path, keep_last: int, keep_best: int, scores: dict[int, float | None]
-) -> None:
+def prune(directory: Path, keep_last: int, keep_best: int, scores: dict[int, float | None]) -> None:
   """Delete checkpoints that are neither among the last nor among the best.
 
   One that is damaged, or a copy under another number, neither counts nor is deleted.

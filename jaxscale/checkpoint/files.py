@@ -90,10 +90,7 @@ def start_writing(directory: Path, state: Any) -> Callable[[], None]:
 
 
 def read_back(
-  directory: Path,
-  manifest: dict[str, Any],
-  shards: list[Shards],
-  sums: dict[int, tuple[int, int]],
+  directory: Path, manifest: dict[str, Any], shards: list[Shards], sums: dict[int, tuple[int, int]]
 ) -> dict[int, int]:
   """Have the disk keep what this process has written, and sum it as it is there.
 
@@ -350,8 +347,7 @@ def check_same_leaves(path: Path, saved: dict[str, Any], wanted: dict[str, Any])
       continue
     remedy = "resume with the exchange it was saved with, or " * of_exchange
     raise ConfigError(
-      f"{path}: a checkpoint of another experiment, {difference}; {remedy}use another "
-      "--workdir"
+      f"{path}: a checkpoint of another experiment, {difference}; {remedy}use another --workdir"
     )
 
 

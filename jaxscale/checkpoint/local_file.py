@@ -29,9 +29,12 @@ from jaxscale.optim.tree_paths import path_name
 
 _SHARD = {"bounds": [[int]], "crc32": int}
 _FOOTER = {
-  "run": str, "step": int, "process": int, "processes": int,
+  "run": str,
+  "step": int,
+  "process": int,
+  "processes": int,
   "leaves": {str: {"shape": [int], "dtype": str, "shards": [_SHARD]}},
-}  # fmt: skip
+}
 _END = struct.Struct("<QI8s")
 _MARK = b"jaxscale"
 _BLOCK = 2**20  # bytes: still in a core's cache when they are written
@@ -60,8 +63,7 @@ def held_shards(state: Any) -> list[Shard]:
   for _, data in held.values():
     data.copy_to_host_async()
   return [
-    Shard(name, shape, bounds, np.asarray(data))
-    for (name, bounds), (shape, data) in held.items()
+    Shard(name, shape, bounds, np.asarray(data)) for (name, bounds), (shape, data) in held.items()
   ]
 
 

@@ -262,9 +262,7 @@ def acquire_for_all(workdir: Path) -> WorkdirLock | None:
     others = f" and {len(blind) - 1} more" if len(blind) > 1 else ""
     why = f"is not shared: {blind[0]}{others} does not see lock/{newest[0]}, which "
     why += f"process 0 on {newest[1]['host']} wrote there"
-    raise invalid(
-      "--workdir", str(workdir), why, "use a directory that all nodes mount"
-    )
+    raise invalid("--workdir", str(workdir), why, "use a directory that all nodes mount")
   return lock
 
 

@@ -175,11 +175,7 @@ class Checkpoints:
     return None
 
   def save(
-    self,
-    state: TrainState,
-    metrics: dict[str, float] | None = None,
-    *,
-    is_needed: bool = True,
+    self, state: TrainState, metrics: dict[str, float] | None = None, *, is_needed: bool = True
   ) -> None:
     """Start writing the state; returns once it is copied off the devices.
 
@@ -448,9 +444,7 @@ class Checkpoints:
       forget(self.directory)
     for step in reversed(steps):
       try:
-        return restore_step(
-          self.directory / str(step), abstract, resize, self._split, self.say
-        )
+        return restore_step(self.directory / str(step), abstract, resize, self._split, self.say)
       except DamagedError as damage:
         older = [s for s in steps if s < step]
         if cluster.is_leader():
@@ -462,7 +456,6 @@ class Checkpoints:
         cluster.on_leader(rename, f"rename checkpoint {step}")
     if cluster.from_leader(checkpoint_dir.has_damaged(self.directory)):
       raise ConfigError(
-        f"{self.directory}: every checkpoint is damaged; use another --workdir "
-        "to start anew"
+        f"{self.directory}: every checkpoint is damaged; use another --workdir to start anew"
       )
     return None

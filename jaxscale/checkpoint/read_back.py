@@ -60,9 +60,7 @@ def check_complete(state: Path, leaves: dict[str, dict[str, Any]]) -> None:
     DamagedError: an array or a chunk is missing, or has another shape or dtype.
   """
   entries = _entries(state)
-  metas = {
-    _name(k): json.loads(v) for k, v in entries.items() if k.endswith(b".zarray")
-  }
+  metas = {_name(k): json.loads(v) for k, v in entries.items() if k.endswith(b".zarray")}
   for name, leaf in leaves.items():
     if (meta := metas.get(name.replace("/", "."))) is None:
       raise DamagedError(f"{name} is not on the disk")
@@ -105,9 +103,7 @@ def stored_sums(
   held: dict[int, list[tuple[_Index, np.ndarray]]] = {}
   for group in shards:
     for i, data in zip(group.leaves, group.data, strict=True):
-      index = [
-        slice(*s.indices(n)) for s, n in zip(group.index, group.shape, strict=True)
-      ]
+      index = [slice(*s.indices(n)) for s, n in zip(group.index, group.shape, strict=True)]
       held.setdefault(i, []).append((tuple(index), data))
   for i, (name, leaf) in enumerate(leaves.items()):
     of_leaf, whole = chunks.get(name, []), tuple(leaf["shape"])

@@ -214,9 +214,7 @@ def _only_counts(leaves: _Leaves, abstract, resize, there, here) -> Reshard | No
     return None
   old = leaves[min(found)]["shape"][0]
   new = len(jax.tree.leaves(own)[0])
-  saved = jax.tree.map(
-    lambda x: jax.ShapeDtypeStruct((old, *x.shape[1:]), x.dtype), one
-  )
+  saved = jax.tree.map(lambda x: jax.ShapeDtypeStruct((old, *x.shape[1:]), x.dtype), one)
   saved = dict.fromkeys(groups, saved) if there is not None else saved
 
   def convert(state):

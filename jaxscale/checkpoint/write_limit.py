@@ -43,10 +43,7 @@ def limit_to_read(abstract: Any, chunks: Mapping[str, tuple[int, ...]]) -> float
   own, most = 0, []
   for path, x in jax.tree_util.tree_leaves_with_path(abstract):
     here = x.sharding.addressable_devices_indices_map(x.shape).values()
-    parts = {
-      tuple(s.indices(n)[:2] for s, n in zip(index, x.shape, strict=True))
-      for index in here
-    }
+    parts = {tuple(s.indices(n)[:2] for s, n in zip(index, x.shape, strict=True)) for index in here}
     own += sum(_shard_bytes(x, [b - a for a, b in part]) for part in parts)
     chunk = chunks.get(path_name(path), x.shape)
     most += [_shard_bytes(x, _touched(part, chunk)) for part in parts]

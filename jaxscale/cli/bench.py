@@ -115,9 +115,7 @@ def report(
     took, dims = f"{1e3 * _seconds(by):.3f}", " x ".join(map(str, by.dims))
     rows.append((f"{num_bytes:,}", by.algorithm, took, predicted, dims))
     best[num_bytes] = min(best.get(num_bytes, by), by, key=_seconds)
-  lines = [
-    table(("bytes", "algorithm", "measured ms", "model ms", "dims"), rows, (1, 4))
-  ]
+  lines = [table(("bytes", "algorithm", "measured ms", "model ms", "dims"), rows, (1, 4))]
   lines += ["", f"an empty call: {1e6 * empty:.0f} us, in both columns"]
   for axis, link in links.items():
     rate = f"{1e-9 / link.beta:.3g} GB/s" if link.beta else "no seconds per byte"

@@ -37,7 +37,7 @@ COMMANDS = {
   "report": Command("studies", "compare runs at several sizes: table and picture"),
   "batch-study": Command("studies", "submit runs at several batch sizes to a target"),
   "completion": Command("shell", "print the tab completion for bash or zsh"),
-}  # fmt: skip
+}
 # Those that ask JAX for devices as soon as they run.
 USE_JAX = ("train", "generate", "describe", "bench")
 

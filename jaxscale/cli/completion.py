@@ -54,8 +54,5 @@ def _configs() -> dict[str, Any]:
   function, names = "_jaxscale_config_files", " ".join(packaged.names())
   bash = f'compgen -f -W "{names}" -- "$1"'
   zsh = f"_alternative 'configs:config:({names})' 'files:file:_files'"
-  preamble = {
-    "bash": f"{function}() {{ {bash}; }}",
-    "zsh": f"{function}() {{ {zsh}; }}",
-  }
+  preamble = {"bash": f"{function}() {{ {bash}; }}", "zsh": f"{function}() {{ {zsh}; }}"}
   return {"bash": function, "zsh": function, "preamble": preamble}

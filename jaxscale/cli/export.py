@@ -18,9 +18,7 @@ def add_arguments(parser: Parser) -> None:
   hint = "try --workdir runs/x"
   parser.option("--workdir DIR", "of the run", directory, missing=hint)
   text, hint = "replaced when the new one is whole", "try --to x.safetensors"
-  is_file = value(
-    expand, "a file in a directory, ending in .safetensors", _is_safetensors
-  )
+  is_file = value(expand, "a file in a directory, ending in .safetensors", _is_safetensors)
   parser.option("--to FILE", text, is_file, missing=hint)
   text = "jaxscale: for Config.init_from; timm: ResNet and ViT, huggingface: Llama and "
   text += "ViT, each with a config.json next to it; torchvision: ResNet and ViT"

@@ -46,13 +46,7 @@ class Parser(argparse.ArgumentParser):
     self.flag("-h --help", "print this page")
 
   def option(
-    self,
-    names: str,
-    help: str,
-    kind: Kind | None = None,
-    *,
-    missing: str = "",
-    **more: Any,
+    self, names: str, help: str, kind: Kind | None = None, *, missing: str = "", **more: Any
   ) -> None:
     """An option with a value.
 
@@ -68,9 +62,7 @@ class Parser(argparse.ArgumentParser):
     default, group = more.get("default"), more.pop("group", None) or self
     if isinstance(default, (int, float, str)) and default != "":
       help += f" (default: {default})"
-    action = group.add_argument(
-      *flags, metavar=metavar, type=kind or path, help=help, **more
-    )
+    action = group.add_argument(*flags, metavar=metavar, type=kind or path, help=help, **more)
     if missing:
       self._required[action.dest] = (flags[-1], missing)
 
@@ -78,9 +70,7 @@ class Parser(argparse.ArgumentParser):
     """An option without a value."""
     (group or self).add_argument(*names.split(), action="store_true", help=help, **more)
 
-  def words(
-    self, name: str, metavar: str, help: str, missing: str = "", **more: Any
-  ) -> None:
+  def words(self, name: str, metavar: str, help: str, missing: str = "", **more: Any) -> None:
     """Arguments that are not options, any number of them."""
     options: dict[str, Any] = {"nargs": "*", "type": path} | more
     self.add_argument(name, metavar=metavar, help=help, **options)

@@ -26,15 +26,7 @@ from __future__ import annotations
 import os
 import shlex
 
-from jaxscale.cli.parser import (
-  Namespace,
-  Parser,
-  distinct,
-  file,
-  number,
-  picture,
-  value,
-)
+from jaxscale.cli.parser import Namespace, Parser, distinct, file, number, picture, value
 from jaxscale.errors import EXIT_CRASH, EXIT_DONE, ConfigError
 
 _SIMULATED = "8"  # devices, of chips that XLA's compiler for CPUs compiles for
@@ -70,10 +62,7 @@ def run(args: Namespace) -> int:
   """Compile, and print what is planned; or measure."""
   if args.calibrate:
     return _calibrate()
-  for name, hint in (
-    ("config", "try --config digits"),
-    ("chips", "try --chips v5e-16"),
-  ):
+  for name, hint in (("config", "try --config digits"), ("chips", "try --chips v5e-16")):
     if not getattr(args, name):
       raise ConfigError(f"--{name}: missing; {hint}")
   # What compiles needs no device, and one that is here is not to be taken.

@@ -56,10 +56,7 @@ def run(args: Namespace) -> None:
   compared = None
   if len(paths) > 1 or not args.html:
     study = folders.find_study(names[0], runs) if len(names) == 1 else None
-    title, folder = (
-      study[0].name if study else "scaling",
-      args.to or (study and study[0]),
-    )
+    title, folder = (study[0].name if study else "scaling", args.to or (study and study[0]))
     csv, png = args.csv, args.png
     if folder:
       csv, png = csv or f"{folder}/scaling.csv", png or f"{folder}/scaling.png"

@@ -41,9 +41,7 @@ def run(args: Namespace) -> None:
     found = statuses(paths or folders.all_folders(args.runs))
     shown = found.shown(_width())
     if not paths and (others := folders.unsubmitted(args.runs)):
-      note = (
-        f"without a job, by `jaxscale train`: {', '.join(map(printable, others))}; "
-      )
+      note = f"without a job, by `jaxscale train`: {', '.join(map(printable, others))}; "
       note += f"see `jaxscale report {Path(args.runs, others[0])}`"
       shown = f"{shown}\n{note}" if found else note
     if len(found) == 1 and found[0].goodput:

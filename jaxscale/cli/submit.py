@@ -26,9 +26,7 @@ def add_arguments(parser: Parser) -> None:
   add_job_arguments(parser, missing=None)
 
 
-def add_job_arguments(
-  parser: Parser, missing: str | None = "try --config digits"
-) -> None:
+def add_job_arguments(parser: Parser, missing: str | None = "try --config digits") -> None:
   """The options of every command that submits runs."""
   parser.config(missing)
   parser.option("--name NAME", "of the run (default: the config's name and the time)")

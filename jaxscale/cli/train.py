@@ -24,12 +24,8 @@ def add_arguments(parser: Parser) -> None:
 def add_accept_changes(parser: Parser) -> None:
   """--accept-changes, of what a run was trained on."""
   is_known = {"data", "code"}.issuperset
-  kinds = value(
-    lambda text: tuple(text.split(",")), "data, code or data,code", is_known
-  )
-  text = (
-    "resume although these have changed since the run began: data (examples, class "
-  )
+  kinds = value(lambda text: tuple(text.split(",")), "data, code or data,code", is_known)
+  text = "resume although these have changed since the run began: data (examples, class "
   text += "names, tokenizer), code (of your own classes) or data,code"
   parser.option("--accept-changes KINDS", text, kinds, default=())
 

@@ -16,17 +16,22 @@ from jaxscale.cluster.barrier import (
   on_leader,
   sum_over_processes,
 )
-from jaxscale.cluster.session import (
-  current_watch,
-  initialize,
-  is_job,
-  mark_saved,
-  open_session,
-)
+from jaxscale.cluster.session import current_watch, initialize, is_job, mark_saved, open_session
 from jaxscale.cluster.timeouts import Timeouts
 
 __all__ = [
-  "Timeouts", "any_process", "barrier", "current_watch", "from_leader", "gather",
-  "initialize", "is_job", "is_leader", "leader_first", "mark_saved", "on_leader",
-  "open_session", "sum_over_processes",
-]  # fmt: skip
+  "Timeouts",
+  "any_process",
+  "barrier",
+  "current_watch",
+  "from_leader",
+  "gather",
+  "initialize",
+  "is_job",
+  "is_leader",
+  "leader_first",
+  "mark_saved",
+  "on_leader",
+  "open_session",
+  "sum_over_processes",
+]

@@ -93,26 +93,35 @@ def _slingshot(name: str, value: str | Callable[[Place], str]) -> Row:
 # NCCL_IB_HCA: NCCL's user guide; it would otherwise use every adapter that has RDMA.
 TABLE = (
   Row(
-    "XLA_CLIENT_MEM_FRACTION", "0.9", lambda place: not place.is_shared,
-    "JAX takes 75 % by default", unless=r"XLA_(PYTHON_)?CLIENT_\w+=",
+    "XLA_CLIENT_MEM_FRACTION",
+    "0.9",
+    lambda place: not place.is_shared,
+    "JAX takes 75 % by default",
+    unless=r"XLA_(PYTHON_)?CLIENT_\w+=",
   ),
   Row(
-    LEVEL, "O1", lambda place: place.has_peers,
+    LEVEL,
+    "O1",
+    lambda place: place.has_peers,
     "collectives behind computation",
     # The level would overrule what these flags turn off.
     unless=r"XLA_FLAGS=.*(latency_hiding|pipelin|combine_threshold|double_buffering)",
   ),
   Row(
-    "CUDA_DEVICE_MAX_CONNECTIONS", "1",
+    "CUDA_DEVICE_MAX_CONNECTIONS",
+    "1",
     lambda place: place.has_peers and place.is_hopper,
     "Hopper: kernels start in their order",
   ),
   Row(
-    "NCCL_IB_HCA", lambda place: "=" + ",".join(place.fabric.cards),
-    lambda place: place.is_mixed, "InfiniBand, not the Ethernet next to it",
+    "NCCL_IB_HCA",
+    lambda place: "=" + ",".join(place.fabric.cards),
+    lambda place: place.is_mixed,
+    "InfiniBand, not the Ethernet next to it",
   ),
   Row(
-    "NCCL_NET", "AWS Libfabric",
+    "NCCL_NET",
+    "AWS Libfabric",
     lambda place: place.is_slingshot and place.fabric.has_plugin,
     "Slingshot, by HPE",
     unless="NCCL_NET_PLUGIN=",
@@ -126,10 +135,12 @@ TABLE = (
   _slingshot("FI_CXI_DEFAULT_TX_SIZE", "2048"),
   _slingshot("FI_CXI_RX_MATCH_MODE", "hybrid"),
   Row(
-    "HSA_FORCE_FINE_GRAIN_PCIE", "1",
-    lambda place: place.is_slingshot and not place.models, "Slingshot, by HPE",
+    "HSA_FORCE_FINE_GRAIN_PCIE",
+    "1",
+    lambda place: place.is_slingshot and not place.models,
+    "Slingshot, by HPE",
   ),
-)  # fmt: skip
+)
 
 
 class Choice(NamedTuple):
@@ -174,11 +185,7 @@ def choose(place: Place, env: Env) -> Choice:
       rows.append((row, value))
   missing, fabric = "", place.fabric
   needs_plugin = place.has_nodes and fabric.kind in ("slingshot", "efa")
-  if (
-    needs_plugin
-    and not fabric.has_plugin
-    and not {"NCCL_NET", "NCCL_NET_PLUGIN"} & {*env}
-  ):
+  if needs_plugin and not fabric.has_plugin and not {"NCCL_NET", "NCCL_NET_PLUGIN"} & {*env}:
     name = {"slingshot": "Slingshot", "efa": "EFA"}[fabric.kind]
     missing = f"{name} without aws-ofi-nccl (the loader finds no libnccl-net.so): NCCL "
     missing += "would use TCP; load the site's module of it"
@@ -210,9 +217,12 @@ def lines(choice: Choice, *, short: bool = False) -> list[str]:
 
 
 def place_of(
-  launch: Launch, gpus: int, gpu_ids: Iterable[int] | None = None,
-  env: Env = os.environ, root: str = "/",
-) -> Place:  # fmt: skip
+  launch: Launch,
+  gpus: int,
+  gpu_ids: Iterable[int] | None = None,
+  env: Env = os.environ,
+  root: str = "/",
+) -> Place:
   """Where this process runs.
 
   Args:
@@ -259,9 +269,7 @@ def apply(choice: Choice, env: MutableMapping[str, str] = os.environ) -> None:
   _applied.update(values)
 
 
-def choose_here(
-  launch: Launch, gpus: int, gpu_ids: Iterable[int] | None = None
-) -> Choice:
+def choose_here(launch: Launch, gpus: int, gpu_ids: Iterable[int] | None = None) -> Choice:
   """What fits this process; nothing where JAX cannot use its GPUs.
 
   The arguments are those of `place_of`.

@@ -98,9 +98,7 @@ def _read(path: Path) -> bytes:
     about = os.fstat(file)
     is_private = stat.S_ISREG(about.st_mode) and not about.st_mode & 0o077
     if about.st_uid != os.geteuid() or not is_private:
-      raise ConfigError(
-        f"{path}: others can read or write it; remove it, or set {VARIABLE}"
-      )
+      raise ConfigError(f"{path}: others can read or write it; remove it, or set {VARIABLE}")
     content = text.read(65)
   if not re.fullmatch("[0-9a-f]{64}", content):
     raise ConfigError(f"{path}: damaged; remove it, a new one is made")
@@ -163,9 +161,7 @@ def _number(value: Any) -> str:
   return value
 
 
-def _session_keys(
-  key: bytes, client: str, server: str, port: int
-) -> tuple[bytes, bytes]:
+def _session_keys(key: bytes, client: str, server: str, port: int) -> tuple[bytes, bytes]:
   """What the server seals with, and what the client seals with."""
   about = f"{client} {server} {port}".encode()
   server_seals, client_seals = (

@@ -38,9 +38,12 @@ _walltime_ended: threading.Event | None = None  # ends the thread that waits for
 
 @contextlib.contextmanager
 def open_session(
-  config: object = None, *, timeouts: Timeouts | None = None,
-  folder: Path | None = None, gpu_settings: bool = True,
-) -> Iterator[Watch]:  # fmt: skip
+  config: object = None,
+  *,
+  timeouts: Timeouts | None = None,
+  folder: Path | None = None,
+  gpu_settings: bool = True,
+) -> Iterator[Watch]:
   """Inside, this process is one of a run; outside, it has left it in good order.
 
   An error inside ends all processes with one line; where there are no others, it is
@@ -74,9 +77,12 @@ def open_session(
 
 
 def initialize(
-  config: object = None, *, timeouts: Timeouts | None = None,
-  folder: Path | None = None, gpu_settings: bool = True,
-) -> None:  # fmt: skip
+  config: object = None,
+  *,
+  timeouts: Timeouts | None = None,
+  folder: Path | None = None,
+  gpu_settings: bool = True,
+) -> None:
   """Join the other processes of this run, if any; `open_session` also ends well.
 
   Call it before anything asks JAX for devices. From here on signals ask the run to
@@ -143,10 +149,15 @@ def _start(
     secret=secret,
   )
   this_watch = _watch = watch.start(
-    group.links, group.process_id, group.hosts, timeouts=timeouts, folder=folder,
+    group.links,
+    group.process_id,
+    group.hosts,
+    timeouts=timeouts,
+    folder=folder,
     # A job that nobody looks at is watched even if it is one process.
-    watch_alone=launch.kind != "single", age_s=0.0 if _was_started else _age_s(),
-  )  # fmt: skip
+    watch_alone=launch.kind != "single",
+    age_s=0.0 if _was_started else _age_s(),
+  )
   _was_started = True
 
   def ask(request: StopRequest) -> None:

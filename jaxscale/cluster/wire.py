@@ -73,9 +73,7 @@ class Link:
     (None, None)
   """
 
-  def __init__(
-    self, sock: socket.socket, keys: Keys | None = None, max_bytes: int = MAX_BYTES
-  ):
+  def __init__(self, sock: socket.socket, keys: Keys | None = None, max_bytes: int = MAX_BYTES):
     self.sock, self.keys, self.max_bytes = sock, keys, max_bytes
     self.heard = time.monotonic()
     self._sent = self._received = 0  # messages

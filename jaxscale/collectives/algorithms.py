@@ -36,9 +36,7 @@ from jaxscale.errors import ConfigError
 Axes = str | Sequence[str]
 
 
-def psum(
-  x: jax.Array, axes: Axes, *, payload: Any = None, accumulate: Any = None
-) -> jax.Array:
+def psum(x: jax.Array, axes: Axes, *, payload: Any = None, accumulate: Any = None) -> jax.Array:
   """Sum over devices by `lax.psum`, inside `shard_map`.
 
   Args:
@@ -98,8 +96,9 @@ def hierarchical(
   block = _block_of_sum(flat, fast, sent, summed)
   if slow:
     is_float = jnp.issubdtype(x.dtype, jnp.floating)
-    block = psum(block, slow, payload=sent if is_float else None,
-                 accumulate=summed if sent != summed else None)  # fmt: skip
+    block = psum(
+      block, slow, payload=sent if is_float else None, accumulate=summed if sent != summed else None
+    )
   return _gathered(block, fast, sent, x)
 
 
@@ -118,9 +117,7 @@ def _gathered(block: jax.Array, axes: Axes, sent: Any, like: jax.Array):
   return typed.unpadded(typed.from_wire(bits, sent, like.dtype), like.shape)
 
 
-def ring(
-  x: jax.Array, axes: Axes, *, payload: Any = None, accumulate: Any = None
-) -> jax.Array:
+def ring(x: jax.Array, axes: Axes, *, payload: Any = None, accumulate: Any = None) -> jax.Array:
   """Sum over devices by one ring through all of them, inside `shard_map`.
 
   2 (N - 1) permutes of M / N bytes, with N the devices of all axes together. Every
@@ -158,12 +155,7 @@ def ring(
 
 
 def torus(
-  x: jax.Array,
-  axes: Axes,
-  *,
-  dims: Dims | None = None,
-  payload: Any = None,
-  accumulate: Any = None,
+  x: jax.Array, axes: Axes, *, dims: Dims | None = None, payload: Any = None, accumulate: Any = None
 ) -> jax.Array:
   """Sum over devices by rings along each dimension of a torus, inside `shard_map`.
 
@@ -255,12 +247,7 @@ def over_dims(
 
 
 def reduce_scatter(
-  x: jax.Array,
-  axes: Axes,
-  *,
-  dims: Dims | None = None,
-  payload: Any = None,
-  accumulate: Any = None,
+  x: jax.Array, axes: Axes, *, dims: Dims | None = None, payload: Any = None, accumulate: Any = None
 ) -> jax.Array:
   """Each device its block of the sum over devices, inside `shard_map`.
 
@@ -387,9 +374,7 @@ def _gather_along(bits: jax.Array, sizes: dict[str, int], dim: Dim):
   return blocks.reshape(-1)
 
 
-def _reordered(
-  flat: jax.Array, sizes: dict[str, int], dims: Sequence[Dim], back: bool = False
-):
+def _reordered(flat: jax.Array, sizes: dict[str, int], dims: Sequence[Dim], back: bool = False):
   """Blocks by device index, put in the order that the dimensions leave them in.
 
   The first dimension cuts the vector into the largest pieces, so its position is the

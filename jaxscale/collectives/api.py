@@ -18,9 +18,7 @@ from jaxscale.collectives.planner import Link, Plan, plan
 from jaxscale.errors import ConfigError
 
 
-def sum_tree(
-  tree: Any, by: Plan, *, payload: Any = None, accumulate: Any = None
-) -> Any:
+def sum_tree(tree: Any, by: Plan, *, payload: Any = None, accumulate: Any = None) -> Any:
   """Sum a tree over devices as planned, inside `shard_map`.
 
   Leaves of a dtype travel as one vector, so that permutes are as many as for one.

@@ -19,9 +19,7 @@ from jaxscale.collectives.cpu_workarounds import one_at_a_time
 from jaxscale.collectives.planner import Link, Plan, plan
 
 
-def fit_link(
-  num_devices: int, num_bytes: Sequence[float], seconds: Sequence[float]
-) -> Link:
+def fit_link(num_devices: int, num_bytes: Sequence[float], seconds: Sequence[float]) -> Link:
   """Alpha and beta of an axis from all-reduces by one ring along it.
 
   T = 2 (n - 1) (alpha + beta M / n), least squares of relative errors, so that small
@@ -53,9 +51,7 @@ def fit_link(
   return Link(float(alpha), float(beta))
 
 
-def in_turns(
-  calls: Mapping[Any, Callable[[], Any]], rounds: int
-) -> dict[Any, list[float]]:
+def in_turns(calls: Mapping[Any, Callable[[], Any]], rounds: int) -> dict[Any, list[float]]:
   """Seconds of every call in every round, one after another within a round."""
   for call in calls.values():  # compile, and once more to be warm
     jax.block_until_ready(call())

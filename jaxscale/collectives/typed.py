@@ -147,9 +147,7 @@ def dtypes(x: jax.Array, payload: Any, accumulate: Any) -> tuple[Any, Any]:
   """
   for name, dtype in (("payload", payload), ("accumulate", accumulate)):
     if dtype is not None and not jnp.issubdtype(dtype, jnp.floating):
-      raise ConfigError(
-        f"{name}={np.dtype(dtype).name}: give a float, e.g. bfloat16, or None"
-      )
+      raise ConfigError(f"{name}={np.dtype(dtype).name}: give a float, e.g. bfloat16, or None")
   if x.dtype == np.dtype(bool):
     raise ConfigError("dtype=bool: has no sum, give int32")
   if not jnp.issubdtype(x.dtype, jnp.floating):

@@ -33,15 +33,7 @@ from jaxscale.config.choice import HOMES
 from jaxscale.config.config import Config
 from jaxscale.config.layout import Layout
 from jaxscale.config.phases import AdaptiveBatch, Phases
-from jaxscale.config.running import (
-  Checkpoint,
-  Checks,
-  Compilation,
-  Evaluation,
-  Faults,
-  Log,
-  Mesh,
-)
+from jaxscale.config.running import Checkpoint, Checks, Compilation, Evaluation, Faults, Log, Mesh
 from jaxscale.errors import ConfigError
 
 if TYPE_CHECKING:

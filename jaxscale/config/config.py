@@ -17,15 +17,7 @@ from jaxscale.config.bounds import Count, check_pattern
 from jaxscale.config.layout import Layout, check_layout
 from jaxscale.config.phases import AdaptiveBatch, Phases
 from jaxscale.config.plain import check_forms, shared_texts
-from jaxscale.config.running import (
-  Checkpoint,
-  Checks,
-  Compilation,
-  Evaluation,
-  Faults,
-  Log,
-  Mesh,
-)
+from jaxscale.config.running import Checkpoint, Checks, Compilation, Evaluation, Faults, Log, Mesh
 from jaxscale.config.validation import UnsetError, settings
 from jaxscale.errors import ConfigError, invalid
 
@@ -148,9 +140,7 @@ class Config:
       why = f"there is a target_accuracy ({accuracy}) already"
       raise ConfigError(f"Config.target_loss={loss}: {why}, set one of them to None")
     if self.stop_at_target and {accuracy, loss} == {None}:
-      raise ConfigError(
-        "Config.stop_at_target=True: set target_accuracy or target_loss"
-      )
+      raise ConfigError("Config.stop_at_target=True: set target_accuracy or target_loss")
     if self.ema_warmup and self.ema_decay is None:
       raise ConfigError("Config.ema_warmup=True: set ema_decay too")
     if self.init_head and self.init_from is None:
@@ -200,9 +190,7 @@ def _check_length(config: Config) -> None:
 def _check_neutral(config: Config) -> None:
   """Batch sizes that change neutrally are for SGD's momentum."""
   phases = config.phases
-  if isinstance(phases, Phases) and (
-    phases.follow != "neutral" or not phases.batch_sizes
-  ):
+  if isinstance(phases, Phases) and (phases.follow != "neutral" or not phases.batch_sizes):
     return
   neutral = "batch sizes that change neutrally"
   if not config.optimizer.follows_batch_neutrally:

@@ -52,9 +52,7 @@ def settings_help(
   return "\n".join(lines)
 
 
-def _members(
-  value: Any, own: Mapping[str, type], annotation: Any, prefix: str
-) -> list[str]:
+def _members(value: Any, own: Mapping[str, type], annotation: Any, prefix: str) -> list[str]:
   """The fields of those in a tuple of settings; without a value of all alternatives."""
   classes = choices(item_type(annotation), own)
   held = {type(member).__name__: member for member in value or ()} if classes else {}

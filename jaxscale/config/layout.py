@@ -80,17 +80,28 @@ def check_layout(config: Any) -> None:
     remedy = "set layout.shard, e.g. to 'fsdp', or use mesh.data"
     raise ConfigError(f"Mesh.fsdp={mesh.fsdp}: splits nothing while {shard}; {remedy}")
   for field, value, needs, remedy in (
-    ("slow_axes", "in_backward", layout.shard in ("zero2", "fsdp"),
-     "layout.shard to 'zero2' or 'fsdp'"),
-    ("slow_axes", "in_backward", mesh.replica != 1 or mesh.data != 1,
-     "mesh.replica or mesh.data to 2 or more"),
+    (
+      "slow_axes",
+      "in_backward",
+      layout.shard in ("zero2", "fsdp"),
+      "layout.shard to 'zero2' or 'fsdp'",
+    ),
+    (
+      "slow_axes",
+      "in_backward",
+      mesh.replica != 1 or mesh.data != 1,
+      "mesh.replica or mesh.data to 2 or more",
+    ),
     ("schedule", "1f1b", mesh.stage != 1, "mesh.stage to 2 or more"),
-    ("model", layout.model, layout.model == "layers" or mesh.model != 1,
-     "mesh.model to 2 or more"),
-    ("sum_in", "dtype", mesh.model != 1 and layout.model.startswith("layers"),
-     "mesh.model to 2 or more, and layout.model to 'layers'"),
+    ("model", layout.model, layout.model == "layers" or mesh.model != 1, "mesh.model to 2 or more"),
+    (
+      "sum_in",
+      "dtype",
+      mesh.model != 1 and layout.model.startswith("layers"),
+      "mesh.model to 2 or more, and layout.model to 'layers'",
+    ),
     ("sum_in", "dtype", config.dtype != "float32", "dtype to 'bfloat16'"),
-  ):  # fmt: skip
+  ):
     if getattr(layout, field) == value and not needs:
       why = f"changes nothing here; set {remedy} as well"
       raise ConfigError(f"Layout.{field}={value!r}: {why}")

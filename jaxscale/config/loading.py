@@ -101,9 +101,7 @@ def _meant(error: Exception) -> str:
   return f", did you mean {close!r}?" if close else ""
 
 
-def override(
-  node: Any, overrides: Mapping[str, str], own: Mapping[str, type] | None = None
-) -> Any:
+def override(node: Any, overrides: Mapping[str, str], own: Mapping[str, type] | None = None) -> Any:
   """A copy of a settings object with some fields, named by path, replaced.
 
   Args:

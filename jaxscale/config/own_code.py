@@ -58,9 +58,7 @@ def is_own(module: str | None) -> bool:
   if module.partition(".")[0] == "jaxscale":
     return False
   file = getattr(sys.modules.get(module), "__file__", None)
-  return (file is None and module == "__main__") or (
-    file is not None and _is_own_file(file)
-  )
+  return (file is None and module == "__main__") or (file is not None and _is_own_file(file))
 
 
 def _is_own_file(file: str) -> bool:
@@ -160,9 +158,7 @@ def _nodes_of(value: Any) -> list[ast.AST]:
   functions = list(vars(value).values()) if isinstance(value, type) else [value]
   functions = [inspect.unwrap(f) for f in functions if callable(f)]
   codes = [
-    f.__code__
-    for f in functions
-    if hasattr(f, "__code__") and f.__module__ == value.__module__
+    f.__code__ for f in functions if hasattr(f, "__code__") and f.__module__ == value.__module__
   ]
   for code in codes:
     if (tree := _tree_of(code.co_filename)) is None:
@@ -305,9 +301,7 @@ class _Search:
       self._visit_module(value.__name__, attributes)
     self.visit(module, name)
 
-  def _visit_import(
-    self, module: str, node: Any, alias: ast.alias, attributes: set[str]
-  ) -> None:
+  def _visit_import(self, module: str, node: Any, alias: ast.alias, attributes: set[str]) -> None:
     """Visit what is used of another module of the user's."""
     base = getattr(node, "module", None) or ""
     if level := getattr(node, "level", 0):
@@ -366,11 +360,7 @@ class _Search:
     inner = vars(value).values() if isinstance(value, type) else [value]
     for function in inner:
       code = getattr(function, "__code__", None)
-      if (
-        code is None
-        or code.co_filename == "<string>"
-        or not is_own(function.__module__)
-      ):
+      if code is None or code.co_filename == "<string>" or not is_own(function.__module__):
         continue  # a method that `settings` or a dataclass has added
       for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
         with contextlib.suppress(ValueError):  # not bound yet

@@ -19,13 +19,7 @@ from jaxscale.config.files import load_file
 from jaxscale.config.plain import class_name as class_name
 from jaxscale.config.plain import code_of
 from jaxscale.config.plain import to_plain as to_plain
-from jaxscale.config.validation import (
-  alternatives,
-  hints,
-  item_type,
-  nearest,
-  settings_classes,
-)
+from jaxscale.config.validation import alternatives, hints, item_type, nearest, settings_classes
 from jaxscale.errors import ConfigError
 from jaxscale.files import mismatch, replacing, require_json, who_else_writes
 

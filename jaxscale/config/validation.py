@@ -107,9 +107,11 @@ def within(value: Any, bound: str) -> bool:
   if (m := _BOUND.fullmatch(bound)) is None:
     raise ConfigError(f"Annotated bound {bound!r}: write e.g. '>= 1' or 'in [0, 1)'")
   sign, number, opens, low, high, closes = m.groups()
-  limits = [(sign, number)] if sign else [
-    (">=" if opens == "[" else ">", low), ("<=" if closes == "]" else "<", high)
-  ]  # fmt: skip
+  limits = (
+    [(sign, number)]
+    if sign
+    else [(">=" if opens == "[" else ">", low), ("<=" if closes == "]" else "<", high)]
+  )
   given = value if isinstance(value, tuple) else (value,)
   numbers = [x for x in given if x is not None]
   # Not every int is a float.
@@ -181,9 +183,7 @@ def coerce(annotation: Any, value: Any) -> Any:
       if choice is str and isinstance(value, (str, os.PathLike)):
         text = os.fspath(value)  # only a path has "~" and "/", not a separator "~"
         return expand(text) if "/" in text else text
-      if isinstance(value, choice) and not (
-        choice in (int, float) and isinstance(value, bool)
-      ):
+      if isinstance(value, choice) and not (choice in (int, float) and isinstance(value, bool)):
         return float(value) if choice is float else value
   # Numbers and arrays of NumPy and JAX, which `tolist` converts exactly.
   plain = getattr(value, "tolist", lambda: value)()
@@ -248,9 +248,7 @@ def settings(cls: type) -> type:
       bound = bounds(cls).get(name)
       if bound is not None and not within(values[name], bound):
         finite = "finite " * (values[name] in (math.inf, -math.inf))
-        raise ConfigError(
-          f"{own}.{name}={values[name]!r}: give a {finite}value {bound}"
-        )
+        raise ConfigError(f"{own}.{name}={values[name]!r}: give a {finite}value {bound}")
     init(self, **values)
 
   cls.__init__ = checked_init

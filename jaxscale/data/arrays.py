@@ -25,10 +25,7 @@ INFO = DatasetInfo("digits", (8, 8, 1), 10, mean=(4.89,), std=(6.01,))
 
 
 def from_arrays(
-  info: DatasetInfo,
-  inputs: np.ndarray,
-  targets: np.ndarray,
-  augment: Augment | None = None,
+  info: DatasetInfo, inputs: np.ndarray, targets: np.ndarray, augment: Augment | None = None
 ) -> Dataset:
   """A dataset of arrays in memory.
 
@@ -49,12 +46,12 @@ def from_arrays(
   """
   if len(inputs) != len(targets):
     raise ConfigError(
-      f"from_arrays: {len(inputs):,} inputs and {len(targets):,} targets; give as many "
-      "of both"
+      f"from_arrays: {len(inputs):,} inputs and {len(targets):,} targets; give as many of both"
     )
   for name, array, wanted in (
-    ("inputs", inputs, info.image_shape), ("targets", targets, info.label_shape)
-  ):  # fmt: skip
+    ("inputs", inputs, info.image_shape),
+    ("targets", targets, info.label_shape),
+  ):
     if array.shape[1:] != tuple(wanted):
       raise ConfigError(
         f"from_arrays: {name} of {array.shape[1:]} each, and {tuple(wanted)} in info; "
@@ -106,9 +103,7 @@ def cast(field: str, array: np.ndarray, dtype: Any) -> np.ndarray:
       lost |= array != np.rint(array) if kind == "f" else False
   if lost.any():
     why = f"has {array[lost][0]}, which {dtype} does not hold"
-    raise invalid(
-      field, ..., why, f"subtract an offset, scale it or give it as {dtype}"
-    )
+    raise invalid(field, ..., why, f"subtract an offset, scale it or give it as {dtype}")
   return changed
 
 
@@ -149,9 +144,15 @@ def array_info(
     _check_classes("Arrays", y, 0, num_classes or outputs)
   dtype, label_dtype = ("float32" if a.dtype.kind == "f" else "int32" for a in (x, y))
   return DatasetInfo(
-    "Arrays", x.shape[1:], num_classes or outputs, mean, std,
-    "uint8" if x.dtype == np.uint8 else dtype, y.shape[1:], label_dtype,
-  )  # fmt: skip
+    "Arrays",
+    x.shape[1:],
+    num_classes or outputs,
+    mean,
+    std,
+    "uint8" if x.dtype == np.uint8 else dtype,
+    y.shape[1:],
+    label_dtype,
+  )
 
 
 def array_splits(
@@ -178,9 +179,7 @@ def array_splits(
   _check_alike(x, y, x_eval, y_eval)
   _check_same_scale(x, x_eval)
   info = array_info(x, np.concatenate([y, y_eval]), **options)
-  x, x_eval = (
-    cast(f"Arrays.{name}", a, info.dtype) for name, a in (("x", x), ("x_eval", x_eval))
-  )
+  x, x_eval = (cast(f"Arrays.{name}", a, info.dtype) for name, a in (("x", x), ("x_eval", x_eval)))
   made = from_arrays(info, x, y), from_arrays(info, x_eval, y_eval)
   is_class = y.ndim == 1 and info.label_dtype == "int32"
   notes = _class_notes(y, y_eval, hint) if is_class else ()
@@ -232,9 +231,7 @@ def _pair(name: str, x: Any, labels: str, y: Any) -> tuple[np.ndarray, np.ndarra
   return x, y
 
 
-def _check_alike(
-  x: np.ndarray, y: np.ndarray, x_eval: np.ndarray, y_eval: np.ndarray
-) -> None:
+def _check_alike(x: np.ndarray, y: np.ndarray, x_eval: np.ndarray, y_eval: np.ndarray) -> None:
   """Refuse held-out examples of another shape, or targets of another kind."""
   for name, a, b in (("x", x, x_eval), ("y", y, y_eval)):
     if a.shape[1:] != b.shape[1:]:

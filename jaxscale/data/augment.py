@@ -176,9 +176,7 @@ def shorter_side(height: int, width: int, size: int) -> tuple[int, int]:
   return max(tall, size), max(wide, size)
 
 
-def centered_crop(
-  height: int, width: int, size: int, share: float
-) -> tuple[int, int, int, int]:
+def centered_crop(height: int, width: int, size: int, share: float) -> tuple[int, int, int, int]:
   """(height, width) to resize to, and top and left of the crop of `size` in it.
 
   The shorter side becomes size / share, the other keeps the aspect, both rounded
@@ -188,7 +186,6 @@ def centered_crop(
   """
   wanted, shorter = math.floor(size / share), min(height, width)
   tall, wide = (
-    wanted if length == shorter else int(wanted * length / shorter)
-    for length in (height, width)
+    wanted if length == shorter else int(wanted * length / shorter) for length in (height, width)
   )
   return tall, wide, round((tall - size) / 2), round((wide - size) / 2)

@@ -166,9 +166,10 @@ def names_identity(names: np.ndarray, path_of: Callable[[int], str]) -> dict[str
 
   sizes = ",".join(str(size_of(i)) for i in some(_MAX_SIZES))
   texts = {
-    "files": names.tobytes(), "sizes": sizes.encode(),
+    "files": names.tobytes(),
+    "sizes": sizes.encode(),
     "content": b"".join(begin_of(i) for i in some(_MAX_READ)),
-  }  # fmt: skip
+  }
   return {name: hashlib.sha256(text).hexdigest()[:16] for name, text in texts.items()}
 
 

@@ -20,14 +20,7 @@ import numpy as np
 
 from jaxscale.data.arrays import check_scaling, from_arrays
 from jaxscale.data.augment import NUM_DRAWS, Augment, AugmentName, EvalView, augment_of
-from jaxscale.data.dataset import (
-  MAX_PIXELS,
-  NO_CLASS,
-  Batch,
-  DamagedExamples,
-  Dataset,
-  DatasetInfo,
-)
+from jaxscale.data.dataset import MAX_PIXELS, NO_CLASS, Batch, DamagedExamples, Dataset, DatasetInfo
 from jaxscale.errors import ConfigError
 from jaxscale.files import refuse_pointer
 
@@ -107,9 +100,7 @@ def from_source(
     raise ConfigError(f"{info.name}: there is no example in it")
   crop, damaged = augment == "crop", DamagedExamples()
   in_arrays = augment_of(augment, info.image_shape[0])
-  loader = _Loader(
-    info, source, damaged, resized, crop, eval_view, in_arrays, max_pixels
-  )
+  loader = _Loader(info, source, damaged, resized, crop, eval_view, in_arrays, max_pixels)
   load = loader.cached() if cache else loader.load
   num_draws = NUM_DRAWS if crop else in_arrays.num_draws if in_arrays else 0
   return Dataset(info, source.num_examples, load, num_draws, damaged)

@@ -11,12 +11,29 @@ import errno
 import os
 
 _NAMES = (
-  "EMFILE", "ENFILE", "ENOMEM", "ENOBUFS",  # the process or the machine is full
-  "EIO", "EREMOTEIO", "ESTALE", "ENODEV",  # the disk or the mount
-  "ENOTCONN", "ECONNREFUSED", "ECONNRESET", "ECONNABORTED", "ESHUTDOWN", "EPIPE",
-  "ETIMEDOUT", "EHOSTDOWN", "EHOSTUNREACH", "ENETDOWN", "ENETUNREACH", "ENETRESET",
-  "ENOLINK", "ECOMM",
-)  # fmt: skip
+  "EMFILE",
+  "ENFILE",
+  "ENOMEM",
+  "ENOBUFS",  # the process or the machine is full
+  "EIO",
+  "EREMOTEIO",
+  "ESTALE",
+  "ENODEV",  # the disk or the mount
+  "ENOTCONN",
+  "ECONNREFUSED",
+  "ECONNRESET",
+  "ECONNABORTED",
+  "ESHUTDOWN",
+  "EPIPE",
+  "ETIMEDOUT",
+  "EHOSTDOWN",
+  "EHOSTUNREACH",
+  "ENETDOWN",
+  "ENETUNREACH",
+  "ENETRESET",
+  "ENOLINK",
+  "ECOMM",
+)
 _SYSTEM = frozenset(getattr(errno, n) for n in _NAMES if hasattr(errno, n))
 
 

@@ -25,9 +25,22 @@ from jaxscale.metrics.text import few
 
 # What a file may be called; what it is, its bytes say. A name may have no ending.
 SUFFIXES = (
-  ".jpeg", ".jpg", ".jpe", ".jfif", ".png", ".bmp", ".webp", ".gif", ".avif",
-  ".tif", ".tiff", ".ppm", ".pgm", ".pbm", ".pnm",
-)  # fmt: skip
+  ".jpeg",
+  ".jpg",
+  ".jpe",
+  ".jfif",
+  ".png",
+  ".bmp",
+  ".webp",
+  ".gif",
+  ".avif",
+  ".tif",
+  ".tiff",
+  ".ppm",
+  ".pgm",
+  ".pbm",
+  ".pnm",
+)
 # How the files begin that `jpeg.decode` reads.
 _MAGIC = re.compile(
   rb"\xff\xd8\xff|\x89PNG\r\n|GIF8|BM.{4}\0{4}|RIFF.{4}WEBP|II[*+]\0|MM\0[*+]"
@@ -123,9 +136,7 @@ def image_folder(
   note = f"{directory}: no image of class {few(lacking)}; "
   left_out = left_out_note(directory, folder.left_out, _TAKEN)
   notes = (note + what,) * bool(lacking) + left_out
-  return made._replace(
-    notes=notes, identity=functools.partial(_identity, folder, source)
-  )
+  return made._replace(notes=notes, identity=functools.partial(_identity, folder, source))
 
 
 def _identity(folder: Folder, source: Source) -> dict[str, Any]:
@@ -206,9 +217,7 @@ def _listed(root: str) -> tuple[dict[str, int], Folder]:
     return name.lower().endswith(SUFFIXES)
 
   def is_image(path: str) -> bool:
-    return is_named(path) or (
-      "." not in os.path.basename(path) and _begins_as_image(path)
-    )
+    return is_named(path) or ("." not in os.path.basename(path) and _begins_as_image(path))
 
   kept: dict[str, list[str]] = {}
   with ThreadPoolExecutor(16) as threads:  # they wait for the file system
@@ -238,17 +247,22 @@ def _check_classes(root: str, kept: dict[str, list[str]]) -> None:
   for name in kept:
     if (other := same.setdefault(unicodedata.normalize("NFC", name), name)) != name:
       raise invalid(
-        f"{root}/{name}", ..., f"has the same name as {other!a} in another "
-        f"Unicode form ({name!a})", "merge the two directories"
-      )  # fmt: skip
+        f"{root}/{name}",
+        ...,
+        f"has the same name as {other!a} in another Unicode form ({name!a})",
+        "merge the two directories",
+      )
   inner = {f.partition("/")[0] for files in kept.values() for f in files if "/" in f}
   if len(kept) == 1 and len(inner) > 1:
     ((name, files),) = kept.items()
     if all("/" in file for file in files):
       raise invalid(
-        root, ..., f"has the one class {name}, whose images are all in subdirectories "
-        f"of it ({few(sorted(inner))})", f"give {root}/{name} if those are the classes"
-      )  # fmt: skip
+        root,
+        ...,
+        f"has the one class {name}, whose images are all in subdirectories "
+        f"of it ({few(sorted(inner))})",
+        f"give {root}/{name} if those are the classes",
+      )
 
 
 def _source(folder: Folder, labels: np.ndarray) -> Source:

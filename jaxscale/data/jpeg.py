@@ -57,11 +57,14 @@ _SPACE = rb"(?:\s|#[^\n]*\n)+"
 _PPM = re.compile(rb"P[56]" + rb"(\d{1,9})".join([_SPACE] * 3) + rb"(\d{3,5})\s")
 # What undoes the orientation that Pillow and OpenCV apply to every TIFF, by its number.
 _UNDO = {
-  2: Image.Transpose.FLIP_LEFT_RIGHT, 3: Image.Transpose.ROTATE_180,
-  4: Image.Transpose.FLIP_TOP_BOTTOM, 5: Image.Transpose.TRANSPOSE,
-  6: Image.Transpose.ROTATE_90, 7: Image.Transpose.TRANSVERSE,
+  2: Image.Transpose.FLIP_LEFT_RIGHT,
+  3: Image.Transpose.ROTATE_180,
+  4: Image.Transpose.FLIP_TOP_BOTTOM,
+  5: Image.Transpose.TRANSPOSE,
+  6: Image.Transpose.ROTATE_90,
+  7: Image.Transpose.TRANSVERSE,
   8: Image.Transpose.ROTATE_270,
-}  # fmt: skip
+}
 
 
 def decode(
@@ -165,9 +168,7 @@ def _deep(data: bytes, max_pixels: int) -> tuple[Image.Image, str] | None:
   return image if turned is None else image.transpose(turned), f"{depth} {kind}"
 
 
-def _to_levels(
-  pixels: np.ndarray, bits: int, most: int | None = None
-) -> tuple[np.ndarray, str]:
+def _to_levels(pixels: np.ndarray, bits: int, most: int | None = None) -> tuple[np.ndarray, str]:
   """Scale pixels to 0 … 255 by the range of their type; the levels, and its name.
 
   Args:
@@ -196,9 +197,7 @@ def _to_levels(
 def _tiff_tags(data: bytes) -> Any:
   """Read the tags of a TIFF's first picture, also of one that Pillow cannot decode."""
   file = io.BytesIO(data)
-  tags = TiffImagePlugin.ImageFileDirectory_v2(
-    file.read(16 if b"+" in data[2:4] else 8)
-  )
+  tags = TiffImagePlugin.ImageFileDirectory_v2(file.read(16 if b"+" in data[2:4] else 8))
   file.seek(tags.next)
   tags.load(file)
   return tags
@@ -355,9 +354,7 @@ def view(
   return out
 
 
-def _resize(
-  box: np.ndarray, size: int, draws: np.ndarray, out: np.ndarray | None
-) -> np.ndarray:
+def _resize(box: np.ndarray, size: int, draws: np.ndarray, out: np.ndarray | None) -> np.ndarray:
   """A box at its size, bilinear, and mirrored if draw 0 is below 1/2."""
   if out is None:
     out = np.empty((size, size, box.shape[2]), np.uint8)

@@ -162,8 +162,7 @@ def _compile(arguments: list[str], stdin: str = "") -> str:
     )
   except OSError as e:
     raise ConfigError(
-      f"{name}: no such C compiler; install one (apt install gcc, module load gcc) or "
-      "name it in CC"
+      f"{name}: no such C compiler; install one (apt install gcc, module load gcc) or name it in CC"
     ) from e
   if done.returncode:
     if "jpeglib.h" in done.stderr or "-ljpeg" in done.stderr:

@@ -11,9 +11,7 @@ from __future__ import annotations
 from jaxscale.errors import ConfigError
 
 
-def prepare(
-  name: str, data_dir: str | None = None, manual_dir: str | None = None
-) -> str:
+def prepare(name: str, data_dir: str | None = None, manual_dir: str | None = None) -> str:
   """Download (if need be) and write a dataset as array_record files.
 
   Args:

@@ -16,10 +16,7 @@ if TYPE_CHECKING:
   from jaxscale.data.dataset import Dataset
 
 # The names that --config.data= takes (by HOMES in config/choice.py).
-__all__ = [
-  "TFDS", "Arrays", "Digits", "ImageFolder", "Synthetic", "TFDSText", "Text",
-  "TextFiles",
-]  # fmt: skip
+__all__ = ["TFDS", "Arrays", "Digits", "ImageFolder", "Synthetic", "TFDSText", "Text", "TextFiles"]
 
 Split = tuple["Dataset", "Dataset"]  # to train on, and held-out
 
@@ -118,10 +115,15 @@ class TFDS(_Images):
 
   def _split(self, split: str, image_size: int | None, augment: Any) -> Dataset:
     return data.tfds_images(
-      self.name, split, data_dir=self.data_dir, cache=self.cache,
-      image_size=image_size, augment=augment, eval_view=self._eval_view(),
+      self.name,
+      split,
+      data_dir=self.data_dir,
+      cache=self.cache,
+      image_size=image_size,
+      augment=augment,
+      eval_view=self._eval_view(),
       max_pixels=self.max_pixels,
-    )  # fmt: skip
+    )
 
 
 class ImageFolder(_Images):
@@ -153,9 +155,13 @@ class ImageFolder(_Images):
       if split != self.train_split:
         classes = data.folder_classes(f"{self.path}/{self.train_split}")
       return data.image_folder(
-        f"{self.path}/{split}", classes=classes, image_size=image_size, augment=augment,
-        eval_view=self._eval_view(), max_pixels=self.max_pixels,
-      )  # fmt: skip
+        f"{self.path}/{split}",
+        classes=classes,
+        image_size=image_size,
+        augment=augment,
+        eval_view=self._eval_view(),
+        max_pixels=self.max_pixels,
+      )
     except ConfigError:
       self._check_directories()
       raise

@@ -81,9 +81,7 @@ class TokenFile(NamedTuple):
 
 
 def of_files(
-  files: Sequence[TokenFile],
-  separator: int | None,
-  bytes_per_token: float | None = None,
+  files: Sequence[TokenFile], separator: int | None, bytes_per_token: float | None = None
 ) -> Stream:
   """The tokens of files, one file after another, read where they are asked for.
 
@@ -125,9 +123,7 @@ def of_files(
   return Stream(ends[-1], read, separator, bytes_per_token)
 
 
-def windows(
-  name: str, stream: Stream, vocab_size: int, sequence_length: int
-) -> Dataset:
+def windows(name: str, stream: Stream, vocab_size: int, sequence_length: int) -> Dataset:
   """The stream as examples of `sequence_length` tokens and what follows each.
 
   Example i has the targets i * S … i * S + S - 1 of the stream, counted from a place
@@ -188,9 +184,7 @@ def windows(
   return Dataset(info, -(-total // sequence_length), load, 1, draws_by_epoch=True)
 
 
-def text_windows(
-  name: str, stream: Stream, vocab_size: int, sequence_length: int
-) -> Dataset:
+def text_windows(name: str, stream: Stream, vocab_size: int, sequence_length: int) -> Dataset:
   """`windows` of a text that has at least one whole example.
 
   Raises:

@@ -96,9 +96,7 @@ def _content(builder: Any, split: str) -> dict[str, Any]:
 
 
 @functools.lru_cache(maxsize=16)
-def _opened(
-  identity: tuple[str, int], name: str, data_dir: str | None, split: str
-) -> Source:
+def _opened(identity: tuple[str, int], name: str, data_dir: str | None, split: str) -> Source:
   """The examples of a split, each with its image left encoded."""
   import tensorflow_datasets as tfds
 

@@ -112,8 +112,7 @@ def index_shard(path: str) -> np.ndarray:
   if len(wrong) or at != size:
     where = places[wrong[0]][0] - _HEAD if len(wrong) else at
     raise ConfigError(
-      f"TFDS: {path} breaks off at byte {where} of {size}: truncated or damaged, "
-      "copy it again"
+      f"TFDS: {path} breaks off at byte {where} of {size}: truncated or damaged, copy it again"
     )
   return np.array(places, np.int64).reshape(-1, 2)
 

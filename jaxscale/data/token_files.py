@@ -98,9 +98,10 @@ def text_files(
         "there are, e.g. 50257 for GPT-2's"
       )
     for name, value, default in (
-      ("tokenizer", tokenizer, "bytes"), ("separator", separator, None),
+      ("tokenizer", tokenizer, "bytes"),
+      ("separator", separator, None),
       ("encoding", encoding, "utf-8"),
-    ):  # fmt: skip
+    ):
       if value != default:
         why = f"is of text, and {paths[0]} has tokens already"
         raise invalid(f"TextFiles.{name}", value, why, "omit it")
@@ -108,10 +109,7 @@ def text_files(
     if types := {np.dtype(file.dtype).name for file in files if file.offset}:
       notes += (f"{called}: tokens of {listed(sorted(types))}, as headers say",)
     stream = of_files(files, None)
-    facts = {
-      "tokens": stream.num_tokens,
-      "dtype": ",".join({f.dtype: 0 for f in files}),
-    }
+    facts = {"tokens": stream.num_tokens, "dtype": ",".join({f.dtype: 0 for f in files})}
     made = text_windows(called, stream, vocab_size, sequence_length)
     return _identified(made, paths, facts, notes)
   if vocab_size is not None:
@@ -187,9 +185,7 @@ def _token_file(path: Path, dtype: str, vocab_size: int) -> TokenFile:
     with open(path, "rb") as file:
       head, size = file.read(_SAMPLE), os.fstat(file.fileno()).st_size
   except OSError as e:
-    raise invalid(
-      str(path), ..., f"cannot be read: {e.strerror}", "restore it"
-    ) from None
+    raise invalid(str(path), ..., f"cannot be read: {e.strerror}", "restore it") from None
   if head.startswith(_NPY):
     return _with_header(path, dtype, *_npy(path))
   if path.suffix.lower() == ".npy":
@@ -213,9 +209,11 @@ def _token_file(path: Path, dtype: str, vocab_size: int) -> TokenFile:
 def _with_header(path: Path, dtype: str, kind: str, offset: int) -> TokenFile:
   if dtype != "auto" and np.dtype(dtype) != np.dtype(kind):
     raise invalid(
-      "TextFiles.dtype", dtype, f"is not {np.dtype(kind)}, which {path} says in its "
-      "header", "leave it out"
-    )  # fmt: skip
+      "TextFiles.dtype",
+      dtype,
+      f"is not {np.dtype(kind)}, which {path} says in its header",
+      "leave it out",
+    )
   return TokenFile(path, kind, offset)
 
 
@@ -302,9 +300,7 @@ def _check_encoding(encoding: str, tokenizer: str) -> None:
     raise invalid("TextFiles.encoding", encoding, why, fix) from None
 
 
-def _documents(
-  paths: Sequence[Path], encoding: str, tokenizer: str
-) -> Iterator[list[bytes]]:
+def _documents(paths: Sequence[Path], encoding: str, tokenizer: str) -> Iterator[list[bytes]]:
   """The files' contents as UTF-8 in their order, some at a time."""
   waiting: list[bytes] = []
   for path in paths:
@@ -336,9 +332,7 @@ def _utf8(path: Path, content: bytes, encoding: str, tokenizer: str) -> bytes:
       text = decoder.decode(part, final=first + _AT_ONCE >= len(content))
       parts += [] if name == "utf-8" else [text.encode()]
     except UnicodeError as e:
-      place = (
-        f" at byte {begin + e.start:,}" if isinstance(e, UnicodeDecodeError) else ""
-      )
+      place = f" at byte {begin + e.start:,}" if isinstance(e, UnicodeDecodeError) else ""
       fixes = [fix for magic, (_, fix) in _OTHERS.items() if content.startswith(magic)]
       guess = "utf-16" if content[:2] in (b"\xff\xfe", b"\xfe\xff") else "latin-1"
       remedy = f"set TextFiles.encoding, e.g. {guess!r}"

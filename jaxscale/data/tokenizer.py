@@ -14,9 +14,7 @@ from jaxscale.errors import ConfigError, invalid
 from jaxscale.files import read_bytes
 
 # What tokenizers call the end of a document, in the order of preference.
-_ENDS = (
-  "<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]", "[SEP]",
-)  # fmt: skip
+_ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]", "[SEP]")
 
 
 # The largest published vocabularies have a million; a model has rows for all numbers.
@@ -54,9 +52,7 @@ def byte_tokenizer() -> Tokenizer:
   def encode(documents: Sequence[bytes]) -> np.ndarray:
     return np.frombuffer(b"".join(d + b"\0" for d in documents), np.uint8)
 
-  return Tokenizer(
-    "bytes", 256, 0, encode, lambda t, _: bytes(t).decode(errors="replace")
-  )
+  return Tokenizer("bytes", 256, 0, encode, lambda t, _: bytes(t).decode(errors="replace"))
 
 
 def read_tokenizer(
@@ -126,8 +122,7 @@ def _load(name: str, field: str) -> tuple[bytes, Any]:
   except BaseException as e:  # plain Exceptions, and the panics of Rust, which are none
     first = (str(e).splitlines() or ["unreadable"])[0]
     raise ConfigError(
-      f"{field}={name!r}: not a tokenizer of Hugging Face ({first}), "
-      "give a tokenizer.json"
+      f"{field}={name!r}: not a tokenizer of Hugging Face ({first}), give a tokenizer.json"
     ) from None
   model.no_truncation()  # such files may cut documents at a model's length
   model.no_padding()

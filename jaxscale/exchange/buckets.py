@@ -73,8 +73,7 @@ def layout(leaves: Sequence[Any], bucket_bytes: int) -> list[list[Piece]]:
     size = bucket_bytes // dtype.itemsize
     if size < 1:
       raise ConfigError(
-        f"bucket_bytes={bucket_bytes}: holds no {dtype.name}, give "
-        f"{dtype.itemsize} or more"
+        f"bucket_bytes={bucket_bytes}: holds no {dtype.name}, give {dtype.itemsize} or more"
       )
     bucket: list[Piece] = []
     room = size

@@ -69,9 +69,7 @@ def local_sgd(every: int) -> LocalUpdate:
   return LocalUpdate(_at_least_one(every), optax.sgd(1.0))
 
 
-def diloco(
-  every: int = 500, *, rate: float = 0.7, momentum: float = 0.9
-) -> LocalUpdate:
+def diloco(every: int = 500, *, rate: float = 0.7, momentum: float = 0.9) -> LocalUpdate:
   """DiLoCo's outer step: SGD with Nesterov momentum (arXiv:2311.08105, Algorithm 1).
 
   Its workers train by AdamW, whose state they keep.
@@ -169,9 +167,7 @@ def block_steps(worker_batch: int, block_samples: int = BLOCK_SAMPLES) -> int:
   return max(math.ceil(block_samples / worker_batch), 1)
 
 
-def check_samples(
-  num_samples: int, every: int, worker_batch: int, num_workers: int
-) -> str | None:
+def check_samples(num_samples: int, every: int, worker_batch: int, num_workers: int) -> str | None:
   """Return a note where a data set is too small for block momentum.
 
   With n = 1 - 1/N the filter remembers N blocks of N workers with tau samples

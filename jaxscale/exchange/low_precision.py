@@ -69,9 +69,7 @@ def half_precision(
   exponent is derived above.
   """
   if dtype not in ("bfloat16", "float16"):
-    raise ConfigError(
-      f'dtype={dtype!r}: is not a payload, give "bfloat16" or "float16"'
-    )
+    raise ConfigError(f'dtype={dtype!r}: is not a payload, give "bfloat16" or "float16"')
   if sum_in not in ("float32", "payload"):
     raise ConfigError(f'sum_in={sum_in!r}: give "float32" or "payload"')
   by, payload = by or Plan("psum", axes, (), None), jnp.dtype(dtype)
@@ -125,8 +123,7 @@ def int8(
     raise ConfigError(f"block={block}: give the elements that share a scale, >= 1")
   if bucket_bytes < 4 * block:
     raise ConfigError(
-      f"bucket_bytes={bucket_bytes}: holds no block of {block} float32, give "
-      f"{4 * block} or more"
+      f"bucket_bytes={bucket_bytes}: holds no block of {block} float32, give {4 * block} or more"
     )
 
   def exchange(grads: Any, state: Any):

@@ -34,13 +34,7 @@ from jax import lax
 
 from jaxscale.collectives import add_rows
 from jaxscale.errors import ConfigError
-from jaxscale.exchange.base import (
-  Axes,
-  Exchange,
-  check_devices,
-  mean_for_all,
-  zero_residuals,
-)
+from jaxscale.exchange.base import Axes, Exchange, check_devices, mean_for_all, zero_residuals
 from jaxscale.exchange.buckets import BUCKET_BYTES, exchange_groups, whole_means
 
 _VALUES = 8  # bytes of the two float32 of a column

@@ -112,9 +112,7 @@ def power_sgd(
   return Exchange(init, exchange, resize)
 
 
-def _exchange_group(
-  xs: list[jax.Array], qs: list[jax.Array], whole: list[jax.Array], axes: Axes
-):
+def _exchange_group(xs: list[jax.Array], qs: list[jax.Array], whole: list[jax.Array], axes: Axes):
   """([(mean, residual, next Q)] of the tensors xs, sums of the tensors `whole`)."""
   num_devices = lax.axis_size(axes)
   matrices = [x.reshape(-1, x.shape[-1]) for x in xs]

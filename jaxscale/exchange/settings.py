@@ -16,9 +16,17 @@ if TYPE_CHECKING:
 
 # The names that --config.exchange= takes (by HOMES in config/choice.py).
 __all__ = [
-  "AllReduce", "BlockMomentum", "DiLoCo", "EveryStep", "HalfPrecision", "Int8",
-  "LocalSGD", "OneBit", "PowerSGD", "TopK",
-]  # fmt: skip
+  "AllReduce",
+  "BlockMomentum",
+  "DiLoCo",
+  "EveryStep",
+  "HalfPrecision",
+  "Int8",
+  "LocalSGD",
+  "OneBit",
+  "PowerSGD",
+  "TopK",
+]
 
 _BUCKET = 25 * 2**20  # PyTorch's DistributedDataParallel's, arXiv:2006.15704
 
@@ -35,9 +43,7 @@ class AllReduce(Exchange):
       or for "psum" between processes on CPUs in buckets of 25 MiB.
   """
 
-  algorithm: Literal["psum", "ring", "torus", "hierarchical", "halving_doubling"] = (
-    "psum"
-  )
+  algorithm: Literal["psum", "ring", "torus", "hierarchical", "halving_doubling"] = "psum"
   dims: tuple[str, ...] = ()
   bucket_bytes: Annotated[int | None, ">= 4"] = None
 
@@ -114,9 +120,12 @@ class HalfPrecision(AllReduce):
     from jaxscale.exchange.low_precision import half_precision
 
     return half_precision(
-      context.axes, self.dtype, by=self.plan(context, self.dtype), sum_in=self.sum_in,
+      context.axes,
+      self.dtype,
+      by=self.plan(context, self.dtype),
+      sum_in=self.sum_in,
       bucket_bytes=self.bucket_bytes,
-    )  # fmt: skip
+    )
 
 
 class Compressed(Exchange):
@@ -176,9 +185,12 @@ class TopK(OneBit):
     from jaxscale.exchange.top_k import top_k
 
     return top_k(
-      context.axes, num_devices=context.num_devices, share=self.share, per=self.per,
+      context.axes,
+      num_devices=context.num_devices,
+      share=self.share,
+      per=self.per,
       bucket_bytes=self.bucket_bytes,
-    )  # fmt: skip
+    )
 
 
 class PowerSGD(OneBit):
@@ -271,6 +283,10 @@ class BlockMomentum(LocalSGD):
     if note := local_updates.check_samples(*given):
       context.note(note)
     return local_updates.block_momentum(
-      every, context.num_workers, momentum=self.outer_momentum, rate=self.outer_lr,
-      nesterov=self.nesterov, reset_momentum=self.reset_momentum,
-    )  # fmt: skip
+      every,
+      context.num_workers,
+      momentum=self.outer_momentum,
+      rate=self.outer_lr,
+      nesterov=self.nesterov,
+      reset_momentum=self.reset_momentum,
+    )

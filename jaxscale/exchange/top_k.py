@@ -27,13 +27,7 @@ from jax import lax
 from jaxscale.collectives.typed import vary, varying
 from jaxscale.errors import ConfigError
 from jaxscale.exchange import buckets
-from jaxscale.exchange.base import (
-  Axes,
-  Exchange,
-  check_devices,
-  mean_for_all,
-  zero_residuals,
-)
+from jaxscale.exchange.base import Axes, Exchange, check_devices, mean_for_all, zero_residuals
 from jaxscale.exchange.buckets import BUCKET_BYTES, exchange_groups, whole_means
 
 

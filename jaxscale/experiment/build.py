@@ -110,13 +110,15 @@ class Experiment:
         *parts, schedule=self.schedule, layout=self.layout, options=options
       )
     return make_local_train_step(
-      *parts, self.sync.method, schedule=self.schedule, workers=self.sync.workers,
-      last_step=self.derived.total_steps, options=options,
-    )  # fmt: skip
+      *parts,
+      self.sync.method,
+      schedule=self.schedule,
+      workers=self.sync.workers,
+      last_step=self.derived.total_steps,
+      options=options,
+    )
 
-  def init_state(
-    self, say: Callable[[str], None] = print, turn: Turn | None = None
-  ) -> TrainState:
+  def init_state(self, say: Callable[[str], None] = print, turn: Turn | None = None) -> TrainState:
     """The state before the first step, on the mesh.
 
     Args:
@@ -164,9 +166,7 @@ class Experiment:
     step: Any = self.train_step
     return step.lower(abstract or self.abstract_state(), self.abstract_batch())
 
-  def compile_train_step(
-    self, lowered: Any = None, turn: Turn | None = None
-  ) -> TrainStep:
+  def compile_train_step(self, lowered: Any = None, turn: Turn | None = None) -> TrainStep:
     """The train step, compiled ahead of its first call.
 
     Args:
@@ -247,9 +247,15 @@ def experiment(
   eval_step = steps.make_eval_step(totals, mesh, layout)
   shared = config, derived, mesh, model, layout, train_data
   made = Experiment(
-    config=config, derived=derived, mesh=mesh, eval_data=eval_data, model=model,
-    layout=layout, eval_step=eval_step, **_phase_parts(*shared, derived.phases[0]),
-  )  # fmt: skip
+    config=config,
+    derived=derived,
+    mesh=mesh,
+    eval_data=eval_data,
+    model=model,
+    layout=layout,
+    eval_step=eval_step,
+    **_phase_parts(*shared, derived.phases[0]),
+  )
   return made.replace(notes=(*train_data.notes, *eval_data.notes, *notes, *made.notes))
 
 

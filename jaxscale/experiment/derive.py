@@ -133,9 +133,7 @@ def derive(
   )
 
 
-def interval(
-  settings: cfg.Evaluation | cfg.Checkpoint, num_train: int, phase: Phase
-) -> int:
+def interval(settings: cfg.Evaluation | cfg.Checkpoint, num_train: int, phase: Phase) -> int:
   """Steps of a phase between evaluations or checkpoints, one at least."""
   if settings.every_steps is not None:
     return settings.every_steps
@@ -143,9 +141,7 @@ def interval(
   return max(round(settings.every_epochs * num_train / phase.batch_size), 1)
 
 
-def schedule_steps(
-  config: cfg.Config, phases: Sequence[Phase], num_train: int
-) -> float:
+def schedule_steps(config: cfg.Config, phases: Sequence[Phase], num_train: int) -> float:
   """Length of the run in steps of Config.batch_size, which schedules count."""
   if config.epochs is not None:
     return config.epochs * num_train / config.batch_size
@@ -180,15 +176,13 @@ def _check_batch(
     most = num_train // unit * unit
     raise ConfigError(
       f"{field}={batch_size}: a step would see some of the {num_train:,} training "
-      "examples twice; "
-      + (f"give {most} or less" if most else "use more data or fewer devices")
+      "examples twice; " + (f"give {most} or less" if most else "use more data or fewer devices")
     )
   if batch_size % unit:
     below = batch_size // unit * unit
     raise ConfigError(
       f"{field}={batch_size}: not divisible by {num_devices} devices x "
-      f"{micros} accumulate_steps; give "
-      + (f"{below} or {below + unit}" if below else f"{unit}")
+      f"{micros} accumulate_steps; give " + (f"{below} or {below + unit}" if below else f"{unit}")
     )
 
 
@@ -207,9 +201,15 @@ def _phases(config: cfg.Config, num_train: int, chosen: Sequence[int]):
   sizes = sizes or [config.batch_size] * n
   micros, images = micros or [config.accumulate_steps] * n, images or [None] * n
   return plan(
-    starts, sizes, micros, images, num_train=num_train, total_epochs=config.epochs,
-    total_steps=config.steps, in_steps=bool(in_steps),
-  )  # fmt: skip
+    starts,
+    sizes,
+    micros,
+    images,
+    num_train=num_train,
+    total_epochs=config.epochs,
+    total_steps=config.steps,
+    in_steps=bool(in_steps),
+  )
 
 
 def device_summary(config: cfg.Config, derived: Derived) -> str | None:

@@ -20,11 +20,7 @@ from jaxscale.experiment.phases import Phase, step_at
 
 
 def make_exchange(
-  config: cfg.Config,
-  derived: Derived,
-  sizes: dict[str, int],
-  params: Callable[[], Any],
-  mesh: Mesh,
+  config: cfg.Config, derived: Derived, sizes: dict[str, int], params: Callable[[], Any], mesh: Mesh
 ) -> tuple[Exchange, list[str]]:
   """How gradients are averaged, and notes for the user.
 

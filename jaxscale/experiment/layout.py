@@ -51,11 +51,16 @@ def make_layout(config: cfg.Config, mesh: Mesh, model: Model) -> Layout | None:
     _check_rules(shapes, given, rules, mesh, chosen.model)
     rules = given
   return parallel.make_layout(
-    mesh, shapes, rules, shard=shard, slow_axes=chosen.slow_axes,
-    splits=chosen.model, dtype=half,
+    mesh,
+    shapes,
+    rules,
+    shard=shard,
+    slow_axes=chosen.slow_axes,
+    splits=chosen.model,
+    dtype=half,
     sum_in=half if chosen.sum_in == "dtype" else None,
     opt_on_host=on_host,
-  )  # fmt: skip
+  )
 
 
 def shard_on(config: cfg.Config, mesh: Mesh) -> Shard:
@@ -82,9 +87,7 @@ def notes(config: cfg.Config, mesh: Mesh, micro_batches: int) -> list[str]:
   return found
 
 
-def check_exchange(
-  config: cfg.Config, layout: Layout | None, sizes: Mapping[str, int]
-) -> None:
+def check_exchange(config: cfg.Config, layout: Layout | None, sizes: Mapping[str, int]) -> None:
   """Refuse an exchange that would round or delay what one device has alone.
 
   Args:
@@ -189,14 +192,11 @@ def _check_divides(config: cfg.Config, mesh: Mesh, shapes: Any) -> None:
         is_text = axis == "model" and m.takes_text
         raise ConfigError(
           f"Mesh.{axis}={size}: does not divide {type(m).__name__}.{field}={parts}; "
-          "give a divisor"
-          + (", or layout.model='ring', which splits no heads" * is_text)
+          "give a divisor" + (", or layout.model='ring', which splits no heads" * is_text)
         )
 
 
-def make_loss(
-  config: cfg.Config, model: Model, layout: Layout | None, objective: Objective
-) -> Any:
+def make_loss(config: cfg.Config, model: Model, layout: Layout | None, objective: Objective) -> Any:
   """The loss of a train step: a `step.LossFn`, or what makes gradients itself.
 
   Args:

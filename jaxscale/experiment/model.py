@@ -22,13 +22,7 @@ from jaxscale.errors import ConfigError, invalid
 from jaxscale.experiment.derive import Derived
 from jaxscale.experiment.phases import Phase
 from jaxscale.experiment.row_mixing import mixes_rows
-from jaxscale.mesh import (
-  BN_AXIS,
-  BatchNormSpan,
-  batch_axes,
-  batch_norm_span,
-  mesh_shape,
-)
+from jaxscale.mesh import BN_AXIS, BatchNormSpan, batch_axes, batch_norm_span, mesh_shape
 from jaxscale.models.stack import stack_logits
 from jaxscale.optim.tree_paths import path_name
 from jaxscale.training import losses
@@ -122,9 +116,7 @@ def make_model(
 def _seen_by_loss(config: cfg.Config, info: Any) -> Any:
   """The data as a model is to predict it: one output where targets are numbers."""
   is_class = hasattr(info, "num_classes") and not info.label_shape
-  return (
-    info._replace(num_classes=1) if config.loss.takes_numbers and is_class else info
-  )
+  return info._replace(num_classes=1) if config.loss.takes_numbers and is_class else info
 
 
 def make_objective(config: cfg.Config, info: Any) -> Objective:
@@ -138,9 +130,7 @@ def make_objective(config: cfg.Config, info: Any) -> Objective:
     wanted = "a training.losses.Objective, loss and metrics of each example"
     raise wrong_product(config.loss, made, wanted)
   parts = made._asdict().items()
-  return Objective(
-    **{name: f and guarded(config.loss, f", its {name}", f) for name, f in parts}
-  )
+  return Objective(**{name: f and guarded(config.loss, f", its {name}", f) for name, f in parts})
 
 
 def check_model(
@@ -249,9 +239,7 @@ def _loss_notes(
 ) -> list[str]:
   """Compute a loss and list what is found, of batches with "outputs"."""
   reason = check_sums(_of_outputs(objective), {}, {}, inputs, mesh, name="Config.loss")
-  notes = (
-    [f"not tested whether its loss is a sum over rows: {reason}"] if reason else []
-  )
+  notes = [f"not tested whether its loss is a sum over rows: {reason}"] if reason else []
 
   def loss_of(_, batch, keys):
     return objective.loss(batch["outputs"], batch)

@@ -40,9 +40,7 @@ def mixes_rows(
   axes = mesh.axis_names
   one = np.array(jax.local_devices()[:1]).reshape((1,) * len(axes))
 
-  @jax.shard_map(
-    mesh=Mesh(one, axes), in_specs=(P(), P(axes), P(axes)), out_specs=P(axes)
-  )
+  @jax.shard_map(mesh=Mesh(one, axes), in_specs=(P(), P(axes), P(axes)), out_specs=P(axes))
   def results_of(state, rows, keys):
     return function(vary(state, axes), rows, keys)
 
@@ -52,8 +50,7 @@ def mixes_rows(
     state = compiled(lambda key: init(key)[1], key)(key)
   places = np.arange(count), np.array([count, 0, *range(count + 1, 2 * count - 1)])
   arguments = [
-    ((params, state), jax.tree.map(lambda x, at=at: x[at], rows), keys[at])
-    for at in places
+    ((params, state), jax.tree.map(lambda x, at=at: x[at], rows), keys[at]) for at in places
   ]
   call = compiled(results_of, *arguments[0])
   first, second = (jax.tree.leaves(call(*each)) for each in arguments)

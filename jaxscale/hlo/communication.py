@@ -154,9 +154,7 @@ def placed(module: Module, mesh: Any = None) -> list[Placed]:
   return [*_walk(_Program(module, sizes, *costs(module)), module.entry, place)]
 
 
-def total(
-  table: Sequence[Collective], kind: str | None = None, axis: str | None = None
-) -> Totals:
+def total(table: Sequence[Collective], kind: str | None = None, axis: str | None = None) -> Totals:
   """Sums over a step, each entry times its executions.
 
   Those in branches count as if every branch were taken.

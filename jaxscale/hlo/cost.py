@@ -29,25 +29,57 @@ from jaxscale.hlo.parse import Computation, Instruction, Module
 # TPU v5e: 197 TFLOP/s in bfloat16 over 819 GB/s. An H100 SXM is at 989 / 3.35 = 295.
 FLOPS_PER_BYTE = 240
 COLLECTIVES = (
-  "all-reduce", "reduce-scatter", "all-gather", "collective-permute", "all-to-all",
-  "ragged-all-to-all", "collective-broadcast",
-)  # fmt: skip
+  "all-reduce",
+  "reduce-scatter",
+  "all-gather",
+  "collective-permute",
+  "all-to-all",
+  "ragged-all-to-all",
+  "collective-broadcast",
+)
 _FREE = (
-  "parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all",
-  "partition-id", "replica-id", "send", "recv", "opt-barrier", "domain",
-)  # fmt: skip
+  "parameter",
+  "constant",
+  "tuple",
+  "get-tuple-element",
+  "bitcast",
+  "after-all",
+  "partition-id",
+  "replica-id",
+  "send",
+  "recv",
+  "opt-barrier",
+  "domain",
+)
 
 _SAME = ("copy", "bitcast", "convert", "reshape", "copy-start", "copy-done")
 _INTEGERS = {
-  "add": operator.add, "subtract": operator.sub, "LT": operator.lt, "LE": operator.le,
-  "GT": operator.gt, "GE": operator.ge, "EQ": operator.eq, "NE": operator.ne,
-}  # fmt: skip
+  "add": operator.add,
+  "subtract": operator.sub,
+  "LT": operator.lt,
+  "LE": operator.le,
+  "GT": operator.gt,
+  "GE": operator.ge,
+  "EQ": operator.eq,
+  "NE": operator.ne,
+}
 _SLICES, _UPDATE = {"dynamic-slice", "slice", "gather"}, "dynamic-update-slice"
 # An element of these needs others than the one in its place.
 _MIXED = {
-  "dot", "convolution", "reduce", "reduce-window", "scatter", "sort", "pad", "fusion",
-  "call", "custom-call", "while", "conditional", _UPDATE,
-}  # fmt: skip
+  "dot",
+  "convolution",
+  "reduce",
+  "reduce-window",
+  "scatter",
+  "sort",
+  "pad",
+  "fusion",
+  "call",
+  "custom-call",
+  "while",
+  "conditional",
+  _UPDATE,
+}
 _MOST_TRIPS = 10_000  # of a loop whose trips are not written
 
 Cost = Callable[[Computation, Instruction], float]
@@ -125,9 +157,7 @@ def is_free(instruction: Instruction) -> bool:
   return opcode in _FREE or opcode.endswith(("-done", "-update"))
 
 
-def flops_of(
-  module: Module, computation: Computation, instruction: Instruction
-) -> float:
+def flops_of(module: Module, computation: Computation, instruction: Instruction) -> float:
   """2 a multiply-add of dots and convolutions, those of vendors' libraries too."""
   opcode = instruction.opcode
   if opcode == "fusion":

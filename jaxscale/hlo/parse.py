@@ -231,9 +231,7 @@ def replica_groups(written: str | None, num_devices: int) -> Groups | None:
   return tuple(tuple(int(n) for n in group) for group in groups)
 
 
-def _along_axes(
-  mesh: str, shape: str | None, order: str | None, axes: str
-) -> Groups | None:
+def _along_axes(mesh: str, shape: str | None, order: str | None, axes: str) -> Groups | None:
   """Devices that differ in the named axes alone.
 
   Args:

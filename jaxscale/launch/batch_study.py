@@ -34,15 +34,22 @@ _STOPS = {"stop_at_target": "True"}  # in every trial of a study, and what marks
 _NUMBER = (float, None)
 _RECORD = {
   "config": {
-    "accumulate_steps": int, "epochs": float, "lr_scaling": str,
-    "target_accuracy": _NUMBER, "target_loss": _NUMBER,
+    "accumulate_steps": int,
+    "epochs": float,
+    "lr_scaling": str,
+    "target_accuracy": _NUMBER,
+    "target_loss": _NUMBER,
   },
   "derived": {"num_train": int, "peak_lr": float, "eval_every": int},
-}  # fmt: skip
+}
 _MEASURED = (
-  "accuracy", "loss", "target_seconds", "noise_scale", "noise_scale_low",
+  "accuracy",
+  "loss",
+  "target_seconds",
+  "noise_scale",
+  "noise_scale_low",
   "noise_scale_high",
-)  # fmt: skip
+)
 _SUMMARY = {"outcome": str, "step": int, "target_step": (int, None)}
 
 
@@ -114,10 +121,7 @@ def _is_positive(value: float, scale: np.ndarray) -> bool:
 
 
 def trials(
-  config: Config,
-  batch_sizes: Sequence[int],
-  seeds: int = 1,
-  accumulate_steps: Sequence[int] = (),
+  config: Config, batch_sizes: Sequence[int], seeds: int = 1, accumulate_steps: Sequence[int] = ()
 ) -> list[dict[str, str]]:
   """Return the trials of a study, as `launch.sweep` takes them.
 
@@ -205,9 +209,7 @@ def read(folder: Path) -> dict[str, Any]:
   return summarise(spec.name, config, runs)
 
 
-def _run(
-  spec: JobSpec, task: int, status: RunStatus, record: Mapping[str, Any]
-) -> dict[str, Any]:
+def _run(spec: JobSpec, task: int, status: RunStatus, record: Mapping[str, Any]) -> dict[str, Any]:
   """Return what came of a trial; None is what is not on record."""
   size, seed = (int(spec.trials[task][name]) for name in ("batch_size", "seed"))
   derived, config = record.get("derived", {}), record.get("config", {})
@@ -304,10 +306,7 @@ def _size(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return statistics.fmean(values) if values else None
 
   shared = ("batch_size", "accumulate_steps", "peak_lr", "eval_every")
-  means = (
-    "target_step", "target_examples", "target_epochs", "target_seconds", "accuracy",
-    "loss",
-  )  # fmt: skip
+  means = ("target_step", "target_examples", "target_epochs", "target_seconds", "accuracy", "loss")
   status = [run["status"] for run in runs]
   return {
     **{name: next((r[name] for r in runs if r[name]), None) for name in shared},
@@ -319,9 +318,7 @@ def _size(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _notes(
-  config: Mapping[str, Any],
-  sizes: Sequence[Mapping[str, Any]],
-  points: Sequence[Mapping[str, Any]],
+  config: Mapping[str, Any], sizes: Sequence[Mapping[str, Any]], points: Sequence[Mapping[str, Any]]
 ) -> list[str]:
   """Return what a reader of the sizes has to know."""
   notes = []
@@ -358,11 +355,15 @@ def _fit_notes(fit: Fit | None, points: int, scale: float | None) -> list[str]:
 
 
 _COLUMNS = {
-  "batch": ("batch_size", ","), "lr": ("peak_lr", ".4g"), "reached": ("outcomes", ""),
-  "steps": ("target_step", ",.0f"), "epochs": ("target_epochs", ".2f"),
-  "seconds": ("target_seconds", ".1f"), "accuracy": ("accuracy", ".2%"),
+  "batch": ("batch_size", ","),
+  "lr": ("peak_lr", ".4g"),
+  "reached": ("outcomes", ""),
+  "steps": ("target_step", ",.0f"),
+  "epochs": ("target_epochs", ".2f"),
+  "seconds": ("target_seconds", ".1f"),
+  "accuracy": ("accuracy", ".2%"),
   "loss": ("loss", ".4f"),
-}  # fmt: skip
+}
 
 
 def table(study: Mapping[str, Any]) -> str:

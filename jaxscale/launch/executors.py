@@ -48,9 +48,7 @@ class Executor(Protocol):
     """The script of a run; ConfigError if this executor cannot run it."""
     ...
 
-  def submit(
-    self, spec: JobSpec, tasks: Sequence[int] | None, after: Path | None
-  ) -> str:
+  def submit(self, spec: JobSpec, tasks: Sequence[int] | None, after: Path | None) -> str:
     """Start or queue the script in the run's folder; returns the number of the job.
 
     Args:

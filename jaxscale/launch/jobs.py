@@ -157,9 +157,7 @@ def _path_and_source(config: str | Config) -> tuple[str, str | None]:
       return "notebook.py", source
   kinds = {type(x) for x in chosen(config)}
   own = {k.__name__ for k in kinds if not is_built_in(k) or hasattr(k, "as_plain")}
-  why = (
-    f"cannot be written to a file, as {text.listed(sorted(own)) or 'a value'} is of "
-  )
+  why = f"cannot be written to a file, as {text.listed(sorted(own)) or 'a value'} is of "
   fix = "define it in a file with get_config, and give the path of that file"
   raise invalid("Config", ..., f"{why}this program alone", fix)
 
@@ -220,9 +218,7 @@ def submit(config: str | Config, **options: Any) -> Job:
 
 
 def sweep(
-  config: str | Config,
-  trials: Sequence[Mapping[str, Any]] | None = None,
-  **options: Any,
+  config: str | Config, trials: Sequence[Mapping[str, Any]] | None = None, **options: Any
 ) -> Job:
   """Submit a sweep: one job array, or one queue on this machine.
 
@@ -347,11 +343,7 @@ class Job(NamedTuple):
     tasks = [i for i, row in enumerate(now) if row.state != "COMPLETED"]
     if not tasks:
       raise ConfigError(f"{spec.name}: is done; there is nothing to resume")
-    given = {
-      "nodes": nodes,
-      "spares": spares,
-      "accept_changes": ",".join(accept_changes),
-    }
+    given = {"nodes": nodes, "spares": spares, "accept_changes": ",".join(accept_changes)}
     spec = spec._replace(**{k: v for k, v in given.items() if v is not None})
     _check_counts(spec.nodes, spares=spec.spares)
     spec = spec._replace(site=with_options(spec.site, options))

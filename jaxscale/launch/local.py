@@ -72,9 +72,7 @@ def submit(spec: JobSpec, tasks: Sequence[int] | None, after: Path | None) -> st
   command = [sys.executable, "-c", start, spec.folder, job]
   command += [str(after or ""), *map(str, spec.tasks if tasks is None else tasks)]
   env = {**os.environ, "PYTHONPATH": f"{spec.folder}/code", "PYTHONSAFEPATH": "1"}
-  done = subprocess.run(
-    command, env=env, cwd=spec.cwd, input="", capture_output=True, text=True
-  )
+  done = subprocess.run(command, env=env, cwd=spec.cwd, input="", capture_output=True, text=True)
   if done.returncode:
     lines = done.stderr.strip().splitlines() or ["it did not start"]
     raise ConfigError(f"{spec.folder}: {lines[-1]}")
@@ -201,9 +199,13 @@ def _run_once(spec: JobSpec, job: str, task: int, stop: threading.Event) -> int:
     words = ["bash", f"{spec.folder}/{SCRIPT}", *command.split(), *options]
     with open(open_to_append(spec.log_file(job, task, rank)), "a") as file:
       process = subprocess.Popen(
-        words, cwd=spec.cwd, env={**inherited, **variables}, stdin=subprocess.DEVNULL,
-        stdout=file, stderr=subprocess.STDOUT,
-      )  # fmt: skip
+        words,
+        cwd=spec.cwd,
+        env={**inherited, **variables},
+        stdin=subprocess.DEVNULL,
+        stdout=file,
+        stderr=subprocess.STDOUT,
+      )
     _record_process(Path(spec.folder, "processes.jsonl"), process.pid)
     return process
 
@@ -216,9 +218,7 @@ def _run_once(spec: JobSpec, job: str, task: int, stop: threading.Event) -> int:
   common = {"JAXSCALE_COORDINATOR": address, "JAXSCALE_NUM_PROCESSES": str(count)}
   common[SECRET] = secrets.token_hex(32)  # of this start alone
   own = [common | {"JAXSCALE_PROCESS_ID": str(rank)} for rank in range(count)]
-  code, rank = _wait(
-    [start("jaxscale.train", r, env) for r, env in enumerate(own)], stop
-  )
+  code, rank = _wait([start("jaxscale.train", r, env) for r, env in enumerate(own)], stop)
   if rank is not None:
     last = "".join(logs.last([("", spec.log_file(job, task, rank))], 1))
     line = f"error: process {rank} failed first (exit code {code}): {last}\n"

@@ -27,13 +27,11 @@ CHANGES = "batch or image size changes during the run, which has no single throu
 _PHASE = {"batch_size": int, "image_size": (int, None)}
 _RECORD = {
   "config": {"phases": {"class": str}, "log": {"step_report": bool}},
-  "derived": {
-    "phases": [_PHASE], "num_train": int, "num_devices": int, "total_steps": int
-  },
+  "derived": {"phases": [_PHASE], "num_train": int, "num_devices": int, "total_steps": int},
   "processes": int,
   "versions": {str: str},
   "python": str,
-}  # fmt: skip
+}
 _REMEDY = "compare other runs"
 _RATE, _REPORT = "perf/examples_per_s", "perf/exposed_share"
 

@@ -33,13 +33,16 @@ svg { max-width: 100%; height: auto; background: #fff; border-radius: 6px }
 pre { background: var(--faint); padding: .7em; white-space: pre-wrap }
 """
 _SPEEDS = {
-  "examples/s": ("perf/examples_per_s", ",.0f"), "seconds/step": ("perf/step_s", ".3g"),
-  "TFLOP/s of a device": ("perf/tflops_per_device", ".3g"), "MFU": ("perf/mfu", ".1%"),
-  "HFU": ("perf/hfu", ".1%"), "waits for input": ("perf/input_wait", ".1%"),
+  "examples/s": ("perf/examples_per_s", ",.0f"),
+  "seconds/step": ("perf/step_s", ".3g"),
+  "TFLOP/s of a device": ("perf/tflops_per_device", ".3g"),
+  "MFU": ("perf/mfu", ".1%"),
+  "HFU": ("perf/hfu", ".1%"),
+  "waits for input": ("perf/input_wait", ".1%"),
   "exchange that nothing hides": ("perf/exposed_share", ".1%"),
   "spread of processes": ("perf/spread", ".1%"),
   "memory of a device (GB)": ("perf/peak_memory_gb", ".3g"),
-}  # fmt: skip
+}
 
 
 def write_page(

@@ -60,8 +60,7 @@ class Comparison(NamedTuple):
   def table(self) -> tuple[tuple[str, ...], list[list[str]]]:
     """Return the titles and the rows of cells."""
     return _HEAD, [
-      [r.name, r.form(r.planned), r.form(r.measured), text.cell(r.ratio, ",.2f")]
-      for r in self.rows
+      [r.name, r.form(r.planned), r.form(r.measured), text.cell(r.ratio, ",.2f")] for r in self.rows
     ]
 
   def __str__(self) -> str:
@@ -121,9 +120,7 @@ def comparison(path: Path, plan: Path | None = None) -> Comparison | None:
     path: folder of a run, or workdir.
     plan: a plan's file; None: plan.json of the workdir.
   """
-  if plan is None and not any(
-    os.path.lexists(path / folder / FILE) for folder in (".", "train")
-  ):
+  if plan is None and not any(os.path.lexists(path / folder / FILE) for folder in (".", "train")):
     return None
   try:
     return compare(read(path, plan))

@@ -37,26 +37,52 @@ _LAWS = {"strong": "Amdahl", "weak": "Gustafson"}
 
 # What may differ within a study: its subject, and what does not change a step.
 _MAY_DIFFER = (
-  "batch_size", "mesh", "accumulate_steps", "seed", "epochs", "steps",
-  "target_accuracy", "stop_at_target", "input_threads", "evaluation", "checkpoint",
-  "checks", "log", "exchange.algorithm", "exchange.dims", "versions",
-)  # fmt: skip
+  "batch_size",
+  "mesh",
+  "accumulate_steps",
+  "seed",
+  "epochs",
+  "steps",
+  "target_accuracy",
+  "stop_at_target",
+  "input_threads",
+  "evaluation",
+  "checkpoint",
+  "checks",
+  "log",
+  "exchange.algorithm",
+  "exchange.dims",
+  "versions",
+)
 # Those of them that a reader of the table has to know.
 _NOTED = (
-  "accumulate_steps", "seed", "epochs", "steps", "exchange.algorithm",
-  "exchange.dims", "versions",
-)  # fmt: skip
+  "accumulate_steps",
+  "seed",
+  "epochs",
+  "steps",
+  "exchange.algorithm",
+  "exchange.dims",
+  "versions",
+)
 # Columns of the table: a column of the CSV file, or one made of two, and its format.
 _COLUMNS = {
-  "run": ("run", ""), "nodes": ("nodes", ","), "processes": ("processes", ","),
-  "devices": ("devices", ","), "batch": ("global_batch", ","),
-  "examples/s": ("examples_per_s", ",.0f"), "quartiles": ("quartiles", ""),
-  "windows": ("windows", ""), "speed-up": ("speed_up", ".2f"),
-  "efficiency": ("efficiency", ".0%"), "planned": ("planned_efficiency", ".0%"),
+  "run": ("run", ""),
+  "nodes": ("nodes", ","),
+  "processes": ("processes", ","),
+  "devices": ("devices", ","),
+  "batch": ("global_batch", ","),
+  "examples/s": ("examples_per_s", ",.0f"),
+  "quartiles": ("quartiles", ""),
+  "windows": ("windows", ""),
+  "speed-up": ("speed_up", ".2f"),
+  "efficiency": ("efficiency", ".0%"),
+  "planned": ("planned_efficiency", ".0%"),
   "exposed": ("exposed_share", ".0%"),
-  "spread": ("spread", ".0%"), "goodput": ("goodput", ".0%"),
-  "loss": ("loss", ".4f"), "accuracy": ("quality", ""),
-}  # fmt: skip
+  "spread": ("spread", ".0%"),
+  "goodput": ("goodput", ".0%"),
+  "loss": ("loss", ".4f"),
+  "accuracy": ("quality", ""),
+}
 
 
 class Report(NamedTuple):
@@ -143,12 +169,20 @@ def _row(run: MeasuredRun, base: int, rate: float, planned: float) -> dict[str, 
   up = run.rate / rate if run.rate else None
   planned_up = step.rate / planned if step and planned else None
   return {
-    "run": run.name, "nodes": run.nodes, "processes": run.processes,
-    "devices": run.devices, "device_kind": run.kind, "global_batch": run.batch,
-    "examples_per_s": run.rate, "examples_per_s_q1": low, "examples_per_s_q3": high,
-    "windows": len(run.rates), "speed_up": up,
+    "run": run.name,
+    "nodes": run.nodes,
+    "processes": run.processes,
+    "devices": run.devices,
+    "device_kind": run.kind,
+    "global_batch": run.batch,
+    "examples_per_s": run.rate,
+    "examples_per_s_q1": low,
+    "examples_per_s_q3": high,
+    "windows": len(run.rates),
+    "speed_up": up,
     "efficiency": up and up * base / run.devices,
-    "exposed_share": report.get("exposed_share"), "compute_s": report.get("compute_s"),
+    "exposed_share": report.get("exposed_share"),
+    "compute_s": report.get("compute_s"),
     "exposed_s": report.get("exposed_s"),
     "spread": report.get("spread") if run.processes > 1 else None,
     "goodput": run.goodput.share if run.goodput else None,
@@ -156,7 +190,7 @@ def _row(run: MeasuredRun, base: int, rate: float, planned: float) -> dict[str, 
     "planned_examples_per_s": step.rate if step else None,
     "planned_efficiency": planned_up and planned_up * base / run.devices,
     "evaluations": run.evaluations,
-  }  # fmt: skip
+  }
 
 
 def _kind_of(runs: Sequence[MeasuredRun]) -> Kind:

@@ -19,14 +19,10 @@ render = slurm_script.render
 # job that we may be in (a notebook), and sbatch would take them as options.
 _KEPT = ("SLURM_CONF", "SLURM_CLUSTERS", "SLURM_JWT", "SLURM_TIME_FORMAT")
 # Fields of squeue(1), --Format; a colon sets the width, or long ones are cut.
-_FIELDS = (
-  "JobArrayID", "State", "NumNodes", "TimeLeft", "RestartCnt", "Reason", "TimeLimit",
-)  # fmt: skip
+_FIELDS = ("JobArrayID", "State", "NumNodes", "TimeLeft", "RestartCnt", "Reason", "TimeLimit")
 _WIDTH = 128
 # What Slurm 22.05 prints where its commands are installed and no cluster is.
-_NO_CLUSTER = (
-  "Could not establish a configuration source", "Unable to contact slurm controller"
-)  # fmt: skip
+_NO_CLUSTER = ("Could not establish a configuration source", "Unable to contact slurm controller")
 _ELSEWHERE = {"sbatch": "submit where Slurm runs, or give --executor local"}
 
 

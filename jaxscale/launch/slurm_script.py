@@ -33,12 +33,7 @@ import shlex
 
 from jaxscale.errors import EXIT_PREEMPTED, ConfigError
 from jaxscale.launch import spec as specs
-from jaxscale.launch.spec import (
-  FINAL_CODES,
-  RESTARTED_CODES,
-  SIGNAL_CODES,
-  JobSpec,
-)
+from jaxscale.launch.spec import FINAL_CODES, RESTARTED_CODES, SIGNAL_CODES, JobSpec
 
 # Exit codes as patterns of bash.
 _FINAL, _RESTARTED, _SIGNALS = (
@@ -48,9 +43,12 @@ _FINAL, _RESTARTED, _SIGNALS = (
 
 # That a container's image must not overrule.
 _OWN_VARIABLES = (
-  "PYTHONPATH", "PYTHONSAFEPATH", "PYTHONUNBUFFERED", "JAXSCALE_REQUEUE",
+  "PYTHONPATH",
+  "PYTHONSAFEPATH",
+  "PYTHONUNBUFFERED",
+  "JAXSCALE_REQUEUE",
   "JAXSCALE_SECRET",
-)  # fmt: skip
+)
 
 
 def render(spec: JobSpec) -> str:
@@ -78,15 +76,25 @@ def _header(spec: JobSpec) -> str:
     "ntasks-per-node": site.tasks,
     "gpus-per-node": site.gpus_per_node,
     "cpus-per-task": site.cpus_per_task,
-    **{name: getattr(site, name) for name in (
-      "mem", "time", "partition", "account", "qos", "constraint", "reservation",
-      "exclude", "signal",
-    )},
+    **{
+      name: getattr(site, name)
+      for name in (
+        "mem",
+        "time",
+        "partition",
+        "account",
+        "qos",
+        "constraint",
+        "reservation",
+        "exclude",
+        "signal",
+      )
+    },
     "array": array(spec.tasks, spec.at_most) if spec.trials else None,
     "chdir": spec.cwd,
     "output": _output(spec, "batch"),
     "open-mode": "append",
-  }  # fmt: skip
+  }
   options = [f"--{name}={value}" for name, value in given.items() if value]
   options += ["--requeue" if spec.requeue else "--no-requeue"]
   options += [*(["--no-kill"] if spec.spares else []), *site.sbatch]

@@ -22,9 +22,7 @@ from jaxscale.launch.site import Site, site_from
 # they were asked to stop, as with 85.
 SIGNAL_CODES = (129, 138, 140, 143)
 RESTARTED_CODES = (errors.EXIT_PREEMPTED, errors.EXIT_HANG, *SIGNAL_CODES)
-FINAL_CODES = (
-  errors.EXIT_DONE, errors.EXIT_USER, errors.EXIT_GIVE_UP, errors.EXIT_INTERRUPTED
-)  # fmt: skip
+FINAL_CODES = (errors.EXIT_DONE, errors.EXIT_USER, errors.EXIT_GIVE_UP, errors.EXIT_INTERRUPTED)
 
 
 def is_restarted(code: int, progress: bool) -> bool:

@@ -22,13 +22,36 @@ from jaxscale.run.goodput import Goodput
 # States of squeue(1) after which nothing more happens, and our own: LOST was started,
 # and neither the executor nor the events know of an end; UNREADABLE has no run.json.
 ENDED = (
-  "BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "LOST", "NODE_FAIL",
-  "OUT_OF_MEMORY", "PREEMPTED", "REVOKED", "TIMEOUT", "UNREADABLE",
-)  # fmt: skip
+  "BOOT_FAIL",
+  "CANCELLED",
+  "COMPLETED",
+  "DEADLINE",
+  "FAILED",
+  "LOST",
+  "NODE_FAIL",
+  "OUT_OF_MEMORY",
+  "PREEMPTED",
+  "REVOKED",
+  "TIMEOUT",
+  "UNREADABLE",
+)
 _TAIL = 1 << 16  # bytes of the metrics that are read: hundreds of lines
 _RATE_OVER = 10  # logged lines
-_HEAD = ("run", "job", "state", "nodes", "step", "loss", "examples/s", "accuracy",
-         "time left", "to go", "goodput", "restarts", "")  # fmt: skip
+_HEAD = (
+  "run",
+  "job",
+  "state",
+  "nodes",
+  "step",
+  "loss",
+  "examples/s",
+  "accuracy",
+  "time left",
+  "to go",
+  "goodput",
+  "restarts",
+  "",
+)
 _LEAST_MISSED = ("restarts", "job", "nodes", "accuracy", "goodput", "time left")
 _WORDS = ("run", "job", "state", "")  # these columns are aligned to the left
 

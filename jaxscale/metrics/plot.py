@@ -148,9 +148,7 @@ def plot_metrics(workdir: str | Path, path: str | Path | None = None) -> Path | 
     return None
   path = Path(path or workdir / "metrics.png")
   with figure(path, 2, 3, (13.5, 6.4), workdir.name) as axes:
-    for axis, panel in zip(
-      axes.flat, _panels(lines, _training_label(workdir)), strict=True
-    ):
+    for axis, panel in zip(axes.flat, _panels(lines, _training_label(workdir)), strict=True):
       _draw_panel(axis, panel, lines)
   return path
 

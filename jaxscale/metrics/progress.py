@@ -73,9 +73,7 @@ class Progress:
     self.windows += 1
     return (examples - done) / seconds
 
-  def train(
-    self, step: int, metrics: Mapping[str, float], perf: Mapping[str, float]
-  ) -> None:
+  def train(self, step: int, metrics: Mapping[str, float], perf: Mapping[str, float]) -> None:
     """Show a step.
 
     Args:

@@ -112,9 +112,7 @@ def _step_parts(axis: Any, study: Mapping[str, Any]) -> None:
   titled(axis, "What a step waits for (step report)", "devices, and ms per step")
   axis.set_ylabel("% of a step")
   axis.grid(False, axis="x")
-  known = [
-    row for row in study["rows"] if None not in (row["compute_s"], row["exposed_s"])
-  ]
+  known = [row for row in study["rows"] if None not in (row["compute_s"], row["exposed_s"])]
   if not known:
     _empty(axis, "no step report on record")
     return
@@ -153,9 +151,7 @@ def _loss(axis: Any, study: Mapping[str, Any]) -> None:
   if min(every) > 0 and max(every) > 4 * min(every):
     axis.set_yscale("log")
     axis.yaxis.set_major_formatter(lambda y, _: f"{y:,.12g}")
-    axis.yaxis.set_minor_formatter(
-      lambda y, _: f"{y:,.12g}" if f"{y:e}"[0] in "25" else ""
-    )
+    axis.yaxis.set_minor_formatter(lambda y, _: f"{y:,.12g}" if f"{y:e}"[0] in "25" else "")
   axis.legend(frameon=False, fontsize=8, loc="upper right")
 
 

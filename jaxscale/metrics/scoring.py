@@ -50,8 +50,7 @@ def is_reached(
     return values["loss"] <= loss
   if accuracy is not None and "accuracy" not in values:
     raise ConfigError(
-      f"Config.target_accuracy={accuracy}: Config.loss reports no accuracy, set "
-      "target_loss instead"
+      f"Config.target_accuracy={accuracy}: Config.loss reports no accuracy, set target_loss instead"
     )
   return None if accuracy is None else values["accuracy"] >= accuracy
 

@@ -65,17 +65,30 @@ class Wandb(Tracker):
 
     # It shares the terminal with the run, and its process the cores.
     settings = wandb.Settings(
-      silent=True, console="off", disable_git=True, disable_code=True, symlink=False,
-      x_disable_stats=True, init_timeout=90, finish_timeout=self.flush_s,
+      silent=True,
+      console="off",
+      disable_git=True,
+      disable_code=True,
+      symlink=False,
+      x_disable_stats=True,
+      init_timeout=90,
+      finish_timeout=self.flush_s,
       reinit="create_new",
-    )  # fmt: skip
+    )
     wandb.setup(settings=wandb.Settings(silent=True))
     begin = functools.partial(
-      wandb.init, id=context.id, dir=str(context.workdir), settings=settings,
+      wandb.init,
+      id=context.id,
+      dir=str(context.workdir),
+      settings=settings,
       config=context.config | {"environment": context.environment},
-      name=context.name, project=self.project, entity=self.entity, group=self.group,
-      tags=self.tags, allow_val_change=True,
-    )  # fmt: skip
+      name=context.name,
+      project=self.project,
+      entity=self.entity,
+      group=self.group,
+      tags=self.tags,
+      allow_val_change=True,
+    )
     text, first = "", -1
     if self.mode == "online" and _is_reached(wandb, context):
       run = begin(mode="online", resume="allow")
@@ -159,9 +172,7 @@ class MLflow(Tracker):
     for tag, name in _MLFLOW_TAGS.items():
       client.set_tag(run, tag, str(context.environment.get(name))[:_MLFLOW_VALUE])
     try:
-      client.log_text(
-        run, json.dumps(context.environment, indent=2), "environment.json"
-      )
+      client.log_text(run, json.dumps(context.environment, indent=2), "environment.json")
     except Exception as e:  # files may be where this host cannot write
       why = f"{type(e).__name__}: {message_of(e)[:200]}"
       context.note(f"MLflow: environment.json is not there: {why}")

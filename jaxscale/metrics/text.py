@@ -9,9 +9,7 @@ NOTHING = "–"  # a cell whose value is not known
 _CELL = "text-align: {}; white-space: nowrap; font-variant-numeric: tabular-nums"
 
 
-def table(
-  head: Sequence[str], rows: Iterable[Sequence[str]], left: Collection[int] = (0,)
-) -> str:
+def table(head: Sequence[str], rows: Iterable[Sequence[str]], left: Collection[int] = (0,)) -> str:
   """Aligned columns, with two spaces between them.
 
   Args:
@@ -44,8 +42,7 @@ def html_table(
 
   def line(cells: Sequence[str], tag: str) -> str:
     texts = (
-      f'<{tag} style="{_CELL.format("left" if i in left else "right")}">'
-      f"{escape(cell)}</{tag}>"
+      f'<{tag} style="{_CELL.format("left" if i in left else "right")}">{escape(cell)}</{tag}>'
       for i, cell in enumerate(cells)
     )
     return f"<tr>{''.join(texts)}</tr>"

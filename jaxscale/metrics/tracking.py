@@ -68,11 +68,7 @@ class BackgroundTracker:
   """Hands lines to a tracker in a daemon thread, which begins with the first line."""
 
   def __init__(
-    self,
-    source: TrackerSource,
-    record: Path,
-    logged: Mapping[str, int],
-    say: Callable[[str], None],
+    self, source: TrackerSource, record: Path, logged: Mapping[str, int], say: Callable[[str], None]
   ):
     """A tracker that is not open yet.
 

@@ -44,9 +44,7 @@ class _Appender:
     except OSError as e:
       if not self._complained:
         self._complained = True
-        self._say(
-          f"{self._path}: {e.strerror}; training continues, its lines wait for the disk"
-        )
+        self._say(f"{self._path}: {e.strerror}; training continues, its lines wait for the disk")
     else:
       self._complained = False
 
@@ -162,6 +160,4 @@ def _framed(event: Any) -> bytes:
 
   content = event.SerializeToString()
   length = struct.pack("<Q", len(content))
-  return b"".join(
-    part + struct.pack("<I", masked_crc32c(part)) for part in (length, content)
-  )
+  return b"".join(part + struct.pack("<I", masked_crc32c(part)) for part in (length, content))

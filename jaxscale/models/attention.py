@@ -85,19 +85,12 @@ def fused_attention(
     if not causal:
       lengths = jnp.full(q.shape[0], tokens, jnp.int32)
   out = jax.nn.dot_product_attention(
-    q,
-    k,
-    v,
-    is_causal=causal,
-    key_value_seq_lengths=lengths,
-    implementation=implementation,
+    q, k, v, is_causal=causal, key_value_seq_lengths=lengths, implementation=implementation
   )
   return out[:, :tokens]
 
 
-def cached_attention(
-  q: jax.Array, k: jax.Array, v: jax.Array, start: jax.Array
-) -> jax.Array:
+def cached_attention(q: jax.Array, k: jax.Array, v: jax.Array, start: jax.Array) -> jax.Array:
   """Causal attention of a few new tokens to all those there is room for.
 
   Args:
@@ -115,9 +108,7 @@ def cached_attention(
 
 
 @jax.custom_vjp
-def _attention(
-  q: jax.Array, k: jax.Array, v: jax.Array, sees: jax.Array | None
-) -> jax.Array:
+def _attention(q: jax.Array, k: jax.Array, v: jax.Array, sees: jax.Array | None) -> jax.Array:
   """Attention by two products and a softmax, which XLA compiles everywhere.
 
   With a derivative of its own: the softmax's sum over all tokens seen, of weights times

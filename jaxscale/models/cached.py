@@ -57,9 +57,7 @@ def empty_cache(stack: Stack, params: Any, rows: int, room: int) -> Cache:
   return Cache(k, v, jnp.zeros((), jnp.int32))
 
 
-def advance(
-  stack: Stack, params: Any, tokens: jax.Array, cache: Cache
-) -> tuple[jax.Array, Cache]:
+def advance(stack: Stack, params: Any, tokens: jax.Array, cache: Cache) -> tuple[jax.Array, Cache]:
   """Take in the next tokens of every row.
 
   Args:

@@ -122,9 +122,14 @@ def make_transformer(
     if "mask" in batch:
       counts &= batch["mask"][:, None]
     losses, hits = ops.classify(
-      x, p["kernel"], None, jnp.maximum(targets, 0), num_classes=vocab_size,
-      label_smoothing=label_smoothing, dtype=h.dtype,
-    )  # fmt: skip
+      x,
+      p["kernel"],
+      None,
+      jnp.maximum(targets, 0),
+      num_classes=vocab_size,
+      label_smoothing=label_smoothing,
+      dtype=h.dtype,
+    )
     return sum_totals(losses, hits, counts)
 
   def logits(p, h):
@@ -175,9 +180,7 @@ def _heads(
   each = width // num_heads if head_width is None else head_width
   if head_width is None and width % num_heads:
     fix = "give a divisor, or head_width"
-    raise invalid(
-      "transformer.num_heads", num_heads, f"does not divide width={width}", fix
-    )
+    raise invalid("transformer.num_heads", num_heads, f"does not divide width={width}", fix)
   if num_heads % groups:
     why = f"does not divide num_heads={num_heads}"
     raise invalid("transformer.num_kv_heads", groups, why, "give a divisor")

@@ -116,9 +116,14 @@ def make_vit(
   def finish(p, h, batch, ops):
     x, labels = ops.enter(pooled(p, h)), batch["label"]
     losses, hits = ops.classify(
-      x, p["kernel"], p["bias"], labels, num_classes=num_classes,
-      label_smoothing=label_smoothing, dtype=h.dtype,
-    )  # fmt: skip
+      x,
+      p["kernel"],
+      p["bias"],
+      labels,
+      num_classes=num_classes,
+      label_smoothing=label_smoothing,
+      dtype=h.dtype,
+    )
     # From the rows, so that it varies over devices as they do.
     return sum_totals(losses, hits, batch.get("mask", labels >= 0))
 
@@ -150,9 +155,7 @@ def _layer(
   return h + shift(rejoin(y, p["down"]["kernel"], ops), p["down"]["bias"])
 
 
-def _check_sizes(
-  image_shape: tuple[int, int, int], patch: int, width: int, num_heads: int
-) -> None:
+def _check_sizes(image_shape: tuple[int, int, int], patch: int, width: int, num_heads: int) -> None:
   """Refuse images that patches do not fill, and heads that do not fill the width."""
   height, columns, _ = image_shape
   if height % patch or columns % patch:

@@ -89,9 +89,8 @@ def lamb(
   decay = add_decayed_weights(weight_decay, mask, stacked)
   adapts = variant == "paper" or weight_decay > 0
   ratio = scale_by_trust_ratio(
-    phi_min=phi_min, phi_max=phi_max, clip=trust_clip, adapts=adapts, mask=mask,
-    stacked=stacked,
-  )  # fmt: skip
+    phi_min=phi_min, phi_max=phi_max, clip=trust_clip, adapts=adapts, mask=mask, stacked=stacked
+  )
   rate = scale_by_rate(learning_rate)
   if variant == "paper":
     return in_float32(optax.chain(adam, decay, ratio, rate))
@@ -147,9 +146,7 @@ def scale_by_trust_ratio(
     return ratio * r, layers.kept(ratio)
 
   def update(
-    updates: optax.Updates,
-    state: layers.TrustRatios,
-    params: optax.Params | None = None,
+    updates: optax.Updates, state: optax.OptState, params: optax.Params | None = None
   ) -> tuple[optax.Updates, layers.TrustRatios]:
     updates, ratios = map_layers(2, scaled, params, mask, stacked, updates)
     return updates, layers.TrustRatios(ratios)
@@ -187,10 +184,7 @@ def adamw(
   Example:
     >>> tx = adamw(warmup_cosine(1e-3, 100, 1000), weight_decay=0.05)
   """
-  adam, decay = (
-    scale_by_adam(b1, b2, eps),
-    add_decayed_weights(weight_decay, mask, stacked),
-  )
+  adam, decay = (scale_by_adam(b1, b2, eps), add_decayed_weights(weight_decay, mask, stacked))
   return in_float32(optax.chain(adam, decay, scale_by_rate(learning_rate)))
 
 

@@ -12,9 +12,7 @@ import optax
 from jaxscale.optim.tree_paths import path_name
 
 
-def layerwise_rate_decay(
-  decay: float, order: Sequence[str]
-) -> optax.GradientTransformation:
+def layerwise_rate_decay(decay: float, order: Sequence[str]) -> optax.GradientTransformation:
   """Multiply each layer's update by decay^(its depth below the top).
 
   Discriminative fine-tuning of ULMFiT (arXiv:1801.06146, §3.2, decay 1/2.6), in

@@ -164,11 +164,18 @@ def lars(
   if adapts is False:  # and no decay either
     return in_float32(moved)
   ratio = scale_by_lars_ratio(
-    trust_coefficient=eta, weight_decay=weight_decay, eps=eps,
-    denominator=row.denominator, decays=row.decays, adapts=adapts,
-    limit=learning_rate if row.clip else None, limits_undefined=row.clips_undefined,
-    inner=None if row.ratio_in_velocity else trace, mask=mask, stacked=stacked,
-  )  # fmt: skip
+    trust_coefficient=eta,
+    weight_decay=weight_decay,
+    eps=eps,
+    denominator=row.denominator,
+    decays=row.decays,
+    adapts=adapts,
+    limit=learning_rate if row.clip else None,
+    limits_undefined=row.clips_undefined,
+    inner=None if row.ratio_in_velocity else trace,
+    mask=mask,
+    stacked=stacked,
+  )
   return in_float32(optax.chain(ratio, moved))
 
 
@@ -263,9 +270,7 @@ def scale_by_lars_ratio(
       ratio = ratio_of(layer, w, g, u, local)
       return u if decays else g, ratio, layers.kept(ratio)
 
-    decayed, factors, ratios = layers.map_layers(
-      3, adapt, params, mask, stacked, updates
-    )
+    decayed, factors, ratios = layers.map_layers(3, adapt, params, mask, stacked, updates)
     moved, inside = between.update(decayed, state.inner, params)
     moved = jax.tree.map(lambda u, factor: factor * u, moved, factors)
     state = LarsRatioState(state.count + 1, inside, layers.TrustRatios(ratios))

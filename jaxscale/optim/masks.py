@@ -64,9 +64,7 @@ def matching(pattern: str) -> MaskFn:
 
 
 # By the names that `include` of an optimizer's settings has for them.
-NAMED: dict[str, MaskFn | None] = {
-  "kernels": kernels, "timm": timm_kernels, "all": None,
-}  # fmt: skip
+NAMED: dict[str, MaskFn | None] = {"kernels": kernels, "timm": timm_kernels, "all": None}
 
 
 def including(include: str) -> MaskFn | None:

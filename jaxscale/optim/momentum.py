@@ -92,9 +92,7 @@ def sgd(
   is_inside = momentum_correction is not False or bool(rate_in_velocity)
   if is_inside and rate_in_velocity is False:
     why = "corrects a velocity that holds the rate, and rate_in_velocity=False"
-    raise invalid(
-      "momentum_correction", momentum_correction, why, "leave out one of them"
-    )
+    raise invalid("momentum_correction", momentum_correction, why, "leave out one of them")
   decay = add_decayed_weights(weight_decay, mask, stacked)
   if not is_inside:
     trace = optax.trace(momentum, nesterov)

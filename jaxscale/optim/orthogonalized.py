@@ -35,13 +35,7 @@ import jax.numpy as jnp
 import optax
 
 from jaxscale.optim.adam import one_minus_power, scale_by_adam
-from jaxscale.optim.layers import (
-  Layer,
-  flags_of,
-  in_float32,
-  is_injected,
-  map_layers,
-)
+from jaxscale.optim.layers import Layer, flags_of, in_float32, is_injected, map_layers
 from jaxscale.optim.masks import Mask
 from jaxscale.optim.rate import scale_by_rate
 
@@ -132,14 +126,17 @@ def muon(
 
   of_torch = variant == "torch"
   inside = scale_by_muon(
-    momentum, nesterov=nesterov, ns_steps=ns_steps, ns_coeffs=ns_coeffs, adjust=adjust,
-    eps=None if of_torch else eps, stacked=stacked,
-  )  # fmt: skip
+    momentum,
+    nesterov=nesterov,
+    ns_steps=ns_steps,
+    ns_coeffs=ns_coeffs,
+    adjust=adjust,
+    eps=None if of_torch else eps,
+    stacked=stacked,
+  )
   adam = scale_by_adam(b1, b2, eps, nesterov=nesterov and not of_torch)
   parts: dict[Any, Any] = {"muon": inside, "adam": adam}
-  factors: dict[Any, Any] = {
-    "muon": optax.identity(), "adam": optax.scale(adam_rate_factor),
-  }  # fmt: skip
+  factors: dict[Any, Any] = {"muon": optax.identity(), "adam": optax.scale(adam_rate_factor)}
   decay = optax.add_decayed_weights(weight_decay, mask=decays)
   moved = optax.chain(optax.partition(parts, labels), decay)
   of_rate = optax.chain(optax.partition(factors, labels), scale_by_rate(learning_rate))

@@ -17,14 +17,22 @@ if TYPE_CHECKING:
   import optax
 
 # The names that --config.optimizer= takes (by HOMES in config/choice.py).
-__all__ = [
-  "LAMB", "LARS", "SGD", "AdamW", "Cosine", "Muon", "Optax", "Polynomial", "Steps",
-]  # fmt: skip
+__all__ = ["LAMB", "LARS", "SGD", "AdamW", "Cosine", "Muon", "Optax", "Polynomial", "Steps"]
 
 LarsVariant = Literal[
-  "paper", "nvidia", "tf_contrib", "tf_contrib_l2_in_loss", "torch", "optax",
-  "larc_clip", "larc_scale", "nvcaffe_clip", "nvcaffe_scale", "timm", "timm_clip",
-]  # fmt: skip
+  "paper",
+  "nvidia",
+  "tf_contrib",
+  "tf_contrib_l2_in_loss",
+  "torch",
+  "optax",
+  "larc_clip",
+  "larc_scale",
+  "nvcaffe_clip",
+  "nvcaffe_scale",
+  "timm",
+  "timm_clip",
+]
 
 
 def _options(chosen: Optimizer, context: OptimizerContext) -> dict[str, Any]:
@@ -289,9 +297,13 @@ class Cosine(Warmup):
 
   def build(self, peak: float, context: ScheduleContext) -> optax.Schedule:
     return optim.warmup_cosine(
-      peak, context.warmup_steps, context.total_steps, end=self.end_lr,
-      restart=self.restart, **self.rise(peak, context),
-    )  # fmt: skip
+      peak,
+      context.warmup_steps,
+      context.total_steps,
+      end=self.end_lr,
+      restart=self.restart,
+      **self.rise(peak, context),
+    )
 
 
 class Polynomial(Cosine):
@@ -323,11 +335,15 @@ class Polynomial(Cosine):
   def build(self, peak: float, context: ScheduleContext) -> optax.Schedule:
     epochs, steps = self.decay_epochs, self.decay_steps
     return optim.warmup_polynomial(
-      peak, context.warmup_steps, context.total_steps, end=self.end_lr,
-      power=self.power, restart=self.restart,
+      peak,
+      context.warmup_steps,
+      context.total_steps,
+      end=self.end_lr,
+      power=self.power,
+      restart=self.restart,
       decay_steps=steps if epochs is None else epochs * context.per_epoch,
       **self.rise(peak, context),
-    )  # fmt: skip
+    )
 
 
 class Steps(Warmup):

@@ -50,11 +50,7 @@ _COLLECTIVES = ("psum", "pmax", "pmin", "all_gather", "reduce_scatter", "all_to_
 
 
 def bubble(
-  schedule: Literal["gpipe", "1f1b"],
-  stages: int,
-  num_microbatches: int,
-  *,
-  skip: bool = True,
+  schedule: Literal["gpipe", "1f1b"], stages: int, num_microbatches: int, *, skip: bool = True
 ) -> float:
   """The share of a step's time in which a stage is idle.
 
@@ -173,9 +169,7 @@ def gpipe(
 
   # The inputs are scanned over, not indexed: the gradient of an index is as large
   # as all of them, each tick.
-  fill = vary(
-    jnp.zeros((stages - 1, *microbatches.shape[1:]), microbatches.dtype), axes
-  )
+  fill = vary(jnp.zeros((stages - 1, *microbatches.shape[1:]), microbatches.dtype), axes)
   ticks = jnp.arange(count + stages - 1), jnp.concatenate([microbatches, fill])
   _, out = lax.scan(tick, _zeros(microbatches[0]), ticks)
   out = jnp.where(stage == stages - 1, out[stages - 1 :], 0)
@@ -206,9 +200,7 @@ def stage_microbatches(microbatches: Any, *, axis: str = "stage") -> Any:
   return jax.tree.map(own, microbatches)
 
 
-def _carried_axes(
-  run_layers: RunLayers, layers: Any, h: Any, axis: str
-) -> tuple[str, ...]:
+def _carried_axes(run_layers: RunLayers, layers: Any, h: Any, axis: str) -> tuple[str, ...]:
   """The axes over which the activations between the layers vary."""
   axes = in_mesh_order((axis, *_type_axes(h)))
 
@@ -359,9 +351,7 @@ def _stage(
     _check_branch("run_layers", axis, run_layers, layers, h)
   stage = lax.axis_index(axis)
   is_last = stage == lax.axis_size(axis) - 1
-  work = _Stage(
-    stage == 0, is_last, run_layers, layers, ends, enter, leave, microbatches
-  )
+  work = _Stage(stage == 0, is_last, run_layers, layers, ends, enter, leave, microbatches)
   return work, h_type, jax.eval_shape(leave, ends, h, first)
 
 

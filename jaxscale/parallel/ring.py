@@ -180,9 +180,7 @@ def _ring_backward(plan: _Plan, kept: Any, dout: jax.Array):
 _ring.defvjp(_ring_forward, _ring_backward)
 
 
-def _go_round(
-  plan: _Plan, step: Callable[..., Any], kept: Any, kv: Any, grads: Any
-) -> Any:
+def _go_round(plan: _Plan, step: Callable[..., Any], kept: Any, kv: Any, grads: Any) -> Any:
   """A step on every block, which comes with the sums of those who had it before.
 
   Args:

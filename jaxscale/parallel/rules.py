@@ -97,15 +97,12 @@ def partition(params: Any, rules: Sequence[Rule], sizes: Mapping[str, int]) -> A
   return jax.tree.map_with_path(spec, params)
 
 
-def _dims(
-  name: str, shape: tuple[int, ...], rule: Rule, sizes: Mapping[str, int]
-) -> Dims:
+def _dims(name: str, shape: tuple[int, ...], rule: Rule, sizes: Mapping[str, int]) -> Dims:
   """The axes of a parameter's dims, without those that the mesh has not."""
   dims = rule.dims(shape, sizes) if callable(rule.dims) else rule.dims
   if len(dims) != len(shape):
     raise ConfigError(
-      f"{name}: has the shape {shape}, and the rule {rule.pattern!r} names "
-      f"{len(dims)} dims"
+      f"{name}: has the shape {shape}, and the rule {rule.pattern!r} names {len(dims)} dims"
     )
   kept = tuple(a if a is not None and sizes.get(a, 1) > 1 else None for a in dims)
   for dim, axis in enumerate(kept):

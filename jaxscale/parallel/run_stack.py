@@ -19,12 +19,7 @@ from jaxscale.models.attention import attention
 from jaxscale.models.stack import REMAT, Layer, Ops, Stack, Totals
 from jaxscale.parallel import sequence
 from jaxscale.parallel.fsdp_gather import gather_params, save_all_but_gathered
-from jaxscale.parallel.pipeline import (
-  gpipe,
-  one_f_one_b,
-  split_microbatches,
-  stage_microbatches,
-)
+from jaxscale.parallel.pipeline import gpipe, one_f_one_b, split_microbatches, stage_microbatches
 from jaxscale.parallel.placement import pair_shards
 from jaxscale.parallel.specs import Layout
 from jaxscale.parallel.tensor import tensor_ops
@@ -54,9 +49,7 @@ def stack_loss(stack: Stack, layout: Layout, *, remat: str = "none") -> Any:
       parameters are never kept, but gathered again.
   """
 
-  def loss_fn(
-    params: Any, model_state: Any, batch: Any, keys: jax.Array
-  ):  # nothing is random
+  def loss_fn(params: Any, model_state: Any, batch: Any, keys: jax.Array):  # nothing is random
     totals = _run(stack, layout, params, batch, remat=remat)
     return totals["loss"], (model_state, totals)
 
@@ -66,9 +59,7 @@ def stack_loss(stack: Stack, layout: Layout, *, remat: str = "none") -> Any:
 def gpipe_grads(stack: Stack, layout: Layout, *, remat: str = "none") -> PipelineGrads:
   """The gradients of a step by GPipe; arguments as of `stack_loss`."""
 
-  def grads(
-    shards: Any, full: Any, model_state: Any, batch: Any, num_microbatches: int
-  ):
+  def grads(shards: Any, full: Any, model_state: Any, batch: Any, num_microbatches: int):
     def loss(shards: Any):
       params = pair_shards(shards, full)
       totals = _run(stack, layout, params, batch, num_microbatches, remat=remat)
@@ -80,15 +71,11 @@ def gpipe_grads(stack: Stack, layout: Layout, *, remat: str = "none") -> Pipelin
   return PipelineGrads(grads)
 
 
-def one_f_one_b_grads(
-  stack: Stack, layout: Layout, *, remat: str = "none"
-) -> PipelineGrads:
+def one_f_one_b_grads(stack: Stack, layout: Layout, *, remat: str = "none") -> PipelineGrads:
   """The gradients of a step by 1F1B; arguments as of `stack_loss`."""
   ops = layout_ops(layout)
 
-  def grads(
-    shards: Any, full: Any, model_state: Any, batch: Any, num_microbatches: int
-  ):
+  def grads(shards: Any, full: Any, model_state: Any, batch: Any, num_microbatches: int):
     def gathered(part: str, params: Any):
       return gather_params(pair_shards(params[part], full[part]), layout.gathers[part])
 
@@ -119,13 +106,7 @@ def stack_totals(stack: Stack, layout: Layout) -> Any:
 
 
 def _run(
-  stack: Stack,
-  layout: Layout,
-  params: Any,
-  batch: Any,
-  num_microbatches: int = 1,
-  *,
-  remat: str,
+  stack: Stack, layout: Layout, params: Any, batch: Any, num_microbatches: int = 1, *, remat: str
 ) -> Totals:
   """The totals of a device's rows, inside `shard_map` over the mesh."""
   ops, gathers = layout_ops(layout), layout.gathers

@@ -108,9 +108,7 @@ def zigzag_order(tokens: int, devices: int) -> np.ndarray:
     array([0, 1, 6, 7, 2, 3, 4, 5])
   """
   if tokens % (2 * devices):
-    raise ConfigError(
-      f"tokens={tokens}: give a multiple of {2 * devices}, two pieces per device"
-    )
+    raise ConfigError(f"tokens={tokens}: give a multiple of {2 * devices}, two pieces per device")
   pieces = np.arange(tokens).reshape(2 * devices, -1)
   front, back = pieces[:devices], pieces[::-1][:devices]
   return np.stack([front, back], axis=1).reshape(-1)

@@ -97,9 +97,7 @@ def shapes_of(experiment: Any) -> Shapes:
   from jaxscale.training.flops import FORWARD_AND_BACKWARD
 
   config, state = experiment.config, experiment.abstract_state()
-  moments = [
-    x for x in jax.tree.leaves(state.opt_state) if hasattr(x.dtype, "itemsize")
-  ]
+  moments = [x for x in jax.tree.leaves(state.opt_state) if hasattr(x.dtype, "itemsize")]
   leaves = jax.tree_util.tree_leaves_with_path(state.params)
   params = [(path_name(path), x.shape) for path, x in leaves]
   stack = [shape for name, shape in params if name.startswith("layers/")]
@@ -116,9 +114,11 @@ def shapes_of(experiment: Any) -> Shapes:
     layers=stack[0][0] if stack else 1,
     outputs=sum(shape[0] * shape[2] for shape in stack if len(shape) == 3),
     vocab=getattr(config.data, "vocab_size", None) or 0,
-    width=getattr(config.model, "width", 1), tokens=tokens, flops=flops,
+    width=getattr(config.model, "width", 1),
+    tokens=tokens,
+    flops=flops,
     itemsize=2 if config.dtype == "bfloat16" else 4,
-  )  # fmt: skip
+  )
 
 
 def estimate(shapes: Shapes, one: Candidate, batch_size: int, rates: Rates) -> Estimate:
@@ -140,9 +140,7 @@ def estimate(shapes: Shapes, one: Candidate, batch_size: int, rates: Rates) -> E
   exposed = hidden = 0.0
   sizes = {a: getattr(one.mesh, a) for a in ("data", "fsdp", "stage", "model")}
   for kind, axes, payload, times in _sent(part):
-    sent = Collective(
-      kind, "", (), int(payload), payload, (), 1, axes, 1, True, False, False, None
-    )
+    sent = Collective(kind, "", (), int(payload), payload, (), 1, axes, 1, True, False, False, None)
     took = times * transfer.seconds(sent, sizes, rates.per_node, links(at))
     if axes == ("fsdp",) and times > 1:
       hidden += took
@@ -166,9 +164,7 @@ class _Part:
     self.grads = self.parameters
     if layout.shard in ("zero2", "fsdp"):
       self.grads /= mesh.fsdp
-    self.state = (
-      shapes.moments / self.blocks / (mesh.fsdp if layout.shard != "none" else 1)
-    )
+    self.state = shapes.moments / self.blocks / (mesh.fsdp if layout.shard != "none" else 1)
     self.state += 4 * self.parameters / (mesh.fsdp if layout.shard == "fsdp" else 1)
     self.tokens = self.rows * shapes.tokens / (mesh.model if is_whole else 1)
     self.between = self.rows * shapes.tokens  # branches
@@ -197,9 +193,7 @@ class _Part:
     kept *= _KEPT_BY_NONE if layout.remat == "none" else 1.0
     logits = 8 * self.tokens * shapes.vocab / mesh.model
     layer = (shapes.parameters - shapes.others) / shapes.layers + shapes.others
-    working = (
-      4 * outputs * mesh.stage / shapes.layers + logits + 4 * layer / self.blocks
-    )
+    working = 4 * outputs * mesh.stage / shapes.layers + logits + 4 * layer / self.blocks
     likely = self.state + 1.2 * (kept + 4 * self.grads) + working
     return self.state + max(least, 4 * self.grads), likely
 

@@ -56,11 +56,7 @@ class RefusedError(Exception):
 
 
 def compile_for(
-  config: cfg.Config,
-  chips: Chips,
-  options: Mapping[str, Any] | None = None,
-  *,
-  step: bool = True,
+  config: cfg.Config, chips: Chips, options: Mapping[str, Any] | None = None, *, step: bool = True
 ) -> Fit:
   """Compile the train step of a config for chips that need not be here.
 

@@ -142,9 +142,7 @@ def job_of(run: RunLength, step: Step, rates: Rates) -> Job:
   evaluate: _Seconds = {c: share * step.seconds[c] for c in CORNERS}
   one_save = run.state_bytes / machine.save_rate if machine.save_rate else 0.0
   start: _Seconds = {c: rates.at(c)["start"] for c in CORNERS}
-  seconds: _Seconds = {
-    c: start[c] + train[c] + evaluate[c] + run.saves * one_save for c in CORNERS
-  }
+  seconds: _Seconds = {c: start[c] + train[c] + evaluate[c] + run.saves * one_save for c in CORNERS}
   interval, restarts, lost = None, 0.0, 0.0
   if machine.mtbf_hours:
     mtbf = 3600 * machine.mtbf_hours / hosts(step.devices, rates.at("expected"))
@@ -158,9 +156,19 @@ def job_of(run: RunLength, step: Step, rates: Rates) -> Job:
   limit = _MARGIN * hours["low"]
   price = _price(machine, chip_hours, kwh)
   return Job(
-    train, evaluate, run.saves * one_save, start, restarts, lost, interval, hours,
-    limit, chip_hours, kwh, price,
-  )  # fmt: skip
+    train,
+    evaluate,
+    run.saves * one_save,
+    start,
+    restarts,
+    lost,
+    interval,
+    hours,
+    limit,
+    chip_hours,
+    kwh,
+    price,
+  )
 
 
 def _price(machine: Any, chip_hours: float, kwh: float | None) -> float | None:

@@ -54,9 +54,7 @@ class Kernel(NamedTuple):
   cycles: float | None = None
 
 
-def kernel_of(
-  module: Module, computation: Computation, instruction: Instruction
-) -> Kernel:
+def kernel_of(module: Module, computation: Computation, instruction: Instruction) -> Kernel:
   """What an instruction computes; its calls, but for fusions, are not looked into.
 
   Args:
@@ -152,9 +150,7 @@ def _dims(home: Computation, product: Instruction, flops: float) -> tuple[float,
     return rows, features, flops / 2 / max(rows * features, 1), 1
   left = home[product.operands[0]].shape[0]
   batch = _sizes(product, r'lhs_batch_dim(?:s=\{|ensions":\[)([\d,"]*)', left.dims)
-  depth = _sizes(
-    product, r'lhs_contracting_dim(?:s=\{|ensions":\[)([\d,"]*)', left.dims
-  )
+  depth = _sizes(product, r'lhs_contracting_dim(?:s=\{|ensions":\[)([\d,"]*)', left.dims)
   rows = math.prod(left.dims) / max(depth * batch, 1)
   columns = math.prod(out.dims) / max(rows * batch, 1)
   return rows, columns, depth, batch
@@ -162,9 +158,7 @@ def _dims(home: Computation, product: Instruction, flops: float) -> tuple[float,
 
 def _sizes(product: Instruction, pattern: str, dims: tuple[int, ...]) -> int:
   found = re.search(pattern, product.text)
-  return (
-    math.prod(dims[int(d)] for d in re.findall(r"\d+", found.group(1))) if found else 1
-  )
+  return math.prod(dims[int(d)] for d in re.findall(r"\d+", found.group(1))) if found else 1
 
 
 def _attention(instruction: Instruction) -> tuple[float, str]:

@@ -99,10 +99,7 @@ class Machine:
   chip: str = ""
 
 
-_COSTS = (
-  "input_rate", "save_rate", "mtbf_hours", "watts", "price_chip_hour", "price_kwh",
-  "chip",
-)  # fmt: skip
+_COSTS = ("input_rate", "save_rate", "mtbf_hours", "watts", "price_chip_hour", "price_kwh", "chip")
 
 
 class Constant(NamedTuple):

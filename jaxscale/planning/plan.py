@@ -119,22 +119,27 @@ def make_plan(
   strong, weak, skipped = _scaling(config, compiled, rates, sizes)
   run = job.run_of(first.experiment)
   return Plan(
-    config=config, chips=found, rates=rates, fit=first.fit, step=step,
+    config=config,
+    chips=found,
+    rates=rates,
+    fit=first.fit,
+    step=step,
     collectives=hlo.collectives(first.fit.compiled, first.fit.mesh),
-    example_flops=first.experiment.example_flops, strong=strong, weak=weak,
+    example_flops=first.experiment.example_flops,
+    strong=strong,
+    weak=weak,
     parameters=_parameters(first.experiment),
-    skipped=skipped, knee=_knee(strong), run=run,
+    skipped=skipped,
+    knee=_knee(strong),
+    run=run,
     job=job.job_of(run, step, rates) if run else None,
     compiled=tuple(f"{found.kind} x {c.devices}" for c in compiled),
     seconds=sum(c.fit.seconds for c in compiled),
-  )  # fmt: skip
+  )
 
 
 def _second(
-  config: cfg.Config,
-  chips: Chips,
-  first: step_plan.Compiled,
-  sizes: Sequence[int],
+  config: cfg.Config, chips: Chips, first: step_plan.Compiled, sizes: Sequence[int]
 ) -> list[step_plan.Compiled]:
   """The program of other rows; [] where there is none, or it does not compile."""
   other = step_plan.second_size(config, chips, first, sizes)
@@ -209,9 +214,7 @@ def bottleneck(plan: Plan) -> tuple[str, str]:
   share = seconds / plan.step.seconds["expected"]
   axes = name.removeprefix("exposed ")
   sends = f"communication along {axes} that nothing hides; more rows for each device, "
-  text = _ADVICE.get(
-    name, f"{sends}less to send (exchange=HalfPrecision) or faster links"
-  )
+  text = _ADVICE.get(name, f"{sends}less to send (exchange=HalfPrecision) or faster links")
   what, _, advice = text.partition("; ")
   if text == _ARITHMETIC and plan.config.dtype == "float32":
     advice = f"dtype='bfloat16', {advice}"

@@ -121,8 +121,16 @@ def _scaling(plan: Plan) -> str:
     return "scaling: the mesh fits no other number of devices"
   base = next((s for s in plan.strong if s.fits), None)
   rows = [_size(n, strong.get(n), weak.get(n), base) for n in sorted({*weak, *strong})]
-  head = ("devices", f"{_place(plan)}s", "rows", "step", "examples/s", "efficiency",
-          "weak examples/s", "weak efficiency")  # fmt: skip
+  head = (
+    "devices",
+    f"{_place(plan)}s",
+    "rows",
+    "step",
+    "examples/s",
+    "efficiency",
+    "weak examples/s",
+    "weak efficiency",
+  )
   title = f"the same batch of {plan.step.batch_size:,} on more devices, and the same "
   lines = [f"{title}{plan.step.rows:,} rows per device", _indented(table(head, rows))]
   if plan.knee:
@@ -131,9 +139,7 @@ def _scaling(plan: Plan) -> str:
       "than 1.4 times the rate"
     ]
   elif plan.strong:
-    lines += [
-      f"  strong scaling does not end up to {plan.strong[-1].devices:,} devices"
-    ]
+    lines += [f"  strong scaling does not end up to {plan.strong[-1].devices:,} devices"]
   if plan.skipped:
     sizes = ", ".join(f"{n:,}" for n in plan.skipped)
     lines += [f"  the batch, the mesh or the chips do not come in {sizes} devices"]
@@ -237,9 +243,7 @@ def _draw_rates(axis, plan: Plan) -> None:
   for all_steps, color, label in (strong, weak):
     if steps := [s for s in all_steps if s.fits]:
       devices = [s.devices for s in steps]
-      low, mean, high = (
-        [s.batch_size / s.seconds[c] / s.devices for s in steps] for c in CORNERS
-      )
+      low, mean, high = ([s.batch_size / s.seconds[c] / s.devices for s in steps] for c in CORNERS)
       axis.plot(devices, mean, "o-", color=color, label=f"the same {label}")
       axis.fill_between(devices, low, high, color=color, alpha=0.15, lw=0)
   if plan.knee:

@@ -137,9 +137,7 @@ def search(
     raise RefusedError(f"--search: none of {len(rows)} layouts fits; {rows[-1].note}")
   spent = time.monotonic() - began
   ranked = tuple(sorted(rows, key=_seconds))
-  return Search(
-    _with(config, best.candidate), ranked, len(every), too_large, spent, ended
-  )
+  return Search(_with(config, best.candidate), ranked, len(every), too_large, spent, ended)
 
 
 def _seconds(row: Row) -> float:
@@ -273,9 +271,11 @@ def _with(config: cfg.Config, one: Candidate) -> cfg.Config:
   rest = [a for a in _AXES if getattr(config.mesh, a) == -1]
   free = {a: -1 for a in rest if a == "data" or getattr(one.mesh, a) > 1}
   return dataclasses.replace(
-    config, layout=one.layout, mesh=dataclasses.replace(one.mesh, **free),
+    config,
+    layout=one.layout,
+    mesh=dataclasses.replace(one.mesh, **free),
     accumulate_steps=one.num_microbatches,
-  )  # fmt: skip
+  )
 
 
 def _planned(config: cfg.Config, one: Candidate, chips: Chips, rates: Rates) -> Row:
@@ -335,12 +335,16 @@ def text(search: Search) -> str:
 def as_json(search: Search) -> dict[str, Any]:
   """The same table as plain values."""
   rows = [
-    {"layout": name_of(one), "remat": one.layout.remat,
-     "micro_batches": one.num_microbatches,
-     "seconds": step.seconds["expected"] if step else None,
-     "memory": step.memory if step else None, "note": note}
+    {
+      "layout": name_of(one),
+      "remat": one.layout.remat,
+      "micro_batches": one.num_microbatches,
+      "seconds": step.seconds["expected"] if step else None,
+      "memory": step.memory if step else None,
+      "note": note,
+    }
     for one, step, note in search.rows
-  ]  # fmt: skip
+  ]
   counts = search._asdict()
   kept = ("considered", "too_large", "seconds", "ended")
   return {name: counts[name] for name in kept} | {"rows": rows}

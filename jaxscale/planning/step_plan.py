@@ -124,9 +124,7 @@ def compile_step(config: cfg.Config, chips: topologies.Chips) -> Compiled:
   here = len(chips.devices)
   if here < asked:  # CPUs, fewer of which are simulated: the same rows for each
     if config.batch_size * here % asked:
-      raise ConfigError(
-        f"Config.batch_size={config.batch_size}: not divisible by {asked} devices"
-      )
+      raise ConfigError(f"Config.batch_size={config.batch_size}: not divisible by {asked} devices")
     batch_size = config.batch_size * here // asked
     config = dataclasses.replace(config, batch_size=batch_size)
   fit = fits.compile_for(config, chips)
@@ -206,9 +204,7 @@ def step_on(
   memory = _memory(compiled, rows)
   fits = memory <= compiled[0].fit.limit
   batch_size = rows * blocks
-  return Step(
-    devices, nodes, batch_size, rows, took, memory=memory, fits=fits, **expected
-  )
+  return Step(devices, nodes, batch_size, rows, took, memory=memory, fits=fits, **expected)
 
 
 def _mesh_sizes(config: cfg.Config, first: Compiled, devices: int) -> dict[str, int]:

@@ -25,22 +25,48 @@ FILE = "plan.json"
 _REMEDY = "write it anew with `jaxscale plan`"
 _CORNERS = dict.fromkeys(CORNERS, float)
 _STEP = {
-  "devices": int, "batch_size": int, "seconds": _CORNERS, "parts": {str: float},
+  "devices": int,
+  "batch_size": int,
+  "seconds": _CORNERS,
+  "parts": {str: float},
   "memory": float,
-}  # fmt: skip
+}
 _SHAPE = {
-  "chips": str, "config": {"class": str}, "step": _STEP, "strong": [_STEP],
-  "weak": [_STEP], "run": (None, {"steps": int}), "job": (None, {"hours": _CORNERS}),
-}  # fmt: skip
+  "chips": str,
+  "config": {"class": str},
+  "step": _STEP,
+  "strong": [_STEP],
+  "weak": [_STEP],
+  "run": (None, {"steps": int}),
+  "job": (None, {"hours": _CORNERS}),
+}
 
 # Settings that do not set the seconds of a step, by the first word of their names. The
 # batch size is compared together with the number of devices.
 _FREE = {
-  "batch_size", "epochs", "steps", "seed", "schedule", "evaluation", "checkpoint",
-  "checks", "faults", "log", "compilation", "input_threads", "init_from", "init_head",
-  "gpu_settings", "lr_scaling", "lr_reference_batch_size", "layer_decay",
-  "layer_order", "target_accuracy", "target_loss", "stop_at_target",
-}  # fmt: skip
+  "batch_size",
+  "epochs",
+  "steps",
+  "seed",
+  "schedule",
+  "evaluation",
+  "checkpoint",
+  "checks",
+  "faults",
+  "log",
+  "compilation",
+  "input_threads",
+  "init_from",
+  "init_head",
+  "gpu_settings",
+  "lr_scaling",
+  "lr_reference_batch_size",
+  "layer_decay",
+  "layer_order",
+  "target_accuracy",
+  "target_loss",
+  "stop_at_target",
+}
 # Settings whose class alone sets them: an optimizer's learning rate does not.
 _CLASS_ALONE = ("optimizer", "loss", "data")
 # Settings that, with the steps, set how long a run takes.
@@ -189,9 +215,13 @@ def of_workdir(
   if len(sizes) != 1 or config["phases"]["class"] == "AdaptiveBatch":
     return Match(reason="batch or image size changes during the run")
   return match(
-    plan, config, devices=derived["num_devices"], batch_size=sizes.pop()[0],
-    kind=str(described.get("device_kind") or ""), steps=derived["total_steps"],
-  )  # fmt: skip
+    plan,
+    config,
+    devices=derived["num_devices"],
+    batch_size=sizes.pop()[0],
+    kind=str(described.get("device_kind") or ""),
+    steps=derived["total_steps"],
+  )
 
 
 def not_compared(reason: str) -> str:

@@ -54,11 +54,7 @@ class Program:
     self._kernels: dict[tuple[int, str, str], kernels.Kernel] = {}
 
   def times(
-    self,
-    rates: Mapping[str, float],
-    transfer: Transfer,
-    *,
-    overlap: Overlap = "schedule",
+    self, rates: Mapping[str, float], transfer: Transfer, *, overlap: Overlap = "schedule"
   ) -> Times:
     """The seconds of a step.
 

@@ -64,18 +64,22 @@ class Chips(NamedTuple):
 
 
 # Chips of a slice, as Google sells them: cloud.google.com/tpu/docs/{v5e,v6e,v5p}.
-_FLAT = {
-  1: "1x1", 4: "2x2", 8: "2x4", 16: "4x4", 32: "4x8", 64: "8x8", 128: "8x16",
-  256: "16x16",
-}  # fmt: skip
+_FLAT = {1: "1x1", 4: "2x2", 8: "2x4", 16: "4x4", 32: "4x8", 64: "8x8", 128: "8x16", 256: "16x16"}
 _CUBE = {
-  4: "2x2x1", 8: "2x2x2", 16: "2x2x4", 32: "2x4x4", 64: "4x4x4", 128: "4x4x8",
-  256: "4x8x8", 512: "8x8x8", 1024: "8x8x16", 2048: "8x16x16", 4096: "16x16x16",
-}  # fmt: skip
+  4: "2x2x1",
+  8: "2x2x2",
+  16: "2x2x4",
+  32: "2x4x4",
+  64: "4x4x4",
+  128: "4x4x8",
+  256: "4x8x8",
+  512: "8x8x8",
+  1024: "8x8x16",
+  2048: "8x16x16",
+  4096: "16x16x16",
+}
 # Up to 32 x 32 chips of TPU v2 and v3, doi:10.1145/3360307; v4: arXiv:2304.01433.
-_PODS = {n: shape for n, shape in _FLAT.items() if n >= 4} | {
-  512: "16x32", 1024: "32x32",
-}  # fmt: skip
+_PODS = {n: shape for n, shape in _FLAT.items() if n >= 4} | {512: "16x32", 1024: "32x32"}
 _GB, _GIB = 10**9, 2**30
 # TPUs: memory is of the same pages; the limit is the "available HBM" of the error with
 # which libtpu 0.0.51 refuses programs that need more.
@@ -90,8 +94,7 @@ CHIPS = {
   "v5p": Chip("tpu", 95 * _GB, int(95.73 * _GIB), _CUBE),
   # One that JAX calls a device is a core of v3, a whole chip of v4 ("megacore").
   "v4": Chip(
-    "tpu", 32 * _GB, int(31.75 * _GIB), _CUBE,
-    options=(("chip_config_name", "megacore"),),
+    "tpu", 32 * _GB, int(31.75 * _GIB), _CUBE, options=(("chip_config_name", "megacore"),)
   ),
   "v3": Chip("tpu", 16 * _GB, int(15.75 * _GIB), _PODS, cores=2),
   "h100": Chip("cuda", 84_942_979_072, 84_942_979_072 * 3 // 4, {}),
@@ -102,7 +105,7 @@ CHIPS = {
   "p100": Chip("cuda", 16 * _GIB, 16 * _GIB * 3 // 4, {}),
   "cpu": Chip("cpu", _CPU_MEMORY, _CPU_MEMORY, {}),
   "knl": Chip("cpu", 112 * _GIB, 112 * _GIB, {}),  # 16 GB of it on the chip
-}  # fmt: skip
+}
 GPUS_PER_HOST = 8
 # A Hopper GPU, from openxla/xla, xla/backends/gpu/target_config/specs/h100_sxm.txtpb
 # and h200.txtpb, which differ in the name, the memory and its bandwidth in bytes/s.

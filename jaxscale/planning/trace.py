@@ -120,9 +120,7 @@ def find(folder: Path) -> list[Path]:
     return [folder]
   files = [p for p in sorted(folder.rglob("*.xplane.pb")) if p.is_file()]
   # A folder begins with "." while the profiler writes it.
-  files = [
-    p for p in files if not any(x[0] == "." for x in p.relative_to(folder).parts)
-  ]
+  files = [p for p in files if not any(x[0] == "." for x in p.relative_to(folder).parts)]
   if not files:
     hint = "give a folder with *.xplane.pb in it, as --config.log.profile makes them"
     raise ConfigError(f"{folder}: no trace, {hint}")
@@ -188,12 +186,15 @@ def text(summary: Summary, most: int = 10) -> str:
   lines.append(f"devices: {', '.join(shares) or 'no operations'} of their operations")
   rows = [
     (
-      printable(op.name)[:_WIDEST], short_time(op.seconds),
-      f"{op.seconds / total:.1%}", f"{op.count:,}",
-      op.part, printable(_short(op.where)),
+      printable(op.name)[:_WIDEST],
+      short_time(op.seconds),
+      f"{op.seconds / total:.1%}",
+      f"{op.count:,}",
+      op.part,
+      printable(_short(op.where)),
     )
     for op in summary.ops[:most]
-  ]  # fmt: skip
+  ]
   head = ("operation", "time", "share", "count", "part", "of")
   return "\n".join([*lines, "", table(head, rows, left=(0, 4, 5))])
 

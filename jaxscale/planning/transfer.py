@@ -43,12 +43,7 @@ def split(axes: tuple[str, ...] | None, sizes: Sizes, per_node: int) -> tuple[in
   return inside, total // inside
 
 
-def seconds(
-  collective: Collective,
-  sizes: Sizes,
-  per_node: int,
-  links: tuple[Link, Link],
-) -> float:
+def seconds(collective: Collective, sizes: Sizes, per_node: int, links: tuple[Link, Link]) -> float:
   """Return how long one execution of a collective takes.
 
   Args:
@@ -84,9 +79,7 @@ def seconds(
 
 
 @functools.lru_cache(maxsize=10_000)
-def _all_reduce(
-  inside: int, nodes: int, payload: float, links: tuple[Link, Link]
-) -> float:
+def _all_reduce(inside: int, nodes: int, payload: float, links: tuple[Link, Link]) -> float:
   near, far = links
   sizes = {"network": nodes, "node": inside}
   return plan(sizes, payload, links={"network": far, "node": near}).seconds or 0.0

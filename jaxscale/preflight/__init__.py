@@ -57,12 +57,8 @@ class Check(NamedTuple):
 CHECKS = {
   "software": Check("versions, system limits, GPUs that others use", software.check),
   "clocks": Check("offset of every host's clock to process 0", clocks.check),
-  "files": Check(
-    "the workdir is shared, renames atomically, creates exclusively", files.check
-  ),
-  "devices": Check(
-    "number, kind and a tiny program on each; XLA's flags; the data", devices.check
-  ),
+  "files": Check("the workdir is shared, renames atomically, creates exclusively", files.check),
+  "devices": Check("number, kind and a tiny program on each; XLA's flags; the data", devices.check),
   "network": Check("rate of an all-reduce between all processes", network.check),
   "disk": Check("room for checkpoints and how fast one is written", disk.check),
 }

@@ -22,11 +22,9 @@ from jaxscale.errors import ConfigError
 WAIT_S = 90.0  # JAX's import from a cold parallel file system takes long
 _XLA_ERRORS = {
   r"Unknown flags? in XLA_FLAGS: (.*)": r"XLA_FLAGS: this jax does not know \1",
-  r"Couldn't interpret value (\S*) for flag (\S+?)\.?$":
-    r"XLA_FLAGS: --\2=\1 is not a value of this flag",
-  r'Could not open file "(.*?)" to read flags':
-    r"XLA_FLAGS=\1: neither flags, which begin with --, nor a file",
-}  # fmt: skip
+  r"Couldn't interpret value (\S*) for flag (\S+?)\.?$": r"XLA_FLAGS: --\2=\1 is not a value of this flag",
+  r'Could not open file "(.*?)" to read flags': r"XLA_FLAGS=\1: neither flags, which begin with --, nor a file",
+}
 
 
 def ask(
@@ -47,8 +45,10 @@ def ask(
     done = subprocess.run(
       [sys.executable, "-P", "-c", code, function, json.dumps(options)],
       env={name: value for name, value in whole.items() if value},
-      stdin=subprocess.DEVNULL, capture_output=True, timeout=WAIT_S,
-    )  # fmt: skip
+      stdin=subprocess.DEVNULL,
+      capture_output=True,
+      timeout=WAIT_S,
+    )
   except subprocess.TimeoutExpired:
     return {"error": f"JAX did not answer within {WAIT_S:g} s"}
   if done.returncode == 0:

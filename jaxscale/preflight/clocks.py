@@ -53,9 +53,7 @@ def findings(offsets: Mapping[str, tuple[float, float]], host: str) -> list[Find
   wrong = []
   for name, (ahead, error) in offsets.items():
     if abs(ahead) - error > MOST_S:
-      text = (
-        f"clock of {name}: {abs(ahead):.2f} s {'ahead of' if ahead > 0 else 'behind'}"
-      )
+      text = f"clock of {name}: {abs(ahead):.2f} s {'ahead of' if ahead > 0 else 'behind'}"
       wrong.append(Finding(False, f"{text} {host}", remedy))
   if wrong or not offsets:
     return wrong

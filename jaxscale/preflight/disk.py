@@ -72,9 +72,7 @@ def measure(group: Group, workdir: Path, size: int) -> dict[str, Any]:
   return {"bytes": written, "seconds": seconds, "free": free, "files": files}
 
 
-def findings(
-  found: Found, group: Group, workdir: Path, size: int, needed: int
-) -> list[Finding]:
+def findings(found: Found, group: Group, workdir: Path, size: int, needed: int) -> list[Finding]:
   """What the results of `measure` mean.
 
   Args:

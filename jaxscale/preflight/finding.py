@@ -45,9 +45,7 @@ def report(name: str, findings: Sequence[Finding]) -> int:
   return EXIT_NOT_READY if wrong else EXIT_DONE
 
 
-def texts_by_process(
-  found: Found, hosts: Sequence[str], key: str
-) -> list[tuple[str, str]]:
+def texts_by_process(found: Found, hosts: Sequence[str], key: str) -> list[tuple[str, str]]:
   """Return each different text under `key`, and the processes that have it.
 
   Example:
@@ -59,10 +57,7 @@ def texts_by_process(
     if key in each:
       ranks.setdefault(each[key], []).append(rank)
   is_alone = len(found) == 1
-  return [
-    ("" if is_alone else f"{ranks_with_hosts(ranks[text], hosts)}: ", text)
-    for text in ranks
-  ]
+  return [("" if is_alone else f"{ranks_with_hosts(ranks[text], hosts)}: ", text) for text in ranks]
 
 
 def outliers(values: Mapping[int, Any]) -> tuple[Any, dict[Any, list[int]]]:

@@ -31,18 +31,14 @@ def check(group: Group, options: Any, facts: dict[str, Any]) -> list[Finding]:
 
 def findings(answers: Found, hosts: Sequence[str]) -> list[Finding]:
   """Judge the results of `time_sum`; both by rank."""
-  remedy = (
-    "run `jaxscale bench` on fewer of these nodes, with NCCL_DEBUG=INFO on GPUs, "
-  )
+  remedy = "run `jaxscale bench` on fewer of these nodes, with NCCL_DEBUG=INFO on GPUs, "
   remedy += "to find which of them is at fault"
   if errors := texts_by_process(answers, hosts, "error"):
     return [Finding(False, f"network: {who}{text}", remedy) for who, text in errors]
   devices, seconds = answers[0]["devices"], answers[0]["seconds"]
   # Each device sends so many bytes in a ring or torus, and no algorithm sends fewer.
   rate = 2 * (1 - 1 / devices) * _BYTES / max(seconds, 1e-9)
-  text = (
-    f"network: an all-reduce of {byte_size(_BYTES)} over {plural(devices, 'device')}"
-  )
+  text = f"network: an all-reduce of {byte_size(_BYTES)} over {plural(devices, 'device')}"
   text += f" in {len(hosts)} processes takes {short_time(seconds)}, {byte_size(rate)}/s"
   if rate >= LEAST or len({*hosts}) == 1:
     return [Finding(True, text)]
@@ -60,7 +56,5 @@ def time_sum() -> dict[str, Any]:
     from jaxscale.collectives import measurements
 
     mesh = jax.make_mesh((jax.device_count(),), ("data",), (AxisType.Auto,))
-    ((_, plan),) = measurements.measure_algorithms(
-      mesh, ["psum"], [_BYTES], "float32", _ROUNDS
-    )
+    ((_, plan),) = measurements.measure_algorithms(mesh, ["psum"], [_BYTES], "float32", _ROUNDS)
   return {"devices": mesh.size, "seconds": plan.seconds}

@@ -21,10 +21,20 @@ from jaxscale.preflight.finding import Finding, Found, outliers
 from jaxscale.preflight.group import Group, gather
 
 PACKAGES = (
-  "jax", "jaxlib", "jaxscale", "flax", "optax", "orbax-checkpoint",
-  "tensorflow-datasets", "numpy", "jax-cuda12-plugin", "jax-cuda13-plugin",
-  "nvidia-nccl-cu12", "nvidia-nccl-cu13", "libtpu",
-)  # fmt: skip
+  "jax",
+  "jaxlib",
+  "jaxscale",
+  "flax",
+  "optax",
+  "orbax-checkpoint",
+  "tensorflow-datasets",
+  "numpy",
+  "jax-cuda12-plugin",
+  "jax-cuda13-plugin",
+  "nvidia-nccl-cu12",
+  "nvidia-nccl-cu13",
+  "libtpu",
+)
 _SMI_S = 15.0  # the driver loads for seconds where persistence mode is off
 # NCCL keeps its buffers between processes of a node in /dev/shm, and calls
 # Docker's 64 MiB too few: docs.nvidia.com/deeplearning/nccl,
@@ -81,8 +91,10 @@ def nvidia() -> tuple[str, list[dict[str, Any]]]:
   By `nvidia-smi`, which knows nothing of CUDA_VISIBLE_DEVICES: GPUs that it hides
   by number or UUID are left out here. Call it before anything of ours uses one.
   """
-  gpus = _smi("gpu", "index,uuid,name,driver_version,memory.used,memory.total,"
-              "ecc.errors.uncorrected.volatile.total")  # fmt: skip
+  gpus = _smi(
+    "gpu",
+    "index,uuid,name,driver_version,memory.used,memory.total,ecc.errors.uncorrected.volatile.total",
+  )
   gpus = [row for row in gpus if len(row) == 7]
   if not gpus:
     return "", []

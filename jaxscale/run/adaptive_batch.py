@@ -132,9 +132,7 @@ def choose(
   # As the rate decays, larger batches are worth a trial.
   change = rate / derived.peak_lr if done >= derived.warmup_steps else 1.0
   most = min(settings.max_batch_size, derived.num_train)
-  sizes = candidates(
-    previous, config.batch_size, maximum=most, multiple=unit, rate_change=change
-  )
+  sizes = candidates(previous, config.batch_size, maximum=most, multiple=unit, rate_change=change)
   tries = {size: tried for size in sizes if (tried := at_size(size)) is not None}
   if not set(tries) - {previous}:
     return previous

@@ -59,9 +59,7 @@ class Run(NamedTuple):
 class RunCallbacks(loop.Callbacks):
   """Logs, evaluates, checks, saves and stops as the config says, in a phase."""
 
-  def __init__(
-    self, run: Run, reporter: Reporter, fingerprint: Future[Fingerprint] | None = None
-  ):
+  def __init__(self, run: Run, reporter: Reporter, fingerprint: Future[Fingerprint] | None = None):
     """Callbacks of the reporter's phase.
 
     Args:

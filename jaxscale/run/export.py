@@ -129,9 +129,7 @@ def _about(described: Described, step: int, take: str) -> dict[str, str]:
   }
 
 
-def _hf_fields(
-  to: Path, described: Described, common: dict[str, Any]
-) -> dict[str, Any] | None:
+def _hf_fields(to: Path, described: Described, common: dict[str, Any]) -> dict[str, Any] | None:
   """The fields of the config.json next to the file; None: none is written."""
   from jaxscale.data.tokenizer import byte_tokenizer
   from jaxscale.weights import config_json, hf_config

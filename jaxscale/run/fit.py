@@ -153,10 +153,16 @@ def _fit(
   ):
     checkpoints.identity = identity
     run = Run(
-      workdir=workdir, lock=held, checkpoints=checkpoints, watch=watch,
-      nan_policy=nan_policy, began=began, activity=activity, tracer=tracer,
+      workdir=workdir,
+      lock=held,
+      checkpoints=checkpoints,
+      watch=watch,
+      nan_policy=nan_policy,
+      began=began,
+      activity=activity,
+      tracer=tracer,
       programs=programs,
-    )  # fmt: skip
+    )
     check_progress(config, workdir, checkpoints.newest())
     # What git takes the first step does not wait for.
     recorded = in_background(functools.partial(_record_start, workdir, experiment))
@@ -203,9 +209,7 @@ def _record_start(workdir: Path, experiment: build.Experiment) -> None:
       provenance.record_start(workdir, devices, accepted)
 
 
-def _begin(
-  run: Run, experiment: build.Experiment
-) -> tuple[build.Experiment, TrainState, Compiled]:
+def _begin(run: Run, experiment: build.Experiment) -> tuple[build.Experiment, TrainState, Compiled]:
   """Where training begins: the state, the experiment at its phase, its compilation."""
   workdir, checkpoints = run.workdir, run.checkpoints
   experiment = _with_chosen_sizes(workdir, experiment)

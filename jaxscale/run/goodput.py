@@ -42,21 +42,39 @@ from jaxscale.metrics import text
 
 FILE = "activity.jsonl"
 CATEGORIES: tuple[str, ...] = (
-  "training", "lost", "input", "compile", "evaluation", "saving", "start-up", "queue",
-  "down", "other",
-)  # fmt: skip
+  "training",
+  "lost",
+  "input",
+  "compile",
+  "evaluation",
+  "saving",
+  "start-up",
+  "queue",
+  "down",
+  "other",
+)
 # By the watch's activities; all others are "other".
 _CATEGORY = {
-  "step": "training", "input": "input", "compiling": "compile", "preparing": "compile",
-  "evaluating": "evaluation", "saving": "saving", "starting": "start-up",
-}  # fmt: skip
+  "step": "training",
+  "input": "input",
+  "compiling": "compile",
+  "preparing": "compile",
+  "evaluating": "evaluation",
+  "saving": "saving",
+  "starting": "start-up",
+}
 Wait = tuple[float, float]  # when a job was queued and when it got its nodes
 _OF_STEPS = ("step", "input")
 _LATEST = 2.0**40  # seconds since 1970: what is later, or longer, is damaged
 _SHAPE = {
-  "start": float, "time": float, "step": int, "resumed": [int],
-  "seconds": {str: float}, "queued": (None, [float]), "done": bool,
-}  # fmt: skip
+  "start": float,
+  "time": float,
+  "step": int,
+  "resumed": [int],
+  "seconds": {str: float},
+  "queued": (None, [float]),
+  "done": bool,
+}
 
 
 class Activity(NamedTuple):
@@ -153,9 +171,7 @@ def is_time(value: Any) -> bool:
 
 
 def goodput(
-  activities: Iterable[Activity],
-  waits: Iterable[Wait] = (),
-  until: float = 0.0,
+  activities: Iterable[Activity], waits: Iterable[Wait] = (), until: float = 0.0
 ) -> Goodput | None:
   """Divide the time of a run.
 
@@ -206,11 +222,7 @@ def _add(spent: dict[str, float], part: dict[str, float]) -> None:
 
 
 def _gap(
-  begin: float,
-  end: float,
-  waits: Sequence[Wait],
-  *,
-  before_start: bool = False,
+  begin: float, end: float, waits: Sequence[Wait], *, before_start: bool = False
 ) -> dict[str, float]:
   """What a time was in which no process ran; `before_start`: one starts at its end."""
   inside = [started for _, started in waits if begin < started <= end]
@@ -250,8 +262,7 @@ def _segments(lines: Sequence[Activity], cut: float) -> Iterator[_Segment]:
     if length < 0:
       return
     seconds = {
-      name: max(s - before.seconds.get(name, 0.0), 0.0)
-      for name, s in line.seconds.items()
+      name: max(s - before.seconds.get(name, 0.0), 0.0) for name, s in line.seconds.items()
     }
     # Equal but for the milliseconds that were rounded, and what is damaged.
     recorded = sum(seconds.values())

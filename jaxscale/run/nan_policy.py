@@ -42,9 +42,7 @@ class NanPolicy:
     >>> policy.skip(17, "process 3 (n4), device 6: loss is NaN")  # doctest: +SKIP
   """
 
-  def __init__(
-    self, workdir: Path, action: Action, max_total: int = 10, max_consecutive: int = 3
-  ):
+  def __init__(self, workdir: Path, action: Action, max_total: int = 10, max_consecutive: int = 3):
     """Resume with what is on record.
 
     Args:
@@ -65,9 +63,7 @@ class NanPolicy:
         found = require_json(self._path, _RECORD, "fix it, or use another --workdir")
     except ConfigError as e:
       problem = str(e)
-    found, problem = cluster.from_leader(
-      [found, problem]
-    )  # whose reading is everybody's
+    found, problem = cluster.from_leader([found, problem])  # whose reading is everybody's
     if problem:
       raise ConfigError(problem)
     self.skipped: list[dict[str, Any]] = found["skipped"]

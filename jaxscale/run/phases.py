@@ -28,9 +28,7 @@ T = TypeVar("T")
 Compiled = dict[Phase, tuple[build.Experiment, Future[TrainStep]]]
 
 
-def train_phases(
-  run: Run, state: TrainState, reporter: Reporter, compiled: Compiled
-) -> TrainState:
+def train_phases(run: Run, state: TrainState, reporter: Reporter, compiled: Compiled) -> TrainState:
   """Train through every phase that is left, or until asked to stop."""
   experiment, step = reporter.experiment, int(state.step)
   reports_step, fingerprint = experiment.config.log.step_report, None
@@ -95,9 +93,12 @@ def _describe_program(train_step: TrainStep, reporter: Reporter) -> None:
 
 
 def _report_step(
-  experiment: build.Experiment, train_step: TrainStep, state: TrainState, batch: Batch,
+  experiment: build.Experiment,
+  train_step: TrainStep,
+  state: TrainState,
+  batch: Batch,
   reporter: Reporter,
-) -> None:  # fmt: skip
+) -> None:
   """Say what the parts of a step take (`log.step_report`)."""
   from jaxscale.run import step_report  # seldom: the first step comes first
 
@@ -130,9 +131,7 @@ def _compares_replicas(experiment: build.Experiment, step: int) -> bool:
   return experiment.derived.total_steps // every > step // every
 
 
-def _fingerprint(
-  experiment: build.Experiment, turn: build.Turn
-) -> replica_check.Fingerprint:
+def _fingerprint(experiment: build.Experiment, turn: build.Turn) -> replica_check.Fingerprint:
   """The function that hashes a state, compiled."""
   shared = replica_check.shared(experiment.abstract_state())
   lowered = replica_check.make_fingerprint(experiment.mesh, shared).lower(shared)

@@ -21,9 +21,19 @@ FILE = "starts.jsonl"  # in the workdir: one line per start of the run
 # Variables that change what a run does; no others, which may hold secrets, as one of
 # ours does (`cluster.secret`).
 _VARIABLES = (
-  "JAX", "XLA_", "NCCL_", "FI_", "TF_", "LIBTPU_", "TPU_", "CUDA_VISIBLE",
-  "CUDA_DEVICE_MAX", "ROCR_VISIBLE", "HIP_VISIBLE", "HSA_",
-)  # fmt: skip
+  "JAX",
+  "XLA_",
+  "NCCL_",
+  "FI_",
+  "TF_",
+  "LIBTPU_",
+  "TPU_",
+  "CUDA_VISIBLE",
+  "CUDA_DEVICE_MAX",
+  "ROCR_VISIBLE",
+  "HIP_VISIBLE",
+  "HSA_",
+)
 
 
 def git(*args: str) -> str:
@@ -49,9 +59,7 @@ def environment() -> dict[str, Any]:
     "platform": platform.platform(),
     "host": platform.node(),
     "packages": dict(sorted(packages.items(), key=lambda kv: kv[0].lower())),
-    "variables": {
-      k: v for k, v in variables if k.startswith(_VARIABLES) and k != secret.VARIABLE
-    },
+    "variables": {k: v for k, v in variables if k.startswith(_VARIABLES) and k != secret.VARIABLE},
     "gpu_settings": gpu_settings.applied(),  # those of the variables that are ours
   }
 

@@ -25,11 +25,7 @@ class Reporter:
   """Shows a run on the terminal and in its files; silent but in the leader."""
 
   def __init__(
-    self,
-    experiment: build.Experiment,
-    workdir: Path,
-    start: int,
-    may_write: Callable[[], bool],
+    self, experiment: build.Experiment, workdir: Path, start: int, may_write: Callable[[], bool]
   ):
     """Resume the record after step `start`, while `may_write` allows it."""
     config, derived = experiment.config, experiment.derived

@@ -23,10 +23,7 @@ def open_session(config: Config, workdir: Path) -> AbstractContextManager[Watch]
   """
   set_cpu_threads()
   return cluster.open_session(
-    config,
-    timeouts=config.faults,
-    folder=workdir / "faults",
-    gpu_settings=config.gpu_settings,
+    config, timeouts=config.faults, folder=workdir / "faults", gpu_settings=config.gpu_settings
   )
 
 

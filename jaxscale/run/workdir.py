@@ -21,14 +21,7 @@ from jaxscale.checkpoint import directory, files
 from jaxscale.cluster.detect.fabric import nvidia_models
 from jaxscale.config import Config
 from jaxscale.config.choice import is_built_in
-from jaxscale.config.record import (
-  FORMAT,
-  RUN,
-  check_format,
-  class_name,
-  copy_own_files,
-  to_plain,
-)
+from jaxscale.config.record import FORMAT, RUN, check_format, class_name, copy_own_files, to_plain
 from jaxscale.config.validation import shown
 from jaxscale.errors import ConfigError, invalid, unwritable
 from jaxscale.experiment import build, derive
@@ -40,11 +33,24 @@ from jaxscale.run.identity import Change, changes, other_environment
 
 # What may change when a run resumes: where it runs and what it records.
 _NOT_IDENTITY = (
-  "mesh", "layout", "compilation", "evaluation", "checkpoint", "checks", "faults",
-  "log", "target_accuracy", "target_loss", "stop_at_target", "input_threads",
-  "gpu_settings", "exchange.algorithm", "exchange.dims",
-  "data.cache_dir", "data.max_pixels",
-)  # fmt: skip
+  "mesh",
+  "layout",
+  "compilation",
+  "evaluation",
+  "checkpoint",
+  "checks",
+  "faults",
+  "log",
+  "target_accuracy",
+  "target_loss",
+  "stop_at_target",
+  "input_threads",
+  "gpu_settings",
+  "exchange.algorithm",
+  "exchange.dims",
+  "data.cache_dir",
+  "data.max_pixels",
+)
 _LENGTH = "epochs", "steps"
 # Likewise, of a run that knows what its data contain: where they are, and how.
 _PLACES = "data.path", "data.data_dir", "data.tokenizer", "data.dtype"
@@ -156,9 +162,7 @@ def _without_defaults(value: Any) -> str:
   return f"{type(value).__name__}({', '.join(fields)})"
 
 
-def experiment_in(
-  workdir: Path, config: Any, accept: Collection[str] = ()
-) -> build.Experiment:
+def experiment_in(workdir: Path, config: Any, accept: Collection[str] = ()) -> build.Experiment:
   """`build.experiment` for the run of a directory; all processes call it.
 
   Where the run began on another number of devices, its batches are spread over
@@ -171,9 +175,7 @@ def experiment_in(
   return build.experiment(config, cluster.from_leader(began_on))
 
 
-def start_devices(
-  workdir: Path, config: Any, accept: Collection[str] = ()
-) -> int | None:
+def start_devices(workdir: Path, config: Any, accept: Collection[str] = ()) -> int | None:
   """Devices on which the run of a directory began, by its config.json.
 
   Until it has saved, whoever starts it begins anew: then it is the largest number
@@ -298,10 +300,12 @@ def _accepted(workdir: Path, found: list[Change], accept: Collection[str]) -> li
   more = f", and {plural(len(texts) - 2, 'more change')}" * (len(texts) > 2)
   differs = " and ".join({"data": "other data", "code": "other code"}[k] for k in kinds)
   raise invalid(
-    field, str(workdir), f"was trained with {differs} ({', '.join(texts[:2])}{more})",
+    field,
+    str(workdir),
+    f"was trained with {differs} ({', '.join(texts[:2])}{more})",
     f"restore the {' and '.join(kinds)}, use another {field}, or resume with "
-    f"--accept-changes={','.join(kinds)}"
-  )  # fmt: skip
+    f"--accept-changes={','.join(kinds)}",
+  )
 
 
 def forget_unsaved(workdir: Path, config: Any) -> None:
@@ -337,14 +341,10 @@ def _has_saved(workdir: Path) -> bool:
 def _refused(found: list[Change], accept: Collection[str]) -> list[Change]:
   """The changes that are not accepted; settings and x64 first, which cannot be."""
   refused = [change for change in found if change.kind not in accept]
-  return sorted(
-    refused, key=lambda c: ("settings", "x64", "data", "code").index(c.kind)
-  )
+  return sorted(refused, key=lambda c: ("settings", "x64", "data", "code").index(c.kind))
 
 
-def _changed_settings(
-  workdir: Path, described: dict[str, Any], config: Any
-) -> list[Change]:
+def _changed_settings(workdir: Path, described: dict[str, Any], config: Any) -> list[Change]:
   """List what differs from the settings of a run, with the values then and now.
 
   Args:
@@ -356,9 +356,7 @@ def _changed_settings(
   return [*_setting_changes(described["config"], config, is_known=is_known)]
 
 
-def _setting_changes(
-  before: dict[str, Any], config: Any, *, is_known: bool
-) -> Iterator[Change]:
+def _setting_changes(before: dict[str, Any], config: Any, *, is_known: bool) -> Iterator[Change]:
   """Yield the settings that make it another experiment.
 
   Args:
@@ -375,7 +373,7 @@ def _setting_changes(
     # may resume what was begun without micro-batches.
     free.add("accumulate_steps")
   for unit in _LENGTH:  # a run may become longer
-    length = before.get(unit)
+    length: Any = before.get(unit) or 0
     if not mismatch(length, float) and 0 < length < (now[unit] or 0):
       free.add(unit)
   if is_known and is_built_in(type(config.data)):

@@ -68,9 +68,7 @@ def _check_state(old: Any, new: Any) -> None:
   leaves = [dict(jax.tree.leaves_with_path(tree)) for tree in (old, new)]
   before, after = ({path_name(path): x for path, x in t.items()} for t in leaves)
   fix = "return the state as init makes it"
-  if before.keys() != after.keys() or jax.tree.structure(old) != jax.tree.structure(
-    new
-  ):
+  if before.keys() != after.keys() or jax.tree.structure(old) != jax.tree.structure(new):
     changed = ", ".join(sorted(before.keys() ^ after.keys())) or "its containers"
     raise invalid("model state", ..., f"has other leaves after a step: {changed}", fix)
   for name, x in before.items():
@@ -112,9 +110,7 @@ def check_sums(
   axes = mesh.axis_names
   one = np.array(jax.local_devices()[:1]).reshape((1,) * len(axes))
 
-  @jax.shard_map(
-    mesh=Mesh(one, axes), in_specs=(P(), P(), P(axes), P(axes)), out_specs=P()
-  )
+  @jax.shard_map(mesh=Mesh(one, axes), in_specs=(P(), P(), P(axes), P(axes)), out_specs=P())
   def sums(params: Any, model_state: Any, batch: Any, keys: jax.Array):
     params, model_state = vary((params, model_state), axes)  # as in a step
     loss, (_, totals) = loss_fn(params, model_state, batch, keys)
@@ -165,9 +161,7 @@ def check_loss(
   if getattr(loss_fn, IS_SUM, False):
     return
   if reason := check_sums(loss_fn, params, model_state, batch, mesh):
-    warnings.warn(
-      f"loss_fn was not tested to be a sum over rows: {reason}", stacklevel=3
-    )
+    warnings.warn(f"loss_fn was not tested to be a sum over rows: {reason}", stacklevel=3)
 
 
 def too_large(state: Any) -> str:

@@ -87,9 +87,7 @@ def _of_equation(equation: Any) -> int:
     return max(inside)
   times = params.get("length", 1) if name == "scan" else 1
   if name == "shard_map":  # its arrays are those of one device
-    times = math.prod(
-      params["mesh"].shape[axis] for axis in params["newly_manual_axes"]
-    )
+    times = math.prod(params["mesh"].shape[axis] for axis in params["newly_manual_axes"])
   return times * sum(inside)
 
 
@@ -112,9 +110,14 @@ def _of_convolution(equation: Any) -> int:
   numbers, kernel = params["dimension_numbers"], equation.invars[1].aval
   out = equation.outvars[0].aval
   dims = zip(
-    numbers.out_spec[2:], numbers.rhs_spec[2:], params["window_strides"],
-    params["padding"], params["lhs_dilation"], params["rhs_dilation"], strict=True,
-  )  # fmt: skip
+    numbers.out_spec[2:],
+    numbers.rhs_spec[2:],
+    params["window_strides"],
+    params["padding"],
+    params["lhs_dilation"],
+    params["rhs_dilation"],
+    strict=True,
+  )
   taps = math.prod(_taps(out.shape[o], kernel.shape[k], *rest) for o, k, *rest in dims)
   channels = math.prod(out.shape[dim] for dim in numbers.out_spec[:2])
   return 2 * channels * taps * kernel.shape[numbers.rhs_spec[1]]

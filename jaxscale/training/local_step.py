@@ -166,14 +166,8 @@ def make_local_train_step(
 
 
 def _make_worker_update(
-  loss_fn: LossFn,
-  tx: optax.GradientTransformation,
-  mesh: Mesh,
-  within: Axes,
-  options: StepOptions,
-) -> Callable[
-  [WorkerState, Batch, jax.Array], tuple[WorkerState, Totals, Metrics, Any]
-]:
+  loss_fn: LossFn, tx: optax.GradientTransformation, mesh: Mesh, within: Axes, options: StepOptions
+) -> Callable[[WorkerState, Batch, jax.Array], tuple[WorkerState, Totals, Metrics, Any]]:
   """Return a worker's own step on one device.
 
   Returns:

@@ -136,9 +136,7 @@ def _aligned(outputs: Any, targets: jax.Array) -> tuple[jax.Array, jax.Array]:
   is_flat = dims == [math.prod(wanted)]
   if shape[:1] != targets.shape[:1] or not (dims == wanted or is_flat):
     raise _mismatch(outputs, f"one output for each of the targets {targets.shape}")
-  outputs, targets = (
-    x.astype(jnp.float32).reshape(len(targets), -1) for x in (outputs, targets)
-  )
+  outputs, targets = (x.astype(jnp.float32).reshape(len(targets), -1) for x in (outputs, targets))
   return outputs, targets
 
 
@@ -194,11 +192,7 @@ def inputs_of(batch: Batch) -> jax.Array:
 
 
 def _sums(
-  loss: PerExample,
-  metrics: PerExample,
-  outputs: Any,
-  batch: Batch,
-  mask: jax.Array | None,
+  loss: PerExample, metrics: PerExample, outputs: Any, batch: Batch, mask: jax.Array | None
 ) -> Totals:
   """Return sums over the examples that count, and their number."""
   # Made from the batch, so that it varies over devices as its rows do.
@@ -219,10 +213,7 @@ def _sums(
     try:
       shape, dtype = jnp.shape(value), jnp.result_type(value)
     except TypeError:
-      why, fix = (
-        f"gives {name!r} as {type(value).__name__}",
-        "give one number per example",
-      )
+      why, fix = (f"gives {name!r} as {type(value).__name__}", "give one number per example")
       raise invalid("Config.loss", ..., why, fix) from None
     if shape != counts.shape:
       why = f"gives {name!r} of shape {shape} for examples {counts.shape}"

@@ -27,14 +27,7 @@ from jaxscale.training.types import Batch, LossFn, Tree
 
 _AVERAGED = "batch_stats"
 _ROWS = "rows of the batch"  # next to mesh axes; no collective takes it away
-_AGREEING = {
-  "psum",
-  "psum_invariant",
-  "pmax",
-  "pmin",
-  "all_gather",
-  "all_gather_invariant",
-}
+_AGREEING = {"psum", "psum_invariant", "pmax", "pmin", "all_gather", "all_gather_invariant"}
 _DIFFERING = {"axis_index", "ppermute", "all_to_all", "reduce_scatter"}
 Axes = frozenset[str]
 
@@ -54,9 +47,7 @@ def averaged(model_state: Any) -> Any:
 
   def flags(path: Any, node: Any):
     is_declared = is_statistic(node) or _AVERAGED in path_name(path).split("/")
-    return jax.tree.map(
-      lambda x: is_declared and jnp.issubdtype(x.dtype, jnp.inexact), node
-    )
+    return jax.tree.map(lambda x: is_declared and jnp.issubdtype(x.dtype, jnp.inexact), node)
 
   return jax.tree.map_with_path(flags, model_state, is_leaf=is_statistic)
 
@@ -118,9 +109,7 @@ def check_agrees(
   remedy = f"or keep floats that are to be averaged below a key {_AVERAGED!r}"
   flags = jax.tree.leaves(averaged(model_state))
   leaves = jax.tree.leaves_with_path(model_state)
-  for (path, _), is_mean, depends in zip(
-    leaves, flags, differences(jaxpr, inputs), strict=True
-  ):
+  for (path, _), is_mean, depends in zip(leaves, flags, differences(jaxpr, inputs), strict=True):
     if is_mean:
       continue
     name = f"model state {path_name(path)}"
@@ -128,9 +117,7 @@ def check_agrees(
       fix = f"make it of all rows by jax.lax.all_gather or psum over {over}, {remedy}"
       raise invalid(name, ..., "differs between devices", fix)
     if num_microbatches > 1 and _ROWS in depends:
-      why = (
-        f"depends on the rows, which are computed in {num_microbatches} micro-batches"
-      )
+      why = f"depends on the rows, which are computed in {num_microbatches} micro-batches"
       raise invalid(name, ..., why, f"set accumulate_steps=1, {remedy}")
 
 

@@ -120,9 +120,7 @@ def skip_bad_steps(update: Update, *, branch: bool) -> Update:
     opt_state = count_steps(state.opt_state)
     skipped = state._replace(step=state.step + 1, opt_state=opt_state)
     is_good = jnp.isfinite(outputs.metrics["loss"])
-    after = if_good(
-      is_good, lambda: update(state, outputs), lambda: skipped, branch=branch
-    )
+    after = if_good(is_good, lambda: update(state, outputs), lambda: skipped, branch=branch)
     # Selected in any case: in a branch XLA would keep both residuals of an exchange.
     return after._replace(
       model_state=keep(is_good, outputs.model_state, state.model_state),
@@ -161,9 +159,7 @@ def count_steps(opt_state: Any, steps: int = 1) -> Any:
   All its integers are counts. Else its schedule would fall behind the run's. Adam's
   bias corrections move on too, that much ahead of the moments.
   """
-  return jax.tree.map(
-    lambda x: x + steps if jnp.issubdtype(x.dtype, jnp.integer) else x, opt_state
-  )
+  return jax.tree.map(lambda x: x + steps if jnp.issubdtype(x.dtype, jnp.integer) else x, opt_state)
 
 
 class Diagnosis(NamedTuple):
@@ -179,11 +175,7 @@ class Diagnosis(NamedTuple):
 
 
 def describe(
-  codes: jax.Array,
-  params: Any,
-  model_state: Any,
-  state: Any,
-  summed: Sums | None = None,
+  codes: jax.Array, params: Any, model_state: Any, state: Any, summed: Sums | None = None
 ) -> Diagnosis:
   """Report the devices of a bad step and their findings; every process calls it.
 

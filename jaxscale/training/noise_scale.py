@@ -104,11 +104,7 @@ def estimate(small_sq: jax.Array, big_sq: jax.Array, small: jax.Array, big: floa
 
 
 def update(
-  state: NoiseScale,
-  small_sq: jax.Array,
-  big_sq: jax.Array,
-  small: jax.Array,
-  big: float,
+  state: NoiseScale, small_sq: jax.Array, big_sq: jax.Array, small: jax.Array, big: float
 ) -> NoiseScale:
   """Add a step, unless its estimate is NaN or Inf; arguments as of `estimate`."""
   values = jnp.stack(estimate(small_sq, big_sq, small, big)).astype(jnp.float32)
@@ -163,10 +159,7 @@ def metrics(state: NoiseScale) -> dict[str, jax.Array]:
   """
   positive = state.signal > 0
   signal = jnp.where(positive, state.signal, 1.0)
-  scale, (low, high) = (
-    jnp.where(positive, state.noise / signal, jnp.inf),
-    interval(state),
-  )
+  scale, (low, high) = (jnp.where(positive, state.noise / signal, jnp.inf), interval(state))
   return {
     "noise_scale": scale,
     "noise_scale_low": low,
@@ -199,9 +192,7 @@ def describe(scale: float, low: float, high: float, batch_size: int) -> str:
   """
   if math.isinf(high):
     likely = f"gradient-noise scale above {low:,.3g} (95 %), without an upper limit: "
-    return (
-      f"{likely}average over more steps, or measure at a batch above {batch_size:,}"
-    )
+    return f"{likely}average over more steps, or measure at a batch above {batch_size:,}"
   return (
     f"gradient-noise scale {scale:,.3g} (95 %: {low:,.3g} to {high:,.3g}), about the "
     f"critical batch size: at batch {batch_size:,} a run takes about "

@@ -203,10 +203,7 @@ def _mix(x: jax.Array) -> jax.Array:
 
 
 def find_divergence(
-  prints: jax.Array,
-  names: Sequence[str],
-  mesh: Mesh | None = None,
-  splits: Splits = None,
+  prints: jax.Array, names: Sequence[str], mesh: Mesh | None = None, splits: Splits = None
 ) -> str | None:
   """Return a line with the devices whose copies differ; None if none does.
 

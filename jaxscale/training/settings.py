@@ -100,7 +100,5 @@ def _losses(loss: Loss, info: Any) -> Any:
   from jaxscale.training import losses
 
   if not hasattr(info, "label_shape"):
-    raise ConfigError(
-      f"Config.loss={type(loss).__name__}: {info.name} is text, use CrossEntropy"
-    )
+    raise ConfigError(f"Config.loss={type(loss).__name__}: {info.name} is text, use CrossEntropy")
   return losses

@@ -95,16 +95,12 @@ def make_train_step(
   has_layout, layout = layout is not None, layout or specs.replicated_layout(mesh)
   loss_fn = loss_fn if isinstance(loss_fn, PipelineGrads) else checked(loss_fn)
   local_grads = _make_local_grads(loss_fn, layout, options)
-  exchange_grads = _make_exchange_grads(
-    exchange or plain(exchange_axes(layout)), layout
-  )
+  exchange_grads = _make_exchange_grads(exchange or plain(exchange_axes(layout)), layout)
   update = _make_update(tx, layout, options)
 
   def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
     key = jax.random.fold_in(jax.random.key(options.seed), state.step)
-    grads, model_state, totals, codes = local_grads(
-      state.params, state.model_state, batch, key
-    )
+    grads, model_state, totals, codes = local_grads(state.params, state.model_state, batch, key)
     if not (has_layout or isinstance(loss_fn, PipelineGrads)):
       check_loss(loss_fn, state.params, state.model_state, batch, mesh)
     grads, exchange_state = exchange_grads(grads, state.exchange_state)
@@ -127,14 +123,10 @@ def make_train_step(
       metrics[nan_guard.CODES] = nan_guard.all_codes(codes, grads, mesh)
     return state, metrics
 
-  state_sharding = state_shardings(
-    mesh, layout, tx, average=options.ema_decay is not None
-  )
+  state_sharding = state_shardings(mesh, layout, tx, average=options.ema_decay is not None)
   # `nan_guard.CODES` is sharded over the devices, all other metrics are replicated.
   metric_sharding = None if options.skip_bad_steps else replicated(mesh)
-  jitted = jax.jit(
-    train_step, donate_argnums=0, out_shardings=(state_sharding, metric_sharding)
-  )
+  jitted = jax.jit(train_step, donate_argnums=0, out_shardings=(state_sharding, metric_sharding))
   return one_at_a_time(jitted, mesh)
 
 
@@ -187,9 +179,7 @@ def _make_device_grads(
 
     arguments = shards, model_state, batch, row_keys(key, batch, row_axes)
     check_agrees(loss_of, arguments, num_microbatches, layout.token_axes)
-    return sum_grads(
-      loss_of, *arguments, num_microbatches, unroll=unroll, observe=observe
-    )
+    return sum_grads(loss_of, *arguments, num_microbatches, unroll=unroll, observe=observe)
 
   return device_grads
 
@@ -202,9 +192,7 @@ def _make_exchange_grads(
   grad_specs, state_specs = specs.exchange_specs(layout), P(layout.mesh.axis_names)
   out_specs = specs.grad_specs(layout), state_specs
 
-  @jax.shard_map(
-    mesh=layout.mesh, in_specs=(grad_specs, state_specs), out_specs=out_specs
-  )
+  @jax.shard_map(mesh=layout.mesh, in_specs=(grad_specs, state_specs), out_specs=out_specs)
   @jax.named_scope("exchange")
   def exchange_grads(stacked: Tree, exchange_state: Tree):
     # One device: every leaf has a leading dim of 1, its position in the mesh.
@@ -235,9 +223,7 @@ def _check_means(grads: Any, means: Any, layout: Layout) -> None:
       raise invalid("exchange", ..., why, "average it by jax.lax.pmean over these axes")
 
 
-def _make_update(
-  tx: optax.GradientTransformation, layout: Layout, options: StepOptions
-) -> Update:
+def _make_update(tx: optax.GradientTransformation, layout: Layout, options: StepOptions) -> Update:
   """Return the optimizer's step, on gradients and parameters sharded like its state."""
 
   def optimize(state: TrainState, outputs: StepOutputs) -> TrainState:
@@ -362,9 +348,7 @@ def sum_grads(
   # The first micro-batch gives the sums their shapes; the scan adds the rest.
   # All start from the step's own model state: the mean of their new ones decays
   # running averages once per step, however many micro-batches there are.
-  parts = jax.tree.map(
-    lambda x: x.reshape(num_microbatches, -1, *x.shape[1:]), (batch, keys)
-  )
+  parts = jax.tree.map(lambda x: x.reshape(num_microbatches, -1, *x.shape[1:]), (batch, keys))
   first = micro_grads(jax.tree.map(lambda x: x[0], parts))
   rest = jax.tree.map(lambda x: x[1:], parts)
   (grads, states, totals), _ = lax.scan(add_micro, first, rest, unroll=unroll)
@@ -384,9 +368,7 @@ def row_keys(key: jax.Array, batch: Batch, axes: tuple[str, ...]) -> jax.Array:
   return jax.vmap(lambda position: jax.random.fold_in(key, position))(positions)
 
 
-def make_eval_step(
-  eval_fn: EvalFn, mesh: Mesh, layout: Layout | None = None
-) -> EvalStep:
+def make_eval_step(eval_fn: EvalFn, mesh: Mesh, layout: Layout | None = None) -> EvalStep:
   """Return a jitted `eval_step(params, model_state, batch) -> totals`.
 
   Totals are sums over the global batch; rows whose mask is False are padding

@@ -91,9 +91,7 @@ def _own_settings(path: Path) -> dict[str, Any] | None:
   return next(iter(json_objects([read_metadata(path).get("model", "")])), None)
 
 
-def _own_differences(
-  there: dict[str, Any], model: Any, fields: Collection[str]
-) -> list[str]:
+def _own_differences(there: dict[str, Any], model: Any, fields: Collection[str]) -> list[str]:
   if there.get("class") != type(model).__name__:
     return []
   settings = {x: (x, getattr(model, x)) for x in fields if hasattr(model, x)}

@@ -38,9 +38,7 @@ def settings_of(
     if "layer1.0.conv1.weight" in stored:
       found, shapes = _resnet(stored)
     elif "model.embed_tokens.weight" in stored:
-      found, shapes = _transformer(
-        _theirs(naming, "params/embed/table", stored), num_classes
-      )
+      found, shapes = _transformer(_theirs(naming, "params/embed/table", stored), num_classes)
     else:
       found, shapes = _vit(_theirs(naming, "params/embed/patch/kernel", stored))
     leaves = jax.tree_util.tree_leaves_with_path(shapes)

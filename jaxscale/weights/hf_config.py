@@ -43,19 +43,47 @@ _FIXED = {
 }
 # Sizes that shapes show, what only training or generation uses, and words about it.
 _HARMLESS = OURS | {
-  "architectures", "attention_dropout", "auto_map", "bos_token_id", "dtype",
-  "eos_token_id", "hidden_size", "id2label", "initializer_range", "intermediate_size",
-  "label2id", "layer_types", "max_position_embeddings", "max_window_layers",
-  "num_hidden_layers", "num_labels", "pad_token_id", "pretraining_tp", "problem_type",
-  "sliding_window", "tie_word_embeddings", "tokenizer_class", "torch_dtype",
-  "transformers_version", "use_cache", "use_sliding_window", "vocab_size",
-  "_name_or_path", "_attn_implementation",
-}  # fmt: skip
+  "architectures",
+  "attention_dropout",
+  "auto_map",
+  "bos_token_id",
+  "dtype",
+  "eos_token_id",
+  "hidden_size",
+  "id2label",
+  "initializer_range",
+  "intermediate_size",
+  "label2id",
+  "layer_types",
+  "max_position_embeddings",
+  "max_window_layers",
+  "num_hidden_layers",
+  "num_labels",
+  "pad_token_id",
+  "pretraining_tp",
+  "problem_type",
+  "sliding_window",
+  "tie_word_embeddings",
+  "tokenizer_class",
+  "torch_dtype",
+  "transformers_version",
+  "use_cache",
+  "use_sliding_window",
+  "vocab_size",
+  "_name_or_path",
+  "_attn_implementation",
+}
 _VIT_FIXED = {"model_type": ("vit",), "hidden_act": ("gelu",), "qkv_bias": (True,)}
 _VIT_HARMLESS = _HARMLESS | {
-  "attention_probs_dropout_prob", "encoder_stride", "hidden_dropout_prob", "image_size",
-  "num_channels", "patch_size", "pooler_act", "pooler_output_size",
-}  # fmt: skip
+  "attention_probs_dropout_prob",
+  "encoder_stride",
+  "hidden_dropout_prob",
+  "image_size",
+  "num_channels",
+  "patch_size",
+  "pooler_act",
+  "pooler_output_size",
+}
 
 
 def completed(found: Mapping[str, Any]) -> dict[str, Any]:
@@ -84,11 +112,7 @@ def completed(found: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_llama(
-  found: Mapping[str, Any],
-  model: Any,
-  info: Any,
-  names: Collection[str],
-  new_head: bool,
+  found: Mapping[str, Any], model: Any, info: Any, names: Collection[str], new_head: bool
 ) -> Comparison:
   """Compare a config.json with a model of language.
 
@@ -194,8 +218,7 @@ def llama_config(
   """
   if model.qk_norm and model.qkv_bias:
     raise ConfigError(
-      "Transformer.qk_norm and qkv_bias: transformers has no model with both; use "
-      "--naming jaxscale"
+      "Transformer.qk_norm and qkv_bias: transformers has no model with both; use --naming jaxscale"
     )
   is_qwen = "Qwen3" if model.qk_norm else "Qwen2" if model.qkv_bias else None
   name = is_qwen or "Llama"
@@ -222,9 +245,7 @@ def llama_config(
   }
 
 
-def vit_config(
-  model: Any, info: Mapping[str, Any], *, hidden: int, dtype: str
-) -> dict[str, Any]:
+def vit_config(model: Any, info: Mapping[str, Any], *, hidden: int, dtype: str) -> dict[str, Any]:
   """The config.json with which transformers loads an exported ViT.
 
   Args:

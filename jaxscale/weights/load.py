@@ -215,9 +215,7 @@ def _load(leaf: Any, sources: _Sources) -> jax.Array:
   return jax.make_array_from_single_device_arrays(shape, sharding, parts, dtype=dtype)
 
 
-def _read(
-  ranges: tuple[tuple[int, int], ...], dtype: np.dtype, sources: _Sources
-) -> np.ndarray:
+def _read(ranges: tuple[tuple[int, int], ...], dtype: np.dtype, sources: _Sources) -> np.ndarray:
   """A part of a leaf, given by (start, stop) of every dim."""
   out = np.zeros([stop - start for start, stop in ranges], dtype)
   for link, stored in sources:

@@ -88,9 +88,7 @@ ARRANGEMENTS = {
   ),
   # [tokens, width] and [width]; timm adds a batch dim, and a token's.
   "tokens": Arrangement(lambda s: (1, *s), lambda a: a[0], lambda a, _: a[None]),
-  "token": Arrangement(
-    lambda s: (1, 1, *s), lambda a: a[0, 0], lambda a, _: a[None][None]
-  ),
+  "token": Arrangement(lambda s: (1, 1, *s), lambda a: a[0, 0], lambda a, _: a[None][None]),
 }
 
 
@@ -193,23 +191,35 @@ _WORDS, _PATCHES = "params/embed/table", "params/embed/patch/kernel"
 _TABLES = {
   ("huggingface", _WORDS): _LLAMA,
   ("timm", _PATCHES): _vit(
-    "cls_token", "pos_embed", "patch_embed.proj", "blocks.{}.",
-    "norm1 norm2 attn.qkv attn.proj mlp.fc1 mlp.fc2", "norm", "head",
+    "cls_token",
+    "pos_embed",
+    "patch_embed.proj",
+    "blocks.{}.",
+    "norm1 norm2 attn.qkv attn.proj mlp.fc1 mlp.fc2",
+    "norm",
+    "head",
   ),
   ("torchvision", _PATCHES): _vit(
-    "class_token", "encoder.pos_embedding", "conv_proj",
+    "class_token",
+    "encoder.pos_embedding",
+    "conv_proj",
     "encoder.layers.encoder_layer_{}.",
     "ln_1 ln_2 self_attention.in_proj self_attention.out_proj mlp.0 mlp.3",
-    "encoder.ln", "heads.head",
+    "encoder.ln",
+    "heads.head",
   ),
   ("huggingface", _PATCHES): _vit(
-    "vit.embeddings.cls_token", "vit.embeddings.position_embeddings",
-    "vit.embeddings.patch_embeddings.projection", "vit.encoder.layer.{}.",
+    "vit.embeddings.cls_token",
+    "vit.embeddings.position_embeddings",
+    "vit.embeddings.patch_embeddings.projection",
+    "vit.encoder.layer.{}.",
     "layernorm_before layernorm_after attention.attention.query "
     "attention.attention.key attention.attention.value attention.output.dense "
-    "intermediate.dense output.dense", "vit.layernorm", "classifier",
+    "intermediate.dense output.dense",
+    "vit.layernorm",
+    "classifier",
   ),
-}  # fmt: skip
+}
 
 
 def table_of(naming: str, member: str) -> tuple[Link, ...]:
@@ -385,8 +395,7 @@ def _resnet_links(shapes: Shapes) -> tuple[tuple[Link, ...], tuple[str, ...]]:
     return (), ()
   norms = [re.sub(r"conv(?=\d)", "bn", n).replace("le.0", "le.1") for n in names]
   convs = (
-    Link(f"params/Conv_{i}/kernel", f"{theirs}.weight", "conv")
-    for i, theirs in enumerate(names)
+    Link(f"params/Conv_{i}/kernel", f"{theirs}.weight", "conv") for i, theirs in enumerate(names)
   )
   batch_norms = (
     Link(f"{collection}/BatchNorm_{i}/{leaf}", f"{theirs}.{name}")

@@ -27,14 +27,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from jaxscale.errors import ConfigError
-from jaxscale.files import (
-  expand,
-  output_path,
-  parse_json,
-  refuse_pointer,
-  replacing,
-  require_json,
-)
+from jaxscale.files import expand, output_path, parse_json, refuse_pointer, replacing, require_json
 
 _PLAIN = "i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "f2", "f4", "f8"
 # The format's names of all dtypes that arrays of JAX can have.
@@ -119,9 +112,7 @@ def _read_folder(folder: Path) -> dict[str, Stored]:
   found = {file: read_header(folder / file)[0] for file in files}
   for name, file in where.items():
     if name not in found[file]:
-      raise ConfigError(
-        f"{folder / file}: has no {name}, which {_INDEX} lists; copy both again"
-      )
+      raise ConfigError(f"{folder / file}: has no {name}, which {_INDEX} lists; copy both again")
   return {name: found[file][name] for name, file in where.items()}
 
 

@@ -27,9 +27,16 @@ from jaxscale.weights.safetensors import write
 
 # Errors that another path avoids; those of disks are left.
 _OF_PATHS = (
-  errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EACCES, errno.EPERM, errno.EROFS,
-  errno.ELOOP, errno.ENAMETOOLONG, errno.EEXIST,
-)  # fmt: skip
+  errno.ENOENT,
+  errno.ENOTDIR,
+  errno.EISDIR,
+  errno.EACCES,
+  errno.EPERM,
+  errno.EROFS,
+  errno.ELOOP,
+  errno.ENAMETOOLONG,
+  errno.EEXIST,
+)
 
 
 class UnwrittenError(Exception):
@@ -89,9 +96,8 @@ def export_safetensors(
   tree = {"params": params, **(model_state or {})}
   leaves = {path_name(p): _leaf(x) for p, x in jax.tree.leaves_with_path(tree)}
   export_leaves(
-    path, leaves, naming=naming, num_classes=num_classes, dtype=dtype,
-    metadata=metadata,
-  )  # fmt: skip
+    path, leaves, naming=naming, num_classes=num_classes, dtype=dtype, metadata=metadata
+  )
 
 
 def export_leaves(
@@ -209,7 +215,10 @@ def _copy(sharding: Any, is_layer: bool, is_far: bool) -> Callable[..., jax.Arra
     return lax.bitcast_convert_type(lax.psum(bits, first), x.dtype)
 
   mapped = jax.shard_map(
-    from_its_holder, mesh=sharding.mesh, in_specs=(spec, P()),
-    out_specs=P(*spec[1:]), check_vma=True,
-  )  # fmt: skip
+    from_its_holder,
+    mesh=sharding.mesh,
+    in_specs=(spec, P()),
+    out_specs=P(*spec[1:]),
+    check_vma=True,
+  )
   return jax.jit(mapped, out_shardings=whole)

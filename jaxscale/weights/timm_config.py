@@ -24,19 +24,44 @@ _HEADS = {"tiny": 3, "small": 6, "base": 12}  # 16 from large on
 _NORM_EPS, _BN_EPSILON = 1e-6, 1e-5  # of all of them; no field has it
 # Arguments of its networks that shapes show, or that only training uses.
 _HARMLESS = {
-  "attn_drop_rate", "channels", "depth", "drop_block_rate", "drop_path_rate",
-  "drop_rate", "dynamic_img_size", "embed_dim", "fix_init", "img_size", "in_chans",
-  "mlp_ratio", "num_classes", "patch_drop_rate", "patch_size", "pos_drop_rate",
-  "proj_drop_rate", "strict_img_size", "weight_init", "zero_init_last",
-  "class_token", "fc_norm",  # parts of what `_vit_fields` has as global_pool
-}  # fmt: skip
+  "attn_drop_rate",
+  "channels",
+  "depth",
+  "drop_block_rate",
+  "drop_path_rate",
+  "drop_rate",
+  "dynamic_img_size",
+  "embed_dim",
+  "fix_init",
+  "img_size",
+  "in_chans",
+  "mlp_ratio",
+  "num_classes",
+  "patch_drop_rate",
+  "patch_size",
+  "pos_drop_rate",
+  "proj_drop_rate",
+  "strict_img_size",
+  "weight_init",
+  "zero_init_last",
+  "class_token",
+  "fc_norm",  # parts of what `_vit_fields` has as global_pool
+}
 # Those that no setting changes: the values with which a network is ours.
 _FIXED = {
-  "act_layer": ("relu",), "aa_layer": ("",), "avg_down": (False,),
-  "base_width": (64,), "block_reduce_first": (1,), "cardinality": (1,),
-  "down_kernel_size": (1,), "output_stride": (32,), "replace_stem_pool": (False,),
-  "stem_type": ("",), "stem_width": (64,), "global_pool": ("avg", "fast"),
-}  # fmt: skip
+  "act_layer": ("relu",),
+  "aa_layer": ("",),
+  "avg_down": (False,),
+  "base_width": (64,),
+  "block_reduce_first": (1,),
+  "cardinality": (1,),
+  "down_kernel_size": (1,),
+  "output_stride": (32,),
+  "replace_stem_pool": (False,),
+  "stem_type": ("",),
+  "stem_width": (64,),
+  "global_pool": ("avg", "fast"),
+}
 # Poolings of a ViT: as `_vit_fields` has them, and ours.
 _POOLS = {
   "token, class_token=True, fc_norm=False": "token",
@@ -44,19 +69,51 @@ _POOLS = {
 }
 _VIT_FIXED = {
   "global_pool": tuple(_POOLS),
-  "act_layer": ("gelu",), "dynamic_img_pad": (False,), "final_norm": (True,),
-  "no_embed_class": (False,), "pool_include_prefix": (False,), "pos_embed": ("learn",),
-  "pre_norm": (False,), "proj_bias": (True,), "qk_norm": (False,), "qkv_bias": (True,),
-  "reg_tokens": (0,), "scale_attn_norm": (False,), "scale_mlp_norm": (False,),
-}  # fmt: skip
+  "act_layer": ("gelu",),
+  "dynamic_img_pad": (False,),
+  "final_norm": (True,),
+  "no_embed_class": (False,),
+  "pool_include_prefix": (False,),
+  "pos_embed": ("learn",),
+  "pre_norm": (False,),
+  "proj_bias": (True,),
+  "qk_norm": (False,),
+  "qkv_bias": (True,),
+  "reg_tokens": (0,),
+  "scale_attn_norm": (False,),
+  "scale_mlp_norm": (False,),
+}
 _FIELDS = OURS | {
-  "architecture", "global_pool", "label_descriptions", "label_names", "model_args",
-  "num_classes", "num_features", "pretrained_cfg", "tags", "license",
+  "architecture",
+  "global_pool",
+  "label_descriptions",
+  "label_names",
+  "model_args",
+  "num_classes",
+  "num_features",
+  "pretrained_cfg",
+  "tags",
+  "license",
   # Of `pretrained_cfg`, which older versions wrote out here.
-  "classifier", "crop_mode", "crop_pct", "custom_load", "first_conv",
-  "fixed_input_size", "hf_hub_id", "input_size", "interpolation", "labels", "mean",
-  "min_input_size", "paper_ids", "pool_size", "source", "std", "tag", "url",
-}  # fmt: skip
+  "classifier",
+  "crop_mode",
+  "crop_pct",
+  "custom_load",
+  "first_conv",
+  "fixed_input_size",
+  "hf_hub_id",
+  "input_size",
+  "interpolation",
+  "labels",
+  "mean",
+  "min_input_size",
+  "paper_ids",
+  "pool_size",
+  "source",
+  "std",
+  "tag",
+  "url",
+}
 
 
 def is_timm_config(found: Mapping[str, Any]) -> bool:
@@ -87,9 +144,7 @@ def check_timm(found: Mapping[str, Any], model: Any, info: Any) -> Comparison:
   problems = []
   if name and not match:
     problems.append(f"architecture is {name!r} there, and only {ours} are like ours")
-  settings = {
-    field: (name, getattr(model, name, None)) for field, name in names.items()
-  }
+  settings = {field: (name, getattr(model, name, None)) for field, name in names.items()}
   problems += compare(there, model, settings, fixed)
   for field in sorted(there.keys() - _HARMLESS - settings.keys() - fixed.keys()):
     problems.append(f"{field} is {there[field]!r} there, which is not known here")

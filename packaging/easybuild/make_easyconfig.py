@@ -25,13 +25,20 @@ FITS = re.compile(
 )
 # What is imported where it has another name than the package; False: nothing.
 IMPORTS = {
-  "absl-py": "absl", "attrs": "attr", "dm-tree": "tree", "fonttools": "fontTools",
-  "markdown-it-py": "markdown_it", "googleapis-common-protos": False,
+  "absl-py": "absl",
+  "attrs": "attr",
+  "dm-tree": "tree",
+  "fonttools": "fontTools",
+  "markdown-it-py": "markdown_it",
+  "googleapis-common-protos": False,
   "opencv-python-headless": "cv2",
-  "orbax-checkpoint": "orbax.checkpoint", "pillow": "PIL", "pyyaml": "yaml",
-  "protobuf": "google.protobuf", "python-dateutil": "dateutil",
+  "orbax-checkpoint": "orbax.checkpoint",
+  "pillow": "PIL",
+  "pyyaml": "yaml",
+  "protobuf": "google.protobuf",
+  "python-dateutil": "dateutil",
   "tensorboardx": "tensorboardX",
-}  # fmt: skip
+}
 # EasyBuild has an easyblock of this name, which compiles; a wheel is only unpacked.
 COMPILED = "jaxlib", "numpy", "scipy"
 HEADER = '''\
@@ -73,9 +80,7 @@ def wanted(extra: str | None) -> list[str]:
   command += ["--extra", extra] if extra else []
   lines = subprocess.check_output(command, text=True).splitlines()
   other = r"< '3\.12'|== 'win32'|== 'darwin'|(machine|system) == '(arm64|aarch64)'"
-  return [
-    line.partition(" ;")[0].strip() for line in lines if not re.search(other, line)
-  ]
+  return [line.partition(" ;")[0].strip() for line in lines if not re.search(other, line)]
 
 
 def component(name: str, file: str, digest: str, version: str) -> str:
@@ -110,9 +115,7 @@ def easyconfig(lock: dict, extra: str | None) -> str:
   packages = {f"{p['name']}=={p['version']}": p for p in lock["package"]}
   own = next(p for p in lock["package"] if p["name"] == "jaxscale")
   suffix = f"versionsuffix = '-{extra}'\n" if extra else ""
-  text = HEADER.format(
-    version=own["version"], suffix=suffix, toolchain=TOOLCHAIN, python=PYTHON
-  )
+  text = HEADER.format(version=own["version"], suffix=suffix, toolchain=TOOLCHAIN, python=PYTHON)
   for key in wanted(extra):
     package = packages[key]
     text += component(package["name"], *source(package), package["version"])

@@ -171,9 +171,13 @@ def test_the_quick_ones_do_what_they_say(command, tmp_path):
   (tmp_path / "configs").symlink_to(ROOT / "configs")
   env = child_env(**{"JAX_NUM_CPU_DEVICES": "1", "PYTHONPATH": str(ROOT)} | command.env)
   done = subprocess.run(
-    [sys.executable, "-m", *command.argv], cwd=tmp_path, env=env,
-    capture_output=True, text=True, timeout=300,
-  )  # fmt: skip
+    [sys.executable, "-m", *command.argv],
+    cwd=tmp_path,
+    env=env,
+    capture_output=True,
+    text=True,
+    timeout=300,
+  )
   assert done.returncode == 0, done.stderr
   if command.argv[1] == "train":
     assert ": reached)" in done.stdout

@@ -31,9 +31,7 @@ def test_configs_are_named_as_in_other_commands_or_alone(argv):
 
 def test_what_is_asked_for_is_drawn(tmp_path, capsys, monkeypatch):
   drawn = {}
-  monkeypatch.setattr(
-    plot_schedule, "plot", lambda curves, path: drawn.update(curves) or path
-  )
+  monkeypatch.setattr(plot_schedule, "plot", lambda curves, path: drawn.update(curves) or path)
   options = ["--out", f"{tmp_path}/a.svg", "--num-train=12800", "--config.epochs=3"]
   assert cli.main(["plot-schedule", *options, "--config", DIGITS]) == 0
   assert capsys.readouterr().out == f"{tmp_path}/a.svg\n"
@@ -69,10 +67,22 @@ def test_data_is_chosen_on_the_command_line(tmp_path):
   """A class whose field must be given, with that field, through the real command."""
   overrides = ["--config.data=ImageFolder", f"--config.data.path={tmp_path}/photos"]
   done = subprocess.run(
-    [sys.executable, "-m", "jaxscale.train", "--config", DIGITS, *overrides,
-     "--workdir", str(tmp_path / "run")],
-    env=child_env(), cwd=ROOT, capture_output=True, text=True, timeout=300,
-  )  # fmt: skip
+    [
+      sys.executable,
+      "-m",
+      "jaxscale.train",
+      "--config",
+      DIGITS,
+      *overrides,
+      "--workdir",
+      str(tmp_path / "run"),
+    ],
+    env=child_env(),
+    cwd=ROOT,
+    capture_output=True,
+    text=True,
+    timeout=300,
+  )
   assert done.returncode == 2
   says = f"--config.data.path={tmp_path}/photos: no such directory"
   assert says in done.stderr and "Traceback" not in done.stderr

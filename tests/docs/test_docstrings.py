@@ -18,9 +18,7 @@ from support.paths import ROOT
 
 COMMON = {"config": config, "jax": jax, "jnp": jnp, "np": np, "optax": optax}
 # Their examples compile whole models, which takes some 15 s; the tests of each do too.
-COMPILING = {
-  "jaxscale.models.cached", "jaxscale.models.stack", "jaxscale.run.generate",
-}  # fmt: skip
+COMPILING = {"jaxscale.models.cached", "jaxscale.models.stack", "jaxscale.run.generate"}
 
 
 def modules_with_examples():

@@ -19,10 +19,13 @@ from support.processes import run_group, wait_until
 from support.tiny_runs import newest_step
 
 CLASSES = {
-  ("model", "MyNet"): "width", ("data", "Waves"): "noise",
-  ("optimizer", "Lion"): "decay", ("schedule", "Triangle"): "floor",
-  ("loss", "Focal"): "gamma", ("exchange", "Signs"): "scale",
-}  # fmt: skip
+  ("model", "MyNet"): "width",
+  ("data", "Waves"): "noise",
+  ("optimizer", "Lion"): "decay",
+  ("schedule", "Triangle"): "floor",
+  ("loss", "Focal"): "gamma",
+  ("exchange", "Signs"): "scale",
+}
 
 
 @pytest.fixture(scope="module")
@@ -38,9 +41,13 @@ def command(mine, workdir, *args):
 
 def run(mine, workdir, *args, num_devices=1):
   return subprocess.run(
-    command(mine, workdir, *args), env=child_env(num_devices), cwd=mine.parent,
-    capture_output=True, text=True, timeout=200,
-  )  # fmt: skip
+    command(mine, workdir, *args),
+    env=child_env(num_devices),
+    cwd=mine.parent,
+    capture_output=True,
+    text=True,
+    timeout=200,
+  )
 
 
 def checksums(workdir):
@@ -111,9 +118,12 @@ def test_prometheus_reads_the_newest_values(mine, tmp_path):
   found = {x.group(1): float(x.group(2)) for x in lines if x}
   assert None not in lines and len(lines) == len(found)  # each name has one sample
   assert found == {
-    "jaxscale_step": 100, "jaxscale_time": 2e9, "jaxscale_train_loss": math.inf,
-    "jaxscale_perf_step_s": 0.25, "jaxscale_eval___b": 2.0,
-  }  # fmt: skip
+    "jaxscale_step": 100,
+    "jaxscale_time": 2e9,
+    "jaxscale_train_loss": math.inf,
+    "jaxscale_perf_step_s": 0.25,
+    "jaxscale_eval___b": 2.0,
+  }
   made.finish("done")
   made.finish("done")  # somebody may have removed it
   assert not list(tmp_path.iterdir())
@@ -123,9 +133,7 @@ def test_a_fault_inside_build_is_one_line_with_its_place(mine, tmp_path):
   broken = tmp_path / "broken.py"
   broken.write_text(mine.read_text().replace("Net(self.width,", "Net(self.widht,"))
   number = (
-    broken.read_text()
-    .splitlines()
-    .index("    return Net(self.widht, context.info.num_classes)")
+    broken.read_text().splitlines().index("    return Net(self.widht, context.info.num_classes)")
   )
   line = error_line(run(broken, tmp_path / "x"), 2)
   assert f"{broken}:{number + 1}: MyNet.build: AttributeError: " in line
@@ -137,9 +145,13 @@ def test_a_fault_inside_build_is_one_line_with_its_place(mine, tmp_path):
 
 def test_killed_it_resumes_bit_for_bit(mine, whole, tmp_path):
   process = subprocess.Popen(
-    command(mine, tmp_path), env=child_env(), cwd=mine.parent,
-    stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
-  )  # fmt: skip
+    command(mine, tmp_path),
+    env=child_env(),
+    cwd=mine.parent,
+    stdout=subprocess.DEVNULL,
+    stderr=subprocess.PIPE,
+    text=True,
+  )
   wait_until(lambda: newest_step(tmp_path) > 0, process)
   process.send_signal(signal.SIGKILL)
   process.communicate()
@@ -166,9 +178,13 @@ def test_two_processes_train_as_one_of_two_devices(mine, tmp_path):
 def test_from_a_notebook(tmp_path):
   (code,) = blocks("notebook")
   done = subprocess.run(
-    [sys.executable, "-c", code], env=child_env(2), cwd=tmp_path, capture_output=True,
-    text=True, timeout=200,
-  )  # fmt: skip
+    [sys.executable, "-c", code],
+    env=child_env(2),
+    cwd=tmp_path,
+    capture_output=True,
+    text=True,
+    timeout=200,
+  )
   assert done.returncode == 0, done.stderr
   assert float(done.stdout.splitlines()[-1]) < 1.5
   described = json.loads((tmp_path / "runs" / "notebook" / "config.json").read_text())

@@ -40,10 +40,7 @@ CONFIGS = [
   "configs/text.py",
   "configs/vit_fashion_mnist.py",
 ]
-SHAPES = {
-  "fashion_mnist": ((28, 28, 1), 10, 60_000),
-  "imagenet2012": (None, 1000, 1_281_167),
-}
+SHAPES = {"fashion_mnist": ((28, 28, 1), 10, 60_000), "imagenet2012": (None, 1000, 1_281_167)}
 
 
 def fake(name, split, **options):
@@ -69,10 +66,13 @@ def fake_text(directory, split, *, vocab_size, sequence_length, **options):
 
 # One of most kinds of model, optimizer and exchange; the others are slow.
 QUICK = [
-  "configs/digits.py", "configs/fashion_mnist_large_batch.py", "configs/text.py",
-  "configs/vit_fashion_mnist.py", "configs/llama_1b.py",
+  "configs/digits.py",
+  "configs/fashion_mnist_large_batch.py",
+  "configs/text.py",
+  "configs/vit_fashion_mnist.py",
+  "configs/llama_1b.py",
   "configs/fashion_mnist_exchange.py:one_bit",
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("path", all_slow_except(CONFIGS, *QUICK))
@@ -93,9 +93,7 @@ def test_every_config_is_tested():
   assert files == {c.split(":")[0] for c in CONFIGS}
 
 
-@pytest.mark.parametrize(
-  "path", sorted(p.name for p in (ROOT / "configs").glob("*.py"))
-)
+@pytest.mark.parametrize("path", sorted(p.name for p in (ROOT / "configs").glob("*.py")))
 def test_a_config_says_command_hardware_and_result(path):
   header = (ROOT / "configs" / path).read_text().split('"""')[1]
   for word in ("Command", "Hardware", "Result"):
@@ -121,9 +119,7 @@ def test_a_notebook_runs_on_one_device(name, tmp_path):
   """Run it as on Colab or a workstation with one GPU."""
   env = {"JAX_NUM_CPU_DEVICES": "1", "MPLBACKEND": "agg"}
   command = [sys.executable, ROOT / "colabs" / f"{name}.py"]
-  done = subprocess.run(
-    command, env=child_env(**env), cwd=tmp_path, capture_output=True, text=True
-  )
+  done = subprocess.run(command, env=child_env(**env), cwd=tmp_path, capture_output=True, text=True)
   assert done.returncode == 0, done.stderr[-3000:]
 
 
@@ -138,8 +134,10 @@ def test_the_launch_script_starts_the_same_command(tmp_path):
   srun.chmod(0o755)
   done = subprocess.run(
     ["bash", script, "--config", "configs/x.py", "--config.a=b c"],
-    env=child_env(JAXSCALE_VENV=str(tmp_path)), capture_output=True, text=True,
-  )  # fmt: skip
+    env=child_env(JAXSCALE_VENV=str(tmp_path)),
+    capture_output=True,
+    text=True,
+  )
   assert done.returncode == 0, done.stderr
   wanted = "python -P -m jaxscale.train --config configs/x.py --config.a=b c"
   assert done.stdout.strip() == f"--kill-on-bad-exit=1 {wanted}"

@@ -57,10 +57,11 @@ def test_an_images_own_jax_is_kept(tmp_path, before, after, code, line):
   esac"""
   fake(tmp_path / "bin" / "python", answers)
   done = subprocess.run(
-    ["bash", PACKAGING / "containers" / "install.sh", "a.whl"], text=True,
+    ["bash", PACKAGING / "containers" / "install.sh", "a.whl"],
+    text=True,
     env={"PATH": "/usr/bin:/bin", "PYTHON": str(tmp_path / "bin" / "python")},
     capture_output=True,
-  )  # fmt: skip
+  )
   assert (done.returncode, line in done.stdout + done.stderr) == (code, True), done
   if code != 2:
     assert re.search(r"--constraint \S+ a\.whl", (tmp_path / "done").read_text())
@@ -68,13 +69,10 @@ def test_an_images_own_jax_is_kept(tmp_path, before, after, code, line):
 
 def test_an_easyconfig_has_what_is_pinned():
   pinned = dict(
-    re.findall(
-      r"^([\w.-]+==[^\s;]+)((?:.*\\\n)+.*)$", read("requirements/py313.txt"), re.M
-    )
+    re.findall(r"^([\w.-]+==[^\s;]+)((?:.*\\\n)+.*)$", read("requirements/py313.txt"), re.M)
   )
   assert [path.name for path in EASYCONFIGS] == [
-    f"jaxscale-{PROJECT['version']}-GCCcore-14.3.0{suffix}.eb"
-    for suffix in ("-cuda12", "")
+    f"jaxscale-{PROJECT['version']}-GCCcore-14.3.0{suffix}.eb" for suffix in ("-cuda12", "")
   ]
   for path in EASYCONFIGS:
     recipe, agreed = {}, 0

@@ -41,37 +41,37 @@ class Recipe(NamedTuple):
 
 # Intel Caffe 44d53638, multinode/alexnet_bn_64nodes: solver.prototxt, and 512
 # examples per node, over which its BatchNorm goes.
-ALEXNET = Recipe(
-  "LARS", 32, 0.9, 5e-4, "all", 32768, 4000, 400, 512, None, 0.0, 0.0,
-)  # fmt: skip
+ALEXNET = Recipe("LARS", 32, 0.9, 5e-4, "all", 32768, 4000, 400, 512, None, 0.0, 0.0)
 # fastalgo/imagenet_resnet50_lamb: run.sh (3519 steps, 782 of warm-up, rate 0.04,
 # decay 1.5, smoothing 0.1), optimization.py (clip 1.0; only BatchNorm is left out;
 # b1 0.9, b2 0.999, eps 1e-6), 256 cores of 128 examples.
 LAMB = Recipe(
-  "LAMB", 0.04, (0.9, 0.999, 1e-6), 1.5, r"kernel$|^Dense_0/bias$", 32768, 3519,
-  782, 128, 1.0, 0.1, 0.0,
-)  # fmt: skip
+  "LAMB",
+  0.04,
+  (0.9, 0.999, 1e-6),
+  1.5,
+  r"kernel$|^Dense_0/bias$",
+  32768,
+  3519,
+  782,
+  128,
+  1.0,
+  0.1,
+  0.0,
+)
 # arXiv:2102.06356, as recalled; 64 examples: virtual_batch_size of init2winit's
 # mlperf_resnet.
-NESTEROV = Recipe(
-  "SGD", 7.05, 0.976, 5.8e-5, "kernels", 32768, 2512, 638, 64, None, 0.15, 1e-4
-)
+NESTEROV = Recipe("SGD", 7.05, 0.976, 5.8e-5, "kernels", 32768, 2512, 638, 64, None, 0.15, 1e-4)
 # arXiv:1706.02677, §3.3 and §5.1: 90 and 5 epochs (14,075 and 780 steps in Intel
 # Caffe's default_resnet50_64nodes), 32 images per worker.
-GOYAL = Recipe(
-  "SGD", 0.1, 0.9, 1e-4, "kernels", 8192, 14076, 782, 32, None, 0.0, None
-)  # fmt: skip
+GOYAL = Recipe("SGD", 0.1, 0.9, 1e-4, "kernels", 8192, 14076, 782, 32, None, 0.0, None)
 # The same numbers; IBM's 20 images on each of 256 GPUs.
-IMAGENET22K = Recipe(
-  "SGD", 0.1, 0.9, 1e-4, "kernels", 5120, 22521, 1251, 20, None, 0.0, None
-)
+IMAGENET22K = Recipe("SGD", 0.1, 0.9, 1e-4, "kernels", 5120, 22521, 1251, 20, None, 0.0, None)
 
 
 def mlperf(batch, lr, momentum, decay, span, warmup, steps):
   """Rules of MLPerf: power 2 to 1e-4, label smoothing 0.1, no clipping."""
-  return Recipe(
-    "LARS", lr, momentum, decay, "kernels", batch, steps, warmup, span, None, 0.1, 1e-4
-  )
+  return Recipe("LARS", lr, momentum, decay, "kernels", batch, steps, warmup, span, None, 0.1, 1e-4)
 
 
 # mlcommons/logging, rcps_resnet.json 1.0.0 to 4.0.0. Steps follow from the decay's
@@ -112,11 +112,19 @@ def test_the_numbers_are_those_of_the_source(path):
   numbers = (o.b1, o.b2, o.eps) if isinstance(o, cfg.LAMB) else o.momentum
   derived = derive(config, NUM_TRAIN, 50_000, 1)
   found = Recipe(
-    type(o).__name__, o.lr, numbers, o.weight_decay, o.include,
-    config.batch_size, derived.total_steps, derived.warmup_steps, config.model.bn_span,
-    config.clip_norm, config.loss.label_smoothing,
+    type(o).__name__,
+    o.lr,
+    numbers,
+    o.weight_decay,
+    o.include,
+    config.batch_size,
+    derived.total_steps,
+    derived.warmup_steps,
+    config.model.bn_span,
+    config.clip_norm,
+    config.loss.label_smoothing,
     getattr(config.schedule, "end_lr", None),
-  )  # fmt: skip
+  )
   assert found._replace(momentum=0) == r._replace(momentum=0)
   np.testing.assert_allclose(numbers, r.momentum, rtol=1e-12)
 
@@ -131,9 +139,7 @@ def test_the_rest_of_lars():
     assert config.model.depth == 50 and config.stop_at_target
   caffe = load_config("configs/alexnet_bn_32k.py")
   assert caffe.model.batch_norm and caffe.model.dropout == 0.5
-  assert (caffe.optimizer.variant, caffe.optimizer.momentum_correction) == (
-    "paper", "warmup",
-  )  # fmt: skip
+  assert (caffe.optimizer.variant, caffe.optimizer.momentum_correction) == ("paper", "warmup")
   assert caffe.optimizer.trust_coefficient == 0.001  # local_gw_ratio
   assert (caffe.schedule.warmup_lr, caffe.schedule.restart) == (1.0, False)
   assert caffe.schedule.power == 2.0
@@ -227,9 +233,7 @@ def lower_slower(tx):
 
   def slow(updates, params=None):
     del params
-    return {
-      k: jax.tree.map(lambda u, k=k: factors[k] * u, v) for k, v in updates.items()
-    }
+    return {k: jax.tree.map(lambda u, k=k: factors[k] * u, v) for k, v in updates.items()}
 
   return optax.chain(tx, optax.stateless(slow))
 
@@ -258,21 +262,14 @@ WIRING = {
     dict(optimizer=(LARS, dict(include="^Conv_0/|bias$"))),
     lambda r: optim.lars(r, mask=optim.matching("^Conv_0/|bias$"), **PLAIN),
   ),
-  "clipped": (
-    dict(optimizer=LARS, clip_norm=0.5),
-    lambda r: clipped(optim.lars(r, **PLAIN)),
-  ),
+  "clipped": (dict(optimizer=LARS, clip_norm=0.5), lambda r: clipped(optim.lars(r, **PLAIN))),
   "lamb as released, clipped": (
     dict(
-      optimizer=cfg.LAMB(
-        lr=4.0, weight_decay=1.5, bias_correction=False, include=RELEASED
-      ),
+      optimizer=cfg.LAMB(lr=4.0, weight_decay=1.5, bias_correction=False, include=RELEASED),
       clip_norm=0.5,
     ),
     lambda r: clipped(
-      optim.lamb(
-        r, weight_decay=1.5, bias_correction=False, mask=optim.matching(RELEASED)
-      )
+      optim.lamb(r, weight_decay=1.5, bias_correction=False, mask=optim.matching(RELEASED))
     ),
   ),
   "lamb, phi, lower layers slower": (

@@ -29,9 +29,7 @@ def page(generate, name):
 def test_every_setting_of_every_class_is_there(generate):
   """Expect each as often as `jaxscale train --help` has it: `lr` once per optimizer."""
   names = re.findall(r"^  --config\.([\w.]+)", settings_help(None), re.M)
-  on_page = re.findall(
-    r"^`+\{option\} --config\.(.+)$", page(generate, "settings"), re.M
-  )
+  on_page = re.findall(r"^`+\{option\} --config\.(.+)$", page(generate, "settings"), re.M)
   branches = {name for name in names if any(n.startswith(f"{name}.") for n in names)}
   wanted = sorted(n for n in names if n not in branches)
   assert sorted(n for n in on_page if n not in branches) == wanted
@@ -40,9 +38,7 @@ def test_every_setting_of_every_class_is_there(generate):
 
 def test_the_alternatives_and_what_they_are_for_are_there(generate):
   text = page(generate, "settings")
-  for field, classes in re.findall(
-    r"^  --config\.(\w+): (.+)$", settings_help(None), re.M
-  ):
+  for field, classes in re.findall(r"^  --config\.(\w+): (.+)$", settings_help(None), re.M):
     for name in classes.split(" | "):
       heading = f"### {field}={name}\n" if "|" in classes else f"## {field}\n"
       assert heading in text, heading
@@ -51,16 +47,12 @@ def test_the_alternatives_and_what_they_are_for_are_there(generate):
 
 def test_every_option_of_every_command_is_there(generate):
   sections = dict(
-    re.findall(
-      r"^### jaxscale (\S+)\n(.*?)(?=^##|\Z)", page(generate, "commands"), re.M | re.S
-    )
+    re.findall(r"^### jaxscale (\S+)\n(.*?)(?=^##|\Z)", page(generate, "commands"), re.M | re.S)
   )
   assert sections.keys() == cli.COMMANDS.keys()
   for name, section in sections.items():
     _, parser = cli.load(name)
-    printed = re.findall(
-      r"^ +(?:-\w[ \w.:|]*, )?(--[\w.-]+)", parser.format_help(), re.M
-    )
+    printed = re.findall(r"^ +(?:-\w[ \w.:|]*, )?(--[\w.-]+)", parser.format_help(), re.M)
     there = re.findall(r"^`+\{option\} (?:-\w[^,]*, )?(--[\w.-]+)", section, re.M)
     assert {*printed} - {"--help"} == {*there}, name
 
@@ -86,9 +78,7 @@ def test_every_exit_code_is_there():
 
 def test_every_variable_of_ours_is_there():
   sources = [path.read_text() for path in (ROOT / "jaxscale").rglob("*.py")]
-  names = {
-    n for text in sources for n in re.findall(r"\bJAXSCALE_[A-Z_]*[A-Z]\b", text)
-  }
+  names = {n for text in sources for n in re.findall(r"\bJAXSCALE_[A-Z_]*[A-Z]\b", text)}
   named = {*re.findall(r"JAXSCALE_[A-Z_]+", (REFERENCE / "environment.md").read_text())}
   assert names == named and len(names) >= 6
 

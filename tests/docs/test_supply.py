@@ -17,9 +17,7 @@ def test_every_pin_has_a_hash_and_none_names_an_index():
 def test_every_package_has_a_licence_that_may_be_used_with_ours(capsys):
   script = runpy.run_path(str(ROOT / "requirements" / "licences.py"))
   script["main"]()
-  lines = dict(
-    re.split(r" {2,}", x, maxsplit=1) for x in capsys.readouterr().out.splitlines()
-  )
+  lines = dict(re.split(r" {2,}", x, maxsplit=1) for x in capsys.readouterr().out.splitlines())
   assert lines["jaxscale"] == "Apache-2.0" and len(lines) > 30
   assert "unknown" not in " ".join(lines.values())
   # LGPL and MPL may be linked with; GPL and AGPL alone would bind who passes it on.

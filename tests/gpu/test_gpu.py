@@ -35,11 +35,9 @@ def images(**fields):
 
 MODELS = {
   "cnn": lambda: images(model=cfg.CNN(batch_norm=True, features=(16, 32))),
-  "vit": lambda: images(
-    model=cfg.ViT(patch=8, width=32, num_layers=2, num_heads=2)
-  ),
+  "vit": lambda: images(model=cfg.ViT(patch=8, width=32, num_layers=2, num_heads=2)),
   "transformer": lambda: tiny_language(optimizer=cfg.SGD(lr=0.01)),
-}  # fmt: skip
+}
 
 
 def trained(config, device, steps=3):
@@ -57,9 +55,7 @@ def trained(config, device, steps=3):
 def test_steps_are_those_of_the_cpu(name):
   """In float32, with products of float32: rounding alone differs."""
   with jax.default_matmul_precision("highest"):
-    here, there = (
-      trained(MODELS[name](), device) for device in (jax.devices("cpu")[0], last())
-    )
+    here, there = (trained(MODELS[name](), device) for device in (jax.devices("cpu")[0], last()))
   assert relative_distance(there[0], here[0]) < 1e-6
   moved = [jax.tree.map(np.subtract, after, before) for before, after in (here, there)]
   assert relative_distance(moved[1], moved[0]) < 2e-3
@@ -80,8 +76,7 @@ def test_fused_attention_is_attention(causal, tokens, groups, dry_run):
     pytest.skip(f"{jax.devices()[0].device_kind} has no fused attention")
   shapes = [(2, tokens, heads, width) for heads in (8, groups, groups, 8)]
   q, k, v, g = (
-    jax.random.normal(key, shape, jnp.bfloat16)
-    for key, shape in zip(keys, shapes, strict=True)
+    jax.random.normal(key, shape, jnp.bfloat16) for key, shape in zip(keys, shapes, strict=True)
   )
 
   def gradients(q, k, v, implementation):

@@ -83,9 +83,8 @@ def theirs(model, info):
 def built(settings, info):
   """(our model, its shapes) by its settings."""
   config = cfg.Config(
-    model=settings, data=cfg.Digits(), optimizer=cfg.SGD(lr=0.1), batch_size=8,
-    epochs=1.0,
-  )  # fmt: skip
+    model=settings, data=cfg.Digits(), optimizer=cfg.SGD(lr=0.1), batch_size=8, epochs=1.0
+  )
   model = make_model(config, info, train=False)
   made = jax.eval_shape(init_fn(model), jax.random.key(0))
   return model, made if isinstance(made, tuple) else (made, {})
@@ -110,9 +109,7 @@ def read(folder, settings, info, **options):
     notes.extend(check_source(folder, naming, names, settings, info, **options))
 
   classes = getattr(info, "num_classes", None) or info.vocab_size
-  found = import_safetensors(
-    folder, *abstract, num_classes=classes, check=check, **options
-  )
+  found = import_safetensors(folder, *abstract, num_classes=classes, check=check, **options)
   notes.append(found.summary)
   return logits_of(model, found.params, found.model_state, info), notes
 
@@ -135,9 +132,7 @@ def saved(model):
 
 def of_timm(architecture, settings, pixels, channels=3, **options):
   """timm's network by ours."""
-  model = timm.create_model(
-    architecture, num_classes=CLASSES, in_chans=channels, **options
-  )
+  model = timm.create_model(architecture, num_classes=CLASSES, in_chans=channels, **options)
   info = photos(pixels, channels)
   with saved(stir(model)) as folder:
     return read(folder, settings, info)[0], theirs(model, info)
@@ -182,9 +177,14 @@ def of_torchvision(model, settings, pixels):
 def vit_of_torchvision():
   """Its ViT."""
   model = torchvision.models.VisionTransformer(
-    image_size=32, patch_size=8, num_layers=2, num_heads=3, hidden_dim=48, mlp_dim=96,
+    image_size=32,
+    patch_size=8,
+    num_layers=2,
+    num_heads=3,
+    hidden_dim=48,
+    mlp_dim=96,
     num_classes=CLASSES,
-  )  # fmt: skip
+  )
   settings = cfg.ViT(width=48, num_layers=2, num_heads=3, patch=8, hidden=96)
   return of_torchvision(model, settings, 32)
 
@@ -192,32 +192,43 @@ def vit_of_torchvision():
 def vit_of_transformers():
   """Hugging Face's ViT."""
   config = transformers.ViTConfig(
-    hidden_size=48, num_hidden_layers=2, num_attention_heads=3, intermediate_size=96,
-    image_size=32, patch_size=8, num_labels=CLASSES,
-  )  # fmt: skip
-  model = stir(transformers.ViTForImageClassification(config))
-  settings = cfg.ViT(
-    width=48, num_layers=2, num_heads=3, patch=8, hidden=96, norm_eps=1e-12
+    hidden_size=48,
+    num_hidden_layers=2,
+    num_attention_heads=3,
+    intermediate_size=96,
+    image_size=32,
+    patch_size=8,
+    num_labels=CLASSES,
   )
+  model = stir(transformers.ViTForImageClassification(config))
+  settings = cfg.ViT(width=48, num_layers=2, num_heads=3, patch=8, hidden=96, norm_eps=1e-12)
   with saved(model) as folder:
     return read(folder, settings, photos(32))[0], theirs(model, photos(32))
 
 
 SIZES = {"num_layers": 2, "width": 48, "num_heads": 4, "num_kv_heads": 2, "hidden": 64}
 SCALED = {
-  "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+  "rope_type": "llama3",
+  "factor": 8.0,
+  "low_freq_factor": 1.0,
+  "high_freq_factor": 4.0,
   "original_max_position_embeddings": 32,
-}  # fmt: skip
+}
 SCALED_HERE = {"rope_factor": 8.0, "rope_length": 32}
 
 
 def language_model(kind, **fields):
   """A model of transformers, with random weights."""
   sizes = {
-    "vocab_size": WORDS, "hidden_size": 48, "intermediate_size": 64,
-    "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
-    "rms_norm_eps": 1e-5, "tie_word_embeddings": False,
-  }  # fmt: skip
+    "vocab_size": WORDS,
+    "hidden_size": 48,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": False,
+  }
   config = getattr(transformers, f"{kind}Config")(**sizes | fields)
   config._attn_implementation = "eager"
   return stir(getattr(transformers, f"{kind}ForCausalLM")(config))
@@ -255,10 +266,7 @@ def to_transformers(**options):
     path = Path(name, "model.safetensors")
     export_safetensors(path, params, naming="huggingface", num_classes=WORDS)
     write_config_json(
-      path,
-      llama_config(
-        settings, hidden=64, vocab_size=WORDS, sequence_length=64, dtype="float32"
-      ),
+      path, llama_config(settings, hidden=64, vocab_size=WORDS, sequence_length=64, dtype="float32")
     )
     other = transformers.AutoModelForCausalLM.from_pretrained(name).eval()
   return logits_of(model, params, {}, TEXT), theirs(other, TEXT)
@@ -305,9 +313,7 @@ SMALL_VIT = {"width": 48, "num_layers": 2, "num_heads": 4, "patch": 8, "hidden":
 NETWORKS = {
   "timm resnet18": lambda: of_timm("resnet18", cfg.ResNet(depth=18), 64),
   "timm resnet50": lambda: of_timm("resnet50", cfg.ResNet(depth=50), 64),
-  "timm resnet18, read into one channel": lambda: one_channel(
-    "resnet18", cfg.ResNet(depth=18), 64
-  ),
+  "timm resnet18, read into one channel": lambda: one_channel("resnet18", cfg.ResNet(depth=18), 64),
   "timm vit_tiny_patch16_224": lambda: of_timm(
     "vit_tiny_patch16_224", cfg.ViT(width=192, num_heads=3), 224
   ),
@@ -317,8 +323,14 @@ NETWORKS = {
   ),
   "timm ViT, read at 48 instead of 32 pixels": resized,
   "timm ViT, read into one channel": lambda: one_channel(
-    "vit_base_patch16_224", cfg.ViT(width=48, num_layers=2, num_heads=3, patch=8), 32,
-    embed_dim=48, depth=2, num_heads=3, img_size=32, patch_size=8,
+    "vit_base_patch16_224",
+    cfg.ViT(width=48, num_layers=2, num_heads=3, patch=8),
+    32,
+    embed_dim=48,
+    depth=2,
+    num_heads=3,
+    img_size=32,
+    patch_size=8,
   ),
   "torchvision resnet18": lambda: of_torchvision(
     torchvision.models.resnet18(num_classes=CLASSES), cfg.ResNet(depth=18), 64
@@ -326,9 +338,7 @@ NETWORKS = {
   "torchvision VisionTransformer": vit_of_torchvision,
   "transformers ViTForImageClassification": vit_of_transformers,
   "transformers Llama": lambda: of_transformers("Llama"),
-  "transformers Llama, tied": lambda: of_transformers(
-    "Llama", tie_word_embeddings=True
-  ),
+  "transformers Llama, tied": lambda: of_transformers("Llama", tie_word_embeddings=True),
   "transformers Llama 3.1's positions": lambda: of_transformers(
     "Llama", SCALED_HERE, rope_scaling=SCALED
   ),
@@ -339,17 +349,13 @@ NETWORKS = {
   ),
   "ours as timm's resnet18": lambda: to_timm(cfg.ResNet(depth=18), 64, channels=1),
   "ours as timm's ViT": lambda: to_timm(cfg.ViT(**SMALL_VIT), 32),
-  "ours as timm's ViT, mean of patches": lambda: to_timm(
-    cfg.ViT(**SMALL_VIT, pool="mean"), 32
-  ),
+  "ours as timm's ViT, mean of patches": lambda: to_timm(cfg.ViT(**SMALL_VIT, pool="mean"), 32),
   "ours as Llama": to_transformers,
-  "ours as Llama with scaled positions": lambda: to_transformers(
-    **SCALED_HERE, rope_theta=5e5
-  ),
+  "ours as Llama with scaled positions": lambda: to_transformers(**SCALED_HERE, rope_theta=5e5),
   "ours as Qwen2": lambda: to_transformers(qkv_bias=True),
   "ours as Hugging Face's ViT": lambda: vit_to_transformers(cfg.ViT(**SMALL_VIT), 32),
   "ours as Qwen3": lambda: to_transformers(qk_norm=True, head_width=16),
-}  # fmt: skip
+}
 
 
 @functools.cache

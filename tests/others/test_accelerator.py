@@ -22,9 +22,13 @@ def test_every_section_has_its_rows():
   command = [sys.executable, "benchmarks/accelerator.py", "--tiny", "--turns", "1"]
   env = os.environ | fast_compile_env() | {"JAX_PLATFORMS": "cpu"}
   done = subprocess.run(
-    [*command, "--minutes", "9"], cwd=ROOT, env=env | {"PYTHONPATH": str(ROOT)},
-    capture_output=True, text=True, timeout=590,
-  )  # fmt: skip
+    [*command, "--minutes", "9"],
+    cwd=ROOT,
+    env=env | {"PYTHONPATH": str(ROOT)},
+    capture_output=True,
+    text=True,
+    timeout=590,
+  )
   assert done.returncode == 0, done.stderr
   result = json.loads(done.stdout.splitlines()[-1])
   assert (kept.read_bytes() if kept.exists() else None) == before

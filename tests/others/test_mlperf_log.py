@@ -13,13 +13,18 @@ from support.extending import write_mine
 pytest.importorskip("mlperf_logging")
 
 TRAINED = {
-  "log.trackers": "MLPerf", "log.trackers.MLPerf.flush_s": "40", "epochs": "2",
-  "log.tensorboard": "False", "schedule": "Cosine", "target_accuracy": "0.1",
-}  # fmt: skip
+  "log.trackers": "MLPerf",
+  "log.trackers.MLPerf.flush_s": "40",
+  "epochs": "2",
+  "log.tensorboard": "False",
+  "schedule": "Cosine",
+  "target_accuracy": "0.1",
+}
 RUN = {
   "config": {"seed": 3, "batch_size": 64, "target_accuracy": 0.7},
-  "derived": {"num_train": 384, "num_eval": 128}, "device_kind": "cpu",
-}  # fmt: skip
+  "derived": {"num_train": 384, "num_eval": 128},
+  "device_kind": "cpu",
+}
 
 
 def compliance(path):
@@ -62,9 +67,7 @@ def test_a_run_that_resumes_has_each_evaluation_once(tmp_path):
   path = tmp_path / "mllog.txt"
   for start, ends in ((0, "interrupted"), (6, "done")):
     source = metrics.TrackerSource("MLPerf", lambda note: tracker.build(context), 40.0)
-    writer = metrics.MetricWriter(
-      tmp_path, start=start, tensorboard=False, trackers=[source]
-    )
+    writer = metrics.MetricWriter(tmp_path, start=start, tensorboard=False, trackers=[source])
     for step in range(start + 6, start + 13, 6):  # 12 is done twice
       writer.write(step, {"eval/accuracy": step / 24})
     writer.close(ends)

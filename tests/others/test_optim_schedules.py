@@ -19,9 +19,14 @@ def test_the_cosine_is_timms(restart):
 
   made = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.8)
   theirs = CosineLRScheduler(
-    made, t_initial=26 if restart else 30, lr_min=0.05, warmup_t=4,
-    warmup_lr_init=0.01, warmup_prefix=restart, t_in_epochs=False,
-  )  # fmt: skip
+    made,
+    t_initial=26 if restart else 30,
+    lr_min=0.05,
+    warmup_t=4,
+    warmup_lr_init=0.01,
+    warmup_prefix=restart,
+    t_in_epochs=False,
+  )
   ours = optim.warmup_cosine(0.8, 4, 30, end=0.05, start=0.01, restart=restart)
   for step in range(31):
     theirs.step_update(step)

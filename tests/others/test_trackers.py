@@ -119,9 +119,12 @@ print(json.dumps([run.name, run.config, rows]))
 def trackio_run(folder):
   """(name, config, {name: [(step, value), ...]}) of the only run in its database."""
   done = subprocess.run(
-    [sys.executable, "-c", READ_TRACKIO], env=child_env(TRACKIO_DIR=str(folder)),
-    capture_output=True, text=True, check=True,
-  )  # fmt: skip
+    [sys.executable, "-c", READ_TRACKIO],
+    env=child_env(TRACKIO_DIR=str(folder)),
+    capture_output=True,
+    text=True,
+    check=True,
+  )
   name, settings, rows = json.loads(done.stdout)
   found = collections.defaultdict(list)
   for row in rows:
@@ -185,8 +188,10 @@ def test_wandb_has_one_run_with_every_step_once(resumed):
   assert Path(sync[2]) == path.parent
   listed = subprocess.run(
     [sys.executable, "-m", "wandb", "sync", "--dry-run", sync[2]],
-    env=child_env(), capture_output=True, text=True,
-  )  # fmt: skip
+    env=child_env(),
+    capture_output=True,
+    text=True,
+  )
   assert run.run_id in listed.stdout + listed.stderr
 
 
@@ -225,13 +230,18 @@ def test_without_a_route_the_run_ends_with_every_step(tmp_path):
   dead, trackers = f"http://127.0.0.1:{free_port()}", "--config.log.trackers"
   done = subprocess.run(
     command(
-      tmp_path, f"{trackers}=Wandb,MLflow", f"{trackers}.Wandb.mode=online",
-      f"{trackers}.MLflow.uri={dead}", f"{trackers}.Wandb.flush_s=1",
+      tmp_path,
+      f"{trackers}=Wandb,MLflow",
+      f"{trackers}.Wandb.mode=online",
+      f"{trackers}.MLflow.uri={dead}",
+      f"{trackers}.Wandb.flush_s=1",
       f"{trackers}.MLflow.flush_s=1",
     ),
     env=child_env(HTTPS_PROXY=dead, HTTP_PROXY=dead, WANDB_API_KEY=KEY),
-    capture_output=True, text=True, timeout=300,
-  )  # fmt: skip
+    capture_output=True,
+    text=True,
+    timeout=300,
+  )
   assert done.returncode == 0, done.stderr
   summary = metrics.read_json(tmp_path / "summary.json")
   assert summary["outcome"] == "done"
@@ -257,8 +267,9 @@ class Server(http.server.BaseHTTPRequestHandler):
     run = {"info": {"run_id": "r", "run_uuid": "r", "experiment_id": "1"}, "data": {}}
     answers = {
       "experiments/get-by-name": {"experiment": {"experiment_id": "1", "name": "x"}},
-      "runs/search": {"runs": [run]}, "runs/get": {"run": run},
-    }  # fmt: skip
+      "runs/search": {"runs": [run]},
+      "runs/get": {"run": run},
+    }
     text = json.dumps(answers.get(call, {})).encode()
     self.send_response(200)
     self.send_header("Content-Length", str(len(text)))
@@ -279,9 +290,7 @@ def test_a_server_that_falls_silent_costs_its_lines_alone(tmp_path):
   source = metrics.TrackerSource(
     "MLflow", lambda note: config.MLflow(uri=uri).build(context(tmp_path, note)), 0.05
   )
-  writer = metrics.MetricWriter(
-    tmp_path, tensorboard=False, trackers=[source], say=printed.append
-  )
+  writer = metrics.MetricWriter(tmp_path, tensorboard=False, trackers=[source], say=printed.append)
   for step in range(1, Server.most + 2):
     writer.write(step, {"train/loss": 1 / step})
   assert Server.silent.wait(60)
@@ -322,16 +331,12 @@ def test_a_run_that_is_online_gets_what_its_server_lacks(tmp_path, monkeypatch):
   monkeypatch.setattr(wandb, "login", lambda **options: True)
   monkeypatch.setattr(wandb, "init", init)
   settings = config.Wandb(mode="online", project="p", entity="team")
-  source = metrics.TrackerSource(
-    "W", lambda n: settings.build(context(tmp_path, n)), 60
-  )
+  source = metrics.TrackerSource("W", lambda n: settings.build(context(tmp_path, n)), 60)
   before = metrics.MetricWriter(tmp_path, tensorboard=False)
   for step in range(1, 7):
     before.write(step, {"train/loss": 1 / step})
   before.close()
-  writer = metrics.MetricWriter(
-    tmp_path, start=5, tensorboard=False, trackers=[source], say=print
-  )
+  writer = metrics.MetricWriter(tmp_path, start=5, tensorboard=False, trackers=[source], say=print)
   writer.write(6, {"train/loss": 1 / 6})
   writer.close("failed")
   assert lines == [(4, 1 / 4), (5, 1 / 5), (6, 1 / 6), 1]

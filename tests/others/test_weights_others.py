@@ -36,9 +36,7 @@ def test_the_same_logits(name):
 def test_the_table_of_the_docs_is_what_is_measured():
   lines = agreement.written().splitlines()
   rows = [re.split(r" *\| *", line)[1:-1] for line in lines if line.startswith("| ")]
-  written = {
-    name: [float(x) for x in rest] for name, *rest in rows if rest[0][0].isdigit()
-  }
+  written = {name: [float(x) for x in rest] for name, *rest in rows if rest[0][0].isdigit()}
   trained = training.differences()
   assert list(written) == [*agreement.NETWORKS, *trained]
   # Another machine rounds otherwise.
@@ -54,18 +52,17 @@ def test_the_table_of_the_docs_is_what_is_measured():
 PLAIN = {"patch_size", "embed_dim", "depth", "num_heads", "mlp_ratio", "img_size"}
 GAP = {"class_token": False, "global_pool": "avg", "fc_norm": False}
 MODULES = {
-  vision_transformer: "_create_vision_transformer", deit: "_create_deit",
+  vision_transformer: "_create_vision_transformer",
+  deit: "_create_deit",
   timm_resnet: "_create_resnet",
-}  # fmt: skip
+}
 
 
 def arguments(module, architecture, monkeypatch):
   """What an architecture of timm's is made with."""
   found = {}
   with monkeypatch.context() as patch:
-    patch.setattr(
-      module, MODULES[module], lambda variant, *_, **more: found.update(more)
-    )
+    patch.setattr(module, MODULES[module], lambda variant, *_, **more: found.update(more))
     timm.models._registry._model_entrypoints[architecture]()
   return {k: v for k, v in found.items() if k not in ("pretrained", "variant")}
 
@@ -80,9 +77,7 @@ def is_ours(module, made):
 
 
 @pytest.mark.parametrize("module", MODULES, ids=lambda module: module.__name__)
-def test_of_all_architectures_of_timm_only_ours_are_taken(
-  module, monkeypatch, tmp_path
-):
+def test_of_all_architectures_of_timm_only_ours_are_taken(module, monkeypatch, tmp_path):
   taken = 0
   for architecture in timm.list_models(module=module.__name__.rpartition(".")[2]):
     made = arguments(module, architecture, monkeypatch)
@@ -117,23 +112,39 @@ def shapes(make):
   ("naming", "make", "says"),
   [
     ("timm", lambda: timm.create_model("resnet101"), "ResNet(depth=101, width=64, "),
-    ("timm", lambda: timm.create_model("resnet18", in_chans=1, num_classes=3),
-     "ResNet(depth=18, width=64, stem='imagenet')"),
+    (
+      "timm",
+      lambda: timm.create_model("resnet18", in_chans=1, num_classes=3),
+      "ResNet(depth=18, width=64, stem='imagenet')",
+    ),
     ("timm", lambda: torchvision.models.resnet34(), "ResNet(depth=34, "),
-    ("timm", lambda: timm.create_model("vit_small_patch32_224"),
-     "ViT(patch=32, width=384, num_layers=12, hidden=1536, pool='token') and images of "
-     "224 pixels"),
-    ("timm", lambda: timm.create_model("vit_base_patch16_gap_224"),
-     "ViT(patch=16, width=768, num_layers=12, hidden=3072, pool='mean') and"),
-    ("torchvision", lambda: torchvision.models.vit_b_16(),
-     "ViT(patch=16, width=768, num_layers=12, hidden=3072, pool='token') and"),
-    ("huggingface", lambda: agreement.language_model("Qwen2"),
-     "Transformer(num_layers=2, width=48, hidden=64, qk_norm=False, qkv_bias=True) and "
-     "48 words"),
-    ("huggingface", lambda: agreement.language_model("Qwen3", head_dim=12),
-     "Transformer(num_layers=2, width=48, hidden=64, qk_norm=True, "),
+    (
+      "timm",
+      lambda: timm.create_model("vit_small_patch32_224"),
+      "ViT(patch=32, width=384, num_layers=12, hidden=1536, pool='token') and images of 224 pixels",
+    ),
+    (
+      "timm",
+      lambda: timm.create_model("vit_base_patch16_gap_224"),
+      "ViT(patch=16, width=768, num_layers=12, hidden=3072, pool='mean') and",
+    ),
+    (
+      "torchvision",
+      lambda: torchvision.models.vit_b_16(),
+      "ViT(patch=16, width=768, num_layers=12, hidden=3072, pool='token') and",
+    ),
+    (
+      "huggingface",
+      lambda: agreement.language_model("Qwen2"),
+      "Transformer(num_layers=2, width=48, hidden=64, qk_norm=False, qkv_bias=True) and 48 words",
+    ),
+    (
+      "huggingface",
+      lambda: agreement.language_model("Qwen3", head_dim=12),
+      "Transformer(num_layers=2, width=48, hidden=64, qk_norm=True, ",
+    ),
   ],
-)  # fmt: skip
+)
 def test_settings_are_advised_only_where_there_are_such(naming, make, says):
   if naming == "huggingface":  # stirring needs numbers
     found = {k: tuple(v.shape) for k, v in make().state_dict().items()}
@@ -145,14 +156,19 @@ def test_settings_are_advised_only_where_there_are_such(naming, make, says):
 @pytest.mark.parametrize(
   ("architecture", "options"),
   [
-    ("resnet50d", {}), ("seresnet50", {}), ("resnext50_32x4d", {}),
-    ("wide_resnet50_2", {}), ("resnet50_gn", {}), ("resnet26", {}),
-    ("vit_small_patch14_dinov2", {}), ("deit3_small_patch16_224", {}),
+    ("resnet50d", {}),
+    ("seresnet50", {}),
+    ("resnext50_32x4d", {}),
+    ("wide_resnet50_2", {}),
+    ("resnet50_gn", {}),
+    ("resnet26", {}),
+    ("vit_small_patch14_dinov2", {}),
+    ("deit3_small_patch16_224", {}),
     ("deit_small_distilled_patch16_224", {}),
     ("vit_tiny_patch16_224", {"global_pool": "avg"}),
     ("vit_tiny_patch16_224", {"reg_tokens": 4}),
   ],
-)  # fmt: skip
+)
 def test_no_settings_are_advised_for_what_is_not_ours(architecture, options):
   found = shapes(lambda: timm.create_model(architecture, **options))
   assert settings_of("timm", found) is None
@@ -180,28 +196,59 @@ NO_HEAD = "init_head=True starts the classifier anew"
 @pytest.mark.parametrize(
   ("architecture", "settings", "options", "says", "or_else"),
   [
-    ("resnet18", cfg.ResNet(depth=18), {"num_classes": 0},
-     f"2 missing, first fc.weight; {NO_HEAD}",
-     f"2 missing, first fc.weight; {NO_HEAD}"),
-    ("resnet18", cfg.ResNet(depth=34), {}, "depth is 18 there and 34 here, set ResNet",
-     "it is of ResNet(depth=18, width=64, stem='imagenet'), set these"),
-    ("seresnet18", cfg.ResNet(depth=18), {}, "architecture is 'seresnet18' there",
-     "it is of a network that is not among ours, and no settings make it one"),
-    ("resnetblur18", cfg.ResNet(depth=18), {}, "architecture is 'resnetblur18' there",
-     None),
-    ("vit_base_patch16_224", V48, VIT | {"global_pool": "avg"},
-     "class_token=True, fc_norm=True", "only those of fc_norm=False are"),
-    ("vit_base_patch16_224", V48, VIT | {"global_pool": "avg", "fc_norm": False},
-     "class_token=True, fc_norm=False", None),
-    ("vit_base_patch16_224", dataclasses.replace(V48, num_heads=4), VIT,
-     "num_heads is 3 there and 4 here, set ViT.num_heads=3", None),
-    ("vit_base_patch16_224", V48, VIT | {"qk_norm": True},
-     "qk_norm is True there", "not among ours"),
+    (
+      "resnet18",
+      cfg.ResNet(depth=18),
+      {"num_classes": 0},
+      f"2 missing, first fc.weight; {NO_HEAD}",
+      f"2 missing, first fc.weight; {NO_HEAD}",
+    ),
+    (
+      "resnet18",
+      cfg.ResNet(depth=34),
+      {},
+      "depth is 18 there and 34 here, set ResNet",
+      "it is of ResNet(depth=18, width=64, stem='imagenet'), set these",
+    ),
+    (
+      "seresnet18",
+      cfg.ResNet(depth=18),
+      {},
+      "architecture is 'seresnet18' there",
+      "it is of a network that is not among ours, and no settings make it one",
+    ),
+    ("resnetblur18", cfg.ResNet(depth=18), {}, "architecture is 'resnetblur18' there", None),
+    (
+      "vit_base_patch16_224",
+      V48,
+      VIT | {"global_pool": "avg"},
+      "class_token=True, fc_norm=True",
+      "only those of fc_norm=False are",
+    ),
+    (
+      "vit_base_patch16_224",
+      V48,
+      VIT | {"global_pool": "avg", "fc_norm": False},
+      "class_token=True, fc_norm=False",
+      None,
+    ),
+    (
+      "vit_base_patch16_224",
+      dataclasses.replace(V48, num_heads=4),
+      VIT,
+      "num_heads is 3 there and 4 here, set ViT.num_heads=3",
+      None,
+    ),
+    (
+      "vit_base_patch16_224",
+      V48,
+      VIT | {"qk_norm": True},
+      "qk_norm is True there",
+      "not among ours",
+    ),
   ],
-)  # fmt: skip
-def test_what_timm_saved_is_refused_by_name(
-  architecture, settings, options, says, or_else
-):
+)
+def test_what_timm_saved_is_refused_by_name(architecture, settings, options, says, or_else):
   options = {"num_classes": agreement.CLASSES} | options
   info = agreement.photos(32)
   with agreement.saved(timm.create_model(architecture, **options)) as folder:
@@ -219,19 +266,18 @@ def test_what_timm_saved_is_refused_by_name(
 
 
 @pytest.mark.parametrize("kind", ["Llama", "Mistral", "Qwen2", "Qwen3"])
-@pytest.mark.parametrize(
-  "fields", [{}, {"hidden_size": 64, "num_attention_heads": 4}], ids=str
-)
+@pytest.mark.parametrize("fields", [{}, {"hidden_size": 64, "num_attention_heads": 4}], ids=str)
 def test_a_field_that_is_missing_is_what_transformers_takes(kind, fields):
   made = getattr(transformers, f"{kind}Config")(**fields)
   there = completed({"hidden_size": 4096, "model_type": kind.lower()} | fields)
   heads = made.num_attention_heads
   wanted = {
-    "num_attention_heads": heads, "num_key_value_heads": made.num_key_value_heads,
+    "num_attention_heads": heads,
+    "num_key_value_heads": made.num_key_value_heads,
     "head_dim": getattr(made, "head_dim", None) or made.hidden_size // heads,
     "rms_norm_eps": made.rms_norm_eps,
     "rope_theta": made.rope_parameters["rope_theta"],
-  }  # fmt: skip
+  }
   assert {name: there[name] for name in wanted} == wanted
 
 

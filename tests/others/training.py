@@ -67,9 +67,7 @@ def resnet():
 # larger than timm's default for the reason above.
 ADAMW = "adamw", dict(lr=5e-3, weight_decay=0.3), cfg.AdamW(lr=1)
 SGD = "sgd", dict(lr=1e-2, weight_decay=0.01, momentum=0.9), cfg.SGD(lr=1)
-LAMB = (
-  "lamb", dict(lr=2e-3, weight_decay=0.02, eps=1e-3), cfg.LAMB(lr=1, variant="timm"),
-)  # fmt: skip
+LAMB = ("lamb", dict(lr=2e-3, weight_decay=0.02, eps=1e-3), cfg.LAMB(lr=1, variant="timm"))
 RECIPES = {
   "ViT by timm's AdamW": (vit, *ADAMW),
   "ResNet-18 by timm's LAMB": (resnet, *LAMB),
@@ -94,9 +92,14 @@ def losses_of_timm(model, opt, options):
   made = optim.create_optimizer_v2(model, opt=opt, **options)
   epochs = STEPS * ROWS // EPOCH
   schedule, _ = scheduler.create_scheduler_v2(
-    made, sched="cosine", num_epochs=epochs, warmup_epochs=1, warmup_lr=WARMUP_LR,
-    step_on_epochs=False, updates_per_epoch=EPOCH // ROWS,
-  )  # fmt: skip
+    made,
+    sched="cosine",
+    num_epochs=epochs,
+    warmup_epochs=1,
+    warmup_lr=WARMUP_LR,
+    step_on_epochs=False,
+    updates_per_epoch=EPOCH // ROWS,
+  )
   dtype = next(model.parameters()).dtype
   objective = loss.LabelSmoothingCrossEntropy(SMOOTHING)
   model.train()
@@ -115,15 +118,24 @@ def losses_of_timm(model, opt, options):
 def losses_of_ours(path, model, optimizer):
   images, labels = batches()
   shown = data.Arrays(
-    x=images.reshape(-1, SIZE, SIZE, 3)[:EPOCH], y=labels.reshape(-1)[:EPOCH],
-    x_eval=images[0], y_eval=labels[0], num_classes=CLASSES, mean=(MEAN,), std=(STD,),
-  )  # fmt: skip
+    x=images.reshape(-1, SIZE, SIZE, 3)[:EPOCH],
+    y=labels.reshape(-1)[:EPOCH],
+    x_eval=images[0],
+    y_eval=labels[0],
+    num_classes=CLASSES,
+    mean=(MEAN,),
+    std=(STD,),
+  )
   config = cfg.Config(
-    model=model, data=shown, optimizer=optimizer, batch_size=ROWS,
-    epochs=STEPS * ROWS / EPOCH, loss=cfg.CrossEntropy(label_smoothing=SMOOTHING),
+    model=model,
+    data=shown,
+    optimizer=optimizer,
+    batch_size=ROWS,
+    epochs=STEPS * ROWS / EPOCH,
+    loss=cfg.CrossEntropy(label_smoothing=SMOOTHING),
     schedule=cfg.Cosine(warmup_epochs=1, warmup_lr=WARMUP_LR, restart=False),
     init_from=str(path),
-  )  # fmt: skip
+  )
   made = experiment(config, devices=jax.devices()[:1])
   state, found = made.init_state(lambda line: None), []
   if jax.config.jax_enable_x64:

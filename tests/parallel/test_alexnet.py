@@ -35,8 +35,7 @@ def test_parameters_are_those_of_the_files(batch_norm):
   fns = models.functions(model, (227, 227, 3))
   params, _ = jax.eval_shape(fns.init, jax.random.key(0))
   wanted = {
-    name: {"kernel": (size, size, width, out), "bias": (out,)}
-    for name, size, width, out in CONVS
+    name: {"kernel": (size, size, width, out), "bias": (out,)} for name, size, width, out in CONVS
   }
   wanted |= {n: {"kernel": (width, out), "bias": (out,)} for n, width, out in DENSE}
   if batch_norm:
@@ -56,9 +55,7 @@ def test_the_published_count_is_the_sum_of_its_layers():
 
 @functools.cache
 def tiny(batch_norm, **options):
-  model = models.AlexNetModule(
-    num_classes=5, batch_norm=batch_norm, hidden=24, **options
-  )
+  model = models.AlexNetModule(num_classes=5, batch_norm=batch_norm, hidden=24, **options)
   fns = models.functions(model, (SIZE, SIZE, 3), mean=(110.0,), std=(4.0,))
   params, state = jax.jit(fns.init)(jax.random.key(0))
   return fns, params, state
@@ -91,12 +88,9 @@ def np_windows(x, size, stride):
 
 def np_conv(x, layer, stride=1, pad=0, groups=1):
   x = np.pad(x, ((0, 0), (pad, pad), (pad, pad), (0, 0)))
-  parts = zip(
-    np.split(x, groups, axis=3), np.split(layer["kernel"], groups, axis=3), strict=True
-  )
+  parts = zip(np.split(x, groups, axis=3), np.split(layer["kernel"], groups, axis=3), strict=True)
   out = [
-    np.tensordot(np_windows(p, len(k), stride), k, axes=((4, 5, 3), (0, 1, 2)))
-    for p, k in parts
+    np.tensordot(np_windows(p, len(k), stride), k, axes=((4, 5, 3), (0, 1, 2))) for p, k in parts
   ]
   return np.maximum(np.concatenate(out, axis=3) + layer["bias"], 0)
 
@@ -144,15 +138,11 @@ def test_the_network_equals_float64(batch_norm):
     return 5 * x if x.ndim > 1 else x + jnp.linspace(0, 0.5, len(x))
 
   params, state = jax.tree.map(grown, (params, state))
-  logits, _ = jax.jit(fns.apply, static_argnums=3)(
-    params, state, images(2), False, None
-  )
+  logits, _ = jax.jit(fns.apply, static_argnums=3)(params, state, images(2), False, None)
   double = jax.tree.map(lambda x: np.asarray(x, np.float64), (params, state))
   wanted = np_alexnet((images(2) - 110.0) / 4, double[0], double[1].get("batch_stats"))
   assert np.abs(wanted[0] - wanted[1]).max() > 1e-2 * np.abs(wanted).max()
-  np.testing.assert_allclose(
-    logits, wanted, rtol=1e-5, atol=1e-5 * np.abs(wanted).max()
-  )
+  np.testing.assert_allclose(logits, wanted, rtol=1e-5, atol=1e-5 * np.abs(wanted).max())
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
@@ -178,9 +168,7 @@ def test_dropout_and_groups_do_not_depend_on_the_devices():
   keys = jax.random.split(jax.random.key(1), 4)
   apply = jax.jit(fns.apply, static_argnums=3)
   logits, new = apply(params, state, images(4), True, keys)
-  parts = [
-    apply(params, state, images(4)[i : i + 2], True, keys[i : i + 2]) for i in (0, 2)
-  ]
+  parts = [apply(params, state, images(4)[i : i + 2], True, keys[i : i + 2]) for i in (0, 2)]
   halves = jnp.concatenate([p[0] for p in parts])
   np.testing.assert_allclose(logits, halves, rtol=1e-5, atol=1e-7)
   mean = jax.tree.map(lambda a, b: (a + b) / 2, parts[0][1], parts[1][1])
@@ -200,9 +188,7 @@ def test_bfloat16_keeps_float32_parameters_and_logits(batch_norm):
     keys = jax.random.split(key, len(images))
     return params, fns.apply(params, state, images, True, keys)
 
-  traced = jax.jit(train).trace(
-    jax.random.key(0), jax.ShapeDtypeStruct((2, 227, 227, 3), np.uint8)
-  )
+  traced = jax.jit(train).trace(jax.random.key(0), jax.ShapeDtypeStruct((2, 227, 227, 3), np.uint8))
   assert all(x.dtype == jnp.float32 for x in jax.tree.leaves(traced.out_info))
   assert "bf16[2,6,6,256]" in str(traced.jaxpr)
 
@@ -210,9 +196,7 @@ def test_bfloat16_keeps_float32_parameters_and_logits(batch_norm):
 @pytest.mark.parametrize("batch_norm", [False, True])
 def test_the_train_step_lowers_for_eight_devices(batch_norm):
   mesh = make_mesh(bn_devices=2)
-  model = models.AlexNetModule(
-    num_classes=5, batch_norm=batch_norm, bn_axis_name=("bn",)
-  )
+  model = models.AlexNetModule(num_classes=5, batch_norm=batch_norm, bn_axis_name=("bn",))
   fns = models.functions(model, (227, 227, 3), std=(256.0,))
   tx, exchange = optim.sgd(0.1), plain(mesh.axis_names)
   step = make_train_step(losses.classification_loss(fns.apply), tx, mesh, exchange)
@@ -221,15 +205,11 @@ def test_the_train_step_lowers_for_eight_devices(batch_norm):
   state = abstract_state(fns.init, tx, mesh, exchange)
   step.lower(state, batch)
   # Pairs share statistics, along an axis of their own.
-  sums = re.findall(
-    r"psum\w*\[\s*axes=\('bn',\)", str(jax.make_jaxpr(step)(state, batch))
-  )
+  sums = re.findall(r"psum\w*\[\s*axes=\('bn',\)", str(jax.make_jaxpr(step)(state, batch)))
   assert bool(sums) == batch_norm
 
 
 def test_images_too_small_are_one_line():
-  model = models.functions(
-    models.AlexNetModule(num_classes=5, batch_norm=True), (66, 80, 3)
-  )
+  model = models.functions(models.AlexNetModule(num_classes=5, batch_norm=True), (66, 80, 3))
   with pytest.raises(ConfigError, match=r"^image_size=66: .* give 67 or more"):
     jax.eval_shape(model.init, jax.random.key(0))

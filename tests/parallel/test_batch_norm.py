@@ -106,9 +106,7 @@ def test_the_tree_is_that_of_flax():
   before = Before().init(jax.random.key(0), x)
   now = BatchNorm(group_size=1).init(jax.random.key(0), x, train=False)
   assert jax.tree.structure(now) == jax.tree.structure(before)
-  same = jax.tree.map(
-    lambda a, b: np.array_equal(a, b) and a.dtype == b.dtype, now, before
-  )
+  same = jax.tree.map(lambda a, b: np.array_equal(a, b) and a.dtype == b.dtype, now, before)
   assert all(jax.tree.leaves(same))
   fresh: Any = BatchNorm(("data",)).init(jax.random.key(0), x, train=True)
   assert not np.any(fresh["batch_stats"]["bn"]["mean"])  # as nn.BatchNorm's init
@@ -136,9 +134,7 @@ def reference(x, g, params, stats, group):
   "num_devices, replica",
   [(1, 1), (8, 2), *(pytest.param(*s, marks=pytest.mark.slow) for s in SPREADS[:3])],
 )
-@pytest.mark.parametrize(
-  "span, far", [(4, 0.0), (16, 0.0), (32, 0.0), (64, 0.0), (64, 200.0)]
-)
+@pytest.mark.parametrize("span, far", [(4, 0.0), (16, 0.0), (32, 0.0), (64, 0.0), (64, 200.0)])
 def test_equals_float64_over_the_same_groups(span, far, num_devices, replica):
   """A group is the same rows on any number of devices: output and gradients.
 
@@ -150,9 +146,7 @@ def test_equals_float64_over_the_same_groups(span, far, num_devices, replica):
   axes = mesh.axis_names
 
   def local(params, stats, x, g):
-    params, stats = jax.tree.map(
-      lambda v: lax.pcast(v, axes, to="varying"), (params, stats)
-    )
+    params, stats = jax.tree.map(lambda v: lax.pcast(v, axes, to="varying"), (params, stats))
     apply = ours(stats, axis_name=bn.axis_name, group_size=bn.group_size)
     y, new, (d_params, dx) = forward_and_gradients(apply, params, x, g)
     return y, lax.pmean(new, axes), lax.psum(d_params, axes), dx
@@ -185,9 +179,7 @@ def test_statistics_of_bfloat16_are_float32():
       np.testing.assert_allclose(value, wanted[name], rtol=2e-6)
 
 
-@pytest.mark.parametrize(
-  "options", [{"group_size": 3}, {"group_size": 0}, {"group_size": 32}]
-)
+@pytest.mark.parametrize("options", [{"group_size": 3}, {"group_size": 0}, {"group_size": 32}])
 def test_a_group_that_does_not_divide_the_rows_is_one_line(options):
   x, _, params, stats = layer_case()
   with pytest.raises(ConfigError, match=r"^bn_group_size=\d+: does not divide the 16"):
@@ -265,9 +257,13 @@ def run(span, num_devices, replica=1):
   """-> initial parameters, first and last state, metrics; all on the host."""
   mesh, bn = spread(span, num_devices, replica)
   model = models.CNNModule(
-    num_classes=10, features=(4, 8), dense=0, batch_norm=True,
-    bn_axis_name=bn.axis_name, bn_group_size=bn.group_size,
-  )  # fmt: skip
+    num_classes=10,
+    features=(4, 8),
+    dense=0,
+    batch_norm=True,
+    bn_axis_name=bn.axis_name,
+    bn_group_size=bn.group_size,
+  )
   fns = models.functions(model, (8, 8, 1), mean=(8.0,), std=(5.0,))
   tx, exchange = optim.sgd(0.1), plain(mesh.axis_names)
   state = init_state(fns.init, tx, mesh, exchange, seed=1)
@@ -290,9 +286,7 @@ def run(span, num_devices, replica=1):
     for where in [(16, 2, 1), (16, 4, 1), (16, 8, 2), (32, 4, 1), (32, 8, 1)]
   ],
 )
-def test_training_at_one_span_is_the_same_on_any_number_of_devices(
-  span, num_devices, replica
-):
+def test_training_at_one_span_is_the_same_on_any_number_of_devices(span, num_devices, replica):
   """Below, equal to and above a device's 32, 16 or 8 rows; gradients included."""
   start, first, end, history = run(span, num_devices, replica)
   start_1, first_1, end_1, history_1 = run(span, 1)
@@ -303,8 +297,7 @@ def test_training_at_one_span_is_the_same_on_any_number_of_devices(
         assert np.linalg.norm(a - b) <= 1e-6 * max(np.linalg.norm(b), 1)
   # SGD without decay: the first change is the first gradient.
   gradients = [
-    jax.tree.map(np.subtract, s, f.params)
-    for s, f in ((start, first), (start_1, first_1))
+    jax.tree.map(np.subtract, s, f.params) for s, f in ((start, first), (start_1, first_1))
   ]
   for a, b in zip(*map(jax.tree.leaves, gradients), strict=True):
     assert np.linalg.norm(a - b) <= 1e-5 * max(np.linalg.norm(b), 1e-2)

@@ -96,9 +96,7 @@ def flip_bit(path, where):
 
 
 DAMAGE = {
-  **{
-    f"bit flipped at {w}": lambda p, w=w: flip_bit(p, w) for w in (0.1, 0.3, 0.5, 0.9)
-  },
+  **{f"bit flipped at {w}": lambda p, w=w: flip_bit(p, w) for w in (0.1, 0.3, 0.5, 0.9)},
   "cut": lambda p: p.write_bytes(p.read_bytes()[: p.stat().st_size // 2]),
   "zeroed": lambda p: p.write_bytes(bytes(len(p.read_bytes()))),
   "gone": lambda p: p.unlink(),
@@ -135,10 +133,7 @@ def test_a_damaged_manifest_is_distrusted(tmp_path, capsys):
     checkpoints.save(at_step(state, 1))
   path = tmp_path / "1" / "manifest.json"
   path.write_text(path.read_text().replace("[64]", "[65]"))
-  with (
-    Checkpoints(tmp_path) as checkpoints,
-    pytest.raises(ConfigError, match="damaged"),
-  ):
+  with Checkpoints(tmp_path) as checkpoints, pytest.raises(ConfigError, match="damaged"):
     checkpoints.restore(abstract)
   assert "manifest" in capsys.readouterr().out
 
@@ -183,11 +178,7 @@ def test_a_state_may_be_donated_while_it_is_saved(tmp_path, monkeypatch):
   abstract, state = make_states(2)
   state = at_step(state, 3)
   before = jax.device_get(jax.tree.map(jnp.copy, state))
-  trained, start, sum_shards = (
-    threading.Event(),
-    files.start_writing,
-    checksum.sum_shards,
-  )
+  trained, start, sum_shards = (threading.Event(), files.start_writing, checksum.sum_shards)
 
   def late(function):
     return lambda *args: (trained.wait(60), function(*args))[1]
@@ -256,7 +247,7 @@ LOST = {
   ),
   "gone": (lambda s: data_of(s).unlink(), "could not be saved"),
   "metadata emptied": (lambda s: os.truncate(s / "_METADATA", 0), "_METADATA is empty"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("lost", LOST)
@@ -278,9 +269,7 @@ def test_what_the_disk_does_not_have_is_not_committed(tmp_path, monkeypatch, los
     assert checkpoints.steps() == [1] and os.listdir(tmp_path) == ["1"]
     (line,) = reported
     assert line.startswith("checkpoint of step 2 could not be saved: "), line
-    assert (
-      re.search(LOST[lost][1], line) and "\n" not in line and "make room" not in line
-    )
+    assert re.search(LOST[lost][1], line) and "\n" not in line and "make room" not in line
     monkeypatch.undo()
     checkpoints.save(at_step(state, 3))
     checkpoints.wait()
@@ -312,9 +301,7 @@ def test_an_array_that_is_missing_is_noticed(tmp_path, monkeypatch):
       checkpoints.wait()
 
 
-def test_all_is_synced_before_the_commit_and_older_ones_deleted_after(
-  tmp_path, monkeypatch
-):
+def test_all_is_synced_before_the_commit_and_older_ones_deleted_after(tmp_path, monkeypatch):
   """A loss of power at any moment leaves the newest checkpoint that was committed."""
   _, state = make_states(2)
   events, fsync, rename = [], os.fsync, type(tmp_path).rename
@@ -394,12 +381,7 @@ def test_checksums_do_not_depend_on_the_sharding(dtype):
     sharding = jax.NamedSharding(mesh, jax.P(*spec))
     found.add(checksum.manifest(jax.device_put(host, sharding))[""]["checksum"])
   assert len(found) == 1
-  for other in (
-    host.at[3, 5].add(1),
-    host[::-1],
-    host[:, ::-1],
-    host.at[0, 0].set(host[1, 1] + 3),
-  ):
+  for other in (host.at[3, 5].add(1), host[::-1], host[:, ::-1], host.at[0, 0].set(host[1, 1] + 3)):
     assert checksum.manifest(other)[""]["checksum"] not in found
 
 
@@ -427,9 +409,9 @@ def test_checksums_do_not_depend_on_how_places_are_made(monkeypatch):
       if shape and shape[0] > 1:
         cut = slice(0, 1, None), slice(1, shape[0], None)
         with np.errstate(over="ignore"):
-          parts.append(sum(
-            checksum.shard_checksums([data[s]], (s, *whole[1:]), shape)[0] for s in cut
-          ))  # fmt: skip
+          parts.append(
+            sum(checksum.shard_checksums([data[s]], (s, *whole[1:]), shape)[0] for s in cut)
+          )
       found |= {int(x) for x in parts}
     assert len(found) == 1, shape
 

@@ -72,9 +72,7 @@ def reduce_rows(function, mesh, rows, check_vma=True):
   def local(rows):
     return [function(x[0], axes) for x in rows]
 
-  mapped = jax.shard_map(
-    local, mesh=mesh, in_specs=P(axes), out_specs=P(), check_vma=check_vma
-  )
+  mapped = jax.shard_map(local, mesh=mesh, in_specs=P(axes), out_specs=P(), check_vma=check_vma)
   return jax.jit(mapped, compiler_options=QUICKLY)(rows)
 
 
@@ -218,8 +216,11 @@ def test_every_axis_carries_its_own_bytes(shape, payload, algorithm):
   reduce = collectives.reducer(mesh, by, payload, payload and "float32")
   rows = jax.ShapeDtypeStruct((8, size), "float32")
   table = hlo.collectives(reduce.lower(rows).compile(), mesh)
-  together = {"ring": [mesh.axis_names], "psum": [mesh.axis_names],
-              "hierarchical": [mesh.axis_names[1:], mesh.axis_names[:1]]}  # fmt: skip
+  together = {
+    "ring": [mesh.axis_names],
+    "psum": [mesh.axis_names],
+    "hierarchical": [mesh.axis_names[1:], mesh.axis_names[:1]],
+  }
   left, wanted = size * (2 if payload else 4), {}
   for axes in together.get(algorithm, [(a,) for a in reversed(mesh.axis_names)]):
     if n := math.prod(mesh.shape[a] for a in axes) if axes else 0:
@@ -385,6 +386,4 @@ def test_mistakes_are_one_line(tree, options, says):
 )
 def test_mistakes_inside_shard_map(function, says):
   with pytest.raises(ConfigError, match=says):
-    jax.shard_map(
-      lambda x: function(x[0]), mesh=mesh_of((8,)), in_specs=P("a"), out_specs=P()
-    )(X)
+    jax.shard_map(lambda x: function(x[0]), mesh=mesh_of((8,)), in_specs=P("a"), out_specs=P())(X)

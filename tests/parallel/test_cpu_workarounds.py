@@ -32,9 +32,7 @@ def environment(monkeypatch):
     ("XLA_FLAGS", "--xla_dump_to=x --xla_force_host_platform_device_count=8"),
   ],
 )
-def test_simulated_devices_have_a_thread_for_each_of_eight_collectives(
-  environment, name, value
-):
+def test_simulated_devices_have_a_thread_for_each_of_eight_collectives(environment, name, value):
   environment.setenv(name, value)
   set_cpu_threads()
   assert os.environ["NPROC"] == "64"
@@ -67,9 +65,7 @@ def two_loops(mesh):
     return loop(x, 3), loop(y, 5)
 
   return jax.jit(
-    jax.shard_map(
-      both, mesh=mesh, in_specs=P("data"), out_specs=P("data"), check_vma=False
-    )
+    jax.shard_map(both, mesh=mesh, in_specs=P("data"), out_specs=P("data"), check_vma=False)
   )
 
 

@@ -16,12 +16,7 @@ from jaxscale.run.adaptive_batch import read_chosen
 from jaxscale.run.damaged_examples import DamageRecord
 from jaxscale.run.fit import fit
 from jaxscale.run.nan_policy import NanPolicy
-from jaxscale.run.workdir import (
-  claim_workdir,
-  epochs_before,
-  forget_unsaved,
-  start_devices,
-)
+from jaxscale.run.workdir import claim_workdir, epochs_before, forget_unsaved, start_devices
 from support.bad_files import DEEP, EVERY, HUGE, OTHER_JSON, put
 from support.cases import all_slow_except
 from support.configs import tiny_digits
@@ -219,9 +214,7 @@ def test_damaged_skipped_steps_are_one_line(tmp_path, content):
 SIZES = [*EVERY.values(), b'["64"]', b"[64.5]", b"[0]", b"[-64]", b"[true]"]
 
 
-@pytest.mark.parametrize(
-  "content", [s for s in SIZES if s != b"[]"], ids=lambda c: repr(c[:12])
-)
+@pytest.mark.parametrize("content", [s for s in SIZES if s != b"[]"], ids=lambda c: repr(c[:12]))
 def test_damaged_batch_sizes_are_one_line(tmp_path, content):
   put(tmp_path / "batch_sizes.json", content)
   with pytest.raises(ConfigError, match=r"batch_sizes\.json") as error:
@@ -310,7 +303,8 @@ RESUMED = {
   "an owner of a lock": (lambda w: put(w / "lock" / "9.released", b"[]"), True),
   "a summary": (lambda w: put(w / "summary.json", DEEP), True),
   "a summary of other types": (
-    lambda w: put(w / "summary.json", b'{"target_step": [], "seconds": "x"}'), True
+    lambda w: put(w / "summary.json", b'{"target_step": [], "seconds": "x"}'),
+    True,
   ),
   "metrics": (lambda w: put(w / "metrics.jsonl", b"[]\n" + DEEP + b"\n\xff"), True),
   "starts that are a pipe": (lambda w: piped(w / "starts.jsonl"), True),
@@ -324,29 +318,28 @@ RESUMED = {
   ),
   **{
     f"a manifest: {name}": (
-      lambda w, c=content: put(w / "checkpoints" / str(newest(w)) / MANIFEST, c), False
+      lambda w, c=content: put(w / "checkpoints" / str(newest(w)) / MANIFEST, c),
+      False,
     )
     for name, content in EVERY.items()
   },
   "a manifest without leaves": (lambda w: manifest(w, newest(w), leaves=None), False),
-  "leaves that are text": (
-    lambda w: manifest(w, newest(w), leaves={"step": "x"}), False
-  ),
-  "metrics that are text": (
-    lambda w: manifest(w, newest(w), metrics={"loss": "1"}), False
-  ),
+  "leaves that are text": (lambda w: manifest(w, newest(w), leaves={"step": "x"}), False),
+  "metrics that are text": (lambda w: manifest(w, newest(w), metrics={"loss": "1"}), False),
   "a split that is text": (lambda w: manifest(w, newest(w), split="x"), False),
   "a checkpoint that is a file": (
-    lambda w: (shutil.rmtree(w / "checkpoints" / str(newest(w))),
-               put(w / "checkpoints" / "45", b"")), False
+    lambda w: (
+      shutil.rmtree(w / "checkpoints" / str(newest(w))),
+      put(w / "checkpoints" / "45", b""),
+    ),
+    False,
   ),
-}  # fmt: skip
+}
 QUICK = ("a name of another digit", "metrics", "a manifest: deep")
 
 
 @pytest.mark.parametrize(
-  "name",
-  [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in RESUMED],
+  "name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in RESUMED]
 )
 def test_a_run_resumes_with_damage(workdir, finished, name, capsys):
   damage, is_whole = RESUMED[name]

@@ -17,16 +17,7 @@ from jaxscale.exchange.power_sgd import power_sgd
 from jaxscale.exchange.top_k import top_k
 from jaxscale.mesh import make_mesh
 from support.cases import all_slow_except
-from support.exchanges import (
-  AXES,
-  SHAPES,
-  N,
-  compiled,
-  first_state,
-  gradients,
-  program,
-  run,
-)
+from support.exchanges import AXES, SHAPES, N, compiled, first_state, gradients, program, run
 
 BYTES = {"f32": 4, "s32": 4, "u16": 2, "s8": 1, "u8": 1, "bf16": 2, "f16": 2}
 W = {"w": (64, 128)}  # divides by devices, blocks and eight bits
@@ -36,9 +27,7 @@ M, ROWS, COLUMNS = 64 * 128, 64, 128
 @pytest.mark.parametrize("size", [4, 12, 100, 10**9])
 def test_buckets_are_full_in_order_and_come_back(size):
   shapes = [(3,), (2, 3, 5), (), (7,), (4, 4), (19,)]
-  leaves = [
-    np.random.default_rng(i).random(s).astype("f") for i, s in enumerate(shapes)
-  ]
+  leaves = [np.random.default_rng(i).random(s).astype("f") for i, s in enumerate(shapes)]
   pieces = layout(leaves, size)
   buckets = pack([jnp.asarray(x) for x in leaves], pieces)
   wanted = np.concatenate([leaf.reshape(-1) for leaf in leaves[::-1]])
@@ -83,9 +72,7 @@ def test_any_reduction_goes_into_the_buckets():
     np.testing.assert_array_equal(means[name], g.mean(1))
 
 
-@pytest.mark.parametrize(
-  "name", all_slow_except(["delayed", "delayed one bit"], "delayed")
-)
+@pytest.mark.parametrize("name", all_slow_except(["delayed", "delayed one bit"], "delayed"))
 def test_delayed_is_the_inner_exchange_a_step_late(name):
   grads = gradients(50)
   steps, state = compiled(name)
@@ -109,9 +96,7 @@ def collectives(exchange: Exchange, shapes):
   kinds = "all-to-all|all-gather|all-reduce|reduce-scatter|collective-permute"
   for result, kind in re.findall(rf"= (.*?) ({kinds})(?:-start)?\(", text):
     arrays = re.findall(r"(\w+)\[([\d,]*)\]", result)
-    sizes = [
-      np.prod([int(d) for d in dims.split(",") if d] or [1]) for _, dims in arrays
-    ]
+    sizes = [np.prod([int(d) for d in dims.split(",") if d] or [1]) for _, dims in arrays]
     (dtype,) = {dtype for dtype, _ in arrays}
     found.append((kind, dtype, int(sum(sizes)) * BYTES[dtype]))
   return sorted(found)
@@ -137,28 +122,30 @@ def there_and_back(dtype, size, *more):
 SENT = {
   "bfloat16": (half_precision(AXES), W, there_and_back("u16", 2 * M)),
   "float16": (
-    half_precision(AXES, "float16"), W,
+    half_precision(AXES, "float16"),
+    W,
     there_and_back("u16", 2 * M, ("all-reduce", "f32", 4)),
   ),
   "int8": (int8(AXES), W, there_and_back("s8", M + 4 * M // 256)),
   # The bits, and two floats per column.
-  "1-bit": (
-    one_bit(AXES, num_devices=N), W, there_and_back("u8", M // 8 + 8 * COLUMNS)
-  ),
+  "1-bit": (one_bit(AXES, num_devices=N), W, there_and_back("u8", M // 8 + 8 * COLUMNS)),
   # 37 bits are 5 bytes; 130 columns are 8 stripes of 17; a tiny bias stays float32.
   "1-bit where nothing divides": (
-    one_bit(AXES, num_devices=N), {"b": (3,), "w": (37, 130)},
+    one_bit(AXES, num_devices=N),
+    {"b": (3,), "w": (37, 130)},
     there_and_back("u8", 8 * 17 * (5 + 8), ("all-reduce", "f32", 12)),
   ),
   "top-k": (  # of 8,192
-    top_k(AXES, num_devices=N, share=0.01), W, [("all-gather", "s32", N * 2 * 4 * 82)]
+    top_k(AXES, num_devices=N, share=0.01),
+    W,
+    [("all-gather", "s32", N * 2 * 4 * 82)],
   ),
   "PowerSGD": (  # the bias goes with P
-    power_sgd(AXES, rank=4), W | {"bias": (128,)},
-    [("all-reduce", "f32", 4 * (4 * ROWS + 128)),
-     ("all-reduce", "f32", 4 * 4 * COLUMNS)],
+    power_sgd(AXES, rank=4),
+    W | {"bias": (128,)},
+    [("all-reduce", "f32", 4 * (4 * ROWS + 128)), ("all-reduce", "f32", 4 * 4 * COLUMNS)],
   ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", SENT)
@@ -178,9 +165,7 @@ def test_buckets_are_for_processes_on_cpus():
   """The mesh's devices decide: gloo takes tensors one after another."""
 
   def mesh(platform, *processes):
-    made = [
-      types.SimpleNamespace(platform=platform, process_index=p) for p in processes
-    ]
+    made = [types.SimpleNamespace(platform=platform, process_index=p) for p in processes]
     return types.SimpleNamespace(devices=np.array(made, object))
 
   assert best_bucket_bytes(make_mesh()) is None

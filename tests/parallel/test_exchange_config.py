@@ -39,11 +39,16 @@ PARAMS = 64 * HIDDEN + HIDDEN + HIDDEN * 10 + 10
 def config(**fields):
   return Whole(
     **{
-      "model": MLP(hidden=(HIDDEN,)), "data": Digits(), "optimizer": SGD(lr=0.1),
-      "batch_size": 64, "epochs": 2, "log": Log(tensorboard=False),
+      "model": MLP(hidden=(HIDDEN,)),
+      "data": Digits(),
+      "optimizer": SGD(lr=0.1),
+      "batch_size": 64,
+      "epochs": 2,
+      "log": Log(tensorboard=False),
       "mesh": Grid(replica=2),
-    } | fields
-  )  # fmt: skip
+    }
+    | fields
+  )
 
 
 def sent(**fields):
@@ -94,8 +99,9 @@ def test_the_hierarchy_goes_by_the_mesh():
 def test_half_precision_takes_an_algorithm_too():
   found = sent(exchange=HalfPrecision())
   assert {kind: dtypes for kind, (_, _, dtypes) in found.items()} == {
-    "all-to-all": {"u16"}, "all-gather": {"u16"},
-  }  # fmt: skip
+    "all-to-all": {"u16"},
+    "all-gather": {"u16"},
+  }
   ring = sent(exchange=HalfPrecision(algorithm="ring"))
   times, size, dtypes = ring["collective-permute"]
   assert dtypes == {"u16"} and times == 2 * 7
@@ -104,9 +110,8 @@ def test_half_precision_takes_an_algorithm_too():
 
 @pytest.mark.parametrize(
   ("exchange", "below"),
-  [(Int8(block=64), 0.30), (OneBit(), 0.09), (TopK(share=0.01), 0.18),
-   (PowerSGD(rank=2), 0.25)],
-)  # fmt: skip
+  [(Int8(block=64), 0.30), (OneBit(), 0.09), (TopK(share=0.01), 0.18), (PowerSGD(rank=2), 0.25)],
+)
 def test_compressed_exchanges_send_less(exchange, below):
   def wire(**fields):
     experiment = build.experiment(config(**fields))
@@ -117,9 +122,7 @@ def test_compressed_exchanges_send_less(exchange, below):
 
 
 def test_buckets_and_delay():
-  experiment = build.experiment(
-    config(exchange=AllReduce(bucket_bytes=8192, delayed=True))
-  )
+  experiment = build.experiment(config(exchange=AllReduce(bucket_bytes=8192, delayed=True)))
   state = experiment.abstract_state()
   own = jax.tree.leaves(state.exchange_state)
   assert sum(x.size for x in own) == N * PARAMS
@@ -142,9 +145,7 @@ def test_workers_that_train_alone():
   assert all(row.conditional for row in table if row.payload_bytes > 64)
   # 5 steps of 8 examples of each of 8 workers, 8 times: more than there are.
   assert experiment.notes and "wants 2,560 different samples" in experiment.notes[0]
-  grouped = build.experiment(
-    config(sync=LocalSGD(sync_every_steps=5, workers="replica"))
-  )
+  grouped = build.experiment(config(sync=LocalSGD(sync_every_steps=5, workers="replica")))
   assert grouped.sync is not None and grouped.sync.workers == ("replica",)
 
 
@@ -158,44 +159,60 @@ def test_the_plan_is_reported():
 MISTAKES = {
   "algorithm": (["exchange.algorithm=rign"], "'psum' | 'ring' | 'torus'"),
   "exchange": (["exchange=OneBits"], "did you mean 'OneBit'?"),
-  "axis": (
-    ["exchange.algorithm=torus", "exchange.dims=rack:2,data:4"], "no axis 'rack'"),
+  "axis": (["exchange.algorithm=torus", "exchange.dims=rack:2,data:4"], "no axis 'rack'"),
   "dims": (["exchange.algorithm=torus", "exchange.dims=data:3"], "multiply to the 8"),
   "dims of a ring": (["exchange.algorithm=ring", "exchange.dims=data:8"], "'torus'"),
   "share": (["exchange=TopK", "exchange.share=0.2"], "give a share below 0.125"),
-  "block": (
-    ["exchange=Int8", "exchange.bucket_bytes=64"], "Int8.bucket_bytes=64: holds no"),
+  "block": (["exchange=Int8", "exchange.bucket_bytes=64"], "Int8.bucket_bytes=64: holds no"),
   "bucket": (["exchange.bucket_bytes=3"], "give a value >= 4"),
   "plain epochs": (
-    ["sync=LocalSGD", "sync.sync_every_steps=2", "ema_decay=None", "exchange=OneBit",
-     "exchange.plain_epochs=1"], "plain_epochs=1.0: workers send only"),
+    [
+      "sync=LocalSGD",
+      "sync.sync_every_steps=2",
+      "ema_decay=None",
+      "exchange=OneBit",
+      "exchange.plain_epochs=1",
+    ],
+    "plain_epochs=1.0: workers send only",
+  ),
   "scaled rate": (
     ["sync=LocalSGD", "sync.sync_every_steps=2", "ema_decay=None", "lr_scaling=linear"],
-    "lr_scaling='linear': sync=LocalSGD has rates of one worker"),
+    "lr_scaling='linear': sync=LocalSGD has rates of one worker",
+  ),
   "phases": (
-    ["sync=BlockMomentum", "sync.sync_every_steps=5", "ema_decay=None", "optimizer=SGD",
-     "phases.epochs=0,1", "phases.batch_sizes=128,512"],
-    "BlockMomentum.sync_every_steps=5: one block of 8 workers is 2,560 samples"),
+    [
+      "sync=BlockMomentum",
+      "sync.sync_every_steps=5",
+      "ema_decay=None",
+      "optimizer=SGD",
+      "phases.epochs=0,1",
+      "phases.batch_sizes=128,512",
+    ],
+    "BlockMomentum.sync_every_steps=5: one block of 8 workers is 2,560 samples",
+  ),
   "noise scale": (["exchange=Int8", "noise_scale=True"], "use AllReduce or Half"),
-  "delayed ways": (
-    ["sync=DiLoCo", "exchange.delayed=True", "ema_decay=None"], "set it to False"),
+  "delayed ways": (["sync=DiLoCo", "exchange.delayed=True", "ema_decay=None"], "set it to False"),
   "average": (["sync=DiLoCo"], "set ema_decay to None"),
-  "momentum": (
-    ["sync=BlockMomentum", "ema_decay=None", "optimizer=AdamW"], "AdamW's moments"),
+  "momentum": (["sync=BlockMomentum", "ema_decay=None", "optimizer=AdamW"], "AdamW's moments"),
   "samples": (
     ["sync=BlockMomentum", "ema_decay=None", "optimizer=SGD"],
-    "more than the 1,437 there are; give "),
+    "more than the 1,437 there are; give ",
+  ),
   "statistics": (
-    ["sync=LocalSGD", "sync.sync_every_steps=2", "ema_decay=None",
-     "model.bn_span=global", "model.batch_norm=True"],
-    "CNN.bn_span=global: BatchNorm statistics over workers"),
-}  # fmt: skip
+    [
+      "sync=LocalSGD",
+      "sync.sync_every_steps=2",
+      "ema_decay=None",
+      "model.bn_span=global",
+      "model.batch_norm=True",
+    ],
+    "CNN.bn_span=global: BatchNorm statistics over workers",
+  ),
+}
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_a_mistake_ends_before_anything_is_compiled(
-  mistake, monkeypatch, capsys, tmp_path
-):
+def test_a_mistake_ends_before_anything_is_compiled(mistake, monkeypatch, capsys, tmp_path):
   def compiled(*_):
     raise AssertionError("compiled")
 

@@ -34,9 +34,7 @@ from support.exchanges import (
 QUICK = ("bucketed", "bf16", "one bit", "top k", "delayed")
 
 
-@pytest.mark.parametrize(
-  "name", all_slow_except(FEEDBACK, "one bit", "top k", "delayed")
-)
+@pytest.mark.parametrize("name", all_slow_except(FEEDBACK, "one bit", "top k", "delayed"))
 def test_what_was_sent_and_what_is_left_are_all_the_gradients(name):
   means, state = fifty(name)
   for leaf, grads in gradients(50).items():
@@ -77,8 +75,7 @@ def test_the_mean_over_steps_is_that_of_the_gradients(name):
 
 
 @pytest.mark.parametrize(
-  "name",
-  all_slow_except(["bf16", "int8", "one bit", "top k", "power sgd"], "bf16", "top k"),
+  "name", all_slow_except(["bf16", "int8", "one bit", "top k", "power sgd"], "bf16", "top k")
 )
 def test_the_shape_of_the_mesh_does_not_matter(name):
   got, _ = run(EXCHANGES[name](), gradients(50), mesh=make_mesh())
@@ -87,8 +84,7 @@ def test_the_shape_of_the_mesh_does_not_matter(name):
 
 
 @pytest.mark.parametrize(
-  "name",
-  all_slow_except(["bucketed", "fp16", "int8", "one bit", "power sgd"], "bucketed"),
+  "name", all_slow_except(["bucketed", "fp16", "int8", "one bit", "power sgd"], "bucketed")
 )
 def test_one_device_will_do(name):
   mesh = make_mesh(devices=jax.devices()[:1])
@@ -114,20 +110,18 @@ def test_a_gradient_that_is_no_number_is_seen(name, bad):
 KEEPS = warm_start(plain(AXES), AXES, steps=1, first=delayed(plain(AXES)))
 MISTAKES: list[tuple[Callable[[], Any], str]] = [
   (lambda: run(bucketed(AXES, bucket_bytes=0), gradients(1)), "bucket_bytes=0: give"),
-  (lambda: run(bucketed(AXES, bucket_bytes=3), gradients(1)),
-   "holds no float32, give 4 or more"),
+  (lambda: run(bucketed(AXES, bucket_bytes=3), gradients(1)), "holds no float32, give 4 or more"),
   (lambda: half_precision(AXES, "float8"), "dtype='float8': is not a payload"),
   (lambda: half_precision(AXES, sum_in="x"), "sum_in='x'"),
   (lambda: int8(AXES, block=0), "block=0"),
   (lambda: int8(AXES, block=256, bucket_bytes=1000), "give 1024 or more"),
   (lambda: top_k(AXES, num_devices=N, share=0.0), "share=0.0: give a share"),
   (lambda: top_k(AXES, num_devices=N, share=0.125), "share=0.125: 8 devices .* below "),
-  (lambda: top_k(AXES, num_devices=N, per="layer"),
-   'per=\'layer\': give "tensor" or "bucket"'),
+  (lambda: top_k(AXES, num_devices=N, per="layer"), 'per=\'layer\': give "tensor" or "bucket"'),
   (lambda: power_sgd(AXES, rank=0), "rank=0: give the columns"),
   (lambda: warm_start(plain(AXES), AXES, steps=-1), r"warm_start.steps=-1"),
   (lambda: KEEPS.init({"w": jnp.zeros(3)}), r"warm_start.first: keeps a state"),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("make, line", MISTAKES)

@@ -6,12 +6,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from jaxscale.exchange.low_precision import (
-  decode_int8,
-  encode_int8,
-  half_precision,
-  int8,
-)
+from jaxscale.exchange.low_precision import decode_int8, encode_int8, half_precision, int8
 from support.exchanges import AXES, N, gradients, run
 
 BLOCK = 64

@@ -10,32 +10,17 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from jaxscale.errors import ConfigError
-from jaxscale.exchange.one_bit import (
-  dequantise_columns,
-  one_bit,
-  quantise_columns,
-  shrinks,
-)
+from jaxscale.exchange.one_bit import dequantise_columns, one_bit, quantise_columns, shrinks
 from jaxscale.exchange.wrappers import warm_start
 from jaxscale.mesh import make_mesh
-from support.exchanges import (
-  AXES,
-  EXCHANGES,
-  SHAPES,
-  N,
-  compiled,
-  gradients,
-  joined,
-  run,
-)
+from support.exchanges import AXES, EXCHANGES, SHAPES, N, compiled, gradients, joined, run
 
 
 def quantised(column):
   """Q of one column, in float64."""
   high = column >= 0
   mean = {
-    side: column[high == side].mean() if np.any(high == side) else 0.0
-    for side in (False, True)
+    side: column[high == side].mean() if np.any(high == side) else 0.0 for side in (False, True)
   }
   return np.array([mean[bool(h)] for h in high])
 
@@ -48,10 +33,7 @@ def reference(grads):
   for g in grads.astype(np.float64):
     x = g + residual
     sent = np.stack(
-      [
-        np.stack([quantised(x[i, :, j]) for j in range(count)], axis=1)
-        for i in range(n)
-      ]
+      [np.stack([quantised(x[i, :, j]) for j in range(count)], axis=1) for i in range(n)]
     )
     residual = x - sent
     y = sent.sum(0) + owner
@@ -98,9 +80,7 @@ def test_the_payload_is_the_bits_and_two_means():
   low, high = x[x < 0].mean(), x[x >= 0].mean()
   np.testing.assert_allclose(payload[2:].view(np.float32), [low, high], rtol=1e-6)
   wanted = np.where(x >= 0, high, low)
-  np.testing.assert_allclose(
-    dequantise_columns(payload[:, None], 10)[:, 0], wanted, rtol=1e-6
-  )
+  np.testing.assert_allclose(dequantise_columns(payload[:, None], 10)[:, 0], wanted, rtol=1e-6)
 
 
 @pytest.mark.parametrize("sign", [-1.0, 1.0])

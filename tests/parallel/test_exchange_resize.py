@@ -26,11 +26,10 @@ from support.exchanges import (
 )
 
 AXES = ("replica", "data")
-STATEFUL = [name for name, make in EXCHANGES.items()
-            if jax.tree.leaves(make().init({"w": jnp.zeros((9, 7))}))]  # fmt: skip
-LONG = (
-  "delayed one bit", "warm one bit", "top k of buckets", "one bit", "int8", "power sgd",
-)  # fmt: skip
+STATEFUL = [
+  name for name, make in EXCHANGES.items() if jax.tree.leaves(make().init({"w": jnp.zeros((9, 7))}))
+]
+LONG = ("delayed one bit", "warm one bit", "top k of buckets", "one bit", "int8", "power sgd")
 # From how many devices to how many: fewer, more, no divisor, from one.
 COUNTS = [(8, 4), (4, 8), (8, 6), (1, 8), (5, 3)]
 
@@ -70,9 +69,7 @@ def close(got, wanted, tolerance, name):
   assert error <= tolerance * np.linalg.norm(wanted), (name, error)
 
 
-@pytest.mark.parametrize(
-  "name", all_slow_except(STATEFUL, "one bit", "top k", "delayed")
-)
+@pytest.mark.parametrize("name", all_slow_except(STATEFUL, "one bit", "top k", "delayed"))
 def test_what_is_pending_of_the_mean_is_kept(name):
   for old, new in COUNTS:
     exchange = EXCHANGES[name](new)

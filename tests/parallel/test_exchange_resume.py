@@ -20,9 +20,10 @@ from support.exchanges import EXCHANGES
 
 WIDTH, OUT = 31, 9
 KEEP_STATE = [
-  name for name, make in EXCHANGES.items()
+  name
+  for name, make in EXCHANGES.items()
   if jax.tree.leaves(make().init({"w": jnp.zeros((WIDTH, OUT))}))
-]  # fmt: skip
+]
 
 
 def init_fn(key):
@@ -101,12 +102,9 @@ def restore(directory, abstract, resize=None):
 
 @pytest.mark.parametrize(
   ("name", "old", "new"),
-  [(name, 8, 4) for name in KEEP_STATE]
-  + [("one bit", 8, 6), ("one bit", 3, 8), ("delayed", 3, 8)],
+  [(name, 8, 4) for name in KEEP_STATE] + [("one bit", 8, 6), ("one bit", 3, 8), ("delayed", 3, 8)],
 )
-def test_a_checkpoint_is_restored_on_another_number_of_devices(
-  name, old, new, tmp_path, capsys
-):
+def test_a_checkpoint_is_restored_on_another_number_of_devices(name, old, new, tmp_path, capsys):
   saved = saved_on(name, old, tmp_path)
   exchange, _, abstract, _ = parts(name, new)
   state = restore(tmp_path, abstract, exchange.resize)
@@ -196,9 +194,8 @@ def test_other_shapes_are_refused_on_any_number_of_devices(tmp_path):
     assert wanted in line and "another experiment" in line
   # Another model has another exchange state too: the model is what is named.
   wider = abstract_state(
-    lambda key: ({"b": jnp.zeros(OUT), "w": jnp.zeros((WIDTH + 1, OUT))}, ()),
-    tx, mesh, exchange,
-  )  # fmt: skip
+    lambda key: ({"b": jnp.zeros(OUT), "w": jnp.zeros((WIDTH + 1, OUT))}, ()), tx, mesh, exchange
+  )
   assert "params/w is float32[31, 9] there" in refused(tmp_path, wider, exchange.resize)
 
 

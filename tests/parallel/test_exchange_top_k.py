@@ -54,8 +54,7 @@ def test_the_largest_of_a_bucket_may_all_lie_in_one_tensor():
   flat = np.concatenate([grads[n].reshape(3, N, -1) for n in names], axis=-1)
   wanted, residual = reference(flat)
   assert_close(
-    np.concatenate([np.asarray(means[n]).reshape(3, -1) for n in names], axis=-1),
-    wanted,
+    np.concatenate([np.asarray(means[n]).reshape(3, -1) for n in names], axis=-1), wanted
   )
   left = [np.asarray(state["residual"][n]).reshape(N, -1) for n in names]
   assert_close(np.concatenate(left, axis=-1), residual)

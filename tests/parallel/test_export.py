@@ -63,9 +63,7 @@ def test_a_run_starts_from_what_another_has_learnt(finished, tmp_path, capsys):
   config = tiny_digits(init_from=str(path), seed="7", epochs="2")
   state = build.experiment(config).init_state()
   (reported,) = capsys.readouterr().out.splitlines()
-  assert reported.startswith(
-    f"parameters from {path}: 2,410 numbers in 4 arrays, float32"
-  )
+  assert reported.startswith(f"parameters from {path}: 2,410 numbers in 4 arrays, float32")
   assert same((state.params, state.model_state), result.state.average)
   assert same(state.average, result.state.average) and state.step == 0
   assert all(not np.any(x) for x in jax.tree.leaves(state.opt_state))
@@ -94,15 +92,12 @@ def test_the_parameters_of_the_last_step_can_be_taken(finished, tmp_path, capsys
 
 def test_a_checkpoint_of_a_resnet_becomes_timms_file(tmp_path, capsys):
   """With the average of its statistics, on which it is evaluated."""
-  model = models.ResNetModule(
-    num_classes=7, stage_sizes=(2, 1), bottleneck=True, width=4
-  )
+  model = models.ResNetModule(num_classes=7, stage_sizes=(2, 1), bottleneck=True, width=4)
   fns = models.functions(model, (32, 32, 3))
   shapes = jax.eval_shape(fns.init, jax.random.key(0))
   rng = np.random.default_rng(0)
   last, average = (
-    jax.tree.map(lambda x: jnp.asarray(rng.random(x.shape, np.float32)), shapes)
-    for _ in range(2)
+    jax.tree.map(lambda x: jnp.asarray(rng.random(x.shape, np.float32)), shapes) for _ in range(2)
   )
   made = TrainState(jnp.int32(3), *last, (), (), average, ())
   with Checkpoints(tmp_path / "checkpoints") as checkpoints:
@@ -114,12 +109,9 @@ def test_a_checkpoint_of_a_resnet_becomes_timms_file(tmp_path, capsys):
   }
   (tmp_path / "config.json").write_text(json.dumps(described))
   path = tmp_path / "resnet.safetensors"
-  code, line = typed(
-    capsys, "--workdir", tmp_path, "--to", path, "--naming", "timm"
-  )  # fmt: skip
+  code, line = typed(capsys, "--workdir", tmp_path, "--to", path, "--naming", "timm")
   assert code == 0, line
-  assert line.endswith("(the config.json there is of another file, and timm's is not "
-                       "written)")  # fmt: skip
+  assert line.endswith("(the config.json there is of another file, and timm's is not written)")
   entries, about = read_header(path)
   assert entries["layer1.1.bn3.running_var"].shape == (16,)
   assert entries["layer2.0.downsample.1.num_batches_tracked"].dtype == np.int64
@@ -131,9 +123,8 @@ def test_a_checkpoint_of_a_resnet_becomes_timms_file(tmp_path, capsys):
 @pytest.mark.parametrize("naming", ["timm", "huggingface"])
 def test_a_folder_of_a_vit_says_what_its_parameters_mean(naming, tmp_path, capsys):
   config = tiny_digits(
-    model="ViT", model__patch="4", model__width="32", model__num_layers="1",
-    model__num_heads="2",
-  )  # fmt: skip
+    model="ViT", model__patch="4", model__width="32", model__num_layers="1", model__num_heads="2"
+  )
   experiment = build.experiment(config)
   workdir, path = tmp_path / "run", tmp_path / "out" / "model.safetensors"
   for folder in (workdir, path.parent):
@@ -141,9 +132,7 @@ def test_a_folder_of_a_vit_says_what_its_parameters_mean(naming, tmp_path, capsy
   (workdir / "config.json").write_text(json.dumps(describe(experiment)))
   with Checkpoints(workdir / "checkpoints") as checkpoints:
     checkpoints.save(experiment.init_state())
-  code, line = typed(
-    capsys, "--workdir", workdir, "--to", path, "--naming", naming
-  )  # fmt: skip
+  code, line = typed(capsys, "--workdir", workdir, "--to", path, "--naming", naming)
   assert code == 0 and line.endswith(f"in {naming}'s names"), line
   written = json.loads((path.parent / "config.json").read_text())
   if naming == "timm":
@@ -199,9 +188,11 @@ def test_workers_that_train_alone_start_from_it_too(tmp_path):
 def language(**changes):
   """A small language model; its heads, angles and epsilon are not the defaults."""
   base = {
-    "model.num_layers": "2", "model.head_width": "16", "model.rope_theta": "5e3",
+    "model.num_layers": "2",
+    "model.head_width": "16",
+    "model.rope_theta": "5e3",
     "model.norm_eps": "1e-4",
-  }  # fmt: skip
+  }
   dotted = {k.replace("__", "."): v for k, v in changes.items()}
   return load_config("tests/support/tiny_language.py", base | dotted)
 
@@ -229,9 +220,7 @@ def logits_of(config, params):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("naming", ["jaxscale", "huggingface"])
-def test_a_language_model_starts_from_what_another_has_learnt(
-  spoken, naming, tmp_path, capsys
-):
+def test_a_language_model_starts_from_what_another_has_learnt(spoken, naming, tmp_path, capsys):
   last, workdir = spoken
   path = tmp_path / "model.safetensors"
   code, line = typed(capsys, "--workdir", workdir, "--to", path, "--naming", naming)
@@ -245,21 +234,29 @@ def test_a_language_model_starts_from_what_another_has_learnt(
   assert np.ptp(wanted) > 0 and same(logits_of(config, state.params), wanted)
 
 
-def test_a_folder_for_transformers_says_what_its_parameters_mean(
-  spoken, tmp_path, capsys
-):
+def test_a_folder_for_transformers_says_what_its_parameters_mean(spoken, tmp_path, capsys):
   _, workdir = spoken
   path, config_json = tmp_path / "model.safetensors", tmp_path / "config.json"
   options = ("--workdir", workdir, "--to", path, "--naming=huggingface")
   assert typed(capsys, *options)[0] == 0
   reported = json.loads(config_json.read_text())
   wanted = {
-    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 256,
-    "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
-    "rope_theta": 5e3, "rms_norm_eps": 1e-4, "max_position_embeddings": 64,
-    "tie_word_embeddings": False, "torch_dtype": "float32", "eos_token_id": 0,
-  }  # fmt: skip
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 256,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "rope_theta": 5e3,
+    "rms_norm_eps": 1e-4,
+    "max_position_embeddings": 64,
+    "tie_word_embeddings": False,
+    "torch_dtype": "float32",
+    "eos_token_id": 0,
+  }
   assert wanted.items() <= reported.items()
   entries, _ = read_header(path)
   assert entries["model.embed_tokens.weight"].shape == (256, 32)
@@ -273,9 +270,12 @@ def test_a_folder_for_transformers_says_what_its_parameters_mean(
     assert (to.parent / "config.json").read_text() == kept and not to.exists()
   # Another model of the same shapes does not take it.
   changes = dict(
-    init_from=str(tmp_path), model__num_heads="8", model__num_kv_heads="4",
-    model__head_width="8", model__rope_theta="1e4",
-  )  # fmt: skip
+    init_from=str(tmp_path),
+    model__num_heads="8",
+    model__num_kv_heads="4",
+    model__head_width="8",
+    model__rope_theta="1e4",
+  )
   with pytest.raises(ConfigError) as e:
     build.experiment(language(**changes)).init_state()
   assert "\n" not in str(e.value)
@@ -293,18 +293,9 @@ MISTAKES = {
   "no workdir": (["--to=x.safetensors"], "--workdir: missing; try --workdir runs/x"),
   "no file": (["--workdir=x"], "--to: missing"),
   "no value": (["--to", "--workdir=x"], "--to: a value is missing"),
-  "naming": (
-    ["--to=x.safetensors", "--workdir=x", "--naming=tim"],
-    "did you mean 'timm'?",
-  ),
-  "step": (
-    ["--to=x.safetensors", "--workdir=x", "--step=last"],
-    "--step=last: give a whole",
-  ),
-  "no run": (
-    ["--to=x.safetensors", "--workdir=/no"],
-    "--workdir=/no: no config.json there",
-  ),
+  "naming": (["--to=x.safetensors", "--workdir=x", "--naming=tim"], "did you mean 'timm'?"),
+  "step": (["--to=x.safetensors", "--workdir=x", "--step=last"], "--step=last: give a whole"),
+  "no run": (["--to=x.safetensors", "--workdir=/no"], "--workdir=/no: no config.json there"),
 }
 
 
@@ -350,9 +341,13 @@ def test_what_the_run_has_not_is_one_line(finished, tmp_path, capsys, monkeypatc
 
 def test_help_and_choices():
   done = subprocess.run(
-    [sys.executable, "-m", "jaxscale", "export", "--help"], cwd=ROOT,
-    env=child_env(), capture_output=True, text=True, timeout=300,
-  )  # fmt: skip
+    [sys.executable, "-m", "jaxscale", "export", "--help"],
+    cwd=ROOT,
+    env=child_env(),
+    capture_output=True,
+    text=True,
+    timeout=300,
+  )
   assert done.returncode == 0 and "--naming NAMING" in done.stdout
   assert not done.stderr
   _, parser = cli.load("export")
@@ -367,9 +362,7 @@ def test_every_device_count_reads_what_any_wrote(tmp_path):
   export_safetensors(path, eight.params)
   mesh = make_mesh(data=2, devices=jax.devices()[:2])
   like = jax.tree.map(
-    lambda x: jax.ShapeDtypeStruct(
-      x.shape, x.dtype, sharding=jax.NamedSharding(mesh, jax.P())
-    ),
+    lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=jax.NamedSharding(mesh, jax.P())),
     eight.params,
   )
   found = import_safetensors(path, like).params

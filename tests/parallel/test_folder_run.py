@@ -47,9 +47,7 @@ def test_five_damaged_files_are_reported_and_trained_around(tmp_path, capsys):
   assert result.summary["outcome"] == "done"
   assert result.summary["damaged_examples"] == 5
   assert result.summary["accuracy"] == 1.0  # the classes differ in brightness
-  reported = [
-    x for x in capsys.readouterr().out.splitlines() if x.startswith("training data")
-  ]
+  reported = [x for x in capsys.readouterr().out.splitlines() if x.startswith("training data")]
   assert len(reported) == 1, reported
   assert reported[0].startswith("training data: 5 damaged examples: cat/003.jpg, ")
   again = fit(folder_config(tmp_path / "images"), tmp_path / "run")  # it is done
@@ -66,9 +64,7 @@ def test_damage_of_before_a_restart_still_counts(tmp_path):
   first = DamageRecord(tmp_path, start=0)
   first.watch("training", dataset(3, 8))
   first.watch("training", dataset(8, 9))  # of another phase
-  assert first.collect() == [
-    "training data: 3 damaged examples: 3.jpg, 8.jpg and 9.jpg"
-  ]
+  assert first.collect() == ["training data: 3 damaged examples: 3.jpg, 8.jpg and 9.jpg"]
   assert first.collect() == []  # nothing new
   second = DamageRecord(tmp_path, start=5)
   second.watch("training", dataset(3))

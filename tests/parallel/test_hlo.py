@@ -83,10 +83,7 @@ def sometimes(x):
 
 # name: function of [1, 16] a device, and rows (kind, axes, times, M, sent) wanted.
 PROGRAMS = {
-  "tree": (
-    tree,
-    [("all-reduce", AXES, 1, ROW + 12, 2 * (ROW + 12) * 7 / 8)],
-  ),
+  "tree": (tree, [("all-reduce", AXES, 1, ROW + 12, 2 * (ROW + 12) * 7 / 8)]),
   "ring": (ring, [("collective-permute", ("data",), 1, ROW // 4, ROW / 4)] * 6),
   "hierarchical": (
     hierarchical,
@@ -102,10 +99,7 @@ PROGRAMS = {
   ),
   "nested": (
     nested,
-    [
-      ("all-reduce", ("data",), 15, ROW, ROW * 6 / 4),
-      ("all-reduce", ("replica",), 5, ROW, ROW),
-    ],
+    [("all-reduce", ("data",), 15, ROW, ROW * 6 / 4), ("all-reduce", ("replica",), 5, ROW, ROW)],
   ),
   "downwards": (downwards, [("all-reduce", ("data",), 5, ROW, ROW * 6 / 4)]),
   "until": (until, [("all-reduce", ("data",), 1, ROW, ROW * 6 / 4)]),
@@ -144,12 +138,16 @@ def test_trips_are_found_where_the_compiler_does_not_write_them(name):
 @pytest.mark.parametrize(
   ("compare", "first", "step", "trips"),
   [
-    ("%i, %n), direction=LT", 0, 1, 7), ("%i, %n), direction=LE", 0, 2, 4),
-    ("%n, %i), direction=GT", 3, 3, 2), ("%i, %n), direction=NE", 1, 2, 3),
-    ("%n, %i), direction=LE", 20, -1, 14), ("%i, %n), direction=LT", 9, 1, 0),
-    ("%i, %n), direction=EQ", 7, 1, 1), ("%i, %n), direction=LT", 0, -1, None),
+    ("%i, %n), direction=LT", 0, 1, 7),
+    ("%i, %n), direction=LE", 0, 2, 4),
+    ("%n, %i), direction=GT", 3, 3, 2),
+    ("%i, %n), direction=NE", 1, 2, 3),
+    ("%n, %i), direction=LE", 20, -1, 14),
+    ("%i, %n), direction=LT", 9, 1, 0),
+    ("%i, %n), direction=EQ", 7, 1, 1),
+    ("%i, %n), direction=LT", 0, -1, None),
   ],
-)  # fmt: skip
+)
 def test_trips_of_every_comparison(compare, first, step, trips):
   loop = f"""HloModule m, is_scheduled=true, num_partitions=8
 %body (p: (s32[], f32[16])) -> (s32[], f32[16]) {{
@@ -182,8 +180,11 @@ ENTRY %main (x: f32[16]) -> f32[16] {{
 
 
 def test_forms_of_replica_groups():
-  for cut, shape, order in [((2, 4), (8,), None), ((4, 2), (2, 4), (1, 0)),
-                            ((2, 4), (2, 2, 2), (1, 0, 2))]:  # fmt: skip
+  for cut, shape, order in [
+    ((2, 4), (8,), None),
+    ((4, 2), (2, 4), (1, 0)),
+    ((2, 4), (2, 2, 2), (1, 0, 2)),
+  ]:
     wanted = np.arange(8).reshape(shape).transpose(order).reshape(cut)
     written = f"[{','.join(map(str, cut))}]<=[{','.join(map(str, shape))}]"
     written += f"T({','.join(map(str, order))})" if order else ""
@@ -192,9 +193,7 @@ def test_forms_of_replica_groups():
   assert parse.replica_groups("{}", 3) == ((0, 1, 2),)
   named = "mesh['a'=2,'b'=4] {'b'}"  # jax 0.12
   assert parse.replica_groups(named, 8) == ((0, 1, 2, 3), (4, 5, 6, 7))
-  assert parse.replica_groups("mesh[a=2,b=2,c=2] {a,c}", 8) == (
-    (0, 1, 4, 5), (2, 3, 6, 7),
-  )  # fmt: skip
+  assert parse.replica_groups("mesh[a=2,b=2,c=2] {a,c}", 8) == ((0, 1, 4, 5), (2, 3, 6, 7))
   assert parse.replica_groups("mesh['a'=4] {'a':(2)2}", 4) == ((0, 1), (2, 3))
   assert parse.replica_groups("mesh['a'=4] {'a':(1)2}", 4) == ((0, 2), (1, 3))
   turned = "mesh['a'=4,'b'=1,'c'=2], device_ids=([2,4]T(1,0)) {'a'}"
@@ -207,8 +206,10 @@ def test_three_axes_are_distinguished():
   for axes in [("bn",), ("data",), ("replica", "bn"), ("data", "bn")]:
     mapped = jax.shard_map(
       lambda x, axes=axes: lax.psum(x, axes) + x,
-      mesh=mesh, in_specs=P(mesh.axis_names), out_specs=P(mesh.axis_names),
-    )  # fmt: skip
+      mesh=mesh,
+      in_specs=P(mesh.axis_names),
+      out_specs=P(mesh.axis_names),
+    )
     (row,) = hlo.collectives(jax.jit(mapped).lower(jnp.ones((8, 2))).compile(), mesh)
     assert row.axes == axes and row.group_size == 2 ** len(axes)
 
@@ -240,9 +241,11 @@ def test_our_step_sends_its_gradients_once(accumulate):
 def test_flops_of_dots_and_convolutions():
   """Against XLA's own count, where flops and not bytes decide."""
   conv = functools.partial(
-    lax.conv_general_dilated, window_strides=(1, 1), padding="VALID",
+    lax.conv_general_dilated,
+    window_strides=(1, 1),
+    padding="VALID",
     dimension_numbers=("NHWC", "HWIO", "NHWC"),
-  )  # fmt: skip
+  )
   for function, shapes in [
     (jnp.matmul, [(2048, 4096), (4096, 1024)]),
     (conv, [(4, 34, 34, 512), (3, 3, 512, 512)]),
@@ -324,8 +327,9 @@ def test_layers_on_a_gpu():
   assert all(r.is_async for r in gathers) and any(r.overlap > 0.05 for r in gathers)
   scatters = [r for r in table if r.kind == "reduce-scatter"]
   assert [(r.times, r.payload_bytes, r.is_async) for r in scatters] == [
-    (3, 2 * UP, True), (1, 2 * UP, False),
-  ]  # fmt: skip
+    (3, 2 * UP, True),
+    (1, 2 * UP, False),
+  ]
   assert hlo.total(table, axis="replica").payload_bytes == 2 * LAYER * UP // 2
 
 
@@ -358,8 +362,9 @@ def test_two_slices_of_a_tpu():
 def test_summary_is_for_people():
   lines = hlo.summary(fixture("gpu_layers")).splitlines()
   assert [x.split()[:4] for x in lines[1:3]] == [
-    ["all-gather", "data", "bf16", "16"], ["reduce-scatter", "data", "bf16", "3"],
-  ]  # fmt: skip
+    ["all-gather", "data", "bf16", "16"],
+    ["reduce-scatter", "data", "bf16", "3"],
+  ]
   assert "738.198 MB per step, 93% of it" in lines[-1]
   unknown = hlo.summary(hlo.collectives(text("until"), GRID))
   assert "counted once" in unknown
@@ -377,9 +382,7 @@ def test_sums_in_a_backward_scan_hide_behind_other_layers(name, payload, times, 
   """
   text = (FIXTURES / f"{name}_in_backward.txt").read_text()
   table = hlo.collectives(text, {"replica": 2, "data": 4})
-  sums = [
-    r for r in table if "replica" in (r.axes or ()) and r.payload_bytes == payload
-  ]
+  sums = [r for r in table if "replica" in (r.axes or ()) and r.payload_bytes == payload]
   assert sorted(r.times for r in sums) == times and all(r.is_async for r in sums)
   hidden = [r for r in sums if (r.overlap or 0.0) > 0.1]
   assert sum(r.times for r in hidden) == share * sum(times)

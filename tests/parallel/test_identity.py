@@ -204,9 +204,7 @@ def moved(folder):
 
 
 def settings(**overrides):
-  return lambda _: {
-    "overrides": {k.replace("__", "."): v for k, v in overrides.items()}
-  }
+  return lambda _: {"overrides": {k.replace("__", "."): v for k, v in overrides.items()}}
 
 
 def recorded(*path, to):
@@ -295,30 +293,23 @@ CHANGES = {
   "a class renamed": data(rename_class, "class 0 is 'ant' there and 'bee"),
   "a class more": data(class_more, "there are 2 classes there and 3 now"),
   "images more": data(
-    lambda f: write_images(f, "train", "ant", 20, 0),
-    "train.examples is 24 there and 32 now",
+    lambda f: write_images(f, "train", "ant", 20, 0), "train.examples is 24 there and 32 now"
   ),
   "an image less": data(lambda f: (f / "set/val/ant/0.png").unlink(), LESS),
   "an image renamed, which reorders": data(rename_image, "train.files differs"),
   "another image under a name": data(other_pixels, "train.sizes differs"),
-  "text longer": data(
-    longer("text/train.txt"), "train.tokens is 1051 there and 2101 now", "text"
-  ),
+  "text longer": data(longer("text/train.txt"), "train.tokens is 1051 there and 2101 now", "text"),
   "text of the same length": data(
     edit("text/train.txt", "not", "but"), "train.content differs", "text"
   ),
-  "another tokenizer": data(
-    edit("tokenizer", "{}", "{ }"), "train.tokenizer differs", "text"
-  ),
+  "another tokenizer": data(edit("tokenizer", "{}", "{ }"), "train.tokenizer differs", "text"),
   "tokens longer": data(
     longer("bin/train.bin"), "train.examples is 125 there and 250 now", "tokens"
   ),
   "two tokens swapped": data(swap_tokens, "train.content differs", "tokens"),
   "dtype of tokens": data(wider, "train.dtype differs", "tokens"),
   "dtype of tokens by name": Change(settings(data__dtype="uint16"), kind="tokens"),
-  "the vocabulary": setting(
-    "data.vocab_size is 300", kind="tokens", data__vocab_size="301"
-  ),
+  "the vocabulary": setting("data.vocab_size is 300", kind="tokens", data__vocab_size="301"),
   "data and code": Change(
     data_and_code, r"other data and other code .*--accept-changes=data,code$"
   ),
@@ -328,14 +319,12 @@ CHANGES = {
   # The user's own code.
   "a constant": code("own.py", "SCALE = 1.0", "SCALE = 3.0", "SCALE in own"),
   "the model": code(
-    "own.py", "nn.Dense(self.outputs)(", "nn.Dense(self.outputs)(1 + ",
-    "Net in own differs",
+    "own.py", "nn.Dense(self.outputs)(", "nn.Dense(self.outputs)(1 + ", "Net in own differs"
   ),
   "a helper": code("helper.py", "2 * x", "3 * x", "doubled in helper differs"),
   "a late import": code("late.py", "255", "256", "narrow in late differs"),
   "a model patched": code(
-    "own.py", "def get_config", "Net.outputs = 2\n\n\ndef get_config",
-    "Net in own differs",
+    "own.py", "def get_config", "Net.outputs = 2\n\n\ndef get_config", "Net in own differs"
   ),
   "comments and docstrings": Change(comments),
   "a tracker": Change(edit("own.py", "return None", "return 1")),
@@ -347,9 +336,9 @@ CHANGES = {
   "fewer epochs": setting("epochs is 2.0", epochs="1"),
   "a seed": setting("seed is 0", seed="1"),
   "activations in bfloat16": setting("dtype is 'float32'", dtype="bfloat16"),
-  "what is logged and saved": Change(settings(
-    log__every_steps="1", checkpoint__keep_last="5", evaluation__every_epochs="1"
-  )),
+  "what is logged and saved": Change(
+    settings(log__every_steps="1", checkpoint__keep_last="5", evaluation__every_epochs="1")
+  ),
   # Environment.
   "x64": Change(
     recorded(*ENVIRONMENT, "jax_enable_x64", to=True),
@@ -362,15 +351,13 @@ CHANGES = {
   "version of jaxscale": reported(
     "versions", "jaxscale", to="0.0.9", says="jaxscale 0.0.9 then and "
   ),
-  "kind of devices": reported(
-    "device_kind", to="TPU v4", says="devices TPU v4 then and cpu now"
-  ),
+  "kind of devices": reported("device_kind", to="TPU v4", says="devices TPU v4 then and cpu now"),
   "number of devices": Change(recorded("derived", "num_devices", to=4)),
   "number of processes": Change(recorded("processes", to=2)),
   "a run of an earlier version": Change(
     without_identity, note="note: config.json has no identity of data and code"
   ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", CHANGES)
@@ -394,9 +381,7 @@ def test_an_accepted_change_resumes(name, project, tmp_path):
   began(tmp_path / "run", load(project))
   CHANGES[name].change(project)
   config = load(project)
-  kinds = {"a class renamed": ["data"], "a helper": ["code"]}.get(
-    name, ["data", "code"]
-  )
+  kinds = {"a class renamed": ["data"], "a helper": ["code"]}.get(name, ["data", "code"])
   for wrong in {"data", "code"} - {*kinds} or {"data"}:
     with pytest.raises(ConfigError, match="--accept-changes"):
       resumed(tmp_path / "run", config, {wrong})
@@ -409,10 +394,15 @@ def test_an_accepted_change_resumes(name, project, tmp_path):
 
 def arrays_config(x, **fields):
   return Config(
-    model=MLP(hidden=(4,)), data=Arrays(x=x, y=(x[:, 0] > 0).astype("int32")),
-    optimizer=SGD(lr=0.1), schedule=Cosine(), batch_size=8, mesh=Mesh(data=8),
-    checkpoint=Checkpoint(every_epochs=1), **{"epochs": 1} | fields,
-  )  # fmt: skip
+    model=MLP(hidden=(4,)),
+    data=Arrays(x=x, y=(x[:, 0] > 0).astype("int32")),
+    optimizer=SGD(lr=0.1),
+    schedule=Cosine(),
+    batch_size=8,
+    mesh=Mesh(data=8),
+    checkpoint=Checkpoint(every_epochs=1),
+    **{"epochs": 1} | fields,
+  )
 
 
 def test_a_run_on_arrays_resumes_and_knows_them(tmp_path, capsys):

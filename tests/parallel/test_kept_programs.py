@@ -149,10 +149,7 @@ def test_nothing_is_loaded_that_others_could_have_written(start, tmp_path):
     folder.chmod(0o700)
   kept.rename(tmp_path / "elsewhere")
   kept.symlink_to(tmp_path / "elsewhere")
-  assert start() == (
-    LOADED,
-    [f"{kept} is not a folder: compiled programs are kept in {users}"],
-  )
+  assert start() == (LOADED, [f"{kept} is not a folder: compiled programs are kept in {users}"])
   users.chmod(0o777)
   kept.unlink()
   kept.write_text("a file")

@@ -62,12 +62,14 @@ def parts(name) -> Parts:
   made = lambda key: (stack.init(key), {}), tx, mesh, exchange
   options: Any = {"layout": layout, "average": True}
   step = make_train_step(
-    loss, tx, mesh, exchange, layout=layout,
+    loss,
+    tx,
+    mesh,
+    exchange,
+    layout=layout,
     options=StepOptions(ema_decay=0.9, num_microbatches=2 if piped else 1),
-  )  # fmt: skip
-  return Parts(
-    mesh, abstract_state(*made, **options), init_state(*made, **options, seed=1), step
   )
+  return Parts(mesh, abstract_state(*made, **options), init_state(*made, **options, seed=1), step)
 
 
 def train(name, state, steps):

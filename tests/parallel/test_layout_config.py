@@ -28,9 +28,7 @@ SIZES = {"replica": 1, "data": 1, "fsdp": 2, "model": 4}
 
 
 def shapes(**leaves):
-  return {
-    name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in leaves.items()
-  }
+  return {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in leaves.items()}
 
 
 def test_rules_split_what_they_name():
@@ -40,14 +38,21 @@ def test_rules_split_what_they_name():
   assert specs == {"w1": P("fsdp", "model"), "w2": P("fsdp", "model"), "b": P(None)}
 
 
-@pytest.mark.parametrize("rules, says", [
-  ([Rule("w", ("fsdp", None))], r"b/x: no rule fits this parameter of shape \(3,\)"),
-  ([Rule(".*", (None,)), Rule("b/x", (None,)), Rule("w", (None, None))],
-   r"b/x: '\.\*' and 'b/x' fit this parameter"),
-  ([Rule("w", ("fsdp",)), Rule("b/x", (None,))], r"w: has the shape \(4, 6\)"),
-  ([Rule("w", (None, "model")), Rule("b/x", (None,))],
-   r"Mesh.model=4: does not divide dim 1 of w, \(4, 6\); give a divisor of 6"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+  "rules, says",
+  [
+    ([Rule("w", ("fsdp", None))], r"b/x: no rule fits this parameter of shape \(3,\)"),
+    (
+      [Rule(".*", (None,)), Rule("b/x", (None,)), Rule("w", (None, None))],
+      r"b/x: '\.\*' and 'b/x' fit this parameter",
+    ),
+    ([Rule("w", ("fsdp",)), Rule("b/x", (None,))], r"w: has the shape \(4, 6\)"),
+    (
+      [Rule("w", (None, "model")), Rule("b/x", (None,))],
+      r"Mesh.model=4: does not divide dim 1 of w, \(4, 6\); give a divisor of 6",
+    ),
+  ],
+)
 def test_a_parameter_must_have_one_rule_that_fits(rules, says):
   params = {"b": shapes(x=(3,)), **shapes(w=(4, 6))}
   with pytest.raises(ConfigError, match=says):
@@ -107,9 +112,7 @@ def test_axes_that_would_compute_the_same_are_refused():
 
 def test_the_grid():
   assert mesh_shape(16, data=2, fsdp=-1, model=2) == MeshShape(1, 2, 4, 1, 2)
-  assert make_mesh(data=2, fsdp=2, model=2).axis_names == (
-    "replica", "data", "fsdp", "model",
-  )  # fmt: skip
+  assert make_mesh(data=2, fsdp=2, model=2).axis_names == ("replica", "data", "fsdp", "model")
   assert host_shard(make_mesh(data=1, stage=2, model=4)) == (0, 1)
   with pytest.raises(ConfigError, match=r"Mesh.replica=1, Mesh.data=3, Mesh.model=2: "):
     mesh_shape(8, data=3, model=2)
@@ -118,9 +121,8 @@ def test_the_grid():
 @pytest.mark.parametrize("way", ["ring", "all_to_all", "layers_and_tokens"])
 def test_no_token_is_left_out(way):
   config = tiny_language(
-    mesh=cfg.Mesh(model=4), layout=cfg.Layout(model=way),
-    data=cfg.Text(sequence_length=18),
-  )  # fmt: skip
+    mesh=cfg.Mesh(model=4), layout=cfg.Layout(model=way), data=cfg.Text(sequence_length=18)
+  )
   experiment = build.experiment(config)
   with pytest.raises(ConfigError, match=r"tokens=18: .* the 4 devices of 'model'"):
     experiment.lower_train_step()

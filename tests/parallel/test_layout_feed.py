@@ -11,30 +11,45 @@ from jaxscale.mesh import host_shard
 
 # Processes along the mesh, its axes, and (index, count) of each process's rows.
 FEEDS = {
-  "one device each, fsdp": (1, {"replica": 1, "data": 1, "fsdp": 4},
-    [(0, 4), (1, 4), (2, 4), (3, 4)]),
-  "pairs of model have the same": (1, {"replica": 1, "data": 2, "model": 2},
-    [(0, 2), (0, 2), (1, 2), (1, 2)]),
-  "model within a process": (2, {"replica": 1, "data": 2, "model": 2},
-    [(0, 2), (1, 2)]),
-  "model over two processes": (2, {"replica": 1, "data": 2, "model": 4},
-    [(0, 2), (0, 2), (1, 2), (1, 2)]),
+  "one device each, fsdp": (
+    1,
+    {"replica": 1, "data": 1, "fsdp": 4},
+    [(0, 4), (1, 4), (2, 4), (3, 4)],
+  ),
+  "pairs of model have the same": (
+    1,
+    {"replica": 1, "data": 2, "model": 2},
+    [(0, 2), (0, 2), (1, 2), (1, 2)],
+  ),
+  "model within a process": (2, {"replica": 1, "data": 2, "model": 2}, [(0, 2), (1, 2)]),
+  "model over two processes": (
+    2,
+    {"replica": 1, "data": 2, "model": 4},
+    [(0, 2), (0, 2), (1, 2), (1, 2)],
+  ),
   "all along model": (1, {"replica": 1, "data": 1, "model": 4}, [(0, 1)] * 4),
-  "stages and model": (1, {"replica": 2, "data": 1, "stage": 2, "model": 2},
-    [(0, 2)] * 4 + [(1, 2)] * 4),
-  "stages of two devices": (2, {"replica": 1, "data": 2, "fsdp": 1, "stage": 4},
-    [(0, 2), (0, 2), (1, 2), (1, 2)]),
-  "several blocks a process": (4, {"replica": 1, "data": 2, "fsdp": 2, "model": 2},
-    [(0, 2), (1, 2)]),
-}  # fmt: skip
+  "stages and model": (
+    1,
+    {"replica": 2, "data": 1, "stage": 2, "model": 2},
+    [(0, 2)] * 4 + [(1, 2)] * 4,
+  ),
+  "stages of two devices": (
+    2,
+    {"replica": 1, "data": 2, "fsdp": 1, "stage": 4},
+    [(0, 2), (0, 2), (1, 2), (1, 2)],
+  ),
+  "several blocks a process": (
+    4,
+    {"replica": 1, "data": 2, "fsdp": 2, "model": 2},
+    [(0, 2), (1, 2)],
+  ),
+}
 
 
 def mesh_of(sizes, owners) -> Any:
   devices = np.array([SimpleNamespace(process_index=int(p)) for p in owners])
   shape = tuple(sizes.values())
-  return SimpleNamespace(
-    devices=devices.reshape(shape), axis_names=tuple(sizes), shape=sizes
-  )
+  return SimpleNamespace(devices=devices.reshape(shape), axis_names=tuple(sizes), shape=sizes)
 
 
 @pytest.mark.parametrize("name", FEEDS)

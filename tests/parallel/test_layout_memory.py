@@ -23,12 +23,7 @@ from jaxscale.mesh import batch_sharding, make_mesh
 from jaxscale.models import make_transformer
 from jaxscale.models.decoder import SHARDING
 from jaxscale.models.stack import REMAT, run_stack
-from jaxscale.parallel import (
-  make_layout,
-  stack_loss,
-  stack_totals,
-  with_gathered_params,
-)
+from jaxscale.parallel import make_layout, stack_loss, stack_totals, with_gathered_params
 from jaxscale.parallel.layout_exchange import exchange_axes
 from jaxscale.parallel.rules import Rule
 from jaxscale.training import replica_check
@@ -120,9 +115,8 @@ def test_what_layers_keep_is_what_remat_says():
   """Bytes that the backward pass is given, by shapes alone."""
   layers, tokens, width, hidden = 4, 2 * 32, 64, 128
   stack = make_transformer(
-    vocab_size=256, num_layers=layers, width=width, num_heads=4, hidden=hidden,
-    dtype="bfloat16",
-  )  # fmt: skip
+    vocab_size=256, num_layers=layers, width=width, num_heads=4, hidden=hidden, dtype="bfloat16"
+  )
   params = jax.eval_shape(stack.init, jax.random.key(0))
   ids = jax.ShapeDtypeStruct((2, 32), jnp.int32)
 
@@ -149,8 +143,10 @@ def test_gathers_run_in_the_loops(remat):
   table = hlo.collectives(compiled, mesh)
   gathers = [r for r in table if r.kind == "all-gather"]
   assert all(r.axes == ("fsdp",) and r.times_known for r in gathers)
-  sent = {n: sum(r.payload_bytes * r.times for r in gathers if r.times == n)
-          for n in {r.times for r in gathers}}  # fmt: skip
+  sent = {
+    n: sum(r.payload_bytes * r.times for r in gathers if r.times == n)
+    for n in {r.times for r in gathers}
+  }
   # A layer's 7 matrices forwards and again backwards; and table and head.
   assert sent[16] == 2 * 16 * 4 * (OF_LAYER - 2 * WIDTH)
   assert set(sent) == {1, 16}
@@ -177,9 +173,7 @@ def test_the_state_is_as_large_as_the_formula_says(shard):
 
 def test_split_gradients_are_never_whole():
   p = num_params(16)
-  whole, split = (
-    memory_of(step(16, shard)[0]).temporaries for shard in ("zero1", "zero2")
-  )
+  whole, split = (memory_of(step(16, shard)[0]).temporaries for shard in ("zero1", "zero2"))
   assert whole >= 4 * p
   assert whole - split >= 0.8 * 4 * p * (1 - 1 / N)
 
@@ -225,23 +219,22 @@ def test_two_all_reduces_a_block_forwards():
 def config(**layout):
   return cfg.Config(
     model=cfg.Transformer(num_layers=2, width=64, num_heads=4, hidden=128),
-    data=cfg.Text(sequence_length=16), optimizer=cfg.AdamW(lr=1e-2), batch_size=8,
-    epochs=1, mesh=cfg.Mesh(data=1, fsdp=-1),
+    data=cfg.Text(sequence_length=16),
+    optimizer=cfg.AdamW(lr=1e-2),
+    batch_size=8,
+    epochs=1,
+    mesh=cfg.Mesh(data=1, fsdp=-1),
     layout=cfg.Layout(shard="fsdp", **layout),
-  )  # fmt: skip
+  )
 
 
 def trained(remat, optimizer):
   """Losses of three steps, and the last state."""
   settings = config(remat=remat, optimizer=optimizer)
-  experiment = build.experiment(
-    settings, datasets=settings.data.abstract(settings.batch_size)
-  )
+  experiment = build.experiment(settings, datasets=settings.data.abstract(settings.batch_size))
   state, losses = experiment.init_state(), []
   tokens = np.random.default_rng(0).integers(0, 256, (8, 16)).astype(np.int32)
-  batch = jax.device_put(
-    {"tokens": tokens, "targets": tokens}, batch_sharding(experiment.mesh)
-  )
+  batch = jax.device_put({"tokens": tokens, "targets": tokens}, batch_sharding(experiment.mesh))
   for _ in range(3):
     state, metrics = experiment.train_step(state, batch)
     losses.append(float(metrics["loss"]))
@@ -254,9 +247,7 @@ def test_what_waits_on_the_host_trains_the_same():
   plain_losses, plain_state = trained("full", "device")
   assert losses == plain_losses
   jax.tree.map(np.testing.assert_array_equal, state, plain_state)
-  kinds = {
-    x.sharding.memory_kind for x in jax.tree.leaves(state.opt_state) if x.ndim >= 2
-  }
+  kinds = {x.sharding.memory_kind for x in jax.tree.leaves(state.opt_state) if x.ndim >= 2}
   assert kinds == {"pinned_host"}
   assert {x.sharding.memory_kind for x in jax.tree.leaves(state.params)} == {"device"}
   # The check of replicas reads it where it is.

@@ -79,43 +79,70 @@ SETTINGS = [
   (lambda: cfg.Layout(rules=("layers/(: fsdp",)), "not a regular expression"),
   (lambda: cfg.Layout(rules=("head/kernel: model, model",)), "two dims; name it once"),
   (lambda: cfg.Layout(rules=("head/kernel: data, -",)), "of fsdp, stage, model for ea"),
-  *((lambda fields=fields: tiny_language(**fields), says) for fields, says in [
-    ({"layout": cfg.Layout(shard="zero1")}, "which has one device; set mesh.fsdp"),
-    ({"mesh": cfg.Mesh(fsdp=4)}, "Mesh.fsdp=4: splits nothing while Layout.shard"),
-    (IMAGES | {"mesh": cfg.Mesh(model=2),
-               "layout": cfg.Layout(model="layers_and_tokens")},
-     "splits the tokens of text, and ViT has images"),
-    ({"layout": cfg.Layout(schedule="1f1b")}, "changes nothing here; set mesh.stage"),
-    ({"layout": cfg.Layout(model="ring")}, "changes nothing here; set mesh.model"),
-    ({"layout": cfg.Layout(slow_axes="in_backward")}, "set layout.shard to 'zero2'"),
-    ({"model": cfg.MLP(), "data": cfg.Digits(), "mesh": cfg.Mesh(model=2)},
-     "Mesh.model=2: MLP is not a stack of equal layers"),
-    (IN_BACKWARD | {"mesh": cfg.Mesh(fsdp=4), "exchange": cfg.Int8()},
-     "Config.exchange=Int8 would not be asked"),
-    (IN_BACKWARD | {"mesh": cfg.Mesh(data=1, fsdp=8)},
-     "slow_axes='in_backward': changes nothing here; set mesh.replica or"),
-    ({"mesh": cfg.Mesh(model=2), "noise_scale": True}, "the whole model on each"),
-    ({"mesh": cfg.Mesh(stage=2), "sync": cfg.LocalSGD(sync_every_steps=4)},
-     "use EveryStep; here"),
-    ({"layout": cfg.Layout(sum_in="dtype")}, "sum_in='dtype': changes nothing"),
-    ({"mesh": cfg.Mesh(model=2), "layout": cfg.Layout(sum_in="dtype")},
-     "set dtype to 'bfloat16' as well"),
-  ]),
-]  # fmt: skip
+  *(
+    (lambda fields=fields: tiny_language(**fields), says)
+    for fields, says in [
+      ({"layout": cfg.Layout(shard="zero1")}, "which has one device; set mesh.fsdp"),
+      ({"mesh": cfg.Mesh(fsdp=4)}, "Mesh.fsdp=4: splits nothing while Layout.shard"),
+      (
+        IMAGES | {"mesh": cfg.Mesh(model=2), "layout": cfg.Layout(model="layers_and_tokens")},
+        "splits the tokens of text, and ViT has images",
+      ),
+      ({"layout": cfg.Layout(schedule="1f1b")}, "changes nothing here; set mesh.stage"),
+      ({"layout": cfg.Layout(model="ring")}, "changes nothing here; set mesh.model"),
+      ({"layout": cfg.Layout(slow_axes="in_backward")}, "set layout.shard to 'zero2'"),
+      (
+        {"model": cfg.MLP(), "data": cfg.Digits(), "mesh": cfg.Mesh(model=2)},
+        "Mesh.model=2: MLP is not a stack of equal layers",
+      ),
+      (
+        IN_BACKWARD | {"mesh": cfg.Mesh(fsdp=4), "exchange": cfg.Int8()},
+        "Config.exchange=Int8 would not be asked",
+      ),
+      (
+        IN_BACKWARD | {"mesh": cfg.Mesh(data=1, fsdp=8)},
+        "slow_axes='in_backward': changes nothing here; set mesh.replica or",
+      ),
+      ({"mesh": cfg.Mesh(model=2), "noise_scale": True}, "the whole model on each"),
+      (
+        {"mesh": cfg.Mesh(stage=2), "sync": cfg.LocalSGD(sync_every_steps=4)},
+        "use EveryStep; here",
+      ),
+      ({"layout": cfg.Layout(sum_in="dtype")}, "sum_in='dtype': changes nothing"),
+      (
+        {"mesh": cfg.Mesh(model=2), "layout": cfg.Layout(sum_in="dtype")},
+        "set dtype to 'bfloat16' as well",
+      ),
+    ]
+  ),
+]
 # Refused when the model is built.
 MODELS = [
   ({"mesh": cfg.Mesh(model=8)}, "Mesh.model=8: does not divide Transformer.num_h"),
-  ({"mesh": cfg.Mesh(data=1, stage=8)},
-   "Mesh.stage=8: does not divide Transformer.num_layers=2; give a divisor"),
-  ({"mesh": cfg.Mesh(data=1, model=8), "layout": cfg.Layout(model="all_to_all")},
-   "Transformer.num_heads=4; give a divisor, or layout.model='ring'"),
-  ({"mesh": cfg.Mesh(fsdp=8),
-    "layout": cfg.Layout(shard="fsdp", rules=("layers/.*: -, fsdp, -",))},
-   "embed/table: no rule fits"),
-  (IMAGES | {"data": cfg.Synthetic(num_examples=64, image_size=8, num_classes=21_841),
-             "mesh": cfg.Mesh(model=2)},
-   "Mesh.model=2: does not divide the 21841 classes of the head; set ViT.pad_cl"),
-]  # fmt: skip
+  (
+    {"mesh": cfg.Mesh(data=1, stage=8)},
+    "Mesh.stage=8: does not divide Transformer.num_layers=2; give a divisor",
+  ),
+  (
+    {"mesh": cfg.Mesh(data=1, model=8), "layout": cfg.Layout(model="all_to_all")},
+    "Transformer.num_heads=4; give a divisor, or layout.model='ring'",
+  ),
+  (
+    {
+      "mesh": cfg.Mesh(fsdp=8),
+      "layout": cfg.Layout(shard="fsdp", rules=("layers/.*: -, fsdp, -",)),
+    },
+    "embed/table: no rule fits",
+  ),
+  (
+    IMAGES
+    | {
+      "data": cfg.Synthetic(num_examples=64, image_size=8, num_classes=21_841),
+      "mesh": cfg.Mesh(model=2),
+    },
+    "Mesh.model=2: does not divide the 21841 classes of the head; set ViT.pad_cl",
+  ),
+]
 
 
 @pytest.mark.parametrize("make, says", SETTINGS)
@@ -183,9 +210,10 @@ def test_a_run_resumes_as_a_pipeline(tmp_path):
   before = tiny_language()
   (tmp_path / "config.json").write_text(json.dumps(recorded(before)))
   pipeline = {
-    "mesh": cfg.Mesh(data=4, stage=2), "layout": cfg.Layout(schedule="1f1b"),
+    "mesh": cfg.Mesh(data=4, stage=2),
+    "layout": cfg.Layout(schedule="1f1b"),
     "accumulate_steps": 4,
-  }  # fmt: skip
+  }
   claim_workdir(tmp_path, dataclasses.replace(before, **pipeline))
   images = {"model": cfg.CNN(), "data": cfg.Digits()}
   before = tiny_language(**images)
@@ -196,9 +224,7 @@ def test_a_run_resumes_as_a_pipeline(tmp_path):
 
 def vit_of_imagenet_22k(**fields):
   config = tiny_language(
-    model=cfg.ViT(
-      patch=4, width=16, num_layers=1, num_heads=4, pad_classes_to=8, pool="mean"
-    ),
+    model=cfg.ViT(patch=4, width=16, num_layers=1, num_heads=4, pad_classes_to=8, pool="mean"),
     data=cfg.Synthetic(num_examples=64, image_size=8, num_classes=21_841),
     optimizer=cfg.SGD(lr=0.5),
     **fields,

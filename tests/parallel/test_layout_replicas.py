@@ -15,11 +15,7 @@ from jaxscale.parallel.layout_exchange import exchange_axes
 from jaxscale.parallel.placement import shard_like_params
 from jaxscale.parallel.specs import backward_sum_axes
 from jaxscale.training import nan_guard, replica_check
-from jaxscale.training.replica_check import (
-  Replica,
-  ReplicaDivergenceError,
-  make_fingerprint,
-)
+from jaxscale.training.replica_check import Replica, ReplicaDivergenceError, make_fingerprint
 from jaxscale.training.state import init_state
 from jaxscale.training.step import make_train_step
 from jaxscale.training.types import StepOptions
@@ -56,9 +52,7 @@ def placed(name):
 def with_flipped(x, *devices):
   """The array with one bit the other way in what these devices have of it."""
   on = [
-    jax.device_put(
-      flipped(np.asarray(s.data)) if s.device.id in devices else s.data, s.device
-    )
+    jax.device_put(flipped(np.asarray(s.data)) if s.device.id in devices else s.data, s.device)
     for s in x.addressable_shards
   ]
   return jax.make_array_from_single_device_arrays(x.shape, x.sharding, on)
@@ -85,8 +79,7 @@ def test_parts_of_one_whole_raise_no_alarm(name):
   prints = np.asarray(fingerprint(params))
   assert prints.shape == (8, len(jax.tree.leaves(params)))
   # They are other parts, not copies of one.
-  assert len({tuple(row) for row in prints}) == (1 if name == "zero-2" else
-    8 // mesh.shape["data"])  # fmt: skip
+  assert len({tuple(row) for row in prints}) == (1 if name == "zero-2" else 8 // mesh.shape["data"])
 
 
 def test_the_device_whose_part_differs_is_named():
@@ -94,15 +87,13 @@ def test_the_device_whose_part_differs_is_named():
   host = replica_check.platform.node()
   line = found("data 4 x fsdp 2", "layers/q", 5)
   assert line == (
-    f"process 0 ({host}, cpu:5) differs from 3 of 4 devices in the same part of "
-    "layers/q"
+    f"process 0 ({host}, cpu:5) differs from 3 of 4 devices in the same part of layers/q"
   )
   line = found("data 4 x fsdp 2", "head/scale", 5)  # whole on all of them
   assert line == f"process 0 ({host}, cpu:5) differs from 7 of 8 devices in head/scale"
   line = found("data 4 x fsdp 2", "layers/q", 4, 5)
   assert line == (
-    f"process 0 ({host}, cpu:4 and cpu:5) differs from 6 of 8 devices in the same "
-    "part of layers/q"
+    f"process 0 ({host}, cpu:4 and cpu:5) differs from 6 of 8 devices in the same part of layers/q"
   )
 
 
@@ -119,9 +110,7 @@ def test_of_two_that_have_a_part_neither_is_blamed():
 def test_what_model_does_not_split_is_compared_along_it():
   host = replica_check.platform.node()
   line = found("data 2 x fsdp 2 x model 2", "layers/scale", 6)
-  assert (
-    line == f"process 0 ({host}, cpu:6) differs from 7 of 8 devices in layers/scale"
-  )
+  assert line == f"process 0 ({host}, cpu:6) differs from 7 of 8 devices in layers/scale"
   line = found("data 4 x model 2", "layers/down_bias", 0)
   assert line and "cpu:0) differs from 7 of 8 devices in layers/down_bias" in line
   line = found("data 4 x model 2", "layers/up_bias", 0)
@@ -148,8 +137,7 @@ def test_nothing_crosses_the_network():
 def test_parts_of_several_processes_in_words():
   """Two nodes of two devices, each with halves: a half of one differs."""
   rows = [
-    Replica(i // 2, f"n{i // 2}", f"gpu:{i % 2}", (10 + i % 2, 5), (i % 2, 0))
-    for i in range(6)
+    Replica(i // 2, f"n{i // 2}", f"gpu:{i % 2}", (10 + i % 2, 5), (i % 2, 0)) for i in range(6)
   ]
   assert replica_check.describe(rows, ["w", "b"]) is None
   rows[3] = rows[3]._replace(hashes=(7, 5))
@@ -184,10 +172,7 @@ def spoilt_step(name, what):
   made = tx, mesh, exchange
   state = init_state(lambda key: (stack.init(key), {}), *made, layout=layout)
   step = make_train_step(
-    stack_loss(stack, layout),
-    *made,
-    layout=layout,
-    options=StepOptions(skip_bad_steps=True),
+    stack_loss(stack, layout), *made, layout=layout, options=StepOptions(skip_bad_steps=True)
   )
   return mesh, layout, state, step
 
@@ -199,9 +184,7 @@ SPOILT = {
   ("data 4 x fsdp 2", "kernel"): (
     "devices 2 and 3: gradient of head/kernel, summed over fsdp, is NaN"
   ),
-  ("data 4 x fsdp 2", "loss"): (
-    "device 3: gradient of embed/table, summed over fsdp, is NaN"
-  ),
+  ("data 4 x fsdp 2", "loss"): ("device 3: gradient of embed/table, summed over fsdp, is NaN"),
   ("zero-2", "kernel"): (
     "devices 0, 1, 2 and 3: gradient of head/kernel, summed over fsdp, is NaN"
   ),
@@ -209,16 +192,14 @@ SPOILT = {
   ("data 4 x model 2", "kernel"): "devices 2 and 3: gradient of head/kernel is NaN",
   ("data 4 x model 2", "loss"): "devices 2 and 3: gradient of embed/table is NaN",
   # Devices 0 to 3 have rows 0 to 7, of them 2 and 3 the rows 4 to 7.
-  ("data 2 x fsdp 2 x model 2", "scale"): (
-    "devices 2 and 3: gradient of head/scale is NaN"
-  ),
+  ("data 2 x fsdp 2 x model 2", "scale"): ("devices 2 and 3: gradient of head/scale is NaN"),
   ("data 2 x fsdp 2 x model 2", "h"): (
     "devices 0, 1, 2 and 3: gradient of embed/table, summed over fsdp, is NaN"
   ),
   ("data 2 x fsdp 2 x model 2", "loss"): (
     "devices 2 and 3: gradient of embed/table, summed over fsdp, is NaN"
   ),
-}  # fmt: skip
+}
 QUICK = [("data 2 x fsdp 2 x model 2", "loss")]
 
 
@@ -238,13 +219,9 @@ def test_a_bad_gradient_of_one_device_is_skipped_and_named(case):
   jax.tree.map(np.testing.assert_array_equal, counted, after)
   assert np.isnan(metrics["loss"])
   seen = metrics.pop(nan_guard.CODES)
-  diagnosis = nan_guard.describe(
-    seen, state.params, {}, state, backward_sum_axes(layout)
-  )
+  diagnosis = nan_guard.describe(seen, state.params, {}, state, backward_sum_axes(layout))
   assert not diagnosis.in_state
-  assert (
-    diagnosis.text == f"process 0 ({replica_check.platform.node()}), {SPOILT[case]}"
-  )
+  assert diagnosis.text == f"process 0 ({replica_check.platform.node()}), {SPOILT[case]}"
   # And what follows is good.
   state, metrics = step(state, rows)
   assert np.isfinite(metrics["loss"])

@@ -37,12 +37,12 @@ LAYOUTS = {
   "replica 2 x data 2 x fsdp 2": (8, {"replica": 2, "data": 2, "fsdp": 2}, PARAMETERS),
   "data 2 x fsdp 2 x model 2": (8, {"data": 2, "fsdp": 2, "model": 2}, PARAMETERS),
   "data 2 x fsdp 2 x ring": (
-    8, {"data": 2, "fsdp": 2, "model": 2}, PARAMETERS | {"splits": "ring"},
+    8,
+    {"data": 2, "fsdp": 2, "model": 2},
+    PARAMETERS | {"splits": "ring"},
   ),
-  "fsdp 2 x ring": (
-    4, {"data": 1, "fsdp": 2, "model": 2}, PARAMETERS | {"splits": "ring"},
-  ),
-}  # fmt: skip
+  "fsdp 2 x ring": (4, {"data": 1, "fsdp": 2, "model": 2}, PARAMETERS | {"splits": "ring"}),
+}
 EXCHANGES = {
   "plain": lambda axes, n: plain(axes),
   "int8": lambda axes, n: int8(axes, block=32),
@@ -135,10 +135,12 @@ def test_what_splits_gradients_alike_is_the_same_layout_here(there, here, tmp_pa
 @pytest.mark.parametrize(
   ("there", "here"),
   [
-    ("fsdp", "data 8"), ("data 8", "data 2 x fsdp 2 x model 2"),
-    ("data 2 x fsdp 2 x model 2", "data 2 x fsdp 2"), ("data 2 x fsdp 2", "fsdp"),
+    ("fsdp", "data 8"),
+    ("data 8", "data 2 x fsdp 2 x model 2"),
+    ("data 2 x fsdp 2 x model 2", "data 2 x fsdp 2"),
+    ("data 2 x fsdp 2", "fsdp"),
   ],
-)  # fmt: skip
+)
 def test_a_count_of_steps_resumes_under_any_layout(exchange, there, here, tmp_path):
   saved, message = filled(made(there, exchange)), []
   save(tmp_path, made(there, exchange), saved)
@@ -159,8 +161,7 @@ def of_parts(made, tree):
     at = tuple(i for i, name in zip(place, names, strict=True) if name not in over)
     found.setdefault(at, []).append(row)
   return {
-    at: jax.tree.map(lambda x, rows=rows: np.asarray(x)[rows], tree)
-    for at, rows in found.items()
+    at: jax.tree.map(lambda x, rows=rows: np.asarray(x)[rows], tree) for at, rows in found.items()
   }
 
 
@@ -173,9 +174,7 @@ OTHER_DEVICES = [
 
 @pytest.mark.parametrize("exchange", all_slow_except(KEEPING, "delayed", "one bit"))
 @pytest.mark.parametrize(("there", "here"), OTHER_DEVICES)
-def test_other_devices_with_the_same_parts_carry_each_over(
-  exchange, there, here, tmp_path
-):
+def test_other_devices_with_the_same_parts_carry_each_over(exchange, there, here, tmp_path):
   """Part by part: what is pending of its mean is kept, and no other part's."""
   old, new = made(there, exchange), made(here, exchange)
   saved, message = filled(old), []
@@ -187,8 +186,7 @@ def test_other_devices_with_the_same_parts_carry_each_over(
   assert before.keys() == after.keys() and len(before) == 2
   for at in before:
     for group in before[at]:
-      pairs = (x[at][group].get("residual", x[at][group].get("grads")) for x in (
-        before, after))  # fmt: skip
+      pairs = (x[at][group].get("residual", x[at][group].get("grads")) for x in (before, after))
       for x, y in zip(*map(jax.tree.leaves, pairs), strict=True):
         if exchange != "one bit":  # whose owners keep a part of it
           wanted = np.broadcast_to(x.mean(0, dtype=np.float64), y.shape)
@@ -256,20 +254,23 @@ def test_parts_of_the_same_shape_are_not_taken_for_each_other(tmp_path):
   """Square matrices split by rows there and by columns here."""
   there = made("data 2 x fsdp 2 x model 2", "delayed")
   turned = tuple(
-    r._replace(dims=("stage", "model", "fsdp")) if "q|k" in r.pattern
-    else r._replace(dims=("stage", "model")) if "up_bias" in r.pattern else r
+    r._replace(dims=("stage", "model", "fsdp"))
+    if "q|k" in r.pattern
+    else r._replace(dims=("stage", "model"))
+    if "up_bias" in r.pattern
+    else r
     for r in RULES
-  )  # fmt: skip
+  )
   assert isinstance(turned[1], Rule)
   here = made("data 2 x fsdp 2 x model 2", "delayed", turned)
-  shapes = [jax.tree.map(lambda x: x.shape, m.abstract.exchange_state["fsdp_model"]
-                         ["grads"]["layers"]["q"]) for m in (there, here)]  # fmt: skip
+  shapes = [
+    jax.tree.map(lambda x: x.shape, m.abstract.exchange_state["fsdp_model"]["grads"]["layers"]["q"])
+    for m in (there, here)
+  ]
   assert shapes[0] == shapes[1]
   save(tmp_path, there, filled(there))
   line = refused(tmp_path, here)
-  assert (
-    "that of layers/k is split by -, fsdp, model there, by -, model, fsdp here" in line
-  )
+  assert "that of layers/k is split by -, fsdp, model there, by -, model, fsdp here" in line
 
 
 def test_another_model_is_what_is_named(tmp_path):

@@ -50,9 +50,7 @@ def run(method, tx, steps, *, mesh=None, workers=None, **options):
   """The state and metrics after every step on the quadratic."""
   mesh = mesh or make_mesh(replica=2)
   state = init_state(init, tx, mesh, PLAIN, local=method)
-  step = make_local_train_step(
-    quadratic, tx, mesh, PLAIN, method, workers=workers, **options
-  )
+  step = make_local_train_step(quadratic, tx, mesh, PLAIN, method, workers=workers, **options)
   out = []
   for x in data(steps):
     batch = jax.device_put({"x": x}, batch_sharding(mesh))
@@ -98,15 +96,9 @@ def nesterov(anchor, mean, v, rate=0.7, m=0.9):
 
 
 CASES = {
-  "block momentum": (
-    local.block_momentum(3, WORKERS),
-    bmuf(1 - 1 / WORKERS),
-    True,
-  ),
+  "block momentum": (local.block_momentum(3, WORKERS), bmuf(1 - 1 / WORKERS), True),
   "its options": (
-    local.block_momentum(
-      3, WORKERS, momentum=0.6, rate=0.5, nesterov=False, reset_momentum=False
-    ),
+    local.block_momentum(3, WORKERS, momentum=0.6, rate=0.5, nesterov=False, reset_momentum=False),
     bmuf(0.6, 0.5, nesterov=False),
     False,
   ),
@@ -191,9 +183,9 @@ def test_norms_are_of_whole_parameters():
   opt_state = tx.init(params)
   for x in data(4):
     rows = x.reshape(WORKERS, -1, DIM)[5]
-    grads = jax.grad(
-      lambda p, rows=rows: quadratic(p, {}, {"x": rows}, None)[0] / len(rows)
-    )(params)
+    grads = jax.grad(lambda p, rows=rows: quadratic(p, {}, {"x": rows}, None)[0] / len(rows))(
+      params
+    )
     updates, opt_state = tx.update(grads, opt_state, params)
     params = optax.apply_updates(params, updates)
   got = state.exchange_state.params["w"][5]
@@ -215,8 +207,10 @@ def test_nothing_crosses_the_network_between_synchronizations():
   assert hlo.total(silent).payload_bytes == DIM * 4
   always = [row for row in table() if not row.conditional]
   assert hlo.total(always).payload_bytes == 12  # loss, examples, norm of gradients
-  assert all(row.conditional == (row.axes == AXES) for row in
-             table(reduce_metrics=False, workers=("replica",)))  # fmt: skip
+  assert all(
+    row.conditional == (row.axes == AXES)
+    for row in table(reduce_metrics=False, workers=("replica",))
+  )
 
 
 def test_metrics_of_each_device_average_to_the_reduced_ones():
@@ -248,25 +242,18 @@ def test_micro_batches_change_nothing():
 
   def last(**options):
     tx = optax.sgd(0.05, momentum=0.9)
-    return run(local.diloco(2), tx, 3, options=StepOptions(observe=observe, **options))[
-      -1
-    ]
+    return run(local.diloco(2), tx, 3, options=StepOptions(observe=observe, **options))[-1]
 
   (whole, metrics), (parts, same) = last(), last(num_microbatches=2)
   np.testing.assert_allclose(
     parts.exchange_state.params["w"], whole.exchange_state.params["w"], atol=1e-6
   )
   assert metrics["velocity"] > 0
-  assert same == {name: pytest.approx(value, rel=1e-5)
-                  for name, value in metrics.items()}  # fmt: skip
+  assert same == {name: pytest.approx(value, rel=1e-5) for name, value in metrics.items()}
 
 
 def test_shapes_are_known_without_computing():
-  mesh, tx, method = (
-    make_mesh(replica=2),
-    optim.sgd(0.1),
-    local.block_momentum(2, 8),
-  )
+  mesh, tx, method = (make_mesh(replica=2), optim.sgd(0.1), local.block_momentum(2, 8))
   state = init_state(init, tx, mesh, PLAIN, local=method)
   abstract = abstract_state(init, tx, mesh, PLAIN, local=method)
   assert jax.tree.structure(state) == jax.tree.structure(abstract)
@@ -296,10 +283,7 @@ def test_too_few_samples():
       lambda: run(local.block_momentum(2, 8), optim.adamw(1e-3), 1),
       "reset_momentum=True: the optimizer keeps no momentum",
     ),
-    (
-      lambda: run(local.local_sgd(2), optax.sgd(0.1), 1, workers=("model",)),
-      "not 'model'",
-    ),
+    (lambda: run(local.local_sgd(2), optax.sgd(0.1), 1, workers=("model",)), "not 'model'"),
   ],
 )
 def test_mistakes_are_one_line(make, match):

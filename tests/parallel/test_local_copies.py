@@ -153,9 +153,15 @@ def test_only_what_the_record_names_is_used(left, node, states):
   record = left / "shared" / "local.json"
   written = json.loads(record.read_text())
   for other in (
-    {"run": "0" * 32}, {"run": "../../x"}, {"run": "a\0b"}, {"run": "x" * 999},
-    {"step": 2**62}, {"step": "3"}, [], {"step": -3},
-  ):  # fmt: skip
+    {"run": "0" * 32},
+    {"run": "../../x"},
+    {"run": "a\0b"},
+    {"run": "x" * 999},
+    {"step": 2**62},
+    {"step": "3"},
+    [],
+    {"step": -3},
+  ):
     record.write_text(json.dumps(written | other if other else other))
     with opened(left, node, killed=True) as checkpoints:
       assert_same_bits(checkpoints.restore(abstract), at_step(state, 1))
@@ -183,8 +189,7 @@ def test_a_copy_is_of_this_experiment(left, node, states):
   """Without a shared checkpoint nothing says which it is of."""
   abstract, state = states
   wide = jax.tree.map(
-    lambda x: jax.ShapeDtypeStruct((*x.shape, 1), x.dtype, sharding=x.sharding),
-    abstract,
+    lambda x: jax.ShapeDtypeStruct((*x.shape, 1), x.dtype, sharding=x.sharding), abstract
   )
   reported = []
   with opened(left, node, reported, killed=True) as checkpoints:
@@ -211,9 +216,7 @@ def test_shards_of_any_dtype_are_what_they_were(tmp_path):
   size = sum(x.nbytes for x in jax.tree.leaves(state))
   assert sum(s.data.nbytes for s in shards) == size  # replicas once
   local_file.write_copy(tmp_path / "copy", whole, shards)
-  like = jax.tree.map(
-    lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state
-  )
+  like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state)
   with local_file.open_copy(tmp_path / "copy") as file:
     footer = local_file.read_footer(file)
     assert {name: footer[name] for name in whole} == whole
@@ -312,10 +315,7 @@ def test_no_save_runs_into_the_next(tmp_path, node, states, monkeypatch):
 
 def test_a_stranger_start_loses_the_folder(left, node, states):
   """One that was suspended has lost the lock: it records nothing more."""
-  with (
-    acquire(left) as lock,
-    opened(left, node, lock=lock, killed=True) as checkpoints,
-  ):
+  with acquire(left) as lock, opened(left, node, lock=lock, killed=True) as checkpoints:
     copy = checkpoints._local
     assert copy.save(at_step(states[1], 7), 0)
     copy.finish()

@@ -79,9 +79,7 @@ def contrastive(p, s, b, keys):
 LOSSES = {
   "mean": lambda p, s, b, k: totals(errors(p, b).mean(), examples=len(k)),
   "average": lambda p, s, b, k: totals(jnp.average(errors(p, b)), examples=len(k)),
-  "shared out": lambda p, s, b, k: totals(
-    (errors(p, b) / len(k)).sum(), examples=len(k)
-  ),
+  "shared out": lambda p, s, b, k: totals((errors(p, b) / len(k)).sum(), examples=len(k)),
   "a count of one": lambda p, s, b, k: totals(errors(p, b).sum(), examples=1),
   "penalty": lambda p, s, b, k: totals(
     errors(p, b).sum() + 0.1 * (p["w"] ** 2).sum(), examples=len(k)
@@ -167,10 +165,7 @@ RIGHT = {
   "penalty for each row": lambda p, s, b, k: totals(
     errors(p, b).sum() + len(k) * (p["w"] ** 2).sum(), examples=len(k)
   ),
-  "without a total": lambda p, s, b, k: (
-    errors(p, b).sum(),
-    ({}, {"examples": len(k)}),
-  ),
+  "without a total": lambda p, s, b, k: (errors(p, b).sum(), ({}, {"examples": len(k)})),
   "random": lambda p, s, b, k: totals(
     (errors(p, b) * jax.vmap(jax.random.uniform)(k)).sum(), examples=len(k)
   ),
@@ -311,14 +306,10 @@ def test_micro_batches_count_as_one_step(micros):
 DIFFERS = {
   "queue": lambda s, p, b, k: s | {"queue": jnp.resize(b["image"] @ p["w"], (32, 3))},
   "pointer": lambda s, p, b, k: s | {"pointer": (b["label"] > 0).sum(dtype=jnp.int32)},
-  "steps": lambda s, p, b, k: (
-    s | {"steps": s["steps"] + lax.axis_index("data").astype(jnp.uint8)}
-  ),
+  "steps": lambda s, p, b, k: s | {"steps": s["steps"] + lax.axis_index("data").astype(jnp.uint8)},
   "warm": lambda s, p, b, k: s | {"warm": (b["label"] > 0).all()},
   "key": lambda s, p, b, k: s | {"key": k[0]},
-  "teacher": lambda s, p, b, k: (
-    s | {"teacher": lax.ppermute(s["teacher"], "data", [(0, 1)])}
-  ),
+  "teacher": lambda s, p, b, k: s | {"teacher": lax.ppermute(s["teacher"], "data", [(0, 1)])},
   "queue half gathered": lambda s, p, b, k: (
     s | {"queue": jnp.resize(lax.psum(b["image"], "replica") @ p["w"], (32, 3))}
   ),
@@ -326,27 +317,15 @@ DIFFERS = {
     s
     | {
       "queue": lax.scan(
-        lambda q, x: (jnp.roll(q, 1, 0).at[0].set(x), None),
-        s["queue"],
-        b["image"] @ p["w"],
+        lambda q, x: (jnp.roll(q, 1, 0).at[0].set(x), None), s["queue"], b["image"] @ p["w"]
       )[0]
     }
   ),
   "pointer of a branch": lambda s, p, b, k: (
-    s
-    | {
-      "pointer": lax.cond(
-        b["label"][0] > 0, lambda n: n + 1, lambda n: n + 0, s["pointer"]
-      )
-    }
+    s | {"pointer": lax.cond(b["label"][0] > 0, lambda n: n + 1, lambda n: n + 0, s["pointer"])}
   ),
   "pointer of a while": lambda s, p, b, k: (
-    s
-    | {
-      "pointer": lax.while_loop(
-        lambda n: n < b["label"][0], lambda n: n + 1, s["pointer"]
-      )
-    }
+    s | {"pointer": lax.while_loop(lambda n: n < b["label"][0], lambda n: n + 1, s["pointer"])}
   ),
 }
 
@@ -364,13 +343,8 @@ def test_state_that_differs_between_devices_is_refused_by_name(name):
 
 
 def test_a_queue_of_several_micro_batches_is_refused():
-  with pytest.raises(
-    ConfigError, match=r"queue depends on the rows.*accumulate_steps=1"
-  ):
-    train(
-      lambda *args: summed(*args, new_state=gathered), make=init(queue),
-      num_microbatches=2,
-    )  # fmt: skip
+  with pytest.raises(ConfigError, match=r"queue depends on the rows.*accumulate_steps=1"):
+    train(lambda *args: summed(*args, new_state=gathered), make=init(queue), num_microbatches=2)
 
 
 @pytest.mark.parametrize(
@@ -419,12 +393,16 @@ def test_workers_that_train_alone_keep_the_dtypes_of_the_state():
     (lambda g, s: (g, s), "leaves the gradient of w different along .*pmean"),
     (lambda g, s: (lax.pmean(g, "replica"), s), "of w different along .'data',.; av"),
     (lambda g, s: (lax.pmean(list(g.values()), AXES), s), "returns other leaves than"),
-    (lambda g, s: (jax.tree.map(lambda x: lax.pmean(x.sum(), AXES), g), s),
-     r"returns float32\[\] for the gradient of w, float32\[6, 3\]; return the mean"),
-    (lambda g, s: (jax.tree.map(lambda x: lax.psum(x.astype("bfloat16"), AXES), g), s),
-     "returns bfloat16"),
+    (
+      lambda g, s: (jax.tree.map(lambda x: lax.pmean(x.sum(), AXES), g), s),
+      r"returns float32\[\] for the gradient of w, float32\[6, 3\]; return the mean",
+    ),
+    (
+      lambda g, s: (jax.tree.map(lambda x: lax.psum(x.astype("bfloat16"), AXES), g), s),
+      "returns bfloat16",
+    ),
   ],
-)  # fmt: skip
+)
 def test_an_exchange_that_gives_no_means_is_refused(exchange, line):
   with pytest.raises(ConfigError, match=f"^exchange .*{line}"):
     train(summed, exchange=Exchange(lambda params: (), exchange))

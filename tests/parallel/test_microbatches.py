@@ -19,10 +19,7 @@ from jaxscale.run import adaptive_batch
 from jaxscale.run.workdir import claim_workdir, describe, describe_text, start_devices
 from support.digits import BATCH, assert_same, run
 
-CNN = {
-  "model": "CNN", "model.features": "(4,)", "model.dense": "0",
-  "model.batch_norm": "True",
-}  # fmt: skip
+CNN = {"model": "CNN", "model.features": "(4,)", "model.dense": "0", "model.batch_norm": "True"}
 
 
 def config(**changes):
@@ -62,10 +59,10 @@ def test_none_is_larger_than_at_the_start_and_none_smaller_than_need_be():
       for asked in (n for n in (1, 2, 3) if batch % (start * n) == 0):
         for devices in range(1, start):
           do = [
-            n for n in range(asked, batch + 1)
-            if batch % (devices * n) == 0
-            and batch / (devices * n) <= batch / (start * asked)
-          ]  # fmt: skip
+            n
+            for n in range(asked, batch + 1)
+            if batch % (devices * n) == 0 and batch / (devices * n) <= batch / (start * asked)
+          ]
           assert micro_batches(batch, asked, devices, start) == min(do, default=None)
 
 
@@ -82,9 +79,10 @@ def test_micro_batches_of_as_many_rows_have_the_same_rows(start, asked, devices)
 
 def test_every_phase_has_its_own():
   ramp = config(
-    phases__epochs="(0, 1, 2)", phases__batch_sizes="(64, 128, 256)",
+    phases__epochs="(0, 1, 2)",
+    phases__batch_sizes="(64, 128, 256)",
     phases__accumulate_steps="(1, 1, 2)",
-  )  # fmt: skip
+  )
   at_start, fewer = over(ramp, 8, 8), over(ramp, 2, 8)
   assert [s.accumulate_steps for s in fewer.phases] == [4, 4, 8]
   micros = [s._replace(accumulate_steps=0) for s in fewer.phases]
@@ -100,24 +98,40 @@ def test_every_phase_has_its_own():
     "2, so that a device still holds 8, 16 and 16 examples at a time; the global batch "
     "and the order of examples stay"
   )
-  assert (
-    over(ramp, 8, 8) == over(ramp, 8, None) and device_summary(ramp, at_start) is None
-  )
+  assert over(ramp, 8, 8) == over(ramp, 8, None) and device_summary(ramp, at_start) is None
 
 
 STORIES = [
-  (dict(batch_size=1024), 8, 16, "8 devices, 16 at the start: 2 micro-batches per step "
-   "instead of 1, so that a device still holds 64 examples at a time; the global batch "
-   "and the order of examples stay"),
+  (
+    dict(batch_size=1024),
+    8,
+    16,
+    "8 devices, 16 at the start: 2 micro-batches per step "
+    "instead of 1, so that a device still holds 64 examples at a time; the global batch "
+    "and the order of examples stay",
+  ),
   (dict(batch_size=64), 1, 2, "1 device, 2 at the start: 2 micro-batches"),
-  (dict(batch_size=64), 8, 2, "8 devices, 2 at the start: 1 micro-batch per step, as "
-   "then, a device holds 8 examples at a time, 32 then; the global batch and the order "
-   "of examples stay"),
-  (dict(batch_size=96), 3, 8, "4 micro-batches per step instead of 1, a device holds 8 "
-   "examples at a time, 12 then; "),
-  (dict(batch_size=96, **CNN), 3, 8, "stay; BatchNorm's statistics, of a device's "
-   "examples at a time, are others"),
-]  # fmt: skip
+  (
+    dict(batch_size=64),
+    8,
+    2,
+    "8 devices, 2 at the start: 1 micro-batch per step, as "
+    "then, a device holds 8 examples at a time, 32 then; the global batch and the order "
+    "of examples stay",
+  ),
+  (
+    dict(batch_size=96),
+    3,
+    8,
+    "4 micro-batches per step instead of 1, a device holds 8 examples at a time, 12 then; ",
+  ),
+  (
+    dict(batch_size=96, **CNN),
+    3,
+    8,
+    "stay; BatchNorm's statistics, of a device's examples at a time, are others",
+  ),
+]
 
 
 @pytest.mark.parametrize("changes, devices, start, wanted", STORIES)
@@ -129,25 +143,39 @@ def test_what_it_says(changes, devices, start, wanted):
 
 
 REFUSALS = [
-  (dict(batch_size=64), 3, 8,
-   "batch_size=64: does not divide over 3 devices, and a run resumes with the batch "
-   "that it began with, on 8; give it 1, 2, 4 or 8 devices, or another --workdir"),
-  (dict(batch_size=64, accumulate_steps=4), 32, 8,
-   "in 4 micro-batches, does not divide over 32 devices"),
-  (dict(batch_size=64, phases__epochs="(0, 1)", phases__batch_sizes="(96, 64)"), 6, 8,
-   "batch_size=64: does not divide over 6 devices.* give it 1, 2, 4 or 8 devices"),
+  (
+    dict(batch_size=64),
+    3,
+    8,
+    "batch_size=64: does not divide over 3 devices, and a run resumes with the batch "
+    "that it began with, on 8; give it 1, 2, 4 or 8 devices, or another --workdir",
+  ),
+  (
+    dict(batch_size=64, accumulate_steps=4),
+    32,
+    8,
+    "in 4 micro-batches, does not divide over 32 devices",
+  ),
+  (
+    dict(batch_size=64, phases__epochs="(0, 1)", phases__batch_sizes="(96, 64)"),
+    6,
+    8,
+    "batch_size=64: does not divide over 6 devices.* give it 1, 2, 4 or 8 devices",
+  ),
   (dict(batch_size=64, mesh__replica=2), 6, 8, "give it 2, 4 or 8 devices"),
   (dict(batch_size=4096), 3, 1024, "give it 1, 2, 4, 8, 16 or 32 devices"),
-  (dict(batch_size=64, noise_scale=True, **CNN, model__bn_span="global"), 1, 8,
-   "BatchNorm's statistics and noise scale kept, cannot be divided over 1 device, .*"
-   "give it 2, 4 or 8 devices"),
-]  # fmt: skip
+  (
+    dict(batch_size=64, noise_scale=True, **CNN, model__bn_span="global"),
+    1,
+    8,
+    "BatchNorm's statistics and noise scale kept, cannot be divided over 1 device, .*"
+    "give it 2, 4 or 8 devices",
+  ),
+]
 
 
 @pytest.mark.parametrize("changes, devices, start, wanted", REFUSALS)
-def test_where_it_cannot_be_divided_one_line_says_what_would_do(
-  changes, devices, start, wanted
-):
+def test_where_it_cannot_be_divided_one_line_says_what_would_do(changes, devices, start, wanted):
   chosen = config(**changes)
   with pytest.raises(ConfigError, match=wanted) as error:
     over(chosen, devices, start)
@@ -198,9 +226,8 @@ def test_the_noise_scale_has_two_gradients_to_compare():
 def test_batch_norm_of_a_device_sees_the_same_examples():
   """4 devices, or 2 with 2 micro-batches: parameters and running averages."""
   model = models.CNNModule(
-    num_classes=10, features=(4,), convs_per_stage=1, dense=0, dropout=0.5,
-    batch_norm=True,
-  )  # fmt: skip
+    num_classes=10, features=(4,), convs_per_stage=1, dense=0, dropout=0.5, batch_norm=True
+  )
   fns = models.functions(model, (8, 8, 1), mean=(8.0,), std=(5.0,))
   steps = 10
   wanted = run(fns, "lars", num_devices=4, steps=steps)
@@ -222,16 +249,13 @@ def test_sizes_that_an_adaptive_run_chose_resume():
 
 
 @pytest.mark.parametrize(
-  "start, devices, wanted",
-  [(8, 8, 24), (16, 8, 48), (32, 8, 96), (4, 8, 24), (5, 8, 120)],
+  "start, devices, wanted", [(8, 8, 24), (16, 8, 48), (32, 8, 96), (4, 8, 24), (5, 8, 120)]
 )
 def test_an_adaptive_run_tries_the_sizes_that_it_would_have_tried(
   monkeypatch, start, devices, wanted
 ):
   """Multiples of 24 and of the devices at the start; and what divides over these."""
-  chosen = config(
-    batch_size=480, phases="AdaptiveBatch", phases__multiple=24, model="MLP",
-  )  # fmt: skip
+  chosen = config(batch_size=480, phases="AdaptiveBatch", phases__multiple=24, model="MLP")
   chosen = dataclasses.replace(chosen, mesh=Mesh(data=devices))
   experiment = build.experiment(chosen, start)
   found = []

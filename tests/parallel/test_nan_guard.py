@@ -45,12 +45,17 @@ def made(name, num_microbatches=1):
   exchange = EXCHANGES[name]()
   state = init_state(init, tx, mesh, exchange, average=True, noise_scale=True)
   step = make_train_step(
-    loss_fn, tx, mesh, exchange,
+    loss_fn,
+    tx,
+    mesh,
+    exchange,
     options=StepOptions(
-      num_microbatches=num_microbatches, ema_decay=0.9, measure_noise_scale=True,
+      num_microbatches=num_microbatches,
+      ema_decay=0.9,
+      measure_noise_scale=True,
       skip_bad_steps=True,
     ),
-  )  # fmt: skip
+  )
   return mesh, state, step
 
 
@@ -72,9 +77,7 @@ def moved_on(before, after):
   return after._replace(step=before.step, opt_state=opt_state)
 
 
-@pytest.mark.parametrize(
-  "name", all_slow_except(EXCHANGES, "plain", "one bit", "delayed")
-)
+@pytest.mark.parametrize("name", all_slow_except(EXCHANGES, "plain", "one bit", "delayed"))
 def test_a_bad_gradient_changes_no_bit_of_the_state(name):
   bad = {"gradient": (21, np.nan)}  # device 5 of 8, 4 rows each
   states, metrics, last = train(name, [{}, {}, bad])
@@ -121,9 +124,7 @@ def test_what_is_bad_in_the_state_is_reported():
   mesh, state, step = made("plain")
   kernel = state.params["kernel"].at[1, 2].set(np.nan)
   kernel = jax.device_put(kernel, state.params["kernel"].sharding)
-  state = jax.tree.map(
-    jnp.copy, state._replace(params=state.params | {"kernel": kernel})
-  )
+  state = jax.tree.map(jnp.copy, state._replace(params=state.params | {"kernel": kernel}))
   state, metrics = step(state, batch(mesh, 0))
   diagnosis = diagnose(metrics, state)
   assert diagnosis.in_state
@@ -144,9 +145,7 @@ def test_a_mean_that_overflows_in_the_exchange_is_skipped():
   before = jax.device_get(state)
   state, metrics = step(state, batch(mesh, 0, gradient=(0, 1e10)))
   assert_same_bits(before, jax.device_get(state)._replace(step=before.step))
-  assert diagnose(metrics, state).text.startswith(
-    "mean gradient of kernel, after the ex"
-  )
+  assert diagnose(metrics, state).text.startswith("mean gradient of kernel, after the ex")
 
 
 def test_a_rate_that_is_nan_is_skipped():
@@ -171,9 +170,13 @@ def test_the_code_of_the_first_bad_leaf():
   fine, nan, inf = (jnp.array([1.0, x]) for x in (1e15, np.nan, np.inf))
   both, half = jnp.array([np.inf, np.nan]), jnp.array([np.inf], jnp.bfloat16)
   for tree, code in [
-    ([], -1), ([fine, fine], -1), ([fine, nan, inf], 2), ([inf, fine, nan], 1),
-    ([fine, both], 2), ([jnp.ones(2, jnp.int32), half], 3),
-  ]:  # fmt: skip
+    ([], -1),
+    ([fine, fine], -1),
+    ([fine, nan, inf], 2),
+    ([inf, fine, nan], 1),
+    ([fine, both], 2),
+    ([jnp.ones(2, jnp.int32), half], 3),
+  ]:
     assert int(jax.jit(nan_guard.first_bad)(tree)) == code
 
 
@@ -201,9 +204,7 @@ def test_a_worker_sits_a_bad_step_out_and_the_meeting_is_good(workers):
     for g in range(groups):
       if bad and g == 9 // own_rows:
         continue
-      x, y = (
-        np.asarray(rows[n], np.float64)[g * own_rows : (g + 1) * own_rows] for n in "xy"
-      )
+      x, y = (np.asarray(rows[n], np.float64)[g * own_rows : (g + 1) * own_rows] for n in "xy")
       p = own[g]
       out = x @ p["kernel"] + p["bias"]
       d = 2 * (out * p["gain"] - y) / own_rows
@@ -302,8 +303,7 @@ def test_without_a_bad_step_no_bit_is_another():
   env = child_env(8, XLA_FLAGS="--xla_cpu_max_isa=AVX")
   env["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
   done = subprocess.run(
-    [sys.executable, "-c", SAME], env=env, cwd=ROOT, capture_output=True, text=True,
-    timeout=300,
-  )  # fmt: skip
+    [sys.executable, "-c", SAME], env=env, cwd=ROOT, capture_output=True, text=True, timeout=300
+  )
   assert done.returncode == 0, done.stderr
   assert done.stdout.count("same") == 4

@@ -33,9 +33,7 @@ def measure(num_devices, accumulate_steps, steps=400, lr=0.0):
   """Metrics after some steps that leave w where it is, if lr is 0."""
   mesh = make_mesh(devices=jax.devices()[:num_devices])
   tx, exchange = optax.sgd(lr), plain(mesh.axis_names)
-  state = init_state(
-    lambda key: ({"w": jnp.array(W)}, {}), tx, mesh, exchange, noise_scale=True
-  )
+  state = init_state(lambda key: ({"w": jnp.array(W)}, {}), tx, mesh, exchange, noise_scale=True)
   options = StepOptions(num_microbatches=accumulate_steps, measure_noise_scale=True)
   step = make_train_step(quadratic, tx, mesh, exchange, options=options)
   rng, metrics = np.random.default_rng(0), {}
@@ -206,9 +204,7 @@ def test_the_interval_covers_the_true_scale(times, steps):
     assert (got["noise_scale"] <= high).all()
   assert 0.92 <= np.mean(covered) <= 0.99
   if steps == 600:  # it is known where the batch is large, and not where it is small
-    assert (
-      np.mean(infinite) == 0 if times < 1 else np.mean(infinite) > 0.5 or times < 60
-    )
+    assert np.mean(infinite) == 0 if times < 1 else np.mean(infinite) > 0.5 or times < 60
 
 
 def test_one_step_has_no_interval():

@@ -53,9 +53,11 @@ class Layers(nn.Module):
   @nn.compact
   def __call__(self, x, train):
     layer = nn.scan(
-      lambda block, x, _: (block(x, train), None), variable_axes={"params": 0},
-      split_rngs={"params": True, "dropout": True}, length=2,
-    )  # fmt: skip
+      lambda block, x, _: (block(x, train), None),
+      variable_axes={"params": 0},
+      split_rngs={"params": True, "dropout": True},
+      length=2,
+    )
     x, _ = layer(Block(), nn.Dense(16)(x), None)
     return nn.Dense(3)(x)
 
@@ -91,8 +93,7 @@ def trained(model, num_devices, **other):
   batches = data.train_batches(made.train_data, 16, position=0, seed=0)
   for _ in range(4):
     batch = {
-      k: jax.device_put(v, made.abstract_batch()[k].sharding)
-      for k, v in next(batches).items()
+      k: jax.device_put(v, made.abstract_batch()[k].sharding) for k, v in next(batches).items()
     }
     state, metrics = step(state, batch)
   assert np.isfinite(float(metrics["loss"]))
@@ -244,10 +245,7 @@ def plain(hidden, state=None, head=0.3):
 
   def init(key):
     a, b = jax.random.split(key)
-    params = {
-      "w": 0.3 * jax.random.normal(a, (6, 8)),
-      "head": head * jax.random.normal(b, (8, 3)),
-    }
+    params = {"w": 0.3 * jax.random.normal(a, (6, 8)), "head": head * jax.random.normal(b, (8, 3))}
     return params, state or {}
 
   def apply(params, model_state, x, train, keys):
@@ -305,9 +303,7 @@ MIXING = {
   "one mask by the first key": plain(lambda h, s, k: drop(k[0], h)),
   "one mask by the last key": plain(lambda h, s, k: drop(k[-1], h)),
   "a mask by the place": plain(lambda h, s, k: drop(jax.random.key(0), h)),
-  "a mask of the state": plain(
-    lambda h, s, k: drop(s["key"], h), {"key": jax.random.PRNGKey(3)}
-  ),
+  "a mask of the state": plain(lambda h, s, k: drop(s["key"], h), {"key": jax.random.PRNGKey(3)}),
   "nnx.BatchNorm": of_nnx(lambda rngs: nnx.BatchNorm(8, rngs=rngs)),
   "nnx.Dropout": of_nnx(lambda rngs: nnx.Dropout(0.5, rngs=rngs)),
 }
@@ -328,8 +324,7 @@ def test_functions_that_mix_rows_are_named(name):
   config = config_of(Functions(name=name))
   made = experiment(config, devices=jax.devices()[:2])
   assert any(
-    x.startswith("Functions: its model mixes the rows of each device: results")
-    for x in made.notes
+    x.startswith("Functions: its model mixes the rows of each device: results") for x in made.notes
   )
 
 

@@ -25,13 +25,7 @@ from jaxscale.exchange.one_bit import one_bit
 from jaxscale.exchange.wrappers import delayed, warm_start
 from jaxscale.mesh import batch_sharding, make_mesh
 from jaxscale.optim.settings import LarsVariant
-from jaxscale.parallel import (
-  PipelineGrads,
-  gpipe_grads,
-  make_layout,
-  one_f_one_b_grads,
-  stack_loss,
-)
+from jaxscale.parallel import PipelineGrads, gpipe_grads, make_layout, one_f_one_b_grads, stack_loss
 from jaxscale.parallel.layout_exchange import exchange_axes
 from jaxscale.training.state import init_state
 from jaxscale.training.step import make_train_step
@@ -45,9 +39,7 @@ STEPS, ROWS, SEED = 10, 128, 3
 IS_STACKED = optim.matching("^layers/")
 IS_OUTER = optim.matching("^(embed|head)/")
 OPTIMIZERS = {
-  "sgd": optim.sgd(
-    0.004, momentum=0.9, nesterov=False, weight_decay=1e-3, stacked=IS_STACKED
-  ),
+  "sgd": optim.sgd(0.004, momentum=0.9, nesterov=False, weight_decay=1e-3, stacked=IS_STACKED),
   "lars": optim.lars(0.05, trust_coefficient=0.05, stacked=IS_STACKED),
   "lamb": optim.lamb(3e-3, stacked=IS_STACKED),
   "adamw": optim.adamw(1e-3, weight_decay=1e-2, stacked=IS_STACKED),
@@ -113,9 +105,7 @@ LAYOUTS = {
   "fsdp": sharded({"fsdp": 8}),
   "data x zero-2": sharded({"data": 2, "fsdp": 4}, "zero2"),
   "data x fsdp": sharded({"data": 2, "fsdp": 4}),
-  "data x fsdp, in the backward": sharded(
-    {"data": 2, "fsdp": 4}, slow_axes="in_backward"
-  ),
+  "data x fsdp, in the backward": sharded({"data": 2, "fsdp": 4}, slow_axes="in_backward"),
   "replica x data x fsdp": sharded({"replica": 2, "data": 2, "fsdp": 2}),
   "data x model": Case({"data": 2, "model": 4}),
   "fsdp x model": sharded({"fsdp": 2, "model": 4}),
@@ -132,9 +122,7 @@ LAYOUTS = {
   "stage x model, 1f1b": piped({"data": 1, "stage": 2, "model": 4}, "1f1b"),
   "fsdp x stage": piped({"fsdp": 4, "stage": 2}, shard="fsdp"),
   "zero-2 x stage, 1f1b": piped({"fsdp": 4, "stage": 2}, "1f1b", shard="zero2"),
-  "fsdp x stage x model": piped(
-    {"fsdp": 2, "stage": 2, "model": 2}, micros=2, shard="fsdp"
-  ),
+  "fsdp x stage x model": piped({"fsdp": 2, "stage": 2, "model": 2}, micros=2, shard="fsdp"),
   "stage x ring": piped({"stage": 2, "model": 4}, splits="ring"),
 }
 
@@ -199,8 +187,7 @@ def losses_of(stack, layout, case, names, dtype):
     stacked = jax.tree.map(lambda *x: jnp.stack(x), *(params[n] for n in names))
     found = jax.vmap(lambda copy: one(copy, {}, batch, keys)[1][1])(stacked)
     totals = dict(zip(names, found["loss"], strict=True))
-    return found["loss"].sum(), (
-      model_state, totals | {"examples": found["examples"][0]})  # fmt: skip
+    return found["loss"].sum(), (model_state, totals | {"examples": found["examples"][0]})
 
   def loss_fn(params, model_state, batch, keys):
     found = {n: one(params[n], {}, batch, keys)[1][1] for n in names}
@@ -288,9 +275,7 @@ def assert_same(found: Run, wanted: Run, optimizer: str, bound: float, leaf: flo
     grads = found.grads[i][optimizer], wanted.grads[i][optimizer]
     assert relative_distance(*grads) <= bound
     assert worst_leaf(*grads) <= leaf
-    assert (
-      worst_leaf(found.params[i][optimizer], wanted.params[i][optimizer]) <= 2 * bound
-    )
+    assert worst_leaf(found.params[i][optimizer], wanted.params[i][optimizer]) <= 2 * bound
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
@@ -332,12 +317,9 @@ def test_in_half_precision_steps_and_runs_are_those_of_one_device(name, optimize
 
 LARS = get_args(LarsVariant)
 VARIANTS = {
-  v: optim.lars(0.05, variant=v, trust_coefficient=0.05, stacked=IS_STACKED)
-  for v in LARS
+  v: optim.lars(0.05, variant=v, trust_coefficient=0.05, stacked=IS_STACKED) for v in LARS
 } | {
-  "lamb as released": optim.lamb(
-    3e-3, bias_correction=False, weight_decay=1.5, phi_max=3.0
-  ),
+  "lamb as released": optim.lamb(3e-3, bias_correction=False, weight_decay=1.5, phi_max=3.0),
   "lamb of timm": optim.lamb(3e-3, variant="timm", stacked=IS_STACKED),
   "muon of torch": optim.muon(
     1e-3, variant="torch", adjust="original", adam_rate_factor=0.5, stacked=IS_STACKED

@@ -92,8 +92,7 @@ def sgd_bound(name: str) -> float:
   for leaf, first in first_params().items():
     given = zip(weights, found.own, found.means, strict=True)
     square = sum(
-      a**2 * rounding_variance(name, own["sgd"][leaf], mean["sgd"][leaf])
-      for a, own, mean in given
+      a**2 * rounding_variance(name, own["sgd"][leaf], mean["sgd"][leaf]) for a, own, mean in given
     )
     shares.append(np.sqrt(square) / np.linalg.norm(wanted[leaf] - first))
   return 2 * max(shares)

@@ -18,10 +18,16 @@ from jaxscale.run import adaptive_batch
 from jaxscale.run.fit import fit
 
 QUICK = {
-  "model": "MLP", "model.hidden": "(32,)", "mesh.data": "8", "epochs": "4",
-  "schedule.warmup_epochs": "0.5", "log.every_steps": "1", "ema_decay": "None",
-  "checkpoint.every_epochs": "1", "log.tensorboard": "False",
-}  # fmt: skip
+  "model": "MLP",
+  "model.hidden": "(32,)",
+  "mesh.data": "8",
+  "epochs": "4",
+  "schedule.warmup_epochs": "0.5",
+  "log.every_steps": "1",
+  "ema_decay": "None",
+  "checkpoint.every_epochs": "1",
+  "log.tensorboard": "False",
+}
 RAMP = {"phases.epochs": "(0, 1, 2)", "phases.batch_sizes": "(64, 128, 256)"}
 
 
@@ -35,23 +41,14 @@ def lines(workdir, name):
 
 
 def test_plan_counts_examples_not_steps():
-  got = phases.plan(
-    (0, 1, 3), (10, 30, 60), (1, 1, 2), (None, 8, 8), total_epochs=4, num_train=100
-  )
-  assert [(s.start, s.stop, s.examples) for s in got] == [
-    (0, 10, 0), (10, 17, 100), (17, 19, 310),
-  ]  # fmt: skip
-  assert [phases.examples_at(got, s) for s in (0, 9, 10, 11, 17, 19)] == [
-    0, 90, 100, 130, 310, 430,
-  ]  # fmt: skip
-  assert [phases.phase_index(got, s) for s in (0, 9, 10, 16, 17, 19)] == [
-    0, 0, 1, 1, 2, 2,
-  ]  # fmt: skip
+  got = phases.plan((0, 1, 3), (10, 30, 60), (1, 1, 2), (None, 8, 8), total_epochs=4, num_train=100)
+  assert [(s.start, s.stop, s.examples) for s in got] == [(0, 10, 0), (10, 17, 100), (17, 19, 310)]
+  assert [phases.examples_at(got, s) for s in (0, 9, 10, 11, 17, 19)] == [0, 90, 100, 130, 310, 430]
+  assert [phases.phase_index(got, s) for s in (0, 9, 10, 16, 17, 19)] == [0, 0, 1, 1, 2, 2]
 
 
 def test_the_step_of_so_many_examples():
-  got = phases.plan((0, 1, 2), (10, 40, 20), (1,) * 3, (None,) * 3,
-                    total_epochs=3, num_train=100)  # fmt: skip
+  got = phases.plan((0, 1, 2), (10, 40, 20), (1,) * 3, (None,) * 3, total_epochs=3, num_train=100)
   for examples in range(0, 301):
     step = phases.step_at(got, examples)
     assert phases.examples_at(got, step) >= examples
@@ -60,32 +57,32 @@ def test_the_step_of_so_many_examples():
 
 def test_momentum_is_corrected_until_the_ramp_of_the_rate_ends():
   """Warm-up of 2 epochs, 46 steps of 64; run as 23 of 64 and 11 of 128 and so on."""
-  config = quick(**RAMP, optimizer__momentum_correction="warmup", batch_size="64",
-                 schedule__warmup_epochs="2")  # fmt: skip
+  config = quick(
+    **RAMP, optimizer__momentum_correction="warmup", batch_size="64", schedule__warmup_epochs="2"
+  )
   experiment = build.experiment(config)
   assert experiment.derived.warmup_steps == 45
   reported = []
   with pytest.MonkeyPatch.context() as patch:
     real = make_optimizer
     patch.setattr(
-      build, "make_optimizer",
+      build,
+      "make_optimizer",
       lambda c, s, warmup, m: reported.append(warmup) or real(c, s, warmup, m),
-    )  # fmt: skip
+    )
     build.at_phase(experiment, experiment.derived.phases[1])
   assert reported == [34]  # 23 x 64 + 11 x 128 = 2,880 = 45 x 64
 
 
 def test_a_phase_without_room_is_left_out():
-  got = phases.plan((0, 1, 1.1), (90, 90, 10), (1,) * 3, (None,) * 3,
-                    total_epochs=2, num_train=100)  # fmt: skip
+  got = phases.plan((0, 1, 1.1), (90, 90, 10), (1,) * 3, (None,) * 3, total_epochs=2, num_train=100)
   # Two steps of 90 pass epoch 1.1 already.
   assert [(s.ordinal, s.start, s.stop) for s in got] == [(0, 0, 2), (2, 2, 4)]
 
 
 def test_the_schedule_goes_by_epochs_whatever_the_batch():
   base = lambda step: jnp.asarray(step, jnp.float32) / 40  # noqa: E731
-  one, two = phases.plan((0, 1), (10, 40), (1, 1), (None,) * 2, total_epochs=4,
-                         num_train=100)  # fmt: skip
+  one, two = phases.plan((0, 1), (10, 40), (1, 1), (None,) * 2, total_epochs=4, num_train=100)
   inside = phases.within_phase(base, two, 10, factor=2.0)
   # Step 10 + 3 has seen 100 + 120 examples: 22 steps of 10.
   assert float(inside(13)) == pytest.approx(2.0 * 22 / 40)
@@ -110,9 +107,7 @@ def test_neutral_changes_do_not_show_on_a_constant_gradient():
     for size in sizes:
       factor, m = phases.follow_batch_size("neutral", size, 256, 0.9)
       tx = optax.sgd(0.01 * factor, m)
-      state = tx.init(w) if state is None else phases.scale_velocity(
-        state, (1 - before) / (1 - m)
-      )  # fmt: skip
+      state = tx.init(w) if state is None else phases.scale_velocity(state, (1 - before) / (1 - m))
       before = m
       for _ in range(examples // size):
         updates, state = tx.update(jnp.ones(()), state)
@@ -149,9 +144,7 @@ def test_a_batch_ramp_runs_and_follows_the_rate(ramped):
   # 1,437 examples: 23 of 64, then of 128 to epoch 2, then of 256 to epoch 4.
   described = json.loads((workdir / "config.json").read_text())
   planned = described["derived"]["phases"]
-  assert [(s["start"], s["batch_size"]) for s in planned] == [
-    (0, 64), (23, 128), (34, 256),
-  ]  # fmt: skip
+  assert [(s["start"], s["batch_size"]) for s in planned] == [(0, 64), (23, 128), (34, 256)]
   assert result.summary["step"] == planned[-1]["stop"] == 46
   logged = lines(workdir, "train/loss")
   assert [x["step"] for x in logged] == [*range(1, 47)]
@@ -195,8 +188,7 @@ def test_a_damaged_checkpoint_of_a_later_phase_goes_back_to_the_phase_before(
 ):
   """Steps 35 on are of the third phase; of its checkpoints, none is whole."""
   result, _ = ramped
-  fit(quick(**RAMP, checkpoint__every_epochs="0.2", checkpoint__keep_last="60"),
-      tmp_path)  # fmt: skip
+  fit(quick(**RAMP, checkpoint__every_epochs="0.2", checkpoint__keep_last="60"), tmp_path)
   checkpoints = tmp_path / "checkpoints"
   kept = sorted(int(p.name) for p in checkpoints.iterdir() if p.name.isdigit())
   late = [step for step in kept if step > 30]
@@ -215,8 +207,11 @@ def test_a_damaged_checkpoint_of_a_later_phase_goes_back_to_the_phase_before(
 
 def test_short_phases_do_not_put_off_what_is_due():
   """Every 8 steps of 10, in phases of 3 and of 4 steps: by share of an interval."""
-  planned = [phases.Phase(0, 3, 0, 10, 1, None), phases.Phase(3, 5, 30, 20, 1, None),
-             phases.Phase(5, 9, 70, 10, 1, None)]  # fmt: skip
+  planned = [
+    phases.Phase(0, 3, 0, 10, 1, None),
+    phases.Phase(3, 5, 30, 20, 1, None),
+    phases.Phase(5, 9, 70, 10, 1, None),
+  ]
   steps = {10: 8, 20: 4}
 
   def due(phase):
@@ -258,11 +253,19 @@ def test_neutral_ramp_follows_momentum_too():
 def test_a_batch_that_a_bn_span_does_not_fit_is_no_candidate(tmp_path, capsys):
   """8 rows per device share statistics at batch 64: not 12 of 96, 16 of 128."""
   changes = {
-    "model": "CNN", "model.features": "(4,)", "model.dense": "0",
-    "model.batch_norm": "True", "model.bn_span": "8", "phases": "AdaptiveBatch",
-    "phases.trial_steps": "1", "batch_size": "64", "phases.multiple": "32",
-    "phases.margin": "9.0", "phases.max_batch_size": "128", "epochs": "1.1",
-  }  # fmt: skip
+    "model": "CNN",
+    "model.features": "(4,)",
+    "model.dense": "0",
+    "model.batch_norm": "True",
+    "model.bn_span": "8",
+    "phases": "AdaptiveBatch",
+    "phases.trial_steps": "1",
+    "batch_size": "64",
+    "phases.multiple": "32",
+    "phases.margin": "9.0",
+    "phases.max_batch_size": "128",
+    "epochs": "1.1",
+  }
   quick_cnn = {k: v for k, v in QUICK.items() if k not in ("model", "model.hidden")}
   fit(load_config("configs/digits.py", quick_cnn | changes), tmp_path)
   reported = capsys.readouterr().out
@@ -275,13 +278,16 @@ MISTAKES = {
   "order": ({"phases.epochs": "(0, 3, 2)"}, "rising order"),
   "count": ({"phases.epochs": "(0, 1)", "phases.batch_sizes": "(64,)"}, "2 phases"),
   "neutral adam": (
-    {"optimizer": "AdamW", "optimizer.lr": "0.1", "phases.follow": "neutral",
-     "phases.batch_sizes": "(64,)"}, "use SGD",
+    {
+      "optimizer": "AdamW",
+      "optimizer.lr": "0.1",
+      "phases.follow": "neutral",
+      "phases.batch_sizes": "(64,)",
+    },
+    "use SGD",
   ),
-  "adaptive lars": (
-    {"optimizer": "LARS", "phases": "AdaptiveBatch"}, "use SGD",
-  ),
-}  # fmt: skip
+  "adaptive lars": ({"optimizer": "LARS", "phases": "AdaptiveBatch"}, "use SGD"),
+}
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
@@ -307,13 +313,15 @@ def test_images_of_one_size_cannot_change():
 
 def test_candidates_are_cntks():
   assert adaptive_batch.candidates(512, 256, maximum=4096, multiple=64) == [
-    256, 384, 512, 704, 1024,
-  ]  # fmt: skip
+    256,
+    384,
+    512,
+    704,
+    1024,
+  ]
   assert adaptive_batch.candidates(256, 256, maximum=300, multiple=64) == [256]
   # A rate of a quarter: not below four times the initial size.
-  sizes = adaptive_batch.candidates(
-    1024, 256, maximum=8192, multiple=64, rate_change=0.25
-  )
+  sizes = adaptive_batch.candidates(1024, 256, maximum=8192, multiple=64, rate_change=0.25)
   assert sizes[0] == 1024 and sizes[-1] == 2048
 
 
@@ -335,10 +343,14 @@ def test_search_stops_at_the_first_loss_and_refuses_nan():
 @pytest.mark.slow
 def test_an_adaptive_run_grows_its_batch_and_resumes(tmp_path):
   changes = {
-    "phases": "AdaptiveBatch", "phases.trial_steps": "4", "batch_size": "64",
-    "phases.multiple": "32", "phases.margin": "5.0", "phases.max_batch_size": "192",
+    "phases": "AdaptiveBatch",
+    "phases.trial_steps": "4",
+    "batch_size": "64",
+    "phases.multiple": "32",
+    "phases.margin": "5.0",
+    "phases.max_batch_size": "192",
     "epochs": "3",
-  }  # fmt: skip
+  }
   config = load_config("configs/digits.py", QUICK | changes)
   result = fit(config, tmp_path / "a")
   chosen = json.loads((tmp_path / "a" / "batch_sizes.json").read_text())
@@ -347,8 +359,13 @@ def test_an_adaptive_run_grows_its_batch_and_resumes(tmp_path):
   assert chosen == [64, 96, 192]
   assert result.summary["outcome"] == "done"
   # Trials leave no trace: the run is the one that had these sizes from the start.
-  fixed = {"phases.epochs": "(0, 1, 2)", "phases.batch_sizes": "(64, 96, 192)",
-           "phases.follow": "neutral", "batch_size": "64", "epochs": "3"}  # fmt: skip
+  fixed = {
+    "phases.epochs": "(0, 1, 2)",
+    "phases.batch_sizes": "(64, 96, 192)",
+    "phases.follow": "neutral",
+    "batch_size": "64",
+    "epochs": "3",
+  }
   same = fit(load_config("configs/digits.py", QUICK | fixed), tmp_path / "b")
   for a, b in zip(*map(jax.tree.leaves, (result.state, same.state)), strict=True):
     np.testing.assert_array_equal(a, b)

@@ -14,12 +14,7 @@ from jaxscale import hlo
 from jaxscale.collectives import vary
 from jaxscale.errors import ConfigError
 from jaxscale.models.attention import attention
-from jaxscale.parallel.pipeline import (
-  bubble,
-  one_f_one_b,
-  split_microbatches,
-  stage_microbatches,
-)
+from jaxscale.parallel.pipeline import bubble, one_f_one_b, split_microbatches, stage_microbatches
 from jaxscale.parallel.sequence import split
 from support import tiny_pipeline as tiny
 from support.cases import all_slow_except
@@ -181,9 +176,7 @@ def test_the_bubble_is_that_of_the_ticks(num_stages, micros):
   of_use = 3.0 * micros
   for schedule, skip in (("gpipe", True), ("1f1b", True), ("1f1b", False)):
     time = step_time(schedule, num_stages, micros, skip)
-    assert bubble(schedule, num_stages, micros, skip=skip) == pytest.approx(
-      1 - of_use / time
-    )
+    assert bubble(schedule, num_stages, micros, skip=skip) == pytest.approx(1 - of_use / time)
 
 
 def test_the_bubble_of_the_papers():
@@ -200,9 +193,7 @@ def temporary(schedule, micros, **settings):
   """Temporary bytes of a device; micro-batches stay as large."""
   mesh = tiny.mesh_of(stage=4)
   params = tiny.init(width=32, hidden=64)
-  step, put = tiny.piped(
-    schedule, mesh, micros, tiny.run(tiny.make_layer()), **settings
-  )
+  step, put = tiny.piped(schedule, mesh, micros, tiny.run(tiny.make_layer()), **settings)
   compiled = step.lower(*put(params, tiny.make_batch(2 * micros, 16))).compile()
   return compiled.memory_analysis().temp_size_in_bytes
 
@@ -236,9 +227,7 @@ def test_a_ring_in_the_layers(schedule):
     return layer
 
   def piped(**settings):
-    return tiny.piped(
-      schedule, mesh, 2, tiny.run(make(ring.attend)), tokens="model", **settings
-    )
+    return tiny.piped(schedule, mesh, 2, tiny.run(make(ring.attend)), tokens="model", **settings)
 
   params, batch = tiny.init(), tiny.make_batch(4)
   step, put = piped(skip=False)
@@ -258,13 +247,9 @@ def test_what_would_hang_is_refused():
 
   mesh = tiny.mesh_of(stage=2)
   step, put = tiny.piped("1f1b", mesh, 2, tiny.run(tiny.make_layer()), embed=embed)
-  with pytest.raises(
-    ConfigError, match=r"embed: has a collective \(psum.*along 'stage'"
-  ):
+  with pytest.raises(ConfigError, match=r"embed: has a collective \(psum.*along 'stage'"):
     step(*put(tiny.init(), tiny.make_batch(4)))
-  with pytest.raises(
-    ConfigError, match=r"^num_microbatches=3: does not divide the 4 rows"
-  ):
+  with pytest.raises(ConfigError, match=r"^num_microbatches=3: does not divide the 4 rows"):
     split_microbatches(tiny.make_batch(4), 3)
 
 
@@ -276,9 +261,12 @@ def test_gradients_stay_apart_where_parameters_vary():
   def local(params, batch):
     ends = {k: vary(params[k], ("stage",)) for k in ("embed", "head")}
     grads, _ = one_f_one_b(
-      tiny.embed, tiny.run(tiny.make_layer()), tiny.finish, params | ends,
+      tiny.embed,
+      tiny.run(tiny.make_layer()),
+      tiny.finish,
+      params | ends,
       split_microbatches(batch, 2),
-    )  # fmt: skip
+    )
     return {k: jax.tree.map(lambda g: g[None], grads[k]) for k in ends}
 
   layers = dict.fromkeys(params["layers"], P("stage"))

@@ -43,9 +43,7 @@ def test_flags_devices_and_data_are_named_where_they_differ(tmp_path):
   options = only("devices"), f"--config={config}"
   findings = preflight(HOSTS, *options, rank_env=rank_env)
   reported = wrong(findings)
-  assert reported[0] == (
-    "process 1 (n2): XLA_FLAGS: this jax does not know --xla_nonsense=1"
-  )
+  assert reported[0] == ("process 1 (n2): XLA_FLAGS: this jax does not know --xla_nonsense=1")
   assert findings[0].remedy.startswith("take it out of XLA_FLAGS")
   assert reported[1] == "devices: 3 x cpu in process 2 (n3), 2 x cpu in the others"
   assert (
@@ -53,8 +51,7 @@ def test_flags_devices_and_data_are_named_where_they_differ(tmp_path):
     and "train_split=train: no such dir" in reported[2]
   )
   assert re.fullmatch(
-    r"data: .* has 1\d \+ 1\d examples in process [03] .*, .* in the others",
-    reported[3],
+    r"data: .* has 1\d \+ 1\d examples in process [03] .*, .* in the others", reported[3]
   )
   assert len(reported) == 4  # and no word on whether the config fits
 
@@ -62,9 +59,13 @@ def test_flags_devices_and_data_are_named_where_they_differ(tmp_path):
 @pytest.mark.slow
 def test_a_config_says_how_large_its_checkpoints_are(tmp_path):
   options = [
-    only("devices", "disk"), f"--workdir={tmp_path}", "--config=configs/digits.py",
-    "--config.model=MLP", "--config.model.hidden=(64,)", "--config.ema_decay=0.9",
-  ]  # fmt: skip
+    only("devices", "disk"),
+    f"--workdir={tmp_path}",
+    "--config=configs/digits.py",
+    "--config.model=MLP",
+    "--config.model.hidden=(64,)",
+    "--config.ema_decay=0.9",
+  ]
   findings = preflight(HOSTS[:2], *options)
   assert not wrong(findings), findings
   text = {f.text.split(" ")[0]: f.text for f in findings}
@@ -89,17 +90,25 @@ def test_a_config_that_does_not_fit_is_refused():
 @pytest.mark.parametrize(
   ("text", "says"),
   [
-    ("F1 parse_flags_from_env.cc:234] Unknown flags in XLA_FLAGS: --xla_a=1 --xla_b",
-     "XLA_FLAGS: this jax does not know --xla_a=1 --xla_b"),
-    ("E1 line_flags.cc:63] Couldn't interpret value abc for flag xla_x.\nusage:",
-     "XLA_FLAGS: --xla_x=abc is not a value of this flag"),
-    ('F1 x.cc:171] Could not open file "junk" to read flags for environment variable',
-     "XLA_FLAGS=junk: neither flags, which begin with --, nor a file"),
-    ("Traceback\n  at\nRuntimeError: Unable to initialize backend 'cuda'\n\nnoise",
-     "RuntimeError: Unable to initialize backend 'cuda'"),
+    (
+      "F1 parse_flags_from_env.cc:234] Unknown flags in XLA_FLAGS: --xla_a=1 --xla_b",
+      "XLA_FLAGS: this jax does not know --xla_a=1 --xla_b",
+    ),
+    (
+      "E1 line_flags.cc:63] Couldn't interpret value abc for flag xla_x.\nusage:",
+      "XLA_FLAGS: --xla_x=abc is not a value of this flag",
+    ),
+    (
+      'F1 x.cc:171] Could not open file "junk" to read flags for environment variable',
+      "XLA_FLAGS=junk: neither flags, which begin with --, nor a file",
+    ),
+    (
+      "Traceback\n  at\nRuntimeError: Unable to initialize backend 'cuda'\n\nnoise",
+      "RuntimeError: Unable to initialize backend 'cuda'",
+    ),
     ("", "JAX ended with code -6"),
   ],
-)  # fmt: skip
+)
 def test_what_ended_jax_is_read_from_its_words(text, says):
   assert child.cause_of(text, -6) == says
 
@@ -109,9 +118,7 @@ def test_a_gpu_that_jax_does_not_see_is_reported(monkeypatch):
   monkeypatch.delenv("XLA_FLAGS", raising=False)
   found = {"platform": "cpu", "kind": "cpu", "count": 1, "wrong": []}
   (reported,) = devices.findings([found], [{"gpus": [{}]}], ["n1"])
-  assert (
-    reported.text == "devices: n1 has GPUs, and JAX runs on its CPU" and not reported.ok
-  )
+  assert reported.text == "devices: n1 has GPUs, and JAX runs on its CPU" and not reported.ok
   (reported,) = devices.findings([found], [{"gpus": []}], ["n1"])
   assert reported.ok
   (reported,) = devices.findings([found | {"wrong": ["cuda:3: 14335.0"]}], [], ["n1"])

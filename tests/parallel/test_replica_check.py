@@ -54,9 +54,7 @@ def copies(mesh, values, changed=None, at=5):
 
 def found(mesh, values, changed=None, at=5):
   names = sorted(values)
-  return find_divergence(
-    make_fingerprint(mesh)(copies(mesh, values, changed, at)), names
-  )
+  return find_divergence(make_fingerprint(mesh)(copies(mesh, values, changed, at)), names)
 
 
 def test_equal_copies_raise_no_alarm(mesh):
@@ -88,16 +86,12 @@ def swapped(value, i, j):
 
 BITS = {
   "sign of zero": ({"f32": np.zeros(5, np.float32)}, {"f32": -np.zeros(5, np.float32)}),
-  "NaN's payload": (
-    {"f32": nan(1).view(np.float32)}, {"f32": nan(2).view(np.float32)},
-  ),
+  "NaN's payload": ({"f32": nan(1).view(np.float32)}, {"f32": nan(2).view(np.float32)}),
   "bfloat16 NaN's payload": (
     {"b": nan(1, np.uint16, 0x7FC0).view(jnp.bfloat16)},
     {"b": nan(2, np.uint16, 0x7FC0).view(jnp.bfloat16)},
   ),
-  "denormal": (
-    {"f32": np.zeros(1, np.float32)}, {"f32": np.array([1], np.uint32).view("f4")},
-  ),
+  "denormal": ({"f32": np.zeros(1, np.float32)}, {"f32": np.array([1], np.uint32).view("f4")}),
   "bool": ({"m": np.array([True, False])}, {"m": np.array([True, True])}),
   "imaginary": ({"c": np.array([1 + 2j], "c8")}, {"c": np.array([1 + 3j], "c8")}),
   "swapped": (
@@ -108,7 +102,7 @@ BITS = {
     {"w": np.arange(16, dtype=np.float32).reshape(4, 4)},
     {"w": np.arange(16, dtype=np.float32).reshape(4, 4).T.copy()},
   ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", BITS)
@@ -135,9 +129,7 @@ def test_hash_is_that_of_numpy():
 
 def test_random_keys_and_wide_numbers_have_hashes():
   key = jax.random.key(1)
-  assert int(replica_check.hash_bits(key)) != int(
-    replica_check.hash_bits(jax.random.key(2))
-  )
+  assert int(replica_check.hash_bits(key)) != int(replica_check.hash_bits(jax.random.key(2)))
   with jax.enable_x64(True):
     x = jnp.array([1.0, 2.0])
     nearby = x.at[0].set(np.nextafter(1.0, 2.0))

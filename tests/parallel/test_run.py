@@ -42,9 +42,16 @@ def test_a_run_leaves_its_record(finished):
   result, workdir = finished
   names = {p.name for p in workdir.iterdir()}
   assert names == {
-    "checkpoints", "config.json", "metrics.jsonl", "metrics.png", "summary.json",
-    "lock", "starts.jsonl", "tensorboard", "activity.jsonl",
-  }  # fmt: skip
+    "checkpoints",
+    "config.json",
+    "metrics.jsonl",
+    "metrics.png",
+    "summary.json",
+    "lock",
+    "starts.jsonl",
+    "tensorboard",
+    "activity.jsonl",
+  }
   assert json.loads((workdir / "summary.json").read_text()) == result.summary
   assert result.summary["outcome"] == "done" and result.summary["step"] == 45
   seconds = result.summary["goodput_seconds"]
@@ -183,9 +190,7 @@ def test_a_workdir_of_another_experiment_is_refused(finished):
     (errno.EACCES, "use another one"),
   ],
 )
-@pytest.mark.parametrize(
-  "fails", ["checkpoint.lock._create", "metrics.writers.replace_text"]
-)
+@pytest.mark.parametrize("fails", ["checkpoint.lock._create", "metrics.writers.replace_text"])
 def test_a_disk_that_takes_no_run_is_named_with_its_remedy(
   tmp_path, monkeypatch, fails, number, remedy
 ):
@@ -298,9 +303,7 @@ def test_divergence_keeps_the_last_good_checkpoint(tmp_path, capsys):
   config = tiny_digits(optimizer__lr="1e9", checkpoint__every_epochs="0.09")
   with pytest.raises(NonFiniteError, match="last good checkpoint") as error:
     fit(config, tmp_path)
-  steps = [
-    int(p.name) for p in (tmp_path / "checkpoints").iterdir() if p.name.isdigit()
-  ]
+  steps = [int(p.name) for p in (tmp_path / "checkpoints").iterdir() if p.name.isdigit()]
   assert all(s < error.value.step for s in steps)
 
 
@@ -312,9 +315,7 @@ def test_where_nothing_was_saved_the_workdir_takes_another_rate(tmp_path, capsys
   assert fit(tiny_digits(epochs="2"), tmp_path).summary["outcome"] == "done"
 
 
-def test_on_a_slow_disk_a_checkpoint_is_left_out_but_the_last(
-  tmp_path, capsys, monkeypatch
-):
+def test_on_a_slow_disk_a_checkpoint_is_left_out_but_the_last(tmp_path, capsys, monkeypatch):
   start, save, is_fast = files.start_writing, Checkpoints.save, threading.Event()
 
   def start_slowly(*args):
@@ -342,11 +343,7 @@ def test_the_metrics_file_forgets_steps_after_the_checkpoint(tmp_path):
   writer.write(3, {"train/loss": 0.5})
   writer.close()
   lines = metrics.read_json_lines(tmp_path / "metrics.jsonl")
-  assert [(line["step"], line["train/loss"]) for line in lines] == [
-    (1, 1),
-    (2, 1),
-    (3, 0.5),
-  ]
+  assert [(line["step"], line["train/loss"]) for line in lines] == [(1, 1), (2, 1), (3, 0.5)]
 
 
 def test_the_last_evaluation_is_on_record_once(tmp_path):
@@ -366,8 +363,9 @@ def test_the_last_evaluation_is_on_record_once(tmp_path):
 
 
 def test_a_run_stops_at_its_target_and_stays_there(tmp_path, capsys):
-  options = dict(stop_at_target="True", target_accuracy="0.3", epochs="40",
-                 evaluation__every_epochs="1")  # fmt: skip
+  options = dict(
+    stop_at_target="True", target_accuracy="0.3", epochs="40", evaluation__every_epochs="1"
+  )
   summary = fit(tiny_digits(**options), tmp_path).summary
   assert summary["outcome"] == "done" and summary["accuracy"] >= 0.3
   assert summary["step"] == summary["target_step"] < summary["total_steps"]
@@ -382,8 +380,9 @@ def test_a_run_stops_at_its_target_and_stays_there(tmp_path, capsys):
 
 @pytest.mark.slow
 def test_trust_ratios_and_noise_scale_are_logged(tmp_path):
-  options = dict(optimizer="LARS", optimizer__lr="5", log__trust_ratios="True",
-                 noise_scale="True", epochs="2")  # fmt: skip
+  options = dict(
+    optimizer="LARS", optimizer__lr="5", log__trust_ratios="True", noise_scale="True", epochs="2"
+  )
   summary = fit(tiny_digits(**options), tmp_path).summary
   lines = metrics.read_json_lines(tmp_path / "metrics.jsonl")
   ratios = [line for line in lines if "trust_ratio/Dense_0/kernel" in line]
@@ -392,10 +391,7 @@ def test_trust_ratios_and_noise_scale_are_logged(tmp_path):
   scales = [line["train/noise_scale"] for line in lines if "train/noise_scale" in line]
   assert scales[-1] > 0
   assert summary["noise_scale"] == pytest.approx(scales[-1], rel=1e-5)
-  assert (
-    fit(tiny_digits(**options), tmp_path).summary["noise_scale"]
-    == summary["noise_scale"]
-  )
+  assert fit(tiny_digits(**options), tmp_path).summary["noise_scale"] == summary["noise_scale"]
 
 
 def test_one_gradient_has_no_noise_scale():
@@ -419,8 +415,11 @@ def test_a_run_that_waits_for_data_says_so(tmp_path, capsys, monkeypatch):
   fit(tiny_digits(), tmp_path)
   reported = [x for x in capsys.readouterr().out.splitlines() if "input-bound" in x]
   assert len(reported) == 1 and "input_threads" in reported[0]
-  waits = [x["perf/input_wait"] for x in metrics.read_json_lines(
-    tmp_path / "metrics.jsonl") if "perf/input_wait" in x]  # fmt: skip
+  waits = [
+    x["perf/input_wait"]
+    for x in metrics.read_json_lines(tmp_path / "metrics.jsonl")
+    if "perf/input_wait" in x
+  ]
   assert waits[-1] > 0.2
 
 

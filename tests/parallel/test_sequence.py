@@ -195,9 +195,7 @@ def model(ops: Ops, params, tokens, targets):
   h = h + jnp.sin(ops.positions(h.shape[1])[:, None] * params["rate"])
   for w in params["layers"]:
     x = h * lax.rsqrt((h * h).mean(-1, keepdims=True) + 1e-6) * w["scale"]
-    q, k, v = (
-      (x @ w[name]).reshape(*x.shape[:2], -1, WIDTH) for name in ("q", "k", "v")
-    )
+    q, k, v = ((x @ w[name]).reshape(*x.shape[:2], -1, WIDTH) for name in ("q", "k", "v"))
     h = h + ops.attend(q, k, v, causal=True).reshape(*h.shape[:2], -1) @ w["o"]
   losses, _ = ops.classify(h, params["head"], None, targets, num_classes=11)
   return losses.sum()
@@ -215,15 +213,11 @@ def model_params():
     {name: normal(*shape) for name, shape in layer.items()} | {"scale": 1 + normal(16)}
     for _ in range(2)
   ]
-  return {
-    "table": normal(11, 16), "rate": normal(16), "layers": layers,
-    "head": normal(16, 11),
-  }  # fmt: skip
+  return {"table": normal(11, 16), "rate": normal(16), "layers": layers, "head": normal(16, 11)}
 
 
 @pytest.mark.parametrize(
-  ("attend", "order"),
-  [("ring", "contiguous"), ("ring", "zigzag"), ("all_to_all", "contiguous")],
+  ("attend", "order"), [("ring", "contiguous"), ("ring", "zigzag"), ("all_to_all", "contiguous")]
 )
 def test_a_model_has_the_numbers_of_one_device(attend, order):
   rng = np.random.default_rng(3)
@@ -245,9 +239,7 @@ def test_a_model_has_the_numbers_of_one_device(attend, order):
     return lax.psum(loss, ("data", "model")), lax.psum(grads, "data")
 
   rows = P("data", "model")
-  mapped = jax.shard_map(
-    local, mesh=mesh_of(**MESH), in_specs=(P(), rows, rows), out_specs=P()
-  )
+  mapped = jax.shard_map(local, mesh=mesh_of(**MESH), in_specs=(P(), rows, rows), out_specs=P())
   where = order_of(order)
   found = jax.jit(mapped)(params, tokens[:, where], targets[:, where])
   assert largest_distance(found, (loss, grads)) < 2e-6
@@ -256,8 +248,7 @@ def test_a_model_has_the_numbers_of_one_device(attend, order):
 def test_regions_between_the_branches_of_tensor_parallelism():
   rng = np.random.default_rng(4)
   h, scale, up, down = (
-    np.float32(rng.normal(size=shape) * 0.3)
-    for shape in ((2, 8, 6), (6,), (6, 16), (16, 6))
+    np.float32(rng.normal(size=shape) * 0.3) for shape in ((2, 8, 6), (6,), (6, 16), (16, 6))
   )
 
   def branch(h, scale, up, down, enter=lambda x: x, reduce=lambda x: x):
@@ -293,9 +284,7 @@ MISTAKES = {
     r"give attend='ring' or a divisor of them",
   ),
   "groups": (
-    lambda q, k: all_to_all_attention(
-      q, k[:, :, :2], k[:, :, :2], axis="model", causal=True
-    ),
+    lambda q, k: all_to_all_attention(q, k[:, :, :2], k[:, :, :2], axis="model", causal=True),
     r"attend='all_to_all': 2 key/value heads cannot be split over the 4 devices.*",
   ),
   "ring": (
@@ -309,9 +298,7 @@ MISTAKES = {
     r"tokens=5 per device: order='zigzag' needs an even number, two pieces",
   ),
   "way": (lambda q, k: split(attend="rings"), r"attend='rings': did you mean 'ring'\?"),
-  "order": (
-    lambda q, k: split(order="zig"), r"order='zig': give 'contiguous' or 'zigzag'"
-  ),
+  "order": (lambda q, k: split(order="zig"), r"order='zig': give 'contiguous' or 'zigzag'"),
   "zigzag": (
     lambda q, k: split(attend="all_to_all", order="zigzag"),
     r"order='zigzag': does nothing for attend='all_to_all', .*",
@@ -324,7 +311,7 @@ MISTAKES = {
     lambda q, k: ring_attention(q, k, k, axis="seq", causal=True),
     r"axes=\('seq',\): the mesh has no axis 'seq' here, .*",
   ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", MISTAKES)
@@ -333,16 +320,13 @@ def test_mistakes_are_one_line(name):
   q, k, *_ = inputs(4)
   tokens = P("data", "model")
   mapped = jax.shard_map(
-    lambda q, k: (call(q, k), q)[1],
-    mesh=mesh_of(**MESH), in_specs=tokens, out_specs=tokens,
-  )  # fmt: skip
+    lambda q, k: (call(q, k), q)[1], mesh=mesh_of(**MESH), in_specs=tokens, out_specs=tokens
+  )
   with pytest.raises(ConfigError) as error:
     jax.eval_shape(mapped, q, k)
   assert re.fullmatch(message, str(error.value))
 
 
 def test_an_order_that_cannot_be():
-  with pytest.raises(
-    ConfigError, match=r"^tokens=10: give a multiple of 8, two pieces"
-  ):
+  with pytest.raises(ConfigError, match=r"^tokens=10: give a multiple of 8, two pieces"):
     zigzag_order(10, 4)

@@ -68,9 +68,7 @@ def test_restarts_without_progress_are_counted(tmp_path, monkeypatch):
     monkeypatch.setenv("SLURM_RESTART_COUNT", str(restart))
     session.check_progress(config(max_idle_restarts=2), tmp_path, step)
   monkeypatch.setenv("SLURM_RESTART_COUNT", "3")
-  with pytest.raises(
-    GiveUpError, match="2 restarts without progress, still at step 40"
-  ):
+  with pytest.raises(GiveUpError, match="2 restarts without progress, still at step 40"):
     session.check_progress(config(max_idle_restarts=2), tmp_path, 40)
   told = user_message(GiveUpError("2 restarts"))
   assert told and told.code == 93
@@ -80,8 +78,7 @@ def test_restarts_without_progress_are_counted(tmp_path, monkeypatch):
 def test_an_evaluation_that_was_left_off_is_made_up_for(tmp_path, monkeypatch):
   """Asked to stop in the middle of one; then the record is that of a whole run."""
   small = dataclasses.replace(
-    tiny_digits(),
-    evaluation=dataclasses.replace(tiny_digits().evaluation, batch_size=120),
+    tiny_digits(), evaluation=dataclasses.replace(tiny_digits().evaluation, batch_size=120)
   )
   whole = fit(small, tmp_path / "whole")
   asked = []
@@ -114,9 +111,7 @@ def test_an_evaluation_that_was_left_off_is_made_up_for(tmp_path, monkeypatch):
   assert records[0] == records[1]
 
 
-def test_a_run_that_was_asked_to_stop_before_its_first_step_makes_none(
-  tmp_path, monkeypatch
-):
+def test_a_run_that_was_asked_to_stop_before_its_first_step_makes_none(tmp_path, monkeypatch):
   alone = watches.start({}, 0, ["localhost"])
   alone.stop.request(SIGTERM)
   monkeypatch.setattr("jaxscale.cluster.session._watch", alone)
@@ -141,11 +136,18 @@ def test_the_loop_says_where_it_is(tmp_path, monkeypatch):
   assert places[:4] == [(0, "starting"), (1, "compiling"), (1, "input"), (1, "step")]
   places = [place for place, _ in itertools.groupby(places)]
   assert places[places.index((22, "step")) :][:4] == [
-    (22, "step"), (22, "preparing"), (22, "evaluating"), (22, "saving"),
-  ]  # fmt: skip
+    (22, "step"),
+    (22, "preparing"),
+    (22, "evaluating"),
+    (22, "saving"),
+  ]
   assert places[-5:] == [
-    (45, "step"), (45, "evaluating"), (45, "saving"), (45, "leaving"), (45, "outside"),
-  ]  # fmt: skip
+    (45, "step"),
+    (45, "evaluating"),
+    (45, "saving"),
+    (45, "leaving"),
+    (45, "outside"),
+  ]
 
 
 def test_input_and_checks_that_hang_have_the_hang_limit(tmp_path, monkeypatch):
@@ -195,9 +197,12 @@ def test_a_clock_that_jumps_changes_no_duration(tmp_path, monkeypatch, jump_s):
 def test_trials_of_a_batch_size_are_left_off_and_come_again(tmp_path, monkeypatch):
   """Asked to stop among them; what they choose, and the run, stay the same."""
   small = tiny_digits(
-    phases="AdaptiveBatch", phases__every_epochs="2", phases__trial_steps="2",
-    phases__max_batch_size="256", batch_size="64",
-  )  # fmt: skip
+    phases="AdaptiveBatch",
+    phases__every_epochs="2",
+    phases__trial_steps="2",
+    phases__max_batch_size="256",
+    batch_size="64",
+  )
   whole, real, asked = fit(small, tmp_path / "whole"), phases._poll, []
 
   def poll(run, step):
@@ -212,9 +217,7 @@ def test_trials_of_a_batch_size_are_left_off_and_come_again(tmp_path, monkeypatc
   assert first.summary["step"] == asked[0] and len(asked) == 3
   last = fit(small, tmp_path / "run")
   assert last.summary["outcome"] == "done"
-  for a, b in zip(
-    *(jax.tree.leaves(r.state.params) for r in (last, whole)), strict=True
-  ):
+  for a, b in zip(*(jax.tree.leaves(r.state.params) for r in (last, whole)), strict=True):
     assert a.tobytes() == b.tobytes()
 
 

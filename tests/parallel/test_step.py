@@ -60,12 +60,8 @@ def test_gradient_is_that_of_the_mean_loss():
   state, metrics = step(state, jax.device_put(batch, batch_sharding(mesh)))
   loss, grads = jax.jit(jax.value_and_grad(mean_loss))(before)
   assert float(metrics["loss"]) == pytest.approx(float(loss), rel=1e-6)
-  assert float(metrics["grad_norm"]) == pytest.approx(
-    float(optax.tree.norm(grads)), rel=1e-5
-  )
-  for old, new, g in zip(
-    *map(jax.tree.leaves, (before, state.params, grads)), strict=True
-  ):
+  assert float(metrics["grad_norm"]) == pytest.approx(float(optax.tree.norm(grads)), rel=1e-5)
+  for old, new, g in zip(*map(jax.tree.leaves, (before, state.params, grads)), strict=True):
     np.testing.assert_allclose(old - new, g, atol=1e-6)
 
 
@@ -84,8 +80,7 @@ def lowered_step(exchange=None, **options):
   step = make_train_step(loss, tx, mesh, exchange, options=StepOptions(**options))
   sharding = batch_sharding(mesh)
   batch = jax.tree.map(
-    lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
-    digits_batch(BATCH),
+    lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), digits_batch(BATCH)
   )
   return step.lower(abstract, batch)
 
@@ -193,13 +188,10 @@ def test_eval_step_ignores_padding():
   poisoned = {**batch, "image": batch["image"].copy()}
   poisoned["image"][11:] = 255
   totals, same = (
-    eval_step(params, {}, jax.device_put(b, batch_sharding(mesh)))
-    for b in (batch, poisoned)
+    eval_step(params, {}, jax.device_put(b, batch_sharding(mesh))) for b in (batch, poisoned)
   )
   assert int(totals["examples"]) == 11
-  assert {k: v.item() for k, v in totals.items()} == {
-    k: v.item() for k, v in same.items()
-  }
+  assert {k: v.item() for k, v in totals.items()} == {k: v.item() for k, v in same.items()}
 
 
 @pytest.mark.parametrize("make", [optim.sgd, optax.inject_hyperparams(optax.sgd)])

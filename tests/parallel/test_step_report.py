@@ -25,9 +25,12 @@ from support.tiny_runs import record
 
 MLP = {"model": "MLP", "model.hidden": "(16,)"}
 CONFIG = {
-  "epochs": "1", "log.every_steps": "1",
-  "log.tensorboard": "False", "schedule.warmup_epochs": "0", "ema_decay": "None",
-}  # fmt: skip
+  "epochs": "1",
+  "log.every_steps": "1",
+  "log.tensorboard": "False",
+  "schedule.warmup_epochs": "0",
+  "ema_decay": "None",
+}
 
 
 class Clock:
@@ -144,9 +147,7 @@ def test_measuring_leaves_state_and_batch_alone():
   for a, b in zip(*map(jax.tree.leaves, ((local, rows), (state, batch))), strict=True):
     assert a.sharding.mesh == own
     np.testing.assert_array_equal(a, b)
-    pointers = [
-      [s.data.unsafe_buffer_pointer() for s in x.addressable_shards] for x in (a, b)
-    ]
+    pointers = [[s.data.unsafe_buffer_pointer() for s in x.addressable_shards] for x in (a, b)]
     assert pointers[0] == pointers[1]
   step(state, batch)  # neither was donated
 
@@ -173,9 +174,7 @@ def test_a_synchronization_is_paid_for_once_in_so_many_steps(monkeypatch):
       before = jax.device_get(copy.params)
       copy, _ = each(copy, batch)
       after = jax.device_get(copy.params)
-      seen.append(
-        any(map(np.any, jax.tree.leaves(jax.tree.map(np.subtract, after, before))))
-      )
+      seen.append(any(map(np.any, jax.tree.leaves(jax.tree.map(np.subtract, after, before)))))
     return [1.0] * rounds, [0.2] * rounds, copy
 
   monkeypatch.setattr(step_report, "time_exchange", time_exchange)
@@ -211,9 +210,7 @@ def test_the_run_says_it_and_changes_in_no_bit(tmp_path, capsys):
   """Four devices, the checks that dropout and order are as without."""
   texts, finals = [], []
   for report in ("False", "True"):
-    config = load_config(
-      "configs/digits.py", CONFIG | MLP | {"log.step_report": report}
-    )
+    config = load_config("configs/digits.py", CONFIG | MLP | {"log.step_report": report})
     step = {"devices": 8, "batch_size": 128}
     plan = plan_with(chips="knl-8", config=to_plain(config), step=step)
     kept = plan if report == "True" else None
@@ -226,15 +223,20 @@ def test_the_run_says_it_and_changes_in_no_bit(tmp_path, capsys):
   assert len(reported) == 1 and " of 128 examples on 8 devices" in reported[0]
   assert "step report" not in texts[0]
   line = next(
-    x for x in metrics.read_json_lines(tmp_path / "True" / "metrics.jsonl")
-    if "perf/compute_s" in x
-  )  # fmt: skip
+    x for x in metrics.read_json_lines(tmp_path / "True" / "metrics.jsonl") if "perf/compute_s" in x
+  )
   assert line["step"] == 0 and line["perf/compute_s"] > 0
   assert {x for x in line if x.startswith("perf/")} == {
     f"perf/{name}"
-    for name in ("compute_s", "exposed_s", "exposed_share", "exposed_noise_s",
-                 "slowest_process", "spread")
-  }  # fmt: skip
+    for name in (
+      "compute_s",
+      "exposed_s",
+      "exposed_share",
+      "exposed_noise_s",
+      "slowest_process",
+      "spread",
+    )
+  }
   assert "planned: 1.0 s per step (800.0 ms to 1.4 s)" in texts[1]
   found = prediction.comparison(tmp_path / "True")
   measured = {row.name.strip(): row.measured for row in found.rows}

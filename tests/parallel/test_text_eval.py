@@ -38,9 +38,7 @@ def totals(table, batch):
   counts = targets >= 0
   if "mask" in batch:
     counts &= batch["mask"][:, None]
-  losses = optax.softmax_cross_entropy_with_integer_labels(
-    logits, jnp.maximum(targets, 0)
-  )
+  losses = optax.softmax_cross_entropy_with_integer_labels(logits, jnp.maximum(targets, 0))
   return {
     "loss": jnp.where(counts, losses, 0.0).sum(),
     "accuracy": ((logits.argmax(-1) == targets) & counts).sum(dtype=jnp.int32),
@@ -80,9 +78,17 @@ def test_the_sum_over_windows_is_the_sum_over_the_stream(table, stream):
   loss, hits, tokens = counted(table, stream)
   evaluations = []
   for devices, batch_size, length in (
-    (1, 3, 100), (1, 7, 100), (1, 64, 100), (2, 4, 100), (2, 64, 100), (8, 8, 100),
-    (8, 64, 100), (1, 7, 999), (8, 16, 37), (1, 1, 30_000),
-  ):  # fmt: skip
+    (1, 3, 100),
+    (1, 7, 100),
+    (1, 64, 100),
+    (2, 4, 100),
+    (2, 64, 100),
+    (8, 8, 100),
+    (8, 64, 100),
+    (1, 7, 999),
+    (8, 16, 37),
+    (1, 1, 30_000),
+  ):
     mesh = make_mesh(devices=jax.devices()[:devices])
     dataset = windows("held-out", of_array(stream, 0), VOCABULARY, length)
     eval_step = make_eval_step(lambda params, _, batch: totals(params, batch), mesh)
@@ -183,13 +189,11 @@ def test_a_run_of_a_language_model(bigram, tmp_path, capsys):
   (tmp_path / "events").mkdir()
   tmp_path = tmp_path / "train"
   experiment = build.experiment(bigram)
-  assert {n: (x.shape, str(x.dtype)) for n, x in experiment.abstract_batch().items()} \
-    == dict.fromkeys(("tokens", "targets"), ((64, 512), "int32"))  # fmt: skip
+  assert {
+    n: (x.shape, str(x.dtype)) for n, x in experiment.abstract_batch().items()
+  } == dict.fromkeys(("tokens", "targets"), ((64, 512), "int32"))
   state, summary = fit(bigram, tmp_path)
-  loss, hits, tokens = counted(
-    np.asarray(state.params["table"]),
-    as_stream(documents()[9::10]),
-  )
+  loss, hits, tokens = counted(np.asarray(state.params["table"]), as_stream(documents()[9::10]))
   assert summary["loss"] == pytest.approx(loss / tokens, rel=1e-5)
   assert summary["accuracy"] == hits / tokens
   assert summary["perplexity"] == pytest.approx(math.exp(summary["loss"]))
@@ -205,17 +209,13 @@ def test_a_run_of_a_language_model(bigram, tmp_path, capsys):
   assert evaluated[-1] == summary["perplexity"] < evaluated[0]
   reported = capsys.readouterr().out
   assert f"held-out loss {summary['loss']:.4f}  perplexity" in reported
-  assert "accuracy" not in reported.partition("derived")[2].replace(
-    "target_accuracy", ""
-  )
+  assert "accuracy" not in reported.partition("derived")[2].replace("target_accuracy", "")
   done = _done(summary, tmp_path)
   assert "(target loss 3.6: reached)" in done and "bits/byte" in done
 
   row = status.status(RUN._replace(folder=str(tmp_path.parent)), 0, "7", None)
   shown = f"ppl {summary['perplexity']:.3f}"
-  assert row.perplexity == summary["perplexity"] and shown in str(
-    status.StatusTable([row])
-  )
+  assert row.perplexity == summary["perplexity"] and shown in str(status.StatusTable([row]))
   name = tmp_path.name
   study = report(name, [tmp_path], tmp_path / "x.csv", tmp_path / "x.png")
   assert shown in str(study)
@@ -235,9 +235,16 @@ def test_a_picture_of_a_language_model_has_perplexity(tmp_path, monkeypatch):
   from matplotlib.figure import Figure
 
   lines = [
-    {"step": s, "train/loss": 3 / s, "train/accuracy": 0.1, "train/perplexity": 20 / s,
-     "eval/perplexity": 21 / s, "time": float(s)} for s in (1, 2, 3)
-  ]  # fmt: skip
+    {
+      "step": s,
+      "train/loss": 3 / s,
+      "train/accuracy": 0.1,
+      "train/perplexity": 20 / s,
+      "eval/perplexity": 21 / s,
+      "time": float(s),
+    }
+    for s in (1, 2, 3)
+  ]
   text = "".join(json.dumps(line) + "\n" for line in lines)
   (tmp_path / "metrics.jsonl").write_text(text)
   titles = []

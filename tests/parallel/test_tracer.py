@@ -131,10 +131,15 @@ def walk(tracer, start, total, evaluated=(), stop=None):
       turn(at + 1)
 
   made = loop.Callbacks(
-    at=tracer.at, is_traced=tracer.is_due, trace=turn, is_logged=lambda s: True,
-    log=lambda s, m: logged.append(s), is_evaluated=lambda s: s in evaluated,
-    evaluate=evaluate, should_stop=lambda s: s == stop,
-  )  # fmt: skip
+    at=tracer.at,
+    is_traced=tracer.is_due,
+    trace=turn,
+    is_logged=lambda s: True,
+    log=lambda s, m: logged.append(s),
+    is_evaluated=lambda s: s in evaluated,
+    evaluate=evaluate,
+    should_stop=lambda s: s == stop,
+  )
   loop.train(start, step, iter(range(total)), made, start=start, total_steps=total)
   return turns
 
@@ -153,10 +158,8 @@ def walk(tracer, start, total, evaluated=(), stop=None):
     ("10:12", 0, 9, {}, None, "log.profile=10:12: the run has 9 steps; no trace"),
     ("7:8", 0, 9, {"stop": 4}, None, "log.profile=7:8: the run ended after step 4; no"),
   ],
-)  # fmt: skip
-def test_when_it_traces(
-  tmp_path, monkeypatch, profile, start, total, options, taken, says
-):
+)
+def test_when_it_traces(tmp_path, monkeypatch, profile, start, total, options, taken, says):
   fake, lines = FakeProfiler(monkeypatch), []
   with Tracer(tmp_path, Log(profile=profile)) as tracer:
     tracer.attach(lines.append, total)
@@ -244,7 +247,5 @@ def test_what_is_in_the_way_costs_a_line(tmp_path, obstacle):
   if obstacle == "another trace":
     jax.profiler.stop_trace()
   (line,) = lines
-  what = (
-    "Not a directory" if obstacle == "a file" else "Profile has already been started"
-  )
+  what = "Not a directory" if obstacle == "a file" else "Profile has already been started"
   assert line.startswith("step 1  no trace: ") and what in line

@@ -27,9 +27,13 @@ from support import golden_models
 from support.cases import all_slow_except
 
 SIZES = {
-  "vocab_size": 40, "num_layers": 2, "width": 24, "num_heads": 6, "num_kv_heads": 2,
+  "vocab_size": 40,
+  "num_layers": 2,
+  "width": 24,
+  "num_heads": 6,
+  "num_kv_heads": 2,
   "hidden": 20,
-}  # fmt: skip
+}
 STACK = make_transformer(**SIZES, pad_vocab_to=16)
 LOGITS = jax.jit(functools.partial(stack_logits, STACK))
 
@@ -39,9 +43,7 @@ def params():
   """Parameters of a spread that makes every part count."""
   leaves, tree = jax.tree.flatten(STACK.init(jax.random.key(0)))
   rng = np.random.default_rng(0)
-  return tree.unflatten(
-    leaf + rng.normal(0, 0.2, leaf.shape).astype(np.float32) for leaf in leaves
-  )
+  return tree.unflatten(leaf + rng.normal(0, 0.2, leaf.shape).astype(np.float32) for leaf in leaves)
 
 
 def batch(rows=3, tokens=10, seed=0):
@@ -54,16 +56,36 @@ def batch(rows=3, tokens=10, seed=0):
   ("published", "sizes"),
   [
     # arXiv:2307.09288, table 1, and the released config: 6,738,415,616.
-    (6_738_415_616, {"vocab_size": 32_000, "num_layers": 32, "width": 4096,
-                     "num_heads": 32, "hidden": 11_008}),
+    (
+      6_738_415_616,
+      {"vocab_size": 32_000, "num_layers": 32, "width": 4096, "num_heads": 32, "hidden": 11_008},
+    ),
     # arXiv:2407.21783, table 3, and the released config.
-    (8_030_261_248, {"vocab_size": 128_256, "num_layers": 32, "width": 4096,
-                     "num_heads": 32, "num_kv_heads": 8, "hidden": 14_336}),
+    (
+      8_030_261_248,
+      {
+        "vocab_size": 128_256,
+        "num_layers": 32,
+        "width": 4096,
+        "num_heads": 32,
+        "num_kv_heads": 8,
+        "hidden": 14_336,
+      },
+    ),
     # TinyLlama, arXiv:2401.02385, table 1.
-    (1_100_048_384, {"vocab_size": 32_000, "num_layers": 22, "width": 2048,
-                     "num_heads": 32, "num_kv_heads": 4, "hidden": 5632}),
+    (
+      1_100_048_384,
+      {
+        "vocab_size": 32_000,
+        "num_layers": 22,
+        "width": 2048,
+        "num_heads": 32,
+        "num_kv_heads": 4,
+        "hidden": 5632,
+      },
+    ),
   ],
-)  # fmt: skip
+)
 def test_parameters_are_as_many_as_published(published, sizes):
   shapes = jax.eval_shape(make_transformer(**sizes).init, jax.random.key(0))
   assert sum(leaf.size for leaf in jax.tree.leaves(shapes)) == published
@@ -74,13 +96,19 @@ def test_parameters_are_as_many_as_published(published, sizes):
   ("name", "settings"),
   [
     ("hf_llama", {}),
-    ("hf_qwen3", {"rope_theta": 1e6, "norm_eps": 1e-6, "qk_norm": True,
-                  "head_width": 8}),
+    ("hf_qwen3", {"rope_theta": 1e6, "norm_eps": 1e-6, "qk_norm": True, "head_width": 8}),
     ("hf_qwen2", {"rope_theta": 1e6, "norm_eps": 1e-6, "qkv_bias": True}),
-    ("hf_llama31", {"rope_theta": 100.0, "num_heads": 2, "num_kv_heads": 1,
-                    "rope_scaling": RopeScaling(8.0, 1.0, 4.0, 64)}),
+    (
+      "hf_llama31",
+      {
+        "rope_theta": 100.0,
+        "num_heads": 2,
+        "num_kv_heads": 1,
+        "rope_scaling": RopeScaling(8.0, 1.0, 4.0, 64),
+      },
+    ),
   ],
-)  # fmt: skip
+)
 def test_is_what_hugging_face_computes(name, settings):
   weights, probes, there = golden_models.load(name)
   stack = make_transformer(**SIZES | settings, pad_vocab_to=1)
@@ -188,9 +216,13 @@ def smoothed(model):
     model=cfg.Transformer(
       num_layers=2, width=24, num_heads=6, num_kv_heads=2, hidden=20, pad_vocab_to=16
     ),
-    data=cfg.Text(sequence_length=10), optimizer=cfg.SGD(lr=0.1), batch_size=4,
-    epochs=1.0, loss=cfg.CrossEntropy(label_smoothing=0.1), mesh=cfg.Mesh(model=model),
-  )  # fmt: skip
+    data=cfg.Text(sequence_length=10),
+    optimizer=cfg.SGD(lr=0.1),
+    batch_size=4,
+    epochs=1.0,
+    loss=cfg.CrossEntropy(label_smoothing=0.1),
+    mesh=cfg.Mesh(model=model),
+  )
   mesh = make_mesh(devices=jax.devices()[:model], model=model)
   info = data.TextInfo("words", 40, 10)
   train, evaluate = (make_model(config, info, train=t) for t in (True, False))
@@ -228,10 +260,7 @@ def test_a_config_smooths_labels_in_training_alone(model):
 
 
 def test_padding_of_the_vocabulary_changes_nothing():
-  padded, plain = (
-    STACK.init(jax.random.key(1)),
-    make_transformer(**SIZES, pad_vocab_to=1),
-  )
+  padded, plain = (STACK.init(jax.random.key(1)), make_transformer(**SIZES, pad_vocab_to=1))
   same = plain.init(jax.random.key(1))
   assert padded["embed"]["table"].shape == (48, 24)
   assert padded["head"]["kernel"].shape == (24, 48)
@@ -280,8 +309,7 @@ def on_two_devices(remat):
   """The loss with heads and hidden units on two devices, as a function of params."""
   mesh = jax.make_mesh((2,), ("model",), (jax.sharding.AxisType.Auto,))
   ops = Ops(
-    enter=lambda x: lax.pcast(x, "model", to="varying"),
-    reduce=lambda y: lax.psum(y, "model"),
+    enter=lambda x: lax.pcast(x, "model", to="varying"), reduce=lambda y: lax.psum(y, "model")
   )
 
   def loss(params, b):
@@ -397,9 +425,7 @@ def test_attention_is_what_the_equation_says(heads, groups, causal):
     ((7, 5), "float16", 64, "xla"),
   ],
 )
-def test_cudnn_is_taken_where_it_can_be(
-  monkeypatch, capability, dtype, width, expected
-):
+def test_cudnn_is_taken_where_it_can_be(monkeypatch, capability, dtype, width, expected):
   monkeypatch.setattr(attention, "_cuda_capability", lambda device: capability)
   assert attention.fastest(dtype, width) == expected
 

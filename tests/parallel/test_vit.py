@@ -22,9 +22,16 @@ from support.configs import small_config
 
 # As the recorded models have it (golden/record_models.py).
 SIZES = {
-  "image_shape": (8, 8, 3), "num_classes": 5, "patch": 4, "width": 16,
-  "num_layers": 2, "num_heads": 2, "hidden": 48, "mean": (120.0,), "std": (60.0,),
-}  # fmt: skip
+  "image_shape": (8, 8, 3),
+  "num_classes": 5,
+  "patch": 4,
+  "width": 16,
+  "num_layers": 2,
+  "num_heads": 2,
+  "hidden": 48,
+  "mean": (120.0,),
+  "std": (60.0,),
+}
 
 
 @pytest.mark.parametrize(
@@ -97,10 +104,13 @@ def np_totals(logits, labels, counts, smoothing):
 def test_totals_count_every_example_once(mask):
   _, params, _, there = recorded("token")
   # Four more classes than there are, which must not count.
-  params = params | {"head": params["head"] | {
-    "kernel": np.pad(params["head"]["kernel"], ((0, 0), (0, 3))),
-    "bias": np.pad(params["head"]["bias"], (0, 3), constant_values=50.0),
-  }}  # fmt: skip
+  params = params | {
+    "head": params["head"]
+    | {
+      "kernel": np.pad(params["head"]["kernel"], ((0, 0), (0, 3))),
+      "bias": np.pad(params["head"]["bias"], (0, 3), constant_values=50.0),
+    }
+  }
   stack = make_vit(**SIZES, pad_classes_to=8, label_smoothing=0.1)
   labels = there["logits"].argmax(-1).astype(np.int32)
   labels[2] = (labels[2] + 1) % 5
@@ -137,8 +147,7 @@ def test_part_of_a_layer_is_computed_with_part_of_its_parameters():
   stack, params, _, there = recorded("token")
   mesh = jax.make_mesh((2,), ("model",), (jax.sharding.AxisType.Auto,))
   ops = Ops(
-    enter=lambda x: lax.pcast(x, "model", to="varying"),
-    reduce=lambda y: lax.psum(y, "model"),
+    enter=lambda x: lax.pcast(x, "model", to="varying"), reduce=lambda y: lax.psum(y, "model")
   )
   specs = jax.tree.map(lambda _: P(), params)
   for name in ("q", "k", "v", "up"):
@@ -152,9 +161,7 @@ def test_part_of_a_layer_is_computed_with_part_of_its_parameters():
     h = hidden_states(stack, params, batch, ops)
     return stack.finish(params["head"], h, batch, Ops())["loss"]
 
-  function = jax.shard_map(
-    jax.grad(loss), mesh=mesh, in_specs=(specs,), out_specs=specs
-  )
+  function = jax.shard_map(jax.grad(loss), mesh=mesh, in_specs=(specs,), out_specs=specs)
   found = jax.tree.leaves(jax.jit(function)(params))
   expected = jax.tree.leaves(kept("none"))
   largest = max(np.abs(b).max() for b in expected)

@@ -43,9 +43,8 @@ def whole(name):
     stack = models.make_vit(image_shape=IMAGE, num_classes=1000)
     return "timm", shapes_of(jax.eval_shape(stack.init, key))
   stack = models.make_transformer(
-    vocab_size=32_000, num_layers=22, width=2048, num_heads=32, num_kv_heads=4,
-    hidden=5632,
-  )  # fmt: skip
+    vocab_size=32_000, num_layers=22, width=2048, num_heads=32, num_kv_heads=4, hidden=5632
+  )
   return "huggingface", shapes_of(jax.eval_shape(stack.init, key))
 
 
@@ -71,11 +70,10 @@ def tiny(name):
   if name in ("bottleneck", "basic"):
     fns = models.functions(
       models.ResNetModule(
-        num_classes=7, stage_sizes=(2, 1, 1, 1), width=4,
-        bottleneck=name == "bottleneck",
+        num_classes=7, stage_sizes=(2, 1, 1, 1), width=4, bottleneck=name == "bottleneck"
       ),
       (32, 32, 3),
-    )  # fmt: skip
+    )
 
     def apply(params, state, images):
       return fns.apply(params, state, images.transpose(0, 2, 3, 1), False, None)[0]
@@ -83,17 +81,17 @@ def tiny(name):
     return "timm", jax.eval_shape(fns.init, key), jax.jit(apply)
   if name == "vit":
     stack = models.make_vit(
-      image_shape=(12, 12, 3), num_classes=7, patch=4, width=16, num_layers=3,
-      num_heads=2, pad_classes_to=8,
-    )  # fmt: skip
+      image_shape=(12, 12, 3),
+      num_classes=7,
+      patch=4,
+      width=16,
+      num_layers=3,
+      num_heads=2,
+      pad_classes_to=8,
+    )
   else:
     stack = models.make_transformer(
-      vocab_size=40,
-      num_layers=3,
-      width=16,
-      num_heads=4,
-      num_kv_heads=2,
-      hidden=24,
+      vocab_size=40, num_layers=3, width=16, num_heads=4, num_kv_heads=2, hidden=24
     )
 
   def run(params, state, x):
@@ -141,9 +139,7 @@ def test_exported_in_their_names_it_is_their_file_bit_for_bit(name, tmp_path):
   theirs, metadata = read_header(RECORDED / f"tiny_{name}.safetensors")
   assert mine.keys() == theirs.keys()
   for key, stored in theirs.items():
-    assert (
-      mine[key].dtype == stored.dtype and mine[key].begin % stored.dtype.itemsize == 0
-    )
+    assert mine[key].dtype == stored.dtype and mine[key].begin % stored.dtype.itemsize == 0
     if not key.endswith("num_batches_tracked"):
       assert view(mine[key]).tobytes() == view(stored).tobytes(), key
   assert read_header(path)[1] == metadata == {"format": "pt"}
@@ -220,9 +216,7 @@ def test_any_sharding_to_a_file_and_to_any_other(naming, tmp_path):
       assert b.sharding == wanted.sharding
 
 
-def test_a_device_reads_its_part_and_devices_share_what_is_the_same(
-  tmp_path, monkeypatch
-):
+def test_a_device_reads_its_part_and_devices_share_what_is_the_same(tmp_path, monkeypatch):
   params = eight_layers()
   path = tmp_path / "a.safetensors"
   export_safetensors(path, params, naming="huggingface", num_classes=100)

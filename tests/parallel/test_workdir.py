@@ -185,9 +185,15 @@ def test_a_run_says_that_it_does_not_use_the_gpus_that_are_there(monkeypatch, tm
 PRINTABLE = "".join(map(chr, range(32, 127))).replace("/", "")
 # In one path: the last of them is also a pattern.
 NAMES = (
-  PRINTABLE, "ünï-模型-Ω-🚀-e\u0301\u200f", "a\nb\r\n\tc\x1b[1m", "  a  b  ",
-  "%s{0}$HOME`id`", "proj [2024]", "hidden=[8]", "[!x]-?-*",
-)  # fmt: skip
+  PRINTABLE,
+  "ünï-模型-Ω-🚀-e\u0301\u200f",
+  "a\nb\r\n\tc\x1b[1m",
+  "  a  b  ",
+  "%s{0}$HOME`id`",
+  "proj [2024]",
+  "hidden=[8]",
+  "[!x]-?-*",
+)
 WORKDIRS = {"characters": "/".join(NAMES), "long": "x" * 200 + "/" + "y" * 200}
 
 

@@ -42,9 +42,7 @@ def test_one_part_with_all_chunks_that_it_touches_is_let_through():
   assert write_limit.limit_to_read({"w": rows}, {"w": (8, MIB)}) == pytest.approx(
     1.01 * 128 * MIB / 1e9
   )
-  assert write_limit.limit_to_read({"w": rows}, {"w": (1, MIB)}) == pytest.approx(
-    32 * MIB / 1e9
-  )
+  assert write_limit.limit_to_read({"w": rows}, {"w": (1, MIB)}) == pytest.approx(32 * MIB / 1e9)
   # Rows 2 and 3 of chunks of three: six are touched.
   pairs = abstract((8, 4 * MIB), "data", replica=2, data=4)
   assert write_limit.limit_to_read({"w": pairs}, {"w": (3, 4 * MIB)}) == pytest.approx(
@@ -72,9 +70,7 @@ def test_arrays_lie_in_chunks_that_others_can_read(tmp_path):
   assert 4 * np.prod(chunks["params/w"]) <= write_limit.CHUNK
   for spec in ((None, "model", "fsdp"), ("fsdp", "model")):
     wanted = abstract(shape, *spec, data=1, fsdp=2, model=4)
-    like = state_of(wanted)._replace(
-      step=jax.ShapeDtypeStruct((), np.int32, sharding=where)
-    )
+    like = state_of(wanted)._replace(step=jax.ShapeDtypeStruct((), np.int32, sharding=where))
     with Checkpoints(tmp_path) as checkpoints:
       found = checkpoints.restore(like)
     assert found is not None

@@ -20,13 +20,7 @@ from jaxscale.errors import ConfigError
 from support.commands import run_train
 from support.fault_table import measured
 from support.states import at_step, make_states, run_pair
-from support.tiny_runs import (
-  ARGS,
-  checkpoint_names,
-  events_of,
-  run_processes,
-  shown_by_tensorboard,
-)
+from support.tiny_runs import ARGS, checkpoint_names, events_of, run_processes, shown_by_tensorboard
 from support.trees import assert_same_bits
 
 
@@ -143,7 +137,7 @@ ERRORS = {
   "files in text": (ValueError(FILES), "Too many open files", "raise the limit"),
   "quota": (OSError(errno.EDQUOT, "Disk quota"), "quota was full", "make room, or"),
   "disk": (OSError(errno.EIO, "Input/output error"), "Input/output", "have the"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", ERRORS)
@@ -209,8 +203,7 @@ def test_a_save_waits_for_a_slow_disk_only_so_long(tmp_path, monkeypatch):
     checkpoints.save(at_step(state, 2), is_needed=False)
     assert checkpoints.steps() == [] and len(os.listdir(tmp_path)) == 1
     assert reported == [
-      "checkpoint of step 2 is left out: that of step 1 is still being written, "
-      "0.01 s later"
+      "checkpoint of step 2 is left out: that of step 1 is still being written, 0.01 s later"
     ]
     threading.Timer(0.05, is_fast.set).start()
     checkpoints.save(at_step(state, 3))  # the last one waits

@@ -78,9 +78,13 @@ def test_a_full_disk_under_standard_output_costs_lines_alone(child):
   with open("/dev/full", "w") as full:
     code = f"import os; os.dup2({full.fileno()}, 1)"
     process = subprocess.Popen(
-      [sys.executable, "-c", code + UP.rpartition("print")[0]], stdin=subprocess.PIPE,
-      stderr=subprocess.PIPE, text=True, cwd=ROOT, pass_fds=[full.fileno()],
-    )  # fmt: skip
+      [sys.executable, "-c", code + UP.rpartition("print")[0]],
+      stdin=subprocess.PIPE,
+      stderr=subprocess.PIPE,
+      text=True,
+      cwd=ROOT,
+      pass_fds=[full.fileno()],
+    )
     _, error = process.communicate("x\nx\n", timeout=200)
   why = "standard output: No space left on device; the run continues, lines are lost"
   assert error.startswith(f"{why}\n") and "asked" not in error
@@ -103,16 +107,16 @@ def test_closed_and_full_streams_cost_no_exit_code(streams, tmp_path):
   assert ("error: " in done.stderr) == ("2>" not in streams)
 
 
-@pytest.mark.parametrize(
-  "streams", all_slow_except([">&- 2>&-", "2>/dev/full"], ">&- 2>&-")
-)
+@pytest.mark.parametrize("streams", all_slow_except([">&- 2>&-", "2>/dev/full"], ">&- 2>&-"))
 def test_asked_to_stop_without_streams_it_saves(streams, tmp_path):
   command = f"{sys.executable} -m jaxscale.train --config configs/digits.py {TINY}"
   command += f" --config.epochs=2000 --workdir {tmp_path}/run"
   process = subprocess.Popen(
-    ["bash", "-c", f"exec {command} {streams}"], cwd=ROOT, env=child_env(),
+    ["bash", "-c", f"exec {command} {streams}"],
+    cwd=ROOT,
+    env=child_env(),
     stdout=subprocess.DEVNULL,
-  )  # fmt: skip
+  )
   while not newest_step(tmp_path / "run"):
     assert process.poll() is None
     time.sleep(0.05)
@@ -140,48 +144,57 @@ def test_a_thread_of_a_config_does_not_keep_a_run_that_is_done(child):
   assert ended(process) == (85, "")
 
 
-@pytest.mark.parametrize(
-  "argv", [["--help"], ["train", "--help"], ["completion", "bash"]]
-)
+@pytest.mark.parametrize("argv", [["--help"], ["train", "--help"], ["completion", "bash"]])
 def test_a_full_disk_is_one_line(argv):
   with open("/dev/full", "w") as full:
     done = subprocess.run(
-      [sys.executable, "-m", "jaxscale", *argv], cwd=ROOT, env=child_env(),
-      stdout=full, stderr=subprocess.PIPE, text=True, timeout=200,
-    )  # fmt: skip
+      [sys.executable, "-m", "jaxscale", *argv],
+      cwd=ROOT,
+      env=child_env(),
+      stdout=full,
+      stderr=subprocess.PIPE,
+      text=True,
+      timeout=200,
+    )
   line = error_line(done, 1)
   assert "standard output: No space left" in line and "checkpoint" not in line
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("argv", [
-  ["describe", "--config=digits"], ["bench", "--mesh=1", "--sizes=1KB", "--rounds=1"],
-  ["plot-schedule", "digits", "--out=x.png"],
-], ids=lambda argv: argv[0])  # fmt: skip
+@pytest.mark.parametrize(
+  "argv",
+  [
+    ["describe", "--config=digits"],
+    ["bench", "--mesh=1", "--sizes=1KB", "--rounds=1"],
+    ["plot-schedule", "digits", "--out=x.png"],
+  ],
+  ids=lambda argv: argv[0],
+)
 def test_a_result_that_cannot_be_printed_fails_its_command(argv, tmp_path):
   """Not as a run does, whose results are files: it ended with 0, or blamed --out."""
   command = [sys.executable, "-m", "jaxscale", *argv]
   options = {"cwd": tmp_path, "env": child_env(PYTHONPATH=str(ROOT)), "text": True}
   with open("/dev/full", "w") as full:
-    done = subprocess.run(
-      command, stdout=full, stderr=subprocess.PIPE, timeout=300, **options
-    )
+    done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, timeout=300, **options)
   assert "error: standard output: No space left on" in error_line(done, 1)
   reading, writing = os.pipe()
   os.close(reading)
   with open(writing, "w") as closed:
-    done = subprocess.run(
-      command, stdout=closed, stderr=subprocess.PIPE, timeout=300, **options
-    )
+    done = subprocess.run(command, stdout=closed, stderr=subprocess.PIPE, timeout=300, **options)
   assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_a_reader_that_has_enough_is_no_fault():
   done = subprocess.run(
     f"{sys.executable} -m jaxscale train --help | head -1; echo ${{PIPESTATUS[0]}}",
-    shell=True, executable="/bin/bash", cwd=ROOT, env=child_env(),
-    capture_output=True, text=True, timeout=200,
-  )  # fmt: skip
+    shell=True,
+    executable="/bin/bash",
+    cwd=ROOT,
+    env=child_env(),
+    capture_output=True,
+    text=True,
+    timeout=200,
+  )
   assert done.stdout.splitlines()[-1] == "0" and not done.stderr
 
 
@@ -208,8 +221,7 @@ IN_GARBAGE = """
     gc.callbacks.append(lambda *_: time.sleep(100))
     gc.collect()
 """
-WAITS = {"py": ("time.sleep(100)", "cleaned\n"), "c++": (IN_CPP, ""),
-         "garbage": (IN_GARBAGE, "")}  # fmt: skip
+WAITS = {"py": ("time.sleep(100)", "cleaned\n"), "c++": (IN_CPP, ""), "garbage": (IN_GARBAGE, "")}
 
 
 @pytest.mark.parametrize("wait, printed", WAITS.values(), ids=[*WAITS])
@@ -272,10 +284,13 @@ def test_a_variable_of_jax_is_checked(tmp_path, name):
 
 def test_the_doctor_names_the_variable(tmp_path):
   done = subprocess.run(
-    [sys.executable, "-m", "jaxscale", "doctor", "--workdir", str(tmp_path),
-     "--skip=network,disk"], env=child_env(JAX_PLATFORMS="foo"), cwd=ROOT,
-    capture_output=True, text=True, timeout=300,
-  )  # fmt: skip
+    [sys.executable, "-m", "jaxscale", "doctor", "--workdir", str(tmp_path), "--skip=network,disk"],
+    env=child_env(JAX_PLATFORMS="foo"),
+    cwd=ROOT,
+    capture_output=True,
+    text=True,
+    timeout=300,
+  )
   assert done.returncode == 2, done.stderr
   assert "JAX_PLATFORMS=foo: no such platform" in done.stdout
   assert "AssertionError" not in done.stdout and not done.stderr
@@ -315,9 +330,13 @@ def test_a_backend_that_matplotlib_does_not_know_does_not_matter(tmp_path):
 def test_without_the_packages_there_is_one_line():
   """A Python of the system: `python3 -m jaxscale.train`."""
   done = subprocess.run(
-    [sys.executable, "-S", "-m", "jaxscale.train", "--help"], cwd=ROOT,
-    env=child_env(), capture_output=True, text=True, timeout=200,
-  )  # fmt: skip
+    [sys.executable, "-S", "-m", "jaxscale.train", "--help"],
+    cwd=ROOT,
+    env=child_env(),
+    capture_output=True,
+    text=True,
+    timeout=200,
+  )
   assert "make env" in error_line(done, 2)
 
 
@@ -370,9 +389,13 @@ def test_a_user_without_a_home_trains_with_one_note(config, tmp_path):
   argv = ["train", f"--config={config}", "--workdir=run"]
   argv += ["--config.epochs=3", "--config.model=MLP"] * (config == "digits")
   done = subprocess.run(
-    [sys.executable, "-c", HOMELESS, *argv], cwd=tmp_path, env=env, timeout=200,
-    capture_output=True, text=True,
-  )  # fmt: skip
+    [sys.executable, "-c", HOMELESS, *argv],
+    cwd=tmp_path,
+    env=env,
+    timeout=200,
+    capture_output=True,
+    text=True,
+  )
   assert done.returncode == 0, done.stderr
   assert done.stderr.count("note: no home directory, caches are in ") == 1
   assert "Traceback" not in done.stderr and not (tmp_path / "~").exists()

@@ -8,14 +8,19 @@ from support.commands import error_line, run_train, trained
 from support.tiny_runs import checksums, kill, run_processes
 
 QUICK = [
-  "--config.model=MLP", "--config.model.hidden=(32,)", "--config.epochs=8",
-  "--config.ema_decay=None", "--config.evaluation.every_epochs=8",
-  "--config.checkpoint.every_epochs=0.4", "--config.log.every_steps=20",
-]  # fmt: skip
+  "--config.model=MLP",
+  "--config.model.hidden=(32,)",
+  "--config.epochs=8",
+  "--config.ema_decay=None",
+  "--config.evaluation.every_epochs=8",
+  "--config.checkpoint.every_epochs=0.4",
+  "--config.log.every_steps=20",
+]
 COMPRESSED = [
-  "--config.exchange=OneBit", "--config.exchange.plain_epochs=2",
+  "--config.exchange=OneBit",
+  "--config.exchange.plain_epochs=2",
   "--config.exchange.delayed=True",
-]  # fmt: skip
+]
 DIGITS = {"config": "configs/digits.py", "num_devices": 4}
 LOCAL = ["--config.sync=BlockMomentum", "--config.sync.sync_every_steps=3"]
 
@@ -54,11 +59,7 @@ def test_what_devices_keep_survives_a_kill_bit_for_bit(tmp_path, killed, name):
   assert "resuming from the checkpoint of step" in out
   trained(tmp_path / "whole", *args, num_devices=4)
   assert checksums(workdir) == checksums(tmp_path / "whole")
-  kept = [
-    n
-    for n in checksums(workdir)[1]
-    if n.startswith("exchange_state/inner/inner/stripe")
-  ]
+  kept = [n for n in checksums(workdir)[1] if n.startswith("exchange_state/inner/inner/stripe")]
   assert kept or name == "local"
 
 

@@ -10,24 +10,28 @@ from support.commands import child_env, train_command
 from support.paths import ROOT
 
 OVERRIDES = {
-  "data": "Synthetic", "data.num_classes": "21841", "data.image_size": "64",
-  "data.num_examples": "16", "batch_size": "16", "epochs": "1",
-  "schedule.warmup_epochs": "0", "dtype": "float32", "log.tensorboard": "False",
-  "log.every_steps": "1", "evaluation.batch_size": "1", "model.bn_span": "16",
-}  # fmt: skip
+  "data": "Synthetic",
+  "data.num_classes": "21841",
+  "data.image_size": "64",
+  "data.num_examples": "16",
+  "batch_size": "16",
+  "epochs": "1",
+  "schedule.warmup_epochs": "0",
+  "dtype": "float32",
+  "log.tensorboard": "False",
+  "log.every_steps": "1",
+  "evaluation.batch_size": "1",
+  "model.bn_span": "16",
+}
 
 
 @pytest.mark.slow
 def test_a_step_of_resnet101_with_21841_classes_fits_in_4_gib(tmp_path):
   overrides = [f"--config.{name}={value}" for name, value in OVERRIDES.items()]
-  command = train_command(
-    tmp_path / "run", *overrides, config="configs/resnet101_imagenet22k.py"
-  )
+  command = train_command(tmp_path / "run", *overrides, config="configs/resnet101_imagenet22k.py")
   # Each thread of XLA has memory of its own: 64 of them, as in other tests, took 8 GiB.
   env = child_env(1) | {"NPROC": "2"}
-  done = subprocess.run(
-    command, env=env, cwd=ROOT, capture_output=True, text=True, timeout=900
-  )
+  done = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True, timeout=900)
   assert done.returncode == 0, done.stderr
   assert "params" not in done.stderr
   summary = json.loads((tmp_path / "run" / "summary.json").read_text())

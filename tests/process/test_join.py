@@ -69,11 +69,16 @@ def results():
       options = {"rank": rank, "of": len(envs), "job": job, "host": host}
       options["apart"] = apart
       kept = {k: v for k, v in os.environ.items() if not k.startswith("SLURM")}
-      running.append(subprocess.Popen(
-        [sys.executable, "-c", CHILD, json.dumps(options)], text=True, cwd=ROOT,
-        env=kept | {"PYTHONPATH": str(ROOT), "JAX_NUM_CPU_DEVICES": "1"} | env,
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-      ))  # fmt: skip
+      running.append(
+        subprocess.Popen(
+          [sys.executable, "-c", CHILD, json.dumps(options)],
+          text=True,
+          cwd=ROOT,
+          env=kept | {"PYTHONPATH": str(ROOT), "JAX_NUM_CPU_DEVICES": "1"} | env,
+          stdout=subprocess.PIPE,
+          stderr=subprocess.PIPE,
+        )
+      )
     return [(p.communicate(timeout=200), p.returncode) for p in running]
 
   yield run
@@ -94,9 +99,14 @@ def test_two_processes_join_behind_a_dead_proxy_and_own_their_signals(results):
   proxy, port = dead_port()
   address = f"http://127.0.0.1:{port}"
   # What a batch system leaves behind, and JAX's own detection would go by.
-  env = {"http_proxy": address, "https_proxy": address, "no_grpc_proxy": "*",
-         "JAX_COORDINATOR_BIND_ADDRESS": "[::]:1", "JAX_COORDINATOR_ADDRESS": "no:1",
-         "JAX_COORDINATOR_PORT": "1"}  # fmt: skip
+  env = {
+    "http_proxy": address,
+    "https_proxy": address,
+    "no_grpc_proxy": "*",
+    "JAX_COORDINATOR_BIND_ADDRESS": "[::]:1",
+    "JAX_COORDINATOR_ADDRESS": "no:1",
+    "JAX_COORDINATOR_PORT": "1",
+  }
   began = time.monotonic()
   with proxy:
     name = f"proxy-{os.getpid()}-{time.monotonic_ns()}"
@@ -104,9 +114,7 @@ def test_two_processes_join_behind_a_dead_proxy_and_own_their_signals(results):
   for rank, ((out, err), code) in enumerate(got):
     assert code == 0, err
     reported = json.loads(own_lines(out)[-1])
-    assert (
-      reported["total"] == 3 and reported["processes"] == 2 and reported["devices"] == 1
-    )
+    assert reported["total"] == 3 and reported["processes"] == 2 and reported["devices"] == 1
     assert reported["signals"] == ["TERM"]
     assert reported["heard"] == {"still": 1 - rank}
     assert reported["coordinator"].startswith("127.0.0.1:")
@@ -155,9 +163,12 @@ def test_plain_jax_hangs_behind_that_proxy():
 def ends_within(seconds, code, env):
   """Expect a process to join, and to end, in time."""
   child = subprocess.Popen(
-    [sys.executable, "-c", *code], stdout=subprocess.PIPE, text=True,
-    stderr=subprocess.DEVNULL, env=os.environ | env,
-  )  # fmt: skip
+    [sys.executable, "-c", *code],
+    stdout=subprocess.PIPE,
+    text=True,
+    stderr=subprocess.DEVNULL,
+    env=os.environ | env,
+  )
   try:
     return child.communicate(timeout=seconds)[0] == "joined\n"
   except subprocess.TimeoutExpired:

@@ -72,10 +72,19 @@ def events(job, task=0):
 def test_a_real_run_from_a_notebook(tmp_path, monkeypatch):
   monkeypatch.setenv("JAX_PLATFORMS", "cpu")
   job = launch.submit(
-    DIGITS, executor="local", runs=str(tmp_path), nodes=1, name="digits",
-    overrides={"epochs": 3, "log.every_steps": 4, "log.tensorboard": False,
-               "model": "MLP", "model.hidden": (64,)},
-  )  # fmt: skip
+    DIGITS,
+    executor="local",
+    runs=str(tmp_path),
+    nodes=1,
+    name="digits",
+    overrides={
+      "epochs": 3,
+      "log.every_steps": 4,
+      "log.tensorboard": False,
+      "model": "MLP",
+      "model.hidden": (64,),
+    },
+  )
   (row,) = job.wait(300)
   assert (row.state, row.code, row.restarts) == ("COMPLETED", 0, 0), job.logs("batch")
   assert row.step == row.total == round(3 * 1437 / 128)
@@ -91,9 +100,16 @@ def test_a_real_run_from_a_notebook(tmp_path, monkeypatch):
 
 # Imported by Python itself before any program: only `python -P` survives these.
 PYTHONS = {
-  "collections", "contextlib", "functools", "importlib", "keyword", "operator",
-  "reprlib", "types", "warnings",
-}  # fmt: skip
+  "collections",
+  "contextlib",
+  "functools",
+  "importlib",
+  "keyword",
+  "operator",
+  "reprlib",
+  "types",
+  "warnings",
+}
 
 
 @pytest.fixture
@@ -116,9 +132,13 @@ def get_config(arg=None):
 
 def in_folder(folder, *words, **env):
   done = subprocess.run(
-    [sys.executable, *words], cwd=folder, env=child_env(1, JAX_PLATFORMS="cpu", **env),
-    capture_output=True, text=True, timeout=600,
-  )  # fmt: skip
+    [sys.executable, *words],
+    cwd=folder,
+    env=child_env(1, JAX_PLATFORMS="cpu", **env),
+    capture_output=True,
+    text=True,
+    timeout=600,
+  )
   assert done.returncode == 0, done.stdout + done.stderr
   return done.stdout
 
@@ -154,10 +174,14 @@ def test_the_current_folder_is_last_on_the_path_of_our_modules_alone(tmp_path):
 def test_two_processes_share_a_secret_that_is_in_no_file(tmp_path, monkeypatch):
   monkeypatch.setenv("JAX_PLATFORMS", "cpu")
   job = launch.submit(
-    DIGITS, executor="local", runs=str(tmp_path), nodes=1, name="two", tasks_per_node=2,
-    overrides={"epochs": 3, "log.tensorboard": False, "model": "MLP",
-               "model.hidden": (64,)},
-  )  # fmt: skip
+    DIGITS,
+    executor="local",
+    runs=str(tmp_path),
+    nodes=1,
+    name="two",
+    tasks_per_node=2,
+    overrides={"epochs": 3, "log.tensorboard": False, "model": "MLP", "model.hidden": (64,)},
+  )
   (row,) = job.wait(300)
   assert (row.state, row.code, row.restarts) == ("COMPLETED", 0, 0), job.logs("batch")
   starts = read_json_lines(job.folder / "train" / "starts.jsonl")
@@ -205,9 +229,7 @@ def test_a_study_runs_one_size_after_another(fake, tmp_path):
   (tmp_path / "does").write_text(script)
   study = launch.scaling(DIGITS, [2, 4, 1], name="study", **fake)
   rows = study.wait(300, every_s=0.1)
-  assert [(row.run, row.state) for row in rows] == [
-    (f"study-{n}n", "COMPLETED") for n in (2, 4, 1)
-  ]
+  assert [(row.run, row.state) for row in rows] == [(f"study-{n}n", "COMPLETED") for n in (2, 4, 1)]
   assert order.read_text().split() == ["2"] * 2 + ["4"] * 4 + ["1"]
   runs = fake["runs"]
   assert launch.study("study", runs) == study
@@ -327,8 +349,7 @@ def test_not_more_often_than_asked(fake, tmp_path):
 
 def test_one_process_that_fails_ends_the_others(fake, tmp_path):
   (tmp_path / "does").write_text(
-    f'[ "$JAXSCALE_PROCESS_ID" = 1 ] && {ALL_MIND} exit 93\n'
-    "while true; do sleep 0.1; done"
+    f'[ "$JAXSCALE_PROCESS_ID" = 1 ] && {ALL_MIND} exit 93\nwhile true; do sleep 0.1; done'
   )
   job = launch.submit(DIGITS, tasks_per_node=4, **fake)
   (row,) = wait(job)
@@ -421,13 +442,7 @@ def test_it_survives_the_terminal(fake):
 def test_the_commands(fake, tmp_path, capsys):
   (tmp_path / "does").write_text("echo one; sleep 1; printf two")
   runs = ["--runs", fake["runs"]]
-  base = [
-    "--config",
-    DIGITS,
-    "--executor=local",
-    f"--python={fake['python']}",
-    *runs,
-  ]
+  base = ["--config", DIGITS, "--executor=local", f"--python={fake['python']}", *runs]
   assert cli.main(["submit", *base, "--name=a"]) == 0
   out, _ = capsys.readouterr()
   assert out.startswith("a: submitted as local-") and "--runs '" in out

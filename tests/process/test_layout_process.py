@@ -12,14 +12,7 @@ from jaxscale.config.loading import load_config
 from jaxscale.experiment import build
 from support.commands import error_line, run_train, trained
 from support.compiling import fast_compile_env
-from support.tiny_runs import (
-  checksums,
-  is_saving,
-  kill,
-  newest_step,
-  record,
-  run_processes,
-)
+from support.tiny_runs import checksums, is_saving, kill, newest_step, record, run_processes
 
 pytestmark = pytest.mark.slow
 
@@ -166,9 +159,7 @@ def test_processes_train_as_one_with_as_many_devices(
   assert f"all {STEPS} steps are done" in out
 
 
-@pytest.mark.parametrize(
-  ("name", "count", "num_devices"), [("fsdp", 2, 2), ("data x model", 4, 1)]
-)
+@pytest.mark.parametrize(("name", "count", "num_devices"), [("fsdp", 2, 2), ("data x model", 4, 1)])
 def test_processes_resume_from_what_one_has_saved(
   tmp_path, in_one_process, name, count, num_devices
 ):

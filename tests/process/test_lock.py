@@ -30,9 +30,13 @@ def python(code, *args, **env):
   """Start a process that runs this."""
   return subprocess.Popen(
     [sys.executable, "-c", code, *map(str, args)],
-    env=child_env(**env), cwd=ROOT, text=True,
-    stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-  )  # fmt: skip
+    env=child_env(**env),
+    cwd=ROOT,
+    text=True,
+    stdin=subprocess.PIPE,
+    stdout=subprocess.PIPE,
+    stderr=subprocess.PIPE,
+  )
 
 
 TAKE = """
@@ -106,11 +110,7 @@ def test_a_run_elsewhere_is_waited_for_until_its_lock_expires(tmp_path):
   reported, began = [], time.monotonic()
   with lock.acquire(tmp_path, log=reported.append, expire_s=2) as held:
     assert held.token == 2 and time.monotonic() - began > 1.5
-  assert (
-    len(reported) == 1
-    and "far-away" in reported[0]
-    and "waiting up to 2 s" in reported[0]
-  )
+  assert len(reported) == 1 and "far-away" in reported[0] and "waiting up to 2 s" in reported[0]
 
 
 def test_a_lock_that_expired_long_ago_is_acquired_at_once(tmp_path):
@@ -226,9 +226,7 @@ print("not stopped"); os._exit(0)
   "moment", all_slow_except(["before", "written", "merged", "checked"], "checked")
 )
 @pytest.mark.parametrize("same_step", all_slow_except(["under way", "done"], "done"))
-def test_a_writer_that_was_replaced_in_mid_save_commits_nothing(
-  tmp_path, moment, same_step
-):
+def test_a_writer_that_was_replaced_in_mid_save_commits_nothing(tmp_path, moment, same_step):
   """The new run saves another state of the same step, before the old one wakes."""
   from support.states import at_step, make_states
   from support.trees import assert_same_bits

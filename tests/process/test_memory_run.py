@@ -48,9 +48,13 @@ print(json.dumps([before["memory_gb"], after["peak_memory_gb"], program]))
 @pytest.mark.slow
 def test_a_cpu_s_memory_is_that_of_the_program():
   done = subprocess.run(
-    [sys.executable, "-c", STEPS], env=child_env(), check=True, capture_output=True,
-    text=True, timeout=300,
-  )  # fmt: skip
+    [sys.executable, "-c", STEPS],
+    env=child_env(),
+    check=True,
+    capture_output=True,
+    text=True,
+    timeout=300,
+  )
   before_gb, peak_gb, program_gb = json.loads(done.stdout.splitlines()[-1])
   assert program_gb > 3 * 4 * (64 * 8192 + 8192**2 + 8192 * 10) / 1e9
   assert peak_gb - before_gb == pytest.approx(program_gb, rel=0.1)

@@ -17,11 +17,19 @@ from support.paths import ROOT
 
 # BatchNorm's statistics are a device's: 8 examples of 64. 68 steps, saved every third.
 CNN = {
-  "batch_size": "64", "epochs": "3", "model.features": "(4,)", "model.dense": "0",
-  "model.convs_per_stage": "1", "model.batch_norm": "True", "model.dropout": "0.2",
-  "schedule.warmup_epochs": "0.5", "evaluation.every_epochs": "1",
-  "checkpoint.every_epochs": "0.13", "log.every_steps": "1", "log.tensorboard": "False",
-}  # fmt: skip
+  "batch_size": "64",
+  "epochs": "3",
+  "model.features": "(4,)",
+  "model.dense": "0",
+  "model.convs_per_stage": "1",
+  "model.batch_norm": "True",
+  "model.dropout": "0.2",
+  "schedule.warmup_epochs": "0.5",
+  "evaluation.every_epochs": "1",
+  "checkpoint.every_epochs": "0.13",
+  "log.every_steps": "1",
+  "log.tensorboard": "False",
+}
 MLP = {"model": "MLP", "model.hidden": "(32,)"}
 MLP |= {k: v for k, v in CNN.items() if not k.startswith("model.")}
 
@@ -116,9 +124,7 @@ def test_half_the_run_on_two_of_eight_devices_is_the_same_run(whole, tmp_path):
   done = resume(workdir, CNN, 3)
   reported = error_line(done, 2)
   assert "batch_size=64: does not divide over 3 devices" in reported
-  assert (
-    "give it 1, 2, 4 or 8 devices" in reported and "micro-batches" not in done.stdout
-  )
+  assert "give it 1, 2, 4 or 8 devices" in reported and "micro-batches" not in done.stdout
   assert derived(workdir)["num_devices"] == 8  # nothing was written
 
   done = resume(workdir, CNN, 2, stop=46)
@@ -149,9 +155,11 @@ def test_half_the_run_on_two_of_eight_devices_is_the_same_run(whole, tmp_path):
 @pytest.mark.slow
 def test_phases_noise_scale_and_step_report_take_it(tmp_path):
   changes = MLP | {
-    "phases.epochs": "(0, 1, 2)", "phases.batch_sizes": "(64, 128, 256)",
-    "phases.accumulate_steps": "(1, 1, 2)", "noise_scale": "True",
-  }  # fmt: skip
+    "phases.epochs": "(0, 1, 2)",
+    "phases.batch_sizes": "(64, 128, 256)",
+    "phases.accumulate_steps": "(1, 1, 2)",
+    "noise_scale": "True",
+  }
   workdir, whole = tmp_path / "run", tmp_path / "whole"
   wanted = fit(load_config("configs/digits.py", changes), whole)
   train_until(workdir, changes, 15)
@@ -170,9 +178,11 @@ def test_phases_noise_scale_and_step_report_take_it(tmp_path):
 @pytest.mark.slow
 def test_an_adaptive_run_chooses_as_it_would_have(tmp_path):
   changes = MLP | {
-    "phases": "AdaptiveBatch", "phases.trial_steps": "2", "phases.multiple": "32",
+    "phases": "AdaptiveBatch",
+    "phases.trial_steps": "2",
+    "phases.multiple": "32",
     "phases.max_batch_size": "256",
-  }  # fmt: skip
+  }
   workdir, whole = tmp_path / "run", tmp_path / "whole"
   wanted = fit(load_config("configs/digits.py", changes), whole)
   train_until(workdir, changes, 15)

@@ -20,9 +20,10 @@ pytestmark = [
 
 # A cluster's own choices: more processes than cores, and a container's user.
 MPI = {
-  "JAXSCALE_MPI_OPTIONS": "--oversubscribe", "OMPI_ALLOW_RUN_AS_ROOT": "1",
+  "JAXSCALE_MPI_OPTIONS": "--oversubscribe",
+  "OMPI_ALLOW_RUN_AS_ROOT": "1",
   "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
-}  # fmt: skip
+}
 
 
 def test_ctrl_c_of_mpirun_saves_and_its_log_is_plain_lines(tmp_path):
@@ -30,9 +31,13 @@ def test_ctrl_c_of_mpirun_saves_and_its_log_is_plain_lines(tmp_path):
   workdir = tmp_path / "run"
   args = ["--config=configs/digits.py", f"--workdir={workdir}", *ARGS]
   process = subprocess.Popen(
-    ["bash", "launch/mpi.sbatch", *args, "--config.epochs=700"], cwd=ROOT,
-    env=child_env(**MPI), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-  )  # fmt: skip
+    ["bash", "launch/mpi.sbatch", *args, "--config.epochs=700"],
+    cwd=ROOT,
+    env=child_env(**MPI),
+    stdout=subprocess.PIPE,
+    stderr=subprocess.STDOUT,
+    text=True,
+  )
   try:
     wait_until(lambda: newest_step(workdir), process)
     process.send_signal(signal.SIGINT)

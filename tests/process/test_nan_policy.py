@@ -26,10 +26,15 @@ from support.paths import ROOT
 
 # 45 steps, a checkpoint after 11, 22, 33, 44 and 45.
 CONFIG = {
-  "epochs": "4", "schedule.warmup_epochs": "1", "model": "MLP", "model.hidden": "(32,)",
-  "checkpoint.every_epochs": "1", "evaluation.every_epochs": "4",
-  "log.every_steps": "1", "log.tensorboard": "False",
-}  # fmt: skip
+  "epochs": "4",
+  "schedule.warmup_epochs": "1",
+  "model": "MLP",
+  "model.hidden": "(32,)",
+  "checkpoint.every_epochs": "1",
+  "evaluation.every_epochs": "4",
+  "log.every_steps": "1",
+  "log.tensorboard": "False",
+}
 LABEL = 99  # is not a class: its loss is NaN
 
 
@@ -70,9 +75,7 @@ def test_stop_names_device_and_step_and_keeps_the_checkpoint(tmp_path, monkeypat
   spoil(monkeypatch, [17])
   with pytest.raises(NonFiniteError) as error:
     fit(quick(), tmp_path)
-  assert "device 6: loss is NaN at step 17; last good checkpoint: step 11 in" in str(
-    error.value
-  )
+  assert "device 6: loss is NaN at step 17; last good checkpoint: step 11 in" in str(error.value)
   assert error.value.step == 17 and saved(tmp_path) == [11]
   assert not (tmp_path / "skipped_steps.json").exists()
 
@@ -85,8 +88,11 @@ def test_skip_resumes_and_counts(tmp_path, monkeypatch, capsys):
   assert [x.split()[1] for x in reported] == ["17", "18", "30"]
   assert all("process 0 (" in x and "device 6: loss is NaN" in x for x in reported)
   assert [s["step"] for s in record(tmp_path)["skipped"]] == [17, 18, 30]
-  lines = {x["step"]: x for x in metrics.read_json_lines(tmp_path / "metrics.jsonl")
-           if "train/skipped_steps" in x}  # fmt: skip
+  lines = {
+    x["step"]: x
+    for x in metrics.read_json_lines(tmp_path / "metrics.jsonl")
+    if "train/skipped_steps" in x
+  }
   counts = [lines[step]["train/skipped_steps"] for step in (16, 17, 18, 29, 30, 45)]
   assert counts == [0, 1, 2, 2, 3, 3]
   assert "train/loss" not in lines[17] and lines[19]["train/loss"] > 0
@@ -98,9 +104,7 @@ def test_skip_resumes_and_counts(tmp_path, monkeypatch, capsys):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("policy", ["skip", "roll_back"])
-def test_a_run_that_is_interrupted_is_the_run_that_was_not(
-  tmp_path, monkeypatch, policy
-):
+def test_a_run_that_is_interrupted_is_the_run_that_was_not(tmp_path, monkeypatch, policy):
   """Bit for bit, with bad steps on both sides of the interruption."""
   config = quick(checks__nan_policy=policy, checks__max_skipped_steps="5")
   spoil(monkeypatch, [17, 27])
@@ -127,14 +131,14 @@ def test_a_run_that_is_interrupted_is_the_run_that_was_not(
 
 
 @pytest.mark.slow
-def test_roll_back_passes_over_what_followed_the_checkpoint(
-  tmp_path, monkeypatch, capsys
-):
+def test_roll_back_passes_over_what_followed_the_checkpoint(tmp_path, monkeypatch, capsys):
   spoil(monkeypatch, [3, 17, 45])
   result = fit(quick(checks__nan_policy="roll_back"), tmp_path)
   assert [(p["after"], p["to"]) for p in record(tmp_path)["passed_over"]] == [
-    (0, 3), (11, 17), (44, 45),
-  ]  # fmt: skip
+    (0, 3),
+    (11, 17),
+    (44, 45),
+  ]
   assert result.summary["rolled_back"] == 3 and result.summary["step"] == 45
   assert saved(tmp_path)[-1] == 45 and result.summary["accuracy"] > 0.3
   assert read_activities(tmp_path)[-1].resumed == [0, 0, 11, 44]
@@ -240,15 +244,15 @@ def run_two(workdir, *args):
     subprocess.Popen(
       [sys.executable, "-c", PROCESS, *command[2:]],
       env=child_env(
-        2,
-        JAXSCALE_COORDINATOR=coordinator,
-        JAXSCALE_NUM_PROCESSES="2",
-        JAXSCALE_PROCESS_ID=str(i),
+        2, JAXSCALE_COORDINATOR=coordinator, JAXSCALE_NUM_PROCESSES="2", JAXSCALE_PROCESS_ID=str(i)
       ),
-      cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+      cwd=ROOT,
+      stdout=subprocess.PIPE,
+      stderr=subprocess.PIPE,
+      text=True,
     )
     for i in range(2)
-  ]  # fmt: skip
+  ]
   try:
     return [
       subprocess.CompletedProcess([], p.returncode, *output)

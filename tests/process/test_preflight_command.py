@@ -28,9 +28,13 @@ def doctor(number, *args, rank_env=None):
     }
     env = child_env(**given, **(rank_env or {}).get(rank, {}))
     process = subprocess.Popen(
-      [*DOCTOR, *map(str, args)], env=env, cwd=ROOT, text=True,
-      stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-    )  # fmt: skip
+      [*DOCTOR, *map(str, args)],
+      env=env,
+      cwd=ROOT,
+      text=True,
+      stdout=subprocess.PIPE,
+      stderr=subprocess.PIPE,
+    )
     processes.append(process)
   try:
     reported = [process.communicate(timeout=300) for process in processes]
@@ -42,9 +46,7 @@ def doctor(number, *args, rank_env=None):
 
 
 def test_process_0_prints_and_all_are_ready(tmp_path):
-  codes, reported = doctor(
-    3, "--workdir", tmp_path / "runs", "--skip=devices,network,disk"
-  )
+  codes, reported = doctor(3, "--workdir", tmp_path / "runs", "--skip=devices,network,disk")
   assert codes == [0, 0, 0]
   lines = reported[0][0].splitlines()
   assert lines[0].startswith("ok    launch: ") and "3 processes on 1 host" in lines[0]
@@ -61,13 +63,9 @@ def test_an_all_reduce_between_the_processes_is_timed():
   text = "ok    network: an all-reduce of 16.8 MB over 2 devices in 2 processes takes "
   assert line.startswith(text) and line.endswith("B/s")
   unknown = {1: {"XLA_FLAGS": "--xla_nonsense=1"}}
-  codes, reported = doctor(
-    2, "--skip=software,clocks,files,devices,disk", rank_env=unknown
-  )
+  codes, reported = doctor(2, "--skip=software,clocks,files,devices,disk", rank_env=unknown)
   assert codes == [2, 2]
-  says = (
-    r"not   network: process 1 \(.*\): XLA_FLAGS: this jax does not know --xla_nons"
-  )
+  says = r"not   network: process 1 \(.*\): XLA_FLAGS: this jax does not know --xla_nons"
   assert re.search(says, reported[0][0]), reported
 
 
@@ -77,21 +75,27 @@ def test_all_leave_with_2_where_one_is_not_ready(tmp_path):
   codes, reported = doctor(2, *args)
   assert codes == [2, 2]
   assert f"not   workdir {tmp_path}/file/runs: Not a directory" in reported[0][0]
-  assert (
-    reported[0][0].splitlines()[-1].startswith("next  give a --workdir that can be")
-  )
+  assert reported[0][0].splitlines()[-1].startswith("next  give a --workdir that can be")
 
 
 def test_one_process_looks_at_its_own_host(tmp_path):
   done = subprocess.run(
-    [*DOCTOR, f"--workdir={tmp_path}", "--skip=disk"], env=child_env(2), cwd=ROOT,
-    capture_output=True, text=True, timeout=300,
-  )  # fmt: skip
+    [*DOCTOR, f"--workdir={tmp_path}", "--skip=disk"],
+    env=child_env(2),
+    cwd=ROOT,
+    capture_output=True,
+    text=True,
+    timeout=300,
+  )
   assert done.returncode == 0, done.stderr
   assert "1 process on 1 host" in done.stdout
   assert "devices: 2 x cpu, tested" in done.stdout
   done = subprocess.run(
-    [*DOCTOR, "--skip=network,al"], env=child_env(), cwd=ROOT, capture_output=True,
-    text=True, timeout=300,
-  )  # fmt: skip
+    [*DOCTOR, "--skip=network,al"],
+    env=child_env(),
+    cwd=ROOT,
+    capture_output=True,
+    text=True,
+    timeout=300,
+  )
   assert done.returncode == 2 and done.stderr.startswith("error: --skip=al: ")

@@ -52,9 +52,7 @@ def test_kills_at_random_moments_change_no_bit(tmp_path, uninterrupted):
   workdir, rng = tmp_path / "run", random.Random(0)
   for number in range(5):
     in_mid_save = number % 4 == 0
-    kill(
-      workdir, in_mid_save=in_mid_save, later=0 if in_mid_save else rng.uniform(0, 0.3)
-    )
+    kill(workdir, in_mid_save=in_mid_save, later=0 if in_mid_save else rng.uniform(0, 0.3))
     assert is_saving(workdir) or not in_mid_save
   assert "resuming from the checkpoint of step" in trained(workdir, *ARGS)
   assert not is_saving(workdir)
@@ -78,9 +76,7 @@ def test_a_kill_in_mid_save_and_ctrl_c_change_no_bit(tmp_path, uninterrupted):
   out, err = run_until_ctrl_c(workdir)
   *_, reported, last = out.splitlines()
   assert "Ctrl-C: saving after this step" in out and reported
-  assert (
-    last.startswith("saved step ") and "to resume: python -m jaxscale train" in last
-  )
+  assert last.startswith("saved step ") and "to resume: python -m jaxscale train" in last
   assert f"--workdir {workdir}" in last and not err
   summary = json.loads((workdir / "summary.json").read_text())
   assert summary["outcome"] == "interrupted"
@@ -151,9 +147,7 @@ def test_two_processes_agree_on_stages_noise_and_damage(tmp_path):
   assert [code for *_, code in results] == [0, 0], results[0][1] + results[1][1]
   summaries = [json.loads((w / "summary.json").read_text()) for w in (alone, two)]
   assert [s["damaged_examples"] for s in summaries] == [7, 7]
-  assert summaries[1]["noise_scale"] == pytest.approx(
-    summaries[0]["noise_scale"], rel=1e-3
-  )
+  assert summaries[1]["noise_scale"] == pytest.approx(summaries[0]["noise_scale"], rel=1e-3)
   assert "training data: 6 damaged examples: c0/00.png" in results[0][0]
   assert "damaged" not in results[1][0]  # one of them talks
   for a, b in zip(record(two), record(alone), strict=True):
@@ -173,10 +167,8 @@ CLI_MISTAKES = {
   "no config": ([], "try --config digits"),
   "typo in a field": (["--config.optimizr.lr=1"], "did you mean 'optimizer'?"),
   "not divisible": (["--config.batch_size=30", "--config.mesh.data=4"], "devices"),
-  "unknown dataset": (
-    ["--config.data=TFDS", "--config.data.name=mnst"], "did you mean 'mnist'?",
-  ),
-}  # fmt: skip
+  "unknown dataset": (["--config.data=TFDS", "--config.data.name=mnst"], "did you mean 'mnist'?"),
+}
 
 
 @pytest.mark.parametrize("mistake", CLI_MISTAKES)
@@ -186,8 +178,12 @@ def test_a_mistake_is_one_line_and_exit_code_2(tmp_path, mistake):
     args = ["--config", "configs/digits.py", *args]
   done = subprocess.run(
     [sys.executable, "-m", "jaxscale.train", *args, "--workdir", str(tmp_path / "w")],
-    env=child_env(), cwd=ROOT, capture_output=True, text=True, timeout=300,
-  )  # fmt: skip
+    env=child_env(),
+    cwd=ROOT,
+    capture_output=True,
+    text=True,
+    timeout=300,
+  )
   assert remedy in error_line(done, 2)
   assert not done.stdout and not (tmp_path / "w").exists()
 
@@ -203,9 +199,11 @@ def test_training_imports_no_tensorflow(uninterrupted, no_tensorflow):
   """Not even where it is installed: the run above had a stand-in that raises."""
   assert (uninterrupted / "summary.json").exists()
   done = subprocess.run(
-    [sys.executable, "-c", "import tensorflow"], env=child_env(**no_tensorflow),
-    capture_output=True, text=True,
-  )  # fmt: skip
+    [sys.executable, "-c", "import tensorflow"],
+    env=child_env(**no_tensorflow),
+    capture_output=True,
+    text=True,
+  )
   assert "TensorFlow was imported" in done.stderr
 
 

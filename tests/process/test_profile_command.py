@@ -16,19 +16,33 @@ from support.processes import wait_until
 def profile(*argv):
   return subprocess.run(
     [sys.executable, "-m", "jaxscale", "profile", *map(str, argv)],
-    env=child_env(), cwd=ROOT, capture_output=True, text=True, timeout=240,
-  )  # fmt: skip
+    env=child_env(),
+    cwd=ROOT,
+    capture_output=True,
+    text=True,
+    timeout=240,
+  )
 
 
 @pytest.mark.slow
 def test_a_running_job_is_profiled_on_request(tmp_path, monkeypatch):
   monkeypatch.setenv("JAX_PLATFORMS", "cpu")
   job = launch.submit(
-    "configs/digits.py", executor="local", runs=str(tmp_path), nodes=2, name="digits",
-    overrides={"epochs": 100_000, "log.every_steps": 4, "log.tensorboard": False,
-               "model": "MLP", "model.hidden": (64,), "evaluation.every_epochs": 1e4,
-               "checkpoint.every_epochs": 1e4},
-  )  # fmt: skip
+    "configs/digits.py",
+    executor="local",
+    runs=str(tmp_path),
+    nodes=2,
+    name="digits",
+    overrides={
+      "epochs": 100_000,
+      "log.every_steps": 4,
+      "log.tensorboard": False,
+      "model": "MLP",
+      "model.hidden": (64,),
+      "evaluation.every_epochs": 1e4,
+      "checkpoint.every_epochs": 1e4,
+    },
+  )
   workdir = job.folder / "train"
   try:
     wait_until(lambda: read_metrics(workdir / "metrics.jsonl"), seconds=240)
@@ -38,9 +52,7 @@ def test_a_running_job_is_profiled_on_request(tmp_path, monkeypatch):
     asked, folder, head, *lines = done.stdout.splitlines()
     assert asked == f"{workdir}: asked for a trace of 3 steps; waiting"
     files = trace.find(workdir)
-    assert [str(p) for p in files] == [
-      f"{folder}/process_{i}.xplane.pb" for i in (0, 1)
-    ]
+    assert [str(p) for p in files] == [f"{folder}/process_{i}.xplane.pb" for i in (0, 1)]
     # Each process begins at the step in which it has read the request.
     steps = {trace.summarize([path]).steps for path in files}
     assert all(len(s) == 3 and s[2] - s[0] == 2 for s in steps)
@@ -57,5 +69,4 @@ def test_a_running_job_is_profiled_on_request(tmp_path, monkeypatch):
     job.wait(300)
   assert "process 1: traced steps " in job.logs("all")
   line = error_line(profile("digits", f"--runs={tmp_path}"), 2)
-  assert line.endswith("no run trains there; start it, or print an earlier trace by "
-                       "--summary")  # fmt: skip
+  assert line.endswith("no run trains there; start it, or print an earlier trace by --summary")

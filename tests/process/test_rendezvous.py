@@ -18,16 +18,7 @@ from jaxscale.cluster.rendezvous.acceptor import Acceptor
 from jaxscale.cluster.rendezvous.client import rendezvous
 from support import rendezvous as starting
 from support.paths import ROOT
-from support.rendezvous import (
-  connect,
-  ends,
-  greet,
-  job,
-  key_of,
-  ports_of,
-  the_line,
-  who,
-)
+from support.rendezvous import connect, ends, greet, job, key_of, ports_of, the_line, who
 
 start = pytest.fixture(starting.starter)
 
@@ -40,11 +31,7 @@ def test_four_processes_connect_in_any_order_and_can_talk(start):
   assert all(reported["hosts"] == ["n1", "n2", "n3", "n4"] for _, reported in got)
   (coordinator,) = {reported["coordinator"] for _, reported in got}
   assert coordinator.startswith("unix:/")  # which no other user reaches
-  assert {int(r): m["from"] for r, m in got[0][1]["heard"].items()} == {
-    1: 1,
-    2: 2,
-    3: 3,
-  }
+  assert {int(r): m["from"] for r, m in got[0][1]["heard"].items()} == {1: 1, 2: 2, 3: 3}
   assert all(reported["heard"]["0"]["from"] == 0 for _, reported in got[1:])
 
 
@@ -99,9 +86,16 @@ def test_strangers_do_not_disturb(start):
   name = job("strangers")
   port = ports_of(name)[0]
   first = start(0, 2, name)
-  bad = [b"GET / HTTP/1.1\r\nHost: x\r\n\r\n", b"\x16\x03\x01" * 99, b"[" * 50_000,
-         b"{}\n", b"5\n", b'{"job": 1, "hello": {"rank": []}}\n', b"",
-         json.dumps({"job": name, "hello": [1] * 9}).encode() + b"\n"]  # fmt: skip
+  bad = [
+    b"GET / HTTP/1.1\r\nHost: x\r\n\r\n",
+    b"\x16\x03\x01" * 99,
+    b"[" * 50_000,
+    b"{}\n",
+    b"5\n",
+    b'{"job": 1, "hello": {"rank": []}}\n',
+    b"",
+    json.dumps({"job": name, "hello": [1] * 9}).encode() + b"\n",
+  ]
   strangers = [connect(port) for _ in bad]
   for sock, words in zip(strangers, bad, strict=True):
     sock.sendall(words)
@@ -153,8 +147,12 @@ def test_process_0_raises_the_limit_of_open_files(count, soft, hard, wanted):
     f"r.setrlimit(r.RLIMIT_NOFILE, ({soft}, {hard})); _allow_files({count})\n"
     "print(*r.getrlimit(r.RLIMIT_NOFILE))\n"
   )
-  done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True,
-                        env=os.environ | {"PYTHONPATH": str(ROOT)})  # fmt: skip
+  done = subprocess.run(
+    [sys.executable, "-c", code],
+    capture_output=True,
+    text=True,
+    env=os.environ | {"PYTHONPATH": str(ROOT)},
+  )
   if wanted is None:
     assert "ConfigError: ulimit -n: 4096 files at most on" in done.stderr
     assert "process 0 needs 4098 for 1921 processes" in done.stderr

@@ -17,15 +17,7 @@ from jaxscale.cluster.rendezvous.handshake import find_mismatches, versions
 from jaxscale.errors import ConfigError
 from support import rendezvous as starting
 from support.fault_table import measured
-from support.rendezvous import (
-  ends,
-  greet,
-  job,
-  key_of,
-  ports_of,
-  the_line,
-  who,
-)
+from support.rendezvous import ends, greet, job, key_of, ports_of, the_line, who
 
 start = pytest.fixture(starting.starter)
 
@@ -38,9 +30,7 @@ def test_who_never_comes_is_named_with_the_hosts_to_look_at(start):
   line = the_line([first])
   assert link.receive(200) == {"error": line}
   link.close()
-  assert line.startswith(
-    "processes 2–4 (n7, n8, n9) of 5 have not connected within 5 s"
-  )
+  assert line.startswith("processes 2–4 (n7, n8, n9) of 5 have not connected within 5 s")
   seconds = time.monotonic() - began
   measured("tasks missing, faults.rendezvous_timeout_s=5", seconds, 2, line)
   nodes = ["n1.site", "n2.site", "n7.site"]  # two on each, or some other way
@@ -110,17 +100,24 @@ def test_a_process_0_that_fails_is_not_waited_for(start):
     pass  # process 1 has not come yet
   os.kill(first.pid, signal.SIGKILL)
   (got,) = ends(others)
-  assert (
-    got[0] == 2
-    and "process 0 on 127.0.0.1 left before all had connected" in (got[1]["error"])
-  )
+  assert got[0] == 2 and "process 0 on 127.0.0.1 left before all had connected" in (got[1]["error"])
 
 
 ODD = [
-  5, None, [], {}, "go", {"error": 5}, {"go": 5}, {"go": ["12345"]},
-  {"go": ["xxxxxxxx", ["n1", "n2"]]}, {"go": ["99999999", ["n1", "n2"]]},
-  {"go": ["12345", ["n1"]]}, {"go": ["12345", ["n1", 2]]}, {"go": ["/tmp", ["a", "b"]]},
-]  # fmt: skip
+  5,
+  None,
+  [],
+  {},
+  "go",
+  {"error": 5},
+  {"go": 5},
+  {"go": ["12345"]},
+  {"go": ["xxxxxxxx", ["n1", "n2"]]},
+  {"go": ["99999999", ["n1", "n2"]]},
+  {"go": ["12345", ["n1"]]},
+  {"go": ["12345", ["n1", 2]]},
+  {"go": ["/tmp", ["a", "b"]]},
+]
 
 
 def test_a_process_0_that_is_not_understood_is_a_line(start):
@@ -149,8 +146,7 @@ def test_a_process_that_is_not_understood_is_a_line_for_all(start):
   link.close()
   name = job("address")
   first = start(0, 2, name, set={"network.gloo_address": "10.0.0.1"}, on_cpu=True)
-  link = greet(name, who(1, 2, gloo="garbage", place="elsewhere", versions=versions(),
-                         digests={}))  # fmt: skip
+  link = greet(name, who(1, 2, gloo="garbage", place="elsewhere", versions=versions(), digests={}))
   assert "go" in link.receive(200)  # where gloo listens is not ours to know
   link.close()
   first.kill()
@@ -167,8 +163,7 @@ def test_one_rank_started_twice(start):
 
 def test_other_config_on_one_rank(start):
   name = job("config")
-  ranks = [start(r, 4, name, digests={"config": "ab12" if r == 3 else "cd34"})
-           for r in range(4)]  # fmt: skip
+  ranks = [start(r, 4, name, digests={"config": "ab12" if r == 3 else "cd34"}) for r in range(4)]
   assert the_line(ranks) == (
     "process 3 (n4): another config than process 0 (n1), ab12 not cd34; start all "
     "with one command line and one config file"
@@ -179,26 +174,26 @@ def test_other_versions_and_who_comes_late_hears_it_too(start):
   name = job("versions")
   other = {"handshake.versions": {"python": "3.11.2", "jax": "0.9.0"}}
   same = {"handshake.versions": {"python": "3.11.2", "jax": "0.10.2"}}
-  ranks = [start(r, 4, name, set=same if r in (0, 3) else other,
-                 late=3 if r == 3 else 0) for r in range(4)]  # fmt: skip
+  ranks = [
+    start(r, 4, name, set=same if r in (0, 3) else other, late=3 if r == 3 else 0) for r in range(4)
+  ]
   assert the_line(ranks) == (
-    "processes 1–2 (n2, n3): jax 0.9.0, process 0 (n1) has 0.10.2; start all from one "
-    "environment"
+    "processes 1–2 (n2, n3): jax 0.9.0, process 0 (n1) has 0.10.2; start all from one environment"
   )
 
 
 def test_other_numbers_of_processes(start):
   name = job("counts")
   line = the_line([start(0, 2, name), start(1, 3, name)])
-  assert line.startswith(
-    "process 1 (n2): started as one of 3 processes, process 0 (n1)"
-  )
+  assert line.startswith("process 1 (n2): started as one of 3 processes, process 0 (n1)")
 
 
 def test_a_host_whose_own_name_is_loopback_is_refused_where_gloo_is_used(start):
   name = job("gloo")
-  own = [{"network.gloo_address": g, "network.namespace": p} for g, p in
-         [("10.0.0.1", "a"), ("127.0.1.1", "b")]]  # fmt: skip
+  own = [
+    {"network.gloo_address": g, "network.namespace": p}
+    for g, p in [("10.0.0.1", "a"), ("127.0.1.1", "b")]
+  ]
   ranks = [start(r, 2, name, on_cpu=True, set=own[r]) for r in (0, 1)]
   line = the_line(ranks)
   assert line.startswith("process 1 (n2): its host's own name is 127.0.1.1 there")
@@ -211,25 +206,19 @@ def test_loopback_is_well_where_all_are_on_one_host_or_gloo_is_not_used():
   two = {r: who(r, 2, gloo="127.0.0.1", place=f"p{r}") for r in (0, 1)}
   assert len(find_mismatches(two, {})) == 2
   assert find_mismatches({r: w._replace(gloo="") for r, w in two.items()}, {}) == []
-  assert (
-    "does not resolve there" in find_mismatches({0: one[0]._replace(gloo=None)}, {})[0]
-  )
+  assert "does not resolve there" in find_mismatches({0: one[0]._replace(gloo=None)}, {})[0]
 
 
 def test_a_name_that_does_not_resolve(start):
   began = time.monotonic()
-  ranks = [start(r, 2, job("name"), "no-such-host.invalid:2345", timeout=1)
-           for r in (0, 1)]  # fmt: skip
+  ranks = [start(r, 2, job("name"), "no-such-host.invalid:2345", timeout=1) for r in (0, 1)]
   for rank, (code, reported) in enumerate(ends(ranks)):
     assert code == 2
     assert reported["error"].startswith(
-      "no-such-host.invalid: the name of process 0's host does not resolve on "
-      f"n{rank + 1} ("
+      f"no-such-host.invalid: the name of process 0's host does not resolve on n{rank + 1} ("
     )
     assert "JAXSCALE_COORDINATOR=ADDRESS:PORT" in reported["error"]
-  measured(
-    "a name that does not resolve", time.monotonic() - began, 2, reported["error"]
-  )
+  measured("a name that does not resolve", time.monotonic() - began, 2, reported["error"])
 
 
 def test_a_given_port_that_stays_taken_is_reported_by_all(start):
@@ -238,8 +227,9 @@ def test_a_given_port_that_stays_taken_is_reported_by_all(start):
     stranger.bind(("", 0))
     stranger.listen()
     port = stranger.getsockname()[1]
-    ranks = [start(r, 2, "j", f"127.0.0.1:{port}", timeout=60,
-                   set={"client.TAKEN_S": 2}) for r in (0, 1)]  # fmt: skip
+    ranks = [
+      start(r, 2, "j", f"127.0.0.1:{port}", timeout=60, set={"client.TAKEN_S": 2}) for r in (0, 1)
+    ]
     got = ends(ranks)
   assert [code for code, _ in got] == [2, 2]
   line = got[0][1]["error"]

@@ -26,11 +26,15 @@ from support.paths import ROOT
 from support.processes import run_group
 
 CONFIG = {
-  "model": "MLP", "model.hidden": "(16,)", "epochs": "2", "log.tensorboard": "False",
+  "model": "MLP",
+  "model.hidden": "(16,)",
+  "epochs": "2",
+  "log.tensorboard": "False",
   "schedule.warmup_epochs": "0",
-  "checks.replicas_every_steps": "8", "checkpoint.every_epochs": "0.5",
+  "checks.replicas_every_steps": "8",
+  "checkpoint.every_epochs": "0.5",
   "checkpoint.keep_last": "9",
-}  # fmt: skip
+}
 
 
 def break_at(monkeypatch, first, device=3):
@@ -47,15 +51,10 @@ def break_at(monkeypatch, first, device=3):
         on = [np.asarray(s.data) for s in kernel.addressable_shards]
         on[device] = flipped(on[device], 5)
         on = [
-          jax.device_put(x, s.device)
-          for x, s in zip(on, kernel.addressable_shards, strict=True)
+          jax.device_put(x, s.device) for x, s in zip(on, kernel.addressable_shards, strict=True)
         ]
-        kernel = jax.make_array_from_single_device_arrays(
-          kernel.shape, kernel.sharding, on
-        )
-        params = state.params | {
-          "Dense_0": state.params["Dense_0"] | {"kernel": kernel}
-        }
+        kernel = jax.make_array_from_single_device_arrays(kernel.shape, kernel.sharding, on)
+        params = state.params | {"Dense_0": state.params["Dense_0"] | {"kernel": kernel}}
         state = state._replace(params=params)
       return state, metrics
 
@@ -106,9 +105,11 @@ def test_the_loop_checks_before_it_saves():
     return state + 1, {"loss": jnp.float32(1), "grad_norm": jnp.float32(1)}
 
   made = loop.Callbacks(
-    is_saved=lambda s: s == 2, save=lambda s, state, e: calls.append(("save", s)),
-    is_checked=lambda s: s % 2 == 0, check=lambda s, state: calls.append(("check", s)),
-  )  # fmt: skip
+    is_saved=lambda s: s == 2,
+    save=lambda s, state, e: calls.append(("save", s)),
+    is_checked=lambda s: s % 2 == 0,
+    check=lambda s, state: calls.append(("check", s)),
+  )
   loop.train(0, step, iter(range(4)), made, start=0, total_steps=4)
   assert calls == [("check", 2), ("save", 2), ("check", 4)]
 
@@ -152,9 +153,7 @@ def test_two_real_processes_name_the_one_that_differs():
   assert reported[0] == reported[1]
   same, one, all_of_it = reported[0]
   assert same == "same"
-  assert (
-    one.startswith("process 1 (") and ") differs from 3 of 4 devices in dense/w" in one
-  )
+  assert one.startswith("process 1 (") and ") differs from 3 of 4 devices in dense/w" in one
   assert "process 0" not in one and one.endswith("after step 7")
   assert all_of_it.startswith("process 0 (") and " and process 1 (" in all_of_it
   assert " differ in dense/w: 4 devices, 2 versions, and no majority" in all_of_it
@@ -180,8 +179,12 @@ def test_the_command_ends_with_one_line_and_exit_code_1(tmp_path):
   command = train_command(tmp_path / "run", *args)
   done = subprocess.run(
     [command[0], "-c", BROKEN_TRAIN, *command[2:]],
-    env=child_env(2), cwd=ROOT, capture_output=True, text=True, timeout=300,
-  )  # fmt: skip
+    env=child_env(2),
+    cwd=ROOT,
+    capture_output=True,
+    text=True,
+    timeout=300,
+  )
   line = error_line(done, 1)
   assert line.startswith("error: process 0 (")
   assert ", cpu:0 and cpu:1) differ in " in line

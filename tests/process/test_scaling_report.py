@@ -17,22 +17,35 @@ from jaxscale.run import goodput
 from jaxscale.run.goodput import Activity
 
 CONFIG = {
-  "model": {"class": "CNN", "dense": 128}, "optimizer": {"class": "SGD", "lr": 0.1},
-  "data": {"class": "Digits"}, "exchange": {"class": "AllReduce", "algorithm": "psum"},
-  "phases": {"class": "Phases"}, "log": {"step_report": True}, "seed": 0, "epochs": 5.0,
-}  # fmt: skip
+  "model": {"class": "CNN", "dense": 128},
+  "optimizer": {"class": "SGD", "lr": 0.1},
+  "data": {"class": "Digits"},
+  "exchange": {"class": "AllReduce", "algorithm": "psum"},
+  "phases": {"class": "Phases"},
+  "log": {"step_report": True},
+  "seed": 0,
+  "epochs": 5.0,
+}
 
 
 def run(devices, rate, **changes):
   """A run of rate examples a second, give or take a tenth."""
   rates = tuple(rate * x for x in (0.9, 1.0, 1.1)) if rate else ()
   made = MeasuredRun(
-    name=f"r-{devices}", config=CONFIG, num_train=1437, versions={"jax": "1"},
-    nodes=devices, hosts=f"n[1-{devices}]", processes=devices, devices=devices,
-    kind="cpu", batch=128, rates=rates, summary={"loss": 0.25, "accuracy": 0.75},
-    step_report={"exposed_share": 0.25, "compute_s": 0.003, "exposed_s": 0.001,
-                 "spread": 0.5},
-  )  # fmt: skip
+    name=f"r-{devices}",
+    config=CONFIG,
+    num_train=1437,
+    versions={"jax": "1"},
+    nodes=devices,
+    hosts=f"n[1-{devices}]",
+    processes=devices,
+    devices=devices,
+    kind="cpu",
+    batch=128,
+    rates=rates,
+    summary={"loss": 0.25, "accuracy": 0.75},
+    step_report={"exposed_share": 0.25, "compute_s": 0.003, "exposed_s": 0.001, "spread": 0.5},
+  )
   return made._replace(**changes)
 
 
@@ -41,8 +54,11 @@ def workdir(path, lines, *, outcome="done", devices=2, **derived):
   path.mkdir(parents=True)
   phase = {"batch_size": 128, "image_size": None}
   derived = {
-    "num_train": 1437, "total_steps": 40, "num_devices": devices, "phases": [phase],
-  } | derived  # fmt: skip
+    "num_train": 1437,
+    "total_steps": 40,
+    "num_devices": devices,
+    "phases": [phase],
+  } | derived
   described = {"config": CONFIG, "derived": derived, "versions": {}, "python": "3"}
   described |= {"processes": devices, "device_kind": "cpu"}
   (path / "config.json").write_text(json.dumps(described))
@@ -57,9 +73,13 @@ def logged(step, rate, time=None):
 
 
 STEP_REPORT = {
-  "step": 0, "perf/compute_s": 0.03, "perf/exposed_s": 0.01, "perf/exposed_share": 0.25,
-  "perf/spread": 0.1, "time": 0.5,
-}  # fmt: skip
+  "step": 0,
+  "perf/compute_s": 0.03,
+  "perf/exposed_s": 0.01,
+  "perf/exposed_share": 0.25,
+  "perf/spread": 0.1,
+  "time": 0.5,
+}
 
 
 def test_the_warm_up_and_a_short_end_are_no_throughput(tmp_path):
@@ -124,8 +144,7 @@ def test_what_is_missing_has_a_reason(tmp_path):
   study = scaling_report.compare([found])
   text = str(study)
   (row,) = [line for line in text.splitlines() if line.startswith("w ")]
-  assert row.split() == ["w", "–", "2", "2", "128", "6", "–", "1", "1.00", "100%",
-                         *"–––––"]  # fmt: skip
+  assert row.split() == ["w", "–", "2", "2", "128", "6", "–", "1", "1.00", "100%", *"–––––"]
   for why in (
     "– w: quartiles: only 1 windows; log.every_steps=2 logs more often",
     "– w: exposed and spread: no step report, not measured yet",
@@ -179,8 +198,7 @@ def test_the_fit_is_least_squares():
 
 
 @pytest.mark.parametrize(
-  "rates, says",
-  [((100, 250), "scaling is ideal or better"), ((100, 90), "does not apply")],
+  "rates, says", [((100, 250), "scaling is ideal or better"), ((100, 90), "does not apply")]
 )
 def test_a_law_that_does_not_hold_is_not_drawn(rates, says):
   found = scaling_report.compare(list(map(run, (1, 2), rates)))
@@ -218,9 +236,7 @@ def test_what_may_differ_is_reported():
 def test_one_machine_is_reported():
   runs = [run(n, 100, nodes=1, hosts="laptop") for n in (1, 2)]
   assert any("on one machine (laptop)" in n for n in scaling_report.compare(runs).notes)
-  assert not any(
-    "machine" in n for n in scaling_report.compare([run(1, 9), run(2, 9)]).notes
-  )
+  assert not any("machine" in n for n in scaling_report.compare([run(1, 9), run(2, 9)]).notes)
 
 
 def test_repeats_count_by_their_median():
@@ -246,9 +262,7 @@ def test_csv_and_picture_of_what_is_known_and_what_is_not(tmp_path):
 
 def test_the_command_reads_workdirs(tmp_path, capsys):
   lines = [STEP_REPORT, *(logged(s, 10.0 * s) for s in (10, 20, 30, 40))]
-  names = [
-    str(workdir(tmp_path / n, lines, devices=d)) for n, d in (("a", 1), ("b", 2))
-  ]
+  names = [str(workdir(tmp_path / n, lines, devices=d)) for n, d in (("a", 1), ("b", 2))]
   files = [f"--csv={tmp_path}/t.csv", "--png", f"{tmp_path}/t.png"]
   assert main(["report", *names, *files]) == 0
   out = capsys.readouterr().out
@@ -270,9 +284,14 @@ def test_a_real_study_from_a_notebook(tmp_path, monkeypatch):
   runs = str(tmp_path / "runs")
   overrides = {"epochs": 6, "log.every_steps": 4, "log.tensorboard": False}
   study = launch.scaling(
-    "configs/digits.py", [1, 2], batch="grows", name="digits", executor="local",
-    runs=runs, overrides=overrides,
-  )  # fmt: skip
+    "configs/digits.py",
+    [1, 2],
+    batch="grows",
+    name="digits",
+    executor="local",
+    runs=runs,
+    overrides=overrides,
+  )
   try:
     assert [r.state for r in study.wait(200)] == ["COMPLETED"] * 2, study.status()
     assert launch.study("digits", runs) == study

@@ -69,10 +69,17 @@ def start():
 
   def begin(code, *args, **env):
     pipe = subprocess.PIPE
-    running.append(subprocess.Popen(
-      [sys.executable, "-c", code, *args], env=child_env(1, **env), cwd=ROOT,
-      stdin=pipe, stdout=pipe, stderr=pipe, text=True,
-    ))  # fmt: skip
+    running.append(
+      subprocess.Popen(
+        [sys.executable, "-c", code, *args],
+        env=child_env(1, **env),
+        cwd=ROOT,
+        stdin=pipe,
+        stdout=pipe,
+        stderr=pipe,
+        text=True,
+      )
+    )
     return running[-1]
 
   yield begin
@@ -101,9 +108,7 @@ def test_where_only_jax_knows_the_others_they_connect_after_it(start):
   assert [process.returncode for process in pair] == [0, 0], ends
   reported = [own_lines(out)[-1] for out, _ in ends]
   assert reported[0] == reported[1]
-  assert reported[0].startswith(
-    f"stopped SIGUSR1 at process 1 on {os.uname().nodename} "
-  )
+  assert reported[0].startswith(f"stopped SIGUSR1 at process 1 on {os.uname().nodename} ")
 
 
 EXIT = """
@@ -116,13 +121,8 @@ with cluster.open_session():
 
 @pytest.mark.parametrize("code", [0, 7])
 def test_who_exits_has_its_exit_code(start, code):
-  common = {
-    "JAXSCALE_COORDINATOR": f"127.0.0.1:{free_port()}",
-    "JAXSCALE_NUM_PROCESSES": "2",
-  }
-  pair = [
-    start(EXIT, str(code), **common, JAXSCALE_PROCESS_ID=str(rank)) for rank in range(2)
-  ]
+  common = {"JAXSCALE_COORDINATOR": f"127.0.0.1:{free_port()}", "JAXSCALE_NUM_PROCESSES": "2"}
+  pair = [start(EXIT, str(code), **common, JAXSCALE_PROCESS_ID=str(rank)) for rank in range(2)]
   ends = [process.communicate(timeout=200) for process in pair]
   assert [process.returncode for process in pair] == [code, code], ends
   assert "error" not in ends[0][1] or code
@@ -146,13 +146,8 @@ main()
 
 @pytest.mark.parametrize("who", ["both", "one"])
 def test_what_all_say_is_printed_once_and_what_one_says_has_its_name(start, who):
-  common = {
-    "JAXSCALE_COORDINATOR": f"127.0.0.1:{free_port()}",
-    "JAXSCALE_NUM_PROCESSES": "2",
-  }
-  pair = [
-    start(WRONG, who, **common, JAXSCALE_PROCESS_ID=str(rank)) for rank in range(2)
-  ]
+  common = {"JAXSCALE_COORDINATOR": f"127.0.0.1:{free_port()}", "JAXSCALE_NUM_PROCESSES": "2"}
+  pair = [start(WRONG, who, **common, JAXSCALE_PROCESS_ID=str(rank)) for rank in range(2)]
   for process in pair:
     line_with(process, "up")
   for process in pair:

@@ -101,9 +101,7 @@ def test_the_signals_are_given_back():
   assert signal.set_wakeup_fd(-1) == -1
   # In a notebook's worker thread nothing can be caught, and nothing breaks.
   made = []
-  thread = threading.Thread(
-    target=lambda: made.append(SignalHandlers(grace_s=None).close())
-  )
+  thread = threading.Thread(target=lambda: made.append(SignalHandlers(grace_s=None).close()))
   thread.start()
   thread.join()
   assert made == [None]
@@ -183,9 +181,7 @@ def test_who_cannot_save_in_time_ends_all_with_85(family):
   processes[1].send_signal(signal.SIGTERM)
   codes, errors = ends(processes)
   assert codes == [85, 85]
-  assert re.search(
-    r"process 1 on n1 failed in step \d+ \(saving\): SIGTERM \d s ago", errors[0]
-  )
+  assert re.search(r"process 1 on n1 failed in step \d+ \(saving\): SIGTERM \d s ago", errors[0])
 
 
 @pytest.mark.parametrize("what", ["stopped", "asleep"])
@@ -202,9 +198,7 @@ def test_who_keeps_another_from_its_save_is_mentioned(family, what):
   codes, errors = ends(processes[:1])
   processes[1].kill()
   assert codes == [85]
-  assert re.search(
-    r"process 0 on n0 failed .*: SIGTERM 3 s ago, and it could", errors[0]
-  )
+  assert re.search(r"process 0 on n0 failed .*: SIGTERM 3 s ago, and it could", errors[0])
   if what == "stopped":
     assert re.search("; process 1 on n1 is silent for [2-9] s, last", errors[0])
   else:
@@ -214,8 +208,7 @@ def test_who_keeps_another_from_its_save_is_mentioned(family, what):
 
 @pytest.mark.slow
 @pytest.mark.skipif(
-  os.geteuid() != 0 or not shutil.which("ip"),
-  reason="a network of its own needs root and ip",
+  os.geteuid() != 0 or not shutil.which("ip"), reason="a network of its own needs root and ip"
 )
 def test_a_network_that_is_cut_for_less_than_the_limit_is_survived(family):
   """Both blamed each other: process 0 was heard every 7.5 s, and TCP waits longer."""
@@ -243,11 +236,7 @@ def test_a_suspended_job_resumes(family):
   processes = family(STOPS, STOPS, STOPS)
   wait_up(processes)
   # As `scontrol suspend` and `scontrol resume`: longer than any limit of theirs.
-  for number, pause in (
-    (signal.SIGTSTP, 0.2),
-    (signal.SIGSTOP, 3),
-    (signal.SIGCONT, 1),
-  ):
+  for number, pause in ((signal.SIGTSTP, 0.2), (signal.SIGSTOP, 3), (signal.SIGCONT, 1)):
     for process in processes:
       process.send_signal(number)
     time.sleep(pause)
@@ -276,9 +265,7 @@ multihost_utils.process_allgather(np.ones(1))  # waits for rank 1
 """
 
 
-@pytest.mark.parametrize(
-  "ours", ["ours", pytest.param("xla's", marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("ours", ["ours", pytest.param("xla's", marks=pytest.mark.slow)])
 def test_sigterm_in_a_collective_of_jax(child, ours):
   with socket.create_server(("127.0.0.1", 0)) as server:
     port = server.getsockname()[1]

@@ -124,7 +124,5 @@ def test_jax_s_coordinator_is_closed_to_other_users_of_the_host(start):
   )
   with socket.socket(socket.AF_UNIX) as listener:
     listener.bind(path)  # as JAX does later
-    done = subprocess.run(
-      [sys.executable, "-c", code, path], capture_output=True, timeout=300
-    )
+    done = subprocess.run([sys.executable, "-c", code, path], capture_output=True, timeout=300)
   assert done.stdout == b"closed\n", done.stderr

@@ -12,12 +12,7 @@ import pytest
 
 from jaxscale.cluster.timeouts import Timeouts
 from jaxscale.cluster.watch import fault_detection, watch
-from jaxscale.cluster.watch.fault_detection import (
-  Fault,
-  ProcessState,
-  find_hang,
-  find_slow,
-)
+from jaxscale.cluster.watch.fault_detection import Fault, ProcessState, find_hang, find_slow
 from jaxscale.cluster.watch.watch import failure_of
 from jaxscale.cluster.wire import Keys, Link
 from support.processes import wait_until
@@ -69,9 +64,7 @@ def test_an_exception_is_the_cause_though_neighbours_raise_too(family):
   processes = family(patient + FOREVER, victim, raises)
   codes, errors = ends(processes)
   assert codes == [1, 1, 1]
-  assert errors[0].startswith(
-    "error: process 2 on n2 failed in step 20: KeyError: 'no such class'"
-  )
+  assert errors[0].startswith("error: process 2 on n2 failed in step 20: KeyError: 'no such class'")
   assert "Traceback" in errors[2] and "KeyError" in errors[2]
 
 
@@ -94,9 +87,7 @@ STARTS = "print('up', flush=True); time.sleep(1000)"
 
 @pytest.mark.parametrize("what", ["process", "host"])
 @pytest.mark.parametrize("activity", ["starting", "compiling"])
-def test_a_process_that_is_stopped_before_the_first_step_is_named(
-  family, what, activity
-):
+def test_a_process_that_is_stopped_before_the_first_step_is_named(family, what, activity):
   """JAX's coordinator was first, after 100 s, and named nobody or process 0."""
   starts = f"w.at({int(activity == 'compiling')}, '{activity}'); {STARTS}"
   processes = family(starts, starts, starts, limits=SILENT)
@@ -149,9 +140,7 @@ def test_process_0_that_stood_still_is_named_by_all(family, bodies):
   processes[0].send_signal(signal.SIGCONT)
   codes, errors = ends(processes[:1])
   assert codes == [86]
-  pattern = (
-    r"process 0 on n0 stood still for \d+ s \(stopped\?\); process [12] on n[12]"
-  )
+  pattern = r"process 0 on n0 stood still for \d+ s \(stopped\?\); process [12] on n[12]"
   assert re.match(f"error: {pattern} has left", errors[0]), errors[0]
 
 
@@ -210,9 +199,7 @@ def test_who_is_in_code_of_the_model_is_the_culprit(family):
   hangs = CALLS.format(wait="time.sleep(1000)")
   codes, errors = ends(family(waits, hangs, waits, limits=HANGING))
   assert codes == [86] * 3
-  pattern = (
-    rf"process 1 on n1 hangs in step 13 {FOR} in a callback of the model \(slow_n"
-  )
+  pattern = rf"process 1 on n1 hangs in step 13 {FOR} in a callback of the model \(slow_n"
   assert re.match(f"error: {pattern}", errors[0]), errors[0]
   assert "; 2 others wait for it" in errors[0]
 
@@ -230,9 +217,7 @@ def test_a_process_whose_gil_is_held_for_ever(family):
 
 
 def test_a_run_of_one_process_can_be_watched_too(family):
-  alone = (
-    "w.close(); w = watch.start({}, 0, hosts, timeouts=LIMITS, watch_alone=True)\n"
-  )
+  alone = "w.close(); w = watch.start({}, 0, hosts, timeouts=LIMITS, watch_alone=True)\n"
   bodies = [alone + "train(10); time.sleep(1000)"]
   [code], [error] = ends(family(*bodies, limits=HANGING))
   assert code == 86
@@ -339,9 +324,7 @@ def test_who_left_early_is_to_blame_for_those_that_wait():
   assert fault_detection.find_left(ranks).rank == 1
   # At the same step they are only not yet there.
   ranks[0] = seen(40, "saving", 940)
-  assert fault_detection.find_left(ranks) is None and not find_hang(
-    ranks, 1000.0, LIMITS
-  )
+  assert fault_detection.find_left(ranks) is None and not find_hang(ranks, 1000.0, LIMITS)
 
 
 def test_the_first_of_the_strongest_kind_is_the_cause():
@@ -389,9 +372,7 @@ def test_who_never_says_where_it_is_may_train_for_days():
 
 
 def test_what_a_program_does_after_a_run_is_its_own():
-  assert not find_hang(
-    {0: seen(45, "outside", 0)}, 1e6, Timeouts(startup_timeout_s=math.inf)
-  )
+  assert not find_hang({0: seen(45, "outside", 0)}, 1e6, Timeouts(startup_timeout_s=math.inf))
   after = {0: seen(45, "outside", 300), 1: seen(45, "outside", 300)}
   assert find_hang(after, 1000.0, LIMITS)  # a command's end has a limit, 600 s
   assert not find_hang(after, 800.0, LIMITS)

@@ -80,12 +80,15 @@ def test_each_process_reads_its_part_and_one_writes(tmp_path):
     address = f"localhost:{s.getsockname()[1]}"
   running = [
     subprocess.Popen(
-      [sys.executable, "-c", SCRIPT, address, str(i), str(tmp_path)], cwd=ROOT,
-      env=child_env(2, PYTHONPATH=str(ROOT)), text=True, stdout=subprocess.PIPE,
+      [sys.executable, "-c", SCRIPT, address, str(i), str(tmp_path)],
+      cwd=ROOT,
+      env=child_env(2, PYTHONPATH=str(ROOT)),
+      text=True,
+      stdout=subprocess.PIPE,
       stderr=subprocess.PIPE,
     )
     for i in range(2)
-  ]  # fmt: skip
+  ]
   for process in running:
     out, err = process.communicate(timeout=300)
     assert process.returncode == 0, err

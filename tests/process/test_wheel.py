@@ -15,9 +15,13 @@ from support.paths import ROOT
 
 def run(*command, cwd, **env):
   done = subprocess.run(
-    list(map(str, command)), cwd=cwd, env=child_env(**env), capture_output=True,
-    text=True, timeout=300,
-  )  # fmt: skip
+    list(map(str, command)),
+    cwd=cwd,
+    env=child_env(**env),
+    capture_output=True,
+    text=True,
+    timeout=300,
+  )
   assert done.returncode == 0, done.stderr
   return done.stdout
 
@@ -37,9 +41,7 @@ def installed(tmp_path_factory):
   # Of the directory that this adds no .pth is read: not that of the editable install.
   (packages / "dependencies.pth").write_text(ours + "\n")
   script = folder / "venv" / "bin" / "jaxscale"
-  script.write_text(
-    f"#!{folder}/venv/bin/python\n" + script.read_text().split("\n", 1)[1]
-  )
+  script.write_text(f"#!{folder}/venv/bin/python\n" + script.read_text().split("\n", 1)[1])
   return wheel, script
 
 

@@ -46,18 +46,14 @@ def test_a_job_on_four_nodes_from_submission_to_its_end(cli):
   words = until(cli, "a", "COMPLETED")
   assert words[4:6] == ["3/?", "0.5000"]
   ranks = cli("logs", "a", "--rank=all").splitlines()
-  assert [re.match(r"(\d): rank \1 of 8 on n\d", r) is not None for r in ranks] == (
-    [True] * 8
-  )
+  assert [re.match(r"(\d): rank \1 of 8 on n\d", r) is not None for r in ranks] == ([True] * 8)
   assert ends(cli, "a") == [(0, "stop")]
   assert "a: is done" in cli("resume", "a", code=2)
 
 
 def test_an_array_of_six_two_at_a_time(cli):
   cli.does("sleep 0.3")
-  out = cli(
-    "sweep", "--sweep=seed=1,2,3", "--sweep=epochs=3,4", "--at-most=2", "--name=s"
-  )
+  out = cli("sweep", "--sweep=seed=1,2,3", "--sweep=epochs=3,4", "--at-most=2", "--name=s")
   assert ", 6 trials" in out
   most, now = 0, states(cli, "s")
   deadline = time.monotonic() + 90
@@ -69,10 +65,7 @@ def test_an_array_of_six_two_at_a_time(cli):
   assert most == 2 and list(now) == [f"s/{i}" for i in range(6)]
   assert now["s/5"][1][-2:] == ["seed=3", "epochs=4"]
   reported = cli("logs", "s", "--task=5")
-  assert (
-    "--config.seed=3 --config.epochs=4 --workdir" in reported
-    and "/trials/5" in reported
-  )
+  assert "--config.seed=3 --config.epochs=4 --workdir" in reported and "/trials/5" in reported
 
 
 def test_cancelled_it_saves_and_stays_cancelled(cli):
@@ -119,8 +112,7 @@ def test_what_fails_before_the_others_know_is_shown_and_not_started_again(cli):
 
 def test_a_signal_before_there_are_handlers_starts_it_again(cli, slurm):
   up = '"$workdir/up.$SLURM_RESTART_COUNT.$SLURM_PROCID"'
-  cli.does(f"trap - TERM USR1; touch {up}; [ -n \"$SLURM_RESTART_COUNT\" ] && exit 0\n"
-           f"{FOREVER}")  # fmt: skip
+  cli.does(f'trap - TERM USR1; touch {up}; [ -n "$SLURM_RESTART_COUNT" ] && exit 0\n{FOREVER}')
   names = {"USR1": 138, "TERM": 143}
   for name in names:
     cli("submit", "--nodes=2", f"--name={name}")
@@ -200,8 +192,10 @@ def test_warned_it_saves_and_starts_again_so_often(requeued, name):
 def test_one_task_of_an_array_starts_again_and_no_other(requeued):
   cli = requeued.sweep
   assert [ends(cli, "s", i) for i in range(3)] == [
-    [(0, "stop")], [(85, "requeue"), (0, "stop")], [(0, "stop")],
-  ]  # fmt: skip
+    [(0, "stop")],
+    [(85, "requeue"), (0, "stop")],
+    [(0, "stop")],
+  ]
   assert {s for s, _ in states(cli, "s").values()} == {"COMPLETED"}
 
 
@@ -230,15 +224,11 @@ def test_slurm_takes_every_plain_script(slurm):
     assert done.returncode == 0, (script.name, done.stderr)
 
 
-@pytest.mark.parametrize(
-  "name", all_slow_except(["single_node", "train", "cpu", "array"], "train")
-)
+@pytest.mark.parametrize("name", all_slow_except(["single_node", "train", "cpu", "array"], "train"))
 def test_plain_scripts_run_what_they_say(slurm, tmp_path, name):
   venv = tmp_path / "a venv"
   (venv / "bin").mkdir(parents=True)
-  (venv / "bin" / "activate").write_text(
-    f"export PATH={shlex.quote(str(venv))}/bin:$PATH"
-  )
+  (venv / "bin" / "activate").write_text(f"export PATH={shlex.quote(str(venv))}/bin:$PATH")
   python = venv / "bin" / "python"
   python.write_text('#!/bin/bash\necho "$SLURM_CPUS_PER_TASK cores:" "$@"\n')
   python.chmod(0o755)
@@ -247,8 +237,7 @@ def test_plain_scripts_run_what_they_say(slurm, tmp_path, name):
   text = re.sub(r"ntasks-per-node=8", "ntasks-per-node=1", text)
   text = re.sub(r"cpus-per-task=8", "cpus-per-task=2", text)
   text = re.sub(r"array=0-5%2", "array=3", text)
-  job = slurm.submit(text.replace("#!/usr/bin/env bash", "#!/bin/bash"),
-                     JAXSCALE_VENV=str(venv))  # fmt: skip
+  job = slurm.submit(text.replace("#!/usr/bin/env bash", "#!/bin/bash"), JAXSCALE_VENV=str(venv))
   job = f"{job}_3" if name == "array" else job
   slurm.wait_for(job, "COMPLETED")
   out = slurm.output(job)

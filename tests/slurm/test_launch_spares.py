@@ -70,13 +70,14 @@ def run_script(tmp_path, does, **changes):
   script = Path(run.folder, "job.sbatch")
   script.write_text(slurm_script.render(run))
   env = {
-    "PATH": f"{cluster}:{os.environ['PATH']}", "HOME": str(tmp_path),
-    "SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "3", "SLURM_JOB_NODELIST": "n1,n2,n3",
+    "PATH": f"{cluster}:{os.environ['PATH']}",
+    "HOME": str(tmp_path),
+    "SLURM_JOB_ID": "7",
+    "SLURM_JOB_NUM_NODES": "3",
+    "SLURM_JOB_NODELIST": "n1,n2,n3",
     "SLURMD_NODENAME": "n1",
-  }  # fmt: skip
-  done = subprocess.run(
-    ["bash", str(script)], env=env, capture_output=True, text=True, timeout=300
-  )
+  }
+  done = subprocess.run(["bash", str(script)], env=env, capture_output=True, text=True, timeout=300)
   steps = (cluster / "steps").read_text().split()
   asked = (cluster / "asked").read_text()
   assert done.stderr == "", done.stderr
@@ -177,12 +178,11 @@ def test_training_continues_on_the_spare_and_loses_no_bit(cli, slurm, tmp_path):
   assert slurm.job(number(cli, "s"))["Restarts"] == "0"
   assert "node n2 is lost; resumes from step" in cli("logs", "s", "--rank=batch")
   reported = re.search(r"resuming from the checkpoint of step (\d+)", cli("logs", "s"))
-  assert (
-    reported and int(reported[1]) >= before
-  )  # or of one more, saved before it was killed
+  assert reported and int(reported[1]) >= before  # or of one more, saved before it was killed
   again = tmp_path / "whole"
-  slurm.run("srun", "-N2", "-n2", "-wn1,n3", *train_command(again, *args), timeout=300,
-            **child_env(1))  # fmt: skip
+  slurm.run(
+    "srun", "-N2", "-n2", "-wn1,n3", *train_command(again, *args), timeout=300, **child_env(1)
+  )
   assert_same_run(workdir, again)
 
 

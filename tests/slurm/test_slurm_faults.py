@@ -27,11 +27,7 @@ ENDS = {
   "kill": (1, 137, r"process 1 on n2 died, last seen in step \d+"),
   "kill the coordinator": (0, 137, r"process 0 on n1 died, seen in step \d+"),
   "kill in save": (1, 137, r"process 1 on n2 died"),
-  "raise": (
-    1,
-    1,
-    r"process 1 on n2 failed in step 60 \(input\): RuntimeError: no such",
-  ),
+  "raise": (1, 1, r"process 1 on n2 failed in step 60 \(input\): RuntimeError: no such"),
   "sleep": (1, 86, r"process 1 on n2 hangs in step 60 \(input\) for \d+ s; 2 others"),
   "stop": (1, 86, r"process 1 on n2 is silent for \d+ s, last in step \d+"),
   "hold": (1, 86, r"process 1 on n2 is silent for \d+ s"),

@@ -96,9 +96,7 @@ def test_two_preemptions_and_a_crash_change_no_bit_and_are_all_accounted_for(
   assert seconds == pytest.approx(wanted, abs=4.0)
   summary = read_json(job.workdir / "summary.json")["goodput_seconds"]
   for name in ("training", "lost"):
-    assert (
-      found.seconds[name] == pytest.approx(summary[name], abs=0.01) and summary[name]
-    )
+    assert found.seconds[name] == pytest.approx(summary[name], abs=0.01) and summary[name]
 
 
 def when(text):
@@ -109,8 +107,14 @@ def when(text):
 @pytest.mark.parametrize("end", ["known", "moved"])
 def test_the_end_of_its_time_is_met_saved(slurm, tmp_path, end):
   """Known at the start: it stops before; brought forward: SIGTERM says so."""
-  job = Job(slurm, tmp_path, "nothing", 0, "--config.epochs=4000",
-            sbatch=["--time=1"] if end == "known" else [])  # fmt: skip
+  job = Job(
+    slurm,
+    tmp_path,
+    "nothing",
+    0,
+    "--config.epochs=4000",
+    sbatch=["--time=1"] if end == "known" else [],
+  )
   job.has_trained()
   if end == "moved":
     slurm.end_at(job.id, 5)  # Slurm looks every 30 s whose time is over
@@ -182,8 +186,7 @@ def test_fewer_nodes_resume_where_more_have_stopped(slurm, whole, tmp_path):
   again.end("COMPLETED")
   assert "resuming from the checkpoint of step" in again.reported()
   for a, b in zip(
-    *(np.concatenate([np.ravel(x) for x in _leaves(w)]) for w in (job.workdir, whole)),
-    strict=True,
+    *(np.concatenate([np.ravel(x) for x in _leaves(w)]) for w in (job.workdir, whole)), strict=True
   ):
     assert abs(a - b) <= 1e-5 * max(abs(b), 1e-2)
   assert [r["step"] for r in record(job.workdir)] == [r["step"] for r in record(whole)]

@@ -39,8 +39,7 @@ def besiege(slurm, attack):
 def train(slurm, workdir):
   """Train on two nodes; return what was printed."""
   args = train_command(workdir, *ARGS)
-  done = slurm.run("srun", *ON, "bash", "-c", LATE, "late", *args, timeout=180,
-                   **child_env(1))  # fmt: skip
+  done = slurm.run("srun", *ON, "bash", "-c", LATE, "late", *args, timeout=180, **child_env(1))
   return done.stdout + done.stderr
 
 

@@ -60,9 +60,7 @@ def run(fns, optimizer, *, num_devices, steps=20, exchange=None, **options):
 def assert_same(got, wanted, tolerance=1e-6):
   """Each leaf within a tolerance of its own norm; each metric of its value."""
   (state, history), (state_ref, history_ref) = got, wanted
-  parts = [
-    (getattr(s, n) for n in ("params", "model_state")) for s in (state, state_ref)
-  ]
+  parts = [(getattr(s, n) for n in ("params", "model_state")) for s in (state, state_ref)]
   for a, b in zip(*(jax.tree.leaves(list(p)) for p in parts), strict=True):
     assert np.linalg.norm(a - b) <= tolerance * max(np.linalg.norm(b), 1e-3)
   for a, b in zip(history, history_ref, strict=True):

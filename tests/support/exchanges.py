@@ -49,19 +49,25 @@ EXCHANGES = {
 }
 # Those that send later what they leave out.
 FEEDBACK = [
-  "one bit", "top k", "top k of buckets", "power sgd", "delayed", "delayed one bit",
+  "one bit",
+  "top k",
+  "top k of buckets",
+  "power sgd",
+  "delayed",
+  "delayed one bit",
   "warm one bit",
-]  # fmt: skip
+]
 
 
 def gradients(steps, seed=0, devices=N, shapes=SHAPES):
   """Random gradients [steps, devices, ...], their scale another in each tensor."""
   rng = np.random.default_rng(seed)
   return {
-    name: (10.0 ** (i - 2) * (rng.standard_normal((steps, devices, *shape)) + 0.1))
-    .astype(np.float32)
+    name: (10.0 ** (i - 2) * (rng.standard_normal((steps, devices, *shape)) + 0.1)).astype(
+      np.float32
+    )
     for i, (name, shape) in enumerate(shapes.items())
-  }  # fmt: skip
+  }
 
 
 def program(exchange, mesh):
@@ -81,11 +87,7 @@ def program(exchange, mesh):
 
   return jax.jit(
     jax.shard_map(
-      steps,
-      mesh=mesh,
-      in_specs=(P(None, axes), P(axes)),
-      out_specs=(P(), P(axes)),
-      check_vma=True,
+      steps, mesh=mesh, in_specs=(P(None, axes), P(axes)), out_specs=(P(), P(axes)), check_vma=True
     ),
     # A third of the time to compile; the collectives are the same.
     compiler_options={"xla_backend_optimization_level": 1},

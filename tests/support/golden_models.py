@@ -26,14 +26,21 @@ def probe(gradient):
 
 
 LLAMA = {
-  "attn_norm/scale": "input_layernorm", "mlp_norm/scale": "post_attention_layernorm",
-  "q/kernel": "self_attn.q_proj", "k/kernel": "self_attn.k_proj",
-  "v/kernel": "self_attn.v_proj", "o/kernel": "self_attn.o_proj",
-  "q_norm/scale": "self_attn.q_norm", "k_norm/scale": "self_attn.k_norm",
-  "gate/kernel": "mlp.gate_proj", "up/kernel": "mlp.up_proj",
-  "down/kernel": "mlp.down_proj", "q/bias": "self_attn.q_proj",
-  "k/bias": "self_attn.k_proj", "v/bias": "self_attn.v_proj",
-}  # fmt: skip
+  "attn_norm/scale": "input_layernorm",
+  "mlp_norm/scale": "post_attention_layernorm",
+  "q/kernel": "self_attn.q_proj",
+  "k/kernel": "self_attn.k_proj",
+  "v/kernel": "self_attn.v_proj",
+  "o/kernel": "self_attn.o_proj",
+  "q_norm/scale": "self_attn.q_norm",
+  "k_norm/scale": "self_attn.k_norm",
+  "gate/kernel": "mlp.gate_proj",
+  "up/kernel": "mlp.up_proj",
+  "down/kernel": "mlp.down_proj",
+  "q/bias": "self_attn.q_proj",
+  "k/bias": "self_attn.k_proj",
+  "v/bias": "self_attn.v_proj",
+}
 
 
 def _theirs(ours, layer):
@@ -85,12 +92,17 @@ def to_llama(params):
 
 
 VIT = {
-  "attn_norm/scale": "norm1.weight", "attn_norm/bias": "norm1.bias",
-  "o/kernel": "attn.proj.weight", "o/bias": "attn.proj.bias",
-  "mlp_norm/scale": "norm2.weight", "mlp_norm/bias": "norm2.bias",
-  "up/kernel": "mlp.fc1.weight", "up/bias": "mlp.fc1.bias",
-  "down/kernel": "mlp.fc2.weight", "down/bias": "mlp.fc2.bias",
-}  # fmt: skip
+  "attn_norm/scale": "norm1.weight",
+  "attn_norm/bias": "norm1.bias",
+  "o/kernel": "attn.proj.weight",
+  "o/bias": "attn.proj.bias",
+  "mlp_norm/scale": "norm2.weight",
+  "mlp_norm/bias": "norm2.bias",
+  "up/kernel": "mlp.fc1.weight",
+  "up/bias": "mlp.fc1.bias",
+  "down/kernel": "mlp.fc2.weight",
+  "down/bias": "mlp.fc2.bias",
+}
 
 
 def from_vit(weights, num_layers=2):
@@ -133,9 +145,11 @@ def to_vit(params, patch_shape):
     "patch_embed.proj.weight": patch.transpose(3, 2, 0, 1),
     "patch_embed.proj.bias": embed["patch"]["bias"],
     "pos_embed": embed["position"],
-    "norm.weight": head["norm"]["scale"], "norm.bias": head["norm"]["bias"],
-    "head.weight": head["kernel"].T, "head.bias": head["bias"],
-  }  # fmt: skip
+    "norm.weight": head["norm"]["scale"],
+    "norm.bias": head["norm"]["bias"],
+    "head.weight": head["kernel"].T,
+    "head.bias": head["bias"],
+  }
   if "class_token" in embed:
     found["cls_token"] = embed["class_token"]
   for i in range(len(layers["q"]["bias"])):

@@ -76,9 +76,12 @@ def write_tfds(root, name, file_format, splits, *, num_classes=10, version="1.0.
     )
   keys = [{"featureKey": "image"}, {"featureKey": "label"}]
   info = {
-    "fileFormat": file_format, "name": name, "splits": described, "version": version,
+    "fileFormat": file_format,
+    "name": name,
+    "splits": described,
+    "version": version,
     "supervisedKeys": {"tuple": {"items": keys}},
-  }  # fmt: skip
+  }
   (folder / "dataset_info.json").write_text(json.dumps(info))
   core = "tensorflow_datasets.core.features."
   shape = {"dimensions": ["-1", "-1", "3"]}
@@ -86,10 +89,7 @@ def write_tfds(root, name, file_format, splits, *, num_classes=10, version="1.0.
   classes = {"numClasses": str(num_classes)}
   features = {
     "image": {"pythonClassName": core + "image_feature.Image", "image": image},
-    "label": {
-      "pythonClassName": core + "class_label_feature.ClassLabel",
-      "classLabel": classes,
-    },
+    "label": {"pythonClassName": core + "class_label_feature.ClassLabel", "classLabel": classes},
   }
   whole = {
     "pythonClassName": core + "features_dict.FeaturesDict",

@@ -6,11 +6,21 @@ from jaxscale.launch import spec
 from jaxscale.launch.site import Site, load_site
 
 RUN = spec.JobSpec(
-  name="digits-1", folder="/runs/digits-1", cwd="/home/me/jaxscale",
-  config="code/configs/digits.py", overrides={}, trials=(), at_most=0, nodes=1,
-  site=Site(), requeue=10, preflight=False, executor="slurm", python="/venv/bin/python",
+  name="digits-1",
+  folder="/runs/digits-1",
+  cwd="/home/me/jaxscale",
+  config="code/configs/digits.py",
+  overrides={},
+  trials=(),
+  at_most=0,
+  nodes=1,
+  site=Site(),
+  requeue=10,
+  preflight=False,
+  executor="slurm",
+  python="/venv/bin/python",
   made_by="jaxscale submit --config configs/digits.py",
-)  # fmt: skip
+)
 RUNS = {
   "plain": RUN,
   "gpus": RUN._replace(

@@ -13,9 +13,13 @@ def found(env, **asked):
   """`detect` without a look at this machine."""
   fqdn = f"{env.get('HOSTNAME')}.{SUBDOMAIN}"
   asked = {
-    "expand": nodelist.expand, "fqdn": lambda: fqdn, "ask_mpi": lambda launch: None,
-    "has_tpu": lambda env: False, "at_terminal": lambda: False, **asked,
-  }  # fmt: skip
+    "expand": nodelist.expand,
+    "fqdn": lambda: fqdn,
+    "ask_mpi": lambda launch: None,
+    "has_tpu": lambda env: False,
+    "at_terminal": lambda: False,
+    **asked,
+  }
   return detect(env, **asked)
 
 
@@ -30,14 +34,22 @@ def tasks(path, tmp_path):
 
 
 STEP = {
-  "SLURM_JOB_ID": "17", "SLURM_STEP_ID": "3", "SLURM_STEP_NODELIST": "n[3-4]",
-  "SLURM_NTASKS": "4", "SLURM_STEP_NUM_TASKS": "4", "SLURM_PROCID": "2",
-  "SLURM_LOCALID": "0", "SLURM_NODEID": "1", "SLURM_STEP_TASKS_PER_NODE": "2(x2)",
+  "SLURM_JOB_ID": "17",
+  "SLURM_STEP_ID": "3",
+  "SLURM_STEP_NODELIST": "n[3-4]",
+  "SLURM_NTASKS": "4",
+  "SLURM_STEP_NUM_TASKS": "4",
+  "SLURM_PROCID": "2",
+  "SLURM_LOCALID": "0",
+  "SLURM_NODEID": "1",
+  "SLURM_STEP_TASKS_PER_NODE": "2(x2)",
   "SLURM_TASKS_PER_NODE": "2(x2)",
-}  # fmt: skip
+}
 MPI = {
-  "OMPI_COMM_WORLD_RANK": "3", "OMPI_COMM_WORLD_SIZE": "4",
-  "OMPI_COMM_WORLD_LOCAL_RANK": "1", "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+  "OMPI_COMM_WORLD_RANK": "3",
+  "OMPI_COMM_WORLD_SIZE": "4",
+  "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+  "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
   # mpirun ran on the login node: JAX would take this for the host of rank 0.
   "OMPI_MCA_orte_hnp_uri": "1531576320.0;tcp://10.0.0.250:34911",
-}  # fmt: skip
+}

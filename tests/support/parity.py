@@ -111,9 +111,7 @@ def side_by_side(optimizers: dict) -> optax.GradientTransformation:
 
   def update(updates, state, params=None):
     assert params is not None
-    done = {
-      n: tx.update(updates[n], state[0][n], params[n]) for n, tx in optimizers.items()
-    }
+    done = {n: tx.update(updates[n], state[0][n], params[n]) for n, tx in optimizers.items()}
     states = {n: state for n, (_, state) in done.items()}
     return {n: moves for n, (moves, _) in done.items()}, (states, updates)
 
@@ -202,9 +200,7 @@ def run(name: str, devices: int = N) -> Run:
   tx, exchange = side_by_side(OPTIMIZERS), recorded(EXCHANGES[name]())
   state = init_state(init, tx, mesh, exchange, seed=SEED)
   given = [jax.device_put(b, batch_sharding(mesh)) for b in batches()]
-  step: Any = make_train_step(
-    loss_fn, tx, mesh, exchange, options=StepOptions(seed=SEED)
-  )
+  step: Any = make_train_step(loss_fn, tx, mesh, exchange, options=StepOptions(seed=SEED))
   step = step.lower(state, given[0]).compile(compiler_options=fast_compile_options())
   losses, own, means = [], [], []
   for batch in given:

@@ -33,9 +33,8 @@ def start(hosts, options, patch="", rank_env=None):
     env = child_env(2, PYTHONPATH=str(ROOT), **(rank_env or {}).get(rank, {}))
     command = [sys.executable, __file__, json.dumps(common | {"rank": rank})]
     process = subprocess.Popen(
-      command, env=env, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-      text=True,
-    )  # fmt: skip
+      command, env=env, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
     processes.append(process)
     if rank == 0:
       assert process.stdout is not None
@@ -85,9 +84,7 @@ def connect(rank, size, port):
   # For IPv4 and IPv6 where there are both, as the rendezvous does.
   both = socket.has_dualstack_ipv6()
   family = socket.AF_INET6 if both else socket.AF_INET
-  with socket.create_server(
-    ("", port), family=family, backlog=size, dualstack_ipv6=both
-  ) as server:
+  with socket.create_server(("", port), family=family, backlog=size, dualstack_ipv6=both) as server:
     print("listening", flush=True)
     links = [server.accept()[0] for _ in range(size - 1)]
   found = {}

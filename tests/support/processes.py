@@ -23,9 +23,7 @@ def wait_until(condition, process=None, seconds=120):
   """Wait until a condition is true; fail where the process ends before."""
   deadline = time.monotonic() + seconds
   while not condition():
-    assert process is None or process.poll() is None, (
-      f"ended early: {process.communicate()}"
-    )
+    assert process is None or process.poll() is None, f"ended early: {process.communicate()}"
     assert time.monotonic() < deadline, "waited too long"
     time.sleep(0.002)
 
@@ -43,10 +41,13 @@ def start_group(command, count=2, num_devices=1, **env: str):
         JAXSCALE_PROCESS_ID=str(rank),
         **env,
       ),
-      cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+      cwd=ROOT,
+      stdout=subprocess.PIPE,
+      stderr=subprocess.PIPE,
+      text=True,
     )
     for rank in range(count)
-  ]  # fmt: skip
+  ]
 
 
 def run_group(command, count=2, num_devices=1, **env: str):

@@ -38,16 +38,10 @@ RUNS = {
   "in backward, accumulated": laid_out(
     PARTS, replica=2, data=2, fsdp=2, steps=2, layout={"slow_axes": "in_backward"}
   ),
-  "zero-2 x model, muon": laid_out(
-    "zero2", fsdp=2, data=2, model=2, optimizer=cfg.Muon(lr=1e-3)
-  ),
+  "zero-2 x model, muon": laid_out("zero2", fsdp=2, data=2, model=2, optimizer=cfg.Muon(lr=1e-3)),
   "zero-1, adamw": laid_out("zero1", data=2, fsdp=4, optimizer=cfg.AdamW(lr=1e-3)),
-  "tokens too": laid_out(
-    PARTS, data=2, fsdp=2, model=2, layout={"model": "layers_and_tokens"}
-  ),
-  "ring": laid_out(
-    PARTS, data=2, fsdp=2, model=2, layout={"model": "ring", "remat": "full"}
-  ),
+  "tokens too": laid_out(PARTS, data=2, fsdp=2, model=2, layout={"model": "layers_and_tokens"}),
+  "ring": laid_out(PARTS, data=2, fsdp=2, model=2, layout={"model": "ring", "remat": "full"}),
   "all-to-all": laid_out(data=2, replica=2, model=2, layout={"model": "all_to_all"}),
   "stage x model": laid_out(data=2, stage=2, model=2, steps=4),
   "fsdp x stage x model, 1f1b": laid_out(

@@ -70,9 +70,12 @@ def starter():
     kept = {k: v for k, v in os.environ.items() if not k.startswith("SLURM")}
     process = subprocess.Popen(
       [sys.executable, "-W", "error", "-c", CHILD, json.dumps(options)],
-      cwd=ROOT, env=kept | {"PYTHONPATH": str(ROOT)} | node, text=True,
-      stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-    )  # fmt: skip
+      cwd=ROOT,
+      env=kept | {"PYTHONPATH": str(ROOT)} | node,
+      text=True,
+      stdout=subprocess.PIPE,
+      stderr=subprocess.PIPE,
+    )
     running.append(process)
     return process
 
@@ -140,8 +143,14 @@ def connect(port, within=200):
 
 def who(rank, of=4, **other):
   known = {
-    "node": f"n{rank + 1}", "pid": 7, "uuid": f"me{rank}", "place": "here",
-    "files": "here", "gloo": "", "versions": {"jax": "1"}, "digests": {"config": "a"},
+    "node": f"n{rank + 1}",
+    "pid": 7,
+    "uuid": f"me{rank}",
+    "place": "here",
+    "files": "here",
+    "gloo": "",
+    "versions": {"jax": "1"},
+    "digests": {"config": "a"},
     "error": "",
-  }  # fmt: skip
+  }
   return Hello(rank, of, **(known | other))

@@ -132,9 +132,12 @@ def forge(place, until):
         with sock, contextlib.suppress(OSError):
           sock.sendall(b'"' + b"ab" * 16 + b'"\n')
           heard.append(heard_from(sock))
-          for message in ([rank, 3, "n", 1, "u", "p", "f", "", {}, {}, ""],
-                          {"fail": ["x", 0, False, False, "y"]}, {"bye": 0},
-                          {"ask": ["SIGTERM", "preemption"]}):  # fmt: skip
+          for message in (
+            [rank, 3, "n", 1, "u", "p", "f", "", {}, {}, ""],
+            {"fail": ["x", 0, False, False, "y"]},
+            {"bye": 0},
+            {"ask": ["SIGTERM", "preemption"]},
+          ):
             sock.sendall(b"0" * 32 + json.dumps(message).encode() + b"\n")
           heard.append(heard_from(sock))
     time.sleep(0.01)
@@ -264,8 +267,9 @@ def starter():
     ports = ",".join(map(str, ports or [0]))
     process = subprocess.Popen(
       [sys.executable, __file__, name, address, ports, str(seconds), recorded.hex()],
-      stdout=subprocess.PIPE, text=True,
-    )  # fmt: skip
+      stdout=subprocess.PIPE,
+      text=True,
+    )
     running.append(process)
     assert process.stdout.readline() == "ready\n"
     return process

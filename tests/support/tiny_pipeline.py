@@ -9,12 +9,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxscale.collectives import vary
 from jaxscale.collectives.typed import varying
-from jaxscale.parallel.pipeline import (
-  gpipe,
-  one_f_one_b,
-  split_microbatches,
-  stage_microbatches,
-)
+from jaxscale.parallel.pipeline import gpipe, one_f_one_b, split_microbatches, stage_microbatches
 
 LAYERS, WIDTH, HIDDEN, SYMBOLS, TOKENS = 4, 12, 16, 11, 4
 
@@ -111,11 +106,7 @@ def piped(schedule, mesh, micros, run_layers, *, embed=embed, tokens=None, **set
   data = tuple(a for a in mesh.axis_names if a == "data")
   specs = {
     "embed": {"table": P()},
-    "layers": {
-      "scale": P("stage"),
-      "up": P("stage", None, model),
-      "down": P("stage", model),
-    },
+    "layers": {"scale": P("stage"), "up": P("stage", None, model), "down": P("stage", model)},
     "head": {"kernel": P()},
   }
 
@@ -128,9 +119,7 @@ def piped(schedule, mesh, micros, run_layers, *, embed=embed, tokens=None, **set
       def loss(params):
         h = jax.vmap(lambda micro: embed(params, micro))(batch)
         h = gpipe(run_layers, params["layers"], h, **settings)
-        flat = jax.tree.map(
-          lambda x: x.reshape(-1, *x.shape[2:]), (h, stage_microbatches(batch))
-        )
+        flat = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), (h, stage_microbatches(batch)))
         totals = finish(params, *flat)
         return totals["loss"], totals
 
@@ -141,16 +130,12 @@ def piped(schedule, mesh, micros, run_layers, *, embed=embed, tokens=None, **set
     return lax.psum(grads, data) if data else grads, totals
 
   rows = P(data or None, tokens)
-  mapped = jax.shard_map(
-    local, mesh=mesh, in_specs=(specs, rows), out_specs=(specs, P())
-  )
+  mapped = jax.shard_map(local, mesh=mesh, in_specs=(specs, rows), out_specs=(specs, P()))
 
   def put(params, batch):
     shardings = jax.tree.map(
       lambda spec: NamedSharding(mesh, spec), specs, is_leaf=lambda x: isinstance(x, P)
     )
-    return jax.device_put(params, shardings), jax.device_put(
-      batch, NamedSharding(mesh, rows)
-    )
+    return jax.device_put(params, shardings), jax.device_put(batch, NamedSharding(mesh, rows))
 
   return jax.jit(mapped), put

@@ -45,8 +45,7 @@ def record(workdir):
   """The metrics file without what depends on the clock."""
   lines = metrics.read_json_lines(workdir / "metrics.jsonl")
   kept = [
-    {k: v for k, v in line.items() if k != "time" and not k.startswith("perf/")}
-    for line in lines
+    {k: v for k, v in line.items() if k != "time" and not k.startswith("perf/")} for line in lines
   ]
   return [line for line in kept if len(line) > 1]
 

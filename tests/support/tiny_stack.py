@@ -34,11 +34,13 @@ def tiny_stack(num_layers=LAYERS, width=WIDTH, hidden=HIDDEN, dtype=jnp.float32)
     one, many = jnp.ones(width), jnp.ones((num_layers, width))
     kernels = {n: normal(num_layers, width, width) for n in "qkvo"}
     layers = kernels | {
-      "scale": many, "mlp_scale": many, "up": normal(num_layers, width, hidden),
+      "scale": many,
+      "mlp_scale": many,
+      "up": normal(num_layers, width, hidden),
       "up_bias": 0.1 * normal(num_layers, hidden),
       "down": normal(num_layers, hidden, width),
       "down_bias": 0.1 * normal(num_layers, width),
-    }  # fmt: skip
+    }
     return {
       "embed": {"table": normal(VOCAB, width)},
       "layers": layers,
@@ -55,9 +57,7 @@ def tiny_stack(num_layers=LAYERS, width=WIDTH, hidden=HIDDEN, dtype=jnp.float32)
   def layer(w, h, ops):
     x = ops.enter(norm(h, w["scale"]))
     places = ops.positions(x.shape[1]).astype(jnp.float32)
-    q, k, v = (
-      linear(x, w[n], dtype).reshape(*x.shape[:2], -1, width // HEADS) for n in "qkv"
-    )
+    q, k, v = (linear(x, w[n], dtype).reshape(*x.shape[:2], -1, width // HEADS) for n in "qkv")
     turn = jnp.cos(places / 10)[None, :, None, None].astype(dtype)
     a = ops.attend(q * turn, k * turn, v, causal=True)
     h = h + rejoin(a.reshape(*x.shape[:2], -1), w["o"], ops)
@@ -79,9 +79,7 @@ def tiny_stack(num_layers=LAYERS, width=WIDTH, hidden=HIDDEN, dtype=jnp.float32)
     }
 
   def logits(params, h):
-    return (norm(h, params["scale"]) @ params["kernel"].astype(dtype)).astype(
-      jnp.float32
-    )
+    return (norm(h, params["scale"]) @ params["kernel"].astype(dtype)).astype(jnp.float32)
 
   return Stack(init, embed, layer, finish, logits, num_layers)
 

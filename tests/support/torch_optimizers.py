@@ -12,9 +12,7 @@ import numpy as np
 from jaxscale import optim
 
 RATES = [0.3, 0.9, 0.04, 1.7, 0.02]  # up, down, and below LARC's own rate
-SHAPES = {
-  "matrix": (5, 7), "tall": (6, 2), "bias": (7,), "zero": (4, 3), "still": (3, 4),
-}  # fmt: skip
+SHAPES = {"matrix": (5, 7), "tall": (6, 2), "bias": (7,), "zero": (4, 3), "still": (3, 4)}
 
 
 def rate(step):
@@ -29,8 +27,7 @@ def layers():
   """Parameters and five gradients: one layer is 0, one has no gradient."""
   rng = np.random.default_rng(3)
   params, *grads = (
-    {name: rng.standard_normal(shape) for name, shape in SHAPES.items()}
-    for _ in range(6)
+    {name: rng.standard_normal(shape) for name, shape in SHAPES.items()} for _ in range(6)
   )
   params["zero"] *= 0
   for scale, g in zip([1, 0.01, 1, 1, 1], grads, strict=True):
@@ -61,47 +58,75 @@ MUON = ("torch.optim.AdamW", dict(weight_decay=0.0))
 CASES = {
   "lars": Case(
     optim.lars(rate, variant="timm", weight_decay=0.1, **LARS),
-    "timm.optim.Lars", weight_decay=0.1, **TIMM_LARS,
+    "timm.optim.Lars",
+    weight_decay=0.1,
+    **TIMM_LARS,
   ),
   "lars, nesterov": Case(
     optim.lars(rate, variant="timm", weight_decay=0.1, nesterov=True, **LARS),
-    "timm.optim.Lars", weight_decay=0.1, nesterov=True, **TIMM_LARS,
+    "timm.optim.Lars",
+    weight_decay=0.1,
+    nesterov=True,
+    **TIMM_LARS,
   ),
   "lars without decay": Case(
     optim.lars(rate, variant="timm", weight_decay=0.0, **LARS),
-    "timm.optim.Lars", weight_decay=0.0, **TIMM_LARS,
+    "timm.optim.Lars",
+    weight_decay=0.0,
+    **TIMM_LARS,
   ),
   "larc": Case(
     optim.lars(rate, variant="timm_clip", weight_decay=0.1, **LARS),
-    "timm.optim.Lars", weight_decay=0.1, trust_clip=True, **TIMM_LARS,
+    "timm.optim.Lars",
+    weight_decay=0.1,
+    trust_clip=True,
+    **TIMM_LARS,
   ),
   "lamb": Case(
-    optim.lamb(rate, variant="timm", weight_decay=0.1),
-    "timm.optim.Lamb", weight_decay=0.1,
+    optim.lamb(rate, variant="timm", weight_decay=0.1), "timm.optim.Lamb", weight_decay=0.1
   ),
   "lamb without decay": Case(
     optim.lamb(slow_rate, variant="timm", weight_decay=0.0),
-    "timm.optim.Lamb", factor=0.1, weight_decay=0.0,
+    "timm.optim.Lamb",
+    factor=0.1,
+    weight_decay=0.0,
   ),
   "lambc": Case(
     optim.lamb(rate, trust_clip=True, weight_decay=0.1, bias_correction=False),
-    "timm.optim.Lamb", trust_clip=True, weight_decay=0.1, max_grad_norm=None,
+    "timm.optim.Lamb",
+    trust_clip=True,
+    weight_decay=0.1,
+    max_grad_norm=None,
     bias_correction=False,
   ),
   "muon": Case(
     optim.muon(slow_rate, variant="torch", adjust="original", weight_decay=0.1),
-    "torch.optim.Muon", MUON, factor=0.1, weight_decay=0.1,
+    "torch.optim.Muon",
+    MUON,
+    factor=0.1,
+    weight_decay=0.1,
   ),
   "muon, options": Case(
     optim.muon(
-      slow_rate, variant="torch", momentum=0.8, nesterov=False, weight_decay=0.2,
-      ns_steps=3, ns_coeffs=(2.0, -1.5, 0.5),
+      slow_rate,
+      variant="torch",
+      momentum=0.8,
+      nesterov=False,
+      weight_decay=0.2,
+      ns_steps=3,
+      ns_coeffs=(2.0, -1.5, 0.5),
     ),
-    "torch.optim.Muon", MUON, factor=0.1, weight_decay=0.2, momentum=0.8,
-    nesterov=False, ns_steps=3, ns_coefficients=(2.0, -1.5, 0.5),
+    "torch.optim.Muon",
+    MUON,
+    factor=0.1,
+    weight_decay=0.2,
+    momentum=0.8,
+    nesterov=False,
+    ns_steps=3,
+    ns_coefficients=(2.0, -1.5, 0.5),
     adjust_lr_fn="match_rms_adamw",
   ),
-}  # fmt: skip
+}
 
 
 def theirs(case):

@@ -67,8 +67,7 @@ def family(tmp_path):
         argv += [str(server.fileno() if rank == 0 else server.getsockname()[1])]
         process = subprocess.Popen(
           [sys.executable, "-c", child + body, *argv, str(tmp_path / "faults"), *args],
-          env=(env or os.environ)
-          | {"PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "error"},
+          env=(env or os.environ) | {"PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "error"},
           stdout=subprocess.PIPE,
           stderr=subprocess.PIPE,
           text=True,
@@ -86,9 +85,7 @@ def family(tmp_path):
 def ends(processes, within=200):
   """Exit codes and stderr of all, which have to end within so many seconds."""
   until = time.monotonic() + within
-  errors = [
-    p.communicate(timeout=max(0.1, until - time.monotonic()))[1] for p in processes
-  ]
+  errors = [p.communicate(timeout=max(0.1, until - time.monotonic()))[1] for p in processes]
   return [p.returncode for p in processes], errors
 
 

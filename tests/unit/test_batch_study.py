@@ -22,9 +22,7 @@ def test_the_fit_finds_the_hyperbola(s_min, b_crit):
   sizes = b_crit * np.array([0.05, 0.3, 1.1, 4.0])
   # (S / S_min - 1)(E / E_min - 1) = 1, solved for S at E = B S.
   e_min = s_min * b_crit
-  steps = [
-    max(np.roots([b / (s_min * e_min), -b / e_min - 1 / s_min, 0])) for b in sizes
-  ]
+  steps = [max(np.roots([b / (s_min * e_min), -b / e_min - 1 / s_min, 0])) for b in sizes]
   fit = fit_steps(sizes, steps)
   assert fit is not None
   assert fit.s_min == pytest.approx(s_min, rel=1e-9)
@@ -79,10 +77,7 @@ def test_no_critical_batch_size_is_made_up(sizes, steps):
     (["--batch-sizes"], "--batch-sizes: a value is missing"),
     ([], "--batch-sizes: missing"),
     (["--batch-sizes=64", "--seeds=none"], "--seeds=none: give a whole number >= 1"),
-    (
-      ["--batch-sizes=64", "--accumulate-steps=0"],
-      "steps=0: give a whole",
-    ),
+    (["--batch-sizes=64", "--accumulate-steps=0"], "steps=0: give a whole"),
     (["--batch-sizes=64,128", "--accumulate-steps=2"], "1 numbers for 2 batch sizes"),
     (["--batch-sizes=64,99", "--nodes=2"], "trial 1: batch size 99: not divisible"),
     (["--batch-sizes=64", "--config.phases=AdaptiveBatch"], "phases=AdaptiveBatch"),
@@ -94,9 +89,7 @@ def test_no_critical_batch_size_is_made_up(sizes, steps):
     ),
   ],
 )
-def test_a_mistake_is_one_line_before_anything_is_submitted(
-  args, message, tmp_path, capsys
-):
+def test_a_mistake_is_one_line_before_anything_is_submitted(args, message, tmp_path, capsys):
   runs = f"--runs={tmp_path}/runs"
   assert cli.main(["batch-study", "--config", DIGITS, runs, *args]) == 2
   out, err = capsys.readouterr()
@@ -108,8 +101,11 @@ def test_a_trial_is_a_size_and_a_seed():
   config = dataclasses.replace(load_config(DIGITS), seed=3)
   made = batch_study.trials(config, [256, 64], 2, [4, 1])
   assert [(t["batch_size"], t["seed"], t["accumulate_steps"]) for t in made] == [
-    ("256", "3", "4"), ("256", "4", "4"), ("64", "3", "1"), ("64", "4", "1")
-  ]  # fmt: skip
+    ("256", "3", "4"),
+    ("256", "4", "4"),
+    ("64", "3", "1"),
+    ("64", "4", "1"),
+  ]
   loaded = load_config(DIGITS, made[0])
   assert (loaded.batch_size, loaded.accumulate_steps) == (256, 4)
   assert loaded.stop_at_target and not config.stop_at_target
@@ -118,29 +114,33 @@ def test_a_trial_is_a_size_and_a_seed():
 def outcome(size=64, step: int | None = 10, seed=0, **changes):
   """What an imagined run left: summary.json, or a line of its log where it failed."""
   summary = {
-    "outcome": "done", "step": step or 90, "target_step": step, "accuracy": 0.81,
-    "target_seconds": step and 0.5 * step, "loss": 0.5,
-  }  # fmt: skip
+    "outcome": "done",
+    "step": step or 90,
+    "target_step": step,
+    "accuracy": 0.81,
+    "target_seconds": step and 0.5 * step,
+    "loss": 0.5,
+  }
   return {"batch_size": size, "seed": seed, **summary, **changes}
 
 
 CONFIG = {
-  "accumulate_steps": 1, "epochs": 8.0, "lr_scaling": "linear",
-  "target_accuracy": 0.8, "target_loss": None,
-}  # fmt: skip
+  "accumulate_steps": 1,
+  "epochs": 8.0,
+  "lr_scaling": "linear",
+  "target_accuracy": 0.8,
+  "target_loss": None,
+}
 DERIVED = {"num_train": 1437, "peak_lr": 0.05, "eval_every": 2}
 
 
 def write_study(folder, *outcomes, config=CONFIG):
   """Write the folder of a sweep on this machine that has these outcomes."""
   trials = [
-    {"batch_size": str(x["batch_size"]), "seed": str(x["seed"])}
-    | {"stop_at_target": "True"}
+    {"batch_size": str(x["batch_size"]), "seed": str(x["seed"])} | {"stop_at_target": "True"}
     for x in outcomes
   ]
-  run = RUN._replace(
-    name=folder.name, folder=str(folder), executor="local", trials=tuple(trials)
-  )
+  run = RUN._replace(name=folder.name, folder=str(folder), executor="local", trials=tuple(trials))
   for name in ("events", "logs"):
     (folder / name).mkdir(parents=True)
   (folder / "run.json").write_text(json.dumps(spec.to_json(run)))
@@ -173,22 +173,22 @@ def test_a_report_says_what_each_size_took(tmp_path, capsys):
   assert cli.main(command) == 0
   out, _ = capsys.readouterr()
   study = json.loads((folder / "study.json").read_text())
-  assert [r["status"] for r in study["runs"]] == [
-    "reached",
-    "reached",
-    "missed",
-    "failed",
-  ]
+  assert [r["status"] for r in study["runs"]] == ["reached", "reached", "missed", "failed"]
   assert study["runs"][0]["target_epochs"] == 6400 / 1437
   assert (study["runs"][2]["target_step"], study["runs"][2]["steps"]) == (None, 90)
   lines = out.splitlines()
   assert lines[0] == "study: to 80.00% in 8 epochs at most"
   assert lines[1].split() == [
-    "batch", "lr", "reached", "steps", "epochs", "seconds", "accuracy", "loss"
-  ]  # fmt: skip
-  assert lines[2].split() == [
-    "64", "0.05", "1/1", "100", "4.45", "50.0", "81.00%", "0.5000"
-  ]  # fmt: skip
+    "batch",
+    "lr",
+    "reached",
+    "steps",
+    "epochs",
+    "seconds",
+    "accuracy",
+    "loss",
+  ]
+  assert lines[2].split() == ["64", "0.05", "1/1", "100", "4.45", "50.0", "81.00%", "0.5000"]
   assert "0/1 (1 missed)" in lines[4]
   assert lines[5].split()[:1] == ["1,024"] and "0/1 (1 failed)" in lines[5]
   assert lines[5].split()[-5:] == ["–"] * 5
@@ -213,9 +213,7 @@ def test_a_plan_reads_the_fit_of_a_study(tmp_path):
 def test_a_study_that_has_not_begun_and_a_sweep_of_something_else(tmp_path):
   folder = write_study(tmp_path / "study", outcome())
   (folder / "trials" / "0" / "config.json").unlink()
-  with pytest.raises(
-    ConfigError, match="study: no trial has begun; see `status study`"
-  ):
+  with pytest.raises(ConfigError, match="study: no trial has begun; see `status study`"):
     batch_study.report(folder)
   table = json.loads((folder / "run.json").read_text())
   for trials in ([], [{"seed": "1"}], [{"batch_size": "x", "stop_at_target": "True"}]):

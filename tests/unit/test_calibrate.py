@@ -11,9 +11,7 @@ from jaxscale.launch.site import load_site, site_from
 from jaxscale.planning import calibrate, plan_report
 from jaxscale.planning.machine import Machine, rates_of
 
-TINY = calibrate.Sizes(
-  turns=2, product=64, images=1, floats=1024, payloads=(4096, 8192)
-)
+TINY = calibrate.Sizes(turns=2, product=64, images=1, floats=1024, payloads=(4096, 8192))
 
 
 def test_what_is_measured_is_a_table_that_a_site_loads(tmp_path):
@@ -55,9 +53,8 @@ def test_shares_are_of_published_peaks(monkeypatch):
   """On a chip whose peak is published the shares are measured, not the peak."""
   programs = {
     name: calibrate._Program(lambda: None, work, "")
-    for name, work in [("empty", 0), ("matmul", 4e12), ("convolution", 2e12),
-                       ("memory", 2e10)]
-  }  # fmt: skip
+    for name, work in [("empty", 0), ("matmul", 4e12), ("convolution", 2e12), ("memory", 2e10)]
+  }
   monkeypatch.setattr(calibrate, "_programs", lambda dtype, sizes: programs)
   monkeypatch.setattr(calibrate, "chip_of", lambda device: "h100")
   even = lambda calls, turns: {name: [1.0, 1.0] for name in calls}  # noqa: E731
@@ -95,16 +92,17 @@ def test_a_plan_says_whether_this_chip_was_measured():
   assert first_line("cpu", machine).startswith("not calibrated")  # its links were not
   machine = Machine(chip="cpu", matmul=1.0, memory=1.0, network_link=1e9)
   assert first_line("cpu", machine).startswith("from what the site's file says")
-  assert (
-    first_line("h100", machine) == "not calibrated: the site's file has measured cpu"
-  )
+  assert first_line("h100", machine) == "not calibrated: the site's file has measured cpu"
 
 
 @pytest.mark.parametrize(
   "machine, says",
-  [({"loops": {"v.exp": 1.0}}, "Machine.loops"), ({"chip": 3}, "Machine.chip=3"),
-   ({"host": -1}, "give a value >= 0")],
-)  # fmt: skip
+  [
+    ({"loops": {"v.exp": 1.0}}, "Machine.loops"),
+    ({"chip": 3}, "Machine.chip=3"),
+    ({"host": -1}, "give a value >= 0"),
+  ],
+)
 def test_a_bad_table_is_one_line(machine, says):
   with pytest.raises(ConfigError) as e:
     site_from({"machine": machine})

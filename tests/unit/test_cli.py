@@ -27,9 +27,18 @@ def parser():
 
 def test_options_settings_and_names_come_in_any_order():
   args = parser().read(
-    ["a", "-f", "b", "--config.epochs", "3", "--lines=2", "--config=x.py:y",
-     "--config.a.b=c=d", "c"],
-  )  # fmt: skip
+    [
+      "a",
+      "-f",
+      "b",
+      "--config.epochs",
+      "3",
+      "--lines=2",
+      "--config=x.py:y",
+      "--config.a.b=c=d",
+      "c",
+    ]
+  )
   assert args.names == ["a", "b", "c"] and args.follow and args.lines == 2
   assert args.config == "x.py:y" and args.kind == "weak"
   assert args.overrides == {"epochs": "3", "a.b": "c=d"}
@@ -39,10 +48,7 @@ def test_options_settings_and_names_come_in_any_order():
   "argv, says",
   [
     ([], "RUN: missing; give a run"),
-    (
-      ["a", "--knd=weak"],
-      "--knd=weak: not an option, did you mean '--kind'?; a setting",
-    ),
+    (["a", "--knd=weak"], "--knd=weak: not an option, did you mean '--kind'?; a setting"),
     (["a", "--kind=week"], "--kind=week: did you mean 'weak'?"),
     (["a", "--kind"], "--kind: a value is missing, write --kind=VALUE"),
     (["a", "--config", "--config.x=3"], "--config: a value is missing"),
@@ -105,12 +111,19 @@ def test_the_console_script_imports_little_before_it_answers_ctrl_c():
     "print(*sorted(m for m in sys.modules if m.startswith('jaxscale')))"
   )
   done = subprocess.run(
-    [sys.executable, "-c", code], env=child_env(), cwd=ROOT,
-    capture_output=True, text=True, timeout=300,
-  )  # fmt: skip
+    [sys.executable, "-c", code],
+    env=child_env(),
+    cwd=ROOT,
+    capture_output=True,
+    text=True,
+    timeout=300,
+  )
   assert done.stdout.split() == [
-    "jaxscale", "jaxscale.cli", "jaxscale.cli.start", "jaxscale.errors",
-  ], done.stderr  # fmt: skip
+    "jaxscale",
+    "jaxscale.cli",
+    "jaxscale.cli.start",
+    "jaxscale.errors",
+  ], done.stderr
 
 
 @pytest.mark.parametrize("flags", [[], ["-OO"]], ids=["", "without docstrings"])
@@ -122,9 +135,13 @@ def test_help_and_mistakes_come_without_jax(flags):
     "assert 'jax' not in sys.modules"
   )
   done = subprocess.run(
-    [sys.executable, *flags, "-c", code], env=child_env(), cwd=ROOT,
-    capture_output=True, text=True, timeout=300,
-  )  # fmt: skip
+    [sys.executable, *flags, "-c", code],
+    env=child_env(),
+    cwd=ROOT,
+    capture_output=True,
+    text=True,
+    timeout=300,
+  )
   assert done.returncode == 0 and "did you mean 'epochs'?" in done.stderr, done.stderr
   assert ("PYTHONOPTIMIZE=2 strips docstrings" in done.stdout) == bool(flags)
 
@@ -133,9 +150,7 @@ def test_packaged_configs_have_names(tmp_path, monkeypatch):
   assert packaged.locate("digits") == "configs/digits.py"
   assert load_config("digits") == load_config("configs/digits.py")
   monkeypatch.chdir(tmp_path)
-  assert packaged.locate("resnet50_lars:8192") == (
-    f"{ROOT}/configs/resnet50_lars.py:8192"
-  )
+  assert packaged.locate("resnet50_lars:8192") == (f"{ROOT}/configs/resnet50_lars.py:8192")
   assert packaged.locate("mine.py:x") == "mine.py:x"
 
 

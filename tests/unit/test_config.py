@@ -45,13 +45,15 @@ GOOD = [
   # A class that cannot be without a field, which comes before or after it.
   ({"data": "ImageFolder", "data.path": "x"}, "data.path", "x"),
   ({"data.name": "mnist", "data": "TFDS"}, "data.name", "mnist"),
-  ({"data": "TFDS", "data.name": "x", "data.augment": "crop", "data.image_size": "8"},
-   "data.image_size", 8),
+  (
+    {"data": "TFDS", "data.name": "x", "data.augment": "crop", "data.image_size": "8"},
+    "data.image_size",
+    8,
+  ),
   ({"seed": "4294967295"}, "seed", 2**32 - 1),
   ({"phases.epochs": "0,39"}, "phases.epochs", (0.0, 39.0)),
-  ({"optimizer": "LARS", "optimizer.include": "kernel$"}, "optimizer.include",
-   "kernel$"),
-]  # fmt: skip
+  ({"optimizer": "LARS", "optimizer.include": "kernel$"}, "optimizer.include", "kernel$"),
+]
 
 
 @pytest.mark.parametrize("overrides, path, value", GOOD)
@@ -95,11 +97,10 @@ CARRIED = [
   ("eps", {"optimizer": "LARS"}, dict(eps=0.0)),
   ("replaced", {"optimizer": "LARS"}, dict(lr=2.0, nesterov=True)),
   ("default", {"optimizer": "SGD"}, dict(lr=2.0, nesterov=True)),
-  ("eps", {"schedule": "Polynomial"},
-   dict(warmup_epochs=1.0, restart=False, end_lr=1e-4)),
+  ("eps", {"schedule": "Polynomial"}, dict(warmup_epochs=1.0, restart=False, end_lr=1e-4)),
   ("eps", {"model": "ViT"}, dict(width=cfg.ViT().width)),
   ("eps", {"exchange": "TopK"}, dict(bucket_bytes=4096, plain_epochs=0.0)),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("source", ["file", "object"])
@@ -147,11 +148,7 @@ BAD = [
   ({"batch_size": "1.5"}, "batch_size=1.5", "give int"),
   ({"batch_size": "True"}, "batch_size=True", "give int"),
   ({"batch_size": "0"}, "Config.batch_size=0", ">= 1"),
-  (
-    {"batch_size": "100", "accumulate_steps": "3"},
-    "Config.batch_size=100",
-    "divisible",
-  ),
+  ({"batch_size": "100", "accumulate_steps": "3"}, "Config.batch_size=100", "divisible"),
   ({"epochs": "-3"}, "Config.epochs=-3.0", "> 0"),
   ({"epochs": "nan"}, "epochs=nan", "give float"),
   ({"epochs": "2"}, "warmup_epochs=2.0", "shorter"),
@@ -159,23 +156,40 @@ BAD = [
   ({"steps": "9"}, "Config.steps=9 and epochs=40.0", "set one of them to None"),
   ({"epochs": "None", "steps": "0"}, "Config.steps=0", ">= 1"),
   ({"epochs": "None", "steps": "9.5"}, "steps=9.5", "give int"),
-  ({"epochs": "None", "steps": "9", "schedule.warmup_steps": "9"},
-   "Cosine.warmup_steps=9", "only 9 steps"),
-  ({"epochs": "None", "steps": "9", "phases": "AdaptiveBatch"}, "Config.steps=9",
-   "set epochs instead"),
-  ({"epochs": "None", "steps": "9", "phases.steps": "0,9"}, "Phases.steps=(0, 9)",
-   "only 9 steps"),
+  (
+    {"epochs": "None", "steps": "9", "schedule.warmup_steps": "9"},
+    "Cosine.warmup_steps=9",
+    "only 9 steps",
+  ),
+  (
+    {"epochs": "None", "steps": "9", "phases": "AdaptiveBatch"},
+    "Config.steps=9",
+    "set epochs instead",
+  ),
+  ({"epochs": "None", "steps": "9", "phases.steps": "0,9"}, "Phases.steps=(0, 9)", "only 9 steps"),
   ({"phases.steps": "0,9", "phases.epochs": "0,1"}, "Phases.steps=(0, 9)", "leave out"),
   ({"phases.steps": "1,9"}, "Phases.steps=(1, 9)", "begin at 0"),
-  ({"evaluation.every_steps": "9", "evaluation.every_epochs": "2"},
-   "Evaluation.every_steps=9", "set one of them to None"),
-  ({"checkpoint.every_steps": "9", "checkpoint.every_epochs": "2"},
-   "Checkpoint.every_steps=9", "set one of them to None"),
+  (
+    {"evaluation.every_steps": "9", "evaluation.every_epochs": "2"},
+    "Evaluation.every_steps=9",
+    "set one of them to None",
+  ),
+  (
+    {"checkpoint.every_steps": "9", "checkpoint.every_epochs": "2"},
+    "Checkpoint.every_steps=9",
+    "set one of them to None",
+  ),
   ({"checkpoint.every_epochs": "None"}, "Checkpoint.every_steps=None", "set one"),
-  ({"schedule": "Polynomial", "schedule.decay_steps": "9",
-    "schedule.decay_epochs": "1"}, "Polynomial.decay_steps=9", "leave out one"),
-  ({"schedule": "Polynomial", "schedule.decay_steps": "9", "schedule.restart": "False"},
-   "Polynomial.decay_steps=9", "set restart=True"),
+  (
+    {"schedule": "Polynomial", "schedule.decay_steps": "9", "schedule.decay_epochs": "1"},
+    "Polynomial.decay_steps=9",
+    "leave out one",
+  ),
+  (
+    {"schedule": "Polynomial", "schedule.decay_steps": "9", "schedule.restart": "False"},
+    "Polynomial.decay_steps=9",
+    "set restart=True",
+  ),
   ({"dtype": "fp8"}, "dtype=fp8", "'bfloat16'"),
   ({"seed.x": "3"}, "seed", "no fields"),
   ({"mesh.data": "0"}, "Mesh.data=0", "-1"),
@@ -193,15 +207,17 @@ BAD = [
   ({"batch_size": "-1" + "0" * 400}, "Config.batch_size=-1000", ">= 1"),
   ({"epochs": "1" + "0" * 400}, "epochs=1000", "give float"),
   ({"phases.epochs": "0,40"}, "Phases.epochs=(0.0, 40.0)", "only 40.0 epochs"),
-  ({"optimizer": "Muon", "optimizer.ns_coeffs": "1,2"}, "Muon.ns_coeffs=(1.0, 2.0)",
-   "give three"),
+  ({"optimizer": "Muon", "optimizer.ns_coeffs": "1,2"}, "Muon.ns_coeffs=(1.0, 2.0)", "give three"),
   ({"ema_decay": "None", "ema_warmup": "True"}, "Config.ema_warmup=True", "ema_decay"),
   ({"optimizer": "AdamW", "optimizer.include": "["}, "AdamW.include='['", "kernel$"),
   ({"optimizer": "LARS", "optimizer.include": "["}, "LARS.include='['", "kernel$"),
   ({"optimizer": "LAMB", "optimizer.include": "a{9999999999}"}, "LAMB.inc", "'all'"),
-  ({"layer_decay": "0.5", "layer_order": "('(', 'a')"}, "Config.layer_order='('",
-   "not a regular expression"),
-]  # fmt: skip
+  (
+    {"layer_decay": "0.5", "layer_order": "('(', 'a')"},
+    "Config.layer_order='('",
+    "not a regular expression",
+  ),
+]
 
 
 @pytest.mark.parametrize("overrides, where, remedy", BAD)
@@ -216,38 +232,64 @@ FILES = [
   ("x = 1", "define get_config", ""),
   ("def get_config():\n  return 3", "returned int", "Config"),
   ("def get_config():\n  return nope", ":2: ", "NameError"),
-  ("from jaxscale.config import *\ndef get_config():\n  return SGD(lrr=1)",
-   ":3: SGD.lrr=1", "did you mean 'lr'?"),
-  ("from jaxscale.config import *\ndef get_config():\n  return SGD(lr='x')",
-   ":3: SGD.lr='x'", "give float"),
-  ("from jaxscale.config import *\ndef get_config():\n  return SGD()",
-   ":3: SGD.lr is not set", "give float"),
-  ("from jaxscale.config import *\ndef get_config():\n  return SGD(1.0)",
-   "by name", "SGD(lr=1.0)"),
-  ("import dataclasses\nfrom jaxscale.config import *\ndef get_config():\n"
-   "  return dataclasses.replace(SGD(lr=1), momentm=2)",
-   ":4: SGD.momentm=2", "did you mean 'momentum'?"),
+  (
+    "from jaxscale.config import *\ndef get_config():\n  return SGD(lrr=1)",
+    ":3: SGD.lrr=1",
+    "did you mean 'lr'?",
+  ),
+  (
+    "from jaxscale.config import *\ndef get_config():\n  return SGD(lr='x')",
+    ":3: SGD.lr='x'",
+    "give float",
+  ),
+  (
+    "from jaxscale.config import *\ndef get_config():\n  return SGD()",
+    ":3: SGD.lr is not set",
+    "give float",
+  ),
+  ("from jaxscale.config import *\ndef get_config():\n  return SGD(1.0)", "by name", "SGD(lr=1.0)"),
+  (
+    "import dataclasses\nfrom jaxscale.config import *\ndef get_config():\n"
+    "  return dataclasses.replace(SGD(lr=1), momentm=2)",
+    ":4: SGD.momentm=2",
+    "did you mean 'momentum'?",
+  ),
   ("import sys\nsys.exit(3)", ":2: ", "calls sys.exit(3); remove it"),
   ("def get_config():\n  raise SystemExit", ":2: ", "calls sys.exit(); remove it"),
   ("def get_config():\n  exit('no GPU')", ":2: ", "calls sys.exit('no GPU')"),
   ("import sys\ndef get_config():\n  return sys.argv[1]", ":3: IndexError", ""),
-  ("import argparse\np = argparse.ArgumentParser()\np.add_argument('lr')\n"
-   "def get_config():\n  return p.parse_args()", ":5: ", "get_config(arg)"),
-  ("import os\nos.chdir('/')\ndef get_config(): return 3",
-   "changes the working directory", "os.chdir"),
-  ("import jaxscale\ndef get_config():\n  return jaxscale.models.MPL()", ":3: ",
-   "did you mean 'MLP'?"),
-  ("from jaxscale import optim\ndef get_config():\n  return optim.SDG(lr=1)", ":3: ",
-   "did you mean 'SGD'?"),
-  ("momentum = 1\ndef get_config():\n  return momentun", ":3: ",
-   "did you mean 'momentum'?"),
-  (f"{MODEL}  width = 3\ndef get_config():\n  return My(width=5)", ":5: My.width=5",
-   "write `width: int = 3`"),
+  (
+    "import argparse\np = argparse.ArgumentParser()\np.add_argument('lr')\n"
+    "def get_config():\n  return p.parse_args()",
+    ":5: ",
+    "get_config(arg)",
+  ),
+  (
+    "import os\nos.chdir('/')\ndef get_config(): return 3",
+    "changes the working directory",
+    "os.chdir",
+  ),
+  (
+    "import jaxscale\ndef get_config():\n  return jaxscale.models.MPL()",
+    ":3: ",
+    "did you mean 'MLP'?",
+  ),
+  (
+    "from jaxscale import optim\ndef get_config():\n  return optim.SDG(lr=1)",
+    ":3: ",
+    "did you mean 'SGD'?",
+  ),
+  ("momentum = 1\ndef get_config():\n  return momentun", ":3: ", "did you mean 'momentum'?"),
+  (
+    f"{MODEL}  width = 3\ndef get_config():\n  return My(width=5)",
+    ":5: My.width=5",
+    "write `width: int = 3`",
+  ),
   (f"{MODEL}  n: list = [1]", ":2: ", "mutable default"),
   (f"{MODEL}  def __init__(self, width): pass", ":2: My.__init__", "__post_init__"),
   (f"{MODEL}  pass\ndef get_config(): return My(4)", "My(4)", "it has no fields"),
   (f"{MODEL}  pass\ndef get_config(): return My(n=4)", "My.n=4", "`n: int = 3`"),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("text, where, remedy", FILES)
@@ -259,10 +301,13 @@ def test_files_that_are_refused(tmp_path, text, where, remedy):
 
 
 CHOSEN = [
-  ("models.MLP", "did you mean MLP()?"), ("'MLP'", "did you mean MLP()?"),
-  ("'MPL'", "did you mean MLP()?"), ("Mine", "did you mean Mine()?"),
-  ("models.MLPModule", "a class of yours"), ("3", "a class of yours"),
-]  # fmt: skip
+  ("models.MLP", "did you mean MLP()?"),
+  ("'MLP'", "did you mean MLP()?"),
+  ("'MPL'", "did you mean MLP()?"),
+  ("Mine", "did you mean Mine()?"),
+  ("models.MLPModule", "a class of yours"),
+  ("3", "a class of yours"),
+]
 
 
 @pytest.mark.parametrize("model, remedy", CHOSEN)
@@ -288,13 +333,18 @@ def test_a_file_is_run_as_if_it_were_alone(tmp_path, monkeypatch):
 
 
 NUMBERS = [
-  ("batch_size", np.int64(64), 64), ("batch_size", np.uint8(64), 64),
-  ("batch_size", np.array(64), 64), ("epochs", np.float32(2.5), 2.5),
-  ("epochs", np.float64(2.5), 2.5), ("epochs", np.int32(3), 3.0),
-  ("epochs", jnp.bfloat16(2.5), 2.5), ("epochs", jnp.float32(2.5), 2.5),
-  ("noise_scale", np.bool_(True), True), ("seed", jnp.int32(7), 7),
+  ("batch_size", np.int64(64), 64),
+  ("batch_size", np.uint8(64), 64),
+  ("batch_size", np.array(64), 64),
+  ("epochs", np.float32(2.5), 2.5),
+  ("epochs", np.float64(2.5), 2.5),
+  ("epochs", np.int32(3), 3.0),
+  ("epochs", jnp.bfloat16(2.5), 2.5),
+  ("epochs", jnp.float32(2.5), 2.5),
+  ("noise_scale", np.bool_(True), True),
+  ("seed", jnp.int32(7), 7),
   ("init_from", Path("a"), "a"),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("field, value, plain", NUMBERS, ids=lambda x: repr(x))
@@ -321,14 +371,19 @@ def test_arrays_are_tuples():
   )
 
 
-@pytest.mark.parametrize("field, value", [
-  ("batch_size", np.float64(64)), ("batch_size", np.array([64])), ("epochs", "3"),
-  ("batch_size", np.bool_(True)), ("epochs", np.complex64(3)), ("epochs", np.ones(2)),
-])  # fmt: skip
+@pytest.mark.parametrize(
+  "field, value",
+  [
+    ("batch_size", np.float64(64)),
+    ("batch_size", np.array([64])),
+    ("epochs", "3"),
+    ("batch_size", np.bool_(True)),
+    ("epochs", np.complex64(3)),
+    ("epochs", np.ones(2)),
+  ],
+)
 def test_numbers_of_another_kind_are_refused(field, value):
-  with pytest.raises(
-    ConfigError, match=rf"^Config.{field}=.*: give (int|float)( \| None)?$"
-  ):
+  with pytest.raises(ConfigError, match=rf"^Config.{field}=.*: give (int|float)( \| None)?$"):
     dataclasses.replace(load_config("configs/digits.py"), **{field: value})
 
 
@@ -345,12 +400,15 @@ def test_a_tilde_is_the_home_wherever_a_path_is(tmp_path, monkeypatch):
   """`--workdir=~/x`, which no shell expands, made a folder named ~."""
   monkeypatch.setenv("HOME", str(tmp_path))
   shutil.copy("configs/digits.py", tmp_path)
-  changes = {"init_from": "~/w", "checkpoint.local": "~/fast", "data": "ImageFolder",
-             "data.path": "~/photos", "data.image_size": "8"}  # fmt: skip
+  changes = {
+    "init_from": "~/w",
+    "checkpoint.local": "~/fast",
+    "data": "ImageFolder",
+    "data.path": "~/photos",
+    "data.image_size": "8",
+  }
   config = load_config("~/digits.py", changes)
-  assert (
-    config.init_from == f"{tmp_path}/w" and config.data.path == f"{tmp_path}/photos"
-  )
+  assert config.init_from == f"{tmp_path}/w" and config.data.path == f"{tmp_path}/photos"
   assert config.checkpoint.local == f"{tmp_path}/fast"
   assert cfg.Wandb(project="~").project == "~"  # no path
   args = Parser("x", "x")
@@ -398,14 +456,7 @@ def test_help_lists_every_field_with_its_meaning():
   assert "--config.optimizer.lr = 0.1  (float > 0)" in text
   assert "peak learning rate" in text
   everything = settings_help(None)
-  for name in (
-    "trust_coefficient",
-    "depth",
-    "power",
-    "data_dir",
-    "keep_best",
-    "b2",
-  ):
+  for name in ("trust_coefficient", "depth", "power", "data_dir", "keep_best", "b2"):
     assert f".{name}" in everything
 
 

@@ -26,9 +26,7 @@ def test_it_is_the_convolution(size, stride, padding):
   strides = (stride, stride)
 
   def plain(x, kernel):
-    return lax.conv_general_dilated(
-      x, kernel, strides, padding, dimension_numbers=NUMBERS
-    )
+    return lax.conv_general_dilated(x, kernel, strides, padding, dimension_numbers=NUMBERS)
 
   def ours(x, kernel):
     return convolve(x, kernel, strides, padding)

@@ -54,8 +54,7 @@ def test_digits_are_scikit_learns(digits):
 def test_hosts_split_the_same_global_batch(digits, num_hosts):
   whole = take(data.train_batches(digits, 64, seed=3), 30)
   hosts = [
-    take(data.train_batches(digits, 64, seed=3, shard=(i, num_hosts)), 30)
-    for i in range(num_hosts)
+    take(data.train_batches(digits, 64, seed=3, shard=(i, num_hosts)), 30) for i in range(num_hosts)
   ]
   for step, batch in enumerate(whole):
     assert_equal(batch, join([h[step] for h in hosts]))
@@ -103,8 +102,7 @@ def test_evaluation_shows_every_example_once(batch_size, num_hosts):
   dataset = data.digits("test")
   batch_size *= num_hosts
   hosts = [
-    list(data.eval_batches(dataset, batch_size, shard=(i, num_hosts)))
-    for i in range(num_hosts)
+    list(data.eval_batches(dataset, batch_size, shard=(i, num_hosts))) for i in range(num_hosts)
   ]
   assert len({len(h) for h in hosts}) == 1
   seen = join([join(list(parts)) for parts in zip(*hosts, strict=True)])
@@ -198,18 +196,14 @@ def test_views_are_cut_where_the_boxes_say(photo):
   google = jpeg.decode_view(data_png, 262, 3, None, "google")[0]
   # 7/8 of 300 is 262: Google's evaluation view is then the bare centre.
   np.testing.assert_array_equal(google, photo[19:281, 69:331])
-  mlperf = jpeg.decode_view(encoded(Image.fromarray(photo[:256]), "PNG"), 224, 3, None)[
-    0
-  ]
+  mlperf = jpeg.decode_view(encoded(Image.fromarray(photo[:256]), "PNG"), 224, 3, None)[0]
   np.testing.assert_array_equal(mlperf, photo[16:240, 88:312])
   draws = augment.uniform(0, np.arange(8))
   views = [jpeg.decode_view(data_png, 64, 3, d)[0] for d in draws]
   assert all(v.shape == (64, 64, 3) for v in views)
   for view, d in zip(views, draws, strict=True):
     flipped = np.concatenate([[1 - d[0]], d[1:]])
-    np.testing.assert_array_equal(
-      view[:, ::-1], jpeg.decode_view(data_png, 64, 3, flipped)[0]
-    )
+    np.testing.assert_array_equal(view[:, ::-1], jpeg.decode_view(data_png, 64, 3, flipped)[0])
 
 
 def test_synthetic_is_stable_and_split():
@@ -271,9 +265,7 @@ def test_tfds_by_name(tmp_path, monkeypatch):
   assert crops.load(rows, draws)["image"].shape == (3, 16, 16, 3)
   flips = data.tfds_images("patches", "train", augment="shift_flip")
   draws = augment.uniform(0, rows, flips.num_draws)
-  assert not np.array_equal(
-    flips.load(rows, draws)["image"], plain.load(rows, None)["image"]
-  )
+  assert not np.array_equal(flips.load(rows, draws)["image"], plain.load(rows, None)["image"])
   with pytest.raises(ConfigError, match="'trian'"):
     data.tfds_images("patches", "trian")
 
@@ -296,53 +288,57 @@ Y = np.arange(40) % 3
 ARRAYS = {"x": X, "y": Y}
 
 
-@pytest.mark.parametrize(("changed", "hint"), [
-  ({"x": X.astype("i8") + 1_700_000_000_000}, "Arrays.x has 1700000000"),
-  ({"x": np.full((40, 8), 3_000_000_000, "u4")}, "Arrays.x has 3000000000"),
-  ({"x": X.astype("f8") * 1e300}, "which float32 does not hold; subtract an offset"),
-  ({"x_eval": (X / 255).astype("f4"), "y_eval": Y}, "x_eval is float32 from 0 to"),
-  ({"x": X / 255, "x_eval": X, "y_eval": Y}, "and Arrays.x float64 from 0 to "),
-  ({"x_eval": X + 0.5, "y_eval": Y}, "which uint8 does not hold"),
-  ({"x_eval": X.astype("i4") + 9, "y_eval": Y}, "Arrays.x_eval has 25"),
-  ({"x_eval": X.astype("i4") - 9, "y_eval": Y}, "which uint8 does not hold"),
-  ({"x": X * 1.0, "x_eval": X.astype("i8") + 2**24, "y_eval": Y}, "x_eval has 167"),
-  ({"y": Y + 2**31}, "Arrays.y has 2147483648, which int32 does not hold"),
-  ({"y": Y.astype("u8") + np.uint64(2**63)}, "Arrays.y has 9223372036854775808"),
-  ({"y": Y * 1e300}, "targets has 1e+300"),
-  ({"x": X + np.array([1, np.nan] * 4)}, "Arrays.x has NaN or infinite"),
-  ({"y": np.where(np.arange(len(X)) == 3, np.nan, 0.5)}, "Arrays.y has NaN or"),
-  ({"x_eval": np.diag([1.0, 2, np.inf] + [4] * 5), "y_eval": Y[:8]}, "first in row 2"),
-  ({"x": {"a": X}}, "Arrays.x=dict is not an array; give a NumPy array"),
-  ({"x": (row for row in X)}, "Arrays.x=generator is not an array"),
-  ({"x": 3}, "Arrays.x=int is not an array"),
-  ({"x": [[1, 2], [3]]}, "Arrays.x has rows of different lengths"),
-  ({"x": [["a"], ["b"]]}, "Arrays.x has the dtype <U1"),
-  ({"y": Y[:39]}, "Arrays.x, y: shapes (40, 8) and (39,); give as many targets"),
-  ({"x_eval": X, "y_eval": Y[:9]}, "x_eval, y_eval: shapes (40, 8) and (9,)"),
-  ({"x": X[:1], "y": Y[:1]}, "leaves no example to train on"),
-  ({"std": (0.0,)}, "Arrays.std=(0.0,): give one number, or 8 for 8 ch"),
-  ({"mean": (1.0, 2.0)}, "Arrays.mean=(1.0, 2.0): give one number, or 8"),
-  ({"std": (float("nan"),)}, "Arrays.std=(nan,)"),
-  ({"mean": ()}, "Arrays.mean=()"),
-  ({"x": np.ma.masked_less(X, 9)}, "Arrays.x has masked values"),
-  ({"y": np.ma.masked_less(Y, 1)}, "Arrays.y has masked values"),
-  ({"y": np.where(Y == 1, np.nan, Y)}, "Arrays.y has NaN or infinite values, first in"),
-  ({"x_eval": X, "y_eval": np.diag([np.inf] * 40)}, "Arrays.y_eval has NaN"),
-  ({"x": X[:, :0]}, "shapes (40, 0) and (40,); give"),
-  ({"x_eval": X[:, :3], "y_eval": Y}, "Arrays.x_eval has examples of shape (3,), and"),
-  ({"x_eval": X, "y_eval": Y[:, None]}, "Arrays.y_eval has examples of shape (1,)"),
-  ({"x_eval": X, "y_eval": Y / 2}, "Arrays.y_eval is float64, and Arrays.y int32"),
-  ({"y": Y / 2, "x_eval": X, "y_eval": Y}, "Arrays.y_eval is int32, and Arrays.y flo"),
-  ({"x": X / 255, "x_eval": X * 1.0, "y_eval": Y}, "Arrays.x float64 from 0 to 0"),
-], ids=range(37))  # fmt: skip
+@pytest.mark.parametrize(
+  ("changed", "hint"),
+  [
+    ({"x": X.astype("i8") + 1_700_000_000_000}, "Arrays.x has 1700000000"),
+    ({"x": np.full((40, 8), 3_000_000_000, "u4")}, "Arrays.x has 3000000000"),
+    ({"x": X.astype("f8") * 1e300}, "which float32 does not hold; subtract an offset"),
+    ({"x_eval": (X / 255).astype("f4"), "y_eval": Y}, "x_eval is float32 from 0 to"),
+    ({"x": X / 255, "x_eval": X, "y_eval": Y}, "and Arrays.x float64 from 0 to "),
+    ({"x_eval": X + 0.5, "y_eval": Y}, "which uint8 does not hold"),
+    ({"x_eval": X.astype("i4") + 9, "y_eval": Y}, "Arrays.x_eval has 25"),
+    ({"x_eval": X.astype("i4") - 9, "y_eval": Y}, "which uint8 does not hold"),
+    ({"x": X * 1.0, "x_eval": X.astype("i8") + 2**24, "y_eval": Y}, "x_eval has 167"),
+    ({"y": Y + 2**31}, "Arrays.y has 2147483648, which int32 does not hold"),
+    ({"y": Y.astype("u8") + np.uint64(2**63)}, "Arrays.y has 9223372036854775808"),
+    ({"y": Y * 1e300}, "targets has 1e+300"),
+    ({"x": X + np.array([1, np.nan] * 4)}, "Arrays.x has NaN or infinite"),
+    ({"y": np.where(np.arange(len(X)) == 3, np.nan, 0.5)}, "Arrays.y has NaN or"),
+    ({"x_eval": np.diag([1.0, 2, np.inf] + [4] * 5), "y_eval": Y[:8]}, "first in row 2"),
+    ({"x": {"a": X}}, "Arrays.x=dict is not an array; give a NumPy array"),
+    ({"x": (row for row in X)}, "Arrays.x=generator is not an array"),
+    ({"x": 3}, "Arrays.x=int is not an array"),
+    ({"x": [[1, 2], [3]]}, "Arrays.x has rows of different lengths"),
+    ({"x": [["a"], ["b"]]}, "Arrays.x has the dtype <U1"),
+    ({"y": Y[:39]}, "Arrays.x, y: shapes (40, 8) and (39,); give as many targets"),
+    ({"x_eval": X, "y_eval": Y[:9]}, "x_eval, y_eval: shapes (40, 8) and (9,)"),
+    ({"x": X[:1], "y": Y[:1]}, "leaves no example to train on"),
+    ({"std": (0.0,)}, "Arrays.std=(0.0,): give one number, or 8 for 8 ch"),
+    ({"mean": (1.0, 2.0)}, "Arrays.mean=(1.0, 2.0): give one number, or 8"),
+    ({"std": (float("nan"),)}, "Arrays.std=(nan,)"),
+    ({"mean": ()}, "Arrays.mean=()"),
+    ({"x": np.ma.masked_less(X, 9)}, "Arrays.x has masked values"),
+    ({"y": np.ma.masked_less(Y, 1)}, "Arrays.y has masked values"),
+    ({"y": np.where(Y == 1, np.nan, Y)}, "Arrays.y has NaN or infinite values, first in"),
+    ({"x_eval": X, "y_eval": np.diag([np.inf] * 40)}, "Arrays.y_eval has NaN"),
+    ({"x": X[:, :0]}, "shapes (40, 0) and (40,); give"),
+    ({"x_eval": X[:, :3], "y_eval": Y}, "Arrays.x_eval has examples of shape (3,), and"),
+    ({"x_eval": X, "y_eval": Y[:, None]}, "Arrays.y_eval has examples of shape (1,)"),
+    ({"x_eval": X, "y_eval": Y / 2}, "Arrays.y_eval is float64, and Arrays.y int32"),
+    ({"y": Y / 2, "x_eval": X, "y_eval": Y}, "Arrays.y_eval is int32, and Arrays.y flo"),
+    ({"x": X / 255, "x_eval": X * 1.0, "y_eval": Y}, "Arrays.x float64 from 0 to 0"),
+  ],
+  ids=range(37),
+)
 def test_arrays_that_would_be_changed_are_refused_in_one_line(changed, hint):
   with config_error(hint):
     data.Arrays(**ARRAYS | changed).build()
 
 
-@pytest.mark.parametrize("x", [
-  X, X.astype("i8"), X.astype("u8"), X / 7, X.astype("f2"), X > 9, X.tolist(),
-], ids=range(7))  # fmt: skip
+@pytest.mark.parametrize(
+  "x", [X, X.astype("i8"), X.astype("u8"), X / 7, X.astype("f2"), X > 9, X.tolist()], ids=range(7)
+)
 def test_arrays_that_lose_nothing_are_taken(x):
   train, held_out = data.Arrays(x=x, y=Y.astype("u8")).build()
   loaded = [d.load(np.arange(d.num_examples), None) for d in (train, held_out)]
@@ -365,27 +361,28 @@ def test_sorted_arrays_say_what_is_not_trained_on():
   assert data.Arrays(x=X, y=X[:, 0] * 1.0).build()[0].notes == ()  # numbers
   train, _ = data.Arrays(x=X, y=Y + 1).build()
   assert train.notes == (
-    "Arrays: no example has the target 0; the 4 classes are all up to the largest "
-    "target",
+    "Arrays: no example has the target 0; the 4 classes are all up to the largest target",
   )
   assert data.Arrays(x=X, y=Y + 1, num_classes=4).build()[0].notes == ()
 
 
-@pytest.mark.parametrize(("load", "hint"), [
-  (lambda i, d: (X[i], Y[i]), "mine: load returned tuple; return a dict"),
-  (lambda i, d: {"image": X[i]}, "returned ['image']; return"),
-  (lambda i, d: {"image": X[i], "label": Y[i], "w": Y[i]}, "['image', 'label', 'w']"),
-  (lambda i, d: {"image": X[i].tolist(), "label": Y[i]}, "returned 'image' as list"),
-  (lambda i, d: int("no"), "load failed with ValueError: invalid literal"),
-  (lambda i, d: {"image": X[i, :4], "label": Y[i]}, "'image' of (1, 4), uint8 for one"),
-  (lambda i, d: {"image": X[i] / 9, "label": Y[i]}, "float64 for one example"),
-  (lambda i, d: {"image": X[i], "label": Y[i][:, None]}, "'label' of (1, 1), int64"),
-], ids=range(8))  # fmt: skip
+@pytest.mark.parametrize(
+  ("load", "hint"),
+  [
+    (lambda i, d: (X[i], Y[i]), "mine: load returned tuple; return a dict"),
+    (lambda i, d: {"image": X[i]}, "returned ['image']; return"),
+    (lambda i, d: {"image": X[i], "label": Y[i], "w": Y[i]}, "['image', 'label', 'w']"),
+    (lambda i, d: {"image": X[i].tolist(), "label": Y[i]}, "returned 'image' as list"),
+    (lambda i, d: int("no"), "load failed with ValueError: invalid literal"),
+    (lambda i, d: {"image": X[i, :4], "label": Y[i]}, "'image' of (1, 4), uint8 for one"),
+    (lambda i, d: {"image": X[i] / 9, "label": Y[i]}, "float64 for one example"),
+    (lambda i, d: {"image": X[i], "label": Y[i][:, None]}, "'label' of (1, 1), int64"),
+  ],
+  ids=range(8),
+)
 def test_a_load_that_returns_something_else_is_one_line(load, hint):
   info = data.array_info(X, Y)._replace(name="mine")
-  data.check_readable(
-    data.Dataset(info, 40, lambda i, d: {"image": X[i], "label": Y[i]})
-  )
+  data.check_readable(data.Dataset(info, 40, lambda i, d: {"image": X[i], "label": Y[i]}))
   with config_error(hint):
     data.check_readable(data.Dataset(info, 40, load))
 

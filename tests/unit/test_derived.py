@@ -16,15 +16,27 @@ from support.errors import config_error
 DERIVED = [
   ({"batch_size": "1440"}, 8, "Config.batch_size=1440", "1,437 .* give 1432 or less"),
   ({"batch_size": str(10**23)}, 8, "Config.batch_size=1000", "give 1432 or less"),
-  ({"phases.epochs": "0,5", "phases.batch_sizes": "128,2048"}, 8,
-   "Phases.batch_sizes=2048", "give 1432 or less"),
+  (
+    {"phases.epochs": "0,5", "phases.batch_sizes": "128,2048"},
+    8,
+    "Phases.batch_sizes=2048",
+    "give 1432 or less",
+  ),
   ({"epochs": "1e300"}, 8, r"Config.epochs=1e\+300", "give fewer"),
   ({"epochs": "None", "steps": str(2**31)}, 8, "Config.steps=2147483648", "give fewer"),
-  ({"schedule.warmup_epochs": "0", "schedule.warmup_steps": "999"}, 8,
-   "schedule.warmup_steps=999", "shorter"),
-  ({"noise_scale": "True", "phases.epochs": "0,5", "phases.accumulate_steps": "2,1"}, 1,
-   "Config.noise_scale=True", "2 or more"),
-]  # fmt: skip
+  (
+    {"schedule.warmup_epochs": "0", "schedule.warmup_steps": "999"},
+    8,
+    "schedule.warmup_steps=999",
+    "shorter",
+  ),
+  (
+    {"noise_scale": "True", "phases.epochs": "0,5", "phases.accumulate_steps": "2,1"},
+    1,
+    "Config.noise_scale=True",
+    "2 or more",
+  ),
+]
 
 
 @pytest.mark.parametrize("overrides, devices, where, remedy", DERIVED)
@@ -41,15 +53,11 @@ def test_a_run_can_be_counted_in_steps():
   in_steps |= {"evaluation.every_epochs": "None"}
   config = load_config("configs/digits.py", in_steps | {"checkpoint.every_steps": "5"})
   got = derive(config, 1437, 360, 8)
-  assert (got.total_steps, got.warmup_steps, got.eval_every, got.save_every) == (
-    36, 12, 7, 5,
-  )  # fmt: skip
+  assert (got.total_steps, got.warmup_steps, got.eval_every, got.save_every) == (36, 12, 7, 5)
   epochs = {"epochs": str(35.5 * 128 / 1437), "schedule.warmup_epochs": "1.07"}
   as_epochs = load_config("configs/digits.py", epochs)
   wanted = derive(as_epochs, 1437, 360, 8)
-  assert got._replace(eval_every=0, save_every=0) == wanted._replace(
-    eval_every=0, save_every=0
-  )
+  assert got._replace(eval_every=0, save_every=0) == wanted._replace(eval_every=0, save_every=0)
   for step in (0, 5, 12, 20, 35):
     rate = make_schedule(config, got)(step)
     assert rate == make_schedule(as_epochs, wanted)(step)
@@ -57,14 +65,18 @@ def test_a_run_can_be_counted_in_steps():
 
 def test_phases_can_be_counted_in_steps():
   """Two phases of 3 and 7 steps, of 128 and 256 examples: 17 steps of 128."""
-  config = load_config("configs/digits.py", {
-    "epochs": "None", "steps": "10", "phases.steps": "0,3",
-    "schedule.warmup_epochs": "0", "phases.batch_sizes": "128,256",
-  })  # fmt: skip
+  config = load_config(
+    "configs/digits.py",
+    {
+      "epochs": "None",
+      "steps": "10",
+      "phases.steps": "0,3",
+      "schedule.warmup_epochs": "0",
+      "phases.batch_sizes": "128,256",
+    },
+  )
   derived = derive(config, 1437, 360, 8)
-  assert [(p.start, p.stop, p.examples) for p in derived.phases] == [
-    (0, 3, 0), (3, 10, 3 * 128),
-  ]  # fmt: skip
+  assert [(p.start, p.stop, p.examples) for p in derived.phases] == [(0, 3, 0), (3, 10, 3 * 128)]
   schedule = make_schedule(config, derived)
   assert schedule(16) > 0 and schedule(17) == schedule(30)  # the end of the decay
 
@@ -80,15 +92,20 @@ def test_a_batch_may_have_every_example():
 
 
 PATTERNS = [
-  ({"optimizer": "LARS", "optimizer.include": "nosuch"},
-   "LARS.include='nosuch': no .* Conv_0/bias, Conv_0/kernel, .*Dense_1/kernel"),
-  ({"layer_decay": "0.5", "layer_order": "('nosuch',)"},
-   "Config.layer_order='nosuch': no .*Conv_0/bias"),
-  ({"layer_decay": "0.5", "layer_order": "('Conv_0', 'Conv_1')"},
-   "Dense_0/bias fits none of them"),
-  ({"layer_decay": "0.5", "layer_order": "('Conv', 'Conv_1', 'Dense')"},
-   "Conv_1/bias fits 'Conv' and 'Conv_1' of them"),
-]  # fmt: skip
+  (
+    {"optimizer": "LARS", "optimizer.include": "nosuch"},
+    "LARS.include='nosuch': no .* Conv_0/bias, Conv_0/kernel, .*Dense_1/kernel",
+  ),
+  (
+    {"layer_decay": "0.5", "layer_order": "('nosuch',)"},
+    "Config.layer_order='nosuch': no .*Conv_0/bias",
+  ),
+  ({"layer_decay": "0.5", "layer_order": "('Conv_0', 'Conv_1')"}, "Dense_0/bias fits none of them"),
+  (
+    {"layer_decay": "0.5", "layer_order": "('Conv', 'Conv_1', 'Dense')"},
+    "Conv_1/bias fits 'Conv' and 'Conv_1' of them",
+  ),
+]
 
 
 @pytest.mark.parametrize("overrides, says", PATTERNS)
@@ -100,9 +117,11 @@ def test_patterns_that_fit_no_parameter_are_refused_in_time(overrides, says):
 
 def test_patterns_that_fit_are_taken():
   fitting = {
-    "optimizer": "LARS", "optimizer.include": "kernel$", "layer_decay": "0.5",
+    "optimizer": "LARS",
+    "optimizer.include": "kernel$",
+    "layer_decay": "0.5",
     "layer_order": "('Conv', 'Dense_0', 'Dense_1')",
-  }  # fmt: skip
+  }
   config = load_config("configs/digits.py", fitting)
   build.experiment(config).abstract_state()
   everything = dataclasses.replace(config.optimizer, include="all")

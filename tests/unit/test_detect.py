@@ -107,10 +107,7 @@ def test_the_name_of_a_run_can_be_given():
     ({**STEP, "SLURM_PROCID": "x"}, "SLURM_PROCID=x: give a whole number"),
     ({**STEP, "SLURM_PROCID": "4"}, "SLURM_PROCID=4 of SLURM_STEP_NUM_TASKS=4"),
     ({**STEP, "SLURM_STEP_NODELIST": "n[3-"}, "node list 'n\\[3-'"),
-    (
-      {**STEP, "SLURM_TASKS_PER_NODE": "2(y2)"},
-      "tasks per node '2\\(y2\\)': not in Slurm's form",
-    ),
+    ({**STEP, "SLURM_TASKS_PER_NODE": "2(y2)"}, "tasks per node '2\\(y2\\)': not in Slurm's form"),
     (
       {**STEP, "SLURM_DISTRIBUTION": "arbitrary", "SLURM_HOSTFILE": "/nowhere"},
       "SLURM_HOSTFILE=/nowhere does not say where rank 0 runs, set JAXSCALE_COORD",
@@ -202,9 +199,11 @@ def test_slurm_knows_addresses_that_no_resolver_knows(tmp_path, monkeypatch):
 
 def test_a_pod_without_a_subdomain_cannot_be_found():
   env = {
-    "KUBERNETES_SERVICE_HOST": "x", "JOB_COMPLETION_INDEX": "1",
-    "HOSTNAME": "train-1", "JAXSCALE_NUM_PROCESSES": "2",
-  }  # fmt: skip
+    "KUBERNETES_SERVICE_HOST": "x",
+    "JOB_COMPLETION_INDEX": "1",
+    "HOSTNAME": "train-1",
+    "JAXSCALE_NUM_PROCESSES": "2",
+  }
   with pytest.raises(ConfigError, match="name a headless service"):
     found(env, fqdn=lambda: "train-1")
   with pytest.raises(ConfigError, match="JAXSCALE_NUM_PROCESSES=2: this is pod 2"):

@@ -25,10 +25,8 @@ def jax_says(env, monkeypatch):
       monkeypatch.delenv(name)
   for name, value in env.items():
     monkeypatch.setenv(name, value)
-  address, count, index, devices = (
-    clusters.ClusterEnv.auto_detect_unset_distributed_params(
-      None, None, None, None, None, 1
-    )
+  address, count, index, devices = clusters.ClusterEnv.auto_detect_unset_distributed_params(
+    None, None, None, None, None, 1
   )
   return address and address.rsplit(":", 1), count, index, devices
 
@@ -98,12 +96,19 @@ def test_an_arbitrary_distribution_finds_rank_0(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
   "name",
   [
-    "gpus_per_task_1", "gpus_per_task_2", "gpus_per_node_one_process",
-    "gpus_two_tasks_four", "gpu_bind_single", "gpu_bind_map", "gpus_shared_on_purpose",
-    "jax_16788_one_process_eight_gpus", "jax_28194_gpus_per_task_cgroup",
-    "gpus_by_a_wrapper", "lumi_one_process_a_node",
+    "gpus_per_task_1",
+    "gpus_per_task_2",
+    "gpus_per_node_one_process",
+    "gpus_two_tasks_four",
+    "gpu_bind_single",
+    "gpu_bind_map",
+    "gpus_shared_on_purpose",
+    "jax_16788_one_process_eight_gpus",
+    "jax_28194_gpus_per_task_cgroup",
+    "gpus_by_a_wrapper",
+    "lumi_one_process_a_node",
   ],
-)  # fmt: skip
+)
 def test_whose_gpu_is_whose(name, tmp_path, monkeypatch):
   envs = every(name, tmp_path)
   visible = [visible_gpus(env, device_root="/none") for env in envs]

@@ -78,9 +78,7 @@ def test_nothing_there_says_what_to_download_then_to_prepare(tmp_path, capsys):
     (lambda f: f.write_bytes(f.read_bytes()[:-900]), "truncated|7 damaged examples"),
   ],
 )
-def test_a_lost_or_cut_shard_is_not_ready(
-  tmp_path, capsys, images, file_format, harm, says
-):
+def test_a_lost_or_cut_shard_is_not_ready(tmp_path, capsys, images, file_format, harm, says):
   folder = prepare(tmp_path, images, file_format)
   harm(folder / f"imagenet2012-train.{file_format}-00001-of-00002")
   code, reported = ask(capsys, "--data-dir", tmp_path)
@@ -117,11 +115,7 @@ def unpack(root, images):
 def test_a_folder_is_ready_or_says_what_it_lacks(tmp_path, capsys, images):
   unpack(tmp_path, images)
   code, reported = ask(capsys, "--folder", tmp_path)
-  assert (
-    code == 0
-    and "train: 2 classes" in reported
-    and "validation: 4 examples" in reported
-  )
+  assert code == 0 and "train: 2 classes" in reported and "validation: 4 examples" in reported
   (tmp_path / "train" / "n1" / "3.JPEG").write_bytes(images[3][:500])
   code, reported = ask(capsys, "--folder", tmp_path)
   assert code == 2 and "sample of 12: 1 damaged example: n1/3.JPEG" in reported
@@ -132,9 +126,7 @@ def test_a_folder_is_ready_or_says_what_it_lacks(tmp_path, capsys, images):
   assert "classes of different names" in reported
   shutil.rmtree(tmp_path / "val")
   code, reported = ask(capsys, "--folder", tmp_path)
-  assert (
-    code == 2 and "no such directory" in reported and "next  train/WNID" in reported
-  )
+  assert code == 2 and "no such directory" in reported and "next  train/WNID" in reported
 
 
 def test_a_folder_that_is_not_there_is_named_itself(tmp_path, capsys, images):
@@ -169,9 +161,7 @@ def test_a_disk_that_fails_is_a_finding(tmp_path, capsys, images, monkeypatch):
 def test_help_lists_the_checks_and_a_typo_is_named(capsys):
   assert cli.main(["doctor", "--help"]) == 0
   reported = capsys.readouterr().out
-  assert "doctor imagenet" in reported and "rate of an all-reduce" in " ".join(
-    reported.split()
-  )
+  assert "doctor imagenet" in reported and "rate of an all-reduce" in " ".join(reported.split())
   assert cli.main(["doctor", "imagnet"]) == 2
   reported = capsys.readouterr().err
   assert reported == "error: imagnet: did you mean 'imagenet'?\n"

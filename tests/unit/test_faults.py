@@ -100,9 +100,7 @@ def test_a_file_that_is_gone_or_closed_is_damage(tmp_path, monkeypatch, number):
 
 def test_errors_without_a_number_are_known_by_their_words():
   with pytest.raises(OSError, match="x 3") as error:
-    raise_if_system_error(
-      RuntimeError("pread() failed: Stale file handle; reading"), "x 3"
-    )
+    raise_if_system_error(RuntimeError("pread() failed: Stale file handle; reading"), "x 3")
   assert error.value.errno == errno.ESTALE
   raise_if_system_error(RuntimeError("Corrupted record: hash mismatch"), "x 3")
   raise_if_system_error(OSError("ends in the middle of a record"), "x 3")

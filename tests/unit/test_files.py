@@ -71,9 +71,7 @@ def test_a_link_of_another_user_in_a_workdir_is_refused(tmp_path, monkeypatch):
     os.chown(tmp_path / "checkpoints", 12345, -1, follow_symlinks=False)
   else:
     monkeypatch.setattr(os, "geteuid", lambda: 12345)
-  with config_error(
-    "use another --workdir", match="checkpoints: a link that another user"
-  ):
+  with config_error("use another --workdir", match="checkpoints: a link that another user"):
     claim_workdir(tmp_path, None)
 
 
@@ -275,9 +273,7 @@ def test_a_damaged_index_of_records_is_made_again(tmp_path, own_cache, name):
   assert tfrecord.random_access(shards)(0) == b"first"
 
 
-def test_a_library_that_others_can_replace_is_not_loaded(
-  tmp_path, own_cache, monkeypatch, umask
-):
+def test_a_library_that_others_can_replace_is_not_loaded(tmp_path, own_cache, monkeypatch, umask):
   folder = tmp_path / "cache" / "jaxscale"
   folder.mkdir(parents=True, mode=0o755)
   path = folder / f"partial_jpeg-{partial_jpeg._key()}-3.0.so"
@@ -303,8 +299,7 @@ def test_a_library_that_others_can_replace_is_not_loaded(
 
 
 @pytest.mark.parametrize(
-  "name",
-  ["os:system", "builtins:exec", "../../evil:X", "jaxscale.errors:ConfigError", ":"],
+  "name", ["os:system", "builtins:exec", "../../evil:X", "jaxscale.errors:ConfigError", ":"]
 )
 def test_a_config_json_calls_no_function(name, tmp_path):
   """`{"class": "os:system", "command": …}` ran a command."""
@@ -333,8 +328,7 @@ def header(**arrays):
 
 
 HEADERS = {
-  "65 dims": header(a={"dtype": "F32", "shape": [1] * 65, "data_offsets": [0, 4]})
-  + bytes(4),
+  "65 dims": header(a={"dtype": "F32", "shape": [1] * 65, "data_offsets": [0, 4]}) + bytes(4),
   "an empty array of 2^120": header(
     a={"dtype": "F32", "shape": [0, 2**60, 2**60], "data_offsets": [0, 0]}
   ),
@@ -397,15 +391,32 @@ def test_json_is_bounded():
 
 def test_shapes():
   for value, shape in (
-    (True, int), (2**63, int), ("1", int), (1.0, int), (10**400, float), (None, float),
-    ({}, {"a": int}), ({"a": {"b": 1}}, {"a": {"b": str}}), ({"a": 1}, {str: str}),
-    ([1, "2"], [int]), ({}, []), ([], {}), (None, (int, str)),
-  ):  # fmt: skip
+    (True, int),
+    (2**63, int),
+    ("1", int),
+    (1.0, int),
+    (10**400, float),
+    (None, float),
+    ({}, {"a": int}),
+    ({"a": {"b": 1}}, {"a": {"b": str}}),
+    ({"a": 1}, {str: str}),
+    ([1, "2"], [int]),
+    ({}, []),
+    ([], {}),
+    (None, (int, str)),
+  ):
     assert mismatch(value, shape)
   for value, shape in (
-    (1, int), (1, float), (1.5, float), (None, (int, None)), ({"a": 1}, {"a": int}),
-    ({"b": 1, "a": 2}, {"a": int}), ({}, {str: int}), ([[1]], [[int]]), (True, bool),
-  ):  # fmt: skip
+    (1, int),
+    (1, float),
+    (1.5, float),
+    (None, (int, None)),
+    ({"a": 1}, {"a": int}),
+    ({"b": 1, "a": 2}, {"a": int}),
+    ({}, {str: int}),
+    ([[1]], [[int]]),
+    (True, bool),
+  ):
     assert mismatch(value, shape) is None
 
 

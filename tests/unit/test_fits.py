@@ -49,10 +49,14 @@ def here(limit, count=8):
 def test_a_step_of_processes_gathers_no_parameter_twice():
   """One process with a device each compiles another program than two devices here."""
   config = cfg.Config(
-    model=cfg.MLP(hidden=(32, 32)), data=cfg.Synthetic(num_examples=64),
-    optimizer=cfg.SGD(lr=0.1), batch_size=8, epochs=1, mesh=cfg.Mesh(data=1, fsdp=-1),
+    model=cfg.MLP(hidden=(32, 32)),
+    data=cfg.Synthetic(num_examples=64),
+    optimizer=cfg.SGD(lr=0.1),
+    batch_size=8,
+    epochs=1,
+    mesh=cfg.Mesh(data=1, fsdp=-1),
     layout=cfg.Layout(shard="fsdp"),
-  )  # fmt: skip
+  )
   text = fits.compile_for(config, here(1 << 40, 2)).compiled.as_text()
   gathered = re.findall(r" all-gather\((\S+)\)", text)
   assert len(gathered) == len(set(gathered)) > 1
@@ -97,11 +101,13 @@ def test_names_of_chips(name, parts):
 @pytest.mark.parametrize(
   "name, message",
   [
-    ("v5e", "give KIND-COUNT"), ("k80-8", "a kind of v5e"),
-    ("v5e-7", "slices of 1, 4, 8"), ("h100-12", "hosts have 8 GPUs"),
+    ("v5e", "give KIND-COUNT"),
+    ("k80-8", "a kind of v5e"),
+    ("v5e-7", "slices of 1, 4, 8"),
+    ("h100-12", "hosts have 8 GPUs"),
     ("0xv5e-8", "at least one chip"),
   ],
-)  # fmt: skip
+)
 def test_chips_that_there_are_not(name, message):
   with pytest.raises(ConfigError, match=f"^--chips={name}: .*{message}"):
     topologies.find_chips(name)
@@ -121,18 +127,19 @@ def test_descriptions_of_gpus():
 
 
 def test_what_a_compiler_refuses():
-  message = out_of_memory(
-    RuntimeError("RESOURCE_EXHAUSTED: E1000: out of HBM (17.3G)\nmore")
-  )
+  message = out_of_memory(RuntimeError("RESOURCE_EXHAUSTED: E1000: out of HBM (17.3G)\nmore"))
   assert message == "E1000: out of HBM (17.3G)"
   assert out_of_memory(RuntimeError("INTERNAL: RESOURCE_EXHAUSTED: x")) is None
 
 
 def test_text_is_not_read():
   config = cfg.Config(
-    model=cfg.Transformer(), data=cfg.TextFiles(path="not/here", sequence_length=7),
-    optimizer=cfg.SGD(lr=0.1), batch_size=8, epochs=1,
-  )  # fmt: skip
+    model=cfg.Transformer(),
+    data=cfg.TextFiles(path="not/here", sequence_length=7),
+    optimizer=cfg.SGD(lr=0.1),
+    batch_size=8,
+    epochs=1,
+  )
   train, held_out = config.data.abstract(config.batch_size)
   assert train.info == held_out.info == data.TextInfo("TextFiles", 256, 7)
   assert train.num_examples >= config.batch_size
@@ -220,14 +227,10 @@ def test_the_largest_model_is_found(capsys, tmp_path, monkeypatch):
   matrices = (PARAMETERS_OF_LAYER - vectors) / 8
   assert added == pytest.approx(12 * (matrices + vectors), rel=0.02)
   limit = sizes[4].total
-  code, message = lines(
-    capsys, tmp_path, monkeypatch, "--over=model.num_layers=6,2,4", limit=limit
-  )
+  code, message = lines(capsys, tmp_path, monkeypatch, "--over=model.num_layers=6,2,4", limit=limit)
   assert code == 0
   assert message[-1] == "the largest is model.num_layers=4 on each of here-8"
-  assert [x.split(":")[0] for x in message[:3]] == [
-    f"model.num_layers={n}" for n in (2, 4, 6)
-  ]
+  assert [x.split(":")[0] for x in message[:3]] == [f"model.num_layers={n}" for n in (2, 4, 6)]
 
 
 @pytest.mark.parametrize(
@@ -258,15 +261,16 @@ class Device(SimpleNamespace):
     return self.id
 
 
-@pytest.mark.parametrize("sizes", [{"replica": 2, "fsdp": 8}, {"fsdp": 16},
-                                   {"replica": 2, "data": 2, "model": 4}])  # fmt: skip
+@pytest.mark.parametrize(
+  "sizes", [{"replica": 2, "fsdp": 8}, {"fsdp": 16}, {"replica": 2, "data": 2, "model": 4}]
+)
 def test_slices_are_joined_along_the_slowest_axes(sizes):
   # As they come from two slices of 8, mixed up.
   mixed = np.random.default_rng(0).permutation(16)
   devices = [
-    Device(id=int(i), slice_index=int(i) // 8, platform="cpu", device_kind="cpu",
-           process_index=0) for i in mixed
-  ]  # fmt: skip
+    Device(id=int(i), slice_index=int(i) // 8, platform="cpu", device_kind="cpu", process_index=0)
+    for i in mixed
+  ]
   mesh = make_mesh(**({"data": 1} | sizes), devices=devices)
   found = [d.slice_index for d in mesh.devices.reshape(16)]
   assert found == [0] * 8 + [1] * 8
@@ -274,17 +278,15 @@ def test_slices_are_joined_along_the_slowest_axes(sizes):
 
 def test_slices_that_no_axis_joins_are_refused():
   devices = [
-    Device(id=i, slice_index=i // 4, platform="cpu", device_kind="cpu",
-           process_index=0) for i in range(12)
-  ]  # fmt: skip
+    Device(id=i, slice_index=i // 4, platform="cpu", device_kind="cpu", process_index=0)
+    for i in range(12)
+  ]
   with pytest.raises(ConfigError, match=r"3 slices.*give Mesh.replica=3"):
     make_mesh(replica=2, data=6, devices=devices)
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(
-  not importlib.util.find_spec("libtpu"), reason="the compiler is not installed"
-)
+@pytest.mark.skipif(not importlib.util.find_spec("libtpu"), reason="the compiler is not installed")
 def test_a_program_for_tpus_that_are_absent(tmp_path):
   import subprocess
 
@@ -292,7 +294,10 @@ def test_a_program_for_tpus_that_are_absent(tmp_path):
   path.write_text(CONFIG)
   done = subprocess.run(
     [sys.executable, "-m", "jaxscale", "plan", f"--config={path}", "--chips=v5e-8"],
-    capture_output=True, text=True, timeout=500, cwd=tmp_path,
-  )  # fmt: skip
+    capture_output=True,
+    text=True,
+    timeout=500,
+    cwd=tmp_path,
+  )
   assert done.returncode == 0, done.stderr
   assert "memory of a device: fits: " in done.stdout and "of 15.75 GiB" in done.stdout

@@ -42,16 +42,13 @@ def test_a_language_model_has_palm_s_count():
   tokens, layers, width, vocabulary = 2048, 22, 2048, 32_000
   info = data.TextInfo("text", vocabulary, tokens)
   stack = models.make_transformer(
-    vocab_size=vocabulary, num_layers=layers, width=width, num_heads=32,
-    num_kv_heads=4, hidden=5632,
-  )  # fmt: skip
+    vocab_size=vocabulary, num_layers=layers, width=width, num_heads=32, num_kv_heads=4, hidden=5632
+  )
   found = flops.training_flops(stack, shapes(info))
   params = jax.eval_shape(stack.init, jax.random.key(0))
   weights = sum(x.size for x in jax.tree.leaves(params)) - vocabulary * width  # table
   # arXiv:2204.02311, appendix B: 6 N + 12 L H Q T a token.
-  assert found == pytest.approx(
-    tokens * (6 * weights + 12 * layers * width * tokens), rel=1e-3
-  )
+  assert found == pytest.approx(tokens * (6 * weights + 12 * layers * width * tokens), rel=1e-3)
 
 
 @pytest.mark.parametrize(
@@ -67,9 +64,8 @@ def test_a_convolution_has_xla_s_count(options):
 
   def convolve(x, kernel):
     return lax.conv_general_dilated(
-      x, kernel, padding=((0, 0), (0, 0)), dimension_numbers=names,
-      feature_group_count=2, **options,
-    )  # fmt: skip
+      x, kernel, padding=((0, 0), (0, 0)), dimension_numbers=names, feature_group_count=2, **options
+    )
 
   found = flops.count_flops(convolve, x, kernel)
   assert found == count_by_xla(convolve, x, kernel)
@@ -91,9 +87,8 @@ def test_loops_branches_and_devices_count():
 
   mesh = jax.make_mesh((8,), ("data",), (jax.sharding.AxisType.Auto,))
   spread = jax.shard_map(
-    lambda x: x @ jnp.ones((4, 4)), mesh=mesh, in_specs=jax.P("data"),
-    out_specs=jax.P("data"),
-  )  # fmt: skip
+    lambda x: x @ jnp.ones((4, 4)), mesh=mesh, in_specs=jax.P("data"), out_specs=jax.P("data")
+  )
   assert flops.count_flops(loop, x) == 5 * one
   assert flops.count_flops(branch, x) == 2 * one
   assert flops.count_flops(jax.checkpoint(jax.jit(loop)), x) == 5 * one
@@ -102,10 +97,19 @@ def test_loops_branches_and_devices_count():
 
 def test_peaks_are_of_the_chip_and_not_of_its_relatives():
   kinds = {
-    "NVIDIA H100 80GB HBM3": 989.4, "NVIDIA H100 PCIe": 756.0, "NVIDIA H200": 989.4,
-    "NVIDIA A100-SXM4-80GB": 312.0, "NVIDIA L40S": 362.0, "Tesla V100-SXM2-16GB": 125.0,
-    "TPU v5 lite": 197.0, "TPU v5p": 459.0, "TPU v4": 275.0, "TPU7x": 1153.5,
-    "NVIDIA A10": 125.0, "NVIDIA A1000": None, "cpu": None,
-  }  # fmt: skip
+    "NVIDIA H100 80GB HBM3": 989.4,
+    "NVIDIA H100 PCIe": 756.0,
+    "NVIDIA H200": 989.4,
+    "NVIDIA A100-SXM4-80GB": 312.0,
+    "NVIDIA L40S": 362.0,
+    "Tesla V100-SXM2-16GB": 125.0,
+    "TPU v5 lite": 197.0,
+    "TPU v5p": 459.0,
+    "TPU v4": 275.0,
+    "TPU7x": 1153.5,
+    "NVIDIA A10": 125.0,
+    "NVIDIA A1000": None,
+    "cpu": None,
+  }
   for kind, tflops in kinds.items():
     assert peak_flops(kind) == (tflops and tflops * 1e12), kind

@@ -35,9 +35,7 @@ def test_a_folder_is_sorted_by_class_and_name(folder):
   assert batch["label"].tolist() == [0] * 10 + [1] * 10 + [2] * 10 + [3] * 10
   files = sorted(folder.rglob("*.JPEG"))
   for image, file in zip(batch["image"], files, strict=True):
-    np.testing.assert_array_equal(
-      image, jpeg.decode_view(file.read_bytes(), 16, 3, None)[0]
-    )
+    np.testing.assert_array_equal(image, jpeg.decode_view(file.read_bytes(), 16, 3, None)[0])
   held_out = data.image_folder(folder, image_size=16, classes=["z", "d", "c", "b", "a"])
   assert held_out.info.num_classes == 5
   assert held_out.load(np.array([0, 39]), None)["label"].tolist() == [4, 1]
@@ -65,12 +63,8 @@ def put(root, *names, kind="JPEG"):
     Image.fromarray(np.full((20, 20, 3), 9, np.uint8)).save(root / name, kind)
 
 
-IMAGES = (
-  "0.jpg", "3.JFIF", "4.jpe", "5", "b/1.jpg", "b/b/2.jpeg", "b-c/0.jpg", "z y/1.JPG",
-)  # fmt: skip
-HIDDEN = (
-  "._0.jpg", ".DS_Store", "Thumbs.db", "desktop.ini", "__MACOSX/0.jpg", "b/._1.jpg",
-)  # fmt: skip
+IMAGES = ("0.jpg", "3.JFIF", "4.jpe", "5", "b/1.jpg", "b/b/2.jpeg", "b-c/0.jpg", "z y/1.JPG")
+HIDDEN = ("._0.jpg", ".DS_Store", "Thumbs.db", "desktop.ini", "__MACOSX/0.jpg", "b/._1.jpg")
 
 
 def test_images_in_folders_of_a_class_are_its_images(tmp_path):
@@ -109,9 +103,13 @@ def test_a_note_counts_what_a_folder_of_images_leaves_out(folder):
   assert made.num_examples == 40 and f"{folder}: 9 files left out (2 .heic, " in note
   assert note.endswith("or have no ending")
   assert listing(folder).left_out == {
-    ".heic": 2, "without an ending": 2, ".txt": 1, "hidden": 1, "device or pipe": 1,
+    ".heic": 2,
+    "without an ending": 2,
+    ".txt": 1,
+    "hidden": 1,
+    "device or pipe": 1,
     "outside of class directories": 2,
-  }  # fmt: skip
+  }
 
 
 def test_classes_one_level_deeper_are_named(tmp_path):
@@ -121,9 +119,7 @@ def test_classes_one_level_deeper_are_named(tmp_path):
   assert tiny.num_examples == 2 and "1 .txt" in tiny.notes[0]
   put(tmp_path, "val/images/0.JPEG")
   with pytest.raises(ConfigError, match="into the directories of their classes"):
-    data.image_folder(
-      tmp_path / "val", image_size=8, classes=tiny.info and ("n1", "n2")
-    )
+    data.image_folder(tmp_path / "val", image_size=8, classes=tiny.info and ("n1", "n2"))
   put(tmp_path, "zip/train/a/0.jpg", "zip/train/b/0.jpg")
   with pytest.raises(ConfigError, match=r"give .*zip/train if those are the classes"):
     data.image_folder(tmp_path / "zip", image_size=8)
@@ -159,9 +155,7 @@ def test_a_folder_that_may_not_be_read_is_one_line(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(("channels", "mode"), [(1, "L"), (3, "RGB"), (4, "RGBA")])
-def test_png_files_of_any_channels_with_their_own_mean_and_std(
-  tmp_path, photo, channels, mode
-):
+def test_png_files_of_any_channels_with_their_own_mean_and_std(tmp_path, photo, channels, mode):
   image = Image.fromarray(photo[:40, :50]).convert(mode)
   for name in ("a", "b"):
     (tmp_path / name).mkdir()

@@ -26,14 +26,7 @@ from jaxscale.config.loading import load_config
 from jaxscale.config.record import FORMAT, describe_run, to_plain
 from jaxscale.data import stream
 from jaxscale.files import parse_json
-from jaxscale.launch import (
-  batch_study,
-  measured,
-  prediction,
-  scaling_report,
-  spec,
-  status,
-)
+from jaxscale.launch import batch_study, measured, prediction, scaling_report, spec, status
 from jaxscale.launch import folder as folders
 from jaxscale.metrics import MetricWriter, plot, read_metrics
 from jaxscale.planning import stored
@@ -229,14 +222,15 @@ def test_manifest(place, content):
 
 RECORDS = {
   "skipped_steps.json": (
-    {"skipped": [{"step": 1, "what": "x"}], "passed_over": [
-      {"after": 1, "to": 2, "what": "x"}]},
+    {"skipped": [{"step": 1, "what": "x"}], "passed_over": [{"after": 1, "to": 2, "what": "x"}]},
     lambda folder: NanPolicy(folder, "skip").start_from(1),
   ),
   "batch_sizes.json": ([8, 16], read_chosen),
   "damaged.json": (
-    {"training": {"damaged": {"1": "a"}, "unusual": {}},
-     "held-out": {"damaged": {}, "unusual": {"2": "b"}}},
+    {
+      "training": {"damaged": {"1": "a"}, "unusual": {}},
+      "held-out": {"damaged": {}, "unusual": {"2": "b"}},
+    },
     lambda folder: DamageRecord(folder, 1).count,
   ),
   "restarts.json": (
@@ -245,27 +239,35 @@ RECORDS = {
   ),
   "owner": (
     {"host": "h", "pid": 9, "job": "slurm-7-r1", "since": 1.0, "process": "x"},
-    lambda folder: (str(owner := lock._read(folder / "owner")), lock.is_alive(owner),
-                    lock.is_restart("slurm-7-r2", owner.job)),
+    lambda folder: (
+      str(owner := lock._read(folder / "owner")),
+      lock.is_alive(owner),
+      lock.is_restart("slurm-7-r2", owner.job),
+    ),
   ),
   "cached.json": (
     {"tokens": 5, "documents": 1, "bytes": 5},
     lambda folder: stream._counts(folder / "cached.bin", "<u1"),
   ),
-  "starts.jsonl": (
-    {"commit": "ab", "changed": ["x"], "host": "h", "command": "train"}, last_start
-  ),
+  "starts.jsonl": ({"commit": "ab", "changed": ["x"], "host": "h", "command": "train"}, last_start),
   "activity.jsonl": (
-    {"start": 5.0, "time": 9.0, "step": 3, "resumed": [1], "seconds": {"step": 4.0},
-     "queued": [1.0, 2.0], "done": False},
+    {
+      "start": 5.0,
+      "time": 9.0,
+      "step": 3,
+      "resumed": [1],
+      "seconds": {"step": 4.0},
+      "queued": [1.0, 2.0],
+      "done": False,
+    },
     lambda folder: (found := goodput(read_activities(folder))) and str(found),
   ),
-  "scaling.json": ({"runs": ["a", "b"]}, lambda folder: folders.find_study(
-    folder.name, str(folder.parent))),
-  "model.safetensors.index.json": (
-    {"weight_map": {"w": "a.safetensors"}}, read_index
+  "scaling.json": (
+    {"runs": ["a", "b"]},
+    lambda folder: folders.find_study(folder.name, str(folder.parent)),
   ),
-}  # fmt: skip
+  "model.safetensors.index.json": ({"weight_map": {"w": "a.safetensors"}}, read_index),
+}
 
 
 @pytest.mark.parametrize("name", RECORDS)

@@ -40,16 +40,19 @@ TEXT_INFO = TextInfo("text", 256, 64)
 IMAGE_INFO = array_info(np.zeros((2, 8, 8, 3), np.uint8), np.arange(2))
 LLAMA = llama_config(
   MODEL, hidden=768, vocab_size=256, sequence_length=64, dtype="float32", separator=0
-) | {"sliding_window": 99, "rope_parameters": {"rope_type": "default"},
-     "num_classes": 9, "architecture": "vit_base_patch16_224"}  # fmt: skip
+) | {
+  "sliding_window": 99,
+  "rope_parameters": {"rope_type": "default"},
+  "num_classes": 9,
+  "architecture": "vit_base_patch16_224",
+}
 
 
 @fuzz
 @given(
   damaged(LLAMA),
-  st.sampled_from([("huggingface", MODEL), ("huggingface", VIT), ("timm", VIT),
-                   ("timm", RESNET)]),
-)  # fmt: skip
+  st.sampled_from([("huggingface", MODEL), ("huggingface", VIT), ("timm", VIT), ("timm", RESNET)]),
+)
 @example(b'{"sliding_window": "4096"}', ("huggingface", MODEL))
 @example(b'{"model_type": []}', ("huggingface", MODEL))
 @example(b'{"num_classes": 3, "pretrained_cfg": {"mean": ["a"]}}', ("timm", RESNET))
@@ -78,8 +81,9 @@ def with_header(text):
 
 
 @fuzz
-@given(st.one_of(damaged(HEADER).map(with_header),
-                 edited([with_header(json.dumps(HEADER).encode())])))  # fmt: skip
+@given(
+  st.one_of(damaged(HEADER).map(with_header), edited([with_header(json.dumps(HEADER).encode())]))
+)
 def test_safetensors(place, content):
   path = place / "a.safetensors"
   path.write_bytes(content)
@@ -95,10 +99,17 @@ def encoded(kind, mode="RGB", **options):
 
 
 IMAGES = [
-  encoded("JPEG"), encoded("JPEG", progressive=True), encoded("JPEG", "CMYK"),
-  encoded("PNG"), encoded("GIF", "P"), encoded("BMP"), encoded("TIFF"), encoded("PPM"),
-  encoded("WEBP"), jpeg_441(),
-]  # fmt: skip
+  encoded("JPEG"),
+  encoded("JPEG", progressive=True),
+  encoded("JPEG", "CMYK"),
+  encoded("PNG"),
+  encoded("GIF", "P"),
+  encoded("BMP"),
+  encoded("TIFF"),
+  encoded("PPM"),
+  encoded("WEBP"),
+  jpeg_441(),
+]
 DRAWS = np.full(64, 0.4)
 
 
@@ -136,14 +147,26 @@ def test_records_of_tensorflow(place, content):
 
 
 TOKENIZER = {
-  "version": "1.0", "truncation": None, "padding": None, "normalizer": None,
-  "added_tokens": [{
-    "id": 3, "content": "</s>", "single_word": False, "lstrip": False, "rstrip": False,
-    "normalized": False, "special": True}],
-  "pre_tokenizer": {"type": "Whitespace"}, "post_processor": None, "decoder": None,
-  "model": {"type": "WordLevel", "vocab": {"[UNK]": 0, "a": 1, "b": 2},
-            "unk_token": "[UNK]"},
-}  # fmt: skip
+  "version": "1.0",
+  "truncation": None,
+  "padding": None,
+  "normalizer": None,
+  "added_tokens": [
+    {
+      "id": 3,
+      "content": "</s>",
+      "single_word": False,
+      "lstrip": False,
+      "rstrip": False,
+      "normalized": False,
+      "special": True,
+    }
+  ],
+  "pre_tokenizer": {"type": "Whitespace"},
+  "post_processor": None,
+  "decoder": None,
+  "model": {"type": "WordLevel", "vocab": {"[UNK]": 0, "a": 1, "b": 2}, "unk_token": "[UNK]"},
+}
 
 
 @fuzz
@@ -168,11 +191,12 @@ def names_and_shapes(naming, params):
 
 NETWORKS = {
   "huggingface": models.make_transformer(
-    vocab_size=16, num_layers=1, width=8, num_heads=2, hidden=8, pad_vocab_to=1),
+    vocab_size=16, num_layers=1, width=8, num_heads=2, hidden=8, pad_vocab_to=1
+  ),
   "timm": models.make_vit(
-    image_shape=(8, 8, 3), num_classes=3, num_heads=2, patch=4, width=8, num_layers=1,
-    hidden=8),
-}  # fmt: skip
+    image_shape=(8, 8, 3), num_classes=3, num_heads=2, patch=4, width=8, num_layers=1, hidden=8
+  ),
+}
 PARAMS = {n: jax.eval_shape(m.init, jax.random.key(0)) for n, m in NETWORKS.items()}
 SHAPES = {naming: names_and_shapes(naming, tree) for naming, tree in PARAMS.items()}
 
@@ -247,9 +271,7 @@ def index_file(chance):
 
 @fuzz
 @given(fuzzing.by_chance(index_file))
-@example(
-  archive(PARTS[0].replace(b"(2, 2), }        ", b"(100000000000,2),"), PARTS[1])
-)
+@example(archive(PARTS[0].replace(b"(2, 2), }        ", b"(100000000000,2),"), PARTS[1]))
 def test_kept_index_of_records(place, content):
   path = place / "kept.npz"
   path.write_bytes(content)

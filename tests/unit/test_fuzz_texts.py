@@ -41,24 +41,17 @@ limits = pytest.fixture(fuzzing.limits, autouse=True)
 place = pytest.fixture(fuzzing.place, scope="module")
 CONFIG = load_config("configs/digits.py")
 
-FIELDS = [
-  "optimizer",
-  "optimizer.lr",
-  "epochs",
-  "model.hidden",
-  "mesh.data",
-  "seed",
-  "x",
-]
+FIELDS = ["optimizer", "optimizer.lr", "epochs", "model.hidden", "mesh.data", "seed", "x"]
 PATHS = st.one_of(
   st.sampled_from(FIELDS),
   st.lists(st.sampled_from([*FIELDS, "", "lr", "None"]), max_size=4).map(".".join),
   st.text(max_size=8),
 )
 TEXTS = st.one_of(
-  st.text(max_size=8), st.sampled_from([*SPECIAL, "(" * 500, "[" * 90, "1e400", "()"]),
+  st.text(max_size=8),
+  st.sampled_from([*SPECIAL, "(" * 500, "[" * 90, "1e400", "()"]),
   st.text("()[]{}1,.'e-_\\x0b", max_size=12),
-)  # fmt: skip
+)
 
 
 @fuzz
@@ -83,7 +76,7 @@ PROFILES = [p.read_bytes() for p in sorted(Path("launch/profiles").glob("*.toml"
   st.one_of(edited(PROFILES), st.binary(max_size=30)),
   st.sampled_from(["nodes", "mem", "gpus_per_node", "tasks_per_node", "time"]),
   TEXTS,
-)  # fmt: skip
+)
 @example(b"a=" + b"[" * 100_000, "mem", "")
 @example(b"a=" + b"{a=" * 5000, "mem", "")
 @example(b"gpus_per_node=" + HUGE, "gpus_per_node", "9" * 5000)
@@ -122,9 +115,22 @@ def test_node_lists_and_counts(text):
 ENVIRONMENT = {
   "JAXSCALE_": ("COORDINATOR", "NUM_PROCESSES", "PROCESS_ID", "JOB"),
   "SLURM_": (
-    "JOB_ID", "STEP_ID", "PROCID", "NTASKS", "NODEID", "LOCALID", "RESTART_COUNT",
-    "STEP_NODELIST", "STEP_TASKS_PER_NODE", "TASKS_PER_NODE", "STEP_NUM_TASKS",
-    "JOB_NODELIST", "DISTRIBUTION", "HOSTFILE", "GPUS_PER_TASK", "GPUS_ON_NODE",
+    "JOB_ID",
+    "STEP_ID",
+    "PROCID",
+    "NTASKS",
+    "NODEID",
+    "LOCALID",
+    "RESTART_COUNT",
+    "STEP_NODELIST",
+    "STEP_TASKS_PER_NODE",
+    "TASKS_PER_NODE",
+    "STEP_NUM_TASKS",
+    "JOB_NODELIST",
+    "DISTRIBUTION",
+    "HOSTFILE",
+    "GPUS_PER_TASK",
+    "GPUS_ON_NODE",
     "NTASKS_PER_NODE",
   ),
   "OMPI_COMM_WORLD_": ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"),
@@ -132,10 +138,19 @@ ENVIRONMENT = {
   "TPU_": ("WORKER_ID", "WORKER_HOSTNAMES"),
   "MEGASCALE_": ("NUM_SLICES", "SLICE_ID", "COORDINATOR_ADDRESS"),
   "KUBERNETES_": ("SERVICE_HOST",),
-  "": ("JOB_COMPLETION_INDEX", "HOSTNAME", "COORDINATOR_ADDRESS", "PROCESS_ID",
-       "NUM_PROCESSES", "COORDINATOR_PORT", "CUDA_VISIBLE_DEVICES",
-       "JAX_LOCAL_DEVICE_IDS", "JAX_PLATFORMS", "JAX_NUM_CPU_DEVICES"),
-}  # fmt: skip
+  "": (
+    "JOB_COMPLETION_INDEX",
+    "HOSTNAME",
+    "COORDINATOR_ADDRESS",
+    "PROCESS_ID",
+    "NUM_PROCESSES",
+    "COORDINATOR_PORT",
+    "CUDA_VISIBLE_DEVICES",
+    "JAX_LOCAL_DEVICE_IDS",
+    "JAX_PLATFORMS",
+    "JAX_NUM_CPU_DEVICES",
+  ),
+}
 # A launcher's variables stand together, or none of them is looked at.
 GROUPS = [[prefix + name for name in names] for prefix, names in ENVIRONMENT.items()]
 VALUES = ["0", "1", "2", "4", "2(x2)", "n[1-2]", "n1,n2", "n1:7000", "arbitrary", "cpu"]
@@ -147,20 +162,27 @@ def variables(chance):
   names = chance.sample(names, chance.randrange(len(names) // 2, len(names)) + 1)
   env = {name: chance.choice(VALUES) for name in names}
   for _ in range(chance.randrange(3)):
-    letters = "".join(
-      chance.choices("0123456789[]-,x()²: \x1bn", k=chance.randrange(9))
-    )
+    letters = "".join(chance.choices("0123456789[]-,x()²: \x1bn", k=chance.randrange(9)))
     env[chance.choice(names)] = chance.choice([*SPECIAL, letters])
   return env
 
 
 @fuzz
 @given(fuzzing.by_chance(variables), fuzzing.edited([b"n1 slots=2\nn2\n"]))
-@example({"SLURM_JOB_ID": "7", "SLURM_STEP_NODELIST": "n[1-2]", "SLURM_PROCID": "0",
-          "SLURM_STEP_NUM_TASKS": "2", "SLURM_DISTRIBUTION": "arbitrary",
-          "SLURM_HOSTFILE": "a file"}, b"\xff")  # fmt: skip
-@example({"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2",
-          "PBS_NODEFILE": "a file"}, b"\xff")  # fmt: skip
+@example(
+  {
+    "SLURM_JOB_ID": "7",
+    "SLURM_STEP_NODELIST": "n[1-2]",
+    "SLURM_PROCID": "0",
+    "SLURM_STEP_NUM_TASKS": "2",
+    "SLURM_DISTRIBUTION": "arbitrary",
+    "SLURM_HOSTFILE": "a file",
+  },
+  b"\xff",
+)
+@example(
+  {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2", "PBS_NODEFILE": "a file"}, b"\xff"
+)
 @example({"SLURM_JOB_ID": "7", "SLURM_PROCID": "0"}, b"")
 def test_environment(place, env, file):
   (place / "hosts").write_bytes(file)
@@ -168,9 +190,12 @@ def test_environment(place, env, file):
     if name in env:
       env = env | {name: str(place / "hosts")}
   asked = {
-    "expand": nodelist.expand, "fqdn": lambda: "n1.x", "at_terminal": lambda: False,
-    "ask_mpi": lambda _: None, "has_tpu": lambda _: False,
-  }  # fmt: skip
+    "expand": nodelist.expand,
+    "fqdn": lambda: "n1.x",
+    "at_terminal": lambda: False,
+    "ask_mpi": lambda _: None,
+    "has_tpu": lambda _: False,
+  }
   with one_line():
     found = detect.detect(env, **asked)
     detect.local_device_ids(env, detect.visible_gpus(env, device_root=place), found)
@@ -267,10 +292,14 @@ def test_messages(kind, data):
 
 
 MESSAGES = [
-  {"beat": [3, "step", 1, 0.5, 0.1, 3]}, {"ask": ["SIGTERM", "preemption"]},
-  {"held": 17}, {"fail": ["x", 1, False, False, "in step 3"]}, {"bye": 3},
-  {"hold": 1}, {"stop": [17, "SIGTERM", "preemption"]},
-]  # fmt: skip
+  {"beat": [3, "step", 1, 0.5, 0.1, 3]},
+  {"ask": ["SIGTERM", "preemption"]},
+  {"held": 17},
+  {"fail": ["x", 1, False, False, "in step 3"]},
+  {"bye": 3},
+  {"hold": 1},
+  {"stop": [17, "SIGTERM", "preemption"]},
+]
 
 
 @fuzz

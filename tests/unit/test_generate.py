@@ -31,9 +31,8 @@ MODEL = cfg.Transformer(
   num_layers=2, width=16, num_heads=4, num_kv_heads=2, hidden=24, pad_vocab_to=1
 )
 STACK = make_transformer(
-  vocab_size=256, num_layers=2, width=16, num_heads=4, num_kv_heads=2, hidden=24,
-  pad_vocab_to=1,
-)  # fmt: skip
+  vocab_size=256, num_layers=2, width=16, num_heads=4, num_kv_heads=2, hidden=24, pad_vocab_to=1
+)
 
 
 @functools.cache
@@ -51,9 +50,15 @@ def tokens_of(rows, length, seed=0):
 @pytest.mark.parametrize("parts", [(7, 1, 1, 3), (1,) * 12, (12,)], ids=str)
 def test_a_cache_gives_the_whole_models_logits(parts, dtype):
   stack = make_transformer(
-    vocab_size=256, num_layers=2, width=16, num_heads=4, num_kv_heads=2, hidden=24,
-    qk_norm=True, dtype=dtype,
-  )  # fmt: skip
+    vocab_size=256,
+    num_layers=2,
+    width=16,
+    num_heads=4,
+    num_kv_heads=2,
+    hidden=24,
+    qk_norm=True,
+    dtype=dtype,
+  )
   params = jax.tree.map(lambda x: x * 5, stack.init(jax.random.key(0)))
   tokens = tokens_of(2, 12)
   expected = jax.jit(functools.partial(stack_logits, stack))(params, {"tokens": tokens})
@@ -84,8 +89,7 @@ def test_greedy_is_the_likeliest_of_the_whole_model():
 def test_the_seed_makes_the_text():
   function = jax.jit(functools.partial(sample, STACK, num_tokens=8, temperature=5.0))
   one, again, other = (
-    np.asarray(function(params(), tokens_of(1, 3), jax.random.key(seed)))
-    for seed in (0, 0, 1)
+    np.asarray(function(params(), tokens_of(1, 3), jax.random.key(seed))) for seed in (0, 0, 1)
   )
   np.testing.assert_array_equal(one, again)
   assert (one != other).any() and len(set(one[0].tolist())) > 3
@@ -120,9 +124,7 @@ def np_kept(logits, temperature, top_k, top_p):
 def test_choices_have_the_probabilities_they_should(temperature, top_k, top_p):
   logits = np.array([0.1, 2.0, -1.0, 1.0, 0.1, 1.5, -3.0, 0.1], np.float32)
   many = 20_000
-  function = jax.jit(
-    functools.partial(choose, temperature=temperature, top_k=top_k, top_p=top_p)
-  )
+  function = jax.jit(functools.partial(choose, temperature=temperature, top_k=top_k, top_p=top_p))
   found = function(np.tile(logits, (many, 1)), jax.random.key(0))
   frequency = np.bincount(found, minlength=8) / many
   expected = np_kept(logits, temperature, top_k, top_p)
@@ -139,17 +141,19 @@ def test_temperature_0_takes_the_first_of_equals():
 def state(step, params, average=()):
   """Return a state as in a checkpoint: with an optimizer's state."""
   return TrainState(
-    step=jnp.int32(step), params=params, model_state={},
+    step=jnp.int32(step),
+    params=params,
+    model_state={},
     opt_state=({"mu": jax.tree.map(jnp.ones_like, params)}, jnp.int32(step)),
-    exchange_state=(), average=average,
-  )  # fmt: skip
+    exchange_state=(),
+    average=average,
+  )
 
 
 def described(info, source=None):
   config = cfg.Config(
-    model=MODEL, data=source or cfg.Digits(), optimizer=cfg.AdamW(lr=1e-3),
-    batch_size=8, epochs=1.0,
-  )  # fmt: skip
+    model=MODEL, data=source or cfg.Digits(), optimizer=cfg.AdamW(lr=1e-3), batch_size=8, epochs=1.0
+  )
   return {"format": FORMAT, "config": to_plain(config), "data": info._asdict()}
 
 
@@ -206,9 +210,7 @@ def test_a_damaged_checkpoint_is_passed_over_and_left(run, tmp_path, capsys):
 
 
 def test_a_checkpoint_of_another_model_is_refused(run):
-  other = make_transformer(
-    vocab_size=256, num_layers=2, width=32, num_heads=4, hidden=24
-  )
+  other = make_transformer(vocab_size=256, num_layers=2, width=32, num_heads=4, hidden=24)
   shapes = jax.eval_shape(other.init, jax.random.key(0))
   with pytest.raises(ConfigError, match=r"params/embed/table is float32\[256, 16\]"):
     load_params.newest_params(run, shapes)
@@ -310,10 +312,7 @@ def test_another_tokenizer_in_its_place_is_refused(tmp_path, capsys, monkeypatch
     (["--workdir=RUN", "--temperature=nan"], "--temperature=nan: give a number"),
     (["--workdir=RUN", "--top-k=0"], "--top-k=0: give a whole number >= 1"),
     (["--workdir=RUN", "--top-p=1.5"], "--top-p=1.5: give a number in (0, 1]"),
-    (
-      ["--workdir=RUN", "--seed=-1"],
-      "--seed=-1: give a whole number in [0, 4294967295]",
-    ),
+    (["--workdir=RUN", "--seed=-1"], "--seed=-1: give a whole number in [0, 4294967295]"),
     (["--workdir=nowhere"], "--workdir=nowhere: no config.json there; give"),
     (["--workdir=EMPTY"], "there is no checkpoint in it"),
     (["--workdir=IMAGES"], "its run is of digits, not of text"),

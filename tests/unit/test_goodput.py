@@ -17,20 +17,19 @@ from jaxscale.launch import folder as folders
 from jaxscale.launch import status
 from jaxscale.run import activity as activities
 from jaxscale.run.activity import ActivityRecord
-from jaxscale.run.goodput import (
-  CATEGORIES,
-  FILE,
-  Activity,
-  Goodput,
-  goodput,
-  read_activities,
-)
+from jaxscale.run.goodput import CATEGORIES, FILE, Activity, Goodput, goodput, read_activities
 from support.bad_files import EVERY, put
 from support.job_script import RUN
 
-OTHERS = {"starting": "start-up", "compiling": "compile", "preparing": "compile",
-          "evaluating": "evaluation", "saving": "saving", "leaving": "other",
-          "checking": "other"}  # fmt: skip
+OTHERS = {
+  "starting": "start-up",
+  "compiling": "compile",
+  "preparing": "compile",
+  "evaluating": "evaluation",
+  "saving": "saving",
+  "leaving": "other",
+  "checking": "other",
+}
 
 
 class Made:
@@ -132,7 +131,7 @@ def test_every_second_is_counted_once_and_where_it_belongs(seed):
     or line.resumed != later.resumed
     or line.start != later.start
     or made.random.random() < 0.25
-  ]  # fmt: skip
+  ]
   made.random.shuffle(kept)
   some = goodput(kept, made.waits)
   assert some is not None and some.wall_s == pytest.approx(made.clock - 1000)
@@ -196,8 +195,16 @@ class Clock:
 def test_a_watch_knows_what_the_time_went_into(monkeypatch):
   clock = Clock(monkeypatch)
   alone = watches.start({}, 0, ["localhost"], age_s=2.0)
-  places = [(0, "starting"), (1, "input"), (1, "step"), (2, "input"), (2, "step"),
-            (2, "evaluating"), (2, "evaluating"), (2, "saving")]  # fmt: skip
+  places = [
+    (0, "starting"),
+    (1, "input"),
+    (1, "step"),
+    (2, "input"),
+    (2, "step"),
+    (2, "evaluating"),
+    (2, "evaluating"),
+    (2, "saving"),
+  ]
   for i, place in enumerate(places):
     clock.now += 2**i
     alone.at(*place)
@@ -205,9 +212,12 @@ def test_a_watch_knows_what_the_time_went_into(monkeypatch):
   spent = alone.spent()
   assert (spent.step, spent.activity, spent.time) == (2, "saving", 100 + 255.5)
   assert spent.seconds == {
-    "starting": 2 + 1 + 2, "input": 4 + 16, "step": 8 + 32, "evaluating": 64 + 128,
+    "starting": 2 + 1 + 2,
+    "input": 4 + 16,
+    "step": 8 + 32,
+    "evaluating": 64 + 128,
     "saving": 0.5,
-  }  # fmt: skip
+  }
 
 
 def test_other_threads_see_every_second_once():
@@ -264,8 +274,9 @@ def test_a_record_survives_a_disk_that_is_full_for_a_while(tmp_path, monkeypatch
   found = read_activities(tmp_path)
   assert len(writes) == 6 and len(found) == 3
   last = found[-1]
-  assert last == Activity(1e9 + 97, 1e9 + 109, 20, [6, 8, 11, 19],
-                          {"starting": 4.0, "step": 8.0}, None, True)  # fmt: skip
+  assert last == Activity(
+    1e9 + 97, 1e9 + 109, 20, [6, 8, 11, 19], {"starting": 4.0, "step": 8.0}, None, True
+  )
   assert sum(last.seconds.values()) == last.time - last.start
   assert kept.summary()["goodput"] == pytest.approx(8 / 12, abs=1e-4)
 
@@ -302,11 +313,21 @@ def test_what_is_in_the_place_of_a_record_costs_the_record(tmp_path):
 
 GOOD: dict[str, Any] = Activity(10.0, 12.0, 3, [1], {"step": 2.0})._asdict()
 BAD = [
-  {"start": -1.0}, {"start": 1e300}, {"time": 9.0}, {"time": float("nan")},
-  {"time": "12"}, {"step": 2.5}, {"resumed": 1}, {"resumed": ["1"]}, {"done": 1},
-  {"seconds": {"step": -1.0}}, {"seconds": {"step": float("inf")}}, {"seconds": [2.0]},
-  {"queued": [1.0, "2"]}, {"queued": [float("nan"), 1.0]},
-]  # fmt: skip
+  {"start": -1.0},
+  {"start": 1e300},
+  {"time": 9.0},
+  {"time": float("nan")},
+  {"time": "12"},
+  {"step": 2.5},
+  {"resumed": 1},
+  {"resumed": ["1"]},
+  {"done": 1},
+  {"seconds": {"step": -1.0}},
+  {"seconds": {"step": float("inf")}},
+  {"seconds": [2.0]},
+  {"queued": [1.0, "2"]},
+  {"queued": [float("nan"), 1.0]},
+]
 
 
 def test_damaged_lines_are_left_out(tmp_path):
@@ -321,18 +342,13 @@ def test_damaged_lines_are_left_out(tmp_path):
 
 
 @pytest.mark.parametrize("back_s", [0.0, 12.0, 3600.0])
-def test_a_clock_that_is_set_back_between_two_starts_takes_no_time_away(
-  tmp_path, back_s
-):
+def test_a_clock_that_is_set_back_between_two_starts_takes_no_time_away(tmp_path, back_s):
   """The later start seemed to be the earlier one, and cut off the other's steps."""
   first = [Activity(10000.0, 10000.0 + t, t, [0], {"step": float(t)}) for t in (4, 9)]
   start = 10010.0 - back_s
   second = Activity(start, start + 7.0, 12, [8], {"step": 7.0})
   later = second._replace(time=start + 8.0, seconds={"step": 8.0})
-  put(
-    tmp_path / FILE,
-    "\n".join(json.dumps(a._asdict()) for a in (*first, second)).encode(),
-  )
+  put(tmp_path / FILE, "\n".join(json.dumps(a._asdict()) for a in (*first, second)).encode())
   found = goodput(read_activities(tmp_path, later))
   assert found is not None
   assert found.seconds["training"] + found.seconds["lost"] == pytest.approx(17.0)
@@ -350,17 +366,20 @@ def write_run(folder, executor="slurm", trials=()):
   workdir = run.workdir(len(trials) - 1 if trials else 0)
   workdir.mkdir(parents=True)
   (folder / "events").mkdir()
-  folders.append_line(folder / "submissions.jsonl",
-                      {"job": "7", "time": 100.5, "tasks": None})  # fmt: skip
+  folders.append_line(folder / "submissions.jsonl", {"job": "7", "time": 100.5, "tasks": None})
   job, task = ("7_1", 1) if trials else ("7", 0)
   for event, at, next_ in (
-    ("start", 110, ""), ("end", 135, "requeue"), ("start", 141, ""),
+    ("start", 110, ""),
+    ("end", 135, "requeue"),
+    ("start", 141, ""),
     ("end", 160, "stop"),
-  ):  # fmt: skip
+  ):
     line = {"event": event, "job": job, "restarts": 0, "nodes": 1, "code": 0}
     folders.append_line(run.events_file(task), line | {"next": next_, "time": at})
-  lines = [Activity(112.0, 134.0, 22, [0], {"step": 22.0}),
-           Activity(144.0, 159.0, 30, [15], {"step": 15.0}, done=True)]  # fmt: skip
+  lines = [
+    Activity(112.0, 134.0, 22, [0], {"step": 22.0}),
+    Activity(144.0, 159.0, 30, [15], {"step": 15.0}, done=True),
+  ]
   text = "".join(json.dumps(line._asdict()) + "\n" for line in lines)
   (workdir / FILE).write_text(text)
   return run, task

@@ -54,10 +54,7 @@ def lowered(name, devices):
 def operands(program):
   """Element types of the operands of each product and convolution of StableHLO."""
   form = r"stablehlo\.(dot_general|convolution)\b.*: \((tensor<[^)]*)\) ->"
-  return [
-    tuple(re.findall(r"[x<]([a-z]+\d+)>", types))
-    for _, types in re.findall(form, program)
-  ]
+  return [tuple(re.findall(r"[x<]([a-z]+\d+)>", types)) for _, types in re.findall(form, program)]
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -85,9 +82,13 @@ def test_programs_for_an_h100_that_is_not_here(name):
   path = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
   env = os.environ | {"PYTHONPATH": path, "JAX_PLATFORMS": "cpu"}
   done = subprocess.run(
-    [sys.executable, "-c", COMPILE, name], cwd=ROOT, env=env, capture_output=True,
-    text=True, timeout=600,
-  )  # fmt: skip
+    [sys.executable, "-c", COMPILE, name],
+    cwd=ROOT,
+    env=env,
+    capture_output=True,
+    text=True,
+    timeout=600,
+  )
   assert done.returncode == 0, done.stderr[-2000:]
   source, _, compiled = done.stdout.partition("@compiled")
   assert {*operands(source)} == {("bf16", "bf16")}

@@ -47,8 +47,10 @@ HSN = {f"sys/class/net/hsn{i}/mtu": "9000" for i in (10, 0, 1, 2)}
 NODES = {
   "ethernet": ({"sys/class/net/eth0/mtu": "1500"}, Fabric("ethernet")),
   "infiniband": (
-    adapter("mlx5_0", "InfiniBand") | adapter("mlx5_10", "InfiniBand")
-    | adapter("mlx5_2", "InfiniBand") | adapter("mlx5_3", "Ethernet", state="1: DOWN"),
+    adapter("mlx5_0", "InfiniBand")
+    | adapter("mlx5_10", "InfiniBand")
+    | adapter("mlx5_2", "InfiniBand")
+    | adapter("mlx5_3", "Ethernet", state="1: DOWN"),
     Fabric("infiniband", ("mlx5_0", "mlx5_2", "mlx5_10")),
   ),
   "mixed": (
@@ -64,7 +66,7 @@ NODES = {
   ),
   "slingshot": (HSN, Fabric("slingshot", ("hsn0", "hsn1", "hsn2", "hsn10"))),
   "slingshot, no names": ({"sys/class/cxi/cxi0/uevent": ""}, Fabric("slingshot")),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", NODES)
@@ -103,11 +105,15 @@ def test_places(node, monkeypatch):
 # Nodes, and what is set there in a run of two of them.
 FOR_ALL = {"XLA_CLIENT_MEM_FRACTION": "0.9", LEVEL: "O1"}
 HPE = {
-  "NCCL_CROSS_NIC": "1", "NCCL_NET_GDR_LEVEL": "PHB", "FI_CXI_RX_MATCH_MODE": "hybrid",
-  "FI_MR_CACHE_MONITOR": "userfaultfd", "FI_CXI_DISABLE_HOST_REGISTER": "1",
-  "FI_CXI_DEFAULT_CQ_SIZE": "131072", "FI_CXI_DEFAULT_TX_SIZE": "2048",
+  "NCCL_CROSS_NIC": "1",
+  "NCCL_NET_GDR_LEVEL": "PHB",
+  "FI_CXI_RX_MATCH_MODE": "hybrid",
+  "FI_MR_CACHE_MONITOR": "userfaultfd",
+  "FI_CXI_DISABLE_HOST_REGISTER": "1",
+  "FI_CXI_DEFAULT_CQ_SIZE": "131072",
+  "FI_CXI_DEFAULT_TX_SIZE": "2048",
   "NCCL_SOCKET_IFNAME": "hsn0,hsn1,hsn2,hsn10",
-}  # fmt: skip
+}
 HOPPER = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
 CHOSEN = {
   "ethernet": ({}, FOR_ALL),
@@ -257,8 +263,11 @@ def test_a_run_sets_them_before_jax_starts(tmp_path):
   def start(setting):
     done = subprocess.run(
       [sys.executable, "-c", START, setting, str(tmp_path)],
-      env=env, capture_output=True, text=True, timeout=300,
-    )  # fmt: skip
+      env=env,
+      capture_output=True,
+      text=True,
+      timeout=300,
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout.splitlines()
 

@@ -24,9 +24,7 @@ IMAGES = DatasetInfo("photos", (224, 224, 3), 7, (127.5,), (127.5,))
 HEAD = ("model.embed_tokens.weight", "lm_head.weight")
 
 
-def check(
-  folder, reported, *, model=LLAMA, naming="huggingface", names=HEAD, info=TEXT, **more
-):
+def check(folder, reported, *, model=LLAMA, naming="huggingface", names=HEAD, info=TEXT, **more):
   """The line that says what is another, or the notes, or None."""
   (folder / "config.json").write_text(json.dumps(reported))
   path = folder / "x.safetensors"
@@ -56,9 +54,13 @@ def test_a_head_beside_tied_embeddings_is_noted(tmp_path):
 
 @pytest.mark.parametrize(
   ("options", "kind"),
-  [({}, "llama"), ({"qk_norm": True}, "qwen3"), ({"qkv_bias": True}, "qwen2"),
-   ({"rope_factor": 8.0, "rope_low": 2.0, "rope_length": 32}, "llama")],
-)  # fmt: skip
+  [
+    ({}, "llama"),
+    ({"qk_norm": True}, "qwen3"),
+    ({"qkv_bias": True}, "qwen2"),
+    ({"rope_factor": 8.0, "rope_low": 2.0, "rope_length": 32}, "llama"),
+  ],
+)
 @pytest.mark.parametrize("groups", [None, 2])
 def test_what_is_written_for_a_model_is_of_that_model(groups, options, kind, tmp_path):
   model = cfg.Transformer(width=32, num_kv_heads=groups, **options)
@@ -130,9 +132,12 @@ def test_fields_that_are_not_known_are_named(tmp_path):
 
 
 SCALED = {
-  "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+  "rope_type": "llama3",
+  "factor": 8.0,
+  "low_freq_factor": 1.0,
+  "high_freq_factor": 4.0,
   "original_max_position_embeddings": 8192,
-}  # fmt: skip
+}
 
 
 def test_scaled_positions_are_settings(tmp_path):
@@ -140,10 +145,9 @@ def test_scaled_positions_are_settings(tmp_path):
   new = {"rope_theta": None, "rope_parameters": SCALED | {"rope_theta": 5e5}}
   for fields in (
     {"rope_scaling": SCALED},
-    {"rope_scaling": {k: v for k, v in SCALED.items() if k != "rope_type"}
-     | {"type": "llama3"}},
+    {"rope_scaling": {k: v for k, v in SCALED.items() if k != "rope_type"} | {"type": "llama3"}},
     new,
-  ):  # fmt: skip
+  ):
     assert check(tmp_path, changed(**fields), model=scaled) == ""
     assert check(tmp_path, changed(**fields)) == (
       "factor is 8.0 there and None here, set Transformer.rope_factor=8.0"
@@ -182,23 +186,18 @@ def test_scaled_positions_are_settings(tmp_path):
       "num_attention_heads is 32 there and 4 here, set Transformer.num_heads=32; "
       "head_dim is 1 there and 8 here, set Transformer.head_width=1",
     ),
-    (
-      {"head_dim": 16},
-      "head_dim is 16 there and 8 here, set Transformer.head_width=16",
-    ),
+    ({"head_dim": 16}, "head_dim is 16 there and 8 here, set Transformer.head_width=16"),
     (
       {"head_dim": None, "model_type": "qwen3"},
       "head_dim is 128 there and 8 here, set Transformer.head_width=128",
     ),
     (
       {"rope_theta": None, "rope_parameters": TRANSFORMERS_5 | {"rope_theta": 1e6}},
-      "rope_theta is 1000000.0 there and 500000.0 here, set "
-      "Transformer.rope_theta=1000000.0",
+      "rope_theta is 1000000.0 there and 500000.0 here, set Transformer.rope_theta=1000000.0",
     ),
     (
       {"rope_theta": None},
-      "rope_theta is 10000.0 there and 500000.0 here, set "
-      "Transformer.rope_theta=10000.0",
+      "rope_theta is 10000.0 there and 500000.0 here, set Transformer.rope_theta=10000.0",
     ),
     (
       {"rms_norm_eps": None},
@@ -212,8 +211,7 @@ def test_scaled_positions_are_settings(tmp_path):
     ),
     (
       {"rope_parameters": TRANSFORMERS_5 | {"rope_type": "yarn"}},
-      "rope_type is 'yarn' there and 'default' or 'llama3' here, which no setting "
-      "changes",
+      "rope_type is 'yarn' there and 'default' or 'llama3' here, which no setting changes",
     ),
     (
       {"partial_rotary_factor": 0.25},
@@ -231,8 +229,7 @@ def test_scaled_positions_are_settings(tmp_path):
     ),
     (
       {"quantization_config": {"bits": 4}},
-      "quantization_config is {'bits': 4} there and None here, which no setting "
-      "changes",
+      "quantization_config is {'bits': 4} there and None here, which no setting changes",
     ),
     (
       {"hidden_act": "gelu"},
@@ -242,10 +239,7 @@ def test_scaled_positions_are_settings(tmp_path):
       {"attention_bias": True},
       "attention_bias is True there and False here, which no setting changes",
     ),
-    (
-      {"mlp_bias": True},
-      "mlp_bias is True there and False here, which no setting changes",
-    ),
+    ({"mlp_bias": True}, "mlp_bias is True there and False here, which no setting changes"),
     (
       {"model_type": "gemma"},
       "model_type is 'gemma' there and 'llama' or 'mistral' or 'qwen2' or 'qwen3' "
@@ -258,7 +252,7 @@ def test_scaled_positions_are_settings(tmp_path):
     ),
   ],
   ids=str,
-)  # fmt: skip
+)
 def test_another_model_is_one_line(fields, says, tmp_path):
   assert check(tmp_path, changed(**fields)) == says
 
@@ -274,9 +268,14 @@ def test_a_file_without_a_head_is_of_tied_embeddings(tmp_path):
 
 
 VIT = {
-  "model_type": "vit", "num_attention_heads": 6, "layer_norm_eps": 1e-6,
-  "hidden_act": "gelu", "qkv_bias": True, "image_size": 224, "patch_size": 16,
-}  # fmt: skip
+  "model_type": "vit",
+  "num_attention_heads": 6,
+  "layer_norm_eps": 1e-6,
+  "hidden_act": "gelu",
+  "qkv_bias": True,
+  "image_size": 224,
+  "patch_size": 16,
+}
 
 
 @pytest.mark.parametrize(
@@ -284,28 +283,36 @@ VIT = {
   [
     ({}, ""),
     ({"qkv_bias": None, "hidden_act": None}, ""),
-    ({"num_attention_heads": 12},
-     "num_attention_heads is 12 there and 6 here, set ViT.num_heads=12"),
-    ({"layer_norm_eps": 1e-12},
-     "layer_norm_eps is 1e-12 there and 1e-06 here, set ViT.norm_eps=1e-12"),
-    ({"layer_norm_eps": None},
-     "layer_norm_eps is 1e-12 there and 1e-06 here, set ViT.norm_eps=1e-12"),
-    ({"hidden_act": "gelu_new"},
-     "hidden_act is 'gelu_new' there and 'gelu' here, which no setting changes"),
-    ({"qkv_bias": False},
-     "qkv_bias is False there and True here, which no setting changes"),
-    ({"model_type": "dinov2"},
-     "model_type is 'dinov2' there and 'vit' here, which no setting changes"),
+    (
+      {"num_attention_heads": 12},
+      "num_attention_heads is 12 there and 6 here, set ViT.num_heads=12",
+    ),
+    (
+      {"layer_norm_eps": 1e-12},
+      "layer_norm_eps is 1e-12 there and 1e-06 here, set ViT.norm_eps=1e-12",
+    ),
+    (
+      {"layer_norm_eps": None},
+      "layer_norm_eps is 1e-12 there and 1e-06 here, set ViT.norm_eps=1e-12",
+    ),
+    (
+      {"hidden_act": "gelu_new"},
+      "hidden_act is 'gelu_new' there and 'gelu' here, which no setting changes",
+    ),
+    ({"qkv_bias": False}, "qkv_bias is False there and True here, which no setting changes"),
+    (
+      {"model_type": "dinov2"},
+      "model_type is 'dinov2' there and 'vit' here, which no setting changes",
+    ),
   ],
-)  # fmt: skip
+)
 def test_a_vit_of_hugging_face(fields, says, tmp_path):
   reported = {k: v for k, v in (VIT | fields).items() if v is not None}
   assert check(tmp_path, reported, model=cfg.ViT(), info=IMAGES) == says
 
 
 @pytest.mark.parametrize(
-  ("naming", "model"),
-  [("huggingface", LLAMA), ("timm", cfg.ViT()), ("torchvision", cfg.ViT())],
+  ("naming", "model"), [("huggingface", LLAMA), ("timm", cfg.ViT()), ("torchvision", cfg.ViT())]
 )
 def test_without_a_config_one_line_warns(naming, model, tmp_path):
   (note,) = check_source(tmp_path / "x", naming, HEAD, model, TEXT)
@@ -328,8 +335,7 @@ def test_a_file_of_ours_knows_its_settings(naming, tmp_path):
   with pytest.raises(ConfigError) as e:
     check_source(path, naming, HEAD, LLAMA, TEXT)
   assert str(e.value) == (
-    f"{path}: of another model: num_heads is 8 there and 4 here, set "
-    "Transformer.num_heads=8"
+    f"{path}: of another model: num_heads is 8 there and 4 here, set Transformer.num_heads=8"
   )
   assert check_source(path, naming, HEAD, cfg.ViT(num_heads=6), IMAGES) == []
 
@@ -345,9 +351,7 @@ def test_one_that_cannot_be_read_is_one_line(tmp_path):
 
 def test_class_names_are_written():
   names = {"class_names": ("ant", "bee", "cat", "dog", "eel", "fox", "gnu")}
-  found = hf_config.vit_config(
-    cfg.ViT(), IMAGES._asdict() | names, hidden=8, dtype="float32"
-  )
+  found = hf_config.vit_config(cfg.ViT(), IMAGES._asdict() | names, hidden=8, dtype="float32")
   assert found["id2label"]["6"] == "gnu" and found["label2id"]["ant"] == 0
   found = hf_config.vit_config(cfg.ViT(), IMAGES._asdict(), hidden=8, dtype="float32")
   assert "id2label" not in found

@@ -16,14 +16,7 @@ from jaxscale.errors import ConfigError
 from jaxscale.experiment import build
 from jaxscale.run.fit import fit
 from support.images import jpeg_bytes, write_folder
-from support.odd_images import (
-  NOISE,
-  TOO_LARGE,
-  bmp_of_size,
-  jpeg_441,
-  of_size,
-  png_of_size,
-)
+from support.odd_images import NOISE, TOO_LARGE, bmp_of_size, jpeg_441, of_size, png_of_size
 
 CROP = np.full(64, 0.3)
 
@@ -107,19 +100,13 @@ def folder_config(path, **settings):
   return cfg.Config(**vars(base) | {"data": files, "model": cfg.MLP(hidden=(8,))})
 
 
-def test_images_that_cannot_be_read_are_told_before_anything_is_compiled(
-  tmp_path, monkeypatch
-):
+def test_images_that_cannot_be_read_are_told_before_anything_is_compiled(tmp_path, monkeypatch):
   for split in ("train", "val"):
     for path in write_folder(tmp_path, split, 8):
       path.write_bytes(b"<html>404</html>")
   compiled = []
-  monkeypatch.setattr(
-    build.Experiment, "compile_train_step", lambda *_: compiled.append(1)
-  )
-  with pytest.raises(
-    ConfigError, match=r"the first is cat/000\.jpg \(16 bytes"
-  ) as error:
+  monkeypatch.setattr(build.Experiment, "compile_train_step", lambda *_: compiled.append(1))
+  with pytest.raises(ConfigError, match=r"the first is cat/000\.jpg \(16 bytes") as error:
     fit(folder_config(tmp_path), tmp_path / "run")
   assert "16 examples in a row cannot be read" in str(error.value) and not compiled
   assert not (tmp_path / "run" / "config.json").exists()  # another config may begin
@@ -128,14 +115,8 @@ def test_images_that_cannot_be_read_are_told_before_anything_is_compiled(
 def test_a_path_is_named_as_the_command_line_has_it(tmp_path, capsys):
   write_folder(tmp_path, "train", 2)
   for settings, says in (
-    (
-      {"path": f"{tmp_path}/no"},
-      f"--config.data.path={tmp_path}/no: no such directory",
-    ),
-    (
-      {"path": tmp_path},
-      f"--config.data.eval_split=val: no such directory in {tmp_path}",
-    ),
+    ({"path": f"{tmp_path}/no"}, f"--config.data.path={tmp_path}/no: no such directory"),
+    ({"path": tmp_path}, f"--config.data.eval_split=val: no such directory in {tmp_path}"),
     ({"path": tmp_path, "train_split": "x"}, "--config.data.train_split=x: no such"),
   ):
     options = [f"--config.data.{k}={v}" for k, v in settings.items()]

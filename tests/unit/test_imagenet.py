@@ -12,14 +12,7 @@ from jaxscale import data
 from jaxscale.data import jpeg, tfrecord
 from support.commands import child_env
 from support.errors import config_error
-from support.images import (
-  crc32c,
-  example,
-  jpeg_bytes,
-  masked,
-  write_tfds,
-  write_tfrecord,
-)
+from support.images import crc32c, example, jpeg_bytes, masked, write_tfds, write_tfrecord
 from support.paths import ROOT
 
 pytestmark = [
@@ -37,13 +30,8 @@ def prepared(tmp_path_factory):
   from skimage import data as photos
 
   coffee = photos.coffee()
-  records = [
-    example(jpeg_bytes(coffee[i : i + 40 + i, i : i + 60]), i % 10) for i in range(29)
-  ]
-  splits = {
-    "train": [records[:9], records[9:17], records[17:23]],
-    "validation": [records[23:]],
-  }
+  records = [example(jpeg_bytes(coffee[i : i + 40 + i, i : i + 60]), i % 10) for i in range(29)]
+  splits = {"train": [records[:9], records[9:17], records[17:23]], "validation": [records[23:]]}
   roots = {}
   for file_format in ("array_record", "tfrecord"):
     roots[file_format] = tmp_path_factory.mktemp(file_format)
@@ -58,9 +46,7 @@ def test_the_checksum_is_crc_32c():
   np.testing.assert_array_equal(tfrecord.masked_crc32c(rows.astype(np.uint32)), known)
 
 
-SPLITS = (
-  "train", "validation", "train[:90%]", "train[8:18]", "train[-3:]", "train+validation",
-)  # fmt: skip
+SPLITS = ("train", "validation", "train[:90%]", "train[8:18]", "train[-3:]", "train+validation")
 
 
 @pytest.mark.parametrize("split", SPLITS)
@@ -77,9 +63,7 @@ def test_tfrecord_gives_what_tfds_gives(prepared, split):
     assert dataset.info.image_shape == (16, 16, 3) and dataset.info.num_classes == 10
     loaded.append(dataset.load(np.arange(len(known))[::-1], None))
   for batch in loaded:
-    for got, label, item in zip(
-      batch["image"], batch["label"], known[::-1], strict=True
-    ):
+    for got, label, item in zip(batch["image"], batch["label"], known[::-1], strict=True):
       view = jpeg.decode_view(item["image"], 16, 3, None)[0]
       np.testing.assert_array_equal(got, view)
       assert label == item["label"]
@@ -111,9 +95,12 @@ def test_reading_imports_no_tensorflow(prepared, tmp_path):
     """
   path = os.pathsep.join([str(fake.parent), os.environ.get("PYTHONPATH", "")])
   done = subprocess.run(
-    [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True,
+    [sys.executable, "-c", code],
+    cwd=ROOT,
+    capture_output=True,
+    text=True,
     env=child_env(PYTHONPATH=path, PYTHONWARNINGS="ignore"),
-  )  # fmt: skip
+  )
   assert done.returncode == 0, done.stderr
   assert "jaxscale prepare mnist" in done.stdout
 
@@ -159,9 +146,7 @@ def test_the_index_is_made_once_and_again_for_another_file(tmp_path, monkeypatch
   walked = []
   walk = tfrecord.index_shard
   monkeypatch.setattr(tfrecord, "index_shard", lambda p: walked.append(p) or walk(p))
-  reads = [
-    tfrecord.random_access([tfrecord.Shard(str(path), 4, 0, 4)]) for _ in range(3)
-  ]
+  reads = [tfrecord.random_access([tfrecord.Shard(str(path), 4, 0, 4)]) for _ in range(3)]
   assert len(walked) == 1 and all(read(3) == records[3] for read in reads)
   for kept in (tmp_path / "cache").rglob("*.npz"):
     kept.write_bytes(b"damaged")

@@ -18,10 +18,8 @@ def test_this_jax_has_all_of_them():
 
 LOST = {  # what has vanished, as `missing` lists it
   "jax._src.distributed.global_state": ("jax._src.distributed", "global_state"),
-  "jax._src.cache_key._hash_accelerator_config": (
-    "jax._src.cache_key", "_hash_accelerator_config",
-  ),
-}  # fmt: skip
+  "jax._src.cache_key._hash_accelerator_config": ("jax._src.cache_key", "_hash_accelerator_config"),
+}
 
 
 @pytest.mark.parametrize("name", LOST)

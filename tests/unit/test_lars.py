@@ -41,9 +41,19 @@ GOLDEN = {  # (variant, step, options): weights
   ("timm_clip", 3): [0.940797661358, -2.026812832856, 2.9475515986],
 }
 VARIANTS = [
-  "paper", "nvidia", "tf_contrib", "tf_contrib_l2_in_loss", "torch", "optax",
-  "larc_clip", "larc_scale", "nvcaffe_clip", "nvcaffe_scale", "timm", "timm_clip",
-]  # fmt: skip
+  "paper",
+  "nvidia",
+  "tf_contrib",
+  "tf_contrib_l2_in_loss",
+  "torch",
+  "optax",
+  "larc_clip",
+  "larc_scale",
+  "nvcaffe_clip",
+  "nvcaffe_scale",
+  "timm",
+  "timm_clip",
+]
 IN_VELOCITY = ["paper", "nvidia", "optax", "nvcaffe_clip", "nvcaffe_scale"]
 
 
@@ -109,9 +119,13 @@ def random_layers(seed=0, steps=5):
   """Layers of several shapes, one of them 0, one without gradient."""
   rng = np.random.default_rng(seed)
   shapes = {
-    "matrix": (5, 7), "conv": (3, 3, 4, 2), "bias": (7,), "scalar": (),
-    "zero": (4, 3), "still": (3, 4),
-  }  # fmt: skip
+    "matrix": (5, 7),
+    "conv": (3, 3, 4, 2),
+    "bias": (7,),
+    "scalar": (),
+    "zero": (4, 3),
+    "still": (3, 4),
+  }
   params, *grads = (
     {name: np.array(rng.standard_normal(shape)) for name, shape in shapes.items()}
     for _ in range(steps + 1)
@@ -173,9 +187,7 @@ def test_correction_is_the_rate_outside_the_velocity(nesterov):
   rates = np.random.default_rng(2).uniform(0.1, 9, 8)
 
   def after(variant, rates):
-    return optimize64(
-      optim.lars(changing(rates), variant=variant, **settings), params, grads
-    )
+    return optimize64(optim.lars(changing(rates), variant=variant, **settings), params, grads)
 
   close = dict(rtol=1e-11, atol=1e-13)
   for name, w in after("nvidia", rates).items():
@@ -212,14 +224,9 @@ def test_the_optax_form_is_optax(mask, nesterov):
   params, grads = random_layers(3)
   rates, everything = [0.3, 0.9, 1.7, 0.8, 0.0], True if mask is None else mask
   both = dict(weight_decay=0.1, trust_coefficient=0.05, eps=0.01, nesterov=nesterov)
-  got = optimize64(
-    optim.lars(changing(rates), variant="optax", mask=mask, **both), params, grads
-  )
+  got = optimize64(optim.lars(changing(rates), variant="optax", mask=mask, **both), params, grads)
   theirs = optax.lars(
-    changing(rates),
-    weight_decay_mask=everything,
-    trust_ratio_mask=everything,
-    **both,
+    changing(rates), weight_decay_mask=everything, trust_ratio_mask=everything, **both
   )
   for name, w in optimize64(theirs, params, grads).items():
     np.testing.assert_allclose(got[name], w, rtol=1e-10, err_msg=name)

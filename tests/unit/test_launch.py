@@ -86,9 +86,7 @@ def test_the_command_line_has_the_last_word():
 
 
 def test_a_sweep_is_a_product():
-  trials = sweeps.product(
-    ["optimizer.lr=0.1,0.2", "--config.seed=1,2", "a=(1,2),'x,y'"]
-  )
+  trials = sweeps.product(["optimizer.lr=0.1,0.2", "--config.seed=1,2", "a=(1,2),'x,y'"])
   assert len(trials) == 8
   assert trials[1] == {"optimizer.lr": "0.1", "seed": "1", "a": "'x,y'"}
   assert trials[-1] == {"optimizer.lr": "0.2", "seed": "2", "a": "'x,y'"}
@@ -173,7 +171,7 @@ MISTAKES = [
   (["logs", "nothing"], "nothing: no such run"),
   (["cancel"], "RUN: missing; `jaxscale status` lists them"),
   (["status", "--every=0"], "--every=0: give a whole number >= 1"),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("argv, says", MISTAKES, ids=lambda v: str(v)[:40])
@@ -188,10 +186,17 @@ def test_a_mistake_is_one_line_and_makes_nothing(argv, says, tmp_path, capsys):
 
 @pytest.mark.parametrize(
   "argv",
-  [["submit", "--config", DIGITS], ["scaling", "--config", DIGITS, "--nodes=1,2"],
-   ["status"], ["status", "a"], ["logs", "a"], ["cancel", "a"], ["resume", "a"]],
+  [
+    ["submit", "--config", DIGITS],
+    ["scaling", "--config", DIGITS, "--nodes=1,2"],
+    ["status"],
+    ["status", "a"],
+    ["logs", "a"],
+    ["cancel", "a"],
+    ["resume", "a"],
+  ],
   ids=" ".join,
-)  # fmt: skip
+)
 def test_a_bucket_holds_no_runs(argv, capsys):
   assert cli.main([*argv, "--runs", "gs://bucket/runs"]) == 2
   out, err = capsys.readouterr()
@@ -209,9 +214,7 @@ def test_a_dry_run_prints_the_script_and_makes_nothing(tmp_path, capsys):
   assert not runs.exists()
   script = out[: out.index("# would make")]
   assert subprocess.run(["bash", "-n"], input=script, text=True).returncode == 0
-  assert f"# made by {shlex.join(['jaxscale', *argv])}" in (
-    out.replace("# x, made", "# made")
-  )
+  assert f"# made by {shlex.join(['jaxscale', *argv])}" in (out.replace("# x, made", "# made"))
   assert "#SBATCH --nodes=4" in out and "--config.epochs=3" in out
 
 
@@ -228,23 +231,19 @@ def test_the_folder_holds_the_code_and_its_config(tmp_path):
   tracked = subprocess.run(
     ["git", "ls-files", "jaxscale"], cwd=ROOT, capture_output=True, text=True
   ).stdout.split()
-  assert {str(p.relative_to(code)) for p in code.rglob("*") if p.is_file()} >= {
-    *tracked
-  }
-  assert load_config(f"{prepared.spec.folder}/{prepared.spec.config}") == load_config(
-    DIGITS
-  )
+  assert {str(p.relative_to(code)) for p in code.rglob("*") if p.is_file()} >= {*tracked}
+  assert load_config(f"{prepared.spec.folder}/{prepared.spec.config}") == load_config(DIGITS)
   where = subprocess.run(
     [sys.executable, "-c", "import jaxscale; print(jaxscale.__file__)"],
     env={**os.environ, "PYTHONPATH": str(code), "PYTHONSAFEPATH": "1"},
-    cwd=ROOT, capture_output=True, text=True,
-  )  # fmt: skip
+    cwd=ROOT,
+    capture_output=True,
+    text=True,
+  )
   assert where.stdout.strip() == str(code / "jaxscale" / "__init__.py"), where.stderr
   packages = json.loads((code.parent / "environment.json").read_text())["packages"]
   assert "jax" in packages
-  with pytest.raises(
-    ConfigError, match="exists, give another --name"
-  ):  # since it was prepared
+  with pytest.raises(ConfigError, match="exists, give another --name"):  # since it was prepared
     folders.make(*made, prepared.source)
   with pytest.raises(ConfigError, match="exists; give another name"):
     launch.jobs.prepare(DIGITS, name="x", runs=str(tmp_path / "r"))
@@ -296,9 +295,8 @@ def test_a_class_that_a_job_cannot_import_is_named(tmp_path):
       return None
 
   config = cfg.Config(
-    model=OfANotebook(), data=cfg.Digits(), optimizer=cfg.SGD(lr=0.1), batch_size=8,
-    epochs=1,
-  )  # fmt: skip
+    model=OfANotebook(), data=cfg.Digits(), optimizer=cfg.SGD(lr=0.1), batch_size=8, epochs=1
+  )
   with pytest.raises(ConfigError, match="as OfANotebook is of this program alone; "):
     launch.submit(config, runs=tmp_path)
 

@@ -46,10 +46,14 @@ def job_files(tmp_path, run, *, srun="exit 0", scontrol="echo JobState=RUNNING")
   script = Path(run.folder, "job.sbatch")
   script.write_text(slurm_script.render(run))
   variables = {
-    "PATH": f"{bin_}:{os.environ['PATH']}", "SLURM_JOB_ID": "7", "HOME": str(tmp_path),
-    "SLURM_JOB_NUM_NODES": "1", "SLURM_JOB_NODELIST": "n[1-2]",
-    "SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "1",
-  }  # fmt: skip
+    "PATH": f"{bin_}:{os.environ['PATH']}",
+    "SLURM_JOB_ID": "7",
+    "HOME": str(tmp_path),
+    "SLURM_JOB_NUM_NODES": "1",
+    "SLURM_JOB_NODELIST": "n[1-2]",
+    "SLURM_ARRAY_JOB_ID": "7",
+    "SLURM_ARRAY_TASK_ID": "1",
+  }
   return ["bash", str(script)], variables
 
 
@@ -72,12 +76,20 @@ def test_nothing_in_the_script_is_split_or_expanded(tmp_path):
   done = subprocess.run(command, env=env, capture_output=True, text=True)
   assert (done.returncode, done.stderr) == (0, "")
   assert called(tmp_path) == [
-    "--kill-on-bad-exit=1", "--comment=two words",
-    f"--output={folder}/logs/%A_%a.%t.out", "--open-mode=append",
-    "/venv/bin/python", "-m", "jaxscale.train",
-    "--config", f"{folder}/code/configs/digits.py", f"--config.data.path={AWKWARD}",
-    f"--config.epochs={AWKWARD}2", "--workdir", f"{folder}/trials/1",
-  ]  # fmt: skip
+    "--kill-on-bad-exit=1",
+    "--comment=two words",
+    f"--output={folder}/logs/%A_%a.%t.out",
+    "--open-mode=append",
+    "/venv/bin/python",
+    "-m",
+    "jaxscale.train",
+    "--config",
+    f"{folder}/code/configs/digits.py",
+    f"--config.data.path={AWKWARD}",
+    f"--config.epochs={AWKWARD}2",
+    "--workdir",
+    f"{folder}/trials/1",
+  ]
   assert (tmp_path / "env").read_text() == AWKWARD
   diary = read_json_lines(folder / "events" / "1.jsonl")
   assert [(d["event"], d["job"], d["code"], d["next"]) for d in diary] == [
@@ -89,12 +101,29 @@ def test_nothing_in_the_script_is_split_or_expanded(tmp_path):
 
 # Each runs `touch PROOF` where a shell, Slurm or printf takes it for more than text.
 PAYLOADS = [
-  "$(touch PROOF)", "`touch PROOF`", "; touch PROOF", "&& touch PROOF", "| touch PROOF",
-  "|| touch PROOF", "& touch PROOF &", "'; touch PROOF; '", '"; touch PROOF; "',
-  "'$(touch PROOF)'", '"$(touch PROOF)"', "\\'; touch PROOF #", "$IFS$(touch PROOF)",
-  "${x:-$(touch PROOF)}", "a[$(touch PROOF)]=1", "<(touch PROOF)", "> PROOF", "%s%n%x",
-  "\ntouch PROOF\n", "EOF\ntouch PROOF\n", "--wrap=touch PROOF", "~/x {a,b} * ? [a-z]",
-]  # fmt: skip
+  "$(touch PROOF)",
+  "`touch PROOF`",
+  "; touch PROOF",
+  "&& touch PROOF",
+  "| touch PROOF",
+  "|| touch PROOF",
+  "& touch PROOF &",
+  "'; touch PROOF; '",
+  '"; touch PROOF; "',
+  "'$(touch PROOF)'",
+  '"$(touch PROOF)"',
+  "\\'; touch PROOF #",
+  "$IFS$(touch PROOF)",
+  "${x:-$(touch PROOF)}",
+  "a[$(touch PROOF)]=1",
+  "<(touch PROOF)",
+  "> PROOF",
+  "%s%n%x",
+  "\ntouch PROOF\n",
+  "EOF\ntouch PROOF\n",
+  "--wrap=touch PROOF",
+  "~/x {a,b} * ? [a-z]",
+]
 # Where a user's or a site's text goes into the script.
 PLACES = {
   "override": lambda text: {"overrides": {"data.path": text}},
@@ -111,21 +140,21 @@ PLACES = {
   "a field": lambda text: {"overrides": {text: "1"}},
   **{
     option: lambda text, option=option: {"site": Site(**{option: text})}
-    for option in (
-      "partition", "account", "qos", "constraint", "reservation", "exclude", "mem",
-    )
+    for option in ("partition", "account", "qos", "constraint", "reservation", "exclude", "mem")
   },
   **{
     f"{what} of {kind}": lambda text, kind=kind, what=what: {
-      "site": Site(container=Container(kind=kind, **{"image": "i"} | {
-        what: text if what == "image" else (text,)}))}
+      "site": Site(
+        container=Container(
+          kind=kind, **{"image": "i"} | {what: text if what == "image" else (text,)}
+        )
+      )
+    }
     for kind in ("apptainer", "singularity", "pyxis")
     for what in ("image", "mounts", "options")
   },
-}  # fmt: skip
-QUICK_PLACES = (
-  "override", "trial", "config", "python", "variable", "module", "srun", "name",
-)  # fmt: skip
+}
+QUICK_PLACES = ("override", "trial", "config", "python", "variable", "module", "srun", "name")
 
 
 @pytest.mark.parametrize("place", all_slow_except(PLACES, *QUICK_PLACES))
@@ -155,9 +184,7 @@ def test_the_script_starts_again_what_the_local_executor_does(tmp_path, code, pr
   saved = f"{run.folder}/train/checkpoints"
   step = f'mkdir -p "{saved}/40"; ' if progress else ""
   if progress and code % 2:  # a copy on the nodes, recorded as `write_json` does
-    step = (
-      f'printf \'{{\\n  "run": "5",\\n  "step": 40\\n}}\' >\'{saved}/local.json\'; '
-    )
+    step = f'printf \'{{\\n  "run": "5",\\n  "step": 40\\n}}\' >\'{saved}/local.json\'; '
   command, env = job_files(tmp_path, run, srun=f"{step}exit {code}")
   (Path(run.folder) / "train" / "checkpoints" / "9").mkdir(parents=True)
   done = subprocess.run(command, env=env, capture_output=True, text=True)
@@ -286,9 +313,7 @@ def test_every_exit_code_is_on_record_where_the_disk_is_full(tmp_path, code):
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2])
 def test_the_script_outlives_a_signal_and_hands_the_warning_on(tmp_path, number):
   run = RUN._replace(folder=str(tmp_path / "run"))
-  command, env = job_files(
-    tmp_path, run, srun=f'touch "{tmp_path}/up"; /bin/sleep 1; exit 85'
-  )
+  command, env = job_files(tmp_path, run, srun=f'touch "{tmp_path}/up"; /bin/sleep 1; exit 85')
   job = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True)
   while not (tmp_path / "up").exists():
     time.sleep(0.02)
@@ -395,16 +420,14 @@ def test_the_pods_hosts_get_the_words_as_they_were_typed(tmp_path):
   done = subprocess.run(
     ["bash", "launch/tpu_pod.sh", "--config", "a b.py", f"--config.x={AWKWARD}"],
     env={"PATH": f"{tmp_path}/bin:{os.environ['PATH']}", "TPU": "pod", "ZONE": "z"},
-    capture_output=True, text=True,
-  )  # fmt: skip
+    capture_output=True,
+    text=True,
+  )
   head = "cd ~/jaxscale && exec .venv/bin/python -P -m jaxscale.train"
   assert done.stdout.startswith(head), done.stderr
   words = subprocess.run(
     ["bash", "-c", f"printf '%s\\0' {done.stdout.removeprefix(head)}"],
-    capture_output=True, text=True,
-  )  # fmt: skip
-  assert words.stdout.split("\0")[:-1] == [
-    "--config",
-    "a b.py",
-    f"--config.x={AWKWARD}",
-  ]
+    capture_output=True,
+    text=True,
+  )
+  assert words.stdout.split("\0")[:-1] == ["--config", "a b.py", f"--config.x={AWKWARD}"]

@@ -42,9 +42,7 @@ START, DONE = ("start", "7", 0, ""), ("end", "7", 0, "stop")
     ([("start", "6", 0, ""), ("end", "6", 0, "stop")], False, "LOST"),
   ],
 )
-def test_events_have_the_state_when_slurm_has_forgotten(
-  tmp_path, events, cancelled, state
-):
+def test_events_have_the_state_when_slurm_has_forgotten(tmp_path, events, cancelled, state):
   run = RUN._replace(folder=str(tmp_path))
   (tmp_path / "events").mkdir()
   write_events(run, *events)
@@ -69,9 +67,19 @@ def test_a_status_has_all_that_was_asked_for(tmp_path):
   assert row.to_go == pytest.approx(100)
   head, line = str(status.StatusTable([row])).splitlines()
   assert line.split() == [
-    "digits-1", "7", "RUNNING", "4", "200/1,200", "1.8000", "12,346", "50.00%",
-    "1:00:00", "1:40", "-", "2",
-  ]  # fmt: skip
+    "digits-1",
+    "7",
+    "RUNNING",
+    "4",
+    "200/1,200",
+    "1.8000",
+    "12,346",
+    "50.00%",
+    "1:00:00",
+    "1:40",
+    "-",
+    "2",
+  ]
   assert head.split() == [
     *("run", "job", "state", "nodes", "step", "loss", "examples/s", "accuracy"),
     *("time", "left", "to", "go", "goodput", "restarts"),
@@ -94,9 +102,7 @@ def test_where_no_cluster_answers_the_advice_is_of_the_command(
 ):
   """Slurm's commands are installed on many machines that are of no cluster."""
   path = tmp_path / command
-  path.write_text(
-    "#!/bin/sh\necho x: error: Unable to contact slurm controller >&2;exit 1"
-  )
+  path.write_text("#!/bin/sh\necho x: error: Unable to contact slurm controller >&2;exit 1")
   path.chmod(0o755)
   monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
   with pytest.raises(ConfigError) as error:
@@ -110,10 +116,7 @@ def test_a_line_of_squeue_may_be_long():
   for limit, left in (("2-00:00:00", "1-23:59:00"), ("UNLIMITED", "")):
     cells = ["12_3", "PENDING", "64", left or "364-23:59:59", "1", reason, limit]
     line = "".join(cell.ljust(128) for cell in cells)
-    assert slurm.parse_line(line) == (
-      "12_3",
-      QueueEntry("PENDING", 64, left, 1, reason),
-    )
+    assert slurm.parse_line(line) == ("12_3", QueueEntry("PENDING", 64, left, 1, reason))
 
 
 def test_a_run_without_a_job_is_named(tmp_path, capsys):
@@ -149,8 +152,5 @@ def test_a_damaged_folder_hides_no_other_run(tmp_path):
     (tmp_path / name / "run.json").write_text(text.replace("digits-1", "\\u001b[2J"))
   found = status.statuses([tmp_path / "good", tmp_path / "bad"])
   assert [row.state for row in found] == ["UNREADABLE", "LOST"]
-  assert (
-    all(row.ended for row in found)
-    and "run.json: it is no JSON object" in found[0].note
-  )
+  assert all(row.ended for row in found) and "run.json: it is no JSON object" in found[0].note
   assert "\\x1b[2J" in str(found) and "\x1b" not in str(found)

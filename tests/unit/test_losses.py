@@ -7,12 +7,7 @@ import pytest
 
 from jaxscale import config
 from jaxscale.config import BinaryCrossEntropy, CrossEntropy, Huber, SquaredError
-from jaxscale.data import (
-  DatasetInfo,
-  array_info,
-  eval_batches,
-  train_batches,
-)
+from jaxscale.data import DatasetInfo, array_info, eval_batches, train_batches
 from jaxscale.data.dataset import DamagedExamples, Dataset
 from jaxscale.errors import ConfigError
 from jaxscale.experiment.build import experiment
@@ -41,22 +36,22 @@ HUBER = np.where(SIZE <= 0.7, ERROR**2 / 2, 0.7 * SIZE - 0.7**2 / 2).sum(-1)
 # Settings, labels, and by the formulas: loss trained on, loss evaluated, metric.
 CASES = {
   "smoothed": (
-    CrossEntropy(label_smoothing=0.1), CLASSES, -(SMOOTH * np.log(P)).sum(-1),
-    -(ONE_HOT * np.log(P)).sum(-1), ("accuracy", LOGITS.argmax(-1) == CLASSES),
+    CrossEntropy(label_smoothing=0.1),
+    CLASSES,
+    -(SMOOTH * np.log(P)).sum(-1),
+    -(ONE_HOT * np.log(P)).sum(-1),
+    ("accuracy", LOGITS.argmax(-1) == CLASSES),
   ),
   "several classes": (
-    BinaryCrossEntropy(), SEVERAL, -BOTH.sum(-1), -BOTH.sum(-1),
+    BinaryCrossEntropy(),
+    SEVERAL,
+    -BOTH.sum(-1),
+    -BOTH.sum(-1),
     ("accuracy", ((LOGITS > 0) == SEVERAL).all(-1)),
   ),
-  "squared": (
-    SquaredError(), NUMBERS, SQUARED, SQUARED,
-    ("mean_absolute_error", SIZE.mean(-1)),
-  ),
-  "huber": (
-    Huber(delta=0.7), NUMBERS, HUBER, HUBER,
-    ("mean_absolute_error", SIZE.mean(-1)),
-  ),
-}  # fmt: skip
+  "squared": (SquaredError(), NUMBERS, SQUARED, SQUARED, ("mean_absolute_error", SIZE.mean(-1))),
+  "huber": (Huber(delta=0.7), NUMBERS, HUBER, HUBER, ("mean_absolute_error", SIZE.mean(-1))),
+}
 
 
 def info(labels):
@@ -118,11 +113,13 @@ COUNTS = (INPUTS[:, 1] ** 2 * 3).astype(int)
 @pytest.mark.parametrize(
   ("loss", "y"),
   [
-    (BinaryCrossEntropy(), POSITIVE), (SquaredError(), COUNTS), (Huber(), COUNTS),
+    (BinaryCrossEntropy(), POSITIVE),
+    (SquaredError(), COUNTS),
+    (Huber(), COUNTS),
     (SquaredError(), POSITIVE),
   ],
   ids=["binary", "counts", "huber", "bool"],
-)  # fmt: skip
+)
 def test_targets_of_any_shape_and_dtype_are_the_same_numbers(loss, y):
   """Neither all pairs of [n] and [n, 1], nor an output for each count."""
   wanted = losses_of(loss, y[:, None].astype("float32"))
@@ -198,8 +195,12 @@ SQUARES = (INPUTS > 0).astype(int)
 @pytest.mark.parametrize(
   ("make", "loss", "y", "line"),
   [
-    (lambda h: {"class": h, "aux": h}, SquaredError(), PAIR,
-     "the model gives a dict of 'class', 'aux'; return one array"),
+    (
+      lambda h: {"class": h, "aux": h},
+      SquaredError(),
+      PAIR,
+      "the model gives a dict of 'class', 'aux'; return one array",
+    ),
     (lambda h: (h, h), CrossEntropy(), COUNTS, "the model gives a tuple of 2; return"),
     (lambda h: [h], BinaryCrossEntropy(), PAIR, "the model gives a list of 1; return"),
     (lambda h: h.mean(), SquaredError(), PAIR, r"the model gives \(\); return"),
@@ -212,31 +213,71 @@ SQUARES = (INPUTS > 0).astype(int)
     (same, Given(made=one), PAIR[:, 0], "Given.build: gave function; return a train"),
     (same, Given(made=(one, dict)), PAIR, "Given.build: gave tuple; return a train"),
     (same, Given(made=None), PAIR, "Given.build: gave NoneType; return a training"),
-    (same, per_row(lambda o, b: one(o, b).mean()), PAIR[:, 0],
-     r"gives 'loss' of shape \(\) for examples \(8,\); give one value per example"),
+    (
+      same,
+      per_row(lambda o, b: one(o, b).mean()),
+      PAIR[:, 0],
+      r"gives 'loss' of shape \(\) for examples \(8,\); give one value per example",
+    ),
     (same, per_row(lambda o, b: 1), PAIR[:, 0], r"gives 'loss' of shape \(\) for exam"),
     (same, per_row(lambda o, b: jnp.ones(len(o), int)), PAIR, "gives a loss of int32"),
-    (same, per_row(lambda o, b: one(o, b) * b["weight"]), PAIR[:, 0],
-     rf"{__file__}:\d+: Given, its loss: KeyError: 'weight'"),
-    (same, per_row(lambda o, b: jax.lax.psum(one(o, b), "rows")), PAIR[:, 0],
-     rf"{__file__}:\d+: Given, its loss: .*Error: "),
-    (same, per_row(lambda o, b: o - b["label"]), PAIR[:, 0],
-     rf"{__file__}:\d+: Given, its loss: \w+Error: .*shapes"),
-    (same, Given(made=Objective(one, lambda o, b: {"mae": 3.0})), PAIR[:, 0],
-     r"gives 'mae' of shape \(\) for examples \(8,\); give one value per example"),
-    (same, Given(made=Objective(one, lambda o, b: one(o, b))), PAIR[:, 0],
-     "return a dict of names other than 'loss' and 'examples'"),
-    (same, Given(made=Objective(one, lambda o, b: {"loss": one(o, b)})), PAIR[:, 0],
-     "return a dict of names other than 'loss' and 'examples'"),
-    (same, Given(made=Objective(one, lambda o, b: {"mae": "x"})), PAIR[:, 0],
-     "gives 'mae' as str; give one number per example"),
-    (same, Given(made=Objective(one, dict, lambda o, b: b["labels"])), PAIR[:, 0],
-     "Given, its metrics: TypeError: dict expected"),
-    (same, Given(made=Objective(one, lambda o, b: {}, lambda o, b: b["labels"])),
-     PAIR[:, 0], rf"{__file__}:\d+: Given, its eval_loss: KeyError: 'labels'"),
+    (
+      same,
+      per_row(lambda o, b: one(o, b) * b["weight"]),
+      PAIR[:, 0],
+      rf"{__file__}:\d+: Given, its loss: KeyError: 'weight'",
+    ),
+    (
+      same,
+      per_row(lambda o, b: jax.lax.psum(one(o, b), "rows")),
+      PAIR[:, 0],
+      rf"{__file__}:\d+: Given, its loss: .*Error: ",
+    ),
+    (
+      same,
+      per_row(lambda o, b: o - b["label"]),
+      PAIR[:, 0],
+      rf"{__file__}:\d+: Given, its loss: \w+Error: .*shapes",
+    ),
+    (
+      same,
+      Given(made=Objective(one, lambda o, b: {"mae": 3.0})),
+      PAIR[:, 0],
+      r"gives 'mae' of shape \(\) for examples \(8,\); give one value per example",
+    ),
+    (
+      same,
+      Given(made=Objective(one, lambda o, b: one(o, b))),
+      PAIR[:, 0],
+      "return a dict of names other than 'loss' and 'examples'",
+    ),
+    (
+      same,
+      Given(made=Objective(one, lambda o, b: {"loss": one(o, b)})),
+      PAIR[:, 0],
+      "return a dict of names other than 'loss' and 'examples'",
+    ),
+    (
+      same,
+      Given(made=Objective(one, lambda o, b: {"mae": "x"})),
+      PAIR[:, 0],
+      "gives 'mae' as str; give one number per example",
+    ),
+    (
+      same,
+      Given(made=Objective(one, dict, lambda o, b: b["labels"])),
+      PAIR[:, 0],
+      "Given, its metrics: TypeError: dict expected",
+    ),
+    (
+      same,
+      Given(made=Objective(one, lambda o, b: {}, lambda o, b: b["labels"])),
+      PAIR[:, 0],
+      rf"{__file__}:\d+: Given, its eval_loss: KeyError: 'labels'",
+    ),
     (lambda h: h.no_such, SquaredError(), PAIR, rf"{__file__}:\d+: Outputs, .*no_such"),
   ],
-)  # fmt: skip
+)
 def test_what_a_loss_is_not_made_for_is_refused_in_one_line(make, loss, y, line):
   with config_error(match=line):
     digit_run(loss, INPUTS, y, model=Outputs(make=make))
@@ -253,9 +294,7 @@ def test_a_loss_of_ones_own_takes_a_dict():
 def test_flat_outputs_are_those_of_a_field():
   objective, field = SquaredError().build(info(NUMBERS)), jnp.ones((6, 2, 3, 1))
   want = objective.loss(field, {"label": 2 * field})
-  np.testing.assert_array_equal(
-    objective.loss(field.reshape(6, 6), {"label": 2 * field}), want
-  )
+  np.testing.assert_array_equal(objective.loss(field.reshape(6, 6), {"label": 2 * field}), want)
   with pytest.raises(ConfigError, match="one output for each of the targets"):
     objective.loss(field.reshape(6, 3, 2), {"label": field})
 
@@ -291,11 +330,7 @@ def with_one(value, y=None):
 @pytest.mark.parametrize(
   ("y", "loss", "line"),
   [
-    (
-      with_one(3),
-      CrossEntropy(),
-      r"mine: label=3 is out of range \[0, 2\]; correct",
-    ),
+    (with_one(3), CrossEntropy(), r"mine: label=3 is out of range \[0, 2\]; correct"),
     (with_one(-1), CrossEntropy(), r"mine: label=-1 is out of range \[0, 2\]; correct"),
     (with_one(2, SQUARES), BinaryCrossEntropy(), r"label=2 is out of range \[0, 1\]"),
     (with_one(1.5), BinaryCrossEntropy(), r"label=1.5 is out of range \[0, 1\]; corr"),
@@ -304,9 +339,7 @@ def with_one(value, y=None):
 )
 def test_targets_out_of_range_are_refused_in_the_batch_that_has_them(y, loss, line):
   """A class of -1 would be the last one, any other NaN."""
-  made = experiment(
-    small_config(data=Labels(y=y), loss=loss), devices=jax.devices()[:2]
-  )
+  made = experiment(small_config(data=Labels(y=y), loss=loss), devices=jax.devices()[:2])
   for dataset in (made.train_data, made.eval_data):
     assert len(dataset.load(np.arange(5), None)["label"]) == 5
     with pytest.raises(ConfigError, match=line):

@@ -35,10 +35,12 @@ def answer(capsys, *argv):
 @pytest.mark.parametrize(
   "argv",
   [
-    ["doctor", "--workdir="], ["generate", "--workdir="], ["status", "--runs="],
+    ["doctor", "--workdir="],
+    ["generate", "--workdir="],
+    ["status", "--runs="],
     ["submit", "--config=digits", "--runs="],
   ],
-)  # fmt: skip
+)
 def test_a_variable_that_is_not_set_is_no_directory(argv, capsys):
   code, out, line = answer(capsys, *argv)
   assert (code, out, line) == (2, "", f"error: {argv[-1]}: give a directory")
@@ -83,11 +85,7 @@ def test_an_export_is_a_safetensors_file(name, capsys, tmp_path):
   )
 
 
-FILES = {
-  "plot-schedule": ["digits", "--out"],
-  "bench": ["--json"],
-  "report": ["digits", "--csv"],
-}
+FILES = {"plot-schedule": ["digits", "--out"], "bench": ["--json"], "report": ["digits", "--csv"]}
 
 
 @pytest.mark.parametrize("name", ["", ".", "pyproject.toml/x.png", "x.png/"])
@@ -100,8 +98,9 @@ def test_a_file_that_cannot_be_is_refused_before_the_work(command, name, capsys)
   assert line.endswith("in a directory")
 
 
-@pytest.mark.parametrize("argv", [["plot-schedule", "digits", "--out=x.foo"],
-                                  ["report", "digits", "--png=x.foo"]])  # fmt: skip
+@pytest.mark.parametrize(
+  "argv", [["plot-schedule", "digits", "--out=x.foo"], ["report", "digits", "--png=x.foo"]]
+)
 def test_a_picture_has_a_known_ending(argv, capsys):
   code, _, line = answer(capsys, *argv)
   assert code == 2 and "x.foo: give a file .png, .pdf, .svg or .jpg in" in line
@@ -126,11 +125,15 @@ def runs(tmp_path, monkeypatch):
 RECORD = {
   "config": {"phases": {"class": "Phases"}, "log": {"step_report": False}},
   "derived": {
-    "phases": [{"batch_size": 8, "image_size": None}], "num_train": 9, "num_devices": 8,
+    "phases": [{"batch_size": 8, "image_size": None}],
+    "num_train": 9,
+    "num_devices": 8,
     "total_steps": 9,
   },
-  "processes": 1, "versions": {}, "python": "3.11",
-}  # fmt: skip
+  "processes": 1,
+  "versions": {},
+  "python": "3.11",
+}
 
 
 def test_a_report_takes_a_workdir_by_its_name_and_knows_near_ones(runs, capsys):
@@ -144,8 +147,7 @@ def test_a_report_takes_a_workdir_by_its_name_and_knows_near_ones(runs, capsys):
 
 
 TRAINED = [
-  {"step": s, "time": float(s), "train/loss": 1.0, "perf/examples_per_s": 9.0}
-  for s in range(1, 9)
+  {"step": s, "time": float(s), "train/loss": 1.0, "perf/examples_per_s": 9.0} for s in range(1, 9)
 ]
 
 
@@ -161,9 +163,7 @@ def trained(runs):
 
 def files_of(folder="."):
   found = Path(folder).rglob("*")
-  return {
-    str(p): p.read_bytes() for p in found if p.is_file() and "runs/" not in str(p)
-  }
+  return {str(p): p.read_bytes() for p in found if p.is_file() and "runs/" not in str(p)}
 
 
 def test_a_report_writes_only_where_it_is_asked_to(trained, capsys):
@@ -172,36 +172,40 @@ def test_a_report_writes_only_where_it_is_asked_to(trained, capsys):
   for argv in (["digits"], ["digits", "runs/two"]):
     code, out, line = answer(capsys, "report", *argv)
     assert code == 0 and "one size" in out and files_of() == before, line
-  code, out, _ = answer(
-    capsys, "report", "digits", "--to", "new/folder", "--csv=x/t.csv"
-  )
+  code, out, _ = answer(capsys, "report", "digits", "--to", "new/folder", "--csv=x/t.csv")
   assert code == 0 and out.splitlines()[-2:] == ["x/t.csv", "new/folder/scaling.png"]
   assert {*files_of()} - {*before} == {"x/t.csv", "new/folder/scaling.png"}
   assert answer(capsys, "report", "digits", "--html=new/page.html")[0] == 0
   assert Path("new/page.html").is_file()
 
 
-@pytest.mark.parametrize("argv", [
-  ["describe", "--config=digits"], ["bench", "--mesh=1", "--sizes=1KB", "--rounds=1"],
-  ["plot-schedule", "digits"],
-], ids=lambda argv: argv[0])  # fmt: skip
+@pytest.mark.parametrize(
+  "argv",
+  [
+    ["describe", "--config=digits"],
+    ["bench", "--mesh=1", "--sizes=1KB", "--rounds=1"],
+    ["plot-schedule", "digits"],
+  ],
+  ids=lambda argv: argv[0],
+)
 @pytest.mark.slow
 def test_no_command_writes_into_the_current_folder(argv, trained):
   before = files_of()
   done = subprocess.run(
-    [sys.executable, "-m", "jaxscale", *argv], capture_output=True, text=True,
-    env=child_env(PYTHONPATH=str(ROOT)), timeout=300,
-  )  # fmt: skip
+    [sys.executable, "-m", "jaxscale", *argv],
+    capture_output=True,
+    text=True,
+    env=child_env(PYTHONPATH=str(ROOT)),
+    timeout=300,
+  )
   assert done.returncode == (2 if argv[0] == "plot-schedule" else 0), done.stderr
   assert "Traceback" not in done.stderr and files_of() == before
 
 
-@pytest.mark.parametrize("argv", [
-  ["describe", "--config=digits"], ["status"], ["report", "x"],
-], ids=lambda argv: argv[0])  # fmt: skip
-def test_a_current_folder_that_was_deleted_is_one_line(
-  argv, tmp_path, monkeypatch, capsys
-):
+@pytest.mark.parametrize(
+  "argv", [["describe", "--config=digits"], ["status"], ["report", "x"]], ids=lambda argv: argv[0]
+)
+def test_a_current_folder_that_was_deleted_is_one_line(argv, tmp_path, monkeypatch, capsys):
   (tmp_path / "gone").mkdir()
   monkeypatch.chdir(tmp_path / "gone")
   (tmp_path / "gone").rmdir()
@@ -211,9 +215,7 @@ def test_a_current_folder_that_was_deleted_is_one_line(
 
 def test_missing_folders_of_a_file_are_made(trained, capsys):
   code, out, _ = answer(capsys, "plot-schedule", "digits", "--out", "a/b/rates.png")
-  assert (code, out) == (0, "a/b/rates.png\n") and Path(
-    out.strip()
-  ).stat().st_size > 999
+  assert (code, out) == (0, "a/b/rates.png\n") and Path(out.strip()).stat().st_size > 999
 
 
 def test_a_study_among_runs_is_its_runs(runs, capsys):
@@ -267,9 +269,12 @@ def test_the_doctor_reads_an_image(images):
   for path in images.glob("*/*/*.png"):
     path.write_bytes(b"no image")
   overrides = {
-    "data": "ImageFolder", "data.path": str(images), "data.image_size": "8",
-    "model": "MLP", "batch_size": "8",
-  }  # fmt: skip
+    "data": "ImageFolder",
+    "data.path": str(images),
+    "data.image_size": "8",
+    "model": "MLP",
+    "batch_size": "8",
+  }
   found = devices.look("configs/digits.py", overrides)
   assert "cannot be read, the first is a/0.png (8 bytes that" in found["data_error"]
   assert "0x" not in found["data_error"]
@@ -326,17 +331,18 @@ BUILDS = [
   ("models.Model", "self, a, b", "model", "def build(self, context: ModelContext)"),
   ("config.Data", "self, context", "data", "def build(self)"),
   ("config.Loss", "self", "loss", "def build(self, info)"),
-  ("config.Optimizer", "self, schedule", "optimizer",
-   "def build(self, schedule, context: OptimizerContext)"),
-  ("config.Schedule", "self", "schedule",
-   "def build(self, peak, context: ScheduleContext)"),
-]  # fmt: skip
+  (
+    "config.Optimizer",
+    "self, schedule",
+    "optimizer",
+    "def build(self, schedule, context: OptimizerContext)",
+  ),
+  ("config.Schedule", "self", "schedule", "def build(self, peak, context: ScheduleContext)"),
+]
 
 
 @pytest.mark.parametrize("base, arguments, field, remedy", BUILDS)
-def test_a_build_with_other_arguments_names_file_and_line(
-  base, arguments, field, remedy, tmp_path
-):
+def test_a_build_with_other_arguments_names_file_and_line(base, arguments, field, remedy, tmp_path):
   """It was "takes 1 positional argument but 2 were given", of no file and no line."""
   lr = "lr=0.1" if "Optimizer" in base else ""
   (tmp_path / "mine.py").write_text(
@@ -355,10 +361,14 @@ def test_a_build_with_other_arguments_names_file_and_line(
   assert line.endswith(f"; write {remedy}") and "\n" not in line
 
 
-@pytest.mark.parametrize("config, says", [
-  ("no.py", "--config=no.py: no such file"), ({"epochs": 3}, "config={'epochs': 3} is"),
-  (None, "config=None is a NoneType; give a Config, or the path of a config file"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+  "config, says",
+  [
+    ("no.py", "--config=no.py: no such file"),
+    ({"epochs": 3}, "config={'epochs': 3} is"),
+    (None, "config=None is a NoneType; give a Config, or the path of a config file"),
+  ],
+)
 def test_fit_takes_a_config_or_its_file(config, says, tmp_path):
   with pytest.raises(ConfigError) as e:
     fit(config, tmp_path / "run")
@@ -375,15 +385,18 @@ def test_fit_takes_a_file_and_a_tilde(tmp_path, monkeypatch):
   assert {p.name for p in tmp_path.iterdir()} >= {"run"} and not Path("~").exists()
 
 
-@pytest.mark.parametrize("argv, says", [
-  (["sweep", "--at-most=0"], "--at-most=0: give a whole number >= 1"),
-  (["submit", "--nodes=99999999"], "--nodes=99999999: give a whole number <= 65536"),
-  (["submit", "--tasks-per-node=99999"], "--tasks-per-node=99999: give a value in ["),
-  (["status", "--every=99999999999"], "--every=99999999999: give a whole number <= "),
-  (["train", "--config.input_threads=100000"], "Config.input_threads=100000: give a v"),
-  (["train", "--config.faults.hang_timeout_s=1e300"], "Faults.hang_timeout_s=1e+300: "),
-  (["train", "--config.checkpoint.max_wait_s=1e300"], "Checkpoint.max_wait_s=1e+300: "),
-])  # fmt: skip
+@pytest.mark.parametrize(
+  "argv, says",
+  [
+    (["sweep", "--at-most=0"], "--at-most=0: give a whole number >= 1"),
+    (["submit", "--nodes=99999999"], "--nodes=99999999: give a whole number <= 65536"),
+    (["submit", "--tasks-per-node=99999"], "--tasks-per-node=99999: give a value in ["),
+    (["status", "--every=99999999999"], "--every=99999999999: give a whole number <= "),
+    (["train", "--config.input_threads=100000"], "Config.input_threads=100000: give a v"),
+    (["train", "--config.faults.hang_timeout_s=1e300"], "Faults.hang_timeout_s=1e+300: "),
+    (["train", "--config.checkpoint.max_wait_s=1e300"], "Checkpoint.max_wait_s=1e+300: "),
+  ],
+)
 def test_numbers_beyond_reason_are_refused(argv, says, runs, capsys):
   """100,000 threads were started for 34 s, and --at-most 0 was run as 1."""
   config = [] if argv[0] == "status" else ["--config=digits", "--config.epochs=3"]

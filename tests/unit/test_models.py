@@ -13,13 +13,7 @@ from jaxscale.models.layers import dropout, max_pool_2x2
 from jaxscale.training.losses import smoothed_cross_entropy
 
 # torchvision's table of models, 1,000 classes.
-PUBLISHED = {
-  18: 11_689_512,
-  34: 21_797_672,
-  50: 25_557_032,
-  101: 44_549_160,
-  152: 60_192_808,
-}
+PUBLISHED = {18: 11_689_512, 34: 21_797_672, 50: 25_557_032, 101: 44_549_160, 152: 60_192_808}
 
 
 @pytest.mark.parametrize("depth, size", PUBLISHED.items())
@@ -33,12 +27,7 @@ def test_parameter_counts(depth, size):
 
 def tiny_resnet(**options):
   return models.ResNetModule(
-    num_classes=10,
-    stage_sizes=(1, 1),
-    bottleneck=True,
-    width=8,
-    stem="small",
-    **options,
+    num_classes=10, stage_sizes=(1, 1), bottleneck=True, width=8, stem="small", **options
   )
 
 
@@ -60,9 +49,7 @@ def test_resnet101_for_imagenet_22k():
   assert params["Dense_0"]["kernel"].shape == (2048, 21_841)
 
 
-@pytest.mark.parametrize(
-  "options, std", [({}, 0.01), ({"head_init": normal(0.1)}, 0.1)]
-)
+@pytest.mark.parametrize("options, std", [({}, 0.01), ({"head_init": normal(0.1)}, 0.1)])
 def test_the_head_starts_as_asked(options, std):
   fns = models.functions(tiny_resnet(**options), (8, 8, 3))
   head = jax.jit(lambda key: fns.init(key)[0]["Dense_0"])(jax.random.key(0))
@@ -73,25 +60,20 @@ def test_the_head_starts_as_asked(options, std):
 @pytest.mark.parametrize(
   "make",
   [
-    functools.partial(
-      models.CNNModule, num_classes=3, features=(4, 8), batch_norm=True
-    ),
+    functools.partial(models.CNNModule, num_classes=3, features=(4, 8), batch_norm=True),
     pytest.param(tiny_resnet, marks=pytest.mark.slow),
   ],
   ids=["cnn", "resnet"],
 )
 def test_groups_are_normalised_apart(make):
   """A batch in two groups is two batches; running statistics are their mean."""
-  fns, halves = (
-    models.functions(make(bn_group_size=size), (8, 8, 3)) for size in (4, None)
-  )
+  fns, halves = (models.functions(make(bn_group_size=size), (8, 8, 3)) for size in (4, None))
   params, state = jax.jit(fns.init)(jax.random.key(0))
   params = jax.tree.map(lambda x: x + 0.1, params)  # no scale at 0 hides a layer
   images = np.random.default_rng(0).normal(size=(8, 8, 8, 3)).astype(np.float32)
   images *= np.arange(1, 9, dtype=np.float32)[:, None, None, None]
   whole, apart = (
-    jax.jit(lambda x, apply=f.apply: apply(params, state, x, True, None))
-    for f in (halves, fns)
+    jax.jit(lambda x, apply=f.apply: apply(params, state, x, True, None)) for f in (halves, fns)
   )
   logits, new = apart(images)
   parts = [whole(images[i : i + 4]) for i in (0, 4)]
@@ -130,8 +112,7 @@ def test_the_stride_is_in_the_3x3():
   strided = [
     eqn.invars[1].aval.shape[:2]
     for eqn in jaxpr.eqns
-    if eqn.primitive.name == "conv_general_dilated"
-    and eqn.params["window_strides"] == (2, 2)
+    if eqn.primitive.name == "conv_general_dilated" and eqn.params["window_strides"] == (2, 2)
   ]
   assert sorted(strided) == [(1, 1), (3, 3)]  # the shortcut's, and the 3x3
 
@@ -195,7 +176,5 @@ def test_cross_entropy_equals_float64_numpy(smoothing):
   logits, labels = rng.standard_normal((9, 5)) * 3, rng.integers(0, 5, 9)
   target = np.eye(5)[labels] * (1 - smoothing) + smoothing / 5
   log_p = logits - np.log(np.exp(logits).sum(1, keepdims=True))
-  got = smoothed_cross_entropy(
-    jnp.array(logits, jnp.float32), jnp.array(labels), smoothing
-  )
+  got = smoothed_cross_entropy(jnp.array(logits, jnp.float32), jnp.array(labels), smoothing)
   np.testing.assert_allclose(got, -(target * log_p).sum(1), rtol=2e-6)

@@ -26,29 +26,55 @@ LISTS = {
   "nid[000012,000017-000018]": ["nid000012", "nid000017", "nid000018"],
   "login,gpu[2-3],n[1,4]x": ["login", "gpu2", "gpu3", "n1x", "n4x"],
   "rack[1-2]n[1-4]": [
-    "rack1n1", "rack1n2", "rack1n3", "rack1n4",
-    "rack2n1", "rack2n2", "rack2n3", "rack2n4",
+    "rack1n1",
+    "rack1n2",
+    "rack1n3",
+    "rack1n4",
+    "rack2n1",
+    "rack2n2",
+    "rack2n3",
+    "rack2n4",
   ],
   "r[1-2][3,5]": ["r13", "r15", "r23", "r25"],
   "node[1-2]-ib": ["node1-ib", "node2-ib"],
   "n[1-2].example.org": ["n1.example.org", "n2.example.org"],
   "x1000c[0-1]s[0-7]b0n0": [f"x1000c{c}s{s}b0n0" for c in (0, 1) for s in range(8)],
   "r[1-2]c[01-02]n[3,5]": [
-    "r1c01n3", "r1c01n5", "r1c02n3", "r1c02n5",
-    "r2c01n3", "r2c01n5", "r2c02n3", "r2c02n5",
+    "r1c01n3",
+    "r1c01n5",
+    "r1c02n3",
+    "r1c02n5",
+    "r2c01n3",
+    "r2c01n5",
+    "r2c02n3",
+    "r2c02n5",
   ],
-  "gpu-a[00-02]-hsn0,gpu-b7": [
-    "gpu-a00-hsn0", "gpu-a01-hsn0", "gpu-a02-hsn0", "gpu-b7",
-  ],
+  "gpu-a[00-02]-hsn0,gpu-b7": ["gpu-a00-hsn0", "gpu-a01-hsn0", "gpu-a02-hsn0", "gpu-b7"],
   "[01-02]": ["01", "02"],
   "n1,n1": ["n1", "n1"],
   " n1,\nn[2-3] ": ["n1", "n2", "n3"],
-}  # fmt: skip
+}
 MALFORMED = [
-  "", " , ", "n[1-", "n[1-2", "n]1", "n1]", "n[]", "n[1,]", "n[3-1]", "n[a-c]", "n[1a]",
-  "n[1-5-7]", "n[[1-2]]", "n[1-2]]", "n[1-3:2]", "n[-2]", "n[١-٢]", "n[1-100000]",
+  "",
+  " , ",
+  "n[1-",
+  "n[1-2",
+  "n]1",
+  "n1]",
+  "n[]",
+  "n[1,]",
+  "n[3-1]",
+  "n[a-c]",
+  "n[1a]",
+  "n[1-5-7]",
+  "n[[1-2]]",
+  "n[1-2]]",
+  "n[1-3:2]",
+  "n[-2]",
+  "n[١-٢]",
+  "n[1-100000]",
   "n[1-9999]m[1-9999]",
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("text", LISTS)
@@ -85,9 +111,7 @@ def scontrol(tmp_path, monkeypatch):
   if not shutil.which("scontrol"):
     pytest.skip("scontrol is not installed (apt-get install slurm-client)")
   conf = tmp_path / "slurm.conf"
-  conf.write_text(
-    "ClusterName=c\nSlurmctldHost=localhost\nNodeName=a\nPartitionName=p Nodes=a\n"
-  )
+  conf.write_text("ClusterName=c\nSlurmctldHost=localhost\nNodeName=a\nPartitionName=p Nodes=a\n")
   monkeypatch.setenv("SLURM_CONF", str(conf))
 
 
@@ -125,12 +149,7 @@ def test_slurm_is_asked_first(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(
   "body",
-  [
-    "",
-    "print('n9'); raise SystemExit(1)",
-    "print('n]')",
-    "import time; time.sleep(100)",
-  ],
+  ["", "print('n9'); raise SystemExit(1)", "print('n]')", "import time; time.sleep(100)"],
   ids=["prints nothing", "fails", "prints half a bracket", "hangs"],
 )
 def test_without_slurms_answer_we_parse(tmp_path, monkeypatch, body):

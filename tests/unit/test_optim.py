@@ -55,10 +55,7 @@ def rate(step):
 
 SGD = dict(weight_decay=0.01)
 REFERENCES = {
-  "sgd": (
-    optim.sgd(rate, **SGD),
-    lambda w, g: numpy_sgd(w, g, RATES, 0.9, 0.01, True),
-  ),
+  "sgd": (optim.sgd(rate, **SGD), lambda w, g: numpy_sgd(w, g, RATES, 0.9, 0.01, True)),
   "sgd heavy ball": (
     optim.sgd(rate, nesterov=False, momentum=0.8, **SGD),
     lambda w, g: numpy_sgd(w, g, RATES, 0.8, 0.01, False),
@@ -93,9 +90,7 @@ REFERENCES = {
   ),
   "lamb as released": (
     optim.lamb(rate, weight_decay=1.5, bias_correction=False),
-    lambda w, g: numpy_adam(
-      w, g, RATES, 0.9, 0.999, 1e-6, 1.5, (0, INF), correct=False
-    ),
+    lambda w, g: numpy_adam(w, g, RATES, 0.9, 0.999, 1e-6, 1.5, (0, INF), correct=False),
   ),
 }
 
@@ -104,8 +99,7 @@ def random_layers():
   rng = np.random.default_rng(0)
   shapes = {"matrix": (5, 7), "bias": (7,), "conv": (3, 3, 4, 2), "zero": (4, 3)}
   params, *grads = (
-    {name: rng.standard_normal(shape) for name, shape in shapes.items()}
-    for _ in range(6)
+    {name: rng.standard_normal(shape) for name, shape in shapes.items()} for _ in range(6)
   )
   params["zero"] *= 0
   return params, grads
@@ -151,9 +145,7 @@ def test_bfloat16_parameters_stay_so(make):
   assert moments and {x.dtype for x in moments} == {jnp.dtype(jnp.float32)}
   # A second moment in bfloat16 would not move: 0.999 rounds to 1.
   if make is optim.lamb:
-    np.testing.assert_allclose(
-      optax.tree.get(state, "nu")["bias"], 0.001 / 16, rtol=1e-6
-    )
+    np.testing.assert_allclose(optax.tree.get(state, "nu")["bias"], 0.001 / 16, rtol=1e-6)
 
 
 MAKERS = [optim.lars, optim.lamb, optim.sgd, optim.adamw, optim.muon]
@@ -172,10 +164,7 @@ def test_the_state_keeps_its_types(make):
 
 
 def test_masks():
-  params = {
-    "a": {"kernel": jnp.ones((2, 2)), "bias": jnp.ones(2)},
-    "scale": jnp.ones(()),
-  }
+  params = {"a": {"kernel": jnp.ones((2, 2)), "bias": jnp.ones(2)}, "scale": jnp.ones(())}
   mask = optim.kernels(params)
   assert mask == {"a": {"kernel": True, "bias": False}, "scale": False}
   mask = optim.matching(r"^a/")(params)
@@ -207,9 +196,7 @@ def test_trust_ratios_are_read_out_of_any_state():
     ratios = optim.trust_ratios(state)
     assert set(ratios) == {"head/kernel", "scan/kernel"}  # and not head/bias
     np.testing.assert_allclose(ratios["head/kernel"], 2 * eta, rtol=1e-5)
-    np.testing.assert_allclose(
-      ratios["scan/kernel"], eta * np.array([1, 2, 4]), rtol=1e-5
-    )
+    np.testing.assert_allclose(ratios["scan/kernel"], eta * np.array([1, 2, 4]), rtol=1e-5)
     assert ratios["head/kernel"].dtype == jnp.float32
     only_head = optax.masked(tx, {"head": True, "scan": False})
     _, state = only_head.update(grads, only_head.init(params), params)
@@ -248,11 +235,14 @@ INJECTED = {
   "masked": (optim.lars, {"mask": "^(matrix|bias)$"}),
   "rate": (optim.scale_by_rate, {}),
   "momentum": (optim.scale_by_rate_and_momentum, {"momentum_correction": 3}),
-  "by layers": (lambda learning_rate: optax.chain(
-    optim.adamw(learning_rate),
-    optim.layerwise_rate_decay(0.5, ["matrix", "bias", "conv", "zero"]),
-  ), {}),
-}  # fmt: skip
+  "by layers": (
+    lambda learning_rate: optax.chain(
+      optim.adamw(learning_rate),
+      optim.layerwise_rate_decay(0.5, ["matrix", "bias", "conv", "zero"]),
+    ),
+    {},
+  ),
+}
 
 
 @pytest.mark.parametrize("jitted", [False, True], ids=["eager", "jitted"])
@@ -272,27 +262,33 @@ def test_inject_hyperparams_changes_no_update(name, jitted):
 
 
 COMPOSED = {  # an optimizer, and the chain that it stands for
-  "sgd": (optim.sgd(rate, weight_decay=0.1), (
-    optim.add_decayed_weights(0.1), optax.trace(0.9, nesterov=True),
-    optim.scale_by_rate(rate),
-  )),
-  "lars": (optim.lars(rate), (
-    optim.scale_by_lars_ratio(), optim.scale_by_rate_and_momentum(rate),
-  )),
-  "lars torch": (optim.lars(rate, variant="torch"), (
-    optim.scale_by_lars_ratio(), optax.trace(0.9), optim.scale_by_rate(rate),
-  )),
-  "lars tf_contrib": (optim.lars(rate, variant="tf_contrib"), (
-    optim.scale_by_lars_ratio(inner=optax.trace(0.9)), optim.scale_by_rate(rate),
-  )),
-  "larc_clip": (optim.lars(rate, variant="larc_clip"), (
-    optim.scale_by_lars_ratio(limit=rate), optax.trace(0.9), optim.scale_by_rate(rate),
-  )),
-  "lamb": (optim.lamb(rate), (
-    optim.scale_by_adam(0.9, 0.999, 1e-6), optim.add_decayed_weights(1e-2),
-    optim.scale_by_trust_ratio(), optim.scale_by_rate(rate),
-  )),
-}  # fmt: skip
+  "sgd": (
+    optim.sgd(rate, weight_decay=0.1),
+    (optim.add_decayed_weights(0.1), optax.trace(0.9, nesterov=True), optim.scale_by_rate(rate)),
+  ),
+  "lars": (optim.lars(rate), (optim.scale_by_lars_ratio(), optim.scale_by_rate_and_momentum(rate))),
+  "lars torch": (
+    optim.lars(rate, variant="torch"),
+    (optim.scale_by_lars_ratio(), optax.trace(0.9), optim.scale_by_rate(rate)),
+  ),
+  "lars tf_contrib": (
+    optim.lars(rate, variant="tf_contrib"),
+    (optim.scale_by_lars_ratio(inner=optax.trace(0.9)), optim.scale_by_rate(rate)),
+  ),
+  "larc_clip": (
+    optim.lars(rate, variant="larc_clip"),
+    (optim.scale_by_lars_ratio(limit=rate), optax.trace(0.9), optim.scale_by_rate(rate)),
+  ),
+  "lamb": (
+    optim.lamb(rate),
+    (
+      optim.scale_by_adam(0.9, 0.999, 1e-6),
+      optim.add_decayed_weights(1e-2),
+      optim.scale_by_trust_ratio(),
+      optim.scale_by_rate(rate),
+    ),
+  ),
+}
 
 
 @pytest.mark.parametrize("name", COMPOSED)
@@ -321,9 +317,7 @@ def test_a_part_can_be_injected_and_masked(name):
   params, grads = jax.tree.map(jnp.float32, random_layers())
   masked = {"matrix": True, "bias": False, "conv": True, "zero": False}
   of_mask = {n: params[n] for n, flag in masked.items() if flag}
-  alone, _ = optimize(
-    make(**options), of_mask, [{n: g[n] for n in of_mask} for g in grads]
-  )
+  alone, _ = optimize(make(**options), of_mask, [{n: g[n] for n in of_mask} for g in grads])
   for tx in (make(**options), optax.inject_hyperparams(make)(**options)):
     got, _ = optimize(optax.masked(tx, masked), params, grads)
     for layer, w in alone[-1].items():
@@ -447,9 +441,7 @@ def test_muon_against_numpy(name):
     else:  # no decay
       own = [2 * r for r in RATES] if name == "adam's own" else RATES
       looks_ahead = given["nesterov"] and given["variant"] == "optax"
-      wanted = numpy_nadam(
-        w, g, own, given["b1"], given["b2"], given["eps"], looks_ahead
-      )
+      wanted = numpy_nadam(w, g, own, given["b1"], given["b2"], given["eps"], looks_ahead)
     np.testing.assert_allclose(got[layer], wanted, rtol=1e-10, err_msg=layer)
 
 

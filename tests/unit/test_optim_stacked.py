@@ -20,9 +20,7 @@ from support.optimizers import optimize, optimize64
 
 OPTIMIZERS = {
   "sgd": cfg.SGD(lr=0.1, weight_decay=0.1),
-  "sgd, corrected": cfg.SGD(
-    lr=0.1, weight_decay=0.1, nesterov=False, momentum_correction="always"
-  ),
+  "sgd, corrected": cfg.SGD(lr=0.1, weight_decay=0.1, nesterov=False, momentum_correction="always"),
   "lars": cfg.LARS(lr=0.1, weight_decay=0.1),
   "larc": cfg.LARS(lr=0.1, weight_decay=0.1, variant="larc_clip"),
   "adamw": cfg.AdamW(lr=0.1, weight_decay=0.1),
@@ -30,9 +28,7 @@ OPTIMIZERS = {
   "muon": cfg.Muon(lr=0.1, weight_decay=0.1),
 }
 MODELS = {
-  "transformer": cfg.Transformer(
-    num_layers=3, width=16, num_heads=4, hidden=24, qk_norm=True
-  ),
+  "transformer": cfg.Transformer(num_layers=3, width=16, num_heads=4, hidden=24, qk_norm=True),
   "vit": cfg.ViT(patch=4, width=16, num_layers=3, num_heads=2),
 }
 
@@ -40,9 +36,12 @@ MODELS = {
 def config(model, optimizer):
   is_text = model == "transformer"
   return cfg.Config(
-    model=MODELS[model], data=cfg.Text(sequence_length=8) if is_text else cfg.Digits(),
-    optimizer=OPTIMIZERS[optimizer], batch_size=8, epochs=1.0,
-  )  # fmt: skip
+    model=MODELS[model],
+    data=cfg.Text(sequence_length=8) if is_text else cfg.Digits(),
+    optimizer=OPTIMIZERS[optimizer],
+    batch_size=8,
+    epochs=1.0,
+  )
 
 
 @functools.cache
@@ -120,14 +119,15 @@ def test_the_rate_of_what_adamw_moves():
 
 STACKED = optim.matching("^scan/")
 EACH = {
-  **{f"lars {v}": functools.partial(
-    optim.lars, variant=v, weight_decay=0.1, trust_coefficient=0.05
-  ) for v in ("paper", "optax", "larc_clip", "tf_contrib")},
+  **{
+    f"lars {v}": functools.partial(optim.lars, variant=v, weight_decay=0.1, trust_coefficient=0.05)
+    for v in ("paper", "optax", "larc_clip", "tf_contrib")
+  },
   "lamb": optim.lamb,
   "muon": optim.muon,
   "sgd": functools.partial(optim.sgd, weight_decay=0.3),
   "adamw": functools.partial(optim.adamw, weight_decay=0.3),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", EACH)
@@ -135,10 +135,9 @@ def test_stacked_layers_move_as_each_would(name):
   """Each layer moves as a leaf of its own; stacked biases are still biases."""
   sizes = np.array([1.0, 100.0, 1e-3])[:, None, None]  # far from one ratio for all
   params, *grads = (
-    {"scan": {"kernel": rng.normal(size=(3, 4, 5)) * sizes,
-              "bias": rng.normal(size=(3, 4))}}
+    {"scan": {"kernel": rng.normal(size=(3, 4, 5)) * sizes, "bias": rng.normal(size=(3, 4))}}
     for rng in map(np.random.default_rng, range(4))
-  )  # fmt: skip
+  )
   make = EACH[name]
   together = optimize64(make(0.1, stacked=STACKED), params, grads)["scan"]
   for i in range(3):
@@ -176,8 +175,7 @@ def test_embeddings_and_head_move_by_adamw():
   params = start("transformer")
   rngs = map(np.random.default_rng, (1, 2))
   grads = [
-    jax.tree.map(lambda x, r=r: r.normal(size=x.shape).astype(np.float32), params)
-    for r in rngs
+    jax.tree.map(lambda x, r=r: r.normal(size=x.shape).astype(np.float32), params) for r in rngs
   ]
   found = optimize64(made("transformer", "muon"), params, grads)
   adam = optax.adamw(0.1, weight_decay=0.1, nesterov=True)

@@ -27,9 +27,7 @@ def why_not() -> str:
   if shutil.which("cc") is None:
     return "no C compiler"
   asked = "#include <stdio.h>\n#include <jpeglib.h>\n"
-  done = subprocess.run(
-    ["cc", "-E", "-x", "c", "-"], input=asked, capture_output=True, text=True
-  )
+  done = subprocess.run(["cc", "-E", "-x", "c", "-"], input=asked, capture_output=True, text=True)
   return "no jpeglib.h (libjpeg-turbo's development files)" if done.returncode else ""
 
 
@@ -153,9 +151,7 @@ def harmed(encoded):
 
 @pytest.mark.filterwarnings("ignore")  # Pillow has its own words for some of them
 @pytest.mark.parametrize("kind", ["420", "444", "grey", "progressive", "restarts"])
-def test_damage_is_the_same_with_the_library_and_without(
-  built, photo, monkeypatch, kind
-):
+def test_damage_is_the_same_with_the_library_and_without(built, photo, monkeypatch, kind):
   draws = uniform(3, np.arange(80))
   whole_file = KINDS[kind](photo[:90, :130])
   streams = [whole_file, *harmed(whole_file)]
@@ -196,9 +192,7 @@ def test_what_is_not_for_it_is_left_alone(built, photo):
   assert kind == "CMYK" and view.shape == (16, 16, 3)
 
 
-def test_a_dataset_is_the_same_with_the_library_and_without(
-  built, photo, tmp_path, monkeypatch
-):
+def test_a_dataset_is_the_same_with_the_library_and_without(built, photo, tmp_path, monkeypatch):
   for i in range(12):
     file = tmp_path / f"class{i % 3}" / f"{i:02}.JPEG"
     file.parent.mkdir(exist_ok=True)
@@ -339,9 +333,12 @@ def test_what_is_missing_is_reported_in_one_line(bare, tmp_path, capsys, monkeyp
     ("echo 'x.c:1: fatal error: jpeglib.h: No such file' >&2; exit 1", "turbo-dev"),
     ("echo '#define JPEG_LIB_VERSION 90'", "not libjpeg-turbo's"),
     ("echo 'cc: error: unknown option -fPIC' >&2; exit 1", "unknown option -fPIC"),
-    ("[ $1 = -E ] && echo '#define LIBJPEG_TURBO_VERSION 9.9' || "
-     "{ echo 'ld: cannot find -ljpeg' >&2; exit 1; }", "LDFLAGS"),
-  ]:  # fmt: skip
+    (
+      "[ $1 = -E ] && echo '#define LIBJPEG_TURBO_VERSION 9.9' || "
+      "{ echo 'ld: cannot find -ljpeg' >&2; exit 1; }",
+      "LDFLAGS",
+    ),
+  ]:
     compiler.write_text(f"#!/bin/sh\n{script}\n")
     compiler.chmod(0o755)
     monkeypatch.setenv("CC", str(compiler))

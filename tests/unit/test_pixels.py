@@ -58,8 +58,7 @@ def alpha_png(picture, orientation):
 
 def chunk(name, content):
   body = name + content
-  return (len(content).to_bytes(4, "big") + body
-          + zlib.crc32(body).to_bytes(4, "big"))  # fmt: skip
+  return len(content).to_bytes(4, "big") + body + zlib.crc32(body).to_bytes(4, "big")
 
 
 def deep_png(picture, orientation):
@@ -166,9 +165,7 @@ def in_tfds(encoded, channels, folder):
   record = example(encoded, 1)
   name = f"p{zlib.crc32(encoded)}_{channels}"
   if (folder / name).exists():  # BMP has no orientation
-    return data.tfds_images(name, "train", data_dir=str(folder)).load(
-      np.arange(1), None
-    )["image"]
+    return data.tfds_images(name, "train", data_dir=str(folder)).load(np.arange(1), None)["image"]
   made = write_tfds(folder, name, "tfrecord", {"train": [[record]]})
   features = json.loads((made / "features.json").read_text())
   image = features["featuresDict"]["features"]["image"]["image"]
@@ -222,10 +219,17 @@ def test_a_picture_has_the_same_pixels_in_every_file(name, reader, tmp_path):
     assert np.abs(pixels.reshape(known.shape).astype(int) - known).max() <= away
 
 
-@pytest.mark.parametrize("bad", [
-  (tiff(1, "u2"), "black"), (tiff(1, "i4"), "black"), (tiff(1, "f4"), "from 0 to 1"),
-  (tiff(-1, "f4"), "from 0 to 1"), (tiff(-100, "i2"), "to 32767"),
-], ids=range(5))  # fmt: skip
+@pytest.mark.parametrize(
+  "bad",
+  [
+    (tiff(1, "u2"), "black"),
+    (tiff(1, "i4"), "black"),
+    (tiff(1, "f4"), "from 0 to 1"),
+    (tiff(-1, "f4"), "from 0 to 1"),
+    (tiff(-100, "i2"), "to 32767"),
+  ],
+  ids=range(5),
+)
 def test_pixels_that_would_be_lost_are_no_picture(bad, tmp_path):
   encode, why = bad
   encoded = encode(COLOUR, 1)

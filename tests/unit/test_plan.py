@@ -13,13 +13,7 @@ import pytest
 from jaxscale import cli, collectives
 from jaxscale.collectives import Link, measurements, plan
 from jaxscale.collectives.measurements import fit_link
-from jaxscale.collectives.planner import (
-  best_dims,
-  factorizations,
-  given_dims,
-  pairs,
-  torus_seconds,
-)
+from jaxscale.collectives.planner import best_dims, factorizations, given_dims, pairs, torus_seconds
 from jaxscale.errors import ConfigError
 from support.cases import all_slow_except
 from support.commands import child_env, own_lines
@@ -44,8 +38,7 @@ def test_256_devices_are_a_torus_of_4_by_8_by_8():
 
 
 @pytest.mark.parametrize(
-  "nodes, steps, milliseconds",
-  [((64,), 132, 10.2), ((16, 4), 42, 9.98), ((8, 8), 34, 9.95)],
+  "nodes, steps, milliseconds", [((64,), 132, 10.2), ((16, 4), 42, 9.98), ((8, 8), 34, 9.95)]
 )
 def test_the_published_example(nodes, steps, milliseconds):
   dims = [("gpu", 4), *(("node", n) for n in nodes)]
@@ -81,10 +74,7 @@ def test_the_plan_is_the_best_of_all(seed):
   rng = np.random.default_rng(seed)
   sizes = [{"a": 8, "b": 6}, {"a": 12}, {"a": 2, "b": 4, "c": 5}][seed % 3]
   # An axis alone may be wired in a ring: far neighbours then cost more.
-  links = {
-    a: Link(10 ** rng.uniform(-6, -4), 10 ** rng.uniform(-11, -9), seed < 6)
-    for a in sizes
-  }
+  links = {a: Link(10 ** rng.uniform(-6, -4), 10 ** rng.uniform(-11, -9), seed < 6) for a in sizes}
   num_bytes = 10 ** rng.uniform(4, 9)
   every = list(every_torus(sizes))
   costs = []
@@ -109,8 +99,14 @@ def test_small_messages_take_few_steps_and_wired_axes_stay_whole():
   assert large.algorithm == "ring" and names(large.dims) == ["data:64"]
   wired = {"data": Link(1e-6, 1e-10, switched=False)}
   assert plan({"data": 64}, 1e8, links=wired).algorithm == "ring"
-  assert len(plan({"data": 64}, 1e8, links={"data": wired["data"]._replace(
-    switched=True, alpha=1e-4)}).dims) > 1  # fmt: skip
+  assert (
+    len(
+      plan(
+        {"data": 64}, 1e8, links={"data": wired["data"]._replace(switched=True, alpha=1e-4)}
+      ).dims
+    )
+    > 1
+  )
   assert plan({"data": 1}, 1e6) == ("psum", ("data",), (), 0.0)
   # The fast axis is the one with the better link, wherever it is in the mesh.
   swapped = {"node": Link(1e-6, 1e-11), "gpu": Link(1e-6, 1e-9)}
@@ -202,18 +198,30 @@ def test_the_benchmark_measures_fits_and_plans(processes):
   with socket.socket() as s:
     s.bind(("localhost", 0))
     port = s.getsockname()[1]
-  command = [sys.executable, "-m", "jaxscale", "bench", "--mesh", "2x2",
-             "--sizes", "1KB,100KB", "--rounds", "3"]  # fmt: skip
-  many = {"JAXSCALE_COORDINATOR": f"localhost:{port}",
-          "JAXSCALE_NUM_PROCESSES": str(processes)}  # fmt: skip
+  command = [
+    sys.executable,
+    "-m",
+    "jaxscale",
+    "bench",
+    "--mesh",
+    "2x2",
+    "--sizes",
+    "1KB,100KB",
+    "--rounds",
+    "3",
+  ]
+  many = {"JAXSCALE_COORDINATOR": f"localhost:{port}", "JAXSCALE_NUM_PROCESSES": str(processes)}
   started = [
     subprocess.Popen(
       command,
       env=child_env(4 // processes, **many, JAXSCALE_PROCESS_ID=str(i)),
-      cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+      cwd=ROOT,
+      stdout=subprocess.PIPE,
+      stderr=subprocess.PIPE,
+      text=True,
     )
     for i in range(processes)
-  ]  # fmt: skip
+  ]
   done = [p.communicate(timeout=300) for p in started]
   assert [p.returncode for p in started] == [0] * processes, done
   text = done[0][0]

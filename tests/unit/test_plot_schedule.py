@@ -30,18 +30,21 @@ def test_intel_caffes_numbers():
 # batch, peak, warm-up epochs, decay steps, whether these count from step 0 (how
 # the config reads them), epochs until the published mean reached 75.9 %
 MLPERF = [
-  (1632, 7.4, 2, 27476, 0, 35.0), (2048, 8.5, 5, 22530, 0, 38.4),
-  (3264, 10.5, 2, 14523, 1, 35.2), (4096, 10.0, 5, 13137, 1, 40.0),
-  (8192, 17.0, 5, 6095, 0, 42.0), (13056, 12.8, 9, 4710, 1, 45.4),
-  (32768, 21.2, 16, 2267, 1, 56.0), (49152, 19.405, 24, 1846, 1, 68.0),
-  (58880, 23.246, 29, 1785, 1, 79.9), (65536, 24.699, 31, 1133, 0, 84.5),
+  (1632, 7.4, 2, 27476, 0, 35.0),
+  (2048, 8.5, 5, 22530, 0, 38.4),
+  (3264, 10.5, 2, 14523, 1, 35.2),
+  (4096, 10.0, 5, 13137, 1, 40.0),
+  (8192, 17.0, 5, 6095, 0, 42.0),
+  (13056, 12.8, 9, 4710, 1, 45.4),
+  (32768, 21.2, 16, 2267, 1, 56.0),
+  (49152, 19.405, 24, 1846, 1, 68.0),
+  (58880, 23.246, 29, 1785, 1, 79.9),
+  (65536, 24.699, 31, 1133, 0, 84.5),
   (67840, 24.699, 31, 1133, 0, 85.9),
-]  # fmt: skip
+]
 
 
-@pytest.mark.parametrize(
-  ("batch", "peak", "warmup", "decay", "from_0", "reached"), MLPERF
-)
+@pytest.mark.parametrize(("batch", "peak", "warmup", "decay", "from_0", "reached"), MLPERF)
 def test_mlperfs_table(batch, peak, warmup, decay, from_0, reached):
   """Linear from 0, then power 2 to 1e-4, in float64; the first, peak and last too."""
   rates = rates_of(f"configs/resnet50_lars.py:{batch}")
@@ -49,9 +52,7 @@ def test_mlperfs_table(batch, peak, warmup, decay, from_0, reached):
   end = decay if from_0 else decay + top
   step = np.arange(end, dtype=np.float64)
   poly = 1e-4 + (peak - 1e-4) * ((end - step) / (end - top)) ** 2
-  np.testing.assert_allclose(
-    rates, np.where(step < top, peak * step / top, poly), rtol=1e-5
-  )
+  np.testing.assert_allclose(rates, np.where(step < top, peak * step / top, poly), rtol=1e-5)
   assert rates[0] == 0 and rates.argmax() == top
   assert rates[top] == pytest.approx(peak, rel=1e-6)
   # The last step is one before the polynomial is at its end of 1e-4.

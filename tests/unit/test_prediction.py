@@ -32,8 +32,7 @@ def test_a_run_is_compared_in_one_short_table(tmp_path):
     "whole run": (pytest.approx(288), pytest.approx(170)),
   }
   assert str(compared).splitlines() == [
-    "run against its plan: h100-16, batch 64 on 16 devices; "
-    "a step in 800.0 ms to 1.4 s",
+    "run against its plan: h100-16, batch 64 on 16 devices; a step in 800.0 ms to 1.4 s",
     "                     planned  measured  ratio",
     "step                   1.0 s     1.5 s   1.50",
     "  compute           770.0 ms  770.0 ms   1.00",
@@ -44,8 +43,13 @@ def test_a_run_is_compared_in_one_short_table(tmp_path):
 
 
 def test_what_is_sent_within_the_model_counts_as_compute(tmp_path):
-  parts = {"matmul": 0.6, "exposed fsdp": 0.2, "exposed data": 0.1, "exposed replica":
-           0.05, "host": 0.05}  # fmt: skip
+  parts = {
+    "matmul": 0.6,
+    "exposed fsdp": 0.2,
+    "exposed data": 0.1,
+    "exposed replica": 0.05,
+    "host": 0.05,
+  }
   rows = rows_of(against_plan(tmp_path, plan_with(step={"parts": parts})))
   assert rows["compute"][0] == pytest.approx(0.8)
   assert rows["exposed exchange"] == (pytest.approx(0.15), 0.2)
@@ -79,9 +83,7 @@ def test_what_does_not_set_the_step_may_differ(tmp_path):
 
 def test_other_chips_and_devices(tmp_path):
   compared = against_plan(tmp_path, plan_with(chips="v5e-16"))
-  assert (
-    compared.reason == "the plan is for TPU v5e, the run is on NVIDIA H100 80GB HBM3"
-  )
+  assert compared.reason == "the plan is for TPU v5e, the run is on NVIDIA H100 80GB HBM3"
   compared = prediction.comparison(workdir(tmp_path / "4", PLAN, devices=4))
   assert compared.reason == "the plan has no batch 64 on 4 devices"
   compared = prediction.comparison(workdir(tmp_path / "8", PLAN, devices=8))

@@ -4,9 +4,7 @@ from support.preflight_process import HOSTS, answers, only, preflight, start, wr
 
 
 def test_a_good_allocation_is_ready_without_jax_within_seconds(tmp_path):
-  processes = start(
-    HOSTS, [f"--workdir={tmp_path / 'runs'}", "--skip=devices,network,disk"]
-  )
+  processes = start(HOSTS, [f"--workdir={tmp_path / 'runs'}", "--skip=devices,network,disk"])
   reported = answers(processes)
   findings, seconds, imports_jax = reported[0]
   assert len(reported) == 4 and not wrong(findings) and not imports_jax
@@ -41,10 +39,7 @@ def test_a_clock_that_is_off_is_named():
       time=lambda: time.time() + off, perf_counter=time.perf_counter)
   """
   reported = wrong(preflight(HOSTS, only("clocks"), patch=patch))
-  assert reported == [
-    "clock of n2: 5.00 s ahead of n1",
-    "clock of n3: 2.50 s behind n1",
-  ]
+  assert reported == ["clock of n2: 5.00 s ahead of n1", "clock of n3: 2.50 s behind n1"]
 
 
 def test_a_process_that_dies_ends_the_others_with_its_name():

@@ -67,12 +67,8 @@ def test_a_workdir_that_is_not_shared_is_refused(tmp_path):
     if rank == 2: files._make_folder = enter
   """
   hosts = HOSTS[:3]
-  (reported,) = preflight(
-    hosts, only("files"), f"--workdir={tmp_path / 'w'}", patch=patch
-  )
-  assert (
-    not reported.ok and ": n3 and n1 do not see each other's files" in reported.text
-  )
+  (reported,) = preflight(hosts, only("files"), f"--workdir={tmp_path / 'w'}", patch=patch)
+  assert not reported.ok and ": n3 and n1 do not see each other's files" in reported.text
   assert "mount it on n3" in reported.remedy
 
 
@@ -82,12 +78,8 @@ def test_a_host_whose_files_process_0_does_not_see_is_named(tmp_path):
     files.SEEN_S = 0.5
     if rank == 1: files.attempt = lambda action: ""  # writes nothing
   """
-  (reported,) = preflight(
-    HOSTS[:2], only("files"), f"--workdir={tmp_path}", patch=patch
-  )
-  assert (
-    not reported.ok and ": n2 and n1 do not see each other's files" in reported.text
-  )
+  (reported,) = preflight(HOSTS[:2], only("files"), f"--workdir={tmp_path}", patch=patch)
+  assert not reported.ok and ": n2 and n1 do not see each other's files" in reported.text
 
 
 def test_a_workdir_that_cannot_be_made_is_refused(tmp_path):
@@ -105,10 +97,7 @@ def test_a_full_disk_is_found_by_writing(tmp_path):
     pytest.skip("a small file system needs root that may mount")
   try:
     reported, *_ = preflight(HOSTS[:2], only("disk"), f"--workdir={place}")
-    assert (
-      "No space left on device" in reported.text
-      and " MB of its part of " in reported.text
-    )
+    assert "No space left on device" in reported.text and " MB of its part of " in reported.text
     assert not reported.ok and "268.4 MB are needed" in reported.remedy
     assert not list(place.iterdir())
   finally:

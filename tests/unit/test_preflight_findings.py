@@ -27,9 +27,7 @@ def test_a_slow_network_is_reported_and_so_is_who_cannot_join():
   (reported,) = findings_of(0.5, ("n1", "n1"))  # no network between the two
   assert reported.ok
   broken = [{"devices": 8, "seconds": 0.01}, {"error": "no route to n1"}]
-  assert wrong(network.findings(broken, HOSTS[:2])) == [
-    "network: process 1 (n2): no route to n1"
-  ]
+  assert wrong(network.findings(broken, HOSTS[:2])) == ["network: process 1 (n2): no route to n1"]
 
 
 def test_a_clock_counts_as_off_only_beyond_what_the_question_took():
@@ -41,9 +39,17 @@ def test_a_clock_counts_as_off_only_beyond_what_the_question_took():
 
 def has(**other):
   """What a process in good order says of itself."""
-  good = {"versions": {"jax": "0.10.2"}, "hostname": "n1", "loopback": "", "place": "a",
-          "files": [1024, 4096], "locked": -1, "infiniband": True, "shm": 1 << 33,
-          "gpus": []}  # fmt: skip
+  good = {
+    "versions": {"jax": "0.10.2"},
+    "hostname": "n1",
+    "loopback": "",
+    "place": "a",
+    "files": [1024, 4096],
+    "locked": -1,
+    "infiniband": True,
+    "shm": 1 << 33,
+    "gpus": [],
+  }
   return good | other
 
 
@@ -60,12 +66,8 @@ def test_versions_limits_and_names_are_judged():
   assert text.startswith("n2: its own name resolves to 127.0.1.1 there")
   assert not reported(has(loopback="127.0.1.1"), has(loopback="127.0.1.1"))  # one host
   # Two by name alone, as in tests: loopback leads from one to the other.
-  assert not reported(
-    has(loopback="127.0.0.11"), has(hostname="n2", loopback="127.0.0.12")
-  )
-  assert reported(
-    has(), has(hostname="n2", loopback="nothing (Name or service not known)")
-  )
+  assert not reported(has(loopback="127.0.0.11"), has(hostname="n2", loopback="127.0.0.12"))
+  assert reported(has(), has(hostname="n2", loopback="nothing (Name or service not known)"))
   assert "n1: 8.4 MB of memory may be locked" in reported(has(locked=1 << 23))[0]
   assert not reported(has(locked=1 << 23, infiniband=False))
   assert not reported(has(files=[200, 4096]))  # a run raises that itself
@@ -117,8 +119,11 @@ def test_a_name_of_the_own_host_is_looked_up(monkeypatch):
 
 def test_findings_become_lines_remedies_and_a_code(capsys):
   remedy = "leave n3 out"
-  reported = [Finding(True, "fine"), Finding(False, "n3 is slow", remedy),
-          Finding(False, "n3 is off", remedy)]  # fmt: skip
+  reported = [
+    Finding(True, "fine"),
+    Finding(False, "n3 is slow", remedy),
+    Finding(False, "n3 is off", remedy),
+  ]
   assert report("preflight", reported) == 2
   out = capsys.readouterr().out
   assert out == "ok    fine\nnot   n3 is slow\nnot   n3 is off\nnext  leave n3 out\n"
@@ -145,11 +150,11 @@ def test_options_are_read_or_refused(monkeypatch, capsys):
 
 
 def test_the_preflight_is_imported_without_jax():
-  code = (
-    "import sys, jaxscale.preflight, jaxscale.cli.doctor; print('jax' in sys.modules)"
-  )
+  code = "import sys, jaxscale.preflight, jaxscale.cli.doctor; print('jax' in sys.modules)"
   done = subprocess.run(
-    [sys.executable, "-c", code], env=child_env(PYTHONPATH=str(ROOT)),
-    capture_output=True, text=True,
-  )  # fmt: skip
+    [sys.executable, "-c", code],
+    env=child_env(PYTHONPATH=str(ROOT)),
+    capture_output=True,
+    text=True,
+  )
   assert done.stdout == "False\n", done.stderr

@@ -113,13 +113,7 @@ def test_values_are_recorded_by_what_they_are(name):
 
 @pytest.mark.parametrize(
   "value",
-  [
-    Prints(),
-    threading.Lock(),
-    np.random.default_rng(0),
-    np.array([Prints()]),
-    iter([]),
-  ],
+  [Prints(), threading.Lock(), np.random.default_rng(0), np.array([Prints()]), iter([])],
   ids=lambda value: type(value).__name__,
 )
 def test_a_value_without_a_form_is_refused_when_the_config_is_made(value):
@@ -183,9 +177,7 @@ def get_config():
     ("mylib/consts.py", "UNUSED = 1", "UNUSED = 2  # or so", set()),
   ],
 )
-def test_a_package_counts_by_what_is_used_of_it(
-  tmp_path, monkeypatch, file, old, new, differs
-):
+def test_a_package_counts_by_what_is_used_of_it(tmp_path, monkeypatch, file, old, new, differs):
   """Star imports, relative ones, a class inside of `get_config`."""
   monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
 
@@ -204,9 +196,7 @@ def test_a_package_counts_by_what_is_used_of_it(
   assert {k for k in {**first, **second} if first.get(k) != second.get(k)} == differs
 
 
-def test_modules_that_import_each_other_and_long_chains_are_walked(
-  tmp_path, monkeypatch
-):
+def test_modules_that_import_each_other_and_long_chains_are_walked(tmp_path, monkeypatch):
   """The walk recursed: 2,000 lines of a RecursionError."""
   monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
   chain = "".join(f"def f{i}(): return f{i + 1}()\n" for i in range(2000))

@@ -51,38 +51,28 @@ def lines(*values):
 def test_a_run_is_shown_with_all_that_is_on_record(tmp_path, monkeypatch, capsys):
   perf = {"perf/examples_per_s": 900.0, "perf/mfu": 0.25, "train/loss": 0.5}
   spent = {"starting": 4.0, "step": 6.0}
-  activity = {
-    "start": 100.0,
-    "seconds": spent,
-    "resumed": [0],
-    "queued": None,
-    "done": False,
-  }
-  again = {
-    "start": 130.0,
-    "seconds": spent,
-    "resumed": [2],
-    "queued": None,
-    "done": True,
-  }
+  activity = {"start": 100.0, "seconds": spent, "resumed": [0], "queued": None, "done": False}
+  again = {"start": 130.0, "seconds": spent, "resumed": [2], "queued": None, "done": True}
   started = {"commit": "0123abc", "host": "node7", "command": f"jaxscale {ATTACK}"}
   path = workdir(
     tmp_path / "a&b",
     **{
-      "metrics.jsonl": lines(
-        *({"step": 2 * i, "time": 1.0 * i} | perf for i in range(1, 5))
-      ),
+      "metrics.jsonl": lines(*({"step": 2 * i, "time": 1.0 * i} | perf for i in range(1, 5))),
       "summary.json": {
-        "outcome": "done", "step": 8, "total_steps": 8, "devices": "2 x cpu",
-        "accuracy": 0.875, "peak_tflops_per_device": 0.5, "peak_source": ATTACK,
+        "outcome": "done",
+        "step": 8,
+        "total_steps": 8,
+        "devices": "2 x cpu",
+        "accuracy": 0.875,
+        "peak_tflops_per_device": 0.5,
+        "peak_source": ATTACK,
       },
       "activity.jsonl": lines(
-        activity | {"time": 110.0, "step": 4},
-        again | {"time": 140.0, "step": 9},
+        activity | {"time": 110.0, "step": 4}, again | {"time": 140.0, "step": 9}
       ),
       "starts.jsonl": lines(started | {"packages": {"jax": "0.10"}}),
     },
-  )  # fmt: skip
+  )
   monkeypatch.chdir(tmp_path)
   main(["report", str(path), "--html", "page.html"])
   assert capsys.readouterr().out == "page.html\n"
@@ -100,9 +90,7 @@ def test_a_run_is_shown_with_all_that_is_on_record(tmp_path, monkeypatch, capsys
   assert "down 0:20" in spent and "lost 0:0" in spent
 
 
-@pytest.mark.parametrize(
-  "content", ["", "{", "[]", '{"step": {}}', "\0" * 99, "[" * 9999]
-)
+@pytest.mark.parametrize("content", ["", "{", "[]", '{"step": {}}', "\0" * 99, "[" * 9999])
 def test_damaged_records_are_left_out(tmp_path, content):
   names = "metrics.jsonl", "summary.json", "activity.jsonl", "starts.jsonl"
   path = workdir(tmp_path / "run", **dict.fromkeys(names, content))
@@ -114,12 +102,7 @@ def test_damaged_records_are_left_out(tmp_path, content):
 
 def test_what_cannot_be_shown_is_one_line(tmp_path, capsys):
   path = workdir(tmp_path / "run")
-  asked = [
-    "report",
-    str(path),
-    "--html",
-    str(tmp_path / "run" / "config.json" / "page.html"),
-  ]
+  asked = ["report", str(path), "--html", str(tmp_path / "run" / "config.json" / "page.html")]
   for command, why in (
     (asked, "give a file in a directory"),
     (["report", str(tmp_path / "gone"), "--html", "x.html"], "no such run"),

@@ -11,9 +11,7 @@ from jaxscale.cluster.watch.stop_consensus import StopRequest
 
 
 def test_the_end_of_the_job(scontrol, monkeypatch):
-  asked = scontrol(
-    "echo '   StartTime=2026-03-01T11:00:00 EndTime=2026-03-01T12:00:00'"
-  )
+  asked = scontrol("echo '   StartTime=2026-03-01T11:00:00 EndTime=2026-03-01T12:00:00'")
   assert walltime.end_time({"SLURM_JOB_END_TIME": "1772366400"}) == 1772366400.0
   assert not asked.exists()
   monkeypatch.setenv("TZ", "UTC")
@@ -126,9 +124,7 @@ def test_requeue_asks_slurm_for_the_job_or_the_arrays_task(scontrol):
   "state", ["COMPLETING Reason=None", "CANCELLED Reason=None", "RUNNING Reason=None"]
 )
 def test_what_somebody_cancelled_is_not_revived(scontrol, state):
-  asked = scontrol(
-    f'[ $1 = show ] && echo "   JobState={state} Dependency=(null)"; true'
-  )
+  asked = scontrol(f'[ $1 = show ] && echo "   JobState={state} Dependency=(null)"; true')
   done = requeue.requeue("12", 0, limit=3)
   assert done.code == 85
   if state.startswith("RUNNING"):
@@ -149,16 +145,13 @@ def test_a_controller_that_is_down_is_asked_again(scontrol, monkeypatch, capsys)
   assert capsys.readouterr().out == 2 * reported
   monkeypatch.setattr(requeue, "_ASK_S", 0.0)
   scontrol(down)
-  line = (
-    "job 12 is saved, not requeued: Slurm's controller does not answer (Unexpected "
-  )
+  line = "job 12 is saved, not requeued: Slurm's controller does not answer (Unexpected "
   line += "message received for job 12); submit it again to resume"
   assert requeue.requeue("12", 0, limit=3) == (85, line)
 
 
 def test_a_requeue_that_slurm_refuses_says_why(scontrol, monkeypatch, tmp_path):
-  scontrol("[ $1 = ping ] || { echo 'Requested operation is presently disabled' >&2; "
-           "exit 1; }")  # fmt: skip
+  scontrol("[ $1 = ping ] || { echo 'Requested operation is presently disabled' >&2; exit 1; }")
   done = requeue.requeue("12", 0, limit=3)
   assert done.code == 85 and done.line == (
     "job 12 is saved, not requeued: Requested operation is presently disabled"
@@ -191,10 +184,7 @@ def test_the_requeue_signals_also_who_asks_for_it(scontrol, name, after, tmp_pat
 
 def test_a_loop_without_progress_is_given_up(tmp_path):
   def starts(job, first, steps):
-    return [
-      requeue.count_start(tmp_path, job, first + n, step)
-      for n, step in enumerate(steps)
-    ]
+    return [requeue.count_start(tmp_path, job, first + n, step) for n, step in enumerate(steps)]
 
   # Progress in between, however little, begins anew; losing a checkpoint is none.
   assert starts("7", 0, [0, 0, 10, 10, 11, 9, 11]) == [0, 1, 0, 1, 0, 1, 2]

@@ -35,9 +35,7 @@ def np_max_pool(x):
   """3x3, stride 2, padded by 1 with what is less than all."""
   x = np.pad(x, ((0, 0), (1, 1), (1, 1), (0, 0)), constant_values=-np.inf)
   rows, columns = ((s - 3) // 2 + 1 for s in x.shape[1:3])
-  shifted = [
-    x[:, i : i + 2 * rows : 2, j : j + 2 * columns : 2] for i, j in np.ndindex(3, 3)
-  ]
+  shifted = [x[:, i : i + 2 * rows : 2, j : j + 2 * columns : 2] for i, j in np.ndindex(3, 3)]
   return np.max(shifted, axis=0)
 
 
@@ -127,16 +125,16 @@ def test_the_network_equals_float64(bottleneck, stem, train):
   )
   double = jax.tree.map(lambda x: np.asarray(x, np.float64), (params, state))
   wanted, running = np_resnet(
-    (images - 100.0) / 50.0, double[0], double[1]["batch_stats"],
-    bottleneck=bottleneck, stem=stem, train=train,
-  )  # fmt: skip
+    (images - 100.0) / 50.0,
+    double[0],
+    double[1]["batch_stats"],
+    bottleneck=bottleneck,
+    stem=stem,
+    train=train,
+  )
   spread = np.abs(wanted[0] - wanted[1]).max()
   assert spread > 1e-2 * np.abs(wanted).max()
-  np.testing.assert_allclose(
-    logits, wanted, rtol=1e-4, atol=1e-5 * np.abs(wanted).max()
-  )
+  np.testing.assert_allclose(logits, wanted, rtol=1e-4, atol=1e-5 * np.abs(wanted).max())
   if train:
-    for a, b in zip(
-      jax.tree.leaves(new["batch_stats"]), jax.tree.leaves(running), strict=True
-    ):
+    for a, b in zip(jax.tree.leaves(new["batch_stats"]), jax.tree.leaves(running), strict=True):
       np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5 * np.abs(b).max())

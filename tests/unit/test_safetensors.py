@@ -18,13 +18,7 @@ from jaxscale.data.tokenizer import read_tokenizer
 from jaxscale.errors import ConfigError
 from jaxscale.weights import UnwrittenError, export_safetensors, import_safetensors
 from jaxscale.weights.config_json import read_config_json
-from jaxscale.weights.safetensors import (
-  DTYPES,
-  read_header,
-  read_index,
-  view,
-  write,
-)
+from jaxscale.weights.safetensors import DTYPES, read_header, read_index, view, write
 from support.errors import config_error
 
 F4 = np.dtype("f4")
@@ -52,9 +46,7 @@ def test_the_package_reads_what_we_write_and_we_what_it_writes(tmp_path):
     assert set(file.keys()) == set(arrays)
     for name in plain:
       found = file.get_tensor(name)
-      assert (
-        found.tobytes() == plain[name].tobytes() and found.shape == plain[name].shape
-      )
+      assert found.tobytes() == plain[name].tobytes() and found.shape == plain[name].shape
   theirs = tmp_path / "theirs"
   # The package writes an array's memory as it is.
   whole = {name: np.array(x, order="C") for name, x in plain.items()}
@@ -80,9 +72,7 @@ def with_header(path, header, data=b"\0" * 48):
 GOOD = {"dtype": "F32", "shape": [4, 3], "data_offsets": [0, 48]}
 SECOND = {"dtype": "U8", "shape": [2], "data_offsets": [48, 50]}
 DAMAGE = {
-  "cut in its data": (
-    lambda f: os.truncate(f, f.stat().st_size - 1), "cut short .*not full"
-  ),
+  "cut in its data": (lambda f: os.truncate(f, f.stat().st_size - 1), "cut short .*not full"),
   "cut in its header": (lambda f: os.truncate(f, 20), "cut short .*header length"),
   "cut in its length": (lambda f: os.truncate(f, 5), "not a safetensors file"),
   "empty": (lambda f: os.truncate(f, 0), "not a safetensors file"),
@@ -98,17 +88,16 @@ DAMAGE = {
   "dtype": (lambda f: with_header(f, {"x": GOOD | {"dtype": "F99"}}), "damaged header"),
   "shape": (lambda f: with_header(f, {"x": GOOD | {"shape": [4, -3]}}), "damaged"),
   "size": (lambda f: with_header(f, {"x": GOOD | {"shape": [4, 4]}}), "damaged header"),
-  "offset": (
-    lambda f: with_header(f, {"x": GOOD | {"data_offsets": [-8, 40]}}), "damaged"),
+  "offset": (lambda f: with_header(f, {"x": GOOD | {"data_offsets": [-8, 40]}}), "damaged"),
   "a hole": (
-    lambda f: with_header(
-      f, {"x": GOOD, "y": SECOND | {"data_offsets": [49, 51]}}, b"\0" * 51),
-    "damaged header .*`y`"),
+    lambda f: with_header(f, {"x": GOOD, "y": SECOND | {"data_offsets": [49, 51]}}, b"\0" * 51),
+    "damaged header .*`y`",
+  ),
   "overlap": (
-    lambda f: with_header(
-      f, {"x": GOOD, "y": SECOND | {"data_offsets": [46, 48]}}),
-    "damaged header .*`y`"),
-}  # fmt: skip
+    lambda f: with_header(f, {"x": GOOD, "y": SECOND | {"data_offsets": [46, 48]}}),
+    "damaged header .*`y`",
+  ),
+}
 
 
 @pytest.mark.parametrize("how", DAMAGE)
@@ -215,9 +204,7 @@ def test_names_that_do_not_fit_are_named_and_counted(tmp_path):
   assert "1 unexpected, first params/Dense_1/kernel" in reported
   assert "give the model settings" in reported
   reported = line(made | {"Dense_0": {"kernel": jnp.ones((3, 5)), "bias": jnp.ones(5)}})
-  assert (
-    "2 of another shape, first params/Dense_0/bias is [4] there and [5]" in reported
-  )
+  assert "2 of another shape, first params/Dense_0/bias is [4] there and [5]" in reported
   assert "init_head" not in reported
   wrong = {"kernel": jnp.ones((3, 4)), "bias": jnp.ones(4, jnp.int32)}
   assert "1 of another dtype, first params/Dense_0/bias is float32 there" in line(
@@ -235,9 +222,7 @@ def test_names_that_do_not_fit_are_named_and_counted(tmp_path):
   no_head = {"Norm": {"scale": jnp.ones(2)}}
   assert "classifier is not known" in line(no_head, init_head=True)
   write(path, {"a.b": (F4, (1,))}, [np.ones(1, F4)])
-  assert "names of none of jaxscale, timm, torchvision, huggingface (but a.b)" in line(
-    made
-  )
+  assert "names of none of jaxscale, timm, torchvision, huggingface (but a.b)" in line(made)
 
 
 def test_what_has_a_scale_elsewhere_is_not_cast(tmp_path):

@@ -41,9 +41,13 @@ def test_nothing_that_was_read_is_executed():
 
 
 BAD = [
-  "import pickle", "from yaml import load", "eval('1')", "load(f, allow_pickle=True)",
-  "subprocess.run(x, shell=True)", "import numpy.x as y, joblib",
-]  # fmt: skip
+  "import pickle",
+  "from yaml import load",
+  "eval('1')",
+  "load(f, allow_pickle=True)",
+  "subprocess.run(x, shell=True)",
+  "import numpy.x as y, joblib",
+]
 
 
 @pytest.mark.parametrize("line", BAD)

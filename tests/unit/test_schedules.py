@@ -46,9 +46,7 @@ def test_the_last_of_many_steps_have_a_rate(make, restart):
     last, span = total + 1, span + 1
   for step in (first, first + 1, total // 2, total - 1000, total - 2, total - 1):
     left = (last - step) / span
-    wanted = (
-      left**2 if make is optim.warmup_polynomial else np.sin(np.pi / 2 * left) ** 2
-    )
+    wanted = left**2 if make is optim.warmup_polynomial else np.sin(np.pi / 2 * left) ** 2
     assert float(schedule(step)) == pytest.approx(peak * wanted, rel=1e-6), step
   if make is optim.warmup_cosine:
     assert float(schedule(total)) == 0.0 and float(schedule(begin + 10 * span)) == 0.0

@@ -66,9 +66,15 @@ GIVEN = [
   {"mesh.data": "2", "mesh.fsdp": "2", "layout.shard": "zero1"},
   {"layout.remat": "dots", "accumulate_steps": "2"},
   {"mesh.fsdp": "2", "mesh.model": "2", "layout.remat": "full"},
-  {"mesh.fsdp": "1", "mesh.stage": "2", "mesh.data": "2", "layout.shard": "none",
-   "accumulate_steps": "4", "layout.schedule": "1f1b"},
-]  # fmt: skip
+  {
+    "mesh.fsdp": "1",
+    "mesh.stage": "2",
+    "mesh.data": "2",
+    "layout.shard": "none",
+    "accumulate_steps": "4",
+    "layout.schedule": "1f1b",
+  },
+]
 
 
 @pytest.mark.parametrize("which", all_slow_except(range(len(GIVEN)), 2, 3))
@@ -105,18 +111,19 @@ def test_what_is_listed_divides_and_computes_the_same():
     assert math.prod(vars(one.mesh).values()) == 4
     assert made.batch_size % one.rows_over == 0
     assert one.layout.sum_in == made.layout.sum_in
-  assert {x.layout.model for x in listed} == {
-    "layers", "layers_and_tokens", "ring", "all_to_all"
-  }  # fmt: skip
+  assert {x.layout.model for x in listed} == {"layers", "layers_and_tokens", "ring", "all_to_all"}
   assert {x.layout.shard for x in listed} == {"none", "zero1", "zero2", "fsdp"}
   assert {x.layout.schedule for x in listed if x.mesh.stage > 1} == {"gpipe", "1f1b"}
 
 
 def test_images_have_no_layers_to_split():
   made = cfg.Config(
-    model=cfg.CNN(), data=cfg.Synthetic(num_examples=64, image_size=8),
-    optimizer=cfg.SGD(lr=0.1), batch_size=16, epochs=1,
-  )  # fmt: skip
+    model=cfg.CNN(),
+    data=cfg.Synthetic(num_examples=64, image_size=8),
+    optimizer=cfg.SGD(lr=0.1),
+    batch_size=16,
+    epochs=1,
+  )
   listed = every(made)
   assert {x.mesh.model * x.mesh.stage for x in listed} == {1}
   assert {x.layout.shard for x in listed} == {"none", "zero1", "zero2", "fsdp"}
@@ -141,10 +148,13 @@ def test_a_candidate_that_keeps_more_of_as_many_rows():
 def test_candidates_come_by_estimate_and_by_what_fitted():
   small = {"data": 2, "fsdp": 2}
   order = {
-    one_of("dots", 1): (False, 1.0), one_of("full", 1): (False, 1.05),
-    one_of("full", 2): (False, 1.2), one_of("none", 1): (True, 0.5),
-    one_of("full", 1, **small): (False, 1.1), one_of("dots", 1, **small): (True, 0.7),
-  }  # fmt: skip
+    one_of("dots", 1): (False, 1.0),
+    one_of("full", 1): (False, 1.05),
+    one_of("full", 2): (False, 1.2),
+    one_of("none", 1): (True, 0.5),
+    one_of("full", 1, **small): (False, 1.1),
+    one_of("dots", 1, **small): (True, 0.7),
+  }
 
   def taken(does_fit):
     queues, rows, found = {}, [], []
@@ -157,13 +167,21 @@ def test_candidates_come_by_estimate_and_by_what_fitted():
 
   # A second variant of a layout that fitted comes after another layout as good.
   assert taken(lambda one: True) == [
-    (1, "dots", 1), (2, "full", 1), (1, "full", 1), (1, "full", 2), (1, "none", 1),
+    (1, "dots", 1),
+    (2, "full", 1),
+    (1, "full", 1),
+    (1, "full", 2),
+    (1, "none", 1),
     (2, "dots", 1),
-  ]  # fmt: skip
+  ]
   # One that did not fit does not count, and what needs as much is not tried.
   assert taken(lambda one: one.layout.remat == "full") == [
-    (1, "dots", 1), (1, "full", 1), (2, "full", 1), (1, "full", 2), (2, "dots", 1),
-  ]  # fmt: skip
+    (1, "dots", 1),
+    (1, "full", 1),
+    (2, "full", 1),
+    (1, "full", 2),
+    (2, "dots", 1),
+  ]
 
 
 def test_more_microbatches_are_left_out_where_half_of_the_memory_is_free(monkeypatch):
@@ -245,9 +263,7 @@ def test_what_cannot_fit_is_not_compiled(monkeypatch):
   monkeypatch.setattr(search, "_PATIENCE", 10**6)
   found = search.search(config(), here(limit=300_000))
   assert 0 < found.too_large < found.considered and len(found.rows) == len(tried)
-  shapes = build.experiment(
-    config(), devices=here().devices, datasets=config().data.abstract(16)
-  )
+  shapes = build.experiment(config(), devices=here().devices, datasets=config().data.abstract(16))
   for one in tried[1:]:
     assert estimate(shapes_of(shapes), one, 16, rates_of("knl")).least <= 300_000
 
@@ -272,12 +288,7 @@ def test_a_search_is_submitted(tmp_path, monkeypatch, capsys):
   monkeypatch.chdir(tmp_path)
   monkeypatch.setattr(topologies, "find_chips", simulated)
   argv = ["plan", "--config", "tiny.py", "--chips", "v5e-16", "--search"]
-  argv += [
-    "--json=plan.json",
-    "--site=site.toml",
-    "--minutes=0.01",
-    "--config.clip_norm=1.0",
-  ]
+  argv += ["--json=plan.json", "--site=site.toml", "--minutes=0.01", "--config.clip_norm=1.0"]
   assert cli.main(argv) == 0
   out = capsys.readouterr().out
   assert "searched " in out and "jaxscale submit --plan plan.json" in out
@@ -300,12 +311,10 @@ def test_a_search_is_submitted(tmp_path, monkeypatch, capsys):
     (["submit", "--dry-run"], "--config: missing"),
     (["submit", "--plan=none.json"], "none.json: No such file"),
     (["submit", "--plan=a.json", "--config=digits"], "--plan has its own"),
-    (["plan", "--config=tiny.py", "--chips=v5e-16", "--search", "--minutes=0"],
-     "--minutes=0"),
-    (["plan", "--config=tiny.py", "--chips=v5e-16", "--study=study.json"],
-     "study.json: "),
+    (["plan", "--config=tiny.py", "--chips=v5e-16", "--search", "--minutes=0"], "--minutes=0"),
+    (["plan", "--config=tiny.py", "--chips=v5e-16", "--study=study.json"], "study.json: "),
   ],
-)  # fmt: skip
+)
 def test_mistakes(argv, says, tmp_path, monkeypatch, capsys):
   (tmp_path / "tiny.py").write_text(SOURCE)
   monkeypatch.chdir(tmp_path)
@@ -320,13 +329,14 @@ def test_the_time_limit_of_a_plan():
   job = SimpleNamespace(limit=2.51)
   chips = SimpleNamespace(chip=SimpleNamespace(platform="cuda"))
   plan: Any = SimpleNamespace(
-    config=base, step=SimpleNamespace(nodes=3, devices=24), job=job, chips=chips,
+    config=base,
+    step=SimpleNamespace(nodes=3, devices=24),
+    job=job,
+    chips=chips,
     rates=SimpleNamespace(per_node=8),
-  )  # fmt: skip
+  )
   found = submission.submission(plan, base, "a.py", {}, "alps", gpus_per_node=4)
-  assert found == {
-    "config": "a.py", "overrides": {}, "nodes": 3, "site": "alps", "time": "2:31:00",
-  }  # fmt: skip
+  assert found == {"config": "a.py", "overrides": {}, "nodes": 3, "site": "alps", "time": "2:31:00"}
   line = "jaxscale submit --config a.py --nodes 3 --site alps --time 2:31:00"
   assert submission.command(found) == line
   # Where no profile says how many GPUs a node has, the plan does.

@@ -20,14 +20,25 @@ SPECS = {
   **{
     f"{name} that is {value!r:.9}": json.dumps(WHOLE | {name: value}).encode()
     for name, value in (
-      ("nodes", "4"), ("nodes", -1), ("nodes", 10**17), ("trials", 5), ("trials", [5]),
-      ("trials", [{"seed": 1}]), ("overrides", []), ("site", "gpu"), ("at_most", -1),
-      ("site", {"mem": 5}), ("site", {"no such": 1}), ("name", None), ("spares", "2"),
-      ("site", {"tasks_per_node": 10**15}), ("site", {"container": {"x y": 1}}),
+      ("nodes", "4"),
+      ("nodes", -1),
+      ("nodes", 10**17),
+      ("trials", 5),
+      ("trials", [5]),
+      ("trials", [{"seed": 1}]),
+      ("overrides", []),
+      ("site", "gpu"),
+      ("at_most", -1),
+      ("site", {"mem": 5}),
+      ("site", {"no such": 1}),
+      ("name", None),
+      ("spares", "2"),
+      ("site", {"tasks_per_node": 10**15}),
+      ("site", {"container": {"x y": 1}}),
     )
   },
   "a directory": None,
-}  # fmt: skip
+}
 
 
 def row_of(runs, name):
@@ -65,27 +76,26 @@ BESIDE = {
   "a code as text": ("events/0.jsonl", event(code="0"), "LOST"),
   "restarts as text": ("events/0.jsonl", event(restarts="1"), "LOST"),
   "nodes as a list": ("events/0.jsonl", event(nodes=[4]), "LOST"),
-  "an end without a next": (
-    "events/0.jsonl", event().replace(b"next", b"then"), "LOST"),
-  "digits": (
-    "events/0.jsonl", event().replace(b'"code": 0', b'"code": ' + HUGE), "LOST"),
+  "an end without a next": ("events/0.jsonl", event().replace(b"next", b"then"), "LOST"),
+  "digits": ("events/0.jsonl", event().replace(b'"code": 0', b'"code": ' + HUGE), "LOST"),
   "no UTF-8": ("events/0.jsonl", b"\xff\n" + event(), "COMPLETED"),
   "submissions of other types": (
-    "submissions.jsonl", b'{"job": 7}\n{"tasks": 5, "job": "7"}\n', "LOST"),
-  "a supervisor without a host": (
-    "supervisor.jsonl", b'{"pid": 1}\n{"host": 5}', "LOST"),
-  "steps as text": (
-    "train/metrics.jsonl", b'{"step": "9", "time": 1}\n{"time": "x"}', "LOST"),
-  "a loss as text": (
-    "train/metrics.jsonl", b'{"step": 1, "train/loss": "low", "time": 1}', "LOST"),
+    "submissions.jsonl",
+    b'{"job": 7}\n{"tasks": 5, "job": "7"}\n',
+    "LOST",
+  ),
+  "a supervisor without a host": ("supervisor.jsonl", b'{"pid": 1}\n{"host": 5}', "LOST"),
+  "steps as text": ("train/metrics.jsonl", b'{"step": "9", "time": 1}\n{"time": "x"}', "LOST"),
+  "a loss as text": ("train/metrics.jsonl", b'{"step": 1, "train/loss": "low", "time": 1}', "LOST"),
   "a loss of 400 digits": (
     "train/metrics.jsonl",
-    b'{"step": 1, "train/loss": ' + b"9" * 400 + b', "time": 1}', "LOST"),
+    b'{"step": 1, "train/loss": ' + b"9" * 400 + b', "time": 1}',
+    "LOST",
+  ),
   "a config of other types": ("train/config.json", b'{"derived": []}', "LOST"),
-  "steps of a config as text": (
-    "train/config.json", b'{"derived": {"total_steps": "9"}}', "LOST"),
+  "steps of a config as text": ("train/config.json", b'{"derived": {"total_steps": "9"}}', "LOST"),
   "a deep config": ("train/config.json", DEEP, "LOST"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", BESIDE)

@@ -25,10 +25,18 @@ from jaxscale.training.flops import count_flops
 
 # A chip of 1 TFLOP/s and 1 GB/s, of which kernels reach all, and no other seconds.
 PLAIN = {
-  "peak_bfloat16": 2e12, "peak_float32": 1e12, "bandwidth": 1e9, "memory": 1.0,
-  "matmul": 1.0, "convolution": 1.0, "attention": 1.0, "launch": 0.0, "units": 1,
-  "half_waves": 0.0, "half_depth": 0.0,
-}  # fmt: skip
+  "peak_bfloat16": 2e12,
+  "peak_float32": 1e12,
+  "bandwidth": 1e9,
+  "memory": 1.0,
+  "matmul": 1.0,
+  "convolution": 1.0,
+  "attention": 1.0,
+  "launch": 0.0,
+  "units": 1,
+  "half_waves": 0.0,
+  "half_depth": 0.0,
+}
 
 # %a takes 2 ms of traffic (1 MB read, 1 MB written); what is sent runs while it does.
 STEP = """HloModule step, is_scheduled=true, num_partitions=4
@@ -102,17 +110,28 @@ CUDNN = 'custom_call_target="__cudnn$conv'
 @pytest.mark.parametrize(
   "line, operands, kind, dims",
   [
-    ("f32[8,64,16] dot(%p0, %p1), lhs_batch_dims={0}, rhs_batch_dims={0}, "
-     "lhs_contracting_dims={2}, rhs_contracting_dims={1}",
-     ("f32[8,64,32]", "f32[8,32,16]"), "matmul", (64, 16, 32, 8)),
-    (f"f32[2,14,14,24] convolution(%p0, %p1), window={{size=3x3}}, {LABELS}",
-     ("f32[2,16,16,12]", "f32[3,3,12,24]"), "convolution", (2 * 14 * 14, 24, 108, 1)),
-    (f'(f32[3,3,12,24], u8[0]) custom-call(%p0, %p1), {LABELS}, '
-     f'{CUDNN}BackwardFilter"',
-     ("f32[2,16,16,12]", "f32[2,14,14,24]"), "convolution", (108, 24, 2 * 14 * 14, 1)),
+    (
+      "f32[8,64,16] dot(%p0, %p1), lhs_batch_dims={0}, rhs_batch_dims={0}, "
+      "lhs_contracting_dims={2}, rhs_contracting_dims={1}",
+      ("f32[8,64,32]", "f32[8,32,16]"),
+      "matmul",
+      (64, 16, 32, 8),
+    ),
+    (
+      f"f32[2,14,14,24] convolution(%p0, %p1), window={{size=3x3}}, {LABELS}",
+      ("f32[2,16,16,12]", "f32[3,3,12,24]"),
+      "convolution",
+      (2 * 14 * 14, 24, 108, 1),
+    ),
+    (
+      f'(f32[3,3,12,24], u8[0]) custom-call(%p0, %p1), {LABELS}, {CUDNN}BackwardFilter"',
+      ("f32[2,16,16,12]", "f32[2,14,14,24]"),
+      "convolution",
+      (108, 24, 2 * 14 * 14, 1),
+    ),
     ("f32[64] negate(%p0)", ("f32[64]",), "memory", ()),
   ],
-)  # fmt: skip
+)
 def test_the_product_of_a_kernel(line, operands, kind, dims):
   found = kernel(line, *operands)
   assert found.kind == kind and found.dims == pytest.approx(dims)
@@ -143,8 +162,7 @@ def test_seconds_of_a_kernel():
 
 def nodes_of(axes, sizes, per_node):
   """Devices and nodes of the group of device 0, by listing them all."""
-  places = np.stack(np.unravel_index(np.arange(math.prod(sizes.values())),
-                                     tuple(sizes.values())))  # fmt: skip
+  places = np.stack(np.unravel_index(np.arange(math.prod(sizes.values())), tuple(sizes.values())))
   fixed = [i for i, axis in enumerate(sizes) if axis not in axes]
   group = np.flatnonzero((places[fixed] == 0).all(axis=0))
   nodes = {*(group // per_node).tolist()}
@@ -165,17 +183,16 @@ def test_seconds_of_collectives():
   from jaxscale.hlo import Collective
 
   near, far = Link(1e-6, 1e-9), Link(1e-5, 1e-8)
-  row = Collective("all-reduce", "r", ("f32",), 1_000_000, 0.0, (), 8, ("data",), 1,
-                   True, False, False, None)  # fmt: skip
+  row = Collective(
+    "all-reduce", "r", ("f32",), 1_000_000, 0.0, (), 8, ("data",), 1, True, False, False, None
+  )
 
   def took(kind, sizes, **changes):
     return transfer.seconds(row._replace(kind=kind, **changes), sizes, 4, (near, far))
 
   # A ring of 4 in the node, and one of two nodes for the quarter that is left.
   dims, links = (Dim(("n",), 4), Dim(("w",), 2, 4)), {"n": near, "w": far}
-  assert took("all-reduce", {"data": 8}) == pytest.approx(
-    torus_seconds(dims, 1e6, links), rel=0.02
-  )
+  assert took("all-reduce", {"data": 8}) == pytest.approx(torus_seconds(dims, 1e6, links), rel=0.02)
   assert took("all-gather", {"data": 8}) == took("all-reduce", {"data": 8}) / 2
   assert took("all-reduce", {"data": 1}) == 0.0
   # Half of what each sends leaves the node.
@@ -242,9 +259,13 @@ def compiled_step():
 
 def a_config(**mesh):
   return cfg.Config(
-    model=cfg.MLP(), data=cfg.Digits(), optimizer=cfg.SGD(lr=0.1), batch_size=16,
-    epochs=1, mesh=cfg.Mesh(**mesh),
-  )  # fmt: skip
+    model=cfg.MLP(),
+    data=cfg.Digits(),
+    optimizer=cfg.SGD(lr=0.1),
+    batch_size=16,
+    epochs=1,
+    mesh=cfg.Mesh(**mesh),
+  )
 
 
 def test_communication_slows_compute_at_the_same_time():
@@ -288,8 +309,7 @@ def a_step(devices=64, **seconds):
 
 def test_a_job_with_failures_and_a_price():
   at = Machine(save_rate=1e9, mtbf_hours=800, watts=700, price_chip_hour=2.0, start=100)
-  run = RunLength(steps=36_000, evaluations=10, eval_examples=1024, saves=20,
-            state_bytes=10**10)  # fmt: skip
+  run = RunLength(steps=36_000, evaluations=10, eval_examples=1024, saves=20, state_bytes=10**10)
   job = job_of(run, a_step(), rates_of("h100", at))
   assert job.train["expected"] == 7200 and job.save == 200
   assert job.evaluate["expected"] == pytest.approx(10 * 0.2 / 3)
@@ -314,16 +334,21 @@ def test_a_job_with_failures_and_a_price():
 @pytest.mark.parametrize(
   ("chip", "devices", "number"),
   [
-    ("v5e", 256, 64), ("v5e", 8, 1), ("v5e", 16, 4), ("v6e", 512, 128), ("v4", 32, 8),
-    ("v5p", 4, 1), ("v3", 64, 8), ("h100", 64, 8), ("knl", 64, 64),
+    ("v5e", 256, 64),
+    ("v5e", 8, 1),
+    ("v5e", 16, 4),
+    ("v6e", 512, 128),
+    ("v4", 32, 8),
+    ("v5p", 4, 1),
+    ("v3", 64, 8),
+    ("h100", 64, 8),
+    ("knl", 64, 64),
   ],
-)  # fmt: skip
+)
 def test_hosts_load_and_fail_not_slices(chip, devices, number):
   at = Machine(save_rate=1e9, mtbf_hours=800, input_rate=100.0)
   rates = rates_of(chip, at)
-  run = RunLength(
-    steps=36_000, evaluations=1, eval_examples=1, saves=20, state_bytes=10**10
-  )
+  run = RunLength(steps=36_000, evaluations=1, eval_examples=1, saves=20, state_bytes=10**10)
   job = job_of(run, a_step(devices), rates)
   seconds = job.hours["expected"] * 3600 - job.lost
   assert job.restarts == pytest.approx(seconds * number / (3600 * 800))

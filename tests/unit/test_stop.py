@@ -13,11 +13,7 @@ from jaxscale.cluster.timeouts import Timeouts
 from jaxscale.cluster.watch import watch
 from jaxscale.cluster.watch.fault_detection import limit_s
 from jaxscale.cluster.watch.monitor import Heartbeat, Monitor
-from jaxscale.cluster.watch.stop_consensus import (
-  StopConsensus,
-  StopCoordinator,
-  StopRequest,
-)
+from jaxscale.cluster.watch.stop_consensus import StopConsensus, StopCoordinator, StopRequest
 from jaxscale.cluster.wire import Link
 
 POINTS = 60
@@ -40,8 +36,7 @@ def run(rng: random.Random, num: int, requests: int, points: int = POINTS):
     leave=lambda code, folder, rank, line: reported.append(line),
   )
   watches = [
-    watch.Watch(rank, hosts, theirs, limits, None)
-    for rank, (_, theirs) in enumerate(ends)
+    watch.Watch(rank, hosts, theirs, limits, None) for rank, (_, theirs) in enumerate(ends)
   ]
   delays = [[rng.choice([0, 0, 1e-4, 1e-3]) for _ in range(points)] for _ in ends]
   stopped: list[Any] = [None] * num
@@ -61,9 +56,7 @@ def run(rng: random.Random, num: int, requests: int, points: int = POINTS):
     time.sleep(seconds)
     watches[rank].stop.request(StopRequest(reason))
 
-  asking = [
-    (rng.uniform(0, 0.02), rng.randrange(num), f"S{i}") for i in range(requests)
-  ]
+  asking = [(rng.uniform(0, 0.02), rng.randrange(num), f"S{i}") for i in range(requests)]
   threads = [threading.Thread(target=ask, args=args) for args in asking]
   threads += [threading.Thread(target=train, args=(rank,)) for rank in range(num)]
   links = [threading.Thread(target=w._run) for w in watches]
@@ -134,17 +127,13 @@ def test_a_held_process_passes_no_point_until_it_is_decided():
   thread.join(300)
   assert seen == [None, None, StopRequest("SIGTERM")]
   stop.decide(9, StopRequest("later"))
-  assert stop.hold() == 5 and stop.poll() == StopRequest(
-    "SIGTERM"
-  )  # no second decision
+  assert stop.hold() == 5 and stop.poll() == StopRequest("SIGTERM")  # no second decision
 
 
 def test_one_process_alone_stops_at_its_next_point():
   alone = watch.start({}, 0, ["here"])
   assert alone.stop.poll() is None
-  threading.Thread(
-    target=alone.stop.request, args=(StopRequest("Ctrl-C", "interrupt"),)
-  ).start()
+  threading.Thread(target=alone.stop.request, args=(StopRequest("Ctrl-C", "interrupt"),)).start()
   deadline = time.monotonic() + 5
   while (why := alone.stop.poll()) is None:
     assert time.monotonic() < deadline
@@ -178,17 +167,26 @@ def test_another_stage_has_a_first_step_and_a_pace_of_its_own():
   assert limit_s(seen, Timeouts()) == max(Timeouts().hang_timeout_s, 10.0)
   monitor._update(0, seen, Heartbeat(10, "compiling", 0, 0.0, 0.0, 9), 5.0)
   monitor._update(0, seen, Heartbeat(10, "step", 0, 0.0, 0.0, 10), 5.5)
-  assert (
-    limit_s(seen, Timeouts()) == Timeouts().compile_timeout_s and seen.mean_s == 0.5
-  )
+  assert limit_s(seen, Timeouts()) == Timeouts().compile_timeout_s and seen.mean_s == 0.5
   ours.close(), theirs.close()
 
 
 NOT_MESSAGES = [
-  5, None, [], "x", {"beat": 5}, {"beat": [1, 2, 3]}, {"fail": 5}, {"ask": 5},
-  {"ask": ["x", "other"]}, {"held": "x"}, {"held": 10**30}, {"bye": True},
-  {"fail": ["x", 0, "no", False, ""]}, {"beat": [1, "step", 0, float("nan"), 0.0, 1]},
-]  # fmt: skip
+  5,
+  None,
+  [],
+  "x",
+  {"beat": 5},
+  {"beat": [1, 2, 3]},
+  {"fail": 5},
+  {"ask": 5},
+  {"ask": ["x", "other"]},
+  {"held": "x"},
+  {"held": 10**30},
+  {"bye": True},
+  {"fail": ["x", 0, "no", False, ""]},
+  {"beat": [1, "step", 0, float("nan"), 0.0, 1]},
+]
 
 
 @pytest.mark.parametrize("message", NOT_MESSAGES, ids=repr)
@@ -196,26 +194,30 @@ def test_a_process_that_sends_no_messages_is_named_for_it(message):
   ours, theirs = map(Link, socket.socketpair())
   own, inner = map(Link, socket.socketpair())
   left = []
-  monitor = Monitor({0: inner, 1: ours}, ["n0", "n1"], Timeouts(), log=print,
-                    leave=lambda *args: left.append(args))  # fmt: skip
+  monitor = Monitor(
+    {0: inner, 1: ours}, ["n0", "n1"], Timeouts(), log=print, leave=lambda *args: left.append(args)
+  )
   theirs.send(message)
   thread = threading.Thread(target=monitor.run)
   thread.start()
   thread.join(300)
   ((code, _, _, line),) = left
-  assert code == 1 and line.startswith(
-    "error: process 1 on n1 sends what is not a mess"
-  )
+  assert code == 1 and line.startswith("error: process 1 on n1 sends what is not a mess")
   for link in (ours, theirs, own, inner):
     link.close()
 
 
 OF_MONITOR = [
-  (5, 1), ({"stop": 5}, 1), ({"stop": ["x", "y", "preemption"]}, 1),
-  ({"stop": [None, "y", "preemption"]}, 1), ({"stop": [1, "y", "z"]}, 1),
-  ({"fault": ["a", 0, True]}, 1), ({"fault": ["a", -5, False]}, 1),
-  ({"fault": ["a", 10**12, False]}, 1), ({"fault": ["a", 86, False]}, 86),
-]  # fmt: skip
+  (5, 1),
+  ({"stop": 5}, 1),
+  ({"stop": ["x", "y", "preemption"]}, 1),
+  ({"stop": [None, "y", "preemption"]}, 1),
+  ({"stop": [1, "y", "z"]}, 1),
+  ({"fault": ["a", 0, True]}, 1),
+  ({"fault": ["a", -5, False]}, 1),
+  ({"fault": ["a", 10**12, False]}, 1),
+  ({"fault": ["a", 86, False]}, 86),
+]
 
 
 @pytest.mark.parametrize("message, code", OF_MONITOR, ids=repr)

@@ -33,9 +33,11 @@ def on_terminal(columns, *argv):
   fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
   env = {k: v for k, v in os.environ.items() if k not in ("COLUMNS", "LINES")}
   process = subprocess.Popen(
-    [sys.executable, "-c", SHOWS, *argv], stdout=theirs, cwd=ROOT,
+    [sys.executable, "-c", SHOWS, *argv],
+    stdout=theirs,
+    cwd=ROOT,
     env=env | {"TERM": "xterm", "PYTHONPATH": str(ROOT)},
-  )  # fmt: skip
+  )
   os.close(theirs)
   text = b""
   try:

@@ -53,8 +53,7 @@ def test_the_embedded_text_is_this_interpreters():
   if sys.version_info[:3] == (3, 11, 7):
     assert tuple(theirs) == documents()
   # Another release has the same topics and modules, in words that change slowly.
-  mine, other = ({line for d in ds for line in d.split(b"\n")} for ds in
-                 (documents(), theirs))  # fmt: skip
+  mine, other = ({line for d in ds for line in d.split(b"\n")} for ds in (documents(), theirs))
   assert len(mine & other) > 0.6 * len(mine)
 
 
@@ -69,9 +68,8 @@ def test_nothing_held_out_is_trained_on():
   assert texts["test"] == list(documents()[9::10])
   assert sorted(texts["train"] + texts["test"]) == sorted(documents())
   paragraphs = {
-    split: {p for d in ds for p in re.split(rb"\n\s*\n", d)} for split, ds in
-    texts.items()
-  }  # fmt: skip
+    split: {p for d in ds for p in re.split(rb"\n\s*\n", d)} for split, ds in texts.items()
+  }
   assert not paragraphs["train"] & paragraphs["test"]
   assert sum(map(len, texts["test"])) == pytest.approx(116_000, rel=0.01)
 
@@ -167,13 +165,19 @@ BAD = [
   ({"data": "Text", "data.sequence_length": "0"}, "Text.sequence_length=0", ">= 1"),
   ({"data": "Txt"}, "data=Txt", "did you mean 'Text'"),
   ({"data": "TFDSText"}, "TFDSText.name is not set", "give str"),
-  ({"data": "TextFiles", "data.path": "x", "data.vocab_size": "0"},
-   "TextFiles.vocab_size=0", ">= 1"),
-  ({"data": "TextFiles", "data.path": "x", "data.separator": "</s>"},
-   "TextFiles.separator='</s>'", "byte 0"),
+  (
+    {"data": "TextFiles", "data.path": "x", "data.vocab_size": "0"},
+    "TextFiles.vocab_size=0",
+    ">= 1",
+  ),
+  (
+    {"data": "TextFiles", "data.path": "x", "data.separator": "</s>"},
+    "TextFiles.separator='</s>'",
+    "byte 0",
+  ),
   ({"target_loss": "0"}, "Config.target_loss=0.0", "> 0"),
   ({"target_loss": "1.5"}, "Config.target_loss=1.5", "set one of them to None"),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("overrides, where, remedy", BAD)
@@ -189,9 +193,7 @@ def test_an_example_longer_than_the_text_is_named(tmp_path):
   config = load_config("configs/digits.py", {"batch_size": "8"})
 
   def derived(length):
-    files = cfg.TextFiles(
-      path=str(tmp_path), sequence_length=length, cache_dir=str(tmp_path)
-    )
+    files = cfg.TextFiles(path=str(tmp_path), sequence_length=length, cache_dir=str(tmp_path))
     chosen = dataclasses.replace(config, data=files)
     sizes = (d.num_examples for d in build.make_data(chosen))
     return derive(chosen, *sizes, 1)

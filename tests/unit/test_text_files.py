@@ -118,8 +118,7 @@ def text_dataset(root, file_format, texts):
         "shardLengths": [str(len(part)) for part in shards],
       }
     )
-  info = {"fileFormat": file_format, "name": "essays", "splits": described,
-          "version": "1.0.0"}  # fmt: skip
+  info = {"fileFormat": file_format, "name": "essays", "splits": described, "version": "1.0.0"}
   (folder / "dataset_info.json").write_text(json.dumps(info))
   core = "tensorflow_datasets.core.features."
   features = {
@@ -143,9 +142,7 @@ def test_tfds_text_by_name(tmp_path, file_format):
   texts = [document[: 50 + 31 * i] for i, document in enumerate(documents()[:14])]
   root = text_dataset(tmp_path / file_format, file_format, texts)
   options = {"data_dir": str(root), "sequence_length": 33}
-  for split, expected in (
-    ("train", texts[:10]), ("test", texts[10:]), ("train[2:6]", texts[2:6]),
-  ):  # fmt: skip
+  for split, expected in (("train", texts[:10]), ("test", texts[10:]), ("train[2:6]", texts[2:6])):
     dataset = data.tfds_text("essays", split, **options)
     batch = dataset.load(np.arange(dataset.num_examples), None)
     found = batch["targets"][batch["targets"] >= 0].astype(np.uint8).tobytes()
@@ -175,10 +172,7 @@ def test_a_torn_document_is_one_line(tmp_path):
 
 @pytest.mark.filterwarnings("ignore")
 def test_tfds_text_that_is_not_there_is_one_line(tmp_path):
-  for name, hint in (
-    ("wiki40", "TFDSText.name='wiki40'"),
-    ("lm1b", "jaxscale prepare lm1b"),
-  ):
+  for name, hint in (("wiki40", "TFDSText.name='wiki40'"), ("lm1b", "jaxscale prepare lm1b")):
     with config_error(match=hint):
       data.tfds_text(name, "train", data_dir=str(tmp_path))
 
@@ -235,15 +229,25 @@ def text_of(dataset):
 
 def test_a_folder_of_text_has_the_rule_of_one_of_images(tmp_path):
   train = tmp_path / "train"
-  for name in ("b/2.txt", "a.txt", "E.TXT", "b/._2.txt", "._a.txt", ".DS_Store",
-               "__MACOSX/a.txt", "c.jsonl", "d.txt.gz", "e.jsonl", ".f"):  # fmt: skip
+  for name in (
+    "b/2.txt",
+    "a.txt",
+    "E.TXT",
+    "b/._2.txt",
+    "._a.txt",
+    ".DS_Store",
+    "__MACOSX/a.txt",
+    "c.jsonl",
+    "d.txt.gz",
+    "e.jsonl",
+    ".f",
+  ):
     (train / name).parent.mkdir(parents=True, exist_ok=True)
     (train / name).write_text(name)
   dataset = data.text_files(tmp_path, "train", sequence_length=4)
   assert text_of(dataset) == b"E.TXT\0a.txt\0b/2.txt\0"
   assert dataset.notes == (
-    f"{train}: 4 files left out (2 .jsonl, 1 .gz and 1 hidden); "
-    "text files end in .bin, .npy, .txt",
+    f"{train}: 4 files left out (2 .jsonl, 1 .gz and 1 hidden); text files end in .bin, .npy, .txt",
   )
   (train / "z.txt").symlink_to("/nonexistent")
   with pytest.raises(ConfigError, match=r"z\.txt cannot be read: No such file"):
@@ -289,27 +293,29 @@ def seen(directory, split, **options):
   return batch["targets"][batch["targets"] >= 0]
 
 
-@pytest.mark.parametrize(("name", "content"), [
-  ("uint16.bin", TOKENS.astype("<u2").tobytes()),
-  ("llm_c.bin", llm_c(20240520, 1, 4096, "<u2")),
-  ("llama.bin", llm_c(20240801, 7, 4096, "<u4")),
-  ("named_otherwise.bin", npy("<i8")),
-  *((f"{kind[1:]}{kind[0] == '>'}.npy", npy(kind))
-    for kind in ("<u2", ">u2", "<u4", "<i4", "<i8", ">i8", "<u8")),
-], ids=range(11))  # fmt: skip
+@pytest.mark.parametrize(
+  ("name", "content"),
+  [
+    ("uint16.bin", TOKENS.astype("<u2").tobytes()),
+    ("llm_c.bin", llm_c(20240520, 1, 4096, "<u2")),
+    ("llama.bin", llm_c(20240801, 7, 4096, "<u4")),
+    ("named_otherwise.bin", npy("<i8")),
+    *(
+      (f"{kind[1:]}{kind[0] == '>'}.npy", npy(kind))
+      for kind in ("<u2", ">u2", "<u4", "<i4", "<i8", ">i8", "<u8")
+    ),
+  ],
+  ids=range(11),
+)
 def test_tokens_say_their_type_in_a_header(name, content, tmp_path):
   (tmp_path / name).write_bytes(content)
   np.testing.assert_array_equal(seen(tmp_path, Path(name).stem), TOKENS[1:])
   (*notes,) = data.text_files(tmp_path, Path(name).stem, vocab_size=50_257).notes
-  assert [note.endswith(", as headers say") for note in notes] == [True] * (
-    name != "uint16.bin"
-  )
+  assert [note.endswith(", as headers say") for note in notes] == [True] * (name != "uint16.bin")
 
 
 @pytest.mark.parametrize("vocab_size", [50_257, 128_256])
-@pytest.mark.parametrize(
-  "kind", ["<u2", "<u4", "<i4", "<i8", "<u8", ">u2", ">u4", ">i8"]
-)
+@pytest.mark.parametrize("kind", ["<u2", "<u4", "<i4", "<i8", "<u8", ">u2", ">u4", ">i8"])
 def test_tokens_of_another_width_are_refused_with_their_own(kind, vocab_size, tmp_path):
   tokens = RNG.integers(0, vocab_size if kind[1:] != "u2" else 50_257, 4096)
   tokens.astype(kind).tofile(tmp_path / "a.bin")
@@ -325,15 +331,19 @@ def test_tokens_of_another_width_are_refused_with_their_own(kind, vocab_size, tm
     np.testing.assert_array_equal(seen(tmp_path, "a", **options), tokens[1:])
 
 
-@pytest.mark.parametrize(("content", "hint"), [
-  (gzip.compress(TOKENS.astype("<u2").tobytes(), mtime=0), "is gzip; gunzip it"),
-  (b"plain words, and more of them " * 9, "is text, and no tokens; rename it to .txt"),
-  (RNG.random(999).astype("f4").tobytes(), "where the vocabulary has 50,257"),
-  (llm_c(20240520, 1, 4097, "<u2"), "holds 4,096 tokens where its header says 4,097"),
-  (npy("f4"), "is not a type of integers"),
-  (npy("<i8")[:-9], "is damaged ("),
-  (RNG.integers(0, 65_536, 999).astype("<u2").tobytes(), "set TextFiles.vocab_size"),
-], ids=range(7))  # fmt: skip
+@pytest.mark.parametrize(
+  ("content", "hint"),
+  [
+    (gzip.compress(TOKENS.astype("<u2").tobytes(), mtime=0), "is gzip; gunzip it"),
+    (b"plain words, and more of them " * 9, "is text, and no tokens; rename it to .txt"),
+    (RNG.random(999).astype("f4").tobytes(), "where the vocabulary has 50,257"),
+    (llm_c(20240520, 1, 4097, "<u2"), "holds 4,096 tokens where its header says 4,097"),
+    (npy("f4"), "is not a type of integers"),
+    (npy("<i8")[:-9], "is damaged ("),
+    (RNG.integers(0, 65_536, 999).astype("<u2").tobytes(), "set TextFiles.vocab_size"),
+  ],
+  ids=range(7),
+)
 def test_what_are_no_tokens_is_one_line(content, hint, tmp_path):
   (tmp_path / "a.bin").write_bytes(content)
   with config_error(match=re.escape(hint)):
@@ -344,9 +354,11 @@ def test_a_type_that_a_header_contradicts_is_refused(tmp_path):
   (tmp_path / "a.npy").write_bytes(npy("<i8"))
   np.save(tmp_path / "b.npy", TOKENS.reshape(64, 64))
   for split, dtype, hint in (
-    ("a", "uint16", "dtype=uint16 is not int64"), ("a", "float32", "of integers"),
-    ("a", "u17", "of integers"), ("b", "auto", "has the shape (64, 64); save one"),
-  ):  # fmt: skip
+    ("a", "uint16", "dtype=uint16 is not int64"),
+    ("a", "float32", "of integers"),
+    ("a", "u17", "of integers"),
+    ("b", "auto", "has the shape (64, 64); save one"),
+  ):
     with pytest.raises(ConfigError, match=re.escape(hint)):
       seen(tmp_path, split, dtype=dtype)
 
@@ -366,9 +378,9 @@ def test_a_token_that_int32_does_not_hold_is_no_other_token(kind, token, tmp_pat
 GERMAN = "größe und Maß, " * 30
 
 
-@pytest.mark.parametrize("encoding", [
-  "utf-8", "utf-8-sig", "latin-1", "cp1252", "utf-16", "utf-16-le", "utf-32", "utf-7",
-])  # fmt: skip
+@pytest.mark.parametrize(
+  "encoding", ["utf-8", "utf-8-sig", "latin-1", "cp1252", "utf-16", "utf-16-le", "utf-32", "utf-7"]
+)
 def test_text_is_read_by_its_encoding(encoding, tmp_path, monkeypatch):
   monkeypatch.setattr(token_files, "_AT_ONCE", 7)  # characters are cut
   (tmp_path / "a.txt").write_bytes(GERMAN.encode(encoding))
@@ -382,16 +394,20 @@ def test_text_is_read_by_its_encoding(encoding, tmp_path, monkeypatch):
   assert text_of(dataset).decode() == GERMAN + "\0"
 
 
-@pytest.mark.parametrize(("content", "hint"), [
-  (b"a" * 99 + "größe".encode("latin-1"), "at byte 101; set TextFiles.enc"),
-  (GERMAN.encode("utf-16"), "is not utf-8 at byte 0; set TextFiles.encoding, e"),
-  (GERMAN.encode("utf-16-le"), "a.txt"),
-  (("plain words " * 9).encode("utf-16-le"), "set TextFiles.encoding='utf-16-le'"),
-  (gzip.compress(b"words", mtime=0), "is not utf-8 at byte 1; gunzip it"),
-  (lzma.compress(b"words"), "is not utf-8 at byte 0; unxz it"),
-  (bz2.compress(b"words"), "; bunzip2 it"),
-  ("größe".encode()[:-1] + b"\xc3", "is not utf-8 at byte 6"),
-], ids=range(8))  # fmt: skip
+@pytest.mark.parametrize(
+  ("content", "hint"),
+  [
+    (b"a" * 99 + "größe".encode("latin-1"), "at byte 101; set TextFiles.enc"),
+    (GERMAN.encode("utf-16"), "is not utf-8 at byte 0; set TextFiles.encoding, e"),
+    (GERMAN.encode("utf-16-le"), "a.txt"),
+    (("plain words " * 9).encode("utf-16-le"), "set TextFiles.encoding='utf-16-le'"),
+    (gzip.compress(b"words", mtime=0), "is not utf-8 at byte 1; gunzip it"),
+    (lzma.compress(b"words"), "is not utf-8 at byte 0; unxz it"),
+    (bz2.compress(b"words"), "; bunzip2 it"),
+    ("größe".encode()[:-1] + b"\xc3", "is not utf-8 at byte 6"),
+  ],
+  ids=range(8),
+)
 def test_text_that_is_not_utf8_is_refused_with_its_place(content, hint, tmp_path):
   (tmp_path / "a.txt").write_bytes(content)
   with config_error(str(tmp_path / "a.txt"), match=re.escape(hint)):
@@ -400,9 +416,7 @@ def test_text_that_is_not_utf8_is_refused_with_its_place(content, hint, tmp_path
   assert text_of(dataset) == content + b"\0"
 
 
-@pytest.mark.parametrize(
-  "encoding", ["utf-9", "base64", "rot13", "bytes", "undefined", "a\0b"]
-)
+@pytest.mark.parametrize("encoding", ["utf-9", "base64", "rot13", "bytes", "undefined", "a\0b"])
 def test_an_encoding_of_no_text_is_refused(encoding, tmp_path, tokenizer_file):
   (tmp_path / "a.txt").write_text("words")
   options = {"tokenizer": str(tokenizer_file[0])} if encoding == "bytes" else {}
@@ -423,11 +437,15 @@ def test_a_remedy_is_not_the_encoding_that_is_set(tmp_path):
     data.text_files(tmp_path, "a", encoding="utf-16")
 
 
-@pytest.mark.parametrize(("name", "options", "hint"), [
-  ("a.txt", {"dtype": "uint32"}, "TextFiles.dtype=uint32 is of .bin files, and "),
-  ("a.bin", {"encoding": "latin-1"}, "TextFiles.encoding=latin-1 is of text, and "),
-  ("a.bin", {"separator": "<s>"}, "TextFiles.separator=<s> is of text, and "),
-], ids=range(3))  # fmt: skip
+@pytest.mark.parametrize(
+  ("name", "options", "hint"),
+  [
+    ("a.txt", {"dtype": "uint32"}, "TextFiles.dtype=uint32 is of .bin files, and "),
+    ("a.bin", {"encoding": "latin-1"}, "TextFiles.encoding=latin-1 is of text, and "),
+    ("a.bin", {"separator": "<s>"}, "TextFiles.separator=<s> is of text, and "),
+  ],
+  ids=range(3),
+)
 def test_a_setting_of_other_files_is_not_ignored(name, options, hint, tmp_path):
   (tmp_path / name).write_bytes(b"\1\0" * 99)
   sizes = {"vocab_size": 9} if name == "a.bin" else {}
@@ -481,9 +499,7 @@ def test_a_tokenizer_file_gives_what_the_package_gives(tokenizer_file, tmp_path)
   ratio = len(documents()[3]) / len(found)
   assert dataset.info.bytes_per_token == pytest.approx(ratio)
   assert read_tokenizer(str(path), "<pad>").separator == model.token_to_id("<pad>")
-  with pytest.raises(
-    ConfigError, match=r"separator='</s>': not a token of the tokenizer"
-  ):
+  with pytest.raises(ConfigError, match=r"separator='</s>': not a token of the tokenizer"):
     read_tokenizer(str(path), "</s>", field="TextFiles.tokenizer")
   path.write_text("{}")
   with config_error(match="not a tokenizer of Hugging Face"):

@@ -34,22 +34,50 @@ def check(folder, reported, model, info=INFO):
   ("model", "reported"),
   [
     (RESNET, {"architecture": "resnet50"}),
-    (RESNET, {"architecture": "resnet50.a1_in1k", "global_pool": "avg",
-              "num_features": 2048, "num_classes": 7}),
-    (RESNET, {"architecture": "resnet50", "model_args": {
-      "aa_layer": "", "zero_init_last": False, "act_layer": "relu", "in_chans": 1}}),
+    (
+      RESNET,
+      {
+        "architecture": "resnet50.a1_in1k",
+        "global_pool": "avg",
+        "num_features": 2048,
+        "num_classes": 7,
+      },
+    ),
+    (
+      RESNET,
+      {
+        "architecture": "resnet50",
+        "model_args": {"aa_layer": "", "zero_init_last": False, "act_layer": "relu", "in_chans": 1},
+      },
+    ),
     (S16, {"architecture": "vit_small_patch16_224.augreg_in21k"}),
     (S16, {"architecture": "deit_small_patch16_224", "global_pool": "token"}),
-    (S16, {"architecture": "vit_base_patch16_224", "model_args": {
-      "num_heads": 6, "embed_dim": 384, "img_size": 32, "qkv_bias": True,
-      "drop_path_rate": 0.1, "fc_norm": None}}),
+    (
+      S16,
+      {
+        "architecture": "vit_base_patch16_224",
+        "model_args": {
+          "num_heads": 6,
+          "embed_dim": 384,
+          "img_size": 32,
+          "qkv_bias": True,
+          "drop_path_rate": 0.1,
+          "fc_norm": None,
+        },
+      },
+    ),
     (MEAN, {"architecture": "vit_base_patch16_gap_224"}),
     (MEAN, {"architecture": "vit_base_patch16_gap_224", "global_pool": "avg"}),
-    (dataclasses.replace(B16, pool="mean"), {
-      "architecture": "vit_base_patch16_224", "global_pool": "avg",
-      "model_args": {"class_token": False, "global_pool": "avg", "fc_norm": False}}),
+    (
+      dataclasses.replace(B16, pool="mean"),
+      {
+        "architecture": "vit_base_patch16_224",
+        "global_pool": "avg",
+        "model_args": {"class_token": False, "global_pool": "avg", "fc_norm": False},
+      },
+    ),
   ],
-)  # fmt: skip
+)
 def test_networks_that_are_ours(model, reported, tmp_path):
   assert check(tmp_path, reported, model) == []
 
@@ -57,59 +85,100 @@ def test_networks_that_are_ours(model, reported, tmp_path):
 @pytest.mark.parametrize(
   ("model", "reported", "says"),
   [
-    (RESNET, {"architecture": "resnetaa50"},
-     "architecture is 'resnetaa50' there, and only resnet18 to"),
+    (
+      RESNET,
+      {"architecture": "resnetaa50"},
+      "architecture is 'resnetaa50' there, and only resnet18 to",
+    ),
     (RESNET, {"architecture": "resnetblur50.bt_in1k"}, "'resnetblur50' there, and"),
-    (RESNET, {"architecture": "resnet101"},
-     "depth is 101 there and 50 here, set ResNet.depth=101"),
-    (RESNET, {"architecture": "resnet50", "model_args": {"aa_layer": "blurpc"}},
-     "aa_layer is 'blurpc' there and '' here, which no setting changes"),
-    (RESNET, {"architecture": "resnet50", "model_args": {"act_layer": "silu"}},
-     "act_layer is 'silu' there and 'relu' here"),
-    (RESNET, {"architecture": "resnet50", "model_args": {"output_stride": 16}},
-     "output_stride is 16 there and 32 here"),
-    (RESNET, {"architecture": "resnet50", "model_args": {"norm_layer": "evonorm"}},
-     "norm_layer is 'evonorm' there, which is not known here"),
-    (RESNET, {"architecture": "resnet50", "global_pool": "max"},
-     "global_pool is 'max' there and 'avg' or 'fast' here, which no setting changes"),
-    (B16, {"architecture": "vit_base_patch16_gap_224"},
-     "num_heads is 16 there and 12 here, set ViT.num_heads=16; pool is 'mean' there "
-     "and 'token' here, set ViT.pool='mean'"),
-    (B16, {"architecture": "vit_base_patch16_224", "global_pool": "avg"},
-     "global_pool is 'avg, class_token=True, fc_norm=True' there and 'token, "
-     "class_token=True, fc_norm=False' or 'avg, class_token=False, fc_norm=False' "
-     "here, which no setting changes"),
-    (B16, {"architecture": "vit_base_patch16_224", "global_pool": "avg",
-           "model_args": {"fc_norm": False}},
-     "global_pool is 'avg, class_token=True, fc_norm=False' there"),
+    (RESNET, {"architecture": "resnet101"}, "depth is 101 there and 50 here, set ResNet.depth=101"),
+    (
+      RESNET,
+      {"architecture": "resnet50", "model_args": {"aa_layer": "blurpc"}},
+      "aa_layer is 'blurpc' there and '' here, which no setting changes",
+    ),
+    (
+      RESNET,
+      {"architecture": "resnet50", "model_args": {"act_layer": "silu"}},
+      "act_layer is 'silu' there and 'relu' here",
+    ),
+    (
+      RESNET,
+      {"architecture": "resnet50", "model_args": {"output_stride": 16}},
+      "output_stride is 16 there and 32 here",
+    ),
+    (
+      RESNET,
+      {"architecture": "resnet50", "model_args": {"norm_layer": "evonorm"}},
+      "norm_layer is 'evonorm' there, which is not known here",
+    ),
+    (
+      RESNET,
+      {"architecture": "resnet50", "global_pool": "max"},
+      "global_pool is 'max' there and 'avg' or 'fast' here, which no setting changes",
+    ),
+    (
+      B16,
+      {"architecture": "vit_base_patch16_gap_224"},
+      "num_heads is 16 there and 12 here, set ViT.num_heads=16; pool is 'mean' there "
+      "and 'token' here, set ViT.pool='mean'",
+    ),
+    (
+      B16,
+      {"architecture": "vit_base_patch16_224", "global_pool": "avg"},
+      "global_pool is 'avg, class_token=True, fc_norm=True' there and 'token, "
+      "class_token=True, fc_norm=False' or 'avg, class_token=False, fc_norm=False' "
+      "here, which no setting changes",
+    ),
+    (
+      B16,
+      {
+        "architecture": "vit_base_patch16_224",
+        "global_pool": "avg",
+        "model_args": {"fc_norm": False},
+      },
+      "global_pool is 'avg, class_token=True, fc_norm=False' there",
+    ),
     (B16, {"global_pool": "avg", "num_classes": 7}, "global_pool is 'avg, class_token"),
-    (S16, {"architecture": "vit_base_patch16_224"},
-     "num_heads is 12 there and 6 here, set ViT.num_heads=12"),
-    (S16, {"architecture": "vit_small_patch16_224", "model_args": {"num_heads": 8}},
-     "num_heads is 8 there and 6 here, set ViT.num_heads=8"),
-    (dataclasses.replace(RESNET, bn_epsilon=1e-3), {"architecture": "resnet50"},
-     "BatchNorm's epsilon is 1e-05 there and 0.001 here, set ResNet.bn_epsilon=1e-05"),
-    (dataclasses.replace(S16, norm_eps=1e-12), {"architecture": "vit_small_patch8_32"},
-     "LayerNorm's epsilon is 1e-06 there and 1e-12 here, set ViT.norm_eps=1e-06"),
+    (
+      S16,
+      {"architecture": "vit_base_patch16_224"},
+      "num_heads is 12 there and 6 here, set ViT.num_heads=12",
+    ),
+    (
+      S16,
+      {"architecture": "vit_small_patch16_224", "model_args": {"num_heads": 8}},
+      "num_heads is 8 there and 6 here, set ViT.num_heads=8",
+    ),
+    (
+      dataclasses.replace(RESNET, bn_epsilon=1e-3),
+      {"architecture": "resnet50"},
+      "BatchNorm's epsilon is 1e-05 there and 0.001 here, set ResNet.bn_epsilon=1e-05",
+    ),
+    (
+      dataclasses.replace(S16, norm_eps=1e-12),
+      {"architecture": "vit_small_patch8_32"},
+      "LayerNorm's epsilon is 1e-06 there and 1e-12 here, set ViT.norm_eps=1e-06",
+    ),
     (cfg.MLP(), {"architecture": "resnet50"}, "depth is 50 there and None here"),
-    (S16, {"architecture": "vit_small_patch14_dinov2"},
-     "architecture is 'vit_small_patch14_dinov2' there, and only plain ViT and DeiT"),
-    (S16, {"architecture": "vit_small_patch16_224", "model_args": {"reg_tokens": 4}},
-     "reg_tokens is 4 there and 0 here"),
+    (
+      S16,
+      {"architecture": "vit_small_patch14_dinov2"},
+      "architecture is 'vit_small_patch14_dinov2' there, and only plain ViT and DeiT",
+    ),
+    (
+      S16,
+      {"architecture": "vit_small_patch16_224", "model_args": {"reg_tokens": 4}},
+      "reg_tokens is 4 there and 0 here",
+    ),
   ],
-)  # fmt: skip
+)
 def test_networks_of_other_mathematics_are_refused(model, reported, says, tmp_path):
   assert says in check(tmp_path, reported, model)
 
 
 @pytest.mark.parametrize(
-  "model",
-  [
-    cfg.ResNet(depth=34),
-    S16,
-    MEAN,
-    cfg.ViT(width=96, num_heads=2, hidden=100, patch=7),
-  ],
+  "model", [cfg.ResNet(depth=34), S16, MEAN, cfg.ViT(width=96, num_heads=2, hidden=100, patch=7)]
 )
 @pytest.mark.parametrize("channels", [1, 3])
 def test_what_is_written_is_of_that_model(model, channels, tmp_path):
@@ -123,17 +192,22 @@ def test_what_is_written_is_of_that_model(model, channels, tmp_path):
   np.testing.assert_allclose(written["pretrained_cfg"]["mean"][0], 0.485, rtol=1e-6)
   hidden = int(model.width * written["model_args"].get("mlp_ratio", 1))
   assert hidden == (getattr(model, "hidden", None) or hidden)
-  other = dataclasses.replace(model, **(
-    {"num_heads": 1} if hasattr(model, "num_heads") else {"depth": 18}
-  ))  # fmt: skip
+  other = dataclasses.replace(
+    model, **({"num_heads": 1} if hasattr(model, "num_heads") else {"depth": 18})
+  )
   assert "there and" in check(tmp_path, written, other, info)
 
 
 @pytest.mark.parametrize(
   "model",
-  [cfg.ResNet(width=32), cfg.ResNet(stem="small"), cfg.ResNet(bn_epsilon=1e-3),
-   cfg.ViT(norm_eps=1e-12), cfg.CNN()],
-)  # fmt: skip
+  [
+    cfg.ResNet(width=32),
+    cfg.ResNet(stem="small"),
+    cfg.ResNet(bn_epsilon=1e-3),
+    cfg.ViT(norm_eps=1e-12),
+    cfg.CNN(),
+  ],
+)
 def test_what_timm_has_not_is_not_written(model):
   assert timm_config(model, INFO._asdict()) is None
 
@@ -153,12 +227,14 @@ def test_what_only_images_have_is_a_note(tmp_path):
   (note,) = check(tmp_path, reported, RESNET)
   # As older versions wrote it.
   assert check(tmp_path, {"architecture": "resnet50"} | cfg_of, RESNET) == [note]
-  assert note.endswith(
-    "images had std [0.5, 0.5, 0.5] there and have [0.229, 0.224, 0.225] here"
-  )
+  assert note.endswith("images had std [0.5, 0.5, 0.5] there and have [0.229, 0.224, 0.225] here")
   gray = INFO._replace(image_shape=(28, 28, 1), mean=(127.5,), std=(127.5,))
-  (note,) = check(tmp_path, {"architecture": "resnet50", "pretrained_cfg": {
-    "mean": [0.5], "std": [0.4]}}, RESNET, gray)  # fmt: skip
+  (note,) = check(
+    tmp_path,
+    {"architecture": "resnet50", "pretrained_cfg": {"mean": [0.5], "std": [0.4]}},
+    RESNET,
+    gray,
+  )
   assert "images had std [0.4] there and have [0.5] here" in note
 
 

@@ -21,9 +21,16 @@ HEAD = """
  stat_metadata { key: 9 value { id: 9 name: "_c" } }
 """
 STATS = {
-  "hlo_op": 1, "hlo_module": 2, "program_id": 3, "step_num": 4, "device_ordinal": 5,
-  "_pt": 6, "_p": 7, "_ct": 8, "_c": 9,
-}  # fmt: skip
+  "hlo_op": 1,
+  "hlo_module": 2,
+  "program_id": 3,
+  "step_num": 4,
+  "device_ordinal": 5,
+  "_pt": 6,
+  "_p": 7,
+  "_ct": 8,
+  "_c": 9,
+}
 
 
 def plane(name, **lines):
@@ -35,9 +42,7 @@ def plane(name, **lines):
   )
 
   def stat(key, value):
-    kind = (
-      f'str_value: "{value}"' if isinstance(value, str) else f"int64_value: {value}"
-    )
+    kind = f'str_value: "{value}"' if isinstance(value, str) else f"int64_value: {value}"
     return f"stats {{ metadata_id: {STATS[key]} {kind} }}"
 
   def event(name, start, us, **stats):
@@ -115,10 +120,7 @@ PROGRAM = program(
   "jit_step(7)",
   **{
     "dot.1": ("fusion", "jit(step)/shard_map/gradients/jvp(MLP)/dot_general"),
-    "dot.2": (
-      "fusion",
-      "jit(step)/shard_map/gradients/transpose(jvp(MLP))/dot_general",
-    ),
+    "dot.2": ("fusion", "jit(step)/shard_map/gradients/transpose(jvp(MLP))/dot_general"),
     "fusion": ("fusion", "jit(step)/update/mul"),
     "all-reduce-start.1": (
       "all-reduce-start",
@@ -131,10 +133,12 @@ PROGRAM = program(
 def test_streams_of_a_gpu(tmp_path):
   summary = trace.summarize([written(tmp_path, GPU, STEPS, programs=PROGRAM)])
   assert rows(summary) == [
-    ("dot.1", "forward", 40, 1), ("all-reduce-start.1", "exchange", 30, 1),
-    ("void cub::Sum<float>(float*)", "other", 25, 1), ("dot.2", "backward", 20, 1),
+    ("dot.1", "forward", 40, 1),
+    ("all-reduce-start.1", "exchange", 30, 1),
+    ("void cub::Sum<float>(float*)", "other", 25, 1),
+    ("dot.2", "backward", 20, 1),
     ("fusion", "update", 10, 1),
-  ]  # fmt: skip
+  ]
   assert summary.steps == (100, 101)
   # Busy from 0 to 80 and from 90 to 120, of 200.
   assert summary.idle == {"GPU:0": pytest.approx(1 - 110 / 200)}
@@ -146,12 +150,17 @@ def test_streams_of_a_gpu(tmp_path):
     "steps 100 to 101 in 200 us, 100 us each",
     "idle: 45% of the time, 1 device",
     "host: input 15%, step 30%, saving 5% of the time",
-    "devices: forward 32%, backward 16%, exchange 24%, update 8%, other 20% of their "
-    "operations",
+    "devices: forward 32%, backward 16%, exchange 24%, update 8%, other 20% of their operations",
   ]
   assert lines[6].split() == [
-    "dot.1", "40", "us", "32.0%", "1", "forward", "gradients/jvp(MLP)/dot_general",
-  ]  # fmt: skip
+    "dot.1",
+    "40",
+    "us",
+    "32.0%",
+    "1",
+    "forward",
+    "gradients/jvp(MLP)/dot_general",
+  ]
   assert len(lines) == 8
 
 
@@ -177,9 +186,10 @@ def test_a_loop_of_a_tpu_counts_for_what_nothing_in_it_covers(tmp_path):
   )
   summary = trace.summarize([written(tmp_path, device, programs=there)])
   assert rows(summary) == [
-    ("fusion.1", "forward", 90, 2), ("all-gather.2", "communication", 40, 1),
+    ("fusion.1", "forward", 90, 2),
+    ("all-gather.2", "communication", 40, 1),
     ("loop.3", "forward", 30, 1),
-  ]  # fmt: skip
+  ]
   assert summary.idle == {"TPU:0": 0} and summary.steps == ()
   assert "without a named step" in trace.text(summary)
 
@@ -240,10 +250,7 @@ def test_a_program_of_the_compilation_cache_goes_by_its_old_number(tmp_path):
   """And an operation of another program is not taken for its own."""
   where = "jit(step)/shard_map/gradients/jvp(MLP)/dot_general"
   programs = program("jit_step(9)", **{"dot.1": ("fusion", where)})
-  events = [
-    ("gemm", 0, 40, op("dot.1")),
-    ("gemm", 40, 20, op("dot.1", hlo_module="jit_evaluate")),
-  ]
+  events = [("gemm", 0, 40, op("dot.1")), ("gemm", 40, 20, op("dot.1", hlo_module="jit_evaluate"))]
   device = plane("/device:GPU:0", Stream_1=events)
   summary = trace.summarize([written(tmp_path, device, programs=programs)])
   assert rows(summary) == [("dot.1", "forward", 40, 1), ("dot.1", "other", 20, 1)]

@@ -37,14 +37,18 @@ def place(workdir):
   "given, says",
   [
     ("5", "give the first and the last step, as 100:110"),
-    ("", "give the first and the last step"), ("a:b", "give the first and the last"),
-    ("1:2:3", "give the first and the last"), ("100:", "give the first and the last"),
-    ("-1:5", "give the first and the last"), ("²:5", "give the first and the last"),
-    ("10:5", "the last one is not before the first"), ("0:9", "steps count from 1"),
+    ("", "give the first and the last step"),
+    ("a:b", "give the first and the last"),
+    ("1:2:3", "give the first and the last"),
+    ("100:", "give the first and the last"),
+    ("-1:5", "give the first and the last"),
+    ("²:5", "give the first and the last"),
+    ("10:5", "the last one is not before the first"),
+    ("0:9", "steps count from 1"),
     ("0:1000000", "steps count from 1"),
     ("7:1000000", "at most 100 steps, traces are large; give 7:106"),
   ],
-)  # fmt: skip
+)
 def test_steps_that_cannot_be_traced_are_one_line(given, says):
   with pytest.raises(ConfigError, match=f"Log.profile='{given}': .*{says}") as e:
     Log(profile=given)
@@ -92,9 +96,7 @@ BAD = {
 }
 
 
-@pytest.mark.parametrize(
-  "name", [*EVERY, *BAD, "a directory", "a pipe", "large", "link"]
-)
+@pytest.mark.parametrize("name", [*EVERY, *BAD, "a directory", "a pipe", "large", "link"])
 def test_what_is_no_request_is_left_alone(workdir, name):
   path, whole = place(workdir), json.dumps(asked()._asdict())
   path.parent.mkdir()
@@ -182,8 +184,10 @@ def test_whether_a_run_trains_is_known_by_its_lock(tmp_path):
   "argv, says",
   [
     (["no/such/run"], "no/such/run: no such run"),
-    (["x" * 300], ": no such run"), (["x\0y", "--summary"], ": no such run"),
-    ([], "RUN: missing"), (["--summary"], "RUN: missing"),
+    (["x" * 300], ": no such run"),
+    (["x\0y", "--summary"], ": no such run"),
+    ([], "RUN: missing"),
+    (["--summary"], "RUN: missing"),
     (["{}", "other"], "other: one run at a time"),
     (["{}", "--steps=0"], "--steps=0: give a whole number in [1, 100]"),
     (["{}", "--processes=0,x"], "--processes=0,x: give whole numbers"),
@@ -193,7 +197,7 @@ def test_whether_a_run_trains_is_known_by_its_lock(tmp_path):
     (["{}/config.json", "--summary"], "config.json: not a trace; give"),
     (["{}/old"], "no run trains there; start it, or print an earlier trace"),
   ],
-)  # fmt: skip
+)
 def test_a_mistake_is_one_line(workdir, capsys, argv, says):
   (workdir / "old").mkdir()
   (workdir / "old" / "config.json").write_text("{}")

@@ -225,9 +225,10 @@ def test_the_id_is_kept_and_made_anew_where_it_is_damaged(tmp_path, content):
 
 def test_they_are_chosen_by_name_and_recorded():
   chosen = {
-    "log.trackers.Wandb.project": "x", "log.trackers": "MLflow,Wandb",
+    "log.trackers.Wandb.project": "x",
+    "log.trackers": "MLflow,Wandb",
     "log.trackers.MLflow.uri": "https://host",
-  }  # fmt: skip
+  }
   loaded = load_config("configs/digits.py", chosen)
   wanted = config.MLflow(uri="https://host"), config.Wandb(project="x")
   assert loaded.log.trackers == wanted

@@ -95,9 +95,7 @@ def test_the_view_of_torchvision_and_timm_is_that_of_pillow(photo, case, interpo
   image = Image.fromarray(np.resize(photo, (height, width, 3)))
   file = io.BytesIO()
   image.save(file, "JPEG", quality=85)
-  resized = Image.open(file).resize(
-    (wide, tall), Image.Resampling[interpolation.upper()]
-  )
+  resized = Image.open(file).resize((wide, tall), Image.Resampling[interpolation.upper()])
   wanted = np.asarray(resized)[top : top + size, left : left + size]
   view = data.CenterCrop(interpolation, share)
   got, kind = jpeg.decode_view(file.getvalue(), size, 3, None, view)
@@ -121,9 +119,7 @@ def test_the_setting_of_the_evaluation_view(tmp_path, photo):
     Image.fromarray(photo[:90, :120]).save(tmp_path / split / "a" / "1.png")
   views = {}
   for name, crop in [("mlperf", None), ("bicubic", None), ("bicubic", 0.5)]:
-    chosen = data.ImageFolder(
-      path=str(tmp_path), image_size=32, eval_view=name, eval_crop=crop
-    )
+    chosen = data.ImageFolder(path=str(tmp_path), image_size=32, eval_view=name, eval_crop=crop)
     views[name, crop] = chosen.build()[1].load(np.array([0]), None)["image"][0]
   for (name, crop), got in views.items():
     view = name if name == "mlperf" else data.CenterCrop("bicubic", crop or 0.875)

@@ -48,15 +48,17 @@ def test_what_cannot_be_made_to_fit(ours, how, there, here):
 
 def vit(pixels=16, channels=3):
   return models.make_vit(
-    image_shape=(pixels, pixels, channels), num_classes=5, patch=4, width=8,
-    num_layers=1, num_heads=2,
-  )  # fmt: skip
+    image_shape=(pixels, pixels, channels),
+    num_classes=5,
+    patch=4,
+    width=8,
+    num_layers=1,
+    num_heads=2,
+  )
 
 
 def resnet(channels):
-  module = models.ResNetModule(
-    num_classes=5, stage_sizes=(1, 1), bottleneck=True, width=4
-  )
+  module = models.ResNetModule(num_classes=5, stage_sizes=(1, 1), bottleneck=True, width=4)
   return models.functions(module, (32, 32, channels))
 
 
@@ -113,12 +115,19 @@ def recorded(name):
   [
     ("timm", "resnet18", "ResNet(depth=18, width=64, stem='imagenet')"),
     ("timm", "resnet50", "ResNet(depth=50, width=64, stem='imagenet')"),
-    ("timm", "vit_small_patch16_224", "ViT(patch=16, width=384, num_layers=12, "
-     "hidden=1536, pool='token') and images of 224 pixels"),
-    ("huggingface", "tinyllama_1.1b", "Transformer(num_layers=22, width=2048, "
-     "hidden=5632, qk_norm=False, qkv_bias=False) and 32000 words"),
+    (
+      "timm",
+      "vit_small_patch16_224",
+      "ViT(patch=16, width=384, num_layers=12, hidden=1536, pool='token') and images of 224 pixels",
+    ),
+    (
+      "huggingface",
+      "tinyllama_1.1b",
+      "Transformer(num_layers=22, width=2048, "
+      "hidden=5632, qk_norm=False, qkv_bias=False) and 32000 words",
+    ),
   ],
-)  # fmt: skip
+)
 def test_the_settings_of_a_file_of_a_network_of_ours(naming, name, says):
   stored = recorded(name)
   assert settings_of(naming, stored) == says
@@ -128,8 +137,9 @@ def test_the_settings_of_a_file_of_a_network_of_ours(naming, name, says):
     is_counter = key.endswith("num_batches_tracked")
     assert (settings_of(naming, less) == says) == (is_tied or is_counter), key
     assert settings_of(naming, stored | {key: (*stored[key], 2)}) in (
-      None, says if is_counter else None
-    )  # fmt: skip
+      None,
+      says if is_counter else None,
+    )
   assert settings_of(naming, stored | {"layer1.0.se.fc1.weight": (4, 4, 1, 1)}) is None
 
 

@@ -41,9 +41,15 @@ __all__ = ["LAUNCHERS", "Host", "Launch", "detect", "local_device_ids", "visible
 # also a pod of Kubernetes; torchrun's variables without it, which a script has set or,
 # in pods, Kubeflow; Kubernetes; what a scheduler runs without a launcher.
 LAUNCHERS = (
-  torchrun.detect_agent, mpi.detect, schedulers.detect_flux, slurm.detect,
-  pods.detect_tpu, torchrun.detect, pods.detect_kubernetes, schedulers.detect_script,
-)  # fmt: skip
+  torchrun.detect_agent,
+  mpi.detect,
+  schedulers.detect_flux,
+  slurm.detect,
+  pods.detect_tpu,
+  torchrun.detect,
+  pods.detect_kubernetes,
+  schedulers.detect_script,
+)
 
 COORDINATOR = "JAXSCALE_COORDINATOR"  # host:port of process 0
 COUNT = "JAXSCALE_NUM_PROCESSES"
@@ -127,8 +133,7 @@ def _checked(env: Env, found: Launch) -> Launch:
   for name, (value, other) in values.items():
     if (given := number(env, name)) is not None and given != value:
       raise ConfigError(
-        f"{name}={given}: {found.kind} says {value}; unset it, or set {COORDINATOR} "
-        f"and {other} too"
+        f"{name}={given}: {found.kind} says {value}; unset it, or set {COORDINATOR} and {other} too"
       )
   if (index := found.process_id) >= (count := found.num_processes):  # Kubernetes only
     why = f"={count}: this is pod {index} of the Job" if count else ": not set"

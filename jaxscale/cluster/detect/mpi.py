@@ -26,13 +26,9 @@ _OMPI, _MV2 = ([f"{mpi}_COMM_WORLD_{n}" for n in _NAMES] for mpi in ("OMPI", "MV
 _FAMILIES = {
   "openmpi": [*_OMPI, "PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid"],
   "mvapich": _MV2,
-  "pals": [
-    "PALS_RANKID", "PMI_SIZE", "PALS_LOCAL_RANKID", "PALS_LOCAL_SIZE", "PALS_APID",
-  ],
-  "hydra": [
-    "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS", "I_MPI_HYDRA_UUID",
-  ],
-}  # fmt: skip
+  "pals": ["PALS_RANKID", "PMI_SIZE", "PALS_LOCAL_RANKID", "PALS_LOCAL_SIZE", "PALS_APID"],
+  "hydra": ["PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS", "I_MPI_HYDRA_UUID"],
+}
 _SCHEDULERS_JOB = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "JOB_ID")
 
 

@@ -45,11 +45,7 @@ def detect_script(host: Host) -> Launch | None:
     hosts = len({line.split()[0] for line in lines if line.strip()})
     hosts = hosts or number(env, "FLUX_JOB_NNODES") or 1
     if hosts > 1:
-      note = (
-        f"{name} job {job} has {hosts} hosts, but no launcher started this process:"
-      )
-      note += (
-        f" runs as one process; start it with {starter}, or set JAXSCALE_PROCESS_ID"
-      )
+      note = f"{name} job {job} has {hosts} hosts, but no launcher started this process:"
+      note += f" runs as one process; start it with {starter}, or set JAXSCALE_PROCESS_ID"
       return Launch("single", local_id=0, local_size=1, note=note)
   return None

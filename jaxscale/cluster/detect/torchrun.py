@@ -29,10 +29,7 @@ def detect(host: Host) -> Launch | None:
     return None
   if not rank < size:
     raise invalid("RANK", rank, f"is no rank of WORLD_SIZE={size}", _REMEDY)
-  run, restarts = (
-    env.get("TORCHELASTIC_RUN_ID"),
-    number(env, "TORCHELASTIC_RESTART_COUNT"),
-  )
+  run, restarts = (env.get("TORCHELASTIC_RUN_ID"), number(env, "TORCHELASTIC_RESTART_COUNT"))
   if size == 1 and run is None:
     return None
   if not (address := env.get("MASTER_ADDR")) and size > 1:
@@ -44,7 +41,13 @@ def detect(host: Host) -> Launch | None:
   is_taken = env.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
   local = number(env, "LOCAL_RANK"), number(env, "LOCAL_WORLD_SIZE")
   return Launch(
-    "torchrun", rank, size, address if size > 1 else None, *local, job, restarts or 0,
+    "torchrun",
+    rank,
+    size,
+    address if size > 1 else None,
+    *local,
+    job,
+    restarts or 0,
     note="" if run else f"WORLD_SIZE={size} and RANK, as torchrun sets them: one run",
     port=None if is_taken or size == 1 else port,
-  )  # fmt: skip
+  )

@@ -33,9 +33,7 @@ def asked_end_time(env: Mapping[str, str] = os.environ) -> float | None:
   return None if shown is None else parse_time(shown, "EndTime")
 
 
-def asked_queue_times(
-  env: Mapping[str, str] = os.environ,
-) -> tuple[float, float] | None:
+def asked_queue_times(env: Mapping[str, str] = os.environ) -> tuple[float, float] | None:
   """When the job was queued the last time, and when it got its nodes after that.
 
   A requeue is a new SubmitTime (scontrol(1)). None is returned in any step but the

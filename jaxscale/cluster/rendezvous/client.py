@@ -184,9 +184,7 @@ def _listen(own: Hello, place: _Place, timeout_s: float) -> ProcessGroup:
   place_it = functools.partial(_place_coordinator, port)
   try:
     with Acceptor(listeners, key, launch.num_processes) as acceptor:
-      hosts, links, coordinator = server.serve(
-        launch, own, acceptor, timeout_s, place_it, note
-      )
+      hosts, links, coordinator = server.serve(launch, own, acceptor, timeout_s, place_it, note)
   except BaseException:
     if reserved:
       reserved.close()
@@ -232,9 +230,7 @@ def _connect(own: Hello, place: _Place, timeout_s: float) -> ProcessGroup:
       raise ConfigError(wire.typed(str, answer["error"]))
     coordinator, hosts = wire.parse(_Go, answer.get("go"))
     is_port = coordinator.isdigit() and int(coordinator) < 1 << 16
-    if len(hosts) != own.num_processes or not (
-      is_port or coordinator.startswith("unix:/")
-    ):
+    if len(hosts) != own.num_processes or not (is_port or coordinator.startswith("unix:/")):
       raise ValueError("no start of this run")
   except BaseException as e:
     link.close()
@@ -248,9 +244,7 @@ def _connect(own: Hello, place: _Place, timeout_s: float) -> ProcessGroup:
     # By the address that has worked, whatever the name resolves to elsewhere.
     seen = network.peer_address(link) or place.addresses[0]
     coordinator = network.join_address(seen, int(coordinator))
-  return ProcessGroup(
-    own.rank, own.num_processes, hosts, coordinator, {0: link}, place.key
-  )
+  return ProcessGroup(own.rank, own.num_processes, hosts, coordinator, {0: link}, place.key)
 
 
 class _Attempt:

@@ -49,9 +49,7 @@ class Hello(NamedTuple):
 _Hellos = Mapping[int, Hello]  # by rank
 
 
-def make_hello(
-  launch: Launch, digests: Mapping[str, str], on_cpu: bool, error: str = ""
-) -> Hello:
+def make_hello(launch: Launch, digests: Mapping[str, str], on_cpu: bool, error: str = "") -> Hello:
   """What this process says about itself; the arguments are those of `rendezvous`."""
   gloo = network.gloo_address() if on_cpu else ""
   process = network.node_name(), os.getpid(), uuid.uuid4().hex

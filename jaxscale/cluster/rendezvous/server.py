@@ -187,8 +187,7 @@ class _Server:
     except ValueError as e:
       who = f"a process on {network.peer_address(link)}"
       self.errors.append(
-        f"{who} says what this one does not understand ({e}); start all from one "
-        "environment"
+        f"{who} says what this one does not understand ({e}); start all from one environment"
       )
       return
     self.seen.add(hello.uuid)

@@ -31,9 +31,15 @@ def start(files: Sequence[int], interval_s: float) -> Callable[[], None]:
   before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
   try:
     child = subprocess.Popen(
-      command, bufsize=0, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL,
-      stderr=subprocess.DEVNULL, pass_fds=files, start_new_session=True, cwd="/",
-    )  # fmt: skip
+      command,
+      bufsize=0,
+      stdin=subprocess.PIPE,
+      stdout=subprocess.DEVNULL,
+      stderr=subprocess.DEVNULL,
+      pass_fds=files,
+      start_new_session=True,
+      cwd="/",
+    )
   finally:
     signal.pthread_sigmask(signal.SIG_SETMASK, before)
   pipe = child.stdin

@@ -26,13 +26,18 @@ from jaxscale.errors import EXIT_CRASH, EXIT_HANG
 # program does by itself after a run. In "leaving" the leader may write and plot, and
 # the others wait for it.
 ACTIVITIES = {
-  "starting": "startup_timeout_s", "compiling": "compile_timeout_s",
-  "input": "hang_timeout_s", "step": "hang_timeout_s",
-  "inspecting": "compile_timeout_s", "checking": "hang_timeout_s",
-  "preparing": "compile_timeout_s", "evaluating": "hang_timeout_s",
-  "saving": "save_timeout_s", "outside": "startup_timeout_s",
+  "starting": "startup_timeout_s",
+  "compiling": "compile_timeout_s",
+  "input": "hang_timeout_s",
+  "step": "hang_timeout_s",
+  "inspecting": "compile_timeout_s",
+  "checking": "hang_timeout_s",
+  "preparing": "compile_timeout_s",
+  "evaluating": "hang_timeout_s",
+  "saving": "save_timeout_s",
+  "outside": "startup_timeout_s",
   "leaving": "save_timeout_s",
-}  # fmt: skip
+}
 _ORDER = {activity: order for order, activity in enumerate(ACTIVITIES)}
 
 # The longest a step may take, in mean steps of this run: a model whose step
@@ -186,9 +191,7 @@ def find_silent(ranks: _States, now: float, timeouts: Timeouts) -> list[Fault]:
   return silent
 
 
-def silence(
-  now: float, heard: float, alive: float, allowed_s: float, timeouts: Timeouts
-) -> str:
+def silence(now: float, heard: float, alive: float, allowed_s: float, timeouts: Timeouts) -> str:
   """Reason why a process has been silent for too long; "": it has not.
 
   Args:
@@ -207,9 +210,7 @@ def silence(
   return "it runs, but some code keeps Python's lock"
 
 
-def find_blocker(
-  ranks: _States, reporter: int, now: float, timeouts: Timeouts
-) -> int | None:
+def find_blocker(ranks: _States, reporter: int, now: float, timeouts: Timeouts) -> int | None:
   """Return the process that keeps another from reaching its save, if one stands out.
 
   Args:

@@ -198,9 +198,7 @@ class Monitor:
       state.has_left = True
       self._answer(rank, message["bye"])
 
-  def _update(
-    self, rank: int, state: ProcessState, beat: Heartbeat, now: float
-  ) -> None:
+  def _update(self, rank: int, state: ProcessState, beat: Heartbeat, now: float) -> None:
     """Note what a heartbeat says."""
     state.step, state.activity, state.count = beat.step, beat.activity, beat.count
     state.host_s, state.steps, state.callback = beat.host_s, beat.steps, beat.callback

@@ -47,9 +47,7 @@ from jaxscale.errors import EXIT_INTERRUPTED, EXIT_PREEMPTED, Output
 # SIGTERM: scancel, a requeue, a preemption, the end of the walltime. SIGUSR1 and
 # SIGUSR2: what `sbatch --signal` mostly sends. SIGINT: Ctrl-C on srun. SIGHUP: the
 # terminal was closed, or its connection lost; `nohup` has it ignored, and it stays so.
-STOPPING = (
-  signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT, signal.SIGHUP,
-)  # fmt: skip
+STOPPING = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT, signal.SIGHUP)
 # Errors of standard output whose reader, a pipe or a terminal, is gone.
 _CLOSED = (errno.EPIPE, errno.EIO)
 # `scontrol suspend`, two seconds before its SIGSTOP, and Ctrl-Z on a terminal.

@@ -239,9 +239,7 @@ class Watch:
         why = " (killed, out of memory, or aborted?)"
         self._leave_without_monitor("died", EXIT_CRASH, why)
       except ValueError as e:
-        self._leave_without_monitor(
-          "sends what is not a message", EXIT_CRASH, f" ({e})"
-        )
+        self._leave_without_monitor("sends what is not a message", EXIT_CRASH, f" ({e})")
 
   def _handle(self, message: Any) -> bool:
     """Do what the monitor says; whether it was its last message."""
@@ -334,8 +332,7 @@ def start(
   if monitor:
     targets["jaxscale-monitor"] = functools.partial(_run_monitor, monitor, folder)
   watch._threads = [
-    threading.Thread(target=target, name=name, daemon=True)
-    for name, target in targets.items()
+    threading.Thread(target=target, name=name, daemon=True) for name, target in targets.items()
   ]
   at_exit = threading.Thread(target=watch._when_main_ends, name="jaxscale-exit")
   for thread in (*watch._threads, at_exit):

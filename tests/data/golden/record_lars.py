@@ -83,9 +83,18 @@ def timm_clip(w, g, lr, v, before):  # trust_clip=True
 
 
 STEPS = (
-  paper, corrected, tf_contrib, tf_contrib_l2_in_loss, torch, optax, larc_clip,
-  nvcaffe_clip, nvcaffe_scale, timm, timm_clip,
-)  # fmt: skip
+  paper,
+  corrected,
+  tf_contrib,
+  tf_contrib_l2_in_loss,
+  torch,
+  optax,
+  larc_clip,
+  nvcaffe_clip,
+  nvcaffe_scale,
+  timm,
+  timm_clip,
+)
 
 if __name__ == "__main__":
   for step in STEPS:

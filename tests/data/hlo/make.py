@@ -54,17 +54,13 @@ def step(mesh):
 
   tx, plain = optax.sgd(0.1, momentum=0.9), exchange.plain(AXES)
   state = abstract_state(init, tx, mesh, plain)
-  return make_train_step(loss, tx, mesh, plain).lower(
-    state, {"x": shape(mesh, (2048, 512), AXES)}
-  )
+  return make_train_step(loss, tx, mesh, plain).lower(state, {"x": shape(mesh, (2048, 512), AXES)})
 
 
 def scanned(mesh):
   """Our step of 4 layers in a scan, each averaged in the backward pass of it."""
   tag = jax.custom_vjp(lambda w: w)
-  tag.defvjp(
-    lambda w: (w, None), lambda _, g: (vary(lax.psum(g, AXES) / mesh.size, AXES),)
-  )
+  tag.defvjp(lambda w: (w, None), lambda _, g: (vary(lax.psum(g, AXES) / mesh.size, AXES),))
   averaged = exchange.Exchange(
     lambda params: (), lambda grads, state: (same_everywhere(grads, AXES), state)
   )
@@ -106,15 +102,9 @@ def layers(mesh):
     return jax.tree.map(lambda w, g: w - 1e-3 * g, weights, grads)
 
   sharded = (None, "data")
-  weights = tuple(
-    shape(mesh, dims, *sharded) for dims in ((4, 2048, 8192), (4, 8192, 2048))
-  )
-  mapped = jax.shard_map(
-    update, mesh=mesh, in_specs=(P(*sharded), P(AXES)), out_specs=P(*sharded)
-  )
-  return jax.jit(mapped, donate_argnums=0).lower(
-    weights, shape(mesh, (8192, 2048), AXES)
-  )
+  weights = tuple(shape(mesh, dims, *sharded) for dims in ((4, 2048, 8192), (4, 8192, 2048)))
+  mapped = jax.shard_map(update, mesh=mesh, in_specs=(P(*sharded), P(AXES)), out_specs=P(*sharded))
+  return jax.jit(mapped, donate_argnums=0).lower(weights, shape(mesh, (8192, 2048), AXES))
 
 
 def kinds(mesh):
@@ -138,15 +128,11 @@ def gradient(mesh):
   """One matrix's gradient, summed over both axes: between slices and within."""
 
   def f(w, x):
-    grad = jax.grad(lambda w: jnp.sum(jnp.tanh(x @ w) ** 2))(
-      lax.pcast(w, AXES, to="varying")
-    )
+    grad = jax.grad(lambda w: jnp.sum(jnp.tanh(x @ w) ** 2))(lax.pcast(w, AXES, to="varying"))
     return w - 0.1 * lax.psum(grad, AXES)
 
   mapped = jax.shard_map(f, mesh=mesh, in_specs=(P(), P(AXES)), out_specs=P())
-  return jax.jit(mapped).lower(
-    shape(mesh, (1024, 1024)), shape(mesh, (8192, 1024), AXES)
-  )
+  return jax.jit(mapped).lower(shape(mesh, (1024, 1024)), shape(mesh, (8192, 1024), AXES))
 
 
 def shortened(text):
@@ -171,18 +157,21 @@ def shortened(text):
 def main():
   here = Path(__file__).parent
   tpu = topologies.get_topology_desc(platform="tpu", topology_name="v5e:4x2")
-  slices = topologies.get_topology_desc(
-    platform="tpu", topology_name="v5e:2x2", num_slices=2
-  )
+  slices = topologies.get_topology_desc(platform="tpu", topology_name="v5e:2x2", num_slices=2)
   gpu = topologies.get_topology_desc(
     platform="cuda", target_config=target_config("h100"), topology="1x2x4"
   )
   for name, topology, function in (
-    ("tpu_step", tpu, step), ("tpu_layers", tpu, layers), ("tpu_kinds", tpu, kinds),
-    ("tpu_slices", slices, gradient), ("tpu_in_backward", slices, scanned),
+    ("tpu_step", tpu, step),
+    ("tpu_layers", tpu, layers),
+    ("tpu_kinds", tpu, kinds),
+    ("tpu_slices", slices, gradient),
+    ("tpu_in_backward", slices, scanned),
     ("gpu_in_backward", gpu, scanned),
-    ("gpu_step", gpu, step), ("gpu_layers", gpu, layers), ("gpu_kinds", gpu, kinds),
-  ):  # fmt: skip
+    ("gpu_step", gpu, step),
+    ("gpu_layers", gpu, layers),
+    ("gpu_kinds", gpu, kinds),
+  ):
     if sys.argv[1:] and name not in sys.argv[1:]:
       continue
     grid = np.array(topology.devices).reshape(2, 4)

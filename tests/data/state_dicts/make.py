@@ -38,9 +38,14 @@ HERE = Path(__file__).parent
 WIDTH, CLASSES = 4, 7
 # Of TinyLlama/TinyLlama-1.1B-Chat-v1.0's config.json.
 TINY_LLAMA = dict(
-  hidden_size=2048, intermediate_size=5632, num_attention_heads=32,
-  num_key_value_heads=4, num_hidden_layers=22, vocab_size=32000, rms_norm_eps=1e-5,
-)  # fmt: skip
+  hidden_size=2048,
+  intermediate_size=5632,
+  num_attention_heads=32,
+  num_key_value_heads=4,
+  num_hidden_layers=22,
+  vocab_size=32000,
+  rms_norm_eps=1e-5,
+)
 
 
 def record(name: str, model: torch.nn.Module, made_by: str) -> None:
@@ -98,15 +103,21 @@ def main() -> None:
     "bottleneck": tiny_resnet(resnet.Bottleneck),
     "basic": tiny_resnet(resnet.BasicBlock),
     "vit": vision_transformer.VisionTransformer(
-      img_size=12, patch_size=4, embed_dim=16, depth=3, num_heads=2,
-      num_classes=CLASSES,
+      img_size=12, patch_size=4, embed_dim=16, depth=3, num_heads=2, num_classes=CLASSES
     ),
-    "llama": LlamaForCausalLM(LlamaConfig(
-      hidden_size=16, intermediate_size=24, num_attention_heads=4,
-      num_key_value_heads=2, num_hidden_layers=3, vocab_size=40, rms_norm_eps=1e-5,
-      attn_implementation="eager",
-    )),
-  }  # fmt: skip
+    "llama": LlamaForCausalLM(
+      LlamaConfig(
+        hidden_size=16,
+        intermediate_size=24,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        num_hidden_layers=3,
+        vocab_size=40,
+        rms_norm_eps=1e-5,
+        attn_implementation="eager",
+      )
+    ),
+  }
   rng = np.random.default_rng(0)
   images = {32: rng.standard_normal((3, 3, 32, 32), np.float32)}
   images[12] = images[32][..., :12, :12]
@@ -115,9 +126,8 @@ def main() -> None:
     stir(model, seed)
     path = HERE / f"tiny_{name}.safetensors"
     safetensors.torch.save_file(
-      {k: x.contiguous() for k, x in model.state_dict().items()},
-      path, {"format": "pt"},
-    )  # fmt: skip
+      {k: x.contiguous() for k, x in model.state_dict().items()}, path, {"format": "pt"}
+    )
     with torch.no_grad():
       if name == "llama":
         logits = model(torch.from_numpy(found["tokens"])).logits

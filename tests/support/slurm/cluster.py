@@ -76,14 +76,7 @@ class SlurmCluster:
     TimeoutError: it did not come up; with the ends of its logs.
   """
 
-  def __init__(
-    self,
-    nodes: int = 4,
-    cpus: int = 2,
-    gpus: int = 0,
-    *,
-    extra: str = "",
-  ):
+  def __init__(self, nodes: int = 4, cpus: int = 2, gpus: int = 0, *, extra: str = ""):
     self.nodes = [f"n{i}" for i in range(1, nodes + 1)]
     self.folder = Path(tempfile.mkdtemp(prefix="slurm-"))
     self._settings = slurm_settings.Settings(cpus, gpus, extra)
@@ -199,9 +192,7 @@ class SlurmCluster:
     ours = {k: v for k, v in os.environ.items() if not k.startswith(foreign)}
     return ours | {"SLURM_CONF": str(self.folder / "slurm.conf")} | extra
 
-  def start(
-    self, *command: str, host: str = "login", **env: str
-  ) -> subprocess.Popen[str]:
+  def start(self, *command: str, host: str = "login", **env: str) -> subprocess.Popen[str]:
     """Start a command on a host, in this directory, with its output in pipes."""
     return subprocess.Popen(
       hosts.on_host(self._pid(host), *command),
@@ -213,12 +204,7 @@ class SlurmCluster:
     )
 
   def run(
-    self,
-    *command: str,
-    host: str = "login",
-    timeout: float = 120,
-    check: bool = True,
-    **env: str,
+    self, *command: str, host: str = "login", timeout: float = 120, check: bool = True, **env: str
   ) -> subprocess.CompletedProcess[str]:
     """Run a command to its end.
 

@@ -132,9 +132,7 @@ def record(case: str) -> dict[str, Any]:
     _launch(slurm, case, to)
     files = sorted(to.iterdir())
     seen = [json.loads(p.read_text()) for p in files]
-    tasks = [
-      {"host": task["host"], "env": _plain(task["env"], slurm.folder)} for task in seen
-    ]
+    tasks = [{"host": task["host"], "env": _plain(task["env"], slurm.folder)} for task in seen]
     version = slurm.run("srun", "--version").stdout.split()[-1]
   for task, path in zip(tasks, files, strict=True):
     if "_" in path.name:  # one of two steps

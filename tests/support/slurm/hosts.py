@@ -32,9 +32,7 @@ def unavailable() -> str | None:
   missing = [name for name in ("unshare", "nsenter") if shutil.which(name) is None]
   if missing:
     return f"{', '.join(missing)}: not found; apt-get install util-linux"
-  tried = subprocess.run(
-    ["unshare", "--uts", "--mount", "true"], capture_output=True, text=True
-  )
+  tried = subprocess.run(["unshare", "--uts", "--mount", "true"], capture_output=True, text=True)
   if tried.returncode:
     return f"hosts need namespaces, and those need root: {tried.stderr.strip()}"
   return None

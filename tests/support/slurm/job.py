@@ -10,9 +10,13 @@ from support.tiny_runs import ARGS, newest_step
 NODES = 3
 # Small and often saved, but long enough to have a fault at step 60.
 CONFIG = (
-  "--config", "configs/digits.py", *ARGS, "--config.batch_size=120",
-  "--config.log.every_steps=5", "--config.checkpoint.every_epochs=0.5",
-)  # fmt: skip
+  "--config",
+  "configs/digits.py",
+  *ARGS,
+  "--config.batch_size=120",
+  "--config.log.every_steps=5",
+  "--config.checkpoint.every_epochs=0.5",
+)
 EPOCHS, STEPS = 10, 119
 AT = 60
 SLACK = 12  # steps between two saves, of which one may be under way
@@ -21,25 +25,34 @@ SLACK = 12  # steps between two saves, of which one may be under way
 class Job:
   """A run of `faulty_train` as a job of the cluster."""
 
-  def __init__(
-    self, slurm, tmp_path, fault="nothing", rank=1, *args, nodes=NODES, sbatch=()
-  ):
+  def __init__(self, slurm, tmp_path, fault="nothing", rank=1, *args, nodes=NODES, sbatch=()):
     self.slurm, self.workdir = slurm, tmp_path / "run"
     self.note, self.folder = tmp_path / "note", tmp_path
     tmp_path.mkdir(exist_ok=True)
     command = [
-      sys.executable, "tests/support/faulty_train.py", fault, str(rank), str(AT),
-      str(self.note), *CONFIG, f"--config.epochs={EPOCHS}",
-      "--workdir", str(self.workdir), *args,
-    ]  # fmt: skip
+      sys.executable,
+      "tests/support/faulty_train.py",
+      fault,
+      str(rank),
+      str(AT),
+      str(self.note),
+      *CONFIG,
+      f"--config.epochs={EPOCHS}",
+      "--workdir",
+      str(self.workdir),
+      *args,
+    ]
     out = f"--output={tmp_path}/%t.out"
     srun = ["srun", "--kill-on-bad-exit=1", "--open-mode=append", out, *command]
     self.id = slurm.submit(
       f"{shlex.join(srun)}; code=$?; date +%s.%N > {tmp_path}/end\n"
       f"echo $code >> {tmp_path}/codes; exit $code",
-      f"--nodes={nodes}", "--ntasks-per-node=1", "--requeue", *sbatch,
+      f"--nodes={nodes}",
+      "--ntasks-per-node=1",
+      "--requeue",
+      *sbatch,
       **child_env(1),
-    )  # fmt: skip
+    )
 
   def reported(self):
     """Return what all processes have written, process 0's first."""

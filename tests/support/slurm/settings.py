@@ -62,9 +62,7 @@ PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE
 """
 
 
-def write(
-  folder: Path, net: str, port: int, ports: Mapping[str, int], settings: Settings
-) -> None:
+def write(folder: Path, net: str, port: int, ports: Mapping[str, int], settings: Settings) -> None:
   """Write the files of a cluster.
 
   Args:
@@ -74,11 +72,7 @@ def write(
     ports: each node's, in the order of their addresses.
     settings: the rest.
   """
-  head = _CONFIGURATION.format(
-    folder=folder,
-    address=slurm_hosts.address(net, 0),
-    port=port,
-  )
+  head = _CONFIGURATION.format(folder=folder, address=slurm_hosts.address(net, 0), port=port)
   gpus = f"Gres=gpu:{settings.gpus}" if settings.gpus else ""
   nodes = "".join(
     f"NodeName={node} NodeHostname={node} NodeAddr={slurm_hosts.address(net, i)} "
