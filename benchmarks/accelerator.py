@@ -299,7 +299,7 @@ def gpu_memory() -> float | None:
   """Bytes of a GPU, by nvidia-smi; None: there is none, or JAX is to use the CPU."""
   if os.environ.get("JAX_PLATFORMS", "").startswith("cpu"):
     return None
-  from jaxscale.preflight.software import nvidia
+  from jaxscale.jobs.preflight.software import nvidia
 
   _, gpus = nvidia()
   return min(gpu["total"] for gpu in gpus) if gpus else None
@@ -340,7 +340,7 @@ def main() -> None:
 
 def finish(run: Run, took: dict[str, float], missing: dict[str, str], seconds: float) -> None:
   """Print the result, and keep it if it says something of a GPU."""
-  from jaxscale.preflight.software import nvidia
+  from jaxscale.jobs.preflight.software import nvidia
 
   driver, _ = nvidia()
   rows = [r for rows in run.found.values() for r in rows]

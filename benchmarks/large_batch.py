@@ -26,7 +26,7 @@ from common import report
 
 from jaxscale.config.loading import load_config
 from jaxscale.errors import EXIT_DONE, one_line_errors
-from jaxscale.launch.batch_study import mean_noise_scale
+from jaxscale.jobs.batch_study import mean_noise_scale
 
 CONFIG = "configs/fashion_mnist_large_batch.py"
 NAMES = (

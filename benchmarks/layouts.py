@@ -28,8 +28,8 @@ import numpy as np
 from common import report
 from layouts_plot import draw
 
+from jaxscale.checkpoint import checkpoint_files
 from jaxscale.checkpoint import directory as checkpoint_dir
-from jaxscale.checkpoint import files
 from jaxscale.errors import EXIT_DONE, one_line_errors
 from jaxscale.metrics.reading import read_json_lines
 
@@ -110,8 +110,8 @@ def parameters(directory: Path) -> dict[str, np.ndarray]:
   """Those of the newest checkpoint, whole, however they were split."""
   folder = (directory / "checkpoints").absolute()
   saved = folder / str(checkpoint_dir.steps(folder)[-1])
-  read = files.leaf_reader(saved)
-  names = files.read_manifest(saved)["leaves"]
+  read = checkpoint_files.leaf_reader(saved)
+  names = checkpoint_files.read_manifest(saved)["leaves"]
   return {name: read(name) for name in names if name.startswith("params/")}
 
 

@@ -239,12 +239,12 @@ def outcome(workdir: Path, scratch: Path) -> dict[str, Any]:
   """Checksums of the newest checkpoint, of its bytes on the disk, and all metrics."""
 
   def verify() -> None:
-    from jaxscale.checkpoint import files
+    from jaxscale.checkpoint import checkpoint_files
 
     steps, _ = listing(workdir)
     path = workdir / "checkpoints" / str(steps[-1])
-    leaves = files.read_manifest(path)["leaves"]
-    read = files.leaf_reader(path)
+    leaves = checkpoint_files.read_manifest(path)["leaves"]
+    read = checkpoint_files.leaf_reader(path)
     sums = {name: [leaf["checksum"], read(name).size] for name, leaf in leaves.items()}
     target.write_text(json.dumps({"step": steps[-1], "sums": sums}))
 

@@ -61,9 +61,9 @@ RUN = """
 import json, os, sys, time
 from jax import monitoring
 from jaxscale.cli.start import entry
-from jaxscale.run import phases
+from jaxscale.run import train_phases
 from jaxscale.run.reporter import Reporter
-compiling, began, train = [], [], phases.loop.train
+compiling, began, train = [], [], train_phases.loop.train
 def clocks():
   return [time.time(), time.process_time()]
 def first_call(*args, **options):
@@ -77,7 +77,7 @@ def first(*_):
     json.dump([*clocks(), sum(compiling), *began], file)
   os._exit(0)
 monitoring.register_event_duration_secs_listener(note)
-Reporter.trained, path, phases.loop.train = first, sys.argv.pop(1), first_call
+Reporter.trained, path, train_phases.loop.train = first, sys.argv.pop(1), first_call
 entry()
 """
 

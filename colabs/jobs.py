@@ -13,7 +13,7 @@
 #
 # `jaxscale submit` and its like as functions that return handles. Runs are submitted
 # to Slurm where `sbatch` is installed; here `executor="local"` runs them in the
-# background of this machine. They do not end with the notebook: `launch.job(name)` in
+# background of this machine. They do not end with the notebook: `jobs.job(name)` in
 # another session finds them again. At the end: how one config scales, as a report with
 # its picture.
 
@@ -29,7 +29,7 @@ if importlib.util.find_spec("jaxscale") is None:
   subprocess.run([sys.executable, "-m", "pip", "install", "-q", source], check=True)
 
 # %%
-from jaxscale import launch
+from jaxscale import jobs
 from jaxscale.config import CNN, SGD, Config, Cosine, Digits, Evaluation, Log
 
 # %% [markdown]
@@ -47,7 +47,7 @@ config = Config(
   evaluation=Evaluation(every_epochs=2),
   log=Log(every_steps=5),
 )
-job = launch.submit(config, executor="local")
+job = jobs.submit(config, executor="local")
 job.status()
 
 # %% [markdown]
@@ -72,7 +72,7 @@ print(job.logs(lines=3))
 # A sweep is one job with one row per trial; `at_most` of them run at the same time.
 
 # %%
-trials = launch.sweep(config, [{"seed": 0}, {"seed": 1}], executor="local")
+trials = jobs.sweep(config, [{"seed": 0}, {"seed": 1}], executor="local")
 trials.wait(timeout_s=1200)
 
 # %% [markdown]
@@ -82,6 +82,6 @@ trials.wait(timeout_s=1200)
 # speed-up, unlike those on nodes of their own.
 
 # %%
-study = launch.scaling(config, [1, 2], executor="local")
+study = jobs.scaling(config, [1, 2], executor="local")
 study.wait(timeout_s=1200)
 study.report()

@@ -42,8 +42,8 @@ import matplotlib.pyplot as plt
 import numpy as np
 
 import jaxscale as jxs
-from jaxscale import config, data, launch, models, optim
-from jaxscale.launch import batch_study
+from jaxscale import config, data, jobs, models, optim
+from jaxscale.jobs import batch_study
 
 folder = pathlib.Path(tempfile.mkdtemp())
 
@@ -96,7 +96,7 @@ study_config = jxs.Config(
   log=config.Log(tensorboard=False),
 )
 trials = batch_study.trials(study_config, [16, 32, 64, 128, 256, 512])
-job = launch.sweep(study_config, trials, executor="local", runs=str(folder))
+job = jobs.sweep(study_config, trials, executor="local", runs=str(folder))
 job.wait(timeout_s=1800)
 study = batch_study.read(job.folder)
 print(batch_study.table(study))

@@ -36,7 +36,7 @@ from IPython.display import Image
 jax.config.update("jax_num_cpu_devices", 8)  # to compile for; a plan runs nothing
 
 import jaxscale as jxs
-from jaxscale import config, data, launch, models, optim
+from jaxscale import config, data, jobs, models, optim
 from jaxscale.planning import plan_report
 from jaxscale.planning.plan import bottleneck, make_plan
 
@@ -82,7 +82,7 @@ for size in plan.strong:
 # this machine. On a cluster `nodes=[1, 2, 4, …]` are nodes.
 
 # %%
-study = launch.scaling(settings, [1, 2], executor="local", runs=tempfile.mkdtemp())
+study = jobs.scaling(settings, [1, 2], executor="local", runs=tempfile.mkdtemp())
 study.wait(timeout_s=1200)
 
 # %%

@@ -2,7 +2,7 @@ from . import collectives as collectives
 from . import config as config
 from . import data as data
 from . import exchange as exchange
-from . import launch as launch
+from . import jobs as jobs
 from . import metrics as metrics
 from . import models as models
 from . import optim as optim

@@ -13,7 +13,7 @@ import shutil
 from pathlib import Path
 
 from jaxscale import metrics
-from jaxscale.checkpoint import files
+from jaxscale.checkpoint import checkpoint_files
 from jaxscale.errors import ConfigError
 from jaxscale.files import whole_number
 
@@ -56,9 +56,9 @@ def prune(directory: Path, keep_last: int, keep_best: int, scores: dict[int, flo
   """
   there = []
   for step in steps(directory):
-    with contextlib.suppress(files.DamagedError):
+    with contextlib.suppress(checkpoint_files.DamagedError):
       if step not in scores:
-        manifest = files.read_manifest(directory / str(step))
+        manifest = checkpoint_files.read_manifest(directory / str(step))
         scores[step] = metrics.score(manifest["metrics"])
       there.append(step)
   ranked = sorted((x, s) for s in there if (x := scores[s]) is not None)

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from jaxscale.checkpoint import checksum, files
+from jaxscale.checkpoint import checkpoint_files, checksum
 from jaxscale.checkpoint import directory as checkpoint_dir
 from jaxscale.checkpoint.checksum import DamagedError
 from jaxscale.errors import ConfigError
@@ -67,13 +67,13 @@ def newest_params(workdir: str | Path, abstract: Any) -> LoadedParams:
 
 
 def _load(path: Path, abstract: Any) -> Any:
-  leaves = files.read_manifest(path)["leaves"]
+  leaves = checkpoint_files.read_manifest(path)["leaves"]
   prefix, wanted = "params/", {"params": abstract}
   if averaged := any(name.startswith("average/0/") for name in leaves):
     # An average is of (params, model_state), of which a stack of layers has none.
     prefix, wanted = "average/0/", {"average": [abstract, {}]}
   saved = {name: leaf for name, leaf in leaves.items() if name.startswith(prefix)}
-  files.check_same_leaves(path, saved, checksum.describe(wanted))
-  loaded = files.load(path, wanted, partial=True)
+  checkpoint_files.check_same_leaves(path, saved, checksum.describe(wanted))
+  loaded = checkpoint_files.load(path, wanted, partial=True)
   checksum.verify(loaded, leaves)
   return loaded["average"][0] if averaged else loaded["params"]

@@ -25,11 +25,11 @@ from typing import Any
 import jax
 
 from jaxscale import cluster
-from jaxscale.checkpoint import checksum, files, reshard
+from jaxscale.checkpoint import checkpoint_files, checksum, reshard
 from jaxscale.checkpoint import directory as checkpoint_dir
 from jaxscale.checkpoint.checksum import DamagedError
-from jaxscale.checkpoint.local import LocalCopies, forget
 from jaxscale.checkpoint.lock import LockLostError, WorkdirLock, check_for_all, why_lost
+from jaxscale.checkpoint.node_copies import LocalCopies, forget
 from jaxscale.checkpoint.restore import restore_step
 from jaxscale.errors import EXIT_CRASH, ConfigError, NonFiniteError, disk_advice
 from jaxscale.files import expand, sync
@@ -222,7 +222,7 @@ class Checkpoints:
       return
     is_alone = jax.process_count() == 1
     try:
-      written = files.start_writing(save.directory, reshard.without_empty(state))
+      written = checkpoint_files.start_writing(save.directory, reshard.without_empty(state))
       shards = checksum.own_shards(state)
     except Exception as e:
       save.work.set_exception(e)
@@ -233,7 +233,7 @@ class Checkpoints:
           save.sums = checksum.sum_shards(shards)
         finally:
           written()
-        save.stored = files.read_back(save.directory, save.manifest, shards, save.sums)
+        save.stored = checkpoint_files.read_back(save.directory, save.manifest, shards, save.sums)
         shards.clear()  # the bytes that only they keep
         if is_alone:
           save.add_checksums()
@@ -348,9 +348,9 @@ class Checkpoints:
     if error is not None:
       # Before what was written is removed, which frees inodes again.
       folder = next(p for p in save.directory.parents if p.exists())
-      advice = disk_advice(files.error_number(error), folder)
-      kind = files.is_of_disk(error), files.lack_of(error, folder), advice
-      mine = [jax.process_index(), *kind, files.one_line(error)]
+      advice = disk_advice(checkpoint_files.error_number(error), folder)
+      kind = checkpoint_files.is_of_disk(error), checkpoint_files.lack_of(error, folder), advice
+      mine = [jax.process_index(), *kind, checkpoint_files.one_line(error)]
     failures = [f for f in cluster.gather(mine) if f]
     if not failures:
       if save.is_last:
@@ -364,7 +364,7 @@ class Checkpoints:
     self._discard(save)
     if cluster.is_leader():
       parent = self.directory if self.directory.exists() else self.directory.parent
-      line = files.why_unsaved(save.step, lack, why, parent, save.size)
+      line = checkpoint_files.why_unsaved(save.step, lack, why, parent, save.size)
       if jax.process_count() > 1:
         line += f", in process {process}"
     line = str(cluster.from_leader(line))
@@ -391,7 +391,7 @@ class Checkpoints:
 
   def _commit(self, save: _Save) -> None:
     """Make a checkpoint of what all have written, then delete those not kept."""
-    files.finish(save.directory, save.manifest)
+    checkpoint_files.finish(save.directory, save.manifest)
     with contextlib.suppress(FileNotFoundError):  # whose lines up to this step count
       sync(self.directory.parent / "metrics.jsonl")
     if self._lock is not None:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from jaxscale import cluster
-from jaxscale.checkpoint import checksum, files, reshard
+from jaxscale.checkpoint import checkpoint_files, checksum, reshard
 from jaxscale.checkpoint.checksum import DamagedError
 from jaxscale.errors import ConfigError
 from jaxscale.parallel.layout_exchange import Split
@@ -38,13 +38,13 @@ def restore_step(
   leaves = manifest["leaves"]
   other = reshard.find_reshard(manifest, abstract, resize, split)
   saved = other.saved if other else abstract
-  files.check_same_leaves(path, leaves, checksum.describe(saved))
+  checkpoint_files.check_same_leaves(path, leaves, checksum.describe(saved))
   if other and other.convert is None:
     raise ConfigError(f"{path}: {other.why}")
   state, problem = None, None
   try:
     wanted = reshard.without_empty(other.to_load(abstract) if other else abstract)
-    state = files.load(path, wanted, pad=other is not None)
+    state = checkpoint_files.load(path, wanted, pad=other is not None)
   except (DamagedError, OSError) as e:
     problem = str(e)
   # What one process cannot read, none may resume from.
@@ -64,9 +64,9 @@ def _read_manifest(path: Path) -> dict:
   manifest, problem = None, None
   if cluster.is_leader():
     try:
-      manifest = files.read_manifest(path)
-      if files.is_unmerged(path):
-        files.merge(path)
+      manifest = checkpoint_files.read_manifest(path)
+      if checkpoint_files.is_unmerged(path):
+        checkpoint_files.merge(path)
     except (DamagedError, OSError) as damage:
       problem = str(damage)
   manifest, problem = cluster.from_leader([manifest, problem])

@@ -28,7 +28,7 @@ def add_arguments(parser: Parser) -> None:
 def run(args: Namespace) -> None:
   """Submit the runs of the study."""
   from jaxscale.config.loading import load_config
-  from jaxscale.launch import batch_study
+  from jaxscale.jobs import batch_study
 
   config = load_config(args.config, args.overrides)
   sizes, counts = args.batch_sizes, args.accumulate_steps

@@ -15,8 +15,8 @@ def add_arguments(parser: Parser) -> None:
 
 def run(args: Namespace) -> None:
   """Stop each run."""
-  from jaxscale.launch import folder as folders
-  from jaxscale.launch.jobs import Job
+  from jaxscale.jobs import folder as folders
+  from jaxscale.jobs.job_handle import Job
 
   for path in folders.find_all(args.names, args.runs):
     asked = "asked to save and end" if Job(path).cancel() else "has ended already"

@@ -16,7 +16,7 @@ from pathlib import Path
 from jaxscale.cli.parser import Namespace, Parser, directory, whole
 from jaxscale.config.validation import nearest
 from jaxscale.errors import ConfigError
-from jaxscale.preflight import CHECKS
+from jaxscale.jobs.preflight import CHECKS
 
 _IMAGENET = {"data_dir": None, "folder": None, "sample": 256}
 
@@ -43,15 +43,15 @@ def run(args: Namespace) -> int:
   """Check, and print what was found."""
   asked = {name: getattr(args, name) for name in _IMAGENET}
   if args.dataset:
-    from jaxscale.preflight import imagenet  # TFDS and JAX, 2 s: only who asks waits
-    from jaxscale.preflight.finding import report
+    from jaxscale.jobs.preflight import imagenet  # TFDS and JAX, 2 s: only who asks waits
+    from jaxscale.jobs.preflight.finding import report
 
     return report("imagenet", imagenet.check(**asked))
   for name, default in _IMAGENET.items():
     if asked[name] != default:
       option = name.replace("_", "-")
       raise ConfigError(f"--{option}: only of `jaxscale doctor imagenet`")
-  from jaxscale import preflight
+  from jaxscale.jobs import preflight
 
   skip = [name for text in args.skip for name in text.split(",")]
   for name in skip:

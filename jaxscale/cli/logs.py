@@ -12,7 +12,7 @@ from jaxscale.cli.submit import add_runs
 from jaxscale.errors import ConfigError
 
 if TYPE_CHECKING:
-  from jaxscale.launch.spec import JobSpec
+  from jaxscale.jobs.spec import JobSpec
 
 
 def add_arguments(parser: Parser) -> None:
@@ -27,9 +27,9 @@ def add_arguments(parser: Parser) -> None:
 
 def run(args: Namespace) -> None:
   """Print, or follow."""
-  from jaxscale.launch import folder as folders
-  from jaxscale.launch import logs
-  from jaxscale.launch.jobs import Job
+  from jaxscale.jobs import folder as folders
+  from jaxscale.jobs import logs
+  from jaxscale.jobs.job_handle import Job
 
   (path, *others) = folders.find_all(args.names, args.runs)
   if others:
@@ -55,7 +55,7 @@ def run(args: Namespace) -> None:
 
 
 def _print_failure(spec: JobSpec, args: Namespace) -> None:
-  from jaxscale.launch.logs import failure
+  from jaxscale.jobs.logs import failure
 
   if args.rank is None and (line := failure(spec, args.task)):
     print(line)

@@ -88,7 +88,7 @@ def _calibrate() -> int:
 def _plan(args: Namespace) -> int:
   from jaxscale.config.loading import load_config
   from jaxscale.files import output_path, write_json
-  from jaxscale.launch.site import load_site
+  from jaxscale.jobs.site import load_site
   from jaxscale.planning.job import target_steps
   from jaxscale.planning.plan import as_json, make_plan
   from jaxscale.planning.topologies import find_chips

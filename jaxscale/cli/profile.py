@@ -42,7 +42,7 @@ def _ranks(text: str) -> tuple[int, ...]:
 
 def run(args: Namespace) -> None:
   """Trace, and print the summary."""
-  from jaxscale.launch import profile
+  from jaxscale.jobs import profile
 
   if len(args.names) != 1:
     raise ConfigError(f"{args.names[1]}: one run at a time, give {args.names[0]} alone")

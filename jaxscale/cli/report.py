@@ -35,11 +35,11 @@ def add_arguments(parser: Parser) -> None:
 
 def run(args: Namespace) -> None:
   """Print the report, and write its files."""
-  from jaxscale.launch import batch_study
-  from jaxscale.launch import folder as folders
-  from jaxscale.launch.page import write_page
-  from jaxscale.launch.prediction import comparison
-  from jaxscale.launch.scaling_report import report
+  from jaxscale.jobs import batch_study
+  from jaxscale.jobs import folder as folders
+  from jaxscale.jobs.page import write_page
+  from jaxscale.jobs.prediction import comparison
+  from jaxscale.jobs.scaling_report import report
   from jaxscale.planning.stored import read_plan
 
   names, runs = args.names, args.runs

@@ -22,8 +22,8 @@ def add_arguments(parser: Parser) -> None:
 
 def run(args: Namespace) -> None:
   """Submit each run again."""
-  from jaxscale.launch import folder as folders
-  from jaxscale.launch.jobs import Job
+  from jaxscale.jobs import folder as folders
+  from jaxscale.jobs.job_handle import Job
 
   for path in folders.find_all(args.names, args.runs):
     options = submit.given(args, "nodes", "spares", "accept_changes")

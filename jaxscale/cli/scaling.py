@@ -22,7 +22,7 @@ def add_arguments(parser: Parser) -> None:
 
 def run(args: Namespace) -> None:
   """Submit the runs of the study."""
-  from jaxscale.launch import scaling_study
+  from jaxscale.jobs import scaling_study
 
   options = submit.job_options(args)
   study = scaling_study.prepare(args.config, args.nodes, batch=args.batch, **options)

@@ -33,8 +33,8 @@ def _width() -> int | None:
 
 def run(args: Namespace) -> None:
   """Print the table; with --watch until all runs have ended."""
-  from jaxscale.launch import folder as folders
-  from jaxscale.launch.status import statuses
+  from jaxscale.jobs import folder as folders
+  from jaxscale.jobs.status import statuses
 
   while True:
     paths = folders.find_all(args.names, args.runs)

@@ -32,7 +32,7 @@ def add_job_arguments(parser: Parser, missing: str | None = "try --config digits
   parser.option("--name NAME", "of the run (default: the config's name and the time)")
   add_runs(parser)
   parser.option("--site NAME|FILE.toml", "its profile (default: $JAXSCALE_SITE)")
-  from jaxscale.launch.executors import EXECUTORS
+  from jaxscale.jobs.executors import EXECUTORS
 
   text = f"{' or '.join(EXECUTORS)} (default: the first that is here)"
   parser.option("--executor NAME", text, choices=tuple(EXECUTORS))
@@ -59,7 +59,7 @@ def add_runs(parser: Parser) -> None:
 def add_site_arguments(parser: Parser) -> None:
   """What a job asks of its site."""
   from jaxscale.config.help import field_docs
-  from jaxscale.launch.site import OPTIONS, Site
+  from jaxscale.jobs.site import OPTIONS, Site
 
   title = "for the job, instead of what the site's profile has"
   group, docs = parser.add_argument_group(title), field_docs(Site)
@@ -69,7 +69,7 @@ def add_site_arguments(parser: Parser) -> None:
 
 def given(args: Namespace, *names: str) -> dict[str, Any]:
   """The options of these names, and of the site, that were given."""
-  from jaxscale.launch.site import OPTIONS
+  from jaxscale.jobs.site import OPTIONS
 
   values = {name: getattr(args, name) for name in (*names, *OPTIONS)}
   return {name: value for name, value in values.items() if value is not None}
@@ -89,7 +89,7 @@ def run(args: Namespace, *commands: str, **options: Any) -> None:
     commands: what one may type next, after the usual ones.
     options: further ones of `launch.submit`.
   """
-  from jaxscale.launch import jobs
+  from jaxscale.jobs import job_handle
 
   if plan := getattr(args, "plan", None):  # `sweep` has none
     _take_plan(args)
@@ -97,9 +97,9 @@ def run(args: Namespace, *commands: str, **options: Any) -> None:
     raise ConfigError("--config: missing; try --config digits, or --plan plan.json")
   nodes = args.nodes or 1
   options |= job_options(args)
-  job = jobs.prepare(args.config, nodes=nodes, plan=plan, **options)
+  job = job_handle.prepare(args.config, nodes=nodes, plan=plan, **options)
   following = "status", "logs -f", "cancel", *commands
-  finish(args, [job], lambda: jobs.launch(job), *following)
+  finish(args, [job], lambda: job_handle.launch(job), *following)
 
 
 def _take_plan(args: Namespace) -> None:
@@ -137,7 +137,7 @@ def finish(
     launch: makes and submits them; returns the handle of the job or of the study.
     commands: what one may type next.
   """
-  from jaxscale.launch import folder as folders
+  from jaxscale.jobs import folder as folders
 
   trials = [f", {len(p.spec.trials)} trials" * bool(p.spec.trials) for p in prepared]
   if args.dry_run:

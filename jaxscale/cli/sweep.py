@@ -16,7 +16,7 @@ def add_arguments(parser: Parser) -> None:
 
 def run(args: Namespace) -> None:
   """Submit the trials."""
-  from jaxscale.launch import sweeps
+  from jaxscale.jobs import sweeps
 
   trials = sweeps.product(args.sweep) if args.sweep else sweeps.from_file(args.config)
   if not trials:

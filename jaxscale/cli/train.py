@@ -39,7 +39,7 @@ def add_workdir(parser: Parser) -> None:
 def help_page(parser: Parser, args: Namespace) -> str:
   """The options, and every setting: of the config, or of all alternatives."""
   from jaxscale.config.choice import own_choices
-  from jaxscale.config.files import load_file
+  from jaxscale.config.config_file import load_file
   from jaxscale.config.help import settings_help
   from jaxscale.config.loading import load_config
   from jaxscale.config.validation import UnsetError

@@ -31,8 +31,8 @@ from jaxscale.config.bases import (
 from jaxscale.config.bounds import Count, Fraction, NonNegative, Positive
 from jaxscale.config.choice import HOMES
 from jaxscale.config.config import Config
-from jaxscale.config.layout import Layout
-from jaxscale.config.phases import AdaptiveBatch, Phases
+from jaxscale.config.layout_settings import Layout
+from jaxscale.config.phase_settings import AdaptiveBatch, Phases
 from jaxscale.config.running import Checkpoint, Checks, Compilation, Evaluation, Faults, Log, Mesh
 from jaxscale.errors import ConfigError
 

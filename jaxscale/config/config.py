@@ -14,8 +14,8 @@ from typing import Annotated, Any, Literal
 
 from jaxscale.config.bases import Data, Exchange, Loss, Model, Optimizer, Schedule, Sync
 from jaxscale.config.bounds import Count, check_pattern
-from jaxscale.config.layout import Layout, check_layout
-from jaxscale.config.phases import AdaptiveBatch, Phases
+from jaxscale.config.layout_settings import Layout, check_layout
+from jaxscale.config.phase_settings import AdaptiveBatch, Phases
 from jaxscale.config.plain import check_forms, shared_texts
 from jaxscale.config.running import Checkpoint, Checks, Compilation, Evaluation, Faults, Log, Mesh
 from jaxscale.config.validation import UnsetError, settings

@@ -23,7 +23,7 @@ from jaxscale.cluster.detect import detect
 from jaxscale.config import validation
 from jaxscale.config.choice import Choice, chosen, own_choices
 from jaxscale.config.config import Config
-from jaxscale.config.files import load_file, position, running
+from jaxscale.config.config_file import load_file, position, running
 from jaxscale.config.packaged import locate, similar
 from jaxscale.errors import ConfigError, invalid
 

@@ -22,7 +22,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from jaxscale.config.files import FILE_MODULE
+from jaxscale.config.config_file import FILE_MODULE
 
 _INSTALLED = "site-packages", "dist-packages"
 _STDLIB = tuple(sysconfig.get_path(name) for name in ("stdlib", "platstdlib"))

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from jaxscale.config.choice import Choice
 from jaxscale.config.config import Config
-from jaxscale.config.files import load_file
+from jaxscale.config.config_file import load_file
 from jaxscale.config.plain import class_name as class_name
 from jaxscale.config.plain import code_of
 from jaxscale.config.plain import to_plain as to_plain

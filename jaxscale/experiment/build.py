@@ -25,7 +25,7 @@ from jaxscale.config.choice import build, wrong_product
 from jaxscale.data.dataset import check_targets, with_target_range
 from jaxscale.errors import ConfigError
 from jaxscale.exchange import Exchange
-from jaxscale.experiment import layout as layouts
+from jaxscale.experiment import make_layout as layouts
 from jaxscale.experiment.derive import Derived, derive
 from jaxscale.experiment.exchange import Synchronization, make_exchange, make_sync
 from jaxscale.experiment.model import (

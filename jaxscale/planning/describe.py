@@ -13,7 +13,7 @@ import jax
 
 from jaxscale import hlo
 from jaxscale.experiment import build
-from jaxscale.experiment import layout as layout_parts
+from jaxscale.experiment import make_layout as layout_parts
 from jaxscale.metrics.text import table
 from jaxscale.optim.tree_paths import path_name
 from jaxscale.parallel.placement import HOST

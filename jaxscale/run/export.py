@@ -46,8 +46,8 @@ def export(
     weights.UnwrittenError: the disk failed or is full.
   """
   from jaxscale import weights
+  from jaxscale.checkpoint import checkpoint_files
   from jaxscale.checkpoint import directory as directories
-  from jaxscale.checkpoint import files
   from jaxscale.config.record import describe_run
   from jaxscale.weights import config_json
 
@@ -61,12 +61,12 @@ def export(
   step = steps[-1] if step is None else step
   directory = workdir.absolute() / "checkpoints" / str(step)
   try:
-    manifest = files.read_manifest(directory)["leaves"]
+    manifest = checkpoint_files.read_manifest(directory)["leaves"]
     has_average = any(name.startswith("average/0/") for name in manifest)
     if take == "average" and not has_average:
       raise ConfigError("--take=average: the run keeps none (Config.ema_decay=None)")
     take = take or ("average" if has_average else "params")
-    read = functools.lru_cache(maxsize=3)(files.leaf_reader(directory))
+    read = functools.lru_cache(maxsize=3)(checkpoint_files.leaf_reader(directory))
 
     def part(name: str, layer: int | None) -> Any:
       return read(name) if layer is None else read(name)[layer]
@@ -91,7 +91,7 @@ def export(
     size = weights.export_leaves(
       to, leaves, naming=naming, num_classes=classes, dtype=cast_to, metadata=about
     )
-  except files.DamagedError as e:
+  except checkpoint_files.DamagedError as e:
     raise ConfigError(
       f"checkpoint {step} in {workdir} is damaged ({e}); give another --step"
     ) from None

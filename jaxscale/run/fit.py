@@ -2,7 +2,7 @@
 
 The place in the data is one integer and saved with the state: `TrainState.step`.
 `examples_at` (experiment/phases.py) turns it into examples seen, and `train_batches`
-(run/phases.py) starts the pipeline (data/pipeline.py) there.
+(run/train_phases.py) starts the pipeline (data/pipeline.py) there.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ from jaxscale.run import workdir as workdirs
 from jaxscale.run.activity import ActivityRecord
 from jaxscale.run.callbacks import Run, RunCallbacks
 from jaxscale.run.nan_policy import NanPolicy
-from jaxscale.run.phases import (
+from jaxscale.run.programs import Programs, kept_programs
+from jaxscale.run.reporter import Reporter
+from jaxscale.run.session import check_progress
+from jaxscale.run.tracer import Tracer
+from jaxscale.run.train_phases import (
   Compiled,
   compile_in_background,
   in_background,
   phase_at,
   train_phases,
 )
-from jaxscale.run.programs import Programs, kept_programs
-from jaxscale.run.reporter import Reporter
-from jaxscale.run.session import check_progress
-from jaxscale.run.tracer import Tracer
 from jaxscale.training import loop, noise_scale
 from jaxscale.training.replica_check import ReplicaDivergenceError
 from jaxscale.training.state import TrainState

@@ -17,7 +17,7 @@ from typing import Any
 import jax
 
 from jaxscale import cluster
-from jaxscale.checkpoint import directory, files
+from jaxscale.checkpoint import checkpoint_files, directory
 from jaxscale.cluster.detect.fabric import nvidia_models
 from jaxscale.config import Config
 from jaxscale.config.choice import is_built_in
@@ -272,8 +272,8 @@ def claim_workdir(
 def _saved_identity(workdir: Path) -> dict[str, Any]:
   """The identity in the newest checkpoint that has one; else nothing."""
   for step in reversed(directory.steps(workdir / "checkpoints")):
-    with contextlib.suppress(files.DamagedError):
-      manifest = files.read_manifest(workdir / "checkpoints" / str(step))
+    with contextlib.suppress(checkpoint_files.DamagedError):
+      manifest = checkpoint_files.read_manifest(workdir / "checkpoints" / str(step))
       found = manifest.get("identity") or {}
       if not mismatch(found, IDENTITY):
         return found

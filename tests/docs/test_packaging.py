@@ -7,8 +7,8 @@ import tomllib
 import pytest
 import yaml
 
-from jaxscale.launch import slurm_script
-from jaxscale.launch.site import load_site
+from jaxscale.jobs import slurm_script
+from jaxscale.jobs.site import load_site
 from support.job_script import RUN, fake
 from support.paths import ROOT
 

@@ -156,7 +156,7 @@ with cluster.open_session():
 
 
 def test_gpu_settings_are_taken(dry_run):
-  from jaxscale.preflight.software import nvidia
+  from jaxscale.jobs.preflight.software import nvidia
 
   env = {k: v for k, v in os.environ.items() if "PREALLOCATE" not in k}
   done = subprocess.run(

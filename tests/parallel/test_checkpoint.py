@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from jaxscale import optim
-from jaxscale.checkpoint import checksum, files
+from jaxscale.checkpoint import checkpoint_files, checksum
 from jaxscale.checkpoint.manager import Checkpoints, UnsavedError
 from jaxscale.errors import ConfigError, NonFiniteError
 from support.errors import config_error
@@ -178,12 +178,16 @@ def test_a_state_may_be_donated_while_it_is_saved(tmp_path, monkeypatch):
   abstract, state = make_states(2)
   state = at_step(state, 3)
   before = jax.device_get(jax.tree.map(jnp.copy, state))
-  trained, start, sum_shards = (threading.Event(), files.start_writing, checksum.sum_shards)
+  trained, start, sum_shards = (
+    threading.Event(),
+    checkpoint_files.start_writing,
+    checksum.sum_shards,
+  )
 
   def late(function):
     return lambda *args: (trained.wait(60), function(*args))[1]
 
-  monkeypatch.setattr(files, "start_writing", lambda *args: late(start(*args)))
+  monkeypatch.setattr(checkpoint_files, "start_writing", lambda *args: late(start(*args)))
   monkeypatch.setattr(checksum, "sum_shards", late(sum_shards))
   train = jax.jit(lambda s: jax.tree.map(lambda x: x + 1, s), donate_argnums=0)
   with Checkpoints(tmp_path) as checkpoints:
@@ -195,7 +199,7 @@ def test_a_state_may_be_donated_while_it_is_saved(tmp_path, monkeypatch):
     checkpoints.wait()
     assert_same_bits(checkpoints.restore(abstract), before)
   naive = {p: naive_checksum(x) for p, x in jax.tree_util.tree_leaves_with_path(before)}
-  saved = files.read_manifest(tmp_path / "3")["leaves"].values()
+  saved = checkpoint_files.read_manifest(tmp_path / "3")["leaves"].values()
   assert [leaf["checksum"] for leaf in saved] == list(naive.values())
 
 
@@ -215,7 +219,7 @@ def test_no_character_of_a_path_is_a_pattern(tmp_path, name):
     assert_same_bits(checkpoints.restore(abstract), at_step(state, 2))
   with Checkpoints(tmp_path / name / "c") as checkpoints:
     assert_same_bits(checkpoints.restore(abstract), at_step(state, 2))
-    leaf = files.leaf_reader(tmp_path / name / "c" / "2")("params/Dense_0/bias")
+    leaf = checkpoint_files.leaf_reader(tmp_path / name / "c" / "2")("params/Dense_0/bias")
     np.testing.assert_array_equal(leaf, at_step(state, 2).params["Dense_0"]["bias"])
 
 
@@ -253,7 +257,7 @@ LOST = {
 @pytest.mark.parametrize("lost", LOST)
 def test_what_the_disk_does_not_have_is_not_committed(tmp_path, monkeypatch, lost):
   _, state = make_states(2)
-  start, reported = files.start_writing, []
+  start, reported = checkpoint_files.start_writing, []
 
   def start_and_lose(directory, state):
     written = start(directory, state)
@@ -263,7 +267,7 @@ def test_what_the_disk_does_not_have_is_not_committed(tmp_path, monkeypatch, los
   with Checkpoints(tmp_path, **options) as checkpoints:
     checkpoints.save(at_step(state, 1))
     checkpoints.wait()
-    monkeypatch.setattr(files, "start_writing", start_and_lose)
+    monkeypatch.setattr(checkpoint_files, "start_writing", start_and_lose)
     checkpoints.save(at_step(state, 2))
     checkpoints.wait()
     assert checkpoints.steps() == [1] and os.listdir(tmp_path) == ["1"]
@@ -278,7 +282,7 @@ def test_what_the_disk_does_not_have_is_not_committed(tmp_path, monkeypatch, los
 
 def test_a_merge_that_finds_nothing_is_noticed(tmp_path, monkeypatch):
   _, state = make_states(1)
-  monkeypatch.setattr(files, "merge", lambda directory: None)
+  monkeypatch.setattr(checkpoint_files, "merge", lambda directory: None)
   with Checkpoints(tmp_path) as checkpoints:
     checkpoints.save(at_step(state, 1))
     with pytest.raises(UnsavedError):
@@ -288,13 +292,13 @@ def test_a_merge_that_finds_nothing_is_noticed(tmp_path, monkeypatch):
 
 def test_an_array_that_is_missing_is_noticed(tmp_path, monkeypatch):
   _, state = make_states(1)
-  start = files.start_writing
+  start = checkpoint_files.start_writing
 
   def without_bias(directory, state):
     params = {"Dense_0": {"kernel": state.params["Dense_0"]["kernel"]}}
     return start(directory, state._replace(params=params))
 
-  monkeypatch.setattr(files, "start_writing", without_bias)
+  monkeypatch.setattr(checkpoint_files, "start_writing", without_bias)
   with Checkpoints(tmp_path) as checkpoints:
     checkpoints.save(at_step(state, 1))
     with pytest.raises(UnsavedError, match="params/Dense_0/bias is not on the disk"):

@@ -7,7 +7,7 @@ import zlib
 
 import pytest
 
-from jaxscale.checkpoint.files import MANIFEST
+from jaxscale.checkpoint.checkpoint_files import MANIFEST
 from jaxscale.cluster.requeue import count_start
 from jaxscale.config.record import describe_run
 from jaxscale.errors import ConfigError, user_message

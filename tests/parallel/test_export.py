@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from jaxscale import cli, models, weights
-from jaxscale.checkpoint import files
+from jaxscale.checkpoint import checkpoint_files
 from jaxscale.checkpoint.manager import Checkpoints
 from jaxscale.config.loading import load_config
 from jaxscale.config.record import FORMAT
@@ -333,7 +333,7 @@ def test_what_the_run_has_not_is_one_line(finished, tmp_path, capsys, monkeypatc
     )
   finally:
     damaged.write_bytes(whole)
-  monkeypatch.setattr(files, "is_of", lambda *_: False)
+  monkeypatch.setattr(checkpoint_files, "is_of", lambda *_: False)
   flipped = line("--to", tmp_path / "x.safetensors")
   assert "damaged (the checksum of average/0/Dense_0/bias does not match)" in flipped
   assert not list(tmp_path.iterdir())

@@ -275,7 +275,7 @@ ENTRY %main (a: f32[2,64], b: f32[999,999]) -> f32[8,64] {
   %d3 = f32[999,999]{1,0} dot(%d2, %b), lhs_contracting_dims={1}, rhs_contracting_dims={0}
   %d4 = f32[999,999]{1,0} dot(%d3, %b), lhs_contracting_dims={1}, rhs_contracting_dims={0}
   ROOT %r = f32[8,64]{1,0} negate(%e)
-}"""  # noqa: E501
+}"""
 
 
 def test_compute_between_start_and_end():

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from jaxscale.checkpoint.files import read_manifest
+from jaxscale.checkpoint.checkpoint_files import read_manifest
 from jaxscale.cluster.rendezvous.handshake import digests_of
 from jaxscale.config import MLP, SGD, Arrays, Checkpoint, Config, Cosine, Mesh
 from jaxscale.config.loading import load_config

@@ -12,7 +12,7 @@ from jax.experimental.compilation_cache import compilation_cache
 from jaxscale.config import Compilation
 from jaxscale.experiment import build
 from jaxscale.run import programs
-from jaxscale.run.phases import train_batches
+from jaxscale.run.train_phases import train_batches
 from support.compilations import watched
 from support.configs import tiny_digits
 from support.trees import assert_same_bits

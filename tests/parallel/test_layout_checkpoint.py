@@ -9,7 +9,7 @@ import pytest
 
 from jaxscale import optim
 from jaxscale.checkpoint import checksum
-from jaxscale.checkpoint.files import read_manifest
+from jaxscale.checkpoint.checkpoint_files import read_manifest
 from jaxscale.checkpoint.manager import Checkpoints
 from jaxscale.exchange import plain
 from jaxscale.mesh import make_mesh

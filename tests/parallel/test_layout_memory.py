@@ -17,7 +17,7 @@ from jaxscale import hlo, optim
 from jaxscale.errors import ConfigError
 from jaxscale.exchange import plain
 from jaxscale.experiment import build
-from jaxscale.experiment import layout as layout_parts
+from jaxscale.experiment import make_layout as layout_parts
 from jaxscale.hlo import memory_of
 from jaxscale.mesh import batch_sharding, make_mesh
 from jaxscale.models import make_transformer

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxscale.checkpoint import files, local_file
+from jaxscale.checkpoint import checkpoint_files, node_file
 from jaxscale.checkpoint.checksum import DamagedError
 from jaxscale.checkpoint.lock import LockLostError, acquire
 from jaxscale.checkpoint.manager import Checkpoints
@@ -212,19 +212,19 @@ def test_shards_of_any_dtype_are_what_they_were(tmp_path):
       state[f"{host.dtype}{spec}"] = jax.device_put(host, where)
   state["empty"], state["step"] = map(jax.device_put, (np.zeros((0, 3)), np.int32(4)))
   whole = {"run": "x", "step": 4, "process": 0, "processes": 1}
-  shards = local_file.held_shards(state)
+  shards = node_file.held_shards(state)
   size = sum(x.nbytes for x in jax.tree.leaves(state))
   assert sum(s.data.nbytes for s in shards) == size  # replicas once
-  local_file.write_copy(tmp_path / "copy", whole, shards)
+  node_file.write_copy(tmp_path / "copy", whole, shards)
   like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state)
-  with local_file.open_copy(tmp_path / "copy") as file:
-    footer = local_file.read_footer(file)
+  with node_file.open_copy(tmp_path / "copy") as file:
+    footer = node_file.read_footer(file)
     assert {name: footer[name] for name in whole} == whole
-    assert_same_bits(local_file.read_state(file, footer["leaves"], like), state)
+    assert_same_bits(node_file.read_state(file, footer["leaves"], like), state)
     where = jax.NamedSharding(mesh, jax.P("b"))
     like["int8()"] = jax.ShapeDtypeStruct((8, 4), jnp.int8, sharding=where)
     with pytest.raises(DamagedError, match="of other devices"):
-      local_file.read_state(file, footer["leaves"], like)
+      node_file.read_state(file, footer["leaves"], like)
 
 
 def test_a_full_folder_costs_the_copies_and_one_line(tmp_path, node, states):
@@ -271,7 +271,7 @@ def test_nan_makes_no_copy(tmp_path, node, states):
 def test_no_save_runs_into_the_next(tmp_path, node, states, monkeypatch):
   """A slow shared disk costs no copy; a slow node costs copies, and no time."""
   _, state = states
-  start, write, reported = files.start_writing, local_file.write_copy, []
+  start, write, reported = checkpoint_files.start_writing, node_file.write_copy, []
   shared_ends, copy_ends = threading.Event(), threading.Event()
   copy_ends.set()
   writing, most = [], []
@@ -287,8 +287,8 @@ def test_no_save_runs_into_the_next(tmp_path, node, states, monkeypatch):
     write(*args)
     writing.pop()
 
-  monkeypatch.setattr(files, "start_writing", start_slowly)
-  monkeypatch.setattr(local_file, "write_copy", write_slowly)
+  monkeypatch.setattr(checkpoint_files, "start_writing", start_slowly)
+  monkeypatch.setattr(node_file, "write_copy", write_slowly)
   options = dict(shared_every=1, max_wait_s=0.01)
   with opened(tmp_path, node, reported, **options) as checkpoints:
     for step in (1, 2, 3):  # the first is shared, slowly

@@ -14,7 +14,7 @@ from jaxscale.errors import ConfigError
 from jaxscale.experiment import build, microbatches
 from jaxscale.experiment.derive import derive, device_summary
 from jaxscale.experiment.microbatches import micro_batches
-from jaxscale.preflight.devices import fits
+from jaxscale.jobs.preflight.devices import fits
 from jaxscale.run import adaptive_batch
 from jaxscale.run.workdir import claim_workdir, describe, describe_text, start_devices
 from support.digits import BATCH, assert_same, run

@@ -5,7 +5,7 @@ import re
 import pytest
 from PIL import Image
 
-from jaxscale.preflight import child, devices
+from jaxscale.jobs.preflight import child, devices
 from support.preflight_process import HOSTS, only, preflight, wrong
 
 FOLDER = """

@@ -15,13 +15,13 @@ import numpy as np
 import pytest
 
 from jaxscale import config, data, metrics
-from jaxscale.checkpoint import files
+from jaxscale.checkpoint import checkpoint_files
 from jaxscale.checkpoint.manager import Checkpoints
 from jaxscale.errors import ConfigError, NonFiniteError
 from jaxscale.experiment import build
 from jaxscale.experiment.derive import derive
 from jaxscale.mesh import make_mesh
-from jaxscale.run import phases, reporter, tracking
+from jaxscale.run import reporter, tracking, train_phases
 from jaxscale.run.fit import fit
 from jaxscale.run.goodput import read_activities
 from jaxscale.training import loop
@@ -316,7 +316,7 @@ def test_where_nothing_was_saved_the_workdir_takes_another_rate(tmp_path, capsys
 
 
 def test_on_a_slow_disk_a_checkpoint_is_left_out_but_the_last(tmp_path, capsys, monkeypatch):
-  start, save, is_fast = files.start_writing, Checkpoints.save, threading.Event()
+  start, save, is_fast = checkpoint_files.start_writing, Checkpoints.save, threading.Event()
 
   def start_slowly(*args):
     written = start(*args)
@@ -327,7 +327,7 @@ def test_on_a_slow_disk_a_checkpoint_is_left_out_but_the_last(tmp_path, capsys, 
       is_fast.set()
     save(self, *args, is_needed=is_needed)
 
-  monkeypatch.setattr(files, "start_writing", start_slowly)
+  monkeypatch.setattr(checkpoint_files, "start_writing", start_slowly)
   monkeypatch.setattr(Checkpoints, "save", save_and_wait)
   fit(tiny_digits(checkpoint__max_wait_s="0"), tmp_path)
   saved = {p.name for p in (tmp_path / "checkpoints").iterdir()}
@@ -403,14 +403,14 @@ def test_one_gradient_has_no_noise_scale():
 
 
 def test_a_run_that_waits_for_data_says_so(tmp_path, capsys, monkeypatch):
-  real = phases.train_batches
+  real = train_phases.train_batches
 
   def slow(*args):
     for batch in real(*args):
       time.sleep(0.03)
       yield batch
 
-  monkeypatch.setattr(phases, "train_batches", slow)
+  monkeypatch.setattr(train_phases, "train_batches", slow)
   monkeypatch.setattr(reporter, "INPUT_BOUND_SECONDS", 0.02)
   fit(tiny_digits(), tmp_path)
   reported = [x for x in capsys.readouterr().out.splitlines() if "input-bound" in x]

@@ -16,7 +16,7 @@ from jaxscale.config import Config, Faults
 from jaxscale.data import to_device
 from jaxscale.errors import ConfigError, GiveUpError, user_message
 from jaxscale.metrics import read_json_lines
-from jaxscale.run import callbacks, phases, session
+from jaxscale.run import callbacks, session, train_phases
 from jaxscale.run.fit import fit
 from support.configs import tiny_digits
 
@@ -203,7 +203,7 @@ def test_trials_of_a_batch_size_are_left_off_and_come_again(tmp_path, monkeypatc
     phases__max_batch_size="256",
     batch_size="64",
   )
-  whole, real, asked = fit(small, tmp_path / "whole"), phases._poll, []
+  whole, real, asked = fit(small, tmp_path / "whole"), train_phases._poll, []
 
   def poll(run, step):
     asked.append(step)
@@ -211,7 +211,7 @@ def test_trials_of_a_batch_size_are_left_off_and_come_again(tmp_path, monkeypatc
       run.watch.stop.request(SIGTERM)
     real(run, step)
 
-  monkeypatch.setattr(phases, "_poll", poll)
+  monkeypatch.setattr(train_phases, "_poll", poll)
   first = fit(small, tmp_path / "run")
   assert first.summary["outcome"] == "interrupted"
   assert first.summary["step"] == asked[0] and len(asked) == 3

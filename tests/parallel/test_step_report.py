@@ -14,7 +14,7 @@ from jaxscale.config.record import to_plain
 from jaxscale.exchange import plain
 from jaxscale.exchange.wrappers import delayed, past_warm_start, silent, warm_start
 from jaxscale.experiment import build
-from jaxscale.launch import prediction
+from jaxscale.jobs import prediction
 from jaxscale.mesh import batch_sharding, make_mesh, submesh
 from jaxscale.run import fit, step_report
 from jaxscale.run.step_report import Alone

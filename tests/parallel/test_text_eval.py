@@ -20,8 +20,8 @@ from jaxscale.data.python_docs import documents
 from jaxscale.data.stream import of_array, windows
 from jaxscale.errors import ConfigError
 from jaxscale.experiment import build
-from jaxscale.launch import status
-from jaxscale.launch.scaling_report import report
+from jaxscale.jobs import status
+from jaxscale.jobs.scaling_report import report
 from jaxscale.mesh import make_mesh
 from jaxscale.run.fit import fit
 from jaxscale.training import loop

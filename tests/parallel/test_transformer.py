@@ -15,7 +15,7 @@ from jaxscale import config as cfg
 from jaxscale import data
 from jaxscale.errors import ConfigError
 from jaxscale.exchange import plain
-from jaxscale.experiment import layout as layout_parts
+from jaxscale.experiment import make_layout as layout_parts
 from jaxscale.experiment.model import init_fn, make_model
 from jaxscale.mesh import batch_sharding, make_mesh
 from jaxscale.models import RopeScaling, attention, make_transformer

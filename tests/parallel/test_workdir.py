@@ -18,7 +18,7 @@ from jaxscale.metrics import read_json_lines
 from jaxscale.run import provenance
 from jaxscale.run import workdir as workdirs
 from jaxscale.run.fit import fit
-from jaxscale.run.phases import phase_at, train_batches
+from jaxscale.run.train_phases import phase_at, train_batches
 from jaxscale.run.workdir import describe_text
 from support.configs import tiny_digits
 from support.processes import wait_until

@@ -63,10 +63,10 @@ def test_arrays_lie_in_chunks_that_others_can_read(tmp_path):
   state = state_of(jax.device_put(values, where))._replace(step=step)
   with Checkpoints(tmp_path) as checkpoints:
     checkpoints.save(state)
-  from jaxscale.checkpoint import files
+  from jaxscale.checkpoint import checkpoint_files
 
-  ocp, path = files._orbax()
-  chunks = files._chunks(ocp, path(tmp_path / "1" / "state"))
+  ocp, path = checkpoint_files._orbax()
+  chunks = checkpoint_files._chunks(ocp, path(tmp_path / "1" / "state"))
   assert 4 * np.prod(chunks["params/w"]) <= write_limit.CHUNK
   for spec in ((None, "model", "fsdp"), ("fsdp", "model")):
     wanted = abstract(shape, *spec, data=1, fsdp=2, model=4)

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from jaxscale import cli, launch, metrics
+from jaxscale import cli, jobs, metrics
 
 # An MLP on the digits; the largest batch has too few steps to get there.
 QUICK = [
@@ -33,7 +33,7 @@ def test_a_study_measures_what_the_records_say(tmp_path, capsys):
   out, _ = capsys.readouterr()
   assert "study: submitted as local-" in out and ", 3 trials" in out
   assert f"jaxscale report study --runs {tmp_path}" in out
-  job = launch.job("study", str(tmp_path))
+  job = jobs.job("study", str(tmp_path))
   job.wait()
   assert cli.main(["report", "study", *runs]) == 0
   study = json.loads((job.folder / "study.json").read_text())

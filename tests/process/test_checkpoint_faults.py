@@ -14,7 +14,7 @@ import jax
 import pytest
 
 from jaxscale import metrics
-from jaxscale.checkpoint import files
+from jaxscale.checkpoint import checkpoint_files
 from jaxscale.checkpoint.manager import Checkpoints, UnsavedError
 from jaxscale.errors import ConfigError
 from support.commands import run_train
@@ -148,7 +148,7 @@ def test_only_where_room_is_missing_is_it_asked_for(tmp_path, monkeypatch, name)
     raise error
 
   _, state = make_states(1)
-  monkeypatch.setattr(files, "start_writing", fail)
+  monkeypatch.setattr(checkpoint_files, "start_writing", fail)
   with Checkpoints(tmp_path) as checkpoints:
     checkpoints.save(at_step(state, 1))
     with pytest.raises(UnsavedError) as raised:
@@ -161,7 +161,7 @@ def test_only_where_room_is_missing_is_it_asked_for(tmp_path, monkeypatch, name)
 def test_what_a_failed_save_writes_on_is_removed(tmp_path, monkeypatch):
   """A thread of it that is not done yet brings back what was removed."""
   _, state = make_states(2)
-  start, written = files.start_writing, []
+  start, written = checkpoint_files.start_writing, []
 
   def write_late():
     (written[-1] / "state").mkdir(parents=True)
@@ -175,7 +175,7 @@ def test_what_a_failed_save_writes_on_is_removed(tmp_path, monkeypatch):
   options = dict(on_failure="continue", say=lambda line: None)
   with Checkpoints(tmp_path / "checkpoints", **options) as checkpoints:
     with monkeypatch.context() as patch:
-      patch.setattr(files, "start_writing", start_and_fail)
+      patch.setattr(checkpoint_files, "start_writing", start_and_fail)
       checkpoints.save(at_step(state, 1))
       checkpoints.wait()
       assert not written[0].exists()
@@ -190,13 +190,13 @@ def test_what_a_failed_save_writes_on_is_removed(tmp_path, monkeypatch):
 
 def test_a_save_waits_for_a_slow_disk_only_so_long(tmp_path, monkeypatch):
   _, state = make_states(1)
-  start, reported, is_fast = files.start_writing, [], threading.Event()
+  start, reported, is_fast = checkpoint_files.start_writing, [], threading.Event()
 
   def start_slowly(*args):
     written = start(*args)
     return lambda: (is_fast.wait(60), written())
 
-  monkeypatch.setattr(files, "start_writing", start_slowly)
+  monkeypatch.setattr(checkpoint_files, "start_writing", start_slowly)
   with Checkpoints(tmp_path, max_wait_s=0.01, say=reported.append) as checkpoints:
     checkpoints.save(at_step(state, 1))
     checkpoints.poll()  # neither waits

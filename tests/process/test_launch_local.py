@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from jaxscale import cli, launch
+from jaxscale import cli, jobs
 from jaxscale.errors import ConfigError
-from jaxscale.launch import folder as folders
-from jaxscale.launch import local
-from jaxscale.launch.jobs import Record
+from jaxscale.jobs import folder as folders
+from jaxscale.jobs import local_executor
+from jaxscale.jobs.job_handle import Record
 from jaxscale.metrics import read_json_lines
 from support.commands import child_env
 
@@ -46,9 +46,9 @@ def fake(tmp_path):
   runs = tmp_path / "runs in a directory"
   yield {"executor": "local", "python": str(python), "runs": str(runs)}
   for folder in folders.all_folders(str(runs)):
-    local.cancel(folders.read_spec(folder), "")
+    local_executor.cancel(folders.read_spec(folder), "")
     for _ in range(200):
-      if not local.is_alive(folder):
+      if not local_executor.is_alive(folder):
         break
       time.sleep(0.05)
 
@@ -71,7 +71,7 @@ def events(job, task=0):
 
 def test_a_real_run_from_a_notebook(tmp_path, monkeypatch):
   monkeypatch.setenv("JAX_PLATFORMS", "cpu")
-  job = launch.submit(
+  job = jobs.submit(
     DIGITS,
     executor="local",
     runs=str(tmp_path),
@@ -156,7 +156,7 @@ def test_jobs_of_a_folder_with_such_files_run(shadowed, verb):
   words = ["--config=digits.py", "--executor=local", "--name=j"]
   words += ["--sweep=seed=1,2"] if verb == "sweep" else []
   in_folder(shadowed, "-m", "jaxscale", verb, *words)
-  job = launch.job("j", str(shadowed / "runs"))
+  job = jobs.job("j", str(shadowed / "runs"))
   assert {row.state for row in wait(job)} == {"COMPLETED"}, job.logs()
 
 
@@ -173,7 +173,7 @@ def test_the_current_folder_is_last_on_the_path_of_our_modules_alone(tmp_path):
 @pytest.mark.slow
 def test_two_processes_share_a_secret_that_is_in_no_file(tmp_path, monkeypatch):
   monkeypatch.setenv("JAX_PLATFORMS", "cpu")
-  job = launch.submit(
+  job = jobs.submit(
     DIGITS,
     executor="local",
     runs=str(tmp_path),
@@ -192,7 +192,7 @@ def test_two_processes_share_a_secret_that_is_in_no_file(tmp_path, monkeypatch):
 
 
 def test_several_processes_know_each_other_and_have_files(fake):
-  job = launch.submit(DIGITS, nodes=2, tasks_per_node=2, **fake)
+  job = jobs.submit(DIGITS, nodes=2, tasks_per_node=2, **fake)
   wait(job)
   for rank in range(4):
     assert f"process {rank} of 4: -m jaxscale.train --config " in job.logs(rank)
@@ -212,7 +212,7 @@ def test_a_sweep_runs_two_at_a_time(fake, tmp_path):
     f'until [ "$(ls "{begun}" | wc -l)" -ge 2 ]; do sleep 0.1; done\n'
     f'ls "{running}" | wc -l; sleep 0.4; rm "{running}/$$"'
   )
-  job = launch.sweep(DIGITS, [{"seed": i} for i in range(6)], at_most=2, **fake)
+  job = jobs.sweep(DIGITS, [{"seed": i} for i in range(6)], at_most=2, **fake)
   assert {row.state for row in job.status()} & {"RUNNING", "PENDING"}
   rows = wait(job)
   assert [row.state for row in rows] == ["COMPLETED"] * 6
@@ -227,15 +227,15 @@ def test_a_study_runs_one_size_after_another(fake, tmp_path):
   order = tmp_path / "order"
   script = f'sleep 0.3; echo "${{JAXSCALE_NUM_PROCESSES:-1}}" >>"{order}"; sleep 0.3'
   (tmp_path / "does").write_text(script)
-  study = launch.scaling(DIGITS, [2, 4, 1], name="study", **fake)
+  study = jobs.scaling(DIGITS, [2, 4, 1], name="study", **fake)
   rows = study.wait(300, every_s=0.1)
   assert [(row.run, row.state) for row in rows] == [(f"study-{n}n", "COMPLETED") for n in (2, 4, 1)]
   assert order.read_text().split() == ["2"] * 2 + ["4"] * 4 + ["1"]
   runs = fake["runs"]
-  assert launch.study("study", runs) == study
-  assert launch.job("study-4n", runs) == study.jobs[1]
+  assert jobs.study("study", runs) == study
+  assert jobs.job("study-4n", runs) == study.jobs[1]
   with pytest.raises(ConfigError, match="sturdy: no such study, did you mean 'study'"):
-    launch.study("sturdy", runs)
+    jobs.study("sturdy", runs)
   with pytest.raises(ConfigError, match="study-2n: has written nothing yet"):
     study.report()  # the stand-in writes no config.json
 
@@ -243,7 +243,7 @@ def test_a_study_runs_one_size_after_another(fake, tmp_path):
 def test_a_study_is_cancelled_as_one(fake, tmp_path, capsys):
   (tmp_path / "does").write_text("while true; do sleep 0.1; done")
   sizes = [2, 4, 1]
-  study = launch.scaling(DIGITS, sizes, batch="grows", name="study", **fake)
+  study = jobs.scaling(DIGITS, sizes, batch="grows", name="study", **fake)
   batches = [folders.read_spec(j.folder).overrides["batch_size"] for j in study.jobs]
   assert batches == ["128", "256", "64"]
   until(lambda: study.jobs[0].metrics())
@@ -268,7 +268,7 @@ def test_a_record_is_a_table(fake, tmp_path):
   python, go = tmp_path / "python", tmp_path / "go"
   shebang, _, rest = python.read_text().partition("\n")
   python.write_text(f"{shebang}\nuntil [ -e '{go}' ]; do sleep 0.05; done\n{rest}")
-  job = launch.submit(DIGITS, **fake)
+  job = jobs.submit(DIGITS, **fake)
   assert repr(job.metrics()) == "nothing on record yet"
   go.touch()
   wait(job)
@@ -287,14 +287,14 @@ def test_a_record_is_a_table(fake, tmp_path):
 
 def test_cancelled_it_saves_and_then_resumes(fake, tmp_path):
   (tmp_path / "does").write_text("while true; do sleep 0.1; done")
-  job = launch.submit(DIGITS, **fake)
+  job = jobs.submit(DIGITS, **fake)
   until(lambda: job.metrics())
   with pytest.raises(ConfigError, match="is RUNNING"):
     job.resume()
   job.cancel()
   (row,) = wait(job)
   assert row.state == "CANCELLED"
-  assert job.logs().endswith("saved") and local.newest_step(job.folder / "train") == 77
+  assert job.logs().endswith("saved") and local_executor.newest_step(job.folder / "train") == 77
   (tmp_path / "does").write_text("exit 0")
   job.resume()
   assert [row.state for row in wait(job)] == ["COMPLETED"]
@@ -303,7 +303,7 @@ def test_cancelled_it_saves_and_then_resumes(fake, tmp_path):
 
 def test_of_a_sweep_only_what_is_not_done_is_resumed(fake, tmp_path):
   (tmp_path / "does").write_text('[[ "$workdir" == */1 ]] && exit 1; exit 0')
-  job = launch.sweep(DIGITS, [{"seed": i} for i in range(3)], **fake)
+  job = jobs.sweep(DIGITS, [{"seed": i} for i in range(3)], **fake)
   assert [r.state for r in wait(job)] == ["COMPLETED", "FAILED", "COMPLETED"]
   (tmp_path / "does").write_text("exit 0")
   job.resume()
@@ -318,7 +318,7 @@ n=$(ls "$workdir/checkpoints" | wc -l)
 [ $n = 2 ] && [ ! -e "$workdir/told" ] && touch "$workdir/told" && exit 85
 [ $n -lt 2 ] && mkdir "$workdir/checkpoints/$((n + 1))"
 exit 1""")
-  job = launch.submit(DIGITS, **fake)
+  job = jobs.submit(DIGITS, **fake)
   (row,) = wait(job)
   ends = [(code, next_) for event, code, next_ in events(job) if event == "end"]
   assert ends == [(1, "requeue"), (1, "requeue"), (85, "requeue"), (1, "stop")]
@@ -333,7 +333,7 @@ rm -f "$processes"; mkdir -p "$processes"  # no line can be appended from here o
 n=$(ls "$workdir/checkpoints" | wc -l)
 [ $n = 0 ] && mkdir "$workdir/checkpoints/1" && exit 1
 exit 93""")
-  job = launch.submit(DIGITS, **fake)
+  job = jobs.submit(DIGITS, **fake)
   wait(job)
   ends = [(code, next_) for event, code, next_ in events(job) if event == "end"]
   assert ends == [(1, "requeue"), (93, "stop")]
@@ -342,7 +342,7 @@ exit 93""")
 
 def test_not_more_often_than_asked(fake, tmp_path):
   (tmp_path / "does").write_text("exit 85")
-  job = launch.submit(DIGITS, requeue=1, **fake)
+  job = jobs.submit(DIGITS, requeue=1, **fake)
   (row,) = wait(job)
   assert row.state == "PREEMPTED" and row.restarts == 1 and len(events(job)) == 4
 
@@ -351,7 +351,7 @@ def test_one_process_that_fails_ends_the_others(fake, tmp_path):
   (tmp_path / "does").write_text(
     f'[ "$JAXSCALE_PROCESS_ID" = 1 ] && {ALL_MIND} exit 93\nwhile true; do sleep 0.1; done'
   )
-  job = launch.submit(DIGITS, tasks_per_node=4, **fake)
+  job = jobs.submit(DIGITS, tasks_per_node=4, **fake)
   (row,) = wait(job)
   assert (row.state, row.code) == ("FAILED", 93)
   assert job.logs(0).endswith("saved") and job.logs(2).endswith("saved")
@@ -367,7 +367,7 @@ def test_it_ended_as_the_first_that_failed_and_says_why(fake, tmp_path, capsys):
   )
   quiet = STAND_IN.replace('echo "process', ': "process')
   (tmp_path / "python").write_text(quiet)
-  job = launch.submit(DIGITS, tasks_per_node=4, name="why", **fake)
+  job = jobs.submit(DIGITS, tasks_per_node=4, name="why", **fake)
   (row,) = wait(job)
   assert (row.state, row.code) == ("FAILED", 2)
   assert job.logs(0) == ""
@@ -384,7 +384,7 @@ def test_what_process_0_does_not_know_is_shown_with_its_lines(fake, tmp_path, ca
     f'[ "$JAXSCALE_PROCESS_ID" = 2 ] && {ALL_MIND} echo "error: why" && exit 2\n'
     "while true; do sleep 0.1; done"
   )
-  job = launch.submit(DIGITS, tasks_per_node=4, name="first", **fake)
+  job = jobs.submit(DIGITS, tasks_per_node=4, name="first", **fake)
   (row,) = wait(job)
   assert (row.state, row.code, row.restarts) == ("FAILED", 2, 0)
   for follow in ([], ["-f"]):
@@ -399,41 +399,41 @@ def test_what_process_0_does_not_know_is_shown_with_its_lines(fake, tmp_path, ca
 
 
 def test_what_minds_no_signal_is_killed_after_the_grace(monkeypatch):
-  monkeypatch.setattr(local, "GRACE_S", 0.5)
+  monkeypatch.setattr(local_executor, "GRACE_S", 0.5)
   deaf = subprocess.Popen(["bash", "-c", "trap '' TERM; while :; do sleep 0.1; done"])
   failed = subprocess.Popen(["bash", "-c", "sleep 0.2; exit 3"])
   began = time.monotonic()
-  assert local._wait([deaf, failed], threading.Event()) == (3, None)
+  assert local_executor._wait([deaf, failed], threading.Event()) == (3, None)
   assert deaf.returncode == -signal.SIGKILL
   assert time.monotonic() - began > 0.5
 
 
 def test_a_supervisor_that_was_killed_is_noticed(fake, tmp_path):
   (tmp_path / "does").write_text("while true; do sleep 0.1; done")
-  job = launch.submit(DIGITS, **fake)
+  job = jobs.submit(DIGITS, **fake)
   started = job.folder / "processes.jsonl"  # written after the process has begun
   until(lambda: job.metrics() and started.exists() and read_json_lines(started))
   (line,) = read_json_lines(job.folder / "supervisor.jsonl")
   (process,) = read_json_lines(started)
   os.kill(line["pid"], signal.SIGKILL)
   until(lambda: job.status()[0].state == "LOST")
-  assert local._born(process["pid"]) == process["born"]
+  assert local_executor._born(process["pid"]) == process["born"]
   job.cancel()  # what the supervisor has left behind
-  until(lambda: local._born(process["pid"]) is None)
+  until(lambda: local_executor._born(process["pid"]) is None)
   assert job.status()[0].state == "CANCELLED"
 
 
 def test_a_number_used_again_is_another_process():
   child = subprocess.Popen(["sleep", "0"])
-  assert local._born(os.getpid()) not in (None, local._born(1))
-  until(lambda: local._born(child.pid) is None)  # a zombie does nothing any more
+  assert local_executor._born(os.getpid()) not in (None, local_executor._born(1))
+  until(lambda: local_executor._born(child.pid) is None)  # a zombie does nothing any more
   child.wait()
-  assert local._born(2**22 + 1) is None
+  assert local_executor._born(2**22 + 1) is None
 
 
 def test_it_survives_the_terminal(fake):
   """The supervisor is in a session of its own, and nobody's child."""
-  job = launch.submit(DIGITS, **fake)
+  job = jobs.submit(DIGITS, **fake)
   pid = read_json_lines(job.folder / "supervisor.jsonl")[-1]["pid"]
   fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
   assert int(fields[3]) == pid and int(fields[1]) != os.getpid()
@@ -470,7 +470,7 @@ def test_a_scaling_study_is_a_run_for_each_size(fake, tmp_path, capsys):
   assert cli.main([*argv, "--runs", fake["runs"]]) == 0
   for name, size in (("s-1n", 128), ("s-2n", 256)):
     folder = Path(fake["runs"], name)
-    wait(launch.Job(folder))
+    wait(jobs.Job(folder))
     reported = json.loads((folder / "run.json").read_text())
     assert reported["overrides"]["batch_size"] == str(size)
-    assert f"--config.batch_size={size}" in launch.Job(folder).logs()
+    assert f"--config.batch_size={size}" in jobs.Job(folder).logs()

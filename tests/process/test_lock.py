@@ -188,14 +188,14 @@ import os, signal, sys, time
 sys.path[:0] = ["tests", "tests/parallel"]
 import jax; jax.config.update("jax_num_cpu_devices", 1)
 from pathlib import Path
-from jaxscale.checkpoint import files, lock
+from jaxscale.checkpoint import checkpoint_files, lock
 from jaxscale.checkpoint.manager import Checkpoints
 from support.states import at_step, make_states
 
 workdir, moment = Path(sys.argv[1]), sys.argv[2]
 _, state = make_states(1)
 held = lock.acquire(workdir, "slurm-7.0-r0")
-begun, check, finish = files.start_writing, held.check, files.finish
+begun, check, finish = checkpoint_files.start_writing, held.check, checkpoint_files.finish
 
 def stop():
   os.kill(os.getpid(), signal.SIGSTOP)
@@ -209,10 +209,10 @@ def stop_after(function):
 
 with Checkpoints(workdir / "checkpoints", lock=held) as checkpoints:
   checkpoints.save(at_step(state, 1)); checkpoints.wait()
-  if moment == "written": files.start_writing = stop_after(begun)
-  if moment == "merged": files.finish = stop_after(finish)
+  if moment == "written": checkpoint_files.start_writing = stop_after(begun)
+  if moment == "merged": checkpoint_files.finish = stop_after(finish)
   if moment == "checked":  # the last moment: nothing but the rename is left
-    files.finish = lambda *a: (finish(*a), setattr(held, "check", stop_after(check)))
+    checkpoint_files.finish = lambda *a: (finish(*a), setattr(held, "check", stop_after(check)))
   if moment == "before": stop()
   try:
     checkpoints.save(at_step(state, 2)); checkpoints.wait()

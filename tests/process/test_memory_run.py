@@ -17,7 +17,7 @@ from pathlib import Path
 import jax
 from jaxscale import config as cfg
 from jaxscale.experiment import build
-from jaxscale.run import efficiency, phases
+from jaxscale.run import efficiency, train_phases
 
 config = cfg.Config(
   model=cfg.MLP(hidden=(8192, 8192)), data=cfg.Digits(), optimizer=cfg.SGD(lr=0.1),
@@ -25,7 +25,7 @@ config = cfg.Config(
 )
 experiment = build.experiment(config)
 step = experiment.compile_train_step()
-batches = phases.train_batches(experiment, 0)
+batches = train_phases.train_batches(experiment, 0)
 
 def train(steps):
   state = jax.block_until_ready(experiment.init_state())

@@ -15,7 +15,7 @@ from jaxscale import metrics
 from jaxscale.config.loading import load_config
 from jaxscale.errors import ConfigError, NonFiniteError
 from jaxscale.experiment import build
-from jaxscale.run import phases
+from jaxscale.run import train_phases
 from jaxscale.run.fit import fit
 from jaxscale.run.goodput import read_activities
 from jaxscale.run.nan_policy import NanPolicy
@@ -45,7 +45,7 @@ def quick(**changes):
 
 def spoil(monkeypatch, bad, row=100):
   """Let one row of these steps have a label that is none."""
-  real = phases.train_batches
+  real = train_phases.train_batches
 
   def batches(experiment, done):
     for step, batch in enumerate(real(experiment, done), done + 1):
@@ -54,7 +54,7 @@ def spoil(monkeypatch, bad, row=100):
         batch["label"] = jax.device_put(label, batch["label"].sharding)
       yield batch
 
-  monkeypatch.setattr(phases, "train_batches", batches)
+  monkeypatch.setattr(train_phases, "train_batches", batches)
 
 
 def same_state(a, b):
@@ -149,7 +149,7 @@ def test_roll_back_passes_over_what_followed_the_checkpoint(tmp_path, monkeypatc
   monkeypatch.undo()
   experiment = build.experiment(quick())
   state, step = experiment.init_state(), experiment.compile_train_step()
-  batches = phases.train_batches(experiment, 0)
+  batches = train_phases.train_batches(experiment, 0)
   for number, batch in zip(range(1, 46), batches, strict=False):
     if number <= 3 or 12 <= number <= 17 or number == 45:
       state = build.pass_over(state, 1)
@@ -214,8 +214,8 @@ PROCESS = textwrap.dedent("""
   import os, sys
   import jax, numpy as np
   from jaxscale import errors, train
-  from jaxscale.run import phases
-  real = phases.train_batches
+  from jaxscale.run import train_phases
+  real = train_phases.train_batches
   def batches(experiment, done):
     for step, batch in enumerate(real(experiment, done), done + 1):
       if step == 17:
@@ -227,7 +227,7 @@ PROCESS = textwrap.dedent("""
           return own
         batch["label"] = jax.make_array_from_callback(label.shape, label.sharding, rows)
       yield batch
-  phases.train_batches = batches
+  train_phases.train_batches = batches
   sys.argv = sys.argv[1:]
   errors.leave(train.main)
 """)

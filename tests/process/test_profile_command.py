@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from jaxscale import launch
+from jaxscale import jobs
 from jaxscale.metrics import read_metrics
 from jaxscale.planning import trace
 from support.commands import child_env, error_line
@@ -27,7 +27,7 @@ def profile(*argv):
 @pytest.mark.slow
 def test_a_running_job_is_profiled_on_request(tmp_path, monkeypatch):
   monkeypatch.setenv("JAX_PLATFORMS", "cpu")
-  job = launch.submit(
+  job = jobs.submit(
     "configs/digits.py",
     executor="local",
     runs=str(tmp_path),

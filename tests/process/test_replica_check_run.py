@@ -17,7 +17,7 @@ from jaxscale.config import Checks
 from jaxscale.config.loading import load_config
 from jaxscale.experiment import build
 from jaxscale.mesh import make_mesh
-from jaxscale.run import callbacks, fit, phases
+from jaxscale.run import callbacks, fit, train_phases
 from jaxscale.training import loop
 from jaxscale.training.replica_check import ReplicaDivergenceError
 from support.bad_values import flipped
@@ -78,7 +78,7 @@ def test_the_settings_say_when():
   experiment = build.experiment(load_config("configs/digits.py", CONFIG))
   one = experiment.replace(mesh=make_mesh(devices=jax.devices()[:1]))
   never = dataclasses.replace(experiment.config, checks=Checks(replicas_every_steps=0))
-  compares = phases._compares_replicas
+  compares = train_phases._compares_replicas
   assert compares(experiment, 0) and compares(experiment, 9)
   assert not compares(experiment, 16)  # 23 steps: none is left
   assert not compares(one, 0)

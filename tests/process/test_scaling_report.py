@@ -6,12 +6,12 @@ import statistics
 
 import pytest
 
-from jaxscale import launch
+from jaxscale import jobs
 from jaxscale.cli import main
 from jaxscale.errors import ConfigError
-from jaxscale.launch import folder as folders
-from jaxscale.launch import measured, scaling_report
-from jaxscale.launch.measured import MeasuredRun
+from jaxscale.jobs import folder as folders
+from jaxscale.jobs import measured, scaling_report
+from jaxscale.jobs.measured import MeasuredRun
 from jaxscale.metrics import plot_scaling, read_json_lines
 from jaxscale.run import goodput
 from jaxscale.run.goodput import Activity
@@ -95,7 +95,7 @@ def test_the_warm_up_and_a_short_end_are_no_throughput(tmp_path):
   report = {"exposed_share": 0.25, "compute_s": 0.03, "exposed_s": 0.01, "spread": 0.1}
   assert found.step_report.items() >= report.items()
   assert (found.summary, found.kind) == ({"loss": 0.5, "accuracy": 0.9}, "cpu")
-  assert found.missing == ("nodes: only runs of jaxscale.launch record them",)
+  assert found.missing == ("nodes: only runs of jaxscale.jobs record them",)
   study = scaling_report.compare([found])
   shown = str(study).splitlines()
   assert shown[2].split()[-3:] == ["75%", "0.5000", "90.00%"]
@@ -150,7 +150,7 @@ def test_what_is_missing_has_a_reason(tmp_path):
     "– w: exposed and spread: no step report, not measured yet",
     "– w: loss and accuracy: not done, at step 20 of 40",
     "– w: goodput: no activity.jsonl in the workdir",
-    "– w: nodes: only runs of jaxscale.launch record them",
+    "– w: nodes: only runs of jaxscale.jobs record them",
   ):
     assert why in text.splitlines()
 
@@ -283,7 +283,7 @@ def test_a_real_study_from_a_notebook(tmp_path, monkeypatch):
   monkeypatch.setenv("JAX_PLATFORMS", "cpu")
   runs = str(tmp_path / "runs")
   overrides = {"epochs": 6, "log.every_steps": 4, "log.tensorboard": False}
-  study = launch.scaling(
+  study = jobs.scaling(
     "configs/digits.py",
     [1, 2],
     batch="grows",
@@ -294,7 +294,7 @@ def test_a_real_study_from_a_notebook(tmp_path, monkeypatch):
   )
   try:
     assert [r.state for r in study.wait(200)] == ["COMPLETED"] * 2, study.status()
-    assert launch.study("digits", runs) == study
+    assert jobs.study("digits", runs) == study
     found = study.report()
   finally:
     study.cancel()

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from jaxscale.launch import folder as folders
-from jaxscale.launch import slurm_script
+from jaxscale.jobs import folder as folders
+from jaxscale.jobs import slurm_script
 from jaxscale.metrics import read_json_lines
 from support.commands import child_env, train_command
 from support.job_script import RUN, fake

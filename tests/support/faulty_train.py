@@ -20,9 +20,9 @@ from pathlib import Path
 from typing import Any
 
 from jaxscale import train
-from jaxscale.checkpoint import files
+from jaxscale.checkpoint import checkpoint_files
 from jaxscale.errors import leave
-from jaxscale.run import phases
+from jaxscale.run import train_phases
 
 LATE_S = 4.0
 
@@ -73,19 +73,19 @@ def main(argv: list[str]) -> int:
 
 def mark_first(path: Path) -> None:
   """Write the time at which batches are asked for the first time into a file."""
-  batches = phases.train_batches
+  batches = train_phases.train_batches
 
   def train_batches(*args: Any) -> Iterator[Any]:
     if not path.exists():
       path.write_text(repr(time.time()))
     return batches(*args)
 
-  phases.train_batches = train_batches
+  train_phases.train_batches = train_batches
 
 
 def patch(fault: str, at: int, note: Path) -> None:
   """Let the fault happen in this process."""
-  batches, begin = phases.train_batches, files.start_writing
+  batches, begin = train_phases.train_batches, checkpoint_files.start_writing
 
   def happens() -> None:
     note.write_text(repr(time.time()))
@@ -106,9 +106,9 @@ def patch(fault: str, at: int, note: Path) -> None:
     return written
 
   if fault == "kill in save":
-    files.start_writing = start_writing
+    checkpoint_files.start_writing = start_writing
   else:
-    phases.train_batches = train_batches
+    train_phases.train_batches = train_batches
 
 
 if __name__ == "__main__":

@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
-from jaxscale.launch import spec
-from jaxscale.launch.site import Site, load_site
+from jaxscale.jobs import spec
+from jaxscale.jobs.site import Site, load_site
 
 RUN = spec.JobSpec(
   name="digits-1",

@@ -10,11 +10,11 @@ import textwrap
 import time
 from pathlib import Path
 
-from jaxscale import preflight as checks
 from jaxscale.cluster.wire import Link
 from jaxscale.errors import ConfigError
-from jaxscale.preflight.finding import Finding
-from jaxscale.preflight.group import Group
+from jaxscale.jobs import preflight as checks
+from jaxscale.jobs.preflight.finding import Finding
+from jaxscale.jobs.preflight.group import Group
 
 HOSTS = ["n1", "n2", "n3", "n4"]
 

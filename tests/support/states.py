@@ -35,7 +35,7 @@ import sys, threading; sys.path[:0] = ["tests"]
 from jaxscale import cluster
 cluster.initialize()
 import jax; jax.config.update("jax_num_cpu_devices", 1)
-from jaxscale.checkpoint import files
+from jaxscale.checkpoint import checkpoint_files
 from jaxscale.checkpoint.manager import Checkpoints
 from jaxscale.errors import NonFiniteError
 from support.states import at_step, make_states
@@ -43,7 +43,7 @@ from support.states import at_step, make_states
 directory, faults, me = sys.argv[1], sys.argv[2], jax.process_index()
 abstract, state = make_states(2)
 shardings = jax.tree.map(lambda x: x.sharding, state)
-start, finish, load = files.start_writing, files.finish, files.load
+start, finish, load = checkpoint_files.start_writing, checkpoint_files.finish, checkpoint_files.load
 go_on = threading.Event()
 
 def state_at(step):
@@ -71,15 +71,15 @@ with Checkpoints(directory, **options) as checkpoints:
       (3, 1, "start_writing", full), (4, 1, "start_writing", later),
       (5, 0, "finish", full), (5, 1, "start_writing", lose),
     ):
-      if me == who: setattr(files, name, fault)
+      if me == who: setattr(checkpoint_files, name, fault)
       checkpoints.save(state_at(step))
       for _ in range(3): checkpoints.poll()
       checkpoints.wait()
       assert checkpoints.unsaved and checkpoints.steps() == [1, 2]
-      files.start_writing, files.finish = start, finish
-    if me == 1: files.load = of_two
+      checkpoint_files.start_writing, checkpoint_files.finish = start, finish
+    if me == 1: checkpoint_files.load = of_two
     print("restored", int(checkpoints.restore(abstract).step))
-    if me == 1: files.start_writing = slow
+    if me == 1: checkpoint_files.start_writing = slow
     checkpoints.save(state_at(6))
     for _ in range(3): checkpoints.poll()
     checkpoints.save(state_at(7), is_needed=False)

@@ -6,7 +6,7 @@ import time
 import jax
 
 from jaxscale import metrics
-from jaxscale.checkpoint.files import read_manifest
+from jaxscale.checkpoint.checkpoint_files import read_manifest
 from jaxscale.checkpoint.manager import Checkpoints
 from jaxscale.config.loading import load_config
 from jaxscale.exchange import plain

@@ -10,8 +10,8 @@ from jaxscale.planning.goal import Goal, goal_of
 from jaxscale import cli
 from jaxscale.config.loading import load_config
 from jaxscale.errors import ConfigError
-from jaxscale.launch import batch_study, spec
-from jaxscale.launch.batch_study import fit_steps
+from jaxscale.jobs import batch_study, spec
+from jaxscale.jobs.batch_study import fit_steps
 from support.job_script import RUN
 
 DIGITS = "configs/digits.py"

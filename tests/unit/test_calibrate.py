@@ -7,7 +7,7 @@ import pytest
 
 from jaxscale import cli
 from jaxscale.errors import ConfigError
-from jaxscale.launch.site import load_site, site_from
+from jaxscale.jobs.site import load_site, site_from
 from jaxscale.planning import calibrate, plan_report
 from jaxscale.planning.machine import Machine, rates_of
 

@@ -21,7 +21,7 @@ from jaxscale.config.loading import load_config, override
 from jaxscale.config.validation import bounds, closest, nearest, settings
 from jaxscale.errors import ConfigError
 from jaxscale.experiment import build
-from jaxscale.launch.jobs import _path_and_source
+from jaxscale.jobs.job_handle import _path_and_source
 from jaxscale.run.workdir import describe_text
 from support.configs import small_config
 from support.errors import config_error
@@ -402,14 +402,14 @@ def test_a_tilde_is_the_home_wherever_a_path_is(tmp_path, monkeypatch):
   shutil.copy("configs/digits.py", tmp_path)
   changes = {
     "init_from": "~/w",
-    "checkpoint.local": "~/fast",
+    "checkpoint.node_copies": "~/fast",
     "data": "ImageFolder",
     "data.path": "~/photos",
     "data.image_size": "8",
   }
   config = load_config("~/digits.py", changes)
   assert config.init_from == f"{tmp_path}/w" and config.data.path == f"{tmp_path}/photos"
-  assert config.checkpoint.local == f"{tmp_path}/fast"
+  assert config.checkpoint.node_copies == f"{tmp_path}/fast"
   assert cfg.Wandb(project="~").project == "~"  # no path
   args = Parser("x", "x")
   args.option("--workdir DIR", "", directory)

@@ -7,7 +7,7 @@ import pytest
 
 from jaxscale import cli
 from jaxscale.data import partial_jpeg
-from jaxscale.preflight import imagenet
+from jaxscale.jobs.preflight import imagenet
 from support.images import example, jpeg_bytes, write_tfds
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # protobuf and TFDS warn

@@ -26,7 +26,7 @@ from jaxscale.files import (
   whole_number,
   write_json,
 )
-from jaxscale.launch import folder as folders
+from jaxscale.jobs import folder as folders
 from jaxscale.metrics import plot
 from jaxscale.run import provenance
 from jaxscale.run.workdir import claim_workdir

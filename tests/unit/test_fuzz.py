@@ -19,15 +19,15 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from jaxscale.checkpoint import lock
+from jaxscale.checkpoint.checkpoint_files import MANIFEST, read_manifest
 from jaxscale.checkpoint.checksum import DamagedError
-from jaxscale.checkpoint.files import MANIFEST, read_manifest
 from jaxscale.cluster.requeue import count_start
 from jaxscale.config.loading import load_config
 from jaxscale.config.record import FORMAT, describe_run, to_plain
 from jaxscale.data import stream
 from jaxscale.files import parse_json
-from jaxscale.launch import batch_study, measured, prediction, scaling_report, spec, status
-from jaxscale.launch import folder as folders
+from jaxscale.jobs import batch_study, measured, prediction, scaling_report, spec, status
+from jaxscale.jobs import folder as folders
 from jaxscale.metrics import MetricWriter, plot, read_metrics
 from jaxscale.planning import stored
 from jaxscale.run.adaptive_batch import read_chosen

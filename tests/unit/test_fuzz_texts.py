@@ -27,11 +27,11 @@ from jaxscale.cluster.watch.stop_consensus import StopRequest
 from jaxscale.cluster.watch.watch import Watch
 from jaxscale.config.loading import load_config, override
 from jaxscale.errors import ConfigError, user_message
-from jaxscale.launch.site import load_site, with_options
-from jaxscale.launch.slurm import parse_line
+from jaxscale.jobs.preflight import software
+from jaxscale.jobs.site import load_site, with_options
+from jaxscale.jobs.slurm_executor import parse_line
 from jaxscale.parallel import rules
 from jaxscale.planning import topologies
-from jaxscale.preflight import software
 from support import fuzzing
 from support.bad_files import HUGE
 from support.fuzzing import SPECIAL, changed, edited, one_line

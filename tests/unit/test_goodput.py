@@ -13,8 +13,8 @@ import pytest
 from jaxscale import cli
 from jaxscale.cluster import session
 from jaxscale.cluster.watch import watch as watches
-from jaxscale.launch import folder as folders
-from jaxscale.launch import status
+from jaxscale.jobs import folder as folders
+from jaxscale.jobs import status
 from jaxscale.run import activity as activities
 from jaxscale.run.activity import ActivityRecord
 from jaxscale.run.goodput import CATEGORIES, FILE, Activity, Goodput, goodput, read_activities

@@ -11,7 +11,7 @@ from jaxscale.cluster.detect import Launch
 from jaxscale.cluster.detect.fabric import Fabric, find_fabric, nvidia_models
 from jaxscale.cluster.gpu_settings import LEVEL, Choice, Place, choose, lines
 from jaxscale.cluster.rendezvous.handshake import find_mismatches, make_hello
-from jaxscale.preflight import software
+from jaxscale.jobs.preflight import software
 
 H100 = "NVIDIA H100 80GB HBM3"
 TWO = Launch("slurm", 0, 8, "n1", 0, 4, nodes=("n1", "n1", "n2", "n2"))

@@ -1,4 +1,4 @@
-"""Submissions of `jaxscale.launch`: sites, sweeps, folders, mistakes."""
+"""Submissions of `jaxscale.jobs`: sites, sweeps, folders, mistakes."""
 
 import dataclasses
 import json
@@ -11,13 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from jaxscale import cli, launch
+from jaxscale import cli, jobs
 from jaxscale import config as cfg
 from jaxscale.config.loading import load_config
 from jaxscale.errors import ConfigError
-from jaxscale.launch import folder as folders
-from jaxscale.launch import site, slurm_script, spec, sweeps
-from jaxscale.launch.site import Site, load_site, site_from, with_options
+from jaxscale.jobs import folder as folders
+from jaxscale.jobs import site, slurm_script, spec, sweeps
+from jaxscale.jobs.site import Site, load_site, site_from, with_options
 from support.errors import config_error
 from support.job_script import RUN, RUNS
 from support.paths import ROOT
@@ -222,7 +222,7 @@ def test_the_folder_holds_the_code_and_its_config(tmp_path):
   (tmp_path / "configs_nearby.py").write_text("RATES = (0.1, 0.2)")
   config = tmp_path / "mine.py"
   config.write_text(SWEEP)
-  prepared = launch.jobs.prepare(
+  prepared = jobs.job_handle.prepare(
     load_config(DIGITS), name="x", runs=str(tmp_path / "r"), executor="local"
   )
   made = prepared.spec, ("process.sh", prepared.script), prepared.config
@@ -246,7 +246,7 @@ def test_the_folder_holds_the_code_and_its_config(tmp_path):
   with pytest.raises(ConfigError, match="exists, give another --name"):  # since it was prepared
     folders.make(*made, prepared.source)
   with pytest.raises(ConfigError, match="exists; give another name"):
-    launch.jobs.prepare(DIGITS, name="x", runs=str(tmp_path / "r"))
+    jobs.job_handle.prepare(DIGITS, name="x", runs=str(tmp_path / "r"))
   places = {place for _, place in folders.sources(str(config))}
   assert {"code/config/mine.py", "code/config/configs_nearby.py"} <= places
 
@@ -259,15 +259,15 @@ def test_a_run_of_today_never_takes_the_folder_of_another(tmp_path):
 
 
 def test_launch_does_not_wait_for_jax():
-  code = "import sys, jaxscale.launch, jaxscale.cli.submit; print('jax' in sys.modules)"
+  code = "import sys, jaxscale.jobs, jaxscale.cli.submit; print('jax' in sys.modules)"
   done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
   assert done.stdout.strip() == "False", done.stderr
 
 
 def test_a_python_without_jax_is_not_taken_along(monkeypatch):
-  monkeypatch.setattr(launch.jobs, "find_spec", lambda name: None)
+  monkeypatch.setattr(jobs.job_handle, "find_spec", lambda name: None)
   with pytest.raises(ConfigError, match="has no jax; submit from"):
-    launch.jobs.prepare(DIGITS)
+    jobs.job_handle.prepare(DIGITS)
 
 
 def test_the_page_about_jobs_names_everything():
@@ -298,7 +298,7 @@ def test_a_class_that_a_job_cannot_import_is_named(tmp_path):
     model=OfANotebook(), data=cfg.Digits(), optimizer=cfg.SGD(lr=0.1), batch_size=8, epochs=1
   )
   with pytest.raises(ConfigError, match="as OfANotebook is of this program alone; "):
-    launch.submit(config, runs=tmp_path)
+    jobs.submit(config, runs=tmp_path)
 
 
 def test_accepted_changes_are_of_the_job_that_resumes():

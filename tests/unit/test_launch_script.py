@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 
 from jaxscale.errors import ConfigError
-from jaxscale.launch import slurm_script
-from jaxscale.launch.site import Container, Site
-from jaxscale.launch.spec import SIGNAL_CODES, is_restarted
+from jaxscale.jobs import slurm_script
+from jaxscale.jobs.site import Container, Site
+from jaxscale.jobs.spec import SIGNAL_CODES, is_restarted
 from jaxscale.metrics import read_json_lines
 from support.cases import all_slow_except
 from support.job_script import RUN, RUNS, fake

@@ -6,9 +6,9 @@ import pytest
 
 from jaxscale import cli
 from jaxscale.errors import ConfigError
-from jaxscale.launch import folder as folders
-from jaxscale.launch import slurm, spec, status
-from jaxscale.launch.spec import QueueEntry
+from jaxscale.jobs import folder as folders
+from jaxscale.jobs import slurm_executor, spec, status
+from jaxscale.jobs.spec import QueueEntry
 from jaxscale.metrics import read_json_lines
 from support.job_script import RUN
 
@@ -106,7 +106,7 @@ def test_where_no_cluster_answers_the_advice_is_of_the_command(
   path.chmod(0o755)
   monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
   with pytest.raises(ConfigError) as error:
-    slurm._slurm(command)
+    slurm_executor._slurm(command)
   line = str(error.value)
   assert line.startswith(f"{command}: reaches no Slurm (Unable to") and advice in line
 
@@ -116,7 +116,7 @@ def test_a_line_of_squeue_may_be_long():
   for limit, left in (("2-00:00:00", "1-23:59:00"), ("UNLIMITED", "")):
     cells = ["12_3", "PENDING", "64", left or "364-23:59:59", "1", reason, limit]
     line = "".join(cell.ljust(128) for cell in cells)
-    assert slurm.parse_line(line) == ("12_3", QueueEntry("PENDING", 64, left, 1, reason))
+    assert slurm_executor.parse_line(line) == ("12_3", QueueEntry("PENDING", 64, left, 1, reason))
 
 
 def test_a_run_without_a_job_is_named(tmp_path, capsys):

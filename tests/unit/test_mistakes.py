@@ -16,7 +16,7 @@ from jaxscale import config as cfg
 from jaxscale.config.loading import load_config
 from jaxscale.errors import ConfigError
 from jaxscale.experiment import build
-from jaxscale.preflight import devices
+from jaxscale.jobs.preflight import devices
 from jaxscale.run.fit import fit
 from support.commands import child_env
 from support.configs import small_config

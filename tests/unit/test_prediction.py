@@ -6,9 +6,9 @@ import pytest
 
 from jaxscale.cli import main
 from jaxscale.errors import ConfigError
-from jaxscale.launch import folder as folders
-from jaxscale.launch import jobs, measured, prediction, scaling_report, status
-from jaxscale.launch.spec import QueueEntry
+from jaxscale.jobs import folder as folders
+from jaxscale.jobs import job_handle, measured, prediction, scaling_report, status
+from jaxscale.jobs.spec import QueueEntry
 from jaxscale.planning import stored
 from support.job_script import RUN
 from support.plans import CONFIG, PLAN, plan_with, workdir
@@ -188,9 +188,9 @@ def test_a_study_shows_the_planned_efficiency(tmp_path):
 
 def test_a_job_is_submitted_with_its_plan(tmp_path, monkeypatch):
   (tmp_path / "plan.json").write_text(json.dumps(PLAN))
-  monkeypatch.setattr(jobs, "_submit", lambda *_: None)
+  monkeypatch.setattr(job_handle, "_submit", lambda *_: None)
   given = {"executor": "local", "runs": str(tmp_path / "runs")}
-  job = jobs.submit("configs/digits.py", plan=tmp_path / "plan.json", **given)
+  job = job_handle.submit("configs/digits.py", plan=tmp_path / "plan.json", **given)
   assert json.loads((job.folder / "train" / "plan.json").read_text()) == PLAN
   with pytest.raises(ConfigError, match="No such file"):
-    jobs.submit("configs/digits.py", plan=tmp_path / "none.json", **given)
+    job.submit("configs/digits.py", plan=tmp_path / "none.json", **given)

@@ -18,7 +18,7 @@ def test_a_good_allocation_is_ready_without_jax_within_seconds(tmp_path):
 
 def test_another_version_on_one_rank_is_named():
   patch = """
-    from jaxscale.preflight import software
+    from jaxscale.jobs.preflight import software
     real = software.versions()
     if rank == 2: software.versions = lambda: real | {"jaxlib": "0.9.0"}
     if rank == 1: software.versions = lambda: real | {"libtpu": "0.0.3"}
@@ -33,7 +33,7 @@ def test_another_version_on_one_rank_is_named():
 def test_a_clock_that_is_off_is_named():
   patch = """
     import time, types
-    from jaxscale.preflight import clocks
+    from jaxscale.jobs.preflight import clocks
     off = {1: 5.0, 2: -2.5, 3: 0.2}.get(rank, 0.0)
     clocks.time = types.SimpleNamespace(
       time=lambda: time.time() + off, perf_counter=time.perf_counter)
@@ -45,7 +45,7 @@ def test_a_clock_that_is_off_is_named():
 def test_a_process_that_dies_ends_the_others_with_its_name():
   patch = """
     import os
-    from jaxscale.preflight import files
+    from jaxscale.jobs.preflight import files
     if rank == 2: files.probe = lambda *a: os._exit(9)
   """
   reported = answers(start(HOSTS, [only("clocks", "files")], patch))

@@ -43,7 +43,7 @@ RENAMES = {
 def test_a_file_system_that_breaks_promises_is_refused(tmp_path, says):
   patch = f"""
     import os as real, shutil, time, types
-    from jaxscale.preflight import files
+    from jaxscale.jobs.preflight import files
     fake = types.SimpleNamespace(**vars(real))
     {textwrap.indent(textwrap.dedent(RENAMES[says]), "    ").strip()}
     files.os = fake
@@ -57,7 +57,7 @@ def test_a_file_system_that_breaks_promises_is_refused(tmp_path, says):
 def test_a_workdir_that_is_not_shared_is_refused(tmp_path):
   patch = f"""
     from pathlib import Path
-    from jaxscale.preflight import files
+    from jaxscale.jobs.preflight import files
     files.SEEN_S = 0.5
     real = files._make_folder
     def enter(group, workdir):
@@ -74,7 +74,7 @@ def test_a_workdir_that_is_not_shared_is_refused(tmp_path):
 
 def test_a_host_whose_files_process_0_does_not_see_is_named(tmp_path):
   patch = """
-    from jaxscale.preflight import files
+    from jaxscale.jobs.preflight import files
     files.SEEN_S = 0.5
     if rank == 1: files.attempt = lambda action: ""  # writes nothing
   """
@@ -107,7 +107,7 @@ def test_a_full_disk_is_found_by_writing(tmp_path):
 def test_a_disk_too_small_for_all_checkpoints_is_reported(tmp_path):
   patch = """
     import os as real, types
-    from jaxscale.preflight import disk
+    from jaxscale.jobs.preflight import disk
     class Room:
       f_bavail, f_frsize, f_files, f_favail = 50_000, 4096, 10**6, 500
     fake = types.SimpleNamespace(**vars(real))

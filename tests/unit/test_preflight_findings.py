@@ -3,9 +3,10 @@
 import subprocess
 import sys
 
-from jaxscale import cli, preflight
-from jaxscale.preflight import clocks, network, software
-from jaxscale.preflight.finding import Finding, report
+from jaxscale import cli
+from jaxscale.jobs import preflight
+from jaxscale.jobs.preflight import clocks, network, software
+from jaxscale.jobs.preflight.finding import Finding, report
 from support.commands import child_env
 from support.paths import ROOT
 from support.preflight_process import wrong
@@ -150,7 +151,7 @@ def test_options_are_read_or_refused(monkeypatch, capsys):
 
 
 def test_the_preflight_is_imported_without_jax():
-  code = "import sys, jaxscale.preflight, jaxscale.cli.doctor; print('jax' in sys.modules)"
+  code = "import sys, jaxscale.jobs.preflight, jaxscale.cli.doctor; print('jax' in sys.modules)"
   done = subprocess.run(
     [sys.executable, "-c", code],
     env=child_env(PYTHONPATH=str(ROOT)),

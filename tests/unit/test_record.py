@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 
 from jaxscale import config as cfg
-from jaxscale.config.files import load_file
+from jaxscale.config.config_file import load_file
 from jaxscale.config.loading import load_config
 from jaxscale.config.own_code import is_own, own_code
 from jaxscale.config.plain import code_of, to_plain

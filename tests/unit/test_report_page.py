@@ -6,7 +6,7 @@ from html.parser import HTMLParser
 import pytest
 
 from jaxscale.cli import main
-from jaxscale.launch.page import write_page
+from jaxscale.jobs.page import write_page
 
 ATTACK = "<script>alert(1)</script>"
 CONFIG = {"class": "Config", "seed": 7, "model": {"class": "CNN", "dense": ATTACK}}

@@ -8,8 +8,8 @@ import pytest
 
 from jaxscale import cli
 from jaxscale.errors import printable
-from jaxscale.launch import folder as folders
-from jaxscale.launch import local, spec, status
+from jaxscale.jobs import folder as folders
+from jaxscale.jobs import local_executor, spec, status
 from support.bad_files import DEEP, EVERY, HUGE, put
 from support.errors import config_error
 from support.job_script import RUN
@@ -136,15 +136,15 @@ def test_only_a_process_that_is_known_is_killed(runs, monkeypatch):
   """`kill -1` would end all that the user runs."""
   killed = []
   monkeypatch.setattr(os, "kill", lambda *args: killed.append(args))
-  host = local.socket.gethostname()
-  born = local._born(os.getpid())
+  host = local_executor.socket.gethostname()
+  born = local_executor._born(os.getpid())
   lines = [
     {"pid": pid, "born": when, "host": host}
-    for pid, when in ((-1, None), (0, None), (1, local._born(1)), (os.getpid(), born))
+    for pid, when in ((-1, None), (0, None), (1, local_executor._born(1)), (os.getpid(), born))
   ]
   text = "".join(json.dumps(line) + "\n" for line in lines)
   (runs / "bad" / "supervisor.jsonl").write_text(text)
-  local.cancel(folders.read_spec(runs / "bad"), "7")
+  local_executor.cancel(folders.read_spec(runs / "bad"), "7")
   assert killed == [(os.getpid(), signal.SIGTERM)]
 
 

@@ -14,7 +14,7 @@ from jaxscale import models
 from jaxscale.collectives.planner import Dim, Link, torus_seconds
 from jaxscale.errors import ConfigError
 from jaxscale.hlo import Memory, parse
-from jaxscale.launch.site import load_site
+from jaxscale.jobs.site import load_site
 from jaxscale.planning import fits, kernels, machine, step_plan, timeline, transfer
 from jaxscale.planning.fits import Fit, RefusedError
 from jaxscale.planning.job import RunLength, job_of

@@ -11,7 +11,7 @@ from jaxscale import cli
 from jaxscale.checkpoint import lock
 from jaxscale.config import Log
 from jaxscale.errors import ConfigError
-from jaxscale.launch import profile
+from jaxscale.jobs import profile
 from jaxscale.run import trace_request
 from jaxscale.run.trace_request import process_file, session_folder
 from support.bad_files import EVERY, put

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from jaxscale.errors import ConfigError, printable
-from jaxscale.launch.measured import MeasuredRun, NotBegunError, read
+from jaxscale.jobs.measured import MeasuredRun, NotBegunError, read
 from jaxscale.metrics import text
 from jaxscale.planning.stored import FILE, not_compared
 

@@ -13,10 +13,10 @@ from typing import Any
 from jaxscale.cluster.rendezvous.handshake import ranks_with_hosts
 from jaxscale.config.loading import load_config
 from jaxscale.errors import ConfigError
+from jaxscale.jobs.preflight.child import ask
+from jaxscale.jobs.preflight.finding import Finding, Found, outliers, texts_by_process
+from jaxscale.jobs.preflight.group import Group, gather
 from jaxscale.metrics.text import byte_size, plural
-from jaxscale.preflight.child import ask
-from jaxscale.preflight.finding import Finding, Found, outliers, texts_by_process
-from jaxscale.preflight.group import Group, gather
 
 
 def check(group: Group, options: Any, facts: dict[str, Any]) -> list[Finding]:

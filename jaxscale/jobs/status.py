@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from jaxscale.errors import EXIT_DONE, EXIT_PREEMPTED, ConfigError, printable
-from jaxscale.launch import folder as folders
-from jaxscale.launch import prediction
-from jaxscale.launch.executors import EXECUTORS
-from jaxscale.launch.spec import JobSpec, QueueEntry
+from jaxscale.jobs import folder as folders
+from jaxscale.jobs import prediction
+from jaxscale.jobs.executors import EXECUTORS
+from jaxscale.jobs.spec import JobSpec, QueueEntry
 from jaxscale.metrics import read_json, read_metrics, text
 from jaxscale.run.goodput import Goodput
 

@@ -27,8 +27,8 @@ from typing import Any, Literal, NamedTuple
 from jaxscale.config.record import flat
 from jaxscale.errors import ConfigError
 from jaxscale.files import output_path, replace_text
-from jaxscale.launch.measured import MeasuredRun, NotBegunError, read
-from jaxscale.launch.status import quality
+from jaxscale.jobs.measured import MeasuredRun, NotBegunError, read
+from jaxscale.jobs.status import quality
 from jaxscale.metrics import plot_scaling, text
 from jaxscale.planning.stored import not_compared
 

@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from jaxscale.jobs.preflight.child import ask
+from jaxscale.jobs.preflight.finding import Finding, Found, texts_by_process
+from jaxscale.jobs.preflight.group import Group, broadcast, gather
 from jaxscale.metrics.text import byte_size, plural, short_time
-from jaxscale.preflight.child import ask
-from jaxscale.preflight.finding import Finding, Found, texts_by_process
-from jaxscale.preflight.group import Group, broadcast, gather
 
 LEAST = 0.06e9  # bytes/s below which a network is slow: half of gigabit Ethernet
 _BYTES = 1 << 24  # of a device's payload

@@ -9,10 +9,10 @@ import time
 from pathlib import Path
 from typing import Any
 
+from jaxscale.jobs.preflight.finding import Finding, Found
+from jaxscale.jobs.preflight.group import Group, barrier, broadcast, gather
+from jaxscale.jobs.preflight.shared_files import attempt
 from jaxscale.metrics.text import byte_size
-from jaxscale.preflight.files import attempt
-from jaxscale.preflight.finding import Finding, Found
-from jaxscale.preflight.group import Group, barrier, broadcast, gather
 
 _DEFAULT = 256 << 20  # bytes of a checkpoint where no config gives its size
 _MOST = 8 << 30  # bytes written of a larger one: its speed is known by then

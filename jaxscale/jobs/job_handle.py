@@ -17,12 +17,12 @@ from jaxscale.config.choice import chosen, is_built_in
 from jaxscale.config.loading import load_config, override
 from jaxscale.config.packaged import locate
 from jaxscale.errors import ConfigError, invalid
-from jaxscale.launch import folder as folders
-from jaxscale.launch import logs, sweeps
-from jaxscale.launch.executors import EXECUTORS, choose
-from jaxscale.launch.site import load_site, with_options
-from jaxscale.launch.spec import JobSpec
-from jaxscale.launch.status import ShownAsTable, StatusTable, statuses
+from jaxscale.jobs import folder as folders
+from jaxscale.jobs import logs, sweeps
+from jaxscale.jobs.executors import EXECUTORS, choose
+from jaxscale.jobs.site import load_site, with_options
+from jaxscale.jobs.spec import JobSpec
+from jaxscale.jobs.status import ShownAsTable, StatusTable, statuses
 from jaxscale.metrics import read_metrics, text
 from jaxscale.planning.stored import read_plan, store
 
@@ -70,7 +70,7 @@ def prepare(
   requeue: int = 10,
   preflight: bool = False,
   runs: str = "runs",
-  made_by: str = "jaxscale.launch.submit",
+  made_by: str = "jaxscale.jobs.submit",
   plan: str | Path | None = None,
   **options: Any,
 ) -> Prepared:

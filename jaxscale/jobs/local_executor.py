@@ -27,10 +27,10 @@ from typing import Any
 from jaxscale.cluster.secret import VARIABLE as SECRET
 from jaxscale.errors import EXIT_PREEMPTED, EXIT_USER, ConfigError
 from jaxscale.files import open_to_append, read_json, read_json_lines, whole_number
-from jaxscale.launch import folder as folders
-from jaxscale.launch import logs
-from jaxscale.launch import spec as specs
-from jaxscale.launch.spec import JobSpec, QueueEntry
+from jaxscale.jobs import folder as folders
+from jaxscale.jobs import logs
+from jaxscale.jobs import spec as specs
+from jaxscale.jobs.spec import JobSpec, QueueEntry
 
 SCRIPT: str = "process.sh"
 # Seconds between SIGTERM and SIGKILL; Slurm's KillWait has the same default.
@@ -68,7 +68,7 @@ def submit(spec: JobSpec, tasks: Sequence[int] | None, after: Path | None) -> st
   """
   job = f"local-{time.time_ns() // 1_000_000}"
   # Not by `-m`: that warns of a module which its package has imported already.
-  start = "import sys; from jaxscale.launch import local; local.main(sys.argv[1:])"
+  start = "import sys; from jaxscale.jobs import local_executor; local_executor.main(sys.argv[1:])"
   command = [sys.executable, "-c", start, spec.folder, job]
   command += [str(after or ""), *map(str, spec.tasks if tasks is None else tasks)]
   env = {**os.environ, "PYTHONPATH": f"{spec.folder}/code", "PYTHONSAFEPATH": "1"}
@@ -183,7 +183,7 @@ def newest_step(workdir: Path) -> int | None:
   """The step of the newest checkpoint."""
   found = [whole_number(p.name) for p in workdir.glob("checkpoints/*")]
   copy = read_json(workdir / "checkpoints" / "local.json", {"step": int})
-  found.append(copy.get("step"))  # on the nodes (checkpoint/local.py)
+  found.append(copy.get("step"))  # on the nodes (checkpoint/node_copies.py)
   return max((step for step in found if step is not None), default=None)
 
 

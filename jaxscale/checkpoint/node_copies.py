@@ -1,6 +1,6 @@
 """Copies of the state in a folder of each node: quick to write, for the next start.
 
-Each process writes all that its devices hold into a file of its own (local_file.py),
+Each process writes all that its devices hold into a file of its own (node_file.py),
 and renames it when it is whole. There are two of them at most: the newest that all
 processes have whole, and the one before, which the next is written over.
 
@@ -33,7 +33,7 @@ from typing import Any
 import jax
 
 from jaxscale import cluster
-from jaxscale.checkpoint import files, local_file
+from jaxscale.checkpoint import checkpoint_files, node_file
 from jaxscale.checkpoint.checksum import DamagedError
 from jaxscale.checkpoint.lock import WorkdirLock, check_for_all
 from jaxscale.errors import NonFiniteError
@@ -102,7 +102,7 @@ class LocalCopies:
     footer = {"run": self._run, "step": step, "split": self._split}
     footer |= {"process": jax.process_index(), "processes": jax.process_count()}
     try:
-      shards = local_file.held_shards(state)
+      shards = node_file.held_shards(state)
     except Exception as e:
       self._work = futures.Future()
       self._work.set_exception(e)
@@ -110,7 +110,7 @@ class LocalCopies:
       self._work = self._pool.submit(self._write, footer, shards)
     return True
 
-  def _write(self, footer: dict[str, Any], shards: list[local_file.Shard]) -> None:
+  def _write(self, footer: dict[str, Any], shards: list[node_file.Shard]) -> None:
     """Write the file of this process; in a thread."""
     self._open_folder()
     name = f"{footer['process']}-{footer['run']}"
@@ -119,7 +119,7 @@ class LocalCopies:
       with contextlib.suppress(FileNotFoundError):
         self._spare.rename(scratch)
     self._next = self._spare = scratch
-    local_file.write_copy(scratch, footer, shards)
+    node_file.write_copy(scratch, footer, shards)
     shards.clear()  # the memory that only they keep
     self._next = self.folder / f"{name}-{footer['step']}"
     scratch.rename(self._next)
@@ -177,7 +177,7 @@ class LocalCopies:
     if error is not None:
       of_state = isinstance(error, FloatingPointError)
       why = error.strerror if isinstance(error, OSError) else None
-      why = str(error) if of_state else why or files.one_line(error)
+      why = str(error) if of_state else why or checkpoint_files.one_line(error)
       mine = [of_state, f"{why}, in process {jax.process_index()} on {_host()}"]
     failures = [f for f in cluster.gather(mine) if f]
     if not failures:
@@ -227,7 +227,7 @@ class LocalCopies:
 
   def _problem(self, record: dict[str, Any]) -> str | None:
     try:
-      with local_file.open_copy(self._path(record)) as file:
+      with node_file.open_copy(self._path(record)) as file:
         self._footer(file, record)
     except (DamagedError, OSError) as e:
       return _why(e)
@@ -260,15 +260,15 @@ class LocalCopies:
     return None
 
   def _load(self, record: dict[str, Any], abstract: Any) -> Any:
-    with local_file.open_copy(self._path(record)) as file:
+    with node_file.open_copy(self._path(record)) as file:
       footer = self._footer(file, record)
       if footer.get("split") != self._split:
         raise DamagedError("it is of another layout")
-      return local_file.read_state(file, footer["leaves"], abstract)
+      return node_file.read_state(file, footer["leaves"], abstract)
 
   def _footer(self, file: BufferedReader, record: dict[str, Any]) -> dict[str, Any]:
     """The footer of this process's file, which is as long as that says."""
-    footer = local_file.read_footer(file)
+    footer = node_file.read_footer(file)
     own = {"process": jax.process_index(), "processes": jax.process_count()}
     if any(footer[key] != value for key, value in (record | own).items()):
       raise DamagedError("it is of another run or step")

@@ -32,8 +32,8 @@ import re
 import shlex
 
 from jaxscale.errors import EXIT_PREEMPTED, ConfigError
-from jaxscale.launch import spec as specs
-from jaxscale.launch.spec import FINAL_CODES, RESTARTED_CODES, SIGNAL_CODES, JobSpec
+from jaxscale.jobs import spec as specs
+from jaxscale.jobs.spec import FINAL_CODES, RESTARTED_CODES, SIGNAL_CODES, JobSpec
 
 # Exit codes as patterns of bash.
 _FINAL, _RESTARTED, _SIGNALS = (

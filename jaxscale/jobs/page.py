@@ -15,9 +15,9 @@ from typing import Any
 from jaxscale.config.record import flat
 from jaxscale.errors import ConfigError
 from jaxscale.files import output_path, read_json, read_json_lines, replace_text
-from jaxscale.launch.measured import Located, locate
-from jaxscale.launch.prediction import comparison
-from jaxscale.launch.scaling_report import Report, svg
+from jaxscale.jobs.measured import Located, locate
+from jaxscale.jobs.prediction import comparison
+from jaxscale.jobs.scaling_report import Report, svg
 from jaxscale.metrics import plot_metrics, read_metrics, text
 from jaxscale.run import provenance
 from jaxscale.run.goodput import read_activities

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, Literal
 
 from jaxscale.config.bounds import check_pattern
-from jaxscale.config.phases import AdaptiveBatch
+from jaxscale.config.phase_settings import AdaptiveBatch
 from jaxscale.config.validation import settings
 from jaxscale.errors import ConfigError, invalid
 

@@ -15,8 +15,8 @@ from typing import Protocol
 
 from jaxscale.config.validation import nearest
 from jaxscale.errors import ConfigError
-from jaxscale.launch import local, slurm
-from jaxscale.launch.spec import JobSpec, QueueEntry
+from jaxscale.jobs import local_executor, slurm_executor
+from jaxscale.jobs.spec import JobSpec, QueueEntry
 
 
 class Executor(Protocol):
@@ -80,7 +80,7 @@ class Executor(Protocol):
 
 
 # In the order in which they are tried where none is named; `local` is always there.
-EXECUTORS: dict[str, Executor] = {"slurm": slurm, "local": local}
+EXECUTORS: dict[str, Executor] = {"slurm": slurm_executor, "local": local_executor}
 
 
 def choose(name: str | None) -> str:

@@ -15,12 +15,12 @@ from typing import Any, NamedTuple
 from jaxscale.config import AdaptiveBatch, Config
 from jaxscale.config.validation import nearest
 from jaxscale.errors import ConfigError
-from jaxscale.launch import folder as folders
-from jaxscale.launch import jobs, sweeps
-from jaxscale.launch.jobs import Job, Prepared
-from jaxscale.launch.measured import CHANGES
-from jaxscale.launch.scaling_report import Report, report
-from jaxscale.launch.status import StatusTable, statuses
+from jaxscale.jobs import folder as folders
+from jaxscale.jobs import job_handle, sweeps
+from jaxscale.jobs.job_handle import Job, Prepared
+from jaxscale.jobs.measured import CHANGES
+from jaxscale.jobs.scaling_report import Report, report
+from jaxscale.jobs.status import StatusTable, statuses
 from jaxscale.metrics import write_json
 
 BATCHES = ("fixed", "grows")
@@ -60,7 +60,7 @@ def prepare(
   folder = folders.new_folder(runs, name, path)
   # The report shows what a step waits for.
   texts = sweeps.as_texts({"log.step_report": True, **(overrides or {})})
-  first = jobs.checked_loader(config)(texts)
+  first = job_handle.checked_loader(config)(texts)
   phases = first.phases
   if isinstance(phases, AdaptiveBatch) or phases.batch_sizes or phases.image_sizes:
     raise ConfigError(f"{path}: the {CHANGES}; give --config.phases=Phases")
@@ -69,7 +69,7 @@ def prepare(
     if batch == "grows":
       texts = {**texts, "batch_size": str(first.batch_size * size // nodes[0])}
     own = {"nodes": size, "name": f"{folder.name}-{size}n", "overrides": texts}
-    prepared.append(jobs.prepare(config, **own, runs=runs, **options))
+    prepared.append(job_handle.prepare(config, **own, runs=runs, **options))
   return PreparedStudy(folder, batch, tuple(prepared))
 
 
@@ -77,12 +77,12 @@ def launch(prepared: PreparedStudy) -> Study:
   """Make the study's folder, and submit its runs.
 
   Raises:
-    ConfigError: as `jobs.launch`; what was submitted before is cancelled.
+    ConfigError: as `job_handle.launch`; what was submitted before is cancelled.
   """
   folder, submitted = prepared.folder, []
   try:
     for run in prepared.runs:
-      submitted.append(jobs.launch(run, after=submitted[-1] if submitted else None))
+      submitted.append(job_handle.launch(run, after=submitted[-1] if submitted else None))
     folder.mkdir()
     made = {"made_by": prepared.runs[0].spec.made_by, "time": round(time.time(), 3)}
     names = [job.name for job in submitted]
@@ -155,7 +155,7 @@ class Study(NamedTuple):
 
   def wait(self, timeout_s: float | None = None, every_s: float = 2.0) -> StatusTable:
     """Wait until all runs have ended, as `Job.wait`."""
-    return jobs.wait(self.jobs, timeout_s, every_s)
+    return job_handle.wait(self.jobs, timeout_s, every_s)
 
   def cancel(self) -> None:
     """End all runs, as `Job.cancel`."""

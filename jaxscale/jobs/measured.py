@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from jaxscale.errors import ConfigError
 from jaxscale.files import mismatch, require_json
-from jaxscale.launch import folder as folders
+from jaxscale.jobs import folder as folders
 from jaxscale.metrics import read_json, read_json_lines, read_metrics
 from jaxscale.planning.stored import Match, PlannedStep, of_workdir
 from jaxscale.run import provenance
@@ -46,7 +46,7 @@ class Located(NamedTuple):
   Attributes:
     name: name of the run.
     workdir: its workdir.
-    events: starts and ends of its jobs, of a run of `jaxscale.launch`.
+    events: starts and ends of its jobs, of a run of `jaxscale.jobs`.
     goodput: where its time went; None: not on record.
   """
 
@@ -124,7 +124,7 @@ def locate(path: Path) -> Located:
   """Find the workdir of a run, and the record of its jobs.
 
   Args:
-    path: folder of a run of `jaxscale.launch`, or workdir of `jaxscale.train`.
+    path: folder of a run of `jaxscale.jobs`, or workdir of `jaxscale.train`.
 
   Raises:
     NotBegunError: the run has written nothing yet.
@@ -252,4 +252,4 @@ def _missing(run: MeasuredRun, step: int, total: int) -> Iterator[str]:
   if run.goodput is None:
     yield f"goodput: no {FILE} in the workdir"
   if run.nodes is None:
-    yield "nodes: only runs of jaxscale.launch record them"
+    yield "nodes: only runs of jaxscale.jobs record them"

@@ -14,8 +14,8 @@ from jaxscale import data
 from jaxscale.data.dataset import IMAGENET_EXAMPLES
 from jaxscale.data.folder import listing
 from jaxscale.errors import ConfigError
+from jaxscale.jobs.preflight.finding import Finding
 from jaxscale.metrics.text import byte_size
-from jaxscale.preflight.finding import Finding
 
 NUM_CLASSES = 1000
 

@@ -6,8 +6,8 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from jaxscale.preflight.finding import Finding
-from jaxscale.preflight.group import Group, receive, send
+from jaxscale.jobs.preflight.finding import Finding
+from jaxscale.jobs.preflight.group import Group, receive, send
 
 # File systems, Kerberos tickets and the order of lines in logs suffer from more.
 MOST_S = 1.0

@@ -11,8 +11,8 @@ from pathlib import Path
 
 from jaxscale.errors import EXIT_DONE, ConfigError
 from jaxscale.files import whole_number
-from jaxscale.launch import folder as folders
-from jaxscale.launch.spec import JobSpec
+from jaxscale.jobs import folder as folders
+from jaxscale.jobs.spec import JobSpec
 
 _POLL_S, _ASK_EVERY = 0.5, 10  # Slurm is not asked twice a second
 

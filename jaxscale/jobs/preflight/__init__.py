@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from jaxscale.errors import EXIT_DONE
+from jaxscale.jobs.preflight import clocks, devices, disk, network, shared_files, software
+from jaxscale.jobs.preflight.finding import EXIT_NOT_READY, Finding, report
+from jaxscale.jobs.preflight.group import Group, barrier, broadcast
 from jaxscale.metrics.text import few, plural
-from jaxscale.preflight import clocks, devices, disk, files, network, software
-from jaxscale.preflight.finding import EXIT_NOT_READY, Finding, report
-from jaxscale.preflight.group import Group, barrier, broadcast
 
 __all__ = ["CHECKS", "Check", "Options", "check", "run_checks"]
 
@@ -57,7 +57,7 @@ class Check(NamedTuple):
 CHECKS = {
   "software": Check("versions, system limits, GPUs that others use", software.check),
   "clocks": Check("offset of every host's clock to process 0", clocks.check),
-  "files": Check("the workdir is shared, renames atomically, creates exclusively", files.check),
+  "files": Check("the workdir is shared; atomic renames, exclusive creation", shared_files.check),
   "devices": Check("number, kind and a tiny program on each; XLA's flags; the data", devices.check),
   "network": Check("rate of an all-reduce between all processes", network.check),
   "disk": Check("room for checkpoints and how fast one is written", disk.check),

@@ -25,7 +25,7 @@ from typing import Any
 from jaxscale.config.validation import nearest
 from jaxscale.errors import ConfigError, invalid
 from jaxscale.files import expand, open_to_append, read_json_lines, require_json, write_json
-from jaxscale.launch.spec import SHAPE, JobSpec, from_json, to_json
+from jaxscale.jobs.spec import SHAPE, JobSpec, from_json, to_json
 from jaxscale.run.goodput import Goodput, goodput, is_time, read_activities
 from jaxscale.run.provenance import environment, git
 

@@ -19,8 +19,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from jaxscale.preflight.finding import Finding, Found
-from jaxscale.preflight.group import Group, barrier, broadcast, gather
+from jaxscale.jobs.preflight.finding import Finding, Found
+from jaxscale.jobs.preflight.group import Group, barrier, broadcast, gather
 
 # NFS caches directory entries up to acdirmax = 60 s (man 5 nfs); a run that waits this
 # long for a file of another host works, only slowly.

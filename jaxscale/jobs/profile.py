@@ -9,7 +9,7 @@ from pathlib import Path
 from jaxscale.checkpoint import lock
 from jaxscale.errors import ConfigError, printable
 from jaxscale.files import read_json, readable_text
-from jaxscale.launch import folder as folders
+from jaxscale.jobs import folder as folders
 from jaxscale.run import trace_request
 from jaxscale.run.trace_request import process_file, session_folder
 

@@ -22,8 +22,8 @@ from jaxscale.errors import ConfigError
 WAIT_S = 90.0  # JAX's import from a cold parallel file system takes long
 _XLA_ERRORS = {
   r"Unknown flags? in XLA_FLAGS: (.*)": r"XLA_FLAGS: this jax does not know \1",
-  r"Couldn't interpret value (\S*) for flag (\S+?)\.?$": r"XLA_FLAGS: --\2=\1 is not a value of this flag",
-  r'Could not open file "(.*?)" to read flags': r"XLA_FLAGS=\1: neither flags, which begin with --, nor a file",
+  r"Couldn't interpret value (\S*) for flag (\S+?)\.?$": r"XLA_FLAGS: no value of this flag: --\2=\1",
+  r'Could not open file "(.*?)" to read flags': r"XLA_FLAGS=\1: not a file; flags begin with --",
 }
 
 
@@ -40,7 +40,7 @@ def ask(
   whole = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"} | (env or {})
   # With our path: `-c` alone would put the current directory before Python's modules.
   code = f"import sys; sys.path[:] = {sys.path}; "
-  code += "from jaxscale.preflight import child; child.answer()"
+  code += "from jaxscale.jobs.preflight import child; child.answer()"
   try:
     done = subprocess.run(
       [sys.executable, "-P", "-c", code, function, json.dumps(options)],
@@ -62,7 +62,7 @@ def answer() -> None:
   module, _, name = sys.argv[1].partition(".")
   try:
     check_environment(os.environ)
-    function = getattr(importlib.import_module(f"jaxscale.preflight.{module}"), name)
+    function = getattr(importlib.import_module(f"jaxscale.jobs.preflight.{module}"), name)
     result = function(**json.loads(sys.argv[2]))
   except ConfigError as e:
     result = {"error": str(e)}

@@ -10,8 +10,8 @@ from pathlib import Path
 
 from jaxscale.errors import ConfigError
 from jaxscale.files import whole_number
-from jaxscale.launch import slurm_script
-from jaxscale.launch.spec import JobSpec, QueueEntry
+from jaxscale.jobs import slurm_script
+from jaxscale.jobs.spec import JobSpec, QueueEntry
 
 SCRIPT: str = "job.sbatch"
 render = slurm_script.render

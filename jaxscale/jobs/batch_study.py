@@ -22,11 +22,11 @@ import numpy as np
 from jaxscale.config import AdaptiveBatch, Config
 from jaxscale.errors import invalid, printable
 from jaxscale.files import mismatch, read_json, whole_number, write_json
-from jaxscale.launch import folder as folders
-from jaxscale.launch import logs
-from jaxscale.launch.measured import NotBegunError
-from jaxscale.launch.spec import JobSpec
-from jaxscale.launch.status import RunStatus, statuses
+from jaxscale.jobs import folder as folders
+from jaxscale.jobs import logs
+from jaxscale.jobs.measured import NotBegunError
+from jaxscale.jobs.spec import JobSpec
+from jaxscale.jobs.status import RunStatus, statuses
 from jaxscale.metrics import text
 
 FILE = "study.json"  # in the folder of the sweep

@@ -16,9 +16,9 @@ from jaxscale.cluster import gpu_settings
 from jaxscale.cluster.detect import Launch, visible_gpus
 from jaxscale.cluster.rendezvous import handshake, network
 from jaxscale.files import whole_number
+from jaxscale.jobs.preflight.finding import Finding, Found, outliers
+from jaxscale.jobs.preflight.group import Group, gather
 from jaxscale.metrics.text import byte_size
-from jaxscale.preflight.finding import Finding, Found, outliers
-from jaxscale.preflight.group import Group, gather
 
 PACKAGES = (
   "jax",

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from jaxscale import errors
 from jaxscale.errors import ConfigError
-from jaxscale.launch.site import Site, site_from
+from jaxscale.jobs.site import Site, site_from
 
 # Any other exit code is a crash, after which a run is restarted if it has left a
 # newer checkpoint than it found.
