@@ -5,7 +5,7 @@
 
 An MLP is trained in stretches of some steps, in turns without a save and with one
 after the first step. The state is parameters and momentum in float32. A save is to the
-shared checkpoints, or only to copies on the node (`checkpoint.node_copies`); both folders are
+shared checkpoints, or only to copies on the node (`checkpoint.local`); both folders are
 in `--directory`.
 
 `call_s` is the time in `Checkpoints.save`, where the loop stands still. `stall_s` is by

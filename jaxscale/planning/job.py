@@ -115,11 +115,12 @@ def target_steps(study: str | Path, batch_size: int) -> float:
     ConfigError: the file is not one, or has no fit.
   """
   remedy = "give the study.json of a `jaxscale batch-study`"
-  fit = require_json(Path(study), {"sizes": [], "fit": ({}, None)}, remedy)["fit"]
+  shape = {"sizes": [{}], "fit": ({"s_min": float, "b_crit": float}, None)}
+  fit = require_json(Path(study), shape, remedy)["fit"]
   if fit is None:
     why = "has no critical batch size"
     raise invalid("--study", study, why, "train more sizes with `jaxscale batch-study`")
-  return float(fit["s_min"]) * (1 + float(fit["b_crit"]) / batch_size)
+  return fit["s_min"] * (1 + fit["b_crit"] / batch_size)
 
 
 def job_of(run: RunLength, step: Step, rates: Rates) -> Job:

@@ -60,7 +60,7 @@ def test_every_option_of_every_command_is_there(generate):
 def test_every_package_with_public_names_has_a_page():
   packages = {path.parent.name for path in (ROOT / "jaxscale").rglob("__init__.pyi")}
   pages = {path.stem for path in (REFERENCE / "api").glob("*.md")}
-  assert packages - {"cli"} | {"config", "launch", "cluster", "index"} == pages
+  assert packages - {"cli"} | {"config", "jobs", "cluster", "index"} == pages
 
 
 def test_public_names_are_there_with_their_arguments(generate):

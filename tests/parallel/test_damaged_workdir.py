@@ -16,7 +16,7 @@ from jaxscale.run.adaptive_batch import read_chosen
 from jaxscale.run.damaged_examples import DamageRecord
 from jaxscale.run.fit import fit
 from jaxscale.run.nan_policy import NanPolicy
-from jaxscale.run.workdir import claim_workdir, epochs_before, forget_unsaved, start_devices
+from jaxscale.run.workdir import claim_workdir, forget_unsaved, length_before, start_devices
 from support.bad_files import DEEP, EVERY, HUGE, OTHER_JSON, put
 from support.cases import all_slow_except
 from support.configs import tiny_digits
@@ -96,7 +96,7 @@ def test_where_nothing_was_saved_a_damaged_config_is_no_error(workdir, name):
   put(workdir / "batch_sizes.json", b"[64]")
   forget_unsaved(workdir, tiny_digits(optimizer__lr="0.2"))
   assert not (workdir / "batch_sizes.json").exists()
-  assert epochs_before(workdir, tiny_digits(epochs="2")) == 2
+  assert length_before(workdir, tiny_digits(epochs="2")) == {"epochs": 2, "steps": None}
 
 
 @pytest.mark.parametrize(

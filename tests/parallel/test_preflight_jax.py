@@ -96,11 +96,11 @@ def test_a_config_that_does_not_fit_is_refused():
     ),
     (
       "E1 line_flags.cc:63] Couldn't interpret value abc for flag xla_x.\nusage:",
-      "XLA_FLAGS: --xla_x=abc is not a value of this flag",
+      "XLA_FLAGS: no value of --xla_x: abc",
     ),
     (
       'F1 x.cc:171] Could not open file "junk" to read flags for environment variable',
-      "XLA_FLAGS=junk: neither flags, which begin with --, nor a file",
+      "XLA_FLAGS=junk: not a file; flags begin with --",
     ),
     (
       "Traceback\n  at\nRuntimeError: Unable to initialize backend 'cuda'\n\nnoise",

@@ -5,13 +5,13 @@ import json
 
 import numpy as np
 import pytest
-from jaxscale.planning.goal import Goal, goal_of
 
 from jaxscale import cli
 from jaxscale.config.loading import load_config
 from jaxscale.errors import ConfigError
 from jaxscale.jobs import batch_study, spec
 from jaxscale.jobs.batch_study import fit_steps
+from jaxscale.planning.job import target_steps
 from support.job_script import RUN
 
 DIGITS = "configs/digits.py"
@@ -205,9 +205,7 @@ def test_a_plan_reads_the_fit_of_a_study(tmp_path):
   runs = [outcome(b, s) for b, s in [(100, 1100), (200, 600), (400, 350)]]
   folder = write_study(tmp_path / "study", *runs)
   batch_study.report(folder)
-  goal = goal_of("target", study=folder / "study.json")
-  assert (goal.noise_scale, goal.least_steps) == pytest.approx((1000, 100))
-  assert isinstance(goal, Goal)
+  assert target_steps(folder / "study.json", 250) == pytest.approx(500)
 
 
 def test_a_study_that_has_not_begun_and_a_sweep_of_something_else(tmp_path):

@@ -402,14 +402,14 @@ def test_a_tilde_is_the_home_wherever_a_path_is(tmp_path, monkeypatch):
   shutil.copy("configs/digits.py", tmp_path)
   changes = {
     "init_from": "~/w",
-    "checkpoint.node_copies": "~/fast",
+    "checkpoint.local": "~/fast",
     "data": "ImageFolder",
     "data.path": "~/photos",
     "data.image_size": "8",
   }
   config = load_config("~/digits.py", changes)
   assert config.init_from == f"{tmp_path}/w" and config.data.path == f"{tmp_path}/photos"
-  assert config.checkpoint.node_copies == f"{tmp_path}/fast"
+  assert config.checkpoint.local == f"{tmp_path}/fast"
   assert cfg.Wandb(project="~").project == "~"  # no path
   args = Parser("x", "x")
   args.option("--workdir DIR", "", directory)

@@ -50,8 +50,9 @@ def test_a_run_can_be_counted_in_steps():
   """As in epochs, 12 steps of 128 each among 1,437 examples, without fractions."""
   in_steps = {"epochs": "None", "steps": "36", "schedule.warmup_epochs": "0"}
   in_steps |= {"schedule.warmup_steps": "12", "evaluation.every_steps": "7"}
-  in_steps |= {"evaluation.every_epochs": "None"}
-  config = load_config("configs/digits.py", in_steps | {"checkpoint.every_steps": "5"})
+  in_steps |= {"evaluation.every_epochs": "None", "checkpoint.every_epochs": "None"}
+  in_steps |= {"checkpoint.every_steps": "5"}
+  config = load_config("configs/digits.py", in_steps)
   got = derive(config, 1437, 360, 8)
   assert (got.total_steps, got.warmup_steps, got.eval_every, got.save_every) == (36, 12, 7, 5)
   epochs = {"epochs": str(35.5 * 128 / 1437), "schedule.warmup_epochs": "1.07"}

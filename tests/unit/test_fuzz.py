@@ -35,7 +35,7 @@ from jaxscale.run.damaged_examples import DamageRecord
 from jaxscale.run.goodput import goodput, read_activities
 from jaxscale.run.nan_policy import NanPolicy
 from jaxscale.run.provenance import last_start
-from jaxscale.run.workdir import claim_workdir, epochs_before, start_devices
+from jaxscale.run.workdir import claim_workdir, length_before, start_devices
 from jaxscale.weights.safetensors import read_index, write
 from support import fuzzing
 from support.bad_files import HUGE
@@ -83,7 +83,7 @@ def test_config_json(place, content):
   summary = {"outcome": "done", "step": 9, "total_steps": 9}
   (place / "summary.json").write_text(json.dumps(summary))
   start_devices(place, CONFIG)
-  epochs_before(place, CONFIG)
+  length_before(place, CONFIG)
   with one_line():
     claim_workdir(place, CONFIG)
   with one_line():

@@ -85,7 +85,7 @@ def test_an_export_is_a_safetensors_file(name, capsys, tmp_path):
   )
 
 
-FILES = {"plot-schedule": ["digits", "--out"], "bench": ["--json"], "report": ["digits", "--csv"]}
+FILES = {"plot-schedule": ["digits", "--out"], "report": ["digits", "--csv"]}
 
 
 @pytest.mark.parametrize("name", ["", ".", "pyproject.toml/x.png", "x.png/"])

@@ -193,4 +193,4 @@ def test_a_job_is_submitted_with_its_plan(tmp_path, monkeypatch):
   job = job_handle.submit("configs/digits.py", plan=tmp_path / "plan.json", **given)
   assert json.loads((job.folder / "train" / "plan.json").read_text()) == PLAN
   with pytest.raises(ConfigError, match="No such file"):
-    job.submit("configs/digits.py", plan=tmp_path / "none.json", **given)
+    job_handle.submit("configs/digits.py", plan=tmp_path / "none.json", **given)

@@ -45,8 +45,8 @@ def test_a_clock_that_is_off_is_named():
 def test_a_process_that_dies_ends_the_others_with_its_name():
   patch = """
     import os
-    from jaxscale.jobs.preflight import files
-    if rank == 2: files.probe = lambda *a: os._exit(9)
+    from jaxscale.jobs.preflight import shared_files
+    if rank == 2: shared_files.probe = lambda *a: os._exit(9)
   """
   reported = answers(start(HOSTS, [only("clocks", "files")], patch))
   texts = [findings[0].text for findings, *_ in reported]

@@ -43,10 +43,10 @@ RENAMES = {
 def test_a_file_system_that_breaks_promises_is_refused(tmp_path, says):
   patch = f"""
     import os as real, shutil, time, types
-    from jaxscale.jobs.preflight import files
+    from jaxscale.jobs.preflight import shared_files
     fake = types.SimpleNamespace(**vars(real))
     {textwrap.indent(textwrap.dedent(RENAMES[says]), "    ").strip()}
-    files.os = fake
+    shared_files.os = fake
   """
   hosts = HOSTS[:3]
   findings = preflight(hosts, only("files"), f"--workdir={tmp_path}", patch=patch)
@@ -57,14 +57,14 @@ def test_a_file_system_that_breaks_promises_is_refused(tmp_path, says):
 def test_a_workdir_that_is_not_shared_is_refused(tmp_path):
   patch = f"""
     from pathlib import Path
-    from jaxscale.jobs.preflight import files
-    files.SEEN_S = 0.5
-    real = files._make_folder
+    from jaxscale.jobs.preflight import shared_files
+    shared_files.SEEN_S = 0.5
+    real = shared_files._make_folder
     def enter(group, workdir):
       found = Path({str(tmp_path)!r}) / f"local-{{rank}}" / real(group, workdir).name
       found.mkdir(parents=True)
       return found
-    if rank == 2: files._make_folder = enter
+    if rank == 2: shared_files._make_folder = enter
   """
   hosts = HOSTS[:3]
   (reported,) = preflight(hosts, only("files"), f"--workdir={tmp_path / 'w'}", patch=patch)
@@ -74,9 +74,9 @@ def test_a_workdir_that_is_not_shared_is_refused(tmp_path):
 
 def test_a_host_whose_files_process_0_does_not_see_is_named(tmp_path):
   patch = """
-    from jaxscale.jobs.preflight import files
-    files.SEEN_S = 0.5
-    if rank == 1: files.attempt = lambda action: ""  # writes nothing
+    from jaxscale.jobs.preflight import shared_files
+    shared_files.SEEN_S = 0.5
+    if rank == 1: shared_files.attempt = lambda action: ""  # writes nothing
   """
   (reported,) = preflight(HOSTS[:2], only("files"), f"--workdir={tmp_path}", patch=patch)
   assert not reported.ok and ": n2 and n1 do not see each other's files" in reported.text

@@ -22,7 +22,7 @@ from jaxscale.errors import ConfigError
 WAIT_S = 90.0  # JAX's import from a cold parallel file system takes long
 _XLA_ERRORS = {
   r"Unknown flags? in XLA_FLAGS: (.*)": r"XLA_FLAGS: this jax does not know \1",
-  r"Couldn't interpret value (\S*) for flag (\S+?)\.?$": r"XLA_FLAGS: no value of this flag: --\2=\1",
+  r"Couldn't interpret value (\S*) for flag (\S+?)\.?$": r"XLA_FLAGS: no value of --\2: \1",
   r'Could not open file "(.*?)" to read flags': r"XLA_FLAGS=\1: not a file; flags begin with --",
 }
 
