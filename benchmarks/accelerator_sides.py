@@ -147,7 +147,7 @@ def ours(name: str, size: dict[str, Any]) -> Work:
     limit = 256 if each.dtype == np.uint8 else size.get("vocabulary", size.get("classes"))
     x = rng.integers(0, limit, each.shape).astype(each.dtype)
     batch[key] = jax.device_put(x, each.sharding)
-  state, train_step = made.init_state(lambda line: None), made.compile_train_step()
+  state, train_step = made.init_state(), made.compile_train_step()
 
   def step() -> None:
     nonlocal state

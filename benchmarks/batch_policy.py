@@ -65,7 +65,7 @@ def stepper(config: Any) -> Callable[[int], float]:
   from jaxscale.experiment.build import experiment
 
   built = experiment(config, devices=jax.devices())
-  state, step = built.init_state(lambda line: None), built.compile_train_step()
+  state, step = built.init_state(), built.compile_train_step()
   rows = built.phase.batch_size
   batch = next(data.train_batches(built.train_data, rows, position=0, seed=0))
   placed: dict[str, Any] = {

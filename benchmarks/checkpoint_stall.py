@@ -83,7 +83,7 @@ def trainer(width: int, layers: int, rows: int, directory: Path, *, to_local: bo
     found, first = {"call": 0.0, "written": 0.0}, done + 1
     began, used = time.perf_counter(), time.process_time()
 
-    def save(step, state, evaluation):
+    def save(step, state):
       before = time.perf_counter()
       checkpoints.save(state, is_needed=not to_local)
       ended = time.perf_counter()
@@ -100,10 +100,10 @@ def trainer(width: int, layers: int, rows: int, directory: Path, *, to_local: bo
     def is_saved(step):
       return with_save and step == first
 
-    callbacks = loop.Callbacks(save=save, is_saved=is_saved)
-    state, done = loop.train(
-      state, train_step, itertools.repeat(batch), callbacks, start=done, total_steps=done + steps
-    )
+    hooks = [loop.Hook(is_saved, save)]
+    options = {"start": done, "total_steps": done + steps}
+    feed = itertools.repeat(batch)
+    state, done = loop.train(state, train_step, feed, loop.Callbacks(), hooks, **options)
     found["wall"] = time.perf_counter() - began
     found["processor"] = time.process_time() - used
     at_end = dict(found)

@@ -76,7 +76,7 @@ def ours(name: str) -> Any:
       optimizer = cfg.AdamW(lr=1e-3)
     config = cfg.Config(model=model, data=shown, batch_size=rows, optimizer=optimizer, **common)
   made = experiment(config, devices=jax.devices()[:1])
-  state, train_step = made.init_state(lambda line: None), made.compile_train_step()
+  state, train_step = made.init_state(), made.compile_train_step()
   rows = made.phase.batch_size
   batch = next(data.train_batches(made.train_data, rows, position=0, seed=0))
   batch = jax.device_put(batch, made.abstract_batch()[min(batch)].sharding)

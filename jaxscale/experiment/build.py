@@ -118,11 +118,10 @@ class Experiment:
       options=options,
     )
 
-  def init_state(self, say: Callable[[str], None] = print, turn: Turn | None = None) -> TrainState:
+  def init_state(self, turn: Turn | None = None) -> TrainState:
     """The state before the first step, on the mesh.
 
     Args:
-      say: called with a line about its parameters, if they are from a file.
       turn: entered to compile what makes it; None: any time will do.
 
     Raises:
@@ -130,7 +129,7 @@ class Experiment:
     """
     given, config = None, self.config
     if config.init_from is not None:
-      given = imported(config, self.eval_data.info, self.abstract_state(), say)
+      given = imported(config, self.eval_data.info, self.abstract_state())
     return states.run_init(self._init, self.mesh, config.seed, given, turn)
 
   def abstract_state(self) -> TrainState:
@@ -362,7 +361,7 @@ def _map_opt_state(state: TrainState, change: Callable[[Any], Any]) -> TrainStat
   return state._replace(opt_state=change(state.opt_state))
 
 
-def pass_over(state: TrainState, steps: int) -> TrainState:
+def skip_steps(state: TrainState, steps: int) -> TrainState:
   """The state after so many steps that were not taken: only counts move on."""
 
   def move(opt_state):

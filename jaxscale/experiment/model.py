@@ -23,6 +23,7 @@ from jaxscale.experiment.derive import Derived
 from jaxscale.experiment.phases import Phase
 from jaxscale.experiment.row_mixing import mixes_rows
 from jaxscale.mesh import BN_AXIS, BatchNormSpan, batch_axes, batch_norm_span, mesh_shape
+from jaxscale.metrics.log import logger
 from jaxscale.models.stack import stack_logits
 from jaxscale.optim.tree_paths import path_name
 from jaxscale.training import losses
@@ -314,10 +315,7 @@ def init_fn(model: Model) -> Any:
 
 
 def imported(
-  config: cfg.Config,
-  info: data.DatasetInfo | data.TextInfo,
-  abstract: TrainState,
-  say: Callable[[str], None],
+  config: cfg.Config, info: data.DatasetInfo | data.TextInfo, abstract: TrainState
 ) -> dict[str, jax.Array]:
   """The parameters of `Config.init_from`, as `init_state` takes them.
 
@@ -325,7 +323,6 @@ def imported(
     config: of the run.
     info: of its data; models may have more classes, or words, for even parts.
     abstract: where the parameters are to lie.
-    say: called with lines about them.
   """
   path = config.init_from
   assert path is not None
@@ -337,8 +334,8 @@ def imported(
   into = abstract.params, abstract.model_state
   head_of = {"num_classes": num_classes(_seen_by_loss(config, info)), **head}
   found = weights.import_safetensors(path, *into, **head_of, check=check)
-  say(found.summary)
+  logger.info(found.summary)
   for note in notes:
-    say(f"note: {note}")
+    logger.info(f"note: {note}")
   leaves = jax.tree.leaves_with_path((found.params, found.model_state))
   return {path_name(p): x for p, x in leaves if isinstance(x, jax.Array)}

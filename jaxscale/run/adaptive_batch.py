@@ -22,6 +22,7 @@ from jaxscale.experiment.microbatches import over_devices
 from jaxscale.experiment.optimizer import make_schedule
 from jaxscale.experiment.phases import examples_at, phase_index
 from jaxscale.files import require_json
+from jaxscale.metrics.log import logger
 from jaxscale.training.types import Batch, TrainState
 
 FILE = "batch_sizes.json"  # in the workdir: those that an adaptive run has chosen
@@ -82,7 +83,6 @@ def choose(
   experiment: build.Experiment,
   state: TrainState,
   train_batches: Callable[[build.Experiment], Iterator[Batch]],
-  say: Callable[[str], None],
   poll: Callable[[], None] = lambda: None,
 ) -> int:
   """Try candidates from this state, at the start of a phase.
@@ -91,7 +91,6 @@ def choose(
     experiment: at the phase that has just ended.
     state: after its last step; untouched.
     train_batches: (experiment at a batch size) -> its batches from here on.
-    say: shows a line.
     poll: called before every step of a trial, in all processes; what it raises
       ends the trials, which then have chosen nothing.
   """
@@ -124,7 +123,7 @@ def choose(
       copy, values = train_step(copy, batch)
       losses.append(values["loss"])
     loss = sum(x.item() for x in losses) / len(losses)
-    say(f"step {step}  trial at batch {size:,}: loss {loss:.4f}")
+    logger.info(f"step {step}  trial at batch {size:,}: loss {loss:.4f}")
     return loss
 
   done = examples_at(derived.phases, step) / config.batch_size

@@ -12,6 +12,7 @@ from typing import Any
 from jaxscale import cluster, data, metrics
 from jaxscale.experiment import build
 from jaxscale.experiment.phases import examples_at
+from jaxscale.metrics.log import LineHandler, logger
 from jaxscale.run import tracking
 from jaxscale.run.damaged_examples import DamageRecord
 from jaxscale.run.efficiency import Efficiency
@@ -25,22 +26,26 @@ class Reporter:
   """Shows a run on the terminal and in its files; silent but in the leader."""
 
   def __init__(
-    self, experiment: build.Experiment, workdir: Path, start: int, may_write: Callable[[], bool]
+    self,
+    experiment: build.Experiment,
+    workdir: Path,
+    start: int,
+    may_write: Callable[[], bool],
+    lines: LineHandler | None = None,
   ):
-    """Resume the record after step `start`, while `may_write` allows it."""
+    """Resume the record of a run.
+
+    Args:
+      experiment: at the phase that trains.
+      workdir: of the run.
+      start: the step that it was resumed from.
+      may_write: called before each line of a file; nothing is written where it is false.
+      lines: shows the log, above the progress bar while there is one.
+    """
     config, derived = experiment.config, experiment.derived
-    self.experiment = experiment  # the phase that is running
-    self.evaluation: dict[str, float] = {}  # the last one
-    self.noise_scale: tuple[float, float, float] | None = None  # scale, low, high
-    self._config, self.start = config, start
+    self._experiment = experiment  # at the phase that trains
+    self._noise_scale: tuple[float, float, float] | None = None  # scale, low, high
     self.efficiency = Efficiency()
-    self._began = time.perf_counter()
-    self._evaluations: list[tuple[int, dict[str, float], float | None]] = []
-    lines = metrics.read_metrics(workdir / "metrics.jsonl") if start else []
-    before = [x for x in lines if "eval/loss" in x and x["step"] <= start]
-    for line in cluster.from_leader(before):
-      values = {n[5:]: v for n, v in line.items() if n.startswith("eval/")}
-      self._evaluations.append((line["step"], values, None))
     self._waited = self._window_waited = 0.0
     self._window = time.perf_counter()
     self._warned = self._is_done = False
@@ -55,7 +60,7 @@ class Reporter:
       quiet=not cluster.is_leader(),
       plain=cluster.is_job(),
     )
-    self.say = self._progress.say
+    self._lines = lines
     self._writer, tensorboard = None, config.log.tensorboard
     if cluster.is_leader():
       self._writer = metrics.MetricWriter(
@@ -64,13 +69,17 @@ class Reporter:
         tensorboard=tensorboard,
         trackers=tracking.sources(config, workdir),
         may_write=may_write,
-        say=self.say,
+        say=logger.warning,
       )
 
   def __enter__(self):
+    if self._lines is not None:
+      self._lines.show = self._progress.say
     return self
 
   def __exit__(self, error: type[BaseException] | None, *_):
+    if self._lines is not None:
+      self._lines.show = None
     self._progress.close()
     if self._writer is not None:
       outcome = "done" if self._is_done else "interrupted"
@@ -78,19 +87,19 @@ class Reporter:
 
   def enter(self, experiment: build.Experiment) -> None:
     """Another phase begins."""
-    notes = [n for n in experiment.notes if n not in self.experiment.notes]
-    self.experiment = experiment
+    notes = [n for n in experiment.notes if n not in self._experiment.notes]
+    self._experiment = experiment
     total, phase = experiment.derived.total_steps, experiment.phase
     self._progress.expect(total, self._examples(total))
     size = f", images of {phase.image_size}" if phase.image_size else ""
     self._damage.watch("training", experiment.train_data)
-    self.say(f"step {phase.start}  from here on batch {phase.batch_size:,}{size}")
+    logger.info(f"step {phase.start}  from here on batch {phase.batch_size:,}{size}")
     for note in notes:
-      self.say(note)
+      logger.info(note)
 
   def trained(self, step: int, values: dict[str, float]) -> None:
     """Metrics of a training step that is logged."""
-    experiment, rate = self.experiment, self._progress.rate(self._examples(step))
+    experiment, rate = self._experiment, self._progress.rate(self._examples(step))
     perf = {"examples_per_s": rate, "input_wait": self._input_wait()}
     perf["step_s"] = experiment.phase.batch_size / rate
     if cluster.is_leader():  # which alone shows it
@@ -102,14 +111,14 @@ class Reporter:
     if "noise_scale" in values:
       names = ("noise_scale", "noise_scale_low", "noise_scale_high")
       scale, low, high = (values[name] for name in names)
-      self.noise_scale = scale, low, high
+      self._noise_scale = scale, low, high
       if math.isfinite(scale):
         finite["critical_batch_size"] = scale
-    info = self.experiment.train_data.info
+    info = experiment.train_data.info
     if isinstance(info, data.TextInfo):
       perf["tokens_per_s"] = rate * info.sequence_length
       # exp of a smoothed loss is not a perplexity; that of evaluation is exact.
-      if "loss" in finite and not self._config.loss.label_smoothing:
+      if "loss" in finite and not experiment.config.loss.label_smoothing:
         finite |= metrics.perplexity_of(finite["loss"], info.bytes_per_token)
     self._write(step, "train", finite | {"epoch": self._epoch(step)})
     self._write(step, "perf", perf)
@@ -118,8 +127,7 @@ class Reporter:
 
   def measured(self, step: int, text: str, values: dict[str, float]) -> None:
     """What was measured of the step before training."""
-    for line in text.splitlines():
-      self.say(line)
+    logger.info(text)
     self._write(step, "perf", values)
 
   def count_damaged(self) -> int:
@@ -128,39 +136,28 @@ class Reporter:
     All processes must call it.
     """
     for line in self._damage.collect():
-      self.say(line)
+      logger.warning(line)
     return self._damage.count
 
-  def evaluated(self, step: int, values: dict[str, float]) -> None:
-    """Result of an evaluation."""
-    self.evaluation = values
+  def evaluated(
+    self, step: int, values: dict[str, float], *, is_new: bool = True, is_last: bool = False
+  ) -> None:
+    """Result of an evaluation.
+
+    Args:
+      step: the step before it.
+      values: metrics by name.
+      is_new: it is not on record yet.
+      is_last: the run ends with it.
+    """
     self.count_damaged()
-    seconds = time.perf_counter() - self._began if self.start == 0 else None
-    if not self.has_evaluated(step):  # else a run that is done was started again
-      self._evaluations.append((step, values, seconds))
+    if is_new:
       self._write(step, "eval", values)
     self._progress.evaluated(step, values)
-    is_last = step == self.experiment.derived.total_steps or self.stops_at_target()
     self._is_done = is_last
-    if is_last and self.noise_scale:
-      batch_size = self.experiment.phase.batch_size
-      self.say(noise_scale.describe(*self.noise_scale, batch_size))
-
-  def target(self) -> tuple[int, float | None] | None:
-    """(step, seconds or None if resumed) of the first evaluation at the target."""
-    targets = self._config.target_accuracy, self._config.target_loss
-    for step, found, seconds in self._evaluations:
-      if metrics.is_reached(found, *targets):
-        return step, seconds
-    return None
-
-  def stops_at_target(self) -> bool:
-    """Whether the run ends here; all processes have the same evaluations."""
-    return self._config.stop_at_target and self.target() is not None
-
-  def has_evaluated(self, step: int) -> bool:
-    """Whether an evaluation after this step is on record."""
-    return any(s == step for s, _, _ in self._evaluations)
+    if is_last and self._noise_scale:
+      batch_size = self._experiment.phase.batch_size
+      logger.info(noise_scale.describe(*self._noise_scale, batch_size))
 
   def timed(self, batches: Iterator[Any]) -> Iterator[Any]:
     """The same batches; how long they are waited for is what `input_wait` says."""
@@ -193,17 +190,17 @@ class Reporter:
     is_long = seconds > INPUT_BOUND_SECONDS and self._progress.windows > 1
     if share > INPUT_BOUND and is_long and not self._warned:
       self._warned = True
-      self.say(
+      logger.warning(
         f"input-bound: {share:.0%} of the time goes into waiting for data; more "
         "input_threads, more processor cores, or data.cache=True would help"
       )
     return share
 
   def _examples(self, step: int) -> int:
-    return examples_at(self.experiment.derived.phases, step)
+    return examples_at(self._experiment.derived.phases, step)
 
   def _epoch(self, step: int) -> float:
-    return self._examples(step) / self.experiment.derived.num_train
+    return self._examples(step) / self._experiment.derived.num_train
 
   def _write(self, step: int, prefix: str, values: dict[str, float]) -> None:
     if self._writer is not None:

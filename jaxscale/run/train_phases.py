@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, TypeVar
+from collections.abc import Iterator
 
 from jaxscale import cluster, data, metrics
 from jaxscale.cluster.watch.stop_consensus import StopRequested
@@ -14,98 +12,86 @@ from jaxscale.config import AdaptiveBatch
 from jaxscale.experiment import build
 from jaxscale.experiment.phases import Phase, examples_at, phase_index
 from jaxscale.mesh import host_shard
-from jaxscale.run import adaptive_batch
-from jaxscale.run.callbacks import Run, RunCallbacks
+from jaxscale.metrics.log import logger
+from jaxscale.run import adaptive_batch, hooks
 from jaxscale.run.efficiency import read_program
 from jaxscale.run.gc_pause import resume_gc
-from jaxscale.run.reporter import Reporter
-from jaxscale.training import loop, replica_check
-from jaxscale.training.state import TrainState
-from jaxscale.training.step import Batch, TrainStep
-
-T = TypeVar("T")
-# The phase that trains and the next one, whose step is compiled in the background.
-Compiled = dict[Phase, tuple[build.Experiment, Future[TrainStep]]]
+from jaxscale.run.run import Run
+from jaxscale.run.step_compiler import StepCompiler, in_background
+from jaxscale.training import loop
+from jaxscale.training.types import Batch, TrainState, TrainStep
 
 
-def train_phases(run: Run, state: TrainState, reporter: Reporter, compiled: Compiled) -> TrainState:
+def train_phases(run: Run, state: TrainState, compiler: StepCompiler) -> TrainState:
   """Train through every phase that is left, or until asked to stop."""
-  experiment, step = reporter.experiment, int(state.step)
-  reports_step, fingerprint = experiment.config.log.step_report, None
-  callbacks = RunCallbacks(run, reporter)
-  if step and callbacks.is_evaluated(step) and not reporter.has_evaluated(step):
-    callbacks.evaluate(step, state)  # what a run that was asked to stop postponed
-  while step < experiment.derived.total_steps and not reporter.stops_at_target():
-    if run.watch.stop.poll():
-      break
+  step, reports_step = int(state.step), run.experiment.config.log.step_report
+  if step and hooks.evaluation_interval(run)(step) and run.evaluation_at(step) is None:
+    hooks.evaluate(run, step, state)  # what a run that was asked to stop postponed
+  while step < run.total_steps and not run.stops_at_target() and not run.watch.stop.poll():
     run.watch.at(step + 1, "compiling")
-    if 0 < step == phase_at(experiment, step).start:
+    if 0 < step == phase_at(run.experiment, step).start:
       try:
-        experiment, state = _enter_phase(run, state, reporter, compiled)
+        run.experiment, state = _enter_phase(run, state, compiler)
       except StopRequested:  # among trials: the same ones are made again
-        callbacks.save(step, state, None)
+        hooks.save(run, step, state)
         break
-      reporter.enter(experiment)
-      callbacks = RunCallbacks(run, reporter)
-    phase = experiment.phase
-    if (to := min(run.nan_policy.done_until(step), phase.stop)) > step:
-      reporter.say(f"steps {step + 1} to {to} are passed over")
-      state, step = build.pass_over(state, to - step), to
-      if to == experiment.derived.total_steps:
-        callbacks.save(to, state, callbacks.evaluate(to, state))
-      continue
-    batches = train_batches(experiment, step)
-    with reporter.pause():
-      first = next(batches)  # the input starts up while XLA compiles
-      if phase not in compiled:
-        compiled[phase] = experiment, compile_in_background(run, experiment)
-      train_step = compiled[phase][1].result()
-      _describe_program(train_step, reporter)
-      if reports_step:
-        reports_step = False
-        _report_step(experiment, train_step, state, first, reporter)
-    if fingerprint is None and _compares_replicas(experiment, step):
-      turn = run.programs.turn()
-      fingerprint = in_background(functools.partial(_fingerprint, experiment, turn))
-    following = phase_at(experiment, phase.stop)
-    for old in set(compiled) - {phase, following}:
-      del compiled[old]
-    if following not in compiled and not is_adaptive(experiment):
-      after = build.at_phase(experiment, following)
-      compiled[following] = after, compile_in_background(run, after)
-    resume_gc()
-    state, step = loop.train(
-      state,
-      train_step,
-      reporter.timed(itertools.chain([first], batches)),
-      RunCallbacks(run, reporter, fingerprint),
-      start=step,
-      total_steps=run.nan_policy.next_after(step, phase.stop),
-    )
+      run.reporter.enter(run.experiment)
+    if (to := min(run.nan_policy.done_until(step), run.experiment.phase.stop)) > step:
+      logger.info(f"skipping steps {step + 1} to {to}")
+      state, step = build.skip_steps(state, to - step), to
+      if to == run.total_steps:
+        hooks.evaluate(run, to, state)
+        hooks.save(run, to, state)
+    else:
+      state, step = _train_phase(run, state, step, compiler, reports_step)
+      reports_step = False
   return state
 
 
-def _describe_program(train_step: TrainStep, reporter: Reporter) -> None:
+def _train_phase(
+  run: Run, state: TrainState, step: int, compiler: StepCompiler, reports_step: bool
+) -> tuple[TrainState, int]:
+  """Train to the end of the phase, or to the next gap that the NaN policy leaves out."""
+  experiment, reporter = run.experiment, run.reporter
+  batches = train_batches(experiment, step)
+  with reporter.pause():
+    first = next(batches)  # the input starts up while XLA compiles
+    train_step = compiler.wait(experiment)
+    _describe_program(run, train_step)
+    if reports_step:
+      _report_step(run, train_step, state, first)
+  checks = _compares_replicas(experiment, step)
+  fingerprint = compiler.fingerprint(experiment) if checks else None
+  following = phase_at(experiment, experiment.phase.stop)
+  compiler.forget_all_but(experiment.phase, following)
+  if not is_adaptive(experiment) and compiler.experiment_at(following) is None:
+    compiler.begin(build.at_phase(experiment, following))
+  resume_gc()
+  return loop.train(
+    state,
+    train_step,
+    reporter.timed(itertools.chain([first], batches)),
+    hooks.RunCallbacks(run),
+    hooks.run_hooks(run, fingerprint),
+    start=step,
+    total_steps=run.nan_policy.next_after(step, experiment.phase.stop),
+  )
+
+
+def _describe_program(run: Run, train_step: TrainStep) -> None:
   """Have the leader read the FLOPs of a compiled step."""
   if cluster.is_leader():
-    reading = functools.partial(read_program, train_step)
-    reporter.efficiency.program = in_background(reading)
+    run.reporter.efficiency.program = in_background(functools.partial(read_program, train_step))
 
 
-def _report_step(
-  experiment: build.Experiment,
-  train_step: TrainStep,
-  state: TrainState,
-  batch: Batch,
-  reporter: Reporter,
-) -> None:
+def _report_step(run: Run, train_step: TrainStep, state: TrainState, batch: Batch) -> None:
   """Say what the parts of a step take (`log.step_report`)."""
   from jaxscale.run import step_report  # seldom: the first step comes first
 
-  report = step_report.measure(experiment, train_step, state, batch)
-  sizes = {"rows": experiment.phase.batch_size, "num_devices": experiment.mesh.size}
+  report = step_report.measure(run.experiment, train_step, state, batch)
+  sizes = {"rows": run.experiment.phase.batch_size, "num_devices": run.experiment.mesh.size}
   text = step_report.text(report, **sizes)
-  reporter.measured(int(state.step), text, report.metrics())
+  run.reporter.measured(int(state.step), text, report.metrics())
 
 
 def train_batches(experiment: build.Experiment, step: int) -> Iterator[Batch]:
@@ -131,29 +117,19 @@ def _compares_replicas(experiment: build.Experiment, step: int) -> bool:
   return experiment.derived.total_steps // every > step // every
 
 
-def _fingerprint(experiment: build.Experiment, turn: build.Turn) -> replica_check.Fingerprint:
-  """The function that hashes a state, compiled."""
-  shared = replica_check.shared(experiment.abstract_state())
-  lowered = replica_check.make_fingerprint(experiment.mesh, shared).lower(shared)
-  with turn:
-    return lowered.compile()
-
-
 def _enter_phase(
-  run: Run, state: TrainState, reporter: Reporter, compiled: Compiled
+  run: Run, state: TrainState, compiler: StepCompiler
 ) -> tuple[build.Experiment, TrainState]:
   """The next phase's experiment, and the state as it begins with it."""
-  experiment, step = reporter.experiment, int(state.step)
+  experiment, step = run.experiment, int(state.step)
   before, phase = phase_at(experiment, step - 1), phase_at(experiment, step)
   if is_adaptive(experiment):
     chosen = tuple(cluster.from_leader(adaptive_batch.read_chosen(run.workdir)))
     chosen = chosen or (experiment.config.batch_size,)
     if phase.ordinal >= len(chosen):
       ended, poll = build.at_phase(experiment, before), lambda: _poll(run, step)
-      with reporter.pause():
-        size = adaptive_batch.choose(
-          ended, state, lambda tried: train_batches(tried, step), reporter.say, poll
-        )
+      with run.reporter.pause():
+        size = adaptive_batch.choose(ended, state, lambda tried: train_batches(tried, step), poll)
       chosen += (chosen[-1],) * (phase.ordinal - len(chosen)) + (size,)
       path = run.workdir / adaptive_batch.FILE
       # So that a resumed run needs no second trial.
@@ -161,8 +137,8 @@ def _enter_phase(
     experiment = build.with_sizes(experiment, chosen)
     phase = phase_at(experiment, step)
   state = build.enter_phase(experiment.config, before, phase, state)
-  if phase in compiled:
-    return compiled[phase][0].replace(derived=experiment.derived), state
+  if (compiled := compiler.experiment_at(phase)) is not None:
+    return compiled.replace(derived=experiment.derived), state
   return build.at_phase(experiment, phase), state
 
 
@@ -182,29 +158,3 @@ def phase_at(experiment: build.Experiment, step: int) -> Phase:
   """The phase of the step after `step`."""
   phases = experiment.derived.phases
   return phases[phase_index(phases, step)]
-
-
-def compile_in_background(
-  run: Run, experiment: build.Experiment, lowering: Future[Any] | None = None
-) -> Future[TrainStep]:
-  """The train step of this phase; the main threads of all processes start it.
-
-  Args:
-    run: whose programs it is among.
-    experiment: at the phase.
-    lowering: of `lower_train_step`, if it has begun.
-  """
-  turn = run.programs.turn()
-
-  def compile_step():
-    return experiment.compile_train_step(lowering and lowering.result(), turn)
-
-  return in_background(compile_step)
-
-
-def in_background(function: Callable[[], T]) -> Future[T]:
-  """Start it in a thread; the future of its result."""
-  pool = ThreadPoolExecutor(1)
-  future = pool.submit(function)
-  pool.shutdown(wait=False)
-  return future

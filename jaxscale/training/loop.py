@@ -1,4 +1,4 @@
-"""The loop, on one screen: train, check, log, evaluate, save.
+"""The loop, on one screen: train, log, and what is due between two steps.
 
 The host never waits for the step it has just started. Metrics are read when
 their step is `IN_FLIGHT` steps old, which also bounds how far the host runs
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -42,8 +42,31 @@ class BadStep(NamedTuple):
   newest: int
 
 
+class Hook(NamedTuple):
+  """Something to do between two steps, once no step is in flight.
+
+  Attributes:
+    every: its number of steps, or a function that takes a step and returns whether the
+      hook runs after it. All processes must decide alike.
+    run: called with the step that is done and the state after it, which it must not
+      donate. An error that it raises ends the run, before anything is saved.
+
+  Example:
+    >>> norms = Hook(100, lambda step, state: print(step, optax.tree.norm(state.params)))
+    >>> norms.is_due(200), norms.is_due(250)
+    (True, False)
+  """
+
+  every: int | Callable[[int], bool]
+  run: Callable[[int, TrainState], Any]
+
+  def is_due(self, step: int) -> bool:
+    """Return whether the hook runs after this step."""
+    return self.every(step) if callable(self.every) else step % self.every == 0
+
+
 class Callbacks:
-  """What the loop calls, and when; by default it only trains.
+  """What the loop tells and asks its caller; by default it only trains.
 
   A step is counted once it is done. All processes must answer alike. A subclass
   overrides methods, or functions are given by their names.
@@ -72,29 +95,8 @@ class Callbacks:
   def log(self, step: int, metrics: Values) -> None:
     """Called with the metrics of a step that is logged, some steps later."""
 
-  def is_checked(self, step: int) -> bool:
-    """Whether a check of the state follows this step."""
-    return False
-
-  def check(self, step: int, state: TrainState) -> None:
-    """Raises if it finds a fault, before anything is saved."""
-
-  def is_evaluated(self, step: int) -> bool:
-    """Whether an evaluation follows this step."""
-    return False
-
-  def evaluate(self, step: int, state: TrainState) -> Values | None:
-    """Its metrics; None if it was interrupted to stop."""
-
-  def is_saved(self, step: int) -> bool:
-    """Whether a checkpoint follows this step."""
-    return False
-
-  def save(self, step: int, state: TrainState, evaluation: Values | None) -> None:
-    """Save a checkpoint, with the metrics of an evaluation at this step if any."""
-
   def should_stop(self, step: int) -> bool:
-    """Whether to save and stop after this step; asked once per step."""
+    """Whether to end after this step; asked once per step, after the hooks."""
     return False
 
   def skipped(self, bad: BadStep) -> None:
@@ -111,6 +113,7 @@ def train(
   train_step: TrainStep,
   batches: Iterator[Batch],
   callbacks: Callbacks,
+  hooks: Sequence[Hook] = (),
   *,
   start: int,
   total_steps: int,
@@ -121,12 +124,13 @@ def train(
     state: after step `start`; donated.
     train_step: (state, batch) -> (state, metrics on the devices).
     batches: global batches from step `start` on.
-    callbacks: what to do on the way.
+    callbacks: what the loop tells and asks.
+    hooks: run in this order after the steps for which they are due.
     start: steps done already.
     total_steps: of the whole run.
 
   Returns:
-    The state and the number of steps done, saved if it stopped early.
+    The state and the number of steps done.
 
   Raises:
     NonFiniteError: by `callbacks.skipped`.
@@ -157,18 +161,12 @@ def train(
     unread.append((step, metrics))
     read(keep=IN_FLIGHT)
 
-    if callbacks.is_checked(step):
+    for hook in hooks:
+      if hook.is_due(step):
+        read(keep=0)
+        hook.run(step, state)
+    if callbacks.should_stop(step):
       read(keep=0)
-      callbacks.check(step, state)
-    evaluation = None
-    if callbacks.is_evaluated(step):
-      read(keep=0)
-      evaluation = callbacks.evaluate(step, state)
-    stop = callbacks.should_stop(step)
-    if callbacks.is_saved(step) or stop:
-      read(keep=0)
-      callbacks.save(step, state, evaluation)
-    if stop:
       return state, step
   read(keep=0)
   return state, total_steps

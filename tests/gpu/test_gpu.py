@@ -43,7 +43,7 @@ MODELS = {
 def trained(config, device, steps=3):
   """Parameters before and after some steps on a device."""
   made = build.experiment(config, devices=[device])
-  state = made.init_state(lambda line: None)
+  state = made.init_state()
   before = jax.device_get(state.params)
   batches = data.train_batches(made.train_data, config.batch_size, position=0, seed=0)
   for _ in range(steps):

@@ -232,20 +232,18 @@ def test_neutral_ramp_follows_momentum_too():
   assert [m for _, m in rates] == pytest.approx([0.9, 0.81, 0.6561])
   state = experiment.init_state()
 
-  def is_velocity(node):
-    return hasattr(node, "velocity")
+  def is_velocity(path):
+    return any(getattr(key, "name", None) in ("velocity", "trace") for key in path)
 
-  velocity = jax.tree.map(jnp.ones_like, state.params)
-  ones = jax.tree.map(
-    lambda n: n._replace(velocity=velocity) if is_velocity(n) else n,
-    state.opt_state,
-    is_leaf=is_velocity,
+  ones = jax.tree.map_with_path(
+    lambda path, x: jnp.ones_like(x) if is_velocity(path) else x, state.opt_state
   )
   first, second = experiment.derived.phases[:2]
   entered = build.enter_phase(config, first, second, state._replace(opt_state=ones))
-  found = jax.tree.leaves(entered.opt_state, is_leaf=is_velocity)
-  (momenta,) = [n for n in found if is_velocity(n)]
-  for leaf in jax.tree.leaves(momenta.velocity):
+  leaves = jax.tree.leaves_with_path(entered.opt_state)
+  momenta = [leaf for path, leaf in leaves if is_velocity(path)]
+  assert len(momenta) == len(jax.tree.leaves(state.params))
+  for leaf in momenta:
     np.testing.assert_allclose(leaf, (1 - 0.9) / (1 - 0.81), rtol=1e-6)
 
 

@@ -220,7 +220,7 @@ def test_a_workdir_that_cannot_be_made_is_refused(tmp_path):
     (dict(model="CNN", model__features="(8, 8, 8, 8)"), "give fewer"),
     (
       dict(epochs="1.42", schedule__warmup_epochs="1.4", batch_size="1024"),
-      "2 steps of a run of 2, make it shorter",
+      "2 steps of a run of 2; make it shorter",
     ),
   ],
 )
@@ -264,15 +264,17 @@ def fake_run(losses, total=None, saved=None, stop_at=None):
 
   callbacks = loop.Callbacks(
     is_logged=lambda s: True,
-    is_evaluated=lambda s: s % 4 == 0,
-    is_saved=lambda s: s % (saved or 100) == 0,
     log=lambda s, m: calls.append(("log", s)),
-    evaluate=lambda s, state: calls.append(("evaluate", s)) or {"accuracy": 1.0},
-    save=lambda s, state, e: calls.append(("save", s, e is not None)),
     should_stop=lambda s: s == stop_at,
   )
+  hooks = [
+    loop.Hook(4, lambda s, state: calls.append(("evaluate", s))),
+    loop.Hook(
+      lambda s: s % (saved or 100) == 0 or s == stop_at, lambda s, state: calls.append(("save", s))
+    ),
+  ]
   total = total or len(losses)
-  end = loop.train(0, step, iter(range(total)), callbacks, start=0, total_steps=total)
+  end = loop.train(0, step, iter(range(total)), callbacks, hooks, start=0, total_steps=total)
   return end, calls
 
 
@@ -281,13 +283,13 @@ def test_the_loop_calls_in_order():
   assert end == (8, 8)
   assert [c for c in calls if c[0] == "log"] == [("log", s) for s in range(1, 9)]
   # Every step up to a checkpoint has been looked at before it is written.
-  before = calls[: calls.index(("save", 4, True))]
+  before = calls[: calls.index(("save", 4))]
   assert before == [*[("log", s) for s in range(1, 5)], ("evaluate", 4)]
 
 
 def test_the_loop_stops_and_saves_when_asked():
   end, calls = fake_run([1.0] * 8, stop_at=3)
-  assert end == (3, 3) and calls[-1] == ("save", 3, False)
+  assert end == (3, 3) and calls[-1] == ("save", 3)
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])

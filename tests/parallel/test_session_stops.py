@@ -16,7 +16,7 @@ from jaxscale.config import Config, Faults
 from jaxscale.data import to_device
 from jaxscale.errors import ConfigError, GiveUpError, user_message
 from jaxscale.metrics import read_json_lines
-from jaxscale.run import callbacks, session, train_phases
+from jaxscale.run import hooks, session, train_phases
 from jaxscale.run.fit import fit
 from support.configs import tiny_digits
 
@@ -92,7 +92,7 @@ def test_an_evaluation_that_was_left_off_is_made_up_for(tmp_path, monkeypatch):
         raise StopRequested
       yield batch
 
-  monkeypatch.setattr(callbacks, "until_stopped", polled)
+  monkeypatch.setattr(hooks, "until_stopped", polled)
   first = fit(small, tmp_path / "run")
   assert asked and first.summary["outcome"] == "interrupted"
   assert first.summary["step"] == 22 and "accuracy" not in first.summary
@@ -154,7 +154,7 @@ def test_input_and_checks_that_hang_have_the_hang_limit(tmp_path, monkeypatch):
   """The first evaluation's had that of a compilation, an hour; so had every check."""
   alone, seen = watches.start({}, 0, ["localhost"]), []
   monkeypatch.setattr("jaxscale.cluster.session._watch", alone)
-  load, compare = callbacks.data.eval_batches, callbacks.replica_check.check
+  load, compare = hooks.data.eval_batches, hooks.replica_check.check
 
   def eval_batches(*args, **options):
     for batch in load(*args, **options):
@@ -165,8 +165,8 @@ def test_input_and_checks_that_hang_have_the_hang_limit(tmp_path, monkeypatch):
     seen.append(("check", alone.spent().activity))
     return compare(*args, **options)
 
-  monkeypatch.setattr(callbacks.data, "eval_batches", eval_batches)
-  monkeypatch.setattr(callbacks.replica_check, "check", check)
+  monkeypatch.setattr(hooks.data, "eval_batches", eval_batches)
+  monkeypatch.setattr(hooks.replica_check, "check", check)
   checks = dataclasses.replace(tiny_digits().checks, replicas_every_steps=20)
   fit(dataclasses.replace(tiny_digits(), checks=checks), tmp_path)
   assert {*seen} == {("batch", "evaluating"), ("check", "checking")}
@@ -177,13 +177,13 @@ def test_input_and_checks_that_hang_have_the_hang_limit(tmp_path, monkeypatch):
 @pytest.mark.parametrize("jump_s", [-3600.0, 7200.0])
 def test_a_clock_that_jumps_changes_no_duration(tmp_path, monkeypatch, jump_s):
   """`after 120 steps, -3589.8 s`."""
-  now, load, jumped = time.time, callbacks.data.eval_batches, []
+  now, load, jumped = time.time, hooks.data.eval_batches, []
 
   def eval_batches(*args, **options):
     jumped.append(jump_s)
     return load(*args, **options)
 
-  monkeypatch.setattr(callbacks.data, "eval_batches", eval_batches)
+  monkeypatch.setattr(hooks.data, "eval_batches", eval_batches)
   monkeypatch.setattr(time, "time", lambda: now() + sum(jumped[:1]))
   began = time.monotonic()
   summary = fit(tiny_digits(), tmp_path).summary

@@ -136,11 +136,10 @@ def walk(tracer, start, total, evaluated=(), stop=None):
     trace=turn,
     is_logged=lambda s: True,
     log=lambda s, m: logged.append(s),
-    is_evaluated=lambda s: s in evaluated,
-    evaluate=evaluate,
     should_stop=lambda s: s == stop,
   )
-  loop.train(start, step, iter(range(total)), made, start=start, total_steps=total)
+  hooks = [loop.Hook(lambda s: s in evaluated, evaluate)]
+  loop.train(start, step, iter(range(total)), made, hooks, start=start, total_steps=total)
   return turns
 
 

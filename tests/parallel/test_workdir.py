@@ -126,14 +126,14 @@ def test_a_run_takes_more_epochs_and_says_so(done, capsys):
 
 def test_a_run_in_steps_takes_more_steps_and_says_so(tmp_path, capsys):
   def in_steps(steps, **changes):
-    in_steps = {"epochs": "None", "steps": steps, "schedule__warmup_epochs": "0"}
-    return tiny_digits(**in_steps, schedule__warmup_steps="4", **changes)
+    in_steps = {"epochs": "None", "steps": str(steps), "schedule__warmup_epochs": "0"}
+    return tiny_digits(**in_steps | {"schedule__warmup_steps": "4"} | changes)
 
   fit(in_steps("10"), tmp_path)
   with pytest.raises(ConfigError, match=r"steps is 10 there and 9 now"):
     fit(in_steps("9"), tmp_path)
   with pytest.raises(ConfigError, match=r"epochs is None there and 3.0 now"):
-    fit(tiny_digits(epochs="3"), tmp_path)
+    fit(in_steps(None, epochs="3"), tmp_path)
   capsys.readouterr()
   assert fit(in_steps("15"), tmp_path).summary["step"] == 15
   line = "resuming from the checkpoint of step 10: from 10 to 15 steps; the schedule is"

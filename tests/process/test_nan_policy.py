@@ -144,7 +144,7 @@ def test_roll_back_passes_over_what_followed_the_checkpoint(tmp_path, monkeypatc
   assert read_activities(tmp_path)[-1].resumed == [0, 0, 11, 44]
   assert result.summary["goodput_seconds"]["lost"] > 0
   out = capsys.readouterr().out
-  assert "steps 12 to 17 are passed over" in out and "rolling back to it" in out
+  assert "skipping steps 12 to 17" in out and "rolling back to it" in out
   # By hand: the same steps and no others, on the same batches.
   monkeypatch.undo()
   experiment = build.experiment(quick())
@@ -152,7 +152,7 @@ def test_roll_back_passes_over_what_followed_the_checkpoint(tmp_path, monkeypatc
   batches = train_phases.train_batches(experiment, 0)
   for number, batch in zip(range(1, 46), batches, strict=False):
     if number <= 3 or 12 <= number <= 17 or number == 45:
-      state = build.pass_over(state, 1)
+      state = build.skip_steps(state, 1)
     else:
       state, _ = step(state, batch)
   same_state(state, result.state)

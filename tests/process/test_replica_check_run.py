@@ -12,12 +12,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxscale.cluster.watch import watch
 from jaxscale.config import Checks
 from jaxscale.config.loading import load_config
 from jaxscale.experiment import build
 from jaxscale.mesh import make_mesh
-from jaxscale.run import callbacks, fit, train_phases
+from jaxscale.run import fit, hooks, train_phases
 from jaxscale.training import loop
 from jaxscale.training.replica_check import ReplicaDivergenceError
 from support.bad_values import flipped
@@ -83,12 +82,11 @@ def test_the_settings_say_when():
   assert not compares(experiment, 16)  # 23 steps: none is left
   assert not compares(one, 0)
   assert not compares(experiment.replace(config=never), 0)
-  reporter: Any = SimpleNamespace(experiment=experiment, trained=None)
   for fingerprint, wanted in (Future(), [8, 16]), (None, []):
-    alone = watch.start({}, 0, ["localhost"])
-    run: Any = SimpleNamespace(watch=alone)
-    made = callbacks.RunCallbacks(run, reporter, fingerprint)
-    assert [s for s in range(1, 24) if made.is_checked(s)] == wanted
+    run: Any = SimpleNamespace(experiment=experiment, hooks=())
+    first, *_ = hooks.run_hooks(run, fingerprint)
+    checks = getattr(first.run, "func", None) is hooks.check_replicas
+    assert [s for s in range(1, 24) if checks and first.is_due(s)] == wanted
 
 
 def test_what_was_saved_later_may_be_bad():
@@ -104,13 +102,11 @@ def test_the_loop_checks_before_it_saves():
   def step(state, batch):
     return state + 1, {"loss": jnp.float32(1), "grad_norm": jnp.float32(1)}
 
-  made = loop.Callbacks(
-    is_saved=lambda s: s == 2,
-    save=lambda s, state, e: calls.append(("save", s)),
-    is_checked=lambda s: s % 2 == 0,
-    check=lambda s, state: calls.append(("check", s)),
-  )
-  loop.train(0, step, iter(range(4)), made, start=0, total_steps=4)
+  made = [
+    loop.Hook(2, lambda s, state: calls.append(("check", s))),
+    loop.Hook(lambda s: s == 2, lambda s, state: calls.append(("save", s))),
+  ]
+  loop.train(0, step, iter(range(4)), loop.Callbacks(), made, start=0, total_steps=4)
   assert calls == [("check", 2), ("save", 2), ("check", 4)]
 
 

@@ -1,0 +1,199 @@
+"""What happens between the steps of a run: its hooks, in order, and what the loop is told."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future
+
+import jax
+from jax.sharding import Mesh
+
+from jaxscale import data, metrics
+from jaxscale.cluster.watch.stop_consensus import StopRequested
+from jaxscale.cluster.watch.watch import Watch
+from jaxscale.data.dataset import Batch
+from jaxscale.experiment import phases
+from jaxscale.experiment.derive import interval
+from jaxscale.mesh import host_shard
+from jaxscale.metrics.log import logger
+from jaxscale.parallel.specs import backward_sum_axes
+from jaxscale.run.run import Run
+from jaxscale.training import loop, nan_guard, replica_check
+from jaxscale.training.loop import Hook
+from jaxscale.training.replica_check import Fingerprint
+from jaxscale.training.types import TrainState
+
+
+class RunCallbacks(loop.Callbacks):
+  """Tells the watch, the tracer and the reporter where a run is, in one phase."""
+
+  def __init__(self, run: Run):
+    """Callbacks of the phase that the run is in."""
+    self._run, experiment = run, run.experiment
+    every = experiment.config.log.every_steps
+    is_logged = phases.every(experiment.derived.phases, experiment.phase, lambda phase: every)
+    super().__init__(is_logged=is_logged)
+
+  def at(self, step, activity):
+    """Note it for the watch, and in a trace."""
+    note(self._run, step, activity)
+
+  def is_traced(self, step):
+    """Whether a trace of this process begins or ends before this step."""
+    return self._run.tracer.is_due(step)
+
+  def trace(self, step):
+    """Begin or end a trace, which may take a while to write."""
+    turn_trace(self._run, step)
+
+  def log(self, step, metrics):
+    """On the terminal and in the files."""
+    if self._run.nan_policy.action == "skip":
+      metrics["skipped_steps"] = float(self._run.nan_policy.count(step))
+    self._run.reporter.trained(step, metrics)
+    self._run.checkpoints.poll()
+
+  def should_stop(self, step):
+    """Whether all processes are asked to stop, or the target is reached."""
+    return self._run.should_stop(step)
+
+  def skipped(self, bad):
+    """Name the devices that found NaN or Inf; count the step, or end the run."""
+    what, in_state = bad.what, False
+    self.at(bad.newest, "inspecting")
+    with self._run.reporter.pause():
+      if bad.codes is not None:
+        state, summed = bad.state, backward_sum_axes(self._run.experiment.layout)
+        trees = state.params, state.model_state, state
+        found = nan_guard.describe(bad.codes, *trees, summed)
+        what, in_state = found.text or what, found.in_state
+      self._run.nan_policy.skip(bad.step, what, hopeless=in_state)
+    logger.warning(f"step {bad.step}  skipped: {what}")
+
+
+def run_hooks(run: Run, fingerprint: Future[Fingerprint] | None) -> Sequence[Hook]:
+  """Return what a run does between the steps of its phase, in this order.
+
+  Replicas are compared before anything that rests on them; the user's own hooks see a
+  state that is good; a checkpoint comes last, and always where the run ends early.
+
+  Args:
+    run: in the phase.
+    fingerprint: for the comparison of replicas; None: they are not compared.
+  """
+  config, derived = run.experiment.config, run.experiment.derived
+  every = functools.partial(phases.every, derived.phases, run.experiment.phase)
+  is_saved = every(lambda phase: interval(config.checkpoint, derived.num_train, phase))
+  hooks = [
+    Hook(evaluation_interval(run), functools.partial(evaluate, run)),
+    *run.hooks,
+    Hook(lambda step: run.should_stop(step) or is_saved(step), functools.partial(save, run)),
+  ]
+  if fingerprint is not None:
+    check = functools.partial(check_replicas, run, fingerprint)
+    hooks.insert(0, Hook(config.checks.replicas_every_steps, check))
+  return hooks
+
+
+def evaluation_interval(run: Run) -> Callable[[int], bool]:
+  """Return a function of the step: whether an evaluation follows it, in this phase."""
+  config, derived = run.experiment.config, run.experiment.derived
+  steps = functools.partial(interval, config.evaluation, derived.num_train)
+  return phases.every(derived.phases, run.experiment.phase, steps)
+
+
+def note(run: Run, step: int, activity: str) -> None:
+  """Tell the watch and the trace what the host begins to do."""
+  run.watch.at(step, activity)
+  run.tracer.at(step, activity)
+
+
+def turn_trace(run: Run, step: int) -> None:
+  """Begin a trace with this step, or end the one before."""
+  note(run, step - 1, "preparing")  # others that wait are at this step already
+  with run.reporter.pause():
+    run.tracer.turn(step)
+
+
+def check_replicas(
+  run: Run, fingerprint: Future[Fingerprint], step: int, state: TrainState
+) -> None:
+  """Compare the replicas.
+
+  Raises:
+    ReplicaDivergenceError: they differ.
+  """
+  note(run, step, "inspecting")
+  with run.reporter.pause(), jax.profiler.TraceAnnotation("check"):
+    shared, program = replica_check.shared(state), fingerprint.result()
+    note(run, step, "checking")
+    before = step - run.experiment.config.checks.replicas_every_steps
+    replica_check.check(shared, program, step=step, before=before)
+
+
+def evaluate(run: Run, step: int, state: TrainState) -> None:
+  """Evaluate on all held-out examples, unless all are asked to stop."""
+  experiment = run.experiment
+  if run.tracer.is_complete:
+    turn_trace(run, step + 1)
+  with run.reporter.pause(), jax.profiler.TraceAnnotation("evaluation"):
+    if not run.evaluation:
+      note(run, step, "preparing")
+      lowered = experiment.lower_eval_step(experiment.abstract_state())
+      with run.programs.turn():
+        lowered.compile()  # which the first call finds, in JAX or on disk
+    size, mesh = experiment.derived.eval_batch_size, experiment.mesh
+    batches = data.eval_batches(experiment.eval_data, size, shard=host_shard(mesh))
+    # From the first batch on: what hangs now is the input, not a compilation.
+    on_devices = until_stopped(batches, mesh, run.watch, step, "evaluating")
+    try:
+      values = loop.evaluate(experiment.eval_step, *state.evaluated(), on_devices)
+    except StopRequested:
+      logger.info(f"step {step}  the evaluation is postponed to the resumed run")
+      return
+  if isinstance(info := experiment.eval_data.info, data.TextInfo):
+    values |= metrics.perplexity_of(values["loss"], info.bytes_per_token)
+  is_new = run.add_evaluation(step, values)
+  is_last = step == run.total_steps or run.stops_at_target()
+  run.reporter.evaluated(step, values, is_new=is_new, is_last=is_last)
+
+
+def save(run: Run, step: int, state: TrainState) -> None:
+  """Save a checkpoint in the background, with the metrics of an evaluation at this step."""
+  note(run, step, "saving")
+  is_end = step == run.total_steps or run.stops_at_target()
+  is_end |= run.watch.stop.agreed is not None
+  with run.reporter.pause(), jax.profiler.TraceAnnotation("saving"):
+    run.checkpoints.save(state, run.evaluation_at(step), is_needed=is_end)
+
+
+def until_stopped(
+  batches: Iterable[Batch], mesh: Mesh, watch: Watch, step: int, activity="preparing"
+) -> Iterator[dict[str, jax.Array]]:
+  """Yield the batches of an evaluation on the devices, until all are asked to stop.
+
+  Args:
+    batches: this host's rows of each. Several are loaded before the first is used.
+    mesh: where they go.
+    watch: takes note of each batch, and knows when to stop.
+    step: after which it is.
+    activity: until the second batch is asked for; the first may compile.
+
+  Raises:
+    StopRequested: all are asked to stop.
+  """
+  watch.at(step, activity)
+
+  def noted():
+    for batch in batches:
+      watch.at(step, activity)
+      yield batch
+
+  for i, batch in enumerate(data.to_device(noted(), mesh)):
+    if watch.stop.poll():
+      raise StopRequested
+    if i:
+      activity = "evaluating"
+      watch.at(step, activity)
+    yield batch

@@ -1,0 +1,108 @@
+"""What a run opens, in order, and closes again: its workdir, lock, records and programs."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import time
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from jaxscale import cluster, metrics
+from jaxscale.checkpoint import lock
+from jaxscale.checkpoint.manager import Checkpoints
+from jaxscale.config import AdaptiveBatch, Config
+from jaxscale.config.loading import load_config
+from jaxscale.errors import invalid
+from jaxscale.experiment import build
+from jaxscale.metrics.log import logger, shown
+from jaxscale.parallel.layout_exchange import exchange_split
+from jaxscale.run import adaptive_batch, tracking
+from jaxscale.run import identity as identities
+from jaxscale.run import workdir as workdirs
+from jaxscale.run.activity import ActivityRecord
+from jaxscale.run.nan_policy import NanPolicy
+from jaxscale.run.programs import kept_programs
+from jaxscale.run.run import Run
+from jaxscale.run.tracer import Tracer
+from jaxscale.training.loop import Hook
+
+
+@contextlib.contextmanager
+def open_run(
+  config: Config | str | os.PathLike,
+  workdir: Path,
+  plan: Mapping[str, Any] | None = None,
+  accept_changes: Collection[str] = (),
+  hooks: Sequence[Hook] = (),
+) -> Iterator[Run]:
+  """Open a run in a workdir that no other run writes to; the arguments are those of `fit`.
+
+  `Run.checkpoints` and `Run.tracer` are made and not entered yet: the summary of a run is
+  written after they are closed.
+
+  Raises:
+    ConfigError: config, data, devices and workdir do not fit each other.
+  """
+  began = time.monotonic()
+  with contextlib.ExitStack() as stack:
+    lines = stack.enter_context(shown(is_quiet=not cluster.is_leader()))
+    if isinstance(config, str | os.PathLike):
+      config = load_config(os.fspath(config))
+    if not isinstance(config, Config):
+      fix = "give a Config, or the path of a config file"
+      raise invalid("config", config, f"is a {type(config).__name__}", fix)
+    tracking.check_packages(config)
+    accept = identities.accepted(accept_changes)
+    experiment = workdirs.experiment_in(workdir, config, accept)
+    experiment = with_chosen_sizes(workdir, experiment)
+    identity = identities.identity_of(experiment)
+    identities.check_alike(identity)
+    changed = workdirs.claim_workdir(workdir, config, identity, accept)
+    experiment = experiment.replace(notes=(*experiment.notes, *changed))
+    if held := lock.acquire_for_all(workdir):
+      stack.enter_context(held)
+    watch = stack.enter_context(cluster.current_watch())
+    may_write = functools.partial(lock.is_held, held)
+    activity = stack.enter_context(ActivityRecord(workdir, watch, may_write))
+    wait_s = config.faults.compile_timeout_s
+    kept = kept_programs(config.compilation, workdir, logger.warning, wait_s)
+    programs = stack.enter_context(kept)
+    if plan is not None:
+      write = functools.partial(metrics.write_json, workdir / "plan.json", plan)
+      cluster.on_leader(write, "plan.json")
+    logger.info(workdirs.describe_text(experiment, workdir))
+    forget = functools.partial(workdirs.forget_unsaved, workdir, config)
+    cluster.on_leader(forget, "workdir")
+    checks, saving = config.checks, vars(config.checkpoint).items()
+    limits = checks.max_skipped_steps, checks.max_consecutive_skipped_steps
+    nan_policy = NanPolicy(workdir, checks.nan_policy, *limits)
+    saving = {name: v for name, v in saving if not name.startswith("every_")}
+    split = exchange_split(experiment.layout)
+    saving |= {"lock": held, "split": split, "say": logger.info}
+    checkpoints = Checkpoints(workdir / "checkpoints", **saving)
+    checkpoints.identity = identity
+    yield Run(
+      workdir=workdir,
+      experiment=experiment,
+      lock=held,
+      checkpoints=checkpoints,
+      watch=watch,
+      nan_policy=nan_policy,
+      activity=activity,
+      tracer=Tracer(workdir, config.log),
+      programs=programs,
+      lines=lines,
+      hooks=tuple(hooks),
+      began=began,
+    )
+
+
+def with_chosen_sizes(workdir: Path, experiment: build.Experiment) -> build.Experiment:
+  """Return the experiment with the batch sizes that an adaptive run has chosen by now."""
+  if not isinstance(experiment.config.phases, AdaptiveBatch):
+    return experiment
+  chosen = cluster.from_leader(adaptive_batch.read_chosen(workdir))
+  return build.with_sizes(experiment, chosen)

@@ -1,0 +1,150 @@
+"""A run from its claim on the workdir to its summary: what it has and what it decides."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from typing import NamedTuple
+
+from jaxscale import cluster, metrics
+from jaxscale.checkpoint.lock import WorkdirLock
+from jaxscale.checkpoint.manager import Checkpoints
+from jaxscale.cluster.watch.watch import Watch
+from jaxscale.experiment import build
+from jaxscale.metrics.log import LineHandler
+from jaxscale.run import provenance
+from jaxscale.run import workdir as workdirs
+from jaxscale.run.activity import ActivityRecord
+from jaxscale.run.nan_policy import NanPolicy
+from jaxscale.run.programs import Programs
+from jaxscale.run.reporter import Reporter
+from jaxscale.run.step_compiler import in_background
+from jaxscale.run.tracer import Tracer
+from jaxscale.training.loop import Hook, Values
+
+
+class Evaluation(NamedTuple):
+  """The result of an evaluation.
+
+  Attributes:
+    step: the step before it.
+    values: metrics by name.
+    seconds: since training began; None: the run was resumed since.
+  """
+
+  step: int
+  values: Values
+  seconds: float | None = None
+
+
+@dataclasses.dataclass(kw_only=True)
+class Run:
+  """A run: what it has from its beginning to its end, and what it decides.
+
+  All processes have the same evaluations, so that they decide alike.
+
+  Attributes:
+    workdir: where it writes.
+    experiment: at the phase that trains.
+    lock: on the workdir, in process 0.
+    checkpoints: where it saves.
+    watch: told where the run is; knows when all are to stop.
+    nan_policy: what follows a skipped step.
+    activity: the record of what it does.
+    tracer: of this process.
+    programs: where compiled ones are kept.
+    lines: shows the log.
+    hooks: of the user, between steps.
+    began: when, on the clock `time.monotonic`, which nobody sets.
+    reporter: shows it.
+    start: the step that it was resumed from.
+    evaluations: so far, those of earlier starts included.
+    evaluation: metrics of the newest one since then; empty: there was none.
+  """
+
+  workdir: Path
+  experiment: build.Experiment
+  lock: WorkdirLock | None
+  checkpoints: Checkpoints
+  watch: Watch
+  nan_policy: NanPolicy
+  activity: ActivityRecord
+  tracer: Tracer
+  programs: Programs
+  lines: LineHandler
+  began: float
+  hooks: Sequence[Hook] = ()
+  reporter: Reporter = dataclasses.field(init=False)
+  start: int = 0
+  evaluations: list[Evaluation] = dataclasses.field(default_factory=list)
+  evaluation: Values = dataclasses.field(default_factory=dict)
+  _recorded: Future[None] = dataclasses.field(init=False)
+  _since: float = 0.0  # training began, on time.perf_counter
+  _asked: tuple[int, bool] = (-1, False)  # a step and whether the run stops after it
+
+  @property
+  def total_steps(self) -> int:
+    """The steps of the whole run."""
+    return self.experiment.derived.total_steps
+
+  def record_start(self) -> None:
+    """Add this start to starts.jsonl; the first step does not wait for what git takes."""
+    experiment = self.experiment
+    accepted = [x for x in experiment.notes if x.startswith(workdirs.ACCEPTED)]
+    devices = workdirs.devices_of(experiment)
+
+    def record():
+      with contextlib.suppress(OSError):  # a full disk costs a line, not the run
+        if cluster.is_leader():
+          provenance.record_start(self.workdir, devices, accepted)
+
+    self._recorded = in_background(record)
+
+  def wait_for_record(self) -> None:
+    """Return once the start is recorded."""
+    self._recorded.result()
+
+  def start_from(self, step: int) -> None:
+    """Resume the records after this step; all processes call it."""
+    self.start, self._since, self._asked = step, time.perf_counter(), (-1, False)
+    lines = metrics.read_metrics(self.workdir / "metrics.jsonl") if step else []
+    lines = [x for x in lines if "eval/loss" in x and x["step"] <= step]
+    self.evaluations, self.evaluation = [], {}
+    for line in cluster.from_leader(lines):
+      values = {n[5:]: v for n, v in line.items() if n.startswith("eval/")}
+      self.evaluations.append(Evaluation(line["step"], values))
+    self.nan_policy.start_from(step)
+    self.activity.resumes(step)
+
+  def add_evaluation(self, step: int, values: Values) -> bool:
+    """Record an evaluation; return whether it is new: a finished run evaluates again."""
+    self.evaluation = values
+    if is_new := self.evaluation_at(step) is None:
+      seconds = time.perf_counter() - self._since if self.start == 0 else None
+      self.evaluations.append(Evaluation(step, values, seconds))
+    return is_new
+
+  def evaluation_at(self, step: int) -> Values | None:
+    """Return the metrics of the evaluation after this step; None: there is none."""
+    return next((e.values for e in self.evaluations if e.step == step), None)
+
+  def target(self) -> Evaluation | None:
+    """Return the first evaluation that reached the config's target."""
+    config = self.experiment.config
+    targets = config.target_accuracy, config.target_loss
+    return next((e for e in self.evaluations if metrics.is_reached(e.values, *targets)), None)
+
+  def stops_at_target(self) -> bool:
+    """Return whether the run ends because its target is reached."""
+    return self.experiment.config.stop_at_target and self.target() is not None
+
+  def should_stop(self, step: int) -> bool:
+    """Return whether the run ends after this step: all are asked to, or by its target."""
+    if self._asked[0] != step:  # processes agree on a stop once per step
+      is_asked = self.watch.stop.poll() is not None
+      self._asked = step, is_asked or self.stops_at_target()
+    return self._asked[1]

@@ -1,0 +1,78 @@
+"""The compiled programs of a run: train steps, ahead of their phase, and replica checks."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, TypeVar
+
+from jaxscale.experiment import build
+from jaxscale.experiment.phases import Phase
+from jaxscale.run.programs import Programs
+from jaxscale.training import replica_check
+from jaxscale.training.types import TrainStep
+
+T = TypeVar("T")
+
+
+class StepCompiler:
+  """Compiles in the background; the main threads of all processes call it alike."""
+
+  def __init__(self, programs: Programs):
+    """Compile in the turns of `programs`, which has processes wait for each other."""
+    self._turn = programs.turn
+    self._steps: dict[Phase, tuple[build.Experiment, Future[TrainStep]]] = {}
+    self._fingerprint: Future[replica_check.Fingerprint] | None = None
+
+  def begin(self, experiment: build.Experiment, lowering: Future[Any] | None = None) -> None:
+    """Begin to compile the train step of an experiment's phase, unless it has begun.
+
+    Args:
+      experiment: at the phase.
+      lowering: of `Experiment.lower_train_step`, if it has begun.
+    """
+    if experiment.phase not in self._steps:
+      turn = self._turn()
+
+      def compile_step():
+        return experiment.compile_train_step(lowering and lowering.result(), turn)
+
+      self._steps[experiment.phase] = experiment, in_background(compile_step)
+
+  def wait(self, experiment: build.Experiment) -> TrainStep:
+    """Return the train step of the experiment's phase, once it is compiled."""
+    self.begin(experiment)
+    return self._steps[experiment.phase][1].result()
+
+  def experiment_at(self, phase: Phase) -> build.Experiment | None:
+    """Return the experiment whose step is compiled for a phase; None: there is none."""
+    return self._steps[phase][0] if phase in self._steps else None
+
+  def forget_all_but(self, *phases: Phase) -> None:
+    """Free the programs of other phases."""
+    self._steps = {phase: step for phase, step in self._steps.items() if phase in phases}
+
+  def fingerprint(self, experiment: build.Experiment) -> Future[replica_check.Fingerprint]:
+    """Return the program that hashes a state, compiled once."""
+    if self._fingerprint is None:
+      compile_it = functools.partial(_compile_fingerprint, experiment, self._turn())
+      self._fingerprint = in_background(compile_it)
+    return self._fingerprint
+
+
+def _compile_fingerprint(
+  experiment: build.Experiment, turn: build.Turn
+) -> replica_check.Fingerprint:
+  shared = replica_check.shared(experiment.abstract_state())
+  lowered = replica_check.make_fingerprint(experiment.mesh, shared).lower(shared)
+  with turn:
+    return lowered.compile()
+
+
+def in_background(function: Callable[[], T]) -> Future[T]:
+  """Start a function in a thread; return the future of its result."""
+  pool = ThreadPoolExecutor(1)
+  future = pool.submit(function)
+  pool.shutdown(wait=False)
+  return future

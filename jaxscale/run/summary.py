@@ -1,0 +1,81 @@
+"""The end of a run: `summary.json` and `metrics.png`."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from typing import Any
+
+import jax
+
+from jaxscale import cluster, metrics
+from jaxscale.checkpoint import lock
+from jaxscale.checkpoint.manager import UnsavedError
+from jaxscale.run.run import Run
+from jaxscale.training import noise_scale
+from jaxscale.training.types import TrainState
+
+
+def finish(run: Run, state: TrainState) -> dict[str, Any]:
+  """Write the summary of a run whose checkpoints are closed; return it.
+
+  Raises:
+    UnsavedError: the last checkpoint could not be written.
+    LockLostError: another run has taken over the workdir.
+  """
+  run.watch.at(int(state.step), "leaving")
+  summary = summarize(run, state)
+  is_done = summary["outcome"] == "done"
+  run.wait_for_record()
+
+  def write():
+    metrics.write_json(run.workdir / "summary.json", summary)
+    if is_done:
+      metrics.plot_metrics(run.workdir)
+
+  lock.check_for_all(run.lock)
+  unsaved = run.checkpoints.unsaved
+  # Where checkpoints are unsaved, the summary may fail for the same reason.
+  with contextlib.suppress(*[OSError] if unsaved else []):
+    cluster.on_leader(write, "summary")
+  if unsaved:
+    raise UnsavedError(unsaved)
+  if is_done:
+    run.activity.finish()
+  run.watch.at(summary["step"], "outside")
+  return summary
+
+
+def summarize(run: Run, state: TrainState) -> dict[str, Any]:
+  """Return what `summary.json` says; all processes call it."""
+  experiment, done = run.experiment, int(state.step)
+  config, target = experiment.config, run.target()
+  names = getattr(experiment.train_data.info, "class_names", ())
+  step, seconds = (target.step, target.seconds) if target else (None, None)
+  is_at_end = done == run.total_steps or run.stops_at_target()
+  before = metrics.read_json(run.workdir / "summary.json")
+  if seconds is None and before.get("target_step") == step:  # only evaluated again
+    seconds = before.get("target_seconds")
+  took = time.monotonic() - run.began
+  if run.start == done == before.get("step"):
+    took = before.get("seconds", took)
+  is_evaluated = run.evaluation_at(done) is not None
+  return {
+    "outcome": "done" if is_at_end and is_evaluated else "interrupted",
+    "step": done,
+    "total_steps": run.total_steps,
+    **run.evaluation,
+    "target_accuracy": config.target_accuracy,
+    "target_loss": config.target_loss,
+    "target_step": step,
+    "target_seconds": None if seconds is None else round(seconds, 1),
+    **noise_scale.read(state.noise),
+    "damaged_examples": run.reporter.count_damaged(),
+    **run.nan_policy.summary(),
+    **run.reporter.efficiency.summary(),
+    **run.activity.summary(),
+    "seconds": round(took, 1),
+    "devices": f"{experiment.mesh.size} x {jax.devices()[0].device_kind}",
+    "workdir": str(run.workdir),
+    **({"class_names": list(names)} if names else {}),
+  }
