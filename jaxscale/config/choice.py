@@ -7,19 +7,15 @@ a user's stand in a config file or a notebook, and nothing tells them apart.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import importlib
-import inspect
-import re
 import sys
-import traceback
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, ClassVar, dataclass_transform
 
 from jaxscale.config.validation import settings
-from jaxscale.errors import ConfigError, message_of
+from jaxscale.errors import ConfigError
 
 # Where the built-in alternatives of each base are. By name: config is imported before
 # what it configures, and without JAX.
@@ -109,66 +105,3 @@ def own_choices(namespace: dict[str, Any]) -> dict[str, type]:
 def is_built_in(kind: type) -> bool:
   """Whether a settings class is of the package."""
   return kind.__module__.startswith("jaxscale.")
-
-
-def build(chosen: Any, *context: Any) -> Any:
-  """`chosen.build(*context)`; a fault in a user's own is one line with its place.
-
-  Raises:
-    ConfigError: by a built-in class itself, or for any fault in a user's.
-  """
-  with faults_of(chosen, ".build"):
-    try:
-      inspect.signature(chosen.build).bind(*context)
-    except TypeError as e:
-      base = next(c for c in type(chosen).__mro__ if Choice in c.__bases__)
-      found = re.search(r"`build\((.*?)\)`", base.__doc__ or "")
-      names = f"self, {found[1]}".removesuffix(", ") if found else "self, *context"
-      raise ConfigError(f"{e}; write def build({names})") from None
-    return chosen.build(*context)
-
-
-def guarded(chosen: Any, doing: str, function: Any) -> Any:
-  """A function of a user's own class, whose faults become one line (`faults_of`)."""
-  if is_built_in(type(chosen)):
-    return function
-
-  def call(*args: Any, **kwargs: Any) -> Any:
-    with faults_of(chosen, doing):
-      return function(*args, **kwargs)
-
-  return call
-
-
-@contextlib.contextmanager
-def faults_of(chosen: Any, doing: str) -> Iterator[None]:
-  """Any fault in a user's own class becomes one line with its place.
-
-  Args:
-    chosen: the settings whose code runs.
-    doing: what, as it follows the name of the class.
-
-  Raises:
-    ConfigError: that line. What a built-in class raises stays.
-  """
-  try:
-    yield
-  except Exception as e:
-    if is_built_in(type(chosen)):
-      raise
-    home = sys.modules.get(type(chosen).__module__)
-    file, frames = getattr(home, "__file__", None), traceback.walk_tb(e.__traceback__)
-    lines = [line for frame, line in frames if frame.f_code.co_filename == file]
-    code = getattr(type(chosen).build, "__code__", None)
-    if not lines and code is not None and code.co_filename == file:
-      lines = [code.co_firstlineno]
-    where = f"{file}:{lines[-1]}: " if lines else ""
-    message = message_of(e) or f"in {traceback.extract_tb(e.__traceback__)[-1].name}()"
-    what = message if isinstance(e, ConfigError) else f"{type(e).__name__}: {message}"
-    raise ConfigError(f"{where}{type(chosen).__name__}{doing}: {what}") from e
-
-
-def wrong_product(chosen: Any, made: Any, wanted: str) -> ConfigError:
-  """The error of a `build` that returned something else than its base says."""
-  name, kind = type(chosen).__name__, type(made).__name__
-  return ConfigError(f"{name}.build: gave {kind}; return {wanted}")

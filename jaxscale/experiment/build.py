@@ -11,7 +11,7 @@ import dataclasses
 import functools
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import jax
 import numpy as np
@@ -21,9 +21,8 @@ from jax.sharding import Mesh
 from jaxscale import config as cfg
 from jaxscale import data, models, optim
 from jaxscale.collectives.cpu_workarounds import one_at_a_time
-from jaxscale.config.choice import build, wrong_product
 from jaxscale.data.dataset import check_targets, with_target_range
-from jaxscale.errors import ConfigError
+from jaxscale.errors import ConfigError, invalid
 from jaxscale.exchange import Exchange
 from jaxscale.experiment import make_layout as layouts
 from jaxscale.experiment.derive import Derived, derive
@@ -39,6 +38,7 @@ from jaxscale.experiment.model import (
   rows_of_device,
 )
 from jaxscale.experiment.optimizer import make_optimizer, phase_rate, phase_schedule
+from jaxscale.experiment.own_classes import build
 from jaxscale.experiment.phases import Phase, phase_index, scale_velocity, step_at
 from jaxscale.mesh import batch_axes, batch_sharding, make_mesh, replicated
 from jaxscale.optim.tree_paths import path_name
@@ -193,9 +193,8 @@ class Experiment:
     parts = init_fn(self.model), self.tx, self.mesh, self.exchange
     if self.sync is not None:
       return states.make_init(*parts, local=self.sync.method)
-    average, noise = self.config.ema_decay is not None, self.config.noise_scale
-    options = {"layout": self.layout, "average": average, "noise_scale": noise}
-    return states.make_init(*parts, **options)
+    average, noise_scale = self.config.ema_decay is not None, self.config.noise_scale
+    return states.make_init(*parts, layout=self.layout, average=average, noise_scale=noise_scale)
 
 
 def experiment(
@@ -244,8 +243,17 @@ def experiment(
   layout = layouts.make_layout(config, mesh, model)
   totals = layouts.make_totals(model, layout, objective)
   eval_step = steps.make_eval_step(totals, mesh, layout)
-  shared = config, derived, mesh, model, layout, train_data
-  made = Experiment(
+  first = make_phase(
+    derived.phases[0],
+    config=config,
+    derived=derived,
+    mesh=mesh,
+    eval_model=model,
+    layout=layout,
+    train_data=train_data,
+  )
+  notes = *train_data.notes, *eval_data.notes, *notes, *first.notes
+  return Experiment(
     config=config,
     derived=derived,
     mesh=mesh,
@@ -253,9 +261,8 @@ def experiment(
     model=model,
     layout=layout,
     eval_step=eval_step,
-    **_phase_parts(*shared, derived.phases[0]),
+    **first._replace(notes=notes)._asdict(),
   )
-  return made.replace(notes=(*train_data.notes, *eval_data.notes, *notes, *made.notes))
 
 
 def make_data(config: cfg.Config) -> tuple[data.Dataset, data.Dataset]:
@@ -264,34 +271,66 @@ def make_data(config: cfg.Config) -> tuple[data.Dataset, data.Dataset]:
   Raises:
     ConfigError: they cannot be had, or a class of the user's gave something else.
   """
-  match made := build(config.data):
-    case tuple((data.Dataset(), data.Dataset())):
-      return made
   wanted = "two data.Dataset, to train on and held-out (data.from_arrays makes one)"
-  raise wrong_product(config.data, made, wanted)
+  return build(config.data, kind=_is_two_datasets, wanted=wanted)
+
+
+def _is_two_datasets(part: Any) -> bool:
+  is_pair = isinstance(part, tuple) and len(part) == 2
+  return is_pair and all(isinstance(dataset, data.Dataset) for dataset in part)
+
+
+class PhaseParts(NamedTuple):
+  """The parts of an `Experiment` that differ between phases; each is described there."""
+
+  phase: Phase
+  train_data: data.Dataset
+  loss: LossFn | PipelineGrads
+  tx: optax.GradientTransformation
+  schedule: optax.Schedule
+  exchange: Exchange
+  sync: Synchronization | None
+  notes: tuple[str, ...]
 
 
 def at_phase(experiment: Experiment, phase: Phase) -> Experiment:
   """The same experiment with the parts of one phase: data, optimizer, step."""
-  e = experiment
-  shared = e.config, e.derived, e.mesh, e.model, e.layout, e.train_data
-  return e.replace(**_phase_parts(*shared, phase))
+  parts = make_phase(
+    phase,
+    config=experiment.config,
+    derived=experiment.derived,
+    mesh=experiment.mesh,
+    eval_model=experiment.model,
+    layout=experiment.layout,
+    train_data=experiment.train_data,
+  )
+  return experiment.replace(**parts._asdict())
 
 
-def _phase_parts(
-  config: cfg.Config, derived: Derived, mesh, eval_model, layout, train_data, phase
-) -> dict[str, Any]:
-  """The fields of an `Experiment` that differ between phases."""
+def make_phase(
+  phase: Phase,
+  *,
+  config: cfg.Config,
+  derived: Derived,
+  mesh: Mesh,
+  eval_model: Model,
+  layout: Layout | None,
+  train_data: data.Dataset,
+) -> PhaseParts:
+  """Make the parts of one phase; `eval_model` is the model that evaluates.
+
+  Raises:
+    ConfigError: the phase's images, or its exchange, do not fit the model or devices.
+  """
   if phase.image_size is not None:
     train_data = config.data.resized(phase.image_size)
   model = make_model(config, train_data.info, mesh, bn_span(config, derived, phase))
   if phase.image_size is not None:
     shapes = [jax.tree.map(lambda x: x.shape, _params(m)) for m in (eval_model, model)]
     if shapes[0] != shapes[1]:
-      raise ConfigError(
-        f"Phases.image_sizes={phase.image_size}: the parameters of this model depend "
-        "on the image size; use one that pools over the image (ResNet)"
-      )
+      why = "the parameters of this model depend on the image size"
+      fix = "use a model that pools over the image (ResNet)"
+      raise invalid("Phases.image_sizes", phase.image_size, why, fix)
   # The schedule counts in steps of Config.batch_size, the optimizer in the run's.
   warmup = step_at(derived.phases, derived.warmup_steps * config.batch_size)
   momentum = phase_rate(config, phase)[1]
@@ -306,16 +345,16 @@ def _phase_parts(
   sync, more = make_sync(config, derived, phase, mesh)
   schedule = phase_schedule(config, derived, phase)
   objective = make_objective(config, train_data.info)
-  return {
-    "phase": phase,
-    "train_data": train_data,
-    "tx": make_optimizer(config, schedule, warmup, momentum),
-    "schedule": schedule,
-    "loss": layouts.make_loss(config, model, layout, objective),
-    "exchange": exchange,
-    "sync": sync,
-    "notes": (*layouts.notes(config, mesh, phase.accumulate_steps), *notes, *more),
-  }
+  return PhaseParts(
+    phase=phase,
+    train_data=train_data,
+    loss=layouts.make_loss(config, model, layout, objective),
+    tx=make_optimizer(config, schedule, warmup, momentum),
+    schedule=schedule,
+    exchange=exchange,
+    sync=sync,
+    notes=(*layouts.notes(config, mesh, phase.accumulate_steps), *notes, *more),
+  )
 
 
 def with_sizes(experiment: Experiment, chosen: Sequence[int]) -> Experiment:
@@ -364,7 +403,7 @@ def _map_opt_state(state: TrainState, change: Callable[[Any], Any]) -> TrainStat
 def skip_steps(state: TrainState, steps: int) -> TrainState:
   """The state after so many steps that were not taken: only counts move on."""
 
-  def move(opt_state):
+  def move(opt_state: Any):
     layout = jax.tree.map(lambda x: x.sharding, opt_state)
     moved = functools.partial(nan_guard.count_steps, steps=steps)
     return jax.jit(moved, donate_argnums=0, out_shardings=layout)(opt_state)

@@ -9,13 +9,13 @@ from typing import Any, NamedTuple
 from jax.sharding import Mesh
 
 from jaxscale import config as cfg
-from jaxscale.config.choice import build, guarded, wrong_product
 from jaxscale.errors import ConfigError
 from jaxscale.exchange import Exchange, plain
 from jaxscale.exchange.local_updates import LocalUpdate
 from jaxscale.exchange.wrappers import delayed, warm_start
 from jaxscale.experiment.derive import Derived
 from jaxscale.experiment.model import bn_span
+from jaxscale.experiment.own_classes import build, guarded
 from jaxscale.experiment.phases import Phase, step_at
 
 
@@ -40,13 +40,11 @@ def make_exchange(
   name = type(chosen).__name__
   try:
     given = cfg.ExchangeContext(sizes, params, mesh, config.seed, notes.append)
-    made = build(chosen, given)
+    made = build(chosen, given, kind=Exchange, wanted="an exchange.Exchange")
   except ConfigError as e:
     if f"{name}." in str(e):  # a user's own, with its place
       raise
     raise ConfigError(f"{name}.{e}") from None
-  if not isinstance(made, Exchange):
-    raise wrong_product(chosen, made, "an exchange.Exchange")
   own = guarded(chosen, ", its exchange", made.exchange)
   made = made._replace(exchange=own, init=guarded(chosen, ", its init", made.init))
   if chosen.plain_epochs:
@@ -86,5 +84,6 @@ def make_sync(
   num_workers = mesh.size if alone is None else mesh.shape["replica"]
   rows = phase.batch_size // num_workers
   context = cfg.SyncContext(num_workers, rows, derived.num_train, notes.append)
-  method = build(sync, context)
+  kinds, wanted = (LocalUpdate, type(None)), "an exchange.local_updates.LocalUpdate, or None"
+  method = build(sync, context, kind=kinds, wanted=wanted)
   return (None if method is None else Synchronization(method, alone)), notes

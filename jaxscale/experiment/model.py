@@ -17,9 +17,10 @@ from jax.sharding import PartitionSpec as P
 from jaxscale import config as cfg
 from jaxscale import data, models, weights
 from jaxscale.collectives import vary
-from jaxscale.config.choice import build, guarded, is_built_in, wrong_product
+from jaxscale.config.choice import is_built_in
 from jaxscale.errors import ConfigError, invalid
 from jaxscale.experiment.derive import Derived
+from jaxscale.experiment.own_classes import build, guarded_parts
 from jaxscale.experiment.phases import Phase
 from jaxscale.experiment.row_mixing import mixes_rows
 from jaxscale.mesh import BN_AXIS, BatchNormSpan, batch_axes, batch_norm_span, mesh_shape
@@ -91,7 +92,9 @@ def make_model(
   smoothing = config.loss.label_smoothing if train else 0.0
   bn = {} if span is None or mesh is None else _bn_options(span, mesh)
   context = cfg.ModelContext(info=info, dtype=dtype, label_smoothing=smoothing, **bn)
-  made = build(config.model, context)
+  wanted = "a Flax module, a models.ModelFns or a models.Stack"
+  kinds = models.Stack, nn.Module, models.ModelFns
+  made = build(config.model, context, kind=kinds, wanted=wanted)
   if isinstance(made, models.Stack):
     if not config.loss.is_cross_entropy:
       why = f"is not the cross entropy that {type(config.model).__name__} computes"
@@ -105,13 +108,7 @@ def make_model(
       made = models.functions(
         made, info.image_shape, mean=info.mean, std=info.std, dtype=info.dtype
       )
-  if not isinstance(made, models.ModelFns):
-    wanted = "a Flax module, a models.ModelFns or a models.Stack"
-    raise wrong_product(config.model, made, wanted)
-  parts = made._asdict().items()
-  return models.ModelFns(
-    **{name: guarded(config.model, f", called by {name}", f) for name, f in parts}
-  )
+  return guarded_parts(config.model, ", called by {}", made)
 
 
 def _seen_by_loss(config: cfg.Config, info: Any) -> Any:
@@ -126,12 +123,9 @@ def make_objective(config: cfg.Config, info: Any) -> Objective:
   Raises:
     ConfigError: its build failed or returned something else.
   """
-  made = build(config.loss, info)
-  if not isinstance(made, Objective):
-    wanted = "a training.losses.Objective, loss and metrics of each example"
-    raise wrong_product(config.loss, made, wanted)
-  parts = made._asdict().items()
-  return Objective(**{name: f and guarded(config.loss, f", its {name}", f) for name, f in parts})
+  wanted = "a training.losses.Objective, loss and metrics of each example"
+  objective = build(config.loss, info, kind=Objective, wanted=wanted)
+  return guarded_parts(config.loss, ", its {}", objective)
 
 
 def check_model(
@@ -198,7 +192,7 @@ def _called_as_steps(
   batch = {name: jax.ShapeDtypeStruct(*array) for name, array in shapes}
   keys = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), whole))
 
-  def call(state, batch, keys):
+  def call(state: Any, batch: Any, keys: Any):
     params, own = vary(state, axes)
     outputs, _ = model.apply(params, own, inputs_of(batch), True, keys)
     losses.training_loss(lambda *_: (outputs, own), objective)(params, own, batch, keys)
@@ -242,7 +236,7 @@ def _loss_notes(
   reason = check_sums(_of_outputs(objective), {}, {}, inputs, mesh, name="Config.loss")
   notes = [f"not tested whether its loss is a sum over rows: {reason}"] if reason else []
 
-  def loss_of(_, batch, keys):
+  def loss_of(_, batch: Any, keys: Any):
     return objective.loss(batch["outputs"], batch)
 
   return notes + mixing("its loss", loss_of, lambda key: ({}, {}), inputs)
@@ -251,7 +245,7 @@ def _loss_notes(
 def _of_outputs(objective: Objective) -> Any:
   """The sums of an objective as a `step.LossFn`, of batches with "outputs"."""
 
-  def loss_fn(params, model_state, batch, keys):
+  def loss_fn(params: Any, model_state: Any, batch: Any, keys: Any):
     batch = dict(batch)
     outputs = batch.pop("outputs")
     loss = losses.training_loss(lambda *_: (outputs, model_state), objective)
@@ -263,7 +257,7 @@ def _of_outputs(objective: Objective) -> Any:
 def _stack_functions(stack: models.Stack) -> models.ModelFns:
   """A stack as functions of its inputs, to compare outputs."""
 
-  def apply(params, model_state, inputs, train, keys):
+  def apply(params: Any, model_state: Any, inputs: Any, train: Any, keys: Any):
     batch = {"image": inputs, "tokens": inputs}
     return stack_logits(stack, params, batch), model_state
 
@@ -277,7 +271,7 @@ def _model_notes(
   shapes = data.batch_shapes(info, rows)
   batch: Any = {name: jax.ShapeDtypeStruct(*array) for name, array in shapes.items()}
 
-  def outputs_of(state, inputs, keys):
+  def outputs_of(state: Any, inputs: Any, keys: Any):
     return model.apply(*state, inputs, True, keys)[0]
 
   return mixing("its model", outputs_of, model.init, inputs_of(batch))
@@ -326,14 +320,20 @@ def imported(
   """
   path = config.init_from
   assert path is not None
-  notes, head = [], {"init_head": config.init_head}
+  notes: list[str] = []
 
-  def check(naming, names):  # before shapes: it says which setting is another
-    notes.extend(check_source(path, naming, names, config.model, info, **head))
+  def check(naming: Any, names: Any):  # before shapes: it says which setting is another
+    found = check_source(path, naming, names, config.model, info, init_head=config.init_head)
+    notes.extend(found)
 
-  into = abstract.params, abstract.model_state
-  head_of = {"num_classes": num_classes(_seen_by_loss(config, info)), **head}
-  found = weights.import_safetensors(path, *into, **head_of, check=check)
+  found = weights.import_safetensors(
+    path,
+    abstract.params,
+    abstract.model_state,
+    num_classes=num_classes(_seen_by_loss(config, info)),
+    init_head=config.init_head,
+    check=check,
+  )
   logger.info(found.summary)
   for note in notes:
     logger.info(f"note: {note}")

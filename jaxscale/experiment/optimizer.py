@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import optax
 from optax import Schedule
 
 from jaxscale import config as cfg
 from jaxscale import optim
-from jaxscale.config.choice import build, guarded, wrong_product
 from jaxscale.experiment.derive import Derived, schedule_steps
+from jaxscale.experiment.own_classes import build, guarded, guarded_parts
 from jaxscale.experiment.phases import Phase, follow_batch_size, within_phase
 
 
@@ -21,9 +20,8 @@ def make_schedule(config: cfg.Config, derived: Derived) -> Schedule:
   total = schedule_steps(config, derived.phases, derived.num_train)
   total = max(math.ceil(total), 1)
   context = cfg.ScheduleContext(total, derived.warmup_steps, per_epoch)
-  schedule: Any = build(config.schedule, derived.peak_lr, context)
-  if not callable(schedule):
-    raise wrong_product(config.schedule, schedule, "a function of the step")
+  wanted = "a function of the step"
+  schedule = build(config.schedule, derived.peak_lr, context, kind=callable, wanted=wanted)
   return guarded(config.schedule, ", its schedule", schedule)
 
 
@@ -46,7 +44,7 @@ def phase_schedule(config: cfg.Config, derived: Derived, phase: Phase) -> Schedu
 
 
 def make_optimizer(
-  config: cfg.Config, schedule: Schedule, warmup_steps=0, momentum: float | None = None
+  config: cfg.Config, schedule: Schedule, warmup_steps: int = 0, momentum: float | None = None
 ) -> optax.GradientTransformation:
   """Clip by the global norm, optimize, and let lower layers move less."""
   stacked = embeddings = None
@@ -54,14 +52,16 @@ def make_optimizer(
     stacked = optim.matching("^layers/")
     embeddings = optim.matching("^(embed|head)/")
   context = cfg.OptimizerContext(momentum, warmup_steps, stacked, embeddings)
-  made = build(config.optimizer, schedule, context)
-  if not (hasattr(made, "init") and hasattr(made, "update")):
-    raise wrong_product(config.optimizer, made, "an optax transformation")
-  if isinstance(made, optax.GradientTransformation):  # keeps what takes more arguments
-    parts = made._asdict().items()
-    own = {name: guarded(config.optimizer, f", its {name}", f) for name, f in parts}
-    made = made._replace(**own)
-  chain = [made]
+  optimizer = build(
+    config.optimizer,
+    schedule,
+    context,
+    kind=lambda x: hasattr(x, "init") and hasattr(x, "update"),
+    wanted="an optax transformation",
+  )
+  if isinstance(optimizer, optax.GradientTransformation):  # keeps what takes more arguments
+    optimizer = guarded_parts(config.optimizer, ", its {}", optimizer)
+  chain = [optimizer]
   if config.clip_norm is not None:
     chain.insert(0, optax.clip_by_global_norm(config.clip_norm))
   if config.layer_decay is not None:

@@ -195,7 +195,7 @@ def scale_velocity(opt_state: Any, factor: float) -> Any:
   changes, (1 - old) / (1 - new) carries it over, and nothing jumps.
   """
 
-  def scale(path, x):
+  def scale(path: Any, x: Any):
     # Fields of NamedTuples of ours or of optax; names of parameters are keys.
     fields = {getattr(key, "name", None) for key in path}
     return x * jnp.asarray(factor, x.dtype) if fields & {"velocity", "trace"} else x

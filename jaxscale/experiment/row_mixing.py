@@ -41,7 +41,7 @@ def mixes_rows(
   one = np.array(jax.local_devices()[:1]).reshape((1,) * len(axes))
 
   @jax.shard_map(mesh=Mesh(one, axes), in_specs=(P(), P(axes), P(axes)), out_specs=P(axes))
-  def results_of(state, rows, keys):
+  def results_of(state: Any, rows: Any, keys: Any):
     return function(vary(state, axes), rows, keys)
 
   params, _, rows, keys = example_values(params, {}, rows, 2 * count - 1)
@@ -55,7 +55,7 @@ def mixes_rows(
   call = compiled(results_of, *arguments[0])
   first, second = (jax.tree.leaves(call(*each)) for each in arguments)
 
-  def differs(a, b):
+  def differs(a: Any, b: Any):
     a, b = np.asarray(a[0], float), np.asarray(b[1], float)
     return bool((np.abs(a - b) > tolerance * np.abs(a).max(initial=0.0)).any())
 

@@ -15,8 +15,8 @@ from pathlib import Path
 from jaxscale import metrics
 from jaxscale.config import Config, ConfigError, TrackerContext
 from jaxscale.config.bases import Tracker
-from jaxscale.config.choice import build, wrong_product
 from jaxscale.config.record import to_plain
+from jaxscale.experiment.own_classes import build
 from jaxscale.files import read_json, write_json
 from jaxscale.run import provenance
 
@@ -55,10 +55,8 @@ def sources(config: Config, workdir: Path) -> list[metrics.TrackerSource]:
   def opened(tracker: Tracker, note: Callable[[str], None]) -> metrics.Tracker:
     name = workdir.absolute().name
     facts = to_plain(config), _environment(), note
-    made = build(tracker, TrackerContext(run_id, name, workdir, *facts))
-    if not isinstance(made, metrics.Tracker):
-      raise wrong_product(tracker, made, "a metrics.Tracker")
-    return made
+    context = TrackerContext(run_id, name, workdir, *facts)
+    return build(tracker, context, kind=metrics.Tracker, wanted="a metrics.Tracker")
 
   return [
     metrics.TrackerSource(type(t).__name__, functools.partial(opened, t), t.flush_s)

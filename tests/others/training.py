@@ -137,7 +137,7 @@ def losses_of_ours(path, model, optimizer):
     init_from=str(path),
   )
   made = experiment(config, devices=jax.devices()[:1])
-  state, found = made.init_state(lambda line: None), []
+  state, found = made.init_state(), []
   if jax.config.jax_enable_x64:
     params = jax.tree.map(lambda w: w.astype(jnp.float64), state.params)
     state = state._replace(params=params, opt_state=made.tx.init(params))

@@ -26,6 +26,7 @@ from jaxscale.weights import export_safetensors, import_safetensors
 from jaxscale.weights.safetensors import read_header
 from support.commands import child_env
 from support.configs import tiny_digits
+from support.logs import logged
 from support.paths import ROOT
 
 
@@ -121,7 +122,7 @@ def test_a_checkpoint_of_a_resnet_becomes_timms_file(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("naming", ["timm", "huggingface"])
-def test_a_folder_of_a_vit_says_what_its_parameters_mean(naming, tmp_path, capsys):
+def test_a_folder_of_a_vit_says_what_its_parameters_mean(naming, tmp_path, capsys, caplog):
   config = tiny_digits(
     model="ViT", model__patch="4", model__width="32", model__num_layers="1", model__num_heads="2"
   )
@@ -147,12 +148,14 @@ def test_a_folder_of_a_vit_says_what_its_parameters_mean(naming, tmp_path, capsy
   like = dict(model="ViT", model__patch="4", model__width="32", model__num_layers="1")
   with pytest.raises(ConfigError, match=r"_heads is 2 there and 4 here, set ViT"):
     build.experiment(tiny_digits(**like, **changes)).init_state()
-  reported, changes = [], changes | {"model__num_heads": "2"}
-  build.experiment(tiny_digits(**like, **changes)).init_state(reported.append)
-  assert len(reported) == 1 and reported[0].endswith(f"{naming}'s names")
+  caplog.set_level("INFO")
+  changes |= {"model__num_heads": "2"}
+  build.experiment(tiny_digits(**like, **changes)).init_state()
+  (line,) = logged(caplog)
+  assert line.endswith(f"{naming}'s names")
 
 
-def test_a_classifier_of_other_classes_starts_anew_if_asked_to(tmp_path):
+def test_a_classifier_of_other_classes_starts_anew_if_asked_to(tmp_path, caplog):
   experiment = build.experiment(tiny_digits())
   fresh = experiment.init_state()
   params = jax.tree.map(lambda x: x + 1, fresh.params)
@@ -162,10 +165,10 @@ def test_a_classifier_of_other_classes_starts_anew_if_asked_to(tmp_path):
   export_safetensors(path, params)
   with pytest.raises(ConfigError, match="init_head=True starts the classifier anew"):
     build.experiment(tiny_digits(init_from=str(path))).init_state()
-  reported = []
   asked = tiny_digits(init_from=str(path), init_head="True")
-  state = build.experiment(asked).init_state(reported.append)
-  assert reported[0].endswith("; the classifier starts anew")
+  caplog.set_level("INFO")
+  state = build.experiment(asked).init_state()
+  assert logged(caplog)[0].endswith("; the classifier starts anew")
   assert same(state.params["Dense_0"], params["Dense_0"])
   assert same(state.params["Dense_1"], fresh.params["Dense_1"])
   with pytest.raises(ConfigError, match=r"init_head=True: set init_from too"):

@@ -196,7 +196,7 @@ def test_a_loaded_step_takes_the_same_steps(tmp_path):
     ):
       again = build.at_phase(made, made.phase)  # of which JAX has compiled nothing
       step = again.compile_train_step(turn=kept.turn())
-      state, batches = again.init_state(print, kept.turn()), train_batches(made, 0)
+      state, batches = again.init_state(kept.turn()), train_batches(made, 0)
       for _ in range(3):
         state, metrics = step(state, next(batches))
       results.append(jax.device_get((state, metrics)))

@@ -89,7 +89,7 @@ def config_of(model, **other):
 def trained(model, num_devices, **other):
   """Notes, and parameters after four steps."""
   made = experiment(config_of(model, **other), devices=jax.devices()[:num_devices])
-  state, step = made.init_state(lambda line: None), made.compile_train_step()
+  state, step = made.init_state(), made.compile_train_step()
   batches = data.train_batches(made.train_data, 16, position=0, seed=0)
   for _ in range(4):
     batch = {

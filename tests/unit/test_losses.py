@@ -92,7 +92,7 @@ def digit_run(loss, x, y, **other):
 def losses_of(loss, y):
   """Training and evaluation losses, and metrics, of four steps on two devices."""
   made = digit_run(loss, INPUTS, y)
-  state, seen = made.init_state(lambda line: None), []
+  state, seen = made.init_state(), []
   for _, batch in zip(range(4), train_batches(made.train_data, 16), strict=False):
     state, metrics = made.train_step(state, to_mesh(batch, made))
     seen.append({k: v for k, v in metrics.items() if not v.ndim})
