@@ -157,8 +157,7 @@ def ours(name: str, size: dict[str, Any]) -> Work:
     def looped() -> None:
       nonlocal state
       feed = iter(lambda: batch, None)
-      options = {"start": 0, "total_steps": count}
-      state, _ = loop.train(state, train_step, feed, callbacks, **options)
+      state, _ = loop.train(state, train_step, feed, callbacks, start=0, total_steps=count)
 
     progress = metrics.Progress(count, total_examples=count * size["rows"], quiet=True)
     callbacks = loop.Callbacks(

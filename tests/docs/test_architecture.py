@@ -1,4 +1,4 @@
-"""docs/architecture.md and CONTRIBUTING.md name files and functions that exist."""
+"""Pages for contributors name files and functions that exist."""
 
 import re
 
@@ -6,7 +6,7 @@ import pytest
 
 from support.paths import ROOT
 
-PAGES = ["docs/architecture.md", "CONTRIBUTING.md"]
+PAGES = ["docs/architecture.md", "docs/adding.md", "CONTRIBUTING.md", "AGENTS.md"]
 CODE = ROOT / "jaxscale"
 
 
@@ -20,14 +20,14 @@ def test_files_exist(page):
   named = re.findall(r"`([\w./]+(?:/|\.py|\.toml|\.md))`", prose)
   # What a run writes, and patterns, are not files of ours.
   made = {"tensorboard/", "checkpoints/", "compiled/", "lock/", "faults/", "code/"}
-  made |= {"profile/", "hlo/", "settings.py"}
-  inside = {"detect/", "rendezvous/", "watch/", "layout.py", "phases.py"}
+  made |= {"profile/"}
+  inside = {"detect/", "rendezvous/", "watch/", "settings.py"}
   missing = [
     name
     for name in {*named} - made - inside
     if not (ROOT / name).exists() and not (CODE / name).exists()
   ]
-  assert len(named) > 10 and missing == []
+  assert len(named) >= 10 and missing == []
 
 
 @pytest.mark.parametrize("page", PAGES)
@@ -38,7 +38,7 @@ def test_each_step_names_what_is_in_its_file(page):
     source = (CODE / file).read_text()
     for name in re.findall(r"`([A-Za-z_]\w*)`", says):
       assert re.search(rf"\b{name}\b", source), f"{file} has no {name}"
-  assert steps or page == "CONTRIBUTING.md"
+  assert steps or page != "docs/architecture.md"
 
 
 def test_every_package_is_in_the_table():

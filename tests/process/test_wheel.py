@@ -52,7 +52,7 @@ def test_a_wheel_trains_a_packaged_config_in_an_empty_folder(installed, tmp_path
   assert {"jaxscale/py.typed", "jaxscale/configs/digits.py"} <= set(names)
   where = f"{script.parent}/python", "-c", "import jaxscale; print(jaxscale.__file__)"
   assert str(script.parent.parent) in run(*where, cwd=tmp_path)
-  assert run(script, "--version", cwd=tmp_path) == "jaxscale 0.2.0\n"
+  assert run(script, "--version", cwd=tmp_path) == "jaxscale 0.3.0\n"
   options = ["--config.epochs=2", "--config.schedule.warmup_epochs=0"]
   out = run(script, "train", "--config", "digits", *options, cwd=tmp_path)
   assert "done: held-out accuracy" in out
