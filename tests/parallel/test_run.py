@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import jaxscale
 from jaxscale import config, data, metrics
 from jaxscale.checkpoint import checkpoint_files
 from jaxscale.checkpoint.manager import Checkpoints
@@ -27,6 +28,7 @@ from jaxscale.run.goodput import read_activities
 from jaxscale.training import loop
 from support.configs import tiny_digits
 from support.errors import config_error
+from support.extending import blocks
 from support.tiny_runs import events_of, record
 
 
@@ -451,3 +453,19 @@ def test_many_runs_in_one_process_leave_nothing_behind(tmp_path):
     arrays = sum(a.nbytes for a in jax.live_arrays())
     seen.append((threading.active_count(), len(os.listdir("/proc/self/fd")), arrays))
   assert seen[2:] == [seen[2]] * 10, seen
+
+
+def test_hooks_of_ones_own_run_before_a_checkpoint(tmp_path, monkeypatch):
+  (code,) = blocks("hooks")
+  config = tiny_digits()
+  names = {"jxs": jaxscale, "config": config}
+  monkeypatch.chdir(tmp_path)
+  exec(code, names)
+  assert list(names["norms"]) == [10, 20, 30, 40] and min(names["norms"].values()) > 0
+
+  def refuse(step, state):
+    raise ValueError(f"step {step}")
+
+  with pytest.raises(ValueError, match="step 22"):  # where a checkpoint is due as well
+    fit(config, "runs/refused", hooks=[loop.Hook(22, refuse)])
+  assert not list((tmp_path / "runs" / "refused" / "checkpoints").glob("[0-9]*"))
