@@ -152,37 +152,28 @@ _LLAMA = (
 )
 
 
-def _vit(
-  token: str, position: str, patch: str, block: str, layer: str, norm: str, head: str
-) -> tuple[Link, ...]:
+def _vit(text: str) -> tuple[Link, ...]:
   """The table of a ViT.
 
   Args:
-    token, position, patch, norm, head: names outside of the layers.
-    block: what the names of a layer begin with.
-    layer: in it the names of both norms, of queries, keys and values (one name, if
-      they are one array), and of `o`, `up` and `down`.
+    text: names outside of the layers: class token, positions, patches, norm and head;
+      what the names of a layer begin with; and in it the names of both norms, of queries,
+      keys and values (one name, if they are one array), and of `o`, `up` and `down`.
   """
-  first, second, *qkv, o, up, down = (block + name for name in layer.split())
+  token, position, patch, norm, head, block, *layer = text.split()
+  first, second, *qkv, o, up, down = (block + name for name in layer)
   joint = "_" if o.endswith("out_proj") else "."  # PyTorch's MultiheadAttention
-  is_one, heads = len(qkv) == 1, []
+  heads = []
   for i, name in enumerate("qkv"):
-    part = (i, 3) if is_one else (0, 1)
-    heads += _dense(f"layers/{name}", qkv[0 if is_one else i], part, joint)
-  return (
-    Link("embed/class_token", token, "token"),
-    Link("embed/position", position, "tokens"),
-    Link("embed/patch/kernel", f"{patch}.weight", "patch"),
-    Link("embed/patch/bias", f"{patch}.bias"),
-    *_norm("layers/attn_norm", first),
-    *heads,
-    *_dense("layers/o", o),
-    *_norm("layers/mlp_norm", second),
-    *_dense("layers/up", up),
-    *_dense("layers/down", down),
-    *_norm("head/norm", norm),
-    *_dense("head", head),
-  )
+    own = (qkv[0], (i, 3)) if len(qkv) == 1 else (qkv[i], (0, 1))
+    heads += _dense(f"layers/{name}", *own, joint)
+  embed = Link("embed/class_token", token, "token"), Link("embed/position", position, "tokens")
+  patches = Link("embed/patch/kernel", f"{patch}.weight", "patch")
+  rows = [*embed, patches, Link("embed/patch/bias", f"{patch}.bias")]
+  rows += [*_norm("layers/attn_norm", first), *heads, *_dense("layers/o", o)]
+  rows += [*_norm("layers/mlp_norm", second), *_dense("layers/up", up)]
+  rows += [*_dense("layers/down", down), *_norm("head/norm", norm), *_dense("head", head)]
+  return tuple(rows)
 
 
 _WORDS, _PATCHES = "params/embed/table", "params/embed/patch/kernel"
@@ -191,33 +182,20 @@ _WORDS, _PATCHES = "params/embed/table", "params/embed/patch/kernel"
 _TABLES = {
   ("huggingface", _WORDS): _LLAMA,
   ("timm", _PATCHES): _vit(
-    "cls_token",
-    "pos_embed",
-    "patch_embed.proj",
-    "blocks.{}.",
-    "norm1 norm2 attn.qkv attn.proj mlp.fc1 mlp.fc2",
-    "norm",
-    "head",
+    """cls_token pos_embed patch_embed.proj norm head
+    blocks.{}. norm1 norm2 attn.qkv attn.proj mlp.fc1 mlp.fc2"""
   ),
   ("torchvision", _PATCHES): _vit(
-    "class_token",
-    "encoder.pos_embedding",
-    "conv_proj",
-    "encoder.layers.encoder_layer_{}.",
-    "ln_1 ln_2 self_attention.in_proj self_attention.out_proj mlp.0 mlp.3",
-    "encoder.ln",
-    "heads.head",
+    """class_token encoder.pos_embedding conv_proj encoder.ln heads.head
+    encoder.layers.encoder_layer_{}. ln_1 ln_2 self_attention.in_proj self_attention.out_proj
+    mlp.0 mlp.3"""
   ),
   ("huggingface", _PATCHES): _vit(
-    "vit.embeddings.cls_token",
-    "vit.embeddings.position_embeddings",
-    "vit.embeddings.patch_embeddings.projection",
-    "vit.encoder.layer.{}.",
-    "layernorm_before layernorm_after attention.attention.query "
-    "attention.attention.key attention.attention.value attention.output.dense "
-    "intermediate.dense output.dense",
-    "vit.layernorm",
-    "classifier",
+    """vit.embeddings.cls_token vit.embeddings.position_embeddings
+    vit.embeddings.patch_embeddings.projection vit.layernorm classifier
+    vit.encoder.layer.{}. layernorm_before layernorm_after attention.attention.query
+    attention.attention.key attention.attention.value attention.output.dense
+    intermediate.dense output.dense"""
   ),
 }
 
@@ -262,13 +240,9 @@ class Naming(NamedTuple):
 
 _PYTORCH = {"format": "pt"}  # transformers refuses a file that does not say so
 # What tells a naming by what is in a file.
-_SIGNS = {
-  "model.embed_tokens.weight": "huggingface",
-  "vit.embeddings.cls_token": "huggingface",
-  "patch_embed.proj.weight": "timm",
-  "conv_proj.weight": "torchvision",
-  "layer1.0.conv1.weight": "timm",
-}
+_SIGNS = {"model.embed_tokens.weight": "huggingface", "vit.embeddings.cls_token": "huggingface"}
+_SIGNS |= {"patch_embed.proj.weight": "timm", "layer1.0.conv1.weight": "timm"}
+_SIGNS |= {"conv_proj.weight": "torchvision"}
 
 
 def guess(path: str | os.PathLike, names: Collection[str]) -> str:

@@ -31,13 +31,9 @@ from jaxscale.files import expand, output_path, parse_json, refuse_pointer, repl
 
 _PLAIN = "i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "f2", "f4", "f8"
 # The format's names of all dtypes that arrays of JAX can have.
-DTYPES = {
-  "BOOL": np.dtype(np.bool_),
-  "BF16": np.dtype(ml_dtypes.bfloat16),
-  "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
-  "F8_E5M2": np.dtype(ml_dtypes.float8_e5m2),
-  **{f"{d[0].upper()}{8 * int(d[1])}": np.dtype(d) for d in _PLAIN},
-}
+DTYPES = {f"{d[0].upper()}{8 * int(d[1])}": np.dtype(d) for d in _PLAIN}
+DTYPES |= {"BOOL": np.dtype(np.bool_), "BF16": np.dtype(ml_dtypes.bfloat16)}
+DTYPES |= {"F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn), "F8_E5M2": np.dtype(ml_dtypes.float8_e5m2)}
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _MOST_DIMS, _MOST_ITEMS = 32, 2**56  # fewer of both than NumPy refuses
 _INDEX = "model.safetensors.index.json"  # Hugging Face's, in a folder
