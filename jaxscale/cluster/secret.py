@@ -85,10 +85,8 @@ def find_secret(env: Mapping[str, str] = os.environ) -> bytes:
         os.link(file.name, path)
     return _read(path)
   except OSError as e:
-    raise ConfigError(
-      f"{path}: {e.strerror}: no place for the secret of your runs; set {VARIABLE} to "
-      "the same 64 random hex digits in all processes"
-    ) from e
+    fix = f"set {VARIABLE} to the same 64 random hex digits in all processes"
+    raise ConfigError(f"{path}: {e.strerror}: no place for the secret of your runs; {fix}") from e
 
 
 def _read(path: Path) -> bytes:

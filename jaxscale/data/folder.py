@@ -121,10 +121,9 @@ def image_folder(
   normal = [unicodedata.normalize("NFC", name) for name in folder.classes]
   for name, known in zip(folder.classes, normal, strict=True):
     if known not in labels_of:
-      raise ConfigError(
-        f"{directory}/{name}: not a class that is trained on, {nearest(name, names)}; "
-        "move it away, or its images into the directories of their classes"
-      )
+      why = f"not a class that is trained on, {nearest(name, names)}"
+      fix = "move it away, or its images into the directories of their classes"
+      raise ConfigError(f"{directory}/{name}: {why}; {fix}")
   labels = np.array([labels_of[known] for known in normal], np.int32)[folder.labels]
   shape = (image_size, image_size, channels)
   info = image_info(str(directory), shape, len(names), mean, std)
@@ -163,17 +162,14 @@ def listing(directory: str | os.PathLike[str]) -> Folder:
   """
   root = Path(directory)
   if not root.is_dir():
-    raise ConfigError(
-      f"{directory}: no such directory of images; give the one "
-      "whose subdirectories are the classes, e.g. ILSVRC2012/train"
-    )
+    fix = "give the one whose subdirectories are the classes, e.g. ILSVRC2012/train"
+    raise ConfigError(f"{directory}: no such directory of images; {fix}")
   folder = _kept_listing(str(root.absolute()))
   if not len(folder.files):
     count = len(folder.empty)
-    raise ConfigError(
-      f"{directory}: no images in {count} subdirectories{_but(folder.left_out)}; it "
-      f"takes CLASS/**/*.JPEG (or {' '.join(SUFFIXES)})"
-    )
+    why = f"no images in {count} subdirectories{_but(folder.left_out)}"
+    fix = f"it takes CLASS/**/*.JPEG (or {' '.join(SUFFIXES)})"
+    raise ConfigError(f"{directory}: {why}; {fix}")
   return folder
 
 

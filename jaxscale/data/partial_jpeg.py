@@ -132,10 +132,8 @@ def build() -> Path:
     try:
       _open(built)
     except OSError as e:
-      raise ConfigError(
-        f"libjpeg={found[1]}: what was built {e}; use libjpeg-turbo 2.1 or newer, with "
-        "its SIMD code"
-      ) from None
+      why = f"what was built {e}; use libjpeg-turbo 2.1 or newer, with its SIMD code"
+      raise ConfigError(f"libjpeg={found[1]}: {why}") from None
     _only_owner_writes(built)
     os.replace(built, target)  # no process sees half of it
   return target

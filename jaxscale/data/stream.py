@@ -155,10 +155,8 @@ def windows(name: str, stream: Stream, vocab_size: int, sequence_length: int) ->
     tokens = stream.read(start, stop)  # of any width: checked before they become int32
     for token in (tokens.min(), tokens.max()):
       if not 0 <= token < vocab_size:
-        raise ConfigError(
-          f"{name}: token {token} where the vocabulary has {vocab_size:,}; give the "
-          "vocab_size of the tokenizer that made it (or it is of another dtype)"
-        )
+        fix = "give the vocab_size of the tokenizer that made it (or it is of another dtype)"
+        raise ConfigError(f"{name}: token {token} where the vocabulary has {vocab_size:,}; {fix}")
     return tokens
 
   def load(indices: np.ndarray, draws: np.ndarray | None) -> Batch:
@@ -230,10 +228,9 @@ def packed(
           print(f"packing {name} once into {kept}", flush=True)
           counts = _write(kept, batches, tokenizer, dtype)
   except OSError as e:
-    raise ConfigError(
-      f"{name}: its tokens cannot be kept in {folder} ({e.strerror}); set cache_dir "
-      "to a directory with room for them"
-    ) from None
+    why = f"its tokens cannot be kept in {folder} ({e.strerror})"
+    fix = "set cache_dir to a directory with room for them"
+    raise ConfigError(f"{name}: {why}; {fix}") from None
   is_bytes = tokenizer.key == "bytes"
   # A byte 0 between documents counts as a byte where bytes are the tokens.
   ratio = 1.0 if is_bytes else counts["bytes"] / max(counts["tokens"], 1)

@@ -249,10 +249,8 @@ def find_builder(name: str, data_dir: str | None, field: str = "TFDS.name") -> A
   logging.set_verbosity(level)
   if not is_prepared:
     where = f" --data-dir {data_dir}" if data_dir else ""
-    raise ConfigError(
-      f"{field}={name!r}: not prepared in {builder.data_path}; once, in an "
-      f"environment with jaxscale[tfds]: jaxscale prepare {name}{where}"
-    )
+    fix = f"once, in an environment with jaxscale[tfds]: jaxscale prepare {name}{where}"
+    raise ConfigError(f"{field}={name!r}: not prepared in {builder.data_path}; {fix}")
   return builder
 
 
@@ -303,10 +301,8 @@ def open_split(
   except Exception as e:  # a split that is not there, a file that is cut
     first = (str(e).splitlines() or [type(e).__name__])[0]
     raise ConfigError(f"TFDS split {split!r} of {name}: {first}") from None
-  raise ConfigError(
-    f"{field}={name!r}: {builder.data_path} is in the {kind} format, which is "
-    f"not read here; prepare it again: jaxscale prepare {name}"
-  )
+  why = f"which is not read here; prepare it again: jaxscale prepare {name}"
+  raise ConfigError(f"{field}={name!r}: {builder.data_path} is in the {kind} format, {why}")
 
 
 def _open_tfrecord(builder: Any, split: str, decoders: Any) -> Examples:

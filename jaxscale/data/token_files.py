@@ -93,10 +93,8 @@ def text_files(
   notes = left_out_note(called, left_out, f"text files end in {', '.join(_ENDINGS)}")
   if paths[0].suffix.lower() in _TOKENS:
     if vocab_size is None:
-      raise ConfigError(
-        f"TextFiles.vocab_size=None: {paths[0]} has numbers of tokens; give how many "
-        "there are, e.g. 50257 for GPT-2's"
-      )
+      fix = "give how many there are, e.g. 50257 for GPT-2's"
+      raise ConfigError(f"TextFiles.vocab_size=None: {paths[0]} has numbers of tokens; {fix}")
     for name, value, default in (
       ("tokenizer", tokenizer, "bytes"),
       ("separator", separator, None),

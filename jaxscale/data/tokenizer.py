@@ -75,10 +75,8 @@ def read_tokenizer(
   vocabulary = model.get_vocab(with_added_tokens=True)
   end = _end(vocabulary, separator, field)
   if (vocab_size := max(vocabulary.values(), default=0) + 1) > _MOST_TOKENS:
-    raise ConfigError(
-      f"{field}={name!r}: it has the token {vocab_size - 1:,}, and {_MOST_TOKENS:,} is "
-      "the most a vocabulary can have; give another tokenizer.json"
-    )
+    reason = f"and {_MOST_TOKENS:,} is the most a vocabulary can have; give another tokenizer.json"
+    raise ConfigError(f"{field}={name!r}: it has the token {vocab_size - 1:,}, {reason}")
   dtype = smallest_dtype(vocab_size)
 
   def encode(documents: Sequence[bytes]) -> np.ndarray:
@@ -111,10 +109,8 @@ def _load(name: str, field: str) -> tuple[bytes, Any]:
   try:
     import tokenizers  # pyright: ignore[reportMissingImports]
   except ImportError:
-    raise ConfigError(
-      f"{field}={name!r}: needs the package tokenizers, pip install "
-      "'jaxscale[tokenizers]', or give 'bytes'"
-    ) from None
+    reason = "needs the package tokenizers, pip install 'jaxscale[tokenizers]', or give 'bytes'"
+    raise ConfigError(f"{field}={name!r}: {reason}") from None
   try:
     model = tokenizers.Tokenizer.from_buffer(content)
   except (KeyboardInterrupt, SystemExit):
@@ -155,10 +151,8 @@ def _end(vocabulary: dict[str, int], separator: str | None, field: str) -> int:
     return vocabulary[known[0]]
   setting = f"{field.rpartition('.')[0]}.separator".lstrip(".")
   if separator is None:
-    raise ConfigError(
-      f"{setting}=None: the tokenizer has none of {', '.join(_ENDS)}; give the token "
-      "that ends a document"
-    )
+    why = f"the tokenizer has none of {', '.join(_ENDS)}; give the token that ends a document"
+    raise ConfigError(f"{setting}=None: {why}")
   if separator not in vocabulary:
     raise ConfigError(
       f"{setting}={separator!r}: not a token of the tokenizer, "

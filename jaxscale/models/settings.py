@@ -19,10 +19,8 @@ Span = int | Literal["device", "global"]
 def _images(model: Model, context: ModelContext) -> dict[str, Any]:
   """The fields that every built-in Flax module of images has."""
   if not hasattr(context.info, "image_shape"):
-    raise ConfigError(
-      f"Config.model={type(model).__name__}: a model of images, and "
-      f"{context.info.name} is text; use Transformer, or other data"
-    )
+    reason = f"a model of images, and {context.info.name} is text; use Transformer, or other data"
+    raise ConfigError(f"Config.model={type(model).__name__}: {reason}")
   if (shape := context.info.image_shape)[2:] == () and not isinstance(model, MLP):
     name = f"Config.model={type(model).__name__}"
     why = f"takes images [n, height, width, channels], not {['n', *shape]}"
@@ -39,10 +37,8 @@ def _normalised(model: Any, context: ModelContext) -> dict[str, Any]:
 
 def _check_span(owner: str, span: int | str) -> None:
   if isinstance(span, int) and span < 2:
-    raise ConfigError(
-      f"{owner}.bn_span={span}: statistics need 2 examples or more; give a "
-      "number >= 2, 'device' or 'global'"
-    )
+    why = "statistics need 2 examples or more; give a number >= 2, 'device' or 'global'"
+    raise ConfigError(f"{owner}.bn_span={span}: {why}")
 
 
 class MLP(Model):
@@ -200,15 +196,11 @@ class Transformer(Model):
         f"{each} numbers, choose an even number of them"
       )
     if self.num_kv_heads is not None and self.num_heads % self.num_kv_heads:
-      raise ConfigError(
-        f"Transformer.num_kv_heads={self.num_kv_heads}: does not divide "
-        f"num_heads={self.num_heads}, give a divisor"
-      )
+      why = f"does not divide num_heads={self.num_heads}, give a divisor"
+      raise ConfigError(f"Transformer.num_kv_heads={self.num_kv_heads}: {why}")
     if self.rope_low >= self.rope_high:
-      raise ConfigError(
-        f"Transformer.rope_low={self.rope_low}: not below rope_high={self.rope_high}, "
-        "give a smaller one"
-      )
+      why = f"not below rope_high={self.rope_high}, give a smaller one"
+      raise ConfigError(f"Transformer.rope_low={self.rope_low}: {why}")
 
   is_stack = takes_text = True
 
@@ -219,10 +211,8 @@ class Transformer(Model):
 
   def build(self, context: ModelContext) -> Any:
     if not hasattr(context.info, "vocab_size"):
-      raise ConfigError(
-        f"Config.model=Transformer: {context.info.name} has images, give ViT or "
-        "ResNet, or other data"
-      )
+      fix = "give ViT or ResNet, or other data"
+      raise ConfigError(f"Config.model=Transformer: {context.info.name} has images, {fix}")
     options = dataclasses.asdict(self)
     if self.hidden is None:
       options["hidden"] = -(-8 * self.width // (3 * 256)) * 256

@@ -265,20 +265,16 @@ class Warmup(Schedule):
 
   def __post_init__(self):
     if self.warmup == "exponential" and self.warmup_lr == 0:
-      raise ConfigError(
-        f"{type(self).__name__}.warmup_lr=0.0: an exponential warm-up cannot "
-        "start at 0, give a rate > 0"
-      )
+      why = "an exponential warm-up cannot start at 0, give a rate > 0"
+      raise ConfigError(f"{type(self).__name__}.warmup_lr=0.0: {why}")
 
   def rise(self, peak: float, context: ScheduleContext) -> dict[str, Any]:
     """How a warm-up rises, as keyword arguments of `optim.warmup_*`."""
     if not context.warmup_steps:
       return {}
     if self.warmup_lr > peak:
-      raise ConfigError(
-        f"{type(self).__name__}.warmup_lr={self.warmup_lr}: above the peak of "
-        f"{peak:.6g} that the warm-up leads to, give less"
-      )
+      why = f"above the peak of {peak:.6g} that the warm-up leads to, give less"
+      raise ConfigError(f"{type(self).__name__}.warmup_lr={self.warmup_lr}: {why}")
     return {"warmup": self.warmup, "start": self.warmup_lr}
 
 

@@ -107,10 +107,8 @@ def _dims(name: str, shape: tuple[int, ...], rule: Rule, sizes: Mapping[str, int
   kept = tuple(a if a is not None and sizes.get(a, 1) > 1 else None for a in dims)
   for dim, axis in enumerate(kept):
     if axis is not None and shape[dim] % sizes[axis]:
-      raise ConfigError(
-        f"Mesh.{axis}={sizes[axis]}: does not divide dim {dim} of {name}, {shape}; "
-        f"give a divisor of {shape[dim]}"
-      )
+      why = f"does not divide dim {dim} of {name}, {shape}; give a divisor of {shape[dim]}"
+      raise ConfigError(f"Mesh.{axis}={sizes[axis]}: {why}")
   return kept
 
 

@@ -75,10 +75,9 @@ def replicated_layout(mesh: Mesh) -> Layout:
   """
   axes = batch_axes(mesh)
   if idle := [a for a in mesh.axis_names if a not in axes]:
-    raise ConfigError(
-      f"Mesh.{idle[0]}={mesh.shape[idle[0]]}: every device has the whole model, and "
-      "those along this axis would compute the same; choose a layout that splits it"
-    )
+    why = "every device has the whole model, and those along this axis would compute the same"
+    fix = "choose a layout that splits it"
+    raise ConfigError(f"Mesh.{idle[0]}={mesh.shape[idle[0]]}: {why}; {fix}")
   return Layout(mesh, "none", axes, P(), P(), Gather(sum_in_exchange=axes))
 
 
@@ -159,10 +158,8 @@ def _check_used(sizes: dict[str, int], specs: Any, shard: Shard) -> None:
         f"Mesh.{axis}={sizes[axis]}: nothing of this model is split along it; give 1"
       )
   if shard != "none" and sizes.get(FSDP, 1) == 1:
-    raise ConfigError(
-      f"Layout.shard={shard!r}: is over the axis fsdp, which has one device; give "
-      "Mesh.fsdp, e.g. -1 with Mesh.data=1"
-    )
+    why = "is over the axis fsdp, which has one device; give Mesh.fsdp, e.g. -1 with Mesh.data=1"
+    raise ConfigError(f"Layout.shard={shard!r}: {why}")
 
 
 def grad_specs(layout: Layout) -> Any:

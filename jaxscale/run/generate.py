@@ -154,10 +154,8 @@ def write(
   """
   described = describe_run(workdir)
   if not described.is_text:
-    raise ConfigError(
-      f"--workdir={workdir}: its run is of {described.data['name']}, not of text; "
-      "give one of a language model"
-    )
+    why = f"its run is of {described.data['name']}, not of text; give one of a language model"
+    raise ConfigError(f"--workdir={workdir}: {why}")
   config = described.settings()
   fields = {k: v for k, v in described.data.items() if k in data.TextInfo._fields}
   info = data.TextInfo(**fields)

@@ -237,10 +237,8 @@ def claim_workdir(
     raise unwritable(workdir, e) from None
   for link, owner in owners.items():
     if owner not in (os.geteuid(), 0):
-      raise ConfigError(
-        f"{link}: a link that another user (uid {owner}) has put there; remove it, or "
-        "use another --workdir"
-      )
+      fix = "remove it, or use another --workdir"
+      raise ConfigError(f"{link}: a link that another user (uid {owner}) has put there; {fix}")
   path = workdir / "config.json"
   if not os.path.exists(path):
     before = _saved_identity(workdir) if identity and _has_saved(workdir) else {}

@@ -95,10 +95,8 @@ def _read_folder(folder: Path) -> dict[str, Stored]:
   if not (folder / _INDEX).exists() and (folder / _ONE).exists():
     return read_header(folder / _ONE)[0]
   if not (folder / _INDEX).exists():
-    raise ConfigError(
-      f"{folder}: has neither {_ONE} nor {_INDEX}; give a .safetensors file, or a "
-      "folder with one of them"
-    )
+    why = f"has neither {_ONE} nor {_INDEX}; give a .safetensors file, or a folder with one of them"
+    raise ConfigError(f"{folder}: {why}")
   shape = {"weight_map": {str: str}}
   where = require_json(folder / _INDEX, shape, "copy it again")["weight_map"]
   files = sorted(set(where.values()))

@@ -145,10 +145,8 @@ def _checked(env: Env, found: Launch) -> Launch:
     host, port = _address(env)
     return found._replace(host=host, port=port, note="")
   if found.kind == "kubernetes" and found.host is None:
-    raise ConfigError(
-      f"{COORDINATOR}: not set, and this pod has no subdomain: name a headless "
-      "service as the Job's subdomain, or set it to host:port of pod 0"
-    )
+    reason = "name a headless service as the Job's subdomain, or set it to host:port of pod 0"
+    raise ConfigError(f"{COORDINATOR}: not set, and this pod has no subdomain: {reason}")
   return found
 
 

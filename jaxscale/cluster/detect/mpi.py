@@ -108,8 +108,7 @@ def ask_mpi4py(launch: Launch) -> str | None:
   if ours:
     MPI.Finalize()
   if size != launch.num_processes:
-    raise ConfigError(
-      f"mpi4py sees {size} of {launch.num_processes} processes: it was built for "
-      "another MPI than this mpirun; set JAXSCALE_COORDINATOR=host:port instead"
-    )
+    why = "it was built for another MPI than this mpirun"
+    fix = "set JAXSCALE_COORDINATOR=host:port instead"
+    raise ConfigError(f"mpi4py sees {size} of {launch.num_processes} processes: {why}; {fix}")
   return host

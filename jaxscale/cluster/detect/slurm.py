@@ -123,10 +123,8 @@ def _task(host: Host, job: str, restarts: int) -> Launch:
   per_node = tasks_per_node(env.get("SLURM_STEP_TASKS_PER_NODE") or "0")
   count = count or sum(per_node)
   if rank is None or rank >= count:
-    raise ConfigError(
-      f"SLURM_PROCID={rank} of SLURM_STEP_NUM_TASKS={count}: not a rank of this step; "
-      "start it with srun, or unset the SLURM_ variables"
-    )
+    why = "not a rank of this step; start it with srun, or unset the SLURM_ variables"
+    raise ConfigError(f"SLURM_PROCID={rank} of SLURM_STEP_NUM_TASKS={count}: {why}")
   node, local = number(env, "SLURM_NODEID"), number(env, "SLURM_LOCALID")
   local_size = 1 if count == 1 else number(env, "SLURM_NTASKS_PER_NODE")
   if node is not None and node < len(per_node) and per_node[node]:
@@ -146,7 +144,5 @@ def _host_of_rank_0(host: Host, nodes: tuple[str, ...]) -> str:
   path = env.get("SLURM_HOSTFILE") or "not set"
   if names := readable_text(Path(path)).split():
     return host.expand(names[0])[0]
-  raise ConfigError(
-    f"SLURM_DISTRIBUTION=arbitrary: SLURM_HOSTFILE={path} does not say where rank 0 "
-    "runs, set JAXSCALE_COORDINATOR=host:port"
-  )
+  why = f"SLURM_HOSTFILE={path} does not say where rank 0 runs, set JAXSCALE_COORDINATOR=host:port"
+  raise ConfigError(f"SLURM_DISTRIBUTION=arbitrary: {why}")

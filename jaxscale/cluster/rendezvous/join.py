@@ -151,7 +151,5 @@ def check_devices(group: ProcessGroup) -> None:
       f"{ranks_with_hosts([r for r in odd if odd[r] == n], group.hosts)}: {n} devices"
       for n in sorted(set(odd.values()))
     )
-    raise ConfigError(
-      f"{counts_of_odd}, the others: {usual}; give each process as many "
-      "(--gpus-per-task=1, or --ntasks-per-node as there are GPUs)"
-    )
+    fix = "give each process as many (--gpus-per-task=1, or --ntasks-per-node as there are GPUs)"
+    raise ConfigError(f"{counts_of_odd}, the others: {usual}; {fix}")
