@@ -23,16 +23,10 @@ from jaxscale.errors import ConfigError, message_of
 
 # Where the built-in alternatives of each base are. By name: config is imported before
 # what it configures, and without JAX.
-HOMES = {
-  "Model": "jaxscale.models.settings",
-  "Data": "jaxscale.data.settings",
-  "Optimizer": "jaxscale.optim.settings",
-  "Schedule": "jaxscale.optim.settings",
-  "Exchange": "jaxscale.exchange.settings",
-  "Sync": "jaxscale.exchange.settings",
-  "Loss": "jaxscale.training.settings",
-  "Tracker": "jaxscale.metrics.settings",
-}
+_HOMES = """Model:models Data:data Optimizer:optim Schedule:optim Exchange:exchange
+  Sync:exchange Loss:training Tracker:metrics"""
+_PAIRS = (pair.split(":") for pair in _HOMES.split())
+HOMES = {base: f"jaxscale.{package}.settings" for base, package in _PAIRS}
 
 
 @dataclass_transform(kw_only_default=True, frozen_default=True)

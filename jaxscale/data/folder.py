@@ -24,23 +24,8 @@ from jaxscale.errors import ConfigError, invalid
 from jaxscale.metrics.text import few
 
 # What a file may be called; what it is, its bytes say. A name may have no ending.
-SUFFIXES = (
-  ".jpeg",
-  ".jpg",
-  ".jpe",
-  ".jfif",
-  ".png",
-  ".bmp",
-  ".webp",
-  ".gif",
-  ".avif",
-  ".tif",
-  ".tiff",
-  ".ppm",
-  ".pgm",
-  ".pbm",
-  ".pnm",
-)
+_JPEG = ".jpeg", ".jpg", ".jpe", ".jfif"
+SUFFIXES = (*_JPEG, *".png .bmp .webp .gif .avif .tif .tiff .ppm .pgm .pbm .pnm".split())
 # How the files begin that `jpeg.decode` reads.
 _MAGIC = re.compile(
   rb"\xff\xd8\xff|\x89PNG\r\n|GIF8|BM.{4}\0{4}|RIFF.{4}WEBP|II[*+]\0|MM\0[*+]"
@@ -242,23 +227,15 @@ def _check_classes(root: str, kept: dict[str, list[str]]) -> None:
   same: dict[str, str] = {}
   for name in kept:
     if (other := same.setdefault(unicodedata.normalize("NFC", name), name)) != name:
-      raise invalid(
-        f"{root}/{name}",
-        ...,
-        f"has the same name as {other!a} in another Unicode form ({name!a})",
-        "merge the two directories",
-      )
+      why = f"has the same name as {other!a} in another Unicode form ({name!a})"
+      raise invalid(f"{root}/{name}", ..., why, "merge the two directories")
   inner = {f.partition("/")[0] for files in kept.values() for f in files if "/" in f}
   if len(kept) == 1 and len(inner) > 1:
     ((name, files),) = kept.items()
     if all("/" in file for file in files):
-      raise invalid(
-        root,
-        ...,
-        f"has the one class {name}, whose images are all in subdirectories "
-        f"of it ({few(sorted(inner))})",
-        f"give {root}/{name} if those are the classes",
-      )
+      where = f"are all in subdirectories of it ({few(sorted(inner))})"
+      fix = f"give {root}/{name} if those are the classes"
+      raise invalid(root, ..., f"has the one class {name}, whose images {where}", fix)
 
 
 def _source(folder: Folder, labels: np.ndarray) -> Source:
@@ -277,5 +254,4 @@ def _source(folder: Folder, labels: np.ndarray) -> Source:
         record = None
       yield record
 
-  jpeg = (".jpeg", ".jpg", ".jpe", ".jfif")
-  return Source(len(folder.files), read, name, lambda i: name(i).lower().endswith(jpeg))
+  return Source(len(folder.files), read, name, lambda i: name(i).lower().endswith(_JPEG))

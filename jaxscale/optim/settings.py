@@ -19,20 +19,9 @@ if TYPE_CHECKING:
 # The names that --config.optimizer= takes (by HOMES in config/choice.py).
 __all__ = ["LAMB", "LARS", "SGD", "AdamW", "Cosine", "Muon", "Optax", "Polynomial", "Steps"]
 
-LarsVariant = Literal[
-  "paper",
-  "nvidia",
-  "tf_contrib",
-  "tf_contrib_l2_in_loss",
-  "torch",
-  "optax",
-  "larc_clip",
-  "larc_scale",
-  "nvcaffe_clip",
-  "nvcaffe_scale",
-  "timm",
-  "timm_clip",
-]
+_Published = Literal["paper", "nvidia", "tf_contrib", "tf_contrib_l2_in_loss", "torch", "optax"]
+_Clipped = Literal["larc_clip", "larc_scale", "nvcaffe_clip", "nvcaffe_scale", "timm", "timm_clip"]
+LarsVariant = Literal[_Published, _Clipped]
 
 
 def _options(chosen: Optimizer, context: OptimizerContext) -> dict[str, Any]:
@@ -292,14 +281,8 @@ class Cosine(Warmup):
   restart: bool = True
 
   def build(self, peak: float, context: ScheduleContext) -> optax.Schedule:
-    return optim.warmup_cosine(
-      peak,
-      context.warmup_steps,
-      context.total_steps,
-      end=self.end_lr,
-      restart=self.restart,
-      **self.rise(peak, context),
-    )
+    options = {"end": self.end_lr, "restart": self.restart} | self.rise(peak, context)
+    return optim.warmup_cosine(peak, context.warmup_steps, context.total_steps, **options)
 
 
 class Polynomial(Cosine):
@@ -330,16 +313,10 @@ class Polynomial(Cosine):
 
   def build(self, peak: float, context: ScheduleContext) -> optax.Schedule:
     epochs, steps = self.decay_epochs, self.decay_steps
-    return optim.warmup_polynomial(
-      peak,
-      context.warmup_steps,
-      context.total_steps,
-      end=self.end_lr,
-      power=self.power,
-      restart=self.restart,
-      decay_steps=steps if epochs is None else epochs * context.per_epoch,
-      **self.rise(peak, context),
-    )
+    options = {"end": self.end_lr, "restart": self.restart} | self.rise(peak, context)
+    options |= {"decay_steps": steps if epochs is None else epochs * context.per_epoch}
+    length = context.warmup_steps, context.total_steps
+    return optim.warmup_polynomial(peak, *length, power=self.power, **options)
 
 
 class Steps(Warmup):

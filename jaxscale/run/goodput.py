@@ -41,40 +41,17 @@ from jaxscale.files import mismatch, read_json_lines
 from jaxscale.metrics import text
 
 FILE = "activity.jsonl"
-CATEGORIES: tuple[str, ...] = (
-  "training",
-  "lost",
-  "input",
-  "compile",
-  "evaluation",
-  "saving",
-  "start-up",
-  "queue",
-  "down",
-  "other",
+CATEGORIES: tuple[str, ...] = tuple(
+  "training lost input compile evaluation saving start-up queue down other".split()
 )
 # By the watch's activities; all others are "other".
-_CATEGORY = {
-  "step": "training",
-  "input": "input",
-  "compiling": "compile",
-  "preparing": "compile",
-  "evaluating": "evaluation",
-  "saving": "saving",
-  "starting": "start-up",
-}
+_CATEGORY = {"step": "training", "input": "input", "compiling": "compile", "preparing": "compile"}
+_CATEGORY |= {"evaluating": "evaluation", "saving": "saving", "starting": "start-up"}
 Wait = tuple[float, float]  # when a job was queued and when it got its nodes
 _OF_STEPS = ("step", "input")
 _LATEST = 2.0**40  # seconds since 1970: what is later, or longer, is damaged
-_SHAPE = {
-  "start": float,
-  "time": float,
-  "step": int,
-  "resumed": [int],
-  "seconds": {str: float},
-  "queued": (None, [float]),
-  "done": bool,
-}
+_SHAPE = {"start": float, "time": float, "step": int, "resumed": [int]}
+_SHAPE |= {"seconds": {str: float}, "queued": (None, [float]), "done": bool}
 
 
 class Activity(NamedTuple):

@@ -32,25 +32,9 @@ from jaxscale.run.identity import SHAPE as IDENTITY
 from jaxscale.run.identity import Change, changes, other_environment
 
 # What may change when a run resumes: where it runs and what it records.
-_NOT_IDENTITY = (
-  "mesh",
-  "layout",
-  "compilation",
-  "evaluation",
-  "checkpoint",
-  "checks",
-  "faults",
-  "log",
-  "target_accuracy",
-  "target_loss",
-  "stop_at_target",
-  "input_threads",
-  "gpu_settings",
-  "exchange.algorithm",
-  "exchange.dims",
-  "data.cache_dir",
-  "data.max_pixels",
-)
+_NOT_IDENTITY = """mesh layout compilation evaluation checkpoint checks faults log
+  target_accuracy target_loss stop_at_target input_threads gpu_settings exchange.algorithm
+  exchange.dims data.cache_dir data.max_pixels""".split()
 _LENGTH = "epochs", "steps"
 # Likewise, of a run that knows what its data contain: where they are, and how.
 _PLACES = "data.path", "data.data_dir", "data.tokenizer", "data.dtype"
@@ -77,26 +61,20 @@ def describe(
     experiment: of the run.
     identity: from `identity_of`.
   """
-  return {
-    "format": FORMAT,
-    "config": to_plain(experiment.config),
-    "derived": experiment.derived._asdict()
-    | {"phases": [phase._asdict() for phase in experiment.derived.phases]},
-    "data": experiment.train_data.info._asdict(),
-    **_software(),
-    "devices": [str(d) for d in jax.devices()],
-    "processes": jax.process_count(),
-  } | ({} if identity is None else {"identity": identity})
+  phases = [phase._asdict() for phase in experiment.derived.phases]
+  described: dict[str, Any] = {"format": FORMAT, "config": to_plain(experiment.config)}
+  described |= {"derived": experiment.derived._asdict() | {"phases": phases}}
+  described |= {"data": experiment.train_data.info._asdict()} | _software()
+  described |= {"devices": [str(d) for d in jax.devices()], "processes": jax.process_count()}
+  return described | ({} if identity is None else {"identity": identity})
 
 
 def _software() -> dict[str, Any]:
   """Return what arithmetic depends on, apart from settings."""
   packages = ("jaxscale", "jax", "flax", "optax", "orbax-checkpoint")
-  return {
-    "python": platform.python_version(),
-    "versions": {name: metadata.version(name) for name in packages},
-    "device_kind": jax.devices()[0].device_kind,
-  }
+  versions = {"versions": {name: metadata.version(name) for name in packages}}
+  kind = jax.devices()[0].device_kind
+  return {"python": platform.python_version(), **versions, "device_kind": kind}
 
 
 def describe_text(experiment: build.Experiment, workdir: Path) -> str:
@@ -297,13 +275,10 @@ def _accepted(workdir: Path, found: list[Change], accept: Collection[str]) -> li
   texts = [change.text for change in refused if change.kind in kinds]
   more = f", and {plural(len(texts) - 2, 'more change')}" * (len(texts) > 2)
   differs = " and ".join({"data": "other data", "code": "other code"}[k] for k in kinds)
-  raise invalid(
-    field,
-    str(workdir),
-    f"was trained with {differs} ({', '.join(texts[:2])}{more})",
-    f"restore the {' and '.join(kinds)}, use another {field}, or resume with "
-    f"--accept-changes={','.join(kinds)}",
-  )
+  why = f"was trained with {differs} ({', '.join(texts[:2])}{more})"
+  fix = f"resume with --accept-changes={','.join(kinds)}"
+  fix = f"restore the {' and '.join(kinds)}, use another {field}, or {fix}"
+  raise invalid(field, str(workdir), why, fix)
 
 
 def forget_unsaved(workdir: Path, config: Any) -> None:
