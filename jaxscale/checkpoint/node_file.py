@@ -28,13 +28,8 @@ from jaxscale.files import mismatch, parse_json
 from jaxscale.optim.tree_paths import path_name
 
 _SHARD = {"bounds": [[int]], "crc32": int}
-_FOOTER = {
-  "run": str,
-  "step": int,
-  "process": int,
-  "processes": int,
-  "leaves": {str: {"shape": [int], "dtype": str, "shards": [_SHARD]}},
-}
+_LEAF = {"shape": [int], "dtype": str, "shards": [_SHARD]}
+_FOOTER = {"run": str, "step": int, "process": int, "processes": int, "leaves": {str: _LEAF}}
 _END = struct.Struct("<QI8s")
 _MARK = b"jaxscale"
 _BLOCK = 2**20  # bytes: still in a core's cache when they are written

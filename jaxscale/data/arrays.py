@@ -45,13 +45,10 @@ def from_arrays(
     4
   """
   if len(inputs) != len(targets):
-    raise ConfigError(
-      f"from_arrays: {len(inputs):,} inputs and {len(targets):,} targets; give as many of both"
-    )
-  for name, array, wanted in (
-    ("inputs", inputs, info.image_shape),
-    ("targets", targets, info.label_shape),
-  ):
+    counts = f"{len(inputs):,} inputs and {len(targets):,} targets"
+    raise ConfigError(f"from_arrays: {counts}; give as many of both")
+  shapes = ("inputs", inputs, info.image_shape), ("targets", targets, info.label_shape)
+  for name, array, wanted in shapes:
     if array.shape[1:] != tuple(wanted):
       why = f"and {tuple(wanted)} in info; make it of the same arrays (`array_info`)"
       raise ConfigError(f"from_arrays: {name} of {array.shape[1:]} each, {why}")
@@ -139,16 +136,8 @@ def array_info(
     outputs = int(y.max(initial=y.dtype.kind == "b")) + 1
     _check_classes("Arrays", y, 0, num_classes or outputs)
   dtype, label_dtype = ("float32" if a.dtype.kind == "f" else "int32" for a in (x, y))
-  return DatasetInfo(
-    "Arrays",
-    x.shape[1:],
-    num_classes or outputs,
-    mean,
-    std,
-    "uint8" if x.dtype == np.uint8 else dtype,
-    y.shape[1:],
-    label_dtype,
-  )
+  kinds = "uint8" if x.dtype == np.uint8 else dtype, y.shape[1:], label_dtype
+  return DatasetInfo("Arrays", x.shape[1:], num_classes or outputs, mean, std, *kinds)
 
 
 def array_splits(

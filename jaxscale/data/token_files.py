@@ -111,10 +111,8 @@ def text_files(
     made = text_windows(called, stream, vocab_size, sequence_length)
     return _identified(made, paths, facts, notes)
   if vocab_size is not None:
-    raise ConfigError(
-      f"TextFiles.vocab_size={vocab_size}: {paths[0]} is text with the vocabulary "
-      "of the tokenizer; leave it out"
-    )
+    why = f"{paths[0]} is text with the vocabulary of the tokenizer; leave it out"
+    raise ConfigError(f"TextFiles.vocab_size={vocab_size}: {why}")
   if dtype != "auto":
     why = f"is of .bin files, and {paths[0]} is text"
     raise invalid("TextFiles.dtype", dtype, why, "leave it out")
@@ -206,12 +204,8 @@ def _token_file(path: Path, dtype: str, vocab_size: int) -> TokenFile:
 
 def _with_header(path: Path, dtype: str, kind: str, offset: int) -> TokenFile:
   if dtype != "auto" and np.dtype(dtype) != np.dtype(kind):
-    raise invalid(
-      "TextFiles.dtype",
-      dtype,
-      f"is not {np.dtype(kind)}, which {path} says in its header",
-      "leave it out",
-    )
+    why = f"is not {np.dtype(kind)}, which {path} says in its header"
+    raise invalid("TextFiles.dtype", dtype, why, "leave it out")
   return TokenFile(path, kind, offset)
 
 

@@ -172,12 +172,9 @@ def _remat(policy: Any) -> Callable[[Layer], Layer]:
 
 
 def _offload(layer: Layer) -> Layer:
-  policy = _keep.save_and_offload_only_these_names(
-    names_which_can_be_saved=[],
-    names_which_can_be_offloaded=[INPUT],
-    offload_src="device",
-    offload_dst="pinned_host",
-  )
+  names = {"names_which_can_be_saved": [], "names_which_can_be_offloaded": [INPUT]}
+  where = {"offload_src": "device", "offload_dst": "pinned_host"}
+  policy = _keep.save_and_offload_only_these_names(**names, **where)
   return _remat(policy)(lambda params, h: layer(params, checkpoint_name(h, INPUT)))
 
 

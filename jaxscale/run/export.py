@@ -47,18 +47,10 @@ def export(
   """
   from jaxscale import weights
   from jaxscale.checkpoint import checkpoint_files
-  from jaxscale.checkpoint import directory as directories
   from jaxscale.config.record import describe_run
   from jaxscale.weights import config_json
 
-  described = describe_run(workdir)
-  steps = directories.steps(workdir / "checkpoints")
-  if not steps:
-    raise ConfigError(f"--workdir={workdir}: the run has saved nothing yet")
-  if step not in (None, *steps):
-    saved = ", ".join(map(str, steps))
-    raise ConfigError(f"--step={step}: not saved, there are {saved}")
-  step = steps[-1] if step is None else step
+  described, step = describe_run(workdir), _saved_step(workdir, step)
   directory = workdir.absolute() / "checkpoints" / str(step)
   try:
     manifest = checkpoint_files.read_manifest(directory)["leaves"]
@@ -71,14 +63,12 @@ def export(
     def part(name: str, layer: int | None) -> Any:
       return read(name) if layer is None else read(name)[layer]
 
-    leaves = {
-      ours + name.removeprefix(prefix): weights.Leaf(
-        tuple(leaf["shape"]), _dtype(leaf["dtype"]), functools.partial(part, name)
-      )
-      for prefix, ours in _PREFIXES[take]
-      for name, leaf in manifest.items()
-      if name.startswith(prefix)
-    }
+    leaves = {}
+    for prefix, ours in _PREFIXES[take]:
+      for name in (n for n in manifest if n.startswith(prefix)):
+        shape, kind = tuple(manifest[name]["shape"]), _dtype(manifest[name]["dtype"])
+        leaf = weights.Leaf(shape, kind, functools.partial(part, name))
+        leaves[ours + name.removeprefix(prefix)] = leaf
     up = leaves.get("params/layers/up/kernel")
     fields, note = None, ""
     if naming == "huggingface" and up is not None:
@@ -86,11 +76,10 @@ def export(
       fields = _hf_fields(to, described, common)
     elif naming == "timm":
       fields, note = _timm_fields(to, described)
-    classes, about = described.num_classes, _about(described, step, take)
-    cast_to = None if dtype is None else _dtype(dtype)
-    size = weights.export_leaves(
-      to, leaves, naming=naming, num_classes=classes, dtype=cast_to, metadata=about
-    )
+    options: dict[str, Any] = {"naming": naming, "num_classes": described.num_classes}
+    options |= {"dtype": None if dtype is None else _dtype(dtype)}
+    about = _about(described, step, take)
+    size = weights.export_leaves(to, leaves, metadata=about, **options)
   except checkpoint_files.DamagedError as e:
     raise ConfigError(
       f"checkpoint {step} in {workdir} is damaged ({e}); give another --step"
@@ -103,6 +92,19 @@ def export(
       raise weights.UnwrittenError(f"{where}: could not be written: {e}") from None
   what = "the average" if take == "average" else "the parameters"
   return f"{to}: {what} of step {step}, {size / 1e6:,.1f} MB in {naming}'s names{note}"
+
+
+def _saved_step(workdir: Path, step: int | None) -> int:
+  """Return a step that has a checkpoint, the newest where none is asked for."""
+  from jaxscale.checkpoint import directory
+
+  steps = directory.steps(workdir / "checkpoints")
+  if not steps:
+    raise ConfigError(f"--workdir={workdir}: the run has saved nothing yet")
+  if step not in (None, *steps):
+    saved = ", ".join(map(str, steps))
+    raise ConfigError(f"--step={step}: not saved, there are {saved}")
+  return steps[-1] if step is None else step
 
 
 def _dtype(name: str) -> Any:
@@ -119,14 +121,9 @@ def _about(described: Described, step: int, take: str) -> dict[str, str]:
   names = {"image_mean": "mean", "image_std": "std", "class_names": "class_names"}
   if described.is_text:
     names = {"vocab_size": "vocab_size", "sequence_length": "sequence_length"}
-  return {
-    "jaxscale": metadata.version("jaxscale"),
-    "model": json.dumps(described.config["model"]),
-    "data": data["name"],
-    **{name: json.dumps(data[key]) for name, key in names.items() if data.get(key)},
-    "step": str(step),
-    "take": take,
-  }
+  about = {name: json.dumps(data[key]) for name, key in names.items() if data.get(key)}
+  about |= {"jaxscale": metadata.version("jaxscale"), "step": str(step), "take": take}
+  return about | {"model": json.dumps(described.config["model"]), "data": data["name"]}
 
 
 def _hf_fields(to: Path, described: Described, common: dict[str, Any]) -> dict[str, Any] | None:

@@ -22,12 +22,8 @@ from jaxscale.files import mismatch
 
 ACCEPTABLE = "data", "code"
 # Settings of JAX that change numbers; only x64 changes the types of the state.
-_SETTINGS = (
-  "jax_enable_x64",
-  "jax_default_matmul_precision",
-  "jax_default_prng_impl",
-  "jax_threefry_partitionable",
-)
+_SETTINGS = """jax_enable_x64 jax_default_matmul_precision jax_default_prng_impl
+  jax_threefry_partitionable""".split()
 SHAPE = {"data": {}, "code": {str: str}, "environment": {}}
 
 
