@@ -351,10 +351,8 @@ def _wait_until_free(path: Path, owner: LockOwner, me: LockOwner, log, expire_s:
       break
     if seen is None:
       seen = renewed
-      log(
-        f"{workdir}: locked by {owner}, last renewed {age:.0f} s ago; waiting up to "
-        f"{expire_s - age:.0f} s for it to be renewed again"
-      )
+      wait = f"waiting up to {expire_s - age:.0f} s for it to be renewed again"
+      log(f"{workdir}: locked by {owner}, last renewed {age:.0f} s ago; {wait}")
     time.sleep(min(1.0, expire_s / 20))
   stop = f"kill {owner.pid} on {owner.host}"
   if other_job and other_job[0].startswith("slurm-"):

@@ -236,10 +236,8 @@ def claim_workdir(
   before = described.get("identity") or _saved_identity(workdir)
   lines = _accepted(workdir, [*found, *changes(before, identity)], accept)
   if not before:
-    lines.append(
-      "note: config.json has no identity of data and code, as jaxscale wrote it before "
-      "0.3; they are not compared"
-    )
+    reason = "as jaxscale wrote it before 0.3; they are not compared"
+    lines.append(f"note: config.json has no identity of data and code, {reason}")
   elif other := other_environment(described, {"identity": identity} | _software()):
     lines.append(f"note: resuming with {other}; numbers may differ in rounding")
   return lines

@@ -103,16 +103,12 @@ def check_llama(
   is_known = str(found.get("model_type")) in _KINDS
   is_tied = found.get("tie_word_embeddings", not is_known)
   if is_tied is False and not new_head and "lm_head.weight" not in names:
-    problems.append(
-      "tie_word_embeddings is False there and the file has no lm_head.weight, "
-      "copy it again or set init_head=True"
-    )
+    fix = "copy it again or set init_head=True"
+    problems.append(f"tie_word_embeddings is False there and the file has no lm_head.weight, {fix}")
   notes = unknown(there, {*_HARMLESS, *settings, *_FIXED})
   if is_tied and not new_head and "lm_head.weight" in names:
-    notes.append(
-      "tie_word_embeddings is True there, but the file has an lm_head.weight of its "
-      "own, which is used, as transformers 5 does"
-    )
+    why = "but the file has an lm_head.weight of its own, which is used, as transformers 5 does"
+    notes.append(f"tie_word_embeddings is True there, {why}")
   return Comparison(problems, notes)
 
 

@@ -144,10 +144,9 @@ def find_mismatches(hellos: _Hellos, addresses: Mapping[int, str]) -> list[str]:
     ranks = [rank for rank, hello in hellos.items() if hello.error == error]
     lines.append(f"{ranks_with_hosts(ranks, nodes)}: {error}")
   for count, who in differing({r: h.num_processes for r, h in hellos.items()}):
-    lines.append(
-      f"{who}: started as one of {count} processes, {first} as one of "
-      f"{hellos[0].num_processes}; start all in one step"
-    )
+    why = f"started as one of {count} processes, {first} as one of {hellos[0].num_processes}"
+    fix = "start all in one step"
+    lines.append(f"{who}: {why}; {fix}")
   for name in dict.fromkeys(n for hello in hellos.values() for n in hello.versions):
     versions = {rank: hello.versions.get(name) for rank, hello in hellos.items()}
     for version, who in differing(versions):

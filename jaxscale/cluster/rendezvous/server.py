@@ -197,16 +197,12 @@ class _Server:
       with contextlib.suppress(OSError):
         link.send({"error": self.sent_error}, timeout=1)
     elif there and there.uuid != hello.uuid and rank not in self.lost:
-      self.errors.append(
-        f"process {rank} was started twice: on {there.node} (pid {there.pid}) and on "
-        f"{hello.node} (pid {hello.pid}); give each its own rank, 0 … "
-        f"{there.num_processes - 1}"
-      )
+      why = f"on {there.node} (pid {there.pid}) and on {hello.node} (pid {hello.pid})"
+      fix = f"give each its own rank, 0 … {there.num_processes - 1}"
+      self.errors.append(f"process {rank} was started twice: {why}; {fix}")
     elif not 0 <= rank < total:
-      self.errors.append(
-        f"process {rank} ({hello.node}): there are only {total} for process 0 "
-        f"({self.hellos[0].node}); start all in one step"
-      )
+      why = f"there are only {total} for process 0 ({self.hellos[0].node}); start all in one step"
+      self.errors.append(f"process {rank} ({hello.node}): {why}")
     else:
       before = self.links.pop(rank, None)
       self.hellos[rank], self.links[rank] = hello, link
