@@ -455,7 +455,6 @@ class Checkpoints:
         rename = functools.partial(checkpoint_dir.mark_damaged, self.directory, step)
         cluster.on_leader(rename, f"rename checkpoint {step}")
     if cluster.from_leader(checkpoint_dir.has_damaged(self.directory)):
-      raise ConfigError(
-        f"{self.directory}: every checkpoint is damaged; use another --workdir to start anew"
-      )
+      why = "every checkpoint is damaged; use another --workdir to start anew"
+      raise ConfigError(f"{self.directory}: {why}")
     return None

@@ -57,9 +57,8 @@ def held_shards(state: Any) -> list[Shard]:
       held.setdefault(key, (leaf.shape, shard.data))
   for _, data in held.values():
     data.copy_to_host_async()
-  return [
-    Shard(name, shape, bounds, np.asarray(data)) for (name, bounds), (shape, data) in held.items()
-  ]
+  parts = held.items()
+  return [Shard(name, shape, at, np.asarray(data)) for (name, at), (shape, data) in parts]
 
 
 def write_copy(path: Path, footer: dict[str, Any], shards: list[Shard]) -> None:

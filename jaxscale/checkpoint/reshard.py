@@ -70,12 +70,10 @@ class Reshard(NamedTuple):
   def summary(self) -> str:
     """One line for the log."""
     devices = f"from {plural(self.old, 'device')} to {self.new}"
-    return (
-      "the exchange's state was carried over "
-      f"{devices if self.old != self.new else 'to another layout'}: no pending "
-      "gradient is lost, its sum is kept to rounding, but from here the run is not the "
-      "same bit for bit"
-    )
+    where = devices if self.old != self.new else "to another layout"
+    kept = "no pending gradient is lost, its sum is kept to rounding"
+    kept += ", but from here the run is not the same bit for bit"
+    return f"the exchange's state was carried over {where}: {kept}"
 
 
 def find_reshard(
@@ -229,11 +227,8 @@ def _only_counts(leaves: _Leaves, abstract, resize, there, here) -> Reshard | No
 
 def _other_parts(leaves: _Leaves, abstract, there, here) -> Reshard:
   """The refusal of parts that devices do not have here."""
-  saved = {
-    name.removeprefix(_EXCHANGE): jax.ShapeDtypeStruct(leaf["shape"], leaf["dtype"])
-    for name, leaf in leaves.items()
-    if name.startswith(_EXCHANGE)
-  }
+  parts = {n.removeprefix(_EXCHANGE): x for n, x in leaves.items() if n.startswith(_EXCHANGE)}
+  saved = {n: jax.ShapeDtypeStruct(x["shape"], x["dtype"]) for n, x in parts.items()}
   meshes, example = [], ""
   for split in (there, here):
     sizes = ", ".join(f"{a}={n}" for a, n in split.mesh.items()) if split else ""

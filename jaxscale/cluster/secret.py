@@ -161,11 +161,10 @@ def _number(value: Any) -> str:
 
 def _session_keys(key: bytes, client: str, server: str, port: int) -> tuple[bytes, bytes]:
   """What the server seals with, and what the client seals with."""
-  about = f"{client} {server} {port}".encode()
-  server_seals, client_seals = (
-    hmac.digest(key, who + about, "sha256") for who in (b"server ", b"client ")
+  about = f" {client} {server} {port}".encode()
+  return hmac.digest(key, b"server" + about, "sha256"), hmac.digest(
+    key, b"client" + about, "sha256"
   )
-  return server_seals, client_seals
 
 
 def connect(address: tuple[str, int], key: bytes, timeout_s: float) -> Link:

@@ -97,11 +97,8 @@ def chosen(node: Any) -> Iterator[Choice]:
 
 def own_choices(namespace: dict[str, Any]) -> dict[str, type]:
   """The settings classes of a config file's namespace that are not built in."""
-  return {
-    name: c
-    for name, c in namespace.items()
-    if isinstance(c, type) and issubclass(c, Choice) and not is_built_in(c)
-  }
+  classes = {name: c for name, c in namespace.items() if isinstance(c, type)}
+  return {n: c for n, c in classes.items() if issubclass(c, Choice) and not is_built_in(c)}
 
 
 def is_built_in(kind: type) -> bool:

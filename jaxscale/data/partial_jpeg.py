@@ -22,7 +22,7 @@ import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import simplejpeg
@@ -155,13 +155,11 @@ def _compile(arguments: list[str], stdin: str = "") -> str:
   compiler = shlex.split(os.environ.get("CC") or "cc")
   name = f"CC={shlex.join(compiler)!r}"
   try:
-    done = subprocess.run(
-      [*compiler, *arguments], input=stdin, capture_output=True, text=True, check=False
-    )
+    options: Any = {"input": stdin, "capture_output": True, "text": True, "check": False}
+    done = subprocess.run([*compiler, *arguments], **options)
   except OSError as e:
-    raise ConfigError(
-      f"{name}: no such C compiler; install one (apt install gcc, module load gcc) or name it in CC"
-    ) from e
+    fix = "install one (apt install gcc, module load gcc) or name it in CC"
+    raise ConfigError(f"{name}: no such C compiler; {fix}") from e
   if done.returncode:
     if "jpeglib.h" in done.stderr or "-ljpeg" in done.stderr:
       raise ConfigError(f"libjpeg: {compiler[0]} does not find it; {_HOW_TO_GET_IT}")

@@ -101,10 +101,8 @@ def of_files(
       raise ConfigError(f"{path}: {e.strerror}, give a file of tokens") from None
     size, width = os.fstat(opened[-1].descriptor).st_size, np.dtype(dtype).itemsize
     if (size - offset) % width:
-      raise ConfigError(
-        f"{path}: {size} bytes are not a whole number of {dtype} tokens of {width} "
-        "bytes; cut off, or of another dtype"
-      )
+      why = f"{size} bytes are not a whole number of {dtype} tokens of {width} bytes"
+      raise ConfigError(f"{path}: {why}; cut off, or of another dtype")
     ends.append(ends[-1] + (size - offset) // width)
 
   def read(start: int, stop: int) -> np.ndarray:
@@ -189,11 +187,9 @@ def text_windows(name: str, stream: Stream, vocab_size: int, sequence_length: in
     ConfigError: it is shorter: what is measured on some bytes means nothing.
   """
   if 0 < stream.num_tokens < sequence_length:
-    raise ConfigError(
-      f"{name}: {plural(stream.num_tokens, 'token')}, fewer than an example of "
-      f"--config.data.sequence_length={sequence_length}; give more text or a smaller "
-      "length"
-    )
+    length = f"--config.data.sequence_length={sequence_length}; give more text or a smaller length"
+    count = plural(stream.num_tokens, "token")
+    raise ConfigError(f"{name}: {count}, fewer than an example of {length}")
   return windows(name, stream, vocab_size, sequence_length)
 
 

@@ -103,9 +103,8 @@ def _load(name: str, field: str) -> tuple[bytes, Any]:
     content = read_bytes(Path(name))
   except (OSError, ValueError) as e:
     why = getattr(e, "strerror", None) or e
-    raise ConfigError(
-      f"{field}={name!r}: {why}, give 'bytes' or the path of a tokenizer.json"
-    ) from None
+    fix = "give 'bytes' or the path of a tokenizer.json"
+    raise ConfigError(f"{field}={name!r}: {why}, {fix}") from None
   try:
     import tokenizers  # pyright: ignore[reportMissingImports]
   except ImportError:
@@ -117,9 +116,8 @@ def _load(name: str, field: str) -> tuple[bytes, Any]:
     raise
   except BaseException as e:  # plain Exceptions, and the panics of Rust, which are none
     first = (str(e).splitlines() or ["unreadable"])[0]
-    raise ConfigError(
-      f"{field}={name!r}: not a tokenizer of Hugging Face ({first}), give a tokenizer.json"
-    ) from None
+    why = f"not a tokenizer of Hugging Face ({first})"
+    raise ConfigError(f"{field}={name!r}: {why}, give a tokenizer.json") from None
   model.no_truncation()  # such files may cut documents at a model's length
   model.no_padding()
   return content, model
@@ -154,8 +152,6 @@ def _end(vocabulary: dict[str, int], separator: str | None, field: str) -> int:
     why = f"the tokenizer has none of {', '.join(_ENDS)}; give the token that ends a document"
     raise ConfigError(f"{setting}=None: {why}")
   if separator not in vocabulary:
-    raise ConfigError(
-      f"{setting}={separator!r}: not a token of the tokenizer, "
-      + nearest(separator, known or vocabulary)
-    )
+    hint = nearest(separator, known or vocabulary)
+    raise ConfigError(f"{setting}={separator!r}: not a token of the tokenizer, {hint}")
   return vocabulary[separator]

@@ -104,10 +104,8 @@ def power_sgd(
     return means, {"residual": left, "q": tuple(qs.values())}
 
   def resize(state: Any, num_devices: int):
-    return {
-      "residual": mean_for_all(state["residual"], num_devices),
-      "q": base.same_for_all(state["q"], num_devices),
-    }
+    residual = mean_for_all(state["residual"], num_devices)
+    return {"residual": residual, "q": base.same_for_all(state["q"], num_devices)}
 
   return Exchange(init, exchange, resize)
 

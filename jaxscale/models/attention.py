@@ -84,9 +84,8 @@ def fused_attention(
     q, k, v = (jnp.pad(x, ((0, 0), (0, 1), (0, 0), (0, 0))) for x in (q, k, v))
     if not causal:
       lengths = jnp.full(q.shape[0], tokens, jnp.int32)
-  out = jax.nn.dot_product_attention(
-    q, k, v, is_causal=causal, key_value_seq_lengths=lengths, implementation=implementation
-  )
+  options: Any = {"key_value_seq_lengths": lengths, "implementation": implementation}
+  out = jax.nn.dot_product_attention(q, k, v, is_causal=causal, **options)
   return out[:, :tokens]
 
 

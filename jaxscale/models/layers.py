@@ -73,10 +73,8 @@ class BatchNorm(nn.Module):
     dims = tuple(range(distance.ndim - x.ndim, distance.ndim - 1))
     stats = _group_statistics(distance, dims, self.axis_name)
     new = {k: v.reshape(-1, width).mean(0) for k, v in stats.items()}
-    running.value = {
-      "mean": near + (1 - self.momentum) * new["mean"],
-      "var": self.momentum * running.value["var"] + (1 - self.momentum) * new["var"],
-    }
+    var = self.momentum * running.value["var"] + (1 - self.momentum) * new["var"]
+    running.value = {"mean": near + (1 - self.momentum) * new["mean"], "var": var}
     y = _normalise(distance, stats, params, self.epsilon, self.dtype)
     return y.reshape(x.shape)
 

@@ -137,11 +137,9 @@ def at_least_float32(x: jax.Array) -> jax.Array:
 
 def sum_totals(losses: jax.Array, hits: jax.Array, counts: jax.Array) -> Totals:
   """The totals of a batch; `counts` says which losses and hits count, all [...]."""
-  return {
-    "loss": jnp.where(counts, losses, 0.0).sum(),
-    "accuracy": (hits & counts).sum(dtype=jnp.int32),
-    "examples": counts.sum(dtype=jnp.int32),
-  }
+  whole = {"accuracy": hits & counts, "examples": counts}
+  sums = {name: flags.sum(dtype=jnp.int32) for name, flags in whole.items()}
+  return {"loss": jnp.where(counts, losses, 0.0).sum()} | sums
 
 
 class Stack(NamedTuple):

@@ -80,9 +80,8 @@ def lamb(
   adam = scale_by_adam(b1, b2, eps, bias_correction)
   decay = add_decayed_weights(weight_decay, mask, stacked)
   adapts = variant == "paper" or weight_decay > 0
-  ratio = scale_by_trust_ratio(
-    phi_min=phi_min, phi_max=phi_max, clip=trust_clip, adapts=adapts, mask=mask, stacked=stacked
-  )
+  options: Any = {"clip": trust_clip, "adapts": adapts, "mask": mask, "stacked": stacked}
+  ratio = scale_by_trust_ratio(phi_min=phi_min, phi_max=phi_max, **options)
   rate = scale_by_rate(learning_rate)
   if variant == "paper":
     return in_float32(optax.chain(adam, decay, ratio, rate))
@@ -131,10 +130,8 @@ def scale_by_trust_ratio(
   def scaled(layer: Layer, w: jax.Array, r: jax.Array) -> tuple[jax.Array, Any]:
     if not layer.chosen:
       return r, optax.MaskedNode()
-    top, bottom = (
-      jnp.clip(layers.layer_norm(w, layer), phi_min, phi_max),
-      layers.layer_norm(r, layer),
-    )
+    top = jnp.clip(layers.layer_norm(w, layer), phi_min, phi_max)
+    bottom = layers.layer_norm(r, layer)
     defined = (top > 0) & (bottom > 0) & adapts
     ratio = jnp.where(defined, top / jnp.where(defined, bottom, 1.0), 1.0)
     ratio = jnp.minimum(ratio, 1.0) if clip else ratio

@@ -217,16 +217,14 @@ class Optax(Optimizer):
       raise invalid("Optax.make", type(self.make).__name__, "is not a function", fix)
     made = _one_line("Optax.make", fix)(self.make)(schedule)
     if not (hasattr(made, "init") and hasattr(made, "update")):
-      raise ConfigError(
-        f"Optax.make: gave {type(made).__name__}, not an optax transformation; {fix}"
-      )
+      why = f"gave {type(made).__name__}, not an optax transformation; {fix}"
+      raise ConfigError(f"Optax.make: {why}")
     if not isinstance(made, optax.GradientTransformation):
       return made
     fix = "give a transformation of these parameters"
     parts = made._asdict().items()
-    return made._replace(
-      **{name: _one_line(f"Optax.make, its {name}", fix)(f) for name, f in parts}
-    )
+    guarded = {name: _one_line(f"Optax.make, its {name}", fix)(f) for name, f in parts}
+    return made._replace(**guarded)
 
 
 @contextlib.contextmanager

@@ -142,10 +142,8 @@ def all_to_all_attention(
   devices = axis_sizes((axis,))[axis]
   for name, x in (("heads", q), ("key/value heads", k)):
     if x.shape[2] % devices:
-      raise ConfigError(
-        f"attend='all_to_all': {x.shape[2]} {name} cannot be split over the {devices} "
-        f"devices of {axis!r}, give attend='ring' or a divisor of them"
-      )
+      why = f"{x.shape[2]} {name} cannot be split over the {devices} devices of {axis!r}"
+      raise ConfigError(f"attend='all_to_all': {why}, give attend='ring' or a divisor of them")
 
   def to_heads(x: jax.Array):
     return lax.all_to_all(x, axis, split_axis=2, concat_axis=1, tiled=True)

@@ -154,9 +154,8 @@ def _check_used(sizes: dict[str, int], specs: Any, shard: Shard) -> None:
   wanted = ["stage", "model"] + ([FSDP] if shard != "none" else [])
   for axis in wanted:
     if sizes.get(axis, 1) > 1 and axis not in used:
-      raise ConfigError(
-        f"Mesh.{axis}={sizes[axis]}: nothing of this model is split along it; give 1"
-      )
+      reason = "nothing of this model is split along it; give 1"
+      raise ConfigError(f"Mesh.{axis}={sizes[axis]}: {reason}")
   if shard != "none" and sizes.get(FSDP, 1) == 1:
     why = "is over the axis fsdp, which has one device; give Mesh.fsdp, e.g. -1 with Mesh.data=1"
     raise ConfigError(f"Layout.shard={shard!r}: {why}")

@@ -15,10 +15,8 @@ if TYPE_CHECKING:  # they import JAX, whose platform is set before
 
 
 # What is taken: prefixes of names in a checkpoint, and of paths in a safetensors file.
-_PREFIXES = {
-  "params": (("params/", "params/"), ("model_state/", "")),
-  "average": (("average/0/", "params/"), ("average/1/", "")),
-}
+_PREFIXES = {"params": (("params/", "params/"), ("model_state/", ""))}
+_PREFIXES |= {"average": (("average/0/", "params/"), ("average/1/", ""))}
 
 
 def export(
@@ -81,9 +79,8 @@ def export(
     about = _about(described, step, take)
     size = weights.export_leaves(to, leaves, metadata=about, **options)
   except checkpoint_files.DamagedError as e:
-    raise ConfigError(
-      f"checkpoint {step} in {workdir} is damaged ({e}); give another --step"
-    ) from None
+    fix = "give another --step"
+    raise ConfigError(f"checkpoint {step} in {workdir} is damaged ({e}); {fix}") from None
   if fields is not None:
     try:
       config_json.write_config_json(to, fields)

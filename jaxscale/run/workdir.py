@@ -121,13 +121,15 @@ def _changed(settings: Any) -> dict[str, Any]:
   """The fields of settings that are not what they are by default."""
   changed = {}
   for field in dataclasses.fields(settings):
-    value, default = getattr(settings, field.name), field.default
-    if field.default_factory is not MISSING:
-      default = field.default_factory()
+    value, default = getattr(settings, field.name), _default(field)
     # Text, as arrays have no one ==; a choice's repr has defaults that were given.
     if default is MISSING or _without_defaults(value) != _without_defaults(default):
       changed[field.name] = value
   return changed
+
+
+def _default(field: dataclasses.Field[Any]) -> Any:
+  return field.default if field.default_factory is MISSING else field.default_factory()
 
 
 def _without_defaults(value: Any) -> str:
@@ -364,11 +366,10 @@ def _completed(before: Any, node: Any) -> Any:
     return before
   if before.get("class", class_name(type(node))) != class_name(type(node)):
     return before
-  defaults = {
-    f.name: to_plain(f.default if f.default_factory is MISSING else f.default_factory())
-    for f in dataclasses.fields(node)
-    if f.default is not MISSING or f.default_factory is not MISSING
-  }
+  defaults = {}
+  for f in dataclasses.fields(node):
+    if (default := _default(f)) is not MISSING:
+      defaults[f.name] = to_plain(default)
   own = {k: _completed(v, getattr(node, k, None)) for k, v in before.items()}
   return defaults | own
 

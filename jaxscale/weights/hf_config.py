@@ -16,19 +16,11 @@ from jaxscale.weights.config_json import OURS, Comparison, compare, unknown
 # `model_type`s whose layers are ours, with the defaults of fields that are missing.
 _DEFAULTS = {"num_attention_heads": 32, "rope_theta": 10_000.0, "rms_norm_eps": 1e-6}
 _QWEN = _DEFAULTS | {"num_key_value_heads": 32, "sliding_window": 4096}
-_KINDS: dict[str, dict[str, Any]] = {
-  "llama": _DEFAULTS,
-  "mistral": _QWEN | {"num_key_value_heads": 8},
-  "qwen2": _QWEN,
-  "qwen3": _QWEN | {"head_dim": 128},
-}
+_KINDS: dict[str, dict[str, Any]] = {"llama": _DEFAULTS, "qwen2": _QWEN}
+_KINDS |= {"mistral": _QWEN | {"num_key_value_heads": 8}, "qwen3": _QWEN | {"head_dim": 128}}
 # Of the scaled rotary positions of Llama 3.1: field -> our setting.
-_ROPE = {
-  "factor": "rope_factor",
-  "low_freq_factor": "rope_low",
-  "high_freq_factor": "rope_high",
-  "original_max_position_embeddings": "rope_length",
-}
+_ROPE = {"factor": "rope_factor", "low_freq_factor": "rope_low", "high_freq_factor": "rope_high"}
+_ROPE |= {"original_max_position_embeddings": "rope_length"}
 # Fields that no setting changes: the values with which a network is ours. Biases of
 # attention are of its output too, which is not Qwen2's.
 _FIXED = {"model_type": tuple(_KINDS), "rope_type": ("default", "llama3")}
@@ -95,10 +87,9 @@ def check_llama(
   window = there.get("sliding_window")
   length = getattr(info, "sequence_length", 0)
   if isinstance(window, int | float) and 0 < window < length and _slides(there):
-    problems.append(
-      f"sliding_window is {window!r} there and attention is to all tokens here, "
-      f"give {window} tokens or fewer as sequence_length"
-    )
+    fix = f"give {window} tokens or fewer as sequence_length"
+    both = f"sliding_window is {window!r} there and attention is to all tokens here"
+    problems.append(f"{both}, {fix}")
   # Of the known models, the head is untied where the field is missing.
   is_known = str(found.get("model_type")) in _KINDS
   is_tied = found.get("tie_word_embeddings", not is_known)
@@ -115,10 +106,8 @@ def check_llama(
 def check_vit(found: Mapping[str, Any], model: Any) -> Comparison:
   """Compare a config.json with settings that have the fields of `config.ViT`."""
   there = {"layer_norm_eps": 1e-12} | {k: v for k, v in found.items() if v is not None}
-  settings = {
-    "num_attention_heads": ("num_heads", model.num_heads),
-    "layer_norm_eps": ("norm_eps", model.norm_eps),
-  }
+  settings = {"num_attention_heads": ("num_heads", model.num_heads)}
+  settings |= {"layer_norm_eps": ("norm_eps", model.norm_eps)}
   notes = unknown(there, {*_VIT_HARMLESS, *settings, *_VIT_FIXED})
   return Comparison([*compare(there, model, settings, _VIT_FIXED)], notes)
 
@@ -174,9 +163,8 @@ def llama_config(
     (['LlamaForCausalLM'], 64)
   """
   if model.qk_norm and model.qkv_bias:
-    raise ConfigError(
-      "Transformer.qk_norm and qkv_bias: transformers has no model with both; use --naming jaxscale"
-    )
+    why = "transformers has no model with both; use --naming jaxscale"
+    raise ConfigError(f"Transformer.qk_norm and qkv_bias: {why}")
   is_qwen = "Qwen3" if model.qk_norm else "Qwen2" if model.qkv_bias else None
   name = is_qwen or "Llama"
   fields = {field: value for field, (_, value) in _settings(model).items()}
@@ -216,8 +204,5 @@ def vit_config(model: Any, info: Mapping[str, Any], *, hidden: int, dtype: str) 
   fields |= {"num_hidden_layers": model.num_layers, "num_attention_heads": model.num_heads}
   fields |= {"layer_norm_eps": model.norm_eps, "qkv_bias": True, "patch_size": model.patch}
   fields |= {"image_size": height if height == width else [height, width]}
-  return fields | {
-    "num_channels": channels,
-    "num_labels": info["num_classes"],
-    "torch_dtype": dtype,
-  }
+  fields |= {"num_channels": channels, "num_labels": info["num_classes"]}
+  return fields | {"torch_dtype": dtype}

@@ -99,10 +99,8 @@ def import_safetensors(
   used = {array for found in sources.values() for _, array in found}
   count = sum(math.prod(array.shape) for array in used)
   dtypes = " and ".join(sorted({str(array.dtype) for array in used}))
-  summary = (
-    f"parameters from {path}: {count:,} numbers in {len(used)} arrays, {dtypes}, "
-    f"{name}'s names" + "".join(f"; {x}" for x in changes)
-  )
+  summary = f"parameters from {path}: {count:,} numbers in {len(used)} arrays, {dtypes}, "
+  summary += f"{name}'s names" + "".join(f"; {x}" for x in changes)
   return Imported(params, loaded, summary)
 
 
@@ -161,10 +159,8 @@ def _sources(
   if counts:
     others = {*missing.values(), *misshaped.values()} - {*names.head}
     is_head = not (others or unexpected or mistyped)
-    raise ConfigError(
-      f"{path}: not the parameters of this model by {names.name}'s names: "
-      f"{'; '.join(counts)}; {_advice(names.name, stored, is_head)}"
-    )
+    why = f"not the parameters of this model by {names.name}'s names: {'; '.join(counts)}"
+    raise ConfigError(f"{path}: {why}; {_advice(names.name, stored, is_head)}")
   return found, changes
 
 

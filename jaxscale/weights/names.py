@@ -313,9 +313,8 @@ def naming_of(name: str, shapes: Shapes) -> Naming:
   elif name != "huggingface":
     links, counters = _resnet_links(shapes)
   if left := [path for path in shapes if path not in {link.ours for link in links}]:
-    raise ConfigError(
-      f"naming={name}: has no name for {left[0]} of this model; use naming=jaxscale"
-    )
+    why = f"has no name for {left[0]} of this model; use naming=jaxscale"
+    raise ConfigError(f"naming={name}: {why}")
   return Naming(name, links, counters, derived, classes, head, _PYTORCH)
 
 
@@ -368,16 +367,14 @@ def _resnet_links(shapes: Shapes) -> tuple[tuple[Link, ...], tuple[str, ...]]:
   if len(names) > len(kernels):
     return (), ()
   norms = [re.sub(r"conv(?=\d)", "bn", n).replace("le.0", "le.1") for n in names]
-  convs = (
-    Link(f"params/Conv_{i}/kernel", f"{theirs}.weight", "conv") for i, theirs in enumerate(names)
-  )
-  batch_norms = (
-    Link(f"{collection}/BatchNorm_{i}/{leaf}", f"{theirs}.{name}")
-    for i, theirs in enumerate(norms)
-    for collection, leaf, name in _NORM
-  )
+  links = []
+  for i, theirs in enumerate(names):
+    links.append(Link(f"params/Conv_{i}/kernel", f"{theirs}.weight", "conv"))
+  for i, theirs in enumerate(norms):
+    for collection, leaf, name in _NORM:
+      links.append(Link(f"{collection}/BatchNorm_{i}/{leaf}", f"{theirs}.{name}"))
   counters = tuple(f"{theirs}.num_batches_tracked" for theirs in norms)
-  return (*convs, *batch_norms, *_dense("params/Dense_0", "fc")), counters
+  return (*links, *_dense("params/Dense_0", "fc")), counters
 
 
 def _count(shapes: Shapes, module: str) -> int:

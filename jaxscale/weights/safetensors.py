@@ -138,9 +138,8 @@ def read_header(path: Path) -> tuple[dict[str, Stored], dict[str, str]]:
         found[name] = Stored(path, DTYPES[x["dtype"]], shape, begin)
     except (SafetensorError, KeyError, ValueError) as e:
       why = str(e).removeprefix("Error while deserializing header: ").splitlines()[0]
-      raise ConfigError(
-        f"{path}: cut short or with a damaged header ({why}); copy it again"
-      ) from None
+      reason = f"cut short or with a damaged header ({why}); copy it again"
+      raise ConfigError(f"{path}: {reason}") from None
   return found, metadata
 
 

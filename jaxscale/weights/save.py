@@ -88,9 +88,8 @@ def export_safetensors(
   """
   tree = {"params": params, **(model_state or {})}
   leaves = {path_name(p): _leaf(x) for p, x in jax.tree.leaves_with_path(tree)}
-  export_leaves(
-    path, leaves, naming=naming, num_classes=num_classes, dtype=dtype, metadata=metadata
-  )
+  options: Any = {"naming": naming, "num_classes": num_classes, "dtype": dtype}
+  export_leaves(path, leaves, metadata=metadata, **options)
 
 
 def export_leaves(

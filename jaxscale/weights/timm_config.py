@@ -36,10 +36,8 @@ _FIXED |= dict.fromkeys(("base_width", "stem_width"), (64,))
 _FIXED |= dict.fromkeys(("aa_layer", "stem_type"), ("",))
 _FIXED |= {"act_layer": ("relu",), "output_stride": (32,), "global_pool": ("avg", "fast")}
 # Poolings of a ViT: as `_vit_fields` has them, and ours.
-_POOLS = {
-  "token, class_token=True, fc_norm=False": "token",
-  "avg, class_token=False, fc_norm=False": "mean",
-}
+_POOLS = {"token, class_token=True, fc_norm=False": "token"}
+_POOLS |= {"avg, class_token=False, fc_norm=False": "mean"}
 _VIT_OFF = """dynamic_img_pad no_embed_class pool_include_prefix pre_norm qk_norm
   scale_attn_norm scale_mlp_norm"""
 _VIT_FIXED: dict[str, tuple] = dict.fromkeys(_VIT_OFF.split(), (False,))

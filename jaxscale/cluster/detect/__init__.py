@@ -119,9 +119,8 @@ def _checked(env: Env, found: Launch) -> Launch:
   values = {COUNT: (found.num_processes, INDEX), INDEX: (found.process_id, COUNT)}
   for name, (value, other) in values.items():
     if (given := number(env, name)) is not None and given != value:
-      raise ConfigError(
-        f"{name}={given}: {found.kind} says {value}; unset it, or set {COORDINATOR} and {other} too"
-      )
+      fix = f"unset it, or set {COORDINATOR} and {other} too"
+      raise ConfigError(f"{name}={given}: {found.kind} says {value}; {fix}")
   if (index := found.process_id) >= (count := found.num_processes):  # Kubernetes only
     why = f"={count}: this is pod {index} of the Job" if count else ": not set"
     hint = "" if count else " (Kubernetes has no variable for it)"

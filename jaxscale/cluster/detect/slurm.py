@@ -19,10 +19,8 @@ from jaxscale.errors import ConfigError
 from jaxscale.files import readable_text
 
 _INTERACTIVE = "4294967290"  # SLURM_INTERACTIVE_STEP, 0xfffffffa, of slurm.h
-_PTY = (
-  "started by srun --pty: if this is its shell, no other rank will come, set "
-  "JAXSCALE_NUM_PROCESSES=1"
-)
+_PTY = "started by srun --pty: if this is its shell, no other rank will come, set "
+_PTY += "JAXSCALE_NUM_PROCESSES=1"
 _COUNT = re.compile(r"(\d{1,9})(?:\(x(\d{1,9})\))?", re.ASCII)
 
 
@@ -74,9 +72,8 @@ def detect(host: Host) -> Launch | None:
       "it with srun (or set JAXSCALE_NUM_PROCESSES=1 to run one process)"
     )
   wanted = f"; srun would start {tasks}" if tasks else ""
-  return alone._replace(
-    note=f"a shell in Slurm job {job}, no step of it: runs as one process{wanted}"
-  )
+  note = f"a shell in Slurm job {job}, no step of it: runs as one process{wanted}"
+  return alone._replace(note=note)
 
 
 def node_address(node: str) -> str | None:

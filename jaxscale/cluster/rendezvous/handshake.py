@@ -24,10 +24,8 @@ from jaxscale.cluster.rendezvous import network
 PACKAGES = ("jaxscale", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint")
 _SHOWN = 8  # ranges of ranks, or hosts, in one line
 
-_REMEDIES = {
-  "config": "start all with one command line and one config file",
-  "code": "let all hosts read one copy of the code",
-}
+_REMEDIES = {"config": "start all with one command line and one config file"}
+_REMEDIES |= {"code": "let all hosts read one copy of the code"}
 
 
 class Hello(NamedTuple):
@@ -150,17 +148,14 @@ def find_mismatches(hellos: _Hellos, addresses: Mapping[int, str]) -> list[str]:
   for name in dict.fromkeys(n for hello in hellos.values() for n in hello.versions):
     versions = {rank: hello.versions.get(name) for rank, hello in hellos.items()}
     for version, who in differing(versions):
-      lines.append(
-        f"{who}: {name} {version or 'missing'}, {first} has {versions[0] or 'none'}; "
-        "start all from one environment"
-      )
+      both = f"{name} {version or 'missing'}, {first} has {versions[0] or 'none'}"
+      lines.append(f"{who}: {both}; start all from one environment")
   for name in dict.fromkeys(n for hello in hellos.values() for n in hello.digests):
     digests = {rank: hello.digests.get(name) for rank, hello in hellos.items()}
     for digest, who in differing(digests):
-      lines.append(
-        f"{who}: another {name} than {first}, {str(digest)[:12]} not "
-        f"{str(digests[0])[:12]}; {_REMEDIES.get(name, f'give all the same {name}')}"
-      )
+      both = f"{str(digest)[:12]} not {str(digests[0])[:12]}"
+      fix = _REMEDIES.get(name, f"give all the same {name}")
+      lines.append(f"{who}: another {name} than {first}, {both}; {fix}")
   return lines + _unreachable(hellos, addresses)
 
 

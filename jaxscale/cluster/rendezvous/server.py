@@ -158,12 +158,9 @@ class _Server:
         addresses[rank] = network.plain_address(link.sock.getpeername()[0])
         if self.hellos[rank].place != self.hellos[0].place:
           addresses.setdefault(0, network.plain_address(link.sock.getsockname()[0]))
-    lost = [
-      f"process {rank} ({self.hellos[rank].node}, pid {self.hellos[rank].pid}) has "
-      "connected and disconnected; see its last lines"
-      for rank, since in self.lost.items()
-      if now - since > RECONNECT_S
-    ]
+    gone = {rank: self.hellos[rank] for rank, t in self.lost.items() if now - t > RECONNECT_S}
+    why = "has connected and disconnected; see its last lines"
+    lost = [f"process {r} ({hello.node}, pid {hello.pid}) {why}" for r, hello in gone.items()]
     return self.errors + handshake.find_mismatches(self.hellos, addresses) + lost
 
   def _receive(self, timeout: float) -> None:
@@ -186,9 +183,8 @@ class _Server:
       hello = wire.parse(Hello, message)
     except ValueError as e:
       who = f"a process on {network.peer_address(link)}"
-      self.errors.append(
-        f"{who} says what this one does not understand ({e}); start all from one environment"
-      )
+      why = f"says what this one does not understand ({e})"
+      self.errors.append(f"{who} {why}; start all from one environment")
       return
     self.seen.add(hello.uuid)
     rank, total = hello.rank, self.launch.num_processes
