@@ -240,11 +240,9 @@ def _other_parts(leaves: _Leaves, abstract, there, here) -> Reshard:
     if old != new:
       example = f" (that of {name} is split by {old} there, by {new} here)"
       break
-  why = (
-    f"saved on {meshes[0]}, here {'is' if here else 'are'} {meshes[1]}: its exchange "
-    f"keeps parts of gradients that no device has here{example}; resume with the mesh "
-    "and layout it was saved with, or use another --workdir to start anew"
-  )
+  why = f"saved on {meshes[0]}, here {'is' if here else 'are'} {meshes[1]}: its exchange "
+  why += f"keeps parts of gradients that no device has here{example}; resume with the mesh "
+  why += "and layout it was saved with, or use another --workdir to start anew"
   return Reshard(0, 0, abstract._replace(exchange_state=saved), None, why)
 
 

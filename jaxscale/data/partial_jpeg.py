@@ -143,11 +143,10 @@ def _only_owner_writes(path: Path) -> None:
   path.chmod(path.stat().st_mode & ~0o022)
 
 
-_HOW_TO_GET_IT = (
-  "install libjpeg-turbo's development files (apt install libjpeg62-turbo-dev on "
-  "Debian, libjpeg-turbo8-dev on Ubuntu; dnf install libjpeg-turbo-devel; on a "
-  "cluster module load libjpeg-turbo), or give their place in CPATH and LDFLAGS"
-)
+_BY = "apt install libjpeg62-turbo-dev on Debian, libjpeg-turbo8-dev on Ubuntu; dnf install "
+_BY += "libjpeg-turbo-devel; on a cluster module load libjpeg-turbo"
+_PLACE = "or give their place in CPATH and LDFLAGS"
+_HOW_TO_GET_IT = f"install libjpeg-turbo's development files ({_BY}), {_PLACE}"
 
 
 def _compile(arguments: list[str], stdin: str = "") -> str:

@@ -154,11 +154,10 @@ def split_files(directory: Path, split: str) -> tuple[list[Path], Counter[str]]:
   if not found:
     shown = [name for name in entries if is_visible(name)]
     others = f", and {split} has {', '.join(left_out)}" if left_out else ""
-    raise ConfigError(
-      f"TextFiles: neither {', '.join(split + e for e in _ENDINGS)} nor such files in "
-      f"a directory {split} of {directory}; there is {few(shown, 10) or 'nothing'}"
-      f"{others}; write text to .txt, or tokens to .bin or .npy"
-    )
+    names = ", ".join(split + ending for ending in _ENDINGS)
+    why = f"neither {names} nor such files in a directory {split} of {directory}"
+    there = f"there is {few(shown, 10) or 'nothing'}{others}"
+    raise ConfigError(f"TextFiles: {why}; {there}; write text to .txt, or tokens to .bin or .npy")
   sources = {path if path.parent == place.parent else place for path in found}
   if len(sources) > 1 or len({path.suffix.lower() in _TOKENS for path in found}) > 1:
     both = f"{found[0].name} and {found[-1].name}"

@@ -78,10 +78,8 @@ def power_sgd(
   def init(params: Any):
     leaves = jax.tree.leaves(params)
     key = jax.random.key(seed)
-    qs = tuple(
-      jax.random.normal(jax.random.fold_in(key, i), (leaves[i].shape[-1], rank))
-      for i in shrinking(leaves)
-    )
+    sizes = {i: (leaves[i].shape[-1], rank) for i in shrinking(leaves)}
+    qs = tuple(jax.random.normal(jax.random.fold_in(key, i), size) for i, size in sizes.items())
     return {"residual": zero_residuals(params), "q": qs}
 
   def exchange(grads: Any, state: Any):

@@ -204,10 +204,9 @@ def scale_by_adam(
     count = state.count + 1
     mu = optax.tree.update_moment(updates, state.mu, b1, 1)
     nu = optax.tree.update_moment(updates, state.nu, b2, 2)
-    c1, c2, ahead = (
-      one_minus_power(b, t) if bias_correction else jnp.ones([])
-      for b, t in ((b1, count), (b2, count), (b1, count + 1))
-    )
+    powers = (b1, count), (b2, count), (b1, count + 1)
+    one = jnp.ones([])
+    c1, c2, ahead = (one_minus_power(*power) if bias_correction else one for power in powers)
 
     def direction(g, m, v):
       m_hat = m / c1.astype(m.dtype)

@@ -100,8 +100,8 @@ def _dims(name: str, shape: tuple[int, ...], rule: Rule, sizes: Mapping[str, int
   """The axes of a parameter's dims, without those that the mesh has not."""
   dims = rule.dims(shape, sizes) if callable(rule.dims) else rule.dims
   if len(dims) != len(shape):
-    reason = f"has the shape {shape}, and the rule {rule.pattern!r} names {len(dims)} dims"
-    raise ConfigError(f"{name}: {reason}")
+    names = f"and the rule {rule.pattern!r} names {len(dims)} dims"
+    raise ConfigError(f"{name}: has the shape {shape}, {names}")
   kept = tuple(a if a is not None and sizes.get(a, 1) > 1 else None for a in dims)
   for dim, axis in enumerate(kept):
     if axis is not None and shape[dim] % sizes[axis]:

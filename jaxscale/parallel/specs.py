@@ -218,8 +218,8 @@ def backward_sum_axes(layout: Layout | None) -> dict[str, tuple[str, ...]]:
   """Axes that gradients are summed over in the backward pass, by parameter path."""
   if layout is None or layout.shapes is None:
     return {}
-  found = {
-    path_name(path): ((FSDP,) if g.scatter is not None else ()) + g.sum_in_backward
-    for path, g in jax.tree_util.tree_leaves_with_path(layout.gathers)
-  }
-  return {name: axes for name, axes in found.items() if axes}
+  found = {}
+  for path, g in jax.tree_util.tree_leaves_with_path(layout.gathers):
+    if axes := ((FSDP,) if g.scatter is not None else ()) + g.sum_in_backward:
+      found[path_name(path)] = axes
+  return found

@@ -6,13 +6,17 @@ import functools
 import json
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import ml_dtypes  # which numpy knows by name only then
+import numpy as np
+
+from jaxscale import weights
+from jaxscale.checkpoint import checkpoint_files, directory
+from jaxscale.config.record import Described, describe_run
+from jaxscale.data.tokenizer import byte_tokenizer
 from jaxscale.errors import ConfigError
-
-if TYPE_CHECKING:  # they import JAX, whose platform is set before
-  from jaxscale.config.record import Described
-
+from jaxscale.weights import config_json, hf_config, timm_config
 
 # What is taken: prefixes of names in a checkpoint, and of paths in a safetensors file.
 _PREFIXES = {"params": (("params/", "params/"), ("model_state/", ""))}
@@ -43,20 +47,15 @@ def export(
       has no names for its model, or the folder has another model's config.json.
     weights.UnwrittenError: the disk failed or is full.
   """
-  from jaxscale import weights
-  from jaxscale.checkpoint import checkpoint_files
-  from jaxscale.config.record import describe_run
-  from jaxscale.weights import config_json
-
   described, step = describe_run(workdir), _saved_step(workdir, step)
-  directory = workdir.absolute() / "checkpoints" / str(step)
+  path = workdir.absolute() / "checkpoints" / str(step)
   try:
-    manifest = checkpoint_files.read_manifest(directory)["leaves"]
+    manifest = checkpoint_files.read_manifest(path)["leaves"]
     has_average = any(name.startswith("average/0/") for name in manifest)
     if take == "average" and not has_average:
       raise ConfigError("--take=average: the run keeps none (Config.ema_decay=None)")
     take = take or ("average" if has_average else "params")
-    read = functools.lru_cache(maxsize=3)(checkpoint_files.leaf_reader(directory))
+    read = functools.lru_cache(maxsize=3)(checkpoint_files.leaf_reader(path))
 
     def part(name: str, layer: int | None) -> Any:
       return read(name) if layer is None else read(name)[layer]
@@ -93,8 +92,6 @@ def export(
 
 def _saved_step(workdir: Path, step: int | None) -> int:
   """Return a step that has a checkpoint, the newest where none is asked for."""
-  from jaxscale.checkpoint import directory
-
   steps = directory.steps(workdir / "checkpoints")
   if not steps:
     raise ConfigError(f"--workdir={workdir}: the run has saved nothing yet")
@@ -105,9 +102,6 @@ def _saved_step(workdir: Path, step: int | None) -> int:
 
 
 def _dtype(name: str) -> Any:
-  import ml_dtypes  # which numpy knows by name only then
-  import numpy as np
-
   return np.dtype(getattr(ml_dtypes, name, name))
 
 
@@ -125,9 +119,6 @@ def _about(described: Described, step: int, take: str) -> dict[str, str]:
 
 def _hf_fields(to: Path, described: Described, common: dict[str, Any]) -> dict[str, Any] | None:
   """The fields of the config.json next to the file; None: none is written."""
-  from jaxscale.data.tokenizer import byte_tokenizer
-  from jaxscale.weights import config_json, hf_config
-
   config = described.settings()
   is_vit, is_llama = (hasattr(config.model, x) for x in ("patch", "rope_theta"))
   if not (is_vit or is_llama):
@@ -145,8 +136,6 @@ def _hf_fields(to: Path, described: Described, common: dict[str, Any]) -> dict[s
 
 def _timm_fields(to: Path, described: Described) -> tuple[dict[str, Any] | None, str]:
   """The fields of the config.json next to the file, or None and a note why not."""
-  from jaxscale.weights import config_json, timm_config
-
   try:
     config_json.config_json_path(to)
   except ConfigError:

@@ -20,10 +20,8 @@ _PACKAGE = Path(__file__).absolute().parent.parent
 FILE = "starts.jsonl"  # in the workdir: one line per start of the run
 # Variables that change what a run does; no others, which may hold secrets, as one of
 # ours does (`cluster.secret`).
-_VARIABLES = tuple(
-  """JAX XLA_ NCCL_ FI_ TF_ LIBTPU_ TPU_ CUDA_VISIBLE CUDA_DEVICE_MAX ROCR_VISIBLE HIP_VISIBLE
-  HSA_""".split()
-)
+_NAMES = "JAX XLA_ NCCL_ FI_ TF_ LIBTPU_ TPU_ CUDA_VISIBLE CUDA_DEVICE_MAX ROCR_VISIBLE"
+_VARIABLES = (*_NAMES.split(), "HIP_VISIBLE", "HSA_")
 
 
 def git(*args: str) -> str:

@@ -265,11 +265,9 @@ def guess(path: str | os.PathLike, names: Collection[str]) -> str:
     if sign in names:
       return naming
   some = ", ".join(sorted(names)[:3])
-  raise ConfigError(
-    f"{path}: has names of none of {', '.join(NAMINGS)} (but {some}){_kind(path)}; "
-    "give parameters of a ResNet or ViT of timm's or torchvision's, of a Llama or ViT "
-    "of Hugging Face's, or ours"
-  )
+  why = f"has names of none of {', '.join(NAMINGS)} (but {some}){_kind(path)}"
+  fix = "give parameters of a ResNet or ViT of timm's or torchvision's"
+  raise ConfigError(f"{path}: {why}; {fix}, of a Llama or ViT of Hugging Face's, or ours")
 
 
 def _kind(path: Any) -> str:

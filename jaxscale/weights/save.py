@@ -26,10 +26,8 @@ from jaxscale.weights.names import ARRANGEMENTS, Link, naming_of
 from jaxscale.weights.safetensors import write
 
 # Errors that another path avoids; those of disks are left.
-_OF_PATHS = [
-  getattr(errno, name)
-  for name in "ENOENT ENOTDIR EISDIR EACCES EPERM EROFS ELOOP ENAMETOOLONG EEXIST".split()
-]
+_NAMES = "ENOENT ENOTDIR EISDIR EACCES EPERM EROFS ELOOP ENAMETOOLONG EEXIST".split()
+_OF_PATHS = [getattr(errno, name) for name in _NAMES]
 
 
 class UnwrittenError(Exception):

@@ -67,10 +67,9 @@ def detect(host: Host) -> Launch | None:
   if "SLURM_PROCID" in env and env.get("SLURM_STEP_ID") != _INTERACTIVE:
     names = ("SLURM_NTASKS", "SLURM_TASKS_PER_NODE", "SLURM_PROCID")
     named = next(name for name in names if name in env)
-    raise ConfigError(
-      f"{named}={env[named]}: this is the batch script, no step of job {job}: start "
-      "it with srun (or set JAXSCALE_NUM_PROCESSES=1 to run one process)"
-    )
+    why = f"this is the batch script, no step of job {job}"
+    fix = "start it with srun (or set JAXSCALE_NUM_PROCESSES=1 to run one process)"
+    raise ConfigError(f"{named}={env[named]}: {why}: {fix}")
   wanted = f"; srun would start {tasks}" if tasks else ""
   note = f"a shell in Slurm job {job}, no step of it: runs as one process{wanted}"
   return alone._replace(note=note)

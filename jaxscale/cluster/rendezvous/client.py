@@ -378,7 +378,5 @@ def _not_found(own: Hello, place: _Place, results: dict[int, str], for_s: float)
     advice = f"is there a firewall, or no route from {own.node} to {host}?"
   with contextlib.suppress(OSError):
     advice += f" (looked from {network.own_address_seen_by(addresses[0])})"
-  return (
-    f"process {own.rank} ({own.node}): no process 0 on {host} "
-    f"({', '.join(addresses[:4])}) for {for_s:.0f} s, ports {tried}; {advice}"
-  )
+  where = f"no process 0 on {host} ({', '.join(addresses[:4])}) for {for_s:.0f} s"
+  return f"process {own.rank} ({own.node}): {where}, ports {tried}; {advice}"

@@ -169,10 +169,8 @@ def _unreachable(hellos: _Hellos, addresses: Mapping[int, str]) -> list[str]:
       continue
     is_what = f"is {gloo} there" if gloo else "does not resolve there"
     address = addresses.get(rank, "ADDRESS")
-    line = (
-      f"process {rank} ({hello.node}): its host's own name {is_what}, where no other "
-      "host reaches gloo, JAX's collectives on CPUs; put its network address into "
-      f"its /etc/hosts, '{address} {hello.node}'"
-    )
+    why = f"{is_what}, where no other host reaches gloo, JAX's collectives on CPUs"
+    fix = f"put its network address into its /etc/hosts, '{address} {hello.node}'"
+    line = f"process {rank} ({hello.node}): its host's own name {why}; {fix}"
     lines.setdefault((hello.node, gloo), line)
   return list(lines.values())

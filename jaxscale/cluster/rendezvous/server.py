@@ -111,11 +111,10 @@ class _Server:
           raise ConfigError(self.sent_error)
       elif now - began > timeout_s:
         verb = "has" if len(missing) == 1 else "have"
-        self.send_error(
-          f"{self._describe(missing)} {verb} not connected within {timeout_s:g} s; "
-          "look for their last lines, and start all in one step; where hosts share no "
-          f"home directory, give all one {VARIABLE}{note}"
-        )
+        fix = "look for their last lines, and start all in one step; where hosts share no home "
+        fix += f"directory, give all one {VARIABLE}{note}"
+        why = f"{verb} not connected within {timeout_s:g} s"
+        self.send_error(f"{self._describe(missing)} {why}; {fix}")
         raise ConfigError(self.sent_error)
       elif now - logged > LOG_S:
         logged = now
@@ -128,10 +127,8 @@ class _Server:
       try:
         link.send(go, timeout=10)
       except OSError as e:  # those that got it find the links closed
-        raise ConfigError(
-          f"process {rank} ({hosts[rank]}) has disconnected just before the start "
-          f"({e}); see its last lines"
-        ) from e
+        why = f"has disconnected just before the start ({e}); see its last lines"
+        raise ConfigError(f"process {rank} ({hosts[rank]}) {why}") from e
 
   def send_error(self, error: str) -> None:
     """Send what is wrong to all who are connected, and later to those who connect."""
@@ -238,8 +235,7 @@ def _allow_files(num_processes: int) -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(most, soft), hard))
     soft = max(most, soft)
   if soft < need:
-    raise ConfigError(
-      f"ulimit -n: {soft} files at most on {network.node_name()}, but process 0 needs "
-      f"{need} for {num_processes} processes; raise the hard limit there (ulimit -Hn, "
-      "LimitNOFILE of slurmd)"
-    )
+    why = f"{soft} files at most on {network.node_name()}"
+    needs = f"but process 0 needs {need} for {num_processes} processes"
+    fix = "raise the hard limit there (ulimit -Hn, LimitNOFILE of slurmd)"
+    raise ConfigError(f"ulimit -n: {why}, {needs}; {fix}")
