@@ -89,9 +89,8 @@ def power_sgd(
       given, devices = dict(zip(numbers, xs, strict=True)), lax.axis_size(axes)
       low = {i: x for i, x in given.items() if i in qs}
       whole = [i for i in numbers if i not in qs]
-      done, totals = _exchange_group(
-        list(low.values()), [qs[i] for i in low], [given[i] for i in whole], axes
-      )
+      bases, others = [qs[i] for i in low], [given[i] for i in whole]
+      done, totals = _exchange_group(list(low.values()), bases, others, axes)
       means = zip(whole, totals, strict=True)
       pairs = {i: (total / devices, jnp.zeros_like(given[i])) for i, total in means}
       for i, (mean, left, q) in zip(low, done, strict=True):

@@ -108,15 +108,10 @@ class ActivityRecord:
     """Write a line; where that fails, the next one has all that it had."""
     if not self._may_write():
       return
-    with self._alone():
-      self._write(json.dumps(activity._asdict()).encode() + b"\n")
-
-  @contextlib.contextmanager
-  def _alone(self):
-    """One thread writes at a time, but nobody waits for long: a disk may hang."""
+    # One thread writes at a time, but nobody waits for long: a disk may hang.
     is_alone = self._lock.acquire(timeout=_WAIT_S)
     try:
-      yield
+      self._write(json.dumps(activity._asdict()).encode() + b"\n")
     finally:
       if is_alone:
         self._lock.release()

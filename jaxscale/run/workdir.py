@@ -173,7 +173,7 @@ def start_devices(workdir: Path, config: Any, accept: Collection[str] = ()) -> i
   described = read_json(workdir / "config.json", _RUN)
   if not described:
     return None
-  if _refused(_changed_settings(workdir, described, config), accept):
+  if _refused([*_setting_changes(described, config)], accept):
     return None
   derived = described["derived"]
   start = derived.get("start_devices") or derived["num_devices"]
@@ -232,7 +232,7 @@ def claim_workdir(
   check_format(described, workdir)
   if why := mismatch(described, _RUN):
     raise ConfigError(f"{path}: {why}; {remedy}")
-  found = _changed_settings(workdir, described, config)
+  found = [*_setting_changes(described, config)]
   if identity is None:
     return _accepted(workdir, found, accept)
   before = described.get("identity") or _saved_identity(workdir)
@@ -290,7 +290,7 @@ def forget_unsaved(workdir: Path, config: Any) -> None:
   if _has_saved(workdir) or not os.path.exists(path):
     return
   described = read_json(path, _RUN)  # empty where it is damaged
-  if not described or _changed_settings(workdir, described, config):
+  if not described or any(_setting_changes(described, config)):
     decided = adaptive_batch.FILE, nan_policy.FILE, tracking.FILE, "summary.json"
     for name in (*decided, goodput.FILE):
       (workdir / name).unlink(missing_ok=True)
@@ -317,27 +317,14 @@ def _refused(found: list[Change], accept: Collection[str]) -> list[Change]:
   return sorted(refused, key=lambda c: ("settings", "x64", "data", "code").index(c.kind))
 
 
-def _changed_settings(workdir: Path, described: dict[str, Any], config: Any) -> list[Change]:
-  """List what differs from the settings of a run, with the values then and now.
+def _setting_changes(described: dict[str, Any], config: Any) -> Iterator[Change]:
+  """Yield the settings that make it another experiment, with the values then and now.
 
   Args:
-    workdir: of the run.
-    described: its config.json.
+    described: the config.json of the run there.
     config: the one now.
   """
-  is_known = bool(described.get("identity"))
-  return [*_setting_changes(described["config"], config, is_known=is_known)]
-
-
-def _setting_changes(before: dict[str, Any], config: Any, *, is_known: bool) -> Iterator[Change]:
-  """Yield the settings that make it another experiment.
-
-  Args:
-    before: the config of the run there, as JSON.
-    config: the one now.
-    is_known: the run has the identity of its data, wherever they are.
-  """
-  before, now = _completed(before, config), to_plain(config)
+  before, now = _completed(described["config"], config), to_plain(config)
   free: set[str] = set(_NOT_IDENTITY)
   if now["sync"].get("workers") == "replica":
     free.remove("mesh")  # else other devices would be one worker
@@ -349,7 +336,8 @@ def _setting_changes(before: dict[str, Any], config: Any, *, is_known: bool) -> 
     length: Any = before.get(unit) or 0
     if not mismatch(length, float) and 0 < length < (now[unit] or 0):
       free.add(unit)
-  if is_known and is_built_in(type(config.data)):
+  # Where the run has the identity of its data, they may be anywhere.
+  if described.get("identity") and is_built_in(type(config.data)):
     free |= set(_PLACES)
   for name, (old, new) in _differences(before, now).items():
     if not {name, name.split(".")[0]} & free:
