@@ -46,19 +46,15 @@ class Choice:
     settings(cls)
 
   def __new__(cls, *args: Any, **values: Any):
-    """Remember which fields are set.
-
-    `dataclasses.replace` gives all fields: then those count that are not the default.
-    """
-    self, names = super().__new__(cls), tuple(values)
-    if len(values) == len(dataclasses.fields(cls)):  # pyright: ignore[reportArgumentType]
-      names = tuple(n for n, value in values.items() if value is not getattr(cls, n, ...))
-    object.__setattr__(self, "set_explicitly", names)
+    """Remember which fields are set."""
+    self = super().__new__(cls)
+    caller = sys._getframe(1)
+    if caller.f_globals.get("__name__") == "dataclasses":  # replace() gives all fields
+      old = next(iter(caller.f_locals.values()))
+      changed = {n for n, v in values.items() if v is not getattr(old, n, v)}
+      values = {n: values[n] for n in values if n in {*old.set_explicitly, *changed}}
+    object.__setattr__(self, "set_explicitly", tuple(values))
     return self
-
-  def changed(self, **values: Any):
-    """Return a copy with other values; fields that were not set stay so."""
-    return type(self)(**self._explicit_values() | values)
 
   def __reduce__(self):  # copies and pickles know what was set, too
     return functools.partial(type(self), **self._explicit_values()), ()

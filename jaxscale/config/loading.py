@@ -163,8 +163,7 @@ def _branch(
   chosen = tree.pop(None, None)
   if chosen is None or classes.get(chosen) is type(current):
     changes = _changes(type(current), current, tree, f"{path}.", own)
-    is_choice = isinstance(current, Choice)
-    return current.changed(**changes) if is_choice else dataclasses.replace(current, **changes)
+    return dataclasses.replace(current, **changes)
   if chosen not in classes:
     hint = validation.nearest(chosen, classes)
     if len(classes) == 1:
@@ -203,7 +202,7 @@ def _several(
     cls = type(held[name]) if name in held else classes[name]
     changes = _changes(cls, held.get(name), tree.get(name, {}), f"{path}.{name}.", own)
     before = held.get(name)
-    made.append(before.changed(**changes) if before else cls(**changes))
+    made.append(dataclasses.replace(before, **changes) if before else cls(**changes))
   return tuple(made)
 
 

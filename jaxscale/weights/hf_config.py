@@ -16,8 +16,9 @@ from jaxscale.weights.config_json import OURS, Comparison, compare, unknown
 # `model_type`s whose layers are ours, with the defaults of fields that are missing.
 _DEFAULTS = {"num_attention_heads": 32, "rope_theta": 10_000.0, "rms_norm_eps": 1e-6}
 _QWEN = _DEFAULTS | {"num_key_value_heads": 32, "sliding_window": 4096}
-_KINDS: dict[str, dict[str, Any]] = {"llama": _DEFAULTS, "qwen2": _QWEN}
-_KINDS |= {"mistral": _QWEN | {"num_key_value_heads": 8}, "qwen3": _QWEN | {"head_dim": 128}}
+_KINDS: dict[str, dict[str, Any]] = {"llama": _DEFAULTS}
+_KINDS |= {"mistral": _QWEN | {"num_key_value_heads": 8}}
+_KINDS |= {"qwen2": _QWEN, "qwen3": _QWEN | {"head_dim": 128}}
 # Of the scaled rotary positions of Llama 3.1: field -> our setting.
 _ROPE = {"factor": "rope_factor", "low_freq_factor": "rope_low", "high_freq_factor": "rope_high"}
 _ROPE |= {"original_max_position_embeddings": "rope_length"}
