@@ -346,9 +346,8 @@ def check_same_leaves(path: Path, saved: dict[str, Any], wanted: dict[str, Any])
     else:
       continue
     remedy = "resume with the exchange it was saved with, or " * of_exchange
-    raise ConfigError(
-      f"{path}: a checkpoint of another experiment, {difference}; {remedy}use another --workdir"
-    )
+    why = f"a checkpoint of another experiment, {difference}; {remedy}use another --workdir"
+    raise ConfigError(f"{path}: {why}")
 
 
 def _crc32(manifest: dict[str, Any]) -> int:

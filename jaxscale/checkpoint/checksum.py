@@ -98,12 +98,9 @@ def own_shards(tree: Any, shapes: Any = None) -> list[Shards]:
   leaves = jax.tree.leaves(tree)
   likes = leaves if shapes is None else jax.tree.leaves(shapes)
   pairs = list(zip(leaves, likes, strict=True))
-  held = [
-    (i, shard, like.shape)
-    for i, (leaf, like) in enumerate(pairs)
-    for shard in leaf.addressable_shards
-    if shard.replica_id == 0
-  ]
+  held = []
+  for i, (leaf, like) in enumerate(pairs):
+    held += [(i, x, like.shape) for x in leaf.addressable_shards if x.replica_id == 0]
   for _, shard, _ in held:
     shard.data.copy_to_host_async()
   found: dict[Any, Shards] = {}
@@ -207,10 +204,8 @@ def _within(shape, data: np.ndarray, index: tuple[slice, ...]):
 
 def describe(tree: Any) -> dict[str, dict[str, Any]]:
   """Shape and dtype of every leaf (or of its `jax.ShapeDtypeStruct`), by path."""
-  return {
-    path_name(path): {"shape": list(leaf.shape), "dtype": str(leaf.dtype)}
-    for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
-  }
+  leaves = {path_name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
+  return {n: {"shape": list(x.shape), "dtype": str(x.dtype)} for n, x in leaves.items()}
 
 
 def shard_checksums(

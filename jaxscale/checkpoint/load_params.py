@@ -46,10 +46,8 @@ def newest_params(workdir: str | Path, abstract: Any) -> LoadedParams:
   directory = (Path(workdir) / "checkpoints").absolute()
   steps = checkpoint_dir.steps(directory)
   if not steps:
-    raise ConfigError(
-      f"--workdir={workdir}: there is no checkpoint in it, give the directory of a "
-      "run that has saved one"
-    )
+    why = "there is no checkpoint in it, give the directory of a run that has saved one"
+    raise ConfigError(f"--workdir={workdir}: {why}")
   first_device = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
 
   def sharded(x):

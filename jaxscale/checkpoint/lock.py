@@ -351,18 +351,14 @@ def _wait_until_free(path: Path, owner: LockOwner, me: LockOwner, log, expire_s:
       break
     if seen is None:
       seen = renewed
-      log(
-        f"{workdir}: locked by {owner}, last renewed {age:.0f} s ago; waiting up to "
-        f"{expire_s - age:.0f} s for it to be renewed again"
-      )
+      wait = f"waiting up to {expire_s - age:.0f} s for it to be renewed again"
+      log(f"{workdir}: locked by {owner}, last renewed {age:.0f} s ago; {wait}")
     time.sleep(min(1.0, expire_s / 20))
   stop = f"kill {owner.pid} on {owner.host}"
   if other_job and other_job[0].startswith("slurm-"):
     stop = f"scancel {other_job[0].removeprefix('slurm-')}"
-  raise ConfigError(
-    f"--workdir={workdir}: another run is writing there ({owner}); wait for its end, "
-    f"end it ({stop}), or use another --workdir"
-  )
+  fix = f"wait for its end, end it ({stop}), or use another --workdir"
+  raise ConfigError(f"--workdir={workdir}: another run is writing there ({owner}); {fix}")
 
 
 def _read(path: Path) -> LockOwner | None:

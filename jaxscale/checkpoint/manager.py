@@ -448,14 +448,12 @@ class Checkpoints:
       except DamagedError as damage:
         older = [s for s in steps if s < step]
         if cluster.is_leader():
-          self.say(
-            f"checkpoint {step} is damaged ({damage}); renamed to {step}.damaged, "
-            + (f"resuming from {older[-1]}" if older else "and there is no older one")
-          )
+          then = f"resuming from {older[-1]}" if older else "and there is no older one"
+          what = f"checkpoint {step} is damaged ({damage}); renamed to {step}.damaged"
+          self.say(f"{what}, {then}")
         rename = functools.partial(checkpoint_dir.mark_damaged, self.directory, step)
         cluster.on_leader(rename, f"rename checkpoint {step}")
     if cluster.from_leader(checkpoint_dir.has_damaged(self.directory)):
-      raise ConfigError(
-        f"{self.directory}: every checkpoint is damaged; use another --workdir to start anew"
-      )
+      why = "every checkpoint is damaged; use another --workdir to start anew"
+      raise ConfigError(f"{self.directory}: {why}")
     return None

@@ -28,13 +28,8 @@ from jaxscale.files import mismatch, parse_json
 from jaxscale.optim.tree_paths import path_name
 
 _SHARD = {"bounds": [[int]], "crc32": int}
-_FOOTER = {
-  "run": str,
-  "step": int,
-  "process": int,
-  "processes": int,
-  "leaves": {str: {"shape": [int], "dtype": str, "shards": [_SHARD]}},
-}
+_LEAF = {"shape": [int], "dtype": str, "shards": [_SHARD]}
+_FOOTER = {"run": str, "step": int, "process": int, "processes": int, "leaves": {str: _LEAF}}
 _END = struct.Struct("<QI8s")
 _MARK = b"jaxscale"
 _BLOCK = 2**20  # bytes: still in a core's cache when they are written
@@ -62,9 +57,8 @@ def held_shards(state: Any) -> list[Shard]:
       held.setdefault(key, (leaf.shape, shard.data))
   for _, data in held.values():
     data.copy_to_host_async()
-  return [
-    Shard(name, shape, bounds, np.asarray(data)) for (name, bounds), (shape, data) in held.items()
-  ]
+  parts = held.items()
+  return [Shard(name, shape, at, np.asarray(data)) for (name, at), (shape, data) in parts]
 
 
 def write_copy(path: Path, footer: dict[str, Any], shards: list[Shard]) -> None:

@@ -70,12 +70,10 @@ class Reshard(NamedTuple):
   def summary(self) -> str:
     """One line for the log."""
     devices = f"from {plural(self.old, 'device')} to {self.new}"
-    return (
-      "the exchange's state was carried over "
-      f"{devices if self.old != self.new else 'to another layout'}: no pending "
-      "gradient is lost, its sum is kept to rounding, but from here the run is not the "
-      "same bit for bit"
-    )
+    where = devices if self.old != self.new else "to another layout"
+    kept = "no pending gradient is lost, its sum is kept to rounding"
+    kept += ", but from here the run is not the same bit for bit"
+    return f"the exchange's state was carried over {where}: {kept}"
 
 
 def find_reshard(
@@ -229,11 +227,8 @@ def _only_counts(leaves: _Leaves, abstract, resize, there, here) -> Reshard | No
 
 def _other_parts(leaves: _Leaves, abstract, there, here) -> Reshard:
   """The refusal of parts that devices do not have here."""
-  saved = {
-    name.removeprefix(_EXCHANGE): jax.ShapeDtypeStruct(leaf["shape"], leaf["dtype"])
-    for name, leaf in leaves.items()
-    if name.startswith(_EXCHANGE)
-  }
+  parts = {n.removeprefix(_EXCHANGE): x for n, x in leaves.items() if n.startswith(_EXCHANGE)}
+  saved = {n: jax.ShapeDtypeStruct(x["shape"], x["dtype"]) for n, x in parts.items()}
   meshes, example = [], ""
   for split in (there, here):
     sizes = ", ".join(f"{a}={n}" for a, n in split.mesh.items()) if split else ""
@@ -245,11 +240,9 @@ def _other_parts(leaves: _Leaves, abstract, there, here) -> Reshard:
     if old != new:
       example = f" (that of {name} is split by {old} there, by {new} here)"
       break
-  why = (
-    f"saved on {meshes[0]}, here {'is' if here else 'are'} {meshes[1]}: its exchange "
-    f"keeps parts of gradients that no device has here{example}; resume with the mesh "
-    "and layout it was saved with, or use another --workdir to start anew"
-  )
+  why = f"saved on {meshes[0]}, here {'is' if here else 'are'} {meshes[1]}: its exchange "
+  why += f"keeps parts of gradients that no device has here{example}; resume with the mesh "
+  why += "and layout it was saved with, or use another --workdir to start anew"
   return Reshard(0, 0, abstract._replace(exchange_state=saved), None, why)
 
 

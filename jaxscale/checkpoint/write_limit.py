@@ -52,10 +52,8 @@ def limit_to_read(abstract: Any, chunks: Mapping[str, tuple[int, ...]]) -> float
 
 def _touched(part: Any, chunk: tuple[int, ...]) -> list[int]:
   """Elements along each dim of all chunks that overlap a part."""
-  return [
-    -(-stop // size) * size - start // size * size
-    for (start, stop), size in zip(part, chunk, strict=True)
-  ]
+  pairs = zip(part, chunk, strict=True)
+  return [-(-stop // size) * size - start // size * size for (start, stop), size in pairs]
 
 
 def _shard_bytes(x: Any, shape: Any) -> int:

@@ -19,19 +19,6 @@ from jaxscale.cluster.barrier import (
 from jaxscale.cluster.session import current_watch, initialize, is_job, mark_saved, open_session
 from jaxscale.cluster.timeouts import Timeouts
 
-__all__ = [
-  "Timeouts",
-  "any_process",
-  "barrier",
-  "current_watch",
-  "from_leader",
-  "gather",
-  "initialize",
-  "is_job",
-  "is_leader",
-  "leader_first",
-  "mark_saved",
-  "on_leader",
-  "open_session",
-  "sum_over_processes",
-]
+__all__ = ["Timeouts", "any_process", "barrier", "current_watch", "from_leader", "gather"]
+__all__ += ["initialize", "is_job", "is_leader", "leader_first", "mark_saved", "on_leader"]
+__all__ += ["open_session", "sum_over_processes"]

@@ -13,7 +13,7 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections.abc import Callable, Iterable, MutableMapping
+from collections.abc import Iterable, MutableMapping
 from typing import Any, NamedTuple
 
 from jaxscale.cluster.detect.fabric import Fabric
@@ -52,6 +52,21 @@ class Place(NamedTuple):
     return bool(self.models) and all(map(hopper.search, self.models))
 
   @property
+  def is_alone(self) -> bool:
+    """Whether no other process uses the same GPUs."""
+    return not self.is_shared
+
+  @property
+  def is_amd(self) -> bool:
+    """Whether no GPU is one of NVIDIA's."""
+    return not self.models
+
+  @property
+  def has_plugin(self) -> bool:
+    """Whether NCCL finds aws-ofi-nccl."""
+    return self.fabric.has_plugin
+
+  @property
   def is_slingshot(self) -> bool:
     """Whether other nodes are reached over Slingshot."""
     return self.has_nodes and self.fabric.kind == "slingshot"
@@ -67,22 +82,19 @@ class Row(NamedTuple):
   """A variable.
 
   Attributes:
-    name: of it.
-    value: to set.
-    when: where it is set.
-    why: in some words.
-    unless: a pattern of variables, NAME=VALUE, by which the user has decided already.
+    name: of the variable.
+    value: it gets this, with the network's adapters in place of CARDS.
+    when: properties of the `Place`, all of which it must have.
+    why: in a few words, for the log.
+    unless: a regular expression of NAME=VALUE; a variable of the environment that
+      it fits decides the same, and nothing is set.
   """
 
   name: str
-  value: str | Callable[[Place], str]
-  when: Callable[[Place], bool]
+  value: str
+  when: str
   why: str
   unless: str = r"$^"
-
-
-def _slingshot(name: str, value: str | Callable[[Place], str]) -> Row:
-  return Row(name, value, lambda place: place.is_slingshot, "Slingshot, by HPE")
 
 
 # Sources. Memory, level and connections: NVIDIA JAX-Toolbox, docs/GPU_performance.md,
@@ -91,55 +103,22 @@ def _slingshot(name: str, value: str | Callable[[Place], str]) -> Row:
 # harms Blackwell. Slingshot: HPE's shs-ccl-docs, ccl_env.sh, without
 # FI_CXI_RDZV_PROTO=alt_read, for which srun must have --network=disable_rdzv_get.
 # NCCL_IB_HCA: NCCL's user guide; it would otherwise use every adapter that has RDMA.
+# The level would overrule what these flags turn off.
+_FLAGS = r"XLA_FLAGS=.*(latency_hiding|pipelin|combine_threshold|double_buffering)"
+_SLINGSHOT = """NCCL_SOCKET_IFNAME=CARDS NCCL_CROSS_NIC=1 NCCL_NET_GDR_LEVEL=PHB
+  FI_MR_CACHE_MONITOR=userfaultfd FI_CXI_DISABLE_HOST_REGISTER=1 FI_CXI_DEFAULT_CQ_SIZE=131072
+  FI_CXI_DEFAULT_TX_SIZE=2048 FI_CXI_RX_MATCH_MODE=hybrid"""
+_PAIRS = (pair.split("=") for pair in _SLINGSHOT.split())
+_HPE, _HOPPER = "Slingshot, by HPE", "Hopper: kernels start in their order"
+_MEMORY, _OWN_MEMORY = "JAX takes 75 % by default", r"XLA_(PYTHON_)?CLIENT_\w+="
 TABLE = (
-  Row(
-    "XLA_CLIENT_MEM_FRACTION",
-    "0.9",
-    lambda place: not place.is_shared,
-    "JAX takes 75 % by default",
-    unless=r"XLA_(PYTHON_)?CLIENT_\w+=",
-  ),
-  Row(
-    LEVEL,
-    "O1",
-    lambda place: place.has_peers,
-    "collectives behind computation",
-    # The level would overrule what these flags turn off.
-    unless=r"XLA_FLAGS=.*(latency_hiding|pipelin|combine_threshold|double_buffering)",
-  ),
-  Row(
-    "CUDA_DEVICE_MAX_CONNECTIONS",
-    "1",
-    lambda place: place.has_peers and place.is_hopper,
-    "Hopper: kernels start in their order",
-  ),
-  Row(
-    "NCCL_IB_HCA",
-    lambda place: "=" + ",".join(place.fabric.cards),
-    lambda place: place.is_mixed,
-    "InfiniBand, not the Ethernet next to it",
-  ),
-  Row(
-    "NCCL_NET",
-    "AWS Libfabric",
-    lambda place: place.is_slingshot and place.fabric.has_plugin,
-    "Slingshot, by HPE",
-    unless="NCCL_NET_PLUGIN=",
-  ),
-  _slingshot("NCCL_SOCKET_IFNAME", lambda place: ",".join(place.fabric.cards) or "hsn"),
-  _slingshot("NCCL_CROSS_NIC", "1"),
-  _slingshot("NCCL_NET_GDR_LEVEL", "PHB"),
-  _slingshot("FI_MR_CACHE_MONITOR", "userfaultfd"),
-  _slingshot("FI_CXI_DISABLE_HOST_REGISTER", "1"),
-  _slingshot("FI_CXI_DEFAULT_CQ_SIZE", "131072"),
-  _slingshot("FI_CXI_DEFAULT_TX_SIZE", "2048"),
-  _slingshot("FI_CXI_RX_MATCH_MODE", "hybrid"),
-  Row(
-    "HSA_FORCE_FINE_GRAIN_PCIE",
-    "1",
-    lambda place: place.is_slingshot and not place.models,
-    "Slingshot, by HPE",
-  ),
+  Row("XLA_CLIENT_MEM_FRACTION", "0.9", "is_alone", _MEMORY, _OWN_MEMORY),
+  Row(LEVEL, "O1", "has_peers", "collectives behind computation", _FLAGS),
+  Row("CUDA_DEVICE_MAX_CONNECTIONS", "1", "has_peers is_hopper", _HOPPER),
+  Row("NCCL_IB_HCA", "=CARDS", "is_mixed", "InfiniBand, not the Ethernet next to it"),
+  Row("NCCL_NET", "AWS Libfabric", "is_slingshot has_plugin", _HPE, "NCCL_NET_PLUGIN="),
+  *(Row(name, value, "is_slingshot", _HPE) for name, value in _PAIRS),
+  Row("HSA_FORCE_FINE_GRAIN_PCIE", "1", "is_slingshot is_amd", _HPE),
 )
 
 
@@ -175,14 +154,14 @@ def choose(place: Place, env: Env) -> Choice:
     return Choice()
   rows, kept = [], []
   for row in TABLE:
-    if not row.when(place):
+    if not all(getattr(place, name) for name in row.when.split()):
       continue
     others = [n for n, v in env.items() if re.match(row.unless, f"{n}={v}", re.S)]
     decided = [row.name] if row.name in env else others
     kept += decided
     if not decided:
-      value = row.value if isinstance(row.value, str) else row.value(place)
-      rows.append((row, value))
+      cards = ",".join(place.fabric.cards) or "hsn"
+      rows.append((row, row.value.replace("CARDS", cards)))
   missing, fabric = "", place.fabric
   needs_plugin = place.has_nodes and fabric.kind in ("slingshot", "efa")
   if needs_plugin and not fabric.has_plugin and not {"NCCL_NET", "NCCL_NET_PLUGIN"} & {*env}:

@@ -204,7 +204,6 @@ def loop_error(idle: int, step: int, limit: int) -> str | None:
   """
   if idle < limit:
     return None
-  return (
-    f"{idle} restart{'s' if idle > 1 else ''} without progress, still at step {step}: "
-    "not requeued again; see the first error of each try, then submit it again"
-  )
+  what = f"{idle} restart{'s' if idle > 1 else ''} without progress, still at step {step}"
+  fix = "see the first error of each try, then submit it again"
+  return f"{what}: not requeued again; {fix}"

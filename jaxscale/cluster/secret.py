@@ -85,10 +85,8 @@ def find_secret(env: Mapping[str, str] = os.environ) -> bytes:
         os.link(file.name, path)
     return _read(path)
   except OSError as e:
-    raise ConfigError(
-      f"{path}: {e.strerror}: no place for the secret of your runs; set {VARIABLE} to "
-      "the same 64 random hex digits in all processes"
-    ) from e
+    fix = f"set {VARIABLE} to the same 64 random hex digits in all processes"
+    raise ConfigError(f"{path}: {e.strerror}: no place for the secret of your runs; {fix}") from e
 
 
 def _read(path: Path) -> bytes:
@@ -163,11 +161,10 @@ def _number(value: Any) -> str:
 
 def _session_keys(key: bytes, client: str, server: str, port: int) -> tuple[bytes, bytes]:
   """What the server seals with, and what the client seals with."""
-  about = f"{client} {server} {port}".encode()
-  server_seals, client_seals = (
-    hmac.digest(key, who + about, "sha256") for who in (b"server ", b"client ")
+  about = f" {client} {server} {port}".encode()
+  return hmac.digest(key, b"server" + about, "sha256"), hmac.digest(
+    key, b"client" + about, "sha256"
   )
-  return server_seals, client_seals
 
 
 def connect(address: tuple[str, int], key: bytes, timeout_s: float) -> Link:

@@ -17,7 +17,7 @@ import time
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from jaxscale.cluster.barrier import from_leader
 from jaxscale.cluster.timeouts import Timeouts
@@ -26,6 +26,7 @@ from jaxscale.errors import ConfigError
 # A command that only prints its --help needs none of this.
 if TYPE_CHECKING:
   from jaxscale.cluster.detect.launch import Launch
+  from jaxscale.cluster.gpu_settings import Choice
   from jaxscale.cluster.watch.signals import SignalHandlers
   from jaxscale.cluster.watch.watch import Watch
 
@@ -135,29 +136,15 @@ def _start(
   except ConfigError as e:
     error = str(e)  # it may be this host's alone: all are to know it
   if gpu_settings:
-    choice = gpu.choose_here(launch, num_gpus, gpu_ids)
-    gpu.apply(choice)
-    if launch.process_id == 0:
-      for line in gpu.lines(choice):
-        print(line, flush=True)
-  group = client.rendezvous(
-    launch,
-    timeout_s=timeouts.rendezvous_timeout_s,
-    digests={} if is_alone else handshake.digests_of(config) | gpu.shared(),
-    on_cpu=not num_gpus,
-    error=error,
-    secret=secret,
-  )
-  this_watch = _watch = watch.start(
-    group.links,
-    group.process_id,
-    group.hosts,
-    timeouts=timeouts,
-    folder=folder,
-    # A job that nobody looks at is watched even if it is one process.
-    watch_alone=launch.kind != "single",
-    age_s=0.0 if _was_started else _age_s(),
-  )
+    _set_variables(gpu.choose_here(launch, num_gpus, gpu_ids), launch)
+  digests = {} if is_alone else handshake.digests_of(config) | gpu.shared()
+  options: dict[str, Any] = {"on_cpu": not num_gpus, "error": error, "secret": secret}
+  options |= {"timeout_s": timeouts.rendezvous_timeout_s, "digests": digests}
+  group = client.rendezvous(launch, **options)
+  # A job that nobody looks at is watched even if it is one process.
+  options = {"watch_alone": launch.kind != "single", "age_s": 0.0 if _was_started else _age_s()}
+  options |= {"timeouts": timeouts, "folder": folder}
+  this_watch = _watch = watch.start(group.links, group.process_id, group.hosts, **options)
   _was_started = True
 
   def ask(request: StopRequest) -> None:
@@ -184,6 +171,15 @@ def _start(
     cpu_settings.use_batch_policy()
 
 
+def _set_variables(choice: Choice, launch: Launch) -> None:
+  """Set what fits this process's GPUs; process 0 prints it."""
+  from jaxscale.cluster import gpu_settings
+
+  gpu_settings.apply(choice)
+  for line in gpu_settings.lines(choice) if launch.process_id == 0 else ():
+    print(line, flush=True)
+
+
 def _age_s() -> float:
   """Seconds since this process started, by proc(5); 0 where that does not say it."""
   try:
@@ -203,12 +199,9 @@ def _join_by_jax(launch: Launch, timeouts: Timeouts) -> Launch:
 
   join.join(launch, None, timeouts)
   _jax_is_initialized = True
-  return launch._replace(
-    process_id=jax.process_index(),
-    num_processes=jax.process_count(),
-    host=from_leader(network.node_name()),
-    job=from_leader(f"{launch.job}-{os.urandom(8).hex()}"),
-  )
+  own = launch._replace(process_id=jax.process_index(), num_processes=jax.process_count())
+  job = from_leader(f"{launch.job}-{os.urandom(8).hex()}")
+  return own._replace(host=from_leader(network.node_name()), job=job)
 
 
 def _end() -> None:

@@ -96,9 +96,8 @@ def hierarchical(
   block = _block_of_sum(flat, fast, sent, summed)
   if slow:
     is_float = jnp.issubdtype(x.dtype, jnp.floating)
-    block = psum(
-      block, slow, payload=sent if is_float else None, accumulate=summed if sent != summed else None
-    )
+    wide = summed if sent != summed else None
+    block = psum(block, slow, payload=sent if is_float else None, accumulate=wide)
   return _gathered(block, fast, sent, x)
 
 

@@ -156,10 +156,8 @@ def given_dims(dims: Dims, sizes: Sizes) -> tuple[Dim, ...]:
     strides[axis] *= size
   for axis, n in sizes.items():
     if strides[axis] != n:
-      raise ConfigError(
-        f"{given}: those of {axis} multiply to {strides[axis]}, "
-        f"make them multiply to the {n} devices of the axis"
-      )
+      fix = f"make them multiply to the {n} devices of the axis"
+      raise ConfigError(f"{given}: those of {axis} multiply to {strides[axis]}, {fix}")
   return tuple(made)
 
 

@@ -90,10 +90,8 @@ def axis_sizes(axes: tuple[str, ...]) -> dict[str, int]:
     try:
       sizes[axis] = int(lax.axis_size(axis))
     except NameError:
-      raise ConfigError(
-        f"axes={axes}: the mesh has no axis {axis!r} here, name axes of the "
-        "shard_map that this is called in"
-      ) from None
+      why = f"the mesh has no axis {axis!r} here, name axes of the shard_map that this is called in"
+      raise ConfigError(f"axes={axes}: {why}") from None
   return sizes
 
 

@@ -12,22 +12,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING
 
-from jaxscale.config.bases import (
-  Data,
-  Exchange,
-  ExchangeContext,
-  Loss,
-  Model,
-  ModelContext,
-  Optimizer,
-  OptimizerContext,
-  Schedule,
-  ScheduleContext,
-  Sync,
-  SyncContext,
-  Tracker,
-  TrackerContext,
-)
+from jaxscale.config.bases import *
 from jaxscale.config.bounds import Count, Fraction, NonNegative, Positive
 from jaxscale.config.choice import HOMES
 from jaxscale.config.config import Config

@@ -18,6 +18,10 @@ from jaxscale.errors import ConfigError
 if TYPE_CHECKING:
   from jax.sharding import Mesh
 
+__all__ = ["Data", "Exchange", "ExchangeContext", "Loss", "Model", "ModelContext", "Optimizer"]
+__all__ += ["OptimizerContext", "Schedule", "ScheduleContext", "Sync", "SyncContext", "Tracker"]
+__all__ += ["TrackerContext"]
+
 
 class ModelContext(NamedTuple):
   """What a model is built for.

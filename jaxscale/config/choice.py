@@ -19,16 +19,10 @@ from jaxscale.errors import ConfigError
 
 # Where the built-in alternatives of each base are. By name: config is imported before
 # what it configures, and without JAX.
-HOMES = {
-  "Model": "jaxscale.models.settings",
-  "Data": "jaxscale.data.settings",
-  "Optimizer": "jaxscale.optim.settings",
-  "Schedule": "jaxscale.optim.settings",
-  "Exchange": "jaxscale.exchange.settings",
-  "Sync": "jaxscale.exchange.settings",
-  "Loss": "jaxscale.training.settings",
-  "Tracker": "jaxscale.metrics.settings",
-}
+_HOMES = """Model:models Data:data Optimizer:optim Schedule:optim Exchange:exchange
+  Sync:exchange Loss:training Tracker:metrics"""
+_PAIRS = (pair.split(":") for pair in _HOMES.split())
+HOMES = {base: f"jaxscale.{package}.settings" for base, package in _PAIRS}
 
 
 @dataclass_transform(kw_only_default=True, frozen_default=True)
@@ -95,11 +89,8 @@ def chosen(node: Any) -> Iterator[Choice]:
 
 def own_choices(namespace: dict[str, Any]) -> dict[str, type]:
   """The settings classes of a config file's namespace that are not built in."""
-  return {
-    name: c
-    for name, c in namespace.items()
-    if isinstance(c, type) and issubclass(c, Choice) and not is_built_in(c)
-  }
+  classes = {name: c for name, c in namespace.items() if isinstance(c, type)}
+  return {n: c for n, c in classes.items() if issubclass(c, Choice) and not is_built_in(c)}
 
 
 def is_built_in(kind: type) -> bool:

@@ -157,9 +157,8 @@ def _nodes_of(value: Any) -> list[ast.AST]:
   """The definitions of a class or function in its file or cell."""
   functions = list(vars(value).values()) if isinstance(value, type) else [value]
   functions = [inspect.unwrap(f) for f in functions if callable(f)]
-  codes = [
-    f.__code__ for f in functions if hasattr(f, "__code__") and f.__module__ == value.__module__
-  ]
+  functions = [f for f in functions if hasattr(f, "__code__")]
+  codes = [f.__code__ for f in functions if f.__module__ == value.__module__]
   for code in codes:
     if (tree := _tree_of(code.co_filename)) is None:
       continue

@@ -148,14 +148,10 @@ class _Conversion:
       return {"values": self.convert([node.func, node.args, node.keywords], where)}
     if isinstance(node, _BY_REPR) or _name(type(node)).startswith("numpy.dtype"):
       return {"value": repr(node)}
-    raise invalid(
-      where,
-      node,
-      f"({_name(type(node))}) has no form in JSON, so that a run could "
-      "not tell whether it has changed when it resumes",
-      "give it, or the settings "
-      "that hold it, an attribute `identity`, a text that changes whenever it does",
-    )
+    why = "has no form in JSON, so that a run could not tell whether it has changed when it resumes"
+    fix = "an attribute `identity`, a text that changes whenever it does"
+    fix = f"give it, or the settings that hold it, {fix}"
+    raise invalid(where, node, f"({_name(type(node))}) {why}", fix)
 
   def _callable(self, node: Any, where: str) -> dict[str, Any] | None:
     """A function, a class or a method: its name, source and what it has bound."""
@@ -182,19 +178,8 @@ class _Conversion:
 
 
 # Values of the standard library that their `repr` tells apart.
-_BY_REPR = (
-  complex,
-  range,
-  slice,
-  datetime.date,
-  datetime.time,
-  datetime.timedelta,
-  decimal.Decimal,
-  fractions.Fraction,
-  uuid.UUID,
-  re.Pattern,
-  type(...),
-)
+_BY_REPR = complex, range, slice, datetime.date, datetime.time, datetime.timedelta
+_BY_REPR += decimal.Decimal, fractions.Fraction, uuid.UUID, re.Pattern, type(...)
 
 
 def _content(cell: Any) -> Any:

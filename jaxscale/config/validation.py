@@ -107,11 +107,8 @@ def within(value: Any, bound: str) -> bool:
   if (m := _BOUND.fullmatch(bound)) is None:
     raise ConfigError(f"Annotated bound {bound!r}: write e.g. '>= 1' or 'in [0, 1)'")
   sign, number, opens, low, high, closes = m.groups()
-  limits = (
-    [(sign, number)]
-    if sign
-    else [(">=" if opens == "[" else ">", low), ("<=" if closes == "]" else "<", high)]
-  )
+  limits = [(">=" if opens == "[" else ">", low), ("<=" if closes == "]" else "<", high)]
+  limits = [(sign, number)] if sign else limits
   given = value if isinstance(value, tuple) else (value,)
   numbers = [x for x in given if x is not None]
   # Not every int is a float.

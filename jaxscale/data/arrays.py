@@ -45,18 +45,13 @@ def from_arrays(
     4
   """
   if len(inputs) != len(targets):
-    raise ConfigError(
-      f"from_arrays: {len(inputs):,} inputs and {len(targets):,} targets; give as many of both"
-    )
-  for name, array, wanted in (
-    ("inputs", inputs, info.image_shape),
-    ("targets", targets, info.label_shape),
-  ):
+    counts = f"{len(inputs):,} inputs and {len(targets):,} targets"
+    raise ConfigError(f"from_arrays: {counts}; give as many of both")
+  shapes = ("inputs", inputs, info.image_shape), ("targets", targets, info.label_shape)
+  for name, array, wanted in shapes:
     if array.shape[1:] != tuple(wanted):
-      raise ConfigError(
-        f"from_arrays: {name} of {array.shape[1:]} each, and {tuple(wanted)} in info; "
-        "make it of the same arrays (`array_info`)"
-      )
+      why = f"and {tuple(wanted)} in info; make it of the same arrays (`array_info`)"
+      raise ConfigError(f"from_arrays: {name} of {array.shape[1:]} each, {why}")
   if targets.ndim == 1 and targets.dtype.kind in "iu":
     _check_classes(info.name, targets, NO_CLASS, info.num_classes)
   targets = cast(f"{info.name}: targets", targets, info.label_dtype)
@@ -76,10 +71,8 @@ def _check_classes(name: str, targets: np.ndarray, lowest: int, count: int) -> N
   """Integer targets, one for each example, are classes from 0 on."""
   wrong = targets[(targets < lowest) | (targets >= count)]
   if len(wrong):
-    raise ConfigError(
-      f"{name}: the target {wrong[0]} is no class of 0 to {count - 1}; correct it, or "
-      "num_classes; numbers that are no classes give as floats"
-    )
+    fix = "correct it, or num_classes; numbers that are no classes give as floats"
+    raise ConfigError(f"{name}: the target {wrong[0]} is no class of 0 to {count - 1}; {fix}")
 
 
 def cast(field: str, array: np.ndarray, dtype: Any) -> np.ndarray:
@@ -143,16 +136,8 @@ def array_info(
     outputs = int(y.max(initial=y.dtype.kind == "b")) + 1
     _check_classes("Arrays", y, 0, num_classes or outputs)
   dtype, label_dtype = ("float32" if a.dtype.kind == "f" else "int32" for a in (x, y))
-  return DatasetInfo(
-    "Arrays",
-    x.shape[1:],
-    num_classes or outputs,
-    mean,
-    std,
-    "uint8" if x.dtype == np.uint8 else dtype,
-    y.shape[1:],
-    label_dtype,
-  )
+  kinds = "uint8" if x.dtype == np.uint8 else dtype, y.shape[1:], label_dtype
+  return DatasetInfo("Arrays", x.shape[1:], num_classes or outputs, mean, std, *kinds)
 
 
 def array_splits(
@@ -216,10 +201,8 @@ def _pair(name: str, x: Any, labels: str, y: Any) -> tuple[np.ndarray, np.ndarra
   """Return inputs and their targets, as many of one as of the other."""
   x, y = as_array(f"Arrays.{name}", x), as_array(f"Arrays.{labels}", y)
   if len(x) != len(y) or not x.size or not y.size:
-    raise ConfigError(
-      f"Arrays.{name}, {labels}: shapes {x.shape} and {y.shape}; give as many targets "
-      "as inputs, one of each at least, and none of them empty"
-    )
+    advice = "give as many targets as inputs, one of each at least, and none of them empty"
+    raise ConfigError(f"Arrays.{name}, {labels}: shapes {x.shape} and {y.shape}; {advice}")
   for field, array in ((name, x), (labels, y)):
     if array.dtype.kind == "f" and not (is_finite := np.isfinite(array)).all():
       row = int(np.argmin(is_finite.reshape(len(array), -1).all(axis=1)))

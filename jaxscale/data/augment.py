@@ -185,7 +185,6 @@ def centered_crop(height: int, width: int, size: int, share: float) -> tuple[int
   1.0.31 data/transforms_factory.py, `transforms_imagenet_eval`).
   """
   wanted, shorter = math.floor(size / share), min(height, width)
-  tall, wide = (
-    wanted if length == shorter else int(wanted * length / shorter) for length in (height, width)
-  )
+  sizes = height, width
+  tall, wide = (wanted if s == shorter else int(wanted * s / shorter) for s in sizes)
   return tall, wide, round((tall - size) / 2), round((wide - size) / 2)

@@ -104,10 +104,8 @@ def batch_shapes(info: DatasetInfo | TextInfo, rows: int) -> dict[str, tuple]:
   if isinstance(info, TextInfo):
     shape = rows, info.sequence_length
     return {"tokens": (shape, "int32"), "targets": (shape, "int32")}
-  return {
-    "image": ((rows, *info.image_shape), info.dtype),
-    "label": ((rows, *info.label_shape), info.label_dtype),
-  }
+  label = (rows, *info.label_shape), info.label_dtype
+  return {"image": ((rows, *info.image_shape), info.dtype), "label": label}
 
 
 # The contents of files and arrays are hashed whole up to so many bytes; of larger ones
@@ -165,11 +163,8 @@ def names_identity(names: np.ndarray, path_of: Callable[[int], str]) -> dict[str
     return np.unique(np.linspace(0, len(names) - 1, count).astype(int)).tolist()
 
   sizes = ",".join(str(size_of(i)) for i in some(_MAX_SIZES))
-  texts = {
-    "files": names.tobytes(),
-    "sizes": sizes.encode(),
-    "content": b"".join(begin_of(i) for i in some(_MAX_READ)),
-  }
+  content = b"".join(begin_of(i) for i in some(_MAX_READ))
+  texts = {"files": names.tobytes(), "sizes": sizes.encode(), "content": content}
   return {name: hashlib.sha256(text).hexdigest()[:16] for name, text in texts.items()}
 
 

@@ -183,10 +183,8 @@ class _Loader(NamedTuple):
       self._decode(next(iter(source.read([index]))), draws, out)
     except ValueError as e:
       why = str(e)
-    raise ConfigError(
-      f"{self.info.name}: {tries + 1} examples in a row cannot be read, the first is "
-      f"{source.name(index)} ({why}); copy them again, or check --config.data"
-    )
+    reason = f"the first is {source.name(index)} ({why}); copy them again, or check --config.data"
+    raise ConfigError(f"{self.info.name}: {tries + 1} examples in a row cannot be read, {reason}")
 
   def cached(self) -> Callable[[np.ndarray, np.ndarray | None], Batch]:
     """`load` out of memory: every example is decoded once, now."""

@@ -10,30 +10,10 @@ from __future__ import annotations
 import errno
 import os
 
-_NAMES = (
-  "EMFILE",
-  "ENFILE",
-  "ENOMEM",
-  "ENOBUFS",  # the process or the machine is full
-  "EIO",
-  "EREMOTEIO",
-  "ESTALE",
-  "ENODEV",  # the disk or the mount
-  "ENOTCONN",
-  "ECONNREFUSED",
-  "ECONNRESET",
-  "ECONNABORTED",
-  "ESHUTDOWN",
-  "EPIPE",
-  "ETIMEDOUT",
-  "EHOSTDOWN",
-  "EHOSTUNREACH",
-  "ENETDOWN",
-  "ENETUNREACH",
-  "ENETRESET",
-  "ENOLINK",
-  "ECOMM",
-)
+# The process or the machine is full; the disk or the mount; and the network to it.
+_NAMES = """EMFILE ENFILE ENOMEM ENOBUFS EIO EREMOTEIO ESTALE ENODEV
+  ENOTCONN ECONNREFUSED ECONNRESET ECONNABORTED ESHUTDOWN EPIPE ETIMEDOUT EHOSTDOWN EHOSTUNREACH
+  ENETDOWN ENETUNREACH ENETRESET ENOLINK ECOMM""".split()
 _SYSTEM = frozenset(getattr(errno, n) for n in _NAMES if hasattr(errno, n))
 
 

@@ -24,23 +24,8 @@ from jaxscale.errors import ConfigError, invalid
 from jaxscale.metrics.text import few
 
 # What a file may be called; what it is, its bytes say. A name may have no ending.
-SUFFIXES = (
-  ".jpeg",
-  ".jpg",
-  ".jpe",
-  ".jfif",
-  ".png",
-  ".bmp",
-  ".webp",
-  ".gif",
-  ".avif",
-  ".tif",
-  ".tiff",
-  ".ppm",
-  ".pgm",
-  ".pbm",
-  ".pnm",
-)
+_JPEG = ".jpeg", ".jpg", ".jpe", ".jfif"
+SUFFIXES = (*_JPEG, *".png .bmp .webp .gif .avif .tif .tiff .ppm .pgm .pbm .pnm".split())
 # How the files begin that `jpeg.decode` reads.
 _MAGIC = re.compile(
   rb"\xff\xd8\xff|\x89PNG\r\n|GIF8|BM.{4}\0{4}|RIFF.{4}WEBP|II[*+]\0|MM\0[*+]"
@@ -121,10 +106,9 @@ def image_folder(
   normal = [unicodedata.normalize("NFC", name) for name in folder.classes]
   for name, known in zip(folder.classes, normal, strict=True):
     if known not in labels_of:
-      raise ConfigError(
-        f"{directory}/{name}: not a class that is trained on, {nearest(name, names)}; "
-        "move it away, or its images into the directories of their classes"
-      )
+      why = f"not a class that is trained on, {nearest(name, names)}"
+      fix = "move it away, or its images into the directories of their classes"
+      raise ConfigError(f"{directory}/{name}: {why}; {fix}")
   labels = np.array([labels_of[known] for known in normal], np.int32)[folder.labels]
   shape = (image_size, image_size, channels)
   info = image_info(str(directory), shape, len(names), mean, std)
@@ -163,17 +147,14 @@ def listing(directory: str | os.PathLike[str]) -> Folder:
   """
   root = Path(directory)
   if not root.is_dir():
-    raise ConfigError(
-      f"{directory}: no such directory of images; give the one "
-      "whose subdirectories are the classes, e.g. ILSVRC2012/train"
-    )
+    fix = "give the one whose subdirectories are the classes, e.g. ILSVRC2012/train"
+    raise ConfigError(f"{directory}: no such directory of images; {fix}")
   folder = _kept_listing(str(root.absolute()))
   if not len(folder.files):
     count = len(folder.empty)
-    raise ConfigError(
-      f"{directory}: no images in {count} subdirectories{_but(folder.left_out)}; it "
-      f"takes CLASS/**/*.JPEG (or {' '.join(SUFFIXES)})"
-    )
+    why = f"no images in {count} subdirectories{_but(folder.left_out)}"
+    fix = f"it takes CLASS/**/*.JPEG (or {' '.join(SUFFIXES)})"
+    raise ConfigError(f"{directory}: {why}; {fix}")
   return folder
 
 
@@ -246,23 +227,15 @@ def _check_classes(root: str, kept: dict[str, list[str]]) -> None:
   same: dict[str, str] = {}
   for name in kept:
     if (other := same.setdefault(unicodedata.normalize("NFC", name), name)) != name:
-      raise invalid(
-        f"{root}/{name}",
-        ...,
-        f"has the same name as {other!a} in another Unicode form ({name!a})",
-        "merge the two directories",
-      )
+      why = f"has the same name as {other!a} in another Unicode form ({name!a})"
+      raise invalid(f"{root}/{name}", ..., why, "merge the two directories")
   inner = {f.partition("/")[0] for files in kept.values() for f in files if "/" in f}
   if len(kept) == 1 and len(inner) > 1:
     ((name, files),) = kept.items()
     if all("/" in file for file in files):
-      raise invalid(
-        root,
-        ...,
-        f"has the one class {name}, whose images are all in subdirectories "
-        f"of it ({few(sorted(inner))})",
-        f"give {root}/{name} if those are the classes",
-      )
+      where = f"are all in subdirectories of it ({few(sorted(inner))})"
+      fix = f"give {root}/{name} if those are the classes"
+      raise invalid(root, ..., f"has the one class {name}, whose images {where}", fix)
 
 
 def _source(folder: Folder, labels: np.ndarray) -> Source:
@@ -281,5 +254,4 @@ def _source(folder: Folder, labels: np.ndarray) -> Source:
         record = None
       yield record
 
-  jpeg = (".jpeg", ".jpg", ".jpe", ".jfif")
-  return Source(len(folder.files), read, name, lambda i: name(i).lower().endswith(jpeg))
+  return Source(len(folder.files), read, name, lambda i: name(i).lower().endswith(_JPEG))

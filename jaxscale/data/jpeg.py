@@ -20,15 +20,8 @@ import numpy as np
 import simplejpeg
 from PIL import Image, TiffImagePlugin
 
-from jaxscale.data import partial_jpeg
-from jaxscale.data.augment import (
-  CenterCrop,
-  EvalView,
-  center_box,
-  centered_crop,
-  crop_box,
-  shorter_side,
-)
+from jaxscale.data import augment, partial_jpeg
+from jaxscale.data.augment import CenterCrop, EvalView
 from jaxscale.data.dataset import MAX_PIXELS
 
 cv2.setNumThreads(0)  # the pipeline's threads are the parallelism
@@ -56,15 +49,9 @@ _SPACE = rb"(?:\s|#[^\n]*\n)+"
 # Width, height and largest value, of a greyscale or a colour picture.
 _PPM = re.compile(rb"P[56]" + rb"(\d{1,9})".join([_SPACE] * 3) + rb"(\d{3,5})\s")
 # What undoes the orientation that Pillow and OpenCV apply to every TIFF, by its number.
-_UNDO = {
-  2: Image.Transpose.FLIP_LEFT_RIGHT,
-  3: Image.Transpose.ROTATE_180,
-  4: Image.Transpose.FLIP_TOP_BOTTOM,
-  5: Image.Transpose.TRANSPOSE,
-  6: Image.Transpose.ROTATE_90,
-  7: Image.Transpose.TRANSVERSE,
-  8: Image.Transpose.ROTATE_270,
-}
+_TURNS = """FLIP_LEFT_RIGHT ROTATE_180 FLIP_TOP_BOTTOM TRANSPOSE ROTATE_90 TRANSVERSE
+  ROTATE_270"""
+_UNDO = {i: Image.Transpose[name] for i, name in enumerate(_TURNS.split(), 2)}
 
 
 def decode(
@@ -290,7 +277,7 @@ def decode_view(
   if draws is not None and channels < 4 and decode_box is not None:
     header = _jpeg_header(data, max_pixels)
     if header and min(header[:2]) > 0:
-      box = decode_box(data, crop_box(header[0], header[1], draws), channels)
+      box = decode_box(data, augment.crop_box(header[0], header[1], draws), channels)
       if box is not None:
         return _resize(box, size, draws, out), "JPEG"
   is_eval = draws is None
@@ -328,11 +315,11 @@ def view(
   """
   height, width, _ = image.shape
   if draws is not None:
-    top, left, h, w = crop_box(height, width, draws)
+    top, left, h, w = augment.crop_box(height, width, draws)
     return _resize(image[top : top + h, left : left + w], size, draws, out)
   out = np.empty((size, size, image.shape[2]), np.uint8) if out is None else out
   if isinstance(eval_view, CenterCrop):
-    tall, wide, top, left = centered_crop(height, width, size, eval_view.share)
+    tall, wide, top, left = augment.centered_crop(height, width, size, eval_view.share)
     # All of it: Pillow rounds between its two passes, so a part would differ.
     filter_ = Image.Resampling[eval_view.interpolation.upper()]
     plane = image[..., 0] if image.shape[2] == 1 else image
@@ -342,11 +329,11 @@ def view(
     return out
   grid = np.arange(size)
   if eval_view == "google":
-    top, left, side, _ = center_box(height, width)
+    top, left, side, _ = augment.center_box(height, width)
     image = image[top : top + side, left : left + side]
     rows = columns = _cubic((grid + 0.5) * (side / size) - 0.5, side)
   else:
-    tall, wide = shorter_side(height, width, size)
+    tall, wide = augment.shorter_side(height, width, size)
     # Only the pixels that the crop keeps are ever computed.
     rows = _linear((grid + (tall - size) // 2) * (height / tall), height)
     columns = _linear((grid + (wide - size) // 2) * (width / wide), width)

@@ -22,7 +22,7 @@ import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import simplejpeg
@@ -132,10 +132,8 @@ def build() -> Path:
     try:
       _open(built)
     except OSError as e:
-      raise ConfigError(
-        f"libjpeg={found[1]}: what was built {e}; use libjpeg-turbo 2.1 or newer, with "
-        "its SIMD code"
-      ) from None
+      why = f"what was built {e}; use libjpeg-turbo 2.1 or newer, with its SIMD code"
+      raise ConfigError(f"libjpeg={found[1]}: {why}") from None
     _only_owner_writes(built)
     os.replace(built, target)  # no process sees half of it
   return target
@@ -145,11 +143,10 @@ def _only_owner_writes(path: Path) -> None:
   path.chmod(path.stat().st_mode & ~0o022)
 
 
-_HOW_TO_GET_IT = (
-  "install libjpeg-turbo's development files (apt install libjpeg62-turbo-dev on "
-  "Debian, libjpeg-turbo8-dev on Ubuntu; dnf install libjpeg-turbo-devel; on a "
-  "cluster module load libjpeg-turbo), or give their place in CPATH and LDFLAGS"
-)
+_BY = "apt install libjpeg62-turbo-dev on Debian, libjpeg-turbo8-dev on Ubuntu; dnf install "
+_BY += "libjpeg-turbo-devel; on a cluster module load libjpeg-turbo"
+_PLACE = "or give their place in CPATH and LDFLAGS"
+_HOW_TO_GET_IT = f"install libjpeg-turbo's development files ({_BY}), {_PLACE}"
 
 
 def _compile(arguments: list[str], stdin: str = "") -> str:
@@ -157,13 +154,11 @@ def _compile(arguments: list[str], stdin: str = "") -> str:
   compiler = shlex.split(os.environ.get("CC") or "cc")
   name = f"CC={shlex.join(compiler)!r}"
   try:
-    done = subprocess.run(
-      [*compiler, *arguments], input=stdin, capture_output=True, text=True, check=False
-    )
+    options: Any = {"input": stdin, "capture_output": True, "text": True, "check": False}
+    done = subprocess.run([*compiler, *arguments], **options)
   except OSError as e:
-    raise ConfigError(
-      f"{name}: no such C compiler; install one (apt install gcc, module load gcc) or name it in CC"
-    ) from e
+    fix = "install one (apt install gcc, module load gcc) or name it in CC"
+    raise ConfigError(f"{name}: no such C compiler; {fix}") from e
   if done.returncode:
     if "jpeglib.h" in done.stderr or "-ljpeg" in done.stderr:
       raise ConfigError(f"libjpeg: {compiler[0]} does not find it; {_HOW_TO_GET_IT}")

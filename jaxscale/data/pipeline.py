@@ -172,12 +172,10 @@ def to_device(
   sharding = batch_sharding(mesh)
   waiting: deque = deque()
   for batch in batches:
-    batch = {
-      name: cast(f"batch[{name!r}]", array, _held(array.dtype))
-      if isinstance(array, np.ndarray) and array.dtype.kind in "iuf"
-      else array
-      for name, array in batch.items()
-    }
+    batch = dict(batch)
+    for name, array in batch.items():
+      if isinstance(array, np.ndarray) and array.dtype.kind in "iuf":
+        batch[name] = cast(f"batch[{name!r}]", array, _held(array.dtype))
     waiting.append(jax.make_array_from_process_local_data(sharding, batch))
     if len(waiting) > ahead:
       yield waiting.popleft()

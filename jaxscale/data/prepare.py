@@ -28,10 +28,8 @@ def prepare(name: str, data_dir: str | None = None, manual_dir: str | None = Non
   try:
     import tensorflow  # noqa: F401
   except ImportError:
-    raise ConfigError(
-      "preparing needs TensorFlow: pip install 'jaxscale[tfds]', or make tfds and run "
-      "this with its python"
-    ) from None
+    fix = "pip install 'jaxscale[tfds]', or make tfds and run this with its python"
+    raise ConfigError(f"preparing needs TensorFlow: {fix}") from None
   import tensorflow_datasets as tfds
 
   try:

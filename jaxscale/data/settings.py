@@ -114,16 +114,9 @@ class TFDS(_Images):
     return train, held_out
 
   def _split(self, split: str, image_size: int | None, augment: Any) -> Dataset:
-    return data.tfds_images(
-      self.name,
-      split,
-      data_dir=self.data_dir,
-      cache=self.cache,
-      image_size=image_size,
-      augment=augment,
-      eval_view=self._eval_view(),
-      max_pixels=self.max_pixels,
-    )
+    options: Any = {"data_dir": self.data_dir, "cache": self.cache, "image_size": image_size}
+    options |= {"augment": augment, "eval_view": self._eval_view(), "max_pixels": self.max_pixels}
+    return data.tfds_images(self.name, split, **options)
 
 
 class ImageFolder(_Images):
@@ -154,14 +147,9 @@ class ImageFolder(_Images):
       classes = None
       if split != self.train_split:
         classes = data.folder_classes(f"{self.path}/{self.train_split}")
-      return data.image_folder(
-        f"{self.path}/{split}",
-        classes=classes,
-        image_size=image_size,
-        augment=augment,
-        eval_view=self._eval_view(),
-        max_pixels=self.max_pixels,
-      )
+      options: Any = {"classes": classes, "image_size": image_size, "augment": augment}
+      options |= {"eval_view": self._eval_view(), "max_pixels": self.max_pixels}
+      return data.image_folder(f"{self.path}/{split}", **options)
     except ConfigError:
       self._check_directories()
       raise
@@ -320,10 +308,8 @@ class _TokenizedText(_Text):
 
   def __post_init__(self):
     if self.separator is not None and self.tokenizer == "bytes":
-      raise ConfigError(
-        f"{type(self).__name__}.separator={self.separator!r}: bytes are separated by "
-        "byte 0, leave it out or give a tokenizer"
-      )
+      why = "bytes are separated by byte 0, leave it out or give a tokenizer"
+      raise ConfigError(f"{type(self).__name__}.separator={self.separator!r}: {why}")
 
   def _splits(self, make: Any, where: str) -> Split:
     options = vars(self).copy()

@@ -101,10 +101,8 @@ def of_files(
       raise ConfigError(f"{path}: {e.strerror}, give a file of tokens") from None
     size, width = os.fstat(opened[-1].descriptor).st_size, np.dtype(dtype).itemsize
     if (size - offset) % width:
-      raise ConfigError(
-        f"{path}: {size} bytes are not a whole number of {dtype} tokens of {width} "
-        "bytes; cut off, or of another dtype"
-      )
+      why = f"{size} bytes are not a whole number of {dtype} tokens of {width} bytes"
+      raise ConfigError(f"{path}: {why}; cut off, or of another dtype")
     ends.append(ends[-1] + (size - offset) // width)
 
   def read(start: int, stop: int) -> np.ndarray:
@@ -155,10 +153,8 @@ def windows(name: str, stream: Stream, vocab_size: int, sequence_length: int) ->
     tokens = stream.read(start, stop)  # of any width: checked before they become int32
     for token in (tokens.min(), tokens.max()):
       if not 0 <= token < vocab_size:
-        raise ConfigError(
-          f"{name}: token {token} where the vocabulary has {vocab_size:,}; give the "
-          "vocab_size of the tokenizer that made it (or it is of another dtype)"
-        )
+        fix = "give the vocab_size of the tokenizer that made it (or it is of another dtype)"
+        raise ConfigError(f"{name}: token {token} where the vocabulary has {vocab_size:,}; {fix}")
     return tokens
 
   def load(indices: np.ndarray, draws: np.ndarray | None) -> Batch:
@@ -191,11 +187,9 @@ def text_windows(name: str, stream: Stream, vocab_size: int, sequence_length: in
     ConfigError: it is shorter: what is measured on some bytes means nothing.
   """
   if 0 < stream.num_tokens < sequence_length:
-    raise ConfigError(
-      f"{name}: {plural(stream.num_tokens, 'token')}, fewer than an example of "
-      f"--config.data.sequence_length={sequence_length}; give more text or a smaller "
-      "length"
-    )
+    length = f"--config.data.sequence_length={sequence_length}; give more text or a smaller length"
+    count = plural(stream.num_tokens, "token")
+    raise ConfigError(f"{name}: {count}, fewer than an example of {length}")
   return windows(name, stream, vocab_size, sequence_length)
 
 
@@ -230,10 +224,9 @@ def packed(
           print(f"packing {name} once into {kept}", flush=True)
           counts = _write(kept, batches, tokenizer, dtype)
   except OSError as e:
-    raise ConfigError(
-      f"{name}: its tokens cannot be kept in {folder} ({e.strerror}); set cache_dir "
-      "to a directory with room for them"
-    ) from None
+    why = f"its tokens cannot be kept in {folder} ({e.strerror})"
+    fix = "set cache_dir to a directory with room for them"
+    raise ConfigError(f"{name}: {why}; {fix}") from None
   is_bytes = tokenizer.key == "bytes"
   # A byte 0 between documents counts as a byte where bytes are the tokens.
   ratio = 1.0 if is_bytes else counts["bytes"] / max(counts["tokens"], 1)

@@ -75,9 +75,8 @@ def tfds_images(
   stored = features[image_key].shape
   channels = int(channels or stored[-1] or 3)
   if image_size is None and None in stored[:2]:
-    raise ConfigError(
-      f"TFDS.image_size=None: images of {name} differ in size, give a size, e.g. 224"
-    )
+    why = f"images of {name} differ in size, give a size, e.g. 224"
+    raise ConfigError(f"TFDS.image_size=None: {why}")
   shape = image_size or stored[0], image_size or stored[1], channels
   label = features[label_key]
   info = image_info(name, shape, label.num_classes, mean, std)
@@ -164,10 +163,8 @@ def tfds_text(
   features = builder.info.features
   known = [n for n in features if _is_text(features[n])]
   if feature not in known:
-    raise ConfigError(
-      f"TFDSText.feature={feature!r}: no text of {name}, "
-      + (nearest(feature, known) if known else "which has none")
-    )
+    hint = nearest(feature, known) if known else "which has none"
+    raise ConfigError(f"TFDSText.feature={feature!r}: no text of {name}, {hint}")
   title = f"{name} {split!r}"
   identity = "tfds", *_identity(builder), split, feature
   examples = open_split(builder, name, split, field="TFDSText.name")
@@ -196,10 +193,8 @@ def _documents(
       texts = [example[feature] for example in found]
     except Exception as e:  # each format has its own for damaged bytes
       why = (str(e).splitlines() or [type(e).__name__])[0]
-      raise ConfigError(
-        f"{title}: an example from {indices[0]} to {indices[-1]} cannot be read "
-        f"({why}); copy or prepare the dataset again"
-      ) from None
+      what = f"an example from {indices[0]} to {indices[-1]} cannot be read ({why})"
+      raise ConfigError(f"{title}: {what}; copy or prepare the dataset again") from None
     documents = [t.encode() if isinstance(t, str) else bytes(t) for t in texts]
     for index, document in zip(indices, documents if is_text else (), strict=False):
       try:
@@ -235,10 +230,8 @@ def find_builder(name: str, data_dir: str | None, field: str = "TFDS.name") -> A
   except Exception as e:  # also ValueErrors, of what is no name and of damaged files
     if not isinstance(e, tfds.core.DatasetNotFoundError) and _is_there(name, data_dir):
       why = (str(e).splitlines() or [type(e).__name__])[0]
-      raise ConfigError(
-        f"{field}={name!r}: its dataset_info.json or features.json is damaged "
-        f"({why:.200}); copy or prepare the dataset again"
-      ) from None
+      why = f"its dataset_info.json or features.json is damaged ({why:.200})"
+      raise ConfigError(f"{field}={name!r}: {why}; copy or prepare the dataset again") from None
     known = tfds.list_builders(with_community_datasets=False)
     close = closest(name, known)
     hint = f"did you mean {close!r}?" if close else "see the TFDS catalogue"
@@ -249,10 +242,8 @@ def find_builder(name: str, data_dir: str | None, field: str = "TFDS.name") -> A
   logging.set_verbosity(level)
   if not is_prepared:
     where = f" --data-dir {data_dir}" if data_dir else ""
-    raise ConfigError(
-      f"{field}={name!r}: not prepared in {builder.data_path}; once, in an "
-      f"environment with jaxscale[tfds]: jaxscale prepare {name}{where}"
-    )
+    fix = f"once, in an environment with jaxscale[tfds]: jaxscale prepare {name}{where}"
+    raise ConfigError(f"{field}={name!r}: not prepared in {builder.data_path}; {fix}")
   return builder
 
 
@@ -260,10 +251,8 @@ def _is_there(name: str, data_dir: str | None) -> bool:
   """Whether there is a directory for a dataset."""
   from tensorflow_datasets.core import constants
 
-  own = re.split("[/:]", name)[0]
-  return bool(own) and os.path.isdir(
-    os.path.expanduser(os.path.join(data_dir or constants.DATA_DIR, own))
-  )
+  own, folder = re.split("[/:]", name)[0], os.path.expanduser(data_dir or constants.DATA_DIR)
+  return bool(own) and os.path.isdir(os.path.join(folder, own))
 
 
 def _identity(builder: Any) -> tuple[str, int]:
@@ -303,10 +292,8 @@ def open_split(
   except Exception as e:  # a split that is not there, a file that is cut
     first = (str(e).splitlines() or [type(e).__name__])[0]
     raise ConfigError(f"TFDS split {split!r} of {name}: {first}") from None
-  raise ConfigError(
-    f"{field}={name!r}: {builder.data_path} is in the {kind} format, which is "
-    f"not read here; prepare it again: jaxscale prepare {name}"
-  )
+  why = f"which is not read here; prepare it again: jaxscale prepare {name}"
+  raise ConfigError(f"{field}={name!r}: {builder.data_path} is in the {kind} format, {why}")
 
 
 def _open_tfrecord(builder: Any, split: str, decoders: Any) -> Examples:

@@ -71,10 +71,9 @@ def random_access(shards: Sequence[Shard]) -> Callable[[int], bytes]:
   places = [np.zeros((0, 3), np.int64)]
   for number, (shard, part) in enumerate(zip(shards, parts, strict=True)):
     if len(part) != shard.records:
-      raise ConfigError(
-        f"TFDS: {shard.path} holds {len(part)} records where dataset_info.json says "
-        f"{shard.records}: truncated or of another version, copy it again"
-      )
+      why = f"holds {len(part)} records where dataset_info.json says {shard.records}"
+      fix = "truncated or of another version, copy it again"
+      raise ConfigError(f"TFDS: {shard.path} {why}: {fix}")
     places.append(np.insert(part[shard.skip :][: shard.take], 0, number, axis=1))
   table = np.concatenate(places)
 
@@ -111,9 +110,8 @@ def index_shard(path: str) -> np.ndarray:
   wrong = np.flatnonzero(masked_crc32c(rows[:, :8].astype(np.uint32)) != stored)
   if len(wrong) or at != size:
     where = places[wrong[0]][0] - _HEAD if len(wrong) else at
-    raise ConfigError(
-      f"TFDS: {path} breaks off at byte {where} of {size}: truncated or damaged, copy it again"
-    )
+    why = "truncated or damaged, copy it again"
+    raise ConfigError(f"TFDS: {path} breaks off at byte {where} of {size}: {why}")
   return np.array(places, np.int64).reshape(-1, 2)
 
 

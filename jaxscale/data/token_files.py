@@ -93,10 +93,8 @@ def text_files(
   notes = left_out_note(called, left_out, f"text files end in {', '.join(_ENDINGS)}")
   if paths[0].suffix.lower() in _TOKENS:
     if vocab_size is None:
-      raise ConfigError(
-        f"TextFiles.vocab_size=None: {paths[0]} has numbers of tokens; give how many "
-        "there are, e.g. 50257 for GPT-2's"
-      )
+      fix = "give how many there are, e.g. 50257 for GPT-2's"
+      raise ConfigError(f"TextFiles.vocab_size=None: {paths[0]} has numbers of tokens; {fix}")
     for name, value, default in (
       ("tokenizer", tokenizer, "bytes"),
       ("separator", separator, None),
@@ -113,10 +111,8 @@ def text_files(
     made = text_windows(called, stream, vocab_size, sequence_length)
     return _identified(made, paths, facts, notes)
   if vocab_size is not None:
-    raise ConfigError(
-      f"TextFiles.vocab_size={vocab_size}: {paths[0]} is text with the vocabulary "
-      "of the tokenizer; leave it out"
-    )
+    why = f"{paths[0]} is text with the vocabulary of the tokenizer; leave it out"
+    raise ConfigError(f"TextFiles.vocab_size={vocab_size}: {why}")
   if dtype != "auto":
     why = f"is of .bin files, and {paths[0]} is text"
     raise invalid("TextFiles.dtype", dtype, why, "leave it out")
@@ -158,11 +154,10 @@ def split_files(directory: Path, split: str) -> tuple[list[Path], Counter[str]]:
   if not found:
     shown = [name for name in entries if is_visible(name)]
     others = f", and {split} has {', '.join(left_out)}" if left_out else ""
-    raise ConfigError(
-      f"TextFiles: neither {', '.join(split + e for e in _ENDINGS)} nor such files in "
-      f"a directory {split} of {directory}; there is {few(shown, 10) or 'nothing'}"
-      f"{others}; write text to .txt, or tokens to .bin or .npy"
-    )
+    names = ", ".join(split + ending for ending in _ENDINGS)
+    why = f"neither {names} nor such files in a directory {split} of {directory}"
+    there = f"there is {few(shown, 10) or 'nothing'}{others}"
+    raise ConfigError(f"TextFiles: {why}; {there}; write text to .txt, or tokens to .bin or .npy")
   sources = {path if path.parent == place.parent else place for path in found}
   if len(sources) > 1 or len({path.suffix.lower() in _TOKENS for path in found}) > 1:
     both = f"{found[0].name} and {found[-1].name}"
@@ -208,12 +203,8 @@ def _token_file(path: Path, dtype: str, vocab_size: int) -> TokenFile:
 
 def _with_header(path: Path, dtype: str, kind: str, offset: int) -> TokenFile:
   if dtype != "auto" and np.dtype(dtype) != np.dtype(kind):
-    raise invalid(
-      "TextFiles.dtype",
-      dtype,
-      f"is not {np.dtype(kind)}, which {path} says in its header",
-      "leave it out",
-    )
+    why = f"is not {np.dtype(kind)}, which {path} says in its header"
+    raise invalid("TextFiles.dtype", dtype, why, "leave it out")
   return TokenFile(path, kind, offset)
 
 

@@ -75,10 +75,8 @@ def read_tokenizer(
   vocabulary = model.get_vocab(with_added_tokens=True)
   end = _end(vocabulary, separator, field)
   if (vocab_size := max(vocabulary.values(), default=0) + 1) > _MOST_TOKENS:
-    raise ConfigError(
-      f"{field}={name!r}: it has the token {vocab_size - 1:,}, and {_MOST_TOKENS:,} is "
-      "the most a vocabulary can have; give another tokenizer.json"
-    )
+    reason = f"and {_MOST_TOKENS:,} is the most a vocabulary can have; give another tokenizer.json"
+    raise ConfigError(f"{field}={name!r}: it has the token {vocab_size - 1:,}, {reason}")
   dtype = smallest_dtype(vocab_size)
 
   def encode(documents: Sequence[bytes]) -> np.ndarray:
@@ -105,25 +103,21 @@ def _load(name: str, field: str) -> tuple[bytes, Any]:
     content = read_bytes(Path(name))
   except (OSError, ValueError) as e:
     why = getattr(e, "strerror", None) or e
-    raise ConfigError(
-      f"{field}={name!r}: {why}, give 'bytes' or the path of a tokenizer.json"
-    ) from None
+    fix = "give 'bytes' or the path of a tokenizer.json"
+    raise ConfigError(f"{field}={name!r}: {why}, {fix}") from None
   try:
     import tokenizers  # pyright: ignore[reportMissingImports]
   except ImportError:
-    raise ConfigError(
-      f"{field}={name!r}: needs the package tokenizers, pip install "
-      "'jaxscale[tokenizers]', or give 'bytes'"
-    ) from None
+    reason = "needs the package tokenizers, pip install 'jaxscale[tokenizers]', or give 'bytes'"
+    raise ConfigError(f"{field}={name!r}: {reason}") from None
   try:
     model = tokenizers.Tokenizer.from_buffer(content)
   except (KeyboardInterrupt, SystemExit):
     raise
   except BaseException as e:  # plain Exceptions, and the panics of Rust, which are none
     first = (str(e).splitlines() or ["unreadable"])[0]
-    raise ConfigError(
-      f"{field}={name!r}: not a tokenizer of Hugging Face ({first}), give a tokenizer.json"
-    ) from None
+    why = f"not a tokenizer of Hugging Face ({first})"
+    raise ConfigError(f"{field}={name!r}: {why}, give a tokenizer.json") from None
   model.no_truncation()  # such files may cut documents at a model's length
   model.no_padding()
   return content, model
@@ -155,13 +149,9 @@ def _end(vocabulary: dict[str, int], separator: str | None, field: str) -> int:
     return vocabulary[known[0]]
   setting = f"{field.rpartition('.')[0]}.separator".lstrip(".")
   if separator is None:
-    raise ConfigError(
-      f"{setting}=None: the tokenizer has none of {', '.join(_ENDS)}; give the token "
-      "that ends a document"
-    )
+    why = f"the tokenizer has none of {', '.join(_ENDS)}; give the token that ends a document"
+    raise ConfigError(f"{setting}=None: {why}")
   if separator not in vocabulary:
-    raise ConfigError(
-      f"{setting}={separator!r}: not a token of the tokenizer, "
-      + nearest(separator, known or vocabulary)
-    )
+    hint = nearest(separator, known or vocabulary)
+    raise ConfigError(f"{setting}={separator!r}: not a token of the tokenizer, {hint}")
   return vocabulary[separator]

@@ -109,10 +109,8 @@ def check_devices(name: str, axes: tuple[str, ...], num_devices: int) -> None:
     ConfigError: the axes have another size.
   """
   if (found := lax.axis_size(axes)) != num_devices:
-    raise ConfigError(
-      f"{name}.num_devices={num_devices}: the axes {', '.join(axes)} have {found} "
-      "devices, give mesh.size"
-    )
+    why = f"the axes {', '.join(axes)} have {found} devices, give mesh.size"
+    raise ConfigError(f"{name}.num_devices={num_devices}: {why}")
 
 
 def mean_for_all(state: Any, num_devices: int) -> Any:

@@ -72,9 +72,8 @@ def layout(leaves: Sequence[Any], bucket_bytes: int) -> list[list[Piece]]:
   for dtype in dict.fromkeys(np.dtype(leaves[i].dtype) for i in order):
     size = bucket_bytes // dtype.itemsize
     if size < 1:
-      raise ConfigError(
-        f"bucket_bytes={bucket_bytes}: holds no {dtype.name}, give {dtype.itemsize} or more"
-      )
+      why = f"holds no {dtype.name}, give {dtype.itemsize} or more"
+      raise ConfigError(f"bucket_bytes={bucket_bytes}: {why}")
     bucket: list[Piece] = []
     room = size
     for i in (i for i in order if np.dtype(leaves[i].dtype) == dtype):
@@ -134,10 +133,8 @@ def unpack(
     ends = itertools.accumulate(p.stop - p.start for p in bucket)
     for piece, end in zip(bucket, ends, strict=True):
       parts[piece.leaf].append(array[end - (piece.stop - piece.start) : end])
-  return [
-    jnp.concatenate(part or [jnp.zeros(0, leaf.dtype)]).reshape(leaf.shape)
-    for part, leaf in zip(parts, leaves, strict=True)
-  ]
+  pairs = [(part or [jnp.zeros(0, x.dtype)], x) for part, x in zip(parts, leaves, strict=True)]
+  return [jnp.concatenate(part).reshape(leaf.shape) for part, leaf in pairs]
 
 
 def map_buckets(

@@ -124,10 +124,9 @@ def block_momentum(
     raise ConfigError(f"block_momentum.num_workers={num_workers}: give 1 or more")
   decay = 1 - 1 / num_workers if momentum is None else momentum
   if not 0 <= decay < 1:
-    raise ConfigError(
-      f"block_momentum.momentum={decay}: S would grow for ever, give at least 0 and "
-      f"less than 1; {1 - 1 / num_workers:g} is the default of {num_workers} workers"
-    )
+    why = "S would grow for ever, give at least 0 and less than 1"
+    usual = f"{1 - 1 / num_workers:g} is the default of {num_workers} workers"
+    raise ConfigError(f"block_momentum.momentum={decay}: {why}; {usual}")
   ahead = 1 + decay if nesterov else 1.0
 
   def init(params: Any):
@@ -191,18 +190,14 @@ def check_samples(num_samples: int, every: int, worker_batch: int, num_workers: 
   block = every * worker_batch * num_workers
   wanted = block * num_workers
   fits = max(num_samples // (worker_batch * num_workers**2), 1)
+  field, fix = f"BlockMomentum.sync_every_steps={every}", f"give {fits} or less"
   if num_samples < block:
-    raise ConfigError(
-      f"BlockMomentum.sync_every_steps={every}: one block of {num_workers} workers is "
-      f"{block:,} samples, more than the {num_samples:,} there are; give {fits} or less"
-    )
+    why = f"one block of {num_workers} workers is {block:,} samples"
+    raise ConfigError(f"{field}: {why}, more than the {num_samples:,} there are; {fix}")
   if num_samples >= wanted:
     return None
-  return (
-    f"BlockMomentum.sync_every_steps={every}: block momentum of {num_workers} workers "
-    f"wants {wanted:,} different samples (tau N^2), there are {num_samples:,}; "
-    f"give {fits} or less, or fewer workers"
-  )
+  why = f"block momentum of {num_workers} workers wants {wanted:,} different samples (tau N^2)"
+  return f"{field}: {why}, there are {num_samples:,}; {fix}, or fewer workers"
 
 
 def reset_momentum(opt_state: Any) -> Any:
@@ -234,7 +229,6 @@ def reset_momentum(opt_state: Any) -> Any:
 
   state = jax.tree.map(reset, opt_state, is_leaf=lambda node: field(node) is not None)
   if not found:
-    raise ConfigError(
-      "LocalUpdate.reset_momentum=True: the optimizer keeps no momentum, give False"
-    )
+    why = "the optimizer keeps no momentum, give False"
+    raise ConfigError(f"LocalUpdate.reset_momentum=True: {why}")
   return state

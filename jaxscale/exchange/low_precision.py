@@ -122,9 +122,8 @@ def int8(
   if block < 1:
     raise ConfigError(f"block={block}: give the elements that share a scale, >= 1")
   if bucket_bytes < 4 * block:
-    raise ConfigError(
-      f"bucket_bytes={bucket_bytes}: holds no block of {block} float32, give {4 * block} or more"
-    )
+    why = f"holds no block of {block} float32, give {4 * block} or more"
+    raise ConfigError(f"bucket_bytes={bucket_bytes}: {why}")
 
   def exchange(grads: Any, state: Any):
     num_devices = lax.axis_size(axes)

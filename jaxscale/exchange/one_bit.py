@@ -172,10 +172,8 @@ def _exchange_group(axes: Axes, tensors: list[jax.Array], owners: list[jax.Array
   alike: dict[Columns, list[int]] = {}
   for i, x in enumerate(tensors):
     alike.setdefault(columns(x.shape, num_devices), []).append(i)
-  xs = [
-    jnp.stack([tensors[i].reshape(size.rows, size.number) for i in indices])
-    for size, indices in alike.items()
-  ]
+  shaped = [[tensors[i].reshape(size.rows, size.number) for i in alike[size]] for size in alike]
+  xs = [jnp.stack(matrices) for matrices in shaped]
   sent = [quantise_columns(x) for x in xs]
   pairs = zip(sent, alike, strict=True)
   stripes = [_to_stripes(q, size, num_devices) for q, size in pairs]

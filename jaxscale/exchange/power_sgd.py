@@ -78,10 +78,8 @@ def power_sgd(
   def init(params: Any):
     leaves = jax.tree.leaves(params)
     key = jax.random.key(seed)
-    qs = tuple(
-      jax.random.normal(jax.random.fold_in(key, i), (leaves[i].shape[-1], rank))
-      for i in shrinking(leaves)
-    )
+    sizes = {i: (leaves[i].shape[-1], rank) for i in shrinking(leaves)}
+    qs = tuple(jax.random.normal(jax.random.fold_in(key, i), size) for i, size in sizes.items())
     return {"residual": zero_residuals(params), "q": qs}
 
   def exchange(grads: Any, state: Any):
@@ -91,9 +89,8 @@ def power_sgd(
       given, devices = dict(zip(numbers, xs, strict=True)), lax.axis_size(axes)
       low = {i: x for i, x in given.items() if i in qs}
       whole = [i for i in numbers if i not in qs]
-      done, totals = _exchange_group(
-        list(low.values()), [qs[i] for i in low], [given[i] for i in whole], axes
-      )
+      bases, others = [qs[i] for i in low], [given[i] for i in whole]
+      done, totals = _exchange_group(list(low.values()), bases, others, axes)
       means = zip(whole, totals, strict=True)
       pairs = {i: (total / devices, jnp.zeros_like(given[i])) for i, total in means}
       for i, (mean, left, q) in zip(low, done, strict=True):
@@ -104,10 +101,8 @@ def power_sgd(
     return means, {"residual": left, "q": tuple(qs.values())}
 
   def resize(state: Any, num_devices: int):
-    return {
-      "residual": mean_for_all(state["residual"], num_devices),
-      "q": base.same_for_all(state["q"], num_devices),
-    }
+    residual = mean_for_all(state["residual"], num_devices)
+    return {"residual": residual, "q": base.same_for_all(state["q"], num_devices)}
 
   return Exchange(init, exchange, resize)
 

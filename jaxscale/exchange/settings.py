@@ -15,18 +15,8 @@ if TYPE_CHECKING:
   from jaxscale.exchange.local_updates import LocalUpdate
 
 # The names that --config.exchange= takes (by HOMES in config/choice.py).
-__all__ = [
-  "AllReduce",
-  "BlockMomentum",
-  "DiLoCo",
-  "EveryStep",
-  "HalfPrecision",
-  "Int8",
-  "LocalSGD",
-  "OneBit",
-  "PowerSGD",
-  "TopK",
-]
+__all__ = ["AllReduce", "BlockMomentum", "DiLoCo", "EveryStep", "HalfPrecision", "Int8"]
+__all__ += ["LocalSGD", "OneBit", "PowerSGD", "TopK"]
 
 _BUCKET = 25 * 2**20  # PyTorch's DistributedDataParallel's, arXiv:2006.15704
 
@@ -61,9 +51,8 @@ class AllReduce(Exchange):
   def __post_init__(self):
     name = type(self).__name__
     if self.dims and self.algorithm != "torus":
-      raise ConfigError(
-        f"{name}.dims={self.dims}: {self.algorithm!r} has none, set algorithm='torus'"
-      )
+      why = f"{self.algorithm!r} has none, set algorithm='torus'"
+      raise ConfigError(f"{name}.dims={self.dims}: {why}")
     for dim in self.dims:
       axis, _, size = dim.partition(":")
       if not (axis and size.isdecimal()):
@@ -119,13 +108,8 @@ class HalfPrecision(AllReduce):
   def build(self, context: ExchangeContext) -> exchange.Exchange:
     from jaxscale.exchange.low_precision import half_precision
 
-    return half_precision(
-      context.axes,
-      self.dtype,
-      by=self.plan(context, self.dtype),
-      sum_in=self.sum_in,
-      bucket_bytes=self.bucket_bytes,
-    )
+    by, size = self.plan(context, self.dtype), self.bucket_bytes
+    return half_precision(context.axes, self.dtype, by=by, sum_in=self.sum_in, bucket_bytes=size)
 
 
 class Compressed(Exchange):
@@ -184,13 +168,8 @@ class TopK(OneBit):
   def build(self, context: ExchangeContext) -> exchange.Exchange:
     from jaxscale.exchange.top_k import top_k
 
-    return top_k(
-      context.axes,
-      num_devices=context.num_devices,
-      share=self.share,
-      per=self.per,
-      bucket_bytes=self.bucket_bytes,
-    )
+    options: Any = {"share": self.share, "per": self.per, "bucket_bytes": self.bucket_bytes}
+    return top_k(context.axes, num_devices=context.num_devices, **options)
 
 
 class PowerSGD(OneBit):
@@ -282,11 +261,6 @@ class BlockMomentum(LocalSGD):
     given = context.num_train, every, context.worker_batch, context.num_workers
     if note := local_updates.check_samples(*given):
       context.note(note)
-    return local_updates.block_momentum(
-      every,
-      context.num_workers,
-      momentum=self.outer_momentum,
-      rate=self.outer_lr,
-      nesterov=self.nesterov,
-      reset_momentum=self.reset_momentum,
-    )
+    options: Any = {"momentum": self.outer_momentum, "rate": self.outer_lr}
+    options |= {"nesterov": self.nesterov, "reset_momentum": self.reset_momentum}
+    return local_updates.block_momentum(every, context.num_workers, **options)

@@ -66,10 +66,8 @@ def top_k(
   if not 0 < share < 1:
     raise ConfigError(f"share={share}: give a share of the elements, in (0, 1)")
   if share * num_devices >= 1:
-    raise ConfigError(
-      f"share={share}: {num_devices} devices would together send as much as the "
-      f"plain exchange or more, give a share below {1 / num_devices:.3g}"
-    )
+    why = f"{num_devices} devices would together send as much as the plain exchange or more"
+    raise ConfigError(f"share={share}: {why}, give a share below {1 / num_devices:.3g}")
   if per not in ("tensor", "bucket"):
     raise ConfigError(f'per={per!r}: give "tensor" or "bucket"')
 

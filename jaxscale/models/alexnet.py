@@ -61,10 +61,9 @@ class AlexNetModule(ImageModule):
   @nn.compact
   def __call__(self, images: jax.Array, train: bool, keys: Keys = None) -> jax.Array:
     if min(images.shape[1:3]) < MIN_IMAGE_SIZE:
-      raise ConfigError(
-        f"image_size={min(images.shape[1:3])}: AlexNet's pools leave nothing of it, "
-        f"give {MIN_IMAGE_SIZE} or more; it is published at 227"
-      )
+      why = f"AlexNet's pools leave nothing of it, give {MIN_IMAGE_SIZE} or more"
+      fix = "it is published at 227"
+      raise ConfigError(f"image_size={min(images.shape[1:3])}: {why}; {fix}")
     x = self._features(images.astype(self.dtype), train)
     x = x.reshape(len(x), -1)
     for layer, name in enumerate(("fc6", "fc7")):

@@ -84,9 +84,8 @@ def fused_attention(
     q, k, v = (jnp.pad(x, ((0, 0), (0, 1), (0, 0), (0, 0))) for x in (q, k, v))
     if not causal:
       lengths = jnp.full(q.shape[0], tokens, jnp.int32)
-  out = jax.nn.dot_product_attention(
-    q, k, v, is_causal=causal, key_value_seq_lengths=lengths, implementation=implementation
-  )
+  options: Any = {"key_value_seq_lengths": lengths, "implementation": implementation}
+  out = jax.nn.dot_product_attention(q, k, v, is_causal=causal, **options)
   return out[:, :tokens]
 
 
@@ -151,11 +150,8 @@ def _attention_backward(kept, g):
   by_scores = weights * (product(g, v.mT) - means) / math.sqrt(q.shape[-1])
   by_scores = by_scores.astype(q.dtype)
   by_q, by_k = product(by_scores, k), product(by_scores.mT, q)
-  by_q, by_k, by_v = (
-    _by_token(x, n).astype(q.dtype)
-    for x, n in ((by_q, tokens), (by_k, k.shape[2]), (by_v, k.shape[2]))
-  )
-  return by_q, by_k, by_v, None
+  counts = (by_q, tokens), (by_k, k.shape[2]), (by_v, k.shape[2])
+  return (*(_by_token(x, n).astype(q.dtype) for x, n in counts), None)
 
 
 _attention.defvjp(_attention_forward, _attention_backward)

@@ -70,10 +70,7 @@ def _is_plain(x: jax.Array, options: dict[str, Any]) -> bool:
 def _as_product(x, kernel, *, strides, padding, out, precision) -> jax.Array:
   """All that a pixel of the output sees, side by side, times the kernel."""
   x = jnp.pad(x, ((0, 0), *padding, (0, 0)))
-  seen = [
-    x[:, i:, j:][:, :: strides[0], :: strides[1]][:, : out[0], : out[1]]
-    for i in range(kernel.shape[0])
-    for j in range(kernel.shape[1])
-  ]
+  ends = [x[:, i:, j:] for i in range(kernel.shape[0]) for j in range(kernel.shape[1])]
+  seen = [y[:, :: strides[0], :: strides[1]][:, : out[0], : out[1]] for y in ends]
   taps, kernel = jnp.concatenate(seen, axis=-1), kernel.reshape(-1, kernel.shape[-1])
   return jnp.matmul(taps, kernel, precision=precision)

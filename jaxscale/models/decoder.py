@@ -121,15 +121,8 @@ def make_transformer(
     counts = targets >= 0
     if "mask" in batch:
       counts &= batch["mask"][:, None]
-    losses, hits = ops.classify(
-      x,
-      p["kernel"],
-      None,
-      jnp.maximum(targets, 0),
-      num_classes=vocab_size,
-      label_smoothing=label_smoothing,
-      dtype=h.dtype,
-    )
+    options = {"num_classes": vocab_size, "label_smoothing": label_smoothing, "dtype": h.dtype}
+    losses, hits = ops.classify(x, p["kernel"], None, jnp.maximum(targets, 0), **options)
     return sum_totals(losses, hits, counts)
 
   def logits(p, h):
@@ -224,17 +217,13 @@ def _init(key, num_layers, vocab_size, more, width, queries, keys, hidden, qk_no
   def layer(key):
     q, k, v, o, gate, up, down = jax.random.split(key, 7)
     by_head = {"scale": jnp.ones(qk_norm or 1, jnp.float32)}
-    return ({"q_norm": by_head, "k_norm": by_head} if qk_norm else {}) | {
-      "attn_norm": ones,
-      "q": {"kernel": normal(q, (width, queries))},
-      "k": {"kernel": normal(k, (width, keys))},
-      "v": {"kernel": normal(v, (width, keys))},
-      "o": {"kernel": normal(o, (queries, width), into)},
-      "mlp_norm": ones,
-      "gate": {"kernel": normal(gate, (width, hidden))},
-      "up": {"kernel": normal(up, (width, hidden))},
-      "down": {"kernel": normal(down, (hidden, width), into)},
-    }
+    norms = {"q_norm": by_head, "k_norm": by_head} if qk_norm else {}
+    made = {"q": normal(q, (width, queries)), "o": normal(o, (queries, width), into)}
+    made |= {"k": normal(k, (width, keys)), "v": normal(v, (width, keys))}
+    made |= {"gate": normal(gate, (width, hidden)), "up": normal(up, (width, hidden))}
+    made |= {"down": normal(down, (hidden, width), into)}
+    kernels = {name: {"kernel": kernel} for name, kernel in made.items()}
+    return norms | {"attn_norm": ones, "mlp_norm": ones} | kernels
 
   table = jnp.pad(normal(embed_key, (vocab_size, width)), ((0, more), (0, 0)))
   kernel = jnp.pad(normal(head_key, (width, vocab_size)), ((0, 0), (0, more)))

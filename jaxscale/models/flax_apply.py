@@ -70,10 +70,8 @@ def functions(
   for name, parameter in list(named.items())[2:]:
     has_default = parameter.default is not parameter.empty
     if not (has_default or parameter.kind in _ANY or name in ("train", "keys")):
-      raise ConfigError(
-        f"{type(model).__name__}.__call__: nothing gives it {name!r}; it is called "
-        "with the inputs and, by name, `train` and `keys`"
-      )
+      fix = "it is called with the inputs and, by name, `train` and `keys`"
+      raise ConfigError(f"{type(model).__name__}.__call__: nothing gives it {name!r}; {fix}")
 
   def call(variables, inputs, train, keys, **options):
     if is_number:

@@ -98,7 +98,5 @@ def alike(*arrays: jax.Array) -> list[jax.Array]:
   """
   axes = [varying_axes(jax.typeof(x)) for x in arrays]
   every = frozenset().union(*axes)
-  return [
-    lax.pcast(x, tuple(sorted(every - own)), to="varying") if every - own else x
-    for x, own in zip(arrays, axes, strict=True)
-  ]
+  missing = [(x, tuple(sorted(every - own))) for x, own in zip(arrays, axes, strict=True)]
+  return [lax.pcast(x, more, to="varying") if more else x for x, more in missing]

@@ -19,10 +19,8 @@ Span = int | Literal["device", "global"]
 def _images(model: Model, context: ModelContext) -> dict[str, Any]:
   """The fields that every built-in Flax module of images has."""
   if not hasattr(context.info, "image_shape"):
-    raise ConfigError(
-      f"Config.model={type(model).__name__}: a model of images, and "
-      f"{context.info.name} is text; use Transformer, or other data"
-    )
+    reason = f"a model of images, and {context.info.name} is text; use Transformer, or other data"
+    raise ConfigError(f"Config.model={type(model).__name__}: {reason}")
   if (shape := context.info.image_shape)[2:] == () and not isinstance(model, MLP):
     name = f"Config.model={type(model).__name__}"
     why = f"takes images [n, height, width, channels], not {['n', *shape]}"
@@ -39,10 +37,8 @@ def _normalised(model: Any, context: ModelContext) -> dict[str, Any]:
 
 def _check_span(owner: str, span: int | str) -> None:
   if isinstance(span, int) and span < 2:
-    raise ConfigError(
-      f"{owner}.bn_span={span}: statistics need 2 examples or more; give a "
-      "number >= 2, 'device' or 'global'"
-    )
+    why = "statistics need 2 examples or more; give a number >= 2, 'device' or 'global'"
+    raise ConfigError(f"{owner}.bn_span={span}: {why}")
 
 
 class MLP(Model):
@@ -85,10 +81,8 @@ class CNN(Model):
   def build(self, context: ModelContext) -> Any:
     options, pixels = _normalised(self, context), min(context.info.image_shape[:2])
     if pixels >> len(self.features) == 0:
-      raise ConfigError(
-        f"CNN.features={self.features}: {len(self.features)} stages halve images of "
-        f"{pixels} pixels to nothing, give fewer"
-      )
+      why = f"{len(self.features)} stages halve images of {pixels} pixels to nothing, give fewer"
+      raise ConfigError(f"CNN.features={self.features}: {why}")
     return models.CNNModule(**options)
 
 
@@ -194,21 +188,15 @@ class Transformer(Model):
       _check_heads("Transformer", self.width, self.num_heads)
     each = self.head_width or self.width // self.num_heads
     if each % 2:
-      raise ConfigError(
-        f"Transformer.{'head_width' if self.head_width else 'num_heads'}="
-        f"{self.head_width or self.num_heads}: positions turn pairs of a head's "
-        f"{each} numbers, choose an even number of them"
-      )
+      field = "head_width" if self.head_width else "num_heads"
+      why = f"positions turn pairs of a head's {each} numbers, choose an even number of them"
+      raise ConfigError(f"Transformer.{field}={getattr(self, field)}: {why}")
     if self.num_kv_heads is not None and self.num_heads % self.num_kv_heads:
-      raise ConfigError(
-        f"Transformer.num_kv_heads={self.num_kv_heads}: does not divide "
-        f"num_heads={self.num_heads}, give a divisor"
-      )
+      why = f"does not divide num_heads={self.num_heads}, give a divisor"
+      raise ConfigError(f"Transformer.num_kv_heads={self.num_kv_heads}: {why}")
     if self.rope_low >= self.rope_high:
-      raise ConfigError(
-        f"Transformer.rope_low={self.rope_low}: not below rope_high={self.rope_high}, "
-        "give a smaller one"
-      )
+      why = f"not below rope_high={self.rope_high}, give a smaller one"
+      raise ConfigError(f"Transformer.rope_low={self.rope_low}: {why}")
 
   is_stack = takes_text = True
 
@@ -219,17 +207,14 @@ class Transformer(Model):
 
   def build(self, context: ModelContext) -> Any:
     if not hasattr(context.info, "vocab_size"):
-      raise ConfigError(
-        f"Config.model=Transformer: {context.info.name} has images, give ViT or "
-        "ResNet, or other data"
-      )
+      fix = "give ViT or ResNet, or other data"
+      raise ConfigError(f"Config.model=Transformer: {context.info.name} has images, {fix}")
     options = dataclasses.asdict(self)
     if self.hidden is None:
       options["hidden"] = -(-8 * self.width // (3 * 256)) * 256
     options |= {"vocab_size": context.info.vocab_size, "dtype": context.dtype}
-    scaling = models.RopeScaling(
-      *(options.pop(f"rope_{name}") for name in models.RopeScaling._fields)
-    )
+    fields = models.RopeScaling._fields
+    scaling = models.RopeScaling(*(options.pop(f"rope_{name}") for name in fields))
     options["rope_scaling"] = None if self.rope_factor is None else scaling
     return models.make_transformer(label_smoothing=context.label_smoothing, **options)
 
@@ -275,10 +260,9 @@ class ViT(Model):
     info = context.info
     common = _images(self, context)
     if info.image_shape[0] % self.patch or info.image_shape[1] % self.patch:
-      raise ConfigError(
-        f"ViT.patch={self.patch}: does not divide the {info.image_shape[0]}x"
-        f"{info.image_shape[1]} pixels of {info.name}, give a divisor"
-      )
+      pixels = "x".join(map(str, info.image_shape[:2]))
+      why = f"does not divide the {pixels} pixels of {info.name}, give a divisor"
+      raise ConfigError(f"ViT.patch={self.patch}: {why}")
     common |= {"image_shape": info.image_shape, "mean": info.mean, "std": info.std}
     common |= dataclasses.asdict(self)
     return models.make_vit(label_smoothing=context.label_smoothing, **common)
@@ -286,6 +270,5 @@ class ViT(Model):
 
 def _check_heads(owner: str, width: int, num_heads: int) -> None:
   if width % num_heads:
-    raise ConfigError(
-      f"{owner}.num_heads={num_heads}: does not divide width={width}, give a divisor"
-    )
+    why = f"does not divide width={width}, give a divisor"
+    raise ConfigError(f"{owner}.num_heads={num_heads}: {why}")

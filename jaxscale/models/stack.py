@@ -137,11 +137,9 @@ def at_least_float32(x: jax.Array) -> jax.Array:
 
 def sum_totals(losses: jax.Array, hits: jax.Array, counts: jax.Array) -> Totals:
   """The totals of a batch; `counts` says which losses and hits count, all [...]."""
-  return {
-    "loss": jnp.where(counts, losses, 0.0).sum(),
-    "accuracy": (hits & counts).sum(dtype=jnp.int32),
-    "examples": counts.sum(dtype=jnp.int32),
-  }
+  whole = {"accuracy": hits & counts, "examples": counts}
+  sums = {name: flags.sum(dtype=jnp.int32) for name, flags in whole.items()}
+  return {"loss": jnp.where(counts, losses, 0.0).sum()} | sums
 
 
 class Stack(NamedTuple):
@@ -172,12 +170,9 @@ def _remat(policy: Any) -> Callable[[Layer], Layer]:
 
 
 def _offload(layer: Layer) -> Layer:
-  policy = _keep.save_and_offload_only_these_names(
-    names_which_can_be_saved=[],
-    names_which_can_be_offloaded=[INPUT],
-    offload_src="device",
-    offload_dst="pinned_host",
-  )
+  names = {"names_which_can_be_saved": [], "names_which_can_be_offloaded": [INPUT]}
+  where = {"offload_src": "device", "offload_dst": "pinned_host"}
+  policy = _keep.save_and_offload_only_these_names(**names, **where)
   return _remat(policy)(lambda params, h: layer(params, checkpoint_name(h, INPUT)))
 
 

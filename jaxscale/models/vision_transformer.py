@@ -115,15 +115,8 @@ def make_vit(
 
   def finish(p, h, batch, ops):
     x, labels = ops.enter(pooled(p, h)), batch["label"]
-    losses, hits = ops.classify(
-      x,
-      p["kernel"],
-      p["bias"],
-      labels,
-      num_classes=num_classes,
-      label_smoothing=label_smoothing,
-      dtype=h.dtype,
-    )
+    options = {"num_classes": num_classes, "label_smoothing": label_smoothing, "dtype": h.dtype}
+    losses, hits = ops.classify(x, p["kernel"], p["bias"], labels, **options)
     # From the rows, so that it varies over devices as they do.
     return sum_totals(losses, hits, batch.get("mask", labels >= 0))
 

@@ -27,15 +27,7 @@ import optax
 
 from jaxscale.errors import invalid
 from jaxscale.optim import layers
-from jaxscale.optim.layers import (
-  Layer,
-  add_decayed_weights,
-  default_float,
-  in_float32,
-  is_injected,
-  layer_norm,
-  map_layers,
-)
+from jaxscale.optim.layers import Layer, add_decayed_weights, in_float32
 from jaxscale.optim.masks import Mask
 from jaxscale.optim.rate import scale_by_rate
 
@@ -88,9 +80,8 @@ def lamb(
   adam = scale_by_adam(b1, b2, eps, bias_correction)
   decay = add_decayed_weights(weight_decay, mask, stacked)
   adapts = variant == "paper" or weight_decay > 0
-  ratio = scale_by_trust_ratio(
-    phi_min=phi_min, phi_max=phi_max, clip=trust_clip, adapts=adapts, mask=mask, stacked=stacked
-  )
+  options: Any = {"clip": trust_clip, "adapts": adapts, "mask": mask, "stacked": stacked}
+  ratio = scale_by_trust_ratio(phi_min=phi_min, phi_max=phi_max, **options)
   rate = scale_by_rate(learning_rate)
   if variant == "paper":
     return in_float32(optax.chain(adam, decay, ratio, rate))
@@ -139,7 +130,8 @@ def scale_by_trust_ratio(
   def scaled(layer: Layer, w: jax.Array, r: jax.Array) -> tuple[jax.Array, Any]:
     if not layer.chosen:
       return r, optax.MaskedNode()
-    top, bottom = jnp.clip(layer_norm(w, layer), phi_min, phi_max), layer_norm(r, layer)
+    top = jnp.clip(layers.layer_norm(w, layer), phi_min, phi_max)
+    bottom = layers.layer_norm(r, layer)
     defined = (top > 0) & (bottom > 0) & adapts
     ratio = jnp.where(defined, top / jnp.where(defined, bottom, 1.0), 1.0)
     ratio = jnp.minimum(ratio, 1.0) if clip else ratio
@@ -148,7 +140,7 @@ def scale_by_trust_ratio(
   def update(
     updates: optax.Updates, state: optax.OptState, params: optax.Params | None = None
   ) -> tuple[optax.Updates, layers.TrustRatios]:
-    updates, ratios = map_layers(2, scaled, params, mask, stacked, updates)
+    updates, ratios = layers.map_layers(2, scaled, params, mask, stacked, updates)
     return updates, layers.TrustRatios(ratios)
 
   return optax.GradientTransformation(init, update)
@@ -212,10 +204,9 @@ def scale_by_adam(
     count = state.count + 1
     mu = optax.tree.update_moment(updates, state.mu, b1, 1)
     nu = optax.tree.update_moment(updates, state.nu, b2, 2)
-    c1, c2, ahead = (
-      one_minus_power(b, t) if bias_correction else jnp.ones([])
-      for b, t in ((b1, count), (b2, count), (b1, count + 1))
-    )
+    powers = (b1, count), (b2, count), (b1, count + 1)
+    one = jnp.ones([])
+    c1, c2, ahead = (one_minus_power(*power) if bias_correction else one for power in powers)
 
     def direction(g, m, v):
       m_hat = m / c1.astype(m.dtype)
@@ -231,7 +222,7 @@ def scale_by_adam(
 
 def one_minus_power(base: float, count: jax.Array) -> jax.Array:
   """1 - base^count without cancellation, in the default float dtype []."""
-  steps = count.astype(default_float())
-  if is_injected(base):
+  steps = count.astype(layers.default_float())
+  if layers.is_injected(base):
     return -jnp.expm1(steps * jnp.log(base))
   return -jnp.expm1(steps * math.log(base)) if base else jnp.ones_like(steps)

@@ -163,19 +163,10 @@ def lars(
   adapts = row.adapts_undecayed or weight_decay > 0
   if adapts is False:  # and no decay either
     return in_float32(moved)
-  ratio = scale_by_lars_ratio(
-    trust_coefficient=eta,
-    weight_decay=weight_decay,
-    eps=eps,
-    denominator=row.denominator,
-    decays=row.decays,
-    adapts=adapts,
-    limit=learning_rate if row.clip else None,
-    limits_undefined=row.clips_undefined,
-    inner=None if row.ratio_in_velocity else trace,
-    mask=mask,
-    stacked=stacked,
-  )
+  own: Any = {"denominator": row.denominator, "decays": row.decays, "adapts": adapts}
+  own |= {"limit": learning_rate if row.clip else None, "limits_undefined": row.clips_undefined}
+  own |= {"inner": None if row.ratio_in_velocity else trace, "mask": mask, "stacked": stacked}
+  ratio = scale_by_lars_ratio(trust_coefficient=eta, weight_decay=weight_decay, eps=eps, **own)
   return in_float32(optax.chain(ratio, moved))
 
 

@@ -202,9 +202,6 @@ def trust_ratios(opt_state: Any) -> dict[str, jax.Array]:
     {'head/kernel': Array(1., dtype=float32)}
   """
   nodes = jax.tree.leaves(opt_state, is_leaf=lambda x: isinstance(x, TrustRatios))
-  return {
-    path_name(path): ratio
-    for node in nodes
-    if isinstance(node, TrustRatios)
-    for path, ratio in jax.tree.leaves_with_path(node.tree)
-  }
+  trees = [node.tree for node in nodes if isinstance(node, TrustRatios)]
+  leaves = [pair for tree in trees for pair in jax.tree.leaves_with_path(tree)]
+  return {path_name(path): ratio for path, ratio in leaves}

@@ -125,15 +125,9 @@ def muon(
     return map_layers(1, label, params, mask, stacked, outer)[0]
 
   of_torch = variant == "torch"
-  inside = scale_by_muon(
-    momentum,
-    nesterov=nesterov,
-    ns_steps=ns_steps,
-    ns_coeffs=ns_coeffs,
-    adjust=adjust,
-    eps=None if of_torch else eps,
-    stacked=stacked,
-  )
+  iteration: Any = {"ns_steps": ns_steps, "ns_coeffs": ns_coeffs, "adjust": adjust}
+  iteration |= {"eps": None if of_torch else eps, "stacked": stacked}
+  inside = scale_by_muon(momentum, nesterov=nesterov, **iteration)
   adam = scale_by_adam(b1, b2, eps, nesterov=nesterov and not of_torch)
   parts: dict[Any, Any] = {"muon": inside, "adam": adam}
   factors: dict[Any, Any] = {"muon": optax.identity(), "adam": optax.scale(adam_rate_factor)}

@@ -19,20 +19,9 @@ if TYPE_CHECKING:
 # The names that --config.optimizer= takes (by HOMES in config/choice.py).
 __all__ = ["LAMB", "LARS", "SGD", "AdamW", "Cosine", "Muon", "Optax", "Polynomial", "Steps"]
 
-LarsVariant = Literal[
-  "paper",
-  "nvidia",
-  "tf_contrib",
-  "tf_contrib_l2_in_loss",
-  "torch",
-  "optax",
-  "larc_clip",
-  "larc_scale",
-  "nvcaffe_clip",
-  "nvcaffe_scale",
-  "timm",
-  "timm_clip",
-]
+_Published = Literal["paper", "nvidia", "tf_contrib", "tf_contrib_l2_in_loss", "torch", "optax"]
+_Clipped = Literal["larc_clip", "larc_scale", "nvcaffe_clip", "nvcaffe_scale", "timm", "timm_clip"]
+LarsVariant = Literal[_Published, _Clipped]
 
 
 def _options(chosen: Optimizer, context: OptimizerContext) -> dict[str, Any]:
@@ -228,16 +217,14 @@ class Optax(Optimizer):
       raise invalid("Optax.make", type(self.make).__name__, "is not a function", fix)
     made = _one_line("Optax.make", fix)(self.make)(schedule)
     if not (hasattr(made, "init") and hasattr(made, "update")):
-      raise ConfigError(
-        f"Optax.make: gave {type(made).__name__}, not an optax transformation; {fix}"
-      )
+      why = f"gave {type(made).__name__}, not an optax transformation; {fix}"
+      raise ConfigError(f"Optax.make: {why}")
     if not isinstance(made, optax.GradientTransformation):
       return made
     fix = "give a transformation of these parameters"
     parts = made._asdict().items()
-    return made._replace(
-      **{name: _one_line(f"Optax.make, its {name}", fix)(f) for name, f in parts}
-    )
+    guarded = {name: _one_line(f"Optax.make, its {name}", fix)(f) for name, f in parts}
+    return made._replace(**guarded)
 
 
 @contextlib.contextmanager
@@ -265,20 +252,16 @@ class Warmup(Schedule):
 
   def __post_init__(self):
     if self.warmup == "exponential" and self.warmup_lr == 0:
-      raise ConfigError(
-        f"{type(self).__name__}.warmup_lr=0.0: an exponential warm-up cannot "
-        "start at 0, give a rate > 0"
-      )
+      why = "an exponential warm-up cannot start at 0, give a rate > 0"
+      raise ConfigError(f"{type(self).__name__}.warmup_lr=0.0: {why}")
 
   def rise(self, peak: float, context: ScheduleContext) -> dict[str, Any]:
     """How a warm-up rises, as keyword arguments of `optim.warmup_*`."""
     if not context.warmup_steps:
       return {}
     if self.warmup_lr > peak:
-      raise ConfigError(
-        f"{type(self).__name__}.warmup_lr={self.warmup_lr}: above the peak of "
-        f"{peak:.6g} that the warm-up leads to, give less"
-      )
+      why = f"above the peak of {peak:.6g} that the warm-up leads to, give less"
+      raise ConfigError(f"{type(self).__name__}.warmup_lr={self.warmup_lr}: {why}")
     return {"warmup": self.warmup, "start": self.warmup_lr}
 
 
@@ -296,14 +279,8 @@ class Cosine(Warmup):
   restart: bool = True
 
   def build(self, peak: float, context: ScheduleContext) -> optax.Schedule:
-    return optim.warmup_cosine(
-      peak,
-      context.warmup_steps,
-      context.total_steps,
-      end=self.end_lr,
-      restart=self.restart,
-      **self.rise(peak, context),
-    )
+    options = {"end": self.end_lr, "restart": self.restart} | self.rise(peak, context)
+    return optim.warmup_cosine(peak, context.warmup_steps, context.total_steps, **options)
 
 
 class Polynomial(Cosine):
@@ -334,16 +311,10 @@ class Polynomial(Cosine):
 
   def build(self, peak: float, context: ScheduleContext) -> optax.Schedule:
     epochs, steps = self.decay_epochs, self.decay_steps
-    return optim.warmup_polynomial(
-      peak,
-      context.warmup_steps,
-      context.total_steps,
-      end=self.end_lr,
-      power=self.power,
-      restart=self.restart,
-      decay_steps=steps if epochs is None else epochs * context.per_epoch,
-      **self.rise(peak, context),
-    )
+    options = {"end": self.end_lr, "restart": self.restart} | self.rise(peak, context)
+    options |= {"decay_steps": steps if epochs is None else epochs * context.per_epoch}
+    length = context.warmup_steps, context.total_steps
+    return optim.warmup_polynomial(peak, *length, power=self.power, **options)
 
 
 class Steps(Warmup):

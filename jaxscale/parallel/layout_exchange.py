@@ -61,11 +61,8 @@ def make_layout_exchange(exchange: Exchange, layout: Layout) -> Exchange:
 
   def init(grads: Any):
     leaves, structure = jax.tree.flatten(grads)
-    return {
-      group.name: exchange.init(structure.unflatten(_only(leaves, group)))
-      for group in groups
-      if group.is_chosen
-    }
+    parts = {g.name: structure.unflatten(_only(leaves, g)) for g in groups if g.is_chosen}
+    return {name: exchange.init(part) for name, part in parts.items()}
 
   def reduce(grads: Any, state: Any):
     leaves, structure = jax.tree.flatten(grads)

@@ -91,10 +91,8 @@ def split_microbatches(batch: Any, num_microbatches: int) -> Any:
 
   def split(x: jax.Array):
     if len(x) % num_microbatches:
-      raise ConfigError(
-        f"num_microbatches={num_microbatches}: does not divide the {len(x)} rows of a "
-        "device, give a divisor"
-      )
+      why = f"does not divide the {len(x)} rows of a device, give a divisor"
+      raise ConfigError(f"num_microbatches={num_microbatches}: {why}")
     return x.reshape(num_microbatches, -1, *x.shape[1:])
 
   return jax.tree.map(split, batch)
@@ -444,15 +442,11 @@ def _check_branch(name: str, axis: str, work: Callable[..., Any], *args: Any) ->
     axes = eqn.params.get("axes", eqn.params.get("axis_name", ()))
     axes = axes if isinstance(axes, tuple) else (axes,)
     if kind == "ppermute":
-      raise ConfigError(
-        f"{name}: permutes along {axes[0]!r}, which all stages must take part in; "
-        "give skip=False, or attention without a ring"
-      )
+      why = "which all stages must take part in; give skip=False, or attention without a ring"
+      raise ConfigError(f"{name}: permutes along {axes[0]!r}, {why}")
     if kind.startswith(_COLLECTIVES) and axis in axes:
-      raise ConfigError(
-        f"{name}: has a collective ({kind}) along {axis!r}, where the other stages do "
-        "not come; leave that axis to the pipeline"
-      )
+      why = "where the other stages do not come; leave that axis to the pipeline"
+      raise ConfigError(f"{name}: has a collective ({kind}) along {axis!r}, {why}")
 
 
 def _equations(jaxpr: core.Jaxpr) -> Iterator[core.JaxprEqn]:

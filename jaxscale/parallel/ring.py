@@ -44,9 +44,8 @@ def check_zigzag(tokens: int) -> None:
     ConfigError: an odd number.
   """
   if tokens % 2:
-    raise ConfigError(
-      f"tokens={tokens} per device: order='zigzag' needs an even number, two pieces"
-    )
+    why = "order='zigzag' needs an even number, two pieces"
+    raise ConfigError(f"tokens={tokens} per device: {why}")
 
 
 def ring_attention(

@@ -88,10 +88,9 @@ def partition(params: Any, rules: Sequence[Rule], sizes: Mapping[str, int]) -> A
     fitting = [rule for rule in rules if re.fullmatch(rule.pattern, name)]
     if len(fitting) != 1:
       fits = " and ".join(repr(rule.pattern) for rule in fitting) or "no rule"
-      raise ConfigError(
-        f"{name}: {fits} {'fit' if len(fitting) > 1 else 'fits'} this parameter of "
-        f"shape {tuple(leaf.shape)}, it must be exactly one rule of the layout"
-      )
+      verb = "fit" if len(fitting) > 1 else "fits"
+      why = f"{fits} {verb} this parameter of shape {tuple(leaf.shape)}"
+      raise ConfigError(f"{name}: {why}, it must be exactly one rule of the layout")
     return P(*_dims(name, tuple(leaf.shape), fitting[0], sizes))
 
   return jax.tree.map_with_path(spec, params)
@@ -101,16 +100,13 @@ def _dims(name: str, shape: tuple[int, ...], rule: Rule, sizes: Mapping[str, int
   """The axes of a parameter's dims, without those that the mesh has not."""
   dims = rule.dims(shape, sizes) if callable(rule.dims) else rule.dims
   if len(dims) != len(shape):
-    raise ConfigError(
-      f"{name}: has the shape {shape}, and the rule {rule.pattern!r} names {len(dims)} dims"
-    )
+    names = f"and the rule {rule.pattern!r} names {len(dims)} dims"
+    raise ConfigError(f"{name}: has the shape {shape}, {names}")
   kept = tuple(a if a is not None and sizes.get(a, 1) > 1 else None for a in dims)
   for dim, axis in enumerate(kept):
     if axis is not None and shape[dim] % sizes[axis]:
-      raise ConfigError(
-        f"Mesh.{axis}={sizes[axis]}: does not divide dim {dim} of {name}, {shape}; "
-        f"give a divisor of {shape[dim]}"
-      )
+      why = f"does not divide dim {dim} of {name}, {shape}; give a divisor of {shape[dim]}"
+      raise ConfigError(f"Mesh.{axis}={sizes[axis]}: {why}")
   return kept
 
 

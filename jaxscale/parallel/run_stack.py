@@ -194,10 +194,9 @@ def local_tokens(batch: Any, layout: Layout) -> Any:
 
   def local(x: jax.Array):
     if x.shape[1] % pieces:
-      raise ConfigError(
-        f"tokens={x.shape[1]}: layout.model={layout.splits!r} gives the {size} devices "
-        f"of 'model' equal parts of a sequence; give a multiple of {pieces}"
-      )
+      why = f"layout.model={layout.splits!r} gives the {size} devices of 'model' equal parts"
+      fix = f"give a multiple of {pieces}"
+      raise ConfigError(f"tokens={x.shape[1]}: {why} of a sequence; {fix}")
     return x[:, sequence.token_positions(x.shape[1] // size, "model", order)]
 
   return {k: local(x) if k in ("tokens", "targets") else x for k, x in batch.items()}

@@ -64,10 +64,8 @@ def split(
   if order not in ("contiguous", "zigzag"):
     raise ConfigError(f"order={order!r}: give 'contiguous' or 'zigzag'")
   if order == "zigzag" and attend != "ring":
-    raise ConfigError(
-      f"order='zigzag': does nothing for attend={attend!r}, whose devices have all "
-      "tokens; give 'contiguous'"
-    )
+    why = f"does nothing for attend={attend!r}, whose devices have all tokens; give 'contiguous'"
+    raise ConfigError(f"order='zigzag': {why}")
 
   here = functools.partial(ways[attend], axis=axis)
   return Ops(attend=here, positions=lambda tokens: token_positions(tokens, axis, order))
@@ -144,10 +142,8 @@ def all_to_all_attention(
   devices = axis_sizes((axis,))[axis]
   for name, x in (("heads", q), ("key/value heads", k)):
     if x.shape[2] % devices:
-      raise ConfigError(
-        f"attend='all_to_all': {x.shape[2]} {name} cannot be split over the {devices} "
-        f"devices of {axis!r}, give attend='ring' or a divisor of them"
-      )
+      why = f"{x.shape[2]} {name} cannot be split over the {devices} devices of {axis!r}"
+      raise ConfigError(f"attend='all_to_all': {why}, give attend='ring' or a divisor of them")
 
   def to_heads(x: jax.Array):
     return lax.all_to_all(x, axis, split_axis=2, concat_axis=1, tiled=True)
@@ -187,8 +183,6 @@ def scatter_tokens(h: jax.Array, *, axis: str) -> jax.Array:
   """
   devices = axis_sizes((axis,))[axis]
   if h.shape[1] % devices:
-    raise ConfigError(
-      f"tokens={h.shape[1]}: cannot be split over the {devices} devices of {axis!r}, "
-      "give a multiple"
-    )
+    why = f"cannot be split over the {devices} devices of {axis!r}, give a multiple"
+    raise ConfigError(f"tokens={h.shape[1]}: {why}")
   return lax.psum_scatter(h, axis, scatter_dimension=1, tiled=True)

@@ -75,10 +75,9 @@ def replicated_layout(mesh: Mesh) -> Layout:
   """
   axes = batch_axes(mesh)
   if idle := [a for a in mesh.axis_names if a not in axes]:
-    raise ConfigError(
-      f"Mesh.{idle[0]}={mesh.shape[idle[0]]}: every device has the whole model, and "
-      "those along this axis would compute the same; choose a layout that splits it"
-    )
+    why = "every device has the whole model, and those along this axis would compute the same"
+    fix = "choose a layout that splits it"
+    raise ConfigError(f"Mesh.{idle[0]}={mesh.shape[idle[0]]}: {why}; {fix}")
   return Layout(mesh, "none", axes, P(), P(), Gather(sum_in_exchange=axes))
 
 
@@ -155,14 +154,11 @@ def _check_used(sizes: dict[str, int], specs: Any, shard: Shard) -> None:
   wanted = ["stage", "model"] + ([FSDP] if shard != "none" else [])
   for axis in wanted:
     if sizes.get(axis, 1) > 1 and axis not in used:
-      raise ConfigError(
-        f"Mesh.{axis}={sizes[axis]}: nothing of this model is split along it; give 1"
-      )
+      reason = "nothing of this model is split along it; give 1"
+      raise ConfigError(f"Mesh.{axis}={sizes[axis]}: {reason}")
   if shard != "none" and sizes.get(FSDP, 1) == 1:
-    raise ConfigError(
-      f"Layout.shard={shard!r}: is over the axis fsdp, which has one device; give "
-      "Mesh.fsdp, e.g. -1 with Mesh.data=1"
-    )
+    why = "is over the axis fsdp, which has one device; give Mesh.fsdp, e.g. -1 with Mesh.data=1"
+    raise ConfigError(f"Layout.shard={shard!r}: {why}")
 
 
 def grad_specs(layout: Layout) -> Any:
@@ -222,8 +218,8 @@ def backward_sum_axes(layout: Layout | None) -> dict[str, tuple[str, ...]]:
   """Axes that gradients are summed over in the backward pass, by parameter path."""
   if layout is None or layout.shapes is None:
     return {}
-  found = {
-    path_name(path): ((FSDP,) if g.scatter is not None else ()) + g.sum_in_backward
-    for path, g in jax.tree_util.tree_leaves_with_path(layout.gathers)
-  }
-  return {name: axes for name, axes in found.items() if axes}
+  found = {}
+  for path, g in jax.tree_util.tree_leaves_with_path(layout.gathers):
+    if axes := ((FSDP,) if g.scatter is not None else ()) + g.sum_in_backward:
+      found[path_name(path)] = axes
+  return found

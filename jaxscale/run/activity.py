@@ -79,15 +79,10 @@ class ActivityRecord:
     """What this process has done until now."""
     spent, before = self._watch.spent(), self._before
     seconds = {name: s - before.get(name, 0.0) for name, s in spent.seconds.items()}
-    return Activity(
-      start=round(self._start + self._since_1970, 3),
-      time=round(spent.time + self._since_1970, 3),
-      step=spent.step + (spent.activity not in _WITHIN_A_STEP),
-      resumed=self._resumed,
-      seconds={name: round(s, 3) for name, s in seconds.items() if s > 0},
-      queued=self._queued,
-      done=self._is_done,
-    )
+    seconds = {name: round(s, 3) for name, s in seconds.items() if s > 0}
+    start, now = (round(t + self._since_1970, 3) for t in (self._start, spent.time))
+    step = spent.step + (spent.activity not in _WITHIN_A_STEP)
+    return Activity(start, now, step, self._resumed, seconds, self._queued, self._is_done)
 
   def summary(self) -> dict[str, Any]:
     """The goodput of all starts so far, for summary.json; empty but in process 0."""
@@ -113,15 +108,10 @@ class ActivityRecord:
     """Write a line; where that fails, the next one has all that it had."""
     if not self._may_write():
       return
-    with self._alone():
-      self._write(json.dumps(activity._asdict()).encode() + b"\n")
-
-  @contextlib.contextmanager
-  def _alone(self):
-    """One thread writes at a time, but nobody waits for long: a disk may hang."""
+    # One thread writes at a time, but nobody waits for long: a disk may hang.
     is_alone = self._lock.acquire(timeout=_WAIT_S)
     try:
-      yield
+      self._write(json.dumps(activity._asdict()).encode() + b"\n")
     finally:
       if is_alone:
         self._lock.release()

@@ -55,11 +55,8 @@ class DamageRecord:
       # On a full disk the file is left as it was; the lines below say as much.
       with contextlib.suppress(OSError):
         metrics.write_json(self._path, json.loads(self._reported))
-    return [
-      f"{split} data: {damage.describe()}"
-      for split, damage in self._total.items()
-      if damage.count or damage.unusual
-    ]
+    found = {split: x for split, x in self._total.items() if x.count or x.unusual}
+    return [f"{split} data: {damage.describe()}" for split, damage in found.items()]
 
   @property
   def count(self) -> int:

@@ -155,11 +155,8 @@ def _memory() -> dict[str, float]:
   """Of the fullest device of this process, GB; nothing where no one says."""
   found = [s for d in jax.local_devices() if (s := d.memory_stats())] or _resident()
   names = {"bytes_in_use": "memory_gb", "peak_bytes_in_use": "peak_memory_gb"}
-  return {
-    name: max(s[key] for s in found) / 1e9
-    for key, name in names.items()
-    if found and all(key in s for s in found)
-  }
+  known = {key for key in names if found and all(key in s for s in found)}
+  return {names[key]: max(s[key] for s in found) / 1e9 for key in names if key in known}
 
 
 def _resident() -> list[dict[str, float]]:

@@ -6,19 +6,21 @@ import functools
 import json
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import ml_dtypes  # which numpy knows by name only then
+import numpy as np
+
+from jaxscale import weights
+from jaxscale.checkpoint import checkpoint_files, directory
+from jaxscale.config.record import Described, describe_run
+from jaxscale.data.tokenizer import byte_tokenizer
 from jaxscale.errors import ConfigError
-
-if TYPE_CHECKING:  # they import JAX, whose platform is set before
-  from jaxscale.config.record import Described
-
+from jaxscale.weights import config_json, hf_config, timm_config
 
 # What is taken: prefixes of names in a checkpoint, and of paths in a safetensors file.
-_PREFIXES = {
-  "params": (("params/", "params/"), ("model_state/", "")),
-  "average": (("average/0/", "params/"), ("average/1/", "")),
-}
+_PREFIXES = {"params": (("params/", "params/"), ("model_state/", ""))}
+_PREFIXES |= {"average": (("average/0/", "params/"), ("average/1/", ""))}
 
 
 def export(
@@ -45,40 +47,25 @@ def export(
       has no names for its model, or the folder has another model's config.json.
     weights.UnwrittenError: the disk failed or is full.
   """
-  from jaxscale import weights
-  from jaxscale.checkpoint import checkpoint_files
-  from jaxscale.checkpoint import directory as directories
-  from jaxscale.config.record import describe_run
-  from jaxscale.weights import config_json
-
-  described = describe_run(workdir)
-  steps = directories.steps(workdir / "checkpoints")
-  if not steps:
-    raise ConfigError(f"--workdir={workdir}: the run has saved nothing yet")
-  if step not in (None, *steps):
-    saved = ", ".join(map(str, steps))
-    raise ConfigError(f"--step={step}: not saved, there are {saved}")
-  step = steps[-1] if step is None else step
-  directory = workdir.absolute() / "checkpoints" / str(step)
+  described, step = describe_run(workdir), _saved_step(workdir, step)
+  path = workdir.absolute() / "checkpoints" / str(step)
   try:
-    manifest = checkpoint_files.read_manifest(directory)["leaves"]
+    manifest = checkpoint_files.read_manifest(path)["leaves"]
     has_average = any(name.startswith("average/0/") for name in manifest)
     if take == "average" and not has_average:
       raise ConfigError("--take=average: the run keeps none (Config.ema_decay=None)")
     take = take or ("average" if has_average else "params")
-    read = functools.lru_cache(maxsize=3)(checkpoint_files.leaf_reader(directory))
+    read = functools.lru_cache(maxsize=3)(checkpoint_files.leaf_reader(path))
 
     def part(name: str, layer: int | None) -> Any:
       return read(name) if layer is None else read(name)[layer]
 
-    leaves = {
-      ours + name.removeprefix(prefix): weights.Leaf(
-        tuple(leaf["shape"]), _dtype(leaf["dtype"]), functools.partial(part, name)
-      )
-      for prefix, ours in _PREFIXES[take]
-      for name, leaf in manifest.items()
-      if name.startswith(prefix)
-    }
+    leaves = {}
+    for prefix, ours in _PREFIXES[take]:
+      for name in (n for n in manifest if n.startswith(prefix)):
+        shape, kind = tuple(manifest[name]["shape"]), _dtype(manifest[name]["dtype"])
+        leaf = weights.Leaf(shape, kind, functools.partial(part, name))
+        leaves[ours + name.removeprefix(prefix)] = leaf
     up = leaves.get("params/layers/up/kernel")
     fields, note = None, ""
     if naming == "huggingface" and up is not None:
@@ -86,15 +73,13 @@ def export(
       fields = _hf_fields(to, described, common)
     elif naming == "timm":
       fields, note = _timm_fields(to, described)
-    classes, about = described.num_classes, _about(described, step, take)
-    cast_to = None if dtype is None else _dtype(dtype)
-    size = weights.export_leaves(
-      to, leaves, naming=naming, num_classes=classes, dtype=cast_to, metadata=about
-    )
+    options: dict[str, Any] = {"naming": naming, "num_classes": described.num_classes}
+    options |= {"dtype": None if dtype is None else _dtype(dtype)}
+    about = _about(described, step, take)
+    size = weights.export_leaves(to, leaves, metadata=about, **options)
   except checkpoint_files.DamagedError as e:
-    raise ConfigError(
-      f"checkpoint {step} in {workdir} is damaged ({e}); give another --step"
-    ) from None
+    fix = "give another --step"
+    raise ConfigError(f"checkpoint {step} in {workdir} is damaged ({e}); {fix}") from None
   if fields is not None:
     try:
       config_json.write_config_json(to, fields)
@@ -105,10 +90,18 @@ def export(
   return f"{to}: {what} of step {step}, {size / 1e6:,.1f} MB in {naming}'s names{note}"
 
 
-def _dtype(name: str) -> Any:
-  import ml_dtypes  # which numpy knows by name only then
-  import numpy as np
+def _saved_step(workdir: Path, step: int | None) -> int:
+  """Return a step that has a checkpoint, the newest where none is asked for."""
+  steps = directory.steps(workdir / "checkpoints")
+  if not steps:
+    raise ConfigError(f"--workdir={workdir}: the run has saved nothing yet")
+  if step not in (None, *steps):
+    saved = ", ".join(map(str, steps))
+    raise ConfigError(f"--step={step}: not saved, there are {saved}")
+  return steps[-1] if step is None else step
 
+
+def _dtype(name: str) -> Any:
   return np.dtype(getattr(ml_dtypes, name, name))
 
 
@@ -119,21 +112,13 @@ def _about(described: Described, step: int, take: str) -> dict[str, str]:
   names = {"image_mean": "mean", "image_std": "std", "class_names": "class_names"}
   if described.is_text:
     names = {"vocab_size": "vocab_size", "sequence_length": "sequence_length"}
-  return {
-    "jaxscale": metadata.version("jaxscale"),
-    "model": json.dumps(described.config["model"]),
-    "data": data["name"],
-    **{name: json.dumps(data[key]) for name, key in names.items() if data.get(key)},
-    "step": str(step),
-    "take": take,
-  }
+  about = {name: json.dumps(data[key]) for name, key in names.items() if data.get(key)}
+  about |= {"jaxscale": metadata.version("jaxscale"), "step": str(step), "take": take}
+  return about | {"model": json.dumps(described.config["model"]), "data": data["name"]}
 
 
 def _hf_fields(to: Path, described: Described, common: dict[str, Any]) -> dict[str, Any] | None:
   """The fields of the config.json next to the file; None: none is written."""
-  from jaxscale.data.tokenizer import byte_tokenizer
-  from jaxscale.weights import config_json, hf_config
-
   config = described.settings()
   is_vit, is_llama = (hasattr(config.model, x) for x in ("patch", "rope_theta"))
   if not (is_vit or is_llama):
@@ -151,8 +136,6 @@ def _hf_fields(to: Path, described: Described, common: dict[str, Any]) -> dict[s
 
 def _timm_fields(to: Path, described: Described) -> tuple[dict[str, Any] | None, str]:
   """The fields of the config.json next to the file, or None and a note why not."""
-  from jaxscale.weights import config_json, timm_config
-
   try:
     config_json.config_json_path(to)
   except ConfigError:

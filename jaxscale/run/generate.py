@@ -130,10 +130,9 @@ def _tokenizer(workdir: Path, source: Any, info: data.TextInfo) -> Tokenizer:
       has, had = found.vocab_size, info.vocab_size
       reason = f"{field}={name!r}: has {has} tokens, and the run's had {had}"
     why = f", and their tokenizer cannot be taken ({reason})"
-  raise ConfigError(
-    f"--workdir={workdir}: the {info.vocab_size} tokens of {info.name} are not "
-    f"bytes{why}; give jaxscale.run.generate.sample tokens of your own"
-  )
+  why = f"the {info.vocab_size} tokens of {info.name} are not bytes{why}"
+  fix = "give jaxscale.run.generate.sample tokens of your own"
+  raise ConfigError(f"--workdir={workdir}: {why}; {fix}")
 
 
 def write(
@@ -154,10 +153,8 @@ def write(
   """
   described = describe_run(workdir)
   if not described.is_text:
-    raise ConfigError(
-      f"--workdir={workdir}: its run is of {described.data['name']}, not of text; "
-      "give one of a language model"
-    )
+    why = f"its run is of {described.data['name']}, not of text; give one of a language model"
+    raise ConfigError(f"--workdir={workdir}: {why}")
   config = described.settings()
   fields = {k: v for k, v in described.data.items() if k in data.TextInfo._fields}
   info = data.TextInfo(**fields)
@@ -171,11 +168,9 @@ def write(
   length, notes = len(tokens) + num_tokens, [*checkpoint.notes]
   if length > info.sequence_length:
     unit = "bytes" if tokenizer.key == "bytes" else "tokens"
-    notes.append(
-      f"prompt and text are of up to {length} {unit}, and the model has seen "
-      f"{info.sequence_length} at a time in training: what is further away it may not "
-      "use well"
-    )
+    seen = f"the model has seen {info.sequence_length} at a time in training"
+    note = f"prompt and text are of up to {length} {unit}, and {seen}"
+    notes.append(f"{note}: what is further away it may not use well")
   for note in notes:
     print(f"note: {note}", file=sys.stderr)
   function = functools.partial(sample, stack, num_tokens=num_tokens, **choice)

@@ -41,40 +41,16 @@ from jaxscale.files import mismatch, read_json_lines
 from jaxscale.metrics import text
 
 FILE = "activity.jsonl"
-CATEGORIES: tuple[str, ...] = (
-  "training",
-  "lost",
-  "input",
-  "compile",
-  "evaluation",
-  "saving",
-  "start-up",
-  "queue",
-  "down",
-  "other",
-)
+_NAMES = "training lost input compile evaluation saving start-up queue down other"
+CATEGORIES: tuple[str, ...] = tuple(_NAMES.split())
 # By the watch's activities; all others are "other".
-_CATEGORY = {
-  "step": "training",
-  "input": "input",
-  "compiling": "compile",
-  "preparing": "compile",
-  "evaluating": "evaluation",
-  "saving": "saving",
-  "starting": "start-up",
-}
+_CATEGORY = {"step": "training", "input": "input", "compiling": "compile", "preparing": "compile"}
+_CATEGORY |= {"evaluating": "evaluation", "saving": "saving", "starting": "start-up"}
 Wait = tuple[float, float]  # when a job was queued and when it got its nodes
 _OF_STEPS = ("step", "input")
 _LATEST = 2.0**40  # seconds since 1970: what is later, or longer, is damaged
-_SHAPE = {
-  "start": float,
-  "time": float,
-  "step": int,
-  "resumed": [int],
-  "seconds": {str: float},
-  "queued": (None, [float]),
-  "done": bool,
-}
+_SHAPE = {"start": float, "time": float, "step": int, "resumed": [int]}
+_SHAPE |= {"seconds": {str: float}, "queued": (None, [float]), "done": bool}
 
 
 class Activity(NamedTuple):
@@ -121,21 +97,17 @@ class Goodput(NamedTuple):
 
   def summary(self) -> dict[str, Any]:
     """For summary.json."""
-    share, seconds = self.share, self.seconds.items()
-    return {
-      "goodput": None if share is None else round(share, 4),
-      "goodput_seconds": {name: round(s, 3) for name, s in seconds},
-    }
+    share = None if self.share is None else round(self.share, 4)
+    seconds = {name: round(s, 3) for name, s in self.seconds.items()}
+    return {"goodput": share, "goodput_seconds": seconds}
 
   def __str__(self) -> str:
     queue_s = self.seconds["queue"]
     by_size = sorted(self.seconds.items(), key=lambda item: -item[1])
-    parts = [
-      f"{name} {text.duration(s)}"
-      for name, s in by_size
-      if name not in ("training", "queue") and s >= 0.5
-    ]
-    parts.insert(0, f"training {text.duration(self.seconds['training'])}")
+    parts = [f"training {text.duration(self.seconds['training'])}"]
+    for name, s in by_size:
+      if name not in ("training", "queue") and s >= 0.5:
+        parts.append(f"{name} {text.duration(s)}")
     held = f"{text.duration(self.wall_s - queue_s)}: {', '.join(parts)}"
     queue = f"; queue {text.duration(queue_s)}" if queue_s >= 0.5 else ""
     return f"goodput {text.cell(self.share, '.0%')} of {held}{queue}"
@@ -261,9 +233,8 @@ def _segments(lines: Sequence[Activity], cut: float) -> Iterator[_Segment]:
     length = end - before.time
     if length < 0:
       return
-    seconds = {
-      name: max(s - before.seconds.get(name, 0.0), 0.0) for name, s in line.seconds.items()
-    }
+    known = before.seconds
+    seconds = {n: max(s - known.get(n, 0.0), 0.0) for n, s in line.seconds.items()}
     # Equal but for the milliseconds that were rounded, and what is damaged.
     recorded = sum(seconds.values())
     if recorded > 0:

@@ -22,12 +22,8 @@ from jaxscale.files import mismatch
 
 ACCEPTABLE = "data", "code"
 # Settings of JAX that change numbers; only x64 changes the types of the state.
-_SETTINGS = (
-  "jax_enable_x64",
-  "jax_default_matmul_precision",
-  "jax_default_prng_impl",
-  "jax_threefry_partitionable",
-)
+_SETTINGS = """jax_enable_x64 jax_default_matmul_precision jax_default_prng_impl
+  jax_threefry_partitionable""".split()
 SHAPE = {"data": {}, "code": {str: str}, "environment": {}}
 
 
@@ -145,9 +141,6 @@ def other_environment(described: Mapping[str, Any], now: Mapping[str, Any]) -> s
     kind = {"devices": side.get("device_kind"), "python": side.get("python")}
     sides.append(kind | {**versions} | {**settings})
   old, new = sides
-  texts = [
-    f"{name} {old[name]} then and {new.get(name)} now"
-    for name in old
-    if name in new and old[name] != new[name] and name != "jax_enable_x64"
-  ]
+  differs = [n for n in old if n in new and old[n] != new[n] and n != "jax_enable_x64"]
+  texts = [f"{name} {old[name]} then and {new[name]} now" for name in differs]
   return ", ".join(texts)

@@ -28,10 +28,8 @@ from jaxscale.files import require_json
 
 Action = Literal["stop", "skip", "roll_back"]
 FILE = "skipped_steps.json"
-_RECORD = {
-  "skipped": [{"step": int, "what": str}],
-  "passed_over": [{"after": int, "to": int, "what": str}],
-}
+_RECORD = {"skipped": [{"step": int, "what": str}]}
+_RECORD |= {"passed_over": [{"after": int, "to": int, "what": str}]}
 
 
 class NanPolicy:

@@ -206,7 +206,8 @@ def _clean(folder: Path, max_bytes: int) -> int:
   """
   total = num_damaged = 0
   found = [(path.lstat(), path) for path in _programs(folder)]
-  for info, path in sorted(found, key=_last_use, reverse=True):
+  # By the time of the last use, as far as the file system keeps it.
+  for info, path in sorted(found, key=lambda x: -max(x[0].st_atime, x[0].st_mtime)):
     expected, is_whole = readable_text(_sum_of(path)).strip(), False
     with contextlib.suppress(OSError):  # a pipe, or it cannot be read
       is_whole = not path.is_symlink() and _digest(path) == expected
@@ -219,11 +220,6 @@ def _clean(folder: Path, max_bytes: int) -> int:
     path.unlink(missing_ok=True)
     _sum_of(path).unlink(missing_ok=True)
   return num_damaged
-
-
-def _last_use(entry: tuple[os.stat_result, Path]) -> float:
-  """Time of the last use, as far as the file system keeps it."""
-  return max(entry[0].st_atime, entry[0].st_mtime)
 
 
 def _programs(folder: Path) -> list[Path]:

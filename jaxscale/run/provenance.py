@@ -20,20 +20,8 @@ _PACKAGE = Path(__file__).absolute().parent.parent
 FILE = "starts.jsonl"  # in the workdir: one line per start of the run
 # Variables that change what a run does; no others, which may hold secrets, as one of
 # ours does (`cluster.secret`).
-_VARIABLES = (
-  "JAX",
-  "XLA_",
-  "NCCL_",
-  "FI_",
-  "TF_",
-  "LIBTPU_",
-  "TPU_",
-  "CUDA_VISIBLE",
-  "CUDA_DEVICE_MAX",
-  "ROCR_VISIBLE",
-  "HIP_VISIBLE",
-  "HSA_",
-)
+_NAMES = "JAX XLA_ NCCL_ FI_ TF_ LIBTPU_ TPU_ CUDA_VISIBLE CUDA_DEVICE_MAX ROCR_VISIBLE"
+_VARIABLES = (*_NAMES.split(), "HIP_VISIBLE", "HSA_")
 
 
 def git(*args: str) -> str:
@@ -51,17 +39,15 @@ def environment() -> dict[str, Any]:
   # By their folders, NAME-VERSION.dist-info: their metadata take a tenth of a second.
   folders = [f.stem for p in reversed(sys.path) for f in Path(p).glob("*.dist-info")]
   packages = {name: version for name, _, version in (f.partition("-") for f in folders)}
-  variables = sorted(os.environ.items())
-  return {
-    "commit": git("rev-parse", "HEAD").strip() or None,
-    "changed": git("status", "--porcelain", "--", ".").splitlines(),
-    "python": platform.python_version(),
-    "platform": platform.platform(),
-    "host": platform.node(),
-    "packages": dict(sorted(packages.items(), key=lambda kv: kv[0].lower())),
-    "variables": {k: v for k, v in variables if k.startswith(_VARIABLES) and k != secret.VARIABLE},
-    "gpu_settings": gpu_settings.applied(),  # those of the variables that are ours
-  }
+  variables = {k: v for k, v in sorted(os.environ.items()) if k.startswith(_VARIABLES)}
+  variables.pop(secret.VARIABLE, None)
+  found: dict[str, Any] = {"commit": git("rev-parse", "HEAD").strip() or None}
+  found |= {"changed": git("status", "--porcelain", "--", ".").splitlines()}
+  found |= {"python": platform.python_version(), "platform": platform.platform()}
+  found |= {"packages": dict(sorted(packages.items(), key=lambda kv: kv[0].lower()))}
+  # Of the variables some are ours.
+  found |= {"variables": variables, "gpu_settings": gpu_settings.applied()}
+  return found | {"host": platform.node()}
 
 
 def record_start(workdir: Path, devices: str, accepted: Sequence[str] = ()) -> None:

@@ -49,6 +49,7 @@ class Tracer:
     """Nothing is traced before the first `is_due`."""
     self.say: Callable[[str], None] = print
     self._workdir, self._log = workdir, log
+    self._plan = f"log.profile={log.profile}"
     self._rank, self._count = jax.process_index(), jax.process_count()
     self._planned = None
     if self._rank in log.profile_processes:
@@ -67,7 +68,7 @@ class Tracer:
   def __exit__(self, error, *_):
     self.finish()
     if self._planned and self._step < self._planned[0] and error is None:
-      self._say(f"{self._plan()}: the run ended after step {self._step}; no trace")
+      self._say(f"{self._plan}: the run ended after step {self._step}; no trace")
 
   def attach(self, say: Callable[[str], None], total_steps: int) -> None:
     """Print by `say` from here on, and what the plan has that the run has not."""
@@ -78,7 +79,7 @@ class Tracer:
       have = f"the processes are 0 to {self._count - 1}"
       say(f"log.profile_processes={log.profile_processes}: {have}")
     if self._planned and self._planned[0] > total_steps:
-      self._say(f"{self._plan()}: the run has {total_steps} steps; no trace")
+      self._say(f"{self._plan}: the run has {total_steps} steps; no trace")
       self._planned = None
 
   def is_due(self, step: int) -> bool:
@@ -182,9 +183,6 @@ class Tracer:
       self._target.mkdir(parents=True, exist_ok=True)
       replace_text(process_file(self._target, self._rank, ".error"), f"{line}\n")
     self._say(line)
-
-  def _plan(self) -> str:
-    return f"log.profile={self._log.profile}"
 
   def _say(self, line: str) -> None:
     if self._rank == 0:

@@ -32,25 +32,9 @@ from jaxscale.run.identity import SHAPE as IDENTITY
 from jaxscale.run.identity import Change, changes, other_environment
 
 # What may change when a run resumes: where it runs and what it records.
-_NOT_IDENTITY = (
-  "mesh",
-  "layout",
-  "compilation",
-  "evaluation",
-  "checkpoint",
-  "checks",
-  "faults",
-  "log",
-  "target_accuracy",
-  "target_loss",
-  "stop_at_target",
-  "input_threads",
-  "gpu_settings",
-  "exchange.algorithm",
-  "exchange.dims",
-  "data.cache_dir",
-  "data.max_pixels",
-)
+_NOT_IDENTITY = """mesh layout compilation evaluation checkpoint checks faults log
+  target_accuracy target_loss stop_at_target input_threads gpu_settings exchange.algorithm
+  exchange.dims data.cache_dir data.max_pixels""".split()
 _LENGTH = "epochs", "steps"
 # Likewise, of a run that knows what its data contain: where they are, and how.
 _PLACES = "data.path", "data.data_dir", "data.tokenizer", "data.dtype"
@@ -77,26 +61,20 @@ def describe(
     experiment: of the run.
     identity: from `identity_of`.
   """
-  return {
-    "format": FORMAT,
-    "config": to_plain(experiment.config),
-    "derived": experiment.derived._asdict()
-    | {"phases": [phase._asdict() for phase in experiment.derived.phases]},
-    "data": experiment.train_data.info._asdict(),
-    **_software(),
-    "devices": [str(d) for d in jax.devices()],
-    "processes": jax.process_count(),
-  } | ({} if identity is None else {"identity": identity})
+  phases = [phase._asdict() for phase in experiment.derived.phases]
+  described: dict[str, Any] = {"format": FORMAT, "config": to_plain(experiment.config)}
+  described |= {"derived": experiment.derived._asdict() | {"phases": phases}}
+  described |= {"data": experiment.train_data.info._asdict()} | _software()
+  described |= {"devices": [str(d) for d in jax.devices()], "processes": jax.process_count()}
+  return described | ({} if identity is None else {"identity": identity})
 
 
 def _software() -> dict[str, Any]:
   """Return what arithmetic depends on, apart from settings."""
   packages = ("jaxscale", "jax", "flax", "optax", "orbax-checkpoint")
-  return {
-    "python": platform.python_version(),
-    "versions": {name: metadata.version(name) for name in packages},
-    "device_kind": jax.devices()[0].device_kind,
-  }
+  versions = {"versions": {name: metadata.version(name) for name in packages}}
+  kind = jax.devices()[0].device_kind
+  return {"python": platform.python_version(), **versions, "device_kind": kind}
 
 
 def describe_text(experiment: build.Experiment, workdir: Path) -> str:
@@ -143,13 +121,15 @@ def _changed(settings: Any) -> dict[str, Any]:
   """The fields of settings that are not what they are by default."""
   changed = {}
   for field in dataclasses.fields(settings):
-    value, default = getattr(settings, field.name), field.default
-    if field.default_factory is not MISSING:
-      default = field.default_factory()
+    value, default = getattr(settings, field.name), _default(field)
     # Text, as arrays have no one ==; a choice's repr has defaults that were given.
     if default is MISSING or _without_defaults(value) != _without_defaults(default):
       changed[field.name] = value
   return changed
+
+
+def _default(field: dataclasses.Field[Any]) -> Any:
+  return field.default if field.default_factory is MISSING else field.default_factory()
 
 
 def _without_defaults(value: Any) -> str:
@@ -193,7 +173,7 @@ def start_devices(workdir: Path, config: Any, accept: Collection[str] = ()) -> i
   described = read_json(workdir / "config.json", _RUN)
   if not described:
     return None
-  if _refused(_changed_settings(workdir, described, config), accept):
+  if _refused([*_setting_changes(described, config)], accept):
     return None
   derived = described["derived"]
   start = derived.get("start_devices") or derived["num_devices"]
@@ -237,10 +217,8 @@ def claim_workdir(
     raise unwritable(workdir, e) from None
   for link, owner in owners.items():
     if owner not in (os.geteuid(), 0):
-      raise ConfigError(
-        f"{link}: a link that another user (uid {owner}) has put there; remove it, or "
-        "use another --workdir"
-      )
+      fix = "remove it, or use another --workdir"
+      raise ConfigError(f"{link}: a link that another user (uid {owner}) has put there; {fix}")
   path = workdir / "config.json"
   if not os.path.exists(path):
     before = _saved_identity(workdir) if identity and _has_saved(workdir) else {}
@@ -254,16 +232,14 @@ def claim_workdir(
   check_format(described, workdir)
   if why := mismatch(described, _RUN):
     raise ConfigError(f"{path}: {why}; {remedy}")
-  found = _changed_settings(workdir, described, config)
+  found = [*_setting_changes(described, config)]
   if identity is None:
     return _accepted(workdir, found, accept)
   before = described.get("identity") or _saved_identity(workdir)
   lines = _accepted(workdir, [*found, *changes(before, identity)], accept)
   if not before:
-    lines.append(
-      "note: config.json has no identity of data and code, as jaxscale wrote it before "
-      "0.3; they are not compared"
-    )
+    reason = "as jaxscale wrote it before 0.3; they are not compared"
+    lines.append(f"note: config.json has no identity of data and code, {reason}")
   elif other := other_environment(described, {"identity": identity} | _software()):
     lines.append(f"note: resuming with {other}; numbers may differ in rounding")
   return lines
@@ -299,13 +275,10 @@ def _accepted(workdir: Path, found: list[Change], accept: Collection[str]) -> li
   texts = [change.text for change in refused if change.kind in kinds]
   more = f", and {plural(len(texts) - 2, 'more change')}" * (len(texts) > 2)
   differs = " and ".join({"data": "other data", "code": "other code"}[k] for k in kinds)
-  raise invalid(
-    field,
-    str(workdir),
-    f"was trained with {differs} ({', '.join(texts[:2])}{more})",
-    f"restore the {' and '.join(kinds)}, use another {field}, or resume with "
-    f"--accept-changes={','.join(kinds)}",
-  )
+  why = f"was trained with {differs} ({', '.join(texts[:2])}{more})"
+  fix = f"resume with --accept-changes={','.join(kinds)}"
+  fix = f"restore the {' and '.join(kinds)}, use another {field}, or {fix}"
+  raise invalid(field, str(workdir), why, fix)
 
 
 def forget_unsaved(workdir: Path, config: Any) -> None:
@@ -317,7 +290,7 @@ def forget_unsaved(workdir: Path, config: Any) -> None:
   if _has_saved(workdir) or not os.path.exists(path):
     return
   described = read_json(path, _RUN)  # empty where it is damaged
-  if not described or _changed_settings(workdir, described, config):
+  if not described or any(_setting_changes(described, config)):
     decided = adaptive_batch.FILE, nan_policy.FILE, tracking.FILE, "summary.json"
     for name in (*decided, goodput.FILE):
       (workdir / name).unlink(missing_ok=True)
@@ -344,27 +317,14 @@ def _refused(found: list[Change], accept: Collection[str]) -> list[Change]:
   return sorted(refused, key=lambda c: ("settings", "x64", "data", "code").index(c.kind))
 
 
-def _changed_settings(workdir: Path, described: dict[str, Any], config: Any) -> list[Change]:
-  """List what differs from the settings of a run, with the values then and now.
+def _setting_changes(described: dict[str, Any], config: Any) -> Iterator[Change]:
+  """Yield the settings that make it another experiment, with the values then and now.
 
   Args:
-    workdir: of the run.
-    described: its config.json.
+    described: the config.json of the run there.
     config: the one now.
   """
-  is_known = bool(described.get("identity"))
-  return [*_setting_changes(described["config"], config, is_known=is_known)]
-
-
-def _setting_changes(before: dict[str, Any], config: Any, *, is_known: bool) -> Iterator[Change]:
-  """Yield the settings that make it another experiment.
-
-  Args:
-    before: the config of the run there, as JSON.
-    config: the one now.
-    is_known: the run has the identity of its data, wherever they are.
-  """
-  before, now = _completed(before, config), to_plain(config)
+  before, now = _completed(described["config"], config), to_plain(config)
   free: set[str] = set(_NOT_IDENTITY)
   if now["sync"].get("workers") == "replica":
     free.remove("mesh")  # else other devices would be one worker
@@ -376,7 +336,8 @@ def _setting_changes(before: dict[str, Any], config: Any, *, is_known: bool) -> 
     length: Any = before.get(unit) or 0
     if not mismatch(length, float) and 0 < length < (now[unit] or 0):
       free.add(unit)
-  if is_known and is_built_in(type(config.data)):
+  # Where the run has the identity of its data, they may be anywhere.
+  if described.get("identity") and is_built_in(type(config.data)):
     free |= set(_PLACES)
   for name, (old, new) in _differences(before, now).items():
     if not {name, name.split(".")[0]} & free:
@@ -393,11 +354,10 @@ def _completed(before: Any, node: Any) -> Any:
     return before
   if before.get("class", class_name(type(node))) != class_name(type(node)):
     return before
-  defaults = {
-    f.name: to_plain(f.default if f.default_factory is MISSING else f.default_factory())
-    for f in dataclasses.fields(node)
-    if f.default is not MISSING or f.default_factory is not MISSING
-  }
+  defaults = {}
+  for f in dataclasses.fields(node):
+    if (default := _default(f)) is not MISSING:
+      defaults[f.name] = to_plain(default)
   own = {k: _completed(v, getattr(node, k, None)) for k, v in before.items()}
   return defaults | own
 

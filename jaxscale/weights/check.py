@@ -18,11 +18,9 @@ from jaxscale.weights.timm_config import check_timm, is_timm_config
 _UNSEEN = ("num_heads", "norm_eps", "bn_epsilon")
 # And those that are changed on purpose, for longer texts.
 _POSITIONS = ("rope_theta", "rope_factor", "rope_low", "rope_high", "rope_length")
-_UNKNOWN = (
-  "no config.json next to it describes its network; names and shapes do not show "
-  "numbers of heads, rotary positions, pooling, anti-aliasing and epsilons, compare "
-  "them yourself"
-)
+_HIDDEN = "numbers of heads, rotary positions, pooling, anti-aliasing and epsilons"
+_UNKNOWN = "no config.json next to it describes its network; names and shapes do not show "
+_UNKNOWN += f"{_HIDDEN}, compare them yourself"
 
 
 def check_source(

@@ -86,10 +86,8 @@ def config_json_path(path: str | os.PathLike) -> Path:
   where = Path(path).parent / "config.json"
   if not where.exists() or read_json(where).get(_FILE) == Path(path).name:
     return where
-  raise ConfigError(
-    f"{path}: a config.json is written next to it, and {where} is of another file; "
-    "give a file in a folder of its own"
-  )
+  why = f"and {where} is of another file; give a file in a folder of its own"
+  raise ConfigError(f"{path}: a config.json is written next to it, {why}")
 
 
 def write_config_json(path: str | os.PathLike, fields: dict[str, Any]) -> None:

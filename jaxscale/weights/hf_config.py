@@ -16,74 +16,32 @@ from jaxscale.weights.config_json import OURS, Comparison, compare, unknown
 # `model_type`s whose layers are ours, with the defaults of fields that are missing.
 _DEFAULTS = {"num_attention_heads": 32, "rope_theta": 10_000.0, "rms_norm_eps": 1e-6}
 _QWEN = _DEFAULTS | {"num_key_value_heads": 32, "sliding_window": 4096}
-_KINDS: dict[str, dict[str, Any]] = {
-  "llama": _DEFAULTS,
-  "mistral": _QWEN | {"num_key_value_heads": 8},
-  "qwen2": _QWEN,
-  "qwen3": _QWEN | {"head_dim": 128},
-}
+_KINDS: dict[str, dict[str, Any]] = {"llama": _DEFAULTS}
+_KINDS |= {"mistral": _QWEN | {"num_key_value_heads": 8}}
+_KINDS |= {"qwen2": _QWEN, "qwen3": _QWEN | {"head_dim": 128}}
 # Of the scaled rotary positions of Llama 3.1: field -> our setting.
-_ROPE = {
-  "factor": "rope_factor",
-  "low_freq_factor": "rope_low",
-  "high_freq_factor": "rope_high",
-  "original_max_position_embeddings": "rope_length",
-}
-# Fields that no setting changes: the values with which a network is ours.
-_FIXED = {
-  "model_type": tuple(_KINDS),
-  "hidden_act": ("silu", "swish"),
-  "hidden_activation": ("silu", "swish"),
-  "attention_bias": (False,),  # of the output too, which is not Qwen2's
-  "mlp_bias": (False,),
-  "partial_rotary_factor": (1.0,),
-  "rotary_pct": (1.0,),
-  "quantization_config": (None,),
-  "rope_type": ("default", "llama3"),
-}
+_ROPE = {"factor": "rope_factor", "low_freq_factor": "rope_low", "high_freq_factor": "rope_high"}
+_ROPE |= {"original_max_position_embeddings": "rope_length"}
+# Fields that no setting changes: the values with which a network is ours. Biases of
+# attention are of its output too, which is not Qwen2's.
+_FIXED = {"model_type": tuple(_KINDS), "rope_type": ("default", "llama3")}
+_FIXED |= dict.fromkeys(("hidden_act", "hidden_activation"), ("silu", "swish"))
+_FIXED |= dict.fromkeys(("attention_bias", "mlp_bias"), (False,))
+_FIXED |= dict.fromkeys(("partial_rotary_factor", "rotary_pct"), (1.0,))
+_FIXED |= {"quantization_config": (None,)}
 # Sizes that shapes show, what only training or generation uses, and words about it.
-_HARMLESS = OURS | {
-  "architectures",
-  "attention_dropout",
-  "auto_map",
-  "bos_token_id",
-  "dtype",
-  "eos_token_id",
-  "hidden_size",
-  "id2label",
-  "initializer_range",
-  "intermediate_size",
-  "label2id",
-  "layer_types",
-  "max_position_embeddings",
-  "max_window_layers",
-  "num_hidden_layers",
-  "num_labels",
-  "pad_token_id",
-  "pretraining_tp",
-  "problem_type",
-  "sliding_window",
-  "tie_word_embeddings",
-  "tokenizer_class",
-  "torch_dtype",
-  "transformers_version",
-  "use_cache",
-  "use_sliding_window",
-  "vocab_size",
-  "_name_or_path",
-  "_attn_implementation",
-}
+_HARMLESS = OURS.union(
+  """architectures attention_dropout auto_map bos_token_id dtype eos_token_id hidden_size id2label
+  initializer_range intermediate_size label2id layer_types max_position_embeddings
+  max_window_layers num_hidden_layers num_labels pad_token_id pretraining_tp problem_type
+  sliding_window tie_word_embeddings tokenizer_class torch_dtype transformers_version use_cache
+  use_sliding_window vocab_size _name_or_path _attn_implementation""".split()
+)
 _VIT_FIXED = {"model_type": ("vit",), "hidden_act": ("gelu",), "qkv_bias": (True,)}
-_VIT_HARMLESS = _HARMLESS | {
-  "attention_probs_dropout_prob",
-  "encoder_stride",
-  "hidden_dropout_prob",
-  "image_size",
-  "num_channels",
-  "patch_size",
-  "pooler_act",
-  "pooler_output_size",
-}
+_VIT_HARMLESS = _HARMLESS.union(
+  """attention_probs_dropout_prob encoder_stride hidden_dropout_prob image_size num_channels
+  patch_size pooler_act pooler_output_size""".split()
+)
 
 
 def completed(found: Mapping[str, Any]) -> dict[str, Any]:
@@ -130,34 +88,27 @@ def check_llama(
   window = there.get("sliding_window")
   length = getattr(info, "sequence_length", 0)
   if isinstance(window, int | float) and 0 < window < length and _slides(there):
-    problems.append(
-      f"sliding_window is {window!r} there and attention is to all tokens here, "
-      f"give {window} tokens or fewer as sequence_length"
-    )
+    fix = f"give {window} tokens or fewer as sequence_length"
+    both = f"sliding_window is {window!r} there and attention is to all tokens here"
+    problems.append(f"{both}, {fix}")
   # Of the known models, the head is untied where the field is missing.
   is_known = str(found.get("model_type")) in _KINDS
   is_tied = found.get("tie_word_embeddings", not is_known)
   if is_tied is False and not new_head and "lm_head.weight" not in names:
-    problems.append(
-      "tie_word_embeddings is False there and the file has no lm_head.weight, "
-      "copy it again or set init_head=True"
-    )
+    fix = "copy it again or set init_head=True"
+    problems.append(f"tie_word_embeddings is False there and the file has no lm_head.weight, {fix}")
   notes = unknown(there, {*_HARMLESS, *settings, *_FIXED})
   if is_tied and not new_head and "lm_head.weight" in names:
-    notes.append(
-      "tie_word_embeddings is True there, but the file has an lm_head.weight of its "
-      "own, which is used, as transformers 5 does"
-    )
+    why = "but the file has an lm_head.weight of its own, which is used, as transformers 5 does"
+    notes.append(f"tie_word_embeddings is True there, {why}")
   return Comparison(problems, notes)
 
 
 def check_vit(found: Mapping[str, Any], model: Any) -> Comparison:
   """Compare a config.json with settings that have the fields of `config.ViT`."""
   there = {"layer_norm_eps": 1e-12} | {k: v for k, v in found.items() if v is not None}
-  settings = {
-    "num_attention_heads": ("num_heads", model.num_heads),
-    "layer_norm_eps": ("norm_eps", model.norm_eps),
-  }
+  settings = {"num_attention_heads": ("num_heads", model.num_heads)}
+  settings |= {"layer_norm_eps": ("norm_eps", model.norm_eps)}
   notes = unknown(there, {*_VIT_HARMLESS, *settings, *_VIT_FIXED})
   return Comparison([*compare(there, model, settings, _VIT_FIXED)], notes)
 
@@ -175,15 +126,11 @@ def _settings(model: Any) -> dict[str, tuple[str, Any]]:
   """For each field of transformers the name of our setting, and its value."""
   kv_heads = model.num_kv_heads or model.num_heads
   width = model.head_width or model.width // model.num_heads
-  return {
-    "num_attention_heads": ("num_heads", model.num_heads),
-    "num_key_value_heads": ("num_kv_heads", kv_heads),
-    "head_dim": ("head_width", width),
-    "rope_theta": ("rope_theta", model.rope_theta),
-    "rms_norm_eps": ("norm_eps", model.norm_eps),
-    "rope_scaling": ("rope_factor", model.rope_factor),
-    **{field: (name, getattr(model, name)) for field, name in _ROPE.items()},
-  }
+  names = {"rope_theta": "rope_theta", "rms_norm_eps": "norm_eps", "rope_scaling": "rope_factor"}
+  found = {field: (name, getattr(model, name)) for field, name in (names | _ROPE).items()}
+  heads = {"num_attention_heads": ("num_heads", model.num_heads)}
+  heads |= {"num_key_value_heads": ("num_kv_heads", kv_heads), "head_dim": ("head_width", width)}
+  return heads | found
 
 
 def llama_config(
@@ -217,32 +164,21 @@ def llama_config(
     (['LlamaForCausalLM'], 64)
   """
   if model.qk_norm and model.qkv_bias:
-    raise ConfigError(
-      "Transformer.qk_norm and qkv_bias: transformers has no model with both; use --naming jaxscale"
-    )
+    why = "transformers has no model with both; use --naming jaxscale"
+    raise ConfigError(f"Transformer.qk_norm and qkv_bias: {why}")
   is_qwen = "Qwen3" if model.qk_norm else "Qwen2" if model.qkv_bias else None
   name = is_qwen or "Llama"
   fields = {field: value for field, (_, value) in _settings(model).items()}
   scaled = {"rope_type": "llama3"} | {field: fields.pop(field) for field in _ROPE}
   fields["rope_scaling"] = None if model.rope_factor is None else scaled
-  return {
-    "architectures": [f"{name}ForCausalLM"],
-    "model_type": name.lower(),
-    "vocab_size": vocab_size,
-    "hidden_size": model.width,
-    "intermediate_size": hidden,
-    "num_hidden_layers": model.num_layers,
-    **fields,
-    "hidden_act": "silu",
-    "max_position_embeddings": sequence_length,
-    "attention_dropout": 0.0,
-    **({} if is_qwen == "Qwen2" else {"attention_bias": False, "mlp_bias": False}),
-    "tie_word_embeddings": False,
-    # A document begins and ends with the same token.
-    "bos_token_id": separator,
-    "eos_token_id": separator,
-    "torch_dtype": dtype,
-  }
+  biases = {} if is_qwen == "Qwen2" else {"attention_bias": False, "mlp_bias": False}
+  sizes = {"vocab_size": vocab_size, "hidden_size": model.width, "intermediate_size": hidden}
+  sizes |= {"num_hidden_layers": model.num_layers, "max_position_embeddings": sequence_length}
+  # A document begins and ends with the same token.
+  ends = {"bos_token_id": separator, "eos_token_id": separator, "torch_dtype": dtype}
+  kind = {"architectures": [f"{name}ForCausalLM"], "model_type": name.lower()}
+  plain = {"hidden_act": "silu", "attention_dropout": 0.0, "tie_word_embeddings": False}
+  return kind | sizes | fields | plain | biases | ends
 
 
 def vit_config(model: Any, info: Mapping[str, Any], *, hidden: int, dtype: str) -> dict[str, Any]:
@@ -261,21 +197,13 @@ def vit_config(model: Any, info: Mapping[str, Any], *, hidden: int, dtype: str) 
   """
   height, width, channels = info["image_shape"]
   names = info.get("class_names") or ()
-  labels: dict[str, Any] = {"id2label": {str(i): name for i, name in enumerate(names)}}
-  labels |= {"label2id": {name: i for i, name in enumerate(names)}}
-  return (labels if names else {}) | {
-    "architectures": ["ViTForImageClassification"],
-    "model_type": "vit",
-    "hidden_size": model.width,
-    "intermediate_size": hidden,
-    "num_hidden_layers": model.num_layers,
-    "num_attention_heads": model.num_heads,
-    "layer_norm_eps": model.norm_eps,
-    "hidden_act": "gelu",
-    "qkv_bias": True,
-    "image_size": height if height == width else [height, width],
-    "patch_size": model.patch,
-    "num_channels": channels,
-    "num_labels": info["num_classes"],
-    "torch_dtype": dtype,
-  }
+  fields: dict[str, Any] = {"id2label": {str(i): name for i, name in enumerate(names)}}
+  fields |= {"label2id": {name: i for i, name in enumerate(names)}}
+  fields = fields if names else {}
+  fields |= {"architectures": ["ViTForImageClassification"], "model_type": "vit"}
+  fields |= {"hidden_size": model.width, "intermediate_size": hidden, "hidden_act": "gelu"}
+  fields |= {"num_hidden_layers": model.num_layers, "num_attention_heads": model.num_heads}
+  fields |= {"layer_norm_eps": model.norm_eps, "qkv_bias": True, "patch_size": model.patch}
+  fields |= {"image_size": height if height == width else [height, width]}
+  fields |= {"num_channels": channels, "num_labels": info["num_classes"]}
+  return fields | {"torch_dtype": dtype}

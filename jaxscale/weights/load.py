@@ -14,7 +14,6 @@ import numpy as np
 
 from jaxscale.errors import ConfigError
 from jaxscale.optim.tree_paths import path_name
-from jaxscale.weights.families import settings_of
 from jaxscale.weights.fit import fit
 from jaxscale.weights.names import ARRANGEMENTS, Link, Naming, guess, naming_of
 from jaxscale.weights.safetensors import Stored, read_index, view
@@ -100,10 +99,8 @@ def import_safetensors(
   used = {array for found in sources.values() for _, array in found}
   count = sum(math.prod(array.shape) for array in used)
   dtypes = " and ".join(sorted({str(array.dtype) for array in used}))
-  summary = (
-    f"parameters from {path}: {count:,} numbers in {len(used)} arrays, {dtypes}, "
-    f"{name}'s names" + "".join(f"; {x}" for x in changes)
-  )
+  summary = f"parameters from {path}: {count:,} numbers in {len(used)} arrays, {dtypes}, "
+  summary += f"{name}'s names" + "".join(f"; {x}" for x in changes)
   return Imported(params, loaded, summary)
 
 
@@ -162,10 +159,8 @@ def _sources(
   if counts:
     others = {*missing.values(), *misshaped.values()} - {*names.head}
     is_head = not (others or unexpected or mistyped)
-    raise ConfigError(
-      f"{path}: not the parameters of this model by {names.name}'s names: "
-      f"{'; '.join(counts)}; {_advice(names.name, stored, is_head, num_classes)}"
-    )
+    why = f"not the parameters of this model by {names.name}'s names: {'; '.join(counts)}"
+    raise ConfigError(f"{path}: {why}; {_advice(names.name, stored, is_head)}")
   return found, changes
 
 
@@ -176,21 +171,15 @@ def _without_wrappers(stored: dict[str, Stored]) -> dict[str, Stored]:
   return {n.removeprefix("module.") if is_wrapped else n: x for n, x in stored.items()}
 
 
-def _advice(
-  naming: str, stored: Mapping[str, Stored], is_head: bool, num_classes: int | None
-) -> str:
+def _advice(naming: str, stored: Mapping[str, Stored], is_head: bool) -> str:
   """What to do about a file that does not fit."""
   if is_head:
     return "init_head=True starts the classifier anew"
   if naming == "jaxscale":
     return "give the model settings that it was made with"
-  shapes = {name: array.shape for name, array in stored.items()}
-  if settings := settings_of(naming, shapes, num_classes):
-    return f"it is of {settings}, set these"
-  known = "it is of a network that is not among ours, and no settings make it one"
   if "fc_norm.weight" in stored:
-    return f"{known}: of ViTs that classify a mean, only those of fc_norm=False are"
-  return known
+    return "of ViTs that classify a mean, only those of fc_norm=False are among ours"
+  return "set the model's sizes (and pad_vocab_to) to the file's, if its network is among ours"
 
 
 def _load(leaf: Any, sources: _Sources) -> jax.Array:

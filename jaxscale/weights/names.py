@@ -152,37 +152,28 @@ _LLAMA = (
 )
 
 
-def _vit(
-  token: str, position: str, patch: str, block: str, layer: str, norm: str, head: str
-) -> tuple[Link, ...]:
+def _vit(text: str) -> tuple[Link, ...]:
   """The table of a ViT.
 
   Args:
-    token, position, patch, norm, head: names outside of the layers.
-    block: what the names of a layer begin with.
-    layer: in it the names of both norms, of queries, keys and values (one name, if
-      they are one array), and of `o`, `up` and `down`.
+    text: names outside of the layers: class token, positions, patches, norm and head;
+      what the names of a layer begin with; and in it the names of both norms, of queries,
+      keys and values (one name, if they are one array), and of `o`, `up` and `down`.
   """
-  first, second, *qkv, o, up, down = (block + name for name in layer.split())
+  token, position, patch, norm, head, block, *layer = text.split()
+  first, second, *qkv, o, up, down = (block + name for name in layer)
   joint = "_" if o.endswith("out_proj") else "."  # PyTorch's MultiheadAttention
-  is_one, heads = len(qkv) == 1, []
+  heads = []
   for i, name in enumerate("qkv"):
-    part = (i, 3) if is_one else (0, 1)
-    heads += _dense(f"layers/{name}", qkv[0 if is_one else i], part, joint)
-  return (
-    Link("embed/class_token", token, "token"),
-    Link("embed/position", position, "tokens"),
-    Link("embed/patch/kernel", f"{patch}.weight", "patch"),
-    Link("embed/patch/bias", f"{patch}.bias"),
-    *_norm("layers/attn_norm", first),
-    *heads,
-    *_dense("layers/o", o),
-    *_norm("layers/mlp_norm", second),
-    *_dense("layers/up", up),
-    *_dense("layers/down", down),
-    *_norm("head/norm", norm),
-    *_dense("head", head),
-  )
+    own = (qkv[0], (i, 3)) if len(qkv) == 1 else (qkv[i], (0, 1))
+    heads += _dense(f"layers/{name}", *own, joint)
+  embed = Link("embed/class_token", token, "token"), Link("embed/position", position, "tokens")
+  patches = Link("embed/patch/kernel", f"{patch}.weight", "patch")
+  rows = [*embed, patches, Link("embed/patch/bias", f"{patch}.bias")]
+  rows += [*_norm("layers/attn_norm", first), *heads, *_dense("layers/o", o)]
+  rows += [*_norm("layers/mlp_norm", second), *_dense("layers/up", up)]
+  rows += [*_dense("layers/down", down), *_norm("head/norm", norm), *_dense("head", head)]
+  return tuple(rows)
 
 
 _WORDS, _PATCHES = "params/embed/table", "params/embed/patch/kernel"
@@ -191,33 +182,20 @@ _WORDS, _PATCHES = "params/embed/table", "params/embed/patch/kernel"
 _TABLES = {
   ("huggingface", _WORDS): _LLAMA,
   ("timm", _PATCHES): _vit(
-    "cls_token",
-    "pos_embed",
-    "patch_embed.proj",
-    "blocks.{}.",
-    "norm1 norm2 attn.qkv attn.proj mlp.fc1 mlp.fc2",
-    "norm",
-    "head",
+    """cls_token pos_embed patch_embed.proj norm head
+    blocks.{}. norm1 norm2 attn.qkv attn.proj mlp.fc1 mlp.fc2"""
   ),
   ("torchvision", _PATCHES): _vit(
-    "class_token",
-    "encoder.pos_embedding",
-    "conv_proj",
-    "encoder.layers.encoder_layer_{}.",
-    "ln_1 ln_2 self_attention.in_proj self_attention.out_proj mlp.0 mlp.3",
-    "encoder.ln",
-    "heads.head",
+    """class_token encoder.pos_embedding conv_proj encoder.ln heads.head
+    encoder.layers.encoder_layer_{}. ln_1 ln_2 self_attention.in_proj self_attention.out_proj
+    mlp.0 mlp.3"""
   ),
   ("huggingface", _PATCHES): _vit(
-    "vit.embeddings.cls_token",
-    "vit.embeddings.position_embeddings",
-    "vit.embeddings.patch_embeddings.projection",
-    "vit.encoder.layer.{}.",
-    "layernorm_before layernorm_after attention.attention.query "
-    "attention.attention.key attention.attention.value attention.output.dense "
-    "intermediate.dense output.dense",
-    "vit.layernorm",
-    "classifier",
+    """vit.embeddings.cls_token vit.embeddings.position_embeddings
+    vit.embeddings.patch_embeddings.projection vit.layernorm classifier
+    vit.encoder.layer.{}. layernorm_before layernorm_after attention.attention.query
+    attention.attention.key attention.attention.value attention.output.dense
+    intermediate.dense output.dense"""
   ),
 }
 
@@ -262,13 +240,9 @@ class Naming(NamedTuple):
 
 _PYTORCH = {"format": "pt"}  # transformers refuses a file that does not say so
 # What tells a naming by what is in a file.
-_SIGNS = {
-  "model.embed_tokens.weight": "huggingface",
-  "vit.embeddings.cls_token": "huggingface",
-  "patch_embed.proj.weight": "timm",
-  "conv_proj.weight": "torchvision",
-  "layer1.0.conv1.weight": "timm",
-}
+_SIGNS = {"model.embed_tokens.weight": "huggingface", "vit.embeddings.cls_token": "huggingface"}
+_SIGNS |= {"patch_embed.proj.weight": "timm", "layer1.0.conv1.weight": "timm"}
+_SIGNS |= {"conv_proj.weight": "torchvision"}
 
 
 def guess(path: str | os.PathLike, names: Collection[str]) -> str:
@@ -291,11 +265,9 @@ def guess(path: str | os.PathLike, names: Collection[str]) -> str:
     if sign in names:
       return naming
   some = ", ".join(sorted(names)[:3])
-  raise ConfigError(
-    f"{path}: has names of none of {', '.join(NAMINGS)} (but {some}){_kind(path)}; "
-    "give parameters of a ResNet or ViT of timm's or torchvision's, of a Llama or ViT "
-    "of Hugging Face's, or ours"
-  )
+  why = f"has names of none of {', '.join(NAMINGS)} (but {some}){_kind(path)}"
+  fix = "give parameters of a ResNet or ViT of timm's or torchvision's"
+  raise ConfigError(f"{path}: {why}; {fix}, of a Llama or ViT of Hugging Face's, or ours")
 
 
 def _kind(path: Any) -> str:
@@ -339,9 +311,8 @@ def naming_of(name: str, shapes: Shapes) -> Naming:
   elif name != "huggingface":
     links, counters = _resnet_links(shapes)
   if left := [path for path in shapes if path not in {link.ours for link in links}]:
-    raise ConfigError(
-      f"naming={name}: has no name for {left[0]} of this model; use naming=jaxscale"
-    )
+    why = f"has no name for {left[0]} of this model; use naming=jaxscale"
+    raise ConfigError(f"naming={name}: {why}")
   return Naming(name, links, counters, derived, classes, head, _PYTORCH)
 
 
@@ -394,16 +365,14 @@ def _resnet_links(shapes: Shapes) -> tuple[tuple[Link, ...], tuple[str, ...]]:
   if len(names) > len(kernels):
     return (), ()
   norms = [re.sub(r"conv(?=\d)", "bn", n).replace("le.0", "le.1") for n in names]
-  convs = (
-    Link(f"params/Conv_{i}/kernel", f"{theirs}.weight", "conv") for i, theirs in enumerate(names)
-  )
-  batch_norms = (
-    Link(f"{collection}/BatchNorm_{i}/{leaf}", f"{theirs}.{name}")
-    for i, theirs in enumerate(norms)
-    for collection, leaf, name in _NORM
-  )
+  links = []
+  for i, theirs in enumerate(names):
+    links.append(Link(f"params/Conv_{i}/kernel", f"{theirs}.weight", "conv"))
+  for i, theirs in enumerate(norms):
+    for collection, leaf, name in _NORM:
+      links.append(Link(f"{collection}/BatchNorm_{i}/{leaf}", f"{theirs}.{name}"))
   counters = tuple(f"{theirs}.num_batches_tracked" for theirs in norms)
-  return (*convs, *batch_norms, *_dense("params/Dense_0", "fc")), counters
+  return (*links, *_dense("params/Dense_0", "fc")), counters
 
 
 def _count(shapes: Shapes, module: str) -> int:

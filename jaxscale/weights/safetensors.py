@@ -31,13 +31,9 @@ from jaxscale.files import expand, output_path, parse_json, refuse_pointer, repl
 
 _PLAIN = "i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "f2", "f4", "f8"
 # The format's names of all dtypes that arrays of JAX can have.
-DTYPES = {
-  "BOOL": np.dtype(np.bool_),
-  "BF16": np.dtype(ml_dtypes.bfloat16),
-  "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
-  "F8_E5M2": np.dtype(ml_dtypes.float8_e5m2),
-  **{f"{d[0].upper()}{8 * int(d[1])}": np.dtype(d) for d in _PLAIN},
-}
+DTYPES = {f"{d[0].upper()}{8 * int(d[1])}": np.dtype(d) for d in _PLAIN}
+DTYPES |= {"BOOL": np.dtype(np.bool_), "BF16": np.dtype(ml_dtypes.bfloat16)}
+DTYPES |= {"F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn), "F8_E5M2": np.dtype(ml_dtypes.float8_e5m2)}
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _MOST_DIMS, _MOST_ITEMS = 32, 2**56  # fewer of both than NumPy refuses
 _INDEX = "model.safetensors.index.json"  # Hugging Face's, in a folder
@@ -99,10 +95,8 @@ def _read_folder(folder: Path) -> dict[str, Stored]:
   if not (folder / _INDEX).exists() and (folder / _ONE).exists():
     return read_header(folder / _ONE)[0]
   if not (folder / _INDEX).exists():
-    raise ConfigError(
-      f"{folder}: has neither {_ONE} nor {_INDEX}; give a .safetensors file, or a "
-      "folder with one of them"
-    )
+    why = f"has neither {_ONE} nor {_INDEX}; give a .safetensors file, or a folder with one of them"
+    raise ConfigError(f"{folder}: {why}")
   shape = {"weight_map": {str: str}}
   where = require_json(folder / _INDEX, shape, "copy it again")["weight_map"]
   files = sorted(set(where.values()))
@@ -144,9 +138,8 @@ def read_header(path: Path) -> tuple[dict[str, Stored], dict[str, str]]:
         found[name] = Stored(path, DTYPES[x["dtype"]], shape, begin)
     except (SafetensorError, KeyError, ValueError) as e:
       why = str(e).removeprefix("Error while deserializing header: ").splitlines()[0]
-      raise ConfigError(
-        f"{path}: cut short or with a damaged header ({why}); copy it again"
-      ) from None
+      reason = f"cut short or with a damaged header ({why}); copy it again"
+      raise ConfigError(f"{path}: {reason}") from None
   return found, metadata
 
 

@@ -26,17 +26,8 @@ from jaxscale.weights.names import ARRANGEMENTS, Link, naming_of
 from jaxscale.weights.safetensors import write
 
 # Errors that another path avoids; those of disks are left.
-_OF_PATHS = (
-  errno.ENOENT,
-  errno.ENOTDIR,
-  errno.EISDIR,
-  errno.EACCES,
-  errno.EPERM,
-  errno.EROFS,
-  errno.ELOOP,
-  errno.ENAMETOOLONG,
-  errno.EEXIST,
-)
+_NAMES = "ENOENT ENOTDIR EISDIR EACCES EPERM EROFS ELOOP ENAMETOOLONG EEXIST".split()
+_OF_PATHS = [getattr(errno, name) for name in _NAMES]
 
 
 class UnwrittenError(Exception):
@@ -95,9 +86,8 @@ def export_safetensors(
   """
   tree = {"params": params, **(model_state or {})}
   leaves = {path_name(p): _leaf(x) for p, x in jax.tree.leaves_with_path(tree)}
-  export_leaves(
-    path, leaves, naming=naming, num_classes=num_classes, dtype=dtype, metadata=metadata
-  )
+  options: Any = {"naming": naming, "num_classes": num_classes, "dtype": dtype}
+  export_leaves(path, leaves, metadata=metadata, **options)
 
 
 def export_leaves(
@@ -214,11 +204,6 @@ def _copy(sharding: Any, is_layer: bool, is_far: bool) -> Callable[..., jax.Arra
     bits = jnp.where((mine >= 0) & (mine < len(x)), bits, jnp.zeros_like(bits))
     return lax.bitcast_convert_type(lax.psum(bits, first), x.dtype)
 
-  mapped = jax.shard_map(
-    from_its_holder,
-    mesh=sharding.mesh,
-    in_specs=(spec, P()),
-    out_specs=P(*spec[1:]),
-    check_vma=True,
-  )
+  specs = {"in_specs": (spec, P()), "out_specs": P(*spec[1:])}
+  mapped = jax.shard_map(from_its_holder, mesh=sharding.mesh, **specs, check_vma=True)
   return jax.jit(mapped, out_shardings=whole)

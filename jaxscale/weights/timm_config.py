@@ -23,97 +23,34 @@ _VIT = re.compile(rf"(?:vit|deit)_({_SIZES})_patch\d+(_gap)?_\d+")
 _HEADS = {"tiny": 3, "small": 6, "base": 12}  # 16 from large on
 _NORM_EPS, _BN_EPSILON = 1e-6, 1e-5  # of all of them; no field has it
 # Arguments of its networks that shapes show, or that only training uses.
-_HARMLESS = {
-  "attn_drop_rate",
-  "channels",
-  "depth",
-  "drop_block_rate",
-  "drop_path_rate",
-  "drop_rate",
-  "dynamic_img_size",
-  "embed_dim",
-  "fix_init",
-  "img_size",
-  "in_chans",
-  "mlp_ratio",
-  "num_classes",
-  "patch_drop_rate",
-  "patch_size",
-  "pos_drop_rate",
-  "proj_drop_rate",
-  "strict_img_size",
-  "weight_init",
-  "zero_init_last",
-  "class_token",
-  "fc_norm",  # parts of what `_vit_fields` has as global_pool
-}
+_HARMLESS = set(
+  """attn_drop_rate channels depth drop_block_rate drop_path_rate drop_rate dynamic_img_size
+  embed_dim fix_init img_size in_chans mlp_ratio num_classes patch_drop_rate patch_size
+  pos_drop_rate proj_drop_rate strict_img_size weight_init zero_init_last
+  class_token fc_norm""".split()  # the last two are parts of `_vit_fields`' global_pool
+)
 # Those that no setting changes: the values with which a network is ours.
-_FIXED = {
-  "act_layer": ("relu",),
-  "aa_layer": ("",),
-  "avg_down": (False,),
-  "base_width": (64,),
-  "block_reduce_first": (1,),
-  "cardinality": (1,),
-  "down_kernel_size": (1,),
-  "output_stride": (32,),
-  "replace_stem_pool": (False,),
-  "stem_type": ("",),
-  "stem_width": (64,),
-  "global_pool": ("avg", "fast"),
-}
+_FIXED: dict[str, tuple] = dict.fromkeys(("avg_down", "replace_stem_pool"), (False,))
+_FIXED |= dict.fromkeys(("block_reduce_first", "cardinality", "down_kernel_size"), (1,))
+_FIXED |= dict.fromkeys(("base_width", "stem_width"), (64,))
+_FIXED |= dict.fromkeys(("aa_layer", "stem_type"), ("",))
+_FIXED |= {"act_layer": ("relu",), "output_stride": (32,), "global_pool": ("avg", "fast")}
 # Poolings of a ViT: as `_vit_fields` has them, and ours.
-_POOLS = {
-  "token, class_token=True, fc_norm=False": "token",
-  "avg, class_token=False, fc_norm=False": "mean",
-}
-_VIT_FIXED = {
-  "global_pool": tuple(_POOLS),
-  "act_layer": ("gelu",),
-  "dynamic_img_pad": (False,),
-  "final_norm": (True,),
-  "no_embed_class": (False,),
-  "pool_include_prefix": (False,),
-  "pos_embed": ("learn",),
-  "pre_norm": (False,),
-  "proj_bias": (True,),
-  "qk_norm": (False,),
-  "qkv_bias": (True,),
-  "reg_tokens": (0,),
-  "scale_attn_norm": (False,),
-  "scale_mlp_norm": (False,),
-}
-_FIELDS = OURS | {
-  "architecture",
-  "global_pool",
-  "label_descriptions",
-  "label_names",
-  "model_args",
-  "num_classes",
-  "num_features",
-  "pretrained_cfg",
-  "tags",
-  "license",
-  # Of `pretrained_cfg`, which older versions wrote out here.
-  "classifier",
-  "crop_mode",
-  "crop_pct",
-  "custom_load",
-  "first_conv",
-  "fixed_input_size",
-  "hf_hub_id",
-  "input_size",
-  "interpolation",
-  "labels",
-  "mean",
-  "min_input_size",
-  "paper_ids",
-  "pool_size",
-  "source",
-  "std",
-  "tag",
-  "url",
-}
+_POOLS = {"token, class_token=True, fc_norm=False": "token"}
+_POOLS |= {"avg, class_token=False, fc_norm=False": "mean"}
+_VIT_OFF = """dynamic_img_pad no_embed_class pool_include_prefix pre_norm qk_norm
+  scale_attn_norm scale_mlp_norm"""
+_VIT_FIXED: dict[str, tuple] = dict.fromkeys(_VIT_OFF.split(), (False,))
+_VIT_FIXED |= dict.fromkeys(("final_norm", "proj_bias", "qkv_bias"), (True,))
+_VIT_FIXED |= {"global_pool": tuple(_POOLS), "act_layer": ("gelu",)}
+_VIT_FIXED |= {"pos_embed": ("learn",), "reg_tokens": (0,)}
+# The second half are of `pretrained_cfg`, which older versions wrote out here.
+_FIELDS = OURS.union(
+  """architecture global_pool label_descriptions label_names license model_args num_classes
+  num_features pretrained_cfg tags
+  classifier crop_mode crop_pct custom_load first_conv fixed_input_size hf_hub_id input_size
+  interpolation labels mean min_input_size paper_ids pool_size source std tag url""".split()
+)
 
 
 def is_timm_config(found: Mapping[str, Any]) -> bool:
@@ -154,7 +91,7 @@ def check_timm(found: Mapping[str, Any], model: Any, info: Any) -> Comparison:
 def _resnet_fields(
   match: re.Match | None, args: Mapping[str, Any], found: Mapping[str, Any]
 ) -> dict[str, Any]:
-  """What an architecture stands for, and its pooling."""
+  """Fields that an architecture stands for, and its pooling."""
   pool = args.get("global_pool", found.get("global_pool"))
   there = {} if pool is None else {"global_pool": pool}
   if match:
@@ -216,57 +153,35 @@ def timm_config(model: Any, info: Mapping[str, Any]) -> dict[str, Any] | None:
     'resnet18'
   """
   height, width, channels = info["image_shape"]
-  made = _timms_vit(model, height, width) if hasattr(model, "patch") else None
-  if hasattr(model, "depth"):
-    made = _timms_resnet(model)
-  if made is None:
+  is_vit, classes = hasattr(model, "patch"), info["num_classes"]
+  if is_vit and model.norm_eps == _NORM_EPS:
+    architecture, features, args = "vit_base_patch16_224", model.width, _vit_args(model)
+    args |= {"img_size": [height, width]}
+  elif hasattr(model, "depth") and _is_plain(model):
+    architecture, features, args = f"resnet{model.depth}", 2048 if model.depth >= 50 else 512, {}
+  else:
     return None
-  classes, (architecture, features, args) = info["num_classes"], made
-  cfg: dict[str, Any] = {
-    "input_size": [channels, height, width],
-    "fixed_input_size": hasattr(model, "patch"),
-    "num_classes": classes,
-    "first_conv": "patch_embed.proj" if hasattr(model, "patch") else "conv1",
-    "classifier": "head" if hasattr(model, "patch") else "fc",
-  }
+  cfg: dict[str, Any] = {"input_size": [channels, height, width], "fixed_input_size": is_vit}
+  cfg |= {"first_conv": "patch_embed.proj" if is_vit else "conv1", "num_classes": classes}
+  cfg |= {"classifier": "head" if is_vit else "fc"}
   if info["dtype"] == "uint8":  # timm's are of images in [0, 1]
     for name in ("mean", "std"):
       cfg[name] = (np.broadcast_to(info[name], channels) / 255).tolist()
-  names = {"label_names": list(info["class_names"])} if info.get("class_names") else {}
-  return {
-    "architecture": architecture,
-    "num_classes": classes,
-    **names,
-    "num_features": features,
-    "global_pool": args.get("global_pool", "avg"),
-    "model_args": args | {"num_classes": classes, "in_chans": channels},
-    "pretrained_cfg": cfg,
-  }
+  fields = {"architecture": architecture, "num_classes": classes, "num_features": features}
+  fields |= {"label_names": list(info["class_names"])} if info.get("class_names") else {}
+  fields |= {"model_args": args | {"num_classes": classes, "in_chans": channels}}
+  return fields | {"global_pool": args.get("global_pool", "avg"), "pretrained_cfg": cfg}
 
 
-_Made = tuple[str, int, dict[str, Any]]  # architecture, features, arguments
+def _is_plain(model: Any) -> bool:
+  """Return whether a ResNet is one of timm's."""
+  return (model.width, model.stem, model.bn_epsilon) == (64, "imagenet", _BN_EPSILON)
 
 
-def _timms_resnet(model: Any) -> _Made | None:
-  if (model.width, model.stem, model.bn_epsilon) != (64, "imagenet", _BN_EPSILON):
-    return None
-  features = 2048 if model.depth >= 50 else 512
-  return f"resnet{model.depth}", features, {}
-
-
-def _timms_vit(model: Any, height: int, width: int) -> _Made | None:
-  if model.norm_eps != _NORM_EPS:
-    return None
-  args = {
-    "img_size": [height, width],
-    "patch_size": model.patch,
-    "embed_dim": model.width,
-    "depth": model.num_layers,
-    "num_heads": model.num_heads,
-    # timm rounds down.
-    "mlp_ratio": 4.0 if model.hidden is None else (model.hidden + 0.5) / model.width,
-    "class_token": model.pool == "token",
-    "global_pool": "token" if model.pool == "token" else "avg",
-    "fc_norm": False,
-  }
-  return "vit_base_patch16_224", model.width, args
+def _vit_args(model: Any) -> dict[str, Any]:
+  # timm rounds down.
+  ratio = 4.0 if model.hidden is None else (model.hidden + 0.5) / model.width
+  args = {"patch_size": model.patch, "embed_dim": model.width, "depth": model.num_layers}
+  args |= {"num_heads": model.num_heads, "mlp_ratio": ratio, "fc_norm": False}
+  has_token = model.pool == "token"
+  return args | {"class_token": has_token, "global_pool": "token" if has_token else "avg"}

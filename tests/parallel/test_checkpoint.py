@@ -140,7 +140,7 @@ def test_a_damaged_manifest_is_distrusted(tmp_path, capsys):
 
 OTHERS = {
   "width": (dict(hidden=(32,)), "[64] there and float32[32] here"),
-  "depth": (dict(hidden=(64, 10)), "it has no opt_state/velocity/Dense_2/bias"),
+  "depth": (dict(hidden=(64, 10)), "it has no opt_state/1/trace/Dense_2/bias"),
   "fewer": (dict(hidden=(), tx=optim.sgd(0.1)), "float32[10] here"),
   "optimizer": (dict(tx=optim.adamw(0.1)), "it has "),
 }

@@ -20,9 +20,9 @@ from jaxscale.parallel.ring import ring_attention
 from jaxscale.parallel.sequence import (
   all_to_all_attention,
   gather_tokens,
-  places,
   scatter_tokens,
   split,
+  token_positions,
   zigzag_order,
 )
 from support.cases import all_slow_except
@@ -175,7 +175,7 @@ def test_memory_of_a_ring_grows_with_the_tokens():
 @pytest.mark.parametrize("order", ["contiguous", "zigzag"])
 def test_places_are_the_order(order):
   mesh = mesh_of(model=4)
-  f = functools.partial(places, TOKENS // 4, "model", order)
+  f = functools.partial(token_positions, TOKENS // 4, "model", order)
   found = jax.jit(jax.shard_map(f, mesh=mesh, in_specs=(), out_specs=P("model")))()
   assert found.dtype == np.int32
   np.testing.assert_array_equal(found, order_of(order))

@@ -40,29 +40,16 @@ __all__ = ["LAUNCHERS", "Host", "Launch", "detect", "local_device_ids", "visible
 # so that Slurm's variables are those of the daemon; Flux and Slurm; a TPU pod, which is
 # also a pod of Kubernetes; torchrun's variables without it, which a script has set or,
 # in pods, Kubeflow; Kubernetes; what a scheduler runs without a launcher.
-LAUNCHERS = (
-  torchrun.detect_agent,
-  mpi.detect,
-  schedulers.detect_flux,
-  slurm.detect,
-  pods.detect_tpu,
-  torchrun.detect,
-  pods.detect_kubernetes,
-  schedulers.detect_script,
-)
-
+LAUNCHERS = torchrun.detect_agent, mpi.detect, schedulers.detect_flux, slurm.detect
+LAUNCHERS += pods.detect_tpu, torchrun.detect, pods.detect_kubernetes, schedulers.detect_script
 COORDINATOR = "JAXSCALE_COORDINATOR"  # host:port of process 0
 COUNT = "JAXSCALE_NUM_PROCESSES"
 INDEX = "JAXSCALE_PROCESS_ID"
 JOB = "JAXSCALE_JOB"  # a name of the run, where the launcher gives it none
 
-_QUESTIONS: dict[str, Callable[..., Any]] = {
-  "expand": nodelist.hostnames,
-  "fqdn": socket.getfqdn,
-  "at_terminal": lambda: os.isatty(0),
-  "ask_mpi": mpi.ask_mpi4py,
-  "has_tpu": pods.on_cloud_tpu,
-}
+_QUESTIONS: dict[str, Callable[..., Any]] = {"expand": nodelist.hostnames, "fqdn": socket.getfqdn}
+_QUESTIONS |= {"ask_mpi": mpi.ask_mpi4py, "has_tpu": pods.on_cloud_tpu}
+_QUESTIONS |= {"at_terminal": lambda: os.isatty(0)}
 
 
 def detect(env: Env = os.environ, **questions: Callable[..., Any]) -> Launch:
@@ -132,9 +119,8 @@ def _checked(env: Env, found: Launch) -> Launch:
   values = {COUNT: (found.num_processes, INDEX), INDEX: (found.process_id, COUNT)}
   for name, (value, other) in values.items():
     if (given := number(env, name)) is not None and given != value:
-      raise ConfigError(
-        f"{name}={given}: {found.kind} says {value}; unset it, or set {COORDINATOR} and {other} too"
-      )
+      fix = f"unset it, or set {COORDINATOR} and {other} too"
+      raise ConfigError(f"{name}={given}: {found.kind} says {value}; {fix}")
   if (index := found.process_id) >= (count := found.num_processes):  # Kubernetes only
     why = f"={count}: this is pod {index} of the Job" if count else ": not set"
     hint = "" if count else " (Kubernetes has no variable for it)"
@@ -145,10 +131,8 @@ def _checked(env: Env, found: Launch) -> Launch:
     host, port = _address(env)
     return found._replace(host=host, port=port, note="")
   if found.kind == "kubernetes" and found.host is None:
-    raise ConfigError(
-      f"{COORDINATOR}: not set, and this pod has no subdomain: name a headless "
-      "service as the Job's subdomain, or set it to host:port of pod 0"
-    )
+    reason = "name a headless service as the Job's subdomain, or set it to host:port of pod 0"
+    raise ConfigError(f"{COORDINATOR}: not set, and this pod has no subdomain: {reason}")
   return found
 
 

@@ -97,10 +97,8 @@ def _names(root: str, pattern: str) -> list[str]:
 
 def _natural(name: str) -> list[tuple[int, str]]:
   """hsn2 before hsn10."""
-  return [
-    (int(part), "") if part.isdigit() else (0, part)
-    for part in re.findall(r"[0-9]{1,9}|[^0-9]+", name)
-  ]
+  parts = re.findall(r"[0-9]{1,9}|[^0-9]+", name)
+  return [(int(part), "") if part.isdigit() else (0, part) for part in parts]
 
 
 def _is_active(port: Path) -> bool:

@@ -64,17 +64,14 @@ def local_device_ids(env: Env, num_visible: int, launch: Launch) -> list[int] | 
   if _is_own(env, num_visible):
     return everything
   if num_visible < count:
-    raise ConfigError(
-      f"{count} processes on this node, but {_gpus(num_visible)}: start one process "
-      f"per GPU (--ntasks-per-node={num_visible}), or set {IDS} if they are to share "
-      "one on purpose"
-    )
+    fix = f"start one process per GPU (--ntasks-per-node={num_visible})"
+    fix += f", or set {IDS} if they are to share one on purpose"
+    raise ConfigError(f"{count} processes on this node, but {_gpus(num_visible)}: {fix}")
   if num_visible % count:
     fitting = [str(n) for n in range(1, num_visible + 1) if num_visible % n == 0]
-    raise ConfigError(
-      f"{count} processes on this node cannot share {_gpus(num_visible)} evenly: "
-      f"start {' or '.join(fitting)} per node (--ntasks-per-node), or set {IDS}"
-    )
+    fix = f"start {' or '.join(fitting)} per node (--ntasks-per-node), or set {IDS}"
+    gpus = _gpus(num_visible)
+    raise ConfigError(f"{count} processes on this node cannot share {gpus} evenly: {fix}")
   each = num_visible // count
   return everything[index * each : (index + 1) * each]
 
@@ -139,10 +136,8 @@ def _chosen(text: str, num_visible: int) -> list[int]:
   pieces = [piece.strip() for piece in text.split(",")]
   found = [number for p in pieces if (number := whole_number(p)) is not None]
   if len(found) < len(pieces) or max(found) >= num_visible:
-    raise ConfigError(
-      f"{IDS}={text}: give numbers from 0 to {num_visible - 1}, with commas (this "
-      f"process sees {_gpus(num_visible)})"
-    )
+    why = f"with commas (this process sees {_gpus(num_visible)})"
+    raise ConfigError(f"{IDS}={text}: give numbers from 0 to {num_visible - 1}, {why}")
   if len(set(pieces)) < len(pieces):
     raise ConfigError(f"{IDS}={text}: a GPU is named twice; name each once")
   return found

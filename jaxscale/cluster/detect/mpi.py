@@ -78,10 +78,9 @@ def with_host_of_rank_0(host: Host, found: Launch) -> Launch:
     note = f"takes {name}, the first host of the job, for that of MPI's rank 0"
     return found._replace(host=name, note=note)
   starter = "Flux (`flux hostlist` has its hosts)" if found.kind == "flux" else "mpirun"
-  raise ConfigError(
-    f"JAXSCALE_COORDINATOR: not set, and {starter} does not say on which host rank 0 "
-    "runs: set it to host:port of that host, or install mpi4py"
-  )
+  why = f"not set, and {starter} does not say on which host rank 0 runs"
+  fix = "set it to host:port of that host, or install mpi4py"
+  raise ConfigError(f"JAXSCALE_COORDINATOR: {why}: {fix}")
 
 
 def ask_mpi4py(launch: Launch) -> str | None:
@@ -108,8 +107,7 @@ def ask_mpi4py(launch: Launch) -> str | None:
   if ours:
     MPI.Finalize()
   if size != launch.num_processes:
-    raise ConfigError(
-      f"mpi4py sees {size} of {launch.num_processes} processes: it was built for "
-      "another MPI than this mpirun; set JAXSCALE_COORDINATOR=host:port instead"
-    )
+    why = "it was built for another MPI than this mpirun"
+    fix = "set JAXSCALE_COORDINATOR=host:port instead"
+    raise ConfigError(f"mpi4py sees {size} of {launch.num_processes} processes: {why}; {fix}")
   return host

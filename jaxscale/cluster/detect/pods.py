@@ -65,10 +65,9 @@ def detect_tpu(host: Host) -> Launch | None:
   slices = number(env, "MEGASCALE_NUM_SLICES") or 1
   slice_id = number(env, "MEGASCALE_SLICE_ID") or 0
   if not (index < len(hosts) and slice_id < slices):
-    raise ConfigError(
-      f"TPU_WORKER_ID={index}: TPU_WORKER_HOSTNAMES names {len(hosts)} hosts; the "
-      "pod's variables contradict each other"
-    )
+    why = f"TPU_WORKER_HOSTNAMES names {len(hosts)} hosts"
+    fix = "the pod's variables contradict each other"
+    raise ConfigError(f"TPU_WORKER_ID={index}: {why}; {fix}")
   count = len(hosts) * slices
   first = re.sub(r":\d+$", "", env.get("MEGASCALE_COORDINATOR_ADDRESS", "")) or hosts[0]
   rank, nodes = slice_id * len(hosts) + index, tuple(hosts) if slices == 1 else ()

@@ -19,10 +19,8 @@ from jaxscale.errors import ConfigError
 from jaxscale.files import readable_text
 
 _INTERACTIVE = "4294967290"  # SLURM_INTERACTIVE_STEP, 0xfffffffa, of slurm.h
-_PTY = (
-  "started by srun --pty: if this is its shell, no other rank will come, set "
-  "JAXSCALE_NUM_PROCESSES=1"
-)
+_PTY = "started by srun --pty: if this is its shell, no other rank will come, set "
+_PTY += "JAXSCALE_NUM_PROCESSES=1"
 _COUNT = re.compile(r"(\d{1,9})(?:\(x(\d{1,9})\))?", re.ASCII)
 
 
@@ -69,14 +67,12 @@ def detect(host: Host) -> Launch | None:
   if "SLURM_PROCID" in env and env.get("SLURM_STEP_ID") != _INTERACTIVE:
     names = ("SLURM_NTASKS", "SLURM_TASKS_PER_NODE", "SLURM_PROCID")
     named = next(name for name in names if name in env)
-    raise ConfigError(
-      f"{named}={env[named]}: this is the batch script, no step of job {job}: start "
-      "it with srun (or set JAXSCALE_NUM_PROCESSES=1 to run one process)"
-    )
+    why = f"this is the batch script, no step of job {job}"
+    fix = "start it with srun (or set JAXSCALE_NUM_PROCESSES=1 to run one process)"
+    raise ConfigError(f"{named}={env[named]}: {why}: {fix}")
   wanted = f"; srun would start {tasks}" if tasks else ""
-  return alone._replace(
-    note=f"a shell in Slurm job {job}, no step of it: runs as one process{wanted}"
-  )
+  note = f"a shell in Slurm job {job}, no step of it: runs as one process{wanted}"
+  return alone._replace(note=note)
 
 
 def node_address(node: str) -> str | None:
@@ -123,10 +119,8 @@ def _task(host: Host, job: str, restarts: int) -> Launch:
   per_node = tasks_per_node(env.get("SLURM_STEP_TASKS_PER_NODE") or "0")
   count = count or sum(per_node)
   if rank is None or rank >= count:
-    raise ConfigError(
-      f"SLURM_PROCID={rank} of SLURM_STEP_NUM_TASKS={count}: not a rank of this step; "
-      "start it with srun, or unset the SLURM_ variables"
-    )
+    why = "not a rank of this step; start it with srun, or unset the SLURM_ variables"
+    raise ConfigError(f"SLURM_PROCID={rank} of SLURM_STEP_NUM_TASKS={count}: {why}")
   node, local = number(env, "SLURM_NODEID"), number(env, "SLURM_LOCALID")
   local_size = 1 if count == 1 else number(env, "SLURM_NTASKS_PER_NODE")
   if node is not None and node < len(per_node) and per_node[node]:
@@ -146,7 +140,5 @@ def _host_of_rank_0(host: Host, nodes: tuple[str, ...]) -> str:
   path = env.get("SLURM_HOSTFILE") or "not set"
   if names := readable_text(Path(path)).split():
     return host.expand(names[0])[0]
-  raise ConfigError(
-    f"SLURM_DISTRIBUTION=arbitrary: SLURM_HOSTFILE={path} does not say where rank 0 "
-    "runs, set JAXSCALE_COORDINATOR=host:port"
-  )
+  why = f"SLURM_HOSTFILE={path} does not say where rank 0 runs, set JAXSCALE_COORDINATOR=host:port"
+  raise ConfigError(f"SLURM_DISTRIBUTION=arbitrary: {why}")

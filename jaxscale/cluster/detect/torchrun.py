@@ -40,14 +40,8 @@ def detect(host: Host) -> Launch | None:
   # torchrun's agent listens there itself.
   is_taken = env.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
   local = number(env, "LOCAL_RANK"), number(env, "LOCAL_WORLD_SIZE")
-  return Launch(
-    "torchrun",
-    rank,
-    size,
-    address if size > 1 else None,
-    *local,
-    job,
-    restarts or 0,
-    note="" if run else f"WORLD_SIZE={size} and RANK, as torchrun sets them: one run",
-    port=None if is_taken or size == 1 else port,
-  )
+  note = "" if run else f"WORLD_SIZE={size} and RANK, as torchrun sets them: one run"
+  found = Launch("torchrun", rank, size, None, *local, job, restarts or 0, note)
+  if size == 1:
+    return found
+  return found._replace(host=address, port=None if is_taken else port)

@@ -116,10 +116,8 @@ def rendezvous(
     return ProcessGroup(0, 1, [network.node_name()], "", {})
   own = make_hello(launch, digests or {}, on_cpu, error)
   if launch.kind == "kubernetes" and not (secret or os.environ.get(VARIABLE)):
-    raise ConfigError(
-      f"{VARIABLE}: not set; give all pods of the Job the same one, from a Secret: at "
-      "least 32 random characters"
-    )
+    fix = "give all pods of the Job the same one, from a Secret: at least 32 random characters"
+    raise ConfigError(f"{VARIABLE}: not set; {fix}")
   key = run_key(secret or find_secret(), launch.job)
   ports = [launch.port] if launch.port else network.ports_of(key.hex())
   # A pod's name is known once the pod is ready.
@@ -167,10 +165,9 @@ def _listen(own: Hello, place: _Place, timeout_s: float) -> ProcessGroup:
     bind = functools.partial(network.bind_port, ports, near, listen=True)
     found, listeners = network.retry(bind, patience_s, pause_s=0.2)
   except OSError as e:
-    raise ConfigError(
-      f"process 0 ({own.node}): port {network.describe_taken(ports)}: {e.strerror}; "
-      "set JAXSCALE_COORDINATOR=HOST:PORT with a free one"
-    ) from e
+    why = f"port {network.describe_taken(ports)}: {e.strerror}"
+    fix = "set JAXSCALE_COORDINATOR=HOST:PORT with a free one"
+    raise ConfigError(f"process 0 ({own.node}): {why}; {fix}") from e
   if taken := ports[: ports.index(found)]:
     taken_ports = network.describe_taken(taken)
     print(f"ports passed over, which others use: {taken_ports}", file=sys.stderr)
@@ -236,10 +233,8 @@ def _connect(own: Hello, place: _Place, timeout_s: float) -> ProcessGroup:
     link.close()
     if not isinstance(e, OSError | EOFError | ValueError) or isinstance(e, ConfigError):
       raise
-    raise ConfigError(
-      f"process {own.rank} ({own.node}): process 0 on {place.host} left before all had "
-      f"connected ({e}); see its last lines"
-    ) from e
+    why = f"process 0 on {place.host} left before all had connected ({e}); see its last lines"
+    raise ConfigError(f"process {own.rank} ({own.node}): {why}") from e
   if coordinator.isdigit():
     # By the address that has worked, whatever the name resolves to elsewhere.
     seen = network.peer_address(link) or place.addresses[0]
@@ -383,7 +378,5 @@ def _not_found(own: Hello, place: _Place, results: dict[int, str], for_s: float)
     advice = f"is there a firewall, or no route from {own.node} to {host}?"
   with contextlib.suppress(OSError):
     advice += f" (looked from {network.own_address_seen_by(addresses[0])})"
-  return (
-    f"process {own.rank} ({own.node}): no process 0 on {host} "
-    f"({', '.join(addresses[:4])}) for {for_s:.0f} s, ports {tried}; {advice}"
-  )
+  where = f"no process 0 on {host} ({', '.join(addresses[:4])}) for {for_s:.0f} s"
+  return f"process {own.rank} ({own.node}): {where}, ports {tried}; {advice}"

@@ -24,10 +24,8 @@ from jaxscale.cluster.rendezvous import network
 PACKAGES = ("jaxscale", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint")
 _SHOWN = 8  # ranges of ranks, or hosts, in one line
 
-_REMEDIES = {
-  "config": "start all with one command line and one config file",
-  "code": "let all hosts read one copy of the code",
-}
+_REMEDIES = {"config": "start all with one command line and one config file"}
+_REMEDIES |= {"code": "let all hosts read one copy of the code"}
 
 
 class Hello(NamedTuple):
@@ -144,24 +142,20 @@ def find_mismatches(hellos: _Hellos, addresses: Mapping[int, str]) -> list[str]:
     ranks = [rank for rank, hello in hellos.items() if hello.error == error]
     lines.append(f"{ranks_with_hosts(ranks, nodes)}: {error}")
   for count, who in differing({r: h.num_processes for r, h in hellos.items()}):
-    lines.append(
-      f"{who}: started as one of {count} processes, {first} as one of "
-      f"{hellos[0].num_processes}; start all in one step"
-    )
+    why = f"started as one of {count} processes, {first} as one of {hellos[0].num_processes}"
+    fix = "start all in one step"
+    lines.append(f"{who}: {why}; {fix}")
   for name in dict.fromkeys(n for hello in hellos.values() for n in hello.versions):
     versions = {rank: hello.versions.get(name) for rank, hello in hellos.items()}
     for version, who in differing(versions):
-      lines.append(
-        f"{who}: {name} {version or 'missing'}, {first} has {versions[0] or 'none'}; "
-        "start all from one environment"
-      )
+      both = f"{name} {version or 'missing'}, {first} has {versions[0] or 'none'}"
+      lines.append(f"{who}: {both}; start all from one environment")
   for name in dict.fromkeys(n for hello in hellos.values() for n in hello.digests):
     digests = {rank: hello.digests.get(name) for rank, hello in hellos.items()}
     for digest, who in differing(digests):
-      lines.append(
-        f"{who}: another {name} than {first}, {str(digest)[:12]} not "
-        f"{str(digests[0])[:12]}; {_REMEDIES.get(name, f'give all the same {name}')}"
-      )
+      both = f"{str(digest)[:12]} not {str(digests[0])[:12]}"
+      fix = _REMEDIES.get(name, f"give all the same {name}")
+      lines.append(f"{who}: another {name} than {first}, {both}; {fix}")
   return lines + _unreachable(hellos, addresses)
 
 
@@ -175,10 +169,8 @@ def _unreachable(hellos: _Hellos, addresses: Mapping[int, str]) -> list[str]:
       continue
     is_what = f"is {gloo} there" if gloo else "does not resolve there"
     address = addresses.get(rank, "ADDRESS")
-    line = (
-      f"process {rank} ({hello.node}): its host's own name {is_what}, where no other "
-      "host reaches gloo, JAX's collectives on CPUs; put its network address into "
-      f"its /etc/hosts, '{address} {hello.node}'"
-    )
+    why = f"{is_what}, where no other host reaches gloo, JAX's collectives on CPUs"
+    fix = f"put its network address into its /etc/hosts, '{address} {hello.node}'"
+    line = f"process {rank} ({hello.node}): its host's own name {why}; {fix}"
     lines.setdefault((hello.node, gloo), line)
   return list(lines.values())

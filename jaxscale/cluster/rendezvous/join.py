@@ -124,10 +124,9 @@ def _wait_for_coordinator(group: ProcessGroup, timeout_s: float) -> None:
     if isinstance(e, ConnectionRefusedError):
       why = "refused; see the last lines of process 0"
     rank, hosts = group.process_id, group.hosts
-    raise ConfigError(
-      f"process {rank} ({hosts[rank]}): JAX's coordinator on {hosts[0]}, "
-      f"{group.coordinator}, not reached for {timeout_s:g} s ({why})"
-    ) from e
+    where = f"JAX's coordinator on {hosts[0]}, {group.coordinator}"
+    why = f"not reached for {timeout_s:g} s ({why})"
+    raise ConfigError(f"process {rank} ({hosts[rank]}): {where}, {why}") from e
 
 
 def check_devices(group: ProcessGroup) -> None:
@@ -147,11 +146,7 @@ def check_devices(group: ProcessGroup) -> None:
   odd = {rank: n for rank, n in counts.items() if n != usual}
   if odd:
     leave_last(group)
-    counts_of_odd = "; ".join(
-      f"{ranks_with_hosts([r for r in odd if odd[r] == n], group.hosts)}: {n} devices"
-      for n in sorted(set(odd.values()))
-    )
-    raise ConfigError(
-      f"{counts_of_odd}, the others: {usual}; give each process as many "
-      "(--gpus-per-task=1, or --ntasks-per-node as there are GPUs)"
-    )
+    ranks = {n: [r for r in odd if odd[r] == n] for n in sorted(set(odd.values()))}
+    who = [f"{ranks_with_hosts(r, group.hosts)}: {n} devices" for n, r in ranks.items()]
+    fix = "give each process as many (--gpus-per-task=1, or --ntasks-per-node as there are GPUs)"
+    raise ConfigError(f"{'; '.join(who)}, the others: {usual}; {fix}")

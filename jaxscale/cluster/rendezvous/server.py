@@ -111,11 +111,10 @@ class _Server:
           raise ConfigError(self.sent_error)
       elif now - began > timeout_s:
         verb = "has" if len(missing) == 1 else "have"
-        self.send_error(
-          f"{self._describe(missing)} {verb} not connected within {timeout_s:g} s; "
-          "look for their last lines, and start all in one step; where hosts share no "
-          f"home directory, give all one {VARIABLE}{note}"
-        )
+        fix = "look for their last lines, and start all in one step; where hosts share no home "
+        fix += f"directory, give all one {VARIABLE}{note}"
+        why = f"{verb} not connected within {timeout_s:g} s"
+        self.send_error(f"{self._describe(missing)} {why}; {fix}")
         raise ConfigError(self.sent_error)
       elif now - logged > LOG_S:
         logged = now
@@ -128,10 +127,8 @@ class _Server:
       try:
         link.send(go, timeout=10)
       except OSError as e:  # those that got it find the links closed
-        raise ConfigError(
-          f"process {rank} ({hosts[rank]}) has disconnected just before the start "
-          f"({e}); see its last lines"
-        ) from e
+        why = f"has disconnected just before the start ({e}); see its last lines"
+        raise ConfigError(f"process {rank} ({hosts[rank]}) {why}") from e
 
   def send_error(self, error: str) -> None:
     """Send what is wrong to all who are connected, and later to those who connect."""
@@ -158,12 +155,9 @@ class _Server:
         addresses[rank] = network.plain_address(link.sock.getpeername()[0])
         if self.hellos[rank].place != self.hellos[0].place:
           addresses.setdefault(0, network.plain_address(link.sock.getsockname()[0]))
-    lost = [
-      f"process {rank} ({self.hellos[rank].node}, pid {self.hellos[rank].pid}) has "
-      "connected and disconnected; see its last lines"
-      for rank, since in self.lost.items()
-      if now - since > RECONNECT_S
-    ]
+    gone = {rank: self.hellos[rank] for rank, t in self.lost.items() if now - t > RECONNECT_S}
+    why = "has connected and disconnected; see its last lines"
+    lost = [f"process {r} ({hello.node}, pid {hello.pid}) {why}" for r, hello in gone.items()]
     return self.errors + handshake.find_mismatches(self.hellos, addresses) + lost
 
   def _receive(self, timeout: float) -> None:
@@ -186,9 +180,8 @@ class _Server:
       hello = wire.parse(Hello, message)
     except ValueError as e:
       who = f"a process on {network.peer_address(link)}"
-      self.errors.append(
-        f"{who} says what this one does not understand ({e}); start all from one environment"
-      )
+      why = f"says what this one does not understand ({e})"
+      self.errors.append(f"{who} {why}; start all from one environment")
       return
     self.seen.add(hello.uuid)
     rank, total = hello.rank, self.launch.num_processes
@@ -197,16 +190,12 @@ class _Server:
       with contextlib.suppress(OSError):
         link.send({"error": self.sent_error}, timeout=1)
     elif there and there.uuid != hello.uuid and rank not in self.lost:
-      self.errors.append(
-        f"process {rank} was started twice: on {there.node} (pid {there.pid}) and on "
-        f"{hello.node} (pid {hello.pid}); give each its own rank, 0 … "
-        f"{there.num_processes - 1}"
-      )
+      why = f"on {there.node} (pid {there.pid}) and on {hello.node} (pid {hello.pid})"
+      fix = f"give each its own rank, 0 … {there.num_processes - 1}"
+      self.errors.append(f"process {rank} was started twice: {why}; {fix}")
     elif not 0 <= rank < total:
-      self.errors.append(
-        f"process {rank} ({hello.node}): there are only {total} for process 0 "
-        f"({self.hellos[0].node}); start all in one step"
-      )
+      why = f"there are only {total} for process 0 ({self.hellos[0].node}); start all in one step"
+      self.errors.append(f"process {rank} ({hello.node}): {why}")
     else:
       before = self.links.pop(rank, None)
       self.hellos[rank], self.links[rank] = hello, link
@@ -246,8 +235,7 @@ def _allow_files(num_processes: int) -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(most, soft), hard))
     soft = max(most, soft)
   if soft < need:
-    raise ConfigError(
-      f"ulimit -n: {soft} files at most on {network.node_name()}, but process 0 needs "
-      f"{need} for {num_processes} processes; raise the hard limit there (ulimit -Hn, "
-      "LimitNOFILE of slurmd)"
-    )
+    why = f"{soft} files at most on {network.node_name()}"
+    needs = f"but process 0 needs {need} for {num_processes} processes"
+    fix = "raise the hard limit there (ulimit -Hn, LimitNOFILE of slurmd)"
+    raise ConfigError(f"ulimit -n: {why}, {needs}; {fix}")

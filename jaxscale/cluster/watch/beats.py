@@ -14,6 +14,7 @@ import select
 import socket
 import sys
 from collections.abc import Callable, Sequence
+from typing import Any
 
 
 def start(files: Sequence[int], interval_s: float) -> Callable[[], None]:
@@ -30,16 +31,9 @@ def start(files: Sequence[int], interval_s: float) -> Callable[[], None]:
   # The child keeps this mask: signals to all processes of a job are not for it.
   before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
   try:
-    child = subprocess.Popen(
-      command,
-      bufsize=0,
-      stdin=subprocess.PIPE,
-      stdout=subprocess.DEVNULL,
-      stderr=subprocess.DEVNULL,
-      pass_fds=files,
-      start_new_session=True,
-      cwd="/",
-    )
+    options: Any = {"stdin": subprocess.PIPE, "bufsize": 0, "cwd": "/", "pass_fds": files}
+    options |= dict.fromkeys(("stdout", "stderr"), subprocess.DEVNULL)
+    child = subprocess.Popen(command, start_new_session=True, **options)
   finally:
     signal.pthread_sigmask(signal.SIG_SETMASK, before)
   pipe = child.stdin

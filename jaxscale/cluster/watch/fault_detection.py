@@ -25,19 +25,10 @@ from jaxscale.errors import EXIT_CRASH, EXIT_HANG
 # and "preparing" before the first evaluation: both may compile. "outside" is what a
 # program does by itself after a run. In "leaving" the leader may write and plot, and
 # the others wait for it.
-ACTIVITIES = {
-  "starting": "startup_timeout_s",
-  "compiling": "compile_timeout_s",
-  "input": "hang_timeout_s",
-  "step": "hang_timeout_s",
-  "inspecting": "compile_timeout_s",
-  "checking": "hang_timeout_s",
-  "preparing": "compile_timeout_s",
-  "evaluating": "hang_timeout_s",
-  "saving": "save_timeout_s",
-  "outside": "startup_timeout_s",
-  "leaving": "save_timeout_s",
-}
+_LIMITS = """starting:startup compiling:compile input:hang step:hang inspecting:compile
+  checking:hang preparing:compile evaluating:hang saving:save outside:startup leaving:save"""
+_PAIRS = (pair.split(":") for pair in _LIMITS.split())
+ACTIVITIES = {activity: f"{limit}_timeout_s" for activity, limit in _PAIRS}
 _ORDER = {activity: order for order, activity in enumerate(ACTIVITIES)}
 
 # The longest a step may take, in mean steps of this run: a model whose step

@@ -280,11 +280,9 @@ class Monitor:
       worst = max(slow, key=lambda rank: slow[rank])
       usual = sorted(host_s.values())[(len(host_s) - 1) // 2]
       more = f" and {len(slow) - 1} more" if len(slow) > 1 else ""
-      self._log(
-        f"{self._name(worst)}{more} is slow at step {self._states[worst].step}: "
-        f"{slow[worst] * 1e3:.0f} ms of its host before each step, where others need "
-        f"{usual * 1e3:.0f} ms, and all wait for it"
-      )
+      own, others = (f"{s * 1e3:.0f} ms" for s in (slow[worst], usual))
+      times = f"{own} of its host before each step, where others need {others}, and all wait for it"
+      self._log(f"{self._name(worst)}{more} is slow at step {self._states[worst].step}: {times}")
     self._slow = logged, frozenset(slow)
 
   def _name(self, rank: int) -> str:

@@ -331,9 +331,8 @@ def start(
   targets: dict[str, Callable[[], None]] = {"jaxscale-watch": watch._run}
   if monitor:
     targets["jaxscale-monitor"] = functools.partial(_run_monitor, monitor, folder)
-  watch._threads = [
-    threading.Thread(target=target, name=name, daemon=True) for name, target in targets.items()
-  ]
+  thread = functools.partial(threading.Thread, daemon=True)
+  watch._threads = [thread(target=target, name=name) for name, target in targets.items()]
   at_exit = threading.Thread(target=watch._when_main_ends, name="jaxscale-exit")
   for thread in (*watch._threads, at_exit):
     thread.start()
