@@ -17,6 +17,7 @@ from jaxscale.config.choice import chosen, is_built_in
 from jaxscale.config.loading import load_config, override
 from jaxscale.config.packaged import locate
 from jaxscale.errors import ConfigError, invalid
+from jaxscale.files import write_json
 from jaxscale.jobs import folder as folders
 from jaxscale.jobs import logs, sweeps
 from jaxscale.jobs.executors import EXECUTORS, choose
@@ -24,7 +25,7 @@ from jaxscale.jobs.site import load_site, with_options
 from jaxscale.jobs.spec import JobSpec
 from jaxscale.jobs.status import ShownAsTable, StatusTable, statuses
 from jaxscale.metrics import read_metrics, text
-from jaxscale.planning.stored import read_plan, store
+from jaxscale.planning.stored import FILE, read_plan
 
 _SHOWN = 20  # rows of a record; the middle of a longer one is left out
 _NOTEBOOK_CONFIG = '''\
@@ -179,7 +180,8 @@ def launch(prepared: Prepared, after: Job | None = None) -> Job:
   try:
     if prepared.plan is not None:
       for task in spec.tasks:
-        store(prepared.plan, spec.workdir(task))
+        spec.workdir(task).mkdir(parents=True, exist_ok=True)
+        write_json(spec.workdir(task) / FILE, prepared.plan)
     _submit(spec, None, after)
   except ConfigError:
     shutil.rmtree(spec.folder)  # nothing ran in it

@@ -107,9 +107,6 @@ def test_a_damaged_plan_is_one_line(tmp_path, content, capsys):
   assert "\n" not in str(e.value) and "write it anew" in str(e.value)
   compared = prediction.comparison(path)
   assert compared.reason and len(str(compared).splitlines()) == 1
-  described = json.loads((path / "config.json").read_text())
-  line = stored.expectation(stored.of_workdir(path, described))
-  assert line.startswith("plan.json: ") and "\n" not in line
   if content not in ("", "{"):
     return  # the command draws pictures, which takes its time
   files = [f"--csv={tmp_path}/t.csv", f"--png={tmp_path}/t.png"]
