@@ -198,17 +198,11 @@ def summary(table: Sequence[Collective]) -> str:
 def _line(rows: list[Collective]) -> tuple[str, ...]:
   row, sums = rows[0], total(rows)
   overlap = [r.overlap for r in rows if r.overlap is not None]
-  form = "async" if row.is_async else "sync"
-  return (
-    row.kind,
-    "?" if row.axes is None else ",".join(row.axes) or "none",
-    ",".join(row.dtypes),
-    str(sums.times),
-    f"{sums.payload_bytes / 1e6:.3f}",
-    f"{sums.wire_bytes / 1e6:.3f}",
-    f"{form}, in a branch" if row.conditional else form,
-    f"{sum(overlap):.1%}" if overlap else "?",
-  )
+  form = ("async" if row.is_async else "sync") + ", in a branch" * row.conditional
+  axes = "?" if row.axes is None else ",".join(row.axes) or "none"
+  sizes = f"{sums.payload_bytes / 1e6:.3f}", f"{sums.wire_bytes / 1e6:.3f}"
+  share = f"{sum(overlap):.1%}" if overlap else "?"
+  return row.kind, axes, ",".join(row.dtypes), str(sums.times), *sizes, form, share
 
 
 def _walk(

@@ -35,17 +35,11 @@ def memory_of(compiled: Any) -> Memory:
     compiled: `jax.jit(f).lower(...).compile()`.
   """
   m = compiled.memory_analysis()
-  return Memory(
-    m.argument_size_in_bytes,
-    m.output_size_in_bytes,
-    m.alias_size_in_bytes,
-    m.temp_size_in_bytes,
-    # Outputs on the host take the place of arguments there, as on the device.
-    m.host_argument_size_in_bytes
-    + m.host_output_size_in_bytes
-    - m.host_alias_size_in_bytes
-    + m.host_temp_size_in_bytes,
-  )
+  device = m.argument_size_in_bytes, m.output_size_in_bytes, m.alias_size_in_bytes
+  host = m.host_argument_size_in_bytes + m.host_temp_size_in_bytes
+  # Outputs on the host take the place of arguments there, as on the device.
+  host += m.host_output_size_in_bytes - m.host_alias_size_in_bytes
+  return Memory(*device, m.temp_size_in_bytes, host)
 
 
 def out_of_memory(error: Exception) -> str | None:

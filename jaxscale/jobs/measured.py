@@ -25,13 +25,13 @@ from jaxscale.run.goodput import FILE, Goodput, goodput, read_activities
 
 CHANGES = "batch or image size changes during the run, which has no single throughput"
 _PHASE = {"batch_size": int, "image_size": (int, None)}
-_RECORD = {
-  "config": {"phases": {"class": str}, "log": {"step_report": bool}},
-  "derived": {"phases": [_PHASE], "num_train": int, "num_devices": int, "total_steps": int},
-  "processes": int,
-  "versions": {str: str},
-  "python": str,
-}
+_RECORD = dict(
+  config=dict(phases={"class": str}, log=dict(step_report=bool)),
+  derived=dict(phases=[_PHASE], num_train=int, num_devices=int, total_steps=int),
+  processes=int,
+  versions={str: str},
+  python=str,
+)
 _REMEDY = "compare other runs"
 _RATE, _REPORT = "perf/examples_per_s", "perf/exposed_share"
 

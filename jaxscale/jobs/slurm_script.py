@@ -42,13 +42,8 @@ _FINAL, _RESTARTED, _SIGNALS = (
 
 
 # That a container's image must not overrule.
-_OWN_VARIABLES = (
-  "PYTHONPATH",
-  "PYTHONSAFEPATH",
-  "PYTHONUNBUFFERED",
-  "JAXSCALE_REQUEUE",
-  "JAXSCALE_SECRET",
-)
+_OWN_VARIABLES = "PYTHONPATH,PYTHONSAFEPATH,PYTHONUNBUFFERED,JAXSCALE_REQUEUE,JAXSCALE_SECRET"
+_SITE_OPTIONS = "mem time partition account qos constraint reservation exclude signal"
 
 
 def render(spec: JobSpec) -> str:
@@ -76,20 +71,7 @@ def _header(spec: JobSpec) -> str:
     "ntasks-per-node": site.tasks,
     "gpus-per-node": site.gpus_per_node,
     "cpus-per-task": site.cpus_per_task,
-    **{
-      name: getattr(site, name)
-      for name in (
-        "mem",
-        "time",
-        "partition",
-        "account",
-        "qos",
-        "constraint",
-        "reservation",
-        "exclude",
-        "signal",
-      )
-    },
+    **{name: getattr(site, name) for name in _SITE_OPTIONS.split()},
     "array": array(spec.tasks, spec.at_most) if spec.trials else None,
     "chdir": spec.cwd,
     "output": _output(spec, "batch"),
@@ -142,7 +124,7 @@ def _commands(spec: JobSpec) -> str:
       f"--container-image={site.container.image}",
       f"--container-mounts={','.join(mounts)}",
       f"--container-workdir={spec.cwd}",
-      f"--container-env={','.join(_OWN_VARIABLES)}",
+      f"--container-env={_OWN_VARIABLES}",
       *site.container.options,
     ]
   arrays = {

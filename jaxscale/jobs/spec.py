@@ -124,15 +124,9 @@ def as_options(overrides: Mapping[str, str]) -> list[str]:
 
 
 # What may not be missing in a run.json, as `files.mismatch` takes it.
-SHAPE = {
-  **dict.fromkeys(("name", "folder", "cwd", "config", "executor", "python"), str),
-  **dict.fromkeys(("at_most", "nodes", "requeue"), int),
-  "overrides": {str: str},
-  "trials": [{str: str}],
-  "site": {},
-  "preflight": bool,
-  "made_by": str,
-}
+SHAPE = dict.fromkeys(("name", "folder", "cwd", "config", "executor", "python", "made_by"), str)
+SHAPE |= dict.fromkeys(("at_most", "nodes", "requeue"), int)
+SHAPE |= dict(overrides={str: str}, trials=[{str: str}], site={}, preflight=bool)
 
 
 def to_json(spec: JobSpec) -> dict[str, Any]:

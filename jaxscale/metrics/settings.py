@@ -64,31 +64,14 @@ class Wandb(Tracker):
     import wandb  # pyright: ignore[reportMissingImports]
 
     # It shares the terminal with the run, and its process the cores.
-    settings = wandb.Settings(
-      silent=True,
-      console="off",
-      disable_git=True,
-      disable_code=True,
-      symlink=False,
-      x_disable_stats=True,
-      init_timeout=90,
-      finish_timeout=self.flush_s,
-      reinit="create_new",
-    )
+    quiet = dict(silent=True, console="off", disable_git=True, disable_code=True, symlink=False)
+    limits = dict(x_disable_stats=True, init_timeout=90, finish_timeout=self.flush_s)
+    settings = wandb.Settings(**quiet, **limits, reinit="create_new")
     wandb.setup(settings=wandb.Settings(silent=True))
-    begin = functools.partial(
-      wandb.init,
-      id=context.id,
-      dir=str(context.workdir),
-      settings=settings,
-      config=context.config | {"environment": context.environment},
-      name=context.name,
-      project=self.project,
-      entity=self.entity,
-      group=self.group,
-      tags=self.tags,
-      allow_val_change=True,
-    )
+    home = dict(project=self.project, entity=self.entity, group=self.group, tags=self.tags)
+    run_of = dict(id=context.id, name=context.name, dir=str(context.workdir), allow_val_change=True)
+    described = context.config | {"environment": context.environment}
+    begin = functools.partial(wandb.init, **home, **run_of, config=described, settings=settings)
     text, first = "", -1
     if self.mode == "online" and _is_reached(wandb, context):
       run = begin(mode="online", resume="allow")

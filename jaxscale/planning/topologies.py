@@ -66,17 +66,11 @@ class Chips(NamedTuple):
 # Chips of a slice, as Google sells them: cloud.google.com/tpu/docs/{v5e,v6e,v5p}.
 _FLAT = {1: "1x1", 4: "2x2", 8: "2x4", 16: "4x4", 32: "4x8", 64: "8x8", 128: "8x16", 256: "16x16"}
 _CUBE = {
-  4: "2x2x1",
-  8: "2x2x2",
-  16: "2x2x4",
-  32: "2x4x4",
-  64: "4x4x4",
-  128: "4x4x8",
-  256: "4x8x8",
-  512: "8x8x8",
-  1024: "8x8x16",
-  2048: "8x16x16",
-  4096: "16x16x16",
+  math.prod(map(int, shape.split("x"))): shape
+  for shape in (
+    *("2x2x1", "2x2x2", "2x2x4", "2x4x4", "4x4x4", "4x4x8"),
+    *("4x8x8", "8x8x8", "8x8x16", "8x16x16", "16x16x16"),
+  )
 }
 # Up to 32 x 32 chips of TPU v2 and v3, doi:10.1145/3360307; v4: arXiv:2304.01433.
 _PODS = {n: shape for n, shape in _FLAT.items() if n >= 4} | {512: "16x32", 1024: "32x32"}
@@ -97,15 +91,13 @@ CHIPS = {
     "tpu", 32 * _GB, int(31.75 * _GIB), _CUBE, options=(("chip_config_name", "megacore"),)
   ),
   "v3": Chip("tpu", 16 * _GB, int(15.75 * _GIB), _PODS, cores=2),
-  "h100": Chip("cuda", 84_942_979_072, 84_942_979_072 * 3 // 4, {}),
-  "h200": Chip("cuda", 151_397_597_184, 151_397_597_184 * 3 // 4, {}),
-  # Sizes of their makers' data sheets.
-  "a100": Chip("cuda", 80 * _GIB, 80 * _GIB * 3 // 4, {}),
-  "v100": Chip("cuda", 16 * _GIB, 16 * _GIB * 3 // 4, {}),
-  "p100": Chip("cuda", 16 * _GIB, 16 * _GIB * 3 // 4, {}),
   "cpu": Chip("cpu", _CPU_MEMORY, _CPU_MEMORY, {}),
   "knl": Chip("cpu", 112 * _GIB, 112 * _GIB, {}),  # 16 GB of it on the chip
 }
+_GPUS = {"h100": 84_942_979_072, "h200": 151_397_597_184}
+# Sizes of their makers' data sheets.
+_GPUS |= {"a100": 80 * _GIB, "v100": 16 * _GIB, "p100": 16 * _GIB}
+CHIPS |= {name: Chip("cuda", memory, memory * 3 // 4, {}) for name, memory in _GPUS.items()}
 GPUS_PER_HOST = 8
 # A Hopper GPU, from openxla/xla, xla/backends/gpu/target_config/specs/h100_sxm.txtpb
 # and h200.txtpb, which differ in the name, the memory and its bandwidth in bytes/s.

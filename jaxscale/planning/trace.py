@@ -184,17 +184,11 @@ def text(summary: Summary, most: int = 10) -> str:
   parts = summary.parts().items()
   shares = [f"{part} {s / total:.0%}" for part, s in parts if s >= 0.005 * total]
   lines.append(f"devices: {', '.join(shares) or 'no operations'} of their operations")
-  rows = [
-    (
-      printable(op.name)[:_WIDEST],
-      short_time(op.seconds),
-      f"{op.seconds / total:.1%}",
-      f"{op.count:,}",
-      op.part,
-      printable(_short(op.where)),
-    )
-    for op in summary.ops[:most]
-  ]
+  rows = []
+  for op in summary.ops[:most]:
+    name, place = printable(op.name)[:_WIDEST], printable(_short(op.where))
+    took, share = short_time(op.seconds), f"{op.seconds / total:.1%}"
+    rows.append((name, took, share, f"{op.count:,}", op.part, place))
   head = ("operation", "time", "share", "count", "part", "of")
   return "\n".join([*lines, "", table(head, rows, left=(0, 4, 5))])
 

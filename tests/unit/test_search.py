@@ -109,7 +109,7 @@ def test_what_is_listed_divides_and_computes_the_same():
   assert search.as_given(made, 4)._replace(num_microbatches=1) in listed
   for one in listed:
     assert math.prod(vars(one.mesh).values()) == 4
-    assert made.batch_size % one.rows_over == 0
+    assert made.batch_size % (one.mesh.data * one.mesh.fsdp * one.num_microbatches) == 0
     assert one.layout.sum_in == made.layout.sum_in
   assert {x.layout.model for x in listed} == {"layers", "layers_and_tokens", "ring", "all_to_all"}
   assert {x.layout.shard for x in listed} == {"none", "zero1", "zero2", "fsdp"}
@@ -157,9 +157,9 @@ def test_candidates_come_by_estimate_and_by_what_fitted():
   }
 
   def taken(does_fit):
-    queues, rows, found = {}, [], []
-    for one, key in order.items():
-      queues.setdefault(search._family(one), []).append((key, one))
+    guesses = {one: Estimate(0.0, 1.0 + is_large, s) for one, (is_large, s) in order.items()}
+    queues, _ = search._queues(order, None, guesses.get, 1.5)
+    rows, found = [], []
     for one in search._in_order(queues, rows):
       found.append((one.mesh.fsdp, one.layout.remat, one.num_microbatches))
       rows.append(SimpleNamespace(step=does_fit(one)))
@@ -184,12 +184,12 @@ def test_candidates_come_by_estimate_and_by_what_fitted():
   ]
 
 
-def test_more_microbatches_are_left_out_where_half_of_the_memory_is_free(monkeypatch):
-  made, listed = config(), [one_of("dots", n) for n in (1, 2, 4, 8)]
+def test_more_microbatches_are_left_out_where_half_of_the_memory_is_free():
+  listed = [one_of("dots", n) for n in (1, 2, 4, 8)]
   guesses = iter([100.0, 60.0, 40.0])
-  monkeypatch.setattr(search, "estimate", lambda *_: Estimate(0.0, next(guesses), 1.0))
-  found = search._estimated(None, listed, made.batch_size, None, here(limit=100))
-  assert [one.num_microbatches for one, _ in found] == [1, 2, 4]
+  queues, _ = search._queues(listed, None, lambda _: Estimate(0.0, next(guesses), 1.0), 100)
+  (queue,) = queues.values()
+  assert sorted(one.num_microbatches for _, one in queue) == [1, 2, 4]
 
 
 @pytest.mark.parametrize(
