@@ -15,11 +15,8 @@ from support.errors import config_error
 from support.images import crc32c, example, jpeg_bytes, masked, write_tfds, write_tfrecord
 from support.paths import ROOT
 
-pytestmark = [
-  pytest.mark.filterwarnings("ignore"),
-  pytest.mark.usefixtures("own_cache"),
-]  # protobuf and TFDS warn
-
+# Protobuf and TFDS warn.
+pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("own_cache")]
 
 # Files as TFDS writes them, without TensorFlow and without our own code.
 
@@ -94,13 +91,9 @@ def test_reading_imports_no_tensorflow(prepared, tmp_path):
     assert "tensorflow" not in sys.modules
     """
   path = os.pathsep.join([str(fake.parent), os.environ.get("PYTHONPATH", "")])
-  done = subprocess.run(
-    [sys.executable, "-c", code],
-    cwd=ROOT,
-    capture_output=True,
-    text=True,
-    env=child_env(PYTHONPATH=path, PYTHONWARNINGS="ignore"),
-  )
+  env = child_env(PYTHONPATH=path, PYTHONWARNINGS="ignore")
+  command = [sys.executable, "-c", code]
+  done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=env)
   assert done.returncode == 0, done.stderr
   assert "jaxscale prepare mnist" in done.stdout
 
@@ -120,22 +113,22 @@ def test_records_are_found_where_they_are(tmp_path):
     read(3)
 
 
-@pytest.mark.parametrize(
-  ("cut", "hint"),
-  [
-    (lambda b: b[:-1], "breaks off at byte 123 of 171"),
-    (lambda b: b[:25], "breaks off at byte 21 of 25"),
-    (lambda b: b[:21], "holds 1 records where dataset_info.json says 4"),
-    (lambda b: b[:8] + b"\1" + b[9:], "breaks off at byte 0 of"),
-    (lambda b: b"", "holds 0 records"),
-    (lambda b: None, "is missing"),
-  ],
-)
-def test_a_broken_shard_is_one_line(tmp_path, cut, hint):
+BROKEN = {
+  "breaks off at byte 123 of 171": lambda b: b[:-1],
+  "breaks off at byte 21 of 25": lambda b: b[:25],
+  "holds 1 records where dataset_info.json says 4": lambda b: b[:21],
+  "breaks off at byte 0 of": lambda b: b[:8] + b"\1" + b[9:],
+  "holds 0 records": lambda b: b"",
+  "is missing": lambda b: None,
+}
+
+
+@pytest.mark.parametrize("hint", BROKEN)
+def test_a_broken_shard_is_one_line(tmp_path, hint):
   path, _ = shard(tmp_path)
   whole = path.read_bytes()
   path.unlink()
-  if (rest := cut(whole)) is not None:
+  if (rest := BROKEN[hint](whole)) is not None:
     path.write_bytes(rest)
   with config_error(hint, str(path)):
     tfrecord.random_access([tfrecord.Shard(str(path), 4, 0, 4)])

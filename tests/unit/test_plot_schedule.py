@@ -30,16 +30,11 @@ def test_intel_caffes_numbers():
 # batch, peak, warm-up epochs, decay steps, whether these count from step 0 (how
 # the config reads them), epochs until the published mean reached 75.9 %
 MLPERF = [
-  (1632, 7.4, 2, 27476, 0, 35.0),
-  (2048, 8.5, 5, 22530, 0, 38.4),
-  (3264, 10.5, 2, 14523, 1, 35.2),
-  (4096, 10.0, 5, 13137, 1, 40.0),
-  (8192, 17.0, 5, 6095, 0, 42.0),
-  (13056, 12.8, 9, 4710, 1, 45.4),
-  (32768, 21.2, 16, 2267, 1, 56.0),
-  (49152, 19.405, 24, 1846, 1, 68.0),
-  (58880, 23.246, 29, 1785, 1, 79.9),
-  (65536, 24.699, 31, 1133, 0, 84.5),
+  *((1632, 7.4, 2, 27476, 0, 35.0), (2048, 8.5, 5, 22530, 0, 38.4)),
+  *((3264, 10.5, 2, 14523, 1, 35.2), (4096, 10.0, 5, 13137, 1, 40.0)),
+  *((8192, 17.0, 5, 6095, 0, 42.0), (13056, 12.8, 9, 4710, 1, 45.4)),
+  *((32768, 21.2, 16, 2267, 1, 56.0), (49152, 19.405, 24, 1846, 1, 68.0)),
+  *((58880, 23.246, 29, 1785, 1, 79.9), (65536, 24.699, 31, 1133, 0, 84.5)),
   (67840, 24.699, 31, 1133, 0, 85.9),
 ]
 
@@ -88,9 +83,8 @@ def test_goyals_recipe():
   """Intel Caffe's file of it: 0.1 to 3.2 over 780, tenths at 30, 60, 80 epochs."""
   rates = rates_of("configs/resnet50_imagenet.py")
   assert rates[0] == pytest.approx(0.1) and rates.max() == pytest.approx(3.2)
-  assert [rates[s] for s in (4000, 5000, 10_000, 13_000)] == pytest.approx(
-    [3.2, 0.32, 0.032, 0.0032]
-  )
+  after = [rates[s] for s in (4000, 5000, 10_000, 13_000)]
+  assert after == pytest.approx([3.2, 0.32, 0.032, 0.0032])
   drops = np.flatnonzero(rates[1:] < 0.2 * rates[:-1]) + 1
   np.testing.assert_allclose(drops, [4692, 9384, 12512], atol=15)
 
@@ -101,10 +95,8 @@ def test_lambs_released_recipe():
   step, warmup, total = np.arange(3519, dtype=np.float64), 782, 3519
   decay = (total - step) * 0.04 / (total - warmup)
   wanted = np.where(step <= warmup, step * 0.04 / warmup, decay)
-  np.testing.assert_allclose(rates, wanted, rtol=2e-6)
+  np.testing.assert_allclose(rates, wanted, rtol=1e-6)
   assert rates[0] == 0 and rates.argmax() == 782
-  assert rates[782] == pytest.approx(0.04, rel=1e-6)
-  assert rates[3518] == pytest.approx(0.04 / 2737, rel=1e-6)
 
 
 def test_nesterov_of_nado_et_al():
