@@ -158,13 +158,12 @@ def find(names: Sequence[str], runs: str) -> Path | None:
 
 def _is_study(spec: JobSpec) -> bool:
   """Return whether the trials of a sweep are those of a study."""
-  numbers = [
-    (whole_number(trial.get("batch_size", "")), whole_number(trial.get("seed", "")))
-    for trial in spec.trials
-    if trial.items() >= _STOPS.items()
-  ]
-  is_known = [bool(size) and seed is not None for size, seed in numbers]
-  return sum(is_known) == len(spec.trials) > 0
+
+  def is_trial(trial: Mapping[str, str]) -> bool:
+    size, seed = (whole_number(trial.get(name, "")) for name in ("batch_size", "seed"))
+    return trial.items() >= _STOPS.items() and bool(size) and seed is not None
+
+  return bool(spec.trials) and all(map(is_trial, spec.trials))
 
 
 def report(folder: Path) -> str:
@@ -316,19 +315,19 @@ def _fit_notes(fit: Fit | None, points: int, scale: float | None) -> list[str]:
       reason = f"{points} sizes where every run reached, of the 3 it takes"
     return [f"no critical batch size: {reason}"]
   low, high = fit.b_crit_range
+  best = f"{fit.b_crit:,.0f} (S_min {fit.s_min:,.0f} steps)"
   curve = f"a curve of two parameters through {fit.num_sizes} points, off by up to "
   curve += f"{fit.error:.0%}, for this target, schedule and scaling of the rate alone"
-  best = f"{fit.b_crit:,.0f} (S_min {fit.s_min:,.0f} steps)"
+  text = f"{best}: {low:,.0f} to {high:,.0f} when a size is left out"
   if is_open := math.isinf(high):
-    note = f"at least {low:,.0f}, and no upper limit: there is none when a size is "
-    note += f"left out; {best} with all of them, {curve}"
-  else:
-    note = f"{best}: {low:,.0f} to {high:,.0f} when a size is left out; {curve}"
-  notes = [f"critical batch size {note}"]
+    text = f"at least {low:,.0f}, and no upper limit: there is none when a size is left out; "
+    text += f"{best} with all of them, {curve}"
+  notes = [f"critical batch size {text}" + f"; {curve}" * (not is_open)]
   if scale is not None:
-    note = f"gradient-noise scale {scale:,.3g} examples in the harmonic mean over runs"
-    share = f", {scale / fit.b_crit:.2g} of the critical batch size"
-    notes.append(note if is_open else note + share)
+    share = f", {scale / fit.b_crit:.2g} of the critical batch size" * (not is_open)
+    notes.append(
+      f"gradient-noise scale {scale:,.3g} examples in the harmonic mean over runs{share}"
+    )
   return notes
 
 

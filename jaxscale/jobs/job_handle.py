@@ -91,22 +91,19 @@ def prepare(
     advice += "--python or in the site's profile"
     raise ConfigError(f"{sys.executable}: has no jax; {advice}")
   folder = folders.new_folder(runs, name, path)
+  place = "code/config/notebook.py" if source else folders.place_of(path)
+  where = dict(name=folder.name, folder=str(folder), cwd=str(Path.cwd()), config=place)
+  size: dict[str, Any] = dict(nodes=nodes, spares=spares, requeue=requeue, preflight=preflight)
   spec = JobSpec(
-    name=folder.name,
-    folder=str(folder),
-    cwd=str(Path.cwd()),
-    config="code/config/notebook.py" if source else folders.place_of(path),
+    **where,
+    **size,
     overrides=texts,
     trials=tuple(dict(t) for t in trials),
     at_most=at_most or (1 if executor == "local" else 0),
-    nodes=nodes,
     site=chosen,
-    requeue=requeue,
-    preflight=preflight,
     executor=executor,
     python=sys.executable,
     made_by=made_by,
-    spares=spares,
   )
   return Prepared(spec, path, source, EXECUTORS[executor].render(spec), planned)
 

@@ -114,10 +114,13 @@ class MeasuredRun(NamedTuple):
   @property
   def quartiles(self) -> tuple[float, float] | None:
     """First and third quartile of the windows; None for fewer than 3."""
-    if len(self.rates) < 3:
-      return None
-    low, _, high = statistics.quantiles(self.rates, n=4, method="inclusive")
-    return low, high
+    return quartiles(self.rates) if len(self.rates) >= 3 else None
+
+
+def quartiles(values: Sequence[float]) -> tuple[float, float]:
+  """Return the first and the third quartile of at least two values."""
+  low, _, high = statistics.quantiles(values, n=4, method="inclusive")
+  return low, high
 
 
 def locate(path: Path) -> Located:
@@ -172,21 +175,18 @@ def read(path: Path, plan: Path | None = None) -> MeasuredRun:
   reports = [_finite(line, "perf/") for line in current if _REPORT in line]
   summary = read_json(workdir / "summary.json", {"outcome": str})
   job = [event for event in events if event["event"] == "start"]
+  size = dict(batch=batch, processes=processes, devices=derived["num_devices"])
+  if job:
+    size |= dict(nodes=job[-1]["nodes"], hosts=str(job[-1].get("hosts", "")))
+  about: dict[str, Any] = dict(config=config, num_train=num_train, goodput=spent)
+  about |= dict(kind=str(record.get("device_kind") or ""), versions=versions | {"python": python})
   run = MeasuredRun(
     name=name,
-    config=config,
-    num_train=num_train,
-    versions=versions | {"python": python},
-    processes=processes,
-    devices=derived["num_devices"],
-    kind=str(record.get("device_kind") or ""),
-    batch=batch,
+    **about,
+    **size,
     rates=windows(current),
     step_report=reports[0] if reports else {},
     summary=_finite(summary) if summary.get("outcome") == "done" else {},
-    nodes=job[-1]["nodes"] if job else None,
-    hosts=str(job[-1].get("hosts", "")) if job else "",
-    goodput=spent,
     evaluations=_evaluations(lines, batch, num_train),
     origin=provenance.last_start(workdir),
     planned=of_workdir(workdir, record, plan),

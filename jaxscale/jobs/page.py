@@ -15,7 +15,7 @@ from typing import Any
 from jaxscale.config.record import flat
 from jaxscale.errors import ConfigError
 from jaxscale.files import output_path, read_json, read_json_lines, replace_text
-from jaxscale.jobs.measured import Located, locate
+from jaxscale.jobs.measured import Located, locate, quartiles
 from jaxscale.jobs.prediction import comparison
 from jaxscale.jobs.scaling_report import Report, svg
 from jaxscale.metrics import plot_metrics, read_metrics, text
@@ -110,10 +110,8 @@ def _speed(lines: Sequence[Mapping[str, Any]], summary: Mapping[str, Any]) -> st
   rows = []
   for label, (key, form) in _SPEEDS.items():
     if values := [line[name] for line in lines if (name := f"perf/{key}") in line]:
-      low, _, high = (
-        statistics.quantiles(values, n=4, method="inclusive") if len(values) > 1 else [None] * 3
-      )
-      cells = (text.cell(x, form) for x in (statistics.median(values), low, high))
+      ends = quartiles(values) if len(values) > 1 else (None, None)
+      cells = (text.cell(x, form) for x in (statistics.median(values), *ends))
       rows.append([label, *cells, f"{len(values):,}"])
   if not rows:
     return "<p>Nothing was measured yet.</p>"

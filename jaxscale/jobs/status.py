@@ -30,6 +30,8 @@ _TAIL = 1 << 16  # bytes of the metrics that are read: hundreds of lines
 _RATE_OVER = 10  # logged lines
 _TITLES = "run,job,state,nodes,step,loss,examples/s,accuracy,time left,to go,goodput,restarts,"
 _HEAD = _TITLES.split(",")
+_LOGGED = {"loss": "train/loss", "rate": "perf/examples_per_s"}
+_LOGGED |= {"accuracy": "eval/accuracy", "perplexity": "eval/perplexity"}
 _LEAST_MISSED = ("restarts", "job", "nodes", "accuracy", "goodput", "time left")
 _WORDS = ("run", "job", "state", "")  # these columns are aligned to the left
 
@@ -188,10 +190,7 @@ def status(spec: JobSpec, task: int, job: str, queued: QueueEntry | None) -> Run
     nodes=queued.nodes or last.get("nodes") or spec.nodes,
     step=max((line["step"] for line in lines), default=None),
     total=total,
-    loss=latest.get("train/loss"),
-    rate=latest.get("perf/examples_per_s"),
-    accuracy=latest.get("eval/accuracy"),
-    perplexity=latest.get("eval/perplexity"),
+    **{name: latest.get(key) for name, key in _LOGGED.items()},
     time_left=queued.time_left if is_running else "",
     to_go=seconds_to_go(lines, total) if is_running else None,
     restarts=max(queued.restarts, last.get("restarts", 0)),

@@ -85,15 +85,10 @@ def _step(plan: Plan) -> str:
   if hidden > 1e-6:
     lines.append(f"  and {short_time(hidden)} of communication during compute")
   need = step.rate / hosts(step.devices, plan.rates.at("expected"))
-  return "\n".join(
-    [
-      *lines,
-      f"  {_count(step.rate)} examples/s, {_count(step.rate / step.devices)} a device; "
-      f"MFU {plan.mfu:.1%}; {step.efficiency:.1%} of a device alone",
-      f"  a host has to load {_count(need)} examples/s",
-      f"  {plans.bottleneck(plan)[1]}",
-    ]
-  )
+  rates = f"{_count(step.rate)} examples/s, {_count(step.rate / step.devices)} a device"
+  lines.append(f"  {rates}; MFU {plan.mfu:.1%}; {step.efficiency:.1%} of a device alone")
+  lines += [f"  a host has to load {_count(need)} examples/s", f"  {plans.bottleneck(plan)[1]}"]
+  return "\n".join(lines)
 
 
 def _count(number: float) -> str:

@@ -273,12 +273,8 @@ def _with(config: cfg.Config, one: Candidate) -> cfg.Config:
   """
   rest = [a for a in _AXES if getattr(config.mesh, a) == -1]
   free = {a: -1 for a in rest if a == "data" or getattr(one.mesh, a) > 1}
-  return dataclasses.replace(
-    config,
-    layout=one.layout,
-    mesh=dataclasses.replace(one.mesh, **free),
-    accumulate_steps=one.num_microbatches,
-  )
+  mesh, parts = dataclasses.replace(one.mesh, **free), one.num_microbatches
+  return dataclasses.replace(config, layout=one.layout, mesh=mesh, accumulate_steps=parts)
 
 
 def _planned(config: cfg.Config, one: Candidate, chips: Chips, rates: Rates) -> Row:

@@ -65,13 +65,8 @@ class Chips(NamedTuple):
 
 # Chips of a slice, as Google sells them: cloud.google.com/tpu/docs/{v5e,v6e,v5p}.
 _FLAT = {1: "1x1", 4: "2x2", 8: "2x4", 16: "4x4", 32: "4x8", 64: "8x8", 128: "8x16", 256: "16x16"}
-_CUBE = {
-  math.prod(map(int, shape.split("x"))): shape
-  for shape in (
-    *("2x2x1", "2x2x2", "2x2x4", "2x4x4", "4x4x4", "4x4x8"),
-    *("4x8x8", "8x8x8", "8x8x16", "8x16x16", "16x16x16"),
-  )
-}
+_CUBES = "2x2x1 2x2x2 2x2x4 2x4x4 4x4x4 4x4x8 4x8x8 8x8x8 8x8x16 8x16x16 16x16x16"
+_CUBE = {math.prod(map(int, shape.split("x"))): shape for shape in _CUBES.split()}
 # Up to 32 x 32 chips of TPU v2 and v3, doi:10.1145/3360307; v4: arXiv:2304.01433.
 _PODS = {n: shape for n, shape in _FLAT.items() if n >= 4} | {512: "16x32", 1024: "32x32"}
 _GB, _GIB = 10**9, 2**30
@@ -87,9 +82,7 @@ CHIPS = {
   "v6e": Chip("tpu", 32 * _GB, int(31.24 * _GIB), _FLAT),
   "v5p": Chip("tpu", 95 * _GB, int(95.73 * _GIB), _CUBE),
   # One that JAX calls a device is a core of v3, a whole chip of v4 ("megacore").
-  "v4": Chip(
-    "tpu", 32 * _GB, int(31.75 * _GIB), _CUBE, options=(("chip_config_name", "megacore"),)
-  ),
+  "v4": Chip("tpu", 32 * _GB, int(31.75 * _GIB), _CUBE, 1, (("chip_config_name", "megacore"),)),
   "v3": Chip("tpu", 16 * _GB, int(15.75 * _GIB), _PODS, cores=2),
   "cpu": Chip("cpu", _CPU_MEMORY, _CPU_MEMORY, {}),
   "knl": Chip("cpu", 112 * _GIB, 112 * _GIB, {}),  # 16 GB of it on the chip

@@ -41,13 +41,11 @@ def ask(
   # With our path: `-c` alone would put the current directory before Python's modules.
   code = f"import sys; sys.path[:] = {sys.path}; "
   code += "from jaxscale.jobs.preflight import child; child.answer()"
+  command = [sys.executable, "-P", "-c", code, function, json.dumps(options)]
+  whole = {name: value for name, value in whole.items() if value}
   try:
     done = subprocess.run(
-      [sys.executable, "-P", "-c", code, function, json.dumps(options)],
-      env={name: value for name, value in whole.items() if value},
-      stdin=subprocess.DEVNULL,
-      capture_output=True,
-      timeout=WAIT_S,
+      command, env=whole, stdin=subprocess.DEVNULL, capture_output=True, timeout=WAIT_S
     )
   except subprocess.TimeoutExpired:
     return {"error": f"JAX did not answer within {WAIT_S:g} s"}
