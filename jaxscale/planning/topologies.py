@@ -19,6 +19,7 @@ import importlib.util
 import math
 import os
 import re
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from jaxscale.errors import ConfigError
@@ -94,25 +95,7 @@ CHIPS |= {name: Chip("cuda", memory, memory * 3 // 4, {}) for name, memory in _G
 GPUS_PER_HOST = 8
 # A Hopper GPU, from openxla/xla, xla/backends/gpu/target_config/specs/h100_sxm.txtpb
 # and h200.txtpb, which differ in the name, the memory and its bandwidth in bytes/s.
-_HOPPER = """
-gpu_device_info {{
-  threads_per_block_limit: 1024 threads_per_warp: 32 shared_memory_per_block: 49152
-  shared_memory_per_core: 233472 threads_per_core_limit: 2048 core_count: 132
-  fpus_per_core: 128 block_dim_limit_x: 2147483647 block_dim_limit_y: 65535
-  block_dim_limit_z: 65535 memory_bandwidth: {bandwidth} l2_cache_size: 52428800
-  clock_rate_ghz: 1.98 device_memory_size: {memory}
-  shared_memory_per_block_optin: 232448
-  cuda_compute_capability {{ major: 9 feature_extension: ACCELERATED_FEATURES }}
-  registers_per_core_limit: 65536 registers_per_block_limit: 65536
-  thread_dim_limit_x: 1024 thread_dim_limit_y: 1024 thread_dim_limit_z: 64
-  device_vendor: "NVIDIA Corporation" device_address_bits: 64 ecc_enabled: true
-  name: "{name}" driver_version: "13.0.0" runtime_version: "12.8.0"
-  compile_time_toolkit_version: "12.8.0" dnn_version: "9.10.0"
-  device_interconnect_info {{ active_links: 18 }}
-}}
-platform_name: "CUDA"
-dnn_version_info {{ major: 9 minor: 10 patch: 0 }}
-"""
+# They are in hopper.txtpb.
 _BANDWIDTH = {
   "h100": ("NVIDIA H100 80GB HBM3", 3_352_320_000_000),
   "h200": ("NVIDIA H200 141GB HBM3e", 4_800_000_000_000),
@@ -186,7 +169,9 @@ def _simulated(name: str, kind: str, count: int) -> Chips:
 def target_config(kind: str) -> str:
   """The description of a GPU for XLA; of those before Hopper, an H100's."""
   name, bandwidth = _BANDWIDTH.get(kind, _BANDWIDTH["h100"])
-  return _HOPPER.format(name=name, memory=CHIPS[kind].memory, bandwidth=bandwidth)
+  text = Path(__file__).with_name("hopper.txtpb").read_text("utf-8")
+  text = text.replace("MEMORY", str(CHIPS[kind].memory)).replace("NAME", name)
+  return text.replace("BANDWIDTH", str(bandwidth))
 
 
 def kind_of(name: str) -> str:
