@@ -32,6 +32,5 @@ def run(args: Namespace) -> None:
   from jaxscale.run import generate
 
   choice = {k: getattr(args, k) for k in ("seed", "temperature", "top_k", "top_p")}
-  place = Path(args.workdir)
-  text = generate.write(place, args.prompt, num_tokens=args.tokens, **choice)
+  text = generate.write(Path(args.workdir), args.prompt, num_tokens=args.tokens, **choice)
   print(args.prompt + text, flush=True)

@@ -165,8 +165,7 @@ def value(kind: Kind, wanted: str, allows: Callable[[Any], bool] = bool) -> Kind
 
 def number(bound: str, kind: Kind = float) -> Kind:
   """A number in a bound, e.g. ">= 1" or "in [0, 1)", as the `kind` of an option."""
-  wanted = f"a {'whole ' * (kind is int)}number {bound}"
-  return value(kind, wanted, lambda x: within(x, bound))
+  return value(kind, f"a {'whole ' * (kind is int)}number {bound}", lambda x: within(x, bound))
 
 
 def whole(least: int = 0, most: int = 10**9) -> Kind:

@@ -45,8 +45,7 @@ def run(args: Namespace) -> None:
       note += f"see `jaxscale report {Path(args.runs, others[0])}`"
       shown = f"{shown}\n{note}" if found else note
     if len(found) == 1 and found[0].goodput:
-      lines = textwrap.wrap(str(found[0].goodput), _width() or 10_000)
-      shown = "\n".join([shown, *lines])
+      shown = "\n".join([shown, *textwrap.wrap(str(found[0].goodput), _width() or 10_000)])
     if not args.watch:
       print(shown)
       return

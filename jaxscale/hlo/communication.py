@@ -244,8 +244,7 @@ def _walk(
       share = place["times"] * (before[end] - before[i + 1]) / (program.total or 1.0)
       overlap = float(share) if module.is_scheduled else None
       here = place | {"name": instruction.name, "is_async": is_async}
-      is_wrapped = home is not computation
-      row = _collective(program, found, home, is_wrapped, **here, overlap=overlap)
+      row = _collective(program, found, home, home is not computation, **here, overlap=overlap)
       yield Placed(name, i, end, row)
 
 
@@ -334,8 +333,7 @@ def _collective(program, found, home, is_wrapped, **place: Any) -> Collective:
     uses = [x.opcode for x in home.values() if found.name in x.operands]
     if set(uses) == {"dynamic-slice"}:  # nothing but a slice of it is used
       kind = "reduce-scatter"
-  copies = size if kind == "all-gather" else 1
-  payload = parse.num_bytes(sent) * copies
+  payload = parse.num_bytes(sent) * (size if kind == "all-gather" else 1)
   return Collective(
     kind=kind,
     dtypes=tuple(dict.fromkeys(a.dtype for a in sent)),

@@ -127,8 +127,7 @@ def is_free(instruction: Instruction) -> bool:
 
 def flops_of(module: Module, computation: Computation, instruction: Instruction) -> float:
   """2 a multiply-add of dots and convolutions, those of vendors' libraries too."""
-  opcode = instruction.opcode
-  if opcode == "fusion":
+  if instruction.opcode == "fusion":
     bodies = [module.computations.get(name, {}) for name in parse.called(instruction)]
     return sum(flops_of(module, body, i) for body in bodies for i in body.values())
   shapes = [computation[x].shape for x in instruction.operands if x in computation]

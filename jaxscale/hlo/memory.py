@@ -55,6 +55,5 @@ def out_of_memory(error: Exception) -> str | None:
     >>> out_of_memory(RuntimeError("RESOURCE_EXHAUSTED: E1000: Ran out of memory"))
     'E1000: Ran out of memory'
   """
-  line = str(error).split("\n", 1)[0]
-  code, found, rest = line.partition("RESOURCE_EXHAUSTED: ")
+  code, found, rest = str(error).split("\n", 1)[0].partition("RESOURCE_EXHAUSTED: ")
   return rest if found and not code else None

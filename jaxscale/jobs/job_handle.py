@@ -135,8 +135,7 @@ def checked_loader(config: str | Config, processes: int = 1) -> sweeps.Loader:
       if over := size % processes:
         near = filter(None, (size - over, size - over + processes))
         advice = f"give {text.listed(near, 'or')}, or another number of nodes"
-        message = f"batch size {size}: not divisible by {processes} processes; {advice}"
-        raise ConfigError(message)
+        raise ConfigError(f"batch size {size}: not divisible by {processes} processes; {advice}")
     return made
 
   return load
@@ -296,8 +295,7 @@ class Job(NamedTuple):
 
   def logs(self, rank: int | str = 0, task: int = 0, lines: int | None = None) -> str:
     """The output of a process; `rank` may be "all", or "batch" for the script."""
-    files = logs.choose(folders.read_spec(self.folder), str(rank), task)
-    return "\n".join(logs.last(files, lines))
+    return "\n".join(logs.last(logs.choose(folders.read_spec(self.folder), str(rank), task), lines))
 
   def cancel(self) -> bool:
     """End it; what runs may save first, for as long as Slurm's KillWait.

@@ -53,8 +53,7 @@ def render(spec: JobSpec) -> str:
   if spec.spares:
     raise ConfigError(f"--spares={spec.spares}: this machine is one node, leave it out")
   if spec.site.container and spec.site.container.kind == "pyxis":
-    advice = "a plugin of Slurm, use 'apptainer' here"
-    raise ConfigError(f"Site.container.kind='pyxis': {advice}")
+    raise ConfigError("Site.container.kind='pyxis': a plugin of Slurm, use 'apptainer' here")
   python = " ".join(map(quote, specs.python_command(spec)))
   head = f"#!/bin/bash\n# A process of {spec.name}, started by the local executor.\n"
   return f'{head}{specs.setup_script(spec)}\nexec {python} -m "$@"\n'

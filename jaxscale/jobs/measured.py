@@ -164,8 +164,7 @@ def read(path: Path, plan: Path | None = None) -> MeasuredRun:
     raise ConfigError(f"{workdir}/config.json: derived.phases is empty; {_REMEDY}")
   shapes = {(phase["batch_size"], phase["image_size"]) for phase in derived["phases"]}
   if len(shapes) > 1 or config["phases"]["class"] == "AdaptiveBatch":
-    advice = "compare runs with --config.phases=Phases"
-    raise ConfigError(f"{name}: the {CHANGES}; {advice}")
+    raise ConfigError(f"{name}: the {CHANGES}; compare runs with --config.phases=Phases")
   if not (lines := read_metrics(workdir / "metrics.jsonl")):
     raise NotBegunError(f"{name}: has trained no step, there is nothing to report")
   (batch, _), num_train = shapes.pop(), derived["num_train"]
@@ -244,8 +243,7 @@ def _missing(run: MeasuredRun, step: int, total: int) -> Iterator[str]:
   elif not run.quartiles:
     yield f"quartiles: only {len(run.rates)} windows{remedy}"
   if not run.step_report:
-    is_asked = run.config["log"]["step_report"]
-    remedy = "not measured yet" if is_asked else "set log.step_report=True"
+    remedy = "not measured yet" if run.config["log"]["step_report"] else "set log.step_report=True"
     yield f"exposed and spread: no step report, {remedy}"
   if not run.summary:
     yield f"loss and accuracy: not done, at step {step:,} of {total:,}"

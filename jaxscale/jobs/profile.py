@@ -105,5 +105,4 @@ def _owner(workdir: Path) -> lock.LockOwner | None:
   try:
     return lock.running(workdir)
   except OSError as e:
-    remedy = "have the owner of the run ask"
-    raise ConfigError(f"{workdir}: {e.strerror}; {remedy}") from None
+    raise ConfigError(f"{workdir}: {e.strerror}; have the owner of the run ask") from None

@@ -94,8 +94,7 @@ class Report(NamedTuple):
   def _repr_html_(self) -> str:
     lines = "".join(f"<li>{escape(note)}</li>" for note in self.notes)
     image = svg(lambda path: plot_scaling(as_plot(self), path))
-    page = f"<p>{escape(self.heading())}</p>{text.html_table(*table(self))}"
-    return f"{page}<ul>{lines}</ul>{image}"
+    return f"<p>{escape(self.heading())}</p>{text.html_table(*table(self))}<ul>{lines}</ul>{image}"
 
 
 def compare(runs: Sequence[MeasuredRun], name: str = "scaling") -> Report:

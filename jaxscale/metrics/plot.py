@@ -108,8 +108,7 @@ def _mfu(lines: Sequence[Mapping[str, Any]]) -> str:
 
 def _training_label(workdir: Path) -> str:
   """Of the training loss, which label smoothing lifts above the held-out one."""
-  shape = {"config": {"loss": {"label_smoothing": float}}}
-  described = read_json(workdir / "config.json", shape)
+  described = read_json(workdir / "config.json", {"config": {"loss": {"label_smoothing": float}}})
   smoothing = described["config"]["loss"]["label_smoothing"] if described else 0
   return f"training (label smoothing {smoothing:g})" if smoothing else "training"
 

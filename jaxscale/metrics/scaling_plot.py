@@ -32,8 +32,7 @@ def plot_scaling(study: Mapping[str, Any], path: str | Path) -> Path:
     The path.
   """
   with figure(path, 2, 2, (12.8, 8.6), study["title"]) as axes:
-    panels = _speed_up, _efficiency, _step_parts, _loss
-    for axis, draw in zip(axes.flat, panels, strict=True):
+    for axis, draw in zip(axes.flat, (_speed_up, _efficiency, _step_parts, _loss), strict=True):
       draw(axis, study)
   return Path(path)
 
@@ -75,8 +74,7 @@ def _over_devices(
   axis.set_xscale("log", base=2)
   devices = sorted({row["devices"] for row in study["rows"]})
   size_ticks(axis, devices, 1 / 1.25, 1.4)
-  ends = base, devices[-1]
-  ideal, law = [(n, n / base) for n in ends], study["law"]
+  ideal, law = [(n, n / base) for n in (base, devices[-1])], study["law"]
   planned = {row["devices"]: row["planned_efficiency"] for row in rows}
   plan = [(n, share * n / base) for n, share in planned.items() if share is not None]
   for points, label, style in (
@@ -148,8 +146,7 @@ def _loss(axis: Any, study: Mapping[str, Any]) -> None:
 
 
 def _annotate(axis: Any, text: str, at: Any, offset: Any, **style: Any) -> None:
-  options = {"textcoords": "offset points", "fontsize": 8} | style
-  axis.annotate(text, at, xytext=offset, **options)
+  axis.annotate(text, at, xytext=offset, **{"textcoords": "offset points", "fontsize": 8} | style)
 
 
 def _empty(axis: Any, text: str) -> None:

@@ -107,8 +107,7 @@ def _is_reached(wandb: Any, context: TrackerContext) -> bool:
       raise wandb.Error("no API key (wandb login)")
   except wandb.Error as e:
     why = message_of(e)[:200]
-    tracked = "this start of the run is tracked offline"
-    context.note(f"Weights & Biases: {why}; {tracked}")
+    context.note(f"Weights & Biases: {why}; this start of the run is tracked offline")
     return False
   return True
 
@@ -168,8 +167,7 @@ class MLflow(Tracker):
 
     @functools.cache
     def known(name: str) -> int:
-      history = client.get_metric_history(run, _mlflow_name(name))
-      return max((m.step for m in history), default=-1)
+      return max((m.step for m in client.get_metric_history(run, _mlflow_name(name))), default=-1)
 
     def finish(outcome: str) -> None:
       status = {"done": "FINISHED", "interrupted": "KILLED", "failed": "FAILED"}

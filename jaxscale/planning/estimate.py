@@ -129,8 +129,7 @@ def estimate(shapes: Shapes, one: Candidate, batch_size: int, rates: Rates) -> E
   peak = at["peak_bfloat16" if shapes.itemsize == 2 else "peak_float32"]
   peak *= at.get("matmul" if shapes.outputs else "convolution", 0.5)
   passes = 2 + _PASSES[one.layout.remat] + (one.mesh.stage > 1)
-  splits = one.mesh.stage * one.mesh.model
-  compute = ticks * passes * part.rows * shapes.flops / splits / peak
+  compute = ticks * passes * part.rows * shapes.flops / (one.mesh.stage * one.mesh.model) / peak
   exposed = hidden = 0.0
   sizes = {axis: getattr(one.mesh, axis) for axis in ("data", "fsdp", "stage", "model")}
   for kind, axes, payload, times in _sent(part):
@@ -206,8 +205,7 @@ def _sent(part: _Part) -> Iterator[tuple[str, tuple[str, ...], float, float]]:
   times = micros if layout.slow_axes == "in_backward" else 1
   yield "all-reduce", axes, 4 * part.grads, times
   if mesh.stage > 1:
-    stream = part.between * shapes.width * size
-    yield "collective-permute", ("stage",), stream, 2 * ticks
+    yield "collective-permute", ("stage",), part.between * shapes.width * size, 2 * ticks
   if mesh.model == 1:
     return
   axes, again = ("model",), layout.remat in ("full", "branches")

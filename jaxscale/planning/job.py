@@ -95,8 +95,7 @@ def run_of(experiment: Any) -> RunLength | None:
   size = sum(math.prod(x.shape) * x.dtype.itemsize for x in leaves)
   steps = derived.total_steps
   evaluations = -(-steps // derived.eval_every)
-  saves = -(-steps // derived.save_every)
-  return RunLength(steps, evaluations, derived.num_eval, saves, size)
+  return RunLength(steps, evaluations, derived.num_eval, -(-steps // derived.save_every), size)
 
 
 def target_steps(study: str | Path, batch_size: int) -> float:

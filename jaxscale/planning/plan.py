@@ -194,8 +194,7 @@ def _knee(strong: Sequence[Step]) -> int | None:
   fitting = [step for step in strong if step.fits]
   for step, more in itertools.pairwise(fitting):
     doublings = math.log2(more.devices / step.devices)
-    gain = (more.rate / step.rate) ** (1 / doublings)
-    if gain < _GAIN:
+    if (more.rate / step.rate) ** (1 / doublings) < _GAIN:
       return step.devices
   return None
 

@@ -220,7 +220,6 @@ def _draw_rates(axis, plan: Plan) -> None:
   sizes = [s.devices for s in plan.weak or plan.strong or (plan.step,)]
   axis.set_xticks(sizes, [f"{n:,}" for n in sizes], fontsize=8)
   axis.set_ylim(bottom=0)
-  title = "Examples per second and device, and their range\n"
-  axis.set_title(title, loc="left", fontsize=11)
+  axis.set_title("Examples per second and device, and their range\n", loc="left", fontsize=11)
   axis.set(xlabel="devices")
   axis.legend(fontsize=8, frameon=False, loc="lower left")

@@ -144,8 +144,7 @@ def search(
 
 def _family(one: Candidate) -> Candidate:
   """The layout of a candidate, whatever is kept and in however many parts."""
-  layout = dataclasses.replace(one.layout, remat="full")
-  return one._replace(layout=layout, num_microbatches=1)
+  return one._replace(layout=dataclasses.replace(one.layout, remat="full"), num_microbatches=1)
 
 
 _Queues = dict[Candidate, list[tuple[tuple[bool, float], Candidate]]]

@@ -125,14 +125,12 @@ def compile_step(config: cfg.Config, chips: topologies.Chips) -> Compiled:
   if here < asked:  # CPUs, fewer of which are simulated: the same rows for each
     if config.batch_size * here % asked:
       raise ConfigError(f"Config.batch_size={config.batch_size}: not divisible by {asked} devices")
-    batch_size = config.batch_size * here // asked
-    config = dataclasses.replace(config, batch_size=batch_size)
+    config = dataclasses.replace(config, batch_size=config.batch_size * here // asked)
   fit = fits.compile_for(config, chips)
   if fit.compiled is None:
     raise fits.RefusedError(f"--chips={chips.name}: the step {fits.line(fit, chips)}")
   rows = fit.experiment.derived.device_batch_size
-  program = Program(_text(fit, chips), fit.mesh)
-  return Compiled(rows, asked, program, fit, fit.experiment)
+  return Compiled(rows, asked, Program(_text(fit, chips), fit.mesh), fit, fit.experiment)
 
 
 def _text(fit: fits.Fit, chips: topologies.Chips) -> str:
@@ -203,8 +201,7 @@ def step_on(
   nodes = -(-devices // rates.per_node)
   memory = _memory(compiled, rows)
   fits = memory <= compiled[0].fit.limit
-  batch_size = rows * blocks
-  return Step(devices, nodes, batch_size, rows, took, memory=memory, fits=fits, **expected)
+  return Step(devices, nodes, rows * blocks, rows, took, memory=memory, fits=fits, **expected)
 
 
 def _mesh_sizes(config: cfg.Config, first: Compiled, devices: int) -> dict[str, int]:

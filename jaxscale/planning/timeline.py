@@ -66,8 +66,7 @@ class Program:
     """
     found = _found()
     for module, placed in self._modules:
-      walk = _Walk(self, module, placed, rates, transfer)
-      _add(found, walk.computation(module.entry), 1)
+      _add(found, _Walk(self, module, placed, rates, transfer).computation(module.entry), 1)
     compute, exposed, sent = map(dict, found)
     if overlap == "backward" and sum(sent.values()):
       hidden = _BACKWARD_SHARE * sum(compute.values())

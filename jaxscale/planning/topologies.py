@@ -138,8 +138,7 @@ def find_chips(name: str) -> Chips:
     found = topologies.get_topology_desc(platform=chip.platform, **options)
   except NotImplementedError:  # JAX has given the plugin up: there is no such hardware
     advice = "set JAX_PLATFORMS=cpu before it is imported"
-    why = "JAX looked for a GPU and found none"
-    raise ConfigError(f"--chips={name}: {why}; {advice}") from None
+    raise ConfigError(f"--chips={name}: JAX looked for a GPU and found none; {advice}") from None
   return Chips(name, chip, list(found.devices), kind, len(found.devices))
 
 

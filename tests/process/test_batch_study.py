@@ -19,8 +19,7 @@ QUICK = """
 @pytest.mark.slow
 def test_a_study_measures_what_the_records_say(tmp_path, capsys):
   runs = ["--runs", str(tmp_path)]
-  argv = ["batch-study", *QUICK.split(), "--executor=local", "--name=study", *runs]
-  assert cli.main(argv) == 0
+  assert cli.main(["batch-study", *QUICK.split(), "--executor=local", "--name=study", *runs]) == 0
   out, _ = capsys.readouterr()
   assert "study: submitted as local-" in out and ", 3 trials" in out
   assert f"jaxscale report study --runs {tmp_path}" in out

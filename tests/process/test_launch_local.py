@@ -124,10 +124,8 @@ def in_folder(folder, *words, **env):
 
 def test_files_called_like_pythons_modules_hide_none(shadowed):
   config = "--config=digits.py"
-  out = in_folder(shadowed, "-m", "jaxscale.train", config, "--workdir=a")
-  assert "done: " in out
-  checks = "--skip=network,clocks"
-  assert "ready" in in_folder(shadowed, "-m", "jaxscale", "doctor", config, checks)
+  assert "done: " in in_folder(shadowed, "-m", "jaxscale.train", config, "--workdir=a")
+  assert "ready" in in_folder(shadowed, "-m", "jaxscale", "doctor", config, "--skip=network,clocks")
 
 
 @pytest.mark.parametrize("verb", ["submit", "sweep"])
@@ -166,8 +164,7 @@ def test_several_processes_know_each_other_and_have_files(fake):
   wait(job)
   for rank in range(4):
     assert f"process {rank} of 4: -m jaxscale.train --config " in job.logs(rank)
-  lines = job.logs("all").splitlines()
-  assert [line[:3] for line in lines] == ["0: ", "1: ", "2: ", "3: "]
+  assert [line[:3] for line in job.logs("all").splitlines()] == ["0: ", "1: ", "2: ", "3: "]
   with pytest.raises(ConfigError, match=r"--rank=4: give 0 … 3, all or batch"):
     job.logs(4)
 
@@ -331,15 +328,13 @@ def test_it_ended_as_the_first_that_failed_and_says_why(fake, tmp_path, capsys):
     f' "{tmp_path}/up1" -a -e "{tmp_path}/up3" ]; do sleep 0.1; done;'
     ' echo "error: why"; exit 2; }\nexec sleep 600'
   )
-  quiet = STAND_IN.replace('echo "process', ': "process')
-  (tmp_path / "python").write_text(quiet)
+  (tmp_path / "python").write_text(STAND_IN.replace('echo "process', ': "process'))
   job = jobs.submit(DIGITS, tasks_per_node=4, name="why", **fake)
   (row,) = wait(job)
   assert (row.state, row.code) == ("FAILED", 2)
   assert job.logs(0) == ""
   assert cli.main(["logs", "why", f"--runs={fake['runs']}"]) == 0
-  reported = capsys.readouterr().out.splitlines()
-  assert reported == ["2: error: why", FAILED_FIRST]
+  assert capsys.readouterr().out.splitlines() == ["2: error: why", FAILED_FIRST]
 
 
 FAILED_FIRST = "error: process 2 failed first (exit code 2): error: why"
@@ -355,8 +350,7 @@ def test_what_process_0_does_not_know_is_shown_with_its_lines(fake, tmp_path, ca
   assert (row.state, row.code, row.restarts) == ("FAILED", 2, 0)
   for follow in ([], ["-f"]):
     assert cli.main(["logs", *follow, "first", f"--runs={fake['runs']}"]) == 0
-    reported = capsys.readouterr().out.splitlines()
-    assert reported[-2:] == ["saved", FAILED_FIRST]
+    assert capsys.readouterr().out.splitlines()[-2:] == ["saved", FAILED_FIRST]
   (tmp_path / "does").write_text("exit 0")
   job.resume()
   wait(job)
@@ -399,8 +393,7 @@ def test_a_number_used_again_is_another_process():
 
 def test_it_survives_the_terminal(fake):
   """The supervisor is in a session of its own, and nobody's child."""
-  job = jobs.submit(DIGITS, **fake)
-  pid = read_json_lines(job.folder / "supervisor.jsonl")[-1]["pid"]
+  pid = read_json_lines(jobs.submit(DIGITS, **fake).folder / "supervisor.jsonl")[-1]["pid"]
   fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
   assert int(fields[3]) == pid and int(fields[1]) != os.getpid()
 

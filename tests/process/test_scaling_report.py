@@ -42,8 +42,7 @@ def workdir(path, lines, *, outcome="done", devices=2, **derived):
   described |= {"processes": devices, "device_kind": "cpu"}
   (path / "config.json").write_text(json.dumps(described))
   (path / "metrics.jsonl").write_text("".join(json.dumps(x) + "\n" for x in lines))
-  summary = {"outcome": outcome, "loss": 0.5, "accuracy": 0.9}
-  (path / "summary.json").write_text(json.dumps(summary))
+  (path / "summary.json").write_text(json.dumps({"outcome": outcome, "loss": 0.5, "accuracy": 0.9}))
   return path
 
 
@@ -57,8 +56,7 @@ STEP_REPORT |= {"perf/exposed_share": 0.25, "perf/spread": 0.1}
 
 def test_the_warm_up_and_a_short_end_are_no_throughput(tmp_path):
   rates = [1.0, 50.0, 60.0, 70.0, 9999.0]  # the first is warm-up, the last short
-  steps = [10, 20, 30, 40, 43]
-  lines = [STEP_REPORT, *map(logged, steps, rates)]
+  lines = [STEP_REPORT, *map(logged, [10, 20, 30, 40, 43], rates)]
   path = workdir(tmp_path / "w", lines)
   done = Activity(5.0, 9.0, 44, [0], {"starting": 1.0, "step": 3.0}, done=True)
   (path / goodput.FILE).write_text(json.dumps(done._asdict()))
@@ -69,15 +67,13 @@ def test_the_warm_up_and_a_short_end_are_no_throughput(tmp_path):
   assert found.step_report.items() >= report.items()
   assert (found.summary, found.kind) == ({"loss": 0.5, "accuracy": 0.9}, "cpu")
   assert found.missing == ("nodes: only runs of jaxscale.jobs record them",)
-  study = scaling_report.compare([found])
-  shown = str(study).splitlines()
+  shown = str(scaling_report.compare([found])).splitlines()
   assert shown[2].split()[-3:] == ["75%", "0.5000", "90.00%"]
   assert "w: goodput 75% of 0:04: training 0:03, start-up 0:01" in shown
 
 
 def test_one_process_has_no_spread(tmp_path):
-  path = workdir(tmp_path / "w", [STEP_REPORT], devices=1)
-  study = scaling_report.compare([measured.read(path)])
+  study = scaling_report.compare([measured.read(workdir(tmp_path / "w", [STEP_REPORT], devices=1))])
   assert next(csv.DictReader(scaling_report.as_csv(study).splitlines()))["spread"] == ""
 
 
@@ -114,8 +110,7 @@ def test_what_is_missing_has_a_reason(tmp_path):
   lines = [logged(10, 5.0), logged(20, 6.0)]
   found = measured.read(workdir(tmp_path / "w", lines, outcome="interrupted"))
   assert found.rate == 6.0 and found.quartiles is None and found.summary == {}
-  study = scaling_report.compare([found])
-  text = str(study)
+  text = str(scaling_report.compare([found]))
   (row,) = [line for line in text.splitlines() if line.startswith("w ")]
   assert row.split() == ["w", "–", "2", "2", "128", "6", "–", "1", "1.00", "100%", *"–––––"]
   for why in (
@@ -228,16 +223,14 @@ def test_csv_and_picture_of_what_is_known_and_what_is_not(tmp_path):
   assert named == ["0.25", "0.003", "0.001", "0.5"]
   assert rows[2]["examples_per_s"] == rows[2]["loss"] == rows[2]["speed_up"] == ""
   for i, runs in enumerate(([run(1, 100), run(2, 150), gap], [gap], [gap] * 2)):
-    study = scaling_report.compare(runs)
-    path = plot_scaling(scaling_report.as_plot(study), tmp_path / f"{i}.png")
+    path = plot_scaling(scaling_report.as_plot(scaling_report.compare(runs)), tmp_path / f"{i}.png")
     assert path.read_bytes().startswith(b"\x89PNG")
 
 
 def test_the_command_reads_workdirs(tmp_path, capsys):
   lines = [STEP_REPORT, *(logged(s, 10.0 * s) for s in (10, 20, 30, 40))]
   names = [str(workdir(tmp_path / n, lines, devices=d)) for n, d in (("a", 1), ("b", 2))]
-  files = [f"--csv={tmp_path}/t.csv", "--png", f"{tmp_path}/t.png"]
-  assert main(["report", *names, *files]) == 0
+  assert main(["report", *names, f"--csv={tmp_path}/t.csv", "--png", f"{tmp_path}/t.png"]) == 0
   out = capsys.readouterr().out
   assert out.startswith("scaling: strong scaling, global batch 128; speed-up and eff")
   assert (tmp_path / "t.csv").exists() and (tmp_path / "t.png").exists()

@@ -129,8 +129,7 @@ def write_study(folder, *outcomes, config=CONFIG):
   for task, found in enumerate(outcomes):
     workdir, failed = run.workdir(task), found["outcome"] != "done"
     workdir.mkdir(parents=True)
-    record = json.dumps({"config": config, "derived": DERIVED})
-    (workdir / "config.json").write_text(record)
+    (workdir / "config.json").write_text(json.dumps({"config": config, "derived": DERIVED}))
     event = {"event": "end", "job": f"local-7_{task}", "restarts": 0, "nodes": 1}
     event |= {"code": int(failed), "next": "stop"}
     run.events_file(task).write_text(json.dumps(event))
@@ -227,13 +226,11 @@ def test_the_noise_scale_is_held_against_the_fit(tmp_path):
 
 def test_an_infinite_noise_scale_is_not_left_out_of_a_mean(tmp_path):
   infinite = outcome(seed=1, noise_scale_low=900.0)
-  runs = [outcome(noise_scale=300.0), infinite, outcome(seed=2)]
-  found = summarised(tmp_path, *runs)
+  found = summarised(tmp_path, outcome(noise_scale=300.0), infinite, outcome(seed=2))
   assert found["sizes"][0]["noise_scale"] == pytest.approx(600)
   mean = batch_study.mean_noise_scale
   assert mean(found["runs"][1:2]) == np.inf and mean(found["runs"][2:]) is None
-  text = json.dumps(batch_study.summarise("a", CONFIG, found["runs"][1:2]))
-  assert "Infinity" not in text
+  assert "Infinity" not in json.dumps(batch_study.summarise("a", CONFIG, found["runs"][1:2]))
 
 
 def test_a_range_without_an_end_leads_the_note(tmp_path):

@@ -109,8 +109,7 @@ def lines(capsys, tmp_path, monkeypatch, *args, limit=1 << 40):
   monkeypatch.chdir(tmp_path)
   sizes = {"knl-4": 4}
   monkeypatch.setattr(topologies, "find_chips", lambda name: here(limit, sizes.get(name, 8)))
-  given = ["--config=tiny.py", "--chips=v5e-16", "--config.batch_size=8"]
-  code = cli.main(["plan", *given, *args])
+  code = cli.main(["plan", "--config=tiny.py", "--chips=v5e-16", "--config.batch_size=8", *args])
   out = capsys.readouterr()
   return code, (out.out + out.err).splitlines()
 
@@ -125,8 +124,7 @@ def test_a_plan_and_what_is_kept_of_it(capsys, tmp_path, monkeypatch):
   assert code == 0 and page[0].startswith("plan not calibrated")
   assert any("memory of a device: fits: " in line for line in page)
   assert any("waiting for examples takes 9" in line for line in page)
-  json_line = "a/plan.json: `jaxscale submit --plan a/plan.json` submits it"
-  assert page[-2:] == [json_line, "b/plan.png"]
+  assert page[-2:] == ["a/plan.json: `jaxscale submit --plan a/plan.json` submits it", "b/plan.png"]
   assert (tmp_path / "b" / "plan.png").read_bytes().startswith(b"\x89PNG")
   plan = json.loads((tmp_path / "a" / "plan.json").read_text())
   step = plan["step"]
@@ -179,8 +177,7 @@ def test_the_largest_model_is_found(capsys, tmp_path, monkeypatch):
   # Parameters and two moments, a layer's share of them on each of 8 devices.
   added = (sizes[6].arguments - sizes[2].arguments) / 4
   vectors = 2 * 32  # whole on each device
-  matrices = (PARAMETERS_OF_LAYER - vectors) / 8
-  assert added == pytest.approx(12 * (matrices + vectors), rel=0.02)
+  assert added == pytest.approx(12 * ((PARAMETERS_OF_LAYER - vectors) / 8 + vectors), rel=0.02)
   limit = sizes[4].total
   code, message = lines(capsys, tmp_path, monkeypatch, "--over=model.num_layers=6,2,4", limit=limit)
   assert code == 0

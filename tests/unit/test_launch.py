@@ -217,8 +217,7 @@ def test_the_folder_holds_the_code_and_its_config(tmp_path):
   env = {**os.environ, "PYTHONPATH": str(code), "PYTHONSAFEPATH": "1"}
   where = subprocess.run(program, env=env, **shown)
   assert where.stdout.strip() == str(code / "jaxscale" / "__init__.py"), where.stderr
-  packages = json.loads((code.parent / "environment.json").read_text())["packages"]
-  assert "jax" in packages
+  assert "jax" in json.loads((code.parent / "environment.json").read_text())["packages"]
   with pytest.raises(ConfigError, match="exists, give another --name"):  # since it was prepared
     folders.make(*made, prepared.source)
   with pytest.raises(ConfigError, match="exists; give another name"):
@@ -258,5 +257,4 @@ def test_a_class_that_a_job_cannot_import_is_named(tmp_path):
 def test_accepted_changes_are_of_the_job_that_resumes():
   run = RUN
   assert not any("accept" in option for option in run.train_options())
-  accepts = run._replace(accept_changes="data,code")
-  assert "--accept-changes=data,code" in accepts.train_options()
+  assert "--accept-changes=data,code" in run._replace(accept_changes="data,code").train_options()

@@ -149,8 +149,7 @@ def test_no_text_of_a_run_is_executed(tmp_path, place):
     here.mkdir()
     text = payload.replace("PROOF", str(proof))
     try:
-      run = RUN._replace(folder=str(here / "run"), **PLACES[place](text))
-      command, env = job_files(here, run)
+      command, env = job_files(here, RUN._replace(folder=str(here / "run"), **PLACES[place](text)))
     except ConfigError:
       continue
     rendered += 1
@@ -193,8 +192,7 @@ def test_what_was_cancelled_or_often_enough_is_not_started_again(
   if cancelled:
     (tmp_path / "run" / "cancelled").touch()
   variables = {"SLURM_RESTART_COUNT": restarts}
-  done = run_job(tmp_path, variables=variables, srun="exit 85", scontrol=scontrol)
-  assert done.returncode == 85
+  assert run_job(tmp_path, variables=variables, srun="exit 85", scontrol=scontrol).returncode == 85
   assert is_requeued(tmp_path) == again
 
 
@@ -312,8 +310,7 @@ DOCTORS = [
 @pytest.mark.parametrize("spares", [0, 1])
 @pytest.mark.parametrize("code, ends, next_", DOCTORS)
 def test_only_the_doctor_calls_an_allocation_unfit(tmp_path, code, ends, next_, spares):
-  run = RUN._replace(preflight=True, spares=spares)
-  done = run_job(tmp_path, run, srun=f"exit {code}")
+  done = run_job(tmp_path, RUN._replace(preflight=True, spares=spares), srun=f"exit {code}")
   assert done.returncode == ends and "unbound" not in done.stderr
   assert ("error: the preflight found this allocation unfit" in done.stderr) == (code == 2)
   # The last one counts; with 1 the others' end would hide the doctor's 2.
@@ -351,8 +348,7 @@ def test_a_preflight_that_passes_is_followed_by_the_training(tmp_path):
 
 
 def test_a_setup_line_that_fails_ends_the_job_and_says_where(tmp_path):
-  site = Site(setup=("true", "ls /no/such/directory", "true"))
-  done = run_job(tmp_path, RUN._replace(site=site))
+  done = run_job(tmp_path, RUN._replace(site=Site(setup=("true", "ls /no/such/directory", "true"))))
   assert done.returncode == 2 and "error: line" in done.stderr
   assert not (tmp_path / "srun").exists()
 

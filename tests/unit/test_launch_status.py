@@ -121,8 +121,7 @@ def test_a_run_without_a_job_is_named(tmp_path, capsys):
     assert f"jaxscale report {tmp_path}/digits" in error and error.count("\n") == 1
   folder = tmp_path / "good"
   folder.mkdir()
-  good = json.dumps(spec.to_json(RUN._replace(executor="local")))
-  (folder / "run.json").write_text(good)
+  (folder / "run.json").write_text(json.dumps(spec.to_json(RUN._replace(executor="local"))))
   assert cli.main(["status", runs]) == 0
   out = capsys.readouterr().out.splitlines()
   assert len(out) == 3 and out[-1].startswith(note)

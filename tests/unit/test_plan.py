@@ -197,8 +197,7 @@ def test_the_benchmark_measures_fits_and_plans(processes):
   assert not any(own_lines(out) for out, _ in done[1:]), "the leader alone prints"
   for axis in ("replica", "data"):
     assert re.search(rf"^{axis}: alpha [\d.]+ us, beta ", text, re.M)
-  row = r"^ *(1,000|100,000)  (\w+) +([\d.]+) "
-  rows = re.findall(row, text, re.M)
+  rows = re.findall(r"^ *(1,000|100,000)  (\w+) +([\d.]+) ", text, re.M)
   expected = itertools.product(("1,000", "100,000"), collectives.ALGORITHMS)
   assert [(size, name) for size, name, _ in rows] == list(expected)
   assert all(float(took) > 0 for *_, took in rows)

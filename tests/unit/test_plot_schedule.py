@@ -51,8 +51,7 @@ def test_mlperfs_table(batch, peak, warmup, decay, from_0, reached):
   assert rates[0] == 0 and rates.argmax() == top
   assert rates[top] == pytest.approx(peak, rel=1e-6)
   # The last step is one before the polynomial is at its end of 1e-4.
-  span = end - top
-  assert rates[-1] == pytest.approx(1e-4 + (peak - 1e-4) / span**2, rel=1e-5)
+  assert rates[-1] == pytest.approx(1e-4 + (peak - 1e-4) / (end - top) ** 2, rel=1e-5)
   # The run ends 1.5 to 5.5 epochs after the published mean reached its target.
   assert 1.5 < len(rates) * batch / IMAGENET_EXAMPLES["train"] - reached < 5.5
 
@@ -72,8 +71,9 @@ def test_googles_submission(batch, peak, warm, epochs, loop, steps):
   step, warmup_steps = np.arange(steps, dtype=np.float64), warm * loop / 4
   decay_steps = steps - warmup_steps + 1
   assert (warmup_steps, decay_steps) in [(706.5, 1806.5), (651.75, 1166.25)]
-  left = 1 - np.minimum(step - warmup_steps, decay_steps) / decay_steps
-  poly = 1e-4 + (peak - 1e-4) * left**2
+  poly = (
+    1e-4 + (peak - 1e-4) * (1 - np.minimum(step - warmup_steps, decay_steps) / decay_steps) ** 2
+  )
   wanted = np.where(step <= warmup_steps, peak * step / warmup_steps, poly)
   # Ours warms up in whole steps.
   np.testing.assert_allclose(rates, wanted, rtol=1e-3)
@@ -93,8 +93,7 @@ def test_lambs_released_recipe():
   """optimization.py of fastalgo/imagenet_resnet50_lamb, in float64."""
   rates = rates_of("configs/resnet50_lamb_32k.py")
   step, warmup, total = np.arange(3519, dtype=np.float64), 782, 3519
-  decay = (total - step) * 0.04 / (total - warmup)
-  wanted = np.where(step <= warmup, step * 0.04 / warmup, decay)
+  wanted = np.where(step <= warmup, step * 0.04 / warmup, (total - step) * 0.04 / (total - warmup))
   np.testing.assert_allclose(rates, wanted, rtol=1e-6)
   assert rates[0] == 0 and rates.argmax() == 782
 
@@ -104,8 +103,7 @@ def test_nesterov_of_nado_et_al():
   rates = rates_of("configs/resnet50_nesterov_32k.py")
   step = np.arange(2512, dtype=np.float64)
   poly = 1e-4 + (7.05 - 1e-4) * (1 - (step - 638) / (2512 - 638 + 1)) ** 2
-  wanted = np.where(step <= 638, 7.05 * step / 638, poly)
-  np.testing.assert_allclose(rates, wanted, rtol=2e-6)
+  np.testing.assert_allclose(rates, np.where(step <= 638, 7.05 * step / 638, poly), rtol=2e-6)
 
 
 def test_the_command(tmp_path, capsys):

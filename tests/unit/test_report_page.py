@@ -39,8 +39,7 @@ def workdir(path, **files):
   path.mkdir()
   files = {"config.json": {"config": CONFIG}} | files
   for name, content in files.items():
-    found = content if isinstance(content, str) else json.dumps(content)
-    (path / name).write_text(found)
+    (path / name).write_text(content if isinstance(content, str) else json.dumps(content))
   return path
 
 

@@ -237,8 +237,7 @@ def test_what_is_compiled_is_planned_or_says_why_not():
 
 
 def test_a_search_is_submitted(tmp_path, monkeypatch, capsys):
-  path = tmp_path / "tiny.py"
-  path.write_text(SOURCE)
+  (tmp_path / "tiny.py").write_text(SOURCE)
   (tmp_path / "site.toml").write_text("gpus_per_node = 2\n[machine]\nper_node = 2\n")
   monkeypatch.chdir(tmp_path)
   monkeypatch.setattr(topologies, "find_chips", simulated)

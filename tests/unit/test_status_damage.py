@@ -38,8 +38,7 @@ def runs(tmp_path):
   for name in ("good", "bad"):
     (tmp_path / name / "train").mkdir(parents=True)
     (tmp_path / name / "events").mkdir()
-    text = json.dumps(WHOLE | {"name": name})
-    (tmp_path / name / "run.json").write_text(text)
+    (tmp_path / name / "run.json").write_text(json.dumps(WHOLE | {"name": name}))
   return tmp_path
 
 

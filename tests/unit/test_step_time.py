@@ -133,8 +133,7 @@ def test_seconds_of_a_kernel():
   assert kernels.seconds(slow, PLAIN) == pytest.approx(2.0)  # at its peak
   assert kernels.seconds(slow._replace(dtype="f32"), PLAIN) == pytest.approx(4.0)
   assert kernels.seconds(slow._replace(bytes=9e9), PLAIN) == pytest.approx(9.0)
-  half = PLAIN | {"half_waves": 1.0, "launch": 0.5}  # one wave
-  assert kernels.seconds(slow, half) == pytest.approx(4.5)
+  assert kernels.seconds(slow, PLAIN | {"half_waves": 1.0, "launch": 0.5}) == pytest.approx(4.5)
   tpu = rates_of("v5e").at("expected")
   assert kernels.seconds(slow._replace(cycles=3e9), tpu) == pytest.approx(2.0)
 
@@ -303,21 +302,18 @@ HOSTS |= {"v3": {64: 8}, "h100": {64: 8}, "knl": {64: 64}}
 
 @pytest.mark.parametrize("chip", HOSTS)
 def test_hosts_load_and_fail_not_slices(chip):
-  at = Machine(save_rate=1e9, mtbf_hours=800, input_rate=100.0)
-  rates = rates_of(chip, at)
+  rates = rates_of(chip, Machine(save_rate=1e9, mtbf_hours=800, input_rate=100.0))
   run = RunLength(steps=36_000, evaluations=1, eval_examples=1, saves=20, state_bytes=10**10)
   for devices, number in HOSTS[chip].items():
     job = job_of(run, a_step(devices), rates)
     seconds = job.hours["expected"] * 3600 - job.lost
     assert job.restarts == pytest.approx(seconds * number / (3600 * 800))
-    times = step_plan.Times({}, {}, {})
-    parts = step_plan._parts(times, rates, "expected", devices, 1024)
+    parts = step_plan._parts(step_plan.Times({}, {}, {}), rates, "expected", devices, 1024)
     assert sum(parts.values()) == pytest.approx(1024 / number / 100)
 
 
 def test_a_site_sets_its_hosts():
-  at = rates_of("v4", Machine(per_host=2)).at("expected")
-  assert hosts(32, at) == 16
+  assert hosts(32, rates_of("v4", Machine(per_host=2)).at("expected")) == 16
   assert hosts(64, rates_of("h100", Machine(per_node=4)).at("expected")) == 16
 
 

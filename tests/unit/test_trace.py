@@ -120,8 +120,7 @@ def test_streams_of_a_gpu(tmp_path):
     "host: input 15%, step 30%, saving 5% of the time",
     "devices: forward 32%, backward 16%, exchange 24%, update 8%, other 20% of their operations",
   ]
-  cells = "dot.1 40 us 32.0% 1 forward gradients/jvp(MLP)/dot_general"
-  assert " ".join(lines[6].split()) == cells
+  assert " ".join(lines[6].split()) == "dot.1 40 us 32.0% 1 forward gradients/jvp(MLP)/dot_general"
   assert len(lines) == 8
 
 
@@ -136,8 +135,7 @@ def test_a_loop_of_a_tpu_counts_for_what_nothing_in_it_covers(tmp_path):
     "fusion.1": ("fusion", "jit(step)/gradients/jvp(while)/body/mul"),
     "all-gather.2": ("all-gather", "jit(step)/gradients/all_gather"),
   }
-  there = program("jit_step(7)", **made_of)
-  summary = trace.summarize([written(tmp_path, device, programs=there)])
+  summary = trace.summarize([written(tmp_path, device, programs=program("jit_step(7)", **made_of))])
   assert rows(summary) == [
     ("fusion.1", "forward", 90, 2),
     ("all-gather.2", "communication", 40, 1),
@@ -150,10 +148,8 @@ def test_a_loop_of_a_tpu_counts_for_what_nothing_in_it_covers(tmp_path):
 def test_an_operation_of_a_cpu_may_end_in_another_thread(tmp_path):
   where = dict(device_ordinal=1, _pt=0)
   dot, copy = op("dot", **where, _p=77), op("copy", **where, _p=78)
-  ended = ("end: copy", 19, 1, {"_ct": 0, "_c": 78})
-  first = [("dot", 0, 10, dot), ("copy", 10, 10, copy), ended]
-  second = [("end: dot", 50, 1, {"_ct": 0, "_c": 77})]
-  host = plane("/host:CPU", worker_1=first, worker_2=second)
+  first = [("dot", 0, 10, dot), ("copy", 10, 10, copy), ("end: copy", 19, 1, {"_ct": 0, "_c": 78})]
+  host = plane("/host:CPU", worker_1=first, worker_2=[("end: dot", 50, 1, {"_ct": 0, "_c": 77})])
   summary = trace.summarize([written(tmp_path, host)])
   assert rows(summary) == [("dot", "other", 50, 1), ("copy", "other", 10, 1)]
   assert summary.idle == {"CPU:1": 0}
@@ -171,8 +167,7 @@ def test_processes_are_added_up(tmp_path):
   assert rows(summary)[0] == ("dot.1", "forward", 80, 2)
   assert list(summary.idle) == ["process_0 GPU:0", "process_1 GPU:0"]
   assert summary.steps == (100, 101, 300, 301)
-  head = trace.text(summary).splitlines()[0]
-  assert head == "steps 100, 101, 300 and 301 in 200 us, 100 us each"
+  assert trace.text(summary).splitlines()[0] == "steps 100, 101, 300 and 301 in 200 us, 100 us each"
   assert summary.seconds == pytest.approx(200e-6)
   assert summary.host["input"] == pytest.approx(30e-6)
 
@@ -190,8 +185,7 @@ def test_without_its_programs_a_trace_has_names_still(tmp_path, cut):
   (tmp_path / "whole").mkdir()
   damaged = PROGRAM[:-cut] + bytes([255]) * cut
   path = written(tmp_path, GPU, STEPS, programs=b"")
-  known = trace._programs(path.read_bytes() + damaged)
-  assert len(known) < 12
+  assert len(trace._programs(path.read_bytes() + damaged)) < 12
   assert rows(trace.summarize([path]))[0] == ("dot.1", "other", 40, 1)
 
 

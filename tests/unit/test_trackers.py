@@ -63,8 +63,7 @@ def lines(*steps):
 
 
 def logged(workdir):
-  found = metrics.read_metrics(workdir / "metrics.jsonl")
-  return [line["step"] for line in found]
+  return [line["step"] for line in metrics.read_metrics(workdir / "metrics.jsonl")]
 
 
 @pytest.fixture
@@ -225,8 +224,7 @@ def test_they_are_chosen_by_name_and_recorded():
   chosen = {"log.trackers.Wandb.project": "x", "log.trackers": "MLflow,Wandb"}
   chosen |= {"log.trackers.MLflow.uri": "https://host"}
   loaded = load_config("configs/digits.py", chosen)
-  wanted = config.MLflow(uri="https://host"), config.Wandb(project="x")
-  assert loaded.log.trackers == wanted
+  assert loaded.log.trackers == (config.MLflow(uri="https://host"), config.Wandb(project="x"))
   plain = json.loads(json.dumps(to_plain(loaded)))
   assert plain["log"]["trackers"][0]["class"] == "MLflow"
   assert from_plain(config.Config, plain) == loaded

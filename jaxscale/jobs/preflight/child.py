@@ -82,5 +82,4 @@ def cause_of(stderr: str, code: int) -> str:
       return match.expand(meaning).rstrip()
   lines = [line.strip() for line in stderr.splitlines() if line.strip()]
   errors = [x for x in lines if re.match(r"\S*(Error|Exception)\b|error: |F\d{4} ", x)]
-  last = (errors or lines or [f"JAX ended with code {code}"])[-1]
-  return last.removeprefix("error: ")[:300]
+  return (errors or lines or [f"JAX ended with code {code}"])[-1].removeprefix("error: ")[:300]

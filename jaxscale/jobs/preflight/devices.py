@@ -89,8 +89,7 @@ def _data(found: Found, hosts: Sequence[str]) -> list[Finding]:
   for (other, *counts), ranks in others.items():
     text = "data: {} has {:,} + {:,} examples in ".format(other, *counts)
     text += f"{ranks_with_hosts(ranks, hosts)}, {train:,} + {validation:,} in the "
-    remedy = "use the same version of the data on every node"
-    wrong.append(Finding(False, f"{text}others", remedy))
+    wrong.append(Finding(False, f"{text}others", "use the same version of the data on every node"))
   return wrong or [Finding(True, f"data: {name}, {train:,} + {validation:,} examples")]
 
 

@@ -160,8 +160,7 @@ def _versions(found: Found, hosts: Sequence[str]) -> list[Finding]:
       remedy = f"install the same everywhere, e.g. pip install {name}=={usual}"
     for other, ranks in others.items():
       where = handshake.ranks_with_hosts(ranks, hosts)
-      text = f"{name} {other} on {where}, {usual} on the others"
-      wrong.append(Finding(False, text, remedy))
+      wrong.append(Finding(False, f"{name} {other} on {where}, {usual} on the others", remedy))
   same = "on all processes" if len(found) > 1 else "here"
   return wrong or [Finding(True, f"versions {same}: {', '.join(shown)}")]
 
