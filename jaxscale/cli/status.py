@@ -26,9 +26,7 @@ def add_arguments(parser: Parser) -> None:
 
 def _width() -> int | None:
   """Columns of the terminal; None where there is none, and nothing is cut."""
-  if not sys.stdout.isatty():
-    return None
-  return max(shutil.get_terminal_size().columns, 40)
+  return max(shutil.get_terminal_size().columns, 40) if sys.stdout.isatty() else None
 
 
 def run(args: Namespace) -> None:

@@ -21,10 +21,10 @@ import numpy as np
 
 from jaxscale.config import AdaptiveBatch, Config
 from jaxscale.errors import invalid, printable
-from jaxscale.files import mismatch, read_json, whole_number, write_json
+from jaxscale.files import read_json, whole_number, write_json
 from jaxscale.jobs import folder as folders
 from jaxscale.jobs import logs
-from jaxscale.jobs.measured import NotBegunError
+from jaxscale.jobs.measured import NotBegunError, finite
 from jaxscale.jobs.spec import JobSpec
 from jaxscale.jobs.status import RunStatus, statuses
 from jaxscale.metrics import text
@@ -206,6 +206,7 @@ def _run(spec: JobSpec, task: int, status: RunStatus, record: Mapping[str, Any])
     outcome = "reached" if summary["target_step"] else "missed"
   else:
     outcome, summary = status.state.lower(), {}
+  numbers = finite(summary)
   examples = (summary.get("target_step") or 0) * size or None
   num_train = derived.get("num_train")
   row: dict[str, Any] = dict(status=outcome, batch_size=size, seed=seed)
@@ -216,15 +217,9 @@ def _run(spec: JobSpec, task: int, status: RunStatus, record: Mapping[str, Any])
   )
   row["target_examples"] = examples
   row["target_epochs"] = examples / num_train if examples and num_train else None
-  row |= {name: _number(summary.get(name)) for name in _MEASURED.split()}
+  row |= {name: numbers.get(name) for name in _MEASURED.split()}
   row["note"] = "" if is_done or status.state != "FAILED" else _last_line(spec, task)
   return row
-
-
-def _number(value: Any) -> float | None:
-  """Return a finite number out of JSON; None: it is something else."""
-  is_number = mismatch(value, float) is None and math.isfinite(value)
-  return value if is_number else None
 
 
 def _last_line(spec: JobSpec, task: int) -> str:

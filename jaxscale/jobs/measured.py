@@ -171,7 +171,7 @@ def read(path: Path, plan: Path | None = None) -> MeasuredRun:
   starts = read_json_lines(workdir / provenance.FILE, None, {"time": float})
   since = starts[-1]["time"] if starts else 0.0
   current = [line for line in lines if line["time"] >= since]
-  reports = [_finite(line, "perf/") for line in current if _REPORT in line]
+  reports = [finite(line, "perf/") for line in current if _REPORT in line]
   summary = read_json(workdir / "summary.json", {"outcome": str})
   job = [event for event in events if event["event"] == "start"]
   size = dict(batch=batch, processes=processes, devices=derived["num_devices"])
@@ -185,7 +185,7 @@ def read(path: Path, plan: Path | None = None) -> MeasuredRun:
     **size,
     rates=windows(current),
     step_report=reports[0] if reports else {},
-    summary=_finite(summary) if summary.get("outcome") == "done" else {},
+    summary=finite(summary) if summary.get("outcome") == "done" else {},
     evaluations=_evaluations(lines, batch, num_train),
     origin=provenance.last_start(workdir),
     planned=of_workdir(workdir, record, plan),
@@ -194,7 +194,7 @@ def read(path: Path, plan: Path | None = None) -> MeasuredRun:
   return run._replace(missing=tuple(_missing(run, newest, derived["total_steps"])))
 
 
-def _finite(values: Mapping[str, Any], prefix: str = "") -> dict[str, float]:
+def finite(values: Mapping[str, Any], prefix: str = "") -> dict[str, float]:
   """Return the finite numbers among values, by name without the prefix."""
   return {
     name.removeprefix(prefix): x

@@ -57,7 +57,9 @@ def trace(
   Raises:
     ConfigError: nothing trains there, or no trace came: the line says why.
   """
-  _check_running(workdir)
+  if _owner(workdir) is None:
+    hint = "start it, or print an earlier trace by --summary"
+    raise ConfigError(f"{workdir}: no run trains there; {hint}")
   described = read_json(workdir / "config.json", {"processes": int})
   count = described.get("processes", max(processes) + 1)
   if max(processes) >= count:
@@ -93,12 +95,6 @@ def _wait(workdir: Path, folder: Path, request, wait_s: float) -> None:
       raise ConfigError(f"{workdir}: {late}; {hint}: give a longer --timeout")
     time.sleep(_POLL_S)
     polls += 1
-
-
-def _check_running(workdir: Path) -> None:
-  if _owner(workdir) is None:
-    hint = "start it, or print an earlier trace by --summary"
-    raise ConfigError(f"{workdir}: no run trains there; {hint}")
 
 
 def _owner(workdir: Path) -> lock.LockOwner | None:

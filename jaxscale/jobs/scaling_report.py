@@ -182,9 +182,7 @@ def serial_share(kind: Kind, points: Sequence[tuple[float, float]]) -> float | N
 
 def law(kind: Kind, serial: float, n: float) -> float:
   """The speed-up by Amdahl or Gustafson on n times the smallest size."""
-  if kind == "strong":
-    return 1 / (serial + (1 - serial) / n)
-  return n - serial * (n - 1)
+  return 1 / (serial + (1 - serial) / n) if kind == "strong" else n - serial * (n - 1)
 
 
 def _check_same(runs: Sequence[MeasuredRun]) -> list[str]:

@@ -83,12 +83,14 @@ def _panels(lines: _Rows, training: str) -> list[_Panel]:
   shares = {"perf/mfu": "model FLOPs utilization", "perf/input_wait": "input wait"}
   memory = {"perf/memory_gb": "in use", "perf/peak_memory_gb": "peak"}
   losses = {"train/loss": training, "eval/loss": "held-out"}
+  used = [line["perf/mfu"] for line in lines if "perf/mfu" in line]
+  mfu = f" (MFU {statistics.median(used):.1%})" if used else ""
   return [
     ("Loss", "nats" if known else "", losses),
     (name.replace("_", " ").capitalize(), "%" if name == "accuracy" else "", both),
     ("Learning rate", "", {"train/learning_rate": ""}),
     ("Speed", "examples/s", {"perf/examples_per_s": ""}),
-    (f"Use of a device{_mfu(lines)}", "%", shares),
+    (f"Use of a device{mfu}", "%", shares),
     ("Memory of a device", "GB", memory),
   ]
 
@@ -98,12 +100,6 @@ def log_scale(axis: Any) -> None:
   axis.set_yscale("log")
   axis.yaxis.set_major_formatter(lambda y, _: f"{y:,.12g}")
   axis.yaxis.set_minor_formatter(lambda y, _: f"{y:,.12g}" if f"{y:e}"[0] in "25" else "")
-
-
-def _mfu(lines: Sequence[Mapping[str, Any]]) -> str:
-  """The median model FLOPs utilization, as words."""
-  found = [line["perf/mfu"] for line in lines if "perf/mfu" in line]
-  return f" (MFU {statistics.median(found):.1%})" if found else ""
 
 
 def _training_label(workdir: Path) -> str:

@@ -222,24 +222,22 @@ def _interpolated(compiled, rates, corner, sizes, rows, overlap) -> Times:
     return transfer.seconds(collective, sizes, rates.per_node, both)
 
   found = [c.program.times(at, cost, overlap=overlap) for c in compiled]
-  if len(found) == 1:
-    return found[0]
-  share = (rows - compiled[0].rows) / (compiled[1].rows - compiled[0].rows)
-  return Times(*(_between(a, b, share) for a, b in zip(*found, strict=True)))
+  return Times(*(_between(compiled, rows, parts) for parts in zip(*found, strict=True)))
 
 
 def _memory(compiled: Sequence[Compiled], rows: int) -> float:
-  found = [c.fit.memory.total for c in compiled if c.fit.memory]
-  if len(found) == 1:
-    return float(found[0])
-  share = (rows - compiled[0].rows) / (compiled[1].rows - compiled[0].rows)
-  return found[0] + share * (found[1] - found[0])
+  totals = [{"": float(c.fit.memory.total)} for c in compiled if c.fit.memory]
+  return _between(compiled, rows, totals)[""]
 
 
-def _between(a: Mapping[str, float], b: Mapping[str, float], share: float):
-  keys = dict.fromkeys([*a, *b])
-  line = {k: a.get(k, 0.0) + share * (b.get(k, 0.0) - a.get(k, 0.0)) for k in keys}
-  return {k: max(seconds, 0.0) for k, seconds in line.items()}
+def _between(compiled: Sequence[Compiled], rows: int, parts: Sequence[Mapping[str, float]]):
+  """What a device with so many rows takes, by name: on a line through the programs."""
+  if len(parts) == 1:
+    return parts[0]
+  (a, b), (first, second) = parts, (c.rows for c in compiled)
+  share = (rows - first) / (second - first)
+  line = {k: a.get(k, 0.0) + share * (b.get(k, 0.0) - a.get(k, 0.0)) for k in {**a, **b}}
+  return {k: max(value, 0.0) for k, value in line.items()}
 
 
 def _parts(

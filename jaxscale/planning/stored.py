@@ -128,7 +128,8 @@ def match(
       is_whole = is_whole and steps in (None, plan["run"]["steps"])
       alike = all(plan["config"].get(name) == config.get(name) for name in _LENGTH)
       return Match(step, "", plan["chips"], plan["job"]["hours"] if is_whole and alike else None)
-  return Match(reason=f"the plan has no batch {batch_size:,} on {text.plural(devices, 'device')}")
+  size = f"batch {batch_size:,} on {text.plural(devices, 'device')}"
+  return Match(reason=f"the plan has no {size}")
 
 
 def _other_chip(chips: str, kind: str) -> str | None:

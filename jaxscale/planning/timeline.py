@@ -9,6 +9,7 @@ counts as often as it runs.
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, NamedTuple
@@ -106,7 +107,7 @@ class _Found(NamedTuple):
 
 
 def _found() -> _Found:
-  return _Found(defaultdict(float), defaultdict(float), defaultdict(float))
+  return _Found(*(defaultdict(float) for _ in _Found._fields))
 
 
 class _Walk(NamedTuple):
@@ -133,7 +134,7 @@ class _Walk(NamedTuple):
         free = max(free, clock) + took
         # One that is not asynchronous is waited for by the next instruction.
         waiting.setdefault(max(p.end, i + 1), []).append((free, axes))
-    for done, axes in (x for waits in waiting.values() for x in waits):
+    for done, axes in itertools.chain(*waiting.values()):
       found.exposed[axes] += max(done - clock, 0.0)
       clock = max(clock, done)
     return found
