@@ -38,8 +38,7 @@ def add_arguments(parser: Parser) -> None:
   text = "payloads of a device, 1 KB = 1,000 bytes"
   parser.option("--sizes SIZES", text, sizes, default="1KB,64KB,1MB,16MB")
   parser.option("--rounds N", "calls, of which the median counts", whole(1), default=11)
-  dtypes = f"one of {', '.join(_DTYPES)}"
-  parser.option("--dtype TYPE", dtypes, choices=_DTYPES, default="float32")
+  parser.option("--dtype TYPE", f"one of {', '.join(_DTYPES)}", choices=_DTYPES, default="float32")
   parser.option("--algorithms NAMES", "some, e.g. ring,psum (default: all)")
 
 
@@ -75,8 +74,7 @@ def run(args: Namespace) -> None:
   if is_leader:  # outside: a table that cannot be printed fails the command
     shape = ", ".join(f"{a} {n}" for a, n in mesh.shape.items())
     device = mesh.devices.flat[0].device_kind
-    title = f"mesh {shape}; processes {count}; {device}; {args.dtype}"
-    print(f"{title}; median of {args.rounds}")
+    print(f"mesh {shape}; processes {count}; {device}; {args.dtype}; median of {args.rounds}")
     print(*report(mesh.shape, measured, links, empty), sep="\n")
 
 

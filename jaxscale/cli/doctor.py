@@ -26,8 +26,7 @@ def add_arguments(parser: Parser) -> None:
   parser.epilog = "exit code: 0 ready, 2 not ready: the last lines print what to do"
   parser.words("dataset", "imagenet", "check it", nargs="?", choices=("imagenet",))
   group = parser.add_argument_group("of the preflight")
-  text = "where the run will write"
-  parser.option("--workdir DIR", text, directory, default=".", group=group)
+  parser.option("--workdir DIR", "where the run will write", directory, default=".", group=group)
   parser.config(missing=None, group=group)
   checks = "; ".join(f"{name} ({check.text})" for name, check in CHECKS.items())
   skip = f"checks to leave out: {checks}"

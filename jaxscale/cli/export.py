@@ -15,8 +15,7 @@ from jaxscale.files import expand
 
 def add_arguments(parser: Parser) -> None:
   """The options."""
-  hint = "try --workdir runs/x"
-  parser.option("--workdir DIR", "of the run", directory, missing=hint)
+  parser.option("--workdir DIR", "of the run", directory, missing="try --workdir runs/x")
   text, hint = "replaced when the new one is whole", "try --to x.safetensors"
   is_file = value(expand, "a file in a directory, ending in .safetensors", _is_safetensors)
   parser.option("--to FILE", text, is_file, missing=hint)

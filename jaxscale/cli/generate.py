@@ -14,8 +14,7 @@ def add_arguments(parser: Parser) -> None:
   """The options."""
   hint = "try --workdir runs/text"
   parser.option("--workdir DIR", "directory of the run", directory, missing=hint)
-  text = "what is continued (default: nothing)"
-  parser.option("--prompt TEXT", text, str, default="")
+  parser.option("--prompt TEXT", "what is continued (default: nothing)", str, default="")
   parser.option("--tokens N", "at most so many bytes or tokens", whole(1), default=256)
   text = "what scores are divided by: 0 the likeliest, below 1 safer, above 1 wilder"
   parser.option("--temperature T", text, number(">= 0"), default=1.0)
@@ -23,8 +22,7 @@ def add_arguments(parser: Parser) -> None:
   text = "choose among the likeliest that together have probability P (default: all)"
   parser.option("--top-p P", text, number("in (0, 1]"))
   seed = number("in [0, 4294967295]", int)
-  text = "of the choices: another one, another text"
-  parser.option("--seed S", text, seed, default=0)
+  parser.option("--seed S", "of the choices: another one, another text", seed, default=0)
 
 
 def run(args: Namespace) -> None:
@@ -32,6 +30,5 @@ def run(args: Namespace) -> None:
   from jaxscale.run import generate
 
   choice = {k: getattr(args, k) for k in ("seed", "temperature", "top_k", "top_p")}
-  place = Path(args.workdir)
-  text = generate.write(place, args.prompt, num_tokens=args.tokens, **choice)
+  text = generate.write(Path(args.workdir), args.prompt, num_tokens=args.tokens, **choice)
   print(args.prompt + text, flush=True)

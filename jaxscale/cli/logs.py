@@ -47,8 +47,7 @@ def run(args: Namespace) -> None:
     every, batch = (logs.choose(spec, rank, args.task) for rank in ("all", "batch"))
     files = every if _printed(every) else batch
   if not _printed(files):
-    hint = f"see `jaxscale status {spec.name}`"
-    raise ConfigError(f"{spec.name}: nothing printed yet; {hint}")
+    raise ConfigError(f"{spec.name}: nothing printed yet; see `jaxscale status {spec.name}`")
   for line in logs.last(files, args.lines):
     print(line)
   _print_failure(spec, args)

@@ -20,6 +20,8 @@ from jaxscale.files import expand
 
 EXIT_CODES = "exit code: 0 done, 2 a mistake in what was asked for, 1 anything else"
 
+_STYLE: dict[str, Any] = dict(formatter_class=argparse.RawDescriptionHelpFormatter)
+_STYLE |= dict(add_help=False, allow_abbrev=False, exit_on_error=False)
 Kind = Callable[[str], Any]  # makes the value of an option of its text
 
 
@@ -33,15 +35,7 @@ class Parser(argparse.ArgumentParser):
   has_settings = False
 
   def __init__(self, name: str, description: str):
-    super().__init__(
-      prog=f"jaxscale {name}",
-      description=description,
-      epilog=EXIT_CODES,
-      formatter_class=argparse.RawDescriptionHelpFormatter,
-      add_help=False,
-      allow_abbrev=False,
-      exit_on_error=False,
-    )
+    super().__init__(f"jaxscale {name}", description=description, epilog=EXIT_CODES, **_STYLE)
     self._required: dict[str, tuple[str, str]] = {}
     self.flag("-h --help", "print this page")
 
@@ -171,8 +165,7 @@ def value(kind: Kind, wanted: str, allows: Callable[[Any], bool] = bool) -> Kind
 
 def number(bound: str, kind: Kind = float) -> Kind:
   """A number in a bound, e.g. ">= 1" or "in [0, 1)", as the `kind` of an option."""
-  wanted = f"a {'whole ' * (kind is int)}number {bound}"
-  return value(kind, wanted, lambda x: within(x, bound))
+  return value(kind, f"a {'whole ' * (kind is int)}number {bound}", lambda x: within(x, bound))
 
 
 def whole(least: int = 0, most: int = 10**9) -> Kind:

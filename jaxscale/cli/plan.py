@@ -135,8 +135,7 @@ def _largest(args: Namespace) -> int:
   field, values = args.over
 
   def fits(value: str) -> bool:
-    config = load_config(args.config, args.overrides | {field: value})
-    fit = compile_for(config, chips)
+    fit = compile_for(load_config(args.config, args.overrides | {field: value}), chips)
     print(f"{field}={value}: {line(fit, chips)}", flush=True)
     return fit.is_good
 

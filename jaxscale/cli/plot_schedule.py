@@ -21,8 +21,7 @@ def add_arguments(parser: Parser) -> None:
   """The options."""
   parser.words("files", "FILE[:ARG]", "configs, also without --config before")
   parser.config(missing=None, action="append", default=[])
-  hint = "try --out schedule.png"
-  parser.option("--out FILE", "the picture", picture, missing=hint)
+  parser.option("--out FILE", "the picture", picture, missing="try --out schedule.png")
   parser.option("--num-train N", "training examples, if the data is not here", whole(1))
 
 
@@ -71,8 +70,7 @@ def curve(config: Config, num_train: int) -> Curve:
   epochs, rates = [], []
   for phase in derived.phases:
     steps = np.arange(phase.start, phase.stop)
-    seen = phase.examples + (steps - phase.start) * phase.batch_size
-    epochs.append(seen / num_train)
+    epochs.append((phase.examples + (steps - phase.start) * phase.batch_size) / num_train)
     rates.append(jax.vmap(phase_schedule(config, derived, phase))(steps))
   return Curve(np.concatenate(epochs), np.concatenate(rates))
 

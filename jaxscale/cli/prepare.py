@@ -14,8 +14,7 @@ from jaxscale.cli.parser import Namespace, Parser
 
 def add_arguments(parser: Parser) -> None:
   """The options."""
-  hint = "try jaxscale prepare mnist"
-  parser.words("names", "NAME", "a TFDS dataset, or jpeg", missing=hint)
+  parser.words("names", "NAME", "a TFDS dataset, or jpeg", missing="try jaxscale prepare mnist")
   parser.option("--data-dir DIR", "where to write (default: TFDS's own)")
   parser.option("--manual-dir DIR", "where files downloaded by hand are")
 

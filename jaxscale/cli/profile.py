@@ -24,8 +24,7 @@ def add_arguments(parser: Parser) -> None:
   text = "name or directory of a run; with --summary also of a trace"
   parser.words("names", "RUN", text, missing=SEE_STATUS)
   parser.flag("--summary", "print the newest trace that is there, and take none")
-  steps = number(f"in [1, {MOST_TRACED_STEPS}]", int)
-  parser.option("--steps N", "to trace", steps, default=10)
+  parser.option("--steps N", "to trace", number(f"in [1, {MOST_TRACED_STEPS}]", int), default=10)
   ranks = value(_ranks, "whole numbers with commas between", lambda found: True)
   parser.option("--processes LIST", "that trace them, as 0,3", ranks, default="0")
   parser.option("--timeout SECONDS", "to wait for the trace", whole(1), default=600)

@@ -22,12 +22,9 @@ def add_arguments(parser: Parser) -> None:
   parser.words("names", "RUN", text, missing=SEE_STATUS)
   text = "a folder for scaling.csv and scaling.png (default: that of a study; of other "
   parser.option("--to DIR", f"{text}runs nothing is written)", directory)
-  text = "the whole table (default: scaling.csv there)"
-  parser.option("--csv FILE", text, file)
-  text = "the picture (default: scaling.png there)"
-  parser.option("--png FILE", text, picture)
-  text = "a page with everything in it"
-  parser.option("--html FILE", text, file)
+  parser.option("--csv FILE", "the whole table (default: scaling.csv there)", file)
+  parser.option("--png FILE", "the picture (default: scaling.png there)", picture)
+  parser.option("--html FILE", "a page with everything in it", file)
   text = "to compare the runs with (default: plan.json of each workdir, if it has one)"
   parser.option("--plan FILE.json", text)
   add_runs(parser)

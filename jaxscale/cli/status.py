@@ -26,9 +26,7 @@ def add_arguments(parser: Parser) -> None:
 
 def _width() -> int | None:
   """Columns of the terminal; None where there is none, and nothing is cut."""
-  if not sys.stdout.isatty():
-    return None
-  return max(shutil.get_terminal_size().columns, 40)
+  return max(shutil.get_terminal_size().columns, 40) if sys.stdout.isatty() else None
 
 
 def run(args: Namespace) -> None:
@@ -45,8 +43,7 @@ def run(args: Namespace) -> None:
       note += f"see `jaxscale report {Path(args.runs, others[0])}`"
       shown = f"{shown}\n{note}" if found else note
     if len(found) == 1 and found[0].goodput:
-      lines = textwrap.wrap(str(found[0].goodput), _width() or 10_000)
-      shown = "\n".join([shown, *lines])
+      shown = "\n".join([shown, *textwrap.wrap(str(found[0].goodput), _width() or 10_000)])
     if not args.watch:
       print(shown)
       return

@@ -45,8 +45,7 @@ def add_job_arguments(parser: Parser, missing: str | None = "try --config digits
 
 def add_sweep_arguments(parser: Parser) -> None:
   """The options of every command that submits several trials as one job."""
-  text = "trials at a time (default: all; on this machine 1)"
-  parser.option("--at-most N", text, whole(1))
+  parser.option("--at-most N", "trials at a time (default: all; on this machine 1)", whole(1))
   parser.option("--nodes N", "of each run", whole(1), default=1)
   add_job_arguments(parser)
 
@@ -77,8 +76,7 @@ def given(args: Namespace, *names: str) -> dict[str, Any]:
 
 def job_options(args: Namespace) -> dict[str, Any]:
   """What all submissions have, as `launch.submit` takes it."""
-  made = {"overrides": args.overrides, "made_by": args.command_line}
-  return given(args, *_OPTIONS) | made
+  return given(args, *_OPTIONS) | {"overrides": args.overrides, "made_by": args.command_line}
 
 
 def run(args: Namespace, *commands: str, **options: Any) -> None:
@@ -98,8 +96,7 @@ def run(args: Namespace, *commands: str, **options: Any) -> None:
   nodes = args.nodes or 1
   options |= job_options(args)
   job = job_handle.prepare(args.config, nodes=nodes, plan=plan, **options)
-  following = "status", "logs -f", "cancel", *commands
-  finish(args, [job], lambda: job_handle.launch(job), *following)
+  finish(args, [job], lambda: job_handle.launch(job), "status", "logs -f", "cancel", *commands)
 
 
 def _take_plan(args: Namespace) -> None:
@@ -113,8 +110,7 @@ def _take_plan(args: Namespace) -> None:
   if args.config:
     raise ConfigError(f"--config={args.config}: --plan has its own; give one of them")
   shape = {"submit": {"config": str, "overrides": {str: str}, "nodes": int}}
-  remedy = "give the plan.json of `jaxscale plan`"
-  submit = require_json(Path(args.plan), shape, remedy)["submit"]
+  submit = require_json(Path(args.plan), shape, "give the plan.json of `jaxscale plan`")["submit"]
   if "tpus" in submit:
     what = f"note: {submit['tpus']} are TPUs, whose hosts Slurm does not know"
     print(f"{what}; on a pod use launch/tpu_pod.sh", file=sys.stderr)

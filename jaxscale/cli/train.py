@@ -85,8 +85,7 @@ def _run(args: Namespace) -> int | None:
   with open_session(config, workdir) as watch:
     from jaxscale.run.fit import fit  # JAX: only once all processes have joined
 
-    accept = args.accept_changes
-    summary = fit(config, workdir, plan=plan, accept_changes=accept).summary
+    summary = fit(config, workdir, plan=plan, accept_changes=args.accept_changes).summary
     if summary["outcome"] == "interrupted":
       text = f"saved step {summary['step']}; to resume"
       if summary["step"] == 0:

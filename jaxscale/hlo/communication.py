@@ -198,17 +198,11 @@ def summary(table: Sequence[Collective]) -> str:
 def _line(rows: list[Collective]) -> tuple[str, ...]:
   row, sums = rows[0], total(rows)
   overlap = [r.overlap for r in rows if r.overlap is not None]
-  form = "async" if row.is_async else "sync"
-  return (
-    row.kind,
-    "?" if row.axes is None else ",".join(row.axes) or "none",
-    ",".join(row.dtypes),
-    str(sums.times),
-    f"{sums.payload_bytes / 1e6:.3f}",
-    f"{sums.wire_bytes / 1e6:.3f}",
-    f"{form}, in a branch" if row.conditional else form,
-    f"{sum(overlap):.1%}" if overlap else "?",
-  )
+  form = ("async" if row.is_async else "sync") + ", in a branch" * row.conditional
+  axes = "?" if row.axes is None else ",".join(row.axes) or "none"
+  sizes = f"{sums.payload_bytes / 1e6:.3f}", f"{sums.wire_bytes / 1e6:.3f}"
+  share = f"{sum(overlap):.1%}" if overlap else "?"
+  return row.kind, axes, ",".join(row.dtypes), str(sums.times), *sizes, form, share
 
 
 def _walk(
@@ -250,8 +244,7 @@ def _walk(
       share = place["times"] * (before[end] - before[i + 1]) / (program.total or 1.0)
       overlap = float(share) if module.is_scheduled else None
       here = place | {"name": instruction.name, "is_async": is_async}
-      is_wrapped = home is not computation
-      row = _collective(program, found, home, is_wrapped, **here, overlap=overlap)
+      row = _collective(program, found, home, home is not computation, **here, overlap=overlap)
       yield Placed(name, i, end, row)
 
 
@@ -340,8 +333,7 @@ def _collective(program, found, home, is_wrapped, **place: Any) -> Collective:
     uses = [x.opcode for x in home.values() if found.name in x.operands]
     if set(uses) == {"dynamic-slice"}:  # nothing but a slice of it is used
       kind = "reduce-scatter"
-  copies = size if kind == "all-gather" else 1
-  payload = parse.num_bytes(sent) * copies
+  payload = parse.num_bytes(sent) * (size if kind == "all-gather" else 1)
   return Collective(
     kind=kind,
     dtypes=tuple(dict.fromkeys(a.dtype for a in sent)),

@@ -29,57 +29,25 @@ from jaxscale.hlo.parse import Computation, Instruction, Module
 # TPU v5e: 197 TFLOP/s in bfloat16 over 819 GB/s. An H100 SXM is at 989 / 3.35 = 295.
 FLOPS_PER_BYTE = 240
 COLLECTIVES = (
-  "all-reduce",
-  "reduce-scatter",
-  "all-gather",
-  "collective-permute",
-  "all-to-all",
-  "ragged-all-to-all",
-  "collective-broadcast",
+  *("all-reduce", "reduce-scatter", "all-gather", "collective-permute"),
+  *("all-to-all", "ragged-all-to-all", "collective-broadcast"),
 )
-_FREE = (
-  "parameter",
-  "constant",
-  "tuple",
-  "get-tuple-element",
-  "bitcast",
-  "after-all",
-  "partition-id",
-  "replica-id",
-  "send",
-  "recv",
-  "opt-barrier",
-  "domain",
-)
-
+_FREE_OPCODES = """
+parameter constant tuple get-tuple-element bitcast after-all partition-id replica-id send recv
+opt-barrier domain
+"""
+_FREE = _FREE_OPCODES.split()
 _SAME = ("copy", "bitcast", "convert", "reshape", "copy-start", "copy-done")
-_INTEGERS = {
-  "add": operator.add,
-  "subtract": operator.sub,
-  "LT": operator.lt,
-  "LE": operator.le,
-  "GT": operator.gt,
-  "GE": operator.ge,
-  "EQ": operator.eq,
-  "NE": operator.ne,
+_COMPARISONS = {
+  name: getattr(operator, name.lower()) for name in ("LT", "LE", "GT", "GE", "EQ", "NE")
 }
+_INTEGERS = {"add": operator.add, "subtract": operator.sub} | _COMPARISONS
 _SLICES, _UPDATE = {"dynamic-slice", "slice", "gather"}, "dynamic-update-slice"
 # An element of these needs others than the one in its place.
-_MIXED = {
-  "dot",
-  "convolution",
-  "reduce",
-  "reduce-window",
-  "scatter",
-  "sort",
-  "pad",
-  "fusion",
-  "call",
-  "custom-call",
-  "while",
-  "conditional",
-  _UPDATE,
-}
+_MIXED = f"""
+dot convolution reduce reduce-window scatter sort pad fusion call custom-call while conditional
+{_UPDATE}
+"""
 _MOST_TRIPS = 10_000  # of a loop whose trips are not written
 
 Cost = Callable[[Computation, Instruction], float]
@@ -159,8 +127,7 @@ def is_free(instruction: Instruction) -> bool:
 
 def flops_of(module: Module, computation: Computation, instruction: Instruction) -> float:
   """2 a multiply-add of dots and convolutions, those of vendors' libraries too."""
-  opcode = instruction.opcode
-  if opcode == "fusion":
+  if instruction.opcode == "fusion":
     bodies = [module.computations.get(name, {}) for name in parse.called(instruction)]
     return sum(flops_of(module, body, i) for body in bodies for i in body.values())
   shapes = [computation[x].shape for x in instruction.operands if x in computation]
@@ -219,7 +186,7 @@ def _shares_read(body: Computation) -> dict[str, float]:
       if user.opcode in _SLICES:
         shares[1] += share * size / own
       else:
-        is_in_place = size == own and user.opcode not in _MIXED
+        is_in_place = size == own and user.opcode not in _MIXED.split()
         shares[0] = max(shares[0], share if is_in_place else 1.0)
   return found
 

@@ -35,17 +35,11 @@ def memory_of(compiled: Any) -> Memory:
     compiled: `jax.jit(f).lower(...).compile()`.
   """
   m = compiled.memory_analysis()
-  return Memory(
-    m.argument_size_in_bytes,
-    m.output_size_in_bytes,
-    m.alias_size_in_bytes,
-    m.temp_size_in_bytes,
-    # Outputs on the host take the place of arguments there, as on the device.
-    m.host_argument_size_in_bytes
-    + m.host_output_size_in_bytes
-    - m.host_alias_size_in_bytes
-    + m.host_temp_size_in_bytes,
-  )
+  device = m.argument_size_in_bytes, m.output_size_in_bytes, m.alias_size_in_bytes
+  host = m.host_argument_size_in_bytes + m.host_temp_size_in_bytes
+  # Outputs on the host take the place of arguments there, as on the device.
+  host += m.host_output_size_in_bytes - m.host_alias_size_in_bytes
+  return Memory(*device, m.temp_size_in_bytes, host)
 
 
 def out_of_memory(error: Exception) -> str | None:
@@ -61,6 +55,5 @@ def out_of_memory(error: Exception) -> str | None:
     >>> out_of_memory(RuntimeError("RESOURCE_EXHAUSTED: E1000: Ran out of memory"))
     'E1000: Ran out of memory'
   """
-  line = str(error).split("\n", 1)[0]
-  code, found, rest = line.partition("RESOURCE_EXHAUSTED: ")
+  code, found, rest = str(error).split("\n", 1)[0].partition("RESOURCE_EXHAUSTED: ")
   return rest if found and not code else None

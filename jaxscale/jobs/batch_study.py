@@ -21,10 +21,10 @@ import numpy as np
 
 from jaxscale.config import AdaptiveBatch, Config
 from jaxscale.errors import invalid, printable
-from jaxscale.files import mismatch, read_json, whole_number, write_json
+from jaxscale.files import read_json, whole_number, write_json
 from jaxscale.jobs import folder as folders
 from jaxscale.jobs import logs
-from jaxscale.jobs.measured import NotBegunError
+from jaxscale.jobs.measured import NotBegunError, finite
 from jaxscale.jobs.spec import JobSpec
 from jaxscale.jobs.status import RunStatus, statuses
 from jaxscale.metrics import text
@@ -32,25 +32,14 @@ from jaxscale.metrics import text
 FILE = "study.json"  # in the folder of the sweep
 _STOPS = {"stop_at_target": "True"}  # in every trial of a study, and what marks one
 _NUMBER = (float, None)
-_RECORD = {
-  "config": {
-    "accumulate_steps": int,
-    "epochs": float,
-    "lr_scaling": str,
-    "target_accuracy": _NUMBER,
-    "target_loss": _NUMBER,
-  },
-  "derived": {"num_train": int, "peak_lr": float, "eval_every": int},
-}
-_MEASURED = (
-  "accuracy",
-  "loss",
-  "target_seconds",
-  "noise_scale",
-  "noise_scale_low",
-  "noise_scale_high",
+_RECORD = dict(
+  config=dict(
+    accumulate_steps=int, epochs=float, lr_scaling=str, target_accuracy=_NUMBER, target_loss=_NUMBER
+  ),
+  derived=dict(num_train=int, peak_lr=float, eval_every=int),
 )
-_SUMMARY = {"outcome": str, "step": int, "target_step": (int, None)}
+_MEASURED = "accuracy loss target_seconds noise_scale noise_scale_low noise_scale_high"
+_SUMMARY = dict(outcome=str, step=int, target_step=(int, None))
 
 
 class Fit(NamedTuple):
@@ -169,13 +158,12 @@ def find(names: Sequence[str], runs: str) -> Path | None:
 
 def _is_study(spec: JobSpec) -> bool:
   """Return whether the trials of a sweep are those of a study."""
-  numbers = [
-    (whole_number(trial.get("batch_size", "")), whole_number(trial.get("seed", "")))
-    for trial in spec.trials
-    if trial.items() >= _STOPS.items()
-  ]
-  is_known = [bool(size) and seed is not None for size, seed in numbers]
-  return sum(is_known) == len(spec.trials) > 0
+
+  def is_trial(trial: Mapping[str, str]) -> bool:
+    size, seed = (whole_number(trial.get(name, "")) for name in ("batch_size", "seed"))
+    return trial.items() >= _STOPS.items() and bool(size) and seed is not None
+
+  return bool(spec.trials) and all(map(is_trial, spec.trials))
 
 
 def report(folder: Path) -> str:
@@ -218,28 +206,20 @@ def _run(spec: JobSpec, task: int, status: RunStatus, record: Mapping[str, Any])
     outcome = "reached" if summary["target_step"] else "missed"
   else:
     outcome, summary = status.state.lower(), {}
+  numbers = finite(summary)
   examples = (summary.get("target_step") or 0) * size or None
   num_train = derived.get("num_train")
-  return {
-    "status": outcome,
-    "batch_size": size,
-    "seed": seed,
-    "accumulate_steps": config.get("accumulate_steps"),
-    "peak_lr": derived.get("peak_lr"),
-    "eval_every": derived.get("eval_every"),
-    "steps": summary.get("step", status.step),
-    "target_step": summary.get("target_step") or None,
-    "target_examples": examples,
-    "target_epochs": examples / num_train if examples and num_train else None,
-    **{name: _number(summary.get(name)) for name in _MEASURED},
-    "note": "" if is_done or status.state != "FAILED" else _last_line(spec, task),
-  }
-
-
-def _number(value: Any) -> float | None:
-  """Return a finite number out of JSON; None: it is something else."""
-  is_number = mismatch(value, float) is None and math.isfinite(value)
-  return value if is_number else None
+  row: dict[str, Any] = dict(status=outcome, batch_size=size, seed=seed)
+  row["accumulate_steps"] = config.get("accumulate_steps")
+  row |= {name: derived.get(name) for name in ("peak_lr", "eval_every")}
+  row |= dict(
+    steps=summary.get("step", status.step), target_step=summary.get("target_step") or None
+  )
+  row["target_examples"] = examples
+  row["target_epochs"] = examples / num_train if examples and num_train else None
+  row |= {name: numbers.get(name) for name in _MEASURED.split()}
+  row["note"] = "" if is_done or status.state != "FAILED" else _last_line(spec, task)
+  return row
 
 
 def _last_line(spec: JobSpec, task: int) -> str:
@@ -276,21 +256,13 @@ def summarise(
   # A size where only the lucky seeds reached would bend the curve.
   points = [s for s in sizes if s["reached"] == s["runs"]]
   fit = fit_steps([s["batch_size"] for s in points], [s["target_step"] for s in points])
+  notes = [*_notes(config, sizes, points), *_fit_notes(fit, len(points), mean_noise_scale(runs))]
   fitted = None if fit is None else fit._asdict()
   if fitted:
     fitted["b_crit_range"] = [_finite(x) for x in fitted["b_crit_range"]]
   names = ("target_accuracy", "target_loss", "epochs", "lr_scaling")
-  return {
-    "title": name,
-    **{name: config[name] for name in names},
-    "sizes": sizes,
-    "fit": fitted,
-    "notes": [
-      *_notes(config, sizes, points),
-      *_fit_notes(fit, len(points), mean_noise_scale(runs)),
-    ],
-    "runs": list(runs),
-  }
+  settings = {name: config[name] for name in names}
+  return {"title": name} | settings | dict(sizes=sizes, fit=fitted, notes=notes, runs=list(runs))
 
 
 def _finite(value: float | None) -> float | None:
@@ -338,32 +310,28 @@ def _fit_notes(fit: Fit | None, points: int, scale: float | None) -> list[str]:
       reason = f"{points} sizes where every run reached, of the 3 it takes"
     return [f"no critical batch size: {reason}"]
   low, high = fit.b_crit_range
+  best = f"{fit.b_crit:,.0f} (S_min {fit.s_min:,.0f} steps)"
   curve = f"a curve of two parameters through {fit.num_sizes} points, off by up to "
   curve += f"{fit.error:.0%}, for this target, schedule and scaling of the rate alone"
-  best = f"{fit.b_crit:,.0f} (S_min {fit.s_min:,.0f} steps)"
+  text = f"{best}: {low:,.0f} to {high:,.0f} when a size is left out"
   if is_open := math.isinf(high):
-    note = f"at least {low:,.0f}, and no upper limit: there is none when a size is "
-    note += f"left out; {best} with all of them, {curve}"
-  else:
-    note = f"{best}: {low:,.0f} to {high:,.0f} when a size is left out; {curve}"
-  notes = [f"critical batch size {note}"]
+    text = f"at least {low:,.0f}, and no upper limit: there is none when a size is left out; "
+    text += f"{best} with all of them, {curve}"
+  notes = [f"critical batch size {text}" + f"; {curve}" * (not is_open)]
   if scale is not None:
-    note = f"gradient-noise scale {scale:,.3g} examples in the harmonic mean over runs"
-    share = f", {scale / fit.b_crit:.2g} of the critical batch size"
-    notes.append(note if is_open else note + share)
+    share = f", {scale / fit.b_crit:.2g} of the critical batch size" * (not is_open)
+    notes.append(
+      f"gradient-noise scale {scale:,.3g} examples in the harmonic mean over runs{share}"
+    )
   return notes
 
 
-_COLUMNS = {
-  "batch": ("batch_size", ","),
-  "lr": ("peak_lr", ".4g"),
-  "reached": ("outcomes", ""),
-  "steps": ("target_step", ",.0f"),
-  "epochs": ("target_epochs", ".2f"),
-  "seconds": ("target_seconds", ".1f"),
-  "accuracy": ("accuracy", ".2%"),
-  "loss": ("loss", ".4f"),
-}
+_COLUMNS = text.columns(
+  """
+  batch: batch_size ,; lr: peak_lr .4g; reached: outcomes; steps: target_step ,.0f
+  epochs: target_epochs .2f; seconds: target_seconds .1f; accuracy: accuracy .2%; loss: loss .4f
+  """
+)
 
 
 def table(study: Mapping[str, Any]) -> str:
@@ -378,16 +346,8 @@ def table(study: Mapping[str, Any]) -> str:
     failed = "".join(f" ({runs.count(s)} {s})" for s in others)
     row = size | {"outcomes": f"{size['reached']}/{size['runs']}{failed}"}
     rows.append([text.cell(row[key], form) for key, form in _COLUMNS.values()])
-  why = [
-    printable(f"batch {run['batch_size']:,}, seed {run['seed']}: {run['note']}")
-    for run in study["runs"]
-    if run["note"]
-  ]
-  return "\n".join(
-    [
-      f"{study['title']}: to {goal} in {study['epochs']:g} epochs at most",
-      text.table([*_COLUMNS], rows, left=()),
-      *study["notes"],
-      *why,
-    ]
-  )
+  notes = [*study["notes"]]
+  for run in filter(lambda run: run["note"], study["runs"]):
+    notes.append(printable(f"batch {run['batch_size']:,}, seed {run['seed']}: {run['note']}"))
+  title = f"{study['title']}: to {goal} in {study['epochs']:g} epochs at most"
+  return "\n".join([title, text.table([*_COLUMNS], rows, left=()), *notes])

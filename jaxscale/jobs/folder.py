@@ -71,8 +71,7 @@ def directory(runs: str) -> Path:
     ConfigError: it is the address of a bucket.
   """
   if "://" in runs:
-    advice = "give a mounted directory that all nodes see, not an address"
-    raise ConfigError(f"--runs={runs}: {advice}")
+    raise ConfigError(f"--runs={runs}: give a mounted directory that all nodes see, not an address")
   return Path(expand(runs))
 
 
@@ -269,8 +268,7 @@ def read_events(spec: JobSpec, task: int) -> list[dict[str, Any]]:
 
 def read_goodput(spec: JobSpec, task: int) -> Goodput | None:
   """Return the goodput of a trial, its queue included; None: it has not begun."""
-  shape = {"job": str, "time": float}
-  lines = read_json_lines(Path(spec.folder, "submissions.jsonl"), None, shape)
+  lines = read_json_lines(Path(spec.folder, "submissions.jsonl"), None, {"job": str, "time": float})
   queued = {line["job"]: line["time"] for line in lines}
   waits, ended = [], 0.0
   for event in filter(lambda e: is_time(e.get("time")), read_events(spec, task)):

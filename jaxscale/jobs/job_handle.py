@@ -17,6 +17,7 @@ from jaxscale.config.choice import chosen, is_built_in
 from jaxscale.config.loading import load_config, override
 from jaxscale.config.packaged import locate
 from jaxscale.errors import ConfigError, invalid
+from jaxscale.files import write_json
 from jaxscale.jobs import folder as folders
 from jaxscale.jobs import logs, sweeps
 from jaxscale.jobs.executors import EXECUTORS, choose
@@ -24,7 +25,7 @@ from jaxscale.jobs.site import load_site, with_options
 from jaxscale.jobs.spec import JobSpec
 from jaxscale.jobs.status import ShownAsTable, StatusTable, statuses
 from jaxscale.metrics import read_metrics, text
-from jaxscale.planning.stored import read_plan, store
+from jaxscale.planning.stored import FILE, read_plan
 
 _SHOWN = 20  # rows of a record; the middle of a longer one is left out
 _NOTEBOOK_CONFIG = '''\
@@ -90,22 +91,19 @@ def prepare(
     advice += "--python or in the site's profile"
     raise ConfigError(f"{sys.executable}: has no jax; {advice}")
   folder = folders.new_folder(runs, name, path)
+  place = "code/config/notebook.py" if source else folders.place_of(path)
+  where = dict(name=folder.name, folder=str(folder), cwd=str(Path.cwd()), config=place)
+  size: dict[str, Any] = dict(nodes=nodes, spares=spares, requeue=requeue, preflight=preflight)
   spec = JobSpec(
-    name=folder.name,
-    folder=str(folder),
-    cwd=str(Path.cwd()),
-    config="code/config/notebook.py" if source else folders.place_of(path),
+    **where,
+    **size,
     overrides=texts,
     trials=tuple(dict(t) for t in trials),
     at_most=at_most or (1 if executor == "local" else 0),
-    nodes=nodes,
     site=chosen,
-    requeue=requeue,
-    preflight=preflight,
     executor=executor,
     python=sys.executable,
     made_by=made_by,
-    spares=spares,
   )
   return Prepared(spec, path, source, EXECUTORS[executor].render(spec), planned)
 
@@ -137,8 +135,7 @@ def checked_loader(config: str | Config, processes: int = 1) -> sweeps.Loader:
       if over := size % processes:
         near = filter(None, (size - over, size - over + processes))
         advice = f"give {text.listed(near, 'or')}, or another number of nodes"
-        message = f"batch size {size}: not divisible by {processes} processes; {advice}"
-        raise ConfigError(message)
+        raise ConfigError(f"batch size {size}: not divisible by {processes} processes; {advice}")
     return made
 
   return load
@@ -179,7 +176,8 @@ def launch(prepared: Prepared, after: Job | None = None) -> Job:
   try:
     if prepared.plan is not None:
       for task in spec.tasks:
-        store(prepared.plan, spec.workdir(task))
+        spec.workdir(task).mkdir(parents=True, exist_ok=True)
+        write_json(spec.workdir(task) / FILE, prepared.plan)
     _submit(spec, None, after)
   except ConfigError:
     shutil.rmtree(spec.folder)  # nothing ran in it
@@ -297,8 +295,7 @@ class Job(NamedTuple):
 
   def logs(self, rank: int | str = 0, task: int = 0, lines: int | None = None) -> str:
     """The output of a process; `rank` may be "all", or "batch" for the script."""
-    files = logs.choose(folders.read_spec(self.folder), str(rank), task)
-    return "\n".join(logs.last(files, lines))
+    return "\n".join(logs.last(logs.choose(folders.read_spec(self.folder), str(rank), task), lines))
 
   def cancel(self) -> bool:
     """End it; what runs may save first, for as long as Slurm's KillWait.

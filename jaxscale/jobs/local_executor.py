@@ -53,8 +53,7 @@ def render(spec: JobSpec) -> str:
   if spec.spares:
     raise ConfigError(f"--spares={spec.spares}: this machine is one node, leave it out")
   if spec.site.container and spec.site.container.kind == "pyxis":
-    advice = "a plugin of Slurm, use 'apptainer' here"
-    raise ConfigError(f"Site.container.kind='pyxis': {advice}")
+    raise ConfigError("Site.container.kind='pyxis': a plugin of Slurm, use 'apptainer' here")
   python = " ".join(map(quote, specs.python_command(spec)))
   head = f"#!/bin/bash\n# A process of {spec.name}, started by the local executor.\n"
   return f'{head}{specs.setup_script(spec)}\nexec {python} -m "$@"\n'
@@ -193,19 +192,14 @@ def _run_once(spec: JobSpec, job: str, task: int, stop: threading.Event) -> int:
   ours = ("SLURM_", "JAXSCALE_COORDINATOR", "JAXSCALE_NUM_", "JAXSCALE_PROCESS_")
   inherited = {k: v for k, v in os.environ.items() if not k.startswith(ours)}
   trial = specs.as_options(spec.trials[task]) if spec.trials else []
-  options = [*spec.train_options(), *trial, "--workdir", str(spec.workdir(task))]
+  settings = [*spec.train_options(), *trial, "--workdir", str(spec.workdir(task))]
 
-  def start(command: str, rank: int | str, variables: Mapping[str, str]):
-    words = ["bash", f"{spec.folder}/{SCRIPT}", *command.split(), *options]
+  def start(command: str, rank: int | str, variables: Mapping[str, str]) -> subprocess.Popen[Any]:
+    words = ["bash", f"{spec.folder}/{SCRIPT}", *command.split(), *settings]
+    env = {**inherited, **variables}
+    options: dict[str, Any] = dict(cwd=spec.cwd, env=env, stdin=subprocess.DEVNULL)
     with open(open_to_append(spec.log_file(job, task, rank)), "a") as file:
-      process = subprocess.Popen(
-        words,
-        cwd=spec.cwd,
-        env={**inherited, **variables},
-        stdin=subprocess.DEVNULL,
-        stdout=file,
-        stderr=subprocess.STDOUT,
-      )
+      process = subprocess.Popen(words, **options, stdout=file, stderr=subprocess.STDOUT)
     _record_process(Path(spec.folder, "processes.jsonl"), process.pid)
     return process
 
@@ -229,7 +223,7 @@ def _run_once(spec: JobSpec, job: str, task: int, stop: threading.Event) -> int:
 
 
 def _wait(
-  processes: Sequence[subprocess.Popen[bytes]], stop: threading.Event
+  processes: Sequence[subprocess.Popen[Any]], stop: threading.Event
 ) -> tuple[int, int | None]:
   """Wait for all; one that fails, or `stop`, ends the others, as srun does it.
 

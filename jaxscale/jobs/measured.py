@@ -25,13 +25,13 @@ from jaxscale.run.goodput import FILE, Goodput, goodput, read_activities
 
 CHANGES = "batch or image size changes during the run, which has no single throughput"
 _PHASE = {"batch_size": int, "image_size": (int, None)}
-_RECORD = {
-  "config": {"phases": {"class": str}, "log": {"step_report": bool}},
-  "derived": {"phases": [_PHASE], "num_train": int, "num_devices": int, "total_steps": int},
-  "processes": int,
-  "versions": {str: str},
-  "python": str,
-}
+_RECORD = dict(
+  config=dict(phases={"class": str}, log=dict(step_report=bool)),
+  derived=dict(phases=[_PHASE], num_train=int, num_devices=int, total_steps=int),
+  processes=int,
+  versions={str: str},
+  python=str,
+)
 _REMEDY = "compare other runs"
 _RATE, _REPORT = "perf/examples_per_s", "perf/exposed_share"
 
@@ -114,10 +114,13 @@ class MeasuredRun(NamedTuple):
   @property
   def quartiles(self) -> tuple[float, float] | None:
     """First and third quartile of the windows; None for fewer than 3."""
-    if len(self.rates) < 3:
-      return None
-    low, _, high = statistics.quantiles(self.rates, n=4, method="inclusive")
-    return low, high
+    return quartiles(self.rates) if len(self.rates) >= 3 else None
+
+
+def quartiles(values: Sequence[float]) -> tuple[float, float]:
+  """Return the first and the third quartile of at least two values."""
+  low, _, high = statistics.quantiles(values, n=4, method="inclusive")
+  return low, high
 
 
 def locate(path: Path) -> Located:
@@ -161,32 +164,28 @@ def read(path: Path, plan: Path | None = None) -> MeasuredRun:
     raise ConfigError(f"{workdir}/config.json: derived.phases is empty; {_REMEDY}")
   shapes = {(phase["batch_size"], phase["image_size"]) for phase in derived["phases"]}
   if len(shapes) > 1 or config["phases"]["class"] == "AdaptiveBatch":
-    advice = "compare runs with --config.phases=Phases"
-    raise ConfigError(f"{name}: the {CHANGES}; {advice}")
+    raise ConfigError(f"{name}: the {CHANGES}; compare runs with --config.phases=Phases")
   if not (lines := read_metrics(workdir / "metrics.jsonl")):
     raise NotBegunError(f"{name}: has trained no step, there is nothing to report")
   (batch, _), num_train = shapes.pop(), derived["num_train"]
   starts = read_json_lines(workdir / provenance.FILE, None, {"time": float})
   since = starts[-1]["time"] if starts else 0.0
   current = [line for line in lines if line["time"] >= since]
-  reports = [_finite(line, "perf/") for line in current if _REPORT in line]
+  reports = [finite(line, "perf/") for line in current if _REPORT in line]
   summary = read_json(workdir / "summary.json", {"outcome": str})
   job = [event for event in events if event["event"] == "start"]
+  size = dict(batch=batch, processes=processes, devices=derived["num_devices"])
+  if job:
+    size |= dict(nodes=job[-1]["nodes"], hosts=str(job[-1].get("hosts", "")))
+  about: dict[str, Any] = dict(config=config, num_train=num_train, goodput=spent)
+  about |= dict(kind=str(record.get("device_kind") or ""), versions=versions | {"python": python})
   run = MeasuredRun(
     name=name,
-    config=config,
-    num_train=num_train,
-    versions=versions | {"python": python},
-    processes=processes,
-    devices=derived["num_devices"],
-    kind=str(record.get("device_kind") or ""),
-    batch=batch,
+    **about,
+    **size,
     rates=windows(current),
     step_report=reports[0] if reports else {},
-    summary=_finite(summary) if summary.get("outcome") == "done" else {},
-    nodes=job[-1]["nodes"] if job else None,
-    hosts=str(job[-1].get("hosts", "")) if job else "",
-    goodput=spent,
+    summary=finite(summary) if summary.get("outcome") == "done" else {},
     evaluations=_evaluations(lines, batch, num_train),
     origin=provenance.last_start(workdir),
     planned=of_workdir(workdir, record, plan),
@@ -195,7 +194,7 @@ def read(path: Path, plan: Path | None = None) -> MeasuredRun:
   return run._replace(missing=tuple(_missing(run, newest, derived["total_steps"])))
 
 
-def _finite(values: Mapping[str, Any], prefix: str = "") -> dict[str, float]:
+def finite(values: Mapping[str, Any], prefix: str = "") -> dict[str, float]:
   """Return the finite numbers among values, by name without the prefix."""
   return {
     name.removeprefix(prefix): x
@@ -244,8 +243,7 @@ def _missing(run: MeasuredRun, step: int, total: int) -> Iterator[str]:
   elif not run.quartiles:
     yield f"quartiles: only {len(run.rates)} windows{remedy}"
   if not run.step_report:
-    is_asked = run.config["log"]["step_report"]
-    remedy = "not measured yet" if is_asked else "set log.step_report=True"
+    remedy = "not measured yet" if run.config["log"]["step_report"] else "set log.step_report=True"
     yield f"exposed and spread: no step report, {remedy}"
   if not run.summary:
     yield f"loss and accuracy: not done, at step {step:,} of {total:,}"

@@ -15,7 +15,7 @@ from typing import Any
 from jaxscale.config.record import flat
 from jaxscale.errors import ConfigError
 from jaxscale.files import output_path, read_json, read_json_lines, replace_text
-from jaxscale.jobs.measured import Located, locate
+from jaxscale.jobs.measured import Located, locate, quartiles
 from jaxscale.jobs.prediction import comparison
 from jaxscale.jobs.scaling_report import Report, svg
 from jaxscale.metrics import plot_metrics, read_metrics, text
@@ -24,25 +24,20 @@ from jaxscale.run.goodput import read_activities
 
 _STYLE = """
 :root { color-scheme: light dark; --line: #8884; --faint: #8881 }
-body { font: 15px/1.5 system-ui, sans-serif; max-width: 1080px; margin: 2em auto;
-  padding: 0 1em }
-h1, h2 { line-height: 1.2; margin: 1.6em 0 .4em } h3 { margin: 1.4em 0 .3em }
+body { font: 15px/1.5 system-ui, sans-serif; max-width: 1080px; margin: 2em auto; padding: 0 1em }
 table { border-collapse: collapse; display: block; overflow-x: auto }
 td, th { padding: .15em 1em .15em 0; border-bottom: 1px solid var(--line) }
 svg { max-width: 100%; height: auto; background: #fff; border-radius: 6px }
 pre { background: var(--faint); padding: .7em; white-space: pre-wrap }
 """
-_SPEEDS = {
-  "examples/s": ("perf/examples_per_s", ",.0f"),
-  "seconds/step": ("perf/step_s", ".3g"),
-  "TFLOP/s of a device": ("perf/tflops_per_device", ".3g"),
-  "MFU": ("perf/mfu", ".1%"),
-  "HFU": ("perf/hfu", ".1%"),
-  "waits for input": ("perf/input_wait", ".1%"),
-  "exchange that nothing hides": ("perf/exposed_share", ".1%"),
-  "spread of processes": ("perf/spread", ".1%"),
-  "memory of a device (GB)": ("perf/peak_memory_gb", ".3g"),
-}
+_SPEEDS = text.columns(
+  """
+  examples/s: examples_per_s ,.0f; seconds/step: step_s .3g
+  TFLOP/s of a device: tflops_per_device .3g; MFU: mfu .1%; HFU: hfu .1%
+  waits for input: input_wait .1%; exchange that nothing hides: exposed_share .1%
+  spread of processes: spread .1%; memory of a device (GB): peak_memory_gb .3g
+  """
+)
 
 
 def write_page(
@@ -113,13 +108,10 @@ def _outcome(summary: Mapping[str, Any], lines: Sequence[Mapping[str, Any]]) -> 
 def _speed(lines: Sequence[Mapping[str, Any]], summary: Mapping[str, Any]) -> str:
   """Show medians and quartiles of the windows between two logged steps."""
   rows = []
-  for label, (name, form) in _SPEEDS.items():
-    if values := [line[name] for line in lines if name in line]:
-      low = high = None
-      median = statistics.median(values)
-      if len(values) > 1:
-        low, _, high = statistics.quantiles(values, n=4, method="inclusive")
-      cells = (text.cell(x, form) for x in (median, low, high))
+  for label, (key, form) in _SPEEDS.items():
+    if values := [line[name] for line in lines if (name := f"perf/{key}") in line]:
+      ends = quartiles(values) if len(values) > 1 else (None, None)
+      cells = (text.cell(x, form) for x in (statistics.median(values), *ends))
       rows.append([label, *cells, f"{len(values):,}"])
   if not rows:
     return "<p>Nothing was measured yet.</p>"
@@ -132,21 +124,16 @@ def _speed(lines: Sequence[Mapping[str, Any]], summary: Mapping[str, Any]) -> st
 
 def _starts(run: Located) -> str:
   """List the starts of the run: when, where from, how far, how each ended."""
-  last = {  # by start, the newest line
-    x.start: x for x in sorted(read_activities(run.workdir), key=lambda x: x.time)
-  }
+  activities = sorted(read_activities(run.workdir), key=lambda x: x.time)
   rows = []
-  for start, activity in sorted(last.items()):
+  for start, newest in sorted({x.start: x for x in activities}.items()):
     began = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(start))
-    after = ", ".join(f"{step:,}" for step in activity.resumed) or text.NOTHING
-    ran, reached = text.duration(activity.time - start), max(activity.step - 1, 0)
-    rows.append([began, after, f"{reached:,}", ran, "done" if activity.done else ""])
-  ends = [x for x in run.events if x["event"] == "end"]
-  jobs = [[x["job"], str(x["code"]), x["next"]] for x in ends]
+    after = ", ".join(f"{step:,}" for step in newest.resumed) or text.NOTHING
+    ran, reached = text.duration(newest.time - start), max(newest.step - 1, 0)
+    rows.append([began, after, f"{reached:,}", ran, "done" if newest.done else ""])
+  jobs = [[x["job"], str(x["code"]), x["next"]] for x in run.events if x["event"] == "end"]
   tables = text.html_table(["start", "from step", "to step", "ran", ""], rows)
-  if jobs:
-    tables += text.html_table(["job", "exit code", "then"], jobs)
-  return tables
+  return tables + (text.html_table(["job", "exit code", "then"], jobs) if jobs else "")
 
 
 def _environment(workdir: Path) -> str:

@@ -86,8 +86,7 @@ def compare(run: MeasuredRun) -> Comparison | None:
     return Comparison(run.name, "the run has no rate after its warm-up yet")
   low, high = (text.short_time(step.seconds[c]) for c in ("high", "low"))
   devices = text.plural(step.devices, "device")
-  about = f"{chips}, batch {step.batch_size:,} on {devices}; "
-  about += f"a step in {low} to {high}"
+  about = f"{chips}, batch {step.batch_size:,} on {devices}; a step in {low} to {high}"
   return Comparison(run.name, "", about, tuple(_rows(run)))
 
 

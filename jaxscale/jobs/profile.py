@@ -57,7 +57,9 @@ def trace(
   Raises:
     ConfigError: nothing trains there, or no trace came: the line says why.
   """
-  _check_running(workdir)
+  if _owner(workdir) is None:
+    hint = "start it, or print an earlier trace by --summary"
+    raise ConfigError(f"{workdir}: no run trains there; {hint}")
   described = read_json(workdir / "config.json", {"processes": int})
   count = described.get("processes", max(processes) + 1)
   if max(processes) >= count:
@@ -95,15 +97,8 @@ def _wait(workdir: Path, folder: Path, request, wait_s: float) -> None:
     polls += 1
 
 
-def _check_running(workdir: Path) -> None:
-  if _owner(workdir) is None:
-    hint = "start it, or print an earlier trace by --summary"
-    raise ConfigError(f"{workdir}: no run trains there; {hint}")
-
-
 def _owner(workdir: Path) -> lock.LockOwner | None:
   try:
     return lock.running(workdir)
   except OSError as e:
-    remedy = "have the owner of the run ask"
-    raise ConfigError(f"{workdir}: {e.strerror}; {remedy}") from None
+    raise ConfigError(f"{workdir}: {e.strerror}; have the owner of the run ask") from None

@@ -36,53 +36,21 @@ Kind = Literal["strong", "weak", "one size"]
 _LAWS = {"strong": "Amdahl", "weak": "Gustafson"}
 
 # What may differ within a study: its subject, and what does not change a step.
-_MAY_DIFFER = (
-  "batch_size",
-  "mesh",
-  "accumulate_steps",
-  "seed",
-  "epochs",
-  "steps",
-  "target_accuracy",
-  "stop_at_target",
-  "input_threads",
-  "evaluation",
-  "checkpoint",
-  "checks",
-  "log",
-  "exchange.algorithm",
-  "exchange.dims",
-  "versions",
-)
+_MAY_DIFFER = """
+batch_size mesh accumulate_steps seed epochs steps target_accuracy stop_at_target input_threads
+evaluation checkpoint checks log exchange.algorithm exchange.dims versions
+"""
 # Those of them that a reader of the table has to know.
-_NOTED = (
-  "accumulate_steps",
-  "seed",
-  "epochs",
-  "steps",
-  "exchange.algorithm",
-  "exchange.dims",
-  "versions",
-)
+_NOTED = "accumulate_steps seed epochs steps exchange.algorithm exchange.dims versions"
 # Columns of the table: a column of the CSV file, or one made of two, and its format.
-_COLUMNS = {
-  "run": ("run", ""),
-  "nodes": ("nodes", ","),
-  "processes": ("processes", ","),
-  "devices": ("devices", ","),
-  "batch": ("global_batch", ","),
-  "examples/s": ("examples_per_s", ",.0f"),
-  "quartiles": ("quartiles", ""),
-  "windows": ("windows", ""),
-  "speed-up": ("speed_up", ".2f"),
-  "efficiency": ("efficiency", ".0%"),
-  "planned": ("planned_efficiency", ".0%"),
-  "exposed": ("exposed_share", ".0%"),
-  "spread": ("spread", ".0%"),
-  "goodput": ("goodput", ".0%"),
-  "loss": ("loss", ".4f"),
-  "accuracy": ("quality", ""),
-}
+_COLUMNS = text.columns(
+  """
+  run: run; nodes: nodes ,; processes: processes ,; devices: devices ,; batch: global_batch ,
+  examples/s: examples_per_s ,.0f; quartiles: quartiles; windows: windows; speed-up: speed_up .2f
+  efficiency: efficiency .0%; planned: planned_efficiency .0%; exposed: exposed_share .0%
+  spread: spread .0%; goodput: goodput .0%; loss: loss .4f; accuracy: quality
+  """
+)
 
 
 class Report(NamedTuple):
@@ -126,8 +94,7 @@ class Report(NamedTuple):
   def _repr_html_(self) -> str:
     lines = "".join(f"<li>{escape(note)}</li>" for note in self.notes)
     image = svg(lambda path: plot_scaling(as_plot(self), path))
-    page = f"<p>{escape(self.heading())}</p>{text.html_table(*table(self))}"
-    return f"{page}<ul>{lines}</ul>{image}"
+    return f"<p>{escape(self.heading())}</p>{text.html_table(*table(self))}<ul>{lines}</ul>{image}"
 
 
 def compare(runs: Sequence[MeasuredRun], name: str = "scaling") -> Report:
@@ -168,29 +135,17 @@ def _row(run: MeasuredRun, base: int, rate: float, planned: float) -> dict[str, 
   low, high = run.quartiles or (None, None)
   up = run.rate / rate if run.rate else None
   planned_up = step.rate / planned if step and planned else None
-  return {
-    "run": run.name,
-    "nodes": run.nodes,
-    "processes": run.processes,
-    "devices": run.devices,
-    "device_kind": run.kind,
-    "global_batch": run.batch,
-    "examples_per_s": run.rate,
-    "examples_per_s_q1": low,
-    "examples_per_s_q3": high,
-    "windows": len(run.rates),
-    "speed_up": up,
-    "efficiency": up and up * base / run.devices,
-    "exposed_share": report.get("exposed_share"),
-    "compute_s": report.get("compute_s"),
-    "exposed_s": report.get("exposed_s"),
-    "spread": report.get("spread") if run.processes > 1 else None,
-    "goodput": run.goodput.share if run.goodput else None,
-    **{name: run.summary.get(name) for name in ("loss", "accuracy", "perplexity")},
-    "planned_examples_per_s": step.rate if step else None,
-    "planned_efficiency": planned_up and planned_up * base / run.devices,
-    "evaluations": run.evaluations,
-  }
+  row: dict[str, Any] = dict(run=run.name, nodes=run.nodes, processes=run.processes)
+  row |= dict(devices=run.devices, device_kind=run.kind, global_batch=run.batch)
+  row |= dict(examples_per_s=run.rate, examples_per_s_q1=low, examples_per_s_q3=high)
+  row |= dict(windows=len(run.rates), speed_up=up, efficiency=up and up * base / run.devices)
+  row |= {name: report.get(name) for name in ("exposed_share", "compute_s", "exposed_s")}
+  row["spread"] = report.get("spread") if run.processes > 1 else None
+  row["goodput"] = run.goodput.share if run.goodput else None
+  row |= {name: run.summary.get(name) for name in ("loss", "accuracy", "perplexity")}
+  row["planned_examples_per_s"] = step.rate if step else None
+  row["planned_efficiency"] = planned_up and planned_up * base / run.devices
+  return row | {"evaluations": run.evaluations}
 
 
 def _kind_of(runs: Sequence[MeasuredRun]) -> Kind:
@@ -227,9 +182,7 @@ def serial_share(kind: Kind, points: Sequence[tuple[float, float]]) -> float | N
 
 def law(kind: Kind, serial: float, n: float) -> float:
   """The speed-up by Amdahl or Gustafson on n times the smallest size."""
-  if kind == "strong":
-    return 1 / (serial + (1 - serial) / n)
-  return n - serial * (n - 1)
+  return 1 / (serial + (1 - serial) / n) if kind == "strong" else n - serial * (n - 1)
 
 
 def _check_same(runs: Sequence[MeasuredRun]) -> list[str]:
@@ -245,11 +198,11 @@ def _check_same(runs: Sequence[MeasuredRun]) -> list[str]:
     for name in {**every[0], **settings}:
       if (old := every[0].get(name)) == (new := settings.get(name)):
         continue
-      if not {name, name.split(".")[0]} & {*_MAY_DIFFER}:
+      if not {name, name.split(".")[0]} & {*_MAY_DIFFER.split()}:
         text = f"{runs[0].name} and {run.name} differ in {name} ({old!r} and {new!r}), "
         text += "so they are not a scaling study; give runs of one config"
         raise ConfigError(text)
-      if {name, name.split(".")[0]} & {*_NOTED}:
+      if {name, name.split(".")[0]} & {*_NOTED.split()}:
         pairs = zip(runs, every, strict=True)
         values = ", ".join(f"{s.get(name)} ({r.name})" for r, s in pairs)
         notes[name] = f"{name} is not the same in all: {values}"
@@ -350,9 +303,8 @@ def report(
 
 def table(study: Report) -> tuple[list[str], list[list[str]]]:
   """Return titles and rows of cells; without a plan, without its column."""
-  columns = dict(_COLUMNS)
-  if all(row["planned_efficiency"] is None for row in study.rows):
-    del columns["planned"]
+  is_planned = any(row["planned_efficiency"] is not None for row in study.rows)
+  columns = {n: column for n, column in _COLUMNS.items() if is_planned or n != "planned"}
   rows = []
   for row in study.rows:
     ends = [row[f"examples_per_s_{q}"] for q in ("q1", "q3")]

@@ -124,15 +124,9 @@ def as_options(overrides: Mapping[str, str]) -> list[str]:
 
 
 # What may not be missing in a run.json, as `files.mismatch` takes it.
-SHAPE = {
-  **dict.fromkeys(("name", "folder", "cwd", "config", "executor", "python"), str),
-  **dict.fromkeys(("at_most", "nodes", "requeue"), int),
-  "overrides": {str: str},
-  "trials": [{str: str}],
-  "site": {},
-  "preflight": bool,
-  "made_by": str,
-}
+SHAPE = dict.fromkeys(("name", "folder", "cwd", "config", "executor", "python", "made_by"), str)
+SHAPE |= dict.fromkeys(("at_most", "nodes", "requeue"), int)
+SHAPE |= dict(overrides={str: str}, trials=[{str: str}], site={}, preflight=bool)
 
 
 def to_json(spec: JobSpec) -> dict[str, Any]:
@@ -171,14 +165,10 @@ def container_mounts(spec: JobSpec) -> list[str]:
 def setup_script(spec: JobSpec) -> str:
   """The lines of bash that prepare the environment of a job, or end it."""
   site = spec.site
-  lines = [
-    _BEFORE_SETUP,
-    *(f"module load {quote(module)}" for module in site.modules),
-    *site.setup,
-    *(f"export {n}={quote(v)}" for n, _, v in (e.partition("=") for e in site.env)),
-    _AFTER_SETUP.replace("FOLDER", quote(spec.folder)),
-  ]
-  return "\n".join(lines)
+  variables = (pair.partition("=") for pair in site.env)
+  lines = [f"module load {quote(module)}" for module in site.modules] + [*site.setup]
+  lines += [f"export {name}={quote(value)}" for name, _, value in variables]
+  return "\n".join([_BEFORE_SETUP, *lines, _AFTER_SETUP.replace("FOLDER", quote(spec.folder))])
 
 
 _BEFORE_SETUP = r"""# The environment of the job; a line that fails ends it.

@@ -21,37 +21,17 @@ from jaxscale.run.goodput import Goodput
 
 # States of squeue(1) after which nothing more happens, and our own: LOST was started,
 # and neither the executor nor the events know of an end; UNREADABLE has no run.json.
-ENDED = (
-  "BOOT_FAIL",
-  "CANCELLED",
-  "COMPLETED",
-  "DEADLINE",
-  "FAILED",
-  "LOST",
-  "NODE_FAIL",
-  "OUT_OF_MEMORY",
-  "PREEMPTED",
-  "REVOKED",
-  "TIMEOUT",
-  "UNREADABLE",
-)
+_ENDED = """
+BOOT_FAIL CANCELLED COMPLETED DEADLINE FAILED LOST NODE_FAIL OUT_OF_MEMORY PREEMPTED REVOKED
+TIMEOUT UNREADABLE
+"""
+ENDED = tuple(_ENDED.split())
 _TAIL = 1 << 16  # bytes of the metrics that are read: hundreds of lines
 _RATE_OVER = 10  # logged lines
-_HEAD = (
-  "run",
-  "job",
-  "state",
-  "nodes",
-  "step",
-  "loss",
-  "examples/s",
-  "accuracy",
-  "time left",
-  "to go",
-  "goodput",
-  "restarts",
-  "",
-)
+_TITLES = "run,job,state,nodes,step,loss,examples/s,accuracy,time left,to go,goodput,restarts,"
+_HEAD = _TITLES.split(",")
+_LOGGED = {"loss": "train/loss", "rate": "perf/examples_per_s"}
+_LOGGED |= {"accuracy": "eval/accuracy", "perplexity": "eval/perplexity"}
 _LEAST_MISSED = ("restarts", "job", "nodes", "accuracy", "goodput", "time left")
 _WORDS = ("run", "job", "state", "")  # these columns are aligned to the left
 
@@ -201,6 +181,7 @@ def status(spec: JobSpec, task: int, job: str, queued: QueueEntry | None) -> Run
     notes.insert(0, f"({queued.reason})")
   if described and (compared := prediction.comparison(workdir)):
     notes.append(compared.note())
+  is_running = state == "RUNNING"
   return RunStatus(
     run=f"{spec.name}/{task}" if spec.trials else spec.name,
     job=spec.task_id(job, task),
@@ -209,12 +190,9 @@ def status(spec: JobSpec, task: int, job: str, queued: QueueEntry | None) -> Run
     nodes=queued.nodes or last.get("nodes") or spec.nodes,
     step=max((line["step"] for line in lines), default=None),
     total=total,
-    loss=latest.get("train/loss"),
-    rate=latest.get("perf/examples_per_s"),
-    accuracy=latest.get("eval/accuracy"),
-    perplexity=latest.get("eval/perplexity"),
-    time_left=queued.time_left if state == "RUNNING" else "",
-    to_go=seconds_to_go(lines, total) if state == "RUNNING" else None,
+    **{name: latest.get(key) for name, key in _LOGGED.items()},
+    time_left=queued.time_left if is_running else "",
+    to_go=seconds_to_go(lines, total) if is_running else None,
     restarts=max(queued.restarts, last.get("restarts", 0)),
     note=" ".join(notes),
     goodput=folders.read_goodput(spec, task),
@@ -253,18 +231,18 @@ def seconds_to_go(rows: Sequence[Mapping[str, Any]], total: int | None) -> float
 
 def _cells(s: RunStatus) -> list[str]:
   state = f"{s.state} {s.code}" if s.state == "FAILED" and s.code else s.state
+  total = text.cell(s.total, ",").replace(text.NOTHING, "?")
   middle = [
-    s.step is not None and f"{s.step:,}/{'?' if s.total is None else f'{s.total:,}'}",
-    s.loss is not None and f"{s.loss:.4f}",
-    s.rate is not None and f"{s.rate:,.0f}",
+    s.step is not None and f"{s.step:,}/{total}",
+    text.cell(s.loss, ".4f"),
+    text.cell(s.rate, ",.0f"),
     quality(s.accuracy, s.perplexity),
     s.time_left,
     s.to_go is not None and text.duration(s.to_go),
     s.goodput is not None and text.cell(s.goodput.share, ".0%"),
   ]
-  known = [cell or "-" for cell in middle]
-  cells = [s.run, s.job, state, str(s.nodes), *known, str(s.restarts), s.note]
-  return [printable(cell) for cell in cells]
+  known = ["-" if cell in (False, "", text.NOTHING) else cell for cell in middle]
+  return [*map(printable, [s.run, s.job, state, str(s.nodes), *known, str(s.restarts), s.note])]
 
 
 def quality(accuracy: float | None, perplexity: float | None) -> str:

@@ -8,7 +8,7 @@ import statistics
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from jaxscale.files import read_json, replacing
 from jaxscale.metrics.reading import read_metrics
@@ -64,18 +64,8 @@ def titled(axis: Any, title: str, x_label: str, y_label: str = "") -> None:
   axis.set(xlabel=x_label, ylabel=y_label)
 
 
-class _Panel(NamedTuple):
-  """Axes of a run's picture.
-
-  Attributes:
-    title: above it.
-    unit: of the y axis.
-    series: metric -> its label.
-  """
-
-  title: str
-  unit: str
-  series: dict[str, str]
+# Axes of a run's picture: title, unit of the y axis, and the label of each metric.
+_Panel = tuple[str, str, dict[str, str]]
 
 
 def _panels(lines: _Rows, training: str) -> list[_Panel]:
@@ -89,42 +79,32 @@ def _panels(lines: _Rows, training: str) -> list[_Panel]:
   others = [name for name in evaluated if name != "loss"] or ["accuracy"]
   known = [name for name in ("perplexity", "accuracy") if name in others]
   name = [*known, *others][0]
-  unit = "%" if name == "accuracy" else ""
   both = {f"train/{name}": "training", f"eval/{name}": "held-out"}
-  losses = {"train/loss": training, "eval/loss": "held-out"}
   shares = {"perf/mfu": "model FLOPs utilization", "perf/input_wait": "input wait"}
   memory = {"perf/memory_gb": "in use", "perf/peak_memory_gb": "peak"}
+  losses = {"train/loss": training, "eval/loss": "held-out"}
+  used = [line["perf/mfu"] for line in lines if "perf/mfu" in line]
+  mfu = f" (MFU {statistics.median(used):.1%})" if used else ""
   return [
-    _Panel("Loss", "nats" if known else "", losses),
-    _Panel(name.replace("_", " ").capitalize(), unit, both),
-    _Panel("Learning rate", "", {"train/learning_rate": ""}),
-    _Panel("Speed", "examples/s", {"perf/examples_per_s": ""}),
-    _Panel(f"Use of a device{_mfu(lines)}", "%", shares),
-    _Panel("Memory of a device", "GB", memory),
+    ("Loss", "nats" if known else "", losses),
+    (name.replace("_", " ").capitalize(), "%" if name == "accuracy" else "", both),
+    ("Learning rate", "", {"train/learning_rate": ""}),
+    ("Speed", "examples/s", {"perf/examples_per_s": ""}),
+    (f"Use of a device{mfu}", "%", shares),
+    ("Memory of a device", "GB", memory),
   ]
 
 
-def _log_formatter() -> Any:
-  """0.6 and 2,000, not 6e-01 and 2x10^3; which ticks have a label stays."""
-  from matplotlib import ticker
-
-  class Formatter(ticker.LogFormatter):
-    def __call__(self, x, pos=None):
-      return f"{x:,.12g}" if super().__call__(x, pos) else ""
-
-  return Formatter()
-
-
-def _mfu(lines: Sequence[Mapping[str, Any]]) -> str:
-  """The median model FLOPs utilization, as words."""
-  found = [line["perf/mfu"] for line in lines if "perf/mfu" in line]
-  return f" (MFU {statistics.median(found):.1%})" if found else ""
+def log_scale(axis: Any) -> None:
+  """Scale the y axis by logarithm, with 0.6 and 2,000 at its ticks, not 2x10^3."""
+  axis.set_yscale("log")
+  axis.yaxis.set_major_formatter(lambda y, _: f"{y:,.12g}")
+  axis.yaxis.set_minor_formatter(lambda y, _: f"{y:,.12g}" if f"{y:e}"[0] in "25" else "")
 
 
 def _training_label(workdir: Path) -> str:
   """Of the training loss, which label smoothing lifts above the held-out one."""
-  shape = {"config": {"loss": {"label_smoothing": float}}}
-  described = read_json(workdir / "config.json", shape)
+  described = read_json(workdir / "config.json", {"config": {"loss": {"label_smoothing": float}}})
   smoothing = described["config"]["loss"]["label_smoothing"] if described else 0
   return f"training (label smoothing {smoothing:g})" if smoothing else "training"
 
@@ -154,23 +134,22 @@ def plot_metrics(workdir: str | Path, path: str | Path | None = None) -> Path | 
 
 
 def _draw_panel(axis: Any, panel: _Panel, lines: _Rows) -> None:
-  titled(axis, panel.title, "step", panel.unit)
-  for (name, label), color in zip(panel.series.items(), (CURVES, POINTS), strict=False):
+  title, unit, series = panel
+  titled(axis, title, "step", unit)
+  for (name, label), color in zip(series.items(), (CURVES, POINTS), strict=False):
     points = [(line["step"], line[name]) for line in lines if name in line]
     if points:
       steps, values = zip(*points, strict=True)
-      values = [100 * v for v in values] if panel.unit == "%" else values
+      values = [100 * v for v in values] if unit == "%" else values
       marker = "o" if name.startswith("eval/") else None
       axis.plot(steps, values, color=color, marker=marker, ms=4, label=label)
-  if any(name in panel.series for name in ("train/loss", "train/perplexity")):
-    axis.set_yscale("log")
-    axis.yaxis.set_major_formatter(_log_formatter())
-    axis.yaxis.set_minor_formatter(_log_formatter())
-  elif panel.unit == "%" and "eval/accuracy" in panel.series:
+  if {"train/loss", "train/perplexity"} & series.keys():
+    log_scale(axis)
+  elif "eval/accuracy" in series:
     axis.set_ylim(top=100.5)
   else:
     axis.set_ylim(bottom=0)
-  if len(panel.series) > 1 and axis.lines:
+  if len(series) > 1 and axis.lines:
     axis.legend(frameon=False)
 
 

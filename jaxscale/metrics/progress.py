@@ -83,12 +83,8 @@ class Progress:
     """
     rate, (examples, _) = perf["examples_per_s"], self._since
     left = (self._total_examples - examples) / max(rate, 1e-9)
-    parts = [
-      f"loss {metrics['loss']:.4f}",
-      f"lr {metrics['learning_rate']:.4g}",
-      f"{rate:,.0f} examples/s",
-      f"{1e3 * perf['step_s']:,.3g} ms/step",
-    ]
+    parts = [f"loss {metrics['loss']:.4f}", f"lr {metrics['learning_rate']:.4g}"]
+    parts += [f"{rate:,.0f} examples/s", f"{1e3 * perf['step_s']:,.3g} ms/step"]
     parts += [f"MFU {perf['mfu']:.1%}"] if "mfu" in perf else []
     parts += [f"memory {perf['memory_gb']:.3g} GB"] if "memory_gb" in perf else []
     text = "  ".join([*parts, f"{duration(left)} left"])

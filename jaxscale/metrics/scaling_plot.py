@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from jaxscale.metrics.plot import CURVES, IDEAL, POINTS, figure, size_ticks, titled
+from jaxscale.metrics.plot import CURVES, IDEAL, POINTS, figure, log_scale, size_ticks, titled
 from jaxscale.metrics.text import plural
 
 _PLANNED = "#3d8b6f"
@@ -32,8 +32,7 @@ def plot_scaling(study: Mapping[str, Any], path: str | Path) -> Path:
     The path.
   """
   with figure(path, 2, 2, (12.8, 8.6), study["title"]) as axes:
-    panels = _speed_up, _efficiency, _step_parts, _loss
-    for axis, draw in zip(axes.flat, panels, strict=True):
+    for axis, draw in zip(axes.flat, (_speed_up, _efficiency, _step_parts, _loss), strict=True):
       draw(axis, study)
   return Path(path)
 
@@ -42,10 +41,8 @@ def _speed_up(axis: Any, study: Mapping[str, Any]) -> None:
   titled(axis, "Speed-up (and examples/s)", "devices", "against the smallest size")
   rows = _over_devices(axis, study, lambda up, devices: up)
   for row in rows:
-    rate, at = row["examples_per_s"], (row["devices"], row["speed_up"])
-    power = next((p for p in (2, 1) if rate >= 1e3**p), 0)
-    label = f"{rate / 1e3**power:.3g}{['', 'k', 'M'][power]}"
-    _annotate(axis, label, at, (7, -12), color=POINTS)
+    at = row["devices"], row["speed_up"]
+    _annotate(axis, f"{row['examples_per_s']:,.0f}", at, (7, -12), color=POINTS)
   if rows:
     axis.set_yscale("log", base=2)
     axis.yaxis.set_major_formatter(lambda y, _: f"{y:g}")
@@ -77,13 +74,9 @@ def _over_devices(
   axis.set_xscale("log", base=2)
   devices = sorted({row["devices"] for row in study["rows"]})
   size_ticks(axis, devices, 1 / 1.25, 1.4)
-  ends = base, devices[-1]
-  ideal, law = [(n, n / base) for n in ends], study["law"]
-  plan = [
-    (row["devices"], row["planned_efficiency"] * row["devices"] / base)
-    for row in rows
-    if row["planned_efficiency"] is not None
-  ]
+  ideal, law = [(n, n / base) for n in (base, devices[-1])], study["law"]
+  planned = {row["devices"]: row["planned_efficiency"] for row in rows}
+  plan = [(n, share * n / base) for n, share in planned.items() if share is not None]
   for points, label, style in (
     (ideal, "ideal", {"color": IDEAL, "ls": "--"}),
     (law, study["law_label"], {"color": CURVES}),
@@ -93,17 +86,16 @@ def _over_devices(
       heights = [scale(up, n) for n, up in points]
       axis.plot([n for n, _ in points], heights, label=label, **style)
   style = {"fmt": "o", "color": POINTS, "ms": 6, "zorder": 4, "capsize": 3, "lw": 1.2}
-  below, above = [], []
   heights = [scale(row["speed_up"], row["devices"]) for row in rows]
+  errors = []
   for row, height in zip(rows, heights, strict=True):
     rate = row["examples_per_s"]
     low, high = (row[f"examples_per_s_{q}"] or rate for q in ("q1", "q3"))
     # A median is between its quartiles; rounding may put it a hair outside.
-    below.append(height * max(1 - low / rate, 0))
-    above.append(height * max(high / rate - 1, 0))
+    errors.append((height * max(1 - low / rate, 0), height * max(high / rate - 1, 0)))
   sizes = [row["devices"] for row in rows]
   label = "measured: median and quartiles"
-  axis.errorbar(sizes, heights, yerr=(below, above), label=label, **style)
+  axis.errorbar(sizes, heights, yerr=[*zip(*errors, strict=True)], label=label, **style)
   return rows
 
 
@@ -149,15 +141,12 @@ def _loss(axis: Any, study: Mapping[str, Any]) -> None:
     axis.plot(epochs, losses, "o-", label=label, **style)
   every = [loss for row in known for _, loss in row["evaluations"]]
   if min(every) > 0 and max(every) > 4 * min(every):
-    axis.set_yscale("log")
-    axis.yaxis.set_major_formatter(lambda y, _: f"{y:,.12g}")
-    axis.yaxis.set_minor_formatter(lambda y, _: f"{y:,.12g}" if f"{y:e}"[0] in "25" else "")
+    log_scale(axis)
   axis.legend(frameon=False, fontsize=8, loc="upper right")
 
 
 def _annotate(axis: Any, text: str, at: Any, offset: Any, **style: Any) -> None:
-  options = {"textcoords": "offset points", "fontsize": 8} | style
-  axis.annotate(text, at, xytext=offset, **options)
+  axis.annotate(text, at, xytext=offset, **{"textcoords": "offset points", "fontsize": 8} | style)
 
 
 def _empty(axis: Any, text: str) -> None:

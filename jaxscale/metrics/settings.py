@@ -64,31 +64,14 @@ class Wandb(Tracker):
     import wandb  # pyright: ignore[reportMissingImports]
 
     # It shares the terminal with the run, and its process the cores.
-    settings = wandb.Settings(
-      silent=True,
-      console="off",
-      disable_git=True,
-      disable_code=True,
-      symlink=False,
-      x_disable_stats=True,
-      init_timeout=90,
-      finish_timeout=self.flush_s,
-      reinit="create_new",
-    )
+    quiet = dict(silent=True, console="off", disable_git=True, disable_code=True, symlink=False)
+    limits = dict(x_disable_stats=True, init_timeout=90, finish_timeout=self.flush_s)
+    settings = wandb.Settings(**quiet, **limits, reinit="create_new")
     wandb.setup(settings=wandb.Settings(silent=True))
-    begin = functools.partial(
-      wandb.init,
-      id=context.id,
-      dir=str(context.workdir),
-      settings=settings,
-      config=context.config | {"environment": context.environment},
-      name=context.name,
-      project=self.project,
-      entity=self.entity,
-      group=self.group,
-      tags=self.tags,
-      allow_val_change=True,
-    )
+    home = dict(project=self.project, entity=self.entity, group=self.group, tags=self.tags)
+    run_of = dict(id=context.id, name=context.name, dir=str(context.workdir), allow_val_change=True)
+    described = context.config | {"environment": context.environment}
+    begin = functools.partial(wandb.init, **home, **run_of, config=described, settings=settings)
     text, first = "", -1
     if self.mode == "online" and _is_reached(wandb, context):
       run = begin(mode="online", resume="allow")
@@ -124,8 +107,7 @@ def _is_reached(wandb: Any, context: TrackerContext) -> bool:
       raise wandb.Error("no API key (wandb login)")
   except wandb.Error as e:
     why = message_of(e)[:200]
-    tracked = "this start of the run is tracked offline"
-    context.note(f"Weights & Biases: {why}; {tracked}")
+    context.note(f"Weights & Biases: {why}; this start of the run is tracked offline")
     return False
   return True
 
@@ -185,8 +167,7 @@ class MLflow(Tracker):
 
     @functools.cache
     def known(name: str) -> int:
-      history = client.get_metric_history(run, _mlflow_name(name))
-      return max((m.step for m in history), default=-1)
+      return max((m.step for m in client.get_metric_history(run, _mlflow_name(name))), default=-1)
 
     def finish(outcome: str) -> None:
       status = {"done": "FINISHED", "interrupted": "KILLED", "failed": "FAILED"}

@@ -61,6 +61,21 @@ def cell(value: float | str | None, form: str = "") -> str:
   return NOTHING if value is None else format(value, form)
 
 
+def columns(text: str) -> dict[str, tuple[str, str]]:
+  """Return (key, format) of a table's columns by title.
+
+  Args:
+    text: "TITLE: KEY FORMAT", separated by semicolons or line breaks.
+
+  Example:
+    >>> columns("step: step ,; loss: train/loss .4f; note: note")
+    {'step': ('step', ','), 'loss': ('train/loss', '.4f'), 'note': ('note', '')}
+  """
+  parsed = (x.strip().partition(": ") for x in text.replace("\n", ";").split(";"))
+  rows = {title: key.partition(" ") for title, _, key in parsed if title}
+  return {title: (key, form) for title, (key, _, form) in rows.items()}
+
+
 def byte_size(number: float) -> str:
   """A number of bytes, in decimal units.
 

@@ -86,8 +86,7 @@ class BackgroundTracker:
     self._failing: tuple[int | str, ...] = ()
     self._is_behind = self._has_complained = self._is_finished = False
     self._ends, self._flush_s = threading.Event(), source.flush_s
-    name = f"tracker {source.name}"
-    self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+    self._thread = threading.Thread(target=self._run, name=f"tracker {source.name}", daemon=True)
 
   def put(self, line: Line) -> None:
     """Hand over a line; returns at once."""
@@ -97,8 +96,7 @@ class BackgroundTracker:
       self._lines.put(line)
       if self._lines.qsize() >= _MOST_WAITING:
         self._is_behind = True  # until it has taken these, and then reads the record
-        what = f"{_MOST_WAITING:,} lines wait for it, later ones are not kept in memory"
-        self._complain(what)
+        self._complain(f"{_MOST_WAITING:,} lines wait for it, later ones are not kept in memory")
     self._print_messages()
 
   def end(self, outcome: str) -> None:

@@ -103,8 +103,7 @@ class MetricWriter:
     if not self._may_write():
       return
     now = round(time.time(), 3)
-    line = {"step": step, **metrics, "time": now}
-    self._lines.append(json.dumps(line).encode() + b"\n")
+    self._lines.append(json.dumps({"step": step, **metrics, "time": now}).encode() + b"\n")
     for tracker in self._trackers:
       tracker.put(Line(step, now, metrics))
     if self._tensorboard_dir is not None:

@@ -147,8 +147,7 @@ def _programs(dtype: str, sizes: Sizes) -> dict[str, _Program]:
 
 def _links(sizes: Sizes) -> dict[str, Any]:
   """Constants of the links inside a process, taken to be a node, and between them."""
-  grid = np.array(jax.devices()).reshape(jax.process_count(), -1)
-  mesh = Mesh(grid, ("network", "node"))
+  mesh = Mesh(np.array(jax.devices()).reshape(jax.process_count(), -1), ("network", "node"))
   links, _ = measure_links(mesh, sizes.payloads, "float32", _ROUNDS)
   found = {}
   for name, link in links.items():

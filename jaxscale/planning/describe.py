@@ -36,8 +36,7 @@ def describe(experiment: build.Experiment) -> str:
   dtype = experiment.config.dtype
   # These collectives are then not those of an accelerator.
   if experiment.mesh.devices.flat[0].platform == "cpu" and dtype != "float32":
-    text = f"XLA on CPU sends {dtype} as float32: accelerators send half the bytes of "
-    parts.append(f"{text}those")
+    parts.append(f"XLA on CPU sends {dtype} as float32: accelerators send half the bytes of those")
   return "\n\n".join(part for part in parts if part)
 
 
@@ -69,8 +68,7 @@ def _parameters(params: Any) -> str:
   count = sum(math.prod(x.shape) for x in leaves)
   total = sum(map(_bytes, leaves)) / 1e6
   rows.append((f"{count:,} in all", "", "", "", f"{total:,.3f}"))
-  head = ("parameter", "shape", "dtype", "split", "MB/device")
-  return table(head, rows, left=range(4))
+  return table(("parameter", "shape", "dtype", "split", "MB/device"), rows, left=range(4))
 
 
 def _state(state: Any) -> str:
@@ -99,5 +97,4 @@ def _memory(compiled: Any) -> str:
 
 def _bytes(leaf: Any) -> int:
   """That one device has of an array."""
-  shard = leaf.sharding.shard_shape(leaf.shape)
-  return math.prod(shard) * leaf.dtype.itemsize
+  return math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize

@@ -41,12 +41,6 @@ class Candidate(NamedTuple):
   layout: cfg.Layout
   num_microbatches: int
 
-  @property
-  def rows_over(self) -> int:
-    """Parts that the rows of a step are split into."""
-    mesh = self.mesh
-    return mesh.replica * mesh.data * mesh.fsdp * self.num_microbatches
-
 
 class Shapes(NamedTuple):
   """Sizes of a model, of all devices together.
@@ -135,10 +129,9 @@ def estimate(shapes: Shapes, one: Candidate, batch_size: int, rates: Rates) -> E
   peak = at["peak_bfloat16" if shapes.itemsize == 2 else "peak_float32"]
   peak *= at.get("matmul" if shapes.outputs else "convolution", 0.5)
   passes = 2 + _PASSES[one.layout.remat] + (one.mesh.stage > 1)
-  splits = one.mesh.stage * one.mesh.model
-  compute = ticks * passes * part.rows * shapes.flops / splits / peak
+  compute = ticks * passes * part.rows * shapes.flops / (one.mesh.stage * one.mesh.model) / peak
   exposed = hidden = 0.0
-  sizes = {a: getattr(one.mesh, a) for a in ("data", "fsdp", "stage", "model")}
+  sizes = {axis: getattr(one.mesh, axis) for axis in ("data", "fsdp", "stage", "model")}
   for kind, axes, payload, times in _sent(part):
     sent = Collective(kind, "", (), int(payload), payload, (), 1, axes, 1, True, False, False, None)
     took = times * transfer.seconds(sent, sizes, rates.per_node, links(at))
@@ -157,7 +150,7 @@ class _Part:
   def __init__(self, shapes: Shapes, one: Candidate, batch_size: int):
     mesh, layout = one.mesh, one.layout
     self.shapes, self.one = shapes, one
-    self.rows = batch_size / one.rows_over
+    self.rows = batch_size / (mesh.replica * mesh.data * mesh.fsdp * one.num_microbatches)
     is_whole = layout.model in ("ring", "all_to_all")  # parameters along the axis model
     self.blocks = mesh.stage * (1 if is_whole else mesh.model)
     self.parameters = shapes.parameters / self.blocks
@@ -212,8 +205,7 @@ def _sent(part: _Part) -> Iterator[tuple[str, tuple[str, ...], float, float]]:
   times = micros if layout.slow_axes == "in_backward" else 1
   yield "all-reduce", axes, 4 * part.grads, times
   if mesh.stage > 1:
-    stream = part.between * shapes.width * size
-    yield "collective-permute", ("stage",), stream, 2 * ticks
+    yield "collective-permute", ("stage",), part.between * shapes.width * size, 2 * ticks
   if mesh.model == 1:
     return
   axes, again = ("model",), layout.remat in ("full", "branches")

@@ -96,8 +96,7 @@ def compile_for(
       raise ConfigError(f"--chips={chips.name}: {advice}") from None
     if (refusal := out_of_memory(e)) is None:
       why = str(e).split("\n", 1)[0]
-      text = f"--chips={chips.name}: the step does not compile: {why}"
-      raise RefusedError(text) from None
+      raise RefusedError(f"--chips={chips.name}: the step does not compile: {why}") from None
   seconds = time.perf_counter() - before
   mesh, limit = experiment.mesh, chips.chip.limit
   return Fit(memory, refusal, limit, seconds, compiled, mesh, experiment)

@@ -91,15 +91,11 @@ def run_of(experiment: Any) -> RunLength | None:
   if isinstance(experiment.train_data.info, TextInfo):
     return None
   state = experiment.abstract_state()
-  size = sum(math.prod(x.shape) * x.dtype.itemsize for x in _saved(jax, state))
+  leaves = [x for x in jax.tree.leaves(state) if hasattr(x.dtype, "itemsize")]
+  size = sum(math.prod(x.shape) * x.dtype.itemsize for x in leaves)
   steps = derived.total_steps
   evaluations = -(-steps // derived.eval_every)
-  saves = -(-steps // derived.save_every)
-  return RunLength(steps, evaluations, derived.num_eval, saves, size)
-
-
-def _saved(jax: Any, state: Any) -> list[Any]:
-  return [x for x in jax.tree.leaves(state) if hasattr(x.dtype, "itemsize")]
+  return RunLength(steps, evaluations, derived.num_eval, -(-steps // derived.save_every), size)
 
 
 def target_steps(study: str | Path, batch_size: int) -> float:
@@ -142,8 +138,9 @@ def job_of(run: RunLength, step: Step, rates: Rates) -> Job:
   share = _FORWARD_SHARE * run.evaluations * run.eval_examples / step.batch_size
   evaluate: _Seconds = {c: share * step.seconds[c] for c in CORNERS}
   one_save = run.state_bytes / machine.save_rate if machine.save_rate else 0.0
+  save = run.saves * one_save
   start: _Seconds = {c: rates.at(c)["start"] for c in CORNERS}
-  seconds: _Seconds = {c: start[c] + train[c] + evaluate[c] + run.saves * one_save for c in CORNERS}
+  seconds: _Seconds = {c: start[c] + train[c] + evaluate[c] + save for c in CORNERS}
   interval, restarts, lost = None, 0.0, 0.0
   if machine.mtbf_hours:
     mtbf = 3600 * machine.mtbf_hours / hosts(step.devices, rates.at("expected"))
@@ -157,18 +154,7 @@ def job_of(run: RunLength, step: Step, rates: Rates) -> Job:
   limit = _MARGIN * hours["low"]
   price = _price(machine, chip_hours, kwh)
   return Job(
-    train,
-    evaluate,
-    run.saves * one_save,
-    start,
-    restarts,
-    lost,
-    interval,
-    hours,
-    limit,
-    chip_hours,
-    kwh,
-    price,
+    train, evaluate, save, start, restarts, lost, interval, hours, limit, chip_hours, kwh, price
   )
 
 

@@ -132,8 +132,7 @@ def _product(
     for inner in body.values():
       found = _product(module, body, inner)
       if found is not None:
-        flops = cost.flops_of(module, *found)
-        best = max(best or (0.0, found), (flops, found), key=lambda x: x[0])
+        best = max(best or (0.0, found), (cost.flops_of(module, *found), found), key=lambda x: x[0])
   return best[1] if best else None
 
 
@@ -152,8 +151,7 @@ def _dims(home: Computation, product: Instruction, flops: float) -> tuple[float,
   batch = _sizes(product, r'lhs_batch_dim(?:s=\{|ensions":\[)([\d,"]*)', left.dims)
   depth = _sizes(product, r'lhs_contracting_dim(?:s=\{|ensions":\[)([\d,"]*)', left.dims)
   rows = math.prod(left.dims) / max(depth * batch, 1)
-  columns = math.prod(out.dims) / max(rows * batch, 1)
-  return rows, columns, depth, batch
+  return rows, math.prod(out.dims) / max(rows * batch, 1), depth, batch
 
 
 def _sizes(product: Instruction, pattern: str, dims: tuple[int, ...]) -> int:

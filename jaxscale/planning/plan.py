@@ -110,30 +110,31 @@ def make_plan(
     >>> round(plan.step.rate), plan.knee                         # doctest: +SKIP
     (612345, 1024)
   """
-  found = topologies.find_chips(chips) if isinstance(chips, str) else chips
-  rates = rates_of(found.kind, machine)
-  first = step_plan.compile_step(config, found)
+  chips = topologies.find_chips(chips) if isinstance(chips, str) else chips
+  rates = rates_of(chips.kind, machine)
+  first = step_plan.compile_step(config, chips)
+  experiment, fit = first.experiment, first.fit
   sizes = _sizes(first.devices, rates.per_node, nodes)
-  compiled = [first, *_second(config, found, first, sizes)]
+  compiled = [first, *_second(config, chips, first, sizes)]
   step = step_plan.step_on(config, compiled, rates, first.devices, first.rows)
   strong, weak, skipped = _scaling(config, compiled, rates, sizes)
-  run = job.run_of(first.experiment)
+  run = job.run_of(experiment)
   return Plan(
     config=config,
-    chips=found,
+    chips=chips,
     rates=rates,
-    fit=first.fit,
+    fit=fit,
+    collectives=hlo.collectives(fit.compiled, fit.mesh),
     step=step,
-    collectives=hlo.collectives(first.fit.compiled, first.fit.mesh),
-    example_flops=first.experiment.example_flops,
+    example_flops=experiment.example_flops,
+    parameters=_parameters(experiment),
     strong=strong,
     weak=weak,
-    parameters=_parameters(first.experiment),
     skipped=skipped,
     knee=_knee(strong),
     run=run,
     job=job.job_of(run, step, rates) if run else None,
-    compiled=tuple(f"{found.kind} x {c.devices}" for c in compiled),
+    compiled=tuple(f"{chips.kind} x {c.devices}" for c in compiled),
     seconds=sum(c.fit.seconds for c in compiled),
   )
 
@@ -143,11 +144,9 @@ def _second(
 ) -> list[step_plan.Compiled]:
   """The program of other rows; [] where there is none, or it does not compile."""
   other = step_plan.second_size(config, chips, first, sizes)
-  name = step_plan.sized(chips, other) if other else None
-  if name is None:
-    return []
-  with contextlib.suppress(ConfigError, RefusedError):
-    return [step_plan.compile_step(config, topologies.find_chips(name))]
+  if other and (name := step_plan.sized(chips, other)):
+    with contextlib.suppress(ConfigError, RefusedError):
+      return [step_plan.compile_step(config, topologies.find_chips(name))]
   return []
 
 
@@ -162,16 +161,13 @@ def _sizes(devices: int, per_node: int, nodes: Sequence[int]) -> list[int]:
   """Numbers of devices to scale to, those asked for among them."""
   if nodes:
     return sorted({devices, *(n * per_node for n in nodes)})
-  sizes = {1, devices}
-  size = min(per_node, devices)
-  while size % 2 == 0 and per_node > 64:  # within a slice
+  sizes, size = {1, devices}, min(per_node, devices)
+  while per_node > 64 and size % 2 == 0:  # within a slice
     sizes.add(size)
     size //= 2
-  size = min(per_node, devices)
-  while size <= _MOST * devices:
-    sizes.add(size)
-    size *= 2
-  return sorted(sizes)
+  doublings = range((_MOST * devices).bit_length())
+  larger = (min(per_node, devices) << i for i in doublings)
+  return sorted({*sizes, *(n for n in larger if n <= _MOST * devices)})
 
 
 def _scaling(config, compiled, rates: Rates, sizes: Sequence[int]):
@@ -198,8 +194,7 @@ def _knee(strong: Sequence[Step]) -> int | None:
   fitting = [step for step in strong if step.fits]
   for step, more in itertools.pairwise(fitting):
     doublings = math.log2(more.devices / step.devices)
-    gain = (more.rate / step.rate) ** (1 / doublings)
-    if gain < _GAIN:
+    if (more.rate / step.rate) ** (1 / doublings) < _GAIN:
       return step.devices
   return None
 
@@ -211,27 +206,26 @@ def bottleneck(plan: Plan) -> tuple[str, str]:
     Its name in `Step.parts`, and a sentence.
   """
   name, seconds = max(plan.step.parts.items(), key=lambda part: part[1])
-  share = seconds / plan.step.seconds["expected"]
-  axes = name.removeprefix("exposed ")
-  sends = f"communication along {axes} that nothing hides; more rows for each device, "
-  text = _ADVICE.get(name, f"{sends}less to send (exchange=HalfPrecision) or faster links")
-  what, _, advice = text.partition("; ")
-  if text == _ARITHMETIC and plan.config.dtype == "float32":
+  what, advice = _ADVICE.get(name, ("", ""))
+  if not what:
+    what = f"communication along {name.removeprefix('exposed ')} that nothing hides"
+    advice = "more rows for each device, less to send (exchange=HalfPrecision) or faster links"
+  if (what, advice) == _ARITHMETIC and plan.config.dtype == "float32":
     advice = f"dtype='bfloat16', {advice}"
+  share = seconds / plan.step.seconds["expected"]
   return name, f"{what} takes {share:.0%} of the step; {advice} would shorten it"
 
 
 # What a part of the step is; and what would move it.
-_ARITHMETIC = "arithmetic of products and convolutions; less remat or a faster chip"
+_ARITHMETIC = "arithmetic of products and convolutions", "less remat or a faster chip"
 _ADVICE = {
-  "memory": "memory traffic; more bandwidth or fewer passes over activations",
-  "matmul": _ARITHMETIC,
-  "convolution": _ARITHMETIC,
-  "attention": "arithmetic of attention; shorter sequences or a faster chip",
-  "contention": "compute that communication slows; sending less",
-  "stragglers": "waiting for the slowest device; fewer or steadier nodes",
-  "input": "waiting for examples; more cores or a faster decoder",
-  "host": "the host between steps; more rows for each device",
+  "memory": ("memory traffic", "more bandwidth or fewer passes over activations"),
+  **dict.fromkeys(("matmul", "convolution"), _ARITHMETIC),
+  "attention": ("arithmetic of attention", "shorter sequences or a faster chip"),
+  "contention": ("compute that communication slows", "sending less"),
+  "stragglers": ("waiting for the slowest device", "fewer or steadier nodes"),
+  "input": ("waiting for examples", "more cores or a faster decoder"),
+  "host": ("the host between steps", "more rows for each device"),
 }
 
 
@@ -239,29 +233,21 @@ def as_json(plan: Plan) -> dict[str, Any]:
   """The plan as plain values, with every constant and where it is from."""
   from jaxscale.config.record import to_plain
 
-  return {
-    "chips": plan.chips.name,
-    "calibrated": plan.rates.is_calibrated,
-    "compiled_for": list(plan.compiled),
-    "compiler": topologies.compiler(plan.chips.chip.platform),
-    "compile_seconds": round(plan.seconds, 1),
-    "memory": plan.fit.memory._asdict() if plan.fit.memory else None,
-    "memory_limit": plan.fit.limit,
-    "sent": sent(plan),
-    "step": _step_json(plan.step),
-    "mfu": plan.mfu,
-    "flops_per_parameter": plan.ratio,
-    "bottleneck": bottleneck(plan)[1],
-    "strong": [_step_json(s) for s in plan.strong],
-    "weak": [_step_json(s) for s in plan.weak],
-    "skipped": list(plan.skipped),
-    "knee": plan.knee,
-    "run": plan.run._asdict() if plan.run else None,
-    "job": plan.job._asdict() if plan.job else None,
-    "machine": _given(plan.rates.machine),
-    "constants": {n: c._asdict() for n, c in sorted(plan.rates.constants.items())},
-    "config": to_plain(plan.config),
-  }
+  compiler = topologies.compiler(plan.chips.chip.platform)
+  page: dict[str, Any] = dict(chips=plan.chips.name, calibrated=plan.rates.is_calibrated)
+  page |= dict(
+    compiled_for=[*plan.compiled], compiler=compiler, compile_seconds=round(plan.seconds, 1)
+  )
+  page["memory"] = plan.fit.memory._asdict() if plan.fit.memory else None
+  page |= dict(memory_limit=plan.fit.limit, sent=sent(plan), step=_step_json(plan.step))
+  page |= dict(mfu=plan.mfu, flops_per_parameter=plan.ratio, bottleneck=bottleneck(plan)[1])
+  page |= {name: [*map(_step_json, getattr(plan, name))] for name in ("strong", "weak")}
+  page |= dict(skipped=[*plan.skipped], knee=plan.knee)
+  for name, part in (("run", plan.run), ("job", plan.job)):
+    page[name] = part._asdict() if part else None
+  page["machine"] = _given(plan.rates.machine)
+  page["constants"] = {n: c._asdict() for n, c in sorted(plan.rates.constants.items())}
+  return page | {"config": to_plain(plan.config)}
 
 
 def _given(machine: Machine) -> dict[str, Any]:

@@ -9,7 +9,6 @@ from jaxscale.metrics.plot import CURVES, IDEAL, POINTS, figure
 from jaxscale.metrics.text import duration, plural, short_time, table
 from jaxscale.planning import plan as plans
 from jaxscale.planning.fits import line
-from jaxscale.planning.job import Job
 from jaxscale.planning.machine import CORNERS, Rates, hosts
 from jaxscale.planning.plan import Plan
 from jaxscale.planning.step_plan import Step
@@ -24,30 +23,25 @@ def text(plan: Plan) -> str:
   Example:
     >>> print(text(make_plan(config, "h100-256")))               # doctest: +SKIP
   """
-  parts = [_head(plan), _memory(plan), _sent(plan), _step(plan)]
-  parts += [_scaling(plan), _run(plan), _constants(plan)]
-  return "\n\n".join(parts)
+  parts = _head, _memory, _sent, _step, _scaling, _run, _constants
+  return "\n\n".join(part(plan) for part in parts)
 
 
 def _head(plan: Plan) -> str:
-  step, chips = plan.step, plan.rates
-  how = calibrated(chips)
-  sizes = plan.fit.mesh.shape.items()
+  step, sizes = plan.step, plan.fit.mesh.shape.items()
   grid = " x ".join(f"{axis} {n}" for axis, n in sizes if n > 1) or "one device"
-  several = " (some simulated, the rows of each the same)"
-  what = f"{step.devices} x {chips.title} in {plural(step.nodes, _place(plan))}"
-  compiled = ", ".join(plan.compiled)
-  note = several if len(plan.chips.devices) < step.devices else ""
-  by = compiler(plan.chips.chip.platform)
+  note = " (some simulated, the rows of each the same)" * (len(plan.chips.devices) < step.devices)
+  by = f"by {compiler(plan.chips.chip.platform)} in {plan.seconds:.0f} s"
   lines = [
-    f"plan {how}",
-    f"{what}, as {grid}; batch {step.batch_size:,}, {step.rows:,} per device",
-    f"compiled for {compiled}{note} by {by} in {plan.seconds:.0f} s",
+    f"plan {calibrated(plan.rates)}",
+    f"{step.devices} x {plan.rates.title} in {plural(step.nodes, _node(plan))}, as {grid}; "
+    f"batch {step.batch_size:,}, {step.rows:,} per device",
+    f"compiled for {', '.join(plan.compiled)}{note} {by}",
   ]
   if plan.chips.kind in _WITHOUT_BFLOAT16 and plan.config.dtype == "bfloat16":
-    lines += ["it has no bfloat16: rates and bytes are those of float16"]
+    lines.append("it has no bfloat16: rates and bytes are those of float16")
   if not plan.fit.is_good:
-    lines += ["it does not fit: times are those of chips that had the memory"]
+    lines.append("it does not fit: times are those of chips that had the memory")
   return "\n".join(lines)
 
 
@@ -75,34 +69,25 @@ def _sent(plan: Plan) -> str:
   ]
   if not rows:
     return "communication: none"
-  return "a device sends in a step\n" + _indented(
-    table(("collective", "axes", "times", "MB"), rows, left=(0, 1))
-  )
+  shown = _indented(table(("collective", "axes", "times", "MB"), rows, left=(0, 1)))
+  return f"a device sends in a step\n{shown}"
 
 
 def _step(plan: Plan) -> str:
-  step = plan.step
-  rows = [
-    (name, short_time(s), f"{s / step.seconds['expected']:.0%}")
-    for name, s in sorted(step.parts.items(), key=lambda p: -p[1])
-    if s > 0
-  ]
-  hidden = sum(step.sent.values()) - sum(
-    s for name, s in step.parts.items() if name.startswith("exposed")
-  )
+  step, whole = plan.step, plan.step.seconds["expected"]
+  parts = sorted(step.parts.items(), key=lambda part: -part[1])
+  rows = [(name, short_time(s), f"{s / whole:.0%}") for name, s in parts if s > 0]
+  exposed = sum(s for name, s in parts if name.startswith("exposed"))
+  hidden = sum(step.sent.values()) - exposed
   slow, mean, fast = (short_time(step.seconds[c]) for c in CORNERS)
   lines = [f"a step takes {mean} ({fast} to {slow})"]
-  lines += [_indented(table(("part", "time", "share"), rows, left=(0,)))]
+  lines.append(_indented(table(("part", "time", "share"), rows, left=(0,))))
   if hidden > 1e-6:
-    lines += [f"  and {short_time(hidden)} of communication during compute"]
-  loading = hosts(step.devices, plan.rates.at("expected"))
-  need = step.batch_size / loading / step.seconds["expected"]
-  lines += [
-    f"  {_count(step.rate)} examples/s, {_count(step.rate / step.devices)} a device; "
-    f"MFU {plan.mfu:.1%}; {step.efficiency:.1%} of a device alone",
-    f"  a host has to load {_count(need)} examples/s",
-    f"  {plans.bottleneck(plan)[1]}",
-  ]
+    lines.append(f"  and {short_time(hidden)} of communication during compute")
+  need = step.rate / hosts(step.devices, plan.rates.at("expected"))
+  rates = f"{_count(step.rate)} examples/s, {_count(step.rate / step.devices)} a device"
+  lines.append(f"  {rates}; MFU {plan.mfu:.1%}; {step.efficiency:.1%} of a device alone")
+  lines += [f"  a host has to load {_count(need)} examples/s", f"  {plans.bottleneck(plan)[1]}"]
   return "\n".join(lines)
 
 
@@ -110,87 +95,70 @@ def _count(number: float) -> str:
   return f"{number:,.0f}" if number >= 1000 else f"{number:.3g}"
 
 
-def _place(plan: Plan) -> str:
+def _node(plan: Plan) -> str:
   return "slice" if plan.chips.chip.platform == "tpu" else "node"
 
 
 def _scaling(plan: Plan) -> str:
-  weak = {s.devices: s for s in plan.weak}
-  strong = {s.devices: s for s in plan.strong}
+  weak, strong = ({s.devices: s for s in steps} for steps in (plan.weak, plan.strong))
   if not weak:
     return "scaling: the mesh fits no other number of devices"
   base = next((s for s in plan.strong if s.fits), None)
-  rows = [_size(n, strong.get(n), weak.get(n), base) for n in sorted({*weak, *strong})]
-  head = (
-    "devices",
-    f"{_place(plan)}s",
-    "rows",
-    "step",
-    "examples/s",
-    "efficiency",
-    "weak examples/s",
-    "weak efficiency",
-  )
+  rows = [_size(strong.get(n), weak.get(n), base) for n in sorted({*weak, *strong})]
+  head = f"devices,{_node(plan)}s,rows,step,examples/s,efficiency,weak examples/s,weak efficiency"
   title = f"the same batch of {plan.step.batch_size:,} on more devices, and the same "
-  lines = [f"{title}{plan.step.rows:,} rows per device", _indented(table(head, rows))]
+  lines = [f"{title}{plan.step.rows:,} rows per device", _indented(table(head.split(","), rows))]
   if plan.knee:
-    lines += [
-      f"  strong scaling ends at {plan.knee:,} devices: twice as many give less "
-      "than 1.4 times the rate"
-    ]
+    line = f"  strong scaling ends at {plan.knee:,} devices: twice as many give less "
+    lines.append(f"{line}than 1.4 times the rate")
   elif plan.strong:
-    lines += [f"  strong scaling does not end up to {plan.strong[-1].devices:,} devices"]
+    lines.append(f"  strong scaling does not end up to {plan.strong[-1].devices:,} devices")
   if plan.skipped:
     sizes = ", ".join(f"{n:,}" for n in plan.skipped)
-    lines += [f"  the batch, the mesh or the chips do not come in {sizes} devices"]
+    lines.append(f"  the batch, the mesh or the chips do not come in {sizes} devices")
   return "\n".join(lines)
 
 
-def _size(
-  devices: int, strong: Step | None, weak: Step | None, base: Step | None
-) -> tuple[str, ...]:
-  """Cells of one number of devices."""
-  cells = ["", "", "", ""]
-  nodes = 0
+def _size(strong: Step | None, weak: Step | None, base: Step | None) -> tuple[str, ...]:
+  """Cells of one number of devices, which at least one kind of scaling has."""
+  cells, more = [""] * 4, ["", ""]
   if strong:
-    nodes, up = strong.nodes, "too large"
+    up = "too large"
     if strong.fits and base:
-      up = f"{strong.rate / base.rate * base.devices / devices:.0%}"
+      up = f"{strong.rate / base.rate * base.devices / strong.devices:.0%}"
     took = short_time(strong.seconds["expected"])
-    cells = [f"{strong.rows:,}", took, f"{_count(strong.rate)}", up]
-  more = ["", ""]
+    cells = [f"{strong.rows:,}", took, _count(strong.rate), up]
   if weak:
-    nodes, more = weak.nodes, [f"{_count(weak.rate)}", f"{weak.efficiency:.1%}"]
-  return (f"{devices:,}", f"{nodes:,}", *cells, *more)
+    more = [_count(weak.rate), f"{weak.efficiency:.1%}"]
+  step = weak or strong
+  assert step is not None
+  return (f"{step.devices:,}", f"{step.nodes:,}", *cells, *more)
 
 
 def _run(plan: Plan) -> str:
   if plan.job is None or plan.run is None:
     took = duration(1000 * plan.step.seconds["expected"])
     return f"the run: its text is not here; 1,000 steps take {took}"
-  run, job = plan.run, plan.job
+  run, job, machine = plan.run, plan.job, plan.rates.machine
+  slow, mean, fast = (duration(3600 * job.hours[c]) for c in CORNERS)
+  parts = f"training {duration(job.train['expected'])}, "
+  parts += f"evaluation {duration(job.evaluate['expected'])}, "
+  parts += f"checkpoints {duration(job.save)}, start {duration(job.start['expected'])}"
   lines = [
     f"the run: {run.steps:,} steps, {run.evaluations:,} evaluations, {run.saves:,} "
-    f"checkpoints of {gib(run.state_bytes)}: {_hours(job)}",
-    f"  training {duration(job.train['expected'])}, evaluation "
-    f"{duration(job.evaluate['expected'])}, checkpoints {duration(job.save)}, start "
-    f"{duration(job.start['expected'])}",
+    f"checkpoints of {gib(run.state_bytes)}: {mean} ({fast} to {slow})",
+    f"  {parts}",
     f"  ask for {duration(3600 * job.limit)}; {job.chip_hours:,.1f} chip-hours",
   ]
-  if plan.rates.machine.mtbf_hours:
-    lines += [f"  {job.restarts:.2g} restarts cost {duration(job.lost)}"]
+  if machine.mtbf_hours:
+    lines.append(f"  {job.restarts:.2g} restarts cost {duration(job.lost)}")
   if job.interval:
-    lines += [f"  checkpoints every {job.interval / 60:.3g} minutes lose least"]
+    lines.append(f"  checkpoints every {job.interval / 60:.3g} minutes lose least")
   if job.kwh is not None:
-    lines += [f"  {job.kwh:,.1f} kWh"]
+    lines.append(f"  {job.kwh:,.1f} kWh")
   if job.price is not None:
-    lines += [f"  price {job.price:,.2f}"]
+    lines.append(f"  price {job.price:,.2f}")
   return "\n".join(lines)
-
-
-def _hours(job: Job) -> str:
-  slow, mean, fast = (duration(3600 * job.hours[c]) for c in CORNERS)
-  return f"{mean} ({fast} to {slow})"
 
 
 def _constants(plan: Plan) -> str:
@@ -199,8 +167,8 @@ def _constants(plan: Plan) -> str:
     kinds.setdefault(constant.kind, []).append(name)
   if "site" in kinds:
     kinds["the site's file"] = kinds.pop("site")
-  lines = [f"  {kind}: {', '.join(names)}" for kind, names in kinds.items()]
-  return "\n".join(["constants, whose values and sources --json has", *lines])
+  lines = [f"\n  {kind}: {', '.join(names)}" for kind, names in kinds.items()]
+  return f"constants, whose values and sources --json has{''.join(lines)}"
 
 
 def _indented(lines: str) -> str:
@@ -252,7 +220,6 @@ def _draw_rates(axis, plan: Plan) -> None:
   sizes = [s.devices for s in plan.weak or plan.strong or (plan.step,)]
   axis.set_xticks(sizes, [f"{n:,}" for n in sizes], fontsize=8)
   axis.set_ylim(bottom=0)
-  title = "Examples per second and device, and their range\n"
-  axis.set_title(title, loc="left", fontsize=11)
+  axis.set_title("Examples per second and device, and their range\n", loc="left", fontsize=11)
   axis.set(xlabel="devices")
   axis.legend(fontsize=8, frameon=False, loc="lower left")

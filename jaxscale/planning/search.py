@@ -13,10 +13,13 @@ minutes are over or many in a row were no better. Settings that round differentl
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
+import math
+import operator
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 from jaxscale import config as cfg
@@ -24,7 +27,7 @@ from jaxscale.errors import ConfigError, invalid
 from jaxscale.mesh import mesh_shape
 from jaxscale.metrics.text import short_time, table
 from jaxscale.planning import step_plan, topologies
-from jaxscale.planning.estimate import Candidate, Estimate, Shapes, estimate, shapes_of
+from jaxscale.planning.estimate import Candidate, Estimate, estimate, shapes_of
 from jaxscale.planning.fits import RefusedError
 from jaxscale.planning.machine import Machine, Rates, rates_of
 from jaxscale.planning.step_plan import Step
@@ -44,12 +47,17 @@ class Row(NamedTuple):
   Attributes:
     candidate: its settings.
     step: its plan; None if it does not fit or compile.
-    note: what there is to say about it.
+    note: why it does not.
   """
 
   candidate: Candidate
   step: Step | None
-  note: str
+  note: str = ""
+
+  @property
+  def seconds(self) -> float:
+    """Seconds of a step, infinite where there is no plan."""
+    return self.step.seconds["expected"] if self.step else math.inf
 
 
 class Search(NamedTuple):
@@ -111,68 +119,68 @@ def search(
   data = config.data.abstract(config.batch_size)
   shapes = shapes_of(build.experiment(config, devices=chips.devices, datasets=data))
   first, every = as_given(config, devices), [*candidates(config, devices)]
-  queues, too_large = {}, 0
-  for one, guess in _estimated(shapes, every, config.batch_size, rates, chips):
-    is_possible = guess.least <= chips.chip.limit
-    too_large += not is_possible
-    if is_possible and one != first:
-      order = guess.memory > chips.chip.limit, guess.seconds
-      queues.setdefault(_family(one), []).append((order, one))
+  estimates = functools.partial(estimate, shapes, batch_size=config.batch_size, rates=rates)
+  queues, too_large = _queues(every, first, estimates, chips.chip.limit)
   rows: list[Row] = []
+  seconds = operator.attrgetter("seconds")
   ended = "all were compiled"
   for one in itertools.chain([first], _in_order(queues, rows)):
-    since_best = len(rows) - 1 - rows.index(min(rows, key=_seconds)) if rows else 0
+    since_best = len(rows) - 1 - rows.index(min(rows, key=seconds)) if rows else 0
     if rows and time.monotonic() - began > 60 * minutes:
       ended = f"its {minutes:g} minutes were over"
       break
     if since_best >= _PATIENCE and any(row.step for row in rows):
       ended = f"{_PATIENCE} in a row were no better"
       break
-    rows.append(_planned(config, one, chips, rates))
-    step = rows[-1].step
-    took = short_time(step.seconds["expected"]) if step else rows[-1].note
-    log(f"{name_of(one)}, {_variant(one)}: {took}")
-  best = min(rows, key=_seconds)
-  if best.step is None:
+    rows.append(row := _planned(config, one, chips, rates))
+    took = short_time(row.seconds) if row.step else row.note
+    log(f"{name_of(one)}, remat {one.layout.remat}, {one.num_microbatches} micro-batches: {took}")
+  ranked = tuple(sorted(rows, key=seconds))
+  if ranked[0].step is None:
     raise RefusedError(f"--search: none of {len(rows)} layouts fits; {rows[-1].note}")
-  spent = time.monotonic() - began
-  ranked = tuple(sorted(rows, key=_seconds))
-  return Search(_with(config, best.candidate), ranked, len(every), too_large, spent, ended)
-
-
-def _seconds(row: Row) -> float:
-  return row.step.seconds["expected"] if row.step else float("inf")
+  spent, best = time.monotonic() - began, _with(config, ranked[0].candidate)
+  return Search(best, ranked, len(every), too_large, spent, ended)
 
 
 def _family(one: Candidate) -> Candidate:
   """The layout of a candidate, whatever is kept and in however many parts."""
-  layout = dataclasses.replace(one.layout, remat="full")
-  return one._replace(layout=layout, num_microbatches=1)
+  return one._replace(layout=dataclasses.replace(one.layout, remat="full"), num_microbatches=1)
 
 
-def _estimated(
-  shapes: Shapes, every: list[Candidate], batch_size: int, rates: Rates, chips: Chips
-) -> Iterator[tuple[Candidate, Estimate]]:
-  """Candidates with their estimates, but for those with too many micro-batches.
+_Queues = dict[Candidate, list[tuple[tuple[bool, float], Candidate]]]
 
-  Where one needs half of the memory, more parts only send more and multiply smaller
-  matrices; a pipeline idles less with more of them.
+
+def _queues(
+  every: Iterable[Candidate],
+  first: Candidate,
+  estimates: Callable[[Candidate], Estimate],
+  limit: int,
+) -> tuple[_Queues, int]:
+  """Candidates by layout and estimate, and how many cannot fit.
+
+  `first` is in none of them, as it is compiled anyway. Those with too many micro-batches
+  are left out: where one needs half of the memory, more parts only send more and
+  multiply smaller matrices; a pipeline idles less with more of them.
   """
-  small = set()
+  queues: _Queues = {}
+  small, too_large = set(), 0
   for one in every:
-    key = _family(one), one.layout.remat
-    if key in small and one.mesh.stage == 1:
+    family = _family(one)
+    if (family, one.layout.remat) in small and one.mesh.stage == 1:
       continue
-    guess = estimate(shapes, one, batch_size, rates)
-    if guess.memory < chips.chip.limit / 2:
-      small.add(key)
-    yield one, guess
+    guess = estimates(one)
+    if guess.memory < limit / 2:
+      small.add((family, one.layout.remat))
+    if guess.least > limit:
+      too_large += 1
+    elif one != first:
+      queues.setdefault(family, []).append(((guess.memory > limit, guess.seconds), one))
+  for queue in queues.values():
+    queue.sort(key=lambda waiting: waiting[0])
+  return queues, too_large
 
 
-_Queue = list[tuple[tuple[bool, float], Candidate]]
-
-
-def _in_order(queues: dict[Candidate, _Queue], rows: list[Row]) -> Iterator[Candidate]:
+def _in_order(queues: _Queues, rows: list[Row]) -> Iterator[Candidate]:
   """Candidates by estimate, those that probably fit first.
 
   After each the caller appends to `rows`. A layout that was compiled already comes
@@ -184,8 +192,6 @@ def _in_order(queues: dict[Candidate, _Queue], rows: list[Row]) -> Iterator[Cand
     is_large, seconds = queues[family][0][0]
     return is_large, seconds * _SAME ** times[family]
 
-  for queue in queues.values():
-    queue.sort(key=lambda waiting: waiting[0])
   while queues:
     family = min(queues, key=order)
     _, one = queues[family].pop(0)
@@ -236,16 +242,12 @@ def candidates(config: cfg.Config, devices: int) -> Iterator[Candidate]:
     mesh = cfg.Mesh(data=data, fsdp=fsdp, stage=stage, model=model)
     # Statistics of BatchNorm may be those of a micro-batch: it stays as it is.
     keeps = getattr(config.model, "batch_norm", False)
-    parts = [config.accumulate_steps] if keeps else _powers(rows)
+    powers = [2**i for i in range(rows.bit_length()) if 2**i < rows]
+    parts = [config.accumulate_steps] if keeps else [*powers, rows]
     for layout in _layouts(config, mesh):
       for remat, n in itertools.product(remats, parts):
         if rows % n == 0:
           yield Candidate(mesh, dataclasses.replace(layout, remat=remat), n)
-
-
-def _powers(rows: int) -> list[int]:
-  """Powers of two, and `rows`, up to one row in a micro-batch."""
-  return [*(2**i for i in range(rows.bit_length()) if 2**i < rows), rows]
 
 
 def _layouts(config: cfg.Config, mesh: cfg.Mesh) -> Iterator[cfg.Layout]:
@@ -270,12 +272,8 @@ def _with(config: cfg.Config, one: Candidate) -> cfg.Config:
   """
   rest = [a for a in _AXES if getattr(config.mesh, a) == -1]
   free = {a: -1 for a in rest if a == "data" or getattr(one.mesh, a) > 1}
-  return dataclasses.replace(
-    config,
-    layout=one.layout,
-    mesh=dataclasses.replace(one.mesh, **free),
-    accumulate_steps=one.num_microbatches,
-  )
+  mesh, parts = dataclasses.replace(one.mesh, **free), one.num_microbatches
+  return dataclasses.replace(config, layout=one.layout, mesh=mesh, accumulate_steps=parts)
 
 
 def _planned(config: cfg.Config, one: Candidate, chips: Chips, rates: Rates) -> Row:
@@ -288,10 +286,9 @@ def _planned(config: cfg.Config, one: Candidate, chips: Chips, rates: Rates) -> 
     line = next(iter(str(e).strip().splitlines()), type(e).__name__)
     return Row(one, None, f"does not compile: {line}")
   step = step_plan.step_on(config, [compiled], rates, compiled.devices, compiled.rows)
-  if not step.fits:
-    used = f"{gib(step.memory)} of {gib(compiled.fit.limit)}"
-    return Row(one, None, f"does not fit: {used}")
-  return Row(one, step, "")
+  if step.fits:
+    return Row(one, step)
+  return Row(one, None, f"does not fit: {gib(step.memory)} of {gib(compiled.fit.limit)}")
 
 
 def name_of(one: Candidate) -> str:
@@ -312,18 +309,12 @@ def name_of(one: Candidate) -> str:
   return ", ".join(words)
 
 
-def _variant(one: Candidate) -> str:
-  return f"remat {one.layout.remat}, {one.num_microbatches} micro-batches"
-
-
 def text(search: Search) -> str:
   """The table that `jaxscale plan --search` prints, before the plan of the best."""
   cells = []
   for one, step, note in search.rows:
-    took = short_time(step.seconds["expected"]) if step else "–"
-    memory = gib(step.memory) if step else "–"
-    micros = f"{one.num_microbatches:,}"
-    cells.append((name_of(one), one.layout.remat, micros, took, memory, note))
+    took = (short_time(step.seconds["expected"]), gib(step.memory)) if step else ("–", "–")
+    cells.append((name_of(one), one.layout.remat, f"{one.num_microbatches:,}", *took, note))
   head = ("layout", "remat", "micro-batches", "step", "memory", "")
   return (
     f"searched {search.considered:,} layouts in {search.seconds:.0f} s: "
@@ -334,17 +325,10 @@ def text(search: Search) -> str:
 
 def as_json(search: Search) -> dict[str, Any]:
   """The same table as plain values."""
-  rows = [
-    {
-      "layout": name_of(one),
-      "remat": one.layout.remat,
-      "micro_batches": one.num_microbatches,
-      "seconds": step.seconds["expected"] if step else None,
-      "memory": step.memory if step else None,
-      "note": note,
-    }
-    for one, step, note in search.rows
-  ]
-  counts = search._asdict()
+  rows = []
+  for one, step, note in search.rows:
+    took = step.seconds["expected"] if step else None
+    row = dict(layout=name_of(one), remat=one.layout.remat, micro_batches=one.num_microbatches)
+    rows.append(row | dict(seconds=took, memory=step.memory if step else None, note=note))
   kept = ("considered", "too_large", "seconds", "ended")
-  return {name: counts[name] for name in kept} | {"rows": rows}
+  return {name: getattr(search, name) for name in kept} | {"rows": rows}

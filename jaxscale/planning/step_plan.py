@@ -125,14 +125,12 @@ def compile_step(config: cfg.Config, chips: topologies.Chips) -> Compiled:
   if here < asked:  # CPUs, fewer of which are simulated: the same rows for each
     if config.batch_size * here % asked:
       raise ConfigError(f"Config.batch_size={config.batch_size}: not divisible by {asked} devices")
-    batch_size = config.batch_size * here // asked
-    config = dataclasses.replace(config, batch_size=batch_size)
+    config = dataclasses.replace(config, batch_size=config.batch_size * here // asked)
   fit = fits.compile_for(config, chips)
   if fit.compiled is None:
     raise fits.RefusedError(f"--chips={chips.name}: the step {fits.line(fit, chips)}")
   rows = fit.experiment.derived.device_batch_size
-  program = Program(_text(fit, chips), fit.mesh)
-  return Compiled(rows, asked, program, fit, fit.experiment)
+  return Compiled(rows, asked, Program(_text(fit, chips), fit.mesh), fit, fit.experiment)
 
 
 def _text(fit: fits.Fit, chips: topologies.Chips) -> str:
@@ -203,8 +201,7 @@ def step_on(
   nodes = -(-devices // rates.per_node)
   memory = _memory(compiled, rows)
   fits = memory <= compiled[0].fit.limit
-  batch_size = rows * blocks
-  return Step(devices, nodes, batch_size, rows, took, memory=memory, fits=fits, **expected)
+  return Step(devices, nodes, rows * blocks, rows, took, memory=memory, fits=fits, **expected)
 
 
 def _mesh_sizes(config: cfg.Config, first: Compiled, devices: int) -> dict[str, int]:
@@ -225,24 +222,22 @@ def _interpolated(compiled, rates, corner, sizes, rows, overlap) -> Times:
     return transfer.seconds(collective, sizes, rates.per_node, both)
 
   found = [c.program.times(at, cost, overlap=overlap) for c in compiled]
-  if len(found) == 1:
-    return found[0]
-  share = (rows - compiled[0].rows) / (compiled[1].rows - compiled[0].rows)
-  return Times(*(_between(a, b, share) for a, b in zip(*found, strict=True)))
+  return Times(*(_between(compiled, rows, parts) for parts in zip(*found, strict=True)))
 
 
 def _memory(compiled: Sequence[Compiled], rows: int) -> float:
-  found = [c.fit.memory.total for c in compiled if c.fit.memory]
-  if len(found) == 1:
-    return float(found[0])
-  share = (rows - compiled[0].rows) / (compiled[1].rows - compiled[0].rows)
-  return found[0] + share * (found[1] - found[0])
+  totals = [{"": float(c.fit.memory.total)} for c in compiled if c.fit.memory]
+  return _between(compiled, rows, totals)[""]
 
 
-def _between(a: Mapping[str, float], b: Mapping[str, float], share: float):
-  keys = dict.fromkeys([*a, *b])
-  line = {k: a.get(k, 0.0) + share * (b.get(k, 0.0) - a.get(k, 0.0)) for k in keys}
-  return {k: max(seconds, 0.0) for k, seconds in line.items()}
+def _between(compiled: Sequence[Compiled], rows: int, parts: Sequence[Mapping[str, float]]):
+  """What a device with so many rows takes, by name: on a line through the programs."""
+  if len(parts) == 1:
+    return parts[0]
+  (a, b), (first, second) = parts, (c.rows for c in compiled)
+  share = (rows - first) / (second - first)
+  line = {k: a.get(k, 0.0) + share * (b.get(k, 0.0) - a.get(k, 0.0)) for k in {**a, **b}}
+  return {k: max(value, 0.0) for k, value in line.items()}
 
 
 def _parts(

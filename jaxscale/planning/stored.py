@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from jaxscale.config.record import flat
 from jaxscale.config.validation import shown
 from jaxscale.errors import ConfigError, printable
-from jaxscale.files import require_json, write_json
+from jaxscale.files import require_json
 from jaxscale.metrics import text
 from jaxscale.metrics.chips import peak_flops
 from jaxscale.planning.machine import CORNERS, Corner, chip_kind
@@ -24,49 +24,17 @@ from jaxscale.planning.topologies import CHIPS, kind_of
 FILE = "plan.json"
 _REMEDY = "write it anew with `jaxscale plan`"
 _CORNERS = dict.fromkeys(CORNERS, float)
-_STEP = {
-  "devices": int,
-  "batch_size": int,
-  "seconds": _CORNERS,
-  "parts": {str: float},
-  "memory": float,
-}
-_SHAPE = {
-  "chips": str,
-  "config": {"class": str},
-  "step": _STEP,
-  "strong": [_STEP],
-  "weak": [_STEP],
-  "run": (None, {"steps": int}),
-  "job": (None, {"hours": _CORNERS}),
-}
+_STEP = dict(devices=int, batch_size=int, seconds=_CORNERS, parts={str: float}, memory=float)
+_SHAPE = dict(chips=str, config={"class": str}, step=_STEP, strong=[_STEP], weak=[_STEP])
+_SHAPE |= dict(run=(None, {"steps": int}), job=(None, {"hours": _CORNERS}))
 
 # Settings that do not set the seconds of a step, by the first word of their names. The
 # batch size is compared together with the number of devices.
-_FREE = {
-  "batch_size",
-  "epochs",
-  "steps",
-  "seed",
-  "schedule",
-  "evaluation",
-  "checkpoint",
-  "checks",
-  "faults",
-  "log",
-  "compilation",
-  "input_threads",
-  "init_from",
-  "init_head",
-  "gpu_settings",
-  "lr_scaling",
-  "lr_reference_batch_size",
-  "layer_decay",
-  "layer_order",
-  "target_accuracy",
-  "target_loss",
-  "stop_at_target",
-}
+_FREE = """
+batch_size epochs steps seed schedule evaluation checkpoint checks faults log compilation
+input_threads init_from init_head gpu_settings lr_scaling lr_reference_batch_size layer_decay
+layer_order target_accuracy target_loss stop_at_target
+"""
 # Settings whose class alone sets them: an optimizer's learning rate does not.
 _CLASS_ALONE = ("optimizer", "loss", "data")
 # Settings that, with the steps, set how long a run takes.
@@ -107,12 +75,6 @@ def _sizes(plan: Mapping[str, Any]) -> list[PlannedStep]:
   """Return the step on the planned chips, then on other numbers of devices."""
   steps = plan["step"], *plan["strong"], *plan["weak"]
   return [PlannedStep(**{name: step[name] for name in _STEP}) for step in steps]
-
-
-def store(plan: Mapping[str, Any], workdir: Path) -> None:
-  """Write a plan, as `plan.as_json` returns it, into a workdir."""
-  workdir.mkdir(parents=True, exist_ok=True)
-  write_json(workdir / FILE, plan)
 
 
 class Match(NamedTuple):
@@ -165,8 +127,7 @@ def match(
       is_whole = step == first and plan["job"] and plan["run"]
       is_whole = is_whole and steps in (None, plan["run"]["steps"])
       alike = all(plan["config"].get(name) == config.get(name) for name in _LENGTH)
-      hours = plan["job"]["hours"] if is_whole and alike else None
-      return Match(step, "", plan["chips"], hours)
+      return Match(step, "", plan["chips"], plan["job"]["hours"] if is_whole and alike else None)
   size = f"batch {batch_size:,} on {text.plural(devices, 'device')}"
   return Match(reason=f"the plan has no {size}")
 
@@ -189,7 +150,7 @@ def _of_step(config: Mapping[str, Any]) -> dict[str, Any]:
   return {
     name: value
     for name, value in flat(config).items()
-    if (words := name.split("."))[0] not in _FREE
+    if (words := name.split("."))[0] not in _FREE.split()
     and (words[0] not in _CLASS_ALONE or words[1:] == ["class"])
   }
 
@@ -214,33 +175,11 @@ def of_workdir(
   sizes = {(x["batch_size"], x["image_size"]) for x in derived["phases"]}
   if len(sizes) != 1 or config["phases"]["class"] == "AdaptiveBatch":
     return Match(reason="batch or image size changes during the run")
-  return match(
-    plan,
-    config,
-    devices=derived["num_devices"],
-    batch_size=sizes.pop()[0],
-    kind=str(described.get("device_kind") or ""),
-    steps=derived["total_steps"],
-  )
+  size = dict(devices=derived["num_devices"], batch_size=sizes.pop()[0])
+  kind, steps = str(described.get("device_kind") or ""), derived["total_steps"]
+  return match(plan, config, **size, kind=kind, steps=steps)
 
 
 def not_compared(reason: str) -> str:
   """Return the line about a plan that a run is not compared with."""
   return printable(f"{FILE}: {reason}; nothing is compared with it")
-
-
-def expectation(matched: Match) -> str:
-  """Return the line at the start of a run: the planned time, or why there is none.
-
-  Example:
-    >>> expectation(Match(reason="the plan has no batch 8 on 1 device"))
-    'plan.json: the plan has no batch 8 on 1 device; nothing is compared with it'
-  """
-  if matched.step is None:
-    return not_compared(matched.reason)
-  slow, mean, fast = (text.short_time(matched.step.seconds[c]) for c in CORNERS)
-  line = f"planned: {mean} per step ({fast} to {slow})"
-  if hours := matched.hours:
-    slow, mean, fast = (text.duration(3600 * hours[c]) for c in CORNERS)
-    line += f", {mean} in all ({fast} to {slow})"
-  return line

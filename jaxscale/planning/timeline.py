@@ -9,6 +9,7 @@ counts as often as it runs.
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, NamedTuple
@@ -66,8 +67,7 @@ class Program:
     """
     found = _found()
     for module, placed in self._modules:
-      walk = _Walk(self, module, placed, rates, transfer)
-      _add(found, walk.computation(module.entry), 1)
+      _add(found, _Walk(self, module, placed, rates, transfer).computation(module.entry), 1)
     compute, exposed, sent = map(dict, found)
     if overlap == "backward" and sum(sent.values()):
       hidden = _BACKWARD_SHARE * sum(compute.values())
@@ -107,7 +107,7 @@ class _Found(NamedTuple):
 
 
 def _found() -> _Found:
-  return _Found(defaultdict(float), defaultdict(float), defaultdict(float))
+  return _Found(*(defaultdict(float) for _ in _Found._fields))
 
 
 class _Walk(NamedTuple):
@@ -134,7 +134,7 @@ class _Walk(NamedTuple):
         free = max(free, clock) + took
         # One that is not asynchronous is waited for by the next instruction.
         waiting.setdefault(max(p.end, i + 1), []).append((free, axes))
-    for done, axes in (x for waits in waiting.values() for x in waits):
+    for done, axes in itertools.chain(*waiting.values()):
       found.exposed[axes] += max(done - clock, 0.0)
       clock = max(clock, done)
     return found

@@ -19,6 +19,7 @@ import importlib.util
 import math
 import os
 import re
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from jaxscale.errors import ConfigError
@@ -65,19 +66,8 @@ class Chips(NamedTuple):
 
 # Chips of a slice, as Google sells them: cloud.google.com/tpu/docs/{v5e,v6e,v5p}.
 _FLAT = {1: "1x1", 4: "2x2", 8: "2x4", 16: "4x4", 32: "4x8", 64: "8x8", 128: "8x16", 256: "16x16"}
-_CUBE = {
-  4: "2x2x1",
-  8: "2x2x2",
-  16: "2x2x4",
-  32: "2x4x4",
-  64: "4x4x4",
-  128: "4x4x8",
-  256: "4x8x8",
-  512: "8x8x8",
-  1024: "8x8x16",
-  2048: "8x16x16",
-  4096: "16x16x16",
-}
+_CUBES = "2x2x1 2x2x2 2x2x4 2x4x4 4x4x4 4x4x8 4x8x8 8x8x8 8x8x16 8x16x16 16x16x16"
+_CUBE = {math.prod(map(int, shape.split("x"))): shape for shape in _CUBES.split()}
 # Up to 32 x 32 chips of TPU v2 and v3, doi:10.1145/3360307; v4: arXiv:2304.01433.
 _PODS = {n: shape for n, shape in _FLAT.items() if n >= 4} | {512: "16x32", 1024: "32x32"}
 _GB, _GIB = 10**9, 2**30
@@ -93,41 +83,19 @@ CHIPS = {
   "v6e": Chip("tpu", 32 * _GB, int(31.24 * _GIB), _FLAT),
   "v5p": Chip("tpu", 95 * _GB, int(95.73 * _GIB), _CUBE),
   # One that JAX calls a device is a core of v3, a whole chip of v4 ("megacore").
-  "v4": Chip(
-    "tpu", 32 * _GB, int(31.75 * _GIB), _CUBE, options=(("chip_config_name", "megacore"),)
-  ),
+  "v4": Chip("tpu", 32 * _GB, int(31.75 * _GIB), _CUBE, 1, (("chip_config_name", "megacore"),)),
   "v3": Chip("tpu", 16 * _GB, int(15.75 * _GIB), _PODS, cores=2),
-  "h100": Chip("cuda", 84_942_979_072, 84_942_979_072 * 3 // 4, {}),
-  "h200": Chip("cuda", 151_397_597_184, 151_397_597_184 * 3 // 4, {}),
-  # Sizes of their makers' data sheets.
-  "a100": Chip("cuda", 80 * _GIB, 80 * _GIB * 3 // 4, {}),
-  "v100": Chip("cuda", 16 * _GIB, 16 * _GIB * 3 // 4, {}),
-  "p100": Chip("cuda", 16 * _GIB, 16 * _GIB * 3 // 4, {}),
   "cpu": Chip("cpu", _CPU_MEMORY, _CPU_MEMORY, {}),
   "knl": Chip("cpu", 112 * _GIB, 112 * _GIB, {}),  # 16 GB of it on the chip
 }
+_GPUS = {"h100": 84_942_979_072, "h200": 151_397_597_184}
+# Sizes of their makers' data sheets.
+_GPUS |= {"a100": 80 * _GIB, "v100": 16 * _GIB, "p100": 16 * _GIB}
+CHIPS |= {name: Chip("cuda", memory, memory * 3 // 4, {}) for name, memory in _GPUS.items()}
 GPUS_PER_HOST = 8
 # A Hopper GPU, from openxla/xla, xla/backends/gpu/target_config/specs/h100_sxm.txtpb
 # and h200.txtpb, which differ in the name, the memory and its bandwidth in bytes/s.
-_HOPPER = """
-gpu_device_info {{
-  threads_per_block_limit: 1024 threads_per_warp: 32 shared_memory_per_block: 49152
-  shared_memory_per_core: 233472 threads_per_core_limit: 2048 core_count: 132
-  fpus_per_core: 128 block_dim_limit_x: 2147483647 block_dim_limit_y: 65535
-  block_dim_limit_z: 65535 memory_bandwidth: {bandwidth} l2_cache_size: 52428800
-  clock_rate_ghz: 1.98 device_memory_size: {memory}
-  shared_memory_per_block_optin: 232448
-  cuda_compute_capability {{ major: 9 feature_extension: ACCELERATED_FEATURES }}
-  registers_per_core_limit: 65536 registers_per_block_limit: 65536
-  thread_dim_limit_x: 1024 thread_dim_limit_y: 1024 thread_dim_limit_z: 64
-  device_vendor: "NVIDIA Corporation" device_address_bits: 64 ecc_enabled: true
-  name: "{name}" driver_version: "13.0.0" runtime_version: "12.8.0"
-  compile_time_toolkit_version: "12.8.0" dnn_version: "9.10.0"
-  device_interconnect_info {{ active_links: 18 }}
-}}
-platform_name: "CUDA"
-dnn_version_info {{ major: 9 minor: 10 patch: 0 }}
-"""
+# They are in hopper.txtpb.
 _BANDWIDTH = {
   "h100": ("NVIDIA H100 80GB HBM3", 3_352_320_000_000),
   "h200": ("NVIDIA H200 141GB HBM3e", 4_800_000_000_000),
@@ -170,8 +138,7 @@ def find_chips(name: str) -> Chips:
     found = topologies.get_topology_desc(platform=chip.platform, **options)
   except NotImplementedError:  # JAX has given the plugin up: there is no such hardware
     advice = "set JAX_PLATFORMS=cpu before it is imported"
-    why = "JAX looked for a GPU and found none"
-    raise ConfigError(f"--chips={name}: {why}; {advice}") from None
+    raise ConfigError(f"--chips={name}: JAX looked for a GPU and found none; {advice}") from None
   return Chips(name, chip, list(found.devices), kind, len(found.devices))
 
 
@@ -201,7 +168,9 @@ def _simulated(name: str, kind: str, count: int) -> Chips:
 def target_config(kind: str) -> str:
   """The description of a GPU for XLA; of those before Hopper, an H100's."""
   name, bandwidth = _BANDWIDTH.get(kind, _BANDWIDTH["h100"])
-  return _HOPPER.format(name=name, memory=CHIPS[kind].memory, bandwidth=bandwidth)
+  text = Path(__file__).with_name("hopper.txtpb").read_text("utf-8")
+  text = text.replace("MEMORY", str(CHIPS[kind].memory)).replace("NAME", name)
+  return text.replace("BANDWIDTH", str(bandwidth))
 
 
 def kind_of(name: str) -> str:

@@ -147,8 +147,7 @@ def summarize(files: Sequence[Path]) -> Summary:
       busy = sum(b - a for a, b in _union((e.start, e.end) for e in events))
       idle[f"{process}{device}"] = 1 - busy / (end - start)
       for event, seconds in _own_seconds(events):
-        where = event.instruction.where
-        key = event.name, where, _part_of(*event.instruction)
+        key = event.name, event.instruction.where, _part_of(*event.instruction)
         total, count = totals.get(key, (0.0, 0))
         totals[key] = total + seconds, count + 1
     for part, begin, finish in parts:
@@ -181,20 +180,13 @@ def text(summary: Summary, most: int = 10) -> str:
   if summary.host:
     shares = [f"{p} {s / summary.seconds:.0%}" for p, s in summary.host.items()]
     lines.append(f"host: {', '.join(shares)} of the time")
-  parts = summary.parts().items()
-  shares = [f"{part} {s / total:.0%}" for part, s in parts if s >= 0.005 * total]
+  shares = [f"{part} {s / total:.0%}" for part, s in summary.parts().items() if s >= 0.005 * total]
   lines.append(f"devices: {', '.join(shares) or 'no operations'} of their operations")
-  rows = [
-    (
-      printable(op.name)[:_WIDEST],
-      short_time(op.seconds),
-      f"{op.seconds / total:.1%}",
-      f"{op.count:,}",
-      op.part,
-      printable(_short(op.where)),
-    )
-    for op in summary.ops[:most]
-  ]
+  rows = []
+  for op in summary.ops[:most]:
+    name, place = printable(op.name)[:_WIDEST], printable(_short(op.where))
+    took, share = short_time(op.seconds), f"{op.seconds / total:.1%}"
+    rows.append((name, took, share, f"{op.count:,}", op.part, place))
   head = ("operation", "time", "share", "count", "part", "of")
   return "\n".join([*lines, "", table(head, rows, left=(0, 4, 5))])
 
@@ -260,8 +252,7 @@ def _read(path: Path):
   def operation(start, end, key, name, program):
     guess = _Instruction(name.partition(".")[0], "")
     # One from the compilation cache goes by its old number in events, not in metadata.
-    programs = (program, program.partition("(")[0])
-    found = (known[p, name] for p in programs if (p, name) in known)
+    found = (known[p, name] for p in (program, program.partition("(")[0]) if (p, name) in known)
     return _Event(start, max(end, ends.get(key, 0)), name, next(found, guess))
 
   operations = {
@@ -307,8 +298,7 @@ def _host_event(event: Any, steps, devices, ends, parts) -> None:
     ends[stats.get("_ct"), stats.get("_c")] = start
   elif "hlo_op" in stats:
     key, device = (stats.get("_pt"), stats.get("_p")), stats.get("device_ordinal", 0)
-    operation = start, end, key, str(stats["hlo_op"]), _program(stats)
-    devices[f"CPU:{device}"].append(operation)
+    devices[f"CPU:{device}"].append((start, end, key, str(stats["hlo_op"]), _program(stats)))
   elif isinstance(step := stats.get("step_num"), int):
     steps[step] = (start, end)
 

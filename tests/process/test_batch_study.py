@@ -7,29 +7,19 @@ import pytest
 from jaxscale import cli, jobs, metrics
 
 # An MLP on the digits; the largest batch has too few steps to get there.
-QUICK = [
-  "--config=configs/digits.py",
-  "--config.model=MLP",
-  "--config.model.hidden=32",
-  "--config.epochs=8",
-  "--config.ema_decay=None",
-  "--config.target_accuracy=0.8",
-  "--config.schedule.warmup_epochs=0",
-  "--config.lr_scaling=linear",
-  "--config.lr_reference_batch_size=64",
-  "--config.optimizer.lr=0.05",
-  "--config.evaluation.every_epochs=1",
-  "--config.checkpoint.every_epochs=100",
-  "--config.log.tensorboard=False",
-  "--batch-sizes=256,64,1432",
-]
+QUICK = """
+--config=configs/digits.py --config.model=MLP --config.model.hidden=32 --config.epochs=8
+--config.ema_decay=None --config.target_accuracy=0.8 --config.schedule.warmup_epochs=0
+--config.lr_scaling=linear --config.lr_reference_batch_size=64 --config.optimizer.lr=0.05
+--config.evaluation.every_epochs=1 --config.checkpoint.every_epochs=100
+--config.log.tensorboard=False --batch-sizes=256,64,1432
+"""
 
 
 @pytest.mark.slow
 def test_a_study_measures_what_the_records_say(tmp_path, capsys):
   runs = ["--runs", str(tmp_path)]
-  argv = ["batch-study", *QUICK, "--executor=local", "--name=study", *runs]
-  assert cli.main(argv) == 0
+  assert cli.main(["batch-study", *QUICK.split(), "--executor=local", "--name=study", *runs]) == 0
   out, _ = capsys.readouterr()
   assert "study: submitted as local-" in out and ", 3 trials" in out
   assert f"jaxscale report study --runs {tmp_path}" in out

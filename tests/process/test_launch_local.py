@@ -69,22 +69,17 @@ def events(job, task=0):
   return [(line["event"], line["code"], line["next"]) for line in lines]
 
 
-def test_a_real_run_from_a_notebook(tmp_path, monkeypatch):
+def real_run(tmp_path, monkeypatch, name, **options):
+  """Submit a run that trains."""
   monkeypatch.setenv("JAX_PLATFORMS", "cpu")
-  job = jobs.submit(
-    DIGITS,
-    executor="local",
-    runs=str(tmp_path),
-    nodes=1,
-    name="digits",
-    overrides={
-      "epochs": 3,
-      "log.every_steps": 4,
-      "log.tensorboard": False,
-      "model": "MLP",
-      "model.hidden": (64,),
-    },
-  )
+  overrides = {"epochs": 3, "log.tensorboard": False, "model": "MLP", "model.hidden": (64,)}
+  overrides["log.every_steps"] = 4
+  options |= dict(executor="local", runs=str(tmp_path), nodes=1, name=name)
+  return jobs.submit(DIGITS, overrides=overrides, **options)
+
+
+def test_a_real_run_from_a_notebook(tmp_path, monkeypatch):
+  job = real_run(tmp_path, monkeypatch, "digits")
   (row,) = job.wait(300)
   assert (row.state, row.code, row.restarts) == ("COMPLETED", 0, 0), job.logs("batch")
   assert row.step == row.total == round(3 * 1437 / 128)
@@ -99,23 +94,13 @@ def test_a_real_run_from_a_notebook(tmp_path, monkeypatch):
 
 
 # Imported by Python itself before any program: only `python -P` survives these.
-PYTHONS = {
-  "collections",
-  "contextlib",
-  "functools",
-  "importlib",
-  "keyword",
-  "operator",
-  "reprlib",
-  "types",
-  "warnings",
-}
+PYTHONS = "collections contextlib functools importlib keyword operator reprlib types warnings"
 
 
 @pytest.fixture
 def shadowed(tmp_path):
   """A folder whose files have the names of Python's modules and of our packages."""
-  taken = set(sys.builtin_module_names) | PYTHONS
+  taken = {*sys.builtin_module_names, *PYTHONS.split()}
   names = [n for n in sys.stdlib_module_names - taken if find_spec(n)]
   for name in (*names, "jax", "numpy", "optax", "flax", "lazy_loader"):
     (tmp_path / f"{name}.py").write_text(f"raise ImportError('shadowed {name}')")
@@ -131,24 +116,16 @@ def get_config(arg=None):
 
 
 def in_folder(folder, *words, **env):
-  done = subprocess.run(
-    [sys.executable, *words],
-    cwd=folder,
-    env=child_env(1, JAX_PLATFORMS="cpu", **env),
-    capture_output=True,
-    text=True,
-    timeout=600,
-  )
+  options = dict(cwd=folder, env=child_env(1, JAX_PLATFORMS="cpu", **env), timeout=600)
+  done = subprocess.run([sys.executable, *words], **options, capture_output=True, text=True)
   assert done.returncode == 0, done.stdout + done.stderr
   return done.stdout
 
 
 def test_files_called_like_pythons_modules_hide_none(shadowed):
   config = "--config=digits.py"
-  out = in_folder(shadowed, "-m", "jaxscale.train", config, "--workdir=a")
-  assert "done: " in out
-  checks = "--skip=network,clocks"
-  assert "ready" in in_folder(shadowed, "-m", "jaxscale", "doctor", config, checks)
+  assert "done: " in in_folder(shadowed, "-m", "jaxscale.train", config, "--workdir=a")
+  assert "ready" in in_folder(shadowed, "-m", "jaxscale", "doctor", config, "--skip=network,clocks")
 
 
 @pytest.mark.parametrize("verb", ["submit", "sweep"])
@@ -172,16 +149,7 @@ def test_the_current_folder_is_last_on_the_path_of_our_modules_alone(tmp_path):
 
 @pytest.mark.slow
 def test_two_processes_share_a_secret_that_is_in_no_file(tmp_path, monkeypatch):
-  monkeypatch.setenv("JAX_PLATFORMS", "cpu")
-  job = jobs.submit(
-    DIGITS,
-    executor="local",
-    runs=str(tmp_path),
-    nodes=1,
-    name="two",
-    tasks_per_node=2,
-    overrides={"epochs": 3, "log.tensorboard": False, "model": "MLP", "model.hidden": (64,)},
-  )
+  job = real_run(tmp_path, monkeypatch, "two", tasks_per_node=2)
   (row,) = job.wait(300)
   assert (row.state, row.code, row.restarts) == ("COMPLETED", 0, 0), job.logs("batch")
   starts = read_json_lines(job.folder / "train" / "starts.jsonl")
@@ -196,17 +164,14 @@ def test_several_processes_know_each_other_and_have_files(fake):
   wait(job)
   for rank in range(4):
     assert f"process {rank} of 4: -m jaxscale.train --config " in job.logs(rank)
-  lines = job.logs("all").splitlines()
-  assert [line[:3] for line in lines] == ["0: ", "1: ", "2: ", "3: "]
+  assert [line[:3] for line in job.logs("all").splitlines()] == ["0: ", "1: ", "2: ", "3: "]
   with pytest.raises(ConfigError, match=r"--rank=4: give 0 … 3, all or batch"):
     job.logs(4)
 
 
 def test_a_sweep_runs_two_at_a_time(fake, tmp_path):
-  running = tmp_path / "running"
-  running.mkdir()
-  begun = tmp_path / "begun"
-  begun.mkdir()
+  for folder in (running := tmp_path / "running", begun := tmp_path / "begun"):
+    folder.mkdir()
   (tmp_path / "does").write_text(
     f'touch "{running}/$$" "{begun}/$$"\n'
     f'until [ "$(ls "{begun}" | wc -l)" -ge 2 ]; do sleep 0.1; done\n'
@@ -255,10 +220,8 @@ def test_a_study_is_cancelled_as_one(fake, tmp_path, capsys):
   assert cli.main(["logs", "study", runs]) == 2
   assert cli.main(["cancel", "study", runs]) == 0
   reported = capsys.readouterr()
-  assert [line.split()[0] for line in reported.out.splitlines()] == [
-    "run",
-    *(f"study-{n}n{colon}" for colon in ("", ":") for n in sizes),
-  ]
+  rows = [f"study-{n}n{colon}" for colon in ("", ":") for n in sizes]
+  assert [line.split()[0] for line in reported.out.splitlines()] == ["run", *rows]
   assert "study: logs of one run at a time, of study-2n, study-4n" in reported.err
   assert [r.state for r in study.wait(300, 0.1)] == ["CANCELLED"] * 3
   assert not (study.jobs[1].folder / "train").exists()  # it never began
@@ -365,15 +328,13 @@ def test_it_ended_as_the_first_that_failed_and_says_why(fake, tmp_path, capsys):
     f' "{tmp_path}/up1" -a -e "{tmp_path}/up3" ]; do sleep 0.1; done;'
     ' echo "error: why"; exit 2; }\nexec sleep 600'
   )
-  quiet = STAND_IN.replace('echo "process', ': "process')
-  (tmp_path / "python").write_text(quiet)
+  (tmp_path / "python").write_text(STAND_IN.replace('echo "process', ': "process'))
   job = jobs.submit(DIGITS, tasks_per_node=4, name="why", **fake)
   (row,) = wait(job)
   assert (row.state, row.code) == ("FAILED", 2)
   assert job.logs(0) == ""
   assert cli.main(["logs", "why", f"--runs={fake['runs']}"]) == 0
-  reported = capsys.readouterr().out.splitlines()
-  assert reported == ["2: error: why", FAILED_FIRST]
+  assert capsys.readouterr().out.splitlines() == ["2: error: why", FAILED_FIRST]
 
 
 FAILED_FIRST = "error: process 2 failed first (exit code 2): error: why"
@@ -389,8 +350,7 @@ def test_what_process_0_does_not_know_is_shown_with_its_lines(fake, tmp_path, ca
   assert (row.state, row.code, row.restarts) == ("FAILED", 2, 0)
   for follow in ([], ["-f"]):
     assert cli.main(["logs", *follow, "first", f"--runs={fake['runs']}"]) == 0
-    reported = capsys.readouterr().out.splitlines()
-    assert reported[-2:] == ["saved", FAILED_FIRST]
+    assert capsys.readouterr().out.splitlines()[-2:] == ["saved", FAILED_FIRST]
   (tmp_path / "does").write_text("exit 0")
   job.resume()
   wait(job)
@@ -433,8 +393,7 @@ def test_a_number_used_again_is_another_process():
 
 def test_it_survives_the_terminal(fake):
   """The supervisor is in a session of its own, and nobody's child."""
-  job = jobs.submit(DIGITS, **fake)
-  pid = read_json_lines(job.folder / "supervisor.jsonl")[-1]["pid"]
+  pid = read_json_lines(jobs.submit(DIGITS, **fake).folder / "supervisor.jsonl")[-1]["pid"]
   fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
   assert int(fields[3]) == pid and int(fields[1]) != os.getpid()
 
@@ -442,25 +401,22 @@ def test_it_survives_the_terminal(fake):
 def test_the_commands(fake, tmp_path, capsys):
   (tmp_path / "does").write_text("echo one; sleep 1; printf two")
   runs = ["--runs", fake["runs"]]
-  base = ["--config", DIGITS, "--executor=local", f"--python={fake['python']}", *runs]
-  assert cli.main(["submit", *base, "--name=a"]) == 0
-  out, _ = capsys.readouterr()
+  submit = ["submit", "--config", DIGITS, "--executor=local", f"--python={fake['python']}"]
+
+  def output(*argv, code=0):
+    assert cli.main([*argv, *runs]) == code
+    return capsys.readouterr()[code > 0]
+
+  out = output(*submit, "--name=a")
   assert out.startswith("a: submitted as local-") and "--runs '" in out
-  assert cli.main(["logs", "-f", "a", *runs]) == 0  # to the end, as it comes
-  out, _ = capsys.readouterr()
-  assert out.splitlines()[1:] == ["one", "two"]
-  assert cli.main(["status", "--watch", "--every=1", *runs]) == 0
-  out, _ = capsys.readouterr()
+  assert output("logs", "-f", "a").splitlines()[1:] == ["one", "two"]  # to the end, as it comes
+  out = output("status", "--watch", "--every=1")
   assert out.splitlines()[1].split()[:1] == ["a"] and "COMPLETED" in out
-  assert cli.main(["logs", "a", "--lines=1", *runs]) == 0
-  assert capsys.readouterr().out == "two\n"
-  assert cli.main(["cancel", "a", *runs]) == 0
-  assert capsys.readouterr().out == "a: has ended already\n"
+  assert output("logs", "a", "--lines=1") == "two\n"
+  assert output("cancel", "a") == "a: has ended already\n"
   assert not Path(fake["runs"], "a", "cancelled").exists()
-  assert cli.main(["resume", "a", *runs]) == 2
-  assert capsys.readouterr().err.startswith("error: a: is done")
-  assert cli.main(["submit", *base, "--name=a"]) == 2
-  assert "exists; give another name" in capsys.readouterr().err
+  assert output("resume", "a", code=2).startswith("error: a: is done")
+  assert "exists; give another name" in output(*submit, "--name=a", code=2)
 
 
 def test_a_scaling_study_is_a_run_for_each_size(fake, tmp_path, capsys):

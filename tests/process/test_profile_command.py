@@ -14,35 +14,19 @@ from support.processes import wait_until
 
 
 def profile(*argv):
-  return subprocess.run(
-    [sys.executable, "-m", "jaxscale", "profile", *map(str, argv)],
-    env=child_env(),
-    cwd=ROOT,
-    capture_output=True,
-    text=True,
-    timeout=240,
-  )
+  command = [sys.executable, "-m", "jaxscale", "profile", *map(str, argv)]
+  options = dict(env=child_env(), cwd=ROOT, timeout=240)
+  return subprocess.run(command, **options, capture_output=True, text=True)
 
 
 @pytest.mark.slow
 def test_a_running_job_is_profiled_on_request(tmp_path, monkeypatch):
   monkeypatch.setenv("JAX_PLATFORMS", "cpu")
-  job = jobs.submit(
-    "configs/digits.py",
-    executor="local",
-    runs=str(tmp_path),
-    nodes=2,
-    name="digits",
-    overrides={
-      "epochs": 100_000,
-      "log.every_steps": 4,
-      "log.tensorboard": False,
-      "model": "MLP",
-      "model.hidden": (64,),
-      "evaluation.every_epochs": 1e4,
-      "checkpoint.every_epochs": 1e4,
-    },
-  )
+  overrides = {"epochs": 100_000, "log.every_steps": 4, "log.tensorboard": False}
+  overrides |= {"model": "MLP", "model.hidden": (64,)}
+  overrides |= {"evaluation.every_epochs": 1e4, "checkpoint.every_epochs": 1e4}
+  options = dict(executor="local", runs=str(tmp_path), nodes=2, name="digits")
+  job = jobs.submit("configs/digits.py", overrides=overrides, **options)
   workdir = job.folder / "train"
   try:
     wait_until(lambda: read_metrics(workdir / "metrics.jsonl"), seconds=240)

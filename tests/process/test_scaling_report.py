@@ -17,54 +17,32 @@ from jaxscale.run import goodput
 from jaxscale.run.goodput import Activity
 
 CONFIG = {
-  "model": {"class": "CNN", "dense": 128},
-  "optimizer": {"class": "SGD", "lr": 0.1},
-  "data": {"class": "Digits"},
-  "exchange": {"class": "AllReduce", "algorithm": "psum"},
-  "phases": {"class": "Phases"},
-  "log": {"step_report": True},
-  "seed": 0,
-  "epochs": 5.0,
+  **{"model": {"class": "CNN", "dense": 128}, "optimizer": {"class": "SGD", "lr": 0.1}},
+  **{"data": {"class": "Digits"}, "exchange": {"class": "AllReduce", "algorithm": "psum"}},
+  **{"phases": {"class": "Phases"}, "log": {"step_report": True}, "seed": 0, "epochs": 5.0},
 }
 
 
 def run(devices, rate, **changes):
   """A run of rate examples a second, give or take a tenth."""
   rates = tuple(rate * x for x in (0.9, 1.0, 1.1)) if rate else ()
-  made = MeasuredRun(
-    name=f"r-{devices}",
-    config=CONFIG,
-    num_train=1437,
-    versions={"jax": "1"},
-    nodes=devices,
-    hosts=f"n[1-{devices}]",
-    processes=devices,
-    devices=devices,
-    kind="cpu",
-    batch=128,
-    rates=rates,
-    summary={"loss": 0.25, "accuracy": 0.75},
-    step_report={"exposed_share": 0.25, "compute_s": 0.003, "exposed_s": 0.001, "spread": 0.5},
-  )
-  return made._replace(**changes)
+  step = dict(exposed_share=0.25, compute_s=0.003, exposed_s=0.001, spread=0.5)
+  size = dict(nodes=devices, processes=devices, devices=devices, hosts=f"n[1-{devices}]")
+  about = dict(config=CONFIG, num_train=1437, versions={"jax": "1"}, kind="cpu", batch=128)
+  measures = dict(rates=rates, step_report=step, summary={"loss": 0.25, "accuracy": 0.75})
+  return MeasuredRun(name=f"r-{devices}", **size, **about, **measures)._replace(**changes)
 
 
 def workdir(path, lines, *, outcome="done", devices=2, **derived):
   """What a run leaves, as far as a report reads it."""
   path.mkdir(parents=True)
   phase = {"batch_size": 128, "image_size": None}
-  derived = {
-    "num_train": 1437,
-    "total_steps": 40,
-    "num_devices": devices,
-    "phases": [phase],
-  } | derived
+  derived = dict(num_train=1437, total_steps=40, num_devices=devices, phases=[phase]) | derived
   described = {"config": CONFIG, "derived": derived, "versions": {}, "python": "3"}
   described |= {"processes": devices, "device_kind": "cpu"}
   (path / "config.json").write_text(json.dumps(described))
   (path / "metrics.jsonl").write_text("".join(json.dumps(x) + "\n" for x in lines))
-  summary = {"outcome": outcome, "loss": 0.5, "accuracy": 0.9}
-  (path / "summary.json").write_text(json.dumps(summary))
+  (path / "summary.json").write_text(json.dumps({"outcome": outcome, "loss": 0.5, "accuracy": 0.9}))
   return path
 
 
@@ -72,20 +50,13 @@ def logged(step, rate, time=None):
   return {"step": step, "perf/examples_per_s": rate, "time": time or float(step)}
 
 
-STEP_REPORT = {
-  "step": 0,
-  "perf/compute_s": 0.03,
-  "perf/exposed_s": 0.01,
-  "perf/exposed_share": 0.25,
-  "perf/spread": 0.1,
-  "time": 0.5,
-}
+STEP_REPORT = {"step": 0, "time": 0.5, "perf/compute_s": 0.03, "perf/exposed_s": 0.01}
+STEP_REPORT |= {"perf/exposed_share": 0.25, "perf/spread": 0.1}
 
 
 def test_the_warm_up_and_a_short_end_are_no_throughput(tmp_path):
   rates = [1.0, 50.0, 60.0, 70.0, 9999.0]  # the first is warm-up, the last short
-  steps = [10, 20, 30, 40, 43]
-  lines = [STEP_REPORT, *map(logged, steps, rates)]
+  lines = [STEP_REPORT, *map(logged, [10, 20, 30, 40, 43], rates)]
   path = workdir(tmp_path / "w", lines)
   done = Activity(5.0, 9.0, 44, [0], {"starting": 1.0, "step": 3.0}, done=True)
   (path / goodput.FILE).write_text(json.dumps(done._asdict()))
@@ -96,15 +67,13 @@ def test_the_warm_up_and_a_short_end_are_no_throughput(tmp_path):
   assert found.step_report.items() >= report.items()
   assert (found.summary, found.kind) == ({"loss": 0.5, "accuracy": 0.9}, "cpu")
   assert found.missing == ("nodes: only runs of jaxscale.jobs record them",)
-  study = scaling_report.compare([found])
-  shown = str(study).splitlines()
+  shown = str(scaling_report.compare([found])).splitlines()
   assert shown[2].split()[-3:] == ["75%", "0.5000", "90.00%"]
   assert "w: goodput 75% of 0:04: training 0:03, start-up 0:01" in shown
 
 
 def test_one_process_has_no_spread(tmp_path):
-  path = workdir(tmp_path / "w", [STEP_REPORT], devices=1)
-  study = scaling_report.compare([measured.read(path)])
+  study = scaling_report.compare([measured.read(workdir(tmp_path / "w", [STEP_REPORT], devices=1))])
   assert next(csv.DictReader(scaling_report.as_csv(study).splitlines()))["spread"] == ""
 
 
@@ -141,8 +110,7 @@ def test_what_is_missing_has_a_reason(tmp_path):
   lines = [logged(10, 5.0), logged(20, 6.0)]
   found = measured.read(workdir(tmp_path / "w", lines, outcome="interrupted"))
   assert found.rate == 6.0 and found.quartiles is None and found.summary == {}
-  study = scaling_report.compare([found])
-  text = str(study)
+  text = str(scaling_report.compare([found]))
   (row,) = [line for line in text.splitlines() if line.startswith("w ")]
   assert row.split() == ["w", "–", "2", "2", "128", "6", "–", "1", "1.00", "100%", *"–––––"]
   for why in (
@@ -197,9 +165,10 @@ def test_the_fit_is_least_squares():
     assert error(share) < min(error(share - 1e-3), error(share + 1e-3))
 
 
-@pytest.mark.parametrize(
-  "rates, says", [((100, 250), "scaling is ideal or better"), ((100, 90), "does not apply")]
-)
+NO_LAW = [((100, 250), "scaling is ideal or better"), ((100, 90), "does not apply")]
+
+
+@pytest.mark.parametrize("rates, says", NO_LAW)
 def test_a_law_that_does_not_hold_is_not_drawn(rates, says):
   found = scaling_report.compare(list(map(run, (1, 2), rates)))
   assert found.serial is None and any(says in note for note in found.notes)
@@ -253,18 +222,15 @@ def test_csv_and_picture_of_what_is_known_and_what_is_not(tmp_path):
   named = [rows[1][n] for n in ("exposed_share", "compute_s", "exposed_s", "spread")]
   assert named == ["0.25", "0.003", "0.001", "0.5"]
   assert rows[2]["examples_per_s"] == rows[2]["loss"] == rows[2]["speed_up"] == ""
-  for i, study in enumerate(
-    (found, scaling_report.compare([gap]), scaling_report.compare([gap] * 2))
-  ):
-    path = plot_scaling(scaling_report.as_plot(study), tmp_path / f"{i}.png")
+  for i, runs in enumerate(([run(1, 100), run(2, 150), gap], [gap], [gap] * 2)):
+    path = plot_scaling(scaling_report.as_plot(scaling_report.compare(runs)), tmp_path / f"{i}.png")
     assert path.read_bytes().startswith(b"\x89PNG")
 
 
 def test_the_command_reads_workdirs(tmp_path, capsys):
   lines = [STEP_REPORT, *(logged(s, 10.0 * s) for s in (10, 20, 30, 40))]
   names = [str(workdir(tmp_path / n, lines, devices=d)) for n, d in (("a", 1), ("b", 2))]
-  files = [f"--csv={tmp_path}/t.csv", "--png", f"{tmp_path}/t.png"]
-  assert main(["report", *names, *files]) == 0
+  assert main(["report", *names, f"--csv={tmp_path}/t.csv", "--png", f"{tmp_path}/t.png"]) == 0
   out = capsys.readouterr().out
   assert out.startswith("scaling: strong scaling, global batch 128; speed-up and eff")
   assert (tmp_path / "t.csv").exists() and (tmp_path / "t.png").exists()
@@ -283,15 +249,8 @@ def test_a_real_study_from_a_notebook(tmp_path, monkeypatch):
   monkeypatch.setenv("JAX_PLATFORMS", "cpu")
   runs = str(tmp_path / "runs")
   overrides = {"epochs": 6, "log.every_steps": 4, "log.tensorboard": False}
-  study = jobs.scaling(
-    "configs/digits.py",
-    [1, 2],
-    batch="grows",
-    name="digits",
-    executor="local",
-    runs=runs,
-    overrides=overrides,
-  )
+  options = dict(executor="local", runs=runs, overrides=overrides)
+  study = jobs.scaling("configs/digits.py", [1, 2], batch="grows", name="digits", **options)
   try:
     assert [r.state for r in study.wait(200)] == ["COMPLETED"] * 2, study.status()
     assert jobs.study("digits", runs) == study

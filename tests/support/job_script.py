@@ -5,22 +5,10 @@ from pathlib import Path
 from jaxscale.jobs import spec
 from jaxscale.jobs.site import Site, load_site
 
-RUN = spec.JobSpec(
-  name="digits-1",
-  folder="/runs/digits-1",
-  cwd="/home/me/jaxscale",
-  config="code/configs/digits.py",
-  overrides={},
-  trials=(),
-  at_most=0,
-  nodes=1,
-  site=Site(),
-  requeue=10,
-  preflight=False,
-  executor="slurm",
-  python="/venv/bin/python",
-  made_by="jaxscale submit --config configs/digits.py",
-)
+NAMES = dict(name="digits-1", folder="/runs/digits-1", cwd="/home/me/jaxscale")
+CODE = dict(config="code/configs/digits.py", overrides={}, trials=(), python="/venv/bin/python")
+JOB = dict(at_most=0, nodes=1, site=Site(), requeue=10, preflight=False, executor="slurm")
+RUN = spec.JobSpec(**NAMES, **CODE, **JOB, made_by="jaxscale submit --config configs/digits.py")
 RUNS = {
   "plain": RUN,
   "gpus": RUN._replace(

@@ -52,60 +52,53 @@ def test_the_fit_is_the_least_squares_of_the_relative_error():
   assert fit.error == pytest.approx(errors.max()) and fit.error < 0.25
 
 
-@pytest.mark.parametrize(
-  "sizes, steps",
-  [
-    ([1, 2], [10, 6]),  # two points are on every such curve
-    ([2, 2, 4], [10, 11, 6]),
-    ([1, 2, 4], [400, 200, 100]),  # still ideal: no limit in sight
-    ([1, 2, 4], [400, 190, 80]),  # better than ideal
-    ([1, 2, 4], [100, 100, 100]),  # no gain at all
-    ([1, 2, 4], [100, 110, 120]),
-  ],
-)
+NO_LIMIT = [
+  ([1, 2], [10, 6]),  # two points are on every such curve
+  ([2, 2, 4], [10, 11, 6]),
+  ([1, 2, 4], [400, 200, 100]),  # still ideal: no limit in sight
+  ([1, 2, 4], [400, 190, 80]),  # better than ideal
+  ([1, 2, 4], [100, 100, 100]),  # no gain at all
+  ([1, 2, 4], [100, 110, 120]),
+]
+
+
+@pytest.mark.parametrize("sizes, steps", NO_LIMIT)
 def test_no_critical_batch_size_is_made_up(sizes, steps):
   assert fit_steps(sizes, steps) is None
 
 
-@pytest.mark.parametrize(
-  "args, message",
-  [
-    (["--batch-size=64"], "did you mean '--batch-sizes'"),
-    (["--batch-sizes=64,x"], "--batch-sizes=64,x: give whole numbers"),
-    (["--batch-sizes=64,0"], "give whole numbers"),
-    (["--batch-sizes=64,64"], "none twice"),
-    (["--batch-sizes"], "--batch-sizes: a value is missing"),
-    ([], "--batch-sizes: missing"),
-    (["--batch-sizes=64", "--seeds=none"], "--seeds=none: give a whole number >= 1"),
-    (["--batch-sizes=64", "--accumulate-steps=0"], "steps=0: give a whole"),
-    (["--batch-sizes=64,128", "--accumulate-steps=2"], "1 numbers for 2 batch sizes"),
-    (["--batch-sizes=64,99", "--nodes=2"], "trial 1: batch size 99: not divisible"),
-    (["--batch-sizes=64", "--config.phases=AdaptiveBatch"], "phases=AdaptiveBatch"),
-    (["--batch-sizes=64", "--config.target_accuracy=None"], "target_accuracy is not"),
-    (["--batch-sizes=64", "--config.epoch=1"], "did you mean 'epochs'"),
-    (
-      ["--batch-sizes=64", "--config.phases.batch_sizes=(64,)"],
-      "take the batch sizes out of the phases",
-    ),
-  ],
-)
-def test_a_mistake_is_one_line_before_anything_is_submitted(args, message, tmp_path, capsys):
+MISTAKES = {
+  "--batch-size=64": "did you mean '--batch-sizes'",
+  "--batch-sizes=64,x": "--batch-sizes=64,x: give whole numbers",
+  "--batch-sizes=64,0": "give whole numbers",
+  "--batch-sizes=64,64": "none twice",
+  "--batch-sizes": "--batch-sizes: a value is missing",
+  "": "--batch-sizes: missing",
+  "--batch-sizes=64 --seeds=none": "--seeds=none: give a whole number >= 1",
+  "--batch-sizes=64 --accumulate-steps=0": "steps=0: give a whole",
+  "--batch-sizes=64,128 --accumulate-steps=2": "1 numbers for 2 batch sizes",
+  "--batch-sizes=64,99 --nodes=2": "trial 1: batch size 99: not divisible",
+  "--batch-sizes=64 --config.phases=AdaptiveBatch": "phases=AdaptiveBatch",
+  "--batch-sizes=64 --config.target_accuracy=None": "target_accuracy is not",
+  "--batch-sizes=64 --config.epoch=1": "did you mean 'epochs'",
+  "--batch-sizes=64 --config.phases.batch_sizes=(64,)": "take the batch sizes out of the phases",
+}
+
+
+@pytest.mark.parametrize("args", MISTAKES)
+def test_a_mistake_is_one_line_before_anything_is_submitted(args, tmp_path, capsys):
   runs = f"--runs={tmp_path}/runs"
-  assert cli.main(["batch-study", "--config", DIGITS, runs, *args]) == 2
+  assert cli.main(["batch-study", "--config", DIGITS, runs, *args.split()]) == 2
   out, err = capsys.readouterr()
   assert out == "" and not list(tmp_path.iterdir())
-  assert err.count("\n") == 1 and err.startswith("error: ") and message in err
+  assert err.count("\n") == 1 and err.startswith("error: ") and MISTAKES[args] in err
 
 
 def test_a_trial_is_a_size_and_a_seed():
   config = dataclasses.replace(load_config(DIGITS), seed=3)
   made = batch_study.trials(config, [256, 64], 2, [4, 1])
-  assert [(t["batch_size"], t["seed"], t["accumulate_steps"]) for t in made] == [
-    ("256", "3", "4"),
-    ("256", "4", "4"),
-    ("64", "3", "1"),
-    ("64", "4", "1"),
-  ]
+  settings = [(t["batch_size"], t["seed"], t["accumulate_steps"]) for t in made]
+  assert settings == [("256", "3", "4"), ("256", "4", "4"), ("64", "3", "1"), ("64", "4", "1")]
   loaded = load_config(DIGITS, made[0])
   assert (loaded.batch_size, loaded.accumulate_steps) == (256, 4)
   assert loaded.stop_at_target and not config.stop_at_target
@@ -113,33 +106,20 @@ def test_a_trial_is_a_size_and_a_seed():
 
 def outcome(size=64, step: int | None = 10, seed=0, **changes):
   """What an imagined run left: summary.json, or a line of its log where it failed."""
-  summary = {
-    "outcome": "done",
-    "step": step or 90,
-    "target_step": step,
-    "accuracy": 0.81,
-    "target_seconds": step and 0.5 * step,
-    "loss": 0.5,
-  }
+  summary = dict(outcome="done", step=step or 90, target_step=step, accuracy=0.81, loss=0.5)
+  summary["target_seconds"] = step and 0.5 * step
   return {"batch_size": size, "seed": seed, **summary, **changes}
 
 
-CONFIG = {
-  "accumulate_steps": 1,
-  "epochs": 8.0,
-  "lr_scaling": "linear",
-  "target_accuracy": 0.8,
-  "target_loss": None,
-}
+CONFIG = dict(accumulate_steps=1, epochs=8.0, lr_scaling="linear", target_accuracy=0.8)
+CONFIG["target_loss"] = None
 DERIVED = {"num_train": 1437, "peak_lr": 0.05, "eval_every": 2}
 
 
 def write_study(folder, *outcomes, config=CONFIG):
   """Write the folder of a sweep on this machine that has these outcomes."""
-  trials = [
-    {"batch_size": str(x["batch_size"]), "seed": str(x["seed"])} | {"stop_at_target": "True"}
-    for x in outcomes
-  ]
+  trials = [{name: str(x[name]) for name in ("batch_size", "seed")} for x in outcomes]
+  trials = [trial | {"stop_at_target": "True"} for trial in trials]
   run = RUN._replace(name=folder.name, folder=str(folder), executor="local", trials=tuple(trials))
   for name in ("events", "logs"):
     (folder / name).mkdir(parents=True)
@@ -149,8 +129,7 @@ def write_study(folder, *outcomes, config=CONFIG):
   for task, found in enumerate(outcomes):
     workdir, failed = run.workdir(task), found["outcome"] != "done"
     workdir.mkdir(parents=True)
-    record = json.dumps({"config": config, "derived": DERIVED})
-    (workdir / "config.json").write_text(record)
+    (workdir / "config.json").write_text(json.dumps({"config": config, "derived": DERIVED}))
     event = {"event": "end", "job": f"local-7_{task}", "restarts": 0, "nodes": 1}
     event |= {"code": int(failed), "next": "stop"}
     run.events_file(task).write_text(json.dumps(event))
@@ -178,16 +157,7 @@ def test_a_report_says_what_each_size_took(tmp_path, capsys):
   assert (study["runs"][2]["target_step"], study["runs"][2]["steps"]) == (None, 90)
   lines = out.splitlines()
   assert lines[0] == "study: to 80.00% in 8 epochs at most"
-  assert lines[1].split() == [
-    "batch",
-    "lr",
-    "reached",
-    "steps",
-    "epochs",
-    "seconds",
-    "accuracy",
-    "loss",
-  ]
+  assert " ".join(lines[1].split()) == "batch lr reached steps epochs seconds accuracy loss"
   assert lines[2].split() == ["64", "0.05", "1/1", "100", "4.45", "50.0", "81.00%", "0.5000"]
   assert "0/1 (1 missed)" in lines[4]
   assert lines[5].split()[:1] == ["1,024"] and "0/1 (1 failed)" in lines[5]
@@ -256,13 +226,11 @@ def test_the_noise_scale_is_held_against_the_fit(tmp_path):
 
 def test_an_infinite_noise_scale_is_not_left_out_of_a_mean(tmp_path):
   infinite = outcome(seed=1, noise_scale_low=900.0)
-  runs = [outcome(noise_scale=300.0), infinite, outcome(seed=2)]
-  found = summarised(tmp_path, *runs)
+  found = summarised(tmp_path, outcome(noise_scale=300.0), infinite, outcome(seed=2))
   assert found["sizes"][0]["noise_scale"] == pytest.approx(600)
   mean = batch_study.mean_noise_scale
   assert mean(found["runs"][1:2]) == np.inf and mean(found["runs"][2:]) is None
-  text = json.dumps(batch_study.summarise("a", CONFIG, found["runs"][1:2]))
-  assert "Infinity" not in text
+  assert "Infinity" not in json.dumps(batch_study.summarise("a", CONFIG, found["runs"][1:2]))
 
 
 def test_a_range_without_an_end_leads_the_note(tmp_path):

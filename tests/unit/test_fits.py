@@ -2,12 +2,11 @@
 
 import importlib.util
 import json
-import os
 import re
+import subprocess
 import sys
 from types import SimpleNamespace
 
-import jax
 import numpy as np
 import pytest
 
@@ -17,61 +16,33 @@ from jaxscale.errors import ConfigError
 from jaxscale.hlo import out_of_memory
 from jaxscale.mesh import make_mesh
 from jaxscale.planning import fits, stored, topologies
+from support.configs import small_config
+from support.tiny_plans import SOURCE, environment, here  # noqa: F401
 
-CONFIG = """from jaxscale import config as cfg
-
-def get_config():
-  return cfg.Config(
-    model=cfg.Transformer(num_layers=2, width=32, num_heads=2, hidden=64),
-    data=cfg.TextFiles(path="not/here", vocab_size=500, sequence_length=16),
-    optimizer=cfg.AdamW(lr=1e-3), batch_size=8, epochs=1,
-    mesh=cfg.Mesh(data=1, fsdp=-1), layout=cfg.Layout(shard="fsdp"),
-  )
-"""
+pytestmark = pytest.mark.usefixtures("environment")
 PARAMETERS_OF_LAYER = 4 * 32 * 32 + 3 * 32 * 64 + 2 * 32
-
-
-@pytest.fixture(autouse=True)
-def environment():
-  """As it was: the command sets variables of its process, which ends with it."""
-  before = dict(os.environ)
-  yield
-  os.environ.clear()
-  os.environ.update(before)
-
-
-def here(limit, count=8):
-  """The simulated devices as chips of so much memory."""
-  chip = topologies.Chip("cpu", 2 * limit, limit, {})
-  return topologies.Chips(f"here-{count}", chip, jax.devices()[:count], "knl", count)
 
 
 def test_a_step_of_processes_gathers_no_parameter_twice():
   """One process with a device each compiles another program than two devices here."""
-  config = cfg.Config(
-    model=cfg.MLP(hidden=(32, 32)),
-    data=cfg.Synthetic(num_examples=64),
-    optimizer=cfg.SGD(lr=0.1),
-    batch_size=8,
-    epochs=1,
-    mesh=cfg.Mesh(data=1, fsdp=-1),
-    layout=cfg.Layout(shard="fsdp"),
-  )
+  layout = dict(mesh=cfg.Mesh(data=1, fsdp=-1), layout=cfg.Layout(shard="fsdp"))
+  model, images = cfg.MLP(hidden=(32, 32)), cfg.Synthetic(num_examples=64)
+  config = small_config(model=model, data=images, batch_size=8, epochs=1, **layout)
   text = fits.compile_for(config, here(1 << 40, 2)).compiled.as_text()
   gathered = re.findall(r" all-gather\((\S+)\)", text)
   assert len(gathered) == len(set(gathered)) > 1
 
 
-@pytest.mark.parametrize(
-  "values, most, tried",
-  [
-    ([1, 2, 3], 2, [1, 2, 3]),  # few: one after another, until one does not
-    ([1, 2, 3], 0, [1]),
-    ([1, 2, 3, 4, 5, 6, 7], 5, [4, 6, 5]),
-    ([1, 2, 3, 4], 9, [2, 3, 4]),
-    ([1, 2, 3, 4], 0, [2, 1]),
-  ],
-)
+LARGEST = [
+  ([1, 2, 3], 2, [1, 2, 3]),  # few: one after another, until one does not
+  ([1, 2, 3], 0, [1]),
+  ([1, 2, 3, 4, 5, 6, 7], 5, [4, 6, 5]),
+  ([1, 2, 3, 4], 9, [2, 3, 4]),
+  ([1, 2, 3, 4], 0, [2, 1]),
+]
+
+
+@pytest.mark.parametrize("values, most, tried", LARGEST)
 def test_the_largest_value_that_fits(values, most, tried):
   asked = []
 
@@ -84,32 +55,22 @@ def test_the_largest_value_that_fits(values, most, tried):
   assert asked == tried
 
 
-@pytest.mark.parametrize(
-  "name, parts",
-  [
-    ("v5e-16", (1, "v5e", 16)),
-    ("2xv5e-8", (2, "v5e", 8)),
-    ("h100-16", (1, "h100", 16)),
-    ("2xh100-4", (2, "h100", 4)),
-    ("knl-68", (1, "knl", 68)),
-  ],
-)
-def test_names_of_chips(name, parts):
-  assert topologies._parse(name) == parts
+NAMES = {"v5e-16": (1, "v5e", 16), "2xv5e-8": (2, "v5e", 8), "h100-16": (1, "h100", 16)}
+NAMES |= {"2xh100-4": (2, "h100", 4), "knl-68": (1, "knl", 68)}
 
 
-@pytest.mark.parametrize(
-  "name, message",
-  [
-    ("v5e", "give KIND-COUNT"),
-    ("k80-8", "a kind of v5e"),
-    ("v5e-7", "slices of 1, 4, 8"),
-    ("h100-12", "hosts have 8 GPUs"),
-    ("0xv5e-8", "at least one chip"),
-  ],
-)
-def test_chips_that_there_are_not(name, message):
-  with pytest.raises(ConfigError, match=f"^--chips={name}: .*{message}"):
+@pytest.mark.parametrize("name", NAMES)
+def test_names_of_chips(name):
+  assert topologies._parse(name) == NAMES[name]
+
+
+UNKNOWN = {"v5e": "give KIND-COUNT", "k80-8": "a kind of v5e", "v5e-7": "slices of 1, 4, 8"}
+UNKNOWN |= {"h100-12": "hosts have 8 GPUs", "0xv5e-8": "at least one chip"}
+
+
+@pytest.mark.parametrize("name", UNKNOWN)
+def test_chips_that_there_are_not(name):
+  with pytest.raises(ConfigError, match=f"^--chips={name}: .*{UNKNOWN[name]}"):
     topologies.find_chips(name)
 
 
@@ -133,13 +94,8 @@ def test_what_a_compiler_refuses():
 
 
 def test_text_is_not_read():
-  config = cfg.Config(
-    model=cfg.Transformer(),
-    data=cfg.TextFiles(path="not/here", sequence_length=7),
-    optimizer=cfg.SGD(lr=0.1),
-    batch_size=8,
-    epochs=1,
-  )
+  text = cfg.TextFiles(path="not/here", sequence_length=7)
+  config = small_config(model=cfg.Transformer(), data=text, batch_size=8, epochs=1)
   train, held_out = config.data.abstract(config.batch_size)
   assert train.info == held_out.info == data.TextInfo("TextFiles", 256, 7)
   assert train.num_examples >= config.batch_size
@@ -149,13 +105,11 @@ def test_text_is_not_read():
 
 def lines(capsys, tmp_path, monkeypatch, *args, limit=1 << 40):
   """Exit code and output of the command for our devices."""
-  path = tmp_path / "tiny.py"
-  path.write_text(CONFIG)
+  (tmp_path / "tiny.py").write_text(SOURCE)
   monkeypatch.chdir(tmp_path)
-  monkeypatch.setattr(
-    topologies, "find_chips", lambda name: here(limit, 4 if name == "knl-4" else 8)
-  )
-  code = cli.main(["plan", "--config", str(path), "--chips", "v5e-16", *args])
+  sizes = {"knl-4": 4}
+  monkeypatch.setattr(topologies, "find_chips", lambda name: here(limit, sizes.get(name, 8)))
+  code = cli.main(["plan", "--config=tiny.py", "--chips=v5e-16", "--config.batch_size=8", *args])
   out = capsys.readouterr()
   return code, (out.out + out.err).splitlines()
 
@@ -170,8 +124,7 @@ def test_a_plan_and_what_is_kept_of_it(capsys, tmp_path, monkeypatch):
   assert code == 0 and page[0].startswith("plan not calibrated")
   assert any("memory of a device: fits: " in line for line in page)
   assert any("waiting for examples takes 9" in line for line in page)
-  json_line = "a/plan.json: `jaxscale submit --plan a/plan.json` submits it"
-  assert page[-2:] == [json_line, "b/plan.png"]
+  assert page[-2:] == ["a/plan.json: `jaxscale submit --plan a/plan.json` submits it", "b/plan.png"]
   assert (tmp_path / "b" / "plan.png").read_bytes().startswith(b"\x89PNG")
   plan = json.loads((tmp_path / "a" / "plan.json").read_text())
   step = plan["step"]
@@ -224,8 +177,7 @@ def test_the_largest_model_is_found(capsys, tmp_path, monkeypatch):
   # Parameters and two moments, a layer's share of them on each of 8 devices.
   added = (sizes[6].arguments - sizes[2].arguments) / 4
   vectors = 2 * 32  # whole on each device
-  matrices = (PARAMETERS_OF_LAYER - vectors) / 8
-  assert added == pytest.approx(12 * (matrices + vectors), rel=0.02)
+  assert added == pytest.approx(12 * ((PARAMETERS_OF_LAYER - vectors) / 8 + vectors), rel=0.02)
   limit = sizes[4].total
   code, message = lines(capsys, tmp_path, monkeypatch, "--over=model.num_layers=6,2,4", limit=limit)
   assert code == 0
@@ -233,16 +185,16 @@ def test_the_largest_model_is_found(capsys, tmp_path, monkeypatch):
   assert [x.split(":")[0] for x in message[:3]] == [f"model.num_layers={n}" for n in (2, 4, 6)]
 
 
-@pytest.mark.parametrize(
-  "args, message",
-  [
-    ([], "--config: missing"),
-    (["--config", "configs/llama_1b.py"], "--chips: missing; try --chips v5e-16"),
-    (["--chip", "v5e-16"], "--chip: not an option, did you mean '--chips'?"),
-    (["--config"], "--config: a value is missing"),
-    (["--config=c", "--chips=v5e-17"], "--chips=v5e-17: v5e has slices of"),
-  ],
-)
+MISTAKES = [
+  ([], "--config: missing"),
+  (["--config", "configs/llama_1b.py"], "--chips: missing; try --chips v5e-16"),
+  (["--chip", "v5e-16"], "--chip: not an option, did you mean '--chips'?"),
+  (["--config"], "--config: a value is missing"),
+  (["--config=c", "--chips=v5e-17"], "--chips=v5e-17: v5e has slices of"),
+]
+
+
+@pytest.mark.parametrize("args, message", MISTAKES)
 def test_a_mistake_is_one_line(args, message, capsys):
   assert cli.main(["plan", *args]) == 2
   (line,) = capsys.readouterr().err.splitlines()
@@ -257,6 +209,10 @@ def test_what_is_tried_are_numbers(capsys, tmp_path, monkeypatch):
 class Device(SimpleNamespace):
   """As much of a device as a mesh asks for."""
 
+  def __init__(self, number, slice_index):
+    about = dict(platform="cpu", device_kind="cpu", process_index=0)
+    super().__init__(id=number, slice_index=slice_index, **about)
+
   def __hash__(self):
     return self.id
 
@@ -266,21 +222,15 @@ class Device(SimpleNamespace):
 )
 def test_slices_are_joined_along_the_slowest_axes(sizes):
   # As they come from two slices of 8, mixed up.
-  mixed = np.random.default_rng(0).permutation(16)
-  devices = [
-    Device(id=int(i), slice_index=int(i) // 8, platform="cpu", device_kind="cpu", process_index=0)
-    for i in mixed
-  ]
+  mixed = np.random.default_rng(0).permutation(16).tolist()
+  devices = [Device(i, i // 8) for i in mixed]
   mesh = make_mesh(**({"data": 1} | sizes), devices=devices)
   found = [d.slice_index for d in mesh.devices.reshape(16)]
   assert found == [0] * 8 + [1] * 8
 
 
 def test_slices_that_no_axis_joins_are_refused():
-  devices = [
-    Device(id=i, slice_index=i // 4, platform="cpu", device_kind="cpu", process_index=0)
-    for i in range(12)
-  ]
+  devices = [Device(i, i // 4) for i in range(12)]
   with pytest.raises(ConfigError, match=r"3 slices.*give Mesh.replica=3"):
     make_mesh(replica=2, data=6, devices=devices)
 
@@ -288,16 +238,8 @@ def test_slices_that_no_axis_joins_are_refused():
 @pytest.mark.slow
 @pytest.mark.skipif(not importlib.util.find_spec("libtpu"), reason="the compiler is not installed")
 def test_a_program_for_tpus_that_are_absent(tmp_path):
-  import subprocess
-
-  path = tmp_path / "tiny.py"
-  path.write_text(CONFIG)
-  done = subprocess.run(
-    [sys.executable, "-m", "jaxscale", "plan", f"--config={path}", "--chips=v5e-8"],
-    capture_output=True,
-    text=True,
-    timeout=500,
-    cwd=tmp_path,
-  )
+  (tmp_path / "tiny.py").write_text(SOURCE)
+  command = [sys.executable, "-m", "jaxscale", "plan", "--config=tiny.py", "--chips=v5e-8"]
+  done = subprocess.run(command, capture_output=True, text=True, timeout=500, cwd=tmp_path)
   assert done.returncode == 0, done.stderr
   assert "memory of a device: fits: " in done.stdout and "of 15.75 GiB" in done.stdout

@@ -15,11 +15,8 @@ from support.errors import config_error
 from support.images import crc32c, example, jpeg_bytes, masked, write_tfds, write_tfrecord
 from support.paths import ROOT
 
-pytestmark = [
-  pytest.mark.filterwarnings("ignore"),
-  pytest.mark.usefixtures("own_cache"),
-]  # protobuf and TFDS warn
-
+# Protobuf and TFDS warn.
+pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("own_cache")]
 
 # Files as TFDS writes them, without TensorFlow and without our own code.
 
@@ -54,8 +51,7 @@ def test_tfrecord_gives_what_tfds_gives(prepared, split):
   import tensorflow_datasets as tfds
 
   builder = tfds.builder("photos", data_dir=str(prepared["array_record"]))
-  skip = {"image": tfds.decode.SkipDecoding()}
-  known = list(builder.as_data_source(split, decoders=skip))
+  known = list(builder.as_data_source(split, decoders={"image": tfds.decode.SkipDecoding()}))
   loaded = []
   for root in prepared.values():
     dataset = data.tfds_images("photos", split, data_dir=str(root), image_size=16)
@@ -64,8 +60,7 @@ def test_tfrecord_gives_what_tfds_gives(prepared, split):
     loaded.append(dataset.load(np.arange(len(known))[::-1], None))
   for batch in loaded:
     for got, label, item in zip(batch["image"], batch["label"], known[::-1], strict=True):
-      view = jpeg.decode_view(item["image"], 16, 3, None)[0]
-      np.testing.assert_array_equal(got, view)
+      np.testing.assert_array_equal(got, jpeg.decode_view(item["image"], 16, 3, None)[0])
       assert label == item["label"]
 
 
@@ -94,13 +89,9 @@ def test_reading_imports_no_tensorflow(prepared, tmp_path):
     assert "tensorflow" not in sys.modules
     """
   path = os.pathsep.join([str(fake.parent), os.environ.get("PYTHONPATH", "")])
-  done = subprocess.run(
-    [sys.executable, "-c", code],
-    cwd=ROOT,
-    capture_output=True,
-    text=True,
-    env=child_env(PYTHONPATH=path, PYTHONWARNINGS="ignore"),
-  )
+  env = child_env(PYTHONPATH=path, PYTHONWARNINGS="ignore")
+  command = [sys.executable, "-c", code]
+  done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=env)
   assert done.returncode == 0, done.stderr
   assert "jaxscale prepare mnist" in done.stdout
 
@@ -120,22 +111,22 @@ def test_records_are_found_where_they_are(tmp_path):
     read(3)
 
 
-@pytest.mark.parametrize(
-  ("cut", "hint"),
-  [
-    (lambda b: b[:-1], "breaks off at byte 123 of 171"),
-    (lambda b: b[:25], "breaks off at byte 21 of 25"),
-    (lambda b: b[:21], "holds 1 records where dataset_info.json says 4"),
-    (lambda b: b[:8] + b"\1" + b[9:], "breaks off at byte 0 of"),
-    (lambda b: b"", "holds 0 records"),
-    (lambda b: None, "is missing"),
-  ],
-)
-def test_a_broken_shard_is_one_line(tmp_path, cut, hint):
+BROKEN = {
+  "breaks off at byte 123 of 171": lambda b: b[:-1],
+  "breaks off at byte 21 of 25": lambda b: b[:25],
+  "holds 1 records where dataset_info.json says 4": lambda b: b[:21],
+  "breaks off at byte 0 of": lambda b: b[:8] + b"\1" + b[9:],
+  "holds 0 records": lambda b: b"",
+  "is missing": lambda b: None,
+}
+
+
+@pytest.mark.parametrize("hint", BROKEN)
+def test_a_broken_shard_is_one_line(tmp_path, hint):
   path, _ = shard(tmp_path)
   whole = path.read_bytes()
   path.unlink()
-  if (rest := cut(whole)) is not None:
+  if (rest := BROKEN[hint](whole)) is not None:
     path.write_bytes(rest)
   with config_error(hint, str(path)):
     tfrecord.random_access([tfrecord.Shard(str(path), 4, 0, 4)])
@@ -157,8 +148,7 @@ def test_the_index_is_made_once_and_again_for_another_file(tmp_path, monkeypatch
 
 
 def test_more_shards_than_descriptors(tmp_path, monkeypatch):
-  few = functools.lru_cache(2)(tfrecord.open_file.__wrapped__)
-  monkeypatch.setattr(tfrecord, "open_file", few)
+  monkeypatch.setattr(tfrecord, "open_file", functools.lru_cache(2)(tfrecord.open_file.__wrapped__))
   shards = []
   for i in range(7):
     write_tfrecord(tmp_path / f"{i}", [bytes([i]) * 3])
@@ -183,14 +173,12 @@ def test_a_tfds_split_is_known_by_its_version_and_shards(prepared):
   where = {name: str(path) for name, path in prepared.items()}
 
   def identity(split, name="tfrecord"):
-    options = {"data_dir": where[name], "image_size": 8}
-    return data.tfds_images("photos", split, **options).identity
+    return data.tfds_images("photos", split, data_dir=where[name], image_size=8).identity
 
   train = identity("train[:90%]")
   assert train == identity("train", "array_record")  # how many is counted apart
   assert train["shards"] == {"train": [9, 8, 6]} and "photos" in train["version"]
-  both = identity("train+validation")["shards"]
-  assert both == {"train": [9, 8, 6], "validation": [6]}
+  assert identity("train+validation")["shards"] == {"train": [9, 8, 6], "validation": [6]}
 
 
 @pytest.mark.parametrize("file_format", ["array_record", "tfrecord"])
@@ -199,7 +187,6 @@ def test_a_damaged_record_is_damage_not_the_end(tmp_path, photo, file_format):
   bad = [example(b"no image", 1), b"\xff no example", example(b"", 3)]
   write_tfds(tmp_path, "torn", file_format, {"train": [[*good[:3], *bad], good[3:]]})
   dataset = data.tfds_images("torn", "train", data_dir=str(tmp_path), image_size=16)
-  labels = dataset.load(np.arange(9), None)["label"]
-  assert labels.tolist() == [0, 1, 2, -1, -1, -1, 3, 4, 5]
+  assert dataset.load(np.arange(9), None)["label"].tolist() == [0, 1, 2, -1, -1, -1, 3, 4, 5]
   assert dataset.damaged.indices == [3, 4, 5]
   assert dataset.damaged.names[0] == "torn 'train' example 3"

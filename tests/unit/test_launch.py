@@ -1,9 +1,7 @@
 """Submissions of `jaxscale.jobs`: sites, sweeps, folders, mistakes."""
 
-import dataclasses
 import json
 import os
-import re
 import shlex
 import subprocess
 import sys
@@ -18,6 +16,7 @@ from jaxscale.errors import ConfigError
 from jaxscale.jobs import folder as folders
 from jaxscale.jobs import site, slurm_script, spec, sweeps
 from jaxscale.jobs.site import Site, load_site, site_from, with_options
+from support.configs import small_config
 from support.errors import config_error
 from support.job_script import RUN, RUNS
 from support.paths import ROOT
@@ -36,24 +35,24 @@ def test_a_run_survives_json():
     assert spec.from_json(json.loads(json.dumps(spec.to_json(run)))) == run
 
 
-@pytest.mark.parametrize(
-  "text, says",
-  [
-    ('partiton = "gpu"', "did you mean 'partition'?"),
-    ("gpus_per_node = -1", "give a value in [0, 1024]"),
-    ('time = "tomorrow"', "give e.g. 24:00:00"),
-    ('signal = "USR1 120"', "give e.g. USR1@120"),
-    ("[env]\nA = 1.5", "Site.env.A=1.5"),
-    ('[env]\n"A B" = "1"', "not a variable's name"),
-    ('[container]\nkind = "docker"\nimage = "x"', "'apptainer' | 'singularity'"),
-    ('[container]\nkind = "pyxis"', "Container.image is not set"),
-    ('modules = "cuda"', "Site.modules='cuda': give tuple of str"),
-    ("partition = gpu", "site.toml"),
-  ],
-)
-def test_a_mistake_in_a_site_is_one_line(tmp_path, text, says):
+SITES = {
+  'partiton = "gpu"': "did you mean 'partition'?",
+  "gpus_per_node = -1": "give a value in [0, 1024]",
+  'time = "tomorrow"': "give e.g. 24:00:00",
+  'signal = "USR1 120"': "give e.g. USR1@120",
+  "[env]\nA = 1.5": "Site.env.A=1.5",
+  '[env]\n"A B" = "1"': "not a variable's name",
+  '[container]\nkind = "docker"\nimage = "x"': "'apptainer' | 'singularity'",
+  '[container]\nkind = "pyxis"': "Container.image is not set",
+  'modules = "cuda"': "Site.modules='cuda': give tuple of str",
+  "partition = gpu": "site.toml",
+}
+
+
+@pytest.mark.parametrize("text", SITES)
+def test_a_mistake_in_a_site_is_one_line(tmp_path, text):
   (tmp_path / "site.toml").write_text(text)
-  with config_error(says):
+  with config_error(SITES[text]):
     load_site(str(tmp_path / "site.toml"))
 
 
@@ -133,49 +132,43 @@ def test_a_sweep_is_checked_before_it_is_submitted():
     check([{"seed": "1"}, {"seed": "2"}, {"seed": "1"}])
 
 
-MISTAKES = [
-  (["submitt"], "did you mean 'submit'?"),
-  (["submit"], "--config: missing"),
-  (["submit", DIGITS], "a config is --config FILE"),
-  (["submit", "--config", DIGITS, "--node=4"], "did you mean '--nodes'?"),
-  (["submit", "--config", DIGITS, "--nodes=0"], "--nodes=0: give a whole number >= 1"),
-  (["submit", "--config", DIGITS, "--nodes"], "--nodes: a value is missing"),
-  (["submit", "--config", DIGITS, "--time=long"], "--time='long': give e.g. 24:00:00"),
-  (["submit", "--config", DIGITS, "--config.epoch=3"], "did you mean 'epochs'?"),
-  (["submit", "--config", "configs/digit.py"], "did you mean 'configs/digits.py'?"),
-  (["submit", "--config", DIGITS, "--executor=slrum"], "did you mean 'slurm'?"),
-  (["submit", "--config", DIGITS, "--executor=local", "--spares=1"], "--spares=1: "),
-  (["submit", "--config", DIGITS, "--spares=x"], "--spares=x: give a whole number"),
-  (["submit", "--config", DIGITS, "--name=a/b"], "--name=a/b: give letters, digits"),
-  (["submit", "--config", DIGITS, "--site=x.toml"], "--site=x.toml: No such file"),
-  (["submit", "--config", DIGITS, "--sweep=seed=1"], "--sweep=seed=1: not an option"),
-  (["sweep", "--config", DIGITS], "define get_sweep() in it, or give --sweep"),
-  (["sweep", "--config", DIGITS, "--sweep=epochs=0"], "trial 0: "),
-  (
-    ["submit", "--config", DIGITS, "--nodes=3"],
-    "batch size 128: not divisible by 3 processes; give 126 or 129, or another number",
-  ),
-  (
-    ["sweep", "--config", DIGITS, "--nodes=2", "--sweep=batch_size=64,63"],
-    "trial 1: batch size 63: not divisible by 2 processes; give 62 or 64",
-  ),
-  (
-    ["scaling", "--config", DIGITS, "--nodes=1,3", "--batch=fixed"],
-    "batch size 128: not divisible by 3 processes; give 126 or 129",
-  ),
-  (
-    ["scaling", "--config", DIGITS, "--nodes=1,2", "--config.phases=AdaptiveBatch"],
-    "digits.py: the batch or image size changes during the run",
-  ),
-  (["scaling", "--config", DIGITS, "--nodes=1,1"], "give several sizes"),
-  (["logs", "nothing"], "nothing: no such run"),
-  (["cancel"], "RUN: missing; `jaxscale status` lists them"),
-  (["status", "--every=0"], "--every=0: give a whole number >= 1"),
-]
+MISTAKES = """
+submitt | did you mean 'submit'?
+submit | --config: missing
+submit DIGITS | a config is --config FILE
+submit --config DIGITS --node=4 | did you mean '--nodes'?
+submit --config DIGITS --nodes=0 | --nodes=0: give a whole number >= 1
+submit --config DIGITS --nodes | --nodes: a value is missing
+submit --config DIGITS --time=long | --time='long': give e.g. 24:00:00
+submit --config DIGITS --config.epoch=3 | did you mean 'epochs'?
+submit --config configs/digit.py | did you mean 'configs/digits.py'?
+submit --config DIGITS --executor=slrum | did you mean 'slurm'?
+submit --config DIGITS --executor=local --spares=1 | --spares=1:
+submit --config DIGITS --spares=x | --spares=x: give a whole number
+submit --config DIGITS --name=a/b | --name=a/b: give letters, digits
+submit --config DIGITS --site=x.toml | --site=x.toml: No such file
+submit --config DIGITS --sweep=seed=1 | --sweep=seed=1: not an option
+sweep --config DIGITS | define get_sweep() in it, or give --sweep
+sweep --config DIGITS --sweep=epochs=0 | trial 0:
+submit --config DIGITS --nodes=3 | batch size 128: \
+not divisible by 3 processes; give 126 or 129, or another number
+sweep --config DIGITS --nodes=2 --sweep=batch_size=64,63 | trial 1: batch size 63: \
+not divisible by 2 processes; give 62 or 64
+scaling --config DIGITS --nodes=1,3 --batch=fixed | batch size 128: \
+not divisible by 3 processes; give 126 or 129
+scaling --config DIGITS --nodes=1,2 --config.phases=AdaptiveBatch | digits.py: the \
+batch or image size changes during the run
+scaling --config DIGITS --nodes=1,1 | give several sizes
+logs nothing | nothing: no such run
+cancel | RUN: missing; `jaxscale status` lists them
+status --every=0 | --every=0: give a whole number >= 1
+""".strip()
 
 
-@pytest.mark.parametrize("argv, says", MISTAKES, ids=lambda v: str(v)[:40])
-def test_a_mistake_is_one_line_and_makes_nothing(argv, says, tmp_path, capsys):
+@pytest.mark.parametrize("line", MISTAKES.splitlines())
+def test_a_mistake_is_one_line_and_makes_nothing(line, tmp_path, capsys):
+  command, _, says = line.partition(" | ")
+  argv = command.replace("DIGITS", DIGITS).split()
   runs = ["--runs", str(tmp_path / "runs")] if argv[0] != "submitt" else []
   assert cli.main([*argv, *runs]) == 2
   out, err = capsys.readouterr()
@@ -184,25 +177,14 @@ def test_a_mistake_is_one_line_and_makes_nothing(argv, says, tmp_path, capsys):
   assert not (tmp_path / "runs").exists()
 
 
-@pytest.mark.parametrize(
-  "argv",
-  [
-    ["submit", "--config", DIGITS],
-    ["scaling", "--config", DIGITS, "--nodes=1,2"],
-    ["status"],
-    ["status", "a"],
-    ["logs", "a"],
-    ["cancel", "a"],
-    ["resume", "a"],
-  ],
-  ids=" ".join,
-)
-def test_a_bucket_holds_no_runs(argv, capsys):
-  assert cli.main([*argv, "--runs", "gs://bucket/runs"]) == 2
-  out, err = capsys.readouterr()
-  assert out == "" and err == (
-    "error: --runs=gs://bucket/runs: give a directory; mount a bucket as one\n"
-  )
+COMMANDS = f"submit --config {DIGITS}", f"scaling --config {DIGITS} --nodes=1,2", "status"
+
+
+@pytest.mark.parametrize("command", [*COMMANDS, "status a", "logs a", "cancel a", "resume a"])
+def test_a_bucket_holds_no_runs(command, capsys):
+  assert cli.main([*command.split(), "--runs", "gs://bucket/runs"]) == 2
+  line = "error: --runs=gs://bucket/runs: give a directory; mount a bucket as one\n"
+  assert capsys.readouterr() == ("", line)
 
 
 def test_a_dry_run_prints_the_script_and_makes_nothing(tmp_path, capsys):
@@ -222,31 +204,24 @@ def test_the_folder_holds_the_code_and_its_config(tmp_path):
   (tmp_path / "configs_nearby.py").write_text("RATES = (0.1, 0.2)")
   config = tmp_path / "mine.py"
   config.write_text(SWEEP)
-  prepared = jobs.job_handle.prepare(
-    load_config(DIGITS), name="x", runs=str(tmp_path / "r"), executor="local"
-  )
+  options = dict(name="x", runs=str(tmp_path / "r"))
+  prepared = jobs.job_handle.prepare(load_config(DIGITS), executor="local", **options)
   made = prepared.spec, ("process.sh", prepared.script), prepared.config
   folders.make(*made, prepared.source)
   code = Path(prepared.spec.folder, "code")
-  tracked = subprocess.run(
-    ["git", "ls-files", "jaxscale"], cwd=ROOT, capture_output=True, text=True
-  ).stdout.split()
+  shown = dict(cwd=ROOT, capture_output=True, text=True)
+  tracked = subprocess.run(["git", "ls-files", "jaxscale"], **shown).stdout.split()
   assert {str(p.relative_to(code)) for p in code.rglob("*") if p.is_file()} >= {*tracked}
   assert load_config(f"{prepared.spec.folder}/{prepared.spec.config}") == load_config(DIGITS)
-  where = subprocess.run(
-    [sys.executable, "-c", "import jaxscale; print(jaxscale.__file__)"],
-    env={**os.environ, "PYTHONPATH": str(code), "PYTHONSAFEPATH": "1"},
-    cwd=ROOT,
-    capture_output=True,
-    text=True,
-  )
+  program = [sys.executable, "-c", "import jaxscale; print(jaxscale.__file__)"]
+  env = {**os.environ, "PYTHONPATH": str(code), "PYTHONSAFEPATH": "1"}
+  where = subprocess.run(program, env=env, **shown)
   assert where.stdout.strip() == str(code / "jaxscale" / "__init__.py"), where.stderr
-  packages = json.loads((code.parent / "environment.json").read_text())["packages"]
-  assert "jax" in packages
+  assert "jax" in json.loads((code.parent / "environment.json").read_text())["packages"]
   with pytest.raises(ConfigError, match="exists, give another --name"):  # since it was prepared
     folders.make(*made, prepared.source)
   with pytest.raises(ConfigError, match="exists; give another name"):
-    jobs.job_handle.prepare(DIGITS, name="x", runs=str(tmp_path / "r"))
+    jobs.job_handle.prepare(DIGITS, **options)
   places = {place for _, place in folders.sources(str(config))}
   assert {"code/config/mine.py", "code/config/configs_nearby.py"} <= places
 
@@ -270,39 +245,16 @@ def test_a_python_without_jax_is_not_taken_along(monkeypatch):
     jobs.job_handle.prepare(DIGITS)
 
 
-def test_the_page_about_jobs_names_everything():
-  page = (ROOT / "docs" / "launch.md").read_text()
-  keys = [f.name for c in (Site, site.Container) for f in dataclasses.fields(c)]
-  verbs = [f"| `{n}" for n, c in cli.COMMANDS.items() if c.group == "jobs"]
-  for word in (*(f"`{key}`" for key in keys), *verbs):
-    assert word in page, word
-  codes = re.findall(r"^\| ([\d, ]+)\b.*\|$", page, flags=re.M)
-  listed = {int(code) for cell in codes for code in cell.split(",") if code.strip()}
-  assert listed >= {*spec.RESTARTED_CODES, *spec.FINAL_CODES}
-
-
-def test_the_profile_of_the_page_about_jobs_is_right(tmp_path):
-  page = (ROOT / "docs" / "launch.md").read_text()
-  (text,) = re.findall(r"```toml\n(.*?)```", page, flags=re.S)
-  (tmp_path / "here.toml").write_text(text)
-  site = load_site(str(tmp_path / "here.toml"))
-  assert (site.partition, site.tasks, site.env) == ("main", 1, ("JAX_PLATFORMS=cpu",))
-
-
 def test_a_class_that_a_job_cannot_import_is_named(tmp_path):
   class OfANotebook(cfg.Model):
     def build(self, context):
       return None
 
-  config = cfg.Config(
-    model=OfANotebook(), data=cfg.Digits(), optimizer=cfg.SGD(lr=0.1), batch_size=8, epochs=1
-  )
   with pytest.raises(ConfigError, match="as OfANotebook is of this program alone; "):
-    jobs.submit(config, runs=tmp_path)
+    jobs.submit(small_config(model=OfANotebook()), runs=tmp_path)
 
 
 def test_accepted_changes_are_of_the_job_that_resumes():
   run = RUN
   assert not any("accept" in option for option in run.train_options())
-  accepts = run._replace(accept_changes="data,code")
-  assert "--accept-changes=data,code" in accepts.train_options()
+  assert "--accept-changes=data,code" in run._replace(accept_changes="data,code").train_options()

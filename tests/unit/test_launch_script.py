@@ -3,6 +3,7 @@
 JAXSCALE_GOLDEN=write makes the golden ones anew, for a diff that a person reads.
 """
 
+import itertools
 import json
 import os
 import signal
@@ -45,16 +46,25 @@ def job_files(tmp_path, run, *, srun="exit 0", scontrol="echo JobState=RUNNING")
     Path(run.folder, name).mkdir(parents=True, exist_ok=True)
   script = Path(run.folder, "job.sbatch")
   script.write_text(slurm_script.render(run))
-  variables = {
-    "PATH": f"{bin_}:{os.environ['PATH']}",
-    "SLURM_JOB_ID": "7",
-    "HOME": str(tmp_path),
-    "SLURM_JOB_NUM_NODES": "1",
-    "SLURM_JOB_NODELIST": "n[1-2]",
-    "SLURM_ARRAY_JOB_ID": "7",
-    "SLURM_ARRAY_TASK_ID": "1",
-  }
+  variables = {"PATH": f"{bin_}:{os.environ['PATH']}", "HOME": str(tmp_path), "SLURM_JOB_ID": "7"}
+  variables |= {"SLURM_JOB_NUM_NODES": "1", "SLURM_JOB_NODELIST": "n[1-2]"}
+  variables |= {"SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "1"}
   return ["bash", str(script)], variables
+
+
+def run_job(tmp_path, run=RUN, *, variables=(), **does):
+  """Run the script of a run to its end, in a folder of its own."""
+  command, env = job_files(tmp_path, run._replace(folder=str(tmp_path / "run")), **does)
+  return subprocess.run(command, env=env | dict(variables), capture_output=True, text=True)
+
+
+def is_requeued(tmp_path):
+  asked = tmp_path / "scontrol"
+  return asked.exists() and "requeue 7" in asked.read_text()
+
+
+def last_event(tmp_path):
+  return read_json_lines(tmp_path / "run" / "events" / "0.jsonl")[-1]
 
 
 def called(tmp_path, name="srun"):
@@ -76,19 +86,11 @@ def test_nothing_in_the_script_is_split_or_expanded(tmp_path):
   done = subprocess.run(command, env=env, capture_output=True, text=True)
   assert (done.returncode, done.stderr) == (0, "")
   assert called(tmp_path) == [
-    "--kill-on-bad-exit=1",
-    "--comment=two words",
-    f"--output={folder}/logs/%A_%a.%t.out",
-    "--open-mode=append",
-    "/venv/bin/python",
-    "-m",
-    "jaxscale.train",
-    "--config",
-    f"{folder}/code/configs/digits.py",
-    f"--config.data.path={AWKWARD}",
-    f"--config.epochs={AWKWARD}2",
-    "--workdir",
-    f"{folder}/trials/1",
+    *("--kill-on-bad-exit=1", "--comment=two words"),
+    *(f"--output={folder}/logs/%A_%a.%t.out", "--open-mode=append"),
+    *("/venv/bin/python", "-m", "jaxscale.train"),
+    *("--config", f"{folder}/code/configs/digits.py", f"--config.data.path={AWKWARD}"),
+    *(f"--config.epochs={AWKWARD}2", "--workdir", f"{folder}/trials/1"),
   ]
   assert (tmp_path / "env").read_text() == AWKWARD
   diary = read_json_lines(folder / "events" / "1.jsonl")
@@ -101,28 +103,11 @@ def test_nothing_in_the_script_is_split_or_expanded(tmp_path):
 
 # Each runs `touch PROOF` where a shell, Slurm or printf takes it for more than text.
 PAYLOADS = [
-  "$(touch PROOF)",
-  "`touch PROOF`",
-  "; touch PROOF",
-  "&& touch PROOF",
-  "| touch PROOF",
-  "|| touch PROOF",
-  "& touch PROOF &",
-  "'; touch PROOF; '",
-  '"; touch PROOF; "',
-  "'$(touch PROOF)'",
-  '"$(touch PROOF)"',
-  "\\'; touch PROOF #",
-  "$IFS$(touch PROOF)",
-  "${x:-$(touch PROOF)}",
-  "a[$(touch PROOF)]=1",
-  "<(touch PROOF)",
-  "> PROOF",
-  "%s%n%x",
-  "\ntouch PROOF\n",
-  "EOF\ntouch PROOF\n",
-  "--wrap=touch PROOF",
-  "~/x {a,b} * ? [a-z]",
+  *("$(touch PROOF)", "`touch PROOF`", "; touch PROOF", "&& touch PROOF", "| touch PROOF"),
+  *("|| touch PROOF", "& touch PROOF &", "'; touch PROOF; '", '"; touch PROOF; "'),
+  *("'$(touch PROOF)'", '"$(touch PROOF)"', "\\'; touch PROOF #", "$IFS$(touch PROOF)"),
+  *("${x:-$(touch PROOF)}", "a[$(touch PROOF)]=1", "<(touch PROOF)", "> PROOF", "%s%n%x"),
+  *("\ntouch PROOF\n", "EOF\ntouch PROOF\n", "--wrap=touch PROOF", "~/x {a,b} * ? [a-z]"),
 ]
 # Where a user's or a site's text goes into the script.
 PLACES = {
@@ -138,22 +123,20 @@ PLACES = {
   "working directory": lambda text: {"cwd": f"/tmp/{text}"},
   "sbatch": lambda text: {"site": Site(sbatch=(text,))},
   "a field": lambda text: {"overrides": {text: "1"}},
-  **{
-    option: lambda text, option=option: {"site": Site(**{option: text})}
-    for option in ("partition", "account", "qos", "constraint", "reservation", "exclude", "mem")
-  },
-  **{
-    f"{what} of {kind}": lambda text, kind=kind, what=what: {
-      "site": Site(
-        container=Container(
-          kind=kind, **{"image": "i"} | {what: text if what == "image" else (text,)}
-        )
-      )
-    }
-    for kind in ("apptainer", "singularity", "pyxis")
-    for what in ("image", "mounts", "options")
-  },
 }
+for option in ("partition", "account", "qos", "constraint", "reservation", "exclude", "mem"):
+  PLACES[option] = lambda text, option=option: {"site": Site(**{option: text})}
+
+
+def in_container(text, kind, what):
+  options = {"image": "i"} | {what: text if what == "image" else (text,)}
+  return {"site": Site(container=Container(kind=kind, **options))}
+
+
+for pair in itertools.product(
+  ("apptainer", "singularity", "pyxis"), ("image", "mounts", "options")
+):
+  PLACES["{1} of {0}".format(*pair)] = lambda text, pair=pair: in_container(text, *pair)
 QUICK_PLACES = ("override", "trial", "config", "python", "variable", "module", "srun", "name")
 
 
@@ -166,8 +149,7 @@ def test_no_text_of_a_run_is_executed(tmp_path, place):
     here.mkdir()
     text = payload.replace("PROOF", str(proof))
     try:
-      run = RUN._replace(folder=str(here / "run"), **PLACES[place](text))
-      command, env = job_files(here, run)
+      command, env = job_files(here, RUN._replace(folder=str(here / "run"), **PLACES[place](text)))
     except ConfigError:
       continue
     rendered += 1
@@ -180,60 +162,53 @@ def test_no_text_of_a_run_is_executed(tmp_path, place):
 @pytest.mark.parametrize("progress", [False, True])
 @pytest.mark.parametrize("code", [0, 1, 2, 85, 86, 93, 130, 134, 137])
 def test_the_script_starts_again_what_the_local_executor_does(tmp_path, code, progress):
-  run = RUN._replace(folder=str(tmp_path / "run"))
-  saved = f"{run.folder}/train/checkpoints"
+  saved = tmp_path / "run" / "train" / "checkpoints"
   step = f'mkdir -p "{saved}/40"; ' if progress else ""
   if progress and code % 2:  # a copy on the nodes, recorded as `write_json` does
     step = f'printf \'{{\\n  "run": "5",\\n  "step": 40\\n}}\' >\'{saved}/local.json\'; '
-  command, env = job_files(tmp_path, run, srun=f"{step}exit {code}")
-  (Path(run.folder) / "train" / "checkpoints" / "9").mkdir(parents=True)
-  done = subprocess.run(command, env=env, capture_output=True, text=True)
+  (saved / "9").mkdir(parents=True)
+  done = run_job(tmp_path, srun=f"{step}exit {code}")
   assert done.returncode == code, done.stderr
-  asked = tmp_path / "scontrol"
-  again = asked.exists() and "requeue 7" in asked.read_text()
   wanted = code in (85, 86) or (code in (1, 134, 137) and progress)
-  assert again == is_restarted(code, progress) == wanted
-  assert read_json_lines(Path(run.folder, "events", "0.jsonl"))[-1]["code"] == code
+  assert is_requeued(tmp_path) == is_restarted(code, progress) == wanted
+  assert last_event(tmp_path)["code"] == code
 
 
-@pytest.mark.parametrize(
-  "restarts, scontrol, cancelled, again",
-  [
-    ("9", "echo JobState=RUNNING Reason=None", False, True),
-    ("10", "echo JobState=RUNNING Reason=None", False, False),  # often enough
-    ("0", "echo JobState=COMPLETING Reason=None", False, False),  # scancel
-    ("0", "echo JobState=COMPLETING Reason=TimeLimit", False, True),
-    ("0", "echo JobState=RUNNING Reason=None", True, False),
-    ("0", "exit 1", False, False),
-  ],
-)
+STATES = [
+  ("9", "echo JobState=RUNNING Reason=None", False, True),
+  ("10", "echo JobState=RUNNING Reason=None", False, False),  # often enough
+  ("0", "echo JobState=COMPLETING Reason=None", False, False),  # scancel
+  ("0", "echo JobState=COMPLETING Reason=TimeLimit", False, True),
+  ("0", "echo JobState=RUNNING Reason=None", True, False),
+  ("0", "exit 1", False, False),
+]
+
+
+@pytest.mark.parametrize("restarts, scontrol, cancelled, again", STATES)
 def test_what_was_cancelled_or_often_enough_is_not_started_again(
   tmp_path, restarts, scontrol, cancelled, again
 ):
-  run = RUN._replace(folder=str(tmp_path / "run"))
-  command, env = job_files(tmp_path, run, srun="exit 85", scontrol=scontrol)
+  (tmp_path / "run").mkdir()
   if cancelled:
-    Path(run.folder, "cancelled").touch()
-  env["SLURM_RESTART_COUNT"] = restarts
-  assert subprocess.run(command, env=env, capture_output=True).returncode == 85
-  asked = tmp_path / "scontrol"
-  assert (asked.exists() and "requeue 7" in asked.read_text()) == again
+    (tmp_path / "run" / "cancelled").touch()
+  variables = {"SLURM_RESTART_COUNT": restarts}
+  assert run_job(tmp_path, variables=variables, srun="exit 85", scontrol=scontrol).returncode == 85
+  assert is_requeued(tmp_path) == again
 
 
 def end_of(tmp_path, srun, code, scontrol="echo JobState=RUNNING"):
   """The script's end on record where srun prints lines and returns a code."""
   run = RUN._replace(folder=str(tmp_path / "run"), nodes=2)
   lines = "\n".join(["srun: job 7 has been allocated resources", *srun])
-  command, env = job_files(
-    tmp_path, run, srun=f"cat >&2 <<'X'\n{lines}\nX\nexit {code}", scontrol=scontrol
-  )
+  shown = f"cat >&2 <<'X'\n{lines}\nX\nexit {code}"
+  command, env = job_files(tmp_path, run, srun=shown, scontrol=scontrol)
   for rank in (0, 1):
     Path(run.folder, "logs", f"7.{rank}.out").write_text(f"error: line of {rank}\n")
   with open(Path(run.folder, "logs", "7.batch.out"), "a") as log:
     log.write("srun: error: n3: task 5: Exited with exit code 3\n")  # of another start
     log.flush()
     done = subprocess.run(command, env=env, stdout=log, stderr=log)
-  last = read_json_lines(Path(run.folder, "events", "0.jsonl"))[-1]
+  last = last_event(tmp_path)
   assert done.returncode == last["code"]
   return last["code"], last["next"], Path(log.name).read_text()
 
@@ -242,19 +217,14 @@ TERMINATED = "srun: error: n1: task 0: Terminated"
 SAVED = "srun: error: n1: task 0: Exited with exit code 85"
 
 
-@pytest.mark.parametrize(
-  "how, code",
-  [
-    ("Exited with exit code 1", 1),
-    ("Exited with exit code 2", 2),
-    ("Exited with exit code 127", 127),
-    ("Segmentation fault (core dumped)", 139),
-    ("Killed", 137),
-    ("Out Of Memory", 137),
-    ("Aborted", 134),
-    ("Bus error", 1),
-  ],
-)
+ENDS = {
+  **{f"Exited with exit code {code}": code for code in (1, 2, 127)},
+  **{"Segmentation fault (core dumped)": 139, "Killed": 137, "Out Of Memory": 137},
+  **{"Aborted": 134, "Bus error": 1},
+}
+
+
+@pytest.mark.parametrize("how, code", ENDS.items())
 @pytest.mark.parametrize("other, highest", [(SAVED, 85), (TERMINATED, 143)])
 def test_a_process_that_fails_before_the_others_know_is_the_one_that_counts(
   tmp_path, how, code, other, highest
@@ -271,13 +241,13 @@ def test_a_signal_to_all_before_they_have_handlers_restarts_them(tmp_path, code)
   how = {129: "Hangup", 138: "User defined signal 1", 140: "User defined signal 2"}
   line = f"srun: error: n[1-2]: tasks 0-1: {how.get(code, 'Terminated')}"
   assert end_of(tmp_path, [SAVED, line], code)[:2] == (code, "requeue")
-  assert "requeue 7" in (tmp_path / "scontrol").read_text()
+  assert is_requeued(tmp_path)
 
 
 def test_what_somebody_requeues_is_on_record_as_requeued(tmp_path):
   shown = "echo JobState=COMPLETING Reason=None Restarts=1"
   assert end_of(tmp_path, [SAVED], 85, shown)[:2] == (85, "requeue")
-  assert "requeue 7" not in (tmp_path / "scontrol").read_text()
+  assert not is_requeued(tmp_path)
 
 
 def test_a_controller_that_does_not_answer_is_asked_again(tmp_path):
@@ -329,39 +299,26 @@ def test_the_script_outlives_a_signal_and_hands_the_warning_on(tmp_path, number)
     assert f"--signal={number.name.removeprefix('SIG')} 7" in handed_on.read_text()
 
 
-def test_a_preflight_that_fails_ends_the_job(tmp_path):
-  run = RUN._replace(folder=str(tmp_path / "run"), preflight=True)
-  command, env = job_files(tmp_path, run, srun="exit 2")
-  done = subprocess.run(command, env=env, capture_output=True, text=True)
-  assert done.returncode == 2 and "preflight" in done.stderr
-  assert "doctor" in called(tmp_path)
-  assert "jaxscale.train" not in called(tmp_path)
+DOCTORS = [
+  (1, 1, "stop"),  # srun could not start it, or the doctor crashed: not the nodes
+  (2, 2, "stop"),
+  (138, 85, "requeue"),  # --signal without B: goes to the doctor alone
+  (143, 85, "requeue"),
+]
 
 
 @pytest.mark.parametrize("spares", [0, 1])
-@pytest.mark.parametrize(
-  "code, ends, next_",
-  [
-    (1, 1, "stop"),  # srun could not start it, or the doctor crashed: not the nodes
-    (2, 2, "stop"),
-    (138, 85, "requeue"),  # --signal without B: goes to the doctor alone
-    (143, 85, "requeue"),
-  ],
-)
+@pytest.mark.parametrize("code, ends, next_", DOCTORS)
 def test_only_the_doctor_calls_an_allocation_unfit(tmp_path, code, ends, next_, spares):
-  run = RUN._replace(folder=str(tmp_path / "run"), preflight=True, spares=spares)
-  command, env = job_files(tmp_path, run, srun=f"exit {code}")
-  done = subprocess.run(command, env=env, capture_output=True, text=True)
+  done = run_job(tmp_path, RUN._replace(preflight=True, spares=spares), srun=f"exit {code}")
   assert done.returncode == ends and "unbound" not in done.stderr
-  assert ("unfit" in done.stderr) == (code == 2)
+  assert ("error: the preflight found this allocation unfit" in done.stderr) == (code == 2)
   # The last one counts; with 1 the others' end would hide the doctor's 2.
   assert [w for w in called(tmp_path) if "bad-exit" in w][-1].endswith("=0")
-  assert "jaxscale.train" not in called(tmp_path)
-  last = read_json_lines(Path(run.folder, "events", "0.jsonl"))[-1]
+  assert "doctor" in called(tmp_path) and "jaxscale.train" not in called(tmp_path)
+  last = last_event(tmp_path)
   assert (last["event"], last["code"], last["next"]) == ("end", ends, next_)
-  asked = tmp_path / "scontrol"
-  again = asked.exists() and "requeue 7" in asked.read_text()
-  assert again == (next_ == "requeue")
+  assert is_requeued(tmp_path) == (next_ == "requeue")
 
 
 @pytest.mark.parametrize("code", [0, 2, 138, 143])
@@ -369,9 +326,8 @@ def test_only_the_doctor_calls_an_allocation_unfit(tmp_path, code, ends, next_, 
 def test_asked_to_stop_in_the_preflight_it_resumes_later(tmp_path, number, code):
   """Whatever the doctor says, that is interrupted too, or has just ended."""
   run = RUN._replace(folder=str(tmp_path / "run"), preflight=True)
-  command, env = job_files(
-    tmp_path, run, srun=f'touch "{tmp_path}/up"; /bin/sleep 0.5; exit {code}'
-  )
+  does = f'touch "{tmp_path}/up"; /bin/sleep 0.5; exit {code}'
+  command, env = job_files(tmp_path, run, srun=does)
   job = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True)
   while not (tmp_path / "up").exists():
     time.sleep(0.02)
@@ -379,33 +335,20 @@ def test_asked_to_stop_in_the_preflight_it_resumes_later(tmp_path, number, code)
   out, _ = job.communicate(timeout=300)
   assert job.returncode == 85 and "stopped by a signal in the preflight" in out
   assert "jaxscale.train" not in called(tmp_path)
-  assert "requeue 7" in (tmp_path / "scontrol").read_text()
-  last = read_json_lines(Path(run.folder, "events", "0.jsonl"))[-1]
+  assert is_requeued(tmp_path)
+  last = last_event(tmp_path)
   assert (last["code"], last["next"]) == (85, "requeue")
   assert (tmp_path / "scancel").exists() == (number != signal.SIGTERM)  # handed on
 
 
 def test_a_preflight_that_passes_is_followed_by_the_training(tmp_path):
-  run = RUN._replace(folder=str(tmp_path / "run"), preflight=True)
-  command, env = job_files(tmp_path, run)
-  assert subprocess.run(command, env=env, capture_output=True).returncode == 0
+  assert run_job(tmp_path, RUN._replace(preflight=True)).returncode == 0
   words = called(tmp_path)
   assert words.index("doctor") < words.index("jaxscale.train")
 
 
-def test_every_plain_script_is_warned_and_may_be_requeued():
-  scripts = sorted((ROOT / "launch").glob("*.sbatch"))
-  assert len(scripts) == 5
-  for path in scripts:
-    lines = path.read_text().splitlines()
-    assert {"#SBATCH --signal=USR1@120", "#SBATCH --requeue"} <= set(lines), path
-
-
 def test_a_setup_line_that_fails_ends_the_job_and_says_where(tmp_path):
-  site = Site(setup=("true", "ls /no/such/directory", "true"))
-  run = RUN._replace(folder=str(tmp_path / "run"), site=site)
-  command, env = job_files(tmp_path, run)
-  done = subprocess.run(command, env=env, capture_output=True, text=True)
+  done = run_job(tmp_path, RUN._replace(site=Site(setup=("true", "ls /no/such/directory", "true"))))
   assert done.returncode == 2 and "error: line" in done.stderr
   assert not (tmp_path / "srun").exists()
 
@@ -417,17 +360,11 @@ def test_shell_reads_every_plain_script(path):
 
 def test_the_pods_hosts_get_the_words_as_they_were_typed(tmp_path):
   fake(tmp_path / "bin" / "gcloud", 'printf %s "${!#}" | sed "s/--command=//"')
-  done = subprocess.run(
-    ["bash", "launch/tpu_pod.sh", "--config", "a b.py", f"--config.x={AWKWARD}"],
-    env={"PATH": f"{tmp_path}/bin:{os.environ['PATH']}", "TPU": "pod", "ZONE": "z"},
-    capture_output=True,
-    text=True,
-  )
+  env = {"PATH": f"{tmp_path}/bin:{os.environ['PATH']}", "TPU": "pod", "ZONE": "z"}
+  command = ["bash", "launch/tpu_pod.sh", "--config", "a b.py", f"--config.x={AWKWARD}"]
+  done = subprocess.run(command, env=env, capture_output=True, text=True)
   head = "cd ~/jaxscale && exec .venv/bin/python -P -m jaxscale.train"
   assert done.stdout.startswith(head), done.stderr
-  words = subprocess.run(
-    ["bash", "-c", f"printf '%s\\0' {done.stdout.removeprefix(head)}"],
-    capture_output=True,
-    text=True,
-  )
+  words = f"printf '%s\\0' {done.stdout.removeprefix(head)}"
+  words = subprocess.run(["bash", "-c", words], capture_output=True, text=True)
   assert words.stdout.split("\0")[:-1] == ["--config", "a b.py", f"--config.x={AWKWARD}"]

@@ -26,22 +26,23 @@ def write_events(run, *events):
 START, DONE = ("start", "7", 0, ""), ("end", "7", 0, "stop")
 
 
-@pytest.mark.parametrize(
-  "events, cancelled, state",
-  [
-    ([], False, "LOST"),
-    ([], True, "CANCELLED"),
-    ([START], False, "LOST"),
-    ([START, DONE], False, "COMPLETED"),
-    ([START, ("end", "7", 85, "stop")], False, "PREEMPTED"),
-    ([START, ("end", "7", 85, "stop")], True, "CANCELLED"),
-    ([START, ("end", "7", 85, "requeue")], False, "LOST"),
-    ([START, ("move", "7", 1, "")], False, "LOST"),
-    ([START, ("move", "7", 1, ""), DONE], False, "COMPLETED"),
-    ([START, ("end", "7", 2, "stop")], False, "FAILED"),
-    ([("start", "6", 0, ""), ("end", "6", 0, "stop")], False, "LOST"),
-  ],
-)
+MOVE, SAVED = ("move", "7", 1, ""), ("end", "7", 85, "stop")
+STATES = [
+  ([], False, "LOST"),
+  ([], True, "CANCELLED"),
+  ([START], False, "LOST"),
+  ([START, DONE], False, "COMPLETED"),
+  ([START, SAVED], False, "PREEMPTED"),
+  ([START, SAVED], True, "CANCELLED"),
+  ([START, ("end", "7", 85, "requeue")], False, "LOST"),
+  ([START, MOVE], False, "LOST"),
+  ([START, MOVE, DONE], False, "COMPLETED"),
+  ([START, ("end", "7", 2, "stop")], False, "FAILED"),
+  ([("start", "6", 0, ""), ("end", "6", 0, "stop")], False, "LOST"),
+]
+
+
+@pytest.mark.parametrize("events, cancelled, state", STATES)
 def test_events_have_the_state_when_slurm_has_forgotten(tmp_path, events, cancelled, state):
   run = RUN._replace(folder=str(tmp_path))
   (tmp_path / "events").mkdir()
@@ -66,24 +67,10 @@ def test_a_status_has_all_that_was_asked_for(tmp_path):
   row = status.status(run, 0, "7", queued("RUNNING"))
   assert row.to_go == pytest.approx(100)
   head, line = str(status.StatusTable([row])).splitlines()
-  assert line.split() == [
-    "digits-1",
-    "7",
-    "RUNNING",
-    "4",
-    "200/1,200",
-    "1.8000",
-    "12,346",
-    "50.00%",
-    "1:00:00",
-    "1:40",
-    "-",
-    "2",
-  ]
-  assert head.split() == [
-    *("run", "job", "state", "nodes", "step", "loss", "examples/s", "accuracy"),
-    *("time", "left", "to", "go", "goodput", "restarts"),
-  ]
+  cells = "digits-1 7 RUNNING 4 200/1,200 1.8000 12,346 50.00% 1:00:00 1:40 - 2"
+  assert " ".join(line.split()) == cells
+  titles = "run job state nodes step loss examples/s accuracy time left to go goodput restarts"
+  assert " ".join(head.split()) == titles
 
 
 def test_a_long_record_is_read_from_its_end(tmp_path):
@@ -93,13 +80,11 @@ def test_a_long_record_is_read_from_its_end(tmp_path):
   assert found[-1]["step"] == 19_999 and 1000 < len(found) < 5000
 
 
-@pytest.mark.parametrize(
-  "command, advice",
-  [("sbatch", "or give --executor local"), ("squeue", "run this where Slurm runs")],
-)
-def test_where_no_cluster_answers_the_advice_is_of_the_command(
-  command, advice, tmp_path, monkeypatch
-):
+ADVICE = {"sbatch": "or give --executor local", "squeue": "run this where Slurm runs"}
+
+
+@pytest.mark.parametrize("command", ADVICE)
+def test_where_no_cluster_answers_the_advice_is_of_the_command(command, tmp_path, monkeypatch):
   """Slurm's commands are installed on many machines that are of no cluster."""
   path = tmp_path / command
   path.write_text("#!/bin/sh\necho x: error: Unable to contact slurm controller >&2;exit 1")
@@ -108,7 +93,7 @@ def test_where_no_cluster_answers_the_advice_is_of_the_command(
   with pytest.raises(ConfigError) as error:
     slurm_executor._slurm(command)
   line = str(error.value)
-  assert line.startswith(f"{command}: reaches no Slurm (Unable to") and advice in line
+  assert line.startswith(f"{command}: reaches no Slurm (Unable to") and ADVICE[command] in line
 
 
 def test_a_line_of_squeue_may_be_long():
@@ -136,18 +121,15 @@ def test_a_run_without_a_job_is_named(tmp_path, capsys):
     assert f"jaxscale report {tmp_path}/digits" in error and error.count("\n") == 1
   folder = tmp_path / "good"
   folder.mkdir()
-  good = json.dumps(spec.to_json(RUN._replace(executor="local")))
-  (folder / "run.json").write_text(good)
+  (folder / "run.json").write_text(json.dumps(spec.to_json(RUN._replace(executor="local"))))
   assert cli.main(["status", runs]) == 0
   out = capsys.readouterr().out.splitlines()
   assert len(out) == 3 and out[-1].startswith(note)
 
 
 def test_a_damaged_folder_hides_no_other_run(tmp_path):
-  for name, text in (
-    ("good", json.dumps(spec.to_json(RUN._replace(executor="local")))),
-    ("bad", "[]"),
-  ):
+  good = json.dumps(spec.to_json(RUN._replace(executor="local")))
+  for name, text in (("good", good), ("bad", "[]")):
     (tmp_path / name).mkdir()
     (tmp_path / name / "run.json").write_text(text.replace("digits-1", "\\u001b[2J"))
   found = status.statuses([tmp_path / "good", tmp_path / "bad"])

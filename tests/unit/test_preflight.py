@@ -23,8 +23,7 @@ def test_another_version_on_one_rank_is_named():
     if rank == 2: software.versions = lambda: real | {"jaxlib": "0.9.0"}
     if rank == 1: software.versions = lambda: real | {"libtpu": "0.0.3"}
   """
-  findings = preflight(HOSTS, only("software"), patch=patch)
-  reported = wrong(findings)
+  reported = wrong(preflight(HOSTS, only("software"), patch=patch))
   assert any(x.startswith("jaxlib 0.9.0 on process 2 (n3), 0.") for x in reported)
   assert "libtpu 0.0.3 on process 1 (n2), none on the others" in reported
   assert len(reported) == 2

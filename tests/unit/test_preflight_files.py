@@ -48,8 +48,7 @@ def test_a_file_system_that_breaks_promises_is_refused(tmp_path, says):
     {textwrap.indent(textwrap.dedent(RENAMES[says]), "    ").strip()}
     shared_files.os = fake
   """
-  hosts = HOSTS[:3]
-  findings = preflight(hosts, only("files"), f"--workdir={tmp_path}", patch=patch)
+  findings = preflight(HOSTS[:3], only("files"), f"--workdir={tmp_path}", patch=patch)
   assert any(says in text for text in wrong(findings)), findings
   assert not list(tmp_path.iterdir())
 
@@ -66,8 +65,7 @@ def test_a_workdir_that_is_not_shared_is_refused(tmp_path):
       return found
     if rank == 2: shared_files._make_folder = enter
   """
-  hosts = HOSTS[:3]
-  (reported,) = preflight(hosts, only("files"), f"--workdir={tmp_path / 'w'}", patch=patch)
+  (reported,) = preflight(HOSTS[:3], only("files"), f"--workdir={tmp_path / 'w'}", patch=patch)
   assert not reported.ok and ": n3 and n1 do not see each other's files" in reported.text
   assert "mount it on n3" in reported.remedy
 

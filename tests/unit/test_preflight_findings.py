@@ -40,17 +40,8 @@ def test_a_clock_counts_as_off_only_beyond_what_the_question_took():
 
 def has(**other):
   """What a process in good order says of itself."""
-  good = {
-    "versions": {"jax": "0.10.2"},
-    "hostname": "n1",
-    "loopback": "",
-    "place": "a",
-    "files": [1024, 4096],
-    "locked": -1,
-    "infiniband": True,
-    "shm": 1 << 33,
-    "gpus": [],
-  }
+  good = dict(versions={"jax": "0.10.2"}, hostname="n1", loopback="", place="a", gpus=[])
+  good |= dict(files=[1024, 4096], locked=-1, infiniband=True, shm=1 << 33)
   return good | other
 
 
@@ -119,12 +110,8 @@ def test_a_name_of_the_own_host_is_looked_up(monkeypatch):
 
 
 def test_findings_become_lines_remedies_and_a_code(capsys):
-  remedy = "leave n3 out"
-  reported = [
-    Finding(True, "fine"),
-    Finding(False, "n3 is slow", remedy),
-    Finding(False, "n3 is off", remedy),
-  ]
+  slow, off = (Finding(False, f"n3 is {how}", "leave n3 out") for how in ("slow", "off"))
+  reported = [Finding(True, "fine"), slow, off]
   assert report("preflight", reported) == 2
   out = capsys.readouterr().out
   assert out == "ok    fine\nnot   n3 is slow\nnot   n3 is off\nnext  leave n3 out\n"
@@ -152,10 +139,6 @@ def test_options_are_read_or_refused(monkeypatch, capsys):
 
 def test_the_preflight_is_imported_without_jax():
   code = "import sys, jaxscale.jobs.preflight, jaxscale.cli.doctor; print('jax' in sys.modules)"
-  done = subprocess.run(
-    [sys.executable, "-c", code],
-    env=child_env(PYTHONPATH=str(ROOT)),
-    capture_output=True,
-    text=True,
-  )
+  env, command = child_env(PYTHONPATH=str(ROOT)), [sys.executable, "-c", code]
+  done = subprocess.run(command, env=env, capture_output=True, text=True)
   assert done.stdout == "False\n", done.stderr

@@ -39,8 +39,7 @@ def workdir(path, **files):
   path.mkdir()
   files = {"config.json": {"config": CONFIG}} | files
   for name, content in files.items():
-    found = content if isinstance(content, str) else json.dumps(content)
-    (path / name).write_text(found)
+    (path / name).write_text(content if isinstance(content, str) else json.dumps(content))
   return path
 
 
@@ -54,25 +53,14 @@ def test_a_run_is_shown_with_all_that_is_on_record(tmp_path, monkeypatch, capsys
   activity = {"start": 100.0, "seconds": spent, "resumed": [0], "queued": None, "done": False}
   again = {"start": 130.0, "seconds": spent, "resumed": [2], "queued": None, "done": True}
   started = {"commit": "0123abc", "host": "node7", "command": f"jaxscale {ATTACK}"}
-  path = workdir(
-    tmp_path / "a&b",
-    **{
-      "metrics.jsonl": lines(*({"step": 2 * i, "time": 1.0 * i} | perf for i in range(1, 5))),
-      "summary.json": {
-        "outcome": "done",
-        "step": 8,
-        "total_steps": 8,
-        "devices": "2 x cpu",
-        "accuracy": 0.875,
-        "peak_tflops_per_device": 0.5,
-        "peak_source": ATTACK,
-      },
-      "activity.jsonl": lines(
-        activity | {"time": 110.0, "step": 4}, again | {"time": 140.0, "step": 9}
-      ),
-      "starts.jsonl": lines(started | {"packages": {"jax": "0.10"}}),
-    },
-  )
+  done = dict(outcome="done", step=8, total_steps=8, devices="2 x cpu", accuracy=0.875)
+  files = {
+    "metrics.jsonl": lines(*({"step": 2 * i, "time": 1.0 * i} | perf for i in range(1, 5))),
+    "summary.json": done | {"peak_tflops_per_device": 0.5, "peak_source": ATTACK},
+    "activity.jsonl": lines(activity | dict(time=110.0, step=4), again | dict(time=140.0, step=9)),
+    "starts.jsonl": lines(started | {"packages": {"jax": "0.10"}}),
+  }
+  path = workdir(tmp_path / "a&b", **files)
   monkeypatch.chdir(tmp_path)
   main(["report", str(path), "--html", "page.html"])
   assert capsys.readouterr().out == "page.html\n"

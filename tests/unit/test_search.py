@@ -1,9 +1,9 @@
 """The search for a layout: what it leaves out, its order, and what is submitted."""
 
 import dataclasses
+import functools
 import json
 import math
-import os
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,39 +20,19 @@ from jaxscale.planning.estimate import Candidate, Estimate, estimate, shapes_of
 from jaxscale.planning.fits import RefusedError
 from jaxscale.planning.job import target_steps
 from jaxscale.planning.machine import rates_of
+from support import tiny_plans
 from support.cases import all_slow_except
+from support.configs import small_config
+from support.tiny_plans import SOURCE, environment  # noqa: F401
 
-SOURCE = """from jaxscale import config as cfg
-
-def get_config():
-  return cfg.Config(
-    model=cfg.Transformer(num_layers=2, width=32, num_heads=2, hidden=64),
-    data=cfg.TextFiles(path="not/here", vocab_size=500, sequence_length=16),
-    optimizer=cfg.AdamW(lr=1e-3), batch_size=16, epochs=1,
-    mesh=cfg.Mesh(data=1, fsdp=-1), layout=cfg.Layout(shard="fsdp"),
-  )
-"""
-
-
-@pytest.fixture(autouse=True)
-def environment():
-  """As it was: the command sets variables of its process."""
-  before = dict(os.environ)
-  yield
-  os.environ.clear()
-  os.environ.update(before)
+pytestmark = pytest.mark.usefixtures("environment")
+here = functools.partial(tiny_plans.here, count=4)
 
 
 def config(**changes):
   made: dict = {}
   exec(SOURCE, made)
   return dataclasses.replace(made["get_config"](), **changes)
-
-
-def here(limit=1 << 40, count=4):
-  """The simulated devices as chips of so much memory."""
-  chip = topologies.Chip("cpu", 2 * limit, limit, {})
-  return topologies.Chips(f"here-{count}", chip, jax.devices()[:count], "knl", count)
 
 
 def simulated(name):
@@ -66,15 +46,9 @@ GIVEN = [
   {"mesh.data": "2", "mesh.fsdp": "2", "layout.shard": "zero1"},
   {"layout.remat": "dots", "accumulate_steps": "2"},
   {"mesh.fsdp": "2", "mesh.model": "2", "layout.remat": "full"},
-  {
-    "mesh.fsdp": "1",
-    "mesh.stage": "2",
-    "mesh.data": "2",
-    "layout.shard": "none",
-    "accumulate_steps": "4",
-    "layout.schedule": "1f1b",
-  },
+  {"mesh.fsdp": "1", "mesh.stage": "2", "mesh.data": "2", "layout.shard": "none"},
 ]
+GIVEN[-1] |= {"accumulate_steps": "4", "layout.schedule": "1f1b"}
 
 
 @pytest.mark.parametrize("which", all_slow_except(range(len(GIVEN)), 2, 3))
@@ -82,9 +56,8 @@ def test_no_program_takes_less_than_the_least(which):
   """What is left out would not fit: the bound is below the bytes of the compiler."""
   made, chips = override(config(), GIVEN[which]), here()
   one = search.as_given(made, 4)
-  shapes = build.experiment(
-    made, devices=chips.devices, datasets=made.data.abstract(made.batch_size)
-  )
+  data = made.data.abstract(made.batch_size)
+  shapes = build.experiment(made, devices=chips.devices, datasets=data)
   guess = estimate(shapes_of(shapes), one, made.batch_size, rates_of("knl"))
   fit = fits.compile_for(made, chips)
   assert fit.memory is not None
@@ -109,7 +82,7 @@ def test_what_is_listed_divides_and_computes_the_same():
   assert search.as_given(made, 4)._replace(num_microbatches=1) in listed
   for one in listed:
     assert math.prod(vars(one.mesh).values()) == 4
-    assert made.batch_size % one.rows_over == 0
+    assert made.batch_size % (one.mesh.data * one.mesh.fsdp * one.num_microbatches) == 0
     assert one.layout.sum_in == made.layout.sum_in
   assert {x.layout.model for x in listed} == {"layers", "layers_and_tokens", "ring", "all_to_all"}
   assert {x.layout.shard for x in listed} == {"none", "zero1", "zero2", "fsdp"}
@@ -117,13 +90,8 @@ def test_what_is_listed_divides_and_computes_the_same():
 
 
 def test_images_have_no_layers_to_split():
-  made = cfg.Config(
-    model=cfg.CNN(),
-    data=cfg.Synthetic(num_examples=64, image_size=8),
-    optimizer=cfg.SGD(lr=0.1),
-    batch_size=16,
-    epochs=1,
-  )
+  images = cfg.Synthetic(num_examples=64, image_size=8)
+  made = small_config(model=cfg.CNN(), data=images, epochs=1)
   listed = every(made)
   assert {x.mesh.model * x.mesh.stage for x in listed} == {1}
   assert {x.layout.shard for x in listed} == {"none", "zero1", "zero2", "fsdp"}
@@ -157,55 +125,44 @@ def test_candidates_come_by_estimate_and_by_what_fitted():
   }
 
   def taken(does_fit):
-    queues, rows, found = {}, [], []
-    for one, key in order.items():
-      queues.setdefault(search._family(one), []).append((key, one))
+    guesses = {one: Estimate(0.0, 1.0 + is_large, s) for one, (is_large, s) in order.items()}
+    queues, _ = search._queues(order, None, guesses.get, 1.5)
+    rows, found = [], []
     for one in search._in_order(queues, rows):
       found.append((one.mesh.fsdp, one.layout.remat, one.num_microbatches))
       rows.append(SimpleNamespace(step=does_fit(one)))
     return found
 
   # A second variant of a layout that fitted comes after another layout as good.
-  assert taken(lambda one: True) == [
-    (1, "dots", 1),
-    (2, "full", 1),
-    (1, "full", 1),
-    (1, "full", 2),
-    (1, "none", 1),
-    (2, "dots", 1),
-  ]
+  first, second = (1, "dots", 1), (1, "full", 1)
+  later = [(1, "full", 2), (1, "none", 1), (2, "dots", 1)]
+  assert taken(lambda one: True) == [first, (2, "full", 1), second, *later]
   # One that did not fit does not count, and what needs as much is not tried.
-  assert taken(lambda one: one.layout.remat == "full") == [
-    (1, "dots", 1),
-    (1, "full", 1),
-    (2, "full", 1),
-    (1, "full", 2),
-    (2, "dots", 1),
-  ]
+  found = taken(lambda one: one.layout.remat == "full")
+  assert found == [first, second, (2, "full", 1), (1, "full", 2), (2, "dots", 1)]
 
 
-def test_more_microbatches_are_left_out_where_half_of_the_memory_is_free(monkeypatch):
-  made, listed = config(), [one_of("dots", n) for n in (1, 2, 4, 8)]
+def test_more_microbatches_are_left_out_where_half_of_the_memory_is_free():
+  listed = [one_of("dots", n) for n in (1, 2, 4, 8)]
   guesses = iter([100.0, 60.0, 40.0])
-  monkeypatch.setattr(search, "estimate", lambda *_: Estimate(0.0, next(guesses), 1.0))
-  found = search._estimated(None, listed, made.batch_size, None, here(limit=100))
-  assert [one.num_microbatches for one, _ in found] == [1, 2, 4]
+  queues, _ = search._queues(listed, None, lambda _: Estimate(0.0, next(guesses), 1.0), 100)
+  (queue,) = queues.values()
+  assert sorted(one.num_microbatches for _, one in queue) == [1, 2, 4]
 
 
-@pytest.mark.parametrize(
-  "changes, says",
-  [
-    ({"accumulate_steps": "2"}, {"accumulate_steps": "2"}),
-    ({"mesh.fsdp": "2", "mesh.data": "2"}, {"mesh.data": "2", "mesh.fsdp": "2"}),
-    ({"layout.remat": "dots"}, {"layout.remat": "dots"}),
-  ],
-)
-def test_changes_make_the_same_config(changes, says):
+CHANGES = [
+  {"accumulate_steps": "2"},
+  {"mesh.fsdp": "2", "mesh.data": "2"},
+  {"layout.remat": "dots"},
+]
+
+
+@pytest.mark.parametrize("changes", CHANGES)
+def test_changes_make_the_same_config(changes):
   base = config()
   made = override(base, changes)
-  found = submission.changes(base, made)
-  assert override(base, found) == made
-  assert found == says
+  assert submission.changes(base, made) == changes
+  assert override(base, changes) == made
 
 
 def planned(seconds):
@@ -222,9 +179,7 @@ def planned(seconds):
 def test_the_best_is_planned_and_the_given_layout_comes_first(monkeypatch):
   made, told = config(), []
   given = search.as_given(made, 4)
-  best = search.Candidate(
-    cfg.Mesh(data=2, fsdp=2), dataclasses.replace(made.layout, remat="dots"), 1
-  )
+  best = Candidate(cfg.Mesh(data=2, fsdp=2), dataclasses.replace(made.layout, remat="dots"), 1)
   seconds = {given: 2.0, best: 1.0}
   monkeypatch.setattr(search, "_planned", planned(lambda one: seconds.get(one, 3.0)))
   monkeypatch.setattr(search, "_PATIENCE", 10**6)
@@ -282,8 +237,7 @@ def test_what_is_compiled_is_planned_or_says_why_not():
 
 
 def test_a_search_is_submitted(tmp_path, monkeypatch, capsys):
-  path = tmp_path / "tiny.py"
-  path.write_text(SOURCE)
+  (tmp_path / "tiny.py").write_text(SOURCE)
   (tmp_path / "site.toml").write_text("gpus_per_node = 2\n[machine]\nper_node = 2\n")
   monkeypatch.chdir(tmp_path)
   monkeypatch.setattr(topologies, "find_chips", simulated)
@@ -305,16 +259,17 @@ def test_a_search_is_submitted(tmp_path, monkeypatch, capsys):
   assert "#SBATCH --nodes=1" in script and "--config.clip_norm=2.0" in script
 
 
-@pytest.mark.parametrize(
-  "argv, says",
-  [
-    (["submit", "--dry-run"], "--config: missing"),
-    (["submit", "--plan=none.json"], "none.json: No such file"),
-    (["submit", "--plan=a.json", "--config=digits"], "--plan has its own"),
-    (["plan", "--config=tiny.py", "--chips=v5e-16", "--search", "--minutes=0"], "--minutes=0"),
-    (["plan", "--config=tiny.py", "--chips=v5e-16", "--study=study.json"], "study.json: "),
-  ],
-)
+PLAN = ["plan", "--config=tiny.py", "--chips=v5e-16"]
+MISTAKES = [
+  (["submit", "--dry-run"], "--config: missing"),
+  (["submit", "--plan=none.json"], "none.json: No such file"),
+  (["submit", "--plan=a.json", "--config=digits"], "--plan has its own"),
+  ([*PLAN, "--search", "--minutes=0"], "--minutes=0"),
+  ([*PLAN, "--study=study.json"], "study.json: "),
+]
+
+
+@pytest.mark.parametrize("argv, says", MISTAKES)
 def test_mistakes(argv, says, tmp_path, monkeypatch, capsys):
   (tmp_path / "tiny.py").write_text(SOURCE)
   monkeypatch.chdir(tmp_path)
@@ -325,16 +280,10 @@ def test_mistakes(argv, says, tmp_path, monkeypatch, capsys):
 
 
 def test_the_time_limit_of_a_plan():
-  base = config()
-  job = SimpleNamespace(limit=2.51)
+  base, step = config(), SimpleNamespace(nodes=3, devices=24)
   chips = SimpleNamespace(chip=SimpleNamespace(platform="cuda"))
-  plan: Any = SimpleNamespace(
-    config=base,
-    step=SimpleNamespace(nodes=3, devices=24),
-    job=job,
-    chips=chips,
-    rates=SimpleNamespace(per_node=8),
-  )
+  plan: Any = SimpleNamespace(config=base, step=step, chips=chips)
+  plan.job, plan.rates = SimpleNamespace(limit=2.51), SimpleNamespace(per_node=8)
   found = submission.submission(plan, base, "a.py", {}, "alps", gpus_per_node=4)
   assert found == {"config": "a.py", "overrides": {}, "nodes": 3, "site": "alps", "time": "2:31:00"}
   line = "jaxscale submit --config a.py --nodes 3 --site alps --time 2:31:00"

@@ -15,30 +15,16 @@ from support.errors import config_error
 from support.job_script import RUN
 
 WHOLE = spec.to_json(RUN._replace(executor="local"))
-SPECS = {
-  **EVERY,
-  **{
-    f"{name} that is {value!r:.9}": json.dumps(WHOLE | {name: value}).encode()
-    for name, value in (
-      ("nodes", "4"),
-      ("nodes", -1),
-      ("nodes", 10**17),
-      ("trials", 5),
-      ("trials", [5]),
-      ("trials", [{"seed": 1}]),
-      ("overrides", []),
-      ("site", "gpu"),
-      ("at_most", -1),
-      ("site", {"mem": 5}),
-      ("site", {"no such": 1}),
-      ("name", None),
-      ("spares", "2"),
-      ("site", {"tasks_per_node": 10**15}),
-      ("site", {"container": {"x y": 1}}),
-    )
-  },
-  "a directory": None,
-}
+VALUES = [
+  *(("nodes", value) for value in ("4", -1, 10**17)),
+  *(("trials", value) for value in (5, [5], [{"seed": 1}])),
+  *(("site", value) for value in ("gpu", {"mem": 5}, {"no such": 1})),
+  *(("site", value) for value in ({"tasks_per_node": 10**15}, {"container": {"x y": 1}})),
+  *(("overrides", []), ("at_most", -1), ("name", None), ("spares", "2")),
+]
+SPECS = EVERY | {"a directory": None}
+for name, value in VALUES:
+  SPECS[f"{name} that is {value!r:.9}"] = json.dumps(WHOLE | {name: value}).encode()
 
 
 def row_of(runs, name):
@@ -52,8 +38,7 @@ def runs(tmp_path):
   for name in ("good", "bad"):
     (tmp_path / name / "train").mkdir(parents=True)
     (tmp_path / name / "events").mkdir()
-    text = json.dumps(WHOLE | {"name": name})
-    (tmp_path / name / "run.json").write_text(text)
+    (tmp_path / name / "run.json").write_text(json.dumps(WHOLE | {"name": name}))
   return tmp_path
 
 
@@ -70,41 +55,35 @@ def event(**changes):
   return json.dumps(line | {"next": "stop", "hosts": "", "time": 0} | changes).encode()
 
 
-# In the run's folder: file, content, and the state that is still known.
+# In the run's folder: file and content.
+EVENTS, METRICS, SETTINGS = "events/0.jsonl", "train/metrics.jsonl", "train/config.json"
 BESIDE = {
-  "events that are lists": ("events/0.jsonl", b"[]\n5\n" + DEEP, "LOST"),
-  "a code as text": ("events/0.jsonl", event(code="0"), "LOST"),
-  "restarts as text": ("events/0.jsonl", event(restarts="1"), "LOST"),
-  "nodes as a list": ("events/0.jsonl", event(nodes=[4]), "LOST"),
-  "an end without a next": ("events/0.jsonl", event().replace(b"next", b"then"), "LOST"),
-  "digits": ("events/0.jsonl", event().replace(b'"code": 0', b'"code": ' + HUGE), "LOST"),
-  "no UTF-8": ("events/0.jsonl", b"\xff\n" + event(), "COMPLETED"),
-  "submissions of other types": (
-    "submissions.jsonl",
-    b'{"job": 7}\n{"tasks": 5, "job": "7"}\n',
-    "LOST",
-  ),
-  "a supervisor without a host": ("supervisor.jsonl", b'{"pid": 1}\n{"host": 5}', "LOST"),
-  "steps as text": ("train/metrics.jsonl", b'{"step": "9", "time": 1}\n{"time": "x"}', "LOST"),
-  "a loss as text": ("train/metrics.jsonl", b'{"step": 1, "train/loss": "low", "time": 1}', "LOST"),
-  "a loss of 400 digits": (
-    "train/metrics.jsonl",
-    b'{"step": 1, "train/loss": ' + b"9" * 400 + b', "time": 1}',
-    "LOST",
-  ),
-  "a config of other types": ("train/config.json", b'{"derived": []}', "LOST"),
-  "steps of a config as text": ("train/config.json", b'{"derived": {"total_steps": "9"}}', "LOST"),
-  "a deep config": ("train/config.json", DEEP, "LOST"),
+  "events that are lists": (EVENTS, b"[]\n5\n" + DEEP),
+  "a code as text": (EVENTS, event(code="0")),
+  "restarts as text": (EVENTS, event(restarts="1")),
+  "nodes as a list": (EVENTS, event(nodes=[4])),
+  "an end without a next": (EVENTS, event().replace(b"next", b"then")),
+  "digits": (EVENTS, event().replace(b'"code": 0', b'"code": ' + HUGE)),
+  "no UTF-8": (EVENTS, b"\xff\n" + event()),
+  "a job as a number": ("submissions.jsonl", b'{"job": 7}\n{"tasks": 5, "job": "7"}\n'),
+  "a supervisor without a host": ("supervisor.jsonl", b'{"pid": 1}\n{"host": 5}'),
+  "steps as text": (METRICS, b'{"step": "9", "time": 1}\n{"time": "x"}'),
+  "a loss as text": (METRICS, b'{"step": 1, "train/loss": "low", "time": 1}'),
+  "400 digits": (METRICS, b'{"step": 1, "train/loss": ' + b"9" * 400 + b', "time": 1}'),
+  "a config of other types": (SETTINGS, b'{"derived": []}'),
+  "steps of a config as text": (SETTINGS, b'{"derived": {"total_steps": "9"}}'),
+  "a deep config": (SETTINGS, DEEP),
 }
 
 
 @pytest.mark.parametrize("name", BESIDE)
 def test_what_lies_beside_a_spec_is_left_out_where_it_is_damaged(runs, name):
-  file, content, state = BESIDE[name]
+  file, content = BESIDE[name]
   (runs / "bad" / "submissions.jsonl").write_text('{"job": "7", "tasks": null}\n')
   (runs / "bad" / file).write_bytes(content)
   row, table = row_of(runs, "bad")
-  assert row.state == state and len(table.splitlines()) == 3
+  assert row.state == ("COMPLETED" if name == "no UTF-8" else "LOST")
+  assert len(table.splitlines()) == 3
 
 
 def test_a_link_that_leads_nowhere_is_a_row(runs):
@@ -136,16 +115,13 @@ def test_only_a_process_that_is_known_is_killed(runs, monkeypatch):
   """`kill -1` would end all that the user runs."""
   killed = []
   monkeypatch.setattr(os, "kill", lambda *args: killed.append(args))
-  host = local_executor.socket.gethostname()
-  born = local_executor._born(os.getpid())
-  lines = [
-    {"pid": pid, "born": when, "host": host}
-    for pid, when in ((-1, None), (0, None), (1, local_executor._born(1)), (os.getpid(), born))
-  ]
+  host, ours = local_executor.socket.gethostname(), os.getpid()
+  known = {-1: None, 0: None} | {pid: local_executor._born(pid) for pid in (1, ours)}
+  lines = [{"pid": pid, "born": born, "host": host} for pid, born in known.items()]
   text = "".join(json.dumps(line) + "\n" for line in lines)
   (runs / "bad" / "supervisor.jsonl").write_text(text)
   local_executor.cancel(folders.read_spec(runs / "bad"), "7")
-  assert killed == [(os.getpid(), signal.SIGTERM)]
+  assert killed == [(ours, signal.SIGTERM)]
 
 
 STUDIES = b'{"runs": [5]}', b'{"runs": ["../x"]}', b'{"runs": ["a\\u0000"]}'

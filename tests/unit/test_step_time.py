@@ -1,6 +1,5 @@
 """The model of a step's seconds, part by part, against figures worked out by hand."""
 
-import dataclasses
 import itertools
 import math
 from types import SimpleNamespace
@@ -12,7 +11,6 @@ import pytest
 from jaxscale import config as cfg
 from jaxscale import models
 from jaxscale.collectives.planner import Dim, Link, torus_seconds
-from jaxscale.errors import ConfigError
 from jaxscale.hlo import Memory, parse
 from jaxscale.jobs.site import load_site
 from jaxscale.planning import fits, kernels, machine, step_plan, timeline, transfer
@@ -22,21 +20,13 @@ from jaxscale.planning.machine import CORNERS, Machine, hosts, rates_of
 from jaxscale.planning.step_plan import Compiled, Step, compile_step, step_on
 from jaxscale.planning.topologies import Chips
 from jaxscale.training.flops import count_flops
+from support.configs import small_config
+from support.errors import config_error
 
 # A chip of 1 TFLOP/s and 1 GB/s, of which kernels reach all, and no other seconds.
-PLAIN = {
-  "peak_bfloat16": 2e12,
-  "peak_float32": 1e12,
-  "bandwidth": 1e9,
-  "memory": 1.0,
-  "matmul": 1.0,
-  "convolution": 1.0,
-  "attention": 1.0,
-  "launch": 0.0,
-  "units": 1,
-  "half_waves": 0.0,
-  "half_depth": 0.0,
-}
+PLAIN = dict(peak_bfloat16=2e12, peak_float32=1e12, bandwidth=1e9, launch=0.0, units=1)
+PLAIN |= dict.fromkeys(("memory", "matmul", "convolution", "attention"), 1.0)
+PLAIN |= dict(half_waves=0.0, half_depth=0.0)
 
 # %a takes 2 ms of traffic (1 MB read, 1 MB written); what is sent runs while it does.
 STEP = """HloModule step, is_scheduled=true, num_partitions=4
@@ -107,32 +97,21 @@ LABELS = "dim_labels=b01f_01io->b01f"
 CUDNN = 'custom_call_target="__cudnn$conv'
 
 
-@pytest.mark.parametrize(
-  "line, operands, kind, dims",
-  [
-    (
-      "f32[8,64,16] dot(%p0, %p1), lhs_batch_dims={0}, rhs_batch_dims={0}, "
-      "lhs_contracting_dims={2}, rhs_contracting_dims={1}",
-      ("f32[8,64,32]", "f32[8,32,16]"),
-      "matmul",
-      (64, 16, 32, 8),
-    ),
-    (
-      f"f32[2,14,14,24] convolution(%p0, %p1), window={{size=3x3}}, {LABELS}",
-      ("f32[2,16,16,12]", "f32[3,3,12,24]"),
-      "convolution",
-      (2 * 14 * 14, 24, 108, 1),
-    ),
-    (
-      f'(f32[3,3,12,24], u8[0]) custom-call(%p0, %p1), {LABELS}, {CUDNN}BackwardFilter"',
-      ("f32[2,16,16,12]", "f32[2,14,14,24]"),
-      "convolution",
-      (108, 24, 2 * 14 * 14, 1),
-    ),
-    ("f32[64] negate(%p0)", ("f32[64]",), "memory", ()),
-  ],
-)
-def test_the_product_of_a_kernel(line, operands, kind, dims):
+DOT = "lhs_batch_dims={0}, rhs_batch_dims={0}, lhs_contracting_dims={2}, rhs_contracting_dims={1}"
+CONVOLVED = f"f32[2,14,14,24] convolution(%p0, %p1), window={{size=3x3}}, {LABELS}"
+BACKWARD = f'(f32[3,3,12,24], u8[0]) custom-call(%p0, %p1), {LABELS}, {CUDNN}BackwardFilter"'
+X, W, DY = "f32[2,16,16,12]", "f32[3,3,12,24]", "f32[2,14,14,24]"
+PRODUCTS = {
+  f"f32[8,64,16] dot(%p0, %p1), {DOT}": ("matmul", (64, 16, 32, 8), "f32[8,64,32]", "f32[8,32,16]"),
+  CONVOLVED: ("convolution", (2 * 14 * 14, 24, 108, 1), X, W),
+  BACKWARD: ("convolution", (108, 24, 2 * 14 * 14, 1), X, DY),
+  "f32[64] negate(%p0)": ("memory", (), "f32[64]"),
+}
+
+
+@pytest.mark.parametrize("line", PRODUCTS)
+def test_the_product_of_a_kernel(line):
+  kind, dims, *operands = PRODUCTS[line]
   found = kernel(line, *operands)
   assert found.kind == kind and found.dims == pytest.approx(dims)
   assert found.flops == (2 * math.prod(dims) if dims else 0)
@@ -154,8 +133,7 @@ def test_seconds_of_a_kernel():
   assert kernels.seconds(slow, PLAIN) == pytest.approx(2.0)  # at its peak
   assert kernels.seconds(slow._replace(dtype="f32"), PLAIN) == pytest.approx(4.0)
   assert kernels.seconds(slow._replace(bytes=9e9), PLAIN) == pytest.approx(9.0)
-  half = PLAIN | {"half_waves": 1.0, "launch": 0.5}  # one wave
-  assert kernels.seconds(slow, half) == pytest.approx(4.5)
+  assert kernels.seconds(slow, PLAIN | {"half_waves": 1.0, "launch": 0.5}) == pytest.approx(4.5)
   tpu = rates_of("v5e").at("expected")
   assert kernels.seconds(slow._replace(cycles=3e9), tpu) == pytest.approx(2.0)
 
@@ -183,9 +161,8 @@ def test_seconds_of_collectives():
   from jaxscale.hlo import Collective
 
   near, far = Link(1e-6, 1e-9), Link(1e-5, 1e-8)
-  row = Collective(
-    "all-reduce", "r", ("f32",), 1_000_000, 0.0, (), 8, ("data",), 1, True, False, False, None
-  )
+  sent = "all-reduce", "r", ("f32",), 1_000_000, 0.0, (), 8, ("data",)
+  row = Collective(*sent, 1, True, False, False, None)
 
   def took(kind, sizes, **changes):
     return transfer.seconds(row._replace(kind=kind, **changes), sizes, 4, (near, far))
@@ -231,23 +208,22 @@ def test_a_sites_constants_take_the_place_of_a_chips(tmp_path):
   assert rates.constants["matmul"].kind == "site"
 
 
-@pytest.mark.parametrize(
-  "text, message",
-  [
-    (b"[machine]\nmatmul = 2", "Machine.matmul=2"),
-    (b"[machine]\nmatmull = 1", "did you mean 'matmul'"),
-    (b"machine = 3", "machine"),
-    (b"[machine]\nlaunch = nan", "Machine.launch"),
-    (b"\xff\x00", "alps.toml"),
-    (b"[" * 10_000, "alps.toml"),
-  ],
-)
-def test_a_damaged_site_is_one_line(text, message, tmp_path):
+DAMAGED = {
+  b"[machine]\nmatmul = 2": "Machine.matmul=2",
+  b"[machine]\nmatmull = 1": "did you mean 'matmul'",
+  b"machine = 3": "machine",
+  b"[machine]\nlaunch = nan": "Machine.launch",
+  b"\xff\x00": "alps.toml",
+  b"[" * 10_000: "alps.toml",
+}
+
+
+@pytest.mark.parametrize("text", DAMAGED)
+def test_a_damaged_site_is_one_line(text, tmp_path):
   path = tmp_path / "alps.toml"
   path.write_bytes(text)
-  with pytest.raises(ConfigError, match=message) as e:
+  with config_error(DAMAGED[text]):
     load_site(str(path))
-  assert "\n" not in str(e.value)
 
 
 def compiled_step():
@@ -257,19 +233,8 @@ def compiled_step():
   return Compiled(1, 4, timeline.Program(STEP, MESH), fit, None)
 
 
-def a_config(**mesh):
-  return cfg.Config(
-    model=cfg.MLP(),
-    data=cfg.Digits(),
-    optimizer=cfg.SGD(lr=0.1),
-    batch_size=16,
-    epochs=1,
-    mesh=cfg.Mesh(**mesh),
-  )
-
-
 def test_communication_slows_compute_at_the_same_time():
-  config, alone = a_config(replica=2), {}
+  config, alone = small_config(mesh=cfg.Mesh(replica=2)), {}
   for share in (0.0, 0.5):
     rates = rates_of("h100", Machine(contention=share))
     alone[share] = step_on(config, [compiled_step()], rates, 4, 1, overlap="backward")
@@ -293,7 +258,7 @@ def test_a_program_that_cannot_be_read_is_one_line(monkeypatch):
   monkeypatch.setattr(fits, "compile_for", lambda *_: fit)
   chips = Chips("v6e-16", None, [0] * 16)
   with pytest.raises(RefusedError, match="v6e-16: the step compiles") as e:
-    compile_step(a_config(), chips)
+    compile_step(small_config(), chips)
   assert "\n" not in str(e.value)
 
 
@@ -331,45 +296,32 @@ def test_a_job_with_failures_and_a_price():
   assert (free.interval, free.restarts, free.kwh, free.price) == (None, 0, None, None)
 
 
-@pytest.mark.parametrize(
-  ("chip", "devices", "number"),
-  [
-    ("v5e", 256, 64),
-    ("v5e", 8, 1),
-    ("v5e", 16, 4),
-    ("v6e", 512, 128),
-    ("v4", 32, 8),
-    ("v5p", 4, 1),
-    ("v3", 64, 8),
-    ("h100", 64, 8),
-    ("knl", 64, 64),
-  ],
-)
-def test_hosts_load_and_fail_not_slices(chip, devices, number):
-  at = Machine(save_rate=1e9, mtbf_hours=800, input_rate=100.0)
-  rates = rates_of(chip, at)
+HOSTS = {"v5e": {256: 64, 8: 1, 16: 4}, "v6e": {512: 128}, "v4": {32: 8}, "v5p": {4: 1}}
+HOSTS |= {"v3": {64: 8}, "h100": {64: 8}, "knl": {64: 64}}
+
+
+@pytest.mark.parametrize("chip", HOSTS)
+def test_hosts_load_and_fail_not_slices(chip):
+  rates = rates_of(chip, Machine(save_rate=1e9, mtbf_hours=800, input_rate=100.0))
   run = RunLength(steps=36_000, evaluations=1, eval_examples=1, saves=20, state_bytes=10**10)
-  job = job_of(run, a_step(devices), rates)
-  seconds = job.hours["expected"] * 3600 - job.lost
-  assert job.restarts == pytest.approx(seconds * number / (3600 * 800))
-  times = step_plan.Times({}, {}, {})
-  parts = step_plan._parts(times, rates, "expected", devices, 1024)
-  assert sum(parts.values()) == pytest.approx(1024 / number / 100)
+  for devices, number in HOSTS[chip].items():
+    job = job_of(run, a_step(devices), rates)
+    seconds = job.hours["expected"] * 3600 - job.lost
+    assert job.restarts == pytest.approx(seconds * number / (3600 * 800))
+    parts = step_plan._parts(step_plan.Times({}, {}, {}), rates, "expected", devices, 1024)
+    assert sum(parts.values()) == pytest.approx(1024 / number / 100)
 
 
 def test_a_site_sets_its_hosts():
-  at = rates_of("v4", Machine(per_host=2)).at("expected")
-  assert hosts(32, at) == 16
+  assert hosts(32, rates_of("v4", Machine(per_host=2)).at("expected")) == 16
   assert hosts(64, rates_of("h100", Machine(per_node=4)).at("expected")) == 16
 
 
-@pytest.mark.parametrize(
-  "module, size, published",
-  [
-    (models.AlexNetModule(num_classes=1000), 227, 24.6),
-    (models.ResNetModule((3, 4, 6, 3), bottleneck=True, num_classes=1000), 224, 308),
-  ],
-)
+RESNET50 = models.ResNetModule((3, 4, 6, 3), bottleneck=True, num_classes=1000)
+PUBLISHED = [(models.AlexNetModule(num_classes=1000), 227, 24.6), (RESNET50, 224, 308)]
+
+
+@pytest.mark.parametrize("module, size, published", PUBLISHED)
 def test_computation_to_communication_as_published(module, size, published):
   """arXiv:1709.05011: FLOPs of an image by parameters; ours are 4 % off, both.
 
@@ -385,10 +337,4 @@ def test_computation_to_communication_as_published(module, size, published):
 
   flops = count_flops(forward, params, state, image)
   parameters = sum(math.prod(x.shape) for x in jax.tree.leaves(params))
-  assert flops / parameters == pytest.approx(published, rel=0.1)
   assert flops / parameters == pytest.approx(published, rel=0.04)
-
-
-def test_rates_are_frozen():
-  with pytest.raises(dataclasses.FrozenInstanceError):
-    Machine().matmul = 0.5

@@ -8,29 +8,13 @@ import pytest
 from jaxscale.errors import ConfigError
 from jaxscale.planning import trace
 from support.bad_files import NO_JSON
+from support.errors import config_error
 
-HEAD = """
- stat_metadata { key: 1 value { id: 1 name: "hlo_op" } }
- stat_metadata { key: 2 value { id: 2 name: "hlo_module" } }
- stat_metadata { key: 3 value { id: 3 name: "program_id" } }
- stat_metadata { key: 4 value { id: 4 name: "step_num" } }
- stat_metadata { key: 5 value { id: 5 name: "device_ordinal" } }
- stat_metadata { key: 6 value { id: 6 name: "_pt" } }
- stat_metadata { key: 7 value { id: 7 name: "_p" } }
- stat_metadata { key: 8 value { id: 8 name: "_ct" } }
- stat_metadata { key: 9 value { id: 9 name: "_c" } }
-"""
-STATS = {
-  "hlo_op": 1,
-  "hlo_module": 2,
-  "program_id": 3,
-  "step_num": 4,
-  "device_ordinal": 5,
-  "_pt": 6,
-  "_p": 7,
-  "_ct": 8,
-  "_c": 9,
-}
+NAMES = "hlo_op hlo_module program_id step_num device_ordinal _pt _p _ct _c"
+STATS = {name: i for i, name in enumerate(NAMES.split(), 1)}
+HEAD = "\n".join(
+  f'stat_metadata {{ key: {i} value {{ id: {i} name: "{name}" }} }}' for name, i in STATS.items()
+)
 
 
 def plane(name, **lines):
@@ -94,40 +78,24 @@ def rows(summary):
   return [(o.name, o.part, round(o.seconds * 1e6, 3), o.count) for o in summary.ops]
 
 
-GPU = plane(
-  "/device:GPU:0",
-  Stream_13=[
-    ("gemm_kernel", 0, 40, op("dot.1")),
-    ("gemm_kernel", 40, 20, op("dot.2")),
-    ("fusion_kernel", 90, 10, op("fusion")),
-  ],
-  Stream_14=[("nccl_all_reduce", 50, 30, op("all-reduce-start.1"))],
-  XLA_Modules=[("jit_step", 0, 1000)],
-  Stream_15=[("void cub::Sum<float>(float*)", 95, 25)],
-)
-STEPS = plane(
-  "/host:CPU",
-  python=[
-    ("train", 0, 90, {"step_num": 100}),
-    ("input", 0, 30),
-    ("step", 30, 60),
-    ("train", 100, 100, {"step_num": 101}),
-    ("saving", 190, 10),
-    ("tsl::Internal", 0, 500),
-  ],
-)
-PROGRAM = program(
-  "jit_step(7)",
-  **{
-    "dot.1": ("fusion", "jit(step)/shard_map/gradients/jvp(MLP)/dot_general"),
-    "dot.2": ("fusion", "jit(step)/shard_map/gradients/transpose(jvp(MLP))/dot_general"),
-    "fusion": ("fusion", "jit(step)/update/mul"),
-    "all-reduce-start.1": (
-      "all-reduce-start",
-      "jit(step)/shard_map/(gradients/psum:exchange/psum)",
-    ),
-  },
-)
+PRODUCTS = [("gemm_kernel", 0, 40, op("dot.1")), ("gemm_kernel", 40, 20, op("dot.2"))]
+STREAMS = {
+  "Stream_13": [*PRODUCTS, ("fusion_kernel", 90, 10, op("fusion"))],
+  "Stream_14": [("nccl_all_reduce", 50, 30, op("all-reduce-start.1"))],
+  "XLA_Modules": [("jit_step", 0, 1000)],
+  "Stream_15": [("void cub::Sum<float>(float*)", 95, 25)],
+}
+GPU = plane("/device:GPU:0", **STREAMS)
+IN_STEP = [("train", 0, 90, {"step_num": 100}), ("input", 0, 30), ("step", 30, 60)]
+IN_NEXT = [("train", 100, 100, {"step_num": 101}), ("saving", 190, 10), ("tsl::Internal", 0, 500)]
+STEPS = plane("/host:CPU", python=[*IN_STEP, *IN_NEXT])
+MADE_OF = {
+  "dot.1": ("fusion", "jit(step)/shard_map/gradients/jvp(MLP)/dot_general"),
+  "dot.2": ("fusion", "jit(step)/shard_map/gradients/transpose(jvp(MLP))/dot_general"),
+  "fusion": ("fusion", "jit(step)/update/mul"),
+  "all-reduce-start.1": ("all-reduce-start", "jit(step)/shard_map/(gradients/psum:exchange/psum)"),
+}
+PROGRAM = program("jit_step(7)", **MADE_OF)
 
 
 def test_streams_of_a_gpu(tmp_path):
@@ -152,39 +120,22 @@ def test_streams_of_a_gpu(tmp_path):
     "host: input 15%, step 30%, saving 5% of the time",
     "devices: forward 32%, backward 16%, exchange 24%, update 8%, other 20% of their operations",
   ]
-  assert lines[6].split() == [
-    "dot.1",
-    "40",
-    "us",
-    "32.0%",
-    "1",
-    "forward",
-    "gradients/jvp(MLP)/dot_general",
-  ]
+  assert " ".join(lines[6].split()) == "dot.1 40 us 32.0% 1 forward gradients/jvp(MLP)/dot_general"
   assert len(lines) == 8
 
 
 def test_a_loop_of_a_tpu_counts_for_what_nothing_in_it_covers(tmp_path):
-  device = plane(
-    "/device:TPU:0",
-    XLA_Ops=[
-      ("%loop.3 = (s32[], f32[8]) while(%t)", 0, 100),
-      ("%fusion.1 = f32[8] fusion(%p)", 10, 30),
-      ("%all-gather.2 = f32[8] all-gather(%p)", 50, 40),
-      ("%fusion.1 = f32[8] fusion(%p)", 100, 60),
-    ],
-    Steps=[("100", 0, 500)],
-    Async_XLA_Ops=[("%copy-start = f32[8] copy-start(%p)", 0, 500)],
-  )
-  there = program(
-    "jit_step(7)",
-    **{
-      "loop.3": ("while", "jit(step)/gradients/while"),
-      "fusion.1": ("fusion", "jit(step)/gradients/jvp(while)/body/mul"),
-      "all-gather.2": ("all-gather", "jit(step)/gradients/all_gather"),
-    },
-  )
-  summary = trace.summarize([written(tmp_path, device, programs=there)])
+  fusion, copy = "%fusion.1 = f32[8] fusion(%p)", "%copy-start = f32[8] copy-start(%p)"
+  in_loop = [(fusion, 10, 30), ("%all-gather.2 = f32[8] all-gather(%p)", 50, 40)]
+  ops = [("%loop.3 = (s32[], f32[8]) while(%t)", 0, 100), *in_loop, (fusion, 100, 60)]
+  others = dict(Steps=[("100", 0, 500)], Async_XLA_Ops=[(copy, 0, 500)])
+  device = plane("/device:TPU:0", XLA_Ops=ops, **others)
+  made_of = {
+    "loop.3": ("while", "jit(step)/gradients/while"),
+    "fusion.1": ("fusion", "jit(step)/gradients/jvp(while)/body/mul"),
+    "all-gather.2": ("all-gather", "jit(step)/gradients/all_gather"),
+  }
+  summary = trace.summarize([written(tmp_path, device, programs=program("jit_step(7)", **made_of))])
   assert rows(summary) == [
     ("fusion.1", "forward", 90, 2),
     ("all-gather.2", "communication", 40, 1),
@@ -195,15 +146,10 @@ def test_a_loop_of_a_tpu_counts_for_what_nothing_in_it_covers(tmp_path):
 
 
 def test_an_operation_of_a_cpu_may_end_in_another_thread(tmp_path):
-  host = plane(
-    "/host:CPU",
-    worker_1=[
-      ("dot", 0, 10, op("dot", device_ordinal=1, _pt=0, _p=77)),
-      ("copy", 10, 10, op("copy", device_ordinal=1, _pt=0, _p=78)),
-      ("end: copy", 19, 1, {"_ct": 0, "_c": 78}),
-    ],
-    worker_2=[("end: dot", 50, 1, {"_ct": 0, "_c": 77})],
-  )
+  where = dict(device_ordinal=1, _pt=0)
+  dot, copy = op("dot", **where, _p=77), op("copy", **where, _p=78)
+  first = [("dot", 0, 10, dot), ("copy", 10, 10, copy), ("end: copy", 19, 1, {"_ct": 0, "_c": 78})]
+  host = plane("/host:CPU", worker_1=first, worker_2=[("end: dot", 50, 1, {"_ct": 0, "_c": 77})])
   summary = trace.summarize([written(tmp_path, host)])
   assert rows(summary) == [("dot", "other", 50, 1), ("copy", "other", 10, 1)]
   assert summary.idle == {"CPU:1": 0}
@@ -221,8 +167,7 @@ def test_processes_are_added_up(tmp_path):
   assert rows(summary)[0] == ("dot.1", "forward", 80, 2)
   assert list(summary.idle) == ["process_0 GPU:0", "process_1 GPU:0"]
   assert summary.steps == (100, 101, 300, 301)
-  head = trace.text(summary).splitlines()[0]
-  assert head == "steps 100, 101, 300 and 301 in 200 us, 100 us each"
+  assert trace.text(summary).splitlines()[0] == "steps 100, 101, 300 and 301 in 200 us, 100 us each"
   assert summary.seconds == pytest.approx(200e-6)
   assert summary.host["input"] == pytest.approx(30e-6)
 
@@ -230,9 +175,8 @@ def test_processes_are_added_up(tmp_path):
 @pytest.mark.parametrize("content", [*NO_JSON.values(), PROGRAM, PROGRAM[:-7]])
 def test_what_is_no_trace_is_one_line(tmp_path, content):
   (tmp_path / "a.xplane.pb").write_bytes(content)
-  with pytest.raises(ConfigError, match=r"a\.xplane\.pb: .*; ") as e:
+  with config_error(match=r"a\.xplane\.pb: .*; "):
     trace.summarize(trace.find(tmp_path))
-  assert "\n" not in str(e.value)
 
 
 @pytest.mark.parametrize("cut", [1, 30, 200])
@@ -241,8 +185,7 @@ def test_without_its_programs_a_trace_has_names_still(tmp_path, cut):
   (tmp_path / "whole").mkdir()
   damaged = PROGRAM[:-cut] + bytes([255]) * cut
   path = written(tmp_path, GPU, STEPS, programs=b"")
-  known = trace._programs(path.read_bytes() + damaged)
-  assert len(known) < 12
+  assert len(trace._programs(path.read_bytes() + damaged)) < 12
   assert rows(trace.summarize([path]))[0] == ("dot.1", "other", 40, 1)
 
 

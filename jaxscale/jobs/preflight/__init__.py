@@ -76,8 +76,7 @@ def check(options: Options) -> int:
   group = Group(connected.process_id, hosts, links, connected.key)
   acting = [group.hosts[rank] for rank in group.host_ranks]
   processes = f"{len(group.hosts)} process{'es' * (len(group.hosts) > 1)}"
-  text = f"launch: {launch.kind}, {processes} on {plural(len(acting), 'host')} "
-  text += f"({few(acting)})"
+  text = f"launch: {launch.kind}, {processes} on {plural(len(acting), 'host')} ({few(acting)})"
   if group.links:
     text += f", rendezvous in {time.monotonic() - began:.1f} s"
   findings = [Finding(True, text), *software.check_gpu_settings(group, launch)]

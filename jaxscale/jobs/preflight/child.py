@@ -41,13 +41,11 @@ def ask(
   # With our path: `-c` alone would put the current directory before Python's modules.
   code = f"import sys; sys.path[:] = {sys.path}; "
   code += "from jaxscale.jobs.preflight import child; child.answer()"
+  command = [sys.executable, "-P", "-c", code, function, json.dumps(options)]
+  whole = {name: value for name, value in whole.items() if value}
   try:
     done = subprocess.run(
-      [sys.executable, "-P", "-c", code, function, json.dumps(options)],
-      env={name: value for name, value in whole.items() if value},
-      stdin=subprocess.DEVNULL,
-      capture_output=True,
-      timeout=WAIT_S,
+      command, env=whole, stdin=subprocess.DEVNULL, capture_output=True, timeout=WAIT_S
     )
   except subprocess.TimeoutExpired:
     return {"error": f"JAX did not answer within {WAIT_S:g} s"}
@@ -84,5 +82,4 @@ def cause_of(stderr: str, code: int) -> str:
       return match.expand(meaning).rstrip()
   lines = [line.strip() for line in stderr.splitlines() if line.strip()]
   errors = [x for x in lines if re.match(r"\S*(Error|Exception)\b|error: |F\d{4} ", x)]
-  last = (errors or lines or [f"JAX ended with code {code}"])[-1]
-  return last.removeprefix("error: ")[:300]
+  return (errors or lines or [f"JAX ended with code {code}"])[-1].removeprefix("error: ")[:300]

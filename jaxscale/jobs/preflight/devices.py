@@ -59,17 +59,17 @@ def findings(found: Found, software: Found, hosts: Sequence[str]) -> list[Findin
   usual, others = outliers(shapes)
   for (count, kind), ranks in others.items():
     text = f"devices: {count} x {kind} in {ranks_with_hosts(ranks, hosts)}, "
-    text += f"{usual[0]} x {usual[1]} in the others"
     remedy = "ask for the same number of the same kind for every process, e.g. with "
     remedy += "--gpus-per-node and --constraint, or leave these nodes out"
-    wrong.append(Finding(False, text, remedy))
+    wrong.append(Finding(False, f"{text}{usual[0]} x {usual[1]} in the others", remedy))
   for rank in alive:
-    if results := found[rank]["wrong"]:
-      text = f"devices: {hosts[rank]} computes wrong results: {results[0]}"
-      wrong.append(Finding(False, text, f"leave {hosts[rank]} out and report it"))
-    idle = found[rank]["platform"] == "cpu" and software and software[rank]["gpus"]
+    host, each = hosts[rank], found[rank]
+    if results := each["wrong"]:
+      text = f"devices: {host} computes wrong results: {results[0]}"
+      wrong.append(Finding(False, text, f"leave {host} out and report it"))
+    idle = each["platform"] == "cpu" and software and software[rank]["gpus"]
     if idle and os.environ.get("JAX_PLATFORMS") != "cpu":
-      text = f"devices: {hosts[rank]} has GPUs, and JAX runs on its CPU"
+      text = f"devices: {host} has GPUs, and JAX runs on its CPU"
       wrong.append(Finding(False, text, "install jaxscale[cuda12] or [cuda13]"))
   if not wrong:
     where = f" in each of {len(found)} processes" if len(found) > 1 else ""
@@ -89,8 +89,7 @@ def _data(found: Found, hosts: Sequence[str]) -> list[Finding]:
   for (other, *counts), ranks in others.items():
     text = "data: {} has {:,} + {:,} examples in ".format(other, *counts)
     text += f"{ranks_with_hosts(ranks, hosts)}, {train:,} + {validation:,} in the "
-    remedy = "use the same version of the data on every node"
-    wrong.append(Finding(False, f"{text}others", remedy))
+    wrong.append(Finding(False, f"{text}others", "use the same version of the data on every node"))
   return wrong or [Finding(True, f"data: {name}, {train:,} + {validation:,} examples")]
 
 

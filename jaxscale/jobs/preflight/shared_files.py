@@ -116,10 +116,8 @@ def _watch_renames(group: Group, folder: Path) -> str:
   until, torn, turn = time.monotonic() + SEEN_S, "", 0
   while group.acts and turn != _RENAMES and time.monotonic() < until:
     turn = _read(path)
-    if isinstance(turn, str):
-      if not folder.exists():
-        return ""  # not shared, which is reported elsewhere
-      return f"a file that is replaced was {turn}"
+    if isinstance(turn, str):  # where it is not shared, which is reported elsewhere
+      return f"a file that is replaced was {turn}" if folder.exists() else ""
     for step in folder.glob("step-*"):
       if (missing := _FILES - len(list(step.iterdir()))) > 0:
         torn = f"a directory that is renamed appeared without {missing} of its files"
@@ -169,28 +167,30 @@ def _read(path: Path) -> int | str:
 
 def findings(answers: Found, group: Group, workdir: Path) -> list[Finding]:
   """Judge the results of `probe`; by rank."""
-  hosts, ranks, place = group.hosts, group.host_ranks, f"workdir {workdir}: "
+  hosts, ranks = group.hosts, group.host_ranks
+
+  def finding(ok: bool, text: str, remedy: str = "") -> Finding:
+    return Finding(ok, f"workdir {workdir}: {text}", remedy)
+
   if error := answers[0].get("error"):
     remedy = "give a --workdir that can be written, on a file system of all nodes"
-    return [Finding(False, place + error, remedy)]
+    return [finding(False, error, remedy)]
   unseen = {*answers[0]["unseen"], *(r for r in ranks[1:] if answers[r]["unseen"])}
   if blind := ", ".join(hosts[rank] for rank in sorted(unseen)):
     text = f"{blind} and {hosts[0]} do not see each other's files within {SEEN_S:g} s"
     remedy = "give a --workdir on a file system that all nodes share, or mount it on "
-    return [Finding(False, place + text, remedy + blind)]
-  remedy = "give a --workdir on another file system (Lustre, GPFS, NFS or a local disk)"
+    return [finding(False, text, remedy + blind)]
   wrong = []
-  winners = {sum(i in answers[r]["won"] for r in ranks) for i in range(_CLAIMS)}
-  if winners != {1}:
-    text = f"gave {max(winners)} of {len(ranks)} hosts the same file"
-    text = f"exclusive creation {text if max(winners) > 1 else 'does not work'}"
-    wrong.append(Finding(False, place + text, remedy))
+  most = max(sum(i in answers[r]["won"] for r in ranks) for i in range(_CLAIMS))
+  if any(sum(i in answers[r]["won"] for r in ranks) != 1 for i in range(_CLAIMS)):
+    text = f"gave {most} of {len(ranks)} hosts the same file" if most > 1 else "does not work"
+    wrong.append(f"exclusive creation {text}")
   for rank in ranks:
     if torn := answers[rank]["torn"]:
-      text = f"rename is not atomic, {hosts[rank]} reports: {torn}"
-      wrong.append(Finding(False, place + text, remedy))
-  text = f"{place}rename is atomic, creation exclusive"
+      wrong.append(f"rename is not atomic, {hosts[rank]} reports: {torn}")
+  text = "rename is atomic, creation exclusive"
   if len(ranks) > 1:
     slowest = max(answers[rank]["seconds"] for rank in ranks)
     text += f", all {len(ranks)} hosts see each other's files in {slowest:.2f} s"
-  return wrong or [Finding(True, text)]
+  remedy = "give a --workdir on another file system (Lustre, GPFS, NFS or a local disk)"
+  return [finding(False, what, remedy) for what in wrong] or [finding(True, text)]

@@ -20,21 +20,11 @@ from jaxscale.jobs.preflight.finding import Finding, Found, outliers
 from jaxscale.jobs.preflight.group import Group, gather
 from jaxscale.metrics.text import byte_size
 
-PACKAGES = (
-  "jax",
-  "jaxlib",
-  "jaxscale",
-  "flax",
-  "optax",
-  "orbax-checkpoint",
-  "tensorflow-datasets",
-  "numpy",
-  "jax-cuda12-plugin",
-  "jax-cuda13-plugin",
-  "nvidia-nccl-cu12",
-  "nvidia-nccl-cu13",
-  "libtpu",
-)
+_PACKAGES = """
+jax jaxlib jaxscale flax optax orbax-checkpoint tensorflow-datasets numpy jax-cuda12-plugin
+jax-cuda13-plugin nvidia-nccl-cu12 nvidia-nccl-cu13 libtpu
+"""
+PACKAGES = tuple(_PACKAGES.split())
 _SMI_S = 15.0  # the driver loads for seconds where persistence mode is off
 # NCCL keeps its buffers between processes of a node in /dev/shm, and calls
 # Docker's 64 MiB too few: docs.nvidia.com/deeplearning/nccl,
@@ -170,8 +160,7 @@ def _versions(found: Found, hosts: Sequence[str]) -> list[Finding]:
       remedy = f"install the same everywhere, e.g. pip install {name}=={usual}"
     for other, ranks in others.items():
       where = handshake.ranks_with_hosts(ranks, hosts)
-      text = f"{name} {other} on {where}, {usual} on the others"
-      wrong.append(Finding(False, text, remedy))
+      wrong.append(Finding(False, f"{name} {other} on {where}, {usual} on the others", remedy))
   same = "on all processes" if len(found) > 1 else "here"
   return wrong or [Finding(True, f"versions {same}: {', '.join(shown)}")]
 
@@ -199,19 +188,19 @@ def _limits(found: Found, hosts: Sequence[str]) -> list[Finding]:
   for host, each in dict(zip(reversed(hosts), reversed(found), strict=True)).items():
     hard, locked, shm = each["files"][1], each["locked"], each["shm"]
     if 0 <= hard < needed:
-      text = f"{host}: {hard} open files are allowed at most, {needed} may be needed"
+      text = f"{hard} open files are allowed at most, {needed} may be needed"
       remedy = "raise the hard limit there (ulimit -Hn, LimitNOFILE of slurmd)"
-      wrong.append(Finding(False, text, remedy))
+      wrong.append((host, text, remedy))
     if each["infiniband"] and locked != -1 and locked < 1 << 30:
-      text = f"{host}: {byte_size(locked)} of memory may be locked, InfiniBand "
+      text = f"{byte_size(locked)} of memory may be locked, InfiniBand registers its buffers"
       remedy = "let slurmd start with LimitMEMLOCK=infinity, and PropagateResource"
       remedy += "LimitsExcept=MEMLOCK in slurm.conf (ulimit -l unlimited)"
-      wrong.append(Finding(False, f"{text}registers its buffers", remedy))
+      wrong.append((host, text, remedy))
     if each["gpus"] and shm is not None and shm < _LEAST_SHM:
-      text = f"{host}: /dev/shm has {byte_size(shm)}, NCCL shares buffers there"
-      remedy = "start the container with --shm-size=1g or more"
-      wrong.append(Finding(False, text, remedy))
-  return wrong or [Finding(True, "limits: open files, locked memory, /dev/shm")]
+      text = f"/dev/shm has {byte_size(shm)}, NCCL shares buffers there"
+      wrong.append((host, text, "start the container with --shm-size=1g or more"))
+  bad = [Finding(False, f"{host}: {text}", remedy) for host, text, remedy in wrong]
+  return bad or [Finding(True, "limits: open files, locked memory, /dev/shm")]
 
 
 def _gpus(found: Found, hosts: Sequence[str]) -> list[Finding]:

@@ -1,0 +1,24 @@
+# Slurm requeues even what was cancelled. A job that it has ended is
+# COMPLETING, and its reason names a time limit and nothing else.
+may_restart() {
+  local shown tries=0
+  until shown=$(scontrol show job "$job"); do
+    [ $((tries += 1)) -lt 6 ] || break
+    sleep 3
+  done
+  [ -n "$shown" ] || echo "error: not restarted: Slurm's controller does not answer"
+  # `scontrol requeue` by somebody else, or a preemption: Slurm starts it again.
+  [[ $shown =~ Restarts=([0-9]+) ]] &&
+    [ "${BASH_REMATCH[1]}" -gt "${SLURM_RESTART_COUNT:-0}" ] && is_requeued=yes
+  [[ $shown == *JobState=RUNNING* || $shown == *Reason=TimeLimit* ]] &&
+    [ ! -e "$run/cancelled" ]
+}
+newest() {  # the step of the newest checkpoint, in the workdir or on the nodes
+  local copy=$workdir/checkpoints/local.json
+  {
+    ls "$workdir/checkpoints"
+    [ -f "$copy" ] && sed -n 's/.*"step": \([0-9]*\).*/\1/p' "$copy"
+  } 2>/dev/null | grep -E '^[0-9]+$' | sort -n | tail -n 1
+}
+before=$(newest)
+is_requeued=

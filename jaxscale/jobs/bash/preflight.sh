@@ -1,0 +1,18 @@
+# One process per node checks whether this allocation can train. If a
+# signal stops it, nothing is known about the nodes, and the job resumes later.
+nodes=$SLURM_JOB_NUM_NODES
+step "${srun[@]}" --kill-on-bad-exit=0 \
+  --nodes="$nodes" --ntasks="$nodes" --ntasks-per-node=1 \
+  "${python[@]}" -m jaxscale doctor "${config[@]}" --workdir "$workdir"
+case $code in SIGNALS) stopped=yes ;; esac
+if [ -n "$stopped" ]; then
+  echo "stopped by a signal in the preflight: nothing to save"
+  code=85
+  finish
+elif [ "$code" = 2 ]; then
+  echo "error: the preflight found this allocation unfit, see above" >&2
+  finish
+elif [ "$code" != 0 ]; then
+  echo "error: the preflight itself failed, exit code $code, see above" >&2
+  finish
+fi
