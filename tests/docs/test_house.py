@@ -9,6 +9,7 @@ import pytest
 from jaxscale import data
 from jaxscale.config.loading import load_config
 from jaxscale.experiment import build
+from jaxscale.experiment.model import make_model
 from support import job_script
 from support.cases import all_slow_except
 from support.commands import run, run_python, run_train
@@ -29,7 +30,6 @@ QUICK = """
   digits.py fashion_mnist_large_batch.py text.py vit_fashion_mnist.py llama_1b.py
   fashion_mnist_exchange.py:one_bit
 """
-FILES = sorted(p.name for p in (ROOT / "configs").glob("*.py"))
 SHAPES = {"fashion_mnist": ((28, 28, 1), 10, 60_000), "imagenet2012": (None, 1000, 1_281_167)}
 
 
@@ -68,24 +68,17 @@ def test_every_config_traces_and_lowers_for_eight_devices(path, monkeypatch):
 
 
 def test_every_config_is_tested():
-  assert {*FILES} == {c.split(":")[0] for c in CONFIGS.split()}
+  files = {p.name for p in (ROOT / "configs").glob("*.py")}
+  assert files == {c.split(":")[0] for c in CONFIGS.split()}
 
 
-@pytest.mark.parametrize("path", FILES)
-def test_a_config_says_command_hardware_and_result(path):
-  header = (ROOT / "configs" / path).read_text().split('"""')[1]
-  for word in ("Command", "Hardware", "Result"):
-    assert re.search(rf"^{word}\b", header, flags=re.M), f"{path}: no {word}"
-
-
-def test_the_recipe_of_goyal_et_al_is_theirs(monkeypatch):
-  monkeypatch.setattr(data, "tfds_images", fake)
-  experiment = build.experiment(load_config("configs/resnet50_imagenet.py"))
-  derived = experiment.derived
-  # Intel Caffe's files of the same recipe: 3.2, 780 warm-up steps, 14,075 in all.
-  assert derived.peak_lr == pytest.approx(3.2)
-  assert derived.warmup_steps == pytest.approx(780, abs=3)
-  assert derived.total_steps == pytest.approx(14_075, abs=3)
+@pytest.mark.parametrize("size, least, most", [("1b", 1.0e9, 1.2e9), ("7b", 6.7e9, 6.8e9)])
+def test_the_language_models_have_the_sizes_of_their_names(size, least, most):
+  """TinyLlama's and Llama 2's."""
+  config = load_config(f"configs/llama_{size}.py")
+  stack = make_model(config, config.data.abstract(config.batch_size)[0].info)
+  params = jax.eval_shape(stack.init, jax.random.key(0))
+  assert least < sum(x.size for x in jax.tree.leaves(params)) < most
 
 
 def cells_of(notebook):

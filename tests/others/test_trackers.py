@@ -8,9 +8,6 @@ import collections
 import http.server
 import json
 import os
-import signal
-import subprocess
-import sys
 import threading
 from pathlib import Path
 
@@ -18,9 +15,9 @@ import pytest
 
 from jaxscale import config, metrics
 from jaxscale.config.bases import TrackerContext
-from support.commands import child_env
+from support.commands import run, run_python
 from support.extending import blocks
-from support.processes import free_port, wait_until
+from support.processes import free_port, killed_at_end, wait_until
 from support.tiny_runs import command, newest_step, start
 
 pytest.importorskip("wandb")
@@ -118,13 +115,8 @@ print(json.dumps([run.name, run.config, rows]))
 
 def trackio_run(folder):
   """(name, config, {name: [(step, value), ...]}) of the only run in its database."""
-  done = subprocess.run(
-    [sys.executable, "-c", READ_TRACKIO],
-    env=child_env(TRACKIO_DIR=str(folder)),
-    capture_output=True,
-    text=True,
-    check=True,
-  )
+  done = run_python("-c", READ_TRACKIO, TRACKIO_DIR=str(folder), PYTHONWARNINGS="default")
+  assert done.returncode == 0, done.stderr
   name, settings, rows = json.loads(done.stdout)
   found = collections.defaultdict(list)
   for row in rows:
@@ -161,10 +153,8 @@ def resumed(tmp_path_factory):
   config = workdir.parent / "paced.py"
   config.write_text(PACED)
   env = {"TRACKIO_DIR": str(folder), "WANDB_API_KEY": KEY}
-  process = start(workdir, *ALL, config=str(config), PACE="0.1", **env)
-  wait_until(lambda: is_taken(workdir, folder), process)
-  process.send_signal(signal.SIGKILL)
-  process.communicate()
+  with killed_at_end(start(workdir, *ALL, config=str(config), PACE="0.1", **env)) as process:
+    wait_until(lambda: is_taken(workdir, folder), process)
   last = newest_step(workdir)
   again = start(workdir, *ALL, config=str(config), PACE="0.02", **env)
   out, err = again.communicate(timeout=300)
@@ -186,12 +176,7 @@ def test_wandb_has_one_run_with_every_step_once(resumed):
   assert settings["environment"]["commit"] == started["commit"]
   sync = [x for x in out.splitlines() if "wandb sync" in x][-1].partition("wandb sync ")
   assert Path(sync[2]) == path.parent
-  listed = subprocess.run(
-    [sys.executable, "-m", "wandb", "sync", "--dry-run", sync[2]],
-    env=child_env(),
-    capture_output=True,
-    text=True,
-  )
+  listed = run_python("-m", "wandb", "sync", "--dry-run", sync[2])
   assert run.run_id in listed.stdout + listed.stderr
 
 
@@ -228,20 +213,10 @@ def test_no_file_has_the_key(resumed):
 def test_without_a_route_the_run_ends_with_every_step(tmp_path):
   """W&B online through a proxy that is not there, and MLflow at a dead port."""
   dead, trackers = f"http://127.0.0.1:{free_port()}", "--config.log.trackers"
-  done = subprocess.run(
-    command(
-      tmp_path,
-      f"{trackers}=Wandb,MLflow",
-      f"{trackers}.Wandb.mode=online",
-      f"{trackers}.MLflow.uri={dead}",
-      f"{trackers}.Wandb.flush_s=1",
-      f"{trackers}.MLflow.flush_s=1",
-    ),
-    env=child_env(HTTPS_PROXY=dead, HTTP_PROXY=dead, WANDB_API_KEY=KEY),
-    capture_output=True,
-    text=True,
-    timeout=300,
-  )
+  settings = f"=Wandb,MLflow .Wandb.mode=online .MLflow.uri={dead} .Wandb.flush_s=1"
+  words = [f"{trackers}{word}" for word in f"{settings} .MLflow.flush_s=1".split()]
+  env = dict(HTTPS_PROXY=dead, HTTP_PROXY=dead, WANDB_API_KEY=KEY)
+  done = run(*command(tmp_path, *words), **env)
   assert done.returncode == 0, done.stderr
   summary = metrics.read_json(tmp_path / "summary.json")
   assert summary["outcome"] == "done"

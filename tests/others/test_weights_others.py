@@ -103,153 +103,97 @@ def test_of_all_architectures_of_timm_only_ours_are_taken(module, monkeypatch, t
   assert taken > 3
 
 
-def shapes(make):
-  with torch.device("meta"):
-    return {k: tuple(v.shape) for k, v in make().state_dict().items()}
+def shapes(model):
+  return {k: tuple(v.shape) for k, v in model.state_dict().items()}
 
 
-@pytest.mark.parametrize(
-  ("naming", "make", "says"),
-  [
-    ("timm", lambda: timm.create_model("resnet101"), "ResNet(depth=101, width=64, "),
-    (
-      "timm",
-      lambda: timm.create_model("resnet18", in_chans=1, num_classes=3),
-      "ResNet(depth=18, width=64, stem='imagenet')",
-    ),
-    ("timm", lambda: torchvision.models.resnet34(), "ResNet(depth=34, "),
-    (
-      "timm",
-      lambda: timm.create_model("vit_small_patch32_224"),
-      "ViT(patch=32, width=384, num_layers=12, hidden=1536, pool='token') and images of 224 pixels",
-    ),
-    (
-      "timm",
-      lambda: timm.create_model("vit_base_patch16_gap_224"),
-      "ViT(patch=16, width=768, num_layers=12, hidden=3072, pool='mean') and",
-    ),
-    (
-      "torchvision",
-      lambda: torchvision.models.vit_b_16(),
-      "ViT(patch=16, width=768, num_layers=12, hidden=3072, pool='token') and",
-    ),
-    (
-      "huggingface",
-      lambda: agreement.language_model("Qwen2"),
-      "Transformer(num_layers=2, width=48, hidden=64, qk_norm=False, qkv_bias=True) and 48 words",
-    ),
-    (
-      "huggingface",
-      lambda: agreement.language_model("Qwen3", head_dim=12),
-      "Transformer(num_layers=2, width=48, hidden=64, qk_norm=True, ",
-    ),
-  ],
-)
-def test_settings_are_advised_only_where_there_are_such(naming, make, says):
+# What names and shapes alone say of a network: timm's, torchvision's, transformers'.
+ADVICE = """
+  timm resnet101: ResNet(depth=101, width=64,
+  timm resnet18 in_chans=1 num_classes=3: ResNet(depth=18, width=64, stem='imagenet')
+  timm vit_small_patch32_224: ViT(patch=32, width=384, num_layers=12, hidden=1536, pool='token') \
+and images of 224 pixels
+  timm vit_base_patch16_gap_224: ViT(patch=16, width=768, num_layers=12, hidden=3072, \
+pool='mean') and
+  timm torchvision.resnet34: ResNet(depth=34,
+  torchvision torchvision.vit_b_16: ViT(patch=16, width=768, num_layers=12, hidden=3072, \
+pool='token') and
+  huggingface Qwen2: Transformer(num_layers=2, width=48, hidden=64, qk_norm=False, \
+qkv_bias=True) and 48 words
+  huggingface Qwen3 head_dim=12: Transformer(num_layers=2, width=48, hidden=64, qk_norm=True,
+"""
+
+
+def network(naming, name, **options):
   if naming == "huggingface":  # stirring needs numbers
-    found = {k: tuple(v.shape) for k, v in make().state_dict().items()}
-  else:
-    found = shapes(make)
-  assert settings_of(naming, found).startswith(says)
+    return agreement.language_model(name, **options)
+  with torch.device("meta"):
+    if name.startswith("torchvision."):
+      return getattr(torchvision.models, name.removeprefix("torchvision."))()
+    return timm.create_model(name, **options)
+
+
+@pytest.mark.parametrize("line", ADVICE.strip().splitlines(), ids=lambda x: x.partition(":")[0])
+def test_settings_are_advised_only_where_there_are_such(line):
+  of, _, advice = line.partition(": ")
+  naming, name, *options = of.split()
+  options = {k: int(v) for k, v in (x.split("=") for x in options)}
+  assert settings_of(naming, shapes(network(naming, name, **options))).startswith(advice)
+
+
+OTHER = """
+  resnet50d seresnet50 resnext50_32x4d wide_resnet50_2 resnet50_gn resnet26
+  vit_small_patch14_dinov2 deit3_small_patch16_224 deit_small_distilled_patch16_224
+"""
+OF_VIT = [("vit_tiny_patch16_224", x) for x in ({"global_pool": "avg"}, {"reg_tokens": 4})]
 
 
 @pytest.mark.parametrize(
-  ("architecture", "options"),
-  [
-    ("resnet50d", {}),
-    ("seresnet50", {}),
-    ("resnext50_32x4d", {}),
-    ("wide_resnet50_2", {}),
-    ("resnet50_gn", {}),
-    ("resnet26", {}),
-    ("vit_small_patch14_dinov2", {}),
-    ("deit3_small_patch16_224", {}),
-    ("deit_small_distilled_patch16_224", {}),
-    ("vit_tiny_patch16_224", {"global_pool": "avg"}),
-    ("vit_tiny_patch16_224", {"reg_tokens": 4}),
-  ],
+  ("architecture", "options"), [*((name, {}) for name in OTHER.split()), *OF_VIT]
 )
 def test_no_settings_are_advised_for_what_is_not_ours(architecture, options):
-  found = shapes(lambda: timm.create_model(architecture, **options))
-  assert settings_of("timm", found) is None
+  assert settings_of("timm", shapes(network("timm", architecture, **options))) is None
 
 
-@pytest.mark.parametrize(
-  ("kind", "fields"),
-  [
-    ("Llama", {"attention_bias": True}),
-    ("Llama", {"mlp_bias": True}),
-    ("Gemma2", {"head_dim": 12}),
-  ],
-)
+BIASED = [("Llama", {"attention_bias": True}), ("Llama", {"mlp_bias": True})]
+
+
+@pytest.mark.parametrize(("kind", "fields"), [*BIASED, ("Gemma2", {"head_dim": 12})])
 def test_nor_for_language_models_that_are_not(kind, fields):
-  state = agreement.language_model(kind, **fields).state_dict()
-  found = {name: tuple(x.shape) for name, x in state.items()}
-  assert settings_of("huggingface", found) is None
+  assert settings_of("huggingface", shapes(network("huggingface", kind, **fields))) is None
 
 
 VIT = {"embed_dim": 48, "depth": 2, "num_heads": 3, "img_size": 32, "patch_size": 8}
 V48 = cfg.ViT(width=48, num_layers=2, num_heads=3, patch=8)
-NO_HEAD = "init_head=True starts the classifier anew"
+NO_HEAD = "2 missing, first fc.weight; init_head=True starts the classifier anew"
+R18, AVG, FOUR_HEADS = cfg.ResNet(depth=18), {"global_pool": "avg"}, {"num_heads": 4}
+OF_R18 = "it is of ResNet(depth=18, width=64, stem='imagenet'), set these"
+OF_NONE = "it is of a network that is not among ours, and no settings make it one"
+# An architecture, settings of ours, options of timm's; what is refused, and what
+# without config.json, where anything is.
+REFUSED = [
+  ("resnet18", R18, {"num_classes": 0}, NO_HEAD, NO_HEAD),
+  ("resnet18", cfg.ResNet(depth=34), {}, "depth is 18 there and 34 here, set ResNet", OF_R18),
+  ("seresnet18", R18, {}, "architecture is 'seresnet18' there", OF_NONE),
+  ("resnetblur18", R18, {}, "architecture is 'resnetblur18' there", None),
+  ("vit", V48, AVG, "class_token=True, fc_norm=True", "only those of fc_norm=False are"),
+  ("vit", V48, AVG | {"fc_norm": False}, "class_token=True, fc_norm=False", None),
+  ("vit", V48, {"qk_norm": True}, "qk_norm is True there", "not among ours"),
+  (
+    "vit",
+    dataclasses.replace(V48, **FOUR_HEADS),
+    {},
+    "num_heads is 3 there and 4 here, set V",
+    None,
+  ),
+]
 
 
-@pytest.mark.parametrize(
-  ("architecture", "settings", "options", "says", "or_else"),
-  [
-    (
-      "resnet18",
-      cfg.ResNet(depth=18),
-      {"num_classes": 0},
-      f"2 missing, first fc.weight; {NO_HEAD}",
-      f"2 missing, first fc.weight; {NO_HEAD}",
-    ),
-    (
-      "resnet18",
-      cfg.ResNet(depth=34),
-      {},
-      "depth is 18 there and 34 here, set ResNet",
-      "it is of ResNet(depth=18, width=64, stem='imagenet'), set these",
-    ),
-    (
-      "seresnet18",
-      cfg.ResNet(depth=18),
-      {},
-      "architecture is 'seresnet18' there",
-      "it is of a network that is not among ours, and no settings make it one",
-    ),
-    ("resnetblur18", cfg.ResNet(depth=18), {}, "architecture is 'resnetblur18' there", None),
-    (
-      "vit_base_patch16_224",
-      V48,
-      VIT | {"global_pool": "avg"},
-      "class_token=True, fc_norm=True",
-      "only those of fc_norm=False are",
-    ),
-    (
-      "vit_base_patch16_224",
-      V48,
-      VIT | {"global_pool": "avg", "fc_norm": False},
-      "class_token=True, fc_norm=False",
-      None,
-    ),
-    (
-      "vit_base_patch16_224",
-      dataclasses.replace(V48, num_heads=4),
-      VIT,
-      "num_heads is 3 there and 4 here, set ViT.num_heads=3",
-      None,
-    ),
-    (
-      "vit_base_patch16_224",
-      V48,
-      VIT | {"qk_norm": True},
-      "qk_norm is True there",
-      "not among ours",
-    ),
-  ],
-)
+@pytest.mark.parametrize(("architecture", "settings", "options", "says", "or_else"), REFUSED)
 def test_what_timm_saved_is_refused_by_name(architecture, settings, options, says, or_else):
   options = {"num_classes": agreement.CLASSES} | options
+  if architecture == "vit":
+    architecture, options = "vit_base_patch16_224", VIT | options
   info = agreement.photos(32)
   with agreement.saved(timm.create_model(architecture, **options)) as folder:
     with pytest.raises(ConfigError) as with_config:
@@ -271,13 +215,10 @@ def test_a_field_that_is_missing_is_what_transformers_takes(kind, fields):
   made = getattr(transformers, f"{kind}Config")(**fields)
   there = completed({"hidden_size": 4096, "model_type": kind.lower()} | fields)
   heads = made.num_attention_heads
-  wanted = {
-    "num_attention_heads": heads,
-    "num_key_value_heads": made.num_key_value_heads,
-    "head_dim": getattr(made, "head_dim", None) or made.hidden_size // heads,
-    "rms_norm_eps": made.rms_norm_eps,
-    "rope_theta": made.rope_parameters["rope_theta"],
-  }
+  width = getattr(made, "head_dim", None) or made.hidden_size // heads
+  wanted = dict(num_attention_heads=heads, num_key_value_heads=made.num_key_value_heads)
+  wanted |= dict(head_dim=width, rms_norm_eps=made.rms_norm_eps)
+  wanted |= dict(rope_theta=made.rope_parameters["rope_theta"])
   assert {name: there[name] for name in wanted} == wanted
 
 

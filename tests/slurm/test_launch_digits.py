@@ -7,16 +7,11 @@ import jax
 import numpy as np
 import pytest
 
-from support.slurm.cli import ends, make_cli, until
+from support.slurm.cli import ends, until
 from support.tiny_runs import ARGS, final_state
 
 # No step is saved twice: what is compared is the last.
 ONCE = [*ARGS, "--config.epochs=3", "--config.checkpoint.every_epochs=3"]
-
-
-@pytest.fixture
-def cli(slurm, tmp_path):
-  return make_cli(slurm, tmp_path)
 
 
 def test_digits_trains_on_a_node(cli):
