@@ -5,10 +5,8 @@ protobufs of W&B in LevelDB's log format (its doc/log_format.md), after 7 bytes 
 """
 
 import collections
-import http.server
 import json
 import os
-import threading
 from pathlib import Path
 
 import pytest
@@ -223,61 +221,6 @@ def test_without_a_route_the_run_ends_with_every_step(tmp_path):
   logged = [step for step, _ in recorded(tmp_path)["train/loss"]]
   assert logged == [*range(7, 78, 7), summary["total_steps"]]
   assert "has not finished in 1 s" in done.stdout and KEY not in done.stdout
-
-
-class Server(http.server.BaseHTTPRequestHandler):
-  """As much of MLflow's REST API as a run uses; after some batches it is silent."""
-
-  protocol_version = "HTTP/1.1"
-  taken, most, silent, released = [], 3, threading.Event(), threading.Event()
-
-  def answer(self):
-    body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
-    call = self.path.rpartition("/mlflow/")[2].partition("?")[0]
-    if call == "runs/log-batch" and (values := json.loads(body).get("metrics")):
-      if len(self.taken) == self.most:
-        self.silent.set()
-        self.released.wait()
-      self.taken.append(values)
-    run = {"info": {"run_id": "r", "run_uuid": "r", "experiment_id": "1"}, "data": {}}
-    answers = {
-      "experiments/get-by-name": {"experiment": {"experiment_id": "1", "name": "x"}},
-      "runs/search": {"runs": [run]},
-      "runs/get": {"run": run},
-    }
-    text = json.dumps(answers.get(call, {})).encode()
-    self.send_response(200)
-    self.send_header("Content-Length", str(len(text)))
-    self.end_headers()
-    self.wfile.write(text)
-
-  do_GET = do_POST = do_PUT = answer
-
-  def log_message(self, *args):
-    pass
-
-
-def test_a_server_that_falls_silent_costs_its_lines_alone(tmp_path):
-  server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Server)
-  threading.Thread(target=server.serve_forever, daemon=True).start()
-  uri = f"http://127.0.0.1:{server.server_port}"
-  printed = []
-  source = metrics.TrackerSource(
-    "MLflow", lambda note: config.MLflow(uri=uri).build(context(tmp_path, note)), 0.05
-  )
-  writer = metrics.MetricWriter(tmp_path, tensorboard=False, trackers=[source], say=printed.append)
-  for step in range(1, Server.most + 2):
-    writer.write(step, {"train/loss": 1 / step})
-  assert Server.silent.wait(60)
-  for step in range(10, 1000):
-    writer.write(step, {"train/loss": 1 / step})
-  writer.close()
-  assert "MLflow has not finished in 0.05 s" in printed[-1]
-  assert len(recorded(tmp_path)["train/loss"]) == Server.most + 1 + 990
-  taken = [(m["step"], m["value"]) for batch in Server.taken for m in batch]
-  assert taken == [(step, 1 / step) for step in range(1, Server.most + 1)]
-  Server.released.set()
-  server.shutdown()
 
 
 def context(workdir, note=print):

@@ -69,16 +69,11 @@ def results(child):
   return run
 
 
-def dead_port():
-  """A port that takes connections and never says a word, like a proxy that hangs."""
-  sock = socket.create_server(("127.0.0.1", 0))
-  return sock, sock.getsockname()[1]
-
-
 def test_two_processes_join_behind_a_dead_proxy_and_own_their_signals(results):
   """Plain jax.distributed.initialize hangs there."""
-  proxy, port = dead_port()
-  address = f"http://127.0.0.1:{port}"
+  # It takes connections and never says a word, like a proxy that hangs.
+  proxy = socket.create_server(("127.0.0.1", 0))
+  address = f"http://127.0.0.1:{proxy.getsockname()[1]}"
   # What a batch system leaves behind, and JAX's own detection would go by.
   env = dict(http_proxy=address, https_proxy=address, no_grpc_proxy="*")
   env |= dict(JAX_COORDINATOR_BIND_ADDRESS="[::]:1", JAX_COORDINATOR_ADDRESS="no:1")

@@ -1,5 +1,6 @@
 """Runs under layouts as real processes: killed, moved to other layouts, spread."""
 
+import functools
 import random
 import shutil
 
@@ -125,13 +126,12 @@ def test_what_an_exchange_keeps_of_parts_is_refused_elsewhere(tmp_path):
 @pytest.fixture(scope="module")
 def in_one_process(tmp_path_factory):
   """Runs of one process with four devices."""
-  found = {}
 
+  @functools.cache
   def of(name):
-    if name not in found:
-      found[name] = tmp_path_factory.mktemp("one") / "run"
-      run(found[name], *FOUR[name], num_devices=4)
-    return found[name]
+    workdir = tmp_path_factory.mktemp("one") / "run"
+    run(workdir, *FOUR[name], num_devices=4)
+    return workdir
 
   return of
 

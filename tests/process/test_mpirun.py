@@ -18,11 +18,8 @@ pytestmark = [
 ]
 
 # A cluster's own choices: more processes than cores, and a container's user.
-MPI = {
-  "JAXSCALE_MPI_OPTIONS": "--oversubscribe",
-  "OMPI_ALLOW_RUN_AS_ROOT": "1",
-  "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
-}
+MPI = dict(OMPI_ALLOW_RUN_AS_ROOT="1", OMPI_ALLOW_RUN_AS_ROOT_CONFIRM="1")
+MPI |= dict(JAXSCALE_MPI_OPTIONS="--oversubscribe")
 
 
 def test_ctrl_c_of_mpirun_saves_and_its_log_is_plain_lines(tmp_path):

@@ -47,7 +47,6 @@ def test_the_preflight_stops_a_bad_allocation_and_names_the_node(cli, slurm):
   finally:
     slurm.run("umount", str(workdir), host="n2")
   reported = cli("logs", "d", "--rank=batch")
-  print(f"{seconds:.0f} s")
   assert words[3] == "2" and ends(cli, "d") == [(2, "stop")]
   assert "preflight found this allocation unfit" in reported
   wrong = [line for line in reported.splitlines() if line.startswith("not ")]

@@ -8,6 +8,7 @@ import pytest
 
 from support.cases import all_slow_except
 from support.commands import child_env, train_command
+from support.job_script import fake
 from support.paths import ROOT
 from support.processes import wait_until
 from support.slurm.cli import FOREVER, ends, make_cli, number, states, until, until_ended
@@ -202,11 +203,8 @@ def test_slurm_takes_every_plain_script(slurm):
 @pytest.mark.parametrize("name", all_slow_except(["single_node", "train", "cpu", "array"], "train"))
 def test_plain_scripts_run_what_they_say(slurm, tmp_path, name):
   venv = tmp_path / "a venv"
-  (venv / "bin").mkdir(parents=True)
+  fake(venv / "bin" / "python", 'echo "$SLURM_CPUS_PER_TASK cores:" "$@"')
   (venv / "bin" / "activate").write_text(f"export PATH={shlex.quote(str(venv))}/bin:$PATH")
-  python = venv / "bin" / "python"
-  python.write_text('#!/bin/bash\necho "$SLURM_CPUS_PER_TASK cores:" "$@"\n')
-  python.chmod(0o755)
   text = (ROOT / "launch" / f"{name}.sbatch").read_text()
   text = re.sub(r"#SBATCH --gpus.*\n", "", text)
   text = re.sub(r"ntasks-per-node=8", "ntasks-per-node=1", text)

@@ -92,7 +92,6 @@ def test_two_preemptions_and_a_crash_change_no_bit_and_are_all_accounted_for(
   assert sum(found.seconds.values()) == pytest.approx(ends[-1] - queued[0], rel=0.01)
   seconds = {name: found.seconds[name] for name in wanted if name != "all else"}
   seconds["all else"] = found.wall_s - sum(seconds.values())
-  print(found, seconds, wanted, sep="\n")
   # Below 1 s where it was measured (docs/launch.md); some files are written late here.
   assert seconds == pytest.approx(wanted, abs=4.0)
   summary = read_json(job.workdir / "summary.json")["goodput_seconds"]

@@ -29,6 +29,6 @@ RUNS = {
 
 
 def fake(path: Path, text: str) -> None:
-  path.parent.mkdir(exist_ok=True)
+  path.parent.mkdir(parents=True, exist_ok=True)
   path.write_text(f"#!/bin/bash\n{text}\n")
   path.chmod(0o755)

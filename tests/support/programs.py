@@ -19,7 +19,7 @@ LANGUAGE, DIGITS = "tests/support/tiny_language.py", "configs/digits.py"
 
 
 def laid_out(shard="none", steps=1, bf16=False, optimizer=None, layout=(), **mesh):
-  parts = dict(mesh=cfg.Mesh(**{"data": 1} | mesh), layout=cfg.Layout(shard, **dict(layout)))
+  parts = dict(mesh=cfg.Mesh(**{"data": 1} | mesh), layout=cfg.Layout(shard=shard, **dict(layout)))
   dtype, optimizer = "bfloat16" if bf16 else "float32", optimizer or cfg.LAMB(lr=1e-3)
   return LANGUAGE, dict(accumulate_steps=steps, dtype=dtype, optimizer=optimizer, **parts)
 

@@ -193,17 +193,9 @@ def hunt(place, until):
   return sorted(found)
 
 
-def _listen(place):
-  server = socket.socket()
-  server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-  server.bind(place)
-  server.listen(1000)
-  return server
-
-
 def squat(place, until):
   """Listens where process 0 would, and plays it: two lines, as it sends them."""
-  with _listen(place) as server, selectors.DefaultSelector() as selector:
+  with socket.create_server(place, backlog=1000) as server, selectors.DefaultSelector() as selector:
     heard = []
     selector.register(server, selectors.EVENT_READ)
     while time.monotonic() < until:
@@ -225,7 +217,7 @@ def squat(place, until):
 
 def silent(place, until):
   """Listens where process 0 would, and says nothing."""
-  with _listen(place):
+  with socket.create_server(place, backlog=1000):
     time.sleep(max(0.0, until - time.monotonic()))
   return []
 
@@ -250,7 +242,7 @@ def relay(place, until):
         return pump(client, server, True)
     return client.close()
 
-  with _listen(place) as server:
+  with socket.create_server(place, backlog=1000) as server:
     server.settimeout(0.1)
     while time.monotonic() < until:
       with contextlib.suppress(TimeoutError):
