@@ -47,11 +47,11 @@ FEEDBACK += ["delayed one bit", "warm one bit"]
 
 def gradients(steps, seed=0, devices=N, shapes=SHAPES):
   """Random gradients [steps, devices, ...], their scale another in each tensor."""
-  rng, found = np.random.default_rng(seed), {}
+  rng, grads = np.random.default_rng(seed), {}
   for i, (name, shape) in enumerate(shapes.items()):
     normal = rng.standard_normal((steps, devices, *shape)) + 0.1
-    found[name] = (10.0 ** (i - 2) * normal).astype(np.float32)
-  return found
+    grads[name] = (10.0 ** (i - 2) * normal).astype(np.float32)
+  return grads
 
 
 def program(exchange, mesh):

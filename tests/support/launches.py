@@ -12,9 +12,9 @@ SUBDOMAIN = "jaxpods.default.svc.cluster.local"
 def found(env, **asked):
   """`detect` without a look at this machine."""
   fqdn = f"{env.get('HOSTNAME')}.{SUBDOMAIN}"
-  here = dict(fqdn=lambda: fqdn, has_tpu=lambda env: False, at_terminal=lambda: False)
+  quiet = dict(fqdn=lambda: fqdn, has_tpu=lambda env: False, at_terminal=lambda: False)
   usual = dict(expand=nodelist.expand, ask_mpi=lambda launch: None)
-  return detect(env, **{**here, **usual, **asked})
+  return detect(env, **{**quiet, **usual, **asked})
 
 
 def tasks(path, tmp_path):

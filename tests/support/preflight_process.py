@@ -23,8 +23,8 @@ def start(hosts, options, patch="", rank_env=None):
   from support.processes import start_group
 
   envs = [(rank_env or {}).get(rank, {}) for rank in range(len(hosts))]
-  told = dict(hosts=hosts, options=[*map(str, options)], patch=textwrap.dedent(patch), envs=envs)
-  return start_group([sys.executable, __file__, json.dumps(told)], len(hosts), 2)
+  common = dict(hosts=hosts, options=[*map(str, options)], patch=textwrap.dedent(patch), envs=envs)
+  return start_group([sys.executable, __file__, json.dumps(common)], len(hosts), 2)
 
 
 def answers(processes, timeout=300):

@@ -42,11 +42,11 @@ def final_state(workdir, num_devices=1):
 
 def record(workdir):
   """The metrics file without what depends on the clock."""
-  found = []
+  lines = []
   for line in metrics.read_json_lines(workdir / "metrics.jsonl"):
     kept = {k: v for k, v in line.items() if k != "time" and not k.startswith("perf/")}
-    found += [kept] if len(kept) > 1 else []
-  return found
+    lines += [kept] if len(kept) > 1 else []
+  return lines
 
 
 def assert_same_run(workdir, reference):

@@ -70,9 +70,9 @@ def lamb(both, rate=rate, factor=1.0, theirs=None, **ours):
 
 def muon(both, ours, **theirs):
   """Muon of PyTorch; vectors are AdamW's."""
-  made = optim.muon(slow_rate, variant="torch", **both, **ours)
+  tx = optim.muon(slow_rate, variant="torch", **both, **ours)
   rest = "torch.optim.AdamW", dict(weight_decay=0.0)
-  return Case(made, "torch.optim.Muon", both | theirs, 0.1, rest)
+  return Case(tx, "torch.optim.Muon", both | theirs, 0.1, rest)
 
 
 DECAY, NO_DECAY = dict(weight_decay=0.1), dict(weight_decay=0.0)
