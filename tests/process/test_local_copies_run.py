@@ -19,7 +19,7 @@ def copied_step(workdir):
 def test_killed_processes_resume_from_their_nodes_bit_for_bit(tmp_path):
   workdir, whole, node = tmp_path / "run", tmp_path / "whole", tmp_path / "node"
   node.mkdir()
-  copies = f"--config.checkpoint.node_copies={node}", "--config.checkpoint.shared_every=999"
+  copies = f"--config.checkpoint.local={node}", "--config.checkpoint.shared_every=999"
   for _, err, code in run_processes(whole, 2, 1):
     assert code == 0, err
   with killed_at_end(*start_group(command(workdir, *copies))) as group:
