@@ -3,8 +3,6 @@
 import json
 import re
 import shlex
-import subprocess
-import sys
 from typing import NamedTuple
 
 import jax
@@ -15,7 +13,7 @@ from jaxscale.cli.train import default_workdir
 from jaxscale.config.loading import load_config
 from jaxscale.experiment import build
 from jaxscale.run.workdir import claim_workdir
-from support.commands import child_env
+from support.commands import run_python
 from support.configs import recorded
 from support.paths import ROOT
 
@@ -169,15 +167,8 @@ def named_on(page):
 @pytest.mark.parametrize("command", QUICK.values(), ids=str)
 def test_the_quick_ones_do_what_they_say(command, tmp_path):
   (tmp_path / "configs").symlink_to(ROOT / "configs")
-  env = child_env(**{"JAX_NUM_CPU_DEVICES": "1", "PYTHONPATH": str(ROOT)} | command.env)
-  done = subprocess.run(
-    [sys.executable, "-m", *command.argv],
-    cwd=tmp_path,
-    env=env,
-    capture_output=True,
-    text=True,
-    timeout=300,
-  )
+  env = {"PYTHONPATH": str(ROOT)} | command.env
+  done = run_python("-m", *command.argv, cwd=tmp_path, **env)
   assert done.returncode == 0, done.stderr
   if command.argv[1] == "train":
     assert ": reached)" in done.stdout

@@ -1,15 +1,10 @@
 """The small commands, as they are typed."""
 
-import json
-import subprocess
-import sys
-
 import pytest
 
 from jaxscale import cli
 from jaxscale.cli import plot_schedule
-from support.commands import child_env
-from support.paths import ROOT
+from support.commands import error_line, run_train
 
 DIGITS, ALEXNET = "configs/digits.py", "configs/alexnet_bn_32k.py"
 
@@ -66,24 +61,5 @@ def test_a_mistake_is_one_line(argv, says, capsys):
 def test_data_is_chosen_on_the_command_line(tmp_path):
   """A class whose field must be given, with that field, through the real command."""
   overrides = ["--config.data=ImageFolder", f"--config.data.path={tmp_path}/photos"]
-  done = subprocess.run(
-    [
-      sys.executable,
-      "-m",
-      "jaxscale.train",
-      "--config",
-      DIGITS,
-      *overrides,
-      "--workdir",
-      str(tmp_path / "run"),
-    ],
-    env=child_env(),
-    cwd=ROOT,
-    capture_output=True,
-    text=True,
-    timeout=300,
-  )
-  assert done.returncode == 2
-  says = f"--config.data.path={tmp_path}/photos: no such directory"
-  assert says in done.stderr and "Traceback" not in done.stderr
-  assert json.dumps(done.stderr).count("\\n") == 1
+  line = error_line(run_train(tmp_path / "run", *overrides), 2)
+  assert f"--config.data.path={tmp_path}/photos: no such directory" in line

@@ -3,8 +3,6 @@
 import json
 import math
 import re
-import signal
-import subprocess
 import sys
 
 import numpy as np
@@ -13,19 +11,16 @@ import pytest
 from jaxscale.config.bases import TrackerContext
 from jaxscale.config.loading import load_config
 from jaxscale.errors import ConfigError
-from support.commands import child_env, error_line
+from support import commands
+from support.commands import error_line, run_python
 from support.extending import blocks, write_mine
-from support.processes import run_group, wait_until
-from support.tiny_runs import newest_step
+from support.processes import run_group
+from support.tiny_runs import checksums, kill
 
-CLASSES = {
-  ("model", "MyNet"): "width",
-  ("data", "Waves"): "noise",
-  ("optimizer", "Lion"): "decay",
-  ("schedule", "Triangle"): "floor",
-  ("loss", "Focal"): "gamma",
-  ("exchange", "Signs"): "scale",
-}
+CLASSES = """
+  model MyNet width, data Waves noise, optimizer Lion decay, schedule Triangle floor,
+  loss Focal gamma, exchange Signs scale
+"""
 
 
 @pytest.fixture(scope="module")
@@ -40,21 +35,7 @@ def command(mine, workdir, *args):
 
 
 def run(mine, workdir, *args, num_devices=1):
-  return subprocess.run(
-    command(mine, workdir, *args),
-    env=child_env(num_devices),
-    cwd=mine.parent,
-    capture_output=True,
-    text=True,
-    timeout=200,
-  )
-
-
-def checksums(workdir):
-  """Return the manifest's leaves of the last checkpoint."""
-  newest = max((workdir / "checkpoints").iterdir(), key=lambda path: int(path.name))
-  manifest = json.loads((newest / "manifest.json").read_text())
-  return newest.name, manifest["leaves"]
+  return commands.run(*command(mine, workdir, *args), num_devices=num_devices, cwd=mine.parent)
 
 
 @pytest.fixture(scope="module")
@@ -87,7 +68,7 @@ def test_it_trains_and_is_recorded(mine, whole):
 
 
 def test_its_fields_are_settings_and_a_typo_is_one_line(mine, whole, tmp_path):
-  for (name, kind), field in CLASSES.items():
+  for name, kind, field in map(str.split, CLASSES.split(",")):
     with pytest.raises(ConfigError, match=f"{kind} has no field '{field}s', did you"):
       load_config(str(mine), {f"{name}.{field}s": "1"})
     value = 8 if name == "model" else 0.5
@@ -132,9 +113,8 @@ def test_prometheus_reads_the_newest_values(mine, tmp_path):
 def test_a_fault_inside_build_is_one_line_with_its_place(mine, tmp_path):
   broken = tmp_path / "broken.py"
   broken.write_text(mine.read_text().replace("Net(self.width,", "Net(self.widht,"))
-  number = (
-    broken.read_text().splitlines().index("    return Net(self.widht, context.info.num_classes)")
-  )
+  wrong = "    return Net(self.widht, context.info.num_classes)"
+  number = broken.read_text().splitlines().index(wrong)
   line = error_line(run(broken, tmp_path / "x"), 2)
   assert f"{broken}:{number + 1}: MyNet.build: AttributeError: " in line
   mean = tmp_path / "mean.py"
@@ -144,17 +124,7 @@ def test_a_fault_inside_build_is_one_line_with_its_place(mine, tmp_path):
 
 
 def test_killed_it_resumes_bit_for_bit(mine, whole, tmp_path):
-  process = subprocess.Popen(
-    command(mine, tmp_path),
-    env=child_env(),
-    cwd=mine.parent,
-    stdout=subprocess.DEVNULL,
-    stderr=subprocess.PIPE,
-    text=True,
-  )
-  wait_until(lambda: newest_step(tmp_path) > 0, process)
-  process.send_signal(signal.SIGKILL)
-  process.communicate()
+  kill(tmp_path, "--config.log.tensorboard=False", config=str(mine))
   done = run(mine, tmp_path)
   assert done.returncode == 0, done.stderr
   assert "resuming from the checkpoint of step" in done.stdout
@@ -177,14 +147,7 @@ def test_two_processes_train_as_one_of_two_devices(mine, tmp_path):
 @pytest.mark.slow
 def test_from_a_notebook(tmp_path):
   (code,) = blocks("notebook")
-  done = subprocess.run(
-    [sys.executable, "-c", code],
-    env=child_env(2),
-    cwd=tmp_path,
-    capture_output=True,
-    text=True,
-    timeout=200,
-  )
+  done = run_python("-c", code, num_devices=2, cwd=tmp_path)
   assert done.returncode == 0, done.stderr
   assert float(done.stdout.splitlines()[-1]) < 1.5
   described = json.loads((tmp_path / "runs" / "notebook" / "config.json").read_text())

@@ -1,7 +1,6 @@
 """Files that install jaxscale elsewhere: containers, recipes, profiles, workflows."""
 
 import re
-import subprocess
 import tomllib
 
 import pytest
@@ -9,6 +8,7 @@ import yaml
 
 from jaxscale.jobs import slurm_script
 from jaxscale.jobs.site import load_site
+from support.commands import run
 from support.job_script import RUN, fake
 from support.paths import ROOT
 
@@ -22,18 +22,12 @@ def read(path):
   return (ROOT / path).read_text()
 
 
-def specifiers(text):
-  """A requirement as index and lock write it: the name, and bounds in any order."""
-  name, bounds = re.fullmatch(r"([\w-]+)(.*)", text.lower().replace("_", "-")).groups()
-  return name, *sorted(bounds.split(","))
-
-
 @pytest.mark.parametrize("name", MACHINES)
 def test_a_machines_profile_makes_a_script(name, tmp_path):
   path = f"launch/profiles/{name}.toml"
   script = slurm_script.render(RUN._replace(nodes=2, site=load_site(str(ROOT / path))))
   (tmp_path / "job").write_text(script)
-  assert subprocess.run(["bash", "-n", tmp_path / "job"]).returncode == 0
+  assert run("bash", "-n", tmp_path / "job").returncode == 0
   # TACC's Slurm rejects options for GPUs and memory.
   refused = "--gpus" in script or "--mem" in script
   assert refused == (name not in ("frontera", "vista"))
@@ -56,15 +50,22 @@ def test_an_images_own_jax_is_kept(tmp_path, before, after, code, line):
     *) echo jaxscale 0 ;;
   esac"""
   fake(tmp_path / "bin" / "python", answers)
-  done = subprocess.run(
-    ["bash", PACKAGING / "containers" / "install.sh", "a.whl"],
-    text=True,
-    env={"PATH": "/usr/bin:/bin", "PYTHON": str(tmp_path / "bin" / "python")},
-    capture_output=True,
-  )
+  env = {"PATH": "/usr/bin:/bin", "PYTHON": f"{tmp_path}/bin/python"}
+  done = run("bash", "packaging/containers/install.sh", "a.whl", **env)
   assert (done.returncode, line in done.stdout + done.stderr) == (code, True), done
   if code != 2:
     assert re.search(r"--constraint \S+ a\.whl", (tmp_path / "done").read_text())
+
+
+def test_the_containers_have_the_same_image_and_files():
+  docker, apptainer = (read(f"packaging/containers/{x}") for x in ("Dockerfile", "jaxscale.def"))
+  (image,) = set(re.findall(r"^(?:ARG|  ) ?BASE=(.+)$", docker + apptainer, re.M))
+  assert re.fullmatch(r"nvcr\.io/nvidia/jax:\d\d\.\d\d-py3", image)
+  copied = " ".join(re.findall(r"^COPY (.+) /opt/jaxscale/", docker, re.M)).split()
+  listed = re.findall(r"^  (\S+) /opt/jaxscale/\S+$", apptainer, re.M)
+  kept = [line[1:] for line in read(".dockerignore").splitlines() if line[0] == "!"]
+  assert sorted(copied) == sorted(listed) == sorted(kept)
+  assert all((ROOT / name).exists() for name in listed)
 
 
 def test_an_easyconfig_has_what_is_pinned():
@@ -79,7 +80,7 @@ def test_an_easyconfig_has_what_is_pinned():
     exec(compile(path.read_text(), path, "exec"), recipe)
     *components, own = recipe["exts_list"]
     assert own[0] == recipe["name"] == "jaxscale"
-    needed = {specifiers(text)[0] for text in PROJECT["dependencies"]}
+    needed = {re.match(r"[\w-]+", text)[0] for text in PROJECT["dependencies"]}
     assert needed <= {name for name, _, _ in components}
     for name, version, options in components:
       (digest,) = options["checksums"]
@@ -99,9 +100,7 @@ def test_workflows_run_files_and_versions_that_exist():
   tested = {v.replace(".", "") for v in wheel["strategy"]["matrix"]["python"]}
   assert tested == {p.stem[2:] for p in ROOT.glob("requirements/py3??.txt")}
   oldest = re.search(r"sed -n '(s/\^  \"jax.*?/p)'", flows["tests"]).group(1)
-  found = subprocess.run(
-    ["sed", "-n", oldest, ROOT / "pyproject.toml"], capture_output=True, text=True
-  )
+  found = run("sed", "-n", oldest, "pyproject.toml")
   assert re.fullmatch(r"\d+\.\d+\.\d+\n", found.stdout), found
 
 
@@ -113,4 +112,4 @@ def test_versions_agree_and_scripts_are_read_by_bash():
   assert f"/apps/jaxscale/{version}\n" in module.read_text()
   assert yaml.safe_load(read("packaging/spack/spack.yaml"))["spack"]["specs"]
   for script in PACKAGING.rglob("*.sh"):
-    assert subprocess.run(["bash", "-n", script]).returncode == 0
+    assert run("bash", "-n", script).returncode == 0

@@ -3,7 +3,6 @@
 Every number here is from the source that is named next to it, never from the config.
 """
 
-import dataclasses
 import functools
 from typing import NamedTuple
 
@@ -18,6 +17,7 @@ from jaxscale import models, optim
 from jaxscale.config.loading import load_config
 from jaxscale.experiment.derive import derive
 from jaxscale.experiment.optimizer import make_optimizer, make_schedule
+from support.configs import small_config
 
 NUM_TRAIN = 1_281_167  # ImageNet-1k
 
@@ -45,20 +45,9 @@ ALEXNET = Recipe("LARS", 32, 0.9, 5e-4, "all", 32768, 4000, 400, 512, None, 0.0,
 # fastalgo/imagenet_resnet50_lamb: run.sh (3519 steps, 782 of warm-up, rate 0.04,
 # decay 1.5, smoothing 0.1), optimization.py (clip 1.0; only BatchNorm is left out;
 # b1 0.9, b2 0.999, eps 1e-6), 256 cores of 128 examples.
-LAMB = Recipe(
-  "LAMB",
-  0.04,
-  (0.9, 0.999, 1e-6),
-  1.5,
-  r"kernel$|^Dense_0/bias$",
-  32768,
-  3519,
-  782,
-  128,
-  1.0,
-  0.1,
-  0.0,
-)
+RELEASED = "kernel$|^Dense_0/bias$"
+ADAM = 0.9, 0.999, 1e-6
+LAMB = Recipe("LAMB", 0.04, ADAM, 1.5, RELEASED, 32768, 3519, 782, 128, 1.0, 0.1, 0.0)
 # arXiv:2102.06356, as recalled; 64 examples: virtual_batch_size of init2winit's
 # mlperf_resnet.
 NESTEROV = Recipe("SGD", 7.05, 0.976, 5.8e-5, "kernels", 32768, 2512, 638, 64, None, 0.15, 1e-4)
@@ -111,20 +100,13 @@ def test_the_numbers_are_those_of_the_source(path):
   o = config.optimizer
   numbers = (o.b1, o.b2, o.eps) if isinstance(o, cfg.LAMB) else o.momentum
   derived = derive(config, NUM_TRAIN, 50_000, 1)
-  found = Recipe(
-    type(o).__name__,
-    o.lr,
-    numbers,
-    o.weight_decay,
-    o.include,
-    config.batch_size,
-    derived.total_steps,
-    derived.warmup_steps,
-    config.model.bn_span,
-    config.clip_norm,
-    config.loss.label_smoothing,
-    getattr(config.schedule, "end_lr", None),
+  steps, rest = (
+    (derived.total_steps, derived.warmup_steps),
+    (config.model.bn_span, config.clip_norm),
   )
+  rest += config.loss.label_smoothing, getattr(config.schedule, "end_lr", None)
+  optimizer = type(o).__name__, o.lr, numbers, o.weight_decay, o.include
+  found = Recipe(*optimizer, config.batch_size, *steps, *rest)
   assert found._replace(momentum=0) == r._replace(momentum=0)
   np.testing.assert_allclose(numbers, r.momentum, rtol=1e-12)
 
@@ -218,10 +200,7 @@ def three_updates(tx):
   return out
 
 
-LARS = cfg.LARS(lr=4.0, momentum=0.8, weight_decay=0.1, trust_coefficient=0.05)
 ORDER = ("^Conv_0", "^BatchNorm_0", "^Dense_0")
-PLAIN = dict(momentum=0.8, weight_decay=0.1, trust_coefficient=0.05)
-RELEASED = "kernel$|^Dense_0/bias$"
 
 
 def clipped(tx):
@@ -238,65 +217,56 @@ def lower_slower(tx):
   return optax.chain(tx, optax.stateless(slow))
 
 
-# Changes of a config, and the same optimizer by hand, of the rate. Its warm-up has
+def lars_config(clip_norm=None, **options):
+  """Fields of a config with LARS."""
+  optimizer = cfg.LARS(lr=4.0, momentum=0.8, weight_decay=0.1, trust_coefficient=0.05, **options)
+  return dict(optimizer=optimizer, clip_norm=clip_norm)
+
+
+def lars(r, **options):
+  return optim.lars(r, momentum=0.8, weight_decay=0.1, trust_coefficient=0.05, **options)
+
+
+def everything(params):
+  return jax.tree.map(lambda w: True, params)
+
+
+FIRST = "^Conv_0/|bias$"
+TORCH = dict(variant="torch", eps=0.3, nesterov=True)
+AS_RELEASED = dict(weight_decay=1.5, bias_correction=False)
+PHI = dict(b1=0.7, b2=0.8, eps=0.1, phi_max=0.5)
+# Fields of a config, and the same optimizer by hand, of the rate. Its warm-up has
 # two steps, so that the correction ends before the third.
 WIRING = {
-  "lars": (dict(optimizer=LARS), lambda r: optim.lars(r, **PLAIN)),
+  "lars": (lars_config(), lars),
   "corrected in the warm-up": (
-    dict(optimizer=(LARS, dict(momentum_correction="warmup"))),
-    lambda r: optim.lars(r, momentum_correction=2, **PLAIN),
+    lars_config(momentum_correction="warmup"),
+    lambda r: lars(r, momentum_correction=2),
   ),
   "always corrected": (
-    dict(optimizer=(LARS, dict(momentum_correction="always"))),
-    lambda r: optim.lars(r, momentum_correction=True, **PLAIN),
+    lars_config(momentum_correction="always"),
+    lambda r: lars(r, momentum_correction=True),
   ),
-  "variant, eps, nesterov": (
-    dict(optimizer=(LARS, dict(variant="torch", eps=0.3, nesterov=True))),
-    lambda r: optim.lars(r, variant="torch", eps=0.3, nesterov=True, **PLAIN),
-  ),
-  "all": (
-    dict(optimizer=(LARS, dict(include="all"))),
-    lambda r: optim.lars(r, mask=lambda p: jax.tree.map(lambda w: True, p), **PLAIN),
-  ),
-  "by path": (
-    dict(optimizer=(LARS, dict(include="^Conv_0/|bias$"))),
-    lambda r: optim.lars(r, mask=optim.matching("^Conv_0/|bias$"), **PLAIN),
-  ),
-  "clipped": (dict(optimizer=LARS, clip_norm=0.5), lambda r: clipped(optim.lars(r, **PLAIN))),
+  "variant, eps, nesterov": (lars_config(**TORCH), lambda r: lars(r, **TORCH)),
+  "all": (lars_config(include="all"), lambda r: lars(r, mask=everything)),
+  "by path": (lars_config(include=FIRST), lambda r: lars(r, mask=optim.matching(FIRST))),
+  "clipped": (lars_config(clip_norm=0.5), lambda r: clipped(lars(r))),
   "lamb as released, clipped": (
-    dict(
-      optimizer=cfg.LAMB(lr=4.0, weight_decay=1.5, bias_correction=False, include=RELEASED),
-      clip_norm=0.5,
-    ),
-    lambda r: clipped(
-      optim.lamb(r, weight_decay=1.5, bias_correction=False, mask=optim.matching(RELEASED))
-    ),
+    dict(optimizer=cfg.LAMB(lr=4.0, include=RELEASED, **AS_RELEASED), clip_norm=0.5),
+    lambda r: clipped(optim.lamb(r, mask=optim.matching(RELEASED), **AS_RELEASED)),
   ),
   "lamb, phi, lower layers slower": (
-    dict(
-      optimizer=cfg.LAMB(lr=4.0, b1=0.7, b2=0.8, eps=0.1, phi_max=0.5),
-      layer_decay=0.5,
-      layer_order=ORDER,
-    ),
-    lambda r: lower_slower(optim.lamb(r, b1=0.7, b2=0.8, eps=0.1, phi_max=0.5)),
+    dict(optimizer=cfg.LAMB(lr=4.0, **PHI), layer_decay=0.5, layer_order=ORDER),
+    lambda r: lower_slower(optim.lamb(r, **PHI)),
   ),
 }
 
 
 @pytest.mark.parametrize("name", WIRING)
 def test_a_config_makes_the_optimizer_written_out(name):
-  changes, by_hand = WIRING[name]
-  optimizer = changes["optimizer"]
-  if isinstance(optimizer, tuple):
-    optimizer = dataclasses.replace(optimizer[0], **optimizer[1])
-  config = cfg.Config(
-    model=cfg.MLP(),
-    data=cfg.Digits(),
-    batch_size=10,
-    epochs=10,
-    schedule=cfg.Cosine(warmup_epochs=2, warmup_lr=1.0),
-    **{**changes, "optimizer": optimizer},
-  )
+  fields, by_hand = WIRING[name]
+  schedule = cfg.Cosine(warmup_epochs=2, warmup_lr=1.0)
+  config = small_config(batch_size=10, epochs=10, schedule=schedule, **fields)
   tx, _ = made(config, num_train=10)
   rates = [1.0, 2.5, 4.0]  # 1 to 4 in two steps of the warm-up
   wanted = three_updates(by_hand(lambda step: jnp.array(rates)[step]))

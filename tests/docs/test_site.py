@@ -83,12 +83,6 @@ def test_every_variable_of_ours_is_there():
   assert names == named and len(names) >= 6
 
 
-def test_pictures_are_drawn_by_their_script():
-  script = runpy.run_path(str(ROOT / "docs" / "pictures" / "draw.py"))
-  for name, draw in script["PICTURES"].items():
-    assert (ROOT / f"docs/pictures/{name}.svg").read_text() == draw().svg(), name
-
-
 def test_every_config_is_a_recipe(generate):
   text = generate["recipes"]()
   for path in (ROOT / "configs").glob("*.py"):

@@ -2,6 +2,7 @@
 
 import re
 import runpy
+import tomllib
 
 from support.paths import ROOT
 
@@ -12,6 +13,15 @@ def test_every_pin_has_a_hash_and_none_names_an_index():
       head, *hashes = entry.split(" \\\n")
       assert re.fullmatch(r"[\w.-]+==[\w.]+( ; .+)?", head), (pins, head)
       assert hashes and all(re.fullmatch(r" +--hash=sha256:\w{64}", x) for x in hashes)
+
+
+def test_tools_that_build_are_pinned():
+  (backend,) = tomllib.loads((ROOT / "pyproject.toml").read_text())["build-system"]["requires"]
+  for pins in (ROOT / "requirements").glob("py*.txt"):  # the one that tests build with
+    assert f"{backend} \\" in pins.read_text().splitlines(), pins
+  makefile = (ROOT / "Makefile").read_text()
+  for tool in ("uv", "pip-audit"):
+    assert re.search(rf"pip install --quiet {tool}==[\d.]+$", makefile, re.M), tool
 
 
 def test_every_package_has_a_licence_that_may_be_used_with_ours(capsys):

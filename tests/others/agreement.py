@@ -138,33 +138,25 @@ def of_timm(architecture, settings, pixels, channels=3, **options):
     return read(folder, settings, info)[0], theirs(model, info)
 
 
+# A small ViT, to timm and to us.
+VIT, SMALL = "vit_base_patch16_224", dict(embed_dim=48, depth=2, num_heads=3, patch_size=8)
+SMALL |= dict(img_size=32)
+
+
+def vit48(**options):
+  return cfg.ViT(width=48, num_layers=2, num_heads=3, patch=8, **options)
+
+
 def vit_of_timm(settings=None, **options):
   """A small ViT of timm's, with sizes of its own."""
-  sizes = {"embed_dim": 48, "depth": 2, "num_heads": 3, "img_size": 32, "patch_size": 8}
-  ours = {"width": 48, "num_layers": 2, "num_heads": 3, "patch": 8}
-  settings = cfg.ViT(**ours | (settings or {}))
-  return of_timm("vit_base_patch16_224", settings, 32, **sizes | options)
+  return of_timm(VIT, settings or vit48(), 32, **SMALL | options)
 
 
-def resized():
-  """Images of 48 pixels to a ViT of images of 32, as timm loads it."""
-  options = {"embed_dim": 48, "depth": 2, "num_heads": 3, "patch_size": 8}
-  options |= {"num_classes": CLASSES}
-  settings = cfg.ViT(width=48, num_layers=2, num_heads=3, patch=8)
-  first = timm.create_model("vit_base_patch16_224", img_size=32, **options)
+def loaded(architecture, settings, info, options=None, **changes):
+  """A network of timm's as timm loads it for other images, and by ours."""
+  first = timm.create_model(architecture, num_classes=CLASSES, **(options or {}))
   with saved(stir(first)) as folder:
-    name = f"local-dir:{folder}"
-    model = timm.create_model(name, pretrained=True, img_size=48).eval()
-    assert model.pos_embed.shape[1] == 37
-    return read(folder, settings, photos(48))[0], theirs(model, photos(48))
-
-
-def one_channel(architecture, settings, pixels, **options):
-  """Images of one channel to a network of three, as timm loads it."""
-  first = timm.create_model(architecture, num_classes=CLASSES, **options)
-  with saved(stir(first)) as folder:
-    model = timm.create_model(f"local-dir:{folder}", pretrained=True, in_chans=1).eval()
-    info = photos(pixels, 1)
+    model = timm.create_model(f"local-dir:{folder}", pretrained=True, **changes).eval()
     return read(folder, settings, info)[0], theirs(model, info)
 
 
@@ -176,59 +168,32 @@ def of_torchvision(model, settings, pixels):
 
 def vit_of_torchvision():
   """Its ViT."""
-  model = torchvision.models.VisionTransformer(
-    image_size=32,
-    patch_size=8,
-    num_layers=2,
-    num_heads=3,
-    hidden_dim=48,
-    mlp_dim=96,
-    num_classes=CLASSES,
-  )
-  settings = cfg.ViT(width=48, num_layers=2, num_heads=3, patch=8, hidden=96)
-  return of_torchvision(model, settings, 32)
+  sizes = dict(num_layers=2, num_heads=3, hidden_dim=48, mlp_dim=96, image_size=32, patch_size=8)
+  model = torchvision.models.VisionTransformer(num_classes=CLASSES, **sizes)
+  return of_torchvision(model, vit48(hidden=96), 32)
 
 
 def vit_of_transformers():
   """Hugging Face's ViT."""
-  config = transformers.ViTConfig(
-    hidden_size=48,
-    num_hidden_layers=2,
-    num_attention_heads=3,
-    intermediate_size=96,
-    image_size=32,
-    patch_size=8,
-    num_labels=CLASSES,
-  )
+  sizes = dict(hidden_size=48, num_hidden_layers=2, num_attention_heads=3, intermediate_size=96)
+  config = transformers.ViTConfig(image_size=32, patch_size=8, num_labels=CLASSES, **sizes)
   model = stir(transformers.ViTForImageClassification(config))
-  settings = cfg.ViT(width=48, num_layers=2, num_heads=3, patch=8, hidden=96, norm_eps=1e-12)
   with saved(model) as folder:
-    return read(folder, settings, photos(32))[0], theirs(model, photos(32))
+    ours = read(folder, vit48(hidden=96, norm_eps=1e-12), photos(32))[0]
+    return ours, theirs(model, photos(32))
 
 
 SIZES = {"num_layers": 2, "width": 48, "num_heads": 4, "num_kv_heads": 2, "hidden": 64}
-SCALED = {
-  "rope_type": "llama3",
-  "factor": 8.0,
-  "low_freq_factor": 1.0,
-  "high_freq_factor": 4.0,
-  "original_max_position_embeddings": 32,
-}
+SCALED = dict(rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0)
+SCALED |= dict(original_max_position_embeddings=32)
 SCALED_HERE = {"rope_factor": 8.0, "rope_length": 32}
 
 
 def language_model(kind, **fields):
   """A model of transformers, with random weights."""
-  sizes = {
-    "vocab_size": WORDS,
-    "hidden_size": 48,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "rms_norm_eps": 1e-5,
-    "tie_word_embeddings": False,
-  }
+  sizes = dict(vocab_size=WORDS, hidden_size=48, intermediate_size=64, num_hidden_layers=2)
+  sizes |= dict(num_attention_heads=4, num_key_value_heads=2)
+  sizes |= dict(rms_norm_eps=1e-5, tie_word_embeddings=False)
   config = getattr(transformers, f"{kind}Config")(**sizes | fields)
   config._attn_implementation = "eager"
   return stir(getattr(transformers, f"{kind}ForCausalLM")(config))
@@ -313,25 +278,20 @@ SMALL_VIT = {"width": 48, "num_layers": 2, "num_heads": 4, "patch": 8, "hidden":
 NETWORKS = {
   "timm resnet18": lambda: of_timm("resnet18", cfg.ResNet(depth=18), 64),
   "timm resnet50": lambda: of_timm("resnet50", cfg.ResNet(depth=50), 64),
-  "timm resnet18, read into one channel": lambda: one_channel("resnet18", cfg.ResNet(depth=18), 64),
+  "timm resnet18, read into one channel": lambda: loaded(
+    "resnet18", cfg.ResNet(depth=18), photos(64, 1), in_chans=1
+  ),
   "timm vit_tiny_patch16_224": lambda: of_timm(
     "vit_tiny_patch16_224", cfg.ViT(width=192, num_heads=3), 224
   ),
   "timm ViT, small": vit_of_timm,
   "timm ViT, mean of patches": lambda: vit_of_timm(
-    {"pool": "mean"}, class_token=False, global_pool="avg", fc_norm=False
+    vit48(pool="mean"), class_token=False, global_pool="avg", fc_norm=False
   ),
-  "timm ViT, read at 48 instead of 32 pixels": resized,
-  "timm ViT, read into one channel": lambda: one_channel(
-    "vit_base_patch16_224",
-    cfg.ViT(width=48, num_layers=2, num_heads=3, patch=8),
-    32,
-    embed_dim=48,
-    depth=2,
-    num_heads=3,
-    img_size=32,
-    patch_size=8,
+  "timm ViT, read at 48 instead of 32 pixels": lambda: loaded(
+    VIT, vit48(), photos(48), SMALL, img_size=48
   ),
+  "timm ViT, read into one channel": lambda: loaded(VIT, vit48(), photos(32, 1), SMALL, in_chans=1),
   "torchvision resnet18": lambda: of_torchvision(
     torchvision.models.resnet18(num_classes=CLASSES), cfg.ResNet(depth=18), 64
   ),

@@ -1,13 +1,11 @@
 """benchmarks/accelerator.py at tiny sizes, on the CPU, against PyTorch and others."""
 
 import json
-import os
-import subprocess
-import sys
 
 import pytest
 
 from others.packages import timm, torch, torchvision, transformers
+from support.commands import run_python
 from support.compiling import fast_compile_env
 from support.paths import ROOT
 
@@ -19,16 +17,9 @@ INSTALLED = {"torch": torch and torchvision, "timm": timm, "transformers": trans
 def test_every_section_has_its_rows():
   kept = ROOT / "benchmarks/results/accelerator.json"
   before = kept.read_bytes() if kept.exists() else None
-  command = [sys.executable, "benchmarks/accelerator.py", "--tiny", "--turns", "1"]
-  env = os.environ | fast_compile_env() | {"JAX_PLATFORMS": "cpu"}
-  done = subprocess.run(
-    [*command, "--minutes", "9"],
-    cwd=ROOT,
-    env=env | {"PYTHONPATH": str(ROOT)},
-    capture_output=True,
-    text=True,
-    timeout=590,
-  )
+  command = ["benchmarks/accelerator.py", "--tiny", "--turns", "1", "--minutes", "9"]
+  env = fast_compile_env() | {"JAX_PLATFORMS": "cpu", "PYTHONWARNINGS": "default"}
+  done = run_python(*command, timeout=590, **env)
   assert done.returncode == 0, done.stderr
   result = json.loads(done.stdout.splitlines()[-1])
   assert (kept.read_bytes() if kept.exists() else None) == before

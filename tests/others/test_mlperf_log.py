@@ -12,14 +12,8 @@ from support.extending import write_mine
 
 pytest.importorskip("mlperf_logging")
 
-TRAINED = {
-  "log.trackers": "MLPerf",
-  "log.trackers.MLPerf.flush_s": "40",
-  "epochs": "2",
-  "log.tensorboard": "False",
-  "schedule": "Cosine",
-  "target_accuracy": "0.1",
-}
+TRAINED = {"log.trackers": "MLPerf", "log.trackers.MLPerf.flush_s": "40", "epochs": "2"}
+TRAINED |= {"log.tensorboard": "False", "schedule": "Cosine", "target_accuracy": "0.1"}
 RUN = {
   "config": {"seed": 3, "batch_size": 64, "target_accuracy": 0.7},
   "derived": {"num_train": 384, "num_eval": 128},

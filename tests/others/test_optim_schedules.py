@@ -18,15 +18,8 @@ def test_the_cosine_is_timms(restart):
   from timm.scheduler import CosineLRScheduler
 
   made = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.8)
-  theirs = CosineLRScheduler(
-    made,
-    t_initial=26 if restart else 30,
-    lr_min=0.05,
-    warmup_t=4,
-    warmup_lr_init=0.01,
-    warmup_prefix=restart,
-    t_in_epochs=False,
-  )
+  steps = dict(t_initial=26 if restart else 30, warmup_t=4, warmup_prefix=restart)
+  theirs = CosineLRScheduler(made, lr_min=0.05, warmup_lr_init=0.01, t_in_epochs=False, **steps)
   ours = optim.warmup_cosine(0.8, 4, 30, end=0.05, start=0.01, restart=restart)
   for step in range(31):
     theirs.step_update(step)

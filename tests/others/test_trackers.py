@@ -5,22 +5,17 @@ protobufs of W&B in LevelDB's log format (its doc/log_format.md), after 7 bytes 
 """
 
 import collections
-import http.server
 import json
 import os
-import signal
-import subprocess
-import sys
-import threading
 from pathlib import Path
 
 import pytest
 
 from jaxscale import config, metrics
 from jaxscale.config.bases import TrackerContext
-from support.commands import child_env
+from support.commands import run, run_python
 from support.extending import blocks
-from support.processes import free_port, wait_until
+from support.processes import free_port, killed_at_end, wait_until
 from support.tiny_runs import command, newest_step, start
 
 pytest.importorskip("wandb")
@@ -118,13 +113,8 @@ print(json.dumps([run.name, run.config, rows]))
 
 def trackio_run(folder):
   """(name, config, {name: [(step, value), ...]}) of the only run in its database."""
-  done = subprocess.run(
-    [sys.executable, "-c", READ_TRACKIO],
-    env=child_env(TRACKIO_DIR=str(folder)),
-    capture_output=True,
-    text=True,
-    check=True,
-  )
+  done = run_python("-c", READ_TRACKIO, TRACKIO_DIR=str(folder), PYTHONWARNINGS="default")
+  assert done.returncode == 0, done.stderr
   name, settings, rows = json.loads(done.stdout)
   found = collections.defaultdict(list)
   for row in rows:
@@ -161,10 +151,8 @@ def resumed(tmp_path_factory):
   config = workdir.parent / "paced.py"
   config.write_text(PACED)
   env = {"TRACKIO_DIR": str(folder), "WANDB_API_KEY": KEY}
-  process = start(workdir, *ALL, config=str(config), PACE="0.1", **env)
-  wait_until(lambda: is_taken(workdir, folder), process)
-  process.send_signal(signal.SIGKILL)
-  process.communicate()
+  with killed_at_end(start(workdir, *ALL, config=str(config), PACE="0.1", **env)) as process:
+    wait_until(lambda: is_taken(workdir, folder), process)
   last = newest_step(workdir)
   again = start(workdir, *ALL, config=str(config), PACE="0.02", **env)
   out, err = again.communicate(timeout=300)
@@ -186,12 +174,7 @@ def test_wandb_has_one_run_with_every_step_once(resumed):
   assert settings["environment"]["commit"] == started["commit"]
   sync = [x for x in out.splitlines() if "wandb sync" in x][-1].partition("wandb sync ")
   assert Path(sync[2]) == path.parent
-  listed = subprocess.run(
-    [sys.executable, "-m", "wandb", "sync", "--dry-run", sync[2]],
-    env=child_env(),
-    capture_output=True,
-    text=True,
-  )
+  listed = run_python("-m", "wandb", "sync", "--dry-run", sync[2])
   assert run.run_id in listed.stdout + listed.stderr
 
 
@@ -228,81 +211,16 @@ def test_no_file_has_the_key(resumed):
 def test_without_a_route_the_run_ends_with_every_step(tmp_path):
   """W&B online through a proxy that is not there, and MLflow at a dead port."""
   dead, trackers = f"http://127.0.0.1:{free_port()}", "--config.log.trackers"
-  done = subprocess.run(
-    command(
-      tmp_path,
-      f"{trackers}=Wandb,MLflow",
-      f"{trackers}.Wandb.mode=online",
-      f"{trackers}.MLflow.uri={dead}",
-      f"{trackers}.Wandb.flush_s=1",
-      f"{trackers}.MLflow.flush_s=1",
-    ),
-    env=child_env(HTTPS_PROXY=dead, HTTP_PROXY=dead, WANDB_API_KEY=KEY),
-    capture_output=True,
-    text=True,
-    timeout=300,
-  )
+  settings = f"=Wandb,MLflow .Wandb.mode=online .MLflow.uri={dead} .Wandb.flush_s=1"
+  words = [f"{trackers}{word}" for word in f"{settings} .MLflow.flush_s=1".split()]
+  env = dict(HTTPS_PROXY=dead, HTTP_PROXY=dead, WANDB_API_KEY=KEY)
+  done = run(*command(tmp_path, *words), **env)
   assert done.returncode == 0, done.stderr
   summary = metrics.read_json(tmp_path / "summary.json")
   assert summary["outcome"] == "done"
   logged = [step for step, _ in recorded(tmp_path)["train/loss"]]
   assert logged == [*range(7, 78, 7), summary["total_steps"]]
   assert "has not finished in 1 s" in done.stdout and KEY not in done.stdout
-
-
-class Server(http.server.BaseHTTPRequestHandler):
-  """As much of MLflow's REST API as a run uses; after some batches it is silent."""
-
-  protocol_version = "HTTP/1.1"
-  taken, most, silent, released = [], 3, threading.Event(), threading.Event()
-
-  def answer(self):
-    body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
-    call = self.path.rpartition("/mlflow/")[2].partition("?")[0]
-    if call == "runs/log-batch" and (values := json.loads(body).get("metrics")):
-      if len(self.taken) == self.most:
-        self.silent.set()
-        self.released.wait()
-      self.taken.append(values)
-    run = {"info": {"run_id": "r", "run_uuid": "r", "experiment_id": "1"}, "data": {}}
-    answers = {
-      "experiments/get-by-name": {"experiment": {"experiment_id": "1", "name": "x"}},
-      "runs/search": {"runs": [run]},
-      "runs/get": {"run": run},
-    }
-    text = json.dumps(answers.get(call, {})).encode()
-    self.send_response(200)
-    self.send_header("Content-Length", str(len(text)))
-    self.end_headers()
-    self.wfile.write(text)
-
-  do_GET = do_POST = do_PUT = answer
-
-  def log_message(self, *args):
-    pass
-
-
-def test_a_server_that_falls_silent_costs_its_lines_alone(tmp_path):
-  server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Server)
-  threading.Thread(target=server.serve_forever, daemon=True).start()
-  uri = f"http://127.0.0.1:{server.server_port}"
-  printed = []
-  source = metrics.TrackerSource(
-    "MLflow", lambda note: config.MLflow(uri=uri).build(context(tmp_path, note)), 0.05
-  )
-  writer = metrics.MetricWriter(tmp_path, tensorboard=False, trackers=[source], say=printed.append)
-  for step in range(1, Server.most + 2):
-    writer.write(step, {"train/loss": 1 / step})
-  assert Server.silent.wait(60)
-  for step in range(10, 1000):
-    writer.write(step, {"train/loss": 1 / step})
-  writer.close()
-  assert "MLflow has not finished in 0.05 s" in printed[-1]
-  assert len(recorded(tmp_path)["train/loss"]) == Server.most + 1 + 990
-  taken = [(m["step"], m["value"]) for batch in Server.taken for m in batch]
-  assert taken == [(step, 1 / step) for step in range(1, Server.most + 1)]
-  Server.released.set()
-  server.shutdown()
 
 
 def context(workdir, note=print):

@@ -102,66 +102,35 @@ def test_of_all_architectures_of_timm_only_ours_are_taken(module, monkeypatch, t
 
 VIT = {"embed_dim": 48, "depth": 2, "num_heads": 3, "img_size": 32, "patch_size": 8}
 V48 = cfg.ViT(width=48, num_layers=2, num_heads=3, patch=8)
-NO_HEAD = "init_head=True starts the classifier anew"
+NO_HEAD = "2 missing, first fc.weight; init_head=True starts the classifier anew"
+R18, AVG, FOUR_HEADS = cfg.ResNet(depth=18), {"global_pool": "avg"}, {"num_heads": 4}
+OF_R18 = "; set the model's sizes"
+OF_NONE = "if its network is among ours"
+# An architecture, settings of ours, options of timm's; what is refused, and what
+# without config.json, where anything is.
+REFUSED = [
+  ("resnet18", R18, {"num_classes": 0}, NO_HEAD, NO_HEAD),
+  ("resnet18", cfg.ResNet(depth=34), {}, "depth is 18 there and 34 here, set ResNet", OF_R18),
+  ("seresnet18", R18, {}, "architecture is 'seresnet18' there", OF_NONE),
+  ("resnetblur18", R18, {}, "architecture is 'resnetblur18' there", None),
+  ("vit", V48, AVG, "class_token=True, fc_norm=True", "only those of fc_norm=False are"),
+  ("vit", V48, AVG | {"fc_norm": False}, "class_token=True, fc_norm=False", None),
+  ("vit", V48, {"qk_norm": True}, "qk_norm is True there", OF_NONE),
+  (
+    "vit",
+    dataclasses.replace(V48, **FOUR_HEADS),
+    {},
+    "num_heads is 3 there and 4 here, set V",
+    None,
+  ),
+]
 
 
-@pytest.mark.parametrize(
-  ("architecture", "settings", "options", "says", "or_else"),
-  [
-    (
-      "resnet18",
-      cfg.ResNet(depth=18),
-      {"num_classes": 0},
-      f"2 missing, first fc.weight; {NO_HEAD}",
-      f"2 missing, first fc.weight; {NO_HEAD}",
-    ),
-    (
-      "resnet18",
-      cfg.ResNet(depth=34),
-      {},
-      "depth is 18 there and 34 here, set ResNet",
-      "; set the model's sizes",
-    ),
-    (
-      "seresnet18",
-      cfg.ResNet(depth=18),
-      {},
-      "architecture is 'seresnet18' there",
-      "if its network is among ours",
-    ),
-    ("resnetblur18", cfg.ResNet(depth=18), {}, "architecture is 'resnetblur18' there", None),
-    (
-      "vit_base_patch16_224",
-      V48,
-      VIT | {"global_pool": "avg"},
-      "class_token=True, fc_norm=True",
-      "only those of fc_norm=False are among ours",
-    ),
-    (
-      "vit_base_patch16_224",
-      V48,
-      VIT | {"global_pool": "avg", "fc_norm": False},
-      "class_token=True, fc_norm=False",
-      None,
-    ),
-    (
-      "vit_base_patch16_224",
-      dataclasses.replace(V48, num_heads=4),
-      VIT,
-      "num_heads is 3 there and 4 here, set ViT.num_heads=3",
-      None,
-    ),
-    (
-      "vit_base_patch16_224",
-      V48,
-      VIT | {"qk_norm": True},
-      "qk_norm is True there",
-      "if its network is among ours",
-    ),
-  ],
-)
+@pytest.mark.parametrize(("architecture", "settings", "options", "says", "or_else"), REFUSED)
 def test_what_timm_saved_is_refused_by_name(architecture, settings, options, says, or_else):
   options = {"num_classes": agreement.CLASSES} | options
+  if architecture == "vit":
+    architecture, options = "vit_base_patch16_224", VIT | options
   info = agreement.photos(32)
   with agreement.saved(timm.create_model(architecture, **options)) as folder:
     with pytest.raises(ConfigError) as with_config:
@@ -183,13 +152,10 @@ def test_a_field_that_is_missing_is_what_transformers_takes(kind, fields):
   made = getattr(transformers, f"{kind}Config")(**fields)
   there = completed({"hidden_size": 4096, "model_type": kind.lower()} | fields)
   heads = made.num_attention_heads
-  wanted = {
-    "num_attention_heads": heads,
-    "num_key_value_heads": made.num_key_value_heads,
-    "head_dim": getattr(made, "head_dim", None) or made.hidden_size // heads,
-    "rms_norm_eps": made.rms_norm_eps,
-    "rope_theta": made.rope_parameters["rope_theta"],
-  }
+  width = getattr(made, "head_dim", None) or made.hidden_size // heads
+  wanted = dict(num_attention_heads=heads, num_key_value_heads=made.num_key_value_heads)
+  wanted |= dict(head_dim=width, rms_norm_eps=made.rms_norm_eps)
+  wanted |= dict(rope_theta=made.rope_parameters["rope_theta"])
   assert {name: there[name] for name in wanted} == wanted
 
 

@@ -91,14 +91,10 @@ def losses_of_timm(model, opt, options):
 
   made = optim.create_optimizer_v2(model, opt=opt, **options)
   epochs = STEPS * ROWS // EPOCH
+  steps = dict(step_on_epochs=False, updates_per_epoch=EPOCH // ROWS)
+  warmup = dict(warmup_epochs=1, warmup_lr=WARMUP_LR)
   schedule, _ = scheduler.create_scheduler_v2(
-    made,
-    sched="cosine",
-    num_epochs=epochs,
-    warmup_epochs=1,
-    warmup_lr=WARMUP_LR,
-    step_on_epochs=False,
-    updates_per_epoch=EPOCH // ROWS,
+    made, sched="cosine", num_epochs=epochs, **warmup, **steps
   )
   dtype = next(model.parameters()).dtype
   objective = loss.LabelSmoothingCrossEntropy(SMOOTHING)
@@ -117,25 +113,14 @@ def losses_of_timm(model, opt, options):
 
 def losses_of_ours(path, model, optimizer):
   images, labels = batches()
-  shown = data.Arrays(
-    x=images.reshape(-1, SIZE, SIZE, 3)[:EPOCH],
-    y=labels.reshape(-1)[:EPOCH],
-    x_eval=images[0],
-    y_eval=labels[0],
-    num_classes=CLASSES,
-    mean=(MEAN,),
-    std=(STD,),
-  )
-  config = cfg.Config(
-    model=model,
-    data=shown,
-    optimizer=optimizer,
-    batch_size=ROWS,
-    epochs=STEPS * ROWS / EPOCH,
-    loss=cfg.CrossEntropy(label_smoothing=SMOOTHING),
-    schedule=cfg.Cosine(warmup_epochs=1, warmup_lr=WARMUP_LR, restart=False),
-    init_from=str(path),
-  )
+  first = dict(x=images.reshape(-1, SIZE, SIZE, 3)[:EPOCH], y=labels.reshape(-1)[:EPOCH])
+  held_out = dict(x_eval=images[0], y_eval=labels[0])
+  shown = data.Arrays(**first, **held_out, num_classes=CLASSES, mean=(MEAN,), std=(STD,))
+  loss = cfg.CrossEntropy(label_smoothing=SMOOTHING)
+  schedule = cfg.Cosine(warmup_epochs=1, warmup_lr=WARMUP_LR, restart=False)
+  parts = dict(model=model, data=shown, optimizer=optimizer, loss=loss, schedule=schedule)
+  epochs = STEPS * ROWS / EPOCH
+  config = cfg.Config(batch_size=ROWS, epochs=epochs, init_from=str(path), **parts)
   made = experiment(config, devices=jax.devices()[:1])
   state, found = made.init_state(), []
   if jax.config.jax_enable_x64:

@@ -71,16 +71,6 @@ def sweep(whole, scratch, flips, devices=2):
   return found
 
 
-def show(found):
-  """The outcomes as a table, a line per kind of file."""
-  columns = list(dict.fromkeys(damage for _, damage in found))
-  lines = [f"{'file':38}" + "".join(f"{c:>20}" for c in columns)]
-  for kind in dict.fromkeys(k for k, _ in found):
-    cells = ("/".join(sorted(found.get((kind, c), {"-"}))) for c in columns)
-    lines.append(f"{kind:38}" + "".join(f"{cell:>20}" for cell in cells))
-  print("\n" + "\n".join(lines))
-
-
 @pytest.fixture(scope="module")
 def of_one(tmp_path_factory):
   directory = tmp_path_factory.mktemp("one")
@@ -114,7 +104,6 @@ def assert_carried(found):
 @pytest.mark.slow
 def test_damage_to_every_file(of_one, tmp_path):
   found = sweep(of_one, tmp_path / "scratch", flips=9)
-  show(found)
   assert_carried(found)
   reported = "checkpoint 2 is damaged (…); renamed to 2.damaged, resuming from 1"
   fault = "flip, cut, empty, delete, in each file of a checkpoint"
@@ -124,7 +113,6 @@ def test_damage_to_every_file(of_one, tmp_path):
 @pytest.mark.slow
 def test_damage_to_every_file_of_two_processes(of_two, tmp_path):
   found = sweep(of_two, tmp_path / "scratch", flips=3)
-  show(found)
   assert_carried(found)
   assert any("process_1" in kind for kind, _ in found)
 

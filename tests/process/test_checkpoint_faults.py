@@ -17,9 +17,9 @@ from jaxscale import metrics
 from jaxscale.checkpoint import checkpoint_files
 from jaxscale.checkpoint.manager import Checkpoints, UnsavedError
 from jaxscale.errors import ConfigError
-from support.commands import run_train
+from support.commands import run_train, trained
 from support.fault_table import measured
-from support.states import at_step, make_states, run_pair
+from support.states import at_step, make_states, run_pair, save
 from support.tiny_runs import ARGS, checkpoint_names, events_of, run_processes, shown_by_tensorboard
 from support.trees import assert_same_bits
 
@@ -60,11 +60,9 @@ def test_a_full_disk_costs_one_checkpoint_and_one_line(tmp_path):
   with small_disk(tmp_path / "disk", "6M") as disk:
     options = dict(on_failure="continue", say=reported.append)
     with Checkpoints(disk / "checkpoints", **options) as checkpoints:
-      checkpoints.save(at_step(state, 1))
-      checkpoints.wait()
+      save(checkpoints, state, 1)
       fill(disk, 300_000)
-      checkpoints.save(at_step(state, 2))
-      checkpoints.wait()
+      save(checkpoints, state, 2)
       (line,) = reported
       again = "start it again: it resumes from its newest checkpoint"
       line_at_end = line.replace("training continues", f"make room, and {again}")
@@ -82,8 +80,7 @@ def test_a_full_disk_costs_one_checkpoint_and_one_line(tmp_path):
       assert os.listdir(disk / "checkpoints") == ["1"]  # and its room is free again
       assert_same_bits(checkpoints.restore(abstract), at_step(state, 1))
       (disk / "ballast").unlink()
-      checkpoints.save(at_step(state, 3))
-      checkpoints.wait()
+      save(checkpoints, state, 3)
       assert checkpoints.unsaved is None and checkpoints.steps() == [1, 3]
 
 
@@ -115,11 +112,9 @@ def test_each_fault_of_a_save_has_its_own_remedy(tmp_path, lack):
     small_disk(tmp_path / "disk", "20M", nr_inodes=200) as disk,
     Checkpoints(disk / "c", **options) as checkpoints,
   ):
-    checkpoints.save(at_step(state, 1))
-    checkpoints.wait()
+    save(checkpoints, state, 1)
     do(disk)
-    checkpoints.save(at_step(state, 2))
-    checkpoints.wait()
+    save(checkpoints, state, 2)
     line = checkpoints.unsaved
     assert line and line.startswith("checkpoint of step 2 could not be saved: ")
     assert reason in line and f"; {remedy}" in line, line
@@ -176,12 +171,10 @@ def test_what_a_failed_save_writes_on_is_removed(tmp_path, monkeypatch):
   with Checkpoints(tmp_path / "checkpoints", **options) as checkpoints:
     with monkeypatch.context() as patch:
       patch.setattr(checkpoint_files, "start_writing", start_and_fail)
-      checkpoints.save(at_step(state, 1))
-      checkpoints.wait()
+      save(checkpoints, state, 1)
       assert not written[0].exists()
       write_late()
-    checkpoints.save(at_step(state, 2))
-    checkpoints.wait()
+    save(checkpoints, state, 2)
     assert checkpoint_names(tmp_path) == ["2"]
     write_late()
     assert len(checkpoint_names(tmp_path)) == 2
@@ -209,8 +202,7 @@ def test_a_save_waits_for_a_slow_disk_only_so_long(tmp_path, monkeypatch):
     checkpoints.save(at_step(state, 3))  # the last one waits
     assert checkpoints.steps() == [1] and checkpoints.unsaved is None
     checkpoints.wait()
-    checkpoints.save(at_step(state, 4), is_needed=False)
-    checkpoints.wait()
+    save(checkpoints, state, 4, is_needed=False)
     assert checkpoints.steps() == [3, 4] and len(reported) == 1
 
 
@@ -247,11 +239,9 @@ def test_a_list_that_the_disk_does_not_give_costs_one_checkpoint(tmp_path, monke
   options = dict(on_failure="continue", say=reported.append)
   with Checkpoints(tmp_path, **options) as checkpoints:
     monkeypatch.setattr(os, "listdir", fail)
-    checkpoints.save(at_step(state, 1))
-    checkpoints.wait()
+    save(checkpoints, state, 1)
     monkeypatch.undo()
-    checkpoints.save(at_step(state, 2))
-    checkpoints.wait()
+    save(checkpoints, state, 2)
     assert checkpoints.steps() == [2] and checkpoints.unsaved is None
   (line,) = reported
   assert "Input/output error; the newest that is: unknown; training cont" in line
@@ -328,9 +318,7 @@ def test_a_run_on_a_full_disk_ends_with_one_line_and_resumes_later(tmp_path):
     assert done.stdout.count("could not be saved: the disk is full") > 1
     assert "Traceback" not in done.stdout
     enlarge(disk, "20M")
-    done = run_train(disk / "run", *ARGS, *FULL)
-    assert done.returncode == 0, done.stderr
-    assert "resuming from the checkpoint of step" in done.stdout
+    assert "resuming from the checkpoint of step" in trained(disk / "run", *ARGS, *FULL)
 
 
 @pytest.mark.slow

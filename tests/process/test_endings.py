@@ -1,9 +1,7 @@
 """Ends of a command whose reader, terminal or user goes away."""
 
 import json
-import os
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -11,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from support.cases import all_slow_except
-from support.commands import child_env, error_line, run_train
+from support.commands import child_env, error_line, jaxscale, run, run_python, run_train
 from support.paths import ROOT
-from support.processes import line_of, wait_until
+from support.processes import line_of, popen, wait_until
 from support.tiny_runs import checkpoint_names, newest_step, start
 
 
@@ -75,17 +73,9 @@ def test_nohup_stays_nohup(child):
 
 
 def test_a_full_disk_under_standard_output_costs_lines_alone(child):
-  with open("/dev/full", "w") as full:
-    code = f"import os; os.dup2({full.fileno()}, 1)"
-    process = subprocess.Popen(
-      [sys.executable, "-c", code + UP.rpartition("print")[0]],
-      stdin=subprocess.PIPE,
-      stderr=subprocess.PIPE,
-      text=True,
-      cwd=ROOT,
-      pass_fds=[full.fileno()],
-    )
-    _, error = process.communicate("x\nx\n", timeout=200)
+  full = "import os; os.dup2(os.open('/dev/full', os.O_WRONLY), 1)"
+  process = child(full + UP.rpartition("print")[0])
+  _, error = process.communicate("x\nx\n", timeout=200)
   why = "standard output: No space left on device; the run continues, lines are lost"
   assert error.startswith(f"{why}\n") and "asked" not in error
 
@@ -99,10 +89,7 @@ def test_closed_and_full_streams_cost_no_exit_code(streams, tmp_path):
   """Start programs as daemons do: done is 0, and a mistake 2."""
   for more, code in ((TINY, 0), ("--config.epochs=x", 2)):
     command = f"{sys.executable} -m jaxscale.train --config configs/digits.py {more}"
-    script = f"{command} --workdir {tmp_path}/run {streams}"
-    done = subprocess.run(
-      ["bash", "-c", script], cwd=ROOT, env=child_env(), capture_output=True, text=True
-    )
+    done = run("bash", "-c", f"{command} --workdir {tmp_path}/run {streams}")
     assert done.returncode == code, done
   assert ("error: " in done.stderr) == ("2>" not in streams)
 
@@ -111,17 +98,10 @@ def test_closed_and_full_streams_cost_no_exit_code(streams, tmp_path):
 def test_asked_to_stop_without_streams_it_saves(streams, tmp_path):
   command = f"{sys.executable} -m jaxscale.train --config configs/digits.py {TINY}"
   command += f" --config.epochs=2000 --workdir {tmp_path}/run"
-  process = subprocess.Popen(
-    ["bash", "-c", f"exec {command} {streams}"],
-    cwd=ROOT,
-    env=child_env(),
-    stdout=subprocess.DEVNULL,
-  )
-  while not newest_step(tmp_path / "run"):
-    assert process.poll() is None
-    time.sleep(0.05)
+  process = popen("bash", "-c", f"exec {command} {streams}", env=child_env())
+  wait_until(lambda: newest_step(tmp_path / "run"), process, 300)
   process.terminate()
-  assert process.wait(300) == 85
+  assert ended(process)[0] == 85
 
 
 THREADS = """
@@ -144,58 +124,38 @@ def test_a_thread_of_a_config_does_not_keep_a_run_that_is_done(child):
   assert ended(process) == (85, "")
 
 
-@pytest.mark.parametrize("argv", [["--help"], ["train", "--help"], ["completion", "bash"]])
-def test_a_full_disk_is_one_line(argv):
-  with open("/dev/full", "w") as full:
-    done = subprocess.run(
-      [sys.executable, "-m", "jaxscale", *argv],
-      cwd=ROOT,
-      env=child_env(),
-      stdout=full,
-      stderr=subprocess.PIPE,
-      text=True,
-      timeout=200,
-    )
-  line = error_line(done, 1)
+def piped(words, into, cwd=ROOT):
+  """Run a command of ours with its output into something of the shell's."""
+  command = f"set -o pipefail; {sys.executable} -m jaxscale {words} {into}"
+  return run("bash", "-c", command, cwd=cwd, PYTHONPATH=str(ROOT))
+
+
+@pytest.mark.parametrize("words", ["--help", "train --help", "completion bash"])
+def test_a_full_disk_is_one_line(words):
+  line = error_line(piped(words, ">/dev/full"), 1)
   assert "standard output: No space left" in line and "checkpoint" not in line
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-  "argv",
+  "words",
   [
-    ["describe", "--config=digits"],
-    ["bench", "--mesh=1", "--sizes=1KB", "--rounds=1"],
-    ["plot-schedule", "digits", "--out=x.png"],
+    "describe --config=digits",
+    "bench --mesh=1 --sizes=1KB --rounds=1",
+    "plot-schedule digits --out=x.png",
   ],
-  ids=lambda argv: argv[0],
 )
-def test_a_result_that_cannot_be_printed_fails_its_command(argv, tmp_path):
+def test_a_result_that_cannot_be_printed_fails_its_command(words, tmp_path):
   """Not as a run does, whose results are files: it ended with 0, or blamed --out."""
-  command = [sys.executable, "-m", "jaxscale", *argv]
-  options = {"cwd": tmp_path, "env": child_env(PYTHONPATH=str(ROOT)), "text": True}
-  with open("/dev/full", "w") as full:
-    done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, timeout=300, **options)
-  assert "error: standard output: No space left on" in error_line(done, 1)
-  reading, writing = os.pipe()
-  os.close(reading)
-  with open(writing, "w") as closed:
-    done = subprocess.run(command, stdout=closed, stderr=subprocess.PIPE, timeout=300, **options)
+  line = error_line(piped(words, ">/dev/full", tmp_path), 1)
+  assert "error: standard output: No space left on" in line
+  done = piped(words, "| :", tmp_path)  # whose reader is gone
   assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_a_reader_that_has_enough_is_no_fault():
-  done = subprocess.run(
-    f"{sys.executable} -m jaxscale train --help | head -1; echo ${{PIPESTATUS[0]}}",
-    shell=True,
-    executable="/bin/bash",
-    cwd=ROOT,
-    env=child_env(),
-    capture_output=True,
-    text=True,
-    timeout=200,
-  )
-  assert done.stdout.splitlines()[-1] == "0" and not done.stderr
+  done = piped("train --help", "| head -1")
+  assert done.returncode == 0 and done.stdout.count("\n") == 1 and not done.stderr
 
 
 # The main thread never comes back to Python, as in a compilation.
@@ -283,14 +243,7 @@ def test_a_variable_of_jax_is_checked(tmp_path, name):
 
 
 def test_the_doctor_names_the_variable(tmp_path):
-  done = subprocess.run(
-    [sys.executable, "-m", "jaxscale", "doctor", "--workdir", str(tmp_path), "--skip=network,disk"],
-    env=child_env(JAX_PLATFORMS="foo"),
-    cwd=ROOT,
-    capture_output=True,
-    text=True,
-    timeout=300,
-  )
+  done = jaxscale("doctor", "--workdir", tmp_path, "--skip=network,disk", JAX_PLATFORMS="foo")
   assert done.returncode == 2, done.stderr
   assert "JAX_PLATFORMS=foo: no such platform" in done.stdout
   assert "AssertionError" not in done.stdout and not done.stderr
@@ -300,18 +253,14 @@ ASCII = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
 
 
 def test_an_ascii_terminal_gets_help_and_a_refusal_of_other_names(tmp_path):
-  command = [sys.executable, "-m", "jaxscale", "train"]
-  options = {"cwd": ROOT, "env": child_env(**ASCII), "capture_output": True}
-  done = subprocess.run([*command, "--help"], timeout=200, **options)
-  assert done.returncode == 0 and b"--config.epochs" in done.stdout, done.stderr
-  workdir = os.fsencode(tmp_path) + b"/w\xc3\xbc"
-  command += ["--config=digits", "--workdir"]
-  done = subprocess.run([*command, workdir], timeout=200, **options)
-  assert done.returncode == 2 and done.stderr.startswith(b"error: --workdir=")
-  assert b"LC_ALL=C.UTF-8" in done.stderr and not os.path.exists(workdir)
-  command = [*command[:-3], "submit", "--config=digits", "--runs", workdir]
-  done = subprocess.run(command, timeout=200, **options)
-  assert done.returncode == 2 and done.stderr.startswith(b"error: --runs=")
+  done = jaxscale("train", "--help", **ASCII)
+  assert done.returncode == 0 and "--config.epochs" in done.stdout, done.stderr
+  workdir = tmp_path / "wü"
+  done = jaxscale("train", "--config=digits", "--workdir", workdir, **ASCII)
+  assert done.returncode == 2 and done.stderr.startswith("error: --workdir=")
+  assert "LC_ALL=C.UTF-8" in done.stderr and not workdir.exists()
+  done = jaxscale("submit", "--config=digits", "--runs", workdir, **ASCII)
+  assert done.returncode == 2 and done.stderr.startswith("error: --runs=")
 
 
 def test_a_backend_that_matplotlib_does_not_know_does_not_matter(tmp_path):
@@ -319,25 +268,14 @@ def test_a_backend_that_matplotlib_does_not_know_does_not_matter(tmp_path):
     "from jaxscale.metrics import plot\n"
     "with plot.figure('a.png', 1, 1, (1, 1)) as axes: axes[0, 0].plot([1, 2])"
   )
-  env = child_env(MPLBACKEND="foo", PYTHONPATH=str(ROOT))
-  done = subprocess.run(
-    [sys.executable, "-c", code], env=env, cwd=tmp_path, capture_output=True, text=True
-  )
+  done = run_python("-c", code, cwd=tmp_path, MPLBACKEND="foo", PYTHONPATH=str(ROOT))
   assert done.returncode == 0, done.stderr
   assert (tmp_path / "a.png").read_bytes()[1:4] == b"PNG"
 
 
 def test_without_the_packages_there_is_one_line():
   """A Python of the system: `python3 -m jaxscale.train`."""
-  done = subprocess.run(
-    [sys.executable, "-S", "-m", "jaxscale.train", "--help"],
-    cwd=ROOT,
-    env=child_env(),
-    capture_output=True,
-    text=True,
-    timeout=200,
-  )
-  assert "make env" in error_line(done, 2)
+  assert "make env" in error_line(run_python("-S", "-m", "jaxscale.train", "--help"), 2)
 
 
 def test_a_package_that_is_missing_is_named(tmp_path):
@@ -379,23 +317,15 @@ def get_config():
 
 
 @pytest.mark.parametrize("config", ["digits", "of_text.py"])
-def test_a_user_without_a_home_trains_with_one_note(config, tmp_path):
+def test_a_user_without_a_home_trains_with_one_note(config, tmp_path, monkeypatch):
   """In a container whose user has no passwd entry: 20 lines of traceback."""
   (tmp_path / "of_text.py").write_text(OF_TEXT)
   for name in ("train", "val"):
     (tmp_path / f"{name}.txt").write_text("some text " * 100)
-  env = child_env(PYTHONPATH=str(ROOT))
-  env.pop("JAX_COMPILATION_CACHE_DIR", None)
+  monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR", raising=False)
   argv = ["train", f"--config={config}", "--workdir=run"]
   argv += ["--config.epochs=3", "--config.model=MLP"] * (config == "digits")
-  done = subprocess.run(
-    [sys.executable, "-c", HOMELESS, *argv],
-    cwd=tmp_path,
-    env=env,
-    timeout=200,
-    capture_output=True,
-    text=True,
-  )
+  done = run_python("-c", HOMELESS, *argv, cwd=tmp_path, PYTHONPATH=str(ROOT))
   assert done.returncode == 0, done.stderr
   assert done.stderr.count("note: no home directory, caches are in ") == 1
   assert "Traceback" not in done.stderr and not (tmp_path / "~").exists()

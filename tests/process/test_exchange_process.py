@@ -7,22 +7,18 @@ import pytest
 from support.commands import error_line, run_train, trained
 from support.tiny_runs import checksums, kill, run_processes
 
-QUICK = [
-  "--config.model=MLP",
-  "--config.model.hidden=(32,)",
-  "--config.epochs=8",
-  "--config.ema_decay=None",
-  "--config.evaluation.every_epochs=8",
-  "--config.checkpoint.every_epochs=0.4",
-  "--config.log.every_steps=20",
-]
-COMPRESSED = [
-  "--config.exchange=OneBit",
-  "--config.exchange.plain_epochs=2",
-  "--config.exchange.delayed=True",
-]
+
+def overrides(text):
+  return [f"--config.{word}" for word in text.split()]
+
+
+QUICK = overrides("""
+  model=MLP model.hidden=(32,) epochs=8 ema_decay=None evaluation.every_epochs=8
+  checkpoint.every_epochs=0.4 log.every_steps=20
+""")
+COMPRESSED = overrides("exchange=OneBit exchange.plain_epochs=2 exchange.delayed=True")
 DIGITS = {"config": "configs/digits.py", "num_devices": 4}
-LOCAL = ["--config.sync=BlockMomentum", "--config.sync.sync_every_steps=3"]
+LOCAL = overrides("sync=BlockMomentum sync.sync_every_steps=3")
 
 
 @pytest.fixture(scope="module")

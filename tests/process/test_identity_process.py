@@ -5,7 +5,7 @@ import shlex
 import pytest
 
 from jaxscale.metrics import read_json_lines
-from support.commands import error_line, run_train, train_command
+from support.commands import error_line, run_train, train_command, trained
 from support.processes import run_group
 
 OWN = """
@@ -71,16 +71,14 @@ def test_own_code_or_x64_that_changes_before_a_resume_is_refused(tmp_path):
   wrong = run_train(workdir, "--accept-changes=code,all", config=str(config))
   assert "--accept-changes=code,all: give data, code or data,code" in wrong.stderr
   accept = "--accept-changes=code"
-  done = run_train(workdir, "--config.epochs=3", accept, config=str(config))
-  assert done.returncode == 0, done.stderr
-  assert "accepted: SCALE in own differs" in done.stdout
+  out = trained(workdir, "--config.epochs=3", accept, config=str(config))
+  assert "accepted: SCALE in own differs" in out
   starts = read_json_lines(workdir / "starts.jsonl")
   assert starts[-1]["accepted_changes"] == ["accepted: SCALE in own differs"]
   # In a process as users start it, both ways.
   for before, after in (("0", "1"), ("1", "0")):
     folder = tmp_path / f"x64-{before}"
-    first = run_train(folder, config=str(config), JAX_ENABLE_X64=before)
-    assert first.returncode == 0, first.stderr
+    trained(folder, config=str(config), JAX_ENABLE_X64=before)
     more = "--config.epochs=3"
     second = run_train(folder, more, config=str(config), JAX_ENABLE_X64=after)
     line = error_line(second, 2)

@@ -2,11 +2,7 @@
 
 import contextlib
 import json
-import os
-import signal
 import socket
-import subprocess
-import sys
 import time
 
 import pytest
@@ -17,9 +13,9 @@ from jaxscale.cluster.rendezvous.client import ProcessGroup
 from jaxscale.cluster.rendezvous.join import join
 from jaxscale.cluster.timeouts import Timeouts
 from jaxscale.errors import ConfigError
-from support.commands import own_lines
+from support.commands import child_env, own_lines
 from support.fault_table import measured
-from support.paths import ROOT
+from support.rendezvous import job
 
 CHILD = """
 import json, os, signal, sys, time
@@ -60,57 +56,31 @@ print(json.dumps({
 
 
 @pytest.fixture
-def results():
+def results(child):
   """Runs processes with JAX; it swallows SIGTERM, so they are killed."""
-  running = []
 
-  def run(job, envs, host="127.0.0.1", apart=False):
+  def run(name, envs, apart=False):
+    running, usual = [], dict(of=len(envs), host="127.0.0.1", apart=apart, job=job(name))
     for rank, env in enumerate(envs):
-      options = {"rank": rank, "of": len(envs), "job": job, "host": host}
-      options["apart"] = apart
-      kept = {k: v for k, v in os.environ.items() if not k.startswith("SLURM")}
-      running.append(
-        subprocess.Popen(
-          [sys.executable, "-c", CHILD, json.dumps(options)],
-          text=True,
-          cwd=ROOT,
-          env=kept | {"PYTHONPATH": str(ROOT), "JAX_NUM_CPU_DEVICES": "1"} | env,
-          stdout=subprocess.PIPE,
-          stderr=subprocess.PIPE,
-        )
-      )
+      options = json.dumps(usual | {"rank": rank})
+      running.append(child(CHILD, options, env=child_env() | env))
     return [(p.communicate(timeout=200), p.returncode) for p in running]
 
-  yield run
-  for process in running:
-    if process.poll() is None:
-      os.kill(process.pid, signal.SIGKILL)
-      process.communicate()
-
-
-def dead_port():
-  """A port that takes connections and never says a word, like a proxy that hangs."""
-  sock = socket.create_server(("127.0.0.1", 0))
-  return sock, sock.getsockname()[1]
+  return run
 
 
 def test_two_processes_join_behind_a_dead_proxy_and_own_their_signals(results):
-  """Plain jax.distributed.initialize hangs there: see the next test."""
-  proxy, port = dead_port()
-  address = f"http://127.0.0.1:{port}"
+  """Plain jax.distributed.initialize hangs there."""
+  # It takes connections and never says a word, like a proxy that hangs.
+  proxy = socket.create_server(("127.0.0.1", 0))
+  address = f"http://127.0.0.1:{proxy.getsockname()[1]}"
   # What a batch system leaves behind, and JAX's own detection would go by.
-  env = {
-    "http_proxy": address,
-    "https_proxy": address,
-    "no_grpc_proxy": "*",
-    "JAX_COORDINATOR_BIND_ADDRESS": "[::]:1",
-    "JAX_COORDINATOR_ADDRESS": "no:1",
-    "JAX_COORDINATOR_PORT": "1",
-  }
+  env = dict(http_proxy=address, https_proxy=address, no_grpc_proxy="*")
+  env |= dict(JAX_COORDINATOR_BIND_ADDRESS="[::]:1", JAX_COORDINATOR_ADDRESS="no:1")
+  env |= dict(JAX_COORDINATOR_PORT="1")
   began = time.monotonic()
   with proxy:
-    name = f"proxy-{os.getpid()}-{time.monotonic_ns()}"
-    got = results(name, [env] * 2, apart=True)
+    got = results("proxy", [env] * 2, apart=True)
   for rank, ((out, err), code) in enumerate(got):
     assert code == 0, err
     reported = json.loads(own_lines(out)[-1])
@@ -143,47 +113,9 @@ def test_the_coordinator_s_port_is_never_free_for_others(monkeypatch):
   assert bound == [1] and kept.fileno() == -1
 
 
-@pytest.mark.slow
-def test_plain_jax_hangs_behind_that_proxy():
-  proxy, port = dead_port()
-  ports = network.ports_of(f"plain-{time.monotonic_ns()}")
-  _, (kept,) = network.bind_port(ports, [], listen=False)
-  coordinator = f"127.0.0.1:{kept.getsockname()[1]}"
-  kept.close()
-  code = (
-    "import sys, jax; jax.distributed.initialize(sys.argv[1], 1, 0, "
-    "cluster_detection_method='deactivate'); print('joined', flush=True)"
-  )
-  behind = {"http_proxy": f"http://127.0.0.1:{port}", "no_grpc_proxy": "*"}
-  with proxy:
-    assert ends_within(60, [code, coordinator], {})
-    assert not ends_within(20, [code, coordinator], behind)
-
-
-def ends_within(seconds, code, env):
-  """Expect a process to join, and to end, in time."""
-  child = subprocess.Popen(
-    [sys.executable, "-c", *code],
-    stdout=subprocess.PIPE,
-    text=True,
-    stderr=subprocess.DEVNULL,
-    env=os.environ | env,
-  )
-  try:
-    return child.communicate(timeout=seconds)[0] == "joined\n"
-  except subprocess.TimeoutExpired:
-    return False
-  finally:
-    child.kill()
-    child.communicate()
-
-
 def test_other_numbers_of_devices_are_one_line_in_all(results):
-  envs = [{"JAX_NUM_CPU_DEVICES": str(n)} for n in (2, 1)]
-  job = f"devices-{os.getpid()}-{time.monotonic_ns()}"
-  for rank, env in enumerate(envs):
-    env["SLURMD_NODENAME"] = f"n{rank + 1}"
-  got = results(job, envs)
+  devices = [dict(JAX_NUM_CPU_DEVICES=str(n)) for n in (2, 1)]
+  got = results("devices", [x | dict(SLURMD_NODENAME=f"n{i}") for i, x in enumerate(devices, 1)])
   lines = {json.loads(own_lines(out)[-1])["error"] for (out, _), _ in got}
   assert [code for _, code in got] == [2, 2]
   (line,) = lines

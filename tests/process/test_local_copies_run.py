@@ -6,7 +6,7 @@ import pytest
 
 from jaxscale.files import read_json
 from support.commands import own_lines
-from support.processes import run_group, start_group, wait_until
+from support.processes import killed_at_end, run_group, start_group, wait_until
 from support.tiny_runs import assert_same_run, command, newest_step, run_processes
 
 
@@ -19,16 +19,11 @@ def copied_step(workdir):
 def test_killed_processes_resume_from_their_nodes_bit_for_bit(tmp_path):
   workdir, whole, node = tmp_path / "run", tmp_path / "whole", tmp_path / "node"
   node.mkdir()
-  copies = f"--config.checkpoint.node_copies={node}", "--config.checkpoint.shared_every=999"
+  copies = f"--config.checkpoint.local={node}", "--config.checkpoint.shared_every=999"
   for _, err, code in run_processes(whole, 2, 1):
     assert code == 0, err
-  group = start_group(command(workdir, *copies))
-  try:
+  with killed_at_end(*start_group(command(workdir, *copies))) as group:
     wait_until(lambda: copied_step(workdir) > newest_step(workdir) > 0, group[0])
-  finally:
-    for process in group:
-      process.kill()
-      process.communicate()
   copied = copied_step(workdir)
   assert copied > newest_step(workdir) > 0
   (out, err, code), (_, err1, code1) = run_processes(workdir, 2, 1, *copies)

@@ -15,11 +15,12 @@ from jaxscale.checkpoint import lock
 from jaxscale.checkpoint.manager import Checkpoints
 from jaxscale.errors import ConfigError
 from support.cases import all_slow_except
-from support.commands import child_env, error_line, run_train
+from support.commands import child_env, error_line, run_train, trained
 from support.fault_table import measured
-from support.paths import ROOT
-from support.processes import run_group, wait_until
+from support.processes import killed_at_end, popen, run_group, wait_until
+from support.states import at_step, make_states
 from support.tiny_runs import ARGS, assert_same_run, checkpoint_names, start
+from support.trees import assert_same_bits
 
 
 def names(workdir):
@@ -28,15 +29,7 @@ def names(workdir):
 
 def python(code, *args, **env):
   """Start a process that runs this."""
-  return subprocess.Popen(
-    [sys.executable, "-c", code, *map(str, args)],
-    env=child_env(**env),
-    cwd=ROOT,
-    text=True,
-    stdin=subprocess.PIPE,
-    stdout=subprocess.PIPE,
-    stderr=subprocess.PIPE,
-  )
+  return popen(sys.executable, "-c", code, *args, env=child_env(**env), stdin=subprocess.PIPE)
 
 
 TAKE = """
@@ -62,8 +55,7 @@ def test_a_lock_that_was_released_is_free(tmp_path):
 
 
 def test_a_run_that_lives_is_not_disturbed(tmp_path):
-  other = python(TAKE, tmp_path, "")
-  try:
+  with killed_at_end(python(TAKE, tmp_path, "")) as other:
     assert other.stdout.readline() == "taken 1\n"
     began = time.monotonic()
     with pytest.raises(ConfigError) as error:
@@ -78,9 +70,6 @@ def test_a_run_that_lives_is_not_disturbed(tmp_path):
     other.communicate("\n")
     with lock.acquire(tmp_path) as held:
       assert held.token == 2 and time.monotonic() - began < lock.EXPIRE_S
-  finally:
-    other.kill()
-    other.communicate()
 
 
 def test_a_restart_replaces_what_is_left_of_its_job(tmp_path):
@@ -113,16 +102,15 @@ def test_a_run_elsewhere_is_waited_for_until_its_lock_expires(tmp_path):
   assert len(reported) == 1 and "far-away" in reported[0] and "waiting up to 2 s" in reported[0]
 
 
-def test_a_lock_that_expired_long_ago_is_acquired_at_once(tmp_path):
-  of_another_host(tmp_path, age=61)
-  with lock.acquire(tmp_path, log=pytest.fail) as held:
+@pytest.mark.parametrize(
+  "theirs, age, ours",
+  [("", 61, ""), ("slurm-7.0-r0", lock.EXPIRE_SAME_JOB_S + 1, "slurm-7.1-r0")],
+  ids=["expired", "a later step of the job"],
+)
+def test_a_lock_that_expired_is_acquired_at_once(tmp_path, theirs, age, ours):
+  of_another_host(tmp_path, theirs, age)
+  with lock.acquire(tmp_path, ours, log=pytest.fail) as held:
     assert held.token == 2
-
-
-def test_a_later_step_of_the_job_waits_less(tmp_path):
-  of_another_host(tmp_path, "slurm-7.0-r0", age=lock.EXPIRE_SAME_JOB_S + 1)
-  with lock.acquire(tmp_path, "slurm-7.1-r0", log=pytest.fail):
-    pass
 
 
 def test_a_run_elsewhere_that_renews_is_not_disturbed(tmp_path):
@@ -136,15 +124,10 @@ def test_a_run_elsewhere_that_renews_is_not_disturbed(tmp_path):
 
 
 def test_of_many_that_come_at_once_one_gets_it(tmp_path):
-  group = [python(TAKE, tmp_path, "") for _ in range(5)]
-  try:
+  with killed_at_end(*(python(TAKE, tmp_path, "") for _ in range(5))) as group:
     lines = [p.stdout.readline() for p in group]
     assert sorted(line.split()[0] for line in lines) == ["refused"] * 4 + ["taken"]
     assert names(tmp_path) == ["1"]
-  finally:
-    for process in group:
-      process.kill()
-      process.communicate()
 
 
 def test_a_lock_that_was_deleted_counts_as_lost(tmp_path):
@@ -228,11 +211,7 @@ print("not stopped"); os._exit(0)
 @pytest.mark.parametrize("same_step", all_slow_except(["under way", "done"], "done"))
 def test_a_writer_that_was_replaced_in_mid_save_commits_nothing(tmp_path, moment, same_step):
   """The new run saves another state of the same step, before the old one wakes."""
-  from support.states import at_step, make_states
-  from support.trees import assert_same_bits
-
-  old = python(ZOMBIE, tmp_path, moment)
-  try:
+  with killed_at_end(python(ZOMBIE, tmp_path, moment)) as old:
     wait_until(lambda: state_of(old.pid) == "T", old)
     abstract, state = make_states(1)
     with (
@@ -256,9 +235,6 @@ def test_a_writer_that_was_replaced_in_mid_save_commits_nothing(tmp_path, moment
         assert_same_bits(checkpoints.restore(abstract), mine)
       else:
         assert checkpoints.steps() == [1]
-  finally:
-    old.kill()
-    old.communicate()
 
 
 def state_of(pid):
@@ -277,31 +253,25 @@ def contents(workdir):
 @pytest.mark.slow
 def test_a_second_run_by_mistake_is_refused_and_the_first_resumes(tmp_path):
   workdir = tmp_path / "run"
-  first = start(workdir, "--config.epochs=200")
-  try:
+  with killed_at_end(start(workdir, "--config.epochs=200")) as first:
     wait_until(lambda: checkpoint_names(workdir), first)
     second = run_train(workdir, *ARGS, "--config.epochs=200")
     line = error_line(second, 2)
     assert f"pid {first.pid}" in line and "another run is writing there" in line
     measured("a second run in one workdir", None, 2, line)
     assert first.poll() is None
-  finally:
-    first.kill()
-    first.communicate()
 
 
 @pytest.mark.slow
 def test_a_suspended_run_wakes_up_beside_its_requeue(tmp_path):
   """Bit for bit what one run makes of it, and not a line of the old one in it."""
   whole, workdir = tmp_path / "whole", tmp_path / "run"
-  zombie = start(workdir, SLURM_JOB_ID="7")
-  try:
+  with killed_at_end(start(workdir, SLURM_JOB_ID="7")) as zombie:
     wait_until(lambda: checkpoint_names(workdir), zombie)
     zombie.send_signal(signal.SIGSTOP)
-    assert run_train(whole, *ARGS).returncode == 0
+    trained(whole, *ARGS)
     job = {"SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": "1"}
-    done = run_train(workdir, *ARGS, **job)
-    assert done.returncode == 0, done.stderr
+    trained(workdir, *ARGS, **job)
     zombie.send_signal(signal.SIGCONT)
     out, err = zombie.communicate(timeout=300)
     assert zombie.returncode == 93, out + err
@@ -309,9 +279,6 @@ def test_a_suspended_run_wakes_up_beside_its_requeue(tmp_path):
     assert "slurm-7-r1" in err
     measured("a suspended run and its requeue", None, 93, err)
     assert_same_run(workdir, whole)
-  finally:
-    zombie.kill()
-    zombie.communicate()
 
 
 @pytest.mark.parametrize("other", ["none", "a lock of its own"])

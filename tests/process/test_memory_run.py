@@ -1,12 +1,10 @@
 """The memory that a run reports is what its compiled step says, and the process has."""
 
 import json
-import subprocess
-import sys
 
 import pytest
 
-from support.commands import child_env
+from support.commands import run_python
 
 # 271 MB of parameters, as many of momentum and gradients, and little else.
 STEPS = """
@@ -47,14 +45,8 @@ print(json.dumps([before["memory_gb"], after["peak_memory_gb"], program]))
 
 @pytest.mark.slow
 def test_a_cpu_s_memory_is_that_of_the_program():
-  done = subprocess.run(
-    [sys.executable, "-c", STEPS],
-    env=child_env(),
-    check=True,
-    capture_output=True,
-    text=True,
-    timeout=300,
-  )
+  done = run_python("-c", STEPS)
+  assert done.returncode == 0, done.stderr
   before_gb, peak_gb, program_gb = json.loads(done.stdout.splitlines()[-1])
   assert program_gb > 3 * 4 * (64 * 8192 + 8192**2 + 8192 * 10) / 1e9
   assert peak_gb - before_gb == pytest.approx(program_gb, rel=0.1)

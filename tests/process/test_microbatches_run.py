@@ -2,36 +2,29 @@
 
 import json
 
-import jax
-import numpy as np
 import pytest
 
 from jaxscale import metrics
-from jaxscale.checkpoint.manager import Checkpoints
 from jaxscale.config.loading import load_config
 from jaxscale.experiment import build
 from jaxscale.run.fit import fit
 from jaxscale.run.reporter import Reporter
 from support.commands import error_line, run_train
+from support.configs import settings
 from support.paths import ROOT
+from support.tiny_runs import restored
+from support.trees import assert_close
 
 # BatchNorm's statistics are a device's: 8 examples of 64. 68 steps, saved every third.
-CNN = {
-  "batch_size": "64",
-  "epochs": "3",
-  "model.features": "(4,)",
-  "model.dense": "0",
-  "model.convs_per_stage": "1",
-  "model.batch_norm": "True",
-  "model.dropout": "0.2",
-  "schedule.warmup_epochs": "0.5",
-  "evaluation.every_epochs": "1",
-  "checkpoint.every_epochs": "0.13",
-  "log.every_steps": "1",
-  "log.tensorboard": "False",
-}
-MLP = {"model": "MLP", "model.hidden": "(32,)"}
-MLP |= {k: v for k, v in CNN.items() if not k.startswith("model.")}
+SHORT = settings("""
+  batch_size=64 epochs=3 schedule.warmup_epochs=0.5 evaluation.every_epochs=1
+  checkpoint.every_epochs=0.13 log.every_steps=1 log.tensorboard=False
+""")
+CNN = SHORT | settings("""
+  model.features=(4,) model.dense=0 model.convs_per_stage=1 model.batch_norm=True
+  model.dropout=0.2
+""")
+MLP = SHORT | settings("model=MLP model.hidden=(32,)")
 
 
 class Stopped(Exception):
@@ -83,21 +76,11 @@ sys.meta_path.insert(0, Finder())
 
 def last_state(workdir, changes):
   """The newest checkpoint of a run, on the host."""
-  experiment = build.experiment(load_config("configs/digits.py", changes))
-  with Checkpoints(workdir / "checkpoints") as checkpoints:
-    state = checkpoints.restore(experiment.abstract_state())
-  assert state is not None
-  return jax.device_get(state)
+  return restored(workdir, build.experiment(load_config("configs/digits.py", changes)))
 
 
 def derived(workdir):
   return json.loads((workdir / "config.json").read_text())["derived"]
-
-
-def assert_same_to_rounding(got, wanted, tolerance=1e-5):
-  for a, b in zip(*map(jax.tree.leaves, (got, wanted)), strict=True):
-    a, b = np.asarray(a), np.asarray(b)
-    assert np.linalg.norm(a - b) <= tolerance * max(np.linalg.norm(b), 1e-3)
 
 
 def losses(workdir):
@@ -146,20 +129,18 @@ def test_half_the_run_on_two_of_eight_devices_is_the_same_run(whole, tmp_path):
   assert "at the start" not in done.stdout  # it is as it was
   assert derived(workdir)["phases"][0]["accumulate_steps"] == 1
   got = last_state(workdir, CNN)
-  assert_same_to_rounding(got.params, state.params)
-  assert_same_to_rounding(got.model_state, state.model_state)
-  assert_same_to_rounding(got.average, state.average)
+  assert_close(got.params, state.params, 1e-5)
+  assert_close(got.model_state, state.model_state, 1e-5)
+  assert_close(got.average, state.average, 1e-5)
   assert losses(workdir) == pytest.approx(losses(uninterrupted), rel=1e-4)
 
 
 @pytest.mark.slow
 def test_phases_noise_scale_and_step_report_take_it(tmp_path):
-  changes = MLP | {
-    "phases.epochs": "(0, 1, 2)",
-    "phases.batch_sizes": "(64, 128, 256)",
-    "phases.accumulate_steps": "(1, 1, 2)",
-    "noise_scale": "True",
-  }
+  changes = MLP | settings("""
+    phases.epochs=(0,1,2) phases.batch_sizes=(64,128,256) phases.accumulate_steps=(1,1,2)
+    noise_scale=True
+  """)
   workdir, whole = tmp_path / "run", tmp_path / "whole"
   wanted = fit(load_config("configs/digits.py", changes), whole)
   train_until(workdir, changes, 15)
@@ -171,18 +152,15 @@ def test_phases_noise_scale_and_step_report_take_it(tmp_path):
   assert [s["accumulate_steps"] for s in derived(workdir)["phases"]] == [4, 4, 8]
   # The noise scale compares micro-batches of as many examples as on eight devices.
   got = last_state(workdir, changes)
-  assert_same_to_rounding(got.params, wanted.state.params)
-  assert_same_to_rounding(got.noise, wanted.state.noise, 1e-4)
+  assert_close(got.params, wanted.state.params, 1e-5)
+  assert_close(got.noise, wanted.state.noise, 1e-4)
 
 
 @pytest.mark.slow
 def test_an_adaptive_run_chooses_as_it_would_have(tmp_path):
-  changes = MLP | {
-    "phases": "AdaptiveBatch",
-    "phases.trial_steps": "2",
-    "phases.multiple": "32",
-    "phases.max_batch_size": "256",
-  }
+  changes = MLP | settings("""
+    phases=AdaptiveBatch phases.trial_steps=2 phases.multiple=32 phases.max_batch_size=256
+  """)
   workdir, whole = tmp_path / "run", tmp_path / "whole"
   wanted = fit(load_config("configs/digits.py", changes), whole)
   train_until(workdir, changes, 15)
@@ -191,7 +169,7 @@ def test_an_adaptive_run_chooses_as_it_would_have(tmp_path):
   chosen = [json.loads((w / "batch_sizes.json").read_text()) for w in (workdir, whole)]
   assert chosen[0] == chosen[1] and len({*chosen[0]}) > 1
   got = last_state(workdir, changes)
-  assert_same_to_rounding(got.params, wanted.state.params)
+  assert_close(got.params, wanted.state.params, 1e-5)
   # Started again, it knows the sizes: the last phase has as many micro-batches.
   done = resume(workdir, changes, 4)
   assert done.returncode == 0 and "steps are done already" in done.stdout, done.stderr

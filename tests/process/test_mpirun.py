@@ -9,8 +9,7 @@ import pytest
 
 from jaxscale import metrics
 from support.commands import child_env
-from support.paths import ROOT
-from support.processes import wait_until
+from support.processes import killed_at_end, popen, wait_until
 from support.tiny_runs import ARGS, checkpoint_names, newest_step
 
 pytestmark = [
@@ -19,32 +18,20 @@ pytestmark = [
 ]
 
 # A cluster's own choices: more processes than cores, and a container's user.
-MPI = {
-  "JAXSCALE_MPI_OPTIONS": "--oversubscribe",
-  "OMPI_ALLOW_RUN_AS_ROOT": "1",
-  "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
-}
+MPI = dict(OMPI_ALLOW_RUN_AS_ROOT="1", OMPI_ALLOW_RUN_AS_ROOT_CONFIRM="1")
+MPI |= dict(JAXSCALE_MPI_OPTIONS="--oversubscribe")
 
 
 def test_ctrl_c_of_mpirun_saves_and_its_log_is_plain_lines(tmp_path):
   """mpirun kills within a second, and gives each process a pseudo-terminal."""
   workdir = tmp_path / "run"
   args = ["--config=configs/digits.py", f"--workdir={workdir}", *ARGS]
-  process = subprocess.Popen(
-    ["bash", "launch/mpi.sbatch", *args, "--config.epochs=700"],
-    cwd=ROOT,
-    env=child_env(**MPI),
-    stdout=subprocess.PIPE,
-    stderr=subprocess.STDOUT,
-    text=True,
-  )
-  try:
+  command = "bash", "launch/mpi.sbatch", *args, "--config.epochs=700"
+  env = child_env(**MPI)
+  with killed_at_end(popen(*command, env=env, stderr=subprocess.STDOUT)) as process:
     wait_until(lambda: newest_step(workdir), process)
     process.send_signal(signal.SIGINT)
     log, _ = process.communicate(timeout=300)
-  finally:
-    if process.poll() is None:
-      process.kill()
   summary = metrics.read_json(workdir / "summary.json")
   assert summary["outcome"] == "interrupted", log
   names = checkpoint_names(workdir)

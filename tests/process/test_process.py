@@ -4,17 +4,13 @@ import json
 import os
 import random
 import signal
-import subprocess
-import sys
 import time
 
-import jax
 import numpy as np
 import pytest
 from PIL import Image
 
-from support.commands import child_env, error_line, run_train, trained
-from support.paths import ROOT
+from support.commands import error_line, run_python, run_train, trained
 from support.processes import wait_until
 from support.tiny_runs import (
   ARGS,
@@ -28,6 +24,7 @@ from support.tiny_runs import (
   run_processes,
   start,
 )
+from support.trees import assert_close
 
 
 @pytest.fixture(scope="module")
@@ -93,8 +90,7 @@ def test_resumes_with_another_number_of_devices(tmp_path, uninterrupted):
   run_until_ctrl_c(workdir)
   trained(workdir, *ARGS, num_devices=4)
   got, wanted = final_state(workdir), final_state(uninterrupted)
-  for a, b in zip(*map(jax.tree.leaves, (got.params, wanted.params)), strict=True):
-    assert np.linalg.norm(a - b) <= 1e-5 * np.linalg.norm(b)
+  assert_close(got.params, wanted.params, 1e-5, floor=0)
 
 
 @pytest.mark.slow
@@ -106,9 +102,7 @@ def test_two_processes_of_two_devices_equal_one_of_four(tmp_path):
   (out, err, code), (out1, err1, code1) = run_processes(two, 2, 2, *short)
   assert (code, code1) == (0, 0), err + err1
   assert "done: held-out accuracy" in out and "step" not in out1  # one of them talks
-  got, wanted = final_state(two), final_state(one)
-  for a, b in zip(*map(jax.tree.leaves, (got, wanted)), strict=True):
-    assert np.linalg.norm(a - b) <= 1e-6 * max(np.linalg.norm(b), 1e-3)
+  assert_close(final_state(two), final_state(one), 1e-6)
   for a, b in zip(record(two), record(one), strict=True):
     assert a == pytest.approx(b, rel=1e-4)
   # And a checkpoint of two processes is one that a single process resumes from.
@@ -176,14 +170,7 @@ def test_a_mistake_is_one_line_and_exit_code_2(tmp_path, mistake):
   args, remedy = CLI_MISTAKES[mistake]
   if args and args[0].startswith("--config."):
     args = ["--config", "configs/digits.py", *args]
-  done = subprocess.run(
-    [sys.executable, "-m", "jaxscale.train", *args, "--workdir", str(tmp_path / "w")],
-    env=child_env(),
-    cwd=ROOT,
-    capture_output=True,
-    text=True,
-    timeout=300,
-  )
+  done = run_python("-m", "jaxscale.train", *args, "--workdir", tmp_path / "w")
   assert remedy in error_line(done, 2)
   assert not done.stdout and not (tmp_path / "w").exists()
 
@@ -198,12 +185,7 @@ def test_divergence_is_one_line_and_exit_code_1(tmp_path):
 def test_training_imports_no_tensorflow(uninterrupted, no_tensorflow):
   """Not even where it is installed: the run above had a stand-in that raises."""
   assert (uninterrupted / "summary.json").exists()
-  done = subprocess.run(
-    [sys.executable, "-c", "import tensorflow"],
-    env=child_env(**no_tensorflow),
-    capture_output=True,
-    text=True,
-  )
+  done = run_python("-c", "import tensorflow", **no_tensorflow)
   assert "TensorFlow was imported" in done.stderr
 
 
@@ -211,8 +193,7 @@ def test_training_imports_no_tensorflow(uninterrupted, no_tensorflow):
 @pytest.mark.optimized
 def test_random_kills_and_losses_of_power_lose_nothing(tmp_path):
   """A few of those of benchmarks/random_kills.py, which says what must hold."""
-  command = [sys.executable, "benchmarks/random_kills.py", "--kills", "3", "--print"]
-  command += ["--directory", str(tmp_path)]
-  done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=1800)
+  kills = ["benchmarks/random_kills.py", "--kills", "3", "--print", "--directory", tmp_path]
+  done = run_python(*kills, timeout=1800)
   assert done.returncode == 0, done.stderr
   assert json.loads(done.stdout.splitlines()[-1])["kills"] == 3

@@ -2,13 +2,12 @@
 
 import itertools
 import json
-import subprocess
 import sys
 
 import pytest
 
 from support.commands import child_env
-from support.paths import ROOT
+from support.processes import popen
 from support.programs import RUNS
 
 AXES = "replica", "data", "fsdp", "stage", "model"
@@ -18,16 +17,8 @@ SEEDS = "1", "3"
 
 def in_processes(*args):
   """What a command prints under each seed, both at the same time."""
-  running = [
-    subprocess.Popen(
-      [sys.executable, *args],
-      env=child_env(num_devices=8, PYTHONHASHSEED=seed),
-      cwd=ROOT,
-      stdout=subprocess.PIPE,
-      text=True,
-    )
-    for seed in SEEDS
-  ]
+  envs = [child_env(num_devices=8, PYTHONHASHSEED=seed) for seed in SEEDS]
+  running = [popen(sys.executable, *args, env=env) for env in envs]
   outs = [process.communicate(timeout=300)[0] for process in running]
   assert [process.returncode for process in running] == [0, 0]
   return outs

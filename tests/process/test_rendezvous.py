@@ -4,8 +4,6 @@ import json
 import os
 import signal
 import socket
-import subprocess
-import sys
 import threading
 import time
 
@@ -17,7 +15,7 @@ from jaxscale.cluster.rendezvous import network, server
 from jaxscale.cluster.rendezvous.acceptor import Acceptor
 from jaxscale.cluster.rendezvous.client import rendezvous
 from support import rendezvous as starting
-from support.paths import ROOT
+from support.commands import run_python
 from support.rendezvous import connect, ends, greet, job, key_of, ports_of, the_line, who
 
 start = pytest.fixture(starting.starter)
@@ -86,16 +84,9 @@ def test_strangers_do_not_disturb(start):
   name = job("strangers")
   port = ports_of(name)[0]
   first = start(0, 2, name)
-  bad = [
-    b"GET / HTTP/1.1\r\nHost: x\r\n\r\n",
-    b"\x16\x03\x01" * 99,
-    b"[" * 50_000,
-    b"{}\n",
-    b"5\n",
-    b'{"job": 1, "hello": {"rank": []}}\n',
-    b"",
-    json.dumps({"job": name, "hello": [1] * 9}).encode() + b"\n",
-  ]
+  bad = [b"GET / HTTP/1.1\r\nHost: x\r\n\r\n", b"\x16\x03\x01" * 99, b"[" * 50_000, b"{}\n", b"5\n"]
+  bad += [b"", b'{"job": 1, "hello": {"rank": []}}\n']
+  bad += [json.dumps({"job": name, "hello": [1] * 9}).encode() + b"\n"]
   strangers = [connect(port) for _ in bad]
   for sock, words in zip(strangers, bad, strict=True):
     sock.sendall(words)
@@ -147,12 +138,7 @@ def test_process_0_raises_the_limit_of_open_files(count, soft, hard, wanted):
     f"r.setrlimit(r.RLIMIT_NOFILE, ({soft}, {hard})); _allow_files({count})\n"
     "print(*r.getrlimit(r.RLIMIT_NOFILE))\n"
   )
-  done = subprocess.run(
-    [sys.executable, "-c", code],
-    capture_output=True,
-    text=True,
-    env=os.environ | {"PYTHONPATH": str(ROOT)},
-  )
+  done = run_python("-c", code)
   if wanted is None:
     assert "ConfigError: ulimit -n: 4096 files at most on" in done.stderr
     assert "process 0 needs 4098 for 1921 processes" in done.stderr

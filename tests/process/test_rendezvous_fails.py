@@ -1,6 +1,7 @@
 """Reasons that keep processes from connecting are one line in each, in seconds."""
 
 import contextlib
+import json
 import os
 import re
 import signal
@@ -103,26 +104,16 @@ def test_a_process_0_that_fails_is_not_waited_for(start):
   assert got[0] == 2 and "process 0 on 127.0.0.1 left before all had connected" in (got[1]["error"])
 
 
-ODD = [
-  5,
-  None,
-  [],
-  {},
-  "go",
-  {"error": 5},
-  {"go": 5},
-  {"go": ["12345"]},
-  {"go": ["xxxxxxxx", ["n1", "n2"]]},
-  {"go": ["99999999", ["n1", "n2"]]},
-  {"go": ["12345", ["n1"]]},
-  {"go": ["12345", ["n1", 2]]},
-  {"go": ["/tmp", ["a", "b"]]},
-]
+ODD = """[
+  5, null, [], {}, "go", {"error": 5}, {"go": 5}, {"go": ["12345"]}, {"go": ["12345", ["n1"]]},
+  {"go": ["xxxxxxxx", ["n1", "n2"]]}, {"go": ["99999999", ["n1", "n2"]]},
+  {"go": ["12345", ["n1", 2]]}, {"go": ["/tmp", ["a", "b"]]}
+]"""
 
 
 def test_a_process_0_that_is_not_understood_is_a_line(start):
   """A process of another version, or damaged, has the secret."""
-  for answer in ODD:
+  for answer in json.loads(ODD):
     name = job("odd")
     _, listeners = network.bind_port(ports_of(name), [], listen=True)
     other = start(1, 2, name, timeout=200)
@@ -223,14 +214,10 @@ def test_a_name_that_does_not_resolve(start):
 
 def test_a_given_port_that_stays_taken_is_reported_by_all(start):
   began = time.monotonic()
-  with socket.socket() as stranger:
-    stranger.bind(("", 0))
-    stranger.listen()
+  with socket.create_server(("", 0)) as stranger:
     port = stranger.getsockname()[1]
-    ranks = [
-      start(r, 2, "j", f"127.0.0.1:{port}", timeout=60, set={"client.TAKEN_S": 2}) for r in (0, 1)
-    ]
-    got = ends(ranks)
+    options = dict(timeout=60, set={"client.TAKEN_S": 2})
+    got = ends([start(r, 2, "j", f"127.0.0.1:{port}", **options) for r in (0, 1)])
   assert [code for code, _ in got] == [2, 2]
   line = got[0][1]["error"]
   assert f"port {port} (uid {os.getuid()}): Address already in use" in line

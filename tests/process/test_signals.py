@@ -5,7 +5,6 @@ import os
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import threading
 import time
@@ -16,7 +15,7 @@ import pytest
 from jaxscale.cluster.watch import signals
 from jaxscale.cluster.watch.signals import SignalHandlers
 from support.commands import child_env
-from support.processes import line_of
+from support.processes import free_port, line_of
 from support.watched import CALM, ends, wait_up
 
 STARTS = "print('up', flush=True); time.sleep(1000)"
@@ -158,8 +157,7 @@ sys.exit(why.exit_code)
 
 @pytest.mark.parametrize("told", [[2], [0], [0, 1, 2]])
 def test_processes_stop_at_one_step_whoever_is_asked(family, told):
-  processes = family(STOPS, STOPS, STOPS)
-  wait_up(processes)
+  processes = wait_up(family(STOPS, STOPS, STOPS))
   for rank in told:
     processes[rank].send_signal(signal.SIGTERM)
   outs = [p.communicate(timeout=200) for p in processes]
@@ -174,8 +172,7 @@ def test_processes_stop_at_one_step_whoever_is_asked(family, told):
 def test_who_cannot_save_in_time_ends_all_with_85(family):
   stuck = STOPS.replace("grace_s=5.0", "grace_s=0.5")
   stuck = stuck.replace("print(step, why, flush=True)", STARTS)
-  processes = family(stuck, stuck)
-  wait_up(processes)
+  processes = wait_up(family(stuck, stuck))
   processes[1].send_signal(signal.SIGUSR1)  # which starts no clock
   wait_up(processes)  # both are saving
   processes[1].send_signal(signal.SIGTERM)
@@ -190,8 +187,7 @@ def test_who_keeps_another_from_its_save_is_mentioned(family, what):
   sleeps = f"import time; {STARTS}" if what == "asleep" else "pass"
   other = body.replace('    print("up", flush=True)', f"    {sleeps}")
   other = other if what == "asleep" else body
-  processes = family(body, other)
-  wait_up(processes)
+  processes = wait_up(family(body, other))
   if what == "stopped":
     processes[1].send_signal(signal.SIGSTOP)
   processes[0].send_signal(signal.SIGTERM)
@@ -218,8 +214,7 @@ def test_a_network_that_is_cut_for_less_than_the_limit_is_survived(family):
     link = ["ip", "link", "set", "lo"]
     subprocess.run([*link, "up"], check=True)
     limits = str(CALM | {"heartbeat_timeout_s": 30})
-    processes = family(STOPS, STOPS, STOPS, limits=limits)
-    wait_up(processes)
+    processes = wait_up(family(STOPS, STOPS, STOPS, limits=limits))
     subprocess.run([*link, "down"], check=True)
     time.sleep(23)
     subprocess.run([*link, "up"], check=True)
@@ -233,8 +228,7 @@ def test_a_network_that_is_cut_for_less_than_the_limit_is_survived(family):
 
 
 def test_a_suspended_job_resumes(family):
-  processes = family(STOPS, STOPS, STOPS)
-  wait_up(processes)
+  processes = wait_up(family(STOPS, STOPS, STOPS))
   # As `scontrol suspend` and `scontrol resume`: longer than any limit of theirs.
   for number, pause in ((signal.SIGTSTP, 0.2), (signal.SIGSTOP, 3), (signal.SIGCONT, 1)):
     for process in processes:
@@ -248,11 +242,10 @@ def test_a_suspended_job_resumes(family):
 WITH_JAX = """
 import os, sys, time, threading
 from pathlib import Path
-rank, port, ours = int(sys.argv[1]), sys.argv[2], sys.argv[3] == "ours"
+rank, port = int(sys.argv[1]), sys.argv[2]
 from jaxscale.cluster.watch import signals
 handlers = signals.SignalHandlers(grace_s=3.0)
-if ours:
-  signals.disable_xla_notifier()
+signals.disable_xla_notifier()
 import jax, jax.numpy as jnp, numpy as np
 jax.distributed.initialize(f"127.0.0.1:{port}", 2, rank, initialization_timeout=60)
 from jax.experimental import multihost_utils
@@ -265,26 +258,15 @@ multihost_utils.process_allgather(np.ones(1))  # waits for rank 1
 """
 
 
-@pytest.mark.parametrize("ours", ["ours", pytest.param("xla's", marks=pytest.mark.slow)])
-def test_sigterm_in_a_collective_of_jax(child, ours):
-  with socket.create_server(("127.0.0.1", 0)) as server:
-    port = server.getsockname()[1]
-  processes = [child(WITH_JAX, rank, port, ours, env=child_env()) for rank in (0, 1)]
-  try:
-    for process in processes:
-      assert line_of(process) == "up"
-    time.sleep(0.5)  # rank 0 is inside the collective
-    began = time.monotonic()
-    processes[0].send_signal(signal.SIGTERM)
-    if ours == "ours":
-      assert line_of(processes[0]) == "asked SIGTERM"
-      assert processes[0].wait(300) == 85
-      assert time.monotonic() - began > 2.5
-    else:  # JAX's way, which is why it is off: nobody hears of it
-      time.sleep(4.0)
-      assert processes[0].poll() is None
-  finally:
-    for process in processes:
-      process.kill()
-  if ours != "ours":
-    assert "asked" not in processes[0].stdout.read()
+def test_sigterm_in_a_collective_of_jax(child):
+  """JAX's own notifier, which is off, would tell nobody of it."""
+  port = free_port()
+  processes = [child(WITH_JAX, rank, port, env=child_env()) for rank in (0, 1)]
+  for process in processes:
+    assert line_of(process) == "up"
+  time.sleep(0.5)  # rank 0 is inside the collective
+  began = time.monotonic()
+  processes[0].send_signal(signal.SIGTERM)
+  assert line_of(processes[0]) == "asked SIGTERM"
+  assert processes[0].wait(300) == 85
+  assert time.monotonic() - began > 2.5

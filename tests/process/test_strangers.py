@@ -3,8 +3,6 @@
 import json
 import os
 import socket
-import subprocess
-import sys
 import time
 
 import pytest
@@ -15,6 +13,7 @@ from jaxscale.cluster.wire import Link
 from support import rendezvous as starting
 from support import strangers
 from support.cases import all_slow_except
+from support.commands import run_python
 from support.rendezvous import connect, greet, job, ports_of
 
 start = pytest.fixture(starting.starter)
@@ -40,9 +39,7 @@ def test_who_connects_without_the_secret_is_refused_and_named(start, attack, nam
   connect(ports[0]).close()  # it listens
   stranger = attack(name, ports)
   time.sleep(1.5)  # of the attack, before the others come
-  began = time.monotonic()
   _, log = finish([first, *(start(r, 3, run) for r in (1, 2))])
-  print(f"{name}: {time.monotonic() - began:.2f} s from the last start to the end")
   assert "connections refused that lack this run's secret: " in log
   assert log.rstrip().endswith("from 127.0.0.1")
   heard = json.loads(stranger.communicate(timeout=200)[0])
@@ -124,5 +121,5 @@ def test_jax_s_coordinator_is_closed_to_other_users_of_the_host(start):
   )
   with socket.socket(socket.AF_UNIX) as listener:
     listener.bind(path)  # as JAX does later
-    done = subprocess.run([sys.executable, "-c", code, path], capture_output=True, timeout=300)
-  assert done.stdout == b"closed\n", done.stderr
+    done = run_python("-c", code, path)
+  assert done.stdout == "closed\n", done.stderr

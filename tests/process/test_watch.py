@@ -23,8 +23,7 @@ FOR = r"for \d+ s(, silent for \d+ s)?"  # a busy machine may keep a thread wait
 
 
 def test_a_killed_process_is_named_by_the_leader_alone(family, tmp_path):
-  processes = family(FOREVER, FOREVER, FOREVER, FOREVER)
-  wait_up(processes)
+  processes = wait_up(family(FOREVER, FOREVER, FOREVER, FOREVER))
   processes[3].kill()
   codes, errors = ends(processes)
   assert codes == [1, 1, 1, -signal.SIGKILL]
@@ -40,8 +39,7 @@ def test_a_killed_process_is_named_by_the_leader_alone(family, tmp_path):
 
 
 def test_without_process_0_everyone_says_so(family):
-  processes = family(FOREVER, FOREVER, FOREVER)
-  wait_up(processes)
+  processes = wait_up(family(FOREVER, FOREVER, FOREVER))
   processes[0].kill()
   codes, errors = ends(processes)
   assert codes == [-signal.SIGKILL, 1, 1]
@@ -69,8 +67,7 @@ def test_an_exception_is_the_cause_though_neighbours_raise_too(family):
 
 
 def test_a_stopped_process_is_named_and_others_leave(family):
-  processes = family(FOREVER, FOREVER, FOREVER, limits=SILENT)
-  wait_up(processes)
+  processes = wait_up(family(FOREVER, FOREVER, FOREVER, limits=SILENT))
   processes[2].send_signal(signal.SIGSTOP)
   codes, errors = ends(processes[:2])
   assert codes == [86, 86]
@@ -90,8 +87,7 @@ STARTS = "print('up', flush=True); time.sleep(1000)"
 def test_a_process_that_is_stopped_before_the_first_step_is_named(family, what, activity):
   """JAX's coordinator was first, after 100 s, and named nobody or process 0."""
   starts = f"w.at({int(activity == 'compiling')}, '{activity}'); {STARTS}"
-  processes = family(starts, starts, starts, limits=SILENT)
-  wait_up(processes)
+  processes = wait_up(family(starts, starts, starts, limits=SILENT))
   victim = processes[1]
   stopped = [victim.pid, *(children(victim) if what == "host" else [])]
   for pid in stopped:
@@ -116,8 +112,7 @@ def test_who_loads_a_library_is_not_stopped(family, rank):
 
 
 def test_no_child_outlives_its_process(family):
-  processes = family(FOREVER, FOREVER, "train(10); w.close()")
-  wait_up(processes)
+  processes = wait_up(family(FOREVER, FOREVER, "train(10); w.close()"))
   beating = [children(process) for process in processes]
   assert [len(pids) for pids in beating] == [1, 1, 1]
   processes[1].kill()
@@ -129,8 +124,7 @@ def test_no_child_outlives_its_process(family):
 @pytest.mark.parametrize("bodies", [[FOREVER] * 3, [STARTS] * 3], ids=["step", "start"])
 def test_process_0_that_stood_still_is_named_by_all(family, bodies):
   """The line was that the others had died, which had left because it was silent."""
-  processes = family(*bodies, limits=SILENT)
-  wait_up(processes)
+  processes = wait_up(family(*bodies, limits=SILENT))
   processes[0].send_signal(signal.SIGSTOP)
   codes, errors = ends(processes[1:])
   assert codes == [86, 86]
@@ -262,13 +256,8 @@ def test_process_0_too_can_raise_or_leave(family):
   assert errors[1] == ""
 
 
-LIMITS = Timeouts(
-  heartbeat_interval_s=1,
-  heartbeat_timeout_s=20,
-  hang_timeout_s=50,
-  compile_timeout_s=900,
-  save_timeout_s=600,
-)
+OF_SILENCE = dict(heartbeat_interval_s=1, heartbeat_timeout_s=20, hang_timeout_s=50)
+LIMITS = Timeouts(**OF_SILENCE, compile_timeout_s=900, save_timeout_s=600)
 
 
 def seen(step, activity, since, *, steps=100, count=0, left=False, mean=0.02):
@@ -354,11 +343,10 @@ def test_loading_libraries_is_no_silence():
     return [f.cause for f in fault_detection.find_silent(states, now, LIMITS)]
 
   assert not silent(1000.0, 999.0)  # its child process is heard
-  assert "keeps Python's lock" in silent(1600.0, 1599.0)[0]
-  assert "keeps Python's lock" in silent(1000.0, 999.0, 3, "step")[0]
-  assert "stopped, or its host is gone" in silent(1000.0, 0.0)[0]
-  assert "stopped, or its host is gone" in silent(1000.0, 981.0, 3, "step")[0]
-  assert "stopped, or its host is gone" in silent(1000.0, 0.0, 3, "step")[0]
+  for later in ((1600.0, 1599.0), (1000.0, 999.0, 3, "step")):
+    assert "keeps Python's lock" in silent(*later)[0]
+  for gone in ((1000.0, 0.0), (1000.0, 981.0, 3, "step"), (1000.0, 0.0, 3, "step")):
+    assert "stopped, or its host is gone" in silent(*gone)[0]
 
 
 def test_who_never_says_where_it_is_may_train_for_days():

@@ -1,22 +1,18 @@
 """Two real processes with two devices each: a file of parameters that they share."""
 
-import socket
-import subprocess
 import sys
 
 import pytest
 
-from support.commands import child_env
-from support.paths import ROOT
+from support.processes import run_group
 
 SCRIPT = """
 import os, sys
+from jaxscale import cluster
+cluster.initialize()
 import jax, numpy as np
 from jax.sharding import NamedSharding, PartitionSpec as P
-
-jax.config.update("jax_cpu_collectives_implementation", "gloo")
-jax.distributed.initialize(sys.argv[1], 2, int(sys.argv[2]))
-folder = sys.argv[3]
+folder = sys.argv[1]
 
 from jaxscale.mesh import make_mesh
 from jaxscale.weights import UnwrittenError, export_safetensors, import_safetensors
@@ -75,22 +71,8 @@ except UnwrittenError as e:
 
 @pytest.mark.slow
 def test_each_process_reads_its_part_and_one_writes(tmp_path):
-  with socket.socket() as s:
-    s.bind(("localhost", 0))
-    address = f"localhost:{s.getsockname()[1]}"
-  running = [
-    subprocess.Popen(
-      [sys.executable, "-c", SCRIPT, address, str(i), str(tmp_path)],
-      cwd=ROOT,
-      env=child_env(2, PYTHONPATH=str(ROOT)),
-      text=True,
-      stdout=subprocess.PIPE,
-      stderr=subprocess.PIPE,
-    )
-    for i in range(2)
-  ]
-  for process in running:
-    out, err = process.communicate(timeout=300)
-    assert process.returncode == 0, err
+  group = run_group([sys.executable, "-c", SCRIPT, str(tmp_path)], num_devices=2)
+  for out, err, code in group:
+    assert code == 0, err
     assert "says " in out and "No space left on device" in out  # and what gloo says
   assert [p.name for p in tmp_path.iterdir()] == ["a.safetensors"]

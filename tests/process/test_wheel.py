@@ -1,7 +1,6 @@
 """A wheel of the tree, installed where the tree is not."""
 
 import os
-import subprocess
 import sys
 import sysconfig
 import venv
@@ -9,19 +8,11 @@ import zipfile
 
 import pytest
 
-from support.commands import child_env
-from support.paths import ROOT
+from support import commands
 
 
-def run(*command, cwd, **env):
-  done = subprocess.run(
-    list(map(str, command)),
-    cwd=cwd,
-    env=child_env(**env),
-    capture_output=True,
-    text=True,
-    timeout=300,
-  )
+def run(*command, **options):
+  done = commands.run(*command, **options)
   assert done.returncode == 0, done.stderr
   return done.stdout
 
@@ -31,7 +22,7 @@ def installed(tmp_path_factory):
   """The `jaxscale` of an environment that has the wheel and our dependencies."""
   folder = tmp_path_factory.mktemp("wheel")
   build = "-m", "hatchling", "build", "-t", "wheel", "-d", folder
-  run(sys.executable, *build, cwd=ROOT)
+  run(sys.executable, *build)
   (wheel,) = folder.glob("*.whl")
   venv.create(folder / "venv")
   pip = "-m", "pip", "install", "--no-deps", "--ignore-installed", "-q", "--prefix"

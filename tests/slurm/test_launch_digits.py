@@ -7,16 +7,11 @@ import jax
 import numpy as np
 import pytest
 
-from support.slurm.cli import ends, make_cli, until
+from support.slurm.cli import ends, until
 from support.tiny_runs import ARGS, final_state
 
 # No step is saved twice: what is compared is the last.
 ONCE = [*ARGS, "--config.epochs=3", "--config.checkpoint.every_epochs=3"]
-
-
-@pytest.fixture
-def cli(slurm, tmp_path):
-  return make_cli(slurm, tmp_path)
 
 
 def test_digits_trains_on_a_node(cli):
@@ -52,7 +47,6 @@ def test_the_preflight_stops_a_bad_allocation_and_names_the_node(cli, slurm):
   finally:
     slurm.run("umount", str(workdir), host="n2")
   reported = cli("logs", "d", "--rank=batch")
-  print(f"{seconds:.0f} s")
   assert words[3] == "2" and ends(cli, "d") == [(2, "stop")]
   assert "preflight found this allocation unfit" in reported
   wrong = [line for line in reported.splitlines() if line.startswith("not ")]

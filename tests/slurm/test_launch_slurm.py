@@ -1,32 +1,17 @@
 """`jaxscale submit` and the like on a real Slurm of four nodes."""
 
-import json
 import re
 import shlex
 import time
-from pathlib import Path
-from typing import NamedTuple
 
 import pytest
 
 from support.cases import all_slow_except
+from support.commands import child_env, train_command
+from support.job_script import fake
 from support.paths import ROOT
-from support.slurm.cli import (
-  FOREVER,
-  Cli,
-  ends,
-  make_cli,
-  number,
-  states,
-  until,
-  until_ended,
-  wait_until,
-)
-
-
-@pytest.fixture
-def cli(slurm, tmp_path):
-  return make_cli(slurm, tmp_path)
+from support.processes import wait_until
+from support.slurm.cli import FOREVER, ends, make_cli, number, states, until, until_ended
 
 
 def is_up(cli, name, starts=1, rank=0):
@@ -118,7 +103,7 @@ def test_a_signal_before_there_are_handlers_starts_it_again(cli, slurm):
     cli("submit", "--nodes=2", f"--name={name}")
   for name in names:
     folder = cli.runs / name / "train"
-    wait_until(lambda f=folder: len([*f.glob("up.*")]) == 2, 300)
+    wait_until(lambda f=folder: len([*f.glob("up.*")]) == 2, seconds=300)
     slurm.run("scancel", f"--signal={name}", number(cli, name))
   for name, code in names.items():
     until_ended(cli, name, seconds=300)
@@ -130,56 +115,47 @@ def test_a_signal_before_there_are_handlers_starts_it_again(cli, slurm):
 def test_what_an_operator_requeues_is_requeued_on_record(cli, slurm):
   cli.does(f'[ -n "$SLURM_RESTART_COUNT" ] && exit 0\n{FOREVER}')
   cli("submit", "--name=o")
-  wait_until(lambda: is_up(cli, "o"), 300)
+  wait_until(lambda: is_up(cli, "o"), seconds=300)
   slurm.run("scontrol", "requeue", number(cli, "o"))
   until_ended(cli, "o", seconds=300)
   assert ends(cli, "o") == [(85, "requeue"), (0, "stop")]
 
 
-class Requeued(NamedTuple):
-  """Jobs that were started again: a requeue takes 6 s, all of them together too."""
-
-  warned: Cli
-  sweep: Cli
-  crash: Cli
-
-
 @pytest.fixture(scope="module")
 def requeued(_cluster, tmp_path_factory):
-  def folder(name):
-    return make_cli(_cluster, tmp_path_factory.mktemp(name))
-
-  jobs = Requeued(folder("warned"), folder("sweep"), folder("crash"))
-  jobs.warned.does(FOREVER)
-  jobs.sweep.does("""
+  """Jobs that were started again: a requeue takes 6 s, all of them together too."""
+  names = "warned", "sweep", "crash"
+  warned, sweep, crash = (make_cli(_cluster, tmp_path_factory.mktemp(name)) for name in names)
+  warned.does(FOREVER)
+  sweep.does("""
 told="$workdir/told"
 [[ $workdir == */1 ]] && [ ! -e "$told" ] && touch "$told" && exit 85
 sleep 1; exit 0""")
-  jobs.crash.does('mkdir -p "$workdir/checkpoints/9"; exit 1')
+  crash.does('mkdir -p "$workdir/checkpoints/9"; exit 1')
   # A signal to all tasks, and to the script alone, as `--signal` may say.
   signals = {"all": [], "B": ["--batch"]}
   for name in signals:
-    jobs.warned("submit", "--nodes=2", "--requeue=1", f"--name={name}")
-  jobs.sweep("sweep", "--sweep=seed=1,2,3", "--name=s")
-  jobs.crash("submit", "--name=f")
+    warned("submit", "--nodes=2", "--requeue=1", f"--name={name}")
+  sweep("sweep", "--sweep=seed=1,2,3", "--name=s")
+  crash("submit", "--name=f")
   for start in (1, 2):
     for name, options in signals.items():
       for rank in (0, 1):
-        wait_until(lambda a=(name, start, rank): is_up(jobs.warned, *a), 60)
-      job = number(jobs.warned, name)
+        wait_until(lambda a=(name, start, rank): is_up(warned, *a), seconds=60)
+      job = number(warned, name)
       _cluster.run("scancel", *options, "--signal=USR1", job)
   for name in signals:
-    until_ended(jobs.warned, name)
-  until_ended(jobs.sweep, "s", 3)
-  until_ended(jobs.crash, "f")
-  yield jobs
+    until_ended(warned, name)
+  until_ended(sweep, "s", 3)
+  until_ended(crash, "f")
+  yield warned, sweep, crash
   _cluster.clear()
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["all", "B"])
 def test_warned_it_saves_and_starts_again_so_often(requeued, name):
-  cli = requeued.warned
+  cli, _, _ = requeued
   words = until(cli, name, "FAILED")
   assert (words[3], words[-1]) == ("85", "1")  # exit code, restarts
   assert ends(cli, name) == [(85, "requeue"), (85, "stop")]
@@ -190,7 +166,7 @@ def test_warned_it_saves_and_starts_again_so_often(requeued, name):
 
 @pytest.mark.slow
 def test_one_task_of_an_array_starts_again_and_no_other(requeued):
-  cli = requeued.sweep
+  _, cli, _ = requeued
   assert [ends(cli, "s", i) for i in range(3)] == [
     [(0, "stop")],
     [(85, "requeue"), (0, "stop")],
@@ -201,7 +177,7 @@ def test_one_task_of_an_array_starts_again_and_no_other(requeued):
 
 @pytest.mark.slow
 def test_a_crash_starts_again_only_with_progress(requeued):
-  cli = requeued.crash
+  _, _, cli = requeued
   words = until(cli, "f", "FAILED")
   assert (words[3], words[-1]) == ("1", "1")  # exit code, restarts
   assert ends(cli, "f") == [(1, "requeue"), (1, "stop")]
@@ -227,11 +203,8 @@ def test_slurm_takes_every_plain_script(slurm):
 @pytest.mark.parametrize("name", all_slow_except(["single_node", "train", "cpu", "array"], "train"))
 def test_plain_scripts_run_what_they_say(slurm, tmp_path, name):
   venv = tmp_path / "a venv"
-  (venv / "bin").mkdir(parents=True)
+  fake(venv / "bin" / "python", 'echo "$SLURM_CPUS_PER_TASK cores:" "$@"')
   (venv / "bin" / "activate").write_text(f"export PATH={shlex.quote(str(venv))}/bin:$PATH")
-  python = venv / "bin" / "python"
-  python.write_text('#!/bin/bash\necho "$SLURM_CPUS_PER_TASK cores:" "$@"\n')
-  python.chmod(0o755)
   text = (ROOT / "launch" / f"{name}.sbatch").read_text()
   text = re.sub(r"#SBATCH --gpus.*\n", "", text)
   text = re.sub(r"ntasks-per-node=8", "ntasks-per-node=1", text)
@@ -247,10 +220,10 @@ def test_plain_scripts_run_what_they_say(slurm, tmp_path, name):
     assert "--config.seed=3" in out
 
 
-def test_what_was_submitted_is_on_record(cli):
-  cli.does("exit 0")
-  cli("submit", "--name=r", "--config.epochs=5")
-  folder = Path(cli.runs, "r")
-  assert json.loads((folder / "run.json").read_text())["overrides"] == {"epochs": "5"}
-  assert (folder / "job.sbatch").exists() and number(cli, "r").isdecimal()
-  until(cli, "r", "COMPLETED")
+def test_a_batch_script_without_srun_is_reported(slurm, tmp_path):
+  command = shlex.join(train_command(tmp_path / "run"))
+  job = slurm.submit(f"{command} 2>&1", "-N2", "--ntasks-per-node=1", **child_env(1))
+  assert slurm.wait_for(job, "FAILED")["ExitCode"] == "2:0"
+  (line,) = slurm.output(job).splitlines()
+  assert line.startswith("error: SLURM_NTASKS=2: this is the batch script, no step")
+  assert "start it with srun" in line

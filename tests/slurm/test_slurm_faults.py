@@ -14,40 +14,34 @@ from support.tiny_runs import assert_same_run, newest_step
 
 pytestmark = pytest.mark.slow
 
-DONE = {
-  "kill": "SIGKILL of a process",
-  "kill the coordinator": "SIGKILL of process 0, JAX's coordinator",
-  "kill in save": "SIGKILL in the middle of a save",
-  "raise": "an exception in one process",
-  "sleep": "one process sleeps for ever",
-  "stop": "SIGSTOP of one process",
-  "hold": "one process holds Python's lock for ever",
-}
+RAISED = r"failed in step 60 \(input\): RuntimeError: no such"
+HANGS = r"hangs in step 60 \(input\) for \d+ s; 2 others"
+# What is done (`faulty_train`), to which process; its exit code, and the line.
 ENDS = {
-  "kill": (1, 137, r"process 1 on n2 died, last seen in step \d+"),
-  "kill the coordinator": (0, 137, r"process 0 on n1 died, seen in step \d+"),
-  "kill in save": (1, 137, r"process 1 on n2 died"),
-  "raise": (1, 1, r"process 1 on n2 failed in step 60 \(input\): RuntimeError: no such"),
-  "sleep": (1, 86, r"process 1 on n2 hangs in step 60 \(input\) for \d+ s; 2 others"),
-  "stop": (1, 86, r"process 1 on n2 is silent for \d+ s, last in step \d+"),
-  "hold": (1, 86, r"process 1 on n2 is silent for \d+ s"),
+  "SIGKILL of a process": ("kill", 1, 137, r"died, last seen in step \d+"),
+  "SIGKILL of process 0, JAX's coordinator": ("kill", 0, 137, r"died, seen in step \d+"),
+  "SIGKILL in the middle of a save": ("kill in save", 1, 137, "died"),
+  "an exception in one process": ("raise", 1, 1, RAISED),
+  "one process sleeps for ever": ("sleep", 1, 86, HANGS),
+  "SIGSTOP of one process": ("stop", 1, 86, r"is silent for \d+ s, last in step \d+"),
+  "one process holds Python's lock for ever": ("hold", 1, 86, r"is silent for \d+ s"),
 }
 
 
-@pytest.mark.parametrize("fault", ENDS)
-def test_a_fault_ends_the_job_and_is_named(slurm, whole, tmp_path, fault):
+@pytest.mark.parametrize("what", ENDS)
+def test_a_fault_ends_the_job_and_is_named(slurm, whole, tmp_path, what):
   """With the limits that a user has; then the same command resumes."""
-  rank, code, line = ENDS[fault]
-  job = Job(slurm, tmp_path, fault.partition(" the")[0], rank)
+  fault, rank, code, line = ENDS[what]
+  job = Job(slurm, tmp_path, fault, rank)
   job.end("FAILED")
   reported, saved = job.reported(), newest_step(job.workdir)
-  assert re.search(line, error_of(reported))
+  assert re.search(f"process {rank} on n{rank + 1} {line}", error_of(reported))
   assert job.seconds() < 60
   assert AT - SLACK <= saved <= AT
   assert job.codes() == [code]
   living = {f"process-{r}.txt" for r in range(NODES)} - {f"process-{rank}.txt"}
   assert living <= {p.name for p in (job.workdir / "faults").iterdir()}
-  measured(DONE[fault], job.seconds(), code, error_of(reported), AT - saved)
+  measured(what, job.seconds(), code, error_of(reported), AT - saved)
   again = Job(slurm, tmp_path)
   again.end("COMPLETED")
   assert f"resuming from the checkpoint of step {saved}" in again.reported()

@@ -12,13 +12,26 @@ def child_env(num_devices: int = 1, **extra: str) -> dict[str, str]:
   """The environment of a process as a user has it, on simulated devices."""
   dropped = ("SLURM_", "XLA_FLAGS", "PYTHONDONTWRITEBYTECODE")
   env = {k: v for k, v in os.environ.items() if not k.startswith(dropped)}
-  return env | {
-    "JAX_NUM_CPU_DEVICES": str(num_devices),
-    "PYTHONUNBUFFERED": "1",
-    # What another process is just writing into JAX's cache is compiled instead.
-    "PYTHONWARNINGS": "error,ignore:Error reading persistent compilation:UserWarning",
-    **extra,
-  }
+  # What another process is just writing into JAX's cache is compiled instead.
+  warnings = "error,ignore:Error reading persistent compilation:UserWarning"
+  usual = dict(JAX_NUM_CPU_DEVICES=str(num_devices), PYTHONUNBUFFERED="1", PYTHONWARNINGS=warnings)
+  return env | usual | extra
+
+
+def run(*command, num_devices=1, cwd=ROOT, timeout=300, **env) -> subprocess.CompletedProcess[str]:
+  """Run a command to its end; `env` is added to `child_env`."""
+  options = dict(env=child_env(num_devices, **env), cwd=cwd, timeout=timeout)
+  return subprocess.run([*map(str, command)], capture_output=True, text=True, **options)
+
+
+def run_python(*words, **options) -> subprocess.CompletedProcess[str]:
+  """Run Python with these words; `options` are those of `run`."""
+  return run(sys.executable, *words, **options)
+
+
+def jaxscale(*words, **options) -> subprocess.CompletedProcess[str]:
+  """Run a command of ours; `options` are those of `run`."""
+  return run_python("-m", "jaxscale", *words, **options)
 
 
 def train_command(workdir, *args: str, config: str = "configs/digits.py"):
@@ -29,14 +42,7 @@ def train_command(workdir, *args: str, config: str = "configs/digits.py"):
 
 def run_train(workdir, *args: str, config="configs/digits.py", num_devices=1, **env):
   """Run the command line to its end, as a user would."""
-  return subprocess.run(
-    train_command(workdir, *args, config=config),
-    env=child_env(num_devices, **env),
-    cwd=ROOT,
-    capture_output=True,
-    text=True,
-    timeout=300,
-  )
+  return run(*train_command(workdir, *args, config=config), num_devices=num_devices, **env)
 
 
 def trained(workdir, *args: str, **options) -> str:

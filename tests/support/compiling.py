@@ -6,12 +6,9 @@ from typing import Any
 
 import jax
 
-_FAST: dict[str, Any] = {
-  "xla_backend_optimization_level": 0,
-  "xla_cpu_use_fusion_emitters": False,
-  "xla_cpu_parallel_codegen_split_count": 1,  # the cores have other tests to run
-  "xla_llvm_disable_expensive_passes": True,
-}
+# One core alone: the others have other tests to run.
+_FAST: dict[str, Any] = dict(xla_backend_optimization_level=0, xla_cpu_use_fusion_emitters=False)
+_FAST |= dict(xla_cpu_parallel_codegen_split_count=1, xla_llvm_disable_expensive_passes=True)
 
 
 def fast_compile_env() -> dict[str, str]:

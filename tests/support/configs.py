@@ -5,39 +5,27 @@ from jaxscale.config.loading import load_config
 from jaxscale.config.record import FORMAT, to_plain
 
 
+def settings(text):
+  """Settings for `load_config` of words, each `name=value`."""
+  return dict(word.split("=") for word in text.split())
+
+
 def small_config(**fields):
   """A config of a small MLP on the digits, but for these fields."""
-  usual = {
-    "model": cfg.MLP(hidden=(8,)),
-    "data": cfg.Digits(),
-    "optimizer": cfg.SGD(lr=0.1),
-    "batch_size": 16,
-    "epochs": 9,
-  }
-  return cfg.Config(**usual | fields)
+  usual = dict(model=cfg.MLP(hidden=(8,)), data=cfg.Digits(), optimizer=cfg.SGD(lr=0.1))
+  return cfg.Config(**usual | dict(batch_size=16, epochs=9) | fields)
 
 
 def tiny_language(**fields):
-  usual = {
-    "model": cfg.Transformer(num_layers=2, width=32, num_heads=4, hidden=64),
-    "data": cfg.Text(sequence_length=16),
-    "optimizer": cfg.AdamW(lr=1e-3),
-    "batch_size": 16,
-    "epochs": 1.0,
-  }
-  return cfg.Config(**usual | fields)
+  model = cfg.Transformer(num_layers=2, width=32, num_heads=4, hidden=64)
+  usual = dict(model=model, data=cfg.Text(sequence_length=16), optimizer=cfg.AdamW(lr=1e-3))
+  return cfg.Config(**usual | dict(batch_size=16, epochs=1.0) | fields)
 
 
-TINY = {
-  "epochs": "4",
-  "schedule.warmup_epochs": "1",
-  "model": "MLP",
-  "model.hidden": "(32,)",
-  "mesh.data": "8",
-  "evaluation.every_epochs": "2",
-  "checkpoint.every_epochs": "2",
-  "log.every_steps": "5",
-}
+TINY = settings("""
+  epochs=4 schedule.warmup_epochs=1 model=MLP model.hidden=(32,) mesh.data=8
+  evaluation.every_epochs=2 checkpoint.every_epochs=2 log.every_steps=5
+""")
 
 
 def tiny_digits(**changes):
@@ -50,9 +38,5 @@ def tiny_digits(**changes):
 
 def recorded(config):
   """The config.json of a run, as far as one that resumes it must find it."""
-  return {
-    "format": FORMAT,
-    "config": to_plain(config),
-    "data": {"name": "any"},
-    "derived": {"total_steps": 9, "num_devices": 8},
-  }
+  rest = {"data": {"name": "any"}, "derived": {"total_steps": 9, "num_devices": 8}}
+  return {"format": FORMAT, "config": to_plain(config)} | rest

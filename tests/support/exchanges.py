@@ -20,54 +20,38 @@ from jaxscale.mesh import make_mesh
 N = 8
 AXES = ("replica", "data")
 # No size divides by devices, blocks or eight bits.
-SHAPES = {
-  "bias": (3,),
-  "conv": (3, 3, 5, 17),
-  "dense": (5, 7),
-  "scalar": (),
-  "vector": (1001,),
-  "wide": (37, 130),
-}
-SMALL = 8192  # bytes: buckets that cut tensors, and several of them
+SHAPES = dict(bias=(3,), conv=(3, 3, 5, 17), dense=(5, 7), scalar=(), vector=(1001,))
+SHAPES["wide"] = 37, 130
+SMALL = dict(bucket_bytes=8192)  # buckets that cut tensors, and several of them
+TOP = dict(share=0.05, **SMALL)
 EXCHANGES = {
   "plain": lambda n=N: plain(AXES),
-  "bucketed": lambda n=N: bucketed(AXES, bucket_bytes=SMALL),
-  "bf16": lambda n=N: half_precision(AXES, bucket_bytes=SMALL),
+  "bucketed": lambda n=N: bucketed(AXES, **SMALL),
+  "bf16": lambda n=N: half_precision(AXES, **SMALL),
   "bf16 psum": lambda n=N: half_precision(AXES, sum_in="payload"),
-  "fp16": lambda n=N: half_precision(AXES, "float16", bucket_bytes=SMALL),
+  "fp16": lambda n=N: half_precision(AXES, "float16", **SMALL),
   "fp16 psum": lambda n=N: half_precision(AXES, "float16", sum_in="payload"),
-  "int8": lambda n=N: int8(AXES, block=32, bucket_bytes=SMALL),
-  "one bit": lambda n=N: one_bit(AXES, num_devices=n, bucket_bytes=SMALL),
-  "top k": lambda n=N: top_k(AXES, num_devices=n, share=0.05, bucket_bytes=SMALL),
-  "top k of buckets": lambda n=N: top_k(
-    AXES, num_devices=n, share=0.05, per="bucket", bucket_bytes=SMALL
-  ),
-  "power sgd": lambda n=N: power_sgd(AXES, rank=2, bucket_bytes=SMALL),
+  "int8": lambda n=N: int8(AXES, block=32, **SMALL),
+  "one bit": lambda n=N: one_bit(AXES, num_devices=n, **SMALL),
+  "top k": lambda n=N: top_k(AXES, num_devices=n, **TOP),
+  "top k of buckets": lambda n=N: top_k(AXES, num_devices=n, per="bucket", **TOP),
+  "power sgd": lambda n=N: power_sgd(AXES, rank=2, **SMALL),
   "delayed": lambda n=N: delayed(plain(AXES)),
   "delayed one bit": lambda n=N: delayed(one_bit(AXES, num_devices=n)),
   "warm one bit": lambda n=N: warm_start(one_bit(AXES, num_devices=n), AXES, steps=5),
 }
 # Those that send later what they leave out.
-FEEDBACK = [
-  "one bit",
-  "top k",
-  "top k of buckets",
-  "power sgd",
-  "delayed",
-  "delayed one bit",
-  "warm one bit",
-]
+FEEDBACK = ["one bit", "top k", "top k of buckets", "power sgd", "delayed"]
+FEEDBACK += ["delayed one bit", "warm one bit"]
 
 
 def gradients(steps, seed=0, devices=N, shapes=SHAPES):
   """Random gradients [steps, devices, ...], their scale another in each tensor."""
-  rng = np.random.default_rng(seed)
-  return {
-    name: (10.0 ** (i - 2) * (rng.standard_normal((steps, devices, *shape)) + 0.1)).astype(
-      np.float32
-    )
-    for i, (name, shape) in enumerate(shapes.items())
-  }
+  rng, grads = np.random.default_rng(seed), {}
+  for i, (name, shape) in enumerate(shapes.items()):
+    normal = rng.standard_normal((steps, devices, *shape)) + 0.1
+    grads[name] = (10.0 ** (i - 2) * normal).astype(np.float32)
+  return grads
 
 
 def program(exchange, mesh):
@@ -85,13 +69,10 @@ def program(exchange, mesh):
     state, means = lax.scan(one, state, grads)
     return means, jax.tree.map(lambda x: x[None], state)
 
-  return jax.jit(
-    jax.shard_map(
-      steps, mesh=mesh, in_specs=(P(None, axes), P(axes)), out_specs=(P(), P(axes)), check_vma=True
-    ),
-    # A third of the time to compile; the collectives are the same.
-    compiler_options={"xla_backend_optimization_level": 1},
-  )
+  specs = dict(in_specs=(P(None, axes), P(axes)), out_specs=(P(), P(axes)))
+  mapped = jax.shard_map(steps, mesh=mesh, check_vma=True, **specs)
+  # A third of the time to compile; the collectives are the same.
+  return jax.jit(mapped, compiler_options={"xla_backend_optimization_level": 1})
 
 
 def first_state(exchange, devices=N, shapes=SHAPES):
@@ -126,10 +107,9 @@ def unsent(state, name):
   total = np.zeros(SHAPES[name])
   if "inner" in state:
     total = total + unsent(state["inner"], name)
-  if "grads" in state:
-    total = total + np.sum(state["grads"][name], axis=0, dtype=np.float64)
-  if "residual" in state:
-    total = total + np.sum(state["residual"][name], axis=0, dtype=np.float64)
+  for part in ("grads", "residual"):
+    if part in state:
+      total = total + np.sum(state[part][name], axis=0, dtype=np.float64)
   if "stripe" in state:
     stripes = np.asarray(state["stripe"][name], np.float64)
     whole = joined(stripes, total.size // stripes.shape[1])

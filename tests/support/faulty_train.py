@@ -42,12 +42,11 @@ def failed() -> None:
   raise RuntimeError("no such class")
 
 
+KILLED = signalled(signal.SIGKILL)
 FAULTS: dict[str, Callable[[], object]] = {
   "nothing": lambda: None,
-  "kill": signalled(signal.SIGKILL),
-  "kill late": lambda: (time.sleep(LATE_S), signalled(signal.SIGKILL)()),
-  "kill always": signalled(signal.SIGKILL),  # on later starts, too
-  "kill in save": signalled(signal.SIGKILL),
+  "kill late": lambda: (time.sleep(LATE_S), KILLED()),
+  **dict.fromkeys(["kill", "kill in save", "kill always"], KILLED),  # always: on later starts, too
   "stop": signalled(signal.SIGSTOP),
   "term": signalled(signal.SIGTERM),
   "usr1": signalled(signal.SIGUSR1),

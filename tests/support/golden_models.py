@@ -1,5 +1,7 @@
 """Recorded models (golden/record_models.py) as parameters of ours."""
 
+import re
+
 import numpy as np
 
 from support.paths import DATA
@@ -25,22 +27,18 @@ def probe(gradient):
   return (flat * (np.arange(flat.size) % 7)).sum()
 
 
-LLAMA = {
-  "attn_norm/scale": "input_layernorm",
-  "mlp_norm/scale": "post_attention_layernorm",
-  "q/kernel": "self_attn.q_proj",
-  "k/kernel": "self_attn.k_proj",
-  "v/kernel": "self_attn.v_proj",
-  "o/kernel": "self_attn.o_proj",
-  "q_norm/scale": "self_attn.q_norm",
-  "k_norm/scale": "self_attn.k_norm",
-  "gate/kernel": "mlp.gate_proj",
-  "up/kernel": "mlp.up_proj",
-  "down/kernel": "mlp.down_proj",
-  "q/bias": "self_attn.q_proj",
-  "k/bias": "self_attn.k_proj",
-  "v/bias": "self_attn.v_proj",
-}
+def pairs(text):
+  """{ours: theirs} of a table with a few of them in each line."""
+  return dict(pair.split(" ") for pair in re.split(r",\s+", text.strip()))
+
+
+LLAMA = pairs("""
+  attn_norm/scale input_layernorm, mlp_norm/scale post_attention_layernorm,
+  q/kernel self_attn.q_proj, k/kernel self_attn.k_proj, v/kernel self_attn.v_proj,
+  q/bias self_attn.q_proj, k/bias self_attn.k_proj, v/bias self_attn.v_proj,
+  q_norm/scale self_attn.q_norm, k_norm/scale self_attn.k_norm, o/kernel self_attn.o_proj,
+  gate/kernel mlp.gate_proj, up/kernel mlp.up_proj, down/kernel mlp.down_proj
+""")
 
 
 def _theirs(ours, layer):
@@ -67,14 +65,9 @@ def from_llama(weights, num_layers=2):
     return np.stack([weights[_theirs(ours, i)].T for i in range(num_layers)])
 
   has = {ours for ours in LLAMA if _theirs(ours, 0) in weights}
-  return {
-    "embed": {"table": weights["model.embed_tokens.weight"]},
-    "layers": nested({ours: layers(ours) for ours in has}),
-    "head": {
-      "norm": {"scale": weights["model.norm.weight"]},
-      "kernel": weights["lm_head.weight"].T,
-    },
-  }
+  head = {"norm": {"scale": weights["model.norm.weight"]}, "kernel": weights["lm_head.weight"].T}
+  embed = {"table": weights["model.embed_tokens.weight"]}
+  return {"embed": embed, "layers": nested({ours: layers(ours) for ours in has}), "head": head}
 
 
 def to_llama(params):
@@ -91,18 +84,14 @@ def to_llama(params):
   return found
 
 
-VIT = {
-  "attn_norm/scale": "norm1.weight",
-  "attn_norm/bias": "norm1.bias",
-  "o/kernel": "attn.proj.weight",
-  "o/bias": "attn.proj.bias",
-  "mlp_norm/scale": "norm2.weight",
-  "mlp_norm/bias": "norm2.bias",
-  "up/kernel": "mlp.fc1.weight",
-  "up/bias": "mlp.fc1.bias",
-  "down/kernel": "mlp.fc2.weight",
-  "down/bias": "mlp.fc2.bias",
-}
+VIT = pairs("""
+  attn_norm/scale norm1.weight, attn_norm/bias norm1.bias,
+  mlp_norm/scale norm2.weight, mlp_norm/bias norm2.bias,
+  o/kernel attn.proj.weight, o/bias attn.proj.bias,
+  up/kernel mlp.fc1.weight, up/bias mlp.fc1.bias,
+  down/kernel mlp.fc2.weight, down/bias mlp.fc2.bias
+""")
+QKV = [("kernel", "attn.qkv.weight"), ("bias", "attn.qkv.bias")]
 
 
 def from_vit(weights, num_layers=2):
@@ -112,28 +101,17 @@ def from_vit(weights, num_layers=2):
     return np.stack([weights[f"blocks.{i}.{name}"].T for i in range(num_layers)])
 
   flat = {ours: layers(name) for ours, name in VIT.items()}
-  for leaf, name in (("kernel", "attn.qkv.weight"), ("bias", "attn.qkv.bias")):
+  for leaf, name in QKV:
     for which, part in zip("qkv", np.split(layers(name), 3, axis=-1), strict=True):
       flat[f"{which}/{leaf}"] = part
   patch = weights["patch_embed.proj.weight"].transpose(2, 3, 1, 0)
-  embed = {
-    "patch": {
-      "kernel": patch.reshape(-1, patch.shape[-1]),
-      "bias": weights["patch_embed.proj.bias"],
-    },
-    "position": weights["pos_embed"][0],
-  }
+  patch = {"kernel": patch.reshape(-1, patch.shape[-1]), "bias": weights["patch_embed.proj.bias"]}
+  embed = {"patch": patch, "position": weights["pos_embed"][0]}
   if "cls_token" in weights:
     embed["class_token"] = weights["cls_token"][0, 0]
-  return {
-    "embed": embed,
-    "layers": nested(flat),
-    "head": {
-      "norm": {"scale": weights["norm.weight"], "bias": weights["norm.bias"]},
-      "kernel": weights["head.weight"].T,
-      "bias": weights["head.bias"],
-    },
-  }
+  norm = {"scale": weights["norm.weight"], "bias": weights["norm.bias"]}
+  head = {"norm": norm, "kernel": weights["head.weight"].T, "bias": weights["head.bias"]}
+  return {"embed": embed, "layers": nested(flat), "head": head}
 
 
 def to_vit(params, patch_shape):
@@ -156,7 +134,7 @@ def to_vit(params, patch_shape):
     for ours, name in VIT.items():
       module, leaf = ours.split("/")
       found[f"blocks.{i}.{name}"] = layers[module][leaf][i].T
-    for leaf, name in (("kernel", "attn.qkv.weight"), ("bias", "attn.qkv.bias")):
+    for leaf, name in QKV:
       parts = [layers[which][leaf][i].T for which in "qkv"]
       found[f"blocks.{i}.{name}"] = np.concatenate(parts)
   return found

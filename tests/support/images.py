@@ -66,22 +66,13 @@ def write_tfds(root, name, file_format, splits, *, num_classes=10, version="1.0.
     for i, records in enumerate(shards):
       file = f"{name}-{split}.{file_format}-{i:05}-of-{len(shards):05}"
       write(folder / file, records)
-    described.append(
-      {
-        "filepathTemplate": "{DATASET}-{SPLIT}.{FILEFORMAT}-{SHARD_X_OF_Y}",
-        "name": split,
-        "numBytes": str(sum(len(r) for records in shards for r in records)),
-        "shardLengths": [str(len(records)) for records in shards],
-      }
-    )
+    num_bytes = str(sum(len(r) for records in shards for r in records))
+    lengths = [str(len(records)) for records in shards]
+    described.append(dict(name=split, numBytes=num_bytes, shardLengths=lengths))
+    described[-1]["filepathTemplate"] = "{DATASET}-{SPLIT}.{FILEFORMAT}-{SHARD_X_OF_Y}"
   keys = [{"featureKey": "image"}, {"featureKey": "label"}]
-  info = {
-    "fileFormat": file_format,
-    "name": name,
-    "splits": described,
-    "version": version,
-    "supervisedKeys": {"tuple": {"items": keys}},
-  }
+  info = dict(fileFormat=file_format, name=name, splits=described, version=version)
+  info["supervisedKeys"] = {"tuple": {"items": keys}}
   (folder / "dataset_info.json").write_text(json.dumps(info))
   core = "tensorflow_datasets.core.features."
   shape = {"dimensions": ["-1", "-1", "3"]}
@@ -91,10 +82,8 @@ def write_tfds(root, name, file_format, splits, *, num_classes=10, version="1.0.
     "image": {"pythonClassName": core + "image_feature.Image", "image": image},
     "label": {"pythonClassName": core + "class_label_feature.ClassLabel", "classLabel": classes},
   }
-  whole = {
-    "pythonClassName": core + "features_dict.FeaturesDict",
-    "featuresDict": {"features": features},
-  }
+  whole = {"pythonClassName": core + "features_dict.FeaturesDict"}
+  whole["featuresDict"] = {"features": features}
   (folder / "features.json").write_text(json.dumps(whole))
   return folder
 

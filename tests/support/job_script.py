@@ -5,30 +5,30 @@ from pathlib import Path
 from jaxscale.jobs import spec
 from jaxscale.jobs.site import Site, load_site
 
-NAMES = dict(name="digits-1", folder="/runs/digits-1", cwd="/home/me/jaxscale")
-CODE = dict(config="code/configs/digits.py", overrides={}, trials=(), python="/venv/bin/python")
-JOB = dict(at_most=0, nodes=1, site=Site(), requeue=10, preflight=False, executor="slurm")
-RUN = spec.JobSpec(**NAMES, **CODE, **JOB, made_by="jaxscale submit --config configs/digits.py")
+PLACES = dict(name="digits-1", folder="/runs/digits-1", cwd="/home/me/jaxscale")
+PLACES |= dict(config="code/configs/digits.py", python="/venv/bin/python")
+AGAIN = dict(requeue=10, made_by="jaxscale submit --config configs/digits.py")
+ALONE = dict(nodes=1, site=Site(), preflight=False, overrides={}, trials=(), at_most=0)
+RUN = spec.JobSpec(executor="slurm", **PLACES, **AGAIN, **ALONE)
+HARD = {"epochs": "90", "data.path": "/data/with space"}
+TRIALS = {"seed": "1", "optimizer.lr": "0.1"}, {"seed": "2", "optimizer.lr": "0.2"}
+
+
+def at(site, **changes):
+  return RUN._replace(site=load_site(f"launch/profiles/{site}.toml"), **changes)
+
+
 RUNS = {
   "plain": RUN,
-  "gpus": RUN._replace(
-    nodes=64,
-    overrides={"epochs": "90", "data.path": "/data/with space"},
-    preflight=True,
-    site=load_site("launch/profiles/gpu8.toml"),
-  ),
-  "sweep": RUN._replace(
-    trials=({"seed": "1", "optimizer.lr": "0.1"}, {"seed": "2", "optimizer.lr": "0.2"}),
-    at_most=2,
-    requeue=0,
-  ),
-  "apptainer": RUN._replace(site=load_site("launch/profiles/apptainer.toml")),
+  "gpus": at("gpu8", nodes=64, overrides=HARD, preflight=True),
+  "sweep": RUN._replace(trials=TRIALS, at_most=2, requeue=0),
+  "apptainer": at("apptainer"),
   "spares": RUN._replace(nodes=4, spares=2, site=Site(tasks_per_node=2)),
-  "pyxis": RUN._replace(site=load_site("launch/profiles/pyxis.toml"), nodes=2),
+  "pyxis": at("pyxis", nodes=2),
 }
 
 
 def fake(path: Path, text: str) -> None:
-  path.parent.mkdir(exist_ok=True)
+  path.parent.mkdir(parents=True, exist_ok=True)
   path.write_text(f"#!/bin/bash\n{text}\n")
   path.chmod(0o755)

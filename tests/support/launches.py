@@ -12,15 +12,9 @@ SUBDOMAIN = "jaxpods.default.svc.cluster.local"
 def found(env, **asked):
   """`detect` without a look at this machine."""
   fqdn = f"{env.get('HOSTNAME')}.{SUBDOMAIN}"
-  asked = {
-    "expand": nodelist.expand,
-    "fqdn": lambda: fqdn,
-    "ask_mpi": lambda launch: None,
-    "has_tpu": lambda env: False,
-    "at_terminal": lambda: False,
-    **asked,
-  }
-  return detect(env, **asked)
+  quiet = dict(fqdn=lambda: fqdn, has_tpu=lambda env: False, at_terminal=lambda: False)
+  usual = dict(expand=nodelist.expand, ask_mpi=lambda launch: None)
+  return detect(env, **{**quiet, **usual, **asked})
 
 
 def tasks(path, tmp_path):
@@ -33,23 +27,19 @@ def tasks(path, tmp_path):
     yield {k: v.replace("{files}", str(tmp_path)) for k, v in env.items()}, task
 
 
-STEP = {
-  "SLURM_JOB_ID": "17",
-  "SLURM_STEP_ID": "3",
-  "SLURM_STEP_NODELIST": "n[3-4]",
-  "SLURM_NTASKS": "4",
-  "SLURM_STEP_NUM_TASKS": "4",
-  "SLURM_PROCID": "2",
-  "SLURM_LOCALID": "0",
-  "SLURM_NODEID": "1",
-  "SLURM_STEP_TASKS_PER_NODE": "2(x2)",
-  "SLURM_TASKS_PER_NODE": "2(x2)",
-}
-MPI = {
-  "OMPI_COMM_WORLD_RANK": "3",
-  "OMPI_COMM_WORLD_SIZE": "4",
-  "OMPI_COMM_WORLD_LOCAL_RANK": "1",
-  "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
-  # mpirun ran on the login node: JAX would take this for the host of rank 0.
-  "OMPI_MCA_orte_hnp_uri": "1531576320.0;tcp://10.0.0.250:34911",
-}
+def variables(text):
+  """The environment of words, each `NAME=value`."""
+  return dict(word.split("=", 1) for word in text.split())
+
+
+STEP = variables("""
+  SLURM_JOB_ID=17 SLURM_STEP_ID=3 SLURM_STEP_NODELIST=n[3-4] SLURM_NTASKS=4 SLURM_NODEID=1
+  SLURM_STEP_NUM_TASKS=4 SLURM_PROCID=2 SLURM_LOCALID=0
+  SLURM_STEP_TASKS_PER_NODE=2(x2) SLURM_TASKS_PER_NODE=2(x2)
+""")
+# mpirun ran on the login node: JAX would take the last one for the host of rank 0.
+MPI = variables("""
+  OMPI_COMM_WORLD_RANK=3 OMPI_COMM_WORLD_SIZE=4
+  OMPI_COMM_WORLD_LOCAL_RANK=1 OMPI_COMM_WORLD_LOCAL_SIZE=2
+  OMPI_MCA_orte_hnp_uri=1531576320.0;tcp://10.0.0.250:34911
+""")

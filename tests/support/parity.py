@@ -31,13 +31,8 @@ OPTIMIZERS = {
   "adamw": optim.adamw(1e-3, weight_decay=1e-2),
 }
 CLASSES, BLOCK = 10, 64
-SHAPES = {
-  "conv": (3, 3, 2, 8),
-  "dense": (32, 24),
-  "head": (24, CLASSES),
-  "head_bias": (CLASSES,),
-  "scale": (32,),
-}
+SHAPES = dict(conv=(3, 3, 2, 8), dense=(32, 24), head=(24, CLASSES))
+SHAPES |= dict(head_bias=(CLASSES,), scale=(32,))
 
 
 def by(algorithm: str) -> Exchange:

@@ -3,17 +3,17 @@
 import copy
 import json
 
-CONFIG = {
-  **{"class": "Config", "seed": 0, "epochs": 1.0, "batch_size": 64, "dtype": "bfloat16"},
-  **{"model": {"class": "Transformer", "width": 4096}, "data": {"class": "TextFiles"}},
-  **{"optimizer": {"class": "AdamW", "lr": 3e-4}, "loss": {"class": "X"}, "mesh": {"data": -1}},
-  **{"exchange": {"class": "AllReduce", "algorithm": "psum"}, "phases": {"class": "Phases"}},
-  **{"log": {"step_report": True}, "checkpoint": {"every_epochs": 1.0}},
-  **{"evaluation": {"every_epochs": 1.0, "batch_size": 8}},
-}
+CONFIG = json.loads("""{
+  "class": "Config", "seed": 0, "epochs": 1.0, "batch_size": 64, "dtype": "bfloat16",
+  "model": {"class": "Transformer", "width": 4096}, "optimizer": {"class": "AdamW", "lr": 3e-4},
+  "data": {"class": "TextFiles"}, "exchange": {"class": "AllReduce", "algorithm": "psum"},
+  "loss": {"class": "X"}, "phases": {"class": "Phases"}, "log": {"step_report": true},
+  "mesh": {"data": -1}, "evaluation": {"every_epochs": 1.0, "batch_size": 8},
+  "checkpoint": {"every_epochs": 1.0}
+}""")
 SECONDS = {"low": 1.4, "expected": 1.0, "high": 0.8}
-STEP = dict(devices=16, batch_size=64, seconds=SECONDS, memory=40e9)
-STEP["parts"] = dict(matmul=0.63, memory=0.07, stragglers=0.07, host=0.03) | {"exposed data": 0.2}
+PARTS = {"matmul": 0.63, "memory": 0.07, "exposed data": 0.2, "stragglers": 0.07, "host": 0.03}
+STEP = dict(devices=16, batch_size=64, seconds=SECONDS, memory=40e9, parts=PARTS)
 
 
 def on(devices, batch_size, seconds):
@@ -45,18 +45,18 @@ def plan_with(**changes):
 def workdir(path, plan=None, *, step_s=1.0, devices=16, changes=(), done=True):
   """What a run leaves, and its plan."""
   path.mkdir(parents=True)
-  phases = [{"batch_size": 64, "image_size": None}]
-  derived = dict(num_train=6400, total_steps=100, num_devices=devices, phases=phases)
+  derived = dict(num_train=6400, total_steps=100, num_devices=devices)
+  derived["phases"] = [{"batch_size": 64, "image_size": None}]
   described = dict(config=CONFIG | dict(changes), derived=derived, versions={}, python="3")
   described |= dict(processes=2, device_kind="NVIDIA H100 80GB HBM3")
-  report = dict(compute_s=0.77, exposed_s=0.2, exposed_share=0.2, spread=0.1)
-  lines = [{"step": 0, "time": 1e9} | {f"perf/{name}": x for name, x in report.items()}]
+  parts = {"perf/compute_s": 0.77, "perf/exposed_s": 0.2, "perf/exposed_share": 0.2}
+  lines = [{"step": 0, "time": 1e9, "perf/spread": 0.1} | parts]
   perf = {"perf/examples_per_s": 64 / step_s, "train/loss": 2.0}
   steps = range(10, 101 if done else 61, 10)
   lines += [{"step": s, "time": 1e9 + s * step_s} | perf for s in steps]
   activity = dict(start=1e9 - 60, time=1e9 + 50, step=50, resumed=[0], queued=None, done=False)
   activity["seconds"] = {"starting": 40.0, "compiling": 20.0, "step": 50.0}
-  ended = activity | {"time": 1e9 + 110, "step": 101, "done": done}
+  ended = activity | dict(time=1e9 + 110, step=101, done=done)
   ended["seconds"] = activity["seconds"] | {"step": 100.0, "saving": 10.0}
   summary = {"outcome": "done", "loss": 1.0, "program_memory_gb": 44.0}
   texts = {

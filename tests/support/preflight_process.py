@@ -3,14 +3,13 @@
 import json
 import os
 import signal
-import socket
-import subprocess
 import sys
 import textwrap
 import time
 from pathlib import Path
 
-from jaxscale.cluster.wire import Link
+from jaxscale.cluster.detect.launch import Launch
+from jaxscale.cluster.rendezvous.client import rendezvous
 from jaxscale.errors import ConfigError
 from jaxscale.jobs import preflight as checks
 from jaxscale.jobs.preflight.finding import Finding
@@ -21,34 +20,19 @@ HOSTS = ["n1", "n2", "n3", "n4"]
 
 def start(hosts, options, patch="", rank_env=None):
   """The processes of a preflight, process 0 first; `patch` is run in each."""
-  with socket.create_server(("127.0.0.1", 0)) as free:
-    port = free.getsockname()[1]
-  common = {"hosts": hosts, "port": port, "patch": textwrap.dedent(patch)}
-  common |= {"options": list(map(str, options))}
-  from support.commands import child_env
-  from support.paths import ROOT
+  from support.processes import start_group
 
-  processes = []
-  for rank in range(len(hosts)):
-    env = child_env(2, PYTHONPATH=str(ROOT), **(rank_env or {}).get(rank, {}))
-    command = [sys.executable, __file__, json.dumps(common | {"rank": rank})]
-    process = subprocess.Popen(
-      command, env=env, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
-    processes.append(process)
-    if rank == 0:
-      assert process.stdout is not None
-      assert process.stdout.readline() == "listening\n", process.communicate()[1]
-  return processes
+  envs = [(rank_env or {}).get(rank, {}) for rank in range(len(hosts))]
+  common = dict(hosts=hosts, options=[*map(str, options)], patch=textwrap.dedent(patch), envs=envs)
+  return start_group([sys.executable, __file__, json.dumps(common)], len(hosts), 2)
 
 
 def answers(processes, timeout=300):
   """(findings, seconds, whether JAX was imported) of each that says something."""
-  try:
+  from support.processes import killed_at_end
+
+  with killed_at_end(*processes):
     ended = [process.communicate(timeout=timeout) for process in processes]
-  finally:
-    for process in processes:
-      process.kill()
   reported = []
   for process, (out, err) in zip(processes, ended, strict=True):
     if process.returncode == 0:
@@ -77,45 +61,25 @@ def only(*checks):
   return "--skip=" + ",".join(set(every) - set(checks))
 
 
-def connect(rank, size, port):
-  """Sockets as the rendezvous leaves them: to all in process 0, to it elsewhere."""
-  if rank:
-    return {0: socket.create_connection(("127.0.0.1", port), timeout=None)}
-  # For IPv4 and IPv6 where there are both, as the rendezvous does.
-  both = socket.has_dualstack_ipv6()
-  family = socket.AF_INET6 if both else socket.AF_INET
-  with socket.create_server(("", port), family=family, backlog=size, dualstack_ipv6=both) as server:
-    print("listening", flush=True)
-    links = [server.accept()[0] for _ in range(size - 1)]
-  found = {}
-  for sock in links:
-    found[int(sock.recv(8))] = sock
-  return found
-
-
 def make_options(words):
   """`preflight.Options` from words of the command line, each `--name=value`."""
   values = dict(word.removeprefix("--").split("=", 1) for word in words)
-  overrides = {
-    name.removeprefix("config."): value
-    for name, value in values.items()
-    if name.startswith("config.")
-  }
+  named = {name.partition("config.")[2]: value for name, value in values.items()}
+  overrides = {name: value for name, value in named.items() if name}
   skip = tuple(values.get("skip", "").split(","))
   workdir = Path(values.get("workdir", "."))
   return checks.Options(workdir, values.get("config"), overrides, skip)
 
 
-def main(rank, hosts, port, options, patch):
+def main(hosts, options, patch, envs):
   signal.alarm(300)  # whoever reads its lines waits no longer
-  links = connect(rank, len(hosts), port)
-  if rank:
-    links[0].sendall(f"{rank:8}".encode())
-  for sock in links.values():
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+  rank = int(os.environ["JAXSCALE_PROCESS_ID"])
+  os.environ.update(envs[rank])
+  host, _, port = os.environ["JAXSCALE_COORDINATOR"].partition(":")
+  launch = Launch("test", rank, len(hosts), host, 0, 1, "preflight", port=int(port))
+  links = rendezvous(launch, timeout_s=200).links
   exec(patch, {"rank": rank})
   began = time.monotonic()
-  links = {r: Link(sock) for r, sock in links.items()}
   group = Group(rank, tuple(hosts), links, b"key")
   options = make_options(options)
   try:

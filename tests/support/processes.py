@@ -1,5 +1,6 @@
 """Processes on this machine: one that ends with its test, or those of one run."""
 
+import contextlib
 import os
 import socket
 import subprocess
@@ -28,38 +29,34 @@ def wait_until(condition, process=None, seconds=120):
     time.sleep(0.002)
 
 
+def popen(*command, **options) -> subprocess.Popen[str]:
+  """Start a command in the root, with its output in pipes."""
+  pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+  return subprocess.Popen([*map(str, command)], **{"cwd": ROOT, **pipes, **options})
+
+
+@contextlib.contextmanager
+def killed_at_end(*processes):
+  """The processes, or the one; in the end what is left of them is killed."""
+  try:
+    yield processes if len(processes) > 1 else processes[0]
+  finally:
+    for process in processes:
+      process.kill()
+      process.communicate()
+
+
 def start_group(command, count=2, num_devices=1, **env: str):
   """Start the processes of one run, each with its rank in the environment."""
-  coordinator = f"127.0.0.1:{free_port()}"
-  return [
-    subprocess.Popen(
-      command,
-      env=child_env(
-        num_devices,
-        JAXSCALE_COORDINATOR=coordinator,
-        JAXSCALE_NUM_PROCESSES=str(count),
-        JAXSCALE_PROCESS_ID=str(rank),
-        **env,
-      ),
-      cwd=ROOT,
-      stdout=subprocess.PIPE,
-      stderr=subprocess.PIPE,
-      text=True,
-    )
-    for rank in range(count)
-  ]
+  env |= dict(JAXSCALE_COORDINATOR=f"127.0.0.1:{free_port()}", JAXSCALE_NUM_PROCESSES=str(count))
+  ranks = [child_env(num_devices, JAXSCALE_PROCESS_ID=str(i), **env) for i in range(count)]
+  return [popen(*command, env=rank) for rank in ranks]
 
 
 def run_group(command, count=2, num_devices=1, **env: str):
   """(stdout, stderr, exit code) of each process of one run."""
-  group = start_group(command, count, num_devices, **env)
-  try:
+  with killed_at_end(*start_group(command, count, num_devices, **env)) as group:
     return [(*p.communicate(timeout=240), p.returncode) for p in group]
-  finally:
-    for process in group:
-      if process.poll() is None:
-        process.kill()
-        process.communicate()
 
 
 def line_of(process) -> str:
@@ -73,22 +70,11 @@ def line_of(process) -> str:
 @pytest.fixture
 def child():
   """Starts Python code as a process, which ends with the test."""
-  started = []
+  with contextlib.ExitStack() as stack:
 
-  def start(code, *args, env=None):
-    process = subprocess.Popen(
-      [sys.executable, "-c", code, *map(str, args)],
-      env=(env or os.environ) | {"PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "error"},
-      cwd=ROOT,
-      stdin=subprocess.PIPE,
-      stdout=subprocess.PIPE,
-      stderr=subprocess.PIPE,
-      text=True,
-    )
-    started.append(process)
-    return process
+    def start(code, *args, env=None):
+      env = (env or os.environ) | {"PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "error"}
+      process = popen(sys.executable, "-c", code, *args, env=env, stdin=subprocess.PIPE)
+      return stack.enter_context(killed_at_end(process))
 
-  yield start
-  for process in started:
-    process.kill()
-    process.communicate()
+    yield start

@@ -19,37 +19,28 @@ LANGUAGE, DIGITS = "tests/support/tiny_language.py", "configs/digits.py"
 
 
 def laid_out(shard="none", steps=1, bf16=False, optimizer=None, layout=(), **mesh):
-  return LANGUAGE, {
-    "mesh": cfg.Mesh(**({"data": 1} | mesh)),
-    "layout": cfg.Layout(shard=shard, **dict(layout)),
-    "accumulate_steps": steps,
-    "dtype": "bfloat16" if bf16 else "float32",
-    "optimizer": optimizer or cfg.LAMB(lr=1e-3),
-  }
+  parts = dict(mesh=cfg.Mesh(**{"data": 1} | mesh), layout=cfg.Layout(shard=shard, **dict(layout)))
+  dtype, optimizer = "bfloat16" if bf16 else "float32", optimizer or cfg.LAMB(lr=1e-3)
+  return LANGUAGE, dict(accumulate_steps=steps, dtype=dtype, optimizer=optimizer, **parts)
 
 
 def exchanged(exchange, **mesh):
   return DIGITS, {"mesh": cfg.Mesh(**mesh), "exchange": exchange}
 
 
-PARTS = "fsdp"
+PARTS, STAGES = "fsdp", dict(stage=2, model=2, steps=4)
+SLOW, IN_TURNS = {"slow_axes": "in_backward"}, {"schedule": "1f1b"}
 RUNS = {
   "data x fsdp x model": laid_out(PARTS, data=2, fsdp=2, model=2, bf16=True),
-  "in backward, accumulated": laid_out(
-    PARTS, replica=2, data=2, fsdp=2, steps=2, layout={"slow_axes": "in_backward"}
-  ),
+  "in backward, accumulated": laid_out(PARTS, replica=2, data=2, fsdp=2, steps=2, layout=SLOW),
   "zero-2 x model, muon": laid_out("zero2", fsdp=2, data=2, model=2, optimizer=cfg.Muon(lr=1e-3)),
   "zero-1, adamw": laid_out("zero1", data=2, fsdp=4, optimizer=cfg.AdamW(lr=1e-3)),
   "tokens too": laid_out(PARTS, data=2, fsdp=2, model=2, layout={"model": "layers_and_tokens"}),
   "ring": laid_out(PARTS, data=2, fsdp=2, model=2, layout={"model": "ring", "remat": "full"}),
   "all-to-all": laid_out(data=2, replica=2, model=2, layout={"model": "all_to_all"}),
   "stage x model": laid_out(data=2, stage=2, model=2, steps=4),
-  "fsdp x stage x model, 1f1b": laid_out(
-    PARTS, fsdp=2, stage=2, model=2, steps=4, layout={"schedule": "1f1b"}
-  ),
-  "stage x ring, 1f1b": laid_out(
-    data=2, stage=2, model=2, steps=4, layout={"schedule": "1f1b", "model": "ring"}
-  ),
+  "fsdp x stage x model, 1f1b": laid_out(PARTS, fsdp=2, **STAGES, layout=IN_TURNS),
+  "stage x ring, 1f1b": laid_out(data=2, **STAGES, layout=IN_TURNS | {"model": "ring"}),
   "half precision": exchanged(cfg.HalfPrecision(), replica=2),
   "int8": exchanged(cfg.Int8(), replica=2),
   "one bit": exchanged(cfg.OneBit(), replica=2),

@@ -17,17 +17,8 @@ import numpy as np
 
 SHORTEST = 200  # bytes; less is not a document
 # Windows, tests, what distributions ship apart, and what is not CPython's own.
-LEFT_OUT = {
-  "ensurepip",
-  "idlelib",
-  "lib2to3",
-  "pydoc_data",
-  "site-packages",
-  "test",
-  "tests",
-  "tkinter",
-  "turtledemo",
-}
+LEFT_OUT = {"ensurepip", "idlelib", "lib2to3", "pydoc_data", "site-packages", "test", "tests"}
+LEFT_OUT |= {"tkinter", "turtledemo"}
 # Modules with a notice of their own may have terms of their own.
 NOTICE = re.compile(r"copyright|all rights reserved|permission", re.IGNORECASE)
 

@@ -1,17 +1,17 @@
 """Real processes that connect, for the tests of the rendezvous: no tests in here."""
 
+import contextlib
 import json
 import os
-import signal
 import socket
-import subprocess
 import sys
 import time
 
 from jaxscale.cluster import secret
 from jaxscale.cluster.rendezvous import network
 from jaxscale.cluster.rendezvous.handshake import Hello
-from support.paths import ROOT
+from support.commands import child_env
+from support.processes import killed_at_end, popen
 
 # One process of a run: it connects, prints what it got, sends its rank over the links.
 CHILD = """
@@ -62,28 +62,15 @@ time.sleep(a.get("stay", 0))
 
 def starter():
   """Starts processes, and ends those that are left."""
-  running = []
+  with contextlib.ExitStack() as stack:
 
-  def start_one(rank, of, job, host="127.0.0.1", env=None, **options):
-    options |= {"rank": rank, "of": of, "job": job, "host": host}
-    node = {"SLURMD_NODENAME": f"n{rank + 1}"} | (env or {})
-    kept = {k: v for k, v in os.environ.items() if not k.startswith("SLURM")}
-    process = subprocess.Popen(
-      [sys.executable, "-W", "error", "-c", CHILD, json.dumps(options)],
-      cwd=ROOT,
-      env=kept | {"PYTHONPATH": str(ROOT)} | node,
-      text=True,
-      stdout=subprocess.PIPE,
-      stderr=subprocess.PIPE,
-    )
-    running.append(process)
-    return process
+    def start_one(rank, of, job, host="127.0.0.1", env=None, **options):
+      options |= {"rank": rank, "of": of, "job": job, "host": host}
+      env = child_env() | {"SLURMD_NODENAME": f"n{rank + 1}"} | (env or {})
+      process = popen(sys.executable, "-c", CHILD, json.dumps(options), env=env)
+      return stack.enter_context(killed_at_end(process))
 
-  yield start_one
-  for process in running:
-    if process.poll() is None:
-      os.kill(process.pid, signal.SIGKILL)
-    process.communicate()
+    yield start_one
 
 
 def ends(processes, within=200):
@@ -142,15 +129,6 @@ def connect(port, within=200):
 
 
 def who(rank, of=4, **other):
-  known = {
-    "node": f"n{rank + 1}",
-    "pid": 7,
-    "uuid": f"me{rank}",
-    "place": "here",
-    "files": "here",
-    "gloo": "",
-    "versions": {"jax": "1"},
-    "digests": {"config": "a"},
-    "error": "",
-  }
-  return Hello(rank, of, **(known | other))
+  known = dict(node=f"n{rank + 1}", pid=7, uuid=f"me{rank}", place="here", files="here", gloo="")
+  known |= dict(versions={"jax": "1"}, digests={"config": "a"}, error="")
+  return Hello(rank, of, **known | other)

@@ -27,6 +27,13 @@ def at_step(state, step):
   return bumped._replace(step=jnp.asarray(step, jnp.int32))
 
 
+def save(checkpoints, state, *steps, is_needed=True):
+  """Save the state of each step, and wait until it is."""
+  for step in steps:
+    checkpoints.save(at_step(state, step), is_needed=is_needed)
+    checkpoints.wait()
+
+
 # One process of two has a fault, at one moment of a save after the other, and
 # then as both restore; `full` in the place of a function is a disk that is full.
 # Then the disk of one is slow, and its state holds NaN.

@@ -28,15 +28,9 @@ def init(width=WIDTH, hidden=HIDDEN, layers=LAYERS):
   def normal(*shape, scale=0.2):
     return np.float32(rng.normal(size=shape) * scale)
 
-  return {
-    "embed": {"table": normal(SYMBOLS, width, scale=1.0)},
-    "layers": {
-      "scale": 1 + normal(layers, width),
-      "up": normal(layers, width, hidden),
-      "down": normal(layers, hidden, width),
-    },
-    "head": {"kernel": normal(width, SYMBOLS)},
-  }
+  embed, many = {"table": normal(SYMBOLS, width, scale=1.0)}, {"scale": 1 + normal(layers, width)}
+  many |= dict(up=normal(layers, width, hidden), down=normal(layers, hidden, width))
+  return {"embed": embed, "layers": many, "head": {"kernel": normal(width, SYMBOLS)}}
 
 
 def make_batch(rows, tokens=TOKENS):
@@ -104,11 +98,8 @@ def piped(schedule, mesh, micros, run_layers, *, embed=embed, tokens=None, **set
   """
   model = "model" if "model" in mesh.axis_names and tokens is None else None
   data = tuple(a for a in mesh.axis_names if a == "data")
-  specs = {
-    "embed": {"table": P()},
-    "layers": {"scale": P("stage"), "up": P("stage", None, model), "down": P("stage", model)},
-    "head": {"kernel": P()},
-  }
+  layers = {"scale": P("stage"), "up": P("stage", None, model), "down": P("stage", model)}
+  specs = {"embed": {"table": P()}, "layers": layers, "head": {"kernel": P()}}
 
   def local(params, batch):
     params, batch = vary(params, data), split_microbatches(batch, micros)

@@ -1,6 +1,5 @@
 """Short runs of the command line on the digits, and what they leave behind."""
 
-import subprocess
 import time
 
 import jax
@@ -13,41 +12,41 @@ from jaxscale.exchange import plain
 from jaxscale.experiment import build
 from jaxscale.mesh import make_mesh
 from support.commands import child_env, train_command
-from support.paths import ROOT
-from support.processes import run_group, wait_until
+from support.configs import settings
+from support.processes import killed_at_end, popen, run_group, wait_until
 from support.trees import assert_same_bits
 
 # Small and often saved: 225 steps, a checkpoint every second one.
-TINY = {
-  "epochs": "7",
-  "model": "MLP",
-  "model.hidden": "(64,)",
-  "log.every_steps": "7",
-  "evaluation.every_epochs": "1",
-  "checkpoint.every_epochs": "0.18",
-}
+TINY = settings("""
+  epochs=7 model=MLP model.hidden=(64,) log.every_steps=7
+  evaluation.every_epochs=1 checkpoint.every_epochs=0.18
+""")
 ARGS = [f"--config.{name}={value}" for name, value in TINY.items()]
 
 
-def final_state(workdir, num_devices=1):
+def restored(workdir, experiment):
   """The newest checkpoint of a run, on the host."""
-  config = load_config("configs/digits.py", TINY | {"mesh.data": "8"})
-  experiment = build.experiment(config)
-  mesh = make_mesh(devices=jax.devices()[:num_devices])
-  experiment = experiment.replace(mesh=mesh, exchange=plain(mesh.axis_names))
   with Checkpoints(workdir / "checkpoints") as checkpoints:
     state = checkpoints.restore(experiment.abstract_state())
   assert state is not None
   return jax.device_get(state)
 
 
+def final_state(workdir, num_devices=1):
+  """The newest checkpoint of a run of the tiny digits, on the host."""
+  config = load_config("configs/digits.py", TINY | {"mesh.data": "8"})
+  experiment = build.experiment(config)
+  mesh = make_mesh(devices=jax.devices()[:num_devices])
+  return restored(workdir, experiment.replace(mesh=mesh, exchange=plain(mesh.axis_names)))
+
+
 def record(workdir):
   """The metrics file without what depends on the clock."""
-  lines = metrics.read_json_lines(workdir / "metrics.jsonl")
-  kept = [
-    {k: v for k, v in line.items() if k != "time" and not k.startswith("perf/")} for line in lines
-  ]
-  return [line for line in kept if len(line) > 1]
+  lines = []
+  for line in metrics.read_json_lines(workdir / "metrics.jsonl"):
+    kept = {k: v for k, v in line.items() if k != "time" and not k.startswith("perf/")}
+    lines += [kept] if len(kept) > 1 else []
+  return lines
 
 
 def assert_same_run(workdir, reference):
@@ -64,14 +63,7 @@ def command(workdir, *args, config=None):
 
 def start(workdir, *args, config=None, num_devices=1, **env):
   """A run as a process."""
-  return subprocess.Popen(
-    command(workdir, *args, config=config),
-    env=child_env(num_devices, **env),
-    cwd=ROOT,
-    stdout=subprocess.PIPE,
-    stderr=subprocess.PIPE,
-    text=True,
-  )
+  return popen(*command(workdir, *args, config=config), env=child_env(num_devices, **env))
 
 
 def checkpoint_names(workdir):
@@ -93,16 +85,12 @@ def kill(workdir, *args, in_mid_save=False, after=None, later=0.0, **options):
     after: a step that the checkpoint is behind; by default that of the newest.
     later: seconds until it is killed.
   """
-  process = start(workdir, *args, **options)
   step = newest_step(workdir) if after is None else after
-  try:
+  with killed_at_end(start(workdir, *args, **options)) as process:
     wait_until(lambda: newest_step(workdir) > step, process, seconds=600)
     if in_mid_save:
       wait_until(lambda: is_saving(workdir), process, seconds=600)
     time.sleep(later)
-  finally:
-    process.kill()
-    process.communicate()
 
 
 def is_saving(workdir):

@@ -33,19 +33,13 @@ def tiny_stack(num_layers=LAYERS, width=WIDTH, hidden=HIDDEN, dtype=jnp.float32)
 
     one, many = jnp.ones(width), jnp.ones((num_layers, width))
     kernels = {n: normal(num_layers, width, width) for n in "qkvo"}
-    layers = kernels | {
-      "scale": many,
-      "mlp_scale": many,
-      "up": normal(num_layers, width, hidden),
-      "up_bias": 0.1 * normal(num_layers, hidden),
-      "down": normal(num_layers, hidden, width),
-      "down_bias": 0.1 * normal(num_layers, width),
-    }
-    return {
-      "embed": {"table": normal(VOCAB, width)},
-      "layers": layers,
-      "head": {"scale": one, "kernel": normal(width, VOCAB)},
-    }
+    layers = kernels | {"scale": many, "mlp_scale": many}
+    for name, *ends in (("up", width, hidden), ("down", hidden, width)):
+      layers[name] = normal(num_layers, *ends)
+      layers[f"{name}_bias"] = 0.1 * normal(num_layers, ends[-1])
+    embed = {"table": normal(VOCAB, width)}
+    head = {"scale": one, "kernel": normal(width, VOCAB)}
+    return {"embed": embed, "layers": layers, "head": head}
 
   def norm(h, scale):
     wide = h.astype(jnp.float32)

@@ -5,9 +5,11 @@ it gave (golden/record_optimizers.py).
 """
 
 import importlib
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
+import optax
 
 from jaxscale import optim
 
@@ -36,95 +38,58 @@ def layers():
   return params, grads
 
 
-class Case:
+class Case(NamedTuple):
   """One of ours, and the class that does the same.
 
   Attributes:
     ours: the transformation.
     factory: "module.Class" of theirs for matrices and, if `rest` is None, vectors.
     options: of theirs; weight_decay is of matrices alone.
-    rest: class and options for vectors.
     factor: their rates, as a multiple of `RATES`.
+    rest: class and options for vectors.
   """
 
-  def __init__(self, ours, factory, rest=None, factor=1.0, **options):
-    self.ours, self.factory, self.rest = ours, factory, rest
-    self.factor, self.options = factor, options
+  ours: optax.GradientTransformation
+  factory: str
+  options: dict[str, Any]
+  factor: float = 1.0
+  rest: tuple[str, dict[str, Any]] | None = None
 
 
-LARS = dict(trust_coefficient=0.05, momentum=0.8, eps=1e-8)
-TIMM_LARS = dict(trust_coeff=0.05, momentum=0.8)
-MUON = ("torch.optim.AdamW", dict(weight_decay=0.0))
+def lars(variant="timm", weight_decay=0.1, clip=None, **options):
+  """LARS of timm; `options` are of both, `clip` of timm's alone."""
+  both = dict(weight_decay=weight_decay, momentum=0.8, **options)
+  ours = optim.lars(rate, variant=variant, trust_coefficient=0.05, eps=1e-8, **both)
+  return Case(ours, "timm.optim.Lars", dict(trust_coeff=0.05, **both, **(clip or {})))
+
+
+def lamb(both, rate=rate, factor=1.0, theirs=None, **ours):
+  """LAMB of timm; `both` are options of ours and of timm's."""
+  return Case(optim.lamb(rate, **both, **ours), "timm.optim.Lamb", both | (theirs or {}), factor)
+
+
+def muon(both, ours, **theirs):
+  """Muon of PyTorch; vectors are AdamW's."""
+  tx = optim.muon(slow_rate, variant="torch", **both, **ours)
+  rest = "torch.optim.AdamW", dict(weight_decay=0.0)
+  return Case(tx, "torch.optim.Muon", both | theirs, 0.1, rest)
+
+
+DECAY, NO_DECAY = dict(weight_decay=0.1), dict(weight_decay=0.0)
+LAMBC = DECAY | dict(trust_clip=True, bias_correction=False)
+PLAIN_MUON = dict(momentum=0.8, nesterov=False, weight_decay=0.2, ns_steps=3)
+NS = 2.0, -1.5, 0.5  # coefficients of the iteration
 CASES = {
-  "lars": Case(
-    optim.lars(rate, variant="timm", weight_decay=0.1, **LARS),
-    "timm.optim.Lars",
-    weight_decay=0.1,
-    **TIMM_LARS,
-  ),
-  "lars, nesterov": Case(
-    optim.lars(rate, variant="timm", weight_decay=0.1, nesterov=True, **LARS),
-    "timm.optim.Lars",
-    weight_decay=0.1,
-    nesterov=True,
-    **TIMM_LARS,
-  ),
-  "lars without decay": Case(
-    optim.lars(rate, variant="timm", weight_decay=0.0, **LARS),
-    "timm.optim.Lars",
-    weight_decay=0.0,
-    **TIMM_LARS,
-  ),
-  "larc": Case(
-    optim.lars(rate, variant="timm_clip", weight_decay=0.1, **LARS),
-    "timm.optim.Lars",
-    weight_decay=0.1,
-    trust_clip=True,
-    **TIMM_LARS,
-  ),
-  "lamb": Case(
-    optim.lamb(rate, variant="timm", weight_decay=0.1), "timm.optim.Lamb", weight_decay=0.1
-  ),
-  "lamb without decay": Case(
-    optim.lamb(slow_rate, variant="timm", weight_decay=0.0),
-    "timm.optim.Lamb",
-    factor=0.1,
-    weight_decay=0.0,
-  ),
-  "lambc": Case(
-    optim.lamb(rate, trust_clip=True, weight_decay=0.1, bias_correction=False),
-    "timm.optim.Lamb",
-    trust_clip=True,
-    weight_decay=0.1,
-    max_grad_norm=None,
-    bias_correction=False,
-  ),
-  "muon": Case(
-    optim.muon(slow_rate, variant="torch", adjust="original", weight_decay=0.1),
-    "torch.optim.Muon",
-    MUON,
-    factor=0.1,
-    weight_decay=0.1,
-  ),
-  "muon, options": Case(
-    optim.muon(
-      slow_rate,
-      variant="torch",
-      momentum=0.8,
-      nesterov=False,
-      weight_decay=0.2,
-      ns_steps=3,
-      ns_coeffs=(2.0, -1.5, 0.5),
-    ),
-    "torch.optim.Muon",
-    MUON,
-    factor=0.1,
-    weight_decay=0.2,
-    momentum=0.8,
-    nesterov=False,
-    ns_steps=3,
-    ns_coefficients=(2.0, -1.5, 0.5),
-    adjust_lr_fn="match_rms_adamw",
+  "lars": lars(),
+  "lars, nesterov": lars(nesterov=True),
+  "lars without decay": lars(weight_decay=0.0),
+  "larc": lars("timm_clip", clip=dict(trust_clip=True)),
+  "lamb": lamb(DECAY, variant="timm"),
+  "lamb without decay": lamb(NO_DECAY, slow_rate, 0.1, variant="timm"),
+  "lambc": lamb(LAMBC, theirs=dict(max_grad_norm=None)),
+  "muon": muon(DECAY, dict(adjust="original")),
+  "muon, options": muon(
+    PLAIN_MUON, dict(ns_coeffs=NS), ns_coefficients=NS, adjust_lr_fn="match_rms_adamw"
   ),
 }
 

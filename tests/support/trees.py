@@ -12,6 +12,13 @@ def assert_same_bits(tree, expected):
     assert np.asarray(x).tobytes() == np.asarray(y).tobytes(), path
 
 
+def assert_close(tree, expected, tolerance, floor=1e-3):
+  """Each leaf within a tolerance of its own norm, or of a floor."""
+  for a, b in zip(*map(jax.tree.leaves, (tree, expected)), strict=True):
+    a, b = (np.asarray(x, np.float64) for x in (a, b))
+    assert np.linalg.norm(a - b) <= tolerance * max(np.linalg.norm(b), floor)
+
+
 def relative_distance(tree, expected):
   """The norm of the difference of two trees, relative to the norm of the second."""
   a, b = (

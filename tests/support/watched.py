@@ -1,5 +1,6 @@
 """Processes that watch each other."""
 
+import contextlib
 import os
 import socket
 import subprocess
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from support.paths import ROOT
+from support.processes import killed_at_end, popen
 
 # Healthy processes keep these on any machine; a test of one limit makes that one short.
 CALM = {"heartbeat_timeout_s": 200, "hang_timeout_s": 200, "compile_timeout_s": 200}
@@ -57,29 +59,21 @@ def train(steps, work=0.01, first=1):
 @pytest.fixture
 def family(tmp_path):
   """Starts processes of one run; ends what is left of them."""
-  started = []
+  with contextlib.ExitStack() as stack:
 
-  def start(*bodies, args=(), limits=str(CALM), env=None) -> list[subprocess.Popen]:
-    child = CHILD.replace("HERE", limits)
-    with socket.create_server(("127.0.0.1", 0)) as server:
-      for rank, body in enumerate(bodies):
-        argv = [str(rank), str(len(bodies))]
-        argv += [str(server.fileno() if rank == 0 else server.getsockname()[1])]
-        process = subprocess.Popen(
-          [sys.executable, "-c", child + body, *argv, str(tmp_path / "faults"), *args],
-          env=(env or os.environ) | {"PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "error"},
-          stdout=subprocess.PIPE,
-          stderr=subprocess.PIPE,
-          text=True,
-          pass_fds=[server.fileno()] if rank == 0 else [],
-        )
-        started.append(process)
-    return started
+    def start(*bodies, args=(), limits=str(CALM), env=None) -> list[subprocess.Popen]:
+      child, started = CHILD.replace("HERE", limits), []
+      env = (env or os.environ) | {"PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "error"}
+      with socket.create_server(("127.0.0.1", 0)) as server:
+        for rank, body in enumerate(bodies):
+          at = server.getsockname()[1] if rank else server.fileno()
+          argv = [rank, len(bodies), at, tmp_path / "faults", *args]
+          fds = [] if rank else [server.fileno()]
+          process = popen(sys.executable, "-c", child + body, *argv, env=env, pass_fds=fds)
+          started.append(stack.enter_context(killed_at_end(process)))
+      return started
 
-  yield start
-  for process in started:
-    process.kill()
-    process.communicate()
+    yield start
 
 
 def ends(processes, within=200):
@@ -90,8 +84,10 @@ def ends(processes, within=200):
 
 
 def wait_up(processes):
+  """Wait until all say so; return them."""
   for process in processes:
     assert process.stdout.readline() == "up\n"
+  return processes
 
 
 def children(process):

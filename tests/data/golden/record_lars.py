@@ -82,22 +82,11 @@ def timm_clip(w, g, lr, v, before):  # trust_clip=True
   return w - lr * v, v
 
 
-STEPS = (
-  paper,
-  corrected,
-  tf_contrib,
-  tf_contrib_l2_in_loss,
-  torch,
-  optax,
-  larc_clip,
-  nvcaffe_clip,
-  nvcaffe_scale,
-  timm,
-  timm_clip,
-)
+OF_GOOGLE_AND_INTEL = paper, corrected, tf_contrib, tf_contrib_l2_in_loss
+OF_OTHERS = torch, optax, larc_clip, nvcaffe_clip, nvcaffe_scale, timm, timm_clip
 
 if __name__ == "__main__":
-  for step in STEPS:
+  for step in OF_GOOGLE_AND_INTEL + OF_OTHERS:
     w, v, before = W0, np.zeros(3), RATES[0]
     for g, lr in zip(GRADS, RATES, strict=True):
       (w, v), before = step(w, g, lr, v, before), lr

@@ -65,17 +65,8 @@ def language(name, model, generator):
 
 def vision(name, generator, **options):
   """Logits of a ViT, and the gradient of predicting the labels 0, 1, 2."""
-  model = timm_vit.VisionTransformer(
-    img_size=8,
-    patch_size=4,
-    in_chans=3,
-    num_classes=5,
-    embed_dim=16,
-    depth=2,
-    num_heads=2,
-    mlp_ratio=3,
-    **options,
-  )
+  sizes = dict(embed_dim=16, depth=2, num_heads=2, mlp_ratio=3, img_size=8, patch_size=4)
+  model = timm_vit.VisionTransformer(in_chans=3, num_classes=5, **sizes, **options)
   model = randomise(model, generator)
   images = torch.randint(0, 256, (3, 8, 8, 3), generator=generator)
   mean, std = 120.0, 60.0
@@ -88,16 +79,9 @@ def vision(name, generator, **options):
 
 def main():
   """Write all fixtures beside this file."""
-  sizes = {
-    "vocab_size": 40,
-    "hidden_size": 24,
-    "intermediate_size": 20,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 6,
-    "num_key_value_heads": 2,
-    "tie_word_embeddings": False,
-    "attention_bias": False,
-  }
+  sizes = dict(vocab_size=40, hidden_size=24, intermediate_size=20, num_hidden_layers=2)
+  sizes |= dict(num_attention_heads=6, num_key_value_heads=2)
+  sizes |= dict(tie_word_embeddings=False, attention_bias=False)
   generator = torch.Generator().manual_seed(0)
   llama = LlamaConfig(**sizes, rms_norm_eps=1e-5, rope_theta=10_000.0)
   language("hf_llama", LlamaForCausalLM(llama), generator)
@@ -107,13 +91,8 @@ def main():
   vision("timm_vit_mean", generator, class_token=False, global_pool="avg", fc_norm=False)
   qwen = Qwen2Config(**sizes, rms_norm_eps=1e-6, rope_theta=1e6)
   language("hf_qwen2", Qwen2ForCausalLM(qwen), generator)
-  scaled = {
-    "rope_type": "llama3",
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 64,
-  }
+  scaled = dict(rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0)
+  scaled |= dict(original_max_position_embeddings=64)
   # 24 / 2 = 12 numbers a head: pairs that turn slowly, quickly and between.
   sizes |= {"num_attention_heads": 2, "num_key_value_heads": 1}
   llama = LlamaConfig(**sizes, rms_norm_eps=1e-5, rope_theta=100.0, rope_scaling=scaled)

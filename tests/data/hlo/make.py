@@ -161,19 +161,15 @@ def main():
   gpu = topologies.get_topology_desc(
     platform="cuda", target_config=target_config("h100"), topology="1x2x4"
   )
-  for name, topology, function in (
-    ("tpu_step", tpu, step),
-    ("tpu_layers", tpu, layers),
-    ("tpu_kinds", tpu, kinds),
-    ("tpu_slices", slices, gradient),
-    ("tpu_in_backward", slices, scanned),
-    ("gpu_in_backward", gpu, scanned),
-    ("gpu_step", gpu, step),
-    ("gpu_layers", gpu, layers),
-    ("gpu_kinds", gpu, kinds),
-  ):
-    if sys.argv[1:] and name not in sys.argv[1:]:
-      continue
+  programs = {
+    f"{chip}_{function.__name__}": (topology, function)
+    for chip, topology in (("tpu", tpu), ("gpu", gpu))
+    for function in (step, layers, kinds)
+  }
+  programs |= {"tpu_slices": (slices, gradient)}
+  programs |= {"tpu_in_backward": (slices, scanned), "gpu_in_backward": (gpu, scanned)}
+  for name in sys.argv[1:] or programs:
+    topology, function = programs[name]
     grid = np.array(topology.devices).reshape(2, 4)
     mesh = Mesh(grid, AXES, axis_types=(AxisType.Auto,) * 2)
     text = function(mesh).compile().as_text()

@@ -37,15 +37,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 HERE = Path(__file__).parent
 WIDTH, CLASSES = 4, 7
 # Of TinyLlama/TinyLlama-1.1B-Chat-v1.0's config.json.
-TINY_LLAMA = dict(
-  hidden_size=2048,
-  intermediate_size=5632,
-  num_attention_heads=32,
-  num_key_value_heads=4,
-  num_hidden_layers=22,
-  vocab_size=32000,
-  rms_norm_eps=1e-5,
-)
+TINY_LLAMA = dict(hidden_size=2048, intermediate_size=5632, num_hidden_layers=22)
+TINY_LLAMA |= dict(num_attention_heads=32, num_key_value_heads=4)
+TINY_LLAMA |= dict(vocab_size=32000, rms_norm_eps=1e-5)
 
 
 def record(name: str, model: torch.nn.Module, made_by: str) -> None:
@@ -99,24 +93,14 @@ def main() -> None:
     llama = LlamaForCausalLM(LlamaConfig(**TINY_LLAMA))
   record("tinyllama_1.1b", llama, f"transformers {transformers.__version__}")
 
+  of_vit = dict(img_size=12, patch_size=4, embed_dim=16, depth=3, num_heads=2)
+  of_llama = TINY_LLAMA | dict(hidden_size=16, intermediate_size=24, num_hidden_layers=3)
+  of_llama |= dict(num_attention_heads=4, num_key_value_heads=2, vocab_size=40)
   tiny = {
     "bottleneck": tiny_resnet(resnet.Bottleneck),
     "basic": tiny_resnet(resnet.BasicBlock),
-    "vit": vision_transformer.VisionTransformer(
-      img_size=12, patch_size=4, embed_dim=16, depth=3, num_heads=2, num_classes=CLASSES
-    ),
-    "llama": LlamaForCausalLM(
-      LlamaConfig(
-        hidden_size=16,
-        intermediate_size=24,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        num_hidden_layers=3,
-        vocab_size=40,
-        rms_norm_eps=1e-5,
-        attn_implementation="eager",
-      )
-    ),
+    "vit": vision_transformer.VisionTransformer(num_classes=CLASSES, **of_vit),
+    "llama": LlamaForCausalLM(LlamaConfig(attn_implementation="eager", **of_llama)),
   }
   rng = np.random.default_rng(0)
   images = {32: rng.standard_normal((3, 3, 32, 32), np.float32)}

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
+
+import pytest
 
 from jaxscale.metrics import read_json_lines
 from support.slurm.cluster import SlurmCluster
@@ -67,6 +68,12 @@ def make_cli(slurm: SlurmCluster, folder: Path) -> Cli:
   return Cli(slurm, folder / "all runs, 100%", python)
 
 
+@pytest.fixture
+def cli(slurm: SlurmCluster, tmp_path: Path) -> Cli:
+  """The command line, with runs of the test's own."""
+  return make_cli(slurm, tmp_path)
+
+
 def states(cli: Cli, *names: str) -> dict[str, tuple[str, list[str]]]:
   """The table as {run: (state, the line's other words)}."""
   lines = [line.split() for line in cli("status", *names).splitlines()[1:]]
@@ -104,11 +111,3 @@ def until_ended(cli: Cli, name: str, tasks: int = 1, seconds: float = 60) -> Non
   while not all((e := ends(cli, name, i)) and e[-1][1] == "stop" for i in range(tasks)):
     assert time.monotonic() < deadline, states(cli, name)
     time.sleep(0.1)
-
-
-def wait_until(condition: Callable[[], Any], seconds: float = 30) -> None:
-  """Wait until a condition holds."""
-  deadline = time.monotonic() + seconds
-  while not condition():
-    assert time.monotonic() < deadline, "waited too long"
-    time.sleep(0.02)

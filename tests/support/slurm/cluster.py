@@ -9,8 +9,8 @@ no database. It ends with its block, and also when the test runner is killed.
   with SlurmCluster(nodes=4) as slurm:
     print(slurm.run("srun", "-N2", "hostname").stdout)
 
-By hand, a shell on it: `python tests/support/slurm/cluster.py`; or any command:
-`python tests/support/slurm/cluster.py srun -N4 hostname`.
+By hand, a shell on it: `python tests/support/slurm`; or any command:
+`python tests/support/slurm srun -N4 hostname`.
 
 Tried with Slurm 22.05.
 """
@@ -27,6 +27,7 @@ import tempfile
 import time
 from pathlib import Path
 
+from support.processes import popen
 from support.slurm import hosts
 from support.slurm import settings as slurm_settings
 
@@ -69,17 +70,16 @@ class SlurmCluster:
     nodes: how many; they are called n1, n2, …
     cpus: CPUs Slurm gives out on each, whatever this machine has; tasks are
       bound to none.
-    gpus: GPUs Slurm gives out on each: devices that read like /dev/null.
     extra: more lines for slurm.conf; of two that disagree, the later counts.
 
   Raises:
     TimeoutError: it did not come up; with the ends of its logs.
   """
 
-  def __init__(self, nodes: int = 4, cpus: int = 2, gpus: int = 0, *, extra: str = ""):
+  def __init__(self, nodes: int = 4, cpus: int = 2, *, extra: str = ""):
     self.nodes = [f"n{i}" for i in range(1, nodes + 1)]
     self.folder = Path(tempfile.mkdtemp(prefix="slurm-"))
-    self._settings = slurm_settings.Settings(cpus, gpus, extra)
+    self._settings = cpus, extra
     self.net = hosts.new_net()
     self._port = 0
     self._daemons: dict[str, subprocess.Popen[bytes]] = {}
@@ -118,18 +118,13 @@ class SlurmCluster:
     self._port, *ports = _free_ports(1 + len(self.nodes))
     hosts.write_names(self.folder, self.net, ["login", *self.nodes])
     by_node = dict(zip(self.nodes, ports, strict=True))
-    slurm_settings.write(self.folder, self.net, self._port, by_node, self._settings)
+    slurm_settings.write(self.folder, self.net, self._port, by_node, *self._settings)
 
   def _start_daemon(self, host: str, command: list[str]) -> None:
+    streams = dict(stdin=subprocess.DEVNULL, stderr=subprocess.STDOUT, start_new_session=True)
     with open(self.folder / host / "out.log", "ab") as log:
-      self._daemons[host] = subprocess.Popen(
-        command,
-        env=self.environment(),
-        stdin=subprocess.DEVNULL,
-        stdout=log,
-        stderr=subprocess.STDOUT,
-        start_new_session=True,
-      )
+      env = self.environment()
+      self._daemons[host] = subprocess.Popen(command, env=env, stdout=log, **streams)
 
   def start_controller(self, *options: str) -> None:
     """Start slurmctld, with options, and wait until it answers."""
@@ -156,10 +151,6 @@ class SlurmCluster:
     """
     hosts.kill(self.folder, node)
     self._daemons[node].wait(300)
-
-  def processes(self, host: str) -> list[int]:
-    """Ids of all processes on a host: daemons, steps, tasks, commands."""
-    return hosts.processes(self.folder, host)
 
   @property
   def keeper_pid(self) -> int:
@@ -194,14 +185,8 @@ class SlurmCluster:
 
   def start(self, *command: str, host: str = "login", **env: str) -> subprocess.Popen[str]:
     """Start a command on a host, in this directory, with its output in pipes."""
-    return subprocess.Popen(
-      hosts.on_host(self._pid(host), *command),
-      env=self.environment(**env),
-      stdin=subprocess.DEVNULL,
-      stdout=subprocess.PIPE,
-      stderr=subprocess.PIPE,
-      text=True,
-    )
+    command, env = hosts.on_host(self._pid(host), *command), self.environment(**env)
+    return popen(*command, cwd=None, env=env, stdin=subprocess.DEVNULL)
 
   def run(
     self, *command: str, host: str = "login", timeout: float = 120, check: bool = True, **env: str
@@ -253,11 +238,6 @@ class SlurmCluster:
     """Return what a job's script has written; nothing before its first moment."""
     path = Path(self.job(job)["StdOut"])
     return path.read_text() if path.exists() else ""  # RUNNING comes before the file
-
-  def queue(self) -> dict[str, str]:
-    """The state of each job that waits or runs, by id ("12_3" in an array)."""
-    lines = self.run("squeue", "-h", "-r", "-o", "%i %T").stdout.splitlines()
-    return {job: state for job, state in map(str.split, lines)}
 
   def wait_for(self, job: str, *states: str, seconds: float = 60) -> dict[str, str]:
     """Wait until a job is in one of the states, by default in one it ends in.

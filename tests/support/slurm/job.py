@@ -9,14 +9,8 @@ from support.tiny_runs import ARGS, newest_step
 
 NODES = 3
 # Small and often saved, but long enough to have a fault at step 60.
-CONFIG = (
-  "--config",
-  "configs/digits.py",
-  *ARGS,
-  "--config.batch_size=120",
-  "--config.log.every_steps=5",
-  "--config.checkpoint.every_epochs=0.5",
-)
+CONFIG = ["--config", "configs/digits.py", *ARGS, "--config.batch_size=120"]
+CONFIG += ["--config.log.every_steps=5", "--config.checkpoint.every_epochs=0.5"]
 EPOCHS, STEPS = 10, 119
 AT = 60
 SLACK = 12  # steps between two saves, of which one may be under way
@@ -29,30 +23,15 @@ class Job:
     self.slurm, self.workdir = slurm, tmp_path / "run"
     self.note, self.folder = tmp_path / "note", tmp_path
     tmp_path.mkdir(exist_ok=True)
-    command = [
-      sys.executable,
-      "tests/support/faulty_train.py",
-      fault,
-      str(rank),
-      str(AT),
-      str(self.note),
-      *CONFIG,
-      f"--config.epochs={EPOCHS}",
-      "--workdir",
-      str(self.workdir),
-      *args,
-    ]
-    out = f"--output={tmp_path}/%t.out"
-    srun = ["srun", "--kill-on-bad-exit=1", "--open-mode=append", out, *command]
-    self.id = slurm.submit(
-      f"{shlex.join(srun)}; code=$?; date +%s.%N > {tmp_path}/end\n"
-      f"echo $code >> {tmp_path}/codes; exit $code",
-      f"--nodes={nodes}",
-      "--ntasks-per-node=1",
-      "--requeue",
-      *sbatch,
-      **child_env(1),
+    srun = ["srun", "--kill-on-bad-exit=1", "--open-mode=append", f"--output={tmp_path}/%t.out"]
+    faulty = ["tests/support/faulty_train.py", fault, str(rank), str(AT), str(self.note)]
+    train = [*CONFIG, f"--config.epochs={EPOCHS}", "--workdir", str(self.workdir), *args]
+    script = (
+      f"{shlex.join([*srun, sys.executable, *faulty, *train])}; code=$?\n"
+      f"date +%s.%N > {tmp_path}/end; echo $code >> {tmp_path}/codes; exit $code"
     )
+    options = f"--nodes={nodes}", "--ntasks-per-node=1", "--requeue", *sbatch
+    self.id = slurm.submit(script, *options, **child_env(1))
 
   def reported(self):
     """Return what all processes have written, process 0's first."""

@@ -1,27 +1,15 @@
 """slurm.conf of a cluster for tests, and the files that go with it.
 
 No munge, no systemd, no cgroups, no database, and short waits. The settings are
-those of https://slurm.schedmd.com/slurm.conf.html, cgroup.conf.html, gres.conf.html.
+those of https://slurm.schedmd.com/slurm.conf.html and cgroup.conf.html.
 """
 
 from __future__ import annotations
 
-import contextlib
-import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import NamedTuple
 
 from support.slurm import hosts as slurm_hosts
-
-
-class Settings(NamedTuple):
-  """Settings of a cluster, see `SlurmCluster`."""
-
-  cpus: int
-  gpus: int
-  extra: str
-
 
 # SchedulerParameters: look for work every second. cred_expire: as short as may be
 # (120 s by default, and less than 5 counts as that); a requeued job does not start
@@ -62,7 +50,7 @@ PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE
 """
 
 
-def write(folder: Path, net: str, port: int, ports: Mapping[str, int], settings: Settings) -> None:
+def write(folder: Path, net: str, port: int, ports: Mapping[str, int], cpus: int, extra: str):
   """Write the files of a cluster.
 
   Args:
@@ -70,26 +58,15 @@ def write(folder: Path, net: str, port: int, ports: Mapping[str, int], settings:
     net: of the hosts' addresses.
     port: the controller's.
     ports: each node's, in the order of their addresses.
-    settings: the rest.
+    cpus: of each node.
+    extra: more lines.
   """
   head = _CONFIGURATION.format(folder=folder, address=slurm_hosts.address(net, 0), port=port)
-  gpus = f"Gres=gpu:{settings.gpus}" if settings.gpus else ""
   nodes = "".join(
     f"NodeName={node} NodeHostname={node} NodeAddr={slurm_hosts.address(net, i)} "
-    f"Port={own} CPUs={settings.cpus} RealMemory=4000 {gpus}\n"
+    f"Port={own} CPUs={cpus} RealMemory=4000\n"
     for i, (node, own) in enumerate(ports.items(), 1)
   )
-  if settings.gpus:
-    nodes = f"GresTypes=gpu\n{nodes}"
-    _write_gpus(folder, settings.gpus)
-  (folder / "slurm.conf").write_text(f"{head}{nodes}{settings.extra}\n")
+  (folder / "slurm.conf").write_text(f"{head}{nodes}{extra}\n")
   # Else slurmd looks for a cgroup file system, and dies where none is mounted.
   (folder / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\n")
-
-
-def _write_gpus(folder: Path, count: int) -> None:
-  for i in range(count):
-    with contextlib.suppress(FileExistsError):
-      os.mknod(folder / f"gpu{i}", 0o20666, os.stat("/dev/null").st_rdev)
-  text = f"AutoDetect=off\nName=gpu File={folder}/gpu[0-{count - 1}]\n"
-  (folder / "gres.conf").write_text(text)
