@@ -29,6 +29,7 @@ from jaxscale.parallel import PipelineGrads, gpipe_grads, make_layout, one_f_one
 from jaxscale.parallel.layout_exchange import exchange_axes
 from jaxscale.training.state import init_state
 from jaxscale.training.step import make_train_step
+from jaxscale.training.types import StepOptions
 from support.cases import all_slow_except
 from support.compiling import fast_compile_options
 from support.parity import by, side_by_side
@@ -225,13 +226,12 @@ def runs(case: Case, dtype: str, *starts: Any, optimizers=OPTIMIZERS) -> list[Ru
 
   tx, exchange = side_by_side(optimizers), case.exchange(exchange_axes(every))
   state = init_state(init, tx, mesh, exchange, layout=every, seed=SEED)
-  step: Any = make_train_step(
-    loss_fn, tx, mesh, exchange, layout=every, accumulate_steps=case.micros, seed=SEED
-  )
+  options = StepOptions(num_microbatches=case.micros, seed=SEED)
+  step: Any = make_train_step(loss_fn, tx, mesh, exchange, layout=every, options=options)
   given = [jax.device_put(b, batch_sharding(mesh)) for b in batches()]
   # XLA may keep more than bfloat16 where it fuses, and fuses layouts differently.
-  options = fast_compile_options() | {"xla_allow_excess_precision": False}
-  step = step.lower(state, given[0]).compile(compiler_options=options)
+  settings = fast_compile_options() | {"xla_allow_excess_precision": False}
+  step = step.lower(state, given[0]).compile(compiler_options=settings)
   where = jax.tree.map(lambda x: x.sharding, state)
   first = jax.device_get(state)
   found = []

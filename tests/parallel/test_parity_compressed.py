@@ -10,9 +10,11 @@ import numpy as np
 import pytest
 
 from support.cases import all_slow_except
+from support.exchanges import joined
 from support.parity import (
   BLOCK,
   DECAY,
+  FEEDBACK,
   MOMENTUM,
   RATE,
   ROWS,
@@ -125,6 +127,30 @@ WORSE = {
 def test_the_bounds_are_broken_by_what_is_broken(name, optimizer):
   for worse in (*WORSE[name], "one device's"):
     assert way_off(run(worse), optimizer) > bound(name, optimizer), worse
+
+
+def unaccounted(found: Run, optimizer: str) -> float:
+  """|N sum of results + residuals - sum of gradients| / |sum of gradients|."""
+  worst = 0.0
+  for leaf, shape in SHAPES.items():
+    computed = sum(own[optimizer][leaf].sum(0, dtype=np.float64) for own in found.own)
+    applied = N * sum(np.float64(mean[optimizer][leaf]) for mean in found.means)
+    left = found.kept["residual"][optimizer][leaf].sum(0, dtype=np.float64)
+    if "stripe" in found.kept:
+      stripes = np.asarray(found.kept["stripe"][optimizer][leaf], np.float64)
+      left = left + joined(stripes, left.size // stripes.shape[1]).reshape(shape)
+    error = np.linalg.norm(applied + left - computed)
+    worst = max(worst, float(error / np.linalg.norm(computed)))
+  return worst
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("optimizer", MEASURED)
+@pytest.mark.parametrize("name", FEEDBACK)
+def test_no_gradient_is_lost_in_the_train_step(name, optimizer):
+  assert unaccounted(run(name), optimizer) <= 1e-5
+  for broken in WORSE[name]:
+    assert unaccounted(run(broken), optimizer) > 0.1, broken
 
 
 @pytest.mark.parametrize("late", [0, 1])
