@@ -175,7 +175,7 @@ IMPOSSIBLE = """
 def test_an_impossible_span_is_one_line_with_a_remedy():
   for row in IMPOSSIBLE.strip().splitlines():
     span, replica, data, remedy = row.split(maxsplit=3)
-    with config_error(f"bn_span={span}: ", remedy):
+    with config_error(remedy, match=f"^bn_span={span}: "):
       grids.batch_norm_span(ast.literal_eval(span), 16, replica=int(replica), data=int(data))
 
 

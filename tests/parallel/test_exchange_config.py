@@ -128,8 +128,8 @@ exchange=Int8 exchange.bucket_bytes=64                 Int8.bucket_bytes=64: hol
 exchange.bucket_bytes=3                                give a value >= 4
 LOCAL exchange=OneBit exchange.plain_epochs=1          plain_epochs=1.0: workers send only
 LOCAL lr_scaling=linear                lr_scaling='linear': sync=LocalSGD has rates of one worker
-LOCAL model.bn_span=global model.batch_norm=True       BatchNorm statistics over workers
-BLOCK sync.sync_every_steps=5 RAMP     every_steps=5: one block of 8 workers is 2,560 samples
+LOCAL NORM                             CNN.bn_span=global: BatchNorm statistics over workers
+BLOCK FIVE RAMP   BlockMomentum.sync_every_steps=5: one block of 8 workers is 2,560 samples
 BLOCK                                                  more than the 1,437 there are; give
 BLOCK optimizer=AdamW                                  AdamW's moments
 BLOCK optimizer=LAMB                                   LAMB's moments
@@ -142,6 +142,8 @@ sync=DiLoCo ema_decay=None noise_scale=True            compares gradients
 SHORT = {
   "LOCAL": "sync=LocalSGD sync.sync_every_steps=2 ema_decay=None",
   "BLOCK": "sync=BlockMomentum ema_decay=None optimizer=SGD",
+  "FIVE": "sync.sync_every_steps=5",
+  "NORM": "model.bn_span=global model.batch_norm=True",
   "RAMP": "phases.epochs=0,1 phases.batch_sizes=128,512",
 }
 

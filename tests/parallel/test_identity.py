@@ -281,28 +281,30 @@ VERSIONS = "versions"
 LOGS = settings(log__every_steps="1", checkpoint__keep_last="5", evaluation__every_epochs="1")
 PATCH = "Net.outputs = 2\n\n\ndef get_config"
 MORE_IMAGES = "train.examples is 24 there and 32 now"
+MORE_TOKENS = "train.examples is 125 there and 250 now"
+LESS, CONTENT = "evaluation.examples is 16 there and 15", "train.content differs"
+BOTH = r"other data and other code .*--accept-changes=data,code$"
+X64 = "JAX_ENABLE_X64 is 1 there and 0 now; set it as it was"
+HIGHEST = f"{PRECISION} highest then and None now"
+NO_IDENTITY = "note: config.json has no identity of data and code"
 CHANGES = {
   "nothing": Change(lambda _: None),
   # Data.
   "a class renamed": data(rename_class, "class 0 is 'ant' there and 'bee"),
   "a class more": data(class_more, "there are 2 classes there and 3 now"),
   "images more": data(lambda f: write_images(f, "train", "ant", 20, 0), MORE_IMAGES),
-  "an image less": data(
-    lambda f: (f / "set/val/ant/0.png").unlink(), "examples is 16 there and 15"
-  ),
+  "an image less": data(lambda f: (f / "set/val/ant/0.png").unlink(), LESS),
   "an image renamed, which reorders": data(rename_image, "train.files differs"),
   "another image under a name": data(other_pixels, "train.sizes differs"),
   "text longer": data(longer("text/train.txt"), "train.tokens is 1051 there and 2101 now", "text"),
-  "text of that length": data(
-    edit("text/train.txt", "not", "but"), "train.content differs", "text"
-  ),
+  "text of that length": data(edit("text/train.txt", "not", "but"), CONTENT, "text"),
   "another tokenizer": data(edit("tokenizer", "{}", "{ }"), "train.tokenizer differs", "text"),
-  "tokens longer": data(longer("bin/train.bin"), "examples is 125 there and 250 now", "tokens"),
-  "two tokens swapped": data(swap_tokens, "train.content differs", "tokens"),
+  "tokens longer": data(longer("bin/train.bin"), MORE_TOKENS, "tokens"),
+  "two tokens swapped": data(swap_tokens, CONTENT, "tokens"),
   "dtype of tokens": data(wider, "train.dtype differs", "tokens"),
   "dtype of tokens by name": Change(settings(data__dtype="uint16"), kind="tokens"),
   "the vocabulary": setting("data.vocab_size is 300", kind="tokens", data__vocab_size="301"),
-  "data and code": Change(data_and_code, r"other data and other code .*-changes=data,code$"),
+  "data and code": Change(data_and_code, BOTH),
   "files touched": Change(touch),
   "data in another folder": Change(moved),
   "text in another folder": Change(moved, kind="text"),
@@ -324,20 +326,14 @@ CHANGES = {
   "activations in bfloat16": setting("dtype is 'float32'", dtype="bfloat16"),
   "what is logged and saved": Change(LOGS),
   # Environment.
-  "x64": Change(
-    recorded(*ENVIRONMENT, "jax_enable_x64", to=True), "ENABLE_X64 is 1 there and 0 now"
-  ),
-  "precision of products": reported(
-    *ENVIRONMENT, PRECISION, to="highest", says=f"{PRECISION} highest then and None now"
-  ),
+  "x64": Change(recorded(*ENVIRONMENT, "jax_enable_x64", to=True), X64),
+  "precision of products": reported(*ENVIRONMENT, PRECISION, to="highest", says=HIGHEST),
   "version of JAX": reported(VERSIONS, "jax", to="0.9.0", says="jax 0.9.0 then and "),
   "ours": reported(VERSIONS, "jaxscale", to="0.0.9", says="jaxscale 0.0.9 then and "),
   "kind of devices": reported("device_kind", to="TPU v4", says="devices TPU v4 then and cpu now"),
   "number of devices": Change(recorded("derived", "num_devices", to=4)),
   "number of processes": Change(recorded("processes", to=2)),
-  "an earlier version": Change(
-    recorded("identity", to=None), note="note: config.json has no identity of data and code"
-  ),
+  "an earlier version": Change(recorded("identity", to=None), note=NO_IDENTITY),
 }
 
 
@@ -435,5 +431,6 @@ def test_processes_of_one_start_compare_their_data(project, monkeypatch):
   monkeypatch.setattr(identities.cluster, "gather", lambda mine: [mine, alike, other])
   identities.check_alike(alike)
   other["data"]["train"]["examples"] = 25
-  with config_error("0 and 2 differ: train.examples is 24 in process 0 and 25 in process 2; "):
+  examples = "train.examples is 24 in process 0 and 25 in process 2; "
+  with config_error(match=f"^processes 0 and 2 differ: {examples}"):
     identities.check_alike(alike)

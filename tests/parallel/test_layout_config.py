@@ -34,14 +34,17 @@ def test_rules_split_what_they_name():
   assert specs == {"w1": P("fsdp", "model"), "w2": P("fsdp", "model"), "b": P(None)}
 
 
+DIVIDES_NOT = "Mesh.model=4: does not divide dim 1 of w, (4, 6); give a divisor of 6"
+
+
 def test_a_parameter_must_have_one_rule_that_fits():
   params = {"b": shapes(x=(3,)), **shapes(w=(4, 6))}
   whole = Rule("b/x", (None,))
   for says, *fitting in (
     ("b/x: no rule fits this parameter of shape (3,)", Rule("w", ("fsdp", None))),
-    ("b/x: '.*' and 'b/x' fit this par", Rule(".*", (None,)), whole, Rule("w", (None, None))),
+    ("b/x: '.*' and 'b/x' fit this parameter", Rule(".*", (None,)), whole, Rule("w", (None, None))),
     ("w: has the shape (4, 6)", Rule("w", ("fsdp",)), whole),
-    ("does not divide dim 1 of w, (4, 6); give a div", Rule("w", (None, "model")), whole),
+    (DIVIDES_NOT, Rule("w", (None, "model")), whole),
   ):
     with config_error(says):
       partition(params, fitting, SIZES)

@@ -67,6 +67,7 @@ def test_what_fsdp_splits_is_free():
 
 
 IMAGES = dict(model=cfg.ViT(patch=4, num_layers=2, width=32, num_heads=4), data=cfg.Digits())
+DIGITS = dict(model=cfg.MLP(), data=cfg.Digits())
 MANY_CLASSES = cfg.Synthetic(num_examples=64, image_size=8, num_classes=21_841)
 IN_BACKWARD = dict(layout=cfg.Layout(shard="fsdp", slow_axes="in_backward"))
 TWO, IN_DTYPE = cfg.Mesh(model=2), cfg.Layout(sum_in="dtype")
@@ -80,7 +81,7 @@ SETTINGS = [
   (dict(layout=cfg.Layout(schedule="1f1b")), "changes nothing here; set mesh.stage"),
   (dict(layout=cfg.Layout(model="ring")), "changes nothing here; set mesh.model"),
   (dict(layout=cfg.Layout(slow_axes="in_backward")), "set layout.shard to 'zero2'"),
-  (dict(model=cfg.MLP(), data=cfg.Digits(), mesh=TWO), "MLP is not a stack of equal layers"),
+  (DIGITS | dict(mesh=TWO), "Mesh.model=2: MLP is not a stack of equal layers"),
   (IN_BACKWARD | FOUR | dict(exchange=cfg.Int8()), "Config.exchange=Int8 would not be asked"),
   (IN_BACKWARD | EIGHT, "slow_axes='in_backward': changes nothing here; set mesh.replica or"),
   (dict(mesh=TWO, noise_scale=True), "the whole model on each"),
@@ -99,12 +100,13 @@ ALONE = [
 ONE_RULE = cfg.Layout(shard="fsdp", rules=("layers/.*: -, fsdp, -",))
 HEADS = dict(mesh=cfg.Mesh(data=1, model=8), layout=cfg.Layout(model="all_to_all"))
 STAGES = dict(mesh=cfg.Mesh(data=1, stage=8))
+CLASSES = "Mesh.model=2: does not divide the 21841 classes of the head; set ViT.pad_cl"
 MODELS = [
   (dict(mesh=cfg.Mesh(model=8)), "Mesh.model=8: does not divide Transformer.num_h"),
   (STAGES, "Mesh.stage=8: does not divide Transformer.num_layers=2; give a divisor"),
   (HEADS, "Transformer.num_heads=4; give a divisor, or layout.model='ring'"),
   (dict(mesh=cfg.Mesh(fsdp=8), layout=ONE_RULE), "embed/table: no rule fits"),
-  (IMAGES | dict(data=MANY_CLASSES, mesh=TWO), "21841 classes of the head; set ViT.pad_cl"),
+  (IMAGES | dict(data=MANY_CLASSES, mesh=TWO), CLASSES),
 ]
 
 

@@ -234,11 +234,12 @@ def test_too_few_samples():
 
 
 SGD, TWO, BLOCKS = optax.sgd(0.1), local.local_sgd(2), local.block_momentum(2, 8)
+NO_MOMENTUM = "reset_momentum=True: the optimizer keeps no momentum"
 MISTAKES = [
   (lambda: local.local_sgd(0), "every=0"),
   (lambda: local.block_momentum(2, 0), "num_workers=0"),
   (lambda: local.block_momentum(2, 4, momentum=1.0), "0.75 is the default"),
-  (lambda: run(BLOCKS, optim.adamw(1e-3), 1), "reset_momentum=True: the optimizer keeps no mom"),
+  (lambda: run(BLOCKS, optim.adamw(1e-3), 1), NO_MOMENTUM),
   (lambda: run(TWO, SGD, 1, workers=("model",)), "not 'model'"),
   (lambda: run(TWO, SGD, 1, ema_decay=0.9), "^options need synchronous training; unset"),
   (lambda: run(TWO, SGD, 1, measure_noise_scale=True), "^options need synchronous training; unset"),

@@ -68,12 +68,14 @@ def test_every_phase_has_its_own():
 STAYS = "; the global batch and the order of examples stay"
 SPLIT = "2 micro-batches per step instead of 1, so that a device still holds 64 examples at a time"
 LESS = "1 micro-batch per step, as then, a device holds 8 examples at a time, 32 then"
+TWELVE = "a device holds 8 examples at a time, 12 then; "
+NORM_CHANGES = "BatchNorm's statistics, of a device's examples at a time, are others"
 STORIES = [
   (dict(batch_size=1024), 8, 16, f"8 devices, 16 at the start: {SPLIT}{STAYS}"),
   (dict(batch_size=64), 1, 2, "1 device, 2 at the start: 2 micro-batches"),
   (dict(batch_size=64), 8, 2, f"8 devices, 2 at the start: {LESS}{STAYS}"),
-  (dict(batch_size=96), 3, 8, "4 micro-batches per step instead of 1, a device holds 8 examples"),
-  (dict(batch_size=96, **CNN), 3, 8, "stay; BatchNorm's statistics, of a device's examples at a"),
+  (dict(batch_size=96), 3, 8, f"4 micro-batches per step instead of 1, {TWELVE}"),
+  (dict(batch_size=96, **CNN), 3, 8, f"stay; {NORM_CHANGES}"),
 ]
 
 
