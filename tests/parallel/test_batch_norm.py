@@ -1,46 +1,38 @@
 """BatchNorm by number of examples: the same on any number of devices."""
 
+import ast
 import functools
 import itertools
-from typing import Any
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax import lax
-from jax.sharding import PartitionSpec as P
+from jax import P, lax
 
-from jaxscale import ConfigError, models, optim
-from jaxscale.exchange import plain
-from jaxscale.mesh import (
-  AXES,
-  BatchNormSpan,
-  batch_norm_span,
-  batch_sharding,
-  host_shard,
-  make_mesh,
-  mesh_shape,
-)
+from jaxscale import mesh as grids
+from jaxscale import models, optim
 from jaxscale.models.layers import BatchNorm
 from jaxscale.training import losses
-from jaxscale.training.state import init_state
-from jaxscale.training.step import make_train_step
+from support.cases import all_slow_except
 from support.digits import digits_batch
+from support.errors import config_error
+from support.leaves import assert_close, assert_near
+from support.steps import on_mesh, training
 
 BATCH = 64
 STEPS = 10
-SPREADS = [(2, 1), (4, 1), (8, 1), (8, 2)]  # devices, of which replicas
+SPREADS = [(1, 1), (2, 1), (4, 1), (8, 1), (8, 2)]  # devices, of which replicas
 
 
 def spread(span, num_devices, replica=1):
   """The mesh, and what the models get, for a span of a batch of 64."""
-  shape = mesh_shape(num_devices, replica=replica)
+  shape = grids.mesh_shape(num_devices, replica=replica)
   rows = BATCH // num_devices
-  bn = batch_norm_span(span, rows, replica=shape[0], data=shape[1])
+  bn = grids.batch_norm_span(span, rows, replica=shape[0], data=shape[1])
   devices = jax.devices()[:num_devices]
-  return make_mesh(replica=replica, bn_devices=bn.bn_devices, devices=devices), bn
+  return grids.make_mesh(replica=replica, bn_devices=bn.bn_devices, devices=devices), bn
 
 
 # The layer against Flax's and against float64.
@@ -89,27 +81,8 @@ def test_ungrouped_equals_flax(dtype):
     assert a.dtype == b.dtype
     a, b = (np.asarray(v, np.float64) for v in (a, b))
     np.testing.assert_allclose(a, b, rtol=tolerance, atol=tolerance)
-  for a, b in zip(*map(jax.tree.leaves, (got[1], wanted[1])), strict=True):
-    assert a.dtype == jnp.float32
-    np.testing.assert_allclose(a, b, rtol=2e-6)  # statistics in float32 always
-
-
-def test_the_tree_is_that_of_flax():
-  """Checkpoints of before hold the same names and shapes."""
-
-  class Before(nn.Module):
-    @nn.compact
-    def __call__(self, x):
-      return nn.BatchNorm(use_running_average=True, name="bn")(x)
-
-  x = jnp.ones((2, 4, 4, 3))
-  before = Before().init(jax.random.key(0), x)
-  now = BatchNorm(group_size=1).init(jax.random.key(0), x, train=False)
-  assert jax.tree.structure(now) == jax.tree.structure(before)
-  same = jax.tree.map(lambda a, b: np.array_equal(a, b) and a.dtype == b.dtype, now, before)
-  assert all(jax.tree.leaves(same))
-  fresh: Any = BatchNorm(("data",)).init(jax.random.key(0), x, train=True)
-  assert not np.any(fresh["batch_stats"]["bn"]["mean"])  # as nn.BatchNorm's init
+  assert all(x.dtype == jnp.float32 for x in jax.tree.leaves(got[1]))
+  assert_close(got[1], wanted[1], rtol=2e-6)  # statistics in float32 always
 
 
 def reference(x, g, params, stats, group):
@@ -130,19 +103,16 @@ def reference(x, g, params, stats, group):
   }
 
 
-@pytest.mark.parametrize(
-  "num_devices, replica",
-  [(1, 1), (8, 2), *(pytest.param(*s, marks=pytest.mark.slow) for s in SPREADS[:3])],
-)
+@pytest.mark.parametrize("where", all_slow_except(SPREADS, (1, 1), (8, 2)), ids=str)
 @pytest.mark.parametrize("span, far", [(4, 0.0), (16, 0.0), (32, 0.0), (64, 0.0), (64, 200.0)])
-def test_equals_float64_over_the_same_groups(span, far, num_devices, replica):
+def test_equals_float64_over_the_same_groups(span, far, where):
   """A group is the same rows on any number of devices: output and gradients.
 
   Also 100 standard deviations from 0, once the running mean has followed.
   """
   x, g, params, stats = layer_case(n=BATCH)
   x, stats = x + far, stats | {"mean": stats["mean"] + np.float32(far)}
-  mesh, bn = spread(span, num_devices, replica)
+  mesh, bn = spread(span, *where)
   axes = mesh.axis_names
 
   def local(params, stats, x, g):
@@ -152,13 +122,8 @@ def test_equals_float64_over_the_same_groups(span, far, num_devices, replica):
     return y, lax.pmean(new, axes), lax.psum(d_params, axes), dx
 
   rows, whole = P(axes), P()
-  sharded = jax.shard_map(
-    local,
-    mesh=mesh,
-    in_specs=(whole, whole, rows, rows),
-    out_specs=(rows, whole, whole, rows),
-    check_vma=True,
-  )
+  specs = dict(in_specs=(whole, whole, rows, rows), out_specs=(rows, whole, whole, rows))
+  sharded = jax.shard_map(local, mesh=mesh, **specs)
   y, new, d_params, dx = jax.jit(sharded)(params, stats, x, g)
   wanted = reference(x, g, params, stats, span)
   for name, value in {"y": y, "x": dx, **new, **d_params}.items():
@@ -166,87 +131,72 @@ def test_equals_float64_over_the_same_groups(span, far, num_devices, replica):
     assert error <= 2e-6 * np.abs(wanted[name]).max(), name
 
 
-def test_statistics_of_bfloat16_are_float32():
-  """Under strict promotion; bf16 sums of 960 values would be off by percents."""
-  x, g, params, stats = layer_case(jnp.bfloat16, n=BATCH)
-  apply = ours(stats, group_size=32, dtype=jnp.bfloat16)
-  y, new, (d_params, dx) = forward_and_gradients(apply, params, x, g)
-  assert y.dtype == dx.dtype == jnp.bfloat16
-  wanted = reference(x, g, params, stats, 32)
-  for name, value in {**new, **d_params}.items():
-    assert value.dtype == jnp.float32
-    if name in new:
-      np.testing.assert_allclose(value, wanted[name], rtol=2e-6)
-
-
 @pytest.mark.parametrize("options", [{"group_size": 3}, {"group_size": 0}, {"group_size": 32}])
 def test_a_group_that_does_not_divide_the_rows_is_one_line(options):
   x, _, params, stats = layer_case()
-  with pytest.raises(ConfigError, match=r"^bn_group_size=\d+: does not divide the 16"):
+  with config_error(match=r"^bn_group_size=\d+: does not divide the 16"):
     ours(stats, **options)(params, x)
-  with pytest.raises(ConfigError, match="one of the two"):
+  with config_error(match="one of the two"):
     ours(stats, group_size=4, axis_name=("data",))(params, x)
 
 
 # From a span to a mesh and to what the models get.
 
 
-@pytest.mark.parametrize(
-  "span, rows, shape, wanted",
-  [
-    ("device", 16, (1, 8), BatchNormSpan()),
-    (16, 16, (1, 8), BatchNormSpan()),
-    (4, 16, (1, 8), BatchNormSpan(group_size=4)),
-    (32, 16, (1, 8), BatchNormSpan(2, ("bn",))),
-    (64, 16, (2, 8), BatchNormSpan(4, ("bn",))),
-    (128, 16, (2, 8), BatchNormSpan(1, ("data",))),
-    (256, 16, (2, 8), BatchNormSpan(1, AXES)),
-    ("global", 16, (2, 8), BatchNormSpan(1, AXES)),
-    (16, 16, (1, 1), BatchNormSpan()),
-  ],
-)
-def test_a_span_says_who_shares(span, rows, shape, wanted):
-  assert batch_norm_span(span, rows, replica=shape[0], data=shape[1]) == wanted
+def test_a_span_says_who_shares():
+  for span, replica, data, *wanted in (
+    ("device", 1, 8),
+    (16, 1, 8),
+    (16, 1, 1),
+    (4, 1, 8, 1, None, 4),
+    (32, 1, 8, 2, ("bn",)),
+    (64, 2, 8, 4, ("bn",)),
+    (128, 2, 8, 1, ("data",)),
+    (256, 2, 8, 1, grids.AXES),
+    ("global", 2, 8, 1, grids.AXES),
+  ):
+    shared = grids.batch_norm_span(span, 16, replica=replica, data=data)
+    assert shared == grids.BatchNormSpan(*wanted)
 
 
-@pytest.mark.parametrize(
-  "span, shape, remedy",
-  [
-    (5, (1, 8), "give 4"),
-    (24, (1, 8), "give 32"),  # 1.5 devices
-    (48, (1, 8), "give 64"),  # 3 devices of 8
-    (128, (4, 4), "give 64"),  # twice the data axis
-    (0, (1, 8), "from 2 to 128"),
-    (-4, (1, 8), "from 2 to 128"),
-    (256, (1, 8), "from 2 to 128"),
-    ("all", (1, 8), '"device" or "global"'),
-  ],
-)
-def test_an_impossible_span_is_one_line_with_a_remedy(span, shape, remedy):
-  with pytest.raises(ConfigError) as error:
-    batch_norm_span(span, 16, replica=shape[0], data=shape[1])
-  (line,) = str(error.value).splitlines()
-  assert line.startswith(f"bn_span={span!r}: ") and remedy in line
+# Rows that share, replicas, devices of a replica: 24 are 1.5 devices, 48 are 3 of 8.
+IMPOSSIBLE = """
+5     1 8  give 4
+24    1 8  give 32
+48    1 8  give 64
+128   4 4  give 64
+0     1 8  from 2 to 128
+-4    1 8  from 2 to 128
+256   1 8  from 2 to 128
+'all' 1 8  "device" or "global"
+"""
+
+
+def test_an_impossible_span_is_one_line_with_a_remedy():
+  for row in IMPOSSIBLE.strip().splitlines():
+    span, replica, data, remedy = row.split(maxsplit=3)
+    with config_error(remedy, match=f"^bn_span={span}: "):
+      grids.batch_norm_span(ast.literal_eval(span), 16, replica=int(replica), data=int(data))
 
 
 @pytest.mark.parametrize("given", [{"data": 3}, {"replica": -2}, {"data": 0}])
 def test_impossible_meshes_are_one_line(given):
-  with pytest.raises(ConfigError, match="multiply to the 8 devices"):
-    mesh_shape(8, **given)
+  with config_error(match="multiply to the 8 devices"):
+    grids.mesh_shape(8, **given)
 
 
 def test_a_mesh_with_a_bn_axis_keeps_who_is_where():
-  mesh, split = make_mesh(replica=2), make_mesh(replica=2, bn_devices=2)
+  mesh, split = grids.make_mesh(replica=2), grids.make_mesh(replica=2, bn_devices=2)
   assert dict(split.shape) == {"replica": 2, "data": 2, "bn": 2}
   assert list(split.devices.flat) == list(mesh.devices.flat)
   assert split.axis_types == (*mesh.axis_types, mesh.axis_types[0])
-  assert host_shard(split) == host_shard(mesh) == (0, 1)
+  assert grids.host_shard(split) == grids.host_shard(mesh) == (0, 1)
   rows = np.arange(BATCH)
-  whole, parts = (jax.device_put(rows, batch_sharding(m)) for m in (mesh, split))
+  whole, parts = (jax.device_put(rows, grids.batch_sharding(m)) for m in (mesh, split))
   for a, b in zip(whole.addressable_shards, parts.addressable_shards, strict=True):
     assert a.device == b.device and a.index == b.index
-  with pytest.raises(ConfigError, match=r"^bn_devices=3: .* data axis of 4 devices"):
-    make_mesh(replica=2, bn_devices=3)
+  with config_error(match=r"^bn_devices=3: .* data axis of 4 devices"):
+    grids.make_mesh(replica=2, bn_devices=3)
 
 
 # Through the train step.
@@ -256,51 +206,36 @@ def test_a_mesh_with_a_bn_axis_keeps_who_is_where():
 def run(span, num_devices, replica=1):
   """-> initial parameters, first and last state, metrics; all on the host."""
   mesh, bn = spread(span, num_devices, replica)
-  model = models.CNNModule(
-    num_classes=10,
-    features=(4, 8),
-    dense=0,
-    batch_norm=True,
-    bn_axis_name=bn.axis_name,
-    bn_group_size=bn.group_size,
-  )
+  over = dict(bn_axis_name=bn.axis_name, bn_group_size=bn.group_size)
+  model = models.CNNModule(num_classes=10, features=(4, 8), dense=0, batch_norm=True, **over)
   fns = models.functions(model, (8, 8, 1), mean=(8.0,), std=(5.0,))
-  tx, exchange = optim.sgd(0.1), plain(mesh.axis_names)
-  state = init_state(fns.init, tx, mesh, exchange, seed=1)
+  loss = losses.classification_loss(fns.apply)
+  state, step = training(loss, fns.init, optim.sgd(0.1), mesh, seed=1)
   start = jax.device_get(state.params)
-  step = make_train_step(losses.classification_loss(fns.apply), tx, mesh, exchange)
   history, states = [], []
   for i in range(STEPS):
-    batch = jax.device_put(digits_batch(BATCH, seed=i), batch_sharding(mesh))
-    state, metrics = step(state, batch)
+    state, metrics = step(state, on_mesh(mesh, digits_batch(BATCH, seed=i)))
     history.append(metrics)
     states.append(jax.device_get(state))
   return start, states[0], states[-1], jax.device_get(history)
 
 
-@pytest.mark.parametrize(
-  "span, num_devices, replica",
-  [(4, 8, 1), (16, 8, 1)]
-  + [
-    pytest.param(*where, marks=pytest.mark.slow)
-    for where in [(16, 2, 1), (16, 4, 1), (16, 8, 2), (32, 4, 1), (32, 8, 1)]
-  ],
-)
-def test_training_at_one_span_is_the_same_on_any_number_of_devices(span, num_devices, replica):
+CASES = [(4, 8, 1), (16, 8, 1), (16, 2, 1), (16, 4, 1), (16, 8, 2), (32, 4, 1), (32, 8, 1)]
+
+
+@pytest.mark.parametrize("case", all_slow_except(CASES, *CASES[:2]), ids=str)
+def test_training_at_one_span_is_the_same_on_any_number_of_devices(case):
   """Below, equal to and above a device's 32, 16 or 8 rows; gradients included."""
-  start, first, end, history = run(span, num_devices, replica)
+  span, *_ = case
+  start, first, end, history = run(*case)
   start_1, first_1, end_1, history_1 = run(span, 1)
-  for part in ("params", "model_state"):
-    for state, wanted in ((first, first_1), (end, end_1)):
-      leaves = [getattr(s, part) for s in (state, wanted)]
-      for a, b in zip(*map(jax.tree.leaves, leaves), strict=True):
-        assert np.linalg.norm(a - b) <= 1e-6 * max(np.linalg.norm(b), 1)
+  for state, wanted in ((first, first_1), (end, end_1)):
+    assert_near(state[1:3], wanted[1:3], 1e-6, 1)  # parameters and model state
   # SGD without decay: the first change is the first gradient.
   gradients = [
     jax.tree.map(np.subtract, s, f.params) for s, f in ((start, first), (start_1, first_1))
   ]
-  for a, b in zip(*map(jax.tree.leaves, gradients), strict=True):
-    assert np.linalg.norm(a - b) <= 1e-5 * max(np.linalg.norm(b), 1e-2)
+  assert_near(*gradients, 1e-5, 1e-2)
   for name in ("loss", "grad_norm"):
     a, b = ([metrics[name] for metrics in h] for h in (history, history_1))
     np.testing.assert_allclose(a, b, rtol=1e-5)
@@ -311,19 +246,3 @@ def test_spans_are_distinguished():
   curves = [[m["loss"] for m in run(span, 1)[3]] for span in (4, 16, 32)]
   for a, b in itertools.pairwise(curves):
     assert np.abs(np.subtract(a, b)).max() > 1e-3
-
-
-@pytest.mark.parametrize("span", [4, 16, 32])
-def test_running_statistics_of_a_step_equal_float64(span):
-  """Those of the first BatchNorm of the CNN, from its convolution written out."""
-  start, first, _, _ = run(span, 8)
-  images = (digits_batch(BATCH, seed=0)["image"].astype(np.float64) - 8) / 5
-  padded = np.pad(images, ((0, 0), (1, 1), (1, 1), (0, 0)))
-  windows = np.lib.stride_tricks.sliding_window_view(padded, (3, 3), axis=(1, 2))
-  kernel = np.asarray(start["Conv_0"]["kernel"], np.float64)  # [3, 3, 1, 4]
-  x = np.einsum("nhwcij,ijco->nhwo", windows, kernel)
-  x = x.reshape(BATCH, 4, 2, 4, 2, -1).max((2, 4))  # the pool comes first
-  x = x.reshape(BATCH // span, -1, x.shape[-1])
-  stats = first.model_state["batch_stats"]["BatchNorm_0"]["bn"]
-  np.testing.assert_allclose(stats["mean"], 0.1 * x.mean((0, 1)), rtol=1e-6, atol=1e-7)
-  np.testing.assert_allclose(stats["var"], 0.9 + 0.1 * x.var(1).mean(0), rtol=1e-6)

@@ -12,9 +12,10 @@ from jax.sharding import PartitionSpec as P
 from jaxscale.collectives.cpu_workarounds import numbered, one_at_a_time
 from jaxscale.mesh import batch_axes, make_mesh
 from jaxscale.models.attention import rotate
-from jaxscale.parallel import make_layout, placement, stack_loss
+from jaxscale.parallel import placement, stack_loss
 from jaxscale.run.session import set_cpu_threads
-from support.tiny_stack import RULES, batch, tiny_stack
+from support.stack_layouts import stack_layout
+from support.tiny_stack import batch
 
 
 @pytest.fixture
@@ -25,31 +26,22 @@ def environment(monkeypatch):
   return monkeypatch
 
 
-@pytest.mark.parametrize(
-  ("name", "value"),
-  [
-    ("JAX_NUM_CPU_DEVICES", "8"),
-    ("XLA_FLAGS", "--xla_dump_to=x --xla_force_host_platform_device_count=8"),
-  ],
-)
-def test_simulated_devices_have_a_thread_for_each_of_eight_collectives(environment, name, value):
-  environment.setenv(name, value)
+FLAGS = "--xla_dump_to=x --xla_force_host_platform_device_count=8"
+# A thread for each of eight collectives of a simulated device; those that were asked for stay.
+THREADS = [
+  ({"JAX_NUM_CPU_DEVICES": "8"}, "64"),
+  ({"XLA_FLAGS": FLAGS}, "64"),
+  ({"JAX_NUM_CPU_DEVICES": "8", "NPROC": "3"}, "3"),
+  *(({"JAX_NUM_CPU_DEVICES": count}, None) for count in ("", "1", "many")),
+]
+
+
+@pytest.mark.parametrize("variables, threads", THREADS)
+def test_simulated_devices_have_threads_for_their_collectives(environment, variables, threads):
+  for name, value in variables.items():
+    environment.setenv(name, value)
   set_cpu_threads()
-  assert os.environ["NPROC"] == "64"
-
-
-@pytest.mark.parametrize("count", ["", "1", "many"])
-def test_a_device_alone_takes_the_threads_that_there_are(environment, count):
-  environment.setenv("JAX_NUM_CPU_DEVICES", count)
-  set_cpu_threads()
-  assert "NPROC" not in os.environ
-
-
-def test_threads_that_were_asked_for_stay(environment):
-  environment.setenv("NPROC", "3")
-  environment.setenv("JAX_NUM_CPU_DEVICES", "8")
-  set_cpu_threads()
-  assert os.environ["NPROC"] == "3"
+  assert os.environ.get("NPROC") == threads
 
 
 def two_loops(mesh):
@@ -64,9 +56,8 @@ def two_loops(mesh):
   def both(x, y):
     return loop(x, 3), loop(y, 5)
 
-  return jax.jit(
-    jax.shard_map(both, mesh=mesh, in_specs=P("data"), out_specs=P("data"), check_vma=False)
-  )
+  specs = dict(in_specs=P("data"), out_specs=P("data"))
+  return jax.jit(jax.shard_map(both, mesh=mesh, **specs, check_vma=False))
 
 
 def channels(lowered):
@@ -130,21 +121,17 @@ def test_the_angles_of_rotary_positions_are_turned_to_cos_and_sin_once():
   assert again > 1, "XLA does it: delete what we do"
 
 
-@pytest.mark.parametrize(
-  ("is_loop", "layers", "remat", "axes", "shard"),
-  [
-    (False, 3, "none", {}, "none"),
-    (True, 3, "full", {}, "none"),
-    (True, 7, "none", {}, "none"),
-    (True, 3, "none", {"model": 2}, "none"),
-    (True, 3, "none", {"fsdp": 2}, "fsdp"),
-  ],
-)
+LOOPS = [
+  (False, 3, "none", {}, "none"),
+  (True, 3, "full", {}, "none"),
+  (True, 7, "none", {}, "none"),
+]
+LOOPS += [(True, 3, "none", {"model": 2}, "none"), (True, 3, "none", {"fsdp": 2}, "fsdp")]
+
+
+@pytest.mark.parametrize("is_loop, layers, remat, axes, shard", LOOPS)
 def test_few_layers_that_are_whole_are_written_out(is_loop, layers, remat, axes, shard):
-  mesh = make_mesh(devices=jax.devices()[:2], **axes)
-  stack = tiny_stack(num_layers=layers)
-  shapes = jax.eval_shape(stack.init, jax.random.key(0))
-  layout = make_layout(mesh, shapes, RULES, shard=shard)
+  mesh, stack, layout = stack_layout(axes, {"shard": shard}, count=2, num_layers=layers)
   loss_fn = stack_loss(stack, layout, remat=remat)
 
   def loss(params, batch):
@@ -153,5 +140,5 @@ def test_few_layers_that_are_whole_are_written_out(is_loop, layers, remat, axes,
 
   specs = layout.param_specs, P(batch_axes(mesh))
   whole = jax.shard_map(loss, mesh=mesh, in_specs=specs, out_specs=P())
-  lowered = jax.jit(whole).lower(shapes, batch(0, mesh))
+  lowered = jax.jit(whole).lower(layout.shapes, batch(0, mesh))
   assert ("stablehlo.while" in lowered.as_text()) == is_loop

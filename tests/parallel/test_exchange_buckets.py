@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from jax import lax
 
+from jaxscale import hlo
 from jaxscale.exchange import Exchange
 from jaxscale.exchange.buckets import best_bucket_bytes, bucketed, layout, pack, unpack
 from jaxscale.exchange.low_precision import half_precision, int8
@@ -19,7 +20,6 @@ from jaxscale.mesh import make_mesh
 from support.cases import all_slow_except
 from support.exchanges import AXES, SHAPES, N, compiled, first_state, gradients, program, run
 
-BYTES = {"f32": 4, "s32": 4, "u16": 2, "s8": 1, "u8": 1, "bf16": 2, "f16": 2}
 W = {"w": (64, 128)}  # divides by devices, blocks and eight bits
 M, ROWS, COLUMNS = 64 * 128, 64, 128
 
@@ -89,17 +89,10 @@ def test_delayed_is_the_inner_exchange_a_step_late(name):
 
 def collectives(exchange: Exchange, shapes):
   """[(kind, dtype, bytes of the result)] of a compiled step on 8 devices."""
-  grads = gradients(1, shapes=shapes)
-  step = program(exchange, make_mesh(replica=2))
-  text = step.lower(grads, first_state(exchange, shapes=shapes)).compile().as_text()
-  found = []
-  kinds = "all-to-all|all-gather|all-reduce|reduce-scatter|collective-permute"
-  for result, kind in re.findall(rf"= (.*?) ({kinds})(?:-start)?\(", text):
-    arrays = re.findall(r"(\w+)\[([\d,]*)\]", result)
-    sizes = [np.prod([int(d) for d in dims.split(",") if d] or [1]) for _, dims in arrays]
-    (dtype,) = {dtype for dtype, _ in arrays}
-    found.append((kind, dtype, int(sum(sizes)) * BYTES[dtype]))
-  return sorted(found)
+  mesh = make_mesh(replica=2)
+  arguments = gradients(1, shapes=shapes), first_state(exchange, shapes=shapes)
+  table = hlo.collectives(program(exchange, mesh).lower(*arguments).compile(), mesh)
+  return sorted((row.kind, *row.dtypes, row.payload_bytes) for row in table)
 
 
 def test_bytes_of_bucketed():
@@ -118,33 +111,25 @@ def there_and_back(dtype, size, *more):
   return sorted([("all-gather", dtype, size), ("all-to-all", dtype, size), *more])
 
 
+def summed(size):
+  return "all-reduce", "f32", size
+
+
+ONE_BIT, RANK_4 = one_bit(AXES, num_devices=N), power_sgd(AXES, rank=4)
+ODD, WITH_BIAS = {"b": (3,), "w": (37, 130)}, W | {"bias": (128,)}
 # Exchange, shapes, and what is sent: kind, dtype, bytes.
 SENT = {
   "bfloat16": (half_precision(AXES), W, there_and_back("u16", 2 * M)),
-  "float16": (
-    half_precision(AXES, "float16"),
-    W,
-    there_and_back("u16", 2 * M, ("all-reduce", "f32", 4)),
-  ),
+  "float16": (half_precision(AXES, "float16"), W, there_and_back("u16", 2 * M, summed(4))),
   "int8": (int8(AXES), W, there_and_back("s8", M + 4 * M // 256)),
   # The bits, and two floats per column.
-  "1-bit": (one_bit(AXES, num_devices=N), W, there_and_back("u8", M // 8 + 8 * COLUMNS)),
+  "1-bit": (ONE_BIT, W, there_and_back("u8", M // 8 + 8 * COLUMNS)),
   # 37 bits are 5 bytes; 130 columns are 8 stripes of 17; a tiny bias stays float32.
-  "1-bit where nothing divides": (
-    one_bit(AXES, num_devices=N),
-    {"b": (3,), "w": (37, 130)},
-    there_and_back("u8", 8 * 17 * (5 + 8), ("all-reduce", "f32", 12)),
-  ),
-  "top-k": (  # of 8,192
-    top_k(AXES, num_devices=N, share=0.01),
-    W,
-    [("all-gather", "s32", N * 2 * 4 * 82)],
-  ),
-  "PowerSGD": (  # the bias goes with P
-    power_sgd(AXES, rank=4),
-    W | {"bias": (128,)},
-    [("all-reduce", "f32", 4 * (4 * ROWS + 128)), ("all-reduce", "f32", 4 * 4 * COLUMNS)],
-  ),
+  "1-bit, odd": (ONE_BIT, ODD, there_and_back("u8", 8 * 17 * (5 + 8), summed(12))),
+  # 82 of 8,192.
+  "top-k": (top_k(AXES, num_devices=N, share=0.01), W, [("all-gather", "s32", N * 2 * 4 * 82)]),
+  # The bias goes with P.
+  "PowerSGD": (RANK_4, WITH_BIAS, [summed(4 * (4 * ROWS + 128)), summed(4 * 4 * COLUMNS)]),
 }
 
 

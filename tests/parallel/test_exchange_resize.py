@@ -1,7 +1,5 @@
 """Gradients that an exchange has not sent yet arrive, however many devices resume."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,36 +10,14 @@ from jaxscale.exchange.one_bit import one_bit, resize, shrinks
 from jaxscale.exchange.wrappers import delayed, warm_start
 from jaxscale.mesh import make_mesh
 from support.cases import all_slow_except
-from support.exchanges import (
-  EXCHANGES,
-  FEEDBACK,
-  SHAPES,
-  N,
-  compiled,
-  fifty,
-  first_state,
-  gradients,
-  program,
-  unsent,
-)
+from support.exchanges import EXCHANGES, FEEDBACK, SHAPES, first_state, program, unsent
 
 AXES = ("replica", "data")
 STATEFUL = [
   name for name, make in EXCHANGES.items() if jax.tree.leaves(make().init({"w": jnp.zeros((9, 7))}))
 ]
-LONG = ("delayed one bit", "warm one bit", "top k of buckets", "one bit", "int8", "power sgd")
 # From how many devices to how many: fewer, more, no divisor, from one.
 COUNTS = [(8, 4), (4, 8), (8, 6), (1, 8), (5, 3)]
-
-
-@functools.cache
-def compiled_on(name, count):
-  """An exchange on so many devices, and a state before its first step."""
-  if count == N:
-    return compiled(name)
-  exchange = EXCHANGES[name](count)
-  mesh = make_mesh(devices=jax.devices()[:count])
-  return program(exchange, mesh), first_state(exchange, count)
 
 
 def resized(name, state, count):
@@ -85,52 +61,6 @@ def test_what_is_pending_of_the_mean_is_kept(name):
       for leaf in SHAPES:
         # A stripe's filling belongs to no column: `unsent` leaves it out.
         close(unsent(carried, leaf) / new, unsent(state, leaf) / old, 1e-6, leaf)
-
-
-@pytest.mark.parametrize(
-  ("name", "counts"),
-  [
-    # Each is also a wrapper's or a choice's that is tested: seconds to compile.
-    pytest.param(name, (8, 4, 8), marks=[pytest.mark.slow] * (name in LONG))
-    for name in STATEFUL
-  ]
-  + [pytest.param("one bit", (8, 6, 8), marks=pytest.mark.slow)],
-)
-def test_nothing_is_lost_over_changes_of_the_number_of_devices(name, counts):
-  """Mean sent + mean pending = mean of all gradients, over two changes."""
-  means, state = fifty(name)
-  grads = gradients(50)
-  wanted = {leaf: g.sum(0).mean(0, dtype=np.float64) for leaf, g in grads.items()}
-  sent = {leaf: np.sum(m, axis=0, dtype=np.float64) for leaf, m in means.items()}
-  for count in counts[1:]:
-    steps, _ = compiled_on(name, count)
-    grads = gradients(50, seed=count, devices=count)
-    state = resized(name, jax.device_get(state), count)
-    means, state = jax.device_get(steps(grads, state))
-    for leaf, g in grads.items():
-      wanted[leaf] += g.sum(0).mean(0, dtype=np.float64)
-      sent[leaf] += np.sum(means[leaf], axis=0, dtype=np.float64)
-  for leaf in SHAPES if name in FEEDBACK else ():
-    pending = unsent(state, leaf) / counts[-1]
-    close(sent[leaf] + pending, wanted[leaf], 1e-5, leaf)
-  if name not in FEEDBACK:  # int8: a step counter, which keeps counting
-    assert state["step"].tolist() == [50 * len(counts)] * N
-  if "warm" in name:
-    assert state["step"].tolist() == [50 * len(counts)] * N
-
-
-def test_a_delayed_run_on_fewer_devices_is_the_run():
-  grads = gradients(50)
-  _, state = fifty("delayed")
-  steps, _ = compiled_on("delayed", 4)
-  # The same mean gradients, once from 8 devices and once from 4.
-  paired = {k: g.reshape(50, 4, 2, *g.shape[2:]).mean(2) for k, g in grads.items()}
-  means, _ = steps(paired, resized("delayed", state, 4))
-  same, _ = compiled("delayed")[0](grads, state)
-  for leaf in SHAPES:
-    pending = np.mean(state["grads"][leaf], axis=0, dtype=np.float64)
-    close(means[leaf][0], pending, 1e-6, leaf)
-    close(means[leaf], np.asarray(same[leaf], np.float64), 1e-6, leaf)
 
 
 @pytest.mark.parametrize(("old", "new"), [(4, 8), (8, 4)])

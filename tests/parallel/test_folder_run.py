@@ -1,39 +1,23 @@
 """A run on a directory of images, five of them damaged."""
 
-import dataclasses
-
 import pytest
 
+from jaxscale import config as cfg
 from jaxscale import data, metrics
-from jaxscale.config import (
-  MLP,
-  SGD,
-  Config,
-  Cosine,
-  Evaluation,
-  ImageFolder,
-  Log,
-  Mesh,
-  Phases,
-  ResNet,
-)
 from jaxscale.errors import ConfigError
 from jaxscale.run.damaged_examples import DamageRecord
 from jaxscale.run.fit import fit
+from support.configs import small_config
 from support.images import write_folder
 
 
 def folder_config(root, **changes):
-  return Config(
-    model=MLP(hidden=(16,)),
-    data=ImageFolder(path=str(root), image_size=16, augment="flip"),
-    optimizer=SGD(lr=0.05),
-    schedule=Cosine(),
-    batch_size=16,
+  return small_config(
+    data=cfg.ImageFolder(path=str(root), image_size=16, augment="flip"),
+    optimizer=cfg.SGD(lr=0.05),
     epochs=3,
-    mesh=Mesh(data=8),
-    evaluation=Evaluation(every_epochs=3),
-    log=Log(every_steps=1, tensorboard=False),
+    evaluation=cfg.Evaluation(every_epochs=3),
+    log=cfg.Log(every_steps=1, tensorboard=False),
     **changes,
   )
 
@@ -80,12 +64,11 @@ def test_damage_of_before_a_restart_still_counts(tmp_path):
 def test_images_that_grow_on_the_way_need_a_model_that_lets_them(tmp_path):
   write_folder(tmp_path / "images", "train", 24)
   write_folder(tmp_path / "images", "val", 4)
-  grow = Phases(epochs=(0, 1.5), image_sizes=(8, 16))
+  grow = cfg.Phases(epochs=(0, 1.5), image_sizes=(8, 16))
   with pytest.raises(ConfigError, match="depend on the image size"):
     fit(folder_config(tmp_path / "images", phases=grow), tmp_path / "a")
-  config = folder_config(tmp_path / "images", phases=grow)
-  resnet = ResNet(depth=18, width=2, stem="small")
-  result = fit(dataclasses.replace(config, model=resnet), tmp_path / "b")
+  resnet = cfg.ResNet(depth=18, width=2, stem="small")
+  result = fit(folder_config(tmp_path / "images", phases=grow, model=resnet), tmp_path / "b")
   assert result.summary["outcome"] == "done"
   lines = metrics.read_json_lines(tmp_path / "b" / "metrics.jsonl")
   assert [x["step"] for x in lines if "train/loss" in x] == [*range(1, 10)]

@@ -6,19 +6,13 @@ import re
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
-from jax import lax
-from jax.sharding import PartitionSpec as P
+from jax import NamedSharding, P, lax
 
-from jaxscale import hlo
-from jaxscale.exchange import plain
+from jaxscale import hlo, optim
 from jaxscale.hlo import parse
 from jaxscale.hlo.cost import FLOPS_PER_BYTE, costs
 from jaxscale.mesh import make_mesh
-from jaxscale.training.state import abstract_state
-from jaxscale.training.step import make_train_step
-from jaxscale.training.types import StepOptions
 from support.paths import DATA
 
 AXES = ("replica", "data")
@@ -82,28 +76,23 @@ def sometimes(x):
 
 
 # name: function of [1, 16] a device, and rows (kind, axes, times, M, sent) wanted.
+def exchanged(x):
+  return lax.all_to_all(x, "data", 1, 1, tiled=True)
+
+
+ONCE, SUMS = (("data",), 1, ROW, ROW * 3 / 4), "all-reduce"
+REDUCED = (SUMS, ("data",), 1, ROW, ROW * 6 / 4)
+QUARTERS = (SUMS, ("replica",), 1, ROW // 4, ROW / 4)
+NESTED = (SUMS, ("data",), 15, ROW, ROW * 6 / 4), (SUMS, ("replica",), 5, ROW, ROW)
 PROGRAMS = {
-  "tree": (tree, [("all-reduce", AXES, 1, ROW + 12, 2 * (ROW + 12) * 7 / 8)]),
-  "ring": (ring, [("collective-permute", ("data",), 1, ROW // 4, ROW / 4)] * 6),
-  "hierarchical": (
-    hierarchical,
-    [
-      ("reduce-scatter", ("data",), 1, ROW, ROW * 3 / 4),
-      ("all-reduce", ("replica",), 1, ROW // 4, ROW / 4),
-      ("all-gather", ("data",), 1, ROW, ROW * 3 / 4),
-    ],
-  ),
-  "all-to-all": (
-    lambda x: lax.all_to_all(x, "data", 1, 1, tiled=True),
-    [("all-to-all", ("data",), 1, ROW, ROW * 3 / 4)],
-  ),
-  "nested": (
-    nested,
-    [("all-reduce", ("data",), 15, ROW, ROW * 6 / 4), ("all-reduce", ("replica",), 5, ROW, ROW)],
-  ),
-  "downwards": (downwards, [("all-reduce", ("data",), 5, ROW, ROW * 6 / 4)]),
-  "until": (until, [("all-reduce", ("data",), 1, ROW, ROW * 6 / 4)]),
-  "sometimes": (sometimes, [("all-reduce", ("data",), 1, ROW, ROW * 6 / 4)]),
+  "tree": (tree, (SUMS, AXES, 1, ROW + 12, 2 * (ROW + 12) * 7 / 8)),
+  "ring": (ring, *[("collective-permute", ("data",), 1, ROW // 4, ROW / 4)] * 6),
+  "hierarchical": (hierarchical, ("reduce-scatter", *ONCE), QUARTERS, ("all-gather", *ONCE)),
+  "all-to-all": (exchanged, ("all-to-all", *ONCE)),
+  "nested": (nested, *NESTED),
+  "downwards": (downwards, (SUMS, ("data",), 5, ROW, ROW * 6 / 4)),
+  "until": (until, REDUCED),
+  "sometimes": (sometimes, REDUCED),
 }
 
 
@@ -121,7 +110,7 @@ def rows(table):
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_known_programs(name):
   table = hlo.collectives(text(name), make_mesh(replica=2))
-  assert rows(table) == PROGRAMS[name][1]
+  assert rows(table) == [*PROGRAMS[name][1:]]
   assert all(r.times_known == (name != "until") for r in table)
   assert all(r.conditional == (name == "sometimes") for r in table)
   assert {r.dtypes for r in table} == {("f32",)}
@@ -132,23 +121,25 @@ def test_known_programs(name):
 def test_trips_are_found_where_the_compiler_does_not_write_them(name):
   bare = re.sub(r'"known_[a-z_]+":\{[^}]*\},?', "", text(name))
   assert "known_trip_count" in text(name) and '"known_' not in bare
-  assert rows(hlo.collectives(bare, GRID)) == PROGRAMS[name][1]
+  assert rows(hlo.collectives(bare, GRID)) == [*PROGRAMS[name][1:]]
 
 
-@pytest.mark.parametrize(
-  ("compare", "first", "step", "trips"),
-  [
-    ("%i, %n), direction=LT", 0, 1, 7),
-    ("%i, %n), direction=LE", 0, 2, 4),
-    ("%n, %i), direction=GT", 3, 3, 2),
-    ("%i, %n), direction=NE", 1, 2, 3),
-    ("%n, %i), direction=LE", 20, -1, 14),
-    ("%i, %n), direction=LT", 9, 1, 0),
-    ("%i, %n), direction=EQ", 7, 1, 1),
-    ("%i, %n), direction=LT", 0, -1, None),
-  ],
-)
-def test_trips_of_every_comparison(compare, first, step, trips):
+# Operands and direction of the comparison with 7, i at first, its step -> turns.
+TRIPS = """
+i n LT 0  1  7
+i n LE 0  2  4
+n i GT 3  3  2
+i n NE 1  2  3
+n i LE 20 -1 14
+i n LT 9  1  0
+i n EQ 7  1  1
+i n LT 0  -1 None
+""".strip().splitlines()
+
+
+@pytest.mark.parametrize("row", TRIPS)
+def test_trips_of_every_comparison(row):
+  a, b, direction, first, step, trips = row.split()
   loop = f"""HloModule m, is_scheduled=true, num_partitions=8
 %body (p: (s32[], f32[16])) -> (s32[], f32[16]) {{
   %p = (s32[], f32[16]{{0}}) parameter(0)
@@ -163,7 +154,7 @@ def test_trips_of_every_comparison(compare, first, step, trips):
   %p = (s32[], f32[16]{{0}}) parameter(0)
   %i = s32[]{{:T(128)}} get-tuple-element(%p), index=0
   %n = s32[]{{:T(128)}} constant(7)
-  ROOT %lt = pred[] compare({compare}
+  ROOT %lt = pred[] compare(%{a}, %{b}), direction={direction}
 }}
 ENTRY %main (x: f32[16]) -> f32[16] {{
   %x = f32[16]{{0}} parameter(0)
@@ -174,82 +165,50 @@ ENTRY %main (x: f32[16]) -> f32[16] {{
   ROOT %y = f32[16]{{0}} get-tuple-element(%w), index=1
 }}"""
   (row,) = hlo.collectives(loop, GRID)
-  known = trips is not None
-  assert (row.times, row.times_known) == (trips if known else 1, known)
+  known = trips != "None"
+  assert (row.times, row.times_known) == (int(trips) if known else 1, known)
   assert row.groups == ((0, 1, 2, 3), (4, 5, 6, 7)) and row.axes == ("data",)
 
 
 def test_forms_of_replica_groups():
-  for cut, shape, order in [
-    ((2, 4), (8,), None),
-    ((4, 2), (2, 4), (1, 0)),
-    ((2, 4), (2, 2, 2), (1, 0, 2)),
-  ]:
+  turned = ((4, 2), (2, 4), (1, 0)), ((2, 4), (2, 2, 2), (1, 0, 2))
+  for cut, shape, order in [((2, 4), (8,), None), *turned]:
     wanted = np.arange(8).reshape(shape).transpose(order).reshape(cut)
     written = f"[{','.join(map(str, cut))}]<=[{','.join(map(str, shape))}]"
     written += f"T({','.join(map(str, order))})" if order else ""
     assert parse.replica_groups(written, 8) == tuple(map(tuple, wanted.tolist()))
-  assert parse.replica_groups("{{0,4},{1,5}}", 8) == ((0, 4), (1, 5))
-  assert parse.replica_groups("{}", 3) == ((0, 1, 2),)
-  named = "mesh['a'=2,'b'=4] {'b'}"  # jax 0.12
-  assert parse.replica_groups(named, 8) == ((0, 1, 2, 3), (4, 5, 6, 7))
-  assert parse.replica_groups("mesh[a=2,b=2,c=2] {a,c}", 8) == ((0, 1, 4, 5), (2, 3, 6, 7))
-  assert parse.replica_groups("mesh['a'=4] {'a':(2)2}", 4) == ((0, 1), (2, 3))
-  assert parse.replica_groups("mesh['a'=4] {'a':(1)2}", 4) == ((0, 2), (1, 3))
-  turned = "mesh['a'=4,'b'=1,'c'=2], device_ids=([2,4]T(1,0)) {'a'}"
-  assert parse.replica_groups(turned, 8) == ((0, 1, 2, 3), (4, 5, 6, 7))
-  assert parse.replica_groups("mesh<a=2>", 3) is None
+  for written, size, wanted in (
+    ("{{0,4},{1,5}}", 8, ((0, 4), (1, 5))),
+    ("{}", 3, ((0, 1, 2),)),
+    ("mesh['a'=2,'b'=4] {'b'}", 8, ((0, 1, 2, 3), (4, 5, 6, 7))),  # jax 0.12
+    ("mesh[a=2,b=2,c=2] {a,c}", 8, ((0, 1, 4, 5), (2, 3, 6, 7))),
+    ("mesh['a'=4] {'a':(2)2}", 4, ((0, 1), (2, 3))),
+    ("mesh['a'=4] {'a':(1)2}", 4, ((0, 2), (1, 3))),
+    ("mesh['a'=4,'b'=1,'c'=2], device_ids=([2,4]T(1,0)) {'a'}", 8, ((0, 1, 2, 3), (4, 5, 6, 7))),
+    ("mesh<a=2>", 3, None),
+  ):
+    assert parse.replica_groups(written, size) == wanted, written
 
 
 def test_three_axes_are_distinguished():
   mesh = make_mesh(replica=2, bn_devices=2)
   for axes in [("bn",), ("data",), ("replica", "bn"), ("data", "bn")]:
-    mapped = jax.shard_map(
-      lambda x, axes=axes: lax.psum(x, axes) + x,
-      mesh=mesh,
-      in_specs=P(mesh.axis_names),
-      out_specs=P(mesh.axis_names),
-    )
+    spec = P(mesh.axis_names)
+    add = lambda x, axes=axes: lax.psum(x, axes) + x  # noqa: E731
+    mapped = jax.shard_map(add, mesh=mesh, in_specs=spec, out_specs=spec)
     (row,) = hlo.collectives(jax.jit(mapped).lower(jnp.ones((8, 2))).compile(), mesh)
     assert row.axes == axes and row.group_size == 2 ** len(axes)
 
 
-@pytest.mark.parametrize("accumulate", [1, 4])
-def test_our_step_sends_its_gradients_once(accumulate):
-  mesh, tx = make_mesh(replica=2), optax.sgd(0.1)
-
-  def loss(params, model_state, batch, keys):
-    value = ((batch["x"] @ params["w"]) ** 2).sum()
-    rows = (jax.random.key_data(keys)[:, 0] >= 0).sum(dtype=jnp.int32)
-    return value, (model_state, {"examples": rows, "loss": value})
-
-  def init(key):
-    return {"w": jax.random.normal(key, (32, 48))}, {}
-
-  state = abstract_state(init, tx, mesh, plain(AXES))
-  options = StepOptions(num_microbatches=accumulate, unroll=False)
-  step = make_train_step(loss, tx, mesh, plain(AXES), options=options)
-  batch = {"x": jax.ShapeDtypeStruct((64, 32), jnp.float32)}
-  table = hlo.collectives(step.lower(state, batch).compile(), mesh)
-  sums = hlo.total(table, "all-reduce")
-  scalars = sums.payload_bytes - 32 * 48 * 4
-  assert sums == hlo.total(table) and scalars == 8  # examples and the loss
-  assert max(table, key=lambda r: r.payload_bytes).times == 1
-  assert all(r.axes == AXES for r in table)
-
-
 def test_flops_of_dots_and_convolutions():
   """Against XLA's own count, where flops and not bytes decide."""
-  conv = functools.partial(
-    lax.conv_general_dilated,
-    window_strides=(1, 1),
-    padding="VALID",
-    dimension_numbers=("NHWC", "HWIO", "NHWC"),
-  )
-  for function, shapes in [
-    (jnp.matmul, [(2048, 4096), (4096, 1024)]),
-    (conv, [(4, 34, 34, 512), (3, 3, 512, 512)]),
-  ]:
+
+  def conv(x, kernel):
+    dims = ("NHWC", "HWIO", "NHWC")
+    return lax.conv_general_dilated(x, kernel, (1, 1), "VALID", dimension_numbers=dims)
+
+  products = (jnp.matmul, (2048, 4096), (4096, 1024)), (conv, (4, 34, 34, 512), (3, 3, 512, 512))
+  for function, *shapes in products:
     args = [jax.ShapeDtypeStruct(s, jnp.float32) for s in shapes]
     compiled = jax.jit(function).lower(*args).compile()
     (module,) = parse.modules(compiled.as_text())
@@ -287,6 +246,10 @@ def test_compute_between_start_and_end():
   assert row.is_async and row.overlap is None and row.axes is None
 
 
+def of_kind(table, kind):
+  return [row for row in table if row.kind == kind]
+
+
 def fixture(name):
   return hlo.collectives((FIXTURES / f"{name}.txt").read_text(), GRID)
 
@@ -321,30 +284,26 @@ def test_kinds_on_accelerators():
 def test_layers_on_a_gpu():
   """Loops with starts and ends; the last reduce-scatter is peeled out of its loop."""
   table = fixture("gpu_layers")
-  gathers = [r for r in table if r.kind == "all-gather"]
+  gathers, scatters = of_kind(table, "all-gather"), of_kind(table, "reduce-scatter")
   assert [r.times for r in gathers] == [4, 4, 1, 1, 3, 3]
   assert {r.payload_bytes for r in gathers} == {UP}
   assert all(r.is_async for r in gathers) and any(r.overlap > 0.05 for r in gathers)
-  scatters = [r for r in table if r.kind == "reduce-scatter"]
-  assert [(r.times, r.payload_bytes, r.is_async) for r in scatters] == [
-    (3, 2 * UP, True),
-    (1, 2 * UP, False),
-  ]
+  assert [(r.times, r.is_async) for r in scatters] == [(3, True), (1, False)]
+  assert {r.payload_bytes for r in scatters} == {2 * UP}
   assert hlo.total(table, axis="replica").payload_bytes == 2 * LAYER * UP // 2
 
 
 def test_layers_on_a_tpu():
   """Half of the gathers are fused with matmuls; a fused reduce-scatter is not."""
   table = fixture("tpu_layers")
-  gathers = [r for r in table if r.kind == "all-gather"]
+  gathers, scatters = of_kind(table, "all-gather"), of_kind(table, "reduce-scatter")
   assert [(r.times, r.is_async) for r in gathers] == [(4, False), (4, True)] * 2
   assert hlo.total(gathers).payload_bytes == 4 * LAYER * UP
   assert all((r.overlap > 0.02) == r.is_async for r in gathers)
-  scatters = [r for r in table if r.kind == "reduce-scatter"]
   padded = [2240 * 8192 * 2, 8320 * 2048 * 2]  # by the compiler
   assert sorted(r.payload_bytes for r in scatters) == sorted(padded)
   assert all(r.times == LAYER and not r.is_async for r in scatters)
-  assert [r.is_async for r in table if r.kind == "all-reduce"] == [False, False]
+  assert [r.is_async for r in of_kind(table, "all-reduce")] == [False, False]
 
 
 def test_two_slices_of_a_tpu():
@@ -371,10 +330,10 @@ def test_summary_is_for_people():
   assert "in a branch" in hlo.summary(hlo.collectives(text("sometimes")))
 
 
-@pytest.mark.parametrize(
-  ("name", "payload", "times", "share"),
-  [("tpu", SCANNED_LAYER // 4, [1, 3], 0.75), ("gpu", SCANNED_LAYER, [4], 1.0)],
-)
+IN_BACKWARD = [("tpu", SCANNED_LAYER // 4, [1, 3], 0.75), ("gpu", SCANNED_LAYER, [4], 1.0)]
+
+
+@pytest.mark.parametrize("name, payload, times, share", IN_BACKWARD)
 def test_sums_in_a_backward_scan_hide_behind_other_layers(name, payload, times, share):
   """Two TPU v5e slices and two hosts of 4 H100: what crosses between them.
 
@@ -388,3 +347,16 @@ def test_sums_in_a_backward_scan_hide_behind_other_layers(name, payload, times, 
   assert sum(r.times for r in hidden) == share * sum(times)
   rest = [r for r in table if "replica" in (r.axes or ()) and r not in sums]
   assert all(r.payload_bytes <= 1024 for r in rest)
+
+
+def test_norms_of_layer_wise_optimizers_move_no_array():
+  """Of leaves that are split in their first, last or middle dim only sums cross the network."""
+  shapes = {"scan": (3, 8, 6), "bias": (16,), "conv": (3, 3, 4, 16), "dense": (24, 10)}
+  middle, first, last = P(None, "data"), P("data"), P(None, None, None, "data")
+  where = {"scan": middle, "bias": first, "conv": last, "dense": first}
+  mesh = make_mesh()
+  where = {name: NamedSharding(mesh, spec) for name, spec in where.items()}
+  params = {name: jax.device_put(jnp.ones(shapes[name]), where[name]) for name in shapes}
+  for tx in (optim.lars(0.1), optim.lamb(0.1)):
+    compiled = jax.jit(tx.update).lower(params, tx.init(params), params).compile()
+    assert {row.kind for row in hlo.collectives(compiled, mesh)} == {"all-reduce"}

@@ -5,7 +5,7 @@ import json
 import os
 import sys
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -13,15 +13,15 @@ from PIL import Image
 
 from jaxscale.checkpoint.checkpoint_files import read_manifest
 from jaxscale.cluster.rendezvous.handshake import digests_of
-from jaxscale.config import MLP, SGD, Arrays, Checkpoint, Config, Cosine, Mesh
+from jaxscale.config import Arrays, Checkpoint, Cosine, Mesh
 from jaxscale.config.loading import load_config
 from jaxscale.data import token_files
 from jaxscale.data.tokenizer import byte_tokenizer
-from jaxscale.errors import ConfigError
 from jaxscale.metrics import read_json, read_json_lines, write_json
 from jaxscale.run import identity as identities
 from jaxscale.run import workdir as workdirs
 from jaxscale.run.fit import fit
+from support.configs import small_config
 from support.errors import config_error
 
 CONFIG = '''"""A user's config."""
@@ -59,18 +59,17 @@ class Mine(config.Tracker):
 
 def get_config():
   # A comment.
-  images = data.ImageFolder(path=FOLDER + "/set", image_size=8, augment="flip")
-  text = data.TextFiles(
-    path=FOLDER + "/text", tokenizer=FOLDER + "/tokenizer", sequence_length=16
-  )
-  tokens = data.TextFiles(path=FOLDER + "/bin", vocab_size=300, sequence_length=16)
-  of_images = KIND == "images"
+  tokenizer, of_images = FOLDER + "/tokenizer", KIND == "images"
+  datasets = {
+    "images": data.ImageFolder(path=FOLDER + "/set", image_size=8, augment="flip"),
+    "text": data.TextFiles(path=FOLDER + "/text", tokenizer=tokenizer, sequence_length=16),
+    "tokens": data.TextFiles(path=FOLDER + "/bin", vocab_size=300, sequence_length=16),
+  }
   words = config.Transformer(num_layers=1, width=16, num_heads=2)
   return Config(
-    model=Own() if of_images else words,
-    data={"images": images, "text": text, "tokens": tokens}[KIND],
-    optimizer=optim.SGD(lr=0.1), batch_size=8, epochs=EPOCHS, mesh=Mesh(data=8),
-    checkpoint=Checkpoint(every_epochs=1), log=Log(every_steps=50, trackers=(Mine(),)),
+    model=Own() if of_images else words, data=datasets[KIND], optimizer=optim.SGD(lr=0.1),
+    batch_size=8, epochs=EPOCHS, mesh=Mesh(data=8), checkpoint=Checkpoint(every_epochs=1),
+    log=Log(every_steps=50, trackers=(Mine(),)),
   )
 '''
 HELPER = '''"""Of a user's own."""
@@ -212,21 +211,13 @@ def recorded(*path, to):
 
   def change(folder):
     where = folder.parent / "run" / "config.json"
-    described = read_json(where)
-    node = described
+    described = node = read_json(where)
     for key in path[:-1]:
       node = node[key]
     node[path[-1]] = to
     write_json(where, described)
 
   return change
-
-
-def without_identity(folder):
-  where = folder.parent / "run" / "config.json"
-  described = read_json(where)
-  del described["identity"]
-  write_json(where, described)
 
 
 def class_more(folder):
@@ -260,7 +251,7 @@ class Change(NamedTuple):
     kind: of the run's data.
   """
 
-  change: Any
+  change: object
   error: str = ""
   note: str = ""
   kind: str = "images"
@@ -284,48 +275,45 @@ def reported(*path, to, says):
   return Change(recorded(*path, to=to), note=f"note: resuming with {says}")
 
 
-LESS = "evaluation.examples is 16 there and 15"
 PRECISION = "jax_default_matmul_precision"
 ENVIRONMENT = "identity", "environment"
+VERSIONS = "versions"
+LOGS = settings(log__every_steps="1", checkpoint__keep_last="5", evaluation__every_epochs="1")
+PATCH = "Net.outputs = 2\n\n\ndef get_config"
+MORE_IMAGES = "train.examples is 24 there and 32 now"
+MORE_TOKENS = "train.examples is 125 there and 250 now"
+LESS, CONTENT = "evaluation.examples is 16 there and 15", "train.content differs"
+BOTH = r"other data and other code .*--accept-changes=data,code$"
+X64 = "JAX_ENABLE_X64 is 1 there and 0 now; set it as it was"
+HIGHEST = f"{PRECISION} highest then and None now"
+NO_IDENTITY = "note: config.json has no identity of data and code"
 CHANGES = {
   "nothing": Change(lambda _: None),
   # Data.
   "a class renamed": data(rename_class, "class 0 is 'ant' there and 'bee"),
   "a class more": data(class_more, "there are 2 classes there and 3 now"),
-  "images more": data(
-    lambda f: write_images(f, "train", "ant", 20, 0), "train.examples is 24 there and 32 now"
-  ),
+  "images more": data(lambda f: write_images(f, "train", "ant", 20, 0), MORE_IMAGES),
   "an image less": data(lambda f: (f / "set/val/ant/0.png").unlink(), LESS),
   "an image renamed, which reorders": data(rename_image, "train.files differs"),
   "another image under a name": data(other_pixels, "train.sizes differs"),
   "text longer": data(longer("text/train.txt"), "train.tokens is 1051 there and 2101 now", "text"),
-  "text of the same length": data(
-    edit("text/train.txt", "not", "but"), "train.content differs", "text"
-  ),
+  "text of that length": data(edit("text/train.txt", "not", "but"), CONTENT, "text"),
   "another tokenizer": data(edit("tokenizer", "{}", "{ }"), "train.tokenizer differs", "text"),
-  "tokens longer": data(
-    longer("bin/train.bin"), "train.examples is 125 there and 250 now", "tokens"
-  ),
-  "two tokens swapped": data(swap_tokens, "train.content differs", "tokens"),
+  "tokens longer": data(longer("bin/train.bin"), MORE_TOKENS, "tokens"),
+  "two tokens swapped": data(swap_tokens, CONTENT, "tokens"),
   "dtype of tokens": data(wider, "train.dtype differs", "tokens"),
   "dtype of tokens by name": Change(settings(data__dtype="uint16"), kind="tokens"),
   "the vocabulary": setting("data.vocab_size is 300", kind="tokens", data__vocab_size="301"),
-  "data and code": Change(
-    data_and_code, r"other data and other code .*--accept-changes=data,code$"
-  ),
+  "data and code": Change(data_and_code, BOTH),
   "files touched": Change(touch),
   "data in another folder": Change(moved),
   "text in another folder": Change(moved, kind="text"),
   # The user's own code.
   "a constant": code("own.py", "SCALE = 1.0", "SCALE = 3.0", "SCALE in own"),
-  "the model": code(
-    "own.py", "nn.Dense(self.outputs)(", "nn.Dense(self.outputs)(1 + ", "Net in own differs"
-  ),
+  "the model": code("own.py", "(self.outputs)(", "(self.outputs)(1 + ", "Net in own differs"),
   "a helper": code("helper.py", "2 * x", "3 * x", "doubled in helper differs"),
   "a late import": code("late.py", "255", "256", "narrow in late differs"),
-  "a model patched": code(
-    "own.py", "def get_config", "Net.outputs = 2\n\n\ndef get_config", "Net in own differs"
-  ),
+  "a model patched": code("own.py", "def get_config", PATCH, "Net in own differs"),
   "comments and docstrings": Change(comments),
   "a tracker": Change(edit("own.py", "return None", "return 1")),
   "code that is not used": Change(edit("helper.py", "return x\n", "return -x\n")),
@@ -336,27 +324,16 @@ CHANGES = {
   "fewer epochs": setting("epochs is 2.0", epochs="1"),
   "a seed": setting("seed is 0", seed="1"),
   "activations in bfloat16": setting("dtype is 'float32'", dtype="bfloat16"),
-  "what is logged and saved": Change(
-    settings(log__every_steps="1", checkpoint__keep_last="5", evaluation__every_epochs="1")
-  ),
+  "what is logged and saved": Change(LOGS),
   # Environment.
-  "x64": Change(
-    recorded(*ENVIRONMENT, "jax_enable_x64", to=True),
-    "JAX_ENABLE_X64 is 1 there and 0 now; set it as it was",
-  ),
-  "precision of products": reported(
-    *ENVIRONMENT, PRECISION, to="highest", says=f"{PRECISION} highest then and None now"
-  ),
-  "version of JAX": reported("versions", "jax", to="0.9.0", says="jax 0.9.0 then and "),
-  "version of jaxscale": reported(
-    "versions", "jaxscale", to="0.0.9", says="jaxscale 0.0.9 then and "
-  ),
+  "x64": Change(recorded(*ENVIRONMENT, "jax_enable_x64", to=True), X64),
+  "precision of products": reported(*ENVIRONMENT, PRECISION, to="highest", says=HIGHEST),
+  "version of JAX": reported(VERSIONS, "jax", to="0.9.0", says="jax 0.9.0 then and "),
+  "ours": reported(VERSIONS, "jaxscale", to="0.0.9", says="jaxscale 0.0.9 then and "),
   "kind of devices": reported("device_kind", to="TPU v4", says="devices TPU v4 then and cpu now"),
   "number of devices": Change(recorded("derived", "num_devices", to=4)),
   "number of processes": Change(recorded("processes", to=2)),
-  "a run of an earlier version": Change(
-    without_identity, note="note: config.json has no identity of data and code"
-  ),
+  "an earlier version": Change(recorded("identity", to=None), note=NO_IDENTITY),
 }
 
 
@@ -383,7 +360,7 @@ def test_an_accepted_change_resumes(name, project, tmp_path):
   config = load(project)
   kinds = {"a class renamed": ["data"], "a helper": ["code"]}.get(name, ["data", "code"])
   for wrong in {"data", "code"} - {*kinds} or {"data"}:
-    with pytest.raises(ConfigError, match="--accept-changes"):
+    with config_error(match="--accept-changes"):
       resumed(tmp_path / "run", config, {wrong})
   notes = resumed(tmp_path / "run", config, kinds)
   assert notes and all(line.startswith("accepted: ") for line in notes)
@@ -393,16 +370,9 @@ def test_an_accepted_change_resumes(name, project, tmp_path):
 
 
 def arrays_config(x, **fields):
-  return Config(
-    model=MLP(hidden=(4,)),
-    data=Arrays(x=x, y=(x[:, 0] > 0).astype("int32")),
-    optimizer=SGD(lr=0.1),
-    schedule=Cosine(),
-    batch_size=8,
-    mesh=Mesh(data=8),
-    checkpoint=Checkpoint(every_epochs=1),
-    **{"epochs": 1} | fields,
-  )
+  arrays = Arrays(x=x, y=(x[:, 0] > 0).astype("int32"))
+  usual = dict(data=arrays, schedule=Cosine(), batch_size=8, epochs=1, mesh=Mesh(data=8))
+  return small_config(**usual | fields, checkpoint=Checkpoint(every_epochs=1))
 
 
 def test_a_run_on_arrays_resumes_and_knows_them(tmp_path, capsys):
@@ -414,24 +384,21 @@ def test_a_run_on_arrays_resumes_and_knows_them(tmp_path, capsys):
   assert fit(arrays_config(x.copy()), tmp_path).summary["step"] == first.summary["step"]
   more = fit(arrays_config(x, epochs=2), tmp_path)
   assert more.summary["step"] == 2 * first.summary["step"]
-  with pytest.raises(ConfigError, match=r"other data \(data.x.sha256 is .*=data$"):
+  with config_error(match=r"other data \(data.x.sha256 is .*=data$"):
     fit(arrays_config(x + 1, epochs=3), tmp_path)
   # Without config.json the checkpoint knows.
   (tmp_path / "config.json").unlink()
   manifest = read_manifest(tmp_path / "checkpoints" / str(more.summary["step"]))
   assert manifest["identity"]["data"]["train"]["examples"] == 40
-  with pytest.raises(ConfigError, match=r"other data \(train.content differs"):
+  with config_error(match=r"other data \(train.content differs"):
     fit(arrays_config(x + 1, epochs=3), tmp_path)
   capsys.readouterr()
   done = fit(arrays_config(x + 1, epochs=3), tmp_path, accept_changes=["data"])
   assert done.summary["step"] == 3 * first.summary["step"]
   assert "accepted: train.content differs" in capsys.readouterr().out
-  (start,) = [
-    line["accepted_changes"]
-    for line in read_json_lines(tmp_path / "starts.jsonl")
-    if "accepted_changes" in line
-  ]
-  assert start[0] == "accepted: train.content differs"
+  starts = read_json_lines(tmp_path / "starts.jsonl")
+  (accepted,) = [line["accepted_changes"] for line in starts if "accepted_changes" in line]
+  assert accepted[0] == "accepted: train.content differs"
   # Recorded, the change is one no longer.
   assert fit(arrays_config(x + 1, epochs=3), tmp_path).summary["outcome"] == "done"
 
@@ -464,8 +431,6 @@ def test_processes_of_one_start_compare_their_data(project, monkeypatch):
   monkeypatch.setattr(identities.cluster, "gather", lambda mine: [mine, alike, other])
   identities.check_alike(alike)
   other["data"]["train"]["examples"] = 25
-  with pytest.raises(ConfigError) as error:
+  examples = "train.examples is 24 in process 0 and 25 in process 2; "
+  with config_error(match=f"^processes 0 and 2 differ: {examples}"):
     identities.check_alike(alike)
-  assert str(error.value).startswith(
-    "processes 0 and 2 differ: train.examples is 24 in process 0 and 25 in process 2; "
-  )

@@ -1,8 +1,6 @@
 """Rules of layouts, and what `jaxscale describe` prints of one."""
 
 import re
-import subprocess
-import sys
 
 import jax
 import jax.numpy as jnp
@@ -10,18 +8,16 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from jaxscale import config as cfg
-from jaxscale import models
-from jaxscale.errors import ConfigError
+from jaxscale import models, optim
 from jaxscale.experiment import build
 from jaxscale.mesh import MeshShape, host_shard, make_mesh, mesh_shape
 from jaxscale.models import decoder, vision_transformer
 from jaxscale.parallel import Rule, largest, make_layout, partition, rules
 from jaxscale.parallel.specs import opt_state_specs, replicated_layout
 from jaxscale.planning.describe import describe
-from support.commands import child_env
 from support.configs import tiny_language
-from support.paths import ROOT
-from support.tiny_stack import RULES, tiny_stack
+from support.errors import config_error
+from support.stack_layouts import stack_layout
 
 LANGUAGE = dict(vocab_size=256, num_layers=2, width=32, num_heads=4, hidden=64)
 SIZES = {"replica": 1, "data": 1, "fsdp": 2, "model": 4}
@@ -38,25 +34,20 @@ def test_rules_split_what_they_name():
   assert specs == {"w1": P("fsdp", "model"), "w2": P("fsdp", "model"), "b": P(None)}
 
 
-@pytest.mark.parametrize(
-  "rules, says",
-  [
-    ([Rule("w", ("fsdp", None))], r"b/x: no rule fits this parameter of shape \(3,\)"),
-    (
-      [Rule(".*", (None,)), Rule("b/x", (None,)), Rule("w", (None, None))],
-      r"b/x: '\.\*' and 'b/x' fit this parameter",
-    ),
-    ([Rule("w", ("fsdp",)), Rule("b/x", (None,))], r"w: has the shape \(4, 6\)"),
-    (
-      [Rule("w", (None, "model")), Rule("b/x", (None,))],
-      r"Mesh.model=4: does not divide dim 1 of w, \(4, 6\); give a divisor of 6",
-    ),
-  ],
-)
-def test_a_parameter_must_have_one_rule_that_fits(rules, says):
+DIVIDES_NOT = "Mesh.model=4: does not divide dim 1 of w, (4, 6); give a divisor of 6"
+
+
+def test_a_parameter_must_have_one_rule_that_fits():
   params = {"b": shapes(x=(3,)), **shapes(w=(4, 6))}
-  with pytest.raises(ConfigError, match=says):
-    partition(params, rules, SIZES)
+  whole = Rule("b/x", (None,))
+  for says, *fitting in (
+    ("b/x: no rule fits this parameter of shape (3,)", Rule("w", ("fsdp", None))),
+    ("b/x: '.*' and 'b/x' fit this parameter", Rule(".*", (None,)), whole, Rule("w", (None, None))),
+    ("w: has the shape (4, 6)", Rule("w", ("fsdp",)), whole),
+    (DIVIDES_NOT, Rule("w", (None, "model")), whole),
+  ):
+    with config_error(says):
+      partition(params, fitting, SIZES)
 
 
 def test_the_largest_dim_is_split_and_small_ones_stay_whole():
@@ -69,9 +60,8 @@ def test_the_largest_dim_is_split_and_small_ones_stay_whole():
 
 def test_every_model_has_rules_for_all_its_parameters():
   lm = models.make_transformer(**LANGUAGE, qk_norm=True, qkv_bias=True)
-  vit = models.make_vit(
-    image_shape=(8, 8, 3), num_classes=8, patch=4, width=32, num_layers=2, num_heads=4
-  )
+  layers = dict(width=32, num_layers=2, num_heads=4)
+  vit = models.make_vit(image_shape=(8, 8, 3), num_classes=8, patch=4, **layers)
   sizes = dict.fromkeys(("fsdp", "stage", "model"), 2)
   for stack, sharding in ((lm, decoder.SHARDING), (vit, vision_transformer.SHARDING)):
     own = [rules.Rule(*rule) for rule in sharding]
@@ -85,12 +75,7 @@ def test_every_model_has_rules_for_all_its_parameters():
 
 
 def test_the_state_of_an_optimizer_is_sharded_like_its_parameters():
-  from jaxscale import optim
-
-  mesh = make_mesh(data=1, fsdp=2, model=4)
-  stack = tiny_stack()
-  params = jax.eval_shape(stack.init, jax.random.key(0))
-  layout = make_layout(mesh, params, RULES, shard="zero1")
+  *_, layout = stack_layout({"data": 1, "fsdp": 2, "model": 4}, {"shard": "zero1"})
   assert layout.param_specs["layers"]["q"] == P(None, None, "model")
   stacked = optim.matching("^layers/")
   adam, *rest = opt_state_specs(layout, optim.lamb(1e-3, stacked=stacked))
@@ -100,13 +85,13 @@ def test_the_state_of_an_optimizer_is_sharded_like_its_parameters():
 
 
 def test_axes_that_would_compute_the_same_are_refused():
-  with pytest.raises(ConfigError, match=r"Mesh\.model=4: every device has the whole"):
+  with config_error(match=r"Mesh\.model=4: every device has the whole"):
     replicated_layout(make_mesh(data=2, model=4))
   params = shapes(w=(8, 8))
   rules = [Rule("w", ("fsdp", None))]
-  with pytest.raises(ConfigError, match=r"Mesh\.model=4: nothing of this model"):
+  with config_error(match=r"Mesh\.model=4: nothing of this model"):
     make_layout(make_mesh(data=2, model=4), params, rules)
-  with pytest.raises(ConfigError, match="is over the axis fsdp, which has one device"):
+  with config_error(match="is over the axis fsdp, which has one device"):
     make_layout(make_mesh(data=8), params, rules, shard="fsdp")
 
 
@@ -114,17 +99,16 @@ def test_the_grid():
   assert mesh_shape(16, data=2, fsdp=-1, model=2) == MeshShape(1, 2, 4, 1, 2)
   assert make_mesh(data=2, fsdp=2, model=2).axis_names == ("replica", "data", "fsdp", "model")
   assert host_shard(make_mesh(data=1, stage=2, model=4)) == (0, 1)
-  with pytest.raises(ConfigError, match=r"Mesh.replica=1, Mesh.data=3, Mesh.model=2: "):
+  with config_error(match=r"Mesh.replica=1, Mesh.data=3, Mesh.model=2: "):
     mesh_shape(8, data=3, model=2)
 
 
 @pytest.mark.parametrize("way", ["ring", "all_to_all", "layers_and_tokens"])
 def test_no_token_is_left_out(way):
-  config = tiny_language(
-    mesh=cfg.Mesh(model=4), layout=cfg.Layout(model=way), data=cfg.Text(sequence_length=18)
-  )
+  split = dict(mesh=cfg.Mesh(model=4), layout=cfg.Layout(model=way))
+  config = tiny_language(**split, data=cfg.Text(sequence_length=18))
   experiment = build.experiment(config)
-  with pytest.raises(ConfigError, match=r"tokens=18: .* the 4 devices of 'model'"):
+  with config_error(match=r"tokens=18: .* the 4 devices of 'model'"):
     experiment.lower_train_step()
 
 
@@ -145,17 +129,3 @@ def test_describe_says_what_every_device_holds_and_sends():
   assert {("all-gather", "fsdp"), ("reduce-scatter", "fsdp")} <= kinds
   assert ("all-reduce", "model") in kinds and ("all-reduce", "data") in kinds
   assert "?" not in page.split("collectives")[1].replace("overlap", "")
-
-
-@pytest.mark.slow
-def test_describe_from_the_command_line_trains_nothing(tmp_path):
-  workdir = tmp_path / "run"
-  command = [sys.executable, "-m", "jaxscale", "describe", "--config", "digits"]
-  command += [f"--workdir={workdir}", "--config.mesh.data=1"]
-  command += ["--config.mesh.fsdp=-1", "--config.layout.shard=fsdp"]
-  done = subprocess.run(
-    command, cwd=ROOT, env=child_env(8), capture_output=True, text=True, timeout=300
-  )
-  assert done.returncode == 0, done.stderr
-  assert "Dense_0/kernel" in done.stdout and "reduce-scatter" in done.stdout
-  assert not workdir.exists()

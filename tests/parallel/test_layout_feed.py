@@ -1,7 +1,7 @@
 """Which rows each process feeds, where several have the same."""
 
+import math
 from types import SimpleNamespace
-from typing import Any
 
 import jax
 import numpy as np
@@ -9,57 +9,36 @@ import pytest
 
 from jaxscale.mesh import host_shard
 
-# Processes along the mesh, its axes, and (index, count) of each process's rows.
-FEEDS = {
-  "one device each, fsdp": (
-    1,
-    {"replica": 1, "data": 1, "fsdp": 4},
-    [(0, 4), (1, 4), (2, 4), (3, 4)],
-  ),
-  "pairs of model have the same": (
-    1,
-    {"replica": 1, "data": 2, "model": 2},
-    [(0, 2), (0, 2), (1, 2), (1, 2)],
-  ),
-  "model within a process": (2, {"replica": 1, "data": 2, "model": 2}, [(0, 2), (1, 2)]),
-  "model over two processes": (
-    2,
-    {"replica": 1, "data": 2, "model": 4},
-    [(0, 2), (0, 2), (1, 2), (1, 2)],
-  ),
-  "all along model": (1, {"replica": 1, "data": 1, "model": 4}, [(0, 1)] * 4),
-  "stages and model": (
-    1,
-    {"replica": 2, "data": 1, "stage": 2, "model": 2},
-    [(0, 2)] * 4 + [(1, 2)] * 4,
-  ),
-  "stages of two devices": (
-    2,
-    {"replica": 1, "data": 2, "fsdp": 1, "stage": 4},
-    [(0, 2), (0, 2), (1, 2), (1, 2)],
-  ),
-  "several blocks a process": (
-    4,
-    {"replica": 1, "data": 2, "fsdp": 2, "model": 2},
-    [(0, 2), (1, 2)],
-  ),
-}
+# Devices of a process, the mesh's replica, data, fsdp, stage and model, and the rows of
+# each process: the index of its block, of how many.
+FEEDS = """
+1  1 1 4 1 1  0 1 2 3          of 4
+1  1 2 1 1 2  0 0 1 1          of 2  pairs of model
+2  1 2 1 1 2  0 1              of 2  model within a process
+2  1 2 1 1 4  0 0 1 1          of 2  model over two processes
+1  1 1 1 1 4  0 0 0 0          of 1  all along model
+1  2 1 1 2 2  0 0 0 0 1 1 1 1  of 2  stages and model
+2  1 2 1 4 1  0 0 1 1          of 2  stages of two devices
+4  1 2 2 1 2  0 1              of 2  several blocks a process
+""".strip().splitlines()
+AXES = ("replica", "data", "fsdp", "stage", "model")
 
 
-def mesh_of(sizes, owners) -> Any:
+def mesh_of(sizes, owners):
   devices = np.array([SimpleNamespace(process_index=int(p)) for p in owners])
   shape = tuple(sizes.values())
   return SimpleNamespace(devices=devices.reshape(shape), axis_names=tuple(sizes), shape=sizes)
 
 
-@pytest.mark.parametrize("name", FEEDS)
-def test_processes_that_differ_along_model_feed_the_same_rows(name, monkeypatch):
-  each, sizes, wanted = FEEDS[name]
-  count = int(np.prod(list(sizes.values())))
-  mesh = mesh_of(sizes, np.arange(count) // each)
-  for process, shard in enumerate(wanted):
+@pytest.mark.parametrize("row", FEEDS)
+def test_processes_that_differ_along_model_feed_the_same_rows(row, monkeypatch):
+  numbers, _, count = row.partition(" of ")
+  each, *numbers = map(int, numbers.split())
+  sizes, blocks = dict(zip(AXES, numbers[:5], strict=True)), numbers[5:]
+  mesh = mesh_of(sizes, np.arange(math.prod(sizes.values())) // each)
+  for process, block in enumerate(blocks):
     monkeypatch.setattr(jax, "process_index", lambda process=process: process)
-    assert host_shard(mesh) == shard
+    assert host_shard(mesh) == (block, int(count.split()[0]))
 
 
 def test_rows_that_are_apart_are_refused(monkeypatch):

@@ -6,6 +6,7 @@ moments, of which a stage splits the last, the last two, or all.
 """
 
 import functools
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +15,6 @@ import pytest
 
 from jaxscale import config as cfg
 from jaxscale import hlo, optim
-from jaxscale.errors import ConfigError
 from jaxscale.exchange import plain
 from jaxscale.experiment import build
 from jaxscale.experiment import make_layout as layout_parts
@@ -29,6 +29,9 @@ from jaxscale.parallel.rules import Rule
 from jaxscale.training import replica_check
 from jaxscale.training.state import abstract_state, make_init
 from jaxscale.training.step import make_eval_step, make_train_step
+from support.configs import tiny_language
+from support.errors import config_error
+from support.steps import on_mesh
 
 pytestmark = pytest.mark.optimized
 
@@ -40,9 +43,8 @@ TX = optim.adamw(1e-3)
 
 
 def model(num_layers):
-  return make_transformer(
-    vocab_size=128, num_layers=num_layers, width=WIDTH, num_heads=8, hidden=HIDDEN
-  )
+  sizes = dict(width=WIDTH, num_heads=8, hidden=HIDDEN)
+  return make_transformer(vocab_size=128, num_layers=num_layers, **sizes)
 
 
 def num_params(num_layers):
@@ -78,9 +80,8 @@ def step(num_layers, shard, remat="full", all_at_once=False):
       return totals["loss"], (model_state, totals)
 
     loss = with_gathered_params(whole_loss, layout.gathers)
-  init, tx, _, exchange = parts(stack, layout)
-  made: jax.stages.Wrapped = make_train_step(loss, tx, mesh, exchange, layout=layout)
-  state = abstract_state(init, tx, mesh, exchange, layout=layout)
+  made: jax.stages.Wrapped = make_train_step(loss, *parts(stack, layout)[1:], layout=layout)
+  state = abstract_state(*parts(stack, layout), layout=layout)
   return made.lower(state, batch_on(mesh)).compile(QUICK), mesh
 
 
@@ -114,9 +115,8 @@ def test_what_entered_is_not_kept_without_remat():
 def test_what_layers_keep_is_what_remat_says():
   """Bytes that the backward pass is given, by shapes alone."""
   layers, tokens, width, hidden = 4, 2 * 32, 64, 128
-  stack = make_transformer(
-    vocab_size=256, num_layers=layers, width=width, num_heads=4, hidden=hidden, dtype="bfloat16"
-  )
+  sizes = dict(num_layers=layers, width=width, num_heads=4, hidden=hidden)
+  stack = make_transformer(vocab_size=256, **sizes, dtype="bfloat16")
   params = jax.eval_shape(stack.init, jax.random.key(0))
   ids = jax.ShapeDtypeStruct((2, 32), jnp.int32)
 
@@ -195,13 +195,7 @@ def test_two_all_reduces_a_block_forwards():
   stack = model(num_layers)
   layout = layout_of(stack, mesh)
   made: jax.stages.Wrapped = make_eval_step(stack_totals(stack, layout), mesh, layout)
-  params = jax.tree.map(
-    lambda x, s: jax.ShapeDtypeStruct(
-      x.shape, x.dtype, sharding=jax.sharding.NamedSharding(mesh, s)
-    ),
-    layout.shapes,
-    layout.param_specs,
-  )
+  params = abstract_state(*parts(stack, layout), layout=layout).params
   mask = jax.ShapeDtypeStruct((ROWS,), jnp.bool_, sharding=batch_sharding(mesh))
   compiled = made.lower(params, {}, batch_on(mesh, mask=mask)).compile(QUICK)
   table = [r for r in hlo.collectives(compiled, mesh) if "model" in r.axes]
@@ -217,15 +211,8 @@ def test_two_all_reduces_a_block_forwards():
 
 
 def config(**layout):
-  return cfg.Config(
-    model=cfg.Transformer(num_layers=2, width=64, num_heads=4, hidden=128),
-    data=cfg.Text(sequence_length=16),
-    optimizer=cfg.AdamW(lr=1e-2),
-    batch_size=8,
-    epochs=1,
-    mesh=cfg.Mesh(data=1, fsdp=-1),
-    layout=cfg.Layout(shard="fsdp", **layout),
-  )
+  split = dict(mesh=cfg.Mesh(data=1, fsdp=-1), layout=cfg.Layout(shard="fsdp", **layout))
+  return tiny_language(batch_size=8, **split)
 
 
 def trained(remat, optimizer):
@@ -234,7 +221,7 @@ def trained(remat, optimizer):
   experiment = build.experiment(settings, datasets=settings.data.abstract(settings.batch_size))
   state, losses = experiment.init_state(), []
   tokens = np.random.default_rng(0).integers(0, 256, (8, 16)).astype(np.int32)
-  batch = jax.device_put({"tokens": tokens, "targets": tokens}, batch_sharding(experiment.mesh))
+  batch = on_mesh(experiment.mesh, {"tokens": tokens, "targets": tokens})
   for _ in range(3):
     state, metrics = experiment.train_step(state, batch)
     losses.append(float(metrics["loss"]))
@@ -268,13 +255,9 @@ def test_what_comes_into_a_layer_waits_on_the_host(remat):
 
 
 def test_a_device_that_has_no_memory_of_the_host_is_refused():
-  class Device:
-    platform = "tpu"
-
-    def addressable_memories(self):
-      return [type("Memory", (), {"kind": "device"})]
-
+  memories = lambda: [SimpleNamespace(kind="device")]  # noqa: E731
+  device = SimpleNamespace(platform="tpu", addressable_memories=memories)
   for options in ({"remat": "offload"}, {"optimizer": "host"}):
-    with pytest.raises(ConfigError, match="no memory of the kind 'pinned_host'"):
-      layout_parts.check_memory(config(**options), Device())
-  layout_parts.check_memory(config(remat="full"), Device())
+    with config_error(match="no memory of the kind 'pinned_host'"):
+      layout_parts.check_memory(config(**options), device)
+  layout_parts.check_memory(config(remat="full"), device)

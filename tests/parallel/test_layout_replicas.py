@@ -9,19 +9,17 @@ import pytest
 
 from jaxscale import hlo, optim
 from jaxscale.exchange import plain
-from jaxscale.mesh import make_mesh
-from jaxscale.parallel import make_layout, stack_loss
+from jaxscale.parallel import stack_loss
 from jaxscale.parallel.layout_exchange import exchange_axes
 from jaxscale.parallel.placement import shard_like_params
 from jaxscale.parallel.specs import backward_sum_axes
 from jaxscale.training import nan_guard, replica_check
 from jaxscale.training.replica_check import Replica, ReplicaDivergenceError, make_fingerprint
-from jaxscale.training.state import init_state
-from jaxscale.training.step import make_train_step
-from jaxscale.training.types import StepOptions
 from support.bad_values import flipped, spoilt
 from support.cases import all_slow_except
-from support.tiny_stack import RULES, batch, tiny_stack
+from support.stack_layouts import stack_layout
+from support.steps import training
+from support.tiny_stack import batch
 
 PARAMETERS = {"shard": "fsdp"}
 LAYOUTS = {
@@ -34,10 +32,7 @@ LAYOUTS = {
 
 
 def made_layout(name):
-  sizes, options = LAYOUTS[name]
-  mesh, stack = make_mesh(**sizes), tiny_stack()
-  shapes = jax.eval_shape(stack.init, jax.random.key(0))
-  return mesh, stack, make_layout(mesh, shapes, RULES, **options)
+  return stack_layout(*LAYOUTS[name])
 
 
 @functools.cache
@@ -51,10 +46,9 @@ def placed(name):
 
 def with_flipped(x, *devices):
   """The array with one bit the other way in what these devices have of it."""
-  on = [
-    jax.device_put(flipped(np.asarray(s.data)) if s.device.id in devices else s.data, s.device)
-    for s in x.addressable_shards
-  ]
+  on = {s.device: s.data for s in x.addressable_shards}
+  on |= {d: flipped(np.asarray(data)) for d, data in on.items() if d.id in devices}
+  on = [jax.device_put(data, d) for d, data in on.items()]
   return jax.make_array_from_single_device_arrays(x.shape, x.sharding, on)
 
 
@@ -82,51 +76,33 @@ def test_parts_of_one_whole_raise_no_alarm(name):
   assert len({tuple(row) for row in prints}) == (1 if name == "zero-2" else 8 // mesh.shape["data"])
 
 
-def test_the_device_whose_part_differs_is_named():
-  """Devices 1, 3, 5 and 7 have the second half of each parameter."""
-  host = replica_check.platform.node()
-  line = found("data 4 x fsdp 2", "layers/q", 5)
-  assert line == (
-    f"process 0 ({host}, cpu:5) differs from 3 of 4 devices in the same part of layers/q"
-  )
-  line = found("data 4 x fsdp 2", "head/scale", 5)  # whole on all of them
-  assert line == f"process 0 ({host}, cpu:5) differs from 7 of 8 devices in head/scale"
-  line = found("data 4 x fsdp 2", "layers/q", 4, 5)
-  assert line == (
-    f"process 0 ({host}, cpu:4 and cpu:5) differs from 6 of 8 devices in the same part of layers/q"
-  )
+CUBE, SAME = "data 2 x fsdp 2 x model 2", "in the same part of"
+# Layout, leaf, the devices whose bits differ, and what the line says after the host.
+DIFFER = [
+  # Devices 1, 3, 5 and 7 have the second half of each parameter; some are whole on all.
+  ("data 4 x fsdp 2", "layers/q", [5], f"cpu:5) differs from 3 of 4 devices {SAME}"),
+  ("data 4 x fsdp 2", "head/scale", [5], "cpu:5) differs from 7 of 8 devices in"),
+  ("data 4 x fsdp 2", "layers/q", [4, 5], f"cpu:4 and cpu:5) differs from 6 of 8 devices {SAME}"),
+  # Devices 2 and 6 have the part of fsdp 1 and model 0: neither is blamed.
+  (CUBE, "layers/q", [6], f"cpu:2 and cpu:6) differ {SAME}"),
+  # What model does not split is compared along it.
+  (CUBE, "layers/scale", [6], "cpu:6) differs from 7 of 8 devices in"),
+  ("data 4 x model 2", "layers/down_bias", [0], "cpu:0) differs from 7 of 8 devices in"),
+  ("data 4 x model 2", "layers/up_bias", [0], f"cpu:0) differs from 3 of 4 devices {SAME}"),
+  # What one device alone has is not compared.
+  ("fsdp 8", "layers/q", [6], None),
+  ("fsdp 8", "layers/scale", [6], "cpu:6) differs from 7 of 8 devices in"),
+  # Under ZeRO-2 the parameters are whole, and the moments are not.
+  ("zero-2", "layers/q", [6], "cpu:6) differs from 7 of 8 devices in"),
+]
 
 
-def test_of_two_that_have_a_part_neither_is_blamed():
-  """Devices 2 and 6 have the part of fsdp 1 and model 0."""
-  host = replica_check.platform.node()
-  line = found("data 2 x fsdp 2 x model 2", "layers/q", 6)
-  assert line == (
-    f"process 0 ({host}, cpu:2 and cpu:6) differ in the same part of layers/q: 2 "
-    "devices, 2 versions, and no majority that says which one is right"
-  )
-
-
-def test_what_model_does_not_split_is_compared_along_it():
-  host = replica_check.platform.node()
-  line = found("data 2 x fsdp 2 x model 2", "layers/scale", 6)
-  assert line == f"process 0 ({host}, cpu:6) differs from 7 of 8 devices in layers/scale"
-  line = found("data 4 x model 2", "layers/down_bias", 0)
-  assert line and "cpu:0) differs from 7 of 8 devices in layers/down_bias" in line
-  line = found("data 4 x model 2", "layers/up_bias", 0)
-  assert line and "cpu:0) differs from 3 of 4 devices in the same part of" in line
-
-
-def test_what_one_device_alone_has_is_not_compared():
-  assert found("fsdp 8", "layers/q", 6) is None
-  line = found("fsdp 8", "layers/scale", 6)
-  assert line and "cpu:6) differs from 7 of 8" in line
-
-
-def test_what_is_whole_everywhere_has_one_hash():
-  """Under ZeRO-2 the parameters are whole, and the moments are not."""
-  line = found("zero-2", "layers/q", 6)
-  assert line and line.endswith("cpu:6) differs from 7 of 8 devices in layers/q")
+@pytest.mark.parametrize("name, leaf, devices, says", DIFFER)
+def test_the_device_whose_part_differs_is_named(name, leaf, devices, says):
+  host, last = f"process 0 ({replica_check.platform.node()}, ", ""
+  if says and "differ " in says:
+    last = ": 2 devices, 2 versions, and no majority that says which one is right"
+  assert found(name, leaf, *devices) == (says and f"{host}{says} {leaf}{last}")
 
 
 def test_nothing_crosses_the_network():
@@ -136,14 +112,12 @@ def test_nothing_crosses_the_network():
 
 def test_parts_of_several_processes_in_words():
   """Two nodes of two devices, each with halves: a half of one differs."""
-  rows = [
-    Replica(i // 2, f"n{i // 2}", f"gpu:{i % 2}", (10 + i % 2, 5), (i % 2, 0)) for i in range(6)
-  ]
+  devices = [(i // 2, i % 2) for i in range(6)]
+  rows = [Replica(n, f"n{n}", f"gpu:{i}", (10 + i, 5), (i, 0)) for n, i in devices]
   assert replica_check.describe(rows, ["w", "b"]) is None
   rows[3] = rows[3]._replace(hashes=(7, 5))
-  assert replica_check.describe(rows, ["w", "b"]) == (
-    "process 1 (n1, gpu:1) differs from 2 of 3 devices in the same part of w"
-  )
+  line = replica_check.describe(rows, ["w", "b"])
+  assert line == "process 1 (n1, gpu:1) differs from 2 of 3 devices in the same part of w"
   rows[4] = rows[4]._replace(hashes=(10, 4))
   assert replica_check.describe(rows, ["w", "b"]) == (
     "process 1 (n1, gpu:1) and process 2 (n2, gpu:0) differs from 4 of 6 devices in "
@@ -168,37 +142,25 @@ def spoilt_finish(finish, what):
 def spoilt_step(name, what):
   mesh, stack, layout = made_layout(name)
   stack = stack._replace(finish=spoilt_finish(stack.finish, what))
-  tx, exchange = optim.adamw(1e-2), plain(exchange_axes(layout))
-  made = tx, mesh, exchange
-  state = init_state(lambda key: (stack.init(key), {}), *made, layout=layout)
-  step = make_train_step(
-    stack_loss(stack, layout), *made, layout=layout, options=StepOptions(skip_bad_steps=True)
-  )
-  return mesh, layout, state, step
+  parts = optim.adamw(1e-2), mesh, plain(exchange_axes(layout))
+  init = lambda key: (stack.init(key), {})  # noqa: E731
+  loss = stack_loss(stack, layout)
+  return mesh, layout, *training(loss, init, *parts, layout=layout, skip_bad_steps=True)
 
 
-ALONE = "device 3: gradient of head/scale is NaN"
+# On each device 2 rows of 16; device 3's are 6 and 7, and it shares with device 2. Of two
+# along model devices 2 and 3 have rows 4 to 7, each a half of the kernel; of eight in a
+# cube devices 0 to 3 have rows 0 to 7, of them 2 and 3 the rows 4 to 7.
 SPOILT = {
-  # On each device 2 rows of 16; device 3's are 6 and 7, and it shares with device 2.
-  ("data 4 x fsdp 2", "scale"): ALONE,
-  ("data 4 x fsdp 2", "kernel"): (
-    "devices 2 and 3: gradient of head/kernel, summed over fsdp, is NaN"
-  ),
-  ("data 4 x fsdp 2", "loss"): ("device 3: gradient of embed/table, summed over fsdp, is NaN"),
-  ("zero-2", "kernel"): (
-    "devices 0, 1, 2 and 3: gradient of head/kernel, summed over fsdp, is NaN"
-  ),
-  # Devices 2 and 3 have rows 4 to 7, each a half of the kernel.
-  ("data 4 x model 2", "kernel"): "devices 2 and 3: gradient of head/kernel is NaN",
-  ("data 4 x model 2", "loss"): "devices 2 and 3: gradient of embed/table is NaN",
-  # Devices 0 to 3 have rows 0 to 7, of them 2 and 3 the rows 4 to 7.
-  ("data 2 x fsdp 2 x model 2", "scale"): ("devices 2 and 3: gradient of head/scale is NaN"),
-  ("data 2 x fsdp 2 x model 2", "h"): (
-    "devices 0, 1, 2 and 3: gradient of embed/table, summed over fsdp, is NaN"
-  ),
-  ("data 2 x fsdp 2 x model 2", "loss"): (
-    "devices 2 and 3: gradient of embed/table, summed over fsdp, is NaN"
-  ),
+  ("data 4 x fsdp 2", "scale"): "device 3: gradient of head/scale",
+  ("data 4 x fsdp 2", "kernel"): "devices 2 and 3: gradient of head/kernel, summed over fsdp,",
+  ("data 4 x fsdp 2", "loss"): "device 3: gradient of embed/table, summed over fsdp,",
+  ("zero-2", "kernel"): "devices 0, 1, 2 and 3: gradient of head/kernel, summed over fsdp,",
+  ("data 4 x model 2", "kernel"): "devices 2 and 3: gradient of head/kernel",
+  ("data 4 x model 2", "loss"): "devices 2 and 3: gradient of embed/table",
+  (CUBE, "scale"): "devices 2 and 3: gradient of head/scale",
+  (CUBE, "h"): "devices 0, 1, 2 and 3: gradient of embed/table, summed over fsdp,",
+  (CUBE, "loss"): "devices 2 and 3: gradient of embed/table, summed over fsdp,",
 }
 QUICK = [("data 2 x fsdp 2 x model 2", "loss")]
 
@@ -213,15 +175,14 @@ def test_a_bad_gradient_of_one_device_is_skipped_and_named(case):
   before = jax.device_get(state)
   state, metrics = step(state, bad)
   after = jax.device_get(state)
-  for x, y in zip(*map(jax.tree.leaves, (before.params, after.params)), strict=True):
-    np.testing.assert_array_equal(x, y)
+  jax.tree.map(np.testing.assert_array_equal, before.params, after.params)
   counted = jax.tree.map(lambda x: x + 1 if x.dtype == np.int32 else x, before)
   jax.tree.map(np.testing.assert_array_equal, counted, after)
   assert np.isnan(metrics["loss"])
   seen = metrics.pop(nan_guard.CODES)
   diagnosis = nan_guard.describe(seen, state.params, {}, state, backward_sum_axes(layout))
   assert not diagnosis.in_state
-  assert diagnosis.text == f"process 0 ({replica_check.platform.node()}), {SPOILT[case]}"
+  assert diagnosis.text == f"process 0 ({replica_check.platform.node()}), {SPOILT[case]} is NaN"
   # And what follows is good.
   state, metrics = step(state, rows)
   assert np.isfinite(metrics["loss"])

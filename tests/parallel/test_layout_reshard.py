@@ -1,6 +1,8 @@
 """State of an exchange under a layout: resumed where it can be, else refused."""
 
 import functools
+import itertools
+import re
 from typing import Any, NamedTuple
 
 import jax
@@ -8,25 +10,23 @@ import numpy as np
 import optax
 import pytest
 
-from jaxscale.checkpoint.manager import Checkpoints
-from jaxscale.errors import ConfigError
 from jaxscale.exchange import Exchange, plain
 from jaxscale.exchange.low_precision import int8
 from jaxscale.exchange.one_bit import one_bit
 from jaxscale.exchange.power_sgd import power_sgd
 from jaxscale.exchange.top_k import top_k
 from jaxscale.exchange.wrappers import delayed, warm_start
-from jaxscale.mesh import make_mesh
-from jaxscale.parallel import Rule, make_layout, stack_loss
 from jaxscale.parallel.layout_exchange import exchange_axes, exchange_split
-from jaxscale.training.state import abstract_state, init_state
-from jaxscale.training.step import make_train_step
+from jaxscale.training.state import abstract_state
+from support import saving
 from support.cases import all_slow_except
-from support.exchanges import joined
-from support.tiny_stack import RULES, batch, tiny_stack
-from support.trees import assert_same_bits, worst_leaf
+from support.errors import config_error
+from support.leaves import assert_close, assert_like
+from support.stack_layouts import stack_layout
+from support.tiny_stack import RULES
+from support.trees import assert_same_bits
 
-PARAMETERS = {"shard": "fsdp"}
+PARAMETERS, CUBE = {"shard": "fsdp"}, {"data": 2, "fsdp": 2, "model": 2}
 LAYOUTS = {
   "data 8": (8, {}, {}),
   "zero-1": (8, {"data": 2, "fsdp": 4}, {"shard": "zero1"}),
@@ -35,13 +35,9 @@ LAYOUTS = {
   "data 4 x fsdp 2": (8, {"data": 4, "fsdp": 2}, PARAMETERS),
   "zero-2 on it": (8, {"data": 4, "fsdp": 2}, {"shard": "zero2"}),
   "replica 2 x data 2 x fsdp 2": (8, {"replica": 2, "data": 2, "fsdp": 2}, PARAMETERS),
-  "data 2 x fsdp 2 x model 2": (8, {"data": 2, "fsdp": 2, "model": 2}, PARAMETERS),
-  "data 2 x fsdp 2 x ring": (
-    8,
-    {"data": 2, "fsdp": 2, "model": 2},
-    PARAMETERS | {"splits": "ring"},
-  ),
-  "fsdp 2 x ring": (4, {"data": 1, "fsdp": 2, "model": 2}, PARAMETERS | {"splits": "ring"}),
+  "data 2 x fsdp 2 x model 2": (8, CUBE, PARAMETERS),
+  "data 2 x fsdp 2 x ring": (8, CUBE, PARAMETERS | {"splits": "ring"}),
+  "fsdp 2 x ring": (4, CUBE | {"data": 1}, PARAMETERS | {"splits": "ring"}),
 }
 EXCHANGES = {
   "plain": lambda axes, n: plain(axes),
@@ -58,57 +54,38 @@ KEEPING = ["delayed", "top k", "one bit", "power sgd"]
 
 
 class Made(NamedTuple):
-  """An exchange under a layout: parts of a state, abstract state, and a step."""
+  """An exchange under a layout, and the abstract state with it."""
 
   mesh: Any
   layout: Any
   exchange: Exchange
-  parts: Any
   abstract: Any
-  step: Any
 
 
 @functools.cache
 def made(layout_name, exchange_name, rules=RULES) -> Made:
   count, sizes, options = LAYOUTS[layout_name]
-  mesh, stack = make_mesh(devices=jax.devices()[:count], **sizes), tiny_stack()
-  shapes = jax.eval_shape(stack.init, jax.random.key(0))
-  layout = make_layout(mesh, shapes, rules, **options)
+  mesh, stack, layout = stack_layout(sizes, options, count=count, rules=rules)
   axes = exchange_axes(layout)
   devices = int(np.prod([mesh.shape[a] for a in axes]))
-  tx, exchange = optax.sgd(0.05), EXCHANGES[exchange_name](axes, devices)
-  parts = lambda key: (stack.init(key), {}), tx, mesh, exchange
-  step = make_train_step(stack_loss(stack, layout), tx, mesh, exchange, layout=layout)
-  abstract = abstract_state(*parts, layout=layout)
-  return Made(mesh, layout, exchange, parts, abstract, step)
+  exchange = EXCHANGES[exchange_name](axes, devices)
+  init = lambda key: (stack.init(key), {})  # noqa: E731
+  abstract = abstract_state(init, optax.sgd(0.05), mesh, exchange, layout=layout)
+  return Made(mesh, layout, exchange, abstract)
 
 
 def filled(made: Made):
-  """A state of step 4 of random numbers, the exchange's others on each device."""
-  rng = np.random.default_rng(0)
-
-  def fill(x):
-    if x.dtype == np.float32:
-      value = rng.standard_normal(x.shape, np.float32)
-    else:
-      value = np.full(x.shape, 4, x.dtype)
-    return jax.device_put(value, x.sharding)
-
-  return jax.tree.map(fill, made.abstract)
+  return saving.filled(made.abstract)
 
 
 def save(directory, made, state):
-  with Checkpoints(directory, split=exchange_split(made.layout)) as checkpoints:
-    checkpoints.save(state)
+  saving.save(directory, state, split=exchange_split(made.layout))
 
 
 def restore(directory, made, say=print):
-  split = exchange_split(made.layout)
-  with Checkpoints(directory, split=split, say=say) as checkpoints:
-    state = checkpoints.restore(made.abstract, made.exchange.resize)
-  assert state is not None
-  for x, a in zip(*map(jax.tree.leaves, (state, made.abstract)), strict=True):
-    assert (x.shape, x.dtype, x.sharding) == (a.shape, a.dtype, a.sharding)
+  options = dict(split=exchange_split(made.layout), say=say)
+  state = saving.restore(directory, made.abstract, made.exchange.resize, **options)
+  assert_like(state, made.abstract)
   return state
 
 
@@ -121,26 +98,21 @@ def test_the_same_layout_resumes_with_every_bit(exchange, tmp_path):
   assert not message
 
 
-@pytest.mark.parametrize(
-  ("there", "here"),
-  [("data 8", "zero-1"), ("zero-1", "data 8"), ("data 4 x fsdp 2", "zero-2 on it")],
-)
+ALIKE = [("data 8", "zero-1"), ("zero-1", "data 8"), ("data 4 x fsdp 2", "zero-2 on it")]
+
+
+@pytest.mark.parametrize("there, here", ALIKE)
 def test_what_splits_gradients_alike_is_the_same_layout_here(there, here, tmp_path):
   state = filled(made(there, "top k"))
   save(tmp_path, made(there, "top k"), state)
   assert_same_bits(restore(tmp_path, made(here, "top k")), state)
 
 
+ONE_AFTER_ANOTHER = "fsdp", "data 8", "data 2 x fsdp 2 x model 2", "data 2 x fsdp 2", "fsdp"
+
+
 @pytest.mark.parametrize("exchange", all_slow_except(["int8", "warm int8"], "int8"))
-@pytest.mark.parametrize(
-  ("there", "here"),
-  [
-    ("fsdp", "data 8"),
-    ("data 8", "data 2 x fsdp 2 x model 2"),
-    ("data 2 x fsdp 2 x model 2", "data 2 x fsdp 2"),
-    ("data 2 x fsdp 2", "fsdp"),
-  ],
-)
+@pytest.mark.parametrize("there, here", [*itertools.pairwise(ONE_AFTER_ANOTHER)])
 def test_a_count_of_steps_resumes_under_any_layout(exchange, there, here, tmp_path):
   saved, message = filled(made(there, exchange)), []
   save(tmp_path, made(there, exchange), saved)
@@ -160,9 +132,8 @@ def of_parts(made, tree):
   for row, place in enumerate(np.ndindex(*sizes)):
     at = tuple(i for i, name in zip(place, names, strict=True) if name not in over)
     found.setdefault(at, []).append(row)
-  return {
-    at: jax.tree.map(lambda x, rows=rows: np.asarray(x)[rows], tree) for at, rows in found.items()
-  }
+  part = lambda rows: jax.tree.map(lambda x: np.asarray(x)[rows], tree)  # noqa: E731
+  return {at: part(rows) for at, rows in found.items()}
 
 
 OTHER_DEVICES = [
@@ -175,7 +146,7 @@ OTHER_DEVICES = [
 @pytest.mark.parametrize("exchange", all_slow_except(KEEPING, "delayed", "one bit"))
 @pytest.mark.parametrize(("there", "here"), OTHER_DEVICES)
 def test_other_devices_with_the_same_parts_carry_each_over(exchange, there, here, tmp_path):
-  """Part by part: what is pending of its mean is kept, and no other part's."""
+  """Part by part: what is pending of its mean is kept (test_exchange_resize), of no other's."""
   old, new = made(there, exchange), made(here, exchange)
   saved, message = filled(old), []
   save(tmp_path, old, saved)
@@ -184,59 +155,19 @@ def test_other_devices_with_the_same_parts_carry_each_over(exchange, there, here
   before = of_parts(old, jax.device_get(saved.exchange_state))
   after = of_parts(new, jax.device_get(state.exchange_state))
   assert before.keys() == after.keys() and len(before) == 2
-  for at in before:
-    for group in before[at]:
-      pairs = (x[at][group].get("residual", x[at][group].get("grads")) for x in (before, after))
-      for x, y in zip(*map(jax.tree.leaves, pairs), strict=True):
-        if exchange != "one bit":  # whose owners keep a part of it
-          wanted = np.broadcast_to(x.mean(0, dtype=np.float64), y.shape)
-          np.testing.assert_allclose(y, wanted, rtol=1e-6, atol=1e-6)
-      if exchange == "one bit":
-        assert_pending_kept(before[at][group], after[at][group])
-
-
-def assert_pending_kept(before, after):
-  """1/N (sum of residuals + what owners keep of their stripes), of each tensor."""
-
-  def pending(own, name):
-    residual, stripe = own["residual"][name], own["stripe"][name]
-    total = residual.sum(0, dtype=np.float64)
-    columns = total.shape[-1] if total.ndim > 1 else 1
-    return (total + joined(stripe, columns).reshape(total.shape)) / len(residual)
-
-  for part in before["residual"]:
-    a, b = ({k: own[k][part] for k in own} for own in (before, after))
-    for name in a["residual"]:
-      if a["residual"][name] is not None:
-        np.testing.assert_allclose(pending(b, name), pending(a, name), atol=1e-6)
-
-
-@pytest.mark.slow
-def test_a_delayed_run_on_half_the_devices_is_the_run(tmp_path):
-  old, new = made("data 4 x fsdp 2", "delayed"), made("data 2 x fsdp 2", "delayed")
-  state, ends = init_state(*old.parts, layout=old.layout, seed=2), []
-  for i in range(3):
-    state, _ = old.step(state, batch(i, old.mesh))
-  save(tmp_path, old, state)
-  starts = (old, state), (new, restore(tmp_path, new))
-  for one, state in starts:
-    losses = []
-    for i in range(3, 6):
-      state, metrics = one.step(state, batch(i, one.mesh))
-      losses.append(metrics["loss"].item())
-    ends.append((losses, jax.device_get(state.params)))
-  np.testing.assert_allclose(ends[1][0], ends[0][0], rtol=1e-6)
-  assert worst_leaf(ends[1][1], ends[0][1]) <= 1e-6
+  counts = [int(np.prod([m.mesh.shape[a] for a in exchange_axes(m.layout)])) for m in (old, new)]
+  for at, group in [(at, group) for at, groups in before.items() for group in groups]:
+    state, expected = after[at][group], new.exchange.resize(before[at][group], counts[1])
+    assert_close(state, expected, rtol=1e-6, atol=1e-6)
+    assert {len(x) for x in jax.tree.leaves(before[at][group])} == {counts[0]}
 
 
 def refused(directory, made):
-  with pytest.raises(ConfigError) as error:
+  line = f"^{re.escape(str(directory / '4'))}.*or use another --workdir to start anew$"
+  with config_error(match=line) as error:
     restore(directory, made)
-  line = str(error.value)
-  assert "\n" not in line and line.startswith(str(directory / "4"))
-  assert line.endswith("or use another --workdir to start anew")
   assert (directory / "4").is_dir()  # nobody's damage
-  return line
+  return str(error.value)
 
 
 @pytest.mark.parametrize("exchange", all_slow_except(KEEPING, "delayed", "one bit"))
@@ -253,15 +184,8 @@ def test_parts_that_no_device_has_are_refused_in_a_line(exchange, tmp_path):
 def test_parts_of_the_same_shape_are_not_taken_for_each_other(tmp_path):
   """Square matrices split by rows there and by columns here."""
   there = made("data 2 x fsdp 2 x model 2", "delayed")
-  turned = tuple(
-    r._replace(dims=("stage", "model", "fsdp"))
-    if "q|k" in r.pattern
-    else r._replace(dims=("stage", "model"))
-    if "up_bias" in r.pattern
-    else r
-    for r in RULES
-  )
-  assert isinstance(turned[1], Rule)
+  dims = {RULES[1].pattern: ("stage", "model", "fsdp"), "layers/up_bias": ("stage", "model")}
+  turned = tuple(r._replace(dims=dims.get(r.pattern, r.dims)) for r in RULES)
   here = made("data 2 x fsdp 2 x model 2", "delayed", turned)
   shapes = [
     jax.tree.map(lambda x: x.shape, m.abstract.exchange_state["fsdp_model"]["grads"]["layers"]["q"])
@@ -280,7 +204,7 @@ def test_another_model_is_what_is_named(tmp_path):
   wider = jax.tree.map(lambda x: x, here.abstract.params)
   wider["head"]["scale"] = jax.ShapeDtypeStruct((17,), np.float32)
   other = here._replace(abstract=here.abstract._replace(params=wider))
-  with pytest.raises(ConfigError, match=r"params/head/scale is float32\[16\] there"):
+  with config_error(match=r"params/head/scale is float32\[16\] there"):
     restore(tmp_path, other)
 
 

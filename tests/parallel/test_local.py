@@ -1,25 +1,21 @@
 """Local updates: against plain data parallelism, and against float64 numpy."""
 
-import functools
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 
-from jaxscale import exchange, hlo, models, optim
-from jaxscale.errors import ConfigError
+from jaxscale import exchange, hlo, optim
 from jaxscale.exchange import local_updates as local
-from jaxscale.mesh import batch_sharding, make_mesh
+from jaxscale.mesh import make_mesh
 from jaxscale.training import losses
 from jaxscale.training.local_step import make_local_train_step
 from jaxscale.training.state import abstract_state, init_state
-from jaxscale.training.step import make_train_step
-from jaxscale.training.types import StepOptions
-from support.digits import digits_batch
+from support.digits import cnn, digits_batch
 from support.errors import config_error
+from support.leaves import assert_near
+from support.steps import on_mesh, training
 
 AXES = ("replica", "data")
 PLAIN = exchange.plain(AXES)
@@ -46,15 +42,12 @@ def data(steps):
   return np.random.default_rng(0).normal(size=(steps, ROWS, DIM)).astype(np.float32)
 
 
-def run(method, tx, steps, *, mesh=None, workers=None, **options):
+def run(method, tx, steps, **options):
   """The state and metrics after every step on the quadratic."""
-  mesh = mesh or make_mesh(replica=2)
-  state = init_state(init, tx, mesh, PLAIN, local=method)
-  step = make_local_train_step(quadratic, tx, mesh, PLAIN, method, workers=workers, **options)
-  out = []
+  mesh, out = make_mesh(replica=2), []
+  state, step = training(quadratic, init, tx, mesh, local=method, **options)
   for x in data(steps):
-    batch = jax.device_put({"x": x}, batch_sharding(mesh))
-    state, metrics = step(state, batch)
+    state, metrics = step(state, on_mesh(mesh, {"x": x}))
     out.append(jax.device_get((state, metrics)))
   return out
 
@@ -78,12 +71,12 @@ def reference(outer, every, steps, *, lr, momentum, reset, groups=WORKERS):
   return anchor, w
 
 
-def bmuf(n, zeta=1.0, nesterov=True):
+def bmuf(n, zeta=1.0, nesterov=True, workers=WORKERS):
   """CNTK's own form, on the sum over workers, with (1 - n) b N = zeta."""
 
   def outer(anchor, mean, smoothed):
-    block_rate = zeta / ((1 - n) * WORKERS)
-    smoothed = n * smoothed + (1 - n) * block_rate * (WORKERS * mean)
+    block_rate = zeta / ((1 - n) * workers)
+    smoothed = n * smoothed + (1 - n) * block_rate * (workers * mean)
     anchor = anchor - smoothed
     return anchor - (n * smoothed if nesterov else 0), smoothed
 
@@ -95,13 +88,12 @@ def nesterov(anchor, mean, v, rate=0.7, m=0.9):
   return anchor - rate * (mean + m * v), v
 
 
+OTHERS = dict(momentum=0.6, rate=0.5, nesterov=False, reset_momentum=False)
+# Two workers of four devices are two workers, whatever their devices hold.
 CASES = {
   "block momentum": (local.block_momentum(3, WORKERS), bmuf(1 - 1 / WORKERS), True),
-  "its options": (
-    local.block_momentum(3, WORKERS, momentum=0.6, rate=0.5, nesterov=False, reset_momentum=False),
-    bmuf(0.6, 0.5, nesterov=False),
-    False,
-  ),
+  "of two workers": (local.block_momentum(3, 2), bmuf(0.5, workers=2), True),
+  "its options": (local.block_momentum(3, WORKERS, **OTHERS), bmuf(0.6, 0.5, False), False),
   "diloco": (local.diloco(3), nesterov, False),
   "local sgd": (local.local_sgd(3), lambda w, mean, s: (w - mean, s), False),
 }
@@ -110,68 +102,37 @@ CASES = {
 @pytest.mark.parametrize("name", CASES)
 def test_equations_against_float64(name):
   method, outer, reset = CASES[name]
-  out = run(method, optax.sgd(0.05, momentum=0.8), 14)
-  anchor, own = reference(outer, 3, 14, lr=0.05, momentum=0.8, reset=reset)
+  groups, workers = (2, ("replica",)) if "two" in name else (WORKERS, None)
+  out = run(method, optax.sgd(0.05, momentum=0.8), 14, workers=workers)
+  anchor, own = reference(outer, 3, 14, lr=0.05, momentum=0.8, reset=reset, groups=groups)
   state = out[-1][0]
   np.testing.assert_allclose(state.params["w"], anchor, rtol=0, atol=3e-6)
-  np.testing.assert_allclose(state.exchange_state.params["w"], own, rtol=0, atol=3e-6)
-  # Apart between agreements, two steps after the last one; together at each.
+  each = state.exchange_state.params["w"].reshape(groups, -1, DIM)
+  np.testing.assert_allclose(each[:, 0], own, rtol=0, atol=3e-6)
+  # Apart between agreements, two steps after the last one; together at each, and in a worker.
   assert np.ptp(own, axis=0).max() > 1e-2
   assert np.ptp(out[11][0].exchange_state.params["w"], axis=0).max() == 0
-
-
-def test_devices_of_a_worker_train_as_one():
-  """Two workers of four devices are two workers, whatever their devices hold."""
-  method = local.block_momentum(3, 2)
-  out = run(method, optax.sgd(0.05, momentum=0.8), 10, workers=("replica",))
-
-  def outer(anchor, mean, smoothed):
-    smoothed = 0.5 * smoothed + mean
-    return anchor - 1.5 * smoothed, smoothed
-
-  anchor, own = reference(outer, 3, 10, lr=0.05, momentum=0.8, reset=True, groups=2)
-  state = out[-1][0]
-  np.testing.assert_allclose(state.params["w"], anchor, rtol=0, atol=3e-6)
-  each = state.exchange_state.params["w"].reshape(2, 4, DIM)
-  np.testing.assert_allclose(each[:, 0], own, rtol=0, atol=3e-6)
   assert np.ptp(each, axis=1).max() == 0
 
 
-@functools.cache
-def with_a_model(plain: bool, workers=None):
-  """Parameters and losses of 20 steps, by the plain step or H = 1 and W = W - D."""
-  mesh, tx, method = make_mesh(replica=2), optax.sgd(0.1), local.local_sgd(1)
-  model = models.MLPModule(num_classes=10, hidden=(32,))
-  fns = models.functions(model, (8, 8, 1), mean=(8.0,), std=(5.0,))
-
-  def apply(params, model_state, images, train, keys):
-    noise = jax.vmap(lambda key: jax.random.normal(key, images.shape[1:]))(keys)
-    images = images.astype(jnp.float32) + noise
-    return fns.apply(params, model_state, images, train, keys)
-
-  loss = losses.classification_loss(apply)
-  if plain:
-    state = init_state(fns.init, tx, mesh, PLAIN, seed=1)
-    step = make_train_step(loss, tx, mesh, PLAIN)
-  else:
-    state = init_state(fns.init, tx, mesh, PLAIN, local=method, seed=1)
-    step = make_local_train_step(loss, tx, mesh, PLAIN, method, workers=workers)
-  history = []
+def with_a_model(**options):
+  """Parameters and losses of 20 steps whose dropout is by the keys of the rows."""
+  mesh, fns, history = make_mesh(replica=2), cnn(dropout=0.5), []
+  loss = losses.classification_loss(fns.apply)
+  state, step = training(loss, fns.init, optax.sgd(0.1), mesh, seed=1, **options)
   for i in range(20):
-    batch = jax.device_put(digits_batch(64, seed=i), batch_sharding(mesh))
-    state, metrics = step(state, batch)
+    state, metrics = step(state, on_mesh(mesh, digits_batch(64, seed=i)))
     history.append(metrics["loss"].item())
-  return jax.tree.leaves(jax.device_get(state.params)), history
+  return jax.device_get(state.params), history
 
 
-@pytest.mark.parametrize("workers", [None, ("replica",)])
-def test_agreeing_in_every_step_is_data_parallelism(workers):
+def test_agreeing_in_every_step_is_data_parallelism():
   """H = 1, the outer step W = W - D, no momentum: plain SGD, with a real model."""
-  params, history = with_a_model(False, workers)
-  wanted, wanted_history = with_a_model(True)
-  assert history == pytest.approx(wanted_history, rel=1e-5)
-  for a, b in zip(params, wanted, strict=True):
-    assert np.linalg.norm(a - b) <= 1e-6 * max(np.linalg.norm(b), 1e-3)
+  params, history = with_a_model()
+  for workers in (None, ("replica",)):
+    agreed, losses = with_a_model(local=local.local_sgd(1), workers=workers)
+    assert losses == pytest.approx(history, rel=1e-5)
+    assert_near(agreed, params, 1e-6, 1e-3)
 
 
 def test_norms_are_of_whole_parameters():
@@ -179,13 +140,12 @@ def test_norms_are_of_whole_parameters():
   tx = optim.lars(lambda step: jnp.float32(1.0), weight_decay=1e-3, mask=None)
   method = local.local_sgd(99)
   state = run(method, tx, 4)[-1][0]
-  params: Any = init(None)[0]
+  params = init(None)[0]
   opt_state = tx.init(params)
   for x in data(4):
     rows = x.reshape(WORKERS, -1, DIM)[5]
-    grads = jax.grad(lambda p, rows=rows: quadratic(p, {}, {"x": rows}, None)[0] / len(rows))(
-      params
-    )
+    grads = jax.grad(lambda p, rows=rows: quadratic(p, {}, {"x": rows}, None)[0])(params)
+    grads = jax.tree.map(lambda g, rows=rows: g / len(rows), grads)
     updates, opt_state = tx.update(grads, opt_state, params)
     params = optax.apply_updates(params, updates)
   got = state.exchange_state.params["w"][5]
@@ -242,7 +202,7 @@ def test_micro_batches_change_nothing():
 
   def last(**options):
     tx = optax.sgd(0.05, momentum=0.9)
-    return run(local.diloco(2), tx, 3, options=StepOptions(observe=observe, **options))[-1]
+    return run(local.diloco(2), tx, 3, observe=observe, **options)[-1]
 
   (whole, metrics), (parts, same) = last(), last(num_microbatches=2)
   np.testing.assert_allclose(
@@ -253,9 +213,9 @@ def test_micro_batches_change_nothing():
 
 
 def test_shapes_are_known_without_computing():
-  mesh, tx, method = (make_mesh(replica=2), optim.sgd(0.1), local.block_momentum(2, 8))
-  state = init_state(init, tx, mesh, PLAIN, local=method)
-  abstract = abstract_state(init, tx, mesh, PLAIN, local=method)
+  parts, method = (init, optim.sgd(0.1), make_mesh(replica=2)), local.block_momentum(2, 8)
+  state = init_state(*parts, local=method)
+  abstract = abstract_state(*parts, local=method)
   assert jax.tree.structure(state) == jax.tree.structure(abstract)
   for a, b in zip(jax.tree.leaves(state), jax.tree.leaves(abstract), strict=True):
     assert (a.shape, a.dtype) == (b.shape, b.dtype)
@@ -268,33 +228,25 @@ def test_too_few_samples():
   assert local.check_samples(64_000, 10, worker_batch=100, num_workers=8) is None
   note = local.check_samples(63_999, 10, worker_batch=100, num_workers=8)
   assert note and "wants 64,000" in note and "there are 63,999; give 9 or" in note
-  with pytest.raises(ConfigError, match=r"8,000 samples, more than the 7,000"):
+  with config_error(match=r"8,000 samples, more than the 7,000"):
     local.check_samples(7_000, every=10, worker_batch=100, num_workers=8)
   assert local.block_steps(100) == 1200 and local.block_steps(10**9) == 1
 
 
-@pytest.mark.parametrize(
-  ("make", "match"),
-  [
-    (lambda: local.local_sgd(0), "every=0"),
-    (lambda: local.block_momentum(2, 0), "num_workers=0"),
-    (lambda: local.block_momentum(2, 4, momentum=1.0), "0.75 is the default"),
-    (
-      lambda: run(local.block_momentum(2, 8), optim.adamw(1e-3), 1),
-      "reset_momentum=True: the optimizer keeps no momentum",
-    ),
-    (lambda: run(local.local_sgd(2), optax.sgd(0.1), 1, workers=("model",)), "not 'model'"),
-  ],
-)
+SGD, TWO, BLOCKS = optax.sgd(0.1), local.local_sgd(2), local.block_momentum(2, 8)
+NO_MOMENTUM = "reset_momentum=True: the optimizer keeps no momentum"
+MISTAKES = [
+  (lambda: local.local_sgd(0), "every=0"),
+  (lambda: local.block_momentum(2, 0), "num_workers=0"),
+  (lambda: local.block_momentum(2, 4, momentum=1.0), "0.75 is the default"),
+  (lambda: run(BLOCKS, optim.adamw(1e-3), 1), NO_MOMENTUM),
+  (lambda: run(TWO, SGD, 1, workers=("model",)), "not 'model'"),
+  (lambda: run(TWO, SGD, 1, ema_decay=0.9), "^options need synchronous training; unset"),
+  (lambda: run(TWO, SGD, 1, measure_noise_scale=True), "^options need synchronous training; unset"),
+]
+
+
+@pytest.mark.parametrize("make, match", MISTAKES)
 def test_mistakes_are_one_line(make, match):
   with config_error(match=match):
     make()
-
-
-@pytest.mark.parametrize("options", [{"ema_decay": 0.9}, {"measure_noise_scale": True}])
-def test_options_of_synchronous_training_are_refused(options):
-  method, mesh = local.local_sgd(2), make_mesh()
-  with pytest.raises(ConfigError, match=r"^options need synchronous training; unset"):
-    make_local_train_step(
-      quadratic, optax.sgd(0.1), mesh, PLAIN, method, options=StepOptions(**options)
-    )

@@ -17,7 +17,11 @@ from jaxscale.checkpoint.checksum import DamagedError
 from jaxscale.checkpoint.lock import LockLostError, acquire
 from jaxscale.checkpoint.manager import Checkpoints
 from jaxscale.config import Checkpoint
-from jaxscale.errors import ConfigError, NonFiniteError
+from jaxscale.errors import NonFiniteError
+from support.bad_values import flipped
+from support.errors import config_error
+from support.leaves import assert_like
+from support.saving import save_steps
 from support.states import at_step, make_states
 from support.trees import assert_same_bits
 
@@ -47,9 +51,7 @@ def opened(tmp_path, node, reported=None, *, killed=False, **options):
 
 
 def save(checkpoints, state, *steps):
-  for step in steps:
-    checkpoints.save(at_step(state, step), is_needed=False)
-    checkpoints.wait()
+  save_steps(checkpoints, state, *steps, is_needed=False)
 
 
 def copies(node):
@@ -74,8 +76,7 @@ def test_a_restart_resumes_from_the_copies(left, node, states):
     assert checkpoints.newest() == 3 and checkpoints.steps() == [1]
     restored = checkpoints.restore(abstract)
     assert_same_bits(restored, at_step(state, 3))
-    for x, a in zip(*map(jax.tree.leaves, (restored, abstract)), strict=True):
-      assert (x.sharding, x.dtype) == (a.sharding, a.dtype)
+    assert_like(restored, abstract)
     for step in (4, 5):  # the first of a start is shared
       save(checkpoints, state, step)
       assert len(copies(node)) == 2 and checkpoints.steps() == [1, 4]
@@ -87,9 +88,7 @@ def test_a_restart_resumes_from_the_copies(left, node, states):
 
 
 def flip(path, where):
-  content = bytearray(path.read_bytes())
-  content[where] ^= 0x10
-  path.write_bytes(content)
+  path.write_bytes(flipped(np.frombuffer(path.read_bytes(), np.uint8), where, bit=4))
 
 
 def linked(path):
@@ -97,14 +96,8 @@ def linked(path):
   path.symlink_to(path.parents[2] / "elsewhere")
 
 
-def piped(path):
-  path.unlink()
-  os.mkfifo(path)
-
-
-def of_folder(path):
-  path.unlink()
-  path.mkdir()
+def instead(make):
+  return lambda path: (path.unlink(), make(path))
 
 
 # What becomes of a copy, and why it is not used then.
@@ -117,8 +110,8 @@ DAMAGE = {
   "empty": (lambda p: p.write_bytes(b""), "it was cut"),
   "gone": (lambda p: p.unlink(), "it is not there"),
   "a link": (linked, "symbolic link"),
-  "a pipe": (piped, "no file of this user"),
-  "a folder": (of_folder, "Is a directory"),
+  "a pipe": (instead(os.mkfifo), "no file of this user"),
+  "a folder": (instead(os.mkdir), "Is a directory"),
 }
 
 
@@ -152,16 +145,8 @@ def test_only_what_the_record_names_is_used(left, node, states):
   abstract, state = states
   record = left / "shared" / "local.json"
   written = json.loads(record.read_text())
-  for other in (
-    {"run": "0" * 32},
-    {"run": "../../x"},
-    {"run": "a\0b"},
-    {"run": "x" * 999},
-    {"step": 2**62},
-    {"step": "3"},
-    [],
-    {"step": -3},
-  ):
+  runs = [{"run": run} for run in ("0" * 32, "../../x", "a\0b", "x" * 999)]
+  for other in (*runs, {"step": 2**62}, {"step": "3"}, [], {"step": -3}):
     record.write_text(json.dumps(written | other if other else other))
     with opened(left, node, killed=True) as checkpoints:
       assert_same_bits(checkpoints.restore(abstract), at_step(state, 1))
@@ -188,12 +173,10 @@ def test_only_what_the_record_names_is_used(left, node, states):
 def test_a_copy_is_of_this_experiment(left, node, states):
   """Without a shared checkpoint nothing says which it is of."""
   abstract, state = states
-  wide = jax.tree.map(
-    lambda x: jax.ShapeDtypeStruct((*x.shape, 1), x.dtype, sharding=x.sharding), abstract
-  )
+  wide = jax.tree.map(lambda x: x.update(shape=(*x.shape, 1)), abstract)
   reported = []
   with opened(left, node, reported, killed=True) as checkpoints:
-    with pytest.raises(ConfigError, match="a checkpoint of another experiment"):
+    with config_error(match="a checkpoint of another experiment"):
       checkpoints.restore(wide)
     assert "it is of another model, optimizer or exchange" in reported[0]
     (left / "shared" / "1").rename(left / "moved")
@@ -299,8 +282,7 @@ def test_no_save_runs_into_the_next(tmp_path, node, states, monkeypatch):
     assert checkpoints.steps() == [] and not reported
     shared_ends.set()
     checkpoints.wait()
-    checkpoints.save(at_step(state, 4), is_needed=False)
-    checkpoints.wait()
+    save(checkpoints, state, 4)
     assert checkpoints.steps() == [1, 4]  # the newest, once it can be
     copy_ends.clear()
     checkpoints.save(at_step(state, 5), is_needed=False)
@@ -328,9 +310,7 @@ def test_a_stranger_start_loses_the_folder(left, node, states):
 
 
 def test_settings_that_cannot_be():
-  for wrong, why in (
-    (dict(local="shm"), "give an absolute path"),
-    (dict(shared_every=4), "set Checkpoint.local as well"),
-  ):
-    with pytest.raises(ConfigError, match=why):
-      Checkpoint(**wrong)
+  with config_error("give an absolute path"):
+    Checkpoint(local="shm")
+  with config_error("set Checkpoint.local as well"):
+    Checkpoint(shared_every=4)

@@ -1,5 +1,7 @@
 """Requirements of a step on a loss and its state: refused in one line, or right."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,20 +10,18 @@ import pytest
 from jax import lax
 
 from jaxscale import config
-from jaxscale.errors import ConfigError
-from jaxscale.exchange import Exchange, plain
+from jaxscale.exchange import Exchange
 from jaxscale.exchange.local_updates import local_sgd
 from jaxscale.experiment.build import experiment
-from jaxscale.mesh import batch_sharding, make_mesh
+from jaxscale.mesh import make_mesh
 from jaxscale.training import contract
-from jaxscale.training.local_step import make_local_train_step
 from jaxscale.training.losses import Objective
-from jaxscale.training.state import init_state
-from jaxscale.training.step import make_eval_step, make_train_step
-from jaxscale.training.types import StepOptions
+from jaxscale.training.step import make_eval_step
 from support.cases import all_slow_except
 from support.configs import small_config
 from support.errors import config_error
+from support.leaves import assert_close
+from support.steps import on_mesh, training
 
 RNG = np.random.default_rng(0)
 BATCH = {
@@ -54,13 +54,14 @@ def summed(params, model_state, batch, keys, new_state=None):
 def train(loss_fn, num_devices=4, steps=2, make=None, exchange=None, **options):
   """The state and the last metrics of some steps."""
   mesh, tx = make_mesh(devices=jax.devices()[:num_devices]), optax.sgd(0.1)
-  average = "ema_decay" in options
-  state = init_state(make or init(), tx, mesh, average=average)
-  step = make_train_step(loss_fn, tx, mesh, exchange, options=StepOptions(**options))
-  batch = jax.device_put(BATCH, batch_sharding(mesh))
+  state, step = training(loss_fn, make or init(), tx, mesh, exchange, **options)
   for _ in range(steps):
-    state, metrics = step(state, batch)
+    state, metrics = step(state, on_mesh(mesh, BATCH))
   return state, metrics
+
+
+def with_state(new_state):
+  return lambda *args: summed(*args, new_state=new_state)
 
 
 def totals(loss, **more):
@@ -76,21 +77,26 @@ def contrastive(p, s, b, keys):
   return totals(loss.sum(), examples=len(keys))
 
 
+def counted(loss, examples=len):
+  """A loss of its parameters, the error of each row and the keys; what counts as examples."""
+
+  def loss_fn(p, s, b, keys):
+    return totals(loss(p["w"], errors(p, b), keys), examples=examples(keys))
+
+  return loss_fn
+
+
 LOSSES = {
-  "mean": lambda p, s, b, k: totals(errors(p, b).mean(), examples=len(k)),
-  "average": lambda p, s, b, k: totals(jnp.average(errors(p, b)), examples=len(k)),
-  "shared out": lambda p, s, b, k: totals((errors(p, b) / len(k)).sum(), examples=len(k)),
-  "a count of one": lambda p, s, b, k: totals(errors(p, b).sum(), examples=1),
-  "penalty": lambda p, s, b, k: totals(
-    errors(p, b).sum() + 0.1 * (p["w"] ** 2).sum(), examples=len(k)
-  ),
+  "mean": counted(lambda w, e, k: e.mean()),
+  "average": counted(lambda w, e, k: jnp.average(e)),
+  "shared out": counted(lambda w, e, k: (e / len(k)).sum()),
+  "a count of one": counted(lambda w, e, k: e.sum(), lambda k: 1),
+  "penalty": counted(lambda w, e, k: e.sum() + 0.1 * (w**2).sum()),
   "mean of metrics": lambda p, s, b, k: (
     errors(p, b).sum(),
     ({}, {"loss": errors(p, b).mean(), "examples": len(k)}),
   ),
-  "mean over devices": lambda p, s, b, k: totals(
-    lax.pmean(errors(p, b).mean(), AXES), examples=len(k)
-  ),
+  "mean over devices": counted(lambda w, e, k: lax.pmean(e.mean(), AXES)),
 }
 
 
@@ -98,7 +104,7 @@ LOSSES = {
 def test_a_loss_that_is_no_sum_is_refused(name):
   """Its gradients would grow with the devices: 0.217, 0.433 and 1.73 on 1, 2 and 8."""
   for num_devices, micros in ((1, 1), (4, 2)):
-    with pytest.raises(ConfigError, match=r"^loss_fn returns .*; sum over the rows"):
+    with config_error(match=r"^loss_fn returns .*; sum over the rows"):
       train(LOSSES[name], num_devices, num_microbatches=micros)
 
 
@@ -159,16 +165,12 @@ def test_an_objective_divided_by_the_rows_is_refused():
 
 RIGHT = {
   "sum": summed,
-  "mean that counts as one": lambda p, s, b, k: totals(errors(p, b).mean(), examples=1),
-  "negative": lambda p, s, b, k: totals(-errors(p, b).sum(), examples=len(k)),
-  "zero": lambda p, s, b, k: totals(0.0 * errors(p, b).sum(), examples=len(k)),
-  "penalty for each row": lambda p, s, b, k: totals(
-    errors(p, b).sum() + len(k) * (p["w"] ** 2).sum(), examples=len(k)
-  ),
+  "mean that counts as one": counted(lambda w, e, k: e.mean(), lambda k: 1),
+  "negative": counted(lambda w, e, k: -e.sum()),
+  "zero": counted(lambda w, e, k: 0.0 * e.sum()),
+  "penalty for each row": counted(lambda w, e, k: e.sum() + len(k) * (w**2).sum()),
   "without a total": lambda p, s, b, k: (errors(p, b).sum(), ({}, {"examples": len(k)})),
-  "random": lambda p, s, b, k: totals(
-    (errors(p, b) * jax.vmap(jax.random.uniform)(k)).sum(), examples=len(k)
-  ),
+  "random": counted(lambda w, e, k: (e * jax.vmap(jax.random.uniform)(k)).sum()),
   "contrastive": contrastive,
 }
 
@@ -185,13 +187,12 @@ def test_a_sum_is_the_same_on_any_number_of_devices(name):
 def test_a_loss_is_computed_once_before_the_first_step():
   calls = []
 
-  def counted(*args):
+  def noted(*args):
     calls.append(0)
     return summed(*args)
 
-  mesh, tx = make_mesh(devices=jax.devices()[:1]), optax.sgd(0.1)
-  state, batch = init_state(init(), tx, mesh), jax.device_put(BATCH)
-  step = make_train_step(counted, tx, mesh)
+  mesh, batch = make_mesh(devices=jax.devices()[:1]), jax.device_put(BATCH)
+  state, step = training(noted, init(), optax.sgd(0.1), mesh)
   state, _ = step(state, batch)
   traced = len(calls)
   for _ in range(3):
@@ -199,45 +200,41 @@ def test_a_loss_is_computed_once_before_the_first_step():
   assert len(calls) == traced <= 4
 
 
-@pytest.mark.parametrize(
-  ("result", "line"),
-  [
-    (lambda x: x, "loss_fn returns .*; return .loss, .model_state, totals"),
-    (lambda x: (x, {"loss": x}), "loss_fn returns tuple; return .loss"),
-    (lambda x: (x, ({}, x)), "loss_fn returns tuple; return .loss"),
-    (lambda x: (x, ({}, {"loss": x})), "has totals 'loss' and no 'examples'; add the"),
-    (lambda x: (x[None], ({}, {"examples": 8})), r"returns 'loss' as float32\[1\]"),
-    (lambda x: (x.astype(int), ({}, {"examples": 8})), r"returns 'loss' as int32\[\]"),
-    (lambda x: (x, ({}, {"examples": 8, "all": x[None]})), r"'all' as float32\[1\]"),
-    (lambda x: (x, ({"n": x}, {"examples": 8})), "has other leaves after a step: n; r"),
-  ],
-)
+COUNT = {"examples": 8}
+RESULTS = [
+  (lambda x: x, "loss_fn returns .*; return .loss, .model_state, totals"),
+  (lambda x: (x, {"loss": x}), "loss_fn returns tuple; return .loss"),
+  (lambda x: (x, ({}, x)), "loss_fn returns tuple; return .loss"),
+  (lambda x: (x, ({}, {"loss": x})), "has totals 'loss' and no 'examples'; add the"),
+  (lambda x: (x[None], ({}, COUNT)), r"returns 'loss' as float32\[1\]"),
+  (lambda x: (x.astype(int), ({}, COUNT)), r"returns 'loss' as int32\[\]"),
+  (lambda x: (x, ({}, COUNT | {"all": x[None]})), r"'all' as float32\[1\]"),
+  (lambda x: (x, ({"n": x}, COUNT)), "has other leaves after a step: n; r"),
+]
+
+
+@pytest.mark.parametrize("result, line", RESULTS)
 def test_what_a_loss_returns_is_checked(result, line):
   def loss_fn(params, model_state, batch, keys):
     return result(errors(params, batch).sum())
 
-  with pytest.raises(ConfigError, match=line):
+  with config_error(match=line):
     train(loss_fn)
 
 
 def test_totals_of_evaluation_have_examples():
   mesh = make_mesh(devices=jax.devices()[:2])
   step = make_eval_step(lambda p, s, b: {"loss": b["image"].sum()}, mesh)
-  with pytest.raises(ConfigError, match="no 'examples'; add the number of rows"):
-    step({}, {}, jax.device_put(BATCH, batch_sharding(mesh)))
+  with config_error(match="no 'examples'; add the number of rows"):
+    step({}, {}, on_mesh(mesh, BATCH))
 
 
 def queue():
-  return {
-    "queue": jnp.ones((32, 3)),
-    "pointer": jnp.zeros((), jnp.int32),
-    "steps": jnp.zeros((), jnp.uint8),
-    "warm": jnp.zeros((), bool),
-    "key": jax.random.key(1),
-    "raw": jax.random.PRNGKey(1),
-    "teacher": jnp.zeros((6, 3), jnp.bfloat16),
-    "batch_stats": {"mean": jnp.zeros(6)},
-  }
+  zero = functools.partial(jnp.zeros, ())
+  scalars = dict(pointer=zero(jnp.int32), steps=zero(jnp.uint8), warm=zero(bool))
+  keys = dict(key=jax.random.key(1), raw=jax.random.PRNGKey(1))
+  teacher, means = jnp.zeros((6, 3), jnp.bfloat16), {"mean": jnp.zeros(6)}
+  return dict(queue=jnp.ones((32, 3)), teacher=teacher, batch_stats=means, **scalars, **keys)
 
 
 def gathered(s, params, batch, keys):
@@ -253,12 +250,8 @@ def gathered(s, params, batch, keys):
 
 
 def same_on_all(s):
-  return {
-    "steps": s["steps"] + jnp.uint8(1),
-    "warm": ~s["warm"],
-    "key": jax.random.split(s["key"])[0],
-    "raw": jax.random.split(s["raw"])[0],
-  }
+  keys = {name: jax.random.split(s[name])[0] for name in ("key", "raw")}
+  return keys | {"steps": s["steps"] + jnp.uint8(1), "warm": ~s["warm"]}
 
 
 def values(state):
@@ -270,20 +263,14 @@ def values(state):
 
 @pytest.mark.parametrize("skips", [False, True])
 def test_state_of_any_dtype_is_that_of_one_device(skips):
-  def loss_fn(*args):
-    return summed(*args, new_state=gathered)
-
   options = {"make": init(queue), "ema_decay": 0.5, "skip_bad_steps": skips}
-  one, four = (train(loss_fn, n, steps=3, **options)[0] for n in (1, 4))
+  one, four = (train(with_state(gathered), n, steps=3, **options)[0] for n in (1, 4))
   dtypes = lambda tree: jax.tree.map(lambda x: x.dtype, tree)  # noqa: E731
   assert dtypes(four.model_state) == dtypes(queue())
   assert dtypes(four.average[1]) == dtypes(queue())
   for part in ("model_state", "average"):
-    jax.tree.map(
-      lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6),
-      values(getattr(four, part)),
-      values(getattr(one, part)),
-    )
+    parts, expected = (values(getattr(state, part)) for state in (four, one))
+    assert_close(parts, expected, rtol=1e-5, atol=1e-6)
   assert four.model_state["steps"] == 3 and four.average[1]["steps"] == 3
   keys = jax.random.key_data(four.model_state["key"])
   assert not np.array_equal(keys, jax.random.key_data(jax.random.key(1)))
@@ -291,118 +278,98 @@ def test_state_of_any_dtype_is_that_of_one_device(skips):
 
 @pytest.mark.parametrize("micros", [1, 4])
 def test_micro_batches_count_as_one_step(micros):
-  def new_state(s, params, batch, keys):
-    return s | same_on_all(s) | {"teacher": 0.5 * s["teacher"] + 1}
-
-  def loss_fn(*args):
-    return summed(*args, new_state=new_state)
-
+  loss_fn = with_state(lambda s, *_: s | same_on_all(s) | {"teacher": 0.5 * s["teacher"] + 1})
   state, _ = train(loss_fn, make=init(queue), num_microbatches=micros, steps=3)
   assert state.model_state["steps"] == 3 and state.model_state["warm"]
   assert state.model_state["steps"].dtype == jnp.uint8
   np.testing.assert_array_equal(state.model_state["teacher"].astype(float), 1.75)
 
 
+def scanned(queue, rows):
+  return lax.scan(lambda q, x: (jnp.roll(q, 1, 0).at[0].set(x), None), queue, rows)[0]
+
+
+def one_more(n):
+  return n + 1
+
+
+# What the new value of a leaf of the state is made of: state, parameters, batch, keys.
 DIFFERS = {
-  "queue": lambda s, p, b, k: s | {"queue": jnp.resize(b["image"] @ p["w"], (32, 3))},
-  "pointer": lambda s, p, b, k: s | {"pointer": (b["label"] > 0).sum(dtype=jnp.int32)},
-  "steps": lambda s, p, b, k: s | {"steps": s["steps"] + lax.axis_index("data").astype(jnp.uint8)},
-  "warm": lambda s, p, b, k: s | {"warm": (b["label"] > 0).all()},
-  "key": lambda s, p, b, k: s | {"key": k[0]},
-  "teacher": lambda s, p, b, k: s | {"teacher": lax.ppermute(s["teacher"], "data", [(0, 1)])},
-  "queue half gathered": lambda s, p, b, k: (
-    s | {"queue": jnp.resize(lax.psum(b["image"], "replica") @ p["w"], (32, 3))}
+  "queue": lambda s, p, b, k: jnp.resize(b["image"] @ p["w"], (32, 3)),
+  "pointer": lambda s, p, b, k: (b["label"] > 0).sum(dtype=jnp.int32),
+  "steps": lambda s, p, b, k: s["steps"] + lax.axis_index("data").astype(jnp.uint8),
+  "warm": lambda s, p, b, k: (b["label"] > 0).all(),
+  "key": lambda s, p, b, k: k[0],
+  "teacher": lambda s, p, b, k: lax.ppermute(s["teacher"], "data", [(0, 1)]),
+  "queue half gathered": lambda s, p, b, k: jnp.resize(
+    lax.psum(b["image"], "replica") @ p["w"], (32, 3)
   ),
-  "queue of a scan": lambda s, p, b, k: (
-    s
-    | {
-      "queue": lax.scan(
-        lambda q, x: (jnp.roll(q, 1, 0).at[0].set(x), None), s["queue"], b["image"] @ p["w"]
-      )[0]
-    }
+  "queue of a scan": lambda s, p, b, k: scanned(s["queue"], b["image"] @ p["w"]),
+  "pointer of a branch": lambda s, p, b, k: lax.cond(
+    b["label"][0] > 0, one_more, lambda n: n + 0, s["pointer"]
   ),
-  "pointer of a branch": lambda s, p, b, k: (
-    s | {"pointer": lax.cond(b["label"][0] > 0, lambda n: n + 1, lambda n: n + 0, s["pointer"])}
-  ),
-  "pointer of a while": lambda s, p, b, k: (
-    s | {"pointer": lax.while_loop(lambda n: n < b["label"][0], lambda n: n + 1, s["pointer"])}
+  "pointer of a while": lambda s, p, b, k: lax.while_loop(
+    lambda n: n < b["label"][0], one_more, s["pointer"]
   ),
 }
 
 
 @pytest.mark.parametrize("name", DIFFERS)
 def test_state_that_differs_between_devices_is_refused_by_name(name):
-  def loss_fn(*args):
-    return summed(*args, new_state=DIFFERS[name])
+  leaf = name.split()[0]
 
+  loss_fn = with_state(lambda s, *rest: s | {leaf: DIFFERS[name](s, *rest)})
   for num_devices in (1, 4):
-    leaf = name.split()[0]
     line = f"^model state {leaf} differs between devices; .*all_gather.*'batch_stats'"
-    with pytest.raises(ConfigError, match=line):
+    with config_error(match=line):
       train(loss_fn, num_devices, make=init(queue))
 
 
 def test_a_queue_of_several_micro_batches_is_refused():
-  with pytest.raises(ConfigError, match=r"queue depends on the rows.*accumulate_steps=1"):
-    train(lambda *args: summed(*args, new_state=gathered), make=init(queue), num_microbatches=2)
+  with config_error(match=r"queue depends on the rows.*accumulate_steps=1"):
+    train(with_state(gathered), make=init(queue), num_microbatches=2)
 
 
-@pytest.mark.parametrize(
-  ("changed", "line"),
-  [
+def test_state_of_another_shape_or_dtype_is_refused():
+  for changed, line in (
     ({"steps": 1.0}, r"state steps is uint8\[\], and float32\[\] after a step; return"),
     ({"pointer": jnp.zeros(2, int)}, r"pointer is int32\[\], and int32\[2\] after"),
     ({"more": 1}, "has other leaves after a step: more; return the state as init"),
-  ],
-)
-def test_state_of_another_shape_or_dtype_is_refused(changed, line):
-  def loss_fn(*args):
-    return summed(*args, new_state=lambda s, *_: s | changed)
-
-  with pytest.raises(ConfigError, match=line):
-    train(loss_fn, make=init(queue))
+  ):
+    with config_error(match=line):
+      train(with_state(lambda s, *_, changed=changed: s | changed), make=init(queue))
 
 
 def test_workers_that_train_alone_keep_the_dtypes_of_the_state():
-  mesh, tx, method = make_mesh(devices=jax.devices()[:4]), optax.sgd(0.1), local_sgd(2)
-  exchange = plain(mesh.axis_names)
-  state = init_state(init(queue), tx, mesh, exchange, local=method)
-  batch = jax.device_put(BATCH, batch_sharding(mesh))
-
-  def new_state(s, params, batch, keys):
-    return s | same_on_all(s)
-
-  def loss_fn(*args):
-    return summed(*args, new_state=new_state)
-
-  step = make_local_train_step(loss_fn, tx, mesh, exchange, method)
+  mesh, tx = make_mesh(devices=jax.devices()[:4]), optax.sgd(0.1)
+  batch = on_mesh(mesh, BATCH)
+  loss_fn = with_state(lambda s, *_: s | same_on_all(s))
+  state, step = training(loss_fn, init(queue), tx, mesh, local=local_sgd(2))
   for _ in range(4):
     state, _ = step(state, batch)
   assert state.model_state["steps"] == 4
-  assert [x.dtype for x in jax.tree.leaves(state.model_state)] == [
-    x.dtype for x in jax.tree.leaves(queue())
-  ]
-  with pytest.raises(ConfigError, match=r"^loss_fn returns .*; sum over the rows"):
-    state = init_state(init(), tx, mesh, exchange, local=method)
-    make_local_train_step(LOSSES["mean"], tx, mesh, exchange, method)(state, batch)
+  kinds, wanted = ([x.dtype for x in jax.tree.leaves(t)] for t in (state.model_state, queue()))
+  assert kinds == wanted
+  state, step = training(LOSSES["mean"], init(), tx, mesh, local=local_sgd(2))
+  with config_error(match=r"^loss_fn returns .*; sum over the rows"):
+    step(state, batch)
 
 
-@pytest.mark.parametrize(
-  ("exchange", "line"),
-  [
-    (lambda g, s: (g, s), "leaves the gradient of w different along .*pmean"),
-    (lambda g, s: (lax.pmean(g, "replica"), s), "of w different along .'data',.; av"),
-    (lambda g, s: (lax.pmean(list(g.values()), AXES), s), "returns other leaves than"),
-    (
-      lambda g, s: (jax.tree.map(lambda x: lax.pmean(x.sum(), AXES), g), s),
-      r"returns float32\[\] for the gradient of w, float32\[6, 3\]; return the mean",
-    ),
-    (
-      lambda g, s: (jax.tree.map(lambda x: lax.psum(x.astype("bfloat16"), AXES), g), s),
-      "returns bfloat16",
-    ),
-  ],
-)
+def mapped(function):
+  return lambda grads, state: (jax.tree.map(function, grads), state)
+
+
+SCALAR = r"returns float32\[\] for the gradient of w, float32\[6, 3\]; return the mean"
+EXCHANGES = [
+  (lambda g, s: (g, s), "leaves the gradient of w different along .*pmean"),
+  (lambda g, s: (lax.pmean(g, "replica"), s), "of w different along .'data',.; av"),
+  (lambda g, s: (lax.pmean(list(g.values()), AXES), s), "returns other leaves than"),
+  (mapped(lambda x: lax.pmean(x.sum(), AXES)), SCALAR),
+  (mapped(lambda x: lax.psum(x.astype("bfloat16"), AXES)), "returns bfloat16"),
+]
+
+
+@pytest.mark.parametrize("exchange, line", EXCHANGES)
 def test_an_exchange_that_gives_no_means_is_refused(exchange, line):
-  with pytest.raises(ConfigError, match=f"^exchange .*{line}"):
+  with config_error(match=f"^exchange .*{line}"):
     train(summed, exchange=Exchange(lambda params: (), exchange))

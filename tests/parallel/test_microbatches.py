@@ -4,20 +4,17 @@ import dataclasses
 import json
 
 import jax
-import numpy as np
 import pytest
 
-from jaxscale import models
-from jaxscale.config import Mesh
 from jaxscale.config.loading import load_config
-from jaxscale.errors import ConfigError
-from jaxscale.experiment import build, microbatches
+from jaxscale.experiment import build
 from jaxscale.experiment.derive import derive, device_summary
 from jaxscale.experiment.microbatches import micro_batches
 from jaxscale.jobs.preflight.devices import fits
 from jaxscale.run import adaptive_batch
 from jaxscale.run.workdir import claim_workdir, describe, describe_text, start_devices
-from support.digits import BATCH, assert_same, run
+from support.digits import BATCH, assert_same, cnn, run
+from support.errors import config_error
 
 CNN = {"model": "CNN", "model.features": "(4,)", "model.dense": "0", "model.batch_norm": "True"}
 
@@ -29,27 +26,6 @@ def config(**changes):
 
 def over(chosen, devices, start, sizes=(), examples=4096):
   return derive(chosen, examples, 360, devices, sizes, start)
-
-
-TABLE = [  # batch, asked, devices, at the start -> micro-batches
-  (1024, 1, 16, 16, 1),
-  (1024, 1, 8, 16, 2),
-  (1024, 1, 1, 16, 16),
-  (1024, 4, 8, 16, 8),
-  (1024, 4, 16, 16, 4),
-  (1024, 4, 64, 16, 4),  # more: as asked
-  (1024, 4, 512, 16, None),  # 2,048 micro-batches of 1,024 examples
-  (96, 1, 6, 8, 2),  # 8 rows each, 12 at the start
-  (96, 1, 3, 8, 4),  # 3 would be 32 / 3 rows
-  (96, 2, 3, 8, 8),  # 4 rows each, 6 at the start
-  (64, 1, 3, 8, None),
-  (14, 1, 2, 7, 7),  # 2 at the start, 7 = 1 x 7: nothing between
-]
-
-
-@pytest.mark.parametrize("batch, asked, devices, start, wanted", TABLE)
-def test_micro_batches(batch, asked, devices, start, wanted):
-  assert micro_batches(batch, asked, devices, start) == wanted
 
 
 def test_none_is_larger_than_at_the_start_and_none_smaller_than_need_be():
@@ -64,25 +40,13 @@ def test_none_is_larger_than_at_the_start_and_none_smaller_than_need_be():
             if batch % (devices * n) == 0 and batch / (devices * n) <= batch / (start * asked)
           ]
           assert micro_batches(batch, asked, devices, start) == min(do, default=None)
-
-
-@pytest.mark.parametrize("start, asked, devices", [(8, 1, 2), (8, 2, 4), (6, 2, 4)])
-def test_micro_batches_of_as_many_rows_have_the_same_rows(start, asked, devices):
-  rows = np.arange(96)
-
-  def groups(devices, micros):  # as devices hold, and then reshape them
-    return {tuple(m) for d in np.split(rows, devices) for m in np.split(d, micros)}
-
-  micros = micro_batches(96, asked, devices, start)
-  assert groups(devices, micros) == groups(start, asked)
+  # On more devices as many as were asked for, if there is an example for each.
+  assert [micro_batches(1024, 4, devices, 16) for devices in (64, 512)] == [4, None]
 
 
 def test_every_phase_has_its_own():
-  ramp = config(
-    phases__epochs="(0, 1, 2)",
-    phases__batch_sizes="(64, 128, 256)",
-    phases__accumulate_steps="(1, 1, 2)",
-  )
+  sizes = dict(phases__epochs="(0, 1, 2)", phases__batch_sizes="(64, 128, 256)")
+  ramp = config(**sizes, phases__accumulate_steps="(1, 1, 2)")
   at_start, fewer = over(ramp, 8, 8), over(ramp, 2, 8)
   assert [s.accumulate_steps for s in fewer.phases] == [4, 4, 8]
   micros = [s._replace(accumulate_steps=0) for s in fewer.phases]
@@ -101,36 +65,17 @@ def test_every_phase_has_its_own():
   assert over(ramp, 8, 8) == over(ramp, 8, None) and device_summary(ramp, at_start) is None
 
 
+STAYS = "; the global batch and the order of examples stay"
+SPLIT = "2 micro-batches per step instead of 1, so that a device still holds 64 examples at a time"
+LESS = "1 micro-batch per step, as then, a device holds 8 examples at a time, 32 then"
+TWELVE = "a device holds 8 examples at a time, 12 then; "
+NORM_CHANGES = "BatchNorm's statistics, of a device's examples at a time, are others"
 STORIES = [
-  (
-    dict(batch_size=1024),
-    8,
-    16,
-    "8 devices, 16 at the start: 2 micro-batches per step "
-    "instead of 1, so that a device still holds 64 examples at a time; the global batch "
-    "and the order of examples stay",
-  ),
+  (dict(batch_size=1024), 8, 16, f"8 devices, 16 at the start: {SPLIT}{STAYS}"),
   (dict(batch_size=64), 1, 2, "1 device, 2 at the start: 2 micro-batches"),
-  (
-    dict(batch_size=64),
-    8,
-    2,
-    "8 devices, 2 at the start: 1 micro-batch per step, as "
-    "then, a device holds 8 examples at a time, 32 then; the global batch and the order "
-    "of examples stay",
-  ),
-  (
-    dict(batch_size=96),
-    3,
-    8,
-    "4 micro-batches per step instead of 1, a device holds 8 examples at a time, 12 then; ",
-  ),
-  (
-    dict(batch_size=96, **CNN),
-    3,
-    8,
-    "stay; BatchNorm's statistics, of a device's examples at a time, are others",
-  ),
+  (dict(batch_size=64), 8, 2, f"8 devices, 2 at the start: {LESS}{STAYS}"),
+  (dict(batch_size=96), 3, 8, f"4 micro-batches per step instead of 1, {TWELVE}"),
+  (dict(batch_size=96, **CNN), 3, 8, f"stay; {NORM_CHANGES}"),
 ]
 
 
@@ -142,64 +87,44 @@ def test_what_it_says(changes, devices, start, wanted):
   assert ("BatchNorm" in reported) == ("BatchNorm" in wanted)
 
 
+RAMP = dict(phases__epochs="(0, 1)", phases__batch_sizes="(96, 64)")
+OVER = "batch_size=64: does not divide over"
+BEGAN = (
+  "and a run resumes with the batch that it began with, on 8; give it 1, 2, 4 or 8 devices, or"
+)
+KEPT = (
+  "BatchNorm's statistics and noise scale kept, cannot be divided over 1 device, .*give it 2, 4"
+)
+NORM = dict(noise_scale=True, **CNN, model__bn_span="global")
 REFUSALS = [
-  (
-    dict(batch_size=64),
-    3,
-    8,
-    "batch_size=64: does not divide over 3 devices, and a run resumes with the batch "
-    "that it began with, on 8; give it 1, 2, 4 or 8 devices, or another --workdir",
-  ),
-  (
-    dict(batch_size=64, accumulate_steps=4),
-    32,
-    8,
-    "in 4 micro-batches, does not divide over 32 devices",
-  ),
-  (
-    dict(batch_size=64, phases__epochs="(0, 1)", phases__batch_sizes="(96, 64)"),
-    6,
-    8,
-    "batch_size=64: does not divide over 6 devices.* give it 1, 2, 4 or 8 devices",
-  ),
-  (dict(batch_size=64, mesh__replica=2), 6, 8, "give it 2, 4 or 8 devices"),
+  ({}, 3, 8, f"{OVER} 3 devices, {BEGAN} another --workdir"),
+  (dict(accumulate_steps=4), 32, 8, "in 4 micro-batches, does not divide over 32 devices"),
+  (RAMP, 6, 8, f"{OVER} 6 devices.* give it 1, 2, 4 or 8 devices"),
+  (dict(mesh__replica=2), 6, 8, "give it 2, 4 or 8 devices"),
   (dict(batch_size=4096), 3, 1024, "give it 1, 2, 4, 8, 16 or 32 devices"),
-  (
-    dict(batch_size=64, noise_scale=True, **CNN, model__bn_span="global"),
-    1,
-    8,
-    "BatchNorm's statistics and noise scale kept, cannot be divided over 1 device, .*"
-    "give it 2, 4 or 8 devices",
-  ),
+  (NORM, 1, 8, f"{KEPT} or 8 devices"),
 ]
 
 
 @pytest.mark.parametrize("changes, devices, start, wanted", REFUSALS)
 def test_where_it_cannot_be_divided_one_line_says_what_would_do(changes, devices, start, wanted):
-  chosen = config(**changes)
-  with pytest.raises(ConfigError, match=wanted) as error:
+  chosen = config(**{"batch_size": 64} | changes)
+  with config_error(match=wanted) as error:
     over(chosen, devices, start)
-  assert "\n" not in str(error.value)
   reported = str(error.value).split("give it ")[1].split(" devices")[0]
   for number in reported.replace(" or ", ", ").split(", "):
     over(chosen, int(number), start)
 
 
 def test_a_grid_that_does_not_fit_is_reported_by_the_grid():
-  with pytest.raises(ConfigError, match=r"Mesh.replica=2.* the 3 devices"):
+  with config_error(match=r"Mesh.replica=2.* the 3 devices"):
     over(config(batch_size=96, mesh__replica=2), 3, 8)
 
 
-SPANS = [  # bn_span, devices, of 8 -> micro-batches of a batch of 64
-  ("device", 2, 4),
-  (4, 2, 4),
-  (16, 4, 2),  # two devices share, with 8 rows each, as at the start
-  (16, 2, 4),
-  (32, 2, 2),  # 4 x 8 rows are not to be had at a time: 2 x 16
-  (32, 1, 2),
-  ("global", 4, 1),  # over all that a step holds at a time, as ever
-  (64, 2, 1),
-]
+# bn_span, devices, of 8 -> micro-batches of a batch of 64. Of 32 on two devices 4 x 8 rows
+# are not to be had at a time: 2 x 16.
+SPANS = [("device", 2, 4), (4, 2, 4), (16, 4, 2), (16, 2, 4), (32, 2, 2), (32, 1, 2)]
+SPANS += [("global", 4, 1), (64, 2, 1)]
 
 
 @pytest.mark.parametrize("span, devices, wanted", SPANS)
@@ -212,12 +137,9 @@ def test_batch_norm_keeps_as_many_examples(span, devices, wanted):
     assert held in (device_summary(chosen, derived) or "")
 
 
-def test_a_model_without_batch_norm_needs_no_span():
+def test_a_model_without_batch_norm_needs_no_span_and_the_noise_scale_two_gradients():
   chosen = config(batch_size=64, model="CNN", model__bn_span="global")
   assert over(chosen, 2, 8).phases[0].accumulate_steps == 4
-
-
-def test_the_noise_scale_has_two_gradients_to_compare():
   chosen = config(batch_size=64, noise_scale=True)
   assert over(chosen, 1, 2).phases[0].accumulate_steps == 2
 
@@ -225,11 +147,7 @@ def test_the_noise_scale_has_two_gradients_to_compare():
 @pytest.mark.slow
 def test_batch_norm_of_a_device_sees_the_same_examples():
   """4 devices, or 2 with 2 micro-batches: parameters and running averages."""
-  model = models.CNNModule(
-    num_classes=10, features=(4,), convs_per_stage=1, dense=0, dropout=0.5, batch_norm=True
-  )
-  fns = models.functions(model, (8, 8, 1), mean=(8.0,), std=(5.0,))
-  steps = 10
+  fns, steps = cnn(convs_per_stage=1, dropout=0.5, batch_norm=True), 10
   wanted = run(fns, "lars", num_devices=4, steps=steps)
   micros = micro_batches(BATCH, 1, 2, 4) or 0
   got = run(fns, "lars", num_devices=2, num_microbatches=micros, steps=steps)
@@ -248,16 +166,14 @@ def test_sizes_that_an_adaptive_run_chose_resume():
   assert reported in (device_summary(chosen, derived) or "")
 
 
-@pytest.mark.parametrize(
-  "start, devices, wanted", [(8, 8, 24), (16, 8, 48), (32, 8, 96), (4, 8, 24), (5, 8, 120)]
-)
-def test_an_adaptive_run_tries_the_sizes_that_it_would_have_tried(
-  monkeypatch, start, devices, wanted
-):
+ADAPTIVE = [(8, 8, 24), (16, 8, 48), (32, 8, 96), (4, 8, 24), (5, 8, 120)]
+
+
+@pytest.mark.parametrize("start, devices, wanted", ADAPTIVE)
+def test_an_adaptive_run_tries_what_it_would_have_tried(monkeypatch, start, devices, wanted):
   """Multiples of 24 and of the devices at the start; and what divides over these."""
-  chosen = config(batch_size=480, phases="AdaptiveBatch", phases__multiple=24, model="MLP")
-  chosen = dataclasses.replace(chosen, mesh=Mesh(data=devices))
-  experiment = build.experiment(chosen, start)
+  adaptive = dict(phases="AdaptiveBatch", phases__multiple=24, model="MLP", mesh__data=devices)
+  experiment = build.experiment(config(batch_size=480, **adaptive), start)
   found = []
 
   def candidates(previous, initial, *, multiple, **_):
@@ -271,6 +187,11 @@ def test_an_adaptive_run_tries_the_sizes_that_it_would_have_tried(
 
 
 @pytest.fixture
+def chosen():
+  return config(batch_size=64, model="MLP")
+
+
+@pytest.fixture
 def began(tmp_path):
   """Writes what a run on so many devices left in its directory."""
 
@@ -278,6 +199,7 @@ def began(tmp_path):
     described = describe(build.experiment(chosen, devices))
     described["derived"] |= {"num_devices": devices, "start_devices": devices}
     described["derived"] |= derived
+    described["derived"] = {k: v for k, v in described["derived"].items() if v is not None}
     (tmp_path / "config.json").write_text(json.dumps(described))
     if saved:
       (tmp_path / "checkpoints" / "12").mkdir(parents=True, exist_ok=True)
@@ -286,44 +208,33 @@ def began(tmp_path):
   return write
 
 
-def test_where_a_run_began_is_kept(began):
-  chosen = config(batch_size=64, model="MLP")
+def test_where_a_run_began_is_kept(began, chosen):
   assert start_devices(began(chosen, 16), chosen) == 16
+  # Directories of before it was written down have the number of devices alone.
   assert start_devices(began(chosen, 16, start_devices=4), chosen) == 4
+  assert start_devices(began(chosen, 4, start_devices=None), chosen) == 4
 
 
-def test_directories_from_before_this_was_written_down(began):
-  chosen = config(batch_size=64, model="MLP")
-  workdir = began(chosen, 4)
-  described = json.loads((workdir / "config.json").read_text())
-  del described["derived"]["start_devices"]
-  (workdir / "config.json").write_text(json.dumps(described))
-  assert start_devices(workdir, chosen) == 4
-
-
-def test_what_has_not_saved_begins_anew_on_the_most_it_had(began):
-  chosen = config(batch_size=64, model="MLP")
+def test_what_has_not_saved_begins_anew_on_the_most_it_had(began, chosen):
   assert start_devices(began(chosen, 16, saved=False), chosen) == 16
   assert start_devices(began(chosen, 4, saved=False), chosen) == jax.device_count()
 
 
-def test_another_experiment_or_none_has_not_begun(began, tmp_path):
-  chosen = config(batch_size=64, model="MLP")
+def test_another_experiment_or_none_has_not_begun(began, chosen, tmp_path):
   assert start_devices(tmp_path, chosen) is None
   workdir = began(chosen, 16)
   other = dataclasses.replace(chosen, batch_size=128)
   assert start_devices(workdir, other) is None
   micros = dataclasses.replace(chosen, accumulate_steps=2)
   assert start_devices(workdir, micros) is None
-  with pytest.raises(ConfigError, match="accumulate_steps is 1 there and 2 now"):
+  with config_error(match="accumulate_steps is 1 there and 2 now"):
     claim_workdir(workdir, micros)
   for broken in ("{", "[]", '{"derived": {}}', '{"derived": {"num_devices": null}}'):
     (workdir / "config.json").write_text(broken)
     assert start_devices(workdir, chosen) is None
 
 
-def test_config_json_and_the_person_who_reads_have_the_numbers(began, tmp_path):
-  chosen = config(batch_size=64, model="MLP")
+def test_config_json_and_the_person_who_reads_have_the_numbers(began, chosen, tmp_path):
   experiment = build.experiment(chosen, start_devices(began(chosen, 16), chosen))
   written = describe(experiment)
   assert written["config"]["accumulate_steps"] == 1  # the setting
@@ -343,10 +254,3 @@ def test_the_preflight_of_a_run_that_resumes_knows_where_it_began(began):
   assert fits(**asked, workdir=str(workdir))["bytes"] > 0
   error = fits(**asked, workdir=str(workdir / "other"))["error"]
   assert "not divisible by 8 devices x 2 accumulate_steps" in error
-
-
-def test_divisors_and_lists():
-  for number in (1, 2, 12, 49, 97):
-    wanted = [n for n in range(1, number + 1) if number % n == 0]
-    assert microbatches._divisors(number) == wanted
-  assert microbatches._nearest([1, 2, 4, 8, 16, 32, 64], 60) == "2, 4, 8, 16, 32 or 64"

@@ -15,21 +15,18 @@ from jaxscale import hlo, optim
 from jaxscale.exchange import Exchange, local_updates, plain
 from jaxscale.mesh import make_mesh
 from jaxscale.training import nan_guard
-from jaxscale.training.local_step import make_local_train_step
-from jaxscale.training.state import init_state
-from jaxscale.training.step import make_train_step
-from jaxscale.training.types import StepOptions
 from support.bad_values import AXES, ROWS, batch, init, loss_fn
 from support.cases import all_slow_except
 from support.commands import child_env
 from support.exchanges import EXCHANGES
 from support.paths import ROOT
+from support.steps import training
 from support.trees import assert_same_bits
 
 pytestmark = pytest.mark.optimized
 LEAVES = ("bias", "gain", "kernel")  # in the order of jax.tree
 RATE = optim.warmup_cosine(0.05, 2, 100)
-SKIPS = StepOptions(skip_bad_steps=True)
+SKIPS = {"skip_bad_steps": True}
 
 
 def diagnose(metrics, state):
@@ -40,23 +37,9 @@ def diagnose(metrics, state):
 @functools.cache
 def made(name, num_microbatches=1):
   """A state on the host and a step, with all that a state can have."""
-  mesh = make_mesh(replica=2)
-  tx = optim.sgd(RATE, momentum=0.9)
-  exchange = EXCHANGES[name]()
-  state = init_state(init, tx, mesh, exchange, average=True, noise_scale=True)
-  step = make_train_step(
-    loss_fn,
-    tx,
-    mesh,
-    exchange,
-    options=StepOptions(
-      num_microbatches=num_microbatches,
-      ema_decay=0.9,
-      measure_noise_scale=True,
-      skip_bad_steps=True,
-    ),
-  )
-  return mesh, state, step
+  mesh, tx = make_mesh(replica=2), optim.sgd(RATE, momentum=0.9)
+  options = SKIPS | dict(num_microbatches=num_microbatches, ema_decay=0.9, measure_noise_scale=True)
+  return mesh, *training(loss_fn, init, tx, mesh, EXCHANGES[name](), **options)
 
 
 def train(name, batches, **options):
@@ -71,9 +54,16 @@ def train(name, batches, **options):
 
 def moved_on(before, after):
   """`after`, but with the counts of `before`."""
-  count = before.opt_state.count
-  assert after.step == before.step + 1 and after.opt_state.count == count + 1
-  opt_state = after.opt_state._replace(count=count)
+  counted = []
+
+  def counts_of(old, new):
+    if old.dtype != np.int32:
+      return new
+    counted.append(new - old)
+    return old
+
+  opt_state = jax.tree.map(counts_of, before.opt_state, after.opt_state)
+  assert after.step == before.step + 1 and set(counted) == {1}
   return after._replace(step=before.step, opt_state=opt_state)
 
 
@@ -94,14 +84,11 @@ def test_a_bad_gradient_changes_no_bit_of_the_state(name):
   assert not np.array_equal(states[-1].params["kernel"], states[1].params["kernel"])
 
 
-@pytest.mark.parametrize(
-  ("what", "value", "words"),
-  [
-    ("gradient", np.inf, "device 2: gradient of kernel is Inf"),
-    ("loss", np.nan, "device 2: loss is NaN"),
-    ("state", -np.inf, "device 2: new batch_stats/mean is Inf"),
-  ],
-)
+BAD = [("gradient", np.inf, "gradient of kernel is Inf"), ("loss", np.nan, "loss is NaN")]
+BAD += [("state", -np.inf, "new batch_stats/mean is Inf")]
+
+
+@pytest.mark.parametrize("what, value, words", BAD)
 @pytest.mark.parametrize("micros", [1, 4])
 def test_each_of_them_is_found_and_named(what, value, words, micros):
   """With micro-batches too: the bad one is the last but one of its device."""
@@ -109,7 +96,7 @@ def test_each_of_them_is_found_and_named(what, value, words, micros):
   states, metrics, last = train("plain", [{}, bad], num_microbatches=micros)
   assert_same_bits(states[0], moved_on(states[0], states[1]))
   assert np.isnan(metrics["loss"])
-  assert diagnose(metrics, last).text.endswith(words)
+  assert diagnose(metrics, last).text.endswith(f"device 2: {words}")
 
 
 def test_several_devices_are_named_and_all_are_all():
@@ -140,8 +127,7 @@ def test_a_mean_that_overflows_in_the_exchange_is_skipped():
     return optax.tree.cast(means, jnp.float32), state
 
   exchange = Exchange(lambda params: (), unscaled)
-  state = init_state(init, tx, mesh, exchange)
-  step = make_train_step(loss_fn, tx, mesh, exchange, options=SKIPS)
+  state, step = training(loss_fn, init, tx, mesh, exchange, **SKIPS)
   before = jax.device_get(state)
   state, metrics = step(state, batch(mesh, 0, gradient=(0, 1e10)))
   assert_same_bits(before, jax.device_get(state)._replace(step=before.step))
@@ -152,9 +138,8 @@ def test_a_rate_that_is_nan_is_skipped():
   def schedule(step):
     return jnp.where(step == 1, jnp.nan, 0.1)
 
-  mesh, tx, exchange = make_mesh(), optim.sgd(schedule), plain(AXES)
-  state = init_state(init, tx, mesh, exchange)
-  step = make_train_step(loss_fn, tx, mesh, exchange, schedule=schedule, options=SKIPS)
+  mesh, tx = make_mesh(), optim.sgd(schedule)
+  state, step = training(loss_fn, init, tx, mesh, schedule=schedule, **SKIPS)
   losses, rates = [], []
   for number in range(3):
     state, metrics = step(state, batch(mesh, number))
@@ -169,26 +154,17 @@ def test_a_rate_that_is_nan_is_skipped():
 def test_the_code_of_the_first_bad_leaf():
   fine, nan, inf = (jnp.array([1.0, x]) for x in (1e15, np.nan, np.inf))
   both, half = jnp.array([np.inf, np.nan]), jnp.array([np.inf], jnp.bfloat16)
-  for tree, code in [
-    ([], -1),
-    ([fine, fine], -1),
-    ([fine, nan, inf], 2),
-    ([inf, fine, nan], 1),
-    ([fine, both], 2),
-    ([jnp.ones(2, jnp.int32), half], 3),
-  ]:
-    assert int(jax.jit(nan_guard.first_bad)(tree)) == code
+  trees = [], [fine, fine], [fine, nan, inf], [inf, fine, nan], [fine, both]
+  trees = *trees, [jnp.ones(2, jnp.int32), half]
+  assert [int(jax.jit(nan_guard.first_bad)(tree)) for tree in trees] == [-1, -1, 2, 1, 2, 3]
 
 
 @pytest.mark.parametrize("workers", [None, ("replica",)])
 def test_a_worker_sits_a_bad_step_out_and_the_meeting_is_good(workers):
   """Against float64, where that worker does not move in that step."""
   mesh, every, lr = make_mesh(replica=2), 3, 0.01
-  method, tx = local_updates.local_sgd(every), optax.sgd(lr)
-  state = init_state(init, tx, mesh, plain(AXES), local=method)
-  step = make_local_train_step(
-    loss_fn, tx, mesh, plain(AXES), method, workers=workers, options=SKIPS
-  )
+  method = dict(local=local_updates.local_sgd(every), workers=workers)
+  state, step = training(loss_fn, init, optax.sgd(lr), mesh, **method, **SKIPS)
   groups = 2 if workers else 8
   own = [jax.tree.map(lambda x: np.asarray(x, np.float64), dict(state.params))] * groups
   own_rows = ROWS // groups
@@ -228,8 +204,7 @@ def test_a_meeting_of_bad_ways_moves_nobody():
     return jax.tree.map(lambda m: m * factor, mean), times + 1
 
   breaking = Exchange(lambda params: jnp.zeros((), jnp.int32), exchange)
-  state = init_state(init, tx, mesh, breaking, local=method)
-  step = make_local_train_step(loss_fn, tx, mesh, breaking, method, options=SKIPS)
+  state, step = training(loss_fn, init, tx, mesh, breaking, local=method, **SKIPS)
   anchors, losses = [], []
   for number in range(6):
     state, metrics = step(state, batch(mesh, number))
@@ -244,12 +219,10 @@ def test_a_meeting_of_bad_ways_moves_nobody():
 
 def test_it_sends_nothing_more():
   """The collectives of the compiled step are those of the step without."""
-  mesh, tx, exchange = make_mesh(replica=2), optax.sgd(0.1, momentum=0.9), plain(AXES)
-  state = init_state(init, tx, mesh, exchange)
+  mesh, tx = make_mesh(replica=2), optax.sgd(0.1, momentum=0.9)
 
   def sent(skips):
-    options = StepOptions(skip_bad_steps=skips)
-    step = make_train_step(loss_fn, tx, mesh, exchange, options=options)
+    state, step = training(loss_fn, init, tx, mesh, skip_bad_steps=skips)
     compiled = step.lower(state, batch(mesh, 0)).compile()  # pyright: ignore
     table = hlo.collectives(compiled, mesh)
     return sorted((c.kind, c.payload_bytes) for c in table)
@@ -262,14 +235,12 @@ import jax
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 import numpy as np
 from support import bad_values as t
+from support.steps import training
 from support.trees import assert_same_bits
 from jaxscale import optim
 from jaxscale.exchange.buckets import bucketed
 from jaxscale.exchange.one_bit import one_bit
 from jaxscale.mesh import make_mesh
-from jaxscale.training.state import init_state
-from jaxscale.training.step import make_train_step
-from jaxscale.training.types import StepOptions
 mesh = make_mesh()
 exchanges = {
   "bucketed": bucketed(t.AXES, bucket_bytes=4096),
@@ -281,10 +252,7 @@ for name, tx, by in [
 ]:
   ends = []
   for skips in (False, True):
-    exchange = exchanges[by]
-    state = init_state(t.init, tx, mesh, exchange)
-    options = StepOptions(skip_bad_steps=skips)
-    step = make_train_step(t.loss_fn, tx, mesh, exchange, options=options)
+    state, step = training(t.loss_fn, t.init, tx, mesh, exchanges[by], skip_bad_steps=skips)
     for number in range(5):
       state, _ = step(state, t.batch(mesh, number))
     ends.append(jax.device_get(state))
@@ -302,8 +270,7 @@ def test_without_a_bad_step_no_bit_is_another():
   """
   env = child_env(8, XLA_FLAGS="--xla_cpu_max_isa=AVX")
   env["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
-  done = subprocess.run(
-    [sys.executable, "-c", SAME], env=env, cwd=ROOT, capture_output=True, text=True, timeout=300
-  )
+  options = dict(capture_output=True, text=True, timeout=300)
+  done = subprocess.run([sys.executable, "-c", SAME], env=env, cwd=ROOT, **options)
   assert done.returncode == 0, done.stderr
   assert done.stdout.count("same") == 4

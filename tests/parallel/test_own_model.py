@@ -1,7 +1,6 @@
 """Models of a user's own: the same on any number of devices, or named if not."""
 
-import dataclasses
-import re
+from collections.abc import Callable
 
 import flax.linen as nn
 import jax
@@ -14,12 +13,13 @@ from flax import nnx
 from jaxscale import config as cfg
 from jaxscale import data, models
 from jaxscale.data.stream import of_array, text_windows
-from jaxscale.errors import ConfigError
 from jaxscale.experiment.build import experiment
 from jaxscale.training import contract
 from jaxscale.training.losses import Objective, cross_entropy
 from support.configs import small_config
+from support.errors import config_error
 from support.extending import blocks
+from support.steps import on_mesh
 from support.tiny_stack import VOCAB, tiny_stack
 
 RNG = np.random.default_rng(0)
@@ -43,8 +43,7 @@ class Plain(nn.Module):
   @nn.compact
   def __call__(self, x, train):
     block = nn.remat(Block, static_argnums=(2,)) if self.again else Block
-    x = block()(block()(x, train), train)
-    return nn.Dense(3)(x)
+    return nn.Dense(3)(block()(block()(x, train), train))
 
 
 class Layers(nn.Module):
@@ -52,12 +51,8 @@ class Layers(nn.Module):
 
   @nn.compact
   def __call__(self, x, train):
-    layer = nn.scan(
-      lambda block, x, _: (block(x, train), None),
-      variable_axes={"params": 0},
-      split_rngs={"params": True, "dropout": True},
-      length=2,
-    )
+    split = dict(variable_axes={"params": 0}, split_rngs={"params": True, "dropout": True})
+    layer = nn.scan(lambda block, x, _: (block(x, train), None), **split, length=2)
     x, _ = layer(Block(), nn.Dense(16)(x), None)
     return nn.Dense(3)(x)
 
@@ -82,8 +77,8 @@ class Own(cfg.Model):
 
 
 def config_of(model, **other):
-  data = cfg.Arrays(x=X, y=Y, eval_share=0.5)
-  return small_config(model=model, data=data, schedule=cfg.Steps(), **other)
+  usual = dict(data=cfg.Arrays(x=X, y=Y, eval_share=0.5), schedule=cfg.Steps())
+  return small_config(model=model, **usual | other)
 
 
 def trained(model, num_devices, **other):
@@ -92,10 +87,7 @@ def trained(model, num_devices, **other):
   state, step = made.init_state(), made.compile_train_step()
   batches = data.train_batches(made.train_data, 16, position=0, seed=0)
   for _ in range(4):
-    batch = {
-      k: jax.device_put(v, made.abstract_batch()[k].sharding) for k, v in next(batches).items()
-    }
-    state, metrics = step(state, batch)
+    state, metrics = step(state, on_mesh(made.mesh, next(batches)))
   assert np.isfinite(float(metrics["loss"]))
   return made.notes, jax.tree.map(np.asarray, jax.device_get(state.params))
 
@@ -180,51 +172,47 @@ class Asks(nn.Module):
     return nn.Dense(3)(x) * training
 
 
-class Breaks(nn.Module):
+class Calls(nn.Module):
+  """A module that is a function of its input."""
+
+  function: Callable
+
   @nn.compact
   def __call__(self, x):
-    return nn.Dense(3)(x.reshape(7, -1))
+    return nn.Dense(3)(self.function(x))
 
 
-class NormOfUnknown(nn.Module):
-  @nn.compact
-  def __call__(self, x):
-    return nn.Dense(3)(nn.BatchNorm()(x))
+CALLED = rf"^{__file__}:\d+: Own, called by \w+"
+UNCALLABLE = {
+  "training": (Asks(), r"^Asks.__call__: nothing gives it 'training'; it is called with"),
+  "shape": (Calls(lambda x: x.reshape(7, -1)), rf"{CALLED}: TypeError: .*reshape"),
+  "norm": (Calls(lambda x: nn.BatchNorm()(x)), rf"{CALLED}: .*running_av"),
+  "outputs": (nn.Dense(2), "Own.build gives 2 outputs, and Arrays has 3 classes; let"),
+}
 
 
-@pytest.mark.parametrize(
-  ("module", "line"),
-  [
-    (Asks(), r"^Asks.__call__: nothing gives it 'training'; it is called with"),
-    (Breaks(), rf"^{__file__}:\d+: Own, called by \w+: TypeError: .*reshape"),
-    (NormOfUnknown(), rf"^{__file__}:\d+: Own, called by \w+: .*running_av"),
-    (nn.Dense(2), "Own.build gives 2 outputs, and Arrays has 3 classes; let"),
-  ],
-  ids=["training", "shape", "norm", "outputs"],
-)
-def test_a_model_that_cannot_be_called_is_one_line(module, line):
-  with pytest.raises(ConfigError) as error:
+@pytest.mark.parametrize("name", UNCALLABLE)
+def test_a_model_that_cannot_be_called_is_one_line(name):
+  module, line = UNCALLABLE[name]
+  with config_error(match=line):
     experiment(config_of(Own(module=module)), devices=jax.devices()[:1])
-  assert re.search(line, str(error.value)) and "\n" not in str(error.value)
 
 
 def test_targets_that_do_not_fit_are_one_line():
   info = data.array_info(X, Y)
-  with pytest.raises(ConfigError, match="64 inputs and 60 targets; give as many"):
+  with config_error(match="64 inputs and 60 targets; give as many"):
     data.from_arrays(info, X, Y[:60])
-  with pytest.raises(ConfigError, match=r"targets of \(1,\) each, and \(\) in info"):
+  with config_error(match=r"targets of \(1,\) each, and \(\) in info"):
     data.from_arrays(info, X, Y[:, None])
   for wrong in (-2, 3):
-    targets = np.where(np.arange(64) == 5, wrong, Y)
-    line = f"target {wrong} is no class of 0 to 2; correct it"
-    with pytest.raises(ConfigError, match=line):
-      data.from_arrays(info, X, targets)
-  with pytest.raises(ConfigError, match="target -1 is no class of 0 to 2; correct it"):
+    with config_error(f"target {wrong} is no class of 0 to 2; correct it"):
+      data.from_arrays(info, X, np.where(np.arange(64) == 5, wrong, Y))
+  with config_error(match="target -1 is no class of 0 to 2; correct it"):
     data.array_info(X, Y - (np.arange(64) == 5) * (Y + 1))
   data.from_arrays(data.array_info(X, -X), X, -X)  # numbers may be anything
   arrays = cfg.Arrays(x=X, y=X[:, 0], eval_share=0.5)
-  with pytest.raises(ConfigError, match="the data's targets are float32; give"):
-    experiment(dataclasses.replace(config_of(cfg.MLP()), data=arrays))
+  with config_error("the data's targets are float32; give"):
+    experiment(config_of(cfg.MLP(), data=arrays))
 
 
 class Functions(cfg.Model):
@@ -304,6 +292,7 @@ MIXING = {
   "one mask by the last key": plain(lambda h, s, k: drop(k[-1], h)),
   "a mask by the place": plain(lambda h, s, k: drop(jax.random.key(0), h)),
   "a mask of the state": plain(lambda h, s, k: drop(s["key"], h), {"key": jax.random.PRNGKey(3)}),
+  "for one batch size": plain(lambda h, s, k: h.reshape(16, 8) - h.mean(0)),
   "nnx.BatchNorm": of_nnx(lambda rngs: nnx.BatchNorm(8, rngs=rngs)),
   "nnx.Dropout": of_nnx(lambda rngs: nnx.Dropout(0.5, rngs=rngs)),
 }
@@ -315,33 +304,21 @@ ALONE = {
 
 
 MODELS = MIXING | ALONE
-MODELS["fixed"] = plain(lambda h, s, k: h.reshape(16, 8) - h.mean(0))
 
 
 @pytest.mark.parametrize("name", MIXING)
 def test_functions_that_mix_rows_are_named(name):
   """A row depends on the others: what it is in depends on the number of devices."""
-  config = config_of(Functions(name=name))
-  made = experiment(config, devices=jax.devices()[:2])
-  assert any(
-    x.startswith("Functions: its model mixes the rows of each device: results") for x in made.notes
-  )
+  count = 1 if name == "for one batch size" else 2
+  made = experiment(config_of(Functions(name=name)), devices=jax.devices()[:count])
+  line = "Functions: its model mixes the rows of each device: results"
+  assert any(note.startswith(line) for note in made.notes)
 
 
 @pytest.mark.parametrize("name", ALONE)
 def test_functions_of_each_row_are_the_same_on_any_number_of_devices(name):
   notes, one = trained(Functions(name=name), 1)
   assert furthest(one, trained(Functions(name=name), 8)[1]) < 1e-6 and not notes
-
-
-def test_linen_code_that_mixes_rows_is_named():
-  class Centred(nn.Module):
-    @nn.compact
-    def __call__(self, x):
-      return nn.Dense(3)(x - x.mean(0))
-
-  made = experiment(config_of(Own(module=Centred())), devices=jax.devices()[:2])
-  assert "its model mixes the rows" in made.notes[0]
 
 
 class Mixed(cfg.Loss):
@@ -358,25 +335,16 @@ class Mixed(cfg.Loss):
     return Objective(lambda outputs, batch: self.of(entropy(outputs, batch)))
 
 
-@pytest.mark.parametrize(
-  ("of", "is_noted"),
-  [
-    (lambda x: x * (x - x.mean()), True),
-    (lambda x: x - jnp.median(x), True),
-    (lambda x: jnp.sort(x), True),
-    (lambda x: x**2, False),
-  ],
-)
+OF_ROWS = [(lambda x: x * (x - x.mean()), True), (lambda x: x - jnp.median(x), True)]
+OF_ROWS += [(jnp.sort, True), (jnp.square, False)]
+
+
+@pytest.mark.parametrize("of, is_noted", OF_ROWS)
 def test_a_loss_that_mixes_rows_is_named(of, is_noted):
   config = config_of(cfg.MLP(), loss=Mixed(of=of))
   notes = experiment(config, devices=jax.devices()[:2]).notes
   line = "Mixed: its loss mixes the rows of each device: results depend on how many"
   assert any(note.startswith(line) for note in notes) == is_noted
-
-
-def test_a_model_for_one_batch_size_is_tested_with_it():
-  made = experiment(config_of(Functions(name="fixed")), devices=jax.devices()[:1])
-  assert "its model mixes the rows" in made.notes[0]
 
 
 def test_a_model_that_cannot_be_tested_is_named(monkeypatch):
@@ -397,19 +365,13 @@ def test_a_model_that_cannot_be_tested_is_named(monkeypatch):
   assert "Functions: not tested whether its model mixes" in note and "over 20" in note
 
 
-def test_a_typed_key_in_the_state_is_refused_before_it_is_saved():
+def test_a_typed_key_is_refused_before_it_is_saved():
   MODELS["key"] = plain(lambda h, s, k: h, {"key": jax.random.key(3)})
-  with pytest.raises(ConfigError, match=r"state key is a typed key.*random.key_data"):
+  with config_error(match=r"state key is a typed key.*random.key_data"):
     experiment(config_of(Functions(name="key")), devices=jax.devices()[:1])
-
-
-def test_an_optimizer_that_keeps_a_typed_key_is_refused_before_it_is_saved():
-  config = dataclasses.replace(
-    config_of(cfg.MLP()),
-    optimizer=cfg.Optax(lr=0.1, make=lambda rate: optax.noisy_sgd(rate, key=0)),
-  )
-  made = experiment(config, devices=jax.devices()[:1])
-  with pytest.raises(ConfigError, match=r"optimizer state .* is a typed key.*key_data"):
+  noisy = cfg.Optax(lr=0.1, make=lambda rate: optax.noisy_sgd(rate, key=0))
+  made = experiment(config_of(cfg.MLP(), optimizer=noisy), devices=jax.devices()[:1])
+  with config_error(match=r"optimizer state .* is a typed key.*key_data"):
     made.abstract_state()
 
 
@@ -442,7 +404,7 @@ def test_a_stack_that_mixes_rows_is_named(mixes):
     def build(self):
       return 2 * (text_windows("mine", of_array(tokens, None), VOCAB, 8),)
 
-  config = dataclasses.replace(config_of(Layered(mixes=mixes)), data=Text())
+  config = config_of(Layered(mixes=mixes), data=Text())
   notes = experiment(config, devices=jax.devices()[:2]).notes
   named = [note for note in notes if "mixes the rows" in note]
   assert len(named) == mixes, notes

@@ -29,6 +29,7 @@ from jaxscale.parallel import PipelineGrads, gpipe_grads, make_layout, one_f_one
 from jaxscale.parallel.layout_exchange import exchange_axes
 from jaxscale.training.state import init_state
 from jaxscale.training.step import make_train_step
+from jaxscale.training.types import StepOptions
 from support.cases import all_slow_except
 from support.compiling import fast_compile_options
 from support.parity import by, side_by_side
@@ -124,12 +125,16 @@ LAYOUTS = {
   "zero-2 x stage, 1f1b": piped({"fsdp": 4, "stage": 2}, "1f1b", shard="zero2"),
   "fsdp x stage x model": piped({"fsdp": 2, "stage": 2, "model": 2}, micros=2, shard="fsdp"),
   "stage x ring": piped({"stage": 2, "model": 4}, splits="ring"),
+  "stage x ring, 1f1b": piped({"stage": 2, "model": 4}, "1f1b", splits="ring"),
 }
 
 CASES = EXCHANGES | MICRO_BATCHES | LAYOUTS
-LATE = {
-  "one device": Case({}, exchange=lambda axes: delayed(plain(axes))),
-  "replica x data": exchanged(lambda axes: delayed(plain(axes))),
+# Others than these are compared with one device of their own, or are to be found.
+LATE = "replica x data, delayed"
+APART = {
+  "one device, delayed": Case({}, exchange=lambda axes: delayed(plain(axes))),
+  LATE: exchanged(lambda axes: delayed(plain(axes))),
+  "rounded": exchanged(lambda axes: half_precision(axes, "float16")),
 }
 QUICK = "data x fsdp x model"
 
@@ -225,13 +230,12 @@ def runs(case: Case, dtype: str, *starts: Any, optimizers=OPTIMIZERS) -> list[Ru
 
   tx, exchange = side_by_side(optimizers), case.exchange(exchange_axes(every))
   state = init_state(init, tx, mesh, exchange, layout=every, seed=SEED)
-  step: Any = make_train_step(
-    loss_fn, tx, mesh, exchange, layout=every, accumulate_steps=case.micros, seed=SEED
-  )
+  options = StepOptions(num_microbatches=case.micros, seed=SEED)
+  step: Any = make_train_step(loss_fn, tx, mesh, exchange, layout=every, options=options)
   given = [jax.device_put(b, batch_sharding(mesh)) for b in batches()]
   # XLA may keep more than bfloat16 where it fuses, and fuses layouts differently.
-  options = fast_compile_options() | {"xla_allow_excess_precision": False}
-  step = step.lower(state, given[0]).compile(compiler_options=options)
+  settings = fast_compile_options() | {"xla_allow_excess_precision": False}
+  step = step.lower(state, given[0]).compile(compiler_options=settings)
   where = jax.tree.map(lambda x: x.sharding, state)
   first = jax.device_get(state)
   found = []
@@ -260,7 +264,7 @@ def one_device(dtype="float32"):
 
 @functools.cache
 def many(name):
-  return runs(CASES[name], "float32", None)[0]
+  return runs((CASES | APART)[name], "float32", None)[0]
 
 
 def assert_same(found: Run, wanted: Run, optimizer: str, bound: float, leaf: float):
@@ -284,15 +288,10 @@ def test_many_devices_train_as_one(name, optimizer):
   assert_same(many(name), one_device(), optimizer, 1e-6, 2e-6)
 
 
-@functools.cache
-def late(name):
-  return runs(LATE[name], "float32", None)[0]
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_delayed_is_one_device_that_delays(optimizer):
-  assert_same(late("replica x data"), late("one device"), optimizer, 1e-6, 2e-6)
+  assert_same(many(LATE), many("one device, delayed"), optimizer, 1e-6, 2e-6)
 
 
 @functools.cache
@@ -316,14 +315,12 @@ def test_in_half_precision_steps_and_runs_are_those_of_one_device(name, optimize
 
 
 LARS = get_args(LarsVariant)
-VARIANTS = {
-  v: optim.lars(0.05, variant=v, trust_coefficient=0.05, stacked=IS_STACKED) for v in LARS
-} | {
+OF_LARS = functools.partial(optim.lars, 0.05, trust_coefficient=0.05, stacked=IS_STACKED)
+OF_TORCH = dict(variant="torch", adjust="original", adam_rate_factor=0.5)
+VARIANTS = {variant: OF_LARS(variant=variant) for variant in LARS} | {
   "lamb as released": optim.lamb(3e-3, bias_correction=False, weight_decay=1.5, phi_max=3.0),
   "lamb of timm": optim.lamb(3e-3, variant="timm", stacked=IS_STACKED),
-  "muon of torch": optim.muon(
-    1e-3, variant="torch", adjust="original", adam_rate_factor=0.5, stacked=IS_STACKED
-  ),
+  "muon of torch": optim.muon(1e-3, **OF_TORCH, stacked=IS_STACKED),
 }
 
 
@@ -345,17 +342,11 @@ def test_variants_of_layer_wise_optimizers_split_as_one(variant):
     assert ratios["layers/q"].shape == (4,) and np.all(ratios["layers/q"] != 1)
 
 
-@functools.cache
-def rounded():
-  case = exchanged(lambda axes: half_precision(axes, "float16"))
-  return runs(case, "float32", None)[0]
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_the_finest_rounding_is_found(optimizer):
   with pytest.raises(AssertionError):
-    assert_same(rounded(), one_device(), optimizer, 1e-6, 2e-6)
+    assert_same(many("rounded"), one_device(), optimizer, 1e-6, 2e-6)
 
 
 def test_a_step_that_forgets_is_found():

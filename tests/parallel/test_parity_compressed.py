@@ -9,36 +9,17 @@ import jax
 import numpy as np
 import pytest
 
+from support import parity
 from support.cases import all_slow_except
-from support.parity import (
-  BLOCK,
-  DECAY,
-  MOMENTUM,
-  RATE,
-  ROWS,
-  SEED,
-  SHAPES,
-  STEPS,
-  N,
-  Run,
-  batches,
-  first_params,
-  loss_of,
-  noise_of,
-  run,
-)
+from support.exchanges import joined
 
 
-def way_off(found: Run, optimizer: str) -> float:
+def way_off(found: parity.Run, optimizer: str) -> float:
   """|parameters - one device's| / |way of one device|, of the worst tensor."""
-  wanted, first = run("plain", devices=1).params[optimizer], first_params()
-  return max(
-    float(
-      np.linalg.norm(found.params[optimizer][name] - wanted[name])
-      / np.linalg.norm(wanted[name] - first[name])
-    )
-    for name in SHAPES
-  )
+  wanted, first = parity.run("plain", devices=1).params[optimizer], parity.first_params()
+  way = jax.tree.map(lambda a, b: np.linalg.norm(a - b), wanted, first)
+  off = jax.tree.map(lambda a, b: np.linalg.norm(a - b), found.params[optimizer], wanted)
+  return max(float(off[name] / way[name]) for name in parity.SHAPES)
 
 
 # Of `way_off`. SGD's with a rounded payload is derived, see `sgd_bound`. The others are
@@ -72,10 +53,10 @@ def rounding_variance(name: str, own: np.ndarray, mean: np.ndarray) -> float:
     x = np.float64(x).reshape(-1)
     if name != "int8":
       return u**2 / (8 * np.log(2)) * (x @ x)
-    blocks = [x[i : i + BLOCK] for i in range(0, x.size, BLOCK)]
+    blocks = [x[i : i + parity.BLOCK] for i in range(0, x.size, parity.BLOCK)]
     return sum(b.size * (np.abs(b).max() / 127) ** 2 / 6 for b in blocks)
 
-  return sum(variance(g) for g in own) / N**2 + variance(mean)
+  return sum(variance(g) for g in own) / parity.N**2 + variance(mean)
 
 
 def sgd_bound(name: str) -> float:
@@ -85,15 +66,14 @@ def sgd_bound(name: str) -> float:
   and so does its error; errors are independent. What an error does to later
   gradients is left out.
   """
-  found, wanted = run(name), run("plain", devices=1).params["sgd"]
-  left = STEPS - np.arange(STEPS)
-  weights = RATE * (1 - MOMENTUM**left) / (1 - MOMENTUM)
+  found, wanted = parity.run(name), parity.run("plain", devices=1).params["sgd"]
+  left = parity.STEPS - np.arange(parity.STEPS)
+  weights = parity.RATE * (1 - parity.MOMENTUM**left) / (1 - parity.MOMENTUM)
   shares = []
-  for leaf, first in first_params().items():
+  for leaf, first in parity.first_params().items():
     given = zip(weights, found.own, found.means, strict=True)
-    square = sum(
-      a**2 * rounding_variance(name, own["sgd"][leaf], mean["sgd"][leaf]) for a, own, mean in given
-    )
+    leaves = ((a, own["sgd"][leaf], mean["sgd"][leaf]) for a, own, mean in given)
+    square = sum(a**2 * rounding_variance(name, own, mean) for a, own, mean in leaves)
     shares.append(np.sqrt(square) / np.linalg.norm(wanted[leaf] - first))
   return 2 * max(shares)
 
@@ -105,7 +85,7 @@ def bound(name: str, optimizer: str) -> float:
 @pytest.mark.parametrize("optimizer", MEASURED)
 @pytest.mark.parametrize("name", all_slow_except(BOUNDS, "1-bit", "PowerSGD"))
 def test_compressed_exchanges_are_within_their_bounds(name, optimizer):
-  assert way_off(run(name), optimizer) <= bound(name, optimizer)
+  assert way_off(parity.run(name), optimizer) <= bound(name, optimizer)
 
 
 # What each bound must not let through.
@@ -124,32 +104,56 @@ WORSE = {
 @pytest.mark.parametrize("name", BOUNDS)
 def test_the_bounds_are_broken_by_what_is_broken(name, optimizer):
   for worse in (*WORSE[name], "one device's"):
-    assert way_off(run(worse), optimizer) > bound(name, optimizer), worse
+    assert way_off(parity.run(worse), optimizer) > bound(name, optimizer), worse
+
+
+def unaccounted(found: parity.Run, optimizer: str) -> float:
+  """|N sum of results + residuals - sum of gradients| / |sum of gradients|."""
+  worst = 0.0
+  for leaf, shape in parity.SHAPES.items():
+    computed = sum(own[optimizer][leaf].sum(0, dtype=np.float64) for own in found.own)
+    applied = parity.N * sum(np.float64(mean[optimizer][leaf]) for mean in found.means)
+    left = found.kept["residual"][optimizer][leaf].sum(0, dtype=np.float64)
+    if "stripe" in found.kept:
+      stripes = np.asarray(found.kept["stripe"][optimizer][leaf], np.float64)
+      left = left + joined(stripes, left.size // stripes.shape[1]).reshape(shape)
+    error = np.linalg.norm(applied + left - computed)
+    worst = max(worst, float(error / np.linalg.norm(computed)))
+  return worst
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("optimizer", MEASURED)
+@pytest.mark.parametrize("name", parity.FEEDBACK)
+def test_no_gradient_is_lost_in_the_train_step(name, optimizer):
+  assert unaccounted(parity.run(name), optimizer) <= 1e-5
+  for broken in WORSE[name]:
+    assert unaccounted(parity.run(broken), optimizer) > 0.1, broken
 
 
 @pytest.mark.parametrize("late", [0, 1])
 def test_sgd_is_float64_on_gradients_so_many_steps_late(late):
-  """Whole batches, no mesh and no exchange; the optimizer in numpy."""
-  params = jax.tree.map(np.float64, first_params())
+  """Whole parity.batches, no mesh and no exchange; the optimizer in numpy."""
+  params = jax.tree.map(np.float64, parity.first_params())
   velocity = jax.tree.map(np.zeros_like, params)
   waiting = [jax.tree.map(np.zeros_like, params)] * late
   losses = []
   with jax.enable_x64(True):
-    value_and_grad = jax.jit(jax.value_and_grad(loss_of))
-    for step, batch in enumerate(batches()):
-      key = jax.random.fold_in(jax.random.key(SEED), np.int32(step))
-      places = np.arange(ROWS, dtype=np.int32)
+    value_and_grad = jax.jit(jax.value_and_grad(parity.loss_of))
+    for step, batch in enumerate(parity.batches()):
+      key = jax.random.fold_in(jax.random.key(parity.SEED), np.int32(step))
+      places = np.arange(parity.ROWS, dtype=np.int32)
       keys = jax.vmap(lambda place, key=key: jax.random.fold_in(key, place))(places)
-      noise = np.float64(noise_of(keys))
+      noise = np.float64(parity.noise_of(keys))
       given = batch | {"image": np.float64(batch["image"])}
       loss, grads = value_and_grad(params, given, noise)
-      losses.append(float(loss) / ROWS)
-      waiting.append(jax.tree.map(lambda g: np.asarray(g) / ROWS, grads))
+      losses.append(float(loss) / parity.ROWS)
+      waiting.append(jax.tree.map(lambda g: np.asarray(g) / parity.ROWS, grads))
       for name, g in waiting.pop(0).items():
-        decay = DECAY if g.ndim > 1 else 0.0
-        velocity[name] = MOMENTUM * velocity[name] + g + decay * params[name]
-        params[name] = params[name] - RATE * velocity[name]
-  found = run("delayed" if late else "plain")
+        decay = parity.DECAY if g.ndim > 1 else 0.0
+        velocity[name] = parity.MOMENTUM * velocity[name] + g + decay * params[name]
+        params[name] = params[name] - parity.RATE * velocity[name]
+  found = parity.run("delayed" if late else "plain")
   np.testing.assert_allclose([x["sgd"] for x in found.losses], losses, rtol=1e-6)
   for name, wanted in params.items():
     error = np.abs(found.params["sgd"][name] - wanted).max()

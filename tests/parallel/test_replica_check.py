@@ -7,21 +7,13 @@ import optax
 import pytest
 
 from jaxscale import hlo
-from jaxscale.config.loading import load_config
 from jaxscale.exchange import plain
 from jaxscale.exchange.wrappers import silent
-from jaxscale.experiment import build
-from jaxscale.mesh import batch_sharding, make_mesh, replicated
+from jaxscale.mesh import make_mesh, replicated
 from jaxscale.training import losses, replica_check
-from jaxscale.training.replica_check import (
-  ReplicaDivergenceError,
-  find_divergence,
-  make_fingerprint,
-)
-from jaxscale.training.state import init_state
-from jaxscale.training.step import make_train_step
 from support.bad_values import flipped
-from support.digits import digits_batch
+from support.digits import cnn, digits_batch
+from support.steps import on_mesh, training
 
 VALUES = {
   "f32": np.linspace(-1, 1, 35, dtype=np.float32).reshape(5, 7),
@@ -54,14 +46,15 @@ def copies(mesh, values, changed=None, at=5):
 
 def found(mesh, values, changed=None, at=5):
   names = sorted(values)
-  return find_divergence(make_fingerprint(mesh)(copies(mesh, values, changed, at)), names)
+  prints = replica_check.make_fingerprint(mesh)(copies(mesh, values, changed, at))
+  return replica_check.find_divergence(prints, names)
 
 
 def test_equal_copies_raise_no_alarm(mesh):
-  prints = make_fingerprint(mesh)(copies(mesh, VALUES))
+  prints = replica_check.make_fingerprint(mesh)(copies(mesh, VALUES))
   assert prints.shape == (8, len(VALUES)) and prints.dtype == np.uint32
   assert (np.asarray(prints) == np.asarray(prints)[0]).all()
-  assert find_divergence(prints, sorted(VALUES)) is None
+  assert replica_check.find_divergence(prints, sorted(VALUES)) is None
 
 
 @pytest.mark.parametrize("name", ["f32", "bf16", "f16", "i32", "i8", "u16"])
@@ -84,30 +77,26 @@ def swapped(value, i, j):
   return raw
 
 
+def numbers(*shape):
+  return np.arange(np.prod(shape), dtype=np.float32).reshape(shape)
+
+
+BFLOAT = np.uint16, 0x7FC0
 BITS = {
-  "sign of zero": ({"f32": np.zeros(5, np.float32)}, {"f32": -np.zeros(5, np.float32)}),
-  "NaN's payload": ({"f32": nan(1).view(np.float32)}, {"f32": nan(2).view(np.float32)}),
-  "bfloat16 NaN's payload": (
-    {"b": nan(1, np.uint16, 0x7FC0).view(jnp.bfloat16)},
-    {"b": nan(2, np.uint16, 0x7FC0).view(jnp.bfloat16)},
-  ),
-  "denormal": ({"f32": np.zeros(1, np.float32)}, {"f32": np.array([1], np.uint32).view("f4")}),
-  "bool": ({"m": np.array([True, False])}, {"m": np.array([True, True])}),
-  "imaginary": ({"c": np.array([1 + 2j], "c8")}, {"c": np.array([1 + 3j], "c8")}),
-  "swapped": (
-    {"w": np.arange(24, dtype=np.float32).reshape(4, 6)},
-    {"w": swapped(np.arange(24, dtype=np.float32).reshape(4, 6), 3, 17)},
-  ),
-  "transposed": (
-    {"w": np.arange(16, dtype=np.float32).reshape(4, 4)},
-    {"w": np.arange(16, dtype=np.float32).reshape(4, 4).T.copy()},
-  ),
+  "sign of zero": (np.zeros(5, np.float32), -np.zeros(5, np.float32)),
+  "NaN's payload": (nan(1).view(np.float32), nan(2).view(np.float32)),
+  "bfloat16 NaN's": (nan(1, *BFLOAT).view(jnp.bfloat16), nan(2, *BFLOAT).view(jnp.bfloat16)),
+  "denormal": (np.zeros(1, np.float32), np.array([1], np.uint32).view("f4")),
+  "bool": (np.array([True, False]), np.array([True, True])),
+  "imaginary": (np.array([1 + 2j], "c8"), np.array([1 + 3j], "c8")),
+  "swapped": (numbers(4, 6), swapped(numbers(4, 6), 3, 17)),
+  "transposed": (numbers(4, 4), numbers(4, 4).T.copy()),
 }
 
 
 @pytest.mark.parametrize("name", BITS)
 def test_what_compares_equal_or_sums_alike_is_found_too(mesh, name):
-  value, other = BITS[name]
+  value, other = ({"w": x} for x in BITS[name])
   assert found(mesh, value) is None
   line = found(mesh, value, other, at=0)
   assert line and "cpu:0) differs from 7 of 8 devices" in line
@@ -153,12 +142,10 @@ def test_without_a_majority_nobody_is_blamed():
 
 def test_a_process_whose_devices_all_differ_is_named_once():
   whole = (1, 2)
-  line = replica_check.describe(
-    rows(whole, whole, whole, whole, (5, 6), (5, 6), per_process=2), ["a", "b"]
-  )
-  assert line == (
-    "process 2 (n2, gpu:4 and gpu:5) differs from 4 of 6 devices in a and 1 more leaf"
-  )
+  hashes = rows(*[whole] * 4, (5, 6), (5, 6), per_process=2)
+  line = replica_check.describe(hashes, ["a", "b"])
+  wanted = "process 2 (n2, gpu:4 and gpu:5) differs from 4 of 6 devices in a and 1 more leaf"
+  assert line == wanted
 
 
 def test_a_thousand_devices_are_one_short_line():
@@ -167,36 +154,25 @@ def test_a_thousand_devices_are_one_short_line():
   assert "1000 versions" in line
 
 
-@pytest.fixture(scope="module")
-def parts(mesh):
-  experiment = build.experiment(
-    load_config("configs/digits.py", {"model": "MLP", "model.hidden": "(16,)"})
-  )
-  loss = losses.classification_loss(experiment.model.apply)
-  return experiment.model.init, loss, optax.sgd(0.1, momentum=0.9)
-
-
 @pytest.mark.parametrize("broken", [False, True])
-def test_after_real_steps_only_a_broken_exchange_is_found(mesh, parts, broken):
-  init, loss, tx = parts
+def test_after_real_steps_only_a_broken_exchange_is_found(mesh, broken):
+  fns, tx = cnn(), optax.sgd(0.1, momentum=0.9)
   exchange = plain(mesh.axis_names)
   exchange = silent(exchange, mesh.axis_names) if broken else exchange
-  state = init_state(init, tx, mesh, exchange)
-  step = make_train_step(loss, tx, mesh, exchange)
+  state, step = training(losses.classification_loss(fns.apply), fns.init, tx, mesh, exchange)
   for i in range(3):
-    batch = jax.device_put(digits_batch(32, i), batch_sharding(mesh))
-    state, _ = step(state, batch)
+    state, _ = step(state, on_mesh(mesh, digits_batch(32, i)))
   shared = replica_check.shared(state)
   if not broken:
-    replica_check.check(shared, make_fingerprint(mesh), step=3)
+    replica_check.check(shared, replica_check.make_fingerprint(mesh), step=3)
     return
-  with pytest.raises(ReplicaDivergenceError) as error:
-    replica_check.check(shared, make_fingerprint(mesh), step=3, before=2)
+  with pytest.raises(replica_check.ReplicaDivergenceError) as error:
+    replica_check.check(shared, replica_check.make_fingerprint(mesh), step=3, before=2)
   assert "8 versions, and no majority" in str(error.value)
-  assert "in params/Dense_0/bias" in str(error.value) and "\n" not in str(error.value)
+  assert "in params/Conv_0/bias" in str(error.value) and "\n" not in str(error.value)
   assert error.value.step == 3 and error.value.good_until == 2
 
 
 def test_nothing_crosses_the_network(mesh):
-  compiled = make_fingerprint(mesh).lower(copies(mesh, VALUES)).compile()  # pyright: ignore
+  compiled = replica_check.make_fingerprint(mesh).lower(copies(mesh, VALUES)).compile()  # pyright: ignore
   assert hlo.collectives(compiled, mesh) == []

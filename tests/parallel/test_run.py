@@ -18,7 +18,7 @@ import jaxscale
 from jaxscale import config, data, metrics
 from jaxscale.checkpoint import checkpoint_files
 from jaxscale.checkpoint.manager import Checkpoints
-from jaxscale.errors import ConfigError, NonFiniteError
+from jaxscale.errors import NonFiniteError
 from jaxscale.experiment import build
 from jaxscale.experiment.derive import derive
 from jaxscale.mesh import make_mesh
@@ -26,10 +26,13 @@ from jaxscale.run import reporter, tracking, train_phases
 from jaxscale.run.fit import fit
 from jaxscale.run.goodput import read_activities
 from jaxscale.training import loop
+from jaxscale.training.losses import classification_totals
+from jaxscale.training.step import make_eval_step
 from support.configs import tiny_digits
 from support.errors import config_error
 from support.extending import blocks
 from support.tiny_runs import events_of, record
+from support.trees import assert_same_bits
 
 
 @pytest.fixture(scope="module")
@@ -42,24 +45,14 @@ def finished(tmp_path_factory):
 
 def test_a_run_leaves_its_record(finished):
   result, workdir = finished
-  names = {p.name for p in workdir.iterdir()}
-  assert names == {
-    "checkpoints",
-    "config.json",
-    "metrics.jsonl",
-    "metrics.png",
-    "summary.json",
-    "lock",
-    "starts.jsonl",
-    "tensorboard",
-    "activity.jsonl",
-  }
+  files = {"activity.jsonl", "config.json", "metrics.jsonl", "metrics.png", "starts.jsonl"}
+  folders = {"checkpoints", "lock", "tensorboard"}
+  assert {p.name for p in workdir.iterdir()} == files | folders | {"summary.json"}
   assert json.loads((workdir / "summary.json").read_text()) == result.summary
   assert result.summary["outcome"] == "done" and result.summary["step"] == 45
   seconds = result.summary["goodput_seconds"]
-  assert result.summary["goodput"] == pytest.approx(
-    seconds["training"] / sum(seconds.values()), abs=1e-3
-  )
+  share = seconds["training"] / sum(seconds.values())
+  assert result.summary["goodput"] == pytest.approx(share, abs=1e-3)
   last = read_activities(workdir)[-1]
   assert (last.step, last.resumed, last.done) == (46, [0], True)
   assert {"starting", "compiling", "input", "step", "saving"} < last.seconds.keys()
@@ -101,16 +94,10 @@ def test_the_resolved_config_is_written(finished):
 
 
 def test_tensorboard_has_the_same_numbers(finished):
-  from tensorboardX.proto.event_pb2 import Event
-
   _, workdir = finished
   (path,) = (workdir / "tensorboard").iterdir()
-  content, scalars = path.read_bytes(), []
-  while content:  # TFRecord: length, its crc, an event, its crc
-    size = int.from_bytes(content[:8], "little")
-    event = Event.FromString(content[12 : 12 + size])
-    scalars += [(event.step, v.tag, v.simple_value) for v in event.summary.value]
-    content = content[16 + size :]
+  events = [(event.step, value) for event in events_of(path) for value in event.summary.value]
+  scalars = [(step, value.tag, value.simple_value) for step, value in events]
   lines = metrics.read_json_lines(workdir / "metrics.jsonl")
   for line in lines:
     for name, value in line.items():
@@ -168,64 +155,41 @@ def test_a_finished_run_says_so_and_stays_as_it_is(finished, capsys):
   again = fit(tiny_digits(), workdir)
   assert "all 45 steps are done already" in capsys.readouterr().out
   assert again.summary["accuracy"] == result.summary["accuracy"]
-  for a, b in zip(*map(jax.tree.leaves, (again.state, result.state)), strict=True):
-    np.testing.assert_array_equal(a, b)
+  assert_same_bits(again.state, result.state)
 
 
-def test_a_workdir_of_another_experiment_is_refused(finished):
-  _, workdir = finished
-  before = (workdir / "config.json").read_text()
-  with pytest.raises(ConfigError, match=r"optimizer.lr is 0.1 there and 0.2 now"):
-    fit(tiny_digits(optimizer__lr="0.2"), workdir)
-  with pytest.raises(ConfigError, match=r"model.class is 'MLP' there and 'CNN' now"):
-    fit(tiny_digits(model="CNN", model__features="8"), workdir)
-  assert (workdir / "config.json").read_text() == before
-  # Where it runs and what it logs may change.
-  fit(tiny_digits(mesh__data="8", log__every_steps="50"), workdir)
+REMEDIES = {
+  errno.ENOSPC: "make room, or use another one",
+  errno.EROFS: "have it mounted for writing (dmesg says why it is not), or use",
+  errno.EACCES: "use another one",
+}
 
 
-@pytest.mark.parametrize(
-  "number, remedy",
-  [
-    (errno.ENOSPC, "make room, or use another one"),
-    (errno.EROFS, "have it mounted for writing (dmesg says why it is not), or use"),
-    (errno.EACCES, "use another one"),
-  ],
-)
+@pytest.mark.parametrize("number", REMEDIES)
 @pytest.mark.parametrize("fails", ["checkpoint.lock._create", "metrics.writers.replace_text"])
-def test_a_disk_that_takes_no_run_is_named_with_its_remedy(
-  tmp_path, monkeypatch, fails, number, remedy
-):
+def test_a_disk_that_takes_no_run_is_named_with_its_remedy(tmp_path, monkeypatch, fails, number):
   def fail(*_, **__):
     raise OSError(number, os.strerror(number))
 
   monkeypatch.setattr(f"jaxscale.{fails}", fail)
-  with pytest.raises(ConfigError) as error:
+  with config_error() as error:
     fit(tiny_digits(), tmp_path / "run")
-  line = f"--workdir={tmp_path}/run cannot be written: {os.strerror(number)}; {remedy}"
+  line = f"--workdir={tmp_path}/run cannot be written: {os.strerror(number)}; {REMEDIES[number]}"
   assert str(error.value).startswith(line)
 
 
-def test_a_workdir_that_cannot_be_made_is_refused(tmp_path):
-  (tmp_path / "file").write_text("")
-  with pytest.raises(ConfigError, match="use another one"):
-    fit(tiny_digits(), tmp_path / "file" / "run")
+WARMUP = dict(epochs="1.42", schedule__warmup_epochs="1.4", batch_size="1024")
+UNFIT = [
+  (dict(batch_size="100"), "96 or 104"),
+  (dict(batch_size="4"), "give 8"),
+  (dict(batch_size="136", accumulate_steps="4"), "128 or 160"),
+  (dict(mesh__data="3"), "8 devices"),
+  (dict(model="CNN", model__features="(8, 8, 8, 8)"), "give fewer"),
+  (WARMUP, "2 steps of a run of 2; make it shorter"),
+]
 
 
-@pytest.mark.parametrize(
-  "changes, message",
-  [
-    (dict(batch_size="100"), "96 or 104"),
-    (dict(batch_size="4"), "give 8"),
-    (dict(batch_size="136", accumulate_steps="4"), "128 or 160"),
-    (dict(mesh__data="3"), "8 devices"),
-    (dict(model="CNN", model__features="(8, 8, 8, 8)"), "give fewer"),
-    (
-      dict(epochs="1.42", schedule__warmup_epochs="1.4", batch_size="1024"),
-      "2 steps of a run of 2; make it shorter",
-    ),
-  ],
-)
+@pytest.mark.parametrize("changes, message", UNFIT)
 def test_what_does_not_fit_the_devices_is_refused(changes, message):
   with config_error(match=message):
     build.experiment(tiny_digits(**changes))
@@ -241,9 +205,6 @@ def test_evaluation_is_exact_at_any_batch_size_and_device_count(finished):
   rows = dataset.load(np.arange(360), None)
   logits, _ = experiment.model.apply(params, model_state, rows["image"], False, None)
   hits = int((logits.argmax(-1) == rows["label"]).sum())
-  from jaxscale.training.losses import classification_totals
-  from jaxscale.training.step import make_eval_step
-
   for num_devices in (1, 2, 8):
     mesh = make_mesh(devices=jax.devices()[:num_devices])
     step = make_eval_step(classification_totals(experiment.model.apply), mesh)
@@ -367,9 +328,8 @@ def test_the_last_evaluation_is_on_record_once(tmp_path):
 
 
 def test_a_run_stops_at_its_target_and_stays_there(tmp_path, capsys):
-  options = dict(
-    stop_at_target="True", target_accuracy="0.3", epochs="40", evaluation__every_epochs="1"
-  )
+  options = dict(stop_at_target="True", target_accuracy="0.3", evaluation__every_epochs="1")
+  options["epochs"] = "40"
   summary = fit(tiny_digits(**options), tmp_path).summary
   assert summary["outcome"] == "done" and summary["accuracy"] >= 0.3
   assert summary["step"] == summary["target_step"] < summary["total_steps"]
@@ -384,9 +344,8 @@ def test_a_run_stops_at_its_target_and_stays_there(tmp_path, capsys):
 
 @pytest.mark.slow
 def test_trust_ratios_and_noise_scale_are_logged(tmp_path):
-  options = dict(
-    optimizer="LARS", optimizer__lr="5", log__trust_ratios="True", noise_scale="True", epochs="2"
-  )
+  options = dict(optimizer="LARS", optimizer__lr="5", log__trust_ratios="True", epochs="2")
+  options["noise_scale"] = "True"
   summary = fit(tiny_digits(**options), tmp_path).summary
   lines = metrics.read_json_lines(tmp_path / "metrics.jsonl")
   ratios = [line for line in lines if "trust_ratio/Dense_0/kernel" in line]
@@ -402,7 +361,7 @@ def test_one_gradient_has_no_noise_scale():
   experiment = build.experiment(tiny_digits())
   config = tiny_digits(noise_scale="True", mesh__data="-1")
   sizes = experiment.derived.num_train, experiment.derived.num_eval
-  with pytest.raises(ConfigError, match="set accumulate_steps to 2"):
+  with config_error(match="set accumulate_steps to 2"):
     derive(config, *sizes, num_devices=1)
 
 
@@ -419,12 +378,8 @@ def test_a_run_that_waits_for_data_says_so(tmp_path, capsys, monkeypatch):
   fit(tiny_digits(), tmp_path)
   reported = [x for x in capsys.readouterr().out.splitlines() if "input-bound" in x]
   assert len(reported) == 1 and "input_threads" in reported[0]
-  waits = [
-    x["perf/input_wait"]
-    for x in metrics.read_json_lines(tmp_path / "metrics.jsonl")
-    if "perf/input_wait" in x
-  ]
-  assert waits[-1] > 0.2
+  lines = metrics.read_json_lines(tmp_path / "metrics.jsonl")
+  assert [line["perf/input_wait"] for line in lines if "perf/input_wait" in line][-1] > 0.2
 
 
 def test_progress_lines(capsys):

@@ -5,7 +5,6 @@ import itertools
 import signal
 import time
 
-import jax
 import pytest
 
 from jaxscale import cluster
@@ -15,10 +14,11 @@ from jaxscale.cluster.watch.stop_consensus import StopRequest, StopRequested
 from jaxscale.config import Config, Faults
 from jaxscale.data import to_device
 from jaxscale.errors import ConfigError, GiveUpError, user_message
-from jaxscale.metrics import read_json_lines
 from jaxscale.run import hooks, session, train_phases
 from jaxscale.run.fit import fit
 from support.configs import tiny_digits
+from support.tiny_runs import record
+from support.trees import assert_same_bits
 
 SIGTERM = StopRequest("SIGTERM at process 0 on n1")
 
@@ -74,12 +74,16 @@ def test_restarts_without_progress_are_counted(tmp_path, monkeypatch):
   assert told and told.code == 93
 
 
+def points(workdir):
+  """All but what depends on the clock, one by one."""
+  lines = ((line.pop("step"), line) for line in record(workdir))
+  return [(step, *item) for step, line in lines for item in line.items()]
+
+
 @pytest.mark.slow
 def test_an_evaluation_that_was_left_off_is_made_up_for(tmp_path, monkeypatch):
   """Asked to stop in the middle of one; then the record is that of a whole run."""
-  small = dataclasses.replace(
-    tiny_digits(), evaluation=dataclasses.replace(tiny_digits().evaluation, batch_size=120)
-  )
+  small = tiny_digits(evaluation__batch_size="120")
   whole = fit(small, tmp_path / "whole")
   asked = []
 
@@ -99,16 +103,7 @@ def test_an_evaluation_that_was_left_off_is_made_up_for(tmp_path, monkeypatch):
   last = fit(small, tmp_path / "run")
   assert last.summary["outcome"] == "done"
   assert last.summary["accuracy"] == whole.summary["accuracy"]
-  records = [
-    [
-      (line["step"], name, value)
-      for line in read_json_lines(tmp_path / run / "metrics.jsonl")
-      for name, value in line.items()
-      if name.startswith(("eval/", "train/"))
-    ]
-    for run in ("whole", "run")
-  ]
-  assert records[0] == records[1]
+  assert points(tmp_path / "run") == points(tmp_path / "whole")
 
 
 def test_a_run_that_was_asked_to_stop_before_its_first_step_makes_none(tmp_path, monkeypatch):
@@ -135,19 +130,10 @@ def test_the_loop_says_where_it_is(tmp_path, monkeypatch):
   fit(tiny_digits(), tmp_path)
   assert places[:4] == [(0, "starting"), (1, "compiling"), (1, "input"), (1, "step")]
   places = [place for place, _ in itertools.groupby(places)]
-  assert places[places.index((22, "step")) :][:4] == [
-    (22, "step"),
-    (22, "preparing"),
-    (22, "evaluating"),
-    (22, "saving"),
-  ]
-  assert places[-5:] == [
-    (45, "step"),
-    (45, "evaluating"),
-    (45, "saving"),
-    (45, "leaving"),
-    (45, "outside"),
-  ]
+  phases = [phase for step, phase in places if step == 22]
+  assert phases == ["input", "step", "preparing", "evaluating", "saving"]
+  phases = [phase for step, phase in places[-5:] if step == 45]
+  assert phases == ["step", "evaluating", "saving", "leaving", "outside"]
 
 
 def test_input_and_checks_that_hang_have_the_hang_limit(tmp_path, monkeypatch):
@@ -196,13 +182,8 @@ def test_a_clock_that_jumps_changes_no_duration(tmp_path, monkeypatch, jump_s):
 @pytest.mark.slow
 def test_trials_of_a_batch_size_are_left_off_and_come_again(tmp_path, monkeypatch):
   """Asked to stop among them; what they choose, and the run, stay the same."""
-  small = tiny_digits(
-    phases="AdaptiveBatch",
-    phases__every_epochs="2",
-    phases__trial_steps="2",
-    phases__max_batch_size="256",
-    batch_size="64",
-  )
+  adaptive = dict(phases="AdaptiveBatch", phases__every_epochs="2", phases__trial_steps="2")
+  small = tiny_digits(**adaptive, phases__max_batch_size="256", batch_size="64")
   whole, real, asked = fit(small, tmp_path / "whole"), train_phases._poll, []
 
   def poll(run, step):
@@ -217,8 +198,7 @@ def test_trials_of_a_batch_size_are_left_off_and_come_again(tmp_path, monkeypatc
   assert first.summary["step"] == asked[0] and len(asked) == 3
   last = fit(small, tmp_path / "run")
   assert last.summary["outcome"] == "done"
-  for a, b in zip(*(jax.tree.leaves(r.state.params) for r in (last, whole)), strict=True):
-    assert a.tobytes() == b.tobytes()
+  assert_same_bits(last.state.params, whole.state.params)
 
 
 def test_a_notebook_joins_and_keeps_its_ctrl_c():

@@ -12,14 +12,15 @@ import optax
 import pytest
 
 from jaxscale import optim
-from jaxscale.exchange import Exchange, plain
-from jaxscale.mesh import batch_sharding, make_mesh
+from jaxscale.mesh import make_mesh
 from jaxscale.training import losses
 from jaxscale.training.state import abstract_state, init_state
-from jaxscale.training.step import make_eval_step, make_train_step, with_average
-from jaxscale.training.types import StepOptions, TrainState
+from jaxscale.training.step import with_average
+from jaxscale.training.types import TrainState
 from support.cases import all_slow_except
 from support.digits import BATCH, assert_same, cnn, digits_batch, run
+from support.leaves import assert_close, assert_like
+from support.steps import on_mesh, training
 
 
 def test_global_batch_norm_equals_one_device():
@@ -44,10 +45,9 @@ def test_accumulation_on_several_devices_equals_none(unroll):
 
 def test_gradient_is_that_of_the_mean_loss():
   """One SGD step against jax.grad of the plain formula, without any of ours."""
-  fns = cnn()
-  mesh = make_mesh()
-  tx, exchange = optax.sgd(1.0), plain(mesh.axis_names)
-  state = init_state(fns.init, tx, mesh, exchange, seed=3)
+  fns, mesh = cnn(), make_mesh()
+  loss = losses.classification_loss(fns.apply)
+  state, step = training(loss, fns.init, optax.sgd(1.0), mesh, seed=3)
   before = jax.device_get(state.params)
   batch = digits_batch(BATCH)
 
@@ -56,13 +56,11 @@ def test_gradient_is_that_of_the_mean_loss():
     one_hot = jax.nn.one_hot(batch["label"], 10)
     return -(jax.nn.log_softmax(logits) * one_hot).sum(-1).mean()
 
-  step = make_train_step(losses.classification_loss(fns.apply), tx, mesh, exchange)
-  state, metrics = step(state, jax.device_put(batch, batch_sharding(mesh)))
+  state, metrics = step(state, on_mesh(mesh, batch))
   loss, grads = jax.jit(jax.value_and_grad(mean_loss))(before)
   assert float(metrics["loss"]) == pytest.approx(float(loss), rel=1e-6)
   assert float(metrics["grad_norm"]) == pytest.approx(float(optax.tree.norm(grads)), rel=1e-5)
-  for old, new, g in zip(*map(jax.tree.leaves, (before, state.params, grads)), strict=True):
-    np.testing.assert_allclose(old - new, g, atol=1e-6)
+  assert_close(jax.tree.map(np.subtract, before, state.params), grads, atol=1e-6)
 
 
 def count_collectives(text: str) -> dict[str, int]:
@@ -70,19 +68,11 @@ def count_collectives(text: str) -> dict[str, int]:
   return {n: len(re.findall(rf" {n}(?:-start)?\(", text)) for n in names}
 
 
-def lowered_step(exchange=None, **options):
-  fns = cnn(**options.pop("model", {}))
-  mesh = make_mesh()
-  tx = optim.sgd(0.1)
-  exchange = exchange or plain(mesh.axis_names)
-  abstract = abstract_state(fns.init, tx, mesh, exchange)
+def lowered_step(model=(), **options):
+  fns, mesh = cnn(**dict(model)), make_mesh()
   loss = losses.classification_loss(fns.apply)
-  step = make_train_step(loss, tx, mesh, exchange, options=StepOptions(**options))
-  sharding = batch_sharding(mesh)
-  batch = jax.tree.map(
-    lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), digits_batch(BATCH)
-  )
-  return step.lower(abstract, batch)
+  state, step = training(loss, fns.init, optim.sgd(0.1), mesh, **options)
+  return step.lower(state, on_mesh(mesh, digits_batch(BATCH)))
 
 
 def test_accumulation_exchanges_once():
@@ -106,22 +96,6 @@ def test_gradients_cross_in_float32_under_bfloat16_compute():
 
 
 @pytest.mark.slow
-def test_bfloat16_is_near_float32():
-  got = run(cnn(dropout=0.5, dtype=jnp.bfloat16), "sgd", num_devices=8, steps=3)
-  wanted = run(cnn(dropout=0.5), "sgd", num_devices=8, steps=3)
-  for a, b in zip(got[1], wanted[1], strict=True):
-    assert a["loss"] == pytest.approx(b["loss"], rel=2e-2)
-  assert all(x.dtype == np.float32 for x in jax.tree.leaves(got[0].params))
-
-
-def test_the_state_is_donated():
-  compiled = lowered_step().compile()
-  memory = compiled.memory_analysis()
-  # Parameters and momenta are written where they were.
-  assert memory.alias_size_in_bytes > 0.9 * memory.output_size_in_bytes
-
-
-@pytest.mark.slow
 def test_average_of_parameters_follows_its_recurrence():
   fns = cnn(batch_norm=True)
   state, _ = run(fns, "sgd", num_devices=4, steps=3, ema_decay=0.9)
@@ -130,8 +104,7 @@ def test_average_of_parameters_follows_its_recurrence():
   for part in parts[1:]:
     new = (part.params, part.model_state)
     average = jax.tree.map(lambda a, w: 0.9 * a + 0.1 * w, average, new)
-  for a, b in zip(*map(jax.tree.leaves, (state.average, average)), strict=True):
-    np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-7)
+  assert_close(state.average, average, rtol=2e-5, atol=1e-7)
   assert state.evaluated() is state.average
 
 
@@ -151,47 +124,9 @@ def test_the_average_warms_up():
     np.testing.assert_allclose(state.average[0], average, rtol=1e-6)
 
 
-def test_an_exchange_may_keep_state_on_each_device():
-  """The interface that compressed exchanges will use: residuals stay apart."""
-  axes = ("replica", "data")
-
-  def exchange(grads, seen):
-    here = jax.tree.map(lambda s, g: s + g, seen, grads)
-    return jax.tree.map(lambda g: jax.lax.pmean(g, axes), grads), here
-
-  summing = Exchange(lambda params: jax.tree.map(jnp.zeros_like, params), exchange)
-  state, _ = run(cnn(), "sgd", num_devices=8, steps=1, exchange=summing)
-  for seen in jax.tree.leaves(state.exchange_state):
-    assert len(seen) == 8
-    assert np.abs(seen[0] - seen[1]).max() > 0  # each device saw other rows
-  wanted, _ = run(cnn(), "sgd", num_devices=8, steps=1)
-  for a, b in zip(*map(jax.tree.leaves, (state.params, wanted.params)), strict=True):
-    np.testing.assert_array_equal(a, b)
-
-
 def test_abstract_state_is_what_init_makes():
-  fns = cnn(batch_norm=True)
-  mesh = make_mesh()
-  tx, exchange = optim.sgd(0.1), plain(mesh.axis_names)
-  abstract = abstract_state(fns.init, tx, mesh, exchange, average=True)
-  state = init_state(fns.init, tx, mesh, exchange, average=True)
-  for a, x in zip(*map(jax.tree.leaves, (abstract, state)), strict=True):
-    assert (a.shape, a.dtype, a.sharding) == (x.shape, x.dtype, x.sharding)
-
-
-def test_eval_step_ignores_padding():
-  fns = cnn()
-  mesh = make_mesh()
-  params, _ = fns.init(jax.random.key(0))
-  eval_step = make_eval_step(losses.classification_totals(fns.apply), mesh)
-  batch = digits_batch(16) | {"mask": np.arange(16) < 11}
-  poisoned = {**batch, "image": batch["image"].copy()}
-  poisoned["image"][11:] = 255
-  totals, same = (
-    eval_step(params, {}, jax.device_put(b, batch_sharding(mesh))) for b in (batch, poisoned)
-  )
-  assert int(totals["examples"]) == 11
-  assert {k: v.item() for k, v in totals.items()} == {k: v.item() for k, v in same.items()}
+  parts = cnn(batch_norm=True).init, optim.sgd(0.1), make_mesh()
+  assert_like(init_state(*parts, average=True), abstract_state(*parts, average=True))
 
 
 @pytest.mark.parametrize("make", [optim.sgd, optax.inject_hyperparams(optax.sgd)])
@@ -203,9 +138,9 @@ def test_the_learning_rate_is_the_one_that_the_optimizer_applied(make):
     loss = jnp.square(batch["x"] - params["w"]).sum()
     return loss, (model_state, {"loss": loss, "examples": len(keys)})
 
-  state = init_state(lambda key: ({"w": jnp.ones(4)}, {}), tx, mesh)
-  step = make_train_step(loss_fn, tx, mesh, schedule=schedule)
-  batch = jax.device_put({"x": np.zeros((8, 4), np.float32)}, batch_sharding(mesh))
+  init = lambda key: ({"w": jnp.ones(4)}, {})  # noqa: E731
+  state, step = training(loss_fn, init, tx, mesh, schedule=schedule)
+  batch = on_mesh(mesh, {"x": np.zeros((8, 4), np.float32)})
   rates = []
   for _ in range(5):
     state, metrics = step(state, batch)

@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 
 from jaxscale import data, hlo, metrics
-from jaxscale.checkpoint.manager import Checkpoints
 from jaxscale.collectives import measurements
 from jaxscale.config.loading import load_config
 from jaxscale.config.record import to_plain
@@ -21,16 +20,14 @@ from jaxscale.run.step_report import Alone
 from support.digits import digits_batch
 from support.plans import plan_with
 from support.processes import run_group
+from support.saving import restore
+from support.steps import on_mesh
 from support.tiny_runs import record
+from support.trees import assert_same_bits
 
 MLP = {"model": "MLP", "model.hidden": "(16,)"}
-CONFIG = {
-  "epochs": "1",
-  "log.every_steps": "1",
-  "log.tensorboard": "False",
-  "schedule.warmup_epochs": "0",
-  "ema_decay": "None",
-}
+CONFIG = {"epochs": "1", "log.every_steps": "1", "log.tensorboard": "False"}
+CONFIG |= {"schedule.warmup_epochs": "0", "ema_decay": "None"}
 
 
 class Clock:
@@ -54,27 +51,17 @@ class Clock:
 def test_compute_and_exposed_by_a_clock_of_our_own(monkeypatch):
   clock = Clock(monkeypatch)
   warm = [99.0, 99.0]  # compiling and the first call are not counted
-  took, without, state = step_report.time_exchange(
-    clock.step([*warm, 12.0, 14.0, 90.0, 13.0, 13.0]),
-    clock.step([*warm, 10.0, 10.0, 10.0, 11.0, 9.0]),
-    0,
-    7,
-    rounds=5,
-  )
+  real = clock.step([*warm, 12.0, 14.0, 90.0, 13.0, 13.0])
+  silent = clock.step([*warm, 10.0, 10.0, 10.0, 11.0, 9.0])
+  took, without, state = step_report.time_exchange(real, silent, 0, 7, rounds=5)
   assert state == 14  # one state for both
   assert took == [12.0, 14.0, 90.0, 13.0, 13.0]
   alone = step_report.time_alone(clock.step([9, 9, 9, 1, 2, 3]), 0, 7, rounds=3)
   assert alone == (Alone(0, step_report.platform.node(), 2.0),)
   report = step_report.make_report(took, without, alone)
   assert (report.compute, report.exposed, report.give_or_take) == (10.0, 3.0, 1.0)
-  assert report.metrics() == {
-    "compute_s": 10.0,
-    "exposed_s": 3.0,
-    "exposed_noise_s": 1.0,
-    "exposed_share": pytest.approx(3 / 13),
-    "slowest_process": 0,
-    "spread": 0.0,
-  }
+  wanted = dict(compute_s=10.0, exposed_s=3.0, exposed_noise_s=1.0, slowest_process=0, spread=0.0)
+  assert report.metrics() == wanted | {"exposed_share": pytest.approx(3 / 13)}
 
 
 def test_the_slowest_process_is_named():
@@ -111,6 +98,11 @@ def experiment(exchange=None, **model):
   return made if exchange is None else made.replace(exchange=exchange)
 
 
+def first_batch(made):
+  batches = data.train_batches(made.train_data, made.phase.batch_size, seed=0)
+  return on_mesh(made.mesh, next(batches))
+
+
 def test_the_silent_step_sends_metrics_and_nothing_else():
   real = experiment()
   quiet = silent(real.exchange, real.mesh.axis_names)
@@ -135,8 +127,7 @@ def test_measuring_leaves_state_and_batch_alone():
   made = experiment(delayed(plain(make_mesh().axis_names)))
   state = made.init_state()
   before = jax.device_get(state)
-  batches = data.train_batches(made.train_data, made.phase.batch_size, seed=0)
-  batch = jax.device_put(next(batches), batch_sharding(made.mesh))
+  batch = first_batch(made)
   step = made.compile_train_step()
   report = step_report.measure(made, step, state, batch, rounds=3)
   assert report.compute > 0 and len(report.processes) == 1 and report.rounds == 3
@@ -165,8 +156,7 @@ def test_a_synchronization_is_paid_for_once_in_so_many_steps(monkeypatch):
   local = MLP | {"sync": "LocalSGD", "sync.sync_every_steps": "4", "ema_decay": "None"}
   made = experiment(**local)
   state = made.init_state()
-  batches = data.train_batches(made.train_data, made.phase.batch_size, seed=0)
-  batch = jax.device_put(next(batches), batch_sharding(made.mesh))
+  batch = first_batch(made)
   seen = []
 
   def time_exchange(step, silent_step, copy, batch, *, rounds):
@@ -200,8 +190,7 @@ def test_statistics_over_more_devices_than_a_process_has():
   own = submesh(made.mesh, jax.devices()[:2])
   quiet = silent(made.exchange, made.mesh.axis_names)
   small = made.replace(exchange=quiet, mesh=own)
-  batch = jax.device_put(digits_batch(32), batch_sharding(own))
-  _, values = small.train_step(small.init_state(), batch)
+  _, values = small.train_step(small.init_state(), on_mesh(own, digits_batch(32)))
   assert np.isfinite(values["loss"])
 
 
@@ -216,27 +205,16 @@ def test_the_run_says_it_and_changes_in_no_bit(tmp_path, capsys):
     kept = plan if report == "True" else None
     finals.append(fit.fit(config, tmp_path / report, plan=kept).state)
     texts.append(capsys.readouterr().out)
-  for a, b in zip(*map(jax.tree.leaves, finals), strict=True):
-    assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
+  assert_same_bits(*finals)
   assert record(tmp_path / "True") == record(tmp_path / "False")
   reported = [x for x in texts[1].splitlines() if x.startswith("step report: ")]
   assert len(reported) == 1 and " of 128 examples on 8 devices" in reported[0]
   assert "step report" not in texts[0]
-  line = next(
-    x for x in metrics.read_json_lines(tmp_path / "True" / "metrics.jsonl") if "perf/compute_s" in x
-  )
+  lines = metrics.read_json_lines(tmp_path / "True" / "metrics.jsonl")
+  line = next(x for x in lines if "perf/compute_s" in x)
   assert line["step"] == 0 and line["perf/compute_s"] > 0
-  assert {x for x in line if x.startswith("perf/")} == {
-    f"perf/{name}"
-    for name in (
-      "compute_s",
-      "exposed_s",
-      "exposed_share",
-      "exposed_noise_s",
-      "slowest_process",
-      "spread",
-    )
-  }
+  names = step_report.make_report([1.0], [1.0], [Alone(0, "a", 1.0)]).metrics()
+  assert {x for x in line if x.startswith("perf/")} == {f"perf/{name}" for name in names}
   found = prediction.comparison(tmp_path / "True")
   measured = {row.name.strip(): row.measured for row in found.rows}
   assert measured["compute"] == line["perf/compute_s"]
@@ -268,10 +246,6 @@ def test_two_processes_time_themselves_alone(tmp_path):
   assert "alone on their own devices" in lines[at + 3]
   assert "slowest is process " in lines[at + 3]
   assert "step report" not in results[1][0]  # one of them talks
-  finals = []
-  for report in ("False", "True"):
-    with Checkpoints(tmp_path / report / "checkpoints") as checkpoints:
-      finals.append(checkpoints.restore(experiment().abstract_state()))
-  for a, b in zip(*map(jax.tree.leaves, finals), strict=True):
-    assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
+  kept = [tmp_path / report / "checkpoints" for report in ("False", "True")]
+  assert_same_bits(*(restore(folder, experiment().abstract_state()) for folder in kept))
   assert record(tmp_path / "True") == record(tmp_path / "False")

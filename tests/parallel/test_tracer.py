@@ -1,5 +1,6 @@
 """Traces that runs take: when, of what, and that nothing else changes."""
 
+import collections
 import contextlib
 import gzip
 import json
@@ -60,14 +61,12 @@ def test_the_steps_are_in_it_with_their_parts(traced):
 @pytest.mark.slow
 def test_its_operations_are_those_of_xlas_own_converter(traced):
   """By name: how often they ran, and how long, but for those with others inside."""
-  theirs, ours = ({}, {})
+  theirs, ours = (collections.defaultdict(lambda: (0, 0.0)) for _ in range(2))
   for event in viewer_events(traced[1], "steps_100-110"):
     if name := event.get("args", {}).get("hlo_op"):
-      count, seconds = theirs.get(name, (0, 0.0))
-      theirs[name] = count + 1, seconds + 1e-6 * event["dur"]
+      theirs[name] = theirs[name][0] + 1, theirs[name][1] + 1e-6 * event["dur"]
   for op in trace.summarize(trace.find(traced[1])).ops:
-    count, seconds = ours.get(op.name, (0, 0.0))
-    ours[op.name] = count + op.count, seconds + op.seconds
+    ours[op.name] = ours[op.name][0] + op.count, ours[op.name][1] + op.seconds
   assert {n: c for n, (c, _) in ours.items()} == {n: c for n, (c, _) in theirs.items()}
   for name, (count, seconds) in theirs.items():
     if not name.startswith(("while", "call", "cond")):
@@ -115,7 +114,7 @@ class FakeProfiler:
     return contextlib.nullcontext()
 
 
-def walk(tracer, start, total, evaluated=(), stop=None):
+def walk(tracer, start, total=9, evaluated=(), stop=None):
   """The loop with a tracer, as `RunCallbacks` has it; steps read before each turn."""
   logged, turns = [], []
 
@@ -143,26 +142,26 @@ def walk(tracer, start, total, evaluated=(), stop=None):
   return turns
 
 
-@pytest.mark.parametrize(
-  "profile, start, total, options, taken, says",
-  [
-    ("3:5", 0, 9, {}, [3, 4, 5], "traced steps 3 to 5: "),
-    ("3:5", 0, 9, {"evaluated": (4, 5)}, [3, 4, 5], "traced steps 3 to 5: "),
-    ("1:1", 0, 9, {}, [1], "traced steps 1 to 1: "),
-    ("8:9", 0, 9, {}, [8, 9], "traced steps 8 to 9: "),
-    ("8:12", 0, 9, {}, [8, 9], "traced steps 8 to 9: "),
-    ("3:5", 3, 9, {}, [4, 5], "traced steps 4 to 5: "),
-    ("3:5", 0, 9, {"stop": 4}, [3, 4], "traced steps 3 to 4: "),
-    ("3:5", 5, 9, {}, None, None),
-    ("10:12", 0, 9, {}, None, "log.profile=10:12: the run has 9 steps; no trace"),
-    ("7:8", 0, 9, {"stop": 4}, None, "log.profile=7:8: the run ended after step 4; no"),
-  ],
-)
-def test_when_it_traces(tmp_path, monkeypatch, profile, start, total, options, taken, says):
+WHEN = [
+  ("3:5", 0, {}, [3, 4, 5], "traced steps 3 to 5: "),
+  ("3:5", 0, {"evaluated": (4, 5)}, [3, 4, 5], "traced steps 3 to 5: "),
+  ("1:1", 0, {}, [1], "traced steps 1 to 1: "),
+  ("8:9", 0, {}, [8, 9], "traced steps 8 to 9: "),
+  ("8:12", 0, {}, [8, 9], "traced steps 8 to 9: "),
+  ("3:5", 3, {}, [4, 5], "traced steps 4 to 5: "),
+  ("3:5", 0, {"stop": 4}, [3, 4], "traced steps 3 to 4: "),
+  ("3:5", 5, {}, None, None),
+  ("10:12", 0, {}, None, "log.profile=10:12: the run has 9 steps; no trace"),
+  ("7:8", 0, {"stop": 4}, None, "log.profile=7:8: the run ended after step 4; no"),
+]
+
+
+@pytest.mark.parametrize("profile, start, options, taken, says", WHEN)
+def test_when_it_traces(tmp_path, monkeypatch, profile, start, options, taken, says):
   fake, lines = FakeProfiler(monkeypatch), []
   with Tracer(tmp_path, Log(profile=profile)) as tracer:
-    tracer.attach(lines.append, total)
-    turns = walk(tracer, start, total, **options)
+    tracer.attach(lines.append, 9)
+    turns = walk(tracer, start, **options)
   assert fake.taken == ([taken] if taken else [])
   assert [line[: len(says)] for line in lines] == ([says] if says else [])
   # No step is in flight when it begins or ends.
@@ -181,12 +180,12 @@ def test_it_traces_what_is_asked_for_once(tmp_path, monkeypatch):
     with Tracer(tmp_path, Log(profile="6:7")) as tracer:
       tracer.attach(lines.append, 9)
       trace_request.write(tmp_path, request)
-      walk(tracer, 0, 9)
+      walk(tracer, 0)
     trace_request.withdraw(tmp_path, request)
   assert fake.taken == [[1, 2], [6, 7], [6, 7]]
   with Tracer(tmp_path, Log()) as tracer:  # a restart, and it waits still
     trace_request.write(tmp_path, requests[0])
-    walk(tracer, 0, 9)
+    walk(tracer, 0)
   assert len(fake.taken) == 3
 
 

@@ -1,39 +1,28 @@
-"""The language model against float64 numpy, Hugging Face's, and published sizes."""
+"""The language model against Hugging Face's, float64 numpy, and published sizes."""
 
 import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
-from jax import lax
 from jax.extend.core import jaxprs_in_params
-from jax.sharding import PartitionSpec as P
 
 from jaxscale import config as cfg
 from jaxscale import data
-from jaxscale.errors import ConfigError
-from jaxscale.exchange import plain
-from jaxscale.experiment import make_layout as layout_parts
-from jaxscale.experiment.model import init_fn, make_model
-from jaxscale.mesh import batch_sharding, make_mesh
+from jaxscale.experiment import build
 from jaxscale.models import RopeScaling, attention, make_transformer
-from jaxscale.models.stack import Ops, hidden_states, run_stack, stack_logits
-from jaxscale.parallel.layout_exchange import exchange_axes
-from jaxscale.training.state import init_state
-from jaxscale.training.step import make_eval_step, make_train_step
+from jaxscale.models.decoder import SHARDING
+from jaxscale.models.stack import run_stack, stack_logits
 from support import golden_models
+from support.attention64 import attention64
 from support.cases import all_slow_except
+from support.configs import tiny_language
+from support.errors import config_error
+from support.split_layers import on_two_devices
+from support.steps import on_mesh
 
-SIZES = {
-  "vocab_size": 40,
-  "num_layers": 2,
-  "width": 24,
-  "num_heads": 6,
-  "num_kv_heads": 2,
-  "hidden": 20,
-}
+SIZES = dict(vocab_size=40, num_layers=2, width=24, num_heads=6, num_kv_heads=2, hidden=20)
 STACK = make_transformer(**SIZES, pad_vocab_to=16)
 LOGITS = jax.jit(functools.partial(stack_logits, STACK))
 
@@ -52,66 +41,38 @@ def batch(rows=3, tokens=10, seed=0):
   return {"tokens": np.abs(rng.permuted(targets)), "targets": targets}
 
 
-@pytest.mark.parametrize(
-  ("published", "sizes"),
-  [
-    # arXiv:2307.09288, table 1, and the released config: 6,738,415,616.
-    (
-      6_738_415_616,
-      {"vocab_size": 32_000, "num_layers": 32, "width": 4096, "num_heads": 32, "hidden": 11_008},
-    ),
-    # arXiv:2407.21783, table 3, and the released config.
-    (
-      8_030_261_248,
-      {
-        "vocab_size": 128_256,
-        "num_layers": 32,
-        "width": 4096,
-        "num_heads": 32,
-        "num_kv_heads": 8,
-        "hidden": 14_336,
-      },
-    ),
-    # TinyLlama, arXiv:2401.02385, table 1.
-    (
-      1_100_048_384,
-      {
-        "vocab_size": 32_000,
-        "num_layers": 22,
-        "width": 2048,
-        "num_heads": 32,
-        "num_kv_heads": 4,
-        "hidden": 5632,
-      },
-    ),
-  ],
-)
-def test_parameters_are_as_many_as_published(published, sizes):
-  shapes = jax.eval_shape(make_transformer(**sizes).init, jax.random.key(0))
-  assert sum(leaf.size for leaf in jax.tree.leaves(shapes)) == published
-  assert {leaf.dtype for leaf in jax.tree.leaves(shapes)} == {jnp.dtype("float32")}
+# Llama 2 7B (arXiv:2307.09288, table 1), Llama 3 8B (arXiv:2407.21783, table 3), both as
+# released, and TinyLlama (arXiv:2401.02385, table 1).
+PUBLISHED = """
+parameters      vocab_size num_layers width num_heads num_kv_heads hidden
+6_738_415_616   32_000     32         4096  32        32           11_008
+8_030_261_248   128_256    32         4096  32        8            14_336
+1_100_048_384   32_000     22         2048  32        4            5632
+"""
 
 
-@pytest.mark.parametrize(
-  ("name", "settings"),
-  [
-    ("hf_llama", {}),
-    ("hf_qwen3", {"rope_theta": 1e6, "norm_eps": 1e-6, "qk_norm": True, "head_width": 8}),
-    ("hf_qwen2", {"rope_theta": 1e6, "norm_eps": 1e-6, "qkv_bias": True}),
-    (
-      "hf_llama31",
-      {
-        "rope_theta": 100.0,
-        "num_heads": 2,
-        "num_kv_heads": 1,
-        "rope_scaling": RopeScaling(8.0, 1.0, 4.0, 64),
-      },
-    ),
-  ],
-)
-def test_is_what_hugging_face_computes(name, settings):
+def test_parameters_are_as_many_as_published():
+  (_, *names), *rows = (line.split() for line in PUBLISHED.strip().splitlines())
+  for published, *numbers in rows:
+    sizes = dict(zip(names, map(int, numbers), strict=True))
+    leaves = jax.tree.leaves(jax.eval_shape(make_transformer(**sizes).init, jax.random.key(0)))
+    assert sum(leaf.size for leaf in leaves) == int(published)
+    assert {leaf.dtype for leaf in leaves} == {jnp.dtype("float32")}
+
+
+LLAMA31 = dict(rope_theta=100.0, num_heads=2, num_kv_heads=1)
+HUGGING_FACE = {
+  "hf_llama": {},
+  "hf_qwen3": dict(rope_theta=1e6, norm_eps=1e-6, qk_norm=True, head_width=8),
+  "hf_qwen2": dict(rope_theta=1e6, norm_eps=1e-6, qkv_bias=True),
+  "hf_llama31": LLAMA31 | dict(rope_scaling=RopeScaling(8.0, 1.0, 4.0, 64)),
+}
+
+
+@pytest.mark.parametrize("name", HUGGING_FACE)
+def test_is_what_hugging_face_computes(name):
   weights, probes, there = golden_models.load(name)
-  stack = make_transformer(**SIZES | settings, pad_vocab_to=1)
+  stack = make_transformer(**SIZES | HUGGING_FACE[name], pad_vocab_to=1)
   params = golden_models.from_llama(weights)
   shapes = jax.eval_shape(stack.init, jax.random.key(0))
   assert jax.tree.map(np.shape, params) == jax.tree.map(lambda x: x.shape, shapes)
@@ -127,22 +88,8 @@ def test_is_what_hugging_face_computes(name, settings):
   found = golden_models.to_llama(jax.jit(jax.grad(loss))(params))
   assert found.keys() == probes.keys()
   for key, recorded in probes.items():
-    np.testing.assert_allclose(
-      golden_models.probe(found[key]), recorded, rtol=2e-5, atol=2e-5, err_msg=key
-    )
-
-
-def np_rms(x, scale, eps=1e-5):
-  return x / np.sqrt((x**2).mean(-1, keepdims=True) + eps) * scale
-
-
-def np_rotate(x, theta=10_000.0):
-  """Pairs as complex numbers, turned one position and one frequency at a time."""
-  tokens, width = x.shape[1], x.shape[-1]
-  pairs = x[..., : width // 2] + 1j * x[..., width // 2 :]
-  for p, i in np.ndindex(tokens, width // 2):
-    pairs[:, p, :, i] *= np.exp(1j * p * theta ** (-2 * i / width))
-  return np.concatenate([pairs.real, pairs.imag], -1)
+    probe = golden_models.probe(found[key])
+    np.testing.assert_allclose(probe, recorded, rtol=2e-5, atol=2e-5, err_msg=key)
 
 
 def np_softmax(x):
@@ -150,38 +97,15 @@ def np_softmax(x):
   return e / e.sum(-1, keepdims=True)
 
 
-def np_attention(q, k, v, causal=True, start=0):
-  """One query at a time; q: [b, t, heads, d], k and v: [b, s, groups, d]."""
-  out = np.zeros(q.shape)
-  each = q.shape[2] // k.shape[2]
-  for b, t, n in np.ndindex(q.shape[:3]):
-    seen = start + t + 1 if causal else k.shape[1]
-    keys, values = k[b, :seen, n // each], v[b, :seen, n // each]
-    out[b, t, n] = np_softmax(keys @ q[b, t, n] / np.sqrt(q.shape[-1])) @ values
-  return out
-
-
-def np_logits(params, tokens):
-  """The equations of the module, in float64."""
-  p = jax.tree.map(lambda x: np.asarray(x, np.float64), params)
-  h = p["embed"]["table"][tokens]
-  for i in range(2):
-    w = jax.tree.map(lambda x, i=i: x[i], p["layers"])
-    x = np_rms(h, w["attn_norm"]["scale"])
-    q, k, v = ((x @ w[n]["kernel"]).reshape(*x.shape[:2], -1, 4) for n in "qkv")
-    y = np_attention(np_rotate(q), np_rotate(k), v)
-    h = h + y.reshape(*x.shape[:2], -1) @ w["o"]["kernel"]
-    x = np_rms(h, w["mlp_norm"]["scale"])
-    gate, up = x @ w["gate"]["kernel"], x @ w["up"]["kernel"]
-    h = h + (gate / (1 + np.exp(-gate)) * up) @ w["down"]["kernel"]
-  return (np_rms(h, p["head"]["norm"]["scale"]) @ p["head"]["kernel"])[..., :40]
-
-
-def test_is_what_the_equations_say():
-  b = batch()
-  logits = LOGITS(params(), b)
+def test_padding_of_the_vocabulary_changes_no_logit():
+  """Hugging Face's models, above, have none."""
+  p = params()
+  table, kernel = p["embed"]["table"][:40], p["head"]["kernel"][:, :40]
+  whole = p | {"embed": {"table": table}, "head": p["head"] | {"kernel": kernel}}
+  plain = make_transformer(**SIZES, pad_vocab_to=1)
+  logits = LOGITS(p, batch())
   assert logits.dtype == jnp.float32 and logits.shape == (3, 10, 40)
-  np.testing.assert_allclose(logits, np_logits(params(), b["tokens"]), 1e-5, 2e-5)
+  np.testing.assert_allclose(logits, stack_logits(plain, whole, batch()), 1e-5, 2e-5)
 
 
 @pytest.mark.parametrize("mask", [None, np.array([True, False, True])])
@@ -191,7 +115,7 @@ def test_totals_count_what_is_to_be_predicted(mask):
   assert not counts.all()
   if mask is not None:
     b, counts = b | {"mask": mask}, counts & mask[:, None]
-  logits = np_logits(params(), b["tokens"])
+  logits = np.float64(LOGITS(params(), b))
   chosen = np.maximum(b["targets"], 0)
   likely = np.log(np.take_along_axis(np_softmax(logits), chosen[..., None], -1))[..., 0]
   totals = jax.jit(functools.partial(run_stack, STACK))(params(), b)
@@ -206,43 +130,33 @@ def np_smoothed(params, b, smoothing):
   """Cross entropy against (1 - e) onehot + e / tokens (arXiv:1512.00567, §7)."""
   counts = b["targets"] >= 0
   target = np.eye(40)[b["targets"][counts]] * (1 - smoothing) + smoothing / 40
-  return -(target * np.log(np_softmax(np_logits(params, b["tokens"])[counts]))).sum(-1)
+  return -(target * np.log(np_softmax(np.float64(LOGITS(params, b))[counts]))).sum(-1)
 
 
 @functools.cache
 def smoothed(model):
   """(metrics of a step, parameters after it, totals of evaluation)."""
-  config = cfg.Config(
-    model=cfg.Transformer(
-      num_layers=2, width=24, num_heads=6, num_kv_heads=2, hidden=20, pad_vocab_to=16
-    ),
+  layers = dict(num_layers=2, width=24, num_heads=6, num_kv_heads=2, hidden=20)
+  config = tiny_language(
+    model=cfg.Transformer(**layers, pad_vocab_to=16),
     data=cfg.Text(sequence_length=10),
-    optimizer=cfg.SGD(lr=0.1),
+    optimizer=cfg.SGD(lr=1.0, momentum=0.0, nesterov=False, weight_decay=0.0),
+    schedule=cfg.Steps(),
     batch_size=4,
-    epochs=1.0,
     loss=cfg.CrossEntropy(label_smoothing=0.1),
     mesh=cfg.Mesh(model=model),
   )
-  mesh = make_mesh(devices=jax.devices()[:model], model=model)
   info = data.TextInfo("words", 40, 10)
-  train, evaluate = (make_model(config, info, train=t) for t in (True, False))
-  layout = layout_parts.make_layout(config, mesh, train)
-  assert layout is not None
-  tx, exchange = optax.sgd(1.0), plain(exchange_axes(layout))
-  init = init_fn(train)
-  state = init_state(init, tx, mesh, exchange, layout=layout)
+  datasets = tuple(x._replace(info=info) for x in config.data.abstract(4))
+  built = build.experiment(config, devices=jax.devices()[:model], datasets=datasets)
+  state = built.init_state()
   where = jax.tree.map(lambda x: x.sharding, state.params)
   own = jax.tree.map(np.array, params())  # a step gives its state away
   state = state._replace(params=jax.device_put(own, where))
-  given = jax.device_put(batch(rows=4), batch_sharding(mesh))
-  objective = config.loss.build(info)
-  totals = layout_parts.make_totals(evaluate, layout, objective)
-  totals = make_eval_step(totals, mesh, layout)
-  found = jax.device_get(totals(state.params, {}, given))
-  loss = layout_parts.make_loss(config, train, layout, objective)
-  step = make_train_step(loss, tx, mesh, exchange, layout=layout)
-  state, metrics = step(state, given)
-  return jax.device_get((metrics, state.params, found))
+  rows = on_mesh(built.mesh, batch(rows=4))
+  totals = jax.device_get(built.eval_step(state.params, {}, rows))
+  state, metrics = built.train_step(state, rows)
+  return jax.device_get((metrics, state.params, totals))
 
 
 @pytest.mark.parametrize("model", all_slow_except([1, 2], 2))
@@ -260,32 +174,16 @@ def test_a_config_smooths_labels_in_training_alone(model):
 
 
 def test_padding_of_the_vocabulary_changes_nothing():
-  padded, plain = (STACK.init(jax.random.key(1)), make_transformer(**SIZES, pad_vocab_to=1))
-  same = plain.init(jax.random.key(1))
+  """The equations above have no padding; the rest of its rows is zero, and stays so."""
+  padded, whole = STACK.init(jax.random.key(1)), make_transformer(**SIZES, pad_vocab_to=1)
+  plain = whole.init(jax.random.key(1))
+  np.testing.assert_array_equal(padded["embed"]["table"][:40], plain["embed"]["table"])
   assert padded["embed"]["table"].shape == (48, 24)
   assert padded["head"]["kernel"].shape == (24, 48)
-  np.testing.assert_array_equal(padded["embed"]["table"][:40], same["embed"]["table"])
-  assert not np.any(padded["embed"]["table"][40:])
-  assert not np.any(padded["head"]["kernel"][:, 40:])
-
-  def loss(stack, params):
-    return run_stack(stack, params, batch())["loss"]
-
-  there, grads = jax.jit(jax.value_and_grad(functools.partial(loss, STACK)))(padded)
-  here = jax.jit(functools.partial(loss, plain))(same)
-  np.testing.assert_allclose(there, here, rtol=1e-6)
-  assert not np.any(grads["embed"]["table"][40:])
-  assert not np.any(grads["head"]["kernel"][:, 40:])
-
-
-def test_sees_what_is_before_and_nothing_behind():
-  b = batch()
-  before = LOGITS(params(), b)
-  tokens = b["tokens"].copy()
-  tokens[:, 6] = (tokens[:, 6] + 1) % 40
-  after = LOGITS(params(), b | {"tokens": tokens})
-  np.testing.assert_array_equal(before[:, :6], after[:, :6])
-  assert np.all(np.abs(before - after)[:, 6:].max(-1) > 1e-4)
+  grads = jax.jit(jax.grad(lambda p: run_stack(STACK, p, batch())["loss"]))(padded)
+  for tree in (padded, grads):
+    assert np.any(tree["embed"]["table"][:40]) and not np.any(tree["embed"]["table"][40:])
+    assert np.any(tree["head"]["kernel"][:, :40]) and not np.any(tree["head"]["kernel"][:, 40:])
 
 
 @pytest.mark.slow
@@ -299,30 +197,6 @@ def test_initial_parameters_are_of_the_published_scale():
     assert len({float(kernel[0, 0]) for kernel in kernels}) == 8  # all of their own
   np.testing.assert_allclose(p["head"]["kernel"][:, :40].std(), 0.02, rtol=0.05)
   assert np.all(p["layers"]["attn_norm"]["scale"] == 1)
-
-
-SPLIT = {name: P(None, None, "model") for name in ("q", "k", "v", "gate", "up")}
-SPLIT |= {name: P(None, "model", None) for name in ("o", "down")}
-
-
-def on_two_devices(remat):
-  """The loss with heads and hidden units on two devices, as a function of params."""
-  mesh = jax.make_mesh((2,), ("model",), (jax.sharding.AxisType.Auto,))
-  ops = Ops(
-    enter=lambda x: lax.pcast(x, "model", to="varying"), reduce=lambda y: lax.psum(y, "model")
-  )
-
-  def loss(params, b):
-    h = hidden_states(STACK, params, b, ops, remat=remat)
-    return STACK.finish(params["head"], h, b, Ops())["loss"]
-
-  specs = jax.tree.map(lambda _: P(), params())
-  for name, spec in SPLIT.items():
-    specs["layers"][name]["kernel"] = spec
-  grad = jax.value_and_grad(loss)
-  return jax.shard_map(
-    grad, mesh=mesh, in_specs=(specs, P()), out_specs=(P(), specs), check_vma=True
-  )
 
 
 def count_sums(jaxpr):
@@ -344,14 +218,15 @@ def kept(remat):
 
 
 # Two forwards, two backwards, and what is computed again.
-@pytest.mark.parametrize(
-  ("remat", "sums"), [("none", 4), ("dots", 4), ("branches", 4), ("full", 5)]
-)
-def test_part_of_a_layer_is_computed_with_part_of_its_parameters(remat, sums):
+SUMS = {"none": 4, "dots": 4, "branches": 4, "full": 5}
+
+
+@pytest.mark.parametrize("remat", SUMS)
+def test_part_of_a_layer_is_computed_with_part_of_its_parameters(remat):
   b = batch()
   loss, grads = kept("none")
-  function = on_two_devices(remat)
-  assert count_sums(jax.make_jaxpr(function)(params(), b).jaxpr) == sums
+  function = on_two_devices(STACK, SHARDING, params(), remat=remat)
+  assert count_sums(jax.make_jaxpr(function)(params(), b).jaxpr) == SUMS[remat]
   split_loss, split_grads = jax.jit(function)(params(), b)
   np.testing.assert_allclose(split_loss, loss, rtol=1e-6)
   assert_close(split_grads, grads)
@@ -381,28 +256,16 @@ def test_half_precision_is_near():
   assert loss.dtype == jnp.float32
 
 
-def written_attention(q, k, v, *, causal):
-  """Write attention out, for JAX to differentiate."""
-  k, v = (jnp.repeat(x, q.shape[2] // k.shape[2], axis=2) for x in (k, v))
-  scores = jnp.einsum("bthd,bshd->bhts", q, k) / np.sqrt(q.shape[-1])
-  sees = np.tri(*scores.shape[-2:], dtype=bool) | (not causal)
-  weights = jax.nn.softmax(jnp.where(sees, scores, -jnp.inf))
-  return jnp.einsum("bhts,bshd->bthd", weights, v)
-
-
 @pytest.mark.parametrize(("heads", "groups"), [(4, 4), (4, 2), (6, 1)])
 @pytest.mark.parametrize("causal", [True, False])
 def test_attention_is_what_the_equation_says(heads, groups, causal):
   rng = np.random.default_rng(heads)
   q = rng.normal(size=(2, 5, heads, 8)).astype(np.float32)
   k, v = rng.normal(size=(2, 2, 5, groups, 8)).astype(np.float32)
-  out = attention.attention(q, k, v, causal=causal)
-  np.testing.assert_allclose(out, np_attention(q, k, v, causal), 1e-5, 1e-6)
-  found, expected = (
-    jax.vjp(functools.partial(by, causal=causal), q, k, v)[1](out)
-    for by in (attention.attention, written_attention)
-  )
-  for a, b in zip(found, expected, strict=True):
+  out, back = jax.vjp(functools.partial(attention.attention, causal=causal), q, k, v)
+  expected, *gradients = attention64(q, k, v, out, causal=causal)
+  np.testing.assert_allclose(out, expected, 1e-5, 1e-6)
+  for a, b in zip(back(out), gradients, strict=True):
     np.testing.assert_allclose(a, b, rtol=0, atol=1e-5)
   if causal:  # the last two, with room for more behind them
     room = [np.pad(x, ((0, 0), (0, 3), (0, 0), (0, 0))) for x in (k, v)]
@@ -411,37 +274,35 @@ def test_attention_is_what_the_equation_says(heads, groups, causal):
     np.testing.assert_allclose(late, out[:, 3:], 1e-5, 1e-6)
 
 
-@pytest.mark.parametrize(
-  ("capability", "dtype", "width", "expected"),
-  [
-    ((0,), "bfloat16", 64, "xla"),
-    ((8, 0), "bfloat16", 64, "cudnn"),
-    ((8, 0), "float16", 128, "cudnn"),
-    ((8, 0), "bfloat16", 256, "xla"),
-    ((9, 0), "bfloat16", 256, "cudnn"),
-    ((9, 0), "bfloat16", 264, "xla"),
-    ((9, 0), "bfloat16", 36, "xla"),
-    ((9, 0), "float32", 64, "xla"),
-    ((7, 5), "float16", 64, "xla"),
-  ],
-)
-def test_cudnn_is_taken_where_it_can_be(monkeypatch, capability, dtype, width, expected):
-  monkeypatch.setattr(attention, "_cuda_capability", lambda device: capability)
-  assert attention.fastest(dtype, width) == expected
+CUDNN = """
+0   bfloat16 64   xla
+8.0 bfloat16 64   cudnn
+8.0 float16  128  cudnn
+8.0 bfloat16 256  xla
+9.0 bfloat16 256  cudnn
+9.0 bfloat16 264  xla
+9.0 bfloat16 36   xla
+9.0 float32  64   xla
+7.5 float16  64   xla
+"""
 
 
-@pytest.mark.parametrize(
-  "sizes, message",
-  [
+def test_cudnn_is_taken_where_it_can_be(monkeypatch):
+  for row in CUDNN.strip().splitlines():
+    capability, dtype, width, expected = row.split()
+    version = tuple(map(int, capability.split(".")))
+    monkeypatch.setattr(attention, "_cuda_capability", lambda device, version=version: version)
+    assert attention.fastest(dtype, int(width)) == expected, row
+
+
+def test_sizes_that_do_not_go_together_are_refused():
+  for sizes, message in (
     ({"width": 25}, "num_heads=6 does not divide width=25; give"),
     ({"num_kv_heads": 4}, "num_kv_heads=4 does not divide num_heads=6; give"),
     ({"width": 18}, "head_width=3 is odd, .*; make it even"),
-  ],
-  ids=str,
-)
-def test_sizes_that_do_not_go_together_are_refused(sizes, message):
-  with pytest.raises(ConfigError, match=f"transformer.{message}"):
-    make_transformer(**SIZES | sizes)
+  ):
+    with config_error(match=f"transformer.{message}"):
+      make_transformer(**SIZES | sizes)
 
 
 @pytest.mark.parametrize("causal", [True, False])

@@ -7,44 +7,34 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax import lax
-from jax.sharding import PartitionSpec as P
 
 from jaxscale import config as cfg
 from jaxscale import data
-from jaxscale.errors import ConfigError
 from jaxscale.experiment.model import make_model
 from jaxscale.models import make_vit
-from jaxscale.models.stack import Ops, hidden_states, run_stack, stack_logits
-from jaxscale.models.vision_transformer import gelu, patches
+from jaxscale.models.stack import run_stack, stack_logits
+from jaxscale.models.vision_transformer import SHARDING, gelu
 from support import golden_models
 from support.configs import small_config
+from support.errors import config_error
+from support.leaves import assert_close
+from support.split_layers import on_two_devices
 
 # As the recorded models have it (golden/record_models.py).
-SIZES = {
-  "image_shape": (8, 8, 3),
-  "num_classes": 5,
-  "patch": 4,
-  "width": 16,
-  "num_layers": 2,
-  "num_heads": 2,
-  "hidden": 48,
-  "mean": (120.0,),
-  "std": (60.0,),
-}
-
-
-@pytest.mark.parametrize(
-  ("sizes", "published"),
-  [
-    ((192, 12, 3), 5_717_416),  # timm's vit_tiny_patch16_224
-    ((384, 12, 6), 22_050_664),  # timm's vit_small_patch16_224
-    ((768, 12, 12), 86_567_656),  # torchvision's vit_b_16
-    ((1024, 24, 16), 304_326_632),  # torchvision's vit_l_16
-  ],
+SIZES = dict(
+  image_shape=(8, 8, 3), num_classes=5, patch=4, width=16, num_layers=2, num_heads=2, hidden=48
 )
-def test_parameters_are_as_many_as_published(sizes, published):
-  sizes = dict(zip(("width", "num_layers", "num_heads"), sizes, strict=True))
+SIZES |= dict(mean=(120.0,), std=(60.0,))
+
+
+# vit_tiny_patch16_224 and vit_small_patch16_224 of timm, vit_b_16 and vit_l_16 of torchvision.
+PUBLISHED = [(192, 12, 3, 5_717_416), (384, 12, 6, 22_050_664)]
+PUBLISHED += [(768, 12, 12, 86_567_656), (1024, 24, 16, 304_326_632)]
+
+
+@pytest.mark.parametrize("width, num_layers, num_heads, published", PUBLISHED)
+def test_parameters_are_as_many_as_published(width, num_layers, num_heads, published):
+  sizes = dict(width=width, num_layers=num_layers, num_heads=num_heads)
   stack = make_vit(image_shape=(224, 224, 3), num_classes=1000, **sizes)
   shapes = jax.eval_shape(stack.init, jax.random.key(0))
   assert sum(leaf.size for leaf in jax.tree.leaves(shapes)) == published
@@ -75,20 +65,8 @@ def test_is_what_timm_computes(pool):
   found = golden_models.to_vit(jax.tree.map(np.asarray, grads), (4, 4, 3))
   assert found.keys() == probes.keys()
   for key, expected in probes.items():
-    np.testing.assert_allclose(
-      golden_models.probe(found[key]), expected, rtol=2e-5, atol=2e-5, err_msg=key
-    )
-
-
-def test_patches_are_a_convolution():
-  rng = np.random.default_rng(0)
-  images = rng.normal(size=(2, 8, 12, 3)).astype(np.float32)
-  kernel = rng.normal(size=(4, 4, 3, 5)).astype(np.float32)
-  whole = lax.conv_general_dilated(
-    images, kernel, (4, 4), "VALID", dimension_numbers=("NHWC", "HWIO", "NHWC")
-  )
-  found = patches(jnp.asarray(images), 4) @ kernel.reshape(-1, 5)
-  np.testing.assert_allclose(found, whole.reshape(2, 6, 5), rtol=1e-5, atol=1e-5)
+    probe = golden_models.probe(found[key])
+    np.testing.assert_allclose(probe, expected, rtol=2e-5, atol=2e-5, err_msg=key)
 
 
 def np_totals(logits, labels, counts, smoothing):
@@ -104,13 +82,9 @@ def np_totals(logits, labels, counts, smoothing):
 def test_totals_count_every_example_once(mask):
   _, params, _, there = recorded("token")
   # Four more classes than there are, which must not count.
-  params = params | {
-    "head": params["head"]
-    | {
-      "kernel": np.pad(params["head"]["kernel"], ((0, 0), (0, 3))),
-      "bias": np.pad(params["head"]["bias"], (0, 3), constant_values=50.0),
-    }
-  }
+  kernel = np.pad(params["head"]["kernel"], ((0, 0), (0, 3)))
+  bias = np.pad(params["head"]["bias"], (0, 3), constant_values=50.0)
+  params = params | {"head": params["head"] | dict(kernel=kernel, bias=bias)}
   stack = make_vit(**SIZES, pad_classes_to=8, label_smoothing=0.1)
   labels = there["logits"].argmax(-1).astype(np.int32)
   labels[2] = (labels[2] + 1) % 5
@@ -125,48 +99,15 @@ def test_totals_count_every_example_once(mask):
   assert stack_logits(stack, params, batch).shape == (3, 5)
 
 
-@pytest.mark.parametrize("remat", ["dots", "branches", "full"])
-def test_what_is_kept_changes_no_gradient(remat):
-  found, expected = jax.tree.leaves(kept(remat)), jax.tree.leaves(kept("none"))
-  # Not each by its own size: a bias of all keys changes no softmax, its gradient is 0.
-  largest = max(np.abs(b).max() for b in expected)
-  for a, b in zip(found, expected, strict=True):
-    np.testing.assert_allclose(a, b, rtol=0, atol=2e-6 * largest)
-
-
-@functools.cache
-def kept(remat):
-  stack, params, _, there = recorded("token")
-  batch = {"image": there["images"], "label": np.arange(3, dtype=np.int32)}
-  loss = jax.grad(lambda p: run_stack(stack, p, batch, remat=remat)["loss"])
-  return jax.jit(loss)(params)
-
-
 def test_part_of_a_layer_is_computed_with_part_of_its_parameters():
   """A bias behind a sum over devices counts once, and one before it on its own."""
   stack, params, _, there = recorded("token")
-  mesh = jax.make_mesh((2,), ("model",), (jax.sharding.AxisType.Auto,))
-  ops = Ops(
-    enter=lambda x: lax.pcast(x, "model", to="varying"), reduce=lambda y: lax.psum(y, "model")
-  )
-  specs = jax.tree.map(lambda _: P(), params)
-  for name in ("q", "k", "v", "up"):
-    split = {"kernel": P(None, None, "model"), "bias": P(None, "model")}
-    specs["layers"][name] = split
-  for name in ("o", "down"):
-    specs["layers"][name]["kernel"] = P(None, "model", None)
   batch = {"image": there["images"], "label": np.arange(3, dtype=np.int32)}
-
-  def loss(params):
-    h = hidden_states(stack, params, batch, ops)
-    return stack.finish(params["head"], h, batch, Ops())["loss"]
-
-  function = jax.shard_map(jax.grad(loss), mesh=mesh, in_specs=(specs,), out_specs=specs)
-  found = jax.tree.leaves(jax.jit(function)(params))
-  expected = jax.tree.leaves(kept("none"))
-  largest = max(np.abs(b).max() for b in expected)
-  for a, b in zip(found, expected, strict=True):
-    np.testing.assert_allclose(a, b, rtol=0, atol=2e-6 * largest)
+  _, grads = jax.jit(on_two_devices(stack, SHARDING, params))(params, batch)
+  expected = jax.jit(jax.grad(lambda p: run_stack(stack, p, batch)["loss"]))(params)
+  # Not each by its own size: a bias of all keys changes no softmax, its gradient is 0.
+  largest = max(np.abs(b).max() for b in jax.tree.leaves(expected))
+  assert_close(grads, expected, rtol=0, atol=2e-6 * largest)
 
 
 def test_half_precision_is_near():
@@ -197,60 +138,28 @@ def test_initial_parameters_are_as_in_the_papers_code():
   assert not np.any(p["embed"]["class_token"]) and not np.any(p["head"]["kernel"])
 
 
-@pytest.mark.parametrize(
-  ("sizes", "message"),
-  [
-    ({"patch": 3}, "vit.patch=3 does not divide images of 8x8"),
-    ({"num_heads": 3}, "vit.num_heads=3 does not divide width=16"),
-  ],
-)
-def test_sizes_that_do_not_go_together_are_refused(sizes, message):
-  with pytest.raises(ConfigError, match=message):
-    make_vit(**SIZES | sizes)
+def test_sizes_that_do_not_go_together_are_refused():
+  with config_error("vit.patch=3 does not divide images of 8x8"):
+    make_vit(**SIZES | {"patch": 3})
+  with config_error("vit.num_heads=3 does not divide width=16"):
+    make_vit(**SIZES | {"num_heads": 3})
 
 
-def config(model, **more):
-  loss = cfg.CrossEntropy(label_smoothing=0.1)
-  return small_config(model=model, loss=loss, batch_size=8, epochs=1, **more)
-
-
-@pytest.mark.slow
-def test_a_config_makes_the_model():
-  info = data.digits("test").info
-  of = config(cfg.ViT(patch=4, width=16, num_layers=2, num_heads=2, pad_classes_to=8))
-  stack = make_model(of, info)
-  shapes = jax.eval_shape(stack.init, jax.random.key(0))
-  assert shapes["embed"]["patch"]["kernel"].shape == (16, 16)
-  assert shapes["head"]["kernel"].shape == (16, 16)  # 10 classes and padding
-  assert shapes["layers"]["up"]["kernel"].shape == (2, 16, 64)
-  batch = {"image": np.zeros((1, 8, 8, 1), np.uint8), "label": np.zeros(1, np.int32)}
-  params = jax.tree.map(lambda x: x + 0.1, stack.init(jax.random.key(0)))
-  params["head"]["bias"] = np.arange(16, dtype=np.float32)
-  rough = run_stack(stack, params, batch)["loss"]
-  exact = run_stack(make_model(of, info, train=False), params, batch)["loss"]
-  # Label 0 has the least of the scores 0 … 9 that the bias alone makes differ.
-  logs = np.arange(10) - np.log(np.exp(np.arange(10.0)).sum())
-  np.testing.assert_allclose(exact, -logs[0], rtol=1e-5)
-  np.testing.assert_allclose(rough, -0.9 * logs[0] - 0.1 * logs.mean(), rtol=1e-5)
-
-
-@pytest.mark.parametrize(
-  ("model", "text", "says"),
-  [
-    (cfg.ViT(patch=3), False, "ViT.patch=3: does not divide the 8x8 pixels of"),
-    (cfg.ViT(), True, "Config.model=ViT: .* words is text; use Transformer"),
-    (cfg.Transformer(), False, "Config.model=Transformer: .* has images, give ViT"),
-  ],
-)
-def test_a_model_of_other_data_is_refused(model, text, says):
-  info = data.TextInfo("words", 256, 64) if text else data.digits("test").info
-  with pytest.raises(ConfigError, match=says):
-    make_model(config(model), info)
+def test_a_model_of_other_data_is_refused():
+  images, text = data.digits("test").info, data.TextInfo("words", 256, 64)
+  for model, info, says in (
+    (cfg.ViT(patch=3), images, "ViT.patch=3: does not divide the 8x8 pixels of"),
+    (cfg.ViT(), text, "Config.model=ViT: .* words is text; use Transformer"),
+    (cfg.CNN(), text, r"Config\.model=CNN: a model of images, and "),
+    (cfg.Transformer(), images, "Config.model=Transformer: .* has images, give ViT"),
+  ):
+    with config_error(match=says):
+      make_model(small_config(model=model), info)
 
 
 def test_the_usual_hidden_width_is_llamas():
   info = data.TextInfo("words", 32_000, 64)
-  stack = make_model(config(cfg.Transformer(width=4096, num_heads=32)), info)
+  stack = make_model(small_config(model=cfg.Transformer(width=4096, num_heads=32)), info)
   shapes = jax.eval_shape(stack.init, jax.random.key(0))
   assert shapes["layers"]["gate"]["kernel"].shape == (4, 4096, 11_008)
 

@@ -42,26 +42,25 @@ for step in range(1, 10**6):
 """
 
 
-@pytest.mark.parametrize(
-  ("fault", "line"),
-  [
-    ("kill", r"process 2 on n2 died, last seen in step \d+"),
-    ("kill 0", r"process 0 on n0 died, seen in step \d+"),
-    ("raise", r"process 2 on n2 failed in step 150 \(input\): ValueError: no such"),
-    ("sleep", r"process 2 on n2 hangs in step 150 \(input\) for \d s; 2 others wait"),
-    ("stop", r"process 2 on n2 is silent for \d s"),
-    ("exit", r"process 2 on n2 left after step 150 while others continue"),
-  ],
-)
-def test_all_leave_soon_and_name_the_culprit(family, tmp_path, fault, line):
+LINES = {
+  "kill": r"process 2 on n2 died, last seen in step \d+",
+  "kill 0": r"process 0 on n0 died, seen in step \d+",
+  "raise": r"process 2 on n2 failed in step 150 \(input\): ValueError: no such",
+  "sleep": r"process 2 on n2 hangs in step 150 \(input\) for \d s; 2 others wait",
+  "stop": r"process 2 on n2 is silent for \d s",
+  "exit": r"process 2 on n2 left after step 150 while others continue",
+}
+
+
+@pytest.mark.parametrize("fault", LINES)
+def test_all_leave_soon_and_name_the_culprit(family, tmp_path, fault):
   with socket.create_server(("127.0.0.1", 0)) as free:
     port = free.getsockname()[1]
   # Limits that a machine which is busy with other tests keeps in health.
   limits = str(CALM | {"heartbeat_timeout_s": 6, "hang_timeout_s": 9})
-  given = {"args": (str(port), fault), "limits": limits, "env": child_env()}
-  processes = family(TRAIN, TRAIN, TRAIN, **given)
-  for process in processes:
-    assert line_of(process) == "up"
+  options = {"args": (str(port), fault), "limits": limits, "env": child_env()}
+  processes = family(TRAIN, TRAIN, TRAIN, **options)
+  assert [line_of(process) for process in processes] == ["up"] * 3
   time.sleep(0.5)
   victim = processes[0 if fault.endswith("0") else 2]
   if fault.startswith("kill"):
@@ -72,10 +71,8 @@ def test_all_leave_soon_and_name_the_culprit(family, tmp_path, fault, line):
   others = [p for p in processes if p is not victim]
   errors = [p.communicate(timeout=300)[1] for p in others]
   seconds = time.monotonic() - began
-  print(fault, round(seconds, 2), [p.returncode for p in others])
   assert seconds < 50  # JAX's own exit barrier takes 300 s
-  assert any(re.search(line, error) for error in errors), errors
-  want = {86} if fault in ("sleep", "stop") else {1}
-  assert {p.returncode for p in others} == want, errors
+  assert any(re.search(LINES[fault], error) for error in errors), errors
+  assert {p.returncode for p in others} == {86 if fault in ("sleep", "stop") else 1}, errors
   for rank in range(1 if victim is processes[0] else 0, 2):
     assert (tmp_path / "faults" / f"process-{rank}.txt").exists()

@@ -10,8 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax import NamedSharding, P
 
 from jaxscale import models
 from jaxscale.mesh import make_mesh
@@ -20,7 +19,9 @@ from jaxscale.optim.tree_paths import path_name
 from jaxscale.weights import export_safetensors, import_safetensors, load
 from jaxscale.weights.names import naming_of
 from jaxscale.weights.safetensors import read_header, read_index, view
+from support.leaves import assert_like
 from support.paths import DATA
+from support.trees import assert_same_bits
 
 RECORDED = DATA / "state_dicts"
 IMAGE = (224, 224, 3)
@@ -42,15 +43,15 @@ def whole(name):
   if name.startswith("vit"):
     stack = models.make_vit(image_shape=IMAGE, num_classes=1000)
     return "timm", shapes_of(jax.eval_shape(stack.init, key))
-  stack = models.make_transformer(
-    vocab_size=32_000, num_layers=22, width=2048, num_heads=32, num_kv_heads=4, hidden=5632
-  )
+  sizes = dict(width=2048, num_heads=32, num_kv_heads=4, hidden=5632)
+  stack = models.make_transformer(vocab_size=32_000, num_layers=22, **sizes)
   return "huggingface", shapes_of(jax.eval_shape(stack.init, key))
 
 
-@pytest.mark.parametrize(
-  "name", ["resnet18", "resnet50", "vit_small_patch16_224", "tinyllama_1.1b"]
-)
+PUBLISHED = ["resnet18", "resnet50", "vit_small_patch16_224", "tinyllama_1.1b"]
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
 def test_every_published_name_is_accounted_for_and_has_its_shape(name):
   naming, shapes = whole(name)
   theirs = json.loads((RECORDED / f"{name}.json").read_text())["arrays"]
@@ -68,31 +69,19 @@ def tiny(name):
   """(naming, abstract params and state, images or tokens -> logits)."""
   key = jax.random.key(0)
   if name in ("bottleneck", "basic"):
-    fns = models.functions(
-      models.ResNetModule(
-        num_classes=7, stage_sizes=(2, 1, 1, 1), width=4, bottleneck=name == "bottleneck"
-      ),
-      (32, 32, 3),
-    )
+    sizes = dict(stage_sizes=(2, 1, 1, 1), width=4, bottleneck=name == "bottleneck")
+    fns = models.functions(models.ResNetModule(num_classes=7, **sizes), (32, 32, 3))
 
     def apply(params, state, images):
       return fns.apply(params, state, images.transpose(0, 2, 3, 1), False, None)[0]
 
     return "timm", jax.eval_shape(fns.init, key), jax.jit(apply)
   if name == "vit":
-    stack = models.make_vit(
-      image_shape=(12, 12, 3),
-      num_classes=7,
-      patch=4,
-      width=16,
-      num_layers=3,
-      num_heads=2,
-      pad_classes_to=8,
-    )
+    sizes = dict(patch=4, width=16, num_layers=3, num_heads=2, pad_classes_to=8)
+    stack = models.make_vit(image_shape=(12, 12, 3), num_classes=7, **sizes)
   else:
-    stack = models.make_transformer(
-      vocab_size=40, num_layers=3, width=16, num_heads=4, num_kv_heads=2, hidden=24
-    )
+    sizes = dict(num_layers=3, width=16, num_heads=4, num_kv_heads=2, hidden=24)
+    stack = models.make_transformer(vocab_size=40, **sizes)
 
   def run(params, state, x):
     batch = {"tokens": x}
@@ -132,9 +121,8 @@ def test_imported_parameters_give_the_logits_of_the_model_they_are_of(name):
 def test_exported_in_their_names_it_is_their_file_bit_for_bit(name, tmp_path):
   found, (naming, abstract, _) = imported(name), tiny(name)
   path = tmp_path / "back.safetensors"
-  export_safetensors(
-    path, found.params, found.model_state, naming=naming, num_classes=PADDED.get(name)
-  )
+  options = dict(naming=naming, num_classes=PADDED.get(name))
+  export_safetensors(path, found.params, found.model_state, **options)
   mine = read_index(path)
   theirs, metadata = read_header(RECORDED / f"tiny_{name}.safetensors")
   assert mine.keys() == theirs.keys()
@@ -146,12 +134,7 @@ def test_exported_in_their_names_it_is_their_file_bit_for_bit(name, tmp_path):
   # And into the names of our own, with all padding, and back.
   export_safetensors(path, found.params, found.model_state)
   again = import_safetensors(path, *abstract)
-  for a, b in zip(
-    jax.tree.leaves((found.params, found.model_state)),
-    jax.tree.leaves((again.params, again.model_state)),
-    strict=True,
-  ):
-    assert a.dtype == b.dtype and np.asarray(a).tobytes() == np.asarray(b).tobytes()
+  assert_same_bits((again.params, again.model_state), (found.params, found.model_state))
   logits, _ = logits_of(name, again.params, again.model_state)
   assert (logits == logits_of(name, found.params, found.model_state)[0]).all()
 
@@ -177,21 +160,16 @@ def laid_out(abstract, layout, mesh):
   """The tree with shardings; a dim that an axis does not divide stays whole."""
 
   def one(x):
-    axes = SPECS[layout](x.ndim)
-    spec = [
-      axis if axis and size % mesh.shape[axis] == 0 else None
-      for axis, size in zip(axes, x.shape, strict=True)
-    ]
-    sharding = NamedSharding(mesh, P(*spec))
-    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+    axes = zip(SPECS[layout](x.ndim), x.shape, strict=True)
+    spec = P(*(a if a and size % mesh.shape[a] == 0 else None for a, size in axes))
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec))
 
   return jax.tree.map(one, abstract)
 
 
 def eight_layers():
-  stack = models.make_transformer(
-    vocab_size=100, num_layers=8, width=16, num_heads=4, hidden=32, pad_vocab_to=8
-  )
+  sizes = dict(num_layers=8, width=16, num_heads=4, hidden=32)
+  stack = models.make_transformer(vocab_size=100, **sizes, pad_vocab_to=8)
   params = jax.jit(stack.init)(jax.random.key(1))
   negative_zero = params["layers"]["q"]["kernel"].at[5, 3].set(-0.0)
   params["layers"]["q"]["kernel"] = negative_zero
@@ -211,9 +189,8 @@ def test_any_sharding_to_a_file_and_to_any_other(naming, tmp_path):
   for after in SPECS:
     like = laid_out(params, after, make_mesh(replica=2, data=4))
     found = import_safetensors(files[0], like, num_classes=100).params
-    for a, b, wanted in zip(*map(jax.tree.leaves, (params, found, like)), strict=True):
-      assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
-      assert b.sharding == wanted.sharding
+    assert_same_bits(found, params)
+    assert_like(found, like)
 
 
 def test_a_device_reads_its_part_and_devices_share_what_is_the_same(tmp_path, monkeypatch):
@@ -256,16 +233,12 @@ def test_halves_become_float32(dtype, tmp_path):
     assert (tmp_path / "cast").read_bytes() == (tmp_path / "half").read_bytes()
 
 
-@pytest.mark.parametrize(
-  "make",
-  [
-    models.MLPModule,
-    models.CNNModule,
-    models.AlexNetModule,
-    functools.partial(models.AlexNetModule, batch_norm=True),
-    functools.partial(models.make_resnet, 18),
-  ],
-)
+MODULES = [models.MLPModule, models.CNNModule, models.AlexNetModule]
+MODULES += [functools.partial(models.AlexNetModule, batch_norm=True)]
+MODULES += [functools.partial(models.make_resnet, 18)]
+
+
+@pytest.mark.parametrize("make", MODULES)
 def test_the_classifier_of_every_model_is_known(make):
   fns = models.functions(make(num_classes=13), IMAGE)
   shapes = shapes_of(*jax.eval_shape(fns.init, jax.random.key(0)))

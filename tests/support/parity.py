@@ -180,12 +180,14 @@ class Run(NamedTuple):
     own: gradients [devices, ...] that went into the exchange.
     means: gradients that came out of it.
     params: after the last step.
+    kept: the exchange's state after it.
   """
 
   losses: list[dict[str, float]]
   own: list[Any]
   means: list[Any]
   params: Any
+  kept: Any
 
 
 @functools.cache
@@ -203,4 +205,5 @@ def run(name: str, devices: int = N) -> Run:
     losses.append({n: float(metrics[n]) for n in OPTIMIZERS})
     own.append(jax.device_get(state.exchange_state["own"]))
     means.append(jax.device_get(state.opt_state[1]))
-  return Run(losses, own, means, jax.device_get(state.params))
+  kept = jax.device_get(state.exchange_state["inner"])
+  return Run(losses, own, means, jax.device_get(state.params), kept)
