@@ -57,11 +57,8 @@ TEXTS = st.one_of(
 @fuzzed(
   st.dictionaries(PATHS, TEXTS, min_size=1, max_size=3),
   examples=[
-    {"optimizer..lr": "1"},
-    {"optimizer.": "1"},
-    {"": "1"},
-    {"epochs": "9" * 5000},
-    {"model.hidden": "(" * 100_000},
+    *({name: "1"} for name in ("optimizer..lr", "optimizer.", "")),
+    *({"epochs": "9" * 5000}, {"model.hidden": "(" * 100_000}),
     {"optimizer": "SGD", "optimizer.lr.x": "1"},
   ],
 )
@@ -97,18 +94,13 @@ def test_profile(place, content, option, text):
 LISTS = st.text("n0123456789[]-,x() ", max_size=40)
 
 
+LONG = ["n[" + ",".join(["0-65535"] * 4000) + "]", "n[" + "0" * 4400 + "1-2]", "[" * 50_000]
+LONG += ["n[1-" + "9" * 5000 + "]", "9" * 5000]
+
+
 @fuzzed(
   st.one_of(LISTS, st.text(max_size=8)),
-  examples=[
-    "n[0-65535][0-65535]",
-    "n[" + ",".join(["0-65535"] * 4000) + "]",
-    "n[" + "0" * 4400 + "1-2]",
-    "n[1-" + "9" * 5000 + "]",
-    "[" * 50_000,
-    "2(x300000000)",
-    "9" * 5000,
-    "²",
-  ],
+  examples=["n[0-65535][0-65535]", "2(x300000000)", "²", *LONG],
 )
 def test_node_lists_and_counts(text):
   with one_line():

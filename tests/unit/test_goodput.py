@@ -1,6 +1,7 @@
 """Goodput: where the time of a run went, against a count of every second."""
 
 import errno
+import itertools
 import json
 import os
 import random
@@ -21,15 +22,8 @@ from jaxscale.run.goodput import CATEGORIES, FILE, Activity, Goodput, goodput, r
 from support.bad_files import EVERY, put
 from support.job_script import RUN
 
-OTHERS = {
-  "starting": "start-up",
-  "compiling": "compile",
-  "preparing": "compile",
-  "evaluating": "evaluation",
-  "saving": "saving",
-  "leaving": "other",
-  "checking": "other",
-}
+OTHERS = dict(starting="start-up", compiling="compile", preparing="compile", saving="saving")
+OTHERS |= dict(evaluating="evaluation", leaving="other", checking="other")
 
 
 class Made:
@@ -124,14 +118,10 @@ def test_every_second_is_counted_once_and_where_it_belongs(seed):
   assert found.wall_s == pytest.approx(made.clock - 1000)
   held = found.wall_s - naive["queue"]
   assert found.share == pytest.approx(naive["training"] / held)
-  kept = [
-    line
-    for line, later in zip(made.lines, [*made.lines[1:], None], strict=True)
-    if later is None  # the last, a roll back's, a process's, and one in four
-    or line.resumed != later.resumed
-    or line.start != later.start
-    or made.random.random() < 0.25
-  ]
+  kept = [made.lines[-1]]  # the last, a roll back's, a process's, and one in four
+  for line, later in itertools.pairwise(made.lines):
+    is_needed = line.resumed != later.resumed or line.start != later.start
+    kept += [line] * (is_needed or made.random.random() < 0.25)
   made.random.shuffle(kept)
   some = goodput(kept, made.waits)
   assert some is not None and some.wall_s == pytest.approx(made.clock - 1000)
@@ -195,29 +185,16 @@ class Clock:
 def test_a_watch_knows_what_the_time_went_into(monkeypatch):
   clock = Clock(monkeypatch)
   alone = watches.start({}, 0, ["localhost"], age_s=2.0)
-  places = [
-    (0, "starting"),
-    (1, "input"),
-    (1, "step"),
-    (2, "input"),
-    (2, "step"),
-    (2, "evaluating"),
-    (2, "evaluating"),
-    (2, "saving"),
-  ]
+  places = [(0, "starting"), (1, "input"), (1, "step"), (2, "input"), (2, "step")]
+  places += [(2, "evaluating"), (2, "evaluating"), (2, "saving")]
   for i, place in enumerate(places):
     clock.now += 2**i
     alone.at(*place)
   clock.now += 0.5
   spent = alone.spent()
   assert (spent.step, spent.activity, spent.time) == (2, "saving", 100 + 255.5)
-  assert spent.seconds == {
-    "starting": 2 + 1 + 2,
-    "input": 4 + 16,
-    "step": 8 + 32,
-    "evaluating": 64 + 128,
-    "saving": 0.5,
-  }
+  seconds = dict(starting=2 + 1 + 2, input=4 + 16, step=8 + 32, evaluating=64 + 128, saving=0.5)
+  assert spent.seconds == seconds
 
 
 def test_other_threads_see_every_second_once():
@@ -274,9 +251,8 @@ def test_a_record_survives_a_disk_that_is_full_for_a_while(tmp_path, monkeypatch
   found = read_activities(tmp_path)
   assert len(writes) == 6 and len(found) == 3
   last = found[-1]
-  assert last == Activity(
-    1e9 + 97, 1e9 + 109, 20, [6, 8, 11, 19], {"starting": 4.0, "step": 8.0}, None, True
-  )
+  seconds = {"starting": 4.0, "step": 8.0}
+  assert last == Activity(1e9 + 97, 1e9 + 109, 20, [6, 8, 11, 19], seconds, None, True)
   assert sum(last.seconds.values()) == last.time - last.start
   assert kept.summary()["goodput"] == pytest.approx(8 / 12, abs=1e-4)
 
@@ -312,22 +288,12 @@ def test_what_is_in_the_place_of_a_record_costs_the_record(tmp_path):
 
 
 GOOD: dict[str, Any] = Activity(10.0, 12.0, 3, [1], {"step": 2.0})._asdict()
-BAD = [
-  {"start": -1.0},
-  {"start": 1e300},
-  {"time": 9.0},
-  {"time": float("nan")},
-  {"time": "12"},
-  {"step": 2.5},
-  {"resumed": 1},
-  {"resumed": ["1"]},
-  {"done": 1},
-  {"seconds": {"step": -1.0}},
-  {"seconds": {"step": float("inf")}},
-  {"seconds": [2.0]},
-  {"queued": [1.0, "2"]},
-  {"queued": [float("nan"), 1.0]},
-]
+NAN, INF = float("nan"), float("inf")
+BAD = [{"start": start} for start in (-1.0, 1e300)]
+BAD += [{"time": time} for time in (9.0, NAN, "12")]
+BAD += [{"seconds": seconds} for seconds in ({"step": -1.0}, {"step": INF}, [2.0])]
+BAD += [{"step": 2.5}, {"resumed": 1}, {"resumed": ["1"]}, {"done": 1}]
+BAD += [{"queued": [1.0, "2"]}, {"queued": [NAN, 1.0]}]
 
 
 def test_damaged_lines_are_left_out(tmp_path):
@@ -368,12 +334,8 @@ def write_run(folder, executor="slurm", trials=()):
   (folder / "events").mkdir()
   folders.append_line(folder / "submissions.jsonl", {"job": "7", "time": 100.5, "tasks": None})
   job, task = ("7_1", 1) if trials else ("7", 0)
-  for event, at, next_ in (
-    ("start", 110, ""),
-    ("end", 135, "requeue"),
-    ("start", 141, ""),
-    ("end", 160, "stop"),
-  ):
+  events = [("start", 110, ""), ("end", 135, "requeue"), ("start", 141, ""), ("end", 160, "stop")]
+  for event, at, next_ in events:
     line = {"event": event, "job": job, "restarts": 0, "nodes": 1, "code": 0}
     folders.append_line(run.events_file(task), line | {"next": next_, "time": at})
   lines = [

@@ -12,6 +12,7 @@ from jaxscale.errors import ConfigError
 from jaxscale.optim.layers import Layer, layer_norm
 from jaxscale.optim.settings import LarsVariant
 from support.optimizers import optimize, optimize64
+from support.tables import words
 
 LAYER = Layer(chosen=True, stacked=False)
 
@@ -40,20 +41,10 @@ GOLDEN = {  # (variant, step, options): weights
   ("timm", 3): [0.895712582184, -1.986782211934, 2.788860106388],
   ("timm_clip", 3): [0.940797661358, -2.026812832856, 2.9475515986],
 }
-VARIANTS = [
-  "paper",
-  "nvidia",
-  "tf_contrib",
-  "tf_contrib_l2_in_loss",
-  "torch",
-  "optax",
-  "larc_clip",
-  "larc_scale",
-  "nvcaffe_clip",
-  "nvcaffe_scale",
-  "timm",
-  "timm_clip",
-]
+VARIANTS = words("""
+  paper nvidia tf_contrib tf_contrib_l2_in_loss torch optax larc_clip larc_scale
+  nvcaffe_clip nvcaffe_scale timm timm_clip
+""")
 IN_VELOCITY = ["paper", "nvidia", "optax", "nvcaffe_clip", "nvcaffe_scale"]
 
 
@@ -68,13 +59,9 @@ def changing(rates):
 @pytest.mark.parametrize("case", GOLDEN, ids=str)
 def test_golden_vectors(case):
   variant, step, *corrected = case
-  tx = optim.lars(
-    changing(RATES),
-    variant=variant,
-    momentum_correction=bool(corrected),
-    eps=1e-8 if variant.startswith("timm") else 0.0,
-    **SETTINGS,
-  )
+  settings = SETTINGS | dict(eps=1e-8 if variant.startswith("timm") else 0.0)
+  settings |= dict(variant=variant, momentum_correction=bool(corrected))
+  tx = optim.lars(changing(RATES), **settings)
   after = optimize64(tx, np.array(W0), np.array(GRADS)[:step])
   np.testing.assert_allclose(after, GOLDEN[case], rtol=0, atol=1e-11)
 
@@ -118,14 +105,7 @@ def reference(variant, w, grads, rates, *, scaled, m, wd, eta, eps, nesterov, fi
 def random_layers(seed=0, steps=5):
   """Layers of several shapes, one of them 0, one without gradient."""
   rng = np.random.default_rng(seed)
-  shapes = {
-    "matrix": (5, 7),
-    "conv": (3, 3, 4, 2),
-    "bias": (7,),
-    "scalar": (),
-    "zero": (4, 3),
-    "still": (3, 4),
-  }
+  shapes = dict(matrix=(5, 7), conv=(3, 3, 4, 2), bias=(7,), scalar=(), zero=(4, 3), still=(3, 4))
   params, *grads = (
     {name: np.array(rng.standard_normal(shape)) for name, shape in shapes.items()}
     for _ in range(steps + 1)
@@ -143,39 +123,26 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize(
-  ("variant", "case"),
-  [(v, c) for v in VARIANTS for c in CASES if v in IN_VELOCITY or not CASES[c]["fix"]],
-)
+OF_VARIANTS = [(v, c) for v in VARIANTS for c in CASES if v in IN_VELOCITY or not CASES[c]["fix"]]
+
+
+@pytest.mark.parametrize("variant, case", OF_VARIANTS)
 def test_against_numpy(variant, case):
   options = dict(CASES[case])
-  fix, masked = options["fix"], options.pop("masked")
+  fix, masked = options.pop("fix"), options.pop("masked")
   rates = [0.3, 0.9, 1.7, 0.8, 0.02]  # up, and below eta's rate, which is clipped
   params, grads = random_layers()
   tx = optim.lars(
     changing(rates),
-    variant=variant,
-    momentum=0.8,
-    weight_decay=0.1,
-    trust_coefficient=0.05,
-    eps=options["eps"],
-    nesterov=options["nesterov"],
-    momentum_correction=fix or False,
-    mask=optim.kernels if masked else None,
+    **dict(variant=variant, momentum=0.8, weight_decay=0.1, trust_coefficient=0.05),
+    **dict(momentum_correction=fix or False, mask=optim.kernels if masked else None),
+    **options,
   )
   got = optimize64(tx, params, grads)
+  known = dict(m=0.8, wd=0.1, eta=0.05, fix=fix, **options)
   for name, w in params.items():
-    wanted = reference(
-      variant,
-      w,
-      [g[name] for g in grads],
-      rates,
-      scaled=w.ndim > 1 or not masked,
-      m=0.8,
-      wd=0.1,
-      eta=0.05,
-      **options,
-    )
+    scaled, of_layer = w.ndim > 1 or not masked, [g[name] for g in grads]
+    wanted = reference(variant, w, of_layer, rates, scaled=scaled, **known)
     np.testing.assert_allclose(got[name], wanted, rtol=1e-10, err_msg=name)
 
 
@@ -225,9 +192,8 @@ def test_the_optax_form_is_optax(mask, nesterov):
   rates, everything = [0.3, 0.9, 1.7, 0.8, 0.0], True if mask is None else mask
   both = dict(weight_decay=0.1, trust_coefficient=0.05, eps=0.01, nesterov=nesterov)
   got = optimize64(optim.lars(changing(rates), variant="optax", mask=mask, **both), params, grads)
-  theirs = optax.lars(
-    changing(rates), weight_decay_mask=everything, trust_ratio_mask=everything, **both
-  )
+  masks = dict(weight_decay_mask=everything, trust_ratio_mask=everything)
+  theirs = optax.lars(changing(rates), **masks, **both)
   for name, w in optimize64(theirs, params, grads).items():
     np.testing.assert_allclose(got[name], w, rtol=1e-10, err_msg=name)
 

@@ -53,44 +53,41 @@ def rate(step):
   return jnp.array(RATES)[step]
 
 
-SGD = dict(weight_decay=0.01)
-REFERENCES = {
-  "sgd": (optim.sgd(rate, **SGD), lambda w, g: numpy_sgd(w, g, RATES, 0.9, 0.01, True)),
-  "sgd heavy ball": (
-    optim.sgd(rate, nesterov=False, momentum=0.8, **SGD),
-    lambda w, g: numpy_sgd(w, g, RATES, 0.8, 0.01, False),
-  ),
+def sgd_of(m, nesterov, **more):
+  return lambda w, g: numpy_sgd(w, g, RATES, m, 0.01, nesterov, **more)
+
+
+def adam_of(eps, wd, b1=0.9, b2=0.999, **more):
+  return lambda w, g: numpy_adam(w, g, RATES, b1, b2, eps, wd, **more)
+
+
+REFERENCES = {  # maker, options, reference
+  "sgd": (optim.sgd, {}, sgd_of(0.9, True)),
+  "sgd heavy ball": (optim.sgd, dict(nesterov=False, momentum=0.8), sgd_of(0.8, False)),
   "sgd of Caffe": (
-    optim.sgd(rate, nesterov=False, rate_in_velocity=True, **SGD),
-    lambda w, g: numpy_sgd(w, g, RATES, 0.9, 0.01, False, inside=True),
+    optim.sgd,
+    dict(nesterov=False, rate_in_velocity=True),
+    sgd_of(0.9, False, inside=True),
   ),
   "sgd corrected in 3 steps": (
-    optim.sgd(rate, momentum_correction=3, **SGD),
-    lambda w, g: numpy_sgd(w, g, RATES, 0.9, 0.01, True, inside=True, fix=3),
+    optim.sgd,
+    dict(momentum_correction=3),
+    sgd_of(0.9, True, inside=True, fix=3),
   ),
-  "sgd corrected is sgd": (  # eq. 9 and 10 of arXiv:1706.02677
-    optim.sgd(rate, momentum_correction=True, **SGD),
-    lambda w, g: numpy_sgd(w, g, RATES, 0.9, 0.01, True),
-  ),
-  "adamw": (
-    optim.adamw(rate, weight_decay=0.1),
-    lambda w, g: numpy_adam(w, g, RATES, 0.9, 0.999, 1e-8, 0.1),
-  ),
-  "lamb": (
-    optim.lamb(rate, weight_decay=0.1),
-    lambda w, g: numpy_adam(w, g, RATES, 0.9, 0.999, 1e-6, 0.1, (0, INF)),
-  ),
+  # eq. 9 and 10 of arXiv:1706.02677
+  "sgd corrected is sgd": (optim.sgd, dict(momentum_correction=True), sgd_of(0.9, True)),
+  "adamw": (optim.adamw, dict(weight_decay=0.1), adam_of(1e-8, 0.1)),
+  "lamb": (optim.lamb, dict(weight_decay=0.1), adam_of(1e-6, 0.1, phi=(0, INF))),
   "lamb clipped below": (
-    optim.lamb(rate, b1=0.8, b2=0.95, eps=1e-3, phi_min=7.0),
-    lambda w, g: numpy_adam(w, g, RATES, 0.8, 0.95, 1e-3, 0.01, (7, INF)),
+    optim.lamb,
+    dict(b1=0.8, b2=0.95, eps=1e-3, phi_min=7.0),
+    adam_of(1e-3, 0.01, 0.8, 0.95, phi=(7, INF)),
   ),
-  "lamb clipped above": (
-    optim.lamb(rate, phi_max=2.0),
-    lambda w, g: numpy_adam(w, g, RATES, 0.9, 0.999, 1e-6, 0.01, (0, 2)),
-  ),
+  "lamb clipped above": (optim.lamb, dict(phi_max=2.0), adam_of(1e-6, 0.01, phi=(0, 2))),
   "lamb as released": (
-    optim.lamb(rate, weight_decay=1.5, bias_correction=False),
-    lambda w, g: numpy_adam(w, g, RATES, 0.9, 0.999, 1e-6, 1.5, (0, INF), correct=False),
+    optim.lamb,
+    dict(weight_decay=1.5, bias_correction=False),
+    adam_of(1e-6, 1.5, phi=(0, INF), correct=False),
   ),
 }
 
@@ -107,9 +104,10 @@ def random_layers():
 
 @pytest.mark.parametrize("name", REFERENCES)
 def test_against_numpy(name):
-  tx, reference = REFERENCES[name]
+  make, options, reference = REFERENCES[name]
+  options = (dict(weight_decay=0.01) if make is optim.sgd else {}) | options
   params, grads = random_layers()
-  got = optimize64(tx, params, grads)
+  got = optimize64(make(rate, **options), params, grads)
   for layer, w in params.items():
     wanted = reference(w, [g[layer] for g in grads])
     np.testing.assert_allclose(got[layer], wanted, rtol=1e-10, err_msg=layer)
@@ -220,6 +218,11 @@ def test_the_learning_rate_of_the_last_step_is_in_the_state(make):
   assert optim.learning_rate(optax.sgd(0.1, momentum=0.9).init(params)) is None
 
 
+def by_layers(learning_rate):
+  decay = optim.layerwise_rate_decay(0.5, ["matrix", "bias", "conv", "zero"])
+  return optax.chain(optim.adamw(learning_rate), decay)
+
+
 INJECTED = {
   **{f"lars {v}": (optim.lars, {"variant": v}) for v in get_args(optim.LarsVariant)},
   "lars corrected": (optim.lars, {"momentum_correction": 3}),
@@ -235,13 +238,7 @@ INJECTED = {
   "masked": (optim.lars, {"mask": "^(matrix|bias)$"}),
   "rate": (optim.scale_by_rate, {}),
   "momentum": (optim.scale_by_rate_and_momentum, {"momentum_correction": 3}),
-  "by layers": (
-    lambda learning_rate: optax.chain(
-      optim.adamw(learning_rate),
-      optim.layerwise_rate_decay(0.5, ["matrix", "bias", "conv", "zero"]),
-    ),
-    {},
-  ),
+  "by layers": (by_layers, {}),
 }
 
 
@@ -261,32 +258,20 @@ def test_inject_hyperparams_changes_no_update(name, jitted):
     np.testing.assert_allclose(got[layer], w, rtol=1e-5, atol=1e-6, err_msg=layer)
 
 
+DECAY, HEAVY_BALL = optim.add_decayed_weights, optax.trace(0.9)
+BY_RATE, RATIO = optim.scale_by_rate(rate), optim.scale_by_lars_ratio
 COMPOSED = {  # an optimizer, and the chain that it stands for
   "sgd": (
     optim.sgd(rate, weight_decay=0.1),
-    (optim.add_decayed_weights(0.1), optax.trace(0.9, nesterov=True), optim.scale_by_rate(rate)),
+    (DECAY(0.1), optax.trace(0.9, nesterov=True), BY_RATE),
   ),
-  "lars": (optim.lars(rate), (optim.scale_by_lars_ratio(), optim.scale_by_rate_and_momentum(rate))),
-  "lars torch": (
-    optim.lars(rate, variant="torch"),
-    (optim.scale_by_lars_ratio(), optax.trace(0.9), optim.scale_by_rate(rate)),
-  ),
-  "lars tf_contrib": (
-    optim.lars(rate, variant="tf_contrib"),
-    (optim.scale_by_lars_ratio(inner=optax.trace(0.9)), optim.scale_by_rate(rate)),
-  ),
-  "larc_clip": (
-    optim.lars(rate, variant="larc_clip"),
-    (optim.scale_by_lars_ratio(limit=rate), optax.trace(0.9), optim.scale_by_rate(rate)),
-  ),
+  "lars": (optim.lars(rate), (RATIO(), optim.scale_by_rate_and_momentum(rate))),
+  "lars torch": (optim.lars(rate, variant="torch"), (RATIO(), HEAVY_BALL, BY_RATE)),
+  "lars tf_contrib": (optim.lars(rate, variant="tf_contrib"), (RATIO(inner=HEAVY_BALL), BY_RATE)),
+  "larc_clip": (optim.lars(rate, variant="larc_clip"), (RATIO(limit=rate), HEAVY_BALL, BY_RATE)),
   "lamb": (
     optim.lamb(rate),
-    (
-      optim.scale_by_adam(0.9, 0.999, 1e-6),
-      optim.add_decayed_weights(1e-2),
-      optim.scale_by_trust_ratio(),
-      optim.scale_by_rate(rate),
-    ),
+    (optim.scale_by_adam(0.9, 0.999, 1e-6), DECAY(1e-2), optim.scale_by_trust_ratio(), BY_RATE),
   ),
 }
 
@@ -452,9 +437,8 @@ def test_the_optax_form_of_muon_is_that_of_optax(nesterov, rms):
   flat = {n: w.reshape(-1, w.shape[-1]) if w.ndim > 1 else w for n, w in params.items()}
   grads = [{n: g[n].reshape(w.shape) for n, w in flat.items()} for g in grads]
   both = dict(nesterov=nesterov, weight_decay=0.3, ns_steps=4)
-  theirs = optax.contrib.muon(
-    rate, consistent_rms=rms, adam_learning_rate=lambda s: 3 * rate(s), **both
-  )
+  rates = dict(learning_rate=rate, adam_learning_rate=lambda s: 3 * rate(s))
+  theirs = optax.contrib.muon(**rates, consistent_rms=rms, **both)
   with jax.numpy_dtype_promotion("standard"):
     wanted = optimize64(theirs, flat, grads)
   adjust = "original" if rms is None else "match_rms_adamw"
@@ -486,33 +470,35 @@ def test_scaling_rules():
     optim.scale_learning_rate(0.1, 1024, 256, "cubic")  # pyright: ignore
 
 
-@pytest.mark.parametrize(
-  ("make", "line"),
-  [
-    (optax.adam(1e-3), "Optax.make=.* is not a function; give a function of the learn"),
-    ("adam", "Optax.make=str is not a function; give a function of the learning rate"),
-    (lambda: optax.adam(1e-3), "Optax.make failed, TypeError: .*; give a function of"),
-    (lambda rate: rate, "Optax.make: gave function, not an optax transformation; give"),
-  ],
-)
+NOT_OPTIMIZERS = [
+  (optax.adam(1e-3), "Optax.make=.* is not a function; give a function of the learn"),
+  ("adam", "Optax.make=str is not a function; give a function of the learning rate"),
+  (lambda: optax.adam(1e-3), "Optax.make failed, TypeError: .*; give a function of"),
+  (lambda rate: rate, "Optax.make: gave function, not an optax transformation; give"),
+]
+
+
+@pytest.mark.parametrize("make, line", NOT_OPTIMIZERS)
 def test_an_optimizer_that_is_none_is_one_line(make, line):
-  with pytest.raises(ConfigError, match=line):
+  with config_error(match=line):
     optim.Optax(make=make, lr=0.1).build(lambda step: 0.1, cfg.OptimizerContext())
 
 
-@pytest.mark.parametrize(
-  ("make", "line"),
-  [
-    (
-      lambda rate: optax.multi_transform({"a": optax.sgd(rate)}, lambda _: {"w": "b"}),
-      "Optax.make, its init failed, ValueError: .*'b'.*; give a transformation of the",
-    ),
-    (
-      lambda rate: optax.stateless(lambda updates, params: updates["no such"]),
-      "Optax.make, its update failed, KeyError: 'no such'; give a transformation",
-    ),
-  ],
-)
+def fails_in_init(rate):
+  return optax.multi_transform({"a": optax.sgd(rate)}, lambda _: {"w": "b"})
+
+
+def fails_in_update(rate):
+  return optax.stateless(lambda updates, params: updates["no such"])
+
+
+FAILING = [
+  (fails_in_init, "Optax.make, its init failed, ValueError: .*'b'.*; give a transformation of the"),
+  (fails_in_update, "Optax.make, its update failed, KeyError: 'no such'; give a transformation"),
+]
+
+
+@pytest.mark.parametrize("make, line", FAILING)
 def test_a_transformation_that_fails_is_one_line(make, line):
   made = optim.Optax(make=make, lr=0.1).build(lambda step: 0.1, cfg.OptimizerContext())
   params = {"w": np.ones(3, np.float32)}
