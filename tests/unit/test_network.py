@@ -93,11 +93,8 @@ def test_gloo_s_address_is_the_first_that_can_be_bound(monkeypatch):
 
 
 def test_places_are_distinguished_by_network_namespace():
-  own = [
-    sys.executable,
-    "-c",
-    "from jaxscale.cluster.rendezvous.network import namespace as n; print(n('net'))",
-  ]
+  code = "from jaxscale.cluster.rendezvous.network import namespace as n; print(n('net'))"
+  own = [sys.executable, "-c", code]
   run = {"capture_output": True, "text": True}
   assert subprocess.run(own, **run).stdout.strip() == network.namespace("net")
   other = subprocess.run(["unshare", "-rn", *own], **run)
