@@ -1,8 +1,6 @@
 """Settings for GPUs, on nodes that are folders of files."""
 
 import os
-import subprocess
-import sys
 
 import pytest
 
@@ -12,6 +10,8 @@ from jaxscale.cluster.detect.fabric import Fabric, find_fabric, nvidia_models
 from jaxscale.cluster.gpu_settings import LEVEL, Choice, Place, choose, lines
 from jaxscale.cluster.rendezvous.handshake import find_mismatches, make_hello
 from jaxscale.jobs.preflight import software
+from support.python import python
+from support.tables import assignments
 
 H100 = "NVIDIA H100 80GB HBM3"
 TWO = Launch("slurm", 0, 8, "n1", 0, 4, nodes=("n1", "n1", "n2", "n2"))
@@ -47,10 +47,8 @@ HSN = {f"sys/class/net/hsn{i}/mtu": "9000" for i in (10, 0, 1, 2)}
 NODES = {
   "ethernet": ({"sys/class/net/eth0/mtu": "1500"}, Fabric("ethernet")),
   "infiniband": (
-    adapter("mlx5_0", "InfiniBand")
-    | adapter("mlx5_10", "InfiniBand")
-    | adapter("mlx5_2", "InfiniBand")
-    | adapter("mlx5_3", "Ethernet", state="1: DOWN"),
+    adapter("mlx5_3", "Ethernet", state="1: DOWN")
+    | {k: v for i in (0, 10, 2) for k, v in adapter(f"mlx5_{i}", "InfiniBand").items()},
     Fabric("infiniband", ("mlx5_0", "mlx5_2", "mlx5_10")),
   ),
   "mixed": (
@@ -104,16 +102,11 @@ def test_places(node, monkeypatch):
 
 # Nodes, and what is set there in a run of two of them.
 FOR_ALL = {"XLA_CLIENT_MEM_FRACTION": "0.9", LEVEL: "O1"}
-HPE = {
-  "NCCL_CROSS_NIC": "1",
-  "NCCL_NET_GDR_LEVEL": "PHB",
-  "FI_CXI_RX_MATCH_MODE": "hybrid",
-  "FI_MR_CACHE_MONITOR": "userfaultfd",
-  "FI_CXI_DISABLE_HOST_REGISTER": "1",
-  "FI_CXI_DEFAULT_CQ_SIZE": "131072",
-  "FI_CXI_DEFAULT_TX_SIZE": "2048",
-  "NCCL_SOCKET_IFNAME": "hsn0,hsn1,hsn2,hsn10",
-}
+HPE = assignments("""
+  NCCL_CROSS_NIC=1 NCCL_NET_GDR_LEVEL=PHB FI_CXI_RX_MATCH_MODE=hybrid
+  FI_MR_CACHE_MONITOR=userfaultfd FI_CXI_DISABLE_HOST_REGISTER=1 FI_CXI_DEFAULT_CQ_SIZE=131072
+  FI_CXI_DEFAULT_TX_SIZE=2048 NCCL_SOCKET_IFNAME=hsn0,hsn1,hsn2,hsn10
+""")
 HOPPER = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
 CHOSEN = {
   "ethernet": ({}, FOR_ALL),
@@ -204,10 +197,8 @@ def test_they_are_set_and_recorded(monkeypatch):
 
 def test_processes_that_differ_are_refused():
   same = {LEVEL: "O1", "NCCL_NET": "AWS Libfabric"}
-  hellos = {
-    rank: make_hello(TWO._replace(process_id=rank), digests, on_cpu=False)
-    for rank, digests in enumerate([same, same, same | {"NCCL_NET": "unset"}])
-  }
+  digests = enumerate([same, same, same | {"NCCL_NET": "unset"}])
+  hellos = {i: make_hello(TWO._replace(process_id=i), d, on_cpu=False) for i, d in digests}
   (line,) = find_mismatches(hellos, {})
   assert "process 2" in line and "another NCCL_NET than process 0" in line
 
@@ -261,13 +252,7 @@ def test_a_run_sets_them_before_jax_starts(tmp_path):
   env |= {"CUDA_VISIBLE_DEVICES": "0,1", "XLA_FLAGS": flags}
 
   def start(setting):
-    done = subprocess.run(
-      [sys.executable, "-c", START, setting, str(tmp_path)],
-      env=env,
-      capture_output=True,
-      text=True,
-      timeout=300,
-    )
+    done = python("-c", START, setting, str(tmp_path), cwd=None, env=env)
     assert done.returncode == 0, done.stderr
     return done.stdout.splitlines()
 

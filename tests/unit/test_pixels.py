@@ -219,21 +219,14 @@ def test_a_picture_has_the_same_pixels_in_every_file(name, reader, tmp_path):
     assert np.abs(pixels.reshape(known.shape).astype(int) - known).max() <= away
 
 
-@pytest.mark.parametrize(
-  "bad",
-  [
-    (tiff(1, "u2"), "black"),
-    (tiff(1, "i4"), "black"),
-    (tiff(1, "f4"), "from 0 to 1"),
-    (tiff(-1, "f4"), "from 0 to 1"),
-    (tiff(-100, "i2"), "to 32767"),
-  ],
-  ids=range(5),
-)
-def test_pixels_that_would_be_lost_are_no_picture(bad, tmp_path):
-  encode, why = bad
+LOST = [(tiff(1, "u2"), "black"), (tiff(1, "i4"), "black"), (tiff(1, "f4"), "from 0 to 1")]
+LOST += [(tiff(-1, "f4"), "from 0 to 1"), (tiff(-100, "i2"), "to 32767")]
+
+
+@pytest.mark.parametrize("encode, message", LOST, ids=range(5))
+def test_pixels_that_would_be_lost_are_no_picture(encode, message, tmp_path):
   encoded = encode(COLOUR, 1)
-  with pytest.raises(ValueError, match=why):
+  with pytest.raises(ValueError, match=message):
     jpeg.decode(encoded, 3)
   (tmp_path / "a").mkdir()
   (tmp_path / "a" / "1.tif").write_bytes(encoded)

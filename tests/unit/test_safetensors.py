@@ -20,6 +20,7 @@ from jaxscale.weights import UnwrittenError, export_safetensors, import_safetens
 from jaxscale.weights.config_json import read_config_json
 from jaxscale.weights.safetensors import DTYPES, read_header, read_index, view, write
 from support.errors import config_error
+from support.tables import columns, literal
 
 F4 = np.dtype("f4")
 
@@ -70,7 +71,17 @@ def with_header(path, header, data=b"\0" * 48):
 
 
 GOOD = {"dtype": "F32", "shape": [4, 3], "data_offsets": [0, 48]}
-SECOND = {"dtype": "U8", "shape": [2], "data_offsets": [48, 50]}
+
+
+def beside(start):
+  """Two arrays, the second of two bytes from this one on."""
+  return {"x": GOOD, "y": {"dtype": "U8", "shape": [2], "data_offsets": [start, start + 2]}}
+
+
+def of_shape(shape, size):
+  return {"dtype": "F32", "shape": shape, "data_offsets": [0, size]}
+
+
 DAMAGE = {
   "cut in its data": (lambda f: os.truncate(f, f.stat().st_size - 1), "cut short .*not full"),
   "cut in its header": (lambda f: os.truncate(f, 20), "cut short .*header length"),
@@ -89,13 +100,15 @@ DAMAGE = {
   "shape": (lambda f: with_header(f, {"x": GOOD | {"shape": [4, -3]}}), "damaged"),
   "size": (lambda f: with_header(f, {"x": GOOD | {"shape": [4, 4]}}), "damaged header"),
   "offset": (lambda f: with_header(f, {"x": GOOD | {"data_offsets": [-8, 40]}}), "damaged"),
-  "a hole": (
-    lambda f: with_header(f, {"x": GOOD, "y": SECOND | {"data_offsets": [49, 51]}}, b"\0" * 51),
-    "damaged header .*`y`",
-  ),
-  "overlap": (
-    lambda f: with_header(f, {"x": GOOD, "y": SECOND | {"data_offsets": [46, 48]}}),
-    "damaged header .*`y`",
+  "a hole": (lambda f: with_header(f, beside(49), b"\0" * 51), "damaged header .*`y`"),
+  "overlap": (lambda f: with_header(f, beside(46)), "damaged header .*`y`"),
+  "65 dims": (lambda f: with_header(f, {"x": of_shape([1] * 65, 4)}), "damaged header"),
+  "2^120": (lambda f: with_header(f, {"x": of_shape([0, 2**60, 2**60], 0)}, b""), "damaged header"),
+  "no offsets": (lambda f: with_header(f, {"x": {"dtype": "F32", "shape": [1]}}), "damaged header"),
+  "deep": (lambda f: with_header(f, b'{"a":' * 13_107), "damaged header|not a safetensors"),
+  "2^63 long": (
+    lambda f: f.write_bytes(b"\xff" * 7 + b"\x7f{"),
+    "damaged header|not a safetensors",
   ),
 }
 
@@ -105,7 +118,7 @@ def test_a_damaged_file_is_one_line(how, file):
   damage, says = DAMAGE[how]
   damage(file)
   with config_error(str(file), match=says):
-    read_index(file)
+    view(read_index(file)["x"])
 
 
 def in_folder(folder, files, weight_map=None):
@@ -126,14 +139,15 @@ def test_a_folder_of_several_files_is_one(tmp_path):
   (tmp_path / "one").mkdir()
   written(tmp_path / "one" / "model.safetensors", {"x": x})
   assert (view(read_index(tmp_path / "one")["x"]) == x).all()
-  bad = {
-    "lacks": ({"x": "b.safetensors"}, "has no x, which"),
-    "gone": ({"x": "c.safetensors"}, "c.safetensors: No such file"),
-    "above": ({"x": "../two/b.safetensors"}, "not a file's name"),
-    "number": ({"x": 3}, "not a file's name|weight_map"),
-  }
-  for name, (weight_map, says) in bad.items():
-    folder = in_folder(tmp_path / name, {"b.safetensors": {"y": y}}, weight_map)
+  for i, (place, says) in enumerate(
+    columns(literal, str)("""
+    'b.safetensors' | has no x, which
+    'c.safetensors' | c.safetensors: No such file
+    '../two/b.safetensors' | not a file's name
+    3 | weight_map.x is 3
+""")
+  ):
+    folder = in_folder(tmp_path / str(i), {"b.safetensors": {"y": y}}, {"x": place})
     with pytest.raises(ConfigError, match=says):
       read_index(folder)
   (tmp_path / "none").mkdir()
@@ -186,16 +200,13 @@ def test_missing_folders_are_made_and_a_tilde_is_the_home(tmp_path, monkeypatch)
 
 def test_names_that_do_not_fit_are_named_and_counted(tmp_path):
   path = tmp_path / "a"
-  made = {
-    "Dense_0": {"kernel": jnp.ones((3, 4)), "bias": jnp.ones(4)},
-    "Dense_1": {"kernel": jnp.ones((4, 2))},
-  }
+  first = {"kernel": jnp.ones((3, 4)), "bias": jnp.ones(4)}
+  made = {"Dense_0": first, "Dense_1": {"kernel": jnp.ones((4, 2))}}
   export_safetensors(path, made)
 
   def line(wanted, **options):
-    with pytest.raises(ConfigError) as e:
+    with config_error() as e:
       import_safetensors(path, wanted, **options)
-    assert "\n" not in str(e.value)
     return str(e.value)
 
   two = {"scale": jnp.ones(2), "shift": jnp.ones(2)}
@@ -206,10 +217,8 @@ def test_names_that_do_not_fit_are_named_and_counted(tmp_path):
   reported = line(made | {"Dense_0": {"kernel": jnp.ones((3, 5)), "bias": jnp.ones(5)}})
   assert "2 of another shape, first params/Dense_0/bias is [4] there and [5]" in reported
   assert "init_head" not in reported
-  wrong = {"kernel": jnp.ones((3, 4)), "bias": jnp.ones(4, jnp.int32)}
-  assert "1 of another dtype, first params/Dense_0/bias is float32 there" in line(
-    made | {"Dense_0": wrong}
-  )
+  reported = line(made | {"Dense_0": first | {"bias": jnp.ones(4, jnp.int32)}})
+  assert "1 of another dtype, first params/Dense_0/bias is float32 there" in reported
   head = {"kernel": 7 * jnp.ones((4, 9))}
   reported = line(made | {"Dense_1": head})
   assert reported.endswith("init_head=True starts the classifier anew")
@@ -233,18 +242,23 @@ def test_what_has_a_scale_elsewhere_is_not_cast(tmp_path):
     import_safetensors(path, {"w": jnp.ones(3)})
 
 
-def test_tied_embeddings_and_derived_buffers_of_hugging_faces(tmp_path):
+@pytest.fixture
+def language(tmp_path):
+  """Parameters of a language model, and the arrays of their file."""
   params = {
     "embed": {"table": jnp.arange(12.0).reshape(4, 3)},
     "layers": {"attn_norm": {"scale": jnp.ones((2, 3))}},
     "head": {"norm": {"scale": jnp.ones(3)}, "kernel": jnp.zeros((3, 4))},
   }
-  path = tmp_path / "a"
-  export_safetensors(path, params, naming="huggingface")
-  arrays = {name: np.array(view(x)) for name, x in read_index(path).items()}
+  export_safetensors(tmp_path / "a", params, naming="huggingface")
+  return params, {name: np.array(view(x)) for name, x in read_index(tmp_path / "a").items()}
+
+
+def test_tied_embeddings_and_derived_buffers_of_hugging_faces(tmp_path, language):
+  params, arrays = language
   del arrays["lm_head.weight"]
   arrays["model.layers.1.self_attn.rotary_emb.inv_freq"] = np.ones(1, F4)
-  found = import_safetensors(written(path, arrays), params).params
+  found = import_safetensors(written(tmp_path / "b", arrays), params).params
   assert (found["head"]["kernel"] == params["embed"]["table"].T).all()
 
 
@@ -257,17 +271,11 @@ def test_a_path_that_cannot_be_does_not_blame_the_disk(tmp_path, place):
 
 
 @pytest.mark.parametrize("prefix", ["_orig_mod.", "module.", "module._orig_mod."])
-def test_prefixes_of_wrapped_modules_are_left_out(tmp_path, prefix):
+def test_prefixes_of_wrapped_modules_are_left_out(tmp_path, language, prefix):
   """`torch.compile` and DistributedDataParallel put them before all names."""
-  params = {
-    "embed": {"table": jnp.arange(12.0).reshape(4, 3)},
-    "layers": {"attn_norm": {"scale": jnp.ones((2, 3))}},
-    "head": {"norm": {"scale": jnp.ones(3)}, "kernel": jnp.ones((3, 4))},
-  }
-  export_safetensors(tmp_path / "a", params, naming="huggingface")
-  index = read_index(tmp_path / "a")
-  wrapped = {f"{prefix}{name}": np.array(view(x)) for name, x in index.items()}
-  zeros = jax.tree.map(jnp.zeros_like, params)
+  params, arrays = language
+  wrapped = {f"{prefix}{name}": x for name, x in arrays.items()}
+  zeros = jax.tree.map(lambda x: x - 1, params)
   found = import_safetensors(written(tmp_path / "b", wrapped), zeros).params
   assert jax.tree.all(jax.tree.map(lambda x, y: (x == y).all(), found, params))
 
@@ -291,8 +299,8 @@ def test_a_padded_vocabulary_names_its_setting(tmp_path):
 POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 123\n"
 
 
-def of_text(folder):
-  config.TextFiles(path=str(folder), sequence_length=8, vocab_size=None).build()
+def of_text(folder, vocab_size=None):
+  config.TextFiles(path=str(folder), sequence_length=8, vocab_size=vocab_size).build()
 
 
 def of_photos(folder):
@@ -306,9 +314,7 @@ LFS = {
   "tokenizer.json": lambda folder: read_tokenizer(str(folder / "tokenizer.json")),
   "config.json": lambda folder: read_config_json(folder / "config.json"),
   "train.txt": of_text,
-  "train.bin": lambda folder: config.TextFiles(
-    path=str(folder), sequence_length=8, vocab_size=9
-  ).build(),
+  "train.bin": lambda folder: of_text(folder, vocab_size=9),
   "train/cat/1.jpg": of_photos,
 }
 

@@ -18,6 +18,7 @@ from jaxscale.errors import ConfigError
 from jaxscale.experiment import build
 from jaxscale.experiment.derive import derive
 from support.errors import config_error
+from support.tables import assignments, columns
 
 pytestmark = pytest.mark.usefixtures("own_cache")
 
@@ -67,10 +68,8 @@ def test_nothing_held_out_is_trained_on():
     assert texts[split].pop() == b"" and dataset.info.vocab_size == 256
   assert texts["test"] == list(documents()[9::10])
   assert sorted(texts["train"] + texts["test"]) == sorted(documents())
-  paragraphs = {
-    split: {p for d in ds for p in re.split(rb"\n\s*\n", d)} for split, ds in texts.items()
-  }
-  assert not paragraphs["train"] & paragraphs["test"]
+  mine, other = ({p for d in ds for p in re.split(rb"\n\s*\n", d)} for ds in texts.values())
+  assert not mine & other
   assert sum(map(len, texts["test"])) == pytest.approx(116_000, rel=0.01)
 
 
@@ -161,23 +160,15 @@ def test_files_are_read_as_the_array(tmp_path):
 # Config.
 
 
-BAD = [
-  ({"data": "Text", "data.sequence_length": "0"}, "Text.sequence_length=0", ">= 1"),
-  ({"data": "Txt"}, "data=Txt", "did you mean 'Text'"),
-  ({"data": "TFDSText"}, "TFDSText.name is not set", "give str"),
-  (
-    {"data": "TextFiles", "data.path": "x", "data.vocab_size": "0"},
-    "TextFiles.vocab_size=0",
-    ">= 1",
-  ),
-  (
-    {"data": "TextFiles", "data.path": "x", "data.separator": "</s>"},
-    "TextFiles.separator='</s>'",
-    "byte 0",
-  ),
-  ({"target_loss": "0"}, "Config.target_loss=0.0", "> 0"),
-  ({"target_loss": "1.5"}, "Config.target_loss=1.5", "set one of them to None"),
-]
+BAD = columns(assignments, str, str)("""
+data=Text data.sequence_length=0 | Text.sequence_length=0 | >= 1
+data=Txt | data=Txt | did you mean 'Text'
+data=TFDSText | TFDSText.name is not set | give str
+data=TextFiles data.path=x data.vocab_size=0 | TextFiles.vocab_size=0 | >= 1
+data=TextFiles data.path=x data.separator=</s> | TextFiles.separator='</s>' | byte 0
+target_loss=0 | Config.target_loss=0.0 | > 0
+target_loss=1.5 | Config.target_loss=1.5 | set one of them to None
+""")
 
 
 @pytest.mark.parametrize("overrides, where, remedy", BAD)

@@ -69,16 +69,11 @@ def test_silence_is_a_timeout_and_an_end_is_an_end(pair):
     there.receive(1)
 
 
-@pytest.mark.parametrize(
-  "noise",
-  [
-    b"GET / HTTP/1.1\r\n\r\n",
-    b"\xff\xfe\n",
-    b"[" * 9_000 + b"\n",
-    b"x" * 9_999,
-    b"9" * 5_000 + b"\n",
-  ],
-)
+NOISE = [b"GET / HTTP/1.1\r\n\r\n", b"\xff\xfe\n", b"[" * 9_000 + b"\n", b"x" * 9_999]
+NOISE += [b"9" * 5_000 + b"\n"]
+
+
+@pytest.mark.parametrize("noise", NOISE)
 def test_what_is_no_message_is_refused(pair, noise):
   here, there = pair
   here.sock.sendall(noise)
@@ -199,28 +194,17 @@ def test_messages_are_typed():
   assert parse(Kinds, [1, 2, *RIGHT[2:]]).seconds == 2.0
 
 
-WRONG = [
-  (0, 1.0),
-  (0, True),
-  (0, "1"),
-  (0, 1 << 60),
-  (0, None),
-  (1, float("nan")),
-  (1, float("inf")),
-  (1, 10**400),
-  (1, "2"),
-  (2, 3),
-  (2, None),
-  (3, 1),
-  (4, 1),
-  (5, "n1"),
-  (5, [1]),
-  (6, []),
-  (6, {"jax": 1}),
-  (6, {str(i): "" for i in range(65)}),
-  (7, "c"),
-  (7, []),
-]
+OF_PLACES = {
+  0: (1.0, True, "1", 1 << 60, None),
+  1: (float("nan"), float("inf"), 10**400, "2"),
+  2: (3, None),
+  3: (1,),
+  4: (1,),
+  5: ("n1", [1]),
+  6: ([], {"jax": 1}, {str(i): "" for i in range(65)}),
+  7: ("c", []),
+}
+WRONG = [(place, value) for place, values in OF_PLACES.items() for value in values]
 
 
 @pytest.mark.parametrize("place, value", WRONG, ids=repr)
