@@ -181,6 +181,18 @@ ema_decay=None ema_warmup=True | Config.ema_warmup=True | ema_decay
 optimizer=AdamW optimizer.include=[ | AdamW.include='[' | kernel$
 optimizer=LARS optimizer.include=[ | LARS.include='[' | kernel$
 optimizer=LAMB optimizer.include=a{{9999999999}} | LAMB.inc | 'all'
+data=Text data.sequence_length=0 | Text.sequence_length=0 | >= 1
+data=Txt | data=Txt | did you mean 'Text'
+data=TFDSText | TFDSText.name is not set | give str
+data=TextFiles data.path=x data.vocab_size=0 | TextFiles.vocab_size=0 | >= 1
+data=TextFiles data.path=x data.separator=</s> | TextFiles.separator='</s>' | byte 0
+target_loss=0 | Config.target_loss=0.0 | > 0
+target_loss=1.5 | Config.target_loss=1.5 | set one of them to None
+model=Transformer model.num_heads=5 | Transformer.num_heads=5 | does not divide width=256
+model=Transformer model.num_kv_heads=3 | Transformer.num_kv_heads=3 | divide num_heads=4
+model=Transformer model.width=36 | Transformer | choose an even number
+model=Transformer model.head_width=7 | Transformer.head_width=7 | even number
+model=ViT model.num_heads=5 | ViT.num_heads=5 | does not divide width=384
 layer_decay=0.5 layer_order=('(','a') | Config.layer_order='(' | not a regular expression
 """)
 

@@ -11,23 +11,14 @@ import zipfile
 import numpy as np
 import pytest
 
-from jaxscale import data, metrics
+from jaxscale import data, files, metrics
 from jaxscale.checkpoint import lock
 from jaxscale.config.bases import Optimizer
 from jaxscale.config.record import from_plain
 from jaxscale.data import partial_jpeg, stream, tfrecord
 from jaxscale.data.tokenizer import byte_tokenizer
 from jaxscale.errors import ConfigError
-from jaxscale.files import (
-  mismatch,
-  open_to_append,
-  parse_json,
-  read_bytes,
-  replacing,
-  who_else_writes,
-  whole_number,
-  write_json,
-)
+from jaxscale.files import open_to_append, read_bytes, replacing, who_else_writes, write_json
 from jaxscale.jobs import folder as folders
 from jaxscale.metrics import plot
 from jaxscale.run import provenance
@@ -354,27 +345,27 @@ def test_a_lock_of_a_stranger_is_no_traceback(tmp_path):
 
 
 def test_json_is_bounded():
-  assert parse_json(b"[" * 100 + b"]" * 100)
-  assert parse_json(f"[{','.join(['[]'] * 5000)}]")
+  assert files.parse_json(b"[" * 100 + b"]" * 100)
+  assert files.parse_json(f"[{','.join(['[]'] * 5000)}]")
   for text in ("[" * 101 + "]" * 101, '{"a":' * 101 + "1" + "}" * 101, "[" * 10**6):
     with pytest.raises(ValueError, match="100 deep"):
-      parse_json(text)
+      files.parse_json(text)
 
 
 def test_shapes():
   others = [(True, int), (2**63, int), ("1", int), (1.0, int), (10**400, float), (None, float)]
   others += [({}, {"a": int}), ({"a": {"b": 1}}, {"a": {"b": str}}), ({"a": 1}, {str: str})]
   others += [([1, "2"], [int]), ({}, []), ([], {}), (None, (int, str))]
-  assert [case for case in others if not mismatch(*case)] == []
+  assert [case for case in others if not files.mismatch(*case)] == []
   equal = [(1, int), (1, float), (1.5, float), (None, (int, None)), ({"a": 1}, {"a": int})]
   equal += [({"b": 1, "a": 2}, {"a": int}), ({}, {str: int}), ([[1]], [[int]]), (True, bool)]
-  assert [case for case in equal if mismatch(*case) is not None] == []
+  assert [case for case in equal if files.mismatch(*case) is not None] == []
 
 
 def test_whole_numbers():
-  assert [whole_number(x) for x in ("0", "007", "9" * 18)] == [0, 7, 10**18 - 1]
+  assert [files.whole_number(x) for x in ("0", "007", "9" * 18)] == [0, 7, 10**18 - 1]
   for text in ("", "²", "٣", "-1", "+1", " 1", "1_0", "9" * 19, "9" * 5000, "1\n"):
-    assert whole_number(text) is None
+    assert files.whole_number(text) is None
 
 
 @pytest.mark.parametrize("size", [0, 3])

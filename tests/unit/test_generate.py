@@ -27,7 +27,7 @@ from jaxscale.run.generate import choose, sample
 from jaxscale.training.types import TrainState
 from support.cases import all_slow_except
 from support.configs import small_config
-from support.tables import columns, fields, literal, table
+from support.tables import columns, literal, table
 
 SIZES = dict(num_layers=2, width=16, num_heads=4, num_kv_heads=2, hidden=24)
 MODEL = cfg.Transformer(**SIZES, pad_vocab_to=1)
@@ -322,25 +322,3 @@ def test_a_mistake_is_one_line(run, tmp_path, argv, says, capsys):
   out, err = capsys.readouterr()
   assert out == "" and err.startswith("error: ") and says in err
   assert err.count("\n") == 1
-
-
-def test_settings_come_back_from_what_describes_them(run):
-  plain = json.loads((run / "config.json").read_text())["config"]
-  config = from_plain(cfg.Config, plain)
-  assert config.model == MODEL and to_plain(config) == plain
-
-
-HEADS = columns(fields, str)("""
-num_heads=5 | Transformer.num_heads=5: does not divide width=256
-num_kv_heads=3 | Transformer.num_kv_heads=3: does not divide num_heads=4
-width=36 | choose an even number
-head_width=7 | Transformer.head_width=7
-""")
-
-
-@pytest.mark.parametrize("settings, says", HEADS)
-def test_heads_that_do_not_fit_are_refused(settings, says):
-  with pytest.raises(ConfigError, match=says):
-    cfg.Transformer(**settings)
-  with pytest.raises(ConfigError, match=r"ViT.num_heads=5: does not divide width=384"):
-    cfg.ViT(num_heads=5)

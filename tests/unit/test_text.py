@@ -18,7 +18,6 @@ from jaxscale.errors import ConfigError
 from jaxscale.experiment import build
 from jaxscale.experiment.derive import derive
 from support.errors import config_error
-from support.tables import assignments, columns
 
 pytestmark = pytest.mark.usefixtures("own_cache")
 
@@ -160,23 +159,6 @@ def test_files_are_read_as_the_array(tmp_path):
 # Config.
 
 
-BAD = columns(assignments, str, str)("""
-data=Text data.sequence_length=0 | Text.sequence_length=0 | >= 1
-data=Txt | data=Txt | did you mean 'Text'
-data=TFDSText | TFDSText.name is not set | give str
-data=TextFiles data.path=x data.vocab_size=0 | TextFiles.vocab_size=0 | >= 1
-data=TextFiles data.path=x data.separator=</s> | TextFiles.separator='</s>' | byte 0
-target_loss=0 | Config.target_loss=0.0 | > 0
-target_loss=1.5 | Config.target_loss=1.5 | set one of them to None
-""")
-
-
-@pytest.mark.parametrize("overrides, where, remedy", BAD)
-def test_settings_that_are_refused(overrides, where, remedy):
-  with config_error(where, remedy):
-    load_config("configs/digits.py", overrides)
-
-
 def test_an_example_longer_than_the_text_is_named(tmp_path):
   """The error names the length and not the batch, which is as it always was."""
   for split in ("train", "val"):
@@ -200,9 +182,8 @@ def test_data_of_a_config(tmp_path):
   config = load_config("configs/digits.py", {"data": "Text"})
   train, held_out = build.make_data(config)
   assert train.num_examples == 4320 and held_out.num_examples == 452
-  (tmp_path / "val.txt").write_text("x" * 30)
-  (tmp_path / "train.txt").write_text("x" * 50)
+  for split, size in (("val", 30), ("train", 50)):
+    (tmp_path / f"{split}.txt").write_text("x" * size)
   files = cfg.TextFiles(path=str(tmp_path), sequence_length=10, cache_dir=str(tmp_path))
-  config = load_config("configs/digits.py", {"data": "Text"})
   train, held_out = build.make_data(dataclasses.replace(config, data=files))
   assert (train.num_examples, held_out.num_examples) == (6, 4)

@@ -22,7 +22,7 @@ from jaxscale.data.stream import packed
 from jaxscale.data.tokenizer import byte_tokenizer, read_tokenizer
 from jaxscale.errors import ConfigError
 from support.errors import config_error
-from support.images import write_array_record, write_tfrecord
+from support.images import write_tfds
 from support.tables import columns, fields, table, words
 
 pytestmark = pytest.mark.usefixtures("own_cache")
@@ -103,40 +103,24 @@ def text_dataset(root, file_format, texts):
   """A dataset of texts as TFDS prepares one, in shards of unequal length."""
   from tensorflow_datasets.proto import tf_example_pb2, tf_feature_pb2
 
-  def record(i, text):
-    features = {
-      "text": tf_feature_pb2.Feature(bytes_list={"value": [text]}),
-      "id": tf_feature_pb2.Feature(int64_list={"value": [i]}),
-    }
-    return tf_example_pb2.Example(features={"feature": features}).SerializeToString()
-
-  folder = root / "essays" / "1.0.0"
-  folder.mkdir(parents=True)
-  write = {"tfrecord": write_tfrecord, "array_record": write_array_record}[file_format]
-  records = [record(i, text) for i, text in enumerate(texts)]
+  records = []
+  for i, text in enumerate(texts):
+    value = tf_feature_pb2.Feature(bytes_list={"value": [text]})
+    feature = {"text": value, "id": tf_feature_pb2.Feature(int64_list={"value": [i]})}
+    records.append(tf_example_pb2.Example(features={"feature": feature}).SerializeToString())
   splits = {"train": [records[:3], records[3:10]], "test": [records[10:]]}
-  described = []
-  for split, shards in splits.items():
-    for i, part in enumerate(shards):
-      end = f"{i:05}-of-{len(shards):05}"
-      write(folder / f"essays-{split}.{file_format}-{end}", part)
-    shape = {"filepathTemplate": "{DATASET}-{SPLIT}.{FILEFORMAT}-{SHARD_X_OF_Y}", "name": split}
-    described.append(shape | {"numBytes": "1", "shardLengths": [str(len(part)) for part in shards]})
-  info = {"fileFormat": file_format, "name": "essays", "splits": described, "version": "1.0.0"}
-  (folder / "dataset_info.json").write_text(json.dumps(info))
+  folder = write_tfds(root, "essays", file_format, splits)
   core = "tensorflow_datasets.core.features."
-  features = {
+  number = {"shape": {}, "dtype": "int64", "encoding": "none"}
+  features = json.loads((folder / "features.json").read_text())
+  features["featuresDict"]["features"] = {
     "text": {"pythonClassName": core + "text_feature.Text", "text": {}},
-    "id": {
-      "pythonClassName": core + "scalar.Scalar",
-      "tensor": {"shape": {}, "dtype": "int64", "encoding": "none"},
-    },
+    "id": {"pythonClassName": core + "scalar.Scalar", "tensor": number},
   }
-  whole = {
-    "pythonClassName": core + "features_dict.FeaturesDict",
-    "featuresDict": dict(features=features),
-  }
-  (folder / "features.json").write_text(json.dumps(whole))
+  (folder / "features.json").write_text(json.dumps(features))
+  info = json.loads((folder / "dataset_info.json").read_text())
+  del info["supervisedKeys"]
+  (folder / "dataset_info.json").write_text(json.dumps(info))
   return root
 
 
