@@ -6,7 +6,6 @@ node were taken from where the tasks ran (SLURMD_NODENAME), not from what we rea
 """
 
 import importlib.machinery
-import json
 import sys
 import types
 
@@ -47,18 +46,6 @@ def test_every_process_has_its_gpus(path, tmp_path):
         local_device_ids(env, visible, found(env))
     else:
       assert local_device_ids(env, visible, found(env)) == task["devices"]
-
-
-def test_there_are_enough_recordings():
-  hows = [json.loads(path.read_text())["how"] for path in STARTS]
-  assert sum(how.startswith("recorded") for how in hows) >= 15
-
-
-def test_the_tasks_of_one_start_belong_together(tmp_path):
-  for path in STARTS:
-    launches = [found(env) for env, t in tasks(path, tmp_path) if "launch" in t]
-    assert len({(x.kind, x.num_processes, x.host, x.job) for x in launches}) <= 1
-    assert len({x.process_id for x in launches}) == len(launches)
 
 
 EXPLICIT = assignments(

@@ -22,11 +22,8 @@ def small(tmp_path, monkeypatch):
 
 
 @pytest.fixture(scope="module")
-def images():
-  from skimage import data as photos
-
-  coffee = photos.coffee()
-  return [jpeg_bytes(coffee[i : i + 48, i : i + 64]) for i in range(16)]
+def images(photo):
+  return [jpeg_bytes(photo[i : i + 48, i : i + 64]) for i in range(16)]
 
 
 def prepare(root, images, file_format="tfrecord", train=12):
@@ -68,16 +65,16 @@ def test_nothing_there_says_what_to_download_then_to_prepare(tmp_path, capsys):
   assert step.endswith(f"imagenet2012 --manual-dir DIR --data-dir {tmp_path}")
 
 
+HARM = [
+  (lambda file: file.unlink(), "1 of 2 files missing or empty"),
+  (lambda file: file.write_bytes(b""), "1 of 2 files missing or empty"),
+  # TFDS opens an array_record file only to read from it: the sample finds out.
+  (lambda f: f.write_bytes(f.read_bytes()[:-900]), "truncated|7 damaged examples"),
+]
+
+
 @pytest.mark.parametrize("file_format", ["tfrecord", "array_record"])
-@pytest.mark.parametrize(
-  ("harm", "says"),
-  [
-    (lambda file: file.unlink(), "1 of 2 files missing or empty"),
-    (lambda file: file.write_bytes(b""), "1 of 2 files missing or empty"),
-    # TFDS opens an array_record file only to read from it: the sample finds out.
-    (lambda f: f.write_bytes(f.read_bytes()[:-900]), "truncated|7 damaged examples"),
-  ],
-)
+@pytest.mark.parametrize("harm, says", HARM)
 def test_a_lost_or_cut_shard_is_not_ready(tmp_path, capsys, images, file_format, harm, says):
   folder = prepare(tmp_path, images, file_format)
   harm(folder / f"imagenet2012-train.{file_format}-00001-of-00002")
@@ -132,8 +129,7 @@ def test_a_folder_is_ready_or_says_what_it_lacks(tmp_path, capsys, images):
 def test_a_folder_that_is_not_there_is_named_itself(tmp_path, capsys, images):
   code, reported = ask(capsys, "--folder", tmp_path / "no")
   assert code == 2 and reported.startswith(f"not   {tmp_path}/no: no such directory\n")
-  next_line = "next  give the directory that holds train/ and val/ as --folder"
-  assert next_lines(reported) == [next_line]
+  assert next_lines(reported) == ["next  give the directory that holds train/ and val/ as --folder"]
   unpack(tmp_path, images)
   code, reported = ask(capsys, "--folder", tmp_path / "train")
   assert code == 2 and f"{tmp_path}/train: has neither train/ nor val/" in reported
