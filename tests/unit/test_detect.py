@@ -152,17 +152,12 @@ def test_mpi4py_is_asked_and_left(rank, initialized, monkeypatch):
     mpi.ask_mpi4py(Launch("openmpi", rank, 8))
 
 
-def test_slurm_knows_addresses_that_no_resolver_knows(tmp_path, monkeypatch):
-  command = tmp_path / "scontrol"
-  answer = "CPUTot=4 NodeAddr=10.0.0.7 NodeHostName=x Version=22.05.8"
-  script = f"import sys\nprint('NodeName=' + sys.argv[4], '{answer}')"
-  command.write_text(f"#!{sys.executable}\n{script}\n")
-  command.chmod(0o755)
-  monkeypatch.setenv("PATH", str(tmp_path))
+def test_slurm_knows_addresses_that_no_resolver_knows(scontrol, tmp_path, monkeypatch):
+  scontrol('echo "NodeName=$4 CPUTot=4 NodeAddr=10.0.0.7 NodeHostName=x Version=22.05.8"')
   assert slurm.node_address("n1") == "10.0.0.7"
-  command.write_text(f"#!{sys.executable}\nraise SystemExit('no such node')\n")
+  scontrol("echo no such node >&2; exit 1")
   assert slurm.node_address("n1") is None
-  command.unlink()
+  monkeypatch.setenv("PATH", str(tmp_path))
   assert slurm.node_address("n1") is None
 
 

@@ -3,6 +3,7 @@
 import functools
 import json
 import shutil
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -15,11 +16,13 @@ from jaxscale.checkpoint import load_params
 from jaxscale.checkpoint.manager import Checkpoints
 from jaxscale.config.record import FORMAT, from_plain, to_plain
 from jaxscale.data import TextInfo
+from jaxscale.data.tokenizer import Tokenizer
 from jaxscale.errors import ConfigError
 from jaxscale.experiment.model import make_model
 from jaxscale.models import make_transformer
 from jaxscale.models.cached import advance, empty_cache
 from jaxscale.models.stack import stack_logits
+from jaxscale.run import generate
 from jaxscale.run.generate import choose, sample
 from jaxscale.training.types import TrainState
 from support.cases import all_slow_except
@@ -198,6 +201,25 @@ def test_a_checkpoint_of_another_model_is_refused(run):
 WORDS = ["<eos>", *(f"\u2581{word}" for word in ("an", "apple", "and", "the", "tree"))]
 
 
+def stand_in_for_a_tokenizer(name, separator, field):
+  """Words with their spaces; as with Hugging Face, the first of a text loses its."""
+  del separator
+  if not Path(name).exists():
+    raise ConfigError(f"{field}={name!r}: No such file or directory, give 'bytes' or x")
+
+  def encode(documents):
+    ids = [WORDS.index(f"\u2581{w}") for d in documents for w in d.decode().split()]
+    return np.array([*ids, 0], np.uint8)
+
+  def text(tokens):
+    return "".join(WORDS[i] for i in tokens).replace("\u2581", " ").removeprefix(" ")
+
+  def decode(tokens, before):
+    return text([*before, *tokens]).removeprefix(text(before))
+
+  return Tokenizer(name, len(WORDS), 0, encode, decode)
+
+
 def write_tokenizer(path):
   """A file of Hugging Face's, of words with their spaces."""
   tokenizers = pytest.importorskip("tokenizers")
@@ -209,9 +231,14 @@ def write_tokenizer(path):
 
 
 @pytest.mark.slow
-def test_a_run_of_a_tokenizer_writes_its_text(tmp_path, capsys):
+@pytest.mark.parametrize("which", ["fake", "package"])
+def test_a_run_of_a_tokenizer_writes_its_text(which, tmp_path, capsys, monkeypatch):
   path = tmp_path / "tokenizer.json"
-  write_tokenizer(path)
+  if which == "package":
+    write_tokenizer(path)
+  else:
+    path.write_text("{}")
+    monkeypatch.setattr(generate, "read_tokenizer", stand_in_for_a_tokenizer)
   source = cfg.TextFiles(path="not/here", tokenizer=str(path))
   text = described(TextInfo("words", len(WORDS), 64, 4.0), source)
   (tmp_path / "config.json").write_text(json.dumps(text))
@@ -245,9 +272,9 @@ def test_a_run_of_a_tokenizer_writes_its_text(tmp_path, capsys):
   )
 
 
-def test_another_tokenizer_in_its_place_is_refused(tmp_path, capsys):
-  write_tokenizer(tmp_path / "tokenizer.json")
-  source = cfg.TFDSText(name="lm1b", tokenizer=str(tmp_path / "tokenizer.json"))
+def test_another_tokenizer_in_its_place_is_refused(tmp_path, capsys, monkeypatch):
+  monkeypatch.setattr(generate, "read_tokenizer", stand_in_for_a_tokenizer)
+  source = cfg.TFDSText(name="lm1b", tokenizer=str(tmp_path))
   text = described(TextInfo("words", 7, 64, 4.0), source)
   (tmp_path / "config.json").write_text(json.dumps(text))
   assert cli.main(["generate", f"--workdir={tmp_path}"]) == 2

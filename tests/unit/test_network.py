@@ -4,7 +4,7 @@ import errno
 import socket
 import subprocess
 import sys
-import textwrap
+import unittest.mock
 
 import pytest
 
@@ -42,34 +42,22 @@ def test_a_name_resolves_or_is_reported_not_to(monkeypatch):
 
 def test_a_name_may_become_known_late(monkeypatch):
   answers = [OSError("not yet"), OSError("not yet"), [(2, 1, 6, "", ("10.1.2.3", 0))]]
-
-  def lookup(*args, **options):
-    answer = answers.pop(0)
-    if isinstance(answer, OSError):
-      raise answer
-    return answer
-
-  monkeypatch.setattr(socket, "getaddrinfo", lookup)
+  monkeypatch.setattr(socket, "getaddrinfo", unittest.mock.Mock(side_effect=answers))
   monkeypatch.delenv("SLURM_JOB_ID", raising=False)
   assert network.resolve("pod-0.svc", patience_s=5) == ["10.1.2.3"]
 
 
-def test_slurm_knows_addresses_of_nodes_that_do_not_resolve(monkeypatch, tmp_path):
+def test_slurm_knows_addresses_of_nodes_that_do_not_resolve(scontrol, monkeypatch, tmp_path):
   # A line of `scontrol --oneliner show node` of Slurm 22.05, shortened.
-  script = tmp_path / "scontrol"
-  script.write_text(
-    "#!/bin/sh\n"
-    '[ "$*" = "--oneliner show node n1.invalid" ] && echo '
-    '"NodeName=n1.invalid Arch=x86_64 NodeAddr=10.9.9.1 NodeHostName=vm Port=1"\n'
-    'echo "Node $4 not found" >&2\n'
-  )
-  script.chmod(0o755)
-  monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+  scontrol("""
+    line="NodeName=n1.invalid Arch=x86_64 NodeAddr=10.9.9.1 NodeHostName=vm Port=1"
+    [ "$*" = "--oneliner show node n1.invalid" ] && echo $line
+    echo "Node $4 not found" >&2""")
   monkeypatch.setenv("SLURM_JOB_ID", "1")
   assert network.resolve("n1.invalid", patience_s=0) == ["10.9.9.1"]
   with pytest.raises(ConfigError):
     network.resolve("n2.invalid", patience_s=0)
-  script.unlink()
+  monkeypatch.setenv("PATH", str(tmp_path))
   with pytest.raises(ConfigError):
     network.resolve("n1.invalid", patience_s=0)
 
@@ -147,11 +135,13 @@ def test_hosts_are_excepted_from_proxies_once():
   assert env == {"no_grpc_proxy": "*,10.0.0.1,n1", "no_proxy": "n1,.site,10.0.0.1"}
 
 
+WITHOUT_JAX = """
+import sys
+from jaxscale.cluster.rendezvous import client, handshake, join, network, server
+handshake.versions()
+assert not {"jax", "numpy"} & set(sys.modules)
+"""
+
+
 def test_nothing_here_waits_for_jax():
-  code = textwrap.dedent("""
-    import sys
-    from jaxscale.cluster.rendezvous import client, handshake, join, network, server
-    handshake.versions()
-    assert not {"jax", "numpy"} & set(sys.modules)
-  """)
-  subprocess.run([sys.executable, "-c", code], check=True)
+  subprocess.run([sys.executable, "-c", WITHOUT_JAX], check=True)

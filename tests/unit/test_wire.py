@@ -133,8 +133,7 @@ def test_one_message_that_is_left_out_leaves_the_next_one_whole(pair):
 
 def lines_of(*messages):
   """The lines that carry these from one sealed end to the other."""
-  here, there = map(Link, socket.socketpair())
-  sealed(here, there)
+  here, there = sealed(*map(Link, socket.socketpair()))
   for message in messages:
     here.send(message)
   data = there.sock.recv(1 << 16)
@@ -167,8 +166,7 @@ def test_what_the_other_end_has_not_sent_is_refused(pair, name):
 def test_one_direction_s_messages_are_no_good_in_the_other(pair):
   here, there = sealed(*pair)
   here.send("mine")
-  echo = there.sock.recv(100)
-  there.sock.sendall(echo)
+  there.sock.sendall(there.sock.recv(100))
   with pytest.raises(ValueError):
     here.receive(1)
 
