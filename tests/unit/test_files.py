@@ -46,7 +46,7 @@ def victim(tmp_path):
 def give_away(path, monkeypatch):
   """Make a file, and all others, another user's."""
   if os.geteuid() == 0:
-    os.chown(path, 12345, -1)
+    os.chown(path, 12345, -1, follow_symlinks=False)
   else:
     monkeypatch.setattr(os, "geteuid", lambda: 12345)
 
@@ -60,41 +60,33 @@ def test_a_link_of_another_user_in_a_workdir_is_refused(tmp_path, monkeypatch):
   """Whoever may write to it could have checkpoints put into a folder of its user."""
   (tmp_path / "checkpoints").symlink_to(tmp_path)
   claim_workdir(tmp_path, None)  # one's own, to a larger disk
-  if os.geteuid() == 0:
-    os.chown(tmp_path / "checkpoints", 12345, -1, follow_symlinks=False)
-  else:
-    monkeypatch.setattr(os, "geteuid", lambda: 12345)
+  give_away(tmp_path / "checkpoints", monkeypatch)
   with config_error("use another --workdir", match="checkpoints: a link that another user"):
     claim_workdir(tmp_path, None)
 
 
-def test_what_is_written_replaces_a_link_and_does_not_follow_it(tmp_path, victim):
-  for write_file in (
-    lambda path: write_json(path, {"a": 1}),
-    lambda path: write(path, {"w": (np.dtype("f4"), (2,))}, [np.ones(2, "f4")]),
-    draw,
-  ):
-    path = tmp_path / "file"
-    path.unlink(missing_ok=True)
-    path.symlink_to(victim)
-    # As programs before wrote, and as whoever knows this one may try.
-    for name in ("file.tmp", f".file.tmp-{os.getpid()}"):
-      (tmp_path / name).unlink(missing_ok=True)
-      (tmp_path / name).symlink_to(victim)
-    write_file(path)
-    assert stat.S_ISREG(path.lstat().st_mode)
+def write_array(path):
+  write(path, {"w": (np.dtype("f4"), (2,))}, [np.ones(2, "f4")])
+
+
+@pytest.mark.parametrize("write_file", [lambda path: write_json(path, {"a": 1}), write_array, draw])
+def test_what_is_written_replaces_a_link_and_does_not_follow_it(tmp_path, victim, write_file):
+  # As programs before wrote, and as whoever knows this one may try.
+  for name in ("file", "file.tmp", f".file.tmp-{os.getpid()}"):
+    (tmp_path / name).symlink_to(victim)
+  write_file(tmp_path / "file")
+  assert stat.S_ISREG((tmp_path / "file").lstat().st_mode)
 
 
 def test_what_is_appended_is_not_appended_to_another_file(tmp_path, victim):
   (tmp_path / "link").symlink_to(victim)
   (tmp_path / provenance.FILE).symlink_to(victim)
-  for append in (
-    open_to_append,
-    lambda path: folders.append_line(path, {}),
-    lambda path: provenance.record_start(path.parent, "8 x cpu"),
-  ):
-    with pytest.raises(OSError, match="symbolic links"):
-      append(tmp_path / "link")
+  with pytest.raises(OSError, match="symbolic links"):
+    open_to_append(tmp_path / "link")
+  with pytest.raises(OSError, match="symbolic links"):
+    folders.append_line(tmp_path / "link", {})
+  with pytest.raises(OSError, match="symbolic links"):
+    provenance.record_start(tmp_path, "8 x cpu")
   workdir = tmp_path / "run"
   workdir.mkdir()
   (workdir / "metrics.jsonl").symlink_to(victim)
@@ -119,10 +111,9 @@ def test_stacks_replace_a_link(tmp_path, victim):
   (tmp_path / "process-0.txt").symlink_to(victim)
   code = "import sys; from jaxscale.cluster.watch.stacks import leave; "
   code += "from pathlib import Path; leave(86, Path(sys.argv[1]), 0, 'why')"
-  done = subprocess.run([sys.executable, "-c", code, tmp_path])
+  assert subprocess.run([sys.executable, "-c", code, tmp_path]).returncode == 86
   path = tmp_path / "process-0.txt"
-  assert done.returncode == 86 and not path.is_symlink()
-  assert path.read_text().startswith("why")
+  assert not path.is_symlink() and path.read_text().startswith("why")
 
 
 def test_a_write_that_fails_leaves_what_was_there(tmp_path):
@@ -162,13 +153,9 @@ def test_who_else_writes(tmp_path, umask, monkeypatch):
     path.parent.chmod(folder)
     return who_else_writes(path, group=group)
 
-  for file, folder, group in (
-    (0o664, 0o755, True),
-    (0o644, 0o775, True),
-    (0o666, 0o755, False),
-    (0o644, 0o777, False),
-  ):
-    assert "others can write" in (others(file, folder, group=group) or "")
+  for group, modes in ((True, (0o664, 0o775)), (False, (0o666, 0o777))):
+    for file, folder in ((modes[0], 0o755), (0o644, modes[1])):
+      assert "others can write" in (others(file, folder, group=group) or "")
   assert others(0o644, 0o755, group=True) is others(0o664, 0o775, group=False) is None
   assert others(0o644, 0o1777, group=False) is None  # as /tmp is
   (tmp_path / "link").symlink_to(path)

@@ -1,5 +1,6 @@
 """Records in config.json of settings, and of the code behind them."""
 
+import collections
 import dataclasses
 import decimal
 import enum
@@ -42,19 +43,14 @@ class Colour(enum.Enum):
   RED, BLUE = 1, 2
 
 
-class Pair(tuple):
-  _fields = "a", "b"
+Pair = collections.namedtuple("Pair", "a b")
 
 
 class Prints:
   """An object of the user's own, without a form in JSON."""
 
-
-class FromHub:
-  """Like a `datasets.Dataset`."""
-
-  def __init__(self, fingerprint):
-    self._fingerprint = fingerprint
+  def __init__(self, **attributes):
+    vars(self).update(attributes)
 
 
 def config_of(**fields):
@@ -63,12 +59,6 @@ def config_of(**fields):
 
 def scaled(factor):
   return lambda x: factor * x
-
-
-def with_identity(name):
-  value = Prints()
-  value.identity = name
-  return value
 
 
 # Two values of each kind, which must not be recorded alike.
@@ -82,7 +72,7 @@ DIFFERENT = {
   "sets": ({1, 2}, {1, 3}),
   "bytes": (b"a", b"b"),
   "tuples": ((1, (2, 3)), (1, (2, 4))),
-  "named tuples": (Pair((1, 2)), Pair((1, 3))),
+  "named tuples": (Pair(1, 2), Pair(1, 3)),
   "dictionaries": ({"a": (1,)}, {"a": (2,)}),
   "dictionaries of numbers": ({1: 2}, {1: 3}),
   "enumerations": (Colour.RED, Colour.BLUE),
@@ -90,7 +80,7 @@ DIFFERENT = {
   "complex numbers": (1j, 2j),
   "slices": (slice(1), slice(2)),
   "dtypes": (np.dtype("int8"), np.dtype("int16")),
-  "classes": (Prints, FromHub),
+  "classes": (Prints, Colour),
   "functions of a library": (jax.nn.relu, jax.nn.gelu),
   "initializers": (jax.nn.initializers.normal(1), jax.nn.initializers.normal(2)),
   "closures": (scaled(1), scaled(2)),
@@ -98,8 +88,8 @@ DIFFERENT = {
   "defaults": (lambda x=1: x, lambda x=2: x),
   "partials": (functools.partial(scaled, 1), functools.partial(scaled, 2)),
   "methods": (pathlib.Path("a").exists, pathlib.Path("b").exists),
-  "fingerprints": (FromHub("a"), FromHub("b")),
-  "identities": (with_identity("a"), with_identity("b")),
+  "fingerprints": (Prints(_fingerprint="a"), Prints(_fingerprint="b")),
+  "identities": (Prints(identity="a"), Prints(identity="b")),
 }
 
 
@@ -294,9 +284,8 @@ def test_hashes_are_those_of_every_version_of_python(tmp_path):
 
 
 def test_a_folder_beside_the_package_is_the_users(monkeypatch):
-  module = types.ModuleType("nets")
+  monkeypatch.setitem(sys.modules, "nets", module := types.ModuleType("nets"))
   module.__file__ = f"{pathlib.Path(cfg.__file__).parents[1]}_nets/nets.py"
-  monkeypatch.setitem(sys.modules, "nets", module)
   assert is_own("nets")
   module.__file__ = cfg.__file__
   assert not is_own("nets")
