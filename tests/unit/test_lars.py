@@ -146,6 +146,11 @@ def test_against_numpy(variant, case):
     np.testing.assert_allclose(got[name], wanted, rtol=1e-10, err_msg=name)
 
 
+def assert_close(tree, wanted):
+  for name, w in wanted.items():
+    np.testing.assert_allclose(tree[name], w, rtol=1e-11, atol=1e-13, err_msg=name)
+
+
 @pytest.mark.parametrize("nesterov", [False, True])
 def test_correction_is_the_rate_outside_the_velocity(nesterov):
   """NVIDIA's form and torch's, for any schedule; without it only a constant one."""
@@ -156,11 +161,9 @@ def test_correction_is_the_rate_outside_the_velocity(nesterov):
   def after(variant, rates):
     return optimize64(optim.lars(changing(rates), variant=variant, **settings), params, grads)
 
-  close = dict(rtol=1e-11, atol=1e-13)
-  for name, w in after("nvidia", rates).items():
-    np.testing.assert_allclose(w, after("torch", rates)[name], **close)
-  for name, w in after("paper", np.full(8, 0.7)).items():
-    np.testing.assert_allclose(w, after("torch", np.full(8, 0.7))[name], **close)
+  constant = np.full(8, 0.7)
+  assert_close(after("nvidia", rates), after("torch", rates))
+  assert_close(after("paper", constant), after("torch", constant))
   gap = after("paper", rates)["matrix"] - after("torch", rates)["matrix"]
   assert np.abs(gap).max() > 1e-3
 
@@ -179,9 +182,8 @@ def test_a_rate_of_0_parts_the_two_forms():
   middle = after("nvidia", mid, params, grads)
   two = after("torch", mid[:2], params, grads[:2])
   anew = after("torch", mid[3:], two, grads[3:])
-  for name in params:
-    np.testing.assert_allclose(inside[name], fresh[name], rtol=1e-11, atol=1e-13)
-    np.testing.assert_allclose(middle[name], anew[name], rtol=1e-11, atol=1e-13)
+  assert_close(inside, fresh)
+  assert_close(middle, anew)
   assert np.abs(inside["matrix"] - both["matrix"]).max() > 1e-4
 
 
@@ -301,10 +303,10 @@ def test_a_mask_is_a_function_or_a_tree():
 
 def test_mistakes_are_reported():
   with pytest.raises(ConfigError, match=r"LARS.variant='papre' .* one of paper"):
-    optim.lars(0.1, variant="papre")  # pyright: ignore
+    optim.lars(0.1, variant="papre")
   for variant in set(VARIANTS) - set(IN_VELOCITY):
     with pytest.raises(ConfigError, match="nothing to correct"):
-      optim.lars(0.1, variant=variant, momentum_correction=5)  # pyright: ignore
+      optim.lars(0.1, variant=variant, momentum_correction=5)
   with pytest.raises(ValueError, match="parameters"):
     tx = optim.lars(0.1)
     tx.update(jnp.ones(2), tx.init(jnp.ones(2)))

@@ -126,8 +126,8 @@ def test_targets_of_any_shape_and_dtype_are_the_same_numbers(loss, y):
 
 def test_bool_targets_are_two_classes():
   assert losses_of(CrossEntropy(), POSITIVE) == losses_of(CrossEntropy(), POSITIVE + 0)
-  assert array_info(INPUTS, POSITIVE).num_classes == 2
-  assert array_info(INPUTS, np.zeros(80, bool)).num_classes == 2
+  for y in (POSITIVE, np.zeros(80, bool)):
+    assert array_info(INPUTS, y).num_classes == 2
 
 
 def test_numbers_of_classes_can_be_learned():
@@ -182,12 +182,7 @@ SQUARES = (INPUTS > 0).astype(int)
 
 
 MADE_WRONGLY = [
-  (
-    lambda h: dict.fromkeys(["class", "aux"], h),
-    SquaredError(),
-    PAIR,
-    "a dict of 'class', 'aux'; return",
-  ),
+  (lambda h: {"class": h, "aux": h}, SquaredError(), PAIR, "a dict of 'class', 'aux'; return"),
   (lambda h: (h, h), CrossEntropy(), COUNTS, "the model gives a tuple of 2; return one array"),
   (lambda h: [h], BinaryCrossEntropy(), PAIR, "the model gives a list of 1; return"),
   (lambda h: h.mean(), SquaredError(), PAIR, r"the model gives \(\); return"),

@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import unittest.mock
 
 import jax
 import jax.numpy as jnp
@@ -136,7 +137,8 @@ def test_a_folder_of_several_files_is_one(tmp_path):
   files = {"model-00001-of-00002.safetensors": {"x": x}, "b.safetensors": {"y": y}}
   index = read_index(in_folder(tmp_path / "two", files))
   assert (view(index["x"]) == x).all() and (view(index["y"]) == y).all()
-  (tmp_path / "one").mkdir()
+  for name in ("one", "none"):
+    (tmp_path / name).mkdir()
   written(tmp_path / "one" / "model.safetensors", {"x": x})
   assert (view(read_index(tmp_path / "one")["x"]) == x).all()
   for i, (place, says) in enumerate(
@@ -150,25 +152,19 @@ def test_a_folder_of_several_files_is_one(tmp_path):
     folder = in_folder(tmp_path / str(i), {"b.safetensors": {"y": y}}, {"x": place})
     with pytest.raises(ConfigError, match=says):
       read_index(folder)
-  (tmp_path / "none").mkdir()
-  with pytest.raises(ConfigError, match="has neither model"):
-    read_index(tmp_path / "none")
-  with pytest.raises(ConfigError, match="No such file or directory; check the path"):
-    read_index(tmp_path / "nowhere")
+  missing = "No such file or directory; check the path"
+  for name, says in (("none", "has neither model"), ("nowhere", missing)):
+    with pytest.raises(ConfigError, match=says):
+      read_index(tmp_path / name)
 
 
 def test_the_old_file_stays_until_the_new_one_is_whole(tmp_path, monkeypatch):
   path = tmp_path / "a.safetensors"
-  params = {"w": jnp.ones(1000)}
-  export_safetensors(path, params)
-  before = path.read_bytes()
-
-  def full(fd):
-    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-  monkeypatch.setattr(os, "fsync", full)
+  export_safetensors(path, {"w": jnp.ones(1000)})
+  before, full = path.read_bytes(), OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+  monkeypatch.setattr(os, "fsync", unittest.mock.Mock(side_effect=full))
   with pytest.raises(UnwrittenError, match="No space left on device") as e:
-    export_safetensors(path, jax.tree.map(jnp.zeros_like, params))
+    export_safetensors(path, {"w": jnp.zeros(1000)})
   assert "KB needed" in str(e.value) and "\n" not in str(e.value)
   assert path.read_bytes() == before and os.listdir(tmp_path) == [path.name]
 
@@ -209,8 +205,7 @@ def test_names_that_do_not_fit_are_named_and_counted(tmp_path):
       import_safetensors(path, wanted, **options)
     return str(e.value)
 
-  two = {"scale": jnp.ones(2), "shift": jnp.ones(2)}
-  reported = line({"Norm": two, "Dense_0": made["Dense_0"]})
+  reported = line({"Norm": dict.fromkeys(["scale", "shift"], jnp.ones(2)), "Dense_0": first})
   assert "2 missing, first params/Norm/scale" in reported
   assert "1 unexpected, first params/Dense_1/kernel" in reported
   assert "give the model settings" in reported
@@ -228,8 +223,7 @@ def test_names_that_do_not_fit_are_named_and_counted(tmp_path):
   assert "24 numbers" not in found.summary and "16 numbers in 2 arrays" in found.summary
   assert "did you mean 'timm'" in line(made, naming="tim")
   assert "no name for params/Dense_0/" in line(made, naming="timm")
-  no_head = {"Norm": {"scale": jnp.ones(2)}}
-  assert "classifier is not known" in line(no_head, init_head=True)
+  assert "classifier is not known" in line({"Norm": {"scale": jnp.ones(2)}}, init_head=True)
   write(path, {"a.b": (F4, (1,))}, [np.ones(1, F4)])
   assert "names of none of jaxscale, timm, torchvision, huggingface (but a.b)" in line(made)
 

@@ -2,6 +2,7 @@
 
 import random
 import socket
+import sys
 import threading
 import time
 import timeit
@@ -153,7 +154,7 @@ def test_healthy_calls_cost_microseconds():
 
 def test_another_stage_has_a_first_step_and_a_pace_of_its_own():
   ours, theirs = map(Link, socket.socketpair())
-  monitor = Monitor({0: ours}, ["n0"], Timeouts(), log=print, leave=lambda *_: None)
+  monitor = Monitor({0: ours}, ["n0"], Timeouts(), log=print)
   seen = monitor._states[0]
   for step, phase, now in ((5, "step", 0.0), (9, "step", 4.0)):
     monitor._update(0, seen, Heartbeat(step, phase, 0, 0.0, 0.0, step), now)
@@ -196,17 +197,11 @@ OF_MONITOR += [{"fault": ["a", 10**12, False]}, {"fault": ["a", 86, False]}]
 
 @pytest.mark.parametrize("message", OF_MONITOR, ids=repr)
 def test_what_a_monitor_sends_ends_a_process_by_a_code_that_is_no_success(message, monkeypatch):
-  class Left(Exception):
-    pass
-
-  def leave(code, *_):
-    raise Left(code)
-
-  monkeypatch.setattr(watch.stacks, "leave", leave)
+  monkeypatch.setattr(watch.stacks, "leave", lambda code, *_: sys.exit(code))
   ours, theirs = map(Link, socket.socketpair())
   alone = watch.Watch(1, ["n0", "n1"], ours, Timeouts(), None)
   theirs.send(message)
-  with pytest.raises(Left) as e:
+  with pytest.raises(SystemExit) as e:
     alone._run()
   assert e.value.args == (86 if message == OF_MONITOR[-1] else 1,)
   watch.stacks.disarm()

@@ -23,7 +23,7 @@ from jaxscale.data.tokenizer import byte_tokenizer, read_tokenizer
 from jaxscale.errors import ConfigError
 from support.errors import config_error
 from support.images import write_tfds
-from support.tables import columns, fields, table, words
+from support.tables import assignments, columns, fields, table, words
 
 pytestmark = pytest.mark.usefixtures("own_cache")
 
@@ -67,19 +67,19 @@ def test_documents_are_packed_once_and_kept(tmp_path, capsys):
 
 
 def test_one_of_many_packs_and_the_others_wait(tmp_path):
-  reads, found, barrier = [], [], threading.Barrier(6)
+  reads, barrier = [], threading.Barrier(6)
 
   def batches():
     reads.append(1)
     time.sleep(0.2)  # the others come meanwhile
     yield [b"a" * 1000] * 50
 
-  def work():
+  def work(_):
     barrier.wait()
-    found.append(packed("x", batches(), byte_tokenizer(), ("x",), str(tmp_path)))
+    return packed("x", batches(), byte_tokenizer(), ("x",), str(tmp_path))
 
   with concurrent.futures.ThreadPoolExecutor(6) as threads:
-    list(threads.map(lambda _: work(), range(6)))
+    found = list(threads.map(work, range(6)))
   assert reads == [1] and [s.num_tokens for s in found] == [50_050] * 6
 
 
@@ -134,14 +134,13 @@ def test_tfds_text_by_name(tmp_path, file_format):
     dataset = data.tfds_text("essays", split, **options)
     assert text_of(dataset) == b"".join(text + b"\0" for text in expected)
     assert dataset.info.bytes_per_token == 1.0
-  for wrong, hint in (
-    ({"feature": "txt"}, "did you mean 'text'"),
-    ({"feature": "id"}, "TFDSText.feature='id'"),
-    ({"split": "trian"}, "'trian'"),
-  ):
-    arguments = {"split": "train"} | options | wrong
-    with config_error(match=hint):
-      data.tfds_text("essays", **arguments)
+  for wrong, hint in columns(assignments, str)("""
+    feature=txt | did you mean 'text'
+    feature=id | TFDSText.feature='id'
+    split=trian | 'trian'
+"""):
+    with config_error(hint):
+      data.tfds_text("essays", **{"split": "train"} | options | wrong)
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -316,11 +315,8 @@ def test_what_are_no_tokens_is_one_line(content, hint, tmp_path):
 
 def test_a_type_that_a_header_contradicts_is_refused(tmp_path):
   (tmp_path / "a.npy").write_bytes(npy("<i8"))
-  for dtype, hint in (
-    ("uint16", "dtype=uint16 is not int64"),
-    ("float32", "of integers"),
-    ("u17", "of integers"),
-  ):
+  integers = "of integers"
+  for dtype, hint in (("uint16", "=uint16 is not int64"), ("float32", integers), ("u17", integers)):
     with config_error(hint):
       seen(tmp_path, "a", dtype=dtype)
 
@@ -343,8 +339,7 @@ def test_text_is_read_by_its_encoding(encoding, tmp_path, monkeypatch):
     dataset = data.text_files(tmp_path, split, **options)
     assert text_of(dataset).decode() == GERMAN + "\0"
   (tmp_path / "c.txt").write_bytes(b"\xef\xbb\xbf" + GERMAN.encode())
-  dataset = data.text_files(tmp_path, "c", sequence_length=16)
-  assert text_of(dataset).decode() == GERMAN + "\0"
+  assert text_of(data.text_files(tmp_path, "c", sequence_length=16)).decode() == GERMAN + "\0"
 
 
 NOT_UTF8 = [
@@ -408,12 +403,9 @@ def tokenizer_file(tmp_path):
   model = tokenizers.Tokenizer(tokenizers.models.BPE())
   model.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
   model.decoder = tokenizers.decoders.ByteLevel()
-  trainer = tokenizers.trainers.BpeTrainer(
-    vocab_size=400,
-    special_tokens=["<|endoftext|>", "<pad>"],
-    initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
-    show_progress=False,
-  )
+  letters = tokenizers.pre_tokenizers.ByteLevel.alphabet()
+  options = dict(special_tokens=["<|endoftext|>", "<pad>"], show_progress=False)
+  trainer = tokenizers.trainers.BpeTrainer(vocab_size=400, initial_alphabet=letters, **options)
   model.train_from_iterator([d.decode() for d in documents()[:30]], trainer)
   model.enable_truncation(5)  # as files of encoder models have it
   path = tmp_path / "tokenizer.json"
