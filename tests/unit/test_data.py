@@ -235,11 +235,8 @@ def test_tfds_by_name(tmp_path, photo):
 
 @pytest.mark.filterwarnings("ignore")
 def test_tfds_mistakes_are_one_line(tmp_path):
-  for name, hint in (
-    ("fashion_mnst", "did you mean 'fashion_mnist'"),
-    ("fashion_mnist", "jaxscale prepare fashion_mnist"),
-    ("glue", "glue"),
-  ):
+  near, prepare = "did you mean 'fashion_mnist'", "jaxscale prepare fashion_mnist"
+  for name, hint in (("fashion_mnst", near), ("fashion_mnist", prepare), ("glue", "glue")):
     with config_error(match=hint):
       data.tfds_images(name, "train", data_dir=str(tmp_path))
 
@@ -313,19 +310,16 @@ def test_arrays_that_lose_nothing_are_taken(x):
 
 def test_sorted_arrays_say_what_is_not_trained_on():
   train, _ = data.Arrays(x=X, y=np.arange(40) // 4).build()
+  last = "; they are the last ones: shuffle x and y together"
   assert train.notes == (
-    "Arrays: no training example has the target 9, 4 of 4 held-out examples do; they "
-    "are the last ones: shuffle x and y together",
-    "Arrays: no held-out example has the target 0, 1, 2, 3 and 5 more; they are the "
-    "last ones: shuffle x and y together",
+    f"Arrays: no training example has the target 9, 4 of 4 held-out examples do{last}",
+    f"Arrays: no held-out example has the target 0, 1, 2, 3 and 5 more{last}",
   )
   train, _ = data.Arrays(x=X, y=Y, x_eval=X, y_eval=Y + 1).build()
   assert train.notes[0].endswith("has the target 3, 13 of 40 held-out examples do")
   assert data.Arrays(x=X, y=X[:, 0] * 1.0).build()[0].notes == ()  # numbers
-  train, _ = data.Arrays(x=X, y=Y + 1).build()
-  assert train.notes == (
-    "Arrays: no example has the target 0; the 4 classes are all up to the largest target",
-  )
+  says = "Arrays: no example has the target 0; the 4 classes are all up to the largest target"
+  assert data.Arrays(x=X, y=Y + 1).build()[0].notes == (says,)
   assert data.Arrays(x=X, y=Y + 1, num_classes=4).build()[0].notes == ()
 
 

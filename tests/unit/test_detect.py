@@ -129,13 +129,9 @@ def world(size, rank, initialized):
 
   log = []
   comm = types.SimpleNamespace(Get_size=lambda: size, Get_rank=lambda: rank, bcast=bcast)
-  return types.SimpleNamespace(
-    COMM_WORLD=comm,
-    Is_initialized=lambda: initialized,
-    Init=lambda: log.append("init"),
-    Finalize=lambda: log.append("finalize"),
-    log=log,
-  )
+  calls = dict(Init=lambda: log.append("init"), Finalize=lambda: log.append("finalize"))
+  calls["Is_initialized"] = lambda: initialized
+  return types.SimpleNamespace(COMM_WORLD=comm, log=log, **calls)
 
 
 @pytest.mark.parametrize("rank", [0, 3])

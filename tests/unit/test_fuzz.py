@@ -56,9 +56,10 @@ def test_json(content):
 
 
 CONFIG = load_config("configs/digits.py")
-DERIVED = {"total_steps": 9, "num_devices": 8, "start_devices": 8, "num_train": 9}
-DERIVED |= {"peak_lr": 0.1, "eval_every": 1}
-DERIVED |= {"phases": [{"batch_size": 8, "image_size": None, "start": 0, "stop": 9}]}
+DERIVED = dict(
+  total_steps=9, num_devices=8, start_devices=8, num_train=9, peak_lr=0.1, eval_every=1
+)
+DERIVED |= dict(phases=[dict(batch_size=8, image_size=None, start=0, stop=9)])
 RUN_JSON = dict(format=FORMAT, config=to_plain(CONFIG), derived=DERIVED, processes=1)
 RUN_JSON |= dict(versions={"jaxscale": "0.2"}, python="3.11", devices=["cpu"])
 RUN_JSON["data"] = dict(name="digits", num_classes=10, mean=[1.0], image_shape=[8, 8])
@@ -102,8 +103,7 @@ def test_metrics(place, lines):
 
 TRIAL = {"batch_size": "8", "seed": "1", "stop_at_target": "True"}
 SPEC = spec.to_json(RUN._replace(executor="local", trials=(TRIAL,)))
-EVENT = {"event": "end", "job": "7_0", "restarts": 0, "nodes": 1, "code": 0}
-EVENT |= {"next": "stop", "hosts": "n1", "time": 1}
+EVENT = dict(event="end", job="7_0", restarts=0, nodes=1, code=0, next="stop", hosts="n1", time=1)
 FILES = {
   "run.json": SPEC,
   "submissions.jsonl": {"job": "7", "tasks": [0], "executor": "local", "time": 1},
@@ -196,8 +196,7 @@ def test_a_run_with_a_plan(place, content, lines):
 
 LEAF = {"shape": [2, 3], "dtype": "float32", "checksum": "00ff"}
 SPLIT = {"mesh": {"data": 8}, "over": ["data"], "dims": {"w": [None, "data"]}}
-SAVED = {"step": 5, "metrics": {"loss": 1.0}, "leaves": {"params/w": LEAF}}
-SAVED |= {"split": SPLIT}
+SAVED = dict(step=5, metrics={"loss": 1.0}, leaves={"params/w": LEAF}, split=SPLIT)
 
 
 @fuzzed(damaged(SAVED), examples=[b'{"crc32": 1}'])

@@ -11,7 +11,7 @@ from jaxscale.cluster.gpu_settings import LEVEL, Choice, Place, choose, lines
 from jaxscale.cluster.rendezvous.handshake import find_mismatches, make_hello
 from jaxscale.jobs.preflight import software
 from support.python import python
-from support.tables import assignments
+from support.tables import assignments, columns
 
 H100 = "NVIDIA H100 80GB HBM3"
 TWO = Launch("slurm", 0, 8, "n1", 0, 4, nodes=("n1", "n1", "n2", "n2"))
@@ -44,6 +44,8 @@ def gpu(model, bus="0000:1b:00.0"):
 
 
 HSN = {f"sys/class/net/hsn{i}/mtu": "9000" for i in (10, 0, 1, 2)}
+EFA = adapter("efa_0", "Unspecified", vendor="0x1d0f")
+PLUGIN = "\0libnccl-net.so\0/opt/amazon/lib/libnccl-net.so\0"
 NODES = {
   "ethernet": ({"sys/class/net/eth0/mtu": "1500"}, Fabric("ethernet")),
   "infiniband": (
@@ -56,12 +58,8 @@ NODES = {
     Fabric("infiniband", ("mlx5_0",), ("mlx5_1",)),
   ),
   "roce": (adapter("mlx5_0", "Ethernet"), Fabric("ethernet", (), ("mlx5_0",))),
-  "efa": (adapter("rdmap0s6", "Unspecified", vendor="0x1d0f"), Fabric("efa")),
-  "efa, plugin": (
-    adapter("efa_0", "Unspecified", vendor="0x1d0f")
-    | {"etc/ld.so.cache": "\0libnccl-net.so\0/opt/amazon/lib/libnccl-net.so\0"},
-    Fabric("efa", has_plugin=True),
-  ),
+  "efa": (EFA, Fabric("efa")),
+  "efa, plugin": (EFA | {"etc/ld.so.cache": PLUGIN}, Fabric("efa", has_plugin=True)),
   "slingshot": (HSN, Fabric("slingshot", ("hsn0", "hsn1", "hsn2", "hsn10"))),
   "slingshot, no names": ({"sys/class/cxi/cxi0/uevent": ""}, Fabric("slingshot")),
 }
@@ -94,10 +92,10 @@ def test_places(node, monkeypatch):
   one_node = place({}, node, Launch("slurm", 0, 4, "n1", 0, 4))
   assert one_node.has_peers and not one_node.has_nodes and not one_node.is_slingshot
   assert place({}, node, Launch("explicit", 0, 2, "n1")).has_nodes  # nobody knows
-  assert place({}, node, JAX_LOCAL_DEVICE_IDS="0").is_shared
-  assert place({}, node, SLURM_NTASKS_PER_GPU="2").is_shared
-  assert not Place(8, (H100, "NVIDIA B200")).is_hopper
-  assert not Place(8, ("NVIDIA H20x",)).is_hopper and not Place(8).is_hopper
+  for env in ({"JAX_LOCAL_DEVICE_IDS": "0"}, {"SLURM_NTASKS_PER_GPU": "2"}):
+    assert place({}, node, **env).is_shared
+  for models in ((H100, "NVIDIA B200"), ("NVIDIA H20x",), ()):
+    assert not Place(8, models).is_hopper
 
 
 # Nodes, and what is set there in a run of two of them.
@@ -137,19 +135,19 @@ def test_on_one_gpu_little_is_set():
 
 
 # What the user has set, and what is then left alone.
-KEPT = [
-  ({"XLA_CLIENT_MEM_FRACTION": ".5"}, "XLA_CLIENT_MEM_FRACTION"),
-  ({"XLA_PYTHON_CLIENT_MEM_FRACTION": ".5"}, "XLA_CLIENT_MEM_FRACTION"),
-  ({"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}, "XLA_CLIENT_MEM_FRACTION"),
-  ({"XLA_PYTHON_CLIENT_ALLOCATOR": "platform"}, "XLA_CLIENT_MEM_FRACTION"),
-  ({LEVEL: "O0"}, LEVEL),
-  ({"XLA_FLAGS": "--a=1\n--xla_gpu_enable_latency_hiding_scheduler=false"}, LEVEL),
-  ({"XLA_FLAGS": "--xla_gpu_all_reduce_combine_threshold_bytes=1"}, LEVEL),
-  ({"CUDA_DEVICE_MAX_CONNECTIONS": ""}, "CUDA_DEVICE_MAX_CONNECTIONS"),
-  ({"NCCL_NET_PLUGIN": "/opt/libmine.so"}, "NCCL_NET"),
-  ({"NCCL_NET": "Socket"}, "NCCL_NET"),
-  ({"NCCL_CROSS_NIC": "0"}, "NCCL_CROSS_NIC"),
-]
+KEPT = columns(assignments, str)(f"""
+XLA_CLIENT_MEM_FRACTION=.5 | XLA_CLIENT_MEM_FRACTION
+XLA_PYTHON_CLIENT_MEM_FRACTION=.5 | XLA_CLIENT_MEM_FRACTION
+XLA_PYTHON_CLIENT_PREALLOCATE=false | XLA_CLIENT_MEM_FRACTION
+XLA_PYTHON_CLIENT_ALLOCATOR=platform | XLA_CLIENT_MEM_FRACTION
+{LEVEL}=O0 | {LEVEL}
+XLA_FLAGS=--xla_gpu_all_reduce_combine_threshold_bytes=1 | {LEVEL}
+CUDA_DEVICE_MAX_CONNECTIONS= | CUDA_DEVICE_MAX_CONNECTIONS
+NCCL_NET_PLUGIN=/opt/libmine.so | NCCL_NET
+NCCL_NET=Socket | NCCL_NET
+NCCL_CROSS_NIC=0 | NCCL_CROSS_NIC
+""")
+KEPT += [({"XLA_FLAGS": "--a=1\n--xla_gpu_enable_latency_hiding_scheduler=false"}, LEVEL)]
 
 
 @pytest.mark.parametrize("env, name", KEPT, ids=[str(env) for env, _ in KEPT])

@@ -1,6 +1,7 @@
 """The config.json next to parameters: what of it is compared, and the messages."""
 
 import dataclasses
+import functools
 import json
 import re
 
@@ -128,9 +129,8 @@ def test_the_window_that_a_file_of_mistral_does_not_say(tmp_path):
 
 def test_fields_that_are_not_known_are_named(tmp_path):
   more = {"logit_scale": 0.5, "quantity": 3, "off": None}
-  assert check(tmp_path, changed(**more)) == (
-    "not compared, as their meaning is not known: logit_scale, quantity"
-  )
+  says = "not compared, as their meaning is not known: logit_scale, quantity"
+  assert check(tmp_path, changed(**more)) == says
   many = {f"x{i}": i for i in range(8)}
   assert check(tmp_path, changed(**many)).endswith("x0, x1, x2, x3, x4 and 3 more")
 
@@ -142,22 +142,15 @@ SCALED |= dict(original_max_position_embeddings=8192)
 def test_scaled_positions_are_settings(tmp_path):
   scaled = dataclasses.replace(LLAMA, rope_factor=8.0)
   new = {"rope_theta": None, "rope_parameters": SCALED | {"rope_theta": 5e5}}
-  for scaling in (
-    {"rope_scaling": SCALED},
-    {"rope_scaling": {k: v for k, v in SCALED.items() if k != "rope_type"} | {"type": "llama3"}},
-    new,
-  ):
+  old = {k: v for k, v in SCALED.items() if k != "rope_type"} | {"type": "llama3"}
+  for scaling in ({"rope_scaling": SCALED}, {"rope_scaling": old}, new):
     assert check(tmp_path, changed(**scaling), model=scaled) == ""
-    assert check(tmp_path, changed(**scaling)) == (
-      "factor is 8.0 there and None here, set Transformer.rope_factor=8.0"
-    )
+    assert check(tmp_path, changed(**scaling)) == FACTOR
   other = {"rope_scaling": SCALED | {"high_freq_factor": 8.0}}
-  assert check(tmp_path, changed(**other), model=scaled) == (
-    "high_freq_factor is 8.0 there and 4.0 here, set Transformer.rope_high=8.0"
-  )
-  assert check(tmp_path, changed(), model=scaled) == (
-    "rope_scaling is None there and 8.0 here, set Transformer.rope_factor=None"
-  )
+  says = "high_freq_factor is 8.0 there and 4.0 here, set Transformer.rope_high=8.0"
+  assert check(tmp_path, changed(**other), model=scaled) == says
+  says = "rope_scaling is None there and 8.0 here, set Transformer.rope_factor=None"
+  assert check(tmp_path, changed(), model=scaled) == says
 
 
 def clauses(cell):
@@ -187,44 +180,26 @@ attention_bias=True | attention_bias is True there and False here
 mlp_bias=True | mlp_bias is True there and False here
 model_type='gemma' | model_type is 'gemma' there and {TYPES} here
 """)
-SEVERAL = [
-  (
-    {"num_attention_heads": 8, "head_dim": None},
-    "Transformer.num_heads: num_attention_heads is 8 there and 4 here; "
-    "Transformer.head_width: head_dim is 4 there and 8 here",
-  ),
-  (
-    {"num_attention_heads": None, "head_dim": None},
-    "Transformer.num_heads: num_attention_heads is 32 there and 4 here; "
-    "Transformer.head_width: head_dim is 1 there and 8 here",
-  ),
-  (
-    {"num_key_value_heads": None, "model_type": "mistral"},
-    "Transformer.num_kv_heads: num_key_value_heads is 8 there and 2 here",
-  ),
-  (
-    {"rope_theta": None, "rope_parameters": TRANSFORMERS_5 | {"rope_theta": 1e6}},
-    "Transformer.rope_theta: rope_theta is 1000000.0 there and 500000.0 here",
-  ),
-  (
-    {"rotary_pct": 0.25, "model_type": "gpt_neox"},
-    f"model_type is 'gpt_neox' there and {TYPES} here; rotary_pct is 0.25 there and 1.0 here",
-  ),
-]
-OTHER += [(fields, clauses(says)) for fields, says in SEVERAL]
+LLAMA_THETA = {"rope_theta": None, "rope_parameters": TRANSFORMERS_5 | {"rope_theta": 1e6}}
+THETA = "Transformer.rope_theta: rope_theta is 1000000.0 there and 500000.0 here"
+OTHER += [(LLAMA_THETA, clauses(THETA))]
+MISTRAL = dict(num_key_value_heads=None, model_type="mistral")
+GROUPS = "Transformer.num_kv_heads: num_key_value_heads is 8 there and 2 here"
+OTHER += [(MISTRAL, clauses(GROUPS))]
+HEADS = (
+  "Transformer.num_heads: num_attention_heads is {} there and 4 here; Transformer.head_width: "
+)
+HEADS += "head_dim is {} there and 8 here"
+OTHER += [(dict(num_attention_heads=8, head_dim=None), clauses(HEADS.format(8, 4)))]
+OTHER += [(dict(num_attention_heads=None, head_dim=None), clauses(HEADS.format(32, 1)))]
+NEOX = f"model_type is 'gpt_neox' there and {TYPES} here; rotary_pct is 0.25 there and 1.0 here"
+OTHER += [(dict(rotary_pct=0.25, model_type="gpt_neox"), clauses(NEOX))]
 MISSING = "low_freq_factor high_freq_factor original_max_position_embeddings"
-OTHER += [
-  (
-    {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}},
-    "factor is 8.0 there and None here, set Transformer.rope_factor=8.0; "
-    + "; ".join(f"no {name} there, copy it again" for name in words(MISSING)),
-  ),
-  (
-    {"model_type": "mistral", "sliding_window": 63},
-    "sliding_window is 63 there and attention is to all tokens here, give 63 tokens "
-    "or fewer as sequence_length",
-  ),
-]
+LACKS = "; ".join(f"no {name} there, copy it again" for name in words(MISSING))
+FACTOR = "factor is 8.0 there and None here, set Transformer.rope_factor=8.0"
+OTHER += [({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, f"{FACTOR}; {LACKS}")]
+WINDOW = "sliding_window is 63 there and attention is to all tokens here, give 63 tokens or fewer"
+OTHER += [(dict(model_type="mistral", sliding_window=63), f"{WINDOW} as sequence_length")]
 
 
 @pytest.mark.parametrize("fields, says", OTHER, ids=str)
@@ -298,8 +273,7 @@ def test_one_that_cannot_be_read_is_one_line(tmp_path):
 
 
 def test_class_names_are_written():
-  names = {"class_names": ("ant", "bee", "cat", "dog", "eel", "fox", "gnu")}
-  found = hf_config.vit_config(cfg.ViT(), IMAGES._asdict() | names, hidden=8, dtype="float32")
-  assert found["id2label"]["6"] == "gnu" and found["label2id"]["ant"] == 0
-  found = hf_config.vit_config(cfg.ViT(), IMAGES._asdict(), hidden=8, dtype="float32")
-  assert "id2label" not in found
+  write = functools.partial(hf_config.vit_config, cfg.ViT(), hidden=8, dtype="float32")
+  named = write(IMAGES._asdict() | {"class_names": words("ant bee cat dog eel fox gnu")})
+  assert named["id2label"]["6"] == "gnu" and named["label2id"]["ant"] == 0
+  assert "id2label" not in write(IMAGES._asdict())

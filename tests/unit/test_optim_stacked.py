@@ -19,15 +19,13 @@ from support.cases import all_slow_except
 from support.configs import small_config
 from support.optimizers import optimize, optimize64
 
+RATES = dict(lr=0.1, weight_decay=0.1)
 OPTIMIZERS = {
-  "sgd": cfg.SGD(lr=0.1, weight_decay=0.1),
-  "sgd, corrected": cfg.SGD(lr=0.1, weight_decay=0.1, nesterov=False, momentum_correction="always"),
-  "lars": cfg.LARS(lr=0.1, weight_decay=0.1),
-  "larc": cfg.LARS(lr=0.1, weight_decay=0.1, variant="larc_clip"),
-  "adamw": cfg.AdamW(lr=0.1, weight_decay=0.1),
-  "lamb": cfg.LAMB(lr=0.1, weight_decay=0.1),
-  "muon": cfg.Muon(lr=0.1, weight_decay=0.1),
+  kind.__name__.lower(): kind(**RATES)
+  for kind in (cfg.SGD, cfg.LARS, cfg.AdamW, cfg.LAMB, cfg.Muon)
 }
+OPTIMIZERS["sgd, corrected"] = cfg.SGD(**RATES, nesterov=False, momentum_correction="always")
+OPTIMIZERS["larc"] = cfg.LARS(**RATES, variant="larc_clip")
 MODELS = {
   "transformer": cfg.Transformer(num_layers=3, width=16, num_heads=4, hidden=24, qk_norm=True),
   "vit": cfg.ViT(patch=4, width=16, num_layers=3, num_heads=2),

@@ -29,31 +29,23 @@ def exif(orientation):
   return tags.tobytes()
 
 
-def by_pillow(kind, **options):
+def by_pillow(kind, change=lambda image: image, **options):
   def encode(picture, orientation):
     out = io.BytesIO()
-    Image.fromarray(picture).save(out, kind, exif=exif(orientation), **options)
+    image = change(Image.fromarray(picture))
+    image.save(out, kind, exif=exif(orientation), **options)
     return out.getvalue()
 
   return encode
 
 
-def palette(kind):
-  def encode(picture, orientation):
-    out = io.BytesIO()
-    image = Image.fromarray(picture).convert("RGB").quantize(256)
-    image.save(out, kind, exif=exif(orientation))
-    return out.getvalue()
-
-  return encode
+def quantized(image):
+  return image.convert("RGB").quantize(256)
 
 
-def alpha_png(picture, orientation):
-  out = io.BytesIO()
-  image = Image.fromarray(picture)
+def opaque(image):
   image.putalpha(255)
-  image.save(out, "PNG", exif=exif(orientation))
-  return out.getvalue()
+  return image
 
 
 def chunk(name, content):
@@ -106,11 +98,11 @@ FILES = {
   "JPEG": (by_pillow("JPEG", **LOSSY), 1, "JPEG"),
   "progressive JPEG": (by_pillow("JPEG", progressive=True, **LOSSY), 1, "JPEG"),
   "PNG": (by_pillow("PNG"), 0, "PNG"),
-  "palette PNG": (palette("PNG"), 0, "PNG"),
-  "PNG with alpha": (alpha_png, 0, "PNG"),
+  "palette PNG": (by_pillow("PNG", quantized), 0, "PNG"),
+  "PNG with alpha": (by_pillow("PNG", opaque), 0, "PNG"),
   "16-bit PNG": (deep_png, 0, "16-bit PNG"),
   "WebP": (by_pillow("WEBP", lossless=True), 0, "WEBP"),
-  "GIF": (palette("GIF"), 0, "GIF"),
+  "GIF": (by_pillow("GIF", quantized), 0, "GIF"),
   "BMP": (by_pillow("BMP"), 0, "BMP"),
   "PPM": (by_pillow("PPM"), 0, "PPM"),
   "16-bit PPM": (deep_ppm(65535), 0, "16-bit PPM"),

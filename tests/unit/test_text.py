@@ -168,14 +168,13 @@ def test_an_example_longer_than_the_text_is_named(tmp_path):
   def derived(length):
     files = cfg.TextFiles(path=str(tmp_path), sequence_length=length, cache_dir=str(tmp_path))
     chosen = dataclasses.replace(config, data=files)
-    sizes = (d.num_examples for d in build.make_data(chosen))
-    return derive(chosen, *sizes, 1)
+    return derive(chosen, *(d.num_examples for d in build.make_data(chosen)), 1)
 
   assert derived(50).num_train > 8
-  with pytest.raises(ConfigError, match=r"^data\.sequence_length=501: .* smaller"):
-    derived(501)
-  with pytest.raises(ConfigError, match=r"^Config\.batch_size=8: .* give 2 or less"):
-    derived(300)
+  too_long = r"^data\.sequence_length=501: .* smaller"
+  for length, says in ((501, too_long), (300, r"^Config\.batch_size=8: .* give 2 or less")):
+    with pytest.raises(ConfigError, match=says):
+      derived(length)
 
 
 def test_data_of_a_config(tmp_path):

@@ -16,7 +16,7 @@ from jaxscale.run import trace_request
 from jaxscale.run.trace_request import process_file, session_folder
 from support.bad_files import EVERY, put
 from support.errors import config_error
-from support.tables import table
+from support.tables import fields, table, words
 
 
 @pytest.fixture
@@ -86,15 +86,9 @@ def test_a_request_that_nobody_waits_for_any_more_is_none(workdir):
   assert trace_request.read(workdir)
 
 
-BAD = {
-  "a name that is a path": {"name": "../../../tmp/x"},
-  "an absolute name": {"name": "/tmp/x"},
-  "no steps": {"steps": 0},
-  "too many steps": {"steps": 101},
-  "steps as text": {"steps": "5"},
-  "a process as text": {"processes": ["0"]},
-  "no time": {"until": None},
-}
+BAD = words(
+  "name='../../../tmp/x' name='/tmp/x' steps=0 steps=101 steps='5' processes=['0'] until=None"
+)
 
 
 @pytest.mark.parametrize("name", [*EVERY, *BAD, "a directory", "a pipe", "large", "link"])
@@ -109,7 +103,7 @@ def test_what_is_no_request_is_left_alone(workdir, name):
     (workdir / "other.json").write_text(whole)
     path.symlink_to(workdir / "other.json")
   elif name in BAD:
-    path.write_text(json.dumps(json.loads(whole) | BAD[name]))
+    path.write_text(json.dumps(json.loads(whole) | fields(name)))
   else:
     put(path, EVERY.get(name))
   assert trace_request.read(workdir) is None

@@ -64,8 +64,7 @@ def test_gray_images_have_the_logits_of_gray_colors(kind, there, tmp_path):
   make = vit if kind == "vit" else resnet
 
   def made(channels):
-    init = make(channels=channels).init
-    found = init(jax.random.key(0))
+    found = make(channels=channels).init(jax.random.key(0))
     return (found, {}) if kind == "vit" else found
 
   params, state = made(there)
