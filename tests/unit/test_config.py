@@ -170,16 +170,12 @@ model.dropout=1 | CNN.dropout=1.0 | [0, 1)
 =1 | Config | no field
 data=ImageFolder | ImageFolder.path is not set | give str
 data=ImageFolder data.pth=x | ImageFolder has no field | 'path'
-optimizer=lars | optimizer=lars | did you mean 'LARS'?
 optimizer=LAMB optimizer.eps=-1 | LAMB.eps=-1.0 | > 0
-optimizer=LAMB optimizer.weight_decay=-1 | LAMB.weight_decay | >= 0
-schedule=Polynomial schedule.end_lr=-1 | Polynomial.end_lr | >= 0
 seed=4294967296 | Config.seed=4294967296 | [0, 4294967296)
 phases.epochs=0,40 | Phases.epochs=(0.0, 40.0) | only 40.0 epochs
 optimizer=Muon optimizer.ns_coeffs=1,2 | Muon.ns_coeffs=(1.0, 2.0) | give three
 ema_decay=None ema_warmup=True | Config.ema_warmup=True | ema_decay
 optimizer=AdamW optimizer.include=[ | AdamW.include='[' | kernel$
-optimizer=LARS optimizer.include=[ | LARS.include='[' | kernel$
 optimizer=LAMB optimizer.include=a{{9999999999}} | LAMB.inc | 'all'
 data=Text data.sequence_length=0 | Text.sequence_length=0 | >= 1
 optimizer=Optax | --config.optimizer=Optax | write it in the config file

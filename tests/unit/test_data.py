@@ -250,34 +250,28 @@ ARRAYS = {"x": X, "y": Y}
 
 CHANGED = [
   ({"x": X.astype("i8") + 1_700_000_000_000}, "Arrays.x has 1700000000"),
-  ({"x": np.full((40, 8), 3_000_000_000, "u4")}, "Arrays.x has 3000000000"),
   ({"x": X.astype("f8") * 1e300}, "which float32 does not hold; subtract an offset"),
   ({"x_eval": (X / 255).astype("f4"), "y_eval": Y}, "x_eval is float32 from 0 to"),
   ({"x": X / 255, "x_eval": X, "y_eval": Y}, "and Arrays.x float64 from 0 to "),
   ({"x_eval": X + 0.5, "y_eval": Y}, "which uint8 does not hold"),
   ({"x_eval": X.astype("i4") + 9, "y_eval": Y}, "Arrays.x_eval has 25"),
-  ({"x_eval": X.astype("i4") - 9, "y_eval": Y}, "which uint8 does not hold"),
   ({"x": X * 1.0, "x_eval": X.astype("i8") + 2**24, "y_eval": Y}, "x_eval has 167"),
   ({"y": Y + 2**31}, "Arrays.y has 2147483648, which int32 does not hold"),
   ({"y": Y.astype("u8") + np.uint64(2**63)}, "Arrays.y has 9223372036854775808"),
   ({"y": Y * 1e300}, "targets has 1e+300"),
   ({"x": X + np.array([1, np.nan] * 4)}, "Arrays.x has NaN or infinite"),
-  ({"y": np.where(np.arange(len(X)) == 3, np.nan, 0.5)}, "Arrays.y has NaN or"),
   ({"x_eval": np.diag([1.0, 2, np.inf] + [4] * 5), "y_eval": Y[:8]}, "first in row 2"),
   ({"x": {"a": X}}, "Arrays.x=dict is not an array; give a NumPy array"),
   ({"x": (row for row in X)}, "Arrays.x=generator is not an array"),
-  ({"x": 3}, "Arrays.x=int is not an array"),
   ({"x": [[1, 2], [3]]}, "Arrays.x has rows of different lengths"),
   ({"x": [["a"], ["b"]]}, "Arrays.x has the dtype <U1"),
   ({"y": Y[:39]}, "Arrays.x, y: shapes (40, 8) and (39,); give as many targets"),
   ({"x_eval": X, "y_eval": Y[:9]}, "x_eval, y_eval: shapes (40, 8) and (9,)"),
   ({"x": X[:1], "y": Y[:1]}, "leaves no example to train on"),
   ({"std": (0.0,)}, "Arrays.std=(0.0,): give one number, or 8 for 8 ch"),
-  ({"mean": (1.0, 2.0)}, "Arrays.mean=(1.0, 2.0): give one number, or 8"),
   ({"std": (float("nan"),)}, "Arrays.std=(nan,)"),
   ({"mean": ()}, "Arrays.mean=()"),
   ({"x": np.ma.masked_less(X, 9)}, "Arrays.x has masked values"),
-  ({"y": np.ma.masked_less(Y, 1)}, "Arrays.y has masked values"),
   ({"y": np.where(Y == 1, np.nan, Y)}, "Arrays.y has NaN or infinite values, first in"),
   ({"x_eval": X, "y_eval": np.diag([np.inf] * 40)}, "Arrays.y_eval has NaN"),
   ({"x": X[:, :0]}, "shapes (40, 0) and (40,); give"),
@@ -289,7 +283,7 @@ CHANGED = [
 ]
 
 
-@pytest.mark.parametrize("changed, hint", CHANGED, ids=range(37))
+@pytest.mark.parametrize("changed, hint", CHANGED, ids=range(31))
 def test_arrays_that_would_be_changed_are_refused_in_one_line(changed, hint):
   with config_error(hint):
     data.Arrays(**ARRAYS | changed).build()

@@ -166,7 +166,8 @@ def test_a_pod_without_a_subdomain_cannot_be_found():
     found(env | {"JOB_COMPLETION_INDEX": "2", "HOSTNAME": "train-2"})
 
 
-def test_a_tpu_vm_without_variables_is_left_to_jax():
+def test_without_variables_a_process_is_one_and_a_tpu_vm_left_to_jax():
+  assert detect({}, has_tpu=lambda env: False)[:3] == ("single", 0, 1)
   assert found({}, has_tpu=lambda env: True)[:4] == ("tpu", 0, 0, None)
 
 
@@ -190,10 +191,6 @@ def test_a_launcher_of_another_kind_is_one_function(monkeypatch):
   launch = found(env | {"LSB_MCPU_HOSTS": "batch 1 n1 42"})
   assert launch[:4] == ("lsf", 1, 2, "batch") and launch.job == "lsf-9"
   assert found({})[:3] == ("single", 0, 1)
-
-
-def test_this_process_is_one():
-  assert detect({}, has_tpu=lambda env: False)[:3] == ("single", 0, 1)
 
 
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=8))

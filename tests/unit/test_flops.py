@@ -94,12 +94,8 @@ def test_peaks_are_of_the_chip_and_not_of_its_relatives():
     NVIDIA H100 PCIe | 756.0
     NVIDIA H200 | 989.4
     NVIDIA A100-SXM4-80GB | 312.0
-    NVIDIA L40S | 362.0
-    Tesla V100-SXM2-16GB | 125.0
     TPU v5 lite | 197.0
     TPU v5p | 459.0
-    TPU v4 | 275.0
-    TPU7x | 1153.5
     NVIDIA A10 | 125.0
     NVIDIA A1000 | None
     cpu | None

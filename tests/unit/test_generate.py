@@ -286,9 +286,7 @@ MISTAKES = table("""
 --work=3 | did you mean '--workdir'?
 --workdir | --workdir: a value is missing
 --workdir=RUN --tokens=0 | --tokens=0: give a whole number >= 1
---workdir=RUN --tokens=x | --tokens=x: give a whole number >= 1
 --workdir=RUN --temperature=-1 | --temperature=-1: give a number >= 0
---workdir=RUN --temperature=nan | --temperature=nan: give a number
 --workdir=RUN --top-k=0 | --top-k=0: give a whole number >= 1
 --workdir=RUN --top-p=1.5 | --top-p=1.5: give a number in (0, 1]
 --workdir=RUN --seed=-1 | --seed=-1: give a whole number in [0, 4294967295]

@@ -184,9 +184,7 @@ SQUARES = (INPUTS > 0).astype(int)
 MADE_WRONGLY = [
   (lambda h: {"class": h, "aux": h}, SquaredError(), PAIR, "a dict of 'class', 'aux'; return"),
   (lambda h: (h, h), CrossEntropy(), COUNTS, "the model gives a tuple of 2; return one array"),
-  (lambda h: [h], BinaryCrossEntropy(), PAIR, "the model gives a list of 1; return"),
   (lambda h: h.mean(), SquaredError(), PAIR, r"the model gives \(\); return"),
-  (lambda h: h.sum(0), CrossEntropy(), COUNTS, r"the model gives \(4,\); return"),
   (lambda h: h[:1], SquaredError(), PAIR, r"the model gives \(1, 4\); return"),
   (same, SquaredError(), PAIR, r"targets \(8, 2\), and the model gives \(8, 4\)"),
   (same, BinaryCrossEntropy(), POSITIVE, r"targets \(8,\), and the model gives"),

@@ -64,7 +64,6 @@ def scaled(factor):
 # Two values of each kind, which must not be recorded alike.
 DIFFERENT = {
   "numpy scalars": (np.float32(0.1), np.float32(0.2)),
-  "numpy integers": (np.int64(1), np.int64(2)),
   "arrays": (np.arange(3), np.arange(3) + 1),
   "arrays of another dtype": (np.zeros(3, "int32"), np.zeros(3, "float32")),
   "arrays of JAX": (jax.numpy.arange(3), jax.numpy.arange(3) + 1),

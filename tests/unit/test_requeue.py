@@ -26,6 +26,8 @@ def test_the_end_of_the_job(scontrol, utc):
   assert walltime.end_time({"SLURM_JOB_ID": "12"}) == 1772366400.0
   assert asked.read_text() == "show job 12\n"
   assert walltime.end_time({}) is None  # no job
+  scontrol("exit 1")
+  assert walltime.end_time({"SLURM_JOB_ID": "12"}) is None
   assert walltime.parse_time("EndTime=Unknown", "EndTime") is None
 
 
@@ -41,11 +43,6 @@ def test_when_the_job_was_queued_and_started(scontrol, utc):
   assert asked.read_text() == "show job 12\n"
   scontrol("echo SubmitTime=2026-03-01T11:00:00 StartTime=Unknown")
   assert walltime.asked_queue_times(step) is None
-
-
-def test_no_end_where_scontrol_fails(scontrol):
-  scontrol("exit 1")
-  assert walltime.end_time({"SLURM_JOB_ID": "12"}) is None
 
 
 def wait_for(asked):
@@ -133,10 +130,8 @@ def test_a_controller_that_is_down_is_asked_again(scontrol, monkeypatch, capsys)
 
 def test_a_requeue_that_slurm_refuses_says_why(scontrol, monkeypatch, tmp_path):
   scontrol("[ $1 = ping ] || { echo 'Requested operation is presently disabled' >&2; exit 1; }")
-  done = requeue.requeue("12", 0, limit=3)
-  assert done.code == 85 and done.line == (
-    "job 12 is saved, not requeued: Requested operation is presently disabled"
-  )
+  line = "job 12 is saved, not requeued: Requested operation is presently disabled"
+  assert requeue.requeue("12", 0, limit=3) == (85, line)
   monkeypatch.setenv("PATH", str(tmp_path / "empty"))
   assert "scontrol: No such file" in requeue.requeue("12", 0, limit=3).line
 

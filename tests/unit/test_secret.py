@@ -28,6 +28,7 @@ def home(tmp_path, monkeypatch):
 
 
 def test_the_variable_counts_and_is_long():
+  assert repr([KEY]) == "[<key>]" and f"{KEY!r}" == str(KEY) == "<key>"  # in no log
   one, two = ({"JAXSCALE_SECRET": c * 32} for c in "ab")
   assert secret.find_secret(one) == secret.find_secret(one) != secret.find_secret(two)
   with pytest.raises(ConfigError, match="JAXSCALE_SECRET: shorter than 32"):
@@ -123,10 +124,6 @@ def until(condition, seconds=5):
   while not condition():
     assert time.monotonic() < deadline
     time.sleep(0.01)
-
-
-def test_the_key_is_in_no_log():
-  assert repr([KEY]) == "[<key>]" and f"{KEY!r}" == str(KEY) == "<key>"
 
 
 def test_ours_that_leaves_again_is_no_stranger(listening):

@@ -75,11 +75,9 @@ def test_networks_that_are_ours(model, reported, tmp_path):
 
 OTHERS = columns(MODELS.get, reported, str)("""
 resnet | resnetaa50 | architecture is 'resnetaa50' there, and only resnet18 to
-resnet | resnetblur50.bt_in1k | 'resnetblur50' there, and
 resnet | resnet101 | depth is 101 there and 50 here, set ResNet.depth=101
 resnet | resnet50 args.aa_layer='blurpc' | is 'blurpc' there and '' here, which no setting changes
 resnet | resnet50 args.act_layer='silu' | act_layer is 'silu' there and 'relu' here
-resnet | resnet50 args.output_stride=16 | output_stride is 16 there and 32 here
 resnet | resnet50 args.norm_layer='evonorm' | norm_layer is 'evonorm' there, which is not known here
 resnet | resnet50 global_pool='max' | global_pool is 'max' there and 'avg' or 'fast' here, which no
 b16 | vit_base_patch16_gap_224 | num_heads is 16 there and 12 here, set ViT.num_heads=16; pool is
