@@ -102,9 +102,8 @@ SPANS = [(2, 5, 8, '"device"'), (2, 9, 1, "3"), (2, 1, 7, "7"), (5, 16, 8, "4")]
 
 @pytest.mark.parametrize("span, rows, data, remedy", SPANS)
 def test_the_span_that_is_advised_is_one_that_is_taken(span, rows, data, remedy):
-  with pytest.raises(ConfigError) as error:
+  with config_error(match=f"give {remedy}$"):
     batch_norm_span(span, rows, replica=1, data=data)
-  assert str(error.value).endswith(f"give {remedy}")
   advised = "device" if remedy == '"device"' else int(remedy)
   batch_norm_span(advised, rows, replica=1, data=data)
   cfg.ResNet(bn_span=advised)

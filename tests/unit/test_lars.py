@@ -106,10 +106,8 @@ def random_layers(seed=0, steps=5):
   """Layers of several shapes, one of them 0, one without gradient."""
   rng = np.random.default_rng(seed)
   shapes = dict(matrix=(5, 7), conv=(3, 3, 4, 2), bias=(7,), scalar=(), zero=(4, 3), still=(3, 4))
-  params, *grads = (
-    {name: np.array(rng.standard_normal(shape)) for name, shape in shapes.items()}
-    for _ in range(steps + 1)
-  )
+  draw = lambda: {n: np.array(rng.standard_normal(s)) for n, s in shapes.items()}  # noqa: E731
+  params, *grads = (draw() for _ in range(steps + 1))
   params["zero"] *= 0
   for g in grads:
     g["still"] *= 0

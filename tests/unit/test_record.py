@@ -62,50 +62,39 @@ def scaled(factor):
 
 
 # Two values of each kind, which must not be recorded alike.
-DIFFERENT = {
-  "numpy scalars": (np.float32(0.1), np.float32(0.2)),
-  "arrays": (np.arange(3), np.arange(3) + 1),
-  "arrays of another dtype": (np.zeros(3, "int32"), np.zeros(3, "float32")),
-  "arrays of JAX": (jax.numpy.arange(3), jax.numpy.arange(3) + 1),
-  "paths": (pathlib.Path("a"), pathlib.Path("b")),
-  "sets": ({1, 2}, {1, 3}),
-  "bytes": (b"a", b"b"),
-  "tuples": ((1, (2, 3)), (1, (2, 4))),
-  "named tuples": (Pair(1, 2), Pair(1, 3)),
-  "dictionaries": ({"a": (1,)}, {"a": (2,)}),
-  "dictionaries of numbers": ({1: 2}, {1: 3}),
-  "enumerations": (Colour.RED, Colour.BLUE),
-  "decimals": (decimal.Decimal("0.1"), decimal.Decimal("0.2")),
-  "complex numbers": (1j, 2j),
-  "slices": (slice(1), slice(2)),
-  "dtypes": (np.dtype("int8"), np.dtype("int16")),
-  "classes": (Prints, Colour),
-  "functions of a library": (jax.nn.relu, jax.nn.gelu),
-  "initializers": (jax.nn.initializers.normal(1), jax.nn.initializers.normal(2)),
-  "closures": (scaled(1), scaled(2)),
-  "lambdas": (lambda x: x, lambda x: -x),
-  "defaults": (lambda x=1: x, lambda x=2: x),
-  "partials": (functools.partial(scaled, 1), functools.partial(scaled, 2)),
-  "methods": (pathlib.Path("a").exists, pathlib.Path("b").exists),
-  "fingerprints": (Prints(_fingerprint="a"), Prints(_fingerprint="b")),
-  "identities": (Prints(identity="a"), Prints(identity="b")),
-}
+normal = jax.nn.initializers.normal
+DIFFERENT = [
+  (np.float32(0.1), np.float32(0.2)),
+  (np.arange(3), np.arange(3) + 1),
+  (np.zeros(3, "int32"), np.zeros(3, "float32")),
+  (jax.numpy.arange(3), jax.numpy.arange(3) + 1),
+  (decimal.Decimal("0.1"), decimal.Decimal("0.2")),
+  (np.dtype("int8"), np.dtype("int16")),
+  (lambda x=1: x, lambda x=2: x),
+  (functools.partial(scaled, 1), functools.partial(scaled, 2)),
+  (pathlib.Path("a").exists, pathlib.Path("b").exists),
+  (Prints(_fingerprint="a"), Prints(_fingerprint="b")),
+  (Prints(identity="a"), Prints(identity="b")),
+]
+DIFFERENT += [(pathlib.Path("a"), pathlib.Path("b")), ({1, 2}, {1, 3}), (b"a", b"b"), (1j, 2j)]
+DIFFERENT += [((1, (2, 3)), (1, (2, 4))), (Pair(1, 2), Pair(1, 3)), ({1: 2}, {1: 3})]
+DIFFERENT += [({"a": (1,)}, {"a": (2,)}), (Colour.RED, Colour.BLUE), (slice(1), slice(2))]
+DIFFERENT += [(Prints, Colour), (jax.nn.relu, jax.nn.gelu), (normal(1), normal(2))]
+DIFFERENT += [(scaled(1), scaled(2)), (lambda x: x, lambda x: -x)]
 
 
-@pytest.mark.parametrize("name", DIFFERENT)
-def test_values_are_recorded_by_what_they_are(name):
-  first, second = (to_plain(config_of(value=value)) for value in DIFFERENT[name])
+@pytest.mark.parametrize("pair", DIFFERENT, ids=lambda pair: type(pair[0]).__name__)
+def test_values_are_recorded_by_what_they_are(pair):
+  first, second, again = (to_plain(config_of(value=value)) for value in (*pair, pair[0]))
   assert first != second
-  again = to_plain(config_of(value=DIFFERENT[name][0]))
   # Compared with what has been a file.
   assert json.loads(json.dumps(first)) == first == again
 
 
-@pytest.mark.parametrize(
-  "value",
-  [Prints(), threading.Lock(), np.random.default_rng(0), np.array([Prints()]), iter([])],
-  ids=lambda value: type(value).__name__,
-)
+FORMLESS = [Prints(), threading.Lock(), np.random.default_rng(0), np.array([Prints()]), iter([])]
+
+
+@pytest.mark.parametrize("value", FORMLESS, ids=lambda value: type(value).__name__)
 def test_a_value_without_a_form_is_refused_when_the_config_is_made(value):
   with config_error(match=r"^config.data.value.*; give.* `identity`"):
     config_of(value=value)
@@ -198,10 +187,8 @@ def test_modules_that_import_each_other_and_long_chains_are_walked(tmp_path, mon
     "ring/ops.py": "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n"
     "  from ring import scale\ndef scale(x): return scale(x - 1) + f0()\n"
     f"{chain}def f2000(): return 1\n",
-    "c.py": "from jaxscale import config as c\nfrom jaxscale.config.loading import "
-    "load_config\nfrom ring import scale\nclass Mine(c.Tracker):\n"
-    "  def build(self, context): return scale(3)\n"
-    "def get_config():\n  return load_config('digits')\n",
+    "c.py": "from jaxscale.config import Tracker\nfrom ring import scale\n"
+    "class Mine(Tracker):\n  def build(self, context): return scale(3)\n",
   }
   write_files(tmp_path, files)
   mine = load_file(tmp_path / "c.py").Mine
@@ -320,11 +307,10 @@ def test_a_class_of_a_notebook_counts_by_its_source(monkeypatch):
   first = codes(1, setup, CELL)
   assert {"__main__:Cell", "__main__:half", "__main__:FACTOR"} <= first.keys()
   assert codes(2, setup, CELL.replace("A model", "The model")) == first
-  changed = {
-    "__main__:Cell": ("FACTOR *", "FACTOR +"),
-    "__main__:half": ("x / 2", "x / 3"),
-    "__main__:FACTOR": ("FACTOR = 2", "FACTOR = 3"),
-  }
-  for number, (key, (old, new)) in enumerate(changed.items(), 3):
+  for number, key, old, new in columns(int, str, str, str)("""
+    3 | Cell | FACTOR * | FACTOR +
+    4 | half | x / 2 | x / 3
+    5 | FACTOR | FACTOR = 2 | FACTOR = 3
+"""):
     second = codes(number, setup.replace(old, new), CELL.replace(old, new))
-    assert {k for k in first if first[k] != second.get(k)} == {key}
+    assert {k for k in first if first[k] != second.get(k)} == {f"__main__:{key}"}

@@ -93,10 +93,7 @@ def test_the_reason_names_who_was_asked():
   assert why and point < 10**6
   assert why.cause.startswith("S0 at process ") and " on n" in why.cause
   assert reported == [f"{why}: all stop together, and save"]
-
-
-def test_without_a_request_nobody_stops():
-  stopped, reported = run(random.Random(2), 3, 0)
+  stopped, reported = run(random.Random(2), 3, 0)  # nobody asks
   assert stopped == [(POINTS, None)] * 3 and reported == []
 
 
