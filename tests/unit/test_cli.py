@@ -2,7 +2,6 @@
 
 import shlex
 import subprocess
-import sys
 
 import pytest
 
@@ -10,9 +9,10 @@ from jaxscale import cli
 from jaxscale.cli.parser import Parser, whole
 from jaxscale.config import packaged
 from jaxscale.config.loading import load_config
-from jaxscale.errors import ConfigError
-from support.commands import child_env
+from support.errors import config_error
 from support.paths import ROOT
+from support.python import python
+from support.tables import table
 
 
 def parser():
@@ -27,60 +27,50 @@ def parser():
 
 def test_options_settings_and_names_come_in_any_order():
   args = parser().read(
-    [
-      "a",
-      "-f",
-      "b",
-      "--config.epochs",
-      "3",
-      "--lines=2",
-      "--config=x.py:y",
-      "--config.a.b=c=d",
-      "c",
-    ]
+    shlex.split("a -f b --config.epochs 3 --lines=2 --config=x.py:y --config.a.b=c=d c")
   )
   assert args.names == ["a", "b", "c"] and args.follow and args.lines == 2
   assert args.config == "x.py:y" and args.kind == "weak"
   assert args.overrides == {"epochs": "3", "a.b": "c=d"}
 
 
-@pytest.mark.parametrize(
-  "argv, says",
-  [
-    ([], "RUN: missing; give a run"),
-    (["a", "--knd=weak"], "--knd=weak: not an option, did you mean '--kind'?; a setting"),
-    (["a", "--kind=week"], "--kind=week: did you mean 'weak'?"),
-    (["a", "--kind"], "--kind: a value is missing, write --kind=VALUE"),
-    (["a", "--config", "--config.x=3"], "--config: a value is missing"),
-    (["a", "--config.x"], "--config.x: a value is missing"),
-    (["a", "-n", "x"], "--lines=x: give a whole number >= 1"),
-    (["a", "--lines=0"], "--lines=0: give a whole number >= 1"),
-    (["a", "--follow=3"], "--follow: takes no value"),
-    (["a", "-x"], "-x: not an option"),
-    (["a", "--fol"], "--fol: not an option, did you mean '--follow'?"),
-  ],
-)
+MISTAKES = table("""
+ | RUN: missing; give a run
+a --knd=weak | --knd=weak: not an option, did you mean '--kind'?; a setting
+a --kind=week | --kind=week: did you mean 'weak'?
+a --kind | --kind: a value is missing, write --kind=VALUE
+a --config --config.x=3 | --config: a value is missing
+a --config.x | --config.x: a value is missing
+a -n x | --lines=x: give a whole number >= 1
+a --lines=0 | --lines=0: give a whole number >= 1
+a --follow=3 | --follow: takes no value
+a -x | -x: not an option
+a --fol | --fol: not an option, did you mean '--follow'?
+""")
+
+
+@pytest.mark.parametrize("argv, says", MISTAKES)
 def test_a_mistake_is_one_line(argv, says):
-  with pytest.raises(ConfigError) as e:
-    parser().read(argv)
-  assert str(e.value).startswith(says) and "\n" not in str(e.value)
+  with config_error() as e:
+    parser().read(argv.split())
+  assert str(e.value).startswith(says)
 
 
-@pytest.mark.parametrize(
-  "argv, says",
-  [
-    (["trian"], "trian: no such command, did you mean 'train'?"),
-    (["train"], "--config: missing; try --config digits"),
-    (["train", "digits"], "digits: not an option; a config is --config FILE"),
-    (["train", "--config=digit"], "no packaged config, did you mean 'digits'?"),
-    (["train", "--config=digits", "--workdir="], "--workdir=: give a directory"),
-    (["train", "--config=digits", "--workdir=gs://b/x"], "mount a bucket as one"),
-    (["train", "--confg", "digits"], "did you mean '--config'?"),
-    (["completion", "fish"], "fish: one of bash, zsh"),
-  ],
-)
+OF_COMMANDS = table("""
+trian | trian: no such command, did you mean 'train'?
+train | --config: missing; try --config digits
+train digits | digits: not an option; a config is --config FILE
+train --config=digit | no packaged config, did you mean 'digits'?
+train --config=digits --workdir= | --workdir=: give a directory
+train --config=digits --workdir=gs://b/x | mount a bucket as one
+train --confg digits | did you mean '--config'?
+completion fish | fish: one of bash, zsh
+""")
+
+
+@pytest.mark.parametrize("argv, says", OF_COMMANDS)
 def test_a_mistake_of_a_command_is_one_line_and_code_2(argv, says, capsys):
-  assert cli.main(argv) == 2
+  assert cli.main(argv.split()) == 2
   out, err = capsys.readouterr()
   assert out == "" and err.startswith("error: ") and err.count("\n") == 1
   assert says in err
@@ -110,20 +100,8 @@ def test_the_console_script_imports_little_before_it_answers_ctrl_c():
     "import sys; from jaxscale.cli import entry\n"
     "print(*sorted(m for m in sys.modules if m.startswith('jaxscale')))"
   )
-  done = subprocess.run(
-    [sys.executable, "-c", code],
-    env=child_env(),
-    cwd=ROOT,
-    capture_output=True,
-    text=True,
-    timeout=300,
-  )
-  assert done.stdout.split() == [
-    "jaxscale",
-    "jaxscale.cli",
-    "jaxscale.cli.start",
-    "jaxscale.errors",
-  ], done.stderr
+  done = python("-c", code)
+  assert done.stdout == "jaxscale jaxscale.cli jaxscale.cli.start jaxscale.errors\n", done.stderr
 
 
 @pytest.mark.parametrize("flags", [[], ["-OO"]], ids=["", "without docstrings"])
@@ -134,14 +112,7 @@ def test_help_and_mistakes_come_without_jax(flags):
     "cli.main(['train', '--config=digits', '--config.epoch=3'])\n"
     "assert 'jax' not in sys.modules"
   )
-  done = subprocess.run(
-    [sys.executable, *flags, "-c", code],
-    env=child_env(),
-    cwd=ROOT,
-    capture_output=True,
-    text=True,
-    timeout=300,
-  )
+  done = python(*flags, "-c", code)
   assert done.returncode == 0 and "did you mean 'epochs'?" in done.stderr, done.stderr
   assert ("PYTHONOPTIMIZE=2 strips docstrings" in done.stdout) == bool(flags)
 
@@ -154,19 +125,19 @@ def test_packaged_configs_have_names(tmp_path, monkeypatch):
   assert packaged.locate("mine.py:x") == "mine.py:x"
 
 
-@pytest.mark.parametrize(
-  "words, expected",
-  [
-    ("tra", "train"),
-    ("train --work", "--workdir"),
-    ("train --config.optimizer.lr", "--config.optimizer.lr"),
-    ("train --config digi", "digits"),
-    ("train --config digits --config.epochs 3 --accept", "--accept-changes"),
-    ("export --naming ti", "timm"),
-    ("export --to fir", "first.safetensors"),
-    ("completion ", "bash zsh"),
-  ],
-)
+COMPLETED = [
+  ("tra", "train"),
+  ("train --work", "--workdir"),
+  ("train --config.optimizer.lr", "--config.optimizer.lr"),
+  ("train --config digi", "digits"),
+  ("train --config digits --config.epochs 3 --accept", "--accept-changes"),
+  ("export --naming ti", "timm"),
+  ("export --to fir", "first.safetensors"),
+  ("completion ", "bash zsh"),
+]
+
+
+@pytest.mark.parametrize("words, expected", COMPLETED)
 def test_bash_completes(words, expected, tmp_path, capsys):
   (tmp_path / "first.safetensors").touch()
   assert cli.main(["completion", "bash"]) == 0
@@ -175,9 +146,8 @@ def test_bash_completes(words, expected, tmp_path, capsys):
     f"{capsys.readouterr().out}\ncompopt() {{ :; }}\nCOMP_WORDS=({shlex.join(line)})\n"
     f'COMP_CWORD={len(line) - 1}; _shtab_jaxscale; echo "${{COMPREPLY[@]}}"'
   )
-  done = subprocess.run(
-    ["bash"], input=script, cwd=tmp_path, capture_output=True, text=True, timeout=60
-  )
+  options = dict(capture_output=True, text=True, timeout=60)
+  done = subprocess.run(["bash"], input=script, cwd=tmp_path, **options)
   assert done.stdout == f"{expected}\n" and not done.stderr
 
 

@@ -1,5 +1,6 @@
 """Input: deterministic, the same for any number of hosts, resumable, exact."""
 
+import functools
 import io
 import queue
 
@@ -7,13 +8,16 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from jaxscale import config as cfg
 from jaxscale import data
 from jaxscale.data import augment, jpeg, pipeline
 from jaxscale.data.arrays import from_arrays
 from jaxscale.data.augment import NUM_DRAWS
 from jaxscale.data.dataset import DatasetInfo
 from jaxscale.errors import ConfigError
+from jaxscale.mesh import make_mesh
 from support.errors import config_error
+from support.images import example, write_tfds
 
 
 def take(batches, n):
@@ -53,9 +57,8 @@ def test_digits_are_scikit_learns(digits):
 @pytest.mark.parametrize("num_hosts", [2, 4])
 def test_hosts_split_the_same_global_batch(digits, num_hosts):
   whole = take(data.train_batches(digits, 64, seed=3), 30)
-  hosts = [
-    take(data.train_batches(digits, 64, seed=3, shard=(i, num_hosts)), 30) for i in range(num_hosts)
-  ]
+  shards = [(i, num_hosts) for i in range(num_hosts)]
+  hosts = [take(data.train_batches(digits, 64, seed=3, shard=shard), 30) for shard in shards]
   for step, batch in enumerate(whole):
     assert_equal(batch, join([h[step] for h in hosts]))
 
@@ -101,9 +104,8 @@ def test_every_epoch_shows_every_example_once_in_a_new_order():
 def test_evaluation_shows_every_example_once(batch_size, num_hosts):
   dataset = data.digits("test")
   batch_size *= num_hosts
-  hosts = [
-    list(data.eval_batches(dataset, batch_size, shard=(i, num_hosts))) for i in range(num_hosts)
-  ]
+  shards = [(i, num_hosts) for i in range(num_hosts)]
+  hosts = [list(data.eval_batches(dataset, batch_size, shard=shard)) for shard in shards]
   assert len({len(h) for h in hosts}) == 1
   seen = join([join(list(parts)) for parts in zip(*hosts, strict=True)])
   assert seen["mask"].sum() == 360
@@ -160,13 +162,6 @@ def test_crop_boxes_follow_inceptions_rule():
   assert augment.crop_box(1000, 10, draws[0]) == (493, 0, 13, 10)
 
 
-@pytest.fixture(scope="module")
-def photo():
-  from skimage import data as photos
-
-  return photos.coffee()[:300, :400]
-
-
 def encoded(image, kind, **options):
   out = io.BytesIO()
   image.save(out, kind, **options)
@@ -174,24 +169,25 @@ def encoded(image, kind, **options):
 
 
 def test_decoders_agree_on_a_real_photo(photo):
+  photo = photo[:300, :400]
   image = Image.fromarray(photo)
   data_jpeg = encoded(image, "JPEG", quality=95)
   pillow = np.asarray(Image.open(io.BytesIO(data_jpeg)))
   ours, kind = jpeg.decode(data_jpeg, 3)
   assert kind == "JPEG"
   assert np.abs(ours.astype(int) - pillow).mean() < 2.5  # fast chroma upsampling
-  np.testing.assert_array_equal(jpeg.decode(encoded(image, "PNG"), 3)[0], photo)
+  for kind in ("PNG", "BMP"):
+    np.testing.assert_array_equal(jpeg.decode(encoded(image, kind), 3)[0], photo)
   assert jpeg.decode(data_jpeg, 1)[0].shape == (300, 400, 1)
   cmyk, _ = jpeg.decode(encoded(image.convert("CMYK"), "JPEG", quality=95), 3)
   assert np.abs(cmyk.astype(int) - photo).mean() < 6
-  np.testing.assert_array_equal(jpeg.decode(encoded(image, "BMP"), 3)[0], photo)
-  with pytest.raises(ValueError, match="readable"):
-    jpeg.decode(b"not an image", 3)
-  with pytest.raises(ValueError, match="readable"):
-    jpeg.decode(b"\xff\xd8\xff\xe0 torn", 3)
+  for content in (b"not an image", b"\xff\xd8\xff\xe0 torn"):
+    with pytest.raises(ValueError, match="readable"):
+      jpeg.decode(content, 3)
 
 
 def test_views_are_cut_where_the_boxes_say(photo):
+  photo = photo[:300, :400]
   data_png = encoded(Image.fromarray(photo), "PNG")
   google = jpeg.decode_view(data_png, 262, 3, None, "google")[0]
   # 7/8 of 300 is 262: Google's evaluation view is then the bare centre.
@@ -215,68 +211,32 @@ def test_synthetic_is_stable_and_split():
   assert set(a["label"]) == {0, 1, 2, 3}
 
 
-def png_dataset(tmp_path):
-  """A real TFDS dataset, written TensorFlow-free: 20 photos of one size."""
-  import tensorflow_datasets as tfds
-  from skimage import data as photos
-
-  class Patches(tfds.core.GeneratorBasedBuilder):
-    VERSION = tfds.core.Version("1.0.0")
-
-    def _info(self):
-      features = tfds.features.FeaturesDict(
-        {
-          "image": tfds.features.Image(shape=(32, 32, 3), encoding_format="png"),
-          "label": tfds.features.ClassLabel(num_classes=2),
-        }
-      )
-      return tfds.core.DatasetInfo(
-        builder=self, features=features, supervised_keys=("image", "label")
-      )
-
-    def _split_generators(self, dl_manager):
-      return {"train": self._generate_examples(0), "test": self._generate_examples(5)}
-
-    def _generate_examples(self, first):
-      for i in range(first, first + 20):
-        photo = (photos.coffee(), photos.astronaut())[i % 2]
-        patch = Image.fromarray(photo[i * 8 : i * 8 + 32, :32])
-        yield i, {"image": encoded(patch, "PNG"), "label": i % 2}
-
-  builder = Patches(data_dir=str(tmp_path), file_format="array_record")
-  builder.download_and_prepare()
-  return builder
-
-
 @pytest.mark.filterwarnings("ignore")  # protobuf and TFDS warn of each other
-def test_tfds_by_name(tmp_path, monkeypatch):
-  import tensorflow_datasets as tfds
-
-  builder = png_dataset(tmp_path)
-  monkeypatch.setattr(tfds, "builder", lambda name, data_dir: builder)
-  plain = data.tfds_images("patches", "train", data_dir=str(tmp_path))
-  cached = data.tfds_images("patches", "train", data_dir=str(tmp_path), cache=True)
+def test_tfds_by_name(tmp_path, photo):
+  patches = [Image.fromarray(photo[i * 8 : i * 8 + 32, :32]) for i in range(20)]
+  records = [example(encoded(patch, "PNG"), i % 2) for i, patch in enumerate(patches)]
+  write_tfds(tmp_path, "patches", "array_record", {"train": [records]}, num_classes=2)
+  read = functools.partial(data.tfds_images, "patches", data_dir=str(tmp_path))
+  plain = read("train", image_size=32)
+  cached = read("train", image_size=32, cache=True)
   assert plain.num_examples == 20 and plain.info.num_classes == 2
   rows = np.array([3, 1, 7])
   assert_equal(plain.load(rows, None), cached.load(rows, None))
   assert plain.load(rows, None)["image"].shape == (3, 32, 32, 3)
-  crops = data.tfds_images("patches", "train", image_size=16, augment="crop")
-  draws = augment.uniform(0, rows, crops.num_draws)
-  assert crops.load(rows, draws)["image"].shape == (3, 16, 16, 3)
-  flips = data.tfds_images("patches", "train", augment="shift_flip")
-  draws = augment.uniform(0, rows, flips.num_draws)
-  assert not np.array_equal(flips.load(rows, draws)["image"], plain.load(rows, None)["image"])
+  for augmentation, size in (("crop", 16), ("shift_flip", 32)):
+    augmented = read("train", image_size=size, augment=augmentation)
+    draws = augment.uniform(0, rows, augmented.num_draws)
+    images = augmented.load(rows, draws)["image"]
+    assert images.shape == (3, size, size, 3)
+    assert size == 16 or not np.array_equal(images, plain.load(rows, None)["image"])
   with pytest.raises(ConfigError, match="'trian'"):
-    data.tfds_images("patches", "trian")
+    read("trian")
 
 
 @pytest.mark.filterwarnings("ignore")
 def test_tfds_mistakes_are_one_line(tmp_path):
-  for name, hint in (
-    ("fashion_mnst", "did you mean 'fashion_mnist'"),
-    ("fashion_mnist", "jaxscale prepare fashion_mnist"),
-    ("glue", "glue"),
-  ):
+  near, prepare = "did you mean 'fashion_mnist'", "jaxscale prepare fashion_mnist"
+  for name, hint in (("fashion_mnst", near), ("fashion_mnist", prepare), ("glue", "glue")):
     with config_error(match=hint):
       data.tfds_images(name, "train", data_dir=str(tmp_path))
 
@@ -288,57 +248,51 @@ Y = np.arange(40) % 3
 ARRAYS = {"x": X, "y": Y}
 
 
-@pytest.mark.parametrize(
-  ("changed", "hint"),
-  [
-    ({"x": X.astype("i8") + 1_700_000_000_000}, "Arrays.x has 1700000000"),
-    ({"x": np.full((40, 8), 3_000_000_000, "u4")}, "Arrays.x has 3000000000"),
-    ({"x": X.astype("f8") * 1e300}, "which float32 does not hold; subtract an offset"),
-    ({"x_eval": (X / 255).astype("f4"), "y_eval": Y}, "x_eval is float32 from 0 to"),
-    ({"x": X / 255, "x_eval": X, "y_eval": Y}, "and Arrays.x float64 from 0 to "),
-    ({"x_eval": X + 0.5, "y_eval": Y}, "which uint8 does not hold"),
-    ({"x_eval": X.astype("i4") + 9, "y_eval": Y}, "Arrays.x_eval has 25"),
-    ({"x_eval": X.astype("i4") - 9, "y_eval": Y}, "which uint8 does not hold"),
-    ({"x": X * 1.0, "x_eval": X.astype("i8") + 2**24, "y_eval": Y}, "x_eval has 167"),
-    ({"y": Y + 2**31}, "Arrays.y has 2147483648, which int32 does not hold"),
-    ({"y": Y.astype("u8") + np.uint64(2**63)}, "Arrays.y has 9223372036854775808"),
-    ({"y": Y * 1e300}, "targets has 1e+300"),
-    ({"x": X + np.array([1, np.nan] * 4)}, "Arrays.x has NaN or infinite"),
-    ({"y": np.where(np.arange(len(X)) == 3, np.nan, 0.5)}, "Arrays.y has NaN or"),
-    ({"x_eval": np.diag([1.0, 2, np.inf] + [4] * 5), "y_eval": Y[:8]}, "first in row 2"),
-    ({"x": {"a": X}}, "Arrays.x=dict is not an array; give a NumPy array"),
-    ({"x": (row for row in X)}, "Arrays.x=generator is not an array"),
-    ({"x": 3}, "Arrays.x=int is not an array"),
-    ({"x": [[1, 2], [3]]}, "Arrays.x has rows of different lengths"),
-    ({"x": [["a"], ["b"]]}, "Arrays.x has the dtype <U1"),
-    ({"y": Y[:39]}, "Arrays.x, y: shapes (40, 8) and (39,); give as many targets"),
-    ({"x_eval": X, "y_eval": Y[:9]}, "x_eval, y_eval: shapes (40, 8) and (9,)"),
-    ({"x": X[:1], "y": Y[:1]}, "leaves no example to train on"),
-    ({"std": (0.0,)}, "Arrays.std=(0.0,): give one number, or 8 for 8 ch"),
-    ({"mean": (1.0, 2.0)}, "Arrays.mean=(1.0, 2.0): give one number, or 8"),
-    ({"std": (float("nan"),)}, "Arrays.std=(nan,)"),
-    ({"mean": ()}, "Arrays.mean=()"),
-    ({"x": np.ma.masked_less(X, 9)}, "Arrays.x has masked values"),
-    ({"y": np.ma.masked_less(Y, 1)}, "Arrays.y has masked values"),
-    ({"y": np.where(Y == 1, np.nan, Y)}, "Arrays.y has NaN or infinite values, first in"),
-    ({"x_eval": X, "y_eval": np.diag([np.inf] * 40)}, "Arrays.y_eval has NaN"),
-    ({"x": X[:, :0]}, "shapes (40, 0) and (40,); give"),
-    ({"x_eval": X[:, :3], "y_eval": Y}, "Arrays.x_eval has examples of shape (3,), and"),
-    ({"x_eval": X, "y_eval": Y[:, None]}, "Arrays.y_eval has examples of shape (1,)"),
-    ({"x_eval": X, "y_eval": Y / 2}, "Arrays.y_eval is float64, and Arrays.y int32"),
-    ({"y": Y / 2, "x_eval": X, "y_eval": Y}, "Arrays.y_eval is int32, and Arrays.y flo"),
-    ({"x": X / 255, "x_eval": X * 1.0, "y_eval": Y}, "Arrays.x float64 from 0 to 0"),
-  ],
-  ids=range(37),
-)
+CHANGED = [
+  ({"x": X.astype("i8") + 1_700_000_000_000}, "Arrays.x has 1700000000"),
+  ({"x": X.astype("f8") * 1e300}, "which float32 does not hold; subtract an offset"),
+  ({"x_eval": (X / 255).astype("f4"), "y_eval": Y}, "x_eval is float32 from 0 to"),
+  ({"x": X / 255, "x_eval": X, "y_eval": Y}, "and Arrays.x float64 from 0 to "),
+  ({"x_eval": X + 0.5, "y_eval": Y}, "which uint8 does not hold"),
+  ({"x_eval": X.astype("i4") + 9, "y_eval": Y}, "Arrays.x_eval has 25"),
+  ({"x": X * 1.0, "x_eval": X.astype("i8") + 2**24, "y_eval": Y}, "x_eval has 167"),
+  ({"y": Y + 2**31}, "Arrays.y has 2147483648, which int32 does not hold"),
+  ({"y": Y.astype("u8") + np.uint64(2**63)}, "Arrays.y has 9223372036854775808"),
+  ({"y": Y * 1e300}, "targets has 1e+300"),
+  ({"x": X + np.array([1, np.nan] * 4)}, "Arrays.x has NaN or infinite"),
+  ({"x_eval": np.diag([1.0, 2, np.inf] + [4] * 5), "y_eval": Y[:8]}, "first in row 2"),
+  ({"x": {"a": X}}, "Arrays.x=dict is not an array; give a NumPy array"),
+  ({"x": (row for row in X)}, "Arrays.x=generator is not an array"),
+  ({"x": [[1, 2], [3]]}, "Arrays.x has rows of different lengths"),
+  ({"x": [["a"], ["b"]]}, "Arrays.x has the dtype <U1"),
+  ({"y": Y[:39]}, "Arrays.x, y: shapes (40, 8) and (39,); give as many targets"),
+  ({"x_eval": X, "y_eval": Y[:9]}, "x_eval, y_eval: shapes (40, 8) and (9,)"),
+  ({"x": X[:1], "y": Y[:1]}, "leaves no example to train on"),
+  ({"std": (0.0,)}, "Arrays.std=(0.0,): give one number, or 8 for 8 ch"),
+  ({"std": (float("nan"),)}, "Arrays.std=(nan,)"),
+  ({"mean": ()}, "Arrays.mean=()"),
+  ({"x": np.ma.masked_less(X, 9)}, "Arrays.x has masked values"),
+  ({"y": np.where(Y == 1, np.nan, Y)}, "Arrays.y has NaN or infinite values, first in"),
+  ({"x_eval": X, "y_eval": np.diag([np.inf] * 40)}, "Arrays.y_eval has NaN"),
+  ({"x": X[:, :0]}, "shapes (40, 0) and (40,); give"),
+  ({"x_eval": X[:, :3], "y_eval": Y}, "Arrays.x_eval has examples of shape (3,), and"),
+  ({"x_eval": X, "y_eval": Y[:, None]}, "Arrays.y_eval has examples of shape (1,)"),
+  ({"x_eval": X, "y_eval": Y / 2}, "Arrays.y_eval is float64, and Arrays.y int32"),
+  ({"y": Y / 2, "x_eval": X, "y_eval": Y}, "Arrays.y_eval is int32, and Arrays.y flo"),
+  ({"x": X / 255, "x_eval": X * 1.0, "y_eval": Y}, "Arrays.x float64 from 0 to 0"),
+]
+
+
+@pytest.mark.parametrize("changed, hint", CHANGED, ids=range(31))
 def test_arrays_that_would_be_changed_are_refused_in_one_line(changed, hint):
   with config_error(hint):
     data.Arrays(**ARRAYS | changed).build()
 
 
-@pytest.mark.parametrize(
-  "x", [X, X.astype("i8"), X.astype("u8"), X / 7, X.astype("f2"), X > 9, X.tolist()], ids=range(7)
-)
+TAKEN = [X, X.astype("i8"), X.astype("u8"), X / 7, X.astype("f2"), X > 9, X.tolist()]
+
+
+@pytest.mark.parametrize("x", TAKEN, ids=range(7))
 def test_arrays_that_lose_nothing_are_taken(x):
   train, held_out = data.Arrays(x=x, y=Y.astype("u8")).build()
   loaded = [d.load(np.arange(d.num_examples), None) for d in (train, held_out)]
@@ -350,36 +304,32 @@ def test_arrays_that_lose_nothing_are_taken(x):
 
 def test_sorted_arrays_say_what_is_not_trained_on():
   train, _ = data.Arrays(x=X, y=np.arange(40) // 4).build()
+  last = "; they are the last ones: shuffle x and y together"
   assert train.notes == (
-    "Arrays: no training example has the target 9, 4 of 4 held-out examples do; they "
-    "are the last ones: shuffle x and y together",
-    "Arrays: no held-out example has the target 0, 1, 2, 3 and 5 more; they are the "
-    "last ones: shuffle x and y together",
+    f"Arrays: no training example has the target 9, 4 of 4 held-out examples do{last}",
+    f"Arrays: no held-out example has the target 0, 1, 2, 3 and 5 more{last}",
   )
   train, _ = data.Arrays(x=X, y=Y, x_eval=X, y_eval=Y + 1).build()
   assert train.notes[0].endswith("has the target 3, 13 of 40 held-out examples do")
   assert data.Arrays(x=X, y=X[:, 0] * 1.0).build()[0].notes == ()  # numbers
-  train, _ = data.Arrays(x=X, y=Y + 1).build()
-  assert train.notes == (
-    "Arrays: no example has the target 0; the 4 classes are all up to the largest target",
-  )
+  says = "Arrays: no example has the target 0; the 4 classes are all up to the largest target"
+  assert data.Arrays(x=X, y=Y + 1).build()[0].notes == (says,)
   assert data.Arrays(x=X, y=Y + 1, num_classes=4).build()[0].notes == ()
 
 
-@pytest.mark.parametrize(
-  ("load", "hint"),
-  [
-    (lambda i, d: (X[i], Y[i]), "mine: load returned tuple; return a dict"),
-    (lambda i, d: {"image": X[i]}, "returned ['image']; return"),
-    (lambda i, d: {"image": X[i], "label": Y[i], "w": Y[i]}, "['image', 'label', 'w']"),
-    (lambda i, d: {"image": X[i].tolist(), "label": Y[i]}, "returned 'image' as list"),
-    (lambda i, d: int("no"), "load failed with ValueError: invalid literal"),
-    (lambda i, d: {"image": X[i, :4], "label": Y[i]}, "'image' of (1, 4), uint8 for one"),
-    (lambda i, d: {"image": X[i] / 9, "label": Y[i]}, "float64 for one example"),
-    (lambda i, d: {"image": X[i], "label": Y[i][:, None]}, "'label' of (1, 1), int64"),
-  ],
-  ids=range(8),
-)
+LOADS = [
+  (lambda i, d: (X[i], Y[i]), "mine: load returned tuple; return a dict"),
+  (lambda i, d: {"image": X[i]}, "returned ['image']; return"),
+  (lambda i, d: {"image": X[i], "label": Y[i], "w": Y[i]}, "['image', 'label', 'w']"),
+  (lambda i, d: {"image": X[i].tolist(), "label": Y[i]}, "returned 'image' as list"),
+  (lambda i, d: int("no"), "load failed with ValueError: invalid literal"),
+  (lambda i, d: {"image": X[i, :4], "label": Y[i]}, "'image' of (1, 4), uint8 for one"),
+  (lambda i, d: {"image": X[i] / 9, "label": Y[i]}, "float64 for one example"),
+  (lambda i, d: {"image": X[i], "label": Y[i][:, None]}, "'label' of (1, 1), int64"),
+]
+
+
+@pytest.mark.parametrize("load, hint", LOADS, ids=range(8))
 def test_a_load_that_returns_something_else_is_one_line(load, hint):
   info = data.array_info(X, Y)._replace(name="mine")
   data.check_readable(data.Dataset(info, 40, lambda i, d: {"image": X[i], "label": Y[i]}))
@@ -388,8 +338,6 @@ def test_a_load_that_returns_something_else_is_one_line(load, hint):
 
 
 def test_a_batch_that_a_device_does_not_hold_is_refused():
-  from jaxscale.mesh import make_mesh
-
   batch = {"image": np.zeros((8, 2)), "label": np.arange(8), "mask": np.ones(8, bool)}
   (held,) = data.to_device([batch], make_mesh())
   assert held["label"].dtype == np.int32
@@ -401,8 +349,6 @@ def test_a_batch_that_a_device_does_not_hold_is_refused():
 
 @pytest.mark.parametrize("model", ["CNN", "AlexNet", "ResNet", "ViT"])
 def test_a_model_of_images_takes_no_rows_of_numbers(model):
-  from jaxscale import config as cfg
-
   context = cfg.ModelContext(info=data.array_info(X, Y))
   with pytest.raises(ConfigError, match=f"{model} takes images .*not .n, 8.; use MLP"):
     getattr(cfg, model)().build(context)

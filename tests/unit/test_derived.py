@@ -12,31 +12,17 @@ from jaxscale.experiment.derive import derive
 from jaxscale.experiment.optimizer import make_schedule
 from jaxscale.mesh import batch_norm_span
 from support.errors import config_error
+from support.tables import assignments, columns
 
-DERIVED = [
-  ({"batch_size": "1440"}, 8, "Config.batch_size=1440", "1,437 .* give 1432 or less"),
-  ({"batch_size": str(10**23)}, 8, "Config.batch_size=1000", "give 1432 or less"),
-  (
-    {"phases.epochs": "0,5", "phases.batch_sizes": "128,2048"},
-    8,
-    "Phases.batch_sizes=2048",
-    "give 1432 or less",
-  ),
-  ({"epochs": "1e300"}, 8, r"Config.epochs=1e\+300", "give fewer"),
-  ({"epochs": "None", "steps": str(2**31)}, 8, "Config.steps=2147483648", "give fewer"),
-  (
-    {"schedule.warmup_epochs": "0", "schedule.warmup_steps": "999"},
-    8,
-    "schedule.warmup_steps=999",
-    "shorter",
-  ),
-  (
-    {"noise_scale": "True", "phases.epochs": "0,5", "phases.accumulate_steps": "2,1"},
-    1,
-    "Config.noise_scale=True",
-    "2 or more",
-  ),
-]
+DERIVED = columns(assignments, int, str, str)(rf"""
+batch_size=1440 | 8 | Config.batch_size=1440 | 1,437 .* give 1432 or less
+batch_size={10**23} | 8 | Config.batch_size=1000 | give 1432 or less
+phases.epochs=0,5 phases.batch_sizes=128,2048 | 8 | Phases.batch_sizes=2048 | give 1432 or less
+epochs=1e300 | 8 | Config.epochs=1e\+300 | give fewer
+epochs=None steps={2**31} | 8 | Config.steps=2147483648 | give fewer
+schedule.warmup_epochs=0 schedule.warmup_steps=999 | 8 | schedule.warmup_steps=999 | shorter
+noise_scale=True phases.epochs=0,5 phases.accumulate_steps=2,1 | 1 | Config.noise_scale | 2 or more
+""")
 
 
 @pytest.mark.parametrize("overrides, devices, where, remedy", DERIVED)
@@ -48,10 +34,11 @@ def test_what_data_and_devices_refuse(overrides, devices, where, remedy):
 
 def test_a_run_can_be_counted_in_steps():
   """As in epochs, 12 steps of 128 each among 1,437 examples, without fractions."""
-  in_steps = {"epochs": "None", "steps": "36", "schedule.warmup_epochs": "0"}
-  in_steps |= {"schedule.warmup_steps": "12", "evaluation.every_steps": "7"}
-  in_steps |= {"evaluation.every_epochs": "None", "checkpoint.every_epochs": "None"}
-  in_steps |= {"checkpoint.every_steps": "5"}
+  in_steps = assignments("""
+    epochs=None steps=36 schedule.warmup_epochs=0 schedule.warmup_steps=12
+    evaluation.every_steps=7 evaluation.every_epochs=None
+    checkpoint.every_steps=5 checkpoint.every_epochs=None
+""")
   config = load_config("configs/digits.py", in_steps)
   got = derive(config, 1437, 360, 8)
   assert (got.total_steps, got.warmup_steps, got.eval_every, got.save_every) == (36, 12, 7, 5)
@@ -66,16 +53,10 @@ def test_a_run_can_be_counted_in_steps():
 
 def test_phases_can_be_counted_in_steps():
   """Two phases of 3 and 7 steps, of 128 and 256 examples: 17 steps of 128."""
-  config = load_config(
-    "configs/digits.py",
-    {
-      "epochs": "None",
-      "steps": "10",
-      "phases.steps": "0,3",
-      "schedule.warmup_epochs": "0",
-      "phases.batch_sizes": "128,256",
-    },
+  steps = (
+    "epochs=None steps=10 phases.steps=0,3 schedule.warmup_epochs=0 phases.batch_sizes=128,256"
   )
+  config = load_config("configs/digits.py", assignments(steps))
   derived = derive(config, 1437, 360, 8)
   assert [(p.start, p.stop, p.examples) for p in derived.phases] == [(0, 3, 0), (3, 10, 3 * 128)]
   schedule = make_schedule(config, derived)
@@ -92,21 +73,12 @@ def test_a_batch_may_have_every_example():
   assert len(derive(config, 1437, 360, 1).phases) == 2
 
 
-PATTERNS = [
-  (
-    {"optimizer": "LARS", "optimizer.include": "nosuch"},
-    "LARS.include='nosuch': no .* Conv_0/bias, Conv_0/kernel, .*Dense_1/kernel",
-  ),
-  (
-    {"layer_decay": "0.5", "layer_order": "('nosuch',)"},
-    "Config.layer_order='nosuch': no .*Conv_0/bias",
-  ),
-  ({"layer_decay": "0.5", "layer_order": "('Conv_0', 'Conv_1')"}, "Dense_0/bias fits none of them"),
-  (
-    {"layer_decay": "0.5", "layer_order": "('Conv', 'Conv_1', 'Dense')"},
-    "Conv_1/bias fits 'Conv' and 'Conv_1' of them",
-  ),
-]
+PATTERNS = columns(assignments, str)("""
+optimizer=LARS optimizer.include=nosuch | LARS.include='nosuch': no .* Conv_0/bias, .*Dense_1/kernel
+layer_decay=0.5 layer_order=('nosuch',) | Config.layer_order='nosuch': no .*Conv_0/bias
+layer_decay=0.5 layer_order=('Conv_0','Conv_1') | Dense_0/bias fits none of them
+layer_decay=0.5 layer_order=('Conv','Conv_1','Dense') | Conv_1/bias fits 'Conv' and 'Conv_1' of them
+""")
 
 
 @pytest.mark.parametrize("overrides, says", PATTERNS)
@@ -117,26 +89,21 @@ def test_patterns_that_fit_no_parameter_are_refused_in_time(overrides, says):
 
 
 def test_patterns_that_fit_are_taken():
-  fitting = {
-    "optimizer": "LARS",
-    "optimizer.include": "kernel$",
-    "layer_decay": "0.5",
-    "layer_order": "('Conv', 'Dense_0', 'Dense_1')",
-  }
+  fitting = {"optimizer": "LARS", "optimizer.include": "kernel$", "layer_decay": "0.5"}
+  fitting |= {"layer_order": "('Conv', 'Dense_0', 'Dense_1')"}
   config = load_config("configs/digits.py", fitting)
   build.experiment(config).abstract_state()
   everything = dataclasses.replace(config.optimizer, include="all")
   build.experiment(dataclasses.replace(config, optimizer=everything))
 
 
-@pytest.mark.parametrize(
-  "span, rows, data, remedy",
-  [(2, 5, 8, '"device"'), (2, 9, 1, "3"), (2, 1, 7, "7"), (5, 16, 8, "4")],
-)
+SPANS = [(2, 5, 8, '"device"'), (2, 9, 1, "3"), (2, 1, 7, "7"), (5, 16, 8, "4")]
+
+
+@pytest.mark.parametrize("span, rows, data, remedy", SPANS)
 def test_the_span_that_is_advised_is_one_that_is_taken(span, rows, data, remedy):
-  with pytest.raises(ConfigError) as error:
+  with config_error(match=f"give {remedy}$"):
     batch_norm_span(span, rows, replica=1, data=data)
-  assert str(error.value).endswith(f"give {remedy}")
   advised = "device" if remedy == '"device"' else int(remedy)
   batch_norm_span(advised, rows, replica=1, data=data)
   cfg.ResNet(bn_span=advised)

@@ -6,7 +6,6 @@ node were taken from where the tasks ran (SLURMD_NODENAME), not from what we rea
 """
 
 import importlib.machinery
-import json
 import sys
 import types
 
@@ -20,6 +19,7 @@ from jaxscale.cluster.detect.local_devices import local_device_ids, visible_gpus
 from jaxscale.errors import ConfigError
 from support.errors import config_error
 from support.launches import MPI, STARTS, STEP, found, tasks
+from support.tables import assignments, columns, table
 
 
 @pytest.mark.parametrize("path", STARTS, ids=lambda p: p.stem)
@@ -48,23 +48,9 @@ def test_every_process_has_its_gpus(path, tmp_path):
       assert local_device_ids(env, visible, found(env)) == task["devices"]
 
 
-def test_there_are_enough_recordings():
-  hows = [json.loads(path.read_text())["how"] for path in STARTS]
-  assert sum(how.startswith("recorded") for how in hows) >= 15
-
-
-def test_the_tasks_of_one_start_belong_together(tmp_path):
-  for path in STARTS:
-    launches = [found(env) for env, t in tasks(path, tmp_path) if "launch" in t]
-    assert len({(x.kind, x.num_processes, x.host, x.job) for x in launches}) <= 1
-    assert len({x.process_id for x in launches}) == len(launches)
-
-
-EXPLICIT = {
-  "JAXSCALE_COORDINATOR": "n1:7000",
-  "JAXSCALE_NUM_PROCESSES": "4",
-  "JAXSCALE_PROCESS_ID": "2",
-}
+EXPLICIT = assignments(
+  "JAXSCALE_COORDINATOR=n1:7000 JAXSCALE_NUM_PROCESSES=4 JAXSCALE_PROCESS_ID=2"
+)
 
 
 def test_the_user_overrules_the_launcher():
@@ -93,39 +79,32 @@ def test_the_name_of_a_run_can_be_given():
     assert found(env | {"JAXSCALE_JOB": "tuesday"}).job == "tuesday"
 
 
-@pytest.mark.parametrize(
-  ("env", "error"),
-  [
-    ({"JAXSCALE_PROCESS_ID": "0"}, "JAXSCALE_COORDINATOR, JAXSCALE_NUM_PROCESSES: not"),
-    ({**EXPLICIT, "JAXSCALE_PROCESS_ID": "4"}, "JAXSCALE_PROCESS_ID=4, .*: give 0 … n"),
-    ({**EXPLICIT, "JAXSCALE_PROCESS_ID": "²"}, "give 0 … n-1 of n"),
-    ({**EXPLICIT, "JAXSCALE_COORDINATOR": "n1"}, "JAXSCALE_COORDINATOR=n1: give host"),
-    ({**EXPLICIT, "JAXSCALE_COORDINATOR": "n1:0"}, "give host:port"),
-    ({**EXPLICIT, "JAXSCALE_COORDINATOR": "n1:99999"}, "give host:port"),
-    ({**STEP, "JAXSCALE_NUM_PROCESSES": "8"}, "JAXSCALE_NUM_PROCESSES=8: slurm says 4"),
-    ({**STEP, "JAXSCALE_PROCESS_ID": "0"}, "JAXSCALE_PROCESS_ID=0: slurm says 2"),
-    ({**STEP, "SLURM_PROCID": "x"}, "SLURM_PROCID=x: give a whole number"),
-    ({**STEP, "SLURM_PROCID": "4"}, "SLURM_PROCID=4 of SLURM_STEP_NUM_TASKS=4"),
-    ({**STEP, "SLURM_STEP_NODELIST": "n[3-"}, "node list 'n\\[3-'"),
-    ({**STEP, "SLURM_TASKS_PER_NODE": "2(y2)"}, "tasks per node '2\\(y2\\)': not in Slurm's form"),
-    (
-      {**STEP, "SLURM_DISTRIBUTION": "arbitrary", "SLURM_HOSTFILE": "/nowhere"},
-      "SLURM_HOSTFILE=/nowhere does not say where rank 0 runs, set JAXSCALE_COORD",
-    ),
-    (
-      {"OMPI_COMM_WORLD_RANK": "4", "OMPI_COMM_WORLD_SIZE": "4"},
-      "OMPI_COMM_WORLD_RANK=4, OMPI_COMM_WORLD_SIZE=4",
-    ),
-    ({"RANK": "2", "WORLD_SIZE": "2"}, "RANK=2 is no rank of WORLD_SIZE=2; start it"),
-    (
-      {"TPU_WORKER_ID": "2", "TPU_WORKER_HOSTNAMES": "a,b"},
-      "TPU_WORKER_ID=2: TPU_WORKER_HOSTNAMES names 2 hosts",
-    ),
-  ],
-)
+CONTRADICTIONS = table(r"""
+JAXSCALE_PROCESS_ID=0 | JAXSCALE_COORDINATOR, JAXSCALE_NUM_PROCESSES: not
+EXPLICIT JAXSCALE_PROCESS_ID=4 | JAXSCALE_PROCESS_ID=4, .*: give 0 … n
+EXPLICIT JAXSCALE_PROCESS_ID=² | give 0 … n-1 of n
+EXPLICIT JAXSCALE_COORDINATOR=n1 | JAXSCALE_COORDINATOR=n1: give host
+EXPLICIT JAXSCALE_COORDINATOR=n1:0 | give host:port
+EXPLICIT JAXSCALE_COORDINATOR=n1:99999 | give host:port
+STEP JAXSCALE_NUM_PROCESSES=8 | JAXSCALE_NUM_PROCESSES=8: slurm says 4
+STEP JAXSCALE_PROCESS_ID=0 | JAXSCALE_PROCESS_ID=0: slurm says 2
+STEP SLURM_PROCID=x | SLURM_PROCID=x: give a whole number
+STEP SLURM_PROCID=4 | SLURM_PROCID=4 of SLURM_STEP_NUM_TASKS=4
+STEP SLURM_STEP_NODELIST=n[3- | node list 'n\[3-'
+STEP SLURM_TASKS_PER_NODE=2(y2) | tasks per node '2\(y2\)': not in Slurm's form
+STEP SLURM_DISTRIBUTION=arbitrary SLURM_HOSTFILE=/no | =/no does not say where rank 0 runs, set
+OMPI_COMM_WORLD_RANK=4 OMPI_COMM_WORLD_SIZE=4 | OMPI_COMM_WORLD_RANK=4, OMPI_COMM_WORLD_SIZE=4
+RANK=2 WORLD_SIZE=2 | RANK=2 is no rank of WORLD_SIZE=2; start it
+TPU_WORKER_ID=2 TPU_WORKER_HOSTNAMES=a,b | TPU_WORKER_ID=2: TPU_WORKER_HOSTNAMES names 2 hosts
+""")
+
+
+@pytest.mark.parametrize("env, error", CONTRADICTIONS)
 def test_what_contradicts_itself_is_one_line(env, error):
+  start = {"EXPLICIT": EXPLICIT, "STEP": STEP}.get(env.split()[0], {})
+  changes = assignments(env.removeprefix("EXPLICIT").removeprefix("STEP"))
   with config_error(match=error):
-    found(env)
+    found(start | changes)
 
 
 def test_mpi_over_nodes_asks_mpi():
@@ -140,77 +119,55 @@ def test_mpi_over_nodes_asks_mpi():
   assert (told.host, told.port, len(asked)) == ("n2", 99, 1)
 
 
-class World:
-  """An MPI of as many ranks as given, in which this process is one."""
+def world(size, rank, initialized):
+  """An MPI of as many ranks as given, in which this process is one, and what it was asked."""
 
-  def __init__(self, size, rank, initialized):
-    self.COMM_WORLD, self.size, self.rank = self, size, rank
-    self.state, self.log = initialized, []
-
-  def Get_size(self):
-    return self.size
-
-  def Get_rank(self):
-    return self.rank
-
-  def Is_initialized(self):
-    return self.state
-
-  def Init(self):
-    self.log.append("init")
-
-  def Finalize(self):
-    self.log.append("finalize")
-
-  def bcast(self, host, root):
-    assert root == 0 and (host is None) == (self.rank != 0)
-    self.log.append("bcast")
+  def bcast(host, root):
+    assert root == 0 and (host is None) == (rank != 0)
+    log.append("bcast")
     return "n9"
+
+  log = []
+  comm = types.SimpleNamespace(Get_size=lambda: size, Get_rank=lambda: rank, bcast=bcast)
+  calls = dict(Init=lambda: log.append("init"), Finalize=lambda: log.append("finalize"))
+  calls["Is_initialized"] = lambda: initialized
+  return types.SimpleNamespace(COMM_WORLD=comm, log=log, **calls)
 
 
 @pytest.mark.parametrize("rank", [0, 3])
 @pytest.mark.parametrize("initialized", [True, False])
 def test_mpi4py_is_asked_and_left(rank, initialized, monkeypatch):
-  package, world = types.ModuleType("mpi4py"), World(4, rank, initialized)
+  package, mpi4py = types.ModuleType("mpi4py"), world(4, rank, initialized)
   package.rc = types.SimpleNamespace()
   package.__spec__ = importlib.machinery.ModuleSpec("mpi4py", None)
   monkeypatch.setitem(sys.modules, "mpi4py", package)
-  monkeypatch.setitem(sys.modules, "mpi4py.MPI", world)
+  monkeypatch.setitem(sys.modules, "mpi4py.MPI", mpi4py)
   assert mpi.ask_mpi4py(Launch("openmpi", rank, 4)) == "n9"
-  assert world.log == (["bcast"] if initialized else ["init", "bcast", "finalize"])
+  assert mpi4py.log == (["bcast"] if initialized else ["init", "bcast", "finalize"])
   with pytest.raises(ConfigError, match="mpi4py sees 4 of 8 processes"):
     mpi.ask_mpi4py(Launch("openmpi", rank, 8))
 
 
-def test_slurm_knows_addresses_that_no_resolver_knows(tmp_path, monkeypatch):
-  command = tmp_path / "scontrol"
-  command.write_text(
-    f"#!{sys.executable}\nimport sys\nprint('NodeName=' + sys.argv[4], 'CPUTot=4 "
-    "NodeAddr=10.0.0.7 NodeHostName=x Version=22.05.8')\n"
-  )
-  command.chmod(0o755)
-  monkeypatch.setenv("PATH", str(tmp_path))
+def test_slurm_knows_addresses_that_no_resolver_knows(scontrol, tmp_path, monkeypatch):
+  scontrol('echo "NodeName=$4 CPUTot=4 NodeAddr=10.0.0.7 NodeHostName=x Version=22.05.8"')
   assert slurm.node_address("n1") == "10.0.0.7"
-  command.write_text(f"#!{sys.executable}\nraise SystemExit('no such node')\n")
+  scontrol("echo no such node >&2; exit 1")
   assert slurm.node_address("n1") is None
-  command.unlink()
+  monkeypatch.setenv("PATH", str(tmp_path))
   assert slurm.node_address("n1") is None
 
 
 def test_a_pod_without_a_subdomain_cannot_be_found():
-  env = {
-    "KUBERNETES_SERVICE_HOST": "x",
-    "JOB_COMPLETION_INDEX": "1",
-    "HOSTNAME": "train-1",
-    "JAXSCALE_NUM_PROCESSES": "2",
-  }
+  env = assignments("KUBERNETES_SERVICE_HOST=x JOB_COMPLETION_INDEX=1 HOSTNAME=train-1")
+  env |= {"JAXSCALE_NUM_PROCESSES": "2"}
   with pytest.raises(ConfigError, match="name a headless service"):
     found(env, fqdn=lambda: "train-1")
   with pytest.raises(ConfigError, match="JAXSCALE_NUM_PROCESSES=2: this is pod 2"):
     found(env | {"JOB_COMPLETION_INDEX": "2", "HOSTNAME": "train-2"})
 
 
-def test_a_tpu_vm_without_variables_is_left_to_jax():
+def test_without_variables_a_process_is_one_and_a_tpu_vm_left_to_jax():
+  assert detect({}, has_tpu=lambda env: False)[:3] == ("single", 0, 1)
   assert found({}, has_tpu=lambda env: True)[:4] == ("tpu", 0, 0, None)
 
 
@@ -236,10 +193,6 @@ def test_a_launcher_of_another_kind_is_one_function(monkeypatch):
   assert found({})[:3] == ("single", 0, 1)
 
 
-def test_this_process_is_one():
-  assert detect({}, has_tpu=lambda env: False)[:3] == ("single", 0, 1)
-
-
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=8))
 def test_tasks_per_node_come_back(counts):
   short, last = [], None
@@ -257,28 +210,24 @@ def launch(index, count):
   return Launch("slurm", index, 8, "n1", index, count)
 
 
-@pytest.mark.parametrize(
-  ("visible", "count", "wanted"),
-  [
-    (8, 8, [[i] for i in range(8)]),
-    (8, 2, [[0, 1, 2, 3], [4, 5, 6, 7]]),
-    (6, 3, [[0, 1], [2, 3], [4, 5]]),
-    (1, 1, [[0]]),
-  ],
-)
-def test_gpus_are_shared_out(visible, count, wanted):
-  given_out = [local_device_ids({}, visible, launch(i, count)) for i in range(count)]
-  assert given_out == wanted
+SHARES = [(8, 8, 1), (8, 2, 4), (6, 3, 2), (1, 1, 1)]
 
 
-@pytest.mark.parametrize(
-  ("visible", "count", "error"),
-  [
-    (1, 2, "2 processes on this node, but 1 GPU: start one process per GPU"),
-    (4, 8, "8 processes on this node, but 4 GPUs: .*--ntasks-per-node=4"),
-    (4, 3, "3 processes on this node cannot share 4 GPUs evenly: start 1 or 2 or 4"),
-  ],
-)
+@pytest.mark.parametrize("visible, count, each", SHARES)
+def test_gpus_are_shared_out(visible, count, each):
+  for i in range(count):
+    ids = [*range(i * each, (i + 1) * each)]
+    assert local_device_ids({}, visible, launch(i, count)) == ids
+
+
+UNSHARED = columns(int, int, str)("""
+1 | 2 | 2 processes on this node, but 1 GPU: start one process per GPU
+4 | 8 | 8 processes on this node, but 4 GPUs: .*--ntasks-per-node=4
+4 | 3 | 3 processes on this node cannot share 4 GPUs evenly: start 1 or 2 or 4
+""")
+
+
+@pytest.mark.parametrize("visible, count, error", UNSHARED)
 def test_gpus_that_cannot_be_shared_out(visible, count, error):
   with pytest.raises(ConfigError, match=error):
     local_device_ids({}, visible, launch(0, count))
@@ -305,23 +254,23 @@ def test_chosen_gpus_must_be_there():
   assert local_device_ids({"JAX_LOCAL_DEVICE_IDS": "2, 0"}, 4, launch(0, 1)) == [2, 0]
 
 
-@pytest.mark.parametrize(
-  ("env", "count"),
-  [
-    ({"CUDA_VISIBLE_DEVICES": "0,1,5"}, 3),
-    ({"CUDA_VISIBLE_DEVICES": ""}, 0),
-    ({"CUDA_VISIBLE_DEVICES": "-1"}, 0),
-    ({"CUDA_VISIBLE_DEVICES": "0,-1,2"}, 1),
-    ({"CUDA_VISIBLE_DEVICES": "NoDevFiles"}, 0),
-    ({"CUDA_VISIBLE_DEVICES": "GPU-8932f937-d72c,GPU-1b"}, 2),
-    ({"CUDA_VISIBLE_DEVICES": "MIG-GPU-8932/1/0,MIG-GPU-8932/2/0"}, 1),
-    ({"ROCR_VISIBLE_DEVICES": "0,1,2,3", "HIP_VISIBLE_DEVICES": "1"}, 1),
-    ({"CUDA_VISIBLE_DEVICES": "0,1", "JAX_PLATFORMS": "cpu"}, 0),
-    ({"CUDA_VISIBLE_DEVICES": "0,1", "JAX_PLATFORMS": "cuda,cpu"}, 2),
-    ({}, 4),
-    ({"JAX_PLATFORMS": "tpu"}, 0),
-  ],
-)
+VISIBLE = columns(assignments, int)("""
+CUDA_VISIBLE_DEVICES=0,1,5 | 3
+CUDA_VISIBLE_DEVICES= | 0
+CUDA_VISIBLE_DEVICES=-1 | 0
+CUDA_VISIBLE_DEVICES=0,-1,2 | 1
+CUDA_VISIBLE_DEVICES=NoDevFiles | 0
+CUDA_VISIBLE_DEVICES=GPU-8932f937-d72c,GPU-1b | 2
+CUDA_VISIBLE_DEVICES=MIG-GPU-8932/1/0,MIG-GPU-8932/2/0 | 1
+ROCR_VISIBLE_DEVICES=0,1,2,3 HIP_VISIBLE_DEVICES=1 | 1
+CUDA_VISIBLE_DEVICES=0,1 JAX_PLATFORMS=cpu | 0
+CUDA_VISIBLE_DEVICES=0,1 JAX_PLATFORMS=cuda,cpu | 2
+ | 4
+JAX_PLATFORMS=tpu | 0
+""")
+
+
+@pytest.mark.parametrize("env, count", VISIBLE)
 def test_visible_gpus_are_counted(env, count, tmp_path):
   for name in ("nvidia0", "nvidia1", "nvidia2", "nvidia13", "nvidiactl", "nvidia-uvm"):
     (tmp_path / name).touch()

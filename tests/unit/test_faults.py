@@ -14,10 +14,8 @@ from jaxscale.data import folder, tfrecord
 from jaxscale.data.faults import raise_if_system_error
 from support.images import example, jpeg_bytes, write_folder, write_tfds, write_tfrecord
 
-pytestmark = [
-  pytest.mark.filterwarnings("ignore"),
-  pytest.mark.usefixtures("own_cache"),
-]  # protobuf and TFDS warn
+warnings = pytest.mark.filterwarnings("ignore")  # of protobuf and TFDS
+pytestmark = [warnings, pytest.mark.usefixtures("own_cache")]
 
 
 def descriptors():
@@ -66,9 +64,10 @@ def test_a_process_without_descriptors_stops(tmp_path, kind):
     assert dataset.damaged.count == 0
 
 
-@pytest.mark.parametrize(
-  "number", [errno.ENFILE, errno.ENOMEM, errno.ESTALE, errno.EIO, errno.ENOTCONN]
-)
+AWAY = [errno.ENFILE, errno.ENOMEM, errno.ESTALE, errno.EIO, errno.ENOTCONN]
+
+
+@pytest.mark.parametrize("number", AWAY)
 def test_a_disk_that_is_away_stops_the_pipeline(tmp_path, monkeypatch, number):
   write_folder(tmp_path, "train", 8)
   dataset = data.image_folder(tmp_path / "train", image_size=8, augment="flip")

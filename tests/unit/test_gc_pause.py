@@ -17,12 +17,13 @@ def as_before():
 def test_it_is_off_until_training_begins_and_then_on():
   with paused_gc():
     assert not gc.isenabled()
+    made = [[] for _ in range(10_000)]
     resume_gc()
     assert gc.isenabled()
-  assert gc.isenabled()
-
-
-def test_it_is_on_again_after_an_error_before_that():
+    # What was there is old when training begins.
+    assert len(gc.get_objects(generation=0)) < len(made)
+    assert any(x is made[0] for x in gc.get_objects(generation=2))
+  assert gc.isenabled() and gc.get_freeze_count() == 0
   with pytest.raises(ZeroDivisionError), paused_gc():
     1 / 0  # noqa: B018
   assert gc.isenabled()
@@ -34,12 +35,3 @@ def test_who_had_it_off_keeps_it_off():
     resume_gc()
     assert not gc.isenabled()
   assert not gc.isenabled()
-
-
-def test_what_was_there_is_old_when_training_begins():
-  with paused_gc():
-    made = [[] for _ in range(10_000)]
-    resume_gc()
-    assert len(gc.get_objects(generation=0)) < len(made)
-    assert any(x is made[0] for x in gc.get_objects(generation=2))
-  assert gc.get_freeze_count() == 0

@@ -26,13 +26,12 @@ from jaxscale.run import generate
 from jaxscale.run.generate import choose, sample
 from jaxscale.training.types import TrainState
 from support.cases import all_slow_except
+from support.configs import small_config
+from support.tables import columns, literal, table
 
-MODEL = cfg.Transformer(
-  num_layers=2, width=16, num_heads=4, num_kv_heads=2, hidden=24, pad_vocab_to=1
-)
-STACK = make_transformer(
-  vocab_size=256, num_layers=2, width=16, num_heads=4, num_kv_heads=2, hidden=24, pad_vocab_to=1
-)
+SIZES = dict(num_layers=2, width=16, num_heads=4, num_kv_heads=2, hidden=24)
+MODEL = cfg.Transformer(**SIZES, pad_vocab_to=1)
+STACK = make_transformer(vocab_size=256, **SIZES, pad_vocab_to=1)
 
 
 @functools.cache
@@ -49,16 +48,7 @@ def tokens_of(rows, length, seed=0):
 @pytest.mark.parametrize("dtype", all_slow_except(["float32", "bfloat16"], "float32"))
 @pytest.mark.parametrize("parts", [(7, 1, 1, 3), (1,) * 12, (12,)], ids=str)
 def test_a_cache_gives_the_whole_models_logits(parts, dtype):
-  stack = make_transformer(
-    vocab_size=256,
-    num_layers=2,
-    width=16,
-    num_heads=4,
-    num_kv_heads=2,
-    hidden=24,
-    qk_norm=True,
-    dtype=dtype,
-  )
+  stack = make_transformer(vocab_size=256, **SIZES, qk_norm=True, dtype=dtype)
   params = jax.tree.map(lambda x: x * 5, stack.init(jax.random.key(0)))
   tokens = tokens_of(2, 12)
   expected = jax.jit(functools.partial(stack_logits, stack))(params, {"tokens": tokens})
@@ -108,19 +98,19 @@ def np_kept(logits, temperature, top_k, top_p):
   return kept / kept.sum()
 
 
-@pytest.mark.parametrize(
-  ("temperature", "top_k", "top_p"),
-  [
-    (1.0, None, None),
-    (0.5, None, None),
-    (1.0, 3, None),
-    (1.0, 4, None),  # the fourth is one of three equals
-    (2.0, None, 0.6),
-    (1.0, 5, 0.7),
-    (1.0, None, 0.01),
-    (1.0, 1, 1.0),
-  ],
-)
+CHOICES = columns(literal, literal, literal)("""
+1.0 | None | None
+0.5 | None | None
+1.0 | 3 | None
+1.0 | 4 | None
+2.0 | None | 0.6
+1.0 | 5 | 0.7
+1.0 | None | 0.01
+1.0 | 1 | 1.0
+""")  # the fourth likeliest is one of three equals
+
+
+@pytest.mark.parametrize("temperature, top_k, top_p", CHOICES)
 def test_choices_have_the_probabilities_they_should(temperature, top_k, top_p):
   logits = np.array([0.1, 2.0, -1.0, 1.0, 0.1, 1.5, -3.0, 0.1], np.float32)
   many = 20_000
@@ -140,20 +130,12 @@ def test_temperature_0_takes_the_first_of_equals():
 
 def state(step, params, average=()):
   """Return a state as in a checkpoint: with an optimizer's state."""
-  return TrainState(
-    step=jnp.int32(step),
-    params=params,
-    model_state={},
-    opt_state=({"mu": jax.tree.map(jnp.ones_like, params)}, jnp.int32(step)),
-    exchange_state=(),
-    average=average,
-  )
+  opt_state = {"mu": jax.tree.map(jnp.ones_like, params)}, jnp.int32(step)
+  return TrainState(jnp.int32(step), params, {}, opt_state, exchange_state=(), average=average)
 
 
 def described(info, source=None):
-  config = cfg.Config(
-    model=MODEL, data=source or cfg.Digits(), optimizer=cfg.AdamW(lr=1e-3), batch_size=8, epochs=1.0
-  )
+  config = small_config(model=MODEL, data=source or cfg.Digits())
   return {"format": FORMAT, "config": to_plain(config), "data": info._asdict()}
 
 
@@ -238,12 +220,11 @@ def stand_in_for_a_tokenizer(name, separator, field):
   return Tokenizer(name, len(WORDS), 0, encode, decode)
 
 
-def of_the_package(path):
-  """The same words as a file of Hugging Face's."""
+def write_tokenizer(path):
+  """A file of Hugging Face's, of words with their spaces."""
   tokenizers = pytest.importorskip("tokenizers")
-  model = tokenizers.Tokenizer(
-    tokenizers.models.WordLevel({w: i for i, w in enumerate(WORDS)}, unk_token="<eos>")
-  )
+  vocabulary = {word: i for i, word in enumerate(WORDS)}
+  model = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="<eos>"))
   model.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace()
   model.decoder = tokenizers.decoders.Metaspace()
   model.save(str(path))
@@ -254,7 +235,7 @@ def of_the_package(path):
 def test_a_run_of_a_tokenizer_writes_its_text(which, tmp_path, capsys, monkeypatch):
   path = tmp_path / "tokenizer.json"
   if which == "package":
-    of_the_package(path)
+    write_tokenizer(path)
   else:
     path.write_text("{}")
     monkeypatch.setattr(generate, "read_tokenizer", stand_in_for_a_tokenizer)
@@ -300,66 +281,37 @@ def test_another_tokenizer_in_its_place_is_refused(tmp_path, capsys, monkeypatch
   assert "has 6 tokens, and the run's had 7); give" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-  ("argv", "says"),
-  [
-    (["--tokens=3"], "--workdir: missing"),
-    (["--work=3"], "did you mean '--workdir'?"),
-    (["--workdir"], "--workdir: a value is missing"),
-    (["--workdir=RUN", "--tokens=0"], "--tokens=0: give a whole number >= 1"),
-    (["--workdir=RUN", "--tokens=x"], "--tokens=x: give a whole number >= 1"),
-    (["--workdir=RUN", "--temperature=-1"], "--temperature=-1: give a number >= 0"),
-    (["--workdir=RUN", "--temperature=nan"], "--temperature=nan: give a number"),
-    (["--workdir=RUN", "--top-k=0"], "--top-k=0: give a whole number >= 1"),
-    (["--workdir=RUN", "--top-p=1.5"], "--top-p=1.5: give a number in (0, 1]"),
-    (["--workdir=RUN", "--seed=-1"], "--seed=-1: give a whole number in [0, 4294967295]"),
-    (["--workdir=nowhere"], "--workdir=nowhere: no config.json there; give"),
-    (["--workdir=EMPTY"], "there is no checkpoint in it"),
-    (["--workdir=IMAGES"], "its run is of digits, not of text"),
-    (["--workdir=BROKEN"], "config.json: no data in it; give the"),
-    (["--workdir=WORDS"], "the 300 tokens of words are not bytes"),
-    (["--workdir=NEWER"], "its config.json has Transformer.depth=3: Transformer has"),
-  ],
-)
+MISTAKES = table("""
+--tokens=3 | --workdir: missing
+--work=3 | did you mean '--workdir'?
+--workdir | --workdir: a value is missing
+--workdir=RUN --tokens=0 | --tokens=0: give a whole number >= 1
+--workdir=RUN --temperature=-1 | --temperature=-1: give a number >= 0
+--workdir=RUN --top-k=0 | --top-k=0: give a whole number >= 1
+--workdir=RUN --top-p=1.5 | --top-p=1.5: give a number in (0, 1]
+--workdir=RUN --seed=-1 | --seed=-1: give a whole number in [0, 4294967295]
+--workdir=nowhere | --workdir=nowhere: no config.json there; give
+--workdir=EMPTY | there is no checkpoint in it
+--workdir=IMAGES | its run is of digits, not of text
+--workdir=BROKEN | config.json: no data in it; give the
+--workdir=WORDS | the 300 tokens of words are not bytes
+--workdir=NEWER | its config.json has Transformer.depth=3: Transformer has
+""")
+
+
+@pytest.mark.parametrize("argv, says", MISTAKES)
 def test_a_mistake_is_one_line(run, tmp_path, argv, says, capsys):
   text = json.loads((run / "config.json").read_text())
   newer = json.loads((run / "config.json").read_text())
   newer["config"]["model"]["depth"] = 3
-  made = {
-    "EMPTY": text,
-    "BROKEN": {"config": text["config"]},
-    "IMAGES": text | {"data": {"name": "digits"}},
-    "WORDS": text | {"data": TextInfo("words", 300, 64)._asdict()},
-    "NEWER": newer,
-  }
+  made = dict(EMPTY=text, BROKEN={"config": text["config"]}, NEWER=newer)
+  made |= dict(IMAGES=text | {"data": {"name": "digits"}})
+  made |= dict(WORDS=text | {"data": TextInfo("words", 300, 64)._asdict()})
   for name, content in made.items():
     (tmp_path / name).mkdir()
     (tmp_path / name / "config.json").write_text(json.dumps(content))
-    argv = [arg.replace(f"={name}", f"={tmp_path / name}") for arg in argv]
-  argv = [arg.replace("=RUN", f"={run}") for arg in argv]
-  assert cli.main(["generate", *argv]) == 2
+    argv = argv.replace(f"={name}", f"={tmp_path / name}")
+  assert cli.main(["generate", *argv.replace("=RUN", f"={run}").split()]) == 2
   out, err = capsys.readouterr()
   assert out == "" and err.startswith("error: ") and says in err
   assert err.count("\n") == 1
-
-
-def test_settings_come_back_from_what_describes_them(run):
-  plain = json.loads((run / "config.json").read_text())["config"]
-  config = from_plain(cfg.Config, plain)
-  assert config.model == MODEL and to_plain(config) == plain
-
-
-@pytest.mark.parametrize(
-  ("settings", "says"),
-  [
-    ({"num_heads": 5}, "Transformer.num_heads=5: does not divide width=256"),
-    ({"num_kv_heads": 3}, "Transformer.num_kv_heads=3: does not divide num_heads=4"),
-    ({"width": 36}, "choose an even number"),
-    ({"head_width": 7}, "Transformer.head_width=7"),
-  ],
-)
-def test_heads_that_do_not_fit_are_refused(settings, says):
-  with pytest.raises(ConfigError, match=says):
-    cfg.Transformer(**settings)
-  with pytest.raises(ConfigError, match=r"ViT.num_heads=5: does not divide width=384"):
-    cfg.ViT(num_heads=5)

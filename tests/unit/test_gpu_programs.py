@@ -7,8 +7,6 @@ H100 is read where a compiler for GPUs is installed, which needs no GPU.
 import importlib.util
 import os
 import re
-import subprocess
-import sys
 
 import jax
 import numpy as np
@@ -17,24 +15,25 @@ import pytest
 from jaxscale import config as cfg
 from jaxscale import data
 from jaxscale.experiment import build
+from support.configs import small_config
 from support.paths import ROOT
+from support.python import python
+
+
+def half(**fields):
+  return small_config(batch_size=4, epochs=1, dtype="bfloat16", **fields)
 
 
 def images(model):
   x = np.zeros((8, 64, 64, 3), np.uint8)
   y = (np.arange(8) % 4).astype(np.int32)
-  shown = data.Arrays(x=x, y=y, x_eval=x, y_eval=y, num_classes=4)
-  common = {"batch_size": 4, "epochs": 1, "dtype": "bfloat16"}
-  return cfg.Config(model=model, data=shown, optimizer=cfg.SGD(lr=0.1), **common)
+  return half(model=model, data=data.Arrays(x=x, y=y, x_eval=x, y_eval=y, num_classes=4))
 
 
 def text():
   model = cfg.Transformer(num_layers=2, width=128, num_heads=2, hidden=256)
   tokens = cfg.TextFiles(path="none", vocab_size=256, sequence_length=128)
-  adam = cfg.AdamW(lr=1e-3)
-  return cfg.Config(
-    model=model, data=tokens, optimizer=adam, batch_size=4, epochs=1, dtype="bfloat16"
-  )
+  return half(model=model, data=tokens, optimizer=cfg.AdamW(lr=1e-3))
 
 
 CONFIGS = {
@@ -63,6 +62,7 @@ def test_products_are_of_bfloat16(name):
   assert {*found} == {("bf16", "bf16")} and len(found) > 20
 
 
+COMPILERS = [*filter(importlib.util.find_spec, ("jax_cuda12_plugin", "jax_cuda13_plugin"))]
 COMPILE = """
 import json, sys
 from jaxscale.planning.topologies import find_chips
@@ -73,28 +73,17 @@ sys.stdout.write(program.as_text() + "@compiled" + program.compile().as_text())
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(
-  not any(map(importlib.util.find_spec, ("jax_cuda12_plugin", "jax_cuda13_plugin"))),
-  reason="no compiler for GPUs is installed",
-)
+@pytest.mark.skipif(not COMPILERS, reason="no compiler for GPUs is installed")
 @pytest.mark.parametrize("name", CONFIGS)
 def test_programs_for_an_h100_that_is_not_here(name):
   path = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
   env = os.environ | {"PYTHONPATH": path, "JAX_PLATFORMS": "cpu"}
-  done = subprocess.run(
-    [sys.executable, "-c", COMPILE, name],
-    cwd=ROOT,
-    env=env,
-    capture_output=True,
-    text=True,
-    timeout=600,
-  )
+  done = python("-c", COMPILE, name, env=env, timeout=600)
   assert done.returncode == 0, done.stderr[-2000:]
   source, _, compiled = done.stdout.partition("@compiled")
   assert {*operands(source)} == {("bf16", "bf16")}
-  calls = re.findall(
-    r"%\S+ = \(?(\w+)\[.* custom-call\(.*?custom_call_target=\"(__cu[^\"]+)", compiled
-  )
+  call = r"%\S+ = \(?(\w+)\[.* custom-call\(.*?custom_call_target=\"(__cu[^\"]+)"
+  calls = re.findall(call, compiled)
   names = [target for _, target in calls]
   assert calls and {kind for kind, _ in calls} <= {"bf16", "f32"}
   if name == "resnet":

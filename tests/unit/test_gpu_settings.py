@@ -1,8 +1,6 @@
 """Settings for GPUs, on nodes that are folders of files."""
 
 import os
-import subprocess
-import sys
 
 import pytest
 
@@ -12,6 +10,8 @@ from jaxscale.cluster.detect.fabric import Fabric, find_fabric, nvidia_models
 from jaxscale.cluster.gpu_settings import LEVEL, Choice, Place, choose, lines
 from jaxscale.cluster.rendezvous.handshake import find_mismatches, make_hello
 from jaxscale.jobs.preflight import software
+from support.python import python
+from support.tables import assignments, columns
 
 H100 = "NVIDIA H100 80GB HBM3"
 TWO = Launch("slurm", 0, 8, "n1", 0, 4, nodes=("n1", "n1", "n2", "n2"))
@@ -44,13 +44,13 @@ def gpu(model, bus="0000:1b:00.0"):
 
 
 HSN = {f"sys/class/net/hsn{i}/mtu": "9000" for i in (10, 0, 1, 2)}
+EFA = adapter("efa_0", "Unspecified", vendor="0x1d0f")
+PLUGIN = "\0libnccl-net.so\0/opt/amazon/lib/libnccl-net.so\0"
 NODES = {
   "ethernet": ({"sys/class/net/eth0/mtu": "1500"}, Fabric("ethernet")),
   "infiniband": (
-    adapter("mlx5_0", "InfiniBand")
-    | adapter("mlx5_10", "InfiniBand")
-    | adapter("mlx5_2", "InfiniBand")
-    | adapter("mlx5_3", "Ethernet", state="1: DOWN"),
+    adapter("mlx5_3", "Ethernet", state="1: DOWN")
+    | {k: v for i in (0, 10, 2) for k, v in adapter(f"mlx5_{i}", "InfiniBand").items()},
     Fabric("infiniband", ("mlx5_0", "mlx5_2", "mlx5_10")),
   ),
   "mixed": (
@@ -58,12 +58,8 @@ NODES = {
     Fabric("infiniband", ("mlx5_0",), ("mlx5_1",)),
   ),
   "roce": (adapter("mlx5_0", "Ethernet"), Fabric("ethernet", (), ("mlx5_0",))),
-  "efa": (adapter("rdmap0s6", "Unspecified", vendor="0x1d0f"), Fabric("efa")),
-  "efa, plugin": (
-    adapter("efa_0", "Unspecified", vendor="0x1d0f")
-    | {"etc/ld.so.cache": "\0libnccl-net.so\0/opt/amazon/lib/libnccl-net.so\0"},
-    Fabric("efa", has_plugin=True),
-  ),
+  "efa": (EFA, Fabric("efa")),
+  "efa, plugin": (EFA | {"etc/ld.so.cache": PLUGIN}, Fabric("efa", has_plugin=True)),
   "slingshot": (HSN, Fabric("slingshot", ("hsn0", "hsn1", "hsn2", "hsn10"))),
   "slingshot, no names": ({"sys/class/cxi/cxi0/uevent": ""}, Fabric("slingshot")),
 }
@@ -96,24 +92,19 @@ def test_places(node, monkeypatch):
   one_node = place({}, node, Launch("slurm", 0, 4, "n1", 0, 4))
   assert one_node.has_peers and not one_node.has_nodes and not one_node.is_slingshot
   assert place({}, node, Launch("explicit", 0, 2, "n1")).has_nodes  # nobody knows
-  assert place({}, node, JAX_LOCAL_DEVICE_IDS="0").is_shared
-  assert place({}, node, SLURM_NTASKS_PER_GPU="2").is_shared
-  assert not Place(8, (H100, "NVIDIA B200")).is_hopper
-  assert not Place(8, ("NVIDIA H20x",)).is_hopper and not Place(8).is_hopper
+  for env in ({"JAX_LOCAL_DEVICE_IDS": "0"}, {"SLURM_NTASKS_PER_GPU": "2"}):
+    assert place({}, node, **env).is_shared
+  for models in ((H100, "NVIDIA B200"), ("NVIDIA H20x",), ()):
+    assert not Place(8, models).is_hopper
 
 
 # Nodes, and what is set there in a run of two of them.
 FOR_ALL = {"XLA_CLIENT_MEM_FRACTION": "0.9", LEVEL: "O1"}
-HPE = {
-  "NCCL_CROSS_NIC": "1",
-  "NCCL_NET_GDR_LEVEL": "PHB",
-  "FI_CXI_RX_MATCH_MODE": "hybrid",
-  "FI_MR_CACHE_MONITOR": "userfaultfd",
-  "FI_CXI_DISABLE_HOST_REGISTER": "1",
-  "FI_CXI_DEFAULT_CQ_SIZE": "131072",
-  "FI_CXI_DEFAULT_TX_SIZE": "2048",
-  "NCCL_SOCKET_IFNAME": "hsn0,hsn1,hsn2,hsn10",
-}
+HPE = assignments("""
+  NCCL_CROSS_NIC=1 NCCL_NET_GDR_LEVEL=PHB FI_CXI_RX_MATCH_MODE=hybrid
+  FI_MR_CACHE_MONITOR=userfaultfd FI_CXI_DISABLE_HOST_REGISTER=1 FI_CXI_DEFAULT_CQ_SIZE=131072
+  FI_CXI_DEFAULT_TX_SIZE=2048 NCCL_SOCKET_IFNAME=hsn0,hsn1,hsn2,hsn10
+""")
 HOPPER = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
 CHOSEN = {
   "ethernet": ({}, FOR_ALL),
@@ -144,19 +135,19 @@ def test_on_one_gpu_little_is_set():
 
 
 # What the user has set, and what is then left alone.
-KEPT = [
-  ({"XLA_CLIENT_MEM_FRACTION": ".5"}, "XLA_CLIENT_MEM_FRACTION"),
-  ({"XLA_PYTHON_CLIENT_MEM_FRACTION": ".5"}, "XLA_CLIENT_MEM_FRACTION"),
-  ({"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}, "XLA_CLIENT_MEM_FRACTION"),
-  ({"XLA_PYTHON_CLIENT_ALLOCATOR": "platform"}, "XLA_CLIENT_MEM_FRACTION"),
-  ({LEVEL: "O0"}, LEVEL),
-  ({"XLA_FLAGS": "--a=1\n--xla_gpu_enable_latency_hiding_scheduler=false"}, LEVEL),
-  ({"XLA_FLAGS": "--xla_gpu_all_reduce_combine_threshold_bytes=1"}, LEVEL),
-  ({"CUDA_DEVICE_MAX_CONNECTIONS": ""}, "CUDA_DEVICE_MAX_CONNECTIONS"),
-  ({"NCCL_NET_PLUGIN": "/opt/libmine.so"}, "NCCL_NET"),
-  ({"NCCL_NET": "Socket"}, "NCCL_NET"),
-  ({"NCCL_CROSS_NIC": "0"}, "NCCL_CROSS_NIC"),
-]
+KEPT = columns(assignments, str)(f"""
+XLA_CLIENT_MEM_FRACTION=.5 | XLA_CLIENT_MEM_FRACTION
+XLA_PYTHON_CLIENT_MEM_FRACTION=.5 | XLA_CLIENT_MEM_FRACTION
+XLA_PYTHON_CLIENT_PREALLOCATE=false | XLA_CLIENT_MEM_FRACTION
+XLA_PYTHON_CLIENT_ALLOCATOR=platform | XLA_CLIENT_MEM_FRACTION
+{LEVEL}=O0 | {LEVEL}
+XLA_FLAGS=--xla_gpu_all_reduce_combine_threshold_bytes=1 | {LEVEL}
+CUDA_DEVICE_MAX_CONNECTIONS= | CUDA_DEVICE_MAX_CONNECTIONS
+NCCL_NET_PLUGIN=/opt/libmine.so | NCCL_NET
+NCCL_NET=Socket | NCCL_NET
+NCCL_CROSS_NIC=0 | NCCL_CROSS_NIC
+""")
+KEPT += [({"XLA_FLAGS": "--a=1\n--xla_gpu_enable_latency_hiding_scheduler=false"}, LEVEL)]
 
 
 @pytest.mark.parametrize("env, name", KEPT, ids=[str(env) for env, _ in KEPT])
@@ -204,10 +195,8 @@ def test_they_are_set_and_recorded(monkeypatch):
 
 def test_processes_that_differ_are_refused():
   same = {LEVEL: "O1", "NCCL_NET": "AWS Libfabric"}
-  hellos = {
-    rank: make_hello(TWO._replace(process_id=rank), digests, on_cpu=False)
-    for rank, digests in enumerate([same, same, same | {"NCCL_NET": "unset"}])
-  }
+  digests = enumerate([same, same, same | {"NCCL_NET": "unset"}])
+  hellos = {i: make_hello(TWO._replace(process_id=i), d, on_cpu=False) for i, d in digests}
   (line,) = find_mismatches(hellos, {})
   assert "process 2" in line and "another NCCL_NET than process 0" in line
 
@@ -261,13 +250,7 @@ def test_a_run_sets_them_before_jax_starts(tmp_path):
   env |= {"CUDA_VISIBLE_DEVICES": "0,1", "XLA_FLAGS": flags}
 
   def start(setting):
-    done = subprocess.run(
-      [sys.executable, "-c", START, setting, str(tmp_path)],
-      env=env,
-      capture_output=True,
-      text=True,
-      timeout=300,
-    )
+    done = python("-c", START, setting, str(tmp_path), cwd=None, env=env)
     assert done.returncode == 0, done.stderr
     return done.stdout.splitlines()
 

@@ -1,7 +1,9 @@
 """The config.json next to parameters: what of it is compared, and the messages."""
 
 import dataclasses
+import functools
 import json
+import re
 
 import numpy as np
 import pytest
@@ -13,6 +15,8 @@ from jaxscale.weights import hf_config
 from jaxscale.weights.check import check_source
 from jaxscale.weights.hf_config import llama_config
 from jaxscale.weights.safetensors import write
+from support.errors import config_error
+from support.tables import columns, fields, words
 
 # Settings that are not the defaults, where transformers and we have the same.
 LLAMA = cfg.Transformer(
@@ -52,15 +56,15 @@ def test_a_head_beside_tied_embeddings_is_noted(tmp_path):
   assert check(tmp_path, tied, init_head=True) == ""
 
 
-@pytest.mark.parametrize(
-  ("options", "kind"),
-  [
-    ({}, "llama"),
-    ({"qk_norm": True}, "qwen3"),
-    ({"qkv_bias": True}, "qwen2"),
-    ({"rope_factor": 8.0, "rope_low": 2.0, "rope_length": 32}, "llama"),
-  ],
-)
+KINDS = columns(fields, str)("""
+ | llama
+qk_norm=True | qwen3
+qkv_bias=True | qwen2
+rope_factor=8.0 rope_low=2.0 rope_length=32 | llama
+""")
+
+
+@pytest.mark.parametrize("options, kind", KINDS)
 @pytest.mark.parametrize("groups", [None, 2])
 def test_what_is_written_for_a_model_is_of_that_model(groups, options, kind, tmp_path):
   model = cfg.Transformer(width=32, num_kv_heads=groups, **options)
@@ -77,24 +81,25 @@ def test_what_transformers_has_no_model_for_is_not_written():
 
 
 TRANSFORMERS_5 = {"rope_type": "default", "rope_theta": 5e5}
+SAME = [
+  {"rope_theta": None, "rope_parameters": TRANSFORMERS_5},
+  *(
+    fields(line)
+    for line in """
+head_dim=None
+rope_theta=500_000
+rope_scaling={'type':'default'}
+hidden_act='swish'
+model_type='mistral' sliding_window=64
+model_type='mistral' sliding_window=8 layer_types=['full_attention']
+rms_norm_eps=None rope_theta=None model_type=None
+quantity=None
+""".splitlines()
+  ),
+]
 
 
-@pytest.mark.parametrize(
-  "fields",
-  [
-    {},
-    {"head_dim": None},
-    {"rope_theta": 500_000},
-    {"rope_theta": None, "rope_parameters": TRANSFORMERS_5},
-    {"rope_scaling": {"type": "default"}},
-    {"hidden_act": "swish"},
-    {"model_type": "mistral", "sliding_window": 64},
-    {"model_type": "mistral", "sliding_window": 8, "layer_types": ["full_attention"]},
-    {"rms_norm_eps": None, "rope_theta": None, "model_type": None},
-    {"quantity": None},
-  ],
-  ids=str,
-)
+@pytest.mark.parametrize("fields", SAME, ids=str)
 def test_the_same_model_in_other_words(fields, tmp_path):
   assert check(tmp_path, changed(**fields)) == ""
 
@@ -124,135 +129,80 @@ def test_the_window_that_a_file_of_mistral_does_not_say(tmp_path):
 
 def test_fields_that_are_not_known_are_named(tmp_path):
   more = {"logit_scale": 0.5, "quantity": 3, "off": None}
-  assert check(tmp_path, changed(**more)) == (
-    "not compared, as their meaning is not known: logit_scale, quantity"
-  )
+  says = "not compared, as their meaning is not known: logit_scale, quantity"
+  assert check(tmp_path, changed(**more)) == says
   many = {f"x{i}": i for i in range(8)}
   assert check(tmp_path, changed(**many)).endswith("x0, x1, x2, x3, x4 and 3 more")
 
 
-SCALED = {
-  "rope_type": "llama3",
-  "factor": 8.0,
-  "low_freq_factor": 1.0,
-  "high_freq_factor": 4.0,
-  "original_max_position_embeddings": 8192,
-}
+SCALED = dict(rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0)
+SCALED |= dict(original_max_position_embeddings=8192)
 
 
 def test_scaled_positions_are_settings(tmp_path):
   scaled = dataclasses.replace(LLAMA, rope_factor=8.0)
   new = {"rope_theta": None, "rope_parameters": SCALED | {"rope_theta": 5e5}}
-  for fields in (
-    {"rope_scaling": SCALED},
-    {"rope_scaling": {k: v for k, v in SCALED.items() if k != "rope_type"} | {"type": "llama3"}},
-    new,
-  ):
-    assert check(tmp_path, changed(**fields), model=scaled) == ""
-    assert check(tmp_path, changed(**fields)) == (
-      "factor is 8.0 there and None here, set Transformer.rope_factor=8.0"
-    )
+  old = {k: v for k, v in SCALED.items() if k != "rope_type"} | {"type": "llama3"}
+  for scaling in ({"rope_scaling": SCALED}, {"rope_scaling": old}, new):
+    assert check(tmp_path, changed(**scaling), model=scaled) == ""
+    assert check(tmp_path, changed(**scaling)) == FACTOR
   other = {"rope_scaling": SCALED | {"high_freq_factor": 8.0}}
-  assert check(tmp_path, changed(**other), model=scaled) == (
-    "high_freq_factor is 8.0 there and 4.0 here, set Transformer.rope_high=8.0"
-  )
-  assert check(tmp_path, changed(), model=scaled) == (
-    "rope_scaling is None there and 8.0 here, set Transformer.rope_factor=None"
-  )
+  says = "high_freq_factor is 8.0 there and 4.0 here, set Transformer.rope_high=8.0"
+  assert check(tmp_path, changed(**other), model=scaled) == says
+  says = "rope_scaling is None there and 8.0 here, set Transformer.rope_factor=None"
+  assert check(tmp_path, changed(), model=scaled) == says
 
 
-@pytest.mark.parametrize(
-  ("fields", "says"),
-  [
-    (
-      {"num_attention_heads": 8, "head_dim": None},
-      "num_attention_heads is 8 there and 4 here, set Transformer.num_heads=8; "
-      "head_dim is 4 there and 8 here, set Transformer.head_width=4",
-    ),
-    (
-      {"num_key_value_heads": 1},
-      "num_key_value_heads is 1 there and 2 here, set Transformer.num_kv_heads=1",
-    ),
-    (
-      {"num_key_value_heads": None},
-      "num_key_value_heads is 4 there and 2 here, set Transformer.num_kv_heads=4",
-    ),
-    (
-      {"num_key_value_heads": None, "model_type": "mistral"},
-      "num_key_value_heads is 8 there and 2 here, set Transformer.num_kv_heads=8",
-    ),
-    (
-      {"num_attention_heads": None, "head_dim": None},
-      "num_attention_heads is 32 there and 4 here, set Transformer.num_heads=32; "
-      "head_dim is 1 there and 8 here, set Transformer.head_width=1",
-    ),
-    ({"head_dim": 16}, "head_dim is 16 there and 8 here, set Transformer.head_width=16"),
-    (
-      {"head_dim": None, "model_type": "qwen3"},
-      "head_dim is 128 there and 8 here, set Transformer.head_width=128",
-    ),
-    (
-      {"rope_theta": None, "rope_parameters": TRANSFORMERS_5 | {"rope_theta": 1e6}},
-      "rope_theta is 1000000.0 there and 500000.0 here, set Transformer.rope_theta=1000000.0",
-    ),
-    (
-      {"rope_theta": None},
-      "rope_theta is 10000.0 there and 500000.0 here, set Transformer.rope_theta=10000.0",
-    ),
-    (
-      {"rms_norm_eps": None},
-      "rms_norm_eps is 1e-06 there and 1e-05 here, set Transformer.norm_eps=1e-06",
-    ),
-    (
-      {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}},
-      "factor is 8.0 there and None here, set Transformer.rope_factor=8.0; "
-      "no low_freq_factor there, copy it again; no high_freq_factor there, copy it "
-      "again; no original_max_position_embeddings there, copy it again",
-    ),
-    (
-      {"rope_parameters": TRANSFORMERS_5 | {"rope_type": "yarn"}},
-      "rope_type is 'yarn' there and 'default' or 'llama3' here, which no setting changes",
-    ),
-    (
-      {"partial_rotary_factor": 0.25},
-      "partial_rotary_factor is 0.25 there and 1.0 here, which no setting changes",
-    ),
-    (
-      {"rope_parameters": TRANSFORMERS_5 | {"partial_rotary_factor": 0.5}},
-      "partial_rotary_factor is 0.5 there and 1.0 here, which no setting changes",
-    ),
-    (
-      {"rotary_pct": 0.25, "model_type": "gpt_neox"},
-      "model_type is 'gpt_neox' there and 'llama' or 'mistral' or 'qwen2' or 'qwen3' "
-      "here, which no setting changes; rotary_pct is 0.25 there and 1.0 here, which no "
-      "setting changes",
-    ),
-    (
-      {"quantization_config": {"bits": 4}},
-      "quantization_config is {'bits': 4} there and None here, which no setting changes",
-    ),
-    (
-      {"hidden_act": "gelu"},
-      "hidden_act is 'gelu' there and 'silu' or 'swish' here, which no setting changes",
-    ),
-    (
-      {"attention_bias": True},
-      "attention_bias is True there and False here, which no setting changes",
-    ),
-    ({"mlp_bias": True}, "mlp_bias is True there and False here, which no setting changes"),
-    (
-      {"model_type": "gemma"},
-      "model_type is 'gemma' there and 'llama' or 'mistral' or 'qwen2' or 'qwen3' "
-      "here, which no setting changes",
-    ),
-    (
-      {"model_type": "mistral", "sliding_window": 63},
-      "sliding_window is 63 there and attention is to all tokens here, give 63 tokens "
-      "or fewer as sequence_length",
-    ),
-  ],
-  ids=str,
+def clauses(cell):
+  """The message of clauses, each behind the setting that it advises, if any, and a colon."""
+  texts = []
+  for clause in cell.split("; "):
+    setting, text = re.fullmatch(r"(?:(\w+\.\w+): )?(.*)", clause).groups()
+    remedy = f"set {setting}={text.split()[2]}" if setting else "which no setting changes"
+    texts.append(f"{text}, {remedy}")
+  return "; ".join(texts)
+
+
+TYPES = "'llama' or 'mistral' or 'qwen2' or 'qwen3'"
+OTHER = columns(fields, clauses)(f"""
+num_key_value_heads=1 | Transformer.num_kv_heads: num_key_value_heads is 1 there and 2 here
+num_key_value_heads=None | Transformer.num_kv_heads: num_key_value_heads is 4 there and 2 here
+head_dim=16 | Transformer.head_width: head_dim is 16 there and 8 here
+head_dim=None model_type='qwen3' | Transformer.head_width: head_dim is 128 there and 8 here
+rope_theta=None | Transformer.rope_theta: rope_theta is 10000.0 there and 500000.0 here
+rms_norm_eps=None | Transformer.norm_eps: rms_norm_eps is 1e-06 there and 1e-05 here
+rope_parameters={{'rope_type':'yarn'}} | rope_type is 'yarn' there and 'default' or 'llama3' here
+partial_rotary_factor=0.25 | partial_rotary_factor is 0.25 there and 1.0 here
+rope_parameters={{'partial_rotary_factor':0.5}} | partial_rotary_factor is 0.5 there and 1.0 here
+quantization_config={{'bits':4}} | quantization_config is {{'bits': 4}} there and None here
+hidden_act='gelu' | hidden_act is 'gelu' there and 'silu' or 'swish' here
+attention_bias=True | attention_bias is True there and False here
+mlp_bias=True | mlp_bias is True there and False here
+model_type='gemma' | model_type is 'gemma' there and {TYPES} here
+""")
+LLAMA_THETA = {"rope_theta": None, "rope_parameters": TRANSFORMERS_5 | {"rope_theta": 1e6}}
+THETA = "Transformer.rope_theta: rope_theta is 1000000.0 there and 500000.0 here"
+OTHER += [(LLAMA_THETA, clauses(THETA))]
+MISTRAL = dict(num_key_value_heads=None, model_type="mistral")
+GROUPS = "Transformer.num_kv_heads: num_key_value_heads is 8 there and 2 here"
+OTHER += [(MISTRAL, clauses(GROUPS))]
+HEADS = (
+  "Transformer.num_heads: num_attention_heads is {} there and 4 here; Transformer.head_width: "
 )
+HEADS += "head_dim is {} there and 8 here"
+OTHER += [(dict(num_attention_heads=8, head_dim=None), clauses(HEADS.format(8, 4)))]
+OTHER += [(dict(num_attention_heads=None, head_dim=None), clauses(HEADS.format(32, 1)))]
+NEOX = f"model_type is 'gpt_neox' there and {TYPES} here; rotary_pct is 0.25 there and 1.0 here"
+OTHER += [(dict(rotary_pct=0.25, model_type="gpt_neox"), clauses(NEOX))]
+MISSING = "low_freq_factor high_freq_factor original_max_position_embeddings"
+LACKS = "; ".join(f"no {name} there, copy it again" for name in words(MISSING))
+FACTOR = "factor is 8.0 there and None here, set Transformer.rope_factor=8.0"
+OTHER += [({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, f"{FACTOR}; {LACKS}")]
+WINDOW = "sliding_window is 63 there and attention is to all tokens here, give 63 tokens or fewer"
+OTHER += [(dict(model_type="mistral", sliding_window=63), f"{WINDOW} as sequence_length")]
+
+
+@pytest.mark.parametrize("fields, says", OTHER, ids=str)
 def test_another_model_is_one_line(fields, says, tmp_path):
   assert check(tmp_path, changed(**fields)) == says
 
@@ -267,45 +217,20 @@ def test_a_file_without_a_head_is_of_tied_embeddings(tmp_path):
   assert check(tmp_path, {"num_hidden_layers": 2}, names=only) == ""
 
 
-VIT = {
-  "model_type": "vit",
-  "num_attention_heads": 6,
-  "layer_norm_eps": 1e-6,
-  "hidden_act": "gelu",
-  "qkv_bias": True,
-  "image_size": 224,
-  "patch_size": 16,
-}
+VIT = dict(model_type="vit", num_attention_heads=6, layer_norm_eps=1e-6, hidden_act="gelu")
+VIT |= dict(qkv_bias=True, image_size=224, patch_size=16)
+OTHER_VIT = columns(fields, clauses)("""
+num_attention_heads=12 | ViT.num_heads: num_attention_heads is 12 there and 6 here
+layer_norm_eps=1e-12 | ViT.norm_eps: layer_norm_eps is 1e-12 there and 1e-06 here
+layer_norm_eps=None | ViT.norm_eps: layer_norm_eps is 1e-12 there and 1e-06 here
+hidden_act='gelu_new' | hidden_act is 'gelu_new' there and 'gelu' here
+qkv_bias=False | qkv_bias is False there and True here
+model_type='dinov2' | model_type is 'dinov2' there and 'vit' here
+""")
+SAME_VIT = [({}, ""), ({"qkv_bias": None, "hidden_act": None}, "")]
 
 
-@pytest.mark.parametrize(
-  ("fields", "says"),
-  [
-    ({}, ""),
-    ({"qkv_bias": None, "hidden_act": None}, ""),
-    (
-      {"num_attention_heads": 12},
-      "num_attention_heads is 12 there and 6 here, set ViT.num_heads=12",
-    ),
-    (
-      {"layer_norm_eps": 1e-12},
-      "layer_norm_eps is 1e-12 there and 1e-06 here, set ViT.norm_eps=1e-12",
-    ),
-    (
-      {"layer_norm_eps": None},
-      "layer_norm_eps is 1e-12 there and 1e-06 here, set ViT.norm_eps=1e-12",
-    ),
-    (
-      {"hidden_act": "gelu_new"},
-      "hidden_act is 'gelu_new' there and 'gelu' here, which no setting changes",
-    ),
-    ({"qkv_bias": False}, "qkv_bias is False there and True here, which no setting changes"),
-    (
-      {"model_type": "dinov2"},
-      "model_type is 'dinov2' there and 'vit' here, which no setting changes",
-    ),
-  ],
-)
+@pytest.mark.parametrize("fields, says", OTHER_VIT + SAME_VIT)
 def test_a_vit_of_hugging_face(fields, says, tmp_path):
   reported = {k: v for k, v in (VIT | fields).items() if v is not None}
   assert check(tmp_path, reported, model=cfg.ViT(), info=IMAGES) == says
@@ -332,11 +257,9 @@ def test_a_file_of_ours_knows_its_settings(naming, tmp_path):
   # Positions may be changed on purpose.
   (note,) = check_source(path, naming, HEAD, cfg.Transformer(num_heads=8), TEXT)
   assert note.startswith(f"{path}: rope_theta is 500000.0 there and 10000.0 here, set")
-  with pytest.raises(ConfigError) as e:
+  says = "of another model: num_heads is 8 there and 4 here, set Transformer.num_heads=8$"
+  with config_error(match=f"^{path}: {says}"):
     check_source(path, naming, HEAD, LLAMA, TEXT)
-  assert str(e.value) == (
-    f"{path}: of another model: num_heads is 8 there and 4 here, set Transformer.num_heads=8"
-  )
   assert check_source(path, naming, HEAD, cfg.ViT(num_heads=6), IMAGES) == []
 
 
@@ -350,8 +273,7 @@ def test_one_that_cannot_be_read_is_one_line(tmp_path):
 
 
 def test_class_names_are_written():
-  names = {"class_names": ("ant", "bee", "cat", "dog", "eel", "fox", "gnu")}
-  found = hf_config.vit_config(cfg.ViT(), IMAGES._asdict() | names, hidden=8, dtype="float32")
-  assert found["id2label"]["6"] == "gnu" and found["label2id"]["ant"] == 0
-  found = hf_config.vit_config(cfg.ViT(), IMAGES._asdict(), hidden=8, dtype="float32")
-  assert "id2label" not in found
+  write = functools.partial(hf_config.vit_config, cfg.ViT(), hidden=8, dtype="float32")
+  named = write(IMAGES._asdict() | {"class_names": words("ant bee cat dog eel fox gnu")})
+  assert named["id2label"]["6"] == "gnu" and named["label2id"]["ant"] == 0
+  assert "id2label" not in write(IMAGES._asdict())

@@ -10,25 +10,26 @@ from PIL import Image
 
 from jaxscale import cli, data
 from jaxscale import config as cfg
-from jaxscale.config.loading import load_config
 from jaxscale.data import jpeg
 from jaxscale.errors import ConfigError
 from jaxscale.experiment import build
 from jaxscale.run.fit import fit
+from support.configs import small_config
 from support.images import jpeg_bytes, write_folder
 from support.odd_images import NOISE, TOO_LARGE, bmp_of_size, jpeg_441, of_size, png_of_size
+from support.tables import table
 
-CROP = np.full(64, 0.3)
+EITHER = pytest.mark.parametrize("draws", [None, np.full(64, 0.3)], ids=["evaluation", "crop"])
 
 
-@pytest.mark.parametrize("draws", [None, CROP], ids=["evaluation", "crop"])
+@EITHER
 def test_a_jpeg_without_a_name_for_its_subsampling_is_read(draws):
   view, kind = jpeg.decode_view(jpeg_441(), 16, 3, draws)
   assert kind == "odd JPEG" and (view == 128).all()
   assert jpeg.decode(jpeg_441(), 1)[0].shape == (64, 32, 1)
 
 
-@pytest.mark.parametrize("draws", [None, CROP], ids=["evaluation", "crop"])
+@EITHER
 @pytest.mark.parametrize("name", TOO_LARGE)
 def test_what_would_take_too_much_is_refused_from_its_header(name, draws):
   clock = time.process_time()
@@ -62,8 +63,8 @@ def test_the_limit_is_a_setting(tmp_path):
     jpeg.decode(encoded, 3, max_pixels=48 * 64)
     with pytest.raises(ValueError, match=r"64 x 48 pixels, more .*max_pixels=3071"):
       jpeg.decode(encoded, 3, max_pixels=48 * 64 - 1)
-  write_folder(tmp_path, "train", 2)
-  write_folder(tmp_path, "val", 2)
+  for split in ("train", "val"):
+    write_folder(tmp_path, split, 2)
   (tmp_path / "train" / "cat" / "000.jpg").write_bytes(jpeg_bytes(NOISE))
   options = {"path": str(tmp_path), "image_size": 16, "max_pixels": 24 * 32}
   train, _ = cfg.ImageFolder(**options).build()
@@ -71,11 +72,8 @@ def test_the_limit_is_a_setting(tmp_path):
   assert train.damaged.names == ["cat/000.jpg"]
 
 
-def test_scans_that_encoders_write_are_read():
-  assert jpeg.decode(of_size(48, 64, progressive=True), 3)[1] == "JPEG"
-
-
 def test_a_format_that_starts_other_programs_is_not_read():
+  assert jpeg.decode(of_size(48, 64, progressive=True), 3)[1] == "JPEG"  # though with scans
   out = io.BytesIO()
   Image.fromarray(NOISE).save(out, "EPS")
   with pytest.raises(ValueError, match=r"cannot identify image file$"):
@@ -96,8 +94,7 @@ def test_a_run_trains_around_such_images(tmp_path):
 
 def folder_config(path, **settings):
   files = cfg.ImageFolder(path=str(path), image_size=16, **settings)
-  base = load_config("configs/digits.py", {"batch_size": "8", "epochs": "4"})
-  return cfg.Config(**vars(base) | {"data": files, "model": cfg.MLP(hidden=(8,))})
+  return small_config(data=files, batch_size=8, epochs=4)
 
 
 def test_images_that_cannot_be_read_are_told_before_anything_is_compiled(tmp_path, monkeypatch):
@@ -114,14 +111,13 @@ def test_images_that_cannot_be_read_are_told_before_anything_is_compiled(tmp_pat
 
 def test_a_path_is_named_as_the_command_line_has_it(tmp_path, capsys):
   write_folder(tmp_path, "train", 2)
-  for settings, says in (
-    ({"path": f"{tmp_path}/no"}, f"--config.data.path={tmp_path}/no: no such directory"),
-    ({"path": tmp_path}, f"--config.data.eval_split=val: no such directory in {tmp_path}"),
-    ({"path": tmp_path, "train_split": "x"}, "--config.data.train_split=x: no such"),
-  ):
-    options = [f"--config.data.{k}={v}" for k, v in settings.items()]
-    argv = ["train", "--config", "configs/digits.py", "--config.data=ImageFolder"]
-    assert cli.main([*argv, *options, "--workdir", str(tmp_path / "run")]) == 2
+  for options, says in table(f"""
+    path={tmp_path}/no | --config.data.path={tmp_path}/no: no such directory
+    path={tmp_path} | --config.data.eval_split=val: no such directory in {tmp_path}
+    path={tmp_path} train_split=x | --config.data.train_split=x: no such
+"""):
+    argv = ["train", "--config=digits", "--config.data=ImageFolder", f"--workdir={tmp_path}/run"]
+    assert cli.main([*argv, *(f"--config.data.{option}" for option in options.split())]) == 2
     assert says in capsys.readouterr().err
 
 

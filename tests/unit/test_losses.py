@@ -29,7 +29,8 @@ MASK = np.arange(ROWS) < ROWS - 2  # padding is at the end
 P = np.exp(LOGITS) / np.exp(LOGITS).sum(-1, keepdims=True)
 ONE_HOT = np.eye(OUTPUTS)[CLASSES]
 SIGMOID, ERROR = 1 / (1 + np.exp(-LOGITS)), LOGITS - NUMBERS
-BOTH = SEVERAL * np.log(SIGMOID) + (1 - SEVERAL) * np.log(1 - SIGMOID)
+BINARY = -(SEVERAL * np.log(SIGMOID) + (1 - SEVERAL) * np.log(1 - SIGMOID)).sum(-1)
+ALL_RIGHT = ((LOGITS > 0) == SEVERAL).all(-1)
 SMOOTH = 0.9 * ONE_HOT + 0.1 / OUTPUTS
 SQUARED, SIZE = (ERROR**2 / 2).sum(-1), np.abs(ERROR)
 HUBER = np.where(SIZE <= 0.7, ERROR**2 / 2, 0.7 * SIZE - 0.7**2 / 2).sum(-1)
@@ -42,13 +43,7 @@ CASES = {
     -(ONE_HOT * np.log(P)).sum(-1),
     ("accuracy", LOGITS.argmax(-1) == CLASSES),
   ),
-  "several classes": (
-    BinaryCrossEntropy(),
-    SEVERAL,
-    -BOTH.sum(-1),
-    -BOTH.sum(-1),
-    ("accuracy", ((LOGITS > 0) == SEVERAL).all(-1)),
-  ),
+  "several classes": (BinaryCrossEntropy(), SEVERAL, BINARY, BINARY, ("accuracy", ALL_RIGHT)),
   "squared": (SquaredError(), NUMBERS, SQUARED, SQUARED, ("mean_absolute_error", SIZE.mean(-1))),
   "huber": (Huber(delta=0.7), NUMBERS, HUBER, HUBER, ("mean_absolute_error", SIZE.mean(-1))),
 }
@@ -110,16 +105,15 @@ POSITIVE = INPUTS[:, 0] > 0
 COUNTS = (INPUTS[:, 1] ** 2 * 3).astype(int)
 
 
-@pytest.mark.parametrize(
-  ("loss", "y"),
-  [
-    (BinaryCrossEntropy(), POSITIVE),
-    (SquaredError(), COUNTS),
-    (Huber(), COUNTS),
-    (SquaredError(), POSITIVE),
-  ],
-  ids=["binary", "counts", "huber", "bool"],
-)
+SHAPED = {
+  "binary": (BinaryCrossEntropy(), POSITIVE),
+  "counts": (SquaredError(), COUNTS),
+  "huber": (Huber(), COUNTS),
+  "bool": (SquaredError(), POSITIVE),
+}
+
+
+@pytest.mark.parametrize("loss, y", SHAPED.values(), ids=SHAPED)
 def test_targets_of_any_shape_and_dtype_are_the_same_numbers(loss, y):
   """Neither all pairs of [n] and [n, 1], nor an output for each count."""
   wanted = losses_of(loss, y[:, None].astype("float32"))
@@ -132,8 +126,8 @@ def test_targets_of_any_shape_and_dtype_are_the_same_numbers(loss, y):
 
 def test_bool_targets_are_two_classes():
   assert losses_of(CrossEntropy(), POSITIVE) == losses_of(CrossEntropy(), POSITIVE + 0)
-  assert array_info(INPUTS, POSITIVE).num_classes == 2
-  assert array_info(INPUTS, np.zeros(80, bool)).num_classes == 2
+  for y in (POSITIVE, np.zeros(80, bool)):
+    assert array_info(INPUTS, y).num_classes == 2
 
 
 def test_numbers_of_classes_can_be_learned():
@@ -175,10 +169,6 @@ class Given(config.Loss):
     return self.made
 
 
-def per_row(function):
-  return Given(made=Objective(function))
-
-
 def one(outputs, batch):
   return (outputs[:, 0] - batch["label"]) ** 2
 
@@ -187,107 +177,56 @@ def same(h):
   return h
 
 
-NO_METRICS = dict.fromkeys(["x"], 0)
 PAIR = INPUTS[:, :2]
 SQUARES = (INPUTS > 0).astype(int)
 
 
-@pytest.mark.parametrize(
-  ("make", "loss", "y", "line"),
-  [
-    (
-      lambda h: {"class": h, "aux": h},
-      SquaredError(),
-      PAIR,
-      "the model gives a dict of 'class', 'aux'; return one array",
-    ),
-    (lambda h: (h, h), CrossEntropy(), COUNTS, "the model gives a tuple of 2; return"),
-    (lambda h: [h], BinaryCrossEntropy(), PAIR, "the model gives a list of 1; return"),
-    (lambda h: h.mean(), SquaredError(), PAIR, r"the model gives \(\); return"),
-    (lambda h: h.sum(0), CrossEntropy(), COUNTS, r"the model gives \(4,\); return"),
-    (lambda h: h[:1], SquaredError(), PAIR, r"the model gives \(1, 4\); return"),
-    (same, SquaredError(), PAIR, r"targets \(8, 2\), and the model gives \(8, 4\)"),
-    (same, BinaryCrossEntropy(), POSITIVE, r"targets \(8,\), and the model gives"),
-    (lambda h: h[:, :, None] * h[:, None], CrossEntropy(), COUNTS, "one vector of cl"),
-    (same, BinaryCrossEntropy(), COUNTS, "takes 0 or 1, and Arrays has .* classes"),
-    (same, Given(made=one), PAIR[:, 0], "Given.build: gave function; return a train"),
-    (same, Given(made=(one, dict)), PAIR, "Given.build: gave tuple; return a train"),
-    (same, Given(made=None), PAIR, "Given.build: gave NoneType; return a training"),
-    (
-      same,
-      per_row(lambda o, b: one(o, b).mean()),
-      PAIR[:, 0],
-      r"gives 'loss' of shape \(\) for examples \(8,\); give one value per example",
-    ),
-    (same, per_row(lambda o, b: 1), PAIR[:, 0], r"gives 'loss' of shape \(\) for exam"),
-    (same, per_row(lambda o, b: jnp.ones(len(o), int)), PAIR, "gives a loss of int32"),
-    (
-      same,
-      per_row(lambda o, b: one(o, b) * b["weight"]),
-      PAIR[:, 0],
-      rf"{__file__}:\d+: Given, its loss: KeyError: 'weight'",
-    ),
-    (
-      same,
-      per_row(lambda o, b: jax.lax.psum(one(o, b), "rows")),
-      PAIR[:, 0],
-      rf"{__file__}:\d+: Given, its loss: .*Error: ",
-    ),
-    (
-      same,
-      per_row(lambda o, b: o - b["label"]),
-      PAIR[:, 0],
-      rf"{__file__}:\d+: Given, its loss: \w+Error: .*shapes",
-    ),
-    (
-      same,
-      Given(made=Objective(one, lambda o, b: {"mae": 3.0})),
-      PAIR[:, 0],
-      r"gives 'mae' of shape \(\) for examples \(8,\); give one value per example",
-    ),
-    (
-      same,
-      Given(made=Objective(one, lambda o, b: one(o, b))),
-      PAIR[:, 0],
-      "return a dict of names other than 'loss' and 'examples'",
-    ),
-    (
-      same,
-      Given(made=Objective(one, lambda o, b: {"loss": one(o, b)})),
-      PAIR[:, 0],
-      "return a dict of names other than 'loss' and 'examples'",
-    ),
-    (
-      same,
-      Given(made=Objective(one, lambda o, b: {"mae": "x"})),
-      PAIR[:, 0],
-      "gives 'mae' as str; give one number per example",
-    ),
-    (
-      same,
-      Given(made=Objective(one, dict, lambda o, b: b["labels"])),
-      PAIR[:, 0],
-      "Given, its metrics: TypeError: dict expected",
-    ),
-    (
-      same,
-      Given(made=Objective(one, lambda o, b: {}, lambda o, b: b["labels"])),
-      PAIR[:, 0],
-      rf"{__file__}:\d+: Given, its eval_loss: KeyError: 'labels'",
-    ),
-    (lambda h: h.no_such, SquaredError(), PAIR, rf"{__file__}:\d+: Outputs, .*no_such"),
-  ],
-)
+MADE_WRONGLY = [
+  (lambda h: {"class": h, "aux": h}, SquaredError(), PAIR, "a dict of 'class', 'aux'; return"),
+  (lambda h: (h, h), CrossEntropy(), COUNTS, "the model gives a tuple of 2; return one array"),
+  (lambda h: h.mean(), SquaredError(), PAIR, r"the model gives \(\); return"),
+  (lambda h: h[:1], SquaredError(), PAIR, r"the model gives \(1, 4\); return"),
+  (same, SquaredError(), PAIR, r"targets \(8, 2\), and the model gives \(8, 4\)"),
+  (same, BinaryCrossEntropy(), POSITIVE, r"targets \(8,\), and the model gives"),
+  (lambda h: h[:, :, None] * h[:, None], CrossEntropy(), COUNTS, "one vector of cl"),
+  (same, BinaryCrossEntropy(), COUNTS, "takes 0 or 1, and Arrays has .* classes"),
+  (lambda h: h.no_such, SquaredError(), PAIR, rf"{__file__}:\d+: Outputs, .*no_such"),
+]
+LINE = rf"{__file__}:\d+: Given, its"
+SHAPE = r"of shape \(\) for examples \(8,\); give one value per example"
+NAMES = "return a dict of names other than 'loss' and 'examples'"
+OWN = [
+  (one, "Given.build: gave function; return a train"),
+  ((one, dict), "Given.build: gave tuple; return a train"),
+  (None, "Given.build: gave NoneType; return a training"),
+  (Objective(lambda o, b: one(o, b).mean()), f"gives 'loss' {SHAPE}"),
+  (Objective(lambda o, b: 1), f"gives 'loss' {SHAPE}"),
+  (Objective(lambda o, b: jnp.ones(len(o), int)), "gives a loss of int32"),
+  (Objective(lambda o, b: one(o, b) * b["weight"]), f"{LINE} loss: KeyError: 'weight'"),
+  (Objective(lambda o, b: jax.lax.psum(one(o, b), "rows")), f"{LINE} loss: .*Error: "),
+  (Objective(lambda o, b: o - b["label"]), rf"{LINE} loss: \w+Error: .*shapes"),
+  (Objective(one, lambda o, b: {"mae": 3.0}), f"gives 'mae' {SHAPE}"),
+  (Objective(one, lambda o, b: one(o, b)), NAMES),
+  (Objective(one, lambda o, b: {"loss": one(o, b)}), NAMES),
+  (Objective(one, lambda o, b: {"mae": "x"}), "gives 'mae' as str; give one number per example"),
+  (Objective(one, dict, lambda o, b: b["labels"]), "Given, its metrics: TypeError: dict expected"),
+  (
+    Objective(one, lambda o, b: {}, lambda o, b: b["labels"]),
+    f"{LINE} eval_loss: KeyError: 'labels'",
+  ),
+]
+MADE_WRONGLY += [(same, Given(made=made), PAIR[:, 0], line) for made, line in OWN]
+
+
+@pytest.mark.parametrize("make, loss, y, line", MADE_WRONGLY)
 def test_what_a_loss_is_not_made_for_is_refused_in_one_line(make, loss, y, line):
   with config_error(match=line):
     digit_run(loss, INPUTS, y, model=Outputs(make=make))
 
 
 def test_a_loss_of_ones_own_takes_a_dict():
-  model, loss = (
-    Outputs(make=lambda h: {"a": h, "b": h[:, :1]}),
-    per_row(lambda o, b: one(o["b"], b)),
-  )
+  model = Outputs(make=lambda h: {"a": h, "b": h[:, :1]})
+  loss = Given(made=Objective(lambda o, b: one(o["b"], b)))
   digit_run(loss, INPUTS, PAIR[:, 0], model=model).lower_train_step()
 
 
@@ -327,16 +266,16 @@ def with_one(value, y=None):
   return np.where(np.arange(len(y)).reshape(-1, *[1] * (y.ndim - 1)) == 5, value, y)
 
 
-@pytest.mark.parametrize(
-  ("y", "loss", "line"),
-  [
-    (with_one(3), CrossEntropy(), r"mine: label=3 is out of range \[0, 2\]; correct"),
-    (with_one(-1), CrossEntropy(), r"mine: label=-1 is out of range \[0, 2\]; correct"),
-    (with_one(2, SQUARES), BinaryCrossEntropy(), r"label=2 is out of range \[0, 1\]"),
-    (with_one(1.5), BinaryCrossEntropy(), r"label=1.5 is out of range \[0, 1\]; corr"),
-    (with_one(np.nan), BinaryCrossEntropy(), r"label=nan is out of range \[0, 1\]"),
-  ],
-)
+OUT_OF_RANGE = [
+  (with_one(3), CrossEntropy(), r"mine: label=3 is out of range \[0, 2\]; correct"),
+  (with_one(-1), CrossEntropy(), r"mine: label=-1 is out of range \[0, 2\]; correct"),
+  (with_one(2, SQUARES), BinaryCrossEntropy(), r"label=2 is out of range \[0, 1\]"),
+  (with_one(1.5), BinaryCrossEntropy(), r"label=1.5 is out of range \[0, 1\]; corr"),
+  (with_one(np.nan), BinaryCrossEntropy(), r"label=nan is out of range \[0, 1\]"),
+]
+
+
+@pytest.mark.parametrize("y, loss, line", OUT_OF_RANGE)
 def test_targets_out_of_range_are_refused_in_the_batch_that_has_them(y, loss, line):
   """A class of -1 would be the last one, any other NaN."""
   made = experiment(small_config(data=Labels(y=y), loss=loss), devices=jax.devices()[:2])
@@ -347,10 +286,8 @@ def test_targets_out_of_range_are_refused_in_the_batch_that_has_them(y, loss, li
 
 
 def test_unreadable_examples_and_numbers_have_any_target():
-  for data, loss in (
-    (Labels(y=with_one(-1), damaged=True), CrossEntropy()),
-    (Labels(y=with_one(70)), SquaredError()),
-  ):
+  unreadable = Labels(y=with_one(-1), damaged=True)
+  for data, loss in ((unreadable, CrossEntropy()), (Labels(y=with_one(70)), SquaredError())):
     made = experiment(small_config(data=data, loss=loss), devices=jax.devices()[:2])
     made.eval_data.load(np.arange(8), None)
 

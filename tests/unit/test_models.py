@@ -6,47 +6,36 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import lax
 from jax.nn.initializers import normal
 
 from jaxscale import models
+from jaxscale.models.convolution import Conv, convolve
 from jaxscale.models.layers import dropout, max_pool_2x2
-from jaxscale.training.losses import smoothed_cross_entropy
 
 # torchvision's table of models, 1,000 classes.
 PUBLISHED = {18: 11_689_512, 34: 21_797_672, 50: 25_557_032, 101: 44_549_160, 152: 60_192_808}
 
 
-@pytest.mark.parametrize("depth, size", PUBLISHED.items())
-def test_parameter_counts(depth, size):
-  model = models.make_resnet(depth, num_classes=1000)
-  fns = models.functions(model, (224, 224, 3))
+SIZES = [(depth, 1000, size) for depth, size in PUBLISHED.items()]
+SIZES += [(101, 21_841, PUBLISHED[101] + (2048 + 1) * (21_841 - 1000))]  # ImageNet-22k
+
+
+@pytest.mark.parametrize("depth, classes, size", SIZES)
+def test_parameter_counts(depth, classes, size):
+  fns = models.functions(models.make_resnet(depth, num_classes=classes), (224, 224, 3))
   params, _ = jax.eval_shape(fns.init, jax.random.key(0))
   assert sum(x.size for x in jax.tree.leaves(params)) == size
   assert all(x.dtype == jnp.float32 for x in jax.tree.leaves(params))
 
 
 def tiny_resnet(**options):
-  return models.ResNetModule(
-    num_classes=10, stage_sizes=(1, 1), bottleneck=True, width=8, stem="small", **options
-  )
+  options |= dict(bottleneck=True, width=8, stem="small")
+  return models.ResNetModule(num_classes=10, stage_sizes=(1, 1), **options)
 
 
-def test_resnet101_for_imagenet_22k():
-  """Convolutions, two numbers a normalised channel, and a head of 21,841."""
-  size = 7 * 7 * 3 * 64 + 2 * 64
-  wide = 64  # channels that enter a stage
-  for width, blocks in ((64, 3), (128, 4), (256, 23), (512, 3)):
-    for inputs in (wide, *[4 * width] * (blocks - 1)):
-      size += inputs * width + 9 * width * width + width * 4 * width
-      size += 2 * (width + width + 4 * width)
-    size += wide * 4 * width + 2 * 4 * width  # the shortcut of the first block
-    wide = 4 * width
-  size += (2048 + 1) * 21_841
-  assert size == PUBLISHED[101] + (2048 + 1) * (21_841 - 1000)
-  fns = models.functions(models.make_resnet(101, num_classes=21_841), (64, 64, 3))
-  params, _ = jax.eval_shape(fns.init, jax.random.key(0))
-  assert sum(x.size for x in jax.tree.leaves(params)) == size
-  assert params["Dense_0"]["kernel"].shape == (2048, 21_841)
+def initialized(fns):
+  return jax.jit(fns.init)(jax.random.key(0))
 
 
 @pytest.mark.parametrize("options, std", [({}, 0.01), ({"head_init": normal(0.1)}, 0.1)])
@@ -57,18 +46,18 @@ def test_the_head_starts_as_asked(options, std):
   assert not head["bias"].any()
 
 
-@pytest.mark.parametrize(
-  "make",
-  [
-    functools.partial(models.CNNModule, num_classes=3, features=(4, 8), batch_norm=True),
-    pytest.param(tiny_resnet, marks=pytest.mark.slow),
-  ],
-  ids=["cnn", "resnet"],
-)
+def grouped_cnn(**options):
+  return models.CNNModule(num_classes=3, features=(4, 8), batch_norm=True, **options)
+
+
+RESNET = pytest.param(tiny_resnet, marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize("make", [grouped_cnn, RESNET], ids=["cnn", "resnet"])
 def test_groups_are_normalised_apart(make):
   """A batch in two groups is two batches; running statistics are their mean."""
   fns, halves = (models.functions(make(bn_group_size=size), (8, 8, 3)) for size in (4, None))
-  params, state = jax.jit(fns.init)(jax.random.key(0))
+  params, state = initialized(fns)
   params = jax.tree.map(lambda x: x + 0.1, params)  # no scale at 0 hides a layer
   images = np.random.default_rng(0).normal(size=(8, 8, 8, 3)).astype(np.float32)
   images *= np.arange(1, 9, dtype=np.float32)[:, None, None, None]
@@ -89,7 +78,7 @@ def test_groups_are_normalised_apart(make):
 def test_zero_init_makes_each_block_its_shortcut():
   """With the last scales at 0, no 3x3 kernel of a block can matter."""
   fns = models.functions(tiny_resnet(), (8, 8, 3))
-  params, state = jax.jit(fns.init)(jax.random.key(0))
+  params, state = initialized(fns)
   images = jax.random.normal(jax.random.key(1), (2, 8, 8, 3))
   evaluate = jax.jit(lambda params: fns.apply(params, state, images, False, None)[0])
   before = evaluate(params)
@@ -102,33 +91,17 @@ def test_zero_init_makes_each_block_its_shortcut():
   assert sum(bool((s == 0).all()) for s in scales) == 2  # one per block
 
 
-def test_the_stride_is_in_the_3x3():
-  """v1.5: the first 1x1 of a stage still sees the full resolution."""
-  fns = models.functions(tiny_resnet(), (8, 8, 3))
-  params, state = jax.eval_shape(fns.init, jax.random.key(0))
-  jaxpr = jax.make_jaxpr(lambda p, s, x: fns.apply(p, s, x, False, None)[0])(
-    params, state, jnp.zeros((1, 8, 8, 3))
-  )
-  strided = [
-    eqn.invars[1].aval.shape[:2]
-    for eqn in jaxpr.eqns
-    if eqn.primitive.name == "conv_general_dilated" and eqn.params["window_strides"] == (2, 2)
-  ]
-  assert sorted(strided) == [(1, 1), (3, 3)]  # the shortcut's, and the 3x3
+HALF = {
+  "mlp": models.MLPModule(num_classes=10, dtype=jnp.bfloat16),
+  "cnn": models.CNNModule(num_classes=10, batch_norm=True, dtype=jnp.bfloat16),
+  "resnet": tiny_resnet(dtype=jnp.bfloat16),
+}
 
 
-@pytest.mark.parametrize(
-  "model",
-  [
-    models.MLPModule(num_classes=10, dtype=jnp.bfloat16),
-    models.CNNModule(num_classes=10, batch_norm=True, dtype=jnp.bfloat16),
-    tiny_resnet(dtype=jnp.bfloat16),
-  ],
-  ids=["mlp", "cnn", "resnet"],
-)
+@pytest.mark.parametrize("model", HALF.values(), ids=HALF)
 def test_bfloat16_compute_keeps_float32_parameters_and_logits(model):
   fns = models.functions(model, (8, 8, 1), mean=(8.0,), std=(4.0,))
-  params, state = jax.jit(fns.init)(jax.random.key(0))
+  params, state = initialized(fns)
   images = np.zeros((4, 8, 8, 1), np.uint8)
   keys = jax.random.split(jax.random.key(0), 4)
   apply = jax.jit(fns.apply, static_argnums=3)
@@ -141,16 +114,15 @@ def test_bfloat16_compute_keeps_float32_parameters_and_logits(model):
 
 def test_batch_norm_updates_its_statistics_in_training_only():
   fns = models.functions(models.CNNModule(num_classes=3, batch_norm=True), (8, 8, 1))
-  params, state = jax.jit(fns.init)(jax.random.key(0))
+  params, state = initialized(fns)
   images = jax.random.normal(jax.random.key(1), (16, 8, 8, 1)) + 5
   keys = jax.random.split(jax.random.key(0), 16)
   apply = jax.jit(fns.apply, static_argnums=3)
   _, trained = apply(params, state, images, True, keys)
   _, evaluated = apply(params, state, images, False, None)
-  same = jax.tree.map(lambda a, b: bool((a == b).all()), state, trained)
-  assert not any(jax.tree.leaves(same))
-  same = jax.tree.map(lambda a, b: bool((a == b).all()), state, evaluated)
-  assert all(jax.tree.leaves(same))
+  for new, stays in ((trained, False), (evaluated, True)):
+    same = jax.tree.map(lambda a, b: bool((a == b).all()), state, new)
+    assert {*jax.tree.leaves(same)} == {stays}
 
 
 def test_dropout_depends_on_the_example_alone():
@@ -170,11 +142,57 @@ def test_max_pool_equals_numpy():
   np.testing.assert_array_equal(max_pool_2x2(jnp.array(x)), blocks.max(axis=(2, 4)))
 
 
-@pytest.mark.parametrize("smoothing", [0.0, 0.1])
-def test_cross_entropy_equals_float64_numpy(smoothing):
-  rng = np.random.default_rng(0)
-  logits, labels = rng.standard_normal((9, 5)) * 3, rng.integers(0, 5, 9)
-  target = np.eye(5)[labels] * (1 - smoothing) + smoothing / 5
-  log_p = logits - np.log(np.exp(logits).sum(1, keepdims=True))
-  got = smoothed_cross_entropy(jnp.array(logits, jnp.float32), jnp.array(labels), smoothing)
-  np.testing.assert_allclose(got, -(target * log_p).sum(1), rtol=2e-6)
+# Convolutions.
+
+NUMBERS = ("NHWC", "HWIO", "NHWC")
+
+
+CONVOLUTIONS = [((3, 3), 1, "SAME"), ((5, 4), 2, ((0, 2), (1, 0)))]
+CONVOLUTIONS += [((5, 5), 1, "VALID"), ((8, 8), 1, ((1, 1), (1, 1)))]
+
+
+@pytest.mark.parametrize("size, stride, padding", CONVOLUTIONS)
+def test_our_convolution_is_that_of_xla(size, stride, padding):
+  x = jax.random.normal(jax.random.key(0), (2, *size, 3))
+  kernel = jax.random.normal(jax.random.key(1), (3, 3, 3, 4))
+  strides = (stride, stride)
+
+  def plain(x, kernel):
+    return lax.conv_general_dilated(x, kernel, strides, padding, dimension_numbers=NUMBERS)
+
+  ours = functools.partial(convolve, strides=strides, padding=padding)
+  for a, b in zip(both(plain, x, kernel), both(ours, x, kernel), strict=True):
+    assert a.shape == b.shape and a.dtype == b.dtype
+    np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
+
+
+def both(function, x, kernel):
+  out, backward = jax.vjp(function, x, kernel)
+  return out, *backward(jnp.sin(out))
+
+
+def lowered(size, platform, **options):
+  layer = Conv(4, (3, 3), **options)
+  shapes = jax.eval_shape(layer.init, jax.random.key(0), jnp.ones((1, size, size, 8)))
+  step = jax.jit(lambda p, x: layer.apply(p, x))
+  traced = step.trace(shapes, jax.ShapeDtypeStruct((1, size, size, 8), jnp.float32))
+  return traced.lower(lowering_platforms=(platform,)).as_text()
+
+
+def test_only_cpus_and_small_images_are_spared_the_convolution():
+  assert "convolution" not in lowered(2, "cpu")
+  for size, platform in ((2, "cuda"), (2, "tpu"), (4, "cpu")):
+    assert "dot_general" not in lowered(size, platform)
+  assert "dot_general" not in lowered(2, "cpu", feature_group_count=2)
+
+
+def test_our_convolution_runs_where_devices_have_parts_of_the_batch():
+  mesh = jax.make_mesh((8,), ("data",), (jax.sharding.AxisType.Auto,))
+  x = jax.random.normal(jax.random.key(0), (8, 2, 2, 3))
+  kernel = jax.random.normal(jax.random.key(1), (3, 3, 3, 4))
+
+  def grads(x, kernel):
+    return jax.grad(lambda k: (convolve(x, k, (1, 1), "SAME") ** 2).sum())(kernel)
+
+  spread = jax.shard_map(grads, mesh=mesh, in_specs=(jax.P("data"), jax.P()), out_specs=jax.P())
+  np.testing.assert_allclose(jax.jit(spread)(x, kernel), grads(x, kernel), rtol=1e-5)

@@ -4,12 +4,14 @@ import errno
 import socket
 import subprocess
 import sys
-import textwrap
+import unittest.mock
+from pathlib import Path
 
 import pytest
 
 from jaxscale.cluster.rendezvous import network
 from jaxscale.errors import ConfigError
+from support.errors import config_error
 
 
 def test_ports_follow_from_the_name_and_differ_between_steps():
@@ -22,12 +24,9 @@ def test_ports_follow_from_the_name_and_differ_between_steps():
     assert len(set(ports)) == 8 and set(ports) <= set(network.PORTS)
     assert ports[:3] == network.ports_of(name, 3)
   assert sorted(network.ports_of("few", 8, range(100, 103))) == [100, 101, 102]
-
-
-def test_ports_are_none_that_linux_gives_away():
-  with open("/proc/sys/net/ipv4/ip_local_port_range") as file:
-    low, _ = map(int, file.read().split())
-  assert network.PORTS.stop <= max(low, 32_768)
+  # They are none that Linux gives away.
+  low = Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0]
+  assert network.PORTS.stop <= max(int(low), 32_768)
 
 
 def test_a_name_resolves_or_is_reported_not_to(monkeypatch):
@@ -35,41 +34,28 @@ def test_a_name_resolves_or_is_reported_not_to(monkeypatch):
   monkeypatch.setenv("SLURMD_NODENAME", "n7")
   monkeypatch.delenv("SLURM_JOB_ID", raising=False)
   for name in ("no-such-host.invalid", "x" * 70, ""):
-    with pytest.raises(ConfigError, match="does not resolve on n7") as e:
+    with config_error("does not resolve on n7", "JAXSCALE_COORDINATOR=ADDRESS:PORT"):
       network.resolve(name or "a..b", patience_s=0)
-    assert "JAXSCALE_COORDINATOR=ADDRESS:PORT" in str(e.value)
 
 
 def test_a_name_may_become_known_late(monkeypatch):
   answers = [OSError("not yet"), OSError("not yet"), [(2, 1, 6, "", ("10.1.2.3", 0))]]
-
-  def lookup(*args, **options):
-    answer = answers.pop(0)
-    if isinstance(answer, OSError):
-      raise answer
-    return answer
-
-  monkeypatch.setattr(socket, "getaddrinfo", lookup)
+  monkeypatch.setattr(socket, "getaddrinfo", unittest.mock.Mock(side_effect=answers))
   monkeypatch.delenv("SLURM_JOB_ID", raising=False)
   assert network.resolve("pod-0.svc", patience_s=5) == ["10.1.2.3"]
 
 
-def test_slurm_knows_addresses_of_nodes_that_do_not_resolve(monkeypatch, tmp_path):
+def test_slurm_knows_addresses_of_nodes_that_do_not_resolve(scontrol, monkeypatch, tmp_path):
   # A line of `scontrol --oneliner show node` of Slurm 22.05, shortened.
-  script = tmp_path / "scontrol"
-  script.write_text(
-    "#!/bin/sh\n"
-    '[ "$*" = "--oneliner show node n1.invalid" ] && echo '
-    '"NodeName=n1.invalid Arch=x86_64 NodeAddr=10.9.9.1 NodeHostName=vm Port=1"\n'
-    'echo "Node $4 not found" >&2\n'
-  )
-  script.chmod(0o755)
-  monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+  scontrol("""
+    line="NodeName=n1.invalid Arch=x86_64 NodeAddr=10.9.9.1 NodeHostName=vm Port=1"
+    [ "$*" = "--oneliner show node n1.invalid" ] && echo $line
+    echo "Node $4 not found" >&2""")
   monkeypatch.setenv("SLURM_JOB_ID", "1")
   assert network.resolve("n1.invalid", patience_s=0) == ["10.9.9.1"]
   with pytest.raises(ConfigError):
     network.resolve("n2.invalid", patience_s=0)
-  script.unlink()
+  monkeypatch.setenv("PATH", str(tmp_path))
   with pytest.raises(ConfigError):
     network.resolve("n1.invalid", patience_s=0)
 
@@ -93,11 +79,8 @@ def test_gloo_s_address_is_the_first_that_can_be_bound(monkeypatch):
 
 
 def test_places_are_distinguished_by_network_namespace():
-  own = [
-    sys.executable,
-    "-c",
-    "from jaxscale.cluster.rendezvous.network import namespace as n; print(n('net'))",
-  ]
+  code = "from jaxscale.cluster.rendezvous.network import namespace as n; print(n('net'))"
+  own = [sys.executable, "-c", code]
   run = {"capture_output": True, "text": True}
   assert subprocess.run(own, **run).stdout.strip() == network.namespace("net")
   other = subprocess.run(["unshare", "-rn", *own], **run)
@@ -150,11 +133,13 @@ def test_hosts_are_excepted_from_proxies_once():
   assert env == {"no_grpc_proxy": "*,10.0.0.1,n1", "no_proxy": "n1,.site,10.0.0.1"}
 
 
+WITHOUT_JAX = """
+import sys
+from jaxscale.cluster.rendezvous import client, handshake, join, network, server
+handshake.versions()
+assert not {"jax", "numpy"} & set(sys.modules)
+"""
+
+
 def test_nothing_here_waits_for_jax():
-  code = textwrap.dedent("""
-    import sys
-    from jaxscale.cluster.rendezvous import client, handshake, join, network, server
-    handshake.versions()
-    assert not {"jax", "numpy"} & set(sys.modules)
-  """)
-  subprocess.run([sys.executable, "-c", code], check=True)
+  subprocess.run([sys.executable, "-c", WITHOUT_JAX], check=True)

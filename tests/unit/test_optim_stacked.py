@@ -16,17 +16,16 @@ from jaxscale.experiment.optimizer import make_optimizer
 from jaxscale.optim.orthogonalized import MuonState
 from jaxscale.optim.tree_paths import path_name
 from support.cases import all_slow_except
+from support.configs import small_config
 from support.optimizers import optimize, optimize64
 
+RATES = dict(lr=0.1, weight_decay=0.1)
 OPTIMIZERS = {
-  "sgd": cfg.SGD(lr=0.1, weight_decay=0.1),
-  "sgd, corrected": cfg.SGD(lr=0.1, weight_decay=0.1, nesterov=False, momentum_correction="always"),
-  "lars": cfg.LARS(lr=0.1, weight_decay=0.1),
-  "larc": cfg.LARS(lr=0.1, weight_decay=0.1, variant="larc_clip"),
-  "adamw": cfg.AdamW(lr=0.1, weight_decay=0.1),
-  "lamb": cfg.LAMB(lr=0.1, weight_decay=0.1),
-  "muon": cfg.Muon(lr=0.1, weight_decay=0.1),
+  kind.__name__.lower(): kind(**RATES)
+  for kind in (cfg.SGD, cfg.LARS, cfg.AdamW, cfg.LAMB, cfg.Muon)
 }
+OPTIMIZERS["sgd, corrected"] = cfg.SGD(**RATES, nesterov=False, momentum_correction="always")
+OPTIMIZERS["larc"] = cfg.LARS(**RATES, variant="larc_clip")
 MODELS = {
   "transformer": cfg.Transformer(num_layers=3, width=16, num_heads=4, hidden=24, qk_norm=True),
   "vit": cfg.ViT(patch=4, width=16, num_layers=3, num_heads=2),
@@ -34,14 +33,10 @@ MODELS = {
 
 
 def config(model, optimizer):
-  is_text = model == "transformer"
-  return cfg.Config(
-    model=MODELS[model],
-    data=cfg.Text(sequence_length=8) if is_text else cfg.Digits(),
-    optimizer=OPTIMIZERS[optimizer],
-    batch_size=8,
-    epochs=1.0,
-  )
+  """A config of a model, and of an optimizer or the name of one."""
+  chosen = OPTIMIZERS.get(optimizer) if isinstance(optimizer, str) else optimizer
+  shown = cfg.Text(sequence_length=8) if model == "transformer" else cfg.Digits()
+  return small_config(model=MODELS[model], data=shown, optimizer=chosen, batch_size=8)
 
 
 @functools.cache
@@ -85,8 +80,7 @@ def test_included_parameters_decay_and_no_others(name):
 
   def decayed(include):
     chosen = dataclasses.replace(OPTIMIZERS[name], include=include)
-    of = dataclasses.replace(config("vit", name), optimizer=chosen)
-    tx = make_optimizer(of, lambda step: 0.1)
+    tx = make_optimizer(config("vit", chosen), lambda step: 0.1)
     updates, _ = jax.jit(tx.update)(still, tx.init(params), params)
     return {path_name(p) for p, u in jax.tree.leaves_with_path(updates) if u.any()}
 
@@ -104,25 +98,21 @@ def test_the_rate_of_what_adamw_moves():
   params = start("transformer")
   moved = {}
   for adam_lr in (None, 0.3):
-    with_own = dataclasses.replace(chosen, adam_lr=adam_lr)
-    of = dataclasses.replace(config("transformer", "muon"), optimizer=with_own)
+    of = config("transformer", dataclasses.replace(chosen, adam_lr=adam_lr))
     tx = make_optimizer(of, lambda step: 0.05)
     moved[adam_lr], state = jax.jit(tx.update)(params, tx.init(params), params)
     assert optim.learning_rate(state) == np.float32(0.05)
   same, own = moved[None], moved[0.3]
   np.testing.assert_allclose(own["embed"]["table"], 3 * same["embed"]["table"], 1e-5)
-  inside = "layers", "q", "kernel"
-  for tree in inside:
-    same, own = same[tree], own[tree]
-  np.testing.assert_array_equal(own, same)
+  of_muon, as_before = (tree["layers"]["q"]["kernel"] for tree in (own, same))
+  np.testing.assert_array_equal(of_muon, as_before)
 
 
 STACKED = optim.matching("^scan/")
+LARS = dict(weight_decay=0.1, trust_coefficient=0.05)
+VARIANTS = ("paper", "optax", "larc_clip", "tf_contrib")
 EACH = {
-  **{
-    f"lars {v}": functools.partial(optim.lars, variant=v, weight_decay=0.1, trust_coefficient=0.05)
-    for v in ("paper", "optax", "larc_clip", "tf_contrib")
-  },
+  **{f"lars {v}": functools.partial(optim.lars, variant=v, **LARS) for v in VARIANTS},
   "lamb": optim.lamb,
   "muon": optim.muon,
   "sgd": functools.partial(optim.sgd, weight_decay=0.3),
@@ -174,9 +164,8 @@ def test_embeddings_and_head_move_by_adamw():
   """With Nesterov's look-ahead, as Muon's own part, and with decay."""
   params = start("transformer")
   rngs = map(np.random.default_rng, (1, 2))
-  grads = [
-    jax.tree.map(lambda x, r=r: r.normal(size=x.shape).astype(np.float32), params) for r in rngs
-  ]
+  draw = lambda x, rng: rng.normal(size=x.shape).astype(np.float32)  # noqa: E731
+  grads = [jax.tree.map(functools.partial(draw, rng=rng), params) for rng in rngs]
   found = optimize64(made("transformer", "muon"), params, grads)
   adam = optax.adamw(0.1, weight_decay=0.1, nesterov=True)
   with jax.numpy_dtype_promotion("standard"):
@@ -189,9 +178,7 @@ def test_embeddings_and_head_move_by_adamw():
 
 def test_without_a_rule_muon_has_every_kernel():
   """A model of convolutions has no rule: its optimizer is as it was."""
-  model = cfg.MLP(hidden=(8,))
-  of = dataclasses.replace(config("vit", "muon"), model=model)
-  tx = make_optimizer(of, lambda step: 0.1, 0, None)
+  tx = make_optimizer(small_config(optimizer=OPTIMIZERS["muon"]), lambda step: 0.1, 0, None)
   params = {"head": {"kernel": jnp.ones((4, 4))}, "bias": jnp.ones(4)}
   one = optim.muon(0.1, weight_decay=0.1)
   (found,), _ = optimize(tx, params, [params])

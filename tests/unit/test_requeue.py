@@ -10,45 +10,39 @@ from jaxscale.cluster.detect import walltime
 from jaxscale.cluster.watch.stop_consensus import StopRequest
 
 
-def test_the_end_of_the_job(scontrol, monkeypatch):
+@pytest.fixture
+def utc(monkeypatch):
+  monkeypatch.setenv("TZ", "UTC")
+  time.tzset()
+  yield
+  monkeypatch.undo()
+  time.tzset()
+
+
+def test_the_end_of_the_job(scontrol, utc):
   asked = scontrol("echo '   StartTime=2026-03-01T11:00:00 EndTime=2026-03-01T12:00:00'")
   assert walltime.end_time({"SLURM_JOB_END_TIME": "1772366400"}) == 1772366400.0
   assert not asked.exists()
-  monkeypatch.setenv("TZ", "UTC")
-  time.tzset()
-  try:
-    assert walltime.end_time({"SLURM_JOB_ID": "12"}) == 1772366400.0
-  finally:
-    monkeypatch.undo()
-    time.tzset()
+  assert walltime.end_time({"SLURM_JOB_ID": "12"}) == 1772366400.0
   assert asked.read_text() == "show job 12\n"
   assert walltime.end_time({}) is None  # no job
+  scontrol("exit 1")
+  assert walltime.end_time({"SLURM_JOB_ID": "12"}) is None
   assert walltime.parse_time("EndTime=Unknown", "EndTime") is None
 
 
-def test_when_the_job_was_queued_and_started(scontrol, monkeypatch):
+def test_when_the_job_was_queued_and_started(scontrol, utc):
   asked = scontrol(
     "echo '   SubmitTime=2026-03-01T11:00:00 EligibleTime=2026-03-01T11:02:00'; "
     "echo '   StartTime=2026-03-01T12:00:00 EndTime=Unknown Deadline=N/A'"
   )
-  monkeypatch.setenv("TZ", "UTC")
-  time.tzset()
   step = {"SLURM_JOB_ID": "12", "SLURM_STEP_ID": "0"}
-  try:
-    assert walltime.asked_queue_times(step) == (1772362800.0, 1772366400.0)
-    for unknown in ({}, {"SLURM_JOB_ID": "12"}, step | {"SLURM_STEP_ID": "1"}):
-      assert walltime.asked_queue_times(unknown) is None
-    assert asked.read_text() == "show job 12\n"
-    scontrol("echo SubmitTime=2026-03-01T11:00:00 StartTime=Unknown")
-    assert walltime.asked_queue_times(step) is None
-  finally:
-    monkeypatch.undo()
-    time.tzset()
-
-
-def test_no_end_where_scontrol_fails(scontrol):
-  scontrol("exit 1")
-  assert walltime.end_time({"SLURM_JOB_ID": "12"}) is None
+  assert walltime.asked_queue_times(step) == (1772362800.0, 1772366400.0)
+  for unknown in ({}, {"SLURM_JOB_ID": "12"}, step | {"SLURM_STEP_ID": "1"}):
+    assert walltime.asked_queue_times(unknown) is None
+  assert asked.read_text() == "show job 12\n"
+  scontrol("echo SubmitTime=2026-03-01T11:00:00 StartTime=Unknown")
+  assert walltime.asked_queue_times(step) is None
 
 
 def wait_for(asked):
@@ -58,51 +52,35 @@ def wait_for(asked):
     time.sleep(0.02)
 
 
-def test_a_stop_is_asked_for_before_the_end():
-  asked = []
-  began = time.time()
-  walltime.before_end(
-    lambda reason: asked.append((time.time(), reason)),
-    10.0,
-    end=lambda: began + 0.6,
-    again=lambda: None,
-  )
+def before_end(keep_s, **ends):
+  """Seconds until a stop is asked for, and its reason."""
+  began, asked = time.time(), []
+  ends = {name: (lambda s=s: s and began + s) for name, s in ends.items()}
+  walltime.before_end(lambda why: asked.append((time.time() - began, why)), keep_s, **ends)
   wait_for(asked)
+  return asked[0]
+
+
+def test_a_stop_is_asked_for_before_the_end():
+  seconds, reason = before_end(10.0, end=0.6, again=None)
   # Of so short a job it is a quarter of its 0.6 s that is kept.
-  [(when, reason)] = asked
-  assert when - began >= 0.45 and reason == "walltime: 0 s are left"
+  assert seconds >= 0.45 and reason == "walltime: 0 s are left"
 
 
 def test_a_job_that_was_made_longer_has_the_whole_time_to_save():
   """An extended job gets more than a short job's quarter."""
-  began, asked = time.time(), []
-  walltime.before_end(
-    lambda reason: asked.append(time.time() - began),
-    60.0,
-    end=lambda: began + 0.4,
-    again=lambda: began + 4.0,
-  )
-  wait_for(asked)
-  assert 2.9 < asked[0] < 3.85  # a quarter of 4 s before their end, not 0.1 s
+  seconds, _ = before_end(60.0, end=0.4, again=4.0)
+  assert 2.9 < seconds < 3.85  # a quarter of 4 s before their end, not 0.1 s
 
 
 def test_an_end_that_was_moved_is_waited_for():
-  asked = []
-  began = time.time()
-  moved = iter([began + 0.8, began + 0.8])
-  walltime.before_end(
-    lambda reason: asked.append(time.time()),
-    0.1,
-    end=lambda: began + 0.5,
-    again=lambda: next(moved),
-  )
-  wait_for(asked)
-  assert asked[0] - began >= 0.7
+  assert before_end(0.1, end=0.5, again=0.8)[0] >= 0.7
   # No limit: nothing is ever asked. And a run that is over cancels it.
+  asked = []
   walltime.before_end(asked.append, 10.0, end=lambda: None)
   walltime.before_end(asked.append, 0.1, end=lambda: time.time() + 0.5).set()
   time.sleep(0.6)
-  assert len(asked) == 1
+  assert asked == []
 
 
 def test_requeue_asks_slurm_for_the_job_or_the_arrays_task(scontrol):
@@ -121,7 +99,7 @@ def test_requeue_asks_slurm_for_the_job_or_the_arrays_task(scontrol):
 
 
 @pytest.mark.parametrize(
-  "state", ["COMPLETING Reason=None", "CANCELLED Reason=None", "RUNNING Reason=None"]
+  "state", [f"{s} Reason=None" for s in ("COMPLETING", "CANCELLED", "RUNNING")]
 )
 def test_what_somebody_cancelled_is_not_revived(scontrol, state):
   asked = scontrol(f'[ $1 = show ] && echo "   JobState={state} Dependency=(null)"; true')
@@ -152,10 +130,8 @@ def test_a_controller_that_is_down_is_asked_again(scontrol, monkeypatch, capsys)
 
 def test_a_requeue_that_slurm_refuses_says_why(scontrol, monkeypatch, tmp_path):
   scontrol("[ $1 = ping ] || { echo 'Requested operation is presently disabled' >&2; exit 1; }")
-  done = requeue.requeue("12", 0, limit=3)
-  assert done.code == 85 and done.line == (
-    "job 12 is saved, not requeued: Requested operation is presently disabled"
-  )
+  line = "job 12 is saved, not requeued: Requested operation is presently disabled"
+  assert requeue.requeue("12", 0, limit=3) == (85, line)
   monkeypatch.setenv("PATH", str(tmp_path / "empty"))
   assert "scontrol: No such file" in requeue.requeue("12", 0, limit=3).line
 

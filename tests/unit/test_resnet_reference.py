@@ -97,9 +97,8 @@ def np_resnet(x, params, stats, *, bottleneck, stem, train):
 
 @functools.cache
 def tiny(bottleneck, stem):
-  model = models.ResNetModule(
-    num_classes=5, stage_sizes=STAGES, bottleneck=bottleneck, width=WIDTH, stem=stem
-  )
+  sizes = dict(num_classes=5, stage_sizes=STAGES, width=WIDTH)
+  model = models.ResNetModule(**sizes, bottleneck=bottleneck, stem=stem)
   fns = models.functions(model, (SIZE, SIZE, 3), mean=(100.0,), std=(50.0,))
   params, state = jax.jit(fns.init)(jax.random.key(0))
   rng = np.random.default_rng(0)
@@ -120,18 +119,11 @@ def tiny(bottleneck, stem):
 def test_the_network_equals_float64(bottleneck, stem, train):
   fns, params, state = tiny(bottleneck, stem)
   images = np.random.default_rng(1).integers(0, 256, (2, SIZE, SIZE, 3))
-  logits, new = jax.jit(fns.apply, static_argnums=3)(
-    params, state, images.astype(np.uint8), train, None
-  )
-  double = jax.tree.map(lambda x: np.asarray(x, np.float64), (params, state))
-  wanted, running = np_resnet(
-    (images - 100.0) / 50.0,
-    double[0],
-    double[1]["batch_stats"],
-    bottleneck=bottleneck,
-    stem=stem,
-    train=train,
-  )
+  apply = jax.jit(fns.apply, static_argnums=3)
+  logits, new = apply(params, state, images.astype(np.uint8), train, None)
+  params, state = jax.tree.map(lambda x: np.asarray(x, np.float64), (params, state))
+  options = dict(bottleneck=bottleneck, stem=stem, train=train)
+  wanted, running = np_resnet((images - 100.0) / 50.0, params, state["batch_stats"], **options)
   spread = np.abs(wanted[0] - wanted[1]).max()
   assert spread > 1e-2 * np.abs(wanted).max()
   np.testing.assert_allclose(logits, wanted, rtol=1e-4, atol=1e-5 * np.abs(wanted).max())

@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import unittest.mock
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +21,7 @@ from jaxscale.weights import UnwrittenError, export_safetensors, import_safetens
 from jaxscale.weights.config_json import read_config_json
 from jaxscale.weights.safetensors import DTYPES, read_header, read_index, view, write
 from support.errors import config_error
+from support.tables import columns, literal
 
 F4 = np.dtype("f4")
 
@@ -70,7 +72,17 @@ def with_header(path, header, data=b"\0" * 48):
 
 
 GOOD = {"dtype": "F32", "shape": [4, 3], "data_offsets": [0, 48]}
-SECOND = {"dtype": "U8", "shape": [2], "data_offsets": [48, 50]}
+
+
+def beside(start):
+  """Two arrays, the second of two bytes from this one on."""
+  return {"x": GOOD, "y": {"dtype": "U8", "shape": [2], "data_offsets": [start, start + 2]}}
+
+
+def of_shape(shape, size):
+  return {"dtype": "F32", "shape": shape, "data_offsets": [0, size]}
+
+
 DAMAGE = {
   "cut in its data": (lambda f: os.truncate(f, f.stat().st_size - 1), "cut short .*not full"),
   "cut in its header": (lambda f: os.truncate(f, 20), "cut short .*header length"),
@@ -89,13 +101,15 @@ DAMAGE = {
   "shape": (lambda f: with_header(f, {"x": GOOD | {"shape": [4, -3]}}), "damaged"),
   "size": (lambda f: with_header(f, {"x": GOOD | {"shape": [4, 4]}}), "damaged header"),
   "offset": (lambda f: with_header(f, {"x": GOOD | {"data_offsets": [-8, 40]}}), "damaged"),
-  "a hole": (
-    lambda f: with_header(f, {"x": GOOD, "y": SECOND | {"data_offsets": [49, 51]}}, b"\0" * 51),
-    "damaged header .*`y`",
-  ),
-  "overlap": (
-    lambda f: with_header(f, {"x": GOOD, "y": SECOND | {"data_offsets": [46, 48]}}),
-    "damaged header .*`y`",
+  "a hole": (lambda f: with_header(f, beside(49), b"\0" * 51), "damaged header .*`y`"),
+  "overlap": (lambda f: with_header(f, beside(46)), "damaged header .*`y`"),
+  "65 dims": (lambda f: with_header(f, {"x": of_shape([1] * 65, 4)}), "damaged header"),
+  "2^120": (lambda f: with_header(f, {"x": of_shape([0, 2**60, 2**60], 0)}, b""), "damaged header"),
+  "no offsets": (lambda f: with_header(f, {"x": {"dtype": "F32", "shape": [1]}}), "damaged header"),
+  "deep": (lambda f: with_header(f, b'{"a":' * 13_107), "damaged header|not a safetensors"),
+  "2^63 long": (
+    lambda f: f.write_bytes(b"\xff" * 7 + b"\x7f{"),
+    "damaged header|not a safetensors",
   ),
 }
 
@@ -105,7 +119,7 @@ def test_a_damaged_file_is_one_line(how, file):
   damage, says = DAMAGE[how]
   damage(file)
   with config_error(str(file), match=says):
-    read_index(file)
+    view(read_index(file)["x"])
 
 
 def in_folder(folder, files, weight_map=None):
@@ -123,38 +137,34 @@ def test_a_folder_of_several_files_is_one(tmp_path):
   files = {"model-00001-of-00002.safetensors": {"x": x}, "b.safetensors": {"y": y}}
   index = read_index(in_folder(tmp_path / "two", files))
   assert (view(index["x"]) == x).all() and (view(index["y"]) == y).all()
-  (tmp_path / "one").mkdir()
+  for name in ("one", "none"):
+    (tmp_path / name).mkdir()
   written(tmp_path / "one" / "model.safetensors", {"x": x})
   assert (view(read_index(tmp_path / "one")["x"]) == x).all()
-  bad = {
-    "lacks": ({"x": "b.safetensors"}, "has no x, which"),
-    "gone": ({"x": "c.safetensors"}, "c.safetensors: No such file"),
-    "above": ({"x": "../two/b.safetensors"}, "not a file's name"),
-    "number": ({"x": 3}, "not a file's name|weight_map"),
-  }
-  for name, (weight_map, says) in bad.items():
-    folder = in_folder(tmp_path / name, {"b.safetensors": {"y": y}}, weight_map)
+  for i, (place, says) in enumerate(
+    columns(literal, str)("""
+    'b.safetensors' | has no x, which
+    'c.safetensors' | c.safetensors: No such file
+    '../two/b.safetensors' | not a file's name
+    3 | weight_map.x is 3
+""")
+  ):
+    folder = in_folder(tmp_path / str(i), {"b.safetensors": {"y": y}}, {"x": place})
     with pytest.raises(ConfigError, match=says):
       read_index(folder)
-  (tmp_path / "none").mkdir()
-  with pytest.raises(ConfigError, match="has neither model"):
-    read_index(tmp_path / "none")
-  with pytest.raises(ConfigError, match="No such file or directory; check the path"):
-    read_index(tmp_path / "nowhere")
+  missing = "No such file or directory; check the path"
+  for name, says in (("none", "has neither model"), ("nowhere", missing)):
+    with pytest.raises(ConfigError, match=says):
+      read_index(tmp_path / name)
 
 
 def test_the_old_file_stays_until_the_new_one_is_whole(tmp_path, monkeypatch):
   path = tmp_path / "a.safetensors"
-  params = {"w": jnp.ones(1000)}
-  export_safetensors(path, params)
-  before = path.read_bytes()
-
-  def full(fd):
-    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-  monkeypatch.setattr(os, "fsync", full)
+  export_safetensors(path, {"w": jnp.ones(1000)})
+  before, full = path.read_bytes(), OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+  monkeypatch.setattr(os, "fsync", unittest.mock.Mock(side_effect=full))
   with pytest.raises(UnwrittenError, match="No space left on device") as e:
-    export_safetensors(path, jax.tree.map(jnp.zeros_like, params))
+    export_safetensors(path, {"w": jnp.zeros(1000)})
   assert "KB needed" in str(e.value) and "\n" not in str(e.value)
   assert path.read_bytes() == before and os.listdir(tmp_path) == [path.name]
 
@@ -186,30 +196,24 @@ def test_missing_folders_are_made_and_a_tilde_is_the_home(tmp_path, monkeypatch)
 
 def test_names_that_do_not_fit_are_named_and_counted(tmp_path):
   path = tmp_path / "a"
-  made = {
-    "Dense_0": {"kernel": jnp.ones((3, 4)), "bias": jnp.ones(4)},
-    "Dense_1": {"kernel": jnp.ones((4, 2))},
-  }
+  first = {"kernel": jnp.ones((3, 4)), "bias": jnp.ones(4)}
+  made = {"Dense_0": first, "Dense_1": {"kernel": jnp.ones((4, 2))}}
   export_safetensors(path, made)
 
   def line(wanted, **options):
-    with pytest.raises(ConfigError) as e:
+    with config_error() as e:
       import_safetensors(path, wanted, **options)
-    assert "\n" not in str(e.value)
     return str(e.value)
 
-  two = {"scale": jnp.ones(2), "shift": jnp.ones(2)}
-  reported = line({"Norm": two, "Dense_0": made["Dense_0"]})
+  reported = line({"Norm": dict.fromkeys(["scale", "shift"], jnp.ones(2)), "Dense_0": first})
   assert "2 missing, first params/Norm/scale" in reported
   assert "1 unexpected, first params/Dense_1/kernel" in reported
   assert "give the model settings" in reported
   reported = line(made | {"Dense_0": {"kernel": jnp.ones((3, 5)), "bias": jnp.ones(5)}})
   assert "2 of another shape, first params/Dense_0/bias is [4] there and [5]" in reported
   assert "init_head" not in reported
-  wrong = {"kernel": jnp.ones((3, 4)), "bias": jnp.ones(4, jnp.int32)}
-  assert "1 of another dtype, first params/Dense_0/bias is float32 there" in line(
-    made | {"Dense_0": wrong}
-  )
+  reported = line(made | {"Dense_0": first | {"bias": jnp.ones(4, jnp.int32)}})
+  assert "1 of another dtype, first params/Dense_0/bias is float32 there" in reported
   head = {"kernel": 7 * jnp.ones((4, 9))}
   reported = line(made | {"Dense_1": head})
   assert reported.endswith("init_head=True starts the classifier anew")
@@ -219,8 +223,7 @@ def test_names_that_do_not_fit_are_named_and_counted(tmp_path):
   assert "24 numbers" not in found.summary and "16 numbers in 2 arrays" in found.summary
   assert "did you mean 'timm'" in line(made, naming="tim")
   assert "no name for params/Dense_0/" in line(made, naming="timm")
-  no_head = {"Norm": {"scale": jnp.ones(2)}}
-  assert "classifier is not known" in line(no_head, init_head=True)
+  assert "classifier is not known" in line({"Norm": {"scale": jnp.ones(2)}}, init_head=True)
   write(path, {"a.b": (F4, (1,))}, [np.ones(1, F4)])
   assert "names of none of jaxscale, timm, torchvision, huggingface (but a.b)" in line(made)
 
@@ -233,18 +236,23 @@ def test_what_has_a_scale_elsewhere_is_not_cast(tmp_path):
     import_safetensors(path, {"w": jnp.ones(3)})
 
 
-def test_tied_embeddings_and_derived_buffers_of_hugging_faces(tmp_path):
+@pytest.fixture
+def language(tmp_path):
+  """Parameters of a language model, and the arrays of their file."""
   params = {
     "embed": {"table": jnp.arange(12.0).reshape(4, 3)},
     "layers": {"attn_norm": {"scale": jnp.ones((2, 3))}},
     "head": {"norm": {"scale": jnp.ones(3)}, "kernel": jnp.zeros((3, 4))},
   }
-  path = tmp_path / "a"
-  export_safetensors(path, params, naming="huggingface")
-  arrays = {name: np.array(view(x)) for name, x in read_index(path).items()}
+  export_safetensors(tmp_path / "a", params, naming="huggingface")
+  return params, {name: np.array(view(x)) for name, x in read_index(tmp_path / "a").items()}
+
+
+def test_tied_embeddings_and_derived_buffers_of_hugging_faces(tmp_path, language):
+  params, arrays = language
   del arrays["lm_head.weight"]
   arrays["model.layers.1.self_attn.rotary_emb.inv_freq"] = np.ones(1, F4)
-  found = import_safetensors(written(path, arrays), params).params
+  found = import_safetensors(written(tmp_path / "b", arrays), params).params
   assert (found["head"]["kernel"] == params["embed"]["table"].T).all()
 
 
@@ -257,17 +265,11 @@ def test_a_path_that_cannot_be_does_not_blame_the_disk(tmp_path, place):
 
 
 @pytest.mark.parametrize("prefix", ["_orig_mod.", "module.", "module._orig_mod."])
-def test_prefixes_of_wrapped_modules_are_left_out(tmp_path, prefix):
+def test_prefixes_of_wrapped_modules_are_left_out(tmp_path, language, prefix):
   """`torch.compile` and DistributedDataParallel put them before all names."""
-  params = {
-    "embed": {"table": jnp.arange(12.0).reshape(4, 3)},
-    "layers": {"attn_norm": {"scale": jnp.ones((2, 3))}},
-    "head": {"norm": {"scale": jnp.ones(3)}, "kernel": jnp.ones((3, 4))},
-  }
-  export_safetensors(tmp_path / "a", params, naming="huggingface")
-  index = read_index(tmp_path / "a")
-  wrapped = {f"{prefix}{name}": np.array(view(x)) for name, x in index.items()}
-  zeros = jax.tree.map(jnp.zeros_like, params)
+  params, arrays = language
+  wrapped = {f"{prefix}{name}": x for name, x in arrays.items()}
+  zeros = jax.tree.map(lambda x: x - 1, params)
   found = import_safetensors(written(tmp_path / "b", wrapped), zeros).params
   assert jax.tree.all(jax.tree.map(lambda x, y: (x == y).all(), found, params))
 
@@ -291,8 +293,8 @@ def test_a_padded_vocabulary_names_its_setting(tmp_path):
 POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 123\n"
 
 
-def of_text(folder):
-  config.TextFiles(path=str(folder), sequence_length=8, vocab_size=None).build()
+def of_text(folder, vocab_size=None):
+  config.TextFiles(path=str(folder), sequence_length=8, vocab_size=vocab_size).build()
 
 
 def of_photos(folder):
@@ -306,9 +308,7 @@ LFS = {
   "tokenizer.json": lambda folder: read_tokenizer(str(folder / "tokenizer.json")),
   "config.json": lambda folder: read_config_json(folder / "config.json"),
   "train.txt": of_text,
-  "train.bin": lambda folder: config.TextFiles(
-    path=str(folder), sequence_length=8, vocab_size=9
-  ).build(),
+  "train.bin": lambda folder: of_text(folder, vocab_size=9),
   "train/cat/1.jpg": of_photos,
 }
 

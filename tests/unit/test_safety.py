@@ -31,23 +31,14 @@ def places(tree):
 
 
 def test_nothing_that_was_read_is_executed():
-  found = [
-    f"{name}:{line}: {what}"
-    for path in sorted((ROOT / "jaxscale").rglob("*.py"))
-    for line, what in places(ast.parse(path.read_text()))
-    if ((name := str(path.relative_to(ROOT))), what) not in ALLOWED
-  ]
-  assert not found, found
+  paths = {str(p.relative_to(ROOT)): p for p in (ROOT / "jaxscale").rglob("*.py")}
+  trees = {name: ast.parse(path.read_text()) for name, path in paths.items()}
+  found = {(name, what) for name, tree in trees.items() for _, what in places(tree)}
+  assert found <= ALLOWED, found - ALLOWED
 
 
-BAD = [
-  "import pickle",
-  "from yaml import load",
-  "eval('1')",
-  "load(f, allow_pickle=True)",
-  "subprocess.run(x, shell=True)",
-  "import numpy.x as y, joblib",
-]
+BAD = ["import pickle", "from yaml import load", "eval('1')", "load(f, allow_pickle=True)"]
+BAD += ["subprocess.run(x, shell=True)", "import numpy.x as y, joblib"]
 
 
 @pytest.mark.parametrize("line", BAD)

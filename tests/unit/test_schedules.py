@@ -8,25 +8,23 @@ import pytest
 from jaxscale import optim
 
 
+def values(schedule, steps):
+  return [float(schedule(s)) for s in steps]
+
+
 def test_corners():
   poly = optim.warmup_polynomial(10.0, 5, 20, end=1e-4, power=2)
-  assert float(poly(0)) == 0.0
-  assert float(poly(1)) == pytest.approx(2.0)
-  assert float(poly(5)) == pytest.approx(10.0)
   # end + (peak - end) (1 - 15/16)^2, the last value of Google's schedule
-  assert float(poly(20)) == pytest.approx(1e-4 + (10 - 1e-4) / 256, rel=1e-5)
-  assert float(poly(1000)) == pytest.approx(1e-4)
+  last = 1e-4 + (10 - 1e-4) / 256
+  assert values(poly, (0, 1, 5, 20, 1000)) == pytest.approx([0, 2, 10, last, 1e-4], rel=1e-5)
   cosine = optim.warmup_cosine(2.0, 4, 12, end=0.5)
-  values = [float(cosine(s)) for s in (0, 2, 4, 8, 12, 99)]
-  assert values == pytest.approx([0, 1.0, 2.0, 1.25, 0.5, 0.5])
+  assert values(cosine, (0, 2, 4, 8, 12, 99)) == pytest.approx([0, 1, 2, 1.25, 0.5, 0.5])
   # Without restart: the decay has run from step 0 on.
   cosine = optim.warmup_cosine(2.0, 4, 12, end=0.5, restart=False)
-  values = [float(cosine(s)) for s in (0, 2, 4, 6, 9, 12, 99)]
-  root = np.sqrt(0.5)
-  assert values == pytest.approx([0, 1.0, 1.625, 1.25, 1.25 - 0.75 * root, 0.5, 0.5])
+  wanted = [0, 1.0, 1.625, 1.25, 1.25 - 0.75 * np.sqrt(0.5), 0.5, 0.5]
+  assert values(cosine, (0, 2, 4, 6, 9, 12, 99)) == pytest.approx(wanted)
   steps = optim.warmup_steps(1.0, 2, (4, 6), factor=0.1)
-  values = [float(steps(s)) for s in range(8)]
-  assert values == pytest.approx([0, 0.5, 1, 1, 0.1, 0.1, 0.01, 0.01])
+  assert values(steps, range(8)) == pytest.approx([0, 0.5, 1, 1, 0.1, 0.1, 0.01, 0.01])
   assert float(optim.warmup_cosine(1.0, 0, 10)(0)) == 1.0
   assert float(optim.warmup_steps(1.0, 0, ())(0)) == 1.0
   # A run of one step, which is all warm-up.
@@ -80,16 +78,11 @@ def test_pure_functions_of_a_traced_step(name):
     assert schedule(3).dtype == schedule(jnp.int64(3)).dtype == jnp.float32
 
 
-def values(schedule, steps):
-  return [float(schedule(s)) for s in steps]
-
-
 @pytest.mark.parametrize(("base", "steps"), [(10, 600), (24, 400), (32, 400)])
 def test_the_quadratic_ramps_of_nvcaffe(base, steps):
   """AlexNet-BN at 8K, 16K and 32K: 1 + (base - 1) (i / I)^2."""
-  schedule = optim.warmup_polynomial(
-    base, steps, 4000, end=0.0, restart=False, warmup="quadratic", start=1.0
-  )
+  ramp = dict(warmup="quadratic", start=1.0, end=0.0, restart=False)
+  schedule = optim.warmup_polynomial(base, steps, 4000, **ramp)
   got = values(schedule, (0, steps // 4, steps // 2, steps - 1))
   wanted = [1 + (base - 1) * f**2 for f in (0, 1 / 4, 1 / 2, (steps - 1) / steps)]
   assert got == pytest.approx(wanted, rel=1e-6)
@@ -125,30 +118,25 @@ def test_the_length_of_the_decay_may_be_given_and_a_fraction():
   assert values(given, steps) == values(alone, steps)
 
 
-@pytest.mark.parametrize(
-  ("make", "message"),
-  [
-    (lambda: optim.warmup_cosine(0.0, 1, 2), "peak=0.0: need a rate > 0"),
-    (lambda: optim.warmup_cosine(1.0, 3, 2), "warmup_steps=3: need 0 <= warm"),
-    (lambda: optim.warmup_cosine(1.0, -1, 2), "warmup_steps=-1"),
-    (lambda: optim.warmup_cosine(1.0, 0, 0), "total_steps=0: need > 0"),
-    (lambda: optim.warmup_cosine(1.0, 0, 9, end=-1), "end=-1: need a rate >= 0"),
-    (lambda: optim.warmup_cosine(1.0, 1, 9, start=2), "start=2: need 0 <= start"),
-    (
-      lambda: optim.warmup_cosine(1.0, 1, 9, warmup="exponential"),
-      "start=0: an exponential warm-up needs start > 0",
-    ),
-    (lambda: optim.warmup_cosine(1.0, 1, 9, warmup="cubic"), "warmup='cubic'"),
-    (lambda: optim.warmup_polynomial(1.0, 1, 9, power=0), "power=0: need > 0"),
-    (lambda: optim.warmup_polynomial(1.0, 1, 9, decay_steps=0), "decay_steps=0"),
-    (
-      lambda: optim.warmup_polynomial(1.0, 1, 9, decay_steps=5, restart=False),
-      "decay_steps=5: need > 0, and restart=True",
-    ),
-    (lambda: optim.warmup_steps(1.0, 1, (5, 4)), r"boundaries=\[5, 4\]: need steps"),
-    (lambda: optim.warmup_steps(1.0, 1, (5,), factor=0), "factor=0: need > 0"),
-  ],
-)
-def test_mistakes_are_reported(make, message):
+COSINE, POLYNOMIAL, STEPS = optim.warmup_cosine, optim.warmup_polynomial, optim.warmup_steps
+MISTAKES = [
+  (COSINE, (0.0, 1, 2), {}, "peak=0.0: need a rate > 0"),
+  (COSINE, (1.0, 3, 2), {}, "warmup_steps=3: need 0 <= warm"),
+  (COSINE, (1.0, -1, 2), {}, "warmup_steps=-1"),
+  (COSINE, (1.0, 0, 0), {}, "total_steps=0: need > 0"),
+  (COSINE, (1.0, 0, 9), dict(end=-1), "end=-1: need a rate >= 0"),
+  (COSINE, (1.0, 1, 9), dict(start=2), "start=2: need 0 <= start"),
+  (COSINE, (1.0, 1, 9), dict(warmup="exponential"), "=0: an exponential warm-up needs start > 0"),
+  (COSINE, (1.0, 1, 9), dict(warmup="cubic"), "warmup='cubic'"),
+  (POLYNOMIAL, (1.0, 1, 9), dict(power=0), "power=0: need > 0"),
+  (POLYNOMIAL, (1.0, 1, 9), dict(decay_steps=0), "decay_steps=0"),
+  (POLYNOMIAL, (1.0, 1, 9), dict(decay_steps=5, restart=False), "5: need > 0, and restart=True"),
+  (STEPS, (1.0, 1, (5, 4)), {}, r"boundaries=\[5, 4\]: need steps"),
+  (STEPS, (1.0, 1, (5,)), dict(factor=0), "factor=0: need > 0"),
+]
+
+
+@pytest.mark.parametrize("make, values, options, message", MISTAKES)
+def test_mistakes_are_reported(make, values, options, message):
   with pytest.raises(ValueError, match=message):
-    make()
+    make(*values, **options)

@@ -2,6 +2,7 @@
 
 import random
 import socket
+import sys
 import threading
 import time
 import timeit
@@ -28,16 +29,10 @@ def run(rng: random.Random, num: int, requests: int, points: int = POINTS):
   limits = Timeouts(heartbeat_interval_s=0.02, heartbeat_timeout_s=20)
   reported: list[str] = []
   hosts = [f"n{rank}" for rank in range(num)]
-  monitor = Monitor(
-    {rank: ours for rank, (ours, _) in enumerate(ends)},
-    hosts,
-    limits,
-    log=reported.append,
-    leave=lambda code, folder, rank, line: reported.append(line),
-  )
-  watches = [
-    watch.Watch(rank, hosts, theirs, limits, None) for rank, (_, theirs) in enumerate(ends)
-  ]
+  leave = lambda code, folder, rank, line: reported.append(line)  # noqa: E731
+  links = {rank: ours for rank, (ours, _) in enumerate(ends)}
+  monitor = Monitor(links, hosts, limits, log=reported.append, leave=leave)
+  watches = [watch.Watch(i, hosts, theirs, limits, None) for i, (_, theirs) in enumerate(ends)]
   delays = [[rng.choice([0, 0, 1e-4, 1e-3]) for _ in range(points)] for _ in ends]
   stopped: list[Any] = [None] * num
 
@@ -98,10 +93,7 @@ def test_the_reason_names_who_was_asked():
   assert why and point < 10**6
   assert why.cause.startswith("S0 at process ") and " on n" in why.cause
   assert reported == [f"{why}: all stop together, and save"]
-
-
-def test_without_a_request_nobody_stops():
-  stopped, reported = run(random.Random(2), 3, 0)
+  stopped, reported = run(random.Random(2), 3, 0)  # nobody asks
   assert stopped == [(POINTS, None)] * 3 and reported == []
 
 
@@ -159,7 +151,7 @@ def test_healthy_calls_cost_microseconds():
 
 def test_another_stage_has_a_first_step_and_a_pace_of_its_own():
   ours, theirs = map(Link, socket.socketpair())
-  monitor = Monitor({0: ours}, ["n0"], Timeouts(), log=print, leave=lambda *_: None)
+  monitor = Monitor({0: ours}, ["n0"], Timeouts(), log=print)
   seen = monitor._states[0]
   for step, phase, now in ((5, "step", 0.0), (9, "step", 4.0)):
     monitor._update(0, seen, Heartbeat(step, phase, 0, 0.0, 0.0, step), now)
@@ -171,22 +163,10 @@ def test_another_stage_has_a_first_step_and_a_pace_of_its_own():
   ours.close(), theirs.close()
 
 
-NOT_MESSAGES = [
-  5,
-  None,
-  [],
-  "x",
-  {"beat": 5},
-  {"beat": [1, 2, 3]},
-  {"fail": 5},
-  {"ask": 5},
-  {"ask": ["x", "other"]},
-  {"held": "x"},
-  {"held": 10**30},
-  {"bye": True},
-  {"fail": ["x", 0, "no", False, ""]},
-  {"beat": [1, "step", 0, float("nan"), 0.0, 1]},
-]
+NOT_MESSAGES = [5, None, [], "x", {"beat": 5}, {"beat": [1, 2, 3]}, {"fail": 5}, {"ask": 5}]
+NOT_MESSAGES += [{"ask": ["x", "other"]}, {"held": "x"}, {"held": 10**30}, {"bye": True}]
+NOT_MESSAGES += [{"fail": ["x", 0, "no", False, ""]}]
+NOT_MESSAGES += [{"beat": [1, "step", 0, float("nan"), 0.0, 1]}]
 
 
 @pytest.mark.parametrize("message", NOT_MESSAGES, ids=repr)
@@ -194,9 +174,8 @@ def test_a_process_that_sends_no_messages_is_named_for_it(message):
   ours, theirs = map(Link, socket.socketpair())
   own, inner = map(Link, socket.socketpair())
   left = []
-  monitor = Monitor(
-    {0: inner, 1: ours}, ["n0", "n1"], Timeouts(), log=print, leave=lambda *args: left.append(args)
-  )
+  options = dict(log=print, leave=lambda *args: left.append(args))
+  monitor = Monitor({0: inner, 1: ours}, ["n0", "n1"], Timeouts(), **options)
   theirs.send(message)
   thread = threading.Thread(target=monitor.run)
   thread.start()
@@ -207,36 +186,21 @@ def test_a_process_that_sends_no_messages_is_named_for_it(message):
     link.close()
 
 
-OF_MONITOR = [
-  (5, 1),
-  ({"stop": 5}, 1),
-  ({"stop": ["x", "y", "preemption"]}, 1),
-  ({"stop": [None, "y", "preemption"]}, 1),
-  ({"stop": [1, "y", "z"]}, 1),
-  ({"fault": ["a", 0, True]}, 1),
-  ({"fault": ["a", -5, False]}, 1),
-  ({"fault": ["a", 10**12, False]}, 1),
-  ({"fault": ["a", 86, False]}, 86),
-]
+OF_MONITOR = [5, {"stop": 5}]
+OF_MONITOR += [{"stop": stop} for stop in (["x", "y", "preemption"], [None, "y", "preemption"])]
+OF_MONITOR += [{"stop": [1, "y", "z"]}, {"fault": ["a", 0, True]}, {"fault": ["a", -5, False]}]
+OF_MONITOR += [{"fault": ["a", 10**12, False]}, {"fault": ["a", 86, False]}]
 
 
-@pytest.mark.parametrize("message, code", OF_MONITOR, ids=repr)
-def test_what_a_monitor_sends_ends_a_process_by_a_code_that_is_no_success(
-  message, code, monkeypatch
-):
-  class Left(Exception):
-    pass
-
-  def leave(code, *_):
-    raise Left(code)
-
-  monkeypatch.setattr(watch.stacks, "leave", leave)
+@pytest.mark.parametrize("message", OF_MONITOR, ids=repr)
+def test_what_a_monitor_sends_ends_a_process_by_a_code_that_is_no_success(message, monkeypatch):
+  monkeypatch.setattr(watch.stacks, "leave", lambda code, *_: sys.exit(code))
   ours, theirs = map(Link, socket.socketpair())
   alone = watch.Watch(1, ["n0", "n1"], ours, Timeouts(), None)
   theirs.send(message)
-  with pytest.raises(Left) as e:
+  with pytest.raises(SystemExit) as e:
     alone._run()
-  assert e.value.args == (code,)
+  assert e.value.args == (86 if message == OF_MONITOR[-1] else 1,)
   watch.stacks.disarm()
   ours.close(), theirs.close()
 

@@ -32,12 +32,9 @@ def on_terminal(columns, *argv):
   ours, theirs = pty.openpty()
   fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
   env = {k: v for k, v in os.environ.items() if k not in ("COLUMNS", "LINES")}
-  process = subprocess.Popen(
-    [sys.executable, "-c", SHOWS, *argv],
-    stdout=theirs,
-    cwd=ROOT,
-    env=env | {"TERM": "xterm", "PYTHONPATH": str(ROOT)},
-  )
+  env |= {"TERM": "xterm", "PYTHONPATH": str(ROOT)}
+  command = [sys.executable, "-c", SHOWS, *argv]
+  process = subprocess.Popen(command, stdout=theirs, cwd=ROOT, env=env)
   os.close(theirs)
   text = b""
   try:

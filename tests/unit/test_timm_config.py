@@ -11,6 +11,7 @@ from jaxscale.data import DatasetInfo
 from jaxscale.errors import ConfigError
 from jaxscale.weights.check import check_source
 from jaxscale.weights.timm_config import timm_config
+from support.tables import columns, fields
 
 IMAGENET = (123.675, 116.28, 103.53), (58.395, 57.12, 57.375)
 INFO = DatasetInfo("photos", (224, 224, 3), 7, *IMAGENET)
@@ -30,149 +31,77 @@ def check(folder, reported, model, info=INFO):
     return line
 
 
-@pytest.mark.parametrize(
-  ("model", "reported"),
-  [
-    (RESNET, {"architecture": "resnet50"}),
-    (
-      RESNET,
-      {
-        "architecture": "resnet50.a1_in1k",
-        "global_pool": "avg",
-        "num_features": 2048,
-        "num_classes": 7,
-      },
-    ),
-    (
-      RESNET,
-      {
-        "architecture": "resnet50",
-        "model_args": {"aa_layer": "", "zero_init_last": False, "act_layer": "relu", "in_chans": 1},
-      },
-    ),
-    (S16, {"architecture": "vit_small_patch16_224.augreg_in21k"}),
-    (S16, {"architecture": "deit_small_patch16_224", "global_pool": "token"}),
-    (
-      S16,
-      {
-        "architecture": "vit_base_patch16_224",
-        "model_args": {
-          "num_heads": 6,
-          "embed_dim": 384,
-          "img_size": 32,
-          "qkv_bias": True,
-          "drop_path_rate": 0.1,
-          "fc_norm": None,
-        },
-      },
-    ),
-    (MEAN, {"architecture": "vit_base_patch16_gap_224"}),
-    (MEAN, {"architecture": "vit_base_patch16_gap_224", "global_pool": "avg"}),
-    (
-      dataclasses.replace(B16, pool="mean"),
-      {
-        "architecture": "vit_base_patch16_224",
-        "global_pool": "avg",
-        "model_args": {"class_token": False, "global_pool": "avg", "fc_norm": False},
-      },
-    ),
-  ],
-)
+MODELS = {
+  "resnet": RESNET,
+  "bn": dataclasses.replace(RESNET, bn_epsilon=1e-3),
+  "s16": S16,
+  "ln": dataclasses.replace(S16, norm_eps=1e-12),
+  "b16": B16,
+  "b16 mean": dataclasses.replace(B16, pool="mean"),
+  "mean": MEAN,
+  "mlp": cfg.MLP(),
+}
+
+
+def reported(cell):
+  """A config.json: its architecture, other fields, and those of `model_args` as `args.x`."""
+  name, *others = cell.split()
+  found = {} if name == "-" else {"architecture": name}
+  for key, value in fields(" ".join(others)).items():
+    name = key.removeprefix("args.")
+    (found if name == key else found.setdefault("model_args", {}))[name] = value
+  return found
+
+
+OURS = columns(MODELS.get, reported)("""
+resnet | resnet50
+resnet | resnet50.a1_in1k global_pool='avg' num_features=2048 num_classes=7
+resnet | resnet50 args.aa_layer='' args.zero_init_last=False args.act_layer='relu' args.in_chans=1
+s16 | vit_small_patch16_224.augreg_in21k
+s16 | deit_small_patch16_224 global_pool='token'
+s16 | vit_base_patch16_224 args.num_heads=6 args.embed_dim=384 args.img_size=32 args.qkv_bias=True
+s16 | vit_base_patch16_224 args.num_heads=6 args.drop_path_rate=0.1 args.fc_norm=None
+mean | vit_base_patch16_gap_224
+mean | vit_base_patch16_gap_224 global_pool='avg'
+b16 mean | vit_base_patch16_224 global_pool='avg' args.class_token=False args.fc_norm=False
+b16 mean | vit_base_patch16_224 args.global_pool='avg' args.class_token=False args.fc_norm=False
+""")
+
+
+@pytest.mark.parametrize("model, reported", OURS)
 def test_networks_that_are_ours(model, reported, tmp_path):
   assert check(tmp_path, reported, model) == []
 
 
-@pytest.mark.parametrize(
-  ("model", "reported", "says"),
-  [
-    (
-      RESNET,
-      {"architecture": "resnetaa50"},
-      "architecture is 'resnetaa50' there, and only resnet18 to",
-    ),
-    (RESNET, {"architecture": "resnetblur50.bt_in1k"}, "'resnetblur50' there, and"),
-    (RESNET, {"architecture": "resnet101"}, "depth is 101 there and 50 here, set ResNet.depth=101"),
-    (
-      RESNET,
-      {"architecture": "resnet50", "model_args": {"aa_layer": "blurpc"}},
-      "aa_layer is 'blurpc' there and '' here, which no setting changes",
-    ),
-    (
-      RESNET,
-      {"architecture": "resnet50", "model_args": {"act_layer": "silu"}},
-      "act_layer is 'silu' there and 'relu' here",
-    ),
-    (
-      RESNET,
-      {"architecture": "resnet50", "model_args": {"output_stride": 16}},
-      "output_stride is 16 there and 32 here",
-    ),
-    (
-      RESNET,
-      {"architecture": "resnet50", "model_args": {"norm_layer": "evonorm"}},
-      "norm_layer is 'evonorm' there, which is not known here",
-    ),
-    (
-      RESNET,
-      {"architecture": "resnet50", "global_pool": "max"},
-      "global_pool is 'max' there and 'avg' or 'fast' here, which no setting changes",
-    ),
-    (
-      B16,
-      {"architecture": "vit_base_patch16_gap_224"},
-      "num_heads is 16 there and 12 here, set ViT.num_heads=16; pool is 'mean' there "
-      "and 'token' here, set ViT.pool='mean'",
-    ),
-    (
-      B16,
-      {"architecture": "vit_base_patch16_224", "global_pool": "avg"},
-      "global_pool is 'avg, class_token=True, fc_norm=True' there and 'token, "
-      "class_token=True, fc_norm=False' or 'avg, class_token=False, fc_norm=False' "
-      "here, which no setting changes",
-    ),
-    (
-      B16,
-      {
-        "architecture": "vit_base_patch16_224",
-        "global_pool": "avg",
-        "model_args": {"fc_norm": False},
-      },
-      "global_pool is 'avg, class_token=True, fc_norm=False' there",
-    ),
-    (B16, {"global_pool": "avg", "num_classes": 7}, "global_pool is 'avg, class_token"),
-    (
-      S16,
-      {"architecture": "vit_base_patch16_224"},
-      "num_heads is 12 there and 6 here, set ViT.num_heads=12",
-    ),
-    (
-      S16,
-      {"architecture": "vit_small_patch16_224", "model_args": {"num_heads": 8}},
-      "num_heads is 8 there and 6 here, set ViT.num_heads=8",
-    ),
-    (
-      dataclasses.replace(RESNET, bn_epsilon=1e-3),
-      {"architecture": "resnet50"},
-      "BatchNorm's epsilon is 1e-05 there and 0.001 here, set ResNet.bn_epsilon=1e-05",
-    ),
-    (
-      dataclasses.replace(S16, norm_eps=1e-12),
-      {"architecture": "vit_small_patch8_32"},
-      "LayerNorm's epsilon is 1e-06 there and 1e-12 here, set ViT.norm_eps=1e-06",
-    ),
-    (cfg.MLP(), {"architecture": "resnet50"}, "depth is 50 there and None here"),
-    (
-      S16,
-      {"architecture": "vit_small_patch14_dinov2"},
-      "architecture is 'vit_small_patch14_dinov2' there, and only plain ViT and DeiT",
-    ),
-    (
-      S16,
-      {"architecture": "vit_small_patch16_224", "model_args": {"reg_tokens": 4}},
-      "reg_tokens is 4 there and 0 here",
-    ),
-  ],
+OTHERS = columns(MODELS.get, reported, str)("""
+resnet | resnetaa50 | architecture is 'resnetaa50' there, and only resnet18 to
+resnet | resnet101 | depth is 101 there and 50 here, set ResNet.depth=101
+resnet | resnet50 args.aa_layer='blurpc' | is 'blurpc' there and '' here, which no setting changes
+resnet | resnet50 args.act_layer='silu' | act_layer is 'silu' there and 'relu' here
+resnet | resnet50 args.norm_layer='evonorm' | norm_layer is 'evonorm' there, which is not known here
+resnet | resnet50 global_pool='max' | global_pool is 'max' there and 'avg' or 'fast' here, which no
+b16 | vit_base_patch16_gap_224 | num_heads is 16 there and 12 here, set ViT.num_heads=16; pool is
+b16 | vit_base_patch16_gap_224 | pool is 'mean' there and 'token' here, set ViT.pool='mean'
+b16 | - global_pool='avg' num_classes=7 | global_pool is 'avg, class_token
+s16 | vit_base_patch16_224 | num_heads is 12 there and 6 here, set ViT.num_heads=12
+s16 | vit_small_patch16_224 args.num_heads=8 | num_heads is 8 there and 6 here, set ViT.num_heads=8
+bn | resnet50 | BatchNorm's epsilon is 1e-05 there and 0.001 here, set ResNet.bn_epsilon=1e-05
+ln | vit_small_patch8_32 | LayerNorm's epsilon is 1e-06 there and 1e-12 here, set ViT.norm_eps=1e-06
+mlp | resnet50 | depth is 50 there and None here
+s16 | vit_small_patch14_dinov2 | is 'vit_small_patch14_dinov2' there, and only plain ViT and DeiT
+s16 | vit_small_patch16_224 args.reg_tokens=4 | reg_tokens is 4 there and 0 here
+""")
+POOLING = (
+  "global_pool is 'avg, class_token=True, fc_norm=True' there and 'token, class_token=True, "
+  "fc_norm=False' or 'avg, class_token=False, fc_norm=False' here, which no setting changes"
 )
+AVERAGE = {"architecture": "vit_base_patch16_224", "global_pool": "avg"}
+WITHOUT_NORM = AVERAGE | {"model_args": {"fc_norm": False}}
+OTHERS += [(B16, AVERAGE, POOLING)]
+OTHERS += [(B16, WITHOUT_NORM, "global_pool is 'avg, class_token=True, fc_norm=False' there")]
+
+
+@pytest.mark.parametrize("model, reported, says", OTHERS)
 def test_networks_of_other_mathematics_are_refused(model, reported, says, tmp_path):
   assert says in check(tmp_path, reported, model)
 
@@ -182,9 +111,8 @@ def test_networks_of_other_mathematics_are_refused(model, reported, says, tmp_pa
 )
 @pytest.mark.parametrize("channels", [1, 3])
 def test_what_is_written_is_of_that_model(model, channels, tmp_path):
-  info = INFO._replace(
-    image_shape=(224, 224, channels), mean=INFO.mean[:channels], std=INFO.std[:channels]
-  )
+  shape = 224, 224, channels
+  info = INFO._replace(image_shape=shape, mean=INFO.mean[:channels], std=INFO.std[:channels])
   written = json.loads(json.dumps(timm_config(model, info._asdict())))
   assert check(tmp_path, written, model, info) == []
   assert written["pretrained_cfg"]["input_size"] == [channels, 224, 224]
@@ -192,22 +120,16 @@ def test_what_is_written_is_of_that_model(model, channels, tmp_path):
   np.testing.assert_allclose(written["pretrained_cfg"]["mean"][0], 0.485, rtol=1e-6)
   hidden = int(model.width * written["model_args"].get("mlp_ratio", 1))
   assert hidden == (getattr(model, "hidden", None) or hidden)
-  other = dataclasses.replace(
-    model, **({"num_heads": 1} if hasattr(model, "num_heads") else {"depth": 18})
-  )
+  change = {"num_heads": 1} if hasattr(model, "num_heads") else {"depth": 18}
+  other = dataclasses.replace(model, **change)
   assert "there and" in check(tmp_path, written, other, info)
 
 
-@pytest.mark.parametrize(
-  "model",
-  [
-    cfg.ResNet(width=32),
-    cfg.ResNet(stem="small"),
-    cfg.ResNet(bn_epsilon=1e-3),
-    cfg.ViT(norm_eps=1e-12),
-    cfg.CNN(),
-  ],
-)
+UNKNOWN = [cfg.ResNet(width=32), cfg.ResNet(stem="small"), cfg.ResNet(bn_epsilon=1e-3)]
+UNKNOWN += [cfg.ViT(norm_eps=1e-12), cfg.CNN()]
+
+
+@pytest.mark.parametrize("model", UNKNOWN)
 def test_what_timm_has_not_is_not_written(model):
   assert timm_config(model, INFO._asdict()) is None
 
@@ -229,12 +151,8 @@ def test_what_only_images_have_is_a_note(tmp_path):
   assert check(tmp_path, {"architecture": "resnet50"} | cfg_of, RESNET) == [note]
   assert note.endswith("images had std [0.5, 0.5, 0.5] there and have [0.229, 0.224, 0.225] here")
   gray = INFO._replace(image_shape=(28, 28, 1), mean=(127.5,), std=(127.5,))
-  (note,) = check(
-    tmp_path,
-    {"architecture": "resnet50", "pretrained_cfg": {"mean": [0.5], "std": [0.4]}},
-    RESNET,
-    gray,
-  )
+  of_gray = {"architecture": "resnet50", "pretrained_cfg": {"mean": [0.5], "std": [0.4]}}
+  (note,) = check(tmp_path, of_gray, RESNET, gray)
   assert "images had std [0.4] there and have [0.5] here" in note
 
 

@@ -15,6 +15,8 @@ from jaxscale.jobs import profile
 from jaxscale.run import trace_request
 from jaxscale.run.trace_request import process_file, session_folder
 from support.bad_files import EVERY, put
+from support.errors import config_error
+from support.tables import fields, table, words
 
 
 @pytest.fixture
@@ -33,26 +35,22 @@ def place(workdir):
   return workdir / "profile" / "request.json"
 
 
-@pytest.mark.parametrize(
-  "given, says",
-  [
-    ("5", "give the first and the last step, as 100:110"),
-    ("", "give the first and the last step"),
-    ("a:b", "give the first and the last"),
-    ("1:2:3", "give the first and the last"),
-    ("100:", "give the first and the last"),
-    ("-1:5", "give the first and the last"),
-    ("²:5", "give the first and the last"),
-    ("10:5", "the last one is not before the first"),
-    ("0:9", "steps count from 1"),
-    ("0:1000000", "steps count from 1"),
-    ("7:1000000", "at most 100 steps, traces are large; give 7:106"),
-  ],
-)
+NO_STEPS = table("""
+5 | give the first and the last step, as 100:110
+ | give the first and the last step
+a:b | give the first and the last
+-1:5 | give the first and the last
+²:5 | give the first and the last
+10:5 | the last one is not before the first
+0:9 | steps count from 1
+7:1000000 | at most 100 steps, traces are large; give 7:106
+""")
+
+
+@pytest.mark.parametrize("given, says", NO_STEPS)
 def test_steps_that_cannot_be_traced_are_one_line(given, says):
-  with pytest.raises(ConfigError, match=f"Log.profile='{given}': .*{says}") as e:
+  with config_error(match=f"Log.profile='{given}': .*{says}"):
     Log(profile=given)
-  assert "\n" not in str(e.value)
 
 
 def test_steps_are_both_included():
@@ -85,15 +83,9 @@ def test_a_request_that_nobody_waits_for_any_more_is_none(workdir):
   assert trace_request.read(workdir)
 
 
-BAD = {
-  "a name that is a path": {"name": "../../../tmp/x"},
-  "an absolute name": {"name": "/tmp/x"},
-  "no steps": {"steps": 0},
-  "too many steps": {"steps": 101},
-  "steps as text": {"steps": "5"},
-  "a process as text": {"processes": ["0"]},
-  "no time": {"until": None},
-}
+BAD = words(
+  "name='../../../tmp/x' name='/tmp/x' steps=0 steps=101 steps='5' processes=['0'] until=None"
+)
 
 
 @pytest.mark.parametrize("name", [*EVERY, *BAD, "a directory", "a pipe", "large", "link"])
@@ -108,7 +100,7 @@ def test_what_is_no_request_is_left_alone(workdir, name):
     (workdir / "other.json").write_text(whole)
     path.symlink_to(workdir / "other.json")
   elif name in BAD:
-    path.write_text(json.dumps(json.loads(whole) | BAD[name]))
+    path.write_text(json.dumps(json.loads(whole) | fields(name)))
   else:
     put(path, EVERY.get(name))
   assert trace_request.read(workdir) is None
@@ -150,9 +142,9 @@ def test_it_waits_for_every_process_and_cleans_up(workdir):
 
 
 def test_what_a_process_could_not_do_is_one_line(workdir):
-  with pytest.raises(ConfigError, match=r"process 0: .*No space left") as e:
+  with config_error(match=r"process 0: .*No space left") as e:
     with_answer(workdir, ".error", "step 7  no trace: No space left\x1b[2J\n")
-  assert "\n" not in str(e.value) and "\x1b" not in str(e.value)
+  assert "\x1b" not in str(e.value)
   assert not place(workdir).exists()
 
 
@@ -180,28 +172,29 @@ def test_whether_a_run_trains_is_known_by_its_lock(tmp_path):
   assert lock.running(tmp_path) is None
 
 
-@pytest.mark.parametrize(
-  "argv, says",
-  [
-    (["no/such/run"], "no/such/run: no such run"),
-    (["x" * 300], ": no such run"),
-    (["x\0y", "--summary"], ": no such run"),
-    ([], "RUN: missing"),
-    (["--summary"], "RUN: missing"),
-    (["{}", "other"], "other: one run at a time"),
-    (["{}", "--steps=0"], "--steps=0: give a whole number in [1, 100]"),
-    (["{}", "--processes=0,x"], "--processes=0,x: give whole numbers"),
-    (["{}", "--processes=-1"], "--processes=-1: give whole numbers"),
-    (["{}", "--processes=2"], "--processes=2: the run has no such, give 0 … 1"),
-    (["{}", "--summary"], "no trace, give a folder with"),
-    (["{}/config.json", "--summary"], "config.json: not a trace; give"),
-    (["{}/old"], "no run trains there; start it, or print an earlier trace"),
-  ],
-)
+MISTAKES = table(r"""
+no/such/run | no/such/run: no such run
+xxx | : no such run
+x\0y --summary | : no such run
+ | RUN: missing
+--summary | RUN: missing
+RUN other | other: one run at a time
+RUN --steps=0 | --steps=0: give a whole number in [1, 100]
+RUN --processes=0,x | --processes=0,x: give whole numbers
+RUN --processes=-1 | --processes=-1: give whole numbers
+RUN --processes=2 | --processes=2: the run has no such, give 0 … 1
+RUN --summary | no trace, give a folder with
+RUN/config.json --summary | config.json: not a trace; give
+RUN/old | no run trains there; start it, or print an earlier trace
+""")
+
+
+@pytest.mark.parametrize("argv, says", MISTAKES)
 def test_a_mistake_is_one_line(workdir, capsys, argv, says):
   (workdir / "old").mkdir()
   (workdir / "old" / "config.json").write_text("{}")
-  assert cli.main(["profile", *(word.format(workdir) for word in argv)]) == 2
+  argv = argv.replace("RUN", str(workdir)).replace("xxx", "x" * 300).replace(r"\0", "\0")
+  assert cli.main(["profile", *argv.split()]) == 2
   out, err = capsys.readouterr()
   assert out == "" and err.startswith("error: ") and err.count("\n") == 1
   assert says in err

@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 
 from jaxscale import models
-from jaxscale.errors import ConfigError
 from jaxscale.models.stack import stack_logits
 from jaxscale.weights import export_safetensors, import_safetensors
 from jaxscale.weights.fit import fit, resize_positions
 from jaxscale.weights.names import guess
 from support.cases import all_slow_except
+from support.errors import config_error
 
 
 @pytest.mark.parametrize("prefix", [0, 1])
@@ -28,31 +28,26 @@ def test_positions_are_resized_as_jax_resizes_images(old, new, prefix):
   np.testing.assert_allclose(found[prefix:], wanted.reshape(-1, 5), atol=2e-6)
 
 
-@pytest.mark.parametrize(
-  ("ours", "how", "there", "here"),
-  [
-    ("params/embed/position", "tokens", (1, 196, 8), (1, 197, 8)),  # no class token
-    ("params/embed/position", "tokens", (1, 197, 8), (1, 50, 9)),
-    ("params/embed/position", "tokens", (1, 12, 8), (1, 16, 8)),  # not square
-    ("params/embed/patch/kernel", "patch", (8, 3, 4, 4), (8, 3, 2, 2)),
-    ("params/embed/patch/kernel", "patch", (8, 4, 4, 4), (8, 3, 4, 4)),
-    ("params/Conv_1/kernel", "conv", (8, 3, 3, 3), (8, 1, 3, 3)),
-    ("params/head/kernel", "linear", (3, 8), (1, 8)),
-  ],
-)
+EMBEDDING = "params/embed/"
+MISFITS = [
+  (EMBEDDING + "position", "tokens", (1, 196, 8), (1, 197, 8)),  # no class token
+  (EMBEDDING + "position", "tokens", (1, 197, 8), (1, 50, 9)),
+  (EMBEDDING + "position", "tokens", (1, 12, 8), (1, 16, 8)),  # not square
+  (EMBEDDING + "patch/kernel", "patch", (8, 3, 4, 4), (8, 3, 2, 2)),
+  (EMBEDDING + "patch/kernel", "patch", (8, 4, 4, 4), (8, 3, 4, 4)),
+  ("params/Conv_1/kernel", "conv", (8, 3, 3, 3), (8, 1, 3, 3)),
+  ("params/head/kernel", "linear", (3, 8), (1, 8)),
+]
+
+
+@pytest.mark.parametrize("ours, how, there, here", MISFITS)
 def test_what_cannot_be_made_to_fit(ours, how, there, here):
   assert fit(ours, how, there, here) is None
 
 
-def vit(pixels=16, channels=3):
-  return models.make_vit(
-    image_shape=(pixels, pixels, channels),
-    num_classes=5,
-    patch=4,
-    width=8,
-    num_layers=1,
-    num_heads=2,
-  )
+def vit(pixels=16, channels=3, num_layers=1):
+  sizes = dict(num_classes=5, patch=4, width=8, num_heads=2, num_layers=num_layers)
+  return models.make_vit(image_shape=(pixels, pixels, channels), **sizes)
 
 
 def resnet(channels):
@@ -67,8 +62,7 @@ def test_gray_images_have_the_logits_of_gray_colors(kind, there, tmp_path):
   make = vit if kind == "vit" else resnet
 
   def made(channels):
-    init = make(channels=channels).init
-    found = init(jax.random.key(0))
+    found = make(channels=channels).init(jax.random.key(0))
     return (found, {}) if kind == "vit" else found
 
   params, state = made(there)
@@ -105,11 +99,8 @@ def test_another_image_size_is_read_and_said(tmp_path):
 
 def test_a_file_that_does_not_fit_says_what_to_set(tmp_path):
   export_safetensors(tmp_path / "x", vit().init(jax.random.key(0)), naming="timm")
-  other = models.make_vit(
-    image_shape=(16, 16, 3), num_classes=5, patch=4, width=8, num_layers=2, num_heads=2
-  )
-  with pytest.raises(ConfigError) as e:
-    import_safetensors(tmp_path / "x", other.init(jax.random.key(0)))
+  with config_error() as e:
+    import_safetensors(tmp_path / "x", vit(num_layers=2).init(jax.random.key(0)))
   assert str(e.value).endswith(
     "12 missing, first blocks.1.norm1.weight; set the model's sizes (and pad_vocab_to) to "
     "the file's, if its network is among ours"
@@ -118,12 +109,11 @@ def test_a_file_that_does_not_fit_says_what_to_set(tmp_path):
 
 def test_names_that_are_not_known_are_of_what_the_config_says(tmp_path):
   names = ["gpt_neox.embed_in.weight"]
-  with pytest.raises(ConfigError, match=r"\(but gpt_neox.embed_in.weight\); give"):
+  with config_error("(but gpt_neox.embed_in.weight); give"):
     guess(tmp_path, names)
   fields = {"model_type": "gpt_neox", "rotary_pct": 0.25, "hidden_size": 8}
   (tmp_path / "config.json").write_text(json.dumps(fields))
   for path in (tmp_path, tmp_path / "model.safetensors"):
-    with pytest.raises(ConfigError) as e:
-      guess(path, names)
     wanted = "(but gpt_neox.embed_in.weight), and its config.json says "
-    assert f"{wanted}model_type='gpt_neox', rotary_pct=0.25; give" in str(e.value)
+    with config_error(f"{wanted}model_type='gpt_neox', rotary_pct=0.25; give"):
+      guess(path, names)

@@ -1,0 +1,37 @@
+"""Tables of cases, written as text: a row a line, its cells divided by `|`."""
+
+import ast
+
+
+def table(text):
+  """Rows of a text, of strings."""
+  return [[cell.strip() for cell in line.split("|")] for line in text.strip("\n").splitlines()]
+
+
+def columns(*readers):
+  """Return a function that makes rows of a text, each cell read by the reader of its column."""
+
+  def read(text):
+    return [[r(cell) for r, cell in zip(readers, row, strict=True)] for row in table(text)]
+
+  return read
+
+
+def assignments(cell):
+  """Texts by their names: `a=1 b.c=x`."""
+  return dict(word.split("=", 1) for word in cell.split())
+
+
+def fields(cell):
+  """Python literals without spaces by their names: `a=1 b=None c='x'`."""
+  return {name: literal(value) for name, value in assignments(cell).items()}
+
+
+def literal(cell):
+  """Value of a Python literal."""
+  return ast.literal_eval(cell)
+
+
+def words(text):
+  """Words of a text."""
+  return text.split()
