@@ -15,7 +15,7 @@ from typing import Any
 from jaxscale.cli.parser import Namespace, Parser, directory, whole
 from jaxscale.errors import ConfigError
 
-# Options of `launch.submit` in addition to those of the site's profile.
+# Options of `jobs.submit` in addition to those of the site's profile.
 _OPTIONS = ("name", "runs", "site", "executor", "requeue", "spares", "preflight")
 
 
@@ -75,7 +75,7 @@ def given(args: Namespace, *names: str) -> dict[str, Any]:
 
 
 def job_options(args: Namespace) -> dict[str, Any]:
-  """What all submissions have, as `launch.submit` takes it."""
+  """What all submissions have, as `jobs.submit` takes it."""
   return given(args, *_OPTIONS) | {"overrides": args.overrides, "made_by": args.command_line}
 
 
@@ -85,7 +85,7 @@ def run(args: Namespace, *commands: str, **options: Any) -> None:
   Args:
     args: the command line.
     commands: what one may type next, after the usual ones.
-    options: further ones of `launch.submit`.
+    options: further ones of `jobs.submit`.
   """
   from jaxscale.jobs import job_handle
 
@@ -129,7 +129,7 @@ def finish(
 
   Args:
     args: the command line.
-    prepared: the jobs, `launch.jobs.Prepared`.
+    prepared: the jobs, `jobs.job_handle.Prepared`.
     launch: makes and submits them; returns the handle of the job or of the study.
     commands: what one may type next.
   """

@@ -336,6 +336,6 @@ def imported(
   )
   logger.info(found.summary)
   for note in notes:
-    logger.info(f"note: {note}")
+    logger.warning(f"note: {note}")
   leaves = jax.tree.leaves_with_path((found.params, found.model_state))
   return {path_name(p): x for p, x in leaves if isinstance(x, jax.Array)}

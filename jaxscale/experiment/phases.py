@@ -9,13 +9,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import optax
-
-Rule = Literal["none", "linear", "sqrt", "neutral"]  # how rate and momentum follow
 
 
 class Phase(NamedTuple):
@@ -138,54 +135,6 @@ def every(
     return step == phases[-1].stop or intervals(step) > intervals(step - 1)
 
   return due
-
-
-def within_phase(
-  schedule: optax.Schedule, phase: Phase, batch_size: int, factor: float
-) -> optax.Schedule:
-  """The schedule inside a phase, as a function of the run's step.
-
-  Args:
-    schedule: of steps of `batch_size` examples.
-    phase: where we are.
-    batch_size: the reference.
-    factor: what the rate is multiplied by at the phase's batch size.
-  """
-  before = phase.examples / batch_size
-  ratio = phase.batch_size / batch_size
-
-  def of_step(step: Any) -> jax.Array:
-    inside = jnp.asarray(step - phase.start, jnp.float32)
-    return factor * jnp.asarray(schedule(before + ratio * inside), jnp.float32)
-
-  return of_step
-
-
-def follow_batch_size(
-  rule: Rule, batch_size: int, reference: int, momentum: float
-) -> tuple[float, float]:
-  """(factor of the rate, momentum) when the batch is no longer the reference.
-
-  "neutral" is what CNTK's learning rate per sample and momentum as time
-  constant amount to (SGD.h: momentum = exp(-B / tc), rate per sample
-  lr / (B (1 - momentum))): both stay, so that every example moves the
-  parameters as far, spread over as many examples, as before.
-
-  Args:
-    rule: how to follow.
-    batch_size: the new one.
-    reference: the batch size that rate and momentum belong to.
-    momentum: there.
-
-  Example:
-    >>> follow_batch_size("linear", 512, 256, 0.9)
-    (2.0, 0.9)
-  """
-  ratio = batch_size / reference
-  if rule == "neutral":
-    new = momentum**ratio
-    return ratio * (1 - new) / (1 - momentum), new
-  return {"none": 1.0, "linear": ratio, "sqrt": math.sqrt(ratio)}[rule], momentum
 
 
 def scale_velocity(opt_state: Any, factor: float) -> Any:

@@ -112,7 +112,7 @@ def _is_positive(value: float, scale: np.ndarray) -> bool:
 def trials(
   config: Config, batch_sizes: Sequence[int], seeds: int = 1, accumulate_steps: Sequence[int] = ()
 ) -> list[dict[str, str]]:
-  """Return the trials of a study, as `launch.sweep` takes them.
+  """Return the trials of a study, as `jobs.sweep` takes them.
 
   Args:
     config: config with a target; its batch size is replaced.

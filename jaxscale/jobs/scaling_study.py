@@ -146,7 +146,7 @@ class Study(NamedTuple):
 
   @property
   def name(self) -> str:
-    """The name of the study; `launch.study(name)` returns this handle again."""
+    """The name of the study; `jobs.study(name)` returns this handle again."""
     return self.folder.name
 
   def status(self) -> StatusTable:

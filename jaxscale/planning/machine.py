@@ -1,7 +1,7 @@
 """A machine's constants: what its chips do in a second, and what its links carry.
 
 Those of the chips that are known are in chips.toml, each with where it is from. A
-site's file (`launch.site`) overrides them in its table [machine], by the same names.
+site's file (`jobs.site`) overrides them in its table [machine], by the same names.
 """
 
 from __future__ import annotations

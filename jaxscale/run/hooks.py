@@ -30,10 +30,8 @@ class RunCallbacks(loop.Callbacks):
 
   def __init__(self, run: Run):
     """Callbacks of the phase that the run is in."""
-    self._run, experiment = run, run.experiment
-    every = experiment.config.log.every_steps
-    is_logged = phases.every(experiment.derived.phases, experiment.phase, lambda phase: every)
-    super().__init__(is_logged=is_logged)
+    self._run = run
+    super().__init__(is_logged=log_interval(run))
 
   def at(self, step, activity):
     """Note it for the watch, and in a trace."""
@@ -52,7 +50,6 @@ class RunCallbacks(loop.Callbacks):
     if self._run.nan_policy.action == "skip":
       metrics["skipped_steps"] = float(self._run.nan_policy.count(step))
     self._run.reporter.trained(step, metrics)
-    self._run.checkpoints.poll()
 
   def should_stop(self, step):
     """Whether all processes are asked to stop, or the target is reached."""
@@ -85,15 +82,28 @@ def run_hooks(run: Run, fingerprint: Future[Fingerprint] | None) -> Sequence[Hoo
   config, derived = run.experiment.config, run.experiment.derived
   every = functools.partial(phases.every, derived.phases, run.experiment.phase)
   is_saved = every(lambda phase: interval(config.checkpoint, derived.num_train, phase))
+  is_logged = log_interval(run)
+
+  def is_save_due(step: int) -> bool:
+    if is_logged(step):  # of all processes after the same step, which no log line is
+      run.checkpoints.poll()
+    return run.should_stop(step) or is_saved(step)
+
   hooks = [
     Hook(evaluation_interval(run), functools.partial(evaluate, run)),
-    *run.hooks,
-    Hook(lambda step: run.should_stop(step) or is_saved(step), functools.partial(save, run)),
+    *(hook._replace(run=functools.partial(run_own, run, hook)) for hook in run.hooks),
+    Hook(is_save_due, functools.partial(save, run)),
   ]
   if fingerprint is not None:
     check = functools.partial(check_replicas, run, fingerprint)
     hooks.insert(0, Hook(config.checks.replicas_every_steps, check))
   return hooks
+
+
+def log_interval(run: Run) -> Callable[[int], bool]:
+  """Return a function of the step: whether its metrics are logged, in this phase."""
+  experiment, every = run.experiment, run.experiment.config.log.every_steps
+  return phases.every(experiment.derived.phases, experiment.phase, lambda phase: every)
 
 
 def evaluation_interval(run: Run) -> Callable[[int], bool]:
@@ -114,6 +124,13 @@ def turn_trace(run: Run, step: int) -> None:
   note(run, step - 1, "preparing")  # others that wait are at this step already
   with run.reporter.pause():
     run.tracer.turn(step)
+
+
+def run_own(run: Run, hook: Hook, step: int, state: TrainState) -> None:
+  """Run a hook of the user's, whose time is not training and may be long."""
+  note(run, step, "hook")
+  with run.reporter.pause():
+    hook.run(step, state)
 
 
 def check_replicas(

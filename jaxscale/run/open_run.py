@@ -54,6 +54,7 @@ def open_run(
     if not isinstance(config, Config):
       fix = "give a Config, or the path of a config file"
       raise invalid("config", config, f"is a {type(config).__name__}", fix)
+    _check_hooks(hooks)
     tracking.check_packages(config)
     accept = identities.accepted(accept_changes)
     experiment = workdirs.experiment_in(workdir, config, accept)
@@ -98,6 +99,14 @@ def open_run(
       hooks=tuple(hooks),
       began=began,
     )
+
+
+def _check_hooks(hooks: Sequence[Hook]) -> None:
+  for hook in hooks:
+    if not isinstance(hook, Hook) or not callable(hook.run):
+      raise invalid("hooks", hooks, "is not a list of hooks", "give [training.Hook(every, run)]")
+    if not callable(hook.every) and hook.every < 1:
+      raise invalid("Hook.every", hook.every, "is not a number of steps", "give 1 or more")
 
 
 def with_chosen_sizes(workdir: Path, experiment: build.Experiment) -> build.Experiment:

@@ -10,7 +10,7 @@ in the next step. Nothing that goes wrong here ends a run.
                                                   process_0.trace.json.gz
 
 The host's parts are named by the activities of the watch ("input", "step"), and by
-"evaluation", "saving" and "check" (`run.callbacks`); the device's by the scopes of
+"evaluation", "saving" and "check" (`run.hooks`); the device's by the scopes of
 `training.step`.
 """
 

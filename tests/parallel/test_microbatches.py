@@ -182,7 +182,7 @@ def test_an_adaptive_run_tries_what_it_would_have_tried(monkeypatch, start, devi
 
   monkeypatch.setattr(adaptive_batch, "candidates", candidates)
   state = experiment.init_state()
-  adaptive_batch.choose(experiment, state, lambda tried: iter(()), print)
+  adaptive_batch.choose(experiment, state, lambda tried: iter(()))
   assert found == [wanted]
 
 

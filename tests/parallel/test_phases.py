@@ -12,7 +12,12 @@ import pytest
 from jaxscale import metrics
 from jaxscale.config.loading import load_config
 from jaxscale.experiment import build, phases
-from jaxscale.experiment.optimizer import make_optimizer, phase_rate
+from jaxscale.experiment.optimizer import (
+  follow_batch_size,
+  make_optimizer,
+  phase_rate,
+  within_phase,
+)
 from jaxscale.run import adaptive_batch
 from jaxscale.run.fit import fit
 from support.errors import config_error
@@ -71,16 +76,16 @@ def test_a_phase_without_room_is_left_out():
 def test_the_schedule_goes_by_epochs_whatever_the_batch():
   base = lambda step: jnp.asarray(step, jnp.float32) / 40  # noqa: E731
   one, two = phases.plan((0, 1), (10, 40), (1, 1), (None,) * 2, total_epochs=4, num_train=100)
-  inside = phases.within_phase(base, two, 10, factor=2.0)
+  inside = within_phase(base, two, 10, factor=2.0)
   # Step 10 + 3 has seen 100 + 120 examples: 22 steps of 10.
   assert float(inside(13)) == pytest.approx(2.0 * 22 / 40)
-  assert float(phases.within_phase(base, one, 10, 1.0)(7)) == pytest.approx(7 / 40)
+  assert float(within_phase(base, one, 10, 1.0)(7)) == pytest.approx(7 / 40)
 
 
 @pytest.mark.parametrize("momentum", [0.0, 0.5, 0.9, 0.99])
 @pytest.mark.parametrize("size", [64, 256, 1024])
 def test_neutral_keeps_rate_an_example_and_time_constant(momentum, size):
-  factor, new = phases.follow_batch_size("neutral", size, 256, momentum)
+  factor, new = follow_batch_size("neutral", size, 256, momentum)
   per_example = factor / (size * (1 - new))
   assert per_example == pytest.approx(1 / (256 * (1 - momentum)))
   if momentum:
@@ -93,7 +98,7 @@ def test_neutral_changes_do_not_show_on_a_constant_gradient():
   def distance(sizes, examples=25_600):
     state, w, moved, before = None, jnp.zeros(()), 0, 0.9
     for size in sizes:
-      factor, m = phases.follow_batch_size("neutral", size, 256, 0.9)
+      factor, m = follow_batch_size("neutral", size, 256, 0.9)
       tx = optax.sgd(0.01 * factor, m)
       state = tx.init(w) if state is None else phases.scale_velocity(state, (1 - before) / (1 - m))
       before = m
@@ -112,9 +117,9 @@ def test_neutral_changes_do_not_show_on_a_constant_gradient():
 
 
 def test_follow_rules():
-  assert phases.follow_batch_size("none", 512, 256, 0.9) == (1.0, 0.9)
-  assert phases.follow_batch_size("linear", 512, 256, 0.9) == (2.0, 0.9)
-  assert phases.follow_batch_size("sqrt", 1024, 256, 0.9) == (2.0, 0.9)
+  assert follow_batch_size("none", 512, 256, 0.9) == (1.0, 0.9)
+  assert follow_batch_size("linear", 512, 256, 0.9) == (2.0, 0.9)
+  assert follow_batch_size("sqrt", 1024, 256, 0.9) == (2.0, 0.9)
 
 
 @pytest.fixture(scope="module")

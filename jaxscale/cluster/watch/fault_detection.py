@@ -22,11 +22,12 @@ from jaxscale.errors import EXIT_CRASH, EXIT_HANG
 # In the order in which a step goes through them, and which of `Timeouts` is the limit.
 # "step" is where a process may wait for others; "input" is all that its host does
 # before it; "inspecting" is before a check of replicas, or of a step with NaN or Inf,
-# and "preparing" before the first evaluation: both may compile. "outside" is what a
-# program does by itself after a run. In "leaving" the leader may write and plot, and
-# the others wait for it.
+# and "preparing" before the first evaluation: both may compile, as may a "hook" of the
+# user's. "outside" is what a program does by itself after a run. In "leaving" the
+# leader may write and plot, and the others wait for it.
 _LIMITS = """starting:startup compiling:compile input:hang step:hang inspecting:compile
-  checking:hang preparing:compile evaluating:hang saving:save outside:startup leaving:save"""
+  checking:hang preparing:compile evaluating:hang hook:compile saving:save outside:startup
+  leaving:save"""
 _PAIRS = (pair.split(":") for pair in _LIMITS.split())
 ACTIVITIES = {activity: f"{limit}_timeout_s" for activity, limit in _PAIRS}
 _ORDER = {activity: order for order, activity in enumerate(ACTIVITIES)}

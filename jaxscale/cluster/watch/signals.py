@@ -10,8 +10,8 @@ The way of a signal, from the handler to the exit code:
 2. watch/stop_consensus.py: all processes agree on the step after which they stop;
    `watch.stop.poll()` returns the request there, in every process (watch.py and
    monitor.py only carry the messages).
-3. training/loop.py: after every step the loop calls `callbacks.should_stop`, which
-   polls (run/callbacks.py); asked to stop, it saves and ends.
+3. run/run.py: after every step `Run.should_stop` polls; asked to stop, the run saves
+   (the last hook of run/hooks.py), and training/loop.py ends.
 4. run/session.py: the command (cli/train.py) calls `report_stop`: it prints what was
    saved, asks Slurm to requeue the job after a preemption, and returns the exit code.
 5. errors.py: `EXIT_OF_STOP` has the code of each kind, 85 or 130; `leave` exits.
