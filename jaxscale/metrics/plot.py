@@ -96,10 +96,16 @@ def _panels(lines: _Rows, training: str) -> list[_Panel]:
 
 
 def log_scale(axis: Any) -> None:
-  """Scale the y axis by logarithm, with 0.6 and 2,000 at its ticks, not 2x10^3."""
+  """Scale the y axis by logarithm; its labels are 0.6 and 2,000, not 6e-01 and 2x10^3."""
+  from matplotlib import ticker
+
+  class Formatter(ticker.LogFormatter):
+    def __call__(self, x, pos=None):
+      return f"{x:,.12g}" if super().__call__(x, pos) else ""
+
   axis.set_yscale("log")
-  axis.yaxis.set_major_formatter(lambda y, _: f"{y:,.12g}")
-  axis.yaxis.set_minor_formatter(lambda y, _: f"{y:,.12g}" if f"{y:e}"[0] in "25" else "")
+  axis.yaxis.set_major_formatter(Formatter())
+  axis.yaxis.set_minor_formatter(Formatter())
 
 
 def _training_label(workdir: Path) -> str:
