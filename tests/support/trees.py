@@ -20,12 +20,12 @@ def assert_close(tree, expected, tolerance, floor=1e-3):
 
 
 def relative_distance(tree, expected):
-  """The norm of the difference of two trees, relative to the norm of the second."""
+  """The norm of the difference of two trees, relative to that of the second if it is not 0."""
   a, b = (
     np.concatenate([np.ravel(x) for x in jax.tree.leaves(t)]).astype(float)
     for t in (tree, expected)
   )
-  return np.linalg.norm(a - b) / np.linalg.norm(b)
+  return np.linalg.norm(a - b) / (np.linalg.norm(b) or 1.0)
 
 
 def worst_leaf(tree, expected, floor=0.01):
@@ -39,7 +39,7 @@ def worst_leaf(tree, expected, floor=0.01):
     for a, b in zip(jax.tree.leaves(tree), jax.tree.leaves(expected), strict=True)
   ]
   least = floor * np.sqrt(sum(np.sum(b * b) for _, b in pairs))
-  return max(np.linalg.norm(a - b) / (np.linalg.norm(b) + least) for a, b in pairs)
+  return max(np.linalg.norm(a - b) / (np.linalg.norm(b) + least or 1.0) for a, b in pairs)
 
 
 def largest_distance(tree, expected):
