@@ -1,5 +1,6 @@
 """Files that others can write to: no link is followed, no stranger trusted."""
 
+import contextlib
 import io
 import json
 import os
@@ -81,24 +82,27 @@ def test_what_is_written_replaces_a_link_and_does_not_follow_it(tmp_path, victim
 def test_what_is_appended_is_not_appended_to_another_file(tmp_path, victim):
   (tmp_path / "link").symlink_to(victim)
   (tmp_path / provenance.FILE).symlink_to(victim)
-  with pytest.raises(OSError, match="symbolic links"):
-    open_to_append(tmp_path / "link")
-  with pytest.raises(OSError, match="symbolic links"):
-    folders.append_line(tmp_path / "link", {})
-  with pytest.raises(OSError, match="symbolic links"):
-    provenance.record_start(tmp_path, "8 x cpu")
+  for append, *arguments in (
+    (open_to_append, tmp_path / "link"),
+    (folders.append_line, tmp_path / "link", {}),
+    (provenance.record_start, tmp_path, "8 x cpu"),
+  ):
+    with pytest.raises(OSError, match="symbolic links"):
+      append(*arguments)
   workdir = tmp_path / "run"
   workdir.mkdir()
   (workdir / "metrics.jsonl").symlink_to(victim)
-  writer = metrics.MetricWriter(workdir, tensorboard=False)
-  writer.write(1, {"a": 1.0})
-  writer.close()
+  with contextlib.closing(metrics.MetricWriter(workdir, tensorboard=False)) as writer:
+    writer.write(1, {"a": 1.0})
   assert len(metrics.read_metrics(workdir / "metrics.jsonl")) == 1
 
 
-def test_nothing_is_appended_to_a_pipe(tmp_path):
+def test_a_pipe_is_not_waited_for(tmp_path):
   """Opening a pipe that nobody reads waits for ever."""
   os.mkfifo(tmp_path / "pipe")
+  for path in (tmp_path / "pipe", "/dev/zero"):
+    with pytest.raises(OSError, match="not a file"):
+      read_bytes(path)
   reader = os.open(tmp_path / "pipe", os.O_RDONLY | os.O_NONBLOCK)
   with pytest.raises(OSError, match="not a file"):
     open_to_append(tmp_path / "pipe")
@@ -133,13 +137,6 @@ def test_the_umask_decides_who_reads_what_is_written(tmp_path, umask, mask, mode
   umask(mask)
   write_json(tmp_path / "a", {})
   assert stat.S_IMODE((tmp_path / "a").stat().st_mode) == mode
-
-
-def test_a_pipe_is_not_waited_for(tmp_path):
-  os.mkfifo(tmp_path / "pipe")
-  for path in (tmp_path / "pipe", "/dev/zero"):
-    with pytest.raises(OSError, match="not a file"):
-      read_bytes(path)
 
 
 def test_who_else_writes(tmp_path, umask, monkeypatch):

@@ -57,11 +57,11 @@ def test_another_size_reads_nothing_again_and_a_new_file_is_seen(folder, photo):
     assert data.image_folder(folder, image_size=16).num_examples == i
 
 
-def put(root, *names, kind="JPEG"):
+def put(root, *names, kind="JPEG", level=9):
   """Files of a small image."""
   for name in names:
     (root / name).parent.mkdir(parents=True, exist_ok=True)
-    Image.fromarray(np.full((20, 20, 3), 9, np.uint8)).save(root / name, kind)
+    Image.fromarray(np.full((20, 20, 3), level, np.uint8)).save(root / name, kind)
 
 
 IMAGES = ("0.jpg", "3.JFIF", "4.jpe", "5", "b/1.jpg", "b/b/2.jpeg", "b-c/0.jpg", "z y/1.JPG")
@@ -275,11 +275,8 @@ def test_a_disk_that_is_gone_stops_the_run(folder):
 
 def test_pictures_of_one_size_are_known_by_their_pixels(tmp_path):
   found = []
-  for level in (0, 0, 90):
-    for name in ("a/0.bmp", "a/1.bmp", "b/0.bmp"):
-      (tmp_path / name).parent.mkdir(exist_ok=True)
-      pixels = np.full((20, 20, 3), level + 9, np.uint8)
-      Image.fromarray(pixels).save(tmp_path / name, "BMP")
+  for level in (9, 9, 90):
+    put(tmp_path, "a/0.bmp", "a/1.bmp", "b/0.bmp", kind="BMP", level=level)
     found.append(data.image_folder(tmp_path, image_size=8).identity())
   assert found[0] == found[1] and found[0]["sizes"] == found[2]["sizes"]
   assert found[0] != found[2]

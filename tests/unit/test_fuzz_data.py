@@ -43,17 +43,19 @@ LLAMA |= dict(sliding_window=99, rope_parameters={"rope_type": "default"}, num_c
 LLAMA |= dict(architecture="vit_base_patch16_224")
 
 
+OF_LLAMA, OF_RESNET, OF_VIT = ("huggingface", MODEL), ("timm", RESNET), ("timm", VIT)
+
+
 @fuzzed(
   damaged(LLAMA),
-  st.sampled_from([("huggingface", MODEL), ("huggingface", VIT), ("timm", VIT), ("timm", RESNET)]),
+  st.sampled_from([OF_LLAMA, ("huggingface", VIT), OF_VIT, OF_RESNET]),
   examples=[
-    (b'{"sliding_window": "4096"}', ("huggingface", MODEL)),
-    (b'{"model_type": []}', ("huggingface", MODEL)),
-    (b'{"num_classes": 3, "pretrained_cfg": {"mean": ["a"]}}', ("timm", RESNET)),
-    (b'{"num_classes": 3, "pretrained_cfg": {"std": [[1]]}}', ("timm", VIT)),
-    (b'{"architecture": "x", "model_args": {"global_pool": []}}', ("timm", VIT)),
-    (b'{"num_classes": 2, "model_args": {"global_pool": [1]}}', ("timm", VIT)),
-    (b'{"num_classes": 2, "mean": ["a", "b", "c"]}', ("timm", RESNET)),
+    *((b'{"sliding_window": "4096"}', OF_LLAMA), (b'{"model_type": []}', OF_LLAMA)),
+    (b'{"num_classes": 3, "pretrained_cfg": {"mean": ["a"]}}', OF_RESNET),
+    (b'{"num_classes": 3, "pretrained_cfg": {"std": [[1]]}}', OF_VIT),
+    (b'{"architecture": "x", "model_args": {"global_pool": []}}', OF_VIT),
+    (b'{"num_classes": 2, "model_args": {"global_pool": [1]}}', OF_VIT),
+    (b'{"num_classes": 2, "mean": ["a", "b", "c"]}', OF_RESNET),
   ],
 )
 def test_config_of_hugging_face(place, content, kind):
@@ -64,21 +66,18 @@ def test_config_of_hugging_face(place, content, kind):
     check_source(place, naming, ["lm_head.weight"], model, info)
 
 
-ARRAYS = {"w": (np.dtype("f4"), (2, 3)), "b": (np.dtype("i1"), (5,))}
-HEADER = {
-  "w": {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]},
-  "b": {"dtype": "I8", "shape": [5], "data_offsets": [24, 29]},
-  "__metadata__": {"a": "b"},
-}
+HEADER = {"w": dict(dtype="F32", shape=[2, 3], data_offsets=[0, 24]), "__metadata__": {"a": "b"}}
+HEADER |= {"b": dict(dtype="I8", shape=[5], data_offsets=[24, 29])}
 
 
 def with_header(text):
   return len(text).to_bytes(8, "little") + text + bytes(29)
 
 
-@fuzzed(
-  st.one_of(damaged(HEADER).map(with_header), edited([with_header(json.dumps(HEADER).encode())]))
-)
+WHOLE = with_header(json.dumps(HEADER).encode())
+
+
+@fuzzed(st.one_of(damaged(HEADER).map(with_header), edited([WHOLE])))
 def test_safetensors(place, content):
   path = place / "a.safetensors"
   path.write_bytes(content)
@@ -103,11 +102,8 @@ DRAWS = np.full(64, 0.4)
   st.one_of(edited(IMAGES), st.binary(max_size=40)),
   st.booleans(),
   examples=[
-    (jpeg_441(), True),
-    (TOO_LARGE["a JPEG"], True),
-    (TOO_LARGE["300 scans"], False),
-    (TOO_LARGE["a PNG of 2^62 pixels"], False),
-    (of_size(0, 0), True),
+    *((content, True) for content in (jpeg_441(), TOO_LARGE["a JPEG"], of_size(0, 0))),
+    *((TOO_LARGE[name], False) for name in ("300 scans", "a PNG of 2^62 pixels")),
     (png_of_size(0, 0), False),
     (png_of_size(8, 8)[:25], False),  # up to the depth, 8, and no colour type
   ],

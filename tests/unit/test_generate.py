@@ -27,7 +27,7 @@ from jaxscale.run.generate import choose, sample
 from jaxscale.training.types import TrainState
 from support.cases import all_slow_except
 from support.configs import small_config
-from support.tables import columns, literal, table
+from support.tables import table
 
 SIZES = dict(num_layers=2, width=16, num_heads=4, num_kv_heads=2, hidden=24)
 MODEL = cfg.Transformer(**SIZES, pad_vocab_to=1)
@@ -98,16 +98,9 @@ def np_kept(logits, temperature, top_k, top_p):
   return kept / kept.sum()
 
 
-CHOICES = columns(literal, literal, literal)("""
-1.0 | None | None
-0.5 | None | None
-1.0 | 3 | None
-1.0 | 4 | None
-2.0 | None | 0.6
-1.0 | 5 | 0.7
-1.0 | None | 0.01
-1.0 | 1 | 1.0
-""")  # the fourth likeliest is one of three equals
+CHOICES = [(1.0, None, None), (0.5, None, None), (1.0, 3, None), (2.0, None, 0.6), (1.0, 5, 0.7)]
+CHOICES += [(1.0, None, 0.01), (1.0, 1, 1.0)]
+CHOICES += [(1.0, 4, None)]  # the fourth is one of three equals
 
 
 @pytest.mark.parametrize("temperature, top_k, top_p", CHOICES)

@@ -129,8 +129,7 @@ def test_steps_between_two_lines_are_taken_to_be_equally_long():
   lines += [Activity(30.0, 31.0, 7, [6], {"starting": 1.0})]
   found = goodput(lines)
   wanted = {"training": 0.6 * 8, "input": 0.6 * 2, "lost": 0.4 * 10, "down": 10.0}
-  assert found is not None
-  assert {name: found.seconds[name] for name in wanted} == pytest.approx(wanted)
+  assert found and {name: found.seconds[name] for name in wanted} == pytest.approx(wanted)
 
 
 def test_waits_may_overlap_and_only_the_last_job_starts_up():
@@ -138,9 +137,8 @@ def test_waits_may_overlap_and_only_the_last_job_starts_up():
   lines += [Activity(50.0, 60.0, 9, [5], {"step": 10.0}, (35.0, 45.0))]
   # One job in between has left nothing; what Slurm's clock says may be a second off.
   found = goodput(lines, [(1.0, 8.4), (19.0, 25.0), (34.0, 44.0)], until=63.0)
-  assert found is not None
   wanted = {"training": 20.0, "queue": 23.4, "start-up": 6.6, "down": 12.0}
-  assert found.seconds == pytest.approx(dict.fromkeys(CATEGORIES, 0.0) | wanted)
+  assert found and found.seconds == pytest.approx(dict.fromkeys(CATEGORIES, 0.0) | wanted)
 
 
 def test_a_run_that_was_done_is_not_down():
@@ -306,8 +304,7 @@ def test_a_clock_that_is_set_back_between_two_starts_takes_no_time_away(tmp_path
   later = second._replace(time=start + 8.0, seconds={"step": 8.0})
   put_lines(tmp_path, *(a._asdict() for a in (*first, second)))
   found = goodput(read_activities(tmp_path, later))
-  assert found is not None
-  assert found.seconds["training"] + found.seconds["lost"] == pytest.approx(17.0)
+  assert found and found.seconds["training"] + found.seconds["lost"] == pytest.approx(17.0)
 
 
 def test_the_age_of_a_process_is_that_of_ps():
@@ -341,8 +338,7 @@ WANTED = {"training": 30.0, "lost": 7.0, "queue": 15.5, "start-up": 5.0, "down":
 def test_the_events_of_a_job_know_its_queue(tmp_path, trials):
   run, task = write_run(tmp_path / "run", trials=trials)
   found = folders.read_goodput(run, task)
-  assert found is not None
-  assert found.seconds == pytest.approx(dict.fromkeys(CATEGORIES, 0.0) | WANTED)
+  assert found and found.seconds == pytest.approx(dict.fromkeys(CATEGORIES, 0.0) | WANTED)
 
 
 def test_status_has_goodput_and_of_one_run_where_the_time_went(tmp_path, capsys):

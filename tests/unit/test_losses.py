@@ -50,8 +50,7 @@ CASES = {
 
 
 def info(labels):
-  images = np.zeros((ROWS, 2, 2, 1), np.uint8)
-  return array_info(images, labels)
+  return array_info(np.zeros((ROWS, 2, 2, 1), np.uint8), labels)
 
 
 def apply(params, model_state, inputs, train, keys):
@@ -79,9 +78,12 @@ def test_a_class_is_not_several():
     CrossEntropy().build(info(SEVERAL))
 
 
+def on_two(**fields):
+  return experiment(small_config(**fields), devices=jax.devices()[:2])
+
+
 def digit_run(loss, x, y, **other):
-  settings = small_config(data=config.Arrays(x=x, y=y), loss=loss, **other)
-  return experiment(settings, devices=jax.devices()[:2])
+  return on_two(data=config.Arrays(x=x, y=y), loss=loss, **other)
 
 
 def losses_of(loss, y):
@@ -278,7 +280,7 @@ OUT_OF_RANGE = [
 @pytest.mark.parametrize("y, loss, line", OUT_OF_RANGE)
 def test_targets_out_of_range_are_refused_in_the_batch_that_has_them(y, loss, line):
   """A class of -1 would be the last one, any other NaN."""
-  made = experiment(small_config(data=Labels(y=y), loss=loss), devices=jax.devices()[:2])
+  made = on_two(data=Labels(y=y), loss=loss)
   for dataset in (made.train_data, made.eval_data):
     assert len(dataset.load(np.arange(5), None)["label"]) == 5
     with pytest.raises(ConfigError, match=line):
@@ -288,7 +290,7 @@ def test_targets_out_of_range_are_refused_in_the_batch_that_has_them(y, loss, li
 def test_unreadable_examples_and_numbers_have_any_target():
   unreadable = Labels(y=with_one(-1), damaged=True)
   for data, loss in ((unreadable, CrossEntropy()), (Labels(y=with_one(70)), SquaredError())):
-    made = experiment(small_config(data=data, loss=loss), devices=jax.devices()[:2])
+    made = on_two(data=data, loss=loss)
     made.eval_data.load(np.arange(8), None)
 
 

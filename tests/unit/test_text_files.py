@@ -147,9 +147,8 @@ def test_tfds_text_by_name(tmp_path, file_format):
 def test_a_torn_document_is_one_line(tmp_path):
   root = text_dataset(tmp_path, "tfrecord", [b"some text"] * 14)
   (file,) = (root / "essays" / "1.0.0").glob("essays-test*")
-  raw = bytearray(file.read_bytes())
-  raw[12:24] = b"\xff" * 12  # the first record's first field
-  file.write_bytes(raw)
+  raw = file.read_bytes()
+  file.write_bytes(raw[:12] + b"\xff" * 12 + raw[24:])  # the first record's first field
   with config_error(match="copy or prepare the dataset again"):
     data.tfds_text("essays", "test", data_dir=str(root))
   assert not list((tmp_path / "cache" / "jaxscale" / "text").glob("*.bin"))
@@ -222,10 +221,9 @@ def test_a_folder_of_text_has_the_rule_of_one_of_images(tmp_path):
 def test_files_of_other_endings_are_named_whole(name, tmp_path):
   (tmp_path / name).parent.mkdir(exist_ok=True)
   (tmp_path / name).touch()
-  shown = "train" if "/" in name else re.escape(name)
-  with pytest.raises(ConfigError, match=f"there is {shown}.*; write text to .txt") as e:
+  shown = ["there is train", "train has .jsonl"] if "/" in name else [f"there is {name}"]
+  with config_error(*shown, "; write text to .txt"):
     data.text_files(tmp_path, "train")
-  assert "/" not in name or "train has .jsonl" in str(e.value)
 
 
 # Types of tokens.
