@@ -2,6 +2,7 @@
 
 import errno
 import os
+from collections import Counter
 
 import jax
 import jax.numpy as jnp
@@ -10,9 +11,13 @@ import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
 from jaxscale.config import Compilation
+from jaxscale.experiment import build
 from jaxscale.run import programs
+from jaxscale.run.train_phases import train_batches
 from support.bad_values import flipped
 from support.compilations import watched
+from support.configs import tiny_digits
+from support.trees import assert_same_bits
 
 
 @pytest.fixture(autouse=True)
@@ -176,3 +181,26 @@ def test_the_programs_longest_out_of_use_are_deleted(start, tmp_path):
     os.utime(path, (1e9 - age, 1e9 - age))
   start(constant=4.5, cache_gb=2.5 * paths[0].stat().st_size / 1e9)
   assert [p.exists() for p in paths] == [True, True, False]
+
+
+def test_a_loaded_step_takes_the_same_steps(tmp_path):
+  """Bit for bit, on 8 devices: collectives, donated buffers, sharded parameters."""
+  sharded = {"mesh__data": "2", "mesh__fsdp": "4", "layout__shard": "fsdp"}
+  made = build.experiment(tiny_digits(**sharded))
+  found, results = Counter(), []
+  for cache in (False, True, True):
+    settings = Compilation(cache=cache)
+    with (
+      programs.kept_programs(settings, tmp_path, print, 1) as kept,
+      watched(lambda what, name: found.update([(what, name)])),
+    ):
+      again = build.at_phase(made, made.phase)  # of which JAX has compiled nothing
+      step = again.compile_train_step(turn=kept.turn())
+      state, batches = again.init_state(kept.turn()), train_batches(made, 0)
+      for _ in range(3):
+        state, metrics = step(state, next(batches))
+      results.append(jax.device_get((state, metrics)))
+  for name in ("jit(train_step)", "jit(init)"):
+    assert [found[what, name] for what in ("compiled", "loaded")] == [2, 1]
+  for result in results[1:]:
+    assert_same_bits(result, results[0])
