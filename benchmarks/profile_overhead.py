@@ -59,7 +59,6 @@ def main() -> None:
       profile = f"1:{STEPS}" if name == "traced" else None
       with tempfile.TemporaryDirectory() as scratch:
         tracer = Tracer(Path(scratch), Log(profile=profile))
-        tracer.say = lambda line: None
         turn(name, callbacks_of(tracer))
         clock = time.process_time()
         tracer.finish()

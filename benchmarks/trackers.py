@@ -65,8 +65,7 @@ def writer(folder: Path, tracker: config.Tracker | None) -> metrics.MetricWriter
 
   sources = [metrics.TrackerSource("it", opened, FLUSH_S)] if tracker else []
   folder.mkdir()
-  quiet = lambda line: None  # noqa: E731
-  return metrics.MetricWriter(folder, tensorboard=False, trackers=sources, say=quiet)
+  return metrics.MetricWriter(folder, tensorboard=False, trackers=sources)
 
 
 def main() -> None:

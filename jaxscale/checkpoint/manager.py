@@ -17,7 +17,6 @@ import functools
 import math
 import shutil
 import time
-from collections.abc import Callable
 from concurrent import futures
 from pathlib import Path
 from typing import Any
@@ -34,6 +33,7 @@ from jaxscale.checkpoint.restore import restore_step
 from jaxscale.errors import EXIT_CRASH, ConfigError, NonFiniteError, disk_advice
 from jaxscale.files import expand, sync
 from jaxscale.metrics import score
+from jaxscale.metrics.log import logger
 from jaxscale.parallel.layout_exchange import Split
 from jaxscale.training.types import TrainState
 
@@ -103,7 +103,6 @@ class Checkpoints:
     shared_every: int = 1,
     lock: WorkdirLock | None = None,
     split: Split | None = None,
-    say: Callable[[str], None] = print,
   ):
     """Open a directory of checkpoints; it is made by the first save.
 
@@ -118,10 +117,8 @@ class Checkpoints:
       lock: on the workdir, in process 0; None: no other run writes there.
       split: how gradients are split that are exchanged
         (`parallel.layout_exchange.exchange_split`).
-      say: called in process 0 with lines for the log.
     """
     self.directory = Path(expand(directory)).absolute()
-    self.say = say
     self.identity: dict[str, Any] | None = None  # of data and code, for manifests
     self.unsaved: str | None = None  # why the newest save failed, if it did
     self._keep = keep_last, keep_best
@@ -135,7 +132,6 @@ class Checkpoints:
     self._local: LocalCopies | None = None
     if local is not None:
       whose: dict[str, Any] = {"lock": lock, "split": split}
-      whose["say"] = lambda line: self.say(line)  # which may be another by then
       self._local = LocalCopies(Path(local), self.directory, **whose)
     self._pool = futures.ThreadPoolExecutor(1, "checkpoint")
     self._is_clean = False
@@ -214,7 +210,7 @@ class Checkpoints:
       assert self._saving is not None
       line = f"checkpoint of step {state.step} is left out: that of step"
       line += f" {self._saving.step} is still being written,"
-      self.say(f"{line} {self._max_wait_s:g} s later")
+      logger.warning(f"{line} {self._max_wait_s:g} s later")
 
   def _start(self, state: TrainState, metrics: dict[str, float] | None) -> None:
     """Start a save to the shared directory, where none is in progress."""
@@ -375,7 +371,7 @@ class Checkpoints:
     if self._stops or not of_disk:
       raise UnsavedError(self.unsaved)
     if cluster.is_leader():
-      self.say(f"{line}; training continues")
+      logger.warning(f"{line}; training continues")
     return False
 
   def _discard(self, save: _Save) -> None:
@@ -444,13 +440,13 @@ class Checkpoints:
       forget(self.directory)
     for step in reversed(steps):
       try:
-        return restore_step(self.directory / str(step), abstract, resize, self._split, self.say)
+        return restore_step(self.directory / str(step), abstract, resize, self._split)
       except DamagedError as damage:
         older = [s for s in steps if s < step]
         if cluster.is_leader():
           then = f"resuming from {older[-1]}" if older else "and there is no older one"
           what = f"checkpoint {step} is damaged ({damage}); renamed to {step}.damaged"
-          self.say(f"{what}, {then}")
+          logger.warning(f"{what}, {then}")
         rename = functools.partial(checkpoint_dir.mark_damaged, self.directory, step)
         cluster.on_leader(rename, f"rename checkpoint {step}")
     if cluster.from_leader(checkpoint_dir.has_damaged(self.directory)):

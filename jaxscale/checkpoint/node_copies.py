@@ -24,7 +24,6 @@ import os
 import secrets
 import socket
 import time
-from collections.abc import Callable
 from concurrent import futures
 from io import BufferedReader
 from pathlib import Path
@@ -38,6 +37,7 @@ from jaxscale.checkpoint.checksum import DamagedError
 from jaxscale.checkpoint.lock import WorkdirLock, check_for_all
 from jaxscale.errors import NonFiniteError
 from jaxscale.files import read_json, who_else_writes, whole_number, write_json
+from jaxscale.metrics.log import logger
 from jaxscale.parallel.layout_exchange import Split
 
 RECORD = "local.json"
@@ -54,7 +54,6 @@ class LocalCopies:
     *,
     lock: WorkdirLock | None = None,
     split: Split | None = None,
-    say: Callable[[str], None] = print,
   ):
     """Copies of what is saved in a directory of checkpoints.
 
@@ -63,11 +62,9 @@ class LocalCopies:
       directory: of the shared checkpoints.
       lock: on the workdir, in process 0.
       split: how gradients are split, as of `Checkpoints`.
-      say: called in process 0 with lines for the log.
     """
     name = hashlib.sha256(str(directory.resolve()).encode()).hexdigest()[:16]
     self.folder = folder / f"jaxscale-{os.geteuid()}-{name}"
-    self.say = say
     self.step = 0  # of the newest state that was, or is being, copied
     self.reports_nan = True  # False: a save of the same state does
     self._record, self._lock = directory / RECORD, lock
@@ -191,7 +188,7 @@ class LocalCopies:
     self._is_off = True
     self._remove(self._next)
     if cluster.is_leader():
-      self.say(f"no more local copies: {why}; all saves are to the shared disk")
+      logger.warning(f"no more local copies: {why}; all saves are to the shared disk")
     return False
 
   def finish(self, within_s: float = math.inf) -> bool:
@@ -256,7 +253,7 @@ class LocalCopies:
       self._whole, self.step = self._path(record), record["step"]
       return state
     if cluster.is_leader():
-      self.say(f"the local copy of step {record['step']} cannot be used: {why}")
+      logger.warning(f"the local copy of step {record['step']} cannot be used: {why}")
     return None
 
   def _load(self, record: dict[str, Any], abstract: Any) -> Any:

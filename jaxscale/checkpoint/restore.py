@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 from jaxscale import cluster
 from jaxscale.checkpoint import checkpoint_files, checksum, reshard
 from jaxscale.checkpoint.checksum import DamagedError
 from jaxscale.errors import ConfigError
+from jaxscale.metrics.log import logger
 from jaxscale.parallel.layout_exchange import Split
 from jaxscale.training.types import TrainState
 
 
 def restore_step(
-  path: Path,
-  abstract: TrainState,
-  resize: reshard.Resize | None,
-  split: Split | None,
-  say: Callable[[str], None],
+  path: Path, abstract: TrainState, resize: reshard.Resize | None, split: Split | None
 ) -> TrainState:
   """The state of a checkpoint, sharded as asked for; all processes call it.
 
@@ -27,7 +23,6 @@ def restore_step(
     abstract: as of `Checkpoints.restore`.
     resize: likewise.
     split: how gradients are split here.
-    say: takes a line in process 0 if the state was converted to other devices.
 
   Raises:
     DamagedError: in all, if any process cannot read it, or its bytes have changed.
@@ -56,7 +51,7 @@ def restore_step(
   if other:
     state = other.apply(state, abstract)
     if cluster.is_leader():
-      say(f"checkpoint {path.name}: {other.summary()}")
+      logger.info(f"checkpoint {path.name}: {other.summary()}")
   return state
 
 

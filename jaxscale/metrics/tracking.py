@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from jaxscale.errors import abandon, message_of
+from jaxscale.metrics.log import logger
 from jaxscale.metrics.reading import read_metrics
 
 _MOST_WAITING = 10_000  # lines: hours of training, a few MB
@@ -67,19 +68,15 @@ class Line(NamedTuple):
 class BackgroundTracker:
   """Hands lines to a tracker in a daemon thread, which begins with the first line."""
 
-  def __init__(
-    self, source: TrackerSource, record: Path, logged: Mapping[str, int], say: Callable[[str], None]
-  ):
+  def __init__(self, source: TrackerSource, record: Path, logged: Mapping[str, int]):
     """A tracker that is not open yet.
 
     Args:
       source: of the tracker.
       record: metrics.jsonl, which a line is in before `put` gets it.
       logged: the last step by name of what was in there before this start.
-      say: called in the thread of `put` and `wait`.
     """
     self._source, self._record, self._logged = source, record, logged
-    self._say = say
     self._lines: queue.SimpleQueue[Line | str] = queue.SimpleQueue()
     self._messages: queue.SimpleQueue[str] = queue.SimpleQueue()
     self._sent: dict[str, int] = {}  # the last step by name
@@ -123,7 +120,7 @@ class BackgroundTracker:
 
   def _print_messages(self) -> None:
     while not self._messages.empty():
-      self._say(self._messages.get())
+      logger.warning(self._messages.get())
 
   def _complain(self, what: str) -> None:
     if not self._has_complained:

@@ -18,6 +18,7 @@ from typing import Any
 
 from jaxscale.errors import unwritable
 from jaxscale.files import open_to_append, replace_text
+from jaxscale.metrics.log import logger
 from jaxscale.metrics.reading import read_metrics
 from jaxscale.metrics.tracking import BackgroundTracker, Line, TrackerSource
 
@@ -28,8 +29,8 @@ _MOST_WAITING = 120_000
 class _Appender:
   """Appends to a file; what a disk does not take is kept and tried again."""
 
-  def __init__(self, path: Path, say: Callable[[str], None]):
-    self._path, self._say, self._complained = path, say, False
+  def __init__(self, path: Path):
+    self._path, self._complained = path, False
     self._descriptor = open_to_append(path)
     self._waiting: list[bytes] = []
 
@@ -44,7 +45,8 @@ class _Appender:
     except OSError as e:
       if not self._complained:
         self._complained = True
-        self._say(f"{self._path}: {e.strerror}; training continues, its lines wait for the disk")
+        waits = "training continues, its lines wait for the disk"
+        logger.warning(f"{self._path}: {e.strerror}; {waits}")
     else:
       self._complained = False
 
@@ -65,7 +67,6 @@ class MetricWriter:
     tensorboard: bool = True,
     trackers: Iterable[TrackerSource] = (),
     may_write: Callable[[], bool] = lambda: True,
-    say: Callable[[str], None] = print,
   ):
     """Continue the record after step `start`, dropping what came later.
 
@@ -78,7 +79,6 @@ class MetricWriter:
       tensorboard: also write event files, into `workdir/tensorboard`.
       trackers: get each line as well, in threads of their own.
       may_write: called before each line; nothing is written where it is false.
-      say: called once when the disk is full or away, and with what trackers report.
 
     Raises:
       ConfigError: the files cannot be written at all.
@@ -88,15 +88,15 @@ class MetricWriter:
     try:
       text = "".join(json.dumps(line) + "\n" for line in kept)
       replace_text(path, text, durable=True)
-      self._lines = _Appender(path, say)
+      self._lines = _Appender(path)
     except OSError as e:
       raise unwritable(workdir, e) from None
     self._tensorboard_dir = workdir / "tensorboard" if tensorboard else None
     self._start = start
     self._events: _Appender | None = None
-    self._may_write, self._say = may_write, say
+    self._may_write = may_write
     logged = {name: line["step"] for line in kept for name in line}
-    self._trackers = [BackgroundTracker(t, path, logged, say) for t in trackers]
+    self._trackers = [BackgroundTracker(t, path, logged) for t in trackers]
 
   def write(self, step: int, metrics: dict[str, float]) -> None:
     """One line: the step, the metrics, and seconds since the epoch."""
@@ -140,10 +140,10 @@ class MetricWriter:
       try:
         directory.mkdir(exist_ok=True)
         name = f"events.out.tfevents.{now:.0f}.{socket.gethostname()}.{os.getpid()}"
-        self._events = _Appender(directory / name, self._say)
+        self._events = _Appender(directory / name)
       except OSError as e:
         self._tensorboard_dir = None
-        self._say(f"{directory}: {e.strerror}; training continues without TensorBoard")
+        logger.warning(f"{directory}: {e.strerror}; training continues without TensorBoard")
         return
       version = event.Event(wall_time=now, file_version="brain.Event:2")
       # TensorBoard forgets what a run that was killed, or another one, logged later.

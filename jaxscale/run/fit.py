@@ -116,7 +116,7 @@ def train(run: Run) -> TrainState:
   may_write = functools.partial(lock.is_held, run.lock)
   run.reporter = Reporter(run.experiment, run.workdir, start, may_write, run.lines)
   with run.reporter:
-    run.tracer.attach(logger.info, run.total_steps)
+    run.tracer.check_plan(run.total_steps)
     if run.stops_at_target() or start == run.total_steps:
       done = f"reached its target by step {start}" if run.stops_at_target() else ""
       logger.info(f"{done or f'all {start} steps are done'} already; evaluating")

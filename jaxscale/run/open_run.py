@@ -69,7 +69,7 @@ def open_run(
     may_write = functools.partial(lock.is_held, held)
     activity = stack.enter_context(ActivityRecord(workdir, watch, may_write))
     wait_s = config.faults.compile_timeout_s
-    kept = kept_programs(config.compilation, workdir, logger.warning, wait_s)
+    kept = kept_programs(config.compilation, workdir, wait_s)
     programs = stack.enter_context(kept)
     if plan is not None:
       write = functools.partial(metrics.write_json, workdir / "plan.json", plan)
@@ -82,7 +82,7 @@ def open_run(
     nan_policy = NanPolicy(workdir, checks.nan_policy, *limits)
     saving = {name: v for name, v in saving if not name.startswith("every_")}
     split = exchange_split(experiment.layout)
-    saving |= {"lock": held, "split": split, "say": logger.info}
+    saving |= {"lock": held, "split": split}
     checkpoints = Checkpoints(workdir / "checkpoints", **saving)
     checkpoints.identity = identity
     yield Run(

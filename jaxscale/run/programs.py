@@ -22,7 +22,7 @@ import os
 import platform
 import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import jax
@@ -33,6 +33,7 @@ from jaxscale.cluster import jax_internals
 from jaxscale.config import Compilation
 from jaxscale.data.dataset import user_cache
 from jaxscale.files import read_bytes, readable_text, replace_text, who_else_writes
+from jaxscale.metrics.log import logger
 
 FOLDER = "compiled"
 _PROGRAM, _SUM = "-cache", ".sha256"  # the first is JAX's (jax/_src/lru_cache.py)
@@ -42,15 +43,14 @@ _ordinals = itertools.count()  # of the turns of this process
 class Programs:
   """Where this run's programs are kept, and who compiles first."""
 
-  def __init__(self, folder: Path | None, say: Callable[[str], None], wait_s: float):
+  def __init__(self, folder: Path | None, wait_s: float):
     """Kept in a folder, whose programs are whole.
 
     Args:
       folder: JAX's cache; None: it is not ours to look after.
-      say: called with a line if programs cannot be kept; in the leader only.
       wait_s: for the leader, at most, in a turn.
     """
-    self._folder, self._say, self._wait_s = folder, say, wait_s
+    self._folder, self._wait_s = folder, wait_s
     self._lock = threading.Lock()
 
   def turn(self) -> contextlib.AbstractContextManager[None]:
@@ -83,27 +83,24 @@ class Programs:
           if not stored.exists() or stored.stat().st_mtime_ns < written:
             replace_text(stored, _digest(path) + "\n")
       except OSError as e:
-        self._say(f"compiled programs are not kept in {self._folder}: {e.strerror}")
+        logger.warning(f"compiled programs are not kept in {self._folder}: {e.strerror}")
         self._folder = None
 
 
 @contextlib.contextmanager
-def kept_programs(
-  settings: Compilation, workdir: Path, say: Callable[[str], None], wait_s: float
-) -> Iterator[Programs]:
+def kept_programs(settings: Compilation, workdir: Path, wait_s: float) -> Iterator[Programs]:
   """Inside, JAX loads what is kept and keeps what it compiles; all processes call it.
 
   Args:
     settings: whether and where.
     workdir: of the run, which is there.
-    say: called with a line where something is in the way; in the leader only.
     wait_s: for the leader, at most, to compile a program.
   """
   # Set by the user, as by JAX_COMPILATION_CACHE_DIR, or switched off there.
   is_users = _setting("compilation_cache_dir") is not None
   is_off = not _setting("enable_compilation_cache") or not settings.cache
-  folder = None if is_users or is_off else _folder_for_all(settings, workdir, say)
-  programs, wanted = Programs(folder, say, wait_s), {}
+  folder = None if is_users or is_off else _folder_for_all(settings, workdir)
+  programs, wanted = Programs(folder, wait_s), {}
   if folder is not None:
     # Python's two lines for each program are one of ours, in `seal`.
     warnings.filterwarnings("ignore", "Error (read|writ)ing persistent compilation")
@@ -118,12 +115,12 @@ def kept_programs(
       _update(before)
 
 
-def _folder_for_all(settings, workdir: Path, say: Callable[[str], None]) -> Path | None:
+def _folder_for_all(settings, workdir: Path) -> Path | None:
   """The leader's folder, in processes where nobody else can write to it."""
   opened = _open(settings, workdir) if cluster.is_leader() else None
   folder, lines = cluster.from_leader(opened)
   for line in lines:
-    say(line)
+    logger.warning(line)
   with contextlib.suppress(OSError):  # another host may have other users
     if folder and not who_else_writes(Path(folder), is_folder=True):
       return Path(folder)

@@ -69,7 +69,6 @@ class Reporter:
         tensorboard=tensorboard,
         trackers=tracking.sources(config, workdir),
         may_write=may_write,
-        say=logger.warning,
       )
 
   def __enter__(self):

@@ -21,7 +21,6 @@ import os
 import secrets
 import shutil
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import jax
@@ -29,6 +28,7 @@ import jax
 from jaxscale.config.running import Log
 from jaxscale.errors import message_of, printable
 from jaxscale.files import replace_text
+from jaxscale.metrics.log import logger
 from jaxscale.run import trace_request
 from jaxscale.run.trace_request import process_file, session_folder
 
@@ -39,15 +39,10 @@ _SUFFIXES = (".trace.json.gz", ".xplane.pb")  # the last one is waited for
 
 
 class Tracer:
-  """What one process traces.
-
-  Attributes:
-    say: prints a line; process 0's alone is seen.
-  """
+  """What one process traces."""
 
   def __init__(self, workdir: Path, log: Log):
     """Nothing is traced before the first `is_due`."""
-    self.say: Callable[[str], None] = print
     self._workdir, self._log = workdir, log
     self._plan = f"log.profile={log.profile}"
     self._rank, self._count = jax.process_index(), jax.process_count()
@@ -68,18 +63,17 @@ class Tracer:
   def __exit__(self, error, *_):
     self.finish()
     if self._planned and self._step < self._planned[0] and error is None:
-      self._say(f"{self._plan}: the run ended after step {self._step}; no trace")
+      self._log_line(f"{self._plan}: the run ended after step {self._step}; no trace")
 
-  def attach(self, say: Callable[[str], None], total_steps: int) -> None:
-    """Print by `say` from here on, and what the plan has that the run has not."""
-    self.say = say
+  def check_plan(self, total_steps: int) -> None:
+    """Report what `log.profile` asks for that the run does not have."""
     log = self._log
     missing = [p for p in log.profile_processes if p >= self._count]
     if log.profile and missing and self._rank == 0:
       have = f"the processes are 0 to {self._count - 1}"
-      say(f"log.profile_processes={log.profile_processes}: {have}")
+      logger.warning(f"log.profile_processes={log.profile_processes}: {have}")
     if self._planned and self._planned[0] > total_steps:
-      self._say(f"{self._plan}: the run has {total_steps} steps; no trace")
+      self._log_line(f"{self._plan}: the run has {total_steps} steps; no trace")
       self._planned = None
 
   def is_due(self, step: int) -> bool:
@@ -143,7 +137,7 @@ class Tracer:
       self._failed(e)
     else:
       where = f"`jaxscale profile --summary {self._target}`"
-      self._say(f"traced steps {self._first} to {last}: {where}")
+      self._log_line(f"traced steps {self._first} to {last}: {where}")
     finally:
       shutil.rmtree(self._scratch, ignore_errors=True)
 
@@ -182,10 +176,10 @@ class Tracer:
     with contextlib.suppress(OSError):  # whoever asked reads it
       self._target.mkdir(parents=True, exist_ok=True)
       replace_text(process_file(self._target, self._rank, ".error"), f"{line}\n")
-    self._say(line)
+    self._log_line(line)
 
-  def _say(self, line: str) -> None:
+  def _log_line(self, line: str) -> None:
     if self._rank == 0:
-      self.say(line)
+      logger.info(line)
     else:
       print(f"process {self._rank}: {line}", flush=True)

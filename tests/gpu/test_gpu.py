@@ -105,7 +105,7 @@ def test_what_is_compiled_once_is_loaded(tmp_path, monkeypatch):
   jax.config.update("jax_compilation_cache_dir", None)
   try:
     for _ in range(2):
-      kept = programs.kept_programs(Compilation(), tmp_path, print, 60)
+      kept = programs.kept_programs(Compilation(), tmp_path, 60)
       with kept as turns, watched(lambda what, _: found.append(what)), turns.turn():
         made = jax.jit(lambda x: jnp.sin(x) @ x * 1.5).lower(square).compile()
   finally:

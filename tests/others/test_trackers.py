@@ -254,7 +254,7 @@ def test_a_run_that_is_online_gets_what_its_server_lacks(tmp_path, monkeypatch):
   for step in range(1, 7):
     before.write(step, {"train/loss": 1 / step})
   before.close()
-  writer = metrics.MetricWriter(tmp_path, start=5, tensorboard=False, trackers=[source], say=print)
+  writer = metrics.MetricWriter(tmp_path, start=5, tensorboard=False, trackers=[source])
   writer.write(6, {"train/loss": 1 / 6})
   writer.close("failed")
   assert lines == [(4, 1 / 4), (5, 1 / 5), (6, 1 / 6), 1]

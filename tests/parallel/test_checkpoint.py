@@ -35,7 +35,7 @@ def test_keeps_the_last_and_the_best(tmp_path):
     assert checkpoints.steps() == [2, 5, 6]
 
 
-def test_a_copy_under_another_number_is_set_aside(tmp_path, capsys):
+def test_a_copy_under_another_number_is_set_aside(tmp_path, reported):
   """It would be the newest for ever, and each start begin at its step again."""
   abstract, state = make_states(1)
   with Checkpoints(tmp_path, keep_last=1) as checkpoints:
@@ -48,7 +48,7 @@ def test_a_copy_under_another_number_is_set_aside(tmp_path, capsys):
       restored = checkpoints.restore(abstract)
       assert_same_bits(restored, at_step(state, 2))
     line = f"checkpoint {name} is damaged (a copy, or another name, of that of step"
-    assert line in capsys.readouterr().out
+    assert line in "\n".join(reported)
     assert sorted(checkpoints.steps()) == [2]
     (tmp_path / f"{name}.damaged").rename(tmp_path / "7")
 
@@ -90,13 +90,13 @@ DAMAGE = {
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
-def test_a_damaged_newest_is_reported_and_the_one_before_used(tmp_path, damage, capsys):
+def test_a_damaged_newest_is_reported_and_the_one_before_used(tmp_path, damage, reported):
   abstract, state = make_states(2)
   save(tmp_path, at_step(state, 1), at_step(state, 2))
   DAMAGE[damage](data_of(tmp_path / "2"))
   with Checkpoints(tmp_path) as checkpoints:
     restored = checkpoints.restore(abstract)
-    out = capsys.readouterr().out
+    out = "\n".join(reported)
     if "flipped" in damage and int(restored.step) == 2:
       # Writers at the same time may leave bytes in a file that nothing reads.
       assert_same_bits(restored, at_step(state, 2))
@@ -216,15 +216,15 @@ LOST = {
 
 
 @pytest.mark.parametrize("lost", LOST)
-def test_what_the_disk_does_not_have_is_not_committed(tmp_path, monkeypatch, lost):
+def test_what_the_disk_does_not_have_is_not_committed(tmp_path, monkeypatch, lost, reported):
   _, state = make_states(2)
-  start, reported = checkpoint_files.start_writing, []
+  start = checkpoint_files.start_writing
 
   def start_and_lose(directory, state):
     written = start(directory, state)
     return lambda: (written(), LOST[lost][0](directory / "state"))
 
-  options = dict(keep_last=1, on_failure="continue", say=reported.append)
+  options = dict(keep_last=1, on_failure="continue")
   with Checkpoints(tmp_path, **options) as checkpoints:
     save_steps(checkpoints, state, 1)
     monkeypatch.setattr(checkpoint_files, "start_writing", start_and_lose)

@@ -20,7 +20,6 @@ from jaxscale.weights import export_safetensors, import_safetensors
 from jaxscale.weights.safetensors import read_header
 from support.configs import tiny_digits
 from support.errors import config_error
-from support.logs import logged
 from support.paths import ROOT
 from support.saving import save
 from support.trees import assert_same_bits
@@ -116,7 +115,7 @@ def test_a_checkpoint_of_a_resnet_becomes_timms_file(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("naming", ["timm", "huggingface"])
-def test_a_folder_of_a_vit_says_what_its_parameters_mean(naming, tmp_path, capsys, caplog):
+def test_a_folder_of_a_vit_says_what_its_parameters_mean(naming, tmp_path, capsys, reported):
   like = dict(model="ViT", model__patch="4", model__width="32", model__num_layers="1")
   experiment = build.experiment(tiny_digits(**like, model__num_heads="2"))
   workdir, path = tmp_path / "run", tmp_path / "out" / "model.safetensors"
@@ -129,15 +128,14 @@ def test_a_folder_of_a_vit_says_what_its_parameters_mean(naming, tmp_path, capsy
   assert written.get("architecture", written.get("architectures")) == names[naming]
   # A model of other heads does not take it; that of the run does, without a word more.
   like["init_from"] = str(path.parent)
-  caplog.set_level("INFO")
   with config_error(match=r"_heads is 2 there and 4 here, set ViT"):
     build.experiment(tiny_digits(**like, model__num_heads="4")).init_state()
   build.experiment(tiny_digits(**like, model__num_heads="2")).init_state()
-  (line,) = logged(caplog)
+  (line,) = reported
   assert line.endswith(f"{naming}'s names")
 
 
-def test_a_classifier_of_other_classes_starts_anew_if_asked_to(tmp_path, caplog):
+def test_a_classifier_of_other_classes_starts_anew_if_asked_to(tmp_path, reported):
   experiment = build.experiment(tiny_digits())
   fresh = experiment.init_state()
   params = jax.tree.map(lambda x: x + 1, fresh.params)
@@ -148,9 +146,8 @@ def test_a_classifier_of_other_classes_starts_anew_if_asked_to(tmp_path, caplog)
   with config_error(match="init_head=True starts the classifier anew"):
     build.experiment(tiny_digits(init_from=str(path))).init_state()
   asked = tiny_digits(init_from=str(path), init_head="True")
-  caplog.set_level("INFO")
   state = build.experiment(asked).init_state()
-  assert logged(caplog)[0].endswith("; the classifier starts anew")
+  assert reported[0].endswith("; the classifier starts anew")
   assert_same_bits(state.params["Dense_0"], params["Dense_0"])
   assert_same_bits(state.params["Dense_1"], fresh.params["Dense_1"])
   with config_error(match=r"init_head=True: set init_from too"):

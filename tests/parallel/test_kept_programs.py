@@ -34,19 +34,20 @@ def _no_cache(own_cache, monkeypatch):
 
 
 @pytest.fixture
-def start(tmp_path):
+def start(tmp_path, reported):
   """Compiles a program as a start would; whether it was loaded, and the lines."""
 
   def start(workdir=tmp_path, constant=1.5, **settings):
-    lines, found = [], []
+    reported.clear()
+    found = []
     with (
-      programs.kept_programs(Compilation(**settings), workdir, lines.append, 1) as kept,
+      programs.kept_programs(Compilation(**settings), workdir, 1) as kept,
       watched(lambda what, _: found.append(what)),
       kept.turn(),
     ):
       made = jax.jit(lambda x: jnp.sin(x) * constant).lower(1.0).compile()
     assert made(1.0) == jnp.sin(1.0) * jnp.float32(constant)
-    return found, lines
+    return found, [*reported]
 
   return start
 
@@ -191,7 +192,7 @@ def test_a_loaded_step_takes_the_same_steps(tmp_path):
   for cache in (False, True, True):
     settings = Compilation(cache=cache)
     with (
-      programs.kept_programs(settings, tmp_path, print, 1) as kept,
+      programs.kept_programs(settings, tmp_path, 1) as kept,
       watched(lambda what, name: found.update([(what, name)])),
     ):
       again = build.at_phase(made, made.phase)  # of which JAX has compiled nothing

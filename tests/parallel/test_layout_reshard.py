@@ -82,20 +82,20 @@ def save(directory, made, state):
   saving.save(directory, state, split=exchange_split(made.layout))
 
 
-def restore(directory, made, say=print):
-  options = dict(split=exchange_split(made.layout), say=say)
+def restore(directory, made):
+  options = dict(split=exchange_split(made.layout))
   state = saving.restore(directory, made.abstract, made.exchange.resize, **options)
   assert_like(state, made.abstract)
   return state
 
 
 @pytest.mark.parametrize("exchange", all_slow_except(EXCHANGES, "one bit", "delayed"))
-def test_the_same_layout_resumes_with_every_bit(exchange, tmp_path):
+def test_the_same_layout_resumes_with_every_bit(exchange, tmp_path, reported):
   one = made("data 2 x fsdp 2 x model 2", exchange)
-  state, message = filled(one), []
+  state = filled(one)
   save(tmp_path, one, state)
-  assert_same_bits(restore(tmp_path, one, message.append), state)
-  assert not message
+  assert_same_bits(restore(tmp_path, one), state)
+  assert not reported
 
 
 ALIKE = [("data 8", "zero-1"), ("zero-1", "data 8"), ("data 4 x fsdp 2", "zero-2 on it")]
@@ -113,15 +113,15 @@ ONE_AFTER_ANOTHER = "fsdp", "data 8", "data 2 x fsdp 2 x model 2", "data 2 x fsd
 
 @pytest.mark.parametrize("exchange", all_slow_except(["int8", "warm int8"], "int8"))
 @pytest.mark.parametrize("there, here", [*itertools.pairwise(ONE_AFTER_ANOTHER)])
-def test_a_count_of_steps_resumes_under_any_layout(exchange, there, here, tmp_path):
-  saved, message = filled(made(there, exchange)), []
+def test_a_count_of_steps_resumes_under_any_layout(exchange, there, here, tmp_path, reported):
+  saved = filled(made(there, exchange))
   save(tmp_path, made(there, exchange), saved)
-  state = restore(tmp_path, made(here, exchange), message.append)
+  state = restore(tmp_path, made(here, exchange))
   bare = {"exchange_state": ()}
   assert_same_bits(state._replace(**bare), saved._replace(**bare))
   counts = [np.unique(x).tolist() for x in jax.tree.leaves(state.exchange_state)]
   assert counts and all(count == [4] for count in counts)
-  assert len(message) == 1 and "carried over" in message[0]
+  assert len(reported) == 1 and "carried over" in reported[0]
 
 
 def of_parts(made, tree):
@@ -145,13 +145,15 @@ OTHER_DEVICES = [
 
 @pytest.mark.parametrize("exchange", all_slow_except(KEEPING, "delayed", "one bit"))
 @pytest.mark.parametrize(("there", "here"), OTHER_DEVICES)
-def test_other_devices_with_the_same_parts_carry_each_over(exchange, there, here, tmp_path):
+def test_other_devices_with_the_same_parts_carry_each_over(
+  exchange, there, here, tmp_path, reported
+):
   """Part by part: what is pending of its mean is kept (test_exchange_resize), of no other's."""
   old, new = made(there, exchange), made(here, exchange)
-  saved, message = filled(old), []
+  saved = filled(old)
   save(tmp_path, old, saved)
-  state = restore(tmp_path, new, message.append)
-  assert "carried over from" in message[0]
+  state = restore(tmp_path, new)
+  assert "carried over from" in reported[0]
   before = of_parts(old, jax.device_get(saved.exchange_state))
   after = of_parts(new, jax.device_get(state.exchange_state))
   assert before.keys() == after.keys() and len(before) == 2

@@ -39,10 +39,9 @@ def node(tmp_path):
 
 
 @contextlib.contextmanager
-def opened(tmp_path, node, reported=None, *, killed=False, **options):
+def opened(tmp_path, node, *, killed=False, **options):
   """Checkpoints, every third one shared; `killed`: left as by a kill."""
-  reported = [] if reported is None else reported
-  options = dict(shared_every=3, say=reported.append) | options
+  options = dict(shared_every=3) | options
   checkpoints = Checkpoints(tmp_path / "shared", local=node, **options)
   with checkpoints if not killed else contextlib.nullcontext():
     yield checkpoints
@@ -115,14 +114,14 @@ DAMAGE = {
 }
 
 
-def test_a_damaged_copy_is_passed_over(left, node, states):
+def test_a_damaged_copy_is_passed_over(left, node, states, reported):
   abstract, state = states
   (newest,) = node.glob("*/*-3")
   whole = newest.read_bytes()
   for damage, (do, why) in DAMAGE.items():
     do(newest)
-    reported = []
-    with opened(left, node, reported, killed=True) as checkpoints:
+    reported.clear()
+    with opened(left, node, killed=True) as checkpoints:
       assert_same_bits(checkpoints.restore(abstract), at_step(state, 1))
       (line,) = reported
       assert line.startswith("the local copy of step 3 cannot be used: "), damage
@@ -170,12 +169,11 @@ def test_only_what_the_record_names_is_used(left, node, states):
     assert checkpoints.newest() == 1
 
 
-def test_a_copy_is_of_this_experiment(left, node, states):
+def test_a_copy_is_of_this_experiment(left, node, states, reported):
   """Without a shared checkpoint nothing says which it is of."""
   abstract, state = states
   wide = jax.tree.map(lambda x: x.update(shape=(*x.shape, 1)), abstract)
-  reported = []
-  with opened(left, node, reported, killed=True) as checkpoints:
+  with opened(left, node, killed=True) as checkpoints:
     with config_error(match="a checkpoint of another experiment"):
       checkpoints.restore(wide)
     assert "it is of another model, optimizer or exchange" in reported[0]
@@ -210,11 +208,10 @@ def test_shards_of_any_dtype_are_what_they_were(tmp_path):
       node_file.read_state(file, footer["leaves"], like)
 
 
-def test_a_full_folder_costs_the_copies_and_one_line(tmp_path, node, states):
+def test_a_full_folder_costs_the_copies_and_one_line(tmp_path, node, states, reported):
   abstract, state = states
-  reported = []
   limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-  with opened(tmp_path, node, reported, shared_every=9) as checkpoints:
+  with opened(tmp_path, node, shared_every=9) as checkpoints:
     save(checkpoints, state, 1, 2)
     try:
       resource.setrlimit(resource.RLIMIT_FSIZE, (9000, limits[1]))
@@ -229,9 +226,8 @@ def test_a_full_folder_costs_the_copies_and_one_line(tmp_path, node, states):
     assert_same_bits(checkpoints.restore(abstract), at_step(state, 5))
 
 
-def test_a_folder_that_others_write_to_is_not_used(tmp_path, node, states):
-  reported = []
-  with opened(tmp_path, node, reported) as checkpoints:
+def test_a_folder_that_others_write_to_is_not_used(tmp_path, node, states, reported):
+  with opened(tmp_path, node) as checkpoints:
     checkpoints._local.folder.mkdir()
     checkpoints._local.folder.chmod(0o777)
     checkpoints.save(at_step(states[1], 1))
@@ -251,10 +247,10 @@ def test_nan_makes_no_copy(tmp_path, node, states):
     assert checkpoints.newest() == 2 and checkpoints.steps() == [1]
 
 
-def test_no_save_runs_into_the_next(tmp_path, node, states, monkeypatch):
+def test_no_save_runs_into_the_next(tmp_path, node, states, monkeypatch, reported):
   """A slow shared disk costs no copy; a slow node costs copies, and no time."""
   _, state = states
-  start, write, reported = checkpoint_files.start_writing, node_file.write_copy, []
+  start, write = checkpoint_files.start_writing, node_file.write_copy
   shared_ends, copy_ends = threading.Event(), threading.Event()
   copy_ends.set()
   writing, most = [], []
@@ -273,7 +269,7 @@ def test_no_save_runs_into_the_next(tmp_path, node, states, monkeypatch):
   monkeypatch.setattr(checkpoint_files, "start_writing", start_slowly)
   monkeypatch.setattr(node_file, "write_copy", write_slowly)
   options = dict(shared_every=1, max_wait_s=0.01)
-  with opened(tmp_path, node, reported, **options) as checkpoints:
+  with opened(tmp_path, node, **options) as checkpoints:
     for step in (1, 2, 3):  # the first is shared, slowly
       checkpoints.save(at_step(state, step), is_needed=False)
       checkpoints._local.finish()

@@ -157,13 +157,13 @@ WHEN = [
 
 
 @pytest.mark.parametrize("profile, start, options, taken, says", WHEN)
-def test_when_it_traces(tmp_path, monkeypatch, profile, start, options, taken, says):
-  fake, lines = FakeProfiler(monkeypatch), []
+def test_when_it_traces(tmp_path, monkeypatch, profile, start, options, taken, says, reported):
+  fake = FakeProfiler(monkeypatch)
   with Tracer(tmp_path, Log(profile=profile)) as tracer:
-    tracer.attach(lines.append, 9)
+    tracer.check_plan(9)
     turns = walk(tracer, start, **options)
   assert fake.taken == ([taken] if taken else [])
-  assert [line[: len(says)] for line in lines] == ([says] if says else [])
+  assert [line[: len(says)] for line in reported] == ([says] if says else [])
   # No step is in flight when it begins or ends.
   assert taken is None or turns[0] == taken[0] - 1
   assert len(turns) < 2 or turns[1] == taken[-1]
@@ -173,12 +173,12 @@ def test_when_it_traces(tmp_path, monkeypatch, profile, start, options, taken, s
 
 
 def test_it_traces_what_is_asked_for_once(tmp_path, monkeypatch):
-  fake, lines = FakeProfiler(monkeypatch), []
+  fake = FakeProfiler(monkeypatch)
   monkeypatch.setattr("jaxscale.run.tracer._POLL_S", 0.0)
   requests = [trace_request.make(n, ranks, 60.0) for n, ranks in ((2, (0,)), (1, (5,)))]
   for request in requests:  # of the second one, process 5 alone
     with Tracer(tmp_path, Log(profile="6:7")) as tracer:
-      tracer.attach(lines.append, 9)
+      tracer.check_plan(9)
       trace_request.write(tmp_path, request)
       walk(tracer, 0)
     trace_request.withdraw(tmp_path, request)
@@ -199,18 +199,17 @@ def test_it_looks_for_a_request_once_a_second(tmp_path, monkeypatch):
   assert len(looks) == 10
 
 
-def test_processes_that_are_not_there_are_named(tmp_path):
-  lines = []
+def test_processes_that_are_not_there_are_named(tmp_path, reported):
   with Tracer(tmp_path, Log(profile="1:2", profile_processes=(3,))) as tracer:
-    tracer.attach(lines.append, 9)
+    tracer.check_plan(9)
     assert not tracer.is_due(1)
-  assert lines == ["log.profile_processes=(3,): the processes are 0 to 0"]
+  assert reported == ["log.profile_processes=(3,): the processes are 0 to 0"]
 
 
-def test_a_full_disk_costs_a_line_and_the_next_trace_is_taken(tmp_path):
-  lines, step = [], jax.jit(lambda x: (x @ x).sum())
+def test_a_full_disk_costs_a_line_and_the_next_trace_is_taken(tmp_path, reported):
+  step = jax.jit(lambda x: (x @ x).sum())
   with Tracer(tmp_path, Log(profile="1:2")) as tracer:
-    tracer.attach(lines.append, 9)
+    tracer.check_plan(9)
     assert tracer.is_due(1)
     tracer.turn(1)
     step(jnp.ones((9, 9))).block_until_ready()
@@ -220,7 +219,7 @@ def test_a_full_disk_costs_a_line_and_the_next_trace_is_taken(tmp_path):
       tracer.finish()
     finally:
       resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    (line,) = lines
+    (line,) = reported
     assert line.startswith("step 1  no trace: ") and "\n" not in line
     assert not list((tmp_path / "profile").glob(".*")), "nothing half-written stays"
     tracer._planned = (5, 6)
@@ -228,22 +227,21 @@ def test_a_full_disk_costs_a_line_and_the_next_trace_is_taken(tmp_path):
     tracer.turn(5)
     step(jnp.ones((9, 9))).block_until_ready()
     tracer.finish()
-  assert lines[1].startswith("traced steps 5 to ")
+  assert reported[1].startswith("traced steps 5 to ")
   assert trace.summarize(trace.find(tmp_path)).ops
 
 
 @pytest.mark.parametrize("obstacle", ["a file", "another trace"])
-def test_what_is_in_the_way_costs_a_line(tmp_path, obstacle):
-  lines = []
+def test_what_is_in_the_way_costs_a_line(tmp_path, obstacle, reported):
   if obstacle == "a file":
     (tmp_path / "profile").write_text("")
   else:
     jax.profiler.start_trace(tmp_path / "mine")
   with Tracer(tmp_path, Log(profile="1:2")) as tracer:
-    tracer.attach(lines.append, 9)
+    tracer.check_plan(9)
     walk(tracer, 0, 4)
   if obstacle == "another trace":
     jax.profiler.stop_trace()
-  (line,) = lines
+  (line,) = reported
   what = "Not a directory" if obstacle == "a file" else "Profile has already been started"
   assert line.startswith("step 1  no trace: ") and what in line

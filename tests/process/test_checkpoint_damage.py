@@ -10,6 +10,7 @@ from jaxscale.checkpoint.manager import Checkpoints
 from jaxscale.errors import ConfigError
 from support.commands import error_line, run_train
 from support.fault_table import measured
+from support.logs import logged
 from support.states import at_step, make_states, run_pair
 from support.tiny_runs import ARGS, checkpoint_names
 from support.trees import assert_same_bits
@@ -54,8 +55,7 @@ def sweep(whole, scratch, flips, devices=2):
       shutil.rmtree(scratch, ignore_errors=True)
       shutil.copytree(whole, scratch)
       do(scratch / file)
-      reported = []
-      with Checkpoints(scratch, say=reported.append) as checkpoints:
+      with logged() as reported, Checkpoints(scratch) as checkpoints:
         restored = checkpoints.restore(abstract)
       step = int(restored.step)
       assert_same_bits(restored, expected[step])  # never another value
@@ -118,7 +118,7 @@ def test_damage_to_every_file_of_two_processes(of_two, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_directory_without_a_checkpoint_is_noticed(of_one, tmp_path):
+def test_a_directory_without_a_checkpoint_is_noticed(of_one, tmp_path, reported):
   """Killed by hand or by a purge: what is empty or has lost its state."""
   abstract, state = make_states(1)
   for lost in ("everything", "state"):
@@ -126,8 +126,8 @@ def test_a_directory_without_a_checkpoint_is_noticed(of_one, tmp_path):
     shutil.copytree(of_one, scratch)
     shutil.rmtree(scratch / "2" if lost == "everything" else scratch / "2" / "state")
     (scratch / "2").mkdir(exist_ok=True)
-    reported = []
-    with Checkpoints(scratch, say=reported.append) as checkpoints:
+    reported.clear()
+    with Checkpoints(scratch) as checkpoints:
       assert_same_bits(checkpoints.restore(abstract), at_step(state, 1))
     assert "checkpoint 2 is damaged" in reported[0]
 

@@ -54,11 +54,10 @@ def fill(path, left):
 WIDE = dict(hidden=(2000,))  # 1.2 MB with the optimizer's state
 
 
-def test_a_full_disk_costs_one_checkpoint_and_one_line(tmp_path):
+def test_a_full_disk_costs_one_checkpoint_and_one_line(tmp_path, reported):
   abstract, state = make_states(2, **WIDE)
-  reported = []
   with small_disk(tmp_path / "disk", "6M") as disk:
-    options = dict(on_failure="continue", say=reported.append)
+    options = dict(on_failure="continue")
     with Checkpoints(disk / "checkpoints", **options) as checkpoints:
       save(checkpoints, state, 1)
       fill(disk, 300_000)
@@ -107,7 +106,7 @@ LACKS = {
 def test_each_fault_of_a_save_has_its_own_remedy(tmp_path, lack):
   _, state = make_states(1)
   do, reason, remedy = LACKS[lack]
-  options = dict(on_failure="continue", say=lambda line: None)
+  options = dict(on_failure="continue")
   with (
     small_disk(tmp_path / "disk", "20M", nr_inodes=200) as disk,
     Checkpoints(disk / "c", **options) as checkpoints,
@@ -167,7 +166,7 @@ def test_what_a_failed_save_writes_on_is_removed(tmp_path, monkeypatch):
     start(directory, state)()
     raise OSError(errno.ENOSPC, "No space left on device")
 
-  options = dict(on_failure="continue", say=lambda line: None)
+  options = dict(on_failure="continue")
   with Checkpoints(tmp_path / "checkpoints", **options) as checkpoints:
     with monkeypatch.context() as patch:
       patch.setattr(checkpoint_files, "start_writing", start_and_fail)
@@ -181,16 +180,16 @@ def test_what_a_failed_save_writes_on_is_removed(tmp_path, monkeypatch):
   assert checkpoint_names(tmp_path) == ["2"]
 
 
-def test_a_save_waits_for_a_slow_disk_only_so_long(tmp_path, monkeypatch):
+def test_a_save_waits_for_a_slow_disk_only_so_long(tmp_path, monkeypatch, reported):
   _, state = make_states(1)
-  start, reported, is_fast = checkpoint_files.start_writing, [], threading.Event()
+  start, is_fast = checkpoint_files.start_writing, threading.Event()
 
   def start_slowly(*args):
     written = start(*args)
     return lambda: (is_fast.wait(60), written())
 
   monkeypatch.setattr(checkpoint_files, "start_writing", start_slowly)
-  with Checkpoints(tmp_path, max_wait_s=0.01, say=reported.append) as checkpoints:
+  with Checkpoints(tmp_path, max_wait_s=0.01) as checkpoints:
     checkpoints.save(at_step(state, 1))
     checkpoints.poll()  # neither waits
     checkpoints.save(at_step(state, 2), is_needed=False)
@@ -206,7 +205,7 @@ def test_a_save_waits_for_a_slow_disk_only_so_long(tmp_path, monkeypatch):
     assert checkpoints.steps() == [3, 4] and len(reported) == 1
 
 
-def test_a_full_disk_may_stop_the_run(tmp_path, capfd):
+def test_a_full_disk_may_stop_the_run(tmp_path, capfd, reported):
   _, state = make_states(1, **WIDE)
   with small_disk(tmp_path / "disk", "500k") as disk, Checkpoints(disk) as checkpoints:
     checkpoints.save(at_step(state, 1))
@@ -227,16 +226,16 @@ def test_a_directory_that_cannot_be_written(tmp_path):
     checkpoints.save(at_step(state, 1))
 
 
-def test_a_list_that_the_disk_does_not_give_costs_one_checkpoint(tmp_path, monkeypatch):
+def test_a_list_that_the_disk_does_not_give_costs_one_checkpoint(tmp_path, monkeypatch, reported):
   _, state = make_states(1)
-  listdir, reported = os.listdir, []
+  listdir = os.listdir
 
   def fail(path):
     if str(path) == str(tmp_path):
       raise OSError(errno.EIO, "Input/output error")
     return listdir(path)
 
-  options = dict(on_failure="continue", say=reported.append)
+  options = dict(on_failure="continue")
   with Checkpoints(tmp_path, **options) as checkpoints:
     monkeypatch.setattr(os, "listdir", fail)
     save(checkpoints, state, 1)
@@ -247,10 +246,9 @@ def test_a_list_that_the_disk_does_not_give_costs_one_checkpoint(tmp_path, monke
   assert "Input/output error; the newest that is: unknown; training cont" in line
 
 
-def test_metrics_wait_for_the_disk(tmp_path):
-  reported = []
+def test_metrics_wait_for_the_disk(tmp_path, reported):
   with small_disk(tmp_path / "disk", "200k") as disk:
-    writer = metrics.MetricWriter(disk, say=reported.append)
+    writer = metrics.MetricWriter(disk)
     writer.write(1, {"train/loss": 1.0})
     fill(disk, 0)
     for step in range(2, 400):

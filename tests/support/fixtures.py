@@ -5,6 +5,8 @@ import stat
 
 import pytest
 
+from support.logs import logged
+
 
 @pytest.fixture
 def scontrol(tmp_path, monkeypatch):
@@ -37,3 +39,10 @@ def photo():
 def own_cache(tmp_path, monkeypatch):
   """A cache directory of the test's own, for what is prepared or compiled."""
   monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+@pytest.fixture
+def reported():
+  """Lines that jaxscale logs, of this process."""
+  with logged() as lines:
+    yield lines

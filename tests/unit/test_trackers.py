@@ -18,6 +18,7 @@ from jaxscale.run import tracking
 from jaxscale.run.fit import fit
 from support.configs import tiny_digits
 from support.errors import config_error
+from support.logs import logged
 
 WAIT_S = 60  # until what must happen soon counts as hung
 
@@ -44,17 +45,17 @@ class Fake:
 
 
 def writer_of(workdir, fake, start=0):
-  """A writer with this tracker, and the lines that it prints."""
-  printed, options = [], dict(tensorboard=False, trackers=[fake.source])
-  return metrics.MetricWriter(workdir, start=start, say=printed.append, **options), printed
+  options = dict(tensorboard=False, trackers=[fake.source])
+  return metrics.MetricWriter(workdir, start=start, **options)
 
 
 def write(workdir, fake, steps, start=0, outcome="done"):
-  """What was printed while a writer with this tracker wrote a line per step."""
-  writer, printed = writer_of(workdir, fake, start)
-  for step in steps:
-    writer.write(step, {"train/loss": 1 / step})
-  writer.close(outcome)
+  """What was logged while a writer with this tracker wrote a line per step."""
+  with logged() as printed:
+    writer = writer_of(workdir, fake, start)
+    for step in steps:
+      writer.write(step, {"train/loss": 1 / step})
+    writer.close(outcome)
   return printed
 
 
@@ -62,7 +63,7 @@ def lines(*steps):
   return [(step, {"train/loss": 1 / step}) for step in steps]
 
 
-def logged(workdir):
+def steps_in(workdir):
   return [line["step"] for line in metrics.read_metrics(workdir / "metrics.jsonl")]
 
 
@@ -105,7 +106,7 @@ def test_one_that_cannot_be_opened_is_reported_once(tmp_path, error):
     f"Fake: {error.__name__}: no route; training continues, metrics.jsonl has all",
     f"Fake has not finished; {tmp_path}/metrics.jsonl has all lines",
   ]
-  assert logged(tmp_path) == [1, 2]
+  assert steps_in(tmp_path) == [1, 2]
 
 
 def test_one_that_fails_later_gets_every_line_once(tmp_path, no_pause):
@@ -119,7 +120,7 @@ def test_one_that_fails_later_gets_every_line_once(tmp_path, no_pause):
   assert fake.got + again.got == lines(*range(1, 7))
 
 
-def test_a_line_that_never_arrives_is_left_out(tmp_path, no_pause):
+def test_a_line_that_never_arrives_is_left_out(tmp_path, no_pause, reported):
   taken = threading.Event()
 
   def fault(step):
@@ -128,13 +129,13 @@ def test_a_line_that_never_arrives_is_left_out(tmp_path, no_pause):
     if step == 3:
       taken.set()
 
-  writer, printed = writer_of(tmp_path, fake := Fake(fault))
+  writer = writer_of(tmp_path, fake := Fake(fault))
   for step in (1, 2, 3):
     writer.write(step, {"train/loss": 1 / step, "train/rate": math.nan})
   assert taken.wait(WAIT_S)
   writer.close()
   assert [step for step, _ in fake.got] == [1, 3] and fake.opened == 2
-  assert len([line for line in printed if "ValueError: what is this?" in line]) == 1
+  assert len([line for line in reported if "ValueError: what is this?" in line]) == 1
   assert math.isnan(fake.got[-1][1]["train/rate"])
 
 
@@ -150,7 +151,7 @@ def test_the_end_waits_for_one_that_hangs_only_so_long(tmp_path):
   (tmp_path / "a").mkdir()
   printed = write(tmp_path / "a", fake, range(1, 100))
   assert printed[-1].startswith("Fake has not finished in 0.05 s")
-  assert logged(tmp_path / "a") == [*range(1, 100)]
+  assert steps_in(tmp_path / "a") == [*range(1, 100)]
   assert hangs.wait(WAIT_S) and fake.got == lines(1)
   # `leave` ends the process without what a library would wait for at its exit.
   (thread,) = [t for t in errors._abandoned if t.is_alive()]
@@ -159,15 +160,15 @@ def test_the_end_waits_for_one_that_hangs_only_so_long(tmp_path):
   assert fake.got == lines(*range(1, 100))
 
 
-def test_one_that_cannot_keep_up_is_caught_up(tmp_path, monkeypatch):
+def test_one_that_cannot_keep_up_is_caught_up(tmp_path, monkeypatch, reported):
   monkeypatch.setattr(background, "_MOST_WAITING", 5)
   gate = threading.Event()
-  writer, printed = writer_of(tmp_path, fake := Fake(lambda step: gate.wait()))
+  writer = writer_of(tmp_path, fake := Fake(lambda step: gate.wait()))
   for step in range(1, 101):
     writer.write(step, {"train/loss": 1 / step})
   (tracker,) = writer._trackers
   assert tracker._lines.qsize() <= 5
-  assert [line for line in printed if "5 lines wait for it" in line] == printed[:1]
+  assert [line for line in reported if "5 lines wait for it" in line] == reported[:1]
   gate.set()
   writer.close()
   assert fake.got == lines(*range(1, 101)) and fake.outcome == "done"
