@@ -3,8 +3,7 @@
 
 A line of code is neither blank, nor a comment, nor part of a docstring, as the
 formatter leaves it. `[tool.jaxscale]` in pyproject.toml has the limits:
-`max_code_lines` of the package, `max_function_lines` of a function, and
-`long_functions`, a list of functions that may be longer (`path:name`).
+`max_code_lines` of the package and `max_function_lines` of a function.
 """
 
 import ast
@@ -55,13 +54,10 @@ def main() -> int:
   errors = []
   if total > most:
     errors.append(f"{total:,} lines of code; remove {total - most:,}")
-  longest, exempt = limits["max_function_lines"], set(limits["long_functions"])
+  longest = limits["max_function_lines"]
   for name, length in functions.items():
-    if length > longest and name not in exempt:
+    if length > longest:
       errors.append(f"{name} has {length} lines of code; split it ({longest} at most)")
-  for name in sorted(exempt):
-    if functions.get(name, 0) <= longest:
-      errors.append(f"{name} is short; delete it from long_functions")
   for error in errors:
     print(f"error: {error}", file=sys.stderr)
   return 1 if errors else 0

@@ -243,26 +243,10 @@ def experiment(
   layout = layouts.make_layout(config, mesh, model)
   totals = layouts.make_totals(model, layout, objective)
   eval_step = steps.make_eval_step(totals, mesh, layout)
-  first = make_phase(
-    derived.phases[0],
-    config=config,
-    derived=derived,
-    mesh=mesh,
-    eval_model=model,
-    layout=layout,
-    train_data=train_data,
-  )
+  parts = RunParts(config, derived, mesh, eval_data, model, layout, eval_step)
+  first = make_phase(parts, derived.phases[0], train_data)
   notes = *train_data.notes, *eval_data.notes, *notes, *first.notes
-  return Experiment(
-    config=config,
-    derived=derived,
-    mesh=mesh,
-    eval_data=eval_data,
-    model=model,
-    layout=layout,
-    eval_step=eval_step,
-    **first._replace(notes=notes)._asdict(),
-  )
+  return Experiment(**parts._asdict(), **first._replace(notes=notes)._asdict())
 
 
 def make_data(config: cfg.Config) -> tuple[data.Dataset, data.Dataset]:
@@ -280,6 +264,18 @@ def _is_two_datasets(part: Any) -> bool:
   return is_pair and all(isinstance(dataset, data.Dataset) for dataset in part)
 
 
+class RunParts(NamedTuple):
+  """The parts of an `Experiment` that all phases share; each is described there."""
+
+  config: cfg.Config
+  derived: Derived
+  mesh: Mesh
+  eval_data: data.Dataset
+  model: Model
+  layout: Layout | None
+  eval_step: EvalStep
+
+
 class PhaseParts(NamedTuple):
   """The parts of an `Experiment` that differ between phases; each is described there."""
 
@@ -295,38 +291,22 @@ class PhaseParts(NamedTuple):
 
 def at_phase(experiment: Experiment, phase: Phase) -> Experiment:
   """The same experiment with the parts of one phase: data, optimizer, step."""
-  parts = make_phase(
-    phase,
-    config=experiment.config,
-    derived=experiment.derived,
-    mesh=experiment.mesh,
-    eval_model=experiment.model,
-    layout=experiment.layout,
-    train_data=experiment.train_data,
-  )
+  parts = make_phase(experiment, phase, experiment.train_data)
   return experiment.replace(**parts._asdict())
 
 
-def make_phase(
-  phase: Phase,
-  *,
-  config: cfg.Config,
-  derived: Derived,
-  mesh: Mesh,
-  eval_model: Model,
-  layout: Layout | None,
-  train_data: data.Dataset,
-) -> PhaseParts:
-  """Make the parts of one phase; `eval_model` is the model that evaluates.
+def make_phase(parts: RunParts | Experiment, phase: Phase, train_data: data.Dataset) -> PhaseParts:
+  """Make the parts of one phase.
 
   Raises:
     ConfigError: the phase's images, or its exchange, do not fit the model or devices.
   """
+  config, derived, mesh, layout = parts.config, parts.derived, parts.mesh, parts.layout
   if phase.image_size is not None:
     train_data = config.data.resized(phase.image_size)
   model = make_model(config, train_data.info, mesh, bn_span(config, derived, phase))
   if phase.image_size is not None:
-    shapes = [jax.tree.map(lambda x: x.shape, _params(m)) for m in (eval_model, model)]
+    shapes = [jax.tree.map(lambda x: x.shape, _params(m)) for m in (parts.model, model)]
     if shapes[0] != shapes[1]:
       why = "the parameters of this model depend on the image size"
       fix = "use a model that pools over the image (ResNet)"

@@ -20,8 +20,6 @@ from .momentum import scale_by_rate_and_momentum as scale_by_rate_and_momentum
 from .momentum import sgd as sgd
 from .orthogonalized import muon as muon
 from .orthogonalized import scale_by_muon as scale_by_muon
-from .rate import learning_rate as learning_rate
-from .rate import scale_by_rate as scale_by_rate
 from .schedules import Warmup as Warmup
 from .schedules import scale_learning_rate as scale_learning_rate
 from .schedules import warmup_cosine as warmup_cosine

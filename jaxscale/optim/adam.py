@@ -29,7 +29,6 @@ from jaxscale.errors import invalid
 from jaxscale.optim import layers
 from jaxscale.optim.layers import Layer, add_decayed_weights, in_float32
 from jaxscale.optim.masks import Mask
-from jaxscale.optim.rate import scale_by_rate
 
 
 def lamb(
@@ -82,7 +81,7 @@ def lamb(
   adapts = variant == "paper" or weight_decay > 0
   options: Any = {"clip": trust_clip, "adapts": adapts, "mask": mask, "stacked": stacked}
   ratio = scale_by_trust_ratio(phi_min=phi_min, phi_max=phi_max, **options)
-  rate = scale_by_rate(learning_rate)
+  rate = optax.scale_by_learning_rate(learning_rate)
   if variant == "paper":
     return in_float32(optax.chain(adam, decay, ratio, rate))
   parts = (adam, decay, ratio, rate) if adapts is not False else (adam, rate)
@@ -117,7 +116,7 @@ def scale_by_trust_ratio(
 
   Example:
     >>> tx = optax.chain(
-    ...   optax.scale_by_adam(), scale_by_trust_ratio(), scale_by_rate(1e-3))
+    ...   optax.scale_by_adam(), scale_by_trust_ratio(), optax.scale_by_learning_rate(1e-3))
   """
   bounds = [x for x in (phi_min, phi_max) if isinstance(x, int | float)]
   if bounds != sorted(bounds) or min(bounds, default=0) < 0:
@@ -177,7 +176,7 @@ def adamw(
     >>> tx = adamw(warmup_cosine(1e-3, 100, 1000), weight_decay=0.05)
   """
   adam, decay = (scale_by_adam(b1, b2, eps), add_decayed_weights(weight_decay, mask, stacked))
-  return in_float32(optax.chain(adam, decay, scale_by_rate(learning_rate)))
+  return in_float32(optax.chain(adam, decay, optax.scale_by_learning_rate(learning_rate)))
 
 
 def scale_by_adam(

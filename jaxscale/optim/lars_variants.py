@@ -48,8 +48,7 @@ from jaxscale.errors import invalid
 from jaxscale.optim import layers
 from jaxscale.optim.layers import Layer, in_float32, layer_norm
 from jaxscale.optim.masks import Mask
-from jaxscale.optim.momentum import scale_by_rate_and_momentum
-from jaxscale.optim.rate import rate_at, scale_by_rate
+from jaxscale.optim.momentum import rate_at, scale_by_rate_and_momentum
 from jaxscale.optim.settings import LarsVariant
 
 Denominator = Literal["sum", "decayed", "gradient"]
@@ -152,7 +151,7 @@ def lars(
     why = f"has nothing to correct: the velocity of {variant!r} does not hold the rate"
     raise invalid("LARS.momentum_correction", momentum_correction, why, "leave it out")
   eta = trust_coefficient * ((1 - momentum) if row.denominator == "gradient" else 1)
-  trace, rate = optax.trace(momentum, nesterov), scale_by_rate(learning_rate)
+  trace, rate = optax.trace(momentum, nesterov), optax.scale_by_learning_rate(learning_rate)
   if row.rate_in_velocity:
     options = {"nesterov": nesterov, "momentum_correction": momentum_correction}
     if variant == "nvidia":
@@ -219,8 +218,8 @@ def scale_by_lars_ratio(
       of its own. None: none is.
 
   Example:
-    >>> tx = optax.chain(
-    ...   scale_by_lars_ratio(weight_decay=5e-5), optax.trace(0.9), scale_by_rate(10.0))
+    >>> rate = optax.scale_by_learning_rate(10.0)
+    >>> tx = optax.chain(scale_by_lars_ratio(weight_decay=5e-5), optax.trace(0.9), rate)
   """
   between = optax.identity() if inner is None else inner
 

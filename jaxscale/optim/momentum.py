@@ -3,7 +3,7 @@
 With u what comes in (gradient and decay, in LARS times a trust ratio), velocity v,
 momentum m, rate lr and weights w:
 
-    v = m v + u            w = w - lr v      `optax.trace`, then `scale_by_rate`
+    v = m v + u            w = w - lr v      `optax.trace`, then the rate
     v = m c v + lr u       w = w - v         `scale_by_rate_and_momentum`
 
 or with Nesterov's look-ahead m v + what entered v in the place of the last v.
@@ -28,7 +28,6 @@ import optax
 from jaxscale.errors import invalid
 from jaxscale.optim.layers import add_decayed_weights, default_float, in_float32
 from jaxscale.optim.masks import Mask
-from jaxscale.optim.rate import rate_at, scale_by_rate
 
 
 class MomentumState(NamedTuple):
@@ -96,7 +95,7 @@ def sgd(
   decay = add_decayed_weights(weight_decay, mask, stacked)
   if not is_inside:
     trace = optax.trace(momentum, nesterov)
-    return in_float32(optax.chain(decay, trace, scale_by_rate(learning_rate)))
+    return in_float32(optax.chain(decay, trace, optax.scale_by_learning_rate(learning_rate)))
   options = {"nesterov": nesterov, "momentum_correction": momentum_correction}
   moved = scale_by_rate_and_momentum(learning_rate, momentum, **options)
   return in_float32(optax.chain(decay, moved))
@@ -112,7 +111,7 @@ def scale_by_rate_and_momentum(
   """Momentum whose velocity holds the rate, as Caffe's: v = m c v + lr u; w = w - v.
 
   The last of a chain: no other rate follows it. Its state keeps the rate for
-  `learning_rate`.
+  `momentum_correction`.
 
   Args:
     learning_rate: a number or a function of the step.
@@ -151,3 +150,9 @@ def scale_by_rate_and_momentum(
     return jax.tree.map(jnp.negative, moved), state
 
   return optax.GradientTransformation(init, update)
+
+
+def rate_at(learning_rate: optax.ScalarOrSchedule, count: jax.Array) -> jax.Array:
+  """The rate of the step after `count` steps, in the default float dtype."""
+  rate = learning_rate(count) if callable(learning_rate) else learning_rate
+  return jnp.asarray(rate, default_float())

@@ -37,7 +37,6 @@ import optax
 from jaxscale.optim.adam import one_minus_power, scale_by_adam
 from jaxscale.optim.layers import Layer, flags_of, in_float32, is_injected, map_layers
 from jaxscale.optim.masks import Mask
-from jaxscale.optim.rate import scale_by_rate
 
 NS_COEFFS = (3.4445, -4.7750, 2.0315)
 _TORCH_EPS = 1e-7  # torch.optim.Muon's default
@@ -133,8 +132,8 @@ def muon(
   factors: dict[Any, Any] = {"muon": optax.identity(), "adam": optax.scale(adam_rate_factor)}
   decay = optax.add_decayed_weights(weight_decay, mask=decays)
   moved = optax.chain(optax.partition(parts, labels), decay)
-  of_rate = optax.chain(optax.partition(factors, labels), scale_by_rate(learning_rate))
-  return in_float32(optax.chain(moved, of_rate))
+  rate = optax.scale_by_learning_rate(learning_rate)
+  return in_float32(optax.chain(moved, optax.partition(factors, labels), rate))
 
 
 def _is_matrix(layer: Layer, leaf: Any) -> bool:
@@ -167,7 +166,7 @@ def scale_by_muon(
       own. None: none is.
 
   Example:
-    >>> tx = optax.chain(scale_by_muon(), scale_by_rate(2e-3))
+    >>> tx = optax.chain(scale_by_muon(), optax.scale_by_learning_rate(2e-3))
   """
 
   def init(params):

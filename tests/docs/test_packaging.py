@@ -80,8 +80,9 @@ def test_an_easyconfig_has_what_is_pinned():
     exec(compile(path.read_text(), path, "exec"), recipe)
     *components, own = recipe["exts_list"]
     assert own[0] == recipe["name"] == "jaxscale"
-    needed = {re.match(r"[\w-]+", text)[0] for text in PROJECT["dependencies"]}
-    assert needed <= {name for name, _, _ in components}
+    needed = {re.match(r"[\w-]+", text)[0].lower() for text in PROJECT["dependencies"]}
+    named = {name.lower() for name, _, _ in components}
+    assert {name.replace("_", "-") for name in needed} <= {x.replace("_", "-") for x in named}
     for name, version, options in components:
       (digest,) = options["checksums"]
       assert version in options["source_tmpl"], name

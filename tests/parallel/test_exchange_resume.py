@@ -51,12 +51,12 @@ CHANGES += [("one bit", 8, 6), ("one bit", 3, 8), ("delayed", 3, 8)]
 
 
 @pytest.mark.parametrize("name, old, new", CHANGES)
-def test_a_checkpoint_is_restored_on_another_number_of_devices(name, old, new, tmp_path, capsys):
+def test_a_checkpoint_is_restored_on_another_number_of_devices(name, old, new, tmp_path, reported):
   saved = saved_on(name, old, tmp_path)
   exchange, abstract = parts(name, new)
   state = restore(tmp_path, abstract, exchange.resize)
-  out = capsys.readouterr().out
-  assert f"carried over from {old} devices to {new}" in out and out.count("\n") == 1
+  (line,) = reported
+  assert f"carried over from {old} devices to {new}" in line
   assert_like(state, abstract)
   # All that is not the exchange's is the same bits; that is what `resize` makes.
   assert state is not None and exchange.resize is not None
@@ -66,7 +66,7 @@ def test_a_checkpoint_is_restored_on_another_number_of_devices(name, old, new, t
   assert_close(state.exchange_state, resized, rtol=1e-6, atol=1e-6)
 
 
-def test_damage_is_found_before_anything_is_carried_over(tmp_path, capsys):
+def test_damage_is_found_before_anything_is_carried_over(tmp_path, reported):
   saved = saved_on("top k", 8, tmp_path)
   files = [p for p in tmp_path.rglob("d/*") if p.is_file()]
   path = max(files, key=lambda p: p.stat().st_size)  # r: eight times the parameters
@@ -74,7 +74,7 @@ def test_damage_is_found_before_anything_is_carried_over(tmp_path, capsys):
   exchange, abstract = parts("top k", 4)
   with config_error(match="every checkpoint is damaged"):
     restore(tmp_path, abstract, exchange.resize)
-  out = capsys.readouterr().out
+  out = "\n".join(reported)
   assert "checkpoint 4 is damaged" in out and "carried" not in out
   assert jax.tree.leaves(saved.exchange_state)[0].shape[0] == 8
 

@@ -131,8 +131,9 @@ def test_abstract_state_is_what_init_makes():
 
 @pytest.mark.parametrize("make", [optim.sgd, optax.inject_hyperparams(optax.sgd)])
 def test_the_learning_rate_is_the_one_that_the_optimizer_applied(make):
+  """Of plain SGD on a mean of (0 - w)^2: w moves by -2 w times the rate."""
   mesh, schedule = make_mesh(), optim.warmup_cosine(0.1, 3, 30)
-  tx = make(schedule)
+  tx = make(schedule, **({"momentum": 0.0} if make is optim.sgd else {}))
 
   def loss_fn(params, model_state, batch, keys):
     loss = jnp.square(batch["x"] - params["w"]).sum()
@@ -143,8 +144,9 @@ def test_the_learning_rate_is_the_one_that_the_optimizer_applied(make):
   batch = on_mesh(mesh, {"x": np.zeros((8, 4), np.float32)})
   rates = []
   for _ in range(5):
+    before = state.params["w"][0].item()
     state, metrics = step(state, batch)
     rates.append(metrics["learning_rate"].item())
-    applied = optim.learning_rate(state.opt_state).item()
-    assert rates[-1] == pytest.approx(applied, rel=1e-6)
+    applied = (before - state.params["w"][0].item()) / (2 * before)
+    assert rates[-1] == pytest.approx(applied, rel=1e-4)
   assert rates[0] < rates[1] < rates[2]

@@ -182,22 +182,6 @@ def test_trust_ratios_are_read_out_of_any_state():
   assert optim.trust_ratios(optim.sgd(0.1).init(params)) == {}
 
 
-@pytest.mark.parametrize("make", MAKERS)
-def test_the_learning_rate_of_the_last_step_is_in_the_state(make):
-  params = {"kernel": jnp.ones((2, 3)), "bias": jnp.ones(3)}
-  options = {"adam_rate_factor": 7.0} if make is optim.muon else {}
-  tx = optax.chain(optax.clip_by_global_norm(1.0), make(rate, **options))
-  state, found = tx.init(params), []
-  assert optim.learning_rate(state) == 0
-  for _ in RATES:
-    _, state = jax.jit(tx.update)(params, state, params)
-    found.append(optim.learning_rate(state))
-  np.testing.assert_array_equal(found, np.float32(RATES))
-  given = optax.inject_hyperparams(optax.adam)(learning_rate=0.25).init(params)
-  assert optim.learning_rate(given) == 0.25
-  assert optim.learning_rate(optax.sgd(0.1, momentum=0.9).init(params)) is None
-
-
 def by_layers(learning_rate):
   decay = optim.layerwise_rate_decay(0.5, ["matrix", "bias", "conv", "zero"])
   return optax.chain(optim.adamw(learning_rate), decay)
@@ -216,7 +200,6 @@ INJECTED = {
   "muon": (optim.muon, {"weight_decay": 1.0}),
   "muon torch": (optim.muon, {"variant": "torch"}),
   "masked": (optim.lars, {"mask": "^(matrix|bias)$"}),
-  "rate": (optim.scale_by_rate, {}),
   "momentum": (optim.scale_by_rate_and_momentum, {"momentum_correction": 3}),
   "by layers": (by_layers, {}),
 }
@@ -239,7 +222,7 @@ def test_inject_hyperparams_changes_no_update(name, jitted):
 
 
 DECAY, HEAVY_BALL = optim.add_decayed_weights, optax.trace(0.9)
-BY_RATE, RATIO = optim.scale_by_rate(rate), optim.scale_by_lars_ratio
+BY_RATE, RATIO = optax.scale_by_learning_rate(rate), optim.scale_by_lars_ratio
 COMPOSED = {  # an optimizer, and the chain that it stands for
   "sgd": (
     optim.sgd(rate, weight_decay=0.1),

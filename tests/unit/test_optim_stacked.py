@@ -100,8 +100,7 @@ def test_the_rate_of_what_adamw_moves():
   for adam_lr in (None, 0.3):
     of = config("transformer", dataclasses.replace(chosen, adam_lr=adam_lr))
     tx = make_optimizer(of, lambda step: 0.05)
-    moved[adam_lr], state = jax.jit(tx.update)(params, tx.init(params), params)
-    assert optim.learning_rate(state) == np.float32(0.05)
+    moved[adam_lr], _ = jax.jit(tx.update)(params, tx.init(params), params)
   same, own = moved[None], moved[0.3]
   np.testing.assert_allclose(own["embed"]["table"], 3 * same["embed"]["table"], 1e-5)
   of_muon, as_before = (tree["layers"]["q"]["kernel"] for tree in (own, same))
