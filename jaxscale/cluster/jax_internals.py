@@ -1,6 +1,6 @@
 """Names of JAX that are not public, and what happens where a version lacks them.
 
-JAX 0.10 to 0.12 has all of these. `missing` lists what the installed one lacks.
+JAX 0.10 to 0.12 has all of these (tests/unit/test_jax_internals.py asks the installed one).
 
 | name | used for | without it |
 |---|---|---|
@@ -14,8 +14,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import importlib.util
-import inspect
 import os
 from collections.abc import Iterator
 from types import CodeType
@@ -82,19 +80,6 @@ def with_varying_axes(array_type: Any, axes: frozenset[str]) -> Any:
   """The type of values that may differ over these mesh axes alone."""
   kind = _manual_axis_type(array_type)
   return array_type.update(manual_axis_type=kind.update(varying=axes))
-
-
-def missing() -> list[str]:
-  """The names that the installed JAX lacks."""
-  import jax
-
-  lacks = [".".join(n) for n in (_STATE, _DEVICE_HASH) if _find(*n) is None]
-  spec = importlib.util.find_spec("jax._src.callback")
-  source = "" if spec is None else inspect.getsource(importlib.import_module(spec.name))
-  lacks += [CALLBACK] * (CALLBACK not in source)  # a function in a function
-  lacks += [".mat"] * (not hasattr(jax.typeof(0.0), "mat"))
-  is_known = hasattr(jax.ShapeDtypeStruct((), "float32"), "manual_axis_type")
-  return lacks + [".manual_axis_type"] * (not is_known)
 
 
 def _find(module: str, name: str) -> Any:

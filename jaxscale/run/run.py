@@ -82,7 +82,7 @@ class Run:
   start: int = 0
   evaluations: list[Evaluation] = dataclasses.field(default_factory=list)
   evaluation: Values = dataclasses.field(default_factory=dict)
-  _recorded: Future[None] = dataclasses.field(init=False)
+  recorded: Future[None] = dataclasses.field(init=False)
   _since: float = 0.0  # training began, on time.perf_counter
   _asked: tuple[int, bool] = (-1, False)  # a step and whether the run stops after it
 
@@ -102,11 +102,7 @@ class Run:
         if cluster.is_leader():
           provenance.record_start(self.workdir, devices, accepted)
 
-    self._recorded = in_background(record)
-
-  def wait_for_record(self) -> None:
-    """Return once the start is recorded."""
-    self._recorded.result()
+    self.recorded = in_background(record)
 
   def start_from(self, step: int) -> None:
     """Resume the records after this step; all processes call it."""

@@ -26,7 +26,7 @@ def finish(run: Run, state: TrainState) -> dict[str, Any]:
   run.watch.at(int(state.step), "leaving")
   summary = summarize(run, state)
   is_done = summary["outcome"] == "done"
-  run.wait_for_record()
+  run.recorded.result()
 
   def write():
     metrics.write_json(run.workdir / "summary.json", summary)
