@@ -195,11 +195,11 @@ def scale_by_adam(
       Dozat, 2016).
   """
 
-  def init(params):
+  def init(params: Any):
     mu, nu = optax.tree.zeros_like((params, params))
     return optax.ScaleByAdamState(jnp.zeros([], jnp.int32), mu, nu)
 
-  def update(updates, state, params=None):
+  def update(updates: Any, state: Any, params: Any = None):
     count = state.count + 1
     mu = optax.tree.update_moment(updates, state.mu, b1, 1)
     nu = optax.tree.update_moment(updates, state.nu, b2, 2)
@@ -207,7 +207,7 @@ def scale_by_adam(
     one = jnp.ones([])
     c1, c2, ahead = (one_minus_power(*power) if bias_correction else one for power in powers)
 
-    def direction(g, m, v):
+    def direction(g: Any, m: Any, v: Any):
       m_hat = m / c1.astype(m.dtype)
       if nesterov:
         m_hat = b1 * m / ahead.astype(m.dtype) + (1 - b1) * g / c1.astype(g.dtype)

@@ -45,11 +45,11 @@ def layerwise_rate_decay(decay: float, order: Sequence[str]) -> optax.GradientTr
       raise ValueError(f"order: {name} fits {fits} of {list(order)}, need exactly one")
     return decay ** (len(patterns) - 1 - hits[0])
 
-  def init(params):
+  def init(params: Any):
     jax.tree.map_with_path(lambda path, _: factor(path), params)
     return optax.EmptyState()
 
-  def update(updates, state, params=None):
+  def update(updates: Any, state: Any, params: Any = None):
     scaled = jax.tree.map_with_path(lambda path, u: factor(path) * u, updates)
     return scaled, state
 

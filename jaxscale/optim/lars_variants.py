@@ -153,7 +153,7 @@ def lars(
   eta = trust_coefficient * ((1 - momentum) if row.denominator == "gradient" else 1)
   trace, rate = optax.trace(momentum, nesterov), optax.scale_by_learning_rate(learning_rate)
   if row.rate_in_velocity:
-    options = {"nesterov": nesterov, "momentum_correction": momentum_correction}
+    options: Any = {"nesterov": nesterov, "momentum_correction": momentum_correction}
     if variant == "nvidia":
       options["momentum_correction"] = True
     moved = scale_by_rate_and_momentum(learning_rate, momentum, **options)

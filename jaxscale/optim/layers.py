@@ -55,7 +55,7 @@ def layers_of(params: Any, mask: Mask | Any, stacked: Mask | Any) -> list[Layer]
 
 
 def map_layers(
-  outputs: int, function: Callable[..., tuple], params, mask, stacked, *trees: Any
+  outputs: int, function: Callable[..., Any], params: Any, mask: Any, stacked: Any, *trees: Any
 ) -> list[Any]:
   """Trees like the parameters, one for each value that `function` gives for a leaf.
 
@@ -107,13 +107,13 @@ def in_float32(tx: optax.GradientTransformation) -> optax.GradientTransformation
   Under standard promotion, which optax's own transformations expect.
   """
 
-  def widen(tree):
+  def widen(tree: Any):
     return jax.tree.map(lambda x: x.astype(wide(x.dtype)), tree)
 
-  def init(params):
+  def init(params: Any):
     return tx.init(widen(params))
 
-  def update(updates, state, params=None):
+  def update(updates: Any, state: Any, params: Any = None):
     if params is None:
       raise ValueError("decay needs parameters: tx.update(grads, state, params)")
     with jax.numpy_dtype_promotion("standard"):
@@ -174,7 +174,7 @@ class TrustRatios(NamedTuple):
 def initial_ratios(params: Any, mask: Any, stacked: Any) -> TrustRatios:
   """Ones for every chosen layer."""
 
-  def ones(layer, leaf):
+  def ones(layer: Any, leaf: Any):
     shape = leaf.shape[:1] if layer.stacked else ()
     return (jnp.ones(shape, jnp.float32) if layer.chosen else optax.MaskedNode(),)
 

@@ -40,7 +40,7 @@ def timm_kernels(params: Any) -> Any:
     {'embed': {'position': False}, 'w': True}
   """
 
-  def decays(path, x):
+  def decays(path: Any, x: Any):
     return x.ndim > 1 and not path_name(path).endswith("embed/position")
 
   return jax.tree.map_with_path(decays, params)
@@ -57,7 +57,7 @@ def matching(pattern: str) -> MaskFn:
     {'a': {'w': True}, 'b': {'w': False}}
   """
 
-  def fits(path, _):
+  def fits(path: Any, _):
     return bool(re.search(pattern, path_name(path)))
 
   return lambda params: jax.tree.map_with_path(fits, params)

@@ -96,7 +96,7 @@ def sgd(
   if not is_inside:
     trace = optax.trace(momentum, nesterov)
     return in_float32(optax.chain(decay, trace, optax.scale_by_learning_rate(learning_rate)))
-  options = {"nesterov": nesterov, "momentum_correction": momentum_correction}
+  options: Any = {"nesterov": nesterov, "momentum_correction": momentum_correction}
   moved = scale_by_rate_and_momentum(learning_rate, momentum, **options)
   return in_float32(optax.chain(decay, moved))
 

@@ -111,14 +111,14 @@ def muon(
     >>> tx = muon(2e-3, variant="torch", by_adam=matching("^(embed|head)/"))
   """
 
-  def decays(params):
+  def decays(params: Any):
     return map_layers(1, lambda *leaf: (_is_matrix(*leaf),), params, mask, stacked)[0]
 
-  def labels(params):
+  def labels(params: Any):
     outer = flags_of(by_adam, params, default=False)
     outer = jax.tree.structure(params).unflatten(outer)
 
-    def label(layer, leaf, is_outer):
+    def label(layer: Any, leaf: Any, is_outer: Any):
       return ("muon" if _is_matrix(layer, leaf) and not is_outer else "adam",)
 
     return map_layers(1, label, params, mask, stacked, outer)[0]
@@ -169,16 +169,16 @@ def scale_by_muon(
     >>> tx = optax.chain(scale_by_muon(), optax.scale_by_learning_rate(2e-3))
   """
 
-  def init(params):
+  def init(params: Any):
     return MuonState(jnp.zeros([], jnp.int32), optax.tree.zeros_like(params))
 
-  def update(updates, state, params=None):
+  def update(updates: Any, state: Any, params: Any = None):
     count = state.count + 1
     corrections = [jnp.ones([])] * 2
     if eps is not None:
       corrections = [one_minus_power(momentum, t) for t in (count, count + 1)]
 
-    def step(layer, _, g, v):
+    def step(layer: Any, _, g: Any, v: Any):
       now, ahead = (c.astype(v.dtype) for c in corrections)
       v = momentum * v + (1 - momentum) * g
       u = v / now
@@ -209,7 +209,7 @@ def _orthogonalized(
     x = x.swapaxes(1, 2)
   a, b, c = coeffs
 
-  def iterate(_, x):
+  def iterate(_, x: Any):
     s = x @ x.swapaxes(1, 2)
     return a * x + (b * s + c * s @ s) @ x
 

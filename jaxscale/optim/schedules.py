@@ -76,7 +76,7 @@ def warmup_polynomial(
 
   last, span = (warmup_steps + span, span) if restart else (total_steps, total_steps)
 
-  def decay(step):
+  def decay(step: Any):
     # Not 1 - step / span: whole numbers are subtracted exactly, also near the end.
     # Above 1 only under the warm-up, where nobody asks.
     left = jnp.clip((last - step) / span, 0.0, 1.0)
@@ -121,7 +121,7 @@ def warmup_cosine(
   first = warmup_steps if restart else 0
   span = max(total_steps - first, 1e-9)
 
-  def decay(step):
+  def decay(step: Any):
     # The same as (1 + cos(pi done)) / 2, which in float32 is 0 long before the end.
     left = jnp.clip((first + span - step) / span, 0.0, 1.0)
     return end + (peak - end) * jnp.sin(jnp.pi / 2 * left) ** 2
@@ -161,7 +161,7 @@ def warmup_steps(
   rises = all(a <= b for a, b in pairwise([0, *boundaries]))
   _need(rises, f"boundaries={list(boundaries)}: need steps >= 0 that rise")
 
-  def decay(step):
+  def decay(step: Any):
     passed = sum((step >= b).astype(jnp.float32) for b in boundaries)
     return peak * factor ** jnp.asarray(passed, jnp.float32)
 
@@ -194,7 +194,7 @@ def _schedule(
   has_start = warmup != "exponential" or start
   _need(has_start, "start=0: an exponential warm-up needs start > 0")
 
-  def schedule(step):
+  def schedule(step: Any):
     step = jnp.asarray(step, jnp.float32)
     if not warmup_steps:
       return decay(step)

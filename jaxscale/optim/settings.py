@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Generator
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from jaxscale import optim  # whose names load when they are asked for
@@ -228,7 +228,7 @@ class Optax(Optimizer):
 
 
 @contextlib.contextmanager
-def _one_line(what: str, fix: str) -> Iterator[None]:
+def _one_line(what: str, fix: str) -> Generator[None, None, None]:
   """Any fault of the user's function, which this decorates, in one line."""
   try:
     yield
@@ -279,7 +279,7 @@ class Cosine(Warmup):
   restart: bool = True
 
   def build(self, peak: float, context: ScheduleContext) -> optax.Schedule:
-    options = {"end": self.end_lr, "restart": self.restart} | self.rise(peak, context)
+    options: Any = {"end": self.end_lr, "restart": self.restart} | self.rise(peak, context)
     return optim.warmup_cosine(peak, context.warmup_steps, context.total_steps, **options)
 
 
@@ -311,7 +311,7 @@ class Polynomial(Cosine):
 
   def build(self, peak: float, context: ScheduleContext) -> optax.Schedule:
     epochs, steps = self.decay_epochs, self.decay_steps
-    options = {"end": self.end_lr, "restart": self.restart} | self.rise(peak, context)
+    options: Any = {"end": self.end_lr, "restart": self.restart} | self.rise(peak, context)
     options |= {"decay_steps": steps if epochs is None else epochs * context.per_epoch}
     length = context.warmup_steps, context.total_steps
     return optim.warmup_polynomial(peak, *length, power=self.power, **options)

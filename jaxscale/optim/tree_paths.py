@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 
 
-def path_name(path: tuple) -> str:
+def path_name(path: tuple[Any, ...]) -> str:
   """The name of a leaf, e.g. params/Dense_0/kernel.
 
   Args:
