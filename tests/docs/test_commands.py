@@ -5,22 +5,23 @@ import pytest
 from jaxscale import cli
 from jaxscale.cli import plot_schedule
 from support.commands import error_line, run_train
+from support.tables import table
 
 DIGITS, ALEXNET = "configs/digits.py", "configs/alexnet_bn_32k.py"
 
 
-@pytest.mark.parametrize(
-  "argv",
-  [
-    [DIGITS, ALEXNET],
-    ["--config", DIGITS, "--config", ALEXNET],
-    [f"--config={DIGITS}", ALEXNET],
-    ["--num-train=9", "--config", DIGITS, f"--config={ALEXNET}"],
-  ],
-)
+NAMED = f"""
+{DIGITS} {ALEXNET}
+--config {DIGITS} --config {ALEXNET}
+--config={DIGITS} {ALEXNET}
+--num-train=9 --config {DIGITS} --config={ALEXNET}
+""".strip().splitlines()
+
+
+@pytest.mark.parametrize("argv", NAMED)
 def test_configs_are_named_as_in_other_commands_or_alone(argv):
   _, parser = cli.load("plot-schedule")
-  args = parser.read([*argv, "--out=schedule.png"])
+  args = parser.read([*argv.split(), "--out=schedule.png"])
   assert args.config + args.files == [DIGITS, ALEXNET]
 
 
@@ -34,25 +35,25 @@ def test_what_is_asked_for_is_drawn(tmp_path, capsys, monkeypatch):
   assert drawn[DIGITS].rates.argmax() == 2 * 100  # its warm-up of two epochs
 
 
-@pytest.mark.parametrize(
-  "argv, says",
-  [
-    (["--drop"], "--drop: not an option, one of --config, --help, --num-train, --out"),
-    (["--num_train=3", DIGITS], "did you mean '--num-train'?"),
-    (["--config.epoch=3", DIGITS], "did you mean 'epochs'?"),
-    (["--config"], "--config: a value is missing"),
-    ([DIGITS, "--out", "--num-train=3"], "--out: a value is missing"),
-    ([DIGITS, "--num-train=0"], "--num-train=0: give a whole number >= 1"),
-    (["--num-train=3"], "--config: missing"),
-    (["configs/nothing_like_it.py"], "no such file, check the path"),
-    (["configs/digit.py"], "did you mean 'configs/digits.py'?"),
-    ([DIGITS, "--num-train=100"], "give 100 or less"),
-    ([DIGITS, "--out=/dev/null/place.png"], "--out=/dev/null/place.png: "),
-    ([DIGITS, "--out=rates.docx"], "--out=rates.docx: "),
-  ],
-)
+MISTAKES = table(f"""
+--drop | --drop: not an option, one of --config, --help, --num-train, --out
+--num_train=3 {DIGITS} | did you mean '--num-train'?
+--config.epoch=3 {DIGITS} | did you mean 'epochs'?
+--config | --config: a value is missing
+{DIGITS} --out --num-train=3 | --out: a value is missing
+{DIGITS} --num-train=0 | --num-train=0: give a whole number >= 1
+--num-train=3 | --config: missing
+configs/nothing_like_it.py | no such file, check the path
+configs/digit.py | did you mean 'configs/digits.py'?
+{DIGITS} --num-train=100 | give 100 or less
+{DIGITS} --out=/dev/null/place.png | --out=/dev/null/place.png:
+{DIGITS} --out=rates.docx | --out=rates.docx:
+""")
+
+
+@pytest.mark.parametrize("argv, says", MISTAKES)
 def test_a_mistake_is_one_line(argv, says, capsys):
-  assert cli.main(["plot-schedule", "--out=x.png", *argv]) == 2
+  assert cli.main(["plot-schedule", "--out=x.png", *argv.split()]) == 2
   out, err = capsys.readouterr()
   assert out == "" and err.startswith("error: ") and err.count("\n") == 1
   assert says in err

@@ -29,6 +29,7 @@ from jaxscale.weights.hf_config import llama_config, vit_config
 from jaxscale.weights.timm_config import timm_config
 from others import training
 from others.packages import timm, torch, torchvision, transformers
+from support.configs import small_config
 from support.paths import ROOT
 
 PAGE = ROOT / "docs/weights.md"
@@ -82,10 +83,7 @@ def theirs(model, info):
 
 def built(settings, info):
   """(our model, its shapes) by its settings."""
-  config = cfg.Config(
-    model=settings, data=cfg.Digits(), optimizer=cfg.SGD(lr=0.1), batch_size=8, epochs=1.0
-  )
-  model = make_model(config, info, train=False)
+  model = make_model(small_config(model=settings), info, train=False)
   made = jax.eval_shape(init_fn(model), jax.random.key(0))
   return model, made if isinstance(made, tuple) else (made, {})
 
@@ -187,6 +185,7 @@ SIZES = {"num_layers": 2, "width": 48, "num_heads": 4, "num_kv_heads": 2, "hidde
 SCALED = dict(rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0)
 SCALED |= dict(original_max_position_embeddings=32)
 SCALED_HERE = {"rope_factor": 8.0, "rope_length": 32}
+QK_NORM = {"qk_norm": True, "head_width": 12}
 
 
 def language_model(kind, **fields):
@@ -230,9 +229,8 @@ def to_transformers(**options):
   with tempfile.TemporaryDirectory() as name:
     path = Path(name, "model.safetensors")
     export_safetensors(path, params, naming="huggingface", num_classes=WORDS)
-    write_config_json(
-      path, llama_config(settings, hidden=64, vocab_size=WORDS, sequence_length=64, dtype="float32")
-    )
+    sizes = dict(hidden=64, vocab_size=WORDS, sequence_length=64, dtype="float32")
+    write_config_json(path, llama_config(settings, **sizes))
     other = transformers.AutoModelForCausalLM.from_pretrained(name).eval()
   return logits_of(model, params, {}, TEXT), theirs(other, TEXT)
 
@@ -274,26 +272,24 @@ def to_timm(settings, pixels, channels=3):
   return ours, theirs(other, info)
 
 
+RESNET18, TINY = cfg.ResNet(depth=18), cfg.ViT(width=192, num_heads=3)
+MEAN_OF_PATCHES = dict(class_token=False, global_pool="avg", fc_norm=False)
 SMALL_VIT = {"width": 48, "num_layers": 2, "num_heads": 4, "patch": 8, "hidden": 100}
 NETWORKS = {
-  "timm resnet18": lambda: of_timm("resnet18", cfg.ResNet(depth=18), 64),
+  "timm resnet18": lambda: of_timm("resnet18", RESNET18, 64),
   "timm resnet50": lambda: of_timm("resnet50", cfg.ResNet(depth=50), 64),
   "timm resnet18, read into one channel": lambda: loaded(
-    "resnet18", cfg.ResNet(depth=18), photos(64, 1), in_chans=1
+    "resnet18", RESNET18, photos(64, 1), in_chans=1
   ),
-  "timm vit_tiny_patch16_224": lambda: of_timm(
-    "vit_tiny_patch16_224", cfg.ViT(width=192, num_heads=3), 224
-  ),
+  "timm vit_tiny_patch16_224": lambda: of_timm("vit_tiny_patch16_224", TINY, 224),
   "timm ViT, small": vit_of_timm,
-  "timm ViT, mean of patches": lambda: vit_of_timm(
-    vit48(pool="mean"), class_token=False, global_pool="avg", fc_norm=False
-  ),
+  "timm ViT, mean of patches": lambda: vit_of_timm(vit48(pool="mean"), **MEAN_OF_PATCHES),
   "timm ViT, read at 48 instead of 32 pixels": lambda: loaded(
     VIT, vit48(), photos(48), SMALL, img_size=48
   ),
   "timm ViT, read into one channel": lambda: loaded(VIT, vit48(), photos(32, 1), SMALL, in_chans=1),
   "torchvision resnet18": lambda: of_torchvision(
-    torchvision.models.resnet18(num_classes=CLASSES), cfg.ResNet(depth=18), 64
+    torchvision.models.resnet18(num_classes=CLASSES), RESNET18, 64
   ),
   "torchvision VisionTransformer": vit_of_torchvision,
   "transformers ViTForImageClassification": vit_of_transformers,
@@ -304,10 +300,8 @@ NETWORKS = {
   ),
   "transformers Mistral": lambda: of_transformers("Mistral", sliding_window=None),
   "transformers Qwen2": lambda: of_transformers("Qwen2", {"qkv_bias": True}),
-  "transformers Qwen3": lambda: of_transformers(
-    "Qwen3", {"qk_norm": True, "head_width": 12}, head_dim=12
-  ),
-  "ours as timm's resnet18": lambda: to_timm(cfg.ResNet(depth=18), 64, channels=1),
+  "transformers Qwen3": lambda: of_transformers("Qwen3", QK_NORM, head_dim=12),
+  "ours as timm's resnet18": lambda: to_timm(RESNET18, 64, channels=1),
   "ours as timm's ViT": lambda: to_timm(cfg.ViT(**SMALL_VIT), 32),
   "ours as timm's ViT, mean of patches": lambda: to_timm(cfg.ViT(**SMALL_VIT, pool="mean"), 32),
   "ours as Llama": to_transformers,

@@ -103,7 +103,8 @@ def test_of_all_architectures_of_timm_only_ours_are_taken(module, monkeypatch, t
 VIT = {"embed_dim": 48, "depth": 2, "num_heads": 3, "img_size": 32, "patch_size": 8}
 V48 = cfg.ViT(width=48, num_layers=2, num_heads=3, patch=8)
 NO_HEAD = "2 missing, first fc.weight; init_head=True starts the classifier anew"
-R18, AVG, FOUR_HEADS = cfg.ResNet(depth=18), {"global_pool": "avg"}, {"num_heads": 4}
+R18, AVG = cfg.ResNet(depth=18), {"global_pool": "avg"}
+FOUR_HEADS = dataclasses.replace(V48, num_heads=4)
 OF_R18 = "; set the model's sizes"
 OF_NONE = "if its network is among ours"
 # An architecture, settings of ours, options of timm's; what is refused, and what
@@ -116,13 +117,7 @@ REFUSED = [
   ("vit", V48, AVG, "class_token=True, fc_norm=True", "only those of fc_norm=False are"),
   ("vit", V48, AVG | {"fc_norm": False}, "class_token=True, fc_norm=False", None),
   ("vit", V48, {"qk_norm": True}, "qk_norm is True there", OF_NONE),
-  (
-    "vit",
-    dataclasses.replace(V48, **FOUR_HEADS),
-    {},
-    "num_heads is 3 there and 4 here, set V",
-    None,
-  ),
+  ("vit", FOUR_HEADS, {}, "num_heads is 3 there and 4 here, set V", None),
 ]
 
 

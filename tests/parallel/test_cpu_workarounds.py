@@ -121,12 +121,9 @@ def test_the_angles_of_rotary_positions_are_turned_to_cos_and_sin_once():
   assert again > 1, "XLA does it: delete what we do"
 
 
-LOOPS = [
-  (False, 3, "none", {}, "none"),
-  (True, 3, "full", {}, "none"),
-  (True, 7, "none", {}, "none"),
-]
-LOOPS += [(True, 3, "none", {"model": 2}, "none"), (True, 3, "none", {"fsdp": 2}, "fsdp")]
+LOOPS = [(False, 3, "none", {}, "none"), (True, 3, "full", {}, "none")]
+LOOPS += [(True, 7, "none", {}, "none"), (True, 3, "none", {"model": 2}, "none")]
+LOOPS += [(True, 3, "none", {"fsdp": 2}, "fsdp")]
 
 
 @pytest.mark.parametrize("is_loop, layers, remat, axes, shard", LOOPS)

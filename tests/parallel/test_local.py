@@ -167,10 +167,8 @@ def test_nothing_crosses_the_network_between_synchronizations():
   assert hlo.total(silent).payload_bytes == DIM * 4
   always = [row for row in table() if not row.conditional]
   assert hlo.total(always).payload_bytes == 12  # loss, examples, norm of gradients
-  assert all(
-    row.conditional == (row.axes == AXES)
-    for row in table(reduce_metrics=False, workers=("replica",))
-  )
+  by_replica = table(reduce_metrics=False, workers=("replica",))
+  assert all(row.conditional == (row.axes == AXES) for row in by_replica)
 
 
 def test_metrics_of_each_device_average_to_the_reduced_ones():

@@ -2,8 +2,6 @@
 
 import functools
 import os
-import subprocess
-import sys
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +15,7 @@ from jaxscale.mesh import make_mesh
 from jaxscale.training import nan_guard
 from support.bad_values import AXES, ROWS, batch, init, loss_fn
 from support.cases import all_slow_except
-from support.commands import child_env
+from support.commands import run_python
 from support.exchanges import EXCHANGES
 from support.paths import ROOT
 from support.steps import training
@@ -268,9 +266,7 @@ def test_without_a_bad_step_no_bit_is_another():
   With it LLVM may round an update's a b + c d either way, by what else is in the
   loop: a last bit, in small tensors that an exchange divides by N in the same loop.
   """
-  env = child_env(8, XLA_FLAGS="--xla_cpu_max_isa=AVX")
-  env["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
-  options = dict(capture_output=True, text=True, timeout=300)
-  done = subprocess.run([sys.executable, "-c", SAME], env=env, cwd=ROOT, **options)
+  env = dict(XLA_FLAGS="--xla_cpu_max_isa=AVX", PYTHONPATH=f"{ROOT}{os.pathsep}{ROOT}/tests")
+  done = run_python("-c", SAME, num_devices=8, **env)
   assert done.returncode == 0, done.stderr
   assert done.stdout.count("same") == 4

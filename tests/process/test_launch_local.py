@@ -18,7 +18,7 @@ from jaxscale.jobs import folder as folders
 from jaxscale.jobs import local_executor
 from jaxscale.jobs.job_handle import Record
 from jaxscale.metrics import read_json_lines
-from support.commands import child_env
+from support.commands import run_python
 
 DIGITS = "configs/digits.py"
 
@@ -116,8 +116,7 @@ def get_config(arg=None):
 
 
 def in_folder(folder, *words, **env):
-  options = dict(cwd=folder, env=child_env(1, JAX_PLATFORMS="cpu", **env), timeout=600)
-  done = subprocess.run([sys.executable, *words], **options, capture_output=True, text=True)
+  done = run_python(*words, cwd=folder, timeout=600, JAX_PLATFORMS="cpu", **env)
   assert done.returncode == 0, done.stdout + done.stderr
   return done.stdout
 

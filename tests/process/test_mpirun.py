@@ -12,10 +12,8 @@ from support.commands import child_env
 from support.processes import killed_at_end, popen, wait_until
 from support.tiny_runs import ARGS, checkpoint_names, newest_step
 
-pytestmark = [
-  pytest.mark.slow,
-  pytest.mark.skipif(not shutil.which("mpirun"), reason="there is no mpirun"),
-]
+pytestmark = [pytest.mark.slow]
+pytestmark += [pytest.mark.skipif(not shutil.which("mpirun"), reason="there is no mpirun")]
 
 # A cluster's own choices: more processes than cores, and a container's user.
 MPI = dict(OMPI_ALLOW_RUN_AS_ROOT="1", OMPI_ALLOW_RUN_AS_ROOT_CONFIRM="1")

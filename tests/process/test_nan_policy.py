@@ -2,7 +2,6 @@
 
 import json
 import os
-import socket
 import subprocess
 import sys
 import textwrap
@@ -20,21 +19,16 @@ from jaxscale.run.fit import fit
 from jaxscale.run.goodput import read_activities
 from jaxscale.run.nan_policy import NanPolicy
 from jaxscale.training import loop
-from support.commands import child_env, error_line, train_command
+from support.commands import error_line, train_command
 from support.fault_table import measured
-from support.paths import ROOT
+from support.processes import run_group
+from support.tables import assignments
 
 # 45 steps, a checkpoint after 11, 22, 33, 44 and 45.
-CONFIG = {
-  "epochs": "4",
-  "schedule.warmup_epochs": "1",
-  "model": "MLP",
-  "model.hidden": "(32,)",
-  "checkpoint.every_epochs": "1",
-  "evaluation.every_epochs": "4",
-  "log.every_steps": "1",
-  "log.tensorboard": "False",
-}
+CONFIG = assignments("""
+  epochs=4 schedule.warmup_epochs=1 model=MLP model.hidden=(32,) log.tensorboard=False
+  checkpoint.every_epochs=1 evaluation.every_epochs=4 log.every_steps=1
+""")
 LABEL = 99  # is not a class: its loss is NaN
 
 
@@ -234,35 +228,11 @@ PROCESS = textwrap.dedent("""
 
 
 def run_two(workdir, *args):
-  """Two processes of two devices: [(stdout, stderr, exit code)]."""
-  with socket.socket() as s:
-    s.bind(("127.0.0.1", 0))
-    coordinator = f"127.0.0.1:{s.getsockname()[1]}"
-  args = [f"--config.{name}={value}" for name, value in CONFIG.items()] + list(args)
-  command = train_command(workdir, *args)
-  group = [
-    subprocess.Popen(
-      [sys.executable, "-c", PROCESS, *command[2:]],
-      env=child_env(
-        2, JAXSCALE_COORDINATOR=coordinator, JAXSCALE_NUM_PROCESSES="2", JAXSCALE_PROCESS_ID=str(i)
-      ),
-      cwd=ROOT,
-      stdout=subprocess.PIPE,
-      stderr=subprocess.PIPE,
-      text=True,
-    )
-    for i in range(2)
-  ]
-  try:
-    return [
-      subprocess.CompletedProcess([], p.returncode, *output)
-      for p in group
-      for output in [p.communicate(timeout=200)]
-    ]
-  finally:
-    for process in group:
-      if process.poll() is None:
-        process.kill()
+  """Run two processes of two devices to their ends."""
+  settings = [f"--config.{name}={value}" for name, value in CONFIG.items()]
+  command = [sys.executable, "-c", PROCESS, *train_command(workdir, *settings, *args)[2:]]
+  ends = run_group(command, num_devices=2)
+  return [subprocess.CompletedProcess(command, code, out, err) for out, err, code in ends]
 
 
 @pytest.mark.slow
@@ -283,7 +253,6 @@ def test_both_processes_resume_together(tmp_path, policy):
   assert [done.returncode for done in results] == [0, 0], results
   assert "process 1 (" in results[0].stdout and "loss is NaN" in results[0].stdout
   summary = json.loads((tmp_path / "summary.json").read_text())
-  assert (summary["skipped_steps"], summary["rolled_back"]) == (
-    (1, 0) if policy == "skip" else (0, 1)
-  )
+  counts = summary["skipped_steps"], summary["rolled_back"]
+  assert counts == ((1, 0) if policy == "skip" else (0, 1))
   assert summary["step"] == 45 and summary["accuracy"] > 0.3

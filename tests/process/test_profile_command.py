@@ -1,22 +1,12 @@
 """A job that trains, of two processes, is asked for a trace as a user asks."""
 
-import subprocess
-import sys
-
 import pytest
 
 from jaxscale import jobs
 from jaxscale.metrics import read_metrics
 from jaxscale.planning import trace
-from support.commands import child_env, error_line
-from support.paths import ROOT
+from support.commands import error_line, jaxscale
 from support.processes import wait_until
-
-
-def profile(*argv):
-  command = [sys.executable, "-m", "jaxscale", "profile", *map(str, argv)]
-  options = dict(env=child_env(), cwd=ROOT, timeout=240)
-  return subprocess.run(command, **options, capture_output=True, text=True)
 
 
 @pytest.mark.slow
@@ -31,7 +21,7 @@ def test_a_running_job_is_profiled_on_request(tmp_path, monkeypatch):
   try:
     wait_until(lambda: read_metrics(workdir / "metrics.jsonl"), seconds=240)
     options = f"--runs={tmp_path}", "--steps=3", "--processes=0,1"
-    done = profile("digits", *options)
+    done = jaxscale("profile", "digits", *options)
     assert done.returncode == 0, done.stderr
     asked, folder, head, *lines = done.stdout.splitlines()
     assert asked == f"{workdir}: asked for a trace of 3 steps; waiting"
@@ -52,5 +42,5 @@ def test_a_running_job_is_profiled_on_request(tmp_path, monkeypatch):
     job.cancel()
     job.wait(300)
   assert "process 1: traced steps " in job.logs("all")
-  line = error_line(profile("digits", f"--runs={tmp_path}"), 2)
+  line = error_line(jaxscale("profile", "digits", f"--runs={tmp_path}"), 2)
   assert line.endswith("no run trains there; start it, or print an earlier trace by --summary")

@@ -34,10 +34,8 @@ def test_seeds_order_every_two_axes_contrarily():
 
 @pytest.mark.slow
 def test_programs_are_the_same_in_every_process():
-  a, b = (
-    list(map(json.loads, out.splitlines()))
-    for out in in_processes("tests/support/programs.py", *RUNS)
-  )
+  outs = in_processes("tests/support/programs.py", *RUNS)
+  a, b = ([*map(json.loads, out.splitlines())] for out in outs)
   for x, y in zip(a, b, strict=True):
     assert x == y
   assert [line["name"] for line in a] == [

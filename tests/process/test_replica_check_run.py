@@ -1,7 +1,6 @@
 """A run whose devices part ends with one line, also where there are two processes."""
 
 import dataclasses
-import subprocess
 import sys
 from concurrent.futures import Future
 from types import SimpleNamespace
@@ -20,20 +19,14 @@ from jaxscale.run import fit, hooks, train_phases
 from jaxscale.training import loop
 from jaxscale.training.replica_check import ReplicaDivergenceError
 from support.bad_values import flipped
-from support.commands import child_env, error_line, own_lines, train_command
-from support.paths import ROOT
+from support.commands import error_line, own_lines, run_python, train_command
 from support.processes import run_group
+from support.tables import assignments
 
-CONFIG = {
-  "model": "MLP",
-  "model.hidden": "(16,)",
-  "epochs": "2",
-  "log.tensorboard": "False",
-  "schedule.warmup_epochs": "0",
-  "checks.replicas_every_steps": "8",
-  "checkpoint.every_epochs": "0.5",
-  "checkpoint.keep_last": "9",
-}
+CONFIG = assignments("""
+  model=MLP model.hidden=(16,) epochs=2 log.tensorboard=False schedule.warmup_epochs=0
+  checks.replicas_every_steps=8 checkpoint.every_epochs=0.5 checkpoint.keep_last=9
+""")
 
 
 def break_at(monkeypatch, first, device=3):
@@ -49,9 +42,8 @@ def break_at(monkeypatch, first, device=3):
         kernel = state.params["Dense_0"]["kernel"]
         on = [np.asarray(s.data) for s in kernel.addressable_shards]
         on[device] = flipped(on[device], 5)
-        on = [
-          jax.device_put(x, s.device) for x, s in zip(on, kernel.addressable_shards, strict=True)
-        ]
+        devices = [s.device for s in kernel.addressable_shards]
+        on = [*map(jax.device_put, on, devices)]
         kernel = jax.make_array_from_single_device_arrays(kernel.shape, kernel.sharding, on)
         params = state.params | {"Dense_0": state.params["Dense_0"] | {"kernel": kernel}}
         state = state._replace(params=params)
@@ -173,14 +165,7 @@ errors.leave(train.main)
 def test_the_command_ends_with_one_line_and_exit_code_1(tmp_path):
   args = [f"--config.{name}={value}" for name, value in CONFIG.items()]
   command = train_command(tmp_path / "run", *args)
-  done = subprocess.run(
-    [command[0], "-c", BROKEN_TRAIN, *command[2:]],
-    env=child_env(2),
-    cwd=ROOT,
-    capture_output=True,
-    text=True,
-    timeout=300,
-  )
+  done = run_python("-c", BROKEN_TRAIN, *command[2:], num_devices=2)
   line = error_line(done, 1)
   assert line.startswith("error: process 0 (")
   assert ", cpu:0 and cpu:1) differ in " in line

@@ -1,16 +1,17 @@
 """`cluster.open_session` in real processes: how it begins, and how it ends."""
 
+import contextlib
 import os
 import platform
 import signal
-import socket
 import subprocess
 import sys
 
 import pytest
 
 from support.commands import child_env, own_lines
-from support.paths import ROOT
+from support.processes import free_port, killed_at_end, popen, run_group
+from support.tables import assignments
 
 POD = """
 import sys, time
@@ -65,33 +66,13 @@ with cluster.open_session(), ThreadPoolExecutor(2) as threads:
 @pytest.fixture
 def start():
   """Starts processes, and leaves none behind."""
-  running = []
+  with contextlib.ExitStack() as stack:
 
-  def begin(code, *args, **env):
-    pipe = subprocess.PIPE
-    running.append(
-      subprocess.Popen(
-        [sys.executable, "-c", code, *args],
-        env=child_env(1, **env),
-        cwd=ROOT,
-        stdin=pipe,
-        stdout=pipe,
-        stderr=pipe,
-        text=True,
-      )
-    )
-    return running[-1]
+    def begin(code, *args, **env):
+      command, env = [sys.executable, "-c", code, *args], child_env(1, **env)
+      return stack.enter_context(killed_at_end(popen(*command, env=env, stdin=subprocess.PIPE)))
 
-  yield begin
-  for process in running:
-    process.kill()
-    process.communicate()
-
-
-def free_port():
-  with socket.socket() as s:
-    s.bind(("127.0.0.1", 0))
-    return s.getsockname()[1]
+    yield begin
 
 
 def line_with(process, word):
@@ -120,11 +101,9 @@ with cluster.open_session():
 
 
 @pytest.mark.parametrize("code", [0, 7])
-def test_who_exits_has_its_exit_code(start, code):
-  common = {"JAXSCALE_COORDINATOR": f"127.0.0.1:{free_port()}", "JAXSCALE_NUM_PROCESSES": "2"}
-  pair = [start(EXIT, str(code), **common, JAXSCALE_PROCESS_ID=str(rank)) for rank in range(2)]
-  ends = [process.communicate(timeout=200) for process in pair]
-  assert [process.returncode for process in pair] == [code, code], ends
+def test_who_exits_has_its_exit_code(code):
+  ends = run_group([sys.executable, "-c", EXIT, str(code)])
+  assert [end[2] for end in ends] == [code, code], ends
   assert "error" not in ends[0][1] or code
 
 
@@ -161,31 +140,24 @@ def test_what_all_say_is_printed_once_and_what_one_says_has_its_name(start, who)
 
 @pytest.mark.skipif(not hasattr(os, "SCHED_BATCH"), reason="Linux's")
 @pytest.mark.parametrize("policy", ["SCHED_OTHER", "SCHED_IDLE"])
-def test_cpu_processes_are_under_the_batch_policy_or_the_user_s(start, policy):
+def test_cpu_processes_are_under_the_batch_policy_or_the_user_s(policy):
   """A collective of a process with one core took a tick of the scheduler."""
-  own, address = getattr(os, policy), f"127.0.0.1:{free_port()}"
+  own = getattr(os, policy)
   code = f"import os; os.sched_setscheduler(0, {own}, os.sched_param(0))\n{BATCH}"
-  group = {"JAXSCALE_COORDINATOR": address, "JAXSCALE_NUM_PROCESSES": "2"}
-  two = [start(code, **group, JAXSCALE_PROCESS_ID=str(rank)) for rank in range(2)]
   expected = os.SCHED_BATCH if policy == "SCHED_OTHER" else own
-  for process in two:
-    out, err = process.communicate(timeout=200)
-    assert out.split()[-1:] == [str(expected)] and process.returncode == 0, err
+  for out, err, ended in run_group([sys.executable, "-c", code]):
+    assert out.split()[-1:] == [str(expected)] and ended == 0, err
+
+
+OF_ONES_OWN = ["MALLOC_ARENA_MAX=8", "JAX_NUM_CPU_DEVICES=2"]
+OF_ONES_OWN += ["XLA_FLAGS=--xla_force_host_platform_device_count=2"]
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="it is glibc's")
-@pytest.mark.parametrize(
-  ("env", "is_kept"),
-  [
-    ({}, True),
-    ({"MALLOC_ARENA_MAX": "8"}, False),
-    ({"JAX_NUM_CPU_DEVICES": "2"}, False),
-    ({"XLA_FLAGS": "--xla_force_host_platform_device_count=2"}, False),
-  ],
-)
-def test_a_process_with_one_cpu_device_keeps_its_memory(start, env, is_kept):
+@pytest.mark.parametrize("setting", ["", *OF_ONES_OWN])
+def test_a_process_with_one_cpu_device_keeps_its_memory(start, setting):
   """An array of 64 MiB, which has 16,384 pages, and a smaller one, four times."""
-  env = env | {"NUMPY_MADVISE_HUGEPAGE": "0"}
+  env = assignments(setting) | {"NUMPY_MADVISE_HUGEPAGE": "0"}
   out, err = start(ARRAYS, **env).communicate(timeout=200)
   pages = int(out.split()[-1])
-  assert pages < 8_000 if is_kept else pages > 60_000, err
+  assert pages > 60_000 if setting else pages < 8_000, err

@@ -21,10 +21,8 @@ def assert_close(tree, expected, tolerance, floor=1e-3):
 
 def relative_distance(tree, expected):
   """The norm of the difference of two trees, relative to that of the second if it is not 0."""
-  a, b = (
-    np.concatenate([np.ravel(x) for x in jax.tree.leaves(t)]).astype(float)
-    for t in (tree, expected)
-  )
+  leaves = map(jax.tree.leaves, (tree, expected))
+  a, b = (np.concatenate([*map(np.ravel, some)]).astype(float) for some in leaves)
   return np.linalg.norm(a - b) / (np.linalg.norm(b) or 1.0)
 
 

@@ -9,9 +9,9 @@ from jaxscale import cli
 from jaxscale.cli.parser import Parser, whole
 from jaxscale.config import packaged
 from jaxscale.config.loading import load_config
+from support.commands import run_python
 from support.errors import config_error
 from support.paths import ROOT
-from support.python import python
 from support.tables import table
 
 
@@ -26,9 +26,8 @@ def parser():
 
 
 def test_options_settings_and_names_come_in_any_order():
-  args = parser().read(
-    shlex.split("a -f b --config.epochs 3 --lines=2 --config=x.py:y --config.a.b=c=d c")
-  )
+  words = "a -f b --config.epochs 3 --lines=2 --config=x.py:y --config.a.b=c=d c"
+  args = parser().read(words.split())
   assert args.names == ["a", "b", "c"] and args.follow and args.lines == 2
   assert args.config == "x.py:y" and args.kind == "weak"
   assert args.overrides == {"epochs": "3", "a.b": "c=d"}
@@ -100,7 +99,7 @@ def test_the_console_script_imports_little_before_it_answers_ctrl_c():
     "import sys; from jaxscale.cli import entry\n"
     "print(*sorted(m for m in sys.modules if m.startswith('jaxscale')))"
   )
-  done = python("-c", code)
+  done = run_python("-c", code)
   assert done.stdout == "jaxscale jaxscale.cli jaxscale.cli.start jaxscale.errors\n", done.stderr
 
 
@@ -112,7 +111,7 @@ def test_help_and_mistakes_come_without_jax(flags):
     "cli.main(['train', '--config=digits', '--config.epoch=3'])\n"
     "assert 'jax' not in sys.modules"
   )
-  done = python(*flags, "-c", code)
+  done = run_python(*flags, "-c", code)
   assert done.returncode == 0 and "did you mean 'epochs'?" in done.stderr, done.stderr
   assert ("PYTHONOPTIMIZE=2 strips docstrings" in done.stdout) == bool(flags)
 

@@ -339,13 +339,10 @@ def test_a_tilde_is_the_home_wherever_a_path_is(tmp_path, monkeypatch):
   assert config.checkpoint.local == f"{tmp_path}/fast"
   assert cfg.Wandb(project="~").project == "~"  # no path
   args = Parser("x", "x")
-  for option, *kind in (
-    ["workdir DIR", directory],
-    ["out FILE", file],
-    ["plan FILE"],
-    ["prompt TEXT", str],
-  ):
-    args.option(f"--{option}", "", *kind)
+  kinds = {"workdir DIR": directory, "out FILE": file, "prompt TEXT": str}
+  for option, kind in kinds.items():
+    args.option(f"--{option}", "", kind)
+  args.option("--plan FILE", "")
   args.words("names", "RUN", "")
   given = args.read(["--workdir=~/a", "--out=~/b", "--plan=~/c", "--prompt=~/d", "~/e"])
   found = given.workdir, given.out, given.plan, given.prompt, *given.names

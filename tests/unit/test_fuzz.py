@@ -56,10 +56,8 @@ def test_json(content):
 
 
 CONFIG = load_config("configs/digits.py")
-DERIVED = dict(
-  total_steps=9, num_devices=8, start_devices=8, num_train=9, peak_lr=0.1, eval_every=1
-)
-DERIVED |= dict(phases=[dict(batch_size=8, image_size=None, start=0, stop=9)])
+DERIVED = dict(phases=[dict(batch_size=8, image_size=None, start=0, stop=9)], num_train=9)
+DERIVED |= dict(total_steps=9, num_devices=8, start_devices=8, peak_lr=0.1, eval_every=1)
 RUN_JSON = dict(format=FORMAT, config=to_plain(CONFIG), derived=DERIVED, processes=1)
 RUN_JSON |= dict(versions={"jaxscale": "0.2"}, python="3.11", devices=["cpu"])
 RUN_JSON["data"] = dict(name="digits", num_classes=10, mean=[1.0], image_shape=[8, 8])
@@ -219,7 +217,12 @@ def read_goodput(folder):
   return (found := goodput(read_activities(folder))) and str(found)
 
 
+def find_study(folder):
+  return folders.find_study(folder.name, str(folder.parent))
+
+
 SKIPPED = {"step": 1, "what": "x"}
+RESTARTS, COUNTS = dict(step=1, idle=1, restarts=1, job="7"), dict(tokens=5, documents=1, bytes=5)
 DAMAGED = {"damaged": {"1": "a"}, "unusual": {"2": "b"}}
 ACTIVITY = dict(start=5.0, time=9.0, step=3, resumed=[1], seconds={"step": 4.0})
 ACTIVITY |= dict(queued=[1.0, 2.0], done=False)
@@ -230,24 +233,15 @@ RECORDS = {
   ),
   "batch_sizes.json": ([8, 16], read_chosen),
   "damaged.json": (
-    {"training": DAMAGED, "held-out": DAMAGED},
+    dict.fromkeys(("training", "held-out"), DAMAGED),
     lambda folder: DamageRecord(folder, 1).count,
   ),
-  "restarts.json": (
-    dict(step=1, idle=1, restarts=1, job="7"),
-    lambda folder: count_start(folder, "7", 2, 5),
-  ),
+  "restarts.json": (RESTARTS, lambda folder: count_start(folder, "7", 2, 5)),
   "owner": (dict(host="h", pid=9, job="slurm-7-r1", since=1.0, process="x"), read_owner),
-  "cached.json": (
-    dict(tokens=5, documents=1, bytes=5),
-    lambda folder: stream._counts(folder / "cached.bin", "<u1"),
-  ),
+  "cached.json": (COUNTS, lambda folder: stream._counts(folder / "cached.bin", "<u1")),
   "starts.jsonl": (dict(commit="ab", changed=["x"], host="h", command="train"), last_start),
   "activity.jsonl": (ACTIVITY, read_goodput),
-  "scaling.json": (
-    {"runs": ["a", "b"]},
-    lambda folder: folders.find_study(folder.name, str(folder.parent)),
-  ),
+  "scaling.json": ({"runs": ["a", "b"]}, find_study),
   "model.safetensors.index.json": ({"weight_map": {"w": "a.safetensors"}}, read_index),
 }
 

@@ -36,9 +36,8 @@ place = pytest.fixture(fuzzing.place, scope="module")
 MODEL, VIT, RESNET = Transformer(), ViT(), ResNet()
 TEXT_INFO = TextInfo("text", 256, 64)
 IMAGE_INFO = array_info(np.zeros((2, 8, 8, 3), np.uint8), np.arange(2))
-LLAMA = llama_config(
-  MODEL, hidden=768, vocab_size=256, sequence_length=64, dtype="float32", separator=0
-)
+SIZES = dict(hidden=768, vocab_size=256, sequence_length=64)
+LLAMA = llama_config(MODEL, **SIZES, dtype="float32", separator=0)
 LLAMA |= dict(sliding_window=99, rope_parameters={"rope_type": "default"}, num_classes=9)
 LLAMA |= dict(architecture="vit_base_patch16_224")
 

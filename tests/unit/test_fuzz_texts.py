@@ -98,10 +98,10 @@ LONG = ["n[" + ",".join(["0-65535"] * 4000) + "]", "n[" + "0" * 4400 + "1-2]", "
 LONG += ["n[1-" + "9" * 5000 + "]", "9" * 5000]
 
 
-@fuzzed(
-  st.one_of(LISTS, st.text(max_size=8)),
-  examples=["n[0-65535][0-65535]", "2(x300000000)", "²", *LONG],
-)
+LONG += ["n[0-65535][0-65535]", "2(x300000000)", "²"]
+
+
+@fuzzed(st.one_of(LISTS, st.text(max_size=8)), examples=LONG)
 def test_node_lists_and_counts(text):
   with one_line():
     assert len(nodelist.expand(text)) <= nodelist.MOST_HOSTS
@@ -193,15 +193,11 @@ def test_what_slurm_prints(shown, line):
 GPUS = "0, GPU-1, H100, 550.1, 3, 81559, 0\n1, GPU-2, H100, 550.1, 3, 81559, 2"
 
 
-@fuzzed(
-  edited([GPUS.encode()]),
-  examples=[
-    GPUS.replace("81559", "1.2.3").encode(),
-    GPUS.replace("81559, 2", "81559, ²").encode(),
-    GPUS.replace("81559", "9" * 400).encode(),
-    b"0, GPU-",
-  ],
-)
+ODD_GPUS = [GPUS.replace("81559", text).encode() for text in ("1.2.3", "9" * 400)]
+ODD_GPUS += [GPUS.replace("81559, 2", "81559, ²").encode(), b"0, GPU-"]
+
+
+@fuzzed(edited([GPUS.encode()]), examples=ODD_GPUS)
 def test_what_nvidia_smi_prints(printed):
   text = printed.decode(errors="replace")
   done = subprocess.CompletedProcess([], 0, text)
@@ -243,13 +239,8 @@ def test_command_lines(option, text, number):
 
 
 PEER = Hello(1, 2, "n2", 9, "u", "p", "f", "10.0.0.2", {"jax": "1"}, {"code": "x"}, "")
-MADE = [
-  PEER,
-  Heartbeat(3, "step", 1, 0.5, 0.1, 3),
-  StopRequest("SIGTERM"),
-  _Go("7000", ["n1", "n2"]),
-]
-MADE += [Report("x", 1, False, False, "in step 3"), FaultNotice("error: x", 1, True)]
+MADE = [PEER, Heartbeat(3, "step", 1, 0.5, 0.1, 3), Report("x", 1, False, False, "in step 3")]
+MADE += [_Go("7000", ["n1", "n2"]), StopRequest("SIGTERM"), FaultNotice("error: x", 1, True)]
 KINDS = {type(message): message for message in MADE}
 
 
@@ -308,16 +299,11 @@ KEYS = wire.Keys(b"a", b"b")
 BARE, SEALED = (sent({"a": [1, "b"]}, ["c"], 5, keys=keys) for keys in (None, KEYS))
 
 
-@fuzzed(
-  edited([BARE, SEALED]),
-  st.booleans(),
-  examples=[
-    (b"[" * 100_000 + b"\n", False),
-    (HUGE + b"\n", False),
-    (SEALED * 2, True),
-    (b"\n" * 99, True),
-  ],
-)
+ON_A_LINK = [(b"[" * 100_000 + b"\n", False), (HUGE + b"\n", False)]
+ON_A_LINK += [(SEALED * 2, True), (b"\n" * 99, True)]
+
+
+@fuzzed(edited([BARE, SEALED]), st.booleans(), examples=ON_A_LINK)
 def test_what_comes_on_a_link(content, is_sealed):
   """With keys, nothing but the beginning of what was sent."""
   here, there = socket.socketpair()

@@ -15,9 +15,9 @@ import pytest
 from jaxscale import config as cfg
 from jaxscale import data
 from jaxscale.experiment import build
+from support.commands import run_python
 from support.configs import small_config
 from support.paths import ROOT
-from support.python import python
 
 
 def half(**fields):
@@ -77,8 +77,8 @@ sys.stdout.write(program.as_text() + "@compiled" + program.compile().as_text())
 @pytest.mark.parametrize("name", CONFIGS)
 def test_programs_for_an_h100_that_is_not_here(name):
   path = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
-  env = os.environ | {"PYTHONPATH": path, "JAX_PLATFORMS": "cpu"}
-  done = python("-c", COMPILE, name, env=env, timeout=600)
+  env = dict(PYTHONPATH=path, PYTHONWARNINGS="default", JAX_PLATFORMS="cpu")
+  done = run_python("-c", COMPILE, name, timeout=600, **env)
   assert done.returncode == 0, done.stderr[-2000:]
   source, _, compiled = done.stdout.partition("@compiled")
   assert {*operands(source)} == {("bf16", "bf16")}

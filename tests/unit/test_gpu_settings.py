@@ -1,6 +1,8 @@
 """Settings for GPUs, on nodes that are folders of files."""
 
 import os
+import subprocess
+import sys
 
 import pytest
 
@@ -10,7 +12,6 @@ from jaxscale.cluster.detect.fabric import Fabric, find_fabric, nvidia_models
 from jaxscale.cluster.gpu_settings import LEVEL, Choice, Place, choose, lines
 from jaxscale.cluster.rendezvous.handshake import find_mismatches, make_hello
 from jaxscale.jobs.preflight import software
-from support.python import python
 from support.tables import assignments, columns
 
 H100 = "NVIDIA H100 80GB HBM3"
@@ -250,7 +251,8 @@ def test_a_run_sets_them_before_jax_starts(tmp_path):
   env |= {"CUDA_VISIBLE_DEVICES": "0,1", "XLA_FLAGS": flags}
 
   def start(setting):
-    done = python("-c", START, setting, str(tmp_path), cwd=None, env=env)
+    command = [sys.executable, "-c", START, setting, str(tmp_path)]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     return done.stdout.splitlines()
 

@@ -2,18 +2,15 @@
 
 import functools
 import os
-import subprocess
-import sys
 
 import numpy as np
 import pytest
 
 from jaxscale import data
 from jaxscale.data import jpeg, tfrecord
-from support.commands import child_env
+from support.commands import run_python
 from support.errors import config_error
 from support.images import crc32c, example, jpeg_bytes, masked, write_tfds, write_tfrecord
-from support.paths import ROOT
 
 # Protobuf and TFDS warn.
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("own_cache")]
@@ -89,9 +86,7 @@ def test_reading_imports_no_tensorflow(prepared, tmp_path):
     assert "tensorflow" not in sys.modules
     """
   path = os.pathsep.join([str(fake.parent), os.environ.get("PYTHONPATH", "")])
-  env = child_env(PYTHONPATH=path, PYTHONWARNINGS="ignore")
-  command = [sys.executable, "-c", code]
-  done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=env)
+  done = run_python("-c", code, PYTHONPATH=path, PYTHONWARNINGS="ignore")
   assert done.returncode == 0, done.stderr
   assert "jaxscale prepare mnist" in done.stdout
 

@@ -133,9 +133,8 @@ def in_container(text, kind, what):
   return {"site": Site(container=Container(kind=kind, **options))}
 
 
-for pair in itertools.product(
-  ("apptainer", "singularity", "pyxis"), ("image", "mounts", "options")
-):
+KINDS, PARTS = ("apptainer", "singularity", "pyxis"), ("image", "mounts", "options")
+for pair in itertools.product(KINDS, PARTS):
   PLACES["{1} of {0}".format(*pair)] = lambda text, pair=pair: in_container(text, *pair)
 QUICK_PLACES = ("override", "trial", "config", "python", "variable", "module", "srun", "name")
 

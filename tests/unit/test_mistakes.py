@@ -20,11 +20,10 @@ from jaxscale.errors import ConfigError
 from jaxscale.experiment import build
 from jaxscale.jobs.preflight import devices
 from jaxscale.run.fit import fit
-from support.commands import child_env
+from support.commands import jaxscale
 from support.configs import small_config
 from support.errors import config_error
 from support.paths import ROOT
-from support.python import python
 from support.tables import table
 
 
@@ -155,19 +154,14 @@ def test_a_report_writes_only_where_it_is_asked_to(trained, capsys):
   assert Path("new/page.html").is_file()
 
 
-COMMANDS = [
-  "describe --config=digits",
-  "bench --mesh=1 --sizes=1KB --rounds=1",
-  "plot-schedule digits",
-]
+BENCH = "bench --mesh=1 --sizes=1KB --rounds=1"
 
 
-@pytest.mark.parametrize("argv", COMMANDS)
+@pytest.mark.parametrize("argv", ["describe --config=digits", BENCH, "plot-schedule digits"])
 @pytest.mark.slow
 def test_no_command_writes_into_the_current_folder(argv, trained):
   before = files_of()
-  env = child_env(PYTHONPATH=str(ROOT))
-  done = python("-m", "jaxscale", *argv.split(), cwd=None, env=env)
+  done = jaxscale(*argv.split(), cwd=None, PYTHONPATH=str(ROOT))
   assert done.returncode == (2 if "plot-schedule" in argv else 0), done.stderr
   assert "Traceback" not in done.stderr and files_of() == before
 

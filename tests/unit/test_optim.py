@@ -61,7 +61,7 @@ def adam_of(eps, wd, b1=0.9, b2=0.999, **more):
   return lambda w, g: numpy_adam(w, g, RATES, b1, b2, eps, wd, **more)
 
 
-SGD = optim.sgd
+SGD, AS_RELEASED = optim.sgd, dict(weight_decay=1.5, bias_correction=False)
 REFERENCES = {  # maker, options, reference
   "sgd": (optim.sgd, {}, sgd_of(0.9, True)),
   "sgd heavy ball": (optim.sgd, dict(nesterov=False, momentum=0.8), sgd_of(0.8, False)),
@@ -77,11 +77,7 @@ REFERENCES = {  # maker, options, reference
     adam_of(1e-3, 0.01, 0.8, 0.95, phi=(7, INF)),
   ),
   "lamb clipped above": (optim.lamb, dict(phi_max=2.0), adam_of(1e-6, 0.01, phi=(0, 2))),
-  "lamb as released": (
-    optim.lamb,
-    dict(weight_decay=1.5, bias_correction=False),
-    adam_of(1e-6, 1.5, phi=(0, INF), correct=False),
-  ),
+  "lamb as released": (optim.lamb, AS_RELEASED, adam_of(1e-6, 1.5, phi=(0, INF), correct=False)),
 }
 
 
@@ -221,13 +217,11 @@ def test_inject_hyperparams_changes_no_update(name, jitted):
     np.testing.assert_allclose(got[layer], w, rtol=1e-5, atol=1e-6, err_msg=layer)
 
 
-DECAY, HEAVY_BALL = optim.add_decayed_weights, optax.trace(0.9)
+DECAY = optim.add_decayed_weights
+HEAVY_BALL, NESTEROV = optax.trace(0.9), optax.trace(0.9, nesterov=True)
 BY_RATE, RATIO = optax.scale_by_learning_rate(rate), optim.scale_by_lars_ratio
 COMPOSED = {  # an optimizer, and the chain that it stands for
-  "sgd": (
-    optim.sgd(rate, weight_decay=0.1),
-    (DECAY(0.1), optax.trace(0.9, nesterov=True), BY_RATE),
-  ),
+  "sgd": (optim.sgd(rate, weight_decay=0.1), (DECAY(0.1), NESTEROV, BY_RATE)),
   "lars": (optim.lars(rate), (RATIO(), optim.scale_by_rate_and_momentum(rate))),
   "lars torch": (optim.lars(rate, variant="torch"), (RATIO(), HEAVY_BALL, BY_RATE)),
   "lars tf_contrib": (optim.lars(rate, variant="tf_contrib"), (RATIO(inner=HEAVY_BALL), BY_RATE)),
@@ -295,10 +289,7 @@ MISTAKES = [
   (lambda: optim.sgd(0.1, momentum_correction=5, rate_in_velocity=False), "=5 corrects"),
   (lambda: optim.layerwise_rate_decay(0, ["x"]), "0 < decay <= 1"),
   (lambda: optim.layerwise_rate_decay(1.5, ["x"]), "0 < decay <= 1"),
-  (
-    lambda: optim.scale_learning_rate(0.1, 8, 4, "cubic"),
-    "'cubic': give one of none, linear, sqrt",
-  ),
+  (lambda: optim.scale_learning_rate(0.1, 8, 4, "cube"), "'cube': give one of none, linear, sqrt"),
   *((lambda make=make: without_params(make(0.1)), "parameters") for make in MAKERS),
 ]
 

@@ -1,14 +1,10 @@
 """What the preflight makes of what it has measured, by hand-made measurements."""
 
-import subprocess
-import sys
-
 from jaxscale import cli
 from jaxscale.jobs import preflight
 from jaxscale.jobs.preflight import clocks, network, software
 from jaxscale.jobs.preflight.finding import Finding, report
-from support.commands import child_env
-from support.paths import ROOT
+from support.commands import run_python
 from support.preflight_process import wrong
 
 HOSTS = ("n1", "n2", "n3", "n4", "n5")
@@ -139,6 +135,5 @@ def test_options_are_read_or_refused(monkeypatch, capsys):
 
 def test_the_preflight_is_imported_without_jax():
   code = "import sys, jaxscale.jobs.preflight, jaxscale.cli.doctor; print('jax' in sys.modules)"
-  env, command = child_env(PYTHONPATH=str(ROOT)), [sys.executable, "-c", code]
-  done = subprocess.run(command, env=env, capture_output=True, text=True)
+  done = run_python("-c", code)
   assert done.stdout == "False\n", done.stderr
