@@ -1,4 +1,4 @@
-"""Pages for contributors name files and functions that exist."""
+"""Pages name files, functions and tests that exist."""
 
 import re
 
@@ -45,3 +45,14 @@ def test_every_package_is_in_the_table():
   table = set(re.findall(r"^\| `(\w+)/` \|", text("docs/architecture.md"), re.M))
   packages = {path.parent.name for path in CODE.glob("*/__init__.py")}
   assert table == packages
+
+
+def test_every_guarantee_names_tests_that_exist():
+  _, *bullets = text("docs/guarantees.md").split("\n- ")
+  for bullet in bullets:
+    proofs = re.findall(r"`(tests/[\w/]+\.py)`:((?:,?\s+`test_\w+`)+)", bullet)
+    assert proofs and len(proofs) == bullet.count("`tests/"), bullet
+    for file, names in proofs:
+      source = (ROOT / file).read_text()
+      for name in re.findall(r"\w+", names):
+        assert f"\ndef {name}(" in source, f"{file} has no {name}"

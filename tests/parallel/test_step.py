@@ -18,14 +18,15 @@ from jaxscale.training.state import abstract_state, init_state
 from jaxscale.training.step import with_average
 from jaxscale.training.types import TrainState
 from support.cases import all_slow_except
-from support.digits import BATCH, assert_same, cnn, digits_batch, run
+from support.digits import BATCH, OPTIMIZERS, assert_same, cnn, digits_batch, run
 from support.leaves import assert_close, assert_like
 from support.steps import on_mesh, training
 
 
-def test_global_batch_norm_equals_one_device():
+@pytest.mark.parametrize("optimizer", all_slow_except(OPTIMIZERS, "lars"))
+def test_global_batch_norm_equals_one_device(optimizer):
   fns = cnn(batch_norm=True, bn_axis_name=("replica", "data"), dropout=0.5)
-  assert_same(run(fns, "lars", num_devices=8), run(fns, "lars", num_devices=1))
+  assert_same(run(fns, optimizer, num_devices=8), run(fns, optimizer, num_devices=1))
 
 
 @pytest.mark.slow
@@ -36,11 +37,15 @@ def test_accumulation_leaves_running_averages_exact():
   assert_same(micros, groups)
 
 
-@pytest.mark.parametrize("unroll", all_slow_except([True, False], False))
-def test_accumulation_on_several_devices_equals_none(unroll):
+ACCUMULATED = [("sgd", True), *((name, False) for name in OPTIMIZERS)]
+
+
+@pytest.mark.parametrize("case", all_slow_except(ACCUMULATED, ("sgd", False)), ids=str)
+def test_accumulation_on_eight_devices_equals_none(case):
+  optimizer, unroll = case
   fns, options = cnn(dropout=0.5), dict(num_microbatches=4, unroll=unroll)
-  got = run(fns, "sgd", num_devices=4, **options)
-  assert_same(got, run(fns, "sgd", num_devices=1))
+  got = run(fns, optimizer, num_devices=8, **options)
+  assert_same(got, run(fns, optimizer, num_devices=1))
 
 
 def test_gradient_is_that_of_the_mean_loss():

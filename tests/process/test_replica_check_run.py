@@ -29,9 +29,19 @@ CONFIG = assignments("""
 """)
 
 
-def break_at(monkeypatch, first, device=3):
-  """From that step on, one device's kernel has a bit that the others have not."""
+def break_at(monkeypatch, first, part, device=3):
+  """From that step on, one device's copy has a bit that the others have not."""
   compile_step = build.Experiment.compile_train_step
+
+  def flip(tree):
+    leaves, structure = jax.tree.flatten(tree)
+    largest = max(range(len(leaves)), key=lambda i: leaves[i].size)
+    x = leaves[largest]
+    on = [(np.asarray(s.data), s.device) for s in x.addressable_shards]
+    on[device] = flipped(on[device][0], 5), on[device][1]
+    on = [jax.device_put(*copy) for copy in on]
+    leaves[largest] = jax.make_array_from_single_device_arrays(x.shape, x.sharding, on)
+    return jax.tree.unflatten(structure, leaves)
 
   def broken(self, *args):
     step = compile_step(self, *args)
@@ -39,14 +49,7 @@ def break_at(monkeypatch, first, device=3):
     def run_step(state, batch):
       state, metrics = step(state, batch)
       if int(state.step) == first:
-        kernel = state.params["Dense_0"]["kernel"]
-        on = [np.asarray(s.data) for s in kernel.addressable_shards]
-        on[device] = flipped(on[device], 5)
-        devices = [s.device for s in kernel.addressable_shards]
-        on = [*map(jax.device_put, on, devices)]
-        kernel = jax.make_array_from_single_device_arrays(kernel.shape, kernel.sharding, on)
-        params = state.params | {"Dense_0": state.params["Dense_0"] | {"kernel": kernel}}
-        state = state._replace(params=params)
+        state = state._replace(**{part: flip(getattr(state, part))})
       return state, metrics
 
     return run_step
@@ -54,18 +57,20 @@ def break_at(monkeypatch, first, device=3):
   monkeypatch.setattr(build.Experiment, "compile_train_step", broken)
 
 
-def test_a_run_stops_and_names_the_last_good_checkpoint(tmp_path, monkeypatch):
+@pytest.mark.parametrize("part, at", [("params", 10), ("opt_state", 16)])
+def test_a_run_stops_and_names_the_last_good_checkpoint(tmp_path, monkeypatch, part, at):
   """Saved at 6 and 12, checked at 8 and 16: what broke at 10 may be in 12."""
-  break_at(monkeypatch, 10)
+  break_at(monkeypatch, at, part)
   with pytest.raises(ReplicaDivergenceError) as error:
     fit.fit(load_config("configs/digits.py", CONFIG), tmp_path)
   line = str(error.value)
-  assert "cpu:3) differs from 7 of 8 devices in params/Dense_0/" in line
+  assert f"cpu:3) differs from 7 of 8 devices in {part}/" in line
   assert "after step 16; last good checkpoint: step 6 (move 12 away" in line
   assert line.endswith(f" in {tmp_path}") and "\n" not in line
 
 
 def test_the_settings_say_when():
+  assert Checks().replicas_every_steps == 1000
   experiment = build.experiment(load_config("configs/digits.py", CONFIG))
   one = experiment.replace(mesh=make_mesh(devices=jax.devices()[:1]))
   never = dataclasses.replace(experiment.config, checks=Checks(replicas_every_steps=0))

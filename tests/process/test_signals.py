@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from jaxscale.cluster.timeouts import Timeouts
 from jaxscale.cluster.watch import signals
 from jaxscale.cluster.watch.signals import SignalHandlers
 from support.commands import child_env
@@ -202,29 +203,53 @@ def test_who_keeps_another_from_its_save_is_mentioned(family, what):
     assert re.search(pattern, errors[0]), errors[0]
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(
-  os.geteuid() != 0 or not shutil.which("ip"), reason="a network of its own needs root and ip"
-)
-def test_a_network_that_is_cut_for_less_than_the_limit_is_survived(family):
-  """Both blamed each other: process 0 was heard every 7.5 s, and TCP waits longer."""
+def in_a_network_of_its_own(function):
+  """Call it in a thread with a network, of which it gets `ip link set lo`."""
 
   def run():
     assert ctypes.CDLL(None).unshare(0x40000000) == 0  # CLONE_NEWNET, of this thread
-    link = ["ip", "link", "set", "lo"]
-    subprocess.run([*link, "up"], check=True)
+    link = lambda state: subprocess.run(["ip", "link", "set", "lo", state], check=True)  # noqa: E731
+    link("up")
+    return function(link)
+
+  if os.geteuid() != 0 or not shutil.which("ip"):
+    pytest.skip("a network of its own needs root and ip")
+  with ThreadPoolExecutor(1) as pool:
+    return pool.submit(run).result()
+
+
+@pytest.mark.slow
+def test_a_network_that_is_cut_for_less_than_the_limit_is_survived(family):
+  """Both blamed each other: process 0 was heard every 7.5 s, and TCP waits longer."""
+
+  def run(link):
     limits = str(CALM | {"heartbeat_timeout_s": 30})
     processes = wait_up(family(STOPS, STOPS, STOPS, limits=limits))
-    subprocess.run([*link, "down"], check=True)
+    link("down")
     time.sleep(23)
-    subprocess.run([*link, "up"], check=True)
+    link("up")
     processes[1].send_signal(signal.SIGUSR1)
     return ends(processes)
 
-  with ThreadPoolExecutor(1) as pool:
-    codes, errors = pool.submit(run).result()
+  codes, errors = in_a_network_of_its_own(run)
   assert codes == [85, 85, 85], errors
   assert "all stop together" in errors[0]
+
+
+@pytest.mark.slow
+def test_all_that_are_cut_off_leave_within_a_minute_and_name_each_other(family):
+  """With the limit that a user has."""
+
+  def run(link):
+    limits = str(CALM | {"heartbeat_timeout_s": Timeouts().heartbeat_timeout_s})
+    processes = wait_up(family(STOPS, STOPS, STOPS, limits=limits))
+    link("down")
+    return ends(processes, within=60)
+
+  codes, errors = in_a_network_of_its_own(run)
+  assert codes == [86, 86, 86], errors
+  for error, silent in zip(errors, ("[12]", "0", "0"), strict=True):
+    assert re.match(rf"error: process {silent} on n{silent} is silent", error), errors
 
 
 def test_a_suspended_job_resumes(family):

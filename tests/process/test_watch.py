@@ -307,6 +307,15 @@ def test_long_steps_and_the_first_step_have_their_own_limits():
   assert find_hang({0: seen(1, "step", 50, steps=1)}, 1000.0, LIMITS)
 
 
+def test_limits_that_users_have_are_those_of_the_guarantees():
+  users = Timeouts()
+  assert users.heartbeat_timeout_s < 60 and users.rendezvous_timeout_s == 120
+  limits = {"starting": 600, "saving": 600, "compiling": 3600, "input": 50, "step": 50}
+  for activity, most in limits.items():
+    early, late = ({0: seen(9, activity, 1e4 - s)} for s in (most - 1, most + 1))
+    assert not find_hang(early, 1e4, users) and find_hang(late, 1e4, users)
+
+
 def test_who_left_early_is_to_blame_for_those_that_wait():
   ranks = {0: seen(41, "step", 940), 1: seen(40, "leaving", 940, left=True)}
   assert find_hang(ranks, 1000.0, LIMITS).kind == "left"

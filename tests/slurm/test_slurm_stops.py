@@ -51,6 +51,18 @@ def test_a_preempted_job_saves_and_is_requeued(slurm, whole, tmp_path, how):
   measured(how, seconds, 85, error_or_stop(job.reported()))
 
 
+def test_three_preemptions_of_one_job_change_no_bit(slurm, whole, tmp_path):
+  job = Job(slurm, tmp_path, "usr1", 2)
+  for number, kind in enumerate(("SIGTERM to all", "scontrol requeue"), 1):
+    job.until(lambda n=number: job.reported().count("resuming from") == n)
+    before = newest_step(job.workdir)
+    job.until(lambda step=before: newest_step(job.workdir) > step)
+    slurm.run(*(PREEMPTIONS[kind][1] or ()), job.id)
+  job.end("COMPLETED")
+  assert job.reported().count("resuming from") == 3
+  assert_same_run(job.workdir, whole)
+
+
 def test_two_preemptions_and_a_crash_change_no_bit_and_are_all_accounted_for(
   slurm, whole, tmp_path
 ):
