@@ -48,7 +48,7 @@ def saved(workdir, experiment, state):
 
 
 @pytest.mark.slow
-def test_a_run_starts_from_what_another_has_learnt(finished, tmp_path, capsys):
+def test_a_run_starts_from_what_another_has_learnt(finished, tmp_path, capsys, reported):
   result, workdir = finished
   path = tmp_path / "digits.safetensors"
   code, line = typed(capsys, "--workdir", workdir, "--to", path)
@@ -60,14 +60,14 @@ def test_a_run_starts_from_what_another_has_learnt(finished, tmp_path, capsys):
 
   config = tiny_digits(init_from=str(path), seed="7", epochs="2")
   state = build.experiment(config).init_state()
-  (reported,) = capsys.readouterr().out.splitlines()
-  assert reported.startswith(f"parameters from {path}: 2,410 numbers in 4 arrays, float32")
+  (line,) = reported
+  assert line.startswith(f"parameters from {path}: 2,410 numbers in 4 arrays, float32")
   assert_same_bits((state.params, state.model_state), result.state.average)
   assert_same_bits(state.average, result.state.average)
   assert not any(map(np.any, jax.tree.leaves((state.opt_state, state.step))))
   # It resumes from there, and then from its own checkpoint without the file.
   again = fit(config, tmp_path / "again")
-  assert reported in capsys.readouterr().out
+  assert line in capsys.readouterr().out
   assert again.summary["accuracy"] > result.summary["accuracy"]
   path.unlink()
   assert fit(config, tmp_path / "again").summary["outcome"] == "done"
