@@ -44,12 +44,12 @@ cluster.initialize()
 import jax; jax.config.update("jax_num_cpu_devices", 1)
 from jaxscale.checkpoint.manager import Checkpoints
 from jaxscale.errors import NonFiniteError
-from jaxscale.metrics.log import shown
+from jaxscale.metrics.log import LineHandler, logger
 from support.states import at_step, make_states
 from support.trees import assert_same_bits
 
 folder, me = Path(sys.argv[1]), jax.process_index()
-log = shown(is_quiet=me != 0); log.__enter__()
+logger.addHandler(LineHandler()); logger.setLevel("CRITICAL" if me else "INFO")
 abstract, state = make_states(2)
 shardings = jax.tree.map(lambda x: x.sharding, state)
 make = jax.jit(at_step, out_shardings=shardings)

@@ -45,11 +45,11 @@ import jax; jax.config.update("jax_num_cpu_devices", 1)
 from jaxscale.checkpoint import checkpoint_files
 from jaxscale.checkpoint.manager import Checkpoints
 from jaxscale.errors import NonFiniteError
-from jaxscale.metrics.log import shown
+from jaxscale.metrics.log import LineHandler, logger
 from support.states import at_step, make_states
 
 directory, faults, me = sys.argv[1], sys.argv[2], jax.process_index()
-log = shown(is_quiet=me != 0); log.__enter__()
+logger.addHandler(LineHandler()); logger.setLevel("CRITICAL" if me else "INFO")
 abstract, state = make_states(2)
 shardings = jax.tree.map(lambda x: x.sharding, state)
 start, finish, load = checkpoint_files.start_writing, checkpoint_files.finish, checkpoint_files.load

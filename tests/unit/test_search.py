@@ -67,7 +67,7 @@ def test_no_program_takes_less_than_the_least(which):
     for x in jax.tree.leaves(shapes.abstract_batch())
   )
   assert guess.least <= fit.memory.total
-  share = 0.8 if which == 4 else 0.9  # of stages, some of what all of them hold counts once
+  share = 0.8 if which == 4 else 0.9  # each stage holds all of embedding and head
   assert guess.least >= share * (fit.memory.arguments - batch)
   assert guess.least <= guess.memory and 0 < guess.seconds < 1
 
