@@ -18,7 +18,7 @@ release = version = metadata.version("jaxscale")
 extensions = ["myst_nb"]
 root_doc = "docs/index"
 include_patterns = ["docs/**", "colabs/*.ipynb", "*.md"]
-exclude_patterns = ["README.md"]
+exclude_patterns = ["README.md", "AGENTS.md"]
 
 myst_enable_extensions = ["deflist", "colon_fence"]
 myst_heading_anchors = 4
