@@ -40,14 +40,9 @@ def build(settings: Any, *context: Any, kind: Any, wanted: str) -> Any:
       raise ConfigError(f"{e}; write def build({names})") from None
     part = settings.build(*context)
   if not (isinstance(part, kind) if isinstance(kind, type | tuple) else kind(part)):
-    raise build_type_error(settings, part, wanted)
+    name, gave = type(settings).__name__, type(part).__name__
+    raise ConfigError(f"{name}.build: gave {gave}; return {wanted}")
   return part
-
-
-def build_type_error(settings: Any, part: Any, wanted: str) -> ConfigError:
-  """Return the error of a `build` that returned something else than its base says."""
-  name, kind = type(settings).__name__, type(part).__name__
-  return ConfigError(f"{name}.build: gave {kind}; return {wanted}")
 
 
 def guarded(settings: Any, doing: str, function: Any) -> Any:
