@@ -199,15 +199,30 @@ def _bound(node: ast.AST) -> set[str]:
   return names
 
 
-def _is_main_guard(node: ast.AST) -> bool:
-  return isinstance(node, ast.If) and "__name__" in _used(node.test)[0]
-
-
 def _used(node: ast.AST) -> tuple[set[str], set[str]]:
   """The names and the attributes that occur in a statement."""
   nodes = list(ast.walk(node))
   names = {n.id for n in nodes if isinstance(n, ast.Name)}
   return names, {n.attr for n in nodes if isinstance(n, ast.Attribute)}
+
+
+@functools.lru_cache(maxsize=256)
+def _statements(tree: ast.Module | None) -> tuple[dict[str, list[Any]], list[Any]]:
+  """Statements of a module, without `if __name__ == "__main__":`.
+
+  Returns:
+    Those that bind a name, by name; and those that may change what others bind, each
+    with the names it uses.
+  """
+  binding: dict[str, list[Any]] = {}
+  changing: list[Any] = []
+  for node in [] if tree is None else tree.body:
+    if not (isinstance(node, ast.If) and "__name__" in _used(node.test)[0]):
+      for name in (bound := _bound(node)):
+        binding.setdefault(name, []).append(node)
+      if isinstance(node, _BLOCKS) or not bound:
+        changing.append((node, _used(node)[0]))
+  return binding, changing
 
 
 class _Search:
@@ -241,20 +256,17 @@ class _Search:
     if file.suffix != ".py":
       self.hashes[key] = hashlib.sha256(file.read_bytes()).hexdigest()[:16]
       return
-    tree = _tree_of(str(file))
-    body = [] if tree is None else [n for n in tree.body if not _is_main_guard(n)]
+    binding, changing = _statements(_tree_of(str(file)))
     if "<locals>" in name and value is not None:
       nodes = _nodes_of(value)
       self._visit_closure(value)
     else:
-      nodes = [n for n in body if name.partition(".")[0] in _bound(n)]
+      nodes = [*binding.get(name.partition(".")[0], ())]
     # Not by name alone: `Net.scale = 2` and `setattr(Net, "scale", 2)`.
-    changing = [n for n in body if isinstance(n, _BLOCKS) or not _bound(n)]
-    nodes += [n for n in changing if n not in nodes and name in _used(n)[0]]
+    nodes += [n for n, used in changing if n not in nodes and name in used]
     self._add(module, key, nodes, name)
-    for star in (n for n in body if isinstance(n, ast.ImportFrom)):
-      if not nodes and star.names[0].name == "*":
-        self._visit_import(module, star, star.names[0], {name})
+    for star in [] if nodes else binding.get("*", ()):
+      self._visit_import(module, star, ast.alias("*"), {name})
 
   def _add(self, module: str, key: str, nodes: list[Any], name: str) -> None:
     """Hash the statements that define a name, and visit what they use."""
@@ -267,8 +279,7 @@ class _Search:
       texts.append(_dump(node))
       names, attributes = _used(node)
       self._used.setdefault(module, set()).update(attributes)
-      inner = [n for n in ast.walk(node) if isinstance(n, _IMPORTS)]
-      for statement in inner:
+      for statement in (n for n in ast.walk(node) if isinstance(n, _IMPORTS)):
         for alias in statement.names:
           self._visit_import(module, statement, alias, attributes)
       for used in names - {name}:
@@ -290,8 +301,8 @@ class _Search:
   def _follow(self, module: str, name: str, attributes: set[str]) -> None:
     file = self._file_of(module)
     tree = None if file is None or file.suffix != ".py" else _tree_of(str(file))
-    for node in [] if tree is None else tree.body:
-      for part in ast.walk(node) if name in _bound(node) else ():
+    for node in _statements(tree)[0].get(name, ()):
+      for part in ast.walk(node):
         for alias in part.names if isinstance(part, _IMPORTS) else ():
           if name == (alias.asname or alias.name.partition(".")[0]):
             self._visit_import(module, part, alias, attributes)
@@ -327,15 +338,14 @@ class _Search:
     if tree is None:
       self.visit(module, "*")
       return
-    bound = set().union(*map(_bound, tree.body))
-    for name in sorted(names & bound):
+    binding, _ = _statements(tree)
+    for name in sorted(names & binding.keys()):
       self._visit_name(module, name, names)
-    left, key = names - bound, f"{module}:* {sorted(names)}"
+    left, key = names - binding.keys(), f"{module}:* {sorted(names)}"
     if key not in self._seen:
       self._seen.add(key)
-      for node in tree.body:
-        if isinstance(node, ast.ImportFrom) and node.names[0].name == "*":
-          self._visit_import(module, node, node.names[0], left)
+      for star in binding.get("*", ()):
+        self._visit_import(module, star, ast.alias("*"), left)
 
   def _file_of(self, module: str) -> Path | None:
     """The file of a module of the user's, whether it is imported already or not."""

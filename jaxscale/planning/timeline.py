@@ -129,7 +129,7 @@ class _Walk(NamedTuple):
         clock = max(clock, done)
       clock += self._compute(home, name, instruction, found)
       for p in self.placed.get(name, {}).get(i, ()):
-        took, axes = self.transfer(p.collective), _axes(p.collective)
+        took, axes = self.transfer(p.collective), "+".join(p.collective.axes or ()) or "all"
         found.sent[axes] += took
         free = max(free, clock) + took
         # One that is not asynchronous is waited for by the next instruction.
@@ -173,7 +173,3 @@ def _kind(kernel: kernels.Kernel, took: float, rates: Mapping[str, float]) -> st
     return kernel.kind
   traffic = kernel.bytes / (rates["bandwidth"] * rates["memory"])
   return kernel.kind if took - rates["launch"] > traffic else "memory"
-
-
-def _axes(collective: Collective) -> str:
-  return "+".join(collective.axes) if collective.axes else "all"

@@ -61,7 +61,7 @@ def find_fabric(env: Env = os.environ, root: str = "/") -> Fabric:
     card = Path(root, "sys/class/infiniband", name)
     if readable_text(card / "device/vendor").strip() == _AMAZON:
       return Fabric("efa", has_plugin=has_plugin)
-    ports = [p for p in sorted(card.glob("ports/*")) if _is_active(p)]
+    ports = [p for p in sorted(card.glob("ports/*")) if "ACTIVE" in readable_text(p / "state")]
     for layer in {readable_text(p / "link_layer").strip() for p in ports} & {*layers}:
       layers[layer].append(name)
   infiniband, ethernet = (tuple(names) for names in layers.values())
@@ -99,7 +99,3 @@ def _natural(name: str) -> list[tuple[int, str]]:
   """hsn2 before hsn10."""
   parts = re.findall(r"[0-9]{1,9}|[^0-9]+", name)
   return [(int(part), "") if part.isdigit() else (0, part) for part in parts]
-
-
-def _is_active(port: Path) -> bool:
-  return "ACTIVE" in readable_text(port / "state")  # "4: ACTIVE"
