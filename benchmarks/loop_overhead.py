@@ -54,8 +54,10 @@ def main() -> None:
 
   def ours(state, feed, writer):
     def log(step, values):
-      rate = progress.train(step, step * rows, values)
-      writer.write(step, values | {"examples_per_s": rate})
+      rate = progress.rate(step * rows)
+      perf = {"examples_per_s": rate, "step_s": rows / rate}
+      progress.train(step, values, perf)
+      writer.write(step, values | perf)
 
     callbacks = loop.Callbacks(is_logged=lambda step: step % config.log.every_steps == 0, log=log)
     state, _ = loop.train(state, train_step, feed, callbacks, start=0, total_steps=STEPS)
