@@ -92,10 +92,11 @@ def _run(args: Namespace) -> int | None:
         text = "nothing to save before the first step; to start again"
       return report_stop(config, watch.stop.agreed, f"{text}: {args.command_line}")
     if cluster.is_leader():
-      print(_done(summary, workdir), flush=True)
+      file = "metrics.png" if config.log.plot else "summary.json"
+      print(_done(summary, workdir / file), flush=True)
 
 
-def _done(summary, workdir: Path) -> str:
+def _done(summary, file: Path) -> str:
   from jaxscale.metrics import headline, is_reached
 
   accuracy, loss = summary["target_accuracy"], summary.get("target_loss")
@@ -104,4 +105,4 @@ def _done(summary, workdir: Path) -> str:
     target = f"loss {loss:g}" if loss is not None else f"accuracy {accuracy:.2%}"
     reached = f" (target {target}: {'reached' if is_good else 'missed'})"
   after = f"after {summary['step']} steps, {summary['seconds']} s; see "
-  return f"done: held-out {headline(summary)}{reached} {after}{workdir}/metrics.png"
+  return f"done: held-out {headline(summary)}{reached} {after}{file}"

@@ -190,6 +190,7 @@ class Log:
     step_report: before the first step, measure how long a step computes, how long
       it waits for the exchange, and how processes differ; costs two compilations
       and some dozens of steps.
+    plot: draw `metrics.png` at the end, which takes about a second.
     profile: steps to trace for XProf, as "100:110", both included; at most 100, as
       traces are large. `jaxscale profile RUN` traces steps of a run that trains.
     profile_processes: the processes that trace them.
@@ -200,6 +201,7 @@ class Log:
   trackers: tuple[Tracker, ...] = ()
   trust_ratios: bool = False
   step_report: bool = False
+  plot: bool = True
   profile: str | None = None
   profile_processes: Annotated[tuple[int, ...], ">= 0"] = (0,)
 

@@ -119,7 +119,9 @@ class Reporter:
       # exp of a smoothed loss is not a perplexity; that of evaluation is exact.
       if "loss" in finite and not experiment.config.loss.label_smoothing:
         finite |= metrics.perplexity_of(finite["loss"], info.bytes_per_token)
-    self._write(step, "train", finite | {"epoch": self._epoch(step)})
+    self._write(
+      step, "train", finite | {"epoch": self._examples(step) / experiment.derived.num_train}
+    )
     self._write(step, "perf", perf)
     if ratios and self._writer is not None:
       self._writer.write(step, ratios)
@@ -197,9 +199,6 @@ class Reporter:
 
   def _examples(self, step: int) -> int:
     return examples_at(self._experiment.derived.phases, step)
-
-  def _epoch(self, step: int) -> float:
-    return self._examples(step) / self._experiment.derived.num_train
 
   def _write(self, step: int, prefix: str, values: dict[str, float]) -> None:
     if self._writer is not None:

@@ -30,7 +30,7 @@ def finish(run: Run, state: TrainState) -> dict[str, Any]:
 
   def write():
     metrics.write_json(run.workdir / "summary.json", summary)
-    if is_done:
+    if is_done and run.experiment.config.log.plot:
       metrics.plot_metrics(run.workdir)
 
   lock.check_for_all(run.lock)

@@ -17,7 +17,7 @@ def folder_config(root, **changes):
     optimizer=cfg.SGD(lr=0.05),
     epochs=3,
     evaluation=cfg.Evaluation(every_epochs=3),
-    log=cfg.Log(every_steps=1, tensorboard=False),
+    log=cfg.Log(every_steps=1, tensorboard=False, plot=False),
     **changes,
   )
 

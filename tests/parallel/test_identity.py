@@ -404,7 +404,7 @@ def test_a_run_on_arrays_resumes_and_knows_them(tmp_path, capsys):
 
 
 def test_class_names_reach_the_summary_and_config_json(project, tmp_path):
-  config = load(project, overrides={"epochs": "1", "log.tensorboard": "False"})
+  config = load(project, overrides={"epochs": "1", "log.tensorboard": "False", "log.plot": "False"})
   summary = fit(config, tmp_path / "run").summary
   described = read_json(tmp_path / "run" / "config.json")
   assert summary["class_names"] == described["data"]["class_names"] == ["ant", "bee"]

@@ -40,7 +40,7 @@ def finished(tmp_path_factory):
   """One short run, looked at by several tests."""
   os.chdir(build.__file__.rsplit("/", 3)[0])
   workdir = tmp_path_factory.mktemp("run")
-  return fit(tiny_digits(), workdir), workdir
+  return fit(tiny_digits(log__plot="True"), workdir), workdir
 
 
 def test_a_run_leaves_its_record(finished):

@@ -26,7 +26,7 @@ from support.tiny_runs import record
 from support.trees import assert_same_bits
 
 MLP = {"model": "MLP", "model.hidden": "(16,)"}
-CONFIG = {"epochs": "1", "log.every_steps": "1", "log.tensorboard": "False"}
+CONFIG = {"epochs": "1", "log.every_steps": "1", "log.tensorboard": "False", "log.plot": "False"}
 CONFIG |= {"schedule.warmup_epochs": "0", "ema_decay": "None"}
 
 

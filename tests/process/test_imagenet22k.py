@@ -9,7 +9,7 @@ from support.commands import run, train_command
 
 OVERRIDES = """
   data=Synthetic data.num_classes=21841 data.image_size=64 data.num_examples=16
-  batch_size=16 epochs=1 schedule.warmup_epochs=0 dtype=float32 log.tensorboard=False
+  batch_size=16 epochs=1 schedule.warmup_epochs=0 dtype=float32 log.tensorboard=False log.plot=False
   log.every_steps=1 evaluation.batch_size=1 model.bn_span=16
 """
 

@@ -72,7 +72,13 @@ def events(job, task=0):
 def real_run(tmp_path, monkeypatch, name, **options):
   """Submit a run that trains."""
   monkeypatch.setenv("JAX_PLATFORMS", "cpu")
-  overrides = {"epochs": 3, "log.tensorboard": False, "model": "MLP", "model.hidden": (64,)}
+  overrides = {
+    "epochs": 3,
+    "log.tensorboard": False,
+    "log.plot": False,
+    "model": "MLP",
+    "model.hidden": (64,),
+  }
   overrides["log.every_steps"] = 4
   options |= dict(executor="local", runs=str(tmp_path), nodes=1, name=name)
   return jobs.submit(DIGITS, overrides=overrides, **options)

@@ -18,7 +18,7 @@ from support.trees import assert_close
 # BatchNorm's statistics are a device's: 8 examples of 64. 68 steps, saved every third.
 SHORT = settings("""
   batch_size=64 epochs=3 schedule.warmup_epochs=0.5 evaluation.every_epochs=1
-  checkpoint.every_epochs=0.13 log.every_steps=1 log.tensorboard=False
+  checkpoint.every_epochs=0.13 log.every_steps=1 log.tensorboard=False log.plot=False
 """)
 CNN = SHORT | settings("""
   model.features=(4,) model.dense=0 model.convs_per_stage=1 model.batch_norm=True

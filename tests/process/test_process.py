@@ -117,7 +117,7 @@ def get_config():
     model=MLP(hidden=(8,)), data=ImageFolder(path={path!r}, image_size=8),
     optimizer=SGD(lr=0.01), schedule=Cosine(), batch_size=16, epochs=3,
     phases=Phases(epochs=(0, 1), batch_sizes=(16, 32)), noise_scale=True,
-    evaluation=Evaluation(every_epochs=1), log=Log(every_steps=1, tensorboard=False),
+    evaluation=Evaluation(every_epochs=1), log=Log(every_steps=1, tensorboard=False, plot=False),
   )
 """
 

@@ -12,7 +12,7 @@ from support.processes import wait_until
 @pytest.mark.slow
 def test_a_running_job_is_profiled_on_request(tmp_path, monkeypatch):
   monkeypatch.setenv("JAX_PLATFORMS", "cpu")
-  overrides = {"epochs": 100_000, "log.every_steps": 4, "log.tensorboard": False}
+  overrides = {"epochs": 100_000, "log.every_steps": 4, "log.tensorboard": False, "log.plot": False}
   overrides |= {"model": "MLP", "model.hidden": (64,)}
   overrides |= {"evaluation.every_epochs": 1e4, "checkpoint.every_epochs": 1e4}
   options = dict(executor="local", runs=str(tmp_path), nodes=2, name="digits")

@@ -25,7 +25,7 @@ from support.tables import assignments
 
 CONFIG = assignments("""
   model=MLP model.hidden=(16,) epochs=2 log.tensorboard=False schedule.warmup_epochs=0
-  checks.replicas_every_steps=8 checkpoint.every_epochs=0.5 checkpoint.keep_last=9
+  checks.replicas_every_steps=8 checkpoint.every_epochs=0.5 checkpoint.keep_last=9 log.plot=False
 """)
 
 

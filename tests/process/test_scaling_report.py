@@ -248,7 +248,7 @@ def test_the_command_reads_workdirs(tmp_path, capsys):
 def test_a_real_study_from_a_notebook(tmp_path, monkeypatch):
   monkeypatch.setenv("JAX_PLATFORMS", "cpu")
   runs = str(tmp_path / "runs")
-  overrides = {"epochs": 6, "log.every_steps": 4, "log.tensorboard": False}
+  overrides = {"epochs": 6, "log.every_steps": 4, "log.tensorboard": False, "log.plot": False}
   options = dict(executor="local", runs=runs, overrides=overrides)
   study = jobs.scaling("configs/digits.py", [1, 2], batch="grows", name="digits", **options)
   try:

@@ -86,7 +86,7 @@ def test_two_preemptions_and_a_crash_change_no_bit_and_are_all_accounted_for(
   job.until(lambda: job.reported().count("resuming from") == 3)
   ends.append((job.workdir / "summary.json").stat().st_mtime)
   jobs.append(job.end("COMPLETED"))
-  ends.append((job.workdir / "metrics.png").stat().st_mtime)
+  ends.append((job.workdir / "summary.json").stat().st_mtime)
   assert second < STEPS
   assert_same_run(job.workdir, whole)
   queued = [when(known["SubmitTime"]) for known in jobs]

@@ -25,6 +25,7 @@ def tiny_language(**fields):
 TINY = settings("""
   epochs=4 schedule.warmup_epochs=1 model=MLP model.hidden=(32,) mesh.data=8
   evaluation.every_epochs=2 checkpoint.every_epochs=2 log.every_steps=5
+  log.plot=False
 """)
 
 

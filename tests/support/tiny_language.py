@@ -15,5 +15,5 @@ def get_config() -> cfg.Config:
     evaluation=cfg.Evaluation(every_epochs=0.025),
     checkpoint=cfg.Checkpoint(every_epochs=0.0037, keep_last=3),  # every second step
     checks=cfg.Checks(replicas_every_steps=10),
-    log=cfg.Log(every_steps=1, tensorboard=False),
+    log=cfg.Log(every_steps=1, tensorboard=False, plot=False),
   )

@@ -20,6 +20,7 @@ from support.trees import assert_same_bits
 TINY = settings("""
   epochs=7 model=MLP model.hidden=(64,) log.every_steps=7
   evaluation.every_epochs=1 checkpoint.every_epochs=0.18
+  log.plot=False
 """)
 ARGS = [f"--config.{name}={value}" for name, value in TINY.items()]
 
