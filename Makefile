@@ -4,9 +4,9 @@
 PYTHON ?= python3
 CONFIG ?= configs/digits.py
 ARGS ?=
-# One more than cores: many tests wait. A file in one process, in the order of conftest.py;
+# Two more than cores: many tests wait. A file in one process, in the order of conftest.py;
 # one that dies ends the run, which otherwise might wait for ever.
-WORKERS ?= 3
+WORKERS ?= 4
 XDIST := --dist loadfile --no-loadscope-reorder --max-worker-restart=0
 
 MINOR := $(shell $(PYTHON) -c 'import sys; print("%d%d" % sys.version_info[:2])')

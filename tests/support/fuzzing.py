@@ -183,7 +183,7 @@ def one_line(error: type[Exception] = ConfigError):
 
 def limits(request):
   """Bounds the memory of a reader; -rP shows what its test took, as a table's row."""
-  gc.collect()
+  gc.collect(1)  # not the millions of objects that JAX keeps, which takes seconds
   _took.clear()
   Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew: proc(5)
   before, clock = _memory("VmRSS"), time.process_time()
