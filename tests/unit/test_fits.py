@@ -129,7 +129,7 @@ def test_a_plan_and_what_is_kept_of_it(capsys, tmp_path, monkeypatch):
   plan = json.loads((tmp_path / "a" / "plan.json").read_text())
   step = plan["step"]
   assert sum(step["parts"].values()) == pytest.approx(step["seconds"]["expected"])
-  assert step["seconds"]["high"] <= step["seconds"]["low"]
+  assert step["seconds"]["high"] <= step["seconds"]["low"] * (1 + 1e-9)
   # Nodes of 2; the batch of 8 rows goes over 4 and 8 devices, and not over 16.
   assert [s["devices"] for s in plan["strong"]] == [4, 8] and plan["skipped"] == [16]
   assert [s["devices"] for s in plan["weak"]] == [4, 8, 16]
