@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import textwrap
 from pathlib import Path
 from xml.sax.saxutils import escape
 
@@ -200,28 +201,25 @@ def requeue() -> Picture:
 def large_batch() -> Picture:
   """Draw the validation accuracy of every run of benchmarks/large_batch.py."""
   rows = json.loads((ROOT / "benchmarks/results/large_batch.json").read_text())["rows"]
-  p = Picture(
-    600, 412, "Validation accuracy of SGD, LARS and LAMB at batch sizes 256, 8,192 and 16,384"
-  )
-  p.text(20, 30, "MLP on Fashion-MNIST, 30 epochs", "strong")
+  p = Picture(510, 412, "Validation accuracy of SGD, LARS and LAMB at three batch sizes")
+  p.text(18, 30, "MLP on Fashion-MNIST, 30 epochs", "strong")
   p.text(
-    20,
+    18,
     50,
     "validation accuracy in %; a dot is a run (3 seeds), the number their mean",
     "small muted",
   )
   for percent in (80, 84, 88):
     y = _height(percent)
-    p.line([(50, y), (580, y)], "grid")
-    p.text(42, y + 4, f"{percent}", "small muted end")
-  p.box(50, 300, 530, 44, "grey")
-  p.text(60, 327, "diverged", "small")
-  for n, size in enumerate((256, 8192, 16384)):
+    p.line([(44, y), (496, y)], "grid")
+    p.text(36, y + 4, f"{percent}", "small muted end")
+  p.box(44, 300, 452, 44, "grey")
+  p.text(54, 327, "diverged", "small")
+  for x, size in ((84, 256), (152, 8192), (344, 16384)):
     runs = [row for row in rows if row["batch_size"] == size]
-    left = (56, 136, 366)[n]
     for k, row in enumerate(runs):
-      _runs(p, left + 28 + 54 * k, row)
-    middle = left + 28 + 27 * (len(runs) - 1)
+      _runs(p, x + 44 * k, row)
+    middle = x + 22 * (len(runs) - 1)
     steps = next(row["steps"] for row in runs if row["steps"])
     p.text(middle, 370, f"batch {size:,}", "middle strong")
     p.text(middle, 390, f"{steps:,} steps", "small muted middle")
@@ -253,19 +251,22 @@ def _runs(p: Picture, x: float, row: dict) -> None:
 
 
 def hang() -> Picture:
-  """Draw a terminal with hang.txt, whose lines a run printed."""
-  lines = (HERE / "hang.txt").read_text().rstrip("\n").splitlines()
-  width, bottom = 36 + round(7.85 * max(map(len, lines))), 32 + 20 * len(lines)
-  p = Picture(width, bottom + 40, "A run reports the process that hangs, restarts and resumes")
-  hashes = [line.split()[0] for line in lines[-2:]]
-  for n, line in enumerate(lines):
-    kind = "t-blue" if line[:1] == "$" else "t-red" if line[:6] == "error:" else ""
-    kind = "t-green" if line.split()[0] in hashes else kind
-    p.text(18, 32 + 20 * n, line, f"code {kind}")
+  """Draw a terminal of 70 columns with hang.txt, whose lines a run printed."""
+  printed = (HERE / "hang.txt").read_text().rstrip("\n").splitlines()
+  hashes = [line.split()[0] for line in printed[-2:]]
   if hashes[0] != hashes[1]:
     raise ValueError("hang.txt: the checkpoints of the two runs differ; record the runs again")
-  p.line([(18, bottom - 6), (width - 18, bottom - 6)], "grid")
-  equal = "The hashes are equal: same parameters as calm, a run without a hang."
+  lines = []
+  for line in printed:
+    kind = "t-blue" if line[:1] == "$" else "t-red" if line[:6] == "error:" else ""
+    kind = "t-green" if line.split()[0] in hashes else kind
+    lines += [(part, kind) for part in textwrap.wrap(line, 70, break_on_hyphens=False) or [""]]
+  bottom = 32 + 20 * len(lines)
+  p = Picture(586, bottom + 40, "A run reports the process that hangs, restarts and resumes")
+  for n, (line, kind) in enumerate(lines):
+    p.text(18, 32 + 20 * n, line, f"code {kind}")
+  p.line([(18, bottom - 6), (568, bottom - 6)], "grid")
+  equal = "Equal hashes: the same parameters as without the hang."
   p.text(18, bottom + 20, equal, "strong t-green")
   return p
 
