@@ -251,7 +251,7 @@ def _runs(p: Picture, x: float, row: dict) -> None:
 
 
 def hang() -> Picture:
-  """Draw a terminal of 70 columns with hang.txt, whose lines a run printed."""
+  """Draw a terminal of 72 columns with hang.txt, whose lines a run printed."""
   printed = (HERE / "hang.txt").read_text().rstrip("\n").splitlines()
   hashes = [line.split()[0] for line in printed[-2:]]
   if hashes[0] != hashes[1]:
@@ -260,12 +260,12 @@ def hang() -> Picture:
   for line in printed:
     kind = "t-blue" if line[:1] == "$" else "t-red" if line[:6] == "error:" else ""
     kind = "t-green" if line.split()[0] in hashes else kind
-    lines += [(part, kind) for part in textwrap.wrap(line, 70, break_on_hyphens=False) or [""]]
+    lines += [(part, kind) for part in textwrap.wrap(line, 72, break_on_hyphens=False) or [""]]
   bottom = 32 + 20 * len(lines)
-  p = Picture(586, bottom + 40, "A run reports the process that hangs, restarts and resumes")
+  p = Picture(602, bottom + 40, "A run reports the process that hangs, restarts and resumes")
   for n, (line, kind) in enumerate(lines):
     p.text(18, 32 + 20 * n, line, f"code {kind}")
-  p.line([(18, bottom - 6), (568, bottom - 6)], "grid")
+  p.line([(18, bottom - 6), (584, bottom - 6)], "grid")
   equal = "Equal hashes: the same parameters as without the hang."
   p.text(18, bottom + 20, equal, "strong t-green")
   return p
