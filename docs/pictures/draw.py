@@ -123,13 +123,13 @@ def step() -> Picture:
     for i in range(4):
       note = ("rows 0–31", "rows 32–63", "rows 64–95", "rows 96–127")[i]
       if kind == "blue":
-        p.box(x, 90 + 36 * i, 160, 28, kind, f"device {i}:  {note}")
+        p.box(x, 90 + 36 * i, 172, 28, kind, f"device {i}: {note}")
     if kind == "orange":
       p.box(x, 90, 160, 136, kind, "sum of gradients", "once per step, float32")
     if kind == "green":
       p.box(x, 90, 208, 136, kind, "parameters, optimizer", "norms over whole layers")
   for i in range(4):
-    p.arrow(188, 104 + 36 * i, 272, 104 + 36 * i)
+    p.arrow(200, 104 + 36 * i, 272, 104 + 36 * i)
   p.arrow(440, 158, 524, 158)
   return p
 
