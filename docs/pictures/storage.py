@@ -1,10 +1,10 @@
-"""The digits on three nodes, from storage that stops answering once, on node n2.
+"""Digits on three nodes; the storage of node n2 stops answering once.
 
 Command    jaxscale submit --config docs/pictures/storage.py --nodes 3 --name digits
            touch /tmp/jaxscale_storage_stops        (while it trains)
-Hardware   the Slurm of the tests, `sudo python tests/support/slurm`, 2 CPU cores
-Result     2026-11-23: pictures/hang.txt; the checkpoint of step 685 is that of the
-           same run without the file, bit for bit
+Hardware   the Slurm cluster of the tests, `sudo python tests/support/slurm`, 2 CPU cores
+Result     pictures/hang.txt (2026-11-26); the checkpoint of step 685 equals that of a run
+           without the hang, bit for bit
 """
 
 import os
@@ -16,18 +16,18 @@ from jaxscale.config import CNN, SGD, Checkpoint, Config, Cosine, Evaluation
 
 
 class Storage(config.Data):
-  """The digits; the node `slow` waits for ever once the file `marker` exists.
+  """Digits whose loading hangs on the host `slow` once the file `marker` exists.
 
   Attributes:
-    marker: it is renamed, so that it happens once.
-    slow: name of the host.
+    marker: a path; the hanging process renames the file, so it hangs only once.
+    slow: a host name.
   """
 
   marker: str = "/tmp/jaxscale_storage_stops"
   slow: str = "n2"
 
   def build(self):
-    """Training and held-out examples."""
+    """Return the training and validation sets."""
     train, test = config.Digits(augment="shift").build()
 
     def load(indices, draws):
@@ -40,7 +40,7 @@ class Storage(config.Data):
 
 
 def get_config() -> Config:
-  """As configs/digits.py, but for the batch, which three nodes divide."""
+  """Return configs/digits.py with a batch size that three nodes divide evenly."""
   return Config(
     model=CNN(features=(32, 64), dense=128, dropout=0.5),
     data=Storage(),

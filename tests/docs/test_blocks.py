@@ -39,7 +39,7 @@ class Command(NamedTuple):
 def commands(page):
   """The command lines in a page's blocks that are of a shell."""
   text, found = (ROOT / page).read_text(), []
-  for language, block in re.findall(r"^```(\w*)\n(.*?)^```", text, re.M | re.S):
+  for language, block in re.findall(r"^```(\w*)[^\n]*\n(.*?)^```", text, re.M | re.S):
     if language not in ("", "bash", "sh"):
       continue
     exported = {}
@@ -178,3 +178,11 @@ def test_the_quick_ones_do_what_they_say(command, tmp_path):
     written = {name for line in lines for name in line}
     written |= json.loads((workdir / "summary.json").read_text()).keys()
     assert len(written) > 30 and written <= named_on("metrics.md")
+
+
+def test_the_config_beside_lightnings_code_trains(tmp_path):
+  text = (ROOT / "docs" / "howto" / "coming_from.md").read_text()
+  (code,) = re.findall(r"^```python mine\n(.*?)^```", text, re.M | re.S)
+  (tmp_path / "mine.py").write_text(code)
+  config = load_config(str(tmp_path / "mine.py"))
+  assert build.experiment(config, devices=jax.devices()[:8]).derived.device_batch_size == 64

@@ -118,7 +118,15 @@ def run_python_of(page, tmp_path, monkeypatch, capsys):
 
 @pytest.mark.slow
 def test_the_readme_example_runs(tmp_path, monkeypatch, capsys):
-  assert run_python_of("README.md", tmp_path, monkeypatch, capsys) >= 0.93
+  assert run_python_of("README.md", tmp_path, monkeypatch, capsys) >= 0.97
+
+
+def test_the_readme_is_short_and_its_example_has_15_lines_also_on_the_front_page():
+  readme, front = ((ROOT / page).read_text() for page in ("README.md", "docs/index.md"))
+  assert len(readme.split()) <= 700
+  blocks = [re.findall(r"```python\n(.*?)```", text, re.S)[0] for text in (readme, front)]
+  assert blocks[0] == blocks[1]
+  assert len([line for line in blocks[0].splitlines() if line]) == 15
 
 
 def test_the_example_of_public_functions_runs(tmp_path, monkeypatch, capsys):

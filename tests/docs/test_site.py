@@ -95,3 +95,11 @@ def test_settings_that_how_to_pages_name_exist():
   for path in sorted((ROOT / "docs" / "howto").glob("*.md")):
     named = re.findall(rf"[` .]((?:{branches})\.[a-z_]+)(?:=|`)", path.read_text())
     assert {*named} <= names, path.name
+
+
+def test_the_pictures_are_those_that_the_script_draws():
+  pictures = ROOT / "docs" / "pictures"
+  drawn = runpy.run_path(str(pictures / "draw.py"))["PICTURES"]
+  assert sorted(drawn) == sorted(path.stem for path in pictures.glob("*.svg"))
+  for name, draw in drawn.items():
+    assert draw().svg() == (pictures / f"{name}.svg").read_text(), name

@@ -1,12 +1,15 @@
 """Digits trained by `jaxscale submit` on a real Slurm, and the preflight."""
 
 import re
+import shlex
+import sys
 import time
 
 import jax
 import numpy as np
 import pytest
 
+from support.paths import ROOT
 from support.slurm.cli import ends, until
 from support.tiny_runs import ARGS, final_state
 
@@ -20,6 +23,18 @@ def test_digits_trains_on_a_node(cli):
   assert words[3:5] == ["1", "34/34"] and words[7].endswith("%")
   assert cli("logs", "d", "--lines=1").startswith("done: held-out accuracy")
   assert re.fullmatch(r"goodput \d+% of .*training 0:\d\d.*", cli("status", "d").splitlines()[-1])
+
+
+@pytest.mark.slow
+def test_the_three_lines_of_the_readme_run(cli, slurm):
+  section = (ROOT / "README.md").read_text().partition("## On Slurm\n\n```\n")[2]
+  lines = [shlex.split(line) for line in section.partition("```")[0].splitlines()]
+  assert [line[:2] for line in lines] == [["jaxscale", c] for c in ("submit", "status", "logs")]
+  submit, status, logs = ([sys.executable, "-m", *line, f"--runs={cli.runs}"] for line in lines)
+  slurm.run(*submit)
+  assert "done: " in slurm.run(*logs).stdout  # -f: until the job ends
+  status.remove("--watch")
+  assert "COMPLETED" in slurm.run(*status).stdout
 
 
 @pytest.mark.slow
