@@ -118,11 +118,11 @@ true = means["plain"][0]
 # After 16 steps both are close to the gradient.
 
 # %%
-figure, panels = plt.subplots(2, 3, figsize=(10, 4.4), dpi=150, layout="constrained")
+figure, panels = plt.subplots(2, 3, figsize=(10, 4.4), dpi=90, layout="constrained")
 limit = np.abs(true).max() / 3
 for column, (name, steps) in zip(panels.T, means.items(), strict=True):
   for axis, shown in zip(column, (steps[0], steps[:16].mean(0)), strict=True):
-    axis.imshow(shown, cmap="RdBu", vmin=-limit, vmax=limit, aspect="auto")
+    axis.imshow(shown, "RdBu", aspect="auto", interpolation="nearest", vmin=-limit, vmax=limit)
     axis.set(xticks=[], yticks=[])
   column[0].set_title(name, fontsize=10)
 panels[0, 0].set_ylabel("step 1")
@@ -179,7 +179,7 @@ for name, (sent, accuracy, took) in results.items():
 # left out arrives later, so the error falls with the number of steps. Right: the bytes sent.
 
 # %%
-figure, (late, saved) = plt.subplots(1, 2, figsize=(10, 3.4), dpi=150, layout="constrained")
+figure, (late, saved) = plt.subplots(1, 2, figsize=(10, 3.4), dpi=90, layout="constrained")
 steps = np.arange(1, 33)
 for name in ("1-bit", "PowerSGD, rank 4"):
   so_far = means[name].cumsum(0) / steps[:, None, None]

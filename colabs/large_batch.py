@@ -104,7 +104,7 @@ def trust_ratios(name):
   return sorted({n for m in lines for n in m if "trust_ratio" in n})
 
 
-figure, axes = plt.subplots(1, 3, figsize=(11, 3.6), dpi=150, layout="constrained")
+figure, axes = plt.subplots(1, 3, figsize=(11, 3.6), dpi=90, layout="constrained")
 for name, (_, batch_size) in runs.items():
   if points := series(name, "eval/accuracy"):
     epochs = [step * batch_size / 1437 for step in points[0]]

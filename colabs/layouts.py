@@ -149,7 +149,7 @@ def draw(axis, leaf):
   axis.tick_params(length=0)
 
 
-figure, panels = plt.subplots(5, 1, figsize=(9, 7.5), dpi=150, layout="constrained")
+figure, panels = plt.subplots(5, 1, figsize=(9, 7.5), dpi=90, layout="constrained")
 for axis, (name, each) in zip(panels, experiments.items(), strict=True):
   draw(axis, each.abstract_state().params["layers"]["up"]["kernel"])
   kilobytes = f"{results[name][0] / 1e3:,.0f} kB of state per device"

@@ -109,7 +109,7 @@ print(batch_study.table(study))
 sizes = np.array([s["batch_size"] for s in study["sizes"]])
 steps = np.array([s["target_step"] for s in study["sizes"]], float)
 
-figure, axes = plt.subplots(1, 3, figsize=(11, 3.4), dpi=150, layout="constrained")
+figure, axes = plt.subplots(1, 3, figsize=(11, 3.4), dpi=90, layout="constrained")
 axes[0].loglog(sizes, steps, "o")
 axes[0].set(xlabel="batch size", ylabel="steps to 85 %")
 axes[0].set_yticks([50, 100, 200], [50, 100, 200])

@@ -149,7 +149,7 @@ inputs = (pairs["image"].astype("float32") - 4.89) / 6.01
 scores = Reader(128, 19).apply({"params": custom.state.params}, inputs, train=False)
 predictions = np.asarray(scores.argmax(-1))
 
-figure = plt.figure(figsize=(9, 3.6), dpi=150, layout="constrained")
+figure = plt.figure(figsize=(9, 3.6), dpi=90, layout="constrained")
 curves, images = figure.subfigures(1, 2, width_ratios=(1, 1.15))
 axis = curves.subplots()
 for name, workdir in workdirs.items():

@@ -92,7 +92,7 @@ scores, _ = model.apply(
 predictions = np.asarray(scores.argmax(-1))
 order = np.argsort(predictions == examples["label"], kind="stable")[:8]  # misclassified first
 
-figure = plt.figure(figsize=(9, 3), dpi=150, layout="constrained")
+figure = plt.figure(figsize=(9, 3), dpi=90, layout="constrained")
 left, right = figure.subfigures(1, 2)
 axis = left.subplots()
 axis.plot(losses, lw=1)

@@ -1,8 +1,8 @@
 """Execute the notebooks: `python docs/notebooks.py [NAME ...]`, without names all.
 
 The sources are colabs/*.py. Each notebook is executed in an empty folder, and is written to
-colabs/*.ipynb with its outputs, so that a code host shows them. Paths of temporary folders
-are shortened, and what the programs write to stderr is left out.
+colabs/*.ipynb with its outputs, so that a code host shows them. Paths of this
+machine are shortened, and stderr is left out.
 """
 
 import os
@@ -28,7 +28,8 @@ def execute(name: str) -> None:
   for cell in notebook.cells:
     if cell.cell_type == "code":
       cell.outputs = [o for o in cell.outputs if o.get("name") != "stderr"]
-  text = jupytext.writes(notebook, fmt="ipynb").replace(f"{folder}/", "")
+  text = jupytext.writes(notebook, fmt="ipynb")
+  text = text.replace(f"{folder}/", "").replace(f"{sys.prefix}/bin/", "")
   text = re.sub(r"/tmp/tmp\w+", "/tmp/run", text)
   nbformat.validate(nbformat.reads(text, as_version=4))
   (COLABS / f"{name}.ipynb").write_text(text + "\n")
