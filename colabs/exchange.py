@@ -11,21 +11,22 @@
 # %% [markdown]
 # # What crosses the network
 #
-# Eight devices average their gradients in every step. Plainly that is four bytes per
-# weight; 1-bit SGD sends a bit, PowerSGD two thin matrices. What they leave out stays
-# on the device and is sent later (error feedback). This notebook shows one gradient
-# as each sends it, how the rest arrives, how many bytes a step takes by the compiled
-# program, and what becomes of accuracy and time.
+# Eight devices average their gradients in every step. A plain all-reduce sends four bytes per
+# weight, 1-bit SGD one bit, and PowerSGD two thin matrices. What is left out stays on the
+# device and is sent later (error feedback). This notebook shows one gradient as each exchange
+# sends it, how the rest arrives, the bytes per step in the compiled program, and the effect on
+# accuracy and time.
 
 # %% tags=["hide-input"]
-# Where jaxscale is missing, as in Colab: install it, from this repository if there.
+# Install jaxscale where it is missing, as in Colab. Set JAXSCALE_SOURCE to a checkout, a
+# wheel or a git address; the default is the checkout that contains this notebook.
 import importlib.util
-import pathlib
+import os
 import subprocess
 import sys
 
 if importlib.util.find_spec("jaxscale") is None:
-  source = ".." if pathlib.Path("../pyproject.toml").exists() else "jaxscale"
+  source = os.environ.get("JAXSCALE_SOURCE", "..")
   subprocess.run([sys.executable, "-m", "pip", "install", "-q", source], check=True)
 
 # %%
@@ -51,8 +52,7 @@ from jaxscale import hlo
 
 # %% [markdown]
 # ## One gradient
-# Of the first layer of a network on real digits, on each device that of its own 64
-# images.
+# Compute the gradient of a network on real digits. Each device has its own 64 images.
 
 # %%
 mesh = jxs.make_mesh()
@@ -73,16 +73,16 @@ def loss(params, images, labels):
   return -jnp.take_along_axis(jax.nn.log_softmax(logits), labels[:, None], 1).mean()
 
 
-own = jax.vmap(jax.grad(loss), (None, 0, 0))(
+local_grads = jax.vmap(jax.grad(loss), (None, 0, 0))(
   params, batch["image"].reshape(8, 64, 8, 8, 1), batch["label"].reshape(8, 64)
 )
-jax.tree.map(jnp.shape, own)
+jax.tree.map(jnp.shape, local_grads)
 
 # %% [markdown]
-# An exchange is two functions: `init` makes the state that a device keeps, `exchange`
-# turns its own gradients into their mean. Here each averages the same gradients again
-# and again, as if nothing was learnt in between: the mean of what was received is then
-# to become the true mean.
+# An exchange is two functions. `init` creates the state that a device keeps, and `exchange`
+# turns a device's own gradients into the mean over devices. Here each exchange averages the
+# same gradients repeatedly, as if the parameters did not change. The mean of the received
+# values should then approach the true mean.
 
 # %%
 exchanges = {
@@ -93,7 +93,7 @@ exchanges = {
 
 
 def received(method, steps=32):
-  """What `steps` exchanges gave: the first kernel's mean gradient of each."""
+  """Return the mean gradient of the first kernel after each of `steps` exchanges."""
 
   def on_a_device(grads):
     grads = jax.tree.map(lambda g: g[0], grads)
@@ -106,39 +106,38 @@ def received(method, steps=32):
     return jax.lax.scan(step, start, length=steps)[1]
 
   split = jax.shard_map(on_a_device, mesh=mesh, in_specs=P(axes), out_specs=P())
-  return np.asarray(jax.jit(split)(own))
+  return np.asarray(jax.jit(split)(local_grads))
 
 
 means = {name: received(method) for name, method in exchanges.items()}
 true = means["plain"][0]
 
 # %% [markdown]
-# The first step's kernel, 64 inputs by 128 outputs, and the mean of the first 16 steps.
-# One bit leaves two values per column, rank 4 the sum of four patterns. After 16 steps
-# both look like the gradient.
+# The first row is the kernel after one step (64 inputs by 128 outputs), the second row the mean
+# of the first 16 steps. 1-bit leaves two values per column, and rank 4 the sum of four patterns.
+# After 16 steps both are close to the gradient.
 
 # %%
-figure, panels = plt.subplots(2, 3, figsize=(10, 4.4), dpi=150, layout="constrained")
+figure, panels = plt.subplots(2, 3, figsize=(10, 4.4), dpi=90, layout="constrained")
 limit = np.abs(true).max() / 3
 for column, (name, steps) in zip(panels.T, means.items(), strict=True):
   for axis, shown in zip(column, (steps[0], steps[:16].mean(0)), strict=True):
-    axis.imshow(shown, cmap="RdBu", vmin=-limit, vmax=limit, aspect="auto")
+    axis.imshow(shown, "RdBu", aspect="auto", interpolation="nearest", vmin=-limit, vmax=limit)
     axis.set(xticks=[], yticks=[])
   column[0].set_title(name, fontsize=10)
 panels[0, 0].set_ylabel("step 1")
 _ = panels[1, 0].set_ylabel("mean of 16")
 
 # %% [markdown]
-# ## Training with each
-# Bytes are read from the compiled step: what one device sends. Accuracy is of the
-# held-out digits after 20 epochs, one seed. Milliseconds are of eight simulated devices
-# that share the cores of this machine, where nothing crosses a network: they show what
-# an exchange computes. How long the bytes take depends on the links; `jaxscale bench`
-# measures them.
+# ## Train with each exchange
+# The bytes are what one device sends, read from the compiled step. The accuracy is that of the
+# validation digits after 20 epochs with one seed. The milliseconds show the cost of computing
+# an exchange: the eight simulated devices share the cores of this machine and nothing crosses a
+# network. To measure real links, run `jaxscale bench`.
 
 
 # %%
-def train(chosen):
+def train(exchange_setting):
   settings = jxs.Config(
     model=models.MLP(hidden=(256, 256)),
     data=data.Digits(),
@@ -146,18 +145,18 @@ def train(chosen):
     schedule=optim.Cosine(warmup_epochs=2),
     batch_size=128,
     epochs=20,
-    exchange=chosen,
+    exchange=exchange_setting,
   )
-  made = build.experiment(settings)
-  step, state = made.compile_train_step(), made.init_state()
-  sent = sum(c.times * c.wire_bytes for c in hlo.collectives(step, made.mesh))
-  batches = data.to_device(data.train_batches(made.train_data, batch_size=128), mesh)
+  experiment = build.experiment(settings)
+  step, state = experiment.compile_train_step(), experiment.init_state()
+  sent = sum(c.times * c.wire_bytes for c in hlo.collectives(step, experiment.mesh))
+  batches = data.to_device(data.train_batches(experiment.train_data, batch_size=128), mesh)
   began = time.perf_counter()
-  for batch in itertools.islice(batches, made.derived.total_steps):
+  for batch in itertools.islice(batches, experiment.derived.total_steps):
     state, _ = step(state, batch)
-  took = (time.perf_counter() - began) / made.derived.total_steps
-  held_out = data.to_device(data.eval_batches(made.eval_data, batch_size=360), mesh)
-  result = jxs.evaluate(made.eval_step, *state.evaluated(), held_out)
+  took = (time.perf_counter() - began) / experiment.derived.total_steps
+  validation = data.to_device(data.eval_batches(experiment.eval_data, batch_size=360), mesh)
+  result = jxs.evaluate(experiment.eval_step, *state.evaluated(), validation)
   return sent, result["accuracy"], took
 
 
@@ -167,20 +166,20 @@ chosen = {
   "1-bit": exchange.OneBit(),
   "PowerSGD, rank 4": exchange.PowerSGD(rank=4),
 }
-results = {name: train(given) for name, given in chosen.items()}
+results = {name: train(setting) for name, setting in chosen.items()}
 whole = results["plain"][0]
-print("exchange           kB per step  of plain  held-out accuracy  ms per step")
+print("exchange           kB per step  of plain  validation accuracy  ms per step")
 for name, (sent, accuracy, took) in results.items():
   share = f"{sent / 1e3:11,.1f} {sent / whole:9.1%}"
-  print(f"{name:18} {share} {accuracy:18.1%} {1e3 * took:12.1f}")
+  print(f"{name:18} {share} {accuracy:20.1%} {1e3 * took:12.1f}")
 
 # %% [markdown]
-# ## What is late, and what is saved
-# Left, how far the mean of the first steps is from the true gradient: what was left out
-# arrives, and the error falls with the number of steps. Right, the bytes.
+# ## Error and savings
+# Left: the distance between the mean of the first steps and the true gradient. The part that was
+# left out arrives later, so the error falls with the number of steps. Right: the bytes sent.
 
 # %%
-figure, (late, saved) = plt.subplots(1, 2, figsize=(10, 3.4), dpi=150, layout="constrained")
+figure, (late, saved) = plt.subplots(1, 2, figsize=(10, 3.4), dpi=90, layout="constrained")
 steps = np.arange(1, 33)
 for name in ("1-bit", "PowerSGD, rank 4"):
   so_far = means[name].cumsum(0) / steps[:, None, None]
@@ -193,7 +192,7 @@ late.minorticks_off()
 late.legend(frameon=False)
 names = list(results)[::-1]
 bars = saved.barh(names, [results[name][0] / 1e3 for name in names], color="#4c72b0")
-labels = [f"held-out {results[name][1]:.1%}" for name in names]
+labels = [f"validation {results[name][1]:.1%}" for name in names]
 saved.bar_label(bars, labels, padding=4, fontsize=8)
 saved.set(xlabel="kB that a device sends in a step", xlim=(0, 1.5 * whole / 1e3))
 for axis in (late, saved):

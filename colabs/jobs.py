@@ -11,21 +11,21 @@
 # %% [markdown]
 # # Jobs from a notebook
 #
-# `jaxscale submit` and its like as functions that return handles. Runs are submitted
-# to Slurm where `sbatch` is installed; here `executor="local"` runs them in the
-# background of this machine. They do not end with the notebook: `jobs.job(name)` in
-# another session finds them again. At the end: how one config scales, as a report with
-# its picture.
+# `jaxscale submit`, `sweep` and `scaling` are also Python functions that return handles. Where
+# `sbatch` is installed they submit to Slurm. Here `executor="local"` runs jobs in the background
+# of this machine. Jobs keep running after the notebook is closed, and `jobs.job(name)` finds
+# them again in a new session. The last section is a scaling report with its picture.
 
 # %% tags=["hide-input"]
-# Where jaxscale is missing, as in Colab: install it, from this repository if there.
+# Install jaxscale where it is missing, as in Colab. Set JAXSCALE_SOURCE to a checkout, a
+# wheel or a git address; the default is the checkout that contains this notebook.
 import importlib.util
-import pathlib
+import os
 import subprocess
 import sys
 
 if importlib.util.find_spec("jaxscale") is None:
-  source = ".." if pathlib.Path("../pyproject.toml").exists() else "jaxscale"
+  source = os.environ.get("JAXSCALE_SOURCE", "..")
   subprocess.run([sys.executable, "-m", "pip", "install", "-q", source], check=True)
 
 # %%
@@ -33,8 +33,9 @@ from jaxscale import jobs
 from jaxscale.config import CNN, SGD, Config, Cosine, Digits, Evaluation, Log
 
 # %% [markdown]
-# A config is the path of a file, or an object as this one. On a cluster, give
-# `nodes=4, time="1:00:00", site="mycluster"` instead of `executor`.
+# ## Submit a run
+# A config is either the path of a file or an object like the one below. On a cluster, replace
+# `executor` by `nodes=4, time="1:00:00", site="mycluster"`.
 
 # %%
 config = Config(
@@ -51,15 +52,15 @@ job = jobs.submit(config, executor="local")
 job.status()
 
 # %% [markdown]
-# `status()` returns at once; `wait()` returns when the run has ended. `job.cancel()`
-# would save and end it, and `job.resume()` would resume it.
+# `status()` returns at once, and `wait()` returns when the run has ended. `job.cancel()` saves a
+# checkpoint and stops the run, and `job.resume()` resumes it.
 
 # %%
 job.wait(timeout_s=1200)
 
 # %% [markdown]
-# The metrics are a list of dicts, one per logged step;
-# `pandas.DataFrame(job.metrics())` makes a data frame of it.
+# The metrics are a list of dicts, one per logged step. `pandas.DataFrame(job.metrics())`
+# converts them to a data frame.
 
 # %%
 job.metrics()
@@ -68,18 +69,18 @@ job.metrics()
 print(job.logs(lines=3))
 
 # %% [markdown]
-# ## Several at once
-# A sweep is one job with one row per trial; `at_most` of them run at the same time.
+# ## Sweep over settings
+# A sweep is one job with one row per trial. `at_most` limits how many trials run at a time.
 
 # %%
 trials = jobs.sweep(config, [{"seed": 0}, {"seed": 1}], executor="local")
 trials.wait(timeout_s=1200)
 
 # %% [markdown]
-# ## How does it scale?
-# The same config at several sizes, one after another on this machine; the report is
-# that of `jaxscale report`. Processes that share the cores of one machine show no
-# speed-up, unlike those on nodes of their own.
+# ## Measure scaling
+# Run the same config at several sizes, here one after another. The report is the same as that of
+# `jaxscale report`. The processes share the cores of one machine, so there is no speed-up; on
+# separate nodes there would be.
 
 # %%
 study = jobs.scaling(config, [1, 2], executor="local")

@@ -11,21 +11,23 @@
 # %% [markdown]
 # # Large batch: SGD, LARS and LAMB
 #
-# The same network on the same digits, for the same number of examples: once with 32
-# examples per step, then with 1,024, a 32nd of the steps. The learning rate of SGD is
-# scaled with the batch (arXiv:1706.02677); LARS (arXiv:1708.03888) and LAMB
-# (arXiv:1904.00962) give each layer a step in proportion to its own weights. At the
-# end: how different these proportions, the trust ratios, are from layer to layer.
+# Train the same network on the same digits for the same number of epochs, first with 32
+# examples per step and then with 1,024, which leaves a 32nd of the steps. For SGD the learning
+# rate is scaled with the batch (arXiv:1706.02677). LARS (arXiv:1708.03888) and LAMB
+# (arXiv:1904.00962) scale the step of each layer in proportion to the norm of its weights by a
+# trust ratio. The last picture shows how much the trust ratios differ between layers.
 
 # %% tags=["hide-input"]
-# Where jaxscale is missing, as in Colab: install it, from this repository if there.
+# Install jaxscale where it is missing, as in Colab. Set JAXSCALE_SOURCE to a checkout, a
+# wheel or a git address; the default is the checkout that contains this notebook.
 import importlib.util
+import os
 import pathlib
 import subprocess
 import sys
 
 if importlib.util.find_spec("jaxscale") is None:
-  source = ".." if pathlib.Path("../pyproject.toml").exists() else "jaxscale"
+  source = os.environ.get("JAXSCALE_SOURCE", "..")
   subprocess.run([sys.executable, "-m", "pip", "install", "-q", source], check=True)
 
 # %%
@@ -39,16 +41,16 @@ import jaxscale as jxs
 from jaxscale import config, data, models, optim
 
 # %% [markdown]
-# ## The runs
-# Forty epochs each, eight of them warm-up. The last three rates are the best of a few
-# that were tried by hand; "rate x 32" is what linear scaling makes of the small
-# batch's.
+# ## Train
+# Each run has forty epochs with eight epochs of warm-up. "lr x 32" is the learning rate of the
+# small batch under linear scaling. The last three learning rates are the best of a few that
+# were tried by hand.
 
 # %%
 runs = {
   "SGD, 32 per step": (optim.SGD(lr=0.05), 32),
-  "SGD, rate x 32": (optim.SGD(lr=1.6), 1024),
-  "SGD, its own rate": (optim.SGD(lr=0.2), 1024),
+  "SGD, lr x 32": (optim.SGD(lr=1.6), 1024),
+  "SGD, tuned lr": (optim.SGD(lr=0.2), 1024),
   "LARS": (optim.LARS(lr=3.0, trust_coefficient=0.01), 1024),
   "LAMB": (optim.LAMB(lr=0.04), 1024),
 }
@@ -68,7 +70,7 @@ def run(name):
     checkpoint=config.Checkpoint(every_epochs=40),
     log=config.Log(every_steps=1, trust_ratios=True, tensorboard=False),
   )
-  with contextlib.redirect_stdout(io.StringIO()):  # a line per logged step
+  with contextlib.redirect_stdout(io.StringIO()):  # one line per logged step
     try:
       summary = jxs.fit(settings, folder / name).summary
     except jxs.NonFiniteError:
@@ -82,14 +84,13 @@ for name in runs:
   print(run(name))
 
 # %% [markdown]
-# With 1,024 examples per step there are 57 steps in all. Such a small problem is a
-# model of the large one and no more; `docs/large_batch.md` has 60,000 images and
-# three seeds.
+# With 1,024 examples per step there are only 57 steps, so this is an illustration, not a
+# benchmark. `docs/large_batch.md` reports 60,000 images and three seeds.
 #
 # ## Trust ratios
-# For each layer LARS and LAMB multiply the step by a ratio of norms, of its weights to
-# its gradient (LARS) or to its update (LAMB). A run with `log.trust_ratios=True` writes
-# them to its `metrics.jsonl`, at every logged step.
+# LARS and LAMB multiply the step of each layer by a ratio of norms: weights to gradient (LARS)
+# or weights to update (LAMB). With `log.trust_ratios=True` a run writes the ratios to
+# `metrics.jsonl` at every logged step.
 
 
 # %%
@@ -103,12 +104,12 @@ def trust_ratios(name):
   return sorted({n for m in lines for n in m if "trust_ratio" in n})
 
 
-figure, axes = plt.subplots(1, 3, figsize=(11, 3.6), dpi=150, layout="constrained")
+figure, axes = plt.subplots(1, 3, figsize=(11, 3.6), dpi=90, layout="constrained")
 for name, (_, batch_size) in runs.items():
-  if found := series(name, "eval/accuracy"):
-    epochs = [step * batch_size / 1437 for step in found[0]]
-    axes[0].plot(epochs, [100 * a for a in found[1]], "o-", ms=3, label=name)
-axes[0].set(xlabel="epoch", ylabel="held-out accuracy (%)", ylim=(0, 102))
+  if points := series(name, "eval/accuracy"):
+    epochs = [step * batch_size / 1437 for step in points[0]]
+    axes[0].plot(epochs, [100 * a for a in points[1]], "o-", ms=3, label=name)
+axes[0].set(xlabel="epoch", ylabel="validation accuracy (%)", ylim=(0, 102))
 axes[0].legend(frameon=False, fontsize=8)
 for axis, name in zip(axes[1:], ("LARS", "LAMB"), strict=True):
   for metric in trust_ratios(name):

@@ -11,21 +11,21 @@
 # %% [markdown]
 # # Layouts on eight devices
 #
-# One language model, one batch, five ways to place them on eight devices: data
-# parallel, FSDP, tensor parallel, a mixture, and a pipeline. JAX simulates the devices,
-# so this runs anywhere. The notebook shows which device holds which part of a matrix,
-# what that leaves on a device, what has to be sent for it, and that all of them train
-# the same.
+# Place one language model on eight devices in five ways: data parallel, FSDP, tensor parallel, a
+# mixture, and a pipeline. JAX simulates the devices on the CPU, so the notebook runs on any
+# machine. It shows which device holds which part of a matrix, how much memory each device needs,
+# what has to be sent, and that all layouts train the same model.
 
 # %% tags=["hide-input"]
-# Where jaxscale is missing, as in Colab: install it, from this repository if there.
+# Install jaxscale where it is missing, as in Colab. Set JAXSCALE_SOURCE to a checkout, a
+# wheel or a git address; the default is the checkout that contains this notebook.
 import importlib.util
-import pathlib
+import os
 import subprocess
 import sys
 
 if importlib.util.find_spec("jaxscale") is None:
-  source = ".." if pathlib.Path("../pyproject.toml").exists() else "jaxscale"
+  source = os.environ.get("JAXSCALE_SOURCE", "..")
   subprocess.run([sys.executable, "-m", "pip", "install", "-q", source], check=True)
 
 # %%
@@ -33,7 +33,7 @@ import itertools
 
 import jax
 
-jax.config.update("jax_platforms", "cpu")  # on eight accelerators: without these two
+jax.config.update("jax_platforms", "cpu")  # with eight accelerators, remove these two lines
 jax.config.update("jax_num_cpu_devices", 8)
 
 import matplotlib.pyplot as plt
@@ -45,8 +45,8 @@ from jaxscale import hlo
 
 # %% [markdown]
 # ## Five layouts
-# `mesh` says how many devices there are along each axis, `layout` what is split along
-# them. The text is the documentation of Python, in bytes.
+# `mesh` sets the number of devices along each axis, and `layout` what is sharded along them. The
+# training text is the documentation of Python, in bytes.
 
 # %%
 FSDP = config.Layout(shard="fsdp")
@@ -72,22 +72,22 @@ def experiment(name):
   return build.experiment(settings)
 
 
-made = {name: experiment(name) for name in layouts}
+experiments = {name: experiment(name) for name in layouts}
 
 # %% [markdown]
-# ## Who holds what
-# Nothing is computed for this: the shapes of a run's state know where they will be.
-# `jax.debug.visualize_array_sharding` draws a single matrix:
+# ## Which device holds what
+# The shardings are known before anything is computed. `jax.debug.visualize_array_sharding` draws
+# those of one matrix:
 
 # %%
-table = made["fsdp 8"].init_state().params["embed"]["table"]
+table = experiments["fsdp 8"].init_state().params["embed"]["table"]
 print(table.shape)
 jax.debug.visualize_array_sharding(table)
 
 # %% [markdown]
-# ## Training
-# Twenty steps of each. Memory is of the parameters and the optimizer's state on one
-# device; what a device sends is read from the compiled step.
+# ## Train
+# Run twenty steps with each layout. The memory is that of parameters and optimizer state on one
+# device. The bytes that a device sends are read from the compiled step.
 
 
 # %%
@@ -105,7 +105,7 @@ def train(each):
   return size, sent, losses
 
 
-results = {name: train(each) for name, each in made.items()}
+results = {name: train(each) for name, each in experiments.items()}
 print("layout                     state kB  sends kB  by                  last loss")
 for name, (size, sent, losses) in results.items():
   sizes = {}
@@ -116,18 +116,18 @@ for name, (size, sent, losses) in results.items():
   print(f"{name:26} {total}  most: {most:18} {losses[-1]:.6f}")
 
 # %% [markdown]
-# The losses agree to rounding: where a model is does not change what it learns. Data
-# parallel keeps everything on every device; the others keep a part, and send something
-# else for it. Which is fastest depends on model and links: `jaxscale plan` compares.
+# The losses agree to rounding: the layout does not change what the model learns. Data parallel
+# keeps everything on every device. The other layouts keep a part and communicate more. Which one
+# is fastest depends on the model and the links, and `jaxscale plan` compares them.
 #
-# ## The picture
-# The first matrix of each layer's MLP, in all four layers: inputs down, outputs to the
-# right, with the devices that hold each part.
+# ## Draw the shards
+# The picture shows the first MLP matrix of all four layers, with inputs from top to bottom and
+# outputs from left to right. The numbers are the devices that hold each part.
 
 
 # %%
 def draw(axis, leaf):
-  """A rectangle for each part, coloured by the first device that holds it."""
+  """Draw a rectangle for each shard, coloured by the first device that holds it."""
   owners = {}
   for device, index in leaf.sharding.devices_indices_map(leaf.shape).items():
     ends = tuple(s.indices(n)[:2] for s, n in zip(index, leaf.shape, strict=True))
@@ -149,10 +149,10 @@ def draw(axis, leaf):
   axis.tick_params(length=0)
 
 
-figure, panels = plt.subplots(5, 1, figsize=(9, 7.5), dpi=150, layout="constrained")
-for axis, (name, each) in zip(panels, made.items(), strict=True):
+figure, panels = plt.subplots(5, 1, figsize=(9, 7.5), dpi=90, layout="constrained")
+for axis, (name, each) in zip(panels, experiments.items(), strict=True):
   draw(axis, each.abstract_state().params["layers"]["up"]["kernel"])
-  kilobytes = f"{results[name][0] / 1e3:,.0f} kB of state on a device"
+  kilobytes = f"{results[name][0] / 1e3:,.0f} kB of state per device"
   axis.set_title(f"{name}: {kilobytes}", loc="left", fontsize=10)
 for axis in panels[:-1]:
   axis.set_xticks([])

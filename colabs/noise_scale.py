@@ -11,26 +11,25 @@
 # %% [markdown]
 # # How large may the batch be?
 #
-# Twice the batch saves nearly half of the steps, until the gradient has hardly any
-# noise left to average away. The noise scale (arXiv:1812.06162) is the batch size at
-# which that happens, and a run can measure it while it trains. A batch study finds
-# the same limit the long way, by training to a target at many batch sizes. Here both
-# are done, on real digits.
+# Doubling the batch nearly halves the number of steps until little gradient noise is left to
+# average. The noise scale (arXiv:1812.06162) is the batch size at which this happens. A run can
+# measure it while it trains. A batch study finds the same limit by training to a target at many
+# batch sizes. This notebook does both, on real digits.
 
 # %% tags=["hide-input"]
-# Where jaxscale is missing, as in Colab: install it, from this repository if there.
+# Install jaxscale where it is missing, as in Colab. Set JAXSCALE_SOURCE to a checkout, a
+# wheel or a git address; the default is the checkout that contains this notebook.
 import importlib.util
+import os
 import pathlib
 import subprocess
 import sys
 
 if importlib.util.find_spec("jaxscale") is None:
-  source = ".." if pathlib.Path("../pyproject.toml").exists() else "jaxscale"
+  source = os.environ.get("JAXSCALE_SOURCE", "..")
   subprocess.run([sys.executable, "-m", "pip", "install", "-q", source], check=True)
 
 # %%
-import os
-
 os.environ.setdefault("JAX_NUM_CPU_DEVICES", "8")
 
 import contextlib
@@ -48,10 +47,10 @@ from jaxscale.jobs import batch_study
 folder = pathlib.Path(tempfile.mkdtemp())
 
 # %% [markdown]
-# ## Measured while training
-# `noise_scale=True` compares the squared norm of each device's gradient with that of
-# their mean. Both are there anyway, so it costs next to nothing. On fewer than eight
-# devices micro-batches take their place.
+# ## Measure during training
+# `noise_scale=True` compares the squared norm of each device's gradient with that of their mean.
+# Both are computed anyway, so the cost is small. With fewer than eight devices, micro-batches
+# take the place of devices.
 
 # %%
 settings = jxs.Config(
@@ -73,13 +72,13 @@ for step, scale in measured[:: len(measured) // 6]:
   print(f"step {step:4}  noise scale {scale:8,.0f} examples")
 
 # %% [markdown]
-# It grows as the loss falls: the gradient gets smaller, its noise less so. Early steps
-# want a small batch, late ones a larger one.
+# The noise scale grows as the loss falls, because the gradient shrinks faster than its noise.
+# Early steps profit from a small batch, late steps from a larger one.
 #
-# ## The long way
-# The same network to 85 % of the validation digits, at six batch sizes: a sweep in the
-# background of this machine. By the same model, steps fall as
-# S = S_min (1 + B_crit / B); B_crit is fitted.
+# ## Study batch sizes
+# Train the same network to 85 % validation accuracy at six batch sizes, as a sweep in the
+# background of this machine. The number of steps is modelled as S = S_min (1 + B_crit / B), and
+# B_crit is fitted.
 
 # %%
 study_config = jxs.Config(
@@ -102,15 +101,15 @@ study = batch_study.read(job.folder)
 print(batch_study.table(study))
 
 # %% [markdown]
-# ## Both in one picture
-# Left, steps and examples to the target at each batch size. Right, the noise scale of
-# the run above, with the critical batch size of the study where it could be fitted.
+# ## Compare
+# Left and middle: steps and examples to the target at each batch size. Right: the noise scale of
+# the first run, with the critical batch size of the study where the fit succeeded.
 
 # %%
 sizes = np.array([s["batch_size"] for s in study["sizes"]])
 steps = np.array([s["target_step"] for s in study["sizes"]], float)
 
-figure, axes = plt.subplots(1, 3, figsize=(11, 3.4), dpi=150, layout="constrained")
+figure, axes = plt.subplots(1, 3, figsize=(11, 3.4), dpi=90, layout="constrained")
 axes[0].loglog(sizes, steps, "o")
 axes[0].set(xlabel="batch size", ylabel="steps to 85 %")
 axes[0].set_yticks([50, 100, 200], [50, 100, 200])

@@ -11,20 +11,21 @@
 # %% [markdown]
 # # Your own model and data
 #
-# Two handwritten digits are shown next to each other, and the model has to say their
-# sum. No built-in dataset or model does that, so both are written here: a class each,
-# with typed fields and a `build`. Everything else of a run then works with them as
-# with the built-in ones: checkpoints, resume, metrics, any number of devices.
+# The task: two handwritten digits are shown side by side, and the model predicts their sum.
+# The dataset and the model are one class each, with typed fields and a `build` method.
+# Checkpoints, resume, metrics and any number of devices work as for the built-in classes.
 
 # %% tags=["hide-input"]
-# Where jaxscale is missing, as in Colab: install it, from this repository if there.
+# Install jaxscale where it is missing, as in Colab. Set JAXSCALE_SOURCE to a checkout, a
+# wheel or a git address; the default is the checkout that contains this notebook.
 import importlib.util
+import os
 import pathlib
 import subprocess
 import sys
 
 if importlib.util.find_spec("jaxscale") is None:
-  source = ".." if pathlib.Path("../pyproject.toml").exists() else "jaxscale"
+  source = os.environ.get("JAXSCALE_SOURCE", "..")
   subprocess.run([sys.executable, "-m", "pip", "install", "-q", source], check=True)
 
 # %%
@@ -41,25 +42,25 @@ from jaxscale import config, data, models, optim
 
 # %% [markdown]
 # ## The data
-# `build` returns two datasets: to train on, and held-out. The pairs are drawn from the
-# UCI digits that the package carries; held-out pairs are of held-out digits.
+# `build` returns two datasets, one for training and one for validation. Both draw pairs from
+# the UCI digits that come with the package. The validation pairs use validation digits only.
 
 
 # %%
 class Sums(config.Data):
-  """Pairs of digits, and their sum.
+  """Pairs of digits with their sum as the target.
 
   Attributes:
-    num_pairs: to train on.
+    num_pairs: number of training pairs.
   """
 
   num_pairs: config.Count = 6000
 
   def build(self):
     train = self._pairs("train", self.num_pairs, seed=0)
-    held_out = self._pairs("test", 1000, seed=1)
+    validation = self._pairs("test", 1000, seed=1)
     info = data.array_info(*train, num_classes=19, mean=(4.89,), std=(6.01,))
-    return data.from_arrays(info, *train), data.from_arrays(info, *held_out)
+    return data.from_arrays(info, *train), data.from_arrays(info, *validation)
 
   def _pairs(self, split, count, seed):
     digits = data.digits(split, augment="none")
@@ -71,9 +72,9 @@ class Sums(config.Data):
 
 # %% [markdown]
 # ## The model
-# One small network reads either digit, and the sum is read from what it found in both.
-# `__call__` takes the images and whether this is training; it returns a score for each
-# of the 19 sums.
+# One small network reads each digit, and further layers compute the sum from both outputs.
+# `__call__` takes the images and whether the model is training. It returns one score for
+# each of the 19 possible predictions.
 
 
 # %%
@@ -91,10 +92,10 @@ class Reader(nn.Module):
 
 
 class TwoDigits(config.Model):
-  """The same network for both digits, then their sum.
+  """One network that reads both digits, and layers that add them.
 
   Attributes:
-    width: of every layer.
+    width: units of every layer.
   """
 
   width: config.Count = 128
@@ -104,8 +105,8 @@ class TwoDigits(config.Model):
 
 
 # %% [markdown]
-# ## Two runs
-# Against a built-in network that gets the picture as a whole, with the same data,
+# ## Train two models
+# Train the model above and a built-in MLP that sees the whole picture, with the same data,
 # optimizer and number of steps.
 
 
@@ -128,38 +129,38 @@ def run(model):
 
 folder = tempfile.mkdtemp()
 workdirs = {name: f"{folder}/{name}" for name in ("TwoDigits", "MLP")}
-own, built_in = run(TwoDigits()), run(models.MLP(hidden=(128, 128, 128)))
+custom, built_in = run(TwoDigits()), run(models.MLP(hidden=(128, 128, 128)))
 
 # %%
-for name, result in (("TwoDigits", own), ("MLP", built_in)):
+for name, result in (("TwoDigits", custom), ("MLP", built_in)):
   weights = sum(x.size for x in jax.tree.leaves(result.state.params))
   accuracy = result.summary["accuracy"]
-  print(f"{name:10} {weights:7,} weights, held-out accuracy {accuracy:.1%}")
+  print(f"{name:10} {weights:7,} weights, validation accuracy {accuracy:.1%}")
 
 # %% [markdown]
-# ## What it sees
-# A run's metrics are in its folder. The state of a result has the parameters, and the
-# model that was built above applies them; inputs are normalised as in training.
+# ## Look at the result
+# The metrics of a run are in its folder. `result.state` has the trained parameters, which the
+# Flax module above can apply. Normalise the inputs as in training.
 
 # %%
-_, held_out = Sums().build()
-pairs = held_out.load(np.arange(8), None)
+_, validation = Sums().build()
+pairs = validation.load(np.arange(8), None)
 inputs = (pairs["image"].astype("float32") - 4.89) / 6.01
-scores = Reader(128, 19).apply({"params": own.state.params}, inputs, train=False)
-sums = np.asarray(scores.argmax(-1))
+scores = Reader(128, 19).apply({"params": custom.state.params}, inputs, train=False)
+predictions = np.asarray(scores.argmax(-1))
 
-figure = plt.figure(figsize=(9, 3.6), dpi=150, layout="constrained")
+figure = plt.figure(figsize=(9, 3.6), dpi=90, layout="constrained")
 curves, images = figure.subfigures(1, 2, width_ratios=(1, 1.15))
 axis = curves.subplots()
 for name, workdir in workdirs.items():
   lines = jxs.metrics.read_metrics(pathlib.Path(workdir, "metrics.jsonl"))
   points = [(m["step"], 100 * m["eval/accuracy"]) for m in lines if "eval/accuracy" in m]
   axis.plot(*zip(*points, strict=True), "o-", ms=3, label=name)
-axis.set(xlabel="step", ylabel="held-out accuracy (%)", ylim=(0, 102))
+axis.set(xlabel="step", ylabel="validation accuracy (%)", ylim=(0, 102))
 axis.legend(frameon=False)
-for axis, image, label, found in zip(
-  images.subplots(4, 2).flat, pairs["image"], pairs["label"], sums, strict=True
+for axis, image, label, prediction in zip(
+  images.subplots(4, 2).flat, pairs["image"], pairs["label"], predictions, strict=True
 ):
   axis.imshow(image[..., 0], cmap="gray_r")
-  axis.set_title(f"{found}" + (f", not {label}" if found != label else ""), fontsize=9)
+  axis.set_title(f"{prediction}" + (f", not {label}" if prediction != label else ""), fontsize=9)
   axis.axis("off")

@@ -9,22 +9,22 @@
 # ---
 
 # %% [markdown]
-# # Reading a plan, and a scaling report
+# # Plan a run and read a scaling report
 #
-# Before a job is submitted, a plan says what a step will take on machines that are
-# not here, and up to how many it pays to go. Afterwards, a scaling report says what
-# it took. This notebook makes one of each, of the same network on the same digits,
-# and goes through what they say.
+# A plan predicts the time of a step on hardware you do not have, and how many devices are worth
+# using. A scaling report measures the same on real runs. This notebook makes one of each for the
+# same network and explains how to read them.
 
 # %% tags=["hide-input"]
-# Where jaxscale is missing, as in Colab: install it, from this repository if there.
+# Install jaxscale where it is missing, as in Colab. Set JAXSCALE_SOURCE to a checkout, a
+# wheel or a git address; the default is the checkout that contains this notebook.
 import importlib.util
-import pathlib
+import os
 import subprocess
 import sys
 
 if importlib.util.find_spec("jaxscale") is None:
-  source = ".." if pathlib.Path("../pyproject.toml").exists() else "jaxscale"
+  source = os.environ.get("JAXSCALE_SOURCE", "..")
   subprocess.run([sys.executable, "-m", "pip", "install", "-q", source], check=True)
 
 # %%
@@ -41,10 +41,10 @@ from jaxscale.planning import plan_report
 from jaxscale.planning.plan import bottleneck, make_plan
 
 # %% [markdown]
-# ## A plan
-# For 64 Xeon Phi 7250 (Knights Landing), the processors of the first large-batch
-# records, since their programs need no other compiler than this one; with `pip
-# install libtpu` or JAX's CUDA plugin the same is done for TPUs and GPUs.
+# ## Make a plan
+# The plan is for 64 Xeon Phi 7250 (Knights Landing), the processors of the first large-batch
+# records, because it needs no other compiler than the CPU's. With `pip install libtpu` or JAX's
+# CUDA plugin, plans for TPUs and GPUs work the same way.
 
 # %%
 settings = jxs.Config(
@@ -60,12 +60,15 @@ plan = make_plan(settings, "knl-64")
 print(plan_report.text(plan))
 
 # %% [markdown]
-# From top to bottom: **where the rates are from** (here published or assumed, none
-# measured: read the numbers as such); the **memory** of a device, and **what is
-# sent**, both by the compiler; **a step by parts**, of which "exposed" is
-# communication that nothing hides; the same batch on more devices (**strong**
-# scaling) and the same rows per device (**weak**); the **run** and the **job**. The
-# fields of the plan have it as numbers:
+# From top to bottom, the plan lists:
+#
+# - where the rates are from (published or assumed here, none measured)
+# - the memory of a device and the bytes sent, both from the compiler
+# - the parts of a step; "exposed" is communication that does not overlap with computation
+# - the same batch on more devices (strong scaling) and the same rows per device (weak scaling)
+# - the length of the run and of the job
+#
+# The fields of the plan have the same numbers:
 
 # %%
 step = plan.step
@@ -77,9 +80,9 @@ for size in plan.strong:
   print(f"{size.devices:5,} devices: {size.rate:10,.0f} examples/s")
 
 # %% [markdown]
-# ## A scaling report
-# The same config on one process and on two, each a run, here one after the other on
-# this machine. On a cluster `nodes=[1, 2, 4, …]` are nodes.
+# ## Make a scaling report
+# Run the same config on one process and on two, here one after the other on this machine. On a
+# cluster, `nodes=[1, 2, 4, …]` counts nodes.
 
 # %%
 study = jobs.scaling(settings, [1, 2], executor="local", runs=tempfile.mkdtemp())
@@ -93,16 +96,17 @@ for row in report.rows:
     print(f"{devices} devices: {rate:8,.0f} examples/s, speed-up {up:.2f}")
 
 # %% [markdown]
-# `report` in the last cell is the page that `jaxscale report` prints, with its
-# picture. **Speed-up** and **efficiency** are relative to the smallest size;
-# **quartiles** say how steady a run was; **exposed** is the share of a step that
-# waits for the exchange, measured, the counterpart of the plan's; the notes below the
-# table say what limits the comparison. Here it is that both processes share the cores
-# of one machine.
+# `report` in the last cell is the page that `jaxscale report` prints, with its picture.
 #
-# ## What was planned
-# The plan's picture: what a step is made of as the same batch is spread over more
-# devices, and what each device then gets done.
+# - **speed-up** and **efficiency** are relative to the smallest size.
+# - **quartiles** show how steady a run was.
+# - **exposed** is the measured share of a step that waits for the exchange.
+# - The notes below the table list what limits the comparison; here both processes share the
+#   cores of one machine.
+#
+# ## The plan as a picture
+# The picture shows the parts of a step as the same batch is spread over more devices, and the
+# rate of each device.
 
 # %%
 picture = tempfile.mkdtemp() + "/plan.png"
@@ -110,7 +114,7 @@ plan_report.draw(plan, picture)
 Image(picture)
 
 # %% [markdown]
-# ## What was measured
+# ## The report
 
 # %%
 report

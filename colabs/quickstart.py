@@ -11,24 +11,23 @@
 # %% [markdown]
 # # jaxscale in 30 lines
 #
-# The run of `configs/digits.py`, built from the public functions: a small CNN on
-# real handwritten digits, data-parallel over every device there is. Where there
-# is one processor and no accelerator, JAX can play eight devices on it.
+# Train a small CNN on handwritten digits with the public functions. It is the same run as
+# `configs/digits.py`: data parallel over all devices of this machine. On a CPU, JAX
+# simulates eight devices.
 
 # %% tags=["hide-input"]
-# Where jaxscale is missing, as in Colab: install it, from this repository if there.
+# Install jaxscale where it is missing, as in Colab. Set JAXSCALE_SOURCE to a checkout, a
+# wheel or a git address; the default is the checkout that contains this notebook.
 import importlib.util
-import pathlib
+import os
 import subprocess
 import sys
 
 if importlib.util.find_spec("jaxscale") is None:
-  source = ".." if pathlib.Path("../pyproject.toml").exists() else "jaxscale"
+  source = os.environ.get("JAXSCALE_SOURCE", "..")
   subprocess.run([sys.executable, "-m", "pip", "install", "-q", source], check=True)
 
 # %%
-import os
-
 os.environ.setdefault("JAX_NUM_CPU_DEVICES", "8")
 
 import jax
@@ -37,8 +36,8 @@ import jaxscale as jxs
 from jaxscale import data, models, optim
 
 # %% [markdown]
-# ## The parts
-# A mesh of devices, data, a model as two pure functions, and an optimizer.
+# ## Build the parts
+# A mesh of devices, a dataset, a model as two pure functions, and an optimizer.
 
 # %%
 mesh = jxs.make_mesh()
@@ -50,8 +49,8 @@ schedule = optim.warmup_cosine(peak=0.1, warmup_steps=22, total_steps=450)
 tx = optim.sgd(schedule, weight_decay=5e-4)
 
 # %% [markdown]
-# ## The steps
-# Pure functions, compiled for the mesh; the state is a tree of global arrays.
+# ## Build the steps
+# The steps are pure functions, compiled for the mesh. The state is a tree of global arrays.
 
 # %%
 state = jxs.init_state(model.init, tx, mesh, seed=0)
@@ -60,7 +59,7 @@ train_step = jxs.make_train_step(loss_fn, tx, mesh)
 eval_step = jxs.make_eval_step(jxs.classification_totals(model.apply), mesh)
 
 # %% [markdown]
-# ## The loop
+# ## Train
 
 # %%
 batches = data.to_device(data.train_batches(train, batch_size=128), mesh)
@@ -72,35 +71,35 @@ for step, batch in zip(range(450), batches, strict=False):
     print(f"step {step + 1}  loss {losses[-1]:.3f}")
 
 # %%
-held_out = data.to_device(data.eval_batches(test, batch_size=360), mesh)
-result = jxs.evaluate(eval_step, *state.evaluated(), held_out)
-print(f"{jax.device_count()} devices, held-out accuracy {result['accuracy']:.2%}")
+validation = data.to_device(data.eval_batches(test, batch_size=360), mesh)
+result = jxs.evaluate(eval_step, *state.evaluated(), validation)
+print(f"{jax.device_count()} devices, validation accuracy {result['accuracy']:.2%}")
 
 # %% [markdown]
-# ## What it learned
-# Left, the loss of each step, whose floor is the label smoothing's. Right, held-out
-# digits that it got wrong, or else the first ones, each with what it says.
+# ## Look at the result
+# Left: the loss of each step; label smoothing keeps it above zero. Right: misclassified
+# validation digits with the prediction, filled up with correct ones.
 
 # %%
 import matplotlib.pyplot as plt
 import numpy as np
 
-shown = test.load(np.arange(test.num_examples), None)
+examples = test.load(np.arange(test.num_examples), None)
 params, model_state = state.evaluated()
 scores, _ = model.apply(
-  jax.device_get(params), jax.device_get(model_state), shown["image"], False, None
+  jax.device_get(params), jax.device_get(model_state), examples["image"], False, None
 )
-says = np.asarray(scores.argmax(-1))
-order = np.argsort(says == shown["label"], kind="stable")[:8]  # wrong ones first
+predictions = np.asarray(scores.argmax(-1))
+order = np.argsort(predictions == examples["label"], kind="stable")[:8]  # misclassified first
 
-figure = plt.figure(figsize=(9, 3), dpi=150, layout="constrained")
+figure = plt.figure(figsize=(9, 3), dpi=90, layout="constrained")
 left, right = figure.subfigures(1, 2)
 axis = left.subplots()
 axis.plot(losses, lw=1)
 axis.set(xlabel="step", ylabel="training loss", ylim=(0, None))
 axis.spines[["top", "right"]].set_visible(False)
 for axis, i in zip(right.subplots(2, 4).flat, order, strict=True):
-  axis.imshow(shown["image"][i, ..., 0], cmap="gray_r")
-  wrong = says[i] != shown["label"][i]
-  axis.set_title(f"{says[i]}" + (f", not {shown['label'][i]}" if wrong else ""))
+  axis.imshow(examples["image"][i, ..., 0], cmap="gray_r")
+  wrong = predictions[i] != examples["label"][i]
+  axis.set_title(f"{predictions[i]}" + (f", not {examples['label'][i]}" if wrong else ""))
   axis.axis("off")

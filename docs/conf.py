@@ -1,7 +1,7 @@
-"""Sphinx: the site of the documentation. `make docs` builds it.
+"""Sphinx configuration of the site; `make docs` builds it.
 
-Its sources are where they are read without it: the root of the repository is Sphinx's,
-so that links between files work here and there. See `generate.py` for what is made.
+The source directory is the root of the repository, so that links between files work on the
+site and on a code host. `generate.py` generates the reference pages.
 """
 
 import re
@@ -22,17 +22,17 @@ exclude_patterns = ["README.md", "AGENTS.md"]
 
 myst_enable_extensions = ["deflist", "colon_fence"]
 myst_heading_anchors = 4
-# Here alone notebooks are executed, in CI too: one that fails is an error.
+# Execute the notebooks: one that fails breaks the build, in CI as well.
 nb_execution_mode = "force"
 nb_execution_raise_on_error = True
 nb_execution_in_temp = True
-nb_execution_timeout = 300  # seconds that a cell may take, on a busy machine
+nb_execution_timeout = 300  # seconds per cell, enough on a busy machine
 nb_merge_streams = True
 nb_output_stderr = "remove"
-# Two packages have a `Layout`: types in signatures are linked to one of them.
+# Two packages export `Layout`, so links of types in signatures are ambiguous.
 suppress_warnings = ["ref.python"]
 
-smartquotes = False  # they would make one dash of an option's two
+smartquotes = False  # smart quotes would turn the -- of options into a dash
 highlight_language = "text"
 html_theme = "furo"
 html_title = "jaxscale"
@@ -45,7 +45,7 @@ pygments_style, pygments_dark_style = "friendly", "monokai"
 
 
 def prepare(app, docname, source):
-  """Fills in what is generated, and names languages of code."""
+  """Insert generated parts and set the language of code blocks."""
   text = generate.fill(source[0])
   if not docname.startswith("colabs/"):
     text = re.sub(r"^```python notebook$", "```python", text, flags=re.MULTILINE)
@@ -53,5 +53,5 @@ def prepare(app, docname, source):
 
 
 def setup(app):
-  """Sphinx calls it."""
+  """Register `prepare` with Sphinx."""
   app.connect("source-read", prepare)

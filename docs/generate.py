@@ -1,8 +1,8 @@
-"""Pages of the site that are made from the program: settings, commands, API, recipes.
+"""Generate pages of the site from the program: settings, commands, API, recipes.
 
-Each function returns Markdown for MyST. `conf.py` puts it where a page has the line
-``*`make docs` fills in: NAME [ARGUMENT]*``, so that nothing made is kept, and nothing
-drifts.
+Each function returns Markdown for MyST. `conf.py` inserts it where a page has the line
+``*`make docs` fills in: NAME [ARGUMENT]*``. Generated text is never committed, so it cannot
+differ from the program.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _ARXIV = re.compile(r"\barXiv:(\d{4}\.\d{4,5})")
 
 
 def fill(text: str) -> str:
-  """A page with its generated parts."""
+  """Return a page with its generated parts inserted."""
   makers = {f.__name__: f for f in (settings, commands, api, recipes, module)}
   marker = re.compile(r"^\*`make docs` fills in: (\w+)(?: ([\w.]+))?\*$", re.MULTILINE)
   return marker.sub(lambda m: makers[m[1]](*filter(None, [m[2]])), text)
@@ -42,7 +42,7 @@ def fill(text: str) -> str:
 
 
 def prose(text: str) -> str:
-  """A docstring's text as Markdown: what is not code means itself."""
+  """Return the text of a docstring as Markdown, with special characters escaped outside code."""
 
   def plain(part: str) -> str:
     part = re.sub(r"([*<])", r"\\\1", part)
@@ -57,7 +57,7 @@ def prose(text: str) -> str:
 
 
 def docstring(text: str, skip: tuple[str, ...] = ()) -> str:
-  """A docstring as Markdown; sections in `skip` are left out."""
+  """Return a docstring as Markdown, without the sections in `skip`."""
   head, *rest = re.split(rf"^({_SECTIONS}):\n", inspect.cleandoc(text), flags=re.M)
   out = [prose(head).strip()]
   for name, body in zip(rest[::2], rest[1::2], strict=True):
@@ -75,14 +75,14 @@ def docstring(text: str, skip: tuple[str, ...] = ()) -> str:
 
 
 def entries(body: str) -> Iterator[tuple[str, str]]:
-  """The (name, text) of a section's entries; texts have one line."""
+  """Yield (name, text) for each entry of a section, with the text on one line."""
   for block in re.split(r"\n(?=\S)", body):
     name, _, text = block.partition(":")
     yield name, " ".join(text.split())
 
 
 def directive(kind: str, argument: str, body: str) -> str:
-  """A directive whose body may have directives and code of its own."""
+  """Return a directive whose body may contain directives and code."""
   fence = "`" * (max([2, *map(len, re.findall(r"`{3,}", body))]) + 1)
   return f"{fence}{{{kind}}} {argument}\n{body}\n{fence}\n"
 
@@ -91,7 +91,7 @@ def directive(kind: str, argument: str, body: str) -> str:
 
 
 def settings() -> str:
-  """Every setting, from the classes: those of a run, then branch by branch."""
+  """Return the reference of all settings, first of `Config`, then of each branch."""
   out = ["## The run\n", *_options(Config, "", "Config")]
   for name, annotation in hints(Config).items():
     if classes := alternatives(annotation):
@@ -100,7 +100,7 @@ def settings() -> str:
 
 
 def _branch(path: str, classes: dict[str, Any], several: bool, prefix: str = "") -> list[str]:
-  """The classes that a field chooses from, with their fields."""
+  """Return the classes that a field can choose, with their fields."""
   out = []
   for name, cls in classes.items():
     out += [f"### {path}={name}\n"] * several
@@ -114,7 +114,7 @@ def _branch(path: str, classes: dict[str, Any], several: bool, prefix: str = "")
 
 
 def _options(cls: Any, prefix: str, program: str) -> list[str]:
-  """The fields of a class as options."""
+  """Return the fields of a class as option directives."""
   docs, fields = field_docs(cls), {f.name: f for f in dataclasses.fields(cls)}
   out = [directive("program", program, "")] if fields else []
   for name, annotation in hints(cls).items():
@@ -135,14 +135,14 @@ def _default(field: dataclasses.Field) -> str:
     return f", default `{field.default!r}`"
   if field.default_factory is not dataclasses.MISSING:
     return f", default `{type(field.default_factory()).__name__}`"
-  return ", must be given"
+  return ", required"
 
 
 # ---------------------------------------------------------------------------- commands
 
 
 def commands() -> str:
-  """Every command with its options, from the parsers, by the groups of `--help`."""
+  """Return all commands with their options, in the groups of `--help`."""
   out = []
   for group in dict.fromkeys(c.group for c in COMMANDS.values()):
     out.append(f"## {group.capitalize()}\n")
@@ -166,7 +166,7 @@ def _option(action: argparse.Action) -> str:
 
 
 def api(package: str) -> str:
-  """What a package exports, but for settings, which have a page of their own."""
+  """Return the reference of a package, without settings, which have a separate page."""
   text = importlib.import_module(package).__doc__ or ""
   out, again = [docstring(text) + "\n"], []
   for name, value in public(package):
@@ -180,12 +180,12 @@ def api(package: str) -> str:
 
 
 def module(name: str) -> str:
-  """What a module says of its mathematics, as it is written there."""
+  """Return the docstring of a module verbatim."""
   return f"```text\n{inspect.cleandoc(importlib.import_module(name).__doc__ or '')}\n```"
 
 
 def public(package: str) -> Iterator[tuple[str, Any]]:
-  """The names that a package exports, without modules and settings to choose from."""
+  """Yield the exported names and values of a package, without modules and settings classes."""
   exports = importlib.import_module(package)
   for name in sorted(exports.__all__, key=str.lower):
     value = getattr(exports, name)
@@ -195,7 +195,7 @@ def public(package: str) -> Iterator[tuple[str, Any]]:
 
 
 def _described(path: str, value: Any) -> str:
-  """A function or a class as an entry of the index."""
+  """Return a function or a class as a directive of the index."""
   kind = "py:class" if inspect.isclass(value) else "py:function"
   text = docstring(inspect.getdoc(value) or "", ("Attributes",) * (value is Config))
   if inspect.isclass(value):
@@ -204,7 +204,7 @@ def _described(path: str, value: Any) -> str:
 
 
 def _methods(cls: type) -> Iterator[str]:
-  """The methods that a class defines and documents."""
+  """Yield the documented methods that a class defines."""
   for name, member in vars(cls).items():
     function = getattr(member, "__func__", getattr(member, "fget", member))
     if name[0] == "_" or not inspect.isfunction(function) or not function.__doc__:
@@ -215,13 +215,13 @@ def _methods(cls: type) -> Iterator[str]:
 
 
 class _Text(str):
-  """A text whose repr is itself."""
+  """String whose repr has no quotes."""
 
   __repr__ = str.__str__
 
 
 def _signature(value: Any) -> str:
-  """The arguments, with types as they are written and defaults by name."""
+  """Return the signature, with types as written in the source and defaults by name."""
   try:
     signature = inspect.signature(value)
   except (ValueError, TypeError):
@@ -252,7 +252,7 @@ def _type(annotation: Any) -> str:
 
 
 def recipes() -> str:
-  """Every config by the header of its file: command, hardware, result, source."""
+  """Return all configs with the header of their file: command, hardware, result, source."""
   return "\n".join(_recipe(path) for path in sorted((ROOT / "configs").glob("*.py")))
 
 
