@@ -86,7 +86,7 @@ format: env
 	$(BIN)/ruff format .
 
 notebooks: env
-	$(BIN)/jupytext --to ipynb colabs/*.py
+	$(BIN)/python docs/notebooks.py
 
 env: $(VENV)/.installed
 
