@@ -23,7 +23,7 @@ _IMAGENET = {"data_dir": None, "folder": None, "sample": 256}
 
 def add_arguments(parser: Parser) -> None:
   """The options."""
-  parser.epilog = "exit code: 0 ready, 2 not ready: the last lines print what to do"
+  parser.exit_codes = "exit code: 0 ready, 2 not ready: the last lines print what to do"
   parser.words("dataset", "imagenet", "check it", nargs="?", choices=("imagenet",))
   group = parser.add_argument_group("of the preflight")
   parser.option("--workdir DIR", "where the run will write", directory, default=".", group=group)

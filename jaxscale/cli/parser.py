@@ -18,7 +18,7 @@ from jaxscale.config.validation import nearest, within
 from jaxscale.errors import ConfigError
 from jaxscale.files import expand
 
-EXIT_CODES = "exit code: 0 done, 2 a mistake in what was asked for, 1 anything else"
+EXIT_CODES = "exit code: 0 done, 2 invalid usage or configuration, 1 any other error"
 
 _STYLE: dict[str, Any] = dict(formatter_class=argparse.RawDescriptionHelpFormatter)
 _STYLE |= dict(add_help=False, allow_abbrev=False, exit_on_error=False)
@@ -29,15 +29,23 @@ class Parser(argparse.ArgumentParser):
   """Options of one command.
 
   Attributes:
+    example: a command line, printed by `--help`.
+    exit_codes: line of exit codes, printed by `--help`.
     has_settings: whether --config.FIELD=VALUE are options too.
   """
 
   has_settings = False
+  exit_codes = EXIT_CODES
 
-  def __init__(self, name: str, description: str):
-    super().__init__(f"jaxscale {name}", description=description, epilog=EXIT_CODES, **_STYLE)
+  def __init__(self, name: str, description: str, example: str = ""):
+    super().__init__(f"jaxscale {name}", description=description, **_STYLE)
     self._required: dict[str, tuple[str, str]] = {}
+    self.example = example
     self.flag("-h --help", "print this page")
+
+  def format_help(self) -> str:
+    """Return the options, the example and the exit codes."""
+    return f"{super().format_help()}\nexample: {self.example}\n\n{self.exit_codes}\n"
 
   def option(
     self, names: str, help: str, kind: Kind | None = None, *, missing: str = "", **more: Any
@@ -77,8 +85,8 @@ class Parser(argparse.ArgumentParser):
     text = "Python file with get_config([ARG]) -> Config, or the name of a packaged "
     more |= {"missing": missing or "", "kind": packaged.locate}
     self.option("--config FILE[:ARG]", f"{text}config", **more)
-    text = "replace a setting, e.g. --config.epochs=3; `jaxscale train --help` lists "
-    self.option("--config.FIELD VALUE", f"{text}them", group=group, dest="overrides")
+    text = "override a setting, e.g. --config.epochs=3; --help=optimizer lists settings"
+    self.option("--config.FIELD VALUE", text, group=group, dest="overrides")
 
   def read(self, argv: Sequence[str]) -> Namespace:
     """The values of a command line.
@@ -90,7 +98,7 @@ class Parser(argparse.ArgumentParser):
       ConfigError: an option that does not exist, lacks its value, has a bad one, or
         is missing.
     """
-    rest, overrides = self._split(argv)
+    rest, overrides, topic = self._split(argv)
     try:
       args, unknown = self.parse_known_intermixed_args(rest)
     except argparse.ArgumentError as e:
@@ -102,18 +110,20 @@ class Parser(argparse.ArgumentParser):
       if self.has_settings and not unknown[0].startswith("-"):
         raise ConfigError(f"{unknown[0]}: not an option; a config is --config FILE")
       raise ConfigError(f"{unknown[0]}: not an option, {hint}")
-    args.overrides = overrides
+    args.overrides, args.topic = overrides, topic
     for dest, (name, hint) in self._required.items():
       if not args.help and getattr(args, dest) in (None, []):
         raise ConfigError(f"{name}: missing; {hint}")
     return args
 
-  def _split(self, argv: Sequence[str]) -> tuple[list[str], dict[str, str]]:
-    """Takes the settings out of a command line."""
-    rest, overrides, args = [], {}, list(argv)
+  def _split(self, argv: Sequence[str]) -> tuple[list[str], dict[str, str], str]:
+    """Return a command line without settings, the settings, and TOPIC of --help=TOPIC."""
+    rest, overrides, topic, args = [], {}, "", list(argv)
     while args:
       arg = args.pop(0)
       name, given, value = arg.partition("=")
+      if self.has_settings and name == "--help":
+        arg, topic = name, value
       if not (self.has_settings and name.startswith("--config.")):
         rest.append(arg)
         continue
@@ -122,7 +132,7 @@ class Parser(argparse.ArgumentParser):
           raise ConfigError(f"{name}: a value is missing, write {name}=VALUE")
         value = args.pop(0)
       overrides[name.removeprefix("--config.")] = value
-    return rest, overrides
+    return rest, overrides, topic
 
   def _check_value(self, action: argparse.Action, value: Any) -> None:
     if action.choices is not None and value not in action.choices:

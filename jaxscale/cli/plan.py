@@ -34,7 +34,7 @@ _SIMULATED = "8"  # devices, of chips that XLA's compiler for CPUs compiles for
 
 def add_arguments(parser: Parser) -> None:
   """The options."""
-  parser.epilog = "exit code: 0 it fits, 1 it does not, 2 a mistake in the command line"
+  parser.exit_codes = "exit code: 0 it fits, 1 it does not, 2 a mistake in the command line"
   parser.config(missing=None)
   parser.option("--chips KIND-N", "e.g. h100-16")
   parser.option("--site NAME|FILE.toml", "whose [machine] has rates and prices")

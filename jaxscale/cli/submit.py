@@ -57,7 +57,7 @@ def add_runs(parser: Parser) -> None:
 
 def add_site_arguments(parser: Parser) -> None:
   """What a job asks of its site."""
-  from jaxscale.config.help import field_docs
+  from jaxscale.config.validation import field_docs
   from jaxscale.jobs.site import OPTIONS, Site
 
   title = "for the job, instead of what the site's profile has"

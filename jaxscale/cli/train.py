@@ -13,7 +13,7 @@ exit code: 0 done, 2 a mistake in what was asked for, 85 asked to stop and saved
 
 def add_arguments(parser: Parser) -> None:
   """The options."""
-  parser.epilog = EXIT_CODES
+  parser.exit_codes = EXIT_CODES
   parser.config()
   add_workdir(parser)
   text = "of this run, by `jaxscale plan`: `report` and `status` compare it with that"
@@ -34,26 +34,6 @@ def add_workdir(parser: Parser) -> None:
   """--workdir, with a default by the config."""
   text = "of checkpoints, metrics and plots (default: runs/ and the config's name)"
   parser.option("--workdir DIR", text, directory)
-
-
-def help_page(parser: Parser, args: Namespace) -> str:
-  """The options, and every setting: of the config, or of all alternatives."""
-  from jaxscale.config.choice import own_choices
-  from jaxscale.config.config_file import load_file
-  from jaxscale.config.help import settings_help
-  from jaxscale.config.loading import load_config
-  from jaxscale.config.validation import UnsetError
-
-  config, own, chosen = None, {}, {}
-  if args.config:
-    try:
-      config = load_config(args.config, args.overrides)
-    except UnsetError:  # what must be given is what the page is to show
-      config, chosen = load_config(args.config), args.overrides
-    own = own_choices(vars(load_file(Path(args.config.partition(":")[0]))))
-  title = "settings:" if config else "settings (--config FILE --help shows the file's):"
-  settings = settings_help(config, own, chosen=chosen)
-  return f"{parser.format_help()}\n{title}\n{settings}\n"
 
 
 def default_workdir(config: str) -> str:

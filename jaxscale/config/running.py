@@ -1,4 +1,4 @@
-"""Settings of the devices, and of what is evaluated, saved, checked and logged."""
+"""Settings of the mesh, compilation, evaluation, checkpoints, checks, faults and logs."""
 
 from __future__ import annotations
 
@@ -16,15 +16,17 @@ MOST_TRACED_STEPS = 100  # in one trace: 40 MB of the digits on eight devices
 
 @settings
 class Mesh:
-  """The devices as a grid, slowest links first; one axis can be -1: all that is left.
+  """Grid of devices, from the slowest links to the fastest; -1 uses all remaining devices.
 
   Attributes:
-    replica: groups of devices joined by the slow links (nodes, slices); each has
-      other examples.
-    data: devices in a group; each has other examples.
-    fsdp: devices that have other examples and split the state (Layout.shard).
-    stage: parts of the layers, one after another (Layout.schedule).
-    model: devices that split each layer, or a sequence (Layout.model).
+    replica: the number of groups of devices that are joined by the slowest links (nodes
+      or slices); each group processes different examples.
+    data: the number of devices per group that process different examples; -1 uses all
+      remaining devices.
+    fsdp: the number of devices that process different examples and split parameters,
+      gradients or optimizer state as layout.shard says.
+    stage: the number of pipeline stages (layout.schedule).
+    model: the number of devices that split each layer, or a sequence (layout.model).
   """
 
   replica: int = 1
@@ -44,16 +46,17 @@ class Mesh:
 
 @settings
 class Compilation:
-  """Compiled programs, which are kept for the next start (`run/programs.py`).
+  """Cache of compiled programs, which makes the next start faster.
 
-  Where JAX_COMPILATION_CACHE_DIR is set, or `jax.config` says so, JAX's own settings
-  count, and these do not.
+  JAX's own settings take precedence: JAX_COMPILATION_CACHE_DIR or the same option of
+  `jax.config`.
 
   Attributes:
-    cache: keep what is compiled, and load what is kept.
-    cache_dir: a folder that runs share; None: `compiled/` in the workdir or, where
-      others can write to that, in the user's cache.
-    cache_gb: the programs longest out of use are deleted above this size.
+    cache: whether to store compiled programs and load stored ones.
+    cache_dir: the directory of the cache, which runs can share; None uses `compiled/` in
+      the workdir, or the user's cache if other users can write to the workdir.
+    cache_gb: the size limit of the cache in GB; the least recently used programs are
+      deleted above it.
   """
 
   cache: bool = True
@@ -62,7 +65,7 @@ class Compilation:
 
 
 def _check_interval(chosen: Evaluation | Checkpoint) -> None:
-  """Refuse an interval in steps beside one in epochs, and one in neither."""
+  """Refuse an interval in both steps and epochs, and no interval."""
   epochs, steps = chosen.every_epochs, chosen.every_steps
   field = f"{type(chosen).__name__}.every_steps"
   if steps is not None and epochs not in (None, 1.0):  # 1.0: nobody has set it
@@ -74,12 +77,14 @@ def _check_interval(chosen: Evaluation | Checkpoint) -> None:
 
 @settings
 class Evaluation:
-  """When and how the held-out examples are evaluated, always every one.
+  """Interval and batch size of evaluations; each covers all validation examples.
 
   Attributes:
-    every_epochs: epochs between evaluations; the last step always has one.
-    every_steps: steps between evaluations, instead of `every_epochs`.
-    batch_size: examples per step, rounded up to a multiple of the devices.
+    every_epochs: the number of epochs between evaluations; the last step is always
+      evaluated.
+    every_steps: the number of steps between evaluations, instead of `every_epochs`.
+    batch_size: the number of examples per evaluation step, rounded up to a multiple of
+      the number of devices.
   """
 
   every_epochs: Annotated[float | None, "> 0"] = 1.0
@@ -92,27 +97,26 @@ class Evaluation:
 
 @settings
 class Checkpoint:
-  """When checkpoints are written and which are kept.
+  """Interval of checkpoints, and which are kept.
 
   Attributes:
-    every_epochs: epochs between checkpoints; the last step always has one.
-    every_steps: steps between checkpoints, instead of `every_epochs`.
-    keep_last: how many of the newest to keep.
-    keep_best: how many with the highest accuracy (language models: with the lowest
-      loss) to keep as well.
-    on_failure: when one cannot be written, e.g. because the disk is full: log it,
-      "continue" and try again at the next, or "stop". To stop loses what was
-      computed since the last one for certain; to continue loses it only if nobody
-      makes room. Either way the run fails if its last one is missing.
-    max_wait_s: seconds that training waits, when one is due, for the one before,
-      which a slow disk is still writing; then the one that is due is left out. The
-      last of a run, and that of a run that is asked to stop, is never left out.
-    local: a folder of each node, in RAM ("/dev/shm") or on a disk of its own, for a
-      copy of each checkpoint, from which a restart on the same nodes resumes; None:
-      there are no copies (docs/reliability.md).
-    shared_every: with copies, every so many checkpoints one is written to the workdir;
-      the first of each start, the last one, and that of a run that is asked to stop
-      always are.
+    every_epochs: the number of epochs between checkpoints; the last step is always saved.
+    every_steps: the number of steps between checkpoints, instead of `every_epochs`.
+    keep_last: the number of newest checkpoints to keep.
+    keep_best: the number of best checkpoints to keep in addition, by validation accuracy
+      (language models: by validation loss); 0 keeps none.
+    on_failure: the reaction when a checkpoint cannot be written, e.g. because the disk is
+      full; "continue" logs it and tries again at the next interval, "stop" ends the run. A
+      run without its last checkpoint fails in either case.
+    max_wait_s: the time in seconds that training waits for the previous checkpoint to be
+      written; after that the new checkpoint is skipped. The last checkpoint of a run, and
+      the one of a stopped run, is never skipped.
+    local: an absolute path on each node, in RAM ("/dev/shm") or on a local disk, for a
+      copy of each checkpoint; a restart on the same nodes resumes from it. None makes no
+      copies (docs/reliability.md).
+    shared_every: the number of local copies per checkpoint in the workdir; used with
+      `local`. The first and last checkpoint of each start, and the one of a stopped run,
+      are always written to the workdir.
   """
 
   every_epochs: Annotated[float | None, "> 0"] = 1.0
@@ -136,19 +140,19 @@ class Checkpoint:
 
 @settings
 class Checks:
-  """What is watched during training.
+  """Checks during training.
 
   Attributes:
-    replicas_every_steps: steps between comparisons of all devices' copies of
-      parameters and optimizer state, bit for bit; 0: never.
-    nan_policy: what follows a step whose loss or gradient is NaN or Inf, which in
-      any case changes nothing. "stop": the run ends; "skip": it continues with the
-      next batch; "roll_back": it resumes from the last checkpoint and leaves out
-      the batches since then (PaLM, arXiv:2204.02311, section
-      5.1: spikes come of data and parameters together).
-    max_skipped_steps: skips, or roll-backs, that a run may have; one more ends it.
-    max_consecutive_skipped_steps: likewise of consecutive steps, or of rolls
-      back to the same checkpoint.
+    replicas_every_steps: the number of steps between bitwise comparisons of all devices'
+      copies of parameters and optimizer state; 0 disables them.
+    nan_policy: the reaction to a NaN or Inf in the loss or gradient, which never changes
+      the parameters; "stop" ends the run, "skip" continues with the next batch, "roll_back"
+      resumes from the last checkpoint and skips the batches since then (PaLM,
+      arXiv:2204.02311, section 5.1).
+    max_skipped_steps: the number of skipped steps, or rollbacks, that a run may have;
+      the next one ends the run.
+    max_consecutive_skipped_steps: the number of consecutive skipped steps, or of rollbacks
+      to one checkpoint, that a run may have; the next one ends the run.
   """
 
   replicas_every_steps: Annotated[int, ">= 0"] = 1000
@@ -159,13 +163,13 @@ class Checks:
 
 @settings
 class Faults(Timeouts):
-  """When a run of several processes, or a job, counts as broken, and how it ends.
+  """Time limits after which a run counts as failed, and limits of restarts.
 
-  Times are in seconds; their defaults are those of `cluster.Timeouts`.
+  Times are in seconds; `cluster.Timeouts` has their defaults.
 
   Attributes:
-    max_restarts: how often a job may be requeued.
-    max_idle_restarts: how often in a row without a newer checkpoint.
+    max_restarts: the number of times that a job may be requeued.
+    max_idle_restarts: the number of consecutive requeues without a newer checkpoint.
   """
 
   max_restarts: Annotated[int, ">= 0"] = 100
@@ -180,20 +184,20 @@ class Faults(Timeouts):
 
 @settings
 class Log:
-  """What is logged during training.
+  """Metrics, trackers and profiles.
 
   Attributes:
-    every_steps: steps between two records of metrics.
-    tensorboard: also write TensorBoard event files.
-    trackers: also log to these, e.g. "Wandb,MLflow", each once.
-    trust_ratios: also write each layer's trust ratio (LARS, LAMB).
-    step_report: before the first step, measure how long a step computes, how long
-      it waits for the exchange, and how processes differ; costs two compilations
-      and some dozens of steps.
-    plot: draw `metrics.png` at the end, which takes about a second.
-    profile: steps to trace for XProf, as "100:110", both included; at most 100, as
-      traces are large. `jaxscale profile RUN` traces steps of a run that trains.
-    profile_processes: the processes that trace them.
+    every_steps: the number of steps between two records of metrics.
+    tensorboard: whether to also write TensorBoard event files.
+    trackers: the experiment trackers to log to, e.g. "Wandb,MLflow", each once.
+    trust_ratios: whether to log each layer's trust ratio (LARS and LAMB).
+    step_report: whether to measure, before the first step, the time of computation, the
+      wait for the exchange and the spread between processes; costs two compilations and
+      dozens of steps.
+    plot: whether to draw `metrics.png` at the end, which takes about a second.
+    profile: the steps to trace for XProf, as "100:110", both included, 100 at most; None
+      traces none. `jaxscale profile RUN` traces steps of a running run.
+    profile_processes: the indices of the processes that trace.
   """
 
   every_steps: Count = 50
@@ -213,10 +217,10 @@ class Log:
         raise ConfigError(f"Log.trackers: {name} is there twice, leave one out")
 
   def profiled_steps(self) -> tuple[int, int] | None:
-    """The first and the last step of `profile`.
+    """Return the first and the last step of `profile`, or None.
 
     Raises:
-      ConfigError: it does not name such steps.
+      ConfigError: `profile` is not a valid range of steps.
     """
     if self.profile is None:
       return None

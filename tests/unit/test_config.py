@@ -4,6 +4,7 @@ import copy
 import dataclasses
 import math
 import os
+import re
 import shutil
 import sys
 from pathlib import Path
@@ -16,7 +17,7 @@ import pytest
 from jaxscale import config as cfg
 from jaxscale.cli.parser import Parser, directory, file
 from jaxscale.config import loading
-from jaxscale.config.help import settings_help
+from jaxscale.config.help import entries, settings_help
 from jaxscale.config.loading import load_config, override
 from jaxscale.config.validation import bounds, closest, nearest, settings
 from jaxscale.errors import ConfigError
@@ -383,11 +384,45 @@ def test_settings_are_frozen_and_equal_by_value():
 
 def test_help_lists_every_field_with_its_meaning():
   text = settings_help(load_config("configs/digits.py"))
-  assert "--config.optimizer.lr = 0.1  (float > 0)" in text
-  assert "peak learning rate" in text
+  assert "--config.optimizer.lr = 0.1  (float > 0; required)" in text
+  assert "eak learning rate" in text
   everything = settings_help(None)
   for name in ("trust_coefficient", "depth", "power", "data_dir", "keep_best", "b2"):
     assert f".{name}" in everything
+
+
+def test_every_setting_has_its_default_and_its_meaning_in_the_help():
+  found = [e for e in entries(None) if e.path]
+  assert len(found) > 200
+  classes = {name: c for name, c in vars(cfg).items() if isinstance(c, type)}
+  for base in (cfg.Model, cfg.Data, cfg.Optimizer, cfg.Schedule, cfg.Loss, cfg.Exchange):
+    classes |= base.built_in()
+  classes |= cfg.Sync.built_in() | cfg.Tracker.built_in()
+  for entry in found:
+    assert re.search(r"; (required|default: .+)\)$", entry.head), entry.head
+    assert entry.text, entry.topic
+    *_, kind, name = ["config", *entry.topic.split(".")]
+    cls = classes.get(kind) or classes[kind.capitalize()]
+    (field,) = [f for f in dataclasses.fields(cls) if f.name == name]
+    if isinstance(field.default, (int, float, str, tuple)):
+      assert entry.head.endswith(f"default: {field.default!r})"), entry.head
+
+
+HELP = {
+  "optimizer": ("optimizer.LARS: ", "trust_coefficient  (float > 0; default: 0.001)"),
+  "data.TFDS": ("data.TFDS: ", "--config.data.name  (str; required)"),
+  "optimizer.lr": ("", "--config.optimizer.lr  (float > 0; required)"),
+  "log.trackers": ("log.trackers.Wandb: ", "--config.log.trackers.Wandb.mode"),
+  "config": ("", "--config.clip_norm  (float > 0 | None; default: None)"),
+  "mesh": ("mesh: ", "--config.mesh.data  (int; default: -1)"),
+}
+
+
+@pytest.mark.parametrize("topic", HELP)
+def test_help_of_a_topic_shows_its_settings_alone(topic):
+  text = settings_help(topic=topic)
+  assert all(part in text for part in HELP[topic])
+  assert "--config.checkpoint.keep_last" not in text
 
 
 def test_a_class_keeps_the_bounds_of_the_one_it_extends():
@@ -442,7 +477,8 @@ def test_a_config_file_imports_from_its_folder_and_needs_no_docstring(tmp_path):
   (tmp_path / "width_of_mine.py").write_text("WIDTH = 24\n")
   config = load_config(str(tmp_path / "mine.py"))
   assert config.model.width == 24  # pyright: ignore[reportAttributeAccessIssue]
-  assert "\n    Undocumented: \n" in settings_help(config)
+  text = "\n  model.Undocumented:\n  --config.model.width = 24  (int >= 1; default: 24)\n"
+  assert text in settings_help(config)
 
 
 def test_an_own_sync_is_treated_as_its_class_says():
