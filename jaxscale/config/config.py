@@ -134,13 +134,13 @@ class Config:
 
   def __post_init__(self):
     if self.batch_size % (steps := self.accumulate_steps):
-      why = f"not divisible by accumulate_steps={steps}, change one of them"
+      why = f"not divisible by accumulate_steps={steps}; change one of them"
       raise ConfigError(f"Config.batch_size={self.batch_size}: {why}")
     _check_length(self)
     accuracy, loss = self.target_accuracy, self.target_loss
     if accuracy is not None and loss is not None:
-      why = f"there is a target_accuracy ({accuracy}) already"
-      raise ConfigError(f"Config.target_loss={loss}: {why}, set one of them to None")
+      why = f"target_accuracy={accuracy} is also set"
+      raise ConfigError(f"Config.target_loss={loss}: {why}; set one of them to None")
     if self.stop_at_target and {accuracy, loss} == {None}:
       raise ConfigError("Config.stop_at_target=True: set target_accuracy or target_loss")
     if self.ema_warmup and self.ema_decay is None:
@@ -171,7 +171,7 @@ def _check_length(config: Config) -> None:
     why = f"and epochs={config.epochs} are both set"
     raise invalid("Config.steps", config.steps, why, "set one of them to None")
   if config.steps is not None and isinstance(config.phases, AdaptiveBatch):
-    why = "does not say how many phases AdaptiveBatch tunes"
+    why = "cannot be combined with AdaptiveBatch, which counts in epochs"
     raise invalid("Config.steps", config.steps, why, "set epochs instead")
   for unit in ("epochs", "steps"):
     length, name = getattr(config, unit), f"warmup_{unit}"
@@ -193,15 +193,15 @@ def _check_neutral(config: Config) -> None:
   phases = config.phases
   if isinstance(phases, Phases) and (phases.follow != "neutral" or not phases.batch_sizes):
     return
-  neutral = "batch sizes that change neutrally"
+  neutral = "phases with follow='neutral' (AdaptiveBatch too)"
   if not config.optimizer.follows_batch_neutrally:
     field = f"Config.optimizer={type(config.optimizer).__name__}"
     remedy = "use SGD, or Phases with follow='linear' or 'sqrt'"
-    why = f"{neutral} keep the time constant of SGD's momentum"
+    why = f"{neutral} need SGD, whose momentum they adapt"
     raise ConfigError(f"{field}: {why}; {remedy}")
   correction = getattr(config.optimizer, "momentum_correction", "never")
   if correction != "never":
-    why = f"{neutral} carry the velocity over themselves, use 'never'"
+    why = f"{neutral} already correct the momentum; use 'never'"
     raise ConfigError(f"SGD.momentum_correction={correction!r}: {why}")
 
 
@@ -210,35 +210,35 @@ def _check_exchange(config: Config) -> None:
   exchange = config.exchange
   if config.noise_scale and (not exchange.averages_exactly or exchange.delayed):
     name = type(exchange).__name__ + ".delayed" * exchange.delayed
-    why = f"{name} does not give the mean of the step's own gradients, which it is "
-    remedy = "use AllReduce or HalfPrecision, not delayed"
-    raise ConfigError(f"Config.noise_scale=True: {why}measured by; {remedy}")
+    why = f"needs the exact mean of each step's gradients, which {name} does not give"
+    fix = "use AllReduce or HalfPrecision without delayed, or noise_scale=False"
+    raise invalid("Config.noise_scale", True, why, fix)
 
 
 def _check_local(config: Config) -> None:
   """Refuse settings that need all devices to take the same step."""
   sync, exchange = f"sync={type(config.sync).__name__}", type(config.exchange).__name__
   if config.exchange.delayed:
-    why = f"{exchange}.delayed=True would move them by the one before; set it to False"
-    raise ConfigError(f"Config.{sync}: workers wait to synchronize, {why}")
+    why = f"needs the current mean at each synchronization; set {exchange}.delayed to False"
+    raise ConfigError(f"Config.{sync}: {why}")
   if config.ema_decay is not None:
-    why = "an average over steps (ema_decay) needs parameters that all share in every "
-    raise ConfigError(f"Config.{sync}: {why}step; set ema_decay to None")
+    why = "ema_decay needs parameters that are equal on all devices in every step"
+    raise ConfigError(f"Config.{sync}: {why}; set ema_decay to None")
   if config.noise_scale:
-    why = "the noise scale compares gradients at the same parameters, and workers have "
-    raise ConfigError(f"Config.{sync}: {why}their own; set noise_scale to False")
+    why = "noise_scale compares gradients at equal parameters, and workers differ"
+    raise ConfigError(f"Config.{sync}: {why}; set noise_scale to False")
   if isinstance(config.phases, AdaptiveBatch):
-    why = "AdaptiveBatch tries steps that all share; use Phases"
+    why = "AdaptiveBatch needs all devices to take the same steps; use Phases"
     raise ConfigError(f"Config.{sync}: {why}")
   if config.lr_scaling != "none":
-    why = f"{sync} has rates of one worker and its part of the batch"
-    remedy = "set it to 'none' and optimizer.lr for that part"
+    why = f"with {sync} the learning rate is that of one worker and its share of the batch"
+    remedy = "set it to 'none', and optimizer.lr for that share"
     raise ConfigError(f"Config.lr_scaling={config.lr_scaling!r}: {why}; {remedy}")
   if plain := config.exchange.plain_epochs:
-    why = f"workers send only when they synchronize ({sync}), set it to 0"
+    why = f"with {sync} workers exchange only when they synchronize; set it to 0"
     raise ConfigError(f"{exchange}.plain_epochs={plain}: {why}")
   resets = getattr(config.sync, "reset_momentum", False)
   if resets and not config.optimizer.has_resettable_momentum:
-    why = f"{type(config.optimizer).__name__}'s moments cannot be emptied alone "
-    why += "(bias correction takes them for full), set it to False"
+    why = f"{type(config.optimizer).__name__}'s moments cannot be reset without its step "
+    why += "count, which bias correction uses; set it to False"
     raise ConfigError(f"BlockMomentum.reset_momentum=True: {why}")

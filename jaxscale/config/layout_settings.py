@@ -56,9 +56,9 @@ class Layout:
       axes = [dim.strip() for dim in dims.split(",")]
       if not colon or not set(axes) <= {"-", "fsdp", "stage", "model"}:
         form = "'PATTERN: axis, axis', an axis of fsdp, stage, model for each dim"
-        raise ConfigError(f"{field}: give {form}, or - for one that nothing splits")
+        raise ConfigError(f"{field}: give {form}, or - for a dim that is not split")
       if twice := [axis for axis in axes if axis != "-" and axes.count(axis) > 1]:
-        raise ConfigError(f"{field}: {twice[0]} splits two dims; name it once")
+        raise ConfigError(f"{field}: {twice[0]} splits two dims; use it once")
       check_pattern("Layout.rules", pattern, "give e.g. 'layers/.*/kernel'")
 
 
@@ -74,7 +74,7 @@ def check_layout(config: Any) -> None:
   model = type(config.model).__name__
   if layout.shard != "none" and mesh.fsdp == 1:
     remedy = "set mesh.fsdp, e.g. to -1 with mesh.data=1"
-    raise ConfigError(f"{shard}: is split along fsdp, which has one device; {remedy}")
+    raise ConfigError(f"{shard}: splits along fsdp, which has one device; {remedy}")
   if layout.shard == "none" and mesh.fsdp != 1:
     remedy = "set layout.shard, e.g. to 'fsdp', or use mesh.data"
     raise ConfigError(f"Mesh.fsdp={mesh.fsdp}: splits nothing while {shard}; {remedy}")
@@ -96,21 +96,21 @@ def check_layout(config: Any) -> None:
     ("sum_in", "dtype", config.dtype != "float32", "dtype to 'bfloat16'"),
   ):
     if getattr(layout, field) == value and not needs:
-      why = f"changes nothing here; set {remedy} as well"
+      why = f"has no effect; set {remedy} as well"
       raise ConfigError(f"Layout.{field}={value!r}: {why}")
   of_stacks = parts + [f"Layout.remat={layout.remat!r}"] * (layout.remat != "none")
   if of_stacks and not config.model.is_stack:
     why = f"{model} is not a stack of equal layers"
-    remedy = "use Transformer or ViT, or split it along fsdp alone"
+    remedy = "use Transformer or ViT, or split along fsdp only"
     raise ConfigError(f"{of_stacks[0]}: {why}; {remedy}")
   splits_text = config.model.is_stack and config.model.takes_text
   if layout.model != "layers" and not splits_text:
-    why = f"splits the tokens of text, and {model} has images; use 'layers'"
+    why = f"splits tokens of text, and {model} takes images; use 'layers'"
     raise ConfigError(f"Layout.model={layout.model!r}: {why}")
   if layout.slow_axes == "in_backward" and not config.exchange.is_plain:
     exchange = type(config.exchange).__name__
-    why = f"sums gradients by itself, Config.exchange={exchange} would not be asked"
-    fix = "use 'after', or the exchange AllReduce as it is"
+    why = f"sums gradients in the backward pass and would bypass Config.exchange={exchange}"
+    fix = "use 'after', or exchange=AllReduce with its defaults"
     raise invalid("Layout.slow_axes", "in_backward", why, fix)
   if split := [shard] * (layout.shard != "none") + parts:
     _check_whole(config, split[0])
@@ -127,4 +127,4 @@ def _check_whole(config: Any, split: str) -> None:
   ):
     if is_asked:
       why = "needs the whole model on each device"
-      raise ConfigError(f"{what}: {why}, {remedy}; here {split}")
+      raise ConfigError(f"{what}: {why}, which {split} splits; {remedy}")

@@ -1,8 +1,9 @@
-"""Identity of a user's own code: the definitions that a config's classes use.
+"""Identity of the user's code: hashes of the definitions that a config's classes use.
 
-Hashed are syntax trees without comments, docstrings and positions, of what is reachable
-by name from a class or function, through every module that is not installed. So a
-config file counts by the classes that it defines, not by the settings in `get_config`.
+A hash covers the syntax trees, without comments, docstrings and positions, of all
+definitions that a class or function reaches by name, through every module that is not
+installed. A config file therefore counts by the classes that it defines, not by the
+settings in `get_config`.
 """
 
 from __future__ import annotations
@@ -38,8 +39,8 @@ class OwnCode(NamedTuple):
   """The user's code that a config uses.
 
   Attributes:
-    hashes: of each definition, by `module:name`.
-    files: of each module that is read from a file.
+    hashes: the hash of each definition, by `module:name`.
+    files: the file of each module that is read from one.
   """
 
   hashes: dict[str, str]
@@ -47,12 +48,12 @@ class OwnCode(NamedTuple):
 
 
 def module_name(name: str) -> str:
-  """The name of a module, of a config file that of the file."""
+  """Return the name of a module; for a config file, the name of the file."""
   return re.sub(rf"^{FILE_MODULE}\w{{12}}_", "", name)
 
 
 def is_own(module: str | None) -> bool:
-  """Return whether a module is the user's: neither jaxscale's nor installed."""
+  """Return whether a module is the user's: neither part of jaxscale nor installed."""
   if module is None or module in sys.builtin_module_names:
     return False
   if module.partition(".")[0] == "jaxscale":
@@ -67,7 +68,7 @@ def _is_own_file(file: str) -> bool:
 
 
 def own_code(roots: Iterable[Any]) -> OwnCode:
-  """Return the definitions that classes and functions of the user's reach by name."""
+  """Return the user's definitions that classes and functions reach by name."""
   search = _Search()
   for root in roots:
     search.visit(root.__module__, root.__qualname__, root)
@@ -76,7 +77,7 @@ def own_code(roots: Iterable[Any]) -> OwnCode:
 
 
 def source_hash(function: Any) -> str:
-  """Hash the syntax tree of one function or class; without source, its bytecode."""
+  """Hash the syntax tree of one function or class; without source, the bytecode."""
   function = inspect.unwrap(function)
   return _digest(map(_dump, _nodes_of(function))) or _bytecode_hash(function)
 
@@ -87,7 +88,7 @@ def _digest(texts: Iterable[str]) -> str:
 
 
 def _bytecode_hash(value: Any) -> str:
-  """Hash what runs where there is no source, as of a program read from stdin."""
+  """Hash the bytecode of code without source, such as a program read from stdin."""
   functions = [value, *vars(value).values()] if isinstance(value, type) else [value]
 
   def texts(code: types.CodeType) -> Iterator[str]:
@@ -115,9 +116,9 @@ class _WithoutDocstrings(ast.NodeTransformer):
 
 
 def _dump(node: Any) -> str:
-  """Write out a syntax tree, the same in every version of Python.
+  """Write out a syntax tree so that the text is equal in every version of Python.
 
-  Later versions have fields that earlier ones lack; they are empty.
+  Fields that only later versions have are empty and left out.
   """
   if isinstance(node, list):
     return f"[{', '.join(map(_dump, node))}]"
@@ -145,7 +146,7 @@ def _parse_file(file: str, size: int, changed_ns: int) -> ast.Module | None:
 
 
 def _tree_of(file: str) -> ast.Module | None:
-  """The syntax tree of a file, or of a notebook's cell."""
+  """Return the syntax tree of a file or of a notebook cell."""
   try:
     stat = Path(file).stat()
     return _parse_file(file, stat.st_size, stat.st_mtime_ns)
@@ -154,7 +155,7 @@ def _tree_of(file: str) -> ast.Module | None:
 
 
 def _nodes_of(value: Any) -> list[ast.AST]:
-  """The definitions of a class or function in its file or cell."""
+  """Return the definitions of a class or function in its file or cell."""
   functions = list(vars(value).values()) if isinstance(value, type) else [value]
   functions = [inspect.unwrap(f) for f in functions if callable(f)]
   functions = [f for f in functions if hasattr(f, "__code__")]
@@ -176,7 +177,7 @@ def _nodes_of(value: Any) -> list[ast.AST]:
 
 
 def _is_at(node: Any, code: types.CodeType) -> bool:
-  """Return whether a function is that of a code; one line may have several."""
+  """Return whether a function node belongs to a code object; one line can have several."""
   decorators = getattr(node, "decorator_list", ())
   if min(n.lineno for n in (node, *decorators)) != code.co_firstlineno:
     return False
@@ -187,7 +188,7 @@ def _is_at(node: Any, code: types.CodeType) -> bool:
 
 
 def _bound(node: ast.AST) -> set[str]:
-  """The names that a statement of a module binds, those inside of `if` included."""
+  """Return the names that a statement of a module binds, those inside `if` included."""
   names: set[str] = set()
   if isinstance(node, (ast.ClassDef, *_FUNCTIONS[:2])):
     return {node.name}
@@ -200,7 +201,7 @@ def _bound(node: ast.AST) -> set[str]:
 
 
 def _used(node: ast.AST) -> tuple[set[str], set[str]]:
-  """The names and the attributes that occur in a statement."""
+  """Return the names and the attributes that occur in a statement."""
   nodes = list(ast.walk(node))
   names = {n.id for n in nodes if isinstance(n, ast.Name)}
   return names, {n.attr for n in nodes if isinstance(n, ast.Attribute)}
@@ -208,11 +209,11 @@ def _used(node: ast.AST) -> tuple[set[str], set[str]]:
 
 @functools.lru_cache(maxsize=256)
 def _statements(tree: ast.Module | None) -> tuple[dict[str, list[Any]], list[Any]]:
-  """Statements of a module, without `if __name__ == "__main__":`.
+  """Return the statements of a module, without `if __name__ == "__main__":`.
 
   Returns:
-    Those that bind a name, by name; and those that may change what others bind, each
-    with the names it uses.
+    Two results: the statements that bind a name, by name; and the statements that can
+    change what others bind, each with the names it uses.
   """
   binding: dict[str, list[Any]] = {}
   changing: list[Any] = []
@@ -226,7 +227,7 @@ def _statements(tree: ast.Module | None) -> tuple[dict[str, list[Any]], list[Any
 
 
 class _Search:
-  """A walk from definition to definition."""
+  """Search that follows definitions by the names that they use."""
 
   def __init__(self) -> None:
     self.hashes: dict[str, str] = {}
@@ -238,12 +239,12 @@ class _Search:
     self._waiting: list[tuple[str, str, set[str]]] = []
 
   def visit(self, module: str, name: str, value: Any = None) -> None:
-    """Add a definition and what it uses.
+    """Add a definition and everything that it uses.
 
     Args:
-      module: the one that it is in.
-      name: its qualified name.
-      value: the class or function itself, where it is known.
+      module: the module of the definition.
+      name: the qualified name.
+      value: the class or function, if it is known.
     """
     key = f"{module_name(module)}:{name}"
     if key in self._seen:
@@ -288,13 +289,13 @@ class _Search:
       self.hashes[key] = _digest(texts)
 
   def _visit_name(self, module: str, name: str, attributes: set[str]) -> None:
-    """Have a name visited that is used in a module, with attributes of it."""
+    """Queue a name that a module uses, with the attributes used of it."""
     if (key := f"{module} {name} {sorted(attributes)}") not in self._seen:
       self._seen.add(key)
       self._waiting.append((module, name, attributes))
 
   def follow(self) -> None:
-    """Visit all that was used; an imported name where it is defined."""
+    """Visit all queued names; an imported name is visited in the module that defines it."""
     while self._waiting:
       self._follow(*self._waiting.pop())
 
@@ -312,7 +313,7 @@ class _Search:
     self.visit(module, name)
 
   def _visit_import(self, module: str, node: Any, alias: ast.alias, attributes: set[str]) -> None:
-    """Visit what is used of another module of the user's."""
+    """Visit the names that are used from another module of the user."""
     base = getattr(node, "module", None) or ""
     if level := getattr(node, "level", 0):
       package = module_name(module).split(".")
@@ -348,7 +349,7 @@ class _Search:
         self._visit_import(module, star, ast.alias("*"), left)
 
   def _file_of(self, module: str) -> Path | None:
-    """The file of a module of the user's, whether it is imported already or not."""
+    """Return the file of a user's module, imported or not; None for other modules."""
     if module_name(module) in self.files:
       return self.files[module_name(module)]
     file = getattr(sys.modules.get(module), "__file__", None)
@@ -365,7 +366,7 @@ class _Search:
     return Path(str(file))
 
   def _visit_closure(self, value: Any) -> None:
-    """Visit what functions of a local class or function take from around them."""
+    """Visit the variables that functions of a local class or function close over."""
     inner = vars(value).values() if isinstance(value, type) else [value]
     for function in inner:
       code = getattr(function, "__code__", None)
@@ -377,7 +378,7 @@ class _Search:
           self._visit_value(cell.cell_contents, key)
 
   def _visit_cell(self, module: str, name: str, value: Any, key: str) -> None:
-    """Add a definition of a module without a file: a notebook's, of any cell."""
+    """Add a definition of a module without a file: a notebook's, from any cell."""
     space = vars(sys.modules[module]) if module in sys.modules else {}
     value = space.get(name) if value is None else value
     if value is not None or name in space:

@@ -8,7 +8,7 @@ from jaxscale.config.bounds import Count, NonNegative, Positive
 from jaxscale.config.validation import settings
 from jaxscale.errors import invalid
 
-# How rate and momentum follow the batch size when it changes in mid-run.
+# Rules by which learning rate and momentum follow a batch size that changes during a run.
 Follow = Literal["none", "linear", "sqrt", "neutral"]
 
 
@@ -38,12 +38,12 @@ class Phases:
 
   def __post_init__(self):
     if self.steps and self.epochs != (0.0,):
-      why = f"and epochs={self.epochs} both say where phases begin"
+      why = f"and epochs={self.epochs} are both set"
       raise invalid("Phases.steps", self.steps, why, "leave out one of them")
     unit = "steps" if self.steps else "epochs"
     if not self.starts or self.starts[0] != 0:
-      why = "has no phase at the start of the run"
-      raise invalid(f"Phases.{unit}", self.starts, why, "begin at 0")
+      why = "does not start at 0"
+      raise invalid(f"Phases.{unit}", self.starts, why, "add a phase at 0")
     if list(self.starts) != sorted(set(self.starts)):
       why = "is not in rising order"
       raise invalid(f"Phases.{unit}", self.starts, why, "sort it, each value once")

@@ -11,7 +11,7 @@ from jaxscale.config.validation import settings, shown
 from jaxscale.errors import ConfigError, invalid
 from jaxscale.files import whole_number
 
-MOST_TRACED_STEPS = 100  # in one trace: 40 MB of the digits on eight devices
+MOST_TRACED_STEPS = 100  # A trace of 100 steps of digits on eight devices takes 40 MB.
 
 
 @settings
@@ -38,10 +38,12 @@ class Mesh:
   def __post_init__(self):
     for name, size in vars(self).items():
       if size < 1 and size != -1:
-        raise ConfigError(f"Mesh.{name}={size}: give a number >= 1, or -1 for the rest")
+        raise ConfigError(
+          f"Mesh.{name}={size}: give a number >= 1, or -1 for all remaining devices"
+        )
     rest = [f"Mesh.{name}=-1" for name, size in vars(self).items() if size == -1]
     if len(rest) > 1:
-      raise ConfigError(f"{' and '.join(rest)}: only one can be the rest")
+      raise ConfigError(f"{' and '.join(rest)}: only one can be -1; give the others a size")
 
 
 @settings
@@ -68,7 +70,7 @@ def _check_interval(chosen: Evaluation | Checkpoint) -> None:
   """Refuse an interval in both steps and epochs, and no interval."""
   epochs, steps = chosen.every_epochs, chosen.every_steps
   field = f"{type(chosen).__name__}.every_steps"
-  if steps is not None and epochs not in (None, 1.0):  # 1.0: nobody has set it
+  if steps is not None and epochs not in (None, 1.0):  # 1.0 is the default.
     why = f"and every_epochs={epochs} are both set"
     raise invalid(field, steps, why, "set one of them to None")
   if steps is None and epochs is None:
@@ -134,7 +136,7 @@ class Checkpoint:
       hint = "give an absolute path, the same on every node, e.g. /dev/shm"
       raise ConfigError(f"Checkpoint.local={shown(self.local)}: {hint}")
     if self.local is None and self.shared_every > 1:
-      why = "checkpoints in between would be nowhere; set Checkpoint.local as well"
+      why = "needs local copies for the checkpoints in between; set Checkpoint.local as well"
       raise ConfigError(f"Checkpoint.shared_every={self.shared_every}: {why}")
 
 
@@ -177,8 +179,8 @@ class Faults(Timeouts):
 
   def __post_init__(self):
     silent_s, jax_s = self.heartbeat_timeout_s, self.jax_heartbeat_timeout_s
-    if jax_s < (least := 1.2 * silent_s):  # time for the report
-      why = f"aborts all before heartbeat_timeout_s={silent_s} reports who is silent"
+    if jax_s < (least := 1.2 * silent_s):  # Leaves time for the report.
+      why = f"lets JAX abort before heartbeat_timeout_s={silent_s} reports the lost process"
       raise invalid("Faults.jax_heartbeat_timeout_s", jax_s, why, f"give {least:g}")
 
 
@@ -214,7 +216,7 @@ class Log:
     names = [type(tracker).__name__ for tracker in self.trackers]
     for name in names:
       if names.count(name) > 1:
-        raise ConfigError(f"Log.trackers: {name} is there twice, leave one out")
+        raise ConfigError(f"Log.trackers: {name} is listed twice; remove one")
 
   def profiled_steps(self) -> tuple[int, int] | None:
     """Return the first and the last step of `profile`, or None.
@@ -228,7 +230,7 @@ class Log:
     if first is None or last is None:
       hint = "give the first and the last step, as 100:110"
     elif not 1 <= first <= last:
-      hint = "steps count from 1, and the last one is not before the first"
+      hint = "steps count from 1, and the last step must not be before the first"
     elif last - first >= MOST_TRACED_STEPS:
       hint = f"at most {MOST_TRACED_STEPS} steps, traces are large; give {first}:"
       hint += str(first + MOST_TRACED_STEPS - 1)

@@ -1,8 +1,8 @@
-"""Built-in trackers, by their public interfaces; they load without the packages of any.
+"""Settings of the built-in trackers; their packages are imported only when a run uses them.
 
-Each keeps one run of theirs per run of ours, over restarts. What W&B keeps on this disk
-is written anew from metrics.jsonl at each start: so it has every step once, also after
-a kill, which takes what their buffers hold, and after a roll-back, which changes steps.
+A run is one run of the tracker, over all restarts. The local files of Weights & Biases
+are written again from metrics.jsonl at each start, so that they have every step once even
+after a kill, which loses buffered steps, or a rollback, which replaces steps.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ _MLFLOW_TAGS = {  # and what they have of the environment
 
 
 class Wandb(Tracker):
-  """Weights & Biases; its key is WANDB_API_KEY or that of `wandb login`.
+  """Weights & Biases; the key is WANDB_API_KEY or the one of `wandb login`.
 
   Attributes:
-    project: that the run is in.
-    entity: the user or team of the project; None: W&B's default.
-    mode: "offline" writes to `wandb/` in the workdir, for `wandb sync`; "online"
-      uploads while the run trains.
-    group: of runs.
-    tags: of the run.
+    project: the name of the project.
+    entity: the user or team of the project; None uses W&B's default.
+    mode: the mode; "offline" writes to `wandb/` in the workdir, for `wandb sync`; "online"
+      uploads during training.
+    group: the name of a group of runs; None sets no group.
+    tags: the tags of the run.
   """
 
   project: str = "jaxscale"
@@ -56,7 +56,7 @@ class Wandb(Tracker):
   package, install = "wandb", "jaxscale[wandb]"
 
   def build(self, context: TrackerContext):
-    """Open the run in `workdir/wandb`; where online fails, it is offline.
+    """Open the run in `workdir/wandb`, offline if W&B cannot be reached.
 
     Offline, each start writes a new folder with all steps: of two folders of one run,
     `wandb sync` uploads the second over the first (wandb/wandb#5865, #3841).
@@ -97,10 +97,10 @@ class Wandb(Tracker):
 
 
 def _is_reached(wandb: Any, context: TrackerContext) -> bool:
-  """Return whether W&B's server takes the key; a note says why it does not.
+  """Return whether W&B's server accepts the key; a note says why if not.
 
-  Asked before a run begins: there W&B would ask a terminal for a key that is missing,
-  and a run that did not reach its server cannot begin again offline.
+  The check comes before the run begins: W&B would ask a terminal for a missing key, and a
+  run whose server is not reached cannot begin again offline.
   """
   try:
     if not wandb.login(prompt=False, verify=True):
@@ -113,12 +113,12 @@ def _is_reached(wandb: Any, context: TrackerContext) -> bool:
 
 
 class MLflow(Tracker):
-  """MLflow; its user and password are variables, such as MLFLOW_TRACKING_USERNAME.
+  """MLflow; variables such as MLFLOW_TRACKING_USERNAME set the user and password.
 
   Attributes:
-    experiment: that the run is in.
-    uri: of a tracking server or store; None: MLFLOW_TRACKING_URI if it is set, else
-      files in `mlruns/` in the workdir.
+    experiment: the name of the experiment.
+    uri: the address of a tracking server or store; None uses MLFLOW_TRACKING_URI if it is
+      set, else files in `mlruns/` in the workdir.
   """
 
   experiment: str = "jaxscale"
@@ -133,7 +133,7 @@ class MLflow(Tracker):
       raise invalid("MLflow.uri", ..., why, fix)
 
   def build(self, context: TrackerContext):
-    """Open the run that has the tag `jaxscale.id`, or make it."""
+    """Open the run with the tag `jaxscale.id`, or create it."""
     # Its file store needs no database, which shared disks cannot hold; it is kept, but
     # gets nothing new (mlflow 3.7). Usage reports would need the internet.
     os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
@@ -177,7 +177,7 @@ class MLflow(Tracker):
     return metrics.Tracker(log, finish, known, text)
 
   def _run(self, client: Any, context: TrackerContext) -> str:
-    """Return MLflow's id of the run; its parameters are those of the first start."""
+    """Return MLflow's id of the run; the parameters are those of the first start."""
     from mlflow.entities import Param  # pyright: ignore[reportMissingImports]
 
     known = client.get_experiment_by_name(self.experiment)
@@ -197,5 +197,5 @@ class MLflow(Tracker):
 
 
 def _mlflow_name(name: str) -> str:
-  """Replace what MLflow takes in no name of a metric."""
+  """Replace characters that MLflow does not allow in the name of a metric."""
   return re.sub(r"[^\w\-./: ]", "_", name)[:250]

@@ -126,9 +126,10 @@ def test_what_is_carried_over_is_printed(tmp_path, capfd):
   load_config(TEXT, {"optimizer.lr": "0.5"})
   load_config(TEXT, {"optimizer": "AdamW"})  # as it is
   assert capfd.readouterr().err.splitlines() == [
-    "note: optimizer=LARS keeps of AdamW: lr=1.0, not eps=1e-06 (added to the "
+    "note: optimizer=LARS keeps from AdamW: lr=1.0, not eps=1e-06 (the constant added to the "
     "denominator of the trust ratio)",
-    "note: optimizer=LARS keeps of AdamW: lr=0.003, weight_decay=0.1 (L2 coefficient)",
+    "note: optimizer=LARS keeps from AdamW: lr=0.003, weight_decay=0.1 (the L2 coefficient, "
+    "added to the gradient)",
   ]
 
 
@@ -137,6 +138,7 @@ BAD = columns(assignments, str, str)(f"""
 optimzer.lr=1 | optimzer | did you mean 'optimizer'?
 optimizer.lrr=1 | optimizer.lrr | did you mean 'lr'?
 optimizer.lr=fast | optimizer.lr=fast | give float
+log.plot=false | log.plot=false | give True or False
 optimizer.lr=-1 | SGD.lr=-1.0 | > 0
 optimizer.lr=1e999 | SGD.lr=inf | > 0
 optimizer.trust_coefficient=1 | SGD | no field
@@ -157,7 +159,7 @@ epochs=None steps=9 schedule.warmup_steps=9 | Cosine.warmup_steps=9 | only 9 ste
 epochs=None steps=9 phases=AdaptiveBatch | Config.steps=9 | set epochs instead
 epochs=None steps=9 phases.steps=0,9 | Phases.steps=(0, 9) | only 9 steps
 phases.steps=0,9 phases.epochs=0,1 | Phases.steps=(0, 9) | leave out
-phases.steps=1,9 | Phases.steps=(1, 9) | begin at 0
+phases.steps=1,9 | Phases.steps=(1, 9) | add a phase at 0
 evaluation.every_steps=9 evaluation.every_epochs=2 | Evaluation.every_steps=9 | one of them to None
 checkpoint.every_steps=9 checkpoint.every_epochs=2 | Checkpoint.every_steps=9 | one of them to None
 checkpoint.every_epochs=None | Checkpoint.every_steps=None | set one
@@ -526,5 +528,5 @@ def test_a_class_of_ones_own_is_treated_as_what_it_extends():
   layout = dataclasses.replace(config.layout, slow_axes="in_backward")
   dataclasses.replace(config, layout=layout, exchange=Plain())
   for exchange in (Other(), Buckets()):
-    with pytest.raises(ConfigError, match="would not be asked; use 'after'"):
+    with pytest.raises(ConfigError, match="would bypass Config.exchange=Other; use 'after'"):
       dataclasses.replace(config, layout=layout, exchange=exchange)
