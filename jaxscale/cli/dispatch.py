@@ -6,7 +6,6 @@ import os
 import shlex
 import sys
 from importlib import metadata
-from pathlib import Path
 
 from jaxscale import errors
 from jaxscale.cli.commands import COMMANDS, USE_JAX, load, overview
@@ -50,10 +49,8 @@ def help_page(name: str, parser: Parser, args: Namespace) -> str:
   """Return the options of a command, the settings of --help=TOPIC, or of `train` both."""
   if not args.topic and name != "train":
     return parser.format_help()
-  from jaxscale.config.choice import own_choices
-  from jaxscale.config.config_file import load_file
   from jaxscale.config.help import first_settings, settings_help
-  from jaxscale.config.loading import load_config
+  from jaxscale.config.loading import load_config, own_classes
   from jaxscale.config.validation import UnsetError
 
   config, own, chosen = None, {}, {}
@@ -62,7 +59,7 @@ def help_page(name: str, parser: Parser, args: Namespace) -> str:
       config = load_config(args.config, args.overrides)
     except UnsetError:  # The page shows the fields that are still to be set.
       config, chosen = load_config(args.config), args.overrides
-    own = own_choices(vars(load_file(Path(args.config.partition(":")[0]))))
+    own = own_classes(args.config)
   if args.topic:
     return f"{settings_help(config, own, args.topic, chosen)}\n"
   text = f"settings to start with:\n{first_settings()}"

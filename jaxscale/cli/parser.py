@@ -1,6 +1,6 @@
-"""The parser of every command: argparse, with settings as options and short errors.
+"""Command-line parser: argparse with settings as options and one-line errors.
 
-A mistake on the command line is a ConfigError of one line, as one in a config is.
+A mistake on the command line raises a ConfigError of one line, as a mistake in a config does.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ EXIT_CODES = "exit code: 0 done, 2 invalid usage or configuration, 1 any other e
 
 _STYLE: dict[str, Any] = dict(formatter_class=argparse.RawDescriptionHelpFormatter)
 _STYLE |= dict(add_help=False, allow_abbrev=False, exit_on_error=False)
-Kind = Callable[[str], Any]  # makes the value of an option of its text
+Kind = Callable[[str], Any]  # From the text of an option to its value.
 
 
 class Parser(argparse.ArgumentParser):
-  """Options of one command.
+  """Parser of the options of one command.
 
   Attributes:
     example: a command line, printed by `--help`.
-    exit_codes: line of exit codes, printed by `--help`.
-    has_settings: whether --config.FIELD=VALUE are options too.
+    exit_codes: the line of exit codes, printed by `--help`.
+    has_settings: whether the command accepts --config.FIELD=VALUE and --help=TOPIC.
   """
 
   has_settings = False
@@ -50,15 +50,15 @@ class Parser(argparse.ArgumentParser):
   def option(
     self, names: str, help: str, kind: Kind | None = None, *, missing: str = "", **more: Any
   ) -> None:
-    """An option with a value.
+    """Add an option with a value.
 
     Args:
-      names: and the value's, e.g. "-n --lines N".
-      help: its line; the default is added to it.
-      kind: makes the value of a text, as `value` and `whole` do; the default expands
-        a leading `~`, `str` leaves it as it is.
-      missing: what to give, for the error where it must be given and is not.
-      more: as for `add_argument`, and `group`: of options, by `add_argument_group`.
+      names: the names of the option and of its value, e.g. "-n --lines N".
+      help: the help text; the default is appended.
+      kind: a function from text to value, such as `value` and `whole` return; the default
+        expands a leading `~`, `str` keeps the text.
+      missing: the advice in the error for a required option; "": not required.
+      more: arguments of `add_argument`, and `group`, a group of options to add it to.
     """
     *flags, metavar = names.split()
     default, group = more.get("default"), more.pop("group", None) or self
@@ -69,34 +69,36 @@ class Parser(argparse.ArgumentParser):
       self._required[action.dest] = (flags[-1], missing)
 
   def flag(self, names: str, help: str, group: Any = None, **more: Any) -> None:
-    """An option without a value."""
+    """Add an option without a value."""
     (group or self).add_argument(*names.split(), action="store_true", help=help, **more)
 
   def words(self, name: str, metavar: str, help: str, missing: str = "", **more: Any) -> None:
-    """Arguments that are not options, any number of them."""
+    """Add positional arguments, any number of them."""
     options: dict[str, Any] = {"nargs": "*", "type": path} | more
     self.add_argument(name, metavar=metavar, help=help, **options)
     if missing:
       self._required[name] = (metavar, missing)
 
   def config(self, missing: str | None = "try --config digits", **more: Any) -> None:
-    """--config, and the settings in it; `more` as for `option`."""
+    """Add --config and the settings in it; `more` is as for `option`."""
     self.has_settings, group = True, more.get("group")
-    text = "Python file with get_config([ARG]) -> Config, or the name of a packaged "
+    text = "the Python file with get_config([ARG]) -> Config, or the name of a packaged "
     more |= {"missing": missing or "", "kind": packaged.locate}
     self.option("--config FILE[:ARG]", f"{text}config", **more)
-    text = "override a setting, e.g. --config.epochs=3; --help=optimizer lists settings"
+    text = (
+      "override a setting, e.g. --config.epochs=3; --help=optimizer lists those of the optimizer"
+    )
     self.option("--config.FIELD VALUE", text, group=group, dest="overrides")
 
   def read(self, argv: Sequence[str]) -> Namespace:
-    """The values of a command line.
+    """Return the values of a command line.
 
-    `overrides` of the result are settings as text by dotted field; `help` says
-    whether help is asked for, and then nothing is required.
+    `overrides` of the result has settings as text by dotted field, `topic` is TOPIC of
+    --help=TOPIC. With `help` no option is required.
 
     Raises:
-      ConfigError: an option that does not exist, lacks its value, has a bad one, or
-        is missing.
+      ConfigError: an option does not exist, lacks its value, has an invalid value, or is
+        missing.
     """
     rest, overrides, topic = self._split(argv)
     try:
@@ -140,7 +142,7 @@ class Parser(argparse.ArgumentParser):
       raise argparse.ArgumentError(action, f"={value}: {hint}")
 
   def error(self, message: str) -> Any:
-    """What argparse has no ArgumentError for."""
+    """Report an error for which argparse has no ArgumentError."""
     raise ConfigError(f"{self.prog}: {message}")
 
 
@@ -156,16 +158,16 @@ def _one_line(error: argparse.ArgumentError) -> str:
 
 
 def value(kind: Kind, wanted: str, allows: Callable[[Any], bool] = bool) -> Kind:
-  """The `kind` of an option.
+  """Return the `kind` of an option.
 
   Args:
-    kind: makes a value of a text, or raises a ValueError.
-    wanted: what to give, for the error.
-    allows: whether a value is possible.
+    kind: a function from text to value, which raises ValueError for an invalid text.
+    wanted: a description of valid values, for the error.
+    allows: a function that returns whether a value is valid.
   """
 
   def convert(text: str) -> Any:
-    with contextlib.suppress(ValueError, OSError):  # as of a path that is too long
+    with contextlib.suppress(ValueError, OSError):  # OSError: a path that is too long.
       if allows(found := kind(text)):
         return found
     raise argparse.ArgumentTypeError(f"={text}: give {wanted}")
@@ -174,38 +176,38 @@ def value(kind: Kind, wanted: str, allows: Callable[[Any], bool] = bool) -> Kind
 
 
 def number(bound: str, kind: Kind = float) -> Kind:
-  """A number in a bound, e.g. ">= 1" or "in [0, 1)", as the `kind` of an option."""
+  """Return the `kind` of an option for a number in a bound, e.g. ">= 1" or "in [0, 1)"."""
   return value(kind, f"a {'whole ' * (kind is int)}number {bound}", lambda x: within(x, bound))
 
 
 def whole(least: int = 0, most: int = 10**9) -> Kind:
-  """A whole number, as the `kind` of an option."""
+  """Return the `kind` of an option for a whole number."""
   at_least, at_most = number(f">= {least}", int), number(f"<= {most}", int)
   return lambda text: at_least(text) and at_most(text)
 
 
 def distinct(text: str) -> list[int]:
-  """Positive whole numbers with commas between, none twice, in their order."""
+  """Return positive whole numbers, separated by commas, without duplicates, in their order."""
   numbers = [int(part) for part in text.split(",")]
   if min(numbers) < 1 or len({*numbers}) < len(numbers):
     raise ValueError
   return numbers
 
 
-# A text in which a leading `~` is the home directory, as the `kind` of an option.
+# `kind` of an option for text in which a leading `~` is the home directory.
 path = value(expand, "a path without ~: no such home directory", lambda _: True)
 
 
 def can_be_file(path: str) -> bool:
-  """Return whether a file can be written there, once its missing parents are made."""
+  """Return whether a file can be written at a path, once its missing folders are created."""
   folder, name = os.path.split(path)
   while folder and not os.path.lexists(folder):
     folder = os.path.dirname(folder)
   return bool(name) and os.path.isdir(folder or ".") and not os.path.isdir(path)
 
 
-# Files to be written, as the `kind` of an option: looked at before there is anything to
-# write. Matplotlib has more pictures, but is asked for one only then.
+# `kind` of an option for a file to write, checked before the work starts. Matplotlib knows
+# more picture formats, but would have to be imported for their list.
 PICTURES = (".png", ".pdf", ".svg", ".jpg")
 file = value(expand, "a file in a directory", can_be_file)
 picture = value(
@@ -216,13 +218,13 @@ picture = value(
 
 
 def directory(text: str) -> str:
-  """A directory of this machine, as the `kind` of an option."""
+  """Return a local directory, as the `kind` of an option."""
   if not text or "://" in text:
     advice = "give a directory" + "; mount a bucket as one" * bool(text)
     raise argparse.ArgumentTypeError(f"={text}: {advice}")
   try:
     os.path.abspath(text := path(text)).encode()
-  except UnicodeEncodeError:  # a checkpoint cannot be written there
+  except UnicodeEncodeError:  # A checkpoint could not be written to this path.
     advice = "not UTF-8 in this locale; set LC_ALL=C.UTF-8 or PYTHONUTF8=1"
     raise argparse.ArgumentTypeError(f"={text}: {advice}") from None
   return text

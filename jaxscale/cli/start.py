@@ -1,4 +1,4 @@
-"""The console script."""
+"""Entry point of the console script."""
 
 from typing import NoReturn
 
@@ -6,7 +6,7 @@ from jaxscale.errors import leave
 
 
 def entry() -> NoReturn:
-  """Run the command of this process's arguments, and end the process."""
+  """Run the command in this process's arguments, and end the process."""
   leave(_main)
 
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from jaxscale.config.config import Config
 from jaxscale.config.loading import choices
-from jaxscale.config.validation import bounds, closest, field_docs, hints, item_type, type_name
+from jaxscale.config.validation import bounds, field_docs, hints, item_type, nearest, type_name
 from jaxscale.errors import ConfigError
 
 # The settings that one starts with: `jaxscale train --help` shows these.
@@ -51,28 +51,22 @@ class Entry(NamedTuple):
 
 
 def _wrap(text: str, first: str, then: str | None = None) -> list[str]:
-  options = {"break_long_words": False, "break_on_hyphens": False, "width": 88}
-  return textwrap.wrap(text, initial_indent=first, subsequent_indent=then or first, **options)
+  return textwrap.wrap(text, 88, initial_indent=first, subsequent_indent=then or first)
 
 
 def entries(
-  node: Any,
-  own: Mapping[str, type] = {},
-  chosen: Mapping[str, str] = {},
-  cls: type = Config,
-  prefix: str = "",
-  topic: str = "",
+  node: Any, own: Mapping = {}, chosen: Mapping = {}, cls: Any = Config, prefix="", topic=""
 ) -> Iterator[Entry]:
   """Yield the help of all settings in a class and below.
 
   Args:
     node: object whose values and classes are shown; None shows all alternatives.
-    own: settings classes of the user, by name.
-    chosen: alternatives by field that replace those of `node`; their fields have no
-      values yet.
-    cls: class of `node`.
-    prefix: start of the dotted names, e.g. "model.".
-    topic: start of the topics, e.g. "model.CNN.".
+    own: the user's settings classes, by name.
+    chosen: the names of classes, by field, that replace those of `node`; their fields
+      have no values yet.
+    cls: the class of `node`.
+    prefix: the start of the dotted names, e.g. "model.".
+    topic: the start of the topics, e.g. "model.CNN.".
   """
   docs, fields = field_docs(cls), {f.name: f for f in dataclasses.fields(cls)}
   for name, annotation in hints(cls).items():
@@ -100,9 +94,7 @@ def entries(
       yield from entries(v, own, chosen, c, start, f"{below}.")
 
 
-def settings_help(
-  node: Any = None, own: Mapping[str, type] = {}, topic: str = "all", chosen: Mapping[str, str] = {}
-) -> str:
+def settings_help(node: Any = None, own: Mapping = {}, topic="all", chosen: Mapping = {}) -> str:
   """Return the help of the settings that belong to a topic.
 
   Args:
@@ -115,14 +107,10 @@ def settings_help(
   Raises:
     ConfigError: the topic does not exist.
   """
-  everything = [*entries(None, own)]
-  for known in ([*entries(node, own, chosen)], everything):
+  for known in ([*entries(node, own, chosen)], [*entries(None, own)]):
     if found := _matching(known, topic):
       return "\n".join(found)
-  names = ["all", "config", *sections()]
-  close = {e.topic for e in everything} | {e.path for e in everything} - {""}
-  hint = closest(topic, close | {*names})
-  hint = f"did you mean {hint!r}?" if hint else f"give one of {', '.join(names)}"
+  hint = nearest(topic, ["all", "config", *sections()])
   raise ConfigError(f"--help={topic}: no such setting or section, {hint}")
 
 

@@ -47,8 +47,12 @@ def load_config(path: str, overrides: Mapping[str, str] | None = None) -> Config
   if not isinstance(config, Config):
     returned = f"get_config() returned {type(config).__name__}, return a Config"
     raise ConfigError(f"{path.partition(':')[0]}: {returned}")
-  own = own_choices(vars(load_file(Path(locate(path).partition(":")[0]))))
-  return override(config, overrides or {}, own)
+  return override(config, overrides or {}, own_classes(path))
+
+
+def own_classes(path: str) -> dict[str, type]:
+  """Return the settings classes that a config file defines or imports, by name."""
+  return own_choices(vars(load_file(Path(locate(path).partition(":")[0]))))
 
 
 def call(path: str, function: str, advice: str) -> Any:

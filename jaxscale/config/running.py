@@ -38,9 +38,7 @@ class Mesh:
   def __post_init__(self):
     for name, size in vars(self).items():
       if size < 1 and size != -1:
-        raise ConfigError(
-          f"Mesh.{name}={size}: give a number >= 1, or -1 for all remaining devices"
-        )
+        raise ConfigError(f"Mesh.{name}={size}: give a number >= 1, or -1 for all other devices")
     rest = [f"Mesh.{name}=-1" for name, size in vars(self).items() if size == -1]
     if len(rest) > 1:
       raise ConfigError(f"{' and '.join(rest)}: only one can be -1; give the others a size")

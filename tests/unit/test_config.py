@@ -528,5 +528,5 @@ def test_a_class_of_ones_own_is_treated_as_what_it_extends():
   layout = dataclasses.replace(config.layout, slow_axes="in_backward")
   dataclasses.replace(config, layout=layout, exchange=Plain())
   for exchange in (Other(), Buckets()):
-    with pytest.raises(ConfigError, match="would bypass Config.exchange=Other; use 'after'"):
+    with pytest.raises(ConfigError, match=r"would bypass Config\.exchange=\w+; use 'after'"):
       dataclasses.replace(config, layout=layout, exchange=exchange)
