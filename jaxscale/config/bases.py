@@ -185,7 +185,7 @@ class Optimizer(Choice):
   batch size.
 
   Attributes:
-    lr: the peak learning rate at the reference batch size.
+    lr: the peak learning rate; `lr_scaling` scales it with the batch size.
   """
 
   lr: Positive
@@ -200,8 +200,8 @@ class Schedule(Choice):
   `build(peak, context: ScheduleContext)` returns a function from step to learning rate.
 
   Attributes:
-    warmup_epochs: the length of the warm-up in epochs.
-    warmup_steps: the length of the warm-up in steps, instead of `warmup_epochs`.
+    warmup_epochs: the length of the warm-up in epochs; 0 starts at the peak.
+    warmup_steps: the length of the warm-up in steps; None uses `warmup_epochs`.
   """
 
   warmup_epochs: NonNegative = 0.0

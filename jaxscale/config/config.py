@@ -37,20 +37,19 @@ class Config:
     schedule: the learning-rate schedule; a class of your own also works.
     loss: the training loss and its metrics; a class of your own also works.
     batch_size: the number of examples per optimizer step, summed over all devices.
-    epochs: the length of the run in passes over the training examples; set either
-      `epochs` or `steps`.
-    steps: the length of the run in optimizer steps; set either `epochs` or `steps`.
-    phases: batch and image sizes that change during the run; the default is one phase.
-    accumulate_steps: the number of micro-batches per optimizer step; their gradients are
-      summed before one exchange. A run that resumes on fewer devices uses more of them.
+    epochs: the length of the run in passes over the training examples; None uses `steps`.
+    steps: the length of the run in optimizer steps; None uses `epochs`.
+    phases: the batch and image sizes that change during the run; the default is one phase.
+    accumulate_steps: the number of micro-batches per optimizer step; they share one
+      exchange of gradients. A run that resumes on fewer devices uses more of them.
     lr_scaling: the rule that scales optimizer.lr with the batch size; "none", "linear"
       (arXiv:1706.02677) or "sqrt".
     lr_reference_batch_size: the batch size in examples for which optimizer.lr was tuned;
       used by `lr_scaling`.
-    layer_decay: the factor by which the learning rate falls from one layer to the layer
-      below it; None uses one learning rate for all layers.
-    layer_order: regular expressions of parameter paths, from the lowest layer to the
-      highest; used by `layer_decay`.
+    layer_decay: the learning rate of a layer as a share of that of the layer above it;
+      None uses one learning rate for all layers.
+    layer_order: the regular expressions of parameter paths, from the lowest layer to the
+      highest; required by `layer_decay`, else ().
     clip_norm: the largest global norm of the gradient; None disables clipping.
     ema_decay: the decay of an average of the parameters, used for evaluation; None
       disables averaging. The average includes BatchNorm statistics.
@@ -58,7 +57,8 @@ class Config:
       `ema_decay`.
     noise_scale: whether to measure the gradient noise scale (arXiv:1812.06162), in
       examples (for text in windows, not tokens). Needs two devices or two micro-batches.
-    dtype: the type of activations; parameters and gradients stay float32.
+    dtype: the type of activations, "float32" or "bfloat16"; parameters and the exchange
+      of gradients stay float32.
     init_from: the pretrained parameters, a safetensors file or Hugging Face folder; None
       initializes at random. Accepts the parameter names of timm and torchvision (ResNet,
       ViT), Hugging Face (Llama, Qwen, ViT) and `jaxscale export`. `jaxscale.weights.names`

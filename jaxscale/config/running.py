@@ -80,9 +80,9 @@ class Evaluation:
   """Interval and batch size of evaluations; each covers all validation examples.
 
   Attributes:
-    every_epochs: the number of epochs between evaluations; the last step is always
-      evaluated.
-    every_steps: the number of steps between evaluations, instead of `every_epochs`.
+    every_epochs: the number of epochs between evaluations; None uses `every_steps`. The
+      last step is always evaluated.
+    every_steps: the number of steps between evaluations; None uses `every_epochs`.
     batch_size: the number of examples per evaluation step, rounded up to a multiple of
       the number of devices.
   """
@@ -100,8 +100,9 @@ class Checkpoint:
   """Interval of checkpoints, and which are kept.
 
   Attributes:
-    every_epochs: the number of epochs between checkpoints; the last step is always saved.
-    every_steps: the number of steps between checkpoints, instead of `every_epochs`.
+    every_epochs: the number of epochs between checkpoints; None uses `every_steps`. The
+      last step is always saved.
+    every_steps: the number of steps between checkpoints; None uses `every_epochs`.
     keep_last: the number of newest checkpoints to keep.
     keep_best: the number of best checkpoints to keep in addition, by validation accuracy
       (language models: by validation loss); 0 keeps none.
@@ -115,8 +116,8 @@ class Checkpoint:
       copy of each checkpoint; a restart on the same nodes resumes from it. None makes no
       copies (docs/reliability.md).
     shared_every: the number of local copies per checkpoint in the workdir; used with
-      `local`. The first and last checkpoint of each start, and the one of a stopped run,
-      are always written to the workdir.
+      `local`. The first checkpoint of each start, the last of the run, and the one of a
+      stopped run are always written to the workdir.
   """
 
   every_epochs: Annotated[float | None, "> 0"] = 1.0
@@ -168,8 +169,9 @@ class Faults(Timeouts):
   Times are in seconds; `cluster.Timeouts` has their defaults.
 
   Attributes:
-    max_restarts: the number of times that a job may be requeued.
-    max_idle_restarts: the number of consecutive requeues without a newer checkpoint.
+    max_restarts: the largest number of times that a job is requeued; 0 disables it.
+    max_idle_restarts: the largest number of consecutive requeues without a newer
+      checkpoint.
   """
 
   max_restarts: Annotated[int, ">= 0"] = 100
@@ -189,7 +191,8 @@ class Log:
   Attributes:
     every_steps: the number of steps between two records of metrics.
     tensorboard: whether to also write TensorBoard event files.
-    trackers: the experiment trackers to log to, e.g. "Wandb,MLflow", each once.
+    trackers: the experiment trackers to log to, e.g. "Wandb,MLflow"; () logs to
+      none.
     trust_ratios: whether to log each layer's trust ratio (LARS and LAMB).
     step_report: whether to measure, before the first step, the time of computation, the
       wait for the exchange and the spread between processes; costs two compilations and

@@ -22,7 +22,7 @@ Split = tuple["Dataset", "Dataset"]  # to train on, and held-out
 
 
 class Digits(Data):
-  """UCI handwritten digits, 8x8 pixels, part of the package (1,437 training, 360 validation).
+  """UCI handwritten digits, 8x8 pixels, included in the package (1,437 + 360).
 
   Attributes:
     augment: the augmentation; "none", or "shift" by up to one pixel.
@@ -280,7 +280,7 @@ def _no_rows(indices: Any, draws: Any) -> Any:
 
 
 class Text(_Text):
-  """Python documentation as bytes, part of the package (1.1 MB training, 0.1 MB validation).
+  """Python documentation as bytes, included in the package (1.1 MB training, 0.1 MB validation).
 
   Attributes:
     sequence_length: the number of bytes of an example.

@@ -143,7 +143,8 @@ class OneBit(Compressed):
   """CNTK's 1-bit SGD: one bit per element, two means per column, error feedback.
 
   Attributes:
-    plain_epochs: the number of epochs of uncompressed gradients at the start of the run.
+    plain_epochs: the number of epochs with uncompressed gradients at the start of the run;
+      0 compresses from the first step.
   """
 
   plain_epochs: NonNegative = 0.0

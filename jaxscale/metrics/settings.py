@@ -44,7 +44,7 @@ class Wandb(Tracker):
     mode: the mode; "offline" writes to `wandb/` in the workdir, for `wandb sync`; "online"
       uploads during training.
     group: the name of a group of runs; None sets no group.
-    tags: the tags of the run.
+    tags: the tags of the run; () sets none.
   """
 
   project: str = "jaxscale"

@@ -64,8 +64,8 @@ class CNN(Model):
     batch_norm: whether to normalize after every convolution.
     bn_span: the number of examples that share BatchNorm statistics; "device" shares over a
       device's micro-batch, "global" over the micro-batches of all devices.
-    dropout: the probability of dropping a unit before the classifier; the masks do not
-      depend on the number of devices.
+    dropout: the probability of dropping a unit before the classifier; 0 disables it. The
+      masks do not depend on the number of devices.
   """
 
   features: Annotated[tuple[int, ...], ">= 1"] = (32, 64)
@@ -94,7 +94,8 @@ class AlexNet(Model):
       the network of the batch-32K recipes).
     bn_span: the number of examples that share BatchNorm statistics; "device" shares over a
       device's micro-batch, "global" over the micro-batches of all devices.
-    dropout: the probability of dropping a unit of the two hidden dense layers.
+    dropout: the probability of dropping a unit of the two hidden dense layers; 0
+      disables it.
   """
 
   batch_norm: bool = False

@@ -88,7 +88,7 @@ class LARS(_Decaying):
     momentum: the decay of the velocity; 0 disables momentum.
     weight_decay: the L2 coefficient, added to the gradient; 0 disables it.
     trust_coefficient: the trust coefficient, eta in the paper.
-    eps: the constant added to the denominator of the trust ratio.
+    eps: the constant added to the denominator of the trust ratio; 0 adds none.
     nesterov: whether to use Nesterov momentum.
     momentum_correction: the steps in which momentum is multiplied by lr_t / lr_{t-1}
       (arXiv:1706.02677, section 3); "never", "warmup" (Intel Caffe) or "always".
@@ -206,7 +206,7 @@ class Optax(Optimizer):
   Attributes:
     make: a function from the learning rate (a schedule) to a transformation, such as
       `optax.adafactor`.
-    lr: the peak learning rate at the reference batch size.
+    lr: the peak learning rate; `lr_scaling` scales it with the batch size.
   """
 
   make: Any
@@ -291,7 +291,7 @@ class Polynomial(Cosine):
   Attributes:
     power: the exponent of the decay.
     decay_epochs: the length of the decay in epochs; None ends it with the run.
-    decay_steps: the length of the decay in steps, instead of `decay_epochs`.
+    decay_steps: the length of the decay in steps; None uses `decay_epochs`.
   """
 
   end_lr: NonNegative = 1e-4

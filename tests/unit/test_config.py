@@ -420,6 +420,16 @@ HELP = {
 }
 
 
+def test_the_help_says_what_special_values_do():
+  for entry in (e for e in entries(None) if e.path):
+    kind = entry.head.partition("; ")[0]
+    assert re.match("(the|an?|whether) ", entry.text), entry.topic
+    assert "None" in entry.text or "| None" not in kind, entry.topic
+    for value in re.findall(r"'(\w+)'", kind):
+      assert f'"{value}"' in entry.text, (entry.topic, value)
+    assert "second" in entry.text or not entry.path.endswith("_s"), entry.topic
+
+
 @pytest.mark.parametrize("topic", HELP)
 def test_help_of_a_topic_shows_its_settings_alone(topic):
   text = settings_help(topic=topic)
