@@ -224,12 +224,12 @@ class Exchange(Choice):
 
   @property
   def sends_whole(self) -> bool:
-    """Whether the exchange sums whole gradients, in any order, and does nothing else."""
+    """True if the exchange sums whole gradients, in any order, and does nothing else."""
     return False
 
   @property
   def is_plain(self) -> bool:
-    """Whether the exchange is XLA's sum of each tensor, which can run in the backward pass."""
+    """True if the exchange is XLA's sum of each tensor, which can run in the backward pass."""
     return False
 
   plain_epochs = 0.0  # where it is a field: epochs of uncompressed gradients before
@@ -257,7 +257,7 @@ class Loss(Choice):
 
   @property
   def is_cross_entropy(self) -> bool:
-    """Whether the loss is cross entropy of one class per row, as `models.Stack` computes it."""
+    """True if the loss is cross entropy of one class per row, as `models.Stack` computes it."""
     return False
 
   def target_range(self, info: Any) -> tuple[int, int] | None:

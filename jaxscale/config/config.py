@@ -125,7 +125,7 @@ class Config:
 
   @property
   def is_local_sgd(self) -> bool:
-    """Whether workers take local steps between synchronizations."""
+    """True if workers take local steps between synchronizations."""
     return self.sync.is_local_sgd
 
   def shared(self) -> dict[str, str]:

@@ -132,7 +132,7 @@ class Described(NamedTuple):
 
   @property
   def is_text(self) -> bool:
-    """Whether the run trains on text."""
+    """True if the run trains on text."""
     return "vocab_size" in self.data
 
   @property
