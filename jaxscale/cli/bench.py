@@ -65,7 +65,7 @@ def run(args: Namespace) -> None:
     if name not in ALGORITHMS:
       raise ConfigError(f"--algorithms={name}: {nearest(name, ALGORITHMS)}")
   with cluster.open_session():
-    import jax  # Once all processes have joined.
+    import jax  # Imported once all processes have joined.
 
     from jaxscale.collectives import measurements
 

@@ -1,6 +1,6 @@
 """Print parameters with their sharding, memory use and collectives of a train step.
 
-The step is compiled for the devices of this machine; nothing is trained.
+The step is compiled for the available devices; nothing is trained.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ def add_arguments(parser: Parser) -> None:
   parser.words("names", "RUN", "the name or directory of a run", missing=SEE_STATUS)
   add_runs(parser)
   parser.flag("-f --follow", "print new output until the run ends")
-  parser.option("--rank N|all|batch", "the process, or the job script (default: 0)")
+  parser.option("--rank N|all|batch", "the process, all, or the batch script (default: 0)")
   parser.option("--task N", "the trial of a sweep", whole(), default=0)
   parser.option("-n --lines N", "print only the last N lines", whole(1))
 

@@ -11,6 +11,6 @@ def entry() -> NoReturn:
 
 
 def _main(argv: list[str]) -> int:
-  from jaxscale import cli  # here Ctrl-C is one line already
+  from jaxscale import cli  # Imported here, where `leave` already reports Ctrl-C in one line.
 
   return cli.main(argv)

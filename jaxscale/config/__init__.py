@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 def __getattr__(name: str):
-  if name != "__all__" and not name[:1].isupper():  # a module: no reason to load all
+  if name != "__all__" and not name[:1].isupper():  # A module; do not load every class.
     raise AttributeError(f"module 'jaxscale.config' has no attribute {name!r}")
   homes = [importlib.import_module(home) for home in dict.fromkeys(HOMES.values())]
   if name == "__all__":

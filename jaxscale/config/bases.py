@@ -147,9 +147,9 @@ class Model(Choice):
   `models.ModelFns`, two pure functions; or a `models.Stack` of equal layers.
   """
 
-  batch_norm = False  # normalises over examples; then `bn_span` says over which
-  bn_span = "device"  # of models with synchronised BatchNorm it is a field
-  is_stack = False  # build returns a Stack: what layout splits along stage and model
+  batch_norm = False  # True if the model normalizes over examples, those of `bn_span`.
+  bn_span = "device"  # A field in models with synchronized BatchNorm.
+  is_stack = False  # True if `build` returns a Stack, which stage and model can split.
   takes_text = False
 
   def sharding(self) -> tuple[tuple[str, tuple[str | None, ...]], ...]:
@@ -190,7 +190,7 @@ class Optimizer(Choice):
 
   lr: Positive
 
-  follows_batch_neutrally = False  # has a momentum whose time constant can be kept
+  follows_batch_neutrally = False  # True if Phases.follow='neutral' can adapt the momentum.
   has_resettable_momentum = False
 
 
@@ -220,7 +220,7 @@ class Exchange(Choice):
 
   delayed: bool = False
 
-  averages_exactly = False  # gives the mean of the step's own gradients
+  averages_exactly = False  # True if the result is the mean of this step's gradients.
 
   @property
   def sends_whole(self) -> bool:
@@ -232,7 +232,7 @@ class Exchange(Choice):
     """True if the exchange is XLA's sum of each tensor, which can run in the backward pass."""
     return False
 
-  plain_epochs = 0.0  # where it is a field: epochs of uncompressed gradients before
+  plain_epochs = 0.0  # A field in compressed exchanges.
 
 
 class Sync(Choice):
@@ -242,7 +242,7 @@ class Sync(Choice):
   if all devices take every step together.
   """
 
-  is_local_sgd = True  # workers train alone in between: `build` does not return None
+  is_local_sgd = True  # False if `build` returns None.
   workers = "device"
 
 
@@ -253,7 +253,7 @@ class Loss(Choice):
   """
 
   label_smoothing = 0.0
-  takes_numbers = False  # integer targets [n] are numbers, one output each
+  takes_numbers = False  # True if integer targets [n] are numbers, not classes.
 
   @property
   def is_cross_entropy(self) -> bool:
@@ -278,7 +278,7 @@ class Tracker(Choice):
       in a run that is asked to stop.
   """
 
-  flush_s: Annotated[float, "in (0, 40]"] = 20.0  # less than Faults.hang_timeout_s
+  flush_s: Annotated[float, "in (0, 40]"] = 20.0  # The bound is below Faults.hang_timeout_s.
 
-  package = ""  # that build imports: without it no run starts
-  install = ""  # what pip calls it
+  package = ""  # The package that `build` imports; a run without it does not start.
+  install = ""  # The name of the package for pip.

@@ -106,7 +106,7 @@ class Config:
   dtype: Literal["float32", "bfloat16"] = "float32"
   init_from: str | None = None
   init_head: bool = False
-  seed: Annotated[int, "in [0, 4294967296)"] = 0  # jax.random.key drops higher bits
+  seed: Annotated[int, "in [0, 4294967296)"] = 0  # jax.random.key drops higher bits.
   target_accuracy: Annotated[float | None, "in (0, 1]"] = None
   target_loss: Annotated[float | None, "> 0"] = None
   stop_at_target: bool = False

@@ -51,7 +51,7 @@ class Entry(NamedTuple):
 
 
 def _wrap(text: str, first: str, then: str | None = None) -> list[str]:
-  return textwrap.wrap(text, 88, initial_indent=first, subsequent_indent=then or first)
+  return textwrap.wrap(text, 80, initial_indent=first, subsequent_indent=then or first)
 
 
 def entries(

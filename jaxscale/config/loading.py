@@ -100,7 +100,7 @@ def _meant(error: Exception) -> str:
   else:
     return ""
   name = error.name or ""
-  alike = [n for n in names if n[:1].isupper() == name[:1].isupper()]  # SGD, not sgd
+  alike = [n for n in names if n[:1].isupper() == name[:1].isupper()]  # SGD and sgd are different.
   close = validation.closest(name, alike)
   return f", did you mean {close!r}?" if close else ""
 

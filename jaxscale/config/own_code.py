@@ -31,7 +31,7 @@ _PACKAGE = f"{Path(__file__).parents[1]}{os.sep}"
 _FUNCTIONS = ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda
 _PLAIN = bool, int, float, complex, str, bytes, type(None)
 _IMPORTS = ast.Import, ast.ImportFrom
-# Statements around others, which may change what they do not bind.
+# Statements with inner statements, which can change names that they do not bind.
 _BLOCKS = ast.For, ast.While, ast.If, ast.With, ast.Try, ast.TryStar, ast.Match
 
 
@@ -107,10 +107,10 @@ class _WithoutDocstrings(ast.NodeTransformer):
     body = getattr(node, "body", None)
     if isinstance(body, list):
       kept = [n for n in body if not _is_text(n)]
-      if isinstance(node, ast.ClassDef):  # the order of methods has no meaning
+      if isinstance(node, ast.ClassDef):  # The order of methods does not matter.
         kept.sort(key=lambda n: n.name if isinstance(n, _FUNCTIONS[:2]) else "")
       node.body = kept or [ast.Pass()]  # pyright: ignore[reportAttributeAccessIssue]
-    if isinstance(node, ast.JoinedStr):  # Python 3.12 ends some formats with ""
+    if isinstance(node, ast.JoinedStr):  # Python 3.12 adds "" to some formats.
       node.values = [v for v in node.values if getattr(v, "value", None) != ""]
     return node
 
@@ -141,8 +141,8 @@ def _parse(text: str | bytes) -> ast.Module | None:
 
 @functools.lru_cache(maxsize=256)
 def _parse_file(file: str, size: int, changed_ns: int) -> ast.Module | None:
-  del size, changed_ns  # of another content
-  return _parse(Path(file).read_bytes())  # by its byte order mark or its cookie
+  del size, changed_ns  # Part of the cache key, so that a changed file is read again.
+  return _parse(Path(file).read_bytes())  # As bytes: `ast.parse` detects the encoding.
 
 
 def _tree_of(file: str) -> ast.Module | None:
@@ -165,7 +165,7 @@ def _nodes_of(value: Any) -> list[ast.AST]:
       continue
     if isinstance(value, type):
       found = [n for n in ast.walk(tree) if isinstance(n, ast.ClassDef)]
-      line = code.co_firstlineno  # two functions may each define a class of one name
+      line = code.co_firstlineno  # Two functions can define classes of equal names.
       found = [n for n in found if n.lineno <= line <= (n.end_lineno or 0)]
       found = [n for n in found if n.name == value.__name__][-1:]
     else:
@@ -233,9 +233,9 @@ class _Search:
     self.hashes: dict[str, str] = {}
     self.files: dict[str, Path] = {}
     self._seen: set[str] = set()
-    self._used: dict[str, set[str]] = {}  # attributes that are used, by module
-    # Names that are used: visited in a loop, as modules may import each other and
-    # chains of definitions be longer than Python's stack.
+    self._used: dict[str, set[str]] = {}  # Attributes that are used, by module.
+    # Used names that are still to be visited. A loop visits them, because modules can import
+    # each other and chains of definitions can exceed Python's recursion limit.
     self._waiting: list[tuple[str, str, set[str]]] = []
 
   def visit(self, module: str, name: str, value: Any = None) -> None:
@@ -263,7 +263,7 @@ class _Search:
       self._visit_closure(value)
     else:
       nodes = [*binding.get(name.partition(".")[0], ())]
-    # Not by name alone: `Net.scale = 2` and `setattr(Net, "scale", 2)`.
+    # Statements such as `Net.scale = 2` or `setattr(Net, "scale", 2)` change the definition.
     nodes += [n for n, used in changing if n not in nodes and name in used]
     self._add(module, key, nodes, name)
     for star in [] if nodes else binding.get("*", ()):
@@ -285,7 +285,7 @@ class _Search:
           self._visit_import(module, statement, alias, attributes)
       for used in names - {name}:
         self._visit_name(module, used, attributes)
-    if texts:  # else a builtin, a parameter or a local name
+    if texts:  # Other names are builtins, parameters or local names.
       self.hashes[key] = _digest(texts)
 
   def _visit_name(self, module: str, name: str, attributes: set[str]) -> None:
@@ -308,7 +308,7 @@ class _Search:
           if name == (alias.asname or alias.name.partition(".")[0]):
             self._visit_import(module, part, alias, attributes)
     value = getattr(sys.modules.get(module), name, None)
-    if isinstance(value, types.ModuleType):  # also of `importlib.import_module`
+    if isinstance(value, types.ModuleType):  # `importlib.import_module` binds modules, too.
       self._visit_module(value.__name__, attributes)
     self.visit(module, name)
 
@@ -371,9 +371,9 @@ class _Search:
     for function in inner:
       code = getattr(function, "__code__", None)
       if code is None or code.co_filename == "<string>" or not is_own(function.__module__):
-        continue  # a method that `settings` or a dataclass has added
+        continue  # A method that `settings` or `dataclass` has added.
       for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
-        with contextlib.suppress(ValueError):  # not bound yet
+        with contextlib.suppress(ValueError):  # The variable is not bound yet.
           key = f"{module_name(value.__module__)}:{value.__qualname__}.{name}"
           self._visit_value(cell.cell_contents, key)
 

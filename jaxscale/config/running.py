@@ -23,8 +23,8 @@ class Mesh:
       or slices); each group processes different examples.
     data: the number of devices per group that process different examples; -1 uses all
       remaining devices.
-    fsdp: the number of devices that process different examples and split parameters,
-      gradients or optimizer state as layout.shard says.
+    fsdp: the number of devices over which layout.shard splits the training state; each
+      processes different examples.
     stage: the number of pipeline stages (layout.schedule).
     model: the number of devices that split each layer, or a sequence (layout.model).
   """

@@ -15,10 +15,10 @@ if TYPE_CHECKING:
   from jaxscale.data.augment import EvalView
   from jaxscale.data.dataset import Dataset
 
-# The names that --config.data= takes (by HOMES in config/choice.py).
+# The names for --config.data= (HOMES in config/choice.py lists this module).
 __all__ = ["TFDS", "Arrays", "Digits", "ImageFolder", "Synthetic", "TFDSText", "Text", "TextFiles"]
 
-Split = tuple["Dataset", "Dataset"]  # to train on, and held-out
+Split = tuple["Dataset", "Dataset"]  # To train on, and to validate on.
 
 
 class Digits(Data):
@@ -144,7 +144,7 @@ class ImageFolder(_Images):
 
   def _split(self, split: str, image_size: int, augment: Any) -> Dataset:
     try:
-      # Labels are those of training, whichever classes evaluation has.
+      # Labels count the classes of training, even if validation lacks some.
       classes = None
       if split != self.train_split:
         classes = data.folder_classes(f"{self.path}/{self.train_split}")
@@ -269,7 +269,7 @@ class _Text(Data):
     if (vocab_size := options.get("vocab_size")) is None:
       found = options.get("tokenizer", "bytes"), options.get("separator")
       vocab_size = read_tokenizer(*found, field=f"{name}.tokenizer").vocab_size
-    # So long that a run of it has steps: the program does not depend on how many.
+    # Long enough for one step; the program does not depend on the number of examples.
     info = TextInfo(name, vocab_size, self.sequence_length)
     some = Dataset(info, 1000 * batch_size, _no_rows)
     return some, some

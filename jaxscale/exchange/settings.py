@@ -14,11 +14,11 @@ if TYPE_CHECKING:
   from jaxscale.collectives import Plan
   from jaxscale.exchange.local_updates import LocalUpdate
 
-# The names that --config.exchange= takes (by HOMES in config/choice.py).
+# The names for --config.exchange= (HOMES in config/choice.py lists this module).
 __all__ = ["AllReduce", "BlockMomentum", "DiLoCo", "EveryStep", "HalfPrecision", "Int8"]
 __all__ += ["LocalSGD", "OneBit", "PowerSGD", "TopK"]
 
-_BUCKET = 25 * 2**20  # PyTorch's DistributedDataParallel's, arXiv:2006.15704
+_BUCKET = 25 * 2**20  # As in PyTorch's DistributedDataParallel, arXiv:2006.15704.
 
 
 class AllReduce(Exchange):
@@ -40,7 +40,7 @@ class AllReduce(Exchange):
   averages_exactly = True
 
   @property
-  def sends_whole(self) -> bool:  # a subclass with a `build` of its own may not
+  def sends_whole(self) -> bool:  # A subclass that overrides `build` may not.
     return type(self).build is AllReduce.build
 
   @property
@@ -81,7 +81,7 @@ class AllReduce(Exchange):
     num_bytes, is_planned = 0, self.algorithm == "torus" and not self.dims
     if is_planned:
       num_bytes = collectives.payload_bytes(context.params(), payload)
-      if self.bucket_bytes is not None:  # of float32, whatever is sent
+      if self.bucket_bytes is not None:  # The setting counts bytes of float32.
         num_bytes = min(num_bytes, self.bucket_bytes // (2 if payload else 1))
     dims = [(axis, int(n)) for axis, _, n in (d.partition(":") for d in self.dims)]
     sizes, dims = context.sizes, dims or None

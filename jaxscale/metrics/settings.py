@@ -18,17 +18,17 @@ from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
-from jaxscale import metrics  # whose names load when they are asked for
+from jaxscale import metrics  # Lazy: its names load on first use.
 from jaxscale.config.bases import Tracker, TrackerContext
 from jaxscale.config.record import flat
 from jaxscale.errors import invalid, message_of
 
-# The names that --config.log.trackers= takes (by HOMES in config/choice.py).
+# The names for --config.log.trackers= (HOMES in config/choice.py lists this module).
 __all__ = ["MLflow", "Wandb"]
 
-# What a call of MLflow's REST API takes (mlflow.utils.validation).
+# Limits of one call of MLflow's REST API (mlflow.utils.validation).
 _MLFLOW_METRICS, _MLFLOW_PARAMS, _MLFLOW_VALUE = 1000, 100, 500
-_MLFLOW_TAGS = {  # and what they have of the environment
+_MLFLOW_TAGS = {  # MLflow's tag to the entry of `TrackerContext.environment`.
   "mlflow.source.git.commit": "commit",
   "mlflow.source.name": "command",
   "jaxscale.host": "host",
@@ -63,7 +63,7 @@ class Wandb(Tracker):
     """
     import wandb  # pyright: ignore[reportMissingImports]
 
-    # It shares the terminal with the run, and its process the cores.
+    # W&B shares the terminal and the cores with the run, so it stays quiet.
     quiet = dict(silent=True, console="off", disable_git=True, disable_code=True, symlink=False)
     limits = dict(x_disable_stats=True, init_timeout=90, finish_timeout=self.flush_s)
     settings = wandb.Settings(**quiet, **limits, reinit="create_new")
@@ -75,7 +75,7 @@ class Wandb(Tracker):
     text, first = "", -1
     if self.mode == "online" and _is_reached(wandb, context):
       run = begin(mode="online", resume="allow")
-      first = run.step - 1  # its server drops lines of steps before
+      first = run.step - 1  # W&B's server drops records of earlier steps.
     else:
       run = begin(mode="offline")
       folder = Path(run.dir).parent
@@ -134,14 +134,14 @@ class MLflow(Tracker):
 
   def build(self, context: TrackerContext):
     """Open the run with the tag `jaxscale.id`, or create it."""
-    # Its file store needs no database, which shared disks cannot hold; it is kept, but
-    # gets nothing new (mlflow 3.7). Usage reports would need the internet.
+    # MLflow's file store needs no database, which shared disks cannot hold; it still works,
+    # but is no longer developed (mlflow 3.7). Telemetry would need the internet.
     os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
     os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
     from mlflow.entities import Metric  # pyright: ignore[reportMissingImports]
     from mlflow.tracking import MlflowClient  # pyright: ignore[reportMissingImports]
 
-    # Each try without a route is a warning there; what fails in the end is one of ours.
+    # urllib3 warns of each retry; the tracker reports the final failure.
     logging.getLogger("urllib3.connectionpool").setLevel(logging.ERROR)
     text, uri = "", self.uri or os.environ.get("MLFLOW_TRACKING_URI")
     if not uri:
@@ -155,7 +155,7 @@ class MLflow(Tracker):
       client.set_tag(run, tag, str(context.environment.get(name))[:_MLFLOW_VALUE])
     try:
       client.log_text(run, json.dumps(context.environment, indent=2), "environment.json")
-    except Exception as e:  # files may be where this host cannot write
+    except Exception as e:  # The artifact store may not be writable from this host.
       why = f"{type(e).__name__}: {message_of(e)[:200]}"
       context.note(f"MLflow: environment.json is not there: {why}")
 

@@ -3,16 +3,16 @@
 import dataclasses
 from typing import Annotated, Any, Literal
 
-from jaxscale import models  # lazy: a name loads when `build` asks for it
+from jaxscale import models  # Lazy: its names load on first use.
 from jaxscale.config.bases import Model, ModelContext
 from jaxscale.config.bounds import Count, Fraction, Positive
 from jaxscale.errors import ConfigError, invalid
 
-# The names that --config.model= takes (by HOMES in config/choice.py).
+# The names for --config.model= (HOMES in config/choice.py lists this module).
 __all__ = ["CNN", "MLP", "AlexNet", "ResNet", "Transformer", "ViT"]
 
-# Examples that share BatchNorm statistics: a number, whatever the number of
-# devices; "device": those of a device's micro-batch; "global": of all devices'.
+# Examples that share BatchNorm statistics: a number, "device" (a device's micro-batch) or
+# "global" (the micro-batches of all devices).
 Span = int | Literal["device", "global"]
 
 

@@ -7,7 +7,7 @@ import dataclasses
 from collections.abc import Generator
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from jaxscale import optim  # whose names load when they are asked for
+from jaxscale import optim  # Lazy: its names load on first use.
 from jaxscale.config import bounds
 from jaxscale.config.bases import Optimizer, OptimizerContext, Schedule, ScheduleContext
 from jaxscale.config.bounds import Count, Fraction, NonNegative, Positive
@@ -16,7 +16,7 @@ from jaxscale.errors import ConfigError, invalid, message_of
 if TYPE_CHECKING:
   import optax
 
-# The names that --config.optimizer= takes (by HOMES in config/choice.py).
+# The names for --config.optimizer= (HOMES in config/choice.py lists this module).
 __all__ = ["LAMB", "LARS", "SGD", "AdamW", "Cosine", "Muon", "Optax", "Polynomial", "Steps"]
 
 _Published = Literal["paper", "nvidia", "tf_contrib", "tf_contrib_l2_in_loss", "torch", "optax"]
@@ -27,7 +27,7 @@ LarsVariant = Literal[_Published, _Clipped]
 def _options(chosen: Optimizer, context: OptimizerContext) -> dict[str, Any]:
   """Return the fields as keyword arguments of the functions in `jaxscale.optim`."""
   given = {f.name: getattr(chosen, f.name) for f in dataclasses.fields(chosen)}
-  del given["lr"]  # the schedule has it
+  del given["lr"]  # The schedule contains it.
   if context.momentum is not None and "momentum" in given:
     given["momentum"] = context.momentum
   if "momentum_correction" in given:
@@ -103,7 +103,7 @@ class LARS(_Decaying):
   momentum_correction: Literal["never", "warmup", "always"] = "never"
 
   has_resettable_momentum = True
-  not_shared = ("eps",)  # that of the others is added to a moment
+  not_shared = ("eps",)  # Other optimizers add eps to a moment.
 
   def build(self, schedule: optax.Schedule, context: OptimizerContext):
     return optim.lars(schedule, **_options(self, context))

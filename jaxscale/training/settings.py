@@ -12,7 +12,7 @@ from jaxscale.errors import ConfigError, invalid
 if TYPE_CHECKING:
   from jaxscale.training.losses import Objective
 
-# The names that --config.loss= takes (by HOMES in config/choice.py).
+# The names for --config.loss= (HOMES in config/choice.py lists this module).
 __all__ = ["BinaryCrossEntropy", "CrossEntropy", "Huber", "SquaredError"]
 
 
@@ -42,7 +42,7 @@ class CrossEntropy(Loss):
     return losses.cross_entropy(self.label_smoothing)
 
   @property
-  def is_cross_entropy(self) -> bool:  # a subclass with a `build` of its own may not be
+  def is_cross_entropy(self) -> bool:  # A subclass that overrides `build` may not be.
     return type(self).build is CrossEntropy.build
 
   def target_range(self, info: Any) -> tuple[int, int]:

@@ -491,6 +491,10 @@ def test_a_config_file_imports_from_its_folder_and_needs_no_docstring(tmp_path):
   assert config.model.width == 24  # pyright: ignore[reportAttributeAccessIssue]
   text = "\n  model.Undocumented:\n  --config.model.width = 24  (int >= 1; default: 24)\n"
   assert text in settings_help(config)
+  own = loading.own_classes(str(tmp_path / "mine.py"))
+  digits = load_config("configs/digits.py")  # with a class that the file does not use
+  for node, topic in ((None, "model"), (digits, "model.Undocumented"), (config, "model.width")):
+    assert "--config.model.width" in settings_help(node, own, topic)
 
 
 def test_an_own_sync_is_treated_as_its_class_says():
