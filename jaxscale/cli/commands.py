@@ -20,22 +20,22 @@ class Command(NamedTuple):
 _LINES = """
 models: train: train a config, or resume its run: --config digits --config.optimizer.lr=0.2
 models: generate: generate text with a run's language model: --workdir runs/text --prompt "Once"
-models: export: write a run's parameters as a safetensors file: --workdir runs/x --to x.safetensors
+models: export: write a run's parameters to a file: --workdir runs/digits --to digits.safetensors
 before a run: describe: print parameters, memory and collectives of a step: --config digits
 before a run: plan: predict memory, time and cost on any chips: --config llama_1b --chips h100-16
 before a run: plot-schedule: draw the learning rates of configs: digits --out schedule.png
-before a run: doctor: check nodes, network and disks, or ImageNet: --workdir runs/x --config digits
+before a run: doctor: check nodes, network and disks, or ImageNet: --workdir runs --config digits
 before a run: bench: measure every all-reduce on the devices: --mesh 2x4 --sizes 64KB,16MB
 before a run: prepare: prepare a TFDS dataset or build the JPEG decoder: mnist --data-dir data
-jobs: submit: submit a run to Slurm, or start it on this machine: --config digits --nodes 4 --name x
+jobs: submit: submit a run to Slurm, or start it locally: --config digits --nodes 4 --name first
 jobs: sweep: submit a run for each combination of settings: --config digits --sweep seed=0,1,2
-jobs: scaling: submit a config at several numbers of nodes: --config digits --nodes 1,2,4 --name s
+jobs: scaling: submit a config at several node counts: --config digits --nodes 1,2,4 --name sizes
 jobs: status: show the state of submitted runs: --watch
-jobs: logs: print the output of a run: -f x
-jobs: profile: trace steps of a running run and list the slowest operations: x --steps 10
-jobs: cancel: stop runs after they have saved: x
-jobs: resume: submit stopped runs again: x --nodes 2
-studies: report: report the results of runs, and compare sizes: s --html s.html
+jobs: logs: print the output of a run: -f first
+jobs: profile: trace steps of a running run and list the slowest operations: first --steps 10
+jobs: cancel: stop runs after they have saved: first
+jobs: resume: submit stopped runs again: first --nodes 2
+studies: report: report the results of runs, and compare sizes: sizes --html sizes.html
 studies: batch-study: train to a target at several batch sizes: --config digits --batch-sizes 64,256
 shell: completion: print the tab completion for bash or zsh: bash
 """

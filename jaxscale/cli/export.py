@@ -24,7 +24,7 @@ def add_arguments(parser: Parser) -> None:
   namings = ("jaxscale", "timm", "torchvision", "huggingface")
   parser.option("--naming NAMING", text, choices=namings, default="jaxscale")
   parser.option("--step N", "the step of the checkpoint (default: the newest)", whole())
-  text = "average (the default if Config.ema_decay is set) or params, those of the last step"
+  text = "the parameters: average (default with Config.ema_decay) or params, of the last step"
   parser.option("--take WHICH", text, choices=("average", "params"))
   text, types = "the type: float32 (the default) or bfloat16", ("float32", "bfloat16")
   parser.option("--dtype DTYPE", text, choices=types)

@@ -85,7 +85,7 @@ class Parser(argparse.ArgumentParser):
     text = "the Python file with get_config([ARG]) -> Config, or the name of a packaged "
     more |= {"missing": missing or "", "kind": packaged.locate}
     self.option("--config FILE[:ARG]", f"{text}config", **more)
-    text = "override a setting, e.g. --config.epochs=3; --help=config lists settings"
+    text = "override a setting, e.g. --config.epochs=3; --help=all lists all settings"
     self.option("--config.FIELD VALUE", text, group=group, dest="overrides")
 
   def read(self, argv: Sequence[str]) -> Namespace:
