@@ -22,8 +22,8 @@ import jaxscale
 from jaxscale.cli import COMMANDS, load
 from jaxscale.config import Config
 from jaxscale.config.choice import Choice
-from jaxscale.config.help import default_text
-from jaxscale.config.validation import bounds, field_docs, hints, item_type, type_name
+from jaxscale.config.help import default_text, kind_text
+from jaxscale.config.validation import field_docs, hints, item_type
 from jaxscale.config.validation import settings_classes as alternatives
 
 ROOT = Path(__file__).parents[1]
@@ -121,9 +121,7 @@ def _options(cls: Any, prefix: str, program: str) -> list[str]:
     classes = alternatives(annotation) or alternatives(item_type(annotation))
     if len(classes) == 1:  # a branch, which has a section
       continue
-    kind = " \\| ".join(f"`{c}`" for c in classes) or f"`{type_name(annotation)}`"
-    if name in bounds(cls):
-      kind += f" {prose(bounds(cls)[name])}"
+    kind = " \\| ".join(f"`{c}`" for c in classes) or f"`{kind_text(cls, name)}`"
     text = docs.get(name, "")
     body = f"{prose(text[:1].upper() + text[1:])}\n\n{kind}, {default_text(fields[name], '`')}"
     path = f"{prefix}{name}"

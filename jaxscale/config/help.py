@@ -75,10 +75,7 @@ def entries(
     classes, members = choices(annotation, own), choices(item_type(annotation), own)
     if len(classes) != 1:
       shown = "" if node is None else f" = {type(value).__name__ if classes else repr(value)}"
-      kind = " | ".join(classes) or type_name(annotation)
-      if name in bounds(cls):
-        kind = re.sub(r"( \| None)?$", rf" {bounds(cls)[name]}\1", kind, count=1)
-      about = f"{kind}; {default_text(fields[name])}"
+      about = f"{' | '.join(classes) or kind_text(cls, name)}; {default_text(fields[name])}"
       yield Entry(path, at, f"{path}{shown}  ({about})", docs.get(name, ""))
     if (other := chosen.get(path)) in classes:
       inner = [(classes[other], None)]
@@ -133,6 +130,12 @@ def first_settings() -> str:
 def sections() -> list[str]:
   """Return the fields of Config that have settings of their own."""
   return [name for name, annotation in hints(Config).items() if choices(annotation, {})]
+
+
+def kind_text(cls: type, name: str) -> str:
+  """Return type and bound of a field, e.g. "float > 0 | None"."""
+  bound = f" {bounds(cls)[name]}" if name in bounds(cls) else ""
+  return re.sub(r"( \| None)?$", rf"{bound}\1", type_name(hints(cls)[name]), count=1)
 
 
 def default_text(field: dataclasses.Field, quote: str = "") -> str:
