@@ -46,7 +46,7 @@ def nearest(name: str, choices: typing.Iterable[str]) -> str:
   if close := closest(name, choices):
     return f"did you mean {close!r}?"
   shown, more = choices[:_SHOWN], len(choices) - _SHOWN
-  return f"one of {', '.join(shown)}" + (f" and {more} more" if more > 0 else "")
+  return f"give one of {', '.join(shown)}" + (f" and {more} more" if more > 0 else "")
 
 
 class UnsetError(ConfigError):

@@ -64,7 +64,7 @@ train --config=digit | no packaged config, did you mean 'digits'?
 train --config=digits --workdir= | --workdir=: give a directory
 train --config=digits --workdir=gs://b/x | mount a bucket as one
 train --confg digits | did you mean '--config'?
-completion fish | fish: one of bash, zsh
+completion fish | fish: give one of bash, zsh
 """)
 
 
@@ -111,7 +111,7 @@ def test_the_help_of_train_is_short_and_leads_to_the_rest(capsys):
 
 @pytest.mark.parametrize(
   "topic, says",
-  [("optimiser", "did you mean 'optimizer'?"), ("xyz", "one of all, checkpoint, checks,")],
+  [("optimiser", "did you mean 'optimizer'?"), ("xyz", "give one of all, checkpoint, checks,")],
 )
 def test_help_of_nothing_is_one_line_that_says_what_there_is(topic, says, capsys):
   assert cli.main(["train", f"--help={topic}"]) == 2

@@ -466,7 +466,7 @@ def test_a_class_is_chosen_without_what_it_does_not_allow():
 def test_only_what_is_close_is_suggested():
   assert closest("--drop", ["--help", "--config"]) is None
   assert closest("--hlep", ["--help", "--config"]) == "--help"
-  assert nearest("--drop", ["--help", "--config"]) == "one of --config, --help"
+  assert nearest("--drop", ["--help", "--config"]) == "give one of --config, --help"
   many = [f"n{i:03}" for i in range(1000)]
   assert len(nearest("x", many)) < 300 and nearest("x", many).endswith("960 more")
 
