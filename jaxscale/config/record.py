@@ -77,7 +77,7 @@ def from_plain(annotation: Any, node: Any, folder: Path | None = None) -> Any:
     True
   """
   if isinstance(node, dict) and "object" in node:
-    why = "an object from a notebook, which config.json cannot store; build the config there"
+    why = "an object from a notebook, which config.json cannot store; build the config in it"
     raise ConfigError(f"{node['object']}: {why}")
   if isinstance(node, list):
     return [from_plain(item_type(annotation), item, folder) for item in node]
