@@ -22,8 +22,8 @@ import jaxscale
 from jaxscale.cli import COMMANDS, load
 from jaxscale.config import Config
 from jaxscale.config.choice import Choice
-from jaxscale.config.help import field_docs
-from jaxscale.config.validation import bounds, hints, item_type, type_name
+from jaxscale.config.help import default_text, kind_text
+from jaxscale.config.validation import field_docs, hints, item_type
 from jaxscale.config.validation import settings_classes as alternatives
 
 ROOT = Path(__file__).parents[1]
@@ -121,21 +121,12 @@ def _options(cls: Any, prefix: str, program: str) -> list[str]:
     classes = alternatives(annotation) or alternatives(item_type(annotation))
     if len(classes) == 1:  # a branch, which has a section
       continue
-    kind = " \\| ".join(f"`{c}`" for c in classes) or f"`{type_name(annotation)}`"
-    if name in bounds(cls):
-      kind += f" {prose(bounds(cls)[name])}"
-    body = f"{prose(docs.get(name, ''))}\n\n{kind}{_default(fields[name])}"
+    kind = " \\| ".join(f"`{c}`" for c in classes) or f"`{kind_text(cls, name)}`"
+    text = docs.get(name, "")
+    body = f"{prose(text[:1].upper() + text[1:])}\n\n{kind}, {default_text(fields[name], '`')}"
     path = f"{prefix}{name}"
     out.append(directive("option", f"--config.{path}", body))
   return out
-
-
-def _default(field: dataclasses.Field) -> str:
-  if field.default is not dataclasses.MISSING:
-    return f", default `{field.default!r}`"
-  if field.default_factory is not dataclasses.MISSING:
-    return f", default `{type(field.default_factory()).__name__}`"
-  return ", required"
 
 
 # ---------------------------------------------------------------------------- commands
@@ -151,7 +142,8 @@ def commands() -> str:
       out += [f"### jaxscale {name}\n", docstring(code.__doc__ or "") + "\n"]
       out.append(directive("program", f"jaxscale {name}", ""))
       out += [_option(a) for a in parser._actions if "--help" not in a.option_strings]
-      out.append(prose(parser.epilog or "").replace("exit", "Exit", 1) + ".\n")
+      out.append(f"Example: `{parser.example}`\n")
+      out.append(prose(parser.exit_codes).replace("exit", "Exit", 1) + ".\n")
   return "\n".join(out)
 
 

@@ -1,10 +1,10 @@
 """`jaxscale COMMAND`: one module per command, one table, one parser for all.
 
-A new command is a module here with `add_arguments(parser)` and `run(args)`, which
-returns the exit code (None: 0), and a line in `commands.COMMANDS`. The module imports
-what it needs inside `run`: `--help`, a typo or a missing file is answered before JAX
-loads. Names load when they are first asked for: the console script answers Ctrl-C
-before the table and the parser are imported.
+A new command is a module in this package with `add_arguments(parser)` and `run(args)`,
+which returns the exit code (None: 0), and a line in `commands.COMMANDS`. Modules import
+JAX and other large packages inside `run`, so that `--help`, a typo or a missing file is
+answered at once. Names of this package load on first use, so that the console script can
+handle Ctrl-C before the table and the parser are imported.
 """
 
 import lazy_loader

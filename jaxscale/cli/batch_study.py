@@ -1,8 +1,8 @@
-"""Submit runs that train to the config's target at each batch size, as one sweep.
+"""Submit runs that train to the config's target at several batch sizes, as one sweep.
 
-`jaxscale report NAME` prints steps, epochs and time to the target at each size and the
-critical batch size, and writes them as study.json into the folder of the sweep. The
-target is target_accuracy or target_loss; a run ends without it after `epochs`.
+The target is target_accuracy or target_loss. A run that misses it ends after `epochs`.
+`jaxscale report NAME` prints the steps, epochs and time to the target at each size and the
+critical batch size, and writes them as study.json into the folder of the sweep.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ from jaxscale.cli.parser import Namespace, Parser, distinct, value, whole
 
 
 def add_arguments(parser: Parser) -> None:
-  """The options."""
-  wanted = "whole numbers with commas between, none twice, e.g. 256,1024"
-  text, hint = "global; the learning rate follows by lr_scaling", "256,1024"
+  """Add the options."""
+  wanted = "whole numbers without repeats, e.g. 256,1024"
+  text, hint = "the batch sizes in examples; lr_scaling scales the learning rate", "256,1024"
   sizes = value(distinct, wanted)
   parser.option("--batch-sizes N,N", text, sizes, missing=f"try --batch-sizes {hint}")
   counts = value(lambda text: [*map(whole(1), text.split(","))], "e.g. 1,4")
-  text = "micro-batches of a step at each size (default: the config's at all)"
+  text = "the numbers of micro-batches per step, one per size (default: the config's)"
   parser.option("--accumulate-steps N,N", text, counts, default=())
-  text = "runs of each size, with seeds from Config.seed on"
+  text = "the number of runs per size, with seeds from Config.seed up"
   parser.option("--seeds N", text, whole(1), default=1)
   submit.add_sweep_arguments(parser)
 

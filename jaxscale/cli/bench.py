@@ -1,14 +1,15 @@
-"""Time every all-reduce on the devices of all processes, and print plans by size.
+"""Measure every all-reduce on the devices of all processes, and print plans by size.
 
-First a ring along each axis alone, at every size: alpha (seconds per message) and beta
-(seconds per byte) of the axis are fitted to it. Then all algorithms, the torus with the
-dimensions that are best on those links. Calls take turns, so that other load on the
-machine affects all alike; the figure of each is its median, that of the slowest
-process. The time of an empty call is subtracted before fitting, not from the table.
+A ring along each axis is measured first, at every size, to fit alpha (seconds per message)
+and beta (seconds per byte) of the axis. Then all algorithms are measured, the torus with
+the dimensions that are best on those links. Calls of the algorithms alternate, so that
+other load on the machine affects all of them alike. The printed time is the median over
+--rounds of the slowest process. The time of an empty call is subtracted before the fit,
+but not in the table.
 
-Several processes: start one on each host with srun, or set JAXSCALE_COORDINATOR,
-JAXSCALE_NUM_PROCESSES and JAXSCALE_PROCESS_ID. On a CPU,
-JAX_NUM_CPU_DEVICES=8 simulates eight devices.
+For several processes, start one on each host with srun, or set JAXSCALE_COORDINATOR,
+JAXSCALE_NUM_PROCESSES and JAXSCALE_PROCESS_ID. On a CPU, JAX_NUM_CPU_DEVICES=8 simulates
+eight devices.
 """
 
 from __future__ import annotations
@@ -31,15 +32,16 @@ _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "B": 1}
 
 
 def add_arguments(parser: Parser) -> None:
-  """The options."""
+  """Add the options."""
   shape = value(_shape, "sizes of axes, as 2x4", lambda sizes: min(sizes) > 0)
   sizes = value(_sizes, "bytes, as 4KB,1MB", lambda sizes: min(sizes) > 0)
-  parser.option("--mesh AxB", "axes, slowest link first (default: one of all)", shape)
-  text = "payloads of a device, 1 KB = 1,000 bytes"
+  parser.option("--mesh AxB", "the mesh axes, slowest first (default: one of all devices)", shape)
+  text = "the payloads per device; 1 KB is 1,000 bytes"
   parser.option("--sizes SIZES", text, sizes, default="1KB,64KB,1MB,16MB")
-  parser.option("--rounds N", "calls, of which the median counts", whole(1), default=11)
-  parser.option("--dtype TYPE", f"one of {', '.join(_DTYPES)}", choices=_DTYPES, default="float32")
-  parser.option("--algorithms NAMES", "some, e.g. ring,psum (default: all)")
+  parser.option("--rounds N", "the number of calls; the median is printed", whole(1), default=11)
+  types = f"the type: {', '.join(_DTYPES)}"
+  parser.option("--dtype TYPE", types, choices=_DTYPES, default="float32")
+  parser.option("--algorithms NAMES", "the algorithms, e.g. ring,psum (default: all)")
 
 
 def _shape(text: str) -> tuple[int, ...]:
@@ -55,7 +57,7 @@ def _sizes(text: str) -> list[int]:
 
 
 def run(args: Namespace) -> None:
-  """Measure what is asked for, and print it."""
+  """Measure and print the report."""
   from jaxscale.collectives.planner import ALGORITHMS
 
   algorithms = (args.algorithms or ",".join(ALGORITHMS)).split(",")
@@ -63,7 +65,7 @@ def run(args: Namespace) -> None:
     if name not in ALGORITHMS:
       raise ConfigError(f"--algorithms={name}: {nearest(name, ALGORITHMS)}")
   with cluster.open_session():
-    import jax  # only once all processes have joined
+    import jax  # Imported once all processes have joined.
 
     from jaxscale.collectives import measurements
 
@@ -71,7 +73,7 @@ def run(args: Namespace) -> None:
     links, empty = measurements.measure_links(mesh, *what)
     measured = measurements.measure_algorithms(mesh, algorithms, *what, links)
     count, is_leader = jax.process_count(), cluster.is_leader()
-  if is_leader:  # outside: a table that cannot be printed fails the command
+  if is_leader:  # Outside the session, so that a failed print fails the command.
     shape = ", ".join(f"{a} {n}" for a, n in mesh.shape.items())
     device = mesh.devices.flat[0].device_kind
     print(f"mesh {shape}; processes {count}; {device}; {args.dtype}; median of {args.rounds}")
@@ -79,18 +81,18 @@ def run(args: Namespace) -> None:
 
 
 def make_mesh(shape: tuple[int, ...] | None) -> Any:
-  """The mesh asked for, over all devices of all processes.
+  """Return a mesh of this shape over all devices of all processes.
 
   Raises:
-    ConfigError: the sizes do not multiply to the number of devices.
+    ConfigError: the product of the sizes is not the number of devices.
   """
   import jax
   from jax.sharding import AxisType
 
   shape = shape or (jax.device_count(),)
   if (wanted := math.prod(shape)) != (count := jax.device_count()):
-    text = f"--mesh={'x'.join(map(str, shape))}: has {wanted} devices, give sizes "
-    raise ConfigError(f"{text}that multiply to the {count} there are")
+    text = f"--mesh={'x'.join(map(str, shape))}: needs {wanted} devices; give sizes "
+    raise ConfigError(f"{text}whose product is {count}, the number of devices")
   few = ("replica", "data")[-len(shape) :]
   names = few if len(shape) <= 2 else tuple(f"axis{i}" for i in range(len(shape)))
   return jax.make_mesh(shape, names, (AxisType.Auto,) * len(shape))
@@ -102,7 +104,7 @@ def report(
   links: Mapping[str, Link],
   empty: float,
 ) -> list[str]:
-  """Lines to print: times with predictions, links, the fastest at each size."""
+  """Return the lines to print: times with predictions, links, the fastest at each size."""
   from jaxscale.collectives.planner import plan
 
   rows: list[tuple[str, ...]] = []

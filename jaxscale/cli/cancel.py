@@ -1,4 +1,4 @@
-"""Stop runs, queued or running; what runs is asked to save first."""
+"""Stop runs, queued or running; a running run saves a checkpoint first."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from jaxscale.cli.submit import add_runs
 
 
 def add_arguments(parser: Parser) -> None:
-  """The options."""
+  """Add the options."""
   parser.words("names", "RUN", RUN, missing=SEE_STATUS)
   add_runs(parser)
 
@@ -19,5 +19,5 @@ def run(args: Namespace) -> None:
   from jaxscale.jobs.job_handle import Job
 
   for path in folders.find_all(args.names, args.runs):
-    asked = "asked to save and end" if Job(path).cancel() else "has ended already"
+    asked = "asked to save and stop" if Job(path).cancel() else "has already ended"
     print(f"{path.name}: {asked}")

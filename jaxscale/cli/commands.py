@@ -1,4 +1,4 @@
-"""The table of all commands."""
+"""Table of all commands."""
 
 from __future__ import annotations
 
@@ -10,51 +10,57 @@ from jaxscale.cli.parser import Parser
 
 
 class Command(NamedTuple):
-  """A line of `jaxscale --help`; its module is `jaxscale.cli.NAME`."""
+  """One line of `jaxscale --help`; the module of a command is `jaxscale.cli.NAME`."""
 
   group: str
   summary: str
+  example: str
 
 
+_LINES = """
+models: train: train a config, or resume its run: --config digits --config.optimizer.lr=0.2
+models: generate: generate text with a run's language model: --workdir runs/text --prompt "Once"
+models: export: write a run's parameters to a file: --workdir runs/digits --to digits.safetensors
+before a run: describe: print parameters, memory and collectives of a step: --config digits
+before a run: plan: predict memory, time and cost on any chips: --config llama_1b --chips h100-16
+before a run: plot-schedule: draw the learning rates of configs: digits --out schedule.png
+before a run: doctor: check nodes, network and disks, or ImageNet: --workdir runs --config digits
+before a run: bench: measure every all-reduce on the devices: --mesh 2x4 --sizes 64KB,16MB
+before a run: prepare: prepare a TFDS dataset or build the JPEG decoder: mnist --data-dir data
+jobs: submit: submit a run to Slurm, or start it locally: --config digits --nodes 4 --name first
+jobs: sweep: submit a run for each combination of settings: --config digits --sweep seed=0,1,2
+jobs: scaling: submit a config at several node counts: --config digits --nodes 1,2,4 --name sizes
+jobs: status: show the state of submitted runs: --watch
+jobs: logs: print the output of a run: -f first
+jobs: profile: trace steps of a running run and list the slowest operations: first --steps 10
+jobs: cancel: stop runs after they have saved: first
+jobs: resume: submit stopped runs again: first --nodes 2
+studies: report: report the results of runs, and compare sizes: sizes --html sizes.html
+studies: batch-study: train to a target at several batch sizes: --config digits --batch-sizes 64,256
+shell: completion: print the tab completion for bash or zsh: bash
+"""
 COMMANDS = {
-  "train": Command("models", "train a config, or resume its run"),
-  "generate": Command("models", "print text that a trained language model continues"),
-  "export": Command("models", "write a run's parameters as a safetensors file"),
-  "describe": Command("before a run", "print memory and collectives of a step"),
-  "plan": Command("before a run", "predict memory, time and cost on chips not here"),
-  "plot-schedule": Command("before a run", "draw the learning rates of configs"),
-  "doctor": Command("before a run", "check nodes, network and disks, or a dataset"),
-  "bench": Command("before a run", "time every all-reduce on the devices"),
-  "prepare": Command("before a run", "prepare a TFDS dataset or the JPEG decoder"),
-  "submit": Command("jobs", "submit a run to Slurm or to this machine"),
-  "sweep": Command("jobs", "submit one run for each combination of settings"),
-  "scaling": Command("jobs", "submit one config at several numbers of nodes"),
-  "status": Command("jobs", "show the state of submitted runs"),
-  "logs": Command("jobs", "print what a run has printed"),
-  "profile": Command("jobs", "trace steps of a run, and name what takes the time"),
-  "cancel": Command("jobs", "stop runs; they save first"),
-  "resume": Command("jobs", "submit stopped runs again"),
-  "report": Command("studies", "compare runs at several sizes: table and picture"),
-  "batch-study": Command("studies", "submit runs at several batch sizes to a target"),
-  "completion": Command("shell", "print the tab completion for bash or zsh"),
+  name: Command(group, summary, f"jaxscale {name} {example}")
+  for group, name, summary, example in (x.split(": ") for x in _LINES.strip().splitlines())
 }
-# Those that ask JAX for devices as soon as they run.
+# Commands that ask JAX for devices as soon as they run.
 USE_JAX = ("train", "generate", "describe", "bench")
 
 
 def load(name: str) -> tuple[ModuleType, Parser]:
-  """The module of a command, and its parser."""
+  """Return the module of a command and its parser."""
   module = importlib.import_module(f"jaxscale.cli.{name.replace('-', '_')}")
-  parser = Parser(name, (module.__doc__ or COMMANDS[name].summary).strip())
+  command = COMMANDS[name]
+  parser = Parser(name, (module.__doc__ or command.summary).strip(), command.example)
   module.add_arguments(parser)
   return module, parser
 
 
 def overview() -> str:
-  """The page of `jaxscale --help`."""
+  """Return the page of `jaxscale --help`."""
   lines = ["usage: jaxscale COMMAND [option ...]", ""]
-  lines += ["Trains neural networks at very large batch, from a laptop to a cluster."]
+  lines += ["Train neural networks at very large batch, from a laptop to a cluster."]
   for group in dict.fromkeys(c.group for c in COMMANDS.values()):
     lines += ["", f"{group}:"]
     lines += [f"  {n:18}{c.summary}" for n, c in COMMANDS.items() if c.group == group]
-  return "\n".join([*lines, "", "`jaxscale COMMAND --help` has the options of each."])
+  return "\n".join([*lines, "", "`jaxscale COMMAND --help` lists the options of a command."])

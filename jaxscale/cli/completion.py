@@ -3,7 +3,7 @@
     eval "$(jaxscale completion bash)"           # in ~/.bashrc
     eval "$(jaxscale completion zsh)"            # in ~/.zshrc, after compinit
 
-Completes commands, options, settings, known values, packaged configs and files.
+Commands, options, settings, known values, packaged configs and files are completed.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from jaxscale.config.help import field_names
 
 
 def add_arguments(parser: Parser) -> None:
-  """The options."""
+  """Add the options."""
   more = {"nargs": "?", "choices": ("bash", "zsh")}
   parser.words("shell", "SHELL", "bash or zsh", missing="give bash or zsh", **more)
 
@@ -28,7 +28,7 @@ def add_arguments(parser: Parser) -> None:
 def run(args: Namespace) -> None:
   """Print the script."""
   root = argparse.ArgumentParser("jaxscale", add_help=False)
-  kind: Any = _parser_of  # a function in place of a class
+  kind: Any = _parser_of  # A function instead of a class.
   commands = root.add_subparsers(parser_class=kind)
   for name, command in COMMANDS.items():
     commands.add_parser(name, help=command.summary)
@@ -41,7 +41,7 @@ def _parser_of(prog: str, **more: Any) -> Parser:
   for name in field_names(None) if parser.has_settings else ():
     parser.option(f"--config.{name} VALUE", "")
   for action in parser._actions:
-    action.metavar = None  # zsh splits at the colon in FILE[:ARG]
+    action.metavar = None  # Because zsh splits at the colon in FILE[:ARG].
     if action.dest == "overrides":
       action.help = argparse.SUPPRESS
     elif action.nargs != 0 and not action.choices:
@@ -50,7 +50,7 @@ def _parser_of(prog: str, **more: Any) -> Parser:
 
 
 def _configs() -> dict[str, Any]:
-  """Names of packaged configs, and files."""
+  """Return shtab's completion of packaged configs and files."""
   function, names = "_jaxscale_config_files", " ".join(packaged.names())
   bash = f'compgen -f -W "{names}" -- "$1"'
   zsh = f"_alternative 'configs:config:({names})' 'files:file:_files'"

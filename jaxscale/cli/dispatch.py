@@ -1,4 +1,4 @@
-"""From the words of a command line to the command's `run`."""
+"""Run the command that a command line asks for, or print its help."""
 
 from __future__ import annotations
 
@@ -9,17 +9,18 @@ from importlib import metadata
 
 from jaxscale import errors
 from jaxscale.cli.commands import COMMANDS, USE_JAX, load, overview
+from jaxscale.cli.parser import Namespace, Parser
 from jaxscale.cluster.environment import check_environment
 from jaxscale.config.validation import nearest
 
 
 @errors.one_line_errors
 def main(argv: list[str], program: str = "jaxscale") -> int:
-  """Run a command; returns the exit code.
+  """Run a command and return the exit code.
 
   Args:
-    argv: its name and its options.
-    program: how the user started it, for command lines that are printed.
+    argv: name of the command, then its options.
+    program: words that started it, for command lines that are printed.
   """
   name, *rest = argv or [""]
   if name in ("--version", "-V"):
@@ -35,11 +36,33 @@ def main(argv: list[str], program: str = "jaxscale") -> int:
   args.program = program
   args.command_line = shlex.join([*program.split(), *argv])
   if args.help:
-    page = getattr(module, "help_page", lambda parser, _: parser.format_help())
-    print(page(parser, args), end="")
+    print(help_page(name, parser, args), end="")
     if sys.flags.optimize > 1:
-      print("\nWhat each is for is left out: PYTHONOPTIMIZE=2 strips docstrings.")
+      print("\nDescriptions are missing: PYTHONOPTIMIZE=2 strips docstrings.")
     return errors.EXIT_DONE
   if name in USE_JAX:
     check_environment(os.environ)
   return module.run(args) or errors.EXIT_DONE
+
+
+def help_page(name: str, parser: Parser, args: Namespace) -> str:
+  """Return the options of a command, the settings of --help=TOPIC, or of `train` both."""
+  if not args.topic and name != "train":
+    return parser.format_help()
+  from jaxscale.config.help import first_settings, settings_help
+  from jaxscale.config.loading import load_config, own_classes
+  from jaxscale.config.validation import UnsetError
+
+  config, own, chosen = None, {}, {}
+  if isinstance(args.config, str):
+    try:
+      config = load_config(args.config, args.overrides)
+    except UnsetError:  # The page shows the fields that are still to be set.
+      config, chosen = load_config(args.config), args.overrides
+    own = own_classes(args.config)
+  if args.topic:
+    return f"{settings_help(config, own, args.topic, chosen)}\n"
+  text = f"settings to start with:\n{first_settings()}"
+  if config:
+    text = f"settings of {args.config}:\n{settings_help(config, own, chosen=chosen)}"
+  return f"{parser.format_help()}\n{text}\n"

@@ -1,12 +1,12 @@
-"""Check what a run needs, and print what to do about the rest.
+"""Check nodes, network and disks before a run, or check ImageNet; print what to fix.
 
-Without a name it is the preflight: is this allocation ready for a job? Start it as the
-job is started (one process per node is enough):
+Without an argument the command checks whether this allocation is ready for a job. Start it
+like the job, with at least one process per node:
 
     srun jaxscale doctor --workdir DIR --config FILE
 
-`jaxscale doctor imagenet` checks ImageNet's 1.28 million training and 50,000 held-out
-images, by counts and a sample that is decoded.
+`jaxscale doctor imagenet` checks the 1.28 million training and 50,000 validation images
+of ImageNet: it counts them and decodes a sample.
 """
 
 from __future__ import annotations
@@ -22,34 +22,34 @@ _IMAGENET = {"data_dir": None, "folder": None, "sample": 256}
 
 
 def add_arguments(parser: Parser) -> None:
-  """The options."""
-  parser.epilog = "exit code: 0 ready, 2 not ready: the last lines print what to do"
-  parser.words("dataset", "imagenet", "check it", nargs="?", choices=("imagenet",))
-  group = parser.add_argument_group("of the preflight")
-  parser.option("--workdir DIR", "where the run will write", directory, default=".", group=group)
+  """Add the options."""
+  parser.exit_codes = "exit code: 0 ready, 2 not ready; the last lines say what to do"
+  parser.words("dataset", "imagenet", "check ImageNet", nargs="?", choices=("imagenet",))
+  group = parser.add_argument_group("check of an allocation")
+  parser.option("--workdir DIR", "the workdir of the run", directory, default=".", group=group)
   parser.config(missing=None, group=group)
   checks = "; ".join(f"{name} ({check.text})" for name, check in CHECKS.items())
-  skip = f"checks to leave out: {checks}"
+  skip = f"the checks to skip: {checks}"
   parser.option("--skip NAME,NAME", skip, action="append", default=[], group=group)
-  group = parser.add_argument_group("of `doctor imagenet`")
+  group = parser.add_argument_group("jaxscale doctor imagenet")
   place = group.add_mutually_exclusive_group()
-  parser.option("--data-dir DIR", "where TFDS has it (or its default)", group=place)
-  parser.option("--folder DIR", "with train/CLASS/*.JPEG and val/", group=place)
-  parser.option("--sample N", "images to decode", whole(1), default=256, group=group)
+  parser.option("--data-dir DIR", "the data directory of TFDS (default: TFDS's own)", group=place)
+  parser.option("--folder DIR", "the directory of train/CLASS/*.JPEG and val/", group=place)
+  parser.option("--sample N", "the number of images to decode", whole(1), default=256, group=group)
 
 
 def run(args: Namespace) -> int:
-  """Check, and print what was found."""
+  """Run the checks and print the findings."""
   asked = {name: getattr(args, name) for name in _IMAGENET}
   if args.dataset:
-    from jaxscale.jobs.preflight import imagenet  # TFDS and JAX, 2 s: only who asks waits
+    from jaxscale.jobs.preflight import imagenet  # Imports TFDS and JAX, which takes 2 s.
     from jaxscale.jobs.preflight.finding import report
 
     return report("imagenet", imagenet.check(**asked))
   for name, default in _IMAGENET.items():
     if asked[name] != default:
       option = name.replace("_", "-")
-      raise ConfigError(f"--{option}: only of `jaxscale doctor imagenet`")
+      raise ConfigError(f"--{option}: only for `jaxscale doctor imagenet`")
   from jaxscale.jobs import preflight
 
   skip = [name for text in args.skip for name in text.split(",")]

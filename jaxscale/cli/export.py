@@ -1,7 +1,7 @@
-"""Write the parameters of a run's checkpoint as one safetensors file.
+"""Write the parameters of a checkpoint as one safetensors file.
 
-BatchNorm statistics are in it, too. Nothing is computed: arrays are copied one after
-another, on the host's processor.
+BatchNorm statistics are included. Arrays are copied one at a time on the CPU; no
+accelerator is used.
 """
 
 from __future__ import annotations
@@ -14,20 +14,20 @@ from jaxscale.files import expand
 
 
 def add_arguments(parser: Parser) -> None:
-  """The options."""
-  parser.option("--workdir DIR", "of the run", directory, missing="try --workdir runs/x")
-  text, hint = "replaced when the new one is whole", "try --to x.safetensors"
+  """Add the options."""
+  parser.option("--workdir DIR", "the run's workdir", directory, missing="try --workdir runs/x")
+  text, hint = "the file to write; an existing one is replaced", "try --to x.safetensors"
   is_file = value(expand, "a file in a directory, ending in .safetensors", _is_safetensors)
   parser.option("--to FILE", text, is_file, missing=hint)
-  text = "jaxscale: for Config.init_from; timm: ResNet and ViT, huggingface: Llama and "
-  text += "ViT, each with a config.json next to it; torchvision: ResNet and ViT"
+  text = "the parameter names: jaxscale (for Config.init_from), timm (ResNet, ViT) and "
+  text += "huggingface (Llama, ViT), both with a config.json, or torchvision (ResNet, ViT)"
   namings = ("jaxscale", "timm", "torchvision", "huggingface")
   parser.option("--naming NAMING", text, choices=namings, default="jaxscale")
-  parser.option("--step N", "of the checkpoint (default: the newest)", whole())
-  text = "average (default, where Config.ema_decay keeps one) or params, of the last "
-  parser.option("--take WHICH", f"{text}step", choices=("average", "params"))
-  types = ("float32", "bfloat16")
-  parser.option("--dtype DTYPE", "or bfloat16 (default: float32)", choices=types)
+  parser.option("--step N", "the step of the checkpoint (default: the newest)", whole())
+  text = "the parameters: average (default with Config.ema_decay) or params, of the last step"
+  parser.option("--take WHICH", text, choices=("average", "params"))
+  text, types = "the type: float32 (the default) or bfloat16", ("float32", "bfloat16")
+  parser.option("--dtype DTYPE", text, choices=types)
 
 
 def _is_safetensors(path: str) -> bool:
@@ -35,8 +35,8 @@ def _is_safetensors(path: str) -> bool:
 
 
 def run(args: Namespace) -> None:
-  """Write the file, and print what is in it."""
-  # An accelerator that somebody else uses is left alone.
+  """Write the file, and print a summary of its contents."""
+  # The CPU suffices, and another process may be using the accelerator.
   os.environ["JAX_PLATFORMS"] = "cpu"
   from jaxscale.run.export import export
 

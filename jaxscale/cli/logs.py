@@ -1,4 +1,4 @@
-"""Print what the processes of a run have printed."""
+"""Print the output of the processes of a run."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ if TYPE_CHECKING:
 
 
 def add_arguments(parser: Parser) -> None:
-  """The options."""
-  parser.words("names", "RUN", "name or directory of a run", missing=SEE_STATUS)
+  """Add the options."""
+  parser.words("names", "RUN", "the name or directory of a run", missing=SEE_STATUS)
   add_runs(parser)
-  parser.flag("-f --follow", "print what comes until the run ends")
-  parser.option("--rank N|all|batch", "processes, or the script itself (default: 0)")
-  parser.option("--task N", "which trial of a sweep", whole(), default=0)
-  parser.option("-n --lines N", "the last N lines only", whole(1))
+  parser.flag("-f --follow", "print new output until the run ends")
+  parser.option("--rank N|all|batch", "the process, all, or the batch script (default: 0)")
+  parser.option("--task N", "the trial of a sweep", whole(), default=0)
+  parser.option("-n --lines N", "print only the last N lines", whole(1))
 
 
 def run(args: Namespace) -> None:
-  """Print, or follow."""
+  """Print or follow the output."""
   from jaxscale.jobs import folder as folders
   from jaxscale.jobs import logs
   from jaxscale.jobs.job_handle import Job
@@ -34,7 +34,7 @@ def run(args: Namespace) -> None:
   (path, *others) = folders.find_all(args.names, args.runs)
   if others:
     names = ", ".join(p.name for p in (path, *others))
-    raise ConfigError(f"{args.names[-1]}: logs of one run at a time, of {names}")
+    raise ConfigError(f"{args.names[-1]}: logs prints one run at a time; give one of {names}")
   spec = folders.read_spec(path)
   files = logs.choose(spec, args.rank or "0", args.task)
   if args.follow:
@@ -43,7 +43,7 @@ def run(args: Namespace) -> None:
     _print_failure(spec, args)
     return
   if not _printed(files) and args.rank is None:
-    # Another rank may say why this one was ended, or the script why none began.
+    # Another rank may report why this one was killed, or the script why none started.
     every, batch = (logs.choose(spec, rank, args.task) for rank in ("all", "batch"))
     files = every if _printed(every) else batch
   if not _printed(files):

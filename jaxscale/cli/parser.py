@@ -1,6 +1,6 @@
-"""The parser of every command: argparse, with settings as options and short errors.
+"""Command-line parser: argparse with settings as options and one-line errors.
 
-A mistake on the command line is a ConfigError of one line, as one in a config is.
+A mistake on the command line raises a ConfigError of one line, as a mistake in a config does.
 """
 
 from __future__ import annotations
@@ -18,39 +18,47 @@ from jaxscale.config.validation import nearest, within
 from jaxscale.errors import ConfigError
 from jaxscale.files import expand
 
-EXIT_CODES = "exit code: 0 done, 2 a mistake in what was asked for, 1 anything else"
+EXIT_CODES = "exit code: 0 done, 2 invalid usage or configuration, 1 any other error"
 
 _STYLE: dict[str, Any] = dict(formatter_class=argparse.RawDescriptionHelpFormatter)
 _STYLE |= dict(add_help=False, allow_abbrev=False, exit_on_error=False)
-Kind = Callable[[str], Any]  # makes the value of an option of its text
+Kind = Callable[[str], Any]  # From the text of an option to its value.
 
 
 class Parser(argparse.ArgumentParser):
-  """Options of one command.
+  """Parser of the options of one command.
 
   Attributes:
-    has_settings: whether --config.FIELD=VALUE are options too.
+    example: a command line, printed by `--help`.
+    exit_codes: the line of exit codes, printed by `--help`.
+    has_settings: whether the command accepts --config.FIELD=VALUE and --help=TOPIC.
   """
 
   has_settings = False
+  exit_codes = EXIT_CODES
 
-  def __init__(self, name: str, description: str):
-    super().__init__(f"jaxscale {name}", description=description, epilog=EXIT_CODES, **_STYLE)
+  def __init__(self, name: str, description: str, example: str = ""):
+    super().__init__(f"jaxscale {name}", description=description, **_STYLE)
     self._required: dict[str, tuple[str, str]] = {}
+    self.example = example
     self.flag("-h --help", "print this page")
+
+  def format_help(self) -> str:
+    """Return the options, the example and the exit codes."""
+    return f"{super().format_help()}\nexample: {self.example}\n\n{self.exit_codes}\n"
 
   def option(
     self, names: str, help: str, kind: Kind | None = None, *, missing: str = "", **more: Any
   ) -> None:
-    """An option with a value.
+    """Add an option with a value.
 
     Args:
-      names: and the value's, e.g. "-n --lines N".
-      help: its line; the default is added to it.
-      kind: makes the value of a text, as `value` and `whole` do; the default expands
-        a leading `~`, `str` leaves it as it is.
-      missing: what to give, for the error where it must be given and is not.
-      more: as for `add_argument`, and `group`: of options, by `add_argument_group`.
+      names: the names of the option and of its value, e.g. "-n --lines N".
+      help: the help text; the default is appended.
+      kind: a function from text to value, such as `value` and `whole` return; the default
+        expands a leading `~`, `str` keeps the text.
+      missing: the advice in the error for a required option; "": not required.
+      more: arguments of `add_argument`, and `group`, a group of options to add it to.
     """
     *flags, metavar = names.split()
     default, group = more.get("default"), more.pop("group", None) or self
@@ -61,36 +69,36 @@ class Parser(argparse.ArgumentParser):
       self._required[action.dest] = (flags[-1], missing)
 
   def flag(self, names: str, help: str, group: Any = None, **more: Any) -> None:
-    """An option without a value."""
+    """Add an option without a value."""
     (group or self).add_argument(*names.split(), action="store_true", help=help, **more)
 
   def words(self, name: str, metavar: str, help: str, missing: str = "", **more: Any) -> None:
-    """Arguments that are not options, any number of them."""
+    """Add positional arguments, any number of them."""
     options: dict[str, Any] = {"nargs": "*", "type": path} | more
     self.add_argument(name, metavar=metavar, help=help, **options)
     if missing:
       self._required[name] = (metavar, missing)
 
   def config(self, missing: str | None = "try --config digits", **more: Any) -> None:
-    """--config, and the settings in it; `more` as for `option`."""
+    """Add --config and the settings in it; `more` is as for `option`."""
     self.has_settings, group = True, more.get("group")
-    text = "Python file with get_config([ARG]) -> Config, or the name of a packaged "
+    text = "the Python file with get_config([ARG]) -> Config, or the name of a packaged "
     more |= {"missing": missing or "", "kind": packaged.locate}
     self.option("--config FILE[:ARG]", f"{text}config", **more)
-    text = "replace a setting, e.g. --config.epochs=3; `jaxscale train --help` lists "
-    self.option("--config.FIELD VALUE", f"{text}them", group=group, dest="overrides")
+    text = "override a setting, e.g. --config.epochs=3; --help=all lists all settings"
+    self.option("--config.FIELD VALUE", text, group=group, dest="overrides")
 
   def read(self, argv: Sequence[str]) -> Namespace:
-    """The values of a command line.
+    """Return the values of a command line.
 
-    `overrides` of the result are settings as text by dotted field; `help` says
-    whether help is asked for, and then nothing is required.
+    `overrides` of the result has settings as text by dotted field, `topic` is TOPIC of
+    --help=TOPIC. With `help` no option is required.
 
     Raises:
-      ConfigError: an option that does not exist, lacks its value, has a bad one, or
-        is missing.
+      ConfigError: an option does not exist, lacks its value, has an invalid value, or is
+        missing.
     """
-    rest, overrides = self._split(argv)
+    rest, overrides, topic = self._split(argv)
     try:
       args, unknown = self.parse_known_intermixed_args(rest)
     except argparse.ArgumentError as e:
@@ -102,18 +110,20 @@ class Parser(argparse.ArgumentParser):
       if self.has_settings and not unknown[0].startswith("-"):
         raise ConfigError(f"{unknown[0]}: not an option; a config is --config FILE")
       raise ConfigError(f"{unknown[0]}: not an option, {hint}")
-    args.overrides = overrides
+    args.overrides, args.topic = overrides, topic
     for dest, (name, hint) in self._required.items():
       if not args.help and getattr(args, dest) in (None, []):
         raise ConfigError(f"{name}: missing; {hint}")
     return args
 
-  def _split(self, argv: Sequence[str]) -> tuple[list[str], dict[str, str]]:
-    """Takes the settings out of a command line."""
-    rest, overrides, args = [], {}, list(argv)
+  def _split(self, argv: Sequence[str]) -> tuple[list[str], dict[str, str], str]:
+    """Return a command line without settings, the settings, and TOPIC of --help=TOPIC."""
+    rest, overrides, topic, args = [], {}, "", list(argv)
     while args:
       arg = args.pop(0)
       name, given, value = arg.partition("=")
+      if self.has_settings and name == "--help":
+        arg, topic = name, value
       if not (self.has_settings and name.startswith("--config.")):
         rest.append(arg)
         continue
@@ -122,7 +132,7 @@ class Parser(argparse.ArgumentParser):
           raise ConfigError(f"{name}: a value is missing, write {name}=VALUE")
         value = args.pop(0)
       overrides[name.removeprefix("--config.")] = value
-    return rest, overrides
+    return rest, overrides, topic
 
   def _check_value(self, action: argparse.Action, value: Any) -> None:
     if action.choices is not None and value not in action.choices:
@@ -130,7 +140,7 @@ class Parser(argparse.ArgumentParser):
       raise argparse.ArgumentError(action, f"={value}: {hint}")
 
   def error(self, message: str) -> Any:
-    """What argparse has no ArgumentError for."""
+    """Report an error for which argparse has no ArgumentError."""
     raise ConfigError(f"{self.prog}: {message}")
 
 
@@ -146,16 +156,16 @@ def _one_line(error: argparse.ArgumentError) -> str:
 
 
 def value(kind: Kind, wanted: str, allows: Callable[[Any], bool] = bool) -> Kind:
-  """The `kind` of an option.
+  """Return the `kind` of an option.
 
   Args:
-    kind: makes a value of a text, or raises a ValueError.
-    wanted: what to give, for the error.
-    allows: whether a value is possible.
+    kind: a function from text to value, which raises ValueError for an invalid text.
+    wanted: a description of valid values, for the error.
+    allows: a function that returns whether a value is valid.
   """
 
   def convert(text: str) -> Any:
-    with contextlib.suppress(ValueError, OSError):  # as of a path that is too long
+    with contextlib.suppress(ValueError, OSError):  # OSError: a path that is too long.
       if allows(found := kind(text)):
         return found
     raise argparse.ArgumentTypeError(f"={text}: give {wanted}")
@@ -164,38 +174,38 @@ def value(kind: Kind, wanted: str, allows: Callable[[Any], bool] = bool) -> Kind
 
 
 def number(bound: str, kind: Kind = float) -> Kind:
-  """A number in a bound, e.g. ">= 1" or "in [0, 1)", as the `kind` of an option."""
+  """Return the `kind` of an option for a number in a bound, e.g. ">= 1" or "in [0, 1)"."""
   return value(kind, f"a {'whole ' * (kind is int)}number {bound}", lambda x: within(x, bound))
 
 
 def whole(least: int = 0, most: int = 10**9) -> Kind:
-  """A whole number, as the `kind` of an option."""
+  """Return the `kind` of an option for a whole number."""
   at_least, at_most = number(f">= {least}", int), number(f"<= {most}", int)
   return lambda text: at_least(text) and at_most(text)
 
 
 def distinct(text: str) -> list[int]:
-  """Positive whole numbers with commas between, none twice, in their order."""
+  """Return positive whole numbers, separated by commas, without duplicates, in their order."""
   numbers = [int(part) for part in text.split(",")]
   if min(numbers) < 1 or len({*numbers}) < len(numbers):
     raise ValueError
   return numbers
 
 
-# A text in which a leading `~` is the home directory, as the `kind` of an option.
+# `kind` of an option for text in which a leading `~` is the home directory.
 path = value(expand, "a path without ~: no such home directory", lambda _: True)
 
 
 def can_be_file(path: str) -> bool:
-  """Return whether a file can be written there, once its missing parents are made."""
+  """Return whether a file can be written at a path, once its missing folders are created."""
   folder, name = os.path.split(path)
   while folder and not os.path.lexists(folder):
     folder = os.path.dirname(folder)
   return bool(name) and os.path.isdir(folder or ".") and not os.path.isdir(path)
 
 
-# Files to be written, as the `kind` of an option: looked at before there is anything to
-# write. Matplotlib has more pictures, but is asked for one only then.
+# `kind` of an option for a file to write, checked before the work starts. Matplotlib knows
+# more picture formats, but would have to be imported for their list.
 PICTURES = (".png", ".pdf", ".svg", ".jpg")
 file = value(expand, "a file in a directory", can_be_file)
 picture = value(
@@ -206,13 +216,13 @@ picture = value(
 
 
 def directory(text: str) -> str:
-  """A directory of this machine, as the `kind` of an option."""
+  """Return a local directory, as the `kind` of an option."""
   if not text or "://" in text:
     advice = "give a directory" + "; mount a bucket as one" * bool(text)
     raise argparse.ArgumentTypeError(f"={text}: {advice}")
   try:
     os.path.abspath(text := path(text)).encode()
-  except UnicodeEncodeError:  # a checkpoint cannot be written there
+  except UnicodeEncodeError:  # A checkpoint could not be written to this path.
     advice = "not UTF-8 in this locale; set LC_ALL=C.UTF-8 or PYTHONUTF8=1"
     raise argparse.ArgumentTypeError(f"={text}: {advice}") from None
   return text

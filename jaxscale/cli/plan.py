@@ -1,24 +1,22 @@
 """Predict memory, step time and cost on hardware that you do not have.
 
-The train step is compiled for the chips. Memory and what is communicated are the
-compiler's; seconds are a model's, with a range, from published and assumed rates of the
-chip, or those of a site's file. Nothing is allocated, and text is not read: vocabulary
-and length of sequences are in the config. (Of image datasets the size of images and
-the number of classes are not: those must be present, but for ImageNet.)
+The train step is compiled for the chips. Memory and communication are taken from the
+compiled program. Times come from a model, with a range, that uses published and assumed
+rates of the chip or the rates in a site's file. No memory is allocated, and text is not
+read, because the config has its vocabulary and sequence length. Image datasets must be
+present, except ImageNet: the image size and the number of classes are read from them.
 
-With --search the layouts that compute the same step are compared: mesh, what is split,
-remat and micro-batches. What cannot fit is left out, the best by estimate are compiled
-until --minutes are over, and the best of those is planned. With --json plan.json,
-`jaxscale submit --plan plan.json` submits it.
+--search compares layouts that compute the same step: mesh, sharding, rematerialization
+and micro-batches. Layouts that cannot fit are dropped, the best by estimate are compiled
+until --minutes are over, and the best of those is planned. `jaxscale submit --plan
+plan.json` submits the plan that --json plan.json writes.
 
-With --calibrate the chip is measured on which this runs and, of several processes
-(under srun, or with JAXSCALE_COORDINATOR, JAXSCALE_NUM_PROCESSES and
-JAXSCALE_PROCESS_ID), the links between them. The table [machine] of a site's file that
-comes of it is printed.
+--calibrate measures the chip of this machine and, with several processes (under srun, or
+with JAXSCALE_COORDINATOR, JAXSCALE_NUM_PROCESSES and JAXSCALE_PROCESS_ID), the links
+between them. It prints the table [machine] of a site's file.
 
-With --over only memory is planned: the values of a setting are tried, from the
-smallest to the largest; of four and more, by bisection: more memory for a larger value
-is taken for granted.
+--over plans only memory: it tries values of a setting from the smallest to the largest,
+and bisects four values or more, assuming that a larger value needs more memory.
 """
 
 from __future__ import annotations
@@ -29,46 +27,45 @@ import shlex
 from jaxscale.cli.parser import Namespace, Parser, distinct, file, number, picture, value
 from jaxscale.errors import EXIT_CRASH, EXIT_DONE, ConfigError
 
-_SIMULATED = "8"  # devices, of chips that XLA's compiler for CPUs compiles for
+_SIMULATED = "8"  # CPU devices, for chips whose programs XLA compiles for the CPU.
 
 
 def add_arguments(parser: Parser) -> None:
-  """The options."""
-  parser.epilog = "exit code: 0 it fits, 1 it does not, 2 a mistake in the command line"
+  """Add the options."""
+  parser.exit_codes = "exit code: 0 it fits, 1 it does not fit, 2 invalid usage or configuration"
   parser.config(missing=None)
-  parser.option("--chips KIND-N", "e.g. h100-16")
-  parser.option("--site NAME|FILE.toml", "whose [machine] has rates and prices")
+  parser.option("--chips KIND-N", "the kind and number of chips, e.g. h100-16")
+  parser.option("--site NAME|FILE.toml", "the site whose table [machine] has rates and prices")
   nodes = value(distinct, "whole numbers, as 1,2,4")
-  parser.option("--nodes N,N", "also plan these (default: powers of two)", nodes)
-  parser.option("--json FILE", "the whole plan, for submit, train and report", file)
-  parser.option("--png FILE", "its picture", picture)
-  text = "a batch-study's study.json: also plan the steps to its target"
-  parser.option("--study FILE", text, file)
-  parser.flag("--search", "find the best layout first")
-  text = "of --search, after which no more is compiled"
-  parser.option("--minutes N", text, number("> 0"), default=10)
-  parser.flag("--calibrate", "measure chip and links, and print [machine] for --site")
+  parser.option("--nodes N,N", "other numbers of nodes to plan (default: powers of 2)", nodes)
+  parser.option("--json FILE", "the plan to write, for `submit`, `train` and `report`", file)
+  parser.option("--png FILE", "the picture of the plan to write", picture)
+  parser.option("--study FILE", "the study.json whose steps to the target are planned too", file)
+  parser.flag("--search", "search for the best layout first")
+  parser.option("--minutes N", "the time limit of --search in minutes", number("> 0"), default=10)
+  parser.flag("--calibrate", "measure chip and links, and print [machine] for a site's file")
   over = value(_over, "FIELD=NUMBER,NUMBER, e.g. model.num_layers=16,24,32")
-  parser.option("--over FIELD=N,N", "try these values", over, default=("", [""]))
+  text = "the values of a setting to try, e.g. model.num_layers=16,24,32"
+  parser.option("--over FIELD=N,N", text, over, default=("", [""]))
 
 
 def _over(text: str) -> tuple[str, list[str]]:
-  """A setting and its values, the smallest first."""
+  """Return a setting and its values, the smallest first."""
   field, _, values = text.partition("=")
   return field, sorted(values.split(","), key=float)
 
 
 def run(args: Namespace) -> int:
-  """Compile, and print what is planned; or measure."""
+  """Compile and print the plan, or calibrate."""
   if args.calibrate:
     return _calibrate()
   for name, hint in (("config", "try --config digits"), ("chips", "try --chips v5e-16")):
     if not getattr(args, name):
       raise ConfigError(f"--{name}: missing; {hint}")
-  # What compiles needs no device, and one that is here is not to be taken.
+  # Compiling needs no device, and another process may be using the one of this machine.
   os.environ.setdefault("JAX_PLATFORMS", "cpu")
   os.environ.setdefault("JAX_NUM_CPU_DEVICES", _SIMULATED)
-  # JAX writes programs for absent chips to its cache, and warns that none can be read.
+  # Programs for absent chips cannot be read from JAX's cache, and each gives a warning.
   os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "false"
   return _largest(args) if args.over[0] else _plan(args)
 
@@ -105,7 +102,7 @@ def _plan(args: Namespace) -> int:
     print(f"\n{search.text(best)}\n", flush=True)
     config, found = best.config, {"search": search.as_json(best)}
   plan = make_plan(config, chips, machine=site.machine, nodes=args.nodes or ())
-  # NumPy and more: once there is a plan.
+  # Imports NumPy and Matplotlib, which only a finished plan needs.
   from jaxscale.planning import plan_report, submission
 
   print(plan_report.text(plan), flush=True)

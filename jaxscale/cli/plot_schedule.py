@@ -1,4 +1,4 @@
-"""Draw the learning rate of every config against the epoch, in one picture."""
+"""Draw the learning rate of each config against the epoch, in one picture."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from jaxscale.metrics.plot import figure
 
 
 def add_arguments(parser: Parser) -> None:
-  """The options."""
-  parser.words("files", "FILE[:ARG]", "configs, also without --config before")
+  """Add the options."""
+  parser.words("files", "FILE[:ARG]", "the configs; --config FILE also works")
   parser.config(missing=None, action="append", default=[])
-  parser.option("--out FILE", "the picture", picture, missing="try --out schedule.png")
-  parser.option("--num-train N", "training examples, if the data is not here", whole(1))
+  parser.option("--out FILE", "the picture to write", picture, missing="try --out schedule.png")
+  parser.option("--num-train N", "the number of examples, if the data are missing", whole(1))
 
 
 def run(args: Namespace) -> None:
-  """Draw what the command line asks for, and print the picture's name."""
+  """Draw the picture and print its file name."""
   curves = {}
   if not (paths := args.config + args.files):
     raise ConfigError("--config: missing; try --config digits")
@@ -41,11 +41,11 @@ def run(args: Namespace) -> None:
 
 
 class Curve(NamedTuple):
-  """The learning rate of every step.
+  """Learning rate of every step.
 
   Attributes:
-    epochs: [steps], passes over the training examples before each.
-    rates: [steps].
+    epochs: [steps], the passes over the training examples before each step.
+    rates: [steps], the learning rate of each step.
   """
 
   epochs: np.ndarray
@@ -53,18 +53,18 @@ class Curve(NamedTuple):
 
 
 def curve(config: Config, num_train: int) -> Curve:
-  """The learning rate of every step of a run.
+  """Return the learning rate of every step of a run.
 
   Args:
-    config: the experiment.
-    num_train: training examples.
+    config: the settings of the run.
+    num_train: the number of training examples.
   """
   import jax
 
   from jaxscale.experiment.derive import derive
   from jaxscale.experiment.optimizer import phase_schedule
 
-  # One device and micro-batch: what a batch is divided by changes no rate.
+  # The learning rate does not depend on devices and micro-batches, so one of each is enough.
   undivided = dataclasses.replace(config, accumulate_steps=1, noise_scale=False)
   derived = derive(undivided, num_train, 1, 1)
   epochs, rates = [], []
@@ -76,10 +76,10 @@ def curve(config: Config, num_train: int) -> Curve:
 
 
 def num_examples(config: Config) -> int:
-  """Training examples of a config's data, counted or known.
+  """Return the number of training examples of a config's data, counted or known.
 
   Raises:
-    ConfigError: the data is not here.
+    ConfigError: the data are not available.
   """
   from jaxscale.experiment import build
 
@@ -89,11 +89,11 @@ def num_examples(config: Config) -> int:
 
 
 def plot(curves: dict[str, Curve], path: str | Path) -> Path:
-  """Draw the curves, one under another, into a picture.
+  """Draw the curves into a picture, one below the other.
 
   Args:
-    curves: by title.
-    path: of the picture; its suffix chooses the format.
+    curves: the curves by title.
+    path: the path of the picture, whose suffix sets the format.
   """
   rows = len(curves)
   with figure(output_path(path), rows, 1, (8, 1.2 + 2 * rows)) as axes:

@@ -1,10 +1,8 @@
-"""Prepare a dataset of TFDS as array_record files, or build the decoder of JPEG crops.
+"""Prepare TFDS datasets as array_record files, or build the decoder of JPEG crops.
 
-Training reads such files without TensorFlow. `jaxscale prepare jpeg` builds the
-decoder.
-
-Datasets need TensorFlow (the extra `tfds`; `make tfds` builds an environment for it),
-the decoder a C compiler and libjpeg-turbo's header.
+Training reads array_record files without TensorFlow. `jaxscale prepare jpeg` builds the
+decoder, which needs a C compiler and the header of libjpeg-turbo. Datasets need TensorFlow
+(the extra `tfds`; `make tfds` creates an environment for it).
 """
 
 from __future__ import annotations
@@ -13,19 +11,19 @@ from jaxscale.cli.parser import Namespace, Parser
 
 
 def add_arguments(parser: Parser) -> None:
-  """The options."""
+  """Add the options."""
   parser.words("names", "NAME", "a TFDS dataset, or jpeg", missing="try jaxscale prepare mnist")
-  parser.option("--data-dir DIR", "where to write (default: TFDS's own)")
-  parser.option("--manual-dir DIR", "where files downloaded by hand are")
+  parser.option("--data-dir DIR", "the directory to write to (default: TFDS's own)")
+  parser.option("--manual-dir DIR", "the directory of files that were downloaded by hand")
 
 
 def run(args: Namespace) -> None:
-  """Prepare, and print where the result is."""
+  """Prepare each dataset and print its location."""
   for name in args.names:
     if name == "jpeg":
       from jaxscale.data.partial_jpeg import build
 
-      print(f"{build()}: built; training on crops of JPEGs uses it from now on")
+      print(f"{build()}: built; training uses it to decode JPEG crops")
     else:
       from jaxscale.data.prepare import prepare
 

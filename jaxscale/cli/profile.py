@@ -1,9 +1,9 @@
-"""Trace the next steps of a run that trains, and name what takes the time.
+"""Trace the next steps of a running run and print the slowest operations.
 
-The trace is for XProf and TensorBoard (`xprof WORKDIR/profile`). What is printed of it
-are the ten most expensive operations of the compiled step, the parts of the step that
-they belong to, and the share of the time in which devices are idle. With --summary
-nothing is asked of a run: RUN is a trace, or a run that has one.
+The trace is for XProf and TensorBoard (`xprof WORKDIR/profile`). The command prints the ten
+most expensive operations of the compiled step, the parts of the step that they belong to,
+and the share of time in which devices are idle. --summary reads an existing trace: RUN is
+then a trace, or a run that has one.
 """
 
 from __future__ import annotations
@@ -18,17 +18,18 @@ from jaxscale.errors import ConfigError
 
 
 def add_arguments(parser: Parser) -> None:
-  """The options."""
+  """Add the options."""
   from jaxscale.config.running import MOST_TRACED_STEPS
 
-  text = "name or directory of a run; with --summary also of a trace"
+  text = "the name or directory of a run; with --summary also of a trace"
   parser.words("names", "RUN", text, missing=SEE_STATUS)
-  parser.flag("--summary", "print the newest trace that is there, and take none")
-  parser.option("--steps N", "to trace", number(f"in [1, {MOST_TRACED_STEPS}]", int), default=10)
+  parser.flag("--summary", "print the newest existing trace instead of tracing")
+  steps = number(f"in [1, {MOST_TRACED_STEPS}]", int)
+  parser.option("--steps N", "the number of steps to trace", steps, default=10)
   ranks = value(_ranks, "whole numbers with commas between", lambda found: True)
-  parser.option("--processes LIST", "that trace them, as 0,3", ranks, default="0")
-  parser.option("--timeout SECONDS", "to wait for the trace", whole(1), default=600)
-  parser.option("--task N", "which trial of a sweep", whole(), default=0)
+  parser.option("--processes LIST", "the processes that trace, e.g. 0,3", ranks, default="0")
+  parser.option("--timeout SECONDS", "the longest wait for the trace", whole(1), default=600)
+  parser.option("--task N", "the trial of a sweep", whole(), default=0)
   add_runs(parser)
 
 
@@ -40,7 +41,7 @@ def _ranks(text: str) -> tuple[int, ...]:
 
 
 def run(args: Namespace) -> None:
-  """Trace, and print the summary."""
+  """Trace and print the summary."""
   from jaxscale.jobs import profile
 
   if len(args.names) != 1:
@@ -55,6 +56,6 @@ def run(args: Namespace) -> None:
     wanted = args.steps, args.processes, args.timeout
     folder = profile.trace(workdir, *wanted, say=lambda line: print(line, flush=True))
     print(folder, flush=True)
-  from jaxscale.planning import trace  # which loads JAX to read it
+  from jaxscale.planning import trace  # Imports JAX.
 
   print(trace.text(trace.summarize(trace.find(folder))))

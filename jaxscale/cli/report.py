@@ -1,9 +1,10 @@
-"""Compare runs of one config at several sizes: a table, a CSV file and a picture.
+"""Report the results of runs, and compare runs of one config at several sizes.
 
-They show throughput, efficiency, exposed communication, and the spread between
-processes. With --html, one page of them, or of a single run, with its curves, speed,
-goodput, starts, settings and environment. Of a batch study: what each size took, the
-critical batch size, and study.json.
+The table has throughput, efficiency, exposed communication and the spread between
+processes; a study also gets a CSV file and a picture. --html writes one page for one or
+more runs, with curves, speed, goodput, starts, settings and environment. For a batch study
+the command prints the cost of each batch size and the critical batch size, and writes
+study.json.
 """
 
 from __future__ import annotations
@@ -17,21 +18,21 @@ from jaxscale.errors import invalid
 
 
 def add_arguments(parser: Parser) -> None:
-  """The options."""
-  text = "runs or their workdirs, or one scaling study or batch study"
+  """Add the options."""
+  text = "the runs or their workdirs, or one scaling study or batch study"
   parser.words("names", "RUN", text, missing=SEE_STATUS)
-  text = "a folder for scaling.csv and scaling.png (default: that of a study; of other "
-  parser.option("--to DIR", f"{text}runs nothing is written)", directory)
-  parser.option("--csv FILE", "the whole table (default: scaling.csv there)", file)
-  parser.option("--png FILE", "the picture (default: scaling.png there)", picture)
-  parser.option("--html FILE", "a page with everything in it", file)
-  text = "to compare the runs with (default: plan.json of each workdir, if it has one)"
+  text = "the folder of scaling.csv and scaling.png (default: the study's; else none is written)"
+  parser.option("--to DIR", text, directory)
+  parser.option("--csv FILE", "the table to write (default: scaling.csv in --to)", file)
+  parser.option("--png FILE", "the picture to write (default: scaling.png in --to)", picture)
+  parser.option("--html FILE", "the HTML page to write", file)
+  text = "the plan to compare with (default: plan.json of each workdir, if it exists)"
   parser.option("--plan FILE.json", text)
   add_runs(parser)
 
 
 def run(args: Namespace) -> None:
-  """Print the report, and write its files."""
+  """Print the report and write its files."""
   from jaxscale.jobs import batch_study
   from jaxscale.jobs import folder as folders
   from jaxscale.jobs.page import write_page
@@ -42,13 +43,13 @@ def run(args: Namespace) -> None:
   names, runs = args.names, args.runs
   if folder := batch_study.find(names, runs):
     for option in filter(vars(args).get, ("to", "csv", "png", "html", "plan")):
-      why = "is not for a batch study, whose report is a table and study.json"
+      why = "does not apply to a batch study, whose report is a table and study.json"
       raise invalid(f"--{option}", getattr(args, option), why, "leave it out")
     print(batch_study.report(folder))
     return
   plan = Path(args.plan) if args.plan else None
   if plan:
-    read_plan(plan)  # a mistake in the command line
+    read_plan(plan)  # Report an invalid plan before anything is printed.
   paths = folders.find_all(names, runs, workdirs=True)
   compared = None
   if len(paths) > 1 or not args.html:

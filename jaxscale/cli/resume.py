@@ -1,6 +1,6 @@
 """Submit stopped runs again; each resumes from its last checkpoint.
 
-Of a sweep, the trials that are not done.
+A sweep resumes the trials that are not done.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from jaxscale.cli.train import add_accept_changes
 
 
 def add_arguments(parser: Parser) -> None:
-  """The options."""
+  """Add the options."""
   add_names(parser)
-  parser.option("--nodes N", "another number of nodes", whole(1))
-  parser.option("--spares N", "another number of spare nodes", whole())
+  parser.option("--nodes N", "the number of nodes (default: as before)", whole(1))
+  parser.option("--spares N", "the number of spare nodes (default: as before)", whole())
   add_accept_changes(parser)
   submit.add_site_arguments(parser)
 

@@ -1,6 +1,6 @@
-"""Submit one config at several numbers of nodes: a scaling study, one run per size.
+"""Submit a config at several numbers of nodes: a scaling study with one run per size.
 
-`jaxscale report NAME` prints its table and draws its picture.
+`jaxscale report NAME` prints the table of the study and draws its picture.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from jaxscale.cli.parser import Namespace, Parser, distinct, value
 
 
 def add_arguments(parser: Parser) -> None:
-  """The options."""
+  """Add the options."""
   sizes = value(distinct, "several sizes, e.g. 1,2,4,8")
-  parser.option("--nodes N,N", "sizes of the runs", sizes, missing="try --nodes 1,2,4")
-  text = "fixed: the global batch stays (strong scaling); grows: with the nodes (weak)"
+  parser.option("--nodes N,N", "the numbers of nodes", sizes, missing="try --nodes 1,2,4")
+  text = "the global batch: fixed (strong scaling), or grows with the nodes (weak scaling)"
   parser.option("--batch KIND", text, choices=("fixed", "grows"), default="fixed")
   submit.add_job_arguments(parser)
 

@@ -1,7 +1,7 @@
-"""Submit a run of `jaxscale train` to Slurm, or to the background of this machine.
+"""Submit a run of `jaxscale train` to Slurm, or start it in the background of this machine.
 
-The run has a directory of its own, runs/NAME, with a copy of the code and all that it
-writes. With --plan it is the run of a plan: its config, settings, nodes and time limit.
+The run gets its own directory, runs/NAME, with a copy of the code and all outputs. --plan
+takes config, settings, nodes and time limit from a plan.
 """
 
 from __future__ import annotations
@@ -20,54 +20,54 @@ _OPTIONS = ("name", "runs", "site", "executor", "requeue", "spares", "preflight"
 
 
 def add_arguments(parser: Parser) -> None:
-  """The options."""
-  parser.option("--plan FILE", "the plan.json of `jaxscale plan`, in place of --config")
-  parser.option("--nodes N", "of the run (default: the plan's, or 1)", whole(1))
+  """Add the options."""
+  parser.option("--plan FILE", "the plan.json of `jaxscale plan`, instead of --config")
+  parser.option("--nodes N", "the number of nodes (default: the plan's, or 1)", whole(1))
   add_job_arguments(parser, missing=None)
 
 
 def add_job_arguments(parser: Parser, missing: str | None = "try --config digits") -> None:
-  """The options of every command that submits runs."""
+  """Add the options of every command that submits runs."""
   parser.config(missing)
-  parser.option("--name NAME", "of the run (default: the config's name and the time)")
+  parser.option("--name NAME", "the name of the run (default: the config's name and the time)")
   add_runs(parser)
-  parser.option("--site NAME|FILE.toml", "its profile (default: $JAXSCALE_SITE)")
+  parser.option("--site NAME|FILE.toml", "the profile of the cluster (default: $JAXSCALE_SITE)")
   from jaxscale.jobs.executors import EXECUTORS
 
-  text = f"{' or '.join(EXECUTORS)} (default: the first that is here)"
+  text = f"{' or '.join(EXECUTORS)} (default: the first that is available)"
   parser.option("--executor NAME", text, choices=tuple(EXECUTORS))
-  parser.option("--requeue N", "at most so many restarts (default: 10)", whole())
-  parser.option("--spares N", "more nodes, which train when others are lost", whole())
+  parser.option("--requeue N", "the largest number of restarts (default: 10)", whole())
+  parser.option("--spares N", "the number of spare nodes, which replace lost ones", whole())
   parser.flag("--preflight", "run `jaxscale doctor` on the nodes first", default=None)
-  parser.flag("--dry-run", "print the script and what would be made; make nothing")
+  parser.flag("--dry-run", "print the script and what would be created, without doing it")
   add_site_arguments(parser)
 
 
 def add_sweep_arguments(parser: Parser) -> None:
-  """The options of every command that submits several trials as one job."""
-  parser.option("--at-most N", "trials at a time (default: all; on this machine 1)", whole(1))
-  parser.option("--nodes N", "of each run", whole(1), default=1)
+  """Add the options of every command that submits several trials as one job."""
+  parser.option("--at-most N", "the trials at a time (default: all; locally 1)", whole(1))
+  parser.option("--nodes N", "the number of nodes of each run", whole(1), default=1)
   add_job_arguments(parser)
 
 
 def add_runs(parser: Parser) -> None:
-  """--runs, the directory of all runs."""
-  parser.option("--runs DIR", "where the runs are", directory, default="runs")
+  """Add --runs, the directory of all runs."""
+  parser.option("--runs DIR", "the directory of all runs", directory, default="runs")
 
 
 def add_site_arguments(parser: Parser) -> None:
-  """What a job asks of its site."""
-  from jaxscale.config.help import field_docs
+  """Add the options that override the site's profile."""
+  from jaxscale.config.validation import field_docs
   from jaxscale.jobs.site import OPTIONS, Site
 
-  title = "for the job, instead of what the site's profile has"
+  title = "job options, which override the site's profile"
   group, docs = parser.add_argument_group(title), field_docs(Site)
   for name in OPTIONS:
     parser.option(f"--{name.replace('_', '-')} VALUE", docs.get(name, ""), group=group)
 
 
 def given(args: Namespace, *names: str) -> dict[str, Any]:
-  """The options of these names, and of the site, that were given."""
+  """Return those of the named options, and of the site's, that were given."""
   from jaxscale.jobs.site import OPTIONS
 
   values = {name: getattr(args, name) for name in (*names, *OPTIONS)}
@@ -75,21 +75,21 @@ def given(args: Namespace, *names: str) -> dict[str, Any]:
 
 
 def job_options(args: Namespace) -> dict[str, Any]:
-  """What all submissions have, as `jobs.submit` takes it."""
+  """Return the options that all submissions share, as arguments of `jobs.submit`."""
   return given(args, *_OPTIONS) | {"overrides": args.overrides, "made_by": args.command_line}
 
 
 def run(args: Namespace, *commands: str, **options: Any) -> None:
-  """Submit what was asked for as one job, or print its script.
+  """Submit one job, or print its script.
 
   Args:
-    args: the command line.
-    commands: what one may type next, after the usual ones.
-    options: further ones of `jobs.submit`.
+    args: the parsed command line.
+    commands: the commands to suggest after the usual ones.
+    options: further arguments of `jobs.submit`.
   """
   from jaxscale.jobs import job_handle
 
-  if plan := getattr(args, "plan", None):  # `sweep` has none
+  if plan := getattr(args, "plan", None):  # `sweep` has no --plan.
     _take_plan(args)
   elif not args.config:
     raise ConfigError("--config: missing; try --config digits, or --plan plan.json")
@@ -100,19 +100,19 @@ def run(args: Namespace, *commands: str, **options: Any) -> None:
 
 
 def _take_plan(args: Namespace) -> None:
-  """What a plan says of its run, where the command line does not.
+  """Take settings from the plan that the command line does not give.
 
   Raises:
-    ConfigError: it is no plan, or there is a --config as well.
+    ConfigError: the file is not a plan, or --config is also given.
   """
   from jaxscale.files import require_json
 
   if args.config:
-    raise ConfigError(f"--config={args.config}: --plan has its own; give one of them")
+    raise ConfigError(f"--config={args.config}: cannot be used with --plan; give one of them")
   shape = {"submit": {"config": str, "overrides": {str: str}, "nodes": int}}
   submit = require_json(Path(args.plan), shape, "give the plan.json of `jaxscale plan`")["submit"]
   if "tpus" in submit:
-    what = f"note: {submit['tpus']} are TPUs, whose hosts Slurm does not know"
+    what = f"note: {submit['tpus']} are TPUs, which Slurm does not manage"
     print(f"{what}; on a pod use launch/tpu_pod.sh", file=sys.stderr)
   args.config = submit["config"]
   args.overrides = submit["overrides"] | args.overrides
@@ -125,13 +125,14 @@ def _take_plan(args: Namespace) -> None:
 def finish(
   args: Namespace, prepared: Sequence[Any], launch: Callable[[], Any], *commands: str
 ) -> None:
-  """Launch what is prepared, or print what that would make.
+  """Launch the prepared jobs, or print what would be submitted.
 
   Args:
-    args: the command line.
+    args: the parsed command line.
     prepared: the jobs, `jobs.job_handle.Prepared`.
-    launch: makes and submits them; returns the handle of the job or of the study.
-    commands: what one may type next.
+    launch: a function that creates and submits them, and returns the handle of the job or
+      study.
+    commands: the commands to suggest.
   """
   from jaxscale.jobs import folder as folders
 
@@ -140,7 +141,7 @@ def finish(
     for one, count in zip(prepared, trials, strict=True):
       spec, files = one.spec, folders.sources(None if one.source else one.config)
       print(one.script)
-      print(f"# would make {spec.folder} with {len(files)} files of code{count}")
+      print(f"# would create {spec.folder} with {len(files)} files of code{count}")
       print(f"# and submit it to {spec.executor}: {spec.processes} processes")
     return
   made = launch()

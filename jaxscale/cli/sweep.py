@@ -1,4 +1,4 @@
-"""Submit one run for each combination of values of some settings, as one job array."""
+"""Submit a run for each combination of values of some settings, as one job array."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from jaxscale.errors import ConfigError
 
 
 def add_arguments(parser: Parser) -> None:
-  """The options."""
-  text = "values of a setting; several: all combinations (default: get_sweep() of FILE)"
+  """Add the options."""
+  text = "the values of a setting; repeated: all combinations (default: get_sweep() in FILE)"
   parser.option("--sweep FIELD=V,V", text, action="append")
   submit.add_sweep_arguments(parser)
 
@@ -20,5 +20,5 @@ def run(args: Namespace) -> None:
 
   trials = sweeps.product(args.sweep) if args.sweep else sweeps.from_file(args.config)
   if not trials:
-    raise ConfigError(f"{args.config}: its get_sweep() yields nothing")
+    raise ConfigError(f"{args.config}: get_sweep() yields no trials; yield at least one")
   submit.run(args, trials=trials, at_most=args.at_most or 0)

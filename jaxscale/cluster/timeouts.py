@@ -1,4 +1,4 @@
-"""Every time that processes wait for each other, in seconds, and its default."""
+"""Time limits in seconds for processes that wait for each other, and their defaults."""
 
 from __future__ import annotations
 
@@ -10,37 +10,39 @@ Seconds = Annotated[float, "in (0, 1000000000]"]  # threads wait for no longer
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Timeouts:
-  """How long processes wait for each other, in seconds; `config.Faults` extends it.
+  """Time limits in seconds for processes that wait for each other; `config.Faults` extends it.
 
-  The first five guarantee that a fault ends all within a minute. What takes long in a
-  healthy run has longer ones (NVIDIA's resiliency extension recommends 600 for the
-  start and 420 for a checkpoint).
+  With the first five defaults, a failed process ends the job within a minute. Operations
+  that take long in a healthy run have longer limits (NVIDIA's resiliency extension
+  recommends 600 s for the start and 420 s for a checkpoint).
 
   Attributes:
-    heartbeat_interval_s: between two heartbeats of a process.
-    heartbeat_timeout_s: without a heartbeat, until a process counts as stopped or cut
-      off. Before and in a compilation a process that runs may keep Python's lock for
-      `startup_timeout_s`: libraries that a thousand processes load at once from one
-      file system take minutes.
-    hang_timeout_s: in one step, one batch of an evaluation, or one comparison of
-      replicas, or in ten mean steps of this run, whichever is longer, until a process
-      hangs.
-    grace_s: from SIGTERM until a process leaves without a save (Slurm's KillWait,
-      after which it kills, is 30 by default, slurm.conf(5)).
-    stop_before_end_s: before the end of a Slurm job, to save; of a short job at most a
-      quarter of it.
-    rendezvous_timeout_s: at the start, from the first process that connects to the
-      last.
-    startup_timeout_s: before the first compilation, as for the data to be found, and
-      after the run; inf: no limit, but for silence the default.
-    compile_timeout_s: in a compilation, and in the first two steps after it.
-    save_timeout_s: in a save.
-    slow_window_s: over which slow processes are looked for.
-    jax_initialization_timeout_s: for JAX's coordinator to listen, and as long again
-      for its connections (JAX's default is 300).
-    jax_heartbeat_timeout_s: of silence until JAX aborts all; longer than
-      `heartbeat_timeout_s`, which reports why.
-    jax_shutdown_timeout_s: that JAX waits at exit for the others.
+    heartbeat_interval_s: the time in seconds between two heartbeats of a process.
+    heartbeat_timeout_s: the time in seconds without a heartbeat after which a process
+      counts as stopped or disconnected. Before and during a compilation the limit is
+      `startup_timeout_s`, because a process that loads libraries with a thousand others
+      from one file system can block its heartbeat thread for minutes.
+    hang_timeout_s: the time in seconds after which one step, one batch of an evaluation or
+      one comparison of replicas counts as hung; ten times the run's mean step time if that
+      is longer.
+    grace_s: the time in seconds from SIGTERM until a process exits without saving; keep it
+      below Slurm's KillWait (30 by default, slurm.conf(5)).
+    stop_before_end_s: the time in seconds before the time limit of a Slurm job at which the
+      run saves and stops; at most a quarter of the job's time limit.
+    rendezvous_timeout_s: the time in seconds at the start within which all processes must
+      connect, counted from the first.
+    startup_timeout_s: the time in seconds before the first compilation (e.g. to find the
+      data) and after the run; inf sets no limit, except that a process without heartbeats
+      is still limited to the default.
+    compile_timeout_s: the time in seconds of a compilation and the two steps after it.
+    save_timeout_s: the time in seconds of a checkpoint.
+    slow_window_s: the time in seconds over which step times are compared to find slow
+      processes.
+    jax_initialization_timeout_s: the time in seconds in which JAX's coordinator must start
+      listening, and again in which processes must connect to it (JAX's default is 300).
+    jax_heartbeat_timeout_s: the time in seconds without a heartbeat after which JAX aborts
+      all processes; keep it above `heartbeat_timeout_s`, whose report says why.
+    jax_shutdown_timeout_s: the time in seconds that JAX waits at exit for other processes.
   """
 
   heartbeat_interval_s: Seconds = 1.0

@@ -1,10 +1,10 @@
-"""Every setting of a run: what can be set, how it is checked, loaded and recorded.
+"""Settings of a run: definition, checks, loading and recording.
 
-`Config` is the whole; `Model`, `Data`, `Optimizer`, `Schedule`, `Exchange`, `Sync`,
-`Loss` and `Tracker` are bases that a user's own classes extend (docs/extending.md). The
-built-in ones (`SGD`, `CNN`, ...) stand with what they build, and are names of this
-package too, found when they are asked for: it imports neither JAX nor anything that it
-configures.
+`Config` holds all settings of a run. `Model`, `Data`, `Optimizer`, `Schedule`, `Exchange`,
+`Sync`, `Loss` and `Tracker` are bases that a user's classes extend (docs/extending.md).
+The built-in classes (`SGD`, `CNN`, ...) are defined in the packages that they configure
+and are also names of this package. They are imported on first use, so that this package
+imports neither JAX nor the packages that it configures.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 def __getattr__(name: str):
-  if name != "__all__" and not name[:1].isupper():  # a module: no reason to load all
+  if name != "__all__" and not name[:1].isupper():  # A module; do not load every class.
     raise AttributeError(f"module 'jaxscale.config' has no attribute {name!r}")
   homes = [importlib.import_module(home) for home in dict.fromkeys(HOMES.values())]
   if name == "__all__":

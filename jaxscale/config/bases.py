@@ -1,6 +1,6 @@
-"""What a user extends: Model, Data, Optimizer, Schedule, Exchange, Sync, Loss, Tracker.
+"""Base classes that users extend: Model, Data, Optimizer, Schedule, Exchange, Sync, Loss, Tracker.
 
-Each says what its `build` is given and what it returns. docs/extending.md has an
+Each docstring documents the arguments and the result of `build`. docs/extending.md has an
 example of each that runs.
 """
 
@@ -24,14 +24,16 @@ __all__ += ["TrackerContext"]
 
 
 class ModelContext(NamedTuple):
-  """What a model is built for.
+  """Arguments of `Model.build`.
 
   Attributes:
-    info: of the data: `data.DatasetInfo` or `data.TextInfo`.
-    dtype: of activations, a `jnp.dtype`.
-    label_smoothing: of models that compute their own loss (`models.Stack`).
-    bn_axis_name: mesh axes whose devices share BatchNorm statistics, or None.
-    bn_group_size: examples that share them, where a device holds more.
+    info: the description of the data, `data.DatasetInfo` or `data.TextInfo`.
+    dtype: the type of activations, a `jnp.dtype`.
+    label_smoothing: the label smoothing, for models that compute their own loss
+      (`models.Stack`).
+    bn_axis_name: the mesh axes whose devices share BatchNorm statistics, or None.
+    bn_group_size: the number of examples that share BatchNorm statistics if a device has
+      more; None: all of them.
   """
 
   info: Any
@@ -42,13 +44,14 @@ class ModelContext(NamedTuple):
 
 
 class OptimizerContext(NamedTuple):
-  """What an optimizer is built for.
+  """Arguments of `Optimizer.build`.
 
   Attributes:
-    momentum: in place of the settings' own, where the batch size has changed.
-    warmup_steps: of the schedule.
-    stacked: mask of parameters whose first dim are layers, or None.
-    embeddings: mask of embeddings and head of a stack of layers, or None.
+    momentum: the momentum that replaces the setting after the batch size has changed; None
+      keeps the setting.
+    warmup_steps: the number of warm-up steps of the schedule.
+    stacked: a mask of the parameters whose first dim is the layer, or None.
+    embeddings: a mask of the embeddings and the head of a stack of layers, or None.
   """
 
   momentum: float | None = None
@@ -58,7 +61,13 @@ class OptimizerContext(NamedTuple):
 
 
 class ScheduleContext(NamedTuple):
-  """Lengths in steps of `Config.batch_size`; `per_epoch` need not be whole."""
+  """Arguments of `Schedule.build`: lengths in steps of `Config.batch_size` examples.
+
+  Attributes:
+    total_steps: the number of steps of the run.
+    warmup_steps: the number of warm-up steps.
+    per_epoch: the number of steps per epoch, which may be fractional.
+  """
 
   total_steps: int
   warmup_steps: int
@@ -66,14 +75,14 @@ class ScheduleContext(NamedTuple):
 
 
 class ExchangeContext(NamedTuple):
-  """What a gradient exchange is built for.
+  """Arguments of `Exchange.build`.
 
   Attributes:
-    sizes: devices along each mesh axis that gradients are averaged over.
-    params: gives shapes and dtypes of one device's parameters.
-    mesh: that the axes are of.
-    seed: of the run.
-    note: takes a line that the user should read before the first step.
+    sizes: the number of devices along each mesh axis over which gradients are averaged.
+    params: a function that returns shapes and dtypes of one device's parameters.
+    mesh: the mesh that the axes belong to.
+    seed: the random seed of the run.
+    note: a function that prints a line before the first step.
   """
 
   sizes: dict[str, int]
@@ -84,23 +93,23 @@ class ExchangeContext(NamedTuple):
 
   @property
   def axes(self) -> tuple[str, ...]:
-    """The mesh axes to average over."""
+    """Mesh axes to average over."""
     return tuple(self.sizes)
 
   @property
   def num_devices(self) -> int:
-    """Devices whose gradients are averaged."""
+    """Number of devices whose gradients are averaged."""
     return math.prod(self.sizes.values())
 
 
 class SyncContext(NamedTuple):
-  """Workers that train alone between synchronizations.
+  """Arguments of `Sync.build`: workers that take local steps between synchronizations.
 
   Attributes:
-    num_workers: how many.
-    worker_batch: examples per step of one worker.
-    num_train: training examples.
-    note: takes a line that the user should read before the first step.
+    num_workers: the number of workers.
+    worker_batch: the number of examples per step of one worker.
+    num_train: the number of training examples.
+    note: a function that prints a line before the first step.
   """
 
   num_workers: int
@@ -110,15 +119,16 @@ class SyncContext(NamedTuple):
 
 
 class TrackerContext(NamedTuple):
-  """The run that a tracker is built for.
+  """Arguments of `Tracker.build`: the run to log.
 
   Attributes:
-    id: of ASCII letters, digits, - and _; the same in every start of the run.
-    name: for people: that of the workdir.
-    workdir: of the run.
-    config: as config.json has it.
-    environment: of this start: commit, host, command, packages (`run.provenance`).
-    note: takes a line that the user should read.
+    id: an identifier of ASCII letters, digits, - and _, equal in every start of the run.
+    name: the name of the workdir.
+    workdir: the workdir of the run.
+    config: the settings as config.json has them.
+    environment: the environment of this start: commit, host, command, packages
+      (`run.provenance`).
+    note: a function that prints a line.
   """
 
   id: str
@@ -130,67 +140,68 @@ class TrackerContext(NamedTuple):
 
 
 class Model(Choice):
-  """What turns a batch into predictions.
+  """Model that turns a batch into predictions.
 
   `build(context: ModelContext)` returns a Flax module, called with the batch's "image"
   and, where its signature has them, `train` and `keys` (one per row); or
   `models.ModelFns`, two pure functions; or a `models.Stack` of equal layers.
   """
 
-  batch_norm = False  # normalises over examples; then `bn_span` says over which
-  bn_span = "device"  # of models with synchronised BatchNorm it is a field
-  is_stack = False  # build returns a Stack: what layout splits along stage and model
+  batch_norm = False  # True if the model normalizes over examples, those of `bn_span`.
+  bn_span = "device"  # A field in models with synchronized BatchNorm.
+  is_stack = False  # True if `build` returns a Stack, which stage and model can split.
   takes_text = False
 
   def sharding(self) -> tuple[tuple[str, tuple[str | None, ...]], ...]:
-    """Of each parameter: a pattern of its path and the mesh axis of each dim.
+    """Return a path pattern and the mesh axis of each dim for every parameter.
 
-    For `parallel.Rule`; () splits the largest dim along fsdp alone.
+    `parallel.Rule` takes the result; () splits only the largest dim, along fsdp.
     """
     return ()
 
 
 class Data(Choice):
-  """The examples.
+  """Training and validation examples.
 
-  `build()` returns the `data.Dataset` to train on and the held-out one.
+  `build()` returns a `data.Dataset` to train on and one to validate on.
   """
 
   def resized(self, image_size: int) -> Any:
-    """The training examples at another size, for `Phases.image_sizes`."""
+    """Return the training examples at another image size, for `Phases.image_sizes`."""
     why = f"{type(self).__name__} cannot resize its examples, use TFDS or ImageFolder"
     raise ConfigError(f"Phases.image_sizes={image_size}: {why}")
 
   def abstract(self, batch_size: int) -> Any:
-    """Datasets of the same shapes without the data, for `jaxscale plan`; or None."""
+    """Return datasets with shapes but no data, for `jaxscale plan`; or None."""
     del batch_size
     return None
 
 
 class Optimizer(Choice):
-  """How parameters follow gradients.
+  """Optimizer: a rule that updates parameters from gradients.
 
   `build(schedule, context: OptimizerContext)` returns an optax transformation;
-  `schedule` is step -> learning rate and has its peak at `lr`, scaled by the batch.
+  `schedule` is a function from step to learning rate, with its peak at `lr` scaled by the
+  batch size.
 
   Attributes:
-    lr: peak learning rate at the reference batch size.
+    lr: the peak learning rate; `lr_scaling` scales it with the batch size.
   """
 
   lr: Positive
 
-  follows_batch_neutrally = False  # has a momentum whose time constant can be kept
+  follows_batch_neutrally = False  # True if Phases.follow='neutral' can adapt the momentum.
   has_resettable_momentum = False
 
 
 class Schedule(Choice):
-  """The learning rate over the run.
+  """Learning rate over the run.
 
-  `build(peak, context: ScheduleContext)` returns step -> learning rate.
+  `build(peak, context: ScheduleContext)` returns a function from step to learning rate.
 
   Attributes:
-    warmup_epochs: epochs until the peak.
-    warmup_steps: steps until the peak, instead of `warmup_epochs`.
+    warmup_epochs: the length of the warm-up in epochs; 0 starts at the peak.
+    warmup_steps: the length of the warm-up in steps; None uses `warmup_epochs`.
   """
 
   warmup_epochs: NonNegative = 0.0
@@ -198,75 +209,76 @@ class Schedule(Choice):
 
 
 class Exchange(Choice):
-  """How gradients are averaged over the devices.
+  """Averaging of gradients over the devices.
 
   `build(context: ExchangeContext)` returns an `exchange.Exchange`.
 
   Attributes:
-    delayed: apply the mean of the step before, so that the exchange can hide.
+    delayed: whether to apply the mean gradient of the previous step, so that the exchange
+      can overlap with computation.
   """
 
   delayed: bool = False
 
-  averages_exactly = False  # gives the mean of the step's own gradients
+  averages_exactly = False  # True if the result is the mean of this step's gradients.
 
   @property
   def sends_whole(self) -> bool:
-    """Whether it is the sum of whole gradients, in any order, and nothing else."""
+    """True if the exchange sums whole gradients, in any order, and does nothing else."""
     return False
 
   @property
   def is_plain(self) -> bool:
-    """Whether it is XLA's own sum of each tensor, which a backward pass can do."""
+    """True if the exchange is XLA's sum of each tensor, which can run in the backward pass."""
     return False
 
-  plain_epochs = 0.0  # where it is a field: epochs of uncompressed gradients before
+  plain_epochs = 0.0  # A field in compressed exchanges.
 
 
 class Sync(Choice):
-  """When workers synchronize their parameters.
+  """Synchronization of the workers' parameters.
 
   `build(context: SyncContext)` returns an `exchange.local_updates.LocalUpdate`, or None
-  where all devices take every step together.
+  if all devices take every step together.
   """
 
-  is_local_sgd = True  # workers train alone in between: `build` does not return None
+  is_local_sgd = True  # False if `build` returns None.
   workers = "device"
 
 
 class Loss(Choice):
-  """What training minimizes and evaluation reports.
+  """Training loss, and the metrics that evaluation reports.
 
   `build(info)` returns a `training.losses.Objective`: loss and metrics per example.
   """
 
   label_smoothing = 0.0
-  takes_numbers = False  # integer targets [n] are numbers, one output each
+  takes_numbers = False  # True if integer targets [n] are numbers, not classes.
 
   @property
   def is_cross_entropy(self) -> bool:
-    """Whether it is cross entropy of one class per row, as `models.Stack` computes."""
+    """True if the loss is cross entropy of one class per row, as `models.Stack` computes it."""
     return False
 
   def target_range(self, info: Any) -> tuple[int, int] | None:
-    """The lowest and the highest target that the loss takes; None: any."""
+    """Return the lowest and the highest valid target; None allows any."""
     del info
     return None
 
 
 class Tracker(Choice):
-  """Where metrics go as well.
+  """Experiment tracker that receives the metrics of a run.
 
-  `build(context: TrackerContext)` returns a `metrics.Tracker`. It is called in process
-  0, in the tracker's own thread, and again a minute after a failure; neither it nor
-  what it returns can stop or slow the run.
+  `build(context: TrackerContext)` returns a `metrics.Tracker`. Process 0 calls it in a
+  thread for this tracker, and again a minute after a failure; neither `build` nor the
+  tracker can stop or slow the run.
 
   Attributes:
-    flush_s: seconds that the end of a run waits for it; at most 5 where it was asked
-      to stop.
+    flush_s: the time in seconds that the end of a run waits for the tracker; at most 5 s
+      in a run that is asked to stop.
   """
 
-  flush_s: Annotated[float, "in (0, 40]"] = 20.0  # less than Faults.hang_timeout_s
+  flush_s: Annotated[float, "in (0, 40]"] = 20.0  # The bound is below Faults.hang_timeout_s.
 
-  package = ""  # that build imports: without it no run starts
-  install = ""  # what pip calls it
+  package = ""  # The package that `build` imports; a run without it does not start.
+  install = ""  # The name of the package for pip.

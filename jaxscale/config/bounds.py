@@ -1,4 +1,4 @@
-"""Types of numbers with a bound, which `settings` checks; patterns of paths."""
+"""Number types with a bound, which `settings` checks, and a check of regular expressions."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ Count = Annotated[int, ">= 1"]
 
 
 def check_pattern(field: str, pattern: str, remedy: str) -> None:
-  """Refuse what is not a regular expression.
+  """Refuse a pattern that is not a regular expression.
 
   Args:
-    field: for the message, e.g. "LARS.include".
-    pattern: its value, or one of them.
-    remedy: what to write instead.
+    field: the name of the setting, e.g. "LARS.include".
+    pattern: the value, or one of the values, of the setting.
+    remedy: the advice at the end of the error.
 
   Raises:
-    ConfigError: it does not compile.
+    ConfigError: the pattern does not compile.
   """
   try:
     re.compile(pattern)

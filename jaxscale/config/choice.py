@@ -1,8 +1,8 @@
-"""Settings that can be one of several classes, a user's own among them.
+"""Settings that can be one of several classes, built-in or defined by the user.
 
 A field of `Config` that is annotated with a base (`model: Model`) takes any class that
-extends it. The built-in ones stand in `settings.py` of the package that they build;
-a user's stand in a config file or a notebook, and nothing tells them apart.
+extends the base. Built-in classes are in `settings.py` of the package that they build;
+a user's classes are in a config file or a notebook and are treated alike.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, dataclass_transform
 from jaxscale.config.validation import settings
 from jaxscale.errors import ConfigError
 
-# Where the built-in alternatives of each base are. By name: config is imported before
-# what it configures, and without JAX.
+# The package with the built-in alternatives of each base. It is given by name, because
+# config is imported before the packages that it configures, and without JAX.
 _HOMES = """Model:models Data:data Optimizer:optim Schedule:optim Exchange:exchange
   Sync:exchange Loss:training Tracker:metrics"""
 _PAIRS = (pair.split(":") for pair in _HOMES.split())
@@ -27,32 +27,32 @@ HOMES = {base: f"jaxscale.{package}.settings" for base, package in _PAIRS}
 
 @dataclass_transform(kw_only_default=True, frozen_default=True)
 class Choice:
-  """A class of settings with a `build`; subclasses are frozen dataclasses."""
+  """Settings with a `build` method; subclasses are frozen dataclasses."""
 
-  # Not in vars(self), which are fields. `set_explicitly`: names of the fields that
-  # were given when the object was made, which are not always other than the default.
+  # A slot is not in vars(self), which holds only fields. `set_explicitly` has the names of
+  # the fields that were given when the object was made, even if equal to the default.
   __slots__ = ("set_explicitly",)
-  if TYPE_CHECKING:  # else it were a field's annotation
+  if TYPE_CHECKING:  # At run time the annotation would make it a field.
     set_explicitly: tuple[str, ...]
 
-  not_shared: ClassVar[tuple[str, ...]] = ()  # fields with another meaning elsewhere
+  not_shared: ClassVar[tuple[str, ...]] = ()  # Fields whose meaning differs in other classes.
 
   def __init_subclass__(cls) -> None:
     super().__init_subclass__()
     settings(cls)
 
   def __new__(cls, *args: Any, **values: Any):
-    """Remember which fields are set."""
+    """Record the names of the fields that are given."""
     self = super().__new__(cls)
     caller = sys._getframe(1)
-    if caller.f_globals.get("__name__") == "dataclasses":  # replace() gives all fields
+    if caller.f_globals.get("__name__") == "dataclasses":  # replace() passes all fields.
       old = next(iter(caller.f_locals.values()))
       changed = {n for n, v in values.items() if v is not getattr(old, n, v)}
       values = {n: values[n] for n in values if n in {*old.set_explicitly, *changed}}
     object.__setattr__(self, "set_explicitly", tuple(values))
     return self
 
-  def __reduce__(self):  # copies and pickles know what was set, too
+  def __reduce__(self):  # Copies and pickles keep `set_explicitly`.
     return functools.partial(type(self), **self._explicit_values()), ()
 
   def __repr__(self) -> str:
@@ -63,12 +63,12 @@ class Choice:
     return {name: getattr(self, name) for name in self.set_explicitly}
 
   def build(self, *context: Any) -> Any:
-    """What the settings stand for; each base says what it is given and returns."""
-    raise ConfigError(f"{type(self).__name__}: has no build(), define one")
+    """Build the object that the settings describe; each base documents its arguments."""
+    raise ConfigError(f"{type(self).__name__}: has no build(); define it")
 
   @classmethod
   def built_in(cls) -> dict[str, type]:
-    """The package's own alternatives, where `cls` is a base."""
+    """Return the built-in alternatives of a base, by name; of another class itself."""
     if Choice not in cls.__bases__ or cls.__name__ not in HOMES:
       return {cls.__name__: cls}
     home = importlib.import_module(HOMES[cls.__name__])
@@ -77,7 +77,7 @@ class Choice:
 
 
 def chosen(node: Any) -> Iterator[Choice]:
-  """Every choice in a tree of settings, those in tuples included."""
+  """Yield every choice in a tree of settings, also from tuples."""
   if isinstance(node, Choice):
     yield node
   inner = node if isinstance(node, tuple) else ()
@@ -88,11 +88,11 @@ def chosen(node: Any) -> Iterator[Choice]:
 
 
 def own_choices(namespace: dict[str, Any]) -> dict[str, type]:
-  """The settings classes of a config file's namespace that are not built in."""
+  """Return the settings classes of a config file's namespace that are not built in."""
   classes = {name: c for name, c in namespace.items() if isinstance(c, type)}
   return {n: c for n, c in classes.items() if issubclass(c, Choice) and not is_built_in(c)}
 
 
 def is_built_in(kind: type) -> bool:
-  """Whether a settings class is of the package."""
+  """Return whether a settings class is part of jaxscale."""
   return kind.__module__.startswith("jaxscale.")

@@ -1,10 +1,9 @@
-"""The whole of a run's settings: a tree of frozen dataclasses that hold no bad value.
+"""Settings of a run: a tree of frozen dataclasses that are checked when they are made.
 
-Only primary quantities are settings. What follows from them (steps from epochs, the
-peak rate from the batch size) is computed in `experiment.derive`, printed, and recorded
-with the run. An alternative is a class of its own, so a setting that the chosen
-optimizer does not have cannot be set. The lines under `Attributes:` are what `--help`
-shows.
+Only primary quantities are settings. Quantities that follow from them (steps from epochs,
+the peak learning rate from the batch size) are computed in `experiment.derive`, printed,
+and recorded with the run. Each alternative is a class of its own, so a setting that the
+chosen optimizer does not have cannot be set. `--help` shows the text under `Attributes:`.
 """
 
 from __future__ import annotations
@@ -23,64 +22,67 @@ from jaxscale.errors import ConfigError, invalid
 
 
 def built_in(base: Any, name: str) -> Any:
-  """The default of a field: a built-in alternative, imported when it is needed."""
+  """Return a field whose default is a built-in alternative, imported when it is needed."""
   return dataclasses.field(default_factory=lambda: base.built_in()[name]())
 
 
 @settings
 class Config:
-  """One experiment.
+  """Settings of one run.
 
   Attributes:
-    model: what is trained; of each of these seven a class of your own will do as well.
-    data: the examples.
-    optimizer: how parameters follow gradients.
-    schedule: the learning rate over the run.
-    loss: what is minimized and reported.
-    batch_size: examples per optimizer step, over all devices.
-    epochs: passes over the training examples; or `steps`, exactly one of them.
-    steps: optimizer steps of the run.
-    phases: batch and image sizes that change during the run: Phases or
-      AdaptiveBatch; by default a single phase.
-    accumulate_steps: micro-batches per step; gradients are exchanged once. A run
-      that resumes on fewer devices than it began on has more of them.
-    lr_scaling: how optimizer.lr grows with the batch: "none", "linear"
+    model: the model to train; a class of your own also works.
+    data: the training and validation examples; a class of your own also works.
+    optimizer: the optimizer; a class of your own also works.
+    schedule: the learning-rate schedule; a class of your own also works.
+    loss: the training loss and its metrics; a class of your own also works.
+    batch_size: the number of examples per optimizer step, summed over all devices.
+    epochs: the length of the run in passes over the training examples; None uses `steps`.
+    steps: the length of the run in optimizer steps; None uses `epochs`.
+    phases: the batch and image sizes that change during the run; the default is one phase.
+    accumulate_steps: the number of micro-batches per optimizer step; they share one
+      exchange of gradients. A run that resumes on fewer devices uses more of them.
+    lr_scaling: the rule that scales optimizer.lr with the batch size; "none", "linear"
       (arXiv:1706.02677) or "sqrt".
-    lr_reference_batch_size: the batch size that optimizer.lr belongs to.
-    layer_decay: each layer's rate, as a share of the rate of the layer above it;
-      None: one rate for all.
-    layer_order: regular expressions of parameter paths, from the lowest layer
-      to the highest, for `layer_decay`.
-    clip_norm: largest global norm of the gradient; None: no clipping.
-    ema_decay: decay of an average of parameters and BatchNorm statistics,
-      which is then what is evaluated; None: no average.
-    ema_warmup: the decay of step t is 1 - t^(-2/3) until that is above `ema_decay`.
-    noise_scale: measure the gradient-noise scale (arXiv:1812.06162) during training,
-      in examples as `batch_size` counts them: of text windows, not tokens. Needs two
-      devices or micro-batches at least.
-    dtype: type of activations; parameters and the exchange stay float32.
-    init_from: a safetensors file, or a folder as Hugging Face's, whose parameters
-      training starts from, in the names of timm or torchvision (ResNet, ViT),
-      Hugging Face (Llama, Qwen, ViT) or `jaxscale export`; None: initialised. How
-      images are normalised for them is in `jaxscale.weights.names`.
-    init_head: initialise the classifier, whatever `init_from` has.
-    seed: of initial parameters, order, augmentation and dropout.
-    target_accuracy: held-out accuracy that makes the run a success.
-    target_loss: or the held-out loss.
-    stop_at_target: end (and save) at the first evaluation that reaches it.
-    input_threads: threads that load and augment; None: one per processor core.
-    gpu_settings: choose environment variables of JAX, CUDA and NCCL for the GPUs that
-      are found, but for those that you have set (docs/accelerators.md).
+    lr_reference_batch_size: the batch size in examples for which optimizer.lr was tuned;
+      used by `lr_scaling`.
+    layer_decay: the learning rate of a layer as a share of that of the layer above it;
+      None uses one learning rate for all layers.
+    layer_order: the regular expressions of parameter paths, from the lowest layer to the
+      highest; required by `layer_decay`, else ().
+    clip_norm: the largest global norm of the gradient; None disables clipping.
+    ema_decay: the decay of an average of the parameters, used for evaluation; None
+      disables averaging. The average includes BatchNorm statistics.
+    ema_warmup: whether the decay rises as 1 - t^(-2/3) with step t until it reaches
+      `ema_decay`.
+    noise_scale: whether to measure the gradient noise scale (arXiv:1812.06162), in
+      examples (for text in windows, not tokens). Needs two devices or two micro-batches.
+    dtype: the type of activations, "float32" or "bfloat16"; parameters and the exchange
+      of gradients stay float32.
+    init_from: the pretrained parameters, a safetensors file or Hugging Face folder; None
+      initializes at random. Accepts the parameter names of timm and torchvision (ResNet,
+      ViT), Hugging Face (Llama, Qwen, ViT) and `jaxscale export`. `jaxscale.weights.names`
+      documents the normalization of images that pretrained weights expect.
+    init_head: whether to initialize the classifier at random even if `init_from` has one.
+    seed: the random seed of initial parameters, data order, augmentation and dropout.
+    target_accuracy: the validation accuracy to reach, as a share; None sets no target.
+    target_loss: the validation loss to reach; None sets no target.
+    stop_at_target: whether to save and stop at the first evaluation that reaches the target.
+    input_threads: the number of threads that load and augment examples; None uses one per
+      processor core.
+    gpu_settings: whether to set environment variables of JAX, CUDA and NCCL that suit the
+      GPUs; variables that you have set stay as they are (docs/accelerators.md).
     mesh: the grid of devices.
-    layout: how the model is sharded over them.
-    exchange: how gradients cross the network.
-    sync: when workers synchronize: every step, or now and then.
-    compilation: where compiled programs are kept.
-    evaluation: when and how to evaluate.
-    checkpoint: when to save and what to keep.
-    checks: what to watch during training.
-    faults: when a run counts as broken, and how it ends.
-    log: what to log.
+    layout: the sharding of model and optimizer over the mesh.
+    exchange: the method that averages gradients over devices; a class of your own also works.
+    sync: the synchronization of workers; EveryStep keeps all devices in step, the others
+      let workers take local steps in between.
+    compilation: the cache of compiled programs.
+    evaluation: the interval and batch size of evaluations.
+    checkpoint: the interval of checkpoints, and which are kept.
+    checks: checks during training.
+    faults: time limits after which a run counts as failed, and limits of restarts.
+    log: metrics, trackers and profiles.
   """
 
   model: Model
@@ -104,7 +106,7 @@ class Config:
   dtype: Literal["float32", "bfloat16"] = "float32"
   init_from: str | None = None
   init_head: bool = False
-  seed: Annotated[int, "in [0, 4294967296)"] = 0  # jax.random.key drops higher bits
+  seed: Annotated[int, "in [0, 4294967296)"] = 0  # jax.random.key drops higher bits.
   target_accuracy: Annotated[float | None, "in (0, 1]"] = None
   target_loss: Annotated[float | None, "> 0"] = None
   stop_at_target: bool = False
@@ -123,22 +125,22 @@ class Config:
 
   @property
   def is_local_sgd(self) -> bool:
-    """Whether workers take steps of their own between synchronizations."""
+    """True if workers take local steps between synchronizations."""
     return self.sync.is_local_sgd
 
   def shared(self) -> dict[str, str]:
-    """Texts that must be the same in all processes of a run, by name."""
+    """Return texts that must be equal in all processes of a run, by name."""
     return shared_texts(self)
 
   def __post_init__(self):
     if self.batch_size % (steps := self.accumulate_steps):
-      why = f"not divisible by accumulate_steps={steps}, change one of them"
+      why = f"not divisible by accumulate_steps={steps}; change one of them"
       raise ConfigError(f"Config.batch_size={self.batch_size}: {why}")
     _check_length(self)
     accuracy, loss = self.target_accuracy, self.target_loss
     if accuracy is not None and loss is not None:
-      why = f"there is a target_accuracy ({accuracy}) already"
-      raise ConfigError(f"Config.target_loss={loss}: {why}, set one of them to None")
+      why = f"target_accuracy={accuracy} is also set"
+      raise ConfigError(f"Config.target_loss={loss}: {why}; set one of them to None")
     if self.stop_at_target and {accuracy, loss} == {None}:
       raise ConfigError("Config.stop_at_target=True: set target_accuracy or target_loss")
     if self.ema_warmup and self.ema_decay is None:
@@ -159,10 +161,9 @@ class Config:
 
 
 def _check_length(config: Config) -> None:
-  """Refuse a run without a length, with two, or too short for its parts.
+  """Refuse a run without a length, with two lengths, or shorter than its warm-up or phases.
 
-  What is counted in the other unit is compared where the data are known
-  (`experiment.derive`).
+  Lengths in different units are compared once the data are known (`experiment.derive`).
   """
   if config.epochs is None and config.steps is None:
     raise UnsetError("Config.epochs and Config.steps are not set; set one of them")
@@ -170,7 +171,7 @@ def _check_length(config: Config) -> None:
     why = f"and epochs={config.epochs} are both set"
     raise invalid("Config.steps", config.steps, why, "set one of them to None")
   if config.steps is not None and isinstance(config.phases, AdaptiveBatch):
-    why = "does not say how many phases AdaptiveBatch tunes"
+    why = "cannot be combined with AdaptiveBatch, which counts in epochs"
     raise invalid("Config.steps", config.steps, why, "set epochs instead")
   for unit in ("epochs", "steps"):
     length, name = getattr(config, unit), f"warmup_{unit}"
@@ -188,56 +189,56 @@ def _check_length(config: Config) -> None:
 
 
 def _check_neutral(config: Config) -> None:
-  """Batch sizes that change neutrally are for SGD's momentum."""
+  """Refuse follow="neutral" for optimizers other than SGD, and with momentum correction."""
   phases = config.phases
   if isinstance(phases, Phases) and (phases.follow != "neutral" or not phases.batch_sizes):
     return
-  neutral = "batch sizes that change neutrally"
+  neutral = "phases with follow='neutral' (AdaptiveBatch too)"
   if not config.optimizer.follows_batch_neutrally:
     field = f"Config.optimizer={type(config.optimizer).__name__}"
     remedy = "use SGD, or Phases with follow='linear' or 'sqrt'"
-    why = f"{neutral} keep the time constant of SGD's momentum"
+    why = f"{neutral} need SGD, whose momentum they adapt"
     raise ConfigError(f"{field}: {why}; {remedy}")
   correction = getattr(config.optimizer, "momentum_correction", "never")
   if correction != "never":
-    why = f"{neutral} carry the velocity over themselves, use 'never'"
+    why = f"{neutral} already correct the momentum; use 'never'"
     raise ConfigError(f"SGD.momentum_correction={correction!r}: {why}")
 
 
 def _check_exchange(config: Config) -> None:
-  """What is measured of gradients must be of the gradients themselves."""
+  """Refuse a noise scale measured from gradients that are not exact means."""
   exchange = config.exchange
   if config.noise_scale and (not exchange.averages_exactly or exchange.delayed):
     name = type(exchange).__name__ + ".delayed" * exchange.delayed
-    why = f"{name} does not give the mean of the step's own gradients, which it is "
-    remedy = "use AllReduce or HalfPrecision, not delayed"
-    raise ConfigError(f"Config.noise_scale=True: {why}measured by; {remedy}")
+    why = f"needs the exact mean of each step's gradients, which {name} does not give"
+    fix = "use AllReduce or HalfPrecision without delayed, or noise_scale=False"
+    raise invalid("Config.noise_scale", True, why, fix)
 
 
 def _check_local(config: Config) -> None:
-  """What workers that train alone cannot have."""
+  """Refuse settings that need all devices to take the same step."""
   sync, exchange = f"sync={type(config.sync).__name__}", type(config.exchange).__name__
   if config.exchange.delayed:
-    why = f"{exchange}.delayed=True would move them by the one before; set it to False"
-    raise ConfigError(f"Config.{sync}: workers wait to synchronize, {why}")
+    why = f"needs the current mean at each synchronization; set {exchange}.delayed to False"
+    raise ConfigError(f"Config.{sync}: {why}")
   if config.ema_decay is not None:
-    why = "an average over steps (ema_decay) needs parameters that all share in every "
-    raise ConfigError(f"Config.{sync}: {why}step; set ema_decay to None")
+    why = "ema_decay needs parameters that are equal on all devices in every step"
+    raise ConfigError(f"Config.{sync}: {why}; set ema_decay to None")
   if config.noise_scale:
-    why = "the noise scale compares gradients at the same parameters, and workers have "
-    raise ConfigError(f"Config.{sync}: {why}their own; set noise_scale to False")
+    why = "noise_scale compares gradients at equal parameters, and workers differ"
+    raise ConfigError(f"Config.{sync}: {why}; set noise_scale to False")
   if isinstance(config.phases, AdaptiveBatch):
-    why = "AdaptiveBatch tries steps that all share; use Phases"
+    why = "AdaptiveBatch needs all devices to take the same steps; use Phases"
     raise ConfigError(f"Config.{sync}: {why}")
   if config.lr_scaling != "none":
-    why = f"{sync} has rates of one worker and its part of the batch"
-    remedy = "set it to 'none' and optimizer.lr for that part"
+    why = f"with {sync} the learning rate is that of one worker and its share of the batch"
+    remedy = "set it to 'none', and optimizer.lr for that share"
     raise ConfigError(f"Config.lr_scaling={config.lr_scaling!r}: {why}; {remedy}")
   if plain := config.exchange.plain_epochs:
-    why = f"workers send only when they synchronize ({sync}), set it to 0"
+    why = f"with {sync} workers exchange only when they synchronize; set it to 0"
     raise ConfigError(f"{exchange}.plain_epochs={plain}: {why}")
   resets = getattr(config.sync, "reset_momentum", False)
   if resets and not config.optimizer.has_resettable_momentum:
-    why = f"{type(config.optimizer).__name__}'s moments cannot be emptied alone "
-    why += "(bias correction takes them for full), set it to False"
+    why = f"{type(config.optimizer).__name__}'s moments cannot be reset without its step "
+    why += "count, which bias correction uses; set it to False"
     raise ConfigError(f"BlockMomentum.reset_momentum=True: {why}")

@@ -1,4 +1,4 @@
-"""Config files as modules: run once for each of their contents."""
+"""Import of config files as modules, once per content of a file."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from types import ModuleType
 
 from jaxscale.errors import ConfigError
 
-# Modules of config files are called this, a digest, and the name of the file.
+# The name of a config file's module is this prefix, a digest and the name of the file.
 FILE_MODULE = "_jaxscale_config_"
 
 
 def load_file(file: Path) -> ModuleType:
-  """A Python file as a module, run once for each of its contents.
+  """Import a Python file as a module, once per content of the file.
 
-  Its classes are so the same however often it is loaded, and its annotations can be
-  resolved. It can import modules from its folder.
+  The classes of the module therefore stay the same however often it is loaded, and its
+  annotations can be resolved. The file can import modules from its folder.
 
   Raises:
-    ConfigError: it is no Python file. What it raises itself is raised.
+    ConfigError: the file is not a Python file. Errors of the file itself pass through.
   """
   if file.suffix != ".py":
     raise ConfigError(f"{file}: not a Python file, give one that ends in .py")
@@ -37,7 +37,7 @@ def load_file(file: Path) -> ModuleType:
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
-    if str(file.parent) not in sys.path:  # at the end: it hides nothing installed
+    if str(file.parent) not in sys.path:  # At the end, so that it hides no installed package.
       sys.path.append(str(file.parent))
     try:
       with running(named):
@@ -50,11 +50,11 @@ def load_file(file: Path) -> ModuleType:
 
 @contextlib.contextmanager
 def running(file: Path) -> Iterator[None]:
-  """Run code of a config file: it neither sees our command line nor ends the process.
+  """Run code of a config file, shielded from the command line and from `sys.exit`.
 
   Raises:
-    ConfigError: it calls `sys.exit`, or changes the working directory, which relative
-      paths of the command line start from.
+    ConfigError: the code calls `sys.exit`, or changes the working directory, to which
+      relative paths of the command line refer.
   """
   argv, folder = sys.argv, os.stat(".")
   sys.argv = [str(file)]
@@ -65,8 +65,8 @@ def running(file: Path) -> Iterator[None]:
     code = "" if e.code is None else repr(e.code)
     what = f"calls sys.exit({code}); remove it"
     if "argparse" in names:
-      what = "parses a command line; use the argument of get_config(arg), which is the "
-      what += "ARG of --config FILE:ARG"
+      what = "parses a command line; use get_config(arg) instead, whose argument is ARG of "
+      what += "--config FILE:ARG"
     raise ConfigError(f"{position(file, e)}: {what}") from e
   finally:
     sys.argv = argv
@@ -76,7 +76,7 @@ def running(file: Path) -> Iterator[None]:
 
 
 def position(file: Path, error: BaseException) -> str:
-  """Return `FILE:LINE` of the line in a config file that an error comes from."""
+  """Return `FILE:LINE` of the line in a config file that raised an error."""
   frames = traceback.extract_tb(error.__traceback__)
   lines = [f.lineno for f in frames if Path(f.filename) == file.absolute()]
   return f"{file}:{lines[-1]}" if lines else str(file)

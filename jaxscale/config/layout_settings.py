@@ -1,4 +1,4 @@
-"""Settings of how a model is sharded over the devices."""
+"""Settings of the sharding of a model over the devices."""
 
 from __future__ import annotations
 
@@ -12,34 +12,33 @@ from jaxscale.errors import ConfigError, invalid
 
 @settings
 class Layout:
-  """What is split over the devices along the mesh's axes fsdp, stage and model.
+  """Sharding of model and optimizer over the mesh axes fsdp, stage and model.
 
   Attributes:
-    shard: what is split along fsdp: "none", "zero1": the optimizer state,
-      "zero2": and gradients, "fsdp": and parameters, which are then gathered
-      layer by layer.
-    slow_axes: where gradients that are split along fsdp are summed over replica and
-      data: "after" the backward pass, once a step, or "in_backward", layer by layer
-      and in every micro-batch, where the layers that are left can hide it.
-    model: what is split along model: "layers" (heads, hidden units, vocabulary and
-      classes), "layers_and_tokens" (and between the branches of a layer the tokens),
-      or tokens alone, whose attention goes by "ring" or "all_to_all".
-    sum_in: what devices along model sum: "float32", so that a layer that is split gives
-      what a whole one does, or rounded to Config.dtype, half the bytes of bfloat16.
-    schedule: of a pipeline along stage, whose micro-batches are accumulate_steps:
-      "gpipe" (all forwards first) or "1f1b" (each backwards at once).
-    remat: what a layer computes again in its backward pass: "none" of it, all but
-      products with weights ("dots"), all but what its branches add ("branches"), or
-      all of it from its input ("full"), which keeps the least in memory; "offload" is
-      as "full", and what comes into a layer, which every other keeps as well, waits in
-      the host's memory. A stage of a pipeline is always computed again from its input;
-      there this is about the layers within it.
-    optimizer: where its state is between steps: on the "device", or on the "host",
-      from where it is brought for the update.
-    rules: in place of the model's own, which axis splits which dim of a parameter:
-      ("layers/.*/kernel: stage, fsdp, model",), with "-" for a dim that nothing
-      splits. Exactly one pattern must fit each parameter. What fsdp splits is free;
-      what stage and model split is what the model computes with, and stays.
+    shard: the state that is split along mesh axis fsdp; "none", "zero1" (optimizer state),
+      "zero2" (also gradients) or "fsdp" (also parameters, gathered layer by layer).
+    slow_axes: the point at which gradients that are split along fsdp are summed over
+      replica and data; "after" the backward pass, once per step, or "in_backward", layer
+      by layer and in every micro-batch, so that the remaining layers can hide it.
+    model: the dimension that is split along mesh axis model; "layers" (heads, hidden
+      units, vocabulary and classes), "layers_and_tokens" (also the tokens between the
+      branches of a layer), or the tokens alone, with attention by "ring" or "all_to_all".
+    sum_in: the type of sums over mesh axis model; "float32", so that a split layer gives
+      the result of a whole one, or "dtype", rounded to Config.dtype (half the bytes with
+      bfloat16).
+    schedule: the pipeline schedule along mesh axis stage, with accumulate_steps
+      micro-batches; "gpipe" (all forward passes first) or "1f1b" (one forward, one backward).
+    remat: the activations that the backward pass recomputes; "none", "dots" (all but
+      products with weights), "branches" (all but the outputs of a layer's branches), "full"
+      (the whole layer from its input, least memory) or "offload" (as "full", with the
+      layer's input in host memory). A pipeline stage is always recomputed from its input;
+      `remat` then applies to the layers in it.
+    optimizer: the memory of the optimizer state between steps; "device" or "host", from
+      which it is copied for each update.
+    rules: the mesh axis that splits each dim of a parameter, replacing the model's rules,
+      e.g. ("layers/.*/kernel: stage, fsdp, model",), with "-" for a dim that is not split;
+      () keeps the model's. Exactly one pattern must match each parameter. Rules can change
+      what fsdp splits, but not what stage and model split.
   """
 
   shard: Literal["none", "zero1", "zero2", "fsdp"] = "none"
@@ -57,9 +56,9 @@ class Layout:
       axes = [dim.strip() for dim in dims.split(",")]
       if not colon or not set(axes) <= {"-", "fsdp", "stage", "model"}:
         form = "'PATTERN: axis, axis', an axis of fsdp, stage, model for each dim"
-        raise ConfigError(f"{field}: give {form}, or - for one that nothing splits")
+        raise ConfigError(f"{field}: give {form}, or - for a dim that is not split")
       if twice := [axis for axis in axes if axis != "-" and axes.count(axis) > 1]:
-        raise ConfigError(f"{field}: {twice[0]} splits two dims; name it once")
+        raise ConfigError(f"{field}: {twice[0]} splits two dims; use it once")
       check_pattern("Layout.rules", pattern, "give e.g. 'layers/.*/kernel'")
 
 
@@ -67,7 +66,7 @@ def check_layout(config: Any) -> None:
   """Refuse a layout that does not fit the rest of a `Config`.
 
   Raises:
-    ConfigError: two settings contradict each other, or one changes nothing.
+    ConfigError: two settings contradict each other, or a setting has no effect.
   """
   layout, mesh = config.layout, config.mesh
   shard = f"Layout.shard={layout.shard!r}"
@@ -75,7 +74,7 @@ def check_layout(config: Any) -> None:
   model = type(config.model).__name__
   if layout.shard != "none" and mesh.fsdp == 1:
     remedy = "set mesh.fsdp, e.g. to -1 with mesh.data=1"
-    raise ConfigError(f"{shard}: is split along fsdp, which has one device; {remedy}")
+    raise ConfigError(f"{shard}: splits along fsdp, which has one device; {remedy}")
   if layout.shard == "none" and mesh.fsdp != 1:
     remedy = "set layout.shard, e.g. to 'fsdp', or use mesh.data"
     raise ConfigError(f"Mesh.fsdp={mesh.fsdp}: splits nothing while {shard}; {remedy}")
@@ -97,28 +96,28 @@ def check_layout(config: Any) -> None:
     ("sum_in", "dtype", config.dtype != "float32", "dtype to 'bfloat16'"),
   ):
     if getattr(layout, field) == value and not needs:
-      why = f"changes nothing here; set {remedy} as well"
+      why = f"has no effect; set {remedy} as well"
       raise ConfigError(f"Layout.{field}={value!r}: {why}")
   of_stacks = parts + [f"Layout.remat={layout.remat!r}"] * (layout.remat != "none")
   if of_stacks and not config.model.is_stack:
     why = f"{model} is not a stack of equal layers"
-    remedy = "use Transformer or ViT, or split it along fsdp alone"
+    remedy = "use Transformer or ViT, or split along fsdp only"
     raise ConfigError(f"{of_stacks[0]}: {why}; {remedy}")
   splits_text = config.model.is_stack and config.model.takes_text
   if layout.model != "layers" and not splits_text:
-    why = f"splits the tokens of text, and {model} has images; use 'layers'"
+    why = f"splits tokens of text, and {model} takes images; use 'layers'"
     raise ConfigError(f"Layout.model={layout.model!r}: {why}")
   if layout.slow_axes == "in_backward" and not config.exchange.is_plain:
     exchange = type(config.exchange).__name__
-    why = f"sums gradients by itself, Config.exchange={exchange} would not be asked"
-    fix = "use 'after', or the exchange AllReduce as it is"
+    why = f"sums gradients in the backward pass and would bypass Config.exchange={exchange}"
+    fix = "use 'after', or exchange=AllReduce with its defaults"
     raise invalid("Layout.slow_axes", "in_backward", why, fix)
   if split := [shard] * (layout.shard != "none") + parts:
     _check_whole(config, split[0])
 
 
 def _check_whole(config: Any, split: str) -> None:
-  """Refuse what compares or copies whole models, where devices have parts."""
+  """Refuse settings that need the whole model on each device if the model is split."""
   is_adaptive = isinstance(config.phases, AdaptiveBatch)
   for what, is_asked, remedy in (
     ("Config.noise_scale=True", config.noise_scale, "set it to False"),
@@ -128,4 +127,4 @@ def _check_whole(config: Any, split: str) -> None:
   ):
     if is_asked:
       why = "needs the whole model on each device"
-      raise ConfigError(f"{what}: {why}, {remedy}; here {split}")
+      raise ConfigError(f"{what}: {why}, which {split} splits; {remedy}")

@@ -1,8 +1,8 @@
-"""Config files and overrides: `FILE[:arg]` and `a.b=value` to a Config.
+"""Loading of a Config from a file and overrides: `FILE[:arg]` and `a.b=value`.
 
-`load_config` is what the command line, notebooks and sweeps all call. Values
-are parsed by the annotation of their field, all overrides are put in at once
-and every class checks itself again, so their order does not matter.
+The command line, notebooks and sweeps all call `load_config`. Values are parsed by the
+type of their field. All overrides are applied at once before every class checks itself
+again, so their order does not matter.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from jaxscale.errors import ConfigError, invalid
 
 
 def load_config(path: str, overrides: Mapping[str, str] | None = None) -> Config:
-  """Run `get_config` of a Python file and put the overrides in.
+  """Run `get_config` of a Python file and apply overrides.
 
   Args:
-    path: `FILE` or `FILE:arg`; the argument is handed to `get_config`.
+    path: `FILE` or `FILE:arg`; `get_config` receives the argument.
     overrides: values as text by dotted field, e.g. {"optimizer.lr": "0.3"}.
 
   Raises:
-    ConfigError: one line that says what is wrong, where, and what to write.
+    ConfigError: the file or an override is invalid; one line says where and what to write.
 
   Example:
     >>> config = load_config("configs/digits.py", {"epochs": "3"})
@@ -47,20 +47,24 @@ def load_config(path: str, overrides: Mapping[str, str] | None = None) -> Config
   if not isinstance(config, Config):
     returned = f"get_config() returned {type(config).__name__}, return a Config"
     raise ConfigError(f"{path.partition(':')[0]}: {returned}")
-  own = own_choices(vars(load_file(Path(locate(path).partition(":")[0]))))
-  return override(config, overrides or {}, own)
+  return override(config, overrides or {}, own_classes(path))
+
+
+def own_classes(path: str) -> dict[str, type]:
+  """Return the settings classes that a config file defines or imports, by name."""
+  return own_choices(vars(load_file(Path(locate(path).partition(":")[0]))))
 
 
 def call(path: str, function: str, advice: str) -> Any:
-  """What a function of a Python file returns; its faults name file and line.
+  """Call a function of a Python file and return its result.
 
   Args:
-    path: `FILE` or `FILE:arg`; the argument is handed to the function.
-    function: its name.
-    advice: what to do if the file has none.
+    path: `FILE` or `FILE:arg`; the function receives the argument.
+    function: the name of the function.
+    advice: the text of the error if the file does not define the function.
 
   Raises:
-    ConfigError: no such file or function, or an error in it.
+    ConfigError: no such file or function, or an error in it, with file and line.
   """
   name, _, arg = locate(path).partition(":")
   file = Path(name)
@@ -75,7 +79,7 @@ def call(path: str, function: str, advice: str) -> Any:
       raise ConfigError(f"{file}:{arg}: its {function}() takes no argument")
     with running(file):
       value = found(arg) if arg else found()
-      # A generator runs only now, and its faults are the file's as well.
+      # A generator runs only here, so that its errors are reported with file and line.
       return list(value) if inspect.isgenerator(value) else value
   except SyntaxError as e:
     raise ConfigError(f"{e.filename}:{e.lineno}: {e.msg}") from None
@@ -87,7 +91,7 @@ def call(path: str, function: str, advice: str) -> Any:
 
 
 def _meant(error: Exception) -> str:
-  """Return the hint for a name that is misspelt in a config file."""
+  """Return the hint for a misspelt name in a config file."""
   if isinstance(error, AttributeError):
     names = dir(error.obj)
   elif isinstance(error, NameError):
@@ -96,21 +100,21 @@ def _meant(error: Exception) -> str:
   else:
     return ""
   name = error.name or ""
-  alike = [n for n in names if n[:1].isupper() == name[:1].isupper()]  # SGD, not sgd
+  alike = [n for n in names if n[:1].isupper() == name[:1].isupper()]  # SGD and sgd are different.
   close = validation.closest(name, alike)
   return f", did you mean {close!r}?" if close else ""
 
 
 def override(node: Any, overrides: Mapping[str, str], own: Mapping[str, type] | None = None) -> Any:
-  """A copy of a settings object with some fields, named by path, replaced.
+  """Return a copy of a settings object with some fields replaced.
 
   Args:
-    node: a Config, or any other settings.
+    node: a Config or another settings object.
     overrides: values as text by dotted field.
-    own: classes of the user's that can be chosen by name, with those of the
-      modules whose classes `node` has already.
+    own: the user's classes that can be chosen by name, in addition to those in the
+      modules of the classes that `node` uses.
   """
-  tree: dict[Any, Any] = {}  # of names; the text of a path is under None at its end
+  tree: dict[Any, Any] = {}  # Nested by name; the text of a path is under the key None.
   for path, text in overrides.items():
     branch = tree
     for name in path.split("."):
@@ -124,7 +128,7 @@ def override(node: Any, overrides: Mapping[str, str], own: Mapping[str, type] | 
 
 
 def choices(annotation: Any, own: Mapping[str, type]) -> dict[str, type]:
-  """The settings classes that a field can have, by name, with the user's `own`."""
+  """Return the settings classes that a field can have, by name, including `own`."""
   found = validation.settings_classes(annotation)
   bases = tuple(a for a in validation.alternatives(annotation) if isinstance(a, type))
   return found | {name: c for name, c in own.items() if found and issubclass(c, bases)}
@@ -133,7 +137,7 @@ def choices(annotation: Any, own: Mapping[str, type]) -> dict[str, type]:
 def _changes(
   cls: Any, node: Any, tree: dict[Any, Any], prefix: str, own: Mapping[str, type]
 ) -> dict[str, Any]:
-  """The new values of a branch, for an object of `cls` in the place of `node`."""
+  """Return the changed fields of a branch, for an object of `cls` that replaces `node`."""
   fields, changes = validation.hints(cls), {}
   for name, branch in tree.items():
     path = f"{prefix}{name}"
@@ -146,7 +150,7 @@ def _changes(
       held = {type(x).__name__: x for x in getattr(node, name, ())}
       changes[name] = _several(classes, held, branch, path, own)
     elif set(branch) != {None}:
-      raise ConfigError(f"--config.{path}: a single value, it has no fields")
+      raise ConfigError(f"--config.{path}: has no fields; write --config.{path}=VALUE")
     else:
       changes[name] = _parse(fields[name], branch[None], path)
   return changes
@@ -155,9 +159,9 @@ def _changes(
 def _branch(
   classes: dict[str, Any], current: Any, tree: dict, path: str, own: Mapping[str, type]
 ) -> Any:
-  """A settings object with other fields, or one of another class.
+  """Return a settings object with changed fields, or one of another class.
 
-  All of it is put together before the class checks it: what it must have may be
+  All fields are collected before the class checks them, so that required fields can be
   given in any order.
   """
   chosen = tree.pop(None, None)
@@ -176,7 +180,7 @@ def _branch(
   for field in dataclasses.fields(cls):
     is_set = field.name in values or field.default is not dataclasses.MISSING
     if validation.hints(cls)[field.name] is Any and not is_set:
-      why = f"has {field.name}, which a command line has no form for"
+      why = f"needs {field.name}, which cannot be given on a command line"
       fix = f"write it in the config file: {chosen}({field.name}=...)"
       raise invalid(f"--config.{path}", chosen, why, fix)
   return cls(**values)
@@ -185,9 +189,9 @@ def _branch(
 def _several(
   classes: dict[str, Any], held: dict, tree: dict, path: str, own: Mapping[str, type]
 ) -> tuple[Any, ...]:
-  """A tuple of settings: of other classes, "A,B", or with other fields of one, `A.x`.
+  """Return a tuple of settings, of other classes ("A,B") or with changed fields (`A.x`).
 
-  One of those held now, by name, keeps its other fields.
+  A class that the tuple already has keeps its other fields.
   """
   names, text = list(held), tree.pop(None, None)
   if text is not None:
@@ -196,7 +200,7 @@ def _several(
     if name not in {**classes, **held}:
       raise ConfigError(f"--config.{path}={name}: {validation.nearest(name, classes)}")
     if name not in names:
-      raise ConfigError(f"--config.{path}.{name}: write --config.{path}={name} as well")
+      raise ConfigError(f"--config.{path}.{name}: not chosen; add --config.{path}={name}")
   made = []
   for name in names:
     cls = type(held[name]) if name in held else classes[name]
@@ -207,13 +211,13 @@ def _several(
 
 
 def _shared(cls: Any, old: Any, changes: Mapping[str, Any], path: str) -> dict:
-  """Carry fields that were set explicitly over to another class; print which.
+  """Return the explicitly set fields that another class takes over, and print them.
 
   Args:
-    cls: the other class, which takes those that it has as well and allows.
+    cls: the new class; it takes over fields that it also has and whose values it allows.
     old: the settings that it replaces.
-    changes: fields that are overridden.
-    path: dotted name of the settings.
+    changes: the fields that are overridden.
+    path: the dotted name of the settings.
   """
   if not isinstance(old, Choice):
     return {}
@@ -228,33 +232,33 @@ def _shared(cls: Any, old: Any, changes: Mapping[str, Any], path: str) -> dict:
       if name in changes or not is_allowed:
         continue
       is_same = docs.get(name) == old_docs.get(name)
-      meaning = "" if is_same else f" ({docs.get(name, '').rstrip('.')})"
+      meaning = "" if is_same else f" ({docs.get(name, '').partition(';')[0].rstrip('.')})"
       if name not in other:
         shared[name] = value
       text = f"{'not ' * (name in other)}{name}={validation.shown(value)}{meaning}"
       notes.append(text)
   if notes:
-    _note(f"{path}={cls.__name__} keeps of {type(old).__name__}: {', '.join(notes)}")
+    _note(f"{path}={cls.__name__} keeps from {type(old).__name__}: {', '.join(notes)}")
   return shared
 
 
 @functools.cache
 def _note(line: str) -> None:
-  """Print a line once, in process 0 alone where there are several."""
-  with contextlib.suppress(ConfigError):  # the start of the run reports it
+  """Print a line once, in process 0 only."""
+  with contextlib.suppress(ConfigError):  # The start of the run reports this error.
     if detect().process_id:
       return
   print(f"note: {line}", file=sys.stderr)
 
 
 def _parse(annotation: Any, text: str, path: str) -> Any:
-  """The value that `text` stands for in a field of this type."""
+  """Return the value of a text for a field of this type."""
   choices = validation.alternatives(annotation)
   named = [a for c in choices if get_origin(c) is Literal for a in get_args(c)]
   if text in named or (str in choices and text != "None"):
     return text
   if tuple[str, ...] in choices and re.fullmatch(r"[\w:./-]+(,[\w:./-]+)*", text):
-    return tuple(text.split(","))  # plain words, as data:4,replica:2
+    return tuple(text.split(","))  # Words without quotes, e.g. data:4,replica:2.
   try:
     value = ast.literal_eval(text)
     if isinstance(value, (int, float)) and any(get_origin(c) is tuple for c in choices):
@@ -262,5 +266,5 @@ def _parse(annotation: Any, text: str, path: str) -> Any:
     return validation.coerce(annotation, value)
   except (TypeError, ValueError, SyntaxError, RecursionError, MemoryError):
     wanted = validation.type_name(annotation)
-    wanted += ", as \"('a', 'b')\"" * (tuple[str, ...] in choices)
+    wanted += ", e.g. a,b" * (tuple[str, ...] in choices)
     raise ConfigError(f"--config.{path}={text}: give {wanted}") from None

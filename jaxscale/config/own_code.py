@@ -1,8 +1,9 @@
-"""Identity of a user's own code: the definitions that a config's classes use.
+"""Identity of the user's code: hashes of the definitions that a config's classes use.
 
-Hashed are syntax trees without comments, docstrings and positions, of what is reachable
-by name from a class or function, through every module that is not installed. So a
-config file counts by the classes that it defines, not by the settings in `get_config`.
+A hash covers the syntax trees, without comments, docstrings and positions, of all
+definitions that a class or function reaches by name, through every module that is not
+installed. A config file therefore counts by the classes that it defines, not by the
+settings in `get_config`.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ _PACKAGE = f"{Path(__file__).parents[1]}{os.sep}"
 _FUNCTIONS = ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda
 _PLAIN = bool, int, float, complex, str, bytes, type(None)
 _IMPORTS = ast.Import, ast.ImportFrom
-# Statements around others, which may change what they do not bind.
+# Statements with inner statements, which can change names that they do not bind.
 _BLOCKS = ast.For, ast.While, ast.If, ast.With, ast.Try, ast.TryStar, ast.Match
 
 
@@ -38,8 +39,8 @@ class OwnCode(NamedTuple):
   """The user's code that a config uses.
 
   Attributes:
-    hashes: of each definition, by `module:name`.
-    files: of each module that is read from a file.
+    hashes: the hash of each definition, by `module:name`.
+    files: the file of each module that is read from one.
   """
 
   hashes: dict[str, str]
@@ -47,12 +48,12 @@ class OwnCode(NamedTuple):
 
 
 def module_name(name: str) -> str:
-  """The name of a module, of a config file that of the file."""
+  """Return the name of a module; for a config file, the name of the file."""
   return re.sub(rf"^{FILE_MODULE}\w{{12}}_", "", name)
 
 
 def is_own(module: str | None) -> bool:
-  """Return whether a module is the user's: neither jaxscale's nor installed."""
+  """Return whether a module is the user's: neither part of jaxscale nor installed."""
   if module is None or module in sys.builtin_module_names:
     return False
   if module.partition(".")[0] == "jaxscale":
@@ -67,7 +68,7 @@ def _is_own_file(file: str) -> bool:
 
 
 def own_code(roots: Iterable[Any]) -> OwnCode:
-  """Return the definitions that classes and functions of the user's reach by name."""
+  """Return the user's definitions that classes and functions reach by name."""
   search = _Search()
   for root in roots:
     search.visit(root.__module__, root.__qualname__, root)
@@ -76,7 +77,7 @@ def own_code(roots: Iterable[Any]) -> OwnCode:
 
 
 def source_hash(function: Any) -> str:
-  """Hash the syntax tree of one function or class; without source, its bytecode."""
+  """Hash the syntax tree of one function or class; without source, the bytecode."""
   function = inspect.unwrap(function)
   return _digest(map(_dump, _nodes_of(function))) or _bytecode_hash(function)
 
@@ -87,7 +88,7 @@ def _digest(texts: Iterable[str]) -> str:
 
 
 def _bytecode_hash(value: Any) -> str:
-  """Hash what runs where there is no source, as of a program read from stdin."""
+  """Hash the bytecode of code without source, such as a program read from stdin."""
   functions = [value, *vars(value).values()] if isinstance(value, type) else [value]
 
   def texts(code: types.CodeType) -> Iterator[str]:
@@ -106,18 +107,18 @@ class _WithoutDocstrings(ast.NodeTransformer):
     body = getattr(node, "body", None)
     if isinstance(body, list):
       kept = [n for n in body if not _is_text(n)]
-      if isinstance(node, ast.ClassDef):  # the order of methods has no meaning
+      if isinstance(node, ast.ClassDef):  # The order of methods does not matter.
         kept.sort(key=lambda n: n.name if isinstance(n, _FUNCTIONS[:2]) else "")
       node.body = kept or [ast.Pass()]  # pyright: ignore[reportAttributeAccessIssue]
-    if isinstance(node, ast.JoinedStr):  # Python 3.12 ends some formats with ""
+    if isinstance(node, ast.JoinedStr):  # Python 3.12 adds "" to some formats.
       node.values = [v for v in node.values if getattr(v, "value", None) != ""]
     return node
 
 
 def _dump(node: Any) -> str:
-  """Write out a syntax tree, the same in every version of Python.
+  """Write out a syntax tree so that the text is equal in every version of Python.
 
-  Later versions have fields that earlier ones lack; they are empty.
+  Fields that only later versions have are empty and left out.
   """
   if isinstance(node, list):
     return f"[{', '.join(map(_dump, node))}]"
@@ -140,12 +141,12 @@ def _parse(text: str | bytes) -> ast.Module | None:
 
 @functools.lru_cache(maxsize=256)
 def _parse_file(file: str, size: int, changed_ns: int) -> ast.Module | None:
-  del size, changed_ns  # of another content
-  return _parse(Path(file).read_bytes())  # by its byte order mark or its cookie
+  del size, changed_ns  # Part of the cache key, so that a changed file is read again.
+  return _parse(Path(file).read_bytes())  # As bytes: `ast.parse` detects the encoding.
 
 
 def _tree_of(file: str) -> ast.Module | None:
-  """The syntax tree of a file, or of a notebook's cell."""
+  """Return the syntax tree of a file or of a notebook cell."""
   try:
     stat = Path(file).stat()
     return _parse_file(file, stat.st_size, stat.st_mtime_ns)
@@ -154,7 +155,7 @@ def _tree_of(file: str) -> ast.Module | None:
 
 
 def _nodes_of(value: Any) -> list[ast.AST]:
-  """The definitions of a class or function in its file or cell."""
+  """Return the definitions of a class or function in its file or cell."""
   functions = list(vars(value).values()) if isinstance(value, type) else [value]
   functions = [inspect.unwrap(f) for f in functions if callable(f)]
   functions = [f for f in functions if hasattr(f, "__code__")]
@@ -164,7 +165,7 @@ def _nodes_of(value: Any) -> list[ast.AST]:
       continue
     if isinstance(value, type):
       found = [n for n in ast.walk(tree) if isinstance(n, ast.ClassDef)]
-      line = code.co_firstlineno  # two functions may each define a class of one name
+      line = code.co_firstlineno  # Two functions can define classes of equal names.
       found = [n for n in found if n.lineno <= line <= (n.end_lineno or 0)]
       found = [n for n in found if n.name == value.__name__][-1:]
     else:
@@ -176,7 +177,7 @@ def _nodes_of(value: Any) -> list[ast.AST]:
 
 
 def _is_at(node: Any, code: types.CodeType) -> bool:
-  """Return whether a function is that of a code; one line may have several."""
+  """Return whether a function node belongs to a code object; one line can have several."""
   decorators = getattr(node, "decorator_list", ())
   if min(n.lineno for n in (node, *decorators)) != code.co_firstlineno:
     return False
@@ -187,7 +188,7 @@ def _is_at(node: Any, code: types.CodeType) -> bool:
 
 
 def _bound(node: ast.AST) -> set[str]:
-  """The names that a statement of a module binds, those inside of `if` included."""
+  """Return the names that a statement of a module binds, those inside `if` included."""
   names: set[str] = set()
   if isinstance(node, (ast.ClassDef, *_FUNCTIONS[:2])):
     return {node.name}
@@ -200,7 +201,7 @@ def _bound(node: ast.AST) -> set[str]:
 
 
 def _used(node: ast.AST) -> tuple[set[str], set[str]]:
-  """The names and the attributes that occur in a statement."""
+  """Return the names and the attributes that occur in a statement."""
   nodes = list(ast.walk(node))
   names = {n.id for n in nodes if isinstance(n, ast.Name)}
   return names, {n.attr for n in nodes if isinstance(n, ast.Attribute)}
@@ -208,11 +209,11 @@ def _used(node: ast.AST) -> tuple[set[str], set[str]]:
 
 @functools.lru_cache(maxsize=256)
 def _statements(tree: ast.Module | None) -> tuple[dict[str, list[Any]], list[Any]]:
-  """Statements of a module, without `if __name__ == "__main__":`.
+  """Return the statements of a module, without `if __name__ == "__main__":`.
 
   Returns:
-    Those that bind a name, by name; and those that may change what others bind, each
-    with the names it uses.
+    Two results: the statements that bind a name, by name; and the statements that can
+    change what others bind, each with the names it uses.
   """
   binding: dict[str, list[Any]] = {}
   changing: list[Any] = []
@@ -226,24 +227,24 @@ def _statements(tree: ast.Module | None) -> tuple[dict[str, list[Any]], list[Any
 
 
 class _Search:
-  """A walk from definition to definition."""
+  """Search that follows definitions by the names that they use."""
 
   def __init__(self) -> None:
     self.hashes: dict[str, str] = {}
     self.files: dict[str, Path] = {}
     self._seen: set[str] = set()
-    self._used: dict[str, set[str]] = {}  # attributes that are used, by module
-    # Names that are used: visited in a loop, as modules may import each other and
-    # chains of definitions be longer than Python's stack.
+    self._used: dict[str, set[str]] = {}  # Attributes that are used, by module.
+    # Used names that are still to be visited. A loop visits them, because modules can import
+    # each other and chains of definitions can exceed Python's recursion limit.
     self._waiting: list[tuple[str, str, set[str]]] = []
 
   def visit(self, module: str, name: str, value: Any = None) -> None:
-    """Add a definition and what it uses.
+    """Add a definition and everything that it uses.
 
     Args:
-      module: the one that it is in.
-      name: its qualified name.
-      value: the class or function itself, where it is known.
+      module: the module of the definition.
+      name: the qualified name.
+      value: the class or function, if it is known.
     """
     key = f"{module_name(module)}:{name}"
     if key in self._seen:
@@ -262,7 +263,7 @@ class _Search:
       self._visit_closure(value)
     else:
       nodes = [*binding.get(name.partition(".")[0], ())]
-    # Not by name alone: `Net.scale = 2` and `setattr(Net, "scale", 2)`.
+    # Statements such as `Net.scale = 2` or `setattr(Net, "scale", 2)` change the definition.
     nodes += [n for n, used in changing if n not in nodes and name in used]
     self._add(module, key, nodes, name)
     for star in [] if nodes else binding.get("*", ()):
@@ -284,17 +285,17 @@ class _Search:
           self._visit_import(module, statement, alias, attributes)
       for used in names - {name}:
         self._visit_name(module, used, attributes)
-    if texts:  # else a builtin, a parameter or a local name
+    if texts:  # Other names are builtins, parameters or local names.
       self.hashes[key] = _digest(texts)
 
   def _visit_name(self, module: str, name: str, attributes: set[str]) -> None:
-    """Have a name visited that is used in a module, with attributes of it."""
+    """Queue a name that a module uses, with the attributes used of it."""
     if (key := f"{module} {name} {sorted(attributes)}") not in self._seen:
       self._seen.add(key)
       self._waiting.append((module, name, attributes))
 
   def follow(self) -> None:
-    """Visit all that was used; an imported name where it is defined."""
+    """Visit all queued names; an imported name is visited in the module that defines it."""
     while self._waiting:
       self._follow(*self._waiting.pop())
 
@@ -307,12 +308,12 @@ class _Search:
           if name == (alias.asname or alias.name.partition(".")[0]):
             self._visit_import(module, part, alias, attributes)
     value = getattr(sys.modules.get(module), name, None)
-    if isinstance(value, types.ModuleType):  # also of `importlib.import_module`
+    if isinstance(value, types.ModuleType):  # `importlib.import_module` binds modules, too.
       self._visit_module(value.__name__, attributes)
     self.visit(module, name)
 
   def _visit_import(self, module: str, node: Any, alias: ast.alias, attributes: set[str]) -> None:
-    """Visit what is used of another module of the user's."""
+    """Visit the names that are used from another module of the user."""
     base = getattr(node, "module", None) or ""
     if level := getattr(node, "level", 0):
       package = module_name(module).split(".")
@@ -348,7 +349,7 @@ class _Search:
         self._visit_import(module, star, ast.alias("*"), left)
 
   def _file_of(self, module: str) -> Path | None:
-    """The file of a module of the user's, whether it is imported already or not."""
+    """Return the file of a user's module, imported or not; None for other modules."""
     if module_name(module) in self.files:
       return self.files[module_name(module)]
     file = getattr(sys.modules.get(module), "__file__", None)
@@ -365,19 +366,19 @@ class _Search:
     return Path(str(file))
 
   def _visit_closure(self, value: Any) -> None:
-    """Visit what functions of a local class or function take from around them."""
+    """Visit the variables that functions of a local class or function close over."""
     inner = vars(value).values() if isinstance(value, type) else [value]
     for function in inner:
       code = getattr(function, "__code__", None)
       if code is None or code.co_filename == "<string>" or not is_own(function.__module__):
-        continue  # a method that `settings` or a dataclass has added
+        continue  # A method that `settings` or `dataclass` has added.
       for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
-        with contextlib.suppress(ValueError):  # not bound yet
+        with contextlib.suppress(ValueError):  # The variable is not bound yet.
           key = f"{module_name(value.__module__)}:{value.__qualname__}.{name}"
           self._visit_value(cell.cell_contents, key)
 
   def _visit_cell(self, module: str, name: str, value: Any, key: str) -> None:
-    """Add a definition of a module without a file: a notebook's, of any cell."""
+    """Add a definition of a module without a file: a notebook's, from any cell."""
     space = vars(sys.modules[module]) if module in sys.modules else {}
     value = space.get(name) if value is None else value
     if value is not None or name in space:

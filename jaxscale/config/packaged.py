@@ -1,4 +1,4 @@
-"""Configs that come with jaxscale, found by name: `digits`, `resnet50_lars:4096`."""
+"""Packaged configs, which have names: `digits`, `resnet50_lars:4096`."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from jaxscale.config.validation import closest, nearest
 from jaxscale.files import expand
 
 _PACKAGE = Path(__file__).parent.parent
-# In an installed package; else the repository that the package is imported from.
+# The first exists in an installed package, the second in a checkout.
 _FOLDERS = (_PACKAGE / "configs", _PACKAGE.parent / "configs")
 
 
 def names() -> dict[str, Path]:
-  """The file of every packaged config."""
+  """Return the file of every packaged config, by name."""
   folder = next((f for f in _FOLDERS if (f / "digits.py").is_file()), None)
   return {p.stem: p for p in sorted(folder.glob("*.py"))} if folder else {}
 
 
 def locate(path: str) -> str:
-  """`FILE[:arg]` of `NAME[:arg]`; what names no packaged config is given back.
+  """Return `FILE[:arg]` for `NAME[:arg]`; other texts are returned unchanged.
 
-  A file of that name comes first.
+  A file called NAME takes precedence over the packaged config.
 
   Example:
     >>> Path(locate("resnet50_lars:4096")).name
@@ -36,7 +36,7 @@ def locate(path: str) -> str:
 
 
 def similar(file: Path) -> str:
-  """The hint for a file that is not there: a file or packaged config of like name."""
+  """Return the hint for a missing file: a file or packaged config with a similar name."""
   if str(file) == file.stem:
     return f" and no packaged config, {nearest(file.stem, names())}"
   near = {p.stem: p for p in file.parent.glob("*.py")}

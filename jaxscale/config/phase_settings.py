@@ -1,4 +1,4 @@
-"""Settings of what changes during a run: batch and image sizes."""
+"""Settings of batch and image sizes that change during a run."""
 
 from __future__ import annotations
 
@@ -8,23 +8,25 @@ from jaxscale.config.bounds import Count, NonNegative, Positive
 from jaxscale.config.validation import settings
 from jaxscale.errors import invalid
 
-# How rate and momentum follow the batch size when it changes in mid-run.
+# Rules by which learning rate and momentum follow a batch size that changes during a run.
 Follow = Literal["none", "linear", "sqrt", "neutral"]
 
 
 @settings
 class Phases:
-  """What changes at given epochs: the batch grows, or the images do.
+  """Batch and image sizes that change at given epochs or steps.
 
   Attributes:
-    epochs: where each phase begins; the first at 0.
-    steps: optimizer steps before each phase, instead of `epochs`; the first has 0.
-    batch_sizes: of each phase; (): Config.batch_size in all of them.
-    accumulate_steps: of each phase; (): Config.accumulate_steps in all.
-    image_sizes: of the training images of each phase; (): the data's own.
-    follow: how the learning rate follows the batch size, from the rate at
-      Config.batch_size: "none", "linear", "sqrt", or "neutral" (CNTK's, for
-      SGD): rate per example and time constant of the momentum stay.
+    epochs: the epoch at which each phase begins; the first is 0.
+    steps: the step at which each phase begins, instead of `epochs`; the first is 0.
+    batch_sizes: the batch size of each phase in examples; () uses Config.batch_size.
+    accumulate_steps: the number of micro-batches of each phase; () uses
+      Config.accumulate_steps.
+    image_sizes: the height and width in pixels of the training images of each phase; ()
+      uses the size of the data.
+    follow: the rule by which the learning rate follows the batch size, relative to
+      Config.batch_size; "none", "linear", "sqrt" or "neutral" (CNTK's, for SGD: keeps the
+      learning rate per example and the time constant of the momentum).
   """
 
   epochs: Annotated[tuple[float, ...], ">= 0"] = (0.0,)
@@ -36,12 +38,12 @@ class Phases:
 
   def __post_init__(self):
     if self.steps and self.epochs != (0.0,):
-      why = f"and epochs={self.epochs} both say where phases begin"
+      why = f"and epochs={self.epochs} are both set"
       raise invalid("Phases.steps", self.steps, why, "leave out one of them")
     unit = "steps" if self.steps else "epochs"
     if not self.starts or self.starts[0] != 0:
-      why = "has no phase at the start of the run"
-      raise invalid(f"Phases.{unit}", self.starts, why, "begin at 0")
+      why = "does not start at 0"
+      raise invalid(f"Phases.{unit}", self.starts, why, "add a phase at 0")
     if list(self.starts) != sorted(set(self.starts)):
       why = "is not in rising order"
       raise invalid(f"Phases.{unit}", self.starts, why, "sort it, each value once")
@@ -53,26 +55,25 @@ class Phases:
 
   @property
   def starts(self) -> tuple[float, ...]:
-    """Where each phase begins, in `steps` if they are given, else in `epochs`."""
+    """Start of each phase, in `steps` if they are given, else in `epochs`."""
     return self.steps or self.epochs
 
 
 @settings
 class AdaptiveBatch:
-  """CNTK's adaptive minibatch: the largest batch whose trial loses nothing.
+  """Batch size chosen by trials, as in CNTK's adaptive minibatch sizing.
 
-  From Config.batch_size on; at the tuning epochs candidates, each sqrt(2) times
-  the one before, are tried from the same state, and the last one whose loss is
-  within the margin of the first's is taken (CNTK, SGD.cpp,
-  AdaptiveMinibatchSizing). A trial that gives NaN is refused. Rate and momentum
-  follow as in Phases.follow="neutral", which is for SGD.
+  At each tuning, candidates from Config.batch_size up, each sqrt(2) times the previous one,
+  are tried from the same state. The largest whose loss is within the margin of the first
+  candidate's is used (CNTK, SGD.cpp, AdaptiveMinibatchSizing). A trial that gives NaN is
+  rejected. Learning rate and momentum follow as with Phases.follow="neutral", for SGD.
 
   Attributes:
-    every_epochs: epochs between tunings.
-    trial_steps: steps of a trial.
-    margin: how much larger the loss may be, as a share of the first trial's.
-    max_batch_size: no candidate is larger.
-    multiple: candidates are rounded to multiples of it.
+    every_epochs: the number of epochs between tunings.
+    trial_steps: the number of steps of a trial.
+    margin: the allowed increase of the loss, as a share of the first trial's loss.
+    max_batch_size: the largest candidate in examples.
+    multiple: the number of examples that every candidate is a multiple of.
   """
 
   every_epochs: Positive = 1.0

@@ -1,4 +1,4 @@
-"""Settings as JSON: one conversion, for what is recorded and for what is compared."""
+"""Conversion of settings to JSON, for config.json and for comparisons."""
 
 from __future__ import annotations
 
@@ -23,29 +23,29 @@ from jaxscale.errors import ConfigError, invalid
 
 
 def class_name(cls: type) -> str:
-  """`Class` of a built-in one, `module:Class` of a user's."""
+  """Return `Class` for a built-in class, `module:Class` for a user's class."""
   if not issubclass(cls, Choice) or cls.__module__.startswith("jaxscale."):
     return cls.__name__
   return f"{module_name(cls.__module__)}:{cls.__name__}"
 
 
 def to_plain(node: Any) -> Any:
-  """A settings tree as JSON; "class" tells which alternative was chosen.
+  """Return a settings tree as JSON, with the chosen alternative as "class".
 
-  What JSON has no form for, such as a function, has "object", its name, and what tells
-  two of them apart: such a config cannot be made again from the JSON.
+  A value without a JSON form, such as a function, becomes "object" with its name and its
+  contents or source hash; a config with such a value cannot be rebuilt from the JSON.
 
   Raises:
-    ConfigError: a value has no form, and no `identity`.
+    ConfigError: a value has no JSON form and no `identity`.
   """
   return _Conversion().convert(node, "config")
 
 
 def check_forms(config: Any) -> None:
-  """Refuse values whose change a resumed run could not recognize.
+  """Refuse values whose change a resumed run could not detect, without reading arrays.
 
   Raises:
-    ConfigError: as `to_plain`; arrays are not summed.
+    ConfigError: a value has no JSON form and no `identity`.
   """
   _Conversion(sums=False).convert(config, "config")
 
@@ -58,7 +58,7 @@ def code_of(config: Any) -> OwnCode:
 
 
 def shared_texts(config: Any) -> dict[str, str]:
-  """Settings and own code of a config as texts, by what an error calls them."""
+  """Return the settings and the user's code of a config as texts, by name for errors."""
   texts = {"config": json.dumps(to_plain(config), sort_keys=True)}
   for key, code in code_of(config).hashes.items():
     name = f"own code in {key.partition(':')[0]}"
@@ -67,16 +67,16 @@ def shared_texts(config: Any) -> dict[str, str]:
 
 
 class _Conversion:
-  """From settings to JSON.
+  """Conversion of one settings tree to JSON.
 
   Attributes:
-    own: the user's classes and functions on the way.
+    own: the user's classes and functions in the tree.
   """
 
   def __init__(self, *, sums: bool = True):
     self.own: list[Any] = []
     self._sums = sums
-    self._inside: list[int] = []  # a function may be in its own closure
+    self._inside: list[int] = []  # Detects recursion: a function can be in its own closure.
 
   def convert(self, node: Any, where: str) -> Any:
     if node is None or isinstance(node, (bool, int, float, str)):
@@ -111,7 +111,7 @@ class _Conversion:
     return {"object": _name(kind)} | self._contents(node, where)
 
   def _fields(self, node: Any, where: str) -> dict[str, Any]:
-    """The fields of a dataclass; a module of Flax hides its parent from `repr`."""
+    """Return the fields of a dataclass without those hidden from `repr` (Flax's parent)."""
     if as_plain := getattr(node, "as_plain", None):
       values = as_plain()
     else:
@@ -129,8 +129,8 @@ class _Conversion:
     return plain
 
   def _contents(self, node: Any, where: str) -> dict[str, Any]:
-    """Return what tells two objects of a class without a form in JSON apart."""
-    for name in ("identity", "_fingerprint"):  # the latter is a `datasets.Dataset`'s
+    """Return the identity or contents of an object without a JSON form."""
+    for name in ("identity", "_fingerprint"):  # `_fingerprint` is that of a `datasets.Dataset`.
       if isinstance(identity := getattr(node, name, None), str):
         return {name.strip("_"): identity}
     if isinstance(node, (list, tuple)):
@@ -148,13 +148,13 @@ class _Conversion:
       return {"values": self.convert([node.func, node.args, node.keywords], where)}
     if isinstance(node, _BY_REPR) or _name(type(node)).startswith("numpy.dtype"):
       return {"value": repr(node)}
-    why = "has no form in JSON, so that a run could not tell whether it has changed when it resumes"
-    fix = "an attribute `identity`, a text that changes whenever it does"
-    fix = f"give it, or the settings that hold it, {fix}"
+    why = "has no JSON form, so a resumed run could not detect a change"
+    fix = "give it, or the settings that hold it, an attribute `identity`, a text that "
+    fix += "changes with it"
     raise invalid(where, node, f"({_name(type(node))}) {why}", fix)
 
   def _callable(self, node: Any, where: str) -> dict[str, Any] | None:
-    """A function, a class or a method: its name, source and what it has bound."""
+    """Return name, source hash and bound values of a function, class or method."""
     if isinstance(identity := getattr(node, "identity", None), str):
       return {"object": _name(node), "identity": identity}
     if isinstance(node, functools.partial) or not hasattr(node, "__name__"):
@@ -177,7 +177,7 @@ class _Conversion:
     return plain | ({"bound": bound} if bound else {})
 
 
-# Values of the standard library that their `repr` tells apart.
+# Types of the standard library whose `repr` shows the whole value.
 _BY_REPR = complex, range, slice, datetime.date, datetime.time, datetime.timedelta
 _BY_REPR += decimal.Decimal, fractions.Fraction, uuid.UUID, re.Pattern, type(...)
 
@@ -185,7 +185,7 @@ _BY_REPR += decimal.Decimal, fractions.Fraction, uuid.UUID, re.Pattern, type(...
 def _content(cell: Any) -> Any:
   try:
     return cell.cell_contents
-  except ValueError:  # not bound yet
+  except ValueError:  # The variable is not bound yet.
     return None
 
 
@@ -195,12 +195,12 @@ def _name(value: Any) -> str:
 
 
 def checksum(values: Any, where: str) -> dict[str, Any]:
-  """Shape, dtype and SHA-256 of an array."""
+  """Return shape, dtype and SHA-256 of an array."""
   import numpy as np
 
   try:
     array = np.ascontiguousarray(values)
-  except TypeError:  # JAX's random keys
+  except TypeError:  # JAX's random keys are no NumPy arrays.
     array = np.array(None)
   if array.dtype.hasobject:
     fix = "give numbers, or an attribute `identity`"

@@ -1,7 +1,7 @@
-"""A run's settings as JSON, and back: the config.json in its directory.
+"""Conversion between a run's settings and the config.json in its workdir.
 
-A built-in class is recorded by its name; a user's as `module:Class`, with the file that
-it came from, of which the run keeps a copy in `code/`.
+A built-in class is recorded by its name, a user's class as `module:Class` with its file,
+of which the run keeps a copy in `code/`.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from jaxscale.config.validation import alternatives, hints, item_type, nearest, 
 from jaxscale.errors import ConfigError
 from jaxscale.files import mismatch, replacing, require_json, who_else_writes
 
-FORMAT = 2  # of config.json; 1 was jaxscale 0.1's, which had other names
-# What may not be missing in a config.json, as `files.mismatch` takes it.
+FORMAT = 2  # Of config.json; jaxscale 0.1 wrote format 1, whose settings had other names.
+# Required contents of a config.json, in the form of `files.mismatch`.
 RUN = {"config": {"model": {"class": str}}, "data": {"name": str}}
-# What data may have there.
+# Optional contents of "data".
 _DATA = dict.fromkeys(("vocab_size", "num_classes", "sequence_length"), int)
 _DATA |= {"mean": [float], "std": [float], "image_shape": [int], "class_names": [str]}
 
 
 def flat(node: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-  """A tree of settings by dotted name.
+  """Return a tree of settings as a flat dict by dotted name.
 
   Example:
     >>> flat({"class": "Config", "model": {"class": "MLP"}})
@@ -46,7 +46,7 @@ def flat(node: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def copy_own_files(config: Config, workdir: Path) -> dict[str, dict[str, str]]:
-  """Copy the files of a config's own code; what config.json says, by module."""
+  """Copy the files of the user's code of a config; return their paths by module."""
   described = {}
   for module, file in code_of(config).files.items():
     is_package = file.name == "__init__.py"
@@ -61,15 +61,15 @@ def copy_own_files(config: Config, workdir: Path) -> dict[str, dict[str, str]]:
 
 
 def from_plain(annotation: Any, node: Any, folder: Path | None = None) -> Any:
-  """A settings tree from the JSON that describes it.
+  """Return the settings tree that JSON describes.
 
   Args:
-    annotation: of what is described: a settings class, a base, or any type of a field.
-    node: {"class": name, field: …} of a settings class; of others the value.
-    folder: of the run, with copies of the files of a user's own classes.
+    annotation: the type of the result: a settings class, a base, or a field's type.
+    node: {"class": name, field: …} for a settings class, else the value.
+    folder: the workdir of the run, with copies of the files of the user's classes.
 
   Raises:
-    ConfigError: a class or field that there is not, or a value that cannot be.
+    ConfigError: a class or field does not exist, or a value is invalid.
 
   Example:
     >>> from jaxscale.config import SGD, Optimizer
@@ -77,8 +77,8 @@ def from_plain(annotation: Any, node: Any, folder: Path | None = None) -> Any:
     True
   """
   if isinstance(node, dict) and "object" in node:
-    why = "an object from a notebook, which a file cannot hold; make the config there "
-    raise ConfigError(f"{node['object']}: {why}again")
+    why = "an object from a notebook, which config.json cannot store; build the config in it"
+    raise ConfigError(f"{node['object']}: {why}")
   if isinstance(node, list):
     return [from_plain(item_type(annotation), item, folder) for item in node]
   if not isinstance(node, dict) or "class" not in node:
@@ -89,13 +89,13 @@ def from_plain(annotation: Any, node: Any, folder: Path | None = None) -> Any:
   name = str(fields.pop("class"))
   cls = _own_class(name, folder) if ":" in name else classes.get(name)
   if cls is None:
-    raise ConfigError(f"{name}: there are no such settings, {nearest(name, classes)}")
+    raise ConfigError(f"{name}: no such settings class, {nearest(name, classes)}")
   values = {k: from_plain(hints(cls).get(k, Any), v, folder) for k, v in fields.items()}
   return cls(**values)
 
 
 def _own_class(name: str, folder: Path | None) -> type:
-  """A user's class: from the run's copy of its file, or the module it is in."""
+  """Load a user's class from the run's copy of its file, else from its module."""
   module, _, cls = name.partition(":")
   copy = folder / "code" / f"{module}.py" if folder else None
   try:
@@ -107,23 +107,23 @@ def _own_class(name: str, folder: Path | None) -> type:
       found = getattr(load_file(copy), cls)
     else:
       found = getattr(importlib.import_module(module), cls)
-    # Anything else would be called with what the file says: os.system, say.
+    # A tampered config.json must not make us call another function, e.g. os.system.
     if not (isinstance(found, type) and issubclass(found, Choice)):
-      raise ConfigError("no class of settings")
+      raise ConfigError("not a settings class")
     return found
   except Exception as e:
     why = f"cannot be loaded from {copy or module} ({type(e).__name__}: {e})"
-    remedy = "give the config file that has the class"
+    remedy = "give the config file that defines the class"
     raise ConfigError(f"{name}: {why}; {remedy}") from None
 
 
 class Described(NamedTuple):
-  """What the config.json of a run says; `describe_run` reads it.
+  """Contents of a run's config.json; `describe_run` reads it.
 
   Attributes:
-    workdir: of the run.
-    config: its settings, as JSON.
-    data: of its images (`data.DatasetInfo`) or its text (`data.TextInfo`), likewise.
+    workdir: the workdir of the run.
+    config: the settings as JSON.
+    data: the description of images (`data.DatasetInfo`) or text (`data.TextInfo`) as JSON.
   """
 
   workdir: Path
@@ -132,21 +132,22 @@ class Described(NamedTuple):
 
   @property
   def is_text(self) -> bool:
-    """Whether the run is of text."""
+    """True if the run trains on text."""
     return "vocab_size" in self.data
 
   @property
   def num_classes(self) -> int | None:
-    """Classes, or words of the vocabulary, without padding."""
+    """Number of classes, or size of the vocabulary, without padding."""
     return self.data.get("vocab_size" if self.is_text else "num_classes")
 
   def settings(self) -> Config:
-    """Return the config itself, with the default of `log`.
+    """Return the `Config`, with the default of `log`.
 
-    What a run logs changes nothing that it made, and other versions log other things.
+    Logging does not affect the trained parameters, and its settings change between
+    versions.
 
     Raises:
-      ConfigError: it is of another version of jaxscale, which had other settings.
+      ConfigError: a version of jaxscale with other settings wrote the file.
     """
     try:
       plain = {name: value for name, value in self.config.items() if name != "log"}
@@ -166,10 +167,10 @@ def check_format(described: dict[str, Any], workdir: str | Path) -> None:
 
 
 def describe_run(workdir: str | Path) -> Described:
-  """What a run was of, by its config.json; neither data nor devices are looked at.
+  """Read the config.json of a run; data and devices are not accessed.
 
   Raises:
-    ConfigError: it is not a run's directory.
+    ConfigError: the directory is not the workdir of a run.
   """
   path, remedy = Path(workdir) / "config.json", "give the directory of a run of "
   remedy += "jaxscale train"

@@ -1,4 +1,4 @@
-"""Settings of the devices, and of what is evaluated, saved, checked and logged."""
+"""Settings of the mesh, compilation, evaluation, checkpoints, checks, faults and logs."""
 
 from __future__ import annotations
 
@@ -11,20 +11,22 @@ from jaxscale.config.validation import settings, shown
 from jaxscale.errors import ConfigError, invalid
 from jaxscale.files import whole_number
 
-MOST_TRACED_STEPS = 100  # in one trace: 40 MB of the digits on eight devices
+MOST_TRACED_STEPS = 100  # A trace of 100 steps of digits on eight devices takes 40 MB.
 
 
 @settings
 class Mesh:
-  """The devices as a grid, slowest links first; one axis can be -1: all that is left.
+  """Grid of devices, from the slowest links to the fastest; -1 uses all remaining devices.
 
   Attributes:
-    replica: groups of devices joined by the slow links (nodes, slices); each has
-      other examples.
-    data: devices in a group; each has other examples.
-    fsdp: devices that have other examples and split the state (Layout.shard).
-    stage: parts of the layers, one after another (Layout.schedule).
-    model: devices that split each layer, or a sequence (Layout.model).
+    replica: the number of groups of devices that are joined by the slowest links (nodes
+      or slices); each group processes different examples.
+    data: the number of devices per group that process different examples; -1 uses all
+      remaining devices.
+    fsdp: the number of devices over which layout.shard splits the training state; each
+      processes different examples.
+    stage: the number of pipeline stages (layout.schedule).
+    model: the number of devices that split each layer, or a sequence (layout.model).
   """
 
   replica: int = 1
@@ -36,24 +38,25 @@ class Mesh:
   def __post_init__(self):
     for name, size in vars(self).items():
       if size < 1 and size != -1:
-        raise ConfigError(f"Mesh.{name}={size}: give a number >= 1, or -1 for the rest")
+        raise ConfigError(f"Mesh.{name}={size}: give a number >= 1, or -1 for all other devices")
     rest = [f"Mesh.{name}=-1" for name, size in vars(self).items() if size == -1]
     if len(rest) > 1:
-      raise ConfigError(f"{' and '.join(rest)}: only one can be the rest")
+      raise ConfigError(f"{' and '.join(rest)}: only one can be -1; give the others a size")
 
 
 @settings
 class Compilation:
-  """Compiled programs, which are kept for the next start (`run/programs.py`).
+  """Cache of compiled programs, which makes the next start faster.
 
-  Where JAX_COMPILATION_CACHE_DIR is set, or `jax.config` says so, JAX's own settings
-  count, and these do not.
+  JAX's own settings take precedence: JAX_COMPILATION_CACHE_DIR or the same option of
+  `jax.config`.
 
   Attributes:
-    cache: keep what is compiled, and load what is kept.
-    cache_dir: a folder that runs share; None: `compiled/` in the workdir or, where
-      others can write to that, in the user's cache.
-    cache_gb: the programs longest out of use are deleted above this size.
+    cache: whether to store compiled programs and load stored ones.
+    cache_dir: the directory of the cache, which runs can share; None uses `compiled/` in
+      the workdir, or the user's cache if other users can write to the workdir.
+    cache_gb: the size limit of the cache in GB; the least recently used programs are
+      deleted above it.
   """
 
   cache: bool = True
@@ -62,10 +65,10 @@ class Compilation:
 
 
 def _check_interval(chosen: Evaluation | Checkpoint) -> None:
-  """Refuse an interval in steps beside one in epochs, and one in neither."""
+  """Refuse an interval in both steps and epochs, and no interval."""
   epochs, steps = chosen.every_epochs, chosen.every_steps
   field = f"{type(chosen).__name__}.every_steps"
-  if steps is not None and epochs not in (None, 1.0):  # 1.0: nobody has set it
+  if steps is not None and epochs not in (None, 1.0):  # 1.0 is the default.
     why = f"and every_epochs={epochs} are both set"
     raise invalid(field, steps, why, "set one of them to None")
   if steps is None and epochs is None:
@@ -74,12 +77,14 @@ def _check_interval(chosen: Evaluation | Checkpoint) -> None:
 
 @settings
 class Evaluation:
-  """When and how the held-out examples are evaluated, always every one.
+  """Interval and batch size of evaluations; each covers all validation examples.
 
   Attributes:
-    every_epochs: epochs between evaluations; the last step always has one.
-    every_steps: steps between evaluations, instead of `every_epochs`.
-    batch_size: examples per step, rounded up to a multiple of the devices.
+    every_epochs: the number of epochs between evaluations; None uses `every_steps`. The
+      last step is always evaluated.
+    every_steps: the number of steps between evaluations; None uses `every_epochs`.
+    batch_size: the number of examples per evaluation step, rounded up to a multiple of
+      the number of devices.
   """
 
   every_epochs: Annotated[float | None, "> 0"] = 1.0
@@ -92,27 +97,27 @@ class Evaluation:
 
 @settings
 class Checkpoint:
-  """When checkpoints are written and which are kept.
+  """Interval of checkpoints, and which are kept.
 
   Attributes:
-    every_epochs: epochs between checkpoints; the last step always has one.
-    every_steps: steps between checkpoints, instead of `every_epochs`.
-    keep_last: how many of the newest to keep.
-    keep_best: how many with the highest accuracy (language models: with the lowest
-      loss) to keep as well.
-    on_failure: when one cannot be written, e.g. because the disk is full: log it,
-      "continue" and try again at the next, or "stop". To stop loses what was
-      computed since the last one for certain; to continue loses it only if nobody
-      makes room. Either way the run fails if its last one is missing.
-    max_wait_s: seconds that training waits, when one is due, for the one before,
-      which a slow disk is still writing; then the one that is due is left out. The
-      last of a run, and that of a run that is asked to stop, is never left out.
-    local: a folder of each node, in RAM ("/dev/shm") or on a disk of its own, for a
-      copy of each checkpoint, from which a restart on the same nodes resumes; None:
-      there are no copies (docs/reliability.md).
-    shared_every: with copies, every so many checkpoints one is written to the workdir;
-      the first of each start, the last one, and that of a run that is asked to stop
-      always are.
+    every_epochs: the number of epochs between checkpoints; None uses `every_steps`. The
+      last step is always saved.
+    every_steps: the number of steps between checkpoints; None uses `every_epochs`.
+    keep_last: the number of newest checkpoints to keep.
+    keep_best: the number of best checkpoints to keep in addition, by validation accuracy
+      (language models: by validation loss); 0 keeps none.
+    on_failure: the reaction when a checkpoint cannot be written, e.g. because the disk is
+      full; "continue" logs it and tries again at the next interval, "stop" ends the run. A
+      run without its last checkpoint fails in either case.
+    max_wait_s: the time in seconds that training waits for the previous checkpoint to be
+      written; after that the new checkpoint is skipped. The last checkpoint of a run, and
+      the one of a stopped run, is never skipped.
+    local: an absolute path on each node, in RAM ("/dev/shm") or on a local disk, for a
+      copy of each checkpoint; a restart on the same nodes resumes from it. None makes no
+      copies (docs/reliability.md).
+    shared_every: the number of local copies per checkpoint in the workdir; used with
+      `local`. The first checkpoint of each start, the last of the run, and the one of a
+      stopped run are always written to the workdir.
   """
 
   every_epochs: Annotated[float | None, "> 0"] = 1.0
@@ -130,25 +135,25 @@ class Checkpoint:
       hint = "give an absolute path, the same on every node, e.g. /dev/shm"
       raise ConfigError(f"Checkpoint.local={shown(self.local)}: {hint}")
     if self.local is None and self.shared_every > 1:
-      why = "checkpoints in between would be nowhere; set Checkpoint.local as well"
+      why = "needs local copies for the checkpoints in between; set Checkpoint.local as well"
       raise ConfigError(f"Checkpoint.shared_every={self.shared_every}: {why}")
 
 
 @settings
 class Checks:
-  """What is watched during training.
+  """Checks during training.
 
   Attributes:
-    replicas_every_steps: steps between comparisons of all devices' copies of
-      parameters and optimizer state, bit for bit; 0: never.
-    nan_policy: what follows a step whose loss or gradient is NaN or Inf, which in
-      any case changes nothing. "stop": the run ends; "skip": it continues with the
-      next batch; "roll_back": it resumes from the last checkpoint and leaves out
-      the batches since then (PaLM, arXiv:2204.02311, section
-      5.1: spikes come of data and parameters together).
-    max_skipped_steps: skips, or roll-backs, that a run may have; one more ends it.
-    max_consecutive_skipped_steps: likewise of consecutive steps, or of rolls
-      back to the same checkpoint.
+    replicas_every_steps: the number of steps between bitwise comparisons of all devices'
+      copies of parameters and optimizer state; 0 disables them.
+    nan_policy: the reaction to a NaN or Inf in the loss or gradient, which never changes
+      the parameters; "stop" ends the run, "skip" continues with the next batch, "roll_back"
+      resumes from the last checkpoint and skips the batches since then (PaLM,
+      arXiv:2204.02311, section 5.1).
+    max_skipped_steps: the number of skipped steps, or rollbacks, that a run may have;
+      the next one ends the run.
+    max_consecutive_skipped_steps: the number of consecutive skipped steps, or of rollbacks
+      to one checkpoint, that a run may have; the next one ends the run.
   """
 
   replicas_every_steps: Annotated[int, ">= 0"] = 1000
@@ -159,13 +164,14 @@ class Checks:
 
 @settings
 class Faults(Timeouts):
-  """When a run of several processes, or a job, counts as broken, and how it ends.
+  """Time limits after which a run counts as failed, and limits of restarts.
 
-  Times are in seconds; their defaults are those of `cluster.Timeouts`.
+  Times are in seconds; `cluster.Timeouts` has their defaults.
 
   Attributes:
-    max_restarts: how often a job may be requeued.
-    max_idle_restarts: how often in a row without a newer checkpoint.
+    max_restarts: the largest number of times that a job is requeued; 0 disables it.
+    max_idle_restarts: the largest number of consecutive requeues without a newer
+      checkpoint.
   """
 
   max_restarts: Annotated[int, ">= 0"] = 100
@@ -173,27 +179,28 @@ class Faults(Timeouts):
 
   def __post_init__(self):
     silent_s, jax_s = self.heartbeat_timeout_s, self.jax_heartbeat_timeout_s
-    if jax_s < (least := 1.2 * silent_s):  # time for the report
-      why = f"aborts all before heartbeat_timeout_s={silent_s} reports who is silent"
+    if jax_s < (least := 1.2 * silent_s):  # Leaves time for the report.
+      why = f"lets JAX abort before heartbeat_timeout_s={silent_s} reports the lost process"
       raise invalid("Faults.jax_heartbeat_timeout_s", jax_s, why, f"give {least:g}")
 
 
 @settings
 class Log:
-  """What is logged during training.
+  """Metrics, trackers and profiles.
 
   Attributes:
-    every_steps: steps between two records of metrics.
-    tensorboard: also write TensorBoard event files.
-    trackers: also log to these, e.g. "Wandb,MLflow", each once.
-    trust_ratios: also write each layer's trust ratio (LARS, LAMB).
-    step_report: before the first step, measure how long a step computes, how long
-      it waits for the exchange, and how processes differ; costs two compilations
-      and some dozens of steps.
-    plot: draw `metrics.png` at the end, which takes about a second.
-    profile: steps to trace for XProf, as "100:110", both included; at most 100, as
-      traces are large. `jaxscale profile RUN` traces steps of a run that trains.
-    profile_processes: the processes that trace them.
+    every_steps: the number of steps between two records of metrics.
+    tensorboard: whether to also write TensorBoard event files.
+    trackers: the experiment trackers to log to, e.g. "Wandb,MLflow"; () logs to
+      none.
+    trust_ratios: whether to log each layer's trust ratio (LARS and LAMB).
+    step_report: whether to measure, before the first step, the time of computation, the
+      wait for the exchange and the spread between processes; costs two compilations and
+      dozens of steps.
+    plot: whether to draw `metrics.png` at the end, which takes about a second.
+    profile: the steps to trace for XProf, as "100:110", both included, 100 at most; None
+      traces none. `jaxscale profile RUN` traces steps of a running run.
+    profile_processes: the indices of the processes that trace.
   """
 
   every_steps: Count = 50
@@ -210,13 +217,13 @@ class Log:
     names = [type(tracker).__name__ for tracker in self.trackers]
     for name in names:
       if names.count(name) > 1:
-        raise ConfigError(f"Log.trackers: {name} is there twice, leave one out")
+        raise ConfigError(f"Log.trackers: {name} is listed twice; remove one")
 
   def profiled_steps(self) -> tuple[int, int] | None:
-    """The first and the last step of `profile`.
+    """Return the first and the last step of `profile`, or None.
 
     Raises:
-      ConfigError: it does not name such steps.
+      ConfigError: `profile` is not a valid range of steps.
     """
     if self.profile is None:
       return None
@@ -224,7 +231,7 @@ class Log:
     if first is None or last is None:
       hint = "give the first and the last step, as 100:110"
     elif not 1 <= first <= last:
-      hint = "steps count from 1, and the last one is not before the first"
+      hint = "steps count from 1, and the last step must not be before the first"
     elif last - first >= MOST_TRACED_STEPS:
       hint = f"at most {MOST_TRACED_STEPS} steps, traces are large; give {first}:"
       hint += str(first + MOST_TRACED_STEPS - 1)

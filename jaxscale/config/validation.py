@@ -1,7 +1,7 @@
-"""What makes a dataclass a settings class: frozen, by name, checked.
+"""Settings classes: frozen, keyword-only dataclasses that check their values.
 
-`config/` lists the knobs; here is how an unknown name, a wrong type or a value
-out of bounds becomes one line that says what to write instead.
+An unknown name, a wrong type or a value out of bounds gives one line that says what to
+write instead.
 """
 
 from __future__ import annotations
@@ -23,49 +23,49 @@ from typing import Any, Literal, dataclass_transform
 from jaxscale.errors import ConfigError
 from jaxscale.files import expand
 
-_SHOWN = 40  # choices in one line; some have a thousand
+_SHOWN = 40  # Choices that one line lists; some settings have a thousand.
 
 
 def closest(name: str, choices: typing.Iterable[str]) -> str | None:
-  """The choice that somebody who wrote `name` may have meant, if any is close.
+  """Return the choice that is closest to a misspelt `name`, or None.
 
   Example:
     >>> closest("--batch-size", ["--batch-sizes", "--help"])
     '--batch-sizes'
     >>> closest("--drop", ["--batch-sizes", "--help"])
   """
-  # Dashes that all options begin with make no two of them alike.
+  # Leading dashes would make all options look alike.
   plain = {choice.lstrip("-").lower(): choice for choice in choices}
   close = difflib.get_close_matches(name.lstrip("-").lower(), plain, n=1, cutoff=0.6)
   return plain[close[0]] if close else None
 
 
 def nearest(name: str, choices: typing.Iterable[str]) -> str:
-  """The hint of an error message: the closest choice, or what there is."""
+  """Return the hint of an error: the closest choice, or the list of choices."""
   choices = sorted(choices)
   if close := closest(name, choices):
     return f"did you mean {close!r}?"
   shown, more = choices[:_SHOWN], len(choices) - _SHOWN
-  return f"one of {', '.join(shown)}" + (f" and {more} more" if more > 0 else "")
+  return f"give one of {', '.join(shown)}" + (f" and {more} more" if more > 0 else "")
 
 
 class UnsetError(ConfigError):
-  """A field that must be given is not."""
+  """Error for a required field that is not set."""
 
 
 @functools.cache
 def hints(cls: type) -> dict[str, Any]:
-  """The type of every field of a settings class."""
+  """Return the type of every field of a settings class."""
   found = typing.get_type_hints(cls)
   return {field.name: found[field.name] for field in dataclasses.fields(cls)}
 
 
 @functools.cache
 def bounds(cls: type) -> dict[str, str]:
-  """The bound of every field annotated with one, `Annotated[float, "> 0"]`.
+  """Return the bound of every field that has one, `Annotated[float, "> 0"]`.
 
-  A class that gives a field another default, and repeats only its type, keeps the
-  bound of the class that it extends.
+  A class that changes the default of a field, and repeats only its type, keeps the bound
+  of the class that it extends.
   """
   found = {}
   for c in reversed(cls.__mro__):
@@ -76,7 +76,7 @@ def bounds(cls: type) -> dict[str, str]:
 
 
 def field_docs(cls: type) -> dict[str, str]:
-  """The text of each entry under `Attributes:`, base classes' included."""
+  """Return the text of each entry under `Attributes:`, base classes included."""
   docs: dict[str, str] = {}
   for c in reversed(cls.__mro__):
     _, _, section = (c.__doc__ or "").partition("Attributes:")
@@ -95,14 +95,14 @@ _COMPARE = {">=": operator.ge, ">": operator.gt, "<=": operator.le, "<": operato
 
 
 def within(value: Any, bound: str) -> bool:
-  """Whether a number, or each of a tuple, is finite and in its bound.
+  """Return whether a number, or each number of a tuple, is finite and in a bound.
 
   Args:
-    value: None passes.
-    bound: e.g. ">= 1", "< 2.5" or "in [0, 1)".
+    value: a number, a tuple of numbers, or None, which is always in the bound.
+    bound: the bound, e.g. ">= 1", "< 2.5" or "in [0, 1)".
 
   Raises:
-    ConfigError: the bound cannot be read.
+    ConfigError: the bound is malformed.
   """
   if (m := _BOUND.fullmatch(bound)) is None:
     raise ConfigError(f"Annotated bound {bound!r}: write e.g. '>= 1' or 'in [0, 1)'")
@@ -111,26 +111,29 @@ def within(value: Any, bound: str) -> bool:
   limits = [(sign, number)] if sign else limits
   given = value if isinstance(value, tuple) else (value,)
   numbers = [x for x in given if x is not None]
-  # Not every int is a float.
+  # `math.isfinite` overflows for an int that is larger than any float.
   is_finite = all(isinstance(x, int) or math.isfinite(x) for x in numbers)
   return is_finite and all(_COMPARE[s](x, float(n)) for x in numbers for s, n in limits)
 
 
 def alternatives(annotation: Any) -> tuple[Any, ...]:
-  """The members of a union, or the annotation itself."""
+  """Return the members of a union, or the annotation itself."""
   if typing.get_origin(annotation) in (typing.Union, types.UnionType):
     return typing.get_args(annotation)
   return (annotation,)
 
 
 def item_type(annotation: Any) -> Any:
-  """The type of the items where a tuple is among the alternatives; else Any."""
+  """Return the item type of the tuple among the alternatives; Any without a tuple."""
   tuples = [a for a in alternatives(annotation) if typing.get_origin(a) is tuple]
   return typing.get_args(tuples[0])[0] if tuples else Any
 
 
 def settings_classes(annotation: Any) -> dict[str, Any]:
-  """The settings classes among the alternatives, by name; of a base the built-in."""
+  """Return the settings classes among the alternatives, by name.
+
+  A base class such as `Model` stands for its built-in classes.
+  """
   found: dict[str, Any] = {}
   for c in alternatives(annotation):
     if hasattr(c, "built_in"):
@@ -141,13 +144,13 @@ def settings_classes(annotation: Any) -> dict[str, Any]:
 
 
 def type_name(annotation: Any) -> str:
-  """How an error message or the help writes a type."""
+  """Return a type as errors and the help show it."""
   if typing.get_origin(annotation) is Literal:
     return " | ".join(repr(v) for v in typing.get_args(annotation))
   if len(alternatives(annotation)) > 1:
     return " | ".join(type_name(a) for a in alternatives(annotation))
-  if annotation is type(None):
-    return "None"
+  if annotation in (type(None), bool):
+    return "None" if annotation is not bool else "True or False"
   if hasattr(annotation, "built_in") and len(names := annotation.built_in()) > 1:
     own = f"a class of yours that extends {annotation.__name__}"
     return f"{' | '.join(names)}, or {own}"
@@ -157,7 +160,7 @@ def type_name(annotation: Any) -> str:
 
 
 def shown(value: Any) -> str:
-  """A value as an error message quotes it: one line of at most 80 characters."""
+  """Return a value as errors quote it: one line of at most 80 characters."""
   text = " ".join(repr(value).split())
   return text if len(text) <= 80 else f"{text[:77]}..."
 
@@ -178,11 +181,11 @@ def coerce(annotation: Any, value: Any) -> Any:
       if choice is float and type(value) is int and abs(value) <= sys.float_info.max:
         return float(value)
       if choice is str and isinstance(value, (str, os.PathLike)):
-        text = os.fspath(value)  # only a path has "~" and "/", not a separator "~"
+        text = os.fspath(value)  # A "~" without a "/" is a separator, not a home directory.
         return expand(text) if "/" in text else text
       if isinstance(value, choice) and not (choice in (int, float) and isinstance(value, bool)):
         return float(value) if choice is float else value
-  # Numbers and arrays of NumPy and JAX, which `tolist` converts exactly.
+  # `tolist` converts numbers and arrays of NumPy and JAX exactly.
   plain = getattr(value, "tolist", lambda: value)()
   if type(plain) is type(value):
     raise TypeError
@@ -190,7 +193,7 @@ def coerce(annotation: Any, value: Any) -> Any:
 
 
 def no_such_field(cls: type, name: str) -> str:
-  """Return what is wrong with the name of a field, and what to write."""
+  """Return the error text for the name of a field that does not exist."""
   own, value = cls.__name__, vars(cls).get(name)
   if isinstance(value, (bool, int, float, str, tuple)):
     kind = type(value).__name__
@@ -201,7 +204,7 @@ def no_such_field(cls: type, name: str) -> str:
 
 
 def _instance_hint(annotation: Any, value: Any) -> str:
-  """Return the hint for a class, or its name, in place of its settings; else ""."""
+  """Return the hint for a class, or the name of one, given instead of an object; or ""."""
   classes = settings_classes(annotation)
   name = closest(value, classes) if isinstance(value, str) else None
   if isinstance(value, type) and hasattr(value, "built_in"):
@@ -211,9 +214,9 @@ def _instance_hint(annotation: Any, value: Any) -> str:
 
 @dataclass_transform(kw_only_default=True, frozen_default=True)
 def settings(cls: type) -> type:
-  """A frozen, keyword-only dataclass that refuses unknown names and bad values."""
+  """Make a class a frozen, keyword-only dataclass that refuses unknown names and bad values."""
   if "__init__" in vars(cls):
-    why = "has no place in settings; write fields with types, as `width: int = 3`, "
+    why = "is not allowed in settings; write fields with types, as `width: int = 3`, "
     raise ConfigError(f"{cls.__name__}.__init__ {why}and check them in __post_init__")
   repr_ = cls.__repr__ is object.__repr__
   cls = dataclasses.dataclass(frozen=True, kw_only=True, repr=repr_)(cls)

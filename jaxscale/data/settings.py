@@ -1,4 +1,4 @@
-"""Settings of the built-in data, and what each builds. Imports no JAX."""
+"""Settings of the built-in data. Imports no JAX."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ if TYPE_CHECKING:
   from jaxscale.data.augment import EvalView
   from jaxscale.data.dataset import Dataset
 
-# The names that --config.data= takes (by HOMES in config/choice.py).
+# The names for --config.data= (HOMES in config/choice.py lists this module).
 __all__ = ["TFDS", "Arrays", "Digits", "ImageFolder", "Synthetic", "TFDSText", "Text", "TextFiles"]
 
-Split = tuple["Dataset", "Dataset"]  # to train on, and held-out
+Split = tuple["Dataset", "Dataset"]  # To train on, and to validate on.
 
 
 class Digits(Data):
-  """UCI handwritten digits, 8x8, embedded in the package (1,437 + 360).
+  """UCI handwritten digits, 8x8 pixels, included in the package (1,437 + 360).
 
   Attributes:
-    augment: "none", or "shift" by up to one pixel.
+    augment: the augmentation; "none", or "shift" by up to one pixel.
   """
 
   augment: Literal["none", "shift"] = "shift"
@@ -35,15 +35,14 @@ class Digits(Data):
 
 
 class _Images(Data):
-  """Encoded images, of which `_split` makes views of a size.
+  """Encoded images that are decoded to one size.
 
   Attributes:
-    eval_view: what evaluation sees of images that are resized: "mlperf" (shorter
-      side to 256/224 of the size, centre crop), "google" (the centre 7/8, bicubic),
-      or what torchvision and timm do (shorter side to the size / eval_crop,
-      antialiased, centre crop): "bilinear" or "bicubic".
-    eval_crop: share of the resized shorter side that those two keep, timm's crop_pct;
-      None: 0.875, which is 224/256.
+    eval_view: the resizing of validation images; "mlperf" (shorter side to 256/224 of the
+      size, center crop), "google" (the center 7/8, bicubic), or "bilinear" or "bicubic" (as
+      torchvision and timm: shorter side to size / eval_crop, antialiased, center crop).
+    eval_crop: the share of the resized shorter side to keep, timm's crop_pct, for
+      "bilinear" and "bicubic"; None uses 0.875 (224/256).
   """
 
   eval_view: Literal["mlperf", "google", "bilinear", "bicubic"] = "mlperf"
@@ -69,19 +68,20 @@ class _Images(Data):
 
 
 class TFDS(_Images):
-  """Any image-classification dataset of TensorFlow Datasets, by its name.
+  """Image-classification dataset of TensorFlow Datasets.
 
   Attributes:
-    name: the dataset, as in `tfds.builder(name)`, e.g. "fashion_mnist".
-    train_split: examples trained on, in TFDS's split notation.
-    eval_split: examples evaluated on.
-    data_dir: where it is prepared; None: $TFDS_DATA_DIR or TFDS's own default.
-    image_size: height and width to crop and resize to; None: as stored, which
-      needs images of one size.
-    augment: "none", "flip", "shift_flip" (by up to image/14 pixels) or "crop"
-      (random resized crop and flip; needs image_size).
-    cache: decode everything once and keep it in memory.
-    max_pixels: larger images are not decoded, and count as damaged.
+    name: the name of the dataset, as in `tfds.builder(name)`, e.g. "fashion_mnist".
+    train_split: the training examples, in TFDS's split notation.
+    eval_split: the validation examples, in TFDS's split notation.
+    data_dir: the directory of the prepared dataset; None uses $TFDS_DATA_DIR or TFDS's
+      default.
+    image_size: the height and width in pixels to crop and resize to; None keeps images as
+      stored, which must all have one size.
+    augment: the augmentation of training images; "none", "flip", "shift_flip" (by up to 1/14
+      of the image) or "crop" (random resized crop and flip; needs image_size).
+    cache: whether to decode all examples once and keep them in memory.
+    max_pixels: the largest number of pixels to decode; larger images count as damaged.
   """
 
   name: str
@@ -101,7 +101,7 @@ class TFDS(_Images):
       raise ConfigError("TFDS.cache=True: crops need whole images, set it to False")
 
   def abstract(self, batch_size: int) -> Split | None:
-    """ImageNet's shapes, of which programs are compiled before it is there."""
+    """Return ImageNet's shapes, so that `plan` compiles programs without the data; else None."""
     from jaxscale.data.dataset import IMAGENET_EXAMPLES, Dataset
     from jaxscale.data.encoded import image_info
 
@@ -120,18 +120,19 @@ class TFDS(_Images):
 
 
 class ImageFolder(_Images):
-  """Image files in one directory per class, as clusters keep ImageNet.
+  """Image files in one directory per class, as in ImageNet on clusters.
 
-  Images in folders of a class count, too. EXIF orientation is not applied. Pixels of
-  more than 8 bits are scaled by the range of their type, floats from 0 … 1.
+  Images in subdirectories of a class are included. EXIF orientation is not applied. Pixels
+  of more than 8 bits are scaled by the range of their type, floats from 0 … 1.
 
   Attributes:
-    path: directory of the splits, each of one subdirectory per class.
-    train_split: the subdirectory trained on.
-    eval_split: the subdirectory evaluated on.
-    image_size: height and width to crop and resize to.
-    augment: "none", "flip" or "crop" (random resized crop and flip).
-    max_pixels: larger images are not decoded, and count as damaged.
+    path: the directory of the splits, PATH/SPLIT/CLASS/*.JPEG.
+    train_split: the subdirectory of the training images.
+    eval_split: the subdirectory of the validation images.
+    image_size: the height and width in pixels to crop and resize to.
+    augment: the augmentation of training images; "none", "flip" or "crop" (random resized
+      crop and flip).
+    max_pixels: the largest number of pixels to decode; larger images count as damaged.
   """
 
   path: str
@@ -143,7 +144,7 @@ class ImageFolder(_Images):
 
   def _split(self, split: str, image_size: int, augment: Any) -> Dataset:
     try:
-      # Labels are those of training, whichever classes evaluation has.
+      # Labels count the classes of training, even if validation lacks some.
       classes = None
       if split != self.train_split:
         classes = data.folder_classes(f"{self.path}/{self.train_split}")
@@ -155,7 +156,7 @@ class ImageFolder(_Images):
       raise
 
   def _check_directories(self) -> None:
-    """Name the setting, if a directory is not there."""
+    """Report the setting whose directory does not exist."""
     for name in ("path", "train_split", "eval_split"):
       value = getattr(self, name)
       inside = "" if name == "path" else value
@@ -166,13 +167,13 @@ class ImageFolder(_Images):
 
 
 class Synthetic(Data):
-  """Learnable images made on the fly: a pattern per class, plus noise.
+  """Learnable images made during training: one pattern per class, plus noise.
 
   Attributes:
-    num_examples: training examples; evaluation has a tenth of them.
-    image_size: height and width.
-    channels: colour channels.
-    num_classes: number of classes.
+    num_examples: the number of training examples; validation has a tenth of them.
+    image_size: the height and width in pixels.
+    channels: the number of color channels.
+    num_classes: the number of classes.
   """
 
   num_examples: Count = 4096
@@ -187,24 +188,24 @@ class Synthetic(Data):
 
 
 class Arrays(Data):
-  """Examples in memory, from a notebook: numpy arrays of inputs and targets.
+  """NumPy arrays of inputs and targets, for notebooks.
 
-  Targets are classes (integers [n]), several of them (0 and 1, [n, classes]) or numbers
-  (floats [n] or [n, outputs]); the `Loss` must be for such. config.json keeps a
-  checksum of the arrays in their place, or `identity`.
+  Targets are classes (integers [n]), several classes (0 and 1, [n, classes]) or numbers
+  (floats [n] or [n, outputs]); the loss must fit them. config.json records a checksum of
+  the arrays, or `identity`.
 
   Attributes:
-    x: inputs [n, ...], uint8, another integer or float32.
-    y: targets.
-    x_eval: held-out inputs; None: the last `eval_share` of x, which are then not
-      trained on.
-    y_eval: their targets.
-    eval_share: held-out share of x and y.
-    num_classes: classes, or outputs; None: as the targets show.
-    mean: per channel, subtracted from the inputs.
-    std: per channel, the inputs are divided by it.
-    identity: a name of the arrays' contents that is recorded in place of their
-      checksums, for arrays too large to be read at each start; None: checksums.
+    x: the training inputs [n, ...], of type uint8, another integer or float32.
+    y: the training targets.
+    x_eval: the validation inputs; None takes the last `eval_share` of x for validation
+      instead of training.
+    y_eval: the validation targets.
+    eval_share: the share of x and y used for validation if `x_eval` is None.
+    num_classes: the number of classes or outputs; None takes it from the targets.
+    mean: the values subtracted from the inputs, one per channel.
+    std: the values that inputs are divided by, one per channel.
+    identity: a name of the arrays' contents, recorded instead of their checksums if the
+      arrays are too large to read at each start; None records checksums.
   """
 
   x: Any
@@ -237,7 +238,7 @@ class Arrays(Data):
     return id(self)
 
   def as_plain(self) -> dict[str, Any]:
-    """The fields, as `to_plain` records them."""
+    """Return the fields as `to_plain` records them."""
     import numpy as np
 
     def plain(value: Any) -> Any:
@@ -258,7 +259,7 @@ ARRAYS = ("x", "y", "x_eval", "y_eval")
 
 
 class _Text(Data):
-  """Windows of text, which say without being read what a model has to know."""
+  """Windows of text whose shapes and vocabulary are known without reading the text."""
 
   def abstract(self: Any, batch_size: int) -> Split:
     from jaxscale.data.dataset import Dataset, TextInfo
@@ -268,7 +269,7 @@ class _Text(Data):
     if (vocab_size := options.get("vocab_size")) is None:
       found = options.get("tokenizer", "bytes"), options.get("separator")
       vocab_size = read_tokenizer(*found, field=f"{name}.tokenizer").vocab_size
-    # So long that a run of it has steps: the program does not depend on how many.
+    # Long enough for one step; the program does not depend on the number of examples.
     info = TextInfo(name, vocab_size, self.sequence_length)
     some = Dataset(info, 1000 * batch_size, _no_rows)
     return some, some
@@ -279,10 +280,10 @@ def _no_rows(indices: Any, draws: Any) -> Any:
 
 
 class Text(_Text):
-  """Documentation of Python, byte by byte, embedded in the package (1.1 + 0.1 MB).
+  """Python documentation as bytes, included in the package (1.1 MB training, 0.1 MB validation).
 
   Attributes:
-    sequence_length: bytes of an example.
+    sequence_length: the number of bytes of an example.
   """
 
   sequence_length: Count = 256
@@ -292,13 +293,14 @@ class Text(_Text):
 
 
 class _TokenizedText(_Text):
-  """Text whose tokens are made once and kept.
+  """Text that is tokenized once and cached.
 
   Attributes:
-    tokenizer: "bytes", or the path of a tokenizer.json of Hugging Face.
-    separator: the tokenizer's token between documents; None: by its usual names.
-    sequence_length: tokens of an example.
-    cache_dir: where its tokens are kept; None: ~/.cache/jaxscale/text.
+    tokenizer: the tokenizer; "bytes", or the path of a tokenizer.json of Hugging Face.
+    separator: the token between documents; None uses the tokenizer's end-of-text token
+      under its usual names.
+    sequence_length: the number of tokens of an example.
+    cache_dir: the directory of cached tokens; None uses ~/.cache/jaxscale/text.
   """
 
   tokenizer: str = "bytes"
@@ -319,14 +321,15 @@ class _TokenizedText(_Text):
 
 
 class TFDSText(_TokenizedText):
-  """Any text dataset of TensorFlow Datasets, by its name.
+  """Text dataset of TensorFlow Datasets.
 
   Attributes:
-    name: the dataset, as in `tfds.builder(name)`, e.g. "lm1b" or "wiki40b/en".
-    feature: the one that is the text; an example is a document.
-    train_split: documents trained on, in TFDS's split notation.
-    eval_split: documents evaluated on.
-    data_dir: where it is prepared; None: $TFDS_DATA_DIR or TFDS's own default.
+    name: the name of the dataset, as in `tfds.builder(name)`, e.g. "lm1b" or "wiki40b/en".
+    feature: the name of the feature that holds the text; each example is a document.
+    train_split: the training documents, in TFDS's split notation.
+    eval_split: the validation documents, in TFDS's split notation.
+    data_dir: the directory of the prepared dataset; None uses $TFDS_DATA_DIR or TFDS's
+      default.
   """
 
   name: str
@@ -340,18 +343,20 @@ class TFDSText(_TokenizedText):
 
 
 class TextFiles(_TokenizedText):
-  """Text in files: NAME.txt, or tokens in NAME.bin or NAME.npy.
+  """Text files (NAME.txt), or files of tokens (NAME.bin or NAME.npy).
 
   Attributes:
-    path: directory of the splits.
-    train_split: NAME of a file without its ending, or of a directory of files.
-    eval_split: NAME of what is evaluated on.
-    vocab_size: of .bin and .npy files, whose tokens are below it.
-    dtype: NumPy's name of the type of tokens in .bin files, e.g. "uint32", or ">u2" for
-      big-endian; "auto" takes that of llm.c's header, else uint16 for a vocabulary up
-      to 65,536, else uint32. A .npy file has its own.
-    encoding: the encoding of .txt files, by Python's name, e.g. "latin-1"; "bytes",
-      with the tokenizer of this name, takes them as they are.
+    path: the directory of the splits.
+    train_split: the name of the training file without its ending, or of a directory of files.
+    eval_split: the name of the validation file without its ending, or of a directory of
+      files.
+    vocab_size: the vocabulary size of .bin and .npy files, above every token; None takes it
+      from the tokenizer of .txt files.
+    dtype: the NumPy type of tokens in .bin files, e.g. "uint32", or ">u2" for big-endian;
+      "auto" follows llm.c's header, else uint16 for a vocabulary up to 65,536, else uint32.
+      A .npy file has its own type.
+    encoding: the Python name of the encoding of .txt files, e.g. "latin-1"; "bytes", with
+      tokenizer "bytes", reads any file.
   """
 
   path: str

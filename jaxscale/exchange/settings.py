@@ -1,4 +1,4 @@
-"""Settings of how gradients cross the network, and how often; what each builds."""
+"""Settings of the gradient exchange and of the synchronization of workers."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ if TYPE_CHECKING:
   from jaxscale.collectives import Plan
   from jaxscale.exchange.local_updates import LocalUpdate
 
-# The names that --config.exchange= takes (by HOMES in config/choice.py).
+# The names for --config.exchange= (HOMES in config/choice.py lists this module).
 __all__ = ["AllReduce", "BlockMomentum", "DiLoCo", "EveryStep", "HalfPrecision", "Int8"]
 __all__ += ["LocalSGD", "OneBit", "PowerSGD", "TopK"]
 
-_BUCKET = 25 * 2**20  # PyTorch's DistributedDataParallel's, arXiv:2006.15704
+_BUCKET = 25 * 2**20  # As in PyTorch's DistributedDataParallel, arXiv:2006.15704.
 
 
 class AllReduce(Exchange):
-  """The mean of whole gradients, exact but for rounding.
+  """Mean of whole gradients, exact up to rounding.
 
   Attributes:
-    algorithm: "psum" (XLA's own), "ring", "torus", "hierarchical",
-      or "halving_doubling".
-    dims: of "torus", as "data:4", fastest links first, which `jaxscale bench` prints
-      for your links; (): planned for assumed links.
-    bucket_bytes: gradients travel in flat buckets of this size; None: as tensors,
-      or for "psum" between processes on CPUs in buckets of 25 MiB.
+    algorithm: the all-reduce algorithm; "psum" (XLA's), "ring", "torus", "hierarchical" or
+      "halving_doubling".
+    dims: the dimensions of "torus", e.g. ("data:4", "replica:2"), fastest links first, as
+      `jaxscale bench` prints them; () plans them for assumed links.
+    bucket_bytes: the size in bytes of the flat buckets that gradients are sent in; None
+      sends tensors, or buckets of 25 MiB with "psum" between processes on CPUs.
   """
 
   algorithm: Literal["psum", "ring", "torus", "hierarchical", "halving_doubling"] = "psum"
@@ -40,7 +40,7 @@ class AllReduce(Exchange):
   averages_exactly = True
 
   @property
-  def sends_whole(self) -> bool:  # a subclass with a `build` of its own may not
+  def sends_whole(self) -> bool:  # A subclass that overrides `build` may not.
     return type(self).build is AllReduce.build
 
   @property
@@ -81,7 +81,7 @@ class AllReduce(Exchange):
     num_bytes, is_planned = 0, self.algorithm == "torus" and not self.dims
     if is_planned:
       num_bytes = collectives.payload_bytes(context.params(), payload)
-      if self.bucket_bytes is not None:  # of float32, whatever is sent
+      if self.bucket_bytes is not None:  # The setting counts bytes of float32.
         num_bytes = min(num_bytes, self.bucket_bytes // (2 if payload else 1))
     dims = [(axis, int(n)) for axis, _, n in (d.partition(":") for d in self.dims)]
     sizes, dims = context.sizes, dims or None
@@ -93,12 +93,13 @@ class AllReduce(Exchange):
 
 
 class HalfPrecision(AllReduce):
-  """The mean of gradients that travel in 16 bits.
+  """Mean of gradients that are sent in 16 bits.
 
   Attributes:
-    dtype: "bfloat16", or "float16", scaled to its range bucket by bucket.
-    sum_in: "float32", or "payload": whatever the backend adds them in.
-    bucket_bytes: of gradients that travel together.
+    dtype: the type that is sent; "bfloat16" or "float16", scaled to its range per bucket.
+    sum_in: the type of the sum; "float32", or "payload", the type in which the backend adds
+      `dtype`.
+    bucket_bytes: the size in bytes of the flat buckets that gradients are sent in.
   """
 
   dtype: Literal["bfloat16", "float16"] = "bfloat16"
@@ -113,20 +114,20 @@ class HalfPrecision(AllReduce):
 
 
 class Compressed(Exchange):
-  """Settings that compressed exchanges share.
+  """Base of compressed exchanges.
 
   Attributes:
-    bucket_bytes: of gradients that travel together.
+    bucket_bytes: the size in bytes of the flat buckets that gradients are sent in.
   """
 
   bucket_bytes: Count = _BUCKET
 
 
 class Int8(Compressed):
-  """The mean of gradients in 8 bits, one scale per block, rounded stochastically.
+  """Mean of gradients in 8 bits, with one scale per block and stochastic rounding.
 
   Attributes:
-    block: elements that share a scale.
+    block: the number of elements that share a scale.
   """
 
   block: Count = 256
@@ -142,7 +143,8 @@ class OneBit(Compressed):
   """CNTK's 1-bit SGD: one bit per element, two means per column, error feedback.
 
   Attributes:
-    plain_epochs: epochs of uncompressed gradients before.
+    plain_epochs: the number of epochs with uncompressed gradients at the start of the run;
+      0 compresses from the first step.
   """
 
   plain_epochs: NonNegative = 0.0
@@ -155,11 +157,11 @@ class OneBit(Compressed):
 
 
 class TopK(OneBit):
-  """The largest elements alone, with error feedback (arXiv:1809.07599).
+  """Largest elements of the gradient, with error feedback (arXiv:1809.07599).
 
   Attributes:
-    share: of the elements that a device sends, below 1 / devices.
-    per: what the largest are chosen from, each "tensor" or "bucket".
+    share: the share of elements that a device sends, less than 1 / devices.
+    per: the scope from which the largest elements are chosen; each "tensor" or "bucket".
   """
 
   share: Annotated[float, "in (0, 1)"] = 0.01
@@ -173,10 +175,10 @@ class TopK(OneBit):
 
 
 class PowerSGD(OneBit):
-  """Gradients of low rank, with error feedback (arXiv:1905.13727).
+  """Low-rank approximation of the gradient, with error feedback (arXiv:1905.13727).
 
   Attributes:
-    rank: of what is sent of a matrix.
+    rank: the rank of the approximation of a matrix.
   """
 
   rank: Count = 4
@@ -189,7 +191,7 @@ class PowerSGD(OneBit):
 
 
 class EveryStep(Sync):
-  """All devices take every step together."""
+  """Synchronous training: all devices take every step together."""
 
   is_local_sgd = False
 
@@ -198,14 +200,13 @@ class EveryStep(Sync):
 
 
 class LocalSGD(Sync):
-  """Workers train alone and synchronize to their mean (arXiv:1805.09767).
+  """Workers that take local steps and average their parameters (arXiv:1805.09767).
 
-  The learning rate is then a worker's own, and so is the batch that it fits:
-  batch_size / workers.
+  The learning rate is that of one worker, whose batch is batch_size / workers.
 
   Attributes:
-    sync_every_steps: steps between synchronizations.
-    workers: who trains alone: each "device", or each "replica" of the mesh.
+    sync_every_steps: the number of steps between synchronizations.
+    workers: the unit that takes local steps; each "device", or each "replica" of the mesh.
   """
 
   sync_every_steps: Count
@@ -221,8 +222,8 @@ class DiLoCo(LocalSGD):
   """Nesterov momentum on the averaged pseudo-gradient of workers (arXiv:2311.08105).
 
   Attributes:
-    outer_lr: of the outer step.
-    outer_momentum: of the outer step.
+    outer_lr: the learning rate of the outer step.
+    outer_momentum: the momentum of the outer step.
   """
 
   sync_every_steps: Count = 500
@@ -237,15 +238,15 @@ class DiLoCo(LocalSGD):
 
 
 class BlockMomentum(LocalSGD):
-  """The averaged pseudo-gradient is filtered, as in CNTK (BMUF, ICASSP 2016).
+  """Momentum on the averaged pseudo-gradient, as in CNTK (BMUF, ICASSP 2016).
 
   Attributes:
-    sync_every_steps: steps between synchronizations; None: CNTK's, 120,000 examples of
-      a worker.
-    outer_lr: of the averaged pseudo-gradient.
-    outer_momentum: of the filter; None: CNTK's 1 - 1/workers.
-    nesterov: look ahead by the filter's next step.
-    reset_momentum: empty the workers' own momentum when they synchronize.
+    sync_every_steps: the number of steps between synchronizations; None uses CNTK's 120,000
+      examples per worker.
+    outer_lr: the learning rate of the outer step.
+    outer_momentum: the momentum of the outer step; None uses CNTK's 1 - 1/workers.
+    nesterov: whether to use Nesterov momentum in the outer step.
+    reset_momentum: whether to reset the workers' momentum at each synchronization.
   """
 
   sync_every_steps: Annotated[int | None, ">= 1"] = None  # pyright: ignore

@@ -1,7 +1,7 @@
-"""A site profile: the properties of a cluster, in a TOML file that is written once.
+"""Site profile: the properties of a cluster, in a TOML file that is written once.
 
-It holds what all submissions have in common: partition, account, GPUs per node,
-modules, container. Options of the command line override it.
+A profile holds the settings that all submissions share: partition, account, GPUs per node,
+modules, container. Command-line options override it.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ _PATTERNS = {
 
 @settings
 class Container:
-  """The container image in which the training command runs.
+  """Container image in which the training command runs.
 
   Attributes:
-    kind: "apptainer" or "singularity", which `srun` starts in every task, or
+    kind: the runtime; "apptainer" or "singularity", which `srun` starts in every task, or
       "pyxis", Slurm's plugin for enroot.
-    image: a path, or an address such as docker://… that the runtime knows.
-    mounts: directories to mount, as HOST or HOST:INSIDE; the run's folder and the
+    image: the path of the image, or an address such as docker://… that the runtime knows.
+    mounts: the directories to mount, as HOST or HOST:INSIDE; the run's folder and the
       directory of the submission are always mounted.
     options: more options of the runtime (`apptainer exec`, or srun's --container-…).
   """
@@ -49,30 +49,30 @@ class Container:
 
 @settings
 class Site:
-  """A cluster, and what a job requests from it.
+  """Properties of a cluster, and the resources that a job requests.
 
   Attributes:
-    partition: partition of the job.
-    account: account that is charged.
-    qos: quality of service.
-    constraint: features that nodes must have.
-    reservation: reservation to run in.
-    exclude: nodes to exclude.
-    mem: memory per node, with a unit as in 64G; 0: all of it.
-    time: time limit, as 90 (minutes), 24:00:00 or 2-12:00:00.
-    gpus_per_node: GPUs per node.
-    tasks_per_node: processes per node; None: one per GPU, or one.
-    cpus_per_task: processor cores per process.
-    signal: the warning before the time limit: signal and seconds before.
-    python: the interpreter of the job; empty: the one that submits, or `python` in a
-      container.
-    modules: modules to load by `module load`, in this order.
-    setup: lines of bash that run before the job, after the modules.
-    env: environment variables, a table.
-    container: an image to run in; a table.
-    machine: rates of its chips and links, for `jaxscale plan`; a table.
-    sbatch: more options of sbatch.
-    srun: more options of srun.
+    partition: the partition of the job
+    account: the account that is charged
+    qos: the quality of service
+    constraint: the features that nodes must have
+    reservation: the reservation to run in
+    exclude: the nodes to exclude
+    mem: the memory per node, with a unit as in 64G; 0 requests all of it
+    time: the time limit, as 90 (minutes), 24:00:00 or 2-12:00:00
+    gpus_per_node: the number of GPUs per node
+    tasks_per_node: the number of processes per node (default: one per GPU, or one)
+    cpus_per_task: the number of processor cores per process
+    signal: the warning before the time limit, as SIGNAL@SECONDS
+    python: the Python interpreter of the job (default: the one that submits, or `python`
+      in a container)
+    modules: the modules to load by `module load`, in this order
+    setup: lines of bash that run before the job, after the modules
+    env: a table of environment variables
+    container: a table that describes the container image
+    machine: a table of the speed of chips and links, for `jaxscale plan`
+    sbatch: more options of sbatch
+    srun: more options of srun
   """
 
   partition: str = ""

@@ -1,8 +1,8 @@
-"""Built-in trackers, by their public interfaces; they load without the packages of any.
+"""Settings of the built-in trackers; their packages are imported only when a run uses them.
 
-Each keeps one run of theirs per run of ours, over restarts. What W&B keeps on this disk
-is written anew from metrics.jsonl at each start: so it has every step once, also after
-a kill, which takes what their buffers hold, and after a roll-back, which changes steps.
+A run is one run of the tracker, over all restarts. The local files of Weights & Biases
+are written again from metrics.jsonl at each start, so that they have every step once even
+after a kill, which loses buffered steps, or a rollback, which replaces steps.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
-from jaxscale import metrics  # whose names load when they are asked for
+from jaxscale import metrics  # Lazy: its names load on first use.
 from jaxscale.config.bases import Tracker, TrackerContext
 from jaxscale.config.record import flat
 from jaxscale.errors import invalid, message_of
 
-# The names that --config.log.trackers= takes (by HOMES in config/choice.py).
+# The names for --config.log.trackers= (HOMES in config/choice.py lists this module).
 __all__ = ["MLflow", "Wandb"]
 
-# What a call of MLflow's REST API takes (mlflow.utils.validation).
+# Limits of one call of MLflow's REST API (mlflow.utils.validation).
 _MLFLOW_METRICS, _MLFLOW_PARAMS, _MLFLOW_VALUE = 1000, 100, 500
-_MLFLOW_TAGS = {  # and what they have of the environment
+_MLFLOW_TAGS = {  # MLflow's tag to the entry of `TrackerContext.environment`.
   "mlflow.source.git.commit": "commit",
   "mlflow.source.name": "command",
   "jaxscale.host": "host",
@@ -36,15 +36,15 @@ _MLFLOW_TAGS = {  # and what they have of the environment
 
 
 class Wandb(Tracker):
-  """Weights & Biases; its key is WANDB_API_KEY or that of `wandb login`.
+  """Weights & Biases; the key is WANDB_API_KEY or the one of `wandb login`.
 
   Attributes:
-    project: that the run is in.
-    entity: the user or team of the project; None: W&B's default.
-    mode: "offline" writes to `wandb/` in the workdir, for `wandb sync`; "online"
-      uploads while the run trains.
-    group: of runs.
-    tags: of the run.
+    project: the name of the project.
+    entity: the user or team of the project; None uses W&B's default.
+    mode: the mode; "offline" writes to `wandb/` in the workdir, for `wandb sync`; "online"
+      uploads during training.
+    group: the name of a group of runs; None sets no group.
+    tags: the tags of the run; () sets none.
   """
 
   project: str = "jaxscale"
@@ -56,14 +56,14 @@ class Wandb(Tracker):
   package, install = "wandb", "jaxscale[wandb]"
 
   def build(self, context: TrackerContext):
-    """Open the run in `workdir/wandb`; where online fails, it is offline.
+    """Open the run in `workdir/wandb`, offline if W&B cannot be reached.
 
     Offline, each start writes a new folder with all steps: of two folders of one run,
     `wandb sync` uploads the second over the first (wandb/wandb#5865, #3841).
     """
     import wandb  # pyright: ignore[reportMissingImports]
 
-    # It shares the terminal with the run, and its process the cores.
+    # W&B shares the terminal and the cores with the run, so it stays quiet.
     quiet = dict(silent=True, console="off", disable_git=True, disable_code=True, symlink=False)
     limits = dict(x_disable_stats=True, init_timeout=90, finish_timeout=self.flush_s)
     settings = wandb.Settings(**quiet, **limits, reinit="create_new")
@@ -75,7 +75,7 @@ class Wandb(Tracker):
     text, first = "", -1
     if self.mode == "online" and _is_reached(wandb, context):
       run = begin(mode="online", resume="allow")
-      first = run.step - 1  # its server drops lines of steps before
+      first = run.step - 1  # W&B's server drops records of earlier steps.
     else:
       run = begin(mode="offline")
       folder = Path(run.dir).parent
@@ -97,10 +97,10 @@ class Wandb(Tracker):
 
 
 def _is_reached(wandb: Any, context: TrackerContext) -> bool:
-  """Return whether W&B's server takes the key; a note says why it does not.
+  """Return whether W&B's server accepts the key; a note says why if not.
 
-  Asked before a run begins: there W&B would ask a terminal for a key that is missing,
-  and a run that did not reach its server cannot begin again offline.
+  The check comes before the run begins: W&B would ask a terminal for a missing key, and a
+  run whose server is not reached cannot begin again offline.
   """
   try:
     if not wandb.login(prompt=False, verify=True):
@@ -113,12 +113,12 @@ def _is_reached(wandb: Any, context: TrackerContext) -> bool:
 
 
 class MLflow(Tracker):
-  """MLflow; its user and password are variables, such as MLFLOW_TRACKING_USERNAME.
+  """MLflow; variables such as MLFLOW_TRACKING_USERNAME set the user and password.
 
   Attributes:
-    experiment: that the run is in.
-    uri: of a tracking server or store; None: MLFLOW_TRACKING_URI if it is set, else
-      files in `mlruns/` in the workdir.
+    experiment: the name of the experiment.
+    uri: the address of a tracking server or store; None uses MLFLOW_TRACKING_URI if it is
+      set, else files in `mlruns/` in the workdir.
   """
 
   experiment: str = "jaxscale"
@@ -133,15 +133,15 @@ class MLflow(Tracker):
       raise invalid("MLflow.uri", ..., why, fix)
 
   def build(self, context: TrackerContext):
-    """Open the run that has the tag `jaxscale.id`, or make it."""
-    # Its file store needs no database, which shared disks cannot hold; it is kept, but
-    # gets nothing new (mlflow 3.7). Usage reports would need the internet.
+    """Open the run with the tag `jaxscale.id`, or create it."""
+    # MLflow's file store needs no database, which shared disks cannot hold; it still works,
+    # but is no longer developed (mlflow 3.7). Telemetry would need the internet.
     os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
     os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
     from mlflow.entities import Metric  # pyright: ignore[reportMissingImports]
     from mlflow.tracking import MlflowClient  # pyright: ignore[reportMissingImports]
 
-    # Each try without a route is a warning there; what fails in the end is one of ours.
+    # urllib3 warns of each retry; the tracker reports the final failure.
     logging.getLogger("urllib3.connectionpool").setLevel(logging.ERROR)
     text, uri = "", self.uri or os.environ.get("MLFLOW_TRACKING_URI")
     if not uri:
@@ -155,7 +155,7 @@ class MLflow(Tracker):
       client.set_tag(run, tag, str(context.environment.get(name))[:_MLFLOW_VALUE])
     try:
       client.log_text(run, json.dumps(context.environment, indent=2), "environment.json")
-    except Exception as e:  # files may be where this host cannot write
+    except Exception as e:  # The artifact store may not be writable from this host.
       why = f"{type(e).__name__}: {message_of(e)[:200]}"
       context.note(f"MLflow: environment.json is not there: {why}")
 
@@ -177,7 +177,7 @@ class MLflow(Tracker):
     return metrics.Tracker(log, finish, known, text)
 
   def _run(self, client: Any, context: TrackerContext) -> str:
-    """Return MLflow's id of the run; its parameters are those of the first start."""
+    """Return MLflow's id of the run; the parameters are those of the first start."""
     from mlflow.entities import Param  # pyright: ignore[reportMissingImports]
 
     known = client.get_experiment_by_name(self.experiment)
@@ -197,5 +197,5 @@ class MLflow(Tracker):
 
 
 def _mlflow_name(name: str) -> str:
-  """Replace what MLflow takes in no name of a metric."""
+  """Replace characters that MLflow does not allow in the name of a metric."""
   return re.sub(r"[^\w\-./: ]", "_", name)[:250]

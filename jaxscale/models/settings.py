@@ -1,23 +1,23 @@
-"""Settings of the built-in models, and what each builds. Imports no JAX."""
+"""Settings of the built-in models. Imports no JAX."""
 
 import dataclasses
 from typing import Annotated, Any, Literal
 
-from jaxscale import models  # lazy: a name loads when `build` asks for it
+from jaxscale import models  # Lazy: its names load on first use.
 from jaxscale.config.bases import Model, ModelContext
 from jaxscale.config.bounds import Count, Fraction, Positive
 from jaxscale.errors import ConfigError, invalid
 
-# The names that --config.model= takes (by HOMES in config/choice.py).
+# The names for --config.model= (HOMES in config/choice.py lists this module).
 __all__ = ["CNN", "MLP", "AlexNet", "ResNet", "Transformer", "ViT"]
 
-# Examples that share BatchNorm statistics: a number, whatever the number of
-# devices; "device": those of a device's micro-batch; "global": of all devices'.
+# Examples that share BatchNorm statistics: a number, "device" (a device's micro-batch) or
+# "global" (the micro-batches of all devices).
 Span = int | Literal["device", "global"]
 
 
 def _images(model: Model, context: ModelContext) -> dict[str, Any]:
-  """The fields that every built-in Flax module of images has."""
+  """Return the fields that every built-in Flax module of images has."""
   if not hasattr(context.info, "image_shape"):
     reason = f"a model of images, and {context.info.name} is text; use Transformer, or other data"
     raise ConfigError(f"Config.model={type(model).__name__}: {reason}")
@@ -29,7 +29,7 @@ def _images(model: Model, context: ModelContext) -> dict[str, Any]:
 
 
 def _normalised(model: Any, context: ModelContext) -> dict[str, Any]:
-  """What a module with BatchNorm takes: the settings, and who shares statistics."""
+  """Return the arguments of a module with BatchNorm: settings and shared statistics."""
   own = {k: v for k, v in dataclasses.asdict(model).items() if k != "bn_span"}
   spans = {"bn_axis_name": context.bn_axis_name, "bn_group_size": context.bn_group_size}
   return own | spans | _images(model, context)
@@ -42,10 +42,10 @@ def _check_span(owner: str, span: int | str) -> None:
 
 
 class MLP(Model):
-  """A multi-layer perceptron with ReLU.
+  """Multi-layer perceptron with ReLU.
 
   Attributes:
-    hidden: width of each hidden layer.
+    hidden: the number of units of each hidden layer.
   """
 
   hidden: Annotated[tuple[int, ...], ">= 1"] = (256, 256)
@@ -55,17 +55,17 @@ class MLP(Model):
 
 
 class CNN(Model):
-  """A small convolutional network: 3x3 convolutions, one max-pool a stage.
+  """Small convolutional network: 3x3 convolutions with one max-pool per stage.
 
   Attributes:
-    features: channels of each stage; each stage halves height and width.
-    convs_per_stage: convolutions in a stage.
-    dense: width of the hidden layer before the classifier; 0: none.
-    batch_norm: normalise after every convolution.
-    bn_span: examples that share BatchNorm statistics: a number, "device" (a
-      device's micro-batch) or "global" (the micro-batches of all devices).
-    dropout: probability of dropping a unit before the classifier; the masks
-      do not depend on the number of devices.
+    features: the number of channels of each stage; each stage halves height and width.
+    convs_per_stage: the number of convolutions per stage.
+    dense: the number of units of the hidden layer before the classifier; 0 leaves it out.
+    batch_norm: whether to normalize after every convolution.
+    bn_span: the number of examples that share BatchNorm statistics; "device" shares over a
+      device's micro-batch, "global" over the micro-batches of all devices.
+    dropout: the probability of dropping a unit before the classifier; 0 disables it. The
+      masks do not depend on the number of devices.
   """
 
   features: Annotated[tuple[int, ...], ">= 1"] = (32, 64)
@@ -87,12 +87,15 @@ class CNN(Model):
 
 
 class AlexNet(Model):
-  """AlexNet (NeurIPS 2012), or with BatchNorm in place of its local one.
+  """AlexNet (NeurIPS 2012), with local response normalization or BatchNorm.
 
   Attributes:
-    batch_norm: AlexNet-BN, the network of the batch-32K recipes.
-    bn_span: examples that share BatchNorm statistics; see CNN.
-    dropout: probability of dropping a unit of the two hidden dense layers.
+    batch_norm: whether to replace local response normalization by BatchNorm (AlexNet-BN,
+      the network of the batch-32K recipes).
+    bn_span: the number of examples that share BatchNorm statistics; "device" shares over a
+      device's micro-batch, "global" over the micro-batches of all devices.
+    dropout: the probability of dropping a unit of the two hidden dense layers; 0
+      disables it.
   """
 
   batch_norm: bool = False
@@ -111,16 +114,18 @@ class AlexNet(Model):
 
 
 class ResNet(Model):
-  """A residual network, v1.5: the stride is in the 3x3 convolution.
+  """Residual network, version 1.5 (the stride is in the 3x3 convolution).
 
   Attributes:
-    depth: number of weighted layers.
-    width: channels of the first stage.
-    stem: "imagenet" (7x7 stride 2, max-pool) or "small" (3x3 stride 1).
-    bn_span: examples that share BatchNorm statistics; see CNN.
-    bn_momentum: decay of the running statistics.
-    bn_epsilon: added to the variance.
-    zero_init_residual: start the last BatchNorm scale of each block at 0.
+    depth: the number of weighted layers.
+    width: the number of channels of the first stage.
+    stem: the first layers; "imagenet" (7x7 with stride 2, max-pool) or "small" (3x3 with
+      stride 1).
+    bn_span: the number of examples that share BatchNorm statistics; "device" shares over a
+      device's micro-batch, "global" over the micro-batches of all devices.
+    bn_momentum: the decay of the running BatchNorm statistics.
+    bn_epsilon: the constant added to the variance.
+    zero_init_residual: whether to initialize the last BatchNorm scale of each block to 0.
   """
 
   depth: Literal[18, 34, 50, 101, 152] = 50
@@ -142,29 +147,32 @@ class ResNet(Model):
 
 
 class Transformer(Model):
-  """A decoder-only language model of Llama's kind.
+  """Decoder-only language model (Llama, Qwen2 and Qwen3 architectures).
 
   Attributes:
-    num_layers: layers of attention and MLP.
-    width: of the residual stream.
-    num_heads: heads of queries.
-    num_kv_heads: heads of keys and values, which divide those of queries; None: as
-      many.
-    head_width: of a head; None: width / num_heads.
-    hidden: units of the MLP; None: 8/3 of the width, as many parameters as 4 times
-      the width would be without the gate (arXiv:2002.05202), rounded up to a
-      multiple of 256 (Llama's code).
-    rope_theta: base of the rotary positions; 500,000 in Llama 3.
-    rope_factor: a pair of numbers that positions turn slowly turns so many times
-      slower, as in Llama 3.1 (8) for longer texts; None: positions are not scaled.
-    rope_low: turns in `rope_length` tokens below which all of that applies.
-    rope_high: turns above which nothing of it does.
-    rope_length: tokens that such a model was first trained on.
-    norm_eps: added to the mean square by RMSNorm.
-    qk_norm: normalise queries and keys by head.
-    qkv_bias: add biases to queries, keys and values, as in Qwen2.
-    pad_vocab_to: table and head have a multiple of this many rows, so that every
-      layout can split them and has the same parameters.
+    num_layers: the number of layers of attention and MLP.
+    width: the width of the residual stream.
+    num_heads: the number of query heads.
+    num_kv_heads: the number of key and value heads, a divisor of `num_heads`; None uses
+      `num_heads`.
+    head_width: the width of a head; None uses width / num_heads.
+    hidden: the number of units of the MLP; None uses 8/3 of `width`, rounded up to a
+      multiple of 256, which gives a gated MLP the parameters of an ungated one with 4 times
+      the width (arXiv:2002.05202, Llama's code).
+    rope_theta: the base of rotary position embeddings (RoPE; 500,000 in Llama 3).
+    rope_factor: the RoPE scaling factor for low frequencies (8 in Llama 3.1); None disables
+      scaling.
+    rope_low: the number of turns in `rope_length` tokens below which a RoPE frequency is
+      scaled in full (low_freq_factor).
+    rope_high: the number of turns in `rope_length` tokens above which a RoPE frequency is
+      not scaled (high_freq_factor).
+    rope_length: the number of tokens of a sequence in the original training
+      (original_max_position_embeddings); used by `rope_factor`.
+    norm_eps: the constant that RMSNorm adds to the mean square.
+    qk_norm: whether to normalize queries and keys per head, as in Qwen3.
+    qkv_bias: whether to add biases to queries, keys and values, as in Qwen2.
+    pad_vocab_to: the number of rows that embedding and head are padded to a multiple of, so
+      that parameters do not depend on the layout; 1 adds none.
   """
 
   num_layers: Count = 4
@@ -220,21 +228,23 @@ class Transformer(Model):
 
 
 class ViT(Model):
-  """A Vision Transformer.
+  """Vision Transformer.
 
-  The published sizes, as (width, num_layers, num_heads): Ti (192, 12, 3), S (384,
-  12, 6), B (768, 12, 12), L (1024, 24, 16).
+  Published sizes as (width, num_layers, num_heads): Ti (192, 12, 3), S (384, 12, 6),
+  B (768, 12, 12), L (1024, 24, 16).
 
   Attributes:
-    patch: height and width of a patch in pixels; it divides those of the images.
-    width: of the residual stream.
-    num_layers: layers of attention and MLP.
-    num_heads: heads of attention.
-    hidden: units of the MLP; None: 4 times the width.
-    pool: what is classified: a "token" of its own, or the "mean" over the patches.
-    norm_eps: added to the variance by LayerNorm; 1e-12 in Hugging Face's ViTs.
-    pad_classes_to: the head has a multiple of this many classes, so that every
-      layout can split it and has the same parameters.
+    patch: the height and width of a patch in pixels, a divisor of the image size.
+    width: the width of the residual stream.
+    num_layers: the number of layers of attention and MLP.
+    num_heads: the number of attention heads.
+    hidden: the number of units of the MLP; None uses 4 times `width`.
+    pool: the input of the classifier; "token" (a class token) or "mean" (the mean over
+      patches).
+    norm_eps: the constant that LayerNorm adds to the variance (1e-12 in Hugging Face's
+      ViTs).
+    pad_classes_to: the number of classes that the head is padded to a multiple of, so that
+      parameters do not depend on the layout; 1 adds none.
   """
 
   patch: Count = 16

@@ -1,4 +1,4 @@
-"""Settings of the built-in optimizers and schedules, and what each builds."""
+"""Settings of the built-in optimizers and schedules."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import dataclasses
 from collections.abc import Generator
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from jaxscale import optim  # whose names load when they are asked for
+from jaxscale import optim  # Lazy: its names load on first use.
 from jaxscale.config import bounds
 from jaxscale.config.bases import Optimizer, OptimizerContext, Schedule, ScheduleContext
 from jaxscale.config.bounds import Count, Fraction, NonNegative, Positive
@@ -16,7 +16,7 @@ from jaxscale.errors import ConfigError, invalid, message_of
 if TYPE_CHECKING:
   import optax
 
-# The names that --config.optimizer= takes (by HOMES in config/choice.py).
+# The names for --config.optimizer= (HOMES in config/choice.py lists this module).
 __all__ = ["LAMB", "LARS", "SGD", "AdamW", "Cosine", "Muon", "Optax", "Polynomial", "Steps"]
 
 _Published = Literal["paper", "nvidia", "tf_contrib", "tf_contrib_l2_in_loss", "torch", "optax"]
@@ -25,9 +25,9 @@ LarsVariant = Literal[_Published, _Clipped]
 
 
 def _options(chosen: Optimizer, context: OptimizerContext) -> dict[str, Any]:
-  """The fields as keyword arguments of the functions in `jaxscale.optim`."""
+  """Return the fields as keyword arguments of the functions in `jaxscale.optim`."""
   given = {f.name: getattr(chosen, f.name) for f in dataclasses.fields(chosen)}
-  del given["lr"]  # the schedule has it
+  del given["lr"]  # The schedule contains it.
   if context.momentum is not None and "momentum" in given:
     given["momentum"] = context.momentum
   if "momentum_correction" in given:
@@ -40,12 +40,12 @@ def _options(chosen: Optimizer, context: OptimizerContext) -> dict[str, Any]:
 
 
 class _Decaying(Optimizer):
-  """An optimizer with weight decay.
+  """Optimizer with weight decay.
 
   Attributes:
-    include: parameters that decay, and have a trust ratio or are Muon's where there
-      is such a thing: "kernels" (two dims or more), "timm" (those without position
-      embeddings, as timm decays), "all", or a regular expression of their paths.
+    include: the parameters that get weight decay (and LARS/LAMB trust ratios, or Muon
+      updates); "kernels" (two dims or more), "timm" (kernels without position embeddings,
+      as in timm), "all", or a regular expression of parameter paths.
   """
 
   include: str = "kernels"
@@ -56,14 +56,14 @@ class _Decaying(Optimizer):
 
 
 class SGD(_Decaying):
-  """Stochastic gradient descent with momentum; L2 decay in the gradient.
+  """Stochastic gradient descent with momentum and L2 weight decay.
 
   Attributes:
-    momentum: decay of the velocity.
-    nesterov: look ahead.
-    weight_decay: L2 coefficient.
-    momentum_correction: momentum times lr_t / lr_{t-1} (arXiv:1706.02677, §3):
-      "never", in the "warmup" or "always".
+    momentum: the decay of the velocity; 0 disables momentum.
+    nesterov: whether to use Nesterov momentum.
+    weight_decay: the L2 coefficient, added to the gradient; 0 disables it.
+    momentum_correction: the steps in which momentum is multiplied by lr_t / lr_{t-1}
+      (arXiv:1706.02677, section 3); "never", "warmup" or "always".
   """
 
   momentum: Fraction = 0.9
@@ -78,19 +78,20 @@ class SGD(_Decaying):
 
 
 class LARS(_Decaying):
-  """Layer-wise adaptive rate scaling (arXiv:1708.03888), MLPerf's form.
+  """Layer-wise adaptive rate scaling (arXiv:1708.03888).
 
   Attributes:
-    variant: whose equations: "paper" (Intel Caffe, Flax, MLPerf), "nvidia",
-      "tf_contrib", "tf_contrib_l2_in_loss", "torch", "optax", "larc_clip",
-      "larc_scale" (apex), "nvcaffe_clip", "nvcaffe_scale", "timm" or "timm_clip"
-      (timm's lars and larc); see `optim.lars`.
-    momentum: decay of the velocity.
-    weight_decay: L2 coefficient.
-    trust_coefficient: eta of the paper.
-    eps: added to the denominator of the trust ratio.
-    nesterov: look ahead.
-    momentum_correction: "never", in the "warmup" (Intel Caffe) or "always".
+    variant: the implementation to reproduce; "paper" (Intel Caffe, Flax, MLPerf), "nvidia",
+      "tf_contrib", "tf_contrib_l2_in_loss", "torch", "optax", "larc_clip", "larc_scale"
+      (apex), "nvcaffe_clip", "nvcaffe_scale", "timm" or "timm_clip" (timm's lars and larc).
+      `optim.lars` has the equations.
+    momentum: the decay of the velocity; 0 disables momentum.
+    weight_decay: the L2 coefficient, added to the gradient; 0 disables it.
+    trust_coefficient: the trust coefficient, eta in the paper.
+    eps: the constant added to the denominator of the trust ratio; 0 adds none.
+    nesterov: whether to use Nesterov momentum.
+    momentum_correction: the steps in which momentum is multiplied by lr_t / lr_{t-1}
+      (arXiv:1706.02677, section 3); "never", "warmup" (Intel Caffe) or "always".
   """
 
   variant: LarsVariant = "paper"
@@ -102,7 +103,7 @@ class LARS(_Decaying):
   momentum_correction: Literal["never", "warmup", "always"] = "never"
 
   has_resettable_momentum = True
-  not_shared = ("eps",)  # that of the others is added to a moment
+  not_shared = ("eps",)  # Other optimizers add eps to a moment.
 
   def build(self, schedule: optax.Schedule, context: OptimizerContext):
     return optim.lars(schedule, **_options(self, context))
@@ -112,10 +113,10 @@ class AdamW(_Decaying):
   """Adam with decoupled weight decay (arXiv:1711.05101).
 
   Attributes:
-    b1: decay of the first moment.
-    b2: decay of the second moment.
-    eps: added to the square root of the second moment.
-    weight_decay: decoupled decay.
+    b1: the decay of the first moment.
+    b2: the decay of the second moment.
+    eps: the constant added to the square root of the second moment.
+    weight_decay: the decoupled weight decay; 0 disables it.
   """
 
   b1: Fraction = 0.9
@@ -128,14 +129,14 @@ class AdamW(_Decaying):
 
 
 class LAMB(AdamW):
-  """Layer-wise Adam for large batches (arXiv:1904.00962): AdamW's and more.
+  """AdamW with a trust ratio per layer, for large batches (arXiv:1904.00962).
 
   Attributes:
-    variant: whose rules: "paper", or "timm", which clips gradients to a global norm
-      of 1 and has no trust ratio without decay.
-    bias_correction: divide the moments by 1 - b^t.
-    phi_max: the norm of a layer's weights counts as this at most; None: as is.
-    trust_clip: no trust ratio above 1 (LAMBC).
+    variant: the implementation to reproduce; "paper", or "timm", which clips gradients to
+      a global norm of 1 and applies no trust ratio to parameters without weight decay.
+    bias_correction: whether to divide the moments by 1 - b^t.
+    phi_max: the upper limit of a layer's weight norm in the trust ratio; None sets no limit.
+    trust_clip: whether to limit trust ratios to 1 (LAMBC).
   """
 
   variant: Literal["paper", "timm"] = "paper"
@@ -150,23 +151,23 @@ class LAMB(AdamW):
 
 
 class Muon(_Decaying):
-  """Orthogonalised momentum for kernels, AdamW for the rest.
+  """Orthogonalized momentum for kernels, AdamW for all other parameters.
 
-  Embeddings and head of a Transformer or ViT are among the rest; see `optim.muon`.
+  AdamW also updates the embeddings and the head of a Transformer or ViT; see `optim.muon`.
 
   Attributes:
-    variant: whose equations: "optax" or "torch".
-    momentum: decay of the velocity.
-    nesterov: look ahead.
-    weight_decay: decoupled decay, on kernels.
-    ns_steps: iterations that bring singular values near 1.
-    ns_coeffs: the three coefficients of an iteration.
-    adjust: size of an update: "match_rms_adamw" (0.2 sqrt(max(in, out))) or
-      "original" (sqrt(max(1, out / in)), with rates above AdamW's).
-    adam_lr: peak rate of what AdamW moves; None: that of Muon.
-    b1: AdamW's decay of the first moment.
-    b2: AdamW's decay of the second moment.
-    eps: AdamW's, added to the square root of the second moment.
+    variant: the implementation to reproduce; "optax" or "torch".
+    momentum: the decay of the velocity.
+    nesterov: whether to use Nesterov momentum.
+    weight_decay: the decoupled weight decay of kernels; 0 disables it.
+    ns_steps: the number of Newton-Schulz iterations.
+    ns_coeffs: the three coefficients of a Newton-Schulz iteration.
+    adjust: the scale of an update; "match_rms_adamw" (0.2 sqrt(max(in, out)), for AdamW's
+      learning rates) or "original" (sqrt(max(1, out / in)), for higher learning rates).
+    adam_lr: the peak learning rate of AdamW's parameters; None uses `lr`.
+    b1: the decay of AdamW's first moment.
+    b2: the decay of AdamW's second moment.
+    eps: the constant added to the square root of AdamW's second moment.
   """
 
   variant: Literal["optax", "torch"] = "optax"
@@ -197,14 +198,15 @@ class Muon(_Decaying):
 
 
 class Optax(Optimizer):
-  """Any optax transformation, from a notebook.
+  """Any optax transformation, for notebooks.
 
-  In a config file write a class of your own that extends `Optimizer`: config.json can
-  then say what it was.
+  In a config file, write a class that extends `Optimizer` instead, so that config.json
+  records it.
 
   Attributes:
-    make: learning rate (a schedule) -> transformation, such as `optax.adafactor`.
-    lr: peak learning rate at the reference batch size.
+    make: a function from the learning rate (a schedule) to a transformation, such as
+      `optax.adafactor`.
+    lr: the peak learning rate; `lr_scaling` scales it with the batch size.
   """
 
   make: Any
@@ -229,7 +231,7 @@ class Optax(Optimizer):
 
 @contextlib.contextmanager
 def _one_line(what: str, fix: str) -> Generator[None, None, None]:
-  """Any fault of the user's function, which this decorates, in one line."""
+  """Report any error of the user's function that this decorates as a ConfigError of one line."""
   try:
     yield
   except ConfigError:
@@ -240,11 +242,11 @@ def _one_line(what: str, fix: str) -> Generator[None, None, None]:
 
 
 class Warmup(Schedule):
-  """How a schedule comes to its peak.
+  """Warm-up of a schedule.
 
   Attributes:
-    warmup: how it rises: "linear", "quadratic" or "exponential".
-    warmup_lr: rate of step 0, as it is: it does not grow with the batch.
+    warmup: the shape of the warm-up; "linear", "quadratic" or "exponential".
+    warmup_lr: the learning rate at step 0, which is not scaled with the batch size.
   """
 
   warmup: Literal["linear", "quadratic", "exponential"] = "linear"
@@ -256,7 +258,7 @@ class Warmup(Schedule):
       raise ConfigError(f"{type(self).__name__}.warmup_lr=0.0: {why}")
 
   def rise(self, peak: float, context: ScheduleContext) -> dict[str, Any]:
-    """How a warm-up rises, as keyword arguments of `optim.warmup_*`."""
+    """Return the warm-up as keyword arguments of `optim.warmup_*`."""
     if not context.warmup_steps:
       return {}
     if self.warmup_lr > peak:
@@ -269,9 +271,9 @@ class Cosine(Warmup):
   """Warm-up, then half a cosine.
 
   Attributes:
-    end_lr: rate at the end.
-    restart: the decay counts from the end of the warm-up, or else (timm without
-      warmup_prefix, Intel Caffe) from step 0, so that the rate drops where the
+    end_lr: the learning rate at the end of the run.
+    restart: whether the decay starts at the end of the warm-up. False starts it at step 0
+      (timm without warmup_prefix, Intel Caffe), so that the learning rate drops where the
       warm-up ends.
   """
 
@@ -284,12 +286,12 @@ class Cosine(Warmup):
 
 
 class Polynomial(Cosine):
-  """Warm-up, then (1 - t)**power; power 2 to 1e-4 is MLPerf's.
+  """Warm-up, then polynomial decay (1 - t)**power; MLPerf uses power 2 down to 1e-4.
 
   Attributes:
-    power: exponent of the decay.
-    decay_epochs: epochs of the decay; None: up to the end of the run.
-    decay_steps: steps of the decay, instead of `decay_epochs`.
+    power: the exponent of the decay.
+    decay_epochs: the length of the decay in epochs; None ends it with the run.
+    decay_steps: the length of the decay in steps; None uses `decay_epochs`.
   """
 
   end_lr: NonNegative = 1e-4
@@ -318,11 +320,11 @@ class Polynomial(Cosine):
 
 
 class Steps(Warmup):
-  """Warm-up, then a constant rate cut at given epochs.
+  """Warm-up, then a learning rate that is cut at given epochs.
 
   Attributes:
-    boundaries: epochs at which the rate is multiplied by `factor`.
-    factor: the cut; 0.1 at 30, 60 and 80 is the recipe of arXiv:1706.02677.
+    boundaries: the epochs at which the learning rate is multiplied by `factor`.
+    factor: the factor of each cut; arXiv:1706.02677 cuts by 0.1 at epochs 30, 60 and 80.
   """
 
   boundaries: Annotated[tuple[float, ...], "> 0"] = (30.0, 60.0, 80.0)

@@ -27,42 +27,44 @@ CORNERS: tuple[Corner, ...] = ("low", "expected", "high")
 
 @settings
 class Machine:
-  """What a site has, where that is other than chips.toml says; and what it costs.
+  """Chips, links and prices of a site, where they differ from chips.toml.
 
   Attributes:
-    per_node: chips of a node, or of a slice of TPUs.
-    per_host: devices of a host of a slice of TPUs; elsewhere a host is a node.
-    peak_bfloat16: FLOP/s of a chip in matrix products, also of float16.
-    peak_float32: likewise.
-    bandwidth: bytes/s of a chip's memory.
-    units: multiprocessors of a chip, or cores.
-    clock: cycles a second, of TPUs.
-    cycles: how many a program takes, as a multiple of the compiler's estimate.
-    matmul: share of the peak that large matrix products reach.
-    convolution: share of the peak that large convolutions reach; above 1 by
-      algorithms that multiply less often.
-    convolution_float32: likewise in float32, where that is another share.
-    attention: share of the peak that fused attention reaches.
-    memory: share of the bandwidth that elementwise kernels reach.
-    launch: seconds of the shortest kernel.
-    half_waves: waves of tiles at which a product is at half its rate.
-    half_depth: length of the summed dim at which a product is at half its rate.
-    node_link: bytes/s that a chip sends to others of its node.
-    node_alpha: seconds of a message, however short, inside a node.
-    network_link: bytes/s that a chip sends to other nodes.
-    network_alpha: seconds of a message, however short, between nodes.
-    link_share: share of a link's rate that collectives reach.
-    contention: seconds that compute loses to a second of communication meanwhile.
-    jitter: standard deviation of a chip's step, as a share of it.
-    host: seconds between two steps.
-    input_rate: examples/s that a host can load; None: as many as are asked for.
-    save_rate: bytes/s of a checkpoint, of all nodes; None: it costs no time.
-    start: seconds from the start of a job to its first step, compilation included.
-    mtbf_hours: mean time between the failures of one host; None: none fails.
-    watts: of a chip; of a node with all that is in it, its share.
-    price_chip_hour: of a chip, in the site's currency.
-    price_kwh: of energy.
-    chip: the kind of chip that was measured, as `--chips` has it; "" if none was.
+    per_node: the number of chips of a node, or of a TPU slice.
+    per_host: the number of devices per host of a TPU slice; elsewhere a host is a node.
+    peak_bfloat16: the FLOP/s of a chip in matrix products, also of float16.
+    peak_float32: the FLOP/s of a chip in matrix products of float32.
+    bandwidth: the memory bandwidth of a chip in bytes/s.
+    units: the number of multiprocessors of a chip, or of cores.
+    clock: the clock rate of a TPU in cycles/s.
+    cycles: the cycles that a program takes, as a multiple of the compiler's estimate.
+    matmul: the share of the peak that large matrix products reach.
+    convolution: the share of the peak that large convolutions reach; algorithms with fewer
+      multiplications can exceed 1.
+    convolution_float32: the share of the peak that large float32 convolutions reach, if it
+      differs from `convolution`.
+    attention: the share of the peak that fused attention reaches.
+    memory: the share of the bandwidth that elementwise kernels reach.
+    launch: the time in seconds of the shortest kernel.
+    half_waves: the number of waves of tiles at which a product runs at half its rate.
+    half_depth: the length of the summed dim at which a product runs at half its rate.
+    node_link: the bytes/s that a chip sends to others of its node.
+    node_alpha: the time in seconds of an empty message within a node.
+    network_link: the bytes/s that a chip sends to other nodes.
+    network_alpha: the time in seconds of an empty message between nodes.
+    link_share: the share of a link's rate that collectives reach.
+    contention: the time in seconds that computation loses per second of simultaneous
+      communication.
+    jitter: the standard deviation of a chip's step time, as a share of the step time.
+    host: the time in seconds between two steps.
+    input_rate: the number of examples/s that a host can load; None sets no limit.
+    save_rate: the bytes/s of writing a checkpoint, over all nodes; None: no time.
+    start: the time in seconds from the start of a job to its first step, with compilation.
+    mtbf_hours: the mean time in hours between failures of one host; None: no failures.
+    watts: the power in watts of a chip, with its share of the node.
+    price_chip_hour: the price of a chip-hour, in the site's currency.
+    price_kwh: the price of a kWh of energy.
+    chip: the kind of chip that was measured, as in `--chips`; "" if none was.
   """
 
   per_node: Annotated[int | None, ">= 1"] = None

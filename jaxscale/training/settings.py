@@ -1,4 +1,4 @@
-"""Settings of the built-in losses, and what each builds. Imports no JAX."""
+"""Settings of the built-in losses. Imports no JAX."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from jaxscale.errors import ConfigError, invalid
 if TYPE_CHECKING:
   from jaxscale.training.losses import Objective
 
-# The names that --config.loss= takes (by HOMES in config/choice.py).
+# The names for --config.loss= (HOMES in config/choice.py lists this module).
 __all__ = ["BinaryCrossEntropy", "CrossEntropy", "Huber", "SquaredError"]
 
 
 class CrossEntropy(Loss):
-  """Cross entropy of one class per example, and its accuracy.
+  """Cross entropy of one class per example; reports accuracy.
 
   Attributes:
-    label_smoothing: share of the target spread over all classes, or over the
-      vocabulary of text; in training only, whose loss then gives no perplexity.
+    label_smoothing: the share of the target that is spread over all classes or the
+      vocabulary, in training only; 0 disables it. The smoothed loss gives no perplexity.
   """
 
   label_smoothing: Fraction = 0.0
@@ -42,7 +42,7 @@ class CrossEntropy(Loss):
     return losses.cross_entropy(self.label_smoothing)
 
   @property
-  def is_cross_entropy(self) -> bool:  # a subclass with a `build` of its own may not be
+  def is_cross_entropy(self) -> bool:  # A subclass that overrides `build` may not be.
     return type(self).build is CrossEntropy.build
 
   def target_range(self, info: Any) -> tuple[int, int]:
@@ -50,9 +50,9 @@ class CrossEntropy(Loss):
 
 
 class BinaryCrossEntropy(Loss):
-  """Cross entropy of several classes per example, each there or not (0 or 1).
+  """Cross entropy of several classes per example, each 0 or 1.
 
-  Its accuracy is the share of examples with every class right.
+  Accuracy is the share of examples with every class right.
   """
 
   takes_numbers = True
@@ -69,7 +69,7 @@ class BinaryCrossEntropy(Loss):
 
 
 class SquaredError(Loss):
-  """Half the squared error, summed over the outputs; reports the mean absolute one."""
+  """Half the squared error, summed over the outputs; reports the mean absolute error."""
 
   takes_numbers = True
 
@@ -78,10 +78,10 @@ class SquaredError(Loss):
 
 
 class Huber(Loss):
-  """Squared error that grows linearly beyond `delta` (Huber, 1964).
+  """Huber loss: squared error that grows linearly beyond `delta` (Huber, 1964).
 
   Attributes:
-    delta: where it becomes linear.
+    delta: the absolute error above which the loss is linear.
   """
 
   delta: Positive = 1.0
@@ -96,7 +96,7 @@ class Huber(Loss):
 
 
 def _losses(loss: Loss, info: Any) -> Any:
-  """The module of objectives, for data whose examples have targets of any shape."""
+  """Return the module of losses for examples whose targets have any shape."""
   from jaxscale.training import losses
 
   if not hasattr(info, "label_shape"):

@@ -36,7 +36,7 @@ def test_what_is_asked_for_is_drawn(tmp_path, capsys, monkeypatch):
 
 
 MISTAKES = table(f"""
---drop | --drop: not an option, one of --config, --help, --num-train, --out
+--drop | --drop: not an option, give one of --config, --help, --num-train, --out
 --num_train=3 {DIGITS} | did you mean '--num-train'?
 --config.epoch=3 {DIGITS} | did you mean 'epochs'?
 --config | --config: a value is missing

@@ -81,7 +81,7 @@ def test_its_fields_are_settings_and_a_typo_is_one_line(mine, whole, tmp_path):
   line = error_line(run(mine, tmp_path / "x", "--config.model.widht=9"), 2)
   assert line.endswith("MyNet has no field 'widht', did you mean 'width'?")
   help_ = run(mine, tmp_path / "x", "--help").stdout
-  assert "MyNet: Two dense layers." in help_ and "units of the hidden layer" in help_
+  assert "MyNet: Two dense layers." in help_ and "nits of the hidden layer" in help_
 
 
 def test_prometheus_reads_the_newest_values(mine, tmp_path):

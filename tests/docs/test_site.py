@@ -10,7 +10,7 @@ import runpy
 import pytest
 
 from jaxscale import cli, errors
-from jaxscale.config.help import settings_help
+from jaxscale.config.help import entries, field_names
 from support.paths import ROOT
 
 REFERENCE = ROOT / "docs" / "reference"
@@ -27,8 +27,8 @@ def page(generate, name):
 
 
 def test_every_setting_of_every_class_is_there(generate):
-  """Expect each as often as `jaxscale train --help` has it: `lr` once per optimizer."""
-  names = re.findall(r"^  --config\.([\w.]+)", settings_help(None), re.M)
+  """Expect each as often as `train --help=all` has it: `lr` once per optimizer."""
+  names = [e.path for e in entries(None) if e.path]
   on_page = re.findall(r"^`+\{option\} --config\.(.+)$", page(generate, "settings"), re.M)
   branches = {name for name in names if any(n.startswith(f"{name}.") for n in names)}
   wanted = sorted(n for n in names if n not in branches)
@@ -38,9 +38,10 @@ def test_every_setting_of_every_class_is_there(generate):
 
 def test_the_alternatives_and_what_they_are_for_are_there(generate):
   text = page(generate, "settings")
-  for field, classes in re.findall(r"^  --config\.(\w+): (.+)$", settings_help(None), re.M):
-    for name in classes.split(" | "):
-      heading = f"### {field}={name}\n" if "|" in classes else f"## {field}\n"
+  for entry in entries(None):
+    if not entry.path and "log." not in entry.topic:
+      field, _, name = entry.topic.partition(".")
+      heading = f"### {field}={name}\n" if name else f"## {field}\n"
       assert heading in text, heading
   assert "BatchNorm statistics" in text and "][arXiv" not in text
 
@@ -90,7 +91,7 @@ def test_every_config_is_a_recipe(generate):
 
 
 def test_settings_that_how_to_pages_name_exist():
-  names = {*re.findall(r"^  --config\.([\w.]+)", settings_help(None), re.M)}
+  names = {*field_names(None)}
   branches = "|".join({name.partition(".")[0] for name in names if "." in name})
   for path in sorted((ROOT / "docs" / "howto").glob("*.md")):
     named = re.findall(rf"[` .]((?:{branches})\.[a-z_]+)(?:=|`)", path.read_text())

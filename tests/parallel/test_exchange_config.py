@@ -126,8 +126,8 @@ exchange.algorithm=ring exchange.dims=data:8           'torus'
 exchange=TopK exchange.share=0.2                       give a share below 0.125
 exchange=Int8 exchange.bucket_bytes=64                 Int8.bucket_bytes=64: holds no
 exchange.bucket_bytes=3                                give a value >= 4
-LOCAL exchange=OneBit exchange.plain_epochs=1          plain_epochs=1.0: workers send only
-LOCAL lr_scaling=linear                lr_scaling='linear': sync=LocalSGD has rates of one worker
+LOCAL exchange=OneBit exchange.plain_epochs=1          plain_epochs=1.0: with sync=LocalSGD workers
+LOCAL lr_scaling=linear                lr_scaling='linear': with sync=LocalSGD the
 LOCAL NORM                             CNN.bn_span=global: BatchNorm statistics over workers
 BLOCK FIVE RAMP   BlockMomentum.sync_every_steps=5: one block of 8 workers is 2,560 samples
 BLOCK                                                  more than the 1,437 there are; give
@@ -135,7 +135,7 @@ BLOCK optimizer=AdamW                                  AdamW's moments
 BLOCK optimizer=LAMB                                   LAMB's moments
 exchange=Int8 noise_scale=True                         use AllReduce or Half
 exchange.delayed=True noise_scale=True                 AllReduce.delayed
-sync=DiLoCo exchange.delayed=True ema_decay=None       set it to False
+sync=DiLoCo exchange.delayed=True ema_decay=None       delayed to False
 sync=DiLoCo                                            set ema_decay to None
 sync=DiLoCo ema_decay=None noise_scale=True            compares gradients
 """.strip().splitlines()

@@ -77,23 +77,23 @@ TOKENS_TOO = cfg.Layout(model="layers_and_tokens")
 SETTINGS = [
   (dict(layout=cfg.Layout(shard="zero1")), "which has one device; set mesh.fsdp"),
   (FOUR, "Mesh.fsdp=4: splits nothing while Layout.shard"),
-  (IMAGES | dict(mesh=TWO, layout=TOKENS_TOO), "splits the tokens of text, and ViT has images"),
-  (dict(layout=cfg.Layout(schedule="1f1b")), "changes nothing here; set mesh.stage"),
-  (dict(layout=cfg.Layout(model="ring")), "changes nothing here; set mesh.model"),
+  (IMAGES | dict(mesh=TWO, layout=TOKENS_TOO), "splits tokens of text, and ViT takes images"),
+  (dict(layout=cfg.Layout(schedule="1f1b")), "has no effect; set mesh.stage"),
+  (dict(layout=cfg.Layout(model="ring")), "has no effect; set mesh.model"),
   (dict(layout=cfg.Layout(slow_axes="in_backward")), "set layout.shard to 'zero2'"),
   (DIGITS | dict(mesh=TWO), "Mesh.model=2: MLP is not a stack of equal layers"),
-  (IN_BACKWARD | FOUR | dict(exchange=cfg.Int8()), "Config.exchange=Int8 would not be asked"),
-  (IN_BACKWARD | EIGHT, "slow_axes='in_backward': changes nothing here; set mesh.replica or"),
+  (IN_BACKWARD | FOUR | dict(exchange=cfg.Int8()), "would bypass Config.exchange=Int8"),
+  (IN_BACKWARD | EIGHT, "slow_axes='in_backward': has no effect; set mesh.replica or"),
   (dict(mesh=TWO, noise_scale=True), "the whole model on each"),
-  (dict(mesh=cfg.Mesh(stage=2), sync=cfg.LocalSGD(sync_every_steps=4)), "use EveryStep; here"),
-  (dict(layout=IN_DTYPE), "sum_in='dtype': changes nothing"),
+  (dict(mesh=cfg.Mesh(stage=2), sync=cfg.LocalSGD(sync_every_steps=4)), "=2 splits; use EveryStep"),
+  (dict(layout=IN_DTYPE), "sum_in='dtype': has no effect"),
   (dict(mesh=TWO, layout=IN_DTYPE), "set dtype to 'bfloat16' as well"),
 ]
 ALONE = [
-  (lambda: cfg.Mesh(data=-1, fsdp=-1), "only one can be the rest"),
+  (lambda: cfg.Mesh(data=-1, fsdp=-1), "only one can be -1"),
   (lambda: cfg.Layout(rules=("layers/.*: rows",)), "give 'PATTERN: axis, axis'"),
   (lambda: cfg.Layout(rules=("layers/(: fsdp",)), "not a regular expression"),
-  (lambda: cfg.Layout(rules=("head/kernel: model, model",)), "two dims; name it once"),
+  (lambda: cfg.Layout(rules=("head/kernel: model, model",)), "two dims; use it once"),
   (lambda: cfg.Layout(rules=("head/kernel: data, -",)), "of fsdp, stage, model for ea"),
 ]
 # Refused when the model is built.

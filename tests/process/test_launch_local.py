@@ -227,7 +227,7 @@ def test_a_study_is_cancelled_as_one(fake, tmp_path, capsys):
   reported = capsys.readouterr()
   rows = [f"study-{n}n{colon}" for colon in ("", ":") for n in sizes]
   assert [line.split()[0] for line in reported.out.splitlines()] == ["run", *rows]
-  assert "study: logs of one run at a time, of study-2n, study-4n" in reported.err
+  assert "study: logs prints one run at a time; give one of study-2n, study-4n" in reported.err
   assert [r.state for r in study.wait(300, 0.1)] == ["CANCELLED"] * 3
   assert not (study.jobs[1].folder / "train").exists()  # it never began
 
@@ -418,7 +418,7 @@ def test_the_commands(fake, tmp_path, capsys):
   out = output("status", "--watch", "--every=1")
   assert out.splitlines()[1].split()[:1] == ["a"] and "COMPLETED" in out
   assert output("logs", "a", "--lines=1") == "two\n"
-  assert output("cancel", "a") == "a: has ended already\n"
+  assert output("cancel", "a") == "a: has already ended\n"
   assert not Path(fake["runs"], "a", "cancelled").exists()
   assert output("resume", "a", code=2).startswith("error: a: is done")
   assert "exists; give another name" in output(*submit, "--name=a", code=2)

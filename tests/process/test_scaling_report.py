@@ -236,7 +236,7 @@ def test_the_command_reads_workdirs(tmp_path, capsys):
   assert (tmp_path / "t.csv").exists() and (tmp_path / "t.png").exists()
   for argv, says in (
     ([names[0], "--cvs=x"], "did you mean '--csv'?"),
-    (["nothing-here", f"--runs={tmp_path}"], "nothing-here: no such run, one of a, b"),
+    (["nothing-here", f"--runs={tmp_path}"], "nothing-here: no such run, give one of a, b"),
     ([], "RUN"),
   ):
     assert main(["report", *argv]) == 2

@@ -71,7 +71,7 @@ MISTAKES = {
   "--batch-size=64": "did you mean '--batch-sizes'",
   "--batch-sizes=64,x": "--batch-sizes=64,x: give whole numbers",
   "--batch-sizes=64,0": "give whole numbers",
-  "--batch-sizes=64,64": "none twice",
+  "--batch-sizes=64,64": "without repeats",
   "--batch-sizes": "--batch-sizes: a value is missing",
   "": "--batch-sizes: missing",
   "--batch-sizes=64 --seeds=none": "--seeds=none: give a whole number >= 1",
@@ -167,7 +167,7 @@ def test_a_report_says_what_each_size_took(tmp_path, capsys):
   assert lines[8] == f"batch 1,024, seed 0: {nan}"
   assert lines[9] == f"{folder}/study.json"
   assert cli.main([*command, "--png=a.png"]) == 2
-  assert "--png=a.png is not for a batch study" in capsys.readouterr().err
+  assert "--png=a.png does not apply to a batch study" in capsys.readouterr().err
 
 
 def test_a_plan_reads_the_fit_of_a_study(tmp_path):

@@ -1,5 +1,6 @@
 """The one command: its parser, its help, names of configs, tab completion."""
 
+import re
 import shlex
 import subprocess
 
@@ -63,7 +64,7 @@ train --config=digit | no packaged config, did you mean 'digits'?
 train --config=digits --workdir= | --workdir=: give a directory
 train --config=digits --workdir=gs://b/x | mount a bucket as one
 train --confg digits | did you mean '--config'?
-completion fish | fish: one of bash, zsh
+completion fish | fish: give one of bash, zsh
 """)
 
 
@@ -83,6 +84,8 @@ def test_help_lists_every_command_and_each_has_a_page(capsys):
     assert cli.main([name, "--help"]) == 0
     page = capsys.readouterr().out
     assert page.startswith(f"usage: jaxscale {name}") and "exit code: 0" in page
+    (example,) = re.findall(rf"^example: jaxscale {name} (.+)$", page, re.M)
+    cli.load(name)[1].read(shlex.split(example))  # its options exist
   assert cli.main([]) == 2 and capsys.readouterr().out == overview
 
 
@@ -90,7 +93,31 @@ def test_the_help_of_train_has_the_settings_of_the_config(capsys):
   argv = ["train", "--config", "digits", "--config.optimizer.lr=0.25", "--help"]
   assert cli.main(argv) == 0
   page = capsys.readouterr().out
-  assert "--config.optimizer.lr = 0.25  (float > 0)\n      peak learning" in page
+  assert "--config.optimizer.lr = 0.25  (float > 0; required)\n      " in page
+
+
+def test_the_help_of_train_is_short_and_leads_to_the_rest(capsys):
+  assert cli.main(["train", "--help"]) == 0
+  page = capsys.readouterr().out
+  assert page.count("\n") <= 100 and 25 <= page.count("\n  --config.") <= 35
+  assert "--config.dtype  ('float32' | 'bfloat16'; default: 'float32')\n      The type" in page
+  (names,) = re.findall(r"^Sections:\n((?:  .+\n)+)", page, re.M)
+  for topic in [*re.findall(r"\w+", names), *re.findall(r"--help=([a-z]\S*\w)", page)]:
+    assert cli.main(["train", f"--help={topic}"]) == 0
+    assert "--config." in capsys.readouterr().out, topic
+  assert cli.main(["submit", "--config=digits", "--help=optimizer"]) == 0
+  assert "--config.optimizer.lr = 0.1  " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+  "topic, says",
+  [("optimiser", "did you mean 'optimizer'?"), ("xyz", "give one of all, checkpoint, checks,")],
+)
+def test_help_of_nothing_is_one_line_that_says_what_there_is(topic, says, capsys):
+  assert cli.main(["train", f"--help={topic}"]) == 2
+  out, err = capsys.readouterr()
+  assert out == "" and err.startswith(f"error: --help={topic}: no such setting") and says in err
+  assert err.count("\n") == 1
 
 
 def test_the_console_script_imports_little_before_it_answers_ctrl_c():

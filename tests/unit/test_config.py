@@ -4,6 +4,7 @@ import copy
 import dataclasses
 import math
 import os
+import re
 import shutil
 import sys
 from pathlib import Path
@@ -16,7 +17,7 @@ import pytest
 from jaxscale import config as cfg
 from jaxscale.cli.parser import Parser, directory, file
 from jaxscale.config import loading
-from jaxscale.config.help import settings_help
+from jaxscale.config.help import entries, settings_help
 from jaxscale.config.loading import load_config, override
 from jaxscale.config.validation import bounds, closest, nearest, settings
 from jaxscale.errors import ConfigError
@@ -125,9 +126,10 @@ def test_what_is_carried_over_is_printed(tmp_path, capfd):
   load_config(TEXT, {"optimizer.lr": "0.5"})
   load_config(TEXT, {"optimizer": "AdamW"})  # as it is
   assert capfd.readouterr().err.splitlines() == [
-    "note: optimizer=LARS keeps of AdamW: lr=1.0, not eps=1e-06 (added to the "
+    "note: optimizer=LARS keeps from AdamW: lr=1.0, not eps=1e-06 (the constant added to the "
     "denominator of the trust ratio)",
-    "note: optimizer=LARS keeps of AdamW: lr=0.003, weight_decay=0.1 (L2 coefficient)",
+    "note: optimizer=LARS keeps from AdamW: lr=0.003, weight_decay=0.1 (the L2 coefficient, "
+    "added to the gradient)",
   ]
 
 
@@ -136,6 +138,7 @@ BAD = columns(assignments, str, str)(f"""
 optimzer.lr=1 | optimzer | did you mean 'optimizer'?
 optimizer.lrr=1 | optimizer.lrr | did you mean 'lr'?
 optimizer.lr=fast | optimizer.lr=fast | give float
+log.plot=false | log.plot=false | give True or False
 optimizer.lr=-1 | SGD.lr=-1.0 | > 0
 optimizer.lr=1e999 | SGD.lr=inf | > 0
 optimizer.trust_coefficient=1 | SGD | no field
@@ -156,7 +159,7 @@ epochs=None steps=9 schedule.warmup_steps=9 | Cosine.warmup_steps=9 | only 9 ste
 epochs=None steps=9 phases=AdaptiveBatch | Config.steps=9 | set epochs instead
 epochs=None steps=9 phases.steps=0,9 | Phases.steps=(0, 9) | only 9 steps
 phases.steps=0,9 phases.epochs=0,1 | Phases.steps=(0, 9) | leave out
-phases.steps=1,9 | Phases.steps=(1, 9) | begin at 0
+phases.steps=1,9 | Phases.steps=(1, 9) | add a phase at 0
 evaluation.every_steps=9 evaluation.every_epochs=2 | Evaluation.every_steps=9 | one of them to None
 checkpoint.every_steps=9 checkpoint.every_epochs=2 | Checkpoint.every_steps=9 | one of them to None
 checkpoint.every_epochs=None | Checkpoint.every_steps=None | set one
@@ -383,11 +386,55 @@ def test_settings_are_frozen_and_equal_by_value():
 
 def test_help_lists_every_field_with_its_meaning():
   text = settings_help(load_config("configs/digits.py"))
-  assert "--config.optimizer.lr = 0.1  (float > 0)" in text
-  assert "peak learning rate" in text
+  assert "--config.optimizer.lr = 0.1  (float > 0; required)" in text
+  assert "eak learning rate" in text
   everything = settings_help(None)
   for name in ("trust_coefficient", "depth", "power", "data_dir", "keep_best", "b2"):
     assert f".{name}" in everything
+
+
+def test_every_setting_has_its_default_and_its_meaning_in_the_help():
+  found = [e for e in entries(None) if e.path]
+  assert len(found) > 200
+  classes = {name: c for name, c in vars(cfg).items() if isinstance(c, type)}
+  for base in (cfg.Model, cfg.Data, cfg.Optimizer, cfg.Schedule, cfg.Loss, cfg.Exchange):
+    classes |= base.built_in()
+  classes |= cfg.Sync.built_in() | cfg.Tracker.built_in()
+  for entry in found:
+    assert re.search(r"; (required|default: .+)\)$", entry.head), entry.head
+    assert entry.text, entry.topic
+    *_, kind, name = ["config", *entry.topic.split(".")]
+    cls = classes.get(kind) or classes[kind.capitalize()]
+    (field,) = [f for f in dataclasses.fields(cls) if f.name == name]
+    if isinstance(field.default, (int, float, str, tuple)):
+      assert entry.head.endswith(f"default: {field.default!r})"), entry.head
+
+
+HELP = {
+  "optimizer": ("optimizer.LARS: ", "trust_coefficient  (float > 0; default: 0.001)"),
+  "data.TFDS": ("data.TFDS: ", "--config.data.name  (str; required)"),
+  "optimizer.lr": ("", "--config.optimizer.lr  (float > 0; required)"),
+  "log.trackers": ("log.trackers.Wandb: ", "--config.log.trackers.Wandb.mode"),
+  "config": ("", "--config.clip_norm  (float > 0 | None; default: None)"),
+  "mesh": ("mesh: ", "--config.mesh.data  (int; default: -1)"),
+}
+
+
+def test_the_help_says_what_special_values_do():
+  for entry in (e for e in entries(None) if e.path):
+    kind = entry.head.partition("; ")[0]
+    assert re.match("(the|an?|whether) ", entry.text), entry.topic
+    assert "None" in entry.text or "| None" not in kind, entry.topic
+    for value in re.findall(r"'(\w+)'", kind):
+      assert f'"{value}"' in entry.text, (entry.topic, value)
+    assert "second" in entry.text or not entry.path.endswith("_s"), entry.topic
+
+
+@pytest.mark.parametrize("topic", HELP)
+def test_help_of_a_topic_shows_its_settings_alone(topic):
+  text = settings_help(topic=topic)
+  assert all(part in text for part in HELP[topic])
+  assert "--config.checkpoint.keep_last" not in text
 
 
 def test_a_class_keeps_the_bounds_of_the_one_it_extends():
@@ -419,7 +466,7 @@ def test_a_class_is_chosen_without_what_it_does_not_allow():
 def test_only_what_is_close_is_suggested():
   assert closest("--drop", ["--help", "--config"]) is None
   assert closest("--hlep", ["--help", "--config"]) == "--help"
-  assert nearest("--drop", ["--help", "--config"]) == "one of --config, --help"
+  assert nearest("--drop", ["--help", "--config"]) == "give one of --config, --help"
   many = [f"n{i:03}" for i in range(1000)]
   assert len(nearest("x", many)) < 300 and nearest("x", many).endswith("960 more")
 
@@ -442,7 +489,12 @@ def test_a_config_file_imports_from_its_folder_and_needs_no_docstring(tmp_path):
   (tmp_path / "width_of_mine.py").write_text("WIDTH = 24\n")
   config = load_config(str(tmp_path / "mine.py"))
   assert config.model.width == 24  # pyright: ignore[reportAttributeAccessIssue]
-  assert "\n    Undocumented: \n" in settings_help(config)
+  text = "\n  model.Undocumented:\n  --config.model.width = 24  (int >= 1; default: 24)\n"
+  assert text in settings_help(config)
+  own = loading.own_classes(str(tmp_path / "mine.py"))
+  digits = load_config("configs/digits.py")  # with a class that the file does not use
+  for node, topic in ((None, "model"), (digits, "model.Undocumented"), (config, "model.width")):
+    assert "--config.model.width" in settings_help(node, own, topic)
 
 
 def test_an_own_sync_is_treated_as_its_class_says():
@@ -490,5 +542,5 @@ def test_a_class_of_ones_own_is_treated_as_what_it_extends():
   layout = dataclasses.replace(config.layout, slow_axes="in_backward")
   dataclasses.replace(config, layout=layout, exchange=Plain())
   for exchange in (Other(), Buckets()):
-    with pytest.raises(ConfigError, match="would not be asked; use 'after'"):
+    with pytest.raises(ConfigError, match=r"would bypass Config\.exchange=\w+; use 'after'"):
       dataclasses.replace(config, layout=layout, exchange=exchange)

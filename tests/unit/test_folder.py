@@ -170,7 +170,7 @@ def test_mistakes_with_a_folder_are_one_line(folder, tmp_path):
     (tmp_path / "no", None, "no such directory"),
     (tmp_path / "nothing", None, "no images in 0 subdirectories"),
     (folder / "a", None, "no images in 0 subdirectories"),
-    (folder, ["a", "b", "c"], "/d: not a class that is trained on, one of a, b, c; "),
+    (folder, ["a", "b", "c"], "/d: not a class that is trained on, give one of a, b, c; "),
   ):
     with config_error(match=hint):
       data.image_folder(directory, image_size=16, classes=classes)

@@ -194,7 +194,7 @@ def test_a_dry_run_prints_the_script_and_makes_nothing(tmp_path, capsys):
   assert cli.main(argv) == 0
   out, _ = capsys.readouterr()
   assert not runs.exists()
-  script = out[: out.index("# would make")]
+  script = out[: out.index("# would create")]
   assert subprocess.run(["bash", "-n"], input=script, text=True).returncode == 0
   assert f"# made by {shlex.join(['jaxscale', *argv])}" in (out.replace("# x, made", "# made"))
   assert "#SBATCH --nodes=4" in out and "--config.epochs=3" in out

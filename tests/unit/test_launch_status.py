@@ -111,7 +111,7 @@ def test_a_run_without_a_job_is_named(tmp_path, capsys):
     (tmp_path / name).mkdir()
     (tmp_path / name / "config.json").write_text("{}")
   assert cli.main(["status", runs]) == 0
-  note = "without a job, by `jaxscale train`: digits, other; "
+  note = "not submitted, started by `jaxscale train`: digits, other; "
   out = capsys.readouterr().out
   assert out == f"{note}see `jaxscale report {tmp_path}/digits`\n"
   for verb in ("status", "cancel", "logs", "resume"):

@@ -91,8 +91,8 @@ def test_the_help_shows_the_fields_that_must_be_given(capsys):
   argv = ["train", "--config=digits", "--config.data=ImageFolder", "--help"]
   code, page, _ = answer(capsys, *argv)
   assert code == 0
-  assert "--config.data.path  (str)\n      directory of the splits" in page
-  assert "--config.data.image_size  (int >= 1)" in page
+  assert "--config.data.path  (str; required)\n      " in page
+  assert "--config.data.image_size  (int >= 1; default: 224)" in page
   assert "--config.optimizer.lr = 0.1" in page  # the file's own stay
 
 

@@ -159,7 +159,7 @@ def test_calls_take_turns():
 
 
 OPTIONS = {
-  "--mesh=2x3": "--mesh=2x3: has 6 devices, give sizes that multiply to the 8",
+  "--mesh=2x3": "--mesh=2x3: needs 6 devices; give sizes whose product is 8",
   "--mesh=2y4": "give sizes of axes, as 2x4",
   "--sizes=4TB": "give bytes, as 4KB,1MB",
   "--rounds=0": "give a whole number >= 1",

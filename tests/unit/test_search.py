@@ -260,7 +260,7 @@ PLAN = ["plan", "--config=tiny.py", "--chips=v5e-16"]
 MISTAKES = [
   (["submit", "--dry-run"], "--config: missing"),
   (["submit", "--plan=none.json"], "none.json: No such file"),
-  (["submit", "--plan=a.json", "--config=digits"], "--plan has its own"),
+  (["submit", "--plan=a.json", "--config=digits"], "cannot be used with --plan"),
   ([*PLAN, "--search", "--minutes=0"], "--minutes=0"),
   ([*PLAN, "--study=study.json"], "study.json: "),
 ]

@@ -41,7 +41,7 @@ NO_STEPS = table("""
 a:b | give the first and the last
 -1:5 | give the first and the last
 ²:5 | give the first and the last
-10:5 | the last one is not before the first
+10:5 | the last step must not be before the first
 0:9 | steps count from 1
 7:1000000 | at most 100 steps, traces are large; give 7:106
 """)

@@ -234,8 +234,8 @@ def test_they_are_chosen_by_name_and_recorded():
 
 MISTAKES = {
   "=Wandv": "did you mean 'Wandb'",
-  "=Wandb,Wandb": "Wandb is there twice",
-  ".Wandb.project=x": "write --config.log.trackers=Wandb as well",
+  "=Wandb,Wandb": "Wandb is listed twice",
+  ".Wandb.project=x": "not chosen; add --config.log.trackers=Wandb",
   "=Wandb .Wandb.projcet=x": "Wandb has no field 'projcet', did you mean 'project'?",
   "=MLflow .MLflow.uri=https://me:x@host": "holds a password, which config.json would keep",
 }
