@@ -1,4 +1,4 @@
-"""Every time that processes wait for each other, in seconds, and its default."""
+"""Timeouts of all waits between processes, in seconds, with their defaults."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ Seconds = Annotated[float, "in (0, 1000000000]"]  # threads wait for no longer
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Timeouts:
-  """How long processes wait for each other, in seconds; `config.Faults` extends it.
+  """Limits of the waits between processes, in seconds; `config.Faults` extends it.
 
-  The first five guarantee that a fault ends all within a minute. What takes long in a
-  healthy run has longer ones (NVIDIA's resiliency extension recommends 600 for the
-  start and 420 for a checkpoint).
+  The first five limits guarantee that a fault ends all processes within a minute. Long
+  phases of a healthy run have longer limits (NVIDIA's resiliency extension recommends 600
+  for the start and 420 for a checkpoint).
 
   Attributes:
     heartbeat_interval_s: between two heartbeats of a process.

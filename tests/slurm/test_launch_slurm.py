@@ -236,5 +236,5 @@ def test_a_batch_script_without_srun_is_reported(slurm, tmp_path):
   job = slurm.submit(f"{command} 2>&1", "-N2", "--ntasks-per-node=1", **child_env(1))
   assert slurm.wait_for(job, "FAILED")["ExitCode"] == "2:0"
   (line,) = slurm.output(job).splitlines()
-  assert line.startswith("error: SLURM_NTASKS=2: this is the batch script, no step")
+  assert line.startswith("error: SLURM_NTASKS=2: this is the batch script, not a step")
   assert "start it with srun" in line
