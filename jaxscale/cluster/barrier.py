@@ -31,7 +31,7 @@ def gather(value: Any) -> list[Any]:
   """Return the values of all processes, by rank; all processes must call this.
 
   Args:
-    value: A small JSON value.
+    value: a small JSON value.
   """
   import numpy as np
 
@@ -71,7 +71,7 @@ def from_leader(value: Any) -> Any:
   happens next must therefore come from process 0.
 
   Args:
-    value: A JSON value; tuples come back as lists.
+    value: a JSON value; tuples come back as lists.
   """
   import numpy as np
 
@@ -87,11 +87,11 @@ def on_leader(function: Callable[[], None], name: str) -> None:
   """Run a function in process 0 only, while the others wait for it.
 
   Args:
-    function: The function.
-    name: A name of this call, equal in all processes.
+    function: the function.
+    name: a name of this call, equal in all processes.
 
   Raises:
-    OSError: The function raised an OSError; all processes raise it.
+    OSError: the function raised an OSError; all processes raise it.
   """
   failed = None
   if is_leader():
@@ -111,8 +111,8 @@ def leader_first(name: str, timeout_s: float) -> Iterator[None]:
   This is not a collective, so it may run in a thread next to other work of the run.
 
   Args:
-    name: A name of this call, equal in all processes and used once.
-    timeout_s: The seconds after which the others no longer wait.
+    name: a name of this call, equal in all processes and used once.
+    timeout_s: the seconds after which the others no longer wait.
   """
   client = _coordination_client()
   if client is not None and not is_leader():

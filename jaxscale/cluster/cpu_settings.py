@@ -44,8 +44,8 @@ def keep_memory(env: Mapping[str, str] = os.environ, *, num_gpus: int = 0) -> bo
   devices is left unchanged.
 
   Args:
-    env: The environment variables.
-    num_gpus: The number of visible GPUs.
+    env: the environment variables.
+    num_gpus: the number of visible GPUs.
 
   Returns:
     True if glibc was set. False on accelerators, with a malloc variable set by the user,

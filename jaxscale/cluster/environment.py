@@ -19,7 +19,7 @@ def check_environment(env: Mapping[str, str]) -> None:
   """Refuse environment variables that JAX cannot use.
 
   Args:
-    env: The environment variables of the process.
+    env: the environment variables of the process.
 
   Raises:
     ConfigError: JAX_PLATFORMS has a platform that is not installed, JAX_NUM_CPU_DEVICES is

@@ -30,12 +30,12 @@ class Place(NamedTuple):
   """The GPUs and the network of a process.
 
   Attributes:
-    gpus: The number of GPUs that the process sees.
-    models: The models of NVIDIA's GPUs on the node.
+    gpus: the number of GPUs that the process sees.
+    models: the models of NVIDIA's GPUs on the node.
     is_shared: True if other processes may compute on the same GPUs.
     has_peers: True if the run has other GPUs.
     has_nodes: True if the run has other nodes.
-    fabric: The network of the node.
+    fabric: the network of the node.
   """
 
   gpus: int
@@ -82,11 +82,11 @@ class Row(NamedTuple):
   """A variable to set.
 
   Attributes:
-    name: The name of the variable.
-    value: The value, in which CARDS stands for the network's adapters.
-    when: Properties of `Place` that must all be true.
-    why: The reason, in a few words for the log.
-    unless: A regular expression of NAME=VALUE. If a variable of the environment matches,
+    name: the name of the variable.
+    value: the value, in which CARDS stands for the network's adapters.
+    when: properties of `Place` that must all be true.
+    why: the reason, in a few words for the log.
+    unless: a regular expression of NAME=VALUE. If a variable of the environment matches,
       the user has already decided, and nothing is set.
   """
 
@@ -126,9 +126,9 @@ class Choice(NamedTuple):
   """The variables to set for a process.
 
   Attributes:
-    rows: Rows of the table with their values.
-    kept: Names of variables that keep the user's value.
-    missing: A line about missing software; "" if nothing is missing.
+    rows: rows of the table with their values.
+    kept: names of variables that keep the user's value.
+    missing: a line about missing software; "" if nothing is missing.
   """
 
   rows: tuple[tuple[Row, str], ...] = ()
@@ -175,8 +175,8 @@ def lines(choice: Choice, *, short: bool = False) -> list[str]:
   """Return log lines: variables that are set and why, kept ones, missing software.
 
   Args:
-    choice: The result of `choose`.
-    short: Whether to leave out the line about missing software.
+    choice: the result of `choose`.
+    short: whether to leave out the line about missing software.
 
   Example:
     >>> lines(choose(Place(gpus=1), {}))[0].partition(";")[0]
@@ -205,11 +205,11 @@ def place_of(
   """Describe the GPUs and the network of this process.
 
   Args:
-    launch: The result of `detect.detect`.
-    gpus: The number of GPUs that the process sees.
-    gpu_ids: The GPUs that it uses among these; None: all.
-    env: The environment variables.
-    root: The root of the file system, for tests.
+    launch: the result of `detect.detect`.
+    gpus: the number of GPUs that the process sees.
+    gpu_ids: the GPUs that it uses among these; None: all.
+    env: the environment variables.
+    root: the root of the file system, for tests.
   """
   from jaxscale.cluster.detect.fabric import find_fabric, nvidia_models
   from jaxscale.cluster.detect.local_devices import IDS, SHARING
@@ -233,8 +233,8 @@ def apply(choice: Choice, env: MutableMapping[str, str] = os.environ) -> None:
   """Set the chosen variables; call this before JAX's first use of a GPU.
 
   Args:
-    choice: The result of `choose`.
-    env: The environment variables.
+    choice: the result of `choose`.
+    env: the environment variables.
   """
   values = choice.values
   jax = sys.modules.get("jax")

@@ -68,10 +68,10 @@ def varying_axes(array_type: Any) -> frozenset[str]:
   """Return the mesh axes over which values of a type may differ.
 
   Args:
-    array_type: A result of `jax.typeof`, or a `jax.ShapeDtypeStruct`.
+    array_type: a result of `jax.typeof`, or a `jax.ShapeDtypeStruct`.
 
   Raises:
-    ConfigError: The installed JAX lacks the attribute.
+    ConfigError: the installed JAX lacks the attribute.
   """
   kind = _manual_axis_type(array_type)
   return frozenset() if kind is None else frozenset(kind.varying)

@@ -64,9 +64,9 @@ def requeue(job: str | None, restarts: int, limit: int) -> Requeued:
   Slurm then sends SIGTERM to the remaining processes of the job at once.
 
   Args:
-    job: The job ID from `job_name`; None if there is no Slurm job.
-    restarts: The number of earlier requeues.
-    limit: The largest number of requeues.
+    job: the job ID from `job_name`; None if there is no Slurm job.
+    restarts: the number of earlier requeues.
+    limit: the largest number of requeues.
   """
   code = EXIT_PREEMPTED
   if job is None:
@@ -127,8 +127,8 @@ def was_requeued(shown: str, restarts: int) -> bool:
   """Return whether Slurm has requeued a job: it waits again, or has one more restart.
 
   Args:
-    shown: The output of `scontrol show job`.
-    restarts: The number of earlier requeues.
+    shown: the output of `scontrol show job`.
+    restarts: the number of earlier requeues.
 
   Example:
     >>> was_requeued("JobId=7 JobState=COMPLETING Reason=None Restarts=1", 0)
@@ -149,7 +149,7 @@ def ending_state(shown: str) -> str | None:
   Reason=TimeLimit and may resume (measured with Slurm 22.05).
 
   Args:
-    shown: The output of `scontrol show job`.
+    shown: the output of `scontrol show job`.
 
   Example:
     >>> ending_state("JobId=7 JobState=RUNNING Reason=None Dependency=(null)")
@@ -170,10 +170,10 @@ def count_start(workdir: Path, job: str | None, restarts: int, step: int) -> int
   has submitted it.
 
   Args:
-    workdir: The workdir of the run, which holds `restarts.json`.
-    job: The job ID from `job_name`.
-    restarts: The number of earlier requeues.
-    step: The step of the newest checkpoint; 0 if there is none.
+    workdir: the workdir of the run, which holds `restarts.json`.
+    job: the job ID from `job_name`.
+    restarts: the number of earlier requeues.
+    step: the step of the newest checkpoint; 0 if there is none.
 
   Example:
     >>> import tempfile
@@ -198,9 +198,9 @@ def loop_error(idle: int, step: int, limit: int) -> str | None:
   """Return the error of a job that must not restart (exit code 93); None: it may.
 
   Args:
-    idle: The result of `count_start`.
-    step: The step of the newest checkpoint.
-    limit: The number of consecutive restarts without progress that ends the job.
+    idle: the result of `count_start`.
+    step: the step of the newest checkpoint.
+    limit: the number of consecutive restarts without progress that ends the job.
   """
   if idle < limit:
     return None

@@ -51,8 +51,8 @@ def run_key(secret: bytes, job: str) -> Key:
   """Derive the key of one run.
 
   Args:
-    secret: The result of `find_secret`.
-    job: The name of the run, `Launch.job`.
+    secret: the result of `find_secret`.
+    job: the name of the run, `Launch.job`.
   """
   return Key(hmac.digest(secret, f"jaxscale {job}".encode(), "sha256"))
 
@@ -65,7 +65,7 @@ def find_secret(env: Mapping[str, str] = os.environ) -> bytes:
   on first use; the hosts of a cluster usually share the home directory.
 
   Raises:
-    ConfigError: Other users can read the file, or it cannot be created.
+    ConfigError: other users can read the file, or it cannot be created.
   """
   if text := env.get(VARIABLE, ""):
     if len(text) < 32:
@@ -106,14 +106,14 @@ class Greeting:
   """Client side of the handshake on a new connection; no method waits.
 
   Attributes:
-    link: The connection.
+    link: the connection.
   """
 
   def __init__(self, sock: socket.socket, key: bytes):
     """Send the first message.
 
     Raises:
-      OSError: The other end has closed the connection.
+      OSError: the other end has closed the connection.
     """
     self.link, self._key = Link(sock, max_bytes=GREETING_BYTES), key
     self._number = secrets.token_hex(16)
@@ -123,7 +123,7 @@ class Greeting:
     """Read new messages; return whether the server has proved that it has the key.
 
     Raises:
-      EOFError, ValueError: The server does not have the key.
+      EOFError, ValueError: the server does not have the key.
     """
     link = self.link
     if not link.keys and (answer := link.next()) is not None:
@@ -142,8 +142,8 @@ def welcome(link: Link, key: bytes, number: Any) -> None:
   """Answer a client's number as the server; later messages are sealed.
 
   Raises:
-    ValueError: The client has not sent a number.
-    OSError: The client has closed the connection or does not receive.
+    ValueError: the client has not sent a number.
+    OSError: the client has closed the connection or does not receive.
   """
   own, port = secrets.token_hex(16), link.sock.getsockname()[1]
   ours, theirs = _session_keys(key, _number(number), own, port)
@@ -170,8 +170,8 @@ def connect(address: tuple[str, int], key: bytes, timeout_s: float) -> Link:
   """Connect to a server that has the key.
 
   Raises:
-    OSError: No server listens, or it does not answer in time.
-    EOFError, ValueError: The server does not have the key.
+    OSError: no server listens, or it does not answer in time.
+    EOFError, ValueError: the server does not have the key.
   """
   until = time.monotonic() + timeout_s
   sock = socket.create_connection(address, timeout_s)

@@ -92,15 +92,15 @@ def initialize(
   the end.
 
   Args:
-    config: An object that must be equal in all processes: for a `Config` its settings and
+    config: an object that must be equal in all processes: for a `Config` its settings and
       its code are compared, for other objects the `repr`.
-    timeouts: The limits. None uses the defaults without a limit on the start, so that a
+    timeouts: the limits. None uses the defaults without a limit on the start, so that a
       program may run without calls of `Watch.at`.
-    folder: The folder for the stacks of processes that a fault ends.
-    gpu_settings: Whether to set variables for the GPUs (`cluster/gpu_settings.py`).
+    folder: the folder for the stacks of processes that a fault ends.
+    gpu_settings: whether to set variables for the GPUs (`cluster/gpu_settings.py`).
 
   Raises:
-    ConfigError: The variables contradict each other, a process is missing or differs, or a
+    ConfigError: the variables contradict each other, a process is missing or differs, or a
       GPU is missing. All processes that can receive the line raise it.
   """
   _start(config, timeouts, folder, gpu_settings)
@@ -128,7 +128,7 @@ def _start(
   if launch.note and launch.process_id == 0:
     print(launch.note, flush=True)
   secret = None
-  if launch.num_processes == 0:  # a TPU pod that only JAX knows
+  if launch.num_processes == 0:  # a TPU pod whose processes only JAX can detect
     launch = _join_by_jax(launch, timeouts)
     secret = bytes.fromhex(from_leader(secrets.token_hex(32)))
   is_alone, gpu_ids, error = launch.num_processes == 1, None, ""

@@ -57,10 +57,10 @@ class Link:
   sealed link is not a message: it shows that the other process runs (`watch/beats.py`).
 
   Attributes:
-    sock: The connected stream socket.
-    heard: The time of the last received bytes, on the clock `time.monotonic`.
-    keys: The keys; None if messages are not sealed, as inside one process.
-    max_bytes: The largest size of a received message.
+    sock: the connected stream socket.
+    heard: the time of the last received bytes, on the clock `time.monotonic`.
+    keys: the keys; None if messages are not sealed, as inside one process.
+    max_bytes: the largest size of a received message.
 
   Example:
     >>> here, there = map(Link, socket.socketpair())
@@ -95,12 +95,12 @@ class Link:
     """Send one whole message; only one thread at a time may send.
 
     Args:
-      message: A JSON value, or the result of `encode` for it.
-      timeout: The seconds until the other end must have received it; None: no limit.
+      message: a JSON value, or the result of `encode` for it.
+      timeout: the seconds until the other end must have received it; None: no limit.
 
     Raises:
-      OSError: The other end has closed the connection.
-      TimeoutError: The other end has not received all of it; the link is unusable.
+      OSError: the other end has closed the connection.
+      TimeoutError: the other end has not received all of it; the link is unusable.
     """
     whole = rest = memoryview(self._seal(message))
     until = None if timeout is None else time.monotonic() + timeout
@@ -120,7 +120,7 @@ class Link:
     messages.
 
     Raises:
-      OSError: The buffer is full, or the other end has closed the connection.
+      OSError: the buffer is full, or the other end has closed the connection.
     """
     flags = socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL
     self.sock.send(self._seal(message), flags)
@@ -130,8 +130,8 @@ class Link:
     """Return the next message; None if none has arrived.
 
     Raises:
-      EOFError: The other end has closed the connection, and no message is left.
-      ValueError: The message is too long or not from the other end.
+      EOFError: the other end has closed the connection, and no message is left.
+      ValueError: the message is too long or not from the other end.
     """
     messages = self._read(lambda seen: seen.find(b"\n") + 1)
     return messages[0] if messages else None
@@ -140,7 +140,7 @@ class Link:
     """Return the messages that one read of the socket brings.
 
     Raises:
-      EOFError, ValueError: See `next`.
+      EOFError, ValueError: see `next`.
     """
     return self._read(lambda seen: seen.rfind(b"\n") + 1) or []
 
@@ -148,11 +148,11 @@ class Link:
     """Wait for the next message.
 
     Args:
-      timeout: The seconds to wait; None: no limit.
+      timeout: the seconds to wait; None: no limit.
 
     Raises:
-      TimeoutError: No message came in time.
-      EOFError, ValueError: See `next`.
+      TimeoutError: no message came in time.
+      EOFError, ValueError: see `next`.
     """
     until = None if timeout is None else time.monotonic() + timeout
     while not (messages := self._read(lambda seen: seen.find(b"\n") + 1)):
@@ -207,8 +207,8 @@ def is_ready(link: Any, until: float | None, event=select.POLLIN) -> bool:
   """Wait until a link is ready to receive or send; return whether it is.
 
   Args:
-    link: An object with a descriptor; a socket's own timeout is ignored.
-    until: The deadline on the clock `time.monotonic`; None: no limit.
+    link: an object with a descriptor; a socket's own timeout is ignored.
+    until: the deadline on the clock `time.monotonic`; None: no limit.
     event: POLLIN or POLLOUT.
   """
   poll = select.poll()  # select() accepts no descriptor above 1023
@@ -224,11 +224,11 @@ def parse(kind: type[T], values: Any) -> T:
   different code.
 
   Args:
-    kind: The NamedTuple.
-    values: The list.
+    kind: the NamedTuple.
+    values: the list.
 
   Raises:
-    ValueError: The number, the type or the size of the values is wrong.
+    ValueError: the number, the type or the size of the values is wrong.
 
   Example:
     >>> class Beat(NamedTuple):
@@ -252,11 +252,11 @@ def typed(hint: Any, value: Any) -> Any:
   """Check a value against a type hint; make texts printable and truncate them.
 
   Args:
-    hint: The type hint.
-    value: The value.
+    hint: the type hint.
+    value: the value.
 
   Raises:
-    ValueError: The type or the size of the value is wrong.
+    ValueError: the type or the size of the value is wrong.
   """
   if hint is Any:
     return value

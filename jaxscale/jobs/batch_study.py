@@ -46,13 +46,13 @@ class Fit(NamedTuple):
   """Steps to the target as a function of the batch size B: s_min (1 + b_crit / B).
 
   Attributes:
-    s_min: The smallest number of steps, in the limit of large batches.
-    b_crit: The batch size that needs twice s_min steps and twice the smallest number of
+    s_min: the smallest number of steps, in the limit of large batches.
+    b_crit: the batch size that needs twice s_min steps and twice the smallest number of
       examples.
-    error: The largest relative error of the curve at a fitted size.
-    b_crit_range: The smallest and largest b_crit with one size left out at a time; inf if
+    error: the largest relative error of the curve at a fitted size.
+    b_crit_range: the smallest and largest b_crit with one size left out at a time; inf if
       the other sizes show no limit.
-    num_sizes: The number of fitted sizes.
+    num_sizes: the number of fitted sizes.
   """
 
   s_min: float
@@ -69,8 +69,8 @@ def fit_steps(batch_sizes: Sequence[float], steps: Sequence[float]) -> Fit | Non
   McCandlish et al. (arXiv:1812.06162, eq. 2.11), with B_crit = E_min / S_min (eq. 2.12).
 
   Args:
-    batch_sizes: The examples per step, at least three different numbers.
-    steps: The steps to the target at each size.
+    batch_sizes: the examples per step, at least three different numbers.
+    steps: the steps to the target at each size.
 
   Returns:
     The fit; None for fewer than three sizes, or if the steps do not follow the curve: they
@@ -114,13 +114,13 @@ def trials(
   """Return the trials of a study for `jobs.sweep`.
 
   Args:
-    config: The config, with a target; its batch size is replaced.
-    batch_sizes: The examples per step, over all devices.
-    seeds: The number of runs per size; the first has the config's seed.
-    accumulate_steps: The micro-batches per step of each size; () keeps the config's.
+    config: the config, with a target; its batch size is replaced.
+    batch_sizes: the examples per step, over all devices.
+    seeds: the number of runs per size; the first has the config's seed.
+    accumulate_steps: the micro-batches per step of each size; () keeps the config's.
 
   Raises:
-    ConfigError: The config has no target or changes its batch size during the run, or the
+    ConfigError: the config has no target or changes its batch size during the run, or the
       numbers of accumulate_steps and of batch sizes differ.
 
   Example:
@@ -169,7 +169,7 @@ def report(folder: Path) -> str:
   """Write `study.json` into the folder of a study; return its table.
 
   Raises:
-    ConfigError: The folder is not that of a study with results.
+    ConfigError: the folder is not that of a study with results.
   """
   study = read(folder)
   write_json(folder / FILE, study)
@@ -180,8 +180,8 @@ def read(folder: Path) -> dict[str, Any]:
   """Read a study from its folder: its runs, means over seeds, the fit, and notes.
 
   Raises:
-    NotBegunError: No trial has begun.
-    ConfigError: The folder is not that of a study.
+    NotBegunError: no trial has begun.
+    ConfigError: the folder is not that of a study.
   """
   spec = folders.read_spec(folder)
   if not _is_study(spec):
@@ -244,9 +244,9 @@ def summarise(
   """Return a study as JSON values.
 
   Args:
-    name: The name of the study.
-    config: The settings that its runs share, from config.json.
-    runs: The results of each run.
+    name: the name of the study.
+    config: the settings that its runs share, from config.json.
+    runs: the results of each run.
   """
   by_size: dict[int, list[dict[str, Any]]] = {}
   for run in sorted(runs, key=lambda run: run["batch_size"]):

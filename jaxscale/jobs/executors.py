@@ -35,7 +35,7 @@ class Executor(Protocol):
     never after the file `cancelled` has appeared in the folder.
 
   Attributes:
-    SCRIPT: The file name of the script in the folder of a run.
+    SCRIPT: the file name of the script in the folder of a run.
   """
 
   SCRIPT: str
@@ -52,13 +52,13 @@ class Executor(Protocol):
     """Start or queue the script in the run's folder; return the number of the job.
 
     Args:
-      spec: The run.
-      tasks: The trials to run; None: all.
-      after: The folder of a run that must end first; only executors without a queue use
+      spec: the run.
+      tasks: the trials to run; None: all.
+      after: the folder of a run that must end first; only executors without a queue use
         it.
 
     Raises:
-      ConfigError: The submission is refused.
+      ConfigError: the submission is refused.
     """
     ...
 
@@ -70,7 +70,7 @@ class Executor(Protocol):
     `time_left`, `restarts`, and the `reason` why it waits.
 
     Args:
-      runs: The specs by the number of their last job.
+      runs: the specs by the number of their last job.
     """
     ...
 

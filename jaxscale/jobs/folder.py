@@ -41,12 +41,12 @@ def new_folder(runs: str, name: str | None, config: str) -> Path:
   """Choose the absolute path of a new folder, which `make` creates.
 
   Args:
-    runs: The directory of all runs.
-    name: The name of the folder; None: the config's name and the time.
-    config: The config as `FILE[:arg]`.
+    runs: the directory of all runs.
+    name: the name of the folder; None: the config's name and the time.
+    config: the config as `FILE[:arg]`.
 
   Raises:
-    ConfigError: The name is invalid or already exists.
+    ConfigError: the name is invalid or already exists.
   """
   parent = directory(runs).absolute()
   if re.search(r'[:\\"\n]', str(parent)):
@@ -70,7 +70,7 @@ def directory(runs: str) -> Path:
   """Return the path of the directory of all runs.
 
   Raises:
-    ConfigError: The text is the address of a bucket.
+    ConfigError: the text is the address of a bucket.
   """
   if "://" in runs:
     raise ConfigError(f"--runs={runs}: give a mounted directory that all nodes see, not an address")
@@ -94,13 +94,13 @@ def make(spec: JobSpec, script: tuple[str, str], config: str, text: str | None) 
   """Create the folder of a run with everything in it.
 
   Args:
-    spec: The run.
-    script: The file name and the text of the script.
-    config: The user's `FILE[:arg]`; the file is copied with the Python files next to it.
-    text: The source of the config, if it is not in a file.
+    spec: the run.
+    script: the file name and the text of the script.
+    config: the user's `FILE[:arg]`; the file is copied with the Python files next to it.
+    text: the source of the config, if it is not in a file.
 
   Raises:
-    ConfigError: The folder exists or cannot be written.
+    ConfigError: the folder exists or cannot be written.
   """
   folder = Path(spec.folder)
   try:
@@ -151,7 +151,7 @@ def read_spec(folder: Path) -> JobSpec:
   """Read the spec in a folder, with the folder's present path.
 
   Raises:
-    ConfigError: The spec is missing or damaged.
+    ConfigError: the spec is missing or damaged.
   """
   if not os.path.isfile(folder / "run.json"):
     raise ConfigError(f"{folder}: has no run.json; give the folder of a run")
@@ -171,12 +171,12 @@ def find(name: str, runs: str, *, workdirs: bool = False) -> Path:
   """Find the folder of a run by its path, or by its name in the directory of runs.
 
   Args:
-    name: The name or path of the run.
-    runs: The directory of runs.
-    workdirs: Whether to accept a workdir of `jaxscale train`, too.
+    name: the name or path of the run.
+    runs: the directory of runs.
+    workdirs: whether to accept a workdir of `jaxscale train`, too.
 
   Raises:
-    ConfigError: The run does not exist.
+    ConfigError: the run does not exist.
   """
   files = ("run.json", "config.json") if workdirs else ("run.json",)
   for folder in (directory(runs) / name, Path(name)):
@@ -196,7 +196,7 @@ def find_study(name: str, runs: str) -> tuple[Path, list[Path]] | None:
   """Find the folder of a scaling study and those of its runs; None: it is not a study.
 
   Raises:
-    ConfigError: The study's file is damaged, or one of its runs is missing.
+    ConfigError: the study's file is damaged, or one of its runs is missing.
   """
   for folder in (directory(runs) / name, Path(name)):
     if os.path.isfile(folder / "scaling.json"):
@@ -213,7 +213,7 @@ def find_all(names: Iterable[str], runs: str, *, workdirs: bool = False) -> list
   """Find the folders of runs by `find`; a study's name stands for all of its runs.
 
   Raises:
-    ConfigError: A run does not exist.
+    ConfigError: a run does not exist.
   """
   paths: list[Path] = []
   for name in names:

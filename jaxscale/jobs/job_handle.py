@@ -43,11 +43,11 @@ class Prepared(NamedTuple):
   """A checked run before its submission.
 
   Attributes:
-    spec: The run.
-    config: The user's `FILE[:arg]`.
-    source: The source of a config that is an object; else None.
-    script: The script that the executor will run.
-    plan: The plan of the run, written to plan.json in its workdir; None if it has none.
+    spec: the run.
+    config: the user's `FILE[:arg]`.
+    source: the source of a config that is an object; else None.
+    script: the script that the executor will run.
+    plan: the plan of the run, written to plan.json in its workdir; None if it has none.
   """
 
   spec: JobSpec
@@ -163,11 +163,11 @@ def launch(prepared: Prepared, after: Job | None = None) -> Job:
   """Create the folder and submit the run.
 
   Args:
-    prepared: The run.
-    after: A run that must end first, for an executor without a queue.
+    prepared: the run.
+    after: a run that must end first, for an executor without a queue.
 
   Raises:
-    ConfigError: The folder cannot be created, or the executor refuses the run. The folder
+    ConfigError: the folder cannot be created, or the executor refuses the run. The folder
       is then removed.
   """
   spec = prepared.spec
@@ -198,7 +198,7 @@ def submit(config: str | Config, **options: Any) -> Job:
   """Submit one run.
 
   Args:
-    config: The config, as `FILE[:arg]` or as an object.
+    config: the config, as `FILE[:arg]` or as an object.
     options: `nodes`, the number of nodes; `spares`, the number of additional nodes that
       replace lost ones; `name`, the name of the folder; `overrides`, settings by dotted
       field; `site`, a site profile; `executor`, "slurm" or "local" (default: Slurm if
@@ -207,7 +207,7 @@ def submit(config: str | Config, **options: Any) -> Job:
       `runs`, the directory of all runs; and any of `site.OPTIONS`, e.g. time="24:00:00".
 
   Raises:
-    ConfigError: An option is invalid; nothing was submitted.
+    ConfigError: an option is invalid; nothing was submitted.
 
   Example:
     >>> job = submit("configs/digits.py", nodes=4)            # doctest: +SKIP
@@ -222,14 +222,14 @@ def sweep(
   """Submit a sweep: one job array on Slurm, or one queue on this machine.
 
   Args:
-    config: The config; see `submit`.
-    trials: The settings of each trial by dotted field; None: the result of `get_sweep()`
+    config: the config; see `submit`.
+    trials: the settings of each trial by dotted field; None: the result of `get_sweep()`
       in the config file.
-    options: The options of `submit`, and `at_most`, the number of trials that run at the
+    options: the options of `submit`, and `at_most`, the number of trials that run at the
       same time (0: no limit on Slurm, and one on this machine).
 
   Raises:
-    ConfigError: An option is invalid; nothing was submitted.
+    ConfigError: an option is invalid; nothing was submitted.
   """
   if trials is not None:
     texts = [sweeps.as_texts(trial) for trial in trials]
@@ -246,11 +246,11 @@ def job(name: str, runs: str = "runs") -> Job:
   """Return the handle of a run that was submitted before.
 
   Args:
-    name: The name of the run, or the path of its folder.
-    runs: The directory of all runs.
+    name: the name of the run, or the path of its folder.
+    runs: the directory of all runs.
 
   Raises:
-    ConfigError: The run does not exist.
+    ConfigError: the run does not exist.
 
   Example:
     >>> job("digits-20261121-101500").status()                # doctest: +SKIP
@@ -278,10 +278,10 @@ class Job(NamedTuple):
     `pandas.DataFrame(job.metrics())` converts them to a data frame.
 
     Args:
-      task: A trial of a sweep; None: all trials, with a column "task".
+      task: a trial of a sweep; None: all trials, with a column "task".
 
     Raises:
-      ConfigError: The trial does not exist.
+      ConfigError: the trial does not exist.
     """
     spec = folders.read_spec(self.folder)
     if task is not None:
@@ -327,13 +327,13 @@ class Job(NamedTuple):
     A sweep resumes with the trials that are not done.
 
     Args:
-      nodes: A new number of nodes; None keeps it.
-      spares: A new number of spare nodes; None keeps it.
-      accept_changes: The kinds of changes to accept in this job; see `fit`.
-      options: New values of any of `site.OPTIONS`.
+      nodes: a new number of nodes; None keeps it.
+      spares: a new number of spare nodes; None keeps it.
+      accept_changes: the kinds of changes to accept in this job; see `fit`.
+      options: new values of any of `site.OPTIONS`.
 
     Raises:
-      ConfigError: The run is still active, or is done.
+      ConfigError: the run is still active, or is done.
     """
     spec, now = folders.read_spec(self.folder), self.status()
     if active := [row for row in now if not row.ended]:
@@ -356,11 +356,11 @@ class Job(NamedTuple):
     """Wait until the job has ended; return its last `status`.
 
     Args:
-      timeout_s: The largest number of seconds to wait; None: no limit.
-      every_s: The seconds between two checks.
+      timeout_s: the largest number of seconds to wait; None: no limit.
+      every_s: the seconds between two checks.
 
     Raises:
-      TimeoutError: The job has not ended within `timeout_s`.
+      TimeoutError: the job has not ended within `timeout_s`.
     """
     return wait([self], timeout_s, every_s)
 

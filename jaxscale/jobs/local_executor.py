@@ -48,7 +48,7 @@ def render(spec: JobSpec) -> str:
   """Render the script of each process, `bash process.sh MODULE WORDS …`.
 
   Raises:
-    ConfigError: The spec has an option that only Slurm supports.
+    ConfigError: the spec has an option that only Slurm supports.
   """
   if spec.spares:
     raise ConfigError(f"--spares={spec.spares}: spare nodes need Slurm; remove the option")
@@ -63,7 +63,7 @@ def submit(spec: JobSpec, tasks: Sequence[int] | None, after: Path | None) -> st
   """Start the supervisor of a run, which first waits for the run in folder `after`.
 
   Raises:
-    ConfigError: The supervisor does not start.
+    ConfigError: the supervisor does not start.
   """
   job = f"local-{time.time_ns() // 1_000_000}"
   # `-m` would warn about a module that its package has already imported.
@@ -141,10 +141,10 @@ def supervise(spec: JobSpec, job: str, tasks: Sequence[int], after: str = "") ->
   """Run trials, several at the same time, until all have ended or SIGTERM arrives.
 
   Args:
-    spec: The run.
-    job: The number of the job.
-    tasks: The trials.
-    after: The folder of a run that must end first; empty: none.
+    spec: the run.
+    job: the number of the job.
+    tasks: the trials.
+    after: the folder of a run that must end first; empty: none.
   """
   stop = threading.Event()
   for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):

@@ -21,12 +21,12 @@ def choose(spec: JobSpec, rank: str, task: int = 0) -> list[tuple[str, Path]]:
   """Return (label, file) for the output of processes; files may not exist yet.
 
   Args:
-    spec: The run.
-    rank: A rank, "all", or "batch" for the output of the script.
-    task: The index of the trial of a sweep.
+    spec: the run.
+    rank: a rank, "all", or "batch" for the output of the script.
+    task: the index of the trial of a sweep.
 
   Raises:
-    ConfigError: The rank or the trial does not exist, or the run was never submitted.
+    ConfigError: the rank or the trial does not exist, or the run was never submitted.
   """
   spec.check_task(task)
   if not (job := folders.last_job(spec.folder, task)):
@@ -71,8 +71,8 @@ def follow(files: list[tuple[str, Path]], ended: Callable[[], bool]) -> Iterator
   """Yield lines as they are written, until the run has ended and all are read.
 
   Args:
-    files: The result of `choose`.
-    ended: A function that returns True once the run has ended; called every tenth time.
+    files: the result of `choose`.
+    ended: a function that returns True once the run has ended; called every tenth time.
   """
   offsets = {path: 0 for _, path in files}
   rests = {path: b"" for _, path in files}

@@ -46,13 +46,13 @@ def write_page(
   """Write the page with a section per run, including its plan if it has one.
 
   Args:
-    file: The file of the page, which is replaced if it exists.
-    paths: Folders of runs, or workdirs.
-    study: The comparison of the runs; None if there is none.
-    plan: The file of a plan; None: plan.json of each workdir, if it exists.
+    file: the file of the page, which is replaced if it exists.
+    paths: folders of runs, or workdirs.
+    study: the comparison of the runs; None if there is none.
+    plan: the file of a plan; None: plan.json of each workdir, if it exists.
 
   Raises:
-    ConfigError: A path is a sweep or has no records, or the page cannot be written.
+    ConfigError: a path is a sweep or has no records, or the page cannot be written.
   """
   runs = [locate(path) for path in paths]
   title = study.name if study else ", ".join(run.name for run in runs)

@@ -40,10 +40,10 @@ class Comparison(NamedTuple):
   """The comparison of a run with its plan.
 
   Attributes:
-    run: The name of the run.
-    reason: The reason why there is no comparison; "" if there is one.
-    plan: The plan, in a few words.
-    rows: The quantities, with the step time first.
+    run: the name of the run.
+    reason: the reason why there is no comparison; "" if there is one.
+    plan: the plan, in a few words.
+    rows: the quantities, with the step time first.
   """
 
   run: str
@@ -116,8 +116,8 @@ def comparison(path: Path, plan: Path | None = None) -> Comparison | None:
   """Compare a run in a folder; return None if it has no plan or no step yet.
 
   Args:
-    path: The folder of a run, or a workdir.
-    plan: The file of a plan; None: plan.json of the workdir.
+    path: the folder of a run, or a workdir.
+    plan: the file of a plan; None: plan.json of the workdir.
   """
   if plan is None and not any(os.path.lexists(path / folder / FILE) for folder in (".", "train")):
     return None

@@ -20,12 +20,12 @@ def find_workdir(name: str, runs: str, task: int = 0) -> Path:
   """Find the workdir of a run.
 
   Args:
-    name: The path of the workdir, or the name or folder of a run.
-    runs: The directory of all runs.
-    task: The index of the trial of a sweep.
+    name: the path of the workdir, or the name or folder of a run.
+    runs: the directory of all runs.
+    task: the index of the trial of a sweep.
 
   Raises:
-    ConfigError: The run or the trial does not exist.
+    ConfigError: the run or the trial does not exist.
   """
   folder = folders.find(name, runs, workdirs=True)
   if not (folder / "run.json").exists():
@@ -45,17 +45,17 @@ def trace(
   """Request a trace of the next steps of a run, and wait until it is written.
 
   Args:
-    workdir: The workdir of the run.
-    steps: The number of steps.
-    processes: The ranks that trace; each writes a file.
-    wait_s: The largest number of seconds to wait.
-    say: A function that prints a line about the wait.
+    workdir: the workdir of the run.
+    steps: the number of steps.
+    processes: the ranks that trace; each writes a file.
+    wait_s: the largest number of seconds to wait.
+    say: a function that prints a line about the wait.
 
   Returns:
     The folder with a file per process.
 
   Raises:
-    ConfigError: No run is training in the workdir, or no trace was written.
+    ConfigError: no run is training in the workdir, or no trace was written.
   """
   if _owner(workdir) is None:
     hint = "start one, or print an earlier trace by --summary"

@@ -30,9 +30,9 @@ class PreparedStudy(NamedTuple):
   """A checked study before its submission.
 
   Attributes:
-    folder: The path of its folder, which does not exist yet.
+    folder: the path of its folder, which does not exist yet.
     batch: "fixed" or "grows".
-    runs: One run per size, in the user's order.
+    runs: one run per size, in the user's order.
   """
 
   folder: Path
@@ -77,7 +77,7 @@ def launch(prepared: PreparedStudy) -> Study:
   """Create the folder of a study and submit its runs.
 
   Raises:
-    ConfigError: A run cannot be submitted; the runs before it are cancelled.
+    ConfigError: a run cannot be submitted; the runs before it are cancelled.
   """
   folder, submitted = prepared.folder, []
   try:
@@ -99,14 +99,14 @@ def scaling(config: str | Config, nodes: Sequence[int], **options: Any) -> Study
   """Submit a scaling study: the same config at several numbers of nodes.
 
   Args:
-    config: The config; see `submit`.
-    nodes: The numbers of nodes; the first one has the batch size of the config.
+    config: the config; see `submit`.
+    nodes: the numbers of nodes; the first one has the batch size of the config.
     options: `batch`, either "fixed" (strong scaling, the default) or "grows" with the nodes
       (weak scaling); `name`, the name of the study, whose runs are NAME-1n, NAME-2n, …; and
       the options of `submit`.
 
   Raises:
-    ConfigError: An option is invalid, or the batch size changes during the run.
+    ConfigError: an option is invalid, or the batch size changes during the run.
 
   Example:
     >>> study = scaling("configs/digits.py", [1, 2, 4])       # doctest: +SKIP
@@ -119,11 +119,11 @@ def study(name: str, runs: str = "runs") -> Study:
   """Return the handle of a study that was submitted before.
 
   Args:
-    name: The name of the study, or the path of its folder.
-    runs: The directory of all runs.
+    name: the name of the study, or the path of its folder.
+    runs: the directory of all runs.
 
   Raises:
-    ConfigError: The study does not exist.
+    ConfigError: the study does not exist.
   """
   found = folders.find_study(name, runs)
   if found is None:
@@ -137,8 +137,8 @@ class Study(NamedTuple):
   """A submitted scaling study, identified by its folder.
 
   Attributes:
-    folder: The folder of the study.
-    jobs: The runs of the study.
+    folder: the folder of the study.
+    jobs: the runs of the study.
   """
 
   folder: Path
@@ -166,7 +166,7 @@ class Study(NamedTuple):
     """Return the table and picture of the results, and write them into the folder.
 
     Raises:
-      ConfigError: No run has begun.
+      ConfigError: no run has begun.
     """
     files = (self.folder / f"scaling.{kind}" for kind in ("csv", "png"))
     return report(self.name, [job.folder for job in self.jobs], *files)

@@ -33,12 +33,12 @@ class Container:
   """The container image in which the training command runs.
 
   Attributes:
-    kind: "apptainer" or "singularity", which `srun` starts in every task, or
-      "pyxis", Slurm's plugin for enroot.
-    image: a path, or an address such as docker://… that the runtime knows.
-    mounts: directories to mount, as HOST or HOST:INSIDE; the run's folder and the
+    kind: the runtime: "apptainer" or "singularity", which each task starts, or "pyxis",
+      Slurm's plugin for enroot.
+    image: the path of the image, or an address that the runtime accepts, e.g. docker://….
+    mounts: the directories to mount, as HOST or HOST:INSIDE. The run's folder and the
       directory of the submission are always mounted.
-    options: more options of the runtime (`apptainer exec`, or srun's --container-…).
+    options: additional options of the runtime (`apptainer exec`, or srun's --container-…).
   """
 
   kind: Literal["apptainer", "singularity", "pyxis"]
@@ -52,27 +52,28 @@ class Site:
   """A cluster, and what a job requests from it.
 
   Attributes:
-    partition: partition of the job.
-    account: account that is charged.
-    qos: quality of service.
-    constraint: features that nodes must have.
-    reservation: reservation to run in.
-    exclude: nodes to exclude.
-    mem: memory per node, with a unit as in 64G; 0: all of it.
-    time: time limit, as 90 (minutes), 24:00:00 or 2-12:00:00.
-    gpus_per_node: GPUs per node.
-    tasks_per_node: processes per node; None: one per GPU, or one.
-    cpus_per_task: processor cores per process.
-    signal: the warning before the time limit: signal and seconds before.
-    python: the interpreter of the job; empty: the one that submits, or `python` in a
-      container.
-    modules: modules to load by `module load`, in this order.
-    setup: lines of bash that run before the job, after the modules.
-    env: environment variables, a table.
-    container: an image to run in; a table.
-    machine: rates of its chips and links, for `jaxscale plan`; a table.
-    sbatch: more options of sbatch.
-    srun: more options of srun.
+    partition: the partition of the job.
+    account: the account to charge.
+    qos: the quality of service.
+    constraint: the features that nodes must have.
+    reservation: the reservation to run in.
+    exclude: the nodes to exclude.
+    mem: the memory per node, with a unit as in 64G; 0 requests all of it.
+    time: the time limit: 90 (minutes), 24:00:00 or 2-12:00:00.
+    gpus_per_node: the number of GPUs per node.
+    tasks_per_node: the number of processes per node; by default one per GPU, or one
+      without GPUs.
+    cpus_per_task: the number of processor cores per process.
+    signal: the signal before the time limit, and its seconds before the limit.
+    python: the Python interpreter of the job; by default the one that submits, or `python`
+      in a container.
+    modules: the modules to load by `module load`, in this order.
+    setup: lines of bash to run before the job, after the modules are loaded.
+    env: the environment variables, a table.
+    container: the container image to run in, a table.
+    machine: the rates of the chips and links for `jaxscale plan`, a table.
+    sbatch: additional options of sbatch.
+    srun: additional options of srun.
   """
 
   partition: str = ""
@@ -124,7 +125,7 @@ def site_from(table: Mapping[str, Any]) -> Site:
   """Convert plain tables, as in TOML or JSON, to a site.
 
   Raises:
-    ConfigError: A name is unknown, or a value has the wrong type or is out of range.
+    ConfigError: a name is unknown, or a value has the wrong type or is out of range.
 
   Example:
     >>> site_from({"partition": "gpu", "env": {"NCCL_DEBUG": "WARN"}}).env
@@ -147,11 +148,11 @@ def load_site(name: str | None) -> Site:
   """Load a site profile by its name or path.
 
   Args:
-    name: A path that ends in .toml, or the name of a file in ~/.config/jaxscale/sites (or
+    name: a path that ends in .toml, or the name of a file in ~/.config/jaxscale/sites (or
       $XDG_CONFIG_HOME/jaxscale/sites). None uses $JAXSCALE_SITE, or else no profile.
 
   Raises:
-    ConfigError: The profile does not exist or is invalid.
+    ConfigError: the profile does not exist or is invalid.
   """
   name = expand(name or os.environ.get("JAXSCALE_SITE") or "")
   if not name:
@@ -179,11 +180,11 @@ def with_options(site: Site, options: Mapping[str, Any]) -> Site:
   """Override fields of a site by options of the command line or of a call.
 
   Args:
-    site: The profile.
-    options: The values by field; numbers may be text.
+    site: the profile.
+    options: the values by field; numbers may be text.
 
   Raises:
-    ConfigError: An option is unknown, or its value is invalid.
+    ConfigError: an option is unknown, or its value is invalid.
   """
   changes: dict[str, Any] = {}
   for name, value in options.items():

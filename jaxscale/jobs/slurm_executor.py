@@ -62,7 +62,7 @@ def parse_line(line: str) -> tuple[str, QueueEntry]:
   cells = [line[i * _WIDTH : (i + 1) * _WIDTH].strip() for i in range(len(_FIELDS))]
   job, state, nodes, left, restarts, reason, limit = cells
   number, again = whole_number(nodes) or 0, whole_number(restarts) or 0
-  left = "" if limit == "UNLIMITED" else left  # Slurm counts down from a year
+  left = "" if limit == "UNLIMITED" else left  # else Slurm shows the rest of a year
   return job, QueueEntry(state, number, left, again, reason)
 
 

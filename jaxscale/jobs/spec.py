@@ -28,8 +28,8 @@ def is_restarted(code: int, progress: bool) -> bool:
   """Return whether a run restarts after its end; the sbatch script decides in bash.
 
   Args:
-    code: The exit code of the run.
-    progress: Whether it has written a newer checkpoint.
+    code: the exit code of the run.
+    progress: whether it has written a newer checkpoint.
   """
   return code in RESTARTED_CODES or (code not in FINAL_CODES and progress)
 
@@ -38,23 +38,23 @@ class JobSpec(NamedTuple):
   """One run, or a sweep of several trials.
 
   Attributes:
-    name: The name of the run and of its folder.
-    folder: The absolute path of the folder, created for this run.
-    cwd: The absolute path of the directory of the submission, to which relative paths in
+    name: the name of the run and of its folder.
+    folder: the absolute path of the folder, created for this run.
+    cwd: the absolute path of the directory of the submission, to which relative paths in
       the config refer.
-    config: The `FILE[:arg]` of the config's copy, relative to the folder.
-    overrides: The settings of all trials, as text by dotted field.
-    trials: The settings of each trial of a sweep; empty for a single run.
-    at_most: The number of trials that run at the same time; 0: no limit.
-    nodes: The number of nodes of each run.
-    site: The cluster, including the options of the command line.
-    requeue: The largest number of restarts of the job.
-    preflight: Whether the job checks its nodes before training.
-    executor: The name of the executor, a key of `EXECUTORS`.
-    python: The interpreter that submits, used if the site sets none.
-    made_by: The command line of the submission, for a comment in the script.
-    spares: The number of additional nodes that replace lost ones.
-    accept_changes: The kinds of changes accepted on resume, e.g. "data,code".
+    config: the `FILE[:arg]` of the config's copy, relative to the folder.
+    overrides: the settings of all trials, as text by dotted field.
+    trials: the settings of each trial of a sweep; empty for a single run.
+    at_most: the number of trials that run at the same time; 0: no limit.
+    nodes: the number of nodes of each run.
+    site: the cluster, including the options of the command line.
+    requeue: the largest number of restarts of the job.
+    preflight: whether the job checks its nodes before training.
+    executor: the name of the executor, a key of `EXECUTORS`.
+    python: the interpreter that submits, used if the site sets none.
+    made_by: the command line of the submission, for a comment in the script.
+    spares: the number of additional nodes that replace lost ones.
+    accept_changes: the kinds of changes accepted on resume, e.g. "data,code".
   """
 
   name: str
@@ -191,11 +191,11 @@ class QueueEntry(NamedTuple):
   """The state of a job, or of one task of an array, from an executor.
 
   Attributes:
-    state: The state in Slurm's terms: PENDING, RUNNING, COMPLETED, …
-    nodes: The number of nodes that it has or requests; 0 if unknown.
-    time_left: The time until the time limit, in Slurm's format.
-    restarts: The number of restarts.
-    reason: The reason why it waits.
+    state: the state in Slurm's terms: PENDING, RUNNING, COMPLETED, …
+    nodes: the number of nodes that it has or requests; 0 if unknown.
+    time_left: the time until the time limit, in Slurm's format.
+    restarts: the number of restarts.
+    reason: the reason why it waits.
   """
 
   state: str

@@ -40,23 +40,23 @@ class RunStatus(NamedTuple):
   """The present status of a run or of a trial; unknown values are None.
 
   Attributes:
-    run: The name of the run; NAME/3 for trial 3.
-    job: The number of the job.
-    state: The state in Slurm's terms, or LOST or UNREADABLE.
-    code: The exit code of the last end.
-    nodes: The number of nodes that it has or requests.
-    step: The last recorded step.
-    total: The number of steps of the whole run.
-    loss: The loss of the last logged training step.
-    rate: The examples per second.
-    accuracy: The accuracy of the last evaluation.
-    perplexity: The perplexity of the last evaluation, for a language model.
-    time_left: The time until the time limit, in Slurm's format.
-    to_go: The seconds until training is done, at the present speed.
-    restarts: The number of restarts.
-    note: The reason why it waits, the settings of a trial, and its step time against its
+    run: the name of the run; NAME/3 for trial 3.
+    job: the number of the job.
+    state: the state in Slurm's terms, or LOST or UNREADABLE.
+    code: the exit code of the last end.
+    nodes: the number of nodes that it has or requests.
+    step: the last recorded step.
+    total: the number of steps of the whole run.
+    loss: the loss of the last logged training step.
+    rate: the examples per second.
+    accuracy: the accuracy of the last evaluation.
+    perplexity: the perplexity of the last evaluation, for a language model.
+    time_left: the time until the time limit, in Slurm's format.
+    to_go: the seconds until training is done, at the present speed.
+    restarts: the number of restarts.
+    note: the reason why it waits, the settings of a trial, and its step time against its
       plan.
-    goodput: The shares of its time.
+    goodput: the shares of its time.
   """
 
   run: str
@@ -113,7 +113,7 @@ class StatusTable(ShownAsTable):
     """Return the table as text.
 
     Args:
-      width: The columns of the terminal; None: no limit. In a narrow terminal, empty and
+      width: the columns of the terminal; None: no limit. In a narrow terminal, empty and
         less important columns are left out, and notes are truncated.
     """
     if width is None or not self:
@@ -163,10 +163,10 @@ def status(spec: JobSpec, task: int, job: str, queued: QueueEntry | None) -> Run
   """Return the status of one run or trial.
 
   Args:
-    spec: The run.
-    task: The index of the trial.
-    job: The number of its last job.
-    queued: The state from the executor; None if the executor does not know the job.
+    spec: the run.
+    task: the index of the trial.
+    job: the number of its last job.
+    queued: the state from the executor; None if the executor does not know the job.
   """
   last = folders.last_event(spec, job, task)
   workdir = spec.workdir(task)

@@ -19,10 +19,10 @@ def product(lists: Sequence[str]) -> list[dict[str, str]]:
   """Return every combination of values; the last list changes fastest.
 
   Args:
-    lists: Lists such as `a.b=1,2,3`; commas inside brackets or quotes do not separate.
+    lists: lists such as `a.b=1,2,3`; commas inside brackets or quotes do not separate.
 
   Raises:
-    ConfigError: A list is malformed, or a setting has two lists.
+    ConfigError: a list is malformed, or a setting has two lists.
 
   Example:
     >>> product(["epochs=1,2", "seed=7"])
@@ -68,10 +68,10 @@ def from_file(config: str) -> list[dict[str, str]]:
           yield {"optimizer.lr": lr, "seed": 1}
 
   Args:
-    config: The config as `FILE[:arg]`; `get_sweep` gets the argument.
+    config: the config as `FILE[:arg]`; `get_sweep` gets the argument.
 
   Raises:
-    ConfigError: The function is missing, or it yields other objects.
+    ConfigError: the function is missing, or it yields other objects.
   """
   trials = call(config, "get_sweep", "define get_sweep() in it, or use --sweep")
   if isinstance(trials, Mapping) or not isinstance(trials, Iterable):
@@ -94,12 +94,12 @@ def check(load: Loader, overrides: Texts, trials: Sequence[Texts]) -> None:
   """Check a sweep before its submission.
 
   Args:
-    load: A function that builds the config from overrides, or raises.
-    overrides: The settings of all trials.
-    trials: The settings of each trial.
+    load: a function that builds the config from overrides, or raises.
+    overrides: the settings of all trials.
+    trials: the settings of each trial.
 
   Raises:
-    ConfigError: There are too few or too many trials, two trials are equal, or a config is
+    ConfigError: there are too few or too many trials, two trials are equal, or a config is
       invalid.
   """
   if not 1 <= len(trials) <= _MOST:

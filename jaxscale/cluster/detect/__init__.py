@@ -60,11 +60,11 @@ def detect(env: Env = os.environ, **questions: Callable[..., Any]) -> Launch:
   JAXSCALE_COORDINATOR alone only sets the host and port of process 0.
 
   Args:
-    env: The environment variables.
-    **questions: Functions that replace those of `Host`, for tests.
+    env: the environment variables.
+    **questions: functions that replace those of `Host`, for tests.
 
   Raises:
-    ConfigError: The variables are incomplete or contradict each other, or the processes
+    ConfigError: the variables are incomplete or contradict each other, or the processes
       must be started by a launcher.
 
   Example:
@@ -99,7 +99,7 @@ def _explicit(host: Host) -> Launch:
   count, index = env[COUNT], env[INDEX]
   are_numbers = re.fullmatch(r"\d{1,9} \d{1,9}", f"{index} {count}", re.ASCII)
   if not are_numbers or int(index) >= int(count):
-    raise ConfigError(f"{INDEX}={index}, {COUNT}={count}: give IDs from 0 to the number - 1")
+    raise ConfigError(f"{INDEX}={index}, {COUNT}={count}: give an ID from 0 to n-1 for n processes")
   name, port = _address(env)
   job = f"jaxscale-{name}:{port}"
   found = Launch("explicit", int(index), int(count), name, job=job, port=port)

@@ -24,9 +24,9 @@ class Fabric(NamedTuple):
   """The network of a node.
 
   Attributes:
-    kind: The fastest network of the node.
+    kind: the fastest network of the node.
     cards: Slingshot's interfaces, or InfiniBand's adapters with a link; else ().
-    others: Adapters with a link for RDMA over Ethernet.
+    others: adapters with a link for RDMA over Ethernet.
     has_plugin: True if the loader would find an NCCL plugin for libfabric.
   """
 
@@ -45,8 +45,8 @@ def find_fabric(env: Env = os.environ, root: str = "/") -> Fabric:
   sysfs-class-infiniband).
 
   Args:
-    env: The environment variables, of which LD_LIBRARY_PATH is read.
-    root: The root of the file system, for tests.
+    env: the environment variables, of which LD_LIBRARY_PATH is read.
+    root: the root of the file system, for tests.
 
   Example:
     >>> find_fabric({}, root="/nowhere")
@@ -74,7 +74,7 @@ def nvidia_models(root: str = "/") -> tuple[str, ...]:
   """Return the distinct models of NVIDIA's GPUs in this node, by their driver.
 
   Args:
-    root: The root of the file system, for tests.
+    root: the root of the file system, for tests.
   """
   found = set()
   for path in glob.glob(os.path.join(root, "proc/driver/nvidia/gpus/*/information")):

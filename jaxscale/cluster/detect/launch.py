@@ -38,12 +38,12 @@ class Host(NamedTuple):
   """The environment of this process, and functions that a detector may call.
 
   Attributes:
-    env: The environment variables.
-    expand: Function that expands Slurm's node list to host names.
-    fqdn: Function that returns the full name of this host.
-    at_terminal: Function that returns True if standard input is a terminal.
-    ask_mpi: Function that returns the host name of rank 0 by MPI; all ranks must call it.
-    has_tpu: Function that returns True if this host has TPU chips.
+    env: the environment variables.
+    expand: function that expands Slurm's node list to host names.
+    fqdn: function that returns the full name of this host.
+    at_terminal: function that returns True if standard input is a terminal.
+    ask_mpi: function that returns the host name of rank 0 by MPI; all ranks must call it.
+    has_tpu: function that returns True if this host has TPU chips.
   """
 
   env: Env
@@ -58,7 +58,7 @@ def number(env: Env, name: str) -> int | None:
   """Return the whole number in a variable; None if it is not set.
 
   Raises:
-    ConfigError: The variable is not a whole number.
+    ConfigError: the variable is not a whole number.
 
   Example:
     >>> number({"SLURM_PROCID": "3"}, "SLURM_PROCID")

@@ -37,15 +37,15 @@ def local_device_ids(env: Env, num_visible: int, launch: Launch) -> list[int] | 
   `cluster_detection_method="deactivate"`, or JAX uses SLURM_LOCALID.
 
   Args:
-    env: The environment variables.
-    num_visible: The number of GPUs that this process can use, from `visible_gpus`.
-    launch: The result of `detect`.
+    env: the environment variables.
+    num_visible: the number of GPUs that this process can use, from `visible_gpus`.
+    launch: the result of `detect`.
 
   Returns:
     The numbers; None on CPU or TPU, and if the process may use all visible GPUs.
 
   Raises:
-    ConfigError: The node has more processes than GPUs, the GPUs cannot be divided evenly,
+    ConfigError: the node has more processes than GPUs, the GPUs cannot be divided evenly,
       or JAX_LOCAL_DEVICE_IDS has a number out of range.
 
   Example:
@@ -89,8 +89,8 @@ def visible_gpus(env: Env = os.environ, *, device_root: str = "/dev") -> int:
   takes seconds when the driver is not kept loaded.
 
   Args:
-    env: The environment variables.
-    device_root: The directory of the device files.
+    env: the environment variables.
+    device_root: the directory of the device files.
 
   Example:
     >>> visible_gpus({"CUDA_VISIBLE_DEVICES": "2,3"})

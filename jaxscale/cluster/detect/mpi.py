@@ -67,7 +67,7 @@ def with_host_of_rank_0(host: Host, found: Launch) -> Launch:
   """Add the host of rank 0 to a launch on several nodes.
 
   Raises:
-    ConfigError: Neither MPI nor a scheduler's list has the host.
+    ConfigError: neither MPI nor a scheduler's list has the host.
   """
   if name := host.ask_mpi(found):
     return found._replace(host=name)

@@ -27,10 +27,10 @@ def expand(text: str) -> list[str]:
   of its first number: `n[08-10]` is n08, n09, n10.
 
   Args:
-    text: A list as in SLURM_STEP_NODELIST, with commas or spaces between names.
+    text: a list as in SLURM_STEP_NODELIST, with commas or spaces between names.
 
   Raises:
-    ConfigError: The list is empty, or a bracket or a range is malformed.
+    ConfigError: the list is empty, or a bracket or a range is malformed.
 
   Example:
     >>> expand("rack[1-2]n[3,5],x[0-1]-ib")
@@ -55,7 +55,7 @@ def hostnames(text: str) -> list[str]:
   """Return the host names of a node list by `scontrol`, or else by `expand`.
 
   Raises:
-    ConfigError: The list is empty or malformed.
+    ConfigError: the list is empty or malformed.
 
   Example:
     >>> hostnames("n7,n9")

@@ -19,8 +19,8 @@ from jaxscale.errors import ConfigError
 from jaxscale.files import readable_text
 
 _INTERACTIVE = "4294967290"  # SLURM_INTERACTIVE_STEP, 0xfffffffa, of slurm.h
-_PTY = "started by srun --pty: in an interactive shell no other rank will start; there set "
-_PTY += "JAXSCALE_NUM_PROCESSES=1"
+_PTY = "started by srun --pty: set JAXSCALE_NUM_PROCESSES=1 in an interactive shell, where no "
+_PTY += "other rank will start"
 _COUNT = re.compile(r"(\d{1,9})(?:\(x(\d{1,9})\))?", re.ASCII)
 
 
@@ -28,7 +28,7 @@ def tasks_per_node(text: str) -> list[int]:
   """Parse Slurm's short form of the number of tasks on each node.
 
   Raises:
-    ConfigError: The text does not have this form.
+    ConfigError: the text does not have this form.
 
   Example:
     >>> tasks_per_node("2(x3),1")
@@ -46,7 +46,7 @@ def detect(host: Host) -> Launch | None:
   """Identify this process in a Slurm job; None outside of a job.
 
   Raises:
-    ConfigError: This is the batch script of a job with several tasks, which srun must
+    ConfigError: this is the batch script of a job with several tasks, which srun must
       start, or the variables contradict each other.
   """
   env = host.env

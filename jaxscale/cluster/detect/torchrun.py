@@ -18,7 +18,7 @@ def detect_agent(host: Host) -> Launch | None:
 
 
 def detect(host: Host) -> Launch | None:
-  """Identify this process by RANK and WORLD_SIZE; None where they are not set.
+  """Identify this process by RANK and WORLD_SIZE; None if they are not set.
 
   Raises:
     ConfigError: the variables are incomplete or contradict each other.

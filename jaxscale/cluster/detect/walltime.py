@@ -71,11 +71,11 @@ def before_end(
   TimeLimit=`). Without a second answer the first one counts.
 
   Args:
-    ask: A function that asks all processes to stop for the given cause.
-    before_s: The seconds before the end, for the step, a save and the exit. In a short job
+    ask: a function that asks all processes to stop for the given cause.
+    before_s: the seconds before the end, for the step, a save and the exit. In a short job
       they are at most a quarter of the remaining time.
-    end: A function that returns the end in seconds since 1970; None if it is unknown.
-    again: A function like `end` that is called near the end.
+    end: a function that returns the end in seconds since 1970; None if it is unknown.
+    again: a function like `end` that is called near the end.
 
   Returns:
     An event that ends the thread when it is set.

@@ -32,16 +32,16 @@ class Acceptor:
   without a proof.
 
   Attributes:
-    refused: The number of refused connections by address.
+    refused: the number of refused connections by address.
   """
 
   def __init__(self, listeners: Sequence[socket.socket], key: bytes, expected: int):
     """Register the listeners.
 
     Args:
-      listeners: Listening sockets, which the acceptor closes.
-      key: The key from `secret.run_key`.
-      expected: The number of processes, all of which may connect at the same moment.
+      listeners: listening sockets, which the acceptor closes.
+      key: the key from `secret.run_key`.
+      expected: the number of processes, all of which may connect at the same moment.
     """
     self._listeners, self._key = listeners, key
     self._most = expected + 128
@@ -68,7 +68,7 @@ class Acceptor:
     """Return the links whose other end has proved the key, each with its first message.
 
     Args:
-      timeout: The seconds to wait for an event.
+      timeout: the seconds to wait for an event.
     """
     came = []
     ready = [event.fileobj for event, _ in self._selector.select(timeout)]

@@ -90,18 +90,18 @@ def rendezvous(
   """Connect to the other processes of this run; each process calls this.
 
   Args:
-    launch: The rank of this process and the host of process 0. Process 0 listens on
+    launch: the rank of this process and the host of process 0. Process 0 listens on
       `launch.port`, or else on a port derived from the secret and `launch.job`.
-    timeout_s: The seconds to wait for the other processes. A cold file system or an
+    timeout_s: the seconds to wait for the other processes. A cold file system or an
       image to pull delays their start.
-    digests: Digests that must be equal in all processes, by name: "config", "code".
-    on_cpu: Whether collectives will use gloo, which listens at the address of the host
+    digests: digests that must be equal in all processes, by name: "config", "code".
+    on_cpu: whether collectives will use gloo, which listens at the address of the host
       name. None: True if JAX_PLATFORMS begins with "cpu".
-    error: The reason why this process cannot take part, such as a missing GPU.
-    secret: The secret of the run. None: the result of `secret.find_secret`.
+    error: the reason why this process cannot take part, such as a missing GPU.
+    secret: the secret of the run. None: the result of `secret.find_secret`.
 
   Raises:
-    ConfigError: A process is missing, was started twice, or differs from process 0. The
+    ConfigError: a process is missing, was started twice, or differs from process 0. The
       line is the same in all processes that can receive it.
 
   Example:
@@ -135,8 +135,8 @@ def leave_last(group: ProcessGroup, timeout_s: float = 10.0) -> None:
   later (measured, jax 0.10.2). This function reads nothing, as a watch may use the links.
 
   Args:
-    group: The processes of the run.
-    timeout_s: The seconds after which process 0 leaves in any case.
+    group: the processes of the run.
+    timeout_s: the seconds after which process 0 leaves in any case.
   """
   if group.process_id != 0:
     return
@@ -245,7 +245,7 @@ class _Attempt:
   """A connection that may lead to process 0; no method waits.
 
   Attributes:
-    result: The reason why it does not lead to process 0; "" until that is known.
+    result: the reason why it does not lead to process 0; "" until that is known.
   """
 
   result = ""
@@ -255,7 +255,7 @@ class _Attempt:
     """Begin to connect.
 
     Raises:
-      OSError: This host has no IPv6 or no free file descriptor.
+      OSError: this host has no IPv6 or no free file descriptor.
     """
     family, address = network.numeric(*place)
     self._key, self.greeting = key, None
@@ -268,7 +268,7 @@ class _Attempt:
     """Advance without waiting; return True once process 0 has proved the secret.
 
     Args:
-      poll_events: The events of the socket from poll().
+      poll_events: the events of the socket from poll().
     """
     try:
       if poll_events and not self.greeting:

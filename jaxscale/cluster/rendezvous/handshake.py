@@ -60,7 +60,7 @@ def versions(packages: Iterable[str] = PACKAGES) -> dict[str, str]:
   """Return the versions of Python and of installed packages, without importing them.
 
   Args:
-    packages: Names of packages; by default those that decide on the arithmetic.
+    packages: names of packages; by default those that decide on the arithmetic.
   """
   found = {"python": platform.python_version()}
   for package in packages:
@@ -73,7 +73,7 @@ def digests_of(config: object) -> dict[str, str]:
   """Return digests of a config with its code, and of all files of this package.
 
   Args:
-    config: An object whose method `shared` returns texts by name to compare; without the
+    config: an object whose method `shared` returns texts by name to compare; without the
       method, its `repr` is compared.
   """
   shared: Any = getattr(config, "shared", lambda: {"config": repr(config)})
@@ -126,8 +126,8 @@ def find_mismatches(hellos: _Hellos, addresses: Mapping[int, str]) -> list[str]:
   """Return a line for each mismatch between the processes and process 0.
 
   Args:
-    hellos: The descriptions by rank.
-    addresses: The address of a process as seen from the others, by rank, if known.
+    hellos: the descriptions by rank.
+    addresses: the address of a process as seen from the others, by rank, if known.
   """
   nodes = [hellos[r].node if r in hellos else "" for r in range(max(hellos) + 1)]
   first, lines = f"process 0 ({hellos[0].node})", []

@@ -47,14 +47,14 @@ def join(
   process that is still busy when process 0 exits (all measured, jax 0.10.2 on CPUs).
 
   Args:
-    launch: The launch of this process.
-    group: The result of `rendezvous`; None leaves everything to JAX (TPU pods that know
+    launch: the launch of this process.
+    group: the result of `rendezvous`; None leaves everything to JAX (TPU pods that know
       their own addresses).
-    timeouts: The limits, including JAX's own.
-    local_device_ids: The GPUs of this process among the visible ones; None takes all.
+    timeouts: the limits, including JAX's own.
+    local_device_ids: the GPUs of this process among the visible ones; None takes all.
 
   Raises:
-    ConfigError: The coordinator cannot be reached from this host.
+    ConfigError: the coordinator cannot be reached from this host.
   """
   import jax
 
@@ -136,10 +136,10 @@ def check_devices(group: ProcessGroup) -> None:
   must exit at once; process 0 gets it after the others have left (`leave_last`).
 
   Args:
-    group: The processes of the run.
+    group: the processes of the run.
 
   Raises:
-    ConfigError: The numbers differ; the line has the processes and hosts.
+    ConfigError: the numbers differ; the line has the processes and hosts.
   """
   import jax
 

@@ -33,9 +33,9 @@ def ports_of(name: str, count: int = 8, among: range = PORTS) -> list[int]:
   """Derive ports from a name, in the order in which they are tried.
 
   Args:
-    name: The name; two different names almost certainly have no port in common.
-    count: The number of ports, without repeats.
-    among: The range of possible ports.
+    name: the name; two different names almost certainly have no port in common.
+    count: the number of ports, without repeats.
+    among: the range of possible ports.
 
   Example:
     >>> ports_of("slurm-123.0", 2) == ports_of("slurm-123.0", 2)
@@ -70,12 +70,12 @@ def resolve(host: str, patience_s: float = 5.0) -> list[str]:
   NodeName need not resolve (slurm.conf(5), NodeAddr).
 
   Args:
-    host: The host name.
-    patience_s: The seconds to retry, as a name may resolve late (in Kubernetes, once its
+    host: the host name.
+    patience_s: the seconds to retry, as a name may resolve late (in Kubernetes, once its
       pod is ready).
 
   Raises:
-    ConfigError: Neither the system nor Slurm knows the name.
+    ConfigError: neither the system nor Slurm knows the name.
   """
   deadline = time.monotonic() + patience_s
   while True:
@@ -107,8 +107,8 @@ def addresses_to_listen_on(host: str, addresses: Sequence[str]) -> list[str]:
   """Return the addresses on which process 0 listens, as few as are sure to suffice.
 
   Args:
-    host: The name or address by which all processes look for process 0.
-    addresses: The addresses of that name on this host.
+    host: the name or address by which all processes look for process 0.
+    addresses: the addresses of that name on this host.
 
   Returns:
     Addresses of this host; [] stands for all, because other hosts may resolve the name to
@@ -151,7 +151,7 @@ def numeric(address: str, port: int) -> tuple[int, Any]:
   """Return an address's family and the tuple for `bind` and `connect`, with its scope.
 
   Raises:
-    OSError: The text is not a numeric address.
+    OSError: the text is not a numeric address.
   """
   numbers = socket.AI_NUMERICHOST
   found = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM, flags=numbers)
@@ -226,14 +226,14 @@ def bind_port(
   other.
 
   Args:
-    ports: The ports in the order to try them.
-    addresses: Addresses of this host; [] binds all of them by one socket.
-    listen: Whether the sockets listen. If False, they only reserve the port: no other
+    ports: the ports in the order to try them.
+    addresses: addresses of this host; [] binds all of them by one socket.
+    listen: whether the sockets listen. If False, they only reserve the port: no other
       program can bind it, and early connections are refused at once. Close them just
       before the port is used.
 
   Raises:
-    OSError: All ports are taken.
+    OSError: all ports are taken.
   """
   error = OSError("no port was given")
   everywhere = ["::" if socket.has_dualstack_ipv6() else "0.0.0.0"]
@@ -320,8 +320,8 @@ def endure(ports: Collection[int], seconds: float) -> None:
   the pause and retry after 26 s.
 
   Args:
-    ports: The ports, at either end, of the connections to keep.
-    seconds: The seconds until the kernel closes a connection; the watch decides earlier.
+    ports: the ports, at either end, of the connections to keep.
+    seconds: the seconds until the kernel closes a connection; the watch decides earlier.
   """
   tcp = socket.IPPROTO_TCP
   for name in os.listdir("/proc/self/fd"):

@@ -40,18 +40,18 @@ def serve(
   """Wait for all other processes, and send each of them "go" or an error.
 
   Args:
-    launch: The launch of this process.
-    own: The description of this process, rank 0.
-    acceptor: The acceptor of connections.
-    timeout_s: The seconds after which missing processes are an error.
-    coordinator: A function from all descriptions to the address of JAX's coordinator.
-    note: Text to append to the line about missing processes.
+    launch: the launch of this process.
+    own: the description of this process, rank 0.
+    acceptor: the acceptor of connections.
+    timeout_s: the seconds after which missing processes are an error.
+    coordinator: a function from all descriptions to the address of JAX's coordinator.
+    note: text to append to the line about missing processes.
 
   Returns:
     The hosts by rank, the connections by rank, without 0, and the coordinator.
 
   Raises:
-    ConfigError: The error that every process got.
+    ConfigError: the error that every process got.
   """
   server = _Server(launch, own, acceptor)
   with server.selector:

@@ -21,8 +21,8 @@ def start(files: Sequence[int], interval_s: float) -> Callable[[], None]:
   """Start the child process; return a function that ends it.
 
   Args:
-    files: The descriptors of connected sockets, which the child inherits.
-    interval_s: The seconds between two empty lines on each socket.
+    files: the descriptors of connected sockets, which the child inherits.
+    interval_s: the seconds between two empty lines on each socket.
   """
   import signal
   import subprocess

@@ -62,18 +62,18 @@ class ProcessState:
   """The last reported state of a process; times are the reader's monotonic seconds.
 
   Attributes:
-    last_heard: The time of its last message, which a thread of the process sends.
-    step: The step it works on, from 1.
-    activity: One of `ACTIVITIES`.
-    count: The number of batches, or similar units, done in this activity.
-    since: The time at which it entered this activity.
-    host_s: The seconds that its host has spent before steps, in total.
-    steps: The number of steps that `host_s` covers.
-    mean_s: The mean seconds of its steps so far; 0 before the second step.
+    last_heard: the time of its last message, which a thread of the process sends.
+    step: the step it works on, from 1.
+    activity: one of `ACTIVITIES`.
+    count: the number of batches, or similar units, done in this activity.
+    since: the time at which it entered this activity.
+    host_s: the seconds that its host has spent before steps, in total.
+    steps: the number of steps that `host_s` covers.
+    mean_s: the mean seconds of its steps so far; 0 before the second step.
     has_left: True once it has closed its watch.
-    steps_before_compile: The number of its steps before the last compilation.
-    last_alive: The time of the last sign of life, also from its child process (`beats`).
-    callback: The function of the model that JAX has called on its host and that has not
+    steps_before_compile: the number of its steps before the last compilation.
+    last_alive: the time of the last sign of life, also from its child process (`beats`).
+    callback: the function of the model that JAX has called on its host and that has not
       returned for a while; "" if there is none.
   """
 
@@ -112,9 +112,9 @@ class Fault(NamedTuple):
   Attributes:
     kind: "alone" (a process exited because it heard nothing from process 0), "died",
       "failed", "left", "consequence", "silent" or "hang".
-    rank: The rank of the failed process; None if no single process is to blame.
-    cause: The description that follows "process 3 on n4 " in the log.
-    code: The exit code of all processes.
+    rank: the rank of the failed process; None if no single process is to blame.
+    cause: the description that follows "process 3 on n4 " in the log.
+    code: the exit code of all processes.
     is_user_error: True if the cause is a `errors.user_message`, which needs no stacks.
   """
 
@@ -188,11 +188,11 @@ def silence(now: float, heard: float, alive: float, allowed_s: float, timeouts: 
   """Return why a process has been silent for too long; "" if it has not.
 
   Args:
-    now: The present time, on the clock of `ProcessState`.
-    heard: The time of its last message.
-    alive: The time of the last message of its child process (`beats`).
-    allowed_s: The limit from `silence_limit_s`.
-    timeouts: The limits on silence.
+    now: the present time, on the clock of `ProcessState`.
+    heard: the time of its last message.
+    alive: the time of the last message of its child process (`beats`).
+    allowed_s: the limit from `silence_limit_s`.
+    timeouts: the limits on silence.
   """
   quiet_s = now - max(heard, alive)
   if quiet_s <= timeouts.heartbeat_timeout_s and now - heard <= allowed_s:
@@ -207,10 +207,10 @@ def find_blocker(ranks: _States, reporter: int, now: float, timeouts: Timeouts) 
   """Return the process that keeps another from saving; None if none stands out.
 
   Args:
-    ranks: The state of every process.
-    reporter: The rank of the process that could not save.
-    now: The present time, on the clock of `ProcessState`.
-    timeouts: The interval of heartbeats.
+    ranks: the state of every process.
+    reporter: the rank of the process that could not save.
+    now: the present time, on the clock of `ProcessState`.
+    timeouts: the interval of heartbeats.
   """
   others = [rank for rank in ranks if rank != reporter and not ranks[rank].has_left]
   oldest = min(others, key=lambda rank: ranks[rank].last_heard, default=reporter)
@@ -227,9 +227,9 @@ def find_hang(ranks: _States, now: float, timeouts: Timeouts) -> Fault | None:
   however long others wait for them.
 
   Args:
-    ranks: The state of every process.
-    now: The present time, on the clock of `ProcessState`.
-    timeouts: The limits of each activity.
+    ranks: the state of every process.
+    now: the present time, on the clock of `ProcessState`.
+    timeouts: the limits of each activity.
   """
   going = {rank: state for rank, state in ranks.items() if not state.has_left}
   if not any(now - s.since > limit_s(s, timeouts) for s in going.values()):
@@ -290,8 +290,8 @@ def find_slow(host_s: Mapping[int, float], step_s: float) -> dict[int, float]:
   slower of two processes is compared with the faster one.
 
   Args:
-    host_s: The mean seconds before a step by rank, over some steps.
-    step_s: The mean seconds from one step to the next.
+    host_s: the mean seconds before a step by rank, over some steps.
+    step_s: the mean seconds from one step to the next.
 
   Returns:
     The seconds of each slow process by rank.

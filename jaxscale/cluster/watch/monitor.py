@@ -36,13 +36,13 @@ class Heartbeat(NamedTuple):
   """The position of a process in the run.
 
   Attributes:
-    step: The step it works on, from 1.
-    activity: One of `ACTIVITIES`.
-    count: The number of batches, or similar units, done in the activity.
-    seconds: The seconds since it entered the activity.
-    host_s: The seconds that its host has spent before steps, in total.
-    steps: The number of steps that `host_s` covers.
-    callback: The field of the same name in `ProcessState`.
+    step: the step it works on, from 1.
+    activity: one of `ACTIVITIES`.
+    count: the number of batches, or similar units, done in the activity.
+    seconds: the seconds since it entered the activity.
+    host_s: the seconds that its host has spent before steps, in total.
+    steps: the number of steps that `host_s` covers.
+    callback: the field of the same name in `ProcessState`.
   """
 
   step: int
@@ -91,26 +91,26 @@ class Monitor:
     """Start without any heartbeat.
 
     Args:
-      links: The link to every process, by rank.
-      hosts: The host of every process, by rank.
-      timeouts: The limits of silence and of each activity.
-      folder: The folder for stacks; None writes none.
-      log: A function that prints a line.
-      leave: A function that ends this process, like `stacks.leave`.
+      links: the link to every process, by rank.
+      hosts: the host of every process, by rank.
+      timeouts: the limits of silence and of each activity.
+      folder: the folder for stacks; None writes none.
+      log: a function that prints a line.
+      leave: a function that ends this process, like `stacks.leave`.
     """
     self._links, self._hosts, self._timeouts = links, hosts, timeouts
     self._folder, self._log, self._leave = folder, log, leave
     now = time.monotonic()
     self._states = {rank: ProcessState(last_heard=now, since=now) for rank in links}
     self._first_step: dict[int, tuple[float, int]] = {}
-    self._ready: set[int] = set()  # those that listen to us
+    self._ready: set[int] = set()  # processes that have sent a message and so listen
     self._closed: set[int] = set()
-    self._faults: list[Fault] = []  # the first of them is the cause, or one of those
+    self._faults: list[Fault] = []  # while they settle, in the order of their reports
     self._settled_at = 0.0
     self._user_errors: dict[str, set[int]] = {}  # message -> who reported it
     self._stop = StopCoordinator(len(links))
     self._window = now, {rank: (0.0, 0) for rank in links}
-    # When processes were checked; after this one stood still, when they will be.
+    # The time of the last check; after this process was suspended, that of the next one.
     self._checked, self._stood_still_s = now, 0.0
     self._slow: tuple[float, frozenset[int]] = 0.0, frozenset()
     self._selector = selectors.DefaultSelector()
@@ -123,7 +123,6 @@ class Monitor:
     timeout_s = self._timeouts.heartbeat_timeout_s
     before = sent = time.monotonic()
     while len(self._closed) < len(self._links):
-      # While a fault settles the wait is only a moment.
       wait_s = _SETTLE_S / 6 if self._faults else min(0.5, interval_s / 2)
       ready = self._selector.select(wait_s)
       now = time.monotonic()
@@ -203,7 +202,7 @@ class Monitor:
     state.step, state.activity, state.count = beat.step, beat.activity, beat.count
     state.host_s, state.steps, state.callback = beat.host_s, beat.steps, beat.callback
     state.since = now - beat.seconds
-    if state.activity == "compiling":  # another phase, whose steps take another time
+    if state.activity == "compiling":  # a new phase, with a different step time
       state.steps_before_compile, state.mean_s = state.steps, 0.0
       self._first_step.pop(rank, None)
     if state.steps:
@@ -271,7 +270,7 @@ class Monitor:
     self._window = now, {r: (s.host_s, s.steps) for r, s in self._states.items()}
     steps = {r: s.steps - before[r][1] for r, s in self._states.items()}
     if min(steps.values()) < 2:
-      return  # a step takes longer than the window, or it was no window of steps
+      return  # the window has too few steps
     host_s = {r: (s.host_s - before[r][0]) / steps[r] for r, s in self._states.items()}
     slow = fault_detection.find_slow(host_s, (now - began) / min(steps.values()))
     logged, slow_before = self._slow

@@ -1,4 +1,4 @@
-"""Signals that ask a run to save and stop, received wherever the main thread is.
+"""Signals that ask a run to save and stop, received even while the main thread is busy.
 
 A signal passes through these modules from the handler to the exit code:
 
@@ -64,7 +64,7 @@ _REQUESTS: dict[int, StopRequest] = {
 def disable_xla_notifier() -> None:
   """Keep XLA from handling SIGTERM; call it before `jax.distributed.initialize`."""
   os.environ["JAX_ENABLE_PREEMPTION_SERVICE"] = "false"
-  if "jax" in sys.modules:  # which has read its environment
+  if "jax" in sys.modules:  # an imported JAX has already read its environment
     import jax
 
     jax.config.update("jax_enable_preemption_service", False)
@@ -88,7 +88,7 @@ class SignalHandlers:
   A signal before `attach`, such as during JAX's import, is kept until then.
 
   Attributes:
-    request: The request of the first signal; None if there was none.
+    request: the request of the first signal; None if there was none.
 
   Example:
     >>> from jaxscale.cluster.watch.stop_consensus import StopConsensus
@@ -108,7 +108,7 @@ class SignalHandlers:
     """Install the handlers in the main thread; in other threads nothing is received.
 
     Args:
-      grace_s: The seconds from the first SIGTERM to an exit without a save; None sets no
+      grace_s: the seconds from the first SIGTERM to an exit without a save; None sets no
         limit. Other signals have no limit, since a batch system sends SIGTERM before it
         kills.
     """
@@ -170,8 +170,8 @@ class SignalHandlers:
     """Pass signals on, including one that was received before.
 
     Args:
-      ask: A function that asks all processes to stop, such as `StopConsensus.request`.
-      fail: A function (cause, exit code) that ends the run at once, such as `Watch.fail`;
+      ask: a function that asks all processes to stop, such as `StopConsensus.request`.
+      fail: a function (cause, exit code) that ends the run at once, such as `Watch.fail`;
         by default it ends only this process.
     """
     with self._lock:

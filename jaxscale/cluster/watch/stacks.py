@@ -42,10 +42,10 @@ def leave(code: int, folder: Path | None, rank: int, line: str) -> NoReturn:
   """End this process within seconds, from any thread.
 
   Args:
-    code: The exit code; the process exits with 1 if the folder's file system hangs.
-    folder: The folder for the stacks of all threads; None writes none.
-    rank: The rank of this process.
-    line: The first line of the file, which says why the process ends.
+    code: the exit code; the process exits with 1 if the folder's file system hangs.
+    folder: the folder for the stacks of all threads; None writes none.
+    rank: the rank of this process.
+    line: the first line of the file, which says why the process ends.
   """
   faulthandler.dump_traceback_later(_DUMP_S, exit=True, file=_STDERR)
   if folder is not None:
@@ -97,7 +97,7 @@ def arm(seconds: float) -> None:
   """Exit with stacks on stderr unless `arm` is called again in time.
 
   Args:
-    seconds: The time limit; no call comes if no Python thread can run.
+    seconds: the time limit; no call comes if no Python thread can run.
   """
   faulthandler.dump_traceback_later(seconds, exit=True, file=_STDERR)
 

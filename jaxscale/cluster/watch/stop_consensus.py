@@ -20,9 +20,9 @@ class StopRequest(NamedTuple):
   """A request that the run saves and stops.
 
   Attributes:
-    cause: The reason, such as "SIGTERM", "Ctrl-C" or "walltime: 59 s are left"; after
+    cause: the reason, such as "SIGTERM", "Ctrl-C" or "walltime: 59 s are left"; after
       the consensus also the process that asked: "SIGTERM at process 2 on n3".
-    kind: The kind of the request, which decides the exit code and whether the job is
+    kind: the kind of the request, which decides the exit code and whether the job is
       requeued (after a preemption).
   """
 
@@ -46,8 +46,8 @@ class StopConsensus:
   """The part of one process in the consensus on a stop.
 
   Attributes:
-    agreed: The request that stops the run, once `poll` has returned it; None before.
-    passed: The number of points that this process has passed.
+    agreed: the request that stops the run, once `poll` has returned it; None before.
+    passed: the number of points that this process has passed.
 
   Example:
     >>> stop = StopConsensus()
@@ -63,14 +63,14 @@ class StopConsensus:
     """Start without a request.
 
     Args:
-      ask: A function that sends a request to the monitor; None if this process is the
+      ask: a function that sends a request to the monitor; None if this process is the
         only one.
     """
     self._ask = ask
     self._changed = threading.Condition(threading.Lock())
     self.passed = 0
     self._held = False
-    self._decision: tuple[int, StopRequest] | None = None  # the point where all stop
+    self._decision: tuple[int, StopRequest] | None = None  # the point where all processes stop
 
   def request(self, request: StopRequest) -> None:
     """Ask all processes to stop; may be called repeatedly and from any thread."""

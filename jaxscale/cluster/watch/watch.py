@@ -42,8 +42,8 @@ class Failure(NamedTuple):
   """The reason why a process cannot continue.
 
   Attributes:
-    cause: The end of the line that is logged.
-    code: The exit code of all processes.
+    cause: the end of the line that is logged.
+    code: the exit code of all processes.
     is_consequence: True if a fault of another process may be the cause, as for an error
       of communication.
     is_user_error: True if the cause is a `errors.user_message`. No stacks are written, and
@@ -79,10 +79,10 @@ class Spent(NamedTuple):
   """The time that the main thread has spent in each activity.
 
   Attributes:
-    step: The step that it works on.
-    activity: The present activity.
-    seconds: The seconds in each activity, including the present one.
-    time: The present time on the monotonic clock.
+    step: the step that it works on.
+    activity: the present activity.
+    seconds: the seconds in each activity, including the present one.
+    time: the present time on the monotonic clock.
   """
 
   step: int
@@ -97,7 +97,7 @@ class Watch:
   `start` makes a watch.
 
   Attributes:
-    stop: The consensus on the point where all processes stop.
+    stop: the consensus on the point where all processes stop.
     is_watched: True if a monitor listens.
   """
 
@@ -115,7 +115,7 @@ class Watch:
     # One object, so that other threads read it atomically: step, activity, number of
     # earlier calls with the same two, start, and earlier seconds in this activity.
     self._place = (0, "starting", 0, time.monotonic(), age_s)
-    self._seconds: dict[str, float] = {}  # in each activity, until it was left
+    self._seconds: dict[str, float] = {}  # in each activity, until its last end
     self._host = (0.0, 0)
     self._sending = threading.Lock()
     self._ended = threading.Event()
@@ -132,8 +132,8 @@ class Watch:
     and reads the metrics of finished ones.
 
     Args:
-      step: The step that the thread works on, from 1.
-      activity: One of `fault_detection.ACTIVITIES`. Another call with the same activity
+      step: the step that the thread works on, from 1.
+      activity: one of `fault_detection.ACTIVITIES`. Another call with the same activity
         begins the next of several units, such as batches of an evaluation.
     """
     now = time.monotonic()
@@ -166,7 +166,7 @@ class Watch:
     failure = Failure(cause, code, *kind)
     where = describe_place(*self._place[:2])
     if self._send({"fail": [*failure, where]}):
-      time.sleep(_DECISION_S)  # the watch's thread leaves before
+      time.sleep(_DECISION_S)  # the watch's thread ends the process earlier
     name = f"process {self._rank} on {self._hosts[self._rank]}"
     self._leave(code, f"{name} failed {where}: {cause}")
 
@@ -307,14 +307,14 @@ def start(
   """Start the watch, after the rendezvous and before the first use of JAX.
 
   Args:
-    links: In process 0 the links to all others by rank, in the others {0: link}. The
+    links: in process 0 the links to all others by rank, in the others {0: link}. The
       watch closes them.
-    rank: The rank of this process.
-    hosts: The host of every process, by rank.
-    timeouts: The limits; None uses the defaults.
-    folder: The folder for stacks, created at the first fault; None writes none.
-    watch_alone: Whether a run of one process is also watched for hangs.
-    age_s: The seconds that this process has already spent "starting".
+    rank: the rank of this process.
+    hosts: the host of every process, by rank.
+    timeouts: the limits; None uses the defaults.
+    folder: the folder for stacks, created at the first fault; None writes none.
+    watch_alone: whether a run of one process is also watched for hangs.
+    age_s: the seconds that this process has already spent "starting".
 
   Example:
     >>> watch = start({}, 0, ["localhost"])

@@ -28,10 +28,10 @@ class Options(NamedTuple):
   """Options of the preflight.
 
   Attributes:
-    workdir: The workdir of the run, or the directory of its workdirs.
-    config: The config of the run as `FILE[:arg]`; None checks without a config.
-    overrides: Overrides of the config, as text by dotted field.
-    skip: Checks to skip, by name in `CHECKS`.
+    workdir: the workdir of the run, or the directory of its workdirs.
+    config: the config of the run as `FILE[:arg]`; None checks without a config.
+    overrides: overrides of the config, as text by dotted field.
+    skip: checks to skip, by name in `CHECKS`.
   """
 
   workdir: Path = Path()
@@ -44,8 +44,8 @@ class Check(NamedTuple):
   """A check; `CHECKS` has all checks by name.
 
   Attributes:
-    text: A description of the check.
-    run: A function that all processes call with the options and the facts of earlier
+    text: a description of the check.
+    run: a function that all processes call with the options and the facts of earlier
       checks. Process 0 returns the findings, the others return [].
   """
 
@@ -92,11 +92,11 @@ def run_checks(group: Group, options: Options) -> list[Finding]:
   """Run the checks; all processes call it and get the same findings.
 
   Args:
-    group: The processes that take part.
-    options: The options of the preflight.
+    group: the processes that take part.
+    options: the options of the preflight.
 
   Raises:
-    ConfigError: The connection to a process was lost.
+    ConfigError: the connection to a process was lost.
 
   Example:
     >>> run_checks(Group(0, ("n1",), {}), Options(skip=tuple(CHECKS)))

@@ -33,9 +33,9 @@ def ask(
   """Call a function in a child process; return its result, or {"error": text}.
 
   Args:
-    function: The function as "module.name", with a module of this package.
-    options: The arguments of the function.
-    env: Environment variables to change; "" removes a variable.
+    function: the function as "module.name", with a module of this package.
+    options: the arguments of the function.
+    env: environment variables to change; "" removes a variable.
   """
   whole = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"} | (env or {})
   # The child gets this process's path: `-c` would put the current directory first.

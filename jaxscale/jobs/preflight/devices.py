@@ -47,9 +47,9 @@ def findings(found: Found, software: Found, hosts: Sequence[str]) -> list[Findin
   """Return findings on devices and data.
 
   Args:
-    found: The results of `look`, by rank.
-    software: The results of `software.probe`, by rank; [] if that check was skipped.
-    hosts: The hosts, by rank.
+    found: the results of `look`, by rank.
+    software: the results of `software.probe`, by rank; [] if that check was skipped.
+    hosts: the hosts, by rank.
   """
   wrong = _errors(found, hosts, "error")
   alive = [rank for rank, each in enumerate(found) if "error" not in each]
@@ -113,8 +113,8 @@ def look(config: str | None, overrides: dict[str, str]) -> dict[str, Any]:
   """Test the devices of this process and open the data of a config.
 
   Args:
-    config: The config as `FILE[:arg]`, or None.
-    overrides: Overrides of the config, as text by dotted field.
+    config: the config as `FILE[:arg]`, or None.
+    overrides: overrides of the config, as text by dotted field.
   """
   import jax
   import jax.numpy as jnp
@@ -149,9 +149,9 @@ def fits(config: str, overrides: dict[str, str], workdir: str) -> dict[str, Any]
   """Check that a config can run on the simulated devices of this process.
 
   Args:
-    config: The config as `FILE[:arg]`.
-    overrides: Overrides of the config, as text by dotted field.
-    workdir: The workdir, from which the run may resume.
+    config: the config as `FILE[:arg]`.
+    overrides: overrides of the config, as text by dotted field.
+    workdir: the workdir, from which the run may resume.
 
   Returns:
     {"bytes": size of a checkpoint, "kept": largest number of checkpoints on disk}, or

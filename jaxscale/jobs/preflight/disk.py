@@ -36,9 +36,9 @@ def measure(group: Group, workdir: Path, size: int) -> dict[str, Any]:
   All processes call this.
 
   Args:
-    group: The processes.
-    workdir: The directory of the checkpoints.
-    size: The bytes of a checkpoint, over all hosts.
+    group: the processes.
+    workdir: the directory of the checkpoints.
+    size: the bytes of a checkpoint, over all hosts.
 
   Returns:
     {"bytes", "seconds", "free", "files"} of this host, with "error" if it could not write;
@@ -78,11 +78,11 @@ def findings(found: Found, group: Group, workdir: Path, size: int, needed: int) 
   """Return findings on the results of `measure`.
 
   Args:
-    found: The results, by rank.
-    group: The processes.
-    workdir: The directory of the checkpoints.
-    size: The bytes of a checkpoint.
-    needed: The bytes of all checkpoints that are kept.
+    found: the results, by rank.
+    group: the processes.
+    workdir: the directory of the checkpoints.
+    size: the bytes of a checkpoint.
+    needed: the bytes of all checkpoints that are kept.
   """
   place = f"workdir {workdir}: "
   by_host = {group.hosts[rank]: found[rank] for rank in group.host_ranks}

@@ -17,8 +17,8 @@ class Finding(NamedTuple):
 
   Attributes:
     ok: True if there is no problem.
-    text: The finding.
-    remedy: The remedy of a problem; "" if there is none.
+    text: the finding.
+    remedy: the remedy of a problem; "" if there is none.
   """
 
   ok: bool

@@ -20,10 +20,10 @@ class Group(NamedTuple):
   """The processes that take part in a preflight.
 
   Attributes:
-    rank: The rank of this process.
-    hosts: The host of every process, by rank.
-    links: The links by rank: in process 0 to all others, in the others to process 0.
-    key: The key that only processes of this run know.
+    rank: the rank of this process.
+    hosts: the host of every process, by rank.
+    links: the links by rank: in process 0 to all others, in the others to process 0.
+    key: the key that only processes of this run know.
   """
 
   rank: int
@@ -50,7 +50,7 @@ def send(group: Group, rank: int, step: str, value: Any) -> None:
   """Send a value to a process that is connected to this one.
 
   Raises:
-    ConfigError: The process has closed the connection.
+    ConfigError: the process has closed the connection.
   """
   try:
     group.links[rank].send([step, value])
@@ -62,7 +62,7 @@ def receive(group: Group, rank: int, step: str) -> Any:
   """Receive the value that a process sends in this step.
 
   Raises:
-    ConfigError: The process has closed the connection, sends nothing, or is in a different
+    ConfigError: the process has closed the connection, sends nothing, or is in a different
       step.
   """
   try:

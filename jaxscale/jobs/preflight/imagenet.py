@@ -26,9 +26,9 @@ def check(
   """Check ImageNet's 1.28 million training and 50,000 validation images.
 
   Args:
-    data_dir: The directory of TFDS; None: the default of TFDS.
-    folder: A directory with train/CLASS/*.JPEG and val/ to check instead of TFDS.
-    sample: The number of images to decode.
+    data_dir: the directory of TFDS; None: the default of TFDS.
+    folder: a directory with train/CLASS/*.JPEG and val/ to check instead of TFDS.
+    sample: the number of images to decode.
 
   Returns:
     The findings, in the order in which the user must act on them.
