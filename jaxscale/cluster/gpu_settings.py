@@ -216,12 +216,12 @@ def place_of(
 
   if not gpus:
     return Place(0)
-  several, here = launch.num_processes > 1, launch.local_size
+  several, local_size = launch.num_processes > 1, launch.local_size
   own = gpus if gpu_ids is None else len([*gpu_ids])
   if launch.nodes:
     has_nodes = len({*launch.nodes}) > 1
   else:  # without a list of nodes, assume that there are several
-    has_nodes = several and (here is None or here < launch.num_processes)
+    has_nodes = several and (local_size is None or local_size < launch.num_processes)
   # GPUs that the user lists may be the same in several processes.
   is_shared = several and any(map(env.get, (IDS, *SHARING)))
   fabric = find_fabric(env, root)

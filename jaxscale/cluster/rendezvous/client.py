@@ -140,15 +140,15 @@ def leave_last(group: ProcessGroup, timeout_s: float = 10.0) -> None:
   """
   if group.process_id != 0:
     return
-  here = {link.fileno() for link in group.links.values()} - {-1}
+  open_files = {link.fileno() for link in group.links.values()} - {-1}
   poll = select.poll()
-  for file in here:
+  for file in open_files:
     poll.register(file, select.POLLRDHUP)
   deadline = time.monotonic() + timeout_s
-  while here and (left := deadline - time.monotonic()) > 0:
+  while open_files and (left := deadline - time.monotonic()) > 0:
     for file, _ in poll.poll(left * 1000):
       poll.unregister(file)
-      here.discard(file)
+      open_files.discard(file)
 
 
 def _listen(own: Hello, place: _Place, timeout_s: float) -> ProcessGroup:

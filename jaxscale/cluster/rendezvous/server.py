@@ -186,13 +186,13 @@ class _Server:
       return
     self.seen.add(hello.uuid)
     rank, total = hello.rank, self.launch.num_processes
-    there = self.hellos.get(rank)
+    earlier = self.hellos.get(rank)
     if self.sent_error:
       with contextlib.suppress(OSError):
         link.send({"error": self.sent_error}, timeout=1)
-    elif there and there.uuid != hello.uuid and rank not in self.lost:
-      why = f"on {there.node} (pid {there.pid}) and on {hello.node} (pid {hello.pid})"
-      fix = f"give each its own rank, 0 … {there.num_processes - 1}"
+    elif earlier and earlier.uuid != hello.uuid and rank not in self.lost:
+      why = f"on {earlier.node} (pid {earlier.pid}) and on {hello.node} (pid {hello.pid})"
+      fix = f"give each its own rank, 0 … {earlier.num_processes - 1}"
       self.errors.append(f"process {rank} was started twice: {why}; {fix}")
     elif not 0 <= rank < total:
       why = f"process 0 ({self.hellos[0].node}) expects {total}; start all with one srun or mpirun"

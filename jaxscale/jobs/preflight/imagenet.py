@@ -100,7 +100,7 @@ def _folder(root: Path, sample: int) -> list[Finding]:
     remedy = "give the directory that holds train/ and val/ as --folder"
     return [Finding(False, f"{root}: no such directory", remedy)]
   names = ("train", "val", "validation")
-  if not (there := [name for name in names if (root / name).is_dir()]):
+  if not (present := [name for name in names if (root / name).is_dir()]):
     remedy = "give the directory that holds train/WNID/*.JPEG and val/WNID/*.JPEG as "
     remedy += "--folder, or unpack the archives in this form"
     if root.name in names:
@@ -108,7 +108,7 @@ def _folder(root: Path, sample: int) -> list[Finding]:
     return [Finding(False, f"{root}: has neither train/ nor val/", remedy)]
   findings = []
   classes: dict[str, tuple[str, ...]] = {}
-  validation = next((name for name in there if name != "train"), "val")
+  validation = next((name for name in present if name != "train"), "val")
   for split, name in {"train": "train", "validation": validation}.items():
     directory = root / name
     try:
