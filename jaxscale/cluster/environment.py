@@ -36,7 +36,7 @@ def check_environment(env: Mapping[str, str]) -> None:
   if not whole_number(count):
     raise ConfigError(f"JAX_NUM_CPU_DEVICES={count}: give a whole number >= 1")
   if (value := env.get("JAX_DISABLE_JIT", "")).lower() in _TRUE:
-    advice = "steps are compiled before they run; unset it"
+    advice = "jaxscale runs compiled steps only; unset it"
     raise ConfigError(f"JAX_DISABLE_JIT={value}: {advice}")
   for name in filter(None, env.get("JAX_PLATFORMS", "").split(",")):
     if problem := _missing(name, env):

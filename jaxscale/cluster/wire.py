@@ -191,7 +191,7 @@ class Link:
     self.heard = time.monotonic()
     *lines, rest = self._begun.split(b"\n")
     if max(map(len, [*lines, rest])) > self.max_bytes:
-      raise ValueError("a line without end")
+      raise ValueError("a line is too long")
     if not end:
       return []
     self._begun = b""

@@ -53,7 +53,7 @@ def render(spec: JobSpec) -> str:
   if spec.spares:
     raise ConfigError(f"--spares={spec.spares}: spare nodes need Slurm; remove the option")
   if spec.site.container and spec.site.container.kind == "pyxis":
-    raise ConfigError("Site.container.kind='pyxis': needs Slurm; use 'apptainer' without it")
+    raise ConfigError("Site.container.kind='pyxis': needs Slurm; use 'apptainer' on this machine")
   python = " ".join(map(quote, specs.python_command(spec)))
   head = f"#!/bin/bash\n# A process of {spec.name}, started by the local executor.\n"
   return f'{head}{specs.setup_script(spec)}\nexec {python} -m "$@"\n'

@@ -79,7 +79,7 @@ def from_file(config: str) -> list[dict[str, str]]:
   texts = []
   for trial in trials:
     if not isinstance(trial, Mapping) or not all(isinstance(k, str) for k in trial):
-      text = f"{config}: get_sweep() yielded {trial!r}, not e.g. "
+      text = f"{config}: get_sweep() yielded {trial!r}; yield e.g. "
       raise ConfigError(text + "{'optimizer.lr': 0.1}")
     texts.append(as_texts(trial))
   return texts

@@ -88,7 +88,7 @@ def test_a_name_that_is_another_host_s_is_reported_by_process_0(start):
   assert got[1]["error"] == (
     "process 1 of 2 has not connected within 1 s; see their output, and start all with one "
     "srun or mpirun; if the hosts share no home directory, set the same JAXSCALE_SECRET for "
-    "all; they look for process 0 on 203.0.113.9, but 203.0.113.9 is no address of this host"
+    "all; they look for process 0 on 203.0.113.9, but 203.0.113.9 is not an address of this host"
   )
 
 

@@ -156,7 +156,7 @@ def _listen(own: Hello, place: _Place, timeout_s: float) -> ProcessGroup:
   launch, host, addresses, ports, key = place
   note = ""
   if not any(map(network.is_own, addresses)):  # a Service of Kubernetes is fine
-    note = f"; they look for process 0 on {host}, but {addresses[0]} is no address of this host"
+    note = f"; they look for process 0 on {host}, but {addresses[0]} is not an address of this host"
   # A port from the settings may become free in a moment.
   patience_s = 0 if len(ports) > 1 else TAKEN_S / 2
   near = network.addresses_to_listen_on(host, addresses)
