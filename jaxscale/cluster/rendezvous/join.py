@@ -150,5 +150,5 @@ def check_devices(group: ProcessGroup) -> None:
     leave_last(group)
     ranks = {n: [r for r in odd if odd[r] == n] for n in sorted(set(odd.values()))}
     who = [f"{ranks_with_hosts(r, group.hosts)}: {n} devices" for n, r in ranks.items()]
-    fix = "give each process as many (--gpus-per-task=1, or --ntasks-per-node=GPUS_PER_NODE)"
+    fix = "give each process the same number (--gpus-per-task=1, or --ntasks-per-node=GPUS)"
     raise ConfigError(f"{'; '.join(who)}, the others: {usual}; {fix}")
