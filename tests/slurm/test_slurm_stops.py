@@ -143,7 +143,7 @@ def test_what_is_cancelled_saves_and_stays_away(slurm, tmp_path):
   job.end("CANCELLED", seconds=30)
   job.until(lambda: "saved step" in job.reported(), 10)
   seconds, codes = job.stopped(began)
-  assert codes == {85} and "not requeued by this run" in job.reported()
+  assert codes == {85} and "is not requeued: it is already " in job.reported()
   measured("scancel", seconds, 85, error_or_stop(job.reported()))
   time.sleep(2)
   assert slurm.job(job.id)["JobState"] == "CANCELLED"
