@@ -1,19 +1,20 @@
 #!/usr/bin/env bash
-# A Cloud TPU pod slice: the same command on each of its hosts.
+# Train on a Cloud TPU pod slice. On a machine with gcloud:
 #
 #   TPU=my-pod ZONE=us-central2-b bash launch/tpu_pod.sh --config configs/x.py \
 #     --workdir /mnt/shared/run
 #
-# Every argument goes to `python -m jaxscale.train`. The code is expected in
-# ~/jaxscale on every host, with the environment that `make env` builds there; the
-# workdir must be a mounted directory that all hosts see (no gs:// address). JAX itself
-# knows which host is which.
+# gcloud starts `python -m jaxscale.train` with these arguments on each host of the slice. Each
+# process calls jax.distributed.initialize in jaxscale/cluster/rendezvous/join.py, and JAX
+# finds the other hosts. Every host needs the code in ~/jaxscale with the environment that
+# `make env` builds there. The workdir must be a mounted directory that all hosts share, not a
+# gs:// address.
 set -euo pipefail
 
-: "${TPU:?give the name of the TPU, as TPU=my-pod}"
-: "${ZONE:?give its zone, as ZONE=us-central2-b}"
+: "${TPU:?set it to the name of the TPU, as TPU=my-pod}"
+: "${ZONE:?set it to the zone of the TPU, as ZONE=us-central2-b}"
 
-# Quoted once more: a shell on each host takes the line apart again.
+# Quoted once more, because a shell on each host splits the line again.
 printf -v arguments '%q ' "$@"
 exec gcloud compute tpus tpu-vm ssh "$TPU" --zone="$ZONE" --worker=all \
   --command="cd ~/jaxscale && exec .venv/bin/python -P -m jaxscale.train $arguments"

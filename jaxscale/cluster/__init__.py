@@ -1,9 +1,9 @@
-"""The processes of a run: how each is started, finds the others, and stops with them.
+"""Processes of a run: launch detection, rendezvous, fault detection and a common stop.
 
-`detect` finds out where a process runs, `rendezvous` connects the processes before JAX
-is asked for anything, `watch` finds faults and agrees on a step to stop after,
-`session` is one process's part from start to end, `barrier` what all decide together
-once JAX knows them. Nothing here knows a `Config`, a model or a checkpoint.
+`detect` identifies the launcher and the rank, `rendezvous` connects the processes before
+the first use of JAX, and `watch` finds faults and agrees on a step to stop after.
+`session` combines them for one process, and `barrier` has the collectives of host values.
+This package does not use `Config`, models or checkpoints.
 """
 
 from jaxscale.cluster.barrier import (

@@ -1,4 +1,4 @@
-"""What the processes of a run decide and share, once JAX knows all of them."""
+"""Collectives of host values between the processes of a run, after JAX has joined them."""
 
 from __future__ import annotations
 
@@ -9,29 +9,29 @@ from typing import TYPE_CHECKING, Any
 
 from jaxscale.cluster import jax_internals
 
-# JAX takes seconds to import; whoever calls these has it.
+# Importing JAX takes seconds, and callers of these functions have imported it.
 if TYPE_CHECKING:
   import numpy as np
 
 
 def is_leader() -> bool:
-  """Whether this process writes what the run writes once."""
+  """Return whether this is process 0, which writes the files of the run."""
   import jax
 
   return jax.process_index() == 0
 
 
 def barrier(name: str) -> None:
-  """Wait until every process is here."""
+  """Wait until every process has called `barrier` with this name."""
   if multihost := _multihost_utils():
     multihost.sync_global_devices(name)
 
 
 def gather(value: Any) -> list[Any]:
-  """The values of all processes, in their order, in each; all must call it.
+  """Return the values of all processes, by rank; all processes must call this.
 
   Args:
-    value: anything that JSON has, and small.
+    value: a small JSON value.
   """
   import numpy as np
 
@@ -44,7 +44,7 @@ def gather(value: Any) -> list[Any]:
 
 
 def any_process(flag: bool) -> bool:
-  """Whether the flag is set in any process; all must call this together."""
+  """Return whether the flag is set in any process; all processes must call this."""
   import numpy as np
 
   if not (multihost := _multihost_utils()):
@@ -54,24 +54,24 @@ def any_process(flag: bool) -> bool:
 
 
 def sum_over_processes(values: np.ndarray) -> np.ndarray:
-  """Sum of every process's uint64 values, modulo 2^64; all must call it."""
+  """Sum the uint64 values of all processes, modulo 2^64; all processes must call this."""
   import numpy as np
 
   if not (multihost := _multihost_utils()):
     return values
-  # As uint32 halves: without x64, JAX would cut uint64 down to them.
+  # Without x64, JAX would truncate uint64 to uint32, so the halves are sent.
   halves = multihost.process_allgather(values.view(np.uint32))
   return np.ascontiguousarray(halves).view(np.uint64).sum(axis=0, dtype=np.uint64)
 
 
 def from_leader(value: Any) -> Any:
-  """The leader's value, in every process; all must call it.
+  """Return process 0's value in every process; all processes must call this.
 
-  What a process has read from a file system may be older than what another has:
-  where it decides what is done next, the leader's reading is everybody's.
+  File systems may show processes different versions of a file. A value that decides what
+  happens next must therefore come from process 0.
 
   Args:
-    value: anything that JSON has; lists come back for tuples.
+    value: a JSON value; tuples come back as lists.
   """
   import numpy as np
 
@@ -84,10 +84,14 @@ def from_leader(value: Any) -> Any:
 
 
 def on_leader(function: Callable[[], None], name: str) -> None:
-  """Run `function` in the leader only, and let the others wait for it.
+  """Run a function in process 0 only, while the others wait for it.
+
+  Args:
+    function: the function.
+    name: a name of this call, equal in all processes.
 
   Raises:
-    OSError: in all of them, if the leader's file system failed.
+    OSError: the function raised an OSError; all processes raise it.
   """
   failed = None
   if is_leader():
@@ -102,14 +106,13 @@ def on_leader(function: Callable[[], None], name: str) -> None:
 
 @contextlib.contextmanager
 def leader_first(name: str, timeout_s: float) -> Iterator[None]:
-  """What is inside begins in the leader, and in the others once it has ended there.
+  """Run the body in process 0 first; the others begin it when process 0 has finished.
 
-  No collective: it may be in a thread, next to other work of the run. Whatever the
-  leader does, nobody waits for ever.
+  This is not a collective, so it may run in a thread next to other work of the run.
 
   Args:
-    name: of this occasion; the same in all processes, and used once.
-    timeout_s: after which the others no longer wait.
+    name: a name of this call, equal in all processes and used once.
+    timeout_s: the seconds after which the others no longer wait.
   """
   client = _coordination_client()
   if client is not None and not is_leader():
@@ -125,9 +128,10 @@ def leader_first(name: str, timeout_s: float) -> Iterator[None]:
 
 
 def _coordination_client() -> Any:
-  """JAX's connection to process 0; None where this process is alone.
+  """Return JAX's connection to process 0.
 
-  Nor where JAX has no name for it: then nobody waits.
+  None: there is only one process, or this version of JAX has no such object, and no
+  process waits.
   """
   import jax
 
@@ -137,7 +141,7 @@ def _coordination_client() -> Any:
 
 
 def _multihost_utils() -> Any:
-  """JAX's module of that name; None where this process is alone."""
+  """Return JAX's `multihost_utils`; None if there is only one process."""
   import jax
 
   if jax.process_count() == 1:

@@ -1,7 +1,7 @@
-"""What a process that trains on CPUs asks of the system: its memory and its scheduler.
+"""Linux settings for CPU training: malloc retention and SCHED_BATCH.
 
-Measured by `benchmarks/cpu_steps.py --before` and `benchmarks/batch_policy.py` (Linux
-6.18, glibc 2.36, jax 0.10.2). Neither takes the place of what the user has set.
+`benchmarks/cpu_steps.py --before` and `benchmarks/batch_policy.py` measure their effect
+(Linux 6.18, glibc 2.36, jax 0.10.2). Neither overrides a setting of the user.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from jaxscale.files import whole_number
 
 # malloc.h of glibc.
 _M_TRIM_THRESHOLD, _M_MMAP_MAX, _M_ARENA_MAX = -1, -4, -8
-_keeps = False  # whether this process does
+_keeps = False  # whether `keep_memory` was applied in this process
 
 
 def simulated_devices(env: Mapping[str, str] = os.environ) -> int:
-  """How many devices the variables make of this process's cores.
+  """Return the number of CPU devices that the variables request for this process.
 
   Example:
     >>> simulated_devices({"JAX_NUM_CPU_DEVICES": "8"}), simulated_devices({})
@@ -35,20 +35,21 @@ def simulated_devices(env: Mapping[str, str] = os.environ) -> int:
 
 
 def keep_memory(env: Mapping[str, str] = os.environ, *, num_gpus: int = 0) -> bool:
-  """Let glibc keep what arrays free, for the next step; before there are threads.
+  """Let glibc keep freed memory for the next step; call this before threads start.
 
-  A step's temporaries and results otherwise go back to the system and come again page
-  by page, which takes a tenth to a quarter of its time. One arena: those of threads
-  give large blocks back whatever is set (mallopt(3)). Several devices would wait for
-  each other at it, so a process that simulates them stays as it is.
+  Otherwise the memory of a step's temporaries and results goes back to the system and
+  returns page by page, which takes a tenth to a quarter of the step. Only one arena is
+  used, since the arenas of threads return large blocks in any case (mallopt(3)). Several
+  simulated devices would wait for each other at this arena, so a process with several
+  devices is left unchanged.
 
   Args:
     env: the environment variables.
-    num_gpus: that are visible.
+    num_gpus: the number of visible GPUs.
 
   Returns:
-    Whether it was done: not on accelerators, where the user has set a variable of
-    malloc, and with another C library.
+    True if glibc was set. False on accelerators, with a malloc variable set by the user,
+    and with a different C library.
   """
   global _keeps
   if not _is_single_cpu(env, num_gpus):
@@ -62,7 +63,7 @@ def keep_memory(env: Mapping[str, str] = os.environ, *, num_gpus: int = 0) -> bo
 
 
 def _is_single_cpu(env: Mapping[str, str], num_gpus: int) -> bool:
-  """Whether the only device of this process will be a CPU."""
+  """Return whether the only device of this process will be a CPU."""
   config = getattr(sys.modules.get("jax"), "config", None)  # if it was imported
   platforms = getattr(config, "jax_platforms", None) or env.get("JAX_PLATFORMS", "")
   asked = platforms.partition(",")[0]
@@ -72,22 +73,22 @@ def _is_single_cpu(env: Mapping[str, str], num_gpus: int) -> bool:
 
 
 def give_memory_back() -> None:
-  """Return what is free to the system, once nothing trains: a notebook lives on."""
+  """Return free memory to the system after a run, as a notebook's process lives on."""
   if _keeps:
     ctypes.CDLL(None).malloc_trim(0)
 
 
 def use_batch_policy() -> None:
-  """Put a process that trains on CPUs, with all of its threads, under SCHED_BATCH.
+  """Set the policy SCHED_BATCH for all threads of a process that trains on CPUs.
 
-  Gloo, which carries JAX's collectives between CPUs, has a thread for its sockets.
-  Under the usual policy, SCHED_OTHER, that thread preempts the one that computes
-  whenever it is woken, and polls until the next tick of the scheduler: with a single
-  core each collective takes a tick, 4 ms at 250 Hz. Under SCHED_BATCH a thread that
-  is woken waits until the other gives way (sched(7)): 0.1 to 0.3 ms.
+  Gloo, which runs JAX's collectives between CPUs, has a thread for its sockets. Under the
+  default policy, SCHED_OTHER, this thread preempts the computing thread whenever it wakes
+  up, and polls until the next tick of the scheduler. With a single core each collective
+  then takes a tick, 4 ms at 250 Hz. Under SCHED_BATCH a thread that wakes up waits until
+  the other one yields (sched(7)), and a collective takes 0.1 to 0.3 ms.
 
-  Nothing happens on accelerators, where the user chose another policy than the usual
-  one (chrt(1)), where the system forbids it, and on systems other than Linux.
+  Nothing changes on accelerators, under a policy that the user has set (chrt(1)), if the
+  system forbids it, and on systems other than Linux.
   """
   import jax
 
@@ -95,7 +96,7 @@ def use_batch_policy() -> None:
     return
   with contextlib.suppress(OSError):
     for thread in map(int, os.listdir("/proc/self/task")):
-      # One may have ended by now.
+      # The thread may have ended by now.
       with contextlib.suppress(ProcessLookupError):
         if os.sched_getscheduler(thread) == os.SCHED_OTHER:
           os.sched_setscheduler(thread, os.SCHED_BATCH, os.sched_param(0))

@@ -1,4 +1,4 @@
-"""Variables that JAX answers with a traceback: checked before it is asked."""
+"""Checks of JAX's environment variables, which JAX itself answers with a traceback."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from importlib import metadata
 from jaxscale.errors import ConfigError
 from jaxscale.files import whole_number
 
-# jax/_src/xla_bridge.py, jax 0.10: what there is without a plugin, and other names.
+# Platforms without a plugin, and aliases of platforms (jax/_src/xla_bridge.py, jax 0.10).
 _BUILT_IN, _ALIASES = ("cpu", "tpu"), {"gpu": ("cuda", "rocm")}
 _TRUE = ("y", "yes", "t", "true", "on", "1")  # jax/_src/config.py
 
 
 def check_environment(env: Mapping[str, str]) -> None:
-  """Refuse what JAX would be given in vain.
+  """Refuse environment variables that JAX cannot use.
 
   Args:
-    env: variables of the process.
+    env: the environment variables of the process.
 
   Raises:
-    ConfigError: JAX_PLATFORMS names what this installation has not,
-      JAX_NUM_CPU_DEVICES does not count devices, or JAX_DISABLE_JIT is set.
+    ConfigError: JAX_PLATFORMS has a platform that is not installed, JAX_NUM_CPU_DEVICES is
+      not a number of devices, or JAX_DISABLE_JIT is set.
 
   Example:
     >>> check_environment({"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "8"})
@@ -36,7 +36,7 @@ def check_environment(env: Mapping[str, str]) -> None:
   if not whole_number(count):
     raise ConfigError(f"JAX_NUM_CPU_DEVICES={count}: give a whole number >= 1")
   if (value := env.get("JAX_DISABLE_JIT", "")).lower() in _TRUE:
-    advice = "steps are compiled before they run; unset it"
+    advice = "jaxscale runs compiled steps only; unset it"
     raise ConfigError(f"JAX_DISABLE_JIT={value}: {advice}")
   for name in filter(None, env.get("JAX_PLATFORMS", "").split(",")):
     if problem := _missing(name, env):
@@ -44,26 +44,26 @@ def check_environment(env: Mapping[str, str]) -> None:
 
 
 def _missing(name: str, env: Mapping[str, str]) -> str | None:
-  """What a platform lacks here, and what to do; None: JAX can be asked."""
+  """Return what a platform lacks on this machine, with a remedy; None: nothing."""
   if name == "cpu":
-    return None  # which needs no look at what is installed
+    return None  # every installation has it
   known = {*_BUILT_IN, *_plugins()}
   if name == "tpu" and not (env.get("TPU_LIBRARY_PATH") or _is_installed("libtpu")):
     return "libtpu is not installed; install jaxscale[tpu]"
   if name in known or known.intersection(_ALIASES.get(name, ())):
     return None
   if name in ("cuda", "rocm", "gpu"):
-    return "JAX has no plugin for it here; install jaxscale[cuda12] or [cuda13]"
+    return "JAX's plugin for it is not installed; install jaxscale[cuda12] or [cuda13]"
   return f"no such platform; give one of {', '.join(sorted(known))}"
 
 
 def has_gpu_plugin() -> bool:
-  """Whether JAX can use GPUs with what is installed."""
+  """Return whether JAX's plugin for GPUs is installed."""
   return bool({"cuda", "rocm"} & _plugins())
 
 
 def _plugins() -> set[str]:
-  """Platforms of JAX's plugins: jax_plugins.xla_cuda12 and the like, by their names."""
+  """Return the platforms of the installed plugins, by name (jax_plugins.xla_cuda12, …)."""
   names = [point.name for point in metadata.entry_points(group="jax_plugins")]
   kinds = {kind for kind in ("cuda", "rocm") if any(kind in name for name in names)}
   return kinds | {*names}

@@ -1,11 +1,11 @@
-"""Environment variables for GPUs: what their makers recommend, where GPUs are found.
+"""Environment variables that GPU vendors recommend, set where GPUs are found.
 
-JAX, XLA, CUDA and NCCL read them when they start, so they are chosen before. `TABLE`
-has each with what it is for and who recommends it. A variable that the user has set
-stays, and so does what he has decided by another one (`unless`). No XLA flag is among
-them: XLA ends a process at a flag that it does not know, JAX ignores a variable that
-it does not. What needs no setting is not here: NCCL finds InfiniBand, NVLink between
-nodes and the right RoCE address by itself.
+JAX, XLA, CUDA and NCCL read these variables when they start, so they are set before.
+`TABLE` has the variables, their purpose and their sources. A variable that the user has
+set keeps its value, and a related variable may also prevent a setting (`unless`). XLA
+flags are not used, because XLA aborts on an unknown flag while JAX ignores an unknown
+variable. NCCL finds InfiniBand, NVLink between nodes and the right RoCE address without
+any setting.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ from jaxscale.cluster.detect.fabric import Fabric
 from jaxscale.cluster.detect.launch import Env, Launch
 
 LEVEL = "JAX_OPTIMIZATION_LEVEL"
-# All processes must have the same of these: the compiled program, and NCCL's network.
+# All processes must agree on these, which decide on the program and NCCL's network.
 SHARED = (LEVEL, "NCCL_NET")
-_OFF = "off by --config.gpu_settings=False"
-_applied: dict[str, str] = {}  # by this process
+_OFF = "disable with --config.gpu_settings=False"
+_applied: dict[str, str] = {}  # variables that this process has set
 
 
 class Place(NamedTuple):
-  """Where a process runs.
+  """The GPUs and the network of a process.
 
   Attributes:
-    gpus: that it sees.
-    models: of NVIDIA's GPUs here.
-    is_shared: whether other processes may compute on its GPUs as well.
-    has_peers: whether the run has other GPUs, here or elsewhere.
-    has_nodes: whether the run has other nodes.
-    fabric: of its node.
+    gpus: the number of GPUs that the process sees.
+    models: the models of NVIDIA's GPUs on the node.
+    is_shared: True if other processes may compute on the same GPUs.
+    has_peers: True if the run has other GPUs.
+    has_nodes: True if the run has other nodes.
+    fabric: the network of the node.
   """
 
   gpus: int
@@ -47,47 +47,47 @@ class Place(NamedTuple):
 
   @property
   def is_hopper(self) -> bool:
-    """Whether all GPUs are of the generation of the H100."""
+    """True if all GPUs are of the generation of the H100."""
     hopper = re.compile(r"\bG?H(20|100|200|800)\b")
     return bool(self.models) and all(map(hopper.search, self.models))
 
   @property
   def is_alone(self) -> bool:
-    """Whether no other process uses the same GPUs."""
+    """True if no other process uses the same GPUs."""
     return not self.is_shared
 
   @property
   def is_amd(self) -> bool:
-    """Whether no GPU is one of NVIDIA's."""
+    """True if no GPU is from NVIDIA."""
     return not self.models
 
   @property
   def has_plugin(self) -> bool:
-    """Whether NCCL finds aws-ofi-nccl."""
+    """True if NCCL finds aws-ofi-nccl."""
     return self.fabric.has_plugin
 
   @property
   def is_slingshot(self) -> bool:
-    """Whether other nodes are reached over Slingshot."""
+    """True if other nodes are reached over Slingshot."""
     return self.has_nodes and self.fabric.kind == "slingshot"
 
   @property
   def is_mixed(self) -> bool:
-    """Whether InfiniBand has adapters on an Ethernet next to it."""
+    """True if the node has both InfiniBand and RDMA adapters on Ethernet."""
     fabric = self.fabric
     return self.has_nodes and fabric.kind == "infiniband" and bool(fabric.others)
 
 
 class Row(NamedTuple):
-  """A variable.
+  """A variable to set.
 
   Attributes:
-    name: of the variable.
-    value: it gets this, with the network's adapters in place of CARDS.
-    when: properties of the `Place`, all of which it must have.
-    why: in a few words, for the log.
-    unless: a regular expression of NAME=VALUE; a variable of the environment that
-      it fits decides the same, and nothing is set.
+    name: the name of the variable.
+    value: the value, in which CARDS stands for the network's adapters.
+    when: properties of `Place` that must all be true.
+    why: the reason, in a few words for the log.
+    unless: a regular expression of NAME=VALUE. If a variable of the environment matches,
+      the user has already decided, and nothing is set.
   """
 
   name: str
@@ -98,24 +98,24 @@ class Row(NamedTuple):
 
 
 # Sources. Memory, level and connections: NVIDIA JAX-Toolbox, docs/GPU_performance.md,
-# and for the level openxla.org/xla/effort_levels. JAX takes 75 % of the memory
-# otherwise (docs.jax.dev, "GPU memory allocation"). One connection is for Hopper, and
-# harms Blackwell. Slingshot: HPE's shs-ccl-docs, ccl_env.sh, without
+# and for the level openxla.org/xla/effort_levels. JAX takes 75 % of the memory by default
+# (docs.jax.dev, "GPU memory allocation"). One connection suits Hopper and slows down
+# Blackwell. Slingshot: HPE's shs-ccl-docs, ccl_env.sh, without
 # FI_CXI_RDZV_PROTO=alt_read, for which srun must have --network=disable_rdzv_get.
-# NCCL_IB_HCA: NCCL's user guide; it would otherwise use every adapter that has RDMA.
-# The level would overrule what these flags turn off.
+# NCCL_IB_HCA: NCCL's user guide; by default NCCL uses every adapter with RDMA.
+# The level would override these flags of the user.
 _FLAGS = r"XLA_FLAGS=.*(latency_hiding|pipelin|combine_threshold|double_buffering)"
 _SLINGSHOT = """NCCL_SOCKET_IFNAME=CARDS NCCL_CROSS_NIC=1 NCCL_NET_GDR_LEVEL=PHB
   FI_MR_CACHE_MONITOR=userfaultfd FI_CXI_DISABLE_HOST_REGISTER=1 FI_CXI_DEFAULT_CQ_SIZE=131072
   FI_CXI_DEFAULT_TX_SIZE=2048 FI_CXI_RX_MATCH_MODE=hybrid"""
 _PAIRS = (pair.split("=") for pair in _SLINGSHOT.split())
-_HPE, _HOPPER = "Slingshot, by HPE", "Hopper: kernels start in their order"
+_HPE, _HOPPER = "HPE's settings for Slingshot", "Hopper: kernels start in program order"
 _MEMORY, _OWN_MEMORY = "JAX takes 75 % by default", r"XLA_(PYTHON_)?CLIENT_\w+="
 TABLE = (
   Row("XLA_CLIENT_MEM_FRACTION", "0.9", "is_alone", _MEMORY, _OWN_MEMORY),
-  Row(LEVEL, "O1", "has_peers", "collectives behind computation", _FLAGS),
+  Row(LEVEL, "O1", "has_peers", "overlaps collectives with computation", _FLAGS),
   Row("CUDA_DEVICE_MAX_CONNECTIONS", "1", "has_peers is_hopper", _HOPPER),
-  Row("NCCL_IB_HCA", "=CARDS", "is_mixed", "InfiniBand, not the Ethernet next to it"),
+  Row("NCCL_IB_HCA", "=CARDS", "is_mixed", "InfiniBand adapters only, not Ethernet"),
   Row("NCCL_NET", "AWS Libfabric", "is_slingshot has_plugin", _HPE, "NCCL_NET_PLUGIN="),
   *(Row(name, value, "is_slingshot", _HPE) for name, value in _PAIRS),
   Row("HSA_FORCE_FINE_GRAIN_PCIE", "1", "is_slingshot is_amd", _HPE),
@@ -123,12 +123,12 @@ TABLE = (
 
 
 class Choice(NamedTuple):
-  """What is set in a place.
+  """The variables to set for a process.
 
   Attributes:
-    rows: with the values to set.
-    kept: names of variables that stay as the user has set them.
-    missing: what the place lacks, a line; "": nothing.
+    rows: rows of the table with their values.
+    kept: names of variables that keep the user's value.
+    missing: a line about missing software; "" if nothing is missing.
   """
 
   rows: tuple[tuple[Row, str], ...] = ()
@@ -137,12 +137,12 @@ class Choice(NamedTuple):
 
   @property
   def values(self) -> dict[str, str]:
-    """What is set, by name."""
+    """Values to set, by name."""
     return {row.name: value for row, value in self.rows}
 
 
 def choose(place: Place, env: Env) -> Choice:
-  """What fits a place, but for what its user has set.
+  """Choose the variables for a process, except those that the user has set.
 
   Example:
     >>> choose(Place(gpus=1), {}).values
@@ -167,16 +167,16 @@ def choose(place: Place, env: Env) -> Choice:
   if needs_plugin and not fabric.has_plugin and not {"NCCL_NET", "NCCL_NET_PLUGIN"} & {*env}:
     name = {"slingshot": "Slingshot", "efa": "EFA"}[fabric.kind]
     missing = f"{name} without aws-ofi-nccl (the loader finds no libnccl-net.so): NCCL "
-    missing += "would use TCP; load the site's module of it"
+    missing += "would use TCP; load the site's module of aws-ofi-nccl"
   return Choice(tuple(rows), tuple(dict.fromkeys(kept)), missing)
 
 
 def lines(choice: Choice, *, short: bool = False) -> list[str]:
-  """For the log: what is set and why, what stays, what is missing.
+  """Return log lines: variables that are set and why, kept ones, missing software.
 
   Args:
-    choice: by `choose`.
-    short: leave out what is missing.
+    choice: the result of `choose`.
+    short: whether to leave out the line about missing software.
 
   Example:
     >>> lines(choose(Place(gpus=1), {}))[0].partition(";")[0]
@@ -189,7 +189,7 @@ def lines(choice: Choice, *, short: bool = False) -> list[str]:
   found = []
   if reasons or choice.kept:
     parts = [f"{' '.join(names)} ({why})" for why, names in reasons.items()]
-    kept = f"; as you have set them: {', '.join(choice.kept)}" if choice.kept else ""
+    kept = f"; kept as you set them: {', '.join(choice.kept)}" if choice.kept else ""
     found = [f"GPU settings: {', '.join(parts) or 'none'}{kept}; {_OFF}"]
   is_missing = bool(choice.missing) and not short
   return found + [f"GPU settings: {choice.missing}"] * is_missing
@@ -202,27 +202,27 @@ def place_of(
   env: Env = os.environ,
   root: str = "/",
 ) -> Place:
-  """Where this process runs.
+  """Describe the GPUs and the network of this process.
 
   Args:
-    launch: by `detect.detect`.
-    gpus: that it sees.
-    gpu_ids: of those, its own; None: all.
+    launch: the result of `detect.detect`.
+    gpus: the number of GPUs that the process sees.
+    gpu_ids: the GPUs that it uses among these; None: all.
     env: the environment variables.
-    root: of the file system.
+    root: the root of the file system, for tests.
   """
   from jaxscale.cluster.detect.fabric import find_fabric, nvidia_models
   from jaxscale.cluster.detect.local_devices import IDS, SHARING
 
   if not gpus:
     return Place(0)
-  several, here = launch.num_processes > 1, launch.local_size
+  several, local_size = launch.num_processes > 1, launch.local_size
   own = gpus if gpu_ids is None else len([*gpu_ids])
   if launch.nodes:
     has_nodes = len({*launch.nodes}) > 1
-  else:  # where nobody knows, the processes may be anywhere
-    has_nodes = several and (here is None or here < launch.num_processes)
-  # Named by hand, GPUs may be the same in several processes.
+  else:  # without a list of nodes, assume that there are several
+    has_nodes = several and (local_size is None or local_size < launch.num_processes)
+  # GPUs that the user lists may be the same in several processes.
   is_shared = several and any(map(env.get, (IDS, *SHARING)))
   fabric = find_fabric(env, root)
   peers = several or own > 1
@@ -230,15 +230,15 @@ def place_of(
 
 
 def apply(choice: Choice, env: MutableMapping[str, str] = os.environ) -> None:
-  """Set what was chosen; before JAX's first use of a GPU.
+  """Set the chosen variables; call this before JAX's first use of a GPU.
 
   Args:
-    choice: by `choose`.
+    choice: the result of `choose`.
     env: the environment variables.
   """
   values = choice.values
   jax = sys.modules.get("jax")
-  if LEVEL in values and jax is not None:  # which has read its variables by now
+  if LEVEL in values and jax is not None:  # JAX has already read its variables
     name = "jax_optimization_level"
     if getattr(jax.config, name, None) in (None, "UNKNOWN"):
       jax.config.update(name, values[LEVEL])
@@ -249,7 +249,7 @@ def apply(choice: Choice, env: MutableMapping[str, str] = os.environ) -> None:
 
 
 def choose_here(launch: Launch, gpus: int, gpu_ids: Iterable[int] | None = None) -> Choice:
-  """What fits this process; nothing where JAX cannot use its GPUs.
+  """Choose the variables for this process; none if JAX cannot use its GPUs.
 
   The arguments are those of `place_of`.
   """
@@ -261,15 +261,15 @@ def choose_here(launch: Launch, gpus: int, gpu_ids: Iterable[int] | None = None)
 
 
 def applied() -> dict[str, str]:
-  """What this process has set, by name."""
+  """Return the variables that this process has set, by name."""
   return dict(_applied)
 
 
 def own(env: Env = os.environ) -> dict[str, Any]:
-  """The environment without what this process has set."""
+  """Return the environment without the variables that this process has set."""
   return {n: v for n, v in env.items() if _applied.get(n) != v}
 
 
 def shared(env: Env = os.environ) -> dict[str, str]:
-  """The variables that all processes must have alike, with their values."""
+  """Return the variables on which all processes must agree, with their values."""
   return {name: env.get(name, "unset") for name in SHARED}

@@ -1,13 +1,14 @@
-"""Names of JAX that are not public, and what happens where a version lacks them.
+"""Private names of JAX, and the behaviour with a version that lacks them.
 
-JAX 0.10 to 0.12 has all of these (tests/unit/test_jax_internals.py asks the installed one).
+JAX 0.10 to 0.12 has all of them (tests/unit/test_jax_internals.py checks the installed
+version).
 
 | name | used for | without it |
 |---|---|---|
-| `jax._src.distributed.global_state` | processes wait while the leader compiles | each compiles |
+| `jax._src.distributed.global_state` | processes wait while process 0 compiles | each compiles |
 | `jax._src.cache_key._hash_accelerator_config` | one cached program for equal CPUs | each compiles |
-| `_wrapped_callback` in `jax/_src/callback.py` | a hang in a callback of the model | the hang names the process alone |
-| `.mat` and `.manual_axis_type` of array types | axes that a value varies over | an error that names the JAX to install |
+| `_wrapped_callback` in `jax/_src/callback.py` | report a hang in a callback of the model | the hang report has the process only |
+| `.mat` and `.manual_axis_type` of array types | axes that a value varies over | an error with the JAX version to install |
 """  # noqa: E501
 
 from __future__ import annotations
@@ -30,16 +31,16 @@ _ABSENT = object()
 
 
 def coordination_client() -> Any:
-  """JAX's connection to process 0; None where there is none, or no name for it."""
+  """Return JAX's connection to process 0; None if JAX has none or lacks the name."""
   return getattr(_find(*_STATE), "client", None)
 
 
 @contextlib.contextmanager
 def devices_hashed_as(content: bytes) -> Iterator[None]:
-  """Inside, the key of a compiled program has `content` in place of its devices.
+  """Replace the devices by `content` in the cache key of compiled programs.
 
-  JAX's key has a fingerprint of the devices, and that of CPUs differs between
-  processes. Without the name nothing is replaced.
+  JAX's key has a fingerprint of the devices, which differs between processes on CPUs.
+  If JAX lacks the name, the key stays unchanged.
   """
   original = _find(*_DEVICE_HASH)
   if original is None:
@@ -54,36 +55,36 @@ def devices_hashed_as(content: bytes) -> Iterator[None]:
 
 
 def runs_callback(code: CodeType) -> bool:
-  """Whether it is the function in which JAX runs a host callback."""
+  """Return whether the code is JAX's function that runs a host callback."""
   return code.co_name == CALLBACK and is_jax(code)
 
 
 def is_jax(code: CodeType) -> bool:
-  """Whether it is code of JAX itself."""
+  """Return whether the code belongs to JAX."""
   return SOURCE in code.co_filename
 
 
 def varying_axes(array_type: Any) -> frozenset[str]:
-  """The mesh axes over which values of a type may differ.
+  """Return the mesh axes over which values of a type may differ.
 
   Args:
-    array_type: of `jax.typeof`, or a `jax.ShapeDtypeStruct`.
+    array_type: a result of `jax.typeof`, or a `jax.ShapeDtypeStruct`.
 
   Raises:
-    ConfigError: JAX has another name for it.
+    ConfigError: the installed JAX lacks the attribute.
   """
   kind = _manual_axis_type(array_type)
   return frozenset() if kind is None else frozenset(kind.varying)
 
 
 def with_varying_axes(array_type: Any, axes: frozenset[str]) -> Any:
-  """The type of values that may differ over these mesh axes alone."""
+  """Return the type of values that may differ over these mesh axes only."""
   kind = _manual_axis_type(array_type)
   return array_type.update(manual_axis_type=kind.update(varying=axes))
 
 
 def _find(module: str, name: str) -> Any:
-  """An attribute of a module; None where either has vanished."""
+  """Return an attribute of a module; None if the module or the attribute is missing."""
   with contextlib.suppress(ImportError):
     return getattr(importlib.import_module(module), name, None)
   return None
@@ -95,5 +96,5 @@ def _manual_axis_type(array_type: Any) -> Any:
       return kind
   import jax
 
-  why = "does not tell over which mesh axes a value varies"
+  why = "does not report the mesh axes over which a value varies"
   raise invalid("jax", jax.__version__, why, "install jax>=0.10,<0.13")

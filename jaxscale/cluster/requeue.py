@@ -1,8 +1,8 @@
-"""Resuming later in the same job: `scontrol requeue`, and when not to.
+"""Requeue of a Slurm job by `scontrol requeue`, and the limits on it.
 
-A job that is preempted is resumed as often as it makes progress. One that crashes
-at the same place every time would be requeued for ever; as NVIDIA's resiliency
-extension does, we count starts in a row that found no newer checkpoint.
+A preempted job resumes as long as it makes progress. A job that always crashes at the
+same step would be requeued forever. So, as in NVIDIA's resiliency extension, consecutive
+starts without a newer checkpoint are counted.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from jaxscale.errors import EXIT_GIVE_UP, EXIT_PREEMPTED
 from jaxscale.files import read_json, whole_number, write_json
 
 _SCONTROL_S = 30.0
-# A controller that restarts is back within seconds. Slurm may kill this process sooner,
+# A controller that restarts is back within seconds. Slurm may kill this process earlier,
 # KillWait after its SIGTERM.
 _ASK_S, _PAUSE_S = 60.0, 5.0
-# What a job is signalled with as a whole, by Slurm or from a terminal.
+# Signals that Slurm or a terminal sends to all processes of a job.
 _TO_THE_JOB = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
 
 
@@ -37,9 +37,9 @@ class Requeued(NamedTuple):
 
 
 def job_name(env: Mapping[str, str] = os.environ) -> str | None:
-  """The job as `scontrol requeue` takes it; None outside of one.
+  """Return the job ID for `scontrol requeue`; None outside of a job.
 
-  An array's task is JOB_TASK: the number of the array alone requeues all tasks.
+  The ID of an array task is JOB_TASK: the number of the array alone requeues all tasks.
 
   Example:
     >>> job_name({"SLURM_JOB_ID": "1207"})
@@ -53,29 +53,29 @@ def job_name(env: Mapping[str, str] = os.environ) -> str | None:
 
 
 def restarts(env: Mapping[str, str] = os.environ) -> int:
-  """How often this job was requeued before (SLURM_RESTART_COUNT, sbatch(1))."""
+  """Return how often this job was requeued (SLURM_RESTART_COUNT, sbatch(1))."""
   count = env.get("SLURM_RESTART_COUNT", "")
   return whole_number(count) or 0
 
 
 def requeue(job: str | None, restarts: int, limit: int) -> Requeued:
-  """Ask Slurm to run this job again; only one process should, at its very end.
+  """Ask Slurm to requeue this job; only one process should, as its last action.
 
-  Slurm ends what is left of the job at once, with SIGTERM.
+  Slurm then sends SIGTERM to the remaining processes of the job at once.
 
   Args:
-    job: as `job_name` gives it; None: there is no Slurm job.
-    restarts: how often it was requeued before.
-    limit: more are not asked for.
+    job: the job ID from `job_name`; None if there is no Slurm job.
+    restarts: the number of earlier requeues.
+    limit: the largest number of requeues.
   """
   code = EXIT_PREEMPTED
   if job is None:
     line = "saved; start it again to resume"
   elif restarts >= limit:
     code = EXIT_GIVE_UP
-    line = f"job {job} was requeued {restarts} times, and not again (limit {limit})"
+    line = f"job {job} is not requeued: it was requeued {restarts} times (limit {limit})"
   elif state := ending_state(run_scontrol("show", "job", job) or ""):
-    line = f"job {job} is {state} already: not requeued by this run"
+    line = f"job {job} is not requeued: it is already {state}"
   elif error := _requeue_or_wait(job, restarts):
     line = f"job {job} is saved, not requeued: {error}"
   else:
@@ -84,24 +84,24 @@ def requeue(job: str | None, restarts: int, limit: int) -> Requeued:
 
 
 def _requeue_or_wait(job: str, restarts: int) -> str | None:
-  """`_requeue`, asked again while Slurm's controller is down; None: it is requeued."""
+  """Call `_requeue`, and retry while Slurm's controller is down; None: it is requeued."""
   ends_s = time.monotonic() + _ASK_S
   while error := _requeue(job, restarts):
     if run_scontrol("ping") is not None or shutil.which("scontrol") is None:
-      return error  # it answers: that is its refusal
+      return error  # the controller answers, so the error is its refusal
     if time.monotonic() > ends_s:
       return f"Slurm's controller does not answer ({error}); submit it again to resume"
-    line = f"job {job} is saved; Slurm's controller does not answer, it is asked again"
+    line = f"job {job} is saved; Slurm's controller does not answer, retrying the requeue"
     print(line, flush=True)
     time.sleep(_PAUSE_S)
   return None
 
 
 def _requeue(job: str, restarts: int) -> str | None:
-  """The error of `scontrol requeue`; None: the job is requeued."""
-  # Slurm's answer to a requeue is SIGTERM to all of the job, so also to the scontrol
-  # that waits for its answer. A new process has the mask of the thread that starts it
-  # (sigprocmask(2)); a session of its own is for clusters that signal process groups
+  """Run `scontrol requeue`; return its error, or None if the job is requeued."""
+  # Slurm answers a requeue with SIGTERM to all processes of the job, including this
+  # scontrol, which waits for its answer. It inherits the signal mask of this thread
+  # (sigprocmask(2)). A new session is for clusters that signal process groups
   # (slurm.conf(5), proctrack/pgid).
   mask = signal.pthread_sigmask(signal.SIG_BLOCK, _TO_THE_JOB)
   try:
@@ -116,7 +116,7 @@ def _requeue(job: str, restarts: int) -> str | None:
   code = done.returncode
   if code == 0 or done.stderr.strip():
     return " ".join(done.stderr.split()) if code else None
-  # It was ended before it could print a result.
+  # A signal ended scontrol before it could print a result.
   if was_requeued(run_scontrol("show", "job", job) or "", restarts):
     return None
   how = f"ended by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
@@ -124,11 +124,11 @@ def _requeue(job: str, restarts: int) -> str | None:
 
 
 def was_requeued(shown: str, restarts: int) -> bool:
-  """Whether Slurm has taken a requeue: it waits again, or counts one more start.
+  """Return whether Slurm has requeued a job: it waits again, or has one more restart.
 
   Args:
-    shown: what `scontrol show job` prints.
-    restarts: how often it was requeued before.
+    shown: the output of `scontrol show job`.
+    restarts: the number of earlier requeues.
 
   Example:
     >>> was_requeued("JobId=7 JobState=COMPLETING Reason=None Restarts=1", 0)
@@ -142,14 +142,14 @@ def was_requeued(shown: str, restarts: int) -> bool:
 
 
 def ending_state(shown: str) -> str | None:
-  """The state of a job that somebody, or Slurm, is ending; None: it may resume.
+  """Return the state of a job that a user or Slurm is ending; None: it may resume.
 
-  `scontrol requeue` would revive what was cancelled: that is COMPLETING, or CANCELLED,
-  while its processes save; so is what has reached its time limit, but says so, and is
-  to resume (measured with Slurm 22.05).
+  `scontrol requeue` would revive a cancelled job, which is COMPLETING or CANCELLED while
+  its processes save. A job at its time limit is also COMPLETING, but has
+  Reason=TimeLimit and may resume (measured with Slurm 22.05).
 
   Args:
-    shown: what `scontrol show job` prints.
+    shown: the output of `scontrol show job`.
 
   Example:
     >>> ending_state("JobId=7 JobState=RUNNING Reason=None Dependency=(null)")
@@ -164,16 +164,16 @@ def ending_state(shown: str) -> str | None:
 
 
 def count_start(workdir: Path, job: str | None, restarts: int, step: int) -> int:
-  """Record that the job starts at this step; how many restarts in a row found no more.
+  """Record a start of the job; return the number of consecutive starts without progress.
 
-  Only one process may call it, before training. Another job starts at 0: somebody
-  has looked at it.
+  Only one process may call this, before training. A new job starts at 0, since a person
+  has submitted it.
 
   Args:
-    workdir: of the run; `restarts.json` is kept there.
-    job: as `job_name` gives it.
-    restarts: how often it was requeued before.
-    step: of the newest checkpoint; 0: there is none.
+    workdir: the workdir of the run, which holds `restarts.json`.
+    job: the job ID from `job_name`.
+    restarts: the number of earlier requeues.
+    step: the step of the newest checkpoint; 0 if there is none.
 
   Example:
     >>> import tempfile
@@ -183,11 +183,11 @@ def count_start(workdir: Path, job: str | None, restarts: int, step: int) -> int
   """
   path = workdir / "restarts.json"
   idle, newest = 0, step
-  # No file before the first start; a damaged one counts as none.
+  # The first start finds no file, and a damaged one is ignored.
   shape = dict.fromkeys(("step", "idle", "restarts"), int) | {"job": (str, None)}
   before = read_json(path, shape)
   if before and before["job"] == job and before["restarts"] < restarts:
-    # A checkpoint that turns out to be damaged makes a step smaller: no progress.
+    # The step decreases if the newest checkpoint was damaged, which is no progress.
     last = before["step"]
     newest, idle = max(step, last), before["idle"] + 1 if step <= last else 0
   write_json(path, {"job": job, "restarts": restarts, "idle": idle, "step": newest})
@@ -195,12 +195,12 @@ def count_start(workdir: Path, job: str | None, restarts: int, step: int) -> int
 
 
 def loop_error(idle: int, step: int, limit: int) -> str | None:
-  """Why this job must not be restarted, for exit code 93; None: it may.
+  """Return the error of a job that must not restart (exit code 93); None: it may.
 
   Args:
-    idle: what `count_start` returns.
-    step: of the newest checkpoint.
-    limit: so many restarts in a row without progress are the last.
+    idle: the result of `count_start`.
+    step: the step of the newest checkpoint.
+    limit: the number of consecutive restarts without progress that ends the job.
   """
   if idle < limit:
     return None

@@ -1,17 +1,16 @@
-"""The secret of a run, and how two processes prove to each other that they have it.
+"""Secret of a run, and the handshake by which two processes prove that they have it.
 
-On a cluster other users' programs run on the same network and nodes, and can connect
-to what listens there or listen where a process is looked for. So a process says
-nothing of itself, and believes nothing, before the other end has proved that it has
-the run's secret:
+On a cluster, programs of other users run on the same network and nodes. They can connect
+to the ports of a run, or listen where its processes connect. So a process sends no
+information and trusts no message before the other end has proved the run's secret:
 
     client: a random number C
     server: a random number S, and "welcome", sealed
-    client: who it is, sealed
+    client: its description, sealed
 
-What seals (`wire.Link`) is derived from the secret, the run's name, C, S and the port:
-nothing of an earlier connection can be used again, nor passed on by a program that
-listens at another port. Messages are authenticated, not encrypted.
+The key that seals messages (`wire.Link`) is derived from the secret, the run's name, C, S
+and the port. A message can therefore not be replayed on a new connection or relayed by a
+program on a different port. Messages are authenticated, not encrypted.
 """
 
 from __future__ import annotations
@@ -36,11 +35,11 @@ from jaxscale.errors import ConfigError
 VARIABLE = "JAXSCALE_SECRET"
 _NONCE = re.compile("[0-9a-f]{32}")
 WELCOME = "welcome"
-GREETING_BYTES = 64  # the longest line before the other end has proved anything
+GREETING_BYTES = 64  # the longest line before the other end has proved the secret
 
 
 class Key(bytes):
-  """Bytes that no log shows."""
+  """Bytes whose repr hides them from logs."""
 
   def __repr__(self) -> str:
     return "<key>"
@@ -49,28 +48,28 @@ class Key(bytes):
 
 
 def run_key(secret: bytes, job: str) -> Key:
-  """The key of one run, of which all else is derived.
+  """Derive the key of one run.
 
   Args:
-    secret: what `find_secret` has found.
+    secret: the result of `find_secret`.
     job: the name of the run, `Launch.job`.
   """
   return Key(hmac.digest(secret, f"jaxscale {job}".encode(), "sha256"))
 
 
 def find_secret(env: Mapping[str, str] = os.environ) -> bytes:
-  """The secret that all processes of a run have, and nobody else.
+  """Return the secret that only the processes of a run know.
 
-  That of $JAXSCALE_SECRET, which `jaxscale submit` makes for each start of a job. Else
-  that of the file ~/.jaxscale/secret, which is made when it is needed first: all hosts
-  of a cluster usually share the home directory.
+  It comes from $JAXSCALE_SECRET, which `jaxscale submit` sets anew for each start of a
+  job. Without the variable, it comes from the file ~/.jaxscale/secret, which is created
+  on first use; the hosts of a cluster usually share the home directory.
 
   Raises:
-    ConfigError: others can read the file, or it cannot be made.
+    ConfigError: other users can read the file, or it cannot be created.
   """
   if text := env.get(VARIABLE, ""):
     if len(text) < 32:
-      raise ConfigError(f"{VARIABLE}: shorter than 32 characters; make it random")
+      raise ConfigError(f"{VARIABLE}: shorter than 32 characters; use 64 random hex digits")
     return hashlib.sha256(text.encode(errors="surrogateescape")).digest()
   path = Path(os.path.expanduser("~"), ".jaxscale", "secret")
   try:
@@ -81,30 +80,30 @@ def find_secret(env: Mapping[str, str] = os.environ) -> bytes:
       file.write(secrets.token_hex(32))
       file.flush()
       os.fsync(file.fileno())
-      with contextlib.suppress(FileExistsError):  # of another process: the first counts
+      with contextlib.suppress(FileExistsError):  # another process was first
         os.link(file.name, path)
     return _read(path)
   except OSError as e:
     fix = f"set {VARIABLE} to the same 64 random hex digits in all processes"
-    raise ConfigError(f"{path}: {e.strerror}: no place for the secret of your runs; {fix}") from e
+    raise ConfigError(f"{path}: cannot store the secret of your runs: {e.strerror}; {fix}") from e
 
 
 def _read(path: Path) -> bytes:
-  """The secret in a file that is this user's alone."""
+  """Read the secret from a file that no other user can read or write."""
   file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
   with open(file, encoding="ascii", errors="replace") as text:
     about = os.fstat(file)
     is_private = stat.S_ISREG(about.st_mode) and not about.st_mode & 0o077
     if about.st_uid != os.geteuid() or not is_private:
-      raise ConfigError(f"{path}: others can read or write it; remove it, or set {VARIABLE}")
+      raise ConfigError(f"{path}: other users can read or write it; remove it, or set {VARIABLE}")
     content = text.read(65)
   if not re.fullmatch("[0-9a-f]{64}", content):
-    raise ConfigError(f"{path}: damaged; remove it, a new one is made")
+    raise ConfigError(f"{path}: damaged; remove it, and the next run creates a new one")
   return bytes.fromhex(content)
 
 
 class Greeting:
-  """The client's part on a new connection; nothing in it waits.
+  """Client side of the handshake on a new connection; no method waits.
 
   Attributes:
     link: the connection.
@@ -114,17 +113,17 @@ class Greeting:
     """Send the first message.
 
     Raises:
-      OSError: the other end is gone.
+      OSError: the other end has closed the connection.
     """
     self.link, self._key = Link(sock, max_bytes=GREETING_BYTES), key
     self._number = secrets.token_hex(16)
     self.link.send(self._number)
 
   def is_welcome(self) -> bool:
-    """Read what has come; whether the server has proved that it has the key.
+    """Read new messages; return whether the server has proved that it has the key.
 
     Raises:
-      EOFError, ValueError: it has not.
+      EOFError, ValueError: the server does not have the key.
     """
     link = self.link
     if not link.keys and (answer := link.next()) is not None:
@@ -140,11 +139,11 @@ class Greeting:
 
 
 def welcome(link: Link, key: bytes, number: Any) -> None:
-  """The server answers a client's number; what comes next is sealed.
+  """Answer a client's number as the server; later messages are sealed.
 
   Raises:
-    ValueError: it is not one.
-    OSError: the client is gone, or takes nothing.
+    ValueError: the client has not sent a number.
+    OSError: the client has closed the connection or does not receive.
   """
   own, port = secrets.token_hex(16), link.sock.getsockname()[1]
   ours, theirs = _session_keys(key, _number(number), own, port)
@@ -155,12 +154,12 @@ def welcome(link: Link, key: bytes, number: Any) -> None:
 
 def _number(value: Any) -> str:
   if not isinstance(value, str) or not _NONCE.fullmatch(value):
-    raise ValueError("no greeting of ours")
+    raise ValueError("invalid greeting")
   return value
 
 
 def _session_keys(key: bytes, client: str, server: str, port: int) -> tuple[bytes, bytes]:
-  """What the server seals with, and what the client seals with."""
+  """Derive the keys of the server and of the client for one connection."""
   about = f" {client} {server} {port}".encode()
   return hmac.digest(key, b"server" + about, "sha256"), hmac.digest(
     key, b"client" + about, "sha256"
@@ -168,11 +167,11 @@ def _session_keys(key: bytes, client: str, server: str, port: int) -> tuple[byte
 
 
 def connect(address: tuple[str, int], key: bytes, timeout_s: float) -> Link:
-  """A link to a server that has the key.
+  """Connect to a server that has the key.
 
   Raises:
-    OSError: nobody listens, or not within the time.
-    EOFError, ValueError: it has not the key.
+    OSError: no server listens, or it does not answer in time.
+    EOFError, ValueError: the server does not have the key.
   """
   until = time.monotonic() + timeout_s
   sock = socket.create_connection(address, timeout_s)

@@ -1,8 +1,8 @@
-"""One process's part in a run, from start to end.
+"""Session: the part of one process in a run, from start to end.
 
-`open_session` finds out how this process was started (`detect`), lets it find the
-others (`rendezvous`), starts to watch them and handles signals (`watch`), and at the
-end leaves in good order, or ends all processes with one line.
+`open_session` detects the launcher (`detect`), connects the process to the others
+(`rendezvous`), and starts the watch and the signal handlers (`watch`). At the end it waits
+for the others, or after an error ends all processes with one line.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ if TYPE_CHECKING:
   from jaxscale.cluster.watch.signals import SignalHandlers
   from jaxscale.cluster.watch.watch import Watch
 
-_jax_is_initialized = False  # whether JAX knows of the other processes
-_was_started = False  # whether this is not the first session of this process
+_jax_is_initialized = False  # whether JAX has joined the other processes
+_was_started = False  # whether this process has had an earlier session
 _watch: Watch | None = None
 _handlers: SignalHandlers | None = None
-_walltime_ended: threading.Event | None = None  # ends the thread that waits for it
+_walltime_ended: threading.Event | None = None  # ends the thread of `walltime.before_end`
 
 
 @contextlib.contextmanager
@@ -45,14 +45,15 @@ def open_session(
   folder: Path | None = None,
   gpu_settings: bool = True,
 ) -> Iterator[Watch]:
-  """Inside, this process is one of a run; outside, it has left it in good order.
+  """Join the run for the duration of the `with` block.
 
-  An error inside ends all processes with one line; where there are no others, it is
-  raised. The arguments are those of `initialize`.
+  At the end, the process waits for the others. An error in the block ends all processes
+  with one line; if this is the only process, the error is raised. The arguments are those
+  of `initialize`.
 
   Example:
     >>> with open_session() as watch:
-    ...   watch.stop.poll()                  # why to stop, if anybody asked for it
+    ...   watch.stop.poll()                  # the request to stop, or None
   """
   from jaxscale.cluster.watch.watch import failure_of
 
@@ -60,7 +61,7 @@ def open_session(
     _start(config, timeouts, folder, gpu_settings)
     assert _watch is not None
     yield _watch
-    mark_saved()  # SIGTERM's clock must not run while others are waited for
+    mark_saved()  # the deadline after SIGTERM must not end the wait for the others
     _watch.close()
   except BaseException as e:
     if isinstance(e, SystemExit) and not e.code:  # sys.exit() is not a fault
@@ -84,26 +85,27 @@ def initialize(
   folder: Path | None = None,
   gpu_settings: bool = True,
 ) -> None:
-  """Join the other processes of this run, if any; `open_session` also ends well.
+  """Join the other processes of this run, if there are any.
 
-  Call it before anything asks JAX for devices. From here on signals ask the run to
-  stop; a process that is alone keeps its own.
+  Call this before the first use of a JAX device. Afterwards signals ask the run to stop; a
+  single process keeps its own signal handlers. `open_session` also waits for the others at
+  the end.
 
   Args:
-    config: what all processes must be given alike: the settings and own code of a
-      `Config` are compared, of anything else the `repr`.
-    timeouts: None: the defaults, but a program that never notes by `Watch.at` where
-      it is may stay there for as long as it likes.
-    folder: for the stacks of processes that a fault ends.
-    gpu_settings: choose variables for the GPUs here (`cluster/gpu_settings.py`).
+    config: an object that must be equal in all processes: for a `Config` its settings and
+      its code are compared, for other objects the `repr`.
+    timeouts: the limits. None uses the defaults without a limit on the start, so that a
+      program may run without calls of `Watch.at`.
+    folder: the folder for the stacks of processes that a fault ends.
+    gpu_settings: whether to set variables for the GPUs (`cluster/gpu_settings.py`).
 
   Raises:
-    ConfigError: the variables contradict each other, a process is missing or runs
-      something else, a GPU is missing, …: one line, in all processes that can get it.
+    ConfigError: the variables contradict each other, a process is missing or differs, or a
+      GPU is missing. All processes that can receive the line raise it.
   """
   _start(config, timeouts, folder, gpu_settings)
   if _watch is not None and not _watch.is_watched:
-    _end()  # a notebook, whose kernel outlives every run: see `current_watch`
+    _end()  # for a notebook, whose kernel outlives every run; see `current_watch`
 
 
 def _start(
@@ -126,7 +128,7 @@ def _start(
   if launch.note and launch.process_id == 0:
     print(launch.note, flush=True)
   secret = None
-  if launch.num_processes == 0:  # a TPU pod that only JAX knows
+  if launch.num_processes == 0:  # a TPU pod whose processes only JAX can detect
     launch = _join_by_jax(launch, timeouts)
     secret = bytes.fromhex(from_leader(secrets.token_hex(32)))
   is_alone, gpu_ids, error = launch.num_processes == 1, None, ""
@@ -134,29 +136,29 @@ def _start(
     to_divide = 0 if is_alone else num_gpus
     gpu_ids = detect.local_device_ids(os.environ, to_divide, launch)
   except ConfigError as e:
-    error = str(e)  # it may be this host's alone: all are to know it
+    error = str(e)  # the error may concern this host only, but all processes report it
   if gpu_settings:
     _set_variables(gpu.choose_here(launch, num_gpus, gpu_ids), launch)
   digests = {} if is_alone else handshake.digests_of(config) | gpu.shared()
   options: dict[str, Any] = {"on_cpu": not num_gpus, "error": error, "secret": secret}
   options |= {"timeout_s": timeouts.rendezvous_timeout_s, "digests": digests}
   group = client.rendezvous(launch, **options)
-  # A job that nobody looks at is watched even if it is one process.
+  # A batch job of one process is watched too, since no person sees it hang.
   options = {"watch_alone": launch.kind != "single", "age_s": 0.0 if _was_started else _age_s()}
   options |= {"timeouts": timeouts, "folder": folder}
   this_watch = _watch = watch.start(group.links, group.process_id, group.hosts, **options)
   _was_started = True
 
   def ask(request: StopRequest) -> None:
-    # Nothing is trained before a second poll, which may be a long compilation away.
+    # No step is done before the second poll, which may come after a long compilation.
     if is_alone and request.kind == "interrupt" and this_watch.stop.passed < 2:
       signals.leave_before_start(request)
-    if not this_watch.is_watched:  # else its monitor prints it
-      again = "; again to leave at once" if request.kind == "interrupt" else ""
+    if not this_watch.is_watched:  # else the monitor prints the line
+      again = "; press it again to stop at once" if request.kind == "interrupt" else ""
       print(f"\n{request}: saving after this step{again}", flush=True)
     this_watch.stop.request(request)
 
-  # From here on signals, and the end of the job, ask all processes to stop.
+  # From now on signals and the end of the job ask all processes to stop.
   _handlers.attach(ask, this_watch.fail)
   signals.disable_xla_notifier()
   if launch.process_id == 0:
@@ -172,7 +174,7 @@ def _start(
 
 
 def _set_variables(choice: Choice, launch: Launch) -> None:
-  """Set what fits this process's GPUs; process 0 prints it."""
+  """Set variables for this process's GPUs; process 0 prints them."""
   from jaxscale.cluster import gpu_settings
 
   gpu_settings.apply(choice)
@@ -181,7 +183,7 @@ def _set_variables(choice: Choice, launch: Launch) -> None:
 
 
 def _age_s() -> float:
-  """Seconds since this process started, by proc(5); 0 where that does not say it."""
+  """Return the seconds since this process started (proc(5)); 0 if unknown."""
   try:
     stat = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
     started_s = int(stat[19]) / os.sysconf("SC_CLK_TCK")  # field 22, since boot
@@ -191,7 +193,7 @@ def _age_s() -> float:
 
 
 def _join_by_jax(launch: Launch, timeouts: Timeouts) -> Launch:
-  """Join where JAX alone knows the others; then all know where to connect."""
+  """Join by JAX's own detection; afterwards all processes know process 0's host."""
   global _jax_is_initialized
   import jax
 
@@ -205,10 +207,10 @@ def _join_by_jax(launch: Launch, timeouts: Timeouts) -> Launch:
 
 
 def _end() -> None:
-  """Stop watching, and restore the signals.
+  """Stop the watch and restore the signal handlers.
 
-  A process of a job is about to end, and keeps its handlers: SIGTERM, which Slurm
-  sends at once to what it requeues, must not take away the exit code.
+  A process of a job keeps its handlers until it exits: the SIGTERM that Slurm sends on a
+  requeue must not change the exit code.
   """
   global _watch, _handlers, _walltime_ended
   from jaxscale.cluster import cpu_settings
@@ -223,10 +225,10 @@ def _end() -> None:
 
 @contextlib.contextmanager
 def current_watch() -> Iterator[Watch]:
-  """The watch of this session; without one, a watch that only Ctrl-C stops.
+  """Yield the watch of this session; without a session, one that only Ctrl-C stops.
 
-  Of several processes that JAX alone has joined, nobody could stop the others after
-  the same step: there a Ctrl-C is Python's.
+  If JAX has joined several processes without a session, Ctrl-C raises KeyboardInterrupt,
+  since the processes cannot agree on a step to stop after.
   """
   if _watch is not None:
     yield _watch
@@ -243,11 +245,11 @@ def current_watch() -> Iterator[Watch]:
 
 
 def is_job() -> bool:
-  """Whether a launcher has started this process, which is then watched."""
+  """Return whether a launcher has started this process, which is then watched."""
   return _watch is not None and _watch.is_watched
 
 
 def mark_saved() -> None:
-  """All that can be saved is: no process leaves without a save any more."""
+  """Tell the signal handlers that everything is saved, which ends their deadline."""
   if _handlers is not None:
     _handlers.mark_saved()

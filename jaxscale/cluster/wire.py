@@ -1,8 +1,8 @@
 """Messages between the processes of a run: sealed lines of JSON over TCP.
 
-The rendezvous before JAX, the watch after it and the preflight use the same links.
-Nothing here changes a socket's mode, so that one thread may send while another
-receives; and what is received is bounded, whoever has connected.
+The rendezvous, the watch and the preflight use the same links. This module never changes
+a socket's mode, so that one thread may send while another one receives. The size of
+received messages is bounded.
 """
 
 from __future__ import annotations
@@ -20,24 +20,24 @@ from typing import Any, NamedTuple, TypeVar
 from jaxscale.errors import printable
 from jaxscale.files import parse_json
 
-MAX_BYTES = 1 << 20  # a line: the names of 4,096 hosts are 0.1 MB
-MAX_TEXT = 4096  # characters of one text in a message: a line for people, a name
+MAX_BYTES = 1 << 20  # of a line; the names of 4,096 hosts are 0.1 MB
+MAX_TEXT = 4096  # characters of one text in a message
 _CHUNK = 1 << 16
-_MOST = 1 << 53  # of a number: a float has all integers below; a NaN is never less
+_MOST = 1 << 53  # of a number: a float represents all integers below; NaN is not less
 _TAG_DIGITS = 32  # of the 64 of HMAC-SHA256: 128 bits (RFC 2104, section 5)
 
 T = TypeVar("T")
 
 
 class Keys(NamedTuple):
-  """What two processes seal their messages with, one key for each direction."""
+  """The keys that seal messages between two processes, one for each direction."""
 
   send: bytes
   receive: bytes
 
 
 def encode(message: Any) -> bytes:
-  """A message as a line of JSON.
+  """Encode a message as a line of JSON.
 
   Example:
     >>> encode({"beat": [17, "step"]}).rstrip()
@@ -47,20 +47,20 @@ def encode(message: Any) -> bytes:
 
 
 class Link:
-  """A connection between two processes, over which they send messages.
+  """A connection between two processes that carries messages.
 
-  With keys, a line is a tag and the message: HMAC-SHA256 (RFC 2104) of how many
-  messages went before in this direction and of the message. One that another program
-  has made, repeated, left out or changed is a ValueError.
+  With keys, a line has a tag and the message. The tag is the HMAC-SHA256 (RFC 2104) of the
+  number of earlier messages in this direction and of the message. A message that another
+  program has forged, replayed, dropped or changed raises a ValueError.
 
-  It reads nothing that follows the last message it gave. An empty line on a sealed link
-  is no message: it shows that the process at the other end runs (`watch/beats.py`).
+  The link reads nothing beyond the last message that it returned. An empty line on a
+  sealed link is not a message: it shows that the other process runs (`watch/beats.py`).
 
   Attributes:
     sock: the connected stream socket.
-    heard: when anything came the last time, on the clock `time.monotonic`.
-    keys: None: messages are not sealed, as inside one process.
-    max_bytes: of one message that is received.
+    heard: the time of the last received bytes, on the clock `time.monotonic`.
+    keys: the keys; None if messages are not sealed, as inside one process.
+    max_bytes: the largest size of a received message.
 
   Example:
     >>> here, there = map(Link, socket.socketpair())
@@ -77,30 +77,30 @@ class Link:
     self.sock, self.keys, self.max_bytes = sock, keys, max_bytes
     self.heard = time.monotonic()
     self._sent = self._received = 0  # messages
-    self._begun = b""  # a line whose end has not come yet
+    self._begun = b""  # a line whose end has not arrived yet
 
   def fileno(self) -> int:
-    """For `select`; -1 once it is closed."""
+    """Return the descriptor for `select`; -1 once the link is closed."""
     return self.sock.fileno()
 
   def seal(self, keys: Keys) -> None:
-    """From here on all messages are sealed."""
+    """Seal all messages from now on."""
     self.keys, self._sent, self._received = keys, 0, 0
 
   def close(self) -> None:
-    """Close the connection; no error where it is."""
+    """Close the connection, which may already be closed."""
     self.sock.close()
 
   def send(self, message: Any, timeout: float | None = None) -> None:
-    """Send one message, whole; only one thread at a time may.
+    """Send one whole message; only one thread at a time may send.
 
     Args:
-      message: anything that JSON has, or what `encode` has made of it once for many.
-      timeout: seconds until the other end must have taken it; None: for ever.
+      message: a JSON value, or the result of `encode` for it.
+      timeout: the seconds until the other end must have received it; None: no limit.
 
     Raises:
-      OSError: the other end is gone.
-      TimeoutError: it has not taken all of it; the connection is of no more use.
+      OSError: the other end has closed the connection.
+      TimeoutError: the other end has not received all of it; the link is unusable.
     """
     whole = rest = memoryview(self._seal(message))
     until = None if timeout is None else time.monotonic() + timeout
@@ -114,44 +114,45 @@ class Link:
           raise TimeoutError(f"not taken within {timeout} s") from None
 
   def send_now(self, message: Any) -> None:
-    """Send one message if the other end takes it at once, else leave it out.
+    """Send one message without waiting.
 
-    Where there is room for a part of it alone, the other end refuses what follows.
+    If the socket's buffer has room for a part of it only, the other end refuses all later
+    messages.
 
     Raises:
-      OSError: it does not, or it is gone.
+      OSError: the buffer is full, or the other end has closed the connection.
     """
     flags = socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL
     self.sock.send(self._seal(message), flags)
     self._sent += 1
 
   def next(self) -> Any:
-    """The next message, None where none is here.
+    """Return the next message; None if none has arrived.
 
     Raises:
-      EOFError: the other end is gone, and there is no message left.
-      ValueError: what came is not a message of the other end, or too long.
+      EOFError: the other end has closed the connection, and no message is left.
+      ValueError: the message is too long or not from the other end.
     """
     messages = self._read(lambda seen: seen.find(b"\n") + 1)
     return messages[0] if messages else None
 
   def drain(self) -> list[Any]:
-    """The messages that are here; what one read of the socket brings.
+    """Return the messages that one read of the socket brings.
 
     Raises:
-      EOFError, ValueError: as `next`.
+      EOFError, ValueError: see `next`.
     """
     return self._read(lambda seen: seen.rfind(b"\n") + 1) or []
 
   def receive(self, timeout: float | None) -> Any:
-    """The next message.
+    """Wait for the next message.
 
     Args:
-      timeout: seconds to wait for it; None: for ever.
+      timeout: the seconds to wait; None: no limit.
 
     Raises:
-      TimeoutError: none came.
-      EOFError, ValueError: as `next`.
+      TimeoutError: no message came in time.
+      EOFError, ValueError: see `next`.
     """
     until = None if timeout is None else time.monotonic() + timeout
     while not (messages := self._read(lambda seen: seen.find(b"\n") + 1)):
@@ -164,18 +165,19 @@ class Link:
     return _tag(self.keys.send, self._sent, line) + line if self.keys else line
 
   def _open(self, line: bytes) -> Any:
-    """The message in a line, if the other end has made it as its next one."""
+    """Return the message in a line after a check of its tag."""
     if self.keys:
       tag, line = line[:_TAG_DIGITS], line[_TAG_DIGITS:]
       if not hmac.compare_digest(tag, _tag(self.keys.receive, self._received, line)):
-        raise ValueError("a message that no process of this run has sent")
+        raise ValueError("a message that is not from a process of this run")
     self._received += 1
     return parse_json(line)
 
   def _read(self, end_of) -> list[Any] | None:
-    """The messages up to `end_of` what is here; None where nothing is."""
+    """Return the messages up to `end_of` the received bytes; None if there are none."""
     try:
-      # Looked at before it is taken: a later reader waits until the socket has more.
+      # Peek first and leave the bytes after the last message in the socket: a later
+      # reader must find the socket ready.
       seen = self.sock.recv(_CHUNK, socket.MSG_PEEK | socket.MSG_DONTWAIT)
       end = end_of(seen)
       if seen:
@@ -189,7 +191,7 @@ class Link:
     self.heard = time.monotonic()
     *lines, rest = self._begun.split(b"\n")
     if max(map(len, [*lines, rest])) > self.max_bytes:
-      raise ValueError("a line without end")
+      raise ValueError("a line is too long")
     if not end:
       return []
     self._begun = b""
@@ -202,27 +204,31 @@ def _tag(key: bytes, count: int, line: bytes) -> bytes:
 
 
 def is_ready(link: Any, until: float | None, event=select.POLLIN) -> bool:
-  """Wait until something can be read, or sent; whether it can.
+  """Wait until a link is ready to receive or send; return whether it is.
 
   Args:
-    link: anything with a descriptor; a socket's own timeout does not count.
-    until: on the clock `time.monotonic`; None: for ever.
+    link: an object with a descriptor; a socket's own timeout is ignored.
+    until: the deadline on the clock `time.monotonic`; None: no limit.
     event: POLLIN or POLLOUT.
   """
-  poll = select.poll()  # not select(), which takes no descriptor above 1023
+  poll = select.poll()  # select() accepts no descriptor above 1023
   poll.register(link, event)
   left = None if until is None else max(0.0, until - time.monotonic()) * 1000
   return bool(poll.poll(left))
 
 
 def parse(kind: type[T], values: Any) -> T:
-  """A NamedTuple from the list that stands for it in a message.
+  """Convert a list in a message to a NamedTuple.
 
-  Texts are made printable. Nothing is taken on trust: a process may be damaged, or
-  run other code.
+  Texts are made printable. All values are checked, since a process may be damaged or run
+  different code.
+
+  Args:
+    kind: the NamedTuple.
+    values: the list.
 
   Raises:
-    ValueError: another number of values, or one of another type or size.
+    ValueError: the number, the type or the size of the values is wrong.
 
   Example:
     >>> class Beat(NamedTuple):
@@ -233,7 +239,7 @@ def parse(kind: type[T], values: Any) -> T:
   """
   hints = _hints(kind)
   if not isinstance(values, list) or len(values) != len(hints):
-    raise ValueError(f"no {kind.__name__}")
+    raise ValueError(f"not a {kind.__name__}")
   return kind(*(typed(hint, v) for hint, v in zip(hints, values, strict=True)))
 
 
@@ -243,10 +249,14 @@ def _hints(kind: type) -> tuple[Any, ...]:
 
 
 def typed(hint: Any, value: Any) -> Any:
-  """The value, if it is what a type hint says; texts are made printable, and cut.
+  """Check a value against a type hint; make texts printable and truncate them.
+
+  Args:
+    hint: the type hint.
+    value: the value.
 
   Raises:
-    ValueError: it is of another type or size.
+    ValueError: the type or the size of the value is wrong.
   """
   if hint is Any:
     return value

@@ -1,12 +1,12 @@
-"""How large the batch may be: one config trained to a target at several batch sizes.
+"""Batch study: train one config to a target at several batch sizes.
 
     jaxscale batch-study --config FILE --batch-sizes 256,1024,4096
     jaxscale report NAME
 
-A study is a sweep whose trials end once they reach the target of the config, all with
-the same examples to spend and the learning rate by the config's `lr_scaling`. Its
-report shows what each size took, fits the critical batch size, and writes `study.json`
-into the folder of the sweep, which `jaxscale plan` reads.
+A study is a sweep whose trials end at the target of the config. All trials have the same
+budget of examples, and the learning rate follows the config's `lr_scaling`. The report
+shows the steps of each size and fits the critical batch size. It writes `study.json`, which
+`jaxscale plan` reads, into the folder of the sweep.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from jaxscale.jobs.status import RunStatus, statuses
 from jaxscale.metrics import text
 
 FILE = "study.json"  # in the folder of the sweep
-_STOPS = {"stop_at_target": "True"}  # in every trial of a study, and what marks one
+_STOPS = {"stop_at_target": "True"}  # set in every trial, and identifies a study
 _NUMBER = (float, None)
 _RECORD = dict(
   config=dict(
@@ -46,13 +46,13 @@ class Fit(NamedTuple):
   """Steps to the target as a function of the batch size B: s_min (1 + b_crit / B).
 
   Attributes:
-    s_min: steps that no batch size goes below.
-    b_crit: examples per step at which twice s_min steps and twice the fewest
-      examples are needed.
-    error: largest relative error of the curve at a size that it was fitted to.
-    b_crit_range: smallest and largest b_crit when one size at a time is left out;
-      inf where the rest shows no limit.
-    num_sizes: sizes it was fitted to.
+    s_min: the smallest number of steps, in the limit of large batches.
+    b_crit: the batch size that needs twice s_min steps and twice the smallest number of
+      examples.
+    error: the largest relative error of the curve at a fitted size.
+    b_crit_range: the smallest and largest b_crit with one size left out at a time; inf if
+      the other sizes show no limit.
+    num_sizes: the number of fitted sizes.
   """
 
   s_min: float
@@ -63,19 +63,18 @@ class Fit(NamedTuple):
 
 
 def fit_steps(batch_sizes: Sequence[float], steps: Sequence[float]) -> Fit | None:
-  """Least squares of the relative error of S = S_min + E_min / B.
+  """Fit S = S_min + E_min / B by least squares of the relative error.
 
-  With the examples E = B S it is the hyperbola (S/S_min - 1)(E/E_min - 1) = 1 of
-  McCandlish et al. (arXiv:1812.06162, eq. 2.11), whose B_crit = E_min / S_min
-  (eq. 2.12).
+  With E = B S examples, the curve is the hyperbola (S/S_min - 1)(E/E_min - 1) = 1 of
+  McCandlish et al. (arXiv:1812.06162, eq. 2.11), with B_crit = E_min / S_min (eq. 2.12).
 
   Args:
-    batch_sizes: examples per step, at least three different ones.
-    steps: steps to the target at each size.
+    batch_sizes: the examples per step, at least three different numbers.
+    steps: the steps to the target at each size.
 
   Returns:
-    None for fewer than three sizes, or where the curve does not bend as the model
-    says: steps fall as fast as the batch grows, or do not fall at all.
+    The fit; None for fewer than three sizes, or if the steps do not follow the curve: they
+    fall as fast as the batch grows, or do not fall at all.
 
   Example:
     >>> fit = fit_steps([100, 200, 400], [1100, 600, 350])
@@ -99,30 +98,30 @@ def fit_steps(batch_sizes: Sequence[float], steps: Sequence[float]) -> Fit | Non
 
 
 def _line(sizes: np.ndarray, steps: np.ndarray) -> np.ndarray:
-  """Return S_min and E_min that make (S_min + E_min / B) / S nearest to 1."""
+  """Return the S_min and E_min for which (S_min + E_min / B) / S is nearest to 1."""
   rows = np.stack([1 / steps, 1 / (sizes * steps)], axis=1)
   return np.linalg.lstsq(rows, np.ones(len(sizes)), rcond=None)[0]
 
 
 def _is_positive(value: float, scale: np.ndarray) -> bool:
-  """Return whether a constant is more than the rounding of what it was fitted to."""
+  """Return whether a fitted constant exceeds the rounding error of its data."""
   return value > 1e-9 * scale.min()
 
 
 def trials(
   config: Config, batch_sizes: Sequence[int], seeds: int = 1, accumulate_steps: Sequence[int] = ()
 ) -> list[dict[str, str]]:
-  """Return the trials of a study, as `jobs.sweep` takes them.
+  """Return the trials of a study for `jobs.sweep`.
 
   Args:
-    config: config with a target; its batch size is replaced.
-    batch_sizes: examples per step, over all devices.
-    seeds: runs of each size, with seeds from the config's on.
-    accumulate_steps: micro-batches per step of each size; (): those of the config.
+    config: the config, with a target; its batch size is replaced.
+    batch_sizes: the examples per step, over all devices.
+    seeds: the number of runs per size; the first has the config's seed.
+    accumulate_steps: the micro-batches per step of each size; () keeps the config's.
 
   Raises:
-    ConfigError: the config has no target or changes its batch size during the run, or
-      there are not as many accumulate_steps as batch sizes.
+    ConfigError: the config has no target or changes its batch size during the run, or the
+      numbers of accumulate_steps and of batch sizes differ.
 
   Example:
     >>> from jaxscale.config.loading import load_config
@@ -130,17 +129,17 @@ def trials(
     6
   """
   if config.target_accuracy is None and config.target_loss is None:
-    fix = "add e.g. --config.target_accuracy=0.9"
-    why = "is not set, so that there is nothing to reach"
+    fix = "set e.g. --config.target_accuracy=0.9"
+    why = "is not set, and a batch study needs a target"
     raise invalid("Config.target_accuracy", ..., why, fix)
   phases = config.phases
   if isinstance(phases, AdaptiveBatch) or phases.batch_sizes:
     why, name = "changes the batch size during the run", type(phases).__name__
-    raise invalid("Config.phases", name, why, "take the batch sizes out of the phases")
+    raise invalid("Config.phases", name, why, "remove the batch sizes from the phases")
   if accumulate_steps and len(accumulate_steps) != len(batch_sizes):
     counts = ",".join(map(str, accumulate_steps))
     why = f"has {len(accumulate_steps)} numbers for {len(batch_sizes)} batch sizes"
-    raise invalid("--accumulate-steps", counts, why, "give one for each size")
+    raise invalid("--accumulate-steps", counts, why, "give one number per size")
   settings = [{"batch_size": str(size)} for size in batch_sizes]
   for one, count in zip(settings, accumulate_steps, strict=False):
     one["accumulate_steps"] = str(count)
@@ -149,7 +148,7 @@ def trials(
 
 
 def find(names: Sequence[str], runs: str) -> Path | None:
-  """Return the folder of a study, if its name is the only one; else None."""
+  """Return the folder of a study if its name is the only one given; else None."""
   for folder in (folders.directory(runs) / names[0], Path(names[0])):
     if len(names) == 1 and (folder / "run.json").is_file():
       return folder.absolute() if _is_study(folders.read_spec(folder)) else None
@@ -157,7 +156,7 @@ def find(names: Sequence[str], runs: str) -> Path | None:
 
 
 def _is_study(spec: JobSpec) -> bool:
-  """Return whether the trials of a sweep are those of a study."""
+  """Return whether a sweep is a batch study, by the settings of its trials."""
 
   def is_trial(trial: Mapping[str, str]) -> bool:
     size, seed = (whole_number(trial.get(name, "")) for name in ("batch_size", "seed"))
@@ -170,7 +169,7 @@ def report(folder: Path) -> str:
   """Write `study.json` into the folder of a study; return its table.
 
   Raises:
-    ConfigError: as `read`.
+    ConfigError: the folder is not that of a study with results.
   """
   study = read(folder)
   write_json(folder / FILE, study)
@@ -178,15 +177,15 @@ def report(folder: Path) -> str:
 
 
 def read(folder: Path) -> dict[str, Any]:
-  """Read a study from its folder: its runs, means over seeds, the fit, and caveats.
+  """Read a study from its folder: its runs, means over seeds, the fit, and notes.
 
   Raises:
     NotBegunError: no trial has begun.
-    ConfigError: it is not the folder of a study.
+    ConfigError: the folder is not that of a study.
   """
   spec = folders.read_spec(folder)
   if not _is_study(spec):
-    raise invalid(spec.name, ..., "is not a batch study", "give the name of one")
+    raise invalid(spec.name, ..., "is not a batch study", "give the name of a batch study")
   runs, config = [], {}
   for task, status in zip(spec.tasks, statuses([folder]), strict=True):
     record = read_json(spec.workdir(task) / "config.json", _RECORD)
@@ -198,7 +197,7 @@ def read(folder: Path) -> dict[str, Any]:
 
 
 def _run(spec: JobSpec, task: int, status: RunStatus, record: Mapping[str, Any]) -> dict[str, Any]:
-  """Return what came of a trial; None is what is not on record."""
+  """Return the results of a trial; values without a record are None."""
   size, seed = (int(spec.trials[task][name]) for name in ("batch_size", "seed"))
   derived, config = record.get("derived", {}), record.get("config", {})
   summary = read_json(spec.workdir(task) / "summary.json", _SUMMARY)
@@ -223,13 +222,13 @@ def _run(spec: JobSpec, task: int, status: RunStatus, record: Mapping[str, Any])
 
 
 def _last_line(spec: JobSpec, task: int) -> str:
-  """Return what a failed trial printed last, such as that its loss is NaN."""
+  """Return the last line of a failed trial, such as an error about a NaN loss."""
   files = logs.choose(spec, "0", task)
   return logs.failure(spec, task) or "".join(logs.last(files, 1))
 
 
 def mean_noise_scale(runs: Sequence[Mapping[str, Any]]) -> float | None:
-  """Return the harmonic mean, in which an infinite scale counts; None: not measured."""
+  """Return the harmonic mean, which includes infinite scales; None: not measured."""
   scales = [
     run["noise_scale"] or math.inf
     for run in runs
@@ -242,18 +241,18 @@ def mean_noise_scale(runs: Sequence[Mapping[str, Any]]) -> float | None:
 def summarise(
   name: str, config: Mapping[str, Any], runs: Sequence[dict[str, Any]]
 ) -> dict[str, Any]:
-  """Return a study as JSON.
+  """Return a study as JSON values.
 
   Args:
-    name: name of the study.
-    config: settings that its runs share, as config.json has them.
-    runs: what came of each run.
+    name: the name of the study.
+    config: the settings that its runs share, from config.json.
+    runs: the results of each run.
   """
   by_size: dict[int, list[dict[str, Any]]] = {}
   for run in sorted(runs, key=lambda run: run["batch_size"]):
     by_size.setdefault(run["batch_size"], []).append(run)
   sizes = [_size(each) for each in by_size.values()]
-  # A size where only the lucky seeds reached would bend the curve.
+  # A size at which only some seeds reached the target would bias the curve.
   points = [s for s in sizes if s["reached"] == s["runs"]]
   fit = fit_steps([s["batch_size"] for s in points], [s["target_step"] for s in points])
   notes = [*_notes(config, sizes, points), *_fit_notes(fit, len(points), mean_noise_scale(runs))]
@@ -266,12 +265,12 @@ def summarise(
 
 
 def _finite(value: float | None) -> float | None:
-  """Return a number for JSON, which has no infinity: None."""
+  """Return a number for JSON, with None for infinity."""
   return None if value == math.inf else value
 
 
 def _size(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-  """Return means over the seeds of a size; over those that reached the target."""
+  """Return means over the seeds of a size that have a value."""
 
   def mean(name: str) -> float | None:
     values = [run[name] for run in runs if run[name] is not None]
@@ -292,31 +291,31 @@ def _size(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 def _notes(
   config: Mapping[str, Any], sizes: Sequence[Mapping[str, Any]], points: Sequence[Mapping[str, Any]]
 ) -> list[str]:
-  """Return what a reader of the sizes has to know."""
+  """Return notes on the sizes and their steps."""
   notes = []
   if config["lr_scaling"] == "none" and len(sizes) > 1:
     notes.append("lr_scaling='none': every size was trained at the same learning rate")
   if shares := [s["eval_every"] / s["target_step"] for s in points if s["eval_every"]]:
-    known = f"steps to target are known to one evaluation, at worst {max(shares):.0%} "
-    notes.append(f"{known}of them (evaluation.every_epochs)")
+    known = "the resolution of steps to target is one evaluation (evaluation.every_epochs), "
+    notes.append(f"{known}at worst {max(shares):.0%} of them")
   return notes
 
 
 def _fit_notes(fit: Fit | None, points: int, scale: float | None) -> list[str]:
-  """Return what a reader of the critical batch size has to know."""
+  """Return notes on the critical batch size."""
   if fit is None:
-    reason = "steps do not bend as S_min (1 + B_crit / B) within these sizes"
+    reason = "the steps do not follow S_min (1 + B_crit / B) at these sizes"
     if points < 3:
-      reason = f"{points} sizes where every run reached, of the 3 it takes"
+      reason = f"every run reached the target at {points} sizes, and 3 are needed"
     return [f"no critical batch size: {reason}"]
   low, high = fit.b_crit_range
   best = f"{fit.b_crit:,.0f} (S_min {fit.s_min:,.0f} steps)"
   curve = f"a curve of two parameters through {fit.num_sizes} points, off by up to "
-  curve += f"{fit.error:.0%}, for this target, schedule and scaling of the rate alone"
+  curve += f"{fit.error:.0%}, valid only for this target, schedule and lr_scaling"
   text = f"{best}: {low:,.0f} to {high:,.0f} when a size is left out"
   if is_open := math.isinf(high):
-    text = f"at least {low:,.0f}, and no upper limit: there is none when a size is left out; "
-    text += f"{best} with all of them, {curve}"
+    text = f"at least {low:,.0f}, without an upper limit when a size is left out; "
+    text += f"{best} with all sizes, {curve}"
   notes = [f"critical batch size {text}" + f"; {curve}" * (not is_open)]
   if scale is not None:
     share = f", {scale / fit.b_crit:.2g} of the critical batch size" * (not is_open)
@@ -335,7 +334,7 @@ _COLUMNS = text.columns(
 
 
 def table(study: Mapping[str, Any]) -> str:
-  """Return a study for a terminal: a line per size, then notes and failed runs."""
+  """Return a study as text: a line per size, then notes and failed runs."""
   goal = f"{study['target_accuracy'] or 0:.2%}"
   if study["target_loss"] is not None:
     goal = f"loss {study['target_loss']:g}"

@@ -1,8 +1,10 @@
-"""A run's folder: code, config, script, versions; nothing outside can change the run.
+"""Folder of a run, which holds its code, config, script and versions.
+
+Changes outside the folder do not affect a submitted run.
 
 run.json            the spec; `resume` submits it again
 job.sbatch          the script (process.sh on this machine)
-code/               jaxscale and the configs as they were at the submission
+code/               jaxscale and the configs at the time of the submission
 environment.json    commit, Python, versions of all packages, variables
 submissions.jsonl   one line per submission: executor, job, time, trials
 events/TASK.jsonl   one line per start and end
@@ -36,15 +38,15 @@ _LEFT_OUT = {"__pycache__", ".git", ".ipynb_checkpoints"}
 
 
 def new_folder(runs: str, name: str | None, config: str) -> Path:
-  """An absolute path that does not exist; `make` creates it.
+  """Choose the absolute path of a new folder, which `make` creates.
 
   Args:
     runs: the directory of all runs.
-    name: name of the folder; None: the config's name and the time.
-    config: `FILE[:arg]`.
+    name: the name of the folder; None: the config's name and the time.
+    config: the config as `FILE[:arg]`.
 
   Raises:
-    ConfigError: the name is not allowed, or taken.
+    ConfigError: the name is invalid or already exists.
   """
   parent = directory(runs).absolute()
   if re.search(r'[:\\"\n]', str(parent)):
@@ -55,7 +57,7 @@ def new_folder(runs: str, name: str | None, config: str) -> Path:
       raise ConfigError(f"--name={name}: give letters, digits and _ . + = - only")
     if (folder := parent / name).exists():
       hint = f", or continue it by `resume {name}`" * (folder / "run.json").exists()
-      raise ConfigError(f"--name={name}: {folder} exists; give another name{hint}")
+      raise ConfigError(f"--name={name}: {folder} exists; use a different name{hint}")
     return folder
   file, _, arg = config.partition(":")
   words = [Path(file).stem, arg, time.strftime("%Y%m%d-%H%M%S")]
@@ -65,10 +67,10 @@ def new_folder(runs: str, name: str | None, config: str) -> Path:
 
 
 def directory(runs: str) -> Path:
-  """The directory of all runs.
+  """Return the path of the directory of all runs.
 
   Raises:
-    ConfigError: it is the address of a bucket.
+    ConfigError: the text is the address of a bucket.
   """
   if "://" in runs:
     raise ConfigError(f"--runs={runs}: give a mounted directory that all nodes see, not an address")
@@ -93,16 +95,16 @@ def make(spec: JobSpec, script: tuple[str, str], config: str, text: str | None) 
 
   Args:
     spec: the run.
-    script: file name and text of the script.
-    config: `FILE[:arg]` as it was given; it is copied with the files next to it.
-    text: source of the config, if it is in no file.
+    script: the file name and the text of the script.
+    config: the user's `FILE[:arg]`; the file is copied with the Python files next to it.
+    text: the source of the config, if it is not in a file.
 
   Raises:
-    ConfigError: the folder exists, or cannot be written.
+    ConfigError: the folder exists or cannot be written.
   """
   folder = Path(spec.folder)
   try:
-    folder.mkdir(parents=True)  # atomic: of two submissions one fails here
+    folder.mkdir(parents=True)  # atomic, so that one of two equal submissions fails
     for name in ("code", "events", "logs"):
       (folder / name).mkdir()
     for source, place in sources(None if text else config):
@@ -115,22 +117,23 @@ def make(spec: JobSpec, script: tuple[str, str], config: str, text: str | None) 
     write_json(folder / "environment.json", environment())
     write_spec(spec, script)
   except FileExistsError:
-    raise ConfigError(f"{folder}: exists, give another --name") from None
+    raise ConfigError(f"{folder}: exists; use a different --name") from None
   except OSError as e:
-    raise ConfigError(f"{folder}: {e.strerror}; give another --runs") from None
+    raise ConfigError(f"{folder}: {e.strerror}; use a different --runs") from None
 
 
 def write_spec(spec: JobSpec, script: tuple[str, str]) -> None:
-  """Write run.json and the script, (file name, text)."""
+  """Write run.json and the script, which is given as (file name, text)."""
   Path(spec.folder, script[0]).write_text(script[1], encoding="utf-8")
   write_json(Path(spec.folder, "run.json"), to_json(spec))
 
 
 def sources(config: str | None) -> list[tuple[Path, str]]:
-  """(file, place in the folder) of all that is copied: the package and the config.
+  """Return (file, path in the folder) of all files to copy: the package and the config.
 
-  From a git checkout, the files that git tracks or would track; otherwise every file.
-  From the config's directory, its Python files: a config may import them.
+  In a git checkout these are the files that git tracks or would track, otherwise all files
+  of the package. The Python files of the config's directory are added, since the config may
+  import them.
   """
   listed = git("ls-files", "-z", "--cached", "--others", "--exclude-standard")
   names = filter(None, listed.split("\0"))
@@ -145,14 +148,14 @@ def sources(config: str | None) -> list[tuple[Path, str]]:
 
 
 def read_spec(folder: Path) -> JobSpec:
-  """The spec in a folder, with the folder's present path.
+  """Read the spec in a folder, with the folder's present path.
 
   Raises:
-    ConfigError: there is none, or it is damaged.
+    ConfigError: the spec is missing or damaged.
   """
   if not os.path.isfile(folder / "run.json"):
-    raise ConfigError(f"{folder}: no run.json in it, give the folder of a run")
-  path, remedy = folder / "run.json", "put it back from a copy, or submit the run anew"
+    raise ConfigError(f"{folder}: has no run.json; give the folder of a run")
+  path, remedy = folder / "run.json", "restore it from a copy, or submit the run again"
   table = require_json(path, SHAPE, remedy)
   try:
     spec = from_json(table)._replace(folder=str(folder.absolute()))
@@ -165,15 +168,15 @@ def read_spec(folder: Path) -> JobSpec:
 
 
 def find(name: str, runs: str, *, workdirs: bool = False) -> Path:
-  """Find the folder of a run, by its path, or by its name in the directory of runs.
+  """Find the folder of a run by its path, or by its name in the directory of runs.
 
   Args:
-    name: name or path of the run.
+    name: the name or path of the run.
     runs: the directory of runs.
-    workdirs: whether a workdir of `jaxscale train` will do as well.
+    workdirs: whether to accept a workdir of `jaxscale train`, too.
 
   Raises:
-    ConfigError: there is no such run.
+    ConfigError: the run does not exist.
   """
   files = ("run.json", "config.json") if workdirs else ("run.json",)
   for folder in (directory(runs) / name, Path(name)):
@@ -190,27 +193,27 @@ def find(name: str, runs: str, *, workdirs: bool = False) -> Path:
 
 
 def find_study(name: str, runs: str) -> tuple[Path, list[Path]] | None:
-  """The folder of a scaling study and those of its runs; None: it is not a study.
+  """Find the folder of a scaling study and those of its runs; None: it is not a study.
 
   Raises:
-    ConfigError: its file is damaged, or one of its runs is gone.
+    ConfigError: the study's file is damaged, or one of its runs is missing.
   """
   for folder in (directory(runs) / name, Path(name)):
     if os.path.isfile(folder / "scaling.json"):
       path, remedy = folder / "scaling.json", "give the names of its runs"
       names = require_json(path, {"runs": [str]}, remedy)["runs"]
       if bad := [n for n in names if n != Path(n).name or "\0" in n]:
-        raise ConfigError(f"{path}: {bad[0]!r} is no name of a run; {remedy}")
+        raise ConfigError(f"{path}: {bad[0]!r} is not a valid name of a run; {remedy}")
       folder = folder.absolute()
       return folder, [find(str(folder.parent / n), runs) for n in names]
   return None
 
 
 def find_all(names: Iterable[str], runs: str, *, workdirs: bool = False) -> list[Path]:
-  """Find the folders of runs, as `find`; a study's name stands for all of its runs.
+  """Find the folders of runs by `find`; a study's name stands for all of its runs.
 
   Raises:
-    ConfigError: there is no such run.
+    ConfigError: a run does not exist.
   """
   paths: list[Path] = []
   for name in names:
@@ -220,10 +223,10 @@ def find_all(names: Iterable[str], runs: str, *, workdirs: bool = False) -> list
 
 
 def all_folders(runs: str) -> list[Path]:
-  """Folders of runs, the oldest first."""
+  """Return the folders of all runs, oldest first."""
 
   def written(path: Path) -> float:
-    with contextlib.suppress(OSError):  # a link that leads nowhere, or just removed
+    with contextlib.suppress(OSError):  # a broken link, or a folder that was just removed
       return path.stat().st_mtime
     return 0.0
 
@@ -232,13 +235,13 @@ def all_folders(runs: str) -> list[Path]:
 
 
 def unsubmitted(runs: str) -> list[str]:
-  """Names of directories of runs that `jaxscale train` wrote, without a job."""
+  """Return the names of directories that `jaxscale train` wrote without a job."""
   found = sorted(p.parent for p in directory(runs).glob("*/config.json"))
   return [p.name for p in found if not (p / "run.json").exists()]
 
 
 def all_studies(runs: str) -> list[str]:
-  """Names of scaling studies."""
+  """Return the names of all scaling studies."""
   return [p.parent.name for p in directory(runs).glob("*/scaling.json")]
 
 
@@ -249,7 +252,7 @@ def append_line(path: Path, line: Mapping[str, Any]) -> None:
 
 
 def last_job(folder: str | Path, task: int | None = None) -> str:
-  """The number of the last submission, or of the last one of a trial; "": none."""
+  """Return the job number of the last submission, of a trial if given; "": none."""
   shape = {"job": str, "tasks": (None, [int])}
   for line in reversed(read_json_lines(Path(folder, "submissions.jsonl"), None, shape)):
     tasks = line["tasks"]
@@ -260,14 +263,14 @@ def last_job(folder: str | Path, task: int | None = None) -> str:
 
 
 def read_events(spec: JobSpec, task: int) -> list[dict[str, Any]]:
-  """The starts and ends of a trial that are on record."""
+  """Return the recorded starts and ends of a trial."""
   shape = dict.fromkeys(("event", "job", "next"), str)
   shape |= dict.fromkeys(("restarts", "nodes", "code"), int)
   return read_json_lines(spec.events_file(task), None, shape)
 
 
 def read_goodput(spec: JobSpec, task: int) -> Goodput | None:
-  """Return the goodput of a trial, its queue included; None: it has not begun."""
+  """Return the goodput of a trial, including its time in the queue; None: not begun."""
   lines = read_json_lines(Path(spec.folder, "submissions.jsonl"), None, {"job": str, "time": float})
   queued = {line["job"]: line["time"] for line in lines}
   waits, ended = [], 0.0
@@ -284,6 +287,6 @@ def read_goodput(spec: JobSpec, task: int) -> Goodput | None:
 
 
 def last_event(spec: JobSpec, job: str, task: int) -> dict[str, Any]:
-  """The last start or end of a trial; empty if it is not from this job."""
+  """Return the last start or end of a trial; empty if it is from a different job."""
   last = (read_events(spec, task) or [{}])[-1]
   return last if last.get("job") in (job, spec.task_id(job, task)) else {}

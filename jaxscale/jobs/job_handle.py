@@ -1,4 +1,4 @@
-"""Submitting runs, from a notebook or the command line, and their handles."""
+"""Submission of runs from a notebook or the command line, and handles of runs."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ from jaxscale.jobs.status import ShownAsTable, StatusTable, statuses
 from jaxscale.metrics import read_metrics, text
 from jaxscale.planning.stored import FILE, read_plan
 
-_SHOWN = 20  # rows of a record; the middle of a longer one is left out
+_SHOWN = 20  # rows of a record; the middle of a longer one is hidden
 _NOTEBOOK_CONFIG = '''\
-"""The config that was given as an object."""
+"""Config that was submitted as an object."""
 
 from jaxscale.config import *
 
@@ -40,14 +40,14 @@ def get_config() -> Config:
 
 
 class Prepared(NamedTuple):
-  """A run that is checked and not submitted yet.
+  """A checked run before its submission.
 
   Attributes:
     spec: the run.
-    config: `FILE[:arg]` as it was given.
-    source: of the config, if it was given as an object.
-    script: what the executor will run.
-    plan: of it, which becomes plan.json in its workdir; None: it has none.
+    config: the user's `FILE[:arg]`.
+    source: the source of a config that is an object; else None.
+    script: the script that the executor will run.
+    plan: the plan of the run, written to plan.json in its workdir; None if it has none.
   """
 
   spec: JobSpec
@@ -75,7 +75,7 @@ def prepare(
   plan: str | Path | None = None,
   **options: Any,
 ) -> Prepared:
-  """Check everything that can be checked before a submission; see `submit`."""
+  """Check a run as far as possible before its submission; see `submit`."""
   executor = choose(executor)
   planned = read_plan(Path(plan)) if plan else None
   _check_counts(nodes, spares=spares, requeue=requeue, at_most=at_most)
@@ -87,8 +87,8 @@ def prepare(
   if trials:
     sweeps.check(load, texts, trials)
   if not (chosen.python or chosen.container or find_spec("jax")):
-    advice = "submit from the environment that trains, or name its interpreter by "
-    advice += "--python or in the site's profile"
+    advice = "submit from the environment that trains, or set its interpreter by "
+    advice += "--python or in the site profile"
     raise ConfigError(f"{sys.executable}: has no jax; {advice}")
   folder = folders.new_folder(runs, name, path)
   place = "code/config/notebook.py" if source else folders.place_of(path)
@@ -108,7 +108,7 @@ def prepare(
   return Prepared(spec, path, source, EXECUTORS[executor].render(spec), planned)
 
 
-MOST_NODES = 2**16  # as in the largest clusters of Slurm; likewise of trials, restarts
+MOST_NODES = 2**16  # as in Slurm's largest clusters; also limits trials and restarts
 
 
 def _check_counts(nodes: int, **others: int) -> None:
@@ -121,10 +121,10 @@ def _check_counts(nodes: int, **others: int) -> None:
 
 
 def checked_loader(config: str | Config, processes: int = 1) -> sweeps.Loader:
-  """A function that makes the config with overrides, as text by dotted field.
+  """Return a function that builds the config from overrides, as text by dotted field.
 
-  It raises ConfigError for batch sizes that every process would refuse later, when
-  they know their devices.
+  The function raises ConfigError for batch sizes that are not divisible by the number of
+  processes, which the run would otherwise refuse after its start.
   """
 
   def load(overrides: sweeps.Texts) -> Config:
@@ -134,7 +134,7 @@ def checked_loader(config: str | Config, processes: int = 1) -> sweeps.Loader:
     for size in sizes or (made.batch_size,):
       if over := size % processes:
         near = filter(None, (size - over, size - over + processes))
-        advice = f"give {text.listed(near, 'or')}, or another number of nodes"
+        advice = f"use {text.listed(near, 'or')}, or a different number of nodes"
         raise ConfigError(f"batch size {size}: not divisible by {processes} processes; {advice}")
     return made
 
@@ -142,7 +142,7 @@ def checked_loader(config: str | Config, processes: int = 1) -> sweeps.Loader:
 
 
 def _path_and_source(config: str | Config) -> tuple[str, str | None]:
-  """A config's `FILE[:arg]`, and if it is an object source that makes it again."""
+  """Return a config's `FILE[:arg]`, and the source that rebuilds a config object."""
   if isinstance(config, str):
     return locate(config), None
   if not isinstance(config, Config):
@@ -154,21 +154,21 @@ def _path_and_source(config: str | Config) -> tuple[str, str | None]:
       return "notebook.py", source
   kinds = {type(x) for x in chosen(config)}
   own = {k.__name__ for k in kinds if not is_built_in(k) or hasattr(k, "as_plain")}
-  why = f"cannot be written to a file, as {text.listed(sorted(own)) or 'a value'} is of "
-  fix = "define it in a file with get_config, and give the path of that file"
-  raise invalid("Config", ..., f"{why}this program alone", fix)
+  why = f"cannot be written to a file, since {text.listed(sorted(own)) or 'a value'} is "
+  fix = "define it in a file with get_config, and submit that file"
+  raise invalid("Config", ..., f"{why}defined in this program only", fix)
 
 
 def launch(prepared: Prepared, after: Job | None = None) -> Job:
-  """Make the folder and submit the run.
+  """Create the folder and submit the run.
 
   Args:
     prepared: the run.
-    after: a run that has to end before, for an executor without a queue of its own.
+    after: a run that must end first, for an executor without a queue.
 
   Raises:
-    ConfigError: the folder cannot be made, or the executor refuses the run; the folder
-      is removed then.
+    ConfigError: the folder cannot be created, or the executor refuses the run. The folder
+      is then removed.
   """
   spec = prepared.spec
   script = EXECUTORS[spec.executor].SCRIPT, prepared.script
@@ -180,11 +180,11 @@ def launch(prepared: Prepared, after: Job | None = None) -> Job:
         write_json(spec.workdir(task) / FILE, prepared.plan)
     _submit(spec, None, after)
   except ConfigError:
-    shutil.rmtree(spec.folder)  # nothing ran in it
+    shutil.rmtree(spec.folder)  # the run has not started
     raise
-  except OSError as e:  # of the plan
+  except OSError as e:  # the plan could not be written
     shutil.rmtree(spec.folder)
-    raise ConfigError(f"{spec.folder}: {e.strerror}; give another --runs") from None
+    raise ConfigError(f"{spec.folder}: {e.strerror}; use a different --runs") from None
   return Job(Path(spec.folder))
 
 
@@ -198,15 +198,16 @@ def submit(config: str | Config, **options: Any) -> Job:
   """Submit one run.
 
   Args:
-    config: `FILE[:arg]`, or a Config.
-    options: `nodes`; `spares`, additional nodes that replace lost ones; `name` of the
-      folder; `overrides` by dotted field; `site`, a profile; `executor`, "slurm" or
-      "local" (default: Slurm if there is sbatch); `requeue`, the most restarts;
-      `preflight`; `plan`, a file of `jaxscale plan` to compare the run with; `runs`,
-      the directory of all runs; and any of `site.OPTIONS`, as time="24:00:00".
+    config: the config, as `FILE[:arg]` or as an object.
+    options: `nodes`, the number of nodes; `spares`, the number of additional nodes that
+      replace lost ones; `name`, the name of the folder; `overrides`, settings by dotted
+      field; `site`, a site profile; `executor`, "slurm" or "local" (default: Slurm if
+      sbatch is installed); `requeue`, the largest number of restarts; `preflight`, whether
+      to check the nodes first; `plan`, a file of `jaxscale plan` to compare the run with;
+      `runs`, the directory of all runs; and any of `site.OPTIONS`, e.g. time="24:00:00".
 
   Raises:
-    ConfigError: an option is not possible; nothing was submitted.
+    ConfigError: an option is invalid; nothing was submitted.
 
   Example:
     >>> job = submit("configs/digits.py", nodes=4)            # doctest: +SKIP
@@ -218,38 +219,38 @@ def submit(config: str | Config, **options: Any) -> Job:
 def sweep(
   config: str | Config, trials: Sequence[Mapping[str, Any]] | None = None, **options: Any
 ) -> Job:
-  """Submit a sweep: one job array, or one queue on this machine.
+  """Submit a sweep: one job array on Slurm, or one queue on this machine.
 
   Args:
-    config: as for `submit`.
-    trials: settings of each trial by dotted field; None: what `get_sweep()` of the
-      config file yields.
-    options: as for `submit`, and `at_most`, the trials that run at the same time; 0:
-      as many as there is room for (on this machine one).
+    config: the config; see `submit`.
+    trials: the settings of each trial by dotted field; None: the result of `get_sweep()`
+      in the config file.
+    options: the options of `submit`, and `at_most`, the number of trials that run at the
+      same time (0: no limit on Slurm, and one on this machine).
 
   Raises:
-    ConfigError: as for `submit`.
+    ConfigError: an option is invalid; nothing was submitted.
   """
   if trials is not None:
     texts = [sweeps.as_texts(trial) for trial in trials]
   elif isinstance(config, str):
     texts = sweeps.from_file(config)
   else:
-    raise ConfigError("trials: give them, or a config file that has get_sweep()")
+    raise ConfigError("trials: missing; pass them, or a config file with get_sweep()")
   if not texts:
-    raise ConfigError("the sweep has no trials")
+    raise ConfigError("the sweep has no trials; give at least one")
   return launch(prepare(config, trials=texts, **options))
 
 
 def job(name: str, runs: str = "runs") -> Job:
-  """The handle of a run that was submitted before, from any session.
+  """Return the handle of a run that was submitted before.
 
   Args:
-    name: name of the run, or the path of its folder.
+    name: the name of the run, or the path of its folder.
     runs: the directory of all runs.
 
   Raises:
-    ConfigError: there is no such run.
+    ConfigError: the run does not exist.
 
   Example:
     >>> job("digits-20261121-101500").status()                # doctest: +SKIP
@@ -258,29 +259,29 @@ def job(name: str, runs: str = "runs") -> Job:
 
 
 class Job(NamedTuple):
-  """A run that was submitted, identified by its folder."""
+  """A submitted run, identified by its folder."""
 
   folder: Path
 
   @property
   def name(self) -> str:
-    """The name of the run; `launch.job(name)` returns this handle again."""
+    """Name of the run; `jobs.job(name)` returns this handle again."""
     return self.folder.name
 
   def status(self) -> StatusTable:
-    """The status of the run, or of each trial of a sweep."""
+    """Return the status of the run, or of each trial of a sweep."""
     return statuses([self.folder])
 
   def metrics(self, task: int | None = None) -> Record:
-    """The logged metrics: one dict per logged step, shown as a table.
+    """Return the logged metrics: one dict per logged step, shown as a table.
 
-    `pandas.DataFrame(job.metrics())` makes a data frame of it.
+    `pandas.DataFrame(job.metrics())` converts them to a data frame.
 
     Args:
-      task: a trial of a sweep; None: all, with a column "task".
+      task: a trial of a sweep; None: all trials, with a column "task".
 
     Raises:
-      ConfigError: there is no such trial.
+      ConfigError: the trial does not exist.
     """
     spec = folders.read_spec(self.folder)
     if task is not None:
@@ -294,19 +295,20 @@ class Job(NamedTuple):
     return found
 
   def logs(self, rank: int | str = 0, task: int = 0, lines: int | None = None) -> str:
-    """The output of a process; `rank` may be "all", or "batch" for the script."""
+    """Return the output of a process; `rank` may be "all", or "batch" for the script."""
     return "\n".join(logs.last(logs.choose(folders.read_spec(self.folder), str(rank), task), lines))
 
   def cancel(self) -> bool:
-    """End it; what runs may save first, for as long as Slurm's KillWait.
+    """Cancel the job; running processes may save first, within Slurm's KillWait.
 
     Returns:
-      False: it had ended, and nothing was done. A LOST run may have left processes.
+      False if the job had already ended. A LOST run may still have processes, which are
+      ended.
     """
     states = {r.state for r in self.status() if not r.ended or r.state == "LOST"}
     if not states:
       return False
-    (self.folder / "cancelled").touch()  # the script does not restart it then
+    (self.folder / "cancelled").touch()  # keeps the script from a restart
     spec = folders.read_spec(self.folder)
     if states != {"LOST"} or spec.executor == "local":
       EXECUTORS[choose(spec.executor)].cancel(spec, folders.last_job(self.folder))
@@ -320,18 +322,18 @@ class Job(NamedTuple):
     accept_changes: Collection[str] = (),
     **options: Any,
   ) -> Job:
-    """Submit the same folder again; it resumes from its last checkpoint.
+    """Submit the run again; it resumes from its last checkpoint.
 
-    Of a sweep, the trials that are not done.
+    A sweep resumes with the trials that are not done.
 
     Args:
-      nodes: another number of nodes.
-      spares: another number of spare nodes.
-      accept_changes: as for `fit`, in this job.
-      options: other values of any of `site.OPTIONS`.
+      nodes: a new number of nodes; None keeps it.
+      spares: a new number of spare nodes; None keeps it.
+      accept_changes: the kinds of changes to accept in this job; see `fit`.
+      options: new values of any of `site.OPTIONS`.
 
     Raises:
-      ConfigError: it still runs, or is done.
+      ConfigError: the run is still active, or is done.
     """
     spec, now = folders.read_spec(self.folder), self.status()
     if active := [row for row in now if not row.ended]:
@@ -351,10 +353,14 @@ class Job(NamedTuple):
     return self
 
   def wait(self, timeout_s: float | None = None, every_s: float = 2.0) -> StatusTable:
-    """Wait until it has ended; returns the last `status`.
+    """Wait until the job has ended; return its last `status`.
+
+    Args:
+      timeout_s: the largest number of seconds to wait; None: no limit.
+      every_s: the seconds between two checks.
 
     Raises:
-      TimeoutError: it has not ended within `timeout_s`.
+      TimeoutError: the job has not ended within `timeout_s`.
     """
     return wait([self], timeout_s, every_s)
 
@@ -381,7 +387,7 @@ class Record(ShownAsTable):
       56           –        0.9
   """
 
-  empty = "nothing on record yet"
+  empty = "no metrics yet"
 
   def columns(self) -> tuple[list[str], list[list[str]], tuple[()]]:
     """See `ShownAsTable`."""

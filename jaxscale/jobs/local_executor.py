@@ -1,9 +1,9 @@
 """The executor `local`: runs in the background of this machine, without Slurm.
 
-A supervisor, detached from the terminal, does what Slurm and the batch script do on a
-cluster: it starts the processes of a trial, ends them all when one fails, restarts them
-where that helps, records the events, and runs some trials of a sweep at the same time.
-It runs the copy of the code in the run's folder, as the processes do.
+A supervisor, detached from the terminal, does the work of Slurm and the sbatch script: it
+starts the processes of a trial, ends all of them when one fails, restarts them if that may
+help, records the events, and runs several trials of a sweep at the same time. The
+supervisor and the processes use the copy of the code in the run's folder.
 """
 
 from __future__ import annotations
@@ -36,24 +36,24 @@ SCRIPT: str = "process.sh"
 # Seconds between SIGTERM and SIGKILL; Slurm's KillWait has the same default.
 GRACE_S = 30.0
 _POLL_S = 0.1
-_ASKED = (EXIT_PREEMPTED, *specs.SIGNAL_CODES)  # of processes that SIGTERM has ended
+_ASKED = (EXIT_PREEMPTED, *specs.SIGNAL_CODES)  # exit codes after SIGTERM
 
 
 def is_available() -> bool:
-  """Always."""
+  """Return True: every machine can run processes."""
   return True
 
 
 def render(spec: JobSpec) -> str:
-  """The script of each process: `bash process.sh MODULE WORDS …`.
+  """Render the script of each process, `bash process.sh MODULE WORDS …`.
 
   Raises:
-    ConfigError: what only Slurm has was asked for.
+    ConfigError: the spec has an option that only Slurm supports.
   """
   if spec.spares:
-    raise ConfigError(f"--spares={spec.spares}: this machine is one node, leave it out")
+    raise ConfigError(f"--spares={spec.spares}: spare nodes need Slurm; remove the option")
   if spec.site.container and spec.site.container.kind == "pyxis":
-    raise ConfigError("Site.container.kind='pyxis': a plugin of Slurm, use 'apptainer' here")
+    raise ConfigError("Site.container.kind='pyxis': needs Slurm; use 'apptainer' on this machine")
   python = " ".join(map(quote, specs.python_command(spec)))
   head = f"#!/bin/bash\n# A process of {spec.name}, started by the local executor.\n"
   return f'{head}{specs.setup_script(spec)}\nexec {python} -m "$@"\n'
@@ -63,23 +63,23 @@ def submit(spec: JobSpec, tasks: Sequence[int] | None, after: Path | None) -> st
   """Start the supervisor of a run, which first waits for the run in folder `after`.
 
   Raises:
-    ConfigError: it does not start.
+    ConfigError: the supervisor does not start.
   """
   job = f"local-{time.time_ns() // 1_000_000}"
-  # Not by `-m`: that warns of a module which its package has imported already.
+  # `-m` would warn about a module that its package has already imported.
   start = "import sys; from jaxscale.jobs import local_executor; local_executor.main(sys.argv[1:])"
   command = [sys.executable, "-c", start, spec.folder, job]
   command += [str(after or ""), *map(str, spec.tasks if tasks is None else tasks)]
   env = {**os.environ, "PYTHONPATH": f"{spec.folder}/code", "PYTHONSAFEPATH": "1"}
   done = subprocess.run(command, env=env, cwd=spec.cwd, input="", capture_output=True, text=True)
   if done.returncode:
-    lines = done.stderr.strip().splitlines() or ["it did not start"]
+    lines = done.stderr.strip().splitlines() or ["the supervisor did not start"]
     raise ConfigError(f"{spec.folder}: {lines[-1]}")
   return job
 
 
 def queue(runs: Mapping[str, JobSpec]) -> dict[str, QueueEntry]:
-  """The tasks that run or wait, of jobs whose supervisor is alive."""
+  """Return the running and waiting tasks of jobs whose supervisor is alive."""
   found = {}
   for job, spec in runs.items():
     for task in spec.tasks if is_alive(Path(spec.folder)) else ():
@@ -90,9 +90,9 @@ def queue(runs: Mapping[str, JobSpec]) -> dict[str, QueueEntry]:
 
 
 def cancel(spec: JobSpec, job: str) -> None:
-  """End what runs: SIGTERM, and SIGKILL after the grace period.
+  """End all processes of a job: SIGTERM, and SIGKILL after the grace period.
 
-  If the supervisor was killed and its processes were not, they are killed here.
+  If the supervisor is dead but its processes are alive, they get SIGKILL at once.
   """
   supervisors = _alive(Path(spec.folder, "supervisor.jsonl"))
   for pid in supervisors[-1:] or _alive(Path(spec.folder, "processes.jsonl")):
@@ -105,7 +105,7 @@ def is_alive(folder: Path) -> bool:
 
 
 def _alive(path: Path) -> list[int]:
-  """The ids of the processes on record that still run on this machine."""
+  """Return the IDs of the recorded processes that still run on this machine."""
   lines = read_json_lines(path, None, {"pid": int, "born": int, "host": str})
   own = [x for x in lines if x["host"] == socket.gethostname() and x["pid"] > 1]
   return [x["pid"] for x in own if _born(x["pid"]) == x["born"]]
@@ -116,7 +116,7 @@ def _record_process(path: Path, pid: int) -> None:
 
 
 def _record(path: Path, line: Mapping[str, Any]) -> None:
-  """Append a line; a full disk must not end a supervisor whose processes run."""
+  """Append a line; a full disk must not end a supervisor with running processes."""
   try:
     folders.append_line(path, line)
   except OSError as e:
@@ -125,10 +125,10 @@ def _record(path: Path, line: Mapping[str, Any]) -> None:
 
 
 def _born(pid: int) -> int | None:
-  """When a process started, in clock ticks since boot: process ids are reused.
+  """Return the start of a process in clock ticks since boot, as process IDs are reused.
 
-  Field 22 of /proc/PID/stat, counted after the name in brackets (proc(5)); None for
-  a process that is gone, or a zombie.
+  The value is field 22 of /proc/PID/stat, counted after the name in brackets (proc(5)).
+  None: the process has ended or is a zombie.
   """
   try:
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
@@ -138,13 +138,13 @@ def _born(pid: int) -> int | None:
 
 
 def supervise(spec: JobSpec, job: str, tasks: Sequence[int], after: str = "") -> None:
-  """Run trials, some at the same time, until all have ended or SIGTERM comes.
+  """Run trials, several at the same time, until all have ended or SIGTERM arrives.
 
   Args:
     spec: the run.
-    job: number of the job.
+    job: the number of the job.
     tasks: the trials.
-    after: folder of a run that has to end before; empty: none.
+    after: the folder of a run that must end first; empty: none.
   """
   stop = threading.Event()
   for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
@@ -153,14 +153,14 @@ def supervise(spec: JobSpec, job: str, tasks: Sequence[int], after: str = "") ->
     time.sleep(_POLL_S)
   with ThreadPoolExecutor(spec.at_most or len(tasks)) as pool:
     trials = [pool.submit(_run_trial, spec, job, task, stop) for task in tasks]
-    while not all(t.done() for t in trials):  # here, and not in a lock, for signals
+    while not all(t.done() for t in trials):  # polls, because a lock would delay signals
       time.sleep(_POLL_S)
   for trial in trials:
     trial.result()
 
 
 def _run_trial(spec: JobSpec, job: str, task: int, stop: threading.Event) -> None:
-  """Start a trial, and restart it as long as that helps."""
+  """Run a trial, and restart it as long as that may help."""
   for restarts in range(spec.requeue + 1):
     if stop.is_set():
       return
@@ -179,15 +179,15 @@ def _run_trial(spec: JobSpec, job: str, task: int, stop: threading.Event) -> Non
 
 
 def newest_step(workdir: Path) -> int | None:
-  """The step of the newest checkpoint."""
+  """Return the step of the newest checkpoint."""
   found = [whole_number(p.name) for p in workdir.glob("checkpoints/*")]
   copy = read_json(workdir / "checkpoints" / "local.json", {"step": int})
-  found.append(copy.get("step"))  # on the nodes (checkpoint/node_copies.py)
+  found.append(copy.get("step"))  # of copies on the nodes (checkpoint/node_copies.py)
   return max((step for step in found if step is not None), default=None)
 
 
 def _run_once(spec: JobSpec, job: str, task: int, stop: threading.Event) -> int:
-  """Check the machine if asked to, then run all processes; their exit code."""
+  """Check the machine if requested and run all processes; return their exit code."""
 
   ours = ("SLURM_", "JAXSCALE_COORDINATOR", "JAXSCALE_NUM_", "JAXSCALE_PROCESS_")
   inherited = {k: v for k, v in os.environ.items() if not k.startswith(ours)}
@@ -210,7 +210,7 @@ def _run_once(spec: JobSpec, job: str, task: int, stop: threading.Event) -> int:
   with socket.create_server(("127.0.0.1", 0)) as free:
     address = f"127.0.0.1:{free.getsockname()[1]}"
   common = {"JAXSCALE_COORDINATOR": address, "JAXSCALE_NUM_PROCESSES": str(count)}
-  common[SECRET] = secrets.token_hex(32)  # of this start alone
+  common[SECRET] = secrets.token_hex(32)  # a new secret for each start
   own = [common | {"JAXSCALE_PROCESS_ID": str(rank)} for rank in range(count)]
   code, rank = _wait([start("jaxscale.train", r, env) for r, env in enumerate(own)], stop)
   if rank is not None:
@@ -225,11 +225,11 @@ def _run_once(spec: JobSpec, job: str, task: int, stop: threading.Event) -> int:
 def _wait(
   processes: Sequence[subprocess.Popen[Any]], stop: threading.Event
 ) -> tuple[int, int | None]:
-  """Wait for all; one that fails, or `stop`, ends the others, as srun does it.
+  """Wait for all processes; a failed one, or `stop`, ends the others, as with srun.
 
   Returns:
-    0, or the exit code of the first that failed; and its rank, where it had failed
-    before the others knew of it, so that SIGTERM ended them.
+    The exit code of the first failed process, or 0; and its rank, or None. The rank is
+    returned if the process failed before the others noticed, so that SIGTERM ended them.
   """
   deadline, first, rank = None, 0, None
   while None in (codes := [p.poll() for p in processes]):
@@ -248,12 +248,12 @@ def _wait(
 
 
 def _worst(codes: Sequence[int | None]) -> int:
-  """The highest code of those that have ended, signals as a shell has them."""
+  """Return the highest exit code so far; a signal counts as 128 plus its number."""
   return max((128 - c if c < 0 else c for c in codes if c is not None), default=0)
 
 
 def main(argv: list[str]) -> None:
-  """Detach from the process that submits, and supervise."""
+  """Detach from the submitting process and supervise the run."""
   folder, job, after, *tasks = argv
   spec = folders.read_spec(Path(folder))
   if os.fork():

@@ -1,4 +1,4 @@
-"""The output of the processes of a run, whole or as it comes."""
+"""Output of the processes of a run, from files or followed live."""
 
 from __future__ import annotations
 
@@ -14,28 +14,28 @@ from jaxscale.files import whole_number
 from jaxscale.jobs import folder as folders
 from jaxscale.jobs.spec import JobSpec
 
-_POLL_S, _ASK_EVERY = 0.5, 10  # Slurm is not asked twice a second
+_POLL_S, _ASK_EVERY = 0.5, 10  # seconds between reads; Slurm is asked at every tenth
 
 
 def choose(spec: JobSpec, rank: str, task: int = 0) -> list[tuple[str, Path]]:
-  """(label, file) of the output of processes; the files may not exist yet.
+  """Return (label, file) for the output of processes; files may not exist yet.
 
   Args:
     spec: the run.
-    rank: a number, "all", or "batch" for the output of the script itself.
-    task: index of the trial of a sweep.
+    rank: a rank, "all", or "batch" for the output of the script.
+    task: the index of the trial of a sweep.
 
   Raises:
-    ConfigError: there is no such rank or trial, or nothing was submitted.
+    ConfigError: the rank or the trial does not exist, or the run was never submitted.
   """
   spec.check_task(task)
   if not (job := folders.last_job(spec.folder, task)):
-    raise ConfigError(f"{spec.name}: was never submitted; `resume {spec.name}` does")
+    raise ConfigError(f"{spec.name}: was never submitted; submit it by `resume {spec.name}`")
   if rank == "all":
     width, ranks = len(str(spec.processes - 1)), range(spec.processes)
     return [(f"{r:>{width}}: ", spec.log_file(job, task, r)) for r in ranks]
   paths = [spec.log_file(job, task, rank)]
-  if rank == "batch":  # of the trial, and of the supervisor of all trials here
+  if rank == "batch":  # a trial's script; the local executor also has a supervisor's file
     paths.append(Path(spec.folder, "logs", f"{job}.batch.out"))
   elif (number := whole_number(rank)) is None or number >= spec.processes:
     raise ConfigError(f"--rank={rank}: give 0 … {spec.processes - 1}, all or batch")
@@ -43,7 +43,7 @@ def choose(spec: JobSpec, rank: str, task: int = 0) -> list[tuple[str, Path]]:
 
 
 def last(files: list[tuple[str, Path]], count: int | None) -> Iterator[str]:
-  """The last `count` lines of each file with its label; None: all lines."""
+  """Yield the last `count` lines of each file with its label; None: all lines."""
   for label, path in files:
     if path.exists():
       with path.open(errors="replace") as file:
@@ -51,9 +51,9 @@ def last(files: list[tuple[str, Path]], count: int | None) -> Iterator[str]:
 
 
 def failure(spec: JobSpec, task: int) -> str | None:
-  """The script's line about the process that failed before process 0 knew of it.
+  """Return the script's line about a process that failed before process 0 noticed.
 
-  None if the last start of the trial has not ended so.
+  None: the last start of the trial has not ended in this way.
   """
   job = folders.last_job(spec.folder, task)
   if folders.last_event(spec, job, task).get("code") in (None, EXIT_DONE):
@@ -68,16 +68,16 @@ def failure(spec: JobSpec, task: int) -> str | None:
 
 
 def follow(files: list[tuple[str, Path]], ended: Callable[[], bool]) -> Iterator[str]:
-  """Lines as they come, until the run has ended and all is read.
+  """Yield lines as they are written, until the run has ended and all are read.
 
   Args:
-    files: as from `choose`.
-    ended: whether nothing more will come; asked every tenth time.
+    files: the result of `choose`.
+    ended: a function that returns True once the run has ended; called every tenth time.
   """
   offsets = {path: 0 for _, path in files}
   rests = {path: b"" for _, path in files}
   for reads in itertools.count():
-    over = reads % _ASK_EVERY == 0 and ended()  # asked before the files are read
+    over = reads % _ASK_EVERY == 0 and ended()  # before the read, to miss no last line
     for label, path in files:
       if not path.exists():
         continue

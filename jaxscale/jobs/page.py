@@ -1,6 +1,6 @@
-"""One HTML page of runs: curves, speed, where the time went, starts, settings.
+"""HTML report of runs: curves, speed, use of time, starts and settings.
 
-It loads nothing: pictures are in it, so that the file can be sent to a colleague.
+The page is one file that contains its pictures and loads nothing, so it can be sent.
 """
 
 from __future__ import annotations
@@ -43,17 +43,16 @@ _SPEEDS = text.columns(
 def write_page(
   file: Path, paths: Sequence[Path], study: Report | None, plan: Path | None = None
 ) -> None:
-  """Write the page; each run has a section, with its plan if it has one.
+  """Write the page with a section per run, including its plan if it has one.
 
   Args:
-    file: file of the page, which is replaced if it exists.
+    file: the file of the page, which is replaced if it exists.
     paths: folders of runs, or workdirs.
-    study: the comparison of the runs; None: there is none.
-    plan: a plan's file; None: plan.json of each workdir, if it has one.
+    study: the comparison of the runs; None if there is none.
+    plan: the file of a plan; None: plan.json of each workdir, if it exists.
 
   Raises:
-    ConfigError: a path is a sweep, or has written nothing; or the page cannot be
-      written.
+    ConfigError: a path is a sweep or has no records, or the page cannot be written.
   """
   runs = [locate(path) for path in paths]
   title = study.name if study else ", ".join(run.name for run in runs)
@@ -72,11 +71,11 @@ def write_page(
   try:
     replace_text(output_path(file), page)
   except OSError as e:
-    raise ConfigError(f"{file}: {e.strerror}, give another file") from None
+    raise ConfigError(f"{file}: {e.strerror}; use a different file") from None
 
 
 def _sections(run: Located) -> Iterable[str]:
-  """Yield the parts of a run, from what most people look for to what few do."""
+  """Yield the parts of a run's section, the most important ones first."""
   shape = {"outcome": str, "step": int, "total_steps": int, "devices": str}
   summary = read_json(run.workdir / "summary.json", shape)
   lines = read_metrics(run.workdir / "metrics.jsonl")
@@ -93,7 +92,7 @@ def _sections(run: Located) -> Iterable[str]:
 
 
 def _outcome(summary: Mapping[str, Any], lines: Sequence[Mapping[str, Any]]) -> str:
-  """Say how far the run came and how well, in one sentence."""
+  """Return the progress and the quality of a run in one sentence."""
   if not summary:
     step = max((line["step"] for line in lines), default=0)
     return f"At step {step:,}; no summary.json yet."
@@ -106,7 +105,7 @@ def _outcome(summary: Mapping[str, Any], lines: Sequence[Mapping[str, Any]]) -> 
 
 
 def _speed(lines: Sequence[Mapping[str, Any]], summary: Mapping[str, Any]) -> str:
-  """Show medians and quartiles of the windows between two logged steps."""
+  """Return a table of medians and quartiles over the windows between logged steps."""
   rows = []
   for label, (key, form) in _SPEEDS.items():
     if values := [line[name] for line in lines if (name := f"perf/{key}") in line]:
@@ -114,7 +113,7 @@ def _speed(lines: Sequence[Mapping[str, Any]], summary: Mapping[str, Any]) -> st
       cells = (text.cell(x, form) for x in (statistics.median(values), *ends))
       rows.append([label, *cells, f"{len(values):,}"])
   if not rows:
-    return "<p>Nothing was measured yet.</p>"
+    return "<p>No measurements yet.</p>"
   table = text.html_table(["", "median", "25 %", "75 %", "windows"], rows)
   peak, source = summary.get("peak_tflops_per_device"), summary.get("peak_source")
   if isinstance(peak, int | float):
@@ -123,7 +122,7 @@ def _speed(lines: Sequence[Mapping[str, Any]], summary: Mapping[str, Any]) -> st
 
 
 def _starts(run: Located) -> str:
-  """List the starts of the run: when, where from, how far, how each ended."""
+  """Return a table of the run's starts: time, first and last step, duration, end."""
   activities = sorted(read_activities(run.workdir), key=lambda x: x.time)
   rows = []
   for start, newest in sorted({x.start: x for x in activities}.items()):
@@ -137,10 +136,10 @@ def _starts(run: Located) -> str:
 
 
 def _environment(workdir: Path) -> str:
-  """Show the last start's commit, host, command, versions and variables."""
+  """Return the commit, host, command, versions and variables of the last start."""
   starts = read_json_lines(workdir / provenance.FILE, None, {"command": str})
   if not starts:
-    return "<p>Not on record.</p>"
+    return "<p>Not recorded.</p>"
   start = dict(starts[-1])
   command = start.pop("command")
   rows = [[name, str(v)] for name, v in flat(start).items() if v not in (None, [])]

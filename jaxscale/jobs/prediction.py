@@ -1,8 +1,8 @@
-"""A run against its plan: what was planned, what was measured, and the ratio.
+"""Comparison of a run with its plan: planned values, measured values and their ratio.
 
-With `log.step_report` the step's compute and its exchange are measured apart. The step
-report counts as compute what is sent within the model (along `fsdp`, `model` and
-`stage`) and waiting for the slowest device, and so does the planned compute.
+With `log.step_report` the compute and the exchange of a step are measured separately. In
+the report and in the plan, compute includes communication within the model (along `fsdp`,
+`model` and `stage`) and the wait for the slowest device.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from jaxscale.jobs.measured import MeasuredRun, NotBegunError, read
 from jaxscale.metrics import text
 from jaxscale.planning.stored import FILE, not_compared
 
-# Axes that gradients are exchanged along; along others the model sends.
+# Axes of the gradient exchange; along the others the model communicates.
 _EXCHANGE = {"replica", "data", "bn", "all"}
 _HEAD = ("", "planned", "measured", "ratio")
 
 
 class Row(NamedTuple):
-  """A quantity, as planned and as measured."""
+  """The planned and the measured value of a quantity."""
 
   name: str
   planned: float
@@ -32,18 +32,18 @@ class Row(NamedTuple):
 
   @property
   def ratio(self) -> float | None:
-    """Measured by planned; None where nothing was planned."""
+    """Measured divided by planned; None if nothing was planned."""
     return self.measured / self.planned if self.planned > 0 else None
 
 
 class Comparison(NamedTuple):
-  """A run against its plan.
+  """The comparison of a run with its plan.
 
   Attributes:
-    run: name of the run.
-    reason: why nothing is compared; "" where it is.
+    run: the name of the run.
+    reason: the reason why there is no comparison; "" if there is one.
     plan: the plan, in a few words.
-    rows: the quantities, the step's time first.
+    rows: the quantities, with the step time first.
   """
 
   run: str
@@ -52,7 +52,7 @@ class Comparison(NamedTuple):
   rows: tuple[Row, ...] = ()
 
   def heading(self) -> str:
-    """Return the line above the table, or the one that stands in its place."""
+    """Return the line above the table, or the reason why there is no table."""
     if self.reason:
       return f"{printable(self.run)}: {not_compared(self.reason)}"
     return printable(f"{self.run} against its plan: {self.plan}")
@@ -67,7 +67,7 @@ class Comparison(NamedTuple):
     return "\n".join([self.heading(), *([text.table(*self.table())] * bool(self.rows))])
 
   def note(self) -> str:
-    """Return the step's time and its plan, for `jaxscale status`."""
+    """Return the measured and the planned step time, for `jaxscale status`."""
     if self.reason:
       return not_compared(self.reason)
     step = self.rows[0]
@@ -76,14 +76,14 @@ class Comparison(NamedTuple):
 
 
 def compare(run: MeasuredRun) -> Comparison | None:
-  """Compare a run with its plan; None: it has no plan."""
+  """Compare a run with its plan; return None if it has no plan."""
   if run.planned is None:
     return None
   step, reason, chips, _ = run.planned
   if step is None:
     return Comparison(run.name, reason)
   if not (run.rate and run.rate > 0):
-    return Comparison(run.name, "the run has no rate after its warm-up yet")
+    return Comparison(run.name, "the run has no step time after its warm-up yet")
   low, high = (text.short_time(step.seconds[c]) for c in ("high", "low"))
   devices = text.plural(step.devices, "device")
   about = f"{chips}, batch {step.batch_size:,} on {devices}; a step in {low} to {high}"
@@ -113,11 +113,11 @@ def _rows(run: MeasuredRun) -> Iterator[Row]:
 
 
 def comparison(path: Path, plan: Path | None = None) -> Comparison | None:
-  """Compare a run on the disk; None: it has no plan, or has trained no step yet.
+  """Compare a run in a folder; return None if it has no plan or no step yet.
 
   Args:
-    path: folder of a run, or workdir.
-    plan: a plan's file; None: plan.json of the workdir.
+    path: the folder of a run, or a workdir.
+    plan: the file of a plan; None: plan.json of the workdir.
   """
   if plan is None and not any(os.path.lexists(path / folder / FILE) for folder in (".", "train")):
     return None

@@ -1,8 +1,8 @@
-"""Strong and weak scaling: one config at several sizes, one run each.
+"""Scaling study: one config at several numbers of nodes, one run each.
 
-A study has a folder next to those of its runs, with its definition (scaling.json) and
-its results (scaling.csv, scaling.png). On this machine its runs are executed one after
-another, or they would measure each other.
+A study has a folder next to those of its runs, with its definition (scaling.json) and its
+results (scaling.csv, scaling.png). On this machine its runs are executed one after another,
+because simultaneous runs would slow each other down.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ BATCHES = ("fixed", "grows")
 
 
 class PreparedStudy(NamedTuple):
-  """A study that is checked and not submitted yet.
+  """A checked study before its submission.
 
   Attributes:
-    folder: its future folder.
+    folder: the path of its folder, which does not exist yet.
     batch: "fixed" or "grows".
-    runs: one per size, in the order that was given.
+    runs: one run per size, in the user's order.
   """
 
   folder: Path
@@ -50,15 +50,15 @@ def prepare(
   runs: str = "runs",
   **options: Any,
 ) -> PreparedStudy:
-  """Check everything that can be checked before a submission; see `scaling`."""
+  """Check a study as far as possible before its submission; see `scaling`."""
   if batch not in BATCHES:
     raise ConfigError(f"--batch={batch}: {nearest(batch, BATCHES)}")
   if not nodes or len({*nodes}) < len(nodes) or min(nodes) < 1:
     given = ",".join(map(str, nodes))
-    raise ConfigError(f"--nodes={given}: give several sizes, e.g. 1,2,4,8")
+    raise ConfigError(f"--nodes={given}: give different numbers of nodes, e.g. 1,2,4,8")
   path = config if isinstance(config, str) else "notebook.py"
   folder = folders.new_folder(runs, name, path)
-  # The report shows what a step waits for.
+  # The scaling report shows the parts of a step, which log.step_report measures.
   texts = sweeps.as_texts({"log.step_report": True, **(overrides or {})})
   first = job_handle.checked_loader(config)(texts)
   phases = first.phases
@@ -74,10 +74,10 @@ def prepare(
 
 
 def launch(prepared: PreparedStudy) -> Study:
-  """Make the study's folder, and submit its runs.
+  """Create the folder of a study and submit its runs.
 
   Raises:
-    ConfigError: as `job_handle.launch`; what was submitted before is cancelled.
+    ConfigError: a run cannot be submitted; the runs before it are cancelled.
   """
   folder, submitted = prepared.folder, []
   try:
@@ -91,22 +91,22 @@ def launch(prepared: PreparedStudy) -> Study:
     Study(folder, tuple(submitted)).cancel()
     if isinstance(e, ConfigError):
       raise
-    raise ConfigError(f"{folder}: {e.strerror}; give another --runs") from None
+    raise ConfigError(f"{folder}: {e.strerror}; use a different --runs") from None
   return Study(folder, tuple(submitted))
 
 
 def scaling(config: str | Config, nodes: Sequence[int], **options: Any) -> Study:
-  """Submit the same config at several sizes.
+  """Submit a scaling study: the same config at several numbers of nodes.
 
   Args:
-    config: as for `submit`.
-    nodes: the sizes; the batch size of the config is that of the first.
-    options: `batch`, "fixed" (strong scaling, the default) or "grows" with the nodes
-      (weak); `name` of the study, whose runs are NAME-1n, NAME-2n, …; and those of
-      `submit`.
+    config: the config; see `submit`.
+    nodes: the numbers of nodes; the first one has the batch size of the config.
+    options: `batch`, either "fixed" (strong scaling, the default) or "grows" with the nodes
+      (weak scaling); `name`, the name of the study, whose runs are NAME-1n, NAME-2n, …; and
+      the options of `submit`.
 
   Raises:
-    ConfigError: as for `submit`, or a config whose batch size changes during the run.
+    ConfigError: an option is invalid, or the batch size changes during the run.
 
   Example:
     >>> study = scaling("configs/digits.py", [1, 2, 4])       # doctest: +SKIP
@@ -116,14 +116,14 @@ def scaling(config: str | Config, nodes: Sequence[int], **options: Any) -> Study
 
 
 def study(name: str, runs: str = "runs") -> Study:
-  """The handle of a study that was submitted before.
+  """Return the handle of a study that was submitted before.
 
   Args:
-    name: name of the study, or the path of its folder.
+    name: the name of the study, or the path of its folder.
     runs: the directory of all runs.
 
   Raises:
-    ConfigError: there is no such study.
+    ConfigError: the study does not exist.
   """
   found = folders.find_study(name, runs)
   if found is None:
@@ -134,11 +134,11 @@ def study(name: str, runs: str = "runs") -> Study:
 
 
 class Study(NamedTuple):
-  """A scaling study that was submitted, identified by its folder.
+  """A submitted scaling study, identified by its folder.
 
   Attributes:
-    folder: folder of the study.
-    jobs: its runs.
+    folder: the folder of the study.
+    jobs: the runs of the study.
   """
 
   folder: Path
@@ -146,24 +146,24 @@ class Study(NamedTuple):
 
   @property
   def name(self) -> str:
-    """The name of the study; `jobs.study(name)` returns this handle again."""
+    """Name of the study; `jobs.study(name)` returns this handle again."""
     return self.folder.name
 
   def status(self) -> StatusTable:
-    """The status of each run."""
+    """Return the status of each run."""
     return statuses([job.folder for job in self.jobs])
 
   def wait(self, timeout_s: float | None = None, every_s: float = 2.0) -> StatusTable:
-    """Wait until all runs have ended, as `Job.wait`."""
+    """Wait until all runs have ended; see `Job.wait`."""
     return job_handle.wait(self.jobs, timeout_s, every_s)
 
   def cancel(self) -> None:
-    """End all runs, as `Job.cancel`."""
+    """Cancel all runs; see `Job.cancel`."""
     for job in self.jobs:
       job.cancel()
 
   def report(self) -> Report:
-    """Table and picture of what is on record, also written into the folder.
+    """Return the table and picture of the results, and write them into the folder.
 
     Raises:
       ConfigError: no run has begun.

@@ -20,7 +20,7 @@ from jaxscale.files import expand, read_bytes, whole_number
 from jaxscale.planning.machine import Machine
 
 _PATTERNS = {
-  # As sbatch(1) lists it: minutes, minutes:seconds, hours:minutes:seconds, days-hours,
+  # Formats of sbatch(1): minutes, minutes:seconds, hours:minutes:seconds, days-hours,
   # days-hours:minutes, days-hours:minutes:seconds.
   "time": (r"\d+(:\d+){0,2}|\d+-\d+(:\d+){0,2}", "24:00:00 or 2-12:00:00"),
   # "[{R|B}:]<sig_num>[@sig_time]", sbatch(1), --signal.
@@ -38,7 +38,7 @@ class Container:
     image: the path of the image, or an address such as docker://… that the runtime knows.
     mounts: the directories to mount, as HOST or HOST:INSIDE; the run's folder and the
       directory of the submission are always mounted.
-    options: more options of the runtime (`apptainer exec`, or srun's --container-…).
+    options: additional options of the runtime (`apptainer exec`, or srun's --container-…).
   """
 
   kind: Literal["apptainer", "singularity", "pyxis"]
@@ -103,7 +103,7 @@ class Site:
         raise ConfigError(f"Site.{name}={value!r}: give e.g. {example}")
     for pair in self.env:
       if not re.fullmatch(r"[A-Za-z_]\w*", name := pair.partition("=")[0], re.A):
-        raise ConfigError(f"Site.env: {name!r} is not a variable's name")
+        raise ConfigError(f"Site.env: {name!r} is not a valid name of a variable; correct it")
     for name, value in vars(self).items():
       refused = "\0" if name == "setup" else "[\0\n]"
       for text in value if isinstance(value, tuple) else (value,):
@@ -121,10 +121,10 @@ OPTIONS = tuple(n for n, kind in hints(Site).items() if kind in (str, int, int |
 
 
 def site_from(table: Mapping[str, Any]) -> Site:
-  """A site from plain tables, as in TOML or JSON.
+  """Convert plain tables, as in TOML or JSON, to a site.
 
   Raises:
-    ConfigError: an unknown name, a wrong type or an impossible value.
+    ConfigError: a name is unknown, or a value has the wrong type or is out of range.
 
   Example:
     >>> site_from({"partition": "gpu", "env": {"NCCL_DEBUG": "WARN"}}).env
@@ -144,14 +144,14 @@ def site_from(table: Mapping[str, Any]) -> Site:
 
 
 def load_site(name: str | None) -> Site:
-  """The profile of that name, or in that file; None: that of $JAXSCALE_SITE.
+  """Load a site profile by its name or path.
 
   Args:
-    name: a path that ends in .toml, or the name of a file in
-      ~/.config/jaxscale/sites (or $XDG_CONFIG_HOME/jaxscale/sites).
+    name: a path that ends in .toml, or the name of a file in ~/.config/jaxscale/sites (or
+      $XDG_CONFIG_HOME/jaxscale/sites). None uses $JAXSCALE_SITE, or else no profile.
 
   Raises:
-    ConfigError: no such profile, or a mistake in it.
+    ConfigError: the profile does not exist or is invalid.
   """
   name = expand(name or os.environ.get("JAXSCALE_SITE") or "")
   if not name:
@@ -164,26 +164,26 @@ def load_site(name: str | None) -> Site:
     hint = nearest(name, known) if known else f"give a FILE.toml, or make {path}"
     raise ConfigError(f"--site={name}: {e.strerror}, {hint}") from None
   except RecursionError:
-    raise ConfigError(f"{path}: nested too deep, give tables and lists") from None
-  except ValueError as e:  # no TOML, no UTF-8, or a ConfigError
+    raise ConfigError(f"{path}: nested too deeply; use flat tables and lists") from None
+  except ValueError as e:  # invalid TOML or UTF-8, or a ConfigError
     raise ConfigError(f"{path}: {e}") from None
 
 
 def sites_folder() -> Path:
-  """The folder of named profiles (XDG Base Directory Specification)."""
+  """Return the folder of named profiles (XDG Base Directory Specification)."""
   config = os.environ.get("XDG_CONFIG_HOME") or os.path.join("~", ".config")
   return Path(os.path.expanduser(config)) / "jaxscale" / "sites"
 
 
 def with_options(site: Site, options: Mapping[str, Any]) -> Site:
-  """The site with options of the command line or of a call.
+  """Override fields of a site by options of the command line or of a call.
 
   Args:
-    site: a profile.
-    options: values by field; numbers may be given as text.
+    site: the profile.
+    options: the values by field; numbers may be text.
 
   Raises:
-    ConfigError: there is no such option, or the value is impossible.
+    ConfigError: an option is unknown, or its value is invalid.
   """
   changes: dict[str, Any] = {}
   for name, value in options.items():

@@ -1,4 +1,4 @@
-"""The executor `slurm`: sbatch, squeue, scancel, and plain values of their output."""
+"""The executor `slurm`: calls of sbatch, squeue and scancel, with parsed output."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from jaxscale.jobs.spec import JobSpec, QueueEntry
 
 SCRIPT: str = "job.sbatch"
 render = slurm_script.render
-# Variables that point to the cluster; all others that begin with SLURM_ describe the
-# job that we may be in (a notebook), and sbatch would take them as options.
+# Variables that describe the cluster. All other SLURM_ variables describe the job of this
+# process (such as a notebook's), and sbatch would read them as options.
 _KEPT = ("SLURM_CONF", "SLURM_CLUSTERS", "SLURM_JWT", "SLURM_TIME_FORMAT")
-# Fields of squeue(1), --Format; a colon sets the width, or long ones are cut.
+# Fields of squeue(1), --Format; a colon sets the width, since long values are truncated.
 _FIELDS = ("JobArrayID", "State", "NumNodes", "TimeLeft", "RestartCnt", "Reason", "TimeLimit")
 _WIDTH = 128
-# What Slurm 22.05 prints where its commands are installed and no cluster is.
+# Errors of Slurm 22.05 if its commands are installed and there is no cluster.
 _NO_CLUSTER = ("Could not establish a configuration source", "Unable to contact slurm controller")
-_ELSEWHERE = {"sbatch": "submit where Slurm runs, or give --executor local"}
+_ELSEWHERE = {"sbatch": "submit on a Slurm cluster, or use --executor local"}
 
 
 def is_available() -> bool:
@@ -35,7 +35,7 @@ def submit(spec: JobSpec, tasks: Sequence[int] | None, after: Path | None) -> st
   """Queue the script of a run; `after` is ignored, since Slurm has its own queue.
 
   Raises:
-    ConfigError: Slurm refuses it, with Slurm's message.
+    ConfigError: Slurm refuses the job; the error has Slurm's message.
   """
   only = (f"--array={slurm_script.array([*tasks], spec.at_most)}",) if tasks else ()
   printed = _slurm("sbatch", "--parsable", *only, str(Path(spec.folder, SCRIPT)))
@@ -43,7 +43,7 @@ def submit(spec: JobSpec, tasks: Sequence[int] | None, after: Path | None) -> st
 
 
 def queue(runs: Mapping[str, JobSpec]) -> dict[str, QueueEntry]:
-  """All jobs of this user that Slurm knows, by number; those of `runs` are among them.
+  """Return all jobs of this user that Slurm knows, including those of `runs`, by number.
 
   Slurm forgets a job MinJobAge seconds after its end, slurm.conf(5).
 
@@ -58,11 +58,11 @@ def queue(runs: Mapping[str, JobSpec]) -> dict[str, QueueEntry]:
 
 
 def parse_line(line: str) -> tuple[str, QueueEntry]:
-  """A line of squeue, in columns of a fixed width."""
+  """Parse a line of squeue, which has columns of a fixed width."""
   cells = [line[i * _WIDTH : (i + 1) * _WIDTH].strip() for i in range(len(_FIELDS))]
   job, state, nodes, left, restarts, reason, limit = cells
   number, again = whole_number(nodes) or 0, whole_number(restarts) or 0
-  left = "" if limit == "UNLIMITED" else left  # Slurm counts down from a year
+  left = "" if limit == "UNLIMITED" else left  # else Slurm shows the rest of a year
   return job, QueueEntry(state, number, left, again, reason)
 
 
@@ -70,15 +70,15 @@ def cancel(spec: JobSpec, job: str) -> None:
   """End a job, queued or running: SIGTERM, and SIGKILL after Slurm's KillWait.
 
   Raises:
-    ConfigError: Slurm refuses.
+    ConfigError: Slurm refuses the cancellation.
   """
   _slurm("scancel", job)
 
 
 def _slurm(*command: str) -> str:
-  """The output of a command; its error messages become a ConfigError of one line."""
+  """Run a command and return its output; its errors become a ConfigError of one line."""
   ours = os.environ.items()
-  advice = _ELSEWHERE.get(command[0], "run this where Slurm runs")
+  advice = _ELSEWHERE.get(command[0], "run this on a Slurm cluster")
   env = {k: v for k, v in ours if not k.startswith("SLURM_") or k in _KEPT}
   try:
     done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=60)
@@ -87,9 +87,9 @@ def _slurm(*command: str) -> str:
     lines = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
     message = "; ".join(dict.fromkeys(x.partition("error: ")[2] or x for x in lines))
     if any(words in message for words in _NO_CLUSTER):
-      message = f"reaches no Slurm ({message}); {advice}"
+      message = f"cannot reach Slurm ({message}); {advice}"
   except FileNotFoundError:
     message = f"not found; {advice}"
   except subprocess.TimeoutExpired:
-    message = "Slurm has not answered in 60 s"
+    message = "Slurm has not answered within 60 s; try again later"
   raise ConfigError(f"{command[0]}: {message}")

@@ -1,29 +1,29 @@
-"""The sbatch script of a run, as text: a pure function of its spec.
+"""Rendering of the sbatch script of a run from its spec.
 
-Its parts of bash are in `bash/`. The script does, in addition to `srun`, what Slurm
-leaves to it. It outlives the signals that announce the end, so that it sees how the
-tasks ended; it requeues the job where a restart helps; and it records every start and
-end in the run's folder, for the time when Slurm has forgotten the job.
+The parts of the script in bash are in `bash/`. In addition to `srun`, the script survives
+the signals that announce the end, so that it sees the exit codes of the tasks. It requeues
+the job if a restart may help, and records every start and end in the run's folder, because
+Slurm forgets old jobs.
 
-Signals. Without `B:` in `--signal`, Slurm signals the tasks and not this script; with
-it, the script alone (sbatch(1)), which forwards the signal by `scancel --signal`, which
-goes to the tasks and not to the script (scancel(1)). SIGTERM, at the time limit or from
-`scancel`, goes to both, so it is caught here and not forwarded.
+Signals. Without `B:` in `--signal`, Slurm signals the tasks and not the script. With `B:`
+it signals only the script (sbatch(1)), which forwards the signal to the tasks by `scancel
+--signal` (scancel(1)). SIGTERM, at the time limit or from `scancel`, goes to both, so the
+script catches it and does not forward it.
 
-Spare nodes. sbatch --no-kill leaves the allocation to the script: Slurm removes a dead
-node from it and ends the steps that ran there (sbatch(1)). Observed with Slurm 22.05:
+Spare nodes. With `sbatch --no-kill` the script keeps its allocation when a node dies: Slurm
+removes the node and ends the steps that ran there (sbatch(1)). Observed with Slurm 22.05:
 
-- The srun of a running step returns once Slurm calls the node down, not before,
-  whatever the other tasks do: SlurmdTimeout (slurm.conf(5), 300 s by default) and some
-  10 s for the pings. One that cannot start its step fails within seconds, while Slurm
-  still calls the node good: so the nodes are asked.
-- SLURM_JOB_NODELIST and the like keep the dead node; squeue does not have it.
-- What the lost step used on the other nodes is never freed ("unable to update job's
-  core use information due to job resizing"): the next step waits forever without
+- The srun of a running step returns only when Slurm marks the node as down, after
+  SlurmdTimeout (slurm.conf(5), 300 s by default) and about 10 s for pings. A srun that
+  cannot start its step fails within seconds, while Slurm still shows the node as good. So
+  the script tests the nodes itself.
+- SLURM_JOB_NODELIST and similar variables still have the dead node; squeue does not.
+- The cores of the lost step on the other nodes are never freed ("unable to update job's
+  core use information due to job resizing"), so the next step would wait forever without
   --overlap.
-- The job does not end when the node of its script is lost, and would keep its other
-  nodes until the time limit. So a task on another node checks from time to time, and
-  requeues the job; and the script's node is the spare that trains last.
+- The job does not end when the script's node is lost, and would keep its other nodes until
+  the time limit. So a task on a different node watches the script's node and requeues the
+  job, and the script's node is the last one that trains.
 """
 
 from __future__ import annotations
@@ -36,40 +36,40 @@ from jaxscale.errors import ConfigError
 from jaxscale.jobs import spec as specs
 from jaxscale.jobs.spec import FINAL_CODES, RESTARTED_CODES, SIGNAL_CODES, JobSpec
 
-# What stands for exit codes in the parts of the script, as patterns of bash.
+# Words in the parts of the script that are replaced by patterns of exit codes.
 _CODES = {"FINAL": FINAL_CODES, "RESTARTED": RESTARTED_CODES, "SIGNALS": SIGNAL_CODES}
 
-# That a container's image must not overrule.
+# Variables that a container's image must not override.
 _OWN_VARIABLES = "PYTHONPATH,PYTHONSAFEPATH,PYTHONUNBUFFERED,JAXSCALE_REQUEUE,JAXSCALE_SECRET"
 _SITE_OPTIONS = "mem time partition account qos constraint reservation exclude signal"
 
 
 def render(spec: JobSpec) -> str:
-  """The script.
+  """Render the sbatch script of a run.
 
   Raises:
-    ConfigError: a path or option that Slurm cannot take.
+    ConfigError: Slurm does not accept a path or an option.
   """
   for path in (spec.folder, spec.cwd):
     if re.search(r'[\\"\n]', path):
-      refused = "a backslash, a double quote or a line break"
-      raise ConfigError(f"{path}: Slurm takes no path with {refused}")
+      refused = "a backslash, a double quote or a line break; use a different directory"
+      raise ConfigError(f"{path}: Slurm does not accept {refused}")
   parts = [_header(spec), specs.setup_script(spec), _part("secret"), _commands(spec)]
-  # srun returns the highest code, which is that of the tasks that it ended by SIGTERM
-  # because another one had failed before they knew of each other. It prints them all,
-  # and `finish` reads them.
+  # srun returns the highest exit code. This may be the code of tasks that srun ended by
+  # SIGTERM because a different task had failed first. srun prints all codes, and `finish`
+  # reads them.
   parts += [_part("events"), _start(spec), *map(_part, ("may_restart", "finish", "step"))]
-  # For tasks that died of a signal srun returns 128 and its number: SIGUSR1 and SIGUSR2
-  # without `B:`, SIGTERM. The doctor itself exits with 2 and nothing else.
-  # --kill-on-bad-exit would end the other nodes by SIGTERM, and srun returns 143 then,
-  # whatever the exit code of the first one (seen with Slurm 22.05).
+  # If a signal ends a task, srun returns 128 plus its number: SIGUSR1 and SIGUSR2 without
+  # `B:`, or SIGTERM. The doctor itself fails with exit code 2 only. The preflight runs
+  # without --kill-on-bad-exit, with which srun would end the other nodes by SIGTERM and
+  # return 143 instead of the first exit code (seen with Slurm 22.05).
   parts += [_part("preflight")] if spec.preflight else []
   train = _part("spares") if spec.spares else "train\n"
   return "\n".join([*parts, _part("train"), train, "finish\n"])
 
 
 def _part(name: str) -> str:
-  """Return a part of the script, whose exit codes are those of `spec`."""
+  """Return a part of the script with the exit codes of `spec`."""
   text = Path(__file__).with_name("bash").joinpath(f"{name}.sh").read_text("utf-8")
   for word, codes in _CODES.items():
     text = text.replace(word, "|".join(map(str, codes)))
@@ -93,21 +93,21 @@ def _header(spec: JobSpec) -> str:
   options = [f"--{name}={value}" for name, value in given.items() if value]
   options += ["--requeue" if spec.requeue else "--no-requeue"]
   options += [*(["--no-kill"] if spec.spares else []), *site.sbatch]
-  # A login shell where there are modules: it is what defines `module`.
+  # Modules need a login shell, which defines `module`.
   shell = "#!/bin/bash -l" if site.modules else "#!/bin/bash"
   made_by = spec.made_by.replace("\n", " ")
   lines = [shell, f"# {spec.name}, made by {made_by}"]
   for option in options:
     if re.search(r'["\n]', option):
-      raise ConfigError(f"{option}: sbatch takes no double quote or line break")
-    # A double quote quotes there, and # begins a comment.
+      raise ConfigError(f"{option}: sbatch accepts no double quote or line break; remove it")
+    # In #SBATCH lines a double quote quotes, and # begins a comment.
     is_plain = re.fullmatch(r"[\w=,.:/%@+\-\[\]&|*]+", option)
     lines.append(f"#SBATCH {option}" if is_plain else f'#SBATCH "{option}"')
   return "\n".join(lines) + "\n"
 
 
 def array(tasks: range | list[int], at_most: int) -> str:
-  """The tasks of an array and how many run at a time, as sbatch has it.
+  """Format the value of sbatch's --array: tasks, and how many run at the same time.
 
   Example:
     >>> array(range(6), 2), array([1, 4], 0)
@@ -119,16 +119,16 @@ def array(tasks: range | list[int], at_most: int) -> str:
 
 
 def _output(spec: JobSpec, rank: str) -> str:
-  """`spec.log_file` in Slurm's patterns; a restarted job appends to its files."""
+  """Return `spec.log_file` in Slurm's patterns; a restarted job appends to its files."""
   folder = spec.folder.replace("%", "%%")
   return f"{folder}/logs/{'%A_%a' if spec.trials else '%j'}.{rank}.out"
 
 
 def _commands(spec: JobSpec) -> str:
-  """Arrays of bash, whose words are never split or quoted again."""
+  """Return the commands as bash arrays, whose words are not split or quoted again."""
   site = spec.site
   srun = ["srun", "--kill-on-bad-exit=1"]
-  if site.cpus_per_task:  # srun no longer takes it from the job: Slurm 22.05
+  if site.cpus_per_task:  # since Slurm 22.05 srun does not inherit it from the job
     srun.append(f"--cpus-per-task={site.cpus_per_task}")
   srun += site.srun
   if site.container and site.container.kind == "pyxis":
@@ -154,12 +154,12 @@ def _commands(spec: JobSpec) -> str:
 
 
 def _start(spec: JobSpec) -> str:
-  # Slurm counts requeues only; the events have the moves to spare nodes.
+  # Slurm counts requeues only, so the moves to spare nodes are counted in the events.
   start = (_part("count_moves") if spec.spares else "") + 'record start 0 ""\n'
   if not spec.trials:
     return f'task=0\nworkdir="$run/train"\n{start}'
   lines = [
-    "# A job of an array has a number of its own; its name for Slurm is ARRAY_TASK.",
+    "# Each job of an array has its own number; Slurm also knows it as ARRAY_TASK.",
     "job=${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID",
     "task=$SLURM_ARRAY_TASK_ID",
     'workdir="$run/trials/$task"',

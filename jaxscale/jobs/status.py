@@ -1,7 +1,7 @@
-"""The state of runs: what their executor knows, and what they wrote.
+"""Status of runs, from their executor and from their folders.
 
-Slurm forgets a job some minutes after its end, and knows neither step nor loss; the
-folder has both, and the events say how the job ended. Nothing here asks JAX.
+Slurm forgets a job some minutes after its end, and knows neither step nor loss. The folder
+has both, and its events have the exit code. This module does not import JAX.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from jaxscale.jobs.spec import JobSpec, QueueEntry
 from jaxscale.metrics import read_json, read_metrics, text
 from jaxscale.run.goodput import Goodput
 
-# States of squeue(1) after which nothing more happens, and our own: LOST was started,
-# and neither the executor nor the events know of an end; UNREADABLE has no run.json.
+# Final states of squeue(1), and two of jaxscale. LOST: the run was started, and neither the
+# executor nor the events know of an end. UNREADABLE: the folder has no valid run.json.
 _ENDED = """
 BOOT_FAIL CANCELLED COMPLETED DEADLINE FAILED LOST NODE_FAIL OUT_OF_MEMORY PREEMPTED REVOKED
 TIMEOUT UNREADABLE
 """
 ENDED = tuple(_ENDED.split())
-_TAIL = 1 << 16  # bytes of the metrics that are read: hundreds of lines
+_TAIL = 1 << 16  # bytes to read from the end of the metrics: hundreds of lines
 _RATE_OVER = 10  # logged lines
 _TITLES = "run,job,state,nodes,step,loss,examples/s,accuracy,time left,to go,goodput,restarts,"
 _HEAD = _TITLES.split(",")
@@ -37,25 +37,26 @@ _WORDS = ("run", "job", "state", "")  # these columns are aligned to the left
 
 
 class RunStatus(NamedTuple):
-  """One run, or one trial of a sweep, at present; None is what is not known.
+  """The present status of a run or of a trial; unknown values are None.
 
   Attributes:
-    run: its name; NAME/3 for trial 3.
-    job: its number.
-    state: in Slurm's words, LOST or UNREADABLE.
-    code: exit code of the last end.
-    nodes: nodes that it has, or asks for.
-    step: the last one on record.
-    total: steps of the whole run.
-    loss: of the last logged training step.
-    rate: examples per second.
-    accuracy: of the last evaluation.
-    perplexity: the same, of a language model.
-    time_left: until the time limit, as Slurm writes it.
-    to_go: seconds until training is done, at the present pace.
-    restarts: how many times it was restarted.
-    note: why it waits; what a trial varies; its step's time against its plan.
-    goodput: where its time went.
+    run: the name of the run; NAME/3 for trial 3.
+    job: the number of the job.
+    state: the state in Slurm's terms, or LOST or UNREADABLE.
+    code: the exit code of the last end.
+    nodes: the number of nodes that it has or requests.
+    step: the last recorded step.
+    total: the number of steps of the whole run.
+    loss: the loss of the last logged training step.
+    rate: the examples per second.
+    accuracy: the accuracy of the last evaluation.
+    perplexity: the perplexity of the last evaluation, for a language model.
+    time_left: the time until the time limit, in Slurm's format.
+    to_go: the seconds until training is done, at the present speed.
+    restarts: the number of restarts.
+    note: the reason why it waits, the settings of a trial, and its step time against its
+      plan.
+    goodput: the shares of its time.
   """
 
   run: str
@@ -77,7 +78,7 @@ class RunStatus(NamedTuple):
 
   @property
   def ended(self) -> bool:
-    """True if nothing more will happen by itself."""
+    """True in a final state."""
     return self.state in ENDED
 
 
@@ -87,7 +88,7 @@ class ShownAsTable(list[Any]):
   empty = ""
 
   def columns(self) -> Any:
-    """Titles, rows of cells, and the columns that are aligned to the left."""
+    """Return titles, rows of cells, and the indices of left-aligned columns."""
 
   def __repr__(self) -> str:
     return text.table(*self.columns()) if self else self.empty
@@ -109,11 +110,11 @@ class StatusTable(ShownAsTable):
     return _HEAD, [_cells(status) for status in self], left
 
   def shown(self, width: int | None = None) -> str:
-    """Return the table.
+    """Return the table as text.
 
     Args:
-      width: columns of the terminal; None: any. In a narrow one, columns without a
-        value and those that are missed least are left out, and notes are cut.
+      width: the columns of the terminal; None: no limit. In a narrow terminal, empty and
+        less important columns are left out, and notes are truncated.
     """
     if width is None or not self:
       return repr(self)
@@ -136,7 +137,7 @@ def _width(columns: Sequence[Sequence[str]]) -> int:
 
 
 def statuses(folders_of_runs: Sequence[Path]) -> StatusTable:
-  """The status of each run or trial; each executor is asked once.
+  """Return the status of each run or trial; each executor is called once.
 
   Raises:
     ConfigError: Slurm does not answer.
@@ -145,7 +146,7 @@ def statuses(folders_of_runs: Sequence[Path]) -> StatusTable:
   for path in folders_of_runs:
     try:
       specs.append(folders.read_spec(path))
-    except ConfigError as e:  # one damaged folder does not hide the other runs
+    except ConfigError as e:  # one damaged folder must not hide the other runs
       found.append(RunStatus(path.name, "", "UNREADABLE", note=str(e)))
   queue: dict[str, QueueEntry] = {}
   for name, executor in EXECUTORS.items():
@@ -159,13 +160,13 @@ def statuses(folders_of_runs: Sequence[Path]) -> StatusTable:
 
 
 def status(spec: JobSpec, task: int, job: str, queued: QueueEntry | None) -> RunStatus:
-  """The status of one run or trial.
+  """Return the status of one run or trial.
 
   Args:
     spec: the run.
-    task: index of the trial.
-    job: number of its last job.
-    queued: what the executor knows; None: nothing.
+    task: the index of the trial.
+    job: the number of its last job.
+    queued: the state from the executor; None if the executor does not know the job.
   """
   last = folders.last_event(spec, job, task)
   workdir = spec.workdir(task)
@@ -200,7 +201,7 @@ def status(spec: JobSpec, task: int, job: str, queued: QueueEntry | None) -> Run
 
 
 def _state(spec: JobSpec, last: Mapping[str, Any]) -> str:
-  """The state of a run that its executor does not know any more, by its events."""
+  """Return the state, from its events, of a run that its executor has forgotten."""
   ended = last.get("event") == "end" and last["next"] != "requeue"
   if ended and last["code"] == EXIT_DONE:
     return "COMPLETED"
@@ -212,7 +213,7 @@ def _state(spec: JobSpec, last: Mapping[str, Any]) -> str:
 
 
 def seconds_to_go(rows: Sequence[Mapping[str, Any]], total: int | None) -> float | None:
-  """Until the last step, at the pace of the last lines (evaluations included).
+  """Estimate the seconds to the last step from recent lines, including evaluations.
 
   Example:
     >>> rows = [{"step": 10, "train/loss": 1.0, "time": 0.0},
@@ -246,7 +247,7 @@ def _cells(s: RunStatus) -> list[str]:
 
 
 def quality(accuracy: float | None, perplexity: float | None) -> str:
-  """Return a model's quality as a cell; empty if it is not known.
+  """Return a model's accuracy or perplexity as a cell; "" if unknown.
 
   Example:
     >>> quality(0.9, None), quality(0.5, 3.4567), quality(None, None)

@@ -1,4 +1,4 @@
-"""The trials of a sweep: the product of lists, or what a config file yields."""
+"""Trials of a sweep: the product of lists, or the result of `get_sweep` in a config."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from jaxscale.config.loading import call
 from jaxscale.errors import ConfigError
 
 Texts = Mapping[str, str]  # settings as text by dotted field
-Loader = Callable[[Texts], Config]  # makes a config with overrides, or raises
+Loader = Callable[[Texts], Config]  # builds a config from overrides, or raises
 _MOST = 1000  # Slurm's own default of MaxArraySize is 1001, slurm.conf(5)
 
 
 def product(lists: Sequence[str]) -> list[dict[str, str]]:
-  """Every combination of values; the last list changes fastest.
+  """Return every combination of values; the last list changes fastest.
 
   Args:
-    lists: each as `a.b=1,2,3`; commas inside brackets or quotes do not separate.
+    lists: lists such as `a.b=1,2,3`; commas inside brackets or quotes do not separate.
 
   Raises:
-    ConfigError: a list is malformed, or a setting is given twice.
+    ConfigError: a list is malformed, or a setting has two lists.
 
   Example:
     >>> product(["epochs=1,2", "seed=7"])
@@ -35,14 +35,14 @@ def product(lists: Sequence[str]) -> list[dict[str, str]]:
     if not given or not name or not (parts := split(rest)) or not all(parts):
       raise ConfigError(f"--sweep={text}: give e.g. optimizer.lr=0.1,0.2,0.4")
     if name in values:
-      raise ConfigError(f"--sweep={text}: {name} has a list already")
+      raise ConfigError(f"--sweep={text}: {name} has two lists; join them")
     values[name] = parts
   chosen = itertools.product(*values.values())
   return [dict(zip(values, one, strict=True)) for one in chosen]
 
 
 def split(text: str) -> list[str]:
-  """The parts between commas, without those in brackets or quotes.
+  """Split a text at commas outside of brackets and quotes.
 
   Example:
     >>> split("(1,2),'a,b',3")
@@ -59,47 +59,48 @@ def split(text: str) -> list[str]:
 
 
 def from_file(config: str) -> list[dict[str, str]]:
-  """The trials that `get_sweep` of a config file yields.
+  """Return the trials that `get_sweep` in a config file yields.
 
-  Each is a mapping from dotted field to value, as in
+  A trial is a mapping from dotted field to value, as in
 
       def get_sweep():
         for lr in (0.1, 0.2):
           yield {"optimizer.lr": lr, "seed": 1}
 
   Args:
-    config: `FILE[:arg]`; the argument is passed on.
+    config: the config as `FILE[:arg]`; `get_sweep` gets the argument.
 
   Raises:
-    ConfigError: there is no such function, or it yields something else.
+    ConfigError: the function is missing, or it yields other objects.
   """
-  trials = call(config, "get_sweep", "define get_sweep() in it, or give --sweep")
+  trials = call(config, "get_sweep", "define get_sweep() in it, or use --sweep")
   if isinstance(trials, Mapping) or not isinstance(trials, Iterable):
     raise ConfigError(f"{config}: get_sweep() must yield settings, one dict per trial")
   texts = []
   for trial in trials:
     if not isinstance(trial, Mapping) or not all(isinstance(k, str) for k in trial):
-      text = f"{config}: get_sweep() yielded {trial!r}, not e.g. "
+      text = f"{config}: get_sweep() yielded {trial!r}; yield e.g. "
       raise ConfigError(text + "{'optimizer.lr': 0.1}")
     texts.append(as_texts(trial))
   return texts
 
 
 def as_texts(values: Mapping[str, Any]) -> dict[str, str]:
-  """Values by dotted field as the command line takes them."""
+  """Convert values by dotted field to the texts of the command line."""
   return {k: v if isinstance(v, str) else repr(v) for k, v in values.items()}
 
 
 def check(load: Loader, overrides: Texts, trials: Sequence[Texts]) -> None:
-  """Refuse a sweep before anything is submitted.
+  """Check a sweep before its submission.
 
   Args:
-    load: makes the config with overrides, or raises.
-    overrides: settings of all trials.
-    trials: settings of each trial.
+    load: a function that builds the config from overrides, or raises.
+    overrides: the settings of all trials.
+    trials: the settings of each trial.
 
   Raises:
-    ConfigError: too few or too many trials, two equal ones, or an invalid config.
+    ConfigError: there are too few or too many trials, two trials are equal, or a config is
+      invalid.
   """
   if not 1 <= len(trials) <= _MOST:
     raise ConfigError(f"{len(trials)} trials: give 1 to {_MOST}")
@@ -109,4 +110,4 @@ def check(load: Loader, overrides: Texts, trials: Sequence[Texts]) -> None:
     except ConfigError as e:
       raise ConfigError(f"trial {i}: {e}") from None
     if (first := trials.index(trial)) < i:
-      raise ConfigError(f"trial {i} is trial {first} again: {dict(trial)}")
+      raise ConfigError(f"trial {i} repeats trial {first}: {dict(trial)}; remove one")

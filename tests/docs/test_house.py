@@ -97,15 +97,29 @@ def test_a_notebook_runs_on_one_device(name, tmp_path):
   assert done.returncode == 0, done.stderr[-3000:]
 
 
-def test_the_launch_script_starts_the_same_command(tmp_path):
+@pytest.mark.parametrize(
+  ("env", "counts"),
+  [
+    ({}, "--nodes=1 --ntasks=1 --ntasks-per-node=1 --cpus-per-task=1"),
+    (
+      {"SLURM_JOB_NUM_NODES": "2", "SLURM_GPUS_ON_NODE": "4", "SLURM_CPUS_ON_NODE": "66"},
+      "--nodes=2 --ntasks=8 --ntasks-per-node=4 --cpus-per-task=16",
+    ),
+    (
+      {"SLURM_NTASKS_PER_NODE": "2", "SLURM_GPUS_ON_NODE": "4", "SLURM_CPUS_ON_NODE": "1"},
+      "--nodes=1 --ntasks=2 --ntasks-per-node=2 --cpus-per-task=1",
+    ),
+  ],
+)
+def test_the_launch_script_starts_the_same_command(tmp_path, env, counts):
   """Slurm's and Python's names stand in and write down how they are called."""
   job_script.fake(tmp_path / "bin" / "srun", 'echo "$@"')
   (tmp_path / "bin" / "activate").write_text(f'export PATH="{tmp_path}/bin:$PATH"\n')
   command = ["bash", "launch/train.sbatch", "--config", "configs/x.py", "--config.a=b c"]
-  done = run(*command, JAXSCALE_VENV=str(tmp_path))
+  done = run(*command, JAXSCALE_VENV=str(tmp_path), **env)
   assert done.returncode == 0, done.stderr
   wanted = "python -P -m jaxscale.train --config configs/x.py --config.a=b c"
-  assert done.stdout.strip() == f"--kill-on-bad-exit=1 {wanted}"
+  assert done.stdout.strip() == f"--kill-on-bad-exit=1 {counts} {wanted}"
 
 
 def run_python_of(page, tmp_path, monkeypatch, capsys):

@@ -40,8 +40,8 @@ def test_flags_devices_and_data_are_named_where_they_differ(tmp_path):
   options = only("devices"), f"--config={config}"
   findings = preflight(HOSTS, *options, rank_env=rank_env)
   reported = wrong(findings)
-  assert reported[0] == ("process 1 (n2): XLA_FLAGS: this jax does not know --xla_nonsense=1")
-  assert findings[0].remedy.startswith("take it out of XLA_FLAGS")
+  assert reported[0] == ("process 1 (n2): XLA_FLAGS: unknown to this jaxlib: --xla_nonsense=1")
+  assert findings[0].remedy.startswith("remove it from XLA_FLAGS")
   assert reported[1] == "devices: 3 x cpu in process 2 (n3), 2 x cpu in the others"
   assert re.match(r"data: process 2 \(n3\): .*train_split=train: no such dir", reported[2])
   differ = r"data: .* has 1\d \+ 1\d examples in process [03] .*, .* in the others"
@@ -79,8 +79,8 @@ VALUE = "E1 line_flags.cc:63] Couldn't interpret value abc for flag xla_x.\nusag
 FILE = 'F1 x.cc:171] Could not open file "junk" to read flags for environment variable'
 BACKEND = "RuntimeError: Unable to initialize backend 'cuda'"
 WORDS = [
-  (UNKNOWN, "XLA_FLAGS: this jax does not know --xla_a=1 --xla_b"),
-  (VALUE, "XLA_FLAGS: no value of --xla_x: abc"),
+  (UNKNOWN, "XLA_FLAGS: unknown to this jaxlib: --xla_a=1 --xla_b"),
+  (VALUE, "XLA_FLAGS: invalid value of --xla_x: abc"),
   (FILE, "XLA_FLAGS=junk: not a file; flags begin with --"),
   (f"Traceback\n  at\n{BACKEND}\n\nnoise", BACKEND),
   ("", "JAX ended with code -6"),
@@ -97,7 +97,7 @@ def test_a_gpu_that_jax_does_not_see_is_reported(monkeypatch):
   monkeypatch.delenv("XLA_FLAGS", raising=False)
   found = {"platform": "cpu", "kind": "cpu", "count": 1, "wrong": []}
   (reported,) = devices.findings([found], [{"gpus": [{}]}], ["n1"])
-  assert reported.text == "devices: n1 has GPUs, and JAX runs on its CPU" and not reported.ok
+  assert reported.text == "devices: n1 has GPUs, but JAX uses its CPU" and not reported.ok
   (reported,) = devices.findings([found], [{"gpus": []}], ["n1"])
   assert reported.ok
   (reported,) = devices.findings([found | {"wrong": ["cuda:3: 14335.0"]}], [], ["n1"])

@@ -56,7 +56,7 @@ def test_a_job_is_requeued_so_often_and_not_more(in_a_job, monkeypatch, capsys):
   monkeypatch.setenv("SLURM_RESTART_COUNT", "2")
   assert session.report_stop(config(max_restarts=3), SIGTERM, "saved") == 85
   assert session.report_stop(config(max_restarts=2), SIGTERM, "saved") == 93
-  assert "and not again (limit 2)" in capsys.readouterr().out
+  assert "it was requeued 2 times (limit 2)" in capsys.readouterr().out
   assert in_a_job.read_text().count("requeue 12") == 1
 
 

@@ -44,11 +44,11 @@ for step in range(1, 10**6):
 
 LINES = {
   "kill": r"process 2 on n2 died, last seen in step \d+",
-  "kill 0": r"process 0 on n0 died, seen in step \d+",
+  "kill 0": r"process 0 on n0 died \(.*\), noticed in step \d+",
   "raise": r"process 2 on n2 failed in step 150 \(input\): ValueError: no such",
   "sleep": r"process 2 on n2 hangs in step 150 \(input\) for \d s; 2 others wait",
-  "stop": r"process 2 on n2 is silent for \d s",
-  "exit": r"process 2 on n2 left after step 150 while others continue",
+  "stop": r"process 2 on n2 has sent no heartbeat for \d s",
+  "exit": r"process 2 on n2 exited after step 150 while others continue",
 }
 
 

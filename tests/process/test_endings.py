@@ -76,7 +76,7 @@ def test_a_full_disk_under_standard_output_costs_lines_alone(child):
   full = "import os; os.dup2(os.open('/dev/full', os.O_WRONLY), 1)"
   process = child(full + UP.rpartition("print")[0])
   _, error = process.communicate("x\nx\n", timeout=200)
-  why = "standard output: No space left on device; the run continues, lines are lost"
+  why = "standard output: No space left on device; the run continues without these lines"
   assert error.startswith(f"{why}\n") and "asked" not in error
 
 

@@ -133,6 +133,6 @@ def test_a_coordinator_that_cannot_be_reached_is_a_line_not_an_abort():
       join(launch, group, Timeouts(jax_initialization_timeout_s=1))
   assert time.monotonic() - began < 60  # JAX's own default is 300 s
   assert str(e.value) == (
-    f"process 1 (n2): JAX's coordinator on n1, 127.0.0.1:{port}, not reached for 1 s "
-    "(refused; see the last lines of process 0)"
+    f"process 1 (n2): cannot reach JAX's coordinator on n1, 127.0.0.1:{port}, within 1 s "
+    "(refused); see the output of process 0"
   )

@@ -237,7 +237,7 @@ def test_a_record_is_a_table(fake, tmp_path):
   shebang, _, rest = python.read_text().partition("\n")
   python.write_text(f"{shebang}\nuntil [ -e '{go}' ]; do sleep 0.05; done\n{rest}")
   job = jobs.submit(DIGITS, **fake)
-  assert repr(job.metrics()) == "nothing on record yet"
+  assert repr(job.metrics()) == "no metrics yet"
   go.touch()
   wait(job)
   record = job.metrics()
@@ -421,7 +421,7 @@ def test_the_commands(fake, tmp_path, capsys):
   assert output("cancel", "a") == "a: has already ended\n"
   assert not Path(fake["runs"], "a", "cancelled").exists()
   assert output("resume", "a", code=2).startswith("error: a: is done")
-  assert "exists; give another name" in output(*submit, "--name=a", code=2)
+  assert "exists; use a different name" in output(*submit, "--name=a", code=2)
 
 
 def test_a_scaling_study_is_a_run_for_each_size(fake, tmp_path, capsys):

@@ -42,7 +42,7 @@ def test_an_all_reduce_between_the_processes_is_timed():
   unknown = "[ $JAXSCALE_PROCESS_ID = 0 ] || export XLA_FLAGS=--xla_nonsense=1;"
   codes, reported = doctor(2, "--skip=software,clocks,files,devices,disk", first=unknown)
   assert codes == [2, 2]
-  says = r"not   network: process 1 \(.*\): XLA_FLAGS: this jax does not know --xla_nons"
+  says = r"fail  network: process 1 \(.*\): XLA_FLAGS: unknown to this jaxlib: --xla_nons"
   assert re.search(says, reported[0]), reported
 
 
@@ -51,8 +51,8 @@ def test_all_leave_with_2_where_one_is_not_ready(tmp_path):
   args = "--workdir", tmp_path / "file" / "runs", "--skip=devices,network"
   codes, reported = doctor(2, *args)
   assert codes == [2, 2]
-  assert f"not   workdir {tmp_path}/file/runs: Not a directory" in reported[0]
-  assert reported[0].splitlines()[-1].startswith("next  give a --workdir that can be")
+  assert f"fail  workdir {tmp_path}/file/runs: Not a directory" in reported[0]
+  assert reported[0].splitlines()[-1].startswith("fix   give a --workdir that can be")
 
 
 def test_one_process_looks_at_its_own_host(tmp_path):

@@ -24,7 +24,7 @@ def test_a_running_job_is_profiled_on_request(tmp_path, monkeypatch):
     done = jaxscale("profile", "digits", *options)
     assert done.returncode == 0, done.stderr
     asked, folder, head, *lines = done.stdout.splitlines()
-    assert asked == f"{workdir}: asked for a trace of 3 steps; waiting"
+    assert asked == f"{workdir}: requested a trace of 3 steps; waiting"
     files = trace.find(workdir)
     assert [str(p) for p in files] == [f"{folder}/process_{i}.xplane.pb" for i in (0, 1)]
     # Each process begins at the step in which it has read the request.
@@ -43,4 +43,6 @@ def test_a_running_job_is_profiled_on_request(tmp_path, monkeypatch):
     job.wait(300)
   assert "process 1: traced steps " in job.logs("all")
   line = error_line(jaxscale("profile", "digits", f"--runs={tmp_path}"), 2)
-  assert line.endswith("no run trains there; start it, or print an earlier trace by --summary")
+  assert line.endswith(
+    "no run is training in this workdir; start one, or print an earlier trace by --summary"
+  )

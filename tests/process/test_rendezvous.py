@@ -140,7 +140,7 @@ def test_process_0_raises_the_limit_of_open_files(count, soft, hard, wanted):
   )
   done = run_python("-c", code)
   if wanted is None:
-    assert "ConfigError: ulimit -n: 4096 files at most on" in done.stderr
+    assert "ConfigError: ulimit -n: at most 4096 open files on" in done.stderr
     assert "process 0 needs 4098 for 1921 processes" in done.stderr
   else:
     assert done.stdout.split() == [str(wanted), str(hard)], done.stderr
@@ -164,7 +164,7 @@ def test_more_processes_connect_than_files_may_be_open_at_first(start):
 def test_too_low_a_hard_limit_of_open_files_is_a_line_for_all(start):
   name = job("hard")
   line = the_line([start(0, 2, name, files=[64, 200]), start(1, 2, name)])
-  assert line.startswith("ulimit -n: 200 files at most on n1, but process 0 needs 260")
+  assert line.startswith("ulimit -n: at most 200 open files on n1, but process 0 needs 260")
   assert "raise the hard limit there" in line
 
 

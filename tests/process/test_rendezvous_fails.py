@@ -37,7 +37,7 @@ def test_who_never_comes_is_named_with_the_hosts_to_look_at(start):
   nodes = ["n1.site", "n2.site", "n7.site"]  # two on each, or some other way
   here = [start(0, 5, job("nodes"), timeout=2, nodes=nodes)]
   line = the_line(here)
-  assert line.startswith("processes 1–4 of 5 (nobody from n2.site, n7.site) have not")
+  assert line.startswith("processes 1–4 of 5 (none from n2.site, n7.site) have not")
 
 
 def test_a_process_killed_while_it_waits_is_named(start):
@@ -48,7 +48,7 @@ def test_a_process_killed_while_it_waits_is_named(start):
   line = the_line([second])  # nothing starts while process 3 is missing
   greet(name, who(3, 4, versions=versions(), digests={})).close()
   assert the_line([first]) == line
-  assert line.startswith("process 2 (n3, pid 7) has connected and disconnected")
+  assert line.startswith("process 2 (n3, pid 7) connected and then disconnected")
 
 
 def test_without_process_0_the_others_say_where_they_looked(start):
@@ -58,8 +58,8 @@ def test_without_process_0_the_others_say_where_they_looked(start):
     assert code == 2
     line = reported["error"]
     assert re.match(
-      rf"process {rank} \(n{rank + 1}\): no process 0 on 127.0.0.1 \(127.0.0.1\) "
-      r"for \d+ s, ports [\d, ]+ refused; ",
+      rf"process {rank} \(n{rank + 1}\): found no process 0 on 127.0.0.1 \(127.0.0.1\) "
+      r"within \d+ s, ports [\d, ]+ refused; ",
       line,
     )
     assert "it has not started, has failed" in line
@@ -79,17 +79,16 @@ def test_packets_that_are_dropped_look_like_a_firewall(start):
     (got,) = ends([start(1, 2, job("far"), f"127.0.0.1:{address[1]}", timeout=1)])
     for sock in queue:
       sock.close()
-  assert f"ports {address[1]} no answer; is there a firewall" in got[1]["error"]
+  assert f"ports {address[1]} no answer; check firewalls" in got[1]["error"]
 
 
 def test_a_name_that_is_another_host_s_is_reported_by_process_0(start):
   # 203.0.113.0/24 is for documentation (RFC 5737): no address of this host.
   (got,) = ends([start(0, 2, job("else"), "203.0.113.9:23456", timeout=1)])
   assert got[1]["error"] == (
-    "process 1 of 2 has not connected within 1 s; look for their last lines, and start "
-    "all in one step; where hosts share no home directory, give all one "
-    "JAXSCALE_SECRET; they look for process 0 on 203.0.113.9, but 203.0.113.9 is not "
-    "this host's"
+    "process 1 of 2 has not connected within 1 s; see their output, and start all with one "
+    "srun or mpirun; if the hosts share no home directory, set the same JAXSCALE_SECRET for "
+    "all; they look for process 0 on 203.0.113.9, but 203.0.113.9 is not an address of this host"
   )
 
 
@@ -101,7 +100,9 @@ def test_a_process_0_that_fails_is_not_waited_for(start):
     pass  # process 1 has not come yet
   os.kill(first.pid, signal.SIGKILL)
   (got,) = ends(others)
-  assert got[0] == 2 and "process 0 on 127.0.0.1 left before all had connected" in (got[1]["error"])
+  assert (
+    got[0] == 2 and "process 0 on 127.0.0.1 exited before all had connected" in (got[1]["error"])
+  )
 
 
 ODD = """[
@@ -124,7 +125,7 @@ def test_a_process_0_that_is_not_understood_is_a_line(start):
       ((code, reported),) = ends([other])
     came[0][0].close()
     assert code == 2, answer
-    assert "process 0 on 127.0.0.1 left before all had connected" in reported["error"]
+    assert "process 0 on 127.0.0.1 exited before all had connected" in reported["error"]
 
 
 def test_a_process_that_is_not_understood_is_a_line_for_all(start):
@@ -132,7 +133,7 @@ def test_a_process_that_is_not_understood_is_a_line_for_all(start):
   ranks = [start(0, 3, name), start(1, 3, name)]
   link = greet(name, [1, "x"])
   line = the_line(ranks)
-  assert line.startswith("a process on 127.0.0.1 says what this one does not unders")
+  assert line.startswith("a process on 127.0.0.1 sent an invalid greeting")
   assert link.receive(200) == {"error": line}
   link.close()
   name = job("address")
@@ -156,7 +157,7 @@ def test_other_config_on_one_rank(start):
   name = job("config")
   ranks = [start(r, 4, name, digests={"config": "ab12" if r == 3 else "cd34"}) for r in range(4)]
   assert the_line(ranks) == (
-    "process 3 (n4): another config than process 0 (n1), ab12 not cd34; start all "
+    "process 3 (n4): config differs from process 0 (n1), ab12 not cd34; start all "
     "with one command line and one config file"
   )
 
@@ -169,7 +170,8 @@ def test_other_versions_and_who_comes_late_hears_it_too(start):
     start(r, 4, name, set=same if r in (0, 3) else other, late=3 if r == 3 else 0) for r in range(4)
   ]
   assert the_line(ranks) == (
-    "processes 1–2 (n2, n3): jax 0.9.0, process 0 (n1) has 0.10.2; start all from one environment"
+    "processes 1–2 (n2, n3): jax 0.9.0, process 0 (n1) has 0.10.2; start all from the "
+    "same environment"
   )
 
 
@@ -187,8 +189,8 @@ def test_a_host_whose_own_name_is_loopback_is_refused_where_gloo_is_used(start):
   ]
   ranks = [start(r, 2, name, on_cpu=True, set=own[r]) for r in (0, 1)]
   line = the_line(ranks)
-  assert line.startswith("process 1 (n2): its host's own name is 127.0.1.1 there")
-  assert "/etc/hosts, '127.0.0.1 n2'" in line  # the address that process 0 sees
+  assert line.startswith("process 1 (n2): its host's own name resolves to 127.0.1.1 there")
+  assert "add '127.0.0.1 n2' to its /etc/hosts" in line  # the address that process 0 sees
 
 
 def test_loopback_is_well_where_all_are_on_one_host_or_gloo_is_not_used():
@@ -255,7 +257,7 @@ def test_a_line_that_was_printed_stays_even_if_all_come_after_it():
   thread.start()
   for rank, config in ((1, "b"), (1, "a"), (2, "a")):
     link = greet(name, who(rank, 3, digests={"config": config}), port)
-    assert "process 1 (n2): another config" in link.receive(200)["error"]
+    assert "process 1 (n2): config differs" in link.receive(200)["error"]
     link.close()
   thread.join()
   assert len(errors) == 1

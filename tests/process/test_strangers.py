@@ -40,7 +40,7 @@ def test_who_connects_without_the_secret_is_refused_and_named(start, attack, nam
   stranger = attack(name, ports)
   time.sleep(1.5)  # of the attack, before the others come
   _, log = finish([first, *(start(r, 3, run) for r in (1, 2))])
-  assert "connections refused that lack this run's secret: " in log
+  assert "refused connections without this run's secret: " in log
   assert log.rstrip().endswith("from 127.0.0.1")
   heard = json.loads(stranger.communicate(timeout=200)[0])
   # A random number, in answer to one, and a proof that is worth nothing elsewhere.
@@ -60,7 +60,7 @@ def test_who_listens_in_place_of_process_0_is_passed_over(start, attack, name):
   stranger = attack(name, ports)
   connect(ports[0]).close()
   results, log = finish([start(r, 3, run) for r in range(3)])
-  assert log.startswith(f"ports passed over, which others use: {ports[0]} (uid {user})")
+  assert log.startswith(f"skipped ports that other programs use: {ports[0]} (uid {user})")
   assert len({r["coordinator"] for r in results}) == 1
   heard = json.loads(stranger.communicate(timeout=200)[0])
   # Nothing but random numbers: no name, no rank, no version.
@@ -89,7 +89,7 @@ def test_what_was_sent_at_an_earlier_start_is_refused(start, attack, monkeypatch
   stranger = attack("replay", ports_of(run), seconds=2, recorded=b"".join(recorded))
   time.sleep(0.5)
   _, log = finish([first, *(start(r, 3, run) for r in (1, 2))])
-  assert "connections refused that lack this run's secret: " in log
+  assert "refused connections without this run's secret: " in log
   heard = json.loads(stranger.communicate(timeout=200)[0])
   assert heard and all("error" not in text and "go" not in text for text in heard)
 

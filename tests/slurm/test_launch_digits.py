@@ -63,8 +63,8 @@ def test_the_preflight_stops_a_bad_allocation_and_names_the_node(cli, slurm):
     slurm.run("umount", str(workdir), host="n2")
   reported = cli("logs", "d", "--rank=batch")
   assert words[3] == "2" and ends(cli, "d") == [(2, "stop")]
-  assert "preflight found this allocation unfit" in reported
-  wrong = [line for line in reported.splitlines() if line.startswith("not ")]
+  assert "preflight found problems on this allocation" in reported
+  wrong = [line for line in reported.splitlines() if line.startswith("fail ")]
   assert wrong and all("n2" in line for line in wrong), reported
   assert "n2 wrote 0 bytes" in wrong[-1] and "Read-only file system" in wrong[-1]
   assert "share, or mount it on n2" in reported

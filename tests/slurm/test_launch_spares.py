@@ -86,7 +86,7 @@ def test_a_lost_node_is_left_out_of_the_next_step(tmp_path, how):
   assert [line["event"] for line in lines] == ["start", "move", "end"]
   assert [line["restarts"] for line in lines] == [0, 1, 1]
   assert (lines[1]["lost"], lines[1]["hosts"], lines[1]["code"]) == ("n2", "n1,n3", 137)
-  assert "exit code 137: node n2 is lost; resumes" in done.stdout
+  assert "exit code 137: lost node n2; resuming" in done.stdout
 
 
 def test_two_lost_are_too_many_and_the_job_is_requeued_even_without_progress(tmp_path):
@@ -147,7 +147,7 @@ def test_training_continues_on_the_spare_and_loses_no_bit(cli, slurm, tmp_path):
   assert words[-1] == "1"  # restarts
   assert (move["lost"], move["hosts"], move["nodes"]) == ("n2", "n1,n3", 2)
   assert slurm.job(number(cli, "s"))["Restarts"] == "0"
-  assert "node n2 is lost; resumes from step" in cli("logs", "s", "--rank=batch")
+  assert "lost node n2; resuming from step" in cli("logs", "s", "--rank=batch")
   reported = re.search(r"resuming from the checkpoint of step (\d+)", cli("logs", "s"))
   assert reported and int(reported[1]) >= before  # or of one more, saved before it was killed
   again = tmp_path / "whole"
@@ -171,4 +171,4 @@ def test_the_job_is_requeued_when_the_node_of_its_script_is_lost(cli, slurm):
   assert until(cli, "h", "COMPLETED")[-1] == "1"
   assert slurm.job(number(cli, "h"))["NodeList"] == "n[2-4]"
   reported = cli("logs", "h", "--rank=batch")
-  assert "node n1 is lost, and the script with it: the job is requeued" in reported
+  assert "lost node n1, which ran the batch script: the job is requeued" in reported

@@ -19,12 +19,17 @@ HANGS = r"hangs in step 60 \(input\) for \d+ s; 2 others"
 # What is done (`faulty_train`), to which process; its exit code, and the line.
 ENDS = {
   "SIGKILL of a process": ("kill", 1, 137, r"died, last seen in step \d+"),
-  "SIGKILL of process 0, JAX's coordinator": ("kill", 0, 137, r"died, seen in step \d+"),
+  "SIGKILL of process 0, JAX's coordinator": ("kill", 0, 137, r"died \(.*\), noticed in step \d+"),
   "SIGKILL in the middle of a save": ("kill in save", 1, 137, "died"),
   "an exception in one process": ("raise", 1, 1, RAISED),
   "one process sleeps for ever": ("sleep", 1, 86, HANGS),
-  "SIGSTOP of one process": ("stop", 1, 86, r"is silent for \d+ s, last in step \d+"),
-  "one process holds Python's lock for ever": ("hold", 1, 86, r"is silent for \d+ s"),
+  "SIGSTOP of one process": (
+    "stop",
+    1,
+    86,
+    r"has sent no heartbeat for \d+ s, last seen in step \d+",
+  ),
+  "one process holds the Python GIL forever": ("hold", 1, 86, r"has sent no heartbeat for \d+ s"),
 }
 
 
@@ -73,7 +78,7 @@ def test_a_slow_process_is_named_and_lives(slurm, whole, tmp_path):
   job = Job(slurm, tmp_path, "slow", 2, *limits)
   job.end("COMPLETED")
   (line, *_) = re.findall(r"process 2 on n3 is slow at step \d+: .*", job.reported())
-  assert re.search(r"[45]\d ms of its host before each step", line)
+  assert re.search(r"its host needs [45]\d ms before each step", line)
   assert job.codes() == [0] and "error" not in job.reported()
   measured("a slow process", None, 0, line)
 

@@ -124,8 +124,8 @@ def test_the_end_of_its_time_is_met_saved(slurm, tmp_path, end):
   job.has_trained()
   if end == "moved":
     slurm.end_at(job.id, 5)  # Slurm looks every 30 s whose time is over
-  job.until(lambda: "all stop together" in job.reported(), 90)
-  (why,) = re.findall(r"(.+) at process \d on n\d: all stop together", job.reported())
+  job.until(lambda: "all processes save and stop" in job.reported(), 90)
+  (why,) = re.findall(r"(.+) at process \d on n\d: all processes save and stop", job.reported())
   assert "s are left" in why if end == "known" else why == "SIGTERM"
   seconds, codes = job.stopped(time.time())
   assert codes == {85}
@@ -143,7 +143,7 @@ def test_what_is_cancelled_saves_and_stays_away(slurm, tmp_path):
   job.end("CANCELLED", seconds=30)
   job.until(lambda: "saved step" in job.reported(), 10)
   seconds, codes = job.stopped(began)
-  assert codes == {85} and "not requeued by this run" in job.reported()
+  assert codes == {85} and "is not requeued: it is already " in job.reported()
   measured("scancel", seconds, 85, error_or_stop(job.reported()))
   time.sleep(2)
   assert slurm.job(job.id)["JobState"] == "CANCELLED"
@@ -168,7 +168,7 @@ def test_ctrl_c_on_srun_saves(slurm, tmp_path, options):
         sent += 1
       time.sleep(0.02)
   reported, seconds = out.read_text() + err.read_text(), time.time() - began
-  stops = [line for line in reported.splitlines() if "all stop together" in line]
+  stops = [line for line in reported.splitlines() if "all processes save and stop" in line]
   if options:
     assert sent == 1 and "Ctrl-C at process" in stops[0]
     assert process.returncode == 130 and "saved step" in reported

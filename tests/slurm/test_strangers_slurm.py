@@ -48,8 +48,8 @@ def test_a_job_under_attack_is_the_job_without(slurm, besiege, tmp_path):
   assert "refused" not in train(slurm, tmp_path / "alone")
   besieging = besiege()
   attacked = train(slurm, tmp_path / "attacked")
-  squatted = rf"ports passed over.* \d+ \(uid {strangers.NOBODY}\), \d+ \(uid"
+  squatted = rf"skipped ports.* \d+ \(uid {strangers.NOBODY}\), \d+ \(uid"
   assert re.search(squatted, attacked), attacked
-  assert "connections refused that lack this run's secret: " in attacked
+  assert "refused connections without this run's secret: " in attacked
   assert_same_run(tmp_path / "attacked", tmp_path / "alone")
   assert all(stranger.poll() is None for stranger in besieging)  # to the end

@@ -79,7 +79,7 @@ def ends(processes, within=200):
   results = []
   for process in processes:
     out, err = process.communicate(timeout=max(0.1, deadline - time.monotonic()))
-    known = "waiting for", "connections refused", "ports passed over"
+    known = "waiting for", "refused connections", "skipped ports"
     assert all(line.startswith(known) for line in err.splitlines()), err
     results.append((process.returncode, json.loads(out)))
   return results

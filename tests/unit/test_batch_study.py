@@ -81,7 +81,7 @@ MISTAKES = {
   "--batch-sizes=64 --config.phases=AdaptiveBatch": "phases=AdaptiveBatch",
   "--batch-sizes=64 --config.target_accuracy=None": "target_accuracy is not",
   "--batch-sizes=64 --config.epoch=1": "did you mean 'epochs'",
-  "--batch-sizes=64 --config.phases.batch_sizes=(64,)": "take the batch sizes out of the phases",
+  "--batch-sizes=64 --config.phases.batch_sizes=(64,)": "remove the batch sizes from the phases",
 }
 
 
@@ -162,8 +162,9 @@ def test_a_report_says_what_each_size_took(tmp_path, capsys):
   assert "0/1 (1 missed)" in lines[4]
   assert lines[5].split()[:1] == ["1,024"] and "0/1 (1 failed)" in lines[5]
   assert lines[5].split()[-5:] == ["–"] * 5
-  assert lines[6].startswith("steps to target are known to one evaluation, at worst 5%")
-  assert lines[7].startswith("no critical batch size: 2 sizes")
+  assert lines[6].startswith("the resolution of steps to target is one evaluation (")
+  assert lines[6].endswith("at worst 5% of them")
+  assert lines[7].startswith("no critical batch size: every run reached the target at 2 sizes")
   assert lines[8] == f"batch 1,024, seed 0: {nan}"
   assert lines[9] == f"{folder}/study.json"
   assert cli.main([*command, "--png=a.png"]) == 2
@@ -241,6 +242,6 @@ def test_a_range_without_an_end_leads_the_note(tmp_path):
   low, high = found["fit"]["b_crit_range"]
   assert high is None and low > 0
   (note,) = [n for n in found["notes"] if "critical batch size" in n]
-  assert note.startswith(f"critical batch size at least {low:,.0f}, and no upper limit")
+  assert note.startswith(f"critical batch size at least {low:,.0f}, without an upper limit")
   assert f"; {found['fit']['b_crit']:,.0f} (S_min" in note
   assert found["notes"][-1].endswith("320 examples in the harmonic mean over runs")

@@ -81,21 +81,21 @@ def test_the_name_of_a_run_can_be_given():
 
 CONTRADICTIONS = table(r"""
 JAXSCALE_PROCESS_ID=0 | JAXSCALE_COORDINATOR, JAXSCALE_NUM_PROCESSES: not
-EXPLICIT JAXSCALE_PROCESS_ID=4 | JAXSCALE_PROCESS_ID=4, .*: give 0 … n
-EXPLICIT JAXSCALE_PROCESS_ID=² | give 0 … n-1 of n
+EXPLICIT JAXSCALE_PROCESS_ID=4 | JAXSCALE_PROCESS_ID=4, .*: give an ID from 0 to
+EXPLICIT JAXSCALE_PROCESS_ID=² | give an ID from 0 to
 EXPLICIT JAXSCALE_COORDINATOR=n1 | JAXSCALE_COORDINATOR=n1: give host
 EXPLICIT JAXSCALE_COORDINATOR=n1:0 | give host:port
 EXPLICIT JAXSCALE_COORDINATOR=n1:99999 | give host:port
-STEP JAXSCALE_NUM_PROCESSES=8 | JAXSCALE_NUM_PROCESSES=8: slurm says 4
-STEP JAXSCALE_PROCESS_ID=0 | JAXSCALE_PROCESS_ID=0: slurm says 2
+STEP JAXSCALE_NUM_PROCESSES=8 | JAXSCALE_NUM_PROCESSES=8: slurm has set 4
+STEP JAXSCALE_PROCESS_ID=0 | JAXSCALE_PROCESS_ID=0: slurm has set 2
 STEP SLURM_PROCID=x | SLURM_PROCID=x: give a whole number
 STEP SLURM_PROCID=4 | SLURM_PROCID=4 of SLURM_STEP_NUM_TASKS=4
 STEP SLURM_STEP_NODELIST=n[3- | node list 'n\[3-'
 STEP SLURM_TASKS_PER_NODE=2(y2) | tasks per node '2\(y2\)': not in Slurm's form
-STEP SLURM_DISTRIBUTION=arbitrary SLURM_HOSTFILE=/no | =/no does not say where rank 0 runs, set
+STEP SLURM_DISTRIBUTION=arbitrary SLURM_HOSTFILE=/no | =/no does not have the host of rank 0; set
 OMPI_COMM_WORLD_RANK=4 OMPI_COMM_WORLD_SIZE=4 | OMPI_COMM_WORLD_RANK=4, OMPI_COMM_WORLD_SIZE=4
-RANK=2 WORLD_SIZE=2 | RANK=2 is no rank of WORLD_SIZE=2; start it
-TPU_WORKER_ID=2 TPU_WORKER_HOSTNAMES=a,b | TPU_WORKER_ID=2: TPU_WORKER_HOSTNAMES names 2 hosts
+RANK=2 WORLD_SIZE=2 | RANK=2 is not less than WORLD_SIZE=2; start it
+TPU_WORKER_ID=2 TPU_WORKER_HOSTNAMES=a,b | TPU_WORKER_ID=2: out of range, since .* lists 2 hosts
 """)
 
 
@@ -111,7 +111,7 @@ def test_mpi_over_nodes_asks_mpi():
   asked = []
   launch = found(MPI, ask_mpi=lambda launch: asked.append(launch) or "n9")
   assert launch[:6] == ("openmpi", 3, 4, "n9", 1, 2) and len(asked) == 1
-  with pytest.raises(ConfigError, match="mpirun does not say on which host rank 0"):
+  with pytest.raises(ConfigError, match="mpirun does not report the host of rank 0"):
     found(MPI)
   again = found(MPI | {"SLURM_RESTART_COUNT": "2"}, ask_mpi=lambda launch: "n9")
   assert again.restarts == 2 and again.job == f"{launch.job}-r2"
@@ -160,7 +160,7 @@ def test_slurm_knows_addresses_that_no_resolver_knows(scontrol, tmp_path, monkey
 def test_a_pod_without_a_subdomain_cannot_be_found():
   env = assignments("KUBERNETES_SERVICE_HOST=x JOB_COMPLETION_INDEX=1 HOSTNAME=train-1")
   env |= {"JAXSCALE_NUM_PROCESSES": "2"}
-  with pytest.raises(ConfigError, match="name a headless service"):
+  with pytest.raises(ConfigError, match="a headless service"):
     found(env, fqdn=lambda: "train-1")
   with pytest.raises(ConfigError, match="JAXSCALE_NUM_PROCESSES=2: this is pod 2"):
     found(env | {"JOB_COMPLETION_INDEX": "2", "HOSTNAME": "train-2"})
@@ -249,7 +249,7 @@ def test_chosen_gpus_must_be_there():
   for text in ("4", "x", "0,", "-1"):
     with pytest.raises(ConfigError, match=f"JAX_LOCAL_DEVICE_IDS={text}: give numbers"):
       local_device_ids({"JAX_LOCAL_DEVICE_IDS": text}, 4, launch(0, 1))
-  with pytest.raises(ConfigError, match="named twice"):
+  with pytest.raises(ConfigError, match="listed twice"):
     local_device_ids({"JAX_LOCAL_DEVICE_IDS": "1,1"}, 4, launch(0, 1))
   assert local_device_ids({"JAX_LOCAL_DEVICE_IDS": "2, 0"}, 4, launch(0, 1)) == [2, 0]
 

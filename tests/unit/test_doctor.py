@@ -42,7 +42,7 @@ def ask(capsys, *args):
 
 
 def next_lines(reported):
-  return [line for line in reported.splitlines() if line.startswith("next")]
+  return [line for line in reported.splitlines() if line.startswith("fix ")]
 
 
 @pytest.mark.parametrize("file_format", ["tfrecord", "array_record"])
@@ -55,7 +55,7 @@ def test_what_is_prepared_is_ready(tmp_path, capsys, images, file_format):
   assert "train: 2 files" in reported and "images/s per core" in reported
   assert "sample of 12: 0 damaged examples" in reported
   assert partial_jpeg.library().text in reported
-  assert "next" not in reported and reported.endswith("imagenet: ready\n")
+  assert "fix  " not in reported and reported.endswith("imagenet: ready\n")
 
 
 def test_nothing_there_says_what_to_download_then_to_prepare(tmp_path, capsys):
@@ -122,20 +122,20 @@ def test_a_folder_is_ready_or_says_what_it_lacks(tmp_path, capsys, images):
   shutil.move(tmp_path / "val" / "n1", tmp_path / "val" / "n7")
   code, reported = ask(capsys, "--folder", tmp_path)
   assert code == 2 and "train: 11 examples, ImageNet has 12" in reported
-  assert "classes of different names" in reported
+  assert "different class names" in reported
   shutil.rmtree(tmp_path / "val")
   code, reported = ask(capsys, "--folder", tmp_path)
-  assert code == 2 and "no such directory" in reported and "next  train/WNID" in reported
+  assert code == 2 and "no such directory" in reported and "fix   train/WNID" in reported
 
 
 def test_a_folder_that_is_not_there_is_named_itself(tmp_path, capsys, images):
   code, reported = ask(capsys, "--folder", tmp_path / "no")
-  assert code == 2 and reported.startswith(f"not   {tmp_path}/no: no such directory\n")
-  assert next_lines(reported) == ["next  give the directory that holds train/ and val/ as --folder"]
+  assert code == 2 and reported.startswith(f"fail  {tmp_path}/no: no such directory\n")
+  assert next_lines(reported) == ["fix   give the directory that holds train/ and val/ as --folder"]
   unpack(tmp_path, images)
   code, reported = ask(capsys, "--folder", tmp_path / "train")
   assert code == 2 and f"{tmp_path}/train: has neither train/ nor val/" in reported
-  assert next_lines(reported) == [f"next  give {tmp_path} as --folder"]
+  assert next_lines(reported) == [f"fix   give {tmp_path} as --folder"]
   shutil.rmtree(tmp_path / "train")
   (tmp_path / "val" / "n0" / "12.JPEG").unlink()
   _, reported = ask(capsys, "--folder", tmp_path)
@@ -153,7 +153,7 @@ def test_a_disk_that_fails_is_a_finding(tmp_path, capsys, images, monkeypatch):
   monkeypatch.setattr(folder, "open", away, raising=False)
   code, reported = ask(capsys, "--folder", tmp_path)
   assert code == 2 and "train: [Errno 116] Stale file handle" in reported
-  assert "do what the line on train says" in next_lines(reported)[0]
+  assert "follow the advice in the line about train" in next_lines(reported)[0]
 
 
 def test_help_lists_the_checks(capsys):

@@ -161,7 +161,7 @@ def test_the_users_own_stays(env, name):
   assert set(all_of_them.values) - set(choice.values) == {name}
   assert choice.kept == (*env,)
   (line,) = lines(choice)
-  assert f"as you have set them: {next(iter(env))}; off by --config.gpu_" in line
+  assert f"kept as you set them: {next(iter(env))}; disable with --config.gpu_" in line
   silent = choose(everywhere._replace(fabric=fabric._replace(has_plugin=False)), env)
   assert bool(silent.missing) == ("NCCL_NET" not in name)
 
@@ -199,7 +199,7 @@ def test_processes_that_differ_are_refused():
   digests = enumerate([same, same, same | {"NCCL_NET": "unset"}])
   hellos = {i: make_hello(TWO._replace(process_id=i), d, on_cpu=False) for i, d in digests}
   (line,) = find_mismatches(hellos, {})
-  assert "process 2" in line and "another NCCL_NET than process 0" in line
+  assert "process 2" in line and "NCCL_NET differs from process 0" in line
 
 
 def test_doctor_shows_them():
@@ -213,7 +213,7 @@ def test_doctor_shows_them():
   slow = choose(Place(4, has_nodes=True, fabric=Fabric("efa")), {}).missing
   (bad,) = software.settings_findings([same, same | {"missing": slow}], hosts)
   assert bad.text.startswith("process 1 (n2): EFA without aws-ofi-nccl")
-  assert bad.remedy == "load the site's module of it"
+  assert bad.remedy == "load the site's module of aws-ofi-nccl"
   assert software.settings_findings([none], hosts) == []
 
 

@@ -311,7 +311,7 @@ DOCTORS = [
 def test_only_the_doctor_calls_an_allocation_unfit(tmp_path, code, ends, next_, spares):
   done = run_job(tmp_path, RUN._replace(preflight=True, spares=spares), srun=f"exit {code}")
   assert done.returncode == ends and "unbound" not in done.stderr
-  assert ("error: the preflight found this allocation unfit" in done.stderr) == (code == 2)
+  assert ("error: the preflight found problems on this allocation" in done.stderr) == (code == 2)
   # The last one counts; with 1 the others' end would hide the doctor's 2.
   assert [w for w in called(tmp_path) if "bad-exit" in w][-1].endswith("=0")
   assert "doctor" in called(tmp_path) and "jaxscale.train" not in called(tmp_path)

@@ -80,7 +80,7 @@ def test_a_long_record_is_read_from_its_end(tmp_path):
   assert found[-1]["step"] == 19_999 and 1000 < len(found) < 5000
 
 
-ADVICE = {"sbatch": "or give --executor local", "squeue": "run this where Slurm runs"}
+ADVICE = {"sbatch": "or use --executor local", "squeue": "run this on a Slurm cluster"}
 
 
 @pytest.mark.parametrize("command", ADVICE)
@@ -93,7 +93,7 @@ def test_where_no_cluster_answers_the_advice_is_of_the_command(command, tmp_path
   with pytest.raises(ConfigError) as error:
     slurm_executor._slurm(command)
   line = str(error.value)
-  assert line.startswith(f"{command}: reaches no Slurm (Unable to") and ADVICE[command] in line
+  assert line.startswith(f"{command}: cannot reach Slurm (Unable to") and ADVICE[command] in line
 
 
 def test_a_line_of_squeue_may_be_long():

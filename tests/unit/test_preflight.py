@@ -10,7 +10,7 @@ def test_a_good_allocation_is_ready_without_jax_within_seconds(tmp_path):
   assert len(reported) == 4 and not wrong(findings) and not imports_jax
   assert seconds < 60  # 1.7 s on two busy cores
   text = "\n".join(f.text for f in findings)
-  assert "versions on all processes: python 3." in text and "jax 0." in text
+  assert "versions in all processes: python 3." in text and "jax 0." in text
   assert "all 4 hosts see each other's files" in text
   assert "clocks: within" in text
   assert list((tmp_path / "runs").iterdir()) == []  # nothing is left behind
@@ -51,4 +51,4 @@ def test_a_process_that_dies_ends_the_others_with_its_name():
   texts = [findings[0].text for findings, *_ in reported]
   assert len(reported) == 3
   assert "process 2 (n3) was lost at 'files" in texts[0]
-  assert all("process 0 (n1) left at 'files" in text for text in texts[1:])
+  assert all("process 0 (n1) exited at 'files" in text for text in texts[1:])

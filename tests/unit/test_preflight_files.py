@@ -9,7 +9,7 @@ import pytest
 from support.preflight_process import HOSTS, only, preflight, wrong
 
 RENAMES = {
-  "a file that is replaced was": """
+  "a file was": """
     def replace(source, target):
       text = open(source).read()
       with open(target, "w") as file:
@@ -21,7 +21,7 @@ RENAMES = {
       real.unlink(target); time.sleep(0.01); real.rename(source, target)
     fake.replace = replace
   """,
-  "a directory that is renamed appeared without": """
+  "a renamed directory appeared without": """
     def rename(source, target):
       real.mkdir(target); time.sleep(0.05)
       for name in real.listdir(source):
@@ -33,7 +33,7 @@ RENAMES = {
       shutil.rmtree(target, ignore_errors=True); real.rename(source, target)
     fake.rename = rename
   """,
-  "exclusive creation gave": """
+  "exclusive creation of a file succeeded on": """
     fake.open = lambda path, flags: real.open(path, flags & ~real.O_EXCL)
   """,
 }

@@ -56,13 +56,13 @@ def test_versions_limits_and_names_are_judged():
   # Two by name alone, as in tests: loopback leads from one to the other.
   assert not reported(has(loopback="127.0.0.11"), has(hostname="n2", loopback="127.0.0.12"))
   assert reported(has(), has(hostname="n2", loopback="nothing (Name or service not known)"))
-  assert "n1: 8.4 MB of memory may be locked" in reported(has(locked=1 << 23))[0]
+  assert "n1: only 8.4 MB of memory may be locked" in reported(has(locked=1 << 23))[0]
   assert not reported(has(locked=1 << 23, infiniband=False))
   assert not reported(has(files=[200, 4096]))  # a run raises that itself
-  assert "n1: 200 open files are allowed at most" in reported(has(files=[99, 200]))[0]
+  assert "n1: at most 200 open files are allowed" in reported(has(files=[99, 200]))[0]
   gpu = {"index": "0", "used": 0, "total": 1 << 36, "errors": 0, "processes": []}
   assert not reported(has(gpus=[gpu]))
-  assert "n1: /dev/shm has 67.1 MB" in reported(has(gpus=[gpu], shm=1 << 26))[0]
+  assert "n1: /dev/shm has only 67.1 MB" in reported(has(gpus=[gpu], shm=1 << 26))[0]
 
 
 SMI = """#!/bin/sh
@@ -91,7 +91,7 @@ def test_gpus_that_others_use_are_named(tmp_path, monkeypatch):
   found = has(gpus=gpus), has(gpus=gpus)
   assert wrong(software.findings(found, ("n1", "n1"))) == [
     "GPU 1 of n1: 32.2 GB in use by process 4242 (python, 30716 MiB)",
-    "GPU 2 of n1: 21.5 GB in use by a process that is not visible",
+    "GPU 2 of n1: 21.5 GB in use by an invisible process",
     "GPU 3 of n1: 2 uncorrected memory errors since it was reset",
   ]
   for chosen, left in (("0", "0"), ("GPU-aa, GPU-dd", "03"), ("", ""), ("2,1", "12")):
@@ -110,7 +110,7 @@ def test_findings_become_lines_remedies_and_a_code(capsys):
   reported = [Finding(True, "fine"), slow, off]
   assert report("preflight", reported) == 2
   out = capsys.readouterr().out
-  assert out == "ok    fine\nnot   n3 is slow\nnot   n3 is off\nnext  leave n3 out\n"
+  assert out == "ok    fine\nfail  n3 is slow\nfail  n3 is off\nfix   leave n3 out\n"
   assert report("preflight", reported[:1]) == 0
   assert capsys.readouterr().out.endswith("preflight: ready\n")
 

@@ -93,7 +93,7 @@ def test_requeue_asks_slurm_for_the_job_or_the_arrays_task(scontrol):
   lines = ["show job 12", "requeue 12", "show job 1200_7", "requeue 1200_7"]
   assert asked.read_text().splitlines() == lines
   done = requeue.requeue("12", 3, limit=3)
-  assert done == (93, "job 12 was requeued 3 times, and not again (limit 3)")
+  assert done == (93, "job 12 is not requeued: it was requeued 3 times (limit 3)")
   assert asked.read_text().count("\n") == 4
   assert requeue.requeue(requeue.job_name({}), 0, limit=3).code == 85
 
@@ -108,7 +108,7 @@ def test_what_somebody_cancelled_is_not_revived(scontrol, state):
   if state.startswith("RUNNING"):
     assert done.line == "job 12 is requeued, restart 1"
   else:
-    assert done.line.endswith("already: not requeued by this run")
+    assert done.line.startswith("job 12 is not requeued: it is already ")
     assert asked.read_text() == "show job 12\n"
 
 
@@ -119,7 +119,7 @@ def test_a_controller_that_is_down_is_asked_again(scontrol, monkeypatch, capsys)
   asked = scontrol(f'[ "$({count})" -gt 2 ] || {{ {down}; }}')
   assert requeue.requeue("12", 0, limit=3) == (85, "job 12 is requeued, restart 1")
   assert asked.read_text().count("requeue 12") == 3
-  reported = "job 12 is saved; Slurm's controller does not answer, it is asked again\n"
+  reported = "job 12 is saved; Slurm's controller does not answer, retrying the requeue\n"
   assert capsys.readouterr().out == 2 * reported
   monkeypatch.setattr(requeue, "_ASK_S", 0.0)
   scontrol(down)

@@ -175,7 +175,7 @@ def test_strangers_are_counted_and_keep_nobody_out(listening, monkeypatch):
   link.send("friend")
   until(lambda: [first for _, first in came] == ["friend"])
   until(lambda: acceptor.refused == {"127.0.0.1": len(NOISE)})
-  reported = "connections refused that lack this run's secret: "
+  reported = "refused connections without this run's secret: "
   assert acceptor.describe_refused() == f"{reported}{len(NOISE)} from 127.0.0.1"
   for sock in [*strangers, link]:
     sock.close()

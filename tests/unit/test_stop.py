@@ -83,7 +83,7 @@ def test_all_stop_at_the_same_point(seed):
     early += stopped[0][1] is not None
     assert not any("error" in line for line in reported)
     # However many ask, one reason is printed, once, with who was asked.
-    assert sum("all stop together" in line for line in reported) <= 1
+    assert sum("all processes save and stop" in line for line in reported) <= 1
   assert early  # not all of them were asked too late
 
 
@@ -92,7 +92,7 @@ def test_the_reason_names_who_was_asked():
   point, why = stopped[0]
   assert why and point < 10**6
   assert why.cause.startswith("S0 at process ") and " on n" in why.cause
-  assert reported == [f"{why}: all stop together, and save"]
+  assert reported == [f"{why}: all processes save and stop after the same step"]
   stopped, reported = run(random.Random(2), 3, 0)  # nobody asks
   assert stopped == [(POINTS, None)] * 3 and reported == []
 
@@ -181,7 +181,7 @@ def test_a_process_that_sends_no_messages_is_named_for_it(message):
   thread.start()
   thread.join(300)
   ((code, _, _, line),) = left
-  assert code == 1 and line.startswith("error: process 1 on n1 sends what is not a mess")
+  assert code == 1 and line.startswith("error: process 1 on n1 sent an invalid mess")
   for link in (ours, theirs, own, inner):
     link.close()
 

@@ -181,10 +181,10 @@ RUN other | other: one run at a time
 RUN --steps=0 | --steps=0: give a whole number in [1, 100]
 RUN --processes=0,x | --processes=0,x: give whole numbers
 RUN --processes=-1 | --processes=-1: give whole numbers
-RUN --processes=2 | --processes=2: the run has no such, give 0 … 1
+RUN --processes=2 | --processes=2: out of range for this run; give 0 … 1
 RUN --summary | no trace, give a folder with
 RUN/config.json --summary | config.json: not a trace; give
-RUN/old | no run trains there; start it, or print an earlier trace
+RUN/old | no run is training in this workdir; start one, or print an earlier trace
 """)
 
 

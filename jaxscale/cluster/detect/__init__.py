@@ -1,23 +1,23 @@
-"""Where a process runs: its number, how many there are, and the host of process 0.
+"""Launch detection: the rank of a process, the number of processes, and process 0's host.
 
-`detect` answers from the environment variables alone: JAXSCALE_*, or those of the
-launcher that started this process. It asks nobody on the network and never JAX,
-whose own detection is wrong in several of these cases (tests/unit/test_detect_jax.py).
+`detect` reads environment variables only: JAXSCALE_*, or those of the launcher that
+started this process. It uses neither the network nor JAX, whose own detection is wrong in
+several of these cases (tests/unit/test_detect_jax.py).
 
-A launcher of another kind is one module here with one function and one entry in
-`LAUNCHERS` below, whose order matters. With variables X_… of a launcher "x":
+A new launcher is a module in this package with one function, and an entry in `LAUNCHERS`,
+whose order matters. With variables X_… of a launcher "x":
 
     def detect(host: Host) -> Launch | None:
       rank, size = (number(host.env, name) for name in ("X_RANK", "X_SIZE"))
       if rank is None or size is None:
-        return None  # another launcher started this process
+        return None  # a different launcher started this process
       nodes = tuple(host.env["X_HOSTS"].split())
       job = f"x-{host.env['X_JOB']}"
       return Launch("x", rank, size, host=nodes[0], job=job, nodes=nodes)
 
-Where several nodes have no `host` of process 0, MPI is asked for it, then the list of
-Slurm's or PBS's hosts (`mpi.with_host_of_rank_0`). LSF's jsrun sets JSM_NAMESPACE_RANK
-and, for Spectrum MPI, Open MPI's variables: a module for it comes before mpi.
+If a launch on several nodes has no `host`, it is found by MPI or from the host list of
+Slurm or PBS (`mpi.with_host_of_rank_0`). LSF's jsrun sets JSM_NAMESPACE_RANK and, for
+Spectrum MPI, Open MPI's variables, so a module for jsrun must come before mpi.
 """
 
 from __future__ import annotations
@@ -35,17 +35,17 @@ from jaxscale.errors import ConfigError
 
 __all__ = ["LAUNCHERS", "Host", "Launch", "detect", "local_device_ids", "visible_gpus"]
 
-# Several can be present at once, so the order matters: torchrun, whose agent srun or
-# mpirun may have started; mpirun, which inside a Slurm job starts its daemons by srun,
-# so that Slurm's variables are those of the daemon; Flux and Slurm; a TPU pod, which is
-# also a pod of Kubernetes; torchrun's variables without it, which a script has set or,
-# in pods, Kubeflow; Kubernetes; what a scheduler runs without a launcher.
+# The variables of several launchers can be set at once, so the order matters. The agent
+# of torchrun may run under srun or mpirun. Inside a Slurm job mpirun starts its daemons
+# by srun, so Slurm's variables describe the daemons. A TPU pod is also a Kubernetes pod.
+# A script, or Kubeflow in pods, may set torchrun's variables without torchrun. The last
+# entry is a scheduler's script without a launcher.
 LAUNCHERS = torchrun.detect_agent, mpi.detect, schedulers.detect_flux, slurm.detect
 LAUNCHERS += pods.detect_tpu, torchrun.detect, pods.detect_kubernetes, schedulers.detect_script
 COORDINATOR = "JAXSCALE_COORDINATOR"  # host:port of process 0
 COUNT = "JAXSCALE_NUM_PROCESSES"
 INDEX = "JAXSCALE_PROCESS_ID"
-JOB = "JAXSCALE_JOB"  # a name of the run, where the launcher gives it none
+JOB = "JAXSCALE_JOB"  # name of the run, if the launcher sets none
 
 _QUESTIONS: dict[str, Callable[..., Any]] = {"expand": nodelist.hostnames, "fqdn": socket.getfqdn}
 _QUESTIONS |= {"ask_mpi": mpi.ask_mpi4py, "has_tpu": pods.on_cloud_tpu}
@@ -53,19 +53,19 @@ _QUESTIONS |= {"at_terminal": lambda: os.isatty(0)}
 
 
 def detect(env: Env = os.environ, **questions: Callable[..., Any]) -> Launch:
-  """Who this process is among those of its run.
+  """Identify this process among those of its run.
 
-  JAXSCALE_COORDINATOR, JAXSCALE_NUM_PROCESSES and JAXSCALE_PROCESS_ID together
-  overrule any launcher; JAXSCALE_NUM_PROCESSES=1 alone makes this one process;
-  JAXSCALE_COORDINATOR alone says only where process 0 is.
+  JAXSCALE_COORDINATOR, JAXSCALE_NUM_PROCESSES and JAXSCALE_PROCESS_ID together override
+  any launcher. JAXSCALE_NUM_PROCESSES=1 alone starts a run of one process.
+  JAXSCALE_COORDINATOR alone only sets the host and port of process 0.
 
   Args:
     env: the environment variables.
-    **questions: other ways to ask what `Host` can be asked, for tests.
+    **questions: functions that replace those of `Host`, for tests.
 
   Raises:
-    ConfigError: the variables are incomplete or contradict each other, or
-      describe processes that something else must start; the line says what.
+    ConfigError: the variables are incomplete or contradict each other, or the processes
+      must be started by a launcher.
 
   Example:
     >>> env = {"JAXSCALE_COORDINATOR": "n1:7000", "JAXSCALE_PROCESS_ID": "1"}
@@ -85,7 +85,8 @@ def detect(env: Env = os.environ, **questions: Callable[..., Any]) -> Launch:
       found = mpi.with_host_of_rank_0(host, found)
   elif any(given.values()):
     missing = ", ".join(name for name, value in given.items() if not value)
-    raise ConfigError(f"{missing}: not set, but the others are")
+    fix = f"set all of {COORDINATOR}, {COUNT} and {INDEX}, or none"
+    raise ConfigError(f"{missing}: not set, but the others are; {fix}")
   elif host.has_tpu(env):
     found = Launch("tpu", 0, 0, job="tpu")
   else:
@@ -98,13 +99,13 @@ def _explicit(host: Host) -> Launch:
   count, index = env[COUNT], env[INDEX]
   are_numbers = re.fullmatch(r"\d{1,9} \d{1,9}", f"{index} {count}", re.ASCII)
   if not are_numbers or int(index) >= int(count):
-    raise ConfigError(f"{INDEX}={index}, {COUNT}={count}: give 0 … n-1 of n")
+    raise ConfigError(f"{INDEX}={index}, {COUNT}={count}: give an ID from 0 to n-1 for n processes")
   name, port = _address(env)
   job = f"jaxscale-{name}:{port}"
   found = Launch("explicit", int(index), int(count), name, job=job, port=port)
   if found.num_processes == 1:
     return found._replace(host=None, local_id=0, local_size=1)
-  # Ranks may be a launcher's, written out by hand: it knows who shares this node.
+  # If the ranks equal those of a launcher, the launcher knows which processes share a node.
   try:
     same = mpi.detect(host) or slurm.detect(host)
   except ConfigError:
@@ -115,12 +116,12 @@ def _explicit(host: Host) -> Launch:
 
 
 def _checked(env: Env, found: Launch) -> Launch:
-  """What the launcher says, with what the user adds, unless they disagree."""
+  """Combine the launcher's values with the user's, and refuse contradictions."""
   values = {COUNT: (found.num_processes, INDEX), INDEX: (found.process_id, COUNT)}
   for name, (value, other) in values.items():
     if (given := number(env, name)) is not None and given != value:
       fix = f"unset it, or set {COORDINATOR} and {other} too"
-      raise ConfigError(f"{name}={given}: {found.kind} says {value}; {fix}")
+      raise ConfigError(f"{name}={given}: {found.kind} has set {value}; {fix}")
   if (index := found.process_id) >= (count := found.num_processes):  # Kubernetes only
     why = f"={count}: this is pod {index} of the Job" if count else ": not set"
     hint = "" if count else " (Kubernetes has no variable for it)"
@@ -131,13 +132,13 @@ def _checked(env: Env, found: Launch) -> Launch:
     host, port = _address(env)
     return found._replace(host=host, port=port, note="")
   if found.kind == "kubernetes" and found.host is None:
-    reason = "name a headless service as the Job's subdomain, or set it to host:port of pod 0"
-    raise ConfigError(f"{COORDINATOR}: not set, and this pod has no subdomain: {reason}")
+    fix = "set the Job's subdomain to a headless service, or the variable to host:port of pod 0"
+    raise ConfigError(f"{COORDINATOR}: not set, and this pod has no subdomain; {fix}")
   return found
 
 
 def _address(env: Env) -> tuple[str, int]:
-  """Host and port of the variable, an IPv6 address in brackets."""
+  """Parse the host and port in the variable, with brackets around an IPv6 address."""
   text = env[COORDINATOR]
   match = re.fullmatch(r"(\[[0-9A-Fa-f:.%\w]+\]|[^\s:\[\]]+):(\d{1,5})", text)
   if not match or not 0 < int(match[2]) < 65536:

@@ -1,7 +1,7 @@
-"""The GPUs' models, and the network that joins their nodes, read from files.
+"""Models of the GPUs and the network between their nodes, read from files.
 
-Nothing is loaded and nobody is asked: JAX and NCCL look only once they have started,
-and what is chosen for them has to be there before.
+JAX and NCCL look for GPUs and networks after their start, but their environment variables
+must be set before. So this module reads files only and loads no library.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from typing import Literal, NamedTuple
 from jaxscale.cluster.detect.launch import Env
 from jaxscale.files import readable_text
 
-_AMAZON = "0x1d0f"  # PCI vendor of EFA, as of all of Amazon's devices
-# What aws-ofi-nccl installs: NCCL and RCCL ask the loader for these names.
+_AMAZON = "0x1d0f"  # PCI vendor of Amazon's devices, including EFA
+# Libraries of aws-ofi-nccl, which NCCL and RCCL load by these names.
 _PLUGINS = ("libnccl-net", "librccl-net")
 
 
 class Fabric(NamedTuple):
-  """A node's network.
+  """The network of a node.
 
   Attributes:
-    kind: the fastest that it has.
-    cards: Slingshot's interfaces, InfiniBand's adapters that have a link; else ().
-    others: adapters that have a link and speak RDMA over Ethernet.
-    has_plugin: whether the loader would find an NCCL plugin for libfabric.
+    kind: the fastest network of the node.
+    cards: Slingshot's interfaces, or InfiniBand's adapters with a link; else ().
+    others: adapters with a link for RDMA over Ethernet.
+    has_plugin: True if the loader would find an NCCL plugin for libfabric.
   """
 
   kind: Literal["slingshot", "efa", "infiniband", "ethernet"]
@@ -37,16 +37,16 @@ class Fabric(NamedTuple):
 
 
 def find_fabric(env: Env = os.environ, root: str = "/") -> Fabric:
-  """The network of this node.
+  """Find the network of this node.
 
-  Slingshot has network interfaces hsn0, hsn1, … and devices of the class cxi; EFA and
-  InfiniBand are of the class infiniband, the one with Amazon's PCI vendor, the other
-  with ports whose `link_layer` is InfiniBand (Linux, Documentation/ABI/stable/
+  Slingshot has network interfaces hsn0, hsn1, … and devices of the class cxi. EFA and
+  InfiniBand have the class infiniband: EFA with Amazon's PCI vendor, InfiniBand with ports
+  whose `link_layer` is InfiniBand (Linux, Documentation/ABI/stable/
   sysfs-class-infiniband).
 
   Args:
-    env: the environment variables; of LD_LIBRARY_PATH.
-    root: of the file system.
+    env: the environment variables, of which LD_LIBRARY_PATH is read.
+    root: the root of the file system, for tests.
 
   Example:
     >>> find_fabric({}, root="/nowhere")
@@ -71,10 +71,10 @@ def find_fabric(env: Env = os.environ, root: str = "/") -> Fabric:
 
 
 def nvidia_models(root: str = "/") -> tuple[str, ...]:
-  """The models of NVIDIA's GPUs in this node, as its driver has them, each once.
+  """Return the distinct models of NVIDIA's GPUs in this node, by their driver.
 
   Args:
-    root: of the file system.
+    root: the root of the file system, for tests.
   """
   found = set()
   for path in glob.glob(os.path.join(root, "proc/driver/nvidia/gpus/*/information")):
@@ -84,7 +84,7 @@ def nvidia_models(root: str = "/") -> tuple[str, ...]:
 
 
 def _has_plugin(env: Env, root: str) -> bool:
-  """In a folder of LD_LIBRARY_PATH, or in the loader's cache."""
+  """Return whether LD_LIBRARY_PATH or the loader's cache has an NCCL plugin."""
   folders = filter(None, env.get("LD_LIBRARY_PATH", "").split(":"))
   paths = (os.path.join(glob.escape(f), f"{p}*.so*") for f in folders for p in _PLUGINS)
   cache = readable_text(Path(root, "etc/ld.so.cache"))
@@ -96,6 +96,6 @@ def _names(root: str, pattern: str) -> list[str]:
 
 
 def _natural(name: str) -> list[tuple[int, str]]:
-  """hsn2 before hsn10."""
+  """Sort key that puts hsn2 before hsn10."""
   parts = re.findall(r"[0-9]{1,9}|[^0-9]+", name)
   return [(int(part), "") if part.isdigit() else (0, part) for part in parts]

@@ -1,4 +1,4 @@
-"""`Launch`: who this process is in a run; `Host`: what a detector may ask."""
+"""`Launch`: the rank and job of a process; `Host`: the functions for a detector."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Env = Mapping[str, str]
 
 
 class Launch(NamedTuple):
-  """What the launcher says.
+  """The rank of a process and the other values from its launcher.
 
   Example:
     >>> Launch("slurm", 1, 4, "n1", 1, 2, "slurm-17.0").process_id
@@ -23,27 +23,27 @@ class Launch(NamedTuple):
 
   kind: str  # "single", "explicit", "slurm", "openmpi", … "kubernetes", "tpu"
   process_id: int = 0
-  num_processes: int = 1  # 0: only JAX can find out (a TPU pod)
-  host: str | None = None  # of process 0; None: there is nobody else, or see above
-  local_id: int | None = None  # among the processes of this node; None: not known
-  local_size: int | None = None
-  job: str = "single"  # the same in all processes of one run, and in no other
-  restarts: int = 0  # how often the scheduler has started this job again
-  note: str = ""  # what a person should know, one line
-  port: int | None = None  # where process 0 has to listen
-  nodes: tuple[str, ...] = ()  # the hosts of the run, where the launcher lists them
+  num_processes: int = 1  # 0: only JAX can detect the number (a TPU pod)
+  host: str | None = None  # of process 0; None: it is the only process, or see above
+  local_id: int | None = None  # rank within this node; None: unknown
+  local_size: int | None = None  # number of processes on this node; None: unknown
+  job: str = "single"  # equal in all processes of a run, and different in other runs
+  restarts: int = 0  # number of restarts by the scheduler
+  note: str = ""  # one line for the user
+  port: int | None = None  # port on which process 0 must listen
+  nodes: tuple[str, ...] = ()  # hosts of the run, if the launcher lists them
 
 
 class Host(NamedTuple):
-  """The environment of this process, and questions that a detector may ask.
+  """The environment of this process, and functions that a detector may call.
 
   Attributes:
     env: the environment variables.
-    expand: makes host names of Slurm's short form of a node list.
-    fqdn: the full name of this host.
-    at_terminal: whether a terminal is our standard input.
-    ask_mpi: the host name of rank 0, by MPI; all ranks must ask.
-    has_tpu: whether this host has TPU chips.
+    expand: function that expands Slurm's node list to host names.
+    fqdn: function that returns the full name of this host.
+    at_terminal: function that returns True if standard input is a terminal.
+    ask_mpi: function that returns the host name of rank 0 by MPI; all ranks must call it.
+    has_tpu: function that returns True if this host has TPU chips.
   """
 
   env: Env
@@ -55,10 +55,10 @@ class Host(NamedTuple):
 
 
 def number(env: Env, name: str) -> int | None:
-  """The whole number in a variable, None where it is not set.
+  """Return the whole number in a variable; None if it is not set.
 
   Raises:
-    ConfigError: it is set to something else.
+    ConfigError: the variable is not a whole number.
 
   Example:
     >>> number({"SLURM_PROCID": "3"}, "SLURM_PROCID")

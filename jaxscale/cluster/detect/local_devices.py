@@ -1,15 +1,15 @@
-"""Which of the GPUs that this process sees are its own.
+"""Assignment of the visible GPUs to the processes of a node.
 
-JAX (0.10.2, jax/_src/clusters/cluster.py) gives a task of Slurm the GPU numbered
-SLURM_LOCALID. That is right only where every task of a node sees all its GPUs and
-there is one task a GPU: not with --gpus-per-task (each task sees its own, numbered
-from 0: jax#16788, #23452, #28194), not with one process a node (7 of 8 GPUs idle),
-not with more tasks than GPUs (jax#29669).
+JAX (0.10.2, jax/_src/clusters/cluster.py) gives a Slurm task the GPU numbered
+SLURM_LOCALID. This is right only if every task of a node sees all GPUs and there is one
+task per GPU. It is wrong with --gpus-per-task (each task sees its own GPUs, numbered from
+0: jax#16788, #23452, #28194), with one process per node (7 of 8 GPUs idle), and with more
+tasks than GPUs (jax#29669).
 
-What Slurm sets in each case was recorded on a real Slurm with four pretended GPUs a
-node (tests/data/cluster): srun sets CUDA_VISIBLE_DEVICES anew in each task, so whatever
-is narrower than Slurm's count of the run's GPUs on the node, SLURM_GPUS_ON_NODE, was
-narrowed for this task alone, by Slurm or by a wrapper script.
+Slurm's variables in each case were recorded on a real Slurm with four simulated GPUs per
+node (tests/data/cluster). srun sets CUDA_VISIBLE_DEVICES anew in each task. So if a task
+sees fewer GPUs than SLURM_GPUS_ON_NODE, Slurm or a wrapper script has selected them for
+this task.
 """
 
 from __future__ import annotations
@@ -24,29 +24,29 @@ from jaxscale.cluster.detect.launch import Env, Launch, number
 from jaxscale.errors import ConfigError
 from jaxscale.files import whole_number
 
-IDS = "JAX_LOCAL_DEVICE_IDS"  # JAX's own way to say it, jax/_src/distributed.py
+IDS = "JAX_LOCAL_DEVICE_IDS"  # JAX's own variable, jax/_src/distributed.py
 _HIDING = ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES")
-# Of --ntasks-per-gpu: srun(1), and what 22.05 sets for it.
+# Variables of --ntasks-per-gpu: srun(1), and the one that Slurm 22.05 sets.
 SHARING = ("SLURM_NTASKS_PER_GPU", "SLURM_NTASKS_PER_TRES")
 
 
 def local_device_ids(env: Env, num_visible: int, launch: Launch) -> list[int] | None:
-  """The GPUs of this process, numbered from 0 among those that it sees.
+  """Return the GPUs of this process, numbered from 0 among the visible ones.
 
-  For `jax.distributed.initialize`. Where it is None, give JAX
-  `cluster_detection_method="deactivate"` as well, or it goes back to SLURM_LOCALID.
+  The result is for `jax.distributed.initialize`. If it is None, also pass
+  `cluster_detection_method="deactivate"`, or JAX uses SLURM_LOCALID.
 
   Args:
     env: the environment variables.
-    num_visible: GPUs that this process can use, from `visible_gpus`.
-    launch: from `detect`.
+    num_visible: the number of GPUs that this process can use, from `visible_gpus`.
+    launch: the result of `detect`.
 
   Returns:
-    None on CPU or TPU, and where all that is visible may be used.
+    The numbers; None on CPU or TPU, and if the process may use all visible GPUs.
 
   Raises:
-    ConfigError: there are more processes than GPUs on this node, they cannot be
-      shared out evenly, or JAX_LOCAL_DEVICE_IDS names one that is not there.
+    ConfigError: the node has more processes than GPUs, the GPUs cannot be divided evenly,
+      or JAX_LOCAL_DEVICE_IDS has a number out of range.
 
   Example:
     >>> launch = Launch("slurm", 1, 4, "n1", local_id=1, local_size=2)
@@ -65,7 +65,7 @@ def local_device_ids(env: Env, num_visible: int, launch: Launch) -> list[int] | 
     return everything
   if num_visible < count:
     fix = f"start one process per GPU (--ntasks-per-node={num_visible})"
-    fix += f", or set {IDS} if they are to share one on purpose"
+    fix += f", or set {IDS} to share a GPU on purpose"
     raise ConfigError(f"{count} processes on this node, but {_gpus(num_visible)}: {fix}")
   if num_visible % count:
     fitting = [str(n) for n in range(1, num_visible + 1) if num_visible % n == 0]
@@ -77,20 +77,20 @@ def local_device_ids(env: Env, num_visible: int, launch: Launch) -> list[int] | 
 
 
 def visible_gpus(env: Env = os.environ, *, device_root: str = "/dev") -> int:
-  """How many GPUs JAX would find in this process, found without JAX.
+  """Count the GPUs that JAX would find in this process, without JAX.
 
-  JAX must be given its GPUs before it looks, and looking takes seconds. So: none if
-  JAX_PLATFORMS leaves them out. Else what CUDA_VISIBLE_DEVICES, ROCR_VISIBLE_DEVICES
-  and HIP_VISIBLE_DEVICES let through: Slurm sets the first two, and a process sees
-  no more than the narrowest. Without them, the device files that this process may
-  open: /dev/nvidia0, … and, with /dev/kfd, /dev/dri/renderD*. Device control
-  groups leave the files of foreign GPUs in place but deny access(2), so those do
-  not count. Where there is a driver but no such file (WSL: /dev/dxg), `nvidia-smi
-  -L` is asked, which takes seconds when the driver is not kept loaded.
+  JAX needs its GPU numbers before it initializes, and initialization takes seconds. The
+  count is 0 if JAX_PLATFORMS excludes GPUs. Otherwise it is the smallest number in
+  CUDA_VISIBLE_DEVICES, ROCR_VISIBLE_DEVICES and HIP_VISIBLE_DEVICES, of which Slurm sets
+  the first two. Without these variables, the device files that this process may open are
+  counted: /dev/nvidia0, … and, with /dev/kfd, /dev/dri/renderD*. Device control groups
+  leave the files of other jobs' GPUs in place but deny access(2), so these do not count.
+  If there is a driver but no such file (WSL: /dev/dxg), `nvidia-smi -L` is called, which
+  takes seconds when the driver is not kept loaded.
 
   Args:
     env: the environment variables.
-    device_root: where the device files are.
+    device_root: the directory of the device files.
 
   Example:
     >>> visible_gpus({"CUDA_VISIBLE_DEVICES": "2,3"})
@@ -109,22 +109,22 @@ def visible_gpus(env: Env = os.environ, *, device_root: str = "/dev") -> int:
 
 
 def _is_own(env: Env, num_visible: int) -> bool:
-  """Whether what this process sees was cut out for it alone."""
-  # Or "a100:2".
+  """Return whether the visible GPUs were selected for this process only."""
+  # The variable may also have the form "a100:2".
   per_task = re.search(r"\b(\d{1,9})$", env.get("SLURM_GPUS_PER_TASK", ""))
   is_shared = num_visible == 1 and any(map(env.get, SHARING))
   if is_shared or (per_task and num_visible <= int(per_task[1])):
     return True
   if (node := number(env, "SLURM_GPUS_ON_NODE")) is not None:
     return num_visible < node
-  # Without Slurm's count only a wrapper script can have left a single one.
+  # Without Slurm's count, only a wrapper script can have selected a single GPU.
   return num_visible == 1 and any(name in env for name in _HIDING)
 
 
 def _count(text: str) -> int:
-  """Devices in a list; CUDA ends it at the first that is none, such as -1.
+  """Count the devices in a list; CUDA ignores those after an invalid one, such as -1.
 
-  Of MIG instances a process can use one only (NVIDIA MIG User Guide, "CUDA Device
+  A process can use only one MIG instance (NVIDIA MIG User Guide, "CUDA Device
   Enumeration").
   """
   is_device = re.compile(r"\s*(\d+|(GPU|MIG)-[\w/-]+)\s*").fullmatch
@@ -139,7 +139,7 @@ def _chosen(text: str, num_visible: int) -> list[int]:
     why = f"with commas (this process sees {_gpus(num_visible)})"
     raise ConfigError(f"{IDS}={text}: give numbers from 0 to {num_visible - 1}, {why}")
   if len(set(pieces)) < len(pieces):
-    raise ConfigError(f"{IDS}={text}: a GPU is named twice; name each once")
+    raise ConfigError(f"{IDS}={text}: a GPU is listed twice; list each once")
   return found
 
 

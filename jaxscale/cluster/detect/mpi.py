@@ -1,12 +1,13 @@
-"""Under an MPI's mpirun: ranks by variables, the host of rank 0 by asking.
+"""Launch detection under mpirun: ranks from variables, and the host of rank 0.
 
-No MPI says in a variable where rank 0 runs: OMPI_MCA_orte_hnp_uri, which JAX reads,
-names the host of mpirun (a login node, perhaps) and is gone in Open MPI 5. On one
-node it does not matter. On several, mpi4py is asked if it is there, else the first
-host of the scheduler's list, where mpirun puts rank 0 unless told otherwise.
+No MPI has a variable with the host of rank 0. OMPI_MCA_orte_hnp_uri, which JAX reads, has
+the host of mpirun, which may be a login node, and does not exist in Open MPI 5. On
+several nodes mpi4py finds the host if it is installed. Otherwise it is the first host of
+the scheduler's list, where mpirun puts rank 0 by default.
 
-Variables: Open MPI, docs/tuning-apps/environment-var; MPICH and Intel MPI, as their
-mpiexec.hydra sets them (recorded, tests/data/cluster); HPE Cray's PALS, mpiexec(1).
+Sources of the variables: Open MPI, docs/tuning-apps/environment-var; MPICH and Intel MPI,
+as their mpiexec.hydra sets them (recorded, tests/data/cluster); HPE Cray's PALS,
+mpiexec(1).
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ from jaxscale.cluster.detect.launch import LOOPBACK, Host, Launch, number
 from jaxscale.errors import ConfigError
 from jaxscale.files import readable_text
 
-# kind: variables of the rank, the size, the local rank and the local size; then those
-# that are the same in all ranks, and others in the next mpirun.
+# For each kind, the variables of the rank, the size, the local rank and the local size.
+# The others are equal in all ranks of an mpirun and differ in the next one.
 _NAMES = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")
 _OMPI, _MV2 = ([f"{mpi}_COMM_WORLD_{n}" for n in _NAMES] for mpi in ("OMPI", "MV2"))
 _FAMILIES = {
@@ -33,27 +34,27 @@ _SCHEDULERS_JOB = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "JOB_ID")
 
 
 def detect(host: Host) -> Launch | None:
-  """Who this process is under mpirun, None if an MPI did not start it.
+  """Identify this process under mpirun; None if no MPI has started it.
 
-  Of several nodes the host of process 0 is not known yet: see `with_host_of_rank_0`.
+  On several nodes the host of process 0 is still unknown; see `with_host_of_rank_0`.
   """
   env = host.env
   for kind, variables in _FAMILIES.items():
     rank, size, local_rank, local_size = (number(env, name) for name in variables[:4])
     if rank is None or size is None:
       continue
-    # PMI_RANK of `srun --mpi=pmi2`, of Cray and of Flux: their own variables say more.
+    # `srun --mpi=pmi2`, Cray and Flux also set PMI_RANK, but have better variables.
     by_scheduler = {"SLURM_STEP_NODELIST", "FLUX_TASK_RANK"} & env.keys()
     if kind == "hydra" and by_scheduler and "MPI_LOCALRANKID" not in env:
       continue
     if not rank < size:
       of_rank, of_size = variables[:2]
-      raise ConfigError(f"{of_rank}={rank}, {of_size}={size}: not a rank of it")
-    if local_rank is None or local_size is None:  # Cray MPICH's PMI calls them so
+      raise ConfigError(f"{of_rank}={rank}, {of_size}={size}: give a rank less than the size")
+    if local_rank is None or local_size is None:  # the names in Cray MPICH's PMI
       local_rank = number(env, "PMI_LOCAL_RANK")
       local_size = number(env, "PMI_LOCAL_SIZE")
     restarts = number(env, "SLURM_RESTART_COUNT") or 0
-    # A name of this mpirun; MPICH gives none, then the scheduler's or its size.
+    # A name of this mpirun; for MPICH, which sets none, the scheduler's job or the size.
     names = (*variables[4:], "PMI_JOBID", *_SCHEDULERS_JOB)
     name = next((env[n] for n in names if env.get(n)), f"{env.get('USER', '')}{size}")
     job = f"{kind}-{name}" + (f"-r{restarts}" if restarts else "")
@@ -63,10 +64,10 @@ def detect(host: Host) -> Launch | None:
 
 
 def with_host_of_rank_0(host: Host, found: Launch) -> Launch:
-  """What `detect` has found on several nodes, with the host of rank 0.
+  """Add the host of rank 0 to a launch on several nodes.
 
   Raises:
-    ConfigError: nothing says it.
+    ConfigError: neither MPI nor a scheduler's list has the host.
   """
   if name := host.ask_mpi(found):
     return found._replace(host=name)
@@ -75,28 +76,28 @@ def with_host_of_rank_0(host: Host, found: Launch) -> Launch:
   elif file := host.env.get("PBS_NODEFILE"):
     name = next(iter(readable_text(Path(file)).split()), None)
   if name:
-    note = f"takes {name}, the first host of the job, for that of MPI's rank 0"
+    note = f"MPI's rank 0 is assumed to run on {name}, the first host of the job"
     return found._replace(host=name, note=note)
   starter = "Flux (`flux hostlist` has its hosts)" if found.kind == "flux" else "mpirun"
-  why = f"not set, and {starter} does not say on which host rank 0 runs"
+  why = f"not set, and {starter} does not report the host of rank 0"
   fix = "set it to host:port of that host, or install mpi4py"
-  raise ConfigError(f"JAXSCALE_COORDINATOR: {why}: {fix}")
+  raise ConfigError(f"JAXSCALE_COORDINATOR: {why}; {fix}")
 
 
 def ask_mpi4py(launch: Launch) -> str | None:
-  """The host name of rank 0 by a broadcast; None if mpi4py is not there.
+  """Return the host name of rank 0 by a broadcast; None if mpi4py is not installed.
 
-  MPI is started for it and, unless somebody had started it before, ended at once:
-  a process that leaves by `os._exit` would otherwise end its mpirun in error.
+  This initializes MPI and, unless MPI was already initialized, finalizes it at once. A
+  process that exits by `os._exit` would otherwise make mpirun fail.
 
   Raises:
-    ConfigError: mpi4py belongs to another MPI than the mpirun of this run.
+    ConfigError: mpi4py was built for a different MPI than the mpirun of this run.
   """
-  # No dependency of ours: by name, so that nobody misses it who needs no MPI.
+  # Imported by name, since mpi4py is an optional package.
   try:
     importlib.import_module("mpi4py").rc.initialize = False
     MPI = importlib.import_module("mpi4py.MPI")
-  except (ImportError, RuntimeError):  # it is not there, or finds no MPI library
+  except (ImportError, RuntimeError):  # not installed, or without an MPI library
     return None
   if ours := not MPI.Is_initialized():
     MPI.Init()
@@ -107,7 +108,7 @@ def ask_mpi4py(launch: Launch) -> str | None:
   if ours:
     MPI.Finalize()
   if size != launch.num_processes:
-    why = "it was built for another MPI than this mpirun"
+    why = "it was built for a different MPI than this mpirun"
     fix = "set JAXSCALE_COORDINATOR=host:port instead"
     raise ConfigError(f"mpi4py sees {size} of {launch.num_processes} processes: {why}; {fix}")
   return host

@@ -1,8 +1,8 @@
-"""Slurm's short form of many host names: `rack[1-2]n[01-04],login` and back to names.
+"""Expansion of Slurm's node lists, such as `rack[1-2]n[01-04],login`, to host names.
 
-Slurm's own `scontrol show hostnames` is asked first: it knows what this cluster's
-Slurm writes. Our parser stands in where it is missing (containers) or gives up:
-Slurm 22.05 prints nothing, with exit code 0, for `node[1-2]-ib`.
+`scontrol show hostnames` of the installed Slurm comes first. This module's parser is used
+without scontrol (in containers) or if it fails: Slurm 22.05 prints nothing, with exit code
+0, for `node[1-2]-ib`.
 """
 
 from __future__ import annotations
@@ -15,22 +15,22 @@ from jaxscale.cluster.detect.scontrol import run_scontrol
 from jaxscale.errors import ConfigError
 
 MOST_HOSTS = 64 * 1024  # in one range: MAX_RANGE of Slurm's hostlist.c
-_ITEM = re.compile(r"(?:\[[^\[\]]*\]|[^\s,])+")  # commas in brackets belong to it
+_ITEM = re.compile(r"(?:\[[^\[\]]*\]|[^\s,])+")  # a comma in brackets ends no item
 _BRACKETS = re.compile(r"\[([^\[\]]*)\]")
 _RANGE = re.compile(r"(\d{1,18})(?:-(\d{1,18}))?", re.ASCII)
 
 
 def expand(text: str) -> list[str]:
-  """The host names of a node list, in the order of the list.
+  """Return the host names of a node list, in the order of the list.
 
-  Of several brackets the last runs fastest. A number keeps the width of the first
-  of its range: `n[08-10]` is n08, n09, n10.
+  With several brackets the last one changes fastest. The numbers of a range have the width
+  of its first number: `n[08-10]` is n08, n09, n10.
 
   Args:
-    text: as in SLURM_STEP_NODELIST; names apart by commas or white space.
+    text: a list as in SLURM_STEP_NODELIST, with commas or spaces between names.
 
   Raises:
-    ConfigError: it is empty, or a bracket or a range is malformed.
+    ConfigError: the list is empty, or a bracket or a range is malformed.
 
   Example:
     >>> expand("rack[1-2]n[3,5],x[0-1]-ib")
@@ -38,7 +38,7 @@ def expand(text: str) -> list[str]:
   """
   names: list[str] = []
   for item in _ITEM.findall(text):
-    # Names and what is in brackets, in turns.
+    # Texts outside and inside brackets alternate.
     pieces = enumerate(_BRACKETS.split(item))
     parts = [_numbers(piece, text) if i % 2 else [piece] for i, piece in pieces]
     if any("[" in name or "]" in name for (name,) in parts[::2]):
@@ -47,31 +47,31 @@ def expand(text: str) -> list[str]:
       raise _too_many(text)
     names += map("".join, itertools.product(*parts))
   if not names:
-    raise _malformed(text, "no host in it")
+    raise _malformed(text, "it is empty")
   return names
 
 
 def hostnames(text: str) -> list[str]:
-  """The host names of a node list: `scontrol`'s answer, else our parser's.
+  """Return the host names of a node list by `scontrol`, or else by `expand`.
 
   Raises:
-    ConfigError: as `expand`.
+    ConfigError: the list is empty or malformed.
 
   Example:
     >>> hostnames("n7,n9")
     ['n7', 'n9']
   """
   if "[" in text:
-    # Without a configuration file it would ask the network for one.
+    # The timeout is for scontrol without a configuration file, which searches the network.
     names = (run_scontrol("show", "hostnames", text, timeout_s=2.0) or "").split()
-    # Slurm 22.05 makes the host "n]" of "n[1-2".
+    # Slurm 22.05 returns the host "n]" for "n[1-2".
     if names and not any("[" in n or "]" in n for n in names):
       return names
   return expand(text)
 
 
 def _numbers(inside: str, text: str) -> list[str]:
-  """The numbers of one bracket, padded as they are written."""
+  """Return the numbers of one bracket with the width in which they are written."""
   found: list[str] = []
   for piece in inside.split(","):
     match = _RANGE.fullmatch(piece.strip())
@@ -79,7 +79,7 @@ def _numbers(inside: str, text: str) -> list[str]:
       raise _malformed(text, f"[{inside:.40}] is not a list of numbers and ranges")
     first, last = match.group(1), match.group(2) or match.group(1)
     if not 0 <= int(last) - int(first) < MOST_HOSTS:
-      raise _malformed(text, f"no range from {first} to {last}")
+      raise _malformed(text, f"{first}-{last} is not a valid range")
     found += [str(i).zfill(len(first)) for i in range(int(first), int(last) + 1)]
     if len(found) > MOST_HOSTS:
       raise _too_many(text)

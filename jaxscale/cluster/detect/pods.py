@@ -1,14 +1,14 @@
-"""In a pod of Kubernetes or on a host of a Cloud TPU.
+"""Launch detection in a Kubernetes pod or on a Cloud TPU host.
 
-Kubernetes sets JOB_COMPLETION_INDEX in the pods of an Indexed Job, and gives each
-the host name JOB-INDEX, which resolves under the headless service that the Job
-names as its subdomain (kubernetes.io, "Indexed Job", "Job with Pod-to-Pod
-Communication"). It sets no variable for their number: JAX asks the API server,
-which needs a package and a permission; we take JAXSCALE_NUM_PROCESSES. Kubeflow's
-JAXJob sets all of them.
+Kubernetes sets JOB_COMPLETION_INDEX in the pods of an Indexed Job and gives each pod the
+host name JOB-INDEX. The name resolves under the headless service that is the Job's
+subdomain (kubernetes.io, "Indexed Job", "Job with Pod-to-Pod Communication"). Kubernetes
+has no variable for the number of pods. JAX gets it from the API server, which needs a
+package and a permission; jaxscale reads JAXSCALE_NUM_PROCESSES. Kubeflow's JAXJob sets all
+variables.
 
-A TPU pod on Kubernetes has TPU_WORKER_ID and TPU_WORKER_HOSTNAMES, several slices
-MEGASCALE_*: read as jax/_src/clusters/cloud_tpu_cluster.py (0.10.2) reads them.
+A TPU pod on Kubernetes has TPU_WORKER_ID and TPU_WORKER_HOSTNAMES, and several slices have
+MEGASCALE_*. They are read as in jax/_src/clusters/cloud_tpu_cluster.py (0.10.2).
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ _GOOGLE = "0x1ae0"  # PCI vendor, jax/_src/hardware_utils.py
 
 
 def detect_kubernetes(host: Host) -> Launch | None:
-  """Who this pod is in an Indexed Job, None outside of Kubernetes.
+  """Identify this pod in an Indexed Job; None outside of Kubernetes.
 
-  The number of processes is 0 and the host None where nothing says them.
+  An unknown number of processes is 0, and an unknown host is None.
   """
   env = host.env
   if "KUBERNETES_SERVICE_HOST" not in env:
@@ -42,20 +42,20 @@ def detect_kubernetes(host: Host) -> Launch | None:
     job, port = f"kubernetes-{address}", number(env, "COORDINATOR_PORT")
     return Launch("kubernetes", rank, count, address, job=job, port=port)
   if index is None:
-    return Launch("single", note="a pod of no Indexed Job: runs as one process")
+    return Launch("single", note="runs as one process: this pod is not part of an Indexed Job")
   count = number(env, "JAXSCALE_NUM_PROCESSES") or 0
   own = env.get("HOSTNAME", "")
   name = re.fullmatch(rf"(.+)-{index}", own)
   if not name:
     return Launch("kubernetes", index, count, None, job="kubernetes")
   full = host.fqdn()
-  # Without a subdomain a pod knows only its own name, and nobody else knows it.
+  # Without a subdomain, other pods cannot resolve a pod's name.
   first = f"{name[1]}-0{full[len(own) :]}" if full.startswith(f"{own}.") else None
   return Launch("kubernetes", index, count, first, job=f"kubernetes-{name[1]}")
 
 
 def detect_tpu(host: Host) -> Launch | None:
-  """Who this host is in a TPU pod whose hosts are listed, None elsewhere."""
+  """Identify this host in a TPU pod with a list of hosts; None elsewhere."""
   env = host.env
   listed = env.get("TPU_PROCESS_ADDRESSES") or env.get("TPU_WORKER_HOSTNAMES")
   index = number(env, "TPU_WORKER_ID")
@@ -65,8 +65,8 @@ def detect_tpu(host: Host) -> Launch | None:
   slices = number(env, "MEGASCALE_NUM_SLICES") or 1
   slice_id = number(env, "MEGASCALE_SLICE_ID") or 0
   if not (index < len(hosts) and slice_id < slices):
-    why = f"TPU_WORKER_HOSTNAMES names {len(hosts)} hosts"
-    fix = "the pod's variables contradict each other"
+    why = f"out of range, since TPU_WORKER_HOSTNAMES lists {len(hosts)} hosts"
+    fix = "correct the pod's variables"
     raise ConfigError(f"TPU_WORKER_ID={index}: {why}; {fix}")
   count = len(hosts) * slices
   first = re.sub(r":\d+$", "", env.get("MEGASCALE_COORDINATOR_ADDRESS", "")) or hosts[0]
@@ -75,7 +75,7 @@ def detect_tpu(host: Host) -> Launch | None:
 
 
 def on_cloud_tpu(env: Env) -> bool:
-  """Whether this host has TPU chips and the library for them, as JAX looks for them."""
+  """Return whether this host has TPU chips and libtpu, by JAX's own test."""
   if not _wanted(env) or importlib.util.find_spec("libtpu") is None:
     return False
   for path in glob.glob("/sys/bus/pci/devices/*/vendor"):

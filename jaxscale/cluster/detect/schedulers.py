@@ -1,7 +1,7 @@
-"""In jobs of Flux, PBS and other schedulers, which say less than Slurm.
+"""Launch detection in jobs of Flux, PBS and other schedulers.
 
-Flux gives each task a number, flux-environment(7), but not the host of task 0. The
-others start one process, the script; an MPI's mpirun starts the ranks (mpi.py).
+Flux gives each task a number, flux-environment(7), but not the host of task 0. The other
+schedulers start only the script, and mpirun starts the ranks (mpi.py).
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from pathlib import Path
 from jaxscale.cluster.detect.launch import LOOPBACK, Host, Launch, number
 from jaxscale.files import readable_text
 
-# The job's variable: the scheduler, the file that lists its hosts, and the command that
-# starts a process for each.
+# For the variable of a job's ID: the scheduler, the variable of the host file, and the
+# command that starts a process per host.
 _SCHEDULERS = {
   "FLUX_JOB_ID": ("Flux", "", "`flux run`"),
   "PBS_JOBID": ("PBS", "PBS_NODEFILE", "mpiexec"),
@@ -24,7 +24,7 @@ _SCHEDULERS = {
 
 
 def detect_flux(host: Host) -> Launch | None:
-  """Identify this task of `flux run`; on several nodes its host of task 0 is None."""
+  """Identify this task of `flux run`; on several nodes the host of task 0 is unknown."""
   env = host.env
   rank, size = number(env, "FLUX_TASK_RANK"), number(env, "FLUX_JOB_SIZE")
   if rank is None or size is None:
@@ -36,7 +36,7 @@ def detect_flux(host: Host) -> Launch | None:
 
 
 def detect_script(host: Host) -> Launch | None:
-  """One process in a job of several hosts, with a note; None elsewhere."""
+  """Return one process with a note if its job has several hosts; else None."""
   env = host.env
   for variable, (name, file, starter) in _SCHEDULERS.items():
     if not (job := env.get(variable)):

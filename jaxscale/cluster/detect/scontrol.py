@@ -1,4 +1,4 @@
-"""Slurm's `scontrol`, asked with a time-out."""
+"""Calls of Slurm's `scontrol` with a timeout."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ import subprocess
 
 
 def run_scontrol(*args: str, timeout_s: float = 10.0) -> str | None:
-  """What `scontrol` prints; None where there is none, or it fails.
+  """Run `scontrol` and return its output; None if it is missing or fails.
 
-  It waits for a controller that is gone for minutes (MessageTimeout).
+  Without the timeout it would wait minutes for a controller that is down (MessageTimeout).
   """
   try:
-    # Times in one format, whatever the user prefers (scontrol(1)).
+    # Overrides the user's time format, which the callers could not parse (scontrol(1)).
     env = os.environ | {"SLURM_TIME_FORMAT": "standard"}
     options = {"stdin": subprocess.DEVNULL, "capture_output": True, "text": True}
     done = subprocess.run(["scontrol", *args], timeout=timeout_s, env=env, **options)

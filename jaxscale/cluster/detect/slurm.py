@@ -1,10 +1,10 @@
-"""In a Slurm job: read from what srun, sbatch and salloc set.
+"""Launch detection in a Slurm job, by the variables of srun, sbatch and salloc.
 
-The variables are those of srun(1), "OUTPUT ENVIRONMENT VARIABLES". What they hold
-in each case was recorded on a real Slurm (tests/data/cluster); three of its traps: a
-script submitted from inside a step still carries that step's variables; salloc's
-interactive step has the job's SLURM_NTASKS but one task; and with
-`--distribution=arbitrary` the first of the node list is not where rank 0 runs.
+The variables are those of srun(1), "OUTPUT ENVIRONMENT VARIABLES". Their values in each
+case were recorded on a real Slurm (tests/data/cluster). Three cases need care. A script
+submitted from inside a step inherits that step's variables. The interactive step of salloc
+has the job's SLURM_NTASKS but one task. With `--distribution=arbitrary` rank 0 may not run
+on the first node of the list.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from jaxscale.errors import ConfigError
 from jaxscale.files import readable_text
 
 _INTERACTIVE = "4294967290"  # SLURM_INTERACTIVE_STEP, 0xfffffffa, of slurm.h
-_PTY = "started by srun --pty: if this is its shell, no other rank will come, set "
-_PTY += "JAXSCALE_NUM_PROCESSES=1"
+_PTY = "started by srun --pty: set JAXSCALE_NUM_PROCESSES=1 in an interactive shell, where no "
+_PTY += "other rank will start"
 _COUNT = re.compile(r"(\d{1,9})(?:\(x(\d{1,9})\))?", re.ASCII)
 
 
 def tasks_per_node(text: str) -> list[int]:
-  """Tasks of every node, from Slurm's short form.
+  """Parse Slurm's short form of the number of tasks on each node.
 
   Raises:
-    ConfigError: it is in no such form.
+    ConfigError: the text does not have this form.
 
   Example:
     >>> tasks_per_node("2(x3),1")
@@ -43,11 +43,11 @@ def tasks_per_node(text: str) -> list[int]:
 
 
 def detect(host: Host) -> Launch | None:
-  """Who this process is in a Slurm job, None outside of one.
+  """Identify this process in a Slurm job; None outside of a job.
 
   Raises:
-    ConfigError: this is a batch script of several tasks, which only srun starts,
-      or the variables contradict each other.
+    ConfigError: this is the batch script of a job with several tasks, which srun must
+      start, or the variables contradict each other.
   """
   env = host.env
   if not (job := env.get("SLURM_JOB_ID") or env.get("SLURM_JOBID")):
@@ -67,18 +67,18 @@ def detect(host: Host) -> Launch | None:
   if "SLURM_PROCID" in env and env.get("SLURM_STEP_ID") != _INTERACTIVE:
     names = ("SLURM_NTASKS", "SLURM_TASKS_PER_NODE", "SLURM_PROCID")
     named = next(name for name in names if name in env)
-    why = f"this is the batch script, no step of job {job}"
+    why = f"this is the batch script, not a step of job {job}"
     fix = "start it with srun (or set JAXSCALE_NUM_PROCESSES=1 to run one process)"
-    raise ConfigError(f"{named}={env[named]}: {why}: {fix}")
+    raise ConfigError(f"{named}={env[named]}: {why}; {fix}")
   wanted = f"; srun would start {tasks}" if tasks else ""
-  note = f"a shell in Slurm job {job}, no step of it: runs as one process{wanted}"
+  note = f"runs as one process: this shell in Slurm job {job} is not a step{wanted}"
   return alone._replace(note=note)
 
 
 def node_address(node: str) -> str | None:
-  """The address that Slurm itself uses for a node, None if it does not say.
+  """Return the address that Slurm uses for a node (NodeAddr, scontrol(1)), or None.
 
-  For clusters whose node names no resolver knows: NodeAddr of scontrol(1).
+  This is for clusters whose node names do not resolve.
   """
   shown = run_scontrol("--oneliner", "show", "node", node, timeout_s=5.0)
   found = re.search(r"\bNodeAddr=(\S+)", shown or "")
@@ -86,12 +86,12 @@ def node_address(node: str) -> str | None:
 
 
 def _is_task_of_step(env: Env) -> bool:
-  """Whether srun started this very process, or a shell around it."""
+  """Return whether srun has started this process, or a shell around it."""
   if not (env.get("SLURM_STEP_NODELIST") and env.get("SLURM_PROCID")):
     return False
-  # A script submitted from inside a step inherits that step's SLURM_STEP_*; its
-  # own SLURM_TASKS_PER_NODE then says something else, as it does in the one task of
-  # salloc's interactive step. srun sets the two alike.
+  # A script submitted from inside a step inherits SLURM_STEP_* of that step, but has its
+  # own SLURM_TASKS_PER_NODE. The two also differ in salloc's interactive step, while srun
+  # sets them to the same value.
   mine, steps = env.get("SLURM_TASKS_PER_NODE"), env.get("SLURM_STEP_TASKS_PER_NODE")
   if mine and steps:
     return tasks_per_node(mine) == tasks_per_node(steps)
@@ -99,13 +99,13 @@ def _is_task_of_step(env: Env) -> bool:
 
 
 def _tasks_of_step(env: Env) -> int | None:
-  # SLURM_NTASKS may be the job's: so under the daemons of MPICH's mpirun.
+  # SLURM_NTASKS may be that of the job, as under the daemons of MPICH's mpirun.
   names = ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "SLURM_NPROCS")
   return next((n for name in names if (n := number(env, name)) is not None), None)
 
 
 def _tasks_of_job(env: Env) -> int:
-  """How many tasks a step of this job would have; 0: not known."""
+  """Return the number of tasks that a step of this job would have; 0 if unknown."""
   if (count := number(env, "SLURM_NTASKS")) is not None:
     return count
   if text := env.get("SLURM_TASKS_PER_NODE"):
@@ -136,9 +136,9 @@ def _task(host: Host, job: str, restarts: int) -> Launch:
 def _host_of_rank_0(host: Host, nodes: tuple[str, ...]) -> str:
   env = host.env
   if not env.get("SLURM_DISTRIBUTION", "").startswith("arbitrary"):
-    return nodes[0]  # srun(1): block, cyclic and plane fill the first node first
+    return nodes[0]  # block, cyclic and plane put rank 0 on the first node (srun(1))
   path = env.get("SLURM_HOSTFILE") or "not set"
   if names := readable_text(Path(path)).split():
     return host.expand(names[0])[0]
-  why = f"SLURM_HOSTFILE={path} does not say where rank 0 runs, set JAXSCALE_COORDINATOR=host:port"
-  raise ConfigError(f"SLURM_DISTRIBUTION=arbitrary: {why}")
+  why = f"SLURM_HOSTFILE={path} does not have the host of rank 0"
+  raise ConfigError(f"SLURM_DISTRIBUTION=arbitrary: {why}; set JAXSCALE_COORDINATOR=host:port")

@@ -1,7 +1,7 @@
-"""Under PyTorch's torchrun, or what sets the same variables.
+"""Launch detection under PyTorch's torchrun and launchers with the same variables.
 
-They are those of "torchrun (Elastic Launch)", "Environment Variables", in PyTorch's
-documentation; DeepSpeed, Accelerate and Kubeflow's PyTorchJob set them too.
+The variables are those of "torchrun (Elastic Launch)", "Environment Variables", in
+PyTorch's documentation. DeepSpeed, Accelerate and Kubeflow's PyTorchJob also set them.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ def detect_agent(host: Host) -> Launch | None:
 
 
 def detect(host: Host) -> Launch | None:
-  """Identify this process by RANK and WORLD_SIZE; None where they are not set.
+  """Identify this process by RANK and WORLD_SIZE; None if they are not set.
 
   Raises:
     ConfigError: the variables are incomplete or contradict each other.
@@ -28,7 +28,7 @@ def detect(host: Host) -> Launch | None:
   if rank is None or size is None:
     return None
   if not rank < size:
-    raise invalid("RANK", rank, f"is no rank of WORLD_SIZE={size}", _REMEDY)
+    raise invalid("RANK", rank, f"is not less than WORLD_SIZE={size}", _REMEDY)
   run, restarts = (env.get("TORCHELASTIC_RUN_ID"), number(env, "TORCHELASTIC_RESTART_COUNT"))
   if size == 1 and run is None:
     return None
@@ -37,10 +37,10 @@ def detect(host: Host) -> Launch | None:
   port = number(env, "MASTER_PORT")
   again = f"-r{restarts}" if restarts else ""
   job = f"torchrun-{run or ''}-{address}:{port}{again}"
-  # torchrun's agent listens there itself.
+  # torchrun's agent itself may listen on MASTER_PORT.
   is_taken = env.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
   local = number(env, "LOCAL_RANK"), number(env, "LOCAL_WORLD_SIZE")
-  note = "" if run else f"WORLD_SIZE={size} and RANK, as torchrun sets them: one run"
+  note = "" if run else f"one run of {size} processes, by RANK and WORLD_SIZE as of torchrun"
   found = Launch("torchrun", rank, size, None, *local, job, restarts or 0, note)
   if size == 1:
     return found

@@ -1,4 +1,4 @@
-"""When a Slurm job is queued, starts and ends, and a request to stop before its end."""
+"""Times of a Slurm job (queued, started, ends), and a request to stop before its end."""
 
 from __future__ import annotations
 
@@ -12,32 +12,32 @@ from collections.abc import Callable, Mapping
 from jaxscale.cluster.detect.scontrol import run_scontrol
 from jaxscale.files import whole_number
 
-_MOST_OF_A_JOB = 0.25  # else a job of a minute would stop before it began
+_MOST_OF_A_JOB = 0.25  # otherwise a job of one minute would stop at its start
 
 
 def end_time(env: Mapping[str, str] = os.environ) -> float | None:
-  """When the job ends, in seconds since 1970; None: no limit, or none is known.
+  """Return the end of the job in seconds since 1970; None: no limit, or unknown.
 
-  SLURM_JOB_END_TIME says what was true at the job's start (sbatch(1), "output
-  environment variables"; Slurm 22.05 does not set it yet); where it is not set,
-  `scontrol` is asked. On a large run only one process should ask.
+  SLURM_JOB_END_TIME has the end as of the job's start (sbatch(1), "output environment
+  variables"; Slurm 22.05 does not set it yet). Without it, `scontrol` is called, which
+  only one process of a large run should do.
   """
   given = whole_number(env.get("SLURM_JOB_END_TIME", ""))
   return asked_end_time(env) if given is None else float(given)
 
 
 def asked_end_time(env: Mapping[str, str] = os.environ) -> float | None:
-  """What `scontrol show job` says, which knows of later changes; None: nothing."""
+  """Return the end from `scontrol show job`, which knows of later changes, or None."""
   job = env.get("SLURM_JOB_ID")
   shown = run_scontrol("show", "job", job) if job else None
   return None if shown is None else parse_time(shown, "EndTime")
 
 
 def asked_queue_times(env: Mapping[str, str] = os.environ) -> tuple[float, float] | None:
-  """When the job was queued the last time, and when it got its nodes after that.
+  """Return the last times at which the job was queued and at which it started.
 
-  A requeue is a new SubmitTime (scontrol(1)). None is returned in any step but the
-  first of a job: what the job did before it is not known.
+  A requeue sets a new SubmitTime (scontrol(1)). The result is None in all steps but the
+  first one of a job, since the job has then done other work before.
   """
   job = env.get("SLURM_JOB_ID")
   if job is None or env.get("SLURM_STEP_ID") != "0":
@@ -48,7 +48,7 @@ def asked_queue_times(env: Mapping[str, str] = os.environ) -> tuple[float, float
 
 
 def parse_time(shown: str, name: str) -> float | None:
-  """A time of the job that `scontrol show job` shows, in the local time zone.
+  """Parse a time in the output of `scontrol show job`, in the local time zone.
 
   Example:
     >>> parse_time("StartTime=Unknown EndTime=Unknown Deadline=N/A", "EndTime")
@@ -57,7 +57,7 @@ def parse_time(shown: str, name: str) -> float | None:
     '12:00'
   """
   found = re.search(rf"\b{name}=(\d{{4}}-\d\d-\d\dT\d\d:\d\d:\d\d)", shown)
-  with contextlib.suppress(ValueError, OverflowError):  # no such day
+  with contextlib.suppress(ValueError, OverflowError):  # the date does not exist
     return time.mktime(time.strptime(found[1], "%Y-%m-%dT%H:%M:%S")) if found else None
   return None
 
@@ -65,20 +65,20 @@ def parse_time(shown: str, name: str) -> float | None:
 def before_end(
   ask: Callable[[str], None], before_s: float, *, end=end_time, again=asked_end_time
 ) -> threading.Event:
-  """Call `ask` some time before the job's end, from a thread.
+  """Call `ask` from a thread some time before the job ends.
 
-  The end is asked for once more when it is near, as it may have been moved
-  (`scontrol update TimeLimit=`); where nobody knows, the first answer counts.
+  Near the end, the thread gets the end once more, as it may have moved (`scontrol update
+  TimeLimit=`). Without a second answer the first one counts.
 
   Args:
-    ask: asks all processes to stop, for the cause that it gets.
-    before_s: seconds before the end: for the step, a save and the way out; of a
-      short job at most a quarter of what is left of it.
-    end: called for when the job ends, in seconds since 1970; None: unknown.
-    again: the same, asked later.
+    ask: a function that asks all processes to stop for the given cause.
+    before_s: the seconds before the end, for the step, a save and the exit. In a short job
+      they are at most a quarter of the remaining time.
+    end: a function that returns the end in seconds since 1970; None if it is unknown.
+    again: a function like `end` that is called near the end.
 
   Returns:
-    An event that, once set, ends the thread.
+    An event that ends the thread when it is set.
   """
   ended = threading.Event()
 

@@ -1,1 +1,1 @@
-"""How the processes of a run find each other, before JAX is asked for anything."""
+"""Rendezvous: connect the processes of a run before the first use of JAX."""

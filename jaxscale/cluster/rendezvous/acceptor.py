@@ -1,7 +1,8 @@
-"""Takes the connections of a run's other processes, and keeps strangers out.
+"""Accept the connections of a run's other processes and refuse all others.
 
-A stranger learns nothing and can do nothing but be counted: no connection is waited
-for, none may stay without the secret, and there is a bound on how many are open.
+A program without the run's secret learns nothing and is only counted. The acceptor waits
+for no single connection, closes connections that do not prove the secret in time, and
+bounds the number of open ones.
 """
 
 from __future__ import annotations
@@ -18,28 +19,29 @@ from jaxscale.cluster import secret
 from jaxscale.cluster.rendezvous import network
 from jaxscale.cluster.wire import MAX_BYTES, Link
 
-FIRST_BYTES = 1 << 16  # of the first message; a hello is about 600 bytes
-PROOF_S = 10.0  # seconds until a connection must have sent it
+FIRST_BYTES = 1 << 16  # longest first message; a hello has about 600 bytes
+PROOF_S = 10.0  # seconds until a connection must have sent its first message
 _AT_ONCE = 16  # connections that are accepted before others are served
-_SHOWN = 4  # addresses of strangers in one line
+_SHOWN = 4  # addresses of refused connections in one line
 
 
 class Acceptor:
-  """Accepts connections on open listeners.
+  """Accept connections on open listeners.
 
-  Use it as a context, which closes the listeners and whatever has proved nothing.
+  The acceptor is a context manager, which closes the listeners and all connections
+  without a proof.
 
   Attributes:
-    refused: how many connections of strangers there were, by address.
+    refused: the number of refused connections by address.
   """
 
   def __init__(self, listeners: Sequence[socket.socket], key: bytes, expected: int):
-    """Nothing is accepted so far.
+    """Register the listeners.
 
     Args:
-      listeners: sockets that listen; they belong to this object from here on.
-      key: `secret.run_key`.
-      expected: how many processes there are: that many may connect at the same moment.
+      listeners: listening sockets, which the acceptor closes.
+      key: the key from `secret.run_key`.
+      expected: the number of processes, all of which may connect at the same moment.
     """
     self._listeners, self._key = listeners, key
     self._most = expected + 128
@@ -59,14 +61,14 @@ class Acceptor:
     self._selector.close()
 
   def fileno(self) -> int:
-    """For `select`: it is ready when `accept` has something to do."""
+    """Return the descriptor for `select`, which is ready when `accept` has work."""
     return cast("selectors.EpollSelector", self._selector).fileno()
 
   def accept(self, timeout: float = 0.0) -> list[tuple[Link, Any]]:
-    """Links whose other end has proved that it has the key, with its first message.
+    """Return the links whose other end has proved the key, each with its first message.
 
     Args:
-      timeout: seconds to wait for something to happen.
+      timeout: the seconds to wait for an event.
     """
     came = []
     ready = [event.fileobj for event, _ in self._selector.select(timeout)]
@@ -79,29 +81,29 @@ class Acceptor:
       except (OSError, ValueError):
         self._refuse(link)
       except EOFError:
-        # One of ours tries all addresses, and leaves all but the first that answers.
+        # A process of the run tries all addresses and closes all but the first to answer.
         (self._leave if link.keys else self._refuse)(link)
-    # Who was there before comes first: a flood of others keeps none of them out.
+    # Open connections are served before new ones, so that a flood keeps none of them out.
     for listener in self._listeners:
       if listener in ready:
         self._accept_from(listener)
     now = time.monotonic()
     while self._strangers and next(iter(self._strangers.values()))[0] < now:
-      self._refuse(next(iter(self._strangers)))  # the one that came first
+      self._refuse(next(iter(self._strangers)))  # the oldest one
     return came
 
   def describe_refused(self) -> str:
-    """Who was refused, for a log; "" where nobody was."""
+    """Return a log line about refused connections; "" if there were none."""
     if not self.refused:
       return ""
     most = self.refused.most_common(_SHOWN)
     shown = ", ".join(f"{count} from {address}" for address, count in most)
     more = len(self.refused) - len(most)
     others = f" and from {more} more addresses" if more else ""
-    return f"connections refused that lack this run's secret: {shown}{others}"
+    return f"refused connections without this run's secret: {shown}{others}"
 
   def _accept_from(self, listener: socket.socket) -> None:
-    """Accept some that wait; of too many that are silent, the oldest is refused."""
+    """Accept some new connections; if too many are open, refuse the oldest one."""
     try:
       for _ in range(_AT_ONCE):
         sock, address = listener.accept()
@@ -112,14 +114,14 @@ class Acceptor:
         self._selector.register(link, selectors.EVENT_READ)
         if len(self._strangers) > self._most:
           self._refuse(next(iter(self._strangers)))
-    except OSError as e:  # no more, gone again, or out of files
+    except OSError as e:  # no more connections, closed again, or out of descriptors
       if e.errno in (errno.EMFILE, errno.ENFILE):
         time.sleep(0.01)
         if self._strangers:
           self._refuse(next(iter(self._strangers)))
 
   def _advance(self, link: Link) -> Any:
-    """Answer a greeting; then the first message that is sealed, None before."""
+    """Answer a greeting; return the first sealed message, or None before it comes."""
     message = link.next()
     if message is None or link.keys:
       return message
@@ -128,7 +130,7 @@ class Acceptor:
     return None
 
   def _forget(self, link: Link) -> str:
-    """It is no stranger any more; its address."""
+    """Stop to watch a connection for its proof; return its address."""
     self._selector.unregister(link)
     return self._strangers.pop(link)[1]
 

@@ -1,15 +1,14 @@
-"""All processes of a run find each other, before JAX is asked for anything.
+"""Rendezvous of a run's processes before `jax.distributed.initialize`.
 
-What goes wrong inside `jax.distributed.initialize` ends in a C++ abort that names
-neither rank nor host, minutes later. So the processes connect first over plain TCP:
-process 0 listens on a port that all derive from the run's secret and name, the
-others find it there, and each sends who it is and what it runs (handshake.py).
-Process 0 answers "go", with the address of JAX's coordinator, or one line with what is
-wrong (server.py); every process ends with that line. The links stay open: `watch` is
-built on them.
+A failure inside `jax.distributed.initialize` ends minutes later in a C++ abort that
+identifies neither rank nor host. So the processes first connect over plain TCP. Process 0
+listens on a port that all processes derive from the run's secret and name. The others
+connect to it, and each sends a description of itself (handshake.py). Process 0 answers
+"go" with the address of JAX's coordinator, or one line that says what is wrong
+(server.py); every process ends with that line. The links stay open for `watch`.
 
-Both ends prove first that they have the run's secret (`cluster.secret`): strangers on
-the network are counted and ignored, wherever they listen or connect.
+Both ends first prove that they have the run's secret (`cluster.secret`). Connections of
+other programs are counted and ignored.
 """
 
 from __future__ import annotations
@@ -39,19 +38,19 @@ from jaxscale.cluster.wire import Link
 from jaxscale.errors import ConfigError
 
 CONNECT_S = 2.0  # seconds for a connection
-ANSWER_S = 10.0  # and for an answer on it: process 0 may be busy with thousands
-TAKEN_S = 10.0  # seconds for which a port may be used by another program
-GRACE_S = 15.0  # after the time-out: process 0 is the first to report it
+ANSWER_S = 10.0  # seconds for an answer, as process 0 may be busy with thousands
+TAKEN_S = 10.0  # seconds for which other programs may use all ports
+GRACE_S = 15.0  # seconds after the timeout, so that process 0 reports it first
 
-# What there was on a port instead of process 0.
+# Results of an attempt to find process 0 on a port.
 _REFUSED, _DROPPED, _NO_ROUTE = "refused", "no answer", "no route"
 _UNUSED = {_REFUSED, _DROPPED, _NO_ROUTE}
-_TAKEN = "used by another program, or by a run with another secret"
+_TAKEN = "used by another program, or by a run with a different secret"
 _SILENT = "used by another program, silent"
 
 
 class _Place(NamedTuple):
-  """Where process 0 listens, and in which run."""
+  """The run, and the addresses and ports where process 0 listens."""
 
   launch: Launch
   host: str
@@ -61,21 +60,21 @@ class _Place(NamedTuple):
 
 
 class _Go(NamedTuple):
-  """Process 0's answer when all are there."""
+  """The answer of process 0 when all processes have connected."""
 
   coordinator: str  # unix:PATH, or the port
   hosts: list[str]  # by rank
 
 
 class ProcessGroup(NamedTuple):
-  """All processes of a run: where each is, and the connections between them."""
+  """All processes of a run: their hosts and the connections between them."""
 
   process_id: int
   num_processes: int
   hosts: list[str]  # by rank
-  coordinator: str  # address:port for JAX, as seen from here, or unix:PATH
-  links: dict[int, Link]  # to all others in process 0, to 0 in the others
-  key: bytes = b""  # which only processes of this run have
+  coordinator: str  # address:port for JAX, as seen from this host, or unix:PATH
+  links: dict[int, Link]  # to all others in process 0, to process 0 in the others
+  key: bytes = b""  # known to the processes of this run only
   reserved: socket.socket | None = None  # keeps the coordinator's port for process 0
 
 
@@ -88,23 +87,22 @@ def rendezvous(
   error: str = "",
   secret: bytes | None = None,
 ) -> ProcessGroup:
-  """Connect to the other processes of this run; each of them calls this.
+  """Connect to the other processes of this run; each process calls this.
 
   Args:
-    launch: who this process is. Process 0 listens on `launch.port`, or else on a
-      port that follows from the secret and `launch.job`.
-    timeout_s: seconds to wait for the others. They start Python at the same
-      time; a cold file system, or an image to pull, takes longer.
-    digests: what has to be equal everywhere, by name: "config", "code".
-    on_cpu: whether collectives will be gloo's, which listens at the host's own
-      name. By default: whether JAX_PLATFORMS says so.
-    error: why this process cannot take part, such as a GPU that is missing.
-    secret: what all processes of the run have, and nobody else. By default:
-      `secret.find_secret`.
+    launch: the rank of this process and the host of process 0. Process 0 listens on
+      `launch.port`, or else on a port derived from the secret and `launch.job`.
+    timeout_s: the seconds to wait for the other processes. A cold file system or an
+      image to pull delays their start.
+    digests: digests that must be equal in all processes, by name: "config", "code".
+    on_cpu: whether collectives will use gloo, which listens at the address of the host
+      name. None: True if JAX_PLATFORMS begins with "cpu".
+    error: the reason why this process cannot take part, such as a missing GPU.
+    secret: the secret of the run. None: the result of `secret.find_secret`.
 
   Raises:
-    ConfigError: one line, the same in all processes that can get it: which process
-      is missing, is there twice, or differs, and how.
+    ConfigError: a process is missing, was started twice, or differs from process 0. The
+      line is the same in all processes that can receive it.
 
   Example:
     >>> rendezvous(Launch("single", 0, 1, None, 0, 1, "alone")).links
@@ -116,7 +114,7 @@ def rendezvous(
     return ProcessGroup(0, 1, [network.node_name()], "", {})
   own = make_hello(launch, digests or {}, on_cpu, error)
   if launch.kind == "kubernetes" and not (secret or os.environ.get(VARIABLE)):
-    fix = "give all pods of the Job the same one, from a Secret: at least 32 random characters"
+    fix = "set it in all pods of the Job to the same Secret of at least 32 random characters"
     raise ConfigError(f"{VARIABLE}: not set; {fix}")
   key = run_key(secret or find_secret(), launch.job)
   ports = [launch.port] if launch.port else network.ports_of(key.hex())
@@ -131,34 +129,35 @@ def rendezvous(
 
 
 def leave_last(group: ProcessGroup, timeout_s: float = 10.0) -> None:
-  """Let process 0 leave after the others: JAX's coordinator ends with it.
+  """Let process 0 leave after the others, since JAX's coordinator ends with it.
 
-  A process that still writes its last line then is aborted in C++, 0.04 s later
-  (measured, jax 0.10.2). Nothing is read: a watch may use the links.
+  A process that is still writing its last line at that time is aborted in C++ 0.04 s
+  later (measured, jax 0.10.2). This function reads nothing, as a watch may use the links.
 
   Args:
-    timeout_s: seconds after which process 0 leaves all the same.
+    group: the processes of the run.
+    timeout_s: the seconds after which process 0 leaves in any case.
   """
   if group.process_id != 0:
     return
-  here = {link.fileno() for link in group.links.values()} - {-1}
+  open_files = {link.fileno() for link in group.links.values()} - {-1}
   poll = select.poll()
-  for file in here:
+  for file in open_files:
     poll.register(file, select.POLLRDHUP)
   deadline = time.monotonic() + timeout_s
-  while here and (left := deadline - time.monotonic()) > 0:
+  while open_files and (left := deadline - time.monotonic()) > 0:
     for file, _ in poll.poll(left * 1000):
       poll.unregister(file)
-      here.discard(file)
+      open_files.discard(file)
 
 
 def _listen(own: Hello, place: _Place, timeout_s: float) -> ProcessGroup:
-  """Process 0's way."""
+  """Run the rendezvous in process 0."""
   launch, host, addresses, ports, key = place
   note = ""
   if not any(map(network.is_own, addresses)):  # a Service of Kubernetes is fine
-    note = f"; they look for process 0 on {host}, but {addresses[0]} is not this host's"
-  # A port that was given may be free again in a moment.
+    note = f"; they look for process 0 on {host}, but {addresses[0]} is not an address of this host"
+  # A port from the settings may become free in a moment.
   patience_s = 0 if len(ports) > 1 else TAKEN_S / 2
   near = network.addresses_to_listen_on(host, addresses)
   try:
@@ -166,16 +165,16 @@ def _listen(own: Hello, place: _Place, timeout_s: float) -> ProcessGroup:
     found, listeners = network.retry(bind, patience_s, pause_s=0.2)
   except OSError as e:
     why = f"port {network.describe_taken(ports)}: {e.strerror}"
-    fix = "set JAXSCALE_COORDINATOR=HOST:PORT with a free one"
+    fix = "set JAXSCALE_COORDINATOR=HOST:PORT to a free port"
     raise ConfigError(f"process 0 ({own.node}): {why}; {fix}") from e
   if taken := ports[: ports.index(found)]:
     taken_ports = network.describe_taken(taken)
-    print(f"ports passed over, which others use: {taken_ports}", file=sys.stderr)
+    print(f"skipped ports that other programs use: {taken_ports}", file=sys.stderr)
   port, reserved = 0, None
   candidates = network.ports_of(f"{key.hex()}/coordinator")
   try:
     port, (reserved,) = network.bind_port(candidates, [], listen=False)
-  except OSError as e:  # all are to know it
+  except OSError as e:  # the server sends this error to all processes
     among = f"among {', '.join(map(str, candidates))} ({e.strerror})"
     own = own._replace(error=f"no free port for JAX's coordinator {among}")
   place_it = functools.partial(_place_coordinator, port)
@@ -186,19 +185,19 @@ def _listen(own: Hello, place: _Place, timeout_s: float) -> ProcessGroup:
     if reserved:
       reserved.close()
     raise
-  if coordinator.isdigit():  # where the others have reached this process
+  if coordinator.isdigit():  # at the address where the others have reached this process
     (address,) = network.own_address(links.values()) or ["::"]
     coordinator = network.join_address(address, port)
   return ProcessGroup(0, launch.num_processes, hosts, coordinator, links, key, reserved)
 
 
 def _place_coordinator(port: int, hellos: Mapping[int, Hello]) -> str:
-  """The port of JAX's coordinator, or a socket that only this user's processes reach.
+  """Return the port of JAX's coordinator, or a socket that only this user can reach.
 
-  JAX's coordinator asks nobody who they are. Where all processes see the same files, it
-  listens in a directory that is closed to other users.
+  JAX's coordinator authenticates nobody. If all processes see the same files, it listens
+  on a socket in a directory that is closed to other users.
   """
-  # gRPC takes no other characters as they are; unix(7) has room for 107.
+  # gRPC accepts only these characters without escapes; unix(7) has room for 107.
   if re.fullmatch(r"[A-Za-z0-9/._-]{1,80}", tempfile.gettempdir()) and (
     len({hello.files for hello in hellos.values()}) == 1
   ):
@@ -213,12 +212,12 @@ def _place_coordinator(port: int, hellos: Mapping[int, Hello]) -> str:
 
 
 def _remove(folder: str, process: int) -> None:
-  if os.getpid() == process:  # not of a forked worker that ends
+  if os.getpid() == process:  # a forked worker that ends must not remove the folder
     shutil.rmtree(folder, ignore_errors=True)
 
 
 def _connect(own: Hello, place: _Place, timeout_s: float) -> ProcessGroup:
-  """The way of all others."""
+  """Run the rendezvous in a process other than 0."""
   link = _find_process_0(own, place, timeout_s)
   try:
     link.send(own, timeout=ANSWER_S)
@@ -228,25 +227,25 @@ def _connect(own: Hello, place: _Place, timeout_s: float) -> ProcessGroup:
     coordinator, hosts = wire.parse(_Go, answer.get("go"))
     is_port = coordinator.isdigit() and int(coordinator) < 1 << 16
     if len(hosts) != own.num_processes or not (is_port or coordinator.startswith("unix:/")):
-      raise ValueError("no start of this run")
+      raise ValueError("invalid answer")
   except BaseException as e:
     link.close()
     if not isinstance(e, OSError | EOFError | ValueError) or isinstance(e, ConfigError):
       raise
-    why = f"process 0 on {place.host} left before all had connected ({e}); see its last lines"
+    why = f"process 0 on {place.host} exited before all had connected ({e}); see its output"
     raise ConfigError(f"process {own.rank} ({own.node}): {why}") from e
   if coordinator.isdigit():
-    # By the address that has worked, whatever the name resolves to elsewhere.
+    # The name may resolve to a different address elsewhere; this one has worked.
     seen = network.peer_address(link) or place.addresses[0]
     coordinator = network.join_address(seen, int(coordinator))
   return ProcessGroup(own.rank, own.num_processes, hosts, coordinator, {0: link}, place.key)
 
 
 class _Attempt:
-  """A connection that may lead to process 0; nothing in it waits.
+  """A connection that may lead to process 0; no method waits.
 
   Attributes:
-    result: what there is instead, once that is known.
+    result: the reason why it does not lead to process 0; "" until that is known.
   """
 
   result = ""
@@ -256,20 +255,20 @@ class _Attempt:
     """Begin to connect.
 
     Raises:
-      OSError: this host cannot: it has no IPv6, or no more files.
+      OSError: this host has no IPv6 or no free file descriptor.
     """
     family, address = network.numeric(*place)
     self._key, self.greeting = key, None
     self._until = time.monotonic() + CONNECT_S
     self.sock = socket.socket(family)
     self.sock.setblocking(False)
-    self.sock.connect_ex(address)  # poll() tells how it goes
+    self.sock.connect_ex(address)  # poll() reports the result
 
   def advance(self, poll_events: int) -> bool:
-    """Go on as far as can be; whether process 0 has welcomed us.
+    """Advance without waiting; return True once process 0 has proved the secret.
 
     Args:
-      poll_events: what the socket is ready for.
+      poll_events: the events of the socket from poll().
     """
     try:
       if poll_events and not self.greeting:
@@ -288,19 +287,19 @@ class _Attempt:
 
   @property
   def so_far(self) -> str:
-    """The result, if nothing more comes."""
+    """The result if nothing more arrives."""
     return _SILENT if self.greeting else _DROPPED
 
   @property
   def waits_for(self) -> int:
-    """The event of poll() that it waits for."""
+    """The event of poll() that the attempt waits for."""
     return select.POLLIN if self.greeting else select.POLLOUT
 
   def _greet(self) -> None:
     sock = self.sock
     if error := sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
       raise OSError(error, os.strerror(error))
-    # The kernel may give a client the very port it calls (TCP's simultaneous open).
+    # The kernel may assign the client the port it connects to (TCP simultaneous open).
     if sock.getsockname() == sock.getpeername():
       raise ConnectionRefusedError
     network.tune(sock)
@@ -309,9 +308,9 @@ class _Attempt:
 
 
 def _find_process_0(own: Hello, place: _Place, timeout_s: float) -> Link:
-  """A link on which process 0 has proved that it has the run's secret.
+  """Return a link on which process 0 has proved that it has the run's secret.
 
-  All ports are tried at once: whoever listens on one, silent or not, delays nobody.
+  All ports are tried at once, so that another program on one port causes no delay.
   """
   places = [(address, port) for port in place.ports for address in place.addresses]
   began, pause, taken_since = time.monotonic(), 0.02, None
@@ -330,7 +329,7 @@ def _find_process_0(own: Hello, place: _Place, timeout_s: float) -> Link:
         if link := _advance(attempts, results, left):
           return link
       now = time.monotonic()
-      # Where others use every port, process 0 cannot listen: it has reported it.
+      # If other programs use every port, process 0 cannot listen and has reported that.
       is_taken = len(results) == len(place.ports) and not {*results.values()} & _UNUSED
       taken_since = (taken_since or now) if is_taken else None
       if now - began > timeout_s or (taken_since and now - taken_since > TAKEN_S):
@@ -344,9 +343,9 @@ def _find_process_0(own: Hello, place: _Place, timeout_s: float) -> Link:
 def _advance(
   attempts: dict[tuple[str, int], _Attempt], results: dict[int, str], seconds: float
 ) -> Link | None:
-  """Go on with all attempts; the link of one that has succeeded.
+  """Advance all attempts; return the link of one that has succeeded, or None.
 
-  Those that have failed are taken out, and noted in `results` by their ports.
+  Failed attempts are removed, and their results are recorded by port in `results`.
   """
   poll = select.poll()
   for attempt in attempts.values():
@@ -363,20 +362,20 @@ def _advance(
 
 
 def _not_found(own: Hello, place: _Place, results: dict[int, str], for_s: float) -> str:
-  """Where process 0 was looked for, what was there, and what that may mean."""
+  """Return the error of a process that found no process 0: places, results, remedy."""
   host, addresses = place.host, place.addresses
   ports: dict[str, list[str]] = {}
   for port, result in results.items():
     ports.setdefault(result, []).append(str(port))
   tried = "; ".join(f"{', '.join(p)} {result}" for result, p in ports.items())
   if not ports.keys() & _UNUSED:
-    advice = "set JAXSCALE_COORDINATOR=HOST:PORT with a free port"
+    advice = "set JAXSCALE_COORDINATOR=HOST:PORT to a free port"
   elif _REFUSED in ports:
-    advice = "it has not started, has failed (see its last lines), is on another host, "
-    advice += f"or has another secret ({VARIABLE}, else ~/.jaxscale/secret)"
+    advice = "it has not started, has failed (see its output), runs on a different host, "
+    advice += f"or has a different secret ({VARIABLE}, else ~/.jaxscale/secret)"
   else:
-    advice = f"is there a firewall, or no route from {own.node} to {host}?"
+    advice = f"check firewalls and the route from {own.node} to {host}"
   with contextlib.suppress(OSError):
-    advice += f" (looked from {network.own_address_seen_by(addresses[0])})"
-  where = f"no process 0 on {host} ({', '.join(addresses[:4])}) for {for_s:.0f} s"
+    advice += f" (connecting from {network.own_address_seen_by(addresses[0])})"
+  where = f"found no process 0 on {host} ({', '.join(addresses[:4])}) within {for_s:.0f} s"
   return f"process {own.rank} ({own.node}): {where}, ports {tried}; {advice}"

@@ -1,9 +1,9 @@
-"""What a process says about itself at the rendezvous, and what can be wrong with it.
+"""Descriptions that processes exchange at the rendezvous, and checks of them.
 
-Pure functions from the `Hello` of every process to lines that name ranks, hosts and
-the remedy. Processes that differ would train without any error to replicas that
-differ (research: one hyper-parameter changed on one rank, exit code 0, other
-parameters), so they are refused.
+Pure functions turn the `Hello` of every process into lines with ranks, hosts and the
+remedy. Processes that differ are refused, since they would train replicas that differ
+without any error (tried: one hyperparameter changed on one rank, exit code 0, different
+parameters).
 """
 
 from __future__ import annotations
@@ -25,30 +25,30 @@ PACKAGES = ("jaxscale", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint")
 _SHOWN = 8  # ranges of ranks, or hosts, in one line
 
 _REMEDIES = {"config": "start all with one command line and one config file"}
-_REMEDIES |= {"code": "let all hosts read one copy of the code"}
+_REMEDIES |= {"code": "let all hosts read the same copy of the code"}
 
 
 class Hello(NamedTuple):
-  """One process, as it describes itself. All of it fits in a line of JSON."""
+  """The description of a process, which fits in a line of JSON."""
 
   rank: int
   num_processes: int
   node: str
   pid: int
-  uuid: str  # differs in two processes of one rank, not in one that reconnects
-  place: str  # equal where loopback connects
-  files: str  # equal where the same files are seen
-  gloo: str | None  # where gloo would listen; "" where it is not used
+  uuid: str  # differs between two processes of one rank; the same after a reconnect
+  place: str  # equal in processes that loopback connects
+  files: str  # equal in processes that see the same files
+  gloo: str | None  # address where gloo would listen; "" if it is not used
   versions: dict[str, str]
   digests: dict[str, str]
-  error: str  # why it cannot take part, "" if it can
+  error: str  # reason why it cannot take part; "" if it can
 
 
 _Hellos = Mapping[int, Hello]  # by rank
 
 
 def make_hello(launch: Launch, digests: Mapping[str, str], on_cpu: bool, error: str = "") -> Hello:
-  """What this process says about itself; the arguments are those of `rendezvous`."""
+  """Return the description of this process; the arguments are those of `rendezvous`."""
   gloo = network.gloo_address() if on_cpu else ""
   process = network.node_name(), os.getpid(), uuid.uuid4().hex
   places = network.namespace("net"), network.namespace("mnt"), gloo
@@ -57,10 +57,10 @@ def make_hello(launch: Launch, digests: Mapping[str, str], on_cpu: bool, error: 
 
 
 def versions(packages: Iterable[str] = PACKAGES) -> dict[str, str]:
-  """Versions of Python and of packages that are installed; none is imported.
+  """Return the versions of Python and of installed packages, without importing them.
 
   Args:
-    packages: by default what decides on the arithmetic.
+    packages: names of packages; by default those that decide on the arithmetic.
   """
   found = {"python": platform.python_version()}
   for package in packages:
@@ -70,10 +70,11 @@ def versions(packages: Iterable[str] = PACKAGES) -> dict[str, str]:
 
 
 def digests_of(config: object) -> dict[str, str]:
-  """Digests of a config and its own code, and of every file of this package.
+  """Return digests of a config with its code, and of all files of this package.
 
   Args:
-    config: has a function `shared`, whose texts by name are compared; else its `repr`.
+    config: an object whose method `shared` returns texts by name to compare; without the
+      method, its `repr` is compared.
   """
   shared: Any = getattr(config, "shared", lambda: {"config": repr(config)})
   texts: Mapping[str, str] = shared()
@@ -86,13 +87,13 @@ def digests_of(config: object) -> dict[str, str]:
 
 
 def first_of(items: Sequence[str]) -> str:
-  """The first of them, and how many more."""
+  """Join the first items and add the number of the others."""
   more = len(items) - _SHOWN
   return ", ".join(items[:_SHOWN]) + (f" and {more} more" if more > 0 else "")
 
 
 def ranks_in_words(ranks: Iterable[int]) -> str:
-  """Ranks, with ranges for what is consecutive.
+  """Describe ranks, with ranges for consecutive ones.
 
   Example:
     >>> ranks_in_words([3]), ranks_in_words([0, 2, 3, 4])
@@ -109,7 +110,7 @@ def ranks_in_words(ranks: Iterable[int]) -> str:
 
 
 def ranks_with_hosts(ranks: Iterable[int], nodes: Sequence[str] | None) -> str:
-  """Ranks with the hosts they are on, as far as these are known.
+  """Describe ranks and the hosts that they run on, if these are known.
 
   Example:
     >>> ranks_with_hosts([1, 2], ["n1", "n2", "n2"]), ranks_with_hosts([1], None)
@@ -122,16 +123,17 @@ def ranks_with_hosts(ranks: Iterable[int], nodes: Sequence[str] | None) -> str:
 
 
 def find_mismatches(hellos: _Hellos, addresses: Mapping[int, str]) -> list[str]:
-  """What is wrong with the processes, one line each; process 0 is the reference.
+  """Return a line for each mismatch between the processes and process 0.
 
   Args:
-    addresses: the address of a process as seen from the others, where known.
+    hellos: the descriptions by rank.
+    addresses: the address of a process as seen from the others, by rank, if known.
   """
   nodes = [hellos[r].node if r in hellos else "" for r in range(max(hellos) + 1)]
   first, lines = f"process 0 ({hellos[0].node})", []
 
   def differing(values: Mapping[int, Any]) -> Iterator[tuple[Any, str]]:
-    """Values that are not process 0's, with the processes that have them."""
+    """Yield each value that differs from process 0's, with its processes."""
     groups: dict[Any, list[int]] = {values[0]: []}
     for rank, value in values.items():
       groups.setdefault(value, []).append(rank)
@@ -143,34 +145,34 @@ def find_mismatches(hellos: _Hellos, addresses: Mapping[int, str]) -> list[str]:
     lines.append(f"{ranks_with_hosts(ranks, nodes)}: {error}")
   for count, who in differing({r: h.num_processes for r, h in hellos.items()}):
     why = f"started as one of {count} processes, {first} as one of {hellos[0].num_processes}"
-    fix = "start all in one step"
+    fix = "start all with one srun or mpirun"
     lines.append(f"{who}: {why}; {fix}")
   for name in dict.fromkeys(n for hello in hellos.values() for n in hello.versions):
     versions = {rank: hello.versions.get(name) for rank, hello in hellos.items()}
     for version, who in differing(versions):
       both = f"{name} {version or 'missing'}, {first} has {versions[0] or 'none'}"
-      lines.append(f"{who}: {both}; start all from one environment")
+      lines.append(f"{who}: {both}; start all from the same environment")
   for name in dict.fromkeys(n for hello in hellos.values() for n in hello.digests):
     digests = {rank: hello.digests.get(name) for rank, hello in hellos.items()}
     for digest, who in differing(digests):
       both = f"{str(digest)[:12]} not {str(digests[0])[:12]}"
       fix = _REMEDIES.get(name, f"give all the same {name}")
-      lines.append(f"{who}: another {name} than {first}, {both}; {fix}")
+      lines.append(f"{who}: {name} differs from {first}, {both}; {fix}")
   return lines + _unreachable(hellos, addresses)
 
 
 def _unreachable(hellos: _Hellos, addresses: Mapping[int, str]) -> list[str]:
-  """Those that gloo could not reach: only it asks the host for its own name."""
+  """Return a line for each host that gloo could not reach by its own host name."""
   apart = len({hello.place for hello in hellos.values()}) > 1
   lines: dict[tuple[str, str | None], str] = {}
   for rank, hello in sorted(hellos.items()):
     gloo = hello.gloo
     if gloo is not None and not (apart and gloo and network.is_loopback(gloo)):
       continue
-    is_what = f"is {gloo} there" if gloo else "does not resolve there"
+    is_what = f"resolves to {gloo} there" if gloo else "does not resolve there"
     address = addresses.get(rank, "ADDRESS")
-    why = f"{is_what}, where no other host reaches gloo, JAX's collectives on CPUs"
-    fix = f"put its network address into its /etc/hosts, '{address} {hello.node}'"
+    why = f"{is_what}, so no other host can reach gloo (JAX's collectives on CPUs)"
+    fix = f"add '{address} {hello.node}' to its /etc/hosts"
     line = f"process {rank} ({hello.node}): its host's own name {why}; {fix}"
     lines.setdefault((hello.node, gloo), line)
   return list(lines.values())

@@ -1,9 +1,8 @@
-"""JAX's own initialization, once our rendezvous has shown that it will succeed.
+"""Call of `jax.distributed.initialize` after a successful rendezvous.
 
-`jax.distributed.initialize` with everything given: nothing of it is left to JAX's
-detection of clusters, which mis-parses node lists, binds one device per task, and
-gives two steps of a job one port. Its failures are C++ aborts, so what could fail
-is tried before it is called.
+The call gets all arguments and leaves nothing to JAX's cluster detection, which mis-parses
+node lists, binds one device per task, and gives two steps of a job the same port. JAX's
+failures are C++ aborts, so each step that could fail is tried before the call.
 """
 
 from __future__ import annotations
@@ -34,28 +33,28 @@ def join(
   *,
   local_device_ids: Sequence[int] | None = None,
 ) -> None:
-  """Join the others in JAX; all processes of the group call this.
+  """Call `jax.distributed.initialize`; all processes of the group call this.
 
-  JAX's preemption service is off afterwards: it would take SIGTERM away from our
-  own handlers, and knows no other signal. So is its warning about proxies: the
-  coordinator has been excepted from them.
+  This turns off JAX's preemption service, which would take SIGTERM from jaxscale's
+  handlers and knows no other signal. It also turns off JAX's warning about proxies, since
+  connections to the coordinator bypass them.
 
-  After this the death of process 0, where JAX's coordinator is, aborts the others
-  in C++ within 0.04–0.3 s; that of another process, after `jax_heartbeat_timeout_s`.
-  So whoever watches the links has to act on a closed one at once: it can, 12 of 12
-  times, with the stacks written within 0.13 s. `jax_enable_recoverability` stays
-  off: it spares the others only the second abort, and in its place aborts whoever
-  is still at work when process 0 is done (all measured, jax 0.10.2 on CPUs).
+  Afterwards the death of process 0, which runs JAX's coordinator, aborts the other
+  processes in C++ within 0.04–0.3 s. The death of another process aborts them after
+  `jax_heartbeat_timeout_s`. The watch must therefore act at once on a closed link; it did
+  so in 12 of 12 trials, with the stacks written within 0.13 s.
+  `jax_enable_recoverability` stays off: it prevents only the second abort and aborts every
+  process that is still busy when process 0 exits (all measured, jax 0.10.2 on CPUs).
 
   Args:
-    group: what `rendezvous` returned; None leaves all to JAX (TPU pods that know
+    launch: the launch of this process.
+    group: the result of `rendezvous`; None leaves everything to JAX (TPU pods that know
       their own addresses).
-    timeouts: JAX's own are among them.
-    local_device_ids: the GPUs of this process among those that are visible; None
-      takes all of them.
+    timeouts: the limits, including JAX's own.
+    local_device_ids: the GPUs of this process among the visible ones; None takes all.
 
   Raises:
-    ConfigError: the coordinator cannot be reached from here.
+    ConfigError: the coordinator cannot be reached from this host.
   """
   import jax
 
@@ -80,8 +79,8 @@ def join(
   if group.process_id:
     _wait_for_coordinator(group, timeouts.jax_initialization_timeout_s)
   elif group.reserved is not None:
-    # JAX's service takes the port over, and gRPC binds with this option as well: so
-    # the port is never free for anybody else in between.
+    # JAX's service binds the same port with this option as well, so that no other program
+    # can take the port in between.
     group.reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
   try:
     initialize(
@@ -89,7 +88,7 @@ def join(
       group.num_processes,
       group.process_id,
       cluster_detection_method="deactivate",
-      # Else JAX_COORDINATOR_BIND_ADDRESS would name another place than we do.
+      # Overrides JAX_COORDINATOR_BIND_ADDRESS, which may hold a different address.
       coordinator_bind_address=group.coordinator,
     )
     ports = [link.sock.getpeername()[1] for link in group.links.values()]
@@ -99,15 +98,15 @@ def join(
   finally:
     if group.reserved is not None:
       group.reserved.close()
-    if is_unix and group.process_id == 0:  # all are connected, nobody needs its name
+    if is_unix and group.process_id == 0:  # all have connected, so the path is not needed
       folder = Path(group.coordinator.removeprefix("unix:")).parent
       shutil.rmtree(folder, ignore_errors=True)
 
 
 def _wait_for_coordinator(group: ProcessGroup, timeout_s: float) -> None:
-  """Wait until JAX's coordinator listens: JAX itself would abort where it never does.
+  """Wait until JAX's coordinator listens; JAX itself would abort if it never does.
 
-  It also saves a second: gRPC waits that long after a first refusal.
+  This also saves the second that gRPC waits after a first refusal.
   """
 
   def connect() -> None:
@@ -120,24 +119,27 @@ def _wait_for_coordinator(group: ProcessGroup, timeout_s: float) -> None:
   try:
     network.retry(connect, timeout_s, pause_s=0.02)
   except OSError as e:
-    why = f"{e}; is there a firewall between the two?"
+    why = f"({e}); check for a firewall between the two"
     if isinstance(e, ConnectionRefusedError):
-      why = "refused; see the last lines of process 0"
+      why = "(refused); see the output of process 0"
     rank, hosts = group.process_id, group.hosts
-    where = f"JAX's coordinator on {hosts[0]}, {group.coordinator}"
-    why = f"not reached for {timeout_s:g} s ({why})"
+    where = f"cannot reach JAX's coordinator on {hosts[0]}, {group.coordinator}"
+    why = f"within {timeout_s:g} s {why}"
     raise ConfigError(f"process {rank} ({hosts[rank]}): {where}, {why}") from e
 
 
 def check_devices(group: ProcessGroup) -> None:
-  """Refuse processes with different numbers of devices, in all of them alike.
+  """Refuse a run whose processes have different numbers of devices.
 
-  JAX starts such runs, and fails later, in the first step that is sharded. Every
-  process sees all devices: nothing has to be sent. Whoever gets the error is to
-  leave at once; process 0 gets it when the others have left, `leave_last`.
+  JAX starts such runs and fails later, in the first sharded step. Every process sees all
+  devices, so all raise the same error without a message. A process that gets the error
+  must exit at once; process 0 gets it after the others have left (`leave_last`).
+
+  Args:
+    group: the processes of the run.
 
   Raises:
-    ConfigError: it names the processes and hosts that differ.
+    ConfigError: the numbers differ; the line has the processes and hosts.
   """
   import jax
 
@@ -148,5 +150,5 @@ def check_devices(group: ProcessGroup) -> None:
     leave_last(group)
     ranks = {n: [r for r in odd if odd[r] == n] for n in sorted(set(odd.values()))}
     who = [f"{ranks_with_hosts(r, group.hosts)}: {n} devices" for n, r in ranks.items()]
-    fix = "give each process as many (--gpus-per-task=1, or --ntasks-per-node as there are GPUs)"
+    fix = "give each process the same number (--gpus-per-task=1, or --ntasks-per-node=GPUS)"
     raise ConfigError(f"{'; '.join(who)}, the others: {usual}; {fix}")

@@ -1,7 +1,7 @@
-"""Names, addresses and ports, before anybody is asked to use them.
+"""Host names, addresses and ports for the rendezvous.
 
-Standard library only, and nothing of JAX: what is wrong with a network has to be
-known before JAX's C++ is asked, which waits for minutes and then aborts.
+This module uses the standard library only. Network problems must be found before the
+first use of JAX, whose C++ code waits for minutes and then aborts.
 """
 
 from __future__ import annotations
@@ -20,8 +20,9 @@ from typing import Any, TypeVar
 from jaxscale.cluster.detect.slurm import node_address
 from jaxscale.errors import ConfigError
 
-# Below the ports that Linux gives to outgoing connections (ip_local_port_range is
-# 32768..60999, ip-sysctl.rst of the kernel), above those of registered services.
+# These ports are below those that Linux gives to outgoing connections
+# (ip_local_port_range is 32768..60999, ip-sysctl.rst of the kernel) and above those of
+# registered services.
 PORTS = range(20_000, 32_768)
 _TCP_RTO_MAX_MS = 44  # include/uapi/linux/tcp.h; Python has no name for it
 
@@ -29,11 +30,12 @@ T = TypeVar("T")
 
 
 def ports_of(name: str, count: int = 8, among: range = PORTS) -> list[int]:
-  """Ports that everybody who knows the name derives alike, in this order.
+  """Derive ports from a name, in the order in which they are tried.
 
   Args:
-    name: two names have, in all likelihood, no port in common.
-    count: how many, without repeats.
+    name: the name; two different names almost certainly have no port in common.
+    count: the number of ports, without repeats.
+    among: the range of possible ports.
 
   Example:
     >>> ports_of("slurm-123.0", 2) == ports_of("slurm-123.0", 2)
@@ -47,7 +49,7 @@ def ports_of(name: str, count: int = 8, among: range = PORTS) -> list[int]:
 
 
 def join_address(host: str, port: int) -> str:
-  """host:port as JAX takes it, IPv6 in brackets.
+  """Join a host and a port as JAX expects it, with brackets around an IPv6 address.
 
   Example:
     >>> join_address("n1", 7), join_address("fe80::1%eth0", 7)
@@ -57,21 +59,23 @@ def join_address(host: str, port: int) -> str:
 
 
 def node_name() -> str:
-  """What this host is called where its user looks: Slurm's name, or its own."""
+  """Return Slurm's name of this host, or else the host name."""
   return os.environ.get("SLURMD_NODENAME") or socket.gethostname()
 
 
 def resolve(host: str, patience_s: float = 5.0) -> list[str]:
-  """The numeric addresses of a host, those to try first in front.
+  """Return the numeric addresses of a host, in the order to try them.
 
-  Where the system does not know a name that Slurm has for a node, Slurm is asked
-  for its address: NodeName need not resolve (slurm.conf(5), NodeAddr).
+  If the system cannot resolve a node's name, Slurm is asked for the node's address:
+  NodeName need not resolve (slurm.conf(5), NodeAddr).
 
   Args:
-    patience_s: a name may become known late (Kubernetes: when its pod is ready).
+    host: the host name.
+    patience_s: the seconds to retry, as a name may resolve late (in Kubernetes, once its
+      pod is ready).
 
   Raises:
-    ConfigError: nobody knows the name.
+    ConfigError: neither the system nor Slurm knows the name.
   """
   deadline = time.monotonic() + patience_s
   while True:
@@ -92,7 +96,7 @@ def resolve(host: str, patience_s: float = 5.0) -> list[str]:
 
 
 def own_address_seen_by(peer: str) -> str:
-  """The address of this host from which packets to `peer` leave; sends none."""
+  """Return this host's address for packets to `peer`, without sending any."""
   family, _, _, _, address = socket.getaddrinfo(peer, 9, type=socket.SOCK_DGRAM)[0]
   with socket.socket(family, socket.SOCK_DGRAM) as probe:
     probe.connect(address)
@@ -100,15 +104,15 @@ def own_address_seen_by(peer: str) -> str:
 
 
 def addresses_to_listen_on(host: str, addresses: Sequence[str]) -> list[str]:
-  """Where process 0 listens: no further than is sure to be enough.
+  """Return the addresses on which process 0 listens, as few as are sure to suffice.
 
   Args:
-    host: by which all look for it.
-    addresses: what that is on this host.
+    host: the name or address by which all processes look for process 0.
+    addresses: the addresses of that name on this host.
 
   Returns:
-    Addresses of this host; [] for all: elsewhere a name may stand for another address
-    of it than here (several networks, /etc/hosts, a Service of Kubernetes).
+    Addresses of this host; [] stands for all, because other hosts may resolve the name to
+    a different address (several networks, /etc/hosts, a Kubernetes Service).
 
   Example:
     >>> addresses_to_listen_on("localhost", ["127.0.0.1"])
@@ -121,20 +125,20 @@ def addresses_to_listen_on(host: str, addresses: Sequence[str]) -> list[str]:
 
 
 def peer_address(link: Any) -> str:
-  """The address at the other end of a link; "" where that is gone."""
+  """Return the address at the other end of a link; "" if the link is closed."""
   with contextlib.suppress(OSError):
     return plain_address(str(link.sock.getpeername()[0]))
   return ""
 
 
 def own_address(links: Iterable[Any]) -> list[str]:
-  """The one address of this host at which all links end; [] where they differ."""
+  """Return the local address of all links as a list of one; [] if they differ."""
   found = {plain_address(str(link.sock.getsockname()[0])) for link in links}
   return list(found) if len(found) == 1 else []
 
 
 def is_own(address: str) -> bool:
-  """Whether it is an address of this host: others cannot be bound."""
+  """Return whether an address belongs to this host; only such addresses can be bound."""
   with contextlib.suppress(OSError):
     family, place = numeric(address, 0)
     with socket.socket(family) as probe:
@@ -144,10 +148,10 @@ def is_own(address: str) -> bool:
 
 
 def numeric(address: str, port: int) -> tuple[int, Any]:
-  """The family of an address, and what `bind` and `connect` take, with its scope.
+  """Return an address's family and the tuple for `bind` and `connect`, with its scope.
 
   Raises:
-    OSError: it is none.
+    OSError: the text is not a numeric address.
   """
   numbers = socket.AI_NUMERICHOST
   found = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM, flags=numbers)
@@ -155,7 +159,7 @@ def numeric(address: str, port: int) -> tuple[int, Any]:
 
 
 def is_loopback(address: str) -> bool:
-  """Whether only this host can reach the address, also when written as IPv6.
+  """Return whether an IPv4 or IPv6 address is a loopback address.
 
   Example:
     >>> [is_loopback(a) for a in ("127.0.1.1", "::1", "::ffff:127.0.0.1", "10.0.0.1")]
@@ -163,13 +167,13 @@ def is_loopback(address: str) -> bool:
   """
   try:
     parsed = ipaddress.ip_address(address.partition("%")[0])
-  except ValueError:  # a process says what is no address
+  except ValueError:  # a process has sent an invalid address
     return False
   return (getattr(parsed, "ipv4_mapped", None) or parsed).is_loopback
 
 
 def plain_address(address: str) -> str:
-  """An IPv4 address that a dual-stack socket shows as IPv6, as IPv4 again.
+  """Convert an IPv4-mapped IPv6 address, as dual-stack sockets show it, to IPv4.
 
   Example:
     >>> plain_address("::ffff:10.0.0.1"), plain_address("fe80::1%eth0")
@@ -179,12 +183,12 @@ def plain_address(address: str) -> str:
 
 
 def gloo_address() -> str | None:
-  """Where gloo (JAX's collectives on CPUs) will listen in this process.
+  """Return the address where gloo (JAX's collectives on CPUs) will listen.
 
-  The first address of the host's own name that can be bound: JAX names neither
-  host nor interface (jax/_src/xla_bridge.py, make_cpu_client), and then gloo goes
-  by gethostname() (gloo/transport/tcp/device.cc, lookupAddrForHostname). None
-  where the name does not resolve, and gloo could not start.
+  It is the first address of the host's own name that can be bound. JAX passes neither host
+  nor interface (jax/_src/xla_bridge.py, make_cpu_client), so gloo uses gethostname()
+  (gloo/transport/tcp/device.cc, lookupAddrForHostname). None: the name does not resolve,
+  and gloo could not start.
   """
   with contextlib.suppress(OSError):
     own = socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM)
@@ -196,13 +200,14 @@ def gloo_address() -> str | None:
 
 
 def namespace(kind: str) -> str:
-  """The same in two processes of one machine and one namespace (namespaces(7)).
+  """Return an identifier of this machine and a namespace of it (namespaces(7)).
 
-  Containers on one machine may well be in different ones; the machine is known by
-  its boot (random(4), boot_id).
+  Containers on one machine may have different namespaces. The boot_id (random(4))
+  identifies the machine.
 
   Args:
-    kind: "net": they reach each other over loopback; "mnt": they see the same files.
+    kind: "net" for processes that reach each other over loopback; "mnt" for processes
+      that see the same files.
   """
   try:
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
@@ -214,20 +219,21 @@ def namespace(kind: str) -> str:
 def bind_port(
   ports: Iterable[int], addresses: Sequence[str], listen: bool
 ) -> tuple[int, list[socket.socket]]:
-  """The first of the ports that is free, and a socket for each address bound to it.
+  """Bind the first free port on each address; return the port and the sockets.
 
-  Without SO_REUSEPORT, which JAX's coordinator sets: two of those on one port, of
-  two steps of a job, share it, and each gets connections meant for the other.
+  The sockets have no SO_REUSEPORT, which JAX's coordinator sets. With it, the coordinators
+  of two steps of a job could share a port, and each would get connections meant for the
+  other.
 
   Args:
-    ports: to try, in this order.
-    addresses: of this host; [] for all that it has, by one socket.
-    listen: False: the sockets only keep the port. Nobody else can bind it, and
-      whoever connects too early is refused at once. Close them just before the port
-      is used.
+    ports: the ports in the order to try them.
+    addresses: addresses of this host; [] binds all of them by one socket.
+    listen: whether the sockets listen. If False, they only reserve the port: no other
+      program can bind it, and early connections are refused at once. Close them just
+      before the port is used.
 
   Raises:
-    OSError: all are taken.
+    OSError: all ports are taken.
   """
   error = OSError("no port was given")
   everywhere = ["::" if socket.has_dualstack_ipv6() else "0.0.0.0"]
@@ -245,14 +251,14 @@ def bind_port(
 
 
 def _bound(address: str, port: int, listen: bool) -> socket.socket:
-  """A socket on an address; "::" is IPv4's too."""
+  """Return a socket bound to an address; "::" also accepts IPv4."""
   family, place = numeric(address, port)
   sock = socket.socket(family)
   try:
     if family == socket.AF_INET6:
       sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, address != "::")
-    # Connections of an earlier run that have not died down yet are not an obstacle; a
-    # socket that listens is (SO_REUSEADDR in socket(7)).
+    # With SO_REUSEADDR, old connections in TIME_WAIT do not block the port, but a
+    # listening socket does (socket(7)).
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, listen)
     sock.bind(place)
     if listen:
@@ -264,7 +270,7 @@ def _bound(address: str, port: int, listen: bool) -> socket.socket:
 
 
 def describe_taken(ports: Sequence[int]) -> str:
-  """Ports of this host that other programs use, and whose these are where Linux says.
+  """Describe ports that other programs use, with the user IDs that Linux reports.
 
   Example:
     >>> describe_taken([1])
@@ -281,7 +287,7 @@ def describe_taken(ports: Sequence[int]) -> str:
 
 
 def retry(function: Callable[[], T], patience_s: float, pause_s: float) -> T:
-  """What `function` returns, called again until it raises no OSError, or too long."""
+  """Call a function until it raises no OSError or the time is up; return its result."""
   deadline = time.monotonic() + patience_s
   while True:
     try:
@@ -293,10 +299,10 @@ def retry(function: Callable[[], T], patience_s: float, pause_s: float) -> T:
 
 
 def tune(sock: socket.socket) -> None:
-  """Messages leave at once, and a host that is gone is noticed by the kernel.
+  """Send messages without delay, and let the kernel detect a host that is gone.
 
-  After 30 s of silence it asks 3 times, 10 s apart (tcp(7)): a minute in all,
-  where the default is two hours.
+  After 30 s of silence the kernel probes 3 times, 10 s apart (tcp(7)), which makes one
+  minute instead of the default of two hours.
   """
   sock.settimeout(None)
   sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -307,20 +313,20 @@ def tune(sock: socket.socket) -> None:
 
 
 def endure(ports: Collection[int], seconds: float) -> None:
-  """Keep connections of this process that are cut off for less than so many seconds.
+  """Keep this process's connections through network failures of limited length.
 
-  gRPC, and so JAX's coordinator, gives a connection up after 20 s, which may be before
-  TCP tries again after a cut of 13 s. What is not acknowledged is sent again each
-  second where the kernel can (Linux 6.15); others double the pause, and try after 26 s.
+  gRPC, and so JAX's coordinator, closes a connection after 20 s. This may come before TCP
+  retries after a failure of 13 s. Linux 6.15 retries every second; older kernels double
+  the pause and retry after 26 s.
 
   Args:
-    ports: of connections that are meant, at either end.
-    seconds: until the kernel gives up; whoever watches has decided before.
+    ports: the ports, at either end, of the connections to keep.
+    seconds: the seconds until the kernel closes a connection; the watch decides earlier.
   """
   tcp = socket.IPPROTO_TCP
   for name in os.listdir("/proc/self/fd"):
     with (
-      # No socket, none of the internet, or an older kernel.
+      # The descriptor may be no internet socket, or the kernel may be older.
       contextlib.suppress(OSError, IndexError),
       socket.fromfd(int(name), socket.AF_INET, socket.SOCK_STREAM) as sock,
     ):
@@ -330,12 +336,12 @@ def endure(ports: Collection[int], seconds: float) -> None:
 
 
 def bypass_proxies(hosts: Iterable[str], env: MutableMapping = os.environ) -> None:
-  """Let gRPC, and with it JAX, reach these hosts without a proxy.
+  """Let gRPC, and so JAX, reach these hosts without a proxy.
 
-  gRPC sends a connection through $grpc_proxy, $https_proxy or $http_proxy unless
-  $no_grpc_proxy, or where that is not set $no_proxy, has an entry the host's name
-  ends with (grpc/doc/environment_variables.md); "*" is no such entry. So the
-  hosts are added to whichever counts, and to the one that other libraries read.
+  gRPC uses $grpc_proxy, $https_proxy or $http_proxy unless an entry of $no_grpc_proxy, or
+  of $no_proxy if that is not set, is a suffix of the host name
+  (grpc/doc/environment_variables.md); "*" does not count. So the hosts are added to both
+  variables: to $no_grpc_proxy if it is set, and to $no_proxy, which other libraries read.
   """
   for name in ["no_proxy"] + ["no_grpc_proxy"] * ("no_grpc_proxy" in env):
     entries = [e.strip() for e in env.get(name, "").split(",") if e.strip()]

@@ -1,6 +1,6 @@
-"""Process 0's part of the rendezvous: it waits for all others and compares them.
+"""Server of the rendezvous: process 0 waits for all others and compares them.
 
-Every process gets the same answer from it. It knows nothing of JAX.
+Every process gets the same answer. This module does not use JAX.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from jaxscale.cluster.secret import VARIABLE
 from jaxscale.cluster.wire import Link
 from jaxscale.errors import ConfigError
 
-SETTLE_S = 1.0  # after the first error, the same of others may be on its way
-RECONNECT_S = 3.0  # a process that has disconnected may try again
-LINGER_S = 10.0  # how long late processes still get the error
-LOG_S = 10.0  # seconds between two lines about who is missing
+SETTLE_S = 1.0  # seconds after the first error, in which others may report the same
+RECONNECT_S = 3.0  # seconds in which a disconnected process may reconnect
+LINGER_S = 10.0  # seconds for which late processes still get the error
+LOG_S = 10.0  # seconds between two lines about missing processes
 _CHECK_S = 0.1  # seconds between two checks for errors
 
 
@@ -37,20 +37,21 @@ def serve(
   coordinator: Callable[[Mapping[int, Hello]], str],
   note: str = "",
 ) -> tuple[list[str], dict[int, Link], str]:
-  """Wait for all other processes, and send each "go", or what is wrong.
+  """Wait for all other processes, and send each of them "go" or an error.
 
   Args:
-    own: of this process, rank 0.
-    acceptor: takes the connections of the others.
-    timeout_s: seconds after which missing processes are an error.
-    coordinator: from all hellos, where JAX's coordinator will be.
-    note: what to add to the line about missing processes.
+    launch: the launch of this process.
+    own: the description of this process, rank 0.
+    acceptor: the acceptor of connections.
+    timeout_s: the seconds after which missing processes are an error.
+    coordinator: a function from all descriptions to the address of JAX's coordinator.
+    note: text to append to the line about missing processes.
 
   Returns:
     The hosts by rank, the connections by rank, without 0, and the coordinator.
 
   Raises:
-    ConfigError: the line that every process got.
+    ConfigError: the error that every process got.
   """
   server = _Server(launch, own, acceptor)
   with server.selector:
@@ -69,7 +70,7 @@ def serve(
 
 
 class _Server:
-  """Who is connected, and what is wrong so far."""
+  """State of the rendezvous: connections, descriptions and errors."""
 
   def __init__(self, launch: Launch, own: Hello, acceptor: Acceptor):
     self.launch, self.acceptor = launch, acceptor
@@ -88,7 +89,7 @@ class _Server:
     self.selector.register(acceptor, selectors.EVENT_READ)
 
   def wait_for_all(self, timeout_s: float, note: str) -> None:
-    """Until all are connected and agree."""
+    """Wait until all processes are connected and agree."""
     began = logged = next_check = time.monotonic()
     failed_since = None
     total = self.launch.num_processes
@@ -96,13 +97,13 @@ class _Server:
       self._receive(_CHECK_S)
       now = time.monotonic()
       if now < next_check and len(self.links) < total - 1:
-        continue  # thousands may be connecting: not all of this after each
+        continue  # thousands may be connecting, and the checks take time
       next_check = now + _CHECK_S
       missing = [r for r in range(1, total) if r not in self.links]
       errors = self._find_errors(now)
       if not errors and not missing and not self.sent_error:
         return
-      if errors or self.sent_error:  # once sent, it stays
+      if errors or self.sent_error:  # an error that was sent is final
         failed_since = failed_since or now
         all_came = len(self.seen) >= total
         if not self.sent_error and (all_came or now - failed_since > SETTLE_S):
@@ -111,8 +112,8 @@ class _Server:
           raise ConfigError(self.sent_error)
       elif now - began > timeout_s:
         verb = "has" if len(missing) == 1 else "have"
-        fix = "look for their last lines, and start all in one step; where hosts share no home "
-        fix += f"directory, give all one {VARIABLE}{note}"
+        fix = "see their output, and start all with one srun or mpirun; if the hosts share no "
+        fix += f"home directory, set the same {VARIABLE} for all{note}"
         why = f"{verb} not connected within {timeout_s:g} s"
         self.send_error(f"{self._describe(missing)} {why}; {fix}")
         raise ConfigError(self.sent_error)
@@ -121,34 +122,34 @@ class _Server:
         print(f"waiting for {self._describe(missing)}", file=sys.stderr)
 
   def send_go(self, coordinator: str, hosts: list[str]) -> None:
-    """All are connected: let them start."""
+    """Send "go" to all processes."""
     go = wire.encode({"go": [coordinator, hosts]})
     for rank, link in self.links.items():
       try:
         link.send(go, timeout=10)
-      except OSError as e:  # those that got it find the links closed
-        why = f"has disconnected just before the start ({e}); see its last lines"
+      except OSError as e:  # processes that got "go" find their links closed
+        why = f"disconnected just before the start ({e}); see its output"
         raise ConfigError(f"process {rank} ({hosts[rank]}) {why}") from e
 
   def send_error(self, error: str) -> None:
-    """Send what is wrong to all who are connected, and later to those who connect."""
+    """Send an error to all connected processes, and later to those that connect."""
     self.sent_error = error
     for link in self.connected:
       with contextlib.suppress(OSError):
         link.send({"error": error}, timeout=1)
 
   def _describe(self, missing: list[int]) -> str:
-    """Who is missing, and the hosts to look at, as far as the launcher lists them."""
+    """Describe missing processes, with their hosts if the launcher lists them."""
     nodes, total = self.launch.nodes, self.launch.num_processes
-    if len(nodes) == total:  # one on each, in this order
+    if len(nodes) == total:  # one process per node, in this order
       return f"{handshake.ranks_with_hosts(missing, nodes)} of {total}"
     came = {hello.node.partition(".")[0] for hello in self.hellos.values()}
     silent = [node for node in nodes if node.partition(".")[0] not in came]
-    hosts = f" (nobody from {handshake.first_of(silent)})" if silent else ""
+    hosts = f" (none from {handshake.first_of(silent)})" if silent else ""
     return f"{handshake.ranks_in_words(missing)} of {total}{hosts}"
 
   def _find_errors(self, now: float) -> list[str]:
-    """All that is wrong with what is known so far."""
+    """Return all errors among the processes that have connected so far."""
     addresses = {}
     for rank, link in self.links.items():
       with contextlib.suppress(OSError):
@@ -156,7 +157,7 @@ class _Server:
         if self.hellos[rank].place != self.hellos[0].place:
           addresses.setdefault(0, network.plain_address(link.sock.getsockname()[0]))
     gone = {rank: self.hellos[rank] for rank, t in self.lost.items() if now - t > RECONNECT_S}
-    why = "has connected and disconnected; see its last lines"
+    why = "connected and then disconnected; see its output"
     lost = [f"process {r} ({hello.node}, pid {hello.pid}) {why}" for r, hello in gone.items()]
     return self.errors + handshake.find_mismatches(self.hellos, addresses) + lost
 
@@ -168,33 +169,33 @@ class _Server:
         continue
       link = cast("Link", key.fileobj)
       try:
-        link.drain()  # nothing is to come yet: it is gone, or damaged
+        link.drain()  # a process sends nothing yet, so this finds closed links
       except (EOFError, ValueError):
         self._drop(link)
 
   def _greet(self, link: Link, message: Any) -> None:
-    """A process has connected, and says who it is."""
+    """Handle the description of a process that has connected."""
     self.selector.register(link, selectors.EVENT_READ)
     self.connected.add(link)
     try:
       hello = wire.parse(Hello, message)
     except ValueError as e:
       who = f"a process on {network.peer_address(link)}"
-      why = f"says what this one does not understand ({e})"
-      self.errors.append(f"{who} {why}; start all from one environment")
+      why = f"sent an invalid greeting ({e})"
+      self.errors.append(f"{who} {why}; start all from the same environment")
       return
     self.seen.add(hello.uuid)
     rank, total = hello.rank, self.launch.num_processes
-    there = self.hellos.get(rank)
+    earlier = self.hellos.get(rank)
     if self.sent_error:
       with contextlib.suppress(OSError):
         link.send({"error": self.sent_error}, timeout=1)
-    elif there and there.uuid != hello.uuid and rank not in self.lost:
-      why = f"on {there.node} (pid {there.pid}) and on {hello.node} (pid {hello.pid})"
-      fix = f"give each its own rank, 0 … {there.num_processes - 1}"
+    elif earlier and earlier.uuid != hello.uuid and rank not in self.lost:
+      why = f"on {earlier.node} (pid {earlier.pid}) and on {hello.node} (pid {hello.pid})"
+      fix = f"give each its own rank, 0 … {earlier.num_processes - 1}"
       self.errors.append(f"process {rank} was started twice: {why}; {fix}")
     elif not 0 <= rank < total:
-      why = f"there are only {total} for process 0 ({self.hellos[0].node}); start all in one step"
+      why = f"process 0 ({self.hellos[0].node}) expects {total}; start all with one srun or mpirun"
       self.errors.append(f"process {rank} ({hello.node}): {why}")
     else:
       before = self.links.pop(rank, None)
@@ -204,7 +205,7 @@ class _Server:
         self._drop(before)
 
   def _drop(self, link: Link) -> None:
-    """Close a connection; its process may connect again."""
+    """Close a connection; its process may reconnect."""
     self.selector.unregister(link)
     self.connected.discard(link)
     link.close()
@@ -214,28 +215,28 @@ class _Server:
 
 
 def close_all(links: Iterable[Any]) -> None:
-  """Close them; no error where they are."""
+  """Close links, some of which may already be closed."""
   for link in links:
     link.close()
 
 
 def _allow_files(num_processes: int) -> None:
-  """Room for two connections to each process, ours and that of JAX's coordinator.
+  """Raise the limit of open files for two connections per process: ours and JAX's.
 
   The soft limit is often 1,024 (systemd's DefaultLimitNOFILE=1024:524288,
-  systemd-system.conf(5)); up to the hard one a process may raise it (getrlimit(2)).
+  systemd-system.conf(5)). A process may raise it up to the hard limit (getrlimit(2)).
   """
   soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
   need = 2 * num_processes + 256  # and libraries, checkpoints, logs
-  wanted = 2 * need + 512  # data take half of what there is (data/tfrecord.py)
+  wanted = 2 * need + 512  # the data pipeline uses half of the limit (data/tfrecord.py)
   if soft == resource.RLIM_INFINITY or soft >= wanted:
     return
   most = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
-  with contextlib.suppress(OSError, ValueError):  # as where a system has a lower one
+  with contextlib.suppress(OSError, ValueError):  # some systems have a lower limit
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(most, soft), hard))
     soft = max(most, soft)
   if soft < need:
-    why = f"{soft} files at most on {network.node_name()}"
+    why = f"at most {soft} open files on {network.node_name()}"
     needs = f"but process 0 needs {need} for {num_processes} processes"
     fix = "raise the hard limit there (ulimit -Hn, LimitNOFILE of slurmd)"
     raise ConfigError(f"ulimit -n: {why}, {needs}; {fix}")

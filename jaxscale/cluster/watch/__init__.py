@@ -1,1 +1,1 @@
-"""Heartbeats, faults by name, and stopping together."""
+"""Watch of a run: heartbeats, fault reports and a common stop."""

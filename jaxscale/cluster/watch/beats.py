@@ -1,9 +1,9 @@
-"""Heartbeats of a child process, which come as long as its parent is not stopped.
+"""Heartbeats from a child process, sent as long as its parent is not suspended.
 
-Loading a library, or compiling, can keep Python's lock for minutes, in which no thread
-of the process sends anything. Only another process can then tell it from one that was
-stopped. This file runs as a script without site-packages, which takes some 10 ms: it
-writes an empty line to each link (see `wire.Link`), and ends with its parent.
+Loading a library or compiling can hold the Python GIL for minutes, during which no thread
+of the process sends anything. Only another process can show that it is not suspended.
+This file runs as a script without site-packages, which takes about 10 ms to start. It
+writes an empty line to each link (see `wire.Link`) and ends with its parent.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from typing import Any
 
 
 def start(files: Sequence[int], interval_s: float) -> Callable[[], None]:
-  """Start the child; returns a function that ends it.
+  """Start the child process; return a function that ends it.
 
   Args:
-    files: descriptors of connected sockets, which the child has open as well.
-    interval_s: seconds between two empty lines on each.
+    files: the descriptors of connected sockets, which the child inherits.
+    interval_s: the seconds between two empty lines on each socket.
   """
   import signal
   import subprocess
 
   command = [sys.executable, "-I", "-S", __file__, str(interval_s), *map(str, files)]
-  # The child keeps this mask: signals to all processes of a job are not for it.
+  # The child inherits this mask and so ignores signals to all processes of a job.
   before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
   try:
     options: Any = {"stdin": subprocess.PIPE, "bufsize": 0, "cwd": "/", "pass_fds": files}
@@ -38,8 +38,8 @@ def start(files: Sequence[int], interval_s: float) -> Callable[[], None]:
     signal.pthread_sigmask(signal.SIG_SETMASK, before)
   pipe = child.stdin
   assert pipe is not None
-  # The pipe closes when this process ends, however it does; a forked worker that
-  # outlives it must not keep it open.
+  # The pipe closes when this process ends for any reason. A forked worker that outlives
+  # this process must not keep the pipe open.
   os.register_at_fork(after_in_child=pipe.close)
 
   def stop() -> None:

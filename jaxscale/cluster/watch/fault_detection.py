@@ -1,11 +1,11 @@
-"""Which process is at fault: pure functions of what each has last reported.
+"""Fault detection: pure functions that identify the failed, hung or slow process.
 
-A process that hangs makes all others wait for it inside a collective, so those
-that stand still longest are mostly victims. Every process goes through the same
-places in the same order (`ACTIVITIES` of step 1, of step 2, …): the one that is
-furthest behind is who the others wait for. In the same way a slow process slows
-all of them, and its own step takes no longer than theirs; what shows it is the
-time that its host needs before each step.
+A process that hangs makes all others wait for it inside a collective, so the processes
+that have made no progress for longest are mostly victims. Every process passes through
+the same positions in the same order (`ACTIVITIES` of step 1, of step 2, …), so the
+others wait for the one that is furthest behind. A slow process slows all others in the
+same way, and its step takes as long as theirs. It differs in the time that its host
+needs before each step.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from typing import NamedTuple
 from jaxscale.cluster.timeouts import Timeouts
 from jaxscale.errors import EXIT_CRASH, EXIT_HANG
 
-# In the order in which a step goes through them, and which of `Timeouts` is the limit.
-# "step" is where a process may wait for others; "input" is all that its host does
-# before it; "inspecting" is before a check of replicas, or of a step with NaN or Inf,
-# and "preparing" before the first evaluation: both may compile, as may a "hook" of the
-# user's. "outside" is what a program does by itself after a run. In "leaving" the
-# leader may write and plot, and the others wait for it.
+# Activities in the order of a step, each with the field of `Timeouts` that limits it. In
+# "step" a process may wait for others; "input" is the host's work before the step.
+# "inspecting" precedes a check of replicas or of a step with NaN or Inf, and "preparing"
+# the first evaluation: both may compile, as may a user's "hook". "outside" is code that a
+# program runs after the run. In "leaving" process 0 may write and plot while the others
+# wait for it.
 _LIMITS = """starting:startup compiling:compile input:hang step:hang inspecting:compile
   checking:hang preparing:compile evaluating:hang hook:compile saving:save outside:startup
   leaving:save"""
@@ -32,21 +32,21 @@ _PAIRS = (pair.split(":") for pair in _LIMITS.split())
 ACTIVITIES = {activity: f"{limit}_timeout_s" for activity, limit in _PAIRS}
 _ORDER = {activity: order for order, activity in enumerate(ACTIVITIES)}
 
-# The longest a step may take, in mean steps of this run: a model whose step
-# takes a minute must not be called hung by a limit that was meant for others.
+# Longest duration of a step, in mean steps of this run: a model whose step takes a
+# minute must not be reported as hung by a limit for faster models.
 _MEAN_STEPS = 10.0
 # A process is slow if its host's seconds exceed the median by this many robust
-# standard deviations (AXLearn's watchdog takes 3 as well) …
+# standard deviations (AXLearn's watchdog uses 3 as well) and by this share of a step,
+# below which nobody would notice.
 _DEVIATIONS = 3.0
-# … of which one is 1.4826 median absolute deviations, where they are normal.
-_SIGMA = 1.4826
-# … and by a part of a step that somebody would notice.
 _SLOW_SHARE = 0.1
+# A standard deviation of a normal distribution in median absolute deviations.
+_SIGMA = 1.4826
 _SHOWN = 8  # ranks in one line
 
 
 def describe_place(step: int, activity: str) -> str:
-  """A place in words.
+  """Describe the position of a process in a run.
 
   Example:
     >>> describe_place(17, "input")
@@ -59,22 +59,22 @@ def describe_place(step: int, activity: str) -> str:
 
 @dataclasses.dataclass(slots=True)
 class ProcessState:
-  """What is known of a process. Times are the reader's monotonic seconds.
+  """The last reported state of a process; times are the reader's monotonic seconds.
 
   Attributes:
-    last_heard: when its last message came, which one of its threads sends.
+    last_heard: the time of its last message, which a thread of the process sends.
     step: the step it works on, from 1.
     activity: one of `ACTIVITIES`.
-    count: of the batches, or the like, in this activity.
-    since: when it entered its place.
-    host_s: all that its host spent before steps.
-    steps: how many steps that was for.
-    mean_s: of its steps so far; 0 before the second.
-    has_left: it has closed its watch.
-    steps_before_compile: its steps before the last compilation.
-    last_alive: when anything came of it, also of its child process (`beats`).
-    callback: the function of the model that JAX has called on its host and that has
-      not returned for a while; "": there is none.
+    count: the number of batches, or similar units, done in this activity.
+    since: the time at which it entered this activity.
+    host_s: the seconds that its host has spent before steps, in total.
+    steps: the number of steps that `host_s` covers.
+    mean_s: the mean seconds of its steps so far; 0 before the second step.
+    has_left: True once it has closed its watch.
+    steps_before_compile: the number of its steps before the last compilation.
+    last_alive: the time of the last sign of life, also from its child process (`beats`).
+    callback: the function of the model that JAX has called on its host and that has not
+      returned for a while; "" if there is none.
   """
 
   last_heard: float
@@ -92,30 +92,30 @@ class ProcessState:
 
   @property
   def position(self) -> tuple[int, int, int, bool]:
-    """Order of processes by how far they are.
+    """Sort key of the progress of a process.
 
-    Of two in one step, the one whose callback does not return is who the other waits
-    for in a collective.
+    Of two processes in the same step, the one whose callback does not return is behind:
+    the other waits for it in a collective.
     """
     order = _ORDER.get(self.activity, 0)
     return self.step, order, self.count, not self.callback
 
   @property
   def where(self) -> str:
-    """The same in words."""
+    """Description of the position of the process."""
     return describe_place(self.step, self.activity)
 
 
 class Fault(NamedTuple):
-  """What ends a run.
+  """A fault that ends a run.
 
   Attributes:
-    kind: "alone" (a process has left because it heard nothing of process 0), "died",
+    kind: "alone" (a process exited because it heard nothing from process 0), "died",
       "failed", "left", "consequence", "silent" or "hang".
-    rank: the culprit; None where nobody is.
-    cause: what happened to it, after "process 3 on n4 ".
-    code: the exit code of all.
-    is_user_error: the cause is `errors.user_message`, no stacks are needed.
+    rank: the rank of the failed process; None if no single process is to blame.
+    cause: the description that follows "process 3 on n4 " in the log.
+    code: the exit code of all processes.
+    is_user_error: True if the cause is a `errors.user_message`, which needs no stacks.
   """
 
   kind: str
@@ -126,7 +126,7 @@ class Fault(NamedTuple):
 
 
 def fault_code(code: int) -> int:
-  """The exit code of a fault, which never ends as a success does.
+  """Return the exit code of a fault, which is never that of a success.
 
   Example:
     >>> [fault_code(c) for c in (86, 0, -9, 10**12)]
@@ -139,7 +139,7 @@ _States = Mapping[int, ProcessState]  # by rank
 
 
 def limit_s(state: ProcessState, timeouts: Timeouts) -> float:
-  """How long a process may stay where it is."""
+  """Return the seconds for which a process may stay in its activity."""
   name = ACTIVITIES.get(state.activity, "hang_timeout_s")
   if name != "hang_timeout_s":
     return getattr(timeouts, name)
@@ -149,9 +149,10 @@ def limit_s(state: ProcessState, timeouts: Timeouts) -> float:
 
 
 def for_size(timeouts: Timeouts, num_processes: int) -> Timeouts:
-  """The time-outs for a run of this size: process 0 gets 1,000 heartbeats a second.
+  """Adapt the timeouts so that process 0 gets at most 1,000 heartbeats per second.
 
-  One costs it 13 µs (measured with 4,096), in which its training thread may not run.
+  A heartbeat costs process 0 13 µs (measured with 4,096 processes), during which its
+  training thread may not run.
 
   Example:
     >>> for_size(Timeouts(), 4096).heartbeat_interval_s
@@ -163,7 +164,7 @@ def for_size(timeouts: Timeouts, num_processes: int) -> Timeouts:
 
 
 def silence_limit_s(activity: str, timeouts: Timeouts) -> float:
-  """Seconds for which no thread of a process in this activity needs to run."""
+  """Return the seconds for which a process in this activity may send no heartbeat."""
   if activity not in ("starting", "compiling"):  # libraries are loaded in these
     return timeouts.heartbeat_timeout_s
   longer = timeouts.startup_timeout_s
@@ -172,44 +173,44 @@ def silence_limit_s(activity: str, timeouts: Timeouts) -> float:
 
 
 def find_silent(ranks: _States, now: float, timeouts: Timeouts) -> list[Fault]:
-  """Processes without a heartbeat for too long."""
+  """Return a fault for each process without a heartbeat for too long."""
   silent = []
   for rank, state in ranks.items():
     allowed_s = silence_limit_s(state.activity, timeouts)
     if reason := silence(now, state.last_heard, state.last_alive, allowed_s, timeouts):
       for_s = f"for {now - state.last_heard:.0f} s"
-      cause = f"is silent {for_s}, last {state.where} ({reason})"
+      cause = f"has sent no heartbeat {for_s}, last seen {state.where} ({reason})"
       silent.append(Fault("silent", rank, cause, EXIT_HANG))
   return silent
 
 
 def silence(now: float, heard: float, alive: float, allowed_s: float, timeouts: Timeouts) -> str:
-  """Reason why a process has been silent for too long; "": it has not.
+  """Return why a process has been silent for too long; "" if it has not.
 
   Args:
-    now: on the clock of `ProcessState`, as the next two.
-    heard: when its last message came.
-    alive: when its child process (`beats`) was heard.
-    allowed_s: `silence_limit_s`.
-    timeouts: how long is too long.
+    now: the present time, on the clock of `ProcessState`.
+    heard: the time of its last message.
+    alive: the time of the last message of its child process (`beats`).
+    allowed_s: the limit from `silence_limit_s`.
+    timeouts: the limits on silence.
   """
   quiet_s = now - max(heard, alive)
   if quiet_s <= timeouts.heartbeat_timeout_s and now - heard <= allowed_s:
     return ""
-  # What a cut link brought last may have been of either.
+  # After the network is cut, the last message may come from the process or its child.
   if quiet_s > timeouts.heartbeat_timeout_s / 2:
-    return "stopped, or its host is gone or cut off"
-  return "it runs, but some code keeps Python's lock"
+    return "suspended, or its host is down or unreachable"
+  return "it runs, but some code holds the Python GIL"
 
 
 def find_blocker(ranks: _States, reporter: int, now: float, timeouts: Timeouts) -> int | None:
-  """Return the process that keeps another from reaching its save, if one stands out.
+  """Return the process that keeps another from saving; None if none stands out.
 
   Args:
-    ranks: every process.
-    reporter: which could not save.
-    now: on the clock of `ProcessState`.
-    timeouts: how often processes send.
+    ranks: the state of every process.
+    reporter: the rank of the process that could not save.
+    now: the present time, on the clock of `ProcessState`.
+    timeouts: the interval of heartbeats.
   """
   others = [rank for rank in ranks if rank != reporter and not ranks[rank].has_left]
   oldest = min(others, key=lambda rank: ranks[rank].last_heard, default=reporter)
@@ -220,15 +221,15 @@ def find_blocker(ranks: _States, reporter: int, now: float, timeouts: Timeouts) 
 
 
 def find_hang(ranks: _States, now: float, timeouts: Timeouts) -> Fault | None:
-  """A run that stands still, and who is to blame.
+  """Return the fault of a run that makes no progress; None if there is none.
 
-  Nobody is as long as those that are furthest behind may still be where they are,
+  There is no fault while the processes that are furthest behind are within their limits,
   however long others wait for them.
 
   Args:
-    ranks: every process.
-    now: on the clock of `ProcessState`.
-    timeouts: how long is too long.
+    ranks: the state of every process.
+    now: the present time, on the clock of `ProcessState`.
+    timeouts: the limits of each activity.
   """
   going = {rank: state for rank, state in ranks.items() if not state.has_left}
   if not any(now - s.since > limit_s(s, timeouts) for s in going.values()):
@@ -245,13 +246,13 @@ def find_hang(ranks: _States, now: float, timeouts: Timeouts) -> Fault | None:
     return _left(left[0], ranks[left[0]])
   if not waiting and len(ranks) > 1:
     everyone = f"all {len(going)} processes hang {state.where} for {still_s}"
-    reason = state.callback or "the network, a device, or code of the model"
+    reason = state.callback or "check the network, the devices and the model's host code"
     return Fault("hang", None, f"{everyone}: {reason}", EXIT_HANG)
   cause = f"hangs {state.where} for {still_s}"
   if state.callback:
     cause += f" in {state.callback}"
   if (quiet_s := now - state.last_heard) > 5 * timeouts.heartbeat_interval_s:
-    cause += f", silent for {quiet_s:.0f} s"
+    cause += f", no heartbeat for {quiet_s:.0f} s"
   if others := [str(rank) for rank in behind][1:]:
     shown = ", ".join(others[:_SHOWN]) + (", …" if len(others) > _SHOWN else "")
     cause += f", as do {len(others)} more ({shown})"
@@ -261,7 +262,7 @@ def find_hang(ranks: _States, now: float, timeouts: Timeouts) -> Fault | None:
 
 
 def find_left(ranks: _States) -> Fault | None:
-  """A process that has ended while others are at steps that it never made."""
+  """Return the fault of a process that exited before others finished; None: none did."""
   left = [(state.step, rank) for rank, state in ranks.items() if state.has_left]
   step, rank = min(left, default=(math.inf, 0))
   is_behind = any(state.step > step for state in ranks.values())
@@ -269,31 +270,31 @@ def find_left(ranks: _States) -> Fault | None:
 
 
 def _left(rank: int, state: ProcessState) -> Fault:
-  return Fault("left", rank, f"left after step {state.step} while others continue")
+  return Fault("left", rank, f"exited after step {state.step} while others continue")
 
 
 def root_cause(faults: Sequence[Fault]) -> Fault:
-  """The one that explains the others, of faults that came at almost one time.
+  """Return the fault that explains the others, of faults reported almost at once.
 
-  A process that is killed makes its neighbours raise, and may make others stand
-  still; one that raises makes nobody die. Of one kind, the first was first.
+  A killed process makes its neighbours raise errors and may make others hang; an error
+  kills no other process. Of several faults of one kind, the first one counts.
   """
   order = ("alone", "died", "failed", "left", "consequence", "silent", "hang")
   return min(faults, key=lambda fault: order.index(fault.kind))
 
 
 def find_slow(host_s: Mapping[int, float], step_s: float) -> dict[int, float]:
-  """Processes whose host needs so long before a step that all wait for it.
+  """Return the processes whose host is so slow before a step that all others wait.
 
-  The median is the lower one and so is that of the deviations: of two processes
-  it is the faster that the other is compared with.
+  The median is the lower one, for the seconds and for their deviations, so that the
+  slower of two processes is compared with the faster one.
 
   Args:
-    host_s: rank -> mean seconds before a step, over some steps.
-    step_s: mean seconds from one step to the next.
+    host_s: the mean seconds before a step by rank, over some steps.
+    step_s: the mean seconds from one step to the next.
 
   Returns:
-    rank -> its seconds, for those that are slow.
+    The seconds of each slow process by rank.
 
   Example:
     >>> find_slow({0: 0.003, 1: 0.004, 2: 0.4, 3: 0.003}, step_s=0.44)

@@ -1,8 +1,8 @@
-"""Process 0's side of the watch: a thread that gets all heartbeats and finds faults.
+"""Monitor of a run: a thread of process 0 that gets all heartbeats and finds faults.
 
-It has one socket per process (its own process too, so that all are alike) and never
-waits for any of them. What is decided is in `fault_detection` and `stop_consensus`;
-here is who is informed.
+The monitor has one socket per process, including its own process, and never waits for
+any of them. `fault_detection` and `stop_consensus` decide; the monitor informs the other
+processes.
 """
 
 from __future__ import annotations
@@ -21,28 +21,28 @@ from jaxscale.cluster.watch.stop_consensus import StopCoordinator, StopRequest
 from jaxscale.cluster.wire import Link, encode, parse, typed
 from jaxscale.errors import EXIT_HANG, EXIT_PREEMPTED
 
-# A killed process's neighbours raise 20 ms after it (gloo, measured): what comes
-# within this time is looked at together, to name the one that was first.
+# The neighbours of a killed process raise errors 20 ms later (gloo, measured). Faults
+# within this time are compared, so that the first one is reported.
 _SETTLE_S = 0.3
-# An error of all, such as of a setting, is reported by each as fast as it is.
+# Processes report an error that all have, such as an invalid setting, at different times.
 _SETTLE_USER_ERROR_S = 2.0
-# Then the others write their stacks, before the end of this process makes JAX's
-# coordinator vanish and XLA abort them.
+# The others write their stacks in this time. Afterwards JAX's coordinator ends with this
+# process, and XLA aborts the others.
 _LAST_MESSAGES_S = 0.6
 _SLOW_AGAIN_S = 600.0  # until the same slow process is logged again
 
 
 class Heartbeat(NamedTuple):
-  """Where a process is.
+  """The position of a process in the run.
 
   Attributes:
-    step: the one it works on, from 1.
+    step: the step it works on, from 1.
     activity: one of `ACTIVITIES`.
-    count: of the batches, or the like, in it.
-    seconds: for which it has been there.
-    host_s: all that its host spent before steps.
-    steps: how many steps that was for.
-    callback: as in `ProcessState`.
+    count: the number of batches, or similar units, done in the activity.
+    seconds: the seconds since it entered the activity.
+    host_s: the seconds that its host has spent before steps, in total.
+    steps: the number of steps that `host_s` covers.
+    callback: the field of the same name in `ProcessState`.
   """
 
   step: int
@@ -55,7 +55,7 @@ class Heartbeat(NamedTuple):
 
 
 class Report(NamedTuple):
-  """A `Failure` that a process reports, and where it was."""
+  """A `Failure` that a process reports, and its position in the run."""
 
   cause: str
   code: int
@@ -65,7 +65,7 @@ class Report(NamedTuple):
 
 
 class FaultNotice(NamedTuple):
-  """A fault, as all others hear of it."""
+  """The message about a fault that the monitor sends to all other processes."""
 
   line: str
   code: int
@@ -73,10 +73,10 @@ class FaultNotice(NamedTuple):
 
 
 class Monitor:
-  """Receives heartbeats, names faults, coordinates a stop.
+  """Receive heartbeats, report faults and coordinate a stop.
 
-  `run` is the thread's. It returns once all have left, and calls `leave` once the
-  others have been informed of a fault.
+  The monitor's thread calls `run`, which returns once all processes have left. After a
+  fault it informs the others and calls `leave`.
   """
 
   def __init__(
@@ -88,29 +88,29 @@ class Monitor:
     log: Callable[[str], None] = stacks.print_line,
     leave: Callable[[int, Path | None, int, str], None] = stacks.leave,
   ):
-    """A monitor without any heartbeat so far.
+    """Start without any heartbeat.
 
     Args:
-      links: rank -> link, for every process.
-      hosts: of every process.
-      timeouts: how long is too long.
-      folder: for stacks; None: none.
-      log: prints a line.
-      leave: ends this process, as `stacks.leave`.
+      links: the link to every process, by rank.
+      hosts: the host of every process, by rank.
+      timeouts: the limits of silence and of each activity.
+      folder: the folder for stacks; None writes none.
+      log: a function that prints a line.
+      leave: a function that ends this process, like `stacks.leave`.
     """
     self._links, self._hosts, self._timeouts = links, hosts, timeouts
     self._folder, self._log, self._leave = folder, log, leave
     now = time.monotonic()
     self._states = {rank: ProcessState(last_heard=now, since=now) for rank in links}
     self._first_step: dict[int, tuple[float, int]] = {}
-    self._ready: set[int] = set()  # those that listen to us
+    self._ready: set[int] = set()  # processes that have sent a message and so listen
     self._closed: set[int] = set()
-    self._faults: list[Fault] = []  # the first of them is the cause, or one of those
+    self._faults: list[Fault] = []  # while they settle, in the order of their reports
     self._settled_at = 0.0
     self._user_errors: dict[str, set[int]] = {}  # message -> who reported it
     self._stop = StopCoordinator(len(links))
     self._window = now, {rank: (0.0, 0) for rank in links}
-    # When processes were checked; after this one stood still, when they will be.
+    # The time of the last check; after this process was suspended, that of the next one.
     self._checked, self._stood_still_s = now, 0.0
     self._slow: tuple[float, frozenset[int]] = 0.0, frozenset()
     self._selector = selectors.DefaultSelector()
@@ -118,18 +118,17 @@ class Monitor:
       self._selector.register(link, selectors.EVENT_READ, rank)
 
   def run(self) -> None:
-    """Receive and check until all have left, or a fault ends it."""
+    """Receive and check until all processes have left or a fault ends the run."""
     interval_s = self._timeouts.heartbeat_interval_s
     timeout_s = self._timeouts.heartbeat_timeout_s
     before = sent = time.monotonic()
     while len(self._closed) < len(self._links):
-      # While a fault settles the wait is only a moment.
       wait_s = _SETTLE_S / 6 if self._faults else min(0.5, interval_s / 2)
       ready = self._selector.select(wait_s)
       now = time.monotonic()
       if now - before > timeout_s / 2:
-        # Nobody is to blame for a time in which this process itself was stopped,
-        # such as by `scontrol suspend`; first the others send again.
+        # While this process was suspended, such as by `scontrol suspend`, it received
+        # nothing. The others must get time to send again before they are checked.
         self._stood_still_s, self._checked = now - before, now + timeout_s / 2
       before = now
       self._receive(ready)
@@ -160,7 +159,7 @@ class Monitor:
         self._states[rank].last_alive = self._links[rank].heard
       except (EOFError, ValueError) as e:
         if isinstance(e, ValueError):
-          cause = f"sends what is not a message ({e})"
+          cause = f"sent an invalid message ({e})"
           self._add_fault(Fault("failed", rank, cause))
         self._close(rank, is_gone=isinstance(e, EOFError))
 
@@ -199,11 +198,11 @@ class Monitor:
       self._answer(rank, message["bye"])
 
   def _update(self, rank: int, state: ProcessState, beat: Heartbeat, now: float) -> None:
-    """Note what a heartbeat says."""
+    """Update the state of a process from its heartbeat."""
     state.step, state.activity, state.count = beat.step, beat.activity, beat.count
     state.host_s, state.steps, state.callback = beat.host_s, beat.steps, beat.callback
     state.since = now - beat.seconds
-    if state.activity == "compiling":  # another phase, whose steps take another time
+    if state.activity == "compiling":  # a new phase, with a different step time
       state.steps_before_compile, state.mean_s = state.steps, 0.0
       self._first_step.pop(rank, None)
     if state.steps:
@@ -214,7 +213,7 @@ class Monitor:
   def _answer(self, rank: int, count: Any) -> None:
     point = self._stop.answer(rank, typed(int, count))
     if point is not None and (request := self._stop.request):
-      self._log(f"{request}: all stop together, and save")
+      self._log(f"{request}: all processes save and stop after the same step")
       self._send(self._ready, {"stop": [point, *request]})
 
   def _close(self, rank: int, *, is_gone: bool) -> None:
@@ -224,30 +223,30 @@ class Monitor:
     if is_gone and not state.has_left:
       cause = f"died, last seen {state.where} (killed, out of memory, or aborted?)"
       if self._stood_still_s:
-        cause += f" while process 0 stood still for {self._stood_still_s:.0f} s"
+        cause += f" while process 0 did not run for {self._stood_still_s:.0f} s"
       self._add_fault(Fault("died", rank, cause))
 
   def _add_alone(self, rank: int, silent_s: float) -> None:
-    """A process has left because it heard nothing of this one."""
+    """Record that a process exited because it heard nothing from this one."""
     culprit = rank
-    cause = f"has left: it heard nothing of process 0 for {silent_s:.0f} s (process 0 "
-    cause += "was stopped, or the network between the two was cut)"
+    cause = f"exited: it heard nothing from process 0 for {silent_s:.0f} s (process 0 "
+    cause += "was suspended, or the network between the two failed)"
     if self._stood_still_s:
       culprit, still_s = 0, f"{self._stood_still_s:.0f} s"
-      cause = f"stood still for {still_s} (stopped?); {self._name(rank)} has left"
+      cause = f"did not run for {still_s} (suspended?); {self._name(rank)} exited"
     self._add_fault(Fault("alone", culprit, cause, EXIT_HANG))
 
   def _describe_blocker(self, reporter: int, now: float) -> str:
-    """Name who kept a process from reaching its save, for the end of a line."""
+    """Return the end of a log line: the process that kept another from saving."""
     states = self._states
     rank = fault_detection.find_blocker(states, reporter, now, self._timeouts)
     if rank is None:
       return ""
-    state = states[rank]
+    state, name = states[rank], self._name(rank)
     silent_s, for_s = now - state.last_heard, now - state.since
     if silent_s > 5 * self._timeouts.heartbeat_interval_s:
-      return f"; {self._name(rank)} is silent for {silent_s:.0f} s, last {state.where}"
-    return f"; it waits for {self._name(rank)}, {state.where} for {for_s:.0f} s"
+      return f"; {name} has sent no heartbeat for {silent_s:.0f} s, last seen {state.where}"
+    return f"; it waits for {name}, {state.where} for {for_s:.0f} s"
 
   def _add_fault(self, fault: Fault) -> None:
     if not self._faults:
@@ -266,12 +265,12 @@ class Monitor:
       self._check_speed(now)
 
   def _check_speed(self, now: float) -> None:
-    """Name the processes that were slow over a window that is over."""
+    """Log the processes that were slow in the window that has just ended."""
     began, before = self._window
     self._window = now, {r: (s.host_s, s.steps) for r, s in self._states.items()}
     steps = {r: s.steps - before[r][1] for r, s in self._states.items()}
     if min(steps.values()) < 2:
-      return  # a step takes longer than the window, or it was no window of steps
+      return  # the window has too few steps
     host_s = {r: (s.host_s - before[r][0]) / steps[r] for r, s in self._states.items()}
     slow = fault_detection.find_slow(host_s, (now - began) / min(steps.values()))
     logged, slow_before = self._slow
@@ -281,7 +280,7 @@ class Monitor:
       usual = sorted(host_s.values())[(len(host_s) - 1) // 2]
       more = f" and {len(slow) - 1} more" if len(slow) > 1 else ""
       own, others = (f"{s * 1e3:.0f} ms" for s in (slow[worst], usual))
-      times = f"{own} of its host before each step, where others need {others}, and all wait for it"
+      times = f"its host needs {own} before each step, the median {others}; all others wait for it"
       self._log(f"{self._name(worst)}{more} is slow at step {self._states[worst].step}: {times}")
     self._slow = logged, frozenset(slow)
 
@@ -289,7 +288,7 @@ class Monitor:
     return f"process {rank} on {self._hosts[rank]}"
 
   def _send(self, ranks: Iterable[int], message: Any) -> None:
-    """Send to these; one that does not take it is found by its own silence."""
+    """Send a message; a process that cannot receive is found by its missing heartbeats."""
     data = encode(message)
     for rank in ranks:
       if rank not in self._closed:
@@ -297,7 +296,7 @@ class Monitor:
           self._links[rank].send_now(data)
 
   def _end(self, fault: Fault) -> None:
-    """Inform the others, let them leave, and leave."""
+    """Report a fault to the others, wait until they have left, and leave."""
     name = "" if fault.rank is None else self._name(fault.rank)
     if fault.is_user_error:
       who = "" if self._is_common_error() else f"{name}: "
@@ -313,11 +312,11 @@ class Monitor:
     self._leave(fault.code, self._folder if with_stacks else None, 0, line)
 
   def _is_common_error(self) -> bool:
-    """Whether every process has reported the same error of its user."""
+    """Return whether every process has reported the same user error."""
     return any(len(who) == len(self._states) for who in self._user_errors.values())
 
   def _wait_for_closed(self, seconds: float) -> None:
-    """Until all others have closed their end, so that none is cut off."""
+    """Wait until all others have closed their links, so that none is interrupted."""
     until = time.monotonic() + seconds
     if 0 not in self._closed:
       self._selector.unregister(self._links[0])

@@ -1,28 +1,28 @@
-"""Signals that ask a run to save and stop, received wherever the main thread is.
+"""Signals that ask a run to save and stop, received even while the main thread is busy.
 
-The way of a signal, from the handler to the exit code:
+A signal passes through these modules from the handler to the exit code:
 
-1. here: the C handler writes the signal's number into a descriptor, the thread of
-   `SignalHandlers` reads it and makes a `StopRequest`, "preemption" or "interrupt".
-   That nobody reads standard output any more takes the same way: Python ignores
-   SIGPIPE, so `errors.Output` reports it, not the system.
-   The session has attached `watch.stop.request` (cluster/session.py), so
-2. watch/stop_consensus.py: all processes agree on the step after which they stop;
-   `watch.stop.poll()` returns the request there, in every process (watch.py and
-   monitor.py only carry the messages).
-3. run/run.py: after every step `Run.should_stop` polls; asked to stop, the run saves
-   (the last hook of run/hooks.py), and training/loop.py ends.
-4. run/session.py: the command (cli/train.py) calls `report_stop`: it prints what was
-   saved, asks Slurm to requeue the job after a preemption, and returns the exit code.
+1. This module: the C handler writes the signal's number to a descriptor. The thread of
+   `SignalHandlers` reads it and makes a `StopRequest`, "preemption" or "interrupt". A
+   closed standard output takes the same path: Python ignores SIGPIPE, so `errors.Output`
+   reports it instead of the system. The session has attached `watch.stop.request`
+   (cluster/session.py).
+2. watch/stop_consensus.py: all processes agree on the step after which they stop, and
+   `watch.stop.poll()` returns the request there in every process. watch.py and monitor.py
+   only carry the messages.
+3. run/run.py: after every step `Run.should_stop` polls. On a request the run saves (the
+   last hook of run/hooks.py), and training/loop.py ends.
+4. run/session.py: the command (cli/train.py) calls `report_stop`, which prints the saved
+   step, asks Slurm to requeue the job after a preemption, and returns the exit code.
 5. errors.py: `EXIT_OF_STOP` has the code of each kind, 85 or 130; `leave` exits.
 
-What shortens the way: no save within `grace_s` of SIGTERM, or a second Ctrl-C, and the
-thread here ends the process by itself.
+The thread of `SignalHandlers` ends the process by itself if no save succeeds within
+`grace_s` of SIGTERM, or after a second Ctrl-C.
 
-Python runs a handler only between two instructions of the main thread, so never while
-that waits in a collective; the descriptor (`signal.set_wakeup_fd`) is written at once.
-XLA's preemption notifier replaces the handler of SIGTERM when
-`jax.distributed.initialize` starts it, and swallows every SIGTERM from then on; with
+Python runs a handler only between two instructions of the main thread, so never while the
+main thread waits in a collective. The descriptor (`signal.set_wakeup_fd`) is written at
+once. XLA's preemption notifier replaces the handler of SIGTERM when
+`jax.distributed.initialize` starts it, and swallows every SIGTERM from then on. With
 `jax_enable_preemption_service` off it is not started (jax/_src/distributed.py).
 """
 
@@ -44,9 +44,9 @@ from jaxscale.cluster.watch import stacks
 from jaxscale.cluster.watch.stop_consensus import StopRequest
 from jaxscale.errors import EXIT_INTERRUPTED, EXIT_PREEMPTED, Output
 
-# SIGTERM: scancel, a requeue, a preemption, the end of the walltime. SIGUSR1 and
-# SIGUSR2: what `sbatch --signal` mostly sends. SIGINT: Ctrl-C on srun. SIGHUP: the
-# terminal was closed, or its connection lost; `nohup` has it ignored, and it stays so.
+# SIGTERM: scancel, a requeue, a preemption, or the time limit. SIGUSR1 and SIGUSR2: the
+# usual signals of `sbatch --signal`. SIGINT: Ctrl-C on srun. SIGHUP: the terminal was
+# closed or its connection lost; under `nohup` it stays ignored.
 STOPPING = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT, signal.SIGHUP)
 # Errors of standard output whose reader, a pipe or a terminal, is gone.
 _CLOSED = (errno.EPIPE, errno.EIO)
@@ -62,33 +62,33 @@ _REQUESTS: dict[int, StopRequest] = {
 
 
 def disable_xla_notifier() -> None:
-  """Keep XLA from taking SIGTERM; before `jax.distributed.initialize`."""
+  """Keep XLA from handling SIGTERM; call it before `jax.distributed.initialize`."""
   os.environ["JAX_ENABLE_PREEMPTION_SERVICE"] = "false"
-  if "jax" in sys.modules:  # which has read its environment
+  if "jax" in sys.modules:  # an imported JAX has already read its environment
     import jax
 
     jax.config.update("jax_enable_preemption_service", False)
 
 
 def leave(cause: str, code: int) -> NoReturn:
-  """End this process alone, at once, with one line."""
+  """End only this process at once, with one line."""
   stacks.print_line(f"error: {cause}")
   stacks.flush()
   os._exit(code)
 
 
 def leave_before_start(request: StopRequest) -> NoReturn:
-  """End a process that was asked to stop before there was anything to save."""
+  """End a process that was asked to stop before its first step."""
   leave(f"{request} before any step was done; nothing to save", request.exit_code)
 
 
 class SignalHandlers:
-  """Receives signals from the moment it is made, and passes them on.
+  """Receive signals and pass them on to a function.
 
-  A signal before `attach`, such as while JAX is imported, is kept until then.
+  A signal before `attach`, such as during JAX's import, is kept until then.
 
   Attributes:
-    request: of the first signal; None: there was none.
+    request: the request of the first signal; None if there was none.
 
   Example:
     >>> from jaxscale.cluster.watch.stop_consensus import StopConsensus
@@ -105,12 +105,12 @@ class SignalHandlers:
   request: StopRequest | None = None
 
   def __init__(self, *, grace_s: float | None):
-    """Install the handlers. Only in the main thread; elsewhere nothing is received.
+    """Install the handlers in the main thread; in other threads nothing is received.
 
     Args:
-      grace_s: seconds from the first SIGTERM, after which the process leaves
-        without a save; None: never. The other signals start no clock: a batch system
-        that is going to kill sends SIGTERM first.
+      grace_s: the seconds from the first SIGTERM to an exit without a save; None sets no
+        limit. Other signals have no limit, since a batch system sends SIGTERM before it
+        kills.
     """
     self._grace_s = grace_s
     self._lock = threading.Lock()
@@ -130,14 +130,14 @@ class SignalHandlers:
     for number in (*STOPPING, _SUSPENDING):
       if number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN:
         continue
-      # Without a handler of Python's nothing is written to the descriptor.
+      # Python writes to the descriptor only for signals with a Python handler.
       self._before[number] = signal.signal(number, lambda number, frame: None)
-    # A forked child has the same descriptor: a signal to a worker would be ours.
+    # A forked child shares the descriptor, so a signal to a worker would stop this run.
     os.register_at_fork(after_in_child=self._reset_in_child)
     self._thread = threading.Thread(target=self._run, name="signals", daemon=True)
     self._thread.start()
     self._stdout: Any = sys.stdout
-    if not isinstance(sys.stdout, Output):  # `errors.leave` has no part in this process
+    if not isinstance(sys.stdout, Output):  # a program that does not use `errors.leave`
       sys.stdout = cast(Any, Output(sys.stdout))
     self._output = cast(Any, sys.stdout)
     self._output.on_error = self._output_failed
@@ -149,7 +149,7 @@ class SignalHandlers:
     self.close()
 
   def close(self) -> None:
-    """Restore the handlers that were there before."""
+    """Restore the earlier handlers."""
     if not self._before:
       return
     signal.set_wakeup_fd(self._fd_before)
@@ -157,7 +157,7 @@ class SignalHandlers:
       signal.signal(number, handler)  # type: ignore[arg-type]
     self._before = {}
     self._output.on_error = None
-    if sys.stdout is self._output:  # else somebody else's
+    if sys.stdout is self._output:  # else other code has replaced it
       sys.stdout = self._stdout
     self._writing.send(bytes([_CLOSE]))
     self._thread.join()
@@ -167,12 +167,12 @@ class SignalHandlers:
   def attach(
     self, ask: Callable[[StopRequest], None], fail: Callable[[str, int], None] = leave
   ) -> None:
-    """Pass signals on from here, first what was received before.
+    """Pass signals on, including one that was received before.
 
     Args:
-      ask: asks all processes to stop, such as `StopConsensus.request`.
-      fail: (cause, exit code): ends the run at once, such as `Watch.fail`; by default
-        this process alone leaves.
+      ask: a function that asks all processes to stop, such as `StopConsensus.request`.
+      fail: a function (cause, exit code) that ends the run at once, such as `Watch.fail`;
+        by default it ends only this process.
     """
     with self._lock:
       self._ask, self._fail = ask, fail
@@ -180,14 +180,14 @@ class SignalHandlers:
       ask(self.request)
 
   def mark_saved(self) -> None:
-    """All that can be saved is: from here on there is no deadline."""
+    """Drop the deadline after SIGTERM, since everything is saved."""
     with self._lock:
       self._deadline = self._grace_s = None
     if self._before:
-      self._writing.send(bytes([signal.SIGCONT]))  # look at the clock again
+      self._writing.send(bytes([signal.SIGCONT]))  # wakes the thread up for the new deadline
 
   def _run(self) -> None:
-    """The thread: read numbers, keep the deadline."""
+    """Run the thread: read numbers and keep the deadline."""
     poll = select.poll()
     poll.register(self._reading, select.POLLIN)
     while True:
@@ -195,8 +195,8 @@ class SignalHandlers:
         deadline, grace_s = self._deadline, self._grace_s
       left_s = None if deadline is None else max(0.0, deadline - time.monotonic())
       if not poll.poll(None if left_s is None else left_s * 1000):
-        if self._deadline is not None:  # not saved in this very moment
-          cause = f"SIGTERM {grace_s:.0f} s ago, and it could not save since"
+        if self._deadline is not None:  # `mark_saved` may have come at this moment
+          cause = f"no save within {grace_s:.0f} s of SIGTERM; exiting without one"
           self._end(cause, EXIT_PREEMPTED)
         continue
       for number in self._reading.recv(64):
@@ -205,7 +205,7 @@ class SignalHandlers:
         if number in STOPPING or number == signal.SIGPIPE:
           self._receive(number)
         if number == _SUSPENDING:
-          # faulthandler's timer runs on while nothing else does.
+          # faulthandler's timer would end the suspended process.
           stacks.disarm()
           os.kill(self._pid, signal.SIGSTOP)
 
@@ -219,28 +219,28 @@ class SignalHandlers:
         self._deadline = time.monotonic() + self._grace_s
       ask = self._ask
     if self._interrupts > 1:
-      self._end("a second Ctrl-C: left without a save", EXIT_INTERRUPTED)
+      self._end("second Ctrl-C: exiting without a save", EXIT_INTERRUPTED)
     elif is_first and ask:
       ask(request)
 
   def _output_failed(self, error: OSError) -> None:
-    """A line could not be printed; in any thread, which may hold any lock."""
+    """Handle a failed write to stdout, in any thread, which may hold any lock."""
     if error.errno in _CLOSED:
-      self._output.move()  # to stderr: how to resume is still to be printed
+      self._output.move()  # to stderr, so that the command to resume is still printed
       self._writing.send(bytes([signal.SIGPIPE]))
-    elif not self._has_complained:  # a disk that is full costs lines, not the run
+    elif not self._has_complained:  # a full disk must not end the run
       self._has_complained = True
-      text = f"standard output: {error.strerror}; the run continues, lines are lost"
+      text = f"standard output: {error.strerror}; the run continues without these lines"
       stacks.print_line(text)
 
   def _end(self, cause: str, code: int) -> NoReturn:
-    """Leave; however long it takes to inform the others, within 2 s."""
+    """Leave within 2 s, even if the others cannot be informed in this time."""
     threading.Timer(2.0, os._exit, [code]).start()
     self._fail(cause, code)
     leave(cause, code)
 
   def _reset_in_child(self) -> None:
-    """A forked process gets Python's own handlers, and its signals for itself."""
+    """Give a forked process Python's own handlers, so that its signals stay its own."""
     if self._before and os.getpid() != self._pid:
       signal.set_wakeup_fd(-1)
       for number in self._before:
@@ -251,10 +251,10 @@ class SignalHandlers:
 
 @contextlib.contextmanager
 def first_interrupt(ask: Callable[[StopRequest], None]) -> Iterator[None]:
-  """Inside, the first Ctrl-C asks to stop; the second is Python's, as outside.
+  """Make the first Ctrl-C ask to stop; the second one raises KeyboardInterrupt.
 
-  For a notebook, whose kernel has to outlive a run. Only in the main thread; in
-  another, every Ctrl-C is Python's.
+  This is for a notebook, whose kernel must outlive a run. It works in the main thread
+  only; in other threads every Ctrl-C raises KeyboardInterrupt in the main thread.
   """
   if threading.current_thread() is not threading.main_thread():
     yield
@@ -263,8 +263,8 @@ def first_interrupt(ask: Callable[[StopRequest], None]) -> Iterator[None]:
 
   def handle(*_: object) -> None:
     signal.signal(signal.SIGINT, before)
-    print("\nCtrl-C: saving after this step; again to stop at once", flush=True)
-    # Not here: the main thread may hold the very lock that it takes.
+    print("\nCtrl-C: saving after this step; press it again to stop at once", flush=True)
+    # A thread is needed because the main thread may hold the lock that `ask` takes.
     threading.Thread(target=ask, args=(_INTERRUPT,)).start()
 
   signal.signal(signal.SIGINT, handle)

@@ -1,9 +1,9 @@
-"""Leaving at once, wherever the main thread is, with the stacks of all threads.
+"""Immediate exit from any thread, with the stacks of all threads in a file.
 
-`os._exit` runs no exit handlers: JAX's own would wait 300 s for processes that
-are gone (`jax_shutdown_timeout`, measured). faulthandler writes the stacks of
-all threads from C, and its timer needs no GIL: it is the last resort of a process
-whose main thread holds the GIL for ever, which no Python thread can end.
+`os._exit` runs no exit handlers: JAX's own would wait 300 s for processes that are gone
+(`jax_shutdown_timeout`, measured). faulthandler writes the stacks of all threads from C,
+and its timer needs no GIL: it ends a process whose main thread holds the GIL forever,
+which no Python thread can do.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from typing import NoReturn
 from jaxscale.cluster import jax_internals
 
 _STDERR = 2  # the descriptor: a notebook's sys.stderr has none
-# Writing stacks to a dead file system must not keep a process that has to go. At a load
-# of twenty a core, 0.8 s were too few, and the exit code was lost.
+# Writing stacks to a dead file system must not keep a process alive. At a load of twenty
+# per core, 0.8 s were too short, and the exit code was lost.
 _DUMP_S = 5.0
 _FLUSH_S = 0.1
 
 
 def print_line(line: str) -> None:
-  """One line to stderr, past Python's buffers and their locks."""
-  with contextlib.suppress(OSError):  # nobody reads us any more
-    # In one write, so that the lines of many processes stay whole.
+  """Write a line to stderr without Python's buffers and their locks."""
+  with contextlib.suppress(OSError):  # nobody reads stderr any more
+    # One write keeps the lines of many processes apart.
     os.write(_STDERR, (line + "\n").encode(errors="replace"))
 
 
 def note(folder: Path | None) -> str:
-  """The end of a fault's line: where the stacks are."""
+  """Return the end of the line about a fault: the folder of the stacks."""
   return f"; stacks in {folder}" if folder else ""
 
 
@@ -42,10 +42,10 @@ def leave(code: int, folder: Path | None, rank: int, line: str) -> NoReturn:
   """End this process within seconds, from any thread.
 
   Args:
-    code: the exit code. (1 where the folder's file system does not answer.)
-    folder: for the stacks of all threads; None: they are not written.
-    rank: of this process.
-    line: why, to head the stacks.
+    code: the exit code; the process exits with 1 if the folder's file system hangs.
+    folder: the folder for the stacks of all threads; None writes none.
+    rank: the rank of this process.
+    line: the first line of the file, which says why the process ends.
   """
   faulthandler.dump_traceback_later(_DUMP_S, exit=True, file=_STDERR)
   if folder is not None:
@@ -53,24 +53,24 @@ def leave(code: int, folder: Path | None, rank: int, line: str) -> NoReturn:
     try:
       folder.mkdir(parents=True, exist_ok=True)
       path.unlink(missing_ok=True)
-      with path.open("x") as file:  # through no link that somebody else has put there
+      with path.open("x") as file:  # "x" follows no link that another user has created
         file.write(line + "\n\n")
         file.flush()
         faulthandler.dump_traceback(file, all_threads=True)
     except OSError as e:
-      print_line(f"{path}: stacks cannot be written ({e.strerror})")
+      print_line(f"{path}: cannot write stacks ({e.strerror})")
   flush()
   os._exit(code)
 
 
 def find_callback() -> str:
-  """Return which function JAX has called on the host, in whatever thread; "": none.
+  """Return the host function that JAX is calling in any thread; "" if there is none.
 
-  A host callback of a model, such as `jax.pure_callback`, that does not return makes
-  all processes wait in a step.
+  A host callback of a model, such as `jax.pure_callback`, that does not return makes all
+  processes wait in a step.
   """
   for frame in sys._current_frames().values():
-    outermost = ""  # inside of what is looked at, and not JAX's own
+    outermost = ""  # the outermost frame so far that is not JAX's own
     for inner, line in traceback.walk_stack(frame):
       code = inner.f_code
       if jax_internals.runs_callback(code) and outermost:
@@ -81,7 +81,7 @@ def find_callback() -> str:
 
 
 def flush() -> None:
-  """Write out what was printed, unless a thread that is stuck holds a lock on it."""
+  """Flush stdout and stderr, unless a blocked thread holds a lock on them."""
 
   def flush_all() -> None:
     for stream in (sys.stdout, sys.stderr):
@@ -94,14 +94,14 @@ def flush() -> None:
 
 
 def arm(seconds: float) -> None:
-  """End this process, stacks on stderr, if this is not called again in time.
+  """Exit with stacks on stderr unless `arm` is called again in time.
 
   Args:
-    seconds: without another call, because no Python thread could run.
+    seconds: the time limit; no call comes if no Python thread can run.
   """
   faulthandler.dump_traceback_later(seconds, exit=True, file=_STDERR)
 
 
 def disarm() -> None:
-  """Undo `arm`."""
+  """Cancel the exit that `arm` has scheduled."""
   faulthandler.cancel_dump_traceback_later()

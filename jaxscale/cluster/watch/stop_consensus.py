@@ -1,11 +1,10 @@
-"""How all processes stop after the same step, when one of them is asked to.
+"""Consensus on a stop: all processes stop after the same step when one is asked to.
 
-Every process calls `poll` at the same sequence of points. One that is asked to stop
-sends the request to process 0's monitor. The monitor asks everybody how many points
-it has passed, and from that answer on each is held at its next one. The largest
-count is the point that nobody has passed, and there all stop. The answers come from
-threads that wait for no collective, so this takes milliseconds wherever the
-processes are.
+Every process calls `poll` at the same sequence of points. A process that is asked to stop
+sends the request to the monitor in process 0. The monitor asks every process how many
+points it has passed, and from its answer on each process waits at its next point. All
+processes stop at the largest count, a point that no process has passed. The answers come
+from threads that wait for no collective, so the consensus takes milliseconds.
 """
 
 from __future__ import annotations
@@ -18,12 +17,13 @@ from jaxscale.errors import EXIT_OF_STOP
 
 
 class StopRequest(NamedTuple):
-  """Why a run is to save and stop.
+  """A request that the run saves and stops.
 
   Attributes:
-    cause: "SIGTERM", "Ctrl-C", "walltime: 59 s are left", …; once agreed on, also who
-      asked: "SIGTERM at process 2 on n3".
-    kind: decides the exit code, and whether the job is requeued (after a preemption).
+    cause: the reason, such as "SIGTERM", "Ctrl-C" or "walltime: 59 s are left"; after
+      the consensus also the process that asked: "SIGTERM at process 2 on n3".
+    kind: the kind of the request, which decides the exit code and whether the job is
+      requeued (after a preemption).
   """
 
   cause: str
@@ -31,7 +31,7 @@ class StopRequest(NamedTuple):
 
   @property
   def exit_code(self) -> int:
-    """What the run exits with once it has saved."""
+    """Exit code of the run once it has saved."""
     return EXIT_OF_STOP[self.kind]
 
   def __str__(self) -> str:
@@ -39,15 +39,15 @@ class StopRequest(NamedTuple):
 
 
 class StopRequested(Exception):
-  """Work that changes nothing was interrupted, because all are asked to stop."""
+  """Raised in work that changes no state, such as an evaluation, to stop the run."""
 
 
 class StopConsensus:
-  """Whether, and where, all stop: the side of one process.
+  """The part of one process in the consensus on a stop.
 
   Attributes:
-    agreed: why all stop, once `poll` has returned it; None before.
-    passed: how many points are passed.
+    agreed: the request that stops the run, once `poll` has returned it; None before.
+    passed: the number of points that this process has passed.
 
   Example:
     >>> stop = StopConsensus()
@@ -60,30 +60,31 @@ class StopConsensus:
   agreed: StopRequest | None = None
 
   def __init__(self, ask: Callable[[StopRequest], None] | None = None):
-    """No request so far.
+    """Start without a request.
 
     Args:
-      ask: sends a request to the monitor; None: this process is alone.
+      ask: a function that sends a request to the monitor; None if this process is the
+        only one.
     """
     self._ask = ask
     self._changed = threading.Condition(threading.Lock())
     self.passed = 0
     self._held = False
-    self._decision: tuple[int, StopRequest] | None = None  # the point where all stop
+    self._decision: tuple[int, StopRequest] | None = None  # the point where all processes stop
 
   def request(self, request: StopRequest) -> None:
-    """Ask all processes to stop; from any thread, at any time, once or often."""
+    """Ask all processes to stop; may be called repeatedly and from any thread."""
     if self._ask:
       self._ask(request)
     else:
       self.decide(self.passed, request)
 
   def poll(self) -> StopRequest | None:
-    """Why to stop here, or None to continue.
+    """Return the request to stop at this point, or None to continue.
 
-    Every process calls it at the same points, in its main thread: after a step, after
-    a batch of an evaluation, before the first step. It waits only while a request is
-    being agreed on. Once it has returned a request it returns it again.
+    Every process calls `poll` at the same points in its main thread: before the first
+    step, after each step and after each batch of an evaluation. The call waits only
+    during a consensus. After the first request, each call returns that request.
     """
     with self._changed:
       while self._held:
@@ -95,13 +96,19 @@ class StopConsensus:
       return self.agreed
 
   def hold(self) -> int:
-    """Pass no further point; how many are passed. For the watch's thread."""
+    """Hold the main thread at its next point; return the points passed so far.
+
+    Only the watch's thread may call this.
+    """
     with self._changed:
       self._held = self._decision is None
       return self.passed
 
   def decide(self, point: int, request: StopRequest) -> None:
-    """All stop at this point; the first decision counts. For the watch's thread."""
+    """Set the point where this process stops; the first decision counts.
+
+    Only the watch's thread may call this.
+    """
     with self._changed:
       self._decision = self._decision or (point, request)
       self._held = False
@@ -109,7 +116,7 @@ class StopConsensus:
 
 
 class StopCoordinator:
-  """The monitor's side: from a request to the point where all stop.
+  """The part of the monitor in the consensus on a stop.
 
   Example:
     >>> coordinator = StopCoordinator(2)
@@ -129,20 +136,23 @@ class StopCoordinator:
 
   @property
   def is_asking(self) -> bool:
-    """Whether there is a request that not all have answered."""
+    """True while a request waits for the answers of some processes."""
     return self.request is not None and not self._is_decided
 
   def ask(self, request: StopRequest) -> bool:
-    """A process asks to stop; whether it is the first, and all must be asked."""
+    """Accept a request to stop; return True if it is the first one.
+
+    The caller then asks every process for its number of points.
+    """
     is_first = self.request is None
     self.request = self.request or request
     return is_first
 
   def answer(self, rank: int, count: int) -> int | None:
-    """A process has passed so many points and waits, or will pass no more.
+    """Record the number of points that a process has passed; it passes no more by itself.
 
     Returns:
-      The point where all stop, when this was the last answer.
+      The point where all processes stop, if this was the last answer; else None.
     """
     self._counts[rank] = count
     if not self.is_asking or len(self._counts) < self._num:

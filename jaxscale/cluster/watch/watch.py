@@ -1,9 +1,9 @@
-"""Every process's side of the watch: it sends where it is, once a second.
+"""Watch of one process: it sends the position of the process once per second.
 
-The main thread only notes where it is (`Watch.at`, below a microsecond). A thread
-sends that to process 0's monitor, listens, and leaves when the monitor says that the
-run is over, or when the monitor itself is gone. None of this waits for JAX, or for a
-collective.
+The main thread only records its position (`Watch.at`, below a microsecond). A thread
+sends it to the monitor in process 0 and listens. The thread ends the process when the
+monitor reports a fault or when the monitor itself is gone. It never waits for JAX or for
+a collective.
 """
 
 from __future__ import annotations
@@ -28,26 +28,26 @@ from jaxscale.cluster.watch.stop_consensus import StopConsensus, StopRequest
 from jaxscale.cluster.wire import Link, is_ready, parse, typed
 from jaxscale.errors import EXIT_CRASH, EXIT_HANG, user_message
 
-# What Gloo, NCCL and gRPC report of a peer that is gone.
+# Errors of Gloo, NCCL and gRPC about a peer that is gone.
 _OF_PEERS = re.compile(
   r"Gloo|NCCL|UNAVAILABLE|DEADLINE_EXCEEDED|[Cc]onnection (reset|closed|refused)"
   r"|Broken pipe|Socket closed"
 )
 _OWN = re.compile("RESOURCE_EXHAUSTED|OUT_OF_MEMORY")
-# The monitor's decision after `fail`: settling and sending take up to three seconds.
+# Seconds for the monitor's decision after `fail`, which takes up to three seconds.
 _DECISION_S = 5.0
 
 
 class Failure(NamedTuple):
-  """Why a process cannot continue.
+  """The reason why a process cannot continue.
 
   Attributes:
-    cause: for the end of a line.
+    cause: the end of the line that is logged.
     code: the exit code of all processes.
-    is_consequence: it may come from the fault of another process, as an error of
-      communication does.
-    is_user_error: the cause is `errors.user_message`: no stacks are written, and where
-      all processes report the same, no process is named.
+    is_consequence: True if a fault of another process may be the cause, as for an error
+      of communication.
+    is_user_error: True if the cause is a `errors.user_message`. No stacks are written, and
+      if all processes report the same cause, the line identifies no process.
   """
 
   cause: str
@@ -57,7 +57,7 @@ class Failure(NamedTuple):
 
 
 def failure_of(error: BaseException) -> Failure:
-  """What an error that ended the main thread means.
+  """Convert the error that ended the main thread to a `Failure`.
 
   Example:
     >>> failure_of(ValueError("no such class"))[:3]
@@ -68,21 +68,21 @@ def failure_of(error: BaseException) -> Failure:
   first, name = (str(error).splitlines() or [""])[0], type(error).__name__
   if isinstance(error, SystemExit) and isinstance(error.code, int):
     return Failure(f"{name}: {first}", error.code)
-  # XLA's errors are of jaxlib's one type or, on CPU, of ValueError (measured). A
-  # device whose memory is full is nobody else's fault.
+  # XLA raises one type of jaxlib or, on CPUs, ValueError (measured). Full device memory
+  # is not the consequence of another process's fault.
   from_xla = name in ("JaxRuntimeError", "XlaRuntimeError")
   follows = (from_xla or bool(_OF_PEERS.search(first))) and not _OWN.search(first)
   return Failure(f"{name}: {first}".removesuffix(": "), EXIT_CRASH, follows)
 
 
 class Spent(NamedTuple):
-  """What the main thread has done so far.
+  """The time that the main thread has spent in each activity.
 
   Attributes:
-    step: that it works on.
-    activity: that it is in.
-    seconds: in each activity, this one until now.
-    time: now, on the monotonic clock.
+    step: the step that it works on.
+    activity: the present activity.
+    seconds: the seconds in each activity, including the present one.
+    time: the present time on the monotonic clock.
   """
 
   step: int
@@ -92,13 +92,13 @@ class Spent(NamedTuple):
 
 
 class Watch:
-  """What a process notes about itself, and the link that sends it.
+  """The position of this process and the link that sends it to the monitor.
 
-  Make it with `start`.
+  `start` makes a watch.
 
   Attributes:
-    stop: the consensus on where to stop.
-    is_watched: whether a monitor listens: there are others, or it was asked for.
+    stop: the consensus on the point where all processes stop.
+    is_watched: True if a monitor listens.
   """
 
   def __init__(
@@ -112,10 +112,10 @@ class Watch:
   ):
     self._rank, self._hosts, self._link = rank, hosts, link
     self._timeouts, self._folder = timeouts, folder
-    # One object, read at once: step, activity, count of the same before, since when,
-    # and the seconds in this activity until then.
+    # One object, so that other threads read it atomically: step, activity, number of
+    # earlier calls with the same two, start, and earlier seconds in this activity.
     self._place = (0, "starting", 0, time.monotonic(), age_s)
-    self._seconds: dict[str, float] = {}  # in each activity, until it was left
+    self._seconds: dict[str, float] = {}  # in each activity, until its last end
     self._host = (0.0, 0)
     self._sending = threading.Lock()
     self._ended = threading.Event()
@@ -126,15 +126,15 @@ class Watch:
     self.is_watched = link is not None
 
   def at(self, step: int, activity: str) -> None:
-    """Note where the main thread is, as it enters it.
+    """Record that the main thread begins an activity.
 
-    "input" is all that the host does before a step, "step" where it starts one
+    "input" covers all work of the host before a step. In "step" the host starts a step
     and reads the metrics of finished ones.
 
     Args:
-      step: the one that is being worked on, from 1.
-      activity: one of `fault_detection.ACTIVITIES`. The same again: the next of
-        several, such as batches of an evaluation.
+      step: the step that the thread works on, from 1.
+      activity: one of `fault_detection.ACTIVITIES`. Another call with the same activity
+        begins the next of several units, such as batches of an evaluation.
     """
     now = time.monotonic()
     step_before, before, count, since, seconds = self._place
@@ -145,10 +145,10 @@ class Watch:
       self._host = (self._host[0] + now - since, self._host[1] + 1)
 
   def spent(self) -> Spent:
-    """What the main thread has done until now, for any thread."""
+    """Return the time in each activity until now; any thread may call this."""
     while True:
       place, seconds = self._place, self._seconds.copy()
-      if place is self._place:  # else the main thread has just left it
+      if place is self._place:  # else the main thread has just begun another activity
         break
     step, activity, _, since, before = place
     now = time.monotonic()
@@ -156,31 +156,34 @@ class Watch:
     return Spent(step, activity, seconds, now)
 
   def fail(self, cause: str, code: int = EXIT_CRASH, *kind: bool) -> None:
-    """Report a `Failure`, of these fields, to all; with a monitor, never returns."""
+    """Report a `Failure` to all processes; with a monitor, this never returns.
+
+    The arguments are the fields of `Failure`.
+    """
     if self._link is None or self._ended.is_set():
       return
     code = fault_detection.fault_code(code)
     failure = Failure(cause, code, *kind)
     where = describe_place(*self._place[:2])
     if self._send({"fail": [*failure, where]}):
-      time.sleep(_DECISION_S)  # the watch's thread leaves before
+      time.sleep(_DECISION_S)  # the watch's thread ends the process earlier
     name = f"process {self._rank} on {self._hosts[self._rank]}"
     self._leave(code, f"{name} failed {where}: {cause}")
 
   def close(self) -> None:
-    """Leave in good order, once all others do.
+    """Wait until all other processes close their watch, and leave.
 
-    A process that closes while others continue to train is a fault, and one that dies
-    now is still named.
+    A process that closes while others continue to train is a fault. A process that dies
+    during this wait is still reported.
     """
     if self._link is None or self._is_closing:
       return
     self._is_closing = True
     self.at(self._place[0], "leaving")
-    self._send(self._heartbeat())  # where it left
+    self._send(self._heartbeat())  # the last position
     self._send({"bye": self.stop.passed})
     for thread in self._threads:
-      thread.join()  # they know the time-outs
+      thread.join()  # the threads apply the timeouts
 
   def _ask(self, request: StopRequest) -> None:
     self._send({"ask": request})
@@ -194,7 +197,10 @@ class Watch:
     return {"beat": [step, activity, count, seconds, round(host, 6), steps, callback]}
 
   def _send(self, message: object) -> bool:
-    """Whether it was sent; a closed connection is found by the watch's thread."""
+    """Send a message; return whether it was sent.
+
+    The watch's thread detects a closed connection.
+    """
     assert self._link is not None
     with self._sending, contextlib.suppress(OSError):
       self._link.send(message, timeout=1.0)
@@ -202,31 +208,31 @@ class Watch:
     return False
 
   def _run(self) -> None:
-    """The watch's thread: send, listen, leave."""
+    """Run the watch's thread: send, listen, leave."""
     assert self._link is not None
     timeouts = self._timeouts
     heard = before = next_beat = time.monotonic()
     while True:
       now = time.monotonic()
       if (gap_s := now - before) > timeouts.heartbeat_timeout_s / 2:
-        heard += gap_s  # suspended and continued: nobody was silent
+        heard += gap_s  # this process was suspended, so the silence is its own
         self._link.heard += gap_s
       before = now
-      # Process 0 may be starting for as long as this one is not training yet.
+      # Until this process trains, process 0 may still be starting.
       is_early = self._place[1] in ("starting", "compiling")
       activity = "starting" if is_early else "step"
       allowed_s = fault_detection.silence_limit_s(activity, timeouts)
       alive = self._link.heard
       if reason := fault_detection.silence(now, heard, alive, allowed_s, timeouts):
-        # When it continues, it is to know why this process has left.
+        # If process 0 resumes, it reports why this process has exited.
         self._send({"alone": round(now - heard, 1)})
-        reason = f" for {now - heard:.0f} s ({reason})"
-        self._leave_without_monitor("is silent", EXIT_HANG, reason)
+        what = f"has sent nothing for {now - heard:.0f} s ({reason})"
+        self._leave_without_monitor(what, EXIT_HANG)
       if now >= next_beat:
         next_beat = now + timeouts.heartbeat_interval_s
         self._send(self._heartbeat())
-        # A process whose GIL is held sends nothing. Before this ends it, the monitor
-        # has found it silent.
+        # While the GIL is held, this thread sends nothing. The monitor reports that
+        # before this timer ends the process.
         stacks.arm(1.5 * allowed_s + 3 * timeouts.heartbeat_interval_s)
       if not is_ready(self._link, next_beat):
         continue
@@ -236,13 +242,12 @@ class Watch:
         if any(map(self._handle, messages)):
           return
       except EOFError:
-        why = " (killed, out of memory, or aborted?)"
-        self._leave_without_monitor("died", EXIT_CRASH, why)
+        self._leave_without_monitor("died (killed, out of memory, or aborted?)", EXIT_CRASH)
       except ValueError as e:
-        self._leave_without_monitor("sends what is not a message", EXIT_CRASH, f" ({e})")
+        self._leave_without_monitor(f"sent an invalid message ({e})", EXIT_CRASH)
 
   def _handle(self, message: Any) -> bool:
-    """Do what the monitor says; whether it was its last message."""
+    """Obey a message of the monitor; return True if it was the last one."""
     message = typed(dict[str, Any], message)
     if "hold" in message:
       self._send({"held": self.stop.hold()})
@@ -250,7 +255,7 @@ class Watch:
       point, *request = typed(list[Any], message["stop"])
       self.stop.decide(typed(int, point), parse(StopRequest, request))
     elif "fault" in message:
-      # The monitor prints the line; here it heads the stacks.
+      # The monitor prints the line; this process writes it above its stacks.
       fault = parse(FaultNotice, message["fault"])
       folder = self._folder if fault.with_stacks else None
       code = fault_detection.fault_code(fault.code)
@@ -259,15 +264,15 @@ class Watch:
       self._ended.set()
       stacks.disarm()
       assert self._link is not None
-      self._stop_beats()  # the child has the link open, too
+      self._stop_beats()  # the child also holds the link open
       self._link.close()
       return True
     return False
 
-  def _leave_without_monitor(self, what: str, code: int, why: str) -> NoReturn:
-    """Process 0 is gone, so every process reports it by itself."""
+  def _leave_without_monitor(self, what: str, code: int) -> NoReturn:
+    """Report that process 0 is gone, as every process does, and leave."""
     place = describe_place(*self._place[:2])
-    self._leave(code, f"process 0 on {self._hosts[0]} {what}, seen {place}{why}")
+    self._leave(code, f"process 0 on {self._hosts[0]} {what}, noticed {place}")
 
   def _leave(self, code: int, cause: str) -> NoReturn:
     line = f"error: {cause}{stacks.note(self._folder)}"
@@ -275,10 +280,10 @@ class Watch:
     stacks.leave(code, self._folder, self._rank, line)
 
   def _when_main_ends(self) -> None:
-    """Report how the main thread ended, if it has not done so itself.
+    """Report the end of the main thread, unless the main thread has done so itself.
 
-    In a thread that the interpreter waits for before it runs exit handlers, of
-    which JAX's would wait for the others first.
+    This runs in a thread that the interpreter waits for before it runs exit handlers.
+    JAX's exit handler would first wait for the other processes.
     """
     threading.main_thread().join()
     if self._is_closing:
@@ -299,17 +304,17 @@ def start(
   watch_alone: bool = False,
   age_s: float = 0.0,
 ) -> Watch:
-  """Start to watch, after the rendezvous and before JAX is asked for anything.
+  """Start the watch, after the rendezvous and before the first use of JAX.
 
   Args:
-    links: in process 0 those to all others by rank, elsewhere {0: link}; they belong
-      to the watch from here on.
-    rank: of this process.
-    hosts: of every process.
-    timeouts: None: the defaults.
-    folder: for stacks, made when there is something to write; None: none.
-    watch_alone: a run of one process is watched for hangs too.
-    age_s: seconds that this process has spent "starting" before.
+    links: in process 0 the links to all others by rank, in the others {0: link}. The
+      watch closes them.
+    rank: the rank of this process.
+    hosts: the host of every process, by rank.
+    timeouts: the limits; None uses the defaults.
+    folder: the folder for stacks, created at the first fault; None writes none.
+    watch_alone: whether a run of one process is also watched for hangs.
+    age_s: the seconds that this process has already spent "starting".
 
   Example:
     >>> watch = start({}, 0, ["localhost"])
@@ -340,10 +345,10 @@ def start(
 
 
 def _run_monitor(monitor: Monitor, folder: Path | None) -> None:
-  """The monitor's thread; a bug of its own must not leave the run without one."""
+  """Run the monitor's thread; an error in it ends the run, which needs a monitor."""
   try:
     monitor.run()
   except Exception:
-    line = f"error: the watch in process 0 failed\n{traceback.format_exc()}"
+    line = f"error: the monitor in process 0 failed\n{traceback.format_exc()}"
     stacks.print_line(line)
     stacks.leave(EXIT_CRASH, folder, 0, line)

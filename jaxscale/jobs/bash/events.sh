@@ -1,4 +1,4 @@
-# One line per start and end, for `status`.
+# Write one line per start and end, which `jaxscale status` reads.
 job=$SLURM_JOB_ID
 restarts=${SLURM_RESTART_COUNT:-0}
 record() {  # EVENT CODE NEXT

@@ -1,5 +1,5 @@
 log="$run/logs/$job.batch.out"
-first_failure() {  # sets `code` to that of the task that failed by itself
+first_failure() {  # sets `code` to the exit code of the task that failed first
   local ends first how rank
   ends=$(tail -c "+$((log_bytes + 1))" "$log" 2>/dev/null |
     grep -E '^srun: error: .*: tasks? [0-9]')
@@ -19,7 +19,7 @@ first_failure() {  # sets `code` to that of the task that failed by itself
   echo "error: process $rank failed first ($how):" \
     "$(tail -n 1 "$run/logs/$job.$rank.out")"
 }
-finish() {  # requeue the job or end it, by `code`
+finish() {  # requeues or ends the job, depending on `code`
   [ -n "$stopped" ] || first_failure
   case $code in
     RESTARTED) next=requeue ;;

@@ -1,5 +1,5 @@
-# Slurm requeues even what was cancelled. A job that it has ended is
-# COMPLETING, and its reason names a time limit and nothing else.
+# Slurm would also requeue a cancelled job. A job that Slurm is ending is COMPLETING; only
+# one at its time limit has Reason=TimeLimit.
 may_restart() {
   local shown tries=0
   until shown=$(scontrol show job "$job"); do
@@ -7,13 +7,13 @@ may_restart() {
     sleep 3
   done
   [ -n "$shown" ] || echo "error: not restarted: Slurm's controller does not answer"
-  # `scontrol requeue` by somebody else, or a preemption: Slurm starts it again.
+  # After a `scontrol requeue` by a user, or a preemption, Slurm itself restarts the job.
   [[ $shown =~ Restarts=([0-9]+) ]] &&
     [ "${BASH_REMATCH[1]}" -gt "${SLURM_RESTART_COUNT:-0}" ] && is_requeued=yes
   [[ $shown == *JobState=RUNNING* || $shown == *Reason=TimeLimit* ]] &&
     [ ! -e "$run/cancelled" ]
 }
-newest() {  # the step of the newest checkpoint, in the workdir or on the nodes
+newest() {  # prints the step of the newest checkpoint, in the workdir or on the nodes
   local copy=$workdir/checkpoints/local.json
   {
     ls "$workdir/checkpoints"

@@ -1,5 +1,5 @@
-# One process per node checks whether this allocation can train. If a
-# signal stops it, nothing is known about the nodes, and the job resumes later.
+# One process per node checks whether this allocation can train. If a signal stops the
+# check, the nodes may be fine, so the job is requeued and checks again.
 nodes=$SLURM_JOB_NUM_NODES
 step "${srun[@]}" --kill-on-bad-exit=0 \
   --nodes="$nodes" --ntasks="$nodes" --ntasks-per-node=1 \
@@ -10,9 +10,9 @@ if [ -n "$stopped" ]; then
   code=85
   finish
 elif [ "$code" = 2 ]; then
-  echo "error: the preflight found this allocation unfit, see above" >&2
+  echo "error: the preflight found problems on this allocation; see the lines above" >&2
   finish
 elif [ "$code" != 0 ]; then
-  echo "error: the preflight itself failed, exit code $code, see above" >&2
+  echo "error: the preflight could not run (exit code $code); see the lines above" >&2
   finish
 fi

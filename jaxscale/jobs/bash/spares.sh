@@ -1,46 +1,46 @@
-# Spare nodes replace lost ones.
-home=$SLURMD_NODENAME  # where this script runs; if it is lost, so is the script
-given_up=  # those that did not answer
-good_nodes() {  # of the job, and not down, drained or without an answer (sinfo(1))
+# Replace lost nodes by spare ones.
+home=$SLURMD_NODENAME  # the node of this script
+given_up=  # nodes that did not answer
+good_nodes() {  # prints the job's nodes that are not down, drained or silent (sinfo(1))
   local list bad names
   list=$(squeue --noheader --jobs="$job" --format=%N) && [ -n "$list" ] || return 1
   bad=$(sinfo --noheader --Node --nodes="$list" --format='%N %T' |
     awk '$2 ~ /down|drain|fail|unknown|[*~#!%^]$/ { print $1 }')
   names=$(scontrol show hostnames "$list" | grep -Fxv -e "$bad" -e "$given_up")
   grep -Fxv -e "$home" <<<"$names"
-  grep -Fx -e "$home" <<<"$names"  # it trains last
+  grep -Fx -e "$home" <<<"$names"  # last, so that it trains only if it is needed
 }
-silent() {  # NODES; those that start no task now
+silent() {  # NODES; prints those that cannot start a task now
   lines "$@" | xargs -P 32 -I{} bash -c 'timeout -k 1 30 srun --overlap --nodes=1 \
     --ntasks=1 --ntasks-per-node=1 --nodelist={} true &>/dev/null || echo {}'
 }
 missing() { lines "${training[@]}" | grep -Fxv -e "$(lines "${nodes[@]}")"; }
 lines() { printf '%s\n' "$@"; }
-node_list() { lines "$@" | sort -V | paste -sd,; }  # as Slurm has lists
+node_list() { lines "$@" | sort -V | paste -sd,; }  # in Slurm's format
 moved_to() {  # NODES
   printf '{"event": "move", "job": "%s", "restarts": %d, "nodes": %d, "hosts": "%s", ' \
     "$job" "$restarts" ${#training[@]} "$1" >>"$run/events/$task.jsonl"
   printf '"lost": "%s", "code": %d, "next": "", "time": %d}\n' \
     "$lost" "$code" "$(date +%s)" >>"$run/events/$task.jsonl"
-  echo "exit code $code: node $lost is lost; resumes from step $(newest) on $1," \
+  echo "exit code $code: lost node $lost; resuming from step $(newest) on $1," \
     "restart $restarts"
 }
 
-# With --no-kill Slurm keeps a job that has lost the node of its script. A task on
-# another node watches for that, and the job is requeued, or ended.
+# With --no-kill Slurm keeps a job that has lost the node of its script. A task on a
+# different node detects this and requeues or ends the job.
 guard() {
   trap '' USR1 USR2
-  exec >>"$run/logs/$job.batch.out" 2>&1  # srun, which would write, may be lost
+  exec >>"$run/logs/$job.batch.out" 2>&1  # its srun may be lost with the node
   local list
   while sleep 5; do
     list=$(squeue --noheader --jobs="$job" --format=%N) && [ -n "$list" ] || continue
     scontrol show hostnames "$list" | grep -Fxq -e "$home" && continue
     if may_restart && [ "$restarts" -lt "$max_restarts" ]; then
-      echo "node $home is lost, and the script with it: the job is requeued"
+      echo "lost node $home, which ran the batch script: the job is requeued"
       record end 137 requeue
       scontrol requeue "$job"
     else
-      echo "node $home is lost, and the script with it: the job ends"
+      echo "lost node $home, which ran the batch script: the job ends"
       record end 137 stop
       scancel "$job"
     fi
@@ -72,7 +72,7 @@ while :; do
   mapfile -t nodes < <(good_nodes)
   [ ${#nodes[@]} -gt 0 ] || break  # Slurm does not answer
   if ! missing >/dev/null; then
-    quiet=$(silent "${nodes[@]}")  # if home is too, the question does not work
+    quiet=$(silent "${nodes[@]}")  # if it contains home, the test itself failed
     grep -Fxq -e "$home" <<<"$quiet" || given_up+=$'\n'$quiet
     mapfile -t nodes < <(good_nodes)
   fi

@@ -1,7 +1,7 @@
-# bash must survive the signals that ask the tasks to save. It handles none
-# until the command that it waits for has ended, hence the loop; and not `wait`, whose
-# status bash 5.2 loses when SIGCONT and a trapped signal coincide.
-exec {codes}<> <(:)  # a pipe: a file would be empty where the disk is full
+# bash must survive the signals that ask the tasks to save. It handles signals only between
+# two commands, so it polls in a loop. `wait` is no alternative, because bash 5.2 loses its
+# status when SIGCONT and a trapped signal coincide.
+exec {codes}<> <(:)  # a pipe, since a file would stay empty on a full disk
 stopped=
 step() {  # COMMAND; sets `code`, and `stopped` if a signal came
   log_bytes=$(stat -c %s "$log" 2>/dev/null || echo 0)

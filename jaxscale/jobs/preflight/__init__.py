@@ -1,10 +1,9 @@
-"""The preflight: whether an allocation is ready for a job (and ImageNet, whole).
+"""Preflight: checks of an allocation before a job, and of a prepared ImageNet.
 
-All processes of the job take part, process 0 prints, and all end with the same exit
-code. What needs no JAX comes first and takes a second or two; JAX is only asked in
-child processes, so nothing that ends it can end the preflight. Nothing here knows how
-a job is submitted. A new check is a module with a function `check` and a line in
-`CHECKS`.
+All processes of the job take part, process 0 prints, and all end with the same exit code.
+The checks without JAX come first and take a second or two. JAX runs in child processes
+only, so that its aborts do not end the preflight. This package does not depend on the way
+a job is submitted. A new check is a module with a function `check` and a line in `CHECKS`.
 """
 
 from __future__ import annotations
@@ -29,10 +28,10 @@ class Options(NamedTuple):
   """Options of the preflight.
 
   Attributes:
-    workdir: workdir of the run, or the directory of its workdirs.
-    config: `FILE[:arg]` of the run; None: any.
-    overrides: of the config, as text by dotted field.
-    skip: checks to leave out, names in `CHECKS`.
+    workdir: the workdir of the run, or the directory of its workdirs.
+    config: the config of the run as `FILE[:arg]`; None checks without a config.
+    overrides: overrides of the config, as text by dotted field.
+    skip: checks to skip, by name in `CHECKS`.
   """
 
   workdir: Path = Path()
@@ -42,12 +41,12 @@ class Options(NamedTuple):
 
 
 class Check(NamedTuple):
-  """A check, by name in `CHECKS`.
+  """A check; `CHECKS` has all checks by name.
 
   Attributes:
-    text: what is checked.
-    run: all processes call it, with the options and the facts that earlier checks
-      found; process 0 returns the findings, others nothing.
+    text: a description of the check.
+    run: a function that all processes call with the options and the facts of earlier
+      checks. Process 0 returns the findings, the others return [].
   """
 
   text: str
@@ -55,7 +54,7 @@ class Check(NamedTuple):
 
 
 CHECKS = {
-  "software": Check("versions, system limits, GPUs that others use", software.check),
+  "software": Check("versions, system limits, GPUs already in use", software.check),
   "clocks": Check("offset of every host's clock to process 0", clocks.check),
   "files": Check("the workdir is shared; atomic renames, exclusive creation", shared_files.check),
   "devices": Check("number, kind and a tiny program on each; XLA's flags; the data", devices.check),
@@ -65,7 +64,7 @@ CHECKS = {
 
 
 def check(options: Options) -> int:
-  """Run all checks with all processes of the job; returns the exit code."""
+  """Run all checks with all processes of the job; return the exit code."""
   from jaxscale.cluster import detect
   from jaxscale.cluster.rendezvous import client
 
@@ -84,7 +83,7 @@ def check(options: Options) -> int:
   if group.rank == 0:
     report("preflight", findings)
     sys.stdout.flush()
-  # A launcher may end all as soon as one fails: not before process 0 has printed.
+  # A launcher may end all processes when one fails, so wait until process 0 has printed.
   barrier(group, "printed")
   return EXIT_DONE if all(f.ok for f in findings) else EXIT_NOT_READY
 
@@ -94,10 +93,10 @@ def run_checks(group: Group, options: Options) -> list[Finding]:
 
   Args:
     group: the processes that take part.
-    options: what is checked.
+    options: the options of the preflight.
 
   Raises:
-    ConfigError: a process was lost.
+    ConfigError: the connection to a process was lost.
 
   Example:
     >>> run_checks(Group(0, ("n1",), {}), Options(skip=tuple(CHECKS)))

@@ -1,8 +1,8 @@
-"""Functions that need JAX, each run in a child process of the preflight.
+"""Calls of functions that need JAX in child processes of the preflight.
 
-XLA ends a process that has a flag it does not know, and JAX keeps an accelerator for
-as long as its process lives. A child process calls one function, which returns what
-JSON can hold, and prints the result as its last line.
+XLA aborts a process with an unknown flag, and JAX holds an accelerator as long as its
+process lives. So a child process calls one function, which returns JSON values, and prints
+the result as its last line.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from typing import Any
 from jaxscale.cluster.environment import check_environment
 from jaxscale.errors import ConfigError
 
-WAIT_S = 90.0  # JAX's import from a cold parallel file system takes long
+WAIT_S = 90.0  # seconds; JAX's import from a cold parallel file system is slow
 _XLA_ERRORS = {
-  r"Unknown flags? in XLA_FLAGS: (.*)": r"XLA_FLAGS: this jax does not know \1",
-  r"Couldn't interpret value (\S*) for flag (\S+?)\.?$": r"XLA_FLAGS: no value of --\2: \1",
+  r"Unknown flags? in XLA_FLAGS: (.*)": r"XLA_FLAGS: unknown to this jaxlib: \1",
+  r"Couldn't interpret value (\S*) for flag (\S+?)\.?$": r"XLA_FLAGS: invalid value of --\2: \1",
   r'Could not open file "(.*?)" to read flags': r"XLA_FLAGS=\1: not a file; flags begin with --",
 }
 
@@ -30,15 +30,15 @@ _XLA_ERRORS = {
 def ask(
   function: str, options: dict[str, Any], env: dict[str, str] | None = None
 ) -> dict[str, Any]:
-  """Return the result of a function in a child process; {"error": text} if it fails.
+  """Call a function in a child process; return its result, or {"error": text}.
 
   Args:
-    function: "module.name", the module in this package.
-    options: its arguments.
-    env: variables that differ from ours; "" removes one.
+    function: the function as "module.name", with a module of this package.
+    options: the arguments of the function.
+    env: environment variables to change; "" removes a variable.
   """
   whole = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"} | (env or {})
-  # With our path: `-c` alone would put the current directory before Python's modules.
+  # The child gets this process's path: `-c` would put the current directory first.
   code = f"import sys; sys.path[:] = {sys.path}; "
   code += "from jaxscale.jobs.preflight import child; child.answer()"
   command = [sys.executable, "-P", "-c", code, function, json.dumps(options)]
@@ -56,7 +56,7 @@ def ask(
 
 
 def answer() -> None:
-  """Run the function that `ask` names on the command line, in the child process."""
+  """Run in the child process the function from the command line that `ask` built."""
   module, _, name = sys.argv[1].partition(".")
   try:
     check_environment(os.environ)
@@ -68,14 +68,14 @@ def answer() -> None:
 
 
 def cause_of(stderr: str, code: int) -> str:
-  """Return the line of stderr that says why JAX or XLA ended a process.
+  """Return the line of stderr with the reason why JAX or XLA ended a process.
 
-  The sentences are those of XLA's parse_flags_from_env.cc and command_line_flags.cc, as
-  jaxlib 0.10.2 writes them.
+  The known messages come from XLA's parse_flags_from_env.cc and command_line_flags.cc in
+  jaxlib 0.10.2.
 
   Example:
     >>> cause_of("F1121 x.cc:234] Unknown flag in XLA_FLAGS: --xla_foo=1", -6)
-    'XLA_FLAGS: this jax does not know --xla_foo=1'
+    'XLA_FLAGS: unknown to this jaxlib: --xla_foo=1'
   """
   for pattern, meaning in _XLA_ERRORS.items():
     if match := re.search(pattern, stderr, re.M):

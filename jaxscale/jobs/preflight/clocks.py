@@ -9,13 +9,13 @@ from typing import Any
 from jaxscale.jobs.preflight.finding import Finding
 from jaxscale.jobs.preflight.group import Group, receive, send
 
-# File systems, Kerberos tickets and the order of lines in logs suffer from more.
+# Larger offsets disturb file systems, Kerberos tickets and the order of log lines.
 MOST_S = 1.0
 _QUESTIONS = 8
 
 
 def check(group: Group, options: Any, facts: Any) -> list[Finding]:
-  """Process 0 asks every host for its time; all processes call it."""
+  """Compare every host's clock with that of process 0; all processes call this."""
   if group.rank:
     for _ in range(_QUESTIONS if group.acts else 0):
       receive(group, 0, "clocks")
@@ -26,10 +26,10 @@ def check(group: Group, options: Any, facts: Any) -> list[Finding]:
 
 
 def _offset(group: Group, rank: int) -> tuple[float, float]:
-  """Return the seconds by which a clock is ahead, and the error bound of that.
+  """Return the seconds by which a clock is ahead, and their error bound.
 
-  Of several answers the one with the shortest round trip counts, as in NTP (RFC
-  5905, section 10): what delays a message delays it one way more than the other.
+  The answer with the shortest round trip counts, as in NTP (RFC 5905, section 10), since
+  delays of a message usually affect one direction.
   """
   answers = []
   for _ in range(_QUESTIONS):
@@ -43,13 +43,13 @@ def _offset(group: Group, rank: int) -> tuple[float, float]:
 
 
 def findings(offsets: Mapping[str, tuple[float, float]], host: str) -> list[Finding]:
-  """Judge the offsets of hosts to the clock of `host`, each with its error bound.
+  """Return findings on the offsets of hosts, with error bounds, to the clock of `host`.
 
   Example:
     >>> findings({"n2": (2.5, 0.0001)}, "n1")[0].text
     'clock of n2: 2.50 s ahead of n1'
   """
-  remedy = "let chronyd or ntpd set the clocks (`chronyc tracking` on each of the two)"
+  remedy = "synchronize the clocks by chronyd or ntpd (see `chronyc tracking` on both hosts)"
   wrong = []
   for name, (ahead, error) in offsets.items():
     if abs(ahead) - error > MOST_S:

@@ -1,6 +1,6 @@
-"""The check `devices`: devices, XLA's flags, the data and the config.
+"""The check `devices`: devices, XLA flags, the data and the config.
 
-Only JAX knows them: `look` and `fits` run in child processes.
+The checks need JAX, so `look` and `fits` run in child processes.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from jaxscale.metrics.text import byte_size, plural
 
 
 def check(group: Group, options: Any, facts: dict[str, Any]) -> list[Finding]:
-  """Ask JAX in all processes; process 0 has the findings, and asks about the config."""
+  """Check devices and data in all processes; process 0 also checks the config."""
   asked = {"config": options.config, "overrides": dict(options.overrides)}
   found = gather(group, "devices", ask("devices.look", asked))
   if group.rank:
@@ -29,7 +29,7 @@ def check(group: Group, options: Any, facts: dict[str, Any]) -> list[Finding]:
   facts["has_devices"] = all(f.ok for f in result)
   if options.config is None or not facts["has_devices"]:
     return result
-  # The experiment of the config on so many devices, simulated on the CPU.
+  # Build the experiment of the config on as many devices, simulated on the CPU.
   total = sum(each["count"] for each in found)
   env = {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(total), "XLA_FLAGS": ""}
   fits = ask("devices.fits", asked | {"workdir": str(options.workdir)}, env)
@@ -37,19 +37,19 @@ def check(group: Group, options: Any, facts: dict[str, Any]) -> list[Finding]:
   text = f"config {options.config}"
   if error := fits.get("error"):
     text += f" on {plural(total, 'device')}: {error}"
-    return [*result, Finding(False, text, "change the config, or ask for other nodes")]
+    return [*result, Finding(False, text, "change the config, or request other nodes")]
   size = byte_size(fits["bytes"])
   text += f" fits {plural(total, 'device')}, its checkpoints have {size}"
   return [*result, Finding(True, text)]
 
 
 def findings(found: Found, software: Found, hosts: Sequence[str]) -> list[Finding]:
-  """What the answers about devices and data mean.
+  """Return findings on devices and data.
 
   Args:
     found: the results of `look`, by rank.
     software: the results of `software.probe`, by rank; [] if that check was skipped.
-    hosts: by rank.
+    hosts: the hosts, by rank.
   """
   wrong = _errors(found, hosts, "error")
   alive = [rank for rank, each in enumerate(found) if "error" not in each]
@@ -59,28 +59,28 @@ def findings(found: Found, software: Found, hosts: Sequence[str]) -> list[Findin
   usual, others = outliers(shapes)
   for (count, kind), ranks in others.items():
     text = f"devices: {count} x {kind} in {ranks_with_hosts(ranks, hosts)}, "
-    remedy = "ask for the same number of the same kind for every process, e.g. with "
-    remedy += "--gpus-per-node and --constraint, or leave these nodes out"
+    remedy = "request the same number and kind of devices for every process, e.g. with "
+    remedy += "--gpus-per-node and --constraint, or exclude these nodes"
     wrong.append(Finding(False, f"{text}{usual[0]} x {usual[1]} in the others", remedy))
   for rank in alive:
     host, each = hosts[rank], found[rank]
     if results := each["wrong"]:
       text = f"devices: {host} computes wrong results: {results[0]}"
-      wrong.append(Finding(False, text, f"leave {host} out and report it"))
+      wrong.append(Finding(False, text, f"exclude {host} and report it"))
     idle = each["platform"] == "cpu" and software and software[rank]["gpus"]
     if idle and os.environ.get("JAX_PLATFORMS") != "cpu":
-      text = f"devices: {host} has GPUs, and JAX runs on its CPU"
+      text = f"devices: {host} has GPUs, but JAX uses its CPU"
       wrong.append(Finding(False, text, "install jaxscale[cuda12] or [cuda13]"))
   if not wrong:
     where = f" in each of {len(found)} processes" if len(found) > 1 else ""
     wrong = [Finding(True, f"devices: {usual[0]} x {usual[1]}{where}, tested")]
     if flags := os.environ.get("XLA_FLAGS"):
-      wrong.append(Finding(True, f"XLA_FLAGS: this jax knows all of {flags}"))
+      wrong.append(Finding(True, f"XLA_FLAGS: this jaxlib accepts {flags}"))
   return [*wrong, *_data(found, hosts)]
 
 
 def _data(found: Found, hosts: Sequence[str]) -> list[Finding]:
-  """The data of the config: on every host, and the same everywhere."""
+  """Return findings on the data of the config, which must be equal on all hosts."""
   wrong = _errors(found, hosts, "data_error")
   data = {r: tuple(each["data"]) for r, each in enumerate(found) if "data" in each}
   if not data:
@@ -94,7 +94,7 @@ def _data(found: Found, hosts: Sequence[str]) -> list[Finding]:
 
 
 def _errors(found: Found, hosts: Sequence[str], key: str) -> list[Finding]:
-  """A finding for each different text under `key`, with its processes."""
+  """Return a finding for each distinct text under `key`, with its processes."""
   wrong = []
   for who, text in texts_by_process(found, hosts, key):
     prefix, remedy = "", "run python -P -c 'import jax; print(jax.devices())' there"
@@ -104,17 +104,17 @@ def _errors(found: Found, hosts: Sequence[str], key: str) -> list[Finding]:
     elif text.startswith("JAX_"):
       text, _, remedy = text.partition("; ")
     elif text.startswith("XLA_FLAGS"):
-      remedy = "take it out of XLA_FLAGS, or use the version of jax that has it"
+      remedy = "remove it from XLA_FLAGS, or use a version of jaxlib that has it"
     wrong.append(Finding(False, f"{prefix}{who}{text}", remedy))
   return wrong
 
 
 def look(config: str | None, overrides: dict[str, str]) -> dict[str, Any]:
-  """The devices of this process, tested, and the data of a config.
+  """Test the devices of this process and open the data of a config.
 
   Args:
-    config: `FILE[:arg]`, or None.
-    overrides: of the config, as text by dotted field.
+    config: the config as `FILE[:arg]`, or None.
+    overrides: overrides of the config, as text by dotted field.
   """
   import jax
   import jax.numpy as jnp
@@ -123,8 +123,8 @@ def look(config: str | None, overrides: dict[str, str]) -> dict[str, Any]:
   wrong = []
   for device in devices:
     x = jax.device_put(jnp.arange(256.0).reshape(16, 16), device)
-    # Small whole numbers: exact in float32, and in TF32 or bfloat16 products. Every
-    # row has 0, 1, 2, 3 four times: 16 x 16 products of 4 x (0 + 1 + 4 + 9).
+    # Small whole numbers are exact in float32, TF32 and bfloat16 products. Every row has
+    # 0, 1, 2, 3 four times: 16 x 16 products of 4 x (0 + 1 + 4 + 9).
     y = jax.jit(lambda x: ((x % 4) @ (x % 4).T).sum())(x)
     if float(y) != 256 * 56:
       wrong.append(f"{device}: {float(y)}")
@@ -146,16 +146,16 @@ def look(config: str | None, overrides: dict[str, str]) -> dict[str, Any]:
 
 
 def fits(config: str, overrides: dict[str, str], workdir: str) -> dict[str, Any]:
-  """Whether a config can run on the devices that this process simulates.
+  """Check that a config can run on the simulated devices of this process.
 
   Args:
-    config: `FILE[:arg]`.
-    overrides: of the config, as text by dotted field.
-    workdir: from which it may resume.
+    config: the config as `FILE[:arg]`.
+    overrides: overrides of the config, as text by dotted field.
+    workdir: the workdir, from which the run may resume.
 
   Returns:
-    {"bytes": size of a checkpoint, "kept": the most checkpoints on disk}, or
-    {"error": why it cannot}.
+    {"bytes": size of a checkpoint, "kept": largest number of checkpoints on disk}, or
+    {"error": the reason why it cannot run}.
   """
   import jax
 
@@ -168,5 +168,5 @@ def fits(config: str, overrides: dict[str, str], workdir: str) -> dict[str, Any]
   leaves = jax.tree.leaves(experiment.abstract_state())
   keep = experiment.config.checkpoint
   size = sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
-  # The next one is written before the oldest is deleted.
+  # The next checkpoint is written before the oldest one is deleted.
   return {"bytes": size, "kept": keep.keep_last + keep.keep_best + 1}

@@ -14,14 +14,14 @@ from jaxscale.jobs.preflight.group import Group, barrier, broadcast, gather
 from jaxscale.jobs.preflight.shared_files import attempt
 from jaxscale.metrics.text import byte_size
 
-_DEFAULT = 256 << 20  # bytes of a checkpoint where no config gives its size
-_MOST = 8 << 30  # bytes written of a larger one: its speed is known by then
-_MOST_S = 10.0  # after which a host stops writing
+_DEFAULT = 256 << 20  # bytes of a checkpoint without a config
+_MOST = 8 << 30  # bytes to write for larger checkpoints, enough to measure the speed
+_MOST_S = 10.0  # seconds after which a host stops writing
 _SYNCED = 1 << 26  # bytes between syncs, a multiple of a block
 
 
 def check(group: Group, options: Any, facts: dict[str, Any]) -> list[Finding]:
-  """Write a checkpoint's worth; skipped in a workdir that cannot be used."""
+  """Write as much as a checkpoint; skipped if the workdir is unusable."""
   asked = 0 if facts.get("unusable") else facts.get("bytes", _DEFAULT)
   if not (size := broadcast(group, "disk: size", asked)):
     return []
@@ -31,16 +31,18 @@ def check(group: Group, options: Any, facts: dict[str, Any]) -> list[Finding]:
 
 
 def measure(group: Group, workdir: Path, size: int) -> dict[str, Any]:
-  """Write and fsync a checkpoint's worth, every host its part; all call it.
+  """Write and fsync as much as a checkpoint, in equal parts on all hosts.
+
+  All processes call this.
 
   Args:
     group: the processes.
-    workdir: of the checkpoints.
-    size: bytes of a checkpoint, all hosts' parts together.
+    workdir: the directory of the checkpoints.
+    size: the bytes of a checkpoint, over all hosts.
 
   Returns:
-    {"bytes", "seconds", "free", "files"} of this host, "error" if it could not
-    write; {} in processes that are not the first of their host.
+    {"bytes", "seconds", "free", "files"} of this host, with "error" if it could not write;
+    {} in processes that are not the first of their host.
   """
   path = workdir.absolute() / f".preflight-{group.rank}-{secrets.token_hex(4)}"
   error = ""
@@ -50,7 +52,7 @@ def measure(group: Group, workdir: Path, size: int) -> dict[str, Any]:
   if not group.acts:
     return {}
   part, written = -(-size // len(group.host_ranks)), 0
-  # Random, or a file system that compresses would write nothing.
+  # Random bytes, since a compressing file system would write almost nothing.
   block = memoryview(secrets.token_bytes(min(part, 1 << 22) or 1))
   began = time.monotonic()
   try:
@@ -58,7 +60,7 @@ def measure(group: Group, workdir: Path, size: int) -> dict[str, Any]:
     with open(path, "wb", buffering=0) as file:
       while written < part and time.monotonic() - began < _MOST_S:
         written += file.write(block[: part - written])
-        if written % _SYNCED == 0 or written == part:  # so that time stays bounded
+        if written % _SYNCED == 0 or written == part:  # keeps the last sync short
           os.fsync(file.fileno())
       os.fsync(file.fileno())
   except OSError as e:
@@ -66,21 +68,21 @@ def measure(group: Group, workdir: Path, size: int) -> dict[str, Any]:
   finally:
     seconds = time.monotonic() - began
     attempt(lambda: path.unlink(missing_ok=True))  # fails on a read-only file system
-  # Some file systems (btrfs) count no inodes and report 0 of 0.
+  # Some file systems (btrfs) do not count inodes and report 0 of 0.
   files = room.f_favail if room.f_files else None
   free = room.f_bavail * room.f_frsize
   return {"bytes": written, "seconds": seconds, "free": free, "files": files}
 
 
 def findings(found: Found, group: Group, workdir: Path, size: int, needed: int) -> list[Finding]:
-  """What the results of `measure` mean.
+  """Return findings on the results of `measure`.
 
   Args:
-    found: by rank.
+    found: the results, by rank.
     group: the processes.
-    workdir: of the checkpoints.
-    size: bytes of a checkpoint.
-    needed: bytes of all checkpoints that are kept.
+    workdir: the directory of the checkpoints.
+    size: the bytes of a checkpoint.
+    needed: the bytes of all checkpoints that are kept.
   """
   place = f"workdir {workdir}: "
   by_host = {group.hosts[rank]: found[rank] for rank in group.host_ranks}
@@ -89,13 +91,13 @@ def findings(found: Found, group: Group, workdir: Path, size: int, needed: int) 
     if error := each.get("error"):
       text = f"{place}{host} wrote {byte_size(each['bytes'])} of its part of "
       remedy = f"make room or raise the quota there ({byte_size(needed)} are needed), "
-      remedy += "or give another --workdir"
+      remedy += "or use a different --workdir"
       wrong.append(Finding(False, f"{text}{byte_size(size)}, then: {error}", remedy))
   if wrong:
     return wrong
   free = min(each["free"] for each in by_host.values())
   text = f"{place}{byte_size(free)} free, {byte_size(needed)} needed"
-  remedy = f"make room for {byte_size(needed)} there, or give another --workdir"
+  remedy = f"make room for {byte_size(needed)} there, or use a different --workdir"
   result = [Finding(free >= needed, text, remedy)]
   files = [e["files"] for e in by_host.values() if e["files"] is not None]
   if files and min(files) < 10_000:
@@ -106,7 +108,7 @@ def findings(found: Found, group: Group, workdir: Path, size: int, needed: int) 
   for host, rate in rates.items():
     if len(rates) > 2 and rate < usual / 5:
       text = f"{place}{host} writes {byte_size(rate)}/s, the median host "
-      remedy = f"leave {host} out and report it"
+      remedy = f"exclude {host} and report it"
       result.append(Finding(False, f"{text}{byte_size(usual)}/s", remedy))
   total = sum(each["bytes"] for each in by_host.values())
   rate = total / max(each["seconds"] for each in by_host.values())

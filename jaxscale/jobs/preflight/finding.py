@@ -1,4 +1,4 @@
-"""What a diagnosis finds, one line each, and how it is printed."""
+"""Findings of a diagnosis, one line each, and their output."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from jaxscale.cluster.rendezvous.handshake import ranks_with_hosts
 from jaxscale.errors import EXIT_DONE, EXIT_USER
 
 EXIT_NOT_READY = EXIT_USER
-Found = Sequence[dict[str, Any]]  # what each process found, by rank
+Found = Sequence[dict[str, Any]]  # results of the processes, by rank
 
 
 class Finding(NamedTuple):
   """One line of a diagnosis.
 
   Attributes:
-    ok: whether it is as it should be.
-    text: what was found.
-    remedy: what to do about it, if it is not ok.
+    ok: True if there is no problem.
+    text: the finding.
+    remedy: the remedy of a problem; "" if there is none.
   """
 
   ok: bool
@@ -27,26 +27,26 @@ class Finding(NamedTuple):
 
 
 def report(name: str, findings: Sequence[Finding]) -> int:
-  """Print one line per finding, then each remedy once; returns the exit code.
+  """Print one line per finding, then each remedy once; return the exit code.
 
   Example:
     >>> report("clocks", [Finding(False, "n2 is 4 s ahead", "start chronyd on n2")])
-    not   n2 is 4 s ahead
-    next  start chronyd on n2
+    fail  n2 is 4 s ahead
+    fix   start chronyd on n2
     2
   """
   for finding in findings:
-    print(("ok    " if finding.ok else "not   ") + finding.text)
+    print(("ok    " if finding.ok else "fail  ") + finding.text)
   wrong = [f for f in findings if not f.ok]
   for remedy in dict.fromkeys(f.remedy for f in wrong):
-    print(f"next  {remedy}")
+    print(f"fix   {remedy}")
   if not wrong:
     print(f"{name}: ready")
   return EXIT_NOT_READY if wrong else EXIT_DONE
 
 
 def texts_by_process(found: Found, hosts: Sequence[str], key: str) -> list[tuple[str, str]]:
-  """Return each different text under `key`, and the processes that have it.
+  """Return each distinct text under `key`, with the processes that have it.
 
   Example:
     >>> texts_by_process([{}, {"error": "no GPU"}], ["n1", "n2"], "error")
@@ -61,7 +61,7 @@ def texts_by_process(found: Found, hosts: Sequence[str], key: str) -> list[tuple
 
 
 def outliers(values: Mapping[int, Any]) -> tuple[Any, dict[Any, list[int]]]:
-  """The most frequent value, and the keys of each other value.
+  """Return the most frequent value, and the keys of each other value.
 
   Example:
     >>> outliers({0: "0.10", 1: "0.9", 2: "0.10"})

@@ -1,7 +1,7 @@
-"""The processes of a preflight, and their messages.
+"""Processes of a preflight and their messages.
 
-Process 0 has a connection to every other one and they have one to it, as the
-rendezvous leaves them (`cluster.rendezvous`); nothing here needs JAX.
+Process 0 is connected to every other process by the links of the rendezvous
+(`cluster.rendezvous`). This module does not need JAX.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ from jaxscale.cluster.rendezvous.handshake import ranks_with_hosts
 from jaxscale.cluster.wire import Link
 from jaxscale.errors import ConfigError
 
-PATIENCE_S = 120.0  # for the slowest part of any check, JAX on a cold file system
+PATIENCE_S = 120.0  # seconds for a step of a check; JAX on a cold file system is slowest
 
 
 class Group(NamedTuple):
-  """The processes that take part.
+  """The processes that take part in a preflight.
 
   Attributes:
-    rank: of this process.
+    rank: the rank of this process.
     hosts: the host of every process, by rank.
-    links: by rank, to all others in process 0, to process 0 in the others.
-    key: which only processes of this run have.
+    links: the links by rank: in process 0 to all others, in the others to process 0.
+    key: the key that only processes of this run know.
   """
 
   rank: int
@@ -33,16 +33,16 @@ class Group(NamedTuple):
 
   @property
   def host_ranks(self) -> tuple[int, ...]:
-    """The lowest rank of every host, which acts for the host."""
+    """Lowest rank of each host, which acts for the host."""
     return tuple(dict.fromkeys(self.hosts.index(host) for host in self.hosts))
 
   @property
   def acts(self) -> bool:
-    """Whether this process acts for its host."""
+    """True if this process acts for its host."""
     return self.rank in self.host_ranks
 
   def name(self, *ranks: int) -> str:
-    """How a message names processes: "process 2 (n3)"."""
+    """Describe processes for a message: "process 2 (n3)"."""
     return ranks_with_hosts(ranks, self.hosts)
 
 
@@ -50,7 +50,7 @@ def send(group: Group, rank: int, step: str, value: Any) -> None:
   """Send a value to a process that is connected to this one.
 
   Raises:
-    ConfigError: it is gone.
+    ConfigError: the process has closed the connection.
   """
   try:
     group.links[rank].send([step, value])
@@ -59,10 +59,11 @@ def send(group: Group, rank: int, step: str, value: Any) -> None:
 
 
 def receive(group: Group, rank: int, step: str) -> Any:
-  """The value that a process sends in this step.
+  """Receive the value that a process sends in this step.
 
   Raises:
-    ConfigError: it is gone, silent, or in another step.
+    ConfigError: the process has closed the connection, sends nothing, or is in a different
+      step.
   """
   try:
     their_step, value = group.links[rank].receive(PATIENCE_S)
@@ -76,14 +77,14 @@ def receive(group: Group, rank: int, step: str) -> Any:
 
 
 def _lost(group: Group, rank: int, step: str, error: Exception) -> ConfigError:
-  what = f"left at {step!r}; it says why"
+  what = f"exited at {step!r}; see its output"
   if rank:
-    what = f"was lost at {step!r} ({error}); look at its output, or leave its node out"
+    what = f"was lost at {step!r} ({error}); see its output, or exclude its node"
   return ConfigError(f"preflight: {group.name(rank)} {what}")
 
 
 def gather(group: Group, step: str, value: Any) -> list[Any]:
-  """The values of all processes, by rank, in process 0; elsewhere []."""
+  """Return the values of all processes, by rank, in process 0; [] in the others."""
   if group.rank:
     send(group, 0, step, value)
     return []
@@ -91,7 +92,7 @@ def gather(group: Group, step: str, value: Any) -> list[Any]:
 
 
 def broadcast(group: Group, step: str, value: Any = None) -> Any:
-  """The value of process 0, everywhere."""
+  """Return the value of process 0 in all processes."""
   if group.rank:
     return receive(group, 0, step)
   for rank in group.links:
@@ -100,10 +101,10 @@ def broadcast(group: Group, step: str, value: Any = None) -> Any:
 
 
 def all_gather(group: Group, step: str, value: Any) -> list[Any]:
-  """The values of all processes, by rank, in all of them."""
+  """Return the values of all processes, by rank, in all processes."""
   return broadcast(group, step, gather(group, step, value))
 
 
 def barrier(group: Group, step: str) -> None:
-  """Wait until every process is here."""
+  """Wait until every process has reached this step."""
   all_gather(group, step, None)

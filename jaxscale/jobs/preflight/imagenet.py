@@ -26,35 +26,35 @@ def check(
   """Check ImageNet's 1.28 million training and 50,000 validation images.
 
   Args:
-    data_dir: where TFDS has it; None: TFDS's own.
-    folder: instead of that, a directory with train/CLASS/*.JPEG and val/.
-    sample: images to decode.
+    data_dir: the directory of TFDS; None: the default of TFDS.
+    folder: a directory with train/CLASS/*.JPEG and val/ to check instead of TFDS.
+    sample: the number of images to decode.
 
   Returns:
-    In the order in which a user has to act on them.
+    The findings, in the order in which the user must act on them.
   """
   from jaxscale.data import partial_jpeg
 
   findings = _folder(Path(folder), sample) if folder else _prepared(data_dir, sample)
-  # Decoding whole images instead of crops is slower, but correct.
+  # Without the library whole images are decoded, which is slower but correct.
   return [*findings, Finding(True, partial_jpeg.library().text)]
 
 
 def _prepared(data_dir: str | None, sample: int) -> list[Finding]:
-  """The dataset as TFDS prepared it: version, format, counts, files, images."""
+  """Check the dataset prepared by TFDS: version, format, counts, files, images."""
   import tensorflow_datasets as tfds
   from absl import logging
 
-  logging.set_verbosity(logging.ERROR)  # what is missing is in our findings
+  logging.set_verbosity(logging.ERROR)  # the findings already report missing parts
   prepare = "register at image-net.org, download ILSVRC2012_img_train.tar and "
   prepare += "ILSVRC2012_img_val.tar into DIR, then, with jaxscale[tfds] (make tfds): "
   prepare += "jaxscale prepare imagenet2012 --manual-dir DIR"
   prepare += f" --data-dir {data_dir}" if data_dir else ""
   try:
     builder: Any = tfds.builder("imagenet2012", data_dir=data_dir)
-  except Exception as e:  # TFDS raises anything on metadata that is damaged
+  except Exception as e:  # TFDS raises various types for damaged metadata
     first = (str(e).splitlines() or [type(e).__name__])[0]
-    return [Finding(False, f"imagenet2012 does not open: {first}", prepare)]
+    return [Finding(False, f"cannot open imagenet2012: {first}", prepare)]
   path = Path(str(builder.data_path))
   if not builder.is_prepared():
     return [Finding(False, f"imagenet2012 is not prepared in {path}", prepare)]
@@ -66,7 +66,7 @@ def _prepared(data_dir: str | None, sample: int) -> list[Finding]:
       count = _count(split, info.num_examples, number, prepare)
       findings += [count, _shards(split, info)]
     else:
-      findings.append(Finding(False, f"{split}: not there", prepare))
+      findings.append(Finding(False, f"{split}: missing", prepare))
   if all(f.ok for f in findings):
     for split in IMAGENET_EXAMPLES:
       open_split = partial(data.tfds_images, "imagenet2012", split, data_dir=data_dir)
@@ -80,35 +80,35 @@ def _count(split: str, found: int, wanted: int, remedy: str) -> Finding:
 
 
 def _shards(split: str, info: Any) -> Finding:
-  """Whether all files of a split are there and have the size on record."""
+  """Check that all files of a split exist and have the recorded size."""
   paths = [Path(str(path)) for path in info.filepaths]
   sizes = {path.name: path.stat().st_size if path.is_file() else 0 for path in paths}
   if lost := [name for name, size in sizes.items() if not size]:
     text = f"{split}: {len(lost)} of {len(paths)} files missing or empty: {lost[0]}"
-    return Finding(False, text, f"copy {lost[0]} and the like again")
+    return Finding(False, text, f"copy {lost[0]} and the other missing files again")
   size = sum(sizes.values())
   text = f"{split}: {len(paths)} files, {byte_size(size)}"
-  if size < info.num_bytes:  # of the records alone, before any framing
-    text += f", dataset_info.json says {byte_size(info.num_bytes)}"
-    return Finding(False, text, "a file is truncated: copy them again")
+  if size < info.num_bytes:  # the recorded size excludes the framing of records
+    text += f", but dataset_info.json has {byte_size(info.num_bytes)}"
+    return Finding(False, text, "a file is truncated: copy the files again")
   return Finding(True, text)
 
 
 def _folder(root: Path, sample: int) -> list[Finding]:
-  """Class subdirectories: their number, the images in them, and a sample."""
+  """Check class subdirectories: their number, their images, and a sample."""
   if not root.is_dir():
     remedy = "give the directory that holds train/ and val/ as --folder"
     return [Finding(False, f"{root}: no such directory", remedy)]
   names = ("train", "val", "validation")
-  if not (there := [name for name in names if (root / name).is_dir()]):
+  if not (present := [name for name in names if (root / name).is_dir()]):
     remedy = "give the directory that holds train/WNID/*.JPEG and val/WNID/*.JPEG as "
-    remedy += "--folder, or unpack the archives so"
+    remedy += "--folder, or unpack the archives in this form"
     if root.name in names:
       remedy = f"give {root.absolute().parent} as --folder"
     return [Finding(False, f"{root}: has neither train/ nor val/", remedy)]
   findings = []
   classes: dict[str, tuple[str, ...]] = {}
-  validation = next((name for name in there if name != "train"), "val")
+  validation = next((name for name in present if name != "train"), "val")
   for split, name in {"train": "train", "validation": validation}.items():
     directory = root / name
     try:
@@ -126,13 +126,13 @@ def _folder(root: Path, sample: int) -> list[Finding]:
     findings.append(_count(split, len(folder.files), IMAGENET_EXAMPLES[split], remedy))
     findings += _sample(split, partial(data.image_folder, directory), sample)
   if len(set(classes.values())) > 1:
-    text = "train and validation have classes of different names"
-    findings.append(Finding(False, text, "sort the validation images by WNID as well"))
+    text = "train and validation have different class names"
+    findings.append(Finding(False, text, "sort the validation images by WNID, too"))
   return findings
 
 
 def _sample(split: str, open_split: Callable[..., Any], sample: int) -> list[Finding]:
-  """Decode examples from all over a split: speed of a core, and damage."""
+  """Decode examples from a whole split; report the speed of a core, and damage."""
   from jaxscale.data.augment import uniform
 
   try:
@@ -140,12 +140,12 @@ def _sample(split: str, open_split: Callable[..., Any], sample: int) -> list[Fin
     number = min(sample, dataset.num_examples)
     indices = np.linspace(0, dataset.num_examples - 1, number).astype(int)
     draws = uniform(0, indices, dataset.num_draws)
-    dataset.load(indices[:1], draws[:1])  # imports the decoders
+    dataset.load(indices[:1], draws[:1])  # imports the decoders before the measurement
     began = time.process_time()
     dataset.load(indices, draws)
     seconds = max(time.process_time() - began, 1e-9)
   except (ConfigError, OSError) as e:
-    return [Finding(False, f"{split}: {e}", f"do what the line on {split} says")]
+    return [Finding(False, f"{split}: {e}", f"follow the advice in the line about {split}")]
   speed = f"{split}: {number / seconds:,.0f} images/s per core, crops of 224"
   text = f"{split}, sample of {number}: {dataset.damaged.describe()}"
   remedy = "copy these again; training skips them, evaluation counts them as wrong"

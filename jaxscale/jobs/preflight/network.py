@@ -1,8 +1,8 @@
-"""The check `network`: one all-reduce between all processes, as `bench` times it.
+"""The check `network`: one all-reduce between all processes, timed as by `bench`.
 
-The processes join as those of a run do, and sum over all of their devices by the
-library that a run uses (NCCL, gloo). An all-reduce is as fast as its slowest link: its
-rate shows that a link is slow, but not which.
+The processes join like those of a run, and sum over all of their devices by the library
+that a run uses (NCCL, gloo). An all-reduce is as fast as its slowest link, so its rate shows
+that a link is slow, but not which one.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _ROUNDS = 5
 
 
 def check(group: Group, options: Any, facts: dict[str, Any]) -> list[Finding]:
-  """Time the sum; skipped for one process, and where devices are not in order."""
+  """Time an all-reduce; skipped with one process or after problems with devices."""
   has_devices = broadcast(group, "network: devices", facts.get("has_devices", True))
   if len(group.hosts) == 1 or not has_devices:
     return []
@@ -30,13 +30,13 @@ def check(group: Group, options: Any, facts: dict[str, Any]) -> list[Finding]:
 
 
 def findings(answers: Found, hosts: Sequence[str]) -> list[Finding]:
-  """Judge the results of `time_sum`; both by rank."""
+  """Return findings on the results of `time_sum`; both arguments are by rank."""
   remedy = "run `jaxscale bench` on fewer of these nodes, with NCCL_DEBUG=INFO on GPUs, "
-  remedy += "to find which of them is at fault"
+  remedy += "to find the slow one"
   if errors := texts_by_process(answers, hosts, "error"):
     return [Finding(False, f"network: {who}{text}", remedy) for who, text in errors]
   devices, seconds = answers[0]["devices"], answers[0]["seconds"]
-  # Each device sends so many bytes in a ring or torus, and no algorithm sends fewer.
+  # Each device sends this many bytes in a ring or torus; no algorithm sends fewer.
   rate = 2 * (1 - 1 / devices) * _BYTES / max(seconds, 1e-9)
   text = f"network: an all-reduce of {byte_size(_BYTES)} over {plural(devices, 'device')}"
   text += f" in {len(hosts)} processes takes {short_time(seconds)}, {byte_size(rate)}/s"
@@ -46,7 +46,7 @@ def findings(answers: Found, hosts: Sequence[str]) -> list[Finding]:
 
 
 def time_sum() -> dict[str, Any]:
-  """Return the number of all devices, and the seconds of a sum over them."""
+  """Return the number of all devices and the seconds of a sum over them."""
   from jaxscale import cluster
 
   with cluster.open_session():

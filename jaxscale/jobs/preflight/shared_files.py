@@ -1,9 +1,9 @@
-"""The check `files`: whether checkpoints are safe in the workdir of a run.
+"""The check `files`: safety of checkpoints in the workdir of a run.
 
 A checkpoint is committed by renaming a directory, a lock is taken by creating a file
-that must not exist, and every process reads what another one wrote. Local disks, NFS
-with caches and object stores mounted as a file system break one or the other; here each
-is tried, by all hosts at once, in a directory of its own.
+exclusively, and processes read files of other processes. Local disks, NFS with caches, and
+object stores mounted as file systems break some of these. All hosts try each operation at
+once in a temporary directory.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from typing import Any
 from jaxscale.jobs.preflight.finding import Finding, Found
 from jaxscale.jobs.preflight.group import Group, barrier, broadcast, gather
 
-# NFS caches directory entries up to acdirmax = 60 s (man 5 nfs); a run that waits this
-# long for a file of another host works, only slowly.
+# NFS caches directory entries for up to acdirmax = 60 s (man 5 nfs). A run that waits this
+# long for files of other hosts works, but slowly.
 SEEN_S = 10.0
 _RENAMES = 40
 _CLAIMS = 16
@@ -31,7 +31,7 @@ _FILES = 4
 
 
 def check(group: Group, options: Any, facts: dict[str, Any]) -> list[Finding]:
-  """Try what checkpoints need; all processes call it, the first of each host acts."""
+  """Try the file operations of checkpoints; the first process of each host acts."""
   answers = gather(group, "files", probe(group, options.workdir))
   if group.rank:
     return []
@@ -40,7 +40,7 @@ def check(group: Group, options: Any, facts: dict[str, Any]) -> list[Finding]:
 
 
 def probe(group: Group, workdir: Path) -> dict[str, Any]:
-  """Return what this process sees; "error" alone if the directory cannot be used."""
+  """Return the observations of this process; only "error" if the workdir is unusable."""
   folder = _make_folder(group, workdir)
   if isinstance(folder, str):
     return {"error": folder}
@@ -55,7 +55,7 @@ def probe(group: Group, workdir: Path) -> dict[str, Any]:
 
 
 def _make_folder(group: Group, workdir: Path) -> Path | str:
-  """Return a directory for the trials, or, in all processes, why there is none."""
+  """Return a directory for the trials; in case of an error its text in all processes."""
   folder = workdir.absolute() / f".preflight-{secrets.token_hex(4)}"
   error = "" if group.rank else attempt(lambda: folder.mkdir(parents=True))
   path, error = broadcast(group, "files: directory", [str(folder), error])
@@ -63,7 +63,7 @@ def _make_folder(group: Group, workdir: Path) -> Path | str:
 
 
 def attempt(action: Callable[[], Any]) -> str:
-  """Return why an operation on files failed, or ""."""
+  """Run an operation on files; return its error, or ""."""
   try:
     action()
   except OSError as e:
@@ -72,10 +72,10 @@ def attempt(action: Callable[[], Any]) -> str:
 
 
 def _see(group: Group, folder: Path) -> tuple[list[int], float]:
-  """Return whose files this host does not see, and the seconds until it saw the rest.
+  """Return the ranks whose files this host does not see, and the seconds of the wait.
 
-  Process 0 decides which checkpoint is complete: it must see the files of all hosts,
-  and they must see its files.
+  Process 0 decides which checkpoint is complete, so it must see the files of all hosts, and
+  all hosts must see its files.
   """
   if group.acts:
     attempt(lambda: _write(folder / f"from-{group.rank}", group.rank))
@@ -91,7 +91,7 @@ def _see(group: Group, folder: Path) -> tuple[list[int], float]:
 
 
 def _claim(group: Group, folder: Path) -> list[int]:
-  """Return which files this process created exclusively, all hosts at once."""
+  """Let all hosts create the same files exclusively; return those of this process."""
   barrier(group, "files: claim")
   flags, won = os.O_CREAT | os.O_EXCL | os.O_WRONLY, []
   for i in range(_CLAIMS if group.acts else 0):
@@ -102,10 +102,10 @@ def _claim(group: Group, folder: Path) -> list[int]:
 
 
 def _watch_renames(group: Group, folder: Path) -> str:
-  """Return what was not whole while process 0 renamed; "" if everything was.
+  """Return an observed error while process 0 renames; "" if there is none.
 
-  A file is replaced again and again: every reader must find one of its whole contents.
-  A directory is renamed into its place: once it is there, all its files are.
+  While a file is replaced repeatedly, every reader must find a complete version. When a
+  renamed directory appears, it must have all of its files.
   """
   path = folder / "renamed"
   if group.rank == 0:
@@ -116,11 +116,11 @@ def _watch_renames(group: Group, folder: Path) -> str:
   until, torn, turn = time.monotonic() + SEEN_S, "", 0
   while group.acts and turn != _RENAMES and time.monotonic() < until:
     turn = _read(path)
-    if isinstance(turn, str):  # where it is not shared, which is reported elsewhere
-      return f"a file that is replaced was {turn}" if folder.exists() else ""
+    if isinstance(turn, str):  # without a shared folder, `_see` reports the error
+      return f"a file was {turn} during its replacement" if folder.exists() else ""
     for step in folder.glob("step-*"):
       if (missing := _FILES - len(list(step.iterdir()))) > 0:
-        torn = f"a directory that is renamed appeared without {missing} of its files"
+        torn = f"a renamed directory appeared without {missing} of its files"
   return torn
 
 
@@ -137,7 +137,7 @@ def _rename_often(folder: Path, path: Path) -> None:
 
 
 def _replace_full(folder: Path) -> str:
-  """Return what went wrong if a directory can be renamed onto one that holds files."""
+  """Return an error if a directory can be renamed onto one that is not empty."""
   one, other = folder / "one", folder / "other"
   for path in (one, other):
     path.mkdir()
@@ -151,14 +151,14 @@ def _write(path: Path, number: int) -> None:
 
 
 def _read(path: Path) -> int | str:
-  """Return the number in a file; what is wrong with it, where it is not whole."""
+  """Return the number in a file, or a description if the file is not complete."""
   for _ in range(20):
     try:
       return json.loads(path.read_text())["number"]
     except FileNotFoundError:
       return "missing for a moment"
     except OSError as e:
-      if e.errno != errno.ESTALE:  # NFS, of a file replaced meanwhile: open it again
+      if e.errno != errno.ESTALE:  # NFS reports it for a replaced file; reopening helps
         return f"unreadable ({e.strerror})"
     except ValueError:
       return "half-written for a moment"
@@ -166,14 +166,14 @@ def _read(path: Path) -> int | str:
 
 
 def findings(answers: Found, group: Group, workdir: Path) -> list[Finding]:
-  """Judge the results of `probe`; by rank."""
+  """Return findings on the results of `probe`, which are by rank."""
   hosts, ranks = group.hosts, group.host_ranks
 
   def finding(ok: bool, text: str, remedy: str = "") -> Finding:
     return Finding(ok, f"workdir {workdir}: {text}", remedy)
 
   if error := answers[0].get("error"):
-    remedy = "give a --workdir that can be written, on a file system of all nodes"
+    remedy = "give a --workdir that can be written, on a file system that all nodes share"
     return [finding(False, error, remedy)]
   unseen = {*answers[0]["unseen"], *(r for r in ranks[1:] if answers[r]["unseen"])}
   if blind := ", ".join(hosts[rank] for rank in sorted(unseen)):
@@ -183,14 +183,14 @@ def findings(answers: Found, group: Group, workdir: Path) -> list[Finding]:
   wrong = []
   most = max(sum(i in answers[r]["won"] for r in ranks) for i in range(_CLAIMS))
   if any(sum(i in answers[r]["won"] for r in ranks) != 1 for i in range(_CLAIMS)):
-    text = f"gave {most} of {len(ranks)} hosts the same file" if most > 1 else "does not work"
-    wrong.append(f"exclusive creation {text}")
+    text = f"succeeded on {most} of {len(ranks)} hosts at once" if most > 1 else "does not work"
+    wrong.append(f"exclusive creation of a file {text}")
   for rank in ranks:
     if torn := answers[rank]["torn"]:
       wrong.append(f"rename is not atomic, {hosts[rank]} reports: {torn}")
-  text = "rename is atomic, creation exclusive"
+  text = "renames are atomic, creation is exclusive"
   if len(ranks) > 1:
     slowest = max(answers[rank]["seconds"] for rank in ranks)
     text += f", all {len(ranks)} hosts see each other's files in {slowest:.2f} s"
-  remedy = "give a --workdir on another file system (Lustre, GPFS, NFS or a local disk)"
+  remedy = "give a --workdir on a different file system (Lustre, GPFS, NFS or a local disk)"
   return [finding(False, what, remedy) for what in wrong] or [finding(True, text)]

@@ -25,22 +25,22 @@ jax jaxlib jaxscale flax optax orbax-checkpoint tensorflow-datasets numpy jax-cu
 jax-cuda13-plugin nvidia-nccl-cu12 nvidia-nccl-cu13 libtpu
 """
 PACKAGES = tuple(_PACKAGES.split())
-_SMI_S = 15.0  # the driver loads for seconds where persistence mode is off
-# NCCL keeps its buffers between processes of a node in /dev/shm, and calls
-# Docker's 64 MiB too few: docs.nvidia.com/deeplearning/nccl,
-# "Troubleshooting", "Shared memory", whose remedy is --shm-size=1g.
+_SMI_S = 15.0  # seconds; without persistence mode the driver takes seconds to load
+# NCCL has its buffers between processes of a node in /dev/shm. Docker's default of 64 MiB is
+# too small, and the remedy is --shm-size=1g (docs.nvidia.com/deeplearning/nccl,
+# "Troubleshooting", "Shared memory").
 _LEAST_SHM = 1 << 30
-_NOTHING = "nothing"  # what a name stands for that does not resolve
+_NOTHING = "nothing"  # stands for the address of a name that does not resolve
 
 
 def check(group: Group, options: Any, facts: dict[str, Any]) -> list[Finding]:
-  """Gather what `probe` finds; process 0 has the findings."""
+  """Gather the results of `probe`; process 0 returns the findings."""
   facts["software"] = gather(group, "software", probe())
   return [] if group.rank else findings(facts["software"], group.hosts)
 
 
 def probe() -> dict[str, Any]:
-  """What this process has, as JSON."""
+  """Return the versions, limits and GPUs of this process as JSON values."""
   driver, gpus = nvidia()
   return {
     "versions": versions() | ({"NVIDIA driver": driver} if driver else {}),
@@ -56,15 +56,15 @@ def probe() -> dict[str, Any]:
 
 
 def versions() -> dict[str, str]:
-  """Versions of Python and of the packages that are installed."""
+  """Return the versions of Python and of installed packages."""
   return handshake.versions(PACKAGES)
 
 
 def loopback(name: str) -> str:
-  """The loopback address of a host's own name; "" if it has another one.
+  """Return the loopback address of a host's own name; "" if its address is not loopback.
 
-  Gloo, and NCCL's bootstrap by default of interfaces, tell others the address that
-  the host's name has here (measured: "Connection refused, remote=[127.0.0.1]").
+  Gloo, and NCCL's bootstrap by default, send other hosts the address to which the host
+  name resolves locally (measured: "Connection refused, remote=[127.0.0.1]").
   """
   try:
     found = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
@@ -76,10 +76,10 @@ def loopback(name: str) -> str:
 
 
 def nvidia() -> tuple[str, list[dict[str, Any]]]:
-  """The driver's version, and each visible GPU: who is on it, memory, errors.
+  """Return the driver's version, and the processes, memory and errors of visible GPUs.
 
-  By `nvidia-smi`, which knows nothing of CUDA_VISIBLE_DEVICES: GPUs that it hides
-  by number or UUID are left out here. Call it before anything of ours uses one.
+  `nvidia-smi` ignores CUDA_VISIBLE_DEVICES, so GPUs that the variable hides by number or
+  UUID are removed from its output. Call this before this process uses a GPU.
   """
   gpus = _smi(
     "gpu",
@@ -104,7 +104,7 @@ def nvidia() -> tuple[str, list[dict[str, Any]]]:
 
 
 def check_gpu_settings(group: Group, launch: Launch) -> list[Finding]:
-  """What a run here would set for its GPUs; process 0 has the findings."""
+  """Compare the variables that a run would set for its GPUs; process 0 has findings."""
   chosen = gpu_settings.choose_here(launch, visible_gpus(os.environ))
   own = {"missing": chosen.missing, "lines": gpu_settings.lines(chosen, short=True)}
   found = gather(group, "GPU settings", own)
@@ -112,7 +112,7 @@ def check_gpu_settings(group: Group, launch: Launch) -> list[Finding]:
 
 
 def settings_findings(found: Found, hosts: Sequence[str]) -> list[Finding]:
-  """What the results of `check_gpu_settings` mean, by rank."""
+  """Return findings on GPU settings; both arguments are by rank."""
   wrong = []
   for missing in dict.fromkeys(each["missing"] for each in found if each["missing"]):
     ranks = [rank for rank, each in enumerate(found) if each["missing"] == missing]
@@ -129,7 +129,7 @@ def settings_findings(found: Found, hosts: Sequence[str]) -> list[Finding]:
 
 
 def _smi(what: str, fields: str) -> list[list[str]]:
-  """Rows of `nvidia-smi --query-...`; [] where there is none."""
+  """Return the rows of `nvidia-smi --query-...`; [] if it is missing or fails."""
   command = ["nvidia-smi", f"--query-{what}={fields}", "--format=csv,noheader,nounits"]
   try:
     done = subprocess.run(command, capture_output=True, text=True, timeout=_SMI_S)
@@ -144,12 +144,12 @@ def _mib(text: str) -> int:
 
 
 def findings(found: Found, hosts: Sequence[str]) -> list[Finding]:
-  """What the results of `probe` mean; both by rank."""
+  """Return findings on the results of `probe`; both arguments are by rank."""
   return [f for part in (_versions, _names, _limits, _gpus) for f in part(found, hosts)]
 
 
 def _versions(found: Found, hosts: Sequence[str]) -> list[Finding]:
-  """Which processes have other versions than most."""
+  """Return findings on processes whose versions differ from the majority."""
   wrong, shown = [], []
   for name in dict.fromkeys(name for each in found for name in each["versions"]):
     by_rank = {r: each["versions"].get(name, "none") for r, each in enumerate(found)}
@@ -157,66 +157,66 @@ def _versions(found: Found, hosts: Sequence[str]) -> list[Finding]:
     shown.append(f"{name} {usual}")
     remedy = f"use nodes, or an environment, with the same {name}"
     if name in PACKAGES:
-      remedy = f"install the same everywhere, e.g. pip install {name}=={usual}"
+      remedy = f"install the same version everywhere, e.g. pip install {name}=={usual}"
     for other, ranks in others.items():
       where = handshake.ranks_with_hosts(ranks, hosts)
       wrong.append(Finding(False, f"{name} {other} on {where}, {usual} on the others", remedy))
-  same = "on all processes" if len(found) > 1 else "here"
-  return wrong or [Finding(True, f"versions {same}: {', '.join(shown)}")]
+  same = " in all processes" if len(found) > 1 else ""
+  return wrong or [Finding(True, f"versions{same}: {', '.join(shown)}")]
 
 
 def _names(found: Found, hosts: Sequence[str]) -> Iterator[Finding]:
-  """Hosts whose own name resolves to loopback, if there are other hosts."""
+  """Yield findings on hosts whose own name resolves to loopback, if there are others."""
   if len({each["hostname"] for each in found}) < 2:
     return
-  # Hosts of one place are so by name alone: loopback leads from each to each.
+  # Hosts with the same network namespace reach each other over loopback.
   apart = len({each["place"] for each in found}) > 1
   for host, each in dict(zip(hosts, found, strict=True)).items():
     address = each["loopback"]
     if address and (apart or address.startswith(_NOTHING)):
       text = f"{host}: its own name resolves to {address} there, which other hosts "
-      remedy = "take it off the line of 127.0.0.1 or 127.0.1.1 in /etc/hosts, or give "
-      remedy += f"it a name that resolves, on {host}"
+      remedy = f"on {host} remove its name from the line of 127.0.0.1 or 127.0.1.1 in "
+      remedy += "/etc/hosts, or give it a name that resolves"
       yield Finding(False, f"{text}cannot reach", remedy)
 
 
 def _limits(found: Found, hosts: Sequence[str]) -> list[Finding]:
-  """Limits that stop MPI, NCCL or many sockets later, with worse messages."""
-  # Two sockets per process, files of data and of checkpoints; a run raises its soft
-  # limit itself, up to the hard one.
+  """Return findings on system limits that later fail in MPI, NCCL or the rendezvous."""
+  # A run needs two sockets per process, and files of data and checkpoints. It raises its
+  # soft limit itself, up to the hard one.
   needed, wrong = 2 * len(hosts) + 256, []
   for host, each in dict(zip(reversed(hosts), reversed(found), strict=True)).items():
     hard, locked, shm = each["files"][1], each["locked"], each["shm"]
     if 0 <= hard < needed:
-      text = f"{hard} open files are allowed at most, {needed} may be needed"
+      text = f"at most {hard} open files are allowed, but {needed} may be needed"
       remedy = "raise the hard limit there (ulimit -Hn, LimitNOFILE of slurmd)"
       wrong.append((host, text, remedy))
     if each["infiniband"] and locked != -1 and locked < 1 << 30:
-      text = f"{byte_size(locked)} of memory may be locked, InfiniBand registers its buffers"
+      text = f"only {byte_size(locked)} of memory may be locked, and InfiniBand locks its buffers"
       remedy = "let slurmd start with LimitMEMLOCK=infinity, and PropagateResource"
       remedy += "LimitsExcept=MEMLOCK in slurm.conf (ulimit -l unlimited)"
       wrong.append((host, text, remedy))
     if each["gpus"] and shm is not None and shm < _LEAST_SHM:
-      text = f"/dev/shm has {byte_size(shm)}, NCCL shares buffers there"
+      text = f"/dev/shm has only {byte_size(shm)}, and NCCL shares buffers there"
       wrong.append((host, text, "start the container with --shm-size=1g or more"))
   bad = [Finding(False, f"{host}: {text}", remedy) for host, text, remedy in wrong]
   return bad or [Finding(True, "limits: open files, locked memory, /dev/shm")]
 
 
 def _gpus(found: Found, hosts: Sequence[str]) -> list[Finding]:
-  """GPUs that somebody else uses, or that have lost bits."""
+  """Return findings on GPUs with other processes or with memory errors."""
   wrong, seen = [], {}
-  for host, each in zip(hosts, found, strict=True):  # two processes may see the same
+  for host, each in zip(hosts, found, strict=True):  # processes may see the same GPUs
     seen |= {(host, gpu["index"]): gpu for gpu in each["gpus"]}
   for (host, index), gpu in seen.items():
     where, busy = f"GPU {index} of {host}", gpu["processes"]
     if busy or gpu["used"] > max(1 << 30, gpu["total"] // 10):
-      who = f"process {', '.join(busy)}" if busy else "a process that is not visible"
+      who = f"process {', '.join(busy)}" if busy else "an invisible process"
       text = f"{where}: {byte_size(gpu['used'])} in use by {who}"
-      wrong.append(Finding(False, text, f"end it, or leave {host} out"))
+      wrong.append(Finding(False, text, f"end the process, or exclude {host}"))
     if count := gpu["errors"]:
       text = f"{where}: {count} uncorrected memory errors since it was reset"
-      wrong.append(Finding(False, text, f"leave {host} out and have the GPU reset"))
+      wrong.append(Finding(False, text, f"exclude {host} and have the GPU reset"))
   if seen and not wrong:
-    return [Finding(True, f"GPUs: {len(seen)} visible, nobody else on them")]
+    return [Finding(True, f"GPUs: {len(seen)} visible, not in use by other processes")]
   return wrong

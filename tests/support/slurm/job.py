@@ -75,4 +75,4 @@ def error_of(reported):
 
 
 def error_or_stop(reported):
-  return next(line for line in reported.splitlines() if "all stop together" in line)
+  return next(line for line in reported.splitlines() if "all processes save and stop" in line)
