@@ -1,4 +1,4 @@
-"""Settings of the built-in losses, and what each builds. Imports no JAX."""
+"""Settings of the built-in losses. This module does not import JAX."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from jaxscale.errors import ConfigError, invalid
 if TYPE_CHECKING:
   from jaxscale.training.losses import Objective
 
-# The names that --config.loss= takes (by HOMES in config/choice.py).
+# Names that --config.loss accepts (see HOMES in config/choice.py).
 __all__ = ["BinaryCrossEntropy", "CrossEntropy", "Huber", "SquaredError"]
 
 
@@ -31,13 +31,13 @@ class CrossEntropy(Loss):
 
     if getattr(info, "label_shape", ()):
       raise ConfigError(
-        f"Config.loss=CrossEntropy: {info.name} has {info.label_shape} targets per "
-        "example and not one class; use BinaryCrossEntropy or SquaredError"
+        f"Config.loss=CrossEntropy needs one class per example, but {info.name} has targets "
+        f"{info.label_shape}; use BinaryCrossEntropy or SquaredError"
       )
     if "int" not in str(getattr(info, "label_dtype", "int32")):
       raise ConfigError(
-        f"Config.loss=CrossEntropy: the data's targets are {info.label_dtype}; give "
-        "integers, or choose SquaredError"
+        f"Config.loss=CrossEntropy needs integer targets, but the data's are {info.label_dtype}; "
+        "give integers, or choose SquaredError"
       )
     return losses.cross_entropy(self.label_smoothing)
 
@@ -50,9 +50,9 @@ class CrossEntropy(Loss):
 
 
 class BinaryCrossEntropy(Loss):
-  """Cross entropy of several classes per example, each there or not (0 or 1).
+  """Binary cross entropy for multi-label classification, with targets 0 or 1.
 
-  Its accuracy is the share of examples with every class right.
+  The accuracy is the share of examples with all classes right.
   """
 
   takes_numbers = True
@@ -60,7 +60,7 @@ class BinaryCrossEntropy(Loss):
   def build(self, info: Any) -> Objective:
     classes = 0 if getattr(info, "label_shape", ()) else getattr(info, "num_classes", 0)
     if classes > 2 and "int" in info.label_dtype:
-      why = f"takes 0 or 1, and {info.name} has {classes} classes"
+      why = f"takes targets 0 or 1, but {info.name} has {classes} classes"
       raise invalid("Config.loss", type(self).__name__, why, "use CrossEntropy")
     return _losses(self, info).binary_cross_entropy()
 
@@ -69,7 +69,7 @@ class BinaryCrossEntropy(Loss):
 
 
 class SquaredError(Loss):
-  """Half the squared error, summed over the outputs; reports the mean absolute one."""
+  """Half the squared error, summed over the outputs; also reports mean absolute error."""
 
   takes_numbers = True
 
@@ -96,9 +96,9 @@ class Huber(Loss):
 
 
 def _losses(loss: Loss, info: Any) -> Any:
-  """The module of objectives, for data whose examples have targets of any shape."""
+  """Return the module of objectives; raise a ConfigError if the data are text."""
   from jaxscale.training import losses
 
   if not hasattr(info, "label_shape"):
-    raise ConfigError(f"Config.loss={type(loss).__name__}: {info.name} is text, use CrossEntropy")
+    raise ConfigError(f"Config.loss={type(loss).__name__}: {info.name} is text; use CrossEntropy")
   return losses
