@@ -1,4 +1,4 @@
-"""Settings of how gradients cross the network, and how often; what each builds."""
+"""Settings of gradient exchanges and of local updates."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ if TYPE_CHECKING:
   from jaxscale.collectives import Plan
   from jaxscale.exchange.local_updates import LocalUpdate
 
-# The names that --config.exchange= takes (by HOMES in config/choice.py).
+# Names that --config.exchange and --config.sync accept (see HOMES in config/choice.py).
 __all__ = ["AllReduce", "BlockMomentum", "DiLoCo", "EveryStep", "HalfPrecision", "Int8"]
 __all__ += ["LocalSGD", "OneBit", "PowerSGD", "TopK"]
 
-_BUCKET = 25 * 2**20  # PyTorch's DistributedDataParallel's, arXiv:2006.15704
+_BUCKET = 25 * 2**20  # default of PyTorch's DistributedDataParallel, arXiv:2006.15704
 
 
 class AllReduce(Exchange):
-  """The mean of whole gradients, exact but for rounding.
+  """All-reduce of uncompressed gradients, exact up to rounding.
 
   Attributes:
     algorithm: "psum" (XLA's own), "ring", "torus", "hierarchical",
@@ -40,7 +40,7 @@ class AllReduce(Exchange):
   averages_exactly = True
 
   @property
-  def sends_whole(self) -> bool:  # a subclass with a `build` of its own may not
+  def sends_whole(self) -> bool:  # False if a subclass overrides `build`
     return type(self).build is AllReduce.build
 
   @property
@@ -51,12 +51,12 @@ class AllReduce(Exchange):
   def __post_init__(self):
     name = type(self).__name__
     if self.dims and self.algorithm != "torus":
-      why = f"{self.algorithm!r} has none, set algorithm='torus'"
-      raise ConfigError(f"{name}.dims={self.dims}: {why}")
+      why = f"requires algorithm='torus', not {self.algorithm!r}; change one of them"
+      raise ConfigError(f"{name}.dims={self.dims} {why}")
     for dim in self.dims:
       axis, _, size = dim.partition(":")
       if not (axis and size.isdecimal()):
-        raise ConfigError(f"{name}.dims={self.dims}: give axis:size, as 'data:4'")
+        raise ConfigError(f"{name}.dims={self.dims} is invalid; give axis:size, as 'data:4'")
 
   def build(self, context: ExchangeContext) -> exchange.Exchange:
     from jaxscale.collectives import sum_tree
@@ -71,7 +71,7 @@ class AllReduce(Exchange):
     return base.plain(context.axes) if by.algorithm == "psum" else base.planned(by)
 
   def plan(self, context: ExchangeContext, payload: Any = None) -> Plan:
-    """Return the all-reduce by `algorithm`; `payload` is the dtype that is sent.
+    """Return the plan of the all-reduce; `payload` is the dtype that is sent.
 
     Raises:
       ConfigError: `dims` do not fit the devices.
@@ -81,19 +81,19 @@ class AllReduce(Exchange):
     num_bytes, is_planned = 0, self.algorithm == "torus" and not self.dims
     if is_planned:
       num_bytes = collectives.payload_bytes(context.params(), payload)
-      if self.bucket_bytes is not None:  # of float32, whatever is sent
+      if self.bucket_bytes is not None:  # bytes of float32 for any payload
         num_bytes = min(num_bytes, self.bucket_bytes // (2 if payload else 1))
     dims = [(axis, int(n)) for axis, _, n in (d.partition(":") for d in self.dims)]
     sizes, dims = context.sizes, dims or None
     by = collectives.plan(sizes, num_bytes, self.algorithm, dims=dims)
     if is_planned:
-      size = f"{num_bytes / 1e6:.3g} MB at once"
-      context.note(f"exchange by {by}, for {size} on assumed links")
+      size = f"{num_bytes / 1e6:.3g} MB"
+      context.note(f"exchange: {by}, planned for messages of {size} on assumed links")
     return by
 
 
 class HalfPrecision(AllReduce):
-  """The mean of gradients that travel in 16 bits.
+  """Exchange of gradients in 16 bits.
 
   Attributes:
     dtype: "bfloat16", or "float16", scaled to its range bucket by bucket.
@@ -113,7 +113,7 @@ class HalfPrecision(AllReduce):
 
 
 class Compressed(Exchange):
-  """Settings that compressed exchanges share.
+  """Base class of compressed exchanges.
 
   Attributes:
     bucket_bytes: of gradients that travel together.
@@ -123,7 +123,7 @@ class Compressed(Exchange):
 
 
 class Int8(Compressed):
-  """The mean of gradients in 8 bits, one scale per block, rounded stochastically.
+  """Exchange of gradients in 8 bits, with a scale per block and stochastic rounding.
 
   Attributes:
     block: elements that share a scale.
@@ -155,7 +155,7 @@ class OneBit(Compressed):
 
 
 class TopK(OneBit):
-  """The largest elements alone, with error feedback (arXiv:1809.07599).
+  """Exchange of the largest gradient elements, with error feedback (arXiv:1809.07599).
 
   Attributes:
     share: of the elements that a device sends, below 1 / devices.
@@ -173,7 +173,7 @@ class TopK(OneBit):
 
 
 class PowerSGD(OneBit):
-  """Gradients of low rank, with error feedback (arXiv:1905.13727).
+  """Exchange of low-rank gradients, with error feedback (arXiv:1905.13727).
 
   Attributes:
     rank: of what is sent of a matrix.
@@ -189,7 +189,7 @@ class PowerSGD(OneBit):
 
 
 class EveryStep(Sync):
-  """All devices take every step together."""
+  """Synchronous training: devices exchange gradients in every step."""
 
   is_local_sgd = False
 
@@ -198,10 +198,9 @@ class EveryStep(Sync):
 
 
 class LocalSGD(Sync):
-  """Workers train alone and synchronize to their mean (arXiv:1805.09767).
+  """Local SGD: workers train alone and periodically average (arXiv:1805.09767).
 
-  The learning rate is then a worker's own, and so is the batch that it fits:
-  batch_size / workers.
+  Tune the learning rate for the batch size of one worker, batch_size / workers.
 
   Attributes:
     sync_every_steps: steps between synchronizations.
@@ -218,7 +217,7 @@ class LocalSGD(Sync):
 
 
 class DiLoCo(LocalSGD):
-  """Nesterov momentum on the averaged pseudo-gradient of workers (arXiv:2311.08105).
+  """DiLoCo: Nesterov momentum on the averaged pseudo-gradient (arXiv:2311.08105).
 
   Attributes:
     outer_lr: of the outer step.
@@ -237,7 +236,7 @@ class DiLoCo(LocalSGD):
 
 
 class BlockMomentum(LocalSGD):
-  """The averaged pseudo-gradient is filtered, as in CNTK (BMUF, ICASSP 2016).
+  """Block momentum on the averaged pseudo-gradient, as in CNTK (BMUF, ICASSP 2016).
 
   Attributes:
     sync_every_steps: steps between synchronizations; None: CNTK's, 120,000 examples of

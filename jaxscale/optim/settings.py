@@ -1,4 +1,4 @@
-"""Settings of the built-in optimizers and schedules, and what each builds."""
+"""Settings of the built-in optimizers and schedules."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import dataclasses
 from collections.abc import Generator
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from jaxscale import optim  # whose names load when they are asked for
+from jaxscale import optim  # its names are imported on first access, without JAX here
 from jaxscale.config import bounds
 from jaxscale.config.bases import Optimizer, OptimizerContext, Schedule, ScheduleContext
 from jaxscale.config.bounds import Count, Fraction, NonNegative, Positive
@@ -16,7 +16,7 @@ from jaxscale.errors import ConfigError, invalid, message_of
 if TYPE_CHECKING:
   import optax
 
-# The names that --config.optimizer= takes (by HOMES in config/choice.py).
+# Names that --config.optimizer accepts (see HOMES in config/choice.py).
 __all__ = ["LAMB", "LARS", "SGD", "AdamW", "Cosine", "Muon", "Optax", "Polynomial", "Steps"]
 
 _Published = Literal["paper", "nvidia", "tf_contrib", "tf_contrib_l2_in_loss", "torch", "optax"]
@@ -25,9 +25,9 @@ LarsVariant = Literal[_Published, _Clipped]
 
 
 def _options(chosen: Optimizer, context: OptimizerContext) -> dict[str, Any]:
-  """The fields as keyword arguments of the functions in `jaxscale.optim`."""
+  """Return the fields as keyword arguments of the functions in `jaxscale.optim`."""
   given = {f.name: getattr(chosen, f.name) for f in dataclasses.fields(chosen)}
-  del given["lr"]  # the schedule has it
+  del given["lr"]  # part of the schedule
   if context.momentum is not None and "momentum" in given:
     given["momentum"] = context.momentum
   if "momentum_correction" in given:
@@ -102,7 +102,7 @@ class LARS(_Decaying):
   momentum_correction: Literal["never", "warmup", "always"] = "never"
 
   has_resettable_momentum = True
-  not_shared = ("eps",)  # that of the others is added to a moment
+  not_shared = ("eps",)  # in the other optimizers eps is added to a moment
 
   def build(self, schedule: optax.Schedule, context: OptimizerContext):
     return optim.lars(schedule, **_options(self, context))
@@ -185,7 +185,7 @@ class Muon(_Decaying):
     super().__post_init__()
     if len(self.ns_coeffs) != 3:
       given = f"Muon.ns_coeffs={self.ns_coeffs}"
-      raise ConfigError(f"{given}: give three, of x, x^3 and x^5")
+      raise ConfigError(f"{given} must be three coefficients; give those of x, x^3 and x^5")
 
   def build(self, schedule: optax.Schedule, context: OptimizerContext):
     options = _options(self, context)
@@ -197,10 +197,10 @@ class Muon(_Decaying):
 
 
 class Optax(Optimizer):
-  """Any optax transformation, from a notebook.
+  """Any optax transformation, for notebooks.
 
-  In a config file write a class of your own that extends `Optimizer`: config.json can
-  then say what it was.
+  In a config file write a class of your own that extends `Optimizer`, so that config.json
+  can record it.
 
   Attributes:
     make: learning rate (a schedule) -> transformation, such as `optax.adafactor`.
@@ -217,30 +217,30 @@ class Optax(Optimizer):
       raise invalid("Optax.make", type(self.make).__name__, "is not a function", fix)
     made = _one_line("Optax.make", fix)(self.make)(schedule)
     if not (hasattr(made, "init") and hasattr(made, "update")):
-      why = f"gave {type(made).__name__}, not an optax transformation; {fix}"
-      raise ConfigError(f"Optax.make: {why}")
+      why = f"returned {type(made).__name__} instead of an optax transformation; {fix}"
+      raise ConfigError(f"Optax.make {why}")
     if not isinstance(made, optax.GradientTransformation):
       return made
-    fix = "give a transformation of these parameters"
+    fix = "give a transformation that works with the model's parameters"
     parts = made._asdict().items()
-    guarded = {name: _one_line(f"Optax.make, its {name}", fix)(f) for name, f in parts}
+    guarded = {name: _one_line(f"{name} of Optax.make", fix)(f) for name, f in parts}
     return made._replace(**guarded)
 
 
 @contextlib.contextmanager
 def _one_line(what: str, fix: str) -> Generator[None, None, None]:
-  """Any fault of the user's function, which this decorates, in one line."""
+  """Turn an exception of the user's function into a ConfigError of one line."""
   try:
     yield
   except ConfigError:
     raise
   except Exception as e:
-    why = f"failed, {type(e).__name__}: {message_of(e)}"
+    why = f"failed with {type(e).__name__}: {message_of(e)}"
     raise invalid(what, ..., why, fix) from e
 
 
 class Warmup(Schedule):
-  """How a schedule comes to its peak.
+  """Base class of schedules with a warm-up.
 
   Attributes:
     warmup: how it rises: "linear", "quadratic" or "exponential".
@@ -252,16 +252,16 @@ class Warmup(Schedule):
 
   def __post_init__(self):
     if self.warmup == "exponential" and self.warmup_lr == 0:
-      why = "an exponential warm-up cannot start at 0, give a rate > 0"
-      raise ConfigError(f"{type(self).__name__}.warmup_lr=0.0: {why}")
+      why = "does not work with an exponential warm-up; give a learning rate > 0"
+      raise ConfigError(f"{type(self).__name__}.warmup_lr=0.0 {why}")
 
   def rise(self, peak: float, context: ScheduleContext) -> dict[str, Any]:
-    """How a warm-up rises, as keyword arguments of `optim.warmup_*`."""
+    """Return the warm-up as keyword arguments of `optim.warmup_*`."""
     if not context.warmup_steps:
       return {}
     if self.warmup_lr > peak:
-      why = f"above the peak of {peak:.6g} that the warm-up leads to, give less"
-      raise ConfigError(f"{type(self).__name__}.warmup_lr={self.warmup_lr}: {why}")
+      why = f"is above the peak learning rate {peak:.6g}; give less"
+      raise ConfigError(f"{type(self).__name__}.warmup_lr={self.warmup_lr} {why}")
     return {"warmup": self.warmup, "start": self.warmup_lr}
 
 
@@ -318,7 +318,7 @@ class Polynomial(Cosine):
 
 
 class Steps(Warmup):
-  """Warm-up, then a constant rate cut at given epochs.
+  """Warm-up, then a constant learning rate that is reduced at given epochs.
 
   Attributes:
     boundaries: epochs at which the rate is multiplied by `factor`.
@@ -332,7 +332,7 @@ class Steps(Warmup):
     super().__post_init__()
     if list(self.boundaries) != sorted(set(self.boundaries)):
       given = self.boundaries
-      raise ConfigError(f"Steps.boundaries={given}: give them in rising order")
+      raise ConfigError(f"Steps.boundaries={given} are out of order; give increasing epochs")
 
   def build(self, peak: float, context: ScheduleContext) -> optax.Schedule:
     boundaries = [round(epoch * context.per_epoch) for epoch in self.boundaries]
