@@ -34,16 +34,21 @@ def test_rules_split_what_they_name():
   assert specs == {"w1": P("fsdp", "model"), "w2": P("fsdp", "model"), "b": P(None)}
 
 
-DIVIDES_NOT = "Mesh.model=4: does not divide dim 1 of w, (4, 6); give a divisor of 6"
+DIVIDES_NOT = "Mesh.model=4 does not divide dim 1 of w, (4, 6); give a divisor of 6"
 
 
 def test_a_parameter_must_have_one_rule_that_fits():
   params = {"b": shapes(x=(3,)), **shapes(w=(4, 6))}
   whole = Rule("b/x", (None,))
   for says, *fitting in (
-    ("b/x: no rule fits this parameter of shape (3,)", Rule("w", ("fsdp", None))),
-    ("b/x: '.*' and 'b/x' fit this parameter", Rule(".*", (None,)), whole, Rule("w", (None, None))),
-    ("w: has the shape (4, 6)", Rule("w", ("fsdp",)), whole),
+    ("b/x: no rule matches this parameter of shape (3,)", Rule("w", ("fsdp", None))),
+    (
+      "b/x: '.*' and 'b/x' match this parameter",
+      Rule(".*", (None,)),
+      whole,
+      Rule("w", (None, None)),
+    ),
+    ("w has the shape (4, 6)", Rule("w", ("fsdp",)), whole),
     (DIVIDES_NOT, Rule("w", (None, "model")), whole),
   ):
     with config_error(says):
@@ -85,13 +90,13 @@ def test_the_state_of_an_optimizer_is_sharded_like_its_parameters():
 
 
 def test_axes_that_would_compute_the_same_are_refused():
-  with config_error(match=r"Mesh\.model=4: every device has the whole"):
+  with config_error(match=r"Mesh\.model=4 makes devices compute the same"):
     replicated_layout(make_mesh(data=2, model=4))
   params = shapes(w=(8, 8))
   rules = [Rule("w", ("fsdp", None))]
-  with config_error(match=r"Mesh\.model=4: nothing of this model"):
+  with config_error(match=r"Mesh\.model=4 splits nothing of this model"):
     make_layout(make_mesh(data=2, model=4), params, rules)
-  with config_error(match="is over the axis fsdp, which has one device"):
+  with config_error(match="needs several devices along the axis fsdp"):
     make_layout(make_mesh(data=8), params, rules, shard="fsdp")
 
 

@@ -105,7 +105,7 @@ MODELS = [
   (dict(mesh=cfg.Mesh(model=8)), "Mesh.model=8: does not divide Transformer.num_h"),
   (STAGES, "Mesh.stage=8: does not divide Transformer.num_layers=2; give a divisor"),
   (HEADS, "Transformer.num_heads=4; give a divisor, or layout.model='ring'"),
-  (dict(mesh=cfg.Mesh(fsdp=8), layout=ONE_RULE), "embed/table: no rule fits"),
+  (dict(mesh=cfg.Mesh(fsdp=8), layout=ONE_RULE), "embed/table: no rule matches"),
   (IMAGES | dict(data=MANY_CLASSES, mesh=TWO), CLASSES),
 ]
 
