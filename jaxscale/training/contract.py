@@ -147,7 +147,7 @@ def check_sums(
     constant = {count} if len(constant) < len(single) else set()
   for k in [k for k in single if k in constant][:1]:
     why = f"returns {k} {single[k]:.6g} for some rows, {double[k]:.6g} for twice as many"
-    fix = "return sums over the rows, and multiply terms that are not per row by their number"
+    fix = "sum over the rows, and multiply terms that are not per row by the number of rows"
     raise invalid(name, ..., why, fix)
   return ""
 

@@ -359,7 +359,7 @@ def mapped(function):
   return lambda grads, state: (jax.tree.map(function, grads), state)
 
 
-SCALAR = r"returns float32\[\] for the gradient of w, float32\[6, 3\]; return the mean"
+SCALAR = r"returns float32\[\] for the gradient float32\[6, 3\] of w; return the mean"
 EXCHANGES = [
   (lambda g, s: (g, s), "leaves the gradient of w different along .*pmean"),
   (lambda g, s: (lax.pmean(g, "replica"), s), "of w different along .'data',.; av"),

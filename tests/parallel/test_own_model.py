@@ -144,12 +144,12 @@ def test_masks_are_of_the_rate_and_differ_by_row_and_layer():
 
 def test_what_depends_on_the_number_of_devices_is_named():
   for module, what in (
-    (Norm(), "Own: BatchNorm_0 (nn.BatchNorm; take models.BatchNorm"),
-    (Layers(), "nn.Dropout, whose input has not"),
-    (Block(broadcast=(0,)), "Own: Dropout_0 (nn.Dropout, whose input"),
+    (Norm(), "Own: BatchNorm_0 (nn.BatchNorm; use models.BatchNorm"),
+    (Layers(), "nn.Dropout on inputs without"),
+    (Block(broadcast=(0,)), "Own: Dropout_0 (nn.Dropout on inputs"),
   ):
     made = experiment(config_of(Own(module=module)), devices=jax.devices()[:2])
-    (note,) = (x for x in made.notes if "results depend on how many there are" in x)
+    (note,) = (x for x in made.notes if "results depend on the number of devices" in x)
     assert what in note
   assert "Own: 16 outputs for 3 classes" in made.notes
   notes, one = trained(Own(module=Layers()), 1)
@@ -184,7 +184,7 @@ class Calls(nn.Module):
 
 CALLED = rf"^{__file__}:\d+: Own, called by \w+"
 UNCALLABLE = {
-  "training": (Asks(), r"^Asks.__call__: nothing gives it 'training'; it is called with"),
+  "training": (Asks(), r"^Asks.__call__ requires 'training'; give it a default"),
   "shape": (Calls(lambda x: x.reshape(7, -1)), rf"{CALLED}: TypeError: .*reshape"),
   "norm": (Calls(lambda x: nn.BatchNorm()(x)), rf"{CALLED}: .*running_av"),
   "outputs": (nn.Dense(2), "Own.build gives 2 outputs, and Arrays has 3 classes; let"),

@@ -188,7 +188,7 @@ target_loss=0 | Config.target_loss=0.0 | > 0
 target_loss=1.5 | Config.target_loss=1.5 | set one of them to None
 model=Transformer model.num_heads=5 | Transformer.num_heads=5 | does not divide width=256
 model=Transformer model.num_kv_heads=3 | Transformer.num_kv_heads=3 | divide num_heads=4
-model=Transformer model.width=36 | Transformer | choose an even number
+model=Transformer model.width=36 | Transformer | choose an even width
 model=Transformer model.head_width=7 | Transformer.head_width=7 | even number
 model=ViT model.num_heads=5 | ViT.num_heads=5 | does not divide width=384
 layer_decay=0.5 layer_order=('(','a') | Config.layer_order='(' | not a regular expression

@@ -1,4 +1,4 @@
-"""Files that others can write to: no link is followed, no stranger trusted."""
+"""Files that other users can write to: no link is followed, no stranger trusted."""
 
 import contextlib
 import io
@@ -270,7 +270,7 @@ def test_a_library_that_others_can_replace_is_not_loaded(tmp_path, own_cache, mo
     assert "only the box" in text() and loaded.pop()
     for mode, of in ((0o775, folder), (0o777, folder), (0o775, path), (0o757, path)):
       of.chmod(mode)
-      assert "is not loaded: others can write to" in text()
+      assert "is not loaded: other users can write to" in text()
       of.chmod(0o755)
     give_away(path, monkeypatch)
     assert "another user" in text() and not loaded
@@ -298,7 +298,7 @@ def test_a_class_that_anybody_could_have_written_is_not_run(tmp_path, umask):
   copy.write_text(text)
   assert from_plain(Optimizer, {"class": "mine:Mine"}, tmp_path).lr == 1.0
   copy.chmod(0o666)
-  with pytest.raises(ConfigError, match="others can write to"):
+  with pytest.raises(ConfigError, match="other users can write to"):
     from_plain(Optimizer, {"class": "mine:Mine"}, tmp_path)
 
 
