@@ -128,7 +128,7 @@ exchange=Int8 exchange.bucket_bytes=64                 Int8.bucket_bytes=64 is l
 exchange.bucket_bytes=3                                give a value >= 4
 LOCAL exchange=OneBit exchange.plain_epochs=1          plain_epochs=1.0: workers send only
 LOCAL lr_scaling=linear                lr_scaling='linear': sync=LocalSGD has rates of one worker
-LOCAL NORM                             CNN.bn_span=global: BatchNorm statistics over workers
+LOCAL NORM                             CNN.bn_span=global would share BatchNorm
 BLOCK FIVE RAMP   BlockMomentum.sync_every_steps=5 makes blocks of 2,560 samples with 8 w
 BLOCK                                                  but the data set has only 1,437; give
 BLOCK optimizer=AdamW                                  AdamW's moments

@@ -104,7 +104,7 @@ def test_the_grid():
   assert mesh_shape(16, data=2, fsdp=-1, model=2) == MeshShape(1, 2, 4, 1, 2)
   assert make_mesh(data=2, fsdp=2, model=2).axis_names == ("replica", "data", "fsdp", "model")
   assert host_shard(make_mesh(data=1, stage=2, model=4)) == (0, 1)
-  with config_error(match=r"Mesh.replica=1, Mesh.data=3, Mesh.model=2: "):
+  with config_error(match=r"Mesh.replica=1, Mesh.data=3, Mesh.model=2 must"):
     mesh_shape(8, data=3, model=2)
 
 

@@ -159,7 +159,7 @@ def test_an_objective_divided_by_the_rows_is_refused():
       of_config(wrong)
   assert not of_config(each).notes
   (note,) = of_config(lambda o, b: each(o.reshape(8, -1), b)).notes
-  assert note.startswith("PerRow: not tested whether its loss is a sum over rows: ")
+  assert note.startswith("PerRow: cannot check that its loss sums over rows: ")
   assert "reshape" in note and "\n" not in note
 
 
@@ -333,7 +333,7 @@ def test_a_queue_of_several_micro_batches_is_refused():
 def test_state_of_another_shape_or_dtype_is_refused():
   for changed, line in (
     ({"steps": 1.0}, r"state steps is uint8\[\] before a step and float32\[\] after it"),
-    ({"pointer": jnp.zeros(2, int)}, r"pointer is int32\[\], and int32\[2\] after"),
+    ({"pointer": jnp.zeros(2, int)}, r"pointer is int32\[\] before a step and int32\[2\] after"),
     ({"more": 1}, "has different leaves after a step: more; return the leaves"),
   ):
     with config_error(match=line):

@@ -187,7 +187,7 @@ UNCALLABLE = {
   "training": (Asks(), r"^Asks.__call__ requires 'training'; give it a default"),
   "shape": (Calls(lambda x: x.reshape(7, -1)), rf"{CALLED}: TypeError: .*reshape"),
   "norm": (Calls(lambda x: nn.BatchNorm()(x)), rf"{CALLED}: .*running_av"),
-  "outputs": (nn.Dense(2), "Own.build gives 2 outputs, and Arrays has 3 classes; let"),
+  "outputs": (nn.Dense(2), "Own.build gives 2 outputs, but Arrays has 3 classes; use"),
 }
 
 
@@ -343,7 +343,7 @@ OF_ROWS += [(jnp.sort, True), (jnp.square, False)]
 def test_a_loss_that_mixes_rows_is_named(of, is_noted):
   config = config_of(cfg.MLP(), loss=Mixed(of=of))
   notes = experiment(config, devices=jax.devices()[:2]).notes
-  line = "Mixed: its loss mixes the rows of each device: results depend on how many"
+  line = "Mixed: its loss mixes the rows of each device: results depend on the number of"
   assert any(note.startswith(line) for note in notes) == is_noted
 
 
@@ -358,11 +358,11 @@ def test_a_model_that_cannot_be_tested_is_named(monkeypatch):
   for name, reason in (("log", "are not finite"), ("count", "reshape")):
     config = config_of(Functions(name=name))
     (note,) = experiment(config, devices=jax.devices()[:2]).notes
-    assert note.startswith("Functions: not tested whether its model mixes the rows")
+    assert note.startswith("Functions: cannot check whether its model mixes the rows")
     assert reason in note and "\n" not in note
   monkeypatch.setattr(contract, "_ELEMENTS", 20)
   (note,) = experiment(config_of(Functions(name="rows")), devices=jax.devices()).notes
-  assert "Functions: not tested whether its model mixes" in note and "over 20" in note
+  assert "Functions: cannot check whether its model mixes" in note and "over 20" in note
 
 
 def test_a_typed_key_is_refused_before_it_is_saved():

@@ -182,7 +182,7 @@ HEADS_LEFT = "attend='all_to_all' cannot split 6 heads over the 4 devices of 'mo
 GROUPS_LEFT = r"attend='all_to_all' cannot split 2 key/value heads over the 4 devices.*"
 TOKENS_LEFT = "tokens=6 cannot be split over the 4 devices of 'model'; give a multiple"
 NOTHING = r"order='zigzag' requires attend='ring', not 'all_to_all'; .*"
-NO_AXIS = r"axes=\('seq',\): the mesh has no axis 'seq' here, .*"
+NO_AXIS = r"axes=\('seq',\): the mesh has no axis 'seq'; .*"
 MISTAKES = [
   (lambda q, k: ALL_TO_ALL(q[:, :, :6], k, k), HEADS_LEFT + "attend='ring' or fewer devices"),
   (lambda q, k: ALL_TO_ALL(q, k[:, :, :2], k[:, :, :2]), GROUPS_LEFT),

@@ -152,7 +152,7 @@ def test_who_else_writes(tmp_path, umask, monkeypatch):
 
   for group, modes in ((True, (0o664, 0o775)), (False, (0o666, 0o777))):
     for file, folder in ((modes[0], 0o755), (0o644, modes[1])):
-      assert "others can write" in (others(file, folder, group=group) or "")
+      assert "other users can write" in (others(file, folder, group=group) or "")
   assert others(0o644, 0o755, group=True) is others(0o664, 0o775, group=False) is None
   assert others(0o644, 0o1777, group=False) is None  # as /tmp is
   (tmp_path / "link").symlink_to(path)
@@ -161,7 +161,7 @@ def test_who_else_writes(tmp_path, umask, monkeypatch):
   assert who_else_writes(path.parent, is_folder=True) is None
   assert "not a folder" in (who_else_writes(path, is_folder=True) or "")
   path.parent.chmod(0o775)
-  assert "others can write" in (who_else_writes(path.parent, is_folder=True) or "")
+  assert "other users can write" in (who_else_writes(path.parent, is_folder=True) or "")
   give_away(path, monkeypatch)
   assert "another user" in (others(0o644, 0o755, group=True) or "")
   assert others(0o644, 0o775, group=False) is None  # a colleague's
@@ -332,7 +332,7 @@ def test_json_is_bounded():
   assert files.parse_json(b"[" * 100 + b"]" * 100)
   assert files.parse_json(f"[{','.join(['[]'] * 5000)}]")
   for text in ("[" * 101 + "]" * 101, '{"a":' * 101 + "1" + "}" * 101, "[" * 10**6):
-    with pytest.raises(ValueError, match="100 deep"):
+    with pytest.raises(ValueError, match="100 levels deep"):
       files.parse_json(text)
 
 

@@ -198,9 +198,9 @@ LINE = rf"{__file__}:\d+: Given, its"
 SHAPE = r"of shape \(\) for examples \(8,\); return one value per example"
 NAMES = "return a dict of names other than 'loss' and 'examples'"
 OWN = [
-  (one, "Given.build: gave function; return a train"),
-  ((one, dict), "Given.build: gave tuple; return a train"),
-  (None, "Given.build: gave NoneType; return a training"),
+  (one, "Given.build returned function; return a train"),
+  ((one, dict), "Given.build returned tuple; return a train"),
+  (None, "Given.build returned NoneType; return a training"),
   (Objective(lambda o, b: one(o, b).mean()), f"returns 'loss' {SHAPE}"),
   (Objective(lambda o, b: 1), f"returns 'loss' {SHAPE}"),
   (Objective(lambda o, b: jnp.ones(len(o), int)), "returns a loss of int32"),
