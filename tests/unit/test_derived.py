@@ -74,7 +74,7 @@ def test_a_batch_may_have_every_example():
 
 
 PATTERNS = columns(assignments, str)("""
-optimizer=LARS optimizer.include=nosuch | include='nosuch' matches no .* Conv_0/bias, .*Dense_1/kernel
+optimizer=LARS optimizer.include=nosuch | 'nosuch' matches no .* Conv_0/bias, .*Dense_1/kernel
 layer_decay=0.5 layer_order=('nosuch',) | Config.layer_order='nosuch' matches no .*Conv_0/bias
 layer_decay=0.5 layer_order=('Conv_0','Conv_1') | Dense_0/bias matches none of them
 layer_decay=0.5 layer_order=('Conv','Conv_1','Dense') | Conv_1/bias matches 'Conv' and 'Conv_1'
