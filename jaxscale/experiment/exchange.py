@@ -45,8 +45,8 @@ def make_exchange(
     if f"{name}." in str(e):  # errors of a user's class already have its name
       raise
     raise ConfigError(f"{name}.{e}") from None
-  own = guarded(chosen, ", its exchange", made.exchange)
-  made = made._replace(exchange=own, init=guarded(chosen, ", its init", made.init))
+  own = guarded(chosen, " (exchange)", made.exchange)
+  made = made._replace(exchange=own, init=guarded(chosen, " (init)", made.init))
   if chosen.plain_epochs:
     examples = math.ceil(chosen.plain_epochs * derived.num_train)
     # A delayed exchange sends zeros in its first step.

@@ -108,7 +108,7 @@ def make_model(
       made = models.functions(
         made, info.image_shape, mean=info.mean, std=info.std, dtype=info.dtype
       )
-  return guarded_parts(config.model, ", called by {}", made)
+  return guarded_parts(config.model, " ({})", made)
 
 
 def _seen_by_loss(config: cfg.Config, info: Any) -> Any:
@@ -125,7 +125,7 @@ def make_objective(config: cfg.Config, info: Any) -> Objective:
   """
   wanted = "a training.losses.Objective, loss and metrics of each example"
   objective = build(config.loss, info, kind=Objective, wanted=wanted)
-  return guarded_parts(config.loss, ", its {}", objective)
+  return guarded_parts(config.loss, " ({})", objective)
 
 
 def check_model(

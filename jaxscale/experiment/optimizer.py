@@ -30,7 +30,7 @@ def make_schedule(config: cfg.Config, derived: Derived) -> Schedule:
   context = cfg.ScheduleContext(total, derived.warmup_steps, per_epoch)
   wanted = "a function of the step"
   schedule = build(config.schedule, derived.peak_lr, context, kind=callable, wanted=wanted)
-  return guarded(config.schedule, ", its schedule", schedule)
+  return guarded(config.schedule, " (schedule)", schedule)
 
 
 def phase_rate(config: cfg.Config, phase: Phase) -> tuple[float, float | None]:
@@ -116,7 +116,7 @@ def make_optimizer(
     wanted="an optax transformation",
   )
   if isinstance(optimizer, optax.GradientTransformation):  # not with extra arguments
-    optimizer = guarded_parts(config.optimizer, ", its {}", optimizer)
+    optimizer = guarded_parts(config.optimizer, " ({})", optimizer)
   chain = [optimizer]
   if config.clip_norm is not None:
     chain.insert(0, optax.clip_by_global_norm(config.clip_norm))

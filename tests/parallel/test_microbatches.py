@@ -129,7 +129,7 @@ def test_batch_norm_keeps_as_many_examples(span, devices, wanted):
   derived = over(chosen, devices, 8)
   assert derived.phases[0].accumulate_steps == wanted
   if derived.micro_batch_size != 8:
-    held = f"a device holds {derived.micro_batch_size} examples at a time, 8 then"
+    held = f"a device holds {derived.micro_batch_size} examples at a time, 8 before"
     assert held in (device_summary(chosen, derived) or "")
 
 

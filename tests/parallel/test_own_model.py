@@ -182,7 +182,7 @@ class Calls(nn.Module):
     return nn.Dense(3)(self.function(x))
 
 
-CALLED = rf"^{__file__}:\d+: Own, called by \w+"
+CALLED = rf"^{__file__}:\d+: Own \(\w+\)"
 UNCALLABLE = {
   "training": (Asks(), r"^Asks.__call__ requires 'training'; give it a default"),
   "shape": (Calls(lambda x: x.reshape(7, -1)), rf"{CALLED}: TypeError: .*reshape"),

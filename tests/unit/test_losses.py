@@ -194,7 +194,7 @@ MADE_WRONGLY = [
   (same, BinaryCrossEntropy(), COUNTS, "takes targets 0 or 1, but Arrays has .* classes"),
   (lambda h: h.no_such, SquaredError(), PAIR, rf"{__file__}:\d+: Outputs, .*no_such"),
 ]
-LINE = rf"{__file__}:\d+: Given, its"
+LINE = rf"{__file__}:\d+: Given"
 SHAPE = r"of shape \(\) for examples \(8,\); return one value per example"
 NAMES = "return a dict of names other than 'loss' and 'examples'"
 OWN = [
@@ -204,9 +204,9 @@ OWN = [
   (Objective(lambda o, b: one(o, b).mean()), f"returns 'loss' {SHAPE}"),
   (Objective(lambda o, b: 1), f"returns 'loss' {SHAPE}"),
   (Objective(lambda o, b: jnp.ones(len(o), int)), "returns a loss of int32"),
-  (Objective(lambda o, b: one(o, b) * b["weight"]), f"{LINE} loss: KeyError: 'weight'"),
-  (Objective(lambda o, b: jax.lax.psum(one(o, b), "rows")), f"{LINE} loss: .*Error: "),
-  (Objective(lambda o, b: o - b["label"]), rf"{LINE} loss: \w+Error: .*shapes"),
+  (Objective(lambda o, b: one(o, b) * b["weight"]), rf"{LINE} \(loss\): KeyError: 'weight'"),
+  (Objective(lambda o, b: jax.lax.psum(one(o, b), "rows")), rf"{LINE} \(loss\): .*Error: "),
+  (Objective(lambda o, b: o - b["label"]), rf"{LINE} \(loss\): \w+Error: .*shapes"),
   (Objective(one, lambda o, b: {"mae": 3.0}), f"returns 'mae' {SHAPE}"),
   (Objective(one, lambda o, b: one(o, b)), NAMES),
   (Objective(one, lambda o, b: {"loss": one(o, b)}), NAMES),
@@ -214,10 +214,10 @@ OWN = [
     Objective(one, lambda o, b: {"mae": "x"}),
     "returns 'mae' as str; return one number per example",
   ),
-  (Objective(one, dict, lambda o, b: b["labels"]), "Given, its metrics: TypeError: dict expected"),
+  (Objective(one, dict, lambda o, b: b["labels"]), r"Given \(metrics\): TypeError: dict expected"),
   (
     Objective(one, lambda o, b: {}, lambda o, b: b["labels"]),
-    f"{LINE} eval_loss: KeyError: 'labels'",
+    rf"{LINE} \(eval_loss\): KeyError: 'labels'",
   ),
 ]
 MADE_WRONGLY += [(same, Given(made=made), PAIR[:, 0], line) for made, line in OWN]
