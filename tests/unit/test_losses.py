@@ -192,7 +192,7 @@ MADE_WRONGLY = [
   (same, BinaryCrossEntropy(), POSITIVE, r"targets \(8,\), but the model returns"),
   (lambda h: h[:, :, None] * h[:, None], CrossEntropy(), COUNTS, "one vector of lo"),
   (same, BinaryCrossEntropy(), COUNTS, "takes targets 0 or 1, but Arrays has .* classes"),
-  (lambda h: h.no_such, SquaredError(), PAIR, rf"{__file__}:\d+: Outputs, .*no_such"),
+  (lambda h: h.no_such, SquaredError(), PAIR, rf"{__file__}:\d+: Outputs .*no_such"),
 ]
 LINE = rf"{__file__}:\d+: Given"
 SHAPE = r"of shape \(\) for examples \(8,\); return one value per example"
