@@ -27,7 +27,7 @@ EXIT_OF_STOP = {"preemption": EXIT_PREEMPTED, "interrupt": EXIT_INTERRUPTED}
 _DISK_ADVICE = {
   errno.ENOSPC: "make room",
   errno.EDQUOT: "make room, or have the quota raised",
-  errno.EROFS: "have it mounted for writing (dmesg says why it is not)",
+  errno.EROFS: "mount it for writing (dmesg shows why it is not)",
   errno.EMFILE: "raise the limit on open files (ulimit -n)",
   errno.ENFILE: "raise the system's limit on open files (sysctl fs.file-max)",
   errno.EIO: "have the disk or its server checked (dmesg)",
@@ -157,13 +157,13 @@ def disk_advice(number: int | None, folder: str | os.PathLike[str] = ".") -> str
 def unwritable(workdir: str | os.PathLike[str], error: OSError) -> ConfigError:
   """Return the error for a workdir that cannot be written."""
   remedy = _disk_remedy(error.errno, workdir)
-  fix = f"{remedy}, or use another one" if remedy else "use another one"
+  fix = f"{remedy}, or use a different directory" if remedy else "use a different directory"
   return invalid("--workdir", str(workdir), f"cannot be written: {error.strerror}", fix)
 
 
 def _disk_remedy(number: int | None, folder: str | os.PathLike[str]) -> str | None:
   if number == errno.ENOSPC and lacks_inodes(folder):
-    return "delete files there, or have their number raised"
+    return "delete files, or ask for a higher limit on inodes"
   return _DISK_ADVICE.get(number or 0)
 
 

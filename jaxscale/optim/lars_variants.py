@@ -125,7 +125,7 @@ def lars(
     momentum_correction: multiply m by lr_t / lr_{t-1} (arXiv:1706.02677, §3). True: in
       every step; a number: in that many first steps (Intel Caffe: the warm-up). "nvidia"
       corrects in every step. With True, "paper" equals "torch" as long as learning rates
-      are > 0; see momentum.py for a rate of 0.
+      are > 0; see momentum.py for a learning rate of 0.
     mask: params -> bool per leaf, or a name or pattern of `including`. False: the leaf
       uses plain momentum with the same learning rate, without trust ratio and decay.
       None: all leaves have trust ratio and decay, as in Caffe.

@@ -159,9 +159,9 @@ def test_a_finished_run_says_so_and_stays_as_it_is(finished, capsys):
 
 
 REMEDIES = {
-  errno.ENOSPC: "make room, or use another one",
-  errno.EROFS: "have it mounted for writing (dmesg says why it is not), or use",
-  errno.EACCES: "use another one",
+  errno.ENOSPC: "make room, or use a different directory",
+  errno.EROFS: "mount it for writing (dmesg shows why it is not), or use",
+  errno.EACCES: "use a different directory",
 }
 
 
