@@ -126,8 +126,7 @@ def all_reduce(
   for path, x in jax.tree.leaves_with_path(tree):
     if (shape := np.shape(x))[:1] != (mesh.size,):
       key = f"tree{jax.tree_util.keystr(path)}.shape={shape}"
-      why = "lacks one row per device"
-      raise ConfigError(f"{key} {why}; give a leading dim of {mesh.size}")
+      raise ConfigError(f"{key} lacks one row per device; give a leading dim of {mesh.size}")
   num_bytes = payload_bytes(tree, payload, rows=True)
   sizes = dict(mesh.shape)
   by = plan(sizes, num_bytes, algorithm, dims=dims, links=links)
