@@ -4,8 +4,8 @@
     config = jxs.Config(model=jxs.models.MLP(), data=jxs.data.Digits(), ...)
     jxs.fit(config, "runs/digits")
 
-The names of `__init__.pyi` are the public ones. Each is imported when it is first asked
-for, so that `--help`, or a typo in a config, is answered without waiting for JAX.
+The public names are those in `__init__.pyi`. They are imported on first access, so that
+`--help` and errors in a config do not wait for the import of JAX.
 """
 
 import contextlib
@@ -13,11 +13,11 @@ import os
 import sys
 
 if sys.argv[:1] == ["-m"] and "jaxscale" in sys.orig_argv[-len(sys.argv)]:
-  # The current directory is first on the path of `python -m jaxscale`: a random.py in
-  # it would be imported in place of Python's. At the end it hides nothing.
+  # `python -m jaxscale` puts the current directory first on the path, so that a random.py
+  # in it would be imported instead of Python's. At the end of the path it hides nothing.
   if not sys.flags.safe_path:
     del sys.path[0]
-  with contextlib.suppress(OSError):  # it was deleted
+  with contextlib.suppress(OSError):  # the current directory may be deleted
     sys.path.append(os.getcwd())
 
 try:
@@ -25,7 +25,7 @@ try:
 except ModuleNotFoundError:
   if sys.argv[:1] != ["-m"]:
     raise
-  # A newcomer's `python3 -m jaxscale` with a Python that has none of the packages.
+  # A newcomer may run `python3 -m jaxscale` with a Python that lacks the packages.
   remedy = "run `make env`, and use .venv/bin/python"
   print(f"error: {sys.executable} lacks jaxscale's packages; {remedy}", file=sys.stderr)
   raise SystemExit(2) from None

@@ -1,4 +1,4 @@
-"""How a command ends: its exit code, and one line for what its user did wrong."""
+"""Exit codes of commands, and one-line errors for users."""
 
 from __future__ import annotations
 
@@ -17,48 +17,48 @@ from traceback import walk_tb
 from typing import Any, NamedTuple, NoReturn, ParamSpec
 
 EXIT_DONE, EXIT_CRASH, EXIT_USER, EXIT_INTERRUPTED = 0, 1, 2, 130
-EXIT_PREEMPTED = 85  # asked to stop, and saved: requeue
+EXIT_PREEMPTED = 85  # stopped on request after saving; requeue
 EXIT_HANG = 86
-EXIT_GIVE_UP = 93  # do not requeue: it would only fail again
-# Of a run that was asked to stop, and saved, by `StopRequest.kind`.
+EXIT_GIVE_UP = 93  # do not requeue, because a restart would fail again
+# Exit code of a run that stopped on request after saving, by `StopRequest.kind`.
 EXIT_OF_STOP = {"preemption": EXIT_PREEMPTED, "interrupt": EXIT_INTERRUPTED}
 
-# What a disk or its server does, and not a fault of the program.
+# Advice for errors of disks and file servers, which are not bugs of the program.
 _DISK_ADVICE = {
   errno.ENOSPC: "make room",
   errno.EDQUOT: "make room, or have the quota raised",
-  errno.EROFS: "have it mounted for writing (dmesg says why it is not)",
+  errno.EROFS: "mount it for writing (dmesg shows why it is not)",
   errno.EMFILE: "raise the limit on open files (ulimit -n)",
   errno.ENFILE: "raise the system's limit on open files (sysctl fs.file-max)",
   errno.EIO: "have the disk or its server checked (dmesg)",
   errno.ESTALE: "have the file system mounted again",
 }
 
-# A command stuck in C++, as in a compilation, runs no handler of Ctrl-C: after these
-# seconds a thread ends the process.
+# Seconds after Ctrl-C before a thread ends the process. A command that is in C++ code, such
+# as a compilation, does not run Python's handler.
 _UNWIND_S = 1.0
 
-# For threads of a config that are not daemons, after the end of its run.
+# Seconds to wait for non-daemon threads of a config after the end of its run.
 _THREADS_S = 30.0
 
-# Threads that the end of the process does not wait for: see `abandon`.
+# Threads that the end of the process does not wait for; see `abandon`.
 _abandoned: list[threading.Thread] = []
 
 P = ParamSpec("P")
 
 
 class ConfigError(ValueError):
-  """An invalid setting; its message of one line names field, value and remedy."""
+  """Invalid setting or usage, with a one-line message: field, value, problem, remedy."""
 
 
 def invalid(field: str, value: Any, why: str, fix: str) -> ConfigError:
   """Return the error for an invalid value: `field=value why; fix`.
 
   Args:
-    field: the setting, option or file that the user gave.
-    value: its value, shortened where it is long; `...` leaves it out.
-    why: what is wrong with it, a predicate such as "is not divisible by 8 devices".
-    fix: what to do, an imperative.
+    field: the setting, option or file of the user.
+    value: the value of the field, shortened if it is long; `...` omits it.
+    why: the problem, a predicate such as "is not divisible by 8 devices".
+    fix: the remedy, an imperative.
 
   Example:
     >>> print(invalid("batch_size", 100, "is not divisible by 8 devices", "use 96"))
@@ -70,18 +70,18 @@ def invalid(field: str, value: Any, why: str, fix: str) -> ConfigError:
 
 
 class GiveUpError(Exception):
-  """A restart would only fail again; the message says why."""
+  """Error after which a restart would fail again."""
 
   exit_code = EXIT_GIVE_UP
 
 
 class NonFiniteError(FloatingPointError):
-  """A step whose loss or gradient is NaN or Inf.
+  """Error for a step whose loss or gradient is NaN or Inf.
 
   Attributes:
     step: number of the step.
     good_until: checkpoints up to this step are good.
-    advice: what to do, for the end of the line.
+    advice: what to do; the end of the error line.
   """
 
   exit_code = EXIT_CRASH
@@ -96,14 +96,15 @@ class NonFiniteError(FloatingPointError):
 
 
 class OutputError(OSError):
-  """Standard output is full, or nobody reads it any more."""
+  """Error of standard output: its disk is full, or its reader has closed it."""
 
 
 class Output:
-  """Standard output, with one place for what goes wrong with it.
+  """Wrapper of standard output that handles write errors in one place.
 
   Attributes:
-    on_error: called with the error of a write, which is then lost; None: it is raised.
+    on_error: function that is called with a write error, whose text is lost; None raises
+      an `OutputError`.
   """
 
   def __init__(self, stream: Any):
@@ -114,17 +115,17 @@ class Output:
     return getattr(self._stream, name)
 
   def write(self, text: str) -> int:
-    """As a file's; so is `flush`."""
+    """Write a text, as a file's `write` does."""
     self._guarded(self._stream.write, text)
     return len(text)
 
   def flush(self) -> None:
-    """Write out what waits."""
+    """Flush the stream."""
     self._guarded(self._stream.flush)
 
   def move(self, *, to_stderr: bool = True) -> None:
-    """From here on, and what waits, to stderr; where that fails as well, nowhere."""
-    with contextlib.suppress(OSError, ValueError):  # a notebook's has no descriptor
+    """Redirect buffered and further output to stderr, or to nowhere at the second call."""
+    with contextlib.suppress(OSError, ValueError):  # a notebook's stream has no descriptor
       if to_stderr and not self._is_moved:
         os.dup2(2, self._stream.fileno())
       else:
@@ -137,37 +138,37 @@ class Output:
       function(*args)
     except OSError as e:
       if self.on_error is None:
-        self.move(to_stderr=False)  # what waits would fail again at the very end
+        self.move(to_stderr=False)  # buffered text would fail again at exit
         raise OutputError(e.errno, e.strerror) from None
       self.on_error(e)
 
 
 def disk_advice(number: int | None, folder: str | os.PathLike[str] = ".") -> str:
-  """The end of a line about an error of a disk: what to do.
+  """Return advice for a disk error, the end of an error line.
 
   Args:
-    number: `OSError.errno`; None: not known.
-    folder: on that disk.
+    number: `OSError.errno`, or None if it is unknown.
+    folder: a folder on the disk.
   """
   advice = _disk_remedy(number, folder) or "correct this"
   return f"{advice}, and start it again: it resumes from its newest checkpoint"
 
 
 def unwritable(workdir: str | os.PathLike[str], error: OSError) -> ConfigError:
-  """Return the error for a workdir that a run cannot begin in, with what to do."""
+  """Return the error for a workdir that cannot be written."""
   remedy = _disk_remedy(error.errno, workdir)
-  fix = f"{remedy}, or use another one" if remedy else "use another one"
+  fix = f"{remedy}, or use a different directory" if remedy else "use a different directory"
   return invalid("--workdir", str(workdir), f"cannot be written: {error.strerror}", fix)
 
 
 def _disk_remedy(number: int | None, folder: str | os.PathLike[str]) -> str | None:
   if number == errno.ENOSPC and lacks_inodes(folder):
-    return "delete files there, or have their number raised"
+    return "delete files, or ask for a higher limit on inodes"
   return _DISK_ADVICE.get(number or 0)
 
 
 def lacks_inodes(folder: str | os.PathLike[str]) -> bool:
-  """Return whether a disk can hold no more files, however much room there is."""
+  """Return whether a disk has no free inodes, so that no file can be created."""
   with contextlib.suppress(OSError):
     found = os.statvfs(folder)
     return found.f_files > 0 and found.f_favail == 0
@@ -175,14 +176,14 @@ def lacks_inodes(folder: str | os.PathLike[str]) -> bool:
 
 
 class UserMessage(NamedTuple):
-  """One line about an error for the user, and the exit code."""
+  """Error line for the user, and the exit code."""
 
   line: str
   code: int
 
 
 def printable(text: str) -> str:
-  r"""A text of others as a terminal may show it: one line without control characters.
+  r"""Escape control characters and newlines in a text from an untrusted source.
 
   Example:
     >>> print(printable("a\x1b[2Jb\nc"))
@@ -192,7 +193,7 @@ def printable(text: str) -> str:
 
 
 def message_of(error: BaseException) -> str:
-  r"""The message of an error on one line.
+  r"""Return the message of an error on one line.
 
   Example:
     >>> message_of(OSError("no\n  route"))
@@ -202,10 +203,10 @@ def message_of(error: BaseException) -> str:
 
 
 def user_message(error: BaseException) -> UserMessage | None:
-  """The line for an error that is not the program's; None: it needs a traceback.
+  """Return the line for an error that is not a bug; None: print a traceback.
 
-  Those are ConfigErrors, what disks do, errors with an `exit_code`, whose `advice`, if
-  there is one, ends the line, and what JAX and Python report of the environment.
+  Such errors are ConfigErrors, disk errors, errors with an `exit_code` (their `advice`, if
+  there is one, ends the line), and errors of the environment from JAX and Python.
 
   Example:
     >>> user_message(ConfigError("--sizes=x: give whole numbers"))
@@ -224,14 +225,14 @@ def _message(error: BaseException) -> UserMessage | None:
     advice = getattr(error, "advice", "")
     return UserMessage(f"{error}; {advice}" if advice else str(error), code)
   if isinstance(error, OutputError) and error.errno != errno.EPIPE:
-    text = f"standard output: {error.strerror}; what it was to hold is lost"
-    return UserMessage(f"{text}, print it elsewhere", EXIT_CRASH)
+    text = f"standard output: {error.strerror}; its output is lost"
+    return UserMessage(f"{text}, redirect it elsewhere", EXIT_CRASH)
   if isinstance(error, OSError) and error.errno in _DISK_ADVICE:
     where = f"{error.filename}: " if error.filename else ""
     advice = disk_advice(error.errno, os.path.dirname(str(error.filename or "")) or ".")
     return UserMessage(f"{where}{error.strerror}; {advice}", EXIT_CRASH)
   if isinstance(error, IsADirectoryError) and error.filename:
-    advice = "a file is to be there, move it away"
+    advice = "move this directory away, since a file is needed in its place"
     return UserMessage(f"{error.filename}: {error.strerror}; {advice}", EXIT_CRASH)
   if line := _of_environment(error):
     return UserMessage(line, EXIT_USER)
@@ -239,7 +240,7 @@ def _message(error: BaseException) -> UserMessage | None:
 
 
 def _of_environment(error: BaseException) -> str | None:
-  """What is wrong with the environment, by an error of Python's or JAX's."""
+  """Return a line for an environment error from Python or JAX; None for other errors."""
   if isinstance(error, FileNotFoundError) and os.stat(".").st_nlink == 0:
     return "the current folder was deleted; cd to one that exists"
   text = message_of(error)
@@ -247,7 +248,7 @@ def _of_environment(error: BaseException) -> str | None:
   if isinstance(error, ModuleNotFoundError) and not module.startswith("jaxscale"):
     remedy = "install jaxscale's packages there (`make env`), or use the Python of its "
     return f"{module} is not installed for {sys.executable}; {remedy}environment"
-  # A variable JAX_… that it cannot read, and a platform that it cannot start.
+  # JAX raises these for invalid JAX_... variables and for platforms that fail to start.
   names = [f.f_globals.get("__name__", "") for f, _ in walk_tb(error.__traceback__)]
   package, _, module = (names[-1] if names else "").partition(".")
   is_config = package == "jax" and module.endswith("config")
@@ -258,7 +259,7 @@ def _of_environment(error: BaseException) -> str | None:
 
 
 def one_line_errors(main: Callable[P, int]) -> Callable[P, int]:
-  """A `main` whose errors of its user become one line on stderr and a code.
+  """Wrap a `main` so that user errors become a line on stderr and an exit code.
 
   Example:
     >>> @one_line_errors
@@ -282,9 +283,9 @@ def one_line_errors(main: Callable[P, int]) -> Callable[P, int]:
 
 
 def abandon(thread: threading.Thread) -> None:
-  """Let `leave` end the process without what libraries do at its exit.
+  """Make `leave` end the process without the exit handlers of libraries.
 
-  For a thread that hangs in a library, whose own wait at exit has no bound (wandb's).
+  Use it for a thread that hangs in a library that waits without limit at exit (wandb).
   """
   _abandoned.append(thread)
 
@@ -292,18 +293,18 @@ def abandon(thread: threading.Thread) -> None:
 def leave(main: Callable[[list[str]], int]) -> NoReturn:
   """End the process with the exit code of a command's `main`.
 
-  One of several processes that fails is ended by `cluster.open_session` before.
+  If one of several processes fails, `cluster.open_session` ends it before.
   """
   code = EXIT_CRASH
   _open_closed()
   _watch_interrupts()
   errors = Output(sys.stderr)
-  errors.on_error = lambda error: None  # a full disk under it costs lines, no exit code
+  errors.on_error = lambda error: None  # a full disk loses lines, but not the exit code
   sys.stderr = errors
   try:
     sys.stdout = _output(sys.stdout)
     code = one_line_errors(_flushed(main))(sys.argv[1:])
-  except OutputError:  # `--help | head`: the reader has enough
+  except OutputError:  # the reader has closed the pipe, as in `--help | head`
     os._exit(EXIT_DONE)
   except KeyboardInterrupt:
     with contextlib.suppress(OSError):
@@ -311,15 +312,15 @@ def leave(main: Callable[[list[str]], int]) -> NoReturn:
     _leave_interrupted()
   except Exception:
     traceback.print_exc()
-  errors.on_error = None  # what waits must not fail again at the very end
+  errors.on_error = None  # buffered text must not fail again at exit
   for stream in (sys.stdout, sys.stderr):
-    with contextlib.suppress(OSError):  # was reported, or nobody reads it
+    with contextlib.suppress(OSError):  # already reported, or without a reader
       stream.flush()
   if code in (EXIT_CRASH, EXIT_USER):
-    os._exit(code)  # a compilation in the background may take minutes more
-  # Slurm sends SIGTERM to what is left of a job as soon as one process has ended or
-  # the job is requeued: that must not take the exit code away. (Python gives its own
-  # handlers back to the system before it has ended; what is ignored stays ignored.)
+    os._exit(code)  # a compilation in the background could take minutes
+  # Slurm sends SIGTERM to the rest of a job as soon as one process has ended or the job is
+  # requeued, which must not change the exit code. Python resets its own handlers before it
+  # has ended, but ignored signals stay ignored.
   for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP):
     signal.signal(number, signal.SIG_IGN)
   if any(thread.is_alive() for thread in _abandoned):
@@ -329,24 +330,24 @@ def leave(main: Callable[[list[str]], int]) -> NoReturn:
 
 
 def _leave_now(code: int) -> NoReturn:
-  """Leave without what libraries do at the exit of a process."""
+  """End the process without the exit handlers of libraries."""
   if jax := sys.modules.get("jax"):
-    jax.distributed.shutdown()  # the others wait for it
+    jax.distributed.shutdown()  # other processes wait for it
   os._exit(code)
 
 
 def _bound_exit(code: int) -> None:
-  """Leave some time from here on, where Python still waits for threads of the config.
+  """End the process after `_THREADS_S` if Python still waits for threads of the config.
 
-  It waits for those that are not daemons, and then calls what atexit has, the last
-  function first.
+  Python waits for non-daemon threads before it runs the functions of atexit, of which
+  the last one registered runs first.
   """
 
   def leave_behind() -> None:
     others = {threading.main_thread(), threading.current_thread()}
     alive = [t for t in threading.enumerate() if not t.daemon and t not in others]
     names = ", ".join(thread.name for thread in alive)
-    text = f"note: left while threads still ran ({names}); start them with daemon=True"
+    text = f"note: exited while threads were running ({names}); start them with daemon=True"
     print(printable(text), file=sys.stderr)
     _leave_now(code)
 
@@ -357,9 +358,9 @@ def _bound_exit(code: int) -> None:
 
 
 def _open_closed() -> None:
-  """Open the null device where standard streams were closed, as by `2>&-`.
+  """Open the null device for closed standard streams, as after `2>&-`.
 
-  Else the next file or socket would be number 2, into which C++ writes its logs.
+  Otherwise the next file or socket would get descriptor 2, to which C++ writes its logs.
   """
   for number, name in enumerate(("stdin", "stdout", "stderr")):
     try:
@@ -371,14 +372,14 @@ def _open_closed() -> None:
 
 
 def _output(stream: Any) -> Any:
-  """Standard output, guarded; what its encoding lacks is printed as "?"."""
+  """Wrap standard output; characters that its encoding lacks become "?"."""
   if "utf" not in (stream.encoding or "").lower():
     stream.reconfigure(errors="replace")
   return Output(stream)
 
 
 def _flushed(main: Callable[[list[str]], int]) -> Callable[[list[str]], int]:
-  """A `main` that has printed, or failed to, when it returns."""
+  """Wrap a `main` so that it flushes standard output before it returns."""
 
   def run(argv: list[str]) -> int:
     code = main(argv)
@@ -389,15 +390,15 @@ def _flushed(main: Callable[[list[str]], int]) -> Callable[[list[str]], int]:
 
 
 def _watch_interrupts() -> None:
-  """End this process some time after Ctrl-C, also where the main thread is in C++.
+  """End this process shortly after Ctrl-C, even if the main thread is in C++ code.
 
-  What the main thread has to clean up it does meanwhile. A session has handlers of
-  its own (cluster/watch/signals.py).
+  The main thread can clean up meanwhile. A session installs its own handlers
+  (cluster/watch/signals.py).
   """
   report = sys.unraisablehook
 
   def unraisable(error: Any) -> None:
-    # A collection of garbage, or a __del__, was at work, and has swallowed it.
+    # The garbage collector or a __del__ method was running and swallowed the exception.
     if issubclass(error.exc_type, KeyboardInterrupt):
       _leave_interrupted()
     report(error)
@@ -417,7 +418,7 @@ def _watch_interrupts() -> None:
 
 
 def _leave_interrupted() -> NoReturn:
-  """Leave after Ctrl-C: at once, since threads that compile have no end to wait for."""
+  """End the process after Ctrl-C at once, since compiling threads may take long."""
   with contextlib.suppress(OSError):
     os.write(2, b"\nerror: Ctrl-C\n")
   os._exit(EXIT_INTERRUPTED)

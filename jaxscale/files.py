@@ -1,8 +1,8 @@
-"""Files that others may have damaged or replaced: read within limits, written whole.
+"""Defensive file I/O: bounded reads of untrusted files, and atomic writes.
 
-What a run leaves is read again after a kill, a full disk or somebody's editor, and by
-other users. So nothing is taken for granted: the type of each value is checked, nesting
-and numbers are bounded, and whatever is wrong is one line.
+Files of a run are read again after a kill, a full disk or manual edits, and by other
+users. Therefore the type of each value is checked, nesting and numbers are limited, and
+every problem is reported in one line.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from typing import Any, BinaryIO
 
 from jaxscale.errors import ConfigError, invalid
 
-_DEEPEST = 100  # levels of JSON: what walks over it may recurse
-_MOST_DIGITS = 18  # of a whole number in text: any such number has 64 bits
+_DEEPEST = 100  # levels of JSON, because functions that walk over it may recurse
+_MOST_DIGITS = 18  # digits of an integer in text, so that it fits into 64 bits
 
 
 def whole_number(text: str) -> int | None:
-  """The number that ASCII digits stand for; None: the text is anything else.
+  """Parse ASCII digits as an integer; None for any other text.
 
-  `str.isdigit` takes "²", and `int` raises for more than 4,300 digits.
+  `str.isdigit` accepts "²", and `int` raises for more than 4,300 digits.
 
   Example:
     >>> whole_number("42"), whole_number("²"), whole_number("-1"), whole_number("")
@@ -37,15 +37,15 @@ def whole_number(text: str) -> int | None:
 
 
 def mismatch(value: Any, shape: Any, name: str = "it") -> str | None:
-  """How a value out of JSON differs from a shape, as words; None: it does not.
+  """Describe how a JSON value differs from a shape; None if it does not.
 
   Args:
-    value: of any type.
-    shape: a type, or a tuple of alternatives: `int` is of 64 bits and no bool, `float`
-      any number and `None` is null. Of an object a dict with the shape of each key
-      that it must have (or of all its values: `{str: shape}`), of an array a list with
-      the shape of its items.
-    name: of the value.
+    value: the value, of any type.
+    shape: a type, or a tuple of alternatives; `int` means 64 bits and not bool, `float`
+      means any number, and `None` means null. For an object, a dict with the shape of each
+      required key (or `{str: shape}` for all values); for an array, a list with the shape
+      of its items.
+    name: name of the value in the description.
 
   Example:
     >>> mismatch({"step": 3, "loss": 0.5}, {"step": int})
@@ -54,7 +54,7 @@ def mismatch(value: Any, shape: Any, name: str = "it") -> str | None:
   """
   if isinstance(shape, dict):
     if not isinstance(value, dict):
-      return f"{name} is no JSON object"
+      return f"{name} is not a JSON object"
     prefix = "" if name == "it" else f"{name}."
     for key, inner in shape.items():
       for k in list(value) if key is str else [key]:
@@ -65,7 +65,7 @@ def mismatch(value: Any, shape: Any, name: str = "it") -> str | None:
     return None
   if isinstance(shape, list):
     if not isinstance(value, list):
-      return f"{name} is no JSON list"
+      return f"{name} is not a JSON list"
     items = (mismatch(v, shape[0], f"{name}[{i}]") for i, v in enumerate(value))
     return next(filter(None, items), None)
   shapes = shape if isinstance(shape, tuple) else (shape,)
@@ -85,10 +85,10 @@ def _is(value: Any, shape: Any) -> bool:
 
 
 def parse_json(text: str | bytes) -> Any:
-  """A value out of JSON, in UTF-8.
+  """Parse JSON in UTF-8.
 
   Raises:
-    ValueError: it is none, or nested more than 100 deep.
+    ValueError: the text is not JSON, or is nested more than 100 levels deep.
   """
   text = text.decode() if isinstance(text, bytes) else text
   try:
@@ -104,14 +104,19 @@ def parse_json(text: str | bytes) -> Any:
       level = [x for n in nodes for x in n if isinstance(x, (dict, list))]
       if not level:
         return value
-  raise ValueError(f"nested more than {_DEEPEST} deep")
+  raise ValueError(f"nested more than {_DEEPEST} levels deep")
 
 
 def require_json(path: Path, shape: Any, remedy: str) -> Any:
-  """What is in a JSON file, if it has this shape (`mismatch`).
+  """Read a JSON file that must have a shape (see `mismatch`).
+
+  Args:
+    path: the file.
+    shape: the required shape.
+    remedy: what to do if the file is missing or damaged; the end of the error line.
 
   Raises:
-    ConfigError: it is missing or damaged; the line ends with the remedy.
+    ConfigError: the file is missing, damaged, or has a different shape.
   """
   try:
     value = parse_json(read_bytes(path))
@@ -128,7 +133,7 @@ def require_json(path: Path, shape: Any, remedy: str) -> Any:
 
 
 def read_json(path: Path, shape: Any = None) -> dict[str, Any]:
-  """The object in a JSON file; empty if it is missing, damaged or of another shape.
+  """Read the object in a JSON file; {} if it is missing, damaged or has a different shape.
 
   Example:
     >>> read_json(Path("no/such/summary.json"))
@@ -140,20 +145,20 @@ def read_json(path: Path, shape: Any = None) -> dict[str, Any]:
 def read_json_lines(
   path: Path, last_bytes: int | None = None, shape: Any = None
 ) -> list[dict[str, Any]]:
-  """The objects in a file with one JSON object per line, as in `metrics.jsonl`.
+  """Read the objects in a file with one JSON object per line, such as `metrics.jsonl`.
 
-  A line that was cut short is left out, and so is everything in a missing file.
+  Truncated lines are skipped, and a missing file gives [].
 
   Args:
     path: the file.
-    last_bytes: read only this many bytes from its end; None: all.
-    shape: leave out what is not of it (`mismatch`); None: any object will do.
+    last_bytes: number of bytes to read from the end; None: the whole file.
+    shape: skip objects that do not have this shape (see `mismatch`); None: no check.
   """
   return json_objects(readable_text(path, last_bytes).split("\n"), shape)
 
 
 def json_objects(texts: Iterable[str], shape: Any = None) -> list[dict[str, Any]]:
-  """The JSON objects of a shape among texts; the rest is left out."""
+  """Parse texts as JSON objects; skip those that fail or do not have the shape."""
   found = []
   for text in texts:
     with contextlib.suppress(ValueError):
@@ -162,18 +167,18 @@ def json_objects(texts: Iterable[str], shape: Any = None) -> list[dict[str, Any]
 
 
 def readable_text(path: Path, last_bytes: int | None = None) -> str:
-  """A file's text, or its last bytes; empty if it is missing or cannot be read."""
+  """Return a file's text, or its last bytes; "" if it is missing or cannot be read."""
   with contextlib.suppress(OSError, ValueError):
     return read_bytes(path, last_bytes).decode(errors="replace")
   return ""
 
 
 def read_bytes(path: Path, last_bytes: int | None = None) -> bytes:
-  """What is in a file, or its last bytes.
+  """Return a file's content, or its last bytes.
 
   Raises:
-    OSError: it cannot be read, or is a pipe or a device, which may never end.
-    ValueError: there is no such path: a NUL is in it. Or as `refuse_pointer`.
+    OSError: the file cannot be read, or is a pipe or a device, which may never end.
+    ValueError: the path contains a NUL; or as in `refuse_pointer`.
   """
   number = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
   with open(number, "rb") as file:
@@ -185,29 +190,29 @@ def read_bytes(path: Path, last_bytes: int | None = None) -> bytes:
 
 
 def refuse_pointer(path: object, content: bytes) -> bytes:
-  """Return the content of a file, or its beginning, unless Git LFS has the file.
+  """Return the content of a file, or its beginning, unless it is a Git LFS pointer.
 
   Raises:
-    ConfigError: it is a pointer, as of a repository cloned without Git LFS.
+    ConfigError: the file is a pointer, e.g. in a repository cloned without Git LFS.
   """
   if content.startswith(b"version https://git-lfs."):
     fix = "run `git lfs pull` in its repository, or download the file itself"
-    raise invalid(str(path), ..., "is a pointer of Git LFS, not the file", fix)
+    raise invalid(str(path), ..., "is a Git LFS pointer, not the file", fix)
   return content
 
 
 def sync(path: Path) -> None:
-  """Have the disk keep a file or folder, so that it survives a loss of power.
+  """Sync a file or folder to disk, so that it survives a power failure.
 
   Raises:
-    OSError: it is not there, or the disk failed.
+    OSError: the path is missing, or the disk failed.
   """
   is_folder = path.is_dir()
   with contextlib.suppress(*([PermissionError] if is_folder else [])):
     number = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
       os.fsync(number)
-    except OSError as e:  # some file systems keep folders by themselves
+    except OSError as e:  # some file systems do not support fsync of folders
       if not is_folder or e.errno not in (errno.EINVAL, errno.ENOTSUP):
         raise
     finally:
@@ -215,12 +220,12 @@ def sync(path: Path) -> None:
 
 
 def expand(path: str | os.PathLike) -> str:
-  """Return a path with the home directory in place of a leading `~`.
+  """Replace a leading `~` in a path by the home directory.
 
-  Shells leave it in `--workdir=~/x`, and in variables of a job script.
+  Shells do not expand it in `--workdir=~/x` and in variables of a job script.
 
   Raises:
-    ConfigError: there is no home directory, or no such user.
+    ConfigError: the home directory or the user is unknown.
   """
   text = os.path.expanduser(path)
   if text.startswith("~") and os.sep in text:
@@ -230,10 +235,10 @@ def expand(path: str | os.PathLike) -> str:
 
 
 def output_path(path: str | os.PathLike) -> Path:
-  """Return the path of a file that the user asked for, with its parents made.
+  """Return the path of an output file, and create its parent folders.
 
   Raises:
-    OSError: they cannot be made.
+    OSError: the folders cannot be created.
   """
   path = Path(expand(path))
   path.parent.mkdir(parents=True, exist_ok=True)
@@ -242,19 +247,18 @@ def output_path(path: str | os.PathLike) -> Path:
 
 @contextlib.contextmanager
 def replacing(path: Path, *, durable: bool = False) -> Iterator[BinaryIO]:
-  """A file to write that takes the place of `path` when it is whole.
+  """Open a new file that replaces `path` atomically once it is complete.
 
-  It is a new one: no link that somebody has put there is followed. The umask decides
-  who may read it, as of any file.
+  Links at `path` are not followed. The umask determines the permissions.
 
   Args:
-    path: of the file.
-    durable: have the disk keep it, too: a loss of power leaves the old or the new one.
+    path: the file to replace.
+    durable: sync to disk, so that a power failure leaves the old or the new file.
 
   Raises:
-    OSError: nothing is left behind; it names `path`.
+    OSError: writing failed; the error has the name `path`, and no file is left behind.
   """
-  # As tempfile makes them, but for the mode, which is 0600 there.
+  # Like tempfile, but with the mode from the umask instead of 0600.
   scratch = path.with_name(f".{secrets.token_hex(8)}.tmp")
   flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
   try:
@@ -275,24 +279,24 @@ def replacing(path: Path, *, durable: bool = False) -> Iterator[BinaryIO]:
 
 
 def write_json(path: Path, value: Any) -> None:
-  """Replace a JSON file as a whole: a reader sees the old one or the new one.
+  """Replace a JSON file atomically: a reader sees the old file or the new one.
 
-  So does who reads it after a loss of power: runs cannot resume without some of them.
+  This also holds after a power failure, since runs cannot resume without some of them.
   """
   replace_text(path, json.dumps(value, indent=2) + "\n", durable=True)
 
 
 def replace_text(path: Path, text: str, *, durable: bool = False) -> None:
-  """Replace a file by a text; `durable` as of `replacing`."""
+  """Replace a file's content by a text atomically; see `replacing` for `durable`."""
   with replacing(path, durable=durable) as file:
     file.write(text.encode())
 
 
 def open_to_append(path: Path) -> int:
-  """A descriptor that appends to a file, not through a link that somebody put there.
+  """Open a descriptor that appends to a file, without following links.
 
   Raises:
-    OSError: as `os.open`, or it is a pipe or a device, which may take nothing for ever.
+    OSError: as in `os.open`; or the path is a pipe or a device, which may block forever.
   """
   flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
   number = os.open(path, flags | os.O_NONBLOCK, 0o666)
@@ -303,28 +307,27 @@ def open_to_append(path: Path) -> int:
 
 
 def who_else_writes(path: Path, *, group: bool = True, is_folder: bool = False) -> str | None:
-  """Who can put something else in the place of a file, as words; None: nobody.
+  """Describe who else can replace a file; None if nobody can.
 
   Args:
-    path: of a file; whoever can write to its folder can replace it.
-    is_folder: it is of a folder, into which nobody else may put anything.
-    group: whether the file's group counts. False: whoever shares a folder with a
-      group trusts it, and with it the group's members.
+    path: path of the file; whoever can write to its folder can replace it.
+    group: whether the file's group counts. False trusts the group's members.
+    is_folder: the path is a folder, to which nobody else may write.
 
   Raises:
-    OSError: it is not there.
+    OSError: the path is missing.
   """
   me, folder = (os.geteuid(), 0), path.parent.stat()
   file, writers = path.lstat(), 0o022 if group else 0o002
   if not (stat.S_ISDIR if is_folder else stat.S_ISREG)(file.st_mode):
     return f"{path} is not a {'folder' if is_folder else 'file'}"
-  # Of a folder like /tmp nobody removes what is another's.
+  # In a sticky folder such as /tmp users cannot replace each other's files.
   is_shared = folder.st_mode & writers and not folder.st_mode & stat.S_ISVTX
   is_mine = file.st_uid in me and folder.st_uid in me
-  if not group:  # a colleague's, unless anybody could have put it there
+  if not group:  # a colleague's file is fine, unless anybody could have put it there
     is_mine = file.st_uid in me or not folder.st_mode & writers
   if not is_mine:
-    return f"{path} is another user's"
+    return f"{path} belongs to another user"
   if is_shared or file.st_mode & writers:
-    return f"others can write to {path.parent if is_shared else path}"
+    return f"other users can write to {path.parent if is_shared else path}"
   return None

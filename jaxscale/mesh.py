@@ -1,12 +1,11 @@
-"""The devices as a named grid, and who holds which rows of a batch.
+"""Device meshes, and the distribution of a batch's rows over devices.
 
-Axes, slowest link first: `replica` joins nodes or slices, `data` the devices
-within one, and `bn`, where there is one, those neighbours of `data` that share
-BatchNorm statistics. Where a model is spread over devices there are also `fsdp`,
-along which a batch and the state are split, `stage`, of which each has some of the
-layers, and `model`, along which a layer is split or the tokens of a sequence. Those
-three are left out of a mesh where they have one device. An *axis* is of the mesh, a
-*dim* of an array.
+The axes, slowest links first, are `replica` over nodes or slices, `data` over the devices
+within one, and optionally `bn` over neighbours of `data` that share BatchNorm statistics.
+Layouts that split a model add `fsdp`, which splits the batch and the state, `stage`,
+which splits the list of layers, and `model`, which splits each layer or the tokens of a
+sequence. A mesh omits these three if they have one device. An *axis* belongs to a mesh, a
+*dim* to an array.
 """
 
 from __future__ import annotations
@@ -25,11 +24,11 @@ from jaxscale.errors import ConfigError
 
 AXES = ("replica", "data")
 BN_AXIS = "bn"  # a factor of `data`, only in meshes that need it
-MODEL_AXES = ("stage", "model")  # along which all devices have the same rows
+MODEL_AXES = ("stage", "model")  # axes along which all devices have the same rows
 
 
 class MeshShape(NamedTuple):
-  """Devices along each axis."""
+  """Number of devices along each axis."""
 
   replica: int = 1
   data: int = -1
@@ -39,16 +38,16 @@ class MeshShape(NamedTuple):
 
   @property
   def row_blocks(self) -> int:
-    """In how many parts the rows of a batch are split."""
+    """Number of parts into which the rows of a batch are split."""
     return self.replica * self.data * self.fsdp
 
 
 def mesh_shape(num_devices: int, **sizes: int) -> MeshShape:
-  """The sizes of all axes, of which one can be -1: what is left.
+  """Return the sizes of all axes; one of them may be given as -1 for the rest.
 
   Args:
-    num_devices: over all processes.
-    sizes: of axes by name; by default all devices are along `data`.
+    num_devices: number of devices of all processes.
+    sizes: sizes of axes by name; by default all devices are along `data`.
 
   Raises:
     ConfigError: the sizes do not multiply to the number of devices.
@@ -65,8 +64,8 @@ def mesh_shape(num_devices: int, **sizes: int) -> MeshShape:
     given_sizes = {"replica": asked.replica, "data": asked.data}
     given_sizes |= {name: n for name, n in asked._asdict().items() if n != 1}
     text = ", ".join(f"Mesh.{name}={n}" for name, n in given_sizes.items())
-    text += f": they must multiply to the {num_devices} devices there are; "
-    raise ConfigError(f"{text}-1 stands for the rest")
+    text += f" must multiply to the {num_devices} devices; "
+    raise ConfigError(f"{text}use -1 for one of them to take the rest")
   return shape
 
 
@@ -80,18 +79,18 @@ def make_mesh(
   bn_devices: int = 1,
   devices: Sequence[Any] | None = None,
 ) -> Mesh:
-  """A mesh with the axes `replica` and `data`, and others where they are asked for.
+  """Create a mesh with the axes `replica` and `data`, and other axes larger than 1.
 
   Args:
-    replica: groups of devices joined by the slow links; -1: what is left.
-    data: devices in a group; -1: what is left.
-    fsdp: devices that split a batch and the state; -1: what is left.
-    stage: parts of the layers, one after another.
-    model: devices that split a layer, or a sequence.
-    bn_devices: neighbours that share BatchNorm statistics, as
-      `batch_norm_span` gives it. More than 1 splits `data` into
-      (data / bn_devices, bn_devices); the second axis is then named `bn`.
-    devices: which devices to use; None: all of every process.
+    replica: number of groups of devices, joined by slow links; -1: the rest.
+    data: number of devices per group; -1: the rest.
+    fsdp: number of devices that split a batch and the state; -1: the rest.
+    stage: number of pipeline stages.
+    model: number of devices that split a layer or a sequence.
+    bn_devices: number of neighbours that share BatchNorm statistics, from
+      `batch_norm_span`. More than 1 splits `data` into (data / bn_devices, bn_devices),
+      of which the second axis is named `bn`.
+    devices: the devices to use; None: all devices of all processes.
 
   Raises:
     ConfigError: the sizes do not multiply to the number of devices, or
@@ -107,28 +106,27 @@ def make_mesh(
   sizes = {a: n for a, n in shape._asdict().items() if a in AXES or n > 1}
   grid, axes, field = _grid(sizes, devices), (*sizes,), f"bn_devices={bn_devices}"
   if bn_devices < 1 or shape.data % bn_devices:
-    why = f"does not divide the data axis of {shape.data} devices, give a divisor"
-    raise ConfigError(f"{field}: {why}")
+    why = f"does not divide the data axis of {shape.data} devices; give a divisor"
+    raise ConfigError(f"{field} {why}")
   if bn_devices > 1 and shape.fsdp > 1:
-    why = f"neighbours are along fsdp here, of {shape.fsdp} devices; share BatchNorm "
-    why += "statistics over all of them or none (bn_span='global' or 'device')"
-    raise ConfigError(f"{field}: {why}")
+    why = f"does not work with Mesh.fsdp={shape.fsdp}; share BatchNorm statistics over all "
+    why += "devices or none (bn_span='global' or 'device')"
+    raise ConfigError(f"{field} {why}")
   if bn_devices > 1:
-    # The order of the devices is that of the mesh without `bn`, so that each
-    # holds the same rows.
+    # Devices are in the order of the mesh without `bn`, so that each holds the same rows.
     grid = grid.reshape(shape.replica, -1, bn_devices, *grid.shape[2:])
     axes = (*AXES, BN_AXIS, *axes[2:])
-  # Explicit axes are the default of JAX; jit's own partitioning, which the optimizer
-  # stage relies on, needs Auto ones.
+  # JAX's default is explicit axes, but the partitioning by jit, on which the update relies,
+  # needs automatic axes.
   return Mesh(grid, axes, axis_types=(AxisType.Auto,) * len(axes))
 
 
 def _grid(sizes: dict[str, int], devices: Sequence[Any] | None) -> np.ndarray:
-  """The devices of a mesh, the slices of a TPU apart along its slowest axes.
+  """Arrange devices in a grid, with TPU slices along the slowest axes.
 
   Args:
-    sizes: of the axes, the slowest first.
-    devices: None: all of every process.
+    sizes: sizes of the axes, slowest first.
+    devices: the devices; None: all devices of all processes.
 
   Raises:
     ConfigError: the slowest axes do not multiply to the number of slices.
@@ -139,12 +137,12 @@ def _grid(sizes: dict[str, int], devices: Sequence[Any] | None) -> np.ndarray:
   for size in sizes.values():
     between.append(math.gcd(size, left))
     left //= between[-1]
-    if between[-1] < size:  # what is faster is within a slice
+    if between[-1] < size:  # faster axes are within a slice
       break
   if left > 1:
     axis = list(sizes)[len(between) - 1]
-    why = f"the devices are {slices} slices, and no slower axis joins them"
-    raise ConfigError(f"Mesh.{axis}={sizes[axis]}: {why}; give Mesh.replica={slices}")
+    why = f"does not match the {slices} slices of the devices"
+    raise ConfigError(f"Mesh.{axis}={sizes[axis]} {why}; give Mesh.replica={slices}")
   between += [1] * (len(sizes) - len(between))
   within = [n // k for n, k in zip(sizes.values(), between, strict=True)]
 
@@ -155,12 +153,12 @@ def _grid(sizes: dict[str, int], devices: Sequence[Any] | None) -> np.ndarray:
 
   try:
     return make()
-  except NotImplementedError:  # an axis is no whole dimension of the torus
+  except NotImplementedError:  # an axis does not match dimensions of the torus
     return make(allow_split_physical_axes=True)
 
 
 def batch_axes(mesh: Mesh) -> tuple[str, ...]:
-  """The axes that split the rows of a batch.
+  """Return the axes that split the rows of a batch.
 
   Example:
     >>> batch_axes(make_mesh(data=1, devices=jax.devices()[:1]))
@@ -170,18 +168,18 @@ def batch_axes(mesh: Mesh) -> tuple[str, ...]:
 
 
 def row_blocks(mesh: Mesh) -> int:
-  """In how many parts the rows of a batch are split."""
+  """Return the number of parts into which the rows of a batch are split."""
   return math.prod(mesh.shape[axis] for axis in batch_axes(mesh))
 
 
 class BatchNormSpan(NamedTuple):
-  """Who shares BatchNorm statistics with whom.
+  """Devices and rows that share BatchNorm statistics.
 
   Attributes:
-    bn_devices: devices of the axis `bn`, for `make_mesh`; 1: no such axis.
-    axis_name: mesh axes to average statistics over, for the models; None: none.
-    group_size: rows of a device that share statistics, for the models; None:
-      all of them.
+    bn_devices: size of the axis `bn`, for `make_mesh`; 1: no such axis.
+    axis_name: mesh axes over which models average statistics; None: no averaging.
+    group_size: number of rows of a device that share statistics, for the models; None:
+      all rows of its micro-batch.
   """
 
   bn_devices: int = 1
@@ -192,25 +190,25 @@ class BatchNormSpan(NamedTuple):
 def batch_norm_span(
   span: int | Literal["device", "global"], device_rows: int, *, replica: int, data: int
 ) -> BatchNormSpan:
-  """How devices share BatchNorm statistics over a given number of examples.
+  """Return the devices and rows that share BatchNorm statistics for a span of examples.
 
-  Below a device's micro-batch, rows are normalised in groups of `span`; above
-  it, devices share. Neighbours hold consecutive rows, so group i is the rows
-  [i * span, (i + 1) * span) of the batch on any number of devices. Devices that
-  accumulate share what they hold at the same time: the groups have the same
-  examples as without as long as the span is within a micro-batch, and only as
-  many above it.
+  If the span is smaller than a device's micro-batch, rows are normalised in groups of
+  `span`; if it is larger, devices share statistics. Neighbours hold consecutive rows, so
+  that group i is the rows [i * span, (i + 1) * span) of the batch on any number of
+  devices. With gradient accumulation, statistics are shared within a micro-batch of all
+  devices. Spans up to a device's micro-batch then still contain the same examples; larger
+  spans only contain as many.
 
   Args:
-    span: examples that share statistics, "device" for a device's micro-batch
-      or "global" for those of all devices.
-    device_rows: examples of a device's micro-batch.
-    replica: size of that axis, as `mesh_shape` gives it.
-    data: size of that axis.
+    span: number of examples that share statistics, "device" for a device's micro-batch,
+      or "global" for the micro-batches of all devices.
+    device_rows: number of examples in a device's micro-batch.
+    replica: size of the axis `replica`, from `mesh_shape`.
+    data: size of the axis `data`.
 
   Raises:
-    ConfigError: the span neither divides a device's micro-batch nor is a
-      multiple of it by a number of devices that divides `data`, or by all.
+    ConfigError: the span neither divides a device's micro-batch, nor is a multiple of it
+      by a divisor of `data`, nor covers all devices.
 
   Example:
     >>> batch_norm_span(64, 16, replica=1, data=8)
@@ -224,42 +222,41 @@ def batch_norm_span(
   if span == "global" or span == all_rows:
     return BatchNormSpan(axis_name=AXES)
   if isinstance(span, str) or not 1 <= span <= all_rows:
-    why = f"the micro-batches of all devices have {all_rows} examples"
+    why = f"is out of range, as the micro-batches of all devices have {all_rows} examples"
     wanted = f'a number from 2 to {all_rows}, "device" or "global"'
-    raise ConfigError(f"bn_span={span!r}: {why}, give {wanted}")
+    raise ConfigError(f"bn_span={span!r} {why}; give {wanted}")
   if span < device_rows:
     if device_rows % span:
       nearest = _nearest_divisor(device_rows, span, least=2)
       wanted = '"device"' if nearest == device_rows else nearest
       why = f"does not divide the {device_rows} examples of a device's micro-batch"
-      raise ConfigError(f"bn_span={span}: {why}, give {wanted}")
+      raise ConfigError(f"bn_span={span} {why}; give {wanted}")
     return BatchNormSpan(group_size=span)
   sharing = span // device_rows
   if span % device_rows or data % sharing:
     wanted = device_rows * _nearest_divisor(data, span / device_rows, 2 // device_rows)
-    why = f"is not {device_rows}, the examples of a device's micro-batch, times a "
-    why += f"divisor of the data axis of {data}; give {wanted}"
-    raise ConfigError(f"bn_span={span}: {why}")
+    why = f"is not a device's micro-batch of {device_rows} examples times a divisor "
+    why += f"of Mesh.data={data}; give {wanted}"
+    raise ConfigError(f"bn_span={span} {why}")
   if sharing == data:
     return BatchNormSpan(axis_name=("data",))
   return BatchNormSpan(bn_devices=sharing, axis_name=(BN_AXIS,))
 
 
 def _nearest_divisor(number: int, wanted: float, least: int = 1) -> int:
-  """The divisor of `number` with the smallest ratio to `wanted`, either way.
+  """Return the divisor of `number` that is nearest to `wanted` by ratio.
 
-  Not below `least`, but for 1 where that is the only one.
+  It is at least `least`, unless 1 is the only divisor.
   """
   divisors = [n for n in range(max(least, 1), number + 1) if number % n == 0] or [1]
   return min(divisors, key=lambda n: max(n / wanted, wanted / n))
 
 
 def submesh(mesh: Mesh, devices: Sequence[Any]) -> Mesh:
-  """Some of the devices alone, under the names of the mesh's axes.
+  """Return a mesh of some of the devices with the same axis names.
 
-  They are all along `data`, or as many as can be along `bn`, so that what is
-  written for the one mesh runs on the other. For meshes without `fsdp`, `stage` and
-  `model`.
+  The devices are along `data`, or as many as possible along `bn`, so that functions for
+  the one mesh run on the other. The mesh must not have `fsdp`, `stage` or `model`.
 
   Example:
     >>> mesh = make_mesh(replica=2, bn_devices=4)              # doctest: +SKIP
@@ -275,28 +272,29 @@ def submesh(mesh: Mesh, devices: Sequence[Any]) -> Mesh:
 
 
 def replicated(mesh: Mesh) -> NamedSharding:
-  """Every device holds the whole array."""
+  """Return the sharding that replicates an array on every device."""
   return NamedSharding(mesh, P())
 
 
 def on_cpu(mesh: Mesh) -> bool:
-  """Whether its devices are CPUs."""
+  """Return whether the devices of a mesh are CPUs."""
   return mesh.devices.flat[0].platform == "cpu"
 
 
 def batch_sharding(mesh: Mesh) -> NamedSharding:
-  """Rows (dim 0) are split along the axes of `batch_axes`."""
+  """Return the sharding of a batch: rows (dim 0) are split along `batch_axes`."""
   return NamedSharding(mesh, P(batch_axes(mesh)))
 
 
 def host_shard(mesh: Mesh) -> tuple[int, int]:
-  """(index, count): which of `count` equal blocks of rows this process feeds.
+  """Return the index of the block of rows that this process loads, and their number.
 
-  Processes whose devices differ only along `stage` and `model` feed the same block.
+  Blocks are of equal size. Processes whose devices differ only along `stage` and `model`
+  load the same block.
 
   Raises:
-    ValueError: the mesh puts this process's rows apart from each other, or
-      processes have different numbers of rows.
+    ValueError: the rows of this process are not contiguous in the mesh, or processes have
+      different numbers of rows.
   """
   owners = np.array([d.process_index for d in mesh.devices.flat])
   owners = owners.reshape(row_blocks(mesh), -1)
@@ -304,9 +302,9 @@ def host_shard(mesh: Mesh) -> tuple[int, int]:
   here = f"process {jax.process_index()}"
   mine = held.get(jax.process_index(), np.arange(0))
   if not np.array_equal(mine, np.arange(len(mine)) + (mine[0] if len(mine) else 0)):
-    advice = "they must be neighbours; order the devices by process"
-    raise ValueError(f"{here} owns the mesh positions {mine.tolist()}: {advice}")
+    advice = "which are not contiguous; order the devices by process"
+    raise ValueError(f"{here} owns the mesh positions {mine.tolist()}, {advice}")
   if any(len(rows) != len(mine) for rows in held.values()) or mine[0] % len(mine):
     has = f"has {len(mine)} of {len(owners)} blocks of rows over {len(held)} processes"
-    raise ValueError(f"{here} {has}: give each process equally many")
+    raise ValueError(f"{here} {has}; give every process the same number")
   return int(mine[0]) // len(mine), len(owners) // len(mine)

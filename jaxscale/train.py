@@ -1,11 +1,11 @@
-"""`python -m jaxscale.train --config FILE`: `jaxscale train`, as users type it."""
+"""Entry point of `python -m jaxscale.train --config FILE`, the same as `jaxscale train`."""
 
 from jaxscale.errors import leave
 
 
 def main(argv: list[str]) -> int:
-  """Train what the command line asks for; returns the exit code."""
-  from jaxscale import cli  # here Ctrl-C is one line already
+  """Run `jaxscale train` and return its exit code."""
+  from jaxscale import cli  # imported late, when `leave` already handles Ctrl-C
 
   return cli.main(["train", *argv], program="python -m jaxscale")
 

@@ -1,17 +1,17 @@
-"""Sums over devices: the algorithms, what they cost, and which to take.
+"""All-reduce algorithms, their costs, and a planner.
 
-Inside `jax.shard_map`, functions of (x, axis names), each equal to `lax.psum`:
+For use inside `jax.shard_map`, as functions of (x, axis names):
 
-    psum, hierarchical                  by XLA's own collectives
-    ring, torus, halving_doubling       by permutes, whose number and bytes are known
+    psum, hierarchical                  sums by XLA's own collectives
+    ring, torus, halving_doubling       sums by permutes of known number and bytes
     reduce_scatter, all_gather          the two halves of `torus`
-    sum_tree                            of a tree, by a `Plan`
+    sum_tree                            sum of a tree by a `Plan`
 
 Outside of it, `all_reduce(tree, mesh, algorithm)` sums global arrays. `plan` chooses
-algorithm and dimensions from alpha and beta of the links;
-`jaxscale bench` measures them. Axes go slowest link first, as in a mesh;
-dimensions fastest first, as they are reduced. They know axis names, never a mesh but in
-`all_reduce`. Names load when they are first asked for.
+the algorithm and its dimensions from alpha and beta of the links, which `jaxscale bench`
+measures. Axes are ordered from slowest to fastest links, as in a mesh; dimensions from
+fastest to slowest, the order of reduction. Only `all_reduce` takes a mesh. Names are
+imported on first access.
 """
 
 import lazy_loader

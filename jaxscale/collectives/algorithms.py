@@ -1,8 +1,8 @@
-"""All-reduces, inside `shard_map`: by XLA's own collectives, and by permutes.
+"""All-reduces inside `shard_map`, by XLA's own collectives and by permutes.
 
-What `psum` and `hierarchical` become is XLA's affair (rings or trees of NCCL, the
-torus of a TPU, pairs of gloo), and it may merge several, or start them early, which it
-does not do with permutes. Those go over a d-dimensional torus; a ring is d = 1.
+XLA chooses the implementation of `psum` and `hierarchical` (NCCL's rings or trees, the
+torus of a TPU, gloo's pairs), and may merge several or start them early. It does not do
+this with permutes, which run over a d-dimensional torus; a ring has d = 1.
 
 With M bytes in N = n_1 ... n_d devices:
 
@@ -13,12 +13,12 @@ With M bytes in N = n_1 ... n_d devices:
     steps  2 sum_k (n_k - 1)
     bytes  2 M sum_k (n_k - 1) / prod_{j<=k} n_j  =  2 M (1 - 1/N)
 
-sent by each device: as many bytes as one ring of N, in fewer steps (IBM DDL,
-arXiv:1708.02188, as reconstructed; the 2D torus of Sony, arXiv:1811.05233, is
-d = 2). Recursive halving and doubling (Rabenseifner; Thakur et al., 2005) is
-d = log2 N with every n_k = 2.
+are sent by each device: as many bytes as with one ring of N, in fewer steps (IBM DDL,
+arXiv:1708.02188, as reconstructed; Sony's 2D torus, arXiv:1811.05233, has d = 2).
+Recursive halving and doubling (Rabenseifner; Thakur et al., 2005) has d = log2 N and
+every n_k = 2.
 
-A value that does not divide is padded with zeros up to a multiple of N.
+Arrays are padded with zeros to a multiple of N.
 """
 
 import math
@@ -40,18 +40,18 @@ def psum(x: jax.Array, axes: Axes, *, payload: Any = None, accumulate: Any = Non
   """Sum over devices by `lax.psum`, inside `shard_map`.
 
   Args:
-    x: any shape; each device's own.
+    x: the device's array, of any shape.
     axes: mesh axes to sum over.
-    payload: floats are cast to this dtype before; None: as they are. (XLA on CPU
-      sends and sums bfloat16 and float16 as float32 all the same.)
-    accumulate: sums are made in this dtype, and what is sent is `payload` still:
-      an all-to-all, a sum by the owner of each block, an all-gather.
+    payload: dtype to which floats are cast before; None: no cast. XLA on CPU sends and
+      sums bfloat16 and float16 as float32 anyway.
+    accumulate: dtype of sums, while `payload` is still sent: an all-to-all, a sum by the
+      owner of each block, and an all-gather. None: sums in `payload`.
 
   Returns:
     The sum, in the dtype of `x`, typed invariant over `axes`.
 
   Raises:
-    ConfigError: an axis that the mesh has not, or a dtype that has no sum.
+    ConfigError: the mesh lacks an axis, or the dtype cannot be summed.
   """
   names = typed.names(axes)
   sizes = typed.axis_sizes(names)
@@ -67,23 +67,23 @@ def psum(x: jax.Array, axes: Axes, *, payload: Any = None, accumulate: Any = Non
 def hierarchical(
   x: jax.Array, axes: Axes, *, payload: Any = None, accumulate: Any = None
 ) -> jax.Array:
-  """Sum within groups and then between them, inside `shard_map`.
+  """Sum within groups and then between groups, inside `shard_map`.
 
-  Reduce-scatter over the fast axes (all but the first), all-reduce of what is left
-  over the slow one, all-gather over the fast ones. With f devices in a group and s
-  groups each device sends 2 M (1 - 1/f) bytes on fast links and 2 (M/f) (1 - 1/s) on
-  slow ones. (The form of arXiv:1811.05233; XLA makes it itself of one `psum` over
-  slices of TPUs.) A single axis counts as fast.
+  It is a reduce-scatter over the fast axes (all but the first), an all-reduce of the
+  blocks over the slow axis, and an all-gather over the fast axes. With f devices per group
+  and s groups each device sends 2 M (1 - 1/f) bytes on fast links and 2 (M/f) (1 - 1/s) on
+  slow ones. The form is that of arXiv:1811.05233; XLA itself uses it for a `psum` over
+  TPU slices. A single axis counts as fast.
 
   Args:
-    x, payload, accumulate: as for `psum`.
+    x, payload, accumulate: as in `psum`.
     axes: mesh axes to sum over, slowest first.
 
   Returns:
     The sum, in the dtype of `x`, typed invariant over `axes`.
 
   Raises:
-    ConfigError: as `psum`.
+    ConfigError: as in `psum`.
   """
   names = typed.names(axes)
   sizes = typed.axis_sizes(names)
@@ -102,7 +102,7 @@ def hierarchical(
 
 
 def _block_of_sum(flat: jax.Array, axes: Axes, sent: Any, summed: Any):
-  """The device's block of the sum, in `summed`."""
+  """Return the device's block of the sum, in the dtype `summed`."""
   if sent == summed:
     return lax.psum_scatter(flat, axes, tiled=True)
   blocks = typed.to_wire(flat, sent).reshape(lax.axis_size(axes), -1)
@@ -111,7 +111,7 @@ def _block_of_sum(flat: jax.Array, axes: Axes, sent: Any, summed: Any):
 
 
 def _gathered(block: jax.Array, axes: Axes, sent: Any, like: jax.Array):
-  """All blocks as an array like `like`, typed invariant over `axes`."""
+  """Gather all blocks into an array like `like`, typed invariant over `axes`."""
   bits = lax.all_gather(typed.to_wire(block, sent), axes, tiled=True, to="invarying")
   return typed.unpadded(typed.from_wire(bits, sent, like.dtype), like.shape)
 
@@ -119,26 +119,25 @@ def _gathered(block: jax.Array, axes: Axes, sent: Any, like: jax.Array):
 def ring(x: jax.Array, axes: Axes, *, payload: Any = None, accumulate: Any = None) -> jax.Array:
   """Sum over devices by one ring through all of them, inside `shard_map`.
 
-  2 (N - 1) permutes of M / N bytes, with N the devices of all axes together. Every
-  block starts next to its owner and is added to on its way around.
+  It takes 2 (N - 1) permutes of M / N bytes, where N is the number of devices of all axes
+  together. Every block starts next to its owner and is summed on its way around the ring.
 
   Args:
-    x: any shape; each device's own, of any floating or integer dtype.
+    x: the device's array, of any shape and any floating or integer dtype.
     axes: mesh axes to sum over, slowest first.
-    payload: floats are sent as this dtype; None: as they are. Without
-      `accumulate`, sums on the way are rounded to it at every step.
-    accumulate: sums are made in this dtype (float32, say) and what is added is
-      rounded to `payload` once: each device sends its part of a block to the
-      block's owner directly, in as many steps of as many bytes, but to devices
-      further away. None: in `payload`, by neighbours.
+    payload: dtype in which floats are sent; None: their own. Without `accumulate`, sums
+      are rounded to it at every step.
+    accumulate: dtype of sums, e.g. float32, so that each addend is rounded to `payload`
+      only once. Each device then sends its part of a block directly to the block's owner,
+      in as many steps of as many bytes, but to more distant devices. None: sums in
+      `payload`, between neighbours.
 
   Returns:
-    The sum, in the dtype of `x`, the same bits on all devices and typed
-    invariant over `axes`. Its derivative is that of `lax.psum`, under
-    `check_vma=True`.
+    The sum, in the dtype of `x`, bit-identical on all devices and typed invariant over
+    `axes`. Its derivative is that of `lax.psum` under `check_vma=True`.
 
   Raises:
-    ConfigError: an axis that the mesh has not, or a dtype that has no sum.
+    ConfigError: the mesh lacks an axis, or the dtype cannot be summed.
 
   Example:
     >>> mesh = jax.make_mesh((1,), ("data",), (jax.sharding.AxisType.Auto,),
@@ -158,19 +157,19 @@ def torus(
 ) -> jax.Array:
   """Sum over devices by rings along each dimension of a torus, inside `shard_map`.
 
-  2 sum_k (n_k - 1) permutes, 2 M (1 - 1/N) bytes.
+  It takes 2 sum_k (n_k - 1) permutes and 2 M (1 - 1/N) bytes.
 
   Args:
-    x, axes, payload, accumulate: as for `ring`.
-    dims: (axis, size), the fastest links first; several of an axis split it, as
-      `[("data", 4), ("replica", 8), ("replica", 8)]` does 64 replicas. None: one
-      a mesh axis, the last axis first.
+    x, axes, payload, accumulate: as in `ring`.
+    dims: (axis, size) pairs, fastest links first. Several dimensions may split an axis:
+      `[("data", 4), ("replica", 8), ("replica", 8)]` splits 64 replicas. None: one
+      dimension per mesh axis, last axis first.
 
   Returns:
-    The sum, as `ring` returns it.
+    The sum, as in `ring`.
 
   Raises:
-    ConfigError: as `ring`, or sizes that do not multiply to those of the axes.
+    ConfigError: as in `ring`; or the sizes do not multiply to those of the axes.
   """
   sizes, made = _torus(axes, dims)
   return over_dims(x, sizes, made, payload, accumulate)
@@ -181,19 +180,19 @@ def halving_doubling(
 ) -> jax.Array:
   """Sum over devices by recursive halving and doubling, inside `shard_map`.
 
-  Where every axis is a power of two, 2 log2 N permutes and 2 M (1 - 1/N) bytes,
-  the large ones between neighbours. Of an axis of 2^k + r devices, the last r first
-  send all of theirs to the first r, stand by, and receive the sum: 2 permutes of M
-  bytes more for the axis, which a torus over its prime factors does not need.
+  If every axis is a power of two it takes 2 log2 N permutes and 2 M (1 - 1/N) bytes, and
+  the large messages are between neighbours. In an axis of 2^k + r devices, the last r
+  devices first send their arrays to the first r, wait, and receive the sum. This takes 2
+  more permutes of M bytes, which a torus over prime factors does not need.
 
   Args:
-    x, axes, payload, accumulate: as for `ring`.
+    x, axes, payload, accumulate: as in `ring`.
 
   Returns:
-    The sum, as `ring` returns it.
+    The sum, as in `ring`.
 
   Raises:
-    ConfigError: as `ring`.
+    ConfigError: as in `ring`.
   """
   sizes = typed.axis_sizes(typed.names(axes))
   return over_dims(x, sizes, planner.two_by_two(sizes), payload, accumulate)
@@ -209,9 +208,9 @@ def over_dims(
   """Sum over the axes of `sizes` along dimensions that cover them, typed invariant.
 
   Args:
-    x, payload, accumulate: as for `ring`.
-    sizes: of the mesh axes, slowest first.
-    dims: the first is reduced first and gathered last.
+    x, payload, accumulate: as in `ring`.
+    sizes: sizes of the mesh axes, slowest first.
+    dims: the dimensions; the first is reduced first and gathered last.
   """
   axes = tuple(sizes)
   sent, summed = typed.dtypes(x, payload, accumulate)
@@ -221,7 +220,7 @@ def over_dims(
     if x.size == 0:
       return typed.same_everywhere(x, axes)
     flat = x.reshape(-1).astype(summed)
-    for axis, n in live.items():  # what stands by is added to those that take part
+    for axis, n in live.items():  # add the arrays of idle devices to participating ones
       moves = [(i, i - n) for i in range(n, sizes[axis])]
       bits = lax.ppermute(typed.to_wire(flat, sent), axis, moves)
       flat = flat + typed.from_wire(bits, sent, flat.dtype)
@@ -231,13 +230,13 @@ def over_dims(
     bits = typed.to_wire(flat, sent)
     for dim in reversed(dims):
       bits = _gather_along(bits, sizes, dim)
-    for axis, n in reversed(live.items()):  # and gets the sum
+    for axis, n in reversed(live.items()):  # return the sum to idle devices
       received = lax.ppermute(bits, axis, [(i - n, i) for i in range(n, sizes[axis])])
       bits = jnp.where(lax.axis_index(axis) >= n, received, bits)
     whole = typed.unpadded(typed.from_wire(bits, sent, x.dtype), x.shape)
     return typed.same_everywhere(whole, axes)
 
-  def back(_: None, ct: jax.Array):  # every addend gets the cotangent
+  def back(_: None, ct: jax.Array):  # every device's addend gets the cotangent
     return (lax.pcast(ct, axes, to="varying"),)
 
   total = jax.custom_vjp(total)
@@ -248,19 +247,19 @@ def over_dims(
 def reduce_scatter(
   x: jax.Array, axes: Axes, *, dims: Dims | None = None, payload: Any = None, accumulate: Any = None
 ) -> jax.Array:
-  """Each device its block of the sum over devices, inside `shard_map`.
+  """Return this device's block of the sum over devices, inside `shard_map`.
 
-  sum_k (n_k - 1) permutes, M (1 - 1/N) bytes: the forward half of `torus`.
+  It takes sum_k (n_k - 1) permutes and M (1 - 1/N) bytes, the forward half of `torus`.
 
   Args:
-    x, axes, dims, payload, accumulate: as for `torus`.
+    x, axes, dims, payload, accumulate: as in `torus`.
 
   Returns:
-    [ceil(size / N)] in the dtype of `x`: block r of the flat sum padded with
-    zeros on the device whose `lax.axis_index(axes)` is r. Typed varying.
+    Block r of the flat sum, padded with zeros, on the device whose
+    `lax.axis_index(axes)` is r: [ceil(size / N)] in the dtype of `x`, typed varying.
 
   Raises:
-    ConfigError: as `torus`.
+    ConfigError: as in `torus`.
   """
   sizes, made = _torus(axes, dims)
   sent, summed = typed.dtypes(x, payload, accumulate)
@@ -279,23 +278,24 @@ def all_gather(
   shape: tuple[int, ...] | None = None,
   payload: Any = None,
 ) -> jax.Array:
-  """The blocks of all devices behind one another, inside `shard_map`.
+  """Concatenate the blocks of all devices, inside `shard_map`.
 
-  sum_k (n_k - 1) permutes, M (1 - 1/N) bytes: the backward half of `torus`.
+  It takes sum_k (n_k - 1) permutes and M (1 - 1/N) bytes, the backward half of `torus`.
 
   Args:
-    block: the device's own, the same shape on all, as `reduce_scatter` leaves it.
-    axes, dims: as for `torus`.
-    shape: of the result, whose values are the first of all blocks; None: all of
-      them as a vector.
-    payload: floats are sent as this dtype; None: as they are.
+    block: the device's block, with the same shape on all devices, as from
+      `reduce_scatter`.
+    axes, dims: as in `torus`.
+    shape: shape of the result, which takes the first values of the blocks; None: all
+      values as a vector.
+    payload: dtype in which floats are sent; None: their own.
 
   Returns:
-    [N * block size], or `shape`, the same bits on all devices and typed
-    invariant over `axes`.
+    [N * block size], or `shape`, bit-identical on all devices and typed invariant over
+    `axes`.
 
   Raises:
-    ConfigError: as `torus`, or a shape of more values than there are.
+    ConfigError: as in `torus`; or the shape has more values than the blocks.
   """
   sizes, made = _torus(axes, dims)
   names = tuple(sizes)
@@ -303,7 +303,7 @@ def all_gather(
   num_values = block.size * math.prod(sizes.values())
   wanted = (num_values,) if shape is None else shape
   if math.prod(wanted) > num_values:
-    raise ConfigError(f"shape={shape}: the blocks have {num_values} values, give fewer")
+    raise ConfigError(f"shape={shape} exceeds the {num_values} values of the blocks; give fewer")
 
   def whole(block: jax.Array):
     bits = typed.to_wire(block.reshape(-1), sent)
@@ -324,7 +324,7 @@ def all_gather(
 
 
 def _torus(axes: Axes, dims: Dims | None) -> tuple[dict[str, int], tuple[Dim, ...]]:
-  """Sizes of the axes, and the dimensions asked for or one an axis."""
+  """Return the sizes of the axes, and the given dimensions or one per axis."""
   sizes = typed.axis_sizes(typed.names(axes))
   made = planner.axis_dims(sizes) if dims is None else planner.given_dims(dims, sizes)
   return sizes, made
@@ -337,7 +337,7 @@ def _total_and_position(sizes: dict[str, int], dim: Dim) -> tuple[int, jax.Array
 
 
 def _scatter_along(flat: jax.Array, sizes: dict[str, int], dim: Dim, sent: Any):
-  """The block of the sum along one dimension that is this device's."""
+  """Return this device's block of the sum along one dimension."""
   total, position = _total_and_position(sizes, dim)
   blocks = flat.reshape(dim.size, -1)
 
@@ -349,7 +349,7 @@ def _scatter_along(flat: jax.Array, sizes: dict[str, int], dim: Dim, sent: Any):
     bits = lax.ppermute(typed.to_wire(part, sent), dim.axes, moves)
     return typed.from_wire(bits, sent, part.dtype)
 
-  if sent != flat.dtype:  # the owner gets every device's part, rounded once
+  if sent != flat.dtype:  # each part is rounded once and sent to the block's owner
     part = block(position)
     for steps in range(1, dim.size):
       part = part + from_behind(block(position + steps), steps)
@@ -361,7 +361,7 @@ def _scatter_along(flat: jax.Array, sizes: dict[str, int], dim: Dim, sent: Any):
 
 
 def _gather_along(bits: jax.Array, sizes: dict[str, int], dim: Dim):
-  """The blocks along one dimension behind one another."""
+  """Concatenate the blocks along one dimension."""
   total, position = _total_and_position(sizes, dim)
   blocks = jnp.zeros((dim.size, bits.size), bits.dtype)
   blocks = lax.pcast(blocks, tuple(sizes), to="varying")
@@ -374,17 +374,18 @@ def _gather_along(bits: jax.Array, sizes: dict[str, int], dim: Dim):
 
 
 def _reordered(flat: jax.Array, sizes: dict[str, int], dims: Sequence[Dim], back: bool = False):
-  """Blocks by device index, put in the order that the dimensions leave them in.
+  """Reorder blocks from the order of device indices to that of the dimensions.
 
-  The first dimension cuts the vector into the largest pieces, so its position is the
-  most significant digit of a block's number; of a device's index it is the least.
+  The first dimension cuts the vector into the largest pieces, so that its position is the
+  most significant digit of a block's number, but the least significant digit of a
+  device's index.
   """
   counts = list(sizes.values())
   after = {a: math.prod(counts[i + 1 :]) for i, a in enumerate(sizes)}
   strides = [d.stride * after[d.axes[-1]] for d in dims]
   by_index = sorted(range(len(dims)), key=lambda k: -strides[k])
   grid = [dims[k].size for k in by_index]
-  order = [by_index.index(k) for k in range(len(dims))]  # of dims, in the grid
+  order = [by_index.index(k) for k in range(len(dims))]  # position of each dim in the grid
   if back:
     grid, order = [d.size for d in dims], by_index
   blocks = flat.reshape(*grid, -1) if flat.size else flat.reshape(*grid, 0)

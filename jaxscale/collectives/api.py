@@ -1,4 +1,4 @@
-"""Sums over devices by a plan: of a tree inside `shard_map`, or of global arrays."""
+"""Sums over devices by a plan, for trees inside `shard_map` and for global arrays."""
 
 import functools
 import math
@@ -19,28 +19,28 @@ from jaxscale.errors import ConfigError
 
 
 def sum_tree(tree: Any, by: Plan, *, payload: Any = None, accumulate: Any = None) -> Any:
-  """Sum a tree over devices as planned, inside `shard_map`.
+  """Sum a tree over devices by a plan, inside `shard_map`.
 
-  Leaves of a dtype travel as one vector, so that permutes are as many as for one.
+  Leaves of a dtype are sent as one vector, so that they need the permutes of one leaf.
 
   Args:
-    tree: arrays, each device's own.
-    by: what `plan` made for the axes of this `shard_map`.
-    payload: floats are sent as this dtype; None: as they are.
-    accumulate: sums are made in this dtype, see `ring`; None: in `payload`.
+    tree: arrays of this device.
+    by: result of `plan` for the axes of this `shard_map`.
+    payload: dtype in which floats are sent; None: their own.
+    accumulate: dtype of sums, see `ring`; None: `payload`.
 
   Returns:
     The tree of sums, typed invariant over the axes of the plan.
 
   Raises:
-    ConfigError: the plan is of another mesh, or a dtype has no sum.
+    ConfigError: the plan is for a different mesh, or a dtype cannot be summed.
   """
   sizes = typed.axis_sizes(by.axes)
   covered = math.prod(d.size for d in by.dims)
   live = {d.axes[0]: d.live for d in by.dims if d.live is not None}
   devices = math.prod(live.get(a, n) for a, n in sizes.items())
   if by.algorithm != "psum" and covered != devices:
-    raise ConfigError(f"plan={by}: made for another mesh than {sizes}, plan again")
+    raise ConfigError(f"plan={by} does not fit the mesh {sizes}; plan again")
 
   def total(x: jax.Array):
     if own := {"psum": psum, "hierarchical": hierarchical}.get(by.algorithm):
@@ -52,7 +52,7 @@ def sum_tree(tree: Any, by: Plan, *, payload: Any = None, accumulate: Any = None
 
 
 def joined(total: Callable[[jax.Array], jax.Array], tree: Any) -> Any:
-  """`total` of every leaf, those of one dtype together as one vector."""
+  """Apply a sum to every leaf, with the leaves of a dtype joined into one vector."""
   leaves, treedef = jax.tree.flatten(tree)
   leaves = [jnp.asarray(x) for x in leaves]
   kinds: dict[Any, list[int]] = {}
@@ -70,12 +70,12 @@ def joined(total: Callable[[jax.Array], jax.Array], tree: Any) -> Any:
 
 
 def payload_bytes(tree: Any, payload: Any = None, *, rows: bool = False) -> int:
-  """Bytes of a device's part of a tree, as it is sent.
+  """Return the bytes of a device's part of a tree in the dtype that is sent.
 
   Args:
     tree: arrays or their shapes.
-    payload: as for `sum_tree`.
-    rows: every leaf has a leading dim that is not sent, one row per device.
+    payload: dtype in which floats are sent, as in `sum_tree`.
+    rows: every leaf has a leading dim of one row per device, which is not sent.
   """
 
   def size(x: Any):
@@ -96,25 +96,26 @@ def all_reduce(
   payload: Any = None,
   accumulate: Any = None,
 ) -> Any:
-  """Sum global arrays over all devices of a mesh; outside of `shard_map`.
+  """Sum global arrays over all devices of a mesh, outside of `shard_map`.
 
-  Row r of every leaf is what the device `mesh.devices.flat[r]` adds, and is on it
-  (`NamedSharding(mesh, P(mesh.axis_names))`; other arrays are moved first).
-  The sum over the rows comes back, without that dim, on every device.
+  Row r of every leaf is the addend of the device `mesh.devices.flat[r]` and is on that
+  device (`NamedSharding(mesh, P(mesh.axis_names))`; other arrays are moved first). The
+  result is the sum over the rows, without that dim, on every device.
 
   Args:
     tree: arrays [devices of the mesh, ...], floating or integer.
-    mesh: all its axes are summed over, slowest link first.
-    algorithm: "ring", "torus", "hierarchical", "halving_doubling", "psum", or
-      "auto": what `plan` makes of links and sizes.
-    dims, links: as for `plan`.
-    payload, accumulate: as for `ring`.
+    mesh: the mesh, whose axes are all summed over, slowest links first.
+    algorithm: "ring", "torus", "hierarchical", "halving_doubling", "psum", or "auto" for
+      the choice of `plan`.
+    dims, links: as in `plan`.
+    payload, accumulate: as in `ring`.
 
   Returns:
     The tree of sums, [...], in the dtypes of the tree, replicated.
 
   Raises:
-    ConfigError: as `plan`; a leaf without one row per device, or a dtype without sum.
+    ConfigError: as in `plan`; or a leaf lacks one row per device, or a dtype cannot be
+      summed.
 
   Example:
     >>> mesh = jax.make_mesh((1,), ("data",), (jax.sharding.AxisType.Auto,),
@@ -125,7 +126,7 @@ def all_reduce(
   for path, x in jax.tree.leaves_with_path(tree):
     if (shape := np.shape(x))[:1] != (mesh.size,):
       key = f"tree{jax.tree_util.keystr(path)}.shape={shape}"
-      raise ConfigError(f"{key}: give a leading dim of {mesh.size}, one row per device")
+      raise ConfigError(f"{key} lacks one row per device; give a leading dim of {mesh.size}")
   num_bytes = payload_bytes(tree, payload, rows=True)
   sizes = dict(mesh.shape)
   by = plan(sizes, num_bytes, algorithm, dims=dims, links=links)
@@ -133,7 +134,7 @@ def all_reduce(
 
 
 def reducer(mesh: Mesh, by: Plan, payload: Any = None, accumulate: Any = None) -> Any:
-  """The jitted `all_reduce` of a plan: a tree of rows -> the tree of sums."""
+  """Return the jitted `all_reduce` of a plan: a tree of rows -> the tree of sums."""
   named = tuple(None if d is None else np.dtype(d) for d in (payload, accumulate))
   return _reducer(mesh, by._replace(seconds=None), *named)
 

@@ -1,10 +1,10 @@
-"""Workarounds for XLA's CPU backend, with collectives on simulated devices.
+"""Workarounds for collectives on simulated devices of XLA's CPU backend.
 
-It runs what a program has independent of each other at the same time, in threads of a
-pool that all devices of a process share, and a collective keeps its thread until all
-devices have come. Hence two things here and `run.session.set_cpu_threads`, measured
-with jax 0.10.2. GPUs and TPUs run the collectives of a program in its order, and
-nothing here touches their programs.
+The backend runs independent parts of a program in parallel, in a thread pool that all
+devices of a process share, and a collective occupies its thread until all devices have
+arrived. The two functions of this module and `run.session.set_cpu_threads` prevent hangs
+and crashes; they were measured with jax 0.10.2. GPUs and TPUs run the collectives of a
+program in order, and their programs are not changed.
 """
 
 from typing import Any
@@ -17,11 +17,12 @@ from jax.sharding import Mesh
 
 
 def one_at_a_time(function: Any, mesh: Mesh) -> Any:
-  """The jitted or compiled function; on simulated devices it returns when it is done.
+  """Make a jitted or compiled function wait for its results on simulated devices.
 
-  With a few steps dispatched ahead devices wait for different ones, until XLA aborts
-  the process after 40 s (200 steps of which nothing was read, 8 devices). What it
-  compiles there, at a call or by `.lower(...).compile()`, is `numbered`.
+  If a few steps are dispatched ahead, devices wait for different steps until XLA aborts
+  the process after 40 s (seen with 8 devices after 200 steps without reading results).
+  Programs that it compiles there, at a call or by `.lower(...).compile()`, are `numbered`.
+  On other devices the function is returned unchanged.
   """
   here = [d for d in mesh.devices.flat if d.process_index == jax.process_index()]
   if len(here) == 1 or here[0].platform != "cpu":
@@ -44,26 +45,26 @@ def one_at_a_time(function: Any, mesh: Mesh) -> Any:
     return jax.block_until_ready(run(*args))
 
   call.lower = lower  # pyright: ignore
-  for name in ("as_text", "memory_analysis"):  # of `jax.stages.Compiled`
+  for name in ("as_text", "memory_analysis"):  # methods of `jax.stages.Compiled`
     if hasattr(function, name):
       setattr(call, name, getattr(function, name))
   return call
 
 
 def numbered(lowered: Any, *, apart: bool = True) -> Any:
-  """The lowered program, with a number of its own for every collective, in place.
+  """Give every collective of a lowered program a unique channel number, in place.
 
-  JAX gives all of them the same, and devices rendezvous by number, kind and group.
-  Those of a loop may run at the same time as others before or after it, where neither
-  needs the other, and on one device sooner than on another: then each device joins
-  another collective, and XLA adds up what does not belong together, or dies (8 devices,
-  the step of five models side by side under ZeRO-2: once in every run).
+  JAX gives all collectives the same number, and devices match collectives by number, kind
+  and group. If a collective in a loop is independent of one before or after it, devices
+  may run them in different orders. XLA then combines values that do not belong together,
+  or crashes (once per run for the step of five models in parallel under ZeRO-2 on 8
+  devices).
 
   Args:
-    lowered: `jax.stages.Lowered`. No function with collectives may be called from
-      two places of it.
-    apart: False: the same number for all, as a process with one device has it. What is
-      gathered twice is then gathered once.
+    lowered: `jax.stages.Lowered`. No function with collectives may be called from two
+      places in it.
+    apart: False gives all collectives the same number, as in a process with one device,
+      so that repeated gathers of the same array are merged.
   """
   module = lowered.compiler_ir("stablehlo")
   count = 0
@@ -72,7 +73,7 @@ def numbered(lowered: Any, *, apart: bool = True) -> Any:
     nonlocal count
     if "channel_handle" in op.attributes:
       count = count + 1 if apart else 1
-      own = stablehlo.ChannelHandle.get(count, 1, module.context)  # device to device
+      own = stablehlo.ChannelHandle.get(count, 1, module.context)  # 1: device to device
       op.attributes["channel_handle"] = own
     return ir.WalkResult.ADVANCE
 

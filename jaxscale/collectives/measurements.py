@@ -1,4 +1,4 @@
-"""Measured all-reduces: times on a mesh, alpha and beta of its links."""
+"""Measurement of all-reduce times on a mesh, and of alpha and beta of its links."""
 
 import functools
 import statistics
@@ -20,15 +20,15 @@ from jaxscale.collectives.planner import Link, Plan, plan
 
 
 def fit_link(num_devices: int, num_bytes: Sequence[float], seconds: Sequence[float]) -> Link:
-  """Alpha and beta of an axis from all-reduces by one ring along it.
+  """Fit alpha and beta of an axis to the times of ring all-reduces along it.
 
-  T = 2 (n - 1) (alpha + beta M / n), least squares of relative errors, so that small
-  messages count as much as large ones; neither below zero.
+  The model is T = 2 (n - 1) (alpha + beta M / n), fitted by least squares of relative
+  errors, so that small messages count as much as large ones. Neither value is negative.
 
   Args:
-    num_devices: n >= 2, along the axis.
-    num_bytes: M, of the payload of each measurement.
-    seconds: T, of each.
+    num_devices: number of devices n >= 2 along the axis.
+    num_bytes: payload M of each measurement, in bytes.
+    seconds: time T of each measurement.
 
   Example:
     >>> link = fit_link(4, [4e3, 4e6], [6 * (1e-6 + 1e-6), 6 * (1e-6 + 1e-3)])
@@ -43,7 +43,7 @@ def fit_link(num_devices: int, num_bytes: Sequence[float], seconds: Sequence[flo
   rows = np.stack([np.ones_like(times), np.asarray(num_bytes) / num_devices], axis=1)
   rows = rows * (2 * (num_devices - 1) / times)[:, None]
   alpha, beta = np.linalg.lstsq(rows, np.ones_like(times), rcond=None)[0]
-  # At the edge of what is allowed, one is zero and the other fits alone.
+  # If one value would be negative it is 0, and the other is fitted alone.
   if alpha < 0:
     alpha, beta = 0.0, alone(rows[:, 1])
   elif beta < 0:
@@ -52,14 +52,14 @@ def fit_link(num_devices: int, num_bytes: Sequence[float], seconds: Sequence[flo
 
 
 def in_turns(calls: Mapping[Any, Callable[[], Any]], rounds: int) -> dict[Any, list[float]]:
-  """Seconds of every call in every round, one after another within a round."""
-  for call in calls.values():  # compile, and once more to be warm
+  """Return the seconds of every call in every round, where calls take turns."""
+  for call in calls.values():  # one call to compile, one to warm up
     jax.block_until_ready(call())
     jax.block_until_ready(call())
   seconds: dict[Any, list[float]] = {name: [] for name in calls}
   for turn in range(rounds):
     names = list(calls)
-    shift = turn % len(names)  # nobody always comes after the same one
+    shift = turn % len(names)  # a call does not always follow the same one
     for name in names[shift:] + names[:shift]:
       start = time.perf_counter()
       jax.block_until_ready(calls[name]())
@@ -68,21 +68,21 @@ def in_turns(calls: Mapping[Any, Callable[[], Any]], rounds: int) -> dict[Any, l
 
 
 def medians(seconds: Mapping[Any, Sequence[float]]) -> dict[Any, float]:
-  """The median of each, in the process where it is largest."""
+  """Return the median of each call's seconds, in the process where it is largest."""
   own = [statistics.median(s) for s in seconds.values()]
   slowest = [max(column) for column in zip(*cluster.gather(own), strict=True)]
   return dict(zip(seconds, slowest, strict=True))
 
 
 def rows(mesh: Mesh, num_bytes: int, dtype: str) -> Any:
-  """Payloads of all devices, [devices, values], one row on each."""
+  """Return the payloads of all devices, [devices, values], with a row on each device."""
   shape = (mesh.size, -(-num_bytes // jnp.dtype(dtype).itemsize))
   sharding = NamedSharding(mesh, P(mesh.axis_names))
   return jax.jit(lambda: jnp.ones(shape, dtype), out_shardings=sharding)()
 
 
 def along(mesh: Mesh, axis: str | None) -> Any:
-  """A jitted sum of rows by a ring along one axis; None: an empty call."""
+  """Return a jitted sum of rows by a ring along an axis; None: without communication."""
   others = tuple(a for a in mesh.axis_names if a != axis)
 
   def local(x: jax.Array):
@@ -96,7 +96,7 @@ def along(mesh: Mesh, axis: str | None) -> Any:
 def measure_links(
   mesh: Mesh, sizes: Sequence[int], dtype: str, rounds: int
 ) -> tuple[dict[str, Link], float]:
-  """Alpha and beta of every axis of two devices or more, and an empty call's time."""
+  """Measure alpha and beta of every axis with several devices, and an empty call's time."""
   axes = [a for a, n in mesh.shape.items() if n > 1]
   functions = {axis: along(mesh, axis) for axis in (None, *axes)}
   times = []
@@ -117,10 +117,10 @@ def measure_algorithms(
   rounds: int,
   links: Mapping[str, Link] | None = None,
 ) -> list[tuple[int, Plan]]:
-  """Time every algorithm at every size; the torus with its best dimensions on `links`.
+  """Time every algorithm at every size; the torus uses the best dimensions for `links`.
 
   Returns:
-    Pairs of payload bytes and a plan, whose seconds are measured.
+    Pairs of payload bytes and a plan with measured seconds.
   """
   measured = []
   for num_bytes in payloads:

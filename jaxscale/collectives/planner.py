@@ -1,28 +1,27 @@
-"""Plans of all-reduces: which algorithm, and how many dimensions, from costs of links.
+"""Planner of all-reduces: choose algorithm and dimensions from the costs of links.
 
-A link of axis a takes alpha_a + beta_a m seconds for a message of m bytes. For M
-bytes in N = n_1 ... n_d devices, P_k = n_1 ... n_k:
+A link of axis a takes alpha_a + beta_a m seconds for a message of m bytes. For M bytes
+in N = n_1 ... n_d devices, with P_k = n_1 ... n_k:
 
     ring     2 (N - 1) max_a (alpha_a + beta_a M / N)
     torus    2 sum_k (n_k - 1) (alpha_k + beta_k s_k M / P_k)
 
-s_k is 1 where the axis is a switch, and the stride of the dimension where its
-devices are wired in a ring, whose links messages of that stride share. The other
-algorithms are cases of the torus: hierarchical has one dimension per mesh axis,
-halving_doubling dimensions of two, and 2 (alpha + beta M) more for each axis that
-is not a power of two. Hierarchical costs what the torus does, as if XLA's collectives
-were rings; of `psum` nothing is known.
-(arXiv:1708.02188 as reconstructed; alpha and beta: Thakur et al., 2005.)
+s_k is 1 if the axis is a switch. If its devices are wired in a ring, s_k is the stride of
+the dimension, since messages of that stride share links. The other algorithms are cases
+of the torus: hierarchical has one dimension per mesh axis; halving_doubling has
+dimensions of two, and takes 2 (alpha + beta M) more for each axis that is not a power of
+two. The cost of hierarchical assumes that XLA's collectives are rings. The cost of `psum`
+is unknown. (arXiv:1708.02188 as reconstructed; alpha and beta: Thakur et al., 2005.)
 
-N devices are seen as a grid n_1 x ... x n_d, the dimension of the fastest links
-first. A dimension is a mesh axis, a factor of one, or several axes in one ring.
-A device's place along the dimension is (i // stride) % size, i its index along
-the axes; so the factors of an axis of 64 = 8 x 8 are neighbours of stride 1 and
-neighbours of stride 8. (Grids: IBM DDL, arXiv:1708.02188.)
+N devices form a grid n_1 x ... x n_d, with the dimension of the fastest links first. A
+dimension is a mesh axis, a factor of an axis, or several axes in one ring. A device's
+position along the dimension is (i // stride) % size, where i is its index along the axes.
+The factors of an axis of 64 = 8 x 8 are therefore neighbours of stride 1 and neighbours
+of stride 8. (Grids: IBM DDL, arXiv:1708.02188.)
 
-Dimensions of one axis share beta, so that more of them save steps and no bytes;
-beyond a few the gain is smaller than what the equations leave out. The plan has the
-fewest dimensions that come within a hundredth of the best.
+Dimensions of one axis share beta, so that more dimensions save steps, but no bytes. Beyond
+a few dimensions the gain is smaller than the error of the model. The plan has the fewest
+dimensions whose cost is within 1 % of the best.
 """
 
 import functools
@@ -33,9 +32,9 @@ from typing import NamedTuple
 from jaxscale.config.validation import nearest
 from jaxscale.errors import ConfigError
 
-TOLERANCE = 0.01  # how much slower a plan of fewer dimensions may be
-Dims = Sequence[tuple[str, int]]  # (axis, size), fastest links first
-Sizes = Mapping[str, int]  # of mesh axes, slowest first
+TOLERANCE = 0.01  # relative slowdown that fewer dimensions may cost
+Dims = Sequence[tuple[str, int]]  # (axis, size) pairs, fastest links first
+Sizes = Mapping[str, int]  # sizes of mesh axes, slowest first
 ALGORITHMS = ("ring", "torus", "hierarchical", "halving_doubling", "psum")
 
 
@@ -43,10 +42,10 @@ class Link(NamedTuple):
   """Cost of sending along an axis.
 
   Attributes:
-    alpha: seconds of a message however short.
+    alpha: latency of a message in seconds.
     beta: seconds per byte.
-    switched: every device reaches every other alike; False: they are wired in a
-      ring, and what goes s places further takes s links.
+    switched: all devices are equally distant; False: they are wired in a ring, where a
+      message over s positions takes s links.
   """
 
   alpha: float
@@ -54,22 +53,22 @@ class Link(NamedTuple):
   switched: bool = True
 
 
-Links = Mapping[str, Link]  # by axis
+Links = Mapping[str, Link]  # links by axis
 
-# Assumed, not measured: NVLink inside a node and InfiniBand between nodes of 2017,
-# the illustration of IBM DDL's 256 P100. Measure yours with `jaxscale bench`.
+# Assumed, not measured values for NVLink inside a node and InfiniBand between nodes in 2017,
+# as in IBM DDL's example of 256 P100. Measure your links with `jaxscale bench`.
 FAST = Link(alpha=5e-6, beta=1 / 32e9)
 SLOW = Link(alpha=3e-6, beta=1 / 10e9)
 
 
 class Dim(NamedTuple):
-  """One dimension of a torus.
+  """Dimension of a torus.
 
   Attributes:
-    axes: its mesh axes, slowest first; several are one ring over all.
-    size: devices along it.
-    stride: how far apart they are, in places along the axes.
-    live: only the first so many places of the axes take part; None: all.
+    axes: mesh axes of the dimension, slowest first; several axes form one ring.
+    size: number of devices along the dimension.
+    stride: distance between neighbours, in positions along the axes.
+    live: number of positions, from the first, that take part; None: all.
   """
 
   axes: tuple[str, ...]
@@ -86,9 +85,9 @@ class Plan(NamedTuple):
 
   Attributes:
     algorithm: one of `ALGORITHMS`.
-    axes: the mesh axes to sum over, slowest first.
-    dims: of the torus, in the order they are reduced; () for `psum`.
-    seconds: predicted, or measured by `measure_algorithms`; None: not known.
+    axes: mesh axes to sum over, slowest first.
+    dims: dimensions of the torus in the order of reduction; () for `psum`.
+    seconds: predicted time, or time measured by `measure_algorithms`; None: unknown.
   """
 
   algorithm: str
@@ -103,7 +102,7 @@ class Plan(NamedTuple):
 
 
 def axis_dims(sizes: Sizes) -> tuple[Dim, ...]:
-  """One dimension per mesh axis, the last (fastest) first; none of size 1.
+  """Return a dimension per mesh axis of size > 1, with the last (fastest) axis first.
 
   Example:
     >>> [str(d) for d in axis_dims({"replica": 2, "data": 4})]
@@ -113,15 +112,15 @@ def axis_dims(sizes: Sizes) -> tuple[Dim, ...]:
 
 
 def one_ring(sizes: Sizes) -> tuple[Dim, ...]:
-  """All axes in one ring."""
+  """Return a single dimension, a ring through all axes."""
   total = math.prod(sizes.values())
   return (Dim(tuple(sizes), total),) if total > 1 else ()
 
 
 def two_by_two(sizes: Sizes) -> tuple[Dim, ...]:
-  """Dimensions of two, the hypercube of recursive halving and doubling.
+  """Return dimensions of size 2, the hypercube of recursive halving and doubling.
 
-  An axis that is not a power of two takes part with the largest one below it.
+  If the size of an axis is not a power of two, only the next smaller power takes part.
   """
   dims = []
   for axis, n in reversed(list(sizes.items())):
@@ -132,12 +131,12 @@ def two_by_two(sizes: Sizes) -> tuple[Dim, ...]:
 
 
 def given_dims(dims: Dims, sizes: Sizes) -> tuple[Dim, ...]:
-  """Dimensions as a user writes them: (axis, size), fastest links first.
+  """Return dimensions from a user's (axis, size) pairs, fastest links first.
 
-  Those of one axis have neighbours further apart one after another.
+  The strides of an axis's dimensions increase from one to the next.
 
   Raises:
-    ConfigError: an axis that is not there, or sizes that do not multiply to its.
+    ConfigError: an axis does not exist, or sizes do not multiply to the axis.
 
   Example:
     >>> given_dims([("data", 2), ("data", 2), ("replica", 2)],
@@ -148,26 +147,26 @@ def given_dims(dims: Dims, sizes: Sizes) -> tuple[Dim, ...]:
   given = "dims=" + ",".join(f"{axis}:{size}" for axis, size in dims)
   for axis, size in dims:
     if axis not in sizes:
-      raise ConfigError(f"{given}: no axis {axis!r}, {nearest(axis, sizes)}")
+      raise ConfigError(f"{given}: there is no axis {axis!r}; {nearest(axis, sizes)}")
     if size < 1:
-      raise ConfigError(f"{given}: {size} devices, give 1 or more")
+      raise ConfigError(f"{given}: {size} devices is out of range; give 1 or more")
     if size > 1:
       made.append(Dim((axis,), size, strides[axis]))
     strides[axis] *= size
   for axis, n in sizes.items():
     if strides[axis] != n:
-      fix = f"make them multiply to the {n} devices of the axis"
-      raise ConfigError(f"{given}: those of {axis} multiply to {strides[axis]}, {fix}")
+      fix = f"they must multiply to the {n} devices of the axis"
+      raise ConfigError(f"{given}: sizes of {axis} multiply to {strides[axis]}; {fix}")
   return tuple(made)
 
 
 def pairs(dim: Dim, total: int, shift: int) -> list[tuple[int, int]]:
-  """(source, target) of everybody sending to whom is `shift` places further.
+  """Return (source, target) pairs in which devices send `shift` positions ahead.
 
   Args:
     dim: the dimension.
-    total: devices along its axes.
-    shift: places, around the end to the start.
+    total: number of devices along its axes.
+    shift: number of positions, which wrap around.
 
   Example:
     >>> pairs(Dim(("data",), 2, stride=2), 4, 1)
@@ -182,17 +181,19 @@ def pairs(dim: Dim, total: int, shift: int) -> list[tuple[int, int]]:
 
 
 def default_links(axes: Sequence[str]) -> dict[str, Link]:
-  """Links where none were given: the last axis fast, the others slow; assumed."""
+  """Return assumed links: the last axis is fast, the others are slow."""
   return {a: FAST if a == axes[-1] else SLOW for a in axes}
 
 
 def torus_seconds(dims: Sequence[Dim], num_bytes: float, links: Links) -> float:
-  """2 sum_k (n_k - 1) (alpha_k + beta_k s_k M / P_k), each step as its slowest link.
+  """Return the time of a torus, 2 sum_k (n_k - 1) (alpha_k + beta_k s_k M / P_k).
+
+  Each step takes as long as its slowest link.
 
   Args:
-    dims: in the order they are reduced.
-    num_bytes: M, of the whole payload of a device.
-    links: by axis.
+    dims: dimensions in the order of reduction.
+    num_bytes: whole payload M of a device, in bytes.
+    links: links by axis.
 
   Example:
     >>> dims = (Dim(("data",), 4), Dim(("data",), 2, stride=4))
@@ -212,7 +213,7 @@ def torus_seconds(dims: Sequence[Dim], num_bytes: float, links: Links) -> float:
 
 @functools.cache
 def factorizations(number: int) -> tuple[tuple[int, ...], ...]:
-  """Every way to write a number as an ordered product of factors above 1.
+  """Return all ways to write a number as an ordered product of factors above 1.
 
   Example:
     >>> factorizations(8)
@@ -230,15 +231,15 @@ def factorizations(number: int) -> tuple[tuple[int, ...], ...]:
 def best_dims(
   sizes: Sizes, num_bytes: float, links: Links, tolerance: float = TOLERANCE
 ) -> tuple[Dim, ...]:
-  """The fewest dimensions that come within `tolerance` of the fastest torus.
+  """Return the fewest dimensions whose cost is within `tolerance` of the fastest torus.
 
-  Axes go by their seconds per byte, which is the best order of any that keep the
-  dimensions of an axis together; then what an axis costs depends on the factors of
-  no other.
+  Axes are ordered by their seconds per byte, the best order among those that keep the
+  dimensions of an axis together. The cost of an axis then does not depend on the factors
+  of other axes.
   """
   axes = (axis for axis in reversed(list(sizes)) if sizes[axis] > 1)
   axes = sorted(axes, key=lambda axis: links[axis].beta)
-  # Number of dimensions so far -> (seconds, dimensions).
+  # Maps the number of dimensions so far to (seconds, dimensions).
   best: dict[int, tuple[float, tuple[Dim, ...]]] = {0: (0.0, ())}
   message = num_bytes
   for axis in axes:
@@ -258,7 +259,7 @@ def best_dims(
 def _shortest(
   axis: str, size: int, message: float, links: Mapping[str, Link]
 ) -> list[tuple[Dim, ...]]:
-  """For each number of factors of an axis, the dimensions that cost least."""
+  """Return the cheapest dimensions of an axis for each number of factors."""
   found: dict[int, tuple[float, tuple[Dim, ...]]] = {}
   for factors in factorizations(size):
     dims = given_dims([(axis, n) for n in factors], {axis: size})
@@ -279,17 +280,18 @@ def plan(
   """Plan the sum of `num_bytes` over the devices of some mesh axes.
 
   Args:
-    sizes: of the axes, slowest first, as `mesh.shape`.
-    num_bytes: of the payload of one device.
-    algorithm: one of `ALGORITHMS`, or "auto": whatever costs least on the links.
-    dims: of "torus", (axis, size) pairs, fastest links first; None: the planner's.
-    links: by axis; None: `default_links`.
+    sizes: sizes of the axes, slowest first, as in `mesh.shape`.
+    num_bytes: payload of one device in bytes.
+    algorithm: one of `ALGORITHMS`, or "auto" for the cheapest on the links.
+    dims: dimensions of "torus", (axis, size) pairs, fastest links first; None: the
+      planner's choice.
+    links: links by axis; None: `default_links`.
 
   Raises:
-    ConfigError: an unknown algorithm or axis, a link without sense, or dims that do
-      not fit.
+    ConfigError: an algorithm or axis is unknown, a link is out of range, or dims do not
+      fit the axes.
 
-  Example: 256 GPUs, 102 MB, on links that are assumed.
+  Example: 256 GPUs, 102 MB, on assumed links.
     >>> print(plan({"node": 64, "gpu": 4}, 102e6))
     torus gpu:4 x node:8 x node:8, 9.916 ms
     >>> print(plan({"node": 64, "gpu": 4}, 102e6, "ring"))
@@ -297,12 +299,12 @@ def plan(
   """
   links = _checked_links(sizes, links)
   if dims is not None and algorithm != "torus":
-    raise ConfigError(f'algorithm={algorithm!r}: takes no dims, "torus" does')
+    raise ConfigError(f'algorithm={algorithm!r} takes no dims; use "torus"')
   if algorithm not in (*ALGORITHMS, "auto"):
     hint = nearest(algorithm, (*ALGORITHMS, "auto"))
-    raise ConfigError(f"algorithm={algorithm!r}: not an algorithm, {hint}")
+    raise ConfigError(f"algorithm={algorithm!r} is unknown; {hint}")
   if not (math.isfinite(num_bytes) and num_bytes >= 0):
-    raise ConfigError(f"num_bytes={num_bytes}: give 0 or more")
+    raise ConfigError(f"num_bytes={num_bytes} is out of range; give 0 or more")
   if algorithm == "auto":
     return _cheapest(sizes, num_bytes, links)
   if algorithm == "psum":
@@ -315,37 +317,37 @@ def plan(
   else:
     planned = forms[algorithm](sizes)
   seconds = torus_seconds(planned, num_bytes, links)
-  if algorithm == "halving_doubling":  # what is folded is sent there and back
+  if algorithm == "halving_doubling":  # idle devices send their arrays and get the sum
     folded = [links[axis] for axis, n in sizes.items() if n & (n - 1)]
     seconds += sum(2 * (link.alpha + link.beta * num_bytes) for link in folded)
   return Plan(algorithm, tuple(sizes), planned, seconds)
 
 
 def _cheapest(sizes: Sizes, num_bytes: float, links: dict[str, Link]) -> Plan:
-  """The plan of "auto", by the equations."""
+  """Return the cheapest plan by the equations, for "auto"."""
   if math.prod(sizes.values()) == 1:
     return Plan("psum", tuple(sizes), (), 0.0)
   torus = plan(sizes, num_bytes, "torus", links=links)
   halving = plan(sizes, num_bytes, "halving_doubling", links=links)
-  # Folding can beat a large prime where only steps count; else it is a torus.
+  # For a large prime size halving_doubling can be faster if latency dominates.
   is_faster = (halving.seconds or 0.0) * (1 + TOLERANCE) < (torus.seconds or 0.0)
   if torus.dims == halving.dims or is_faster:
     return halving
-  # A torus of one dimension goes by its shorter name.
+  # A torus of one dimension is called a ring.
   return torus._replace(algorithm="ring") if len(torus.dims) == 1 else torus
 
 
 def _checked_links(sizes: Sizes, links: Mapping[str, Link] | None) -> dict[str, Link]:
-  """A link for every axis: those given, which must make sense, or assumed ones."""
+  """Return a link for every axis: the checked links, or assumed ones."""
   if links is None:
     return default_links(tuple(sizes))
   for axis, link in links.items():
     if axis not in sizes:
       hint = nearest(axis, sizes)
-      raise ConfigError(f"links[{axis!r}]: the mesh has no such axis, {hint}")
+      raise ConfigError(f"links[{axis!r}]: the mesh has no such axis; {hint}")
     if not all(math.isfinite(x) and x >= 0 for x in link[:2]):
-      raise ConfigError(f"links[{axis!r}]={link}: give alpha and beta of 0 or more")
+      raise ConfigError(f"links[{axis!r}]={link} is out of range; give alpha, beta >= 0")
   for axis, n in sizes.items():
     if axis not in links and n > 1:
-      raise ConfigError(f"links: none for {axis!r}, give alpha and beta of every axis")
+      raise ConfigError(f"links lacks {axis!r}; give alpha and beta of every axis")
   return {axis: links.get(axis, FAST) for axis in sizes}

@@ -1,11 +1,10 @@
-"""Helpers of the collectives: types, flat vectors, bits on the wire.
+"""Helpers of the collectives: varying types, flat vectors, and payload encoding.
 
-`shard_map` follows which values may differ between devices (they are *varying*
-over mesh axes) and which are the same on all (*invariant*). JAX has no cast from
-the first to the second: it cannot know that they are the same. After a ring has
-copied every block to every device they are, bit for bit, and
-`same_everywhere` declares it. It costs nothing in the compiled program; ending with
-`lax.all_gather(..., to="invarying")` instead would move the data once more.
+`shard_map` tracks which values may differ between devices (*varying* over mesh axes) and
+which are the same on all (*invariant*). JAX has no cast from varying to invariant, since
+it cannot know that values are equal. After a ring has copied every block to every device
+they are equal bit for bit, and `same_everywhere` declares it, at no cost in the compiled
+program. A final `lax.all_gather(..., to="invarying")` would move the data once more.
 """
 
 import math
@@ -36,39 +35,39 @@ batching.defvectorized(_same_everywhere)
 
 
 def same_everywhere(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
-  """`x`, typed invariant over `axes`; the caller vouches that it is.
+  """Declare an array invariant over `axes`.
 
-  Nothing checks it: a value that differs between devices would be used as if it
-  did not. It has no derivative of its own; what calls it defines one.
+  Nothing checks that it is: a value that differs between devices would be used as if it
+  did not. There is no derivative, so that callers must define one.
 
   Args:
-    x: any array, equal in every bit on all devices along `axes`.
+    x: an array that is bit-identical on all devices along `axes`.
     axes: mesh axes.
   """
   return _same_everywhere.bind(x, axes=axes)
 
 
 def in_mesh_order(axes: Iterable[str]) -> tuple[str, ...]:
-  """Names of axes as the mesh has them, each once.
+  """Return axis names in the order of the mesh, without duplicates.
 
-  Sets of names are ordered by Python's hashes, which have another seed in every
-  process. Collectives over them in that order had other groups in each process, so
-  that programs differed, and a step waited for ever.
+  Sets of names are ordered by Python's hashes, whose seed differs between processes.
+  Collectives over axes in that order had different groups in each process, so that the
+  programs differed and a step hung.
 
   Args:
-    axes: of the mesh that `jax.shard_map` is on; none may also be asked outside.
+    axes: axes of the mesh of the enclosing `jax.shard_map`; () works outside, too.
   """
   names = jax.sharding.get_abstract_mesh().axis_names
   return tuple(sorted(set(axes), key=names.index))
 
 
 def varying(x: jax.Array) -> tuple[str, ...]:
-  """The axes over which an array is typed varying, in the mesh's order."""
+  """Return the axes over which an array is typed varying, in the order of the mesh."""
   return in_mesh_order(varying_axes(jax.typeof(x)))
 
 
 def vary(tree: Any, axes: tuple[str, ...]) -> Any:
-  """A tree, typed varying over `axes` as well as over what it already is."""
+  """Cast a tree to be varying over `axes`, in addition to its varying axes."""
 
   def cast(x: jax.Array):
     missing = tuple(a for a in axes if a not in varying(x))
@@ -78,47 +77,46 @@ def vary(tree: Any, axes: tuple[str, ...]) -> Any:
 
 
 def axis_sizes(axes: tuple[str, ...]) -> dict[str, int]:
-  """Sizes of mesh axes, inside `shard_map`.
+  """Return the sizes of mesh axes, inside `shard_map`.
 
   Raises:
-    ConfigError: there is no such axis here, or one is named twice.
+    ConfigError: an axis does not exist in the mesh, or occurs twice.
   """
   if len(set(axes)) < len(axes):
-    raise ConfigError(f"axes={axes}: an axis is named twice, name each once")
+    raise ConfigError(f"axes={axes} contains an axis twice; give each axis once")
   sizes = {}
   for axis in axes:
     try:
       sizes[axis] = int(lax.axis_size(axis))
     except NameError:
-      why = f"the mesh has no axis {axis!r} here, name axes of the shard_map that this is called in"
+      why = f"the mesh has no axis {axis!r}; give axes of the enclosing shard_map"
       raise ConfigError(f"axes={axes}: {why}") from None
   return sizes
 
 
 def names(axes: str | Sequence[str]) -> tuple[str, ...]:
-  """One axis or several, as a tuple."""
+  """Return axes as a tuple of names."""
   return (axes,) if isinstance(axes, str) else tuple(axes)
 
 
 def padded(x: jax.Array, multiple: int) -> jax.Array:
-  """`x` as a vector, with zeros behind it up to a multiple of `multiple`."""
+  """Flatten an array and pad it with zeros to a multiple of `multiple`."""
   flat = x.reshape(-1)
   rest = -flat.size % multiple
   return jnp.pad(flat, (0, rest)) if rest else flat
 
 
 def unpadded(flat: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-  """The array of that shape at the start of a vector."""
+  """Return the array of the given shape at the start of a vector."""
   return flat[: math.prod(shape)].reshape(shape)
 
 
 def to_wire(x: jax.Array, dtype: Any) -> jax.Array:
-  """`x` rounded to `dtype`, as what is sent: narrow floats as integers.
+  """Round `x` to `dtype` for sending; narrow floats become integers.
 
-  XLA on CPU sends bfloat16 and float16 as float32 (read from its programs, jax
-  0.10.2), and every backend may keep more precision than was asked for, so that
-  the device that owns a block would hold other bits than those it sent. Neither
-  is done to integers.
+  XLA on CPU sends bfloat16 and float16 as float32 (seen in its programs, jax 0.10.2), and
+  any backend may keep more precision than requested, so that a block's owner would hold
+  different bits than it sent. Integers are sent as they are.
   """
   dtype = np.dtype(dtype)
   x = x.astype(dtype)
@@ -137,17 +135,17 @@ def from_wire(bits: jax.Array, payload: Any, dtype: Any) -> jax.Array:
 def dtypes(x: jax.Array, payload: Any, accumulate: Any) -> tuple[Any, Any]:
   """Return the dtype that is sent and the dtype of sums.
 
-  Integers are sent and summed as they are. Floats are sent as `payload` (None:
-  as they are) and summed in `accumulate` (None: in what is sent).
+  Integers are sent and summed in their own dtype. Floats are sent as `payload` (None:
+  their own dtype) and summed in `accumulate` (None: the dtype that is sent).
 
   Raises:
-    ConfigError: a payload or sum that is not a float, or one for complex numbers.
+    ConfigError: `payload` or `accumulate` is not a float dtype, or `x` is bool.
   """
   for name, dtype in (("payload", payload), ("accumulate", accumulate)):
     if dtype is not None and not jnp.issubdtype(dtype, jnp.floating):
-      raise ConfigError(f"{name}={np.dtype(dtype).name}: give a float, e.g. bfloat16, or None")
+      raise ConfigError(f"{name}={np.dtype(dtype).name} is not a float dtype; give e.g. bfloat16")
   if x.dtype == np.dtype(bool):
-    raise ConfigError("dtype=bool: has no sum, give int32")
+    raise ConfigError("dtype=bool cannot be summed; give int32")
   if not jnp.issubdtype(x.dtype, jnp.floating):
     return x.dtype, x.dtype
   sent = np.dtype(x.dtype if payload is None else payload)
@@ -155,10 +153,10 @@ def dtypes(x: jax.Array, payload: Any, accumulate: Any) -> tuple[Any, Any]:
 
 
 def add_rows(x: jax.Array) -> jax.Array:
-  """The sum over the first dim, by halves: [rows, ...] -> [...].
+  """Sum over the first dim by pairwise addition of halves: [rows, ...] -> [...].
 
-  XLA on CPU adds halves 40 times faster than `jnp.sum(x, axis=0)`, and the order of
-  the additions is the same on every backend.
+  On CPU XLA adds halves 40 times faster than `jnp.sum(x, axis=0)`, and the order of
+  additions is the same on every backend.
 
   Example:
     >>> add_rows(jnp.arange(6).reshape(3, 2))

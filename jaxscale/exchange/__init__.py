@@ -1,8 +1,9 @@
-"""The gradient exchange: the one place where gradients cross the network.
+"""Gradient exchanges: the only place where gradients cross the network.
 
-An `Exchange` is a few pure functions, called on every device inside `jax.shard_map`.
-`settings` has what a config chooses from; each method is a module of its own. It knows
-axis names, never a mesh. Names load when they are first asked for.
+An `Exchange` is a few pure functions, which are called on every device inside
+`jax.shard_map`. They use the names of mesh axes, not the mesh. `settings` holds the
+exchanges that a config can choose, and each method has its own module. Names are imported
+on first access.
 """
 
 import lazy_loader

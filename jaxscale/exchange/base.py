@@ -1,15 +1,15 @@
-"""The interface of exchanges, the plain ones, and helpers for those with a state.
+"""Interface of exchanges, plain exchanges, and helpers for exchanges with a state.
 
-What an exchange did not send yet must arrive all the same. With r_i what device i
-keeps of the gradients, it is late in the mean of N devices by 1/N sum_i r_i, so
-resizing the state to N' devices has to keep
+Gradients that an exchange has not sent yet must not be lost when the number of devices
+changes. If device i keeps the residual r_i, the mean gradient of N devices lacks
+1/N sum_i r_i, so resizing the state to N' devices must preserve
 
     1/N' sum_i r'_i = 1/N sum_i r_i
 
-Every new device therefore takes the old ones' mean: the same for all, which no
-order of the devices changes, and exact up to float32's rounding. What is the same
-on all devices, a count of steps say, is copied. `resize` works on *stacked* states,
-as in `TrainState.exchange_state`: a leading dim of one entry for each device.
+Every new device therefore gets the mean of the old residuals. It does not depend on the
+order of the devices and is exact up to float32 rounding. Values that are the same on all
+devices, such as a step count, are copied. `resize` works on *stacked* states, as in
+`TrainState.exchange_state`: arrays with a leading dim of one entry per device.
 """
 
 from collections.abc import Callable
@@ -23,22 +23,22 @@ from jaxscale.collectives import Plan, sum_tree
 from jaxscale.errors import ConfigError
 
 Grads = Any  # a tree of arrays shaped like the parameters
-ExchangeState = Any  # a tree of arrays, one device's
+ExchangeState = Any  # a tree of one device's arrays
 Axes = tuple[str, ...]  # names of mesh axes
 
 
 class Exchange(NamedTuple):
-  """A way to average gradients over the devices.
+  """A method to average gradients over devices.
 
   Attributes:
-    init: params -> one device's exchange state.
-    exchange: (local grads, state) -> (mean grads, state), inside `shard_map`.
-      The mean must be typed invariant over the mesh axes, as `lax.psum` and
-      `lax.all_gather(..., to="invarying")` leave it.
-    resize: (state with a leading dim of N devices, N') -> the same for N' devices,
-      outside of `shard_map`, with what is pending of the mean gradient kept:
-      1/N' sum r'_i = 1/N sum r_i. None: the state cannot be resized, and a
-      checkpoint is refused on another number of devices.
+    init: params -> exchange state of one device.
+    exchange: (local grads, state) -> (mean grads, state), called inside `shard_map`.
+      The mean must be typed invariant over the mesh axes, like the results of `lax.psum`
+      and `lax.all_gather(..., to="invarying")`.
+    resize: (state with a leading dim of N devices, N') -> the state for N' devices,
+      called outside of `shard_map`. It must preserve the pending mean gradient:
+      1/N' sum r'_i = 1/N sum r_i. None: the state cannot be resized, and a run cannot
+      resume on a different number of devices.
   """
 
   init: Callable[[Any], ExchangeState]
@@ -47,16 +47,16 @@ class Exchange(NamedTuple):
 
 
 def stateless(mean: Callable[[Grads], Grads]) -> Exchange:
-  """An exchange that keeps nothing between steps.
+  """Return an exchange without a state.
 
   Args:
-    mean: local grads -> mean grads, as of `Exchange.exchange`.
+    mean: local grads -> mean grads, typed as for `Exchange.exchange`.
   """
   return Exchange(lambda _: (), lambda g, own: (mean(g), own), lambda own, _: own)
 
 
 def plain(axes: tuple[str, ...]) -> Exchange:
-  """The mean over mesh axes by `lax.psum`, in the gradients' own dtype.
+  """Return the exchange that averages by `lax.psum`, in the dtype of the gradients.
 
   Example:
     >>> exchange = plain(("replica", "data"))
@@ -71,10 +71,10 @@ def plain(axes: tuple[str, ...]) -> Exchange:
 
 
 def planned(by: Plan) -> Exchange:
-  """The mean by a chosen all-reduce, all gradients of a dtype as one vector.
+  """Return an exchange by a chosen all-reduce, with one vector per gradient dtype.
 
   Args:
-    by: of `collectives.plan`, for the axes of the mesh.
+    by: the all-reduce, a result of `collectives.plan` for the axes of the mesh.
 
   Example:
     >>> from jaxscale.collectives import plan
@@ -91,41 +91,43 @@ def planned(by: Plan) -> Exchange:
 
 
 def zero_residuals(params: Any) -> Any:
-  """Error feedback before the first step: float32, shaped like the parameters.
+  """Return residuals of error feedback before the first step: float32 zeros.
 
-  A residual r is what was not sent. Of x = g + r is sent
+  A residual r is the part of the gradients that was not sent. With x = g + r and a
+  compressor C,
 
       sent = C(x),   r' = x - sent     so that   sum_t sent_t + r_T = sum_t g_t
 
-  Nothing of a gradient is lost, it is late (arXiv:1809.07599, arXiv:1901.09847).
+  Gradients are delayed, but never lost (arXiv:1809.07599, arXiv:1901.09847).
   """
   return jax.tree.map(lambda p: jnp.zeros(jnp.shape(p), jnp.float32), params)
 
 
 def check_devices(name: str, axes: tuple[str, ...], num_devices: int) -> None:
-  """Refuse an exchange made for another number of devices.
+  """Raise if an exchange was made for a different number of devices.
 
   Raises:
-    ConfigError: the axes have another size.
+    ConfigError: the axes do not have `num_devices` devices.
   """
   if (found := lax.axis_size(axes)) != num_devices:
-    why = f"the axes {', '.join(axes)} have {found} devices, give mesh.size"
-    raise ConfigError(f"{name}.num_devices={num_devices}: {why}")
+    why = f"differs from the {found} devices of the axes {', '.join(axes)}; give mesh.size"
+    raise ConfigError(f"{name}.num_devices={num_devices} {why}")
 
 
 def mean_for_all(state: Any, num_devices: int) -> Any:
-  """Every new device gets the mean of the old ones: what is pending is kept.
+  """Give every new device the mean of the old devices' states.
 
-  Sums are float32's or better. Under `jit` with the leading dim spread over
-  devices each adds up its own entries and one all-reduce the rest; adding by
-  halves (`collectives.add_rows`) would take five times the memory.
+  This preserves pending gradients. Sums have at least float32. Under `jit`, with the
+  leading dim sharded over devices, each device adds its own entries and an all-reduce
+  adds the rest. Pairwise addition (`collectives.add_rows`) would take five times the
+  memory.
 
   Args:
-    state: a tree of [N, ...].
-    num_devices: N'.
+    state: a tree of arrays [N, ...].
+    num_devices: the new number of devices, N'.
 
   Returns:
-    A tree of [N', ...], dtypes as they were.
+    A tree of arrays [N', ...] with unchanged dtypes.
 
   Example:
     >>> mean_for_all({"r": jnp.array([[1.0], [2.0], [6.0]])}, 2)
@@ -141,7 +143,7 @@ def mean_for_all(state: Any, num_devices: int) -> Any:
 
 
 def same_for_all(state: Any, num_devices: int) -> Any:
-  """A tree of [N, ...] that is equal along the leading dim, as [N', ...].
+  """Resize a tree of arrays [N, ...] that are equal along the leading dim to [N', ...].
 
   Example:
     >>> same_for_all({"step": jnp.array([7, 7])}, 3)
@@ -151,5 +153,5 @@ def same_for_all(state: Any, num_devices: int) -> Any:
 
 
 def copies(x: jax.Array, num_devices: int) -> jax.Array:
-  """[...] for every device: [num_devices, ...]."""
+  """Repeat an array [...] for every device: [num_devices, ...]."""
   return jnp.broadcast_to(x, (num_devices, *x.shape))

@@ -1,11 +1,11 @@
-"""Gradients in flat buckets of one size, so that collectives are few and early.
+"""Flat gradient buckets of one size, so that collectives are few and start early.
 
-A collective costs a latency alpha and M beta for its M bytes. One a tensor pays
-alpha for each of hundreds of small tensors; one for all of them starts only when
-the last gradient is there. Buckets lie between: bucket b holds the elements
-[b S, (b + 1) S) of the gradients laid end to end, last layers first, since the
-backward pass makes those first. Each bucket is cut from its own tensors alone, so
-its collective depends on no other gradient (arXiv:2006.15704).
+A collective of M bytes takes alpha + M beta, where alpha is its latency. One collective
+per tensor pays alpha for each of hundreds of small tensors. One collective for all
+tensors can start only when the last gradient is available. Buckets are a compromise:
+bucket b holds the elements [b S, (b + 1) S) of the concatenated gradients, beginning with
+the last layers, since the backward pass computes them first. Each bucket is made of its
+own tensors only, so that its collective waits for no other gradient (arXiv:2006.15704).
 """
 
 import itertools
@@ -23,19 +23,19 @@ from jaxscale.collectives import joined
 from jaxscale.errors import ConfigError
 from jaxscale.exchange.base import Exchange, stateless
 
-# The default of PyTorch's DistributedDataParallel (arXiv:2006.15704).
+# Default of PyTorch's DistributedDataParallel (arXiv:2006.15704).
 BUCKET_BYTES = 25 * 2**20
 
 
 def best_bucket_bytes(mesh: Mesh) -> int | None:
-  """Buckets that are best for plain sums on a mesh; None: tensors as they are.
+  """Return the best bucket size for plain sums on a mesh; None: no buckets.
 
-  XLA joins the tensors of a `psum` itself on TPU and GPU, and devices of one process
-  share memory. Between processes on CPUs gloo takes them one after another, and
-  ResNet-50's 161 tensors took twice as long as buckets (benchmarks/exchange.py).
+  On TPU and GPU XLA combines the tensors of a `psum` itself, and devices of one process
+  share memory. Between CPU processes gloo sums tensors one after another: ResNet-50's 161
+  tensors took twice as long as buckets (benchmarks/exchange.py).
 
   Args:
-    mesh: whose devices average.
+    mesh: the mesh whose devices average gradients.
   """
   devices = list(mesh.devices.flat)
   processes = {d.process_index for d in devices}
@@ -52,16 +52,16 @@ class Piece(NamedTuple):
 
 
 def layout(leaves: Sequence[Any], bucket_bytes: int) -> list[list[Piece]]:
-  """Return the pieces of leaves that make each bucket.
+  """Return the pieces of leaves in each bucket.
 
-  A bucket has one dtype, and all but the last of a dtype are full.
+  A bucket has one dtype. All buckets of a dtype except the last are full.
 
   Args:
-    leaves: arrays, or anything with `shape` and `dtype`; laid end to end from the last.
-    bucket_bytes: size of a bucket.
+    leaves: arrays, or objects with `shape` and `dtype`; concatenated from last to first.
+    bucket_bytes: size of a bucket in bytes.
 
   Raises:
-    ConfigError: a bucket holds no element.
+    ConfigError: a bucket is smaller than an element.
 
   Example:
     >>> layout([np.zeros(3, np.float32), np.zeros(4, np.float32)], 16)
@@ -72,8 +72,8 @@ def layout(leaves: Sequence[Any], bucket_bytes: int) -> list[list[Piece]]:
   for dtype in dict.fromkeys(np.dtype(leaves[i].dtype) for i in order):
     size = bucket_bytes // dtype.itemsize
     if size < 1:
-      why = f"holds no {dtype.name}, give {dtype.itemsize} or more"
-      raise ConfigError(f"bucket_bytes={bucket_bytes}: {why}")
+      why = f"is less than an element of {dtype.name}; give {dtype.itemsize} or more"
+      raise ConfigError(f"bucket_bytes={bucket_bytes} {why}")
     bucket: list[Piece] = []
     room = size
     for i in (i for i in order if np.dtype(leaves[i].dtype) == dtype):
@@ -91,9 +91,9 @@ def layout(leaves: Sequence[Any], bucket_bytes: int) -> list[list[Piece]]:
 
 
 def leaf_groups(leaves: Sequence[Any], bucket_bytes: int) -> list[list[int]]:
-  """Leaves in groups of at most `bucket_bytes`, none cut; a larger one is alone.
+  """Group leaves up to `bucket_bytes` without cutting them; a larger leaf is alone.
 
-  For compressors that work on whole tensors and send several at once.
+  Compressors that work on whole tensors send the tensors of a group together.
 
   Example:
     >>> leaf_groups([np.zeros(3, np.float32)] * 3, 24)
@@ -112,7 +112,7 @@ def leaf_groups(leaves: Sequence[Any], bucket_bytes: int) -> list[list[int]]:
 
 
 def pack(leaves: Sequence[jax.Array], pieces: list[list[Piece]]) -> list[jax.Array]:
-  """The buckets of a layout, each of shape [elements]."""
+  """Return the buckets of a layout, each of shape [elements]."""
   flat = [leaf.reshape(-1) for leaf in leaves]
   return [jnp.concatenate([flat[i][a:b] for i, a, b in bucket]) for bucket in pieces]
 
@@ -120,7 +120,7 @@ def pack(leaves: Sequence[jax.Array], pieces: list[list[Piece]]) -> list[jax.Arr
 def unpack(
   buckets: Sequence[jax.Array], pieces: list[list[Piece]], leaves: Sequence[Any]
 ) -> list[jax.Array]:
-  """The leaves that `pack` put into buckets, with the shapes of `leaves`.
+  """Return the leaves from the buckets of `pack`, with the shapes of `leaves`.
 
   Example:
     >>> leaves = [jnp.arange(3), jnp.arange(4)]
@@ -140,30 +140,31 @@ def unpack(
 def map_buckets(
   function: Callable[[int, jax.Array], jax.Array], tree: Any, bucket_bytes: int
 ) -> Any:
-  """A tree whose buckets went through (number, bucket [elements]) -> the same."""
+  """Apply a function (number, bucket [elements]) -> bucket to the buckets of a tree."""
   leaves, structure = jax.tree.flatten(tree)
   pieces = layout(leaves, bucket_bytes)
   done = [function(i, bucket) for i, bucket in enumerate(pack(leaves, pieces))]
   return jax.tree.unflatten(structure, unpack(done, pieces, leaves))
 
 
-# (numbers of the leaves, their gradients + residuals) -> (mean, residual) of each
+# (numbers of the leaves, their gradients + residuals) -> (mean, residual) of each leaf
 ExchangeGroup = Callable[[list[int], list[jax.Array]], list[tuple[Any, Any]]]
 
 
 def exchange_groups(
   exchange_group: ExchangeGroup, grads: Any, residuals: Any, bucket_bytes: int
 ) -> tuple[Any, Any]:
-  """Error feedback of compressors that work on whole tensors, several sent at once.
+  """Exchange gradients with error feedback, for compressors of whole tensors.
 
   Args:
-    exchange_group: of one of `leaf_groups`; what it has is float32.
+    exchange_group: function that exchanges one of the `leaf_groups`; its arrays are
+      float32.
     grads: a tree of a device's own gradients.
-    residuals: likewise, what was not sent before.
-    bucket_bytes: of gradients that are sent at once.
+    residuals: a tree of the device's residuals.
+    bucket_bytes: bytes of gradients that are sent together.
 
   Returns:
-    Trees of means, in the gradients' dtypes, and of residuals.
+    A tree of means in the gradients' dtypes, and a tree of residuals.
   """
   leaves, structure = jax.tree.flatten(grads)
   left = structure.flatten_up_to(residuals)
@@ -176,12 +177,12 @@ def exchange_groups(
 
 
 def sum_together(arrays: Sequence[jax.Array], axes: tuple[str, ...]) -> list[jax.Array]:
-  """The sums over devices of several arrays, in one `lax.psum` for each dtype."""
+  """Return the sums of arrays over devices, with one `lax.psum` per dtype."""
   return joined(lambda x: lax.psum(x, axes), list(arrays))
 
 
 def whole_means(xs: dict[int, jax.Array], axes: tuple[str, ...]) -> dict[int, Any]:
-  """(mean, residual of 0) of what is too small to compress, sent at once."""
+  """Return (mean, residual of 0) of tensors that are too small to compress."""
   totals, devices = sum_together(list(xs.values()), axes), lax.axis_size(axes)
   means = zip(xs, totals, strict=True)
   return {i: (total / devices, jnp.zeros_like(xs[i])) for i, total in means}
@@ -193,17 +194,17 @@ def bucketed(
   bucket_bytes: int = BUCKET_BYTES,
   reduce: Callable[[jax.Array], jax.Array] | None = None,
 ) -> Exchange:
-  """The mean by one collective for each bucket: mean_b = reduce(bucket_b) / devices.
+  """Return an exchange with one collective per bucket: mean_b = reduce(bucket_b) / devices.
 
-  XLA may join them again: on CPU (jax 0.10.2) it makes one tuple all-reduce of all,
-  and TPU's and GPU's combiners join up to a threshold of their own. What is sure is
-  that a bucket waits for no tensor but its own, and that tensors share latencies.
+  XLA may combine the collectives again: on CPU (jax 0.10.2) it makes one tuple all-reduce
+  of all buckets, and on TPU and GPU its combiners join them up to a threshold. In any
+  case a bucket waits only for its own tensors, and tensors share latencies.
 
   Args:
     axes: mesh axes to average over.
-    bucket_bytes: size of a bucket.
-    reduce: array [elements] of a device -> sum over `axes`, typed invariant;
-      None: `lax.psum`. Any all-reduce that takes every size will do.
+    bucket_bytes: size of a bucket in bytes.
+    reduce: array [elements] of a device -> sum over `axes`, typed invariant; it must
+      accept every size. None: `lax.psum`.
 
   Raises:
     ConfigError: `bucket_bytes` is below 1.
@@ -214,7 +215,7 @@ def bucketed(
     ()
   """
   if bucket_bytes < 1:
-    raise ConfigError(f"bucket_bytes={bucket_bytes}: give the bytes of a bucket, >= 1")
+    raise ConfigError(f"bucket_bytes={bucket_bytes} is out of range; give 1 or more")
   sum_over = reduce or (lambda x: lax.psum(x, axes))
 
   def mean(_: int, bucket: jax.Array):

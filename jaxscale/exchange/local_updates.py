@@ -1,22 +1,22 @@
 """Local updates: workers train alone and synchronize every H steps.
 
-In between every worker k has parameters w_k of its own. When they synchronize, with
-the anchor W that all started from, the averaged pseudo-gradient is
+Between synchronizations every worker k has its own parameters w_k. All workers start from
+an anchor W. When they synchronize, the averaged pseudo-gradient is
 
     D = mean_k (W - w_k)
 
-and an outer optimizer takes it for a gradient; then all start from the new W. The
-methods differ in the outer optimizer alone, so each is an optax one on D:
+An outer optimizer uses D as a gradient, and all workers start from the new W. The methods
+differ only in the outer optimizer, which is an optax transformation of D:
 
-    local SGD        W = W - D                             the mean of the workers
+    local SGD        W = W - D                             mean of the workers
     DiLoCo           v = m v + D;  W = W - r (D + m v)     Nesterov, arXiv:2311.08105
     block momentum   S = n S + z D;  W = W - S - n S       with Nesterov, else W - S
 
-Block momentum (BMUF; Chen and Huo, ICASSP 2016) is as in Microsoft CNTK,
-Source/1BitSGD/V2BlockMomentumSGD.h, where the anchor kept is the one that has
-looked ahead. CNTK sums over the N workers, S = n S + (1 - n) b N D; with its
-defaults n = 1 - 1/N and b = 1 that is z = 1 on the mean, which is how it is
-defined here. `jaxscale.training.local_step` has the train step.
+Block momentum (BMUF; Chen and Huo, ICASSP 2016) follows Microsoft CNTK,
+Source/1BitSGD/V2BlockMomentumSGD.h, where the stored anchor includes the Nesterov step.
+CNTK sums over the N workers: S = n S + (1 - n) b N D. With its defaults n = 1 - 1/N and
+b = 1 this equals z = 1 on the mean, the definition used here. The train step is in
+`jaxscale.training.local_step`.
 """
 
 import math
@@ -29,17 +29,18 @@ import optax
 from jaxscale.errors import ConfigError
 from jaxscale.exchange.base import zero_residuals
 
-# CNTK's SGD block: blockSize = 120000 * #workers samples.
+# In CNTK's SGD block: blockSize = 120000 * #workers samples.
 BLOCK_SAMPLES = 120_000
 
 
 class LocalUpdate(NamedTuple):
-  """A method for workers that train alone to synchronize.
+  """Method of local updates: when and how workers synchronize.
 
   Attributes:
-    every: H, steps from one synchronization to the next.
-    outer: optimizer whose gradient is D; its state is like one set of parameters.
-    reset_momentum: set the workers' own momentum to 0 when they synchronize.
+    every: steps H between synchronizations.
+    outer: optimizer for the gradient D; its state has the size of the parameters.
+    reset_momentum: set the momentum of the workers' inner optimizers to 0 when they
+      synchronize.
   """
 
   every: int
@@ -48,16 +49,16 @@ class LocalUpdate(NamedTuple):
 
 
 class BlockMomentumState(NamedTuple):
-  """State of block momentum: S, float32, like the parameters."""
+  """State of block momentum: S, a float32 tree like the parameters."""
 
   smoothed: Any
 
 
 def local_sgd(every: int) -> LocalUpdate:
-  """Workers take the mean of their parameters (arXiv:1805.09767).
+  """Return local SGD: workers average their parameters (arXiv:1805.09767).
 
   Args:
-    every: H, steps from one synchronization to the next.
+    every: steps H between synchronizations.
 
   Raises:
     ConfigError: `every` is below 1.
@@ -70,14 +71,14 @@ def local_sgd(every: int) -> LocalUpdate:
 
 
 def diloco(every: int = 500, *, rate: float = 0.7, momentum: float = 0.9) -> LocalUpdate:
-  """DiLoCo's outer step: SGD with Nesterov momentum (arXiv:2311.08105, Algorithm 1).
+  """Return DiLoCo: an outer SGD with Nesterov momentum (arXiv:2311.08105, Algorithm 1).
 
-  Its workers train by AdamW, whose state they keep.
+  DiLoCo's workers train with AdamW and keep its state when they synchronize.
 
   Args:
-    every: H, steps from one synchronization to the next.
-    rate: r, outer learning rate.
-    momentum: m.
+    every: steps H between synchronizations.
+    rate: outer learning rate r.
+    momentum: outer momentum m.
 
   Raises:
     ConfigError: `every` is below 1.
@@ -99,41 +100,42 @@ def block_momentum(
   nesterov: bool = True,
   reset_momentum: bool = True,
 ) -> LocalUpdate:
-  """Block momentum with CNTK's defaults.
+  """Return block momentum with CNTK's defaults.
 
-  The workers' learning rate stays that of one worker; their own momentum is 0.9 or
-  less (0.99 hurts, says CNTK's documentation).
+  Use the learning rate of a single worker, and a momentum of at most 0.9 in the inner
+  optimizer (CNTK's documentation advises against 0.99).
 
   Args:
-    every: H, steps from one synchronization to the next; see `block_steps`.
-    num_workers: N.
-    momentum: n; None: 1 - 1/N. A time constant T of CNTK, in samples of all
-      workers, is n = exp(-block / T).
-    rate: z, on the mean D. CNTK's blockLearningRate b is z = (1 - n) N b.
-    nesterov: look ahead by n S.
-    reset_momentum: set the workers' own momentum to 0 at every synchronization.
+    every: steps H between synchronizations; see `block_steps`.
+    num_workers: number of workers N.
+    momentum: block momentum n; None: 1 - 1/N. CNTK's time constant T, in samples of all
+      workers, corresponds to n = exp(-block / T).
+    rate: block learning rate z for the mean D. CNTK's blockLearningRate b corresponds to
+      z = (1 - n) N b.
+    nesterov: use Nesterov momentum: look ahead by n S.
+    reset_momentum: set the momentum of the inner optimizers to 0 at every synchronization.
 
   Raises:
-    ConfigError: `every` or `num_workers` below 1, or `momentum` not in [0, 1).
+    ConfigError: `every` or `num_workers` is below 1, or `momentum` is not in [0, 1).
 
   Example:
     >>> block_momentum(100, 8).every
     100
   """
   if num_workers < 1:
-    raise ConfigError(f"block_momentum.num_workers={num_workers}: give 1 or more")
+    raise ConfigError(f"block_momentum.num_workers={num_workers} is out of range; give 1 or more")
   decay = 1 - 1 / num_workers if momentum is None else momentum
   if not 0 <= decay < 1:
-    why = "S would grow for ever, give at least 0 and less than 1"
-    usual = f"{1 - 1 / num_workers:g} is the default of {num_workers} workers"
-    raise ConfigError(f"block_momentum.momentum={decay}: {why}; {usual}")
+    why = "is out of range; give at least 0 and less than 1"
+    usual = f"the default for {num_workers} workers is {1 - 1 / num_workers:g}"
+    raise ConfigError(f"block_momentum.momentum={decay} {why} ({usual})")
   ahead = 1 + decay if nesterov else 1.0
 
   def init(params: Any):
     return BlockMomentumState(zero_residuals(params))
 
   def update(updates: Any, state: Any, params: Any = None):
-    # optax's names: `updates` are D, `state` is a BlockMomentumState.
+    # Optax calls this with D as `updates` and a BlockMomentumState as `state`.
 
     def smooth(s: jax.Array, d: jax.Array):
       return decay * s + rate * d.astype(s.dtype)
@@ -148,16 +150,16 @@ def block_momentum(
 
 def _at_least_one(every: int) -> int:
   if every < 1:
-    raise ConfigError(f"every={every}: steps between synchronizations, give >= 1")
+    raise ConfigError(f"every={every} is out of range; give 1 step or more")
   return every
 
 
 def block_steps(worker_batch: int, block_samples: int = BLOCK_SAMPLES) -> int:
-  """H for CNTK's block: steps until a worker has seen so many samples.
+  """Return the steps H after which a worker has seen `block_samples` samples.
 
   Args:
-    worker_batch: examples of one worker in a step.
-    block_samples: tau, of one worker from one synchronization to the next.
+    worker_batch: examples per worker and step.
+    block_samples: samples tau per worker between synchronizations.
 
   Example:
     >>> block_steps(256)
@@ -167,22 +169,22 @@ def block_steps(worker_batch: int, block_samples: int = BLOCK_SAMPLES) -> int:
 
 
 def check_samples(num_samples: int, every: int, worker_batch: int, num_workers: int) -> str | None:
-  """Return a note where a data set is too small for block momentum.
+  """Return a note if a data set is too small for block momentum.
 
-  With n = 1 - 1/N the filter remembers N blocks of N workers with tau samples
-  each, so CNTK asks for tau N^2 different samples at least.
+  With n = 1 - 1/N the filter remembers about N blocks of N workers with tau samples each,
+  so CNTK recommends at least tau N^2 different samples.
 
   Args:
-    num_samples: different samples in the training set.
-    every: H; tau is H times `worker_batch`.
-    worker_batch: examples of one worker in a step.
-    num_workers: N.
+    num_samples: number of different samples in the training set.
+    every: steps H between synchronizations; tau is H times `worker_batch`.
+    worker_batch: examples per worker and step.
+    num_workers: number of workers N.
 
   Returns:
-    None, or one line: the samples wanted, and what to do.
+    None, or one line with the recommended number of samples and what to do.
 
   Raises:
-    ConfigError: an epoch has less than a single block.
+    ConfigError: the training set is smaller than one block.
 
   Example:
     >>> check_samples(1_281_167, every=40, worker_batch=256, num_workers=8)
@@ -192,22 +194,22 @@ def check_samples(num_samples: int, every: int, worker_batch: int, num_workers: 
   fits = max(num_samples // (worker_batch * num_workers**2), 1)
   field, fix = f"BlockMomentum.sync_every_steps={every}", f"give {fits} or less"
   if num_samples < block:
-    why = f"one block of {num_workers} workers is {block:,} samples"
-    raise ConfigError(f"{field}: {why}, more than the {num_samples:,} there are; {fix}")
+    why = f"makes blocks of {block:,} samples with {num_workers} workers"
+    raise ConfigError(f"{field} {why}, but the data set has only {num_samples:,}; {fix}")
   if num_samples >= wanted:
     return None
-  why = f"block momentum of {num_workers} workers wants {wanted:,} different samples (tau N^2)"
-  return f"{field}: {why}, there are {num_samples:,}; {fix}, or fewer workers"
+  why = f"with {num_workers} workers needs {wanted:,} different samples (tau N^2)"
+  return f"{field} {why}, but the data set has {num_samples:,}; {fix}, or use fewer workers"
 
 
 def reset_momentum(opt_state: Any) -> Any:
-  """The state of an optimizer with its momentum at 0 and its counts as they are.
+  """Set the momentum in an optimizer's state to 0 and keep its counts.
 
-  Momentum is what optax calls `trace` and jaxscale `velocity`.
+  Momentum is stored as `trace` in optax and as `velocity` in jaxscale.
 
   Raises:
-    ConfigError: there is none. Adam's moments are not momentum in this sense:
-      their bias correction would take the emptied ones for full.
+    ConfigError: the state has no momentum. Adam's moments do not count, because their
+      bias correction would not account for moments that were set to 0.
 
   Example:
     >>> state = optax.sgd(0.1, momentum=0.9).init({"w": jnp.ones(2)})
@@ -229,6 +231,6 @@ def reset_momentum(opt_state: Any) -> Any:
 
   state = jax.tree.map(reset, opt_state, is_leaf=lambda node: field(node) is not None)
   if not found:
-    why = "the optimizer keeps no momentum, give False"
-    raise ConfigError(f"LocalUpdate.reset_momentum=True: {why}")
+    why = "does not work with an optimizer without momentum; give False"
+    raise ConfigError(f"LocalUpdate.reset_momentum=True {why}")
   return state

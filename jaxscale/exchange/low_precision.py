@@ -1,15 +1,15 @@
-"""Gradients that cross the network in 16 or 8 bits, summed in float32.
+"""Exchanges in 16 or 8 bits, with sums in float32.
 
-int8 sums by a reduce-scatter made of `lax.all_to_all`, then an all-gather. With N
-devices, chunk d of an array belongs to device d, C encodes and D decodes:
+`int8` sums by a reduce-scatter made of `lax.all_to_all`, then an all-gather. With N
+devices, chunk d of an array belongs to device d; C encodes and D decodes:
 
     device i sends chunk d as   C(x_i[d])                     all_to_all
     device d sums               y[d] = sum_i D(C(x_i[d]))     in float32
     device d sends to all       C(y[d]),  the result D(C(y))  all_gather
 
-So a value is rounded twice whatever N is, not once per hop, and a device sends
-2 M (1 - 1/N) payloads for M elements. Payloads are integers of the same width:
-XLA on CPU widens collectives of bfloat16 to float32, never those of integers.
+A value is therefore rounded twice for any N, not once per hop, and a device sends
+2 M (1 - 1/N) payload elements for M elements. Payloads are sent as integers of the same
+width, because XLA on CPU widens collectives of bfloat16 to float32.
 """
 
 import functools
@@ -25,8 +25,8 @@ from jaxscale.errors import ConfigError
 from jaxscale.exchange.base import Axes, Exchange, same_for_all
 from jaxscale.exchange.buckets import BUCKET_BYTES, bucketed, map_buckets
 
-# Sums of float16 are kept below half of its largest power of two, 2^15: the
-# rounding of a sum of N terms grows it by at most (1 + 2^-11)^N, 2 at N = 1419.
+# Scaling keeps float16 sums below 2^15, half of the overflow threshold. Rounding can grow
+# a sum of N terms by at most (1 + 2^-11)^N, which is 2 for N = 1419.
 _FP16_EXPONENT = 15
 
 
@@ -38,40 +38,39 @@ def half_precision(
   bucket_bytes: int = BUCKET_BYTES,
   by: Plan | None = None,
 ) -> Exchange:
-  """The mean with 16 bits an element on the wire.
+  """Return an exchange that sends 16 bits per element.
 
-  bfloat16 has float32's range; each rounding errs by at most 2^-8 of the value.
-  float16 errs by 2^-11 but ends at 65,504, so that with the largest magnitude m
-  over all devices and N of them it carries x 2^k with
+  bfloat16 has float32's range, and each rounding has a relative error of at most 2^-8.
+  float16 has an error of 2^-11, but its largest value is 65,504. With m the largest
+  magnitude over all N devices, each bucket x is therefore sent as x 2^k with
 
       k = 14 - ceil(log2 N) - floor(log2 m)        (N m 2^k < 2^15)
 
-  for each bucket. Multiplying by a power of two is exact in both directions, but
-  for elements that fall below float16's 2^-24.
+  Multiplying by a power of two is exact in both directions, except for elements that fall
+  below float16's smallest value, 2^-24.
 
   Args:
     axes: mesh axes to average over.
-    dtype: what is sent.
-    sum_in: "float32": chunks go by all_to_all, are added in float32 and rounded
-      once more. "payload": `lax.psum` of the payload itself; who adds, and in
-      what, is then the backend's choice, and XLA on CPU sends float32.
-    bucket_bytes: of the gradients' own dtype, a bucket.
-    by: another all-reduce than `lax.psum`, for the same axes.
+    dtype: dtype of the sent gradients.
+    sum_in: "float32" sends chunks by all_to_all, adds them in float32 and rounds once
+      more. "payload" is a `lax.psum` in `dtype`, where the backend chooses the precision
+      of the sum; XLA on CPU sends float32.
+    bucket_bytes: size of a bucket in bytes, in the gradients' own dtype.
+    by: all-reduce for the same axes to use instead of `lax.psum`.
 
   Raises:
-    ConfigError: another dtype, or another way to sum.
+    ConfigError: `dtype` or `sum_in` is unknown.
 
   Example:
     >>> half_precision(("replica", "data"), "float16").init({"w": 0.0})
     ()
 
-  Source: scaling into float16's range is arXiv:1710.03740's, there of the loss; the
-  exponent is derived above.
+  Source: arXiv:1710.03740 scales into float16's range, but scales the loss.
   """
   if dtype not in ("bfloat16", "float16"):
-    raise ConfigError(f'dtype={dtype!r}: is not a payload, give "bfloat16" or "float16"')
+    raise ConfigError(f'dtype={dtype!r} is unknown; use "bfloat16" or "float16"')
   if sum_in not in ("float32", "payload"):
-    raise ConfigError(f'sum_in={sum_in!r}: give "float32" or "payload"')
+    raise ConfigError(f'sum_in={sum_in!r} is unknown; use "float32" or "payload"')
   by, payload = by or Plan("psum", axes, (), None), jnp.dtype(dtype)
   accumulate = jnp.float32 if sum_in == "float32" else None
   total = functools.partial(sum_tree, by=by, payload=payload, accumulate=accumulate)
@@ -91,26 +90,27 @@ def half_precision(
 def int8(
   axes: Axes, *, block: int = 256, seed: int = 0, bucket_bytes: int = BUCKET_BYTES
 ) -> Exchange:
-  """The mean with 8 bits an element, one scale per block and stochastic rounding.
+  """Return an exchange that sends 8 bits per element, with stochastic rounding.
 
       s = max |x| / 127  over a block,   q = floor(x / s + u),  u uniform in [0, 1)
 
-  E[q s] = x, so the mean is unbiased without a residual, and each of the two
-  roundings errs by less than s: the mean by less than (mean_i max |x_i| +
-  max |mean|) / 127 in a block. `u` has 16 bits, a bias of at most s 2^-17. Keys
-  come from the seed, the step counted in the state, the device's position in the
-  mesh, the bucket and the stage. Blocks do not cross tensors, whose gradients may
-  differ by orders of magnitude: a tensor is filled up to a multiple of a block. The
-  four bytes of a scale travel in the same collective as the payload.
+  E[q s] = x, so the mean is unbiased without a residual. Each of the two roundings has an
+  error below s, so the error of the mean is below (mean_i max |x_i| + max |mean|) / 127
+  in a block. `u` has 16 bits, which biases q s by at most s 2^-17. Random keys are derived
+  from the seed, the step counted in the state, the device's position in the mesh, the
+  bucket and the stage. Blocks do not cross tensors, whose gradients may differ by orders
+  of magnitude: each tensor is padded to a multiple of a block. The four bytes of a scale
+  are sent in the same collective as the payload.
 
   Args:
     axes: mesh axes to average over.
-    block: elements that share a scale.
-    seed: of the rounding.
-    bucket_bytes: of float32 gradients, a bucket; rounded down to whole blocks.
+    block: number of elements that share a scale.
+    seed: seed of the stochastic rounding.
+    bucket_bytes: size of a bucket in bytes of float32 gradients; rounded down to whole
+      blocks.
 
   Raises:
-    ConfigError: a block without elements, or a bucket without a block.
+    ConfigError: a block is smaller than an element, or a bucket smaller than a block.
 
   Example:
     >>> int8(("replica", "data")).init({"w": 0.0})
@@ -120,10 +120,10 @@ def int8(
   quantised blocks, added in full precision, arXiv:2306.10209.
   """
   if block < 1:
-    raise ConfigError(f"block={block}: give the elements that share a scale, >= 1")
+    raise ConfigError(f"block={block} is out of range; give 1 element or more")
   if bucket_bytes < 4 * block:
-    why = f"holds no block of {block} float32, give {4 * block} or more"
-    raise ConfigError(f"bucket_bytes={bucket_bytes}: {why}")
+    why = f"is less than a block of {block} float32; give {4 * block} or more"
+    raise ConfigError(f"bucket_bytes={bucket_bytes} {why}")
 
   def exchange(grads: Any, state: Any):
     num_devices = lax.axis_size(axes)
@@ -156,19 +156,19 @@ def int8(
 
 
 def encode_int8(x: jax.Array, block: int, key: jax.Array) -> jax.Array:
-  """Blocks rounded stochastically, with their scales behind them.
+  """Round blocks stochastically to int8 and append their scales.
 
   Args:
-    x: float32 [rows, elements], a multiple of `block` elements.
-    block: elements that share a scale.
-    key: of the rounding.
+    x: float32 [rows, elements], with a multiple of `block` elements.
+    block: number of elements that share a scale.
+    key: random key of the rounding.
 
   Returns:
-    int8 [rows, elements + 4 blocks].
+    The payload, int8 [rows, elements + 4 blocks].
   """
   blocks = x.reshape(x.shape[0], -1, block)
   scale = jnp.max(jnp.abs(blocks), axis=-1, keepdims=True) / 127
-  # A block of zeros has no scale; one with inf or NaN decodes to NaN.
+  # The scale of a block of zeros is 0. A block with Inf or NaN decodes to NaN.
   steps = blocks / jnp.where(scale == 0, jnp.ones_like(scale), scale)
   bits = jax.random.bits(key, blocks.shape, jnp.uint16).astype(jnp.float32)
   q = jnp.floor(steps + (bits + 0.5) / 2**16)

@@ -1,26 +1,26 @@
-"""One bit an element with error feedback: CNTK's 1-bit SGD.
+"""CNTK's 1-bit SGD: an exchange of one bit per element, with error feedback.
 
-A tensor is a matrix whose column j holds the M weights into output j. With x the
-gradient plus what was not sent before (the residual r), column by column:
+A tensor is a matrix whose column j holds the M weights of output j. With x the gradient
+plus the residual r that was not sent before, column by column:
 
     q = [x >= 0]
     Q(x) = mean{x | x >= 0} where q = 1, mean{x | x < 0} where q = 0 (none: 0)
     r' = x - Q(x)
 
-The sum over N devices has two stages. Device d owns a stripe of the columns, and
-keeps a residual R_d of what it could not pass on:
+The sum over N devices has two stages. Device d owns a stripe of the columns and keeps a
+second residual R_d for it:
 
     stage 1   x_i = g_i + r_i;   device i sends Q(x_i) of stripe d to device d
     stage 2   y_d = sum_i Q(x_i) + R_d;   device d sends Q(y_d) to all
     result    Q(y) / N
 
-A column of M elements is M bits and two float32: M / 8 + 8 bytes, rounded up. At
-any time N sum_t result_t + sum_i r_i + sum_d R_d = sum_t sum_i g_i, and since the
-residual of either half of a column sums to 0, Q keeps the sum of every column.
+A column of M elements is sent as M bits and two float32: M / 8 + 8 bytes, rounded up. At
+any time N sum_t result_t + sum_i r_i + sum_d R_d = sum_t sum_i g_i. The residuals of the
+elements >= 0 and of those < 0 each sum to 0, so that Q preserves the sum of every column.
 
-Sources: CNTK, Source/Math/ColumnQuantizer.h with zero as the threshold; the two
-stages are those of Seide et al., "1-Bit Stochastic Gradient Descent and its
-Application to Data-Parallel Distributed Training of Speech DNNs", Interspeech 2014.
+Sources: CNTK, Source/Math/ColumnQuantizer.h, with zero as the threshold. The two stages
+are from Seide et al., "1-Bit Stochastic Gradient Descent and its Application to
+Data-Parallel Distributed Training of Speech DNNs", Interspeech 2014.
 """
 
 import itertools
@@ -37,18 +37,18 @@ from jaxscale.errors import ConfigError
 from jaxscale.exchange.base import Axes, Exchange, check_devices, mean_for_all, zero_residuals
 from jaxscale.exchange.buckets import BUCKET_BYTES, exchange_groups, whole_means
 
-_VALUES = 8  # bytes of the two float32 of a column
-_SHIFTS = np.arange(7, -1, -1, dtype=np.uint8)[:, None]  # the first of eight highest
-_ROWS = 32  # of a column are added first; a multiple of 8
+_VALUES = 8  # bytes of a column's two float32
+_SHIFTS = np.arange(7, -1, -1, dtype=np.uint8)[:, None]  # the first of eight bits is highest
+_ROWS = 32  # rows that are summed first, a multiple of 8
 
 
 class Columns(NamedTuple):
-  """A tensor as columns, spread over the devices.
+  """Columns of a tensor, divided into one stripe per device.
 
   Attributes:
-    number: columns there are.
-    rows: elements of a column.
-    own: columns of a device's stripe; the last stripes are filled with zeros.
+    number: number of columns.
+    rows: number of elements in a column.
+    own: number of columns in a device's stripe; the last stripes are padded with zeros.
   """
 
   number: int
@@ -57,7 +57,7 @@ class Columns(NamedTuple):
 
 
 def columns(shape: tuple[int, ...], num_devices: int) -> Columns:
-  """The columns of a tensor: its last dim counts them; a vector is one column.
+  """Return the columns of a tensor, along its last dim; a vector is one column.
 
   Example:
     >>> columns((3, 3, 64, 128), 8)
@@ -77,27 +77,27 @@ def shrinks(shape: tuple[int, ...], num_devices: int) -> bool:
 def one_bit(
   axes: tuple[str, ...], *, num_devices: int, bucket_bytes: int = BUCKET_BYTES
 ) -> Exchange:
-  """The mean by CNTK's 1-bit quantiser with error feedback, as the module says.
+  """Return CNTK's 1-bit SGD with error feedback (equations in the module).
 
-  CNTK begins without quantisation: `warm_start(one_bit(...), axes, steps=...)`.
-  Tensors that would not shrink (`shrinks`: biases of a few elements, say) are
-  averaged in float32. A device also quantises the stripe that it owns itself.
+  CNTK starts without quantisation: `warm_start(one_bit(...), axes, steps=...)`. Tensors
+  that would not shrink (`shrinks`), such as biases of a few elements, are averaged in
+  float32. A device also quantises its own stripe.
 
-  On N' devices instead of N, `resize` gives every device the mean of r, and cuts
-  the columns of R into the new stripes, times N'/N since R enters a result as R/N.
-  Where a tensor shrinks no longer, R/N is added to r, and the next step sends both.
+  To change from N to N' devices, `resize` gives every device the mean of r and cuts the
+  columns of R into the new stripes, times N'/N since R enters a result as R/N. If a
+  tensor no longer shrinks, R/N is added to r, and the next step sends both.
 
   Args:
     axes: mesh axes to average over.
-    num_devices: devices of those axes, `mesh.size`; the stripes depend on it.
-    bucket_bytes: of gradients that are sent at once.
+    num_devices: number of devices along these axes, which determines the stripes.
+    bucket_bytes: bytes of gradients that are sent together.
 
   Returns:
-    State: "residual", r, shaped like the parameters, float32; "stripe", R, of each
-    tensor's stripe, float32 [rows, columns].
+    An exchange. Its state has "residual", r, float32 and shaped like the parameters, and
+    "stripe", R, a float32 array [rows, columns] for each tensor.
 
   Raises:
-    ConfigError: the mesh has another number of devices.
+    ConfigError: the mesh has a different number of devices.
 
   Example:
     >>> exchange = one_bit(("replica", "data"), num_devices=8)
@@ -105,7 +105,7 @@ def one_bit(
     (64, 3)
   """
   if num_devices < 1:
-    raise ConfigError(f"num_devices={num_devices}: give mesh.size, >= 1")
+    raise ConfigError(f"num_devices={num_devices} is out of range; give mesh.size")
 
   def init(params: Any):
     def owner(p: jax.Array):
@@ -122,7 +122,8 @@ def one_bit(
     def group(numbers: list[int], xs: list[jax.Array]):
       given = dict(zip(numbers, xs, strict=True))
       large = [i for i in numbers if shrinks(given[i].shape, num_devices)]
-      # The others' residuals are 0, but after `resize` from devices where they shrank.
+      # Residuals of the other tensors are 0 unless `resize` came from a number of devices
+      # at which they were compressed.
       pairs = whole_means({i: x for i, x in given.items() if i not in large}, axes)
       done = _exchange_group(axes, [given[i] for i in large], [owner[i] for i in large])
       for i, (total, left, own_left) in zip(large, done, strict=True):
@@ -136,11 +137,11 @@ def one_bit(
 
 
 def resize(state: Any, num_devices: int) -> Any:
-  """The state of `one_bit` for another number of devices, as it says there.
+  """Resize the state of `one_bit` to a different number of devices (see `one_bit`).
 
   Args:
-    state: with a leading dim of one entry per device.
-    num_devices: the new number, N'.
+    state: the state with a leading dim of one entry per device.
+    num_devices: the new number of devices, N'.
   """
 
   def tensor(residual: jax.Array, owner: jax.Array):
@@ -161,10 +162,10 @@ def resize(state: Any, num_devices: int) -> Any:
 
 
 def _exchange_group(axes: Axes, tensors: list[jax.Array], owners: list[jax.Array]):
-  """[(sum over devices, residual, owner's residual)] of tensors sent at once.
+  """Return (sum over devices, residual, owner's residual) of tensors sent together.
 
-  Tensors with the same columns are one array [tensors, rows, columns], so that they
-  share compiled code.
+  Tensors with the same columns are stacked into one array [tensors, rows, columns], so
+  that they share compiled code.
   """
   if not tensors:
     return []
@@ -200,26 +201,26 @@ def _exchange_group(axes: Axes, tensors: list[jax.Array], owners: list[jax.Array
 
 
 def quantise_columns(x: jax.Array) -> jax.Array:
-  """Columns, along the last dim but one where tensors have them, as bits and two means.
+  """Quantise columns to bits and two means each.
 
-  No element moves, and a CPU works on many columns at once: an exchange of
-  ResNet-50's gradients takes it 0.20 s a device, and took 1.35 s when columns lay
-  along the last dim (jax 0.10.2).
+  Rows are along the last dim but one, as in the tensors, so that no element moves and a
+  CPU works on many columns at once. An exchange of ResNet-50's gradients takes 0.20 s per
+  device, and took 1.35 s with rows along the last dim (jax 0.10.2).
 
   Args:
     x: float32 [..., rows, columns].
 
   Returns:
-    uint8 [..., ceil(rows / 8) + 8, columns]: the bits [x >= 0], the first of eight
-    highest, then the means of the negative and of the other elements as float32.
+    uint8 [..., ceil(rows / 8) + 8, columns]: the bits [x >= 0], with the first of eight
+    bits highest, then the means of the negative and of the other elements as float32.
   """
   *batch, rows, count = x.shape
   fill = [(0, 0)] * len(batch) + [(0, -rows % _ROWS), (0, 0)]
   high, x = jnp.pad(x >= 0, fill), jnp.pad(x, fill)
   zero = jnp.zeros_like(x)
   given = jnp.where(high, zero, x), jnp.where(high, x, zero), high.astype(x.dtype)
-  # Summed together and in blocks of rows: on CPU a quarter of the time of `jnp.sum`,
-  # and less rounding than row after row.
+  # One reduction in blocks of rows takes a quarter of the time of `jnp.sum` on CPU, and
+  # rounds less than row after row.
   sums = tuple(y.reshape(*batch, -1, _ROWS, count) for y in given)
   zeros = (np.float32(0),) * len(sums)
   for _ in range(2):
@@ -246,10 +247,10 @@ def dequantise_columns(q: jax.Array, rows: int) -> jax.Array:
 
 
 def _to_stripes(q: jax.Array, size: Columns, num_devices: int) -> jax.Array:
-  """[tensors, rows, columns] by owner, the missing columns zero.
+  """Split [tensors, rows, columns] into stripes, padded with columns of zeros.
 
   Returns:
-    [devices, tensors, rows, own].
+    The stripes, [devices, tensors, rows, own].
   """
   missing = num_devices * size.own - size.number
   q = jnp.pad(q, ((0, 0), (0, 0), (0, missing)))
@@ -257,7 +258,7 @@ def _to_stripes(q: jax.Array, size: Columns, num_devices: int) -> jax.Array:
 
 
 def _from_stripes(q: jax.Array, size: Columns) -> jax.Array:
-  """The inverse of `_to_stripes`."""
+  """Invert `_to_stripes`."""
   q = jnp.moveaxis(q, 0, 2)
   return q.reshape(*q.shape[:2], -1)[..., : size.number]
 
@@ -268,7 +269,7 @@ def _join(parts: list[jax.Array]) -> jax.Array:
 
 
 def _split(joined: jax.Array, parts: list[jax.Array]) -> list[jax.Array]:
-  """The inverse of `_join`, with the shapes of `parts` but for the devices."""
+  """Invert `_join`: return parts with the shapes of `parts` except for the first dim."""
   ends = list(itertools.accumulate(math.prod(p.shape[1:]) for p in parts))
   pieces = jnp.split(joined, ends[:-1], axis=1)
   return [x.reshape(-1, *p.shape[1:]) for x, p in zip(pieces, parts, strict=True)]

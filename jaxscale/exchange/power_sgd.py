@@ -1,17 +1,17 @@
 """PowerSGD: low-rank gradients by one step of subspace iteration.
 
-A tensor is a matrix [n, m], m its last dim. With r_i what device i did not send
-before, Q [m, rank] kept from the step before, and the means over N devices:
+A tensor is a matrix [n, m] with m its last dim. With r_i the residual of device i, Q
+[m, rank] from the previous step, and means over N devices:
 
     x_i = g_i + r_i
     P = mean_i x_i Q,           P^ = orthonormalised columns of P
     Q_i = x_i^T P^,             Q' = mean_i Q_i
     result = P^ Q'^T,           r_i' = x_i - P^ Q_i^T
 
-All is linear in x_i once P^ is there, so the all-reduces are plain ones: of P, then
-of Q', together rank (n + m) float32 for n m. The mean of r_i' is what is missing of
-the result. Tensors that this would not shrink, vectors among them, go whole, in the
-same all-reduce as P.
+P is linear in x_i, and so is Q' for a given P^, so plain all-reduces of P and Q' suffice:
+together rank (n + m) float32 instead of n m. The mean of r_i' is the error of the result.
+Tensors that would not shrink, such as vectors, are averaged uncompressed in the
+all-reduce of P.
 
 Source: arXiv:1905.13727, algorithms 1 and 2 (error feedback, warm start of Q).
 """
@@ -28,12 +28,12 @@ from jaxscale.exchange import base
 from jaxscale.exchange.base import Axes, Exchange, mean_for_all, zero_residuals
 from jaxscale.exchange.buckets import BUCKET_BYTES, exchange_groups, sum_together
 
-# Of a column's length; what is left below it of a float32 column is rounding.
+# A remainder of a float32 column below this share of its length is rounding error.
 _DEPENDENT = 1e-5
 
 
 def matrix_shape(shape: tuple[int, ...], rank: int) -> tuple[int, int] | None:
-  """(n, m) of a tensor that `rank` shrinks, else None.
+  """Return the matrix dims (n, m) of a tensor; None if `rank` would not shrink it.
 
   Example:
     >>> matrix_shape((3, 3, 64, 128), 4)
@@ -49,17 +49,17 @@ def matrix_shape(shape: tuple[int, ...], rank: int) -> tuple[int, int] | None:
 def power_sgd(
   axes: Axes, *, rank: int = 4, seed: int = 0, bucket_bytes: int = BUCKET_BYTES
 ) -> Exchange:
-  """The mean to a given rank, with error feedback, as the module says.
+  """Return PowerSGD with error feedback (equations in the module).
 
   Args:
     axes: mesh axes to average over.
-    rank: columns of P and Q.
-    seed: of the first Q, normal numbers, the same on every device.
-    bucket_bytes: of gradients that are sent at once.
+    rank: number of columns of P and Q.
+    seed: seed of the first Q, normal random numbers that are the same on every device.
+    bucket_bytes: bytes of gradients that are sent together.
 
   Returns:
-    State: "residual", r, shaped like the parameters, float32; "q", the Q of the
-    tensors that shrink, in the order of the tree, float32 [m, rank].
+    An exchange. Its state has "residual", r, float32 and shaped like the parameters, and
+    "q", the Q of each tensor that shrinks, float32 [m, rank], in the order of the tree.
 
   Raises:
     ConfigError: the rank is below 1.
@@ -70,7 +70,7 @@ def power_sgd(
     [(20, 2)]
   """
   if rank < 1:
-    raise ConfigError(f"rank={rank}: give the columns of P and Q, >= 1")
+    raise ConfigError(f"rank={rank} is out of range; give 1 or more")
 
   def shrinking(leaves: list[Any]):
     return [i for i, x in enumerate(leaves) if matrix_shape(x.shape, rank)]
@@ -108,7 +108,7 @@ def power_sgd(
 
 
 def _exchange_group(xs: list[jax.Array], qs: list[jax.Array], whole: list[jax.Array], axes: Axes):
-  """([(mean, residual, next Q)] of the tensors xs, sums of the tensors `whole`)."""
+  """Return (mean, residual, next Q) of each tensor in xs, and the sums of `whole`."""
   num_devices = lax.axis_size(axes)
   matrices = [x.reshape(-1, x.shape[-1]) for x in xs]
   ps = [_matmul(x, q) for x, q in zip(matrices, qs, strict=True)]
@@ -119,19 +119,19 @@ def _exchange_group(xs: list[jax.Array], qs: list[jax.Array], whole: list[jax.Ar
   done = []
   for x, p, q_own, q, last in zip(xs, bases, own, means, qs, strict=True):
     left = x - _matmul(p, q_own.T).reshape(x.shape)
-    # A direction in which nothing was found is looked in again.
+    # A column of Q whose P is 0 is kept for the next step.
     q_next = jnp.where(jnp.any(p != 0, axis=0), q, last)
     done.append((_matmul(p, q.T).reshape(x.shape), left, q_next))
   return done, sums[len(ps) :]
 
 
 def _orthonormal(ps: list[jax.Array]):
-  """`orthonormalise` of matrices [n, rank] of several n, with code for one.
+  """Orthonormalise matrices [n, rank] of different n with one compiled function.
 
-  Rows of zeros are added to the shorter ones and change nothing of the others. Of
-  ResNet-50's 54 matrices, each with its own code, compiling took three times as long
-  on CPU; products of matrices of one shape are not made at once, since the copies
-  that put them side by side cost more than they saved.
+  Shorter matrices are padded with rows of zeros, which do not change the result. Separate
+  code for each of ResNet-50's 54 matrices took three times as long to compile on CPU.
+  Matrix products of one shape are not batched, since stacking the operands cost more
+  than it saved.
   """
   if not ps:
     return []
@@ -142,14 +142,13 @@ def _orthonormal(ps: list[jax.Array]):
 
 
 def orthonormalise(p: jax.Array) -> jax.Array:
-  """Orthonormal columns with the span of P's, by Gram-Schmidt.
+  """Return orthonormal columns with the span of P's columns, by Gram-Schmidt.
 
-  Every column is cleared of those before it twice, since once leaves float32's
-  rounding of a column that nearly depends on them. One that does depend on them
-  becomes 0.
+  Every column is projected twice, since one pass leaves float32 rounding errors if the
+  column nearly depends on earlier ones. A column that depends on them becomes 0.
 
   Args:
-    p: float32 [n, rank].
+    p: the matrix P, float32 [n, rank].
   """
   columns: list[jax.Array] = []
   for j in range(p.shape[1]):
@@ -158,12 +157,12 @@ def orthonormalise(p: jax.Array) -> jax.Array:
       for before in columns:
         column = column - before * jnp.sum(before * column)
     left = jnp.linalg.norm(column)
-    depends = left <= _DEPENDENT * length  # False of NaN, which shall be seen
+    depends = left <= _DEPENDENT * length  # False for NaN, which must propagate
     columns.append(jnp.where(depends, 0.0, column / jnp.where(depends, 1.0, left)))
   return jnp.stack(columns, axis=1)
 
 
 def _matmul(a: jax.Array, b: jax.Array) -> jax.Array:
-  # In full float32: with less, P^ Q' and the mean of P^ Q_i differ by its rounding,
+  # With less than float32 precision, P^ Q' and the mean of P^ Q_i would differ by rounding,
   # and that part of the gradients would be lost.
   return jnp.matmul(a, b, precision=lax.Precision.HIGHEST)

@@ -51,12 +51,12 @@ class AllReduce(Exchange):
   def __post_init__(self):
     name = type(self).__name__
     if self.dims and self.algorithm != "torus":
-      why = f"{self.algorithm!r} has none, set algorithm='torus'"
-      raise ConfigError(f"{name}.dims={self.dims}: {why}")
+      why = f"requires algorithm='torus', not {self.algorithm!r}; change one of them"
+      raise ConfigError(f"{name}.dims={self.dims} {why}")
     for dim in self.dims:
       axis, _, size = dim.partition(":")
       if not (axis and size.isdecimal()):
-        raise ConfigError(f"{name}.dims={self.dims}: give axis:size, as 'data:4'")
+        raise ConfigError(f"{name}.dims={self.dims} is invalid; give axis:size, as 'data:4'")
 
   def build(self, context: ExchangeContext) -> exchange.Exchange:
     from jaxscale.collectives import sum_tree
@@ -71,7 +71,7 @@ class AllReduce(Exchange):
     return base.plain(context.axes) if by.algorithm == "psum" else base.planned(by)
 
   def plan(self, context: ExchangeContext, payload: Any = None) -> Plan:
-    """Return the all-reduce by `algorithm`; `payload` is the dtype that is sent.
+    """Return the plan of the all-reduce; `payload` is the dtype that is sent.
 
     Raises:
       ConfigError: `dims` do not fit the devices.
@@ -87,8 +87,8 @@ class AllReduce(Exchange):
     sizes, dims = context.sizes, dims or None
     by = collectives.plan(sizes, num_bytes, self.algorithm, dims=dims)
     if is_planned:
-      size = f"{num_bytes / 1e6:.3g} MB at once"
-      context.note(f"exchange by {by}, for {size} on assumed links")
+      size = f"{num_bytes / 1e6:.3g} MB"
+      context.note(f"exchange: {by}, planned for messages of {size} on assumed links")
     return by
 
 
@@ -219,7 +219,7 @@ class LocalSGD(Sync):
 
 
 class DiLoCo(LocalSGD):
-  """Nesterov momentum on the averaged pseudo-gradient of workers (arXiv:2311.08105).
+  """DiLoCo: Nesterov momentum on the averaged pseudo-gradient (arXiv:2311.08105).
 
   Attributes:
     outer_lr: the learning rate of the outer step.

@@ -1,18 +1,18 @@
-"""The largest elements alone, with error feedback.
+"""Top-k sparsification: send the largest gradient elements, with error feedback.
 
-Of x = g + r, the gradient plus what was not sent before, a device sends the k
-elements of largest magnitude with their indices:
+With x = g + r, the gradient plus the residual, a device sends the k elements of largest
+magnitude with their indices:
 
     S = the k indices of largest |x|
     result = 1/N sum_i x_i [on S_i],   r' = x [off S]
 
-k is a share of each tensor, or of each bucket of tensors laid end to end. One
-all_gather carries indices (int32) and values (float32): each device sends 8 k bytes,
-and N times that it receives. A plain all-reduce moves 8 bytes an element through
-every device, so the exchange is smaller only while share < 1 / N.
+k is a share of each tensor, or of each bucket of concatenated tensors. One all_gather
+sends indices (int32) and values (float32): each device sends 8 k bytes and receives N
+times as many. A plain all-reduce moves 8 bytes per element through every device, so the
+exchange saves bytes only if share < 1 / N.
 
-Sources: arXiv:1704.05021 (share of all elements), arXiv:1809.07599 (its memory,
-and why it converges), arXiv:1712.01887 (the share a tensor).
+Sources: arXiv:1704.05021 (share of all elements), arXiv:1809.07599 (error feedback and
+convergence), arXiv:1712.01887 (share per tensor).
 """
 
 import itertools
@@ -39,24 +39,24 @@ def top_k(
   per: Literal["tensor", "bucket"] = "tensor",
   bucket_bytes: int = BUCKET_BYTES,
 ) -> Exchange:
-  """The mean of the largest elements of every device, as the module says.
+  """Return the top-k exchange with error feedback (equations in the module).
 
-  A tensor (or bucket) of which the devices' k elements would together be as many
-  as it has is averaged whole, in float32.
+  A tensor (or bucket) with at most k elements per device, over all devices, is averaged
+  uncompressed in float32.
 
   Args:
     axes: mesh axes to average over.
-    num_devices: devices of those axes, `mesh.size`.
-    share: of the elements that a device sends; k = ceil(share elements).
-    per: what the largest are chosen from.
-    bucket_bytes: of float32 gradients that are sent at once.
+    num_devices: number of devices along these axes.
+    share: share of the elements that a device sends; k = ceil(share elements).
+    per: choose the largest elements per "tensor" or per "bucket".
+    bucket_bytes: bytes of float32 gradients that are sent together.
 
   Returns:
-    State: "residual", r, shaped like the parameters, float32.
+    An exchange. Its state has "residual", r, float32 and shaped like the parameters.
 
   Raises:
-    ConfigError: the share is not in (0, 1), or so large that with this number of
-      devices nothing would be saved; `per` is neither.
+    ConfigError: the share is not in (0, 1), or too large to save bytes with this number
+      of devices; or `per` is unknown.
 
   Example:
     >>> exchange = top_k(("replica", "data"), num_devices=8, share=0.01)
@@ -64,12 +64,12 @@ def top_k(
     (64, 20)
   """
   if not 0 < share < 1:
-    raise ConfigError(f"share={share}: give a share of the elements, in (0, 1)")
+    raise ConfigError(f"share={share} is out of range; give a number in (0, 1)")
   if share * num_devices >= 1:
-    why = f"{num_devices} devices would together send as much as the plain exchange or more"
-    raise ConfigError(f"share={share}: {why}, give a share below {1 / num_devices:.3g}")
+    why = f"saves no bytes over a plain all-reduce with {num_devices} devices"
+    raise ConfigError(f"share={share} {why}; give less than {1 / num_devices:.3g}")
   if per not in ("tensor", "bucket"):
-    raise ConfigError(f'per={per!r}: give "tensor" or "bucket"')
+    raise ConfigError(f'per={per!r} is unknown; use "tensor" or "bucket"')
 
   def exchange(grads: Any, state: Any):
     check_devices("top_k", axes, num_devices)
@@ -80,7 +80,7 @@ def top_k(
       return [(a.reshape(x.shape), b.reshape(x.shape)) for x, (a, b) in pairs]
 
     def by_bucket(_: list[int], xs: list[jax.Array]):
-      xs = xs[::-1]  # groups have the last leaf first, as `layout` takes them
+      xs = xs[::-1]  # groups have the last leaf first, but `layout` starts from the last
       pieces = buckets.layout(xs, bucket_bytes)
       pairs = [_exchange_group([x], share, axes)[0] for x in buckets.pack(xs, pieces)]
       means, left = (buckets.unpack(x, pieces, xs) for x in zip(*pairs, strict=True))
@@ -94,7 +94,7 @@ def top_k(
 
 
 def _exchange_group(xs: list[jax.Array], share: float, axes: Axes):
-  """[(mean, residual)] of flat arrays that are sent at once."""
+  """Return (mean, residual) of each of several flat arrays that are sent together."""
   num_devices = lax.axis_size(axes)
   # Rounded, since 0.07 * 100 is 7.000000000000001.
   counts = [math.ceil(round(share * x.size, 6)) for x in xs]
@@ -108,7 +108,7 @@ def _exchange_group(xs: list[jax.Array], share: float, axes: Axes):
 
 
 def _mean_of_sent(xs: list[jax.Array], indices: list[jax.Array], axes: Axes):
-  """The means over devices of arrays that are zero but at a device's indices."""
+  """Return means over devices of arrays that are zero except at a device's indices."""
   if not xs:
     return []
   starts = [sum(x.size for x in xs[:i]) for i in range(len(xs) + 1)]
@@ -121,8 +121,8 @@ def _mean_of_sent(xs: list[jax.Array], indices: list[jax.Array], axes: Axes):
     index, value = one[0], lax.bitcast_convert_type(one[1], jnp.float32)
     return total.at[index].add(value, unique_indices=True), None
 
-  # One device after another: a scatter to one index twice adds in any order
-  # on a GPU, and replicas would drift apart.
+  # Devices are added one after another. On a GPU a scatter with repeated indices adds in
+  # any order, so that replicas would differ.
   none = vary(jnp.zeros(starts[-1], jnp.float32), varying(received))
   total, _ = lax.scan(add, none, received)
   mean = total / lax.axis_size(axes)

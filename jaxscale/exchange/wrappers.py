@@ -1,6 +1,6 @@
-"""Exchanges made of others: one step late, plain at first, or left out.
+"""Exchanges that wrap another: delayed by a step, plain at first, or left out.
 
-They wrap any exchange, so `delayed(warm_start(one_bit(...), ...))` is one too.
+They can be nested, as in `delayed(warm_start(one_bit(...), ...))`.
 """
 
 import functools
@@ -16,20 +16,21 @@ from jaxscale.exchange.base import Exchange, mean_for_all, plain, same_for_all
 
 
 def delayed(inner: Exchange) -> Exchange:
-  """The mean of the step before, so that its exchange can hide behind this step.
+  """Return an exchange delayed by one step, so that it can overlap with computation.
 
       result_t = mean_i g_i[t - 1],   result_0 = 0
 
-  Two buffers: a device keeps its own gradients of one step and sends them in the
-  next. Nothing that is sent then depends on what that step computes, so a compiler
-  with asynchronous collectives may run the exchange while forward and backward run.
-  The last step's gradients stay in the state.
+  A device keeps its gradients of one step and sends them in the next one. The sent values
+  then do not depend on that step's computation, so that a compiler with asynchronous
+  collectives can run the exchange during the forward and backward pass. The gradients of
+  the last step remain in the state.
 
   Args:
-    inner: how the gradients are averaged.
+    inner: the exchange that averages the gradients.
 
   Returns:
-    State: "grads", a device's own of the step before; "inner", the state of `inner`.
+    An exchange. Its state has "grads", the device's gradients of the previous step, and
+    "inner", the state of `inner`.
 
   Example:
     >>> exchange = delayed(plain(("replica", "data")))
@@ -46,50 +47,49 @@ def delayed(inner: Exchange) -> Exchange:
     means, own = inner.exchange(state["grads"], state["inner"])
     return means, {"grads": grads, "inner": own}
 
-  # With an exact inner exchange, the next result is what it would have been.
+  # With an exact inner exchange, resizing does not change the next result.
   return Exchange(init, exchange, _resize_with(inner, "grads", mean_for_all))
 
 
 def warm_start(
   inner: Exchange, axes: tuple[str, ...], *, steps: int, first: Exchange | None = None
 ) -> Exchange:
-  """Another exchange for the first steps, while gradients still change fast.
+  """Return an exchange that starts with another exchange for the first steps.
 
-      result_t = mean_i g_i[t] for t < steps, then inner's
+      result_t = mean_i g_i[t] for t < steps, then the result of inner
 
-  The state of `inner` waits meanwhile. Both are in the compiled program, and a
-  maximum over devices of the step counted in the state (4 bytes) lets all of them
-  take the same branch.
+  Use it for lossy exchanges, since gradients change fast at first. The state of `inner`
+  does not change during these steps. Both exchanges are in the compiled program. All
+  devices take the same branch by a maximum over devices of the step count (4 bytes).
 
   Args:
-    inner: the exchange that follows.
+    inner: the exchange after the first steps.
     axes: mesh axes to average over.
-    steps: how many are exchanged otherwise; for a number of examples, that number
-      divided by the batch size. 0: `inner` itself is returned.
-    first: how they are exchanged, without state; None: `plain`.
+    steps: number of first steps; 0 returns `inner` itself.
+    first: the exchange of the first steps, which must have no state; None: `plain`.
 
   Returns:
-    State: "step", int32 []; "inner", the state of `inner`.
+    An exchange. Its state has "step", int32 [], and "inner", the state of `inner`.
 
   Raises:
-    ConfigError: a negative number of steps, or `first` keeps a state.
+    ConfigError: the number of steps is negative, or `first` has a state.
 
   Example:
     >>> exchange = warm_start(plain(("replica", "data")), ("data",), steps=100)
     >>> exchange.init({"w": jnp.ones(2)})
     {'step': Array(0, dtype=int32), 'inner': ()}
 
-  Source: CNTK's `distributed_after`, the examples before it quantises.
+  Source: CNTK's `distributed_after`, the number of examples before it quantises.
   """
   if steps < 0:
-    raise ConfigError(f"warm_start.steps={steps}: give the first steps, >= 0")
+    raise ConfigError(f"warm_start.steps={steps} is out of range; give 0 or more")
   if steps == 0:
     return inner
   before = first or plain(axes)
 
   def init(params: Any):
     if jax.tree.leaves(before.init(params)):
-      raise ConfigError("warm_start.first: keeps a state, give one without, as plain")
+      raise ConfigError("warm_start.first has a state; give an exchange without, such as plain")
     return {"step": jnp.zeros((), jnp.int32), "inner": inner.init(params)}
 
   def exchange(grads: Any, state: Any):
@@ -105,7 +105,7 @@ def warm_start(
 
 
 def _resize_with(inner: Exchange, key: str, own: Any) -> Any:
-  """`resize` of a state {key, "inner"}; None where the inner one has none."""
+  """Return `resize` for a state {key, "inner"}; None if `inner` cannot be resized."""
   if not (resize := inner.resize):
     return None
   return lambda state, num_devices: {
@@ -115,10 +115,10 @@ def _resize_with(inner: Exchange, key: str, own: Any) -> Any:
 
 
 def past_warm_start(state: Any) -> Any:
-  """An exchange's state, every warm start in it over; other states as they are.
+  """Return an exchange's state after the end of all its warm starts.
 
   Args:
-    state: a device's, or stacked.
+    state: the state of a device, or a stacked state.
 
   Example:
     >>> exchange = warm_start(plain(("data",)), ("data",), steps=100)
@@ -130,25 +130,24 @@ def past_warm_start(state: Any) -> Any:
     return isinstance(node, dict) and node.keys() == {"step", "inner"}
 
   def past(node: Any):
-    # Half of what an int32 counts: far past, and far from the end.
+    # 2^30 is far beyond any warm start and far from int32's overflow.
     return node | {"step": node["step"] * 0 + 2**30} if is_counted(node) else node
 
   return jax.tree.map(past, state, is_leaf=is_counted)
 
 
 def silent(inner: Exchange, axes: tuple[str, ...]) -> Exchange:
-  """Each device's own gradients in place of their mean; never to train with.
+  """Return an exchange that sends nothing, for timing only.
 
       result_i = g_i
 
-  The replicas part with the first step: this is for timing. What is left of the
-  network in such a step is sums of metrics and means of the model state
-  (BatchNorm's statistics). The state is that of `inner`, untouched, so that one
-  state fits both steps.
+  Replicas diverge with the first step, so never train with it. Such a step uses the
+  network only for sums of metrics and means of the model state (BatchNorm statistics).
+  The state is that of `inner` and does not change, so that one state fits both steps.
 
   Args:
     inner: the exchange that is left out.
-    axes: mesh axes that it averages over.
+    axes: mesh axes over which `inner` averages.
   """
 
   def exchange(grads: Any, state: Any):

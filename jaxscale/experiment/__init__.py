@@ -1,1 +1,1 @@
-"""From a Config to an Experiment: derived numbers, model, layout, exchange, phases."""
+"""Construction of an `Experiment` from a `Config`: model, layout, exchange, phases."""

@@ -1,7 +1,8 @@
-"""From a Config to everything that a run is made of; `fit` runs it.
+"""Build an `Experiment` from a `Config`: model, data, layout, optimizer, exchange.
 
-`derive` has the numbers that follow, `model`, `layout`, `optimizer` and `exchange` make
-the parts; here they become an `Experiment`, one phase of it after another.
+`derive` computes derived numbers, and `model`, `make_layout`, `optimizer` and `exchange`
+build the parts. This module combines them into an `Experiment`, one phase at a time, for
+`fit` to run.
 """
 
 from __future__ import annotations
@@ -60,15 +61,16 @@ from jaxscale.training.types import (
   WorkerState,
 )
 
-# What a program is compiled in, for others to wait for: `run.programs.Programs.turn`.
+# Context in which a program is compiled, so that other compilations wait for it; see
+# `run.programs.Programs.turn`.
 Turn = contextlib.AbstractContextManager[None]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Experiment:
-  """Everything that a run, or one phase of it, is made of.
+  """All parts of a run, or of one phase of it.
 
-  `replace` gives it other parts, of which `train_step` is then made.
+  `replace` changes parts; `train_step` is built from the current parts.
   """
 
   config: cfg.Config
@@ -78,22 +80,22 @@ class Experiment:
   train_data: data.Dataset
   eval_data: data.Dataset
   model: Model
-  layout: Layout | None  # None: everything on every device
+  layout: Layout | None  # None: everything is replicated
   loss: LossFn | PipelineGrads
   tx: optax.GradientTransformation
   schedule: optax.Schedule  # step of the run -> learning rate, in this phase
   exchange: Exchange
-  sync: Synchronization | None  # of workers that train alone
+  sync: Synchronization | None  # for local updates
   eval_step: EvalStep
-  notes: tuple[str, ...] = ()  # worth reading before the first step
+  notes: tuple[str, ...] = ()  # notes for the user, logged before the first step
 
   def replace(self, **parts: Any) -> Experiment:
-    """The same experiment with some other parts."""
+    """Return the experiment with some parts replaced."""
     return dataclasses.replace(self, **parts)
 
   @functools.cached_property
   def train_step(self) -> TrainStep:
-    """The train step that the other parts make."""
+    """Train step of the experiment."""
     config, loss = self.config, cast(LossFn, self.loss)
     options = StepOptions(
       num_microbatches=self.phase.accumulate_steps,
@@ -119,13 +121,13 @@ class Experiment:
     )
 
   def init_state(self, turn: Turn | None = None) -> TrainState:
-    """The state before the first step, on the mesh.
+    """Create the state before the first step, on the mesh.
 
     Args:
-      turn: entered to compile what makes it; None: any time will do.
+      turn: context manager entered for the compilation; None: no context.
 
     Raises:
-      ConfigError: the file of `Config.init_from` is not of this model.
+      ConfigError: the file of `Config.init_from` does not fit the model.
     """
     given, config = None, self.config
     if config.init_from is not None:
@@ -133,51 +135,51 @@ class Experiment:
     return states.run_init(self._init, self.mesh, config.seed, given, turn)
 
   def abstract_state(self) -> TrainState:
-    """Shapes, dtypes and shardings of the state, without computing it."""
+    """Return the shapes, dtypes and shardings of the state without computing it."""
     return states.shapes_of(self._init)
 
   def lower_init_state(self) -> Any:
-    """What makes the state, as `jax.stages.Lowered`."""
-    assert self.sync is None, "workers that train alone have whole models"
+    """Return the function that creates the state, as `jax.stages.Lowered`."""
+    assert self.sync is None, "not supported with local updates"
     seed = jax.ShapeDtypeStruct((), "int32", sharding=replicated(self.mesh))
     return self._init.lower(seed, {})
 
   @functools.cached_property
   def example_flops(self) -> int:
-    """Model FLOPs that an example of this phase is trained with."""
+    """Model FLOPs of training on one example of this phase."""
     arrays = data.batch_shapes(self.train_data.info, 1)
     one = {name: jax.ShapeDtypeStruct(*array) for name, array in arrays.items()}
     return training_flops(self.model, one)
 
   def abstract_batch(self) -> Batch:
-    """Shapes, dtypes and shardings of a global training batch."""
+    """Return the shapes, dtypes and shardings of a global training batch."""
     arrays = data.batch_shapes(self.train_data.info, self.phase.batch_size)
     sharding: Any = batch_sharding(self.mesh)
     abstract: Any = functools.partial(jax.ShapeDtypeStruct, sharding=sharding)
     return {name: abstract(shape, dtype) for name, (shape, dtype) in arrays.items()}
 
   def lower_train_step(self, abstract: TrainState | None = None) -> Any:
-    """The train step as `jax.stages.Lowered`, for the shapes of the run.
+    """Return the train step as `jax.stages.Lowered`, for the shapes of the run.
 
     Args:
-      abstract: what `abstract_state` gave, if you have it already.
+      abstract: the result of `abstract_state`; None computes it.
     """
     step: Any = self.train_step
     return step.lower(abstract or self.abstract_state(), self.abstract_batch())
 
   def compile_train_step(self, lowered: Any = None, turn: Turn | None = None) -> TrainStep:
-    """The train step, compiled ahead of its first call.
+    """Compile the train step before its first call.
 
     Args:
-      lowered: what `lower_train_step` gave, if you have it already.
-      turn: entered to compile it, once it is lowered; None: any time will do.
+      lowered: the result of `lower_train_step`; None computes it.
+      turn: context manager entered for the compilation, after lowering; None: no context.
     """
     lowered = lowered or self.lower_train_step()
     with turn or contextlib.nullcontext():
       return one_at_a_time(lowered.compile(), self.mesh)
 
   def lower_eval_step(self, state: TrainState) -> Any:
-    """The evaluation step as `jax.stages.Lowered`, for this state."""
+    """Return the evaluation step as `jax.stages.Lowered`, for this state."""
     rows, sharding = self.derived.eval_batch_size, batch_sharding(self.mesh)
     batch: Any = {
       name: jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
@@ -189,7 +191,7 @@ class Experiment:
 
   @functools.cached_property
   def _init(self) -> Any:
-    """What makes the state, jitted: traced once, for its shapes and to run it."""
+    """Jitted function that creates the state, traced once for its shapes and to run."""
     parts = init_fn(self.model), self.tx, self.mesh, self.exchange
     if self.sync is not None:
       return states.make_init(*parts, local=self.sync.method)
@@ -203,15 +205,16 @@ def experiment(
   devices: Sequence[Any] | None = None,
   datasets: tuple[data.Dataset, data.Dataset] | None = None,
 ) -> Experiment:
-  """Make every part, for the first phase; compiles nothing yet.
+  """Build all parts for the first phase, without compiling.
 
   Args:
-    config: of the run.
-    start_devices: over all processes when the run began; None: it begins now.
-    devices: to run on, which need not be there to compile for them; None: all of
-      every process.
-    datasets: to train and to evaluate on, in place of the config's: shapes alone are
-      enough to compile for.
+    config: the config of the run.
+    start_devices: number of devices of all processes when the run started; None: the run
+      starts now.
+    devices: the devices to run on; to compile only, they need not exist on this machine.
+      None: all devices of all processes.
+    datasets: training and validation data to use instead of the config's; shapes are
+      enough to compile.
 
   Raises:
     ConfigError: data or devices do not fit the config.
@@ -224,7 +227,7 @@ def experiment(
   grid = dataclasses.asdict(config.mesh)
   bn_devices = max(span.bn_devices for span in spans)
   mesh = make_mesh(**grid, bn_devices=bn_devices, devices=devices)
-  for phase in derived.phases:  # those to come are refused now
+  for phase in derived.phases:  # errors of later phases are raised now
     make_sync(config, derived, phase, mesh)
   model = make_model(config, eval_data.info, mesh, spans[0], train=False)
   rows = rows_of_device(derived, derived.phases[0])
@@ -250,12 +253,12 @@ def experiment(
 
 
 def make_data(config: cfg.Config) -> tuple[data.Dataset, data.Dataset]:
-  """The training and the held-out examples.
+  """Return the training and the validation data.
 
   Raises:
-    ConfigError: they cannot be had, or a class of the user's gave something else.
+    ConfigError: the data are not available, or a user's class returned something else.
   """
-  wanted = "two data.Dataset, to train on and held-out (data.from_arrays makes one)"
+  wanted = "two data.Dataset, for training and validation (data.from_arrays makes one)"
   return build(config.data, kind=_is_two_datasets, wanted=wanted)
 
 
@@ -265,7 +268,7 @@ def _is_two_datasets(part: Any) -> bool:
 
 
 class RunParts(NamedTuple):
-  """The parts of an `Experiment` that all phases share; each is described there."""
+  """Parts of an `Experiment` that all phases share."""
 
   config: cfg.Config
   derived: Derived
@@ -277,7 +280,7 @@ class RunParts(NamedTuple):
 
 
 class PhaseParts(NamedTuple):
-  """The parts of an `Experiment` that differ between phases; each is described there."""
+  """Parts of an `Experiment` that differ between phases."""
 
   phase: Phase
   train_data: data.Dataset
@@ -290,16 +293,16 @@ class PhaseParts(NamedTuple):
 
 
 def at_phase(experiment: Experiment, phase: Phase) -> Experiment:
-  """The same experiment with the parts of one phase: data, optimizer, step."""
+  """Return the experiment with the parts of a phase: data, optimizer, step."""
   parts = make_phase(experiment, phase, experiment.train_data)
   return experiment.replace(**parts._asdict())
 
 
 def make_phase(parts: RunParts | Experiment, phase: Phase, train_data: data.Dataset) -> PhaseParts:
-  """Make the parts of one phase.
+  """Build the parts of one phase.
 
   Raises:
-    ConfigError: the phase's images, or its exchange, do not fit the model or devices.
+    ConfigError: the phase's images or exchange do not fit the model or the devices.
   """
   config, derived, mesh, layout = parts.config, parts.derived, parts.mesh, parts.layout
   if phase.image_size is not None:
@@ -308,10 +311,10 @@ def make_phase(parts: RunParts | Experiment, phase: Phase, train_data: data.Data
   if phase.image_size is not None:
     shapes = [jax.tree.map(lambda x: x.shape, _params(m)) for m in (parts.model, model)]
     if shapes[0] != shapes[1]:
-      why = "the parameters of this model depend on the image size"
+      why = "does not work with this model, whose parameters depend on the image size"
       fix = "use a model that pools over the image (ResNet)"
       raise invalid("Phases.image_sizes", phase.image_size, why, fix)
-  # The schedule counts in steps of Config.batch_size, the optimizer in the run's.
+  # The schedule counts steps of Config.batch_size, but the optimizer counts actual steps.
   warmup = step_at(derived.phases, derived.warmup_steps * config.batch_size)
   momentum = phase_rate(config, phase)[1]
   axes = batch_axes(mesh) if layout is None else exchange_axes(layout)
@@ -338,7 +341,7 @@ def make_phase(parts: RunParts | Experiment, phase: Phase, train_data: data.Data
 
 
 def with_sizes(experiment: Experiment, chosen: Sequence[int]) -> Experiment:
-  """The experiment when an adaptive run has settled on these batch sizes."""
+  """Return the experiment after an adaptive run has chosen these batch sizes."""
   old = experiment.derived
   sizes = old.num_train, old.num_eval, old.num_devices
   derived = derive(experiment.config, *sizes, chosen, old.start_devices)
@@ -346,13 +349,13 @@ def with_sizes(experiment: Experiment, chosen: Sequence[int]) -> Experiment:
 
 
 def with_length(experiment: Experiment, length: Mapping[str, Any]) -> Experiment:
-  """The experiment as it was when its run had these `epochs` or `steps`."""
+  """Return the experiment with a different length, given as `epochs` or `steps`."""
   config = dataclasses.replace(experiment.config, **length)
   return with_sizes(experiment.replace(config=config), ())
 
 
 def rate_at(experiment: Experiment, step: int) -> float:
-  """The learning rate of the step after `step` steps."""
+  """Return the learning rate after `step` steps."""
   derived = experiment.derived
   phase = derived.phases[phase_index(derived.phases, step)]
   rate: Any = phase_schedule(experiment.config, derived, phase)(step)
@@ -360,10 +363,10 @@ def rate_at(experiment: Experiment, step: int) -> float:
 
 
 def enter_phase(config: cfg.Config, old: Phase, new: Phase, state: TrainState):
-  """The state carried over from one phase into the next.
+  """Carry the state over from one phase to the next.
 
-  The velocity settles at gradient / (1 - momentum), so a new momentum finds it
-  scaled as if it had been there all the time.
+  The velocity settles at gradient / (1 - momentum). If the momentum changes, it is scaled
+  to the value at which it would settle with the new momentum.
   """
   before, after = (phase_rate(config, phase)[1] for phase in (old, new))
   if before is None or after is None or before == after:
@@ -373,7 +376,7 @@ def enter_phase(config: cfg.Config, old: Phase, new: Phase, state: TrainState):
 
 
 def _map_opt_state(state: TrainState, change: Callable[[Any], Any]) -> TrainState:
-  """The state with another optimizer state; workers that train alone have their own."""
+  """Apply a function to the optimizer state, or to the workers' with local updates."""
   own = state.exchange_state
   if isinstance(own, WorkerState):
     return state._replace(exchange_state=own._replace(opt_state=change(own.opt_state)))
@@ -381,7 +384,7 @@ def _map_opt_state(state: TrainState, change: Callable[[Any], Any]) -> TrainStat
 
 
 def skip_steps(state: TrainState, steps: int) -> TrainState:
-  """The state after so many steps that were not taken: only counts move on."""
+  """Return the state after skipping steps: only step counts increase."""
 
   def move(opt_state: Any):
     layout = jax.tree.map(lambda x: x.sharding, opt_state)
@@ -392,12 +395,12 @@ def skip_steps(state: TrainState, steps: int) -> TrainState:
 
 
 def _params(model: Model) -> Any:
-  """Shapes and dtypes of the parameters."""
+  """Return the shapes and dtypes of the parameters."""
   return models.init_shapes(init_fn(model))[0]
 
 
 def _check_paths(config: cfg.Config, model: Model) -> None:
-  """Refuse patterns that no parameter fits: they would change the method silently."""
+  """Raise if a pattern matches no parameter, which would silently change the method."""
   order, include = config.layer_order, getattr(config.optimizer, "include", "all")
   fields = {pattern: "Config.layer_order" for pattern in order}
   if include not in optim.NAMED:
@@ -407,23 +410,23 @@ def _check_paths(config: cfg.Config, model: Model) -> None:
   paths = [path_name(path) for path, _ in jax.tree.leaves_with_path(_params(model))]
   for pattern, field in fields.items():
     if not any(re.search(pattern, path) for path in paths):
-      # The first, the middle and the last ones.
+      # Paths from the start, the middle and the end are enough as examples.
       some = sorted({0, 1, len(paths) // 2, len(paths) - 1} & set(range(len(paths))))
       raise ConfigError(
-        f"{field}={pattern!r}: no parameter's path fits it, there are "
+        f"{field}={pattern!r} matches no parameter; paths are, e.g., "
         + ", ".join(paths[i] for i in some)
       )
   for path in paths if order else ():
     fits = [repr(pattern) for pattern in order if re.search(pattern, path)]
     if len(fits) != 1:
       raise ConfigError(
-        f"Config.layer_order={order}: {path} fits {' and '.join(fits) or 'none'} of "
-        "them, it must be exactly one"
+        f"Config.layer_order={order}: {path} matches {' and '.join(fits) or 'none'} of "
+        "them; it must match exactly one"
       )
 
 
 def trust_ratio_metrics(opt_state: Any) -> dict[str, jax.Array]:
-  """The trust ratios in an optimizer's state, a scalar per layer."""
+  """Return the trust ratios in an optimizer state as metrics, one scalar per layer."""
   return {
     f"trust_ratio/{path}" + (f"[{i}]" if ratio.ndim else ""): r
     for path, ratio in optim.trust_ratios(opt_state).items()

@@ -1,4 +1,4 @@
-"""What follows from the settings, the data and the number of devices."""
+"""Numbers that follow from the settings, the data and the number of devices."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ from jaxscale.metrics.text import listed, plural
 
 
 class Derived(NamedTuple):
-  """What follows from a Config, the data and the devices.
+  """Numbers that follow from a `Config`, the data and the devices.
 
   Attributes:
-    num_train: training examples.
-    num_eval: held-out examples.
+    num_train: number of training examples.
+    num_eval: number of validation examples.
     total_steps: optimizer steps of the run.
-    warmup_steps: steps of Config.batch_size until the peak rate.
+    warmup_steps: steps of the warm-up, in steps of Config.batch_size.
     peak_lr: learning rate at the end of the warm-up, at Config.batch_size.
     eval_every: steps between evaluations (in the first phase).
     save_every: steps between checkpoints (in the first phase).
-    num_devices: over all processes.
-    row_blocks: in how many parts they split the rows of a batch.
-    start_devices: over all processes when the run began; on fewer of them there are
-      more micro-batches per step, so that none is larger than then (microbatches.py).
+    num_devices: number of devices of all processes.
+    row_blocks: number of parts into which the devices split the rows of a batch.
+    start_devices: number of devices of all processes when the run started. On fewer
+      devices a step has more micro-batches, so that none is larger (microbatches.py).
     device_batch_size: examples per device and step (in the first phase).
     micro_batch_size: examples per device and micro-batch (in the first phase).
-    eval_batch_size: over all devices, rounded up to a multiple of them; no more
-      than there are examples.
-    phases: stretches of steps of one shape; one, unless something changes.
+    eval_batch_size: examples of all devices per evaluation step, at most the number of
+      validation examples, rounded up to a multiple of the row blocks.
+    phases: phases of the run; a single one unless batch or image sizes change.
   """
 
   num_train: int
@@ -62,20 +62,20 @@ def derive(
   chosen: Sequence[int] = (),
   start_devices: int | None = None,
 ) -> Derived:
-  """Compute what follows from the settings.
+  """Compute the numbers that follow from the settings.
 
   Args:
     config: the settings.
-    num_train: training examples.
-    num_eval: held-out examples.
-    num_devices: over all processes.
-    chosen: batch sizes that an adaptive run has settled on so far, a phase each.
-    start_devices: over all processes when the run began; None: it begins now.
+    num_train: number of training examples.
+    num_eval: number of validation examples.
+    num_devices: number of devices of all processes.
+    chosen: batch sizes that an adaptive run has chosen so far, one per phase.
+    start_devices: number of devices of all processes when the run started; None: the run
+      starts now.
 
   Raises:
-    ConfigError: a batch does not divide over devices and micro-batches, or has
-      more examples than there are; a text is no longer than one example; or the run
-      is too long to be counted.
+    ConfigError: a batch cannot be divided over devices and micro-batches, or is larger
+      than the training set; a text has only one example; or the run has too many steps.
 
   Example:
     >>> from jaxscale.config.loading import load_config
@@ -84,7 +84,7 @@ def derive(
     4
   """
   start = start_devices or num_devices
-  # What is wrong with the grid is reported where it is made.
+  # Errors of the mesh are reported by make_mesh.
   shape = mesh_shape(num_devices, **dataclasses.asdict(config.mesh))
   blocks, each = shape.row_blocks, shape.stage * shape.model
   start_blocks = max(start // each, 1)
@@ -93,13 +93,13 @@ def derive(
     length = getattr(config, unit) or 0
     steps = length * num_train / min(sizes) if unit == "epochs" else length
     if steps >= 2**31 - 1:
-      why = "has more steps than an int32 counts"
+      why = "has more steps than an int32 can count"
       raise invalid(f"Config.{unit}", length, why, "give fewer")
   length = getattr(config.data, "sequence_length", None)
   if length is not None and num_train == 1 < config.batch_size:
-    raise ConfigError(  # no batch would be small enough
-      f"data.sequence_length={length}: the training text has one example of so many "
-      f"tokens, and a batch has {config.batch_size}; give more text or a smaller length"
+    raise ConfigError(  # a smaller batch size would not help
+      f"data.sequence_length={length} gives one training example, but a batch needs "
+      f"{config.batch_size}; give more text or a smaller length"
     )
   size, micros, lr = config.batch_size, config.accumulate_steps, config.optimizer.lr
   _check_batch("Config.batch_size", size, num_train, start_blocks, micros)
@@ -112,7 +112,7 @@ def derive(
     unit = "epochs"
   if warmup_steps >= schedule_steps(config, phases, num_train) > 1:
     value = getattr(config.schedule, f"warmup_{unit}")
-    why = f"has {warmup_steps} steps of a run of {phases[-1].stop}"
+    why = f"takes {warmup_steps} of the run's {phases[-1].stop} steps"
     raise invalid(f"schedule.warmup_{unit}", value, why, "make it shorter")
   first, reference = phases[0], config.lr_reference_batch_size
   return Derived(
@@ -134,7 +134,7 @@ def derive(
 
 
 def interval(settings: cfg.Evaluation | cfg.Checkpoint, num_train: int, phase: Phase) -> int:
-  """Steps of a phase between evaluations or checkpoints, one at least."""
+  """Return a phase's steps between evaluations or checkpoints, at least 1."""
   if settings.every_steps is not None:
     return settings.every_steps
   assert settings.every_epochs is not None  # checked by Config
@@ -142,7 +142,7 @@ def interval(settings: cfg.Evaluation | cfg.Checkpoint, num_train: int, phase: P
 
 
 def schedule_steps(config: cfg.Config, phases: Sequence[Phase], num_train: int) -> float:
-  """Length of the run in steps of Config.batch_size, which schedules count."""
+  """Return the length of the run in steps of Config.batch_size, the unit of schedules."""
   if config.epochs is not None:
     return config.epochs * num_train / config.batch_size
   last = phases[-1]
@@ -153,35 +153,35 @@ def schedule_steps(config: cfg.Config, phases: Sequence[Phase], num_train: int) 
 def _check_phases(
   config: cfg.Config, phases: Sequence[Phase], num_train: int, num_devices: int
 ) -> None:
-  """Refuse phases whose batches do not fit devices and data, as the first's must."""
+  """Raise if the batch of a phase does not fit the devices and the data."""
   for phase in phases:
     size, micros = phase.batch_size, phase.accumulate_steps
-    most = num_train if isinstance(config.phases, cfg.Phases) else size  # by trials
+    most = num_train if isinstance(config.phases, cfg.Phases) else size  # trials check sizes
     _check_batch("Phases.batch_sizes", size, most, num_devices, micros)
     if config.noise_scale and num_devices * micros == 1:
       raise ConfigError(
-        "Config.noise_scale=True: one device and one micro-batch have no two "
-        "gradients to compare, set accumulate_steps to 2 or more (in every phase)"
+        "Config.noise_scale=True needs two gradients per step, but one device has one "
+        "micro-batch; set accumulate_steps to 2 or more (in every phase)"
       )
 
 
 def _check_batch(
   field: str, batch_size: int, num_train: int, num_devices: int, micros: int
 ) -> None:
-  """Refuse a batch that would have examples twice, or does not divide."""
+  """Raise if a batch is larger than the training set or cannot be divided."""
   unit = num_devices * micros
   if batch_size > num_train:
-    # So many micro-batches may belong to so large a batch alone.
+    # A smaller batch may be used with fewer micro-batches.
     unit = unit if unit <= num_train else num_devices
     most = num_train // unit * unit
     raise ConfigError(
-      f"{field}={batch_size}: a step would see some of the {num_train:,} training "
-      "examples twice; " + (f"give {most} or less" if most else "use more data or fewer devices")
+      f"{field}={batch_size} is larger than the {num_train:,} training examples; "
+      + (f"give {most} or less" if most else "use more data or fewer devices")
     )
   if batch_size % unit:
     below = batch_size // unit * unit
     raise ConfigError(
-      f"{field}={batch_size}: not divisible by {num_devices} devices x "
+      f"{field}={batch_size} is not divisible by {num_devices} devices x "
       f"{micros} accumulate_steps; give " + (f"{below} or {below + unit}" if below else f"{unit}")
     )
 
@@ -213,11 +213,11 @@ def _phases(config: cfg.Config, num_train: int, chosen: Sequence[int]):
 
 
 def device_summary(config: cfg.Config, derived: Derived) -> str | None:
-  """Return a line for the log, where the run began on another number of devices.
+  """Return a log line if the run started on a different number of devices.
 
   For example "8 devices, 16 at the start: 2 micro-batches per step instead of 1, so
   that a device still holds 64 examples at a time; the global batch and the order of
-  examples stay".
+  examples stay the same".
   """
   each = derived.num_devices // derived.row_blocks  # devices that share their rows
   here, start = derived.row_blocks, max(derived.start_devices // each, 1)
@@ -232,20 +232,20 @@ def device_summary(config: cfg.Config, derived: Derived) -> str | None:
     for n, micros in ((start, then), (here, now))
   )
   micros = f"{_each(now)} micro-batch{'es' * (_each(now) != '1')} per step"
-  micros += ", as then" if then == now else f" instead of {_each(then)}"
+  micros += ", as before" if then == now else f" instead of {_each(then)}"
   if rows == before:
     held = f"so that a device still holds {_each(rows)} examples at a time"
   else:
-    held = f"a device holds {_each(rows)} examples at a time, {_each(before)} then"
+    held = f"a device holds {_each(rows)} examples at a time, {_each(before)} before"
   text = (
     f"{plural(here, 'device')}, {start} at the start: {micros}, {held}; "
-    "the global batch and the order of examples stay"
+    "the global batch and the order of examples stay the same"
   )
   if bn_span_of(config) == "device" and {*before} != {*rows}:
-    text += "; BatchNorm's statistics, of a device's examples at a time, are others"
+    text += "; BatchNorm statistics now cover a different number of examples"
   return text
 
 
 def _each(values: Sequence[int]) -> str:
-  """One value for all phases, or one for each."""
+  """Format the values of all phases, or a single value if they are equal."""
   return listed(f"{v:,}" for v in (values if len(set(values)) > 1 else values[:1]))

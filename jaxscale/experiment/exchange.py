@@ -1,4 +1,4 @@
-"""From a Config to the gradient exchange and how often workers synchronize."""
+"""Gradient exchange and synchronization of an experiment."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ from jaxscale.experiment.phases import Phase, step_at
 def make_exchange(
   config: cfg.Config, derived: Derived, sizes: dict[str, int], params: Callable[[], Any], mesh: Mesh
 ) -> tuple[Exchange, list[str]]:
-  """How gradients are averaged, and notes for the user.
+  """Build the gradient exchange, and return it with notes for the user.
 
   Args:
-    config: whose `exchange` it is.
-    derived: for the steps of `plain_epochs`.
-    sizes: of the axes that are averaged over.
-    params: gives those of a device, or their shapes.
-    mesh: that the axes are of.
+    config: the config, with the settings of the exchange.
+    derived: derived numbers, for the steps of `plain_epochs`.
+    sizes: sizes of the axes to average over.
+    params: function that returns a device's parameters, or their shapes.
+    mesh: the mesh of the axes.
 
   Raises:
-    ConfigError: it does not fit the devices; the file of links is no such file.
+    ConfigError: the exchange does not fit the devices.
   """
   axes, chosen, notes = tuple(sizes), config.exchange, []
   if not axes:  # gradients are summed in the backward pass
@@ -42,21 +42,21 @@ def make_exchange(
     given = cfg.ExchangeContext(sizes, params, mesh, config.seed, notes.append)
     made = build(chosen, given, kind=Exchange, wanted="an exchange.Exchange")
   except ConfigError as e:
-    if f"{name}." in str(e):  # a user's own, with its place
+    if f"{name}." in str(e):  # errors of a user's class already have its name
       raise
     raise ConfigError(f"{name}.{e}") from None
-  own = guarded(chosen, ", its exchange", made.exchange)
-  made = made._replace(exchange=own, init=guarded(chosen, ", its init", made.init))
+  own = guarded(chosen, " (exchange)", made.exchange)
+  made = made._replace(exchange=own, init=guarded(chosen, " (init)", made.init))
   if chosen.plain_epochs:
     examples = math.ceil(chosen.plain_epochs * derived.num_train)
-    # The first that a delayed exchange sends are zeros.
+    # A delayed exchange sends zeros in its first step.
     steps = step_at(derived.phases, examples) + chosen.delayed
     made = warm_start(made, axes, steps=steps)
   return delayed(made) if chosen.delayed else made, notes
 
 
 class Synchronization(NamedTuple):
-  """How workers that train alone synchronize, as `make_local_train_step` takes it."""
+  """Method and workers of local updates, for `make_local_train_step`."""
 
   method: LocalUpdate
   workers: tuple[str, ...] | None
@@ -65,11 +65,11 @@ class Synchronization(NamedTuple):
 def make_sync(
   config: cfg.Config, derived: Derived, phase: Phase, mesh: Mesh
 ) -> tuple[Synchronization | None, list[str]]:
-  """How workers synchronize in a phase, or None, and notes for the user.
+  """Return the synchronization of workers in a phase, or None, and notes for the user.
 
   Raises:
-    ConfigError: workers are to share BatchNorm statistics, or there are too few
-      examples for block momentum.
+    ConfigError: workers would share BatchNorm statistics, or there are too few examples
+      for block momentum.
   """
   if not config.is_local_sgd:
     return None, []
@@ -78,8 +78,8 @@ def make_sync(
   span = bn_span(config, derived, phase).axis_name or ()
   if span and (alone is None or set(span) & {*alone}):
     raise ConfigError(
-      f"{type(config.model).__name__}.bn_span={config.model.bn_span}: "
-      "BatchNorm statistics over workers that train alone, make it 'device' or less"
+      f"{type(config.model).__name__}.bn_span={config.model.bn_span} would share BatchNorm "
+      "statistics between workers that train alone; use 'device' or a smaller number"
     )
   num_workers = mesh.size if alone is None else mesh.shape["replica"]
   rows = phase.batch_size // num_workers

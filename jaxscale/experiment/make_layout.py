@@ -1,4 +1,4 @@
-"""From a Config to a layout of the model, and the loss and totals under it."""
+"""Layout of an experiment's model, and the loss and totals under it."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ from jaxscale.training.losses import Objective
 
 
 def make_layout(config: cfg.Config, mesh: Mesh, model: Model) -> Layout | None:
-  """How the model is sharded over the mesh; None: all of it on every device.
+  """Build the layout of the model; None: everything is replicated.
 
   Args:
-    config: of the run.
-    mesh: of all its devices.
-    model: of `model.make_model`.
+    config: the config of the run.
+    mesh: the mesh of all devices.
+    model: the model from `model.make_model`.
 
   Raises:
-    ConfigError: a parameter that no rule fits, or several, or that does not divide;
-      rules that the model does not compute with.
+    ConfigError: a parameter is matched by no rule or by several, or cannot be divided; or
+      the model cannot be computed with the rules.
   """
   chosen, shard = config.layout, shard_on(config, mesh)
   splits = {"stage", "model"} & set(mesh.axis_names) or shard != "none"
@@ -64,39 +64,38 @@ def make_layout(config: cfg.Config, mesh: Mesh, model: Model) -> Layout | None:
 
 
 def shard_on(config: cfg.Config, mesh: Mesh) -> Shard:
-  """What is split along fsdp: nothing where Mesh.fsdp=-1 found a single device."""
+  """Return `Layout.shard`, or "none" if Mesh.fsdp=-1 found a single device."""
   is_alone = config.mesh.fsdp == -1 and mesh.shape.get("fsdp", 1) == 1
   return "none" if is_alone else config.layout.shard
 
 
 def notes(config: cfg.Config, mesh: Mesh, micro_batches: int) -> list[str]:
-  """What a user should know of a layout before the first step, one line each."""
+  """Return notes on a layout for the user, one line each."""
   found = []
   if shard_on(config, mesh) != config.layout.shard:
     found.append(
-      "Mesh.fsdp=-1: is one device here, so that Layout.shard="
-      f"{config.layout.shard!r} splits nothing"
+      f"Mesh.fsdp=-1 found one device, so that Layout.shard={config.layout.shard!r} splits nothing"
     )
   stages = mesh.shape.get("stage", 1)
   if stages > 1:
     idle = bubble(config.layout.schedule, stages, micro_batches)
     found.append(
       f"pipeline: {config.layout.schedule}, {stages} stages, {micro_batches} "
-      f"micro-batches; {idle:.0%} of a step every stage is idle"
+      f"micro-batches; every stage is idle for {idle:.0%} of a step"
     )
   return found
 
 
 def check_exchange(config: cfg.Config, layout: Layout | None, sizes: Mapping[str, int]) -> None:
-  """Refuse an exchange that would round or delay what one device has alone.
+  """Raise if a lossy or delayed exchange has nothing to exchange.
 
   Args:
-    config: whose `exchange` it is.
-    layout: of `make_layout`.
-    sizes: of the axes that gradients are exchanged along.
+    config: the config, with the settings of the exchange.
+    layout: the layout from `make_layout`.
+    sizes: sizes of the axes along which gradients are exchanged.
 
   Raises:
-    ConfigError: gradients are summed along fsdp, and there is no other device.
+    ConfigError: gradients are summed along fsdp, and no other axis has several devices.
   """
   exchange, name = config.exchange, type(config.exchange).__name__
   is_exact = exchange.sends_whole and not exchange.delayed
@@ -104,39 +103,40 @@ def check_exchange(config: cfg.Config, layout: Layout | None, sizes: Mapping[str
     return
   if math.prod(sizes.values()) == 1 and not is_exact:
     raise ConfigError(
-      f"Config.exchange={name}{'(delayed)' * exchange.delayed}: has nothing to send, "
-      "as fsdp sums all gradients; use AllReduce as it is, or set mesh.data or "
+      f"Config.exchange={name}{'(delayed)' * exchange.delayed} has nothing to send, "
+      "because fsdp sums all gradients; use a plain AllReduce, or set mesh.data or "
       "mesh.replica to 2 or more"
     )
 
 
 def check_memory(config: cfg.Config, device: Any) -> None:
-  """Refuse what needs the host's memory where devices cannot reach it.
+  """Raise if a setting needs host memory that the devices cannot access.
 
   Raises:
-    ConfigError: a setting of the layout does.
+    ConfigError: a setting of the layout needs host memory.
   """
   kinds = [memory.kind for memory in device.addressable_memories()]
   if HOST in kinds:
     return
   needs = {"remat": "offload", "optimizer": "host"}
-  if not kinds:  # of GPUs that are not here
-    del needs["remat"]  # compiles all the same
+  if not kinds:  # abstract GPUs, for which programs are only compiled
+    del needs["remat"]  # compiles anyway
   for field, value in needs.items():
     if getattr(config.layout, field) == value:
       raise ConfigError(
-        f"Layout.{field}={value!r}: JAX knows of no memory of "
-        f"the kind {HOST!r} here ({device.platform}); use another"
+        f"Layout.{field}={value!r} needs memory of the kind {HOST!r}, which JAX does not "
+        f"support on this {device.platform}; use a different value"
       )
 
 
 def _check_rules(
   shapes: Any, given: Sequence[Rule], own: Sequence[Rule], mesh: Mesh, splits: str
 ) -> None:
-  """Refuse rules by which the model would compute something else, or nothing.
+  """Raise if the model would compute wrong results with the user's rules.
 
-  Along stage and model its operations expect what its own rules split: a branch whose
-  matrices are whole would be added up once a device.
+  Along `stage` and `model` the model's operations require the split of its own rules. If
+  a branch's matrices were not split, for example, its output would be added once per
+  device.
   """
   sizes = dict(mesh.shape)
   if splits in ("ring", "all_to_all"):
@@ -144,8 +144,8 @@ def _check_rules(
     for rule in given:
       if not callable(rule.dims) and "model" in rule.dims:
         raise ConfigError(
-          f"Layout.rules={rule.pattern!r}: splits a parameter along model, which by "
-          f"Layout.model={splits!r} splits tokens alone; write - for it"
+          f"Layout.rules={rule.pattern!r} splits a parameter along model, but with "
+          f"Layout.model={splits!r} this axis splits only tokens; write - instead"
         )
   found, wanted = (partition(shapes, rules, sizes) for rules in (given, own))
   paths = jax.tree_util.tree_leaves_with_path(shapes)
@@ -158,26 +158,27 @@ def _check_rules(
       )
       if splits != needs:
         raise ConfigError(
-          f"Layout.rules: {name} is computed with {needs} of its dims split along "
-          f"{axis}, and its rule splits {splits}"
+          f"Layout.rules: the model needs {name} with {needs} of its dims split along "
+          f"{axis}, but its rule splits {splits}; change the rule"
         )
     if name.startswith("layers/") and spec[0] == "fsdp":
       raise ConfigError(
-        f"Layout.rules: dim 0 of {name} are the layers, of which a step takes one "
-        "after another; split another dim along fsdp"
+        f"Layout.rules: dim 0 of {name} counts layers and cannot be split along fsdp; "
+        "split a different dim"
       )
 
 
 def _check_divides(config: cfg.Config, mesh: Mesh, shapes: Any) -> None:
-  """Refuse to split a head: the columns would divide, and be other heads.
+  """Raise if heads, layers or classes cannot be divided over the mesh.
 
-  Layers and classes likewise: the line then names the setting, not a parameter's dim.
+  The columns of heads might be divisible, but not the heads themselves. For layers and
+  classes the error reports the setting instead of a parameter's dim.
   """
   size, head = mesh.shape.get("model", 1), shapes.get("head", {})
   classes = head["bias"].size if config.model.is_stack and "bias" in head else 0
   if classes % size and config.layout.model.startswith("layers"):
     raise ConfigError(
-      f"Mesh.model={size}: does not divide the {classes} classes of the head; set "
+      f"Mesh.model={size} does not divide the {classes} classes of the head; set "
       f"{type(config.model).__name__}.pad_classes_to to {size} or a multiple, which "
       "pads them"
     )
@@ -191,19 +192,19 @@ def _check_divides(config: cfg.Config, mesh: Mesh, shapes: Any) -> None:
       if parts is not None and parts % size:
         is_text = axis == "model" and m.takes_text
         raise ConfigError(
-          f"Mesh.{axis}={size}: does not divide {type(m).__name__}.{field}={parts}; "
+          f"Mesh.{axis}={size} does not divide {type(m).__name__}.{field}={parts}; "
           "give a divisor" + (", or layout.model='ring', which splits no heads" * is_text)
         )
 
 
 def make_loss(config: cfg.Config, model: Model, layout: Layout | None, objective: Objective) -> Any:
-  """The loss of a train step: a `step.LossFn`, or what makes gradients itself.
+  """Build the loss of a train step: a `step.LossFn` or `PipelineGrads`.
 
   Args:
-    config: says how a pipeline goes and what layers keep.
-    model: whose smoothing of labels, where it is a stack, is its own.
-    layout: of `make_layout`.
-    objective: of `Config.loss`, for models that are not stacks.
+    config: the config, for the pipeline schedule and the remat policy.
+    model: the model; a stack applies label smoothing itself.
+    layout: the layout from `make_layout`.
+    objective: the objective of `Config.loss`, for models that are not stacks.
   """
   if isinstance(model, models.Stack):
     assert layout is not None
@@ -218,7 +219,7 @@ def make_loss(config: cfg.Config, model: Model, layout: Layout | None, objective
 
 
 def make_totals(model: Model, layout: Layout | None, objective: Objective) -> Any:
-  """The totals of an eval step: a `step.EvalFn`."""
+  """Build the totals of an eval step: a `step.EvalFn`."""
   if isinstance(model, models.Stack):
     assert layout is not None
     return parallel.stack_totals(model, layout)

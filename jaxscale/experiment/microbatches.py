@@ -1,11 +1,10 @@
-"""Micro-batches of a run that resumes on another number of devices.
+"""Micro-batches of a run that resumes on a different number of devices.
 
-Batch and order of examples are the run's, whatever it runs on. What is left to
-choose is how many micro-batches a device works through: on fewer devices so many
-that none holds more examples at a time than when the run began, which had memory
-for just that. Where they are as many as then, each micro-batch has the very rows
-that a device had: row i of the batch is in micro-batch i // rows, counted over
-devices and then over a device's micro-batches.
+The batch size and the order of examples do not depend on the devices. On fewer devices, a
+step has so many micro-batches that no device holds more examples at a time than at the
+start of the run, when they fit into memory. If the micro-batch size stays the same, each
+micro-batch has the rows that a device had before: row i of the batch is in micro-batch
+i // rows, counted over devices and then over a device's micro-batches.
 """
 
 from __future__ import annotations
@@ -29,18 +28,18 @@ def micro_batches(
   start_devices: int,
   keeps: Callable[[int], bool] = lambda micros: True,
 ) -> int | None:
-  """How many micro-batches a step has; None: the batch cannot be divided.
+  """Return the number of micro-batches per step; None: the batch cannot be divided.
 
-  On as many devices as at the start, or more, those asked for. On fewer, the
-  smallest number, of at least as many, that lets no device hold more examples at a
-  time than at the start; if `keeps` allows none such, the largest that it allows.
+  With at least as many devices as at the start it is `asked`. With fewer devices it is the
+  smallest number, at least `asked`, with which no device holds more examples at a time
+  than at the start. If `keeps` allows no such number, it is the largest that it allows.
 
   Args:
     batch_size: examples per step.
-    asked: the setting.
-    num_devices: there are now.
-    start_devices: there were when the run began.
-    keeps: micro-batches -> whether a step keeps its meaning.
+    asked: number of micro-batches in the settings.
+    num_devices: current number of devices.
+    start_devices: number of devices when the run started.
+    keeps: number of micro-batches -> whether the results of a step stay the same.
 
   Example:
     >>> micro_batches(1024, 1, num_devices=8, start_devices=16)
@@ -62,16 +61,16 @@ def micro_batches(
 def over_devices(
   config: cfg.Config, phases: Sequence[Phase], num_blocks: int, start_blocks: int
 ) -> tuple[Phase, ...]:
-  """The phases, as asked for, with the micro-batches that a step has here.
+  """Return the phases with the number of micro-batches for the current devices.
 
   Args:
-    config: says what is to stay as it was.
-    phases: whose batches divide over `start_blocks`.
-    num_blocks: parts that devices split the rows in now.
-    start_blocks: when the run began.
+    config: the config, for the BatchNorm span and the noise scale, which must not change.
+    phases: phases whose batches are divisible by `start_blocks`.
+    num_blocks: number of parts into which devices now split the rows.
+    start_blocks: number of parts when the run started.
 
   Raises:
-    ConfigError: a batch cannot be divided; it says over how many devices it can.
+    ConfigError: a batch cannot be divided; the error lists possible numbers of devices.
   """
   if num_blocks == start_blocks:
     return tuple(phases)
@@ -80,7 +79,7 @@ def over_devices(
   def keeps(phase: Phase, devices: int, micros: int) -> bool:
     if config.noise_scale and devices * micros == 1:
       return False
-    if span == "global":  # its statistics are over a micro-batch of all devices
+    if span == "global":  # statistics cover a micro-batch of all devices
       return micros == phase.accumulate_steps
     rows = phase.batch_size // (devices * micros)
     try:
@@ -102,30 +101,30 @@ def over_devices(
   phase = phases[found.index(None)]
   most = max(num_blocks, start_blocks)
   do = [n for n in range(1, most + 1) if all(here(s, n) is not None for s in phases)]
-  wrong = "does not divide over"
+  wrong = "cannot be divided over"
   if phase.batch_size % (num_blocks * phase.accumulate_steps) == 0:
-    wrong = "with BatchNorm's statistics and noise scale kept, cannot be divided over"
+    wrong = "with the same BatchNorm statistics and noise scale cannot be divided over"
   elif num_blocks > start_blocks and phase.accumulate_steps > 1:
-    wrong = f"in {phase.accumulate_steps} micro-batches, {wrong}"
+    wrong = f"in {phase.accumulate_steps} micro-batches {wrong}"
   raise ConfigError(
-    f"batch_size={phase.batch_size}: {wrong} {plural(num_blocks, 'device')}, and a "
-    f"run resumes with the batch that it began with, on {start_blocks}; give it "
-    f"{_nearest(do, num_blocks)} devices, or another --workdir"
+    f"batch_size={phase.batch_size} {wrong} {plural(num_blocks, 'device')}, and a "
+    f"run resumes with the batch size of its start, on {start_blocks}; use "
+    f"{_nearest(do, num_blocks)} devices, or a different --workdir"
   )
 
 
 def bn_span_of(config: cfg.Config) -> Any:
-  """Return the model's `bn_span`; None: the model has no BatchNorm."""
+  """Return the model's `bn_span`; None if the model has no BatchNorm."""
   return config.model.bn_span if config.model.batch_norm else None
 
 
 def _nearest(numbers: Iterable[int], near: int) -> str:
-  """The six numbers that are nearest by ratio, in order."""
+  """Format the six numbers that are nearest by ratio, in ascending order."""
   nearest = sorted(numbers, key=lambda n: max(n / near, near / n))[:6]
   return listed(sorted(nearest), "or")
 
 
 def _divisors(number: int) -> list[int]:
-  """Divisors of a number, rising."""
+  """Return the divisors of a number in ascending order."""
   low = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
   return sorted({*low, *(number // n for n in low)})

@@ -1,4 +1,4 @@
-"""From a Config to the model: BatchNorm's span, the functions, the parameters given."""
+"""Model of an experiment: BatchNorm span, pure functions, and imported parameters."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ Model = models.ModelFns | models.Stack
 
 
 def bn_span(config: cfg.Config, derived: Derived, phase: Phase) -> BatchNormSpan:
-  """How devices share BatchNorm statistics in a phase."""
+  """Return the devices and rows that share BatchNorm statistics in a phase."""
   span: Any = config.model.bn_span if config.model.batch_norm else "device"
   shape = mesh_shape(derived.num_devices, **dataclasses.asdict(config.mesh))
   rows = rows_of_device(derived, phase)
@@ -49,20 +49,20 @@ def bn_span(config: cfg.Config, derived: Derived, phase: Phase) -> BatchNormSpan
 
 
 def rows_of_device(derived: Derived, phase: Phase) -> int:
-  """Examples that a device has at a time."""
+  """Return the number of examples in a device's micro-batch."""
   return phase.batch_size // (derived.row_blocks * phase.accumulate_steps)
 
 
 def _bn_options(span: BatchNormSpan, mesh: Mesh) -> dict[str, Any]:
-  """The fields of a model that say so; another phase may have split the mesh."""
+  """Return the BatchNorm fields of a model; a different phase may have split the mesh."""
   names = span.axis_name
   if names is not None and "data" in names and BN_AXIS in mesh.axis_names:
     names = (*names, BN_AXIS)
   if span.bn_devices not in (1, mesh.shape.get(BN_AXIS, 1)):
     raise ConfigError(
-      f"bn_span: the phases' batch sizes ask for statistics over {span.bn_devices} "
-      f"and over {mesh.shape.get(BN_AXIS, 1)} devices; choose batch sizes for which "
-      "it is one number, or 1"
+      f"bn_span needs statistics over {span.bn_devices} devices in one phase and over "
+      f"{mesh.shape.get(BN_AXIS, 1)} in another; choose batch sizes so that all phases "
+      "use the same number of BatchNorm devices"
     )
   return {"bn_axis_name": names, "bn_group_size": span.group_size}
 
@@ -75,18 +75,18 @@ def make_model(
   *,
   train: bool = True,
 ) -> Model:
-  """The model as pure functions.
+  """Build the model as pure functions.
 
   Args:
-    config: whose `model` it is.
-    info: of the data.
-    mesh: of all devices; None: of no matter, as nothing is synchronised.
-    span: of `bn_span`.
-    train: with what only training has, the smoothing of labels.
+    config: the config, with the settings of the model.
+    info: description of the data.
+    mesh: the mesh of all devices; None: nothing is synchronised.
+    span: the result of `bn_span`.
+    train: use label smoothing, which only training has.
 
   Raises:
-    ConfigError: the model does not fit the data, is not for such data, or its build
-      failed or returned something else.
+    ConfigError: the model does not fit the data, or its build failed or returned
+      something else.
   """
   dtype, info = jnp.dtype(config.dtype), _seen_by_loss(config, info)
   smoothing = config.loss.label_smoothing if train else 0.0
@@ -97,8 +97,8 @@ def make_model(
   made = build(config.model, context, kind=kinds, wanted=wanted)
   if isinstance(made, models.Stack):
     if not config.loss.is_cross_entropy:
-      why = f"is not the cross entropy that {type(config.model).__name__} computes"
-      fix = "use CrossEntropy, or another model"
+      why = f"does not work with {type(config.model).__name__}, which computes cross entropy"
+      fix = "use CrossEntropy or a different model"
       raise invalid("Config.loss", type(config.loss).__name__, why, fix)
     return made
   if isinstance(made, nn.Module):
@@ -108,24 +108,24 @@ def make_model(
       made = models.functions(
         made, info.image_shape, mean=info.mean, std=info.std, dtype=info.dtype
       )
-  return guarded_parts(config.model, ", called by {}", made)
+  return guarded_parts(config.model, " ({})", made)
 
 
 def _seen_by_loss(config: cfg.Config, info: Any) -> Any:
-  """The data as a model is to predict it: one output where targets are numbers."""
+  """Return the data's description, with one output if targets are numbers."""
   is_class = hasattr(info, "num_classes") and not info.label_shape
   return info._replace(num_classes=1) if config.loss.takes_numbers and is_class else info
 
 
 def make_objective(config: cfg.Config, info: Any) -> Objective:
-  """Loss and metrics of each example, by `Config.loss`.
+  """Build the loss and metrics per example from `Config.loss`.
 
   Raises:
-    ConfigError: its build failed or returned something else.
+    ConfigError: the build failed or returned something else.
   """
   wanted = "a training.losses.Objective, loss and metrics of each example"
   objective = build(config.loss, info, kind=Objective, wanted=wanted)
-  return guarded_parts(config.loss, ", its {}", objective)
+  return guarded_parts(config.loss, " ({})", objective)
 
 
 def check_model(
@@ -138,22 +138,22 @@ def check_model(
   *,
   compute: bool = True,
 ) -> list[str]:
-  """Call a model or a loss of the user's own as steps do.
+  """Check a user's model or loss by calling it as the steps do.
 
   Args:
-    config: whose `model` it is.
-    model: of `make_model`.
-    objective: of `make_objective`.
-    info: of the data.
-    mesh: whose axes it may name.
-    rows: of a device, a call.
-    compute: also compute a few rows, on one device.
+    config: the config, with the settings of model and loss.
+    model: the model from `make_model`.
+    objective: the objective from `make_objective`.
+    info: description of the data.
+    mesh: the mesh, whose axis names the model may use.
+    rows: number of rows per device and call.
+    compute: also compute a few rows on one device.
 
   Returns:
-    What of it depends on the number of devices, one line each.
+    Notes on results that depend on the number of devices, one line each.
 
   Raises:
-    ConfigError: it cannot be called so, or has fewer outputs than the data classes.
+    ConfigError: the call failed, or the model has fewer outputs than the data has classes.
   """
   kind, info = type(config.model), _seen_by_loss(config, info)
   is_own = not (is_built_in(kind) and is_built_in(type(config.loss)))
@@ -181,10 +181,11 @@ def _called_as_steps(
   """Trace a training and an evaluation step of a model.
 
   Returns:
-    (shapes of the batch, shapes of the outputs, what depends on the number of devices).
+    Shapes of the batch, shapes of the outputs, and notes on layers whose results depend
+    on the number of devices.
 
   Raises:
-    ConfigError: the model state has a typed key, or the model cannot be called.
+    ConfigError: the model state has a typed key, or the call failed.
   """
   axes = batch_axes(mesh)
   whole = rows * math.prod(mesh.shape[axis] for axis in axes)
@@ -206,7 +207,7 @@ def _called_as_steps(
   for path, leaf in jax.tree.leaves_with_path(state[1]):
     if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
       field = f"model state {path_name(path)}"
-      why, fix = "is a typed key, which no checkpoint holds", "keep its "
+      why, fix = "is a typed key, which a checkpoint cannot store", "store its "
       raise invalid(field, ..., why, fix + "jax.random.key_data")
   trace = functools.partial(jax.eval_shape, called, state, batch, keys)
   return batch, *models.by_device(trace, rows)
@@ -223,8 +224,8 @@ def _class_notes(config: cfg.Config, outputs: Any, info: Any) -> list[str]:
   count, classes = getattr(outputs, "shape", (0,))[-1], num_classes(info)
   if count < classes:
     field, why = f"{type(config.model).__name__}.build", f"gives {count} outputs, "
-    why += f"and {type(config.data).__name__} has {classes} classes"
-    fix = "let the last layer have context.info.num_classes"
+    why += f"but {type(config.data).__name__} has {classes} classes"
+    fix = "use context.info.num_classes as the width of the last layer"
     raise invalid(field, ..., why, fix)
   return [f"{count} outputs for {classes} classes"] * (count > classes)
 
@@ -232,9 +233,9 @@ def _class_notes(config: cfg.Config, outputs: Any, info: Any) -> list[str]:
 def _loss_notes(
   objective: Objective, inputs: Any, mesh: Mesh, mixing: Callable[..., list[str]]
 ) -> list[str]:
-  """Compute a loss and list what is found, of batches with "outputs"."""
+  """Compute a loss for batches with "outputs", and return notes on it."""
   reason = check_sums(_of_outputs(objective), {}, {}, inputs, mesh, name="Config.loss")
-  notes = [f"not tested whether its loss is a sum over rows: {reason}"] if reason else []
+  notes = [f"cannot check that its loss sums over rows: {reason}"] if reason else []
 
   def loss_of(_, batch: Any, keys: Any):
     return objective.loss(batch["outputs"], batch)
@@ -243,7 +244,7 @@ def _loss_notes(
 
 
 def _of_outputs(objective: Objective) -> Any:
-  """The sums of an objective as a `step.LossFn`, of batches with "outputs"."""
+  """Return an objective as a `step.LossFn` for batches with "outputs"."""
 
   def loss_fn(params: Any, model_state: Any, batch: Any, keys: Any):
     batch = dict(batch)
@@ -255,7 +256,7 @@ def _of_outputs(objective: Objective) -> Any:
 
 
 def _stack_functions(stack: models.Stack) -> models.ModelFns:
-  """A stack as functions of its inputs, to compare outputs."""
+  """Return a stack as functions of its inputs, to compare outputs."""
 
   def apply(params: Any, model_state: Any, inputs: Any, train: Any, keys: Any):
     batch = {"image": inputs, "tokens": inputs}
@@ -267,7 +268,7 @@ def _stack_functions(stack: models.Stack) -> models.ModelFns:
 def _model_notes(
   mixing: Callable[..., list[str]], model: models.ModelFns, info: Any, rows: int
 ) -> list[str]:
-  """List what `mixing` finds of a model, of rows like the data's."""
+  """Return the notes of `mixing` on a model, for rows like the data's."""
   shapes = data.batch_shapes(info, rows)
   batch: Any = {name: jax.ShapeDtypeStruct(*array) for name, array in shapes.items()}
 
@@ -280,29 +281,29 @@ def _model_notes(
 def _mixing_notes(
   dtype: str, mesh: Mesh, rows: int, what: str, function: Any, init: Any, inputs: Any
 ) -> list[str]:
-  """List what `mixes_rows` finds, with two rows or with those of a device."""
+  """Return the notes of `mixes_rows`, with two rows or as many as a device has."""
   tolerance, mixes = 1e-3 if dtype == "float32" else 0.05, False
-  for count in dict.fromkeys((2, max(rows, 2))):  # shapes may be those of one size
+  for count in dict.fromkeys((2, max(rows, 2))):  # the function may need one batch size
     try:
       mixes = mixes_rows(function, init, inputs, mesh, tolerance, count)
       break
     except Exception as e:
       mixes = one_line(e)
   if isinstance(mixes, str):
-    return [f"not tested whether {what} mixes the rows of a device: {mixes}"]
+    return [f"cannot check whether {what} mixes the rows of a device: {mixes}"]
   return mixes * [
-    f"{what} mixes the rows of each device: results depend on how many there are; "
-    "draw random numbers from `keys`, and take no statistics of the batch"
+    f"{what} mixes the rows of each device: results depend on the number of devices; "
+    "draw random numbers from `keys`, and do not use statistics of the batch"
   ]
 
 
 def num_classes(info: data.DatasetInfo | data.TextInfo) -> int:
-  """Classes of the data, or of text the size of the vocabulary."""
+  """Return the number of classes, or the size of the vocabulary for text."""
   return getattr(info, "num_classes", None) or getattr(info, "vocab_size", 0)
 
 
 def init_fn(model: Model) -> Any:
-  """The function key -> (params, model_state) of any model."""
+  """Return a model's function key -> (params, model_state)."""
   if isinstance(model, models.Stack):
     return lambda key: (model.init(key), {})
   return model.init
@@ -311,18 +312,18 @@ def init_fn(model: Model) -> Any:
 def imported(
   config: cfg.Config, info: data.DatasetInfo | data.TextInfo, abstract: TrainState
 ) -> dict[str, jax.Array]:
-  """The parameters of `Config.init_from`, as `init_state` takes them.
+  """Import the parameters of `Config.init_from`, for the argument `given` of `init_state`.
 
   Args:
-    config: of the run.
-    info: of its data; models may have more classes, or words, for even parts.
-    abstract: where the parameters are to lie.
+    config: the config of the run.
+    info: description of the data; models may have more classes or tokens as padding.
+    abstract: the abstract state, with the shardings of the parameters.
   """
   path = config.init_from
   assert path is not None
   notes: list[str] = []
 
-  def check(naming: Any, names: Any):  # before shapes: it says which setting is another
+  def check(naming: Any, names: Any):  # before shapes, since it reports the wrong setting
     found = check_source(path, naming, names, config.model, info, init_head=config.init_head)
     notes.extend(found)
 

@@ -1,4 +1,4 @@
-"""From a Config to the learning rate and the optimizer of a phase."""
+"""Learning rate and optimizer of a phase."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from jaxscale.experiment.derive import Derived, schedule_steps
 from jaxscale.experiment.own_classes import build, guarded, guarded_parts
 from jaxscale.experiment.phases import Phase
 
-Rule = Literal["none", "linear", "sqrt", "neutral"]  # how rate and momentum follow
+Rule = Literal["none", "linear", "sqrt", "neutral"]  # scaling of lr and momentum
 
 
 def make_schedule(config: cfg.Config, derived: Derived) -> Schedule:
-  """Return step, of Config.batch_size examples -> learning rate.
+  """Return the schedule: step of Config.batch_size examples -> learning rate.
 
-  Its peak is `Derived.peak_lr`, the optimizer's lr scaled to the batch size.
+  The peak is `Derived.peak_lr`, the optimizer's lr scaled to the batch size.
   """
   per_epoch = derived.num_train / config.batch_size
   total = schedule_steps(config, derived.phases, derived.num_train)
@@ -30,11 +30,11 @@ def make_schedule(config: cfg.Config, derived: Derived) -> Schedule:
   context = cfg.ScheduleContext(total, derived.warmup_steps, per_epoch)
   wanted = "a function of the step"
   schedule = build(config.schedule, derived.peak_lr, context, kind=callable, wanted=wanted)
-  return guarded(config.schedule, ", its schedule", schedule)
+  return guarded(config.schedule, " (schedule)", schedule)
 
 
 def phase_rate(config: cfg.Config, phase: Phase) -> tuple[float, float | None]:
-  """(factor of the learning rate, momentum or None) in a phase."""
+  """Return the factor of the learning rate and the momentum (or None) of a phase."""
   settings = config.phases
   rule = "neutral" if isinstance(settings, cfg.AdaptiveBatch) else settings.follow
   momentum = getattr(config.optimizer, "momentum", None)
@@ -44,7 +44,7 @@ def phase_rate(config: cfg.Config, phase: Phase) -> tuple[float, float | None]:
 
 
 def phase_schedule(config: cfg.Config, derived: Derived, phase: Phase) -> Schedule:
-  """Step of the run -> learning rate, inside a phase."""
+  """Return the schedule of a phase: step of the run -> learning rate."""
   schedule = make_schedule(config, derived)
   if len(derived.phases) == 1:
     return schedule
@@ -54,13 +54,13 @@ def phase_schedule(config: cfg.Config, derived: Derived, phase: Phase) -> Schedu
 def within_phase(
   schedule: optax.Schedule, phase: Phase, batch_size: int, factor: float
 ) -> optax.Schedule:
-  """The schedule inside a phase, as a function of the run's step.
+  """Return a schedule inside a phase, as a function of the run's step.
 
   Args:
-    schedule: of steps of `batch_size` examples.
-    phase: where we are.
-    batch_size: the reference.
-    factor: what the rate is multiplied by at the phase's batch size.
+    schedule: schedule in steps of `batch_size` examples.
+    phase: the phase.
+    batch_size: the reference batch size.
+    factor: factor of the learning rate at the phase's batch size.
   """
   before = phase.examples / batch_size
   ratio = phase.batch_size / batch_size
@@ -75,18 +75,18 @@ def within_phase(
 def follow_batch_size(
   rule: Rule, batch_size: int, reference: int, momentum: float
 ) -> tuple[float, float]:
-  """(factor of the rate, momentum) when the batch is no longer the reference.
+  """Return the factor of the learning rate, and the momentum, for a new batch size.
 
-  "neutral" is what CNTK's learning rate per sample and momentum as time
-  constant amount to (SGD.h: momentum = exp(-B / tc), rate per sample
-  lr / (B (1 - momentum))): both stay, so that every example moves the
-  parameters as far, spread over as many examples, as before.
+  "neutral" corresponds to CNTK's learning rate per sample and momentum as time constant
+  (SGD.h: momentum = exp(-B / tc), learning rate per sample lr / (B (1 - momentum))). Both
+  stay constant, so that every example moves the parameters as far as before, spread over
+  the same number of examples.
 
   Args:
-    rule: how to follow.
-    batch_size: the new one.
-    reference: the batch size that rate and momentum belong to.
-    momentum: there.
+    rule: the scaling rule.
+    batch_size: the new batch size.
+    reference: the batch size of the original learning rate and momentum.
+    momentum: the original momentum.
 
   Example:
     >>> follow_batch_size("linear", 512, 256, 0.9)
@@ -102,7 +102,7 @@ def follow_batch_size(
 def make_optimizer(
   config: cfg.Config, schedule: Schedule, warmup_steps: int = 0, momentum: float | None = None
 ) -> optax.GradientTransformation:
-  """Clip by the global norm, optimize, and let lower layers move less."""
+  """Build the optimizer, with clipping by the global norm and layer-wise lr decay."""
   stacked = embeddings = None
   if config.model.is_stack:
     stacked = optim.matching("^layers/")
@@ -115,8 +115,8 @@ def make_optimizer(
     kind=lambda x: hasattr(x, "init") and hasattr(x, "update"),
     wanted="an optax transformation",
   )
-  if isinstance(optimizer, optax.GradientTransformation):  # keeps what takes more arguments
-    optimizer = guarded_parts(config.optimizer, ", its {}", optimizer)
+  if isinstance(optimizer, optax.GradientTransformation):  # not with extra arguments
+    optimizer = guarded_parts(config.optimizer, " ({})", optimizer)
   chain = [optimizer]
   if config.clip_norm is not None:
     chain.insert(0, optax.clip_by_global_norm(config.clip_norm))

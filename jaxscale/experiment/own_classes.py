@@ -1,6 +1,6 @@
-"""Parts that settings build: by built-in classes, and by a user's own, whose faults are named.
+"""Build parts from settings classes, and report errors in users' classes in one line.
 
-A fault in code of the user's becomes one line with its file, line and class.
+The line contains the file, line and class of the user's code.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ def build(settings: Any, *context: Any, kind: Any, wanted: str) -> Any:
   """Return `settings.build(*context)`.
 
   Args:
-    settings: of a `Choice`, such as `Config.model`.
-    context: the arguments of its `build`.
-    kind: the type of what it must return, types, or a function that tells whether it fits.
-    wanted: the type in words, for the error.
+    settings: settings of a `Choice`, such as `Config.model`.
+    context: the arguments of `build`.
+    kind: the required type or types of the result, or a function that checks it.
+    wanted: description of the required type, for the error.
 
   Raises:
-    ConfigError: by a built-in class itself; for any fault in a user's; or `build`
-      returned something else.
+    ConfigError: raised by a built-in class, or for any exception in a user's class; or
+      `build` returned something else.
   """
   with user_errors(settings, ".build"):
     try:
@@ -41,12 +41,12 @@ def build(settings: Any, *context: Any, kind: Any, wanted: str) -> Any:
     part = settings.build(*context)
   if not (isinstance(part, kind) if isinstance(kind, type | tuple) else kind(part)):
     name, gave = type(settings).__name__, type(part).__name__
-    raise ConfigError(f"{name}.build: gave {gave}; return {wanted}")
+    raise ConfigError(f"{name}.build returned {gave}; return {wanted}")
   return part
 
 
 def guarded(settings: Any, doing: str, function: Any) -> Any:
-  """Return a function of a user's own class with its faults in one line (`user_errors`)."""
+  """Wrap a function of a user's class to report its errors in one line (`user_errors`)."""
   if is_built_in(type(settings)):
     return function
 
@@ -58,21 +58,21 @@ def guarded(settings: Any, doing: str, function: Any) -> Any:
 
 
 def guarded_parts(settings: Any, doing: str, parts: Any) -> Any:
-  """Return a NamedTuple of functions with each `guarded`; "{}" in `doing` is its name."""
+  """Apply `guarded` to each function in a NamedTuple; "{}" in `doing` is its name."""
   functions = parts._asdict().items()
   return parts._replace(**{n: f and guarded(settings, doing.format(n), f) for n, f in functions})
 
 
 @contextlib.contextmanager
 def user_errors(settings: Any, doing: str) -> Generator[None, None, None]:
-  """Turn any fault in a user's own class into one line with its place.
+  """Turn an exception in a user's class into a ConfigError with file and line.
 
   Args:
     settings: the settings whose code runs.
-    doing: what, as it follows the name of the class.
+    doing: description of the code, which follows the name of the class in the error.
 
   Raises:
-    ConfigError: that line. What a built-in class raises stays.
+    ConfigError: the one-line error. Exceptions of built-in classes are not changed.
   """
   try:
     yield

@@ -1,8 +1,8 @@
-"""A run in phases: batch and images may change size, the schedule continues.
+"""Phases of a run, between which batch size and image size may change.
 
-A phase is a stretch of steps of one shape. Epochs say where it begins; steps
-and examples follow. Schedules count in steps of the reference batch size, so
-their shape over the epochs is the same however the batch changes.
+All steps of a phase have the same shapes. The start of a phase is given in epochs or
+steps. Schedules count steps of the reference batch size, so that their shape over the
+epochs does not depend on changes of the batch size.
 """
 
 from __future__ import annotations
@@ -16,16 +16,17 @@ import jax.numpy as jnp
 
 
 class Phase(NamedTuple):
-  """A stretch of steps of one shape.
+  """Sequence of steps with the same shapes.
 
   Attributes:
-    start: steps before it.
-    stop: steps done at its end.
-    examples: examples seen before it.
+    start: number of steps before the phase.
+    stop: number of steps done at its end.
+    examples: number of examples seen before the phase.
     batch_size: examples per step.
     accumulate_steps: micro-batches per step.
-    image_size: of its training images; None: the data's own.
-    ordinal: its place among the phases asked for; some have room for no step.
+    image_size: size of the training images; None: the size in the data.
+    ordinal: index among the phases in the settings, of which those without a step are
+      left out.
   """
 
   start: int
@@ -48,17 +49,17 @@ def plan(
   total_steps: int | None = None,
   in_steps: bool = False,
 ) -> tuple[Phase, ...]:
-  """The phases of a run; one that has no room for a step is left out.
+  """Return the phases of a run; phases without a step are left out.
 
   Args:
-    starts: epochs before each, rising from 0.
-    batch_sizes: of each.
-    accumulate_steps: of each.
-    image_sizes: of each.
-    num_train: training examples.
-    total_epochs: of the run.
-    total_steps: of the run, if it is not counted in epochs.
-    in_steps: `starts` has steps.
+    starts: epochs before each phase, ascending from 0.
+    batch_sizes: batch size of each phase.
+    accumulate_steps: micro-batches per step of each phase.
+    image_sizes: image size of each phase, or None.
+    num_train: number of training examples.
+    total_epochs: epochs of the run; None: `total_steps` is given.
+    total_steps: steps of the run, if its length is given in steps.
+    in_steps: `starts` is given in steps.
 
   Example:
     >>> [(s.start, s.stop) for s in plan(
@@ -80,25 +81,25 @@ def plan(
       shape = batch_size, micros, image_size, ordinal
       phases.append(Phase(start, start + steps, examples, *shape))
     start, examples = start + steps, examples + steps * batch_size
-  if not phases:  # a run has a step, however short it is
+  if not phases:  # a run has at least one step
     phases.append(Phase(0, 1, 0, batch_sizes[0], accumulate_steps[0], image_sizes[0]))
   return tuple(phases)
 
 
 def phase_index(phases: Sequence[Phase], step: int) -> int:
-  """Which phase the step after `step` steps is in; the last one at the end."""
+  """Return the index of the phase after `step` steps; at the end, of the last phase."""
   inside = (i for i, phase in enumerate(phases) if step < phase.stop)
   return next(inside, len(phases) - 1)
 
 
 def examples_at(phases: Sequence[Phase], step: int) -> int:
-  """Examples seen after `step` steps."""
+  """Return the number of examples seen after `step` steps."""
   phase = phases[phase_index(phases, step)]
   return phase.examples + (step - phase.start) * phase.batch_size
 
 
 def step_at(phases: Sequence[Phase], examples: int) -> int:
-  """The first step after which so many examples have been seen.
+  """Return the first step after which at least `examples` examples have been seen.
 
   Example:
     >>> one, two = Phase(0, 10, 0, 10, 1, None), Phase(10, 20, 100, 20, 1, None)
@@ -114,15 +115,16 @@ def step_at(phases: Sequence[Phase], examples: int) -> int:
 def every(
   phases: Sequence[Phase], phase: Phase, steps: Callable[[Phase], int]
 ) -> Callable[[int], bool]:
-  """Step -> whether something regular follows it, for the steps of one phase.
+  """Return a function step -> whether a periodic action is due after it.
 
-  An interval that a phase has begun continues in the next, as a share of it: phases
-  shorter than an interval do not put it off. The run's last step is always one.
+  An interval continues from one phase to the next, as a fraction, so that phases shorter
+  than an interval do not delay the action. It is always due after the last step of the
+  run.
 
   Args:
-    phases: of the run.
-    phase: the one that is running.
-    steps: phase -> steps of an interval in it.
+    phases: the phases of the run.
+    phase: the current phase.
+    steps: phase -> interval in steps during it.
   """
   before = [s for s in phases if s.stop <= phase.start]
   begun = sum((s.stop - s.start) / steps(s) for s in before) % 1
@@ -138,14 +140,14 @@ def every(
 
 
 def scale_velocity(opt_state: Any, factor: float) -> Any:
-  """Multiply every velocity in an optax state.
+  """Multiply every velocity in an optax state by a factor.
 
-  SGD's velocity settles at gradient / (1 - momentum): where the momentum
-  changes, (1 - old) / (1 - new) carries it over, and nothing jumps.
+  SGD's velocity settles at gradient / (1 - momentum). If the momentum changes, the factor
+  (1 - old) / (1 - new) avoids a jump.
   """
 
   def scale(path: Any, x: Any):
-    # Fields of NamedTuples of ours or of optax; names of parameters are keys.
+    # Velocities are fields of NamedTuples; names of parameters are dict keys.
     fields = {getattr(key, "name", None) for key in path}
     return x * jnp.asarray(factor, x.dtype) if fields & {"velocity", "trace"} else x
 

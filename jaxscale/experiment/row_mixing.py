@@ -1,4 +1,4 @@
-"""A test before the first step: whether a model or loss takes each row by itself."""
+"""Check before the first step that a model or loss processes each row separately."""
 
 from __future__ import annotations
 
@@ -17,22 +17,23 @@ from jaxscale.training.contract import compiled, example_values, too_large
 def mixes_rows(
   function: Any, init: Any, rows: Any, mesh: Mesh, tolerance: float, count: int = 2
 ) -> bool | str:
-  """True if a row's result in training changes with the other rows, or its place.
+  """Return whether a row's training result depends on other rows or on its position.
 
-  The rows are computed twice on one device: the first row stays with its key, comes
-  second, and the others are other ones. Parameters are random: a last layer that
-  starts at 0 would hide all before it, and initializers take long to compile.
+  The function is computed twice on one device. The second time, the first row with its
+  key is at the second position, and the other rows are different. Parameters are random,
+  because a last layer that is initialised to 0 would hide the layers before it, and
+  initializers take long to compile.
 
   Args:
-    function: (state, rows, keys) -> results of each row, of the user's.
+    function: the user's function (state, rows, keys) -> results of each row.
     init: key -> (params, model_state), the state.
-    rows: shapes and dtypes of its rows.
-    mesh: whose axes the function may name.
-    tolerance: of a difference, as a share of the largest result.
-    count: of rows at a time, two or more.
+    rows: shapes and dtypes of the rows.
+    mesh: the mesh, whose axis names the function may use.
+    tolerance: allowed difference, as a share of the largest result.
+    count: number of rows per call, 2 or more.
 
   Returns:
-    Or why it was not tested.
+    True or False, or the reason why it could not be checked.
   """
   params, state = models.init_shapes(init)
   if reason := too_large((params, state)):

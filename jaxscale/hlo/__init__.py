@@ -1,8 +1,8 @@
-"""Compiled programs, read: collectives, compute and memory of a step.
+"""Analysis of compiled programs: collectives, compute and memory of a step.
 
-`collectives` has what a program sends and what hides it, `program_flops` what it
-computes, `memory_of` the bytes of a device. All read what the compiler made (`parse`),
-and nothing runs. Names load when they are first asked for.
+`collectives` lists a program's communication and its overlap with compute,
+`program_flops` counts operations, and `memory_of` returns bytes per device. All analyse
+the compiler's output (`parse`) without running it. Names are imported on first access.
 """
 
 import lazy_loader

@@ -1,34 +1,32 @@
-"""The collectives of a compiled step: what crosses the network, and what hides it.
+"""Collectives of a compiled step, and their overlap with compute.
 
-`collectives` reads the text of a compiled program (`Compiled.as_text()`), so it
-says what the compiler made of a step, not what was written. For every collective
-there is: kind, dtypes, bytes, who with whom and so which mesh axes, how often
-(loops count their trips), and whether compute is scheduled between its start and
-its end. With M bytes of payload, of one device, in a group of n, the bytes that
-the device sends by the best algorithms are
+`collectives` parses the text of a compiled program (`Compiled.as_text()`), so that it
+shows the compiler's result, not the source. For every collective it returns kind, dtypes,
+bytes, groups of devices and their mesh axes, the number of executions (loops count their
+iterations), and whether compute is scheduled between its start and end. With M bytes of
+payload per device and n devices in a group, the best algorithms send per device
 
-    all-reduce                    2 M (n-1)/n    M: what a device puts in
-    reduce-scatter, all-to-all      M (n-1)/n    M: what a device puts in
-    all-gather                      M (n-1)/n    M: what a device has after it
-    collective-permute, -broadcast  M            M: what a device puts in
+    all-reduce                    2 M (n-1)/n    M: input of a device
+    reduce-scatter, all-to-all      M (n-1)/n    M: input of a device
+    all-gather                      M (n-1)/n    M: output of a device
+    collective-permute, -broadcast  M            M: input of a device
 
-(Patarasuk and Yuan, doi:10.1016/j.jpdc.2008.09.002). Bytes are those of the
-operands; a TPU's all-reduce may take float32 and give bfloat16, and the text does
-not say where between it rounds. What is read:
+(Patarasuk and Yuan, doi:10.1016/j.jpdc.2008.09.002). Bytes are those of the operands. A
+TPU's all-reduce may take float32 and return bfloat16, and the text does not show where it
+rounds. The forms of collectives are:
 
-- CPU: plain instructions. The program has no start and end of them: `is_async` is
-  False and says nothing of what the runtime does.
-- GPU: `-start` and `-done`; `"is_sync":true` in their backend_config means that
-  they run one after the other all the same, and then `is_async` is False.
-- TPU: plain instructions, `-start`/`-done`, fusions that begin, carry on and end a
-  collective while they compute ("AsyncCollectiveStart"), fusions of an all-reduce
-  with the slice of its result (a reduce-scatter, as the name of their emitter
-  "AllReduceScatterFusion" says), and between slices `send`/`recv` to the
-  "megascale" runtime.
+- CPU: plain instructions without start and end. `is_async` is False, although the runtime
+  may run them asynchronously.
+- GPU: `-start` and `-done`. With `"is_sync":true` in their backend_config they run
+  synchronously, and `is_async` is False.
+- TPU: plain instructions, `-start`/`-done`, fusions that start, continue and end a
+  collective while they compute ("AsyncCollectiveStart"), fusions of an all-reduce with
+  the slice of its result (a reduce-scatter; their emitter is "AllReduceScatterFusion"),
+  and between slices `send`/`recv` to the "megascale" runtime.
 
-`overlap` is an estimate (`cost`) of compute that is *scheduled* between start and
-end, as a share of the whole step's. It says what can be hidden, not what is: the
-compute may be shorter than the transfer, and two transfers may share it.
+`overlap` is an estimate (`cost`) of the compute that is *scheduled* between start and
+end, as a share of the whole step. It is an upper limit of the time that is hidden: the
+compute may be shorter than the transfer, and transfers may share it.
 """
 
 from __future__ import annotations
@@ -48,27 +46,25 @@ from jaxscale.metrics.text import table as text_table
 
 
 class Collective(NamedTuple):
-  """One collective of a program.
+  """Collective of a program.
 
   Attributes:
     kind: "all-reduce", "reduce-scatter", "all-gather", "collective-permute",
       "all-to-all", "ragged-all-to-all", "collective-broadcast" or "send".
-    name: of the instruction.
-    dtypes: HLO's names, "f32" say, of what is sent.
-    payload_bytes: M above, of one device and one execution.
-    wire_bytes: that one device sends in one execution, by the table above.
-    groups: ids of the devices that take part with each other, or (source,
-      target) pairs of a permute; ids count the mesh in its order. () where the
-      text has them in no form known here.
-    group_size: n above; 2 for pairs.
-    axes: mesh axes along which devices of a group differ; None without a mesh or
-      groups.
-    times: executions per step: the trips of the loops around it.
-    times_known: False where a loop's trips are not in the text and counted as 1.
-    conditional: whether it is in a branch that need not be taken.
-    is_async: whether it has a start and an end with, perhaps, compute between.
-    overlap: share of the step's compute between start and end, over all
-      executions; None where the program is not scheduled.
+    name: name of the instruction.
+    dtypes: dtypes that are sent, as HLO names, e.g. "f32".
+    payload_bytes: payload M of one device and one execution.
+    wire_bytes: bytes that one device sends in one execution, by the module's table.
+    groups: ids of the devices in each group, or (source, target) pairs of a permute; ids
+      count devices in the order of the mesh. () if the text has an unknown form.
+    group_size: number of devices n in a group; 2 for pairs.
+    axes: mesh axes along which devices of a group differ; None without a mesh or groups.
+    times: executions per step, by the iterations of the loops around it.
+    times_known: False if a loop's iterations are not in the text; they count as 1.
+    conditional: whether it is in a branch that may not be taken.
+    is_async: whether it has separate start and end instructions.
+    overlap: share of the step's compute between start and end, over all executions; None
+      if the program is not scheduled.
   """
 
   kind: str
@@ -87,7 +83,7 @@ class Collective(NamedTuple):
 
 
 class Totals(NamedTuple):
-  """Of one device and one step."""
+  """Totals of collectives for one device and one step."""
 
   times: int
   payload_bytes: int
@@ -96,19 +92,19 @@ class Totals(NamedTuple):
 
 class _Program(NamedTuple):
   module: Module
-  sizes: dict[str, int] | None  # of the mesh
+  sizes: dict[str, int] | None  # sizes of the mesh axes
   cost: Cost
-  total: float  # cost of a step
+  total: float  # total cost of a step
 
 
 class Placed(NamedTuple):
-  """A collective, and where it is in the schedule of a computation.
+  """Collective with its position in the schedule of a computation.
 
   Attributes:
-    computation: its name.
-    start: index in it of the instruction that begins the collective.
-    end: index of the one that waits for it; start + 1 where it is not asynchronous.
-    collective: what it is.
+    computation: name of the computation.
+    start: index of the instruction that starts the collective.
+    end: index of the instruction that waits for it; start + 1 if it is synchronous.
+    collective: the collective.
   """
 
   computation: str
@@ -118,14 +114,14 @@ class Placed(NamedTuple):
 
 
 def collectives(compiled: Any, mesh: Any = None) -> list[Collective]:
-  """The collectives of a program, in the order of its text.
+  """Return the collectives of a program in the order of its text.
 
   Args:
     compiled: `jax.jit(f).lower(...).compile()`, or its text.
-    mesh: whose axes to name: a `Mesh`, or its sizes by axis, in its order.
+    mesh: the mesh for the axis names: a `Mesh`, or sizes by axis in the order of the mesh.
 
   Returns:
-    One entry an instruction; see `Collective`.
+    One entry per instruction; see `Collective`.
 
   Example:
     >>> text = '''HloModule m, is_scheduled=true, num_partitions=4
@@ -142,11 +138,11 @@ def collectives(compiled: Any, mesh: Any = None) -> list[Collective]:
 
 
 def placed(module: Module, mesh: Any = None) -> list[Placed]:
-  """The collectives of one program with their places; see `collectives`.
+  """Return the collectives of a module with their positions; see `collectives`.
 
   Args:
-    module: of `parse.modules`.
-    mesh: whose axes to name.
+    module: a module from `parse.modules`.
+    mesh: the mesh for the axis names.
   """
   shape: Mapping[str, int] | None = getattr(mesh, "shape", mesh)
   sizes = dict(shape) if shape is not None else None
@@ -155,14 +151,14 @@ def placed(module: Module, mesh: Any = None) -> list[Placed]:
 
 
 def total(table: Sequence[Collective], kind: str | None = None, axis: str | None = None) -> Totals:
-  """Sums over a step, each entry times its executions.
+  """Sum collectives over a step, each times its executions.
 
-  Those in branches count as if every branch were taken.
+  Collectives in branches count as if every branch were taken.
 
   Args:
-    table: of `collectives`.
-    kind: count these alone.
-    axis: count those alone whose groups differ along this axis.
+    table: result of `collectives`.
+    kind: count only this kind; None: all.
+    axis: count only collectives whose groups differ along this axis; None: all.
   """
   rows = [row for row in table if kind in (None, row.kind)]
   rows = [row for row in rows if axis is None or axis in (row.axes or ())]
@@ -171,7 +167,7 @@ def total(table: Sequence[Collective], kind: str | None = None, axis: str | None
 
 
 def summary(table: Sequence[Collective]) -> str:
-  """A table for people, one line for those that are alike.
+  """Format collectives as a text table, with a line for similar ones.
 
   Example:
     >>> print(summary([]))
@@ -191,7 +187,7 @@ def summary(table: Sequence[Collective]) -> str:
   sent = f"a device sends {everything.wire_bytes / 1e6:.3f} MB per step"
   text.append(f"{sent}, {share:.0%} of it with compute between start and end")
   if not all(row.times_known for row in table):
-    text.append("some loops do not tell their trips: counted once, at least that")
+    text.append("the iterations of some loops are unknown and counted as 1")
   return "\n".join(text)
 
 
@@ -208,13 +204,13 @@ def _line(rows: list[Collective]) -> tuple[str, ...]:
 def _walk(
   program: _Program, name: str, place: dict[str, Any], begun: Set[str] = frozenset()
 ) -> Iterator[Placed]:
-  """The collectives of a computation and of those that it runs.
+  """Yield the collectives of a computation and of the computations that it runs.
 
   Args:
-    program: that the computation is in.
-    name: of the computation.
-    place: of it.
-    begun: collectives that are open where it runs: fusions in it carry them on.
+    program: the program of the computation.
+    name: name of the computation.
+    place: number of executions and conditionality of the computation.
+    begun: collectives that are in progress when it runs; fusions in it continue them.
   """
   module = program.module
   computation = module.computations.get(name, {})
@@ -236,7 +232,7 @@ def _walk(
       if "AsyncCollectiveStart" in marks:
         under_way.add(key)
       elif instruction.opcode == "fusion" and key in under_way:
-        continue  # it carries on what was begun
+        continue  # the fusion continues a collective that was started before
       is_async = instruction.opcode.endswith("-start") or instruction.opcode == "send"
       is_async |= key in under_way
       is_async &= '"is_sync":true' not in instruction.text
@@ -249,7 +245,7 @@ def _walk(
 
 
 def _inside(module, computation, instruction, inner, place) -> dict[str, Any]:
-  """How often a computation runs that a while, call or conditional runs."""
+  """Return the executions of a computation inside a while, call or conditional."""
   if instruction.opcode == "conditional":
     return place | {"conditional": True}
   if instruction.opcode == "call":
@@ -264,14 +260,14 @@ def _inside(module, computation, instruction, inner, place) -> dict[str, Any]:
 def _collectives_of(
   module: Module, computation: Computation, instruction: Instruction
 ) -> tuple[list[tuple[Instruction, Computation]], list[str]]:
-  """Collectives that an instruction is or wraps, and what marks async fusions.
+  """Return the collectives that an instruction is or wraps, and marks of async fusions.
 
   Returns:
-    The collectives, each with its computation, and targets of custom calls.
+    The collectives, each with its computation, and the targets of custom calls.
   """
   opcode = instruction.opcode
   kind = opcode.removesuffix("-start")
-  # A `send` may also go to a callback of this host.
+  # A `send` may also be a transfer to a callback on the host.
   is_local = "is_host_transfer=true" in instruction.text
   is_local &= "megascale" not in instruction.text
   if kind in COLLECTIVES or (kind == "send" and not is_local):
@@ -288,7 +284,7 @@ def _collectives_of(
 
 
 def _key(instruction: Instruction) -> str:
-  """What the instructions have in common that begin, carry on and end the same."""
+  """Return a key that the instructions of one collective share."""
   if named := re.search(r'_xla_host_transfer_rendezvous="[^"]*"', instruction.text):
     return named.group()
   chain = re.search(r'chain_id="\w+"', instruction.text)
@@ -297,9 +293,9 @@ def _key(instruction: Instruction) -> str:
 
 
 def _end(module: Module, computation: Computation, start: int, key: str) -> int:
-  """Where in the schedule a collective that was started ends.
+  """Return the index in the schedule at which a started collective ends.
 
-  The end of the computation, where it is not in it: at least so much is between.
+  If it does not end in the computation, this is the computation's end.
   """
   schedule = list(computation.values())
   started, end = {schedule[start].name}, None
@@ -307,7 +303,7 @@ def _end(module: Module, computation: Computation, start: int, key: str) -> int:
   for i, instruction in enumerate(schedule[start + 1 :], start + 1):
     follows = bool(started.intersection(instruction.operands))
     if is_send and instruction.opcode == "recv" and _key(instruction) == key:
-      started.add(instruction.name)  # what was sent comes back here
+      started.add(instruction.name)  # the recv that belongs to the send
     elif follows and instruction.opcode.endswith("-update"):
       started.add(instruction.name)
     elif follows and instruction.opcode.endswith("-done"):
@@ -322,7 +318,7 @@ def _end(module: Module, computation: Computation, start: int, key: str) -> int:
 
 
 def _collective(program, found, home, is_wrapped, **place: Any) -> Collective:
-  """Kind, bytes and members; `place` has the other fields, of where it is."""
+  """Build a `Collective` from its instruction; `place` has the other fields."""
   sent = tuple(a for x in found.operands if x in home for a in home[x].shape)
   sent = sent or found.shape
   kind = found.opcode.removesuffix("-start")
@@ -331,7 +327,7 @@ def _collective(program, found, home, is_wrapped, **place: Any) -> Collective:
     kind, size = between
   if kind == "all-reduce" and is_wrapped:
     uses = [x.opcode for x in home.values() if found.name in x.operands]
-    if set(uses) == {"dynamic-slice"}:  # nothing but a slice of it is used
+    if set(uses) == {"dynamic-slice"}:  # only a slice of the result is used
       kind = "reduce-scatter"
   payload = parse.num_bytes(sent) * (size if kind == "all-gather" else 1)
   return Collective(
@@ -349,12 +345,12 @@ def _collective(program, found, home, is_wrapped, **place: Any) -> Collective:
 def _members(
   found: Instruction, num_devices: int, sizes: dict[str, int] | None
 ) -> tuple[Groups, int, tuple[str, ...] | None]:
-  """(groups, devices in the largest of them, mesh axes) of a collective.
+  """Return the groups of a collective, the size of the largest one, and the mesh axes.
 
   Args:
     found: the collective.
-    num_devices: of the program.
-    sizes: of the mesh axes, in their order; None: unknown.
+    num_devices: number of devices of the program.
+    sizes: sizes of the mesh axes in their order; None: unknown.
   """
   pairs = re.search(r'source_target_pairs="?(\{[\d,{}\s]*\})', found.text)
   written = pairs.group(1) if pairs else parse.attribute(found, "replica_groups")
@@ -362,8 +358,8 @@ def _members(
   if groups is None:
     return (), num_devices, _slice_axes(found, num_devices, sizes)
   size, axes = max(len(group) for group in groups), None
-  # Ids count the mesh in its order, as XLA's partition ids do under `jit`; those of
-  # a program for one slice count that slice, which is the first of the mesh.
+  # Ids count devices in the order of the mesh, like XLA's partition ids under `jit`. Ids of
+  # a program for one slice count the devices of that slice, the first of the mesh.
   if sizes and max(max(group) for group in groups) < math.prod(sizes.values()):
     places = [np.unravel_index(group, tuple(sizes.values())) for group in groups]
     spread = [any(map(np.ptp, along)) for along in zip(*places, strict=True)]
@@ -374,11 +370,11 @@ def _members(
 def _slice_axes(
   found: Instruction, num_devices: int, sizes: dict[str, int] | None
 ) -> tuple[str, ...] | None:
-  """Leading mesh axes that a program, written for one slice, leaves out."""
+  """Return the leading mesh axes over slices, which a program for one slice omits."""
   if sizes is None or "megascale" not in found.text:
     return None
   left, axes = math.prod(sizes.values()), []
-  if (_megascale(found) or ("", 0))[1] == left:  # between all, those of a slice too
+  if (_megascale(found) or ("", 0))[1] == left:  # between all devices, also in a slice
     return tuple(axis for axis, size in sizes.items() if size > 1)
   for axis, size in sizes.items():
     if left == num_devices:
@@ -388,10 +384,11 @@ def _slice_axes(
 
 
 def _megascale(found: Instruction) -> tuple[str, int] | None:
-  """(kind, members) of a transfer between slices of TPUs; None for what is none.
+  """Return (kind, members) of a transfer between TPU slices; None for others.
 
-  Members are slices, `"{1,2}x{0:3}"`, each device with its like in the others; or,
-  of an all-to-all over more than them, single devices, `{{100000,...,200003}}`.
+  Members are slices, `"{1,2}x{0:3}"`, where each device communicates with its counterpart
+  in the other slices. In an all-to-all over further axes members are single devices,
+  `{{100000,...,200003}}`.
   """
   if not (kind := re.search(r'_xla_megascale_transfer_type="(\w+)"', found.text)):
     return None
@@ -402,13 +399,13 @@ def _megascale(found: Instruction) -> tuple[str, int] | None:
 
 
 def _wire_bytes(kind: str, payload: int, size: int, groups: Groups) -> float:
-  """Bytes that one device sends; the table is in the module's docstring.
+  """Return the bytes that one device sends, by the table in the module's docstring.
 
   Args:
-    kind: of the collective.
-    payload: M, in bytes.
-    size: n, devices in a group.
-    groups: pairs of a permute: one that moves nothing sends nothing.
+    kind: kind of the collective.
+    payload: payload M in bytes.
+    size: number of devices n in a group.
+    groups: groups, or pairs of a permute, which sends nothing if all pairs are identities.
   """
   if kind in ("collective-permute", "send"):
     moved = any(pair[0] != pair[-1] for pair in groups) or not groups

@@ -1,17 +1,17 @@
-"""How much of a program's compute an instruction is: an estimate, never a time.
+"""Estimated relative cost of instructions in a compiled program.
 
-On TPU the compiler writes its own estimate, `estimated_cycles`, to what it schedules;
-where a program has those they are what is summed. Elsewhere the unit is bytes of
-memory traffic by the roofline,
+On TPU the compiler annotates instructions with its own estimate, `estimated_cycles`. If a
+program has these annotations, they are summed. Otherwise the unit is bytes of memory
+traffic, by the roofline
 
     cost = max(flops / FLOPS_PER_BYTE, bytes read and written)
 
-with the flops of dots and convolutions alone, and for a fusion what crosses its
-border: of an array that is only sliced, the slices. Loops count their trips, a
-conditional its costliest branch, collectives nothing.
+where only dots and convolutions count as flops, and a fusion counts its inputs and
+outputs (only the slices of an array that is only sliced). Loops count their iterations,
+and a conditional counts its most expensive branch. Collectives cost nothing.
 
-XLA on CPU and GPU writes `known_trip_count` to a loop it understands; on TPU it does
-not. Then the loop's integers are computed here, trip by trip.
+XLA on CPU and GPU annotates loops with `known_trip_count` if it can; on TPU it does not.
+The loop's integers are then evaluated here, iteration by iteration.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from typing import Any
 from jaxscale.hlo import parse
 from jaxscale.hlo.parse import Computation, Instruction, Module
 
-# TPU v5e: 197 TFLOP/s in bfloat16 over 819 GB/s. An H100 SXM is at 989 / 3.35 = 295.
+# TPU v5e has 197 TFLOP/s in bfloat16 per 819 GB/s. An H100 SXM has 989 / 3.35 = 295.
 FLOPS_PER_BYTE = 240
 COLLECTIVES = (
   *("all-reduce", "reduce-scatter", "all-gather", "collective-permute"),
@@ -43,18 +43,18 @@ _COMPARISONS = {
 }
 _INTEGERS = {"add": operator.add, "subtract": operator.sub} | _COMPARISONS
 _SLICES, _UPDATE = {"dynamic-slice", "slice", "gather"}, "dynamic-update-slice"
-# An element of these needs others than the one in its place.
+# Operations whose output elements depend on input elements at other positions.
 _MIXED = f"""
 dot convolution reduce reduce-window scatter sort pad fusion call custom-call while conditional
 {_UPDATE}
 """
-_MOST_TRIPS = 10_000  # of a loop whose trips are not written
+_MOST_TRIPS = 10_000  # limit for evaluating a loop without `known_trip_count`
 
 Cost = Callable[[Computation, Instruction], float]
 
 
 def costs(module: Module) -> tuple[Cost, float]:
-  """The cost of any instruction of a module, and of the whole of it.
+  """Return a cost function for a module, and the module's total cost.
 
   Returns:
     (computation, instruction) -> cost, and the sum over the entry computation.
@@ -73,14 +73,14 @@ def costs(module: Module) -> tuple[Cost, float]:
 
 
 def program_flops(text: str) -> float:
-  """FLOPs of one device in one execution of a compiled program.
+  """Return the FLOPs of one device in one execution of a compiled program.
 
-  Those of dots and convolutions as the compiler left them, two a multiply-add: also
-  what is computed again in the backward pass, and what only fills a tile or a pipeline.
-  None are counted in calls of a library that the text does not describe.
+  Dots and convolutions in the compiled program are counted, with two operations per
+  multiply-add. This includes recomputation in the backward pass, and padding of tiles and
+  pipelines. Calls of libraries that the text does not describe are not counted.
 
   Args:
-    text: of `jax.stages.Compiled.as_text()`.
+    text: the result of `jax.stages.Compiled.as_text()`.
 
   Example:
     >>> product = jax.jit(jnp.dot).lower(jnp.ones((2, 3)), jnp.ones((3, 4)))
@@ -94,7 +94,7 @@ def program_flops(text: str) -> float:
 
 
 def _summed(module: Module, weight: Cost) -> tuple[Cost, float]:
-  """A weight of instructions, with those that an instruction calls; and of all."""
+  """Extend a weight of instructions to called computations; return it and the total."""
 
   @functools.cache
   def of_computation(name: str) -> float:
@@ -119,14 +119,14 @@ def _summed(module: Module, weight: Cost) -> tuple[Cost, float]:
 
 
 def is_free(instruction: Instruction) -> bool:
-  """Whether an instruction names, begins or ends something and computes nothing."""
+  """Return whether an instruction computes nothing, such as a tuple or a `-done`."""
   opcode = instruction.opcode
-  # (-update is of what is under way; a dynamic-update-slice writes.)
+  # `-update` belongs to an asynchronous operation, unlike dynamic-update-slice.
   return opcode in _FREE or opcode.endswith(("-done", "-update"))
 
 
 def flops_of(module: Module, computation: Computation, instruction: Instruction) -> float:
-  """2 a multiply-add of dots and convolutions, those of vendors' libraries too."""
+  """Return the FLOPs of an instruction, also of dots and convolutions by libraries."""
   if instruction.opcode == "fusion":
     bodies = [module.computations.get(name, {}) for name in parse.called(instruction)]
     return sum(flops_of(module, body, i) for body in bodies for i in body.values())
@@ -135,22 +135,22 @@ def flops_of(module: Module, computation: Computation, instruction: Instruction)
     return 0.0
   (left, *_), (right, *_), out = shapes[0], shapes[1], instruction.shape[0]
   dims = r'lhs_contracting_dim(?:s=\{|ensions":\[)([\d,"]*)'
-  if summed := re.search(dims, instruction.text):  # a dot, and cuBLAS's
+  if summed := re.search(dims, instruction.text):  # a dot, or a call of cuBLAS
     sizes = (left.dims[int(d)] for d in re.findall(r"\d+", summed.group(1)))
     return 2.0 * math.prod(out.dims) * math.prod(sizes)
   if not (labels := re.search(r"dim_labels=\w+_(\w+)->", instruction.text)):
     return 0.0
   kernel, pixels = right, out
-  if "convBackwardFilter" in instruction.text:  # cuDNN's: (x, dy) -> dw
+  if "convBackwardFilter" in instruction.text:  # cuDNN: (x, dy) -> dw
     kernel, pixels = out, right
-  elif "convBackwardInput" in instruction.text:  # cuDNN's: (dy, w) -> dx
+  elif "convBackwardInput" in instruction.text:  # cuDNN: (dy, w) -> dx
     pixels = left
   features = kernel.dims[labels.group(1).index("o")]
   return 2.0 * math.prod(pixels.dims) * math.prod(kernel.dims) / max(features, 1)
 
 
 def traffic(module, computation: Computation, instruction: Instruction) -> float:
-  """Bytes that an instruction reads and writes."""
+  """Return the bytes that an instruction reads and writes."""
   operands = [computation[x] for x in instruction.operands if x in computation]
   if instruction.opcode in _SLICES:
     return 2.0 * parse.num_bytes(instruction.shape)
@@ -165,19 +165,20 @@ def traffic(module, computation: Computation, instruction: Instruction) -> float
     uses = [x for x in body.values() if parameter.name in x.operands]
     size = parse.num_bytes(parameter.shape)
     if {(x.opcode, x.operands[0]) for x in uses} == {(_UPDATE, parameter.name)}:
-      whole -= 2 * size  # the result is the parameter, of which a part is written
+      whole -= 2 * size  # the parameter is updated in place, and only partly
     else:
       whole -= (1 - shares[parameter.name]) * size
   return float(max(whole, 0))
 
 
 def _shares_read(body: Computation) -> dict[str, float]:
-  """How many of the elements of each value a fusion reads, as a share.
+  """Return the share of each value's elements that a fusion reads.
 
-  Of one that is only sliced, the slices, also where it is scaled before.
+  For a value that is only sliced, possibly after elementwise operations, it is the share
+  of the slices.
   """
   found: dict[str, float] = {}
-  used = {name: [0.0, 0.0] for name in body}  # whole or in place; by slices together
+  used = {name: [0.0, 0.0] for name in body}  # shares read as a whole, and by slices
   for user in reversed(body.values()):
     share = 1.0 if user.is_root else min(max(used[user.name]), 1.0)
     found[user.name], size = share, parse.num_elements(user.shape)
@@ -192,11 +193,11 @@ def _shares_read(body: Computation) -> dict[str, float]:
 
 
 def trip_count(module: Module, computation: Any, loop: Instruction) -> int | None:
-  """Times that the body of a `while` runs; None where the text does not tell.
+  """Return the number of iterations of a `while`; None if it is unknown.
 
   Args:
-    module: of the loop.
-    computation: that the loop is in.
+    module: the module of the loop.
+    computation: the computation that contains the loop.
     loop: an instruction with the opcode `while`.
   """
   if known := re.search(r'"known_trip_count":\{"n":"(\d+)"', loop.text):
@@ -211,7 +212,7 @@ def trip_count(module: Module, computation: Any, loop: Instruction) -> int | Non
   root = _root(body)
   if start.opcode != "tuple" or root.opcode != "tuple":
     return None
-  # Element of the carried tuple -> its integer, where that is known.
+  # Maps elements of the carried tuple to their integers, if they are known.
   carried = dict(enumerate(_value(module, computation, x) for x in start.operands))
   for trips in range(_MOST_TRIPS):
     known = {i: x for i, x in carried.items() if x is not None}
@@ -230,13 +231,13 @@ def _root(computation: Computation) -> Instruction:
 def _value(
   module: Module, computation: Computation, name: str, arguments: Sequence[Any] = ()
 ) -> Any:
-  """A scalar as an integer, a tuple as {element: integer}; None: not known.
+  """Evaluate a scalar to an integer, or a tuple to {element: integer}; None: unknown.
 
   Args:
-    module: of it.
-    computation: that it is in.
-    name: of the instruction.
-    arguments: the values of the computation's parameters.
+    module: the module.
+    computation: the computation that contains the instruction.
+    name: name of the instruction.
+    arguments: values of the computation's parameters.
   """
   instruction = computation.get(name)
   if instruction is None:
@@ -245,7 +246,7 @@ def _value(
   if opcode == "parameter":
     index = int(operands[0])
     return arguments[index] if index < len(arguments) else None
-  if any(array.dims for array in instruction.shape):  # no scalar
+  if any(array.dims for array in instruction.shape):  # only scalars are evaluated
     return None
   if opcode == "constant":
     is_integer = operands and re.fullmatch(r"-?\d+", operands[0])

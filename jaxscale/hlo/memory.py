@@ -1,4 +1,4 @@
-"""The memory of a compiled program, and errors of a compiler that has too little."""
+"""Memory of a compiled program, and out-of-memory errors of the compiler."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ class Memory(NamedTuple):
   """Bytes per device of a compiled program.
 
   Attributes:
-    arguments: state and batch.
-    outputs: what is given back.
-    aliased: of those, what takes the place of donated arguments.
-    temporaries: all else, while it runs.
-    host: in the host's memory, of state and temporaries, a device.
+    arguments: bytes of the arguments (state and batch).
+    outputs: bytes of the outputs.
+    aliased: bytes of outputs that reuse donated arguments.
+    temporaries: bytes of temporaries during execution.
+    host: bytes of state and temporaries in host memory, per device.
   """
 
   arguments: int
@@ -24,12 +24,12 @@ class Memory(NamedTuple):
 
   @property
   def total(self) -> int:
-    """What the device must have."""
+    """Memory that the program needs on each device, in bytes."""
     return self.arguments + self.outputs - self.aliased + self.temporaries
 
 
 def memory_of(compiled: Any) -> Memory:
-  """Bytes that a compiled program takes on each device.
+  """Return the memory that a compiled program takes on each device.
 
   Args:
     compiled: `jax.jit(f).lower(...).compile()`.
@@ -37,19 +37,19 @@ def memory_of(compiled: Any) -> Memory:
   m = compiled.memory_analysis()
   device = m.argument_size_in_bytes, m.output_size_in_bytes, m.alias_size_in_bytes
   host = m.host_argument_size_in_bytes + m.host_temp_size_in_bytes
-  # Outputs on the host take the place of arguments there, as on the device.
+  # Outputs in host memory may alias arguments, as on the device.
   host += m.host_output_size_in_bytes - m.host_alias_size_in_bytes
   return Memory(*device, m.temp_size_in_bytes, host)
 
 
 def out_of_memory(error: Exception) -> str | None:
-  """The compiler's line, where the memory is too small for a program.
+  """Return the compiler's message if a program needs too much memory.
 
   Args:
-    error: of `compile`.
+    error: exception from `compile`.
 
   Returns:
-    One line; None: it is something else.
+    The message on one line; None for other errors.
 
   Example:
     >>> out_of_memory(RuntimeError("RESOURCE_EXHAUSTED: E1000: Ran out of memory"))

@@ -1,12 +1,12 @@
-"""The text of a compiled program (HLO) as computations of instructions.
+"""Parser of the text of a compiled program (HLO).
 
-A line of it is
+A line of the text is
 
     ROOT %name = shape opcode(operands), attribute=value, attribute={...}
 
-and shapes, operands and attributes nest brackets and quote strings, so lines are
-cut by counting brackets. What cannot be read as an instruction is left out: a
-compiler may print what this file has never seen.
+Shapes, operands and attributes contain nested brackets and quoted strings, so that lines
+are split by counting brackets. Lines that cannot be parsed as an instruction are skipped,
+because compilers may print unknown forms.
 """
 
 from __future__ import annotations
@@ -37,41 +37,40 @@ _CALLS = re.compile(
 
 
 class Array(NamedTuple):
-  """The dtype, by its HLO name, and the dims of an array."""
+  """Dtype, as an HLO name, and dims of an array."""
 
   dtype: str
   dims: tuple[int, ...]
 
 
 class Instruction(NamedTuple):
-  """One line of a computation; `text` is all of its attributes."""
+  """Instruction of a computation; `text` holds all of its attributes."""
 
   name: str
-  shape: tuple[Array, ...]  # the leaves, where it is a tuple
+  shape: tuple[Array, ...]  # the leaves, if it is a tuple
   opcode: str
-  operands: tuple[str, ...]  # names; or what is written, as `constant(3)` has
+  operands: tuple[str, ...]  # names, or literal text as in `constant(3)`
   text: str
   is_root: bool
 
 
-Computation = dict[str, Instruction]  # in their order, which is the schedule's
+Computation = dict[str, Instruction]  # in the order of the text, which is the schedule
 
 
 class Module(NamedTuple):
-  """A program; its computations by name."""
+  """A program with its computations by name."""
 
   computations: dict[str, Computation]
   entry: str
-  num_devices: int  # of its partitions times replicas
+  num_devices: int  # number of partitions times number of replicas
   is_scheduled: bool
 
 
 def modules(text: str) -> list[Module]:
-  """The programs in a text; those without an entry computation are left out.
+  """Parse the programs in a text; those without an entry computation are skipped.
 
   Args:
-    text: of `jax.stages.Compiled.as_text()`; several modules may follow each
-      other.
+    text: the result of `jax.stages.Compiled.as_text()`, with one or more modules.
 
   Example:
     >>> (module,) = modules('''ENTRY %m (p: f32[2]) -> f32[2] {
@@ -122,7 +121,7 @@ def _instruction(line: str) -> Instruction | None:
 
 
 def _balanced(text: str) -> int:
-  """Where the bracket that the text begins with has been closed."""
+  """Return the index after the bracket that closes the text's first bracket."""
   depth = 0
   for i, char in enumerate(text):
     depth += (char in "([{") - (char in ")]}")
@@ -132,7 +131,7 @@ def _balanced(text: str) -> int:
 
 
 def _split(text: str) -> Iterator[str]:
-  """The parts between commas that are in no bracket."""
+  """Yield the parts of a text between commas outside of brackets."""
   depth, start = 0, 0
   for i, char in enumerate(text):
     depth += (char in "([{") - (char in ")]}")
@@ -144,7 +143,7 @@ def _split(text: str) -> Iterator[str]:
 
 
 def arrays(shape: str) -> tuple[Array, ...]:
-  """The arrays of a shape's text; tokens are none.
+  """Parse the arrays in the text of a shape; tokens are skipped.
 
   Example:
     >>> arrays("(f32[2,3]{1,0:T(8,128)}, token[])")
@@ -158,7 +157,7 @@ def arrays(shape: str) -> tuple[Array, ...]:
 
 
 def num_bytes(shape: tuple[Array, ...]) -> int:
-  """Bytes of some arrays; 4-bit numbers are counted as packed, pred as a byte.
+  """Return the bytes of arrays; 4-bit numbers count as packed, pred as a byte.
 
   Example:
     >>> num_bytes(arrays("(bf16[3,2]{1,0}, pred[5]{0})"))
@@ -171,12 +170,12 @@ def num_bytes(shape: tuple[Array, ...]) -> int:
 
 
 def num_elements(shape: tuple[Array, ...]) -> int:
-  """Of an array, or of the first in a tuple."""
+  """Return the number of elements of an array, or of the first array in a tuple."""
   return math.prod(shape[0].dims) if shape else 0
 
 
 def attribute(instruction: Instruction, key: str) -> str | None:
-  """The value of an attribute as it is written, brackets included."""
+  """Return the text of an attribute's value, including brackets."""
   if not (match := re.search(rf"(?<![\w\"]){key}=", instruction.text)):
     return None
   rest = instruction.text[match.end() :]
@@ -188,26 +187,26 @@ def attribute(instruction: Instruction, key: str) -> str | None:
 
 
 def called(instruction: Instruction) -> list[str]:
-  """Names of the computations an instruction calls, by whatever attribute."""
+  """Return the names of the computations that an instruction calls, by any attribute."""
   found = _CALLS.findall(instruction.text)
   return [name for group in found for name in re.findall(r"[\w.\-]+", group)]
 
 
 def replica_groups(written: str | None, num_devices: int) -> Groups | None:
-  """Who takes part with whom, in any of the forms that XLA writes.
+  """Parse the groups of devices of a collective, in any form that XLA writes.
 
-  `{{0,1},{2,3}}` lists them; `[2,4]<=[8]` and `[4,2]<=[2,4]T(1,0)` count from 0,
-  give that the second shape, transpose it and cut it into the first;
-  `mesh['a'=2,'b'=4] {'b'}` names a mesh and axes of it, `'b':(2)2` of four devices
-  along b every second two, and `device_ids=([2,4]T(1,0))` before the braces counts the
-  mesh's devices like the second form; `{}` is all.
+  `{{0,1},{2,3}}` lists the groups. `[2,4]<=[8]` and `[4,2]<=[2,4]T(1,0)` count devices
+  from 0 in the second shape, transpose it and reshape it to the first.
+  `mesh['a'=2,'b'=4] {'b'}` gives a mesh and some of its axes; `'b':(2)2` is the part of b
+  with size 2 behind a part of size 2; and `device_ids=([2,4]T(1,0))` before the braces
+  counts the mesh's devices as in the second form. `{}` is one group of all devices.
 
   Args:
     written: the value of `replica_groups` or `source_target_pairs`.
-    num_devices: of the module, for `{}`.
+    num_devices: number of devices of the module, for `{}`.
 
   Returns:
-    The groups; None where they are written in no form known here.
+    The groups; None if their form is unknown.
 
   Example:
     >>> replica_groups("[4,2]<=[2,4]T(1,0)", 8)
@@ -232,14 +231,14 @@ def replica_groups(written: str | None, num_devices: int) -> Groups | None:
 
 
 def _along_axes(mesh: str, shape: str | None, order: str | None, axes: str) -> Groups | None:
-  """Devices that differ in the named axes alone.
+  """Return groups of devices that differ only along the given axes.
 
   Args:
-    mesh: sizes by name, as "'a'=2,'b'=4".
-    shape: in which devices are counted; None: the mesh's.
-    order: in which the dims of that are taken.
-    axes: as "'a', 'b':(2)2": of b the part of size 2 whose stride is that of b's last
-      part, behind one of 2.
+    mesh: axis sizes by name, as "'a'=2,'b'=4".
+    shape: shape in which devices are counted; None: the shape of the mesh.
+    order: order in which the dims of that shape are transposed; None: unchanged.
+    axes: axes as "'a', 'b':(2)2", where the latter is the part of b with size 2 behind a
+      part of size 2.
   """
   sizes = {n: int(k) for n, k in re.findall(r"'?([\w.\-]+)'?=(\d+)", mesh)}
   wanted = re.findall(r"'?([\w.\-]+)'?(?::\((\d+)\)(\d+))?", axes)

@@ -1,9 +1,9 @@
-"""Models that know nothing of meshes: Flax modules, and stacks of equal layers.
+"""Models: Flax modules, and stacks of equal layers as pure functions.
 
-`settings` has what a config chooses from; `make_*` and the `*Module` classes are for
-notebooks, and `functions(module, shape)` turns a Flax module into the pure functions
-that the state and the step take. Of the modules only a synchronised BatchNorm knows
-the names of mesh axes. Names load when they are first asked for.
+`settings` holds the models that a config can choose. The `make_*` functions and `*Module`
+classes are for notebooks, and `functions(module, shape)` turns a Flax module into the
+pure functions for state and step. Models do not depend on a mesh; only a synchronised
+BatchNorm takes names of mesh axes. Names are imported on first access.
 """
 
 import lazy_loader

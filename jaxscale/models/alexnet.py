@@ -1,9 +1,9 @@
-"""AlexNet as Caffe trained it, and with BatchNorm in place of LRN.
+"""AlexNet as in Caffe, and a variant with BatchNorm instead of LRN.
 
-Layers, groups, initial values and dropout are those of
+Layers, groups, initial values and dropout follow
 - without BatchNorm: BVLC/caffe models/bvlc_alexnet/train_val.prototxt, a replication of
-  Krizhevsky et al. (NIPS 2012) with the groups of its two GPUs, and
-- with it: intel/caffe (commit 44d53638)
+  Krizhevsky et al. (NIPS 2012) with the groups of its two GPUs;
+- with BatchNorm: intel/caffe (commit 44d53638)
   models/intel_optimized_models/multinode/alexnet_bn_64nodes/train_val2.prototxt,
   the network of the 32K recipe of arXiv:1709.05011.
 """
@@ -18,36 +18,36 @@ from jaxscale.errors import ConfigError
 from jaxscale.models.convolution import Conv
 from jaxscale.models.layers import ImageModule, Keys, dropout, local_response_norm
 
-# conv1 (11, stride 4) and three pools of 3 with stride 2 leave one position.
+# For this size conv1 (11, stride 4) and three pools of 3 with stride 2 leave one position.
 MIN_IMAGE_SIZE = 67
 
 
 class AlexNetModule(ImageModule):
   """Five convolutions and three dense layers, for NHWC images of 227 x 227.
 
-  With 1,000 classes it has 60,965,224 parameters, and 2,240 more with BatchNorm,
-  whose scale and shift Intel Caffe's MKL-DNN layer learns (`use_weight_bias`,
-  true by default); NVIDIA/caffe's file of the same network
+  With 1,000 classes it has 60,965,224 parameters, and 2,240 more with BatchNorm.
+  BatchNorm has a learned scale and shift, as in Intel Caffe's MKL-DNN layer
+  (`use_weight_bias`, true by default). NVIDIA/caffe's file of the same network
   (models/alexnet_bn/train_val2.prototxt) has `scale_bias: false`.
 
-  Caffe rounds the sizes of pooled images up, we down: no difference at 227. The
-  recipes give the network images less their mean, which the one with BatchNorm also
-  wants divided by 256 (`scale: 0.00390625`).
+  Caffe rounds the sizes of pooled images up, and this module rounds down, which makes no
+  difference at 227. The recipes subtract the mean from the images, and for BatchNorm also
+  divide them by 256 (`scale: 0.00390625`).
 
   Attributes:
     num_classes: width of the output.
-    batch_norm: normalise the inputs of conv2 to conv5 by their batch, instead of
-      those of conv2 and conv3 across channels.
+    batch_norm: use BatchNorm on the inputs of conv2 to conv5, instead of LRN on those of
+      conv2 and conv3.
     bn_axis_name: mesh axes whose devices share BatchNorm statistics.
-    bn_group_size: examples that share them, where a device holds more.
+    bn_group_size: number of examples that share statistics, if a device holds more.
     bn_momentum: decay of the running statistics.
-    bn_epsilon: added to the variance.
+    bn_epsilon: term added to the variance.
     hidden: width of the two hidden dense layers.
-    dropout: probability of dropping one of their units.
-    dtype: of activations; parameters are float32, logits too.
+    dropout: probability of dropping a unit of the hidden dense layers.
+    dtype: dtype of activations; parameters and logits are float32.
 
   Raises:
-    ConfigError: images of less than 67 x 67, of which the last pool leaves none.
+    ConfigError: images are smaller than 67 x 67, so that the last pool leaves nothing.
 
   Example:
     >>> fns = functions(AlexNetModule(num_classes=1000), (227, 227, 3))
@@ -61,9 +61,9 @@ class AlexNetModule(ImageModule):
   @nn.compact
   def __call__(self, images: jax.Array, train: bool, keys: Keys = None) -> jax.Array:
     if min(images.shape[1:3]) < MIN_IMAGE_SIZE:
-      why = f"AlexNet's pools leave nothing of it, give {MIN_IMAGE_SIZE} or more"
-      fix = "it is published at 227"
-      raise ConfigError(f"image_size={min(images.shape[1:3])}: {why}; {fix}")
+      why = "is too small for AlexNet's pools"
+      fix = f"give {MIN_IMAGE_SIZE} or more (published: 227)"
+      raise ConfigError(f"image_size={min(images.shape[1:3])} {why}; {fix}")
     x = self._features(images.astype(self.dtype), train)
     x = x.reshape(len(x), -1)
     for layer, name in enumerate(("fc6", "fc7")):
@@ -74,7 +74,7 @@ class AlexNetModule(ImageModule):
     return x.astype(jnp.float32)
 
   def _features(self, x: jax.Array, train: bool) -> jax.Array:
-    """[n, h, w, channels] -> [n, h', w', 256]; 6 x 6 of 227 x 227."""
+    """Map [n, h, w, channels] to [n, h', w', 256], e.g. 227 x 227 to 6 x 6."""
 
     def norm_and_pool(x, name):
       if self.batch_norm:
@@ -94,7 +94,10 @@ class AlexNetModule(ImageModule):
     return _max_pool(x)
 
   def _conv(self, name, width, size, bias, **options) -> nn.Conv:
-    """A convolution from N(0, 0.01²); `bias` is the initial one without BatchNorm."""
+    """Return a convolution initialised from N(0, 0.01²).
+
+    `bias` is the initial bias without BatchNorm.
+    """
     options |= self._options(name, 0.01, 0.01 if self.batch_norm else bias)
     return Conv(width, (size, size), **options)
 
@@ -102,7 +105,7 @@ class AlexNetModule(ImageModule):
     return nn.Dense(width, **self._options(name, std, bias))
 
   def _options(self, name, std, bias) -> dict[str, Any]:
-    """Of a layer from N(0, std²) and a constant bias."""
+    """Return the options of a layer initialised from N(0, std²) and a constant bias."""
     kernel, bias = nn.initializers.normal(std), nn.initializers.constant(bias)
     return {"kernel_init": kernel, "bias_init": bias, "dtype": self.dtype, "name": name}
 

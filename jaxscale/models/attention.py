@@ -1,15 +1,14 @@
-"""Attention, and which of JAX's implementations computes it.
+"""Attention, with the choice between XLA's and cuDNN's implementation.
 
-softmax(q k^T / sqrt(width)) v (arXiv:1706.03762, eq. 1), the softmax in float32,
-with fewer heads of keys and values than of queries where there are groups
-(arXiv:2305.13245).
+Attention is softmax(q k^T / sqrt(width)) v (arXiv:1706.03762, eq. 1), with the softmax in
+float32 and optionally fewer heads of keys and values than of queries (grouped-query
+attention, arXiv:2305.13245).
 
-There are two implementations. "xla" writes the scores of all pairs of tokens to
-memory, float32 [batch, heads, tokens, tokens], and keeps their softmax for the backward
-pass unless the layer is rematerialised; it runs everywhere. "cudnn", by
-`jax.nn.dot_product_attention`, keeps no scores and skips what a causal mask hides
-(arXiv:2205.14135), on NVIDIA GPUs and half-precision numbers. Left to itself JAX
-0.10.2 never takes it; so `fastest` chooses, and reports it.
+"xla" runs everywhere. It writes the scores of all pairs of tokens to memory, float32
+[batch, heads, tokens, tokens], and stores their softmax for the backward pass unless the
+layer is rematerialised. "cudnn", by `jax.nn.dot_product_attention`, stores no scores and
+skips masked blocks (arXiv:2205.14135). It requires an NVIDIA GPU and half precision. JAX
+0.10.2 never chooses it by default, so `fastest` does.
 """
 
 import functools
@@ -35,18 +34,18 @@ def attention(
   implementation: Implementation | None = None,
   device: Any = None,
 ) -> jax.Array:
-  """Scaled dot-product attention; float32 softmax.
+  """Compute scaled dot-product attention with a float32 softmax.
 
   Args:
-    q: [batch, tokens, heads, width].
-    k: [batch, tokens, groups, width]; groups divide heads.
-    v: likewise.
-    causal: a token sees itself and those before it.
-    implementation: "xla" or "cudnn"; None: `fastest`.
-    device: to run on; None: this process's.
+    q: queries, [batch, tokens, heads, width].
+    k: keys, [batch, tokens, groups, width]; groups divide heads.
+    v: values, with the shape of `k`.
+    causal: whether a token attends only to itself and earlier tokens.
+    implementation: "xla" or "cudnn"; None: the choice of `fastest`.
+    device: the device that runs it; None: the first device of this process.
 
   Returns:
-    [batch, tokens, heads, width].
+    Outputs, [batch, tokens, heads, width].
 
   Example:
     >>> x = jnp.ones((2, 8, 4, 16))
@@ -68,16 +67,18 @@ def fused_attention(
   causal: bool,
   implementation: Implementation = "cudnn",
 ) -> jax.Array:
-  """JAX's attention, which is cuDNN's on GPUs, of any number of tokens.
+  """Compute attention by JAX, which uses cuDNN on GPUs, for any number of tokens.
 
-  JAX 0.10.2 refuses to differentiate cuDNN's for an odd number, such as the 197 of a
-  ViT (jax/_src/cudnn/fused_attention_stablehlo.py takes every call for one with a
-  bias). There one token is added, which nobody sees.
+  JAX 0.10.2 cannot differentiate cuDNN's attention for odd numbers of tokens, such as the
+  197 of a ViT (jax/_src/cudnn/fused_attention_stablehlo.py treats every call as one with
+  a bias). Such sequences are padded by one masked token.
 
   Args:
-    q, k, v: as for `attention`.
-    causal: likewise.
-    implementation: of JAX.
+    q: queries, as in `attention`.
+    k: keys, as in `attention`.
+    v: values, as in `attention`.
+    causal: whether a token attends only to itself and earlier tokens.
+    implementation: implementation for `jax.nn.dot_product_attention`.
   """
   tokens, lengths = q.shape[1], None
   if tokens % 2:
@@ -90,16 +91,16 @@ def fused_attention(
 
 
 def cached_attention(q: jax.Array, k: jax.Array, v: jax.Array, start: jax.Array) -> jax.Array:
-  """Causal attention of a few new tokens to all those there is room for.
+  """Compute causal attention of a few new tokens to the tokens in a cache.
 
   Args:
-    q: [batch, new, heads, width], of the tokens start, start + 1, …
-    k: [batch, room, groups, width]; what is behind the newest token is not seen.
-    v: likewise.
-    start: int32 [], tokens before the first of q.
+    q: queries of the tokens start, start + 1, ..., [batch, new, heads, width].
+    k: cached keys, [batch, room, groups, width]; those after the newest token are masked.
+    v: cached values, with the shape of `k`.
+    start: number of tokens before the first of q, int32 [].
 
   Returns:
-    [batch, new, heads, width].
+    Outputs, [batch, new, heads, width].
   """
   places = start + jnp.arange(q.shape[1], dtype=jnp.int32)
   sees = jnp.arange(k.shape[1], dtype=jnp.int32) <= places[:, None]  # [new, room]
@@ -108,19 +109,19 @@ def cached_attention(q: jax.Array, k: jax.Array, v: jax.Array, start: jax.Array)
 
 @jax.custom_vjp
 def _attention(q: jax.Array, k: jax.Array, v: jax.Array, sees: jax.Array | None) -> jax.Array:
-  """Attention by two products and a softmax, which XLA compiles everywhere.
+  """Compute attention by two products and a softmax, which XLA compiles everywhere.
 
-  With a derivative of its own: the softmax's sum over all tokens seen, of weights times
-  their gradients, is that of the output times its gradient (arXiv:2205.14135, appendix
-  B.2). So of scores only the weights are kept; and XLA's CPU backend cannot fuse that
-  sum with the product before it, which took 92 of the 533 ms of a step of
-  configs/text.py. JAX's own form also mixes dtypes in half precision.
+  It has a custom derivative. The sum of the softmax weights times their gradients equals
+  the sum of the output times its gradient (arXiv:2205.14135, appendix B.2), so that only
+  the weights need to be stored. This also prevents XLA's CPU backend from fusing that sum
+  with the product before it, which took 92 of the 533 ms of a step of configs/text.py.
+  JAX's own derivative also mixes dtypes in half precision.
 
   Args:
-    q: [batch, tokens, heads, width].
-    k: [batch, seen, groups, width].
-    v: likewise, and all three varying over the same mesh axes.
-    sees: bool [tokens, seen], or None: all see all.
+    q: queries, [batch, tokens, heads, width].
+    k: keys, [batch, seen, groups, width].
+    v: values, with the shape of `k`. All three vary over the same mesh axes.
+    sees: mask, bool [tokens, seen]; None: no mask.
   """
   return _attention_forward(q, k, v, sees)[0]
 
@@ -158,28 +159,29 @@ _attention.defvjp(_attention_forward, _attention_backward)
 
 
 def _by_group(x: jax.Array, groups: int) -> jax.Array:
-  """[batch, tokens, heads, width] -> [batch, groups, heads / groups * tokens, ...]."""
+  """Reshape [batch, tokens, heads, width] to [batch, groups, heads / groups * tokens, ...]."""
   x = x.reshape(*x.shape[:2], groups, -1, x.shape[-1]).transpose(0, 2, 3, 1, 4)
   return x.reshape(*x.shape[:2], -1, x.shape[-1])
 
 
 def _by_token(x: jax.Array, tokens: int) -> jax.Array:
-  """What `_by_group` makes, back as it was."""
+  """Invert `_by_group`."""
   x = x.reshape(*x.shape[:2], -1, tokens, x.shape[-1]).transpose(0, 3, 1, 2, 4)
   return x.reshape(*x.shape[:2], -1, x.shape[-1])
 
 
 def fastest(dtype: Any, width: int, device: Any = None) -> Implementation:
-  """The implementation that attention takes on a device.
+  """Return the implementation that `attention` uses on a device.
 
-  cuDNN's is for float16 and bfloat16 and heads whose width 8 divides and is at most
-  128, or 256 from Hopper on (JAX's jax/_src/cudnn/fused_attention_stablehlo.py), on
-  GPUs from Ampere on (cuDNN's documentation of fused attention).
+  cuDNN supports float16 and bfloat16 and heads whose width is a multiple of 8 and at most
+  128, or 256 since Hopper (jax/_src/cudnn/fused_attention_stablehlo.py), on GPUs since
+  Ampere (cuDNN's documentation of fused attention).
 
   Args:
-    dtype: of queries, keys and values.
-    width: of a head.
-    device: to run on, which need not be here; None: this process's.
+    dtype: dtype of queries, keys and values.
+    width: width of a head.
+    device: the device that runs it, which this machine may lack; None: the first device
+      of this process.
 
   Example:
     >>> fastest("float32", 64)
@@ -193,36 +195,36 @@ def fastest(dtype: Any, width: int, device: Any = None) -> Implementation:
 
 @functools.cache
 def _cuda_capability(device: Any) -> tuple[int, ...]:
-  """Of a GPU, e.g. (9, 0); (0,) where it is none of NVIDIA's."""
+  """Return a GPU's compute capability, e.g. (9, 0); (0,) if it is not an NVIDIA GPU."""
   device = jax.local_devices()[0] if device is None else device
-  capability = getattr(device, "compute_capability", "")  # of AMD's "gfx942", say
+  capability = getattr(device, "compute_capability", "")  # on AMD GPUs e.g. "gfx942"
   if device.platform != "gpu" or not re.fullmatch(r"\d+\.\d+", capability):
     return (0,)
   return tuple(int(part) for part in capability.split("."))
 
 
 def split_heads(x: jax.Array, width: int) -> jax.Array:
-  """[..., heads * width] -> [..., heads, width], however many heads are here."""
+  """Reshape [..., heads * width] to [..., heads, width] for any number of heads."""
   return x.reshape(*x.shape[:-1], -1, width)
 
 
 def join_heads(x: jax.Array) -> jax.Array:
-  """[..., heads, width] -> [..., heads * width]."""
+  """Reshape [..., heads, width] to [..., heads * width]."""
   return x.reshape(*x.shape[:-2], -1)
 
 
 class RopeScaling(NamedTuple):
-  """Llama 3.1's rotary positions for longer texts (`apply_scaling` of its code).
+  """RoPE scaling of Llama 3.1 for longer texts (`apply_scaling` in its code).
 
-  A pair that turns fewer than `low` times in `length` tokens turns `factor` times
-  slower, one that turns more than `high` times as before; between them it is a mean
-  of both, by how often it turns.
+  A pair of units that rotates fewer than `low` times in `length` tokens is slowed down by
+  `factor`. A pair that rotates more than `high` times is unchanged. Pairs between them
+  are interpolated.
 
   Attributes:
-    factor: 8 in Llama 3.1, 32 in the small ones of 3.2.
-    low: 1 in both.
-    high: 4 in both.
-    length: tokens that it was first trained on, 8,192 in both.
+    factor: factor of the slowdown; 8 in Llama 3.1, 32 in Llama 3.2 1B and 3B.
+    low: rotations below which a pair is slowed down fully; 1 in Llama 3.1 and 3.2.
+    high: rotations above which a pair is unchanged; 4 in Llama 3.1 and 3.2.
+    length: context length of the original training, in tokens; 8,192 in both.
   """
 
   factor: float
@@ -236,19 +238,20 @@ def rotate(
 ) -> jax.Array:
   """Rotary position embedding (RoFormer, arXiv:2104.09864, eq. 34).
 
-  Pair i of a head at position p is turned by p * theta^(-2 i / width). Pairs are
-  (i, i + width / 2), as in the weights that Hugging Face's Llama has; the paper's
-  are neighbours, which is the same model with its columns in another order.
-  Angles are float32: bfloat16 cannot tell position 257 from 256.
+  Pair i of a head at position p is rotated by p * theta^(-2 i / width). Pairs are
+  (i, i + width / 2), as in Hugging Face's Llama weights. In the paper pairs are
+  neighbours, which is the same model with permuted columns. Angles are float32, because
+  bfloat16 cannot distinguish positions 256 and 257.
 
   Args:
-    x: [batch, tokens, heads, width], an even width.
-    positions: int32 [tokens].
-    theta: 10,000 in the paper; 500,000 in Llama 3 (arXiv:2407.21783, §3.2).
-    scaling: of the angles; None: they are as they are.
+    x: queries or keys, [batch, tokens, heads, width], with an even width.
+    positions: positions of the tokens, int32 [tokens].
+    theta: base of the rotation; 10,000 in the paper, 500,000 in Llama 3
+      (arXiv:2407.21783, §3.2).
+    scaling: scaling of the angles; None: no scaling.
 
   Returns:
-    As x.
+    The rotated x.
 
   Example:
     >>> x = jnp.ones((1, 1, 1, 2))
@@ -268,10 +271,10 @@ def rotate(
 
 
 def _cos_sin(angles: jax.Array) -> tuple[jax.Array, ...]:
-  """Both, computed once.
+  """Return cosine and sine, computed once.
 
-  XLA's CPU backend fuses them into what they are multiplied with, and computes them
-  again for every row and head; what a loop gives it does not fuse.
+  XLA's CPU backend would fuse them into the multiplication and recompute them for every
+  row and head. It does not fuse the results of a loop.
   """
 
   def looped(angles):

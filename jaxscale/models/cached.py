@@ -1,8 +1,8 @@
-"""A language model a few tokens at a time: keys and values of the past are kept.
+"""Incremental decoding of language models with a cache of keys and values.
 
-The model is the one that trains: its attention and positions come from `Ops`, and
-here they are such as look into the cache. The layers run in a scan that carries the
-whole cache, so that every step writes into it in place.
+The model is the one used in training, with `Ops` whose attention and positions use the
+cache. The layers run in a scan that carries the whole cache, so that every step updates
+it in place.
 """
 
 import functools
@@ -20,9 +20,9 @@ class Cache(NamedTuple):
   """Keys and values of the tokens so far.
 
   Attributes:
-    k: [layers, rows, room, groups, width], as attention reads them.
-    v: likewise.
-    length: int32 [], tokens so far; the room behind them is 0.
+    k: keys, [layers, rows, room, groups, width].
+    v: values, with the shape of `k`.
+    length: number of tokens so far, int32 []; unused room is 0.
   """
 
   k: jax.Array
@@ -31,13 +31,13 @@ class Cache(NamedTuple):
 
 
 def empty_cache(stack: Stack, params: Any, rows: int, room: int) -> Cache:
-  """A cache without tokens.
+  """Return a cache without tokens.
 
   Args:
     stack: a model whose batches are tokens.
-    params: as `stack.init` gives, or their shapes.
-    rows: sequences at a time.
-    room: tokens that a sequence may come to have.
+    params: parameters from `stack.init`, or their shapes.
+    rows: number of sequences.
+    room: maximum number of tokens in a sequence.
   """
   found = []
 
@@ -58,18 +58,18 @@ def empty_cache(stack: Stack, params: Any, rows: int, room: int) -> Cache:
 
 
 def advance(stack: Stack, params: Any, tokens: jax.Array, cache: Cache) -> tuple[jax.Array, Cache]:
-  """Take in the next tokens of every row.
+  """Process the next tokens of every row.
 
   Args:
     stack: a model whose batches are tokens.
-    params: as `stack.init` gives.
-    tokens: int32 [rows, new]; with those before them there must be room for them.
-    cache: of what came before.
+    params: parameters from `stack.init`.
+    tokens: the new tokens, int32 [rows, new]; the cache must have room for them.
+    cache: cache of the previous tokens.
 
   Returns:
-    h: what the last layer gives for them, [rows, new, width]; `stack.logits` has
-      the scores of what follows each.
-    cache: with them.
+    h: outputs of the last layer for the new tokens, [rows, new, width]; `stack.logits`
+      maps them to the logits of the next tokens.
+    cache: the cache with the new tokens.
 
   Example:
     >>> from jaxscale.models import make_transformer
@@ -92,7 +92,7 @@ def advance(stack: Stack, params: Any, tokens: jax.Array, cache: Cache) -> tuple
     kept = []
 
     def attend(q, k, v, *, causal):
-      assert causal, "what sees tokens behind it cannot be computed token by token"
+      assert causal, "incremental decoding requires causal attention"
       place = (i, 0, start, 0, 0)
       k_now = lax.dynamic_update_slice(k_all, k[None], place)
       v_now = lax.dynamic_update_slice(v_all, v[None], place)

@@ -1,4 +1,4 @@
-"""The quickstart's models: an MLP and a small convolutional network."""
+"""Small models for the quickstart: an MLP and a convolutional network."""
 
 import flax.linen as nn
 import jax
@@ -14,7 +14,7 @@ class MLPModule(nn.Module):
   Attributes:
     num_classes: width of the output.
     hidden: width of each hidden layer.
-    dtype: of activations; parameters are float32, logits too.
+    dtype: dtype of activations; parameters and logits are float32.
   """
 
   num_classes: int
@@ -23,7 +23,7 @@ class MLPModule(nn.Module):
 
   @nn.compact
   def __call__(self, images: jax.Array, train: bool, keys: Keys = None) -> jax.Array:
-    # The same in training and evaluation: `train` and `keys` are not used.
+    # `train` and `keys` are not used: training and evaluation are the same.
     x = images.reshape(len(images), -1).astype(self.dtype)
     for width in self.hidden:
       x = nn.relu(nn.Dense(width, dtype=self.dtype)(x))
@@ -32,18 +32,18 @@ class MLPModule(nn.Module):
 
 
 class CNNModule(ImageModule):
-  """Stages of 3x3 convolutions with ReLU; the last one of each is max-pooled.
+  """Stages of 3x3 convolutions with ReLU and a max-pool at the end of each stage.
 
   Attributes:
     num_classes: width of the output.
-    features: channels of each stage.
-    convs_per_stage: convolutions in a stage.
-    dense: width of the hidden layer before the classifier; 0: none.
-    batch_norm: normalise after every convolution.
+    features: number of channels of each stage.
+    convs_per_stage: number of convolutions per stage.
+    dense: width of the hidden layer before the classifier; 0 means no hidden layer.
+    batch_norm: use BatchNorm after every convolution.
     bn_axis_name: mesh axes whose devices share BatchNorm statistics.
-    bn_group_size: examples that share them, where a device holds more.
+    bn_group_size: number of examples that share statistics, if a device holds more.
     dropout: probability of dropping a unit before the classifier.
-    dtype: of activations; parameters are float32, logits too.
+    dtype: dtype of activations; parameters and logits are float32.
   """
 
   features: tuple[int, ...] = (32, 64)
@@ -59,7 +59,7 @@ class CNNModule(ImageModule):
       for i in range(self.convs_per_stage):
         x = Conv(width, (3, 3), use_bias=not self.batch_norm, dtype=self.dtype)(x)
         if i == self.convs_per_stage - 1:
-          # Before the normalisation and ReLU, which then see a quarter.
+          # Pooling first leaves a quarter of the values for normalisation and ReLU.
           x = max_pool_2x2(x)
         if self.batch_norm:
           x = self.norm()(x, train)

@@ -1,9 +1,9 @@
-"""Convolutions, and a way around those that XLA's CPU backend is slow at.
+"""Convolutions that avoid slow cases of XLA's CPU backend.
 
-With jax 0.10.2 it computes a 3x3 convolution of 512 to 512 channels that gives 2 x 2
-pixels at 1 GFLOP/s a core, and the gradient by the input of one with stride 2 likewise;
-the same as one matrix product runs at 34 to 46 (`benchmarks/cpu_convolutions.py`). GPUs
-and TPUs compute what is written.
+With jax 0.10.2 a 3x3 convolution from 512 to 512 channels with 2 x 2 output pixels runs
+at 1 GFLOP/s per core on CPU, and so does the input gradient of one with stride 2. As a
+matrix product it runs at 34 to 46 GFLOP/s (`benchmarks/cpu_convolutions.py`). GPUs and
+TPUs always use the convolution.
 """
 
 from __future__ import annotations
@@ -17,23 +17,23 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-_FEW_PIXELS = 9  # of the output; from 4 x 4 on XLA is as fast or faster
+_FEW_PIXELS = 9  # output pixels; from 4 x 4 on XLA's convolution is as fast or faster
 
 
 def convolve(
   x: jax.Array, kernel: jax.Array, strides: Any, padding: Any, **options: Any
 ) -> jax.Array:
-  """`lax.conv_general_dilated`, on CPUs as a matrix product where that is faster.
+  """Compute `lax.conv_general_dilated`, on CPU as a matrix product if that is faster.
 
   Args:
-    x: [rows, height, width, in].
-    kernel: [height, width, in, out].
-    strides: of the kernel on the input.
+    x: inputs, [rows, height, width, in].
+    kernel: kernel, [height, width, in, out].
+    strides: strides of the kernel on the input.
     padding: "SAME", "VALID" or pairs.
-    options: others of `lax.conv_general_dilated`.
+    options: further options of `lax.conv_general_dilated`.
 
   Returns:
-    [rows, height, width, out].
+    Outputs, [rows, height, width, out].
 
   Example:
     >>> x, kernel = jnp.ones((1, 2, 2, 8)), jnp.ones((3, 3, 8, 4))
@@ -56,19 +56,19 @@ def convolve(
   return lax.platform_dependent(x, kernel, cpu=product, default=whole)
 
 
-# Flax's, by `convolve`.
+# Flax's Conv, computed by `convolve`.
 Conv = functools.partial(nn.Conv, conv_general_dilated=convolve)
 
 
 def _is_plain(x: jax.Array, options: dict[str, Any]) -> bool:
-  """Whether it is of images, without groups or holes."""
+  """Return whether a convolution is two-dimensional, without groups and dilation."""
   dilations = (options.get(f"{side}_dilation") or (1,) for side in ("lhs", "rhs"))
   is_dense = all(n == 1 for dilation in dilations for n in dilation)
   return x.ndim == 4 and is_dense and options.get("feature_group_count", 1) == 1
 
 
 def _as_product(x, kernel, *, strides, padding, out, precision) -> jax.Array:
-  """All that a pixel of the output sees, side by side, times the kernel."""
+  """Compute a convolution as a product of the patches of output pixels and the kernel."""
   x = jnp.pad(x, ((0, 0), *padding, (0, 0)))
   ends = [x[:, i:, j:] for i in range(kernel.shape[0]) for j in range(kernel.shape[1])]
   seen = [y[:, :: strides[0], :: strides[1]][:, : out[0], : out[1]] for y in ends]

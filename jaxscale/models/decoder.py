@@ -1,18 +1,18 @@
-"""A decoder-only transformer language model, of Llama's kind.
+"""Decoder-only transformer language model in the style of Llama.
 
-Before each branch RMSNorm (arXiv:1910.07467), in attention rotary positions
-(arXiv:2104.09864) and grouped heads of keys and values (arXiv:2305.13245), SwiGLU
-as the MLP (arXiv:2002.05202), no biases: Llama's choices (arXiv:2302.13971, §2.2;
-arXiv:2307.09288, §2.2). With biases of queries, keys and values it is Qwen2
-(arXiv:2407.10671, §2.2.1). Of layer l, with h the residual stream:
+It uses Llama's choices (arXiv:2302.13971, §2.2; arXiv:2307.09288, §2.2): RMSNorm before
+each branch (arXiv:1910.07467), rotary positions (arXiv:2104.09864), grouped-query
+attention (arXiv:2305.13245), SwiGLU as the MLP (arXiv:2002.05202), and no biases. With
+biases of queries, keys and values it is Qwen2 (arXiv:2407.10671, §2.2.1). A layer
+computes, with h the residual stream:
 
     h = h + o(attention(rope(q(x)), rope(k(x)), v(x)))   x = rms_norm(h)
     h = h + down(silu(gate(x)) * up(x))                  x = rms_norm(h)
 
-The head has a matrix of its own. Tying it to the table of the embeddings would make
-one parameter of the first part of the model and the last, which a pipeline has on
-different devices and every other layout gathers at different times. Weights that
-were trained tied are imported by copying the table.
+The head has its own matrix. A head tied to the embedding table would be a parameter of
+both the first and the last part of the model, which a pipeline has on different devices
+and other layouts gather at different times. Tied weights are imported by copying the
+table.
 """
 
 import functools
@@ -28,11 +28,11 @@ from jaxscale.models.attention import RopeScaling, join_heads, rotate, split_hea
 from jaxscale.models.linear import dense, linear
 from jaxscale.models.stack import Ops, Stack, at_least_float32, rejoin, sum_totals
 
-# GPT-2's initial deviation (its published code; the same in Megatron-LM,
-# arXiv:1909.08053, §4.1), for all matrices and the table.
+# Standard deviation of initial matrices and the table, from GPT-2's published code; the
+# same in Megatron-LM (arXiv:1909.08053, §4.1).
 INIT_STD = 0.02
 
-# How a layout splits each parameter: path, axis of each dim (parallel/rules.py).
+# Sharding rules: path pattern and mesh axis of each dim (parallel/rules.py).
 SHARDING = (
   ("embed/table", ("model", "fsdp")),
   ("layers/(q|k|v|gate|up)/kernel", ("stage", "fsdp", "model")),
@@ -62,37 +62,36 @@ def make_transformer(
   label_smoothing: float = 0.0,
   dtype: Any = jnp.float32,
 ) -> Stack:
-  """A language model as pure functions of its parts.
+  """Return a Llama-style language model as a `Stack`.
 
-  A batch is {"tokens": int32 [rows, tokens], "targets": likewise}; a target is the
-  token to predict there, or -1 for none. "mask", bool [rows], where there is one,
-  says which rows count.
+  A batch is {"tokens": int32 [rows, tokens], "targets": int32 [rows, tokens]}. A target
+  is the token to predict, or -1 for none. An optional "mask", bool [rows], is False for
+  rows that do not count.
 
   Args:
-    vocab_size: tokens are 0 … vocab_size - 1.
-    num_layers: layers of attention and MLP.
-    width: of the residual stream.
-    num_heads: heads of queries.
-    hidden: units of the MLP, of `gate` and of `up` each.
-    num_kv_heads: heads of keys and values; None: as many as of queries.
-    head_width: of a head; None: width / num_heads.
+    vocab_size: number of tokens in the vocabulary.
+    num_layers: number of layers of attention and MLP.
+    width: width of the residual stream.
+    num_heads: number of query heads.
+    hidden: number of hidden units of the MLP (of `gate` and `up` each).
+    num_kv_heads: number of heads of keys and values; None: `num_heads`.
+    head_width: width of a head; None: width / num_heads.
     rope_theta: base of the rotary positions; 500,000 in Llama 3.
-    rope_scaling: of the rotary positions, as in Llama 3.1; None: none.
-    norm_eps: added to the mean square; 1e-5 in Llama 2 and 3.
-    qk_norm: normalise queries and keys by head before they are rotated
-      (arXiv:2302.05442, §2.1; by RMSNorm, as in Qwen3, arXiv:2505.09388, §2).
+    rope_scaling: scaling of the rotary positions, as in Llama 3.1; None: no scaling.
+    norm_eps: term added to the mean square in RMSNorm; 1e-5 in Llama 2 and 3.
+    qk_norm: normalise queries and keys per head before rotation (arXiv:2302.05442, §2.1;
+      by RMSNorm, as in Qwen3, arXiv:2505.09388, §2).
     qkv_bias: add biases to queries, keys and values, as in Qwen2.
-    pad_vocab_to: the table and the head have a multiple of this many rows, as in
-      Megatron-LM (arXiv:1909.08053, §3), so that they can be split evenly on any
-      layout. The rows behind the vocabulary are 0 and stay it.
-    label_smoothing: share of the target spread over all tokens of the vocabulary
-      (arXiv:1512.00567, section 7; 0.1 in arXiv:1706.03762, section 5.4); 0 for
-      evaluation. exp of a smoothed loss is not a perplexity.
-    dtype: of activations; parameters are float32, and so are norms, softmax and
-      loss inside.
+    pad_vocab_to: pad the rows of table and head to a multiple of this, as in Megatron-LM
+      (arXiv:1909.08053, §3), so that every layout can split them evenly. Padding rows
+      stay 0.
+    label_smoothing: share of the target that is spread over the vocabulary
+      (arXiv:1512.00567, section 7; 0.1 in arXiv:1706.03762, section 5.4); use 0 for
+      evaluation. The exponential of a smoothed loss is not a perplexity.
+    dtype: dtype of activations. Parameters, norms, softmax and loss are float32.
 
   Raises:
-    ConfigError: sizes that do not go together.
+    ConfigError: sizes do not fit each other.
 
   Example:
     >>> stack = make_transformer(
@@ -106,8 +105,8 @@ def make_transformer(
   norm, dtype = functools.partial(rms_norm, eps=norm_eps), jnp.dtype(dtype)
 
   def embed(p, batch, ops):
-    # The rows are looked up as float32: a frequent token's gradients are then summed
-    # in float32 too.
+    # Rows are looked up as float32, so that a frequent token's gradients are summed in
+    # float32.
     return ops.lookup(p["table"], batch["tokens"]).astype(dtype)
 
   def layer(p, h, ops):
@@ -150,8 +149,8 @@ def _layer(
   turn: Callable[[jax.Array, jax.Array], jax.Array],
   head_width: int,
 ) -> jax.Array:
-  """Attention and MLP of one layer on [rows, tokens, width]; `turn` is RoPE."""
-  # Normalised before `enter`: then only one tensor a branch is communicated.
+  """Run attention and MLP of one layer on [rows, tokens, width]; `turn` is RoPE."""
+  # Normalising before `enter` leaves one tensor per branch to communicate.
   x = ops.enter(norm(h, p["attn_norm"]["scale"]))
   to, positions = h.dtype, ops.positions(x.shape[1])
   q, k, v = (split_heads(dense(x, p[name], to), head_width) for name in "qkv")
@@ -168,7 +167,7 @@ def _layer(
 def _heads(
   width: int, num_heads: int, num_kv_heads: int | None, head_width: int | None
 ) -> tuple[int, int]:
-  """(heads of keys and values, width of a head); refuse what is not even."""
+  """Return the number of heads of keys and values, and the width of a head."""
   groups = num_heads if num_kv_heads is None else num_kv_heads
   each = width // num_heads if head_width is None else head_width
   if head_width is None and width % num_heads:
@@ -178,8 +177,8 @@ def _heads(
     why = f"does not divide num_heads={num_heads}"
     raise invalid("transformer.num_kv_heads", groups, why, "give a divisor")
   if each % 2:
-    why = "is odd, and positions rotate pairs of units"
-    fix = "make it even, by width, num_heads or head_width"
+    why = "is odd, but rotary positions rotate pairs of units"
+    fix = "choose width, num_heads or head_width to make it even"
     raise invalid("transformer.head_width", each, why, fix)
   return groups, each
 
@@ -188,12 +187,12 @@ def rms_norm(x: jax.Array, scale: jax.Array, *, eps: float) -> jax.Array:
   """RMSNorm (arXiv:1910.07467, eq. 4): x / sqrt(mean(x^2) + eps) * scale.
 
   Args:
-    x: [..., width].
-    scale: float32 [width].
-    eps: added to the mean square.
+    x: inputs, [..., width].
+    scale: scale, float32 [width].
+    eps: term added to the mean square.
 
   Returns:
-    float32 [..., width].
+    Normalised values, float32 [..., width].
   """
   wide = at_least_float32(x)
   mean_square = jnp.square(wide).mean(axis=-1, keepdims=True)
@@ -201,10 +200,11 @@ def rms_norm(x: jax.Array, scale: jax.Array, *, eps: float) -> jax.Array:
 
 
 def _init(key, num_layers, vocab_size, more, width, queries, keys, hidden, qk_norm):
-  """Normal numbers; into the residual stream 1 / sqrt(branches) of them.
+  """Initialise parameters from normal distributions.
 
-  GPT-2's scale for the matrices that end a branch, of which there are two per layer
-  ("Language Models are Unsupervised Multitask Learners", Radford et al. 2019, §2.3).
+  Matrices at the end of a branch, of which there are two per layer, are scaled by
+  1 / sqrt(branches) as in GPT-2 ("Language Models are Unsupervised Multitask Learners",
+  Radford et al. 2019, §2.3).
   """
   embed_key, layers_key, head_key = jax.random.split(key, 3)
   into = INIT_STD / math.sqrt(2 * num_layers)

@@ -1,7 +1,7 @@
-"""A Flax module as the two pure functions that the state and the step take.
+"""Conversion of a Flax module to the pure functions for state and step.
 
-Flax's own `nn.Dropout` would draw one mask for all the rows of a device, and results
-would depend on the number of devices. Here each row's mask comes from its own key.
+Flax's own `nn.Dropout` draws one mask for all rows of a device, so that results would
+depend on the number of devices. Here each row's mask is drawn from its own key.
 """
 
 import inspect
@@ -14,8 +14,8 @@ import jax.numpy as jnp
 
 from jaxscale.errors import ConfigError
 
-# A stream of random numbers that is the same on all devices: Flax folds a layer's path
-# and its calls into it, which tells the dropout layers of a model apart.
+# RNG stream that is the same on all devices. Flax folds a layer's path and call count into
+# it, which distinguishes the dropout layers of a model.
 _LAYERS = "jaxscale_layers"
 
 
@@ -26,7 +26,7 @@ class ModelFns(NamedTuple):
   """A model as two pure functions.
 
   Attributes:
-    init: key -> (params, model_state), float32.
+    init: key -> (params, model_state) in float32.
     apply: (params, model_state, images, train, keys) -> (outputs, model_state).
   """
 
@@ -42,24 +42,24 @@ def functions(
   std: tuple[float, ...] = (1.0,),
   dtype: str = "uint8",
 ) -> ModelFns:
-  """The pure functions of a Flax module.
+  """Turn a Flax module into pure functions.
 
-  The module is called with the inputs and, where its `__call__` has them, `train`
-  (bool) and `keys` (one per row, which depend on the row's place in the global batch
-  and not on the number of devices). `nn.Dropout` draws each row's mask from its key,
-  but inside `nn.scan` and `nn.vmap`; there, as in whatever else asks for the stream
-  "dropout", random numbers are those of the device's first row (`by_device`).
+  The module is called with the inputs and, if its `__call__` accepts them, with `train`
+  (bool) and `keys` (one key per row, which depends on the row's position in the global
+  batch and not on the number of devices). `nn.Dropout` draws each row's mask from the
+  row's key. Inside `nn.scan` and `nn.vmap`, and for other users of the stream "dropout",
+  random numbers come from the key of the device's first row; see `by_device`.
 
   Args:
     model: the module.
-    image_shape: of one example, without the batch.
-    mean: per channel (or one for all), subtracted from the inputs.
-    std: per channel, the inputs are divided by it. Images can so cross to the
-      device as uint8, a quarter of the bytes.
-    dtype: of the inputs; integers other than uint8 (tokens) are left as they are.
+    image_shape: shape of one example, without the batch dim.
+    mean: mean that is subtracted from the inputs, one value per channel or one for all.
+    std: standard deviation by which the inputs are divided, one value per channel or one
+      for all. Images can thus be sent to the device as uint8, a quarter of the bytes.
+    dtype: dtype of the inputs; integers other than uint8 (tokens) are not normalised.
 
   Raises:
-    ConfigError: the module must be given something else as well.
+    ConfigError: the module's `__call__` requires further arguments.
 
   Example:
     >>> fns = functions(MLPModule(num_classes=10), (8, 8, 1))
@@ -70,8 +70,8 @@ def functions(
   for name, parameter in list(named.items())[2:]:
     has_default = parameter.default is not parameter.empty
     if not (has_default or parameter.kind in _ANY or name in ("train", "keys")):
-      fix = "it is called with the inputs and, by name, `train` and `keys`"
-      raise ConfigError(f"{type(model).__name__}.__call__: nothing gives it {name!r}; {fix}")
+      fix = "give it a default; only the inputs, `train` and `keys` are passed"
+      raise ConfigError(f"{type(model).__name__}.__call__ requires {name!r}; {fix}")
 
   def call(variables, inputs, train, keys, **options):
     if is_number:
@@ -102,7 +102,7 @@ def functions(
 
 
 def _dropout_by_row(keys: jax.Array) -> Any:
-  """An interceptor of Flax's methods: dropout by a key of each row."""
+  """Return an interceptor of Flax's methods that draws dropout masks per row."""
 
   def intercept(call, args, kwargs, context):
     module, given = context.module, _given(context, args, kwargs)
@@ -123,13 +123,16 @@ def _dropout_by_row(keys: jax.Array) -> Any:
 
 
 def by_device(trace: Callable[[], Any], rows: int) -> tuple[Any, list[str]]:
-  """What a call gives, and what in it takes the rows of a device together.
+  """Call a model and list the layers whose results depend on the number of devices.
 
-  Through the latter results depend on the number of devices.
+  These are layers that process the rows of a device jointly.
 
   Args:
-    trace: calls a model in training.
-    rows: that it is called with.
+    trace: function that calls the model in training mode.
+    rows: number of rows that it is called with.
+
+  Returns:
+    The result of `trace`, and one line per layer.
 
   Example:
     >>> norm = nn.BatchNorm(use_running_average=False)
@@ -148,28 +151,28 @@ def by_device(trace: Callable[[], Any], rows: int) -> tuple[Any, list[str]]:
 
   with nn.intercept_methods(intercept):
     outputs = trace()
-  why = "the rows of each device by themselves: results depend on how many there are"
-  return outputs, [f"{name} ({what}) takes {why}" for name, what in found.items()]
+  why = "the rows of each device separately: results depend on the number of devices"
+  return outputs, [f"{name} ({what}) processes {why}" for name, what in found.items()]
 
 
 def _together(context: Any, given: dict[str, Any], rows: int) -> str:
-  """What a call is that takes the rows of a device together; "": it does not."""
+  """Describe a call that processes the rows of a device jointly; "" if it does not."""
   module = context.module
   if context.method_name != "__call__":
     return ""
   if isinstance(module, nn.BatchNorm) and module.axis_name is None:
     is_fixed = _chosen(module, given, "use_running_average")
-    return "" if is_fixed else "nn.BatchNorm; take models.BatchNorm"
+    return "" if is_fixed else "nn.BatchNorm; use models.BatchNorm"
   if isinstance(module, nn.MultiHeadDotProductAttention) and module.dropout_rate:
     is_fixed = _chosen(module, given, "deterministic")
-    return "" if is_fixed else "dropout of attention's weights"
+    return "" if is_fixed else "dropout of attention weights"
   if _drops(context, given) and not _has_rows(module, given, rows):
-    return "nn.Dropout, whose input has not a row for each of the batch"
+    return "nn.Dropout on inputs without the batch's rows"
   return ""
 
 
 def _given(context: Any, args: Any, kwargs: Any) -> dict[str, Any]:
-  """The arguments of a call, by name; of other methods than `__call__` none."""
+  """Return the arguments of a `__call__` by name; {} for other methods."""
   if context.method_name != "__call__":
     return {}
   method = inspect.signature(type(context.module).__call__)
@@ -177,13 +180,13 @@ def _given(context: Any, args: Any, kwargs: Any) -> dict[str, Any]:
 
 
 def _chosen(module: nn.Module, given: dict[str, Any], name: str) -> Any:
-  """A field of a module, or what a call has in its place."""
+  """Return an argument of a call, or the module's field if the argument is None."""
   value = given.get(name)
   return getattr(module, name) if value is None else value
 
 
 def _drops(context: Any, given: dict[str, Any]) -> bool:
-  """Whether a call is of a dropout, at random, by the stream of its name."""
+  """Return whether a call is an active dropout that uses the stream "dropout"."""
   module = context.module
   if not isinstance(module, nn.Dropout) or context.method_name != "__call__":
     return False
@@ -192,14 +195,14 @@ def _drops(context: Any, given: dict[str, Any]) -> bool:
 
 
 def _has_rows(module: Any, given: dict[str, Any], rows: int) -> bool:
-  """Whether its input has a first dim of the batch's rows, each to have a mask."""
+  """Return whether a dropout's input has a row, with its own mask, per row of the batch."""
   inputs = given["inputs"]
   shares = any(dim % max(inputs.ndim, 1) == 0 for dim in module.broadcast_dims)
   return inputs.shape[:1] == (rows,) and not shares and module.has_rng(_LAYERS)
 
 
 def init_shapes(init: Callable[[jax.Array], Any]) -> Any:
-  """Shapes and dtypes of what `init(key)` makes; not even a key is computed.
+  """Return the shapes and dtypes of `init(key)` without computing anything.
 
   Example:
     >>> init_shapes(jax.random.normal).shape

@@ -1,10 +1,10 @@
-"""Products with weights whose gradients are float32, whatever is computed in.
+"""Linear layers whose weight gradients are float32 for any compute dtype.
 
-A weight's gradient is a sum over all rows and tokens of a device. Rounded to the
-activations' bfloat16, each device's part loses what the parts do not have in common:
-with few rows per device the mean gradient of 8 devices was 5e-3 off that of one
-(tests/parallel/test_parity.py), before any network was used. The matrix units sum in
-float32 anyway; here the sums are kept so.
+A weight's gradient is a sum over all rows and tokens of a device. If each device rounded
+its part to the activations' bfloat16, the mean over devices would be inexact: with few
+rows per device the mean gradient of 8 devices differed from that of one by 5e-3
+(tests/parallel/test_parity.py). Matrix units sum in float32 anyway, and the results are
+kept in float32.
 """
 
 import functools
@@ -17,40 +17,42 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jaxscale.cluster.jax_internals import varying_axes
 
-PRODUCT = "product"  # the name, for remat policies, of what `linear` gives
+PRODUCT = "product"  # checkpoint name of the results of `linear`, for remat policies
 
 
 def linear(x: jax.Array, kernel: jax.Array, dtype: Any = None) -> jax.Array:
-  """[..., in] @ [in, out], named `PRODUCT`; gradients in x's and the kernel's dtypes.
+  """Multiply [..., in] @ [in, out], with gradients in the dtypes of x and of the kernel.
+
+  The result has the checkpoint name `PRODUCT`.
 
   Args:
-    x: [..., in].
-    kernel: [in, out], float32 say.
-    dtype: that both are rounded to, and of the result; None: that of x.
+    x: inputs, [..., in].
+    kernel: weights, [in, out], e.g. float32.
+    dtype: dtype to which both are rounded, and dtype of the result; None: the dtype of x.
 
   Example:
     >>> linear(jnp.ones((2, 4), jnp.bfloat16), jnp.ones((4, 3))).dtype
     dtype(bfloat16)
   """
   given = jnp.dtype(dtype or x.dtype)
-  # A policy sees no product in a function that has its own derivative.
+  # The name is needed because remat policies do not see products inside a custom_vjp.
   return checkpoint_name(_linear(given, given, *alike(x, kernel)), PRODUCT)
 
 
 def dense(x: jax.Array, p: Any, dtype: Any = None) -> jax.Array:
-  """`linear` by p["kernel"], and p["bias"] added, if there is one."""
+  """Apply `linear` with p["kernel"], and add p["bias"] if there is one."""
   y = linear(x, p["kernel"], dtype)
   return shift(y, p["bias"]) if "bias" in p else y
 
 
 def linear_sum(x: jax.Array, kernel: jax.Array) -> jax.Array:
-  """`linear` before it is rounded to the dtype of x: what a sum over devices adds."""
+  """Compute `linear` without rounding to the dtype of x, for a sum over devices."""
   wide = jnp.dtype(jnp.float32) if x.dtype.itemsize < 4 else x.dtype
   return _linear(x.dtype, wide, *alike(x, kernel))
 
 
 def shift(x: jax.Array, bias: jax.Array) -> jax.Array:
-  """[..., width] + [width], in the dtype of x; the bias's gradient in its own."""
+  """Add a bias [width] in the dtype of x, with the bias's gradient in its own dtype."""
   return _shift(*alike(x, bias))
 
 
@@ -61,7 +63,7 @@ def _linear(dtype, out, x, kernel):
 
 
 def _linear_forward(dtype, out, x, kernel):
-  # Empty arrays keep the dtypes of what the gradients are of.
+  # Empty arrays remember the dtypes of the gradients.
   types = jnp.zeros(0, x.dtype), jnp.zeros(0, kernel.dtype)
   return _linear(dtype, out, x, kernel), (x.astype(dtype), kernel, types)
 
@@ -91,10 +93,10 @@ _shift.defvjp(lambda x, bias: (_shift(x, bias), bias), _shift_backward)
 
 
 def alike(*arrays: jax.Array) -> list[jax.Array]:
-  """Arrays that are typed varying over the same mesh axes, where there are any.
+  """Cast arrays to vary over the same mesh axes, if there are any.
 
-  JAX does so by itself in its own products; the derivative of the cast is the sum
-  over devices that a kernel's columns on several of them need.
+  JAX does this automatically in its own products. The derivative of the cast is the sum
+  over devices that the gradient of a kernel needs.
   """
   axes = [varying_axes(jax.typeof(x)) for x in arrays]
   every = frozenset().union(*axes)

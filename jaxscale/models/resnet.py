@@ -1,8 +1,7 @@
 """ResNet v1.5 (arXiv:1512.03385; the stride is in the 3x3 convolution).
 
-Initialisation follows Goyal et al. (arXiv:1706.02677, §5.1): He-normal
-convolutions, the last BatchNorm scale of a block at 0, the classifier from
-N(0, 0.01²) unless `head_init` says otherwise.
+Initialisation follows Goyal et al. (arXiv:1706.02677, §5.1): He-normal convolutions, 0
+for the last BatchNorm scale of a block, and N(0, 0.01²) for the classifier by default.
 """
 
 import functools
@@ -15,7 +14,7 @@ import jax.numpy as jnp
 from jaxscale.models.convolution import Conv
 from jaxscale.models.layers import ImageModule, Keys
 
-# fan_out: He et al. (arXiv:1502.01852) for the backward pass, as torchvision.
+# He et al. (arXiv:1502.01852) for the backward pass (fan_out), as in torchvision.
 _conv_init = nn.initializers.variance_scaling(2.0, "fan_out", "normal")
 
 
@@ -24,17 +23,17 @@ class ResNetModule(ImageModule):
 
   Attributes:
     num_classes: width of the output.
-    stage_sizes: blocks in each stage.
-    bottleneck: 1x1-3x3-1x1 blocks (50 layers and more) instead of 3x3-3x3.
-    width: channels of the first stage.
+    stage_sizes: number of blocks in each stage.
+    bottleneck: use 1x1-3x3-1x1 blocks (50 layers and more) instead of 3x3-3x3.
+    width: number of channels of the first stage.
     stem: "imagenet" (7x7 stride 2 and max-pool) or "small" (3x3 stride 1).
     bn_axis_name: mesh axes whose devices share BatchNorm statistics.
-    bn_group_size: examples that share them, where a device holds more.
+    bn_group_size: number of examples that share statistics, if a device holds more.
     bn_momentum: decay of the running statistics.
-    bn_epsilon: added to the variance.
+    bn_epsilon: term added to the variance.
     zero_init_residual: start the last BatchNorm scale of each block at 0.
     head_init: initialiser of the classifier's kernel; its bias starts at 0.
-    dtype: of activations; parameters are float32, logits too.
+    dtype: dtype of activations; parameters and logits are float32.
   """
 
   stage_sizes: tuple[int, ...]
@@ -46,14 +45,14 @@ class ResNetModule(ImageModule):
 
   @nn.compact
   def __call__(self, images: jax.Array, train: bool, keys: Keys = None) -> jax.Array:
-    # Nothing is random: `keys` are not used.
+    # `keys` are not used, because there is no dropout.
     options = {"use_bias": False, "kernel_init": _conv_init, "dtype": self.dtype}
     conv = functools.partial(Conv, **options)
     norm, init = self.norm, nn.initializers
     last_scale = init.zeros if self.zero_init_residual else init.ones
 
     def block(x, width, stride):
-      """x: [n, h, w, c] -> [n, h/stride, w/stride, width (x 4)]."""
+      """Map [n, h, w, c] to [n, h/stride, w/stride, width (x 4)]."""
       y = x
       if self.bottleneck:
         y = nn.relu(norm()(conv(width, (1, 1))(y), train))
@@ -69,7 +68,7 @@ class ResNetModule(ImageModule):
     if self.stem == "imagenet":
       x = conv(self.width, (7, 7), (2, 2), padding=[(3, 3), (3, 3)])(x)
       x = nn.relu(norm()(x, train))
-      x = jnp.pad(x, ((0, 0), (1, 1), (1, 1), (0, 0)))  # of ReLUs: 0 is the least
+      x = jnp.pad(x, ((0, 0), (1, 1), (1, 1), (0, 0)))  # 0 never exceeds a ReLU's output
       x = nn.max_pool(x, (3, 3), strides=(2, 2), padding="VALID")
     else:
       x = nn.relu(norm()(conv(self.width, (3, 3))(x), train))
@@ -81,7 +80,7 @@ class ResNetModule(ImageModule):
     return x.astype(jnp.float32)
 
 
-# Blocks in each stage, and whether they are bottlenecks (arXiv:1512.03385, table 1).
+# Number of blocks per stage, and whether they are bottlenecks (arXiv:1512.03385, table 1).
 DEPTHS = {
   18: ((2, 2, 2, 2), False),
   34: ((3, 4, 6, 3), False),
@@ -92,7 +91,7 @@ DEPTHS = {
 
 
 def make_resnet(depth: int, **options: Any) -> ResNetModule:
-  """A published ResNet of 18, 34, 50, 101 or 152 layers; other fields by name.
+  """Return a ResNet of 18, 34, 50, 101 or 152 layers; pass other fields by name.
 
   Example:
     >>> make_resnet(50, num_classes=1000).stage_sizes

@@ -19,8 +19,8 @@ Span = int | Literal["device", "global"]
 def _images(model: Model, context: ModelContext) -> dict[str, Any]:
   """Return the fields that every built-in Flax module of images has."""
   if not hasattr(context.info, "image_shape"):
-    reason = f"a model of images, and {context.info.name} is text; use Transformer, or other data"
-    raise ConfigError(f"Config.model={type(model).__name__}: {reason}")
+    reason = f"needs images, but {context.info.name} is text; use Transformer or other data"
+    raise ConfigError(f"Config.model={type(model).__name__} {reason}")
   if (shape := context.info.image_shape)[2:] == () and not isinstance(model, MLP):
     name = f"Config.model={type(model).__name__}"
     why = f"takes images [n, height, width, channels], not {['n', *shape]}"
@@ -37,8 +37,8 @@ def _normalised(model: Any, context: ModelContext) -> dict[str, Any]:
 
 def _check_span(owner: str, span: int | str) -> None:
   if isinstance(span, int) and span < 2:
-    why = "statistics need 2 examples or more; give a number >= 2, 'device' or 'global'"
-    raise ConfigError(f"{owner}.bn_span={span}: {why}")
+    why = "is out of range; give a number >= 2, 'device' or 'global'"
+    raise ConfigError(f"{owner}.bn_span={span} {why}")
 
 
 class MLP(Model):
@@ -81,8 +81,8 @@ class CNN(Model):
   def build(self, context: ModelContext) -> Any:
     options, pixels = _normalised(self, context), min(context.info.image_shape[:2])
     if pixels >> len(self.features) == 0:
-      why = f"{len(self.features)} stages halve images of {pixels} pixels to nothing, give fewer"
-      raise ConfigError(f"CNN.features={self.features}: {why}")
+      why = f"has {len(self.features)} stages, too many for images of {pixels} pixels; use fewer"
+      raise ConfigError(f"CNN.features={self.features} {why}")
     return models.CNNModule(**options)
 
 
@@ -107,7 +107,7 @@ class AlexNet(Model):
 
   def build(self, context: ModelContext) -> Any:
     module = models.AlexNetModule(**_normalised(self, context))
-    # Caffe's files subtract the mean, and with BatchNorm divide by 256.
+    # Caffe's files subtract the mean and, with BatchNorm, also divide by 256.
     std = (256.0,) if self.batch_norm else (1.0,)
     info = context.info
     return models.functions(module, info.image_shape, mean=info.mean, std=std)
@@ -197,14 +197,14 @@ class Transformer(Model):
     each = self.head_width or self.width // self.num_heads
     if each % 2:
       field = "head_width" if self.head_width else "num_heads"
-      why = f"positions turn pairs of a head's {each} numbers, choose an even number of them"
-      raise ConfigError(f"Transformer.{field}={getattr(self, field)}: {why}")
+      why = f"gives heads of odd width {each}, which RoPE cannot rotate; choose an even width"
+      raise ConfigError(f"Transformer.{field}={getattr(self, field)} {why}")
     if self.num_kv_heads is not None and self.num_heads % self.num_kv_heads:
-      why = f"does not divide num_heads={self.num_heads}, give a divisor"
-      raise ConfigError(f"Transformer.num_kv_heads={self.num_kv_heads}: {why}")
+      why = f"does not divide num_heads={self.num_heads}; give a divisor"
+      raise ConfigError(f"Transformer.num_kv_heads={self.num_kv_heads} {why}")
     if self.rope_low >= self.rope_high:
-      why = f"not below rope_high={self.rope_high}, give a smaller one"
-      raise ConfigError(f"Transformer.rope_low={self.rope_low}: {why}")
+      why = f"is not below rope_high={self.rope_high}; give a smaller number"
+      raise ConfigError(f"Transformer.rope_low={self.rope_low} {why}")
 
   is_stack = takes_text = True
 
@@ -215,8 +215,8 @@ class Transformer(Model):
 
   def build(self, context: ModelContext) -> Any:
     if not hasattr(context.info, "vocab_size"):
-      fix = "give ViT or ResNet, or other data"
-      raise ConfigError(f"Config.model=Transformer: {context.info.name} has images, {fix}")
+      fix = f"needs text, but {context.info.name} has images; use ViT or ResNet, or other data"
+      raise ConfigError(f"Config.model=Transformer {fix}")
     options = dataclasses.asdict(self)
     if self.hidden is None:
       options["hidden"] = -(-8 * self.width // (3 * 256)) * 256
@@ -271,8 +271,8 @@ class ViT(Model):
     common = _images(self, context)
     if info.image_shape[0] % self.patch or info.image_shape[1] % self.patch:
       pixels = "x".join(map(str, info.image_shape[:2]))
-      why = f"does not divide the {pixels} pixels of {info.name}, give a divisor"
-      raise ConfigError(f"ViT.patch={self.patch}: {why}")
+      why = f"does not divide the {pixels} pixels of {info.name}; give a divisor"
+      raise ConfigError(f"ViT.patch={self.patch} {why}")
     common |= {"image_shape": info.image_shape, "mean": info.mean, "std": info.std}
     common |= dataclasses.asdict(self)
     return models.make_vit(label_smoothing=context.label_smoothing, **common)
@@ -280,5 +280,5 @@ class ViT(Model):
 
 def _check_heads(owner: str, width: int, num_heads: int) -> None:
   if width % num_heads:
-    why = f"does not divide width={width}, give a divisor"
-    raise ConfigError(f"{owner}.num_heads={num_heads}: {why}")
+    why = f"does not divide width={width}; give a divisor"
+    raise ConfigError(f"{owner}.num_heads={num_heads} {why}")

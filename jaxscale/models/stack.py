@@ -1,38 +1,38 @@
-"""Models whose layers are alike and stacked: what is common to all of them.
+"""Models of stacked, equal layers, and rematerialisation policies.
 
-A `Stack` is a model in four pure functions, so that a layout can be put around it
-from outside: who runs the layers (a scan, a pipeline) decides how the parameters of
-one layer come to the device and what is kept for the backward pass. Parameters are
+A `Stack` is a model as a few pure functions, so that a layout can control its execution:
+the code that runs the layers (a scan or a pipeline) decides how one layer's parameters
+reach the device and which values are stored for the backward pass. Parameters are
 
     {"embed": ..., "layers": every leaf [layers, ...], "head": ...}
 
-with kernels [in, out], so that a matrix is a matrix to every optimizer.
+with kernels [in, out], so that every optimizer sees them as matrices.
 
-The functions read sizes from the arrays they are given, never from a setting: where
-a device holds some of the heads, hidden units or classes, the same code computes
-its part. What then completes the parts, and anything else that depends on who
-holds what, are the few operations in `Ops`. Their defaults are those of one device.
+The functions read sizes from their arguments, never from settings: if a device holds only
+some of the heads, hidden units or classes, the same code computes its part. The few
+operations that complete the parts, or otherwise depend on the sharding, are in `Ops`.
+Their defaults are for one device.
 
-What a layer keeps for the backward pass is a policy by name, `REMAT`. A scan keeps
-the input of every layer in any case, b = rows * tokens * width numbers. What JAX
-keeps in all (`jax.ad_checkpoint.print_saved_residuals`; heads as many for keys as
-for queries, MLPs of the usual size), and what it computes again:
+`REMAT` names the policies for the values that a layer stores for the backward pass. A
+scan always stores the input of every layer, b = rows * tokens * width numbers. The
+policies store and recompute (`jax.ad_checkpoint.print_saved_residuals`; for as many heads
+of keys as of queries, and MLPs of the usual size):
 
-    none      some 30 b, and with XLA's attention its weights, rows * heads *
-              tokens^2 float32 numbers; nothing is computed again
-    dots      9 or 10 b: the products with weights. Norms, activations and
-              attention are computed again; nothing is communicated again
-    branches  2 b: what attention added to the stream. The layer is computed again
-              but for the last product of each branch; nothing is communicated again
-    full      b. The layer is computed again but for its last product: close to a
+    none      stores about 30 b, and with XLA's attention its weights, rows * heads *
+              tokens^2 float32 numbers; recomputes nothing
+    dots      stores 9 or 10 b: the products with weights. Norms, activations and
+              attention are recomputed, without communication
+    branches  stores 2 b: also the output of attention. The layer is recomputed except
+              for the last product of each branch, without communication
+    full      stores b. The layer is recomputed except for its last product: almost a
               third more work per step. The sum at the end of attention is
-              communicated again; that at the end of the layer is in the next input
+              communicated again; the sum at the end of the layer is not
 
-    offload   as full, but b waits in the host's memory: the input of a layer is
-              copied there and back, while others compute
+    offload   like full, but b is in host memory: the inputs of layers are copied to the
+              host and back during computation
 
-Gathering a layer's parameters is not a product: where a layout does it inside of the
-layer, each but "none" gathers again.
+If a layout gathers parameters inside the layer, all policies except "none" gather them
+again.
 """
 
 import functools
@@ -50,7 +50,7 @@ from jaxscale.models.linear import PRODUCT, linear, linear_sum
 Totals = dict[str, jax.Array]  # sums over examples, with their number: "examples"
 Layer = Callable[[Any, jax.Array], jax.Array]  # (one layer's params, h) -> h
 
-# Names for remat policies: the output of `rejoin`, and the input of a layer.
+# Checkpoint names for remat policies: the output of `rejoin`, and the input of a layer.
 BRANCH = "branch"
 INPUT = "input"
 
@@ -65,20 +65,20 @@ def classify(
   label_smoothing: float = 0.0,
   dtype: Any = None,
 ) -> tuple[jax.Array, jax.Array]:
-  """Cross entropy of a linear classifier, and whether its best class is the label.
+  """Return the cross entropy of a linear classifier, and whether predictions are right.
 
   Args:
-    h: [..., width].
-    kernel: [width, classes], of which the last may be padding.
-    bias: [classes] or None.
-    labels: int [...], below `num_classes`.
-    num_classes: how many classes there are without padding.
-    label_smoothing: share of the target spread over all classes.
-    dtype: of the product; None: that of h.
+    h: inputs, [..., width].
+    kernel: kernel, [width, classes]; the last classes may be padding.
+    bias: bias, [classes], or None.
+    labels: labels below `num_classes`, int [...].
+    num_classes: number of classes without padding.
+    label_smoothing: share of the target that is spread over all classes.
+    dtype: dtype of the product; None: the dtype of h.
 
   Returns:
-    losses: float32 [...].
-    hits: bool [...].
+    losses: losses, float32 [...].
+    hits: whether the best class is the label, bool [...].
   """
   logits = linear(h, kernel, dtype).astype(jnp.float32)
   if bias is not None:
@@ -92,21 +92,22 @@ def classify(
 
 
 class Ops(NamedTuple):
-  """What depends on who holds which part of a model.
+  """Operations of a model that depend on its sharding.
 
-  A branch of a layer (attention, MLP) is `h + reduce(branch(enter(h)))`; a bias
-  behind the branch's last matrix is added after `reduce`, or it would count once a
-  device.
+  A branch of a layer (attention, MLP) is `h + reduce(branch(enter(h)))`. The bias of a
+  branch's last matrix must be added after `reduce`, since otherwise every device would
+  add it.
 
   Attributes:
-    enter: what a branch reads, from what the residual stream holds: normalised, and
-      float32, so that what flows back is summed in it.
-    reduce: the sum over all heads or hidden units, from a device's part of it, which
-      is not yet rounded to the dtype of activations.
-    attend: as `attention.attention`.
-    positions: number of tokens here -> int32 [tokens], their places in the sequence.
-    lookup: (table [rows, width], ids) -> rows by their numbers, [..., width].
-    classify: as `classify`.
+    enter: the residual stream on the device -> input of a branch. The values are
+      normalised and float32, so that their gradients are summed in float32.
+    reduce: a device's part of a branch -> the sum over all heads or hidden units. The
+      part is not yet rounded to the dtype of activations.
+    attend: attention, with the signature of `attention.attention`.
+    positions: number of tokens on the device -> their positions in the sequence, int32
+      [tokens].
+    lookup: (table [rows, width], ids) -> rows of the table, [..., width].
+    classify: losses and hits, with the signature of `classify`.
   """
 
   enter: Callable[[jax.Array], jax.Array] = lambda x: x
@@ -118,25 +119,26 @@ class Ops(NamedTuple):
 
 
 def rejoin(y: jax.Array, kernel: jax.Array, ops: Ops) -> jax.Array:
-  """A branch's end: its last product, summed over devices, under the name `BRANCH`.
+  """Compute the last product of a branch, summed over devices.
 
-  Rematerialisation can so keep what was communicated, and not communicate again.
+  The result has the checkpoint name `BRANCH`, so that remat policies can store it and
+  need not communicate again.
 
   Args:
-    y: what a device's heads or hidden units give, [..., in].
-    kernel: their rows of it, [in, width].
-    ops: whose `reduce` is used.
+    y: outputs of a device's heads or hidden units, [..., in].
+    kernel: rows of the kernel for them, [in, width].
+    ops: operations, whose `reduce` is used.
   """
   return checkpoint_name(ops.reduce(linear_sum(y, kernel)).astype(y.dtype), BRANCH)
 
 
 def at_least_float32(x: jax.Array) -> jax.Array:
-  """For what half precision is too coarse for; float64 stays float64."""
+  """Cast half precision to float32; float64 stays float64."""
   return x.astype(jnp.float32) if x.dtype.itemsize < 4 else x
 
 
 def sum_totals(losses: jax.Array, hits: jax.Array, counts: jax.Array) -> Totals:
-  """The totals of a batch; `counts` says which losses and hits count, all [...]."""
+  """Return the totals of a batch over the losses and hits whose `counts` is True."""
   whole = {"accuracy": hits & counts, "examples": counts}
   sums = {name: flags.sum(dtype=jnp.int32) for name, flags in whole.items()}
   return {"loss": jnp.where(counts, losses, 0.0).sum()} | sums
@@ -146,14 +148,14 @@ class Stack(NamedTuple):
   """A model of stacked layers as pure functions.
 
   Attributes:
-    init: key -> params, float32: {"embed", "layers", "head"}.
-    embed: (params["embed"], batch, ops) -> h [rows, tokens, width], activations.
+    init: key -> float32 params {"embed", "layers", "head"}.
+    embed: (params["embed"], batch, ops) -> activations h, [rows, tokens, width].
     layer: (one layer's params, h, ops) -> h.
-    finish: (params["head"], h, batch, ops) -> totals: float32 sum "loss", int32
-      "accuracy" (hits) and "examples", over what counts in the batch: rows whose
-      "mask" (bool [rows], where there is one) is True.
+    finish: (params["head"], h, batch, ops) -> totals: float32 sum "loss", int32 sums
+      "accuracy" (hits) and "examples". If the batch has a "mask" (bool [rows]), only rows
+      with True count.
     logits: (params["head"], h) -> float32 [rows, (tokens,) classes].
-    num_layers: how many.
+    num_layers: number of layers.
   """
 
   init: Callable[[jax.Array], Any]
@@ -165,7 +167,7 @@ class Stack(NamedTuple):
 
 
 def _remat(policy: Any) -> Callable[[Layer], Layer]:
-  # A scan keeps the compiler from undoing it by itself.
+  # CSE need not be prevented, because in a scan the compiler cannot undo the remat.
   return functools.partial(jax.checkpoint, policy=policy, prevent_cse=False)
 
 
@@ -177,7 +179,7 @@ def _offload(layer: Layer) -> Layer:
 
 
 _keep = jax.checkpoint_policies
-# Name -> what makes a layer that keeps so much, to be run in a scan.
+# Policy name -> function that applies the policy to a layer, which must run in a scan.
 REMAT: dict[str, Callable[[Layer], Layer]] = {
   "none": lambda layer: layer,
   "dots": _remat(_keep.save_only_these_names(PRODUCT, BRANCH)),
@@ -188,13 +190,16 @@ REMAT: dict[str, Callable[[Layer], Layer]] = {
 
 
 def run_stack(stack: Stack, params: Any, batch: Any, *, remat: str = "none") -> Totals:
-  """The totals of a batch on one device; layouts are tested against it.
+  """Compute the totals of a batch on one device; layouts are tested against it.
 
   Args:
-    remat: a name in `REMAT`.
+    stack: the model.
+    params: parameters from `stack.init`.
+    batch: the batch.
+    remat: rematerialisation policy, a name in `REMAT`.
 
   Returns:
-    Totals as `stack.finish` has them; the gradient of "loss" is the training one.
+    Totals as from `stack.finish`. The gradient of "loss" is the training gradient.
 
   Example:
     >>> from jaxscale.models import make_transformer
@@ -213,11 +218,14 @@ def run_stack(stack: Stack, params: Any, batch: Any, *, remat: str = "none") -> 
 def hidden_states(
   stack: Stack, params: Any, batch: Any, ops: Ops | None = None, *, remat: str = "none"
 ) -> jax.Array:
-  """The output of the last layer, [rows, tokens, width].
+  """Return the output of the last layer, [rows, tokens, width].
 
   Args:
-    ops: what a layout replaces; None: one device's.
-    remat: a name in `REMAT`.
+    stack: the model.
+    params: parameters from `stack.init`.
+    batch: the batch.
+    ops: operations of a layout; None: operations of one device.
+    remat: rematerialisation policy, a name in `REMAT`.
   """
   ops = ops or Ops()
   layer = REMAT[remat](lambda p, h: stack.layer(p, h, ops))
@@ -227,5 +235,5 @@ def hidden_states(
 
 
 def stack_logits(stack: Stack, params: Any, batch: Any) -> jax.Array:
-  """The scores of all classes, float32 [rows, (tokens,) classes]."""
+  """Return the logits of all classes, float32 [rows, (tokens,) classes]."""
   return stack.logits(params["head"], hidden_states(stack, params, batch))

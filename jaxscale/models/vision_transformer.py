@@ -5,10 +5,10 @@
     z = z + down(gelu(up(x)))                   x = layer_norm(z)   (eq. 3)
     y = head(layer_norm(z)[class token])                            (eq. 4)
 
-The published sizes, as (width, num_layers, num_heads): Ti (192, 12, 3) and S (384,
-12, 6) of arXiv:2012.12877, table 1; B (768, 12, 12) and L (1024, 24, 16) of
-arXiv:2010.11929, table 1. There is no dropout: with augmentation or large data it is
-left out (arXiv:2106.10270, §4.6).
+The published sizes, as (width, num_layers, num_heads), are Ti (192, 12, 3) and S (384,
+12, 6) from arXiv:2012.12877, table 1, and B (768, 12, 12) and L (1024, 24, 16) from
+arXiv:2010.11929, table 1. There is no dropout, which does not help with augmentation or
+large data sets (arXiv:2106.10270, §4.6).
 """
 
 import functools
@@ -25,7 +25,7 @@ from jaxscale.models.attention import join_heads, split_heads
 from jaxscale.models.linear import dense, linear, shift
 from jaxscale.models.stack import Ops, Stack, at_least_float32, rejoin, sum_totals
 
-# How a layout splits each parameter: path, axis of each dim (parallel/rules.py).
+# Sharding rules: path pattern and mesh axis of each dim (parallel/rules.py).
 SHARDING = (
   ("embed/patch/kernel", (None, "fsdp")),
   ("embed/(patch/bias|class_token)", (None,)),
@@ -58,33 +58,34 @@ def make_vit(
   label_smoothing: float = 0.0,
   dtype: Any = jnp.float32,
 ) -> Stack:
-  """An image classifier as pure functions of its parts.
+  """Return a Vision Transformer as a `Stack`.
 
-  A batch is {"image": uint8 [rows, height, width, channels], "label": int32
-  [rows]}, and may have "mask", bool [rows]: which rows count.
+  A batch is {"image": uint8 [rows, height, width, channels], "label": int32 [rows]}. An
+  optional "mask", bool [rows], is False for rows that do not count.
 
   Args:
     image_shape: (height, width, channels) of an image.
-    num_classes: labels are 0 … num_classes - 1.
-    patch: height and width of a patch, in pixels.
-    width: of the residual stream.
-    num_layers: layers of attention and MLP.
-    num_heads: heads of attention.
-    hidden: units of the MLP; None: 4 * width.
-    mean: per channel or one for all, subtracted from the images.
-    std: likewise; the images are divided by it.
-    pool: what is classified: a token of its own, or the mean over the patches,
-      which then has no such token (arXiv:2205.01580).
-    norm_eps: added to the variance by LayerNorm: 1e-6 in Flax, with which the
-      published weights were trained; 1e-12 in Hugging Face's.
-    pad_classes_to: the head has a multiple of this many classes, so that it can be
-      split evenly on any layout. Those behind the last are 0 and stay it.
-    label_smoothing: share of the target spread over all classes; 0 for evaluation.
-    dtype: of activations; parameters are float32, and so are norms, softmax and
-      loss inside.
+    num_classes: number of classes.
+    patch: height and width of a patch in pixels.
+    width: width of the residual stream.
+    num_layers: number of layers of attention and MLP.
+    num_heads: number of attention heads.
+    hidden: number of hidden units of the MLP; None: 4 * width.
+    mean: mean that is subtracted from the images, one value per channel or one for all.
+    std: standard deviation by which the images are divided, one value per channel or one
+      for all.
+    pool: input of the classifier: "token" for a class token, or "mean" for the mean over
+      the patches, without a class token (arXiv:2205.01580).
+    norm_eps: term added to the variance in LayerNorm: 1e-6 in Flax, with which the
+      published weights were trained; 1e-12 in Hugging Face's ViTs.
+    pad_classes_to: pad the classes of the head to a multiple of this, so that every
+      layout can split them evenly. Padding stays 0.
+    label_smoothing: share of the target that is spread over all classes; use 0 for
+      evaluation.
+    dtype: dtype of activations. Parameters, norms, softmax and loss are float32.
 
   Raises:
-    ConfigError: sizes that do not go together.
+    ConfigError: sizes do not fit each other.
 
   Example:
     >>> stack = make_vit(image_shape=(224, 224, 3), num_classes=1000)
@@ -97,7 +98,7 @@ def make_vit(
   layer = functools.partial(_layer, norm=norm, head_width=width // num_heads)
 
   def embed(p, batch, ops):
-    # Images are whole on a device: `ops` are not used.
+    # `ops` are not used, because every device has whole images.
     images = batch["image"].astype(jnp.float32)
     images = (images - jnp.array(mean, jnp.float32)) / jnp.array(std, jnp.float32)
     h = dense(patches(images.astype(dtype), patch), p["patch"])
@@ -108,7 +109,7 @@ def make_vit(
     return h + p["position"].astype(h.dtype)
 
   def pooled(p, h):
-    """[rows, width] of what is classified."""
+    """Return the classifier's input, [rows, width]."""
     if pool == "token":
       return norm(h[:, 0], p["norm"])
     return norm(h, p["norm"]).mean(axis=1)
@@ -117,7 +118,7 @@ def make_vit(
     x, labels = ops.enter(pooled(p, h)), batch["label"]
     options = {"num_classes": num_classes, "label_smoothing": label_smoothing, "dtype": h.dtype}
     losses, hits = ops.classify(x, p["kernel"], p["bias"], labels, **options)
-    # From the rows, so that it varies over devices as they do.
+    # The default mask is computed from the labels, so that it varies over devices too.
     return sum_totals(losses, hits, batch.get("mask", labels >= 0))
 
   def logits(p, h):
@@ -137,8 +138,8 @@ def make_vit(
 def _layer(
   p: Any, h: jax.Array, ops: Ops, *, norm: Callable[..., jax.Array], head_width: int
 ) -> jax.Array:
-  """Attention and MLP of one layer on [rows, tokens, width]."""
-  # A bias behind `rejoin` counts once, on however many devices the heads are.
+  """Run attention and MLP of one layer on [rows, tokens, width]."""
+  # A bias added after `rejoin` counts once for any number of devices.
   x = ops.enter(norm(h, p["attn_norm"]))
   q, k, v = (split_heads(dense(x, p[name], h.dtype), head_width) for name in "qkv")
   y = join_heads(ops.attend(q, k, v, causal=False))
@@ -149,7 +150,7 @@ def _layer(
 
 
 def _check_sizes(image_shape: tuple[int, int, int], patch: int, width: int, num_heads: int) -> None:
-  """Refuse images that patches do not fill, and heads that do not fill the width."""
+  """Raise if patches do not divide the images or heads do not divide the width."""
   height, columns, _ = image_shape
   if height % patch or columns % patch:
     why = f"does not divide images of {height}x{columns} pixels"
@@ -163,12 +164,12 @@ def layer_norm(x: jax.Array, p: Any, *, eps: float) -> jax.Array:
   """LayerNorm (arXiv:1607.06450): (x - mean) / sqrt(var + eps) * scale + bias.
 
   Args:
-    x: [..., width].
-    p: {"scale": float32 [width], "bias": float32 [width]}.
-    eps: added to the variance.
+    x: inputs, [..., width].
+    p: parameters {"scale": float32 [width], "bias": float32 [width]}.
+    eps: term added to the variance.
 
   Returns:
-    float32 [..., width].
+    Normalised values, float32 [..., width].
   """
   wide = at_least_float32(x)
   centred = wide - wide.mean(axis=-1, keepdims=True)
@@ -177,10 +178,10 @@ def layer_norm(x: jax.Array, p: Any, *, eps: float) -> jax.Array:
 
 
 def patches(images: jax.Array, size: int) -> jax.Array:
-  """[n, height, width, channels] -> [n, patches, size * size * channels], by rows.
+  """Cut images [n, height, width, channels] into [n, patches, size * size * channels].
 
-  With a matrix behind it that is the convolution of stride `size`, as a plain
-  matrix product.
+  Patches are in row order. Multiplied by a matrix they give a convolution of stride
+  `size`, as a plain matrix product.
   """
   n, height, width, channels = images.shape
   x = images.reshape(n, height // size, size, width // size, size, channels)
@@ -191,11 +192,12 @@ def patches(images: jax.Array, size: int) -> jax.Array:
 def _init(
   key, patch_size, num_patches, width, hidden, num_layers, num_classes, *, has_token
 ) -> Any:
-  """As the paper's own code (google-research/vision_transformer, models_vit.py).
+  """Initialise parameters as the paper's code does.
 
-  Uniform numbers of Glorot and Bengio (2010, eq. 16) in the layers, biases of the
-  MLP of deviation 1e-6; patches as LeCun's normal numbers; positions of deviation
-  0.02; class token and head 0.
+  The code is google-research/vision_transformer, models_vit.py. Layers are Glorot uniform
+  (Glorot and Bengio, 2010, eq. 16), biases of the MLP have a standard deviation of 1e-6,
+  the patch embedding is LeCun normal, positions have a standard deviation of 0.02, and
+  class token and head are 0.
   """
   glorot = jax.nn.initializers.glorot_uniform()
   lecun = jax.nn.initializers.lecun_normal()
@@ -236,11 +238,11 @@ def _init(
 
 @jax.custom_jvp
 def gelu(x: jax.Array) -> jax.Array:
-  """The normal distribution's function of x, times x (arXiv:1606.08415), exactly.
+  """Exact GELU (arXiv:1606.08415): x times the standard normal distribution function.
 
-  By erf, as PyTorch computes it: XLA's erfc, in `jax.nn.gelu`, takes three times as
-  long on CPUs. Its derivative is given, for JAX 0.12 cannot take that of erf where
-  `shard_map` checks types.
+  It uses erf, as PyTorch does, because XLA's erfc in `jax.nn.gelu` takes three times as
+  long on CPU. The derivative is custom, because JAX 0.12 cannot differentiate erf inside
+  a `shard_map` that checks types.
   """
   wide = at_least_float32(x)
   return (wide * _normal_share(wide)).astype(x.dtype)
@@ -256,5 +258,5 @@ def _gelu_jvp(primals: Any, tangents: Any) -> Any:
 
 
 def _normal_share(x: jax.Array) -> jax.Array:
-  """The share of the standard normal distribution that is below x."""
+  """Return the standard normal distribution function of x."""
   return (1 + lax.erf(x * jnp.array(0.5**0.5, x.dtype))) / 2

@@ -1,10 +1,10 @@
 """Optimizers: optax transformations of whole (global) arrays.
 
-They see global gradients and parameters, never a mesh axis, so their norms
-are right under every sharding. Each builder takes the learning rate as a
-number or a schedule and masks the leaves that no decay and no trust ratio
-belong to: biases and normalisation scales (`kernels`). `learning_rate` and
-`trust_ratios` read what the last step applied out of a state.
+They work on global gradients and parameters and use no mesh axes, so their norms are
+correct for every sharding. Each builder takes the learning rate as a number or a
+schedule. By default a mask (`kernels`) excludes biases and normalisation scales from
+weight decay and trust ratios. `trust_ratios` reads the ratios of the last step from an
+optimizer state.
 """
 
 import lazy_loader

@@ -1,4 +1,4 @@
-"""Adam's moments, with a trust ratio (LAMB) and without (AdamW).
+"""AdamW and LAMB: Adam without and with trust ratios.
 
     m = b1 m + (1 - b1) g                 m_hat = m / (1 - b1^t)
     v = b2 v + (1 - b2) g^2               v_hat = v / (1 - b2^t)
@@ -7,13 +7,13 @@
     w = w - lr phi(|w|) / |r| r                        LAMB, arXiv:1904.00962
     phi(z) = min(max(z, phi_min), phi_max)
 
-LAMBC has min(phi(|w|) / |r|, 1) for the trust ratio phi(|w|) / |r| (J. Fong et al.,
+LAMBC replaces the trust ratio phi(|w|) / |r| by min(phi(|w|) / |r|, 1) (J. Fong et al.,
 "Improving layer-wise adaptive rate methods using trust ratio clipping",
-arXiv:2011.13584). timm (1.0.31, optim/lamb.py) first divides gradients by max(|g|, 1),
-|g| being the norm of all of them together, and has no ratio where wd is 0.
+arXiv:2011.13584). timm (1.0.31, optim/lamb.py) first divides the gradients by
+max(|g|, 1), where |g| is their global norm, and uses no trust ratio if wd is 0.
 
-Moments are float32 at least: bfloat16 has 8 bits, and 0.999 v + 0.001 g^2 would
-not change in it.
+Moments have at least float32: with the 8 significant bits of bfloat16, 0.999 v +
+0.001 g^2 would round to v.
 """
 
 from __future__ import annotations
@@ -48,24 +48,25 @@ def lamb(
 ) -> optax.GradientTransformation:
   """LAMB (arXiv:1904.00962, algorithm 2; equations in the module).
 
-  The ratio is 1 where phi(|w|) or |r| is 0.
+  The trust ratio is 1 if phi(|w|) or |r| is 0.
 
   Args:
-    learning_rate: a number or a function of the step.
-    variant: "timm": its clip of gradients, and its rule for wd = 0.
+    learning_rate: the learning rate, a number or a function of the step.
+    variant: "paper", or "timm" for timm's gradient clipping and its rule for wd = 0.
     b1: decay of the first moment m.
     b2: decay of the second moment v.
-    eps: added to the square root of v_hat.
-    weight_decay: wd; 1.5 in the authors' ResNet-50 at 32K (rate 0.04).
-    bias_correction: False: m_hat = m and v_hat = v, as in that code.
+    eps: term added to the square root of v_hat.
+    weight_decay: weight decay wd; the authors use 1.5 for ResNet-50 at batch size 32K
+      (learning rate 0.04).
+    bias_correction: False sets m_hat = m and v_hat = v, as in the authors' code.
     phi_min: lower bound of phi.
-    phi_max: upper bound of phi; None: no bound.
-    trust_clip: LAMBC: no ratio above 1.
-    mask: params -> bool per leaf; a leaf that is False gets neither decay nor
-      trust ratio, as in that code, which excludes BatchNorm and nothing else.
-      None: all do.
-    stacked: params -> bool per leaf: its first dim counts layers (of a scan), each
-      with its own ratio. None: none is.
+    phi_max: upper bound of phi; None means no bound.
+    trust_clip: True limits the trust ratio to 1 (LAMBC).
+    mask: params -> bool per leaf, or a name or pattern of `including`. False excludes the
+      leaf from decay and trust ratio. The authors' code excludes only BatchNorm. None
+      includes all leaves.
+    stacked: params -> bool per leaf, or a pattern. True: the first dim of the leaf counts
+      the layers of a scan, each with its own trust ratio. None: no leaf is stacked.
 
   Raises:
     ConfigError: phi_min is negative or above phi_max.
@@ -97,19 +98,20 @@ def scale_by_trust_ratio(
   mask: Mask | None = "kernels",
   stacked: Mask | None = None,
 ) -> optax.GradientTransformation:
-  """Multiply each layer's update r by its trust ratio phi(|w|) / |r|, LAMB's.
+  """Multiply each layer's update r by LAMB's trust ratio phi(|w|) / |r|.
 
-  Unlike `optax.scale_by_trust_ratio` it bounds |w| on both sides, leaves out what the
-  mask does, knows stacked layers, and keeps the ratios for `trust_ratios`.
+  Unlike `optax.scale_by_trust_ratio` it bounds |w| from both sides, takes a mask,
+  supports stacked layers, and stores the ratios for `trust_ratios`.
 
   Args:
     phi_min: lower bound of phi.
-    phi_max: upper bound of phi; None: no bound.
-    clip: no ratio above 1.
-    adapts: False: every ratio is 1.
-    mask: params -> bool per leaf, or its name: which have a ratio. None: all do.
-    stacked: params -> bool per leaf: its first dim counts layers, each with a ratio
-      of its own. None: none is.
+    phi_max: upper bound of phi; None means no bound.
+    clip: True limits the ratio to 1.
+    adapts: False sets every ratio to 1.
+    mask: params -> bool per leaf, or a name or pattern of `including`: the leaves with a
+      trust ratio. None: all leaves.
+    stacked: params -> bool per leaf, or a pattern. True: the first dim of the leaf counts
+      layers, each with its own ratio. None: no leaf is stacked.
 
   Raises:
     ConfigError: phi_min is negative or above phi_max.
@@ -120,7 +122,7 @@ def scale_by_trust_ratio(
   """
   bounds = [x for x in (phi_min, phi_max) if isinstance(x, int | float)]
   if bounds != sorted(bounds) or min(bounds, default=0) < 0:
-    why = f"with phi_max={phi_max} is out of order"
+    why = f"with phi_max={phi_max} is out of range"
     raise invalid("phi_min", phi_min, why, "give 0 <= phi_min <= phi_max")
 
   def init(params: optax.Params) -> layers.TrustRatios:
@@ -155,22 +157,23 @@ def adamw(
   mask: Mask | None = "kernels",
   stacked: Mask | None = None,
 ) -> optax.GradientTransformation:
-  """AdamW (arXiv:1711.05101), decaying kernels only by default.
+  """AdamW (arXiv:1711.05101), by default with weight decay on kernels only.
 
-  As in PyTorch and optax, the decay is multiplied by the rate. Tuned for the
-  batch size it is a strong baseline: Nado et al. (arXiv:2102.06356) match LAMB with
-  it, given bias correction (always on here) and a schedule tuned for it.
+  As in PyTorch and optax, the decay is multiplied by the learning rate. AdamW is a strong
+  baseline if it is tuned for the batch size: Nado et al. (arXiv:2102.06356) match LAMB
+  with bias correction (always used here) and a tuned schedule.
 
   Args:
-    learning_rate: a number or a function of the step.
+    learning_rate: the learning rate, a number or a function of the step.
     b1: decay of the first moment m.
     b2: decay of the second moment v.
-    eps: added to the square root of v_hat.
-    weight_decay: wd.
-    mask: params -> bool per leaf, where to decay. None: everywhere.
-    stacked: params -> bool per leaf: its first dim counts layers (of a scan), and
-      `mask` is applied to one of them, so that their biases are biases. None: none
-      is.
+    eps: term added to the square root of v_hat.
+    weight_decay: weight decay wd.
+    mask: params -> bool per leaf, or a name or pattern of `including`: the leaves with
+      weight decay. None: all leaves.
+    stacked: params -> bool per leaf, or a pattern. True: the first dim of the leaf counts
+      the layers of a scan, and `mask` sees one layer, so that stacked biases count as
+      biases. None: no leaf is stacked.
 
   Example:
     >>> tx = adamw(warmup_cosine(1e-3, 100, 1000), weight_decay=0.05)
@@ -184,15 +187,15 @@ def scale_by_adam(
 ) -> optax.GradientTransformation:
   """`optax.scale_by_adam` with an exact bias correction.
 
-  In optax 1 - b^t is computed in float32, where 1 - 0.999 is off by 1e-5 of itself.
+  Optax computes 1 - b^t in float32, where 1 - 0.999 has a relative error of 1e-5.
 
   Args:
     b1: decay of the first moment.
     b2: decay of the second moment.
-    eps: added to the square root of v_hat.
-    bias_correction: False: m_hat = m and v_hat = v.
-    nesterov: m_hat = b1 m / (1 - b1^(t+1)) + (1 - b1) g / (1 - b1^t), as NAdam (T.
-      Dozat, 2016).
+    eps: term added to the square root of v_hat.
+    bias_correction: False sets m_hat = m and v_hat = v.
+    nesterov: True sets m_hat = b1 m / (1 - b1^(t+1)) + (1 - b1) g / (1 - b1^t), as in
+      NAdam (T. Dozat, 2016).
   """
 
   def init(params: Any):
@@ -220,7 +223,7 @@ def scale_by_adam(
 
 
 def one_minus_power(base: float, count: jax.Array) -> jax.Array:
-  """1 - base^count without cancellation, in the default float dtype []."""
+  """Return 1 - base^count without cancellation, in the default float dtype []."""
   steps = count.astype(layers.default_float())
   if layers.is_injected(base):
     return -jnp.expm1(steps * jnp.log(base))

@@ -1,39 +1,37 @@
-"""LARS as published, and the variants that others ran.
+"""LARS as published, and the variants of other implementations.
 
-With |w| and |g| the norms of one layer's weights and gradient, eta the trust
-coefficient, wd the decay, m the momentum, u = g + wd w, and
+Let |w| and |g| be the norms of one layer's weights and gradient, eta the trust
+coefficient, wd the weight decay, m the momentum, u = g + wd w, and
 
     ratio = eta |w| / (|g| + wd |w| + eps)
 
-| variant | whose | a step |
+| variant | implementation | step |
 |---|---|---|
 | paper | arXiv:1708.03888; Intel Caffe; Flax and MLPerf's references | v = m v + lr ratio u; w -= v |
-| nvidia | NVIDIA's MLPerf SGDwFASTLARS | the same, m lr_t / lr_{t-1} for m |
+| nvidia | NVIDIA's MLPerf SGDwFASTLARS | paper with m lr_t / lr_{t-1} instead of m |
 | tf_contrib | TensorFlow's contrib LARSOptimizer, decay added | v = m v + u; w -= lr ratio v |
-| tf_contrib_l2_in_loss | the same, its code as it was | v = m v + g; w -= lr ratio v |
-| torch | lightning-bolts and its kin | v = m v + ratio u; w -= lr v |
-| optax | `optax.lars` | paper's; ratio = eta |w| / (|u| + eps) |
-| larc_scale | NVIDIA apex LARC | torch's |
-| larc_clip | NVIDIA apex LARC, clip=True | torch's; min(ratio / lr, 1) for ratio |
-| nvcaffe_scale | NVCaffe LARC | paper's; ratio = (1 - m) eta |w| / (|g| + eps) |
-| nvcaffe_clip | NVCaffe LARC | the same; min(lr, ratio) for lr ratio |
-| timm | timm lars | torch's; no ratio where wd is 0 |
-| timm_clip | timm larc | larc_clip's; no ratio where wd is 0 |
+| tf_contrib_l2_in_loss | TensorFlow's contrib code unchanged | v = m v + g; w -= lr ratio v |
+| torch | lightning-bolts and similar | v = m v + ratio u; w -= lr v |
+| optax | `optax.lars` | paper with ratio = eta |w| / (|u| + eps) |
+| larc_scale | NVIDIA apex LARC | torch |
+| larc_clip | NVIDIA apex LARC, clip=True | torch with min(ratio / lr, 1) instead of ratio |
+| nvcaffe_scale | NVCaffe LARC | paper with ratio = (1 - m) eta |w| / (|g| + eps) |
+| nvcaffe_clip | NVCaffe LARC | nvcaffe_scale with min(lr, ratio) instead of lr ratio |
+| timm | timm lars | torch; no ratio if wd is 0 |
+| timm_clip | timm larc | larc_clip; no ratio if wd is 0 |
 
-Sources: the code of each, intel/caffe 44d53638 and NVIDIA/caffe 87a25543
+Sources: the code of each implementation: intel/caffe 44d53638 and NVIDIA/caffe 87a25543
 (src/caffe/solvers/sgd_solver.cpp), tensorflow 5c8077a6 (contrib/opt), NVIDIA/apex
-LARC.py, optax 0.2.8 alias.py, timm 1.0.31 optim/lars.py (whose eps is 1e-8).
+LARC.py, optax 0.2.8 alias.py, timm 1.0.31 optim/lars.py (with eps = 1e-8).
 
-The zero-norm rule: where |w| or |g| (optax: |u|) is 0, the layer moves by the bare
-rate (ratio 1) and its decay stays; apex drops the decay too. nvcaffe_clip and
-timm_clip clip here as well, by a ratio of 1: the layer's rate is min(lr, 1). In all
-others a
-kernel that starts at 0 makes a first step of the whole rate, which is 29 in some
-recipes: such a layer is better left out by the mask.
+If |w| or |g| (optax: |u|) is 0, the ratio is 1: the layer uses the plain learning rate,
+with weight decay (apex also drops the decay). nvcaffe_clip and timm_clip clip this ratio
+of 1, too, so that the layer's learning rate is min(lr, 1). In all other variants a kernel
+that starts at 0 makes its first step with the full learning rate, which is 29 in some
+recipes. Exclude such a layer by the mask.
 
-One mask governs decay and ratio together, so two things cannot be expressed: NVIDIA's
-bias of the classifier, which has decay and no ratio, and the two masks of
-`optax.lars`.
+One mask controls both decay and ratio, so two cases cannot be expressed: NVIDIA's
+classifier bias, which has decay but no ratio, and the two masks of `optax.lars`.
 """  # noqa: E501
 
 from __future__ import annotations
@@ -58,13 +56,14 @@ class _Variant(NamedTuple):
   """A row of the module's table.
 
   Attributes:
-    rate_in_velocity: the rate multiplies what enters the velocity, not the velocity.
-    ratio_in_velocity: so does the trust ratio.
+    rate_in_velocity: the learning rate multiplies the terms added to the velocity, not
+      the velocity.
+    ratio_in_velocity: the trust ratio multiplies the terms added to the velocity.
     decays: wd w is added to the gradient.
     denominator: "sum": |g| + wd |w|; "decayed": |g + wd w|; "gradient": |g|.
-    clip: the rate of a layer is min(lr, ratio), and not lr ratio.
-    clips_undefined: so it is where a norm is 0, with ratio 1: min(lr, 1).
-    adapts_undecayed: there are ratios also if wd is 0.
+    clip: the learning rate of a layer is min(lr, ratio) instead of lr ratio.
+    clips_undefined: the clip also applies if a norm is 0, with ratio 1: min(lr, 1).
+    adapts_undecayed: trust ratios are used even if wd is 0.
   """
 
   rate_in_velocity: bool = True
@@ -108,34 +107,34 @@ def lars(
   mask: Mask | None = "kernels",
   stacked: Mask | None = None,
 ) -> optax.GradientTransformation:
-  """LARS as published, and as run by others (equations in the module).
+  """LARS in the variants of the paper and of other implementations.
 
-  `tf_contrib` adds the decay to the gradient, as all other variants do; the code
-  it comes from had it in the denominator only, for a loss that already contains
-  wd |w|^2 / 2: that is `tf_contrib_l2_in_loss`.
+  The equations are in the module. `tf_contrib` adds the decay to the gradient, as all
+  other variants do. The original code uses wd in the denominator only, for a loss that
+  already contains wd |w|^2 / 2: that is `tf_contrib_l2_in_loss`.
 
   Args:
-    learning_rate: a number or a function of the step.
-    variant: whose equations.
-    momentum: m.
-    weight_decay: wd.
-    trust_coefficient: eta; 0.001 in every recipe its authors shipped, 0.02 by
+    learning_rate: the learning rate, a number or a function of the step.
+    variant: name of the variant; see the module's table.
+    momentum: momentum m.
+    weight_decay: weight decay wd.
+    trust_coefficient: trust coefficient eta; 0.001 in all recipes of the authors, 0.02 by
       default in apex.
-    eps: added to the denominator of the ratio.
-    nesterov: look ahead.
-    momentum_correction: multiply m by lr_t / lr_{t-1} (arXiv:1706.02677, §3):
-      True: always; a number: in that many first steps (Intel Caffe: the
-      warm-up); "nvidia" always does. Always, it makes "paper" equal "torch" as
-      long as rates are > 0; momentum.py says what a rate of 0 does.
-    mask: params -> bool per leaf; a leaf that is False gets plain momentum at
-      the same rate, without ratio and decay. None: every leaf is scaled and
-      decayed, as in Caffe.
-    stacked: params -> bool per leaf: its first dim counts layers (of a scan), each
-      with a ratio of its own. None: none is.
+    eps: term added to the denominator of the ratio.
+    nesterov: use Nesterov momentum.
+    momentum_correction: multiply m by lr_t / lr_{t-1} (arXiv:1706.02677, §3). True: in
+      every step; a number: in that many first steps (Intel Caffe: the warm-up). "nvidia"
+      corrects in every step. With True, "paper" equals "torch" as long as learning rates
+      are > 0; see momentum.py for a learning rate of 0.
+    mask: params -> bool per leaf, or a name or pattern of `including`. False: the leaf
+      uses plain momentum with the same learning rate, without trust ratio and decay.
+      None: all leaves have trust ratio and decay, as in Caffe.
+    stacked: params -> bool per leaf, or a pattern. True: the first dim of the leaf counts
+      the layers of a scan, each with its own ratio. None: no leaf is stacked.
 
   Raises:
-    ConfigError: the variant is not known, or is one whose velocity does not hold
-      the rate and needs no correction.
+    ConfigError: the variant is unknown, or `momentum_correction` is set for a variant
+      whose velocity does not contain the learning rate.
 
   Example:
     >>> tx = lars(warmup_polynomial(10.0, 500, 5000), weight_decay=5e-5)
@@ -148,7 +147,7 @@ def lars(
     raise invalid("LARS.variant", repr(variant), "is unknown", fix)
   row = _VARIANTS[variant]
   if momentum_correction is not False and not row.rate_in_velocity:
-    why = f"has nothing to correct: the velocity of {variant!r} does not hold the rate"
+    why = f"does not apply to variant={variant!r}, whose velocity does not contain the lr"
     raise invalid("LARS.momentum_correction", momentum_correction, why, "leave it out")
   eta = trust_coefficient * ((1 - momentum) if row.denominator == "gradient" else 1)
   trace, rate = optax.trace(momentum, nesterov), optax.scale_by_learning_rate(learning_rate)
@@ -160,7 +159,7 @@ def lars(
   else:
     moved = optax.chain(trace, rate) if row.ratio_in_velocity else rate
   adapts = row.adapts_undecayed or weight_decay > 0
-  if adapts is False:  # and no decay either
+  if adapts is False:  # without trust ratios there is no decay either
     return in_float32(moved)
   own: Any = {"denominator": row.denominator, "decays": row.decays, "adapts": adapts}
   own |= {"limit": learning_rate if row.clip else None, "limits_undefined": row.clips_undefined}
@@ -173,9 +172,9 @@ class LarsRatioState(NamedTuple):
   """State of `scale_by_lars_ratio`.
 
   Attributes:
-    count: int32 [], steps done.
-    inner: of the transformation between decay and ratio.
-    trust_ratios: of the last step; see `trust_ratios`.
+    count: steps done, int32 [].
+    inner: state of the transformation between decay and ratio.
+    trust_ratios: trust ratios of the last step; see `trust_ratios`.
   """
 
   count: jax.Array
@@ -197,25 +196,26 @@ def scale_by_lars_ratio(
   mask: Mask | None = "kernels",
   stacked: Mask | None = None,
 ) -> optax.GradientTransformation:
-  """Add decay to each layer's gradient and multiply the sum by LARS' trust ratio.
+  """Add weight decay to each layer's gradient and multiply by LARS' trust ratio.
 
-  The first of a chain, since its norms are those of the gradient itself.
+  Put it first in a chain, since its norms must be those of the gradient itself.
 
   Args:
-    trust_coefficient: eta.
-    weight_decay: wd.
-    eps: added to the denominator of the ratio.
+    trust_coefficient: trust coefficient eta.
+    weight_decay: weight decay wd.
+    eps: term added to the denominator of the ratio.
     denominator: "sum": |g| + wd |w|; "decayed": |g + wd w|; "gradient": |g|.
-    decays: False: wd is in the denominator only.
-    adapts: False: every ratio is 1.
-    limit: the learning rate that follows in the chain, of which the ratio is to be a
-      bound: lr ratio becomes min(lr, ratio). None: it becomes no bound.
-    limits_undefined: with a limit, a layer without a ratio has min(lr, 1).
-    inner: applied between decay and ratio, as the velocity in TensorFlow's contrib;
-      None: nothing is.
-    mask: params -> bool per leaf, or its name: which have decay and ratio. None: all.
-    stacked: params -> bool per leaf: its first dim counts layers, each with a ratio
-      of its own. None: none is.
+    decays: False uses wd in the denominator only.
+    adapts: False sets every ratio to 1.
+    limit: the learning rate that follows in the chain. The layer's learning rate is then
+      min(lr, ratio) instead of lr ratio. None: no limit.
+    limits_undefined: with a limit, use min(lr, 1) for a layer with a norm of 0.
+    inner: transformation between decay and ratio, such as the velocity in TensorFlow's
+      contrib; None: no transformation.
+    mask: params -> bool per leaf, or a name or pattern of `including`: the leaves with
+      decay and ratio. None: all leaves.
+    stacked: params -> bool per leaf, or a pattern. True: the first dim of the leaf counts
+      layers, each with its own ratio. None: no leaf is stacked.
 
   Example:
     >>> rate = optax.scale_by_learning_rate(10.0)
@@ -236,12 +236,12 @@ def scale_by_lars_ratio(
     if denominator == "sum":
       bottom = bottom + weight_decay * w_norm
     defined = (w_norm > 0) & (g_norm > 0) & adapts
-    # The inner `where` keeps 0 / 0 out, also under jax_debug_nans.
+    # The inner `where` avoids 0 / 0, which jax_debug_nans would report.
     ratio = trust_coefficient * w_norm / jnp.where(defined, bottom, 1.0)
     ratio = jnp.where(defined, ratio, 1.0)
     if rate is None:
       return ratio
-    limited = ratio < rate  # so the rate is not 0
+    limited = ratio < rate  # implies a rate above 0
     if not limits_undefined:
       limited &= defined
     return jnp.where(limited, ratio / jnp.where(limited, rate, 1.0), 1.0)
@@ -252,7 +252,7 @@ def scale_by_lars_ratio(
     rate = None if limit is None else rate_at(limit, state.count)
 
     def adapt(layer: Layer, w: jax.Array, g: jax.Array) -> tuple[Any, Any, Any]:
-      """(gradient with decay, factor, ratio to keep) of a leaf."""
+      """Return a leaf's gradient with decay, its factor, and the ratio to store."""
       if not layer.chosen:
         return g, 1.0, optax.MaskedNode()
       u = g + weight_decay * w

@@ -1,8 +1,8 @@
-"""What a layer is to a layer-wise optimizer: one norm, one trust ratio.
+"""Layers of layer-wise optimizers: their norms and trust ratios.
 
-A layer is a leaf of the parameters or, where layers are stacked for a scan, one
-slice of a leaf along its first dim. Norms and states are float32 at least,
-whatever the dtype of the parameters; float64 stays float64.
+A layer is a leaf of the parameters or, if layers are stacked for a scan, one slice of a
+leaf along its first dim. Norms and states have at least float32 for any dtype of the
+parameters; float64 stays float64.
 """
 
 from __future__ import annotations
@@ -20,11 +20,12 @@ from jaxscale.optim.tree_paths import path_name
 
 
 class Layer(NamedTuple):
-  """How a leaf is treated.
+  """Flags of a leaf.
 
   Attributes:
-    chosen: by the mask: has decay, and a trust ratio if the optimizer has one.
-    stacked: its first dim counts layers.
+    chosen: the mask includes the leaf: it has decay, and trust ratios if the optimizer
+      uses them.
+    stacked: the first dim of the leaf counts layers.
   """
 
   chosen: bool
@@ -32,23 +33,23 @@ class Layer(NamedTuple):
 
 
 def layers_of(params: Any, mask: Mask | Any, stacked: Mask | Any) -> list[Layer]:
-  """A `Layer` for each leaf, in the order of `jax.tree.leaves`.
+  """Return a `Layer` for each leaf, in the order of `jax.tree.leaves`.
 
   Args:
-    params: arrays, or anything with shape and dtype.
-    mask: params -> bool per leaf, or such a tree (a prefix will do); None: all
-      are chosen. It sees a stacked leaf without its first dim, so that `kernels`
-      finds the stacked biases to be biases.
-    stacked: the same, which leaves are stacked; None: no leaf is.
+    params: arrays, or objects with shape and dtype.
+    mask: params -> bool per leaf, or a tree of bools or a prefix of it; None: all leaves
+      are chosen. The mask sees stacked leaves without their first dim, so that `kernels`
+      excludes stacked biases.
+    stacked: the stacked leaves, given as for `mask`; None: no leaf is stacked.
 
   Raises:
-    ValueError: a leaf is called stacked and has no dims.
+    ValueError: a stacked leaf is a scalar.
   """
   is_stacked = flags_of(stacked, params, default=False)
   leaves, treedef = jax.tree.flatten(params)
   for i in (i for i, many in enumerate(is_stacked) if many):
     if not leaves[i].shape:
-      raise ValueError("stacked: a scalar has no first dim to count layers")
+      raise ValueError("stacked selects a scalar, which has no dim of layers; exclude it")
     leaves[i] = jax.ShapeDtypeStruct(leaves[i].shape[1:], leaves[i].dtype)
   chosen = flags_of(mask, treedef.unflatten(leaves), default=True)
   return [Layer(*flags) for flags in zip(chosen, is_stacked, strict=True)]
@@ -57,15 +58,15 @@ def layers_of(params: Any, mask: Mask | Any, stacked: Mask | Any) -> list[Layer]
 def map_layers(
   outputs: int, function: Callable[..., Any], params: Any, mask: Any, stacked: Any, *trees: Any
 ) -> list[Any]:
-  """Trees like the parameters, one for each value that `function` gives for a leaf.
+  """Map a function over leaves and return one tree for each of its results.
 
   Args:
-    outputs: how many values.
-    function: (layer, leaf of `params`, leaf of each of `trees`) -> values.
-    params: arrays, or anything with shape and dtype.
-    mask: as of `layers_of`.
-    stacked: likewise.
-    trees: like the parameters.
+    outputs: number of results of the function.
+    function: (layer, leaf of `params`, leaf of each of `trees`) -> results.
+    params: arrays, or objects with shape and dtype.
+    mask: the chosen leaves, as in `layers_of`.
+    stacked: the stacked leaves, as in `layers_of`.
+    trees: trees with the structure of the parameters.
   """
   leaves, treedef = jax.tree.flatten(params)
   columns = [treedef.flatten_up_to(tree) for tree in trees]
@@ -75,7 +76,7 @@ def map_layers(
 
 
 def flags_of(mask: Mask | Any | None, params: Any, *, default: bool) -> list[bool]:
-  """A bool for each leaf, `default` where there is no mask."""
+  """Return a bool for each leaf; `default` if the mask is None."""
   mask = including(mask) if isinstance(mask, str) else mask
   if mask is None:
     return [default] * len(jax.tree.leaves(params))
@@ -87,24 +88,28 @@ def flags_of(mask: Mask | Any | None, params: Any, *, default: bool) -> list[boo
 
 
 def wide(dtype: Any) -> Any:
-  """The dtype that norms and states have: float32 at least."""
+  """Return the dtype of norms and states: at least float32."""
   return dtype if jnp.finfo(dtype).bits >= 32 else jnp.dtype(jnp.float32)
 
 
 def is_injected(value: Any) -> bool:
-  """True for a number of `optax.inject_hyperparams`, which a branch cannot read."""
+  """Return whether `optax.inject_hyperparams` made a number an array.
+
+  Python's `if` cannot test an array that is traced.
+  """
   return isinstance(value, jax.Array)
 
 
 def default_float() -> Any:
-  """The dtype of a rate: float32, or float64 where JAX has it enabled."""
+  """Return the dtype of learning rates: float32, or float64 if JAX has x64 enabled."""
   return jnp.dtype(jax.dtypes.canonicalize_dtype(float))
 
 
 def in_float32(tx: optax.GradientTransformation) -> optax.GradientTransformation:
-  """`tx` on float32 at least, whatever the parameters are; it needs parameters.
+  """Run a transformation in at least float32 for any dtype of the parameters.
 
-  Under standard promotion, which optax's own transformations expect.
+  Its update requires `params`. Standard dtype promotion is enabled, which optax's own
+  transformations need.
   """
 
   def widen(tree: Any):
@@ -115,7 +120,7 @@ def in_float32(tx: optax.GradientTransformation) -> optax.GradientTransformation
 
   def update(updates: Any, state: Any, params: Any = None):
     if params is None:
-      raise ValueError("decay needs parameters: tx.update(grads, state, params)")
+      raise ValueError("params=None: call tx.update(grads, state, params)")
     with jax.numpy_dtype_promotion("standard"):
       steps, state = tx.update(widen(updates), state, widen(params))
     return jax.tree.map(lambda s, w: s.astype(w.dtype), steps, params), state
@@ -126,12 +131,13 @@ def in_float32(tx: optax.GradientTransformation) -> optax.GradientTransformation
 def add_decayed_weights(
   weight_decay: float, mask: Mask | None = "kernels", stacked: Mask | None = None
 ) -> optax.GradientTransformation:
-  """`optax.add_decayed_weights` on the leaves of a mask that knows stacked layers.
+  """`optax.add_decayed_weights` with a mask that supports stacked layers.
 
   Args:
-    weight_decay: wd; wd w is added.
-    mask: params -> bool per leaf, or its name; None: everywhere.
-    stacked: params -> bool per leaf: its first dim counts layers. None: none is.
+    weight_decay: weight decay wd; wd w is added to the updates.
+    mask: params -> bool per leaf, or a name or pattern of `including`; None: all leaves.
+    stacked: params -> bool per leaf, or a pattern. True: the first dim of the leaf counts
+      layers. None: no leaf is stacked.
   """
 
   def chosen(params: Any) -> Any:
@@ -141,17 +147,17 @@ def add_decayed_weights(
 
 
 def layer_norm(x: jax.Array, layer: Layer) -> jax.Array:
-  """Euclidean norm of each layer, of the dims [] or [layers, 1, 1, ...].
+  """Return the Euclidean norm of each layer, [] or [layers, 1, 1, ...].
 
-  Sums over dims, not over a flattened copy: a sharded array stays where it is and
-  only the sums cross the network. x is first divided by a power of 2 near its
-  largest magnitude: in float32, squares of 1e-24 would be 0 and the layer's ratio
-  1, squares of 1e20 infinite and its ratio 0. A power of 2 costs no digit. The
-  norm is 0 for zeros only; infinite or NaN where x has such a value.
+  The sum runs over dims instead of a flattened copy, so that a sharded array stays in
+  place and only sums cross the network. x is first divided by a power of 2 near its
+  largest magnitude, which is exact. Otherwise squares of 1e-24 would underflow in float32
+  (ratio 1) and squares of 1e20 would overflow (ratio 0). The norm is 0 only if all values
+  are 0, and it is infinite or NaN if x has such a value.
   """
   dims = tuple(range(1 if layer.stacked else 0, x.ndim))
   largest = jnp.max(jnp.abs(x), axis=dims, keepdims=layer.stacked, initial=0)
-  # Not beyond what has a normal inverse, and 0 where there is no exponent.
+  # The exponent is limited so that the inverse is a normal number; it is 0 for Inf and NaN.
   limit = jnp.finfo(x.dtype).maxexp - 28
   exponent = jnp.where(jnp.isfinite(largest), jnp.frexp(largest)[1], 0)
   exponent = jnp.clip(exponent, -limit, limit)
@@ -161,18 +167,18 @@ def layer_norm(x: jax.Array, layer: Layer) -> jax.Array:
 
 
 class TrustRatios(NamedTuple):
-  """The trust ratios of the last step, inside an optimizer's state.
+  """Trust ratios of the last step, a part of an optimizer state.
 
   Attributes:
-    tree: like the parameters: float32 [] or, for stacked layers, [layers], all 1
-      before the first step; `optax.MaskedNode` for leaves that have none.
+    tree: a tree like the parameters: float32 [] or, for stacked layers, [layers], all 1
+      before the first step; `optax.MaskedNode` for leaves without a ratio.
   """
 
   tree: Any
 
 
 def initial_ratios(params: Any, mask: Any, stacked: Any) -> TrustRatios:
-  """Ones for every chosen layer."""
+  """Return trust ratios of 1 for every chosen layer."""
 
   def ones(layer: Any, leaf: Any):
     shape = leaf.shape[:1] if layer.stacked else ()
@@ -182,19 +188,19 @@ def initial_ratios(params: Any, mask: Any, stacked: Any) -> TrustRatios:
 
 
 def kept(ratio: jax.Array) -> jax.Array:
-  """As `TrustRatios` keeps a ratio of any float dtype and dims [] or [layers, 1, …]."""
+  """Convert a ratio [] or [layers, 1, ...] to the dtype and dims of `TrustRatios`."""
   return (ratio.reshape(-1) if ratio.ndim else ratio).astype(jnp.float32)
 
 
 def trust_ratios(opt_state: Any) -> dict[str, jax.Array]:
-  """The trust ratios of the last step, out of any optax state that holds them.
+  """Return the trust ratios of the last step from any optax state that contains them.
 
   Args:
-    opt_state: of `lars` or `lamb`, chained, masked or alone; global arrays.
+    opt_state: a state of `lars` or `lamb`, alone or chained or masked; global arrays.
 
   Returns:
-    float32 by the path of the layer, "/" between names: [], or [layers] for
-    stacked ones. A leaf that is excluded is not there.
+    Ratios by the path of the leaf, with "/" between names: float32 [], or [layers] for
+    stacked layers. Leaves without a ratio are left out.
 
   Example:
     >>> head = {"kernel": jnp.ones((3, 2)), "bias": jnp.ones(2)}

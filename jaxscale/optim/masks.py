@@ -1,4 +1,4 @@
-"""Which leaves decay and get a trust ratio."""
+"""Masks that select the leaves with weight decay and trust ratios."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ import jax
 
 from jaxscale.optim.tree_paths import path_name
 
-# params -> a bool per leaf, or its name or pattern as of `including`. Defaults are
-# names: `optax.inject_hyperparams` would call a function as a schedule.
+# A mask is a function params -> bool per leaf, or a name or pattern of `including`.
+# Defaults are names, because `optax.inject_hyperparams` would call a function as a schedule.
 MaskFn = Callable[[Any], Any]
 Mask = str | MaskFn
 
 
 def kernels(params: Any) -> Any:
-  """True for leaves of two dims or more: not biases, not BatchNorm's.
+  """Mask of the leaves with two dims or more, which excludes biases and BatchNorm.
 
-  The rule of the MLPerf reference for its LARS (`bias` and
-  `batch_normalization` are skipped) and of Goyal et al. (arXiv:1706.02677, §5.3).
+  This is the rule of the MLPerf reference for LARS (which skips `bias` and
+  `batch_normalization`) and of Goyal et al. (arXiv:1706.02677, §5.3).
 
   Example:
     >>> kernels({"w": jnp.ones((2, 3)), "b": jnp.ones(3)})
@@ -30,10 +30,10 @@ def kernels(params: Any) -> Any:
 
 
 def timm_kernels(params: Any) -> Any:
-  """`kernels` without tables of positions: what timm decays.
+  """Mask of the leaves with weight decay in timm: `kernels` except position embeddings.
 
-  timm excludes vectors and what a ViT's `no_weight_decay` lists: `pos_embed`, and
-  tokens, which are vectors here (timm 1.0.31, optim/_param_groups.py).
+  timm excludes vectors and the parameters in a ViT's `no_weight_decay`: `pos_embed` and
+  the tokens, which are vectors in jaxscale (timm 1.0.31, optim/_param_groups.py).
 
   Example:
     >>> timm_kernels({"embed": {"position": jnp.ones((5, 4))}, "w": jnp.ones((2, 3))})
@@ -47,10 +47,11 @@ def timm_kernels(params: Any) -> Any:
 
 
 def matching(pattern: str) -> MaskFn:
-  r"""A mask that is True where a regular expression finds the leaf's path.
+  r"""Return a mask of the leaves whose path matches a regular expression.
 
   Args:
-    pattern: searched in the path, "/" between names, e.g. r"head/kernel$".
+    pattern: a regular expression that is searched in the path, whose names are joined by
+      "/", e.g. r"head/kernel$".
 
   Example:
     >>> matching("^a/")({"a": {"w": 1}, "b": {"w": 1}})
@@ -63,10 +64,10 @@ def matching(pattern: str) -> MaskFn:
   return lambda params: jax.tree.map_with_path(fits, params)
 
 
-# By the names that `include` of an optimizer's settings has for them.
+# Masks by the names that `include` in an optimizer's settings accepts.
 NAMED: dict[str, MaskFn | None] = {"kernels": kernels, "timm": timm_kernels, "all": None}
 
 
 def including(include: str) -> MaskFn | None:
-  """The mask of a name in `NAMED`, or of a regular expression of paths; None: all."""
+  """Return the mask for a name in `NAMED` or a regular expression; None means all leaves."""
   return NAMED[include] if include in NAMED else matching(include)

@@ -1,20 +1,20 @@
-"""SGD with momentum, and the two places where a learning rate can stand in it.
+"""SGD with momentum, with the learning rate outside or inside the velocity.
 
-With u what comes in (gradient and decay, in LARS times a trust ratio), velocity v,
-momentum m, rate lr and weights w:
+With update u (gradient plus decay, in LARS times a trust ratio), velocity v, momentum m,
+learning rate lr and weights w:
 
-    v = m v + u            w = w - lr v      `optax.trace`, then the rate
+    v = m v + u            w = w - lr v      `optax.trace`, then the learning rate
     v = m c v + lr u       w = w - v         `scale_by_rate_and_momentum`
 
-or with Nesterov's look-ahead m v + what entered v in the place of the last v.
+With Nesterov momentum the last v is replaced by m v + u (or m v + lr u).
 
 c = lr_t / lr_{t-1} is the momentum correction of Goyal et al. (arXiv:1706.02677, §3,
-eq. 9 and 10): with lr inside the velocity, it compensates for a rate that changes, and
-equals lr outside, as long as rates are > 0. At rate 0 they differ: neither moves the
-weights in that step, but the velocity that has lr inside becomes 0 (c = 0, and lr u =
-0), while the one that has lr outside takes in u as ever. So with MLPerf's schedules,
-whose first rate is 0, lr inside is lr outside without the gradient of step 0. c is 1
-after a rate of 0, and at the first step.
+eq. 9 and 10). It compensates for changes of a learning rate inside the velocity: the two
+forms are then equal as long as learning rates are > 0. With lr = 0 neither form moves the
+weights, but the velocity with lr inside becomes 0 (c = 0 and lr u = 0), while the other
+velocity adds u as usual. With MLPerf's schedules, whose first learning rate is 0, the
+form with lr inside therefore ignores the gradient of step 0. After a learning rate of 0
+and in the first step c is 1.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ class MomentumState(NamedTuple):
   """State of `scale_by_rate_and_momentum`.
 
   Attributes:
-    count: int32 [], steps done.
-    learning_rate: [], of the last step; 0 before the first.
-    velocity: like the parameters.
+    count: steps done, int32 [].
+    learning_rate: learning rate of the last step, []; 0 before the first step.
+    velocity: a tree like the parameters.
   """
 
   count: jax.Array
@@ -57,40 +57,41 @@ def sgd(
 ) -> optax.GradientTransformation:
   """Momentum SGD: v = m v + g + wd w; w = w - lr v (or lr (g + wd w + m v)).
 
-  Goyal et al. (arXiv:1706.02677, §3) show that a velocity that holds the rate,
-  v = m v + lr (g + wd w) and w = w - v as in Caffe, needs m lr_t / lr_{t-1} for m
-  to do the same when the rate changes. The default here has the rate outside
-  (their eq. 9, PyTorch's), where there is nothing to correct.
+  By default the learning rate is outside the velocity, as in PyTorch. Goyal et al.
+  (arXiv:1706.02677, §3) show that a velocity that contains the learning rate, as in Caffe
+  (v = m v + lr (g + wd w); w = w - v), needs the momentum m lr_t / lr_{t-1} to behave the
+  same when the learning rate changes.
 
-  Nado et al. (arXiv:2102.06356) find this with Nesterov's look-ahead as good as
-  LARS on ResNet-50 at batch 32,768, if it is tuned for that batch: peak rate,
-  1 - m (on a log scale), decay, label smoothing and length of the warm-up, with a
-  polynomial decay of power 2 and no decay on BatchNorm and biases, which is
-  `mask`'s default. configs/resnet50_nesterov_32k.py has their values, which are
-  for that model and batch alone.
+  Nado et al. (arXiv:2102.06356) find Nesterov momentum as good as LARS for ResNet-50 at
+  batch size 32,768 if it is tuned for that batch size: peak learning rate, 1 - m (on a
+  log scale), weight decay, label smoothing and warm-up length. They use a polynomial
+  schedule of power 2 and no weight decay on BatchNorm and biases, as `mask` does by
+  default. Their values are in configs/resnet50_nesterov_32k.py and hold for that model
+  and batch size only.
 
   Args:
-    learning_rate: a number or a function of the step.
-    momentum: m.
-    nesterov: the form in brackets (Sutskever et al., ICML 2013).
-    weight_decay: wd, an L2 term in the gradient.
-    momentum_correction: multiply m by lr_t / lr_{t-1}: True: always; a number:
-      in that many first steps (Intel Caffe: the warm-up), and then Caffe's form.
-    rate_in_velocity: Caffe's form; None: if momentum is corrected.
-    mask: params -> bool per leaf, where to decay. None: everywhere.
-    stacked: params -> bool per leaf: its first dim counts layers (of a scan), and
-      `mask` is applied to one of them, so that their biases are biases. None: none
-      is.
+    learning_rate: the learning rate, a number or a function of the step.
+    momentum: momentum m.
+    nesterov: use Nesterov momentum (Sutskever et al., ICML 2013), the form in brackets.
+    weight_decay: weight decay wd, an L2 term in the gradient.
+    momentum_correction: multiply m by lr_t / lr_{t-1}. True: in every step; a number: in
+      that many first steps (Intel Caffe: the warm-up). Both use Caffe's form.
+    rate_in_velocity: use Caffe's form; None: only if momentum is corrected.
+    mask: params -> bool per leaf, or a name or pattern of `including`: the leaves with
+      weight decay. None: all leaves.
+    stacked: params -> bool per leaf, or a pattern. True: the first dim of the leaf counts
+      the layers of a scan, and `mask` sees one layer, so that stacked biases count as
+      biases. None: no leaf is stacked.
 
   Raises:
-    ConfigError: a correction, and a velocity without the rate.
+    ConfigError: `momentum_correction` is set and `rate_in_velocity` is False.
 
   Example:
     >>> tx = sgd(warmup_steps(3.2, 780, (4680, 9360, 12480)), weight_decay=1e-4)
   """
   is_inside = momentum_correction is not False or bool(rate_in_velocity)
   if is_inside and rate_in_velocity is False:
-    why = "corrects a velocity that holds the rate, and rate_in_velocity=False"
+    why = "requires a velocity that contains the lr, but rate_in_velocity=False"
     raise invalid("momentum_correction", momentum_correction, why, "leave out one of them")
   decay = add_decayed_weights(weight_decay, mask, stacked)
   if not is_inside:
@@ -108,17 +109,17 @@ def scale_by_rate_and_momentum(
   nesterov: bool = False,
   momentum_correction: bool | int = False,
 ) -> optax.GradientTransformation:
-  """Momentum whose velocity holds the rate, as Caffe's: v = m c v + lr u; w = w - v.
+  """Momentum with the learning rate in the velocity: v = m c v + lr u; w = w - v.
 
-  The last of a chain: no other rate follows it. Its state keeps the rate for
-  `momentum_correction`.
+  This is Caffe's form. Put it last in a chain, without a further learning rate. Its state
+  stores the learning rate for `momentum_correction`.
 
   Args:
-    learning_rate: a number or a function of the step.
-    momentum: m.
-    nesterov: look ahead.
-    momentum_correction: False: c is 1; True: always lr_t / lr_{t-1}; a number:
-      in that many first steps.
+    learning_rate: the learning rate, a number or a function of the step.
+    momentum: momentum m.
+    nesterov: use Nesterov momentum.
+    momentum_correction: False: c is 1; True: c is lr_t / lr_{t-1} in every step; a
+      number: c is lr_t / lr_{t-1} in that many first steps.
   """
 
   def init(params: optax.Params) -> MomentumState:
@@ -129,7 +130,7 @@ def scale_by_rate_and_momentum(
     if momentum_correction is False:
       return 1.0
     before = state.learning_rate
-    usable = before > 0  # 0 also stands for "no step yet"
+    usable = before > 0  # 0 also means that there was no step yet
     if momentum_correction is not True:
       usable &= state.count < momentum_correction
     return jnp.where(usable, rate / jnp.where(usable, before, 1.0), 1.0)
@@ -144,7 +145,7 @@ def scale_by_rate_and_momentum(
       lambda v, e: jnp.asarray(kept, v.dtype) * v + e, state.velocity, entered
     )
     moved = velocity
-    if nesterov:  # not corrected: the next step's rate is not known yet
+    if nesterov:  # uncorrected, because the next step's learning rate is unknown
       moved = jax.tree.map(lambda v, e: e + momentum * v, velocity, entered)
     state = MomentumState(state.count + 1, rate, velocity)
     return jax.tree.map(jnp.negative, moved), state
@@ -153,6 +154,6 @@ def scale_by_rate_and_momentum(
 
 
 def rate_at(learning_rate: optax.ScalarOrSchedule, count: jax.Array) -> jax.Array:
-  """The rate of the step after `count` steps, in the default float dtype."""
+  """Return the learning rate after `count` steps, in the default float dtype."""
   rate = learning_rate(count) if callable(learning_rate) else learning_rate
   return jnp.asarray(rate, default_float())

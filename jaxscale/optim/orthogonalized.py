@@ -1,27 +1,27 @@
-"""Muon: momentum whose singular values are brought near 1.
+"""Muon: SGD with orthogonalised momentum, whose singular values are brought near 1.
 
-With g the gradient of a matrix w [in, out], velocity v, momentum m, rate lr, decay wd
-and c_t = 1 - m^t in optax's form, 1 in PyTorch's:
+With g the gradient of a matrix w [in, out], velocity v, momentum m, learning rate lr and
+weight decay wd; c_t is 1 - m^t in optax and 1 in PyTorch:
 
     v = m v + (1 - m) g
-    u = v / c_t                                 or, with Nesterov's look-ahead,
+    u = v / c_t                                 or, with Nesterov momentum,
     u = m v / c_{t+1} + (1 - m) g / c_t
     x = u / (|u| + eps)                         optax
     x = u / max(|u|, 1e-7)                      PyTorch
-    x = a x + (b s + c s s) x, s = x x^T        ns_steps times: Newton and Schulz's
+    x = a x + (b s + c s s) x, s = x x^T        ns_steps times (Newton-Schulz)
     w = w - lr (size x + wd w)
     size = sqrt(max(1, out / in))               "original"
     size = 0.2 sqrt(max(in, out))               "match_rms_adamw"
 
-The second size is that of arXiv:2502.16982, §2.2. The rest, and (a, b, c) of
-(3.4445, -4.7750, 2.0315): K. Jordan, "Muon: An optimizer for hidden
-layers in neural networks", 2024. The forms: optax 0.2.8 contrib/_muon.py and torch 2.13
-optim/_muon.py. PyTorch iterates in bfloat16, whatever its parameters are; here it is
-in their dtype, float32 at least.
+The second size is from arXiv:2502.16982, §2.2. The other equations and (a, b, c) =
+(3.4445, -4.7750, 2.0315) are from K. Jordan, "Muon: An optimizer for hidden layers in
+neural networks", 2024. The implementations are optax 0.2.8 contrib/_muon.py and torch
+2.13 optim/_muon.py. PyTorch always iterates in bfloat16. jaxscale iterates in the dtype
+of the parameters, at least float32.
 
-What is not a matrix inside the network follows Adam, in optax's form with the same
-look-ahead (NAdam: T. Dozat, 2016): m_hat = b1 m / (1 - b1^(t+1)) + (1 - b1) g / (1 -
-b1^t) in adam.py's equations.
+Parameters that are not matrices inside the network use Adam. In optax's form Adam uses
+Nesterov momentum, too (NAdam: T. Dozat, 2016): m_hat = b1 m / (1 - b1^(t+1)) + (1 - b1) g
+/ (1 - b1^t) in the equations of adam.py.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ _TORCH_EPS = 1e-7  # torch.optim.Muon's default
 
 
 class MuonState(NamedTuple):
-  """State of what Muon itself moves.
+  """State of `scale_by_muon`.
 
   Attributes:
-    count: int32 [], steps done.
-    mu: velocities, float32 at least.
+    count: steps done, int32 [].
+    mu: velocities, at least float32.
   """
 
   count: Any
@@ -74,37 +74,38 @@ def muon(
 ) -> optax.GradientTransformation:
   """Muon for kernels, AdamW for the rest (equations in the module).
 
-  The state is float32 at least, whatever the parameters are.
-
-  The last dim of a kernel is the output and all before it are the input, so a
-  convolution [h, w, in, out] is the matrix [h w in, out]. Orthogonalised momentum
-  keeps its data efficiency beyond the batch sizes where AdamW loses it
+  The last dim of a kernel is the output and all dims before it are the input, so that a
+  convolution [h, w, in, out] is the matrix [h w in, out]. The state has at least float32.
+  Muon keeps its data efficiency beyond the batch sizes at which AdamW loses it
   (arXiv:2505.02222).
 
-  It is for the layers inside a network: tables of embeddings, input and output layers
-  are left to AdamW (K. Jordan; arXiv:2502.16982, where what AdamW has decays too).
-  Which ones they are `by_adam` says.
+  Muon is meant for the layers inside a network. Use AdamW, by `by_adam`, for embedding
+  tables, input and output layers (K. Jordan; arXiv:2502.16982, which uses weight decay on
+  them, too).
 
   Args:
-    learning_rate: a number or a function of the step.
-    variant: "optax": `optax.contrib.muon`; "torch": `torch.optim.Muon`, with AdamW
-      for what it does not take.
-    momentum: m; 0.95 as in K. Jordan's code, optax and PyTorch.
-    nesterov: look ahead; optax does so in its Adam for the rest as well.
-    weight_decay: of kernels, also those of `by_adam`, decoupled, times the rate.
-    ns_steps: Newton-Schulz iterations.
-    ns_coeffs: (a, b, c) of the iteration.
-    adjust: the size of an update. "match_rms_adamw": as large as AdamW's, so that one
-      rate serves both. "original": K. Jordan's, whose rates are larger: then give
-      `adam_rate_factor`.
-    adam_rate_factor: AdamW's rate, as a multiple of Muon's.
-    b1: AdamW's, for the rest, which has no decay but for the kernels of `by_adam`.
-    b2: AdamW's.
-    eps: AdamW's, and with "optax" of the norm before the iteration.
-    mask: params -> bool per leaf of two dims or more: Muon. None: all of those.
-    stacked: params -> bool per leaf: its first dim counts layers (of a scan),
-      each a matrix of its own. None: none is.
-    by_adam: params -> bool per leaf: AdamW's, though `mask` has it. None: none is.
+    learning_rate: the learning rate, a number or a function of the step.
+    variant: "optax" for `optax.contrib.muon`, or "torch" for `torch.optim.Muon` with
+      AdamW for the other parameters.
+    momentum: momentum m; 0.95 in K. Jordan's code, optax and PyTorch.
+    nesterov: use Nesterov momentum; variant "optax" also uses it in Adam.
+    weight_decay: decoupled weight decay of kernels, including those of `by_adam`; it is
+      multiplied by the learning rate.
+    ns_steps: number of Newton-Schulz iterations.
+    ns_coeffs: coefficients (a, b, c) of the iteration.
+    adjust: size of an update. "match_rms_adamw": as large as AdamW's, so that both can
+      use the same learning rate. "original": K. Jordan's, which needs larger learning
+      rates; set `adam_rate_factor` to reduce AdamW's.
+    adam_rate_factor: AdamW's learning rate as a multiple of Muon's.
+    b1: AdamW's decay of the first moment. AdamW decays only the kernels of `by_adam`.
+    b2: AdamW's decay of the second moment.
+    eps: AdamW's eps; with "optax" also added to the norm before the iteration.
+    mask: params -> bool per leaf, or a name or pattern of `including`: the leaves of two
+      dims or more that use Muon. None: all leaves of two dims or more.
+    stacked: params -> bool per leaf, or a pattern. True: the first dim of the leaf counts
+      the layers of a scan, each a separate matrix. None: no leaf is stacked.
+    by_adam: params -> bool per leaf, or a pattern: leaves of `mask` that use AdamW. None:
+      no leaf.
 
   Example:
     >>> tx = muon(warmup_cosine(2e-3, 100, 1000), weight_decay=0.1)
@@ -150,20 +151,20 @@ def scale_by_muon(
   eps: float | None = 1e-8,
   stacked: Mask | None = None,
 ) -> optax.GradientTransformation:
-  """Replace matrices by size x of the module's equations, without rate and decay.
+  """Replace matrices by the module's `size x`, without learning rate and decay.
 
-  Every leaf must be one matrix or more: choose them by `optax.masked` or
+  Every leaf must be a matrix or a stack of matrices: select them with `optax.masked` or
   `optax.partition`.
 
   Args:
-    momentum: m.
-    nesterov: look ahead.
-    ns_steps: Newton-Schulz iterations.
-    ns_coeffs: (a, b, c) of the iteration.
-    adjust: the size of an update; see `muon`.
-    eps: added to the norm before the iteration; None: PyTorch's form.
-    stacked: params -> bool per leaf: its first dim counts layers, each a matrix of its
-      own. None: none is.
+    momentum: momentum m.
+    nesterov: use Nesterov momentum.
+    ns_steps: number of Newton-Schulz iterations.
+    ns_coeffs: coefficients (a, b, c) of the iteration.
+    adjust: size of an update; see `muon`.
+    eps: term added to the norm before the iteration; None uses PyTorch's form.
+    stacked: params -> bool per leaf, or a pattern. True: the first dim of the leaf counts
+      layers, each a separate matrix. None: no leaf is stacked.
 
   Example:
     >>> tx = optax.chain(scale_by_muon(), optax.scale_by_learning_rate(2e-3))
@@ -201,11 +202,11 @@ def scale_by_muon(
 def _orthogonalized(
   matrices: jax.Array, steps: int, coeffs: Sequence[float], eps: float | None
 ) -> jax.Array:
-  """Newton and Schulz's iteration, each of [n, in, out] by itself."""
+  """Apply the Newton-Schulz iteration to each of n matrices [n, in, out]."""
   norms = jnp.linalg.norm(matrices, axis=(1, 2), keepdims=True)
   x = matrices / (jnp.maximum(norms, _TORCH_EPS) if eps is None else norms + eps)
   tall = x.shape[1] > x.shape[2]
-  if tall:  # s is the smaller of the two products
+  if tall:  # transposed, so that s is the smaller of the two products
     x = x.swapaxes(1, 2)
   a, b, c = coeffs
 

@@ -186,7 +186,7 @@ class Muon(_Decaying):
     super().__post_init__()
     if len(self.ns_coeffs) != 3:
       given = f"Muon.ns_coeffs={self.ns_coeffs}"
-      raise ConfigError(f"{given}: give three, of x, x^3 and x^5")
+      raise ConfigError(f"{given} must be three coefficients; give those of x, x^3 and x^5")
 
   def build(self, schedule: optax.Schedule, context: OptimizerContext):
     options = _options(self, context)
@@ -219,13 +219,13 @@ class Optax(Optimizer):
       raise invalid("Optax.make", type(self.make).__name__, "is not a function", fix)
     made = _one_line("Optax.make", fix)(self.make)(schedule)
     if not (hasattr(made, "init") and hasattr(made, "update")):
-      why = f"gave {type(made).__name__}, not an optax transformation; {fix}"
-      raise ConfigError(f"Optax.make: {why}")
+      why = f"returned {type(made).__name__} instead of an optax transformation; {fix}"
+      raise ConfigError(f"Optax.make {why}")
     if not isinstance(made, optax.GradientTransformation):
       return made
-    fix = "give a transformation of these parameters"
+    fix = "give a transformation that works with the model's parameters"
     parts = made._asdict().items()
-    guarded = {name: _one_line(f"Optax.make, its {name}", fix)(f) for name, f in parts}
+    guarded = {name: _one_line(f"{name} of Optax.make", fix)(f) for name, f in parts}
     return made._replace(**guarded)
 
 
@@ -237,7 +237,7 @@ def _one_line(what: str, fix: str) -> Generator[None, None, None]:
   except ConfigError:
     raise
   except Exception as e:
-    why = f"failed, {type(e).__name__}: {message_of(e)}"
+    why = f"failed with {type(e).__name__}: {message_of(e)}"
     raise invalid(what, ..., why, fix) from e
 
 
@@ -254,16 +254,16 @@ class Warmup(Schedule):
 
   def __post_init__(self):
     if self.warmup == "exponential" and self.warmup_lr == 0:
-      why = "an exponential warm-up cannot start at 0, give a rate > 0"
-      raise ConfigError(f"{type(self).__name__}.warmup_lr=0.0: {why}")
+      why = "does not work with an exponential warm-up; give a learning rate > 0"
+      raise ConfigError(f"{type(self).__name__}.warmup_lr=0.0 {why}")
 
   def rise(self, peak: float, context: ScheduleContext) -> dict[str, Any]:
     """Return the warm-up as keyword arguments of `optim.warmup_*`."""
     if not context.warmup_steps:
       return {}
     if self.warmup_lr > peak:
-      why = f"above the peak of {peak:.6g} that the warm-up leads to, give less"
-      raise ConfigError(f"{type(self).__name__}.warmup_lr={self.warmup_lr}: {why}")
+      why = f"is above the peak learning rate {peak:.6g}; give less"
+      raise ConfigError(f"{type(self).__name__}.warmup_lr={self.warmup_lr} {why}")
     return {"warmup": self.warmup, "start": self.warmup_lr}
 
 
@@ -334,7 +334,7 @@ class Steps(Warmup):
     super().__post_init__()
     if list(self.boundaries) != sorted(set(self.boundaries)):
       given = self.boundaries
-      raise ConfigError(f"Steps.boundaries={given}: give them in rising order")
+      raise ConfigError(f"Steps.boundaries={given} are out of order; give increasing epochs")
 
   def build(self, peak: float, context: ScheduleContext) -> optax.Schedule:
     boundaries = [round(epoch * context.per_epoch) for epoch in self.boundaries]

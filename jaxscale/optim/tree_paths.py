@@ -1,4 +1,4 @@
-"""What a leaf of a tree is called: in masks, metrics, checkpoints and messages."""
+"""Names of a tree's leaves, as used in masks, metrics, checkpoints and messages."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import jax
 
 
 def path_name(path: tuple[Any, ...]) -> str:
-  """The name of a leaf, e.g. params/Dense_0/kernel.
+  """Return the name of a leaf, e.g. params/Dense_0/kernel.
 
   Args:
-    path: as JAX's `tree_map_with_path` and its kin give it.
+    path: the leaf's path from functions such as `jax.tree.map_with_path`.
   """
   return jax.tree_util.keystr(path, simple=True, separator="/")

@@ -1,10 +1,10 @@
-"""Layouts: which device has which part of a model, and what follows for a step.
+"""Layouts: sharding of a model over a mesh, and its train step (FSDP, TP, PP, CP).
 
-`rules` say by paths which dim of a parameter is split along which mesh axis; a
-`Layout` makes of that how a model is sharded between steps, how its parameters are
-gathered (fsdp_gather.py) and where gradients go. `run_stack` runs a model of stacked
-layers under it. Models know nothing of layouts, and layouts no Config. Names
-load when they are first asked for.
+`rules` map parameter paths to the mesh axes that split each dim. From them a `Layout`
+determines the sharding between steps, the gathering of parameters (fsdp_gather.py) and
+the reduction of gradients. `run_stack` runs a model of stacked layers under a layout.
+Models do not depend on layouts, and layouts do not depend on `Config`. Names are imported
+on first access.
 """
 
 import lazy_loader

@@ -1,19 +1,18 @@
-"""FSDP's gathers: a parameter from its shards, and its gradient back to them.
+"""FSDP: gather parameters from their shards, and reduce-scatter their gradients.
 
-With a parameter that is sharded along `fsdp`,
+For a parameter that is sharded along `fsdp`:
 
     forward     w = all_gather(shard)                    over `fsdp`
     backward    g_shard = psum(reduce_scatter(g))        over `fsdp`, then slow axes
 
-Applied to one layer's parameters in the body of a scan, the gather runs layer by
-layer, and so do the reductions in the backward scan: over `fsdp` the reduce-scatter
-(arXiv:1910.02054, section 5: ZeRO's stages 2 and 3), over the slow axes the sum
-that hybrid sharding needs between groups of devices. A hand-written derivative has
-them in the dtype of the parameter, float32, whatever the layer computes in; JAX's
-own would sum what the cast gives.
+In the body of a scan over layers, the gather runs layer by layer, and so do the
+reductions in the backward scan: the reduce-scatter over `fsdp` (arXiv:1910.02054,
+section 5: ZeRO's stages 2 and 3), and the sum over the slow axes between the groups of
+hybrid sharding. A custom derivative keeps them in the parameter's dtype, float32, for any
+dtype of the layer. JAX's own derivative would sum in the dtype of the cast.
 
-Under ZeRO-2 every device has the full parameter already: it comes as
-`ShardedAndFull`, with the shard that the derivative is taken by.
+With ZeRO-2 every device already has the full parameter. It is passed as `ShardedAndFull`,
+together with the shard for which the gradient is computed.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from jaxscale.collectives import vary
 from jaxscale.collectives.typed import varying
 
 FSDP = "fsdp"
-GATHERED = "gathered"  # the name of gathered parameters, to remat policies
+GATHERED = "gathered"  # checkpoint name of gathered parameters, for remat policies
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,14 +36,13 @@ class Gather:
   """Description of one parameter's gather; a leaf of trees like the parameters.
 
   Attributes:
-    scatter: dim along which its gradient is split over `fsdp`; None: it is not.
-    is_sharded: whether that dim of the parameter is split between steps as well.
-    sum_in_backward: further axes that the gradient is summed over in the backward
-      pass.
-    sum_in_exchange: axes that it is summed over by the exchange that follows.
-    dtype: that it is rounded to before it is sent; None: as it is. It comes out in
-      its own dtype all the same, so that its gradient keeps that dtype; compilers
-      drop the cast back to what the layer computes in.
+    scatter: dim along which the gradient is split over `fsdp`; None: it is not split.
+    is_sharded: whether this dim of the parameter is also split between steps.
+    sum_in_backward: further axes over which the gradient is summed in the backward pass.
+    sum_in_exchange: axes over which the gradient is summed by the exchange.
+    dtype: dtype to which the parameter is rounded before it is sent; None: no rounding.
+      The result has the parameter's own dtype, so that its gradient keeps that dtype;
+      compilers remove the cast back to the dtype of the layer.
   """
 
   scatter: int | None = None
@@ -54,24 +52,24 @@ class Gather:
   dtype: Any = None
 
   def for_layer(self) -> Gather:
-    """Return the gather of one layer, where the parameter's first dim counts layers."""
+    """Return the gather of one layer of a parameter whose first dim counts layers."""
     scatter = None if self.scatter is None else self.scatter - 1
     return dataclasses.replace(self, scatter=scatter)
 
 
 class ShardedAndFull(NamedTuple):
-  """A device's shard, to differentiate by, and the full parameter."""
+  """A device's shard, for which gradients are computed, and the full parameter."""
 
   shard: Any
   full: Any
 
 
 def gather_params(params: Any, gathers: Any) -> Any:
-  """Parameters as a device computes with them, inside `shard_map`.
+  """Gather the full parameters from shards, inside `shard_map`.
 
   Args:
     params: a tree of this device's shards, or of `ShardedAndFull`.
-    gathers: a `Gather` for each.
+    gathers: a `Gather` for each parameter.
   """
 
   def is_pair(x: Any):
@@ -89,13 +87,14 @@ def _gather(w: Any, how: Gather) -> jax.Array:
   def forward(shard: jax.Array, full: jax.Array | None):
     axes = how.sum_in_backward + ((FSDP,) if dim is not None else ())
     if full is not None or not how.is_sharded:
-      # As varying as the shard is, which the gradient is of.
+      # The result must vary over the same axes as the shard, which gets the gradient.
       out = vary(shard if full is None else full, axes + varying(shard))
     else:
       assert dim is not None
       sent = vary(shard if how.dtype is None else shard.astype(how.dtype), axes)
       out = lax.all_gather(sent, FSDP, axis=dim, tiled=True).astype(shard.dtype)
-    # Named in here as well: to a policy this is one operation, known by what is in it.
+    # Also named inside, because a policy sees this function as one operation and can
+    # identify it only by its contents.
     return checkpoint_name(out, GATHERED)
 
   def backward(_: None, g: jax.Array):
@@ -109,26 +108,25 @@ def _gather(w: Any, how: Gather) -> jax.Array:
 
 
 def local_shard(w: jax.Array, dim: int) -> jax.Array:
-  """A device's part along `fsdp` of a parameter that every device has in full."""
+  """Return a device's shard along `fsdp` of a replicated parameter."""
   size, here = w.shape[dim] // lax.axis_size(FSDP), lax.axis_index(FSDP)
   return lax.dynamic_slice_in_dim(vary(w, (FSDP,)), here * size, size, dim)
 
 
-# Cheap enough to be made again, wherever they are: what is between the name and the
-# gather, which a policy would keep otherwise.
+# Cheap operations between the checkpoint name and the gather. They are always recomputed,
+# because a policy would otherwise save their results.
 _CASTS = ("convert_element_type", "pvary", "pcast")
 
 
 def save_all_but_gathered(primitive: Any, *_: Any, **params: Any) -> bool:
-  """A remat policy: all is kept but gathered parameters.
+  """Remat policy that saves everything except gathered parameters.
 
-  The one place that looks at primitives. `save_anything_except_these_names` would
-  keep the array that the name was given to.
+  JAX's `save_anything_except_these_names` would save the array before it was named.
   """
   match primitive.name:
     case "name":
       return params["name"] != GATHERED
-    case "custom_vjp_call":  # `gather`, by the name inside it
+    case "custom_vjp_call":  # `gather` is identified by the name inside it
       eqns = params["call_jaxpr"].jaxpr.eqns
       return not any(eqn.params.get("name") == GATHERED for eqn in eqns)
     case "all_gather":
@@ -138,13 +136,13 @@ def save_all_but_gathered(primitive: Any, *_: Any, **params: Any) -> bool:
 
 
 def with_gathered_params(function: Any, gathers: Any) -> Any:
-  """A function of full parameters as one of a device's shards.
+  """Turn a function of full parameters into a function of a device's shards.
 
-  For models that are not a stack of layers: everything is gathered at the start, and
-  again for the backward pass, when the compiler wants it.
+  Use it for models that are not a stack of layers. All parameters are gathered at the
+  start, and again for the backward pass if the compiler does not keep them.
 
   Args:
-    function: a `step.LossFn` or `step.EvalFn`; parameters come first.
+    function: a `step.LossFn` or `step.EvalFn`, whose first argument is the parameters.
     gathers: a `Gather` for each parameter.
   """
 

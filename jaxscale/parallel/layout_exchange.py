@@ -1,13 +1,13 @@
-"""The exchange of a step whose gradients are split.
+"""Gradient exchange under a layout that splits gradients.
 
-Each device exchanges the parts that it has with those that have the same parts of
-other gradients: any exchange does, as it is. What was summed in the backward pass
-is left alone. Parameters that `fsdp` splits leave the slower axes to the exchange;
-the small rest that it does not split is summed over all axes by `lax.psum`.
+Each device exchanges its parts of the gradients with the devices that hold the same
+parts, by any exchange. Axes over which the backward pass has already summed are skipped.
+For parameters that `fsdp` splits, the exchange averages over the slower axes; the few
+small parameters that `fsdp` does not split are summed over all axes by `lax.psum`.
 
-Parameters that are split along other axes are exchanged in groups of their own: an
-exchange may put several in one vector, and what it does to those that are the same
-on all devices along an axis must not depend on those that are not.
+Parameters that are split along different axes are exchanged in separate groups. An
+exchange may put several parameters in one vector, and the result for a parameter that is
+equal on all devices along an axis must not depend on one that differs there.
 """
 
 from typing import Any, NamedTuple
@@ -27,11 +27,11 @@ class _Group(NamedTuple):
   """Parameters that are exchanged together.
 
   Attributes:
-    name: of its part of the state.
-    indices: numbers of the leaves.
-    after: axes that they are summed over.
-    others: axes along which all devices have the same of them.
-    is_chosen: by the exchange that was asked for, or else by `lax.psum`.
+    name: name of the group's part of the exchange state.
+    indices: indices of the leaves.
+    after: axes over which they are summed.
+    others: axes along which all devices hold the same parts.
+    is_chosen: whether they use the chosen exchange; otherwise they use `lax.psum`.
   """
 
   name: str
@@ -42,18 +42,18 @@ class _Group(NamedTuple):
 
 
 def exchange_axes(layout: Layout) -> tuple[str, ...]:
-  """The axes that the exchange averages over; () where the backward pass does it."""
+  """Return the axes that the exchange averages over; () if the backward pass sums all."""
   entries = jax.tree.leaves(layout.gathers)
   scattered = [e for e in entries if e.scatter is not None]
   return scattered[0].sum_in_exchange if scattered else layout.token_axes
 
 
 def make_layout_exchange(exchange: Exchange, layout: Layout) -> Exchange:
-  """The exchange of a whole step under a layout.
+  """Return the exchange of all gradients under a layout.
 
   Args:
-    exchange: for the axes of `exchange_axes`; not called where there are none.
-    layout: whose gradients they are.
+    exchange: an exchange over the axes of `exchange_axes`; not called if there are none.
+    layout: the layout of the parameters.
   """
   if exchange_split(layout) is None:
     return exchange
@@ -69,11 +69,11 @@ def make_layout_exchange(exchange: Exchange, layout: Layout) -> Exchange:
     state = dict(state)
     for group in groups:
       if group.is_chosen:
-        # Typed as the state is, which every device has its own of.
+        # Cast to varying, like the state, which every device has its own copy of.
         part = structure.unflatten(_only(vary(leaves, axes), group))
         part, state[group.name] = exchange.exchange(part, state[group.name])
         found = structure.flatten_up_to(part)
-        # The same along axes whose devices had the same to begin with.
+        # The means are equal along axes whose devices started with equal gradients.
         means = [
           same_everywhere(x, tuple(a for a in group.others if a in varying(x)))
           for x in (found[i] for i in group.indices)
@@ -87,19 +87,19 @@ def make_layout_exchange(exchange: Exchange, layout: Layout) -> Exchange:
         leaves[index] = mean
     return structure.unflatten(leaves), state
 
-  # What becomes of it on other devices depends on the layouts (`checkpoint.reshard`).
+  # Without `resize`: on a different number of devices `checkpoint.reshard` converts it,
+  # depending on both layouts.
   return Exchange(init, reduce)
 
 
 class Split(NamedTuple):
-  """Split of the gradients that an exchange's state depends on, as JSON can have it.
+  """Split of the gradients on which an exchange's state depends, in JSON types.
 
   Attributes:
-    mesh: devices along each axis, in the order of the mesh.
-    over: axes that are averaged over. Devices that differ along others alone keep
-      something of other parts.
-    dims: for each parameter, by path, the axis or None that splits each dim of its
-      gradient.
+    mesh: number of devices along each axis, in the order of the mesh.
+    over: axes that are averaged over. Along other axes devices hold state of different
+      parts.
+    dims: for each parameter path, the axis that splits each dim of its gradient, or None.
   """
 
   mesh: dict[str, int]
@@ -108,9 +108,9 @@ class Split(NamedTuple):
 
 
 def exchange_split(layout: Layout | None) -> Split | None:
-  """Return the split of the gradients that are exchanged; None: there is none.
+  """Return the split of the exchanged gradients; None if they are not split.
 
-  Then the state of `make_layout_exchange` is that of the exchange itself.
+  Without a split `make_layout_exchange` uses the state of the exchange itself.
   """
   if layout is None or layout.shapes is None:
     return None
@@ -125,12 +125,12 @@ def exchange_split(layout: Layout | None) -> Split | None:
 
 
 def _only(leaves: list[Any], group: _Group) -> list[Any]:
-  """The leaves with None for those of other groups."""
+  """Replace the leaves of other groups by None."""
   return [leaf if i in group.indices else None for i, leaf in enumerate(leaves)]
 
 
 def _groups(layout: Layout) -> list[_Group]:
-  """In the order of the parameters."""
+  """Return the groups of parameters, in the order of the parameters."""
   axes = exchange_axes(layout)
   found: dict[tuple[Axes, Axes], list[int]] = {}
   specs = jax.tree.leaves(grad_specs(layout))

@@ -1,33 +1,33 @@
-"""Layers split over the stages of a pipeline: GPipe and 1F1B.
+"""Pipeline parallelism over stages of layers: GPipe and 1F1B.
 
-Layers stacked [L, ...] are sharded on their first dim over a mesh axis: a stage has
-L/S consecutive ones. The batch is cut into M micro-batches that pass through the
-stages one behind the other; a stage hands its output to the next by a permute. All
-this is inside a fully manual `jax.shard_map(check_vma=True)`, as functions of a
-device's own pieces.
+Layers stacked [L, ...] are sharded on their first dim over a mesh axis, so that a stage
+has L/S consecutive layers. The batch is cut into M micro-batches that pass through the
+stages one after another. A stage sends its output to the next stage by a permute. The
+functions work on one device's parts, inside a fully manual
+`jax.shard_map(check_vma=True)`.
 
-    gpipe        (arXiv:1811.06965) all forwards, then, by autodiff, all backwards:
-                 to be differentiated. Keeps the inputs of all M micro-batches.
+    gpipe        (arXiv:1811.06965) all forward passes; autodiff adds all backward
+                 passes. Stores the inputs of all M micro-batches.
     one_f_one_b  (PipeDream-flush, arXiv:2006.15704; arXiv:2104.04473, section 2.2)
-                 a micro-batch backwards as soon as it is through: makes the
-                 gradients itself. Keeps the inputs of at most 2S-1.
+                 the backward pass of a micro-batch starts as soon as possible; computes
+                 the gradients itself. Stores the inputs of at most 2S-1 micro-batches.
 
-All devices run one program, in ticks with a permute at the end of each. In tick t
-stage s works
+All devices run the same program, in ticks with a permute at the end of each. In tick t
+stage s computes
 
-    forwards    on micro-batch t - s
-    backwards   on micro-batch t - 2(S-1) + s     (`one_f_one_b`)
+    forward     micro-batch t - s
+    backward    micro-batch t - 2(S-1) + s     (`one_f_one_b`)
 
-so that 1F1B takes M+2(S-1) ticks. A stage keeps an input from its forward to its
-backward, 2(S-1-s)+1 ticks: nearly twice the S-s of the paper, whose stages need no
-common tick. Where a stage has nothing to do, its work is in a branch not taken; see
-`bubble` for what that is worth.
+so that 1F1B takes M+2(S-1) ticks. A stage stores an input from its forward to its
+backward pass, 2(S-1-s)+1 ticks. This is nearly twice the S-s of the paper, whose stages
+are not synchronized by ticks. A stage without work in a tick skips it by a branch; see
+`bubble` for the time that this saves.
 
-Some of the devices run a collective in such a branch. That is well where its groups
-are wholly in or wholly out, as those of an all-reduce over `model` are. It is not along
-the stages themselves: half of the group never comes. Nor is it for a permute along any
-axis: one instruction names all pairs of the mesh, and XLA on CPU waits for every device
-in it. `_check_branch` refuses it before the program hangs.
+Only some devices then run the collectives inside the branch. This works if all devices of
+a collective's group take the same branch, as for an all-reduce over `model`. It fails for
+collectives along the stages, where a part of the group never joins, and for permutes
+along any axis: the instruction lists all pairs of the mesh, and XLA on CPU waits for
+every device in it. `_check_branch` raises an error before the program can hang.
 """
 
 from collections.abc import Callable, Iterator
@@ -52,47 +52,47 @@ _COLLECTIVES = ("psum", "pmax", "pmin", "all_gather", "reduce_scatter", "all_to_
 def bubble(
   schedule: Literal["gpipe", "1f1b"], stages: int, num_microbatches: int, *, skip: bool = True
 ) -> float:
-  """The share of a step's time in which a stage is idle.
+  """Return the pipeline bubble: the share of a step's time in which a stage is idle.
 
-  Of GPipe (S-1)/(M+S-1): M of the M+S-1 ticks are of use to a stage, forwards and
-  backwards (arXiv:1811.06965, section 2.3). 1F1B has the same (arXiv:2104.04473,
-  section 2.2, which divides by the time of use: (S-1)/M). So has ours, for all M:
-  M+S-1 of its ticks have a forward on some stage, and M+S-1 a backward; a tick takes
-  as long as the longest in it, and those without one or the other are short. Without
-  branches every tick has both, and of M+2(S-1) ticks M are of use. Embedding and
-  head, which stand on one stage each, are not in this.
+  For GPipe it is (S-1)/(M+S-1): a stage works in M of M+S-1 ticks, both forward and
+  backward (arXiv:1811.06965, section 2.3). 1F1B has the same bubble (arXiv:2104.04473,
+  section 2.2, which divides by the time of work: (S-1)/M). It also holds for this
+  implementation and any M: in M+S-1 ticks some stage runs a forward pass and in M+S-1
+  some stage runs a backward pass, and a tick takes as long as its longest work. Without
+  branches every tick runs both, so that a stage works in M of M+2(S-1) ticks. Embedding
+  and head, which run on one stage each, are not counted.
 
   Args:
     schedule: "gpipe" or "1f1b".
-    stages: S.
-    num_microbatches: M, of one device.
-    skip: as of `one_f_one_b`; of no effect on GPipe's time, where in every tick
-      some stage has work.
+    stages: number of stages S.
+    num_microbatches: number of micro-batches M per device.
+    skip: skip idle work by branches, as in `one_f_one_b`. It does not affect GPipe, where
+      some stage has work in every tick.
 
   Raises:
-    ConfigError: there is no such schedule.
+    ConfigError: the schedule is unknown.
 
   Example:
     >>> bubble("gpipe", 4, 12), bubble("1f1b", 4, 12, skip=False)
     (0.2, 0.3333333333333333)
   """
   if schedule not in ("gpipe", "1f1b"):
-    raise ConfigError(f"schedule={schedule!r}: give 'gpipe' or '1f1b'")
+    raise ConfigError(f"schedule={schedule!r} is unknown; use 'gpipe' or '1f1b'")
   fill = (stages - 1) * (2 if schedule == "1f1b" and not skip else 1)
   return fill / (num_microbatches + fill)
 
 
 def split_microbatches(batch: Any, num_microbatches: int) -> Any:
-  """A device's rows [rows, ...] as micro-batches [M, rows/M, ...].
+  """Split a device's rows [rows, ...] into micro-batches [M, rows/M, ...].
 
   Raises:
-    ConfigError: they do not divide.
+    ConfigError: the number of micro-batches does not divide the rows.
   """
 
   def split(x: jax.Array):
     if len(x) % num_microbatches:
-      why = f"does not divide the {len(x)} rows of a device, give a divisor"
-      raise ConfigError(f"num_microbatches={num_microbatches}: {why}")
+      why = f"does not divide the {len(x)} rows of a device; give a divisor"
+      raise ConfigError(f"num_microbatches={num_microbatches} {why}")
     return x.reshape(num_microbatches, -1, *x.shape[1:])
 
   return jax.tree.map(split, batch)
@@ -107,34 +107,33 @@ def gpipe(
   skip: bool = True,
   remat: bool = True,
 ) -> jax.Array:
-  """Return the outputs of all stages' layers, shared out over the stages.
+  """Return the outputs of the last layer by GPipe, divided among the stages.
 
-  With `stage_microbatches` the head and the loss are shared out too: each stage works
-  on M/S of the micro-batches, and a sum over `axis` makes the totals. Where S does
-  not divide M, all stages have all outputs, typed invariant over `axis`, and do the
-  same work on them; differentiation counts it once. Results of `microbatches` and of
-  parameters that are invariant over `axis` have the right gradients, by the types.
+  With `stage_microbatches` the head and the loss are divided, too: each stage processes
+  M/S of the micro-batches, and a sum over `axis` gives the totals. If S does not divide
+  M, all stages get all outputs, typed invariant over `axis`, and process them all;
+  differentiation counts them once. Gradients are correct for `microbatches` and for
+  parameters that are invariant over `axis`.
 
   Args:
-    run_layers: (layers, h) -> h, for this device's layers; shape, dtype and type of
-      h stay.
-    layers: this device's, of which every leaf varies over `axis`.
-    microbatches: [M, rows, tokens, width], inputs of the first layer; the same on all
-      stages, and only the first one's is used.
+    run_layers: (layers, h) -> h, for this device's layers, with the same shape, dtype and
+      varying axes of h.
+    layers: this device's layers; every leaf varies over `axis`.
+    microbatches: inputs of the first layer, [M, rows, tokens, width]; the same on all
+      stages, but only the first stage uses them.
     axis: mesh axis of the stages.
-    skip: leave out the ticks without work by a branch. It saves no time, but energy
-      and what the layers gather. False where they permute, as a ring does; then they
-      run on the first micro-batch, and what comes of it reaches neither output nor
-      gradient.
-    remat: keep a stage's inputs alone and compute its layers again in the backward
-      pass, as the paper does (section 2.3). False: keep what `run_layers` keeps.
+    skip: skip ticks without work by a branch. This saves no time, but energy and the
+      gathering of parameters. Use False if the layers permute, as ring attention does.
+      Idle stages then run on the first micro-batch, and their results are discarded.
+    remat: store only the inputs of a stage and recompute its layers in the backward pass,
+      as the paper does (section 2.3). False: store what `run_layers` stores.
 
   Returns:
-    [M/S, rows, tokens, width], those of `stage_microbatches`; [M, ...] where S does
-    not divide M.
+    Outputs of the micro-batches of `stage_microbatches`, [M/S, rows, tokens, width], or of
+    all micro-batches if S does not divide M.
 
   Raises:
-    ConfigError: no such axis; or `skip`, and the layers permute.
+    ConfigError: the mesh lacks the axis; or `skip` is True and the layers permute.
 
   Example:
     >>> h = gpipe(run, params["layers"], embedded)         # doctest: +SKIP
@@ -150,8 +149,8 @@ def gpipe(
   def work(is_work: jax.Array, layers: Any, h: jax.Array):
     if skip:
       return lax.cond(is_work, run_layers, lambda _, h: _zeros(h), layers, h)
-    # The value is the same; of what is computed without use no gradient is left,
-    # not even NaN.
+    # `stop_gradient` does not change values. It prevents gradients, even NaN, from work
+    # whose results are discarded.
     layers = jax.tree.map(lambda w: jnp.where(is_work, w, lax.stop_gradient(w)), layers)
     h = run_layers(layers, jnp.where(is_work, h, lax.stop_gradient(microbatches[0])))
     return jnp.where(is_work, h, _zeros(h))
@@ -165,8 +164,8 @@ def gpipe(
     h = work(is_work, layers, jnp.where(stage == 0, fresh, received))
     return _pass_on(h, axis, +1), h
 
-  # The inputs are scanned over, not indexed: the gradient of an index is as large
-  # as all of them, each tick.
+  # The scan runs over the inputs instead of indexing them, because the gradient of an
+  # index has the size of all inputs in every tick.
   fill = vary(jnp.zeros((stages - 1, *microbatches.shape[1:]), microbatches.dtype), axes)
   ticks = jnp.arange(count + stages - 1), jnp.concatenate([microbatches, fill])
   _, out = lax.scan(tick, _zeros(microbatches[0]), ticks)
@@ -177,14 +176,14 @@ def gpipe(
 
 
 def stage_microbatches(microbatches: Any, *, axis: str = "stage") -> Any:
-  """Those micro-batches whose outputs `gpipe` hands to this stage.
+  """Return the micro-batches whose outputs this stage gets from `gpipe`.
 
   Args:
-    microbatches: tree of [M, ...], the same on all stages.
+    microbatches: a tree of arrays [M, ...], the same on all stages.
     axis: mesh axis of the stages.
 
   Returns:
-    tree of [M/S, ...]; as given where S does not divide M.
+    A tree of arrays [M/S, ...]; unchanged if S does not divide M.
   """
   stages = axis_sizes((axis,))[axis]
 
@@ -199,7 +198,7 @@ def stage_microbatches(microbatches: Any, *, axis: str = "stage") -> Any:
 
 
 def _carried_axes(run_layers: RunLayers, layers: Any, h: Any, axis: str) -> tuple[str, ...]:
-  """The axes over which the activations between the layers vary."""
+  """Return the axes over which activations between layers vary."""
   axes = in_mesh_order((axis, *_type_axes(h)))
 
   def run():
@@ -209,7 +208,7 @@ def _carried_axes(run_layers: RunLayers, layers: Any, h: Any, axis: str) -> tupl
 
 
 def _pass_on(h: jax.Array, axis: str, by: int) -> jax.Array:
-  """To the next stage, or back; where none sends, zeros arrive."""
+  """Send h to the next stage, or to the previous one; a stage without a sender gets zeros."""
   stages = lax.axis_size(axis)
   pairs = [(s, s + by) for s in range(stages) if 0 <= s + by < stages]
   return lax.ppermute(h, axis, pairs) if pairs else h
@@ -225,38 +224,39 @@ def one_f_one_b(
   axis: str = "stage",
   skip: bool = True,
 ) -> tuple[dict[str, Any], Totals]:
-  """Gradients and totals by 1F1B: each micro-batch backwards as soon as it can be.
+  """Return gradients and totals by 1F1B: backward passes start as soon as possible.
 
-  The loss is not differentiated by JAX but here, a stage at a time: a stage keeps
-  the inputs of its micro-batches and computes its layers again when the gradient
-  comes. Embedding on the first stage, head and loss on the last.
+  This function differentiates the loss itself, stage by stage: a stage stores the inputs
+  of its micro-batches and recomputes its layers when the gradient arrives. The embedding
+  runs on the first stage, head and loss on the last.
 
   Args:
     embed: (params, micro-batch) -> h [rows, tokens, width].
     run_layers: (params["layers"], h) -> h, for this device's layers.
-    finish: (params, h, micro-batch) -> totals, of which "loss" is differentiated.
-    params: whose "layers" are this device's and vary over `axis`. Cast the rest to
-      varying over the axes whose sums are to be made elsewhere.
-    microbatches: tree of [M, ...], the same on all stages.
-    axis: mesh axis of the stages. `embed` and `finish` may not speak along it.
-    skip: leave out forwards and backwards without work by branches. False where the
-      layers permute, as a ring does; see `bubble` for what it costs.
+    finish: (params, h, micro-batch) -> totals, whose "loss" is differentiated.
+    params: parameters; "layers" are this device's and vary over `axis`. Cast the other
+      parameters to varying over axes whose sums are computed elsewhere.
+    microbatches: a tree of arrays [M, ...], the same on all stages.
+    axis: mesh axis of the stages. `embed` and `finish` may not communicate along it.
+    skip: skip idle forward and backward passes by branches. Use False if the layers
+      permute, as ring attention does; see `bubble` for the cost.
 
   Returns:
-    grads: of the sum of the losses, a tree and types as of `params`: of a parameter
-      that is invariant over `axis` they are summed over it, as `jax.grad` would.
-    totals: sums over the micro-batches on the last stage, zeros on the others: their
-      sum over `axis` is that of the pipeline.
+    grads: gradients of the sum of the losses, with the structure and varying axes of
+      `params`. For parameters that are invariant over `axis` they are summed over it, as
+      by `jax.grad`.
+    totals: sums over the micro-batches on the last stage and zeros on the others; sum
+      them over `axis`.
 
   Raises:
-    ConfigError: no such axis; or, of what stands in a branch, that it permutes or
-      speaks along `axis`.
+    ConfigError: the mesh lacks the axis; or work inside a branch permutes or communicates
+      along `axis`.
   """
   stages, stage = axis_sizes((axis,))[axis], lax.axis_index(axis)
   count = len(jax.tree.leaves(microbatches)[0])
   work, *types = _stage(embed, run_layers, finish, params, microbatches, axis, skip)
   cond: Callable[..., Any] = lax.cond if skip else _where
-  # From its forward to its backward, a stage has no more inputs than these.
+  # A stage stores at most this many inputs between forward and backward passes.
   slots = min(2 * stages - 1, count)
 
   def tick(carry: Any, t: jax.Array):
@@ -272,10 +272,10 @@ def one_f_one_b(
       return _backward(work, sums, h, g_received, micro)
 
     h_in = lax.cond(goes & work.is_first, embedded, lambda: h_received)
-    # After the last micro-batch the slots belong to those that are on their way.
+    # After the last micro-batch, slots still hold inputs that wait for their backward pass.
     h_in = jnp.where(goes, h_in, _at(kept, ahead % slots))
     kept = lax.dynamic_update_index_in_dim(kept, h_in, ahead % slots, 0)
-    works = goes & ~work.is_last  # the last stage's own forward is in its backward
+    works = goes & ~work.is_last  # the last stage's forward is part of its backward
     h_out = cond(works, lambda: run_layers(work.layers, h_in), lambda: h_in)
     sums, g_out = cond(comes, backward, lambda: (sums, g_received))
     return (kept, _pass_on(h_out, axis, +1), _pass_on(g_out, axis, -1), sums), None
@@ -297,14 +297,14 @@ class _Stage(NamedTuple):
   """Parameters, functions and micro-batches of a stage.
 
   Attributes:
-    is_first: bool.
-    is_last: bool.
+    is_first: whether this is the first stage, bool [].
+    is_last: whether this is the last stage, bool [].
     run_layers: (layers, h) -> h.
-    layers: this stage's.
-    ends: the other parameters, varying over the stages.
+    layers: layers of this stage.
+    ends: the other parameters, typed as varying over the stages.
     enter: (ends, micro-batch) -> h.
     leave: (ends, h, micro-batch) -> totals.
-    microbatches: tree of [M, ...].
+    microbatches: a tree of arrays [M, ...].
   """
 
   is_first: jax.Array
@@ -326,10 +326,10 @@ def _stage(
   axis: str,
   skip: bool,
 ) -> Any:
-  """The stage, and what `jax.eval_shape` says of h and of the totals."""
+  """Return the stage and the abstract values of h and of the totals."""
   layers = params["layers"]
   ends = {name: p for name, p in params.items() if name != "layers"}
-  # Else the sums over the stages that make gradients would stand in branches.
+  # Without this cast the gradients' sums over stages would be inside branches.
   ends, microbatches = vary((ends, microbatches), (axis,))
   first = jax.tree.map(lambda x: x[0], microbatches)
   h = jax.eval_shape(lambda: embed(ends | {"layers": layers}, first))
@@ -356,18 +356,18 @@ def _stage(
 def _backward(
   work: _Stage, sums: Any, h_in: jax.Array, received: jax.Array, micro: Any
 ) -> tuple[Any, jax.Array]:
-  """A micro-batch through the stage again, and its gradient back.
+  """Recompute a micro-batch on the stage and backpropagate through it.
 
   Args:
-    work: of the stage.
-    sums: gradients by the layers and by the other parameters, totals.
-    h_in: what the layers had.
-    received: the gradient by what they gave; the last stage makes its own.
-    micro: of the batch.
+    work: the stage.
+    sums: gradients for the layers, gradients for the other parameters, and totals.
+    h_in: input of the layers.
+    received: gradient for the layers' output; the last stage computes its own.
+    micro: the micro-batch.
 
   Returns:
-    sums, with this micro-batch's added.
-    by_h: the gradient by `h_in`.
+    sums: sums with this micro-batch added.
+    by_h: gradient for `h_in`.
   """
   by_layers, by_ends, totals = sums
   h, pull = jax.vjp(work.run_layers, work.layers, h_in)
@@ -394,7 +394,7 @@ def _backward(
 
 
 def _at(tree: Any, i: jax.Array) -> Any:
-  """Row i of every leaf; any where there is none."""
+  """Return row i of every leaf; an arbitrary row if i is out of range."""
   return jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, i, 0, keepdims=False), tree)
 
 
@@ -403,54 +403,54 @@ def _add(a: Any, b: Any) -> Any:
 
 
 def _type_axes(x: Any) -> tuple[str, ...]:
-  """The axes over which an array varies, or one that `jax.eval_shape` describes."""
+  """Return the axes over which an array or an abstract array varies."""
   if not isinstance(x, jax.ShapeDtypeStruct):
     return varying(x)
   return in_mesh_order(varying_axes(x))
 
 
 def _zeros(tree: Any) -> Any:
-  """Zeros of the same shapes, dtypes and varying axes."""
+  """Return zeros with the same shapes, dtypes and varying axes."""
   return jax.tree.map(lambda x: vary(jnp.zeros(x.shape, x.dtype), _type_axes(x)), tree)
 
 
 def _where(taken: jax.Array, work: Callable[[], Any], rest: Callable[[], Any]) -> Any:
-  """`work()` where `taken`, else `rest()`: as `lax.cond`, but both run.
+  """Return `work()` if `taken`, else `rest()`, but run both, unlike `lax.cond`.
 
-  For work with collectives, in which every device must take part.
+  Use it for work with collectives, in which every device must take part.
   """
   return jax.tree.map(lambda a, b: jnp.where(taken, a, b), work(), rest())
 
 
 def _check_branch(name: str, axis: str, work: Callable[..., Any], *args: Any) -> None:
-  """Refuse work that may not stand in a branch that some stages do not take.
+  """Raise if work would hang in a branch that some stages do not take.
 
-  The derivatives are not looked at: what is sent backwards by rules of its own is
-  the caller's.
+  Only the forward computation is checked. The caller is responsible for collectives in
+  custom derivatives.
 
   Args:
-    name: of the work, for the message.
+    name: name of the work in the error.
     axis: mesh axis along which some devices take the branch and others do not.
     work: args -> tree.
-    args: trees of arrays or of what `jax.eval_shape` gives.
+    args: trees of arrays or abstract arrays.
 
   Raises:
-    ConfigError: it permutes, or has a collective along `axis`.
+    ConfigError: the work permutes, or has a collective along `axis`.
   """
   for eqn in _equations(jax.make_jaxpr(work)(*args).jaxpr):
     kind = eqn.primitive.name
     axes = eqn.params.get("axes", eqn.params.get("axis_name", ()))
     axes = axes if isinstance(axes, tuple) else (axes,)
     if kind == "ppermute":
-      why = "which all stages must take part in; give skip=False, or attention without a ring"
-      raise ConfigError(f"{name}: permutes along {axes[0]!r}, {why}")
+      why = "but idle stages would not take part; give skip=False, or attention without a ring"
+      raise ConfigError(f"{name} permutes along {axes[0]!r}, {why}")
     if kind.startswith(_COLLECTIVES) and axis in axes:
-      why = "where the other stages do not come; leave that axis to the pipeline"
-      raise ConfigError(f"{name}: has a collective ({kind}) along {axis!r}, {why}")
+      why = "but other stages would not take part; do not communicate along that axis"
+      raise ConfigError(f"{name} has a collective ({kind}) along {axis!r}, {why}")
 
 
 def _equations(jaxpr: core.Jaxpr) -> Iterator[core.JaxprEqn]:
-  """Those of a program and of all programs in it."""
+  """Yield the equations of a jaxpr and of all jaxprs inside it."""
 
   def is_program(x: Any):
     return isinstance(x, core.Jaxpr | core.ClosedJaxpr)

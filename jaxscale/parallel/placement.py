@@ -1,9 +1,9 @@
-"""Arrays of a step where a layout has them: shards, shardings, the host's memory.
+"""Placement of a step's arrays under a layout: shards, shardings, host memory.
 
-The functions of a step, in its order: `shards_and_full` and `pair_shards` give a loss
-its parameters, `scale_for_exchange` prepares gradients, `shard_like_optimizer` and
-`shard_like_params` surround the update, `opt_to_device` and `opt_to_host` move the
-optimizer's state.
+A step uses the functions in this order: `shards_and_full` and `pair_shards` prepare the
+parameters for the loss, `scale_for_exchange` prepares the gradients,
+`shard_like_optimizer` and `shard_like_params` come before and after the update, and
+`opt_to_device` and `opt_to_host` move the optimizer state.
 """
 
 from typing import Any
@@ -18,18 +18,18 @@ from jaxscale.collectives import vary
 from jaxscale.parallel.fsdp_gather import Gather, ShardedAndFull, local_shard
 from jaxscale.parallel.specs import Layout, opt_state_specs
 
-HOST = "pinned_host"  # JAX's name of the host's memory that devices copy from
+HOST = "pinned_host"  # JAX's name for host memory that devices can copy from
 
 
 def shards_and_full(params: Any, layout: Layout) -> tuple[Any, Any]:
-  """Return parameters to differentiate by, inside `shard_map`, and full ones.
+  """Return the parameters for which gradients are computed, and full parameters.
 
-  Parameters are cast to varying over the axes that the exchange will sum over: else
-  the derivative would sum over them by itself.
+  Call it inside `shard_map`. Parameters are cast to varying over the axes that the
+  exchange sums over. Otherwise the derivative itself would sum over these axes.
 
   Returns:
-    Parameters or shards of them; under ZeRO-2 the full ones of those that are split,
-    else None.
+    A tree of parameters or their shards, and a tree with None, or under ZeRO-2 with the
+    full parameters of those that are split.
   """
   gathers = jax.tree.broadcast(layout.gathers, params)
   params = jax.tree.map(lambda w, g: vary(w, g.sum_in_exchange), params, gathers)
@@ -44,7 +44,7 @@ def shards_and_full(params: Any, layout: Layout) -> tuple[Any, Any]:
 
 
 def pair_shards(shards: Any, full: Any) -> Any:
-  """The tree that a loss takes, of what `shards_and_full` gave."""
+  """Return the parameters for a loss from the results of `shards_and_full`."""
 
   def pair(shard: Any, w: Any):
     return shard if w is None else ShardedAndFull(shard, w)
@@ -53,15 +53,15 @@ def pair_shards(shards: Any, full: Any) -> Any:
 
 
 def scale_for_exchange(grads: Any, layout: Layout, examples: jax.Array) -> Any:
-  """Gradients as they leave a device: scaled, with a leading dim for the devices.
+  """Scale a device's gradients for the exchange and add a leading dim for devices.
 
-  The exchange averages over the axes that are left; after it the gradient is that
-  of the mean loss over all examples, however they are spread.
+  The exchange averages over the remaining axes. The result is the gradient of the mean
+  loss over all examples, for any distribution of the examples over devices.
 
   Args:
-    grads: sums over what the device has.
-    layout: of the parameters.
-    examples: over all devices.
+    grads: gradients summed over the device's examples.
+    layout: the layout of the parameters.
+    examples: number of examples on all devices.
   """
 
   def leave(g: jax.Array, gather: Gather):
@@ -73,7 +73,7 @@ def scale_for_exchange(grads: Any, layout: Layout, examples: jax.Array) -> Any:
 
 
 def shard_like_optimizer(trees: Any, layout: Layout) -> Any:
-  """Trees like the parameters, in a jit, sharded like the optimizer's state."""
+  """Shard trees like the optimizer state, inside a jit."""
   if layout.shapes is None:
     return trees
   where = shardings(layout, layout.opt_specs)
@@ -81,22 +81,22 @@ def shard_like_optimizer(trees: Any, layout: Layout) -> Any:
 
 
 def shard_like_params(params: Any, layout: Layout) -> Any:
-  """Parameters, in a jit, sharded as between steps."""
+  """Shard parameters as between steps, inside a jit."""
   if layout.shapes is None:
     return params
   return lax.with_sharding_constraint(params, shardings(layout, layout.param_specs))
 
 
 def shardings(layout: Layout, specs: Any) -> Any:
-  """A `NamedSharding` for each spec."""
+  """Return a `NamedSharding` for each spec."""
   return jax.tree.map(lambda spec: NamedSharding(layout.mesh, spec), specs)
 
 
 def opt_state_shardings(layout: Layout, tx: optax.GradientTransformation) -> Any:
-  """A `NamedSharding` for each leaf of an optimizer's state, between steps.
+  """Return the shardings of an optimizer state between steps.
 
-  On the host, where the layout has it there, are matrices and stacks of vectors: all
-  but a few thousandths of the state. What is small stays.
+  With `opt_on_host`, arrays of two dims or more are in host memory. Smaller arrays, a few
+  thousandths of the state, stay on the devices.
   """
   where = shardings(layout, opt_state_specs(layout, tx))
   if not layout.opt_on_host:
@@ -109,16 +109,16 @@ def opt_state_shardings(layout: Layout, tx: optax.GradientTransformation) -> Any
 
 
 def opt_to_device(opt_state: Any, layout: Layout) -> Any:
-  """An optimizer's state, in a jit, where it is computed with.
+  """Move an optimizer state to the devices for the update, inside a jit.
 
-  To be called in a branch: XLA brings what it can as soon as there is room, before the
-  backward pass has freed any, but not before it knows that a branch is taken.
+  Call it in a branch. Otherwise XLA copies arrays as soon as there is room for them,
+  before the backward pass has freed its memory. It cannot start before a branch is taken.
   """
   return _moved(opt_state, layout, jax.memory.Space.Device)
 
 
 def opt_to_host(opt_state: Any, layout: Layout) -> Any:
-  """An optimizer's state, in a jit, where it is between steps."""
+  """Move an optimizer state to where it is kept between steps, inside a jit."""
   return _moved(opt_state, layout, jax.memory.Space.Host)
 
 

@@ -1,24 +1,24 @@
-"""Ring attention: exact attention over tokens that are split, keys going round.
+"""Ring attention: exact attention over tokens that are split over devices.
 
-Each device keeps its queries; the blocks of keys and values go round the ring, and
-the softmax is summed up as they come (arXiv:2310.01889; the running maximum and sum
-are those of arXiv:1805.02867). After j turns device i has the block of device i - j.
-With s = q k^T / sqrt(width), for each query
+Each device keeps its queries. Blocks of keys and values are sent around the ring, and the
+softmax is accumulated as they arrive (arXiv:2310.01889; the running maximum and sum are
+from arXiv:1805.02867). After j turns device i has the block of device i - j. With
+s = q k^T / sqrt(width), for each query
 
     m = max_k s      l = sum_k exp(s - m)      out = sum_k exp(s - m) v / l
 
-Kept for the backward pass are q, k, v, out and log l + m, nothing of size tokens x
-tokens; the blocks go round once more with their gradients (arXiv:2205.14135,
+The backward pass stores q, k, v, out and log l + m, but no array of size tokens x tokens.
+The blocks are sent around once more, with their gradients (arXiv:2205.14135,
 algorithm 4):
 
     p = exp(s - (log l + m))        dv = p^T dout
     ds = p (dout v^T - sum(dout out))   dq = ds k   dk = ds^T q   (each / sqrt(width))
 
-Scores, sums and gradients are float32, a block's scores are made for `_BLOCK` keys
-at a time. Where causal, and the tokens contiguous, device i has work in i+1 of n
-turns, but all wait for the last: of n turns' work (n+1)/2n is of use, and the
-branches save energy, no time. In zig-zag order every device has half a block's work
-in each turn.
+Scores, sums and gradients are float32. Scores are computed for `_BLOCK` keys at a time.
+For causal attention with contiguous tokens, device i has work in i+1 of n turns, but all
+devices wait for the last one: (n+1)/2n of the work is useful, and the branches save
+energy, but no time. With zig-zag order every device has half a block of work in each
+turn.
 """
 
 import functools
@@ -34,18 +34,18 @@ from jaxscale.collectives.typed import axis_sizes, in_mesh_order, varying
 from jaxscale.errors import ConfigError
 
 _BLOCK = 1024  # keys whose scores are in memory at once
-_NEVER = -1e30  # a score that counts for nothing, and whose differences are no NaN
+_NEVER = -1e30  # score of a masked key; unlike -inf, its differences are not NaN
 
 
 def check_zigzag(tokens: int) -> None:
-  """Refuse tokens that do not make two pieces per device.
+  """Raise if the tokens of a device cannot be divided into two pieces.
 
   Raises:
-    ConfigError: an odd number.
+    ConfigError: the number of tokens is odd.
   """
   if tokens % 2:
-    why = "order='zigzag' needs an even number, two pieces"
-    raise ConfigError(f"tokens={tokens} per device: {why}")
+    why = "is odd, but order='zigzag' needs two equal pieces; give an even number"
+    raise ConfigError(f"tokens={tokens} per device {why}")
 
 
 def ring_attention(
@@ -58,32 +58,32 @@ def ring_attention(
   order: Literal["contiguous", "zigzag"] = "contiguous",
   block: int = _BLOCK,
 ) -> jax.Array:
-  """Attention over tokens that are split, by keys and values that go round.
+  """Compute attention over split tokens by sending keys and values around a ring.
 
-  Inside `jax.shard_map`. A device sends its keys and values n-1 times, backwards
-  their gradients too, n times, as float32.
+  Call it inside `jax.shard_map`. A device sends its keys and values n-1 times. In the
+  backward pass it also sends their gradients n times, as float32.
 
   Args:
-    q: [rows, tokens/n, heads, width].
-    k: [rows, tokens/n, groups, width]; groups divide heads (arXiv:2305.13245).
-    v: likewise.
-    axis: mesh axis of the tokens, n devices.
-    causal: a token sees itself and those before it.
-    order: which tokens each device has, see `sequence.token_positions`.
-    block: keys whose scores are in memory at once.
+    q: queries, [rows, tokens/n, heads, width].
+    k: keys, [rows, tokens/n, groups, width]; groups divide heads (arXiv:2305.13245).
+    v: values, with the shape of `k`.
+    axis: mesh axis of the tokens, with n devices.
+    causal: whether a token attends only to itself and earlier tokens.
+    order: order of the tokens on the devices; see `sequence.token_positions`.
+    block: number of keys whose scores are in memory at once.
 
   Returns:
-    [rows, tokens/n, heads, width], dtype of q.
+    Outputs in the dtype of q, [rows, tokens/n, heads, width].
 
   Raises:
-    ConfigError: groups that do not divide heads; "zigzag", and an odd number of
-      tokens per device.
+    ConfigError: groups do not divide heads; or the order is "zigzag" and the number of
+      tokens per device is odd.
   """
   devices = axis_sizes((axis,))[axis]
   rows, tokens, heads, width = q.shape
   groups = k.shape[2]
   if heads % groups:
-    raise ConfigError(f"groups={groups}: do not divide the {heads} heads")
+    raise ConfigError(f"groups={groups} does not divide the {heads} heads; give a divisor")
   if order == "zigzag":
     check_zigzag(tokens)
   axes = in_mesh_order((axis, *varying(q), *varying(k), *varying(v)))
@@ -96,10 +96,10 @@ def ring_attention(
 
 
 class _Plan(NamedTuple):
-  """Settings of a ring, apart from its arrays."""
+  """Settings of a ring."""
 
   axis: str
-  axes: tuple[str, ...]  # over which they vary
+  axes: tuple[str, ...]  # axes over which the arrays vary
   devices: int
   causal: bool
   zigzag: bool
@@ -107,11 +107,11 @@ class _Plan(NamedTuple):
 
 
 class _Part(NamedTuple):
-  """Queries that see keys of a block, and these keys."""
+  """Part of a block of keys, and the queries that attend to it."""
 
   first_query: int
   num_keys: int
-  masked: bool  # the block is the device's own: a query sees keys up to its position
+  masked: bool  # True for the device's own block: a query attends up to its position
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -180,17 +180,17 @@ _ring.defvjp(_ring_forward, _ring_backward)
 
 
 def _go_round(plan: _Plan, step: Callable[..., Any], kept: Any, kv: Any, grads: Any) -> Any:
-  """A step on every block, which comes with the sums of those who had it before.
+  """Run a step on every block, as the blocks and their sums go around the ring.
 
   Args:
-    plan: of the ring.
+    plan: settings of the ring.
     step: (part, kept, kv, grads) -> (kept, grads), on one block.
-    kept: what stays on the device.
-    kv: this device's keys and values.
-    grads: what is summed up along the way; it comes home.
+    kept: arrays that stay on the device.
+    kv: keys and values of this device.
+    grads: sums that travel with the blocks and return to the block's device.
 
   Returns:
-    kept and grads after all n blocks.
+    `kept` and `grads` after all n blocks.
   """
   n, here = plan.devices, lax.axis_index(plan.axis)
   tokens = kv[0].shape[-2]
@@ -214,7 +214,7 @@ def _go_round(plan: _Plan, step: Callable[..., Any], kept: Any, kv: Any, grads: 
 
   def turn(carry: Any, t: jax.Array):
     kept, kv, grads = carry
-    coming = send(kv)  # nothing in this turn waits for it
+    coming = send(kv)  # can overlap with this turn, which does not use it
     kept, grads = attend(t, kept, kv, grads)
     return (kept, coming, send(grads)), None
 
@@ -224,16 +224,17 @@ def _go_round(plan: _Plan, step: Callable[..., Any], kept: Any, kv: Any, grads: 
 
 
 def _over_blocks(add: Callable[..., Any], sums: Any, arrays: Any, size: int) -> Any:
-  """`add(sums, block, start) -> (sums, out)` over keys, `size` at a time.
+  """Run a function over blocks of keys, `size` keys at a time.
 
   Args:
-    add: on a block of the arrays whose first key has the number `start`.
-    sums: before the first.
-    arrays: each [..., keys, width].
-    size: of a block; the last has what is left.
+    add: (sums, block, start) -> (sums, out), where `start` is the index of the block's
+      first key.
+    sums: initial sums.
+    arrays: arrays [..., keys, width].
+    size: number of keys in a block; the last block may be smaller.
 
   Returns:
-    The last sums, and what came out, [..., keys, width].
+    The final sums and the concatenated outputs, [..., keys, width].
   """
   keys = arrays[0].shape[-2]
   size = min(size, keys)
@@ -259,13 +260,13 @@ def _over_blocks(add: Callable[..., Any], sums: Any, arrays: Any, size: int) -> 
 
 
 def _scores(q: jax.Array, k: jax.Array, start: Any, masked: bool) -> jax.Array:
-  """float32 [rows, groups, heads of a group, queries, keys].
+  """Return attention scores, float32 [rows, groups, heads of a group, queries, keys].
 
   Args:
-    q: [rows, groups, heads of a group, queries, width].
-    k: [rows, groups, keys, width].
-    start: position of the first key, counted from the first query's.
-    masked: a query sees keys up to its own position.
+    q: queries, [rows, groups, heads of a group, queries, width].
+    k: keys, [rows, groups, keys, width].
+    start: position of the first key, relative to the first query.
+    masked: whether a query attends only to keys up to its own position.
   """
   s = _dot("bgrqd,bgkd->bgrqk", q, k) * q.shape[-1] ** -0.5
   if not masked:
@@ -279,7 +280,7 @@ def _dot(equation: str, a: jax.Array, b: jax.Array) -> jax.Array:
 
 
 def _put(kept: Any, new: Any, first: int) -> Any:
-  """`new` in the place of the queries from `first` on."""
+  """Replace the values of the queries from `first` on by `new`."""
   if not first:
     return new
   return jax.tree.map(lambda a, b: a.at[..., first:, :].set(b), kept, new)

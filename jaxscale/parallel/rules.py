@@ -1,14 +1,14 @@
-"""Sharding rules: which dim of a parameter is split along which mesh axis.
+"""Sharding rules: the mesh axes that split the dims of each parameter.
 
-Every parameter must be matched by exactly one rule: one that is forgotten would be
-whole on every device, one that two rules match would depend on their order, and both
-would be seen only when the memory is full.
+Every parameter must be matched by exactly one rule. A parameter without a rule would be
+replicated, and one with two rules would depend on their order, and neither mistake would
+be noticed before memory runs out.
 
-Models of stacked layers have rules of their own (`SHARDING` in models/). They split the
-first matrices of a branch by columns along `model`, the last by rows (tensor.py); what
-`fsdp` splits is the other dim, so that both go together; layers are split along `stage`
-by their first dim. Vectors are small, and whole but along `model`, where they belong to
-columns.
+Models of stacked layers define their own rules (`SHARDING` in models/). The first
+matrices of a branch are split by columns along `model`, and the last one by rows
+(tensor.py). `fsdp` splits the other dim, so that both can be combined. Layers are split
+along `stage` by their first dim. Vectors are small and therefore replicated, except along
+`model` if they belong to split columns.
 """
 
 import math
@@ -22,17 +22,16 @@ from jax.sharding import PartitionSpec as P
 from jaxscale.errors import ConfigError
 from jaxscale.optim.tree_paths import path_name
 
-Dims = tuple[str | None, ...]  # an axis, or None, for each dim
+Dims = tuple[str | None, ...]  # axis that splits each dim, or None
 
 
 class Rule(NamedTuple):
   """Split of the parameters whose paths match a pattern.
 
   Attributes:
-    pattern: a regular expression that must fit all of a path, "layers/.*/bias" say.
-    dims: for each dim the axis that splits it, or None; or what gives them for a
-      shape and the sizes of the mesh's axes. An axis that the mesh does not have
-      splits nothing.
+    pattern: a regular expression that must match the whole path, e.g. "layers/.*/bias".
+    dims: for each dim, the axis that splits it, or None; or a function of the shape and
+      the sizes of the mesh axes that returns them. Axes that the mesh lacks are ignored.
   """
 
   pattern: str
@@ -40,14 +39,14 @@ class Rule(NamedTuple):
 
 
 def largest(axis: str, least: int = 1024) -> Callable[..., Dims]:
-  """Split the largest dim that the axis divides; none of a small parameter.
+  """Return dims that split the largest dim that the axis divides.
 
-  For models whose parameters have no common shape, such as convolutions.
+  Use it for models with parameters of various shapes, such as convolutions.
 
   Args:
-    axis: of the mesh.
-    least: parameters of fewer elements stay whole: to send them costs more time
-      than they take memory.
+    axis: mesh axis.
+    least: parameters with fewer elements are not split, because gathering them would
+      cost more than the memory is worth.
 
   Example:
     >>> largest("fsdp")((3, 3, 64, 128), {"fsdp": 8})
@@ -65,16 +64,16 @@ def largest(axis: str, least: int = 1024) -> Callable[..., Dims]:
 
 
 def partition(params: Any, rules: Sequence[Rule], sizes: Mapping[str, int]) -> Any:
-  """A `PartitionSpec` for each parameter.
+  """Return a `PartitionSpec` for each parameter.
 
   Args:
-    params: arrays, or anything with a shape.
-    rules: of which exactly one must fit each path.
-    sizes: of the mesh's axes, by name.
+    params: arrays, or objects with a shape.
+    rules: sharding rules; exactly one must match each path.
+    sizes: sizes of the mesh axes by name.
 
   Raises:
-    ConfigError: no rule fits a parameter, or two do, or its shape is not divided by
-      the devices; the line names it.
+    ConfigError: a parameter is matched by no rule or by several, or the devices do not
+      divide its shape.
 
   Example:
     >>> rules = [Rule(".*/kernel", ("fsdp", "model")), Rule(".*/bias", ("model",))]
@@ -88,30 +87,30 @@ def partition(params: Any, rules: Sequence[Rule], sizes: Mapping[str, int]) -> A
     fitting = [rule for rule in rules if re.fullmatch(rule.pattern, name)]
     if len(fitting) != 1:
       fits = " and ".join(repr(rule.pattern) for rule in fitting) or "no rule"
-      verb = "fit" if len(fitting) > 1 else "fits"
+      verb = "match" if len(fitting) > 1 else "matches"
       why = f"{fits} {verb} this parameter of shape {tuple(leaf.shape)}"
-      raise ConfigError(f"{name}: {why}, it must be exactly one rule of the layout")
+      raise ConfigError(f"{name}: {why}; change the layout's rules so that exactly one does")
     return P(*_dims(name, tuple(leaf.shape), fitting[0], sizes))
 
   return jax.tree.map_with_path(spec, params)
 
 
 def _dims(name: str, shape: tuple[int, ...], rule: Rule, sizes: Mapping[str, int]) -> Dims:
-  """The axes of a parameter's dims, without those that the mesh has not."""
+  """Return the axes of a parameter's dims, without axes that the mesh lacks."""
   dims = rule.dims(shape, sizes) if callable(rule.dims) else rule.dims
   if len(dims) != len(shape):
-    names = f"and the rule {rule.pattern!r} names {len(dims)} dims"
-    raise ConfigError(f"{name}: has the shape {shape}, {names}")
+    names = f"but the rule {rule.pattern!r} has {len(dims)} dims; give {len(shape)}"
+    raise ConfigError(f"{name} has the shape {shape}, {names}")
   kept = tuple(a if a is not None and sizes.get(a, 1) > 1 else None for a in dims)
   for dim, axis in enumerate(kept):
     if axis is not None and shape[dim] % sizes[axis]:
       why = f"does not divide dim {dim} of {name}, {shape}; give a divisor of {shape[dim]}"
-      raise ConfigError(f"Mesh.{axis}={sizes[axis]}: {why}")
+      raise ConfigError(f"Mesh.{axis}={sizes[axis]} {why}")
   return kept
 
 
 def parse(rule: str) -> Rule:
-  """A rule as people write it: "layers/.*/kernel: stage, fsdp, -".
+  """Parse a rule from its text form, e.g. "layers/.*/kernel: stage, fsdp, -".
 
   Example:
     >>> parse("head/kernel: fsdp, -")
@@ -122,5 +121,5 @@ def parse(rule: str) -> Rule:
   return Rule(pattern.strip(), tuple(None if a == "-" else a for a in axes))
 
 
-# Models of any other shape: along `fsdp` alone.
+# Rules for models that define none: they are split along `fsdp` only.
 OTHERS = (Rule(".*", largest("fsdp")),)

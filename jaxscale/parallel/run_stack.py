@@ -1,9 +1,9 @@
-"""A model of stacked layers (`models.Stack`) under a layout: what runs the layers.
+"""Loss and gradients of a model of stacked layers (`models.Stack`) under a layout.
 
-Each layer's parameters are gathered (`fsdp_gather`) in the body of the scan and inside
-what is recomputed, so that a device never has more than one or two full layers; what
-is kept for the backward pass is chosen by name (`models.stack.REMAT`). Where layers
-are split over the stages of a pipeline, `pipeline` has the schedules.
+Each layer's parameters are gathered (`fsdp_gather`) in the body of the scan, inside the
+part that remat recomputes, so that a device never holds more than one or two full layers.
+`models.stack.REMAT` has the policies for the values that the backward pass stores. The
+schedules for layers split over pipeline stages are in `pipeline`.
 """
 
 import functools
@@ -25,28 +25,29 @@ from jaxscale.parallel.specs import Layout
 from jaxscale.parallel.tensor import tensor_ops
 
 _FEW_LAYERS = 6
-_SPLIT = {"model", "stage"}  # axes along which a layer, or what runs it, is split
+_SPLIT = {"model", "stage"}  # axes that split layers, or the list of layers
 
 
 class PipelineGrads(NamedTuple):
-  """A loss that has micro-batches and gradients of its own, for `make_train_step`.
+  """Loss for `make_train_step` that computes its own micro-batches and gradients.
 
   Attributes:
-    grads: (shards, full parameters as of `layout.shards_and_full`, model state, this
-      device's batch, micro-batches) -> (sums of gradients, model state, totals).
+    grads: (shards, full parameters, model state, this device's batch, number of
+      micro-batches) -> (sums of gradients, model state, totals). Shards and full
+      parameters are those of `placement.shards_and_full`.
   """
 
   grads: Any
 
 
 def stack_loss(stack: Stack, layout: Layout, *, remat: str = "none") -> Any:
-  """The loss of a train step (`step.LossFn`).
+  """Return the loss for a train step (`step.LossFn`).
 
   Args:
     stack: the model.
-    layout: of its parameters.
-    remat: what a layer keeps for the backward pass, a name of `REMAT`. Gathered
-      parameters are never kept, but gathered again.
+    layout: the layout of the parameters.
+    remat: rematerialisation policy, a name in `REMAT`. Gathered parameters are never
+      stored, but gathered again.
   """
 
   def loss_fn(params: Any, model_state: Any, batch: Any, keys: jax.Array):  # nothing is random
@@ -57,7 +58,7 @@ def stack_loss(stack: Stack, layout: Layout, *, remat: str = "none") -> Any:
 
 
 def gpipe_grads(stack: Stack, layout: Layout, *, remat: str = "none") -> PipelineGrads:
-  """The gradients of a step by GPipe; arguments as of `stack_loss`."""
+  """Return the gradients of a step by GPipe; the arguments are those of `stack_loss`."""
 
   def grads(shards: Any, full: Any, model_state: Any, batch: Any, num_microbatches: int):
     def loss(shards: Any):
@@ -72,7 +73,7 @@ def gpipe_grads(stack: Stack, layout: Layout, *, remat: str = "none") -> Pipelin
 
 
 def one_f_one_b_grads(stack: Stack, layout: Layout, *, remat: str = "none") -> PipelineGrads:
-  """The gradients of a step by 1F1B; arguments as of `stack_loss`."""
+  """Return the gradients of a step by 1F1B; the arguments are those of `stack_loss`."""
   ops = layout_ops(layout)
 
   def grads(shards: Any, full: Any, model_state: Any, batch: Any, num_microbatches: int):
@@ -94,7 +95,7 @@ def one_f_one_b_grads(stack: Stack, layout: Layout, *, remat: str = "none") -> P
 
 
 def stack_totals(stack: Stack, layout: Layout) -> Any:
-  """The totals of an eval step (`step.EvalFn`), with or without a pipeline."""
+  """Return the totals for an eval step (`step.EvalFn`), with or without a pipeline."""
   stages = layout.mesh.shape.get("stage", 1)
 
   def eval_fn(params: Any, model_state: Any, batch: Any):
@@ -108,7 +109,7 @@ def stack_totals(stack: Stack, layout: Layout) -> Any:
 def _run(
   stack: Stack, layout: Layout, params: Any, batch: Any, num_microbatches: int = 1, *, remat: str
 ) -> Totals:
-  """The totals of a device's rows, inside `shard_map` over the mesh."""
+  """Compute the totals of a device's rows, inside `shard_map` over the mesh."""
   ops, gathers = layout_ops(layout), layout.gathers
   run_layers = _layers(stack, layout, remat)
   batch = local_tokens(batch, layout)
@@ -117,18 +118,19 @@ def _run(
     h = run_layers(params["layers"], h)
     return stack.finish(gather_params(params["head"], gathers["head"]), h, batch, ops)
   microbatches = split_microbatches(batch, num_microbatches)
-  # Varying, so that gradients of the table cross the stages, not of all activations.
+  # The cast to varying makes gradients of the table cross the stages, instead of those of
+  # all activations.
   embed = vary(gather_params(params["embed"], gathers["embed"]), ("stage",))
   h = lax.map(lambda micro: stack.embed(embed, micro, ops), microbatches)
   h = gpipe(run_layers, params["layers"], h, skip=_can_skip(layout))
-  # The head takes all of a stage's rows at once.
+  # The head processes all rows of a stage at once.
   parts = h, stage_microbatches(microbatches)
   h, rows = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), parts)
   return stack.finish(gather_params(params["head"], gathers["head"]), h, rows, ops)
 
 
 def _layers(stack: Stack, layout: Layout, remat: str) -> Any:
-  """(a device's layers, h) -> h."""
+  """Return a function (a device's layers, h) -> h."""
   ops = layout_ops(layout)
   gathers = jax.tree.map(lambda gather: gather.for_layer(), layout.gathers["layers"])
 
@@ -148,24 +150,25 @@ def _layers(stack: Stack, layout: Layout, remat: str) -> Any:
 
 
 def _is_written_out(layout: Layout, remat: str, layers: int) -> bool:
-  """Return whether layers are written out one after another, not in a loop.
+  """Return whether the loop over layers is unrolled.
 
-  On CPUs, where a loop also clears and copies all that is kept for the backward pass:
-  of a step of configs/text.py a sixth. Each layer takes its time to compile, so few
-  alone; not where a loop is what keeps XLA from undoing rematerialisation.
+  On CPU a loop also clears and copies all values stored for the backward pass, a sixth of
+  a step of configs/text.py. Unrolled layers take longer to compile, so only a few are
+  unrolled. With remat the loop is needed, because it keeps XLA from undoing the
+  rematerialisation.
   """
   is_whole = layout.shard == "none" and set(layout.mesh.axis_names).isdisjoint(_SPLIT)
   return on_cpu(layout.mesh) and is_whole and remat == "none" and layers <= _FEW_LAYERS
 
 
 def _can_skip(layout: Layout) -> bool:
-  """Return whether idle work can be in a branch, which a ring may not."""
+  """Return whether idle work can be skipped by a branch, which ring attention forbids."""
   return layout.splits != "ring" or "model" not in layout.mesh.axis_names
 
 
 def layout_ops(layout: Layout) -> Ops:
-  """The operations that a model needs under a layout."""
-  # The program may be for devices that are not here.
+  """Return the operations that a model uses under a layout."""
+  # The program may be compiled for devices that this machine lacks.
   attend = functools.partial(attention, device=layout.mesh.devices.flat[0])
   if "model" not in layout.mesh.axis_names:
     return Ops(attend=attend)
@@ -181,22 +184,22 @@ def layout_ops(layout: Layout) -> Ops:
 
 
 def local_tokens(batch: Any, layout: Layout) -> Any:
-  """The batch with this device's tokens, where devices split sequences.
+  """Return the batch with this device's tokens, if devices split sequences.
 
   Raises:
-    ConfigError: they do not divide: some would be left out.
+    ConfigError: the devices do not divide the tokens of a sequence.
   """
   if "model" not in layout.token_axes:
     return batch
   size = lax.axis_size("model")
   order = "zigzag" if layout.splits == "ring" else "contiguous"
-  pieces = size * (2 if order == "zigzag" else 1)  # equal ones, of a sequence
+  pieces = size * (2 if order == "zigzag" else 1)  # equal pieces of a sequence
 
   def local(x: jax.Array):
     if x.shape[1] % pieces:
-      why = f"layout.model={layout.splits!r} gives the {size} devices of 'model' equal parts"
-      fix = f"give a multiple of {pieces}"
-      raise ConfigError(f"tokens={x.shape[1]}: {why} of a sequence; {fix}")
+      why = f"cannot be split evenly over the {size} devices of 'model'"
+      fix = f"layout.model={layout.splits!r} needs a multiple of {pieces}"
+      raise ConfigError(f"tokens={x.shape[1]} {why}; {fix}")
     return x[:, sequence.token_positions(x.shape[1] // size, "model", order)]
 
   return {k: local(x) if k in ("tokens", "targets") else x for k, x in batch.items()}

@@ -1,20 +1,21 @@
-"""Long inputs: the tokens of a sequence split over a mesh axis.
+"""Context parallelism for long inputs: tokens of a sequence split over a mesh axis.
 
 Every device has the same parameters and a part of each sequence's tokens, h
-[rows, tokens/n, width]. All of a model but attention works on tokens alone; `split`
-gives the operations (`Ops`) for the rest. Attention sees the other tokens by
+[rows, tokens/n, width]. Everything in a model except attention works on each token
+separately; `split` returns the operations (`Ops`) that do not. Attention reaches the
+tokens of other devices in one of two ways:
 
-    ring_attention         keys and values go round, n-1 permutes; any heads, exact
-    all_to_all_attention   tokens for heads and back, 4 all-to-alls; n divides heads
+    ring_attention         keys and values go around a ring, n-1 permutes; any heads
+    all_to_all_attention   exchange tokens for heads and back, 4 all-to-alls; n divides heads
 
-With T tokens per row of `e` elements each in queries, and a share r of that in keys and
-in values (heads over groups), a device sends forwards
+With T tokens per row, `e` elements per token in queries, and a share r of that in keys
+and in values (groups over heads), a device sends in the forward pass
 
-    ring          2 r e T/n (n-1)         about 2 r e T, however many devices
+    ring          2 r e T/n (n-1)         about 2 r e T for any number of devices
     all-to-all    (2 + 2r) e T/n (n-1)/n  about (2 + 2r) e T/n
 
-`gather_tokens` and `scatter_tokens` are for tensor parallelism: between the branches,
-where each device would hold the same, it holds its tokens (arXiv:2205.05198).
+`gather_tokens` and `scatter_tokens` are for tensor parallelism: between branches, where
+all devices would hold the same values, each holds only its tokens (arXiv:2205.05198).
 """
 
 import functools
@@ -41,18 +42,19 @@ def split(
   attend: Literal["ring", "all_to_all"] = "ring",
   order: Order = "contiguous",
 ) -> Ops:
-  """The operations of a model whose tokens are split over a mesh axis.
+  """Return the operations of a model whose tokens are split over a mesh axis.
 
-  Tables, classes and heads are whole on every device. Inside `shard_map`.
+  Every device has the full tables, classes and heads. Use the operations inside
+  `shard_map`.
 
   Args:
     axis: mesh axis of the tokens.
     attend: "ring" or "all_to_all".
-    order: which tokens each device has, as of `token_positions`. "zigzag" is for the
-      ring; the tokens must have been put in `zigzag_order`.
+    order: order of the tokens on the devices; see `token_positions`. "zigzag" requires
+      the ring, and tokens in `zigzag_order`.
 
   Raises:
-    ConfigError: there is no such way, or not in this order.
+    ConfigError: `attend` or `order` is unknown, or they do not work together.
 
   Example:
     >>> ops = split(axis="model", attend="ring")
@@ -62,10 +64,10 @@ def split(
   if attend not in ways:
     raise ConfigError(f"attend={attend!r}: {nearest(attend, ways)}")
   if order not in ("contiguous", "zigzag"):
-    raise ConfigError(f"order={order!r}: give 'contiguous' or 'zigzag'")
+    raise ConfigError(f"order={order!r} is unknown; use 'contiguous' or 'zigzag'")
   if order == "zigzag" and attend != "ring":
-    why = f"does nothing for attend={attend!r}, whose devices have all tokens; give 'contiguous'"
-    raise ConfigError(f"order='zigzag': {why}")
+    why = f"requires attend='ring', not {attend!r}; give 'contiguous'"
+    raise ConfigError(f"order='zigzag' {why}")
 
   here = functools.partial(ways[attend], axis=axis)
   return Ops(attend=here, positions=lambda tokens: token_positions(tokens, axis, order))
@@ -75,16 +77,16 @@ def token_positions(tokens: int, axis: str, order: Order = "contiguous") -> jax.
   """Return the positions of this device's tokens in the sequence.
 
   Args:
-    tokens: t, how many this device has.
-    axis: mesh axis of the tokens, n devices.
-    order: "contiguous": device i has positions i t to (i+1) t. "zigzag": of 2n equal
-      pieces the i-th from the front and the i-th from the back.
+    tokens: number of tokens t on this device.
+    axis: mesh axis of the tokens, with n devices.
+    order: "contiguous": device i has positions i t to (i+1) t. "zigzag": device i has the
+      i-th piece from the front and the i-th from the back, of 2n equal pieces.
 
   Returns:
-    int32 [tokens], varying over `axis`.
+    Positions, int32 [tokens], varying over `axis`.
 
   Raises:
-    ConfigError: "zigzag", and an odd number of tokens.
+    ConfigError: the order is "zigzag" and the number of tokens is odd.
   """
   devices, here = axis_sizes((axis,))[axis], lax.axis_index(axis)
   if order == "contiguous":
@@ -96,7 +98,7 @@ def token_positions(tokens: int, axis: str, order: Order = "contiguous") -> jax.
 
 
 def zigzag_order(tokens: int, devices: int) -> np.ndarray:
-  """The order to put a sequence's tokens in before they are split, int [tokens].
+  """Return the zig-zag permutation of a sequence's tokens, int [tokens].
 
   Raises:
     ConfigError: 2 x devices does not divide the tokens.
@@ -106,7 +108,8 @@ def zigzag_order(tokens: int, devices: int) -> np.ndarray:
     array([0, 1, 6, 7, 2, 3, 4, 5])
   """
   if tokens % (2 * devices):
-    raise ConfigError(f"tokens={tokens}: give a multiple of {2 * devices}, two pieces per device")
+    why = "cannot be split into two pieces per device"
+    raise ConfigError(f"tokens={tokens} {why}; give a multiple of {2 * devices}")
   pieces = np.arange(tokens).reshape(2 * devices, -1)
   front, back = pieces[:devices], pieces[::-1][:devices]
   return np.stack([front, back], axis=1).reshape(-1)
@@ -121,20 +124,21 @@ def all_to_all_attention(
   causal: bool,
   attend: Callable[..., jax.Array] = attention,
 ) -> jax.Array:
-  """Attention over tokens that are split, by a device having all tokens of some heads.
+  """Compute attention over split tokens by giving each device all tokens of some heads.
 
-  DeepSpeed-Ulysses, arXiv:2309.14509, section 3.
+  This is DeepSpeed-Ulysses (arXiv:2309.14509, section 3).
 
   Args:
-    q: [rows, tokens/n, heads, width], of contiguous tokens.
-    k: [rows, tokens/n, groups, width]; groups divide heads.
-    v: likewise.
-    axis: mesh axis of the tokens, n devices.
-    causal: a token sees itself and those before it.
-    attend: as `jaxscale.models.stack.attention`, on [rows, tokens, heads/n, width].
+    q: queries of contiguous tokens, [rows, tokens/n, heads, width].
+    k: keys, [rows, tokens/n, groups, width]; groups divide heads.
+    v: values, with the shape of `k`.
+    axis: mesh axis of the tokens, with n devices.
+    causal: whether a token attends only to itself and earlier tokens.
+    attend: attention function for [rows, tokens, heads/n, width], with the signature of
+      `jaxscale.models.stack.attention`.
 
   Returns:
-    [rows, tokens/n, heads, width].
+    Outputs, [rows, tokens/n, heads, width].
 
   Raises:
     ConfigError: n does not divide heads and groups.
@@ -142,8 +146,8 @@ def all_to_all_attention(
   devices = axis_sizes((axis,))[axis]
   for name, x in (("heads", q), ("key/value heads", k)):
     if x.shape[2] % devices:
-      why = f"{x.shape[2]} {name} cannot be split over the {devices} devices of {axis!r}"
-      raise ConfigError(f"attend='all_to_all': {why}, give attend='ring' or a divisor of them")
+      why = f"cannot split {x.shape[2]} {name} over the {devices} devices of {axis!r}"
+      raise ConfigError(f"attend='all_to_all' {why}; give attend='ring' or fewer devices")
 
   def to_heads(x: jax.Array):
     return lax.all_to_all(x, axis, split_axis=2, concat_axis=1, tiled=True)
@@ -153,36 +157,36 @@ def all_to_all_attention(
 
 
 def gather_tokens(h: jax.Array, *, axis: str) -> jax.Array:
-  """All tokens from each device's: the `enter` of sequence-parallel regions.
+  """Gather all tokens from the devices: `enter` in sequence-parallel regions.
 
-  Backwards a reduce-scatter: each device's heads or hidden units have a part of the
-  gradient (g of arXiv:2205.05198, section 4.2.2).
+  The backward pass is a reduce-scatter, because the heads or hidden units of each device
+  contribute a part of the gradient (g of arXiv:2205.05198, section 4.2.2).
 
   Args:
-    h: [rows, tokens/n, ...].
-    axis: mesh axis of tensor parallelism, n devices.
+    h: this device's tokens, [rows, tokens/n, ...].
+    axis: mesh axis of tensor parallelism, with n devices.
 
   Returns:
-    [rows, tokens, ...], typed varying over `axis`.
+    All tokens, [rows, tokens, ...], typed as varying over `axis`.
   """
   return lax.all_gather(h, axis, axis=1, tiled=True)
 
 
 def scatter_tokens(h: jax.Array, *, axis: str) -> jax.Array:
-  """The sum over a branch's parts, a device's tokens of it: the `reduce` of the above.
+  """Sum a branch over devices, each for its tokens: `reduce` in sequence-parallel regions.
 
   Args:
-    h: [rows, tokens, ...], a part of a sum.
-    axis: mesh axis of tensor parallelism, n devices.
+    h: this device's part of the sum, [rows, tokens, ...].
+    axis: mesh axis of tensor parallelism, with n devices.
 
   Returns:
-    [rows, tokens/n, ...].
+    The sum for this device's tokens, [rows, tokens/n, ...].
 
   Raises:
     ConfigError: n does not divide the tokens.
   """
   devices = axis_sizes((axis,))[axis]
   if h.shape[1] % devices:
-    why = f"cannot be split over the {devices} devices of {axis!r}, give a multiple"
-    raise ConfigError(f"tokens={h.shape[1]}: {why}")
+    why = f"cannot be split over the {devices} devices of {axis!r}; give a multiple"
+    raise ConfigError(f"tokens={h.shape[1]} {why}")
   return lax.psum_scatter(h, axis, scatter_dimension=1, tiled=True)

@@ -1,15 +1,15 @@
-"""A layout: how the state of a model is sharded on a mesh, and how it is gathered.
+"""Layout of a model on a mesh: sharding of its state, and gathering of its parameters.
 
-    shard    between steps                         gradients are
-    none     everything on every device            summed by the exchange
-    zero1    optimizer state split over `fsdp`     summed by the exchange
-    zero2    likewise                              reduce-scattered, layer by layer
-    fsdp     parameters too                        reduce-scattered, layer by layer
+    shard    between steps                            gradients are
+    none     everything replicated                    summed by the exchange
+    zero1    optimizer state split over `fsdp`        summed by the exchange
+    zero2    optimizer state split over `fsdp`        reduce-scattered, layer by layer
+    fsdp     parameters and optimizer state split     reduce-scattered, layer by layer
 
-`zero1`, `zero2` and `fsdp` are ZeRO's stages 1 to 3 (arXiv:1910.02054). With `replica`
-or `data` devices as well they are hybrid: state is split within a group and the same in
-each. Whatever else splits a parameter (`model`, `stage`) splits its gradient and
-optimizer state with it.
+`zero1`, `zero2` and `fsdp` are ZeRO's stages 1 to 3 (arXiv:1910.02054). If the mesh also
+has `replica` or `data` devices they are hybrid: state is split within each group and
+replicated between groups. Other axes that split a parameter (`model`, `stage`) also split
+its gradient and optimizer state.
 """
 
 from collections.abc import Sequence
@@ -29,29 +29,27 @@ from jaxscale.parallel.rules import Rule, partition
 
 Shard = Literal["none", "zero1", "zero2", "fsdp"]
 SlowAxes = Literal["in_backward", "after"]
-# What the axis `model` splits: layers (heads, hidden units, classes); between their
-# branches tokens as well; or tokens alone, whose attention goes by a ring or by
-# all-to-alls.
+# The axis `model` splits layers (heads, hidden units, classes); or layers, and tokens
+# between their branches; or only tokens, with attention by a ring or by all-to-alls.
 Splits = Literal["layers", "layers_and_tokens", "ring", "all_to_all"]
 
 
 class Layout(NamedTuple):
-  """Sharding of a model. Trees are like the parameters, or a prefix of them.
+  """Sharding of a model. Trees have the structure of the parameters or a prefix of it.
 
   Attributes:
-    mesh: where.
-    shard: as in the module's table.
-    token_axes: mesh axes along which devices have other examples or tokens; a
-      device's sums of losses are summed over them.
+    mesh: the mesh.
+    shard: "none", "zero1", "zero2" or "fsdp"; see the module's table.
+    token_axes: mesh axes along which devices have different examples or tokens; the
+      losses of devices are summed over them.
     param_specs: a `PartitionSpec` for each parameter, between steps.
-    opt_specs: likewise for its optimizer state.
+    opt_specs: a `PartitionSpec` for the optimizer state of each parameter.
     gathers: a `Gather` for each parameter.
-    shapes: shapes and dtypes of the parameters; None where nothing is split.
-    splits: what `model` splits; see `Splits`.
-    dtype: of products; None: that of the parameters.
-    sum_in: as of `tensor.tensor_ops`.
-    opt_on_host: the arrays of the optimizer's state are in the host's memory between
-      steps.
+    shapes: shapes and dtypes of the parameters; None if nothing is split.
+    splits: dims that the axis `model` splits; see `Splits`.
+    dtype: dtype of matrix products; None: the dtype of the parameters.
+    sum_in: dtype of sums over `model`; see `tensor.tensor_ops`.
+    opt_on_host: whether the optimizer state is in host memory between steps.
   """
 
   mesh: Mesh
@@ -68,16 +66,17 @@ class Layout(NamedTuple):
 
 
 def replicated_layout(mesh: Mesh) -> Layout:
-  """Everything on every device, for any model.
+  """Return a layout that replicates everything, for any model.
 
   Raises:
-    ConfigError: the mesh has `stage` or `model` axes, which would compute the same.
+    ConfigError: the mesh has `stage` or `model` axes, whose devices would all compute the
+      same.
   """
   axes = batch_axes(mesh)
   if idle := [a for a in mesh.axis_names if a not in axes]:
-    why = "every device has the whole model, and those along this axis would compute the same"
-    fix = "choose a layout that splits it"
-    raise ConfigError(f"Mesh.{idle[0]}={mesh.shape[idle[0]]}: {why}; {fix}")
+    why = "makes devices compute the same, because the model is not split along this axis"
+    fix = "give 1, or choose a layout that splits the model"
+    raise ConfigError(f"Mesh.{idle[0]}={mesh.shape[idle[0]]} {why}; {fix}")
   return Layout(mesh, "none", axes, P(), P(), Gather(sum_in_exchange=axes))
 
 
@@ -93,25 +92,25 @@ def make_layout(
   dtype: Any = None,
   opt_on_host: bool = False,
 ) -> Layout:
-  """The layout that rules make of a model's parameters.
+  """Create the layout of a model's parameters from sharding rules.
 
   Args:
-    mesh: whose axes the rules name.
-    shapes: of the parameters: arrays or `jax.ShapeDtypeStruct`s.
-    rules: one for each parameter; see `rules.partition`.
-    shard: what is split over `fsdp`; see the module.
-    slow_axes: where gradients split over `fsdp` are summed over the other axes:
-      "in_backward", layer by layer, where it can hide behind the layers that are
-      left, or "after" by the exchange, once a step however many micro-batches.
-    splits: what `model` splits; by "ring" and "all_to_all" parameters are whole along
-      it.
-    sum_in: dtype of what devices along `model` sum; None: float32.
-    dtype: that the matrices of layers and head are sent and used in; None: their own.
-    opt_on_host: keep the optimizer's state in the host's memory between steps.
+    mesh: the mesh whose axes the rules use.
+    shapes: the parameters, as arrays or `jax.ShapeDtypeStruct`s.
+    rules: sharding rules, exactly one for each parameter; see `rules.partition`.
+    shard: the state that is split over `fsdp`; see the module's table.
+    slow_axes: when gradients that are split over `fsdp` are summed over the other axes:
+      "in_backward" layer by layer, overlapping with the remaining layers, or "after" by
+      the exchange, once per step for any number of micro-batches.
+    splits: dims that the axis `model` splits. With "ring" and "all_to_all" parameters are
+      not split along it.
+    sum_in: dtype of sums over devices along `model`; None: float32.
+    dtype: dtype in which matrices of layers and head are sent and used; None: their own.
+    opt_on_host: keep the optimizer state in host memory between steps.
 
   Raises:
-    ConfigError: a parameter that no rule fits, or several, or whose shape does not
-      divide; nothing to split for an axis of the mesh.
+    ConfigError: a parameter is matched by no rule or by several, or its shape cannot be
+      divided; or an axis of the mesh splits nothing.
 
   Example:
     >>> mesh = make_mesh(data=1, fsdp=8)                       # doctest: +SKIP
@@ -130,8 +129,8 @@ def make_layout(
 
   def gather(path: Any, leaf: Any, spec: P) -> Gather:
     dims, part = list(spec), path_name(path).split("/")[0]
-    # A table's rows are looked up as they are, so that gradients of frequent ones are
-    # summed in float32 (models.decoder).
+    # Rows of an embedding table are looked up without a cast, so that gradients of
+    # frequent rows are summed in float32 (models.decoder).
     casts = part != "embed" and leaf.ndim - (part == "layers") >= 2
     sent = jnp.dtype(dtype) if casts and dtype is not None else None
     if shard not in ("zero2", "fsdp") or FSDP not in dims:
@@ -149,20 +148,20 @@ def make_layout(
 
 
 def _check_used(sizes: dict[str, int], specs: Any, shard: Shard) -> None:
-  """Refuse an axis along which all devices would have and compute the same."""
+  """Raise if all devices along an axis would compute the same."""
   used = {a for spec in jax.tree.leaves(specs) for a in spec}
   wanted = ["stage", "model"] + ([FSDP] if shard != "none" else [])
   for axis in wanted:
     if sizes.get(axis, 1) > 1 and axis not in used:
-      reason = "nothing of this model is split along it; give 1"
-      raise ConfigError(f"Mesh.{axis}={sizes[axis]}: {reason}")
+      reason = "splits nothing of this model; give 1"
+      raise ConfigError(f"Mesh.{axis}={sizes[axis]} {reason}")
   if shard != "none" and sizes.get(FSDP, 1) == 1:
-    why = "is over the axis fsdp, which has one device; give Mesh.fsdp, e.g. -1 with Mesh.data=1"
-    raise ConfigError(f"Layout.shard={shard!r}: {why}")
+    why = "needs several devices along the axis fsdp; give Mesh.fsdp, e.g. -1 with Mesh.data=1"
+    raise ConfigError(f"Layout.shard={shard!r} {why}")
 
 
 def grad_specs(layout: Layout) -> Any:
-  """A `PartitionSpec` for each gradient, when all is summed."""
+  """Return a `PartitionSpec` for each gradient after all sums."""
   if layout.shapes is None:
     return layout.param_specs
 
@@ -182,7 +181,7 @@ def exchange_specs(layout: Layout) -> Any:
 
 
 def local_grad_shapes(layout: Layout) -> Any:
-  """Shapes of the part of each gradient that one device has."""
+  """Return the shape of each gradient's part on one device."""
 
   def local(x: Any, spec: P):
     dims = NamedSharding(layout.mesh, spec).shard_shape(x.shape)
@@ -192,10 +191,10 @@ def local_grad_shapes(layout: Layout) -> Any:
 
 
 def opt_state_specs(layout: Layout, tx: optax.GradientTransformation) -> Any:
-  """A `PartitionSpec` for each leaf of an optimizer's state.
+  """Return a `PartitionSpec` for each leaf of an optimizer state.
 
-  A leaf whose path ends with that of a parameter and which has its shape is sharded
-  like it. All else, counts and trust ratios, is whole.
+  A leaf is sharded like a parameter if its path ends with the parameter's path and its
+  shape is the same. Other leaves, such as counts and trust ratios, are replicated.
   """
   if layout.shapes is None:
     return P()
@@ -215,7 +214,7 @@ def opt_state_specs(layout: Layout, tx: optax.GradientTransformation) -> Any:
 
 
 def backward_sum_axes(layout: Layout | None) -> dict[str, tuple[str, ...]]:
-  """Axes that gradients are summed over in the backward pass, by parameter path."""
+  """Return the axes over which the backward pass sums gradients, by parameter path."""
   if layout is None or layout.shapes is None:
     return {}
   found = {}

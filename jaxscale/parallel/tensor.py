@@ -1,17 +1,17 @@
-"""Tensor parallelism: a layer's heads, hidden units, vocabulary and classes split.
+"""Tensor parallelism: split heads, hidden units, vocabulary and classes over devices.
 
-A device holds some columns of the first matrix of a branch and the rows of the
-second that belong to them, so that what the branch gives is a sum over devices
-(Megatron-LM, arXiv:1909.08053, section 3): one all-reduce a branch forwards, two a
-layer, and as many backwards where the branch reads the residual stream.
+A device holds some columns of the first matrix of a branch and the matching rows of the
+second, so that the branch's output is a sum over devices (Megatron-LM, arXiv:1909.08053,
+section 3). The forward pass has one all-reduce per branch, two per layer. The backward
+pass has as many, for the gradient of the residual stream that the branch reads.
 
-Sums over devices are float32 unless asked otherwise. In bfloat16, as is common, half
-the bytes are sent, and gradients of a small model were 3e-3 to 6e-3 off those of one
-device (tests/parallel/test_parity.py).
+Sums over devices are float32 by default. In bfloat16, as is common, half the bytes are
+sent, but gradients of a small model differed from those of one device by 3e-3 to 6e-3
+(tests/parallel/test_parity.py).
 
-Tables and classifiers are split by rows and classes (section 3 there): of a table a
-device gives the rows it has and zeros for others; of the logits [..., classes] it
-has its part, and only maxima and sums of them cross the network.
+Embedding tables and classifiers are split by rows and classes (section 3 of the paper). A
+device returns the rows of its part of a table and zeros for other rows. It computes its
+part of the logits [..., classes], and only their maxima and sums cross the network.
 """
 
 import functools
@@ -30,15 +30,15 @@ MODEL = "model"
 
 
 def tensor_ops(*, regions: bool, dtype: Any = None, sum_in: Any = None) -> Ops:
-  """The operations of a model that is split along `MODEL`, inside `shard_map`.
+  """Return the operations of a model that is split along `MODEL`, inside `shard_map`.
 
   Args:
-    regions: between branches, where every device would hold the same, each holds its
-      part of the tokens (arXiv:2205.05198): as many bytes cross the network, by a
-      reduce-scatter and an all-gather in place of an all-reduce.
-    dtype: of products, to which what is gathered is rounded; None: as it is.
-    sum_in: dtype to which a device's part of a sum is rounded before it is sent. None:
-      float32, so that a layer that is split gives what a whole one does.
+    regions: split tokens between branches, where all devices would hold the same values
+      (arXiv:2205.05198). A reduce-scatter and an all-gather of as many bytes replace an
+      all-reduce.
+    dtype: dtype of products, to which gathered values are rounded; None: no rounding.
+    sum_in: dtype to which a device's part of a sum is rounded before it is sent; None:
+      float32, so that a split layer gives the result of an unsplit one.
   """
 
   def add(x: jax.Array):
@@ -58,12 +58,12 @@ def tensor_ops(*, regions: bool, dtype: Any = None, sum_in: Any = None) -> Ops:
 
 
 def split_lookup(table: jax.Array, ids: jax.Array, *, scatter: bool) -> jax.Array:
-  """Rows of a table [rows / n, width] that is split by rows, by their numbers.
+  """Look up rows in a table that is split by rows.
 
   Args:
-    table: this device's rows.
-    ids: int [batch, tokens], the same on all devices along the axis.
-    scatter: give a device its part of the tokens alone.
+    table: rows of this device, [rows / n, width].
+    ids: indices of rows, int [batch, tokens], the same on all devices along the axis.
+    scatter: return only the device's part of the tokens.
   """
   here = ids - lax.axis_index(MODEL) * table.shape[0]
   is_here = (here >= 0) & (here < table.shape[0])
@@ -82,24 +82,24 @@ def split_classify(
   label_smoothing: float = 0.0,
   dtype: Any = None,
 ) -> tuple[jax.Array, jax.Array]:
-  """`models.stack.classify` for a classifier that is split by classes.
+  """Compute `models.stack.classify` for a classifier that is split by classes.
 
-  With z the logits, all sums over classes:
+  With z the logits and sums over classes:
 
       loss = log sum exp(z - m) + m - z_label        m = max z, a constant
       smoothing adds e (z_label - mean z)            (arXiv:1512.00567, section 7)
 
   Args:
-    h: [..., width], the same on all devices along the axis.
-    kernel: [width, classes / n].
-    bias: [classes / n] or None.
-    labels: int [...].
-    num_classes: without padding; what is behind it counts for nothing.
-    label_smoothing: e.
-    dtype: of the product; None: that of h.
+    h: inputs, [..., width], the same on all devices along the axis.
+    kernel: kernel of this device, [width, classes / n].
+    bias: bias of this device, [classes / n], or None.
+    labels: labels, int [...].
+    num_classes: number of classes without padding.
+    label_smoothing: share e of the target that is spread over all classes.
+    dtype: dtype of the product; None: the dtype of h.
 
   Returns:
-    losses float32 [...] and hits bool [...], the same on all devices.
+    Losses, float32 [...], and hits, bool [...], the same on all devices.
   """
   logits = linear(h, kernel, dtype).astype(jnp.float32)
   if bias is not None:
@@ -113,7 +113,7 @@ def split_classify(
   top = lax.pmax(own_top, MODEL)
   of_label = jnp.where(classes == labels[..., None], logits, 0.0).sum(-1)
   exps = jnp.exp(logits - top[..., None]).sum(-1)
-  # Everything at once: latency, not bytes.
+  # One psum for all sums, since latency matters, not bytes.
   sums = [exps, of_label]
   if label_smoothing:
     sums.append(jnp.where(is_class, logits, 0.0).sum(-1))
@@ -121,7 +121,7 @@ def split_classify(
   losses = jnp.log(total) + top - of_label
   if label_smoothing:
     losses = losses + label_smoothing * (of_label - every[0] / num_classes)
-  # As argmax: of equal ones the first.
+  # The first of several equal maxima, as in argmax.
   best = jnp.where(own_top == top, first + logits.argmax(-1), num_classes)
   best = lax.pmin(vary(best, (MODEL,)), MODEL)
   return losses, best == labels

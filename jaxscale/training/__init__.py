@@ -1,9 +1,9 @@
-"""The train step and the loop: state, losses, NaN guard, noise scale, replica check.
+"""Train step and training loop: state, losses, NaN guard, noise scale, replica check.
 
-Pure functions of a model's `init` and `apply`, an optax optimizer, a mesh and an
-exchange; `settings` has the losses that a config chooses from. Nothing here knows a
-`Config`, a file or a workdir: what happens between steps the caller's `Callbacks` say.
-Names load when they are first asked for.
+The functions take a model's `init` and `apply`, an optax optimizer, a mesh and an
+exchange. `settings` holds the losses that a config can choose. The package does not
+depend on `Config`, files or workdirs: the caller's `Callbacks` decide what happens
+between steps. Names are imported on first access.
 """
 
 import lazy_loader

@@ -1,9 +1,9 @@
-"""Contract of a step with a loss, checked while the step is traced: sums and state.
+"""Checks of a loss function while a train step is traced.
 
 A `step.LossFn` returns sums over its rows: the step adds them up over micro-batches and
-devices and divides by the sum of "examples". A mean would make gradients that grow with
-the number of devices, so `check_sums` computes the loss of a few rows and of the same
-rows twice: every total must double.
+devices and divides by the sum of "examples". With a mean, the gradients would grow with
+the number of devices. `check_sums` therefore computes the loss of a few rows, then of the
+same rows repeated twice: every total must double.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from jaxscale.optim.tree_paths import path_name
 from jaxscale.training.losses import IS_SUM
 
 _WANTED = "(loss, (model_state, totals)), totals a dict with 'examples', sums over rows"
-_ELEMENTS = 2**28  # of parameters: 1 GiB; larger models are not computed here
+_ELEMENTS = 2**28  # 1 GiB of float32 parameters; larger models are not checked
 _TOLERANCE = 1e-3
 
 
 def checked(loss_fn: Callable[..., Any]) -> Callable[..., Any]:
-  """`loss_fn`, whose result is what a step can use, or refused in one line."""
+  """Wrap `loss_fn` to raise a ConfigError when a step cannot use its result."""
 
   @functools.wraps(loss_fn)
   def call(params: Any, model_state: Any, batch: Any, keys: jax.Array):
@@ -58,23 +58,23 @@ def checked(loss_fn: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def without_examples(totals: dict[str, Any]) -> ConfigError:
-  """The error of totals that do not count their rows."""
+  """Return the error for totals that lack "examples"."""
   why = f"has totals {', '.join(map(repr, totals))} and no 'examples'"
   return invalid("loss_fn", ..., why, "add the number of rows, such as len(keys)")
 
 
 def _check_state(old: Any, new: Any) -> None:
-  """Refuse a new model state of other leaves, shapes or dtypes."""
+  """Raise unless the new model state has the old one's leaves, shapes and dtypes."""
   leaves = [dict(jax.tree.leaves_with_path(tree)) for tree in (old, new)]
   before, after = ({path_name(path): x for path, x in t.items()} for t in leaves)
-  fix = "return the state as init makes it"
+  fix = "return the leaves, shapes and dtypes that init returns"
   if before.keys() != after.keys() or jax.tree.structure(old) != jax.tree.structure(new):
     changed = ", ".join(sorted(before.keys() ^ after.keys())) or "its containers"
-    raise invalid("model state", ..., f"has other leaves after a step: {changed}", fix)
+    raise invalid("model state", ..., f"has different leaves after a step: {changed}", fix)
   for name, x in before.items():
     kinds = [f"{jnp.result_type(y)}{list(jnp.shape(y))}" for y in (x, after[name])]
     if kinds[0] != kinds[1]:
-      why = f"is {kinds[0]}, and {kinds[1]} after a step"
+      why = f"is {kinds[0]} before a step and {kinds[1]} after it"
       raise invalid(f"model state {name}", ..., why, fix)
 
 
@@ -87,23 +87,23 @@ def check_sums(
   *,
   name: str = "loss_fn",
 ) -> str:
-  """Refuse totals that are means, or contain a part that is not per row.
+  """Raise if a total is a mean, or contains a term that does not scale with the rows.
 
-  Computes the loss of random parameters and inputs on one device.
+  The loss is computed on one device, for random parameters and inputs.
 
   Args:
     loss_fn: a `step.LossFn`.
     params: shapes and dtypes, or arrays.
     model_state: shapes and dtypes, or arrays.
     batch: shapes and dtypes, or arrays, with any number of rows.
-    mesh: whose axes the loss may name.
-    name: of the loss, for the error.
+    mesh: the mesh whose axis names the loss may use.
+    name: name of the loss in the error.
 
   Returns:
-    Why it was not checked; "": it was.
+    "" if the loss was checked, else the reason why it was not.
 
   Raises:
-    ConfigError: a total does not double with the rows, as "examples" does.
+    ConfigError: a total does not double when the rows are repeated.
   """
   if reason := too_large((params, model_state)):
     return reason
@@ -128,12 +128,13 @@ def check_sums(
     try:
       single = {k: x for k, x in grown(1).items() if x}
       double = grown(2)
-      # Of InfoNCE each row's loss grows with the rows; a constant part stays as it is.
+      # The constant part is tested below, because a total may also grow faster than the
+      # rows: InfoNCE's loss per row grows with their number.
       if all(_is_near(double[k], 2 * x) for k, x in single.items()):
         is_finite = np.isfinite([*single.values(), *double.values()]).all()
-        return "" if is_finite else "of random numbers it is not finite"
+        return "" if is_finite else "it is not finite for random inputs"
       fourfold = grown(4)
-    except Exception as e:  # a batch of another size than the loss is written for
+    except Exception as e:  # the loss may be written for one batch size
       return one_line(e)
   constant = {
     k
@@ -142,11 +143,11 @@ def check_sums(
     and np.isclose(fourfold[k] - 4 * x, 3 * (double[k] - 2 * x), rtol=0.1)
   }
   if (count := "total 'examples'") in constant:
-    # A mean of each device that counts as one example is right as well.
+    # A mean per device that counts as one example is correct as well.
     constant = {count} if len(constant) < len(single) else set()
   for k in [k for k in single if k in constant][:1]:
-    why = f"returns {k} {single[k]:.6g} of some rows, {double[k]:.6g} of twice"
-    fix = "sum over the rows; times their number, where a part is not per row"
+    why = f"returns {k} {single[k]:.6g} for some rows, {double[k]:.6g} for twice as many"
+    fix = "sum over the rows, and multiply terms that are not per row by the number of rows"
     raise invalid(name, ..., why, fix)
   return ""
 
@@ -154,44 +155,44 @@ def check_sums(
 def check_loss(
   loss_fn: Callable[..., Any], params: Any, model_state: Any, batch: Any, mesh: Mesh
 ) -> None:
-  """Check the loss of a step by `check_sums`; warn where that is not possible.
+  """Check a step's loss by `check_sums`, and warn if it cannot be checked.
 
-  Losses of this package, marked by `losses.IS_SUM`, need no check.
+  Losses of this package are marked by `losses.IS_SUM` and are not checked.
   """
   if getattr(loss_fn, IS_SUM, False):
     return
   if reason := check_sums(loss_fn, params, model_state, batch, mesh):
-    warnings.warn(f"loss_fn was not tested to be a sum over rows: {reason}", stacklevel=3)
+    warnings.warn(f"cannot check that loss_fn sums over rows: {reason}", stacklevel=3)
 
 
 def too_large(state: Any) -> str:
-  """Why a model of so many parameters is not computed before the first step, or ""."""
+  """Return the reason why a state is too large to check before the first step, or ""."""
   size = sum(x.size for x in jax.tree.leaves(state))
   return f"it has {size:,} parameters, over {_ELEMENTS:,}" if size > _ELEMENTS else ""
 
 
 def one_line(error: Exception) -> str:
-  """An exception as the end of a note."""
+  """Return an exception's type and message on one line, at most 200 characters."""
   kind = "" if isinstance(error, ConfigError) else f"{type(error).__name__}: "
   text = kind + " ".join(str(error).split())
   return text if len(text) <= 200 else f"{text[:197]}..."
 
 
 def compiled(function: Callable[..., Any], *args: Any) -> Callable[..., Any]:
-  """Compile a function for these arguments: quickly, and not well."""
+  """Compile a function for these arguments, with little optimization on CPU."""
   is_cpu = jax.default_backend() == "cpu"
   options: Any = {"xla_backend_optimization_level": 0} if is_cpu else {}
   return jax.jit(function).lower(*args).compile(compiler_options=options)
 
 
 def example_values(params: Any, model_state: Any, batch: Any, rows: int) -> Any:
-  """Random parameters and rows, a state of ones, and keys of the rows.
+  """Return random parameters, a model state of ones, random rows, and a key per row.
 
   Args:
     params: shapes and dtypes.
     model_state: shapes and dtypes.
     batch: shapes and dtypes, with any number of rows.
-    rows: how many to make.
+    rows: number of rows to return.
   """
   rng = np.random.default_rng(0)
 
@@ -202,7 +203,7 @@ def example_values(params: Any, model_state: Any, batch: Any, rows: int) -> Any:
       return (spread * rng.standard_normal(shape, np.float32)).astype(x.dtype)
     return rng.integers(0, 256 if x.dtype == np.uint8 else 2, shape).astype(x.dtype)
 
-  def weight(x: Any):  # so that the outputs of a layer are as large as its inputs
+  def weight(x: Any):  # scaled so that a layer's outputs are as large as its inputs
     return value(x, x.shape, max(math.prod(x.shape[:-1]), 1) ** -0.5)
 
   def unit(x: Any):  # a variance may be among them
@@ -218,5 +219,5 @@ def example_values(params: Any, model_state: Any, batch: Any, rows: int) -> Any:
 
 
 def _is_near(a: float, b: float) -> bool:
-  """Equal but for rounding; NaN and Inf, which say nothing, count as equal."""
+  """Return whether two numbers agree up to rounding, or one of them is NaN or Inf."""
   return not np.isfinite([a, b]).all() or abs(a - b) <= _TOLERANCE * (abs(a) + abs(b))

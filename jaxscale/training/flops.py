@@ -1,11 +1,11 @@
-"""Floating-point operations of a model, counted in the program that JAX makes of it.
+"""Floating-point operations (FLOPs) of a model, counted in its jaxpr.
 
-Counted are matrix products and convolutions, two for each multiply-add; all else is
-small. The operations of training are three times those of the forward pass:
-a product's backward pass has two of its size, by its inputs and by its weights
-(arXiv:2204.02311, appendix B, which defines model FLOPs utilization, MFU, by it). So
-recomputation (remat) counts for nothing, causal attention counts whole, and so does a
-convolution's padding, as in published counts.
+Matrix products and convolutions are counted, with two operations per multiply-add;
+everything else is small. Training takes three times the operations of the forward pass:
+the backward pass of a product has two products of the same size, for the gradients of its
+inputs and of its weights (arXiv:2204.02311, appendix B, which defines model FLOPs
+utilization, MFU, this way). As in published counts, recomputation (remat) is not counted,
+and causal attention and the padding of convolutions are counted in full.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from jaxscale.models.attention import attention
 from jaxscale.models.stack import Ops, hidden_states
 from jaxscale.training.losses import inputs_of
 
-FORWARD_AND_BACKWARD = 3  # products of training, of each in the forward pass
+FORWARD_AND_BACKWARD = 3  # products in training per product of the forward pass
 
 
 def training_flops(model: models.ModelFns | models.Stack, batch: Any) -> int:
-  """Model FLOPs of a training step: forward and backward, without any recomputation.
+  """Return the model FLOPs of a training step: forward and backward, no recomputation.
 
   Args:
-    model: of any kind.
-    batch: arrays or their shapes; the count is proportional to its rows.
+    model: the model, as functions or as a stack of layers.
+    batch: arrays or their shapes; the count is proportional to the number of rows.
 
   Example:
     >>> from jaxscale import models
@@ -41,10 +41,10 @@ def training_flops(model: models.ModelFns | models.Stack, batch: Any) -> int:
     >>> training_flops(mlp, {"image": image}) == 3 * 2 * (64 * 32 + 32 * 10)
     True
   """
-  # On GPUs attention is one opaque call; its plain form has products to count.
+  # On GPUs attention is one opaque call. The XLA implementation has countable products.
   ops = Ops(attend=functools.partial(attention, implementation="xla"))
 
-  state = models.init_shapes(model.init)  # Flax computes outputs there
+  state = models.init_shapes(model.init)
 
   def forward(state: Any, batch: Any):
     if isinstance(model, models.Stack):
@@ -56,14 +56,14 @@ def training_flops(model: models.ModelFns | models.Stack, batch: Any) -> int:
 
 
 def count_flops(function: Callable[..., Any], *args: Any) -> int:
-  """FLOPs of the products and convolutions of a function, without computing it.
+  """Count the FLOPs of a function's products and convolutions without running it.
 
-  The body of a scan counts once a trip, of a `while` once, and of the branches of a
-  conditional the largest counts.
+  The body of a scan counts once per iteration, the body of a `while` once, and a
+  conditional counts as its most expensive branch.
 
   Args:
-    function: that JAX can trace.
-    args: arrays or their shapes.
+    function: a function that JAX can trace.
+    args: the arguments, as arrays or shapes.
 
   Example:
     >>> count_flops(jnp.dot, jnp.ones((2, 3)), jnp.ones((3, 4)))
@@ -86,7 +86,7 @@ def _of_equation(equation: Any) -> int:
   if name == "cond":
     return max(inside)
   times = params.get("length", 1) if name == "scan" else 1
-  if name == "shard_map":  # its arrays are those of one device
+  if name == "shard_map":  # the inner arrays are one device's part
     times = math.prod(params["mesh"].shape[axis] for axis in params["newly_manual_axes"])
   return times * sum(inside)
 
@@ -124,15 +124,15 @@ def _of_convolution(equation: Any) -> int:
 
 
 def _taps(out: int, kernel: int, stride: int, pad: Any, holes: int, apart: int) -> int:
-  """Products along a dim, but for the holes in the input of a transposed convolution.
+  """Count the products along a dim, without those with zeros between dilated inputs.
 
   Args:
     out: length of the output.
     kernel: length of the kernel.
-    stride: of the kernel on the input.
-    pad: before and after the input.
-    holes: from one number of the input to the next (`lhs_dilation`).
-    apart: from one number of the kernel to the next (`rhs_dilation`).
+    stride: stride of the kernel on the input.
+    pad: padding before and after the input.
+    holes: distance between input elements (`lhs_dilation`).
+    apart: distance between kernel elements (`rhs_dilation`).
   """
   if holes == 1:
     return out * kernel

@@ -1,25 +1,25 @@
-"""The train step of local updates: every worker trains alone, H steps at a time.
+"""Train step for local updates: each worker trains alone for H steps at a time.
 
-The state is a `TrainState`, sharded as usual, of which
+The state is a `TrainState` with the usual shardings:
 
-    params, model_state   the anchor: what all workers started from, replicated;
-                          this is what is evaluated
-    opt_state             of the outer optimizer, replicated
+    params, model_state   the anchor from which all workers started, replicated;
+                          evaluation uses it
+    opt_state             state of the outer optimizer, replicated
     exchange_state        `WorkerState` with a leading dim of one entry per device,
-                          sharded over them
+                          sharded over the devices
 
-so checkpoints and evaluation need nothing new. A device's own parameters are
-whole, and its optimizer runs inside `jax.shard_map` on them: norms, as of LARS, are
-right there. Every H steps, in a `lax.cond` on the step's number, workers synchronize:
-the exchange averages their pseudo-gradients, anchor - parameters, and the outer
-optimizer moves the anchor; `jaxscale.exchange.local_updates` has the equations. In all
-other steps nothing crosses the network but the metrics, and those need not.
+Checkpoints and evaluation therefore work as in synchronous training. Each device holds
+its worker's parameters in full, and the inner optimizer runs on them inside
+`jax.shard_map`, so that norms (as in LARS) are correct. Every H steps, in a `lax.cond` on
+the step number, workers synchronize: the exchange averages their pseudo-gradients
+(anchor - parameters), and the outer optimizer moves the anchor. The equations are in
+`jaxscale.exchange.local_updates`. In all other steps only metrics cross the network, and
+`reduce_metrics=False` avoids that too.
 
-The condition is inside the one compiled step, so the loop, resuming and the order
-of the data stay as they are. While it is not taken it costs nothing on CPU and TPU;
-in programs for GPU the branch that does nothing copies its operands, six sets
-of parameters per step with block momentum (read from ahead-of-time compiled
-programs, jax 0.10.2).
+The condition is part of the compiled step, so the loop, resuming and the order of the
+data do not change. On CPU and TPU a step without synchronization costs nothing extra. On
+GPU the branch that does nothing copies its operands: six sets of parameters per step with
+block momentum (seen in programs compiled ahead of time, jax 0.10.2).
 """
 
 from __future__ import annotations
@@ -77,34 +77,36 @@ def make_local_train_step(
 ) -> TrainStep:
   """Return a jitted `train_step(state, batch) -> (state, metrics)`.
 
-  The state is that of `init_state(..., local=method)` and is donated. Metrics are
-  means over the global batch, each worker's at its own parameters; `grad_norm` is the
-  mean of the workers' norms.
+  The state comes from `init_state(..., local=method)` and is donated. Metrics are
+  means over the global batch, where each worker uses its own parameters; `grad_norm` is
+  the mean of the workers' gradient norms.
 
   Args:
-    loss_fn: as of `make_train_step`.
-    tx: the workers' own optimizer, on their own mean gradients.
-    mesh: every axis of it splits the batch.
-    exchange: exchange of the pseudo-gradients W - w_k; `plain` is exact.
-    method: when workers synchronize and how.
-    schedule: step -> learning rate, as `tx` follows it, for the metrics.
-    workers: mesh axes that tell workers apart; the devices along the others are one
-      worker, and average their gradients in every step. None: all axes, so that
-      each device is a worker.
-    last_step: workers synchronize after it too, so that a run whose number of steps H
-      does not divide ends with all that was learned; None: they do not.
-    reduce_metrics: False: metrics are [devices], each a device's own, and nothing
-      crosses the network between synchronizations; whoever reads them averages.
-    options: as of `make_train_step`, without averages and noise scale. `observe` gets
-      the state of the inner optimizer; its metrics are averaged over the workers. With
-      `skip_bad_steps` a worker whose loss, gradient or model state is NaN or Inf skips
-      the step: its state stays as it was, but for counts of steps, and is good when
-      workers synchronize. Where the averaged pseudo-gradient is bad nobody moves: all
-      continue from their own parameters.
+    loss_fn: the loss, as in `make_train_step`.
+    tx: the inner optimizer; each worker applies it to its own mean gradients.
+    mesh: the mesh, whose axes all split the batch.
+    exchange: the exchange of the pseudo-gradients W - w_k; `plain` is exact.
+    method: the schedule of synchronizations and the outer optimizer.
+    schedule: step -> learning rate, the same as in `tx`; reported in the metrics.
+    workers: mesh axes along which workers differ. Devices along the other axes form one
+      worker and average their gradients in every step. None: all axes, so that each
+      device is a worker.
+    last_step: last step of the run, after which workers also synchronize, so that no
+      training is lost if H does not divide the number of steps; None: no extra
+      synchronization.
+    reduce_metrics: False returns metrics of shape [devices], one value per device, so
+      that nothing crosses the network between synchronizations; the reader averages
+      them.
+    options: options as in `make_train_step`, without averages and noise scale. `observe`
+      gets the state of the inner optimizer; its metrics are averaged over the workers.
+      With `skip_bad_steps` a worker whose loss, gradient or model state has NaN or Inf
+      skips the step: its state keeps its values except for step counts, so that it is
+      good when workers synchronize. If the averaged pseudo-gradient has NaN or Inf, the
+      synchronization is skipped: all workers continue from their own parameters.
 
   Raises:
-    ConfigError: `workers` has an axis that the mesh does not have, or the options are
-      not those of local updates.
+    ConfigError: `workers` has an axis that the mesh lacks, or an option does not work
+      with local updates.
 
   Example:
     >>> step = make_local_train_step(                             # doctest: +SKIP
@@ -113,7 +115,7 @@ def make_local_train_step(
   """
   axes = mesh.axis_names
   if unknown := [axis for axis in workers or () if axis not in axes]:
-    raise ConfigError(f"workers={workers}: the mesh has {axes}, not {unknown[0]!r}")
+    raise ConfigError(f"workers={workers}: the mesh has no axis {unknown[0]!r}; use axes of {axes}")
   if options.ema_decay is not None or options.measure_noise_scale:
     fix = "unset ema_decay and measure_noise_scale"
     raise invalid("options", ..., "need synchronous training", fix)
@@ -125,7 +127,7 @@ def make_local_train_step(
   def device_step(
     anchor: Anchor, stacked: WorkerState, batch: Batch, key: jax.Array, step: jax.Array
   ):
-    # One device: the anchor whole, its own state with a leading dim of 1.
+    # Arrays of one device: the anchor in full, the worker's state with a leading dim of 1.
     worker = jax.tree.map(lambda x: x[0], stacked)
     worker, totals, metrics, codes = update(worker, batch, key)
     is_due = ((step + 1) % method.every == 0) | (step + 1 == (last_step or 0))
@@ -158,7 +160,7 @@ def make_local_train_step(
     new = TrainState(state.step + 1, params, model_state, opt_state, workers, ())
     return new, metrics
 
-  # Metrics are sharded as they come: replicated, or one per device.
+  # Without an out_sharding, metrics may be replicated or one per device.
   alike = reduce_metrics and not options.skip_bad_steps
   shardings = (state_shardings(mesh), replicated(mesh) if alike else None)
   jitted = jax.jit(train_step, donate_argnums=0, out_shardings=shardings)
@@ -168,11 +170,11 @@ def make_local_train_step(
 def _make_worker_update(
   loss_fn: LossFn, tx: optax.GradientTransformation, mesh: Mesh, within: Axes, options: StepOptions
 ) -> Callable[[WorkerState, Batch, jax.Array], tuple[WorkerState, Totals, Metrics, Any]]:
-  """Return a worker's own step on one device.
+  """Return a worker's inner step on one device.
 
   Returns:
-    (worker, batch, key) -> (worker, totals, further metrics of the worker, codes of
-    what the device found, int32 [3] with `skip_bad_steps`, else ()).
+    (worker, batch, key) -> (worker, totals, further metrics of the worker, codes). With
+    `skip_bad_steps` the codes are int32 [3] and report what the device found, else ().
   """
   axes, is_cpu = mesh.axis_names, on_cpu(mesh)
 
@@ -190,7 +192,7 @@ def _make_worker_update(
       codes, totals = nan_guard.find_bad(grads, model_state, totals, axes)
     examples = totals["examples"]
     if within:
-      # The same within the worker, and typed as each device's own all the same.
+      # The values are equal within the worker, but must be typed as varying.
       sums = lax.psum((grads, examples), within), agree(model_state, within)
       (grads, examples), model_state = vary(sums, within)
     scale = 1 / examples.astype(jnp.float32)
@@ -212,7 +214,7 @@ def _make_worker_update(
       after = move()
     else:
       loss = totals["loss"]
-      if within:  # NaN on one device: the whole worker skips the step
+      if within:  # NaN on one device makes its whole worker skip the step
         loss = vary(lax.psum(loss, within), within)
       is_good = jnp.isfinite(loss) & jnp.isfinite(norm)
       totals["loss"] = jnp.where(is_good, totals["loss"], jnp.nan)
@@ -231,8 +233,8 @@ def _make_synchronize(
 ) -> Callable[[Anchor, WorkerState], tuple[Anchor, WorkerState, jax.Array]]:
   """Return the outer step on one device: (anchor, worker) -> (anchor, worker, code).
 
-  The code is `nan_guard.first_bad` of the averaged pseudo-gradient, int32 [], -1
-  without `is_guarded`.
+  The code is `nan_guard.first_bad` of the averaged pseudo-gradient, int32 [], or -1
+  if `is_guarded` is False.
   """
 
   @jax.named_scope("exchange")
@@ -251,7 +253,7 @@ def _make_synchronize(
     after = (params, model_state, outer_state), worker_after
     if not is_guarded:
       return *after, jnp.full((), -1, jnp.int32)
-    # Not every exchange hands NaN on: each device reports its own pseudo-gradient.
+    # Lossy exchanges may drop a NaN, so each device also checks its own pseudo-gradient.
     code = lax.pmax(nan_guard.first_bad(pseudo_grads), axes)
     code = jnp.maximum(nan_guard.first_bad(mean), code)
     return *nan_guard.keep(code < 0, after, (anchor, worker)), code
@@ -260,5 +262,5 @@ def _make_synchronize(
 
 
 def _stay(anchor: Anchor, worker: WorkerState) -> tuple[Anchor, WorkerState, jax.Array]:
-  """Stand in for `synchronize` between synchronizations: nothing changes."""
+  """Return the arguments unchanged: the branch between synchronizations."""
   return anchor, worker, jnp.full((), -1, jnp.int32)

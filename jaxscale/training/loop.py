@@ -1,10 +1,10 @@
-"""The loop, on one screen: train, log, and what is due between two steps.
+"""Training loop: run steps, read their metrics, and run hooks between steps.
 
-The host never waits for the step it has just started. Metrics are read when
-their step is `IN_FLIGHT` steps old, which also bounds how far the host runs
-ahead; every step's loss and gradient norm are checked, so a NaN is found within
-that many steps, and always before a checkpoint. The step itself has skipped it by
-then (`nan_guard`), and what followed began from a state that is good.
+The host never waits for the step it has just started. Metrics are read `IN_FLIGHT`
+steps late, which also limits how far the host runs ahead. The loss and gradient norm of
+every step are checked, so a NaN is found within that many steps and always before a
+checkpoint. By then the step itself has skipped its update (`nan_guard`), so that the
+steps after it started from a good state.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from jaxscale.errors import NonFiniteError
 from jaxscale.training.nan_guard import CODES
 from jaxscale.training.types import Batch, EvalStep, Metrics, TrainState, TrainStep
 
-Values = dict[str, float]  # of metrics, by name
-IN_FLIGHT = 4  # steps started whose metrics are not read yet
+Values = dict[str, float]  # values of metrics by name
+IN_FLIGHT = 4  # number of started steps whose metrics have not been read
 
 
 class BadStep(NamedTuple):
   """A step that was skipped.
 
   Attributes:
-    step: which.
-    what: was found, e.g. "loss is nan".
-    codes: the metric `nan_guard.CODES`, if the step has it.
-    state: the newest.
-    newest: the step that has just been started.
+    step: number of the step.
+    what: reason for skipping, e.g. "loss is nan".
+    codes: the metric `nan_guard.CODES`, or None if the step does not report it.
+    state: the state after the newest step.
+    newest: number of the newest started step.
   """
 
   step: int
@@ -43,13 +43,13 @@ class BadStep(NamedTuple):
 
 
 class Hook(NamedTuple):
-  """Something to do between two steps, once no step is in flight.
+  """Function to run between two steps, when no step is in flight.
 
   Attributes:
-    every: its number of steps, or a function that takes a step and returns whether the
-      hook runs after it. All processes must decide alike.
-    run: called with the step that is done and the state after it, which it must not
-      donate. An error that it raises ends the run, before anything is saved.
+    every: interval in steps, or a function that takes a step and returns whether the
+      hook runs after it. It must return the same in all processes.
+    run: function that takes the finished step's number and the state after it, which it
+      must not donate. If it raises, the run ends before anything is saved.
 
   Example:
     >>> norms = Hook(100, lambda step, state: print(step, optax.tree.norm(state.params)))
@@ -66,10 +66,10 @@ class Hook(NamedTuple):
 
 
 class Callbacks:
-  """What the loop tells and asks its caller; by default it only trains.
+  """Callbacks of the training loop; the defaults do nothing.
 
-  A step is counted once it is done. All processes must answer alike. A subclass
-  overrides methods, or functions are given by their names.
+  Step numbers count from 1. Every method must return the same in all processes. Override
+  methods in a subclass, or pass functions by keyword.
 
   Example:
     >>> callbacks = Callbacks(is_logged=lambda step: step % 10 == 0, log=print)
@@ -79,31 +79,31 @@ class Callbacks:
     vars(self).update(functions)
 
   def at(self, step: int, activity: str) -> None:
-    """The host begins an activity: one of `cluster`'s `ACTIVITIES`."""
+    """Handle the start of an activity of the host, one of `cluster`'s `ACTIVITIES`."""
 
   def is_traced(self, step: int) -> bool:
-    """Whether a trace begins or ends before this step; asked once per step."""
+    """Return whether a trace starts or ends before this step; called once per step."""
     return False
 
   def trace(self, step: int) -> None:
-    """Begin a trace with this step, or end one; no step is in flight."""
+    """Start or end a trace before this step, when no step is in flight."""
 
   def is_logged(self, step: int) -> bool:
-    """Whether this step's metrics are logged."""
+    """Return whether to log this step's metrics."""
     return False
 
   def log(self, step: int, metrics: Values) -> None:
-    """Called with the metrics of a step that is logged, some steps later."""
+    """Log the metrics of a step; called some steps later."""
 
   def should_stop(self, step: int) -> bool:
-    """Whether to end after this step; asked once per step, after the hooks."""
+    """Return whether to stop after this step; called once per step, after the hooks."""
     return False
 
   def skipped(self, bad: BadStep) -> None:
-    """Called after a step with NaN or Inf; returns to continue training.
+    """Handle a step with NaN or Inf: return to continue training, or raise.
 
     Raises:
-      NonFiniteError: the run ends; nothing was saved since.
+      NonFiniteError: the default; ends the run. Nothing was saved since the bad step.
     """
     raise NonFiniteError(bad.step, bad.what)
 
@@ -118,22 +118,22 @@ def train(
   start: int,
   total_steps: int,
 ) -> tuple[TrainState, int]:
-  """Run steps `start` + 1 … `total_steps`, or until asked to stop.
+  """Run steps `start` + 1 to `total_steps`, or until `callbacks.should_stop`.
 
   Args:
-    state: after step `start`; donated.
+    state: the state after step `start`; donated.
     train_step: (state, batch) -> (state, metrics on the devices).
-    batches: global batches from step `start` on.
-    callbacks: what the loop tells and asks.
-    hooks: run in this order after the steps for which they are due.
-    start: steps done already.
-    total_steps: of the whole run.
+    batches: global batches, beginning with the batch of step `start` + 1.
+    callbacks: callbacks for logging, tracing, stopping and skipped steps.
+    hooks: hooks, run in this order after each step for which they are due.
+    start: number of steps already done.
+    total_steps: number of steps of the whole run.
 
   Returns:
     The state and the number of steps done.
 
   Raises:
-    NonFiniteError: by `callbacks.skipped`.
+    NonFiniteError: raised by `callbacks.skipped`.
   """
   unread: deque[tuple[int, Metrics]] = deque()
 
@@ -143,7 +143,7 @@ def train(
       newest, (step, metrics) = unread[-1][0], unread.popleft()
       codes = metrics.pop(CODES, None)
       for name in ("loss", "grad_norm"):
-        # item(), not float(): a fifth of the host's time on a fresh CPU scalar.
+        # item() takes a fifth of the host time that float() takes for a new CPU scalar.
         if not math.isfinite(value := metrics[name].item()):
           callbacks.skipped(BadStep(step, f"{name} is {value}", codes, state, newest))
           break
@@ -175,14 +175,14 @@ def train(
 def evaluate(
   eval_step: EvalStep, params: Any, model_state: Any, batches: Iterator[Batch]
 ) -> Values:
-  """Means over every example of the batches, each counted once.
+  """Return the means of metrics over all examples, each counted once.
 
-  Totals are added up on the host, in Python's integers and doubles.
+  Totals are added on the host, as Python integers and doubles.
 
   Args:
     eval_step: (params, model_state, batch with "mask") -> totals.
-    params: to evaluate.
-    model_state: to evaluate.
+    params: the parameters to evaluate.
+    model_state: the model state to evaluate.
     batches: global batches.
   """
   sums: dict[str, Any] = {}

@@ -1,12 +1,12 @@
-"""Losses and metrics: values per example, summed exactly.
+"""Losses and metrics per example, and their sums over a batch.
 
-An `Objective` says what one example's loss is; `training_loss` and `eval_totals` make
-of it and of any `apply` what the steps take, so a model need not be Flax:
+An `Objective` defines the loss of one example. `training_loss` and `eval_totals` combine
+it with any `apply` into the functions that the steps take, so a model need not use Flax:
 
     apply(params, model_state, inputs, train, keys) -> (outputs, model_state)
 
-Inputs and targets are a batch's "image" and "label", or of text "tokens" and "targets",
-where every token counts as an example.
+The inputs and targets in a batch are "image" and "label", or "tokens" and "targets" for
+text, where every token counts as an example.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from jaxscale.errors import ConfigError, invalid
 from jaxscale.training.types import Batch, EvalFn, LossFn, Totals
 
 Apply = Callable[..., tuple[jax.Array, Any]]
-# Set on a loss whose sums over rows need no check (`contract.check_sums`).
+# Attribute set on losses that `contract.check_loss` need not check.
 IS_SUM = "is_sum"
 PerExample = Callable[[Any, Batch], Any]
 
@@ -32,11 +32,11 @@ class Objective(NamedTuple):
   """Loss and metrics of each example.
 
   Attributes:
-    loss: (outputs, batch) -> float32 [rows], of text [rows, tokens]; what training
-      minimizes.
-    metrics: (outputs, batch) -> a dict of such arrays, bool or numbers, whose means
-      over the examples are reported.
-    eval_loss: as `loss`, where evaluation has another; None: the same.
+    loss: the training loss: (outputs, batch) -> float32 [rows], or [rows, tokens] for
+      text.
+    metrics: (outputs, batch) -> a dict of arrays of that shape, bool or numeric, whose
+      means over the examples are reported.
+    eval_loss: the loss in evaluation, with the signature of `loss`; None uses `loss`.
   """
 
   loss: PerExample
@@ -47,23 +47,23 @@ class Objective(NamedTuple):
 def smoothed_cross_entropy(
   logits: jax.Array, labels: jax.Array, label_smoothing: float = 0.0
 ) -> jax.Array:
-  """Cross entropy per example in float32, [batch].
+  """Return the cross entropy of each example in float32, [batch].
 
   The target is (1 - e) onehot + e / num_classes (arXiv:1512.00567, §7).
 
   Args:
-    logits: [batch, classes], any float dtype.
-    labels: int [batch].
-    label_smoothing: e.
+    logits: logits of any float dtype, [batch, classes].
+    labels: integer labels, [batch].
+    label_smoothing: the share e of the target that is spread over all classes.
 
   Raises:
     ConfigError: logits are not one vector per label, or labels are not integers.
   """
   shape = getattr(logits, "shape", ())
   if shape[:-1] != labels.shape or not shape:
-    raise _mismatch(logits, f"one vector of classes for each of {labels.shape} labels")
+    raise _mismatch(logits, f"one vector of logits for each of the labels {labels.shape}")
   if not jnp.issubdtype(labels.dtype, jnp.integer):
-    why = f"takes classes, and the labels are {labels.dtype}"
+    why = f"takes integer labels, but the labels are {labels.dtype}"
     raise invalid("Config.loss", ..., why, "give integers, or choose SquaredError")
   logits = logits.astype(jnp.float32)
   loss = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
@@ -74,12 +74,12 @@ def smoothed_cross_entropy(
 
 
 def targets_of(batch: Batch) -> jax.Array:
-  """A batch's "label", or of text its "targets", in which padding (-1) is 0 here."""
+  """Return a batch's "label", or a text batch's "targets" with 0 for padding (-1)."""
   return batch["label"] if "label" in batch else jnp.maximum(batch["targets"], 0)
 
 
 def cross_entropy(label_smoothing: float = 0.0) -> Objective:
-  """Classification: one class per example; smoothed in training alone."""
+  """Return the objective of classification, with label smoothing in training only."""
 
   def loss(logits: jax.Array, batch: Batch, smoothing: float = label_smoothing):
     return smoothed_cross_entropy(logits, targets_of(batch), smoothing)
@@ -91,7 +91,10 @@ def cross_entropy(label_smoothing: float = 0.0) -> Objective:
 
 
 def binary_cross_entropy() -> Objective:
-  """Multi-label classification: "label" is 0 or 1, [rows] or [rows, classes]."""
+  """Return the objective of multi-label classification.
+
+  "label" is 0 or 1, [rows] or [rows, classes].
+  """
 
   def loss(logits: jax.Array, batch: Batch):
     pair = _aligned(logits, batch["label"])
@@ -105,7 +108,11 @@ def binary_cross_entropy() -> Objective:
 
 
 def regression(of_error: Callable[[jax.Array], jax.Array]) -> Objective:
-  """Numbers: `of_error` of prediction - target, summed over an example's outputs.
+  """Return the objective of regression, which also reports the mean absolute error.
+
+  Args:
+    of_error: function of prediction - target; its values are summed over the outputs of
+      an example.
 
   Example:
     >>> objective = regression(lambda error: error**2)
@@ -126,10 +133,10 @@ def regression(of_error: Callable[[jax.Array], jax.Array]) -> Objective:
 
 
 def _aligned(outputs: Any, targets: jax.Array) -> tuple[jax.Array, jax.Array]:
-  """Outputs and targets as float32 [rows, n], which cannot broadcast.
+  """Reshape outputs and targets to float32 [rows, n], so that they cannot broadcast.
 
   Raises:
-    ConfigError: there is not one output for each target.
+    ConfigError: there is not one output per target.
   """
   shape = getattr(outputs, "shape", ())
   dims, wanted = ([n for n in s[1:] if n > 1] for s in (shape, targets.shape))
@@ -141,7 +148,7 @@ def _aligned(outputs: Any, targets: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def _mismatch(outputs: Any, wanted: str) -> ConfigError:
-  """The error of outputs that a built-in loss is not made for."""
+  """Return the error for outputs whose structure or shape does not fit a built-in loss."""
   match outputs:
     case dict():
       what = f"a dict of {', '.join(map(repr, outputs))}"
@@ -150,11 +157,11 @@ def _mismatch(outputs: Any, wanted: str) -> ConfigError:
     case _:
       what = f"{jnp.shape(outputs)}"
   fix = "return one array of that shape, or write a config.Loss for these outputs"
-  return invalid("Config.loss", ..., f"takes {wanted}, and the model gives {what}", fix)
+  return invalid("Config.loss", ..., f"takes {wanted}, but the model returns {what}", fix)
 
 
 def training_loss(apply: Apply, objective: Objective) -> LossFn:
-  """Return the loss of a train step, with the training metrics.
+  """Return the loss function of a train step, with the training metrics.
 
   Args:
     apply: (params, model_state, inputs, train, keys) -> (outputs, model_state).
@@ -172,10 +179,10 @@ def training_loss(apply: Apply, objective: Objective) -> LossFn:
 
 
 def eval_totals(apply: Apply, objective: Objective) -> EvalFn:
-  """Return the totals of an eval step: every example once, padding never.
+  """Return the function that computes an eval step's totals, without padding.
 
-  Batches also have "mask" (bool [rows]). Sums of bool metrics are int32, so accuracy
-  is exact to the last example.
+  Batches also have "mask" (bool [rows]), which is False for padding. Sums of bool metrics
+  are int32, so that accuracy is exact.
   """
 
   def eval_fn(params: Any, model_state: Any, batch: Batch):
@@ -187,15 +194,15 @@ def eval_totals(apply: Apply, objective: Objective) -> EvalFn:
 
 
 def inputs_of(batch: Batch) -> jax.Array:
-  """A batch's "image", or of text its "tokens"."""
+  """Return a batch's "image", or a text batch's "tokens"."""
   return batch["image"] if "image" in batch else batch["tokens"]
 
 
 def _sums(
   loss: PerExample, metrics: PerExample, outputs: Any, batch: Batch, mask: jax.Array | None
 ) -> Totals:
-  """Return sums over the examples that count, and their number."""
-  # Made from the batch, so that it varies over devices as its rows do.
+  """Return sums over the examples that are not padding, and the number of examples."""
+  # Computed from the batch, so that it is typed as varying over devices like the rows.
   if "targets" in batch:
     counts = batch["targets"] >= 0
   else:
@@ -206,21 +213,21 @@ def _sums(
   totals = {"examples": counts.sum(dtype=jnp.int32)}
   values, more = {"loss": loss(outputs, batch)}, metrics(outputs, batch)
   if not isinstance(more, dict) or {"loss", "examples"} & more.keys():
-    why = f"gives metrics {', '.join(more) if isinstance(more, dict) else type(more)}"
+    why = f"returns metrics {', '.join(more) if isinstance(more, dict) else type(more)}"
     fix = "return a dict of names other than 'loss' and 'examples'"
     raise invalid("Config.loss", ..., why, fix)
   for name, value in (values | more).items():
     try:
       shape, dtype = jnp.shape(value), jnp.result_type(value)
     except TypeError:
-      why, fix = (f"gives {name!r} as {type(value).__name__}", "give one number per example")
+      why, fix = (f"returns {name!r} as {type(value).__name__}", "return one number per example")
       raise invalid("Config.loss", ..., why, fix) from None
     if shape != counts.shape:
-      why = f"gives {name!r} of shape {shape} for examples {counts.shape}"
-      fix = "give one value per example, not their mean or sum"
+      why = f"returns {name!r} of shape {shape} for examples {counts.shape}"
+      fix = "return one value per example, not their mean or sum"
       raise invalid("Config.loss", ..., why, fix)
     if name == "loss" and not jnp.issubdtype(dtype, jnp.floating):
-      raise invalid("Config.loss", ..., f"gives a loss of {dtype}", "return floats")
+      raise invalid("Config.loss", ..., f"returns a loss of {dtype}", "return floats")
     if mask is not None or "targets" in batch:
       value = jnp.where(counts, value, jnp.zeros_like(value))
     totals[name] = value.sum(dtype=jnp.int32 if value.dtype == bool else None)
@@ -228,10 +235,10 @@ def _sums(
 
 
 def classification_loss(apply: Apply, *, label_smoothing: float = 0.0) -> LossFn:
-  """`training_loss` of `cross_entropy`, for notebooks."""
+  """Return `training_loss` for `cross_entropy`, a shorthand for notebooks."""
   return training_loss(apply, cross_entropy(label_smoothing))
 
 
 def classification_totals(apply: Apply) -> EvalFn:
-  """`eval_totals` of `cross_entropy`, for notebooks."""
+  """Return `eval_totals` for `cross_entropy`, a shorthand for notebooks."""
   return eval_totals(apply, cross_entropy())

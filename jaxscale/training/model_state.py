@@ -1,11 +1,11 @@
-"""State that a model updates itself: which leaves are averaged, and which must agree.
+"""Model state: average running statistics, and check that devices agree on the rest.
 
-Running statistics are averaged over devices and micro-batches. A leaf counts as such if
-it is a float below a key "batch_stats" (Flax's collection of that name) or an
-`nnx.BatchStat`. All other leaves (counts, flags, keys, queues, a teacher's parameters)
-keep their dtype, and every device must compute the same value, which `check_agrees`
-finds out from the traced program: `jax.typeof` does not tell, as `lax.all_gather` gives
-every device the same and is typed varying.
+Running statistics are averaged over devices and micro-batches. A leaf is a running
+statistic if it is a float below a key "batch_stats" (Flax's collection of that name) or
+an `nnx.BatchStat`. All other leaves (counts, flags, keys, queues, a teacher's parameters)
+keep their dtype, and every device must compute the same value. `check_agrees` checks this
+in the traced program. `jax.typeof` is not enough: the result of `lax.all_gather` is equal
+on all devices, but typed as varying.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ from jaxscale.optim.tree_paths import path_name
 from jaxscale.training.types import Batch, LossFn, Tree
 
 _AVERAGED = "batch_stats"
-_ROWS = "rows of the batch"  # next to mesh axes; no collective takes it away
+_ROWS = "rows of the batch"  # a pseudo-axis, which no collective removes
 _AGREEING = {"psum", "psum_invariant", "pmax", "pmin", "all_gather", "all_gather_invariant"}
 _DIFFERING = {"axis_index", "ppermute", "all_to_all", "reduce_scatter"}
 Axes = frozenset[str]
 
 
 def averaged(model_state: Any) -> Any:
-  """A bool for each leaf: True for running statistics, which are averaged.
+  """Return a tree of bools: True for running statistics, which are averaged.
 
   Example:
     >>> averaged({"batch_stats": {"mean": jnp.ones(3)}, "count": jnp.ones((), int)})
     {'batch_stats': {'mean': True}, 'count': False}
   """
 
-  nnx = sys.modules.get("flax.nnx")  # not imported: no model has its variables
+  nnx = sys.modules.get("flax.nnx")  # if it is not imported, no model uses it
 
   def is_statistic(node: Any):
     return nnx is not None and isinstance(node, nnx.BatchStat)
@@ -53,18 +53,18 @@ def averaged(model_state: Any) -> Any:
 
 
 def map_averaged(function: Callable[..., Any], *states: Any) -> Any:
-  """`function` of the averaged leaves; the first tree's own leaves elsewhere."""
+  """Apply a function to the averaged leaves; keep other leaves of the first tree."""
   flags = averaged(states[0])
   return jax.tree.map(lambda f, *x: function(*x) if f else x[0], flags, *states)
 
 
 def agree(model_state: Any, axes: tuple[str, ...], *, apart: bool = False) -> Any:
-  """The state that all devices along `axes` have, after `check_agrees`.
+  """Make the model state the same on all devices along `axes`, after `check_agrees`.
 
   Args:
-    model_state: a device's own.
+    model_state: the model state of one device.
     axes: mesh axes.
-    apart: devices had parameters of their own, so that all floats are averaged.
+    apart: devices have different parameters, so that all floats are averaged.
   """
 
   def one(is_mean: bool, x: jax.Array):
@@ -81,18 +81,18 @@ def check_agrees(
   num_microbatches: int,
   over: tuple[str, ...],
 ) -> None:
-  """Refuse model state that differs between devices or between micro-batches.
+  """Raise if model state differs between devices or between micro-batches.
 
-  Called inside `shard_map`, while a step is traced; adds nothing to the program.
+  Call it inside `shard_map`, while a step is traced. It adds nothing to the program.
 
   Args:
     loss_fn: the loss, which returns the new model state.
-    arguments: its arguments on one device, with the rows of all micro-batches.
-    num_microbatches: number of micro-batches of a device.
-    over: mesh axes along which devices have other rows.
+    arguments: arguments of the loss on one device, with the rows of all micro-batches.
+    num_microbatches: number of micro-batches per device.
+    over: mesh axes along which devices have different rows.
 
   Raises:
-    ConfigError: a leaf that is not averaged depends on a device's own rows.
+    ConfigError: a leaf that is not averaged depends on the rows of one device.
   """
   model_state, rows = arguments[1], arguments[2:]
   if jax.tree.all(averaged(model_state)):
@@ -106,7 +106,7 @@ def check_agrees(
   axes = Axes(over)
   own = [axes | {_ROWS}] * len(jax.tree.leaves(rows))
   inputs = [Axes()] * (len(jaxpr.invars) - len(own)) + own
-  remedy = f"or keep floats that are to be averaged below a key {_AVERAGED!r}"
+  remedy = f"or put floats that should be averaged below a key {_AVERAGED!r}"
   flags = jax.tree.leaves(averaged(model_state))
   leaves = jax.tree.leaves_with_path(model_state)
   for (path, _), is_mean, depends in zip(leaves, flags, differences(jaxpr, inputs), strict=True):
@@ -114,7 +114,7 @@ def check_agrees(
       continue
     name = f"model state {path_name(path)}"
     if depends & axes:
-      fix = f"make it of all rows by jax.lax.all_gather or psum over {over}, {remedy}"
+      fix = f"compute it from all rows with jax.lax.all_gather or psum over {over}, {remedy}"
       raise invalid(name, ..., "differs between devices", fix)
     if num_microbatches > 1 and _ROWS in depends:
       why = f"depends on the rows, which are computed in {num_microbatches} micro-batches"
@@ -122,11 +122,12 @@ def check_agrees(
 
 
 def differences(jaxpr: Any, inputs: Sequence[Axes]) -> list[Axes]:
-  """The axes along which devices have different values of each output.
+  """Return the axes along which devices have different values, for each output.
 
   Args:
-    jaxpr: of a function inside `shard_map`.
-    inputs: those of each of its arguments; what it closes over is the same everywhere.
+    jaxpr: jaxpr of a function inside `shard_map`.
+    inputs: axes along which each argument differs. Constants of the jaxpr are the same
+      on all devices.
   """
   known = dict(zip(jaxpr.invars, inputs, strict=True))
 
@@ -160,7 +161,7 @@ def _of_equation(equation: Any, inputs: list[Axes]) -> list[Axes]:
 
 
 def _of_loop(name: str, params: Any, inputs: list[Axes]) -> list[Axes]:
-  """Find the axes of a scan's or a while's outputs, once another trip adds nothing."""
+  """Return the axes of a loop's outputs, iterating its body to a fixed point."""
   is_scan = name == "scan"
   until = [] if is_scan else inputs[: params["cond_nconsts"]]
   inputs = inputs[len(until) :]

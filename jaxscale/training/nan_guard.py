@@ -1,19 +1,19 @@
-"""Steps with NaN or Inf in loss or gradient: skipped on the device, named on the host.
+"""NaN guard: skip steps with NaN or Inf on the devices, and report them on the host.
 
-In the step every device checks its own gradients, loss and model state before
-anything of them is sent, and writes down what it found as four integers. A device that
-found NaN or Inf gives NaN for its loss. The sum of losses crosses the network anyway,
-so that without a further collective every device knows:
+In each step every device checks its gradients, loss and model state before they are
+sent, and records the result as four integers. A device that finds NaN or Inf sets its
+loss to NaN. The losses are summed over the network anyway, so every device knows,
+without a further collective, whether the step is skipped:
 
-    skipped = the loss, the norm of the mean gradient or the rate is NaN or Inf
+    skipped = the loss, the norm of the mean gradient or the learning rate is NaN or Inf
 
-and keeps the state that it had: parameters, statistics, averages, momenta, residuals
-of the exchange and gradients that wait in it. Only the counts of steps move on, the
-run's and the optimizer's, which its schedule reads.
+A skipped step keeps the previous state: parameters, statistics, averages, momenta, and
+the exchange's residuals and delayed gradients. Only the step counts increase: the run's
+count and the optimizer's, which the schedule reads.
 
-The check is a sum of squares of each leaf: NaN and Inf stay in it, and on CPU it took
-half the time of `max(abs)` and a quarter of `all(isfinite)`. So a gradient whose
-squared norm is more than float32 holds (a norm of 1.8e19) counts as Inf, as it does
+The check is a sum of squares of each leaf, which is NaN or Inf if an element is. On CPU
+it takes half the time of `max(abs)` and a quarter of `all(isfinite)`. A gradient whose
+squared norm overflows float32 (a norm above 1.8e19) therefore counts as Inf, as it does
 in `grad_norm`.
 """
 
@@ -36,9 +36,10 @@ from jaxscale.metrics.text import few
 from jaxscale.optim.tree_paths import path_name
 from jaxscale.training.types import Metrics, StepOutputs, TrainState, Update
 
-# The metric with what each device found, int32 [devices, 4], sharded over them. Codes
-# of its gradients, loss and model state, and of the mean gradient: -1 if all is
-# finite, else 2 i if the first bad leaf, of index i, holds NaN, 2 i + 1 if Inf.
+# Name of the metric with each device's findings, int32 [devices, 4], sharded over the
+# devices. The four codes describe the device's gradients, loss and model state, and the
+# mean gradient: -1 if all values are finite, else 2 i if the first bad leaf, of index i,
+# holds NaN, 2 i + 1 if it holds Inf.
 CODES = "nan_codes"
 Sums = Mapping[str, tuple[str, ...]]
 _MEAN = "mean gradient"
@@ -46,10 +47,10 @@ _WHAT = ("gradient of {}", "{}", "new {}", _MEAN + " of {}, after the exchange,"
 
 
 def first_bad(tree: Any) -> jax.Array:
-  """The code of the first leaf, in the order of `jax.tree`, that is not finite.
+  """Return the code of the first leaf, in `jax.tree` order, that is not finite.
 
   Returns:
-    int32 []: as `CODES` says.
+    The code as in `CODES`, int32 [].
 
   Example:
     >>> int(first_bad({"a": jnp.ones(3), "b": jnp.array([1.0, jnp.inf])}))
@@ -64,7 +65,7 @@ def first_bad(tree: Any) -> jax.Array:
   ]
   if not sums:
     return jnp.full((), -1, jnp.int32)
-  # A cast from float64 leaves NaN and Inf what they are, and may make Inf.
+  # A cast from float64 keeps NaN and Inf; large finite sums may become Inf.
   stacked = jnp.stack([s.astype(jnp.float32) for s in sums])
   is_inf = (~jnp.isnan(stacked)).astype(jnp.int32)
   codes = 2 * jnp.arange(len(sums), dtype=jnp.int32) + is_inf
@@ -76,17 +77,17 @@ def first_bad(tree: Any) -> jax.Array:
 def find_bad(
   grads: Any, model_state: Any, totals: Metrics, axes: tuple[str, ...]
 ) -> tuple[jax.Array, Metrics]:
-  """Check a device's own step for NaN and Inf, inside `shard_map`.
+  """Check one device's results for NaN and Inf, inside `shard_map`.
 
   Args:
-    grads: its gradients, of all its micro-batches: what is bad in one stays so in
-      their sum.
-    model_state: its new one.
-    totals: its sums of metrics, with "loss".
-    axes: of the mesh.
+    grads: gradients summed over the device's micro-batches. NaN or Inf in one of them
+      remains in the sum.
+    model_state: the new model state.
+    totals: sums of the device's metrics, with "loss".
+    axes: mesh axes.
 
   Returns:
-    Three codes, int32 [3]; the totals, with a loss of NaN if one of them is bad.
+    Three codes, int32 [3], and the totals, with a loss of NaN if a code is not -1.
   """
   codes = [first_bad(tree) for tree in (grads, totals["loss"], model_state)]
   codes = jnp.stack(vary(codes, axes))
@@ -95,24 +96,24 @@ def find_bad(
 
 
 def all_codes(codes: jax.Array, grads: Any, mesh: Mesh) -> jax.Array:
-  """The metric `CODES`: what each device found, and the code of the mean gradient."""
+  """Return the metric `CODES`: each device's codes and the code of the mean gradient."""
   mean = jnp.broadcast_to(first_bad(grads), (mesh.size, 1))
   codes = jnp.concatenate([codes, mean], axis=1)
   return lax.with_sharding_constraint(codes, NamedSharding(mesh, P(mesh.axis_names)))
 
 
 def mark_bad(metrics: Metrics) -> Metrics:
-  """Set the loss to NaN where "grad_norm" or the learning rate is NaN or Inf."""
+  """Set the loss to NaN if "grad_norm" or the learning rate is NaN or Inf."""
   names = [n for n in ("loss", "grad_norm", "learning_rate") if n in metrics]
   is_good = jnp.isfinite(jnp.stack([metrics[name] for name in names])).all()
   return metrics | {"loss": jnp.where(is_good, metrics["loss"], jnp.nan)}
 
 
 def skip_bad_steps(update: Update, *, branch: bool) -> Update:
-  """An update that leaves the state as it was where the loss is NaN or Inf.
+  """Return an update that keeps the old state if the loss is NaN or Inf.
 
   Args:
-    update: of a good step.
+    update: the update of a good step.
     branch: see `if_good`.
   """
 
@@ -121,7 +122,8 @@ def skip_bad_steps(update: Update, *, branch: bool) -> Update:
     skipped = state._replace(step=state.step + 1, opt_state=opt_state)
     is_good = jnp.isfinite(outputs.metrics["loss"])
     after = if_good(is_good, lambda: update(state, outputs), lambda: skipped, branch=branch)
-    # Selected in any case: in a branch XLA would keep both residuals of an exchange.
+    # Selected even with `branch`, since in a branch XLA would keep both copies of an
+    # exchange's residuals.
     return after._replace(
       model_state=keep(is_good, outputs.model_state, state.model_state),
       exchange_state=keep(is_good, outputs.exchange_state, state.exchange_state),
@@ -131,33 +133,33 @@ def skip_bad_steps(update: Update, *, branch: bool) -> Update:
 
 
 def keep(is_good: jax.Array, new: Any, old: Any) -> Any:
-  """The new tree if the step is good, else the old one."""
+  """Return the new tree if the step is good, else the old one."""
   return jax.tree.map(lambda n, o: jnp.where(is_good, n, o), new, old)
 
 
 def if_good(
   is_good: jax.Array, move: Callable[[], Any], skip: Callable[[], Any], *, branch: bool
 ) -> Any:
-  """`move()` in a good step, `skip()` in a bad one.
+  """Return `move()` in a good step and `skip()` in a bad one.
 
   Args:
-    is_good: bool [].
-    move: makes the new state.
-    skip: makes that of a skipped step.
-    branch: around the update, rather than select what it computed. Better on CPU:
-      XLA there computes the new momentum again for the new parameters, and so
-      copied the old one first for a select (9 copies more for 6 leaves), while
-      branches worked in place, without a copy or a byte more. Elsewhere a branch would
-      make the host wait: XLA for GPU reads the condition on the host in mid-step.
+    is_good: whether the step is good, bool [].
+    move: function that returns the new state.
+    skip: function that returns the state of a skipped step.
+    branch: use a conditional around the update instead of selecting its results. This is
+      better on CPU: for a select, XLA recomputed the new momentum for the new parameters
+      and copied the old one first (9 more copies for 6 leaves), while branches worked in
+      place without copies. On other platforms a branch makes the host wait: XLA for GPU
+      reads the condition on the host during the step.
   """
   return lax.cond(is_good, move, skip) if branch else keep(is_good, move(), skip())
 
 
 def count_steps(opt_state: Any, steps: int = 1) -> Any:
-  """An optimizer's state after so many skipped steps: only its counts move on.
+  """Increase the step counts in an optimizer's state, as after skipped steps.
 
-  All its integers are counts. Else its schedule would fall behind the run's. Adam's
-  bias corrections move on too, that much ahead of the moments.
+  All integers in the state are counts. Otherwise the optimizer's schedule would lag
+  behind the run's. Adam's bias corrections advance too, ahead of the moments.
   """
   return jax.tree.map(lambda x: x + steps if jnp.issubdtype(x.dtype, jnp.integer) else x, opt_state)
 
@@ -166,8 +168,8 @@ class Diagnosis(NamedTuple):
   """Report of a bad step.
 
   Attributes:
-    text: in one line.
-    in_state: the state itself is bad, so that every further step will be.
+    text: the report, one line.
+    in_state: the state itself has NaN or Inf, so that all further steps will, too.
   """
 
   text: str
@@ -177,18 +179,18 @@ class Diagnosis(NamedTuple):
 def describe(
   codes: jax.Array, params: Any, model_state: Any, state: Any, summed: Sums | None = None
 ) -> Diagnosis:
-  """Report the devices of a bad step and their findings; every process calls it.
+  """Report the devices that found NaN or Inf; every process must call it.
 
-  All get the same. A gradient that is summed in the backward pass is bad on all
-  devices that have a part of the sum: where the loss of one of them is bad, that is
-  who is named.
+  All processes get the same report. If a gradient is summed in the backward pass, NaN on
+  one device reaches all devices that take part in the sum. If the loss of one of them is
+  bad, only that device is reported.
 
   Args:
     codes: the metric `CODES` of the step.
-    params: whose gradients they were, for the names.
-    model_state: likewise.
-    state: before the step; where it is bad itself, its leaf is named.
-    summed: axes that a gradient is summed over before a device checks it, by the
+    params: the parameters, for the names of the gradients.
+    model_state: the model state, for the names of its leaves.
+    state: the state before the step; a leaf with NaN or Inf in it is reported.
+    summed: axes over which a gradient is summed before the device checks it, by the
       path of its parameter (`parallel.specs.backward_sum_axes`).
 
   Example:
@@ -218,7 +220,7 @@ def describe(
       finding = _WHAT[which].format(names[which][leaf])
       what = bad_before or f"{finding} is {'Inf' if is_inf else 'NaN'}"
       places.setdefault(what, []).append((process, host, device))
-  # The mean is bad where a device's own gradient is, and then adds nothing.
+  # A bad mean gradient is reported only if no device's own gradient explains it.
   if own := {what: at for what, at in places.items() if not what.startswith(_MEAN)}:
     places = own
   number = sum(count for _, count, _ in gathered)
@@ -230,9 +232,9 @@ def describe(
 
 
 def bad_leaves(tree: Any) -> dict[int, str]:
-  """Ordinal -> what is bad, of this process's devices that hold such a leaf.
+  """Return a description of NaN or Inf in a tree, by ordinal of this process's devices.
 
-  Reads every array of the tree: for when something is wrong.
+  It reads every array of the tree, so call it only after a bad step.
   """
   found: dict[int, str] = {}
   for path, leaf in jax.tree.leaves_with_path(tree):
@@ -248,7 +250,7 @@ def bad_leaves(tree: Any) -> dict[int, str]:
 
 
 def ordinal(device: Any) -> int:
-  """Return the device's number on its host, where the host counts its devices."""
+  """Return the device's number on its host, or its global id if the host has none."""
   number = device.local_hardware_id
   return device.id if number is None else number
 
@@ -258,7 +260,7 @@ def _names(tree: Any) -> list[str]:
 
 
 def _at(places: Sequence[tuple[int, str, int]], what: str, number: int) -> str:
-  """Return a finding with the devices, of `number`, that have it."""
+  """Return a finding, preceded by the devices that have it, of `number` in all."""
   if what.startswith(_MEAN):
     return what
   if len(places) == number > 1:
@@ -270,11 +272,11 @@ def _at(places: Sequence[tuple[int, str, int]], what: str, number: int) -> str:
 def by_process(
   places: Iterable[tuple[int, str, Any]], devices_text: Callable[[list[Any]], str]
 ) -> str:
-  """Processes, hosts and devices, as words.
+  """Return a text that lists processes with their hosts and devices.
 
   Args:
-    places: process, host and device of each.
-    devices_text: devices of one process -> what follows "process 3 (host".
+    places: (process, host, device) triples.
+    devices_text: devices of one process -> the text after "process 3 (host".
   """
   devices: dict[tuple[int, str], list[Any]] = {}
   for process, host, device in places:

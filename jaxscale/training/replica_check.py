@@ -1,27 +1,28 @@
 """Check that all copies of replicated arrays are equal, bit for bit.
 
 Parameters and optimizer state exist once per device. Every device computes the same
-update of them, so nothing but a fault makes them differ: a flipped bit in memory, a
-collective that gives devices different sums, a mistake in an exchange. Such
-a run continues, looks healthy, and trains another network on each device. Here every
-device hashes its own copy, and the hashes are compared.
+update, so only a fault makes the copies differ: a flipped bit in memory, a collective
+that returns different sums, a bug in an exchange. Such a run continues and looks healthy,
+but trains a different network on each device. For this check every device hashes its own
+copy, and the hashes are compared.
 
-With b_i the bits of element i as a uint32 and i its position in the array,
+With b_i the bits of element i as a uint32 and i its position in the array, the hash of a
+leaf is
 
     h = sum_i mix(b_i + c i)  mod 2^32,    c = 0x9E3779B9, odd,
 
-of a leaf, where `mix` is a bijection. The sum has no order, so that neither layout
-nor compiler matters. One changed element always changes h. Several changed, or two
-swapped, leave it the same once in about 2^32, in each leaf; since copies that differ
-stay so, the next check is another chance. Equal bits never raise an alarm. -0.0 and
-0.0 differ, and so do NaNs with other payloads.
+where `mix` is a bijection. The order of the sum does not matter, so h does not depend on
+memory layout or compiler. A single changed element always changes h. Several changes, or
+two swapped elements, leave h unchanged with a probability of about 2^-32 per leaf; since
+copies that differ stay different, the next check is likely to find them. Equal bits never
+raise an alarm. -0.0 and 0.0 differ, and so do NaNs with different payloads.
 
-Where a layout splits an array, a device has a part of it, and is compared with those
-that have the same part; what one device alone has cannot be compared.
+If a layout splits an array, a device is compared with the devices that hold the same
+part. A part that only one device holds cannot be compared.
 
-Reading it all takes a device about as long as one pass over memory; the compiled
-program has no collective. Processes then exchange 16 hexadecimal digits per device
-and kind of sharding, and every hash only if those differ.
+The hashes take each device about one pass over its memory; the compiled program has no
+collective. Processes then exchange 16 hexadecimal digits per device and kind of sharding,
+and all hashes only if the digits differ.
 """
 
 from __future__ import annotations
@@ -50,20 +51,20 @@ from jaxscale.training.types import TrainState
 
 Fingerprint = Callable[[Any], jax.Array]  # tree -> uint32 [devices, leaves]
 Splits = Sequence[tuple[str, ...]] | None  # axes that split each leaf
-_GOLDEN = 0x9E3779B9  # 2^32 / golden ratio: neighbours land far from each other
+_GOLDEN = 0x9E3779B9  # 2^32 / golden ratio, which spreads neighbouring positions
 
 
 class ReplicaDivergenceError(RuntimeError):
-  """Copies that should be equal are not.
+  """Replicated arrays differ between devices.
 
   Attributes:
-    step: after which it was found.
-    good_until: the step of the check before, after which they may have diverged.
-    advice: what to do, for the end of the line.
+    step: step of the check that found it.
+    good_until: step of the previous check, at which the copies were equal.
+    advice: what to do; the end of the error line.
   """
 
   exit_code = EXIT_CRASH
-  advice = "test that memory and network or leave the host out, then resume"
+  advice = "test the host's memory and network or exclude the host, then resume"
 
   def __init__(self, step: int, what: str, good_until: int):
     super().__init__(f"{what} after step {step}")
@@ -71,14 +72,14 @@ class ReplicaDivergenceError(RuntimeError):
 
 
 class Replica(NamedTuple):
-  """One device's copies.
+  """Hashes of the copies on a single device.
 
   Attributes:
-    process: its index.
-    host: its name.
-    device: as "gpu:3".
-    hashes: one per leaf.
-    parts: which part of each leaf it has; (): all of each.
+    process: index of the device's process.
+    host: name of the host.
+    device: name of the device, as "gpu:3".
+    hashes: one hash per leaf.
+    parts: number of the part that the device holds of each leaf; () means all of each.
   """
 
   process: int
@@ -92,14 +93,14 @@ def check(tree: Any, fingerprint: Fingerprint, *, step: int, before: int = 0) ->
   """Compare the copies of all devices; every process must call it.
 
   Args:
-    tree: of global arrays on the mesh.
-    fingerprint: of `make_fingerprint`, compiled or not.
-    step: after which this is, for the message.
-    before: the step of the check before, for `good_until`.
+    tree: a tree of global arrays on the mesh.
+    fingerprint: the result of `make_fingerprint`, compiled or not.
+    step: number of steps done, for the error.
+    before: the step of the previous check, for `good_until`.
 
   Raises:
-    ReplicaDivergenceError: copies differ; the line says whose and where. All
-      processes raise it alike.
+    ReplicaDivergenceError: copies differ; the error lists the devices and the leaf. All
+      processes raise the same error.
 
   Example:
     >>> check(shared(state), make_fingerprint(mesh), step=1000)  # doctest: +SKIP
@@ -113,22 +114,22 @@ def check(tree: Any, fingerprint: Fingerprint, *, step: int, before: int = 0) ->
 
 
 def shared(state: TrainState) -> TrainState:
-  """Return the replicated part of a state: all but each device's own."""
+  """Return a state without `exchange_state`, which differs between devices."""
   return state._replace(exchange_state=())
 
 
 def make_fingerprint(mesh: Mesh, tree: Any = None) -> Any:
-  """Compile-ready `tree -> uint32 [devices, leaves]`: the hash of every copy.
+  """Return a jitted function `tree -> uint32 [devices, leaves]` that hashes every copy.
 
-  The first dim is sharded, each row on the device that it describes, in the order
-  of the mesh. The function is jitted and the same for the same mesh. Compiling
-  takes seconds where there are many leaves: `lower(...).compile()` it in the
+  The first dim is sharded: each row is on the device that it describes, in the order of
+  the mesh. For the same mesh, unless arrays are split, the same function is returned.
+  Compilation takes seconds if there are many leaves: run `lower(...).compile()` in the
   background.
 
   Args:
-    mesh: where the arrays are.
-    tree: of arrays, or of what has their shardings; None: each device has all of
-      each.
+    mesh: the mesh of the arrays.
+    tree: a tree of arrays, or of objects with their shardings; None: all arrays are
+      replicated.
 
   Example:
     >>> make_fingerprint(mesh)({"w": w, "b": b}).shape       # doctest: +SKIP
@@ -145,13 +146,13 @@ def _fingerprint_of(mesh: Mesh, specs: Any) -> Any:
   axes = mesh.axis_names
 
   def own_hash(x: jax.Array):
-    # The layout may keep the optimizer's state on the host.
+    # With an offloading layout the optimizer's state is in host memory.
     if jax.typeof(x).memory_space == jax.memory.Space.Host:
       x = jax.device_put(x, jax.memory.Space.Device)
     return _hash_bits(x)
 
   def own(tree: Any):
-    # Varying: from here on each device reads the copy that it has itself.
+    # A cast to varying makes each device read its own copy.
     return jnp.stack([own_hash(x) for x in jax.tree.leaves(vary(tree, axes))])[None]
 
   hashed = jax.shard_map(own, mesh=mesh, in_specs=(specs,), out_specs=P(axes))
@@ -159,13 +160,13 @@ def _fingerprint_of(mesh: Mesh, specs: Any) -> Any:
 
 
 def _split(spec: P) -> tuple[str, ...]:
-  """The axes that split an array."""
+  """Return the mesh axes that split an array."""
   parts = [a if isinstance(a, tuple) else (a,) for a in spec if a is not None]
   return tuple(axis for part in parts for axis in part)
 
 
 def hash_bits(x: jax.Array) -> jax.Array:
-  """The h above of one array of any dtype, uint32 [].
+  """Return the module's hash h of an array of any dtype, uint32 [].
 
   Example:
     >>> int(hash_bits(jnp.float32([0.0]))) == int(hash_bits(jnp.float32([-0.0])))
@@ -179,11 +180,11 @@ def hash_bits(x: jax.Array) -> jax.Array:
   return jnp.sum(_mix(bits + position * jnp.uint32(_GOLDEN)), dtype=jnp.uint32)
 
 
-_hash_bits = jax.jit(hash_bits)  # many leaves have one shape: traced once
+_hash_bits = jax.jit(hash_bits)  # traced once for all leaves of a shape
 
 
 def _words(x: jax.Array) -> jax.Array:
-  """The bits of an array as uint32; wider elements get a dim more."""
+  """Return the bits of an array as uint32; elements over 32 bits get a further dim."""
   if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
     x = jax.random.key_data(x)
   if jnp.issubdtype(x.dtype, jnp.complexfloating):
@@ -205,15 +206,15 @@ def _mix(x: jax.Array) -> jax.Array:
 def find_divergence(
   prints: jax.Array, names: Sequence[str], mesh: Mesh | None = None, splits: Splits = None
 ) -> str | None:
-  """Return a line with the devices whose copies differ; None if none does.
+  """Return a line that lists the devices whose copies differ; None if all are equal.
 
-  All processes must call it, and all get the same answer.
+  All processes must call it, and all get the same result.
 
   Args:
-    prints: what `make_fingerprint`'s function gave, [devices, leaves].
-    names: of the leaves.
-    mesh: in whose order the devices are, for `splits`.
-    splits: axes that split each leaf; None: none does.
+    prints: result of the function from `make_fingerprint`, [devices, leaves].
+    names: names of the leaves.
+    mesh: the mesh, whose order the devices have; needed with `splits`.
+    splits: mesh axes that split each leaf; None: no leaf is split.
   """
   shards = sorted(prints.addressable_shards, key=lambda s: s.index[0].start or 0)
   own = [
@@ -234,11 +235,11 @@ def find_divergence(
 
 
 def describe(replicas: Sequence[Replica], names: Sequence[str]) -> str | None:
-  """Return the devices that differ from most others, leaf by leaf; None: none does.
+  """Return a line that lists the devices that differ from the majority; None if none does.
 
   Args:
-    replicas: of all devices.
-    names: of the leaves, in the order of the hashes.
+    replicas: the hashes of all devices.
+    names: names of the leaves, in the order of the hashes.
 
   Example:
     >>> whole = [Replica(i, f"node{i}", "gpu:0", (7, 8)) for i in range(3)]
@@ -273,13 +274,13 @@ def describe(replicas: Sequence[Replica], names: Sequence[str]) -> str | None:
   some = _places([replicas[j] for j in concerned])
   versions = max(len(set(found.values())) for found in groups)
   return (
-    f"{some} differ in {where}: {len(concerned)} devices, {versions} versions, and no "
-    "majority that says which one is right"
+    f"{some} differ in {where}: {len(concerned)} devices hold {versions} versions, and no "
+    "majority shows which one is right"
   )
 
 
 def _places(replicas: Sequence[Replica]) -> str:
-  """Processes with host and devices, as words."""
+  """Return a text that lists processes with their host and devices."""
   return by_process((r[:3] for r in replicas), lambda own: f", {few(own)})")
 
 
@@ -298,10 +299,10 @@ def _parts(row: int, mesh: Mesh | None, splits: Splits) -> tuple[int, ...]:
 
 
 def _digests(replica: Replica, splits: Splits) -> set[str]:
-  """The hashes of a device in 64 bits, for each kind of sharding.
+  """Return a 64-bit digest of a device's hashes for each kind of sharding.
 
-  Each begins with that kind and the device's part: all that begin the same must be
-  the same.
+  Each digest is preceded by the kind and the device's part. Digests with the same prefix
+  must be equal on all devices.
   """
   hashes = np.asarray(replica.hashes, np.uint32)
   kinds = [" ".join(split) for split in splits or [()] * len(hashes)]

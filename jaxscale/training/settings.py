@@ -31,13 +31,13 @@ class CrossEntropy(Loss):
 
     if getattr(info, "label_shape", ()):
       raise ConfigError(
-        f"Config.loss=CrossEntropy: {info.name} has {info.label_shape} targets per "
-        "example and not one class; use BinaryCrossEntropy or SquaredError"
+        f"Config.loss=CrossEntropy needs one class per example, but {info.name} has targets "
+        f"{info.label_shape}; use BinaryCrossEntropy or SquaredError"
       )
     if "int" not in str(getattr(info, "label_dtype", "int32")):
       raise ConfigError(
-        f"Config.loss=CrossEntropy: the data's targets are {info.label_dtype}; give "
-        "integers, or choose SquaredError"
+        f"Config.loss=CrossEntropy needs integer targets, but the data's are {info.label_dtype}; "
+        "give integers, or choose SquaredError"
       )
     return losses.cross_entropy(self.label_smoothing)
 
@@ -60,7 +60,7 @@ class BinaryCrossEntropy(Loss):
   def build(self, info: Any) -> Objective:
     classes = 0 if getattr(info, "label_shape", ()) else getattr(info, "num_classes", 0)
     if classes > 2 and "int" in info.label_dtype:
-      why = f"takes 0 or 1, and {info.name} has {classes} classes"
+      why = f"takes targets 0 or 1, but {info.name} has {classes} classes"
       raise invalid("Config.loss", type(self).__name__, why, "use CrossEntropy")
     return _losses(self, info).binary_cross_entropy()
 
@@ -100,5 +100,5 @@ def _losses(loss: Loss, info: Any) -> Any:
   from jaxscale.training import losses
 
   if not hasattr(info, "label_shape"):
-    raise ConfigError(f"Config.loss={type(loss).__name__}: {info.name} is text, use CrossEntropy")
+    raise ConfigError(f"Config.loss={type(loss).__name__}: {info.name} is text; use CrossEntropy")
   return losses

@@ -1,4 +1,4 @@
-"""Initial state of a run, made in place on the devices, and how a state is sharded."""
+"""Initial state of a run, created on the devices, and its shardings."""
 
 from __future__ import annotations
 
@@ -34,13 +34,16 @@ def state_shardings(
   *,
   average: bool = False,
 ) -> TrainState:
-  """Return how a state is sharded: replicated, except each device's own and a layout's.
+  """Return the shardings of a train state.
+
+  `exchange_state` is sharded over the devices. Parameters, their averages and the
+  optimizer state are sharded by the layout, and everything else is replicated.
 
   Args:
-    mesh: where.
-    layout: of the parameters; None: everything on every device.
-    tx: the optimizer, where there is a layout.
-    average: whether averages are kept.
+    mesh: the mesh of the state.
+    layout: the layout of the parameters; None: everything is replicated.
+    tx: the optimizer; needed with a layout.
+    average: whether the state has averages.
   """
   everywhere = replicated(mesh)
   parts: dict[str, Any] = dict.fromkeys(TrainState._fields, everywhere)
@@ -64,17 +67,17 @@ def init_state(
   given: Mapping[str, jax.Array] | None = None,
   **options: Any,
 ) -> TrainState:
-  """The state before the first step, made in place on every device.
+  """Create the state before the first step, in place on every device.
 
   Args:
     init_fn: key -> (params, model_state).
     tx: the optimizer.
-    mesh: where the state lives.
-    exchange: the gradient exchange, for its state; None: `plain`, which has none.
-    seed: of the parameters; the same on every mesh.
-    given: leaves that are not to be initialised, e.g. imported, by path: 0/... of
-      params and 1/... of model_state.
-    options: layout, average, noise_scale and local, as of `make_init`.
+    mesh: the mesh of the state.
+    exchange: the gradient exchange; None: `plain`, which has no state.
+    seed: seed of the parameters, which are the same on every mesh.
+    given: leaves that replace initialised ones, such as imported weights, by path: "0/..."
+      for params and "1/..." for model_state.
+    options: layout, average, noise_scale and local, as in `make_init`.
   """
   init = make_init(init_fn, tx, mesh, exchange, **options)
   return run_init(init, mesh, seed, given)
@@ -87,16 +90,16 @@ def run_init(
   given: Mapping[str, jax.Array] | None = None,
   turn: contextlib.AbstractContextManager[Any] | None = None,
 ) -> TrainState:
-  """Make the state before the first step by the result of `make_init`.
+  """Create the state before the first step with a function from `make_init`.
 
   Args:
-    init: (seed, leaves that are given) -> the state.
-    mesh: where the state lives.
-    seed: of the parameters.
-    given: as of `init_state`.
-    turn: entered to compile it; None: any time will do.
+    init: (seed, given leaves) -> the state.
+    mesh: the mesh of the state.
+    seed: seed of the parameters.
+    given: leaves that replace initialised ones, as in `init_state`.
+    turn: context manager entered for the compilation; None: no context.
   """
-  # Sharded, it may have collectives: no step may start while it runs.
+  # A sharded init may have collectives, so that no step may start while it runs.
   init = one_at_a_time(init, mesh)
   arguments = np.int64(seed), given or {}  # as jax.random.key takes an int
   lowered = init.lower(*arguments)
@@ -106,7 +109,7 @@ def run_init(
 
 
 def abstract_state(*parts: Any, **options: Any) -> TrainState:
-  """Shapes, dtypes and shardings of `init_state`, without computing it.
+  """Return the shapes, dtypes and shardings of `init_state` without computing it.
 
   The arguments are those of `make_init`.
   """
@@ -114,16 +117,16 @@ def abstract_state(*parts: Any, **options: Any) -> TrainState:
 
 
 def shapes_of(init: Any) -> TrainState:
-  """Return shapes, dtypes and shardings of the state that `make_init` would make."""
+  """Return the abstract state for a function from `make_init`."""
   return init.eval_shape(np.int64(0), {})
 
 
 def _check_keys(opt_state: Any) -> None:
-  """Refuse what no checkpoint holds before the first step, not at the first save."""
+  """Raise before the first step if the optimizer state cannot be checkpointed."""
   for path, leaf in jax.tree.leaves_with_path(opt_state):
     if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-      why = "is a typed key, which no checkpoint holds"
-      fix = "keep its jax.random.key_data, or use an optimizer without random numbers"
+      why = "is a typed key, which a checkpoint cannot store"
+      fix = "store its jax.random.key_data, or use an optimizer without random numbers"
       raise invalid(f"optimizer state {path_name(path)}", ..., why, fix)
 
 
@@ -138,20 +141,21 @@ def make_init(
   noise_scale: bool = False,
   local: LocalUpdate | None = None,
 ) -> jax.stages.Wrapped:
-  """(seed, leaves that are given) -> the state before the first step, jitted.
+  """Return a jitted function (seed, given leaves) -> the state before the first step.
 
   Args:
     init_fn: key -> (params, model_state).
     tx: the optimizer.
-    mesh: where the state lives; its devices need not be here to lower it.
-    exchange: the gradient exchange, for its state; None: `plain`, which has none.
-    layout: of the parameters; None: everything on every device. Each device makes
-      the part that it holds, and never has the whole.
-    average: keep averages of parameters and model state as well.
-    noise_scale: keep those of the gradient-noise scale as well.
-    local: for `make_local_train_step`: workers train alone by this method, all from
-      the same parameters. `tx` is their own optimizer, `exchange` is that of the
-      pseudo-gradients and has to be given.
+    mesh: the mesh of the state. To lower the function, its devices need not exist on this
+      machine.
+    exchange: the gradient exchange; None: `plain`, which has no state.
+    layout: the layout of the parameters; None: everything is replicated. Each device
+      creates only the part that it holds.
+    average: also keep averages of parameters and model state.
+    noise_scale: also keep running averages of the gradient-noise scale.
+    local: method of local updates, for `make_local_train_step`. All workers start from
+      the same parameters, `tx` is their inner optimizer, and `exchange`, which is then
+      required, is the exchange of the pseudo-gradients.
 
   Raises:
     ConfigError: `local` resets a momentum that `tx` does not have, or the state of
@@ -168,7 +172,7 @@ def make_init(
     return make_layout_exchange(exchange, layout).init(grads)
 
   def init(seed: Any, given: Mapping[str, jax.Array]):
-    # The key is made in here, so that it has no program of its own.
+    # Creating the key inside avoids compiling a separate program for it.
     initial = init_fn(jax.random.key(seed))
     params, model_state = jax.tree.map_with_path(
       lambda path, x: given.get(path_name(path), x), initial
@@ -177,7 +181,7 @@ def make_init(
     _check_keys(opt_state)
     if local is not None:
       if local.reset_momentum:
-        reset_momentum(opt_state)  # raises now what the step would raise
+        reset_momentum(opt_state)  # raises the step's error before the first step
       device_state = WorkerState(params, model_state, opt_state, device_state)
       opt_state = local.outer.init(params)
     return TrainState(
@@ -190,8 +194,8 @@ def make_init(
       noise=noise_scales.init() if noise_scale else (),
     )
 
-  # It runs once: a third of the time to compile is worth more than its speed. A level
-  # that is set in XLA_FLAGS counts.
+  # The program runs once, so a third of the compile time is worth more than its speed. A
+  # level in XLA_FLAGS has precedence.
   level = "xla_backend_optimization_level"
   is_set = level in os.environ.get("XLA_FLAGS", "")
   options = {level: 1} if on_cpu(mesh) and not is_set else None

@@ -1,14 +1,14 @@
-"""The train step: local gradients, their exchange, the update.
+"""Train step: local gradients, their exchange, and the update.
 
     local_grads     jax.shard_map: each device's own gradients, micro-batches in a
                     scan, sums and counts of the metrics
-    exchange_grads  jax.shard_map: the one place where gradients cross the network
+    exchange_grads  jax.shard_map: the only place where gradients cross the network
     update          optax on global arrays under plain jit
 
-All three are one `jax.jit`, so the compiler sees the whole step; traces name them by
-the scopes "gradients", "exchange" and "update" (`planning.trace`). Parameters are
-cast to varying *before* the loss, else `jax.grad` under `check_vma=True` sums
-gradients over devices by itself, in whatever dtype the forward pass cast to.
+All three are in one `jax.jit`, so that the compiler sees the whole step. Traces show them
+by the scopes "gradients", "exchange" and "update" (`planning.trace`). Parameters are cast
+to varying *before* the loss: with `check_vma=True` `jax.grad` would otherwise all-reduce
+the gradients itself, in the dtype to which the forward pass casts.
 """
 
 from __future__ import annotations
@@ -68,24 +68,24 @@ def make_train_step(
 ) -> TrainStep:
   """Return a jitted `train_step(state, batch) -> (state, metrics)`.
 
-  The state is donated: use the one returned. Metrics are float32 scalars on the
-  devices, means over the global batch, with `grad_norm` (before any clipping) and
-  `learning_rate`, if there is a schedule.
+  The state is donated: use the returned one. Metrics are float32 scalars on the devices,
+  means over the global batch. They include `grad_norm` (before clipping) and, if there is
+  a schedule, `learning_rate`.
 
   Args:
-    loss_fn: (params, model_state, batch, keys) -> (loss, (model_state, totals)); loss
-      and totals are sums over the rows given, and `keys` holds one key per row that
-      depends on seed, step and the row's position in the global batch, not on the
-      number of devices. Or `PipelineGrads`, which computes gradients itself.
-    tx: the optimizer, on mean gradients.
-    mesh: its axes but `stage` and `model` split the batch.
-    exchange: how gradients are averaged, over the axes of `parallel.layout_exchange.
-      exchange_axes`; None: exactly, by `exchange.plain`.
-    schedule: step -> learning rate, as `tx` follows it; for the metrics and for
-      `skip_bad_steps`. None reports no learning rate.
-    layout: layout of the parameters, which `loss_fn` then gets as a device holds them
-      (`parallel.stack_loss`, `parallel.with_gathered_params`); None: everything on
-      every device.
+    loss_fn: (params, model_state, batch, keys) -> (loss, (model_state, totals)). Loss and
+      totals are sums over the rows of `batch`. `keys` holds one key per row, which depends
+      on the seed, the step and the row's position in the global batch, not on the number
+      of devices. Alternatively `PipelineGrads`, which computes gradients itself.
+    tx: the optimizer, which is applied to mean gradients.
+    mesh: the mesh; all its axes except `stage` and `model` split the batch.
+    exchange: the exchange that averages gradients over the axes of `parallel.
+      layout_exchange.exchange_axes`; None: `exchange.plain`, which is exact.
+    schedule: step -> learning rate, the same as in `tx`; for the metrics and for
+      `skip_bad_steps`. None: no learning rate is reported.
+    layout: the layout of the parameters. `loss_fn` then gets the part of the parameters
+      that a device holds (`parallel.stack_loss`, `parallel.with_gathered_params`). None:
+      everything is replicated.
     options: see `StepOptions`.
 
   Example:
@@ -124,7 +124,7 @@ def make_train_step(
     return state, metrics
 
   state_sharding = state_shardings(mesh, layout, tx, average=options.ema_decay is not None)
-  # `nan_guard.CODES` is sharded over the devices, all other metrics are replicated.
+  # `nan_guard.CODES` is sharded over the devices; all other metrics are replicated.
   metric_sharding = None if options.skip_bad_steps else replicated(mesh)
   jitted = jax.jit(train_step, donate_argnums=0, out_shardings=(state_sharding, metric_sharding))
   return one_at_a_time(jitted, mesh)
@@ -135,15 +135,15 @@ def _make_local_grads(
 ) -> Callable[[Tree, Tree, Batch, jax.Array], tuple[Tree, Tree, Totals, Any]]:
   """Return (params, model_state, batch, key) -> (grads, model_state, totals, codes).
 
-  Gradients are each device's own, [devices, ...]; totals are sums over all devices;
-  codes are what each device found, int32 [devices, 3], with `skip_bad_steps`, else ().
+  Gradients are each device's own, [devices, ...], and totals are sums over all devices.
+  Codes are int32 [devices, 3] with `skip_bad_steps` (see `nan_guard.CODES`), else ().
   """
   mesh, axes, row_axes = layout.mesh, layout.mesh.axis_names, batch_axes(layout.mesh)
   device_grads = _make_device_grads(loss_fn, layout, options)
 
   @jax.named_scope("gradients")
   def local_grads(params: Tree, model_state: Tree, batch: Batch, key: jax.Array):
-    # One device: its part of the parameters, batch [local rows, ...].
+    # Arrays of one device: its part of the parameters, and batch [local rows, ...].
     model_state = vary(model_state, layout.token_axes)
     grads, model_state, totals = device_grads(params, model_state, batch, key)
     codes: Any = ()
@@ -163,7 +163,7 @@ def _make_local_grads(
 def _make_device_grads(
   loss_fn: LossFn | PipelineGrads, layout: Layout, options: StepOptions
 ) -> Callable[[Tree, Tree, Batch, jax.Array], tuple[Tree, Tree, Totals]]:
-  """Return the gradients of one device, summed over its rows, inside `shard_map`."""
+  """Return the function that computes one device's gradients, inside `shard_map`."""
   num_microbatches, row_axes = options.num_microbatches, batch_axes(layout.mesh)
   unroll = on_cpu(layout.mesh) if options.unroll is None else options.unroll
   observe = noise_scales.observe if options.measure_noise_scale else None
@@ -195,7 +195,7 @@ def _make_exchange_grads(
   @jax.shard_map(mesh=layout.mesh, in_specs=(grad_specs, state_specs), out_specs=out_specs)
   @jax.named_scope("exchange")
   def exchange_grads(stacked: Tree, exchange_state: Tree):
-    # One device: every leaf has a leading dim of 1, its position in the mesh.
+    # On one device every leaf has a leading dim of 1 for its position in the mesh.
     grads, state = jax.tree.map(lambda x: x[0], (stacked, exchange_state))
     means, state = whole_exchange.exchange(grads, state)
     _check_means(grads, means, layout)
@@ -205,26 +205,26 @@ def _make_exchange_grads(
 
 
 def _check_means(grads: Any, means: Any, layout: Layout) -> None:
-  """Refuse an exchange that did not give every device the mean of each gradient."""
+  """Raise if an exchange did not return the mean of each gradient to every device."""
   names = [path_name(path) for path, _ in jax.tree.leaves_with_path(grads)]
   if jax.tree.structure(grads) != jax.tree.structure(means):
-    why, fix = "returns other leaves than the gradients", "return (means, state)"
+    why, fix = "returns a tree unlike the gradients", "return (means, state)"
     raise invalid("exchange", ..., why, fix)
   split_like = jax.tree.broadcast(specs.grad_specs(layout), grads)
   leaves = map(jax.tree.leaves, (grads, means, split_like))
   for name, grad, mean, spec in zip(names, *leaves, strict=True):
     kinds = [f"{jnp.result_type(x)}{list(jnp.shape(x))}" for x in (grad, mean)]
     if kinds[0] != kinds[1]:
-      why = f"returns {kinds[1]} for the gradient of {name}, {kinds[0]}"
+      why = f"returns {kinds[1]} for the gradient {kinds[0]} of {name}"
       raise invalid("exchange", ..., why, "return the mean of each gradient")
     split = {a for entry in spec for a in names_of(entry or ())}
     if differing := tuple(a for a in varying(mean) if a not in split):
       why = f"leaves the gradient of {name} different along {differing}"
-      raise invalid("exchange", ..., why, "average it by jax.lax.pmean over these axes")
+      raise invalid("exchange", ..., why, "average it with jax.lax.pmean over these axes")
 
 
 def _make_update(tx: optax.GradientTransformation, layout: Layout, options: StepOptions) -> Update:
-  """Return the optimizer's step, on gradients and parameters sharded like its state."""
+  """Return the update: the optimizer's step, averages, noise scale and NaN guard."""
 
   def optimize(state: TrainState, outputs: StepOutputs) -> TrainState:
     trees = outputs.grads, state.params
@@ -246,7 +246,7 @@ def _make_update(tx: optax.GradientTransformation, layout: Layout, options: Step
   if options.measure_noise_scale:
     update = noise_scales.with_noise_scale(update)
   if options.skip_bad_steps:
-    # The host's memory can be read in a branch alone (`placement.opt_to_device`).
+    # Host memory can only be read inside a branch (`placement.opt_to_device`).
     branch = on_cpu(layout.mesh) or layout.opt_on_host
     update = nan_guard.skip_bad_steps(update, branch=branch)
   return jax.named_scope("update")(update)
@@ -255,15 +255,15 @@ def _make_update(tx: optax.GradientTransformation, layout: Layout, options: Step
 def with_average(update: Update, decay: float, *, warmup: bool = False) -> Update:
   """Return an update that also averages: average = decay average + (1 - decay) new.
 
-  Parameters are averaged, and BatchNorm's statistics, which must fit them. Other model
-  state is that of the newest step.
+  Parameters are averaged, and so are BatchNorm's statistics, which must fit them. Other
+  model state is taken from the newest step.
 
   Args:
     update: the update whose results are averaged.
     decay: decay at the end of the warm-up.
-    warmup: in step t, which is 1 at first, min(decay, 1 - t^(-2/3)) is the decay: that
-      of timm's ModelEmaV3 (1.0.31, utils/model_ema.py) with `use_warmup`. The first
-      step's parameters so replace the initial ones.
+    warmup: use the decay min(decay, 1 - t^(-2/3)) in step t = 1, 2, ..., as timm's
+      ModelEmaV3 (1.0.31, utils/model_ema.py) with `use_warmup`. The parameters after the
+      first step then replace the initial ones.
   """
 
   def averaged(state: TrainState, outputs: StepOutputs) -> TrainState:
@@ -284,12 +284,11 @@ def with_average(update: Update, decay: float, *, warmup: bool = False) -> Updat
 
 
 def sum_totals(totals: Totals, axes: tuple[str, ...]) -> Totals:
-  """Sum totals over all devices, each over the axes along which devices differ in it.
+  """Sum totals over all devices, each over the axes along which it differs.
 
-  Along `axes` they have other examples, also where all count as many, as a loss
-  does whose number of examples is that of its rows. A loss that was marked as bad
-  (`nan_guard.find_bad`) also differs along axes whose devices computed the same: it
-  counts once.
+  Along `axes` devices have different examples, even if a total such as their number is
+  equal on all of them. A loss that was marked as bad (`nan_guard.find_bad`) also differs
+  along axes whose devices computed the same loss. It counts once.
   """
   if "examples" not in totals:
     raise without_examples(totals)
@@ -317,17 +316,17 @@ def sum_grads(
   """Sum a device's gradients over its micro-batches (gradient accumulation).
 
   Args:
-    loss_fn: as of `make_train_step`.
-    params: parameters to differentiate by.
+    loss_fn: the loss, as in `make_train_step`.
+    params: parameters for which gradients are computed.
     model_state: model state before the step.
     batch: this device's rows, each array [rows, ...].
     keys: one key per row, [rows].
     num_microbatches: number of micro-batches, which divides the rows.
-    unroll: write the micro-batches out instead of looping.
+    unroll: unroll the loop over micro-batches.
     observe: gradients and totals of a micro-batch -> further totals.
 
   Returns:
-    Sums of gradients, the model state (means of what is averaged), sums of totals.
+    Sums of gradients, the model state (with means of averaged leaves), sums of totals.
   """
 
   def micro_grads(micro: tuple[Batch, jax.Array]):
@@ -345,9 +344,9 @@ def sum_grads(
     grads, totals = jax.tree.map(jnp.add, (grads, totals), (more, also))
     return (grads, map_averaged(jnp.add, state, new_state), totals), None
 
-  # The first micro-batch gives the sums their shapes; the scan adds the rest.
-  # All start from the step's own model state: the mean of their new ones decays
-  # running averages once per step, however many micro-batches there are.
+  # The first micro-batch gives the sums their shapes, and the scan adds the rest. All
+  # micro-batches start from the step's model state, and their results are averaged, so
+  # that running averages decay once per step for any number of micro-batches.
   parts = jax.tree.map(lambda x: x.reshape(num_microbatches, -1, *x.shape[1:]), (batch, keys))
   first = micro_grads(jax.tree.map(lambda x: x[0], parts))
   rest = jax.tree.map(lambda x: x[1:], parts)
@@ -371,13 +370,13 @@ def row_keys(key: jax.Array, batch: Batch, axes: tuple[str, ...]) -> jax.Array:
 def make_eval_step(eval_fn: EvalFn, mesh: Mesh, layout: Layout | None = None) -> EvalStep:
   """Return a jitted `eval_step(params, model_state, batch) -> totals`.
 
-  Totals are sums over the global batch; rows whose mask is False are padding
-  and count for nothing. They stay on the devices until somebody reads them.
+  Totals are sums over the global batch, as arrays on the devices. Rows whose mask is
+  False are padding and do not count.
 
   Args:
     eval_fn: (params, model_state, batch) -> totals over the rows of the batch.
-    mesh: its axes but `stage` and `model` split the batch.
-    layout: of the parameters; None: everything on every device.
+    mesh: the mesh; all its axes except `stage` and `model` split the batch.
+    layout: the layout of the parameters; None: everything is replicated.
   """
   layout = layout or specs.replicated_layout(mesh)
   in_specs = layout.param_specs, P(), P(batch_axes(mesh))
@@ -390,9 +389,9 @@ def make_eval_step(eval_fn: EvalFn, mesh: Mesh, layout: Layout | None = None) ->
 
 
 def means(totals: Totals) -> Metrics:
-  """Divide each sum over examples by their number, in float32.
+  """Divide each total by the number of examples, in float32.
 
-  Names that begin with "_" are of the step itself and left out.
+  Names that begin with "_" are internal and are left out.
   """
   count = totals["examples"].astype(jnp.float32)
   return {

@@ -1,7 +1,7 @@
-"""Types of a training step: its state, its batch, what it computes, its functions.
+"""Types of a training step: state, batch, results, options and functions.
 
-The modules of this package import their types from here, so that none imports another
-for a type alone. A *tree* is a pytree of arrays (`jax.tree`).
+The modules of this package share these types, so that none imports another for a type
+alone. A *tree* is a pytree of arrays (`jax.tree`).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import jax
 
 Tree = Any
-Batch = dict[str, jax.Array]  # each [rows, ...], split over the devices by its rows
+Batch = dict[str, jax.Array]  # arrays [rows, ...], whose rows are split over the devices
 Metrics = dict[str, jax.Array]  # scalars
 Totals = dict[str, jax.Array]  # sums over examples, with their number: "examples"
 # (params, model_state, batch, keys: one per row) -> loss summed over the rows,
@@ -24,16 +24,17 @@ EvalStep = Callable[[Tree, Tree, Batch], Totals]
 
 
 class TrainState(NamedTuple):
-  """A tree of global arrays: everything that a checkpoint keeps.
+  """Train state: a tree of global arrays with everything that a checkpoint stores.
 
   Attributes:
-    step: int32 [], optimizer steps done; also the position in the data.
+    step: optimizer steps done, int32 []; also the position in the data.
     params: float32 parameters.
-    model_state: what the model updates itself, e.g. BatchNorm statistics.
-    opt_state: optax's state (momenta, average of parameters).
-    exchange_state: a leading dim of one entry per device, sharded over them.
-    average: exponential averages of (params, model_state), or () without.
-    noise: running averages of the gradient-noise scale, or () without.
+    model_state: state that the model itself updates, e.g. BatchNorm statistics.
+    opt_state: the optimizer's state, such as momenta.
+    exchange_state: the exchange's state, with a leading dim of one entry per device,
+      sharded over the devices.
+    average: exponential averages of (params, model_state), or () if none are kept.
+    noise: running averages of the gradient-noise scale, or () if it is not measured.
   """
 
   step: Any
@@ -45,20 +46,20 @@ class TrainState(NamedTuple):
   noise: Tree = ()
 
   def evaluated(self) -> tuple[Tree, Tree]:
-    """(params, model_state) to evaluate: the averages where the state has them."""
+    """Return (params, model_state) for evaluation: the averages if there are any."""
     return self.average or (self.params, self.model_state)
 
 
 class WorkerState(NamedTuple):
-  """State that a device keeps for itself under local updates, as `exchange_state`.
+  """State of one device under local updates: the `exchange_state` of a `TrainState`.
 
   In a `TrainState` every array has a leading dim of one entry per device.
 
   Attributes:
-    params: w_k, float32; the same on all devices of a worker.
-    model_state: the model state at these parameters.
-    opt_state: state of the inner optimizer.
-    exchange_state: state of the exchange of pseudo-gradients.
+    params: the worker's parameters w_k, float32; the same on all devices of a worker.
+    model_state: the model state for these parameters.
+    opt_state: the state of the inner optimizer.
+    exchange_state: the state of the exchange of pseudo-gradients.
   """
 
   params: Tree
@@ -71,11 +72,11 @@ class StepOutputs(NamedTuple):
   """Results of a step before its update.
 
   Attributes:
-    grads: means over the global batch, shaped like the parameters.
-    model_state: the new one.
-    exchange_state: the new one, each array [devices, ...].
-    totals: sums over the global batch, scalars.
-    num_rows: rows of the global batch.
+    grads: mean gradients over the global batch, shaped like the parameters.
+    model_state: the new model state.
+    exchange_state: the new exchange state, arrays [devices, ...].
+    totals: sums of metrics over the global batch, scalars.
+    num_rows: number of rows of the global batch.
     metrics: means over the global batch, scalars, with `grad_norm`.
   """
 
@@ -91,24 +92,24 @@ class StepOptions(NamedTuple):
   """Options of a train step.
 
   Attributes:
-    num_microbatches: micro-batches that a device computes one after another; gradients
-      are exchanged once, after the last.
-    unroll: write the micro-batches out one after another instead of looping; None: on
-      CPU, where XLA canonicalises convolutions only outside of loops: inside, the
-      gradient of a 3x3 kernel was 37 times slower.
+    num_microbatches: number of micro-batches that a device computes one after another;
+      gradients are exchanged once, after the last.
+    unroll: unroll the loop over micro-batches; None: only on CPU, where XLA canonicalises
+      convolutions only outside of loops (inside a loop the gradient of a 3x3 kernel was 37
+      times slower).
     ema_decay: decay of the averages that `init_state(..., average=True)` began; None
       keeps no averages.
-    ema_warmup: raise the decay to `ema_decay` over the first steps, see
+    ema_warmup: raise the decay to `ema_decay` over the first steps; see
       `step.with_average`.
     measure_noise_scale: measure the gradient-noise scale, in rows of the batch, from
-      the gradients of the micro-batches and of the whole step. The state was made with
+      the gradients of the micro-batches and of the whole step. The state must come from
       `init_state(..., noise_scale=True)`.
-    skip_bad_steps: leave the state as it was, but for the counts of steps, where the
-      loss, the gradients, the learning rate or the model state hold NaN or Inf. The
-      loss of such a step is NaN, and the metric `nan_guard.CODES`, which is not a
-      scalar, has what each device found. The totals of the loss must have "loss".
+    skip_bad_steps: keep the old state, except for step counts, if the loss, the gradients,
+      the learning rate or the model state have NaN or Inf. The loss of such a step is
+      NaN, and the metric `nan_guard.CODES`, which is not a scalar, reports the findings of
+      each device. The totals must include "loss".
     observe: opt_state -> further metrics, scalars.
-    seed: seed of the rows' keys.
+    seed: seed of the keys of the rows.
   """
 
   num_microbatches: int = 1

@@ -120,7 +120,7 @@ def test_a_fault_inside_build_is_one_line_with_its_place(mine, tmp_path):
   mean = tmp_path / "mean.py"
   text = "return (-((1 - jnp.exp(log_p)) ** self.gamma) * log_p).mean()"
   mean.write_text(re.sub(r"return -\(\(1 - jnp.*", text, mine.read_text()))
-  assert "give one value per example" in error_line(run(mean, tmp_path / "x"), 2)
+  assert "return one value per example" in error_line(run(mean, tmp_path / "x"), 2)
 
 
 def test_killed_it_resumes_bit_for_bit(mine, whole, tmp_path):

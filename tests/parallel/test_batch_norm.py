@@ -134,9 +134,9 @@ def test_equals_float64_over_the_same_groups(span, far, where):
 @pytest.mark.parametrize("options", [{"group_size": 3}, {"group_size": 0}, {"group_size": 32}])
 def test_a_group_that_does_not_divide_the_rows_is_one_line(options):
   x, _, params, stats = layer_case()
-  with config_error(match=r"^bn_group_size=\d+: does not divide the 16"):
+  with config_error(match=r"^bn_group_size=\d+ does not divide the 16"):
     ours(stats, **options)(params, x)
-  with config_error(match="one of the two"):
+  with config_error(match="unset one of them"):
     ours(stats, group_size=4, axis_name=("data",))(params, x)
 
 
@@ -175,7 +175,7 @@ IMPOSSIBLE = """
 def test_an_impossible_span_is_one_line_with_a_remedy():
   for row in IMPOSSIBLE.strip().splitlines():
     span, replica, data, remedy = row.split(maxsplit=3)
-    with config_error(remedy, match=f"^bn_span={span}: "):
+    with config_error(remedy, match=f"^bn_span={span} "):
       grids.batch_norm_span(ast.literal_eval(span), 16, replica=int(replica), data=int(data))
 
 
@@ -195,7 +195,7 @@ def test_a_mesh_with_a_bn_axis_keeps_who_is_where():
   whole, parts = (jax.device_put(rows, grids.batch_sharding(m)) for m in (mesh, split))
   for a, b in zip(whole.addressable_shards, parts.addressable_shards, strict=True):
     assert a.device == b.device and a.index == b.index
-  with config_error(match=r"^bn_devices=3: .* data axis of 4 devices"):
+  with config_error(match=r"^bn_devices=3 .* data axis of 4 devices"):
     grids.make_mesh(replica=2, bn_devices=3)
 
 

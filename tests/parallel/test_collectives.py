@@ -337,16 +337,16 @@ OTHER = Plan("ring", ("a",), (Dim(("a",), 4),), None)
 MISTAKES = [
   ("did you mean 'ring'?", X, dict(algorithm="rings")),
   ("takes no dims", X, dict(algorithm="ring", dims=[("a", 8)])),
-  ("no axis 'd', give one of a", X, dict(algorithm="torus", dims=[("d", 8)])),
+  ("no axis 'd'; one of a", X, dict(algorithm="torus", dims=[("d", 8)])),
   ("to the 8 devices", X, dict(algorithm="torus", dims=[("a", 4)])),
   ("links['b']: the mesh has no such axis", X, dict(links={"b": (0.0, 0.0)})),
-  ("payload=int8: give a float", X, dict(payload=np.int8)),
-  ("tree['w'].shape=(4, 4): give a leading dim of 8", {"w": X[:4]}, {}),
-  ("dtype=bool: has no sum", X.astype(bool), {}),
+  ("payload=int8 is not a float dtype", X, dict(payload=np.int8)),
+  ("tree['w'].shape=(4, 4) lacks one row per device; give a leading dim of 8", {"w": X[:4]}, {}),
+  ("dtype=bool cannot be summed", X.astype(bool), {}),
   ("the mesh has no axis 'b'", lambda x: collectives.ring(x, "b"), None),
-  ("named twice", lambda x: collectives.torus(x, ("a", "a")), None),
+  ("contains an axis twice", lambda x: collectives.torus(x, ("a", "a")), None),
   ("give fewer", lambda x: collectives.all_gather(x, "a", shape=(99,)), None),
-  ("made for another mesh", lambda x: collectives.sum_tree(x, OTHER), None),
+  ("does not fit the mesh", lambda x: collectives.sum_tree(x, OTHER), None),
 ]
 
 

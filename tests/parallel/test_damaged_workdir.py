@@ -245,7 +245,9 @@ def test_a_directory_in_the_place_of_a_file_is_one_line(workdir, name):
   with pytest.raises(OSError) as error:
     fit(tiny_digits(log__plot="True"), workdir)
   line = user_message(error.value).line
-  assert line.endswith(f"{name}: Is a directory; a file is to be there, move it away")
+  assert line.endswith(
+    f"{name}: Is a directory; move this directory away, since a file is needed in its place"
+  )
 
 
 def piped(path):

@@ -104,7 +104,7 @@ def test_workers_that_train_alone():
   table = hlo.collectives(compiled, experiment.mesh)
   assert all(row.conditional for row in table if row.payload_bytes > 64)
   # 5 steps of 8 examples of each of 8 workers, 8 times: more than there are.
-  assert experiment.notes and "wants 2,560 different samples" in experiment.notes[0]
+  assert experiment.notes and "needs 2,560 different samples" in experiment.notes[0]
   grouped = build.experiment(config(sync=cfg.LocalSGD(sync_every_steps=5, workers="replica")))
   assert grouped.sync is not None and grouped.sync.workers == ("replica",)
 
@@ -112,8 +112,8 @@ def test_workers_that_train_alone():
 def test_the_plan_is_reported():
   torus = cfg.AllReduce(algorithm="torus")
   (note,) = build.experiment(config(exchange=torus)).notes
-  assert note.startswith("exchange by torus data:2 x data:2 x replica:2, ")
-  assert note.endswith(f"for {4 * PARAMS / 1e6:.3g} MB at once on assumed links")
+  assert note.startswith("exchange: torus data:2 x data:2 x replica:2, ")
+  assert note.endswith(f"planned for messages of {4 * PARAMS / 1e6:.3g} MB on assumed links")
 
 
 # What is typed, and a part of the line that answers.
@@ -123,14 +123,14 @@ exchange=OneBits                                       did you mean 'OneBit'?
 exchange.algorithm=torus exchange.dims=rack:2,data:4   no axis 'rack'
 exchange.algorithm=torus exchange.dims=data:3          multiply to the 8
 exchange.algorithm=ring exchange.dims=data:8           'torus'
-exchange=TopK exchange.share=0.2                       give a share below 0.125
-exchange=Int8 exchange.bucket_bytes=64                 Int8.bucket_bytes=64: holds no
+exchange=TopK exchange.share=0.2                       give less than 0.125
+exchange=Int8 exchange.bucket_bytes=64                 Int8.bucket_bytes=64 is less than a block
 exchange.bucket_bytes=3                                give a value >= 4
 LOCAL exchange=OneBit exchange.plain_epochs=1          plain_epochs=1.0: with sync=LocalSGD workers
 LOCAL lr_scaling=linear                lr_scaling='linear': with sync=LocalSGD the
-LOCAL NORM                             CNN.bn_span=global: BatchNorm statistics over workers
-BLOCK FIVE RAMP   BlockMomentum.sync_every_steps=5: one block of 8 workers is 2,560 samples
-BLOCK                                                  more than the 1,437 there are; give
+LOCAL NORM                             CNN.bn_span=global would share BatchNorm
+BLOCK FIVE RAMP   BlockMomentum.sync_every_steps=5 makes blocks of 2,560 samples with 8 w
+BLOCK                                                  but the data set has only 1,437; give
 BLOCK optimizer=AdamW                                  AdamW's moments
 BLOCK optimizer=LAMB                                   LAMB's moments
 exchange=Int8 noise_scale=True                         use AllReduce or Half

@@ -87,18 +87,30 @@ def test_a_gradient_that_is_no_number_is_seen(name, bad):
 
 KEEPS = warm_start(plain(AXES), AXES, steps=1, first=delayed(plain(AXES)))
 MISTAKES = [
-  (lambda: run(bucketed(AXES, bucket_bytes=0), gradients(1)), "bucket_bytes=0: give"),
-  (lambda: run(bucketed(AXES, bucket_bytes=3), gradients(1)), "holds no float32, give 4 or more"),
-  (lambda: half_precision(AXES, "float8"), "dtype='float8': is not a payload"),
+  (
+    lambda: run(bucketed(AXES, bucket_bytes=0), gradients(1)),
+    "bucket_bytes=0 is out of range; give",
+  ),
+  (
+    lambda: run(bucketed(AXES, bucket_bytes=3), gradients(1)),
+    "less than an element of float32; give 4 or more",
+  ),
+  (lambda: half_precision(AXES, "float8"), "dtype='float8' is unknown"),
   (lambda: half_precision(AXES, sum_in="x"), "sum_in='x'"),
   (lambda: int8(AXES, block=0), "block=0"),
   (lambda: int8(AXES, block=256, bucket_bytes=1000), "give 1024 or more"),
-  (lambda: top_k(AXES, num_devices=N, share=0.0), "share=0.0: give a share"),
-  (lambda: top_k(AXES, num_devices=N, share=0.125), "share=0.125: 8 devices .* below "),
-  (lambda: top_k(AXES, num_devices=N, per="layer"), 'per=\'layer\': give "tensor" or "bucket"'),
-  (lambda: power_sgd(AXES, rank=0), "rank=0: give the columns"),
+  (lambda: top_k(AXES, num_devices=N, share=0.0), "share=0.0 is out of range"),
+  (
+    lambda: top_k(AXES, num_devices=N, share=0.125),
+    "share=0.125 saves no bytes .* 8 devices; give less",
+  ),
+  (
+    lambda: top_k(AXES, num_devices=N, per="layer"),
+    'per=\'layer\' is unknown; use "tensor" or "bucket"',
+  ),
+  (lambda: power_sgd(AXES, rank=0), "rank=0 is out of range"),
   (lambda: warm_start(plain(AXES), AXES, steps=-1), r"warm_start.steps=-1"),
-  (lambda: KEEPS.init({"w": jnp.zeros(3)}), r"warm_start.first: keeps a state"),
+  (lambda: KEEPS.init({"w": jnp.zeros(3)}), r"warm_start.first has a state"),
 ]
 
 

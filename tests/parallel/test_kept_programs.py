@@ -145,7 +145,7 @@ def test_nothing_is_loaded_that_others_could_have_written(start, tmp_path):
   users = tmp_path / "cache" / "jaxscale" / "compiled"
   for folder in (kept, tmp_path):
     folder.chmod(0o770)
-    moved = f"others can write to {folder}: compiled programs are kept in {users}"
+    moved = f"other users can write to {folder}: compiled programs are kept in {users}"
     assert start()[1] == [moved]
     folder.chmod(0o700)
   kept.rename(tmp_path / "elsewhere")

@@ -52,9 +52,9 @@ def test_rows_that_are_apart_are_refused(monkeypatch):
 def test_a_process_with_more_rows_than_another_is_refused(monkeypatch):
   monkeypatch.setattr(jax, "process_index", lambda: 0)
   mesh = mesh_of({"replica": 1, "data": 4, "model": 1}, [0, 0, 0, 1])
-  with pytest.raises(ValueError, match="give each process equally many"):
+  with pytest.raises(ValueError, match="give every process the same number"):
     host_shard(mesh)
   # Blocks of two processes that overlap by one: 0 feeds blocks 0 and 1, 1 feeds 1.
   mesh = mesh_of({"replica": 1, "data": 2, "model": 2}, [0, 0, 0, 1])
-  with pytest.raises(ValueError, match="give each process equally many"):
+  with pytest.raises(ValueError, match="give every process the same number"):
     host_shard(mesh)

@@ -258,6 +258,6 @@ def test_a_device_that_has_no_memory_of_the_host_is_refused():
   memories = lambda: [SimpleNamespace(kind="device")]  # noqa: E731
   device = SimpleNamespace(platform="tpu", addressable_memories=memories)
   for options in ({"remat": "offload"}, {"optimizer": "host"}):
-    with config_error(match="no memory of the kind 'pinned_host'"):
+    with config_error(match="needs memory of the kind 'pinned_host'"):
       layout_parts.check_memory(config(**options), device)
   layout_parts.check_memory(config(remat="full"), device)

@@ -43,12 +43,12 @@ Q, O = list(OWN)[1:3]  # noqa: E741
 
 
 RULES = [
-  (MODEL, {Q: "stage, fsdp, -"}, "layers/gate/kernel is computed with dim 2 of its"),
-  (MODEL, {"embed/table": "-, model"}, "embed/table is computed with dim 0 of its"),
-  (MODEL, {"head/norm/scale": "model"}, "computed with none of its dims split along"),
-  (STAGE, {Q: "-, stage, -"}, "dim 0 of its dims split along stage, and its rule sp"),
-  (FSDP, {O: "fsdp, -, -"}, "dim 0 of layers/down/kernel are the layers"),
-  (MODEL | {"model": "ring"}, {}, "by Layout.model='ring' splits tokens alone; wri"),
+  (MODEL, {Q: "stage, fsdp, -"}, "the model needs layers/gate/kernel with dim 2 of its"),
+  (MODEL, {"embed/table": "-, model"}, "the model needs embed/table with dim 0 of its"),
+  (MODEL, {"head/norm/scale": "model"}, "with none of its dims split along"),
+  (STAGE, {Q: "-, stage, -"}, "dim 0 of its dims split along stage, but its rule sp"),
+  (FSDP, {O: "fsdp, -, -"}, "dim 0 of layers/down/kernel counts layers"),
+  (MODEL | {"model": "ring"}, {}, "with Layout.model='ring' this axis splits only tokens; wri"),
 ]
 
 
@@ -100,12 +100,12 @@ ALONE = [
 ONE_RULE = cfg.Layout(shard="fsdp", rules=("layers/.*: -, fsdp, -",))
 HEADS = dict(mesh=cfg.Mesh(data=1, model=8), layout=cfg.Layout(model="all_to_all"))
 STAGES = dict(mesh=cfg.Mesh(data=1, stage=8))
-CLASSES = "Mesh.model=2: does not divide the 21841 classes of the head; set ViT.pad_cl"
+CLASSES = "Mesh.model=2 does not divide the 21841 classes of the head; set ViT.pad_cl"
 MODELS = [
-  (dict(mesh=cfg.Mesh(model=8)), "Mesh.model=8: does not divide Transformer.num_h"),
-  (STAGES, "Mesh.stage=8: does not divide Transformer.num_layers=2; give a divisor"),
+  (dict(mesh=cfg.Mesh(model=8)), "Mesh.model=8 does not divide Transformer.num_h"),
+  (STAGES, "Mesh.stage=8 does not divide Transformer.num_layers=2; give a divisor"),
   (HEADS, "Transformer.num_heads=4; give a divisor, or layout.model='ring'"),
-  (dict(mesh=cfg.Mesh(fsdp=8), layout=ONE_RULE), "embed/table: no rule fits"),
+  (dict(mesh=cfg.Mesh(fsdp=8), layout=ONE_RULE), "embed/table: no rule matches"),
   (IMAGES | dict(data=MANY_CLASSES, mesh=TWO), CLASSES),
 ]
 
@@ -132,7 +132,7 @@ def test_a_model_that_cannot_be_split_so_is_refused(fields, says):
 def test_what_is_not_sent_is_not_rounded():
   for exchange in (cfg.OneBit(), cfg.HalfPrecision(), cfg.AllReduce(delayed=True)):
     fsdp = {"layout": cfg.Layout(shard="fsdp"), "exchange": exchange}
-    with config_error("has nothing to send, as fsdp sums all"):
+    with config_error("has nothing to send, because fsdp sums all"):
       made(mesh=cfg.Mesh(data=1, fsdp=8), **fsdp)
     assert made(mesh=cfg.Mesh(data=2, fsdp=4), **fsdp).layout is not None
 
@@ -142,7 +142,7 @@ def test_a_config_for_many_devices_runs_on_one():
   fields = {"mesh": cfg.Mesh(data=1, fsdp=-1), "layout": layout}
   alone = made(jax.devices()[:1], **fields)
   (note,) = alone.notes
-  assert note.startswith("Mesh.fsdp=-1: is one device here, so that Layout.shard=")
+  assert note.startswith("Mesh.fsdp=-1 found one device, so that Layout.shard=")
   assert "split along fsdp: none" in describe(alone)
   together = made(**fields)
   assert together.notes == () and together.layout.shard == "fsdp"

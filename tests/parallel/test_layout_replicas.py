@@ -101,7 +101,7 @@ DIFFER = [
 def test_the_device_whose_part_differs_is_named(name, leaf, devices, says):
   host, last = f"process 0 ({replica_check.platform.node()}, ", ""
   if says and "differ " in says:
-    last = ": 2 devices, 2 versions, and no majority that says which one is right"
+    last = ": 2 devices hold 2 versions, and no majority shows which one is right"
   assert found(name, leaf, *devices) == (says and f"{host}{says} {leaf}{last}")
 
 

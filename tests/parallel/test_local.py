@@ -225,20 +225,20 @@ def test_shapes_are_known_without_computing():
 def test_too_few_samples():
   assert local.check_samples(64_000, 10, worker_batch=100, num_workers=8) is None
   note = local.check_samples(63_999, 10, worker_batch=100, num_workers=8)
-  assert note and "wants 64,000" in note and "there are 63,999; give 9 or" in note
-  with config_error(match=r"8,000 samples, more than the 7,000"):
+  assert note and "needs 64,000" in note and "has 63,999; give 9 or" in note
+  with config_error(match=r"8,000 samples .* has only 7,000"):
     local.check_samples(7_000, every=10, worker_batch=100, num_workers=8)
   assert local.block_steps(100) == 1200 and local.block_steps(10**9) == 1
 
 
 SGD, TWO, BLOCKS = optax.sgd(0.1), local.local_sgd(2), local.block_momentum(2, 8)
-NO_MOMENTUM = "reset_momentum=True: the optimizer keeps no momentum"
+NO_MOMENTUM = "reset_momentum=True does not work with an optimizer without momentum"
 MISTAKES = [
   (lambda: local.local_sgd(0), "every=0"),
   (lambda: local.block_momentum(2, 0), "num_workers=0"),
-  (lambda: local.block_momentum(2, 4, momentum=1.0), "0.75 is the default"),
+  (lambda: local.block_momentum(2, 4, momentum=1.0), "4 workers is 0.75"),
   (lambda: run(BLOCKS, optim.adamw(1e-3), 1), NO_MOMENTUM),
-  (lambda: run(TWO, SGD, 1, workers=("model",)), "not 'model'"),
+  (lambda: run(TWO, SGD, 1, workers=("model",)), "no axis 'model'"),
   (lambda: run(TWO, SGD, 1, ema_decay=0.9), "^options need synchronous training; unset"),
   (lambda: run(TWO, SGD, 1, measure_noise_scale=True), "^options need synchronous training; unset"),
 ]

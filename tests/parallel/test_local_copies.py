@@ -231,7 +231,7 @@ def test_a_folder_that_others_write_to_is_not_used(tmp_path, node, states, repor
     checkpoints._local.folder.mkdir()
     checkpoints._local.folder.chmod(0o777)
     checkpoints.save(at_step(states[1], 1))
-  assert "others can write to" in reported[0] and checkpoints.steps() == [1]
+  assert "other users can write to" in reported[0] and checkpoints.steps() == [1]
 
 
 def test_nan_makes_no_copy(tmp_path, node, states):

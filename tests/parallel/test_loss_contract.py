@@ -117,7 +117,7 @@ def test_a_loss_that_cannot_be_checked_is_named(monkeypatch):
     return loss, ({}, {"loss": loss, "examples": len(keys)})
 
   for loss, reason in ((for_eight, "reshape"), (not_finite, "is not finite")):
-    with pytest.warns(UserWarning, match=f"^loss_fn was not tested to be.*{reason}"):
+    with pytest.warns(UserWarning, match=f"^cannot check that loss_fn sums over rows.*{reason}"):
       train(loss)
   monkeypatch.setattr(contract, "_ELEMENTS", 2)
   with pytest.warns(UserWarning, match="it has 18 parameters, over 2"):
@@ -159,7 +159,7 @@ def test_an_objective_divided_by_the_rows_is_refused():
       of_config(wrong)
   assert not of_config(each).notes
   (note,) = of_config(lambda o, b: each(o.reshape(8, -1), b)).notes
-  assert note.startswith("PerRow: not tested whether its loss is a sum over rows: ")
+  assert note.startswith("PerRow: cannot check that its loss sums over rows: ")
   assert "reshape" in note and "\n" not in note
 
 
@@ -209,7 +209,7 @@ RESULTS = [
   (lambda x: (x[None], ({}, COUNT)), r"returns 'loss' as float32\[1\]"),
   (lambda x: (x.astype(int), ({}, COUNT)), r"returns 'loss' as int32\[\]"),
   (lambda x: (x, ({}, COUNT | {"all": x[None]})), r"'all' as float32\[1\]"),
-  (lambda x: (x, ({"n": x}, COUNT)), "has other leaves after a step: n; r"),
+  (lambda x: (x, ({"n": x}, COUNT)), "has different leaves after a step: n; r"),
 ]
 
 
@@ -332,9 +332,9 @@ def test_a_queue_of_several_micro_batches_is_refused():
 
 def test_state_of_another_shape_or_dtype_is_refused():
   for changed, line in (
-    ({"steps": 1.0}, r"state steps is uint8\[\], and float32\[\] after a step; return"),
-    ({"pointer": jnp.zeros(2, int)}, r"pointer is int32\[\], and int32\[2\] after"),
-    ({"more": 1}, "has other leaves after a step: more; return the state as init"),
+    ({"steps": 1.0}, r"state steps is uint8\[\] before a step and float32\[\] after it"),
+    ({"pointer": jnp.zeros(2, int)}, r"pointer is int32\[\] before a step and int32\[2\] after"),
+    ({"more": 1}, "has different leaves after a step: more; return the leaves"),
   ):
     with config_error(match=line):
       train(with_state(lambda s, *_, changed=changed: s | changed), make=init(queue))
@@ -359,11 +359,11 @@ def mapped(function):
   return lambda grads, state: (jax.tree.map(function, grads), state)
 
 
-SCALAR = r"returns float32\[\] for the gradient of w, float32\[6, 3\]; return the mean"
+SCALAR = r"returns float32\[\] for the gradient float32\[6, 3\] of w; return the mean"
 EXCHANGES = [
   (lambda g, s: (g, s), "leaves the gradient of w different along .*pmean"),
   (lambda g, s: (lax.pmean(g, "replica"), s), "of w different along .'data',.; av"),
-  (lambda g, s: (lax.pmean(list(g.values()), AXES), s), "returns other leaves than"),
+  (lambda g, s: (lax.pmean(list(g.values()), AXES), s), "returns a tree unlike"),
   (mapped(lambda x: lax.pmean(x.sum(), AXES)), SCALAR),
   (mapped(lambda x: lax.psum(x.astype("bfloat16"), AXES)), "returns bfloat16"),
 ]

@@ -60,22 +60,22 @@ def test_every_phase_has_its_own():
   assert device_summary(ramp, fewer) == (
     "2 devices, 8 at the start: 4, 4 and 8 micro-batches per step instead of 1, 1 and "
     "2, so that a device still holds 8, 16 and 16 examples at a time; the global batch "
-    "and the order of examples stay"
+    "and the order of examples stay the same"
   )
   assert over(ramp, 8, 8) == over(ramp, 8, None) and device_summary(ramp, at_start) is None
 
 
-STAYS = "; the global batch and the order of examples stay"
+STAYS = "; the global batch and the order of examples stay the same"
 SPLIT = "2 micro-batches per step instead of 1, so that a device still holds 64 examples at a time"
-LESS = "1 micro-batch per step, as then, a device holds 8 examples at a time, 32 then"
-TWELVE = "a device holds 8 examples at a time, 12 then; "
-NORM_CHANGES = "BatchNorm's statistics, of a device's examples at a time, are others"
+LESS = "1 micro-batch per step, as before, a device holds 8 examples at a time, 32 before"
+TWELVE = "a device holds 8 examples at a time, 12 before; "
+NORM_CHANGES = "BatchNorm statistics now cover a different number of examples"
 STORIES = [
   (dict(batch_size=1024), 8, 16, f"8 devices, 16 at the start: {SPLIT}{STAYS}"),
   (dict(batch_size=64), 1, 2, "1 device, 2 at the start: 2 micro-batches"),
   (dict(batch_size=64), 8, 2, f"8 devices, 2 at the start: {LESS}{STAYS}"),
   (dict(batch_size=96), 3, 8, f"4 micro-batches per step instead of 1, {TWELVE}"),
-  (dict(batch_size=96, **CNN), 3, 8, f"stay; {NORM_CHANGES}"),
+  (dict(batch_size=96, **CNN), 3, 8, f"stay the same; {NORM_CHANGES}"),
 ]
 
 
@@ -88,20 +88,16 @@ def test_what_it_says(changes, devices, start, wanted):
 
 
 RAMP = dict(phases__epochs="(0, 1)", phases__batch_sizes="(96, 64)")
-OVER = "batch_size=64: does not divide over"
-BEGAN = (
-  "and a run resumes with the batch that it began with, on 8; give it 1, 2, 4 or 8 devices, or"
-)
-KEPT = (
-  "BatchNorm's statistics and noise scale kept, cannot be divided over 1 device, .*give it 2, 4"
-)
+OVER = "batch_size=64 cannot be divided over"
+BEGAN = "and a run resumes with the batch size of its start, on 8; use 1, 2, 4 or 8 devices, or"
+KEPT = "same BatchNorm statistics and noise scale cannot be divided over 1 device, .*use 2, 4"
 NORM = dict(noise_scale=True, **CNN, model__bn_span="global")
 REFUSALS = [
-  ({}, 3, 8, f"{OVER} 3 devices, {BEGAN} another --workdir"),
-  (dict(accumulate_steps=4), 32, 8, "in 4 micro-batches, does not divide over 32 devices"),
-  (RAMP, 6, 8, f"{OVER} 6 devices.* give it 1, 2, 4 or 8 devices"),
-  (dict(mesh__replica=2), 6, 8, "give it 2, 4 or 8 devices"),
-  (dict(batch_size=4096), 3, 1024, "give it 1, 2, 4, 8, 16 or 32 devices"),
+  ({}, 3, 8, f"{OVER} 3 devices, {BEGAN} a different --workdir"),
+  (dict(accumulate_steps=4), 32, 8, "in 4 micro-batches cannot be divided over 32 devices"),
+  (RAMP, 6, 8, f"{OVER} 6 devices.* use 1, 2, 4 or 8 devices"),
+  (dict(mesh__replica=2), 6, 8, "use 2, 4 or 8 devices"),
+  (dict(batch_size=4096), 3, 1024, "use 1, 2, 4, 8, 16 or 32 devices"),
   (NORM, 1, 8, f"{KEPT} or 8 devices"),
 ]
 
@@ -111,7 +107,7 @@ def test_where_it_cannot_be_divided_one_line_says_what_would_do(changes, devices
   chosen = config(**{"batch_size": 64} | changes)
   with config_error(match=wanted) as error:
     over(chosen, devices, start)
-  reported = str(error.value).split("give it ")[1].split(" devices")[0]
+  reported = str(error.value).split("use ")[1].split(" devices")[0]
   for number in reported.replace(" or ", ", ").split(", "):
     over(chosen, int(number), start)
 
@@ -133,7 +129,7 @@ def test_batch_norm_keeps_as_many_examples(span, devices, wanted):
   derived = over(chosen, devices, 8)
   assert derived.phases[0].accumulate_steps == wanted
   if derived.micro_batch_size != 8:
-    held = f"a device holds {derived.micro_batch_size} examples at a time, 8 then"
+    held = f"a device holds {derived.micro_batch_size} examples at a time, 8 before"
     assert held in (device_summary(chosen, derived) or "")
 
 

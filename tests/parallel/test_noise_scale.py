@@ -168,8 +168,8 @@ def test_pure_noise_has_an_infinite_scale():
 def test_what_it_means_is_reported():
   reported = noise_scale.describe(1024.0, 600.0, 2048.0, 256)
   assert "1.02e+03 (95 %: 600 to 2.05e+03)" in reported
-  assert "5 times the fewest steps" in reported
-  assert "1.25 times the fewest examples" in reported
+  assert "5 times the minimum number of steps" in reported
+  assert "1.25 times the minimum number of examples" in reported
   for scale in (1024.0, np.inf):
     reported = noise_scale.describe(scale, 600.0, np.inf, 256)
-    assert "above 600 (95 %)" in reported and "times the fewest" not in reported
+    assert "above 600 (95 %)" in reported and "times the minimum" not in reported

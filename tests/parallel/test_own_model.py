@@ -144,12 +144,12 @@ def test_masks_are_of_the_rate_and_differ_by_row_and_layer():
 
 def test_what_depends_on_the_number_of_devices_is_named():
   for module, what in (
-    (Norm(), "Own: BatchNorm_0 (nn.BatchNorm; take models.BatchNorm"),
-    (Layers(), "nn.Dropout, whose input has not"),
-    (Block(broadcast=(0,)), "Own: Dropout_0 (nn.Dropout, whose input"),
+    (Norm(), "Own: BatchNorm_0 (nn.BatchNorm; use models.BatchNorm"),
+    (Layers(), "nn.Dropout on inputs without"),
+    (Block(broadcast=(0,)), "Own: Dropout_0 (nn.Dropout on inputs"),
   ):
     made = experiment(config_of(Own(module=module)), devices=jax.devices()[:2])
-    (note,) = (x for x in made.notes if "results depend on how many there are" in x)
+    (note,) = (x for x in made.notes if "results depend on the number of devices" in x)
     assert what in note
   assert "Own: 16 outputs for 3 classes" in made.notes
   notes, one = trained(Own(module=Layers()), 1)
@@ -182,12 +182,12 @@ class Calls(nn.Module):
     return nn.Dense(3)(self.function(x))
 
 
-CALLED = rf"^{__file__}:\d+: Own, called by \w+"
+CALLED = rf"^{__file__}:\d+: Own \(\w+\)"
 UNCALLABLE = {
-  "training": (Asks(), r"^Asks.__call__: nothing gives it 'training'; it is called with"),
+  "training": (Asks(), r"^Asks.__call__ requires 'training'; give it a default"),
   "shape": (Calls(lambda x: x.reshape(7, -1)), rf"{CALLED}: TypeError: .*reshape"),
   "norm": (Calls(lambda x: nn.BatchNorm()(x)), rf"{CALLED}: .*running_av"),
-  "outputs": (nn.Dense(2), "Own.build gives 2 outputs, and Arrays has 3 classes; let"),
+  "outputs": (nn.Dense(2), "Own.build gives 2 outputs, but Arrays has 3 classes; use"),
 }
 
 
@@ -211,7 +211,7 @@ def test_targets_that_do_not_fit_are_one_line():
     data.array_info(X, Y - (np.arange(64) == 5) * (Y + 1))
   data.from_arrays(data.array_info(X, -X), X, -X)  # numbers may be anything
   arrays = cfg.Arrays(x=X, y=X[:, 0], eval_share=0.5)
-  with config_error("the data's targets are float32; give"):
+  with config_error("needs integer targets, but the data's are float32; give"):
     experiment(config_of(cfg.MLP(), data=arrays))
 
 
@@ -343,7 +343,7 @@ OF_ROWS += [(jnp.sort, True), (jnp.square, False)]
 def test_a_loss_that_mixes_rows_is_named(of, is_noted):
   config = config_of(cfg.MLP(), loss=Mixed(of=of))
   notes = experiment(config, devices=jax.devices()[:2]).notes
-  line = "Mixed: its loss mixes the rows of each device: results depend on how many"
+  line = "Mixed: its loss mixes the rows of each device: results depend on the number of"
   assert any(note.startswith(line) for note in notes) == is_noted
 
 
@@ -358,11 +358,11 @@ def test_a_model_that_cannot_be_tested_is_named(monkeypatch):
   for name, reason in (("log", "are not finite"), ("count", "reshape")):
     config = config_of(Functions(name=name))
     (note,) = experiment(config, devices=jax.devices()[:2]).notes
-    assert note.startswith("Functions: not tested whether its model mixes the rows")
+    assert note.startswith("Functions: cannot check whether its model mixes the rows")
     assert reason in note and "\n" not in note
   monkeypatch.setattr(contract, "_ELEMENTS", 20)
   (note,) = experiment(config_of(Functions(name="rows")), devices=jax.devices()).notes
-  assert "Functions: not tested whether its model mixes" in note and "over 20" in note
+  assert "Functions: cannot check whether its model mixes" in note and "over 20" in note
 
 
 def test_a_typed_key_is_refused_before_it_is_saved():

@@ -125,7 +125,7 @@ def test_the_bubble_of_the_papers():
   assert bubble("gpipe", 8, 32) == 7 / 39
   lost = bubble("1f1b", 4, 8)
   assert lost / (1 - lost) == pytest.approx(3 / 8)
-  with config_error(match=r"^schedule='zb': give 'gpipe' or '1f1b'$"):
+  with config_error(match=r"^schedule='zb' is unknown; use 'gpipe' or '1f1b'$"):
     bubble("zb", 2, 2)  # pyright: ignore[reportArgumentType]
 
 
@@ -157,7 +157,7 @@ def test_a_ring_in_the_layers_is_computed_in_every_tick():
   turn = lambda h: lax.ppermute(h, "model", [(0, 1), (1, 0)])  # noqa: E731
   layer = lambda h, w: h + turn(h) * w["scale"]  # noqa: E731
   step, put = tiny.piped("1f1b", tiny.mesh_of(stage=2, model=2), 2, tiny.run(layer), tokens="model")
-  with config_error("skip=False", match="run_layers: permutes along 'model'"):
+  with config_error("skip=False", match="run_layers permutes along 'model'"):
     step(*put(tiny.init(), tiny.make_batch(4)))
 
 
@@ -167,9 +167,9 @@ def test_what_would_hang_is_refused():
 
   mesh = tiny.mesh_of(stage=2)
   step, put = tiny.piped("1f1b", mesh, 2, tiny.run(tiny.make_layer()), embed=embed)
-  with config_error(match=r"embed: has a collective \(psum.*along 'stage'"):
+  with config_error(match=r"embed has a collective \(psum.*along 'stage'"):
     step(*put(tiny.init(), tiny.make_batch(4)))
-  with config_error(match=r"^num_microbatches=3: does not divide the 4 rows"):
+  with config_error(match=r"^num_microbatches=3 does not divide the 4 rows"):
     split_microbatches(tiny.make_batch(4), 3)
 
 

@@ -135,8 +135,8 @@ def rows(*hashes, per_process=1):
 def test_without_a_majority_nobody_is_blamed():
   line = replica_check.describe(rows((1, 2), (1, 3)), ["a", "b"])
   assert line == (
-    "process 0 (n0, gpu:0) and process 1 (n1, gpu:1) differ in b: 2 devices, "
-    "2 versions, and no majority that says which one is right"
+    "process 0 (n0, gpu:0) and process 1 (n1, gpu:1) differ in b: 2 devices "
+    "hold 2 versions, and no majority shows which one is right"
   )
 
 

@@ -143,7 +143,7 @@ def test_a_run_is_the_same_with_trackers(finished, tmp_path, capsys):
   RELEASED.set()
   printed = capsys.readouterr().out
   assert "Hangs has not finished in 0.01 s" in printed
-  assert "Wrong: ConfigError: Wrong.build: gave int; return a metrics.Track" in printed
+  assert "Wrong: ConfigError: Wrong.build returned int; return a metrics.Track" in printed
   assert record(workdir) == record(finished[1])
   lines = metrics.read_metrics(workdir / "metrics.jsonl")
   wanted = [(x["step"], n) for x in lines for n in x if n not in ("step", "time")]
@@ -159,9 +159,9 @@ def test_a_finished_run_says_so_and_stays_as_it_is(finished, capsys):
 
 
 REMEDIES = {
-  errno.ENOSPC: "make room, or use another one",
-  errno.EROFS: "have it mounted for writing (dmesg says why it is not), or use",
-  errno.EACCES: "use another one",
+  errno.ENOSPC: "make room, or use a different directory",
+  errno.EROFS: "mount it for writing (dmesg shows why it is not), or use",
+  errno.EACCES: "use a different directory",
 }
 
 
@@ -184,8 +184,8 @@ UNFIT = [
   (dict(batch_size="4"), "give 8"),
   (dict(batch_size="136", accumulate_steps="4"), "128 or 160"),
   (dict(mesh__data="3"), "8 devices"),
-  (dict(model="CNN", model__features="(8, 8, 8, 8)"), "give fewer"),
-  (WARMUP, "2 steps of a run of 2; make it shorter"),
+  (dict(model="CNN", model__features="(8, 8, 8, 8)"), "use fewer"),
+  (WARMUP, "takes 2 of the run's 2 steps; make it shorter"),
 ]
 
 

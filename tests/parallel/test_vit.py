@@ -148,10 +148,10 @@ def test_sizes_that_do_not_go_together_are_refused():
 def test_a_model_of_other_data_is_refused():
   images, text = data.digits("test").info, data.TextInfo("words", 256, 64)
   for model, info, says in (
-    (cfg.ViT(patch=3), images, "ViT.patch=3: does not divide the 8x8 pixels of"),
-    (cfg.ViT(), text, "Config.model=ViT: .* words is text; use Transformer"),
-    (cfg.CNN(), text, r"Config\.model=CNN: a model of images, and "),
-    (cfg.Transformer(), images, "Config.model=Transformer: .* has images, give ViT"),
+    (cfg.ViT(patch=3), images, "ViT.patch=3 does not divide the 8x8 pixels of"),
+    (cfg.ViT(), text, "Config.model=ViT .* words is text; use Transformer"),
+    (cfg.CNN(), text, r"Config\.model=CNN needs images, but "),
+    (cfg.Transformer(), images, "Config.model=Transformer needs text, but .* has images; use ViT"),
   ):
     with config_error(match=says):
       make_model(small_config(model=model), info)

@@ -98,7 +98,7 @@ def read_only(disk):
 # What a save lacks, and its line: the reason, and what to do.
 LACKS = {
   "inodes": (no_inodes, "no inodes (files) were left in ", "delete files there, or"),
-  "writing": (read_only, "Read-only file system", "have it mounted for writing"),
+  "writing": (read_only, "Read-only file system", "mount it for writing"),
 }
 
 

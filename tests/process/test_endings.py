@@ -118,7 +118,7 @@ errors.leave(main)
 def test_a_thread_of_a_config_does_not_keep_a_run_that_is_done(child):
   process = child(THREADS.format(target="threading.Event().wait"), "0.1")
   code, error = ended(process)
-  line = "note: left while threads still ran (uploads); start them with daemon=True\n"
+  line = "note: exited while threads were running (uploads); start them with daemon=True\n"
   assert (code, error) == (85, line)
   process = child(THREADS.format(target="lambda: time.sleep(0.1)"), "600")
   assert ended(process) == (85, "")

@@ -106,8 +106,8 @@ def test_half_the_run_on_two_of_eight_devices_is_the_same_run(whole, tmp_path):
 
   done = resume(workdir, CNN, 3)
   reported = error_line(done, 2)
-  assert "batch_size=64: does not divide over 3 devices" in reported
-  assert "give it 1, 2, 4 or 8 devices" in reported and "micro-batches" not in done.stdout
+  assert "batch_size=64 cannot be divided over 3 devices" in reported
+  assert "use 1, 2, 4 or 8 devices" in reported and "micro-batches" not in done.stdout
   assert derived(workdir)["num_devices"] == 8  # nothing was written
 
   done = resume(workdir, CNN, 2, stop=46)
@@ -115,7 +115,7 @@ def test_half_the_run_on_two_of_eight_devices_is_the_same_run(whole, tmp_path):
   line = (
     "2 devices, 8 at the start: 4 micro-batches per step instead of 1, so that a "
     "device still holds 8 examples at a time; the global batch and the order of "
-    "examples stay"
+    "examples stay the same"
   )
   assert done.stdout.count(line) == 1 == done.stdout.count("at the start")
   numbers = derived(workdir)

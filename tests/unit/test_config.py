@@ -176,7 +176,7 @@ data=ImageFolder data.pth=x | ImageFolder has no field | 'path'
 optimizer=LAMB optimizer.eps=-1 | LAMB.eps=-1.0 | > 0
 seed=4294967296 | Config.seed=4294967296 | [0, 4294967296)
 phases.epochs=0,40 | Phases.epochs=(0.0, 40.0) | only 40.0 epochs
-optimizer=Muon optimizer.ns_coeffs=1,2 | Muon.ns_coeffs=(1.0, 2.0) | give three
+optimizer=Muon optimizer.ns_coeffs=1,2 | Muon.ns_coeffs=(1.0, 2.0) | must be three
 ema_decay=None ema_warmup=True | Config.ema_warmup=True | ema_decay
 optimizer=AdamW optimizer.include=[ | AdamW.include='[' | kernel$
 optimizer=LAMB optimizer.include=a{{9999999999}} | LAMB.inc | 'all'
@@ -191,8 +191,8 @@ target_loss=0 | Config.target_loss=0.0 | > 0
 target_loss=1.5 | Config.target_loss=1.5 | set one of them to None
 model=Transformer model.num_heads=5 | Transformer.num_heads=5 | does not divide width=256
 model=Transformer model.num_kv_heads=3 | Transformer.num_kv_heads=3 | divide num_heads=4
-model=Transformer model.width=36 | Transformer | choose an even number
-model=Transformer model.head_width=7 | Transformer.head_width=7 | even number
+model=Transformer model.width=36 | Transformer | choose an even width
+model=Transformer model.head_width=7 | Transformer.head_width=7 | even width
 model=ViT model.num_heads=5 | ViT.num_heads=5 | does not divide width=384
 layer_decay=0.5 layer_order=('(','a') | Config.layer_order='(' | not a regular expression
 """)

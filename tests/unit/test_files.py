@@ -1,4 +1,4 @@
-"""Files that others can write to: no link is followed, no stranger trusted."""
+"""Files that other users can write to: no link is followed, no stranger trusted."""
 
 import contextlib
 import io
@@ -152,7 +152,7 @@ def test_who_else_writes(tmp_path, umask, monkeypatch):
 
   for group, modes in ((True, (0o664, 0o775)), (False, (0o666, 0o777))):
     for file, folder in ((modes[0], 0o755), (0o644, modes[1])):
-      assert "others can write" in (others(file, folder, group=group) or "")
+      assert "other users can write" in (others(file, folder, group=group) or "")
   assert others(0o644, 0o755, group=True) is others(0o664, 0o775, group=False) is None
   assert others(0o644, 0o1777, group=False) is None  # as /tmp is
   (tmp_path / "link").symlink_to(path)
@@ -161,7 +161,7 @@ def test_who_else_writes(tmp_path, umask, monkeypatch):
   assert who_else_writes(path.parent, is_folder=True) is None
   assert "not a folder" in (who_else_writes(path, is_folder=True) or "")
   path.parent.chmod(0o775)
-  assert "others can write" in (who_else_writes(path.parent, is_folder=True) or "")
+  assert "other users can write" in (who_else_writes(path.parent, is_folder=True) or "")
   give_away(path, monkeypatch)
   assert "another user" in (others(0o644, 0o755, group=True) or "")
   assert others(0o644, 0o775, group=False) is None  # a colleague's
@@ -270,7 +270,7 @@ def test_a_library_that_others_can_replace_is_not_loaded(tmp_path, own_cache, mo
     assert "only the box" in text() and loaded.pop()
     for mode, of in ((0o775, folder), (0o777, folder), (0o775, path), (0o757, path)):
       of.chmod(mode)
-      assert "is not loaded: others can write to" in text()
+      assert "is not loaded: other users can write to" in text()
       of.chmod(0o755)
     give_away(path, monkeypatch)
     assert "another user" in text() and not loaded
@@ -298,7 +298,7 @@ def test_a_class_that_anybody_could_have_written_is_not_run(tmp_path, umask):
   copy.write_text(text)
   assert from_plain(Optimizer, {"class": "mine:Mine"}, tmp_path).lr == 1.0
   copy.chmod(0o666)
-  with pytest.raises(ConfigError, match="others can write to"):
+  with pytest.raises(ConfigError, match="other users can write to"):
     from_plain(Optimizer, {"class": "mine:Mine"}, tmp_path)
 
 
@@ -332,7 +332,7 @@ def test_json_is_bounded():
   assert files.parse_json(b"[" * 100 + b"]" * 100)
   assert files.parse_json(f"[{','.join(['[]'] * 5000)}]")
   for text in ("[" * 101 + "]" * 101, '{"a":' * 101 + "1" + "}" * 101, "[" * 10**6):
-    with pytest.raises(ValueError, match="100 deep"):
+    with pytest.raises(ValueError, match="100 levels deep"):
       files.parse_json(text)
 
 

@@ -134,5 +134,5 @@ def test_a_damaged_folder_hides_no_other_run(tmp_path):
     (tmp_path / name / "run.json").write_text(text.replace("digits-1", "\\u001b[2J"))
   found = status.statuses([tmp_path / "good", tmp_path / "bad"])
   assert [row.state for row in found] == ["UNREADABLE", "LOST"]
-  assert all(row.ended for row in found) and "run.json: it is no JSON object" in found[0].note
+  assert all(row.ended for row in found) and "run.json: it is not a JSON object" in found[0].note
   assert "\\x1b[2J" in str(found) and "\x1b" not in str(found)

@@ -185,36 +185,39 @@ SQUARES = (INPUTS > 0).astype(int)
 
 MADE_WRONGLY = [
   (lambda h: {"class": h, "aux": h}, SquaredError(), PAIR, "a dict of 'class', 'aux'; return"),
-  (lambda h: (h, h), CrossEntropy(), COUNTS, "the model gives a tuple of 2; return one array"),
-  (lambda h: h.mean(), SquaredError(), PAIR, r"the model gives \(\); return"),
-  (lambda h: h[:1], SquaredError(), PAIR, r"the model gives \(1, 4\); return"),
-  (same, SquaredError(), PAIR, r"targets \(8, 2\), and the model gives \(8, 4\)"),
-  (same, BinaryCrossEntropy(), POSITIVE, r"targets \(8,\), and the model gives"),
-  (lambda h: h[:, :, None] * h[:, None], CrossEntropy(), COUNTS, "one vector of cl"),
-  (same, BinaryCrossEntropy(), COUNTS, "takes 0 or 1, and Arrays has .* classes"),
-  (lambda h: h.no_such, SquaredError(), PAIR, rf"{__file__}:\d+: Outputs, .*no_such"),
+  (lambda h: (h, h), CrossEntropy(), COUNTS, "the model returns a tuple of 2; return one array"),
+  (lambda h: h.mean(), SquaredError(), PAIR, r"the model returns \(\); return"),
+  (lambda h: h[:1], SquaredError(), PAIR, r"the model returns \(1, 4\); return"),
+  (same, SquaredError(), PAIR, r"targets \(8, 2\), but the model returns \(8, 4\)"),
+  (same, BinaryCrossEntropy(), POSITIVE, r"targets \(8,\), but the model returns"),
+  (lambda h: h[:, :, None] * h[:, None], CrossEntropy(), COUNTS, "one vector of lo"),
+  (same, BinaryCrossEntropy(), COUNTS, "takes targets 0 or 1, but Arrays has .* classes"),
+  (lambda h: h.no_such, SquaredError(), PAIR, rf"{__file__}:\d+: Outputs .*no_such"),
 ]
-LINE = rf"{__file__}:\d+: Given, its"
-SHAPE = r"of shape \(\) for examples \(8,\); give one value per example"
+LINE = rf"{__file__}:\d+: Given"
+SHAPE = r"of shape \(\) for examples \(8,\); return one value per example"
 NAMES = "return a dict of names other than 'loss' and 'examples'"
 OWN = [
-  (one, "Given.build: gave function; return a train"),
-  ((one, dict), "Given.build: gave tuple; return a train"),
-  (None, "Given.build: gave NoneType; return a training"),
-  (Objective(lambda o, b: one(o, b).mean()), f"gives 'loss' {SHAPE}"),
-  (Objective(lambda o, b: 1), f"gives 'loss' {SHAPE}"),
-  (Objective(lambda o, b: jnp.ones(len(o), int)), "gives a loss of int32"),
-  (Objective(lambda o, b: one(o, b) * b["weight"]), f"{LINE} loss: KeyError: 'weight'"),
-  (Objective(lambda o, b: jax.lax.psum(one(o, b), "rows")), f"{LINE} loss: .*Error: "),
-  (Objective(lambda o, b: o - b["label"]), rf"{LINE} loss: \w+Error: .*shapes"),
-  (Objective(one, lambda o, b: {"mae": 3.0}), f"gives 'mae' {SHAPE}"),
+  (one, "Given.build returned function; return a train"),
+  ((one, dict), "Given.build returned tuple; return a train"),
+  (None, "Given.build returned NoneType; return a training"),
+  (Objective(lambda o, b: one(o, b).mean()), f"returns 'loss' {SHAPE}"),
+  (Objective(lambda o, b: 1), f"returns 'loss' {SHAPE}"),
+  (Objective(lambda o, b: jnp.ones(len(o), int)), "returns a loss of int32"),
+  (Objective(lambda o, b: one(o, b) * b["weight"]), rf"{LINE} \(loss\): KeyError: 'weight'"),
+  (Objective(lambda o, b: jax.lax.psum(one(o, b), "rows")), rf"{LINE} \(loss\): .*Error: "),
+  (Objective(lambda o, b: o - b["label"]), rf"{LINE} \(loss\): \w+Error: .*shapes"),
+  (Objective(one, lambda o, b: {"mae": 3.0}), f"returns 'mae' {SHAPE}"),
   (Objective(one, lambda o, b: one(o, b)), NAMES),
   (Objective(one, lambda o, b: {"loss": one(o, b)}), NAMES),
-  (Objective(one, lambda o, b: {"mae": "x"}), "gives 'mae' as str; give one number per example"),
-  (Objective(one, dict, lambda o, b: b["labels"]), "Given, its metrics: TypeError: dict expected"),
+  (
+    Objective(one, lambda o, b: {"mae": "x"}),
+    "returns 'mae' as str; return one number per example",
+  ),
+  (Objective(one, dict, lambda o, b: b["labels"]), r"Given \(metrics\): TypeError: dict expected"),
   (
     Objective(one, lambda o, b: {}, lambda o, b: b["labels"]),
-    f"{LINE} eval_loss: KeyError: 'labels'",
+    rf"{LINE} \(eval_loss\): KeyError: 'labels'",
   ),
 ]
 MADE_WRONGLY += [(same, Given(made=made), PAIR[:, 0], line) for made, line in OWN]

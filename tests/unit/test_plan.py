@@ -125,9 +125,9 @@ NEGATIVE = dict.fromkeys(GPUS, Link(-1.0, 0.0))
 MISTAKES = {
   "did you mean 'torus'?": lambda: plan(GPUS, 1.0, "tours"),
   "give 0 or more": lambda: plan(GPUS, -1.0),
-  "none for 'node'": lambda: plan(GPUS, 1.0, links={"gpu": Link(0.0, 0.0)}),
+  "links lacks 'node'": lambda: plan(GPUS, 1.0, links={"gpu": Link(0.0, 0.0)}),
   "did you mean 'gpu'?": lambda: plan(GPUS, 1.0, links={"gpus": Link(0.0, 0.0)}),
-  "give alpha and beta of 0 or more": lambda: plan(GPUS, 1.0, links=NEGATIVE),
+  "give alpha, beta >= 0": lambda: plan(GPUS, 1.0, links=NEGATIVE),
   "0 devices": lambda: plan(GPUS, 1.0, "torus", dims=[("gpu", 0)]),
 }
 

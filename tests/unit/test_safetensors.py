@@ -326,5 +326,5 @@ def test_a_pointer_of_git_lfs_is_named(tmp_path, name):
       Image.new("RGB", (9, 9)).save(tmp_path / split / "cat" / "2.jpg")
   (tmp_path / name).write_bytes(POINTER)
   read = LFS[name]
-  with config_error(str(tmp_path), match=r"pointer of Git LFS.* `git lfs pull`"):
+  with config_error(str(tmp_path), match=r"Git LFS pointer.* `git lfs pull`"):
     read(tmp_path, {"w": jnp.ones(1)}) if "safe" in name else read(tmp_path)

@@ -120,19 +120,19 @@ def test_the_length_of_the_decay_may_be_given_and_a_fraction():
 
 COSINE, POLYNOMIAL, STEPS = optim.warmup_cosine, optim.warmup_polynomial, optim.warmup_steps
 MISTAKES = [
-  (COSINE, (0.0, 1, 2), {}, "peak=0.0: need a rate > 0"),
-  (COSINE, (1.0, 3, 2), {}, "warmup_steps=3: need 0 <= warm"),
+  (COSINE, (0.0, 1, 2), {}, "peak=0.0 is out of range; give a"),
+  (COSINE, (1.0, 3, 2), {}, "warmup_steps=3 is out of range; give 0 <= warm"),
   (COSINE, (1.0, -1, 2), {}, "warmup_steps=-1"),
-  (COSINE, (1.0, 0, 0), {}, "total_steps=0: need > 0"),
-  (COSINE, (1.0, 0, 9), dict(end=-1), "end=-1: need a rate >= 0"),
-  (COSINE, (1.0, 1, 9), dict(start=2), "start=2: need 0 <= start"),
-  (COSINE, (1.0, 1, 9), dict(warmup="exponential"), "=0: an exponential warm-up needs start > 0"),
+  (COSINE, (1.0, 0, 0), {}, "total_steps=0 is out of range"),
+  (COSINE, (1.0, 0, 9), dict(end=-1), "end=-1 is out of range; give a"),
+  (COSINE, (1.0, 1, 9), dict(start=2), "start=2 is out of range; give 0 <= start"),
+  (COSINE, (1.0, 1, 9), dict(warmup="exponential"), "=0 does not work with an exponential warm-up"),
   (COSINE, (1.0, 1, 9), dict(warmup="cubic"), "warmup='cubic'"),
-  (POLYNOMIAL, (1.0, 1, 9), dict(power=0), "power=0: need > 0"),
+  (POLYNOMIAL, (1.0, 1, 9), dict(power=0), "power=0 is out of range"),
   (POLYNOMIAL, (1.0, 1, 9), dict(decay_steps=0), "decay_steps=0"),
-  (POLYNOMIAL, (1.0, 1, 9), dict(decay_steps=5, restart=False), "5: need > 0, and restart=True"),
-  (STEPS, (1.0, 1, (5, 4)), {}, r"boundaries=\[5, 4\]: need steps"),
-  (STEPS, (1.0, 1, (5,)), dict(factor=0), "factor=0: need > 0"),
+  (POLYNOMIAL, (1.0, 1, 9), dict(decay_steps=5, restart=False), "5 needs restart=True"),
+  (STEPS, (1.0, 1, (5, 4)), {}, r"boundaries=\[5, 4\] are invalid; give"),
+  (STEPS, (1.0, 1, (5,)), dict(factor=0), "factor=0 is out of range"),
 ]
 
 
