@@ -337,7 +337,7 @@ OTHER = Plan("ring", ("a",), (Dim(("a",), 4),), None)
 MISTAKES = [
   ("did you mean 'ring'?", X, dict(algorithm="rings")),
   ("takes no dims", X, dict(algorithm="ring", dims=[("a", 8)])),
-  ("no axis 'd'; one of a", X, dict(algorithm="torus", dims=[("d", 8)])),
+  ("no axis 'd'; give one of a", X, dict(algorithm="torus", dims=[("d", 8)])),
   ("to the 8 devices", X, dict(algorithm="torus", dims=[("a", 4)])),
   ("links['b']: the mesh has no such axis", X, dict(links={"b": (0.0, 0.0)})),
   ("payload=int8 is not a float dtype", X, dict(payload=np.int8)),
