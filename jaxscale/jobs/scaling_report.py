@@ -21,6 +21,7 @@ import statistics
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from html import escape
+from itertools import compress
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -77,7 +78,7 @@ class Report(NamedTuple):
   def heading(self) -> str:
     """Return the name, the kind of scaling and what it is relative to."""
     if self.kind == "one size":
-      return f"{self.name}: one size, nothing to compare it with"
+      return f"{self.name}: all runs have one size, so there is no speed-up to report"
     batch, devices = self.rows[0]["global_batch"], self.rows[0]["devices"]
     size = f"global batch {batch:,}"
     if self.kind == "weak":
@@ -302,17 +303,18 @@ def report(
 
 
 def table(study: Report) -> tuple[list[str], list[list[str]]]:
-  """Return titles and rows of cells; without a plan, without its column."""
-  is_planned = any(row["planned_efficiency"] is not None for row in study.rows)
-  columns = {n: column for n, column in _COLUMNS.items() if is_planned or n != "planned"}
+  """Return titles and rows of cells, without the columns that no run has a value for."""
   rows = []
   for row in study.rows:
     ends = [row[f"examples_per_s_{q}"] for q in ("q1", "q3")]
     quartiles = None if None in ends else " to ".join(f"{q:,.0f}" for q in ends)
     good = quality(row["accuracy"], row["perplexity"]) or None
     values = row | {"quartiles": quartiles, "quality": good}
-    rows.append([text.cell(values[name], form) for name, form in columns.values()])
-  return [*columns], rows
+    if study.kind == "one size":
+      values |= {"speed_up": None, "efficiency": None}
+    rows.append([text.cell(values[name], form) for name, form in _COLUMNS.values()])
+  kept = [any(cell != text.NOTHING for cell in column) for column in zip(*rows, strict=True)]
+  return [*compress(_COLUMNS, kept)], [[*compress(row, kept)] for row in rows]
 
 
 def as_csv(study: Report) -> str:

@@ -14,6 +14,7 @@ from jaxscale.files import read_json, replacing
 from jaxscale.metrics.reading import read_metrics
 
 POINTS, CURVES, IDEAL = "#c8553d", "#8aa6c8", "#999999"
+_FEW = 10  # A curve of fewer points has a marker at each.
 _Rows = Sequence[Mapping[str, Any]]
 
 
@@ -79,10 +80,10 @@ def _panels(lines: _Rows, training: str) -> list[_Panel]:
   others = [name for name in evaluated if name != "loss"] or ["accuracy"]
   known = [name for name in ("perplexity", "accuracy") if name in others]
   name = [*known, *others][0]
-  both = {f"train/{name}": "training", f"eval/{name}": "held-out"}
+  both = {f"train/{name}": "training", f"eval/{name}": "validation"}
   shares = {"perf/mfu": "model FLOPs utilization", "perf/input_wait": "input wait"}
   memory = {"perf/memory_gb": "in use", "perf/peak_memory_gb": "peak"}
-  losses = {"train/loss": training, "eval/loss": "held-out"}
+  losses = {"train/loss": training, "eval/loss": "validation"}
   used = [line["perf/mfu"] for line in lines if "perf/mfu" in line]
   mfu = f" (MFU {statistics.median(used):.1%})" if used else ""
   return [
@@ -147,7 +148,8 @@ def _draw_panel(axis: Any, panel: _Panel, lines: _Rows) -> None:
     if points:
       steps, values = zip(*points, strict=True)
       values = [100 * v for v in values] if unit == "%" else values
-      marker = "o" if name.startswith("eval/") else None
+      # A line through few points is short, and through one point invisible.
+      marker = "o" if name.startswith("eval/") or len(points) < _FEW else None
       axis.plot(steps, values, color=color, marker=marker, ms=4, label=label)
   if {"train/loss", "train/perplexity"} & series.keys():
     log_scale(axis)

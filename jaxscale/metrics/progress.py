@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from shutil import get_terminal_size
 from typing import Any
 
-from jaxscale.metrics.scoring import headline
+from jaxscale.metrics.scoring import headline, user_metrics
 from jaxscale.metrics.text import duration
 
 _WIDE = 140  # columns of a terminal on which a bar and all numbers have room
@@ -83,7 +83,8 @@ class Progress:
     """
     rate, (examples, _) = perf["examples_per_s"], self._since
     left = (self._total_examples - examples) / max(rate, 1e-9)
-    parts = [f"loss {metrics['loss']:.4f}", f"lr {metrics['learning_rate']:.4g}"]
+    parts = [f"loss {metrics['loss']:.4f}", *user_metrics(metrics)]
+    parts += [f"lr {metrics['learning_rate']:.4g}"]
     parts += [f"{rate:,.0f} examples/s", f"{1e3 * perf['step_s']:,.3g} ms/step"]
     parts += [f"MFU {perf['mfu']:.1%}"] if "mfu" in perf else []
     parts += [f"memory {perf['memory_gb']:.3g} GB"] if "memory_gb" in perf else []
@@ -95,7 +96,7 @@ class Progress:
 
   def evaluated(self, step: int, metrics: dict[str, float]) -> None:
     """Show the result of an evaluation."""
-    self.say(f"step {step:>{self._width}}/{self._total}  held-out {headline(metrics)}")
+    self.say(f"step {step:>{self._width}}/{self._total}  validation {headline(metrics)}")
 
   def pause(self, seconds: float) -> None:
     """Take time that was not training (evaluation, saving) off the rate."""

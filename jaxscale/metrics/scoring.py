@@ -7,6 +7,12 @@ from collections.abc import Mapping
 
 from jaxscale.errors import ConfigError
 
+# Metrics that jaxscale itself computes; all others are the user's.
+_BUILT_IN = frozenset(
+  """accuracy bits_per_byte grad_norm gradient_noise gradient_signal learning_rate loss
+  noise_scale noise_scale_high noise_scale_low perplexity""".split()
+)
+
 
 def perplexity_of(loss: float, bytes_per_token: float | None) -> dict[str, float]:
   """The metrics of a language model that follow from its loss.
@@ -56,17 +62,28 @@ def is_reached(
 
 
 def headline(values: Mapping[str, float]) -> str:
-  """An evaluation in words.
+  """Format the metrics of an evaluation as text.
 
   Example:
     >>> headline({"accuracy": 0.5, "loss": 2.0})
     'accuracy 50.00%  loss 2.0000'
   """
-  if "accuracy" not in values:
-    return f"loss {values['loss']:.4f}"
-  if "perplexity" not in values:
-    return f"accuracy {values['accuracy']:.2%}  loss {values['loss']:.4f}"
-  text = f"loss {values['loss']:.4f}  perplexity {values['perplexity']:.3f}"
+  text = f"loss {values['loss']:.4f}"
+  if "accuracy" in values and "perplexity" not in values:
+    text = f"accuracy {values['accuracy']:.2%}  {text}"
+  elif "perplexity" in values:
+    text += f"  perplexity {values['perplexity']:.3f}"
   if "bits_per_byte" in values:
     text += f"  {values['bits_per_byte']:.4f} bits/byte"
-  return text
+  return "  ".join([text, *user_metrics(values)])
+
+
+def user_metrics(values: Mapping[str, float]) -> list[str]:
+  """Format the metrics that only the user's own loss or evaluation reports.
+
+  Example:
+    >>> user_metrics({"loss": 2.0, "recall": 0.5, "grad_norm": 3.0})
+    ['recall 0.5']
+  """
+  names = [n for n in values if n not in _BUILT_IN and not n.startswith("trust_ratio/")]
+  return [f"{name} {values[name]:.4g}" for name in names]

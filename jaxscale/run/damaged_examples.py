@@ -9,7 +9,7 @@ from typing import Literal, get_args
 
 from jaxscale import cluster, data, metrics
 
-Split = Literal["training", "held-out"]
+Split = Literal["training", "held-out"]  # "held-out" is the key in damaged.json.
 
 
 class DamageRecord:
@@ -56,7 +56,8 @@ class DamageRecord:
       with contextlib.suppress(OSError):
         metrics.write_json(self._path, json.loads(self._reported))
     found = {split: x for split, x in self._total.items() if x.count or x.unusual}
-    return [f"{split} data: {damage.describe()}" for split, damage in found.items()]
+    names = {"training": "training data", "held-out": "validation data"}
+    return [f"{names[split]}: {damage.describe()}" for split, damage in found.items()]
 
   @property
   def count(self) -> int:

@@ -65,6 +65,7 @@ def summarize(run: Run, state: TrainState) -> dict[str, Any]:
     "step": done,
     "total_steps": run.total_steps,
     **run.evaluation,
+    "evaluation": run.evaluation,
     "target_accuracy": config.target_accuracy,
     "target_loss": config.target_loss,
     "target_step": step,

@@ -78,27 +78,45 @@ def _software() -> dict[str, Any]:
 
 
 def describe_text(experiment: build.Experiment, workdir: Path) -> str:
-  """The same for a person: settings that differ from their defaults, and numbers."""
-  lines = [f"jaxscale {metadata.version('jaxscale')}  workdir {workdir}"]
-  lines.append(f"settings other than the defaults (all: {workdir}/config.json)")
-  for name, value in _changed(experiment.config).items():
-    lines.append(f"  {name:24} {_without_defaults(value)}")
-  lines.append(f"on {devices_of(experiment)}")
-  numbers = experiment.derived._asdict()
-  phases = numbers.pop("phases")
-  for name in ("num_devices", "row_blocks", "start_devices"):
-    numbers.pop(name)
-  number = "{} {:,}".format, "{} {:.6g}".format
-  shown = ", ".join(number[isinstance(v, float)](n, v) for n, v in numbers.items())
-  lines += textwrap.wrap(shown, 86, initial_indent="  ", subsequent_indent="  ")
-  for phase in phases if len(phases) > 1 else ():
-    size = f", images of {phase.image_size}" if phase.image_size else ""
-    steps, batch = f"{phase.start + 1:,} to {phase.stop:,}", f"{phase.batch_size:,}"
-    lines.append(f"  steps {steps}: batch {batch}{size}")
-  if text := derive.device_summary(experiment.config, experiment.derived):
-    lines.append(f"  {text}")
-  lines += [f"  {note}" for note in experiment.notes]
-  return "\n".join(lines)
+  """Describe a run in the few lines that its log begins with.
+
+  The lines have the devices, the data, the steps, and the settings that differ from
+  their defaults.
+  """
+  derived, phases = experiment.derived, experiment.derived.phases
+  lines = [f"jaxscale {metadata.version('jaxscale')} on {devices_of(experiment)}"]
+  lines.append(f"workdir: {workdir} (all settings: config.json)")
+  settings = (f"{n}={_without_defaults(v)}" for n, v in _changed(experiment.config).items())
+  lines += _wrapped(f"settings: {', '.join(settings) or 'defaults'}")
+  lines.append(
+    f"data: {derived.num_train:,} training examples, {derived.num_eval:,} validation "
+    f"examples in batches of {derived.eval_batch_size:,}"
+  )
+  micro = f", {derived.micro_batch_size:,} per micro-batch"
+  lines += _wrapped(
+    f"training: {plural(derived.total_steps, 'step')} of {phases[0].batch_size:,} examples "
+    f"({derived.device_batch_size:,} per device"
+    f"{micro * (derived.micro_batch_size != derived.device_batch_size)}), "
+    f"{plural(derived.warmup_steps, 'warmup step')}, peak lr {derived.peak_lr:.6g}; evaluation "
+    f"every {derived.eval_every:,} and checkpoint every {derived.save_every:,} steps and at the end"
+  )
+  if len(phases) > 1:
+    sizes = (f", images of {p.image_size}" if p.image_size else "" for p in phases)
+    parts = [
+      f"steps {phase.start + 1:,} to {phase.stop:,}: batch {phase.batch_size:,}{size}"
+      for phase, size in zip(phases, sizes, strict=True)
+    ]
+    lines += _wrapped(f"phases: {'; '.join(parts)}")
+  if text := derive.device_summary(experiment.config, derived):
+    lines.append(text)
+  return "\n".join([*lines, *experiment.notes])
+
+
+def _wrapped(text: str) -> list[str]:
+  """Break a line of the log at 98 columns, with the rest indented."""
+  wrapper = textwrap.TextWrapper(98, subsequent_indent="  ", break_long_words=False)
+  wrapper.break_on_hyphens = False
+  return wrapper.wrap(text)
 
 
 def devices_of(experiment: build.Experiment) -> str:

@@ -302,7 +302,7 @@ def assert_full(workdir, code, out, err):
   line = err.removesuffix("\n")
   assert code == 1 and line.startswith("error: ") and "\n" not in line, err
   assert "the disk is full" in line and "are missing" in line
-  assert "step 34/34  held-out accuracy" in out  # it reached its end
+  assert "step 34/34  validation accuracy" in out  # it reached its end
   names = checkpoint_names(workdir)
   assert all(name.isdigit() for name in names)  # whole ones, nothing half-written
   assert f"the newest that is: step {max(map(int, names))};" in line

@@ -33,7 +33,7 @@ def test_what_was_not_sent_resumes_with_other_devices(tmp_path, killed):
   workdir = shutil.copytree(killed, tmp_path / "run")
   out = trained(workdir, *QUICK, *COMPRESSED, num_devices=2)
   assert "carried over from 4 devices to 2" in out
-  assert "done: held-out accuracy" in out
+  assert "done: validation accuracy" in out
 
 
 @pytest.mark.slow
@@ -66,7 +66,7 @@ def test_two_processes_hold_the_same(tmp_path):
   args = [*QUICK, *COMPRESSED, checked]
   results = run_processes(tmp_path / "two", 2, 2, *args, config="configs/digits.py")
   assert [code for *_, code in results] == [0, 0], results[0][1] + results[1][1]
-  assert "done: held-out accuracy" in results[0][0]
+  assert "done: validation accuracy" in results[0][0]
   # And one process resumes what two have saved: here it evaluates.
   out = trained(tmp_path / "two", *args, num_devices=4)
   assert "all 90 steps are done" in out

@@ -153,7 +153,7 @@ def test_processes_train_as_one_with_as_many_devices(
   tmp_path, in_one_process, name, count, num_devices
 ):
   out = run_group(tmp_path / "run", count, num_devices, *FOUR[name])
-  assert "done: held-out loss" in out
+  assert "done: validation loss" in out
   assert_same_numbers(tmp_path / "run", in_one_process(name))
   # And one process resumes what they have saved: here it evaluates.
   out = run(tmp_path / "run", *FOUR["fsdp"], num_devices=4)

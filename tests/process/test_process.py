@@ -40,7 +40,7 @@ def no_tensorflow(tmp_path_factory):
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory, no_tensorflow):
   workdir = tmp_path_factory.mktemp("whole") / "run"
-  assert "done: held-out accuracy" in trained(workdir, *ARGS, **no_tensorflow)
+  assert "done: validation accuracy" in trained(workdir, *ARGS, **no_tensorflow)
   return workdir
 
 
@@ -101,7 +101,7 @@ def test_two_processes_of_two_devices_equal_one_of_four(tmp_path):
   trained(one, *ARGS, *short, num_devices=4)
   (out, err, code), (out1, err1, code1) = run_processes(two, 2, 2, *short)
   assert (code, code1) == (0, 0), err + err1
-  assert "done: held-out accuracy" in out and "step" not in out1  # one of them talks
+  assert "done: validation accuracy" in out and "step" not in out1  # one of them talks
   assert_close(final_state(two), final_state(one), 1e-6)
   for a, b in zip(record(two), record(one), strict=True):
     assert a == pytest.approx(b, rel=1e-4)

@@ -46,6 +46,6 @@ def test_a_wheel_trains_a_packaged_config_in_an_empty_folder(installed, tmp_path
   assert run(script, "--version", cwd=tmp_path) == "jaxscale 0.3.0\n"
   options = ["--config.epochs=2", "--config.schedule.warmup_epochs=0"]
   out = run(script, "train", "--config", "digits", *options, cwd=tmp_path)
-  assert "done: held-out accuracy" in out
+  assert "done: validation accuracy" in out
   assert (tmp_path / "runs" / "digits" / "metrics.jsonl").exists()
   assert [p.name for p in tmp_path.iterdir()] == ["runs"]

@@ -18,7 +18,7 @@ def test_digits_trains_on_a_node(cli):
   cli("submit", "--real", "--name=d", *ONCE)
   words = until(cli, "d", "COMPLETED", 180)
   assert words[3:5] == ["1", "34/34"] and words[7].endswith("%")
-  assert cli("logs", "d", "--lines=1").startswith("done: held-out accuracy")
+  assert cli("logs", "d", "--lines=1").startswith("done: validation accuracy")
   assert re.fullmatch(r"goodput \d+% of .*training 0:\d\d.*", cli("status", "d").splitlines()[-1])
 
 
