@@ -130,7 +130,7 @@ def test_a_config_that_may_not_be_read_is_one_line(workdir, monkeypatch):
 
 def test_a_config_is_recorded_only_where_the_checkpoints_are_of_it(workdir):
   (workdir / "config.json").unlink()
-  with config_error(match="a checkpoint of another experiment"):
+  with config_error(match="saved by a different experiment"):
     fit(tiny_digits(model="CNN", model__features="8"), workdir)
   assert not (workdir / "config.json").exists()
   assert fit(tiny_digits(), workdir).summary["outcome"] == "done"
@@ -140,7 +140,7 @@ def test_a_config_is_recorded_only_where_the_checkpoints_are_of_it(workdir):
 def test_a_checkpoint_after_the_last_step_of_a_config_is_of_another_run(workdir):
   """It was "saved", with the code of a Ctrl-C that nobody had typed."""
   (workdir / "config.json").unlink()
-  line = f"^--workdir={workdir}: its checkpoint is of step 45, and --config has 23 steps; give"
+  line = f"^--workdir={workdir}: the checkpoint is at step 45, but --config has only 23 steps; use"
   with config_error(match=line):
     fit(tiny_digits(epochs="2"), workdir)
   assert not (workdir / "config.json").exists()

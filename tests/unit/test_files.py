@@ -62,7 +62,9 @@ def test_a_link_of_another_user_in_a_workdir_is_refused(tmp_path, monkeypatch):
   (tmp_path / "checkpoints").symlink_to(tmp_path)
   claim_workdir(tmp_path, None)  # one's own, to a larger disk
   give_away(tmp_path / "checkpoints", monkeypatch)
-  with config_error("use another --workdir", match="checkpoints: a link that another user"):
+  with config_error(
+    "use another --workdir", match="checkpoints: this link belongs to another user"
+  ):
     claim_workdir(tmp_path, None)
 
 

@@ -66,7 +66,7 @@ def test_a_request_is_read_as_it_was_written(workdir):
   assert trace_request.read(workdir) is None
   trace_request.write(workdir, request)
   assert trace_request.read(workdir) == request
-  with pytest.raises(ConfigError, match="another trace is asked for already; wait"):
+  with pytest.raises(ConfigError, match="another trace is already requested; wait"):
     trace_request.write(workdir, asked())
   trace_request.withdraw(workdir, asked())  # somebody else's stays
   assert trace_request.read(workdir) == request
