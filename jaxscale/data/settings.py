@@ -1,4 +1,4 @@
-"""Settings of the built-in data, and what each builds. Imports no JAX."""
+"""Data settings, and the datasets that they build. Does not import JAX."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ if TYPE_CHECKING:
   from jaxscale.data.augment import EvalView
   from jaxscale.data.dataset import Dataset
 
-# The names that --config.data= takes (by HOMES in config/choice.py).
+# The names that --config.data= accepts (by HOMES in config/choice.py).
 __all__ = ["TFDS", "Arrays", "Digits", "ImageFolder", "Synthetic", "TFDSText", "Text", "TextFiles"]
 
-Split = tuple["Dataset", "Dataset"]  # to train on, and held-out
+Split = tuple["Dataset", "Dataset"]  # for training and for validation
 
 
 class Digits(Data):
@@ -101,7 +101,7 @@ class TFDS(_Images):
       raise ConfigError("TFDS.cache=True: crops need whole images, set it to False")
 
   def abstract(self, batch_size: int) -> Split | None:
-    """ImageNet's shapes, of which programs are compiled before it is there."""
+    """Return ImageNet's shapes, so that programs compile before the data is available."""
     from jaxscale.data.dataset import IMAGENET_EXAMPLES, Dataset
     from jaxscale.data.encoded import image_info
 
@@ -143,7 +143,7 @@ class ImageFolder(_Images):
 
   def _split(self, split: str, image_size: int, augment: Any) -> Dataset:
     try:
-      # Labels are those of training, whichever classes evaluation has.
+      # Labels follow the classes of training, whichever classes evaluation has.
       classes = None
       if split != self.train_split:
         classes = data.folder_classes(f"{self.path}/{self.train_split}")
@@ -155,7 +155,7 @@ class ImageFolder(_Images):
       raise
 
   def _check_directories(self) -> None:
-    """Name the setting, if a directory is not there."""
+    """Report the setting whose directory does not exist."""
     for name in ("path", "train_split", "eval_split"):
       value = getattr(self, name)
       inside = "" if name == "path" else value
@@ -237,7 +237,7 @@ class Arrays(Data):
     return id(self)
 
   def as_plain(self) -> dict[str, Any]:
-    """The fields, as `to_plain` records them."""
+    """Return the fields as `to_plain` records them."""
     import numpy as np
 
     def plain(value: Any) -> Any:
@@ -268,7 +268,7 @@ class _Text(Data):
     if (vocab_size := options.get("vocab_size")) is None:
       found = options.get("tokenizer", "bytes"), options.get("separator")
       vocab_size = read_tokenizer(*found, field=f"{name}.tokenizer").vocab_size
-    # So long that a run of it has steps: the program does not depend on how many.
+    # The number of examples does not change the program, but the run needs steps.
     info = TextInfo(name, vocab_size, self.sequence_length)
     some = Dataset(info, 1000 * batch_size, _no_rows)
     return some, some
@@ -308,7 +308,7 @@ class _TokenizedText(_Text):
 
   def __post_init__(self):
     if self.separator is not None and self.tokenizer == "bytes":
-      why = "bytes are separated by byte 0, leave it out or give a tokenizer"
+      why = "bytes are separated by byte 0, so leave it out or set a tokenizer"
       raise ConfigError(f"{type(self).__name__}.separator={self.separator!r}: {why}")
 
   def _splits(self, make: Any, where: str) -> Split:

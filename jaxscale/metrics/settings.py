@@ -1,8 +1,8 @@
-"""Built-in trackers, by their public interfaces; they load without the packages of any.
+"""Built-in trackers, by their public interfaces; importing them needs no tracker's package.
 
-Each keeps one run of theirs per run of ours, over restarts. What W&B keeps on this disk
-is written anew from metrics.jsonl at each start: so it has every step once, also after
-a kill, which takes what their buffers hold, and after a roll-back, which changes steps.
+Each tracker keeps one run of its own per run, also over restarts. W&B's files on this disk are
+written anew from metrics.jsonl at each start. So W&B has every step once, also after a kill,
+which loses what its buffers hold, and after a roll back, which changes steps.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
-from jaxscale import metrics  # whose names load when they are asked for
+from jaxscale import metrics  # Names are imported on first use.
 from jaxscale.config.bases import Tracker, TrackerContext
 from jaxscale.config.record import flat
 from jaxscale.errors import invalid, message_of
 
-# The names that --config.log.trackers= takes (by HOMES in config/choice.py).
+# The names that --config.log.trackers= accepts (by HOMES in config/choice.py).
 __all__ = ["MLflow", "Wandb"]
 
-# What a call of MLflow's REST API takes (mlflow.utils.validation).
+# The characters that MLflow's REST API accepts (mlflow.utils.validation).
 _MLFLOW_METRICS, _MLFLOW_PARAMS, _MLFLOW_VALUE = 1000, 100, 500
-_MLFLOW_TAGS = {  # and what they have of the environment
+_MLFLOW_TAGS = {  # and their entries in the environment
   "mlflow.source.git.commit": "commit",
   "mlflow.source.name": "command",
   "jaxscale.host": "host",
@@ -56,14 +56,14 @@ class Wandb(Tracker):
   package, install = "wandb", "jaxscale[wandb]"
 
   def build(self, context: TrackerContext):
-    """Open the run in `workdir/wandb`; where online fails, it is offline.
+    """Open the run in `workdir/wandb`; fall back to offline if online fails.
 
-    Offline, each start writes a new folder with all steps: of two folders of one run,
-    `wandb sync` uploads the second over the first (wandb/wandb#5865, #3841).
+    Offline, each start writes a new folder with all steps: if a run has two folders, `wandb
+    sync` uploads the second over the first (wandb/wandb#5865, #3841).
     """
     import wandb  # pyright: ignore[reportMissingImports]
 
-    # It shares the terminal with the run, and its process the cores.
+    # W&B shares the terminal with the run, and the CPU cores with its process.
     quiet = dict(silent=True, console="off", disable_git=True, disable_code=True, symlink=False)
     limits = dict(x_disable_stats=True, init_timeout=90, finish_timeout=self.flush_s)
     settings = wandb.Settings(**quiet, **limits, reinit="create_new")
@@ -75,7 +75,7 @@ class Wandb(Tracker):
     text, first = "", -1
     if self.mode == "online" and _is_reached(wandb, context):
       run = begin(mode="online", resume="allow")
-      first = run.step - 1  # its server drops lines of steps before
+      first = run.step - 1  # The server drops lines of earlier steps.
     else:
       run = begin(mode="offline")
       folder = Path(run.dir).parent
@@ -97,10 +97,10 @@ class Wandb(Tracker):
 
 
 def _is_reached(wandb: Any, context: TrackerContext) -> bool:
-  """Return whether W&B's server takes the key; a note says why it does not.
+  """Return whether W&B's server accepts the key; log a note if it does not.
 
-  Asked before a run begins: there W&B would ask a terminal for a key that is missing,
-  and a run that did not reach its server cannot begin again offline.
+  This is checked before a run begins: W&B would ask a terminal for a missing key, and a run
+  that did not reach the server cannot begin again offline.
   """
   try:
     if not wandb.login(prompt=False, verify=True):
@@ -128,20 +128,20 @@ class MLflow(Tracker):
 
   def __post_init__(self):
     if self.uri and urlsplit(self.uri).password:
-      why = "holds a password, which config.json would keep"
-      fix = "set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD"
+      why = "contains a password, which config.json would record"
+      fix = "set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD instead"
       raise invalid("MLflow.uri", ..., why, fix)
 
   def build(self, context: TrackerContext):
-    """Open the run that has the tag `jaxscale.id`, or make it."""
-    # Its file store needs no database, which shared disks cannot hold; it is kept, but
-    # gets nothing new (mlflow 3.7). Usage reports would need the internet.
+    """Open or create the run that has the tag `jaxscale.id`."""
+    # MLflow's file store needs no database, which shared disks cannot hold. MLflow 3.7
+    # maintains the store but adds no features. Usage reports would need the internet.
     os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
     os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
     from mlflow.entities import Metric  # pyright: ignore[reportMissingImports]
     from mlflow.tracking import MlflowClient  # pyright: ignore[reportMissingImports]
 
-    # Each try without a route is a warning there; what fails in the end is one of ours.
+    # MLflow warns at each attempt without a connection; jaxscale reports the final error.
     logging.getLogger("urllib3.connectionpool").setLevel(logging.ERROR)
     text, uri = "", self.uri or os.environ.get("MLFLOW_TRACKING_URI")
     if not uri:
@@ -155,9 +155,9 @@ class MLflow(Tracker):
       client.set_tag(run, tag, str(context.environment.get(name))[:_MLFLOW_VALUE])
     try:
       client.log_text(run, json.dumps(context.environment, indent=2), "environment.json")
-    except Exception as e:  # files may be where this host cannot write
+    except Exception as e:  # The store may be where this host cannot write.
       why = f"{type(e).__name__}: {message_of(e)[:200]}"
-      context.note(f"MLflow: environment.json is not there: {why}")
+      context.note(f"MLflow: could not save environment.json: {why}")
 
     def log(step: int, time: float, values: dict[str, float]) -> None:
       at = int(1000 * time)
@@ -197,5 +197,5 @@ class MLflow(Tracker):
 
 
 def _mlflow_name(name: str) -> str:
-  """Replace what MLflow takes in no name of a metric."""
+  """Replace characters that MLflow does not accept in the name of a metric."""
   return re.sub(r"[^\w\-./: ]", "_", name)[:250]

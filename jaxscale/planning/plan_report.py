@@ -1,4 +1,4 @@
-"""A plan for people: a page of text and a picture."""
+"""Show a plan as a page of text and a picture."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from jaxscale.planning.plan import Plan
 from jaxscale.planning.step_plan import Step
 from jaxscale.planning.topologies import compiler, gib
 
-_WITHOUT_BFLOAT16 = ("p100", "v100")  # of the generations before Ampere
+_WITHOUT_BFLOAT16 = ("p100", "v100")  # before NVIDIA's Ampere generation
 
 
 def text(plan: Plan) -> str:
-  """The page that `jaxscale plan` prints.
+  """Return the page that `jaxscale plan` prints.
 
   Example:
     >>> print(text(make_plan(config, "h100-256")))               # doctest: +SKIP
@@ -46,7 +46,7 @@ def _head(plan: Plan) -> str:
 
 
 def calibrated(rates: Rates) -> str:
-  """Where the rates are from; the end of the first line."""
+  """Describe the source of the rates; the end of the first line."""
   if rates.machine.chip not in ("", rates.chip):
     return f"not calibrated: the site's file has measured {rates.machine.chip}"
   if rates.is_calibrated:
@@ -120,7 +120,7 @@ def _scaling(plan: Plan) -> str:
 
 
 def _size(strong: Step | None, weak: Step | None, base: Step | None) -> tuple[str, ...]:
-  """Cells of one number of devices, which at least one kind of scaling has."""
+  """Return the cells for one number of devices, which fits at least one kind of scaling."""
   cells, more = [""] * 4, ["", ""]
   if strong:
     up = "too large"
@@ -176,11 +176,11 @@ def _indented(lines: str) -> str:
 
 
 def draw(plan: Plan, path: str | Path) -> None:
-  """The picture: what a step is made of, and how its rate grows with devices.
+  """Draw the parts of a step, and the growth of its rate with devices.
 
   Args:
-    plan: of `make_plan`.
-    path: of a picture, whose suffix is its format.
+    plan: the plan, from `make_plan`.
+    path: the path of the picture, whose suffix sets the format.
   """
   title = f"{plan.step.batch_size:,} examples per step on {plan.rates.title}"
   with figure(output_path(path), 1, 2, (12, 4.2), title) as axes:
@@ -189,7 +189,7 @@ def draw(plan: Plan, path: str | Path) -> None:
 
 
 def _draw_parts(axis, plan: Plan) -> None:
-  """What shares of a step go to what, for each number of devices that it fits."""
+  """Draw the share of each part of a step, by number of devices."""
   steps = [s for s in plan.strong if s.fits] or [plan.step]
   names = dict.fromkeys(n for s in steps for n, took in s.parts.items() if took > 0)
   places, bottom = range(len(steps)), [0.0] * len(steps)
@@ -206,7 +206,7 @@ def _draw_parts(axis, plan: Plan) -> None:
 
 
 def _draw_rates(axis, plan: Plan) -> None:
-  """Examples a second of one device: level where scaling is perfect."""
+  """Draw the examples per second of one device, which are constant for perfect scaling."""
   strong, weak = (plan.strong, POINTS, "batch"), (plan.weak, CURVES, "rows per device")
   for all_steps, color, label in (strong, weak):
     if steps := [s for s in all_steps if s.fits]:

@@ -124,7 +124,7 @@ def _tokenizer(workdir: Path, source: Any, info: data.TextInfo) -> Tokenizer:
       found = read_tokenizer(name, source.separator, field=field)
     except ConfigError as e:
       # The advice in the message is for a new run, and does not apply to an existing one.
-      reason = re.sub(r", (or )?give .*", "", str(e))
+      reason = re.sub(r"[;,:] (or )?(give|use|pip) .*", "", str(e))
     else:
       if found.vocab_size == info.vocab_size:
         return found

@@ -113,8 +113,8 @@ def test_a_damaged_newest_is_reported_and_the_one_before_used(tmp_path, damage, 
 OTHERS = {
   "width": (dict(hidden=(32,)), "[64] in the checkpoint and float32[32] now"),
   "depth": (dict(hidden=(64, 10)), "it lacks opt_state/1/trace/Dense_2/bias"),
-  "fewer": (dict(hidden=(), tx=optim.sgd(0.1)), "float32[10] here"),
-  "optimizer": (dict(tx=optim.adamw(0.1)), "it has "),
+  "fewer": (dict(hidden=(), tx=optim.sgd(0.1)), "float32[10] now"),
+  "optimizer": (dict(tx=optim.adamw(0.1)), "it lacks "),
 }
 
 

@@ -97,13 +97,16 @@ def test_where_nothing_was_saved_a_damaged_config_is_no_error(workdir, name):
 def test_a_run_that_is_done_without_epochs_is_another(workdir):
   path, whole = workdir / "config.json", (workdir / "config.json").read_bytes()
   for content, says in (
-    (changed(whole, "config", to={"class": "X", "model": {"class": "MLP"}}), "class is 'X' there"),
-    (changed(whole, "config", "epochs", to=-1.0), "epochs is -1.0 there"),
-    (changed(whole, "config", "epochs", to="1"), "epochs is '1' there"),
+    (
+      changed(whole, "config", to={"class": "X", "model": {"class": "MLP"}}),
+      "class is 'X' in the workdir",
+    ),
+    (changed(whole, "config", "epochs", to=-1.0), "epochs is -1.0 in the workdir"),
+    (changed(whole, "config", "epochs", to="1"), "epochs is '1' in the workdir"),
   ):
     put(path, content)
     assert start_devices(workdir, tiny_digits()) is None
-    with config_error(f"another experiment, {says}"):
+    with config_error(f"a different experiment: {says}"):
       claim_workdir(workdir, tiny_digits())
 
 

@@ -109,7 +109,7 @@ DAMAGE = {
   "empty": (lambda p: p.write_bytes(b""), "it is truncated"),
   "gone": (lambda p: p.unlink(), "the file does not exist"),
   "a link": (linked, "symbolic link"),
-  "a pipe": (instead(os.mkfifo), "no file of this user"),
+  "a pipe": (instead(os.mkfifo), "not a file of this user"),
   "a folder": (instead(os.mkdir), "Is a directory"),
 }
 

@@ -200,7 +200,7 @@ def stand_in_for_a_tokenizer(name, separator, field):
   """Words with their spaces; as with Hugging Face, the first of a text loses its."""
   del separator
   if not Path(name).exists():
-    raise ConfigError(f"{field}={name!r}: No such file or directory, give 'bytes' or x")
+    raise ConfigError(f"{field}={name!r}: No such file or directory; use 'bytes' or x")
 
   def encode(documents):
     ids = [WORDS.index(f"\u2581{w}") for d in documents for w in d.decode().split()]
