@@ -129,7 +129,7 @@ def _identity(pid: int) -> str | None:
 
 
 class LockLostError(GiveUpError):
-  """Another run has taken over the workdir; the message identifies it."""
+  """The workdir was taken over by another run, which the message identifies."""
 
 
 class WorkdirLock:

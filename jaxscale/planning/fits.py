@@ -45,7 +45,7 @@ class Fit(NamedTuple):
 
   @property
   def is_good(self) -> bool:
-    """Whether the program fits the memory."""
+    """True if the program fits the memory."""
     return self.memory is not None and self.memory.total <= self.limit
 
 

@@ -27,42 +27,42 @@ CORNERS: tuple[Corner, ...] = ("low", "expected", "high")
 
 @settings
 class Machine:
-  """What a site has, where that is other than chips.toml says; and what it costs.
+  """Constants of a site's machine that replace those of chips.toml, and its costs.
 
   Attributes:
-    per_node: chips of a node, or of a slice of TPUs.
-    per_host: devices of a host of a slice of TPUs; elsewhere a host is a node.
-    peak_bfloat16: FLOP/s of a chip in matrix products, also of float16.
-    peak_float32: likewise.
-    bandwidth: bytes/s of a chip's memory.
-    units: multiprocessors of a chip, or cores.
-    clock: cycles a second, of TPUs.
-    cycles: how many a program takes, as a multiple of the compiler's estimate.
-    matmul: share of the peak that large matrix products reach.
-    convolution: share of the peak that large convolutions reach; above 1 by
-      algorithms that multiply less often.
-    convolution_float32: likewise in float32, where that is another share.
-    attention: share of the peak that fused attention reaches.
-    memory: share of the bandwidth that elementwise kernels reach.
-    launch: seconds of the shortest kernel.
-    half_waves: waves of tiles at which a product is at half its rate.
-    half_depth: length of the summed dim at which a product is at half its rate.
-    node_link: bytes/s that a chip sends to others of its node.
-    node_alpha: seconds of a message, however short, inside a node.
-    network_link: bytes/s that a chip sends to other nodes.
-    network_alpha: seconds of a message, however short, between nodes.
-    link_share: share of a link's rate that collectives reach.
-    contention: seconds that compute loses to a second of communication meanwhile.
-    jitter: standard deviation of a chip's step, as a share of it.
-    host: seconds between two steps.
-    input_rate: examples/s that a host can load; None: as many as are asked for.
-    save_rate: bytes/s of a checkpoint, of all nodes; None: it costs no time.
-    start: seconds from the start of a job to its first step, compilation included.
-    mtbf_hours: mean time between the failures of one host; None: none fails.
-    watts: of a chip; of a node with all that is in it, its share.
-    price_chip_hour: of a chip, in the site's currency.
-    price_kwh: of energy.
-    chip: the kind of chip that was measured, as `--chips` has it; "" if none was.
+    per_node: the number of chips per node, or per TPU slice.
+    per_host: the number of devices per host of a TPU slice; elsewhere a host is a node.
+    peak_bfloat16: the peak FLOP/s of a chip in matrix products of bfloat16 or float16.
+    peak_float32: the peak FLOP/s of a chip in matrix products of float32.
+    bandwidth: the memory bandwidth of a chip in bytes/s.
+    units: the number of multiprocessors, or cores, of a chip.
+    clock: the cycles per second of a TPU.
+    cycles: the cycles of a program, as a multiple of the compiler's estimate.
+    matmul: the share of the peak that large matrix products reach.
+    convolution: the share of the peak that large convolutions reach; above 1 for algorithms
+      with fewer multiplications.
+    convolution_float32: the share that large convolutions reach in float32, if different.
+    attention: the share of the peak that fused attention reaches.
+    memory: the share of the bandwidth that elementwise kernels reach.
+    launch: the seconds of the shortest kernel.
+    half_waves: the waves of tiles at which a product reaches half of its rate.
+    half_depth: the length of the summed dim at which a product reaches half of its rate.
+    node_link: the bytes/s that a chip sends to others in its node.
+    node_alpha: the latency of a message inside a node, in seconds.
+    network_link: the bytes/s that a chip sends to other nodes.
+    network_alpha: the latency of a message between nodes, in seconds.
+    link_share: the share of a link's rate that collectives reach.
+    contention: the seconds that compute loses per second of overlapping communication.
+    jitter: the standard deviation of a chip's step time, as a share of the step time.
+    host: the seconds between two steps.
+    input_rate: the examples/s that a host can load; None means unlimited.
+    save_rate: the bytes/s of a checkpoint over all nodes; None means that saving is free.
+    start: the seconds from the start of a job to its first step, with compilation.
+    mtbf_hours: the mean hours between failures of one host; None means that none fails.
+    watts: the power of a chip, with its share of the rest of the node, in watts.
+    price_chip_hour: the price of a chip hour, in the site's currency.
+    price_kwh: the price of a kWh, in the site's currency.
+    chip: the kind of chip that was measured, as in `--chips`; "" if none was.
   """
 
   per_node: Annotated[int | None, ">= 1"] = None
@@ -151,7 +151,7 @@ class Rates(NamedTuple):
 
   @property
   def is_calibrated(self) -> bool:
-    """Whether the site has measured this chip and the constants that matter most."""
+    """True if the site has measured this chip and the constants that matter most."""
     asked = ("cycles",) if "cycles" in self.constants else ("matmul", "memory")
     measured = vars(self.machine)
     if self.machine.chip not in ("", self.chip):

@@ -127,7 +127,7 @@ def search(
   for one in itertools.chain([first], _in_order(queues, rows)):
     since_best = len(rows) - 1 - rows.index(min(rows, key=seconds)) if rows else 0
     if rows and time.monotonic() - began > 60 * minutes:
-      ended = f"the {minutes:g} minutes were over"
+      ended = f"the time limit of {minutes:g} minutes was reached"
       break
     if since_best >= _PATIENCE and any(row.step for row in rows):
       ended = f"{_PATIENCE} in a row were no better"

@@ -55,9 +55,8 @@ class DamageRecord:
       # With a full disk the file keeps its content; the lines below report the examples.
       with contextlib.suppress(OSError):
         metrics.write_json(self._path, json.loads(self._reported))
-    found = {split: x for split, x in self._total.items() if x.count or x.unusual}
-    names = {"training": "training data", "held-out": "validation data"}
-    return [f"{names[split]}: {damage.describe()}" for split, damage in found.items()]
+    found = {k: x.describe() for k, x in self._total.items() if x.count or x.unusual}
+    return [f"{k.replace('held-out', 'validation')} data: {x}" for k, x in found.items()]
 
   @property
   def count(self) -> int:

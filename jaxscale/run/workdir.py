@@ -88,25 +88,19 @@ def describe_text(experiment: build.Experiment, workdir: Path) -> str:
   lines.append(f"workdir: {workdir} (all settings: config.json)")
   settings = (f"{n}={_without_defaults(v)}" for n, v in _changed(experiment.config).items())
   lines += _wrapped(f"settings: {', '.join(settings) or 'defaults'}")
-  lines.append(
-    f"data: {derived.num_train:,} training examples, {derived.num_eval:,} validation "
-    f"examples in batches of {derived.eval_batch_size:,}"
-  )
-  micro = f", {derived.micro_batch_size:,} per micro-batch"
+  data = f"{derived.num_train:,} training examples, {derived.num_eval:,} validation examples"
+  lines.append(f"data: {data} in batches of {derived.eval_batch_size:,}")
+  size, micro = derived.device_batch_size, derived.micro_batch_size
+  each = f"{size:,} per device" + f", {micro:,} per micro-batch" * (micro != size)
   lines += _wrapped(
     f"training: {plural(derived.total_steps, 'step')} of {phases[0].batch_size:,} examples "
-    f"({derived.device_batch_size:,} per device"
-    f"{micro * (derived.micro_batch_size != derived.device_batch_size)}), "
-    f"{plural(derived.warmup_steps, 'warmup step')}, peak lr {derived.peak_lr:.6g}; evaluation "
-    f"every {derived.eval_every:,} and checkpoint every {derived.save_every:,} steps and at the end"
+    f"({each}), {plural(derived.warmup_steps, 'warmup step')}, peak lr {derived.peak_lr:.6g}; "
+    f"evaluation every {derived.eval_every:,} and checkpoint every {derived.save_every:,} steps"
   )
   if len(phases) > 1:
-    sizes = (f", images of {p.image_size}" if p.image_size else "" for p in phases)
-    parts = [
-      f"steps {phase.start + 1:,} to {phase.stop:,}: batch {phase.batch_size:,}{size}"
-      for phase, size in zip(phases, sizes, strict=True)
-    ]
-    lines += _wrapped(f"phases: {'; '.join(parts)}")
+    parts = [f"steps {p.start + 1:,} to {p.stop:,}: batch {p.batch_size:,}" for p in phases]
+    sizes = [f", images of {p.image_size}" * bool(p.image_size) for p in phases]
+    lines += _wrapped(f"phases: {'; '.join(map(str.__add__, parts, sizes))}")
   if text := derive.device_summary(experiment.config, derived):
     lines.append(text)
   return "\n".join([*lines, *experiment.notes])
@@ -114,9 +108,7 @@ def describe_text(experiment: build.Experiment, workdir: Path) -> str:
 
 def _wrapped(text: str) -> list[str]:
   """Break a line of the log at 98 columns, with the rest indented."""
-  wrapper = textwrap.TextWrapper(98, subsequent_indent="  ", break_long_words=False)
-  wrapper.break_on_hyphens = False
-  return wrapper.wrap(text)
+  return textwrap.wrap(text, 98, subsequent_indent="  ", break_long_words=False)
 
 
 def devices_of(experiment: build.Experiment) -> str:

@@ -294,4 +294,4 @@ def test_a_run_resumes_with_damage(workdir, finished, name, capsys):
   assert fit(config, workdir).summary["outcome"] == "done"
   printed = capsys.readouterr().out
   assert ("all 45 steps are done already" in printed) is is_whole
-  assert is_whole or "checkpoint 45 is damaged (its manifest" in printed
+  assert is_whole or "checkpoint 45 is damaged (the manifest" in printed

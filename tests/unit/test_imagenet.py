@@ -111,7 +111,7 @@ BROKEN = {
   "is invalid at byte 21 of 25": lambda b: b[:25],
   "has 1 records, but dataset_info.json says 4": lambda b: b[:21],
   "is invalid at byte 0 of": lambda b: b[:8] + b"\1" + b[9:],
-  "holds 0 records": lambda b: b"",
+  "has 0 records": lambda b: b"",
   "is missing": lambda b: None,
 }
 

@@ -315,7 +315,7 @@ def test_what_are_no_tokens_is_one_line(content, hint, tmp_path):
 
 def test_a_type_that_a_header_contradicts_is_refused(tmp_path):
   (tmp_path / "a.npy").write_bytes(npy("<i8"))
-  integers = "of integers"
+  integers = "is not an integer type"
   for dtype, hint in (("uint16", "=uint16 is not int64"), ("float32", integers), ("u17", integers)):
     with config_error(hint):
       seen(tmp_path, "a", dtype=dtype)

@@ -183,7 +183,7 @@ RUN --processes=0,x | --processes=0,x: give whole numbers
 RUN --processes=-1 | --processes=-1: give whole numbers
 RUN --processes=2 | --processes=2: the run has no such, give 0 … 1
 RUN --summary | no trace, use a folder with
-RUN/config.json --summary | config.json: not a trace; give
+RUN/config.json --summary | config.json: not a trace; use
 RUN/old | no run trains there; start it, or print an earlier trace
 """)
 

@@ -104,7 +104,7 @@ def test_one_that_cannot_be_opened_is_reported_once(tmp_path, error):
   printed = write(tmp_path, Fake(fault), (1, 2))
   assert printed == [
     f"Fake: {error.__name__}: no route; training continues, and metrics.jsonl has all lines",
-    f"Fake has not finished; {tmp_path}/metrics.jsonl has all lines",
+    f"Fake did not finish; {tmp_path}/metrics.jsonl has all lines",
   ]
   assert steps_in(tmp_path) == [1, 2]
 
