@@ -39,26 +39,26 @@ def _head(plan: Plan) -> str:
     f"compiled for {', '.join(plan.compiled)}{note} {by}",
   ]
   if plan.chips.kind in _WITHOUT_BFLOAT16 and plan.config.dtype == "bfloat16":
-    lines.append("it has no bfloat16: rates and bytes are those of float16")
+    lines.append("the chip has no bfloat16: rates and bytes are those of float16")
   if not plan.fit.is_good:
-    lines.append("it does not fit: times are those of chips that had the memory")
+    lines.append("the step does not fit: times assume chips with enough memory")
   return "\n".join(lines)
 
 
 def calibrated(rates: Rates) -> str:
   """Describe the source of the rates; the end of the first line."""
   if rates.machine.chip not in ("", rates.chip):
-    return f"not calibrated: the site's file has measured {rates.machine.chip}"
+    return f"not calibrated: the site's file has measurements of {rates.machine.chip}"
   if rates.is_calibrated:
-    return "from what the site's file says was measured there"
-  return "not calibrated: rates are published or assumed, nothing was measured here"
+    return "calibrated by the measurements in the site's file"
+  return "not calibrated: rates are published or assumed, not measured"
 
 
 def _memory(plan: Plan) -> str:
   memory = plan.fit.memory
   most = "the state and the batch"
   if memory and memory.temporaries > memory.arguments:
-    most = "temporaries: activations, and what is gathered"
+    most = "temporaries: activations and gathered parameters"
   return f"memory of a device: {line(plan.fit, plan.chips)}\n  most of it: {most}"
 
 
@@ -70,7 +70,7 @@ def _sent(plan: Plan) -> str:
   if not rows:
     return "communication: none"
   shown = _indented(table(("collective", "axes", "times", "MB"), rows, left=(0, 1)))
-  return f"a device sends in a step\n{shown}"
+  return f"each device sends per step\n{shown}"
 
 
 def _step(plan: Plan) -> str:
@@ -87,7 +87,7 @@ def _step(plan: Plan) -> str:
   need = step.rate / hosts(step.devices, plan.rates.at("expected"))
   rates = f"{_count(step.rate)} examples/s, {_count(step.rate / step.devices)} a device"
   lines.append(f"  {rates}; MFU {plan.mfu:.1%}; {step.efficiency:.1%} of a device alone")
-  lines += [f"  a host has to load {_count(need)} examples/s", f"  {plans.bottleneck(plan)[1]}"]
+  lines += [f"  each host must load {_count(need)} examples/s", f"  {plans.bottleneck(plan)[1]}"]
   return "\n".join(lines)
 
 
@@ -138,7 +138,7 @@ def _size(strong: Step | None, weak: Step | None, base: Step | None) -> tuple[st
 def _run(plan: Plan) -> str:
   if plan.job is None or plan.run is None:
     took = duration(1000 * plan.step.seconds["expected"])
-    return f"the run: its text is not here; 1,000 steps take {took}"
+    return f"the run: unknown length, as its text data are not available; 1,000 steps take {took}"
   run, job, machine = plan.run, plan.job, plan.rates.machine
   slow, mean, fast = (duration(3600 * job.hours[c]) for c in CORNERS)
   parts = f"training {duration(job.train['expected'])}, "
@@ -148,12 +148,12 @@ def _run(plan: Plan) -> str:
     f"the run: {run.steps:,} steps, {run.evaluations:,} evaluations, {run.saves:,} "
     f"checkpoints of {gib(run.state_bytes)}: {mean} ({fast} to {slow})",
     f"  {parts}",
-    f"  ask for {duration(3600 * job.limit)}; {job.chip_hours:,.1f} chip-hours",
+    f"  request {duration(3600 * job.limit)}; {job.chip_hours:,.1f} chip-hours",
   ]
   if machine.mtbf_hours:
     lines.append(f"  {job.restarts:.2g} restarts cost {duration(job.lost)}")
   if job.interval:
-    lines.append(f"  checkpoints every {job.interval / 60:.3g} minutes lose least")
+    lines.append(f"  checkpoints every {job.interval / 60:.3g} minutes lose the least time")
   if job.kwh is not None:
     lines.append(f"  {job.kwh:,.1f} kWh")
   if job.price is not None:
@@ -168,7 +168,7 @@ def _constants(plan: Plan) -> str:
   if "site" in kinds:
     kinds["the site's file"] = kinds.pop("site")
   lines = [f"\n  {kind}: {', '.join(names)}" for kind, names in kinds.items()]
-  return f"constants, whose values and sources --json has{''.join(lines)}"
+  return f"constants (values and sources: --json){''.join(lines)}"
 
 
 def _indented(lines: str) -> str:

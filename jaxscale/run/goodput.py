@@ -41,7 +41,8 @@ from jaxscale.files import mismatch, read_json_lines
 from jaxscale.metrics import text
 
 FILE = "activity.jsonl"
-CATEGORIES = (*"training lost input compile evaluation saving start-up queue down other".split(),)
+_NAMES = "training lost input compile evaluation saving start-up queue down other"
+CATEGORIES: tuple[str, ...] = tuple(_NAMES.split())
 # Categories of the watch's activities; all other activities are "other".
 _CATEGORY = {"step": "training", "input": "input", "compiling": "compile", "preparing": "compile"}
 _CATEGORY |= {"evaluating": "evaluation", "saving": "saving", "starting": "start-up"}
