@@ -358,5 +358,5 @@ def test_whole_numbers():
 def test_text_of_a_few_bytes_is_not_evaluated(tmp_path, size, own_cache):
   """The perplexity of an empty file was 257."""
   (tmp_path / "val.txt").write_text("x" * size)
-  with pytest.raises(ConfigError, match="give more text or a smaller length"):
+  with pytest.raises(ConfigError, match="use more text or a smaller length"):
     data.text_files(tmp_path, "val", sequence_length=16)
