@@ -362,7 +362,7 @@ class Checkpoints:
       parent = self.directory if self.directory.exists() else self.directory.parent
       line = checkpoint_files.why_unsaved(save.step, lack, why, parent, save.size)
       if jax.process_count() > 1:
-        line += f" (process {process})"
+        line += f", in process {process}"
     line = str(cluster.from_leader(line))
     kept = cluster.from_leader(self._known_steps())
     newest = f"step {kept[-1]}" if kept else "unknown" if kept is None else "none"
