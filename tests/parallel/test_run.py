@@ -144,7 +144,7 @@ def test_a_run_is_the_same_with_trackers(finished, tmp_path, capsys):
   fit(dataclasses.replace(tiny, log=log), workdir)
   RELEASED.set()
   printed = capsys.readouterr().out
-  assert "Hangs has not finished in 0.01 s" in printed
+  assert "Hangs did not finish in 0.01 s" in printed
   assert "Wrong: ConfigError: Wrong.build: gave int; return a metrics.Track" in printed
   assert record(workdir) == record(finished[1])
   lines = metrics.read_metrics(workdir / "metrics.jsonl")
@@ -299,7 +299,7 @@ def test_on_a_slow_disk_a_checkpoint_is_left_out_but_the_last(tmp_path, capsys, 
   fit(tiny_digits(checkpoint__max_wait_s="0"), tmp_path)
   saved = {p.name for p in (tmp_path / "checkpoints").iterdir()}
   assert saved == {"22", "45"}
-  assert capsys.readouterr().out.count("checkpoint of step 44 is left out") == 1
+  assert capsys.readouterr().out.count("skipping the checkpoint of step 44") == 1
 
 
 def test_the_metrics_file_forgets_steps_after_the_checkpoint(tmp_path):

@@ -372,7 +372,7 @@ def test_an_encoding_that_does_not_fit_is_refused(tmp_path, tokenizer_file):
   for encoding in ("undefined", "a\0b", ""):
     with config_error("is not a text encoding"):
       data.text_files(tmp_path, "a", encoding=encoding)
-  with config_error("is not utf-16 at byte 12; repair the file"):  # not what is set already
+  with config_error("is not utf-16 at byte 12; fix the file"):  # not what is set already
     data.text_files(tmp_path, "a", encoding="utf-16")
 
 
