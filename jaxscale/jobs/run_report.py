@@ -35,9 +35,8 @@ def describe(path: Path) -> str:
   state = f"at step {max(line['step'] for line in lines):,}, no summary.json yet"
   if summary:
     state = "{outcome}, {step:,} of {total_steps:,} steps on {devices}".format(**summary)
-  values, notes = finite(summary), []
-  if rates := windows(lines):
-    notes.append(f"speed: {statistics.median(rates):,.0f} examples/s (median)")
+  values, rates = finite(summary), windows(lines)
+  notes = [f"speed: {statistics.median(rates):,.0f} examples/s (median)"] if rates else []
   notes += [f"time: {run.goodput}"] * (run.goodput is not None)
   problems = [f"{n.replace('_', ' ')}: {values[n]:,g}" for n in _PROBLEMS if values.get(n)]
   ends = [x for x in run.events if x["event"] == "end" and x["code"]]
