@@ -118,8 +118,8 @@ REFUSED = [
     "depth is 18 in the file and 34 in the model, set ResNet",
     OF_R18,
   ),
-  ("seresnet18", R18, {}, "architecture is 'seresnet18' there", OF_NONE),
-  ("resnetblur18", R18, {}, "architecture is 'resnetblur18' there", None),
+  ("seresnet18", R18, {}, "architecture is 'seresnet18'", OF_NONE),
+  ("resnetblur18", R18, {}, "architecture is 'resnetblur18'", None),
   ("vit", V48, AVG, "class_token=True, fc_norm=True", "only timm's ViTs with fc_norm=False can"),
   ("vit", V48, AVG | {"fc_norm": False}, "class_token=True, fc_norm=False", None),
   ("vit", V48, {"qk_norm": True}, "qk_norm is True in the file", OF_NONE),
@@ -164,5 +164,5 @@ def test_a_field_that_is_missing_is_what_transformers_takes(kind, fields):
 def test_partial_rotary_positions_are_refused_by_name(kind, tmp_path):
   config = getattr(transformers, f"{kind}Config")()
   config.save_pretrained(tmp_path)
-  with pytest.raises(ConfigError, match=r"partial_rotary_factor is 0\.\d+ there"):
+  with pytest.raises(ConfigError, match=r"partial_rotary_factor is 0\.\d+ in the file"):
     check_source(tmp_path, "huggingface", (), cfg.Transformer(), agreement.TEXT)
