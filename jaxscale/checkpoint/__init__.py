@@ -1,1 +1,1 @@
-"""Checkpoints of a run: saved, verified, resharded, and the lock on its directory."""
+"""Save, verify, restore and reshard the checkpoints of a run, and lock its workdir."""

@@ -1,12 +1,12 @@
-"""The files of one checkpoint: written, read, and the errors of both in one line.
+"""Write and read the files of one checkpoint, and describe errors in one line.
 
-Orbax's handler writes and reads the arrays; nothing here talks to another process.
-(Its `Checkpointer` does, from a background thread: a process that cannot write,
-because its disk is full, never comes to the barrier where the others wait.)
+Orbax's handler writes and reads the arrays; this module does not communicate with other
+processes. (Orbax's `Checkpointer` communicates from a background thread: a process that
+cannot write, because its disk is full, never reaches the barrier where the others wait.)
 
-A checkpoint is a directory with `state/`, which plain Orbax reads as well
-(`StandardCheckpointer().restore`), and `manifest.json`: step, metrics, and shape,
-dtype and checksum of every leaf, with a checksum of its own.
+A checkpoint is a directory with `state/`, which plain Orbax can also read
+(`StandardCheckpointer().restore`), and `manifest.json`, which has the step, the metrics, the
+shape, dtype and checksum of every leaf, and a checksum of its own.
 """
 
 from __future__ import annotations
@@ -47,26 +47,26 @@ _STATE = "state"
 _SPLIT = {"mesh": {str: int}, "over": [str], "dims": {str: [(str, None)]}}
 _LEAF = {"shape": [int], "dtype": str, "checksum": str}
 _SHAPE = {"step": int, "metrics": {str: float}, "leaves": {str: _LEAF}, "crc32": int}
-# Characters of a path that Orbax or TensorStore take for something else, or refuse.
+# Characters of a path that Orbax or TensorStore misinterpret or reject.
 _MISTAKABLE = re.compile(r"[\[\]?*\\\ud800-\udfff]")
-# How a full disk or quota looks when it comes through TensorStore, as text.
+# Texts by which TensorStore reports a full disk or quota.
 _FULL = ("No space left on device", "Disk quota exceeded", "RESOURCE_EXHAUSTED")
 
 
 def start_writing(directory: Path, state: Any) -> Callable[[], None]:
-  """Copy this process's part off the devices, and begin to write it.
+  """Copy this process's part of the state off the devices, and begin to write it.
 
   Args:
-    directory: of the checkpoint; it is there.
-    state: of `jax.Array`s; may be donated as soon as this returns.
+    directory: the directory of the checkpoint, which exists.
+    state: a tree of `jax.Array`s, which may be donated as soon as this returns.
 
   Returns:
-    What waits until the part is on disk, and raises what went wrong.
+    A function that waits until the part is on disk, and raises the error if writing failed.
   """
   ocp, path = _orbax()
   limit: Any = write_limit.limit_to_write(state)
-  # Compressed, weights in float32 take 8 % less of the disk and about twice the
-  # processor (docs/reliability.md), which the steps meanwhile need.
+  # Compression would save 8 % of the disk for float32 weights, but take about twice the CPU
+  # time (docs/reliability.md), which the training steps need meanwhile.
   handler = ocp.PyTreeCheckpointHandler(save_concurrent_gb=limit, use_compression=False)
   small = ocp.SaveArgs(chunk_byte_size=write_limit.CHUNK)
   args = ocp.args.PyTreeSave(state, save_args=jax.tree.map(lambda _: small, state))
@@ -74,14 +74,14 @@ def start_writing(directory: Path, state: Any) -> Callable[[], None]:
     where = path(opened.enter_context(_unmistakable(directory)) / _STATE)
     saving = handler.async_save(where, args=args)
 
-    # In a thread of its own: a notebook's has a loop that runs already.
+    # A thread of its own is needed because a notebook's thread already runs an event loop.
     with futures.ThreadPoolExecutor(1) as pool:
       parts = pool.submit(asyncio.run, saving).result() or []
     remains = opened.pop_all()
 
   def wait() -> None:
-    # For all of them, also after an error: one that still writes restores what is
-    # removed. The first of them is waited for last, so that its error is raised.
+    # Wait for all writers, also after an error: one that still writes would recreate removed
+    # files. The first one is waited for last, so that its error is the one raised.
     with remains as stack:
       for part in parts:
         stack.callback(part.result)
@@ -92,16 +92,16 @@ def start_writing(directory: Path, state: Any) -> Callable[[], None]:
 def read_back(
   directory: Path, manifest: dict[str, Any], shards: list[Shards], sums: dict[int, tuple[int, int]]
 ) -> dict[int, int]:
-  """Have the disk keep what this process has written, and sum it as it is there.
+  """Sync what this process has written, and compute its checksums from the disk.
 
   Args:
-    directory: of the checkpoint.
-    manifest: with shape and dtype of each array.
-    shards: as of `read_back.stored_sums`.
-    sums: as of `read_back.stored_sums`.
+    directory: the directory of the checkpoint.
+    manifest: the manifest, with the shape and dtype of each array.
+    shards: the shards, as for `read_back.stored_sums`.
+    sums: the checksums, as for `read_back.stored_sums`.
 
   Raises:
-    DamagedError: the disk has something else, or a file is empty.
+    DamagedError: the disk has different content, or a file is empty.
   """
   state, name = directory / _STATE, f"process_{jax.process_index()}"
   sync_tree(state / f"ocdbt.{name}")
@@ -111,7 +111,7 @@ def read_back(
 
 
 def finish(directory: Path, manifest: dict[str, Any]) -> None:
-  """Make one checkpoint of the parts of all processes; one process calls it."""
+  """Combine the parts of all processes into one checkpoint; one process calls it."""
   merge(directory)
   with _unmistakable(directory) as where:
     check_complete(where / _STATE, manifest["leaves"])
@@ -120,7 +120,7 @@ def finish(directory: Path, manifest: dict[str, Any]) -> None:
 
 
 def merge(directory: Path) -> None:
-  """Make one index of those of all processes."""
+  """Merge the indices of all processes into one."""
   ocp, path = _orbax()
   with _unmistakable(directory) as where:
     ocp.StandardCheckpointHandler().finalize(path(where / _STATE))
@@ -128,10 +128,10 @@ def merge(directory: Path) -> None:
 
 @contextlib.contextmanager
 def _unmistakable(directory: Path) -> Iterator[Path]:
-  """Path to a folder that Orbax and TensorStore do not take for another.
+  """Yield a path to the folder that Orbax and TensorStore interpret correctly.
 
-  Orbax looks for files by `glob` of a whole path, so that `runs/hidden=[8]` has none,
-  and TensorStore takes a backslash for a slash: it writes into the wrong folder.
+  Orbax passes the whole path to `glob`, which finds no files below `runs/hidden=[8]`, and
+  TensorStore treats a backslash as a slash and writes into the wrong folder.
   """
   if not _MISTAKABLE.search(str(directory)):
     yield directory
@@ -144,9 +144,9 @@ def _unmistakable(directory: Path) -> Iterator[Path]:
 
 
 def is_unmerged(directory: Path) -> bool:
-  """Return whether `merge` never did its work, as below folders with brackets.
+  """Return whether `merge` had no effect, as below folders with brackets.
 
-  Until November 2026 such checkpoints were committed; they have all of the arrays.
+  Until November 2026 such checkpoints were committed; they contain all arrays.
   """
   state = directory / _STATE
   is_missing = not (state / "manifest.ocdbt").exists()
@@ -154,9 +154,9 @@ def is_unmerged(directory: Path) -> bool:
 
 
 def sync_tree(folder: Path, only: str = "") -> None:
-  """Have the disk keep a folder with all files below it, or only those of one name.
+  """Sync a folder and all files below it to disk, or only the files of one name.
 
-  TensorStore syncs its own; Orbax's others would be empty after a loss of power.
+  TensorStore syncs its own files; Orbax's others would be empty after a power loss.
 
   Raises:
     DamagedError: a file is empty.
@@ -170,37 +170,38 @@ def sync_tree(folder: Path, only: str = "") -> None:
 
 
 def read_manifest(directory: Path) -> dict[str, Any]:
-  """What `finish` wrote.
+  """Read the manifest that `finish` wrote.
 
   Raises:
-    DamagedError: it is gone or is not what was written.
+    DamagedError: the manifest is missing or has changed.
   """
   try:
     manifest = require_json(directory / MANIFEST, _SHAPE, "copy it again")
   except ConfigError as e:
-    raise DamagedError(f"its manifest is unreadable: {e}") from e
+    raise DamagedError(f"the manifest is unreadable: {e}") from e
   if manifest.pop("crc32") != _crc32(manifest):
-    raise DamagedError("its manifest has changed")
+    raise DamagedError("the manifest has changed")
   if mismatch(manifest.get("split"), (_SPLIT, None)):
-    raise DamagedError("its manifest has no split of gradients")
+    raise DamagedError("the manifest does not say how gradients are split")
   name = whole_number(directory.name)
   if name is not None and name != manifest["step"]:
-    raise DamagedError(f"a copy, or another name, of that of step {manifest['step']}")
+    raise DamagedError(f"it is a renamed copy of the checkpoint of step {manifest['step']}")
   return manifest
 
 
 def load(directory: Path, abstract: Any, *, pad=False, partial=False) -> Any:
-  """The arrays, sharded as in `abstract`.
+  """Load the arrays, sharded as in `abstract`.
 
   Args:
-    directory: of the checkpoint.
+    directory: the directory of the checkpoint.
     abstract: a tree of `jax.ShapeDtypeStruct`s with shardings.
-    pad: fill with zeros where an array is smaller than asked for, and cut off where
-      it is larger.
-    partial: `abstract` is a part of the tree, e.g. {"params": …}; no more is read.
+    pad: True fills arrays that are smaller than requested with zeros, and truncates arrays
+      that are larger.
+    partial: True if `abstract` is a part of the tree, e.g. {"params": …}; nothing else is
+      read.
 
   Raises:
-    DamagedError: something cannot be read.
+    DamagedError: an array cannot be read.
   """
   ocp, path = _orbax()
   handler, args = ocp.StandardCheckpointHandler, ocp.args.StandardRestore
@@ -209,7 +210,7 @@ def load(directory: Path, abstract: Any, *, pad=False, partial=False) -> Any:
     handler, args = ocp.PyTreeCheckpointHandler, ocp.args.PyTreeRestore
     restore_args = ocp.checkpoint_utils.construct_restore_args(abstract)
     options = {"restore_args": restore_args, "partial_restore": True}
-  # Where one read fails, others end unfinished, and Python warns of each.
+  # After one read fails, the others end unfinished, and Python would warn of each.
   with warnings.catch_warnings(action="ignore", category=RuntimeWarning):
     try:
       with _unmistakable(directory) as plain:
@@ -224,17 +225,17 @@ def load(directory: Path, abstract: Any, *, pad=False, partial=False) -> Any:
 
 
 def _chunks(ocp: Any, where: Any) -> dict[str, tuple[int, ...]]:
-  """Shape of the chunks of each array of a checkpoint, by path."""
+  """Return the chunk shape of each array of a checkpoint, by path."""
   tree = ocp.StandardCheckpointHandler().metadata(where)
   found = jax.tree_util.tree_leaves_with_path(getattr(tree, "tree", tree))
   return {path_name(path): tuple(x.storage.chunk_shape) for path, x in found}
 
 
 def leaf_reader(directory: Path) -> Callable[[str], np.ndarray]:
-  """A function that reads one leaf by its name in the manifest, whole, onto the host.
+  """Return a function that reads one leaf by its name in the manifest, whole, to the host.
 
   Raises:
-    DamagedError: it cannot be read; of a leaf: when that is asked for.
+    DamagedError: the checkpoint cannot be read; the function raises it for a leaf.
   """
   ocp, path = _orbax()
   handler = ocp.PyTreeCheckpointHandler()
@@ -267,17 +268,17 @@ def leaf_reader(directory: Path) -> Callable[[str], np.ndarray]:
 
 
 def why_unsaved(step: int, lack: str, why: str, directory: Path, size: int) -> str:
-  """One line of why a checkpoint could not be written.
+  """Describe in one line why a checkpoint could not be written.
 
   Args:
-    step: of the checkpoint.
-    lack: of what (`lack_of`).
-    why: what was raised, as one line.
-    directory: of the checkpoints; what was written there is removed by now.
-    size: bytes of the state.
+    step: the step of the checkpoint.
+    lack: the missing resource, from `lack_of`.
+    why: the error as one line.
+    directory: the directory of checkpoints, from which the failed one is already removed.
+    size: the size of the state in bytes.
   """
   if lack == "inodes":
-    why = f"no inodes (files) were left in {directory}"
+    why = f"no inodes (files) are left in {directory}"
   elif lack:
     free = shutil.disk_usage(directory).free
     why = f"the disk or a quota was full ({byte_size(size)} needed, now "
@@ -289,15 +290,15 @@ def why_unsaved(step: int, lack: str, why: str, directory: Path, size: int) -> s
 
 
 def is_of_disk(error: BaseException) -> bool:
-  """Whether a disk or its server failed, and not the program."""
+  """Return whether a disk or its server failed, rather than the program."""
   return isinstance(error, OSError) or error_number(error) is not None
 
 
 def error_number(error: BaseException) -> int | None:
-  """The system's number of an error, also of one that TensorStore gives as text."""
+  """Return the errno of an error, also of one that TensorStore reports as text."""
   if isinstance(error, OSError):
     return error.errno
-  if isinstance(error, DamagedError):  # it has not kept what it was given
+  if isinstance(error, DamagedError):  # The disk did not keep what was written.
     return errno.EIO
   # TensorStore's errors end like "Input/output error [os_error_code='5']".
   if number := re.search(r"os_error_code='(\d+)'", str(error)):
@@ -306,47 +307,47 @@ def error_number(error: BaseException) -> int | None:
 
 
 def lack_of(error: BaseException, directory: Path) -> str:
-  """Name what a disk lacked, "room" or "inodes"; "": neither was missing."""
+  """Return the resource that a disk lacked: "room", "inodes", or "" for neither."""
   if error_number(error) not in (errno.ENOSPC, errno.EDQUOT):
     return ""
   return "inodes" if lacks_inodes(directory) else "room"
 
 
 def one_line(error: BaseException) -> str:
-  """An error as one line of at most some 140 characters."""
+  """Format an error as one line of at most about 140 characters."""
   text = str(error).strip().splitlines()
   if not isinstance(error, OSError) and "os_error_code" in str(error):
-    text = [f"{os.strerror(error_number(error) or 0)}: {text[0]}"]  # its end is cut off
+    text = [f"{os.strerror(error_number(error) or 0)}: {text[0]}"]  # The end is cut off below.
   return f"{type(error).__name__}: {text[0][:120] if text else ''}"
 
 
 def check_same_leaves(path: Path, saved: dict[str, Any], wanted: dict[str, Any]):
-  """Refuse a checkpoint whose leaves are not those of this experiment.
+  """Check that a checkpoint has the leaves of this experiment.
 
   Args:
-    path: for the message.
-    saved: `checksum.describe` of what is there.
-    wanted: the same of what is asked for.
+    path: the path of the checkpoint, for the message.
+    saved: the saved leaves, from `checksum.describe`.
+    wanted: the requested leaves, from `checksum.describe`.
 
   Raises:
-    ConfigError: names the first that differs, those of the exchange last: its
-      state has the shapes of the model, which is named first.
+    ConfigError: a leaf differs. The message has the first one; leaves of the exchange come
+      last, as their shapes follow from the model's.
   """
   names = saved.keys() | wanted.keys()
   for of_exchange, name in sorted((n.startswith("exchange_state/"), n) for n in names):
     part = "exchange" if of_exchange else "model and optimizer"
     there, here = saved.get(name), wanted.get(name)
     if there is None:
-      difference = f"it has no {name}, which this {part} needs"
+      difference = f"it lacks {name} of this run's {part}"
     elif here is None:
-      difference = f"it has {name}, which this {part} does not keep"
+      difference = f"it has {name}, which is not in this run's {part}"
     elif any(there[key] != here[key] for key in ("shape", "dtype")):
       old, new = (f"{x['dtype']}{x['shape']}" for x in (there, here))
-      difference = f"{name} is {old} there and {new} here"
+      difference = f"{name} is {old} in the checkpoint and {new} now"
     else:
       continue
     remedy = "resume with the exchange it was saved with, or " * of_exchange
-    why = f"a checkpoint of another experiment, {difference}; {remedy}use another --workdir"
+    why = f"saved by a different experiment: {difference}; {remedy}use another --workdir"
     raise ConfigError(f"{path}: {why}")
 
 
@@ -356,9 +357,9 @@ def _crc32(manifest: dict[str, Any]) -> int:
 
 @functools.cache
 def _orbax() -> tuple[Any, Any]:
-  """Orbax and its path type, when they are first needed.
+  """Import Orbax and its path type when they are first needed.
 
-  The import takes 0.3 s, and a run that starts anew saves only later.
+  The import takes 0.3 s, and a run that starts from the beginning only needs them later.
   """
   import orbax.checkpoint as ocp
   from etils import epath
@@ -371,20 +372,20 @@ def _orbax() -> tuple[Any, Any]:
 
 
 def _is_not_raised_too(record: logging.LogRecord) -> bool:
-  """Drops the tracebacks that Orbax's threads log of errors they also raise."""
+  """Return False for tracebacks that Orbax's threads log of errors that they also raise."""
   if not record.exc_info:
     return True
-  # asyncio's record names what was awaited, or only its traceback does.
+  # asyncio's record may have the awaited function only in its traceback.
   lines = traceback.format_exception(*record.exc_info)
   text = "".join([record.pathname, record.getMessage(), *lines])
   return not any(word in text for word in ("orbax", "OCDBT", "tensorstore"))
 
 
 def _is_left_over(unraisable: Any) -> bool:
-  """Whether it is of the other reads and writes, after one of them has failed.
+  """Return whether an error comes from other reads and writes after one has failed.
 
-  Orbax closes its event loop then: their coroutines end, and TensorStore's threads
-  find no loop to report to.
+  Orbax then closes its event loop: their coroutines end, and TensorStore's threads find no
+  loop to report to.
   """
   if inspect.iscoroutine(unraisable.object):
     return "orbax" in unraisable.object.cr_code.co_filename

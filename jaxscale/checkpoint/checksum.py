@@ -1,14 +1,14 @@
-"""Checksums of array bytes that do not depend on how an array is sharded.
+"""Checksums of arrays that do not depend on the sharding.
 
-Each element's bits are multiplied by an odd weight that depends on its place, and
-summed modulo 2^64 (multilinear hashing: Lemire and Kaser, arXiv:1202.4961). The sum is
-associative, so shards can be summed in any order and on any process. One changed
-element always changes the sum; several leave it alone once in 2^32 where only their
-highest bits have changed, and once in 2^63 where their lowest have. Of elements of 64
-bits two highest ones could cancel out: these are mixed first, by a bijection.
+Each element's bits are multiplied by an odd weight that depends on the element's position,
+and summed modulo 2^64 (multilinear hashing: Lemire and Kaser, arXiv:1202.4961). The sum is
+associative, so shards can be summed in any order and in any process. A change of one element
+always changes the sum. Changes of several elements go unnoticed with probability 2^-32 if
+only their highest bits change, and 2^-63 if only their lowest bits do. For 64-bit elements
+two highest bits could cancel out, so these are mixed by a bijection first.
 
-Until November 2026 all elements were mixed, which takes four times as long. Checksums
-of this kind have no prefix in a manifest, and are still verified.
+Until November 2026 all elements were mixed, which takes four times as long. Such checksums
+have no prefix in a manifest, and are still verified.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ import numpy as np
 from jaxscale.cluster import sum_over_processes
 from jaxscale.optim.tree_paths import path_name
 
-_CHUNK = 1 << 15  # elements at a time: the temporaries stay in a core's cache
-_PREFIX = "linear-"  # of a checksum whose elements were not mixed
+_CHUNK = 1 << 15  # elements at a time, so that temporaries stay in a core's cache
+_PREFIX = "linear-"  # of checksums without mixing
 
 
 class DamagedError(Exception):
-  """Why a checkpoint cannot be trusted."""
+  """A checkpoint is damaged; the message says why."""
 
 
 def verify(tree: Any, leaves: dict[str, dict[str, Any]], shapes: Any = None) -> None:
   """Compare the arrays of a checkpoint with the checksums in its manifest.
 
-  All processes must call this; `shapes` as of `manifest`.
+  All processes must call this; `shapes` is as for `manifest`.
 
   Raises:
-    DamagedError: an array is not the one that was saved.
+    DamagedError: an array differs from the saved one.
   """
   mixes = any(not leaf["checksum"].startswith(_PREFIX) for leaf in leaves.values())
   try:
@@ -50,18 +50,18 @@ def verify(tree: Any, leaves: dict[str, dict[str, Any]], shapes: Any = None) -> 
 
 
 def manifest(tree: Any, shapes: Any = None, mixes=False) -> dict[str, dict[str, Any]]:
-  """Shape, dtype and checksum of every leaf, by path.
+  """Return the shape, dtype and checksum of every leaf, by path.
 
-  Each process reads the shards it holds, replicas once; all must call this.
+  Each process reads its own shards, replicas only once; all processes must call this.
 
   Args:
-    tree: of `jax.Array`s.
-    shapes: a tree of the shapes that count, where arrays of `tree` are padded by
-      rows to fit on more devices; None: all of them counts.
-    mixes: as of `shard_checksums`.
+    tree: a tree of `jax.Array`s.
+    shapes: a tree of shapes to which the arrays of `tree` are truncated, if they are padded
+      by rows to fit on more devices; None counts all rows.
+    mixes: True mixes all elements, as for `shard_checksums`.
 
   Raises:
-    FloatingPointError: a leaf holds NaN or Inf; the message names it.
+    FloatingPointError: a leaf has NaN or Inf; the message has its name.
   """
   shapes = tree if shapes is None else shapes
   sums = sum_shards(own_shards(tree, shapes), mixes)
@@ -69,15 +69,15 @@ def manifest(tree: Any, shapes: Any = None, mixes=False) -> dict[str, dict[str, 
 
 
 class Shards(NamedTuple):
-  """The shards of one process that lie in the same place of arrays of one shape.
+  """Shards of one process at the same position of arrays of one shape.
 
-  They share the weights of their elements: parameters and their momentum do.
+  They share the weights of their elements, as parameters and their momentum do.
 
   Attributes:
-    leaves: which leaves of the tree they are of.
+    leaves: the indices of their leaves in the tree.
     data: one array per leaf, on the host.
-    index: their place in the whole arrays.
-    shape: of the whole arrays.
+    index: their position in the whole arrays.
+    shape: the shape of the whole arrays.
   """
 
   leaves: list[int]
@@ -87,13 +87,13 @@ class Shards(NamedTuple):
 
 
 def own_shards(tree: Any, shapes: Any = None) -> list[Shards]:
-  """The shards that this process adds to the checksums, on the host.
+  """Return the shards that this process adds to the checksums, on the host.
 
-  On CPU they are views of the arrays, which keep the bytes when these are donated.
+  On CPUs they are views of the arrays, and keep the memory when these are donated.
 
   Args:
-    tree: of `jax.Array`s.
-    shapes: as of `manifest`.
+    tree: a tree of `jax.Array`s.
+    shapes: the shapes, as for `manifest`.
   """
   leaves = jax.tree.leaves(tree)
   likes = leaves if shapes is None else jax.tree.leaves(shapes)
@@ -114,9 +114,9 @@ def own_shards(tree: Any, shapes: Any = None) -> list[Shards]:
 
 
 def sum_shards(shards: list[Shards], mixes=False) -> dict[int, tuple[int, int]]:
-  """What this process adds to each leaf: its checksum, and values not finite.
+  """Return this process's part of each leaf's checksum, and its number of NaN and Inf.
 
-  Nothing here asks JAX or another process: a thread may do it.
+  A thread may call it, as it uses neither JAX nor other processes.
 
   Example:
     >>> sum_shards(own_shards({"w": jax.numpy.array([1.0, float("nan")])}))[0][1]
@@ -132,9 +132,9 @@ def sum_shards(shards: list[Shards], mixes=False) -> dict[int, tuple[int, int]]:
 
 
 def unlike(name: str) -> str:
-  """Describe an array whose values on the disk are not those of the devices."""
+  """Describe an array that differs between the disk and the devices."""
   why = "the disk failed, or devices hold different values"
-  return f"{name} is not on the disk as it was in memory: {why}"
+  return f"{name} differs between the disk and memory: {why}"
 
 
 def with_checksums(
@@ -143,17 +143,17 @@ def with_checksums(
   mixes: bool = False,
   stored: dict[int, int] | None = None,
 ) -> dict[str, dict[str, Any]]:
-  """`describe` of a tree, and the checksums of its leaves; all processes call it.
+  """Add the checksums of all leaves to `describe`'s result; all processes call it.
 
   Args:
-    described: is completed.
-    sums: this process's part (`sum_shards`).
-    mixes: how it was summed.
-    stored: this process's part of the checksums on the disk (`read_back.stored_sums`).
+    described: the description of the tree, which is completed.
+    sums: this process's part of the checksums, from `sum_shards`.
+    mixes: True if the elements were mixed.
+    stored: this process's part of the checksums on disk, from `read_back.stored_sums`.
 
   Raises:
-    FloatingPointError: in all, where any has found a value that is not finite.
-    DamagedError: in all, where the disk has another checksum.
+    FloatingPointError: in all processes, if any has found NaN or Inf.
+    DamagedError: in all processes, if a checksum on disk differs.
   """
   found = np.zeros((3, len(described), 1), np.uint64)
   for i, values in sums.items():
@@ -173,7 +173,7 @@ def with_checksums(
 
 
 def is_of(array: np.ndarray, checksum: str) -> bool:
-  """Whether a checksum out of a manifest is that of a whole array."""
+  """Return whether a checksum from a manifest belongs to a whole array."""
   mixes, index = not checksum.startswith(_PREFIX), (slice(None),) * array.ndim
   (total,) = shard_checksums([array], index, array.shape, mixes)
   return checksum == _as_text(total, mixes)
@@ -184,8 +184,8 @@ def _as_text(total: np.uint64, mixes: bool) -> str:
 
 
 def count_bad(data: np.ndarray) -> int:
-  """How many values are NaN or Inf."""
-  if data.dtype.kind in "iub":  # bfloat16 and its kin are "V" to numpy
+  """Return the number of values that are NaN or Inf."""
+  if data.dtype.kind in "iub":  # NumPy's kind of bfloat16 and float8 types is "V".
     return 0
   flat = np.ascontiguousarray(data).reshape(-1)
   parts = (flat[i : i + _CHUNK] for i in range(0, flat.size, _CHUNK))
@@ -193,7 +193,7 @@ def count_bad(data: np.ndarray) -> int:
 
 
 def _within(shape, data: np.ndarray, index: tuple[slice, ...]):
-  """A shard and its place without the rows beyond those of `shape`."""
+  """Return a shard and its position without the rows beyond `shape`."""
   if not shape:
     return data, index
   first, *rest = index
@@ -203,7 +203,7 @@ def _within(shape, data: np.ndarray, index: tuple[slice, ...]):
 
 
 def describe(tree: Any) -> dict[str, dict[str, Any]]:
-  """Shape and dtype of every leaf (or of its `jax.ShapeDtypeStruct`), by path."""
+  """Return the shape and dtype of every leaf or `jax.ShapeDtypeStruct`, by path."""
   leaves = {path_name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
   return {n: {"shape": list(x.shape), "dtype": str(x.dtype)} for n, x in leaves.items()}
 
@@ -211,13 +211,13 @@ def describe(tree: Any) -> dict[str, dict[str, Any]]:
 def shard_checksums(
   data: list[np.ndarray], index: tuple[slice, ...], shape: tuple[int, ...], mixes: bool = False
 ) -> np.ndarray:
-  """What shards of one place add to the checksums of their arrays, uint64 [shards].
+  """Return what shards at one position add to their arrays' checksums, uint64 [shards].
 
   Args:
     data: the shards.
-    index: their place in the whole arrays.
-    shape: of the whole arrays.
-    mixes: mix all elements, as in checkpoints of before.
+    index: their position in the whole arrays.
+    shape: the shape of the whole arrays.
+    mixes: True mixes all elements, as in older checkpoints.
   """
   bits = [np.ascontiguousarray(x).reshape(-1).view(f"u{x.dtype.itemsize}") for x in data]
   total, first = np.zeros(len(data), np.uint64), 0
@@ -231,16 +231,16 @@ def shard_checksums(
       if mixes or part.itemsize == 8:
         np.add(part, np.uint64(1), out=mixed)
         part = _mix(mixed, scratch)
-      # Of scalars, NumPy would warn that they overflow.
+      # NumPy would warn of an overflow of scalars.
       total[i : i + 1] += np.einsum("i,i->", part, weights)
     first = last
   return total
 
 
 def _places(index: tuple[slice, ...], shape: tuple[int, ...]) -> Iterator[np.ndarray]:
-  """Places of a shard's elements in the whole array, in their order, uint64 [≤ chunk].
+  """Yield the positions of a shard's elements in the whole array, uint64 [≤ chunk].
 
-  Those of all would take more memory than the shard itself.
+  All positions at once would take more memory than the shard itself.
   """
   spans = [s.indices(size)[:2] for s, size in zip(index, shape, strict=True)]
   sizes = [stop - start for start, stop in spans]
@@ -251,7 +251,7 @@ def _places(index: tuple[slice, ...], shape: tuple[int, ...]) -> Iterator[np.nda
       places = np.add.outer(places * np.uint64(size), along).ravel()
     yield places
     return
-  # In blocks of the first dim that can be divided.
+  # Split into blocks along the first dim that can be divided.
   dim = next(dim for dim, size in enumerate(sizes) if size > 1)
   (first, stop), rows = spans[dim], max(_CHUNK // math.prod(sizes[dim + 1 :]), 1)
   for start in range(first, stop, rows):
@@ -260,11 +260,11 @@ def _places(index: tuple[slice, ...], shape: tuple[int, ...]) -> Iterator[np.nda
 
 
 def _mix(x: np.ndarray, scratch: np.ndarray) -> np.ndarray:
-  """MurmurHash3's 64-bit finaliser (A. Appleby, public domain), in place.
+  """Apply MurmurHash3's 64-bit finaliser (A. Appleby, public domain) in place.
 
   Args:
-    x: uint64, no longer than `scratch`, which is overwritten.
-    scratch: uint64.
+    x: the values, uint64, no longer than `scratch`.
+    scratch: uint64 memory, which is overwritten.
   """
   shifted = scratch[: x.size]
   for factor in (0xFF51AFD7ED558CCD, 0xC4CEB9FE1A85EC53):

@@ -1,8 +1,8 @@
-"""A directory of checkpoints: which exist, which are deleted, which are damaged.
+"""List, prune and clean up a directory of checkpoints.
 
-A name that is a number is a committed checkpoint. All other names are temporary:
-`<step>.tmp-<token>` is being written by the run that holds, or held, that token of
-the lock; `….removed` is being deleted; `<step>.damaged` is kept for a person.
+A directory whose name is a number is a committed checkpoint. All other names are temporary:
+the run that holds, or held, lock token `<token>` writes to `<step>.tmp-<token>`;
+`….removed` is being deleted; `<step>.damaged` is kept for inspection.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ _PARTIAL, _REMOVED, _DAMAGED = ".tmp-", ".removed", ".damaged"
 
 
 def steps(directory: Path) -> list[int]:
-  """Steps that have a committed checkpoint, oldest first.
+  """Return the steps that have a committed checkpoint, oldest first.
 
   Raises:
-    ConfigError: it is no directory, or may not be read.
+    ConfigError: the path is not a directory, or cannot be read.
     OSError: the disk or its server failed.
   """
   try:
@@ -39,20 +39,20 @@ def steps(directory: Path) -> list[int]:
 
 
 def partial_path(directory: Path, step: int, token: int) -> Path:
-  """Where the owner of a token writes a checkpoint of this step."""
+  """Return the path to which the owner of a token writes a checkpoint of this step."""
   return directory / f"{step}{_PARTIAL}{token}"
 
 
 def prune(directory: Path, keep_last: int, keep_best: int, scores: dict[int, float | None]) -> None:
-  """Delete checkpoints that are neither among the last nor among the best.
+  """Delete checkpoints that are neither among the newest nor among the best.
 
-  One that is damaged, or a copy under another number, neither counts nor is deleted.
+  Damaged checkpoints and renamed copies do not count and are not deleted.
 
   Args:
-    directory: of the checkpoints.
-    keep_last: how many of the newest stay.
-    keep_best: how many of those with the highest score stay as well.
-    scores: `metrics.score` by step, as far as known; missing ones are added.
+    directory: the directory of checkpoints.
+    keep_last: the number of newest checkpoints to keep.
+    keep_best: the number of checkpoints with the highest score to keep in addition.
+    scores: `metrics.score` by step, as far as it is known; missing scores are added.
   """
   there = []
   for step in steps(directory):
@@ -70,8 +70,8 @@ def prune(directory: Path, keep_last: int, keep_best: int, scores: dict[int, flo
 def remove_partial(directory: Path) -> None:
   """Delete what other runs left half-written or half-deleted.
 
-  Each is renamed first, atomically: a process that still writes there can then not
-  commit it, since the commit is a rename too, and finds nothing to rename.
+  Each is renamed first, atomically. A process that still writes there can then no longer
+  commit it, since the commit is a rename too, and its source no longer exists.
   """
   for name in os.listdir(directory):
     if _PARTIAL in name or _REMOVED in name:
@@ -86,15 +86,15 @@ def mark_damaged(directory: Path, step: int) -> None:
 
 
 def has_damaged(directory: Path) -> bool:
-  """Whether there are damaged checkpoints."""
+  """Return whether there are damaged checkpoints."""
   return directory.exists() and any(directory.glob(f"*{_DAMAGED}*"))
 
 
 def _remove(path: Path) -> None:
-  """Delete, under a name that is not a step: half a checkpoint must not look whole."""
+  """Delete under a name that is not a step, so that a partial checkpoint never looks whole."""
   gone = path.with_name(f".{path.name.lstrip('.')}{_REMOVED}")
   with contextlib.suppress(OSError):
     path.rename(gone)
   with contextlib.suppress(OSError):
-    gone.unlink()  # a link, or a file that somebody has put there
+    gone.unlink()  # It is a link or a file.
   shutil.rmtree(gone, ignore_errors=True)

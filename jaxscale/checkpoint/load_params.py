@@ -1,6 +1,6 @@
-"""The parameters of a run's newest checkpoint, without its optimizer.
+"""Load the parameters of a run's newest checkpoint, without the optimizer state.
 
-No more than those is read from the disk: of AdamW's three copies one.
+Only the parameters are read from disk: with AdamW, one array in three.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ class LoadedParams(NamedTuple):
   """Parameters of a checkpoint.
 
   Attributes:
-    params: those that the run evaluates: their average, where it keeps one.
-    step: of the checkpoint.
+    params: the parameters that the run evaluates: their average if the run keeps one.
+    step: the step of the checkpoint.
     notes: one line for each newer checkpoint that is damaged.
   """
 
@@ -31,22 +31,22 @@ class LoadedParams(NamedTuple):
 
 
 def newest_params(workdir: str | Path, abstract: Any) -> LoadedParams:
-  """The evaluated parameters of the newest intact checkpoint.
+  """Load the evaluated parameters of the newest intact checkpoint.
 
-  Damaged ones are skipped and left in place: the run itself renames them.
+  Damaged checkpoints are skipped and left in place; only the run itself renames them.
 
   Args:
-    workdir: of a run.
-    abstract: shapes, dtypes and shardings of the parameters; without shardings they
+    workdir: the workdir of a run.
+    abstract: the shapes, dtypes and shardings of the parameters; without shardings they
       are put on this process's first device.
 
   Raises:
-    ConfigError: there is no checkpoint, no intact one, or it is of another model.
+    ConfigError: there is no intact checkpoint, or it belongs to another model.
   """
   directory = (Path(workdir) / "checkpoints").absolute()
   steps = checkpoint_dir.steps(directory)
   if not steps:
-    why = "there is no checkpoint in it, give the directory of a run that has saved one"
+    why = "the run has no checkpoint yet; give the workdir of a run that has saved one"
     raise ConfigError(f"--workdir={workdir}: {why}")
   first_device = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
 
@@ -60,15 +60,15 @@ def newest_params(workdir: str | Path, abstract: Any) -> LoadedParams:
     try:
       return LoadedParams(_load(directory / str(step), abstract), step, tuple(notes))
     except DamagedError as damage:
-      notes.append(f"checkpoint {step} is damaged ({damage}), skipped")
-  raise ConfigError(f"{directory}: no checkpoint there is intact; {notes[-1]}")
+      notes.append(f"skipping checkpoint {step}, which is damaged ({damage})")
+  raise ConfigError(f"{directory}: all checkpoints are damaged; {notes[-1]}")
 
 
 def _load(path: Path, abstract: Any) -> Any:
   leaves = checkpoint_files.read_manifest(path)["leaves"]
   prefix, wanted = "params/", {"params": abstract}
   if averaged := any(name.startswith("average/0/") for name in leaves):
-    # An average is of (params, model_state), of which a stack of layers has none.
+    # The average covers (params, model_state), but a stack of layers has no model_state.
     prefix, wanted = "average/0/", {"average": [abstract, {}]}
   saved = {name: leaf for name, leaf in leaves.items() if name.startswith(prefix)}
   checkpoint_files.check_same_leaves(path, saved, checksum.describe(wanted))

@@ -1,16 +1,16 @@
-"""The lock on a run's workdir: only the newest run that acquired it may write there.
+"""Lock on a run's workdir: only the newest run that acquired it may write there.
 
-A run acquires the next number (its fencing token) by creating `workdir/lock/NUMBER`,
-which only one process can (O_EXCL: atomic on local file systems, on Lustre, and on NFS
-since version 3, open(2)), and removes the number before it. It renews its own by
-touching it. A run whose file is gone has been replaced and must write nothing more:
-touching is a request to the file server, so no stale cache of a directory can hide
-that, and clocks are compared on the server's only.
+A run acquires the next number (its fencing token) by creating `workdir/lock/NUMBER`, which
+only one process can do (O_EXCL is atomic on local file systems, on Lustre, and on NFS since
+version 3, see open(2)), and removes the previous number. The run renews its lock by touching
+the file. A run whose file is gone has been replaced and must not write any more. Touching is
+a request to the file server, so a stale directory cache cannot hide this, and only the
+server's clock matters.
 
-The check alone cannot stop a run that is suspended between it and the write. What
-is committed by a rename is safe all the same: the source of the rename carries the
-token in its name, and the successor moves every such source away before it reads
-what there is (`Checkpoints`). Then the older run's rename finds nothing.
+The check alone cannot stop a run that is suspended between the check and the write. Commits
+by rename are safe nevertheless: the name of the source has the token, and the successor
+moves every such source away before it lists the checkpoints (`Checkpoints`). The rename of
+the older run then finds no source.
 """
 
 from __future__ import annotations
@@ -32,28 +32,28 @@ from jaxscale.cluster import requeue
 from jaxscale.errors import ConfigError, GiveUpError, invalid, unwritable
 from jaxscale.files import read_json, whole_number
 
-RENEW_S = 5.0  # between renewals: one request to the file server
-EXPIRE_S = 60.0  # a lock not renewed for so long is free: 12 renewals missed
-# A later step of the same Slurm job starts because the one before has failed; a node
-# that was lost with it must not cost a minute (3 renewals missed).
+RENEW_S = 5.0  # between renewals, each of which is one request to the file server
+EXPIRE_S = 60.0  # A lock without renewal for so long is free: 12 renewals were missed.
+# A later step of the same Slurm job starts because the previous one failed, maybe with its
+# node. It should not wait a minute, so 3 missed renewals are enough.
 EXPIRE_SAME_JOB_S = 15.0
-_TRIES = 5  # of a process to see the lock of process 0, a second apart
+_TRIES = 5  # a second apart, for other processes to see the lock of process 0
 
 
 _OWNER = {"host": str, "pid": int, "job": str, "since": float, "process": str}
-_LATEST = 1e11  # seconds since the epoch that have a date, of the year 5138
+_LATEST = 1e11  # seconds since 1970; later times have no date in Python (year 5138)
 
 
 class LockOwner(NamedTuple):
-  """A run, as others see it.
+  """Owner of a lock, as other runs see it.
 
   Attributes:
-    host: its name.
-    pid: of process 0, as numbered on that host.
-    job: as `job_of` gives it; "" for none.
-    since: when it acquired the lock, seconds since the epoch, by its own clock.
-    process: identifies this process among all others, also after a reboot, in
-      containers and where numbers are used again; "" where that is unknown.
+    host: the host name.
+    pid: the process id of process 0 on that host.
+    job: the job, from `job_of`; "" without a job.
+    since: the time of acquiring the lock, in seconds since 1970 by the owner's clock.
+    process: a unique id of the process, also across reboots, containers and reused process
+      ids; "" if it is unknown.
   """
 
   host: str
@@ -69,9 +69,9 @@ class LockOwner(NamedTuple):
 
 
 def job_of(env: Mapping[str, str]) -> str:
-  """The Slurm job, step and restart of this process: "slurm-12.0-r1"; "" if none.
+  """Return the Slurm job, step and restart of this process, e.g. "slurm-12.0-r1", or "".
 
-  Of an array task it is "slurm-9_3.0-r1" (srun(1), sbatch(1): SLURM_STEP_ID).
+  For an array task the result is like "slurm-9_3.0-r1" (srun(1), sbatch(1): SLURM_STEP_ID).
   """
   if not (job := requeue.job_name(env)):
     return ""
@@ -80,7 +80,7 @@ def job_of(env: Mapping[str, str]) -> str:
 
 
 def is_restart(job: str, before: str) -> bool:
-  """Whether `job` is a later restart of the job `before`, which so has ended.
+  """Return whether `job` is a later restart of the job `before`, which has then ended.
 
   Example:
     >>> is_restart("slurm-12.0-r1", "slurm-12.3-r0")
@@ -93,71 +93,71 @@ def is_restart(job: str, before: str) -> bool:
 
 
 def job_parts(job: str) -> tuple[str, int] | None:
-  """The job without its step, and its restart."""
+  """Return the job without its step, and its restart count."""
   found = re.fullmatch(r"(.+?)(?:\.\w+)?-r([0-9]{1,18})", job)
   return (found[1], int(found[2])) if found else None
 
 
 def is_alive(owner: LockOwner) -> bool | None:
-  """Whether its process is there; None if that cannot be known from here."""
+  """Return whether the owner's process is alive; None if this host cannot know."""
   here = _identity(os.getpid())
   if not here or not owner.process or owner.host != socket.gethostname():
     return None
   if owner.process.split()[:2] != here.split()[:2]:
-    return None  # another machine, another boot, or another container
+    return None  # on another machine, after another boot, or in another container
   found = _identity(owner.pid)
   if found is None:
     try:
       os.kill(owner.pid, 0)
     except (PermissionError, OverflowError):
-      return None  # another user's process that /proc does not show (hidepid)
+      return None  # /proc may hide the processes of other users (hidepid).
     except OSError:
       return False
   return found == owner.process
 
 
 def _identity(pid: int) -> str | None:
-  """Boot, namespace and start of a process, by proc(5); None if there is none."""
+  """Return boot, namespace and start time of a process, see proc(5); None if it is gone."""
   try:
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     namespace = os.readlink("/proc/self/ns/pid")
     stat = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
   except OSError:
     return None
-  # Field 3 is the state and field 22 the start; the split begins at field 3.
+  # After the split, index 0 is field 3, the state, and index 19 is field 22, the start time.
   return None if stat[0] in "ZX" else f"{boot} {namespace} {stat[19]}"
 
 
 class LockLostError(GiveUpError):
-  """Another run has taken over the directory; the message says which."""
+  """The workdir was taken over by another run, which the message identifies."""
 
 
 class WorkdirLock:
-  """The right to write into one directory, renewed by a thread.
+  """Right to write to a workdir, renewed by a thread.
 
   Example:
     >>> import tempfile
     >>> with acquire(Path(tempfile.mkdtemp())) as lock:
-    ...   lock.check()    # before whatever must not come from two runs
+    ...   lock.check()    # before any write that must come from only one run
     ...   lock.token
     1
   """
 
   def __init__(self, path: Path, owner: LockOwner, renew_s: float = RENEW_S):
-    """Renew `path`, which `acquire` has created."""
+    """Hold the lock file `path`, which `acquire` has created."""
     self.path, self.owner = path, owner
     self.token = int(path.name)
-    self.lost: str | None = None  # why, once it is known
+    self.lost: str | None = None  # the reason, once the lock is known to be lost
     self._released = threading.Event()
     self._thread = threading.Thread(target=self._renew, args=(renew_s,), daemon=True)
     self._thread.start()
 
   def check(self) -> None:
-    """Return if this run still has the lock.
+    """Check that this run still has the lock.
 
     Raises:
-      LockLostError: it has not.
-      OSError: the file system does not say.
+      LockLostError: the run has lost the lock.
+      OSError: the file system does not answer.
     """
     if self.lost is None:
       try:
@@ -170,7 +170,7 @@ class WorkdirLock:
       raise LockLostError(self.lost)
 
   def release(self) -> None:
-    """Give up the lock; the next run need not wait."""
+    """Release the lock, so that the next run need not wait."""
     self._released.set()
     self._thread.join()
     with contextlib.suppress(OSError):
@@ -184,51 +184,51 @@ class WorkdirLock:
 
   def _renew(self, every_s: float) -> None:
     while not self._released.wait(every_s):
-      if why_lost(self):  # not where the file server is away: it may come back
+      if why_lost(self):  # An unreachable file server may come back.
         return
 
   def _why_lost(self) -> str:
     directory = self.path.parent
-    why = "the lock of this run was removed, so another may be writing there; this one"
+    why = "the lock of this run was removed, so another run may be writing; this run"
     with contextlib.suppress(OSError):
       name, token = _newest(directory)
       if token > self.token and (owner := _read(directory / name)):
-        why = f"another run has taken over ({owner}); this one ({self.owner})"
-    return f"{directory.parent}: {why} writes nothing more"
+        why = f"another run has taken over ({owner}); this run ({self.owner})"
+    return f"{directory.parent}: {why} stops writing"
 
 
 def acquire(
   workdir: Path, job: str = "", *, log=print, renew_s=RENEW_S, expire_s=EXPIRE_S
 ) -> WorkdirLock:
-  """Acquire the lock on the directory for this process, or report who has it.
+  """Acquire the lock on a workdir for this process, or report its owner.
 
-  A run that is dead is replaced at once where that can be known: on the same
-  machine, or where `job` is a restart of the owner's. Elsewhere it is given
-  `expire_s` seconds since its last renewal, and replaced if no other comes.
+  A run that is known to be dead is replaced at once: on the same machine, or if `job` is a
+  restart of the owner's job. Otherwise the owner's lock expires `expire_s` seconds after its
+  last renewal, unless it is renewed again.
 
   Args:
-    workdir: of the run; it is there.
-    job: as `job_of` gives it.
-    log: is called with a line about why this waits.
-    renew_s: seconds between renewals.
-    expire_s: seconds after which a lock that is not renewed is free.
+    workdir: the run's workdir, which exists.
+    job: the job of this process, from `job_of`.
+    log: a function that is called with a line about the reason to wait.
+    renew_s: the seconds between renewals.
+    expire_s: the seconds without renewal after which a lock is free.
 
   Raises:
-    ConfigError: a run that is alive has the lock, or it cannot be written.
+    ConfigError: a live run has the lock, or the lock cannot be written.
   """
   directory, host, pid = workdir / "lock", socket.gethostname(), os.getpid()
   me = LockOwner(host, pid, job, time.time(), _identity(pid) or "")
   try:
     directory.mkdir(exist_ok=True)
     while True:
-      _server_time(directory)  # writing there makes an NFS client forget its cache
+      _server_time(directory)  # A write makes an NFS client drop its directory cache.
       name, token = _newest(directory)
       if name.isdigit() and (owner := _read(directory / name)):
         _wait_until_free(directory / name, owner, me, log, expire_s)
       path = directory / str(token + 1)
       if _create(path, me):
         break
-      time.sleep(0.05)  # another process was faster: look who
+      time.sleep(0.05)  # Another process was faster; check its lock.
     for name, number in _tokens(directory):
       if number <= token:
         (directory / name).unlink(missing_ok=True)
@@ -238,11 +238,11 @@ def acquire(
 
 
 def acquire_for_all(workdir: Path) -> WorkdirLock | None:
-  """`acquire` in process 0; None in the others. All must call it.
+  """Call `acquire` in process 0 and return None in the others; all must call it.
 
   Raises:
-    ConfigError: in all, as `acquire` in process 0, or because the directory of
-      another process is not the same.
+    ConfigError: in all processes, if `acquire` fails in process 0, or if another process
+      has a different directory at this path.
   """
   lock, error = None, None
   if cluster.is_leader():
@@ -261,7 +261,7 @@ def acquire_for_all(workdir: Path) -> WorkdirLock | None:
       lock.release()
     others = f" and {len(blind) - 1} more" if len(blind) > 1 else ""
     why = f"is not shared: {blind[0]}{others} does not see lock/{newest[0]}, which "
-    why += f"process 0 on {newest[1]['host']} wrote there"
+    why += f"process 0 on {newest[1]['host']} wrote"
     raise invalid("--workdir", str(workdir), why, "use a directory that all nodes mount")
   return lock
 
@@ -271,7 +271,7 @@ def _is_seen(directory: Path, name: str, owner: LockOwner) -> bool:
   for attempt in range(_TRIES):
     time.sleep(min(attempt, 1))
     with contextlib.suppress(OSError):
-      # Asks the server, so that an NFS client forgets that there was no such directory.
+      # This request makes an NFS client forget that the directory did not exist.
       directory.mkdir(parents=True, exist_ok=True)
       _server_time(directory)
     with contextlib.suppress(OSError):
@@ -281,22 +281,22 @@ def _is_seen(directory: Path, name: str, owner: LockOwner) -> bool:
 
 
 def check_for_all(lock: WorkdirLock | None) -> None:
-  """`WorkdirLock.check` in process 0, for all of them; all must call it.
+  """Call `WorkdirLock.check` in process 0; all processes must call it.
 
   Raises:
-    LockLostError: in all.
+    LockLostError: in all processes, if the lock is lost.
   """
   if why := cluster.from_leader(why_lost(lock)):
     raise LockLostError(why)
 
 
 def running(workdir: Path) -> LockOwner | None:
-  """The run that holds the lock of a workdir; None: none that is alive.
+  """Return the live run that holds the lock of a workdir; None if there is none.
 
-  Of a run on another host its last renewal decides, by the server's clock.
+  A run on another host counts as alive by its last renewal, on the server's clock.
 
   Raises:
-    OSError: the directory cannot be written, so nobody knows that clock.
+    OSError: the directory cannot be written, so the server's clock is unknown.
   """
   directory = workdir / "lock"
   if not directory.is_dir():
@@ -312,17 +312,17 @@ def running(workdir: Path) -> LockOwner | None:
 
 
 def why_lost(lock: WorkdirLock | None) -> str | None:
-  """What `WorkdirLock.check` raises, if the lock is lost; None: there is no lock."""
+  """Return the message of `WorkdirLock.check` if the lock is lost; None if it is held."""
   if lock is None:
     return None
-  # Of an error of the file system the write itself will say what is wrong.
+  # If the file system fails, the write itself will report the error.
   with contextlib.suppress(OSError, LockLostError):
     lock.check()
   return lock.lost
 
 
 def is_held(lock: WorkdirLock | None) -> bool:
-  """Whether a file may be written: there is no lock, or it is ours."""
+  """Return whether files may be written: there is no lock, or this run holds it."""
   return why_lost(lock) is None
 
 
@@ -330,7 +330,7 @@ def _wait_until_free(path: Path, owner: LockOwner, me: LockOwner, log, expire_s:
   """Return once the owner of `path` counts as dead.
 
   Raises:
-    ConfigError: it is alive.
+    ConfigError: the owner is alive.
   """
   is_there = is_alive(owner)
   if is_restart(me.job, owner.job) or is_there is False:
@@ -344,7 +344,7 @@ def _wait_until_free(path: Path, owner: LockOwner, me: LockOwner, log, expire_s:
       renewed = path.stat().st_mtime
       age = _server_time(path.parent) - renewed
     except FileNotFoundError:
-      return  # it has left, or another one was faster
+      return  # The owner has released it, or another run was faster.
     if age >= expire_s:
       return
     if is_there or (seen is not None and renewed > seen):
@@ -362,29 +362,29 @@ def _wait_until_free(path: Path, owner: LockOwner, me: LockOwner, log, expire_s:
 
 
 def _read(path: Path) -> LockOwner | None:
-  """Who has or had it; None if it is gone."""
+  """Return the owner in a lock file; None if the file is gone."""
   if not path.exists():
     return None
   owner = read_json(path, _OWNER)
-  if not owner or not 0 <= owner["since"] < _LATEST:  # created and not yet written
+  if not owner or not 0 <= owner["since"] < _LATEST:  # The file may not be written yet.
     return LockOwner("unknown", 0, "", time.time(), "")
   return LockOwner(**{name: owner[name] for name in _OWNER})
 
 
 def _newest(directory: Path) -> tuple[str, int]:
-  """The file of the highest token ever acquired, and the token; "" and 0: none."""
+  """Return the file of the highest token ever acquired, and the token; "" and 0 if none."""
   return max(_tokens(directory), key=lambda t: t[1], default=("", 0))
 
 
 def _tokens(directory: Path) -> list[tuple[str, int]]:
   names = os.listdir(directory)
   found = [(name, whole_number(name.removesuffix(".released"))) for name in names]
-  # Where a number is both held and released, it is held no more.
+  # If a number is both held and released, it is released.
   return sorted(((n, t) for n, t in found if t is not None), key=lambda t: -len(t[0]))
 
 
 def _create(path: Path, owner: LockOwner) -> bool:
-  """Whether this process was the one to create it."""
+  """Create a lock file; return False if another process already did."""
   try:
     descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644)
   except FileExistsError:
@@ -397,12 +397,12 @@ def _create(path: Path, owner: LockOwner) -> bool:
     raise
   if _newest(path.parent)[0] == path.name:
     return True
-  path.unlink()  # others have come and gone while this one was slow
+  path.unlink()  # A later lock exists, as this process was slow.
   return False
 
 
 def _server_time(directory: Path) -> float:
-  """Now, by the clock that stamps the files of this directory."""
+  """Return the current time by the clock that stamps files in this directory."""
   path = directory / f".clock-{socket.gethostname()}-{os.getpid()}"
   path.touch()
   try:

@@ -1,12 +1,12 @@
-"""Checkpoints: saved in the background, committed by one rename, trusted by checksum.
+"""Checkpoints: saved in the background, committed by one rename, verified by checksums.
 
-A killed run leaves whole checkpoints or none. Flipped bytes, cut and missing files
-are found by the manifest; a damaged checkpoint is renamed to `<step>.damaged`,
-never deleted, and the one before is used.
+A killed run leaves whole checkpoints or none. The manifest reveals changed bytes and
+truncated or missing files. A damaged checkpoint is renamed to `<step>.damaged`, never
+deleted, and the previous one is used.
 
-Processes agree only where all of them are, in the main thread: one whose disk is
-full reports it there, and none waits for it. Only process 0 commits, and only while it
-has the lock on the directory (lock.py).
+Processes agree only at points that all reach, in the main thread. A process whose disk is
+full reports it there, and none waits for it. Only process 0 commits, and only while it holds
+the lock on the workdir (lock.py).
 """
 
 from __future__ import annotations
@@ -46,17 +46,17 @@ class UnsavedError(Exception):
 
 @dataclasses.dataclass
 class _Save:
-  """A save that has begun.
+  """Save in progress.
 
   Attributes:
-    step: of the state.
-    size: bytes of the state.
-    directory: where it is written to.
-    manifest: of the checkpoint; its checksums come last.
-    work: this process's part of the present phase, writing or committing.
-    is_last: whether the save is done when every process has done its part.
-    sums: this process's part of the checksums, once it has been computed.
-    stored: the same of what it has written, as it is on the disk.
+    step: the step of the state.
+    size: the size of the state in bytes.
+    directory: the temporary directory that is written to.
+    manifest: the manifest of the checkpoint; checksums are added last.
+    work: this process's part of the current phase, writing or committing.
+    is_last: True if the save is done when every process has done its part.
+    sums: this process's part of the checksums, once it is computed.
+    stored: this process's part of the checksums of what is on disk.
   """
 
   step: int
@@ -69,21 +69,21 @@ class _Save:
   stored: dict[int, int] = dataclasses.field(default_factory=dict)
 
   def add_checksums(self) -> None:
-    """Complete the manifest; all processes call it.
+    """Complete the manifest with checksums; all processes call it.
 
     Raises:
-      NonFiniteError: in all, if the state of any holds NaN or Inf.
-      DamagedError: in all, if the disk does not have what was to be saved.
+      NonFiniteError: in all processes, if the state has NaN or Inf in any.
+      DamagedError: in all processes, if the disk has different content.
     """
     leaves = self.manifest["leaves"]
     try:
       checksum.with_checksums(leaves, self.sums, stored=self.stored)
-    except FloatingPointError as e:  # what a delayed exchange has not sent yet
+    except FloatingPointError as e:  # A delayed exchange may hold NaN that was not sent yet.
       raise NonFiniteError(self.step, str(e)) from None
 
 
 class Checkpoints:
-  """The checkpoints of one run; every process makes and calls it alike.
+  """Checkpoints of one run; every process must create it and make the same calls.
 
   Example:
     >>> with Checkpoints("runs/x/checkpoints") as checkpoints:
@@ -104,23 +104,23 @@ class Checkpoints:
     lock: WorkdirLock | None = None,
     split: Split | None = None,
   ):
-    """Open a directory of checkpoints; it is made by the first save.
+    """Open a directory of checkpoints, which the first save creates.
 
     Args:
-      directory: has one subdirectory per step.
-      keep_last: how many of the newest stay.
-      keep_best: how many with the best `metrics.score` stay as well.
-      on_failure: of a disk in a save: "stop" raises it, "continue" logs it.
-      max_wait_s: seconds that a save waits for the one before; then it is left out.
-      local: a folder of each node that has copies as well (local.py).
-      shared_every: with them, every so many saves one is to `directory`.
-      lock: on the workdir, in process 0; None: no other run writes there.
-      split: how gradients are split that are exchanged
+      directory: the directory with one subdirectory per step.
+      keep_last: the number of newest checkpoints to keep.
+      keep_best: the number of checkpoints with the best `metrics.score` to keep in addition.
+      on_failure: the action if a disk fails in a save: "stop" raises, "continue" logs.
+      max_wait_s: the seconds that a save waits for the previous one before it is skipped.
+      local: a folder on each node for additional copies (node_copies.py).
+      shared_every: with local copies, the number of saves per save to `directory`.
+      lock: the lock on the workdir, in process 0; None if no other run may write there.
+      split: how exchanged gradients are split
         (`parallel.layout_exchange.exchange_split`).
     """
     self.directory = Path(expand(directory)).absolute()
     self.identity: dict[str, Any] | None = None  # of data and code, for manifests
-    self.unsaved: str | None = None  # why the newest save failed, if it did
+    self.unsaved: str | None = None  # the reason, if the newest save failed
     self._keep = keep_last, keep_best
     self._stops = on_failure == "stop"
     self._max_wait_s = max_wait_s
@@ -156,16 +156,16 @@ class Checkpoints:
         self._local.close(saved)
 
   def steps(self) -> list[int]:
-    """Steps that have a committed checkpoint, oldest first; asks the disk."""
+    """Return the steps that have a committed checkpoint on disk, oldest first."""
     return checkpoint_dir.steps(self.directory)
 
   def newest(self) -> int:
-    """The step that `restore` begins from, 0: none; all processes call it."""
+    """Return the step that `restore` would load, or 0; all processes call it."""
     shared = cluster.from_leader(max(self.steps(), default=0))
     return (self._local and self._local.newest(shared)) or shared
 
   def _known_steps(self) -> list[int] | None:
-    """The same; None where the disk fails, which the save that asks will report."""
+    """Return the committed steps; None if the disk fails, which the caller reports."""
     with contextlib.suppress(ConfigError, OSError):
       return self.steps()
     return None
@@ -173,25 +173,25 @@ class Checkpoints:
   def save(
     self, state: TrainState, metrics: dict[str, float] | None = None, *, is_needed: bool = True
   ) -> None:
-    """Start writing the state; returns once it is copied off the devices.
+    """Start writing the state; return once it is copied off the devices.
 
-    Does nothing for a step that is saved already. Checksums are computed while it is
-    written: a state that holds NaN or Inf is found then, and no checkpoint is made.
+    A step that is already saved is skipped. Checksums are computed during the write, which
+    also finds NaN and Inf in the state: then no checkpoint is made.
 
-    With copies on the nodes, only every `shared_every`-th save is shared, and the first
-    of a start. One that is due while the one before is still being written does not
-    wait for it: the next one is shared.
+    With local copies, the first save of a start and then every `shared_every`-th one is
+    shared. A shared save that is due while the previous one is still being written does
+    not wait: the next save is shared instead.
 
     Args:
-      state: what to save; it may be donated as soon as this returns.
-      metrics: of an evaluation at this step; `metrics.score` ranks the best.
-      is_needed: share it, and wait for the save before, however long it takes. False:
-        where a slow disk has not done it within `max_wait_s`, leave this one out, and
-        log so.
+      state: the state to save, which may be donated as soon as this returns.
+      metrics: the metrics of an evaluation at this step; `metrics.score` ranks the best.
+      is_needed: True makes the save shared and waits for the previous one as long as needed.
+        False skips the save, and logs it, if a slow disk has not finished the previous one
+        within `max_wait_s`.
 
     Raises:
-      NonFiniteError, UnsavedError, LockLostError: as `poll`, of the save before.
-      UnsavedError: it cannot be written.
+      NonFiniteError, UnsavedError, LockLostError: the previous save failed, as for `poll`.
+      UnsavedError: the state cannot be written.
       LockLostError: another run has taken over the directory.
     """
     within_s = math.inf if is_needed else self._max_wait_s
@@ -208,12 +208,12 @@ class Checkpoints:
       self._start(state, metrics)
     elif not has_copy and cluster.is_leader():
       assert self._saving is not None
-      line = f"checkpoint of step {state.step} is left out: that of step"
-      line += f" {self._saving.step} is still being written,"
-      logger.warning(f"{line} {self._max_wait_s:g} s later")
+      line = f"skipping the checkpoint of step {state.step}: the one of step"
+      line += f" {self._saving.step} is still being written"
+      logger.warning(f"{line} after {self._max_wait_s:g} s")
 
   def _start(self, state: TrainState, metrics: dict[str, float] | None) -> None:
-    """Start a save to the shared directory, where none is in progress."""
+    """Start a save to the shared directory, if none is in progress."""
     if (save := self._begin(state, metrics)) is None:
       return
     is_alone = jax.process_count() == 1
@@ -230,7 +230,7 @@ class Checkpoints:
         finally:
           written()
         save.stored = checkpoint_files.read_back(save.directory, save.manifest, shards, save.sums)
-        shards.clear()  # the bytes that only they keep
+        shards.clear()  # Frees memory that only the shards keep.
         if is_alone:
           save.add_checksums()
           self._commit(save)
@@ -242,7 +242,7 @@ class Checkpoints:
       self._local.reports_nan = False
 
   def _begin(self, state: TrainState, metrics: dict[str, float] | None) -> _Save | None:
-    """A save with a directory to write to; None: there is one, or it has failed."""
+    """Begin a save with its directory; None if the step is saved, or if that failed."""
     step, error = int(state.step), None
     token = self._lock.token if self._lock is not None else 0
     lost, is_there = why_lost(self._lock), step in (self._known_steps() or ())
@@ -269,7 +269,7 @@ class Checkpoints:
     return None if has_failed and not self._agree(save, error) else save
 
   def _make_directory(self, step: int, token: int) -> None:
-    """Where all processes write this step; one process calls it."""
+    """Create the directory that all processes write this step to; one process calls it."""
     if self._lock is not None:
       self._lock.check()
     self.directory.mkdir(parents=True, exist_ok=True)
@@ -278,14 +278,14 @@ class Checkpoints:
     checkpoint_dir.partial_path(self.directory, step, token).mkdir()
 
   def poll(self) -> None:
-    """Advance the save that has begun, without waiting for it.
+    """Advance the save in progress without waiting for it.
 
-    All processes must call it, and often: each call can take a save one phase
-    further, from written by all to committed.
+    All processes must call it, and often: each call can advance a save by one phase, from
+    written by all to committed.
 
     Raises:
-      NonFiniteError: the state held NaN or Inf.
-      UnsavedError: it could not be written ("stop").
+      NonFiniteError: the state has NaN or Inf.
+      UnsavedError: the state could not be written, and `on_failure` is "stop".
       LockLostError: another run has taken over the directory.
     """
     lost = None if self._lock is None else self._lock.lost
@@ -297,13 +297,13 @@ class Checkpoints:
       self._advance(self._saving)
 
   def wait(self) -> None:
-    """Until what was saved is committed; raises as `poll` does."""
+    """Wait until the save is committed; raise as `poll`."""
     if self._local:
       self._local.finish()
     self._finish(math.inf)
 
   def _finish(self, within_s: float) -> bool:
-    """Whether what was saved is committed, at the latest after these seconds."""
+    """Wait at most `within_s` seconds; return whether the save is committed."""
     until = time.monotonic() + within_s
     while (save := self._saving) is not None:
       left = None if within_s == math.inf else max(until - time.monotonic(), 0)
@@ -313,13 +313,13 @@ class Checkpoints:
     return True
 
   def _advance(self, save: _Save) -> bool:
-    """Enter the next phase; False: a process has not done its part of this one."""
+    """Enter the next phase; return False if a process has not done its part of this one."""
     if cluster.any_process(not save.work.done()):
       return False
     self._saving = None
     try:
       error = save.work.exception()
-      if isinstance(error, NonFiniteError):  # of a process that is alone
+      if isinstance(error, NonFiniteError):  # Found by a process that runs alone.
         raise error
       if not self._agree(save, error) or save.is_last:
         return True
@@ -327,7 +327,7 @@ class Checkpoints:
     except NonFiniteError:
       self._discard(save)
       if self._local:
-        self._local.reports_nan = False  # once is enough
+        self._local.reports_nan = False  # One report is enough.
       raise
     except DamagedError as e:
       self._agree(save, e)
@@ -339,10 +339,10 @@ class Checkpoints:
     return True
 
   def _agree(self, save: _Save, error: BaseException | None) -> bool:
-    """Whether no process has failed at this save; else undo it, log or raise why."""
+    """Return whether all processes succeeded; else undo the save, and log or raise the error."""
     mine = None
     if error is not None:
-      # Before what was written is removed, which frees inodes again.
+      # Look now, as removing the written files frees inodes.
       folder = next(p for p in save.directory.parents if p.exists())
       advice = disk_advice(checkpoint_files.error_number(error), folder)
       kind = checkpoint_files.is_of_disk(error), checkpoint_files.lack_of(error, folder), advice
@@ -352,8 +352,8 @@ class Checkpoints:
       if save.is_last:
         self.unsaved = None
       return True
-    self._until_shared = 0  # the next save tries again
-    # A successor moves away what this run was writing: then that is the cause.
+    self._until_shared = 0  # The next save tries again.
+    # A successor moves away the files that this run was writing, which causes the error.
     check_for_all(self._lock)
     process, of_disk, lack, advice, why = failures[0]
     line = None
@@ -366,7 +366,7 @@ class Checkpoints:
     line = str(cluster.from_leader(line))
     kept = cluster.from_leader(self._known_steps())
     newest = f"step {kept[-1]}" if kept else "unknown" if kept is None else "none"
-    line += f"; the newest that is: {newest}"
+    line += f"; the newest checkpoint: {newest}"
     self.unsaved = f"{line}; {advice}"
     if self._stops or not of_disk:
       raise UnsavedError(self.unsaved)
@@ -375,39 +375,39 @@ class Checkpoints:
     return False
 
   def _discard(self, save: _Save) -> None:
-    """Delete what was written of a save that failed."""
+    """Delete the files of a save that failed."""
     if cluster.is_leader():
       self._failed.append(save.directory)
       self._remove_failed()
 
   def _remove_failed(self) -> None:
-    """Again at each save: a failed one may have kept writing for a while."""
+    """Delete failed saves; called at each save, as a failed one may still write for a while."""
     for directory in self._failed:
       shutil.rmtree(directory, ignore_errors=True)
 
   def _commit(self, save: _Save) -> None:
-    """Make a checkpoint of what all have written, then delete those not kept."""
+    """Commit what all processes have written, then delete checkpoints that are not kept."""
     checkpoint_files.finish(save.directory, save.manifest)
-    with contextlib.suppress(FileNotFoundError):  # whose lines up to this step count
+    with contextlib.suppress(FileNotFoundError):  # The metrics up to this step must be on disk.
       sync(self.directory.parent / "metrics.jsonl")
     if self._lock is not None:
       self._lock.check()
-    # From here on a successor may have taken over, but not have seen this step
-    # missing: it renames the source of this rename first (`remove_partial`).
+    # From here on a successor may have taken over, but it cannot have missed this step: it
+    # first renames the source of this rename (`remove_partial`).
     try:
       save.directory.rename(self.directory / str(save.step))
     except FileNotFoundError:
       if self._lock is not None:
         self._lock.check()
       raise
-    # The entry of a folder is in its parent: those of a new run are new, too.
+    # A folder's entry is in its parent, and a new run's parents are new as well.
     for folder in (self.directory, *self.directory.parents[:2]):
       sync(folder)
     self._scores[save.step] = score(save.manifest["metrics"])
     checkpoint_dir.prune(self.directory, *self._keep, self._scores)
 
   def _remove_partial(self) -> None:
-    """Once, before a checkpoint there is restored."""
+    """Remove partial checkpoints, once, before anything is restored."""
     if cluster.is_leader() and not self._is_clean and self.directory.exists():
       self._is_clean = True
       checkpoint_dir.remove_partial(self.directory)
@@ -415,20 +415,20 @@ class Checkpoints:
   def restore(
     self, abstract: TrainState, resize: reshard.Resize | None = None
   ) -> TrainState | None:
-    """The newest intact state, sharded as asked for; None if there is none.
+    """Load the newest intact state, sharded as requested; None if there is none.
 
-    That of the copies on the nodes, where all processes have one of the same newer
-    step, else that of the shared checkpoints.
+    This is the local copy if all processes have one of the same step that is newer than
+    the shared checkpoints, and otherwise a shared checkpoint.
 
     Args:
-      abstract: shapes, dtypes and shardings (`state.abstract_state`); any mesh.
-      resize: `Exchange.resize`, for a state that was saved on another number of
-        devices. On the same number the state is the one that was saved, bit for bit.
+      abstract: the shapes, dtypes and shardings (`state.abstract_state`), on any mesh.
+      resize: `Exchange.resize`, for a state that was saved on a different number of
+        devices. On the same number, the state is restored bit for bit.
 
     Raises:
-      ConfigError: it belongs to another model, optimizer or exchange, or to other
-        devices or another layout and cannot be carried over, or every checkpoint
-        there is damaged.
+      ConfigError: the checkpoint belongs to another model, optimizer or exchange; or to
+        other devices or another layout and cannot be converted; or all checkpoints are
+        damaged.
     """
     steps = cluster.from_leader(self.steps())
     if self._local:
@@ -445,11 +445,11 @@ class Checkpoints:
         older = [s for s in steps if s < step]
         if cluster.is_leader():
           then = f"resuming from {older[-1]}" if older else "and there is no older one"
-          what = f"checkpoint {step} is damaged ({damage}); renamed to {step}.damaged"
+          what = f"checkpoint {step} is damaged ({damage}); renamed it to {step}.damaged"
           logger.warning(f"{what}, {then}")
         rename = functools.partial(checkpoint_dir.mark_damaged, self.directory, step)
         cluster.on_leader(rename, f"rename checkpoint {step}")
     if cluster.from_leader(checkpoint_dir.has_damaged(self.directory)):
-      why = "every checkpoint is damaged; use another --workdir to start anew"
+      why = "all checkpoints are damaged; use another --workdir to start anew"
       raise ConfigError(f"{self.directory}: {why}")
     return None

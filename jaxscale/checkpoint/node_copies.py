@@ -1,17 +1,17 @@
-"""Copies of the state in a folder of each node: quick to write, for the next start.
+"""Local copies of the state in a folder on each node, which are quick to write.
 
-Each process writes all that its devices hold into a file of its own (node_file.py),
-and renames it when it is whole. There are two of them at most: the newest that all
-processes have whole, and the one before, which the next is written over.
+Each process writes the data of its devices to a file of its own (node_file.py), and renames
+the file when it is whole. It keeps at most two files: the newest that all processes have
+completed, and the previous one, which the next copy overwrites.
 
-`local.json`, with the shared checkpoints, is what counts: the id of the start that has
-written the files, drawn at random, and the step of which all processes have one.
-Process 0 writes it, while it has the lock. So files of another run, or of an older
-start that somebody has suspended, are never restored; nor are those that were passed
-over once, since the record is deleted then.
+`local.json`, in the directory of shared checkpoints, records the valid copy: the random id
+of the start that wrote the files, and the step that all processes have. Process 0 writes it
+while it holds the lock. So files of another run, or of an older start that was suspended,
+are never restored. Copies that a start did not use are not restored later either, as it
+deletes the record.
 
-Nothing here is needed: where a file is missing, damaged or of other devices, the run
-resumes from the shared checkpoint, and where the folder is full, it saves to that only.
+Copies are optional: if a file is missing, damaged or from other devices, the run resumes
+from the shared checkpoint, and if the folder is full, it only saves shared checkpoints.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _RECORD = {"run": str, "step": int}
 
 
 class LocalCopies:
-  """The copies of one run on this node; every process makes and calls it alike."""
+  """Local copies of one run on this node; every process must make the same calls."""
 
   def __init__(
     self,
@@ -55,38 +55,38 @@ class LocalCopies:
     lock: WorkdirLock | None = None,
     split: Split | None = None,
   ):
-    """Copies of what is saved in a directory of checkpoints.
+    """Set up the copies that belong to a directory of shared checkpoints.
 
     Args:
-      folder: on each node, in which a folder of this run is made.
-      directory: of the shared checkpoints.
-      lock: on the workdir, in process 0.
-      split: how gradients are split, as of `Checkpoints`.
+      folder: a folder on each node, in which the run's own folder is created.
+      directory: the directory of shared checkpoints.
+      lock: the lock on the workdir, in process 0.
+      split: how gradients are split, as for `Checkpoints`.
     """
     name = hashlib.sha256(str(directory.resolve()).encode()).hexdigest()[:16]
     self.folder = folder / f"jaxscale-{os.geteuid()}-{name}"
-    self.step = 0  # of the newest state that was, or is being, copied
-    self.reports_nan = True  # False: a save of the same state does
+    self.step = 0  # the step of the newest state that was, or is being, copied
+    self.reports_nan = True  # False if a save of the same state reports NaN.
     self._record, self._lock = directory / RECORD, lock
     self._split = None if split is None else json.loads(json.dumps(split._asdict()))
     self._run = ""
     self._is_off = False
-    self._whole: Path | None = None  # the newest that all processes have
-    self._next: Path | None = None  # what is being written
-    self._spare: Path | None = None  # what may be written over
+    self._whole: Path | None = None  # the newest copy that all processes have
+    self._next: Path | None = None  # the copy being written
+    self._spare: Path | None = None  # a file to overwrite
     self._pool = futures.ThreadPoolExecutor(1, "local copy")
     self._work: futures.Future[None] | None = None
-    self._is_last = False  # whether all is done when the work is
+    self._is_last = False  # whether the copy is done when the work is
 
   def save(self, state: Any, within_s: float) -> bool:
-    """Begin to copy a state; whether there is a copy of it, or will be.
+    """Begin to copy a state; return whether a copy exists or is being written.
 
     Args:
-      state: of `jax.Array`s; may be donated as soon as this returns.
-      within_s: seconds to wait for the copy before, which is left to end otherwise.
+      state: a tree of `jax.Array`s, which may be donated as soon as this returns.
+      within_s: the seconds to wait for the previous copy; after these, this one is skipped.
 
     Raises:
-      NonFiniteError, LockLostError: as `advance`, of the copy before.
+      NonFiniteError, LockLostError: the previous copy failed, as for `advance`.
     """
     if self._is_off or not self.finish(within_s) or self._is_off:
       return False
@@ -108,23 +108,23 @@ class LocalCopies:
     return True
 
   def _write(self, footer: dict[str, Any], shards: list[node_file.Shard]) -> None:
-    """Write the file of this process; in a thread."""
+    """Write this process's file; runs in a thread."""
     self._open_folder()
     name = f"{footer['process']}-{footer['run']}"
     scratch = self.folder / f"{name}.tmp"
-    if self._spare is not None:  # its pages are there, which saves half of the time
+    if self._spare is not None:  # Overwriting allocated pages takes half of the time.
       with contextlib.suppress(FileNotFoundError):
         self._spare.rename(scratch)
     self._next = self._spare = scratch
     node_file.write_copy(scratch, footer, shards)
-    shards.clear()  # the memory that only they keep
+    shards.clear()  # Frees memory that only the shards keep.
     self._next = self.folder / f"{name}-{footer['step']}"
     scratch.rename(self._next)
     if self._is_last:
       self._commit()
 
   def _open_folder(self) -> None:
-    """Make the folder, and delete what other starts have left for this process."""
+    """Create the folder, and delete this process's files of other starts."""
     if self._spare is not None:
       return
     self.folder.mkdir(mode=0o700, exist_ok=True)
@@ -139,19 +139,19 @@ class LocalCopies:
           path.unlink()
 
   def _commit(self) -> None:
-    """Record the copy that all processes have; in a thread of process 0."""
+    """Record the copy that all processes have; runs in a thread of process 0."""
     if self._lock is not None:
       self._lock.check()
     self._record.parent.mkdir(parents=True, exist_ok=True)
     write_json(self._record, {"run": self._run, "step": self.step})
 
   def advance(self) -> bool:
-    """Enter the next phase; False: a process has not done its part of this one.
+    """Enter the next phase; return False if a process has not done its part of this one.
 
     All processes call it.
 
     Raises:
-      NonFiniteError: the state held NaN or Inf, and nothing else reports it.
+      NonFiniteError: the state has NaN or Inf, and no shared save reports it.
       LockLostError: another run has taken over.
     """
     if self._work is None:
@@ -169,7 +169,7 @@ class LocalCopies:
     return True
 
   def _agree(self, error: BaseException | None) -> bool:
-    """Whether no process has failed; else copies end here, and a line has the cause."""
+    """Return whether all processes succeeded; else disable copies and log the cause."""
     mine = None
     if error is not None:
       of_state = isinstance(error, FloatingPointError)
@@ -188,11 +188,11 @@ class LocalCopies:
     self._is_off = True
     self._remove(self._next)
     if cluster.is_leader():
-      logger.warning(f"no more local copies: {why}; all saves are to the shared disk")
+      logger.warning(f"local copies are disabled: {why}; all saves go to the shared disk")
     return False
 
   def finish(self, within_s: float = math.inf) -> bool:
-    """Whether the copy is whole and recorded, at the latest after these seconds."""
+    """Wait at most `within_s` seconds; return whether the copy is complete and recorded."""
     until = time.monotonic() + within_s
     while self._work is not None:
       left = None if within_s == math.inf else max(until - time.monotonic(), 0)
@@ -202,19 +202,19 @@ class LocalCopies:
     return True
 
   def newest(self, shared: int) -> int | None:
-    """Step of the copy that all processes have, if it is newer than the shared one.
+    """Return the step of the copy that all processes have, if it is newer than the shared one.
 
     All processes call it.
 
     Args:
-      shared: step of the newest shared checkpoint; 0: there is none, and nothing to
-        say that a copy is of the same experiment.
+      shared: the step of the newest shared checkpoint; 0 if there is none, and then no
+        copy is used, as nothing shows that it belongs to the same experiment.
     """
     found, why = self._find(shared)
     return found["step"] if found and not why else None
 
   def _find(self, shared: int) -> tuple[dict[str, Any], str]:
-    """The record of a copy that is newer than the shared one, and why it is no use."""
+    """Return the record of a copy newer than the shared one, and the reason not to use it."""
     is_leader = cluster.is_leader()
     record = read_json(self._record, _RECORD) if is_leader else None
     record = cluster.from_leader(record)
@@ -231,12 +231,12 @@ class LocalCopies:
     return None
 
   def restore(self, shared: int, abstract: Any) -> Any:
-    """The state of `newest`; None: there is none that can be used, and a line says so.
+    """Load the state of `newest`; None if no copy is usable, which is logged.
 
     All processes call it.
 
     Args:
-      shared: as of `newest`.
+      shared: the step of the newest shared checkpoint, as for `newest`.
       abstract: a tree of `jax.ShapeDtypeStruct`s with shardings.
     """
     record, why = self._find(shared)
@@ -260,34 +260,35 @@ class LocalCopies:
     with node_file.open_copy(self._path(record)) as file:
       footer = self._footer(file, record)
       if footer.get("split") != self._split:
-        raise DamagedError("it is of another layout")
+        raise DamagedError("it has a different layout")
       return node_file.read_state(file, footer["leaves"], abstract)
 
   def _footer(self, file: BufferedReader, record: dict[str, Any]) -> dict[str, Any]:
-    """The footer of this process's file, which is as long as that says."""
+    """Return the footer of this process's file, after checking the file's length."""
     footer = node_file.read_footer(file)
     own = {"process": jax.process_index(), "processes": jax.process_count()}
     if any(footer[key] != value for key, value in (record | own).items()):
-      raise DamagedError("it is of another run or step")
+      raise DamagedError("it belongs to another run or step")
     return footer
 
   def _path(self, record: dict[str, Any]) -> Path:
-    # The run may be any text where somebody has written the record.
+    # The record is text that anybody may have written, so the run may be any string.
     name = f"{jax.process_index()}-{record['run']}-{record['step']}"
     return self.folder / Path(name.replace("\0", "")).name
 
   def close(self, saved: int | None) -> None:
-    """End the thread; delete the copies if the run has no more use for them.
+    """End the thread; delete the copies if the run no longer needs them.
 
     Args:
-      saved: step of the newest shared checkpoint, if all went well; None: keep them.
+      saved: the step of the newest shared checkpoint if the run succeeded; None keeps the
+        copies.
     """
     self._pool.shutdown(wait=True)
     if saved is None or saved < self.step:
       return
     for path in (self._whole, self._next, self._spare):
       self._remove(path)
-    with contextlib.suppress(OSError):  # another process still has files there
+    with contextlib.suppress(OSError):  # Another process still has files in it.
       self.folder.rmdir()
     if cluster.is_leader():
       forget(self._record.parent)
@@ -299,13 +300,13 @@ class LocalCopies:
 
 
 def forget(directory: Path) -> None:
-  """Delete the record in a directory of checkpoints: its copies are passed over."""
+  """Delete the record in a directory of checkpoints, so that its copies are not used."""
   with contextlib.suppress(OSError):
     (directory / RECORD).unlink()
 
 
 def _first(problem: str | None) -> str:
-  """The first problem of any process, with its place; "": none has one."""
+  """Return the first problem of any process with its process and host; "" if there is none."""
   where = f"process {jax.process_index()} on {_host()}"
   found = cluster.gather(problem and f"{problem} ({where})")
   return next(filter(None, found), "")
@@ -313,7 +314,7 @@ def _first(problem: str | None) -> str:
 
 def _why(error: Exception) -> str:
   if isinstance(error, FileNotFoundError):
-    return "it is not there"
+    return "the file does not exist"
   return getattr(error, "strerror", None) or str(error)
 
 

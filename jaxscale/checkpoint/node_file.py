@@ -1,8 +1,8 @@
-"""The file of one process in a node's folder: what its devices hold of a state.
+"""File of one process's local copy: the data of a state that its devices hold.
 
-The bytes of each shard, one after another; a footer in JSON with their places and
-checksums; the footer's length and CRC-32, and a mark. So it is written in one go, and
-one that was cut has no footer.
+The file has the bytes of each shard, one after another; a JSON footer with their positions
+and checksums; the footer's length and CRC-32; and a mark. It is written sequentially, and a
+truncated file has no footer.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ _LEAF = {"shape": [int], "dtype": str, "shards": [_SHARD]}
 _FOOTER = {"run": str, "step": int, "process": int, "processes": int, "leaves": {str: _LEAF}}
 _END = struct.Struct("<QI8s")
 _MARK = b"jaxscale"
-_BLOCK = 2**20  # bytes: still in a core's cache when they are written
+_BLOCK = 2**20  # bytes, few enough to stay in a core's cache until they are written
 _Bounds = tuple[tuple[int, int], ...]  # start and stop along each dim
 
 
 class Shard(NamedTuple):
-  """A part of an array that this process holds, on the host."""
+  """Part of an array that this process holds, on the host."""
 
   leaf: str
   shape: tuple[int, ...]
@@ -46,9 +46,9 @@ class Shard(NamedTuple):
 
 
 def held_shards(state: Any) -> list[Shard]:
-  """Each part of each array that this process's devices hold, once.
+  """Return each part of each array that this process's devices hold, once.
 
-  On CPU they are views of the arrays, which keep the bytes when these are donated.
+  On CPUs they are views of the arrays, and keep the memory when these are donated.
   """
   held: dict[tuple[str, _Bounds], tuple[tuple[int, ...], jax.Array]] = {}
   for path, leaf in jax.tree_util.tree_leaves_with_path(state):
@@ -62,16 +62,16 @@ def held_shards(state: Any) -> list[Shard]:
 
 
 def write_copy(path: Path, footer: dict[str, Any], shards: list[Shard]) -> None:
-  """Write a file, or write over one, and have it on the disk.
+  """Write a file, or overwrite one, and sync it to disk.
 
   Args:
-    path: of the file.
-    footer: what it has other than the shards.
-    shards: of `held_shards`.
+    path: the path of the file.
+    footer: the content of the footer without the shards.
+    shards: the shards, from `held_shards`.
 
   Raises:
-    FloatingPointError: an array holds NaN or Inf; the message names it.
-    OSError: the disk is full, or failed.
+    FloatingPointError: an array has NaN or Inf; the message has its name.
+    OSError: the disk is full or failed.
   """
   leaves: dict[str, Any] = {}
   flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
@@ -95,29 +95,29 @@ def write_copy(path: Path, footer: dict[str, Any], shards: list[Shard]) -> None:
 
 @contextlib.contextmanager
 def open_copy(path: Path) -> Iterator[BufferedReader]:
-  """A file of ours to read, and no link to another, pipe or directory."""
+  """Open a regular file of this user for reading, without following links."""
   flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
   with open(os.open(path, flags), "rb") as file:
     found = os.fstat(file.fileno())
     if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid():
-      raise DamagedError("it is no file of this user")
+      raise DamagedError("it is not a file of this user")
     yield file
 
 
 def read_footer(file: BufferedReader) -> dict[str, Any]:
-  """The footer of a file that is as long as it says.
+  """Read the footer of a file, after checking the file's length.
 
   Raises:
-    DamagedError: it was cut, or is not what was written.
+    DamagedError: the file was truncated or has changed.
   """
   size = os.fstat(file.fileno()).st_size
   file.seek(max(size - _END.size, 0))
   end = file.read(_END.size)
   if len(end) < _END.size:
-    raise DamagedError("it was cut")
+    raise DamagedError("it is truncated")
   length, crc, mark = _END.unpack(end)
   if mark != _MARK or length > size - _END.size:
-    raise DamagedError("it was cut")
+    raise DamagedError("it is truncated")
   file.seek(size - _END.size - length)
   text = file.read(length)
   with contextlib.suppress(ValueError):
@@ -128,17 +128,17 @@ def read_footer(file: BufferedReader) -> dict[str, Any]:
 
 
 def read_state(file: BufferedReader, leaves: dict[str, Any], abstract: Any) -> Any:
-  """The arrays of a file, on this process's devices.
+  """Load the arrays of a file onto this process's devices.
 
   Raises:
-    DamagedError: it has not all that these devices hold, or something has changed.
+    DamagedError: the file lacks data of these devices, or its content has changed.
   """
   wanted = checksum.describe(abstract)
   for name in wanted.keys() | leaves.keys():
     keys = "shape", "dtype"
     there, here = ([x.get(name, {}).get(k) for k in keys] for x in (leaves, wanted))
     if there != here:
-      raise DamagedError("it is of another model, optimizer or exchange")
+      raise DamagedError("it belongs to another model, optimizer or exchange")
   places = _places(leaves)
 
   def load(path, x) -> jax.Array:
@@ -147,7 +147,7 @@ def read_state(file: BufferedReader, leaves: dict[str, Any], abstract: Any) -> A
       bounds = _bounds(index, x.shape)
       if bounds not in parts:
         if (place := places.get((name, bounds))) is None:
-          raise DamagedError("it is of other devices, or another layout")
+          raise DamagedError("it is from other devices, or has another layout")
         parts[bounds] = data = np.empty([b - a for a, b in bounds], x.dtype)
         if not _read_into(data, file, *place):
           raise DamagedError(f"the checksum of {name} does not match")
@@ -158,7 +158,7 @@ def read_state(file: BufferedReader, leaves: dict[str, Any], abstract: Any) -> A
 
 
 def _places(leaves: dict[str, Any]) -> dict[tuple[str, _Bounds], tuple[int, int]]:
-  """Where each part of each array begins in a file, and its checksum."""
+  """Return the offset and checksum of each part of each array in a file."""
   places, offset = {}, 0
   for name, leaf in leaves.items():
     for shard in leaf["shards"]:
@@ -170,14 +170,14 @@ def _places(leaves: dict[str, Any]) -> dict[tuple[str, _Bounds], tuple[int, int]
 
 
 def _read_into(data: np.ndarray, file: BufferedReader, offset: int, crc: int) -> bool:
-  """Whether an array is what was written there."""
+  """Read an array's bytes; return whether they match the checksum."""
   raw = _bytes_of(data)
   file.seek(offset)
   return file.readinto(raw) == len(raw) and zlib.crc32(raw) == crc
 
 
 def _bytes_of(data: np.ndarray) -> memoryview:
-  """The bytes of an array, which is contiguous."""
+  """Return the bytes of a contiguous array."""
   return data.reshape(-1).view(np.uint8).data
 
 

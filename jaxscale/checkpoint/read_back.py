@@ -1,11 +1,11 @@
-"""Arrays of a checkpoint compared with what is on the disk, before it is committed.
+"""Compare the arrays of a checkpoint with the disk before the checkpoint is committed.
 
-Each process reads again what it has written: the bytes are compared with those on the
-host, or their checksum is added to that of the other processes where this process does
-not hold them (replicas share the work of writing). Process 0 then looks for each chunk
-of each array among the merged ones. So arrays and chunks that are missing, cut, swapped
-or wrong are found. The bytes come from the system's cache: a medium that loses what it
-has confirmed is noticed only when the checkpoint is restored.
+Each process reads back what it has written. It compares the bytes with those on the host,
+or, for data that it does not hold (replicas share the writing), adds their checksum to the
+checksums of the other processes. Process 0 then looks for each chunk of each array in the
+merged index. This finds arrays and chunks that are missing, truncated, swapped or wrong. The
+bytes come from the page cache: a medium that loses data after confirming the write is
+noticed only when the checkpoint is restored.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _Index = tuple[slice, ...]
 
 
 class _Chunk(NamedTuple):
-  """A part of an array on the disk: its place, and its bytes or where they are."""
+  """Part of an array on disk: its position, and its bytes or their location."""
 
   index: _Index
   shape: tuple[int, ...]
@@ -37,33 +37,33 @@ class _Chunk(NamedTuple):
     return math.prod(s.stop - s.start for s in self.index)
 
   def read(self, itemsize: int) -> np.ndarray:
-    """The elements as unsigned integers; fewer of them where the file was cut."""
+    """Read the elements as unsigned integers; fewer of them if the file is truncated."""
     if isinstance(self.value, bytes):
       data = np.frombuffer(self.value, f"u{itemsize}")
     else:
       file, offset, length = self.value
       data = np.fromfile(file, f"u{itemsize}", length // itemsize, offset=offset)
     if data.size != math.prod(self.shape):
-      raise DamagedError("a file was cut")
-    # Chunks are whole also at the edge of an array.
+      raise DamagedError("a file is truncated")
+    # Chunks have their full size even at the edge of an array.
     return data.reshape(self.shape)[tuple(slice(s.stop - s.start) for s in self.index)]
 
 
 def check_complete(state: Path, leaves: dict[str, dict[str, Any]]) -> None:
-  """Find each array of a merged checkpoint, whole.
+  """Check that a merged checkpoint has every array completely.
 
   Args:
     state: the folder that Orbax has written.
-    leaves: shape and dtype of each array (`checksum.describe`).
+    leaves: the shape and dtype of each array, from `checksum.describe`.
 
   Raises:
-    DamagedError: an array or a chunk is missing, or has another shape or dtype.
+    DamagedError: an array or a chunk is missing, or has a different shape or dtype.
   """
   entries = _entries(state)
   metas = {_name(k): json.loads(v) for k, v in entries.items() if k.endswith(b".zarray")}
   for name, leaf in leaves.items():
     if (meta := metas.get(name.replace("/", "."))) is None:
-      raise DamagedError(f"{name} is not on the disk")
+      raise DamagedError(f"{name} is missing on disk")
     there = {"shape": meta["shape"], "dtype": np.dtype(meta["dtype"]).name}
     if any(leaf[key] != there[key] for key in there):
       old, new = (f"{x['dtype']}{x['shape']}" for x in (there, leaf))
@@ -72,7 +72,7 @@ def check_complete(state: Path, leaves: dict[str, dict[str, Any]]) -> None:
   chunks = _chunks(state, entries, leaves, shapes)
   for name, leaf in leaves.items():
     if sum(c.size for c in chunks.get(name, ())) != math.prod(leaf["shape"]):
-      raise DamagedError(f"{name} is not complete on the disk")
+      raise DamagedError(f"{name} is incomplete on disk")
 
 
 def stored_sums(
@@ -81,16 +81,16 @@ def stored_sums(
   shards: list[Shards],
   sums: dict[int, tuple[int, int]],
 ) -> dict[int, int]:
-  """Checksums of what this process has written, by leaf, as it is on the disk.
+  """Return checksums of what this process has written, by leaf, read from disk.
 
   Args:
     state: the folder that Orbax has written.
-    leaves: shape and dtype of each array.
-    shards: those that this process has summed (`checksum.own_shards`).
-    sums: their checksums (`checksum.sum_shards`).
+    leaves: the shape and dtype of each array.
+    shards: the shards that this process has summed, from `checksum.own_shards`.
+    sums: their checksums, from `checksum.sum_shards`.
 
   Raises:
-    DamagedError: an array is not what was to be written.
+    DamagedError: an array on disk differs from the one in memory.
   """
   who = f"process_{jax.process_index()}"
   shapes, part, chunks, stored = {}, state / f"ocdbt.{who}", {}, {}
@@ -108,7 +108,7 @@ def stored_sums(
   for i, (name, leaf) in enumerate(leaves.items()):
     of_leaf, whole = chunks.get(name, []), tuple(leaf["shape"])
     pairs = [(chunk, _part_of(held.get(i, ()), chunk.index)) for chunk in of_leaf]
-    # Chunks are disjoint: as many elements as this process holds are all of them.
+    # Chunks are disjoint, so the number of elements shows that this process's are complete.
     size = sum(data.size for _, data in held.get(i, ()))
     is_held = all(data is not None for _, data in pairs)
     if is_held and size == sum(chunk.size for chunk in of_leaf):
@@ -131,7 +131,7 @@ def _is_same(chunk: _Chunk, data: np.ndarray | None) -> bool:
 
 
 def _part_of(held: Any, index: _Index) -> np.ndarray | None:
-  """The bytes of a chunk in memory; None: this process has not summed them."""
+  """Return the bytes of a chunk in memory; None if this process has not summed them."""
   for outer, data in held:
     pairs = list(zip(outer, index, strict=True))
     if all(o.start <= s.start and s.stop <= o.stop for o, s in pairs):
@@ -145,13 +145,13 @@ def _chunks(
   leaves: dict[str, dict[str, Any]],
   shapes: dict[str, list[int]],
 ) -> dict[str, list[_Chunk]]:
-  """The chunks among entries, by the name of their array in `leaves`.
+  """Return the chunks in some entries, by the name of their array in `leaves`.
 
   Args:
-    folder: with the entries.
-    entries: of `_entries`.
-    leaves: shape of each array.
-    shapes: of the chunks of each array, by Orbax's name for it.
+    folder: the folder of the entries.
+    entries: the entries, from `_entries`.
+    leaves: the shape of each array.
+    shapes: the chunk shape of each array, by Orbax's name of the array.
   """
   names = {name.replace("/", "."): name for name in leaves}
   found: dict[str, list[_Chunk]] = {}
@@ -161,7 +161,7 @@ def _chunks(
       continue
     chunk, whole = shapes[_name(key)], leaves[name]["shape"]
     starts = map(int, place.split("."))
-    bounds = zip(starts, chunk, whole, strict=False)  # a scalar's is "0"
+    bounds = zip(starts, chunk, whole, strict=False)  # The key of a scalar is "0".
     index = tuple(slice(i * c, min((i + 1) * c, n)) for i, c, n in bounds)
     if not isinstance(value, bytes):
       value = (folder / value[0], *value[1:])
@@ -170,15 +170,15 @@ def _chunks(
 
 
 def _name(key: bytes) -> str:
-  """The array of an entry, with points between the parts of its name."""
+  """Return the array name of an entry, with its parts joined by points."""
   return key.decode().rpartition("/")[0].replace("/", ".")
 
 
 def _entries(folder: Path) -> dict[bytes, Any]:
-  """The newest entries: their values, or the file, offset and length of these.
+  """Return the newest entries: their values, or their file, offset and length.
 
   Raises:
-    DamagedError: there are none, or they are not readable.
+    DamagedError: there are no entries, or they cannot be read.
   """
   import tensorstore as ts
 
@@ -199,4 +199,4 @@ def _entries(folder: Path) -> dict[bytes, Any]:
     newest = ts.ocdbt.dump(store).result()["versions"][-1]
     return dict(below(newest["root"]["location"], b""))
   except (ValueError, LookupError) as e:
-    raise DamagedError(f"its index cannot be read: {e}") from e
+    raise DamagedError(f"the index cannot be read: {e}") from e

@@ -1,14 +1,14 @@
-"""A checkpoint of other devices or another layout: what to load, and how to convert it.
+"""Reshard a checkpoint of other devices or another layout: what to load, how to convert it.
 
-All of a `TrainState` is the same on every number of devices and under every layout
-but `exchange_state`, which has one entry per device. Where the exchange defines what
-N entries become on N' devices (`Exchange.resize`), they are loaded as they were
-saved, ceil(N / N') of them per device with zeros behind the last, verified, and
-converted on the devices: none holds more than its share.
+Only `exchange_state` in a `TrainState` depends on the number of devices and the layout: it
+has one entry per device. If the exchange defines how N entries become N' entries
+(`Exchange.resize`), the entries are loaded as they were saved, ceil(N / N') per device with
+zeros after the last one, verified, and converted on the devices. No device holds more than
+its share.
 
-Under a layout each device keeps entries for its own parts of gradients. Where the same
-parts exist here, the entries of each part are resized among themselves; a count of
-steps resumes under any layout; all else is refused in one line.
+Under a layout, each device keeps entries for its own parts of the gradients. If the parts
+are the same now, the entries of each part are resized among themselves. A count of steps
+resumes under any layout. All other cases are errors.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ from jaxscale.metrics.text import plural
 from jaxscale.parallel.layout_exchange import Split
 from jaxscale.training.types import TrainState
 
-# (exchange state with a leading dim of N devices, N') -> the same for N' devices
+# A function of (exchange state with a leading dim of N devices, N') -> state for N' devices.
 Resize = Callable[[Any, int], Any]
 _EXCHANGE = "exchange_state/"
 _Leaves = Mapping[str, dict[str, Any]]  # shape and dtype by path, as in a manifest
 
 
 class Reshard(NamedTuple):
-  """How the exchange state of a checkpoint becomes that of this run.
+  """Conversion of a checkpoint's exchange state to this run's.
 
   Attributes:
-    old: devices that it was saved on, N.
-    new: devices of this run, N'.
-    saved: shapes and dtypes of the saved state; shardings except for the exchange's.
-    convert: saved exchange state -> the one of this run; None: it is impossible.
-    why: it is impossible, and the remedy.
+    old: the number of devices that it was saved on, N.
+    new: the number of devices of this run, N'.
+    saved: the shapes and dtypes of the saved state, with shardings except the exchange's.
+    convert: a function from the saved exchange state to this run's; None if impossible.
+    why: the reason why it is impossible, and the remedy.
   """
 
   old: int
@@ -50,7 +50,7 @@ class Reshard(NamedTuple):
   why: str = ""
 
   def to_load(self, abstract: TrainState) -> TrainState:
-    """The saved state as it fits on the devices: zeros behind the last entry."""
+    """Return the saved state padded to fit on the devices, with zeros after the last entry."""
     rows = self.new * math.ceil(self.old / self.new)
     where = jax.tree.leaves(abstract.exchange_state)[0].sharding
 
@@ -61,19 +61,19 @@ class Reshard(NamedTuple):
     return abstract._replace(exchange_state=own)
 
   def apply(self, state: TrainState, abstract: TrainState) -> TrainState:
-    """The state of this run, from what was loaded; every process calls it."""
+    """Convert the loaded state to this run's state; every process calls it."""
     assert self.convert is not None
     shardings = jax.tree.map(lambda x: x.sharding, abstract.exchange_state)
     made = jax.jit(self.convert, out_shardings=shardings)(state.exchange_state)
     return state._replace(exchange_state=jax.block_until_ready(made))
 
   def summary(self) -> str:
-    """One line for the log."""
+    """Return one line for the log."""
     devices = f"from {plural(self.old, 'device')} to {self.new}"
     where = devices if self.old != self.new else "to another layout"
-    kept = "no pending gradient is lost, its sum is kept to rounding"
-    kept += ", but from here the run is not the same bit for bit"
-    return f"the exchange's state was carried over {where}: {kept}"
+    kept = "the sum of pending gradients is kept up to rounding, so none is lost, "
+    kept += "but from this step on the run is not bit-identical"
+    return f"the exchange state was converted {where}: {kept}"
 
 
 def find_reshard(
@@ -82,17 +82,17 @@ def find_reshard(
   resize: Resize | None,
   here: Split | None = None,
 ) -> Reshard | None:
-  """How a checkpoint is converted to the devices and the layout of this run.
+  """Find out how to convert a checkpoint to the devices and the layout of this run.
 
   Args:
-    manifest: shape and dtype of every leaf, by path, and how gradients were split
+    manifest: the shape and dtype of every leaf, by path, and how gradients were split
       (`Split` as a dict).
-    abstract: the state asked for.
+    abstract: the requested state.
     resize: `Exchange.resize` of this run's exchange.
     here: how gradients are split now.
 
   Returns:
-    None where the state is the one that was saved, or where more than devices and
+    The conversion, or None if the state needs none, or if more than the devices and the
     layout differs.
   """
   if not jax.tree.leaves(abstract.exchange_state):
@@ -106,31 +106,31 @@ def find_reshard(
 
 
 def without_empty(state: TrainState) -> TrainState:
-  """A state as in files, which have no exchange state where it has no arrays.
+  """Return a state as it is in files, without an exchange state that has no arrays.
 
-  Under layouts it is one empty tree for each of several groups of parameters, and
-  Orbax distinguishes one empty tree from another.
+  Under layouts such a state is one empty tree for each group of parameters, and Orbax
+  distinguishes one empty tree from several.
   """
   has_arrays = jax.tree.leaves(state.exchange_state)
   return state if has_arrays else state._replace(exchange_state=())
 
 
 def with_empty(state: TrainState, abstract: TrainState) -> TrainState:
-  """A state out of files, with the empty exchange state of this run if it has one."""
+  """Return a state from files with this run's empty exchange state, if it has one."""
   if jax.tree.leaves(abstract.exchange_state):
     return state
   return state._replace(exchange_state=abstract.exchange_state)
 
 
 def _parts(split: Split | None) -> Any:
-  """Equal where devices have the same parts of gradients."""
+  """Return a value that is equal for splits in which devices have the same parts."""
   if split is None:
     return None
   return [(a, n) for a, n in split.mesh.items() if a not in split.over], split.dims
 
 
 def _other_devices(leaves: _Leaves, abstract, resize, there, here) -> Reshard | None:
-  """Where the parts are the same, but another number of devices may have each."""
+  """Convert entries of the same parts to a different number of devices."""
   own = abstract.exchange_state
   nothing = TrainState(*[()] * len(TrainState._fields))
   wanted = checksum.describe(nothing._replace(exchange_state=own))
@@ -152,19 +152,19 @@ def _other_devices(leaves: _Leaves, abstract, resize, there, here) -> Reshard | 
     return Reshard(old, new, state, convert)
   devices = plural(old, "device")
   if _is_local(own):
-    why = "each worker has its own parameters and momentum, from which no other number "
-    why += "of workers can resume"
+    why = "each worker has its own parameters and momentum, so the number of workers "
+    why += "cannot change"
   elif [s[1:] for s in own_shapes] == [s[1:] for s in shapes]:
-    why = "its exchange does not define how its state is resized (Exchange.resize)"
+    why = "the exchange does not define how its state is resized (Exchange.resize)"
   else:
     return None
   advice = f"resume with {devices}, or use another --workdir to start anew"
-  why = f"saved on {devices}, here are {new}: {why}; {advice}"
+  why = f"saved on {devices}, but this run has {new}: {why}; {advice}"
   return Reshard(old, new, state, None, why)
 
 
 def _resized(resize, there, old: int, here, new: int, state: Any) -> Any:
-  """The state of `new` devices, from that of `old`, part by part."""
+  """Convert the state of `old` devices to `new` devices, part by part."""
   rows = jax.tree.map(lambda x: x[:old], state)
   if there is None or here is None:
     return resize(rows, new)
@@ -176,14 +176,14 @@ def _resized(resize, there, old: int, here, new: int, state: Any) -> Any:
 
 
 def _order(split: Split) -> list[int]:
-  """Axes of the mesh: those along which parts differ, then those averaged over."""
+  """Return the mesh axes: those along which parts differ, then those averaged over."""
   axes = list(split.mesh)
   rest = [axis for axis in axes if axis not in split.over]
   return [axes.index(axis) for axis in (*rest, *split.over)]
 
 
 def _by_parts(x: jax.Array, split: Split) -> jax.Array:
-  """[devices of the mesh, …] as [parts, devices that have each, …]."""
+  """Reshape [devices of the mesh, …] to [parts, devices that have each, …]."""
   sizes, order = list(split.mesh.values()), _order(split)
   grid = x.reshape(*sizes, *x.shape[1:])
   grid = grid.transpose(*order, *range(len(sizes), grid.ndim))
@@ -192,7 +192,7 @@ def _by_parts(x: jax.Array, split: Split) -> jax.Array:
 
 
 def _by_devices(x: jax.Array, split: Split) -> jax.Array:
-  """The inverse of `_by_parts`."""
+  """Invert `_by_parts`."""
   sizes, order = list(split.mesh.values()), _order(split)
   grid = x.reshape(*(sizes[i] for i in order), *x.shape[2:])
   grid = grid.transpose(*np.argsort(order), *range(len(sizes), grid.ndim))
@@ -200,7 +200,7 @@ def _by_devices(x: jax.Array, split: Split) -> jax.Array:
 
 
 def _only_counts(leaves: _Leaves, abstract, resize, there, here) -> Reshard | None:
-  """Where the state is one number per device, the same for any parts."""
+  """Convert a state of one number per device, which is the same for any parts."""
   own = abstract.exchange_state
   one = own if here is None else next(iter(own.values()))
   wanted = {f"{_EXCHANGE}{name}" for name in checksum.describe(one)}
@@ -226,7 +226,7 @@ def _only_counts(leaves: _Leaves, abstract, resize, there, here) -> Reshard | No
 
 
 def _other_parts(leaves: _Leaves, abstract, there, here) -> Reshard:
-  """The refusal of parts that devices do not have here."""
+  """Return the error for parts of gradients that no device has now."""
   parts = {n.removeprefix(_EXCHANGE): x for n, x in leaves.items() if n.startswith(_EXCHANGE)}
   saved = {n: jax.ShapeDtypeStruct(x["shape"], x["dtype"]) for n, x in parts.items()}
   meshes, example = [], ""
@@ -234,34 +234,34 @@ def _other_parts(leaves: _Leaves, abstract, there, here) -> Reshard:
     sizes = ", ".join(f"{a}={n}" for a, n in split.mesh.items()) if split else ""
     meshes.append(f"Mesh {sizes}" if sizes else "devices that average whole gradients")
   dims: list[dict[str, list[str | None]]] = [s.dims if s else {} for s in (there, here)]
-  for name in dims[0] | dims[1]:  # the first parameter that is split otherwise
+  for name in dims[0] | dims[1]:  # Find the first parameter whose split differs.
     axes = [", ".join(a or "-" for a in d.get(name, [])) for d in dims]
     old, new = (text if text.strip("-, ") else "nothing" for text in axes)
     if old != new:
-      example = f" (that of {name} is split by {old} there, by {new} here)"
+      example = f" ({name} was split by {old}, and now by {new})"
       break
-  why = f"saved on {meshes[0]}, here {'is' if here else 'are'} {meshes[1]}: its exchange "
-  why += f"keeps parts of gradients that no device has here{example}; resume with the mesh "
+  why = f"saved on {meshes[0]}, but this run has {meshes[1]}: the exchange state"
+  why += f" has parts of gradients that no device has now{example}; resume with the mesh "
   why += "and layout it was saved with, or use another --workdir to start anew"
   return Reshard(0, 0, abstract._replace(exchange_state=saved), None, why)
 
 
 def _fits(convert: Callable[[Any], Any], saved: Any, wanted: Any) -> bool:
-  """Whether a saved exchange state becomes the one asked for."""
+  """Return whether a saved exchange state converts to the requested one."""
   if _is_local(saved):
     return False
   try:
     made = jax.eval_shape(convert, saved)
   except (TypeError, ValueError):
-    return False  # of tensors that the exchange could not have
+    return False  # The exchange cannot have made these tensors.
   return checksum.describe(made) == checksum.describe(wanted)
 
 
 def _is_local(exchange_state: Any) -> bool:
-  """Whether it is that of local updates: each worker's own training state.
+  """Return whether an exchange state is that of local SGD: each worker's training state.
 
-  Checked here as well, since the `resize` of any exchange that takes means would
-  accept it and average the workers.
+  Checked here as well, since the `resize` of any exchange of means would accept it and
+  average the workers.
   """
   fields = getattr(exchange_state, "_fields", ())
   return fields == ("params", "model_state", "opt_state", "exchange_state")

@@ -1,4 +1,4 @@
-"""One shared checkpoint, read and verified by all processes together."""
+"""Restore one shared checkpoint, read and verified by all processes together."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from jaxscale.training.types import TrainState
 def restore_step(
   path: Path, abstract: TrainState, resize: reshard.Resize | None, split: Split | None
 ) -> TrainState:
-  """The state of a checkpoint, sharded as asked for; all processes call it.
+  """Load the state of a checkpoint, sharded as requested; all processes call it.
 
   Args:
-    path: of the checkpoint.
-    abstract: as of `Checkpoints.restore`.
-    resize: likewise.
-    split: how gradients are split here.
+    path: the path of the checkpoint.
+    abstract: the requested state, as for `Checkpoints.restore`.
+    resize: the conversion, as for `Checkpoints.restore`.
+    split: how gradients are split now.
 
   Raises:
-    DamagedError: in all, if any process cannot read it, or its bytes have changed.
-    ConfigError: it is of another experiment, or of devices that it cannot be
-      converted from.
+    DamagedError: in all processes, if any cannot read it, or its bytes have changed.
+    ConfigError: it belongs to another experiment, or cannot be converted from its
+      devices.
   """
   manifest = _read_manifest(path)
   leaves = manifest["leaves"]
@@ -42,7 +42,7 @@ def restore_step(
     state = checkpoint_files.load(path, wanted, pad=other is not None)
   except (DamagedError, OSError) as e:
     problem = str(e)
-  # What one process cannot read, none may resume from.
+  # If one process cannot read it, none may resume from it.
   if problems := [p for p in cluster.gather(problem) if p]:
     raise DamagedError(problems[0])
   checksum.verify(state, leaves, reshard.without_empty(saved))

@@ -1,11 +1,10 @@
-"""How many bytes of a checkpoint are between devices and disk at once.
+"""Limit the bytes of a checkpoint that are in flight between devices and disk.
 
-A process reads and writes its own shards, not the whole state, but two things would
-make its memory grow past that. Files are read by whole chunks: arrays in few large
-chunks, because they were saved in another layout, would be read nearly whole by every
-process, so chunks are small. And all arrays would be read or written at the same
-time, each with its compressed bytes: so at most a quarter of what a process holds is,
-or one array where that is more.
+A process reads and writes only its own shards, but two effects would make its memory grow
+past their size. Files are read by whole chunks: an array saved in a few large chunks, under
+another layout, would be read almost whole by every process. Therefore chunks are small. And
+all arrays would be read or written at the same time, each with its compressed bytes.
+Therefore at most a quarter of a process's bytes is in flight, or one array if that is more.
 """
 
 from __future__ import annotations
@@ -18,15 +17,15 @@ import jax
 
 from jaxscale.optim.tree_paths import path_name
 
-CHUNK = 2**22  # bytes; Orbax divides what a device has until it is no larger
-_LEAST = 2**25  # bytes that may be on their way however little a process holds
+CHUNK = 2**22  # bytes; Orbax divides a device's shard until chunks are no larger.
+_LEAST = 2**25  # bytes that may always be in flight, however little a process holds
 
 
 def limit_to_write(state: Any) -> float:
-  """Bytes that this process may be writing at once, in GB as Orbax counts.
+  """Return the limit of bytes that this process may write at once, in GB as Orbax counts.
 
   Args:
-    state: of `jax.Array`s. Replicas of an array share the work of writing it.
+    state: a tree of `jax.Array`s; replicas of an array share the work of writing it.
   """
   leaves = jax.tree.leaves(state)
   own = sum(x.nbytes for x in leaves) // jax.process_count()
@@ -34,11 +33,11 @@ def limit_to_write(state: Any) -> float:
 
 
 def limit_to_read(abstract: Any, chunks: Mapping[str, tuple[int, ...]]) -> float:
-  """Bytes that this process may be reading at once, in GB as Orbax counts.
+  """Return the limit of bytes that this process may read at once, in GB as Orbax counts.
 
   Args:
     abstract: a tree of `jax.ShapeDtypeStruct`s with shardings.
-    chunks: shape of the chunks of each array, by path.
+    chunks: the chunk shape of each array, by path.
   """
   own, most = 0, []
   for path, x in jax.tree_util.tree_leaves_with_path(abstract):
@@ -51,7 +50,7 @@ def limit_to_read(abstract: Any, chunks: Mapping[str, tuple[int, ...]]) -> float
 
 
 def _touched(part: Any, chunk: tuple[int, ...]) -> list[int]:
-  """Elements along each dim of all chunks that overlap a part."""
+  """Return the elements along each dim of all chunks that overlap a part."""
   pairs = zip(part, chunk, strict=True)
   return [-(-stop // size) * size - start // size * size for (start, stop), size in pairs]
 
@@ -61,5 +60,5 @@ def _shard_bytes(x: Any, shape: Any) -> int:
 
 
 def _limit(own: int, most: Any) -> float:
-  # Orbax refuses an array that does not stay below the limit by itself.
+  # Orbax requires each single array to be below the limit.
   return max(_LEAST, own / 4, 1.01 * max(most, default=0)) / 1e9

@@ -33,7 +33,7 @@ def add_arguments(parser: Parser) -> None:
 
 def run(args: Namespace) -> None:
   """Print the report and write its files."""
-  from jaxscale.jobs import batch_study
+  from jaxscale.jobs import batch_study, run_report
   from jaxscale.jobs import folder as folders
   from jaxscale.jobs.page import write_page
   from jaxscale.jobs.prediction import comparison
@@ -52,7 +52,9 @@ def run(args: Namespace) -> None:
     read_plan(plan)  # Report an invalid plan before anything is printed.
   paths = folders.find_all(names, runs, workdirs=True)
   compared = None
-  if len(paths) > 1 or not args.html:
+  if len(paths) == 1 and not any((args.html, args.to, args.csv, args.png)):
+    print(run_report.describe(paths[0]))
+  elif len(paths) > 1 or not args.html:
     study = folders.find_study(names[0], runs) if len(names) == 1 else None
     title, folder = (study[0].name if study else "scaling", args.to or (study and study[0]))
     csv, png = args.csv, args.png

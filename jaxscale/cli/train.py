@@ -84,4 +84,4 @@ def _done(summary, file: Path) -> str:
     target = f"loss {loss:g}" if loss is not None else f"accuracy {accuracy:.2%}"
     reached = f" (target {target}: {'reached' if is_good else 'missed'})"
   after = f"after {summary['step']} steps, {summary['seconds']} s; see "
-  return f"done: validation {headline(summary)}{reached} {after}{file}"
+  return f"done: validation {headline(summary['evaluation'])}{reached} {after}{file}"

@@ -1,8 +1,8 @@
-"""Input: datasets, augmentation, and the deterministic pipeline of batches.
+"""Datasets, augmentation, and the deterministic input pipeline.
 
-`settings` has what a config chooses from; the functions make `Dataset`s, and
-`train_batches` and `eval_batches` make batches of them. It knows the mesh only to put
-batches on its devices. Names load when they are first asked for.
+`settings` has the data settings of a config. The functions create `Dataset`s, and
+`train_batches` and `eval_batches` create batches. The package uses the mesh only to put
+batches on its devices. Names are imported on first use.
 """
 
 import lazy_loader

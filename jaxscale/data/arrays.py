@@ -1,10 +1,10 @@
-"""Datasets of arrays: given in memory, embedded in the package, or made on the fly.
+"""Datasets of arrays: in memory, embedded in the package, or generated.
 
-The embedded default are the UCI handwritten digits: real, tiny, offline. 1,797 images
-of 8x8 with values 0 … 16, the test part of E. Alpaydin and C. Kaynak, "Optical
-Recognition of Handwritten Digits", UCI Machine Learning Repository (1998), licence CC
-BY 4.0; the same arrays as scikit-learn's `load_digits`, which a test compares bit for
-bit. The file is in order of writing; the last 360 images (a fifth) are held-out.
+The embedded default is the UCI handwritten digits, which are real, small and offline: 1,797
+images of 8x8 pixels with values 0 … 16, the test part of E. Alpaydin and C. Kaynak, "Optical
+Recognition of Handwritten Digits", UCI Machine Learning Repository (1998), licence CC BY 4.0.
+They equal scikit-learn's `load_digits` bit for bit, which a test checks. Images are in the
+order of writing; the last 360 (a fifth) are for validation.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ INFO = DatasetInfo("digits", (8, 8, 1), 10, mean=(4.89,), std=(6.01,))
 def from_arrays(
   info: DatasetInfo, inputs: np.ndarray, targets: np.ndarray, augment: Augment | None = None
 ) -> Dataset:
-  """A dataset of arrays in memory.
+  """Create a dataset from arrays in memory.
 
   Args:
-    info: of the examples; `array_info` makes one.
-    inputs: [n, ...], for images uint8 [n, h, w, c].
-    targets: [n, ...], for classes integers [n].
-    augment: done to the inputs in training.
+    info: the description of the examples; `array_info` creates one.
+    inputs: the inputs [n, ...]; images are uint8 [n, h, w, c].
+    targets: the targets [n, ...]; classes are integers [n].
+    augment: the augmentation of the inputs in training; None for no augmentation.
 
   Raises:
-    ConfigError: there are not as many targets as inputs, they are not of the shapes of
-      `info`, or classes are not among those that it has.
+    ConfigError: the numbers of inputs and targets differ, their shapes are not those of
+      `info`, or a class is out of range.
 
   Example:
     >>> x, y = np.zeros((4, 3), "float32"), np.array([0, 1, 1, 0])
@@ -46,12 +46,12 @@ def from_arrays(
   """
   if len(inputs) != len(targets):
     counts = f"{len(inputs):,} inputs and {len(targets):,} targets"
-    raise ConfigError(f"from_arrays: {counts}; give as many of both")
+    raise ConfigError(f"from_arrays: {counts}; give the same number of both")
   shapes = ("inputs", inputs, info.image_shape), ("targets", targets, info.label_shape)
   for name, array, wanted in shapes:
     if array.shape[1:] != tuple(wanted):
-      why = f"and {tuple(wanted)} in info; make it of the same arrays (`array_info`)"
-      raise ConfigError(f"from_arrays: {name} of {array.shape[1:]} each, {why}")
+      why = f"but {tuple(wanted)} in info; create info from the same arrays (`array_info`)"
+      raise ConfigError(f"from_arrays: {name} have shape {array.shape[1:]} each, {why}")
   if targets.ndim == 1 and targets.dtype.kind in "iu":
     _check_classes(info.name, targets, NO_CLASS, info.num_classes)
   targets = cast(f"{info.name}: targets", targets, info.label_dtype)
@@ -68,18 +68,18 @@ def from_arrays(
 
 
 def _check_classes(name: str, targets: np.ndarray, lowest: int, count: int) -> None:
-  """Integer targets, one for each example, are classes from 0 on."""
+  """Check that integer targets, one per example, are classes in range."""
   wrong = targets[(targets < lowest) | (targets >= count)]
   if len(wrong):
-    fix = "correct it, or num_classes; numbers that are no classes give as floats"
-    raise ConfigError(f"{name}: the target {wrong[0]} is no class of 0 to {count - 1}; {fix}")
+    fix = "fix the labels or num_classes (use float targets for regression)"
+    raise ConfigError(f"{name}: target {wrong[0]} is out of range [0, {count - 1}]; {fix}")
 
 
 def cast(field: str, array: np.ndarray, dtype: Any) -> np.ndarray:
-  """Return an array as another dtype; floats may be rounded, no value may be lost.
+  """Cast an array; floats may be rounded, but no value may be lost.
 
   Raises:
-    ConfigError: a value is out of the range of the dtype, or a fraction would be cut.
+    ConfigError: a value is out of the dtype's range, or a fraction would be truncated.
   """
   kind, dtype = array.dtype.kind, np.dtype(dtype)
   if np.can_cast(array.dtype, dtype, "safe"):
@@ -88,25 +88,25 @@ def cast(field: str, array: np.ndarray, dtype: Any) -> np.ndarray:
     changed = array.astype(dtype)
     if kind == dtype.kind == "f":
       lost = np.isinf(changed) & np.isfinite(array)
-    elif dtype.kind == "f":  # whole numbers beyond 2^24
+    elif dtype.kind == "f":  # Check integers beyond 2^24.
       lost = changed.astype(np.float64) != array
     else:
       limits = np.iinfo(dtype)
       lost = (array < limits.min) | (array > limits.max)
       lost |= array != np.rint(array) if kind == "f" else False
   if lost.any():
-    why = f"has {array[lost][0]}, which {dtype} does not hold"
-    raise invalid(field, ..., why, f"subtract an offset, scale it or give it as {dtype}")
+    why = f"has {array[lost][0]}, which {dtype} cannot represent"
+    raise invalid(field, ..., why, f"subtract an offset, scale it or convert it to {dtype}")
   return changed
 
 
 def check_scaling(
   owner: str, mean: tuple[float, ...], std: tuple[float, ...], channels: int
 ) -> None:
-  """Refuse a mean or a deviation that does not fit the channels.
+  """Check that mean or standard deviation fit the channels.
 
   Raises:
-    ConfigError: neither one number nor one per channel, or a deviation is not above 0.
+    ConfigError: there is neither one number nor one per channel, or a std is not above 0.
   """
   for name, values in (("mean", mean), ("std", std)):
     is_valid = len(values) in (1, channels) and np.isfinite(values).all()
@@ -124,10 +124,10 @@ def array_info(
   mean: tuple[float, ...] = (0.0,),
   std: tuple[float, ...] = (1.0,),
 ) -> DatasetInfo:
-  """Describe arrays to a model; integer and bool targets [n] are classes.
+  """Describe arrays for a model; integer and bool targets [n] are classes.
 
   Raises:
-    ConfigError: one of them is negative, or mean or std do not fit the last dim of x.
+    ConfigError: a class is negative, or mean or std do not fit the last dim of x.
   """
   check_scaling("Arrays.", mean, std, x.shape[-1] if x.ndim > 1 else 1)
   is_class = y.ndim == 1 and y.dtype.kind in "iub"
@@ -143,22 +143,22 @@ def array_info(
 def array_splits(
   x: Any, y: Any, x_eval: Any, y_eval: Any, eval_share: float, **options: Any
 ) -> tuple[Dataset, Dataset]:
-  """The datasets of `Arrays` in data/settings.py.
+  """Create the datasets of `Arrays` in data/settings.py.
 
   Raises:
-    ConfigError: lengths differ, nothing is left to train on, or x is not numeric.
+    ConfigError: lengths differ, no example is left for training, or x is not numeric.
   """
   if (x_eval is None) != (y_eval is None):
-    raise ConfigError("Arrays.x_eval, y_eval: give both or neither")
+    raise ConfigError("Arrays.x_eval, y_eval: only one is set; set both or neither")
   x, y = _pair("x", x, "y", y)
   hint = ""
   if x_eval is None:
     kept = len(x) - max(round(len(x) * eval_share), 1)
     if not kept:
-      why = "leaves no example to train on"
-      raise invalid("Arrays.eval_share", eval_share, why, "give more examples")
+      why = "leaves no example for training"
+      raise invalid("Arrays.eval_share", eval_share, why, "use more examples")
     x, x_eval, y, y_eval = x[:kept], x[kept:], y[:kept], y[kept:]
-    hint = "; they are the last ones: shuffle x and y together"
+    hint = "; validation takes the last examples, so shuffle x and y together"
   else:
     x_eval, y_eval = _pair("x_eval", x_eval, "y_eval", y_eval)
   _check_alike(x, y, x_eval, y_eval)
@@ -171,18 +171,18 @@ def array_splits(
   if is_class and options.get("num_classes") is None:
     classes = np.arange(info.num_classes)
     if len(lacking := np.setdiff1d(classes, np.concatenate([y, y_eval]))):
-      why = f"the {info.num_classes:,} classes are all up to the largest target"
-      notes += (f"Arrays: no example has the target {few(lacking)}; {why}",)
+      why = f"the {info.num_classes:,} classes include all numbers up to the largest target"
+      notes += (f"Arrays: no example has target {few(lacking)}; {why}",)
   return made[0]._replace(notes=notes), made[1]
 
 
 def as_array(field: str, values: Any) -> np.ndarray:
-  """Return values as an array of numbers.
+  """Return values as a numeric array.
 
   Raises:
-    ConfigError: they are no array of numbers, or rows differ in length.
+    ConfigError: the values are not numeric, or rows differ in length.
   """
-  fix = "give a NumPy array of numbers [n, ...]"
+  fix = "use a NumPy array of numbers [n, ...]"
   if np.ma.is_masked(values):
     raise invalid(field, ..., "has masked values", "replace them, e.g. by .filled(0)")
   try:
@@ -198,16 +198,16 @@ def as_array(field: str, values: Any) -> np.ndarray:
 
 
 def _pair(name: str, x: Any, labels: str, y: Any) -> tuple[np.ndarray, np.ndarray]:
-  """Return inputs and their targets, as many of one as of the other."""
+  """Return inputs and targets as arrays of the same length."""
   x, y = as_array(f"Arrays.{name}", x), as_array(f"Arrays.{labels}", y)
   if len(x) != len(y) or not x.size or not y.size:
-    advice = "give as many targets as inputs, one of each at least, and none of them empty"
+    advice = "use one target per input, and at least one of each"
     raise ConfigError(f"Arrays.{name}, {labels}: shapes {x.shape} and {y.shape}; {advice}")
   for field, array in ((name, x), (labels, y)):
     if array.dtype.kind == "f" and not (is_finite := np.isfinite(array)).all():
       row = int(np.argmin(is_finite.reshape(len(array), -1).all(axis=1)))
       why = f"has NaN or infinite values, first in row {row}"
-      fix = "replace them, e.g. by np.nan_to_num, or leave these rows out"
+      fix = "replace them, e.g. by np.nan_to_num, or remove these rows"
       raise invalid(f"Arrays.{field}", ..., why, fix)
   if y.dtype.kind in "iu":
     y = cast(f"Arrays.{labels}", y, np.int32)
@@ -215,26 +215,26 @@ def _pair(name: str, x: Any, labels: str, y: Any) -> tuple[np.ndarray, np.ndarra
 
 
 def _check_alike(x: np.ndarray, y: np.ndarray, x_eval: np.ndarray, y_eval: np.ndarray) -> None:
-  """Refuse held-out examples of another shape, or targets of another kind."""
+  """Check that validation examples have the shape and kind of the training examples."""
   for name, a, b in (("x", x, x_eval), ("y", y, y_eval)):
     if a.shape[1:] != b.shape[1:]:
-      why = f"has examples of shape {b.shape[1:]}, and Arrays.{name} of {a.shape[1:]}"
-      raise invalid(f"Arrays.{name}_eval", ..., why, "give both the same shape")
+      why = f"has examples of shape {b.shape[1:]}, but Arrays.{name} of {a.shape[1:]}"
+      raise invalid(f"Arrays.{name}_eval", ..., why, "use the same shape for both")
   if (y.dtype.kind == "f") != (y_eval.dtype.kind == "f"):
-    why = f"is {y_eval.dtype}, and Arrays.y {y.dtype}"
-    fix = "give both as integers (classes) or both as floats (numbers)"
+    why = f"is {y_eval.dtype}, but Arrays.y {y.dtype}"
+    fix = "use integers (classes) for both, or floats (numbers) for both"
     raise invalid("Arrays.y_eval", ..., why, fix)
 
 
 def _check_same_scale(x: np.ndarray, x_eval: np.ndarray) -> None:
-  """Refuse fractions from 0 to 1 together with whole numbers such as pixels."""
+  """Check that inputs are not fractions in one set and whole numbers in the other."""
   largest = [max(float(v.max()), -float(v.min())) for v in (x, x_eval)]
   a, b = (x, x_eval) if largest[0] <= largest[1] else (x_eval, x)
   is_small = a.dtype.kind == "f" and min(largest) <= 1 < b.max()
   if is_small and (b.dtype.kind != "f" or (_is_whole(b) and not _is_whole(a))):
     shown = [f"{v.dtype} from {v.min():g} to {v.max():g}" for v in (x, x_eval)]
-    why = f"is {shown[1]}, and Arrays.x {shown[0]}"
-    raise invalid("Arrays.x_eval", ..., why, "scale both alike")
+    why = f"is {shown[1]}, but Arrays.x {shown[0]}"
+    raise invalid("Arrays.x_eval", ..., why, "scale both in the same way")
 
 
 def _is_whole(array: np.ndarray) -> bool:
@@ -242,21 +242,21 @@ def _is_whole(array: np.ndarray) -> bool:
 
 
 def _class_notes(y: np.ndarray, y_eval: np.ndarray, hint: str) -> tuple[str, ...]:
-  """Return what to say about targets that only one of the two sets has."""
+  """Return notes on targets that only one of the two sets has."""
   new, unseen = np.setdiff1d(y_eval, y), np.setdiff1d(y, y_eval)
   notes = ()
   if len(new):
-    share = f"{np.isin(y_eval, new).sum():,} of {len(y_eval):,} held-out examples"
-    notes += (f"Arrays: no training example has the target {few(new)}, {share} do",)
+    share = f"{np.isin(y_eval, new).sum():,} of {len(y_eval):,} validation examples"
+    notes += (f"Arrays: no training example has target {few(new)}, but {share} do",)
   if len(unseen):
-    notes += (f"Arrays: no held-out example has the target {few(unseen)}",)
+    notes += (f"Arrays: no validation example has target {few(unseen)}",)
   return tuple(note + hint for note in notes)
 
 
 def digits(
   split: Literal["train", "test"], *, augment: Literal["none", "shift"] = "shift"
 ) -> Dataset:
-  """The digits: 1,437 to train on or 360 to test on.
+  """Create the digits: 1,437 for training or 360 for validation.
 
   Args:
     split: "train" or "test".
@@ -282,18 +282,18 @@ def synthetic(
   seed: int = 0,
   first: int = 0,
 ) -> Dataset:
-  """A fixed random pattern per class, under noise of twice its spread.
+  """Create images of a fixed random pattern per class, under noise of twice its spread.
 
   Args:
-    num_examples: how many.
+    num_examples: the number of examples.
     image_shape: (height, width, channels).
-    num_classes: example i has label i mod num_classes.
-    seed: of patterns and noise.
-    first: index of the first example; another stretch of indices gives a
-      held-out set of the same classes.
+    num_classes: the number of classes; example i has label i mod num_classes.
+    seed: the seed of patterns and noise.
+    first: the index of the first example; a different range of indices gives a validation
+      set of the same classes.
   """
   size = int(np.prod(image_shape))
-  words = -(-size // 8)  # eight pixels of each number drawn
+  words = -(-size // 8)  # Each random number gives eight pixels.
 
   def noise(seed, ids):
     counters = ids.astype(np.uint64)[:, None] * np.uint64(words)
@@ -301,10 +301,10 @@ def synthetic(
     return bits.astype("<u8").view(np.uint8)[:, :size].astype(np.uint16)
 
   def load(indices, draws):
-    del draws  # every example is new already
+    del draws  # Every example is already new.
     ids = np.asarray(indices) + first
     labels = (ids % num_classes).astype(np.int32)
-    # Patterns are drawn again each time: those of 21,841 classes fill a memory.
+    # Generate patterns each time, as those of 21,841 classes would fill the memory.
     pixels = (noise(seed + 1, labels) + 2 * noise(seed, ids)) // 3
     images = pixels.astype(np.uint8).reshape(-1, *image_shape)
     return {"image": images, "label": labels}

@@ -1,8 +1,8 @@
-"""Augmentation without state: every example's randomness has an address.
+"""Stateless augmentation: randomness is a function of an example's position.
 
-The draws of an example depend on the seed and on its position in the stream of
-training examples, so they are the same however the batch is split over
-hosts, and after any restart.
+The draws of an example depend on the seed and its position in the stream of training
+examples. They are therefore the same however the batch is split over hosts, and after any
+restart.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 AugmentName = Literal["none", "flip", "shift_flip", "crop"]
-NUM_DRAWS = 24  # uniform numbers an example's augmentation may use up at most
+NUM_DRAWS = 24  # the largest number of uniform draws per example
 
 
 class CenterCrop(NamedTuple):
-  """What torchvision and timm evaluate on: `centered_crop` has the equations.
+  """Evaluation crop of torchvision and timm; `centered_crop` has the equations.
 
   Attributes:
-    interpolation: Pillow's filter, which averages where it downsizes.
-    share: of the resized shorter side that is kept: timm's `crop_pct`; 224 / 256 in
-      torchvision's first weights, 224 / 232 in its second.
+    interpolation: Pillow's filter, which averages when it shrinks an image.
+    share: the part of the resized shorter side that is kept, timm's `crop_pct`; 224 / 256
+      in torchvision's first weights, 224 / 232 in its second.
   """
 
   interpolation: Literal["bilinear", "bicubic"]
@@ -34,11 +34,11 @@ EvalView = Literal["mlperf", "google"] | CenterCrop
 
 
 class Augment(NamedTuple):
-  """A change of decoded images.
+  """Random change of decoded images.
 
   Attributes:
-    apply: (images uint8 [n, h, w, c], draws [n, num_draws]) -> images.
-    num_draws: how many uniform numbers an example takes.
+    apply: a function of (images uint8 [n, h, w, c], draws [n, num_draws]) -> images.
+    num_draws: the number of uniform draws per example.
   """
 
   apply: Callable[[np.ndarray, np.ndarray], np.ndarray]
@@ -46,16 +46,16 @@ class Augment(NamedTuple):
 
 
 def uniform(seed: int, positions: np.ndarray, num_draws: int = NUM_DRAWS) -> np.ndarray:
-  """Numbers in [0, 1) by position, float64 [n, num_draws].
+  """Return numbers in [0, 1) by position, float64 [n, num_draws].
 
-  The keys of `pipeline.shuffled` have the same counters, so a position's draws are the
-  order keys of other examples. No effect is known, and a key of their own would change
-  the augmentation of runs that resume.
+  The keys of `pipeline.shuffled` use the same counters, so a position's draws are also the
+  order keys of other examples. No effect of this is known, and a separate key would change the
+  augmentation of runs that resume.
 
   Args:
-    seed: any non-negative int.
-    positions: int [n], places in the stream of examples.
-    num_draws: how many of a position's NUM_DRAWS.
+    seed: a non-negative integer.
+    positions: the positions in the stream of examples, int [n].
+    num_draws: the number of a position's NUM_DRAWS to return.
   """
   counters = positions.astype(np.uint64)[:, None] * np.uint64(NUM_DRAWS)
   bits = uniform_bits(seed, counters + np.arange(num_draws, dtype=np.uint64))
@@ -63,7 +63,7 @@ def uniform(seed: int, positions: np.ndarray, num_draws: int = NUM_DRAWS) -> np.
 
 
 def uniform_bits(seed: int, counters: np.ndarray) -> np.ndarray:
-  """Random uint64 by counter: SplitMix64's finaliser, keyed by its own of the seed.
+  """Return random uint64 by counter: SplitMix64's finaliser with a key from the seed.
 
   Steele, Lea and Flood, "Fast splittable pseudorandom number generators"
   (OOPSLA 2014).
@@ -80,7 +80,7 @@ def _splitmix64(x: np.ndarray) -> np.ndarray:
 
 
 def flip() -> Augment:
-  """Mirror half of the images, left to right."""
+  """Mirror half of the images from left to right."""
 
   def apply(images, draws):
     mirrored = draws[:, 0] < 0.5
@@ -92,7 +92,7 @@ def flip() -> Augment:
 
 
 def shift(pixels: int) -> Augment:
-  """Move each image by up to `pixels` in both dims, filling with 0.
+  """Move each image by up to `pixels` in both dims, and fill with 0.
 
   The shift of each dim is uniform over -pixels … pixels.
   """
@@ -103,7 +103,7 @@ def shift(pixels: int) -> Augment:
     padded = np.zeros((n, height + 2 * pixels, wide, channels), images.dtype)
     padded[:, pixels : pixels + height, pixels : pixels + width] = images
     top, left = (draws * (2 * pixels + 1)).astype(np.int64).T
-    # The place of each output pixel among all padded ones, image after image.
+    # Index of each output pixel in the array of all padded images.
     image = np.arange(n) * padded[0, ..., 0].size
     corner = image + top * wide + left
     inside = np.arange(height)[:, None] * wide + np.arange(width)
@@ -114,7 +114,7 @@ def shift(pixels: int) -> Augment:
 
 
 def compose(first: Augment, second: Augment) -> Augment:
-  """One augmentation after the other, each with draws of its own."""
+  """Apply one augmentation after the other, each with its own draws."""
   split = first.num_draws
 
   def apply(images, draws):
@@ -124,18 +124,18 @@ def compose(first: Augment, second: Augment) -> Augment:
 
 
 def augment_of(name: AugmentName, height: int) -> Augment | None:
-  """What is done to decoded images of a height; crops are cut while decoding."""
+  """Return the augmentation of decoded images of a height; crops happen during decoding."""
   if name == "shift_flip":
     return compose(flip(), shift(max(height // 14, 1)))
   return flip() if name == "flip" else None
 
 
 def crop_box(height: int, width: int, draws: np.ndarray) -> tuple[int, int, int, int]:
-  """The box of a random resized crop: (top, left, height, width) in pixels.
+  """Return the box of a random resized crop: (top, left, height, width) in pixels.
 
-  Inception's crop (arXiv:1409.4842, §6): 8 % to 100 % of the area, aspect
-  3/4 to 4/3 (log-uniform), ten attempts, then the largest centred box of an
-  allowed aspect. Uses draws 1 to 22 of [NUM_DRAWS]; 0 is left for a flip.
+  This is Inception's crop (arXiv:1409.4842, §6): 8 % to 100 % of the area and a log-uniform
+  aspect of 3/4 to 4/3. After ten failed attempts the box is the largest centred one with an
+  allowed aspect. It uses draws 1 to 22 of [NUM_DRAWS]; draw 0 is for a flip.
   """
   areas = height * width * (0.08 + 0.92 * draws[1:11])
   aspects = np.exp(np.log(4 / 3) * (2 * draws[11:21] - 1))
@@ -153,22 +153,22 @@ def crop_box(height: int, width: int, draws: np.ndarray) -> tuple[int, int, int,
 
 
 def center_box(height: int, width: int) -> tuple[int, int, int, int]:
-  """Google's evaluation box: the centred square of 7/8 of the shorter side.
+  """Return Google's evaluation box: the centred square of 7/8 of the shorter side.
 
-  224 / (224 + 32) of it, rounded down, the odd pixel above and to the left
-  (flax examples/imagenet/input_pipeline.py, `_decode_and_center_crop`).
+  The size is 224 / (224 + 32) of the side, rounded down, with the odd pixel above and to the
+  left (flax examples/imagenet/input_pipeline.py, `_decode_and_center_crop`).
   """
   side = max(min(height, width) * 7 // 8, 1)
   return (height - side + 1) // 2, (width - side + 1) // 2, side, side
 
 
 def shorter_side(height: int, width: int, size: int) -> tuple[int, int]:
-  """The size to resize to before MLPerf's centre crop of `size`: (height, width).
+  """Return the size (height, width) to resize to before MLPerf's centre crop of `size`.
 
-  The shorter side becomes 256 / 224 of the crop, the other keeps the aspect,
-  both in float32 and rounded down, as the reference has it (mlcommons/training,
-  image_classification/tensorflow2/imagenet_preprocessing.py,
-  `_smallest_size_at_least`). So 256 can come out as 255.
+  The shorter side becomes 256 / 224 of the crop, and the other side keeps the aspect, both in
+  float32 and rounded down, as in the reference (mlcommons/training,
+  image_classification/tensorflow2/imagenet_preprocessing.py, `_smallest_size_at_least`). So
+  256 can become 255.
   """
   wanted = np.float32(round(size * 256 / 224))
   scale = wanted / np.float32(min(height, width))
@@ -177,12 +177,12 @@ def shorter_side(height: int, width: int, size: int) -> tuple[int, int]:
 
 
 def centered_crop(height: int, width: int, size: int, share: float) -> tuple[int, int, int, int]:
-  """(height, width) to resize to, and top and left of the crop of `size` in it.
+  """Return (height, width) to resize to, and top and left of the crop of `size` in it.
 
-  The shorter side becomes size / share, the other keeps the aspect, both rounded
-  down; the crop's corner is rounded half to even (torchvision 0.28
-  transforms/functional.py, `_compute_resized_output_size` and `center_crop`; timm
-  1.0.31 data/transforms_factory.py, `transforms_imagenet_eval`).
+  The shorter side becomes size / share, and the other side keeps the aspect, both rounded
+  down. The crop's corner is rounded half to even (torchvision 0.28 transforms/functional.py,
+  `_compute_resized_output_size` and `center_crop`; timm 1.0.31 data/transforms_factory.py,
+  `transforms_imagenet_eval`).
   """
   wanted, shorter = math.floor(size / share), min(height, width)
   sizes = height, width

@@ -1,4 +1,4 @@
-"""What a dataset is to the pipeline: a size, and a function that loads rows."""
+"""Dataset interface of the input pipeline: a size, and a function that loads examples."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ from jaxscale.errors import invalid
 from jaxscale.files import whole_number
 from jaxscale.metrics.text import few, listed, plural
 
-NO_CLASS = -1  # label of a held-out example that cannot be read: always wrong
-# "image": uint8 [n, h, w, c] and "label": int32 [n]; of text "tokens" and "targets",
-# int32 [n, sequence_length].
+NO_CLASS = -1  # label of an unreadable validation example, which is always wrong
+# Images have "image": uint8 [n, h, w, c] and "label": int32 [n]; text has "tokens" and
+# "targets": int32 [n, sequence_length].
 Batch = dict[str, np.ndarray]
 
 
-# An image of more is refused before it is decoded: Pillow's limit, of 1 GB in memory
-# (Image.MAX_IMAGE_PIXELS: 1 GiB // 4 // 3 bytes, rounded to 89,478,485, twice).
+# Larger images are rejected before decoding. This is Pillow's error limit, 1 GB in memory
+# (Image.MAX_IMAGE_PIXELS: 1 GiB // 4 // 3 bytes, rounded to 89,478,485, times two).
 MAX_PIXELS = 178_956_970
 # ImageNet's examples by split (arXiv:1409.0575, table 2; TFDS imagenet2012 5.1.0).
 IMAGENET_EXAMPLES = {"train": 1_281_167, "validation": 50_000}
 
 
 def user_cache() -> Path:
-  """$XDG_CACHE_HOME/jaxscale, or ~/.cache/jaxscale; without a home a temporary one."""
+  """Return $XDG_CACHE_HOME/jaxscale, or ~/.cache/jaxscale, or a temporary folder without a home."""
   folder = os.environ.get("XDG_CACHE_HOME") or os.path.join("~", ".cache")
   if (folder := os.path.expanduser(folder)).startswith("~"):
     return Path(_temporary_cache())
@@ -43,27 +43,28 @@ def user_cache() -> Path:
 
 @functools.cache
 def _temporary_cache() -> str:
-  """Make the cache of a user without a home, as in a container; it ends with us."""
+  """Create a cache for a user without a home, as in a container; it is deleted at exit."""
   made = tempfile.mkdtemp(prefix="jaxscale-")
   atexit.register(shutil.rmtree, made, ignore_errors=True)
-  line = f"no home directory, caches are in {made} until the end; set HOME"
+  line = f"no home directory, so caches are in {made} until this process ends; set HOME"
   print(f"note: {line}, or XDG_CACHE_HOME", file=sys.stderr)
   return made
 
 
 class DatasetInfo(NamedTuple):
-  """What a model has to know of images, or of any other arrays with targets.
+  """Description of images, or of other arrays with targets, for a model.
 
   Attributes:
-    name: for messages.
-    image_shape: of a loaded example, e.g. (height, width, channels).
-    num_classes: labels are 0 … num_classes - 1; of other targets: how many outputs.
-    mean: per channel or one for all, in the units of the stored images.
-    std: likewise.
-    dtype: of "image", as loaded.
-    label_shape: of one example's "label"; () for a class.
-    label_dtype: of "label".
-    class_names: names of the classes in the order of their labels, where there are any.
+    name: the name for messages.
+    image_shape: the shape of a loaded example, e.g. (height, width, channels).
+    num_classes: the number of classes, with labels 0 … num_classes - 1; for other targets
+      the number of outputs.
+    mean: the mean per channel, or one for all, in the units of the stored images.
+    std: the standard deviation, in the same form.
+    dtype: the dtype of a loaded "image".
+    label_shape: the shape of an example's "label"; () for a class.
+    label_dtype: the dtype of "label".
+    class_names: the names of the classes in the order of their labels, if they have names.
   """
 
   name: str
@@ -78,14 +79,14 @@ class DatasetInfo(NamedTuple):
 
 
 class TextInfo(NamedTuple):
-  """What a model has to know of the text.
+  """Description of text for a model.
 
   Attributes:
-    name: for messages.
-    vocab_size: tokens are 0 … vocab_size - 1.
-    sequence_length: tokens of an example.
-    bytes_per_token: of this text, on average: 1 where tokens are bytes; None: it is
-      not known how many bytes the text had.
+    name: the name for messages.
+    vocab_size: the size of the vocabulary; tokens are 0 … vocab_size - 1.
+    sequence_length: the tokens per example.
+    bytes_per_token: the average bytes per token of this text; 1 for byte tokens, None if
+      the size of the text is not known.
   """
 
   name: str
@@ -95,7 +96,7 @@ class TextInfo(NamedTuple):
 
 
 def batch_shapes(info: DatasetInfo | TextInfo, rows: int) -> dict[str, tuple]:
-  """Shape and dtype of each array of a training batch, by its name.
+  """Return the shape and dtype of each array of a training batch, by its name.
 
   Example:
     >>> batch_shapes(TextInfo("bytes", 256, 128), 8)["tokens"]
@@ -108,15 +109,15 @@ def batch_shapes(info: DatasetInfo | TextInfo, rows: int) -> dict[str, tuple]:
   return {"image": ((rows, *info.image_shape), info.dtype), "label": label}
 
 
-# The contents of files and arrays are hashed whole up to so many bytes; of larger ones
-# as much in blocks that are spread evenly.
+# Files and arrays up to this many bytes are hashed as a whole; of larger ones as many bytes
+# are hashed in blocks that are spread evenly.
 _HASHED, _BLOCK = 8 << 20, 1 << 16
-_MAX_SIZES = 1024  # files whose size is asked for: a cluster's file system is slow
-_MAX_READ = 64  # of many files, those whose first block is read
+_MAX_SIZES = 1024  # files whose size is read, as a cluster's file system is slow
+_MAX_READ = 64  # files whose first block is read
 
 
 def file_identity(paths: Sequence[Path]) -> dict[str, Any]:
-  """Sizes and contents of a few files one after another, wherever they are."""
+  """Return the sizes and contents of a few files in order, without their paths."""
   sizes = [path.stat().st_size for path in paths]
   total, starts = sum(sizes), np.cumsum([0, *sizes])
   digest = hashlib.sha256(repr(sizes).encode())
@@ -129,7 +130,7 @@ def file_identity(paths: Sequence[Path]) -> dict[str, Any]:
 
 
 def _block_starts(total: int) -> list[int]:
-  """The first bytes of the blocks that are hashed, the last one at the very end."""
+  """Return the starts of the blocks to hash; the last block is at the end."""
   count = -(-min(total, _HASHED) // _BLOCK)
   if total <= _HASHED:
     return [i * _BLOCK for i in range(count)]
@@ -137,19 +138,19 @@ def _block_starts(total: int) -> list[int]:
 
 
 def names_identity(names: np.ndarray, path_of: Callable[[int], str]) -> dict[str, Any]:
-  """Names of many files in their order, sizes of some, and how fewer of them begin.
+  """Return the names of many files in order, the sizes of some, and the first bytes of fewer.
 
-  Pictures without compression have one size, whatever they show.
+  Contents are needed as well: uncompressed pictures of different content have equal sizes.
 
   Args:
-    names: bytes [n].
-    path_of: index -> the path of a file.
+    names: the names, bytes [n].
+    path_of: a function of the index that returns the path of a file.
   """
 
   def size_of(index: int) -> int:
     try:
       return os.stat(path_of(index)).st_size
-    except OSError:  # a damaged example
+    except OSError:  # It is a damaged example.
       return -1
 
   def begin_of(index: int) -> bytes:
@@ -169,7 +170,7 @@ def names_identity(names: np.ndarray, path_of: Callable[[int], str]) -> dict[str
 
 
 def array_identity(*arrays: np.ndarray) -> dict[str, Any]:
-  """Contents of arrays, of large ones rows that are spread evenly."""
+  """Return the contents of arrays; of large ones, evenly spread rows."""
   digest = hashlib.sha256()
   for array in arrays:
     digest.update(f"{array.shape} {array.dtype}".encode())
@@ -181,10 +182,10 @@ def array_identity(*arrays: np.ndarray) -> dict[str, Any]:
 
 
 class DamagedExamples:
-  """The unreadable and the unusual examples of a dataset; threads add to it.
+  """Damaged and unusual examples of a dataset; threads may add to it.
 
-  An example counts once, however often it is read. Every process has a record
-  of the examples that it read; `update` merges several.
+  An example counts once, however often it is read. Every process has a record of the
+  examples that it read; `update` merges records.
 
   Example:
     >>> damaged = DamagedExamples()
@@ -198,46 +199,46 @@ class DamagedExamples:
     self._unusual: dict[int, str] = {}
 
   def add(self, index: int, name: str) -> None:
-    """An example that cannot be read."""
+    """Add an example that cannot be read."""
     self._names[index] = name
 
   def add_unusual(self, index: int, kind: str) -> None:
-    """An example that is not of the expected format, but was read."""
+    """Add an example that was read but has an unexpected format."""
     self._unusual[index] = kind
 
   def as_dict(self) -> dict[str, dict[str, str]]:
-    """As JSON: names of damaged and formats of unusual examples, by index."""
+    """Return the names of damaged and the formats of unusual examples, by index, for JSON."""
     found = {"damaged": self._names, "unusual": self._unusual}
     return {k: {str(i): text for i, text in x.copy().items()} for k, x in found.items()}
 
   def update(self, other: dict[str, dict[str, str]]) -> None:
-    """Add what the `as_dict` of another record returned."""
+    """Merge the `as_dict` of another record."""
     for known, key in ((self._names, "damaged"), (self._unusual, "unusual")):
       numbers = ((whole_number(i), text) for i, text in other[key].items())
       known |= {i: text for i, text in numbers if i is not None}
 
   @property
   def count(self) -> int:
-    """How many examples are damaged."""
+    """The number of damaged examples."""
     return len(self._names)
 
   @property
   def indices(self) -> list[int]:
-    """The damaged examples, in the dataset's order."""
+    """The indices of damaged examples in the dataset's order."""
     return sorted(self._names.copy())
 
   @property
   def names(self) -> list[str]:
-    """Their names, in the same order."""
+    """The names of damaged examples in the dataset's order."""
     return [self._names[i] for i in self.indices]
 
   @property
   def unusual(self) -> dict[str, int]:
-    """How many examples of each unusual format were read, e.g. {"CMYK": 22}."""
+    """The number of examples of each unusual format, e.g. {"CMYK": 22}."""
     return dict(sorted(Counter(self._unusual.copy().values()).items()))
 
   def describe(self) -> str:
-    """One line for the log: how many, and the names of the first five."""
+    """Return one line for the log: the number, and the names of the first five."""
     line = plural(self.count, "damaged example")
     line += f": {few(self.names, most=5)}" if self.count else ""
     unusual = listed(f"{n} {kind}" for kind, n in self.unusual.items())
@@ -248,17 +249,17 @@ class Dataset(NamedTuple):
   """One split of a dataset.
 
   Attributes:
-    info: of the images, or of the text.
-    num_examples: how many there are; of text, windows of `sequence_length` tokens.
-    load: (indices [n], draws [n, num_draws] in [0, 1) or None) -> Batch. A pure
-      function; it augments from the draws, or shows the plain view for None.
-    num_draws: how many uniform numbers `load` uses, at most `augment.NUM_DRAWS`.
-    damaged: examples that `load` could not read so far; None: it can read all.
-    draws_by_epoch: whether all examples of an epoch have the same draws.
-    notes: worth reading before the first step.
-    identity: what tells its contents from others', as JSON, or a function that
-      returns that; a run does not resume on contents of another identity. None:
-      by the number of examples alone.
+    info: the description of the images or the text.
+    num_examples: the number of examples; in text, windows of `sequence_length` tokens.
+    load: a pure function of (indices [n], draws [n, num_draws] in [0, 1) or None) that
+      returns a Batch. It augments by the draws, or returns the plain view for None.
+    num_draws: the number of uniform draws that `load` uses, at most `augment.NUM_DRAWS`.
+    damaged: the examples that `load` could not read so far; None if all are readable.
+    draws_by_epoch: True if all examples of an epoch share their draws.
+    notes: lines to log before the first step.
+    identity: the identity of the contents as JSON, or a function that returns it; a run
+      does not resume on contents with a different identity. None compares the number of
+      examples alone.
   """
 
   info: DatasetInfo | TextInfo
@@ -272,31 +273,31 @@ class Dataset(NamedTuple):
 
 
 def check_targets(name: str, targets: np.ndarray, limits: tuple[int, int]) -> None:
-  """Refuse targets that a loss does not take: they would train on a wrong class.
+  """Check targets that a loss would silently take for a wrong class.
 
   Args:
-    name: of the targets, for the error.
-    targets: [n, ...].
-    limits: the lowest and the highest one.
+    name: the name of the targets, for the error.
+    targets: the targets [n, ...].
+    limits: the lowest and the highest allowed target.
 
   Raises:
-    ConfigError: one is outside, or NaN.
+    ConfigError: a target is out of range or NaN.
   """
   low, high = limits
   if len(targets) and not (targets.min() >= low and targets.max() <= high):
     wrong = targets[~((targets >= low) & (targets <= high))][0]
-    fix = "correct the targets or num_classes, or choose another loss"
+    fix = "fix the targets or num_classes, or choose another loss"
     raise invalid(name, wrong.item(), f"is out of range [{low}, {high}]", fix)
 
 
 def with_target_range(dataset: Dataset, limits: tuple[int, int]) -> Dataset:
-  """A dataset that checks the targets of each batch (`check_targets`)."""
+  """Return a dataset that checks the targets of each batch (`check_targets`)."""
   info = dataset.info
   key = "targets" if isinstance(info, TextInfo) else "label"
 
   def load(indices, draws):
     batch = dataset.load(indices, draws)
-    if isinstance(batch, dict) and key in batch:  # else `check_readable` refuses it
+    if isinstance(batch, dict) and key in batch:  # `check_readable` reports other batches.
       has_none = key == "targets" or (draws is None and dataset.damaged is not None)
       low = NO_CLASS if has_none else limits[0]
       check_targets(f"{info.name}: {key}", np.asarray(batch[key]), (low, limits[1]))

@@ -1,4 +1,4 @@
-"""The files below a directory: one rule for every reader of folders."""
+"""List the files below a directory, by the same rules for every reader of folders."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from typing import NamedTuple
 from jaxscale.errors import invalid
 from jaxscale.metrics.text import few, plural
 
-# Files and folders that macOS, Windows and NFS put next to a user's.
+# Files and folders that macOS, Windows and NFS add to a user's folders.
 _LITTER = {".ds_store", "__macosx", "thumbs.db", "ehthumbs.db", "desktop.ini"}
 _LITTER_STARTS = ("._", ".nfs")
 
 
 class Tree(NamedTuple):
-  """The files below a directory, without hidden ones.
+  """Files below a directory, without hidden ones.
 
   Attributes:
-    files: relative paths, sorted by folder, then by name (by code point).
-    folders: path of each folder that was read -> its time of change.
-    left_out: kind of what is no visible file -> how many.
+    files: the relative paths, sorted by folder, then by name (by code point).
+    folders: the modification time of each folder that was read, by path.
+    left_out: the number of skipped entries by kind.
   """
 
   files: list[str]
@@ -30,7 +30,7 @@ class Tree(NamedTuple):
 
 
 def is_visible(name: str) -> bool:
-  """Return whether a name is neither hidden nor of an operating system's own.
+  """Return whether a name is neither hidden nor created by an operating system.
 
   Example:
     >>> [is_visible(name) for name in ("a.jpg", "._a.jpg", "Thumbs.db")]
@@ -44,11 +44,11 @@ def tree(root: str, is_file: Callable[[str], bool] = lambda name: False) -> Tree
 
   Args:
     root: the directory.
-    is_file: whether a link of this name is taken for a file without a look at its
-      target, which takes a request to the file system for each.
+    is_file: a function of a link's name; if it returns True, the link counts as a file
+      without a request to the file system for its target.
 
   Raises:
-    ConfigError: a folder may not be read.
+    ConfigError: a folder cannot be read.
   """
   found = Tree([], {}, Counter())
 
@@ -56,7 +56,7 @@ def tree(root: str, is_file: Callable[[str], bool] = lambda name: False) -> Tree
     path = os.path.join(root, inner) if inner else root
     status = os.stat(path)
     if (identity := (status.st_dev, status.st_ino)) in above:
-      return  # a link to a folder that it lies in
+      return  # It is a link to a folder that contains it.
     found.folders[path] = status.st_mtime_ns
     with os.scandir(path) as entries:
       for entry in entries:
@@ -75,21 +75,21 @@ def tree(root: str, is_file: Callable[[str], bool] = lambda name: False) -> Tree
   try:
     visit("", frozenset())
   except PermissionError as e:
-    raise invalid(str(e.filename), ..., "may not be read", "chmod it") from None
+    raise invalid(str(e.filename), ..., "cannot be read", "change its permissions") from None
   found.files.sort(key=os.path.split)
   return found
 
 
 def is_folder(entry: os.DirEntry[str], *, follow_symlinks: bool = True) -> bool:
-  """Return whether an entry is a folder, or a link to one."""
+  """Return whether an entry is a folder or a link to one."""
   try:
     return entry.is_dir(follow_symlinks=follow_symlinks)
-  except OSError:  # a link to itself, which is a file that cannot be read
+  except OSError:  # A link to itself counts as an unreadable file.
     return False
 
 
 def kinds(files: Iterable[str]) -> Counter[str]:
-  """Count files by their ending.
+  """Count files by their extension.
 
   Example:
     >>> kinds(["a/x.TXT", "y.txt", "LICENSE"])
@@ -100,15 +100,15 @@ def kinds(files: Iterable[str]) -> Counter[str]:
 
 
 def left_out_note(where: object, counts: Counter[str], taken: str) -> tuple[str, ...]:
-  """Return the note about what a reader of a folder leaves out, if it does.
+  """Return a note on the files that a reader of a folder skips, if there are any.
 
   Args:
     where: the folder.
-    counts: kind of file -> how many.
-    taken: what the reader takes.
+    counts: the number of skipped files by kind.
+    taken: a description of the files that the reader takes.
   """
   if not counts:
     return ()
   ordered = sorted(counts.items(), key=lambda item: (-item[1], item[0]))
   named = few(f"{count:,} {kind}" for kind, count in ordered)
-  return (f"{where}: {plural(counts.total(), 'file')} left out ({named}); {taken}",)
+  return (f"{where}: skipping {plural(counts.total(), 'file')} ({named}); {taken}",)

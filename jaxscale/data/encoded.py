@@ -1,13 +1,12 @@
-"""Encoded images as a dataset: views, augmentation, and damaged examples.
+"""Dataset of encoded images: views, augmentation, and damaged examples.
 
-`from_source` makes a `Dataset` of any `Source` of encoded images, such as the files of
-folder.py and the records of tfds.py: images of another kind start here.
+`from_source` creates a `Dataset` from any `Source` of encoded images, such as the files of
+folder.py or the records of tfds.py.
 
-A damaged example never stops a run. In training the next readable one takes its
-place (index + 1, wrapping around), which depends on nothing but the files, so
-hosts and restarts agree. A held-out one keeps its place, as a black image of
-class -1 that no model can get right: the score stays that of all examples, and
-can only be too low. `Dataset.damaged` counts both.
+A damaged example never stops a run. In training, the next readable one replaces it (index + 1,
+wrapping around), which depends only on the files, so hosts and restarts agree. In validation
+it stays, as a black image of class -1 that no model can get right: the score covers all
+examples, and can only be too low. `Dataset.damaged` counts both.
 """
 
 from __future__ import annotations
@@ -24,26 +23,27 @@ from jaxscale.data.dataset import MAX_PIXELS, NO_CLASS, Batch, DamagedExamples, 
 from jaxscale.errors import ConfigError
 from jaxscale.files import refuse_pointer
 
-# Per channel, over the training images of ImageNet, as every published recipe.
+# Mean and standard deviation per channel of ImageNet's training images, as in published recipes.
 IMAGENET_MEAN = (123.675, 116.28, 103.53)
 IMAGENET_STD = (58.395, 57.12, 57.375)
 
-_MAX_UNREADABLE = 1000  # so many unreadable examples in a row are not an accident
+_MAX_UNREADABLE = 1000  # More unreadable examples in a row indicate a wrong path.
 
 
-Record = tuple[bytes, int]  # an example as it is stored: an encoded image, its class
+Record = tuple[bytes, int]  # an encoded image and its class
 
 
 class Source(NamedTuple):
-  """Encoded examples by index, whatever they are stored in.
+  """Encoded examples by index, in any storage.
 
   Attributes:
-    num_examples: how many.
-    read: indices -> a Record for each, or None where it cannot be read; lazily
-      where that costs nothing, so that bytes are decoded while in the processor's
-      cache. Any thread may call it.
-    name: index -> the example's name in messages.
-    is_jpeg: index -> whether its name or feature says that it is a JPEG.
+    num_examples: the number of examples.
+    read: a function of indices that returns a Record for each, or None if it cannot be
+      read. It should be lazy where possible, so that bytes are decoded while they are in the
+      processor's cache. Any thread may call it.
+    name: a function of the index that returns the example's name for messages.
+    is_jpeg: a function of the index that returns whether the example should be a JPEG by
+      its name or feature.
   """
 
   num_examples: int
@@ -59,12 +59,12 @@ def image_info(
   mean: tuple[float, ...] | None = None,
   std: tuple[float, ...] | None = None,
 ) -> DatasetInfo:
-  """Of images from 0 to 255; mean and std by default: ImageNet's of three channels.
+  """Describe images of values 0 to 255; mean and std default to ImageNet's for 3 channels.
 
-  Images of other channels are scaled to -1 … 1 by default.
+  Images with other numbers of channels are scaled to -1 … 1 by default.
 
   Raises:
-    ConfigError: as many means or deviations as channels are needed, or one for all.
+    ConfigError: mean or std has neither one value nor one per channel.
   """
   channels = shape[-1]
   mean = mean or (IMAGENET_MEAN if channels == 3 else (127.5,))
@@ -82,22 +82,22 @@ def from_source(
   eval_view: EvalView,
   max_pixels: int = MAX_PIXELS,
 ) -> Dataset:
-  """A dataset of encoded images, wherever they are stored.
+  """Create a dataset of encoded images.
 
   Args:
-    info: of the images as they are loaded, see `image_info`; 1, 3 or 4 channels.
+    info: the description of the loaded images, see `image_info`; 1, 3 or 4 channels.
     source: the encoded images.
-    resized: views of `info.image_shape` are cut; False: images have that shape.
-    augment: what training draws change.
-    cache: decode everything once, now, and keep it in memory.
-    eval_view: what evaluation sees, see `jpeg.view`.
-    max_pixels: larger images are not decoded, and count as damaged.
+    resized: True to cut views of `info.image_shape`; False if images have that shape.
+    augment: the augmentation of decoded images in training.
+    cache: True decodes all examples once, now, and keeps them in memory.
+    eval_view: the view in evaluation, see `jpeg.view`.
+    max_pixels: the pixels above which an image counts as damaged and is not decoded.
 
   Raises:
     ConfigError: there is no example, or with `cache` no readable one.
   """
   if not source.num_examples:
-    raise ConfigError(f"{info.name}: there is no example in it")
+    raise ConfigError(f"{info.name}: has no examples; check the path and the split")
   crop, damaged = augment == "crop", DamagedExamples()
   in_arrays = augment_of(augment, info.image_shape[0])
   loader = _Loader(info, source, damaged, resized, crop, eval_view, in_arrays, max_pixels)
@@ -107,7 +107,7 @@ def from_source(
 
 
 class _Loader(NamedTuple):
-  """Turns stored examples into batches."""
+  """Loader of batches from stored examples."""
 
   info: DatasetInfo
   source: Source
@@ -115,7 +115,7 @@ class _Loader(NamedTuple):
   resized: bool
   crop: bool
   eval_view: EvalView
-  in_arrays: Augment | None  # done to decoded images; crops are cut while decoding
+  in_arrays: Augment | None  # for decoded images; crops happen during decoding
   max_pixels: int
 
   def load(self, indices: np.ndarray, draws: np.ndarray | None) -> Batch:
@@ -135,7 +135,7 @@ class _Loader(NamedTuple):
   def _read(
     self, record: Record | None, draws: np.ndarray | None, index: int, out: np.ndarray
   ) -> int | None:
-    """Put the view of one example into `out`: its label, or None if it is damaged."""
+    """Write the view of one example to `out`; return its label, or None if it is damaged."""
     if record is not None:
       refuse_pointer(f"{self.info.name}/{self.source.name(index)}", record[0])
     try:
@@ -143,7 +143,7 @@ class _Loader(NamedTuple):
     except ValueError:
       self.damaged.add(index, self.source.name(index))
       return None
-    if kind == "CMYK" or " " in kind:  # "odd JPEG", "16-bit PNG"
+    if kind == "CMYK" or " " in kind:  # For example "odd JPEG" or "16-bit PNG".
       self.damaged.add_unusual(index, kind)
     elif kind != "JPEG" and self.source.is_jpeg(index):
       self.damaged.add_unusual(index, f"{kind} named JPEG")
@@ -152,11 +152,11 @@ class _Loader(NamedTuple):
   def _decode(
     self, record: Record | None, draws: np.ndarray | None, out: np.ndarray
   ) -> tuple[int, str]:
-    """Put the view of one example into `out`: its label and format, or ValueError."""
-    from jaxscale.data import jpeg  # OpenCV loads only where images are decoded
+    """Write the view of one example to `out`; return its label and format, or raise ValueError."""
+    from jaxscale.data import jpeg  # OpenCV is imported only where images are decoded.
 
     if record is None:
-      raise ValueError("missing, or not to be read")
+      raise ValueError("missing or unreadable")
     (data, label), (size, _, channels) = record, out.shape
     drawn, most = draws if self.crop else None, self.max_pixels
     if self.resized:
@@ -170,7 +170,7 @@ class _Loader(NamedTuple):
     return label, kind
 
   def _replacement(self, draws: np.ndarray | None, index: int, out: np.ndarray) -> int:
-    """Put the next readable example after a damaged one into `out`: its label."""
+    """Write the next readable example after a damaged one to `out`; return its label."""
     source = self.source
     tries = min(source.num_examples - 1, _MAX_UNREADABLE)
     for other in range(index + 1, index + 1 + tries):
@@ -178,7 +178,7 @@ class _Loader(NamedTuple):
       record = next(iter(source.read([other])))
       if (label := self._read(record, draws, other, out)) is not None:
         return label
-    why = "it was read at last"
+    why = "another attempt could read it"
     try:
       self._decode(next(iter(source.read([index]))), draws, out)
     except ValueError as e:
@@ -187,7 +187,7 @@ class _Loader(NamedTuple):
     raise ConfigError(f"{self.info.name}: {tries + 1} examples in a row cannot be read, {reason}")
 
   def cached(self) -> Callable[[np.ndarray, np.ndarray | None], Batch]:
-    """`load` out of memory: every example is decoded once, now."""
+    """Return a `load` from memory, after decoding every example once."""
     every = np.arange(self.source.num_examples)
     with ThreadPoolExecutor() as threads:
       chunks = np.array_split(every, -(-len(every) // 2048))
@@ -197,7 +197,7 @@ class _Loader(NamedTuple):
     readable = np.setdiff1d(every, self.damaged.indices)
     if not len(readable):
       raise ConfigError(f"{self.info.name}: none of {len(every)} examples is readable")
-    # Itself, or the next readable one.
+    # The index of the example itself, or of the next readable one.
     in_training = readable[np.searchsorted(readable, every) % len(readable)]
 
     def load(indices: np.ndarray, draws: np.ndarray | None) -> Batch:

@@ -1,8 +1,8 @@
-"""Read errors of the system, which are not those of one example.
+"""Recognize read errors of the system, as opposed to damaged examples.
 
-A damaged example is skipped and counted. A process without file descriptors, or a
-network file system that is away, makes whole examples unreadable: to skip those
-would be to train on a part of the data and to report them as damaged.
+A damaged example is skipped and counted. But without free file descriptors, or with a network
+file system that is unavailable, intact examples are unreadable: skipping these would train on
+a part of the data and report them as damaged.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import errno
 import os
 
-# The process or the machine is full; the disk or the mount; and the network to it.
+# Limits of the process or the machine; errors of disks or mounts; errors of the network.
 _NAMES = """EMFILE ENFILE ENOMEM ENOBUFS EIO EREMOTEIO ESTALE ENODEV
   ENOTCONN ECONNREFUSED ECONNRESET ECONNABORTED ESHUTDOWN EPIPE ETIMEDOUT EHOSTDOWN EHOSTUNREACH
   ENETDOWN ENETUNREACH ENETRESET ENOLINK ECOMM""".split()
@@ -18,15 +18,15 @@ _SYSTEM = frozenset(getattr(errno, n) for n in _NAMES if hasattr(errno, n))
 
 
 def raise_if_system_error(error: Exception, name: str) -> None:
-  """Raise, with the example's name, an error that is not the example's own.
+  """Raise an error that is not due to the example itself, with the example's name.
 
   Args:
-    error: raised by a read. A reader in C++ gives no errno: its error is recognized
-      by the system's message in the text.
-    name: of the example.
+    error: the error of a read. A reader in C++ gives no errno, so its error is recognized by
+      the system's message in its text.
+    name: the name of the example.
 
   Raises:
-    OSError: descriptors or memory have run out, or disk or network are away.
+    OSError: descriptors or memory are exhausted, or a disk or the network failed.
 
   Example:
     >>> raise_if_system_error(FileNotFoundError(errno.ENOENT, "gone"), "a/1.JPEG")
@@ -37,5 +37,5 @@ def raise_if_system_error(error: Exception, name: str) -> None:
     number = next((n for n in _SYSTEM if os.strerror(n) in str(error)), None)
   if number is not None and number in _SYSTEM:
     hint = "raise `ulimit -n`" if number == errno.EMFILE else "fix it and resume"
-    text = f"{os.strerror(number)}: not skipped as a damaged example, {hint}"
+    text = f"{os.strerror(number)}: a system error, not a damaged example; {hint}"
     raise OSError(number, text, name) from error

@@ -1,4 +1,4 @@
-"""A directory of class subdirectories of image files, as clusters hold ImageNet."""
+"""Dataset of image files in one subdirectory per class, as clusters store ImageNet."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from jaxscale.data.faults import raise_if_system_error
 from jaxscale.errors import ConfigError, invalid
 from jaxscale.metrics.text import few
 
-# What a file may be called; what it is, its bytes say. A name may have no ending.
+# File name extensions; the content decides the format. A name may have no extension.
 _JPEG = ".jpeg", ".jpg", ".jpe", ".jfif"
 SUFFIXES = (*_JPEG, *".png .bmp .webp .gif .avif .tif .tiff .ppm .pgm .pbm .pnm".split())
-# How the files begin that `jpeg.decode` reads.
+# First bytes of the formats that `jpeg.decode` reads.
 _MAGIC = re.compile(
   rb"\xff\xd8\xff|\x89PNG\r\n|GIF8|BM.{4}\0{4}|RIFF.{4}WEBP|II[*+]\0|MM\0[*+]"
   rb"|P[1-6]\s+[\d#]|.{4}ftypavif",
@@ -37,15 +37,15 @@ _MOST_LISTINGS = 16
 
 
 class Folder(NamedTuple):
-  """The files in a directory of class subdirectories.
+  """Files in a directory of class subdirectories.
 
   Attributes:
     root: the directory.
-    classes: names of the subdirectories with images, sorted.
-    empty: names of those without.
-    files: paths within their class, bytes [n]: by class, folder and name.
-    labels: int32 [n], index into `classes`.
-    left_out: kind of file that is no image of a class -> how many.
+    classes: the names of the subdirectories with images, sorted.
+    empty: the names of the subdirectories without images.
+    files: the paths within their class, bytes [n], by class, folder and name.
+    labels: the index into `classes`, int32 [n].
+    left_out: the number of skipped files by kind.
   """
 
   root: str
@@ -69,30 +69,29 @@ def image_folder(
   max_pixels: int = MAX_PIXELS,
   classes: Sequence[str] | None = None,
 ) -> Dataset:
-  """A dataset of class subdirectories of image files: DIRECTORY/CLASS/**/*.JPEG.
+  """Create a dataset from class subdirectories of image files: DIRECTORY/CLASS/**/*.JPEG.
 
-  Files in folders of a class are images of it. The order is torchvision's, by class,
-  folder and file name (by code point, whatever the locale), so it is the same on every
-  machine. Hidden files are skipped; a note counts files of other endings. Another
-  `image_size` of the same directory costs nothing: the listing is kept until a
-  subdirectory changes.
+  Files in nested folders of a class belong to it. The order is torchvision's, by class, folder
+  and file name (by code point, in any locale), so it is the same on every machine. Hidden
+  files are skipped; a note counts files with other extensions. The listing is cached until a
+  subdirectory changes, so another `image_size` of the same directory costs nothing.
 
   Args:
-    directory: with one subdirectory per class, e.g. "ILSVRC2012/train".
-    image_size: height and width of the views.
-    channels: 1 for grey, 3, or 4 with alpha: what every image is converted to.
-    mean: per channel or one for all, of values from 0 to 255; None: ImageNet's of
-      three channels, else 127.5.
-    std: likewise.
-    augment: what training draws change; see `config.TFDS`.
-    cache: decode everything once, now, and keep it in memory.
-    eval_view: "mlperf", "google" or a `CenterCrop`, see `jpeg.view`.
-    max_pixels: larger images are not decoded, and count as damaged.
-    classes: names in the order of their labels, e.g. those of another split;
-      None: all subdirectories, sorted.
+    directory: the directory with one subdirectory per class, e.g. "ILSVRC2012/train".
+    image_size: the height and width of the views.
+    channels: the channels that every image is converted to: 1 for grey, 3, or 4 with alpha.
+    mean: the mean per channel, or one for all, of values from 0 to 255; None uses ImageNet's
+      for three channels and otherwise 127.5.
+    std: the standard deviation, in the same form.
+    augment: the augmentation in training; see `config.TFDS`.
+    cache: True decodes all examples once, now, and keeps them in memory.
+    eval_view: the view in evaluation: "mlperf", "google" or a `CenterCrop`, see `jpeg.view`.
+    max_pixels: the pixels above which an image counts as damaged and is not decoded.
+    classes: the class names in the order of their labels, e.g. of another split; None uses
+      all subdirectories, sorted.
 
   Raises:
-    ConfigError: no such directory, no images in it, or an unknown class.
+    ConfigError: the directory does not exist, has no images, or has an unknown class.
 
   Example:
     >>> train = image_folder("train", image_size=224, augment="crop")  # doctest: +SKIP
@@ -101,13 +100,13 @@ def image_folder(
   """
   folder = listing(directory)
   names = tuple(classes or folder.classes)
-  # macOS writes the same name with other code points than Linux.
+  # macOS writes the same name with different code points than Linux.
   labels_of = {unicodedata.normalize("NFC", name): i for i, name in enumerate(names)}
   normal = [unicodedata.normalize("NFC", name) for name in folder.classes]
   for name, known in zip(folder.classes, normal, strict=True):
     if known not in labels_of:
-      why = f"not a class that is trained on, {nearest(name, names)}"
-      fix = "move it away, or its images into the directories of their classes"
+      why = f"not a class of the training data, {nearest(name, names)}"
+      fix = "move it away, or move its images to the directories of their classes"
       raise ConfigError(f"{directory}/{name}: {why}; {fix}")
   labels = np.array([labels_of[known] for known in normal], np.int32)[folder.labels]
   shape = (image_size, image_size, channels)
@@ -124,7 +123,7 @@ def image_folder(
 
 
 def _identity(folder: Folder, source: Source) -> dict[str, Any]:
-  """Names, sizes and contents of the files, and how many each class has."""
+  """Return names, sizes and contents of the files, and the number of files per class."""
 
   def path_of(index: int) -> str:
     return os.path.join(folder.root, source.name(index))
@@ -135,25 +134,25 @@ def _identity(folder: Folder, source: Source) -> dict[str, Any]:
 
 
 def folder_classes(directory: str | os.PathLike[str]) -> tuple[str, ...]:
-  """The class names of a directory, in the order of their labels."""
+  """Return the class names of a directory, in the order of their labels."""
   return listing(directory).classes
 
 
 def listing(directory: str | os.PathLike[str]) -> Folder:
-  """The images in a directory of class subdirectories.
+  """List the images in a directory of class subdirectories.
 
   Raises:
-    ConfigError: no such directory, or no images in subdirectories of it.
+    ConfigError: the directory does not exist, or has no images in subdirectories.
   """
   root = Path(directory)
   if not root.is_dir():
-    fix = "give the one whose subdirectories are the classes, e.g. ILSVRC2012/train"
-    raise ConfigError(f"{directory}: no such directory of images; {fix}")
+    fix = "use the directory whose subdirectories are the classes, e.g. ILSVRC2012/train"
+    raise ConfigError(f"{directory}: no such directory; {fix}")
   folder = _kept_listing(str(root.absolute()))
   if not len(folder.files):
     count = len(folder.empty)
     why = f"no images in {count} subdirectories{_but(folder.left_out)}"
-    fix = f"it takes CLASS/**/*.JPEG (or {' '.join(SUFFIXES)})"
+    fix = f"images must be at CLASS/**/*.JPEG (or {' '.join(SUFFIXES)})"
     raise ConfigError(f"{directory}: {why}; {fix}")
   return folder
 
@@ -162,17 +161,17 @@ def _but(left_out: Counter[str]) -> str:
   return f" but {few(f'{n:,} {kind}' for kind, n in left_out.items())}" * bool(left_out)
 
 
-# Directory -> times of change of all its folders, and what is in them.
+# By directory: the modification times of all its folders, and its content.
 _listings: dict[str, tuple[dict[str, int], Folder]] = {}
 
 
 def _kept_listing(root: str) -> Folder:
-  """Return the listing of a directory, from before if no folder of it has changed."""
+  """Return the listing of a directory, from the cache if no folder of it has changed."""
   folders, folder = _listings.get(root, ({}, None))
   try:
     if folder and all(os.stat(p).st_mtime_ns == t for p, t in folders.items()):
       return folder
-  except OSError:  # a folder is gone
+  except OSError:  # A folder was deleted.
     pass
   if len(_listings) >= _MOST_LISTINGS:
     _listings.clear()
@@ -201,10 +200,10 @@ def _listed(root: str) -> tuple[dict[str, int], Folder]:
     return is_named(path) or ("." not in os.path.basename(path) and _begins_as_image(path))
 
   kept: dict[str, list[str]] = {}
-  with ThreadPoolExecutor(16) as threads:  # they wait for the file system
+  with ThreadPoolExecutor(16) as threads:  # The threads wait for the file system.
     for name, found in zip(classes, threads.map(images, classes), strict=True):
       files, others, times = found
-      kept |= {name: files} if files else {}  # no class without images
+      kept |= {name: files} if files else {}  # Leave out classes without images.
       left_out += others
       folders |= times
   _check_classes(root, kept)
@@ -223,19 +222,19 @@ def _begins_as_image(path: str) -> bool:
 
 
 def _check_classes(root: str, kept: dict[str, list[str]]) -> None:
-  """Refuse subdirectories that cannot be the classes that they look like."""
+  """Check that subdirectories are plausible classes."""
   same: dict[str, str] = {}
   for name in kept:
     if (other := same.setdefault(unicodedata.normalize("NFC", name), name)) != name:
-      why = f"has the same name as {other!a} in another Unicode form ({name!a})"
+      why = f"has the same name as {other!a} in a different Unicode form ({name!a})"
       raise invalid(f"{root}/{name}", ..., why, "merge the two directories")
   inner = {f.partition("/")[0] for files in kept.values() for f in files if "/" in f}
   if len(kept) == 1 and len(inner) > 1:
     ((name, files),) = kept.items()
     if all("/" in file for file in files):
       where = f"are all in subdirectories of it ({few(sorted(inner))})"
-      fix = f"give {root}/{name} if those are the classes"
-      raise invalid(root, ..., f"has the one class {name}, whose images {where}", fix)
+      fix = f"use {root}/{name} if those are the classes"
+      raise invalid(root, ..., f"has only the class {name}, whose images {where}", fix)
 
 
 def _source(folder: Folder, labels: np.ndarray) -> Source:
@@ -249,7 +248,7 @@ def _source(folder: Folder, labels: np.ndarray) -> Source:
       try:
         with open(path, "rb") as file:
           record = file.read(), int(labels[index])
-      except OSError as e:  # missing, no file, or not allowed
+      except OSError as e:  # It is missing, not a file, or not readable.
         raise_if_system_error(e, path)
         record = None
       yield record

@@ -1,9 +1,9 @@
-"""Encoded bytes to pixels: decode, crop, resize, flip, one image at a time.
+"""Decode, crop, resize and flip encoded images, one at a time.
 
-simplejpeg (libjpeg-turbo) and OpenCV's resize release the GIL, so threads
-scale; Pillow takes what they do not. All give the same pixels for the same picture:
-EXIF orientation is not applied, as in torchvision and timm, and pixels of more than 8
-bits are scaled by the range of their type, floats from 0 … 1.
+simplejpeg (libjpeg-turbo) and OpenCV's resize release the GIL, so threads scale; Pillow reads
+the other formats. All give the same pixels for the same picture: EXIF orientation is not
+applied, as in torchvision and timm, and pixels of more than 8 bits are scaled by the range of
+their type (floats by 0 … 1).
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from jaxscale.data import augment, partial_jpeg
 from jaxscale.data.augment import CenterCrop, EvalView
 from jaxscale.data.dataset import MAX_PIXELS
 
-cv2.setNumThreads(0)  # the pipeline's threads are the parallelism
-# Else it writes several lines to stderr for every damaged TIFF.
+cv2.setNumThreads(0)  # The pipeline's threads provide the parallelism.
+# Without this, it writes several lines to stderr for every damaged TIFF.
 cv2.utils.logging.setLogLevel(cv2.utils.logging.LOG_LEVEL_SILENT)
 
 
-# Channels -> the names of simplejpeg, Pillow and OpenCV, and the colour types of PNG
-# that OpenCV converts as Pillow does; Pillow reads the others.
+# By channels: the names in simplejpeg, Pillow and OpenCV, and the PNG colour types that OpenCV
+# converts as Pillow does. Pillow reads the others.
 _FORMATS = {
   1: ("GRAY", "L", cv2.IMREAD_GRAYSCALE, b"\0\4"),
   3: ("RGB", "RGB", cv2.IMREAD_COLOR_RGB, b"\0\2\3\4\6"),
@@ -38,17 +38,17 @@ _FORMATS = {
 }
 
 
-# Of a progressive JPEG: libjpeg's own script makes 10, and each costs a pass over the
-# whole image, however short it is.
+# The largest number of scans in a progressive JPEG: libjpeg writes 10, and each costs a pass
+# over the whole image, however short the scan is.
 _MAX_SCANS = 100
-# What Pillow may be asked to read. It knows more, and starts other programs for some.
+# The formats that Pillow may read. It supports more, some by starting other programs.
 _PILLOW = ("JPEG", "PNG", "BMP", "WEBP", "GIF", "TIFF", "PPM", "AVIF")
 _PNG = b"\x89PNG\r\n\x1a\n"
 _TIFF = b"II*\0", b"MM\0*", b"II+\0", b"MM\0+"
 _SPACE = rb"(?:\s|#[^\n]*\n)+"
-# Width, height and largest value, of a greyscale or a colour picture.
+# Width, height and largest value of a greyscale or colour picture.
 _PPM = re.compile(rb"P[56]" + rb"(\d{1,9})".join([_SPACE] * 3) + rb"(\d{3,5})\s")
-# What undoes the orientation that Pillow and OpenCV apply to every TIFF, by its number.
+# Inverse of the orientation, by number, that Pillow and OpenCV apply to every TIFF.
 _TURNS = """FLIP_LEFT_RIGHT ROTATE_180 FLIP_TOP_BOTTOM TRANSPOSE ROTATE_90 TRANSVERSE
   ROTATE_270"""
 _UNDO = {i: Image.Transpose[name] for i, name in enumerate(_TURNS.split(), 2)}
@@ -62,26 +62,27 @@ def decode(
   fast_dct: bool = True,
   max_pixels: int = MAX_PIXELS,
 ) -> tuple[np.ndarray, str]:
-  """Pixels of an encoded image, uint8 [h, w, channels], and its format.
+  """Decode an image to uint8 [h, w, channels]; return the pixels and the format.
 
   Args:
-    data: JPEG, PNG, BMP, WebP, GIF, TIFF, PPM or AVIF.
+    data: a JPEG, PNG, BMP, WebP, GIF, TIFF, PPM or AVIF file.
     channels: 1, 3, or 4 with an alpha channel.
-    exact: interpolate chroma, which makes a JPEG's pixels those of TensorFlow's
-      `decode_jpeg`, bit for bit; otherwise repeat it, which is 5 % faster.
-    max_pixels: an image whose header says more is not decoded.
-    fast_dct: as TensorFlow by default; False: with `exact`, the pixels are Pillow's.
+    exact: True interpolates chroma, so a JPEG's pixels equal those of TensorFlow's
+      `decode_jpeg` bit for bit; False repeats chroma, which is 5 % faster.
+    max_pixels: the pixels above which an image is not decoded.
+    fast_dct: True uses the fast DCT, TensorFlow's default; False with `exact` gives Pillow's
+      pixels.
 
   Returns:
-    The pixels, and "JPEG", "CMYK", "odd JPEG", "PNG", "16-bit PNG" and so on.
+    The pixels, and "JPEG", "CMYK", "odd JPEG", "PNG", "16-bit PNG" etc.
 
   Raises:
-    ValueError: the bytes are not an image, or a damaged or too large one.
+    ValueError: the bytes are not an image, or the image is damaged or too large.
   """
   color, mode, flag, color_types = _FORMATS[channels]
   if data[:2] == b"\xff\xd8":
     if header := _jpeg_header(data, max_pixels):
-      # An unusual stream Pillow may read.
+      # Pillow can read some unusual streams.
       with contextlib.suppress(ValueError, KeyError):
         options = {"fastdct": fast_dct, "fastupsample": not exact}
         pixels = simplejpeg.decode_jpeg(data, color, **options)
@@ -99,7 +100,7 @@ def decode(
     image = np.asarray(image.convert(mode))
   except MemoryError:
     raise
-  except Exception as e:  # Pillow's plugins raise anything on damaged bytes
+  except Exception as e:  # Pillow's plugins raise any exception on damaged bytes.
     first = f"{e}\n".splitlines()[0].partition(" <_io.")[0] or type(e).__name__
     raise ValueError(f"{len(data)} bytes that are not a readable image: {first}") from e
   return image.reshape(*image.shape[:2], channels), kind
@@ -112,7 +113,7 @@ def _by_pillow(data: bytes, max_pixels: int) -> tuple[Image.Image, str]:
     turned = _UNDO.get(getattr(opened, "tag_v2", {}).get(274, 1))
     opened.load()
     image = opened if turned is None else opened.transpose(turned)
-    if image.mode.startswith(("I", "F")):  # `convert` would clip them
+    if image.mode.startswith(("I", "F")):  # `convert` would clip the values.
       most = 65535 if kind == "PPM" and image.mode == "I" else None
       bits = 16 if most or "16" in image.mode else 32
       levels, depth = _to_levels(np.asarray(image), bits, most)
@@ -123,7 +124,7 @@ def _by_pillow(data: bytes, max_pixels: int) -> tuple[Image.Image, str]:
 
 
 def _deep(data: bytes, max_pixels: int) -> tuple[Image.Image, str] | None:
-  """Decode by OpenCV what has more than 8 bits; Pillow has no such colours."""
+  """Decode an image of more than 8 bits with OpenCV; Pillow has no such colours."""
   tags, bits, most = {}, 16, None
   if data[:8] == _PNG and data[24:25] == b"\x10" and _is_whole_png(data):
     kind, (width, height) = "PNG", _check_png(data, max_pixels)
@@ -131,7 +132,7 @@ def _deep(data: bytes, max_pixels: int) -> tuple[Image.Image, str] | None:
     kind, tags = "TIFF", _tiff_tags(data)
     width, height, bits = (tags.get(i, 0) for i in (256, 257, 258))
     bits = max(bits or (1,))
-    # CMYK, say, Pillow reads.
+    # Pillow reads the others, for example CMYK.
     if bits <= 8 or tags.get(262) not in (0, 1, 2) or not (width and height):
       return None
   elif (header := _PPM.match(data)) and int(header[3]) > 255:
@@ -143,46 +144,46 @@ def _deep(data: bytes, max_pixels: int) -> tuple[Image.Image, str] | None:
   pixels = cv2.imdecode(np.frombuffer(data, np.uint8), flags)
   if pixels is None:
     raise ValueError(f"a {kind} of {bits} bits that OpenCV cannot read")
-  if pixels.dtype == np.uint8:  # of 16 bits and two channels, converted already
+  if pixels.dtype == np.uint8:  # OpenCV has already converted 16 bits with two channels.
     levels, depth = pixels, f"{bits}-bit"
   else:
     levels, depth = _to_levels(pixels, bits, most)
     levels = ~levels if tags.get(262) == 0 and depth != "float" else levels  # 0: white
   if levels.ndim == 3:
-    levels = levels[..., [2, 1, 0, 3][: levels.shape[2]]]  # OpenCV has blue first
+    levels = levels[..., [2, 1, 0, 3][: levels.shape[2]]]  # OpenCV's order is blue first.
   image = Image.fromarray(np.ascontiguousarray(levels))
   turned = _UNDO.get(tags.get(274, 1))
   return image if turned is None else image.transpose(turned), f"{depth} {kind}"
 
 
 def _to_levels(pixels: np.ndarray, bits: int, most: int | None = None) -> tuple[np.ndarray, str]:
-  """Scale pixels to 0 … 255 by the range of their type; the levels, and its name.
+  """Scale pixels to 0 … 255 by the range of their type; return the levels and the type's name.
 
   Args:
     pixels: integers from 0 to `most`, or floats from 0 to 1.
-    bits: of a pixel as it is stored.
-    most: the largest value; None: that of the type.
+    bits: the stored bits per pixel.
+    most: the largest value; None uses the type's.
 
   Raises:
-    ValueError: values are outside of that, or would all become 0.
+    ValueError: values are out of range, or would all become 0.
   """
   is_float = pixels.dtype.kind == "f"
   name = "float" if is_float else f"{bits}-bit"
   top = 1 if is_float else most or np.iinfo(pixels.dtype).max
   low, high = pixels.min(initial=0), pixels.max(initial=0)
-  if not (low >= 0 and high <= top):  # also of NaN
+  if not (low >= 0 and high <= top):  # Also True for NaN.
     raise ValueError(f"{name} pixels from {low:g} to {high:g}, not from 0 to {top:g}")
   if is_float:
     levels = np.rint(pixels * 255)
   else:
     levels = pixels.astype(np.uint64) * np.uint64(256) // np.uint64(top + 1)
   if high > 0 and not levels.any():
-    raise ValueError(f"{name} pixels up to {high:g}, which are black as 8 bits")
+    raise ValueError(f"{name} pixels up to {high:g}, which would be black in 8 bits")
   return levels.astype(np.uint8), name
 
 
 def _tiff_tags(data: bytes) -> Any:
-  """Read the tags of a TIFF's first picture, also of one that Pillow cannot decode."""
+  """Read the tags of a TIFF's first picture, even if Pillow cannot decode it."""
   file = io.BytesIO(data)
   tags = TiffImagePlugin.ImageFileDirectory_v2(file.read(16 if b"+" in data[2:4] else 8))
   file.seek(tags.next)
@@ -197,9 +198,9 @@ def _check_png(data: bytes, max_pixels: int) -> tuple[int, int]:
 
 
 def _is_whole_png(data: bytes) -> bool:
-  """Whether it is a PNG of one picture whose chunks follow each other to its end.
+  """Return whether data is a PNG of one picture with contiguous chunks up to the end.
 
-  Of others OpenCV writes to stderr, or takes as much memory as a length says.
+  For others OpenCV writes to stderr, or allocates as much memory as a length field says.
   """
   at, kind = 8, b""
   while data[:8] == _PNG and kind not in (b"IEND", b"acTL", b"fcTL"):
@@ -211,7 +212,7 @@ def _is_whole_png(data: bytes) -> bool:
 
 
 def _webp_size(data: bytes) -> tuple[int, int]:
-  """Height and width of a WebP: Pillow makes room for it before it says (RFC 9649)."""
+  """Return height and width of a WebP; Pillow would allocate it before reporting (RFC 9649)."""
   if data[12:16] == b"VP8X":
     width, height = (int.from_bytes(data[i : i + 3], "little") for i in (24, 27))
     return height + 1, width + 1
@@ -223,15 +224,15 @@ def _webp_size(data: bytes) -> tuple[int, int]:
 
 
 def _jpeg_header(data: bytes, max_pixels: int) -> tuple[Any, ...] | None:
-  """Height, width, colour space and subsampling; None: simplejpeg cannot say.
+  """Return height, width, colour space and subsampling; None if simplejpeg cannot read them.
 
-  That is of a damaged header, or a valid one whose subsampling it has no name for.
+  The header is then damaged, or valid with a subsampling that simplejpeg does not know.
 
   Raises:
-    ValueError: it would take too much time or memory to decode.
+    ValueError: decoding would take too much time or memory.
   """
   if (scans := data.count(b"\xff\xda")) > _MAX_SCANS:
-    raise ValueError(f"a JPEG of {scans} scans, where {_MAX_SCANS} are enough")
+    raise ValueError(f"a JPEG of {scans} scans, more than the limit of {_MAX_SCANS}")
   try:
     header: tuple[Any, ...] = simplejpeg.decode_jpeg_header(data)  # 1 us
   except (ValueError, KeyError):
@@ -255,23 +256,23 @@ def decode_view(
   out: np.ndarray | None = None,
   max_pixels: int = MAX_PIXELS,
 ) -> tuple[np.ndarray, str]:
-  """A view of an encoded image, uint8 [size, size, channels], and its format.
+  """Decode a view of an image, uint8 [size, size, channels]; return it and the format.
 
-  For a random crop of a JPEG only the box is decoded where `partial_jpeg` has its
-  library. The view is the same without it; damage below the box is then not seen.
+  If the library of `partial_jpeg` exists, only the box of a random crop of a JPEG is decoded.
+  The view is the same without it, but damage below the box is not noticed.
 
   Args:
     data: the encoded image.
-    size: height and width of the view, in pixels.
-    channels: as of `decode`.
-    draws: [NUM_DRAWS] for a random resized crop and a flip (draw 0); None for
-      the evaluation view.
-    eval_view: which one, see `view`.
-    out: uint8 [size, size, channels], contiguous: where to put the view.
-    max_pixels: as of `decode`.
+    size: the height and width of the view, in pixels.
+    channels: the channels, as for `decode`.
+    draws: [NUM_DRAWS] for a random resized crop and a flip (draw 0); None for the evaluation
+      view.
+    eval_view: the evaluation view, see `view`.
+    out: a contiguous uint8 [size, size, channels] for the view; None allocates one.
+    max_pixels: the pixels above which an image is not decoded.
 
   Raises:
-    ValueError: the bytes are not an image, or a damaged or too large one.
+    ValueError: the bytes are not an image, or the image is damaged or too large.
   """
   decode_box = partial_jpeg.library().decode if data[:2] == b"\xff\xd8" else None
   if draws is not None and channels < 4 and decode_box is not None:
@@ -294,24 +295,23 @@ def view(
   eval_view: EvalView = "mlperf",
   out: np.ndarray | None = None,
 ) -> np.ndarray:
-  """A view of decoded pixels at one size, uint8 [size, size, channels].
+  """Return a view of decoded pixels, uint8 [size, size, channels].
 
-  Only the last averages before it downsizes (antialiasing), as the published pipelines
-  do:
+  Only `CenterCrop` averages before it downsizes (antialiasing), as in the published pipelines:
 
-  - training: Inception's box, bilinear;
+  - training: Inception's box, bilinear
   - "mlperf": the shorter side to 256 / 224 of the size, bilinear on the grid
-    x = i * scale (TensorFlow 1's), then the centre: the MLPerf reference;
+    x = i * scale (TensorFlow 1's), then the centre, as the MLPerf reference
   - "google": the centred 7/8, bicubic (Keys, a = -1/2) on the grid
-    x = (i + 1/2) * scale - 1/2: flax's ImageNet example;
-  - `CenterCrop`: by Pillow, to the byte: torchvision's and timm's.
+    x = (i + 1/2) * scale - 1/2, as flax's ImageNet example
+  - `CenterCrop`: by Pillow, equal to torchvision and timm to the byte
 
   Args:
-    image: uint8 [h, w, channels].
-    size: height and width of the view, in pixels.
-    draws: [NUM_DRAWS] for a random crop and a flip; None for the eval view.
+    image: the pixels, uint8 [h, w, channels].
+    size: the height and width of the view, in pixels.
+    draws: [NUM_DRAWS] for a random crop and a flip; None for the evaluation view.
     eval_view: "mlperf", "google" or a `CenterCrop`.
-    out: uint8 [size, size, channels], contiguous: where to put the view.
+    out: a contiguous uint8 [size, size, channels] for the view; None allocates one.
   """
   height, width, _ = image.shape
   if draws is not None:
@@ -320,7 +320,7 @@ def view(
   out = np.empty((size, size, image.shape[2]), np.uint8) if out is None else out
   if isinstance(eval_view, CenterCrop):
     tall, wide, top, left = augment.centered_crop(height, width, size, eval_view.share)
-    # All of it: Pillow rounds between its two passes, so a part would differ.
+    # Resize the whole image: Pillow rounds between its two passes, so a part would differ.
     filter_ = Image.Resampling[eval_view.interpolation.upper()]
     plane = image[..., 0] if image.shape[2] == 1 else image
     whole = Image.fromarray(plane).resize((wide, tall), filter_)
@@ -334,7 +334,7 @@ def view(
     rows = columns = _cubic((grid + 0.5) * (side / size) - 0.5, side)
   else:
     tall, wide = augment.shorter_side(height, width, size)
-    # Only the pixels that the crop keeps are ever computed.
+    # Compute only the pixels that the crop keeps.
     rows = _linear((grid + (tall - size) // 2) * (height / tall), height)
     columns = _linear((grid + (wide - size) // 2) * (width / wide), width)
   out[:] = _resample(image, rows, columns)
@@ -342,7 +342,7 @@ def view(
 
 
 def _resize(box: np.ndarray, size: int, draws: np.ndarray, out: np.ndarray | None) -> np.ndarray:
-  """A box at its size, bilinear, and mirrored if draw 0 is below 1/2."""
+  """Resize a box bilinearly, and mirror it if draw 0 is below 1/2."""
   if out is None:
     out = np.empty((size, size, box.shape[2]), np.uint8)
   mirrored = draws[0] < 0.5
@@ -353,7 +353,7 @@ def _resize(box: np.ndarray, size: int, draws: np.ndarray, out: np.ndarray | Non
   return out
 
 
-Taps = list[tuple[np.ndarray, np.ndarray]]  # (indices [size], weights [size]) each
+Taps = list[tuple[np.ndarray, np.ndarray]]  # (indices [size], weights [size]) per tap
 
 
 def _linear(places: np.ndarray, length: int) -> Taps:
@@ -363,7 +363,7 @@ def _linear(places: np.ndarray, length: int) -> Taps:
 
 
 def _cubic(places: np.ndarray, length: int) -> Taps:
-  """Keys' cubic convolution, a = -1/2 (IEEE TASSP 29, 1981), within the image."""
+  """Return the taps of Keys' cubic convolution, a = -1/2 (IEEE TASSP 29, 1981)."""
   base = np.floor(places).astype(int)
   indices = base[:, None] + np.arange(-1, 3)
   x = np.abs(places[:, None] - indices)
@@ -377,7 +377,7 @@ def _cubic(places: np.ndarray, length: int) -> Taps:
 
 
 def _resample(image: np.ndarray, rows: Taps, columns: Taps) -> np.ndarray:
-  """Rows, then columns, in float32; rounded to uint8."""
+  """Resample rows, then columns, in float32, and round to uint8."""
   first = min(int(indices.min()) for indices, _ in columns)
   last = max(int(indices.max()) for indices, _ in columns) + 1
   image = image[:, first:last]

@@ -1,11 +1,11 @@
-"""JPEG crops that decode no more than their box, if their library has been built.
+"""Decode only the crop of a JPEG, if the library for it is built.
 
     jaxscale prepare jpeg        (or `make jpeg`)
 
-builds it, once, with the system's C compiler and libjpeg-turbo, into a directory
-of the user's. Training never compiles anything: it looks for the library there,
-and without it decodes whole images by simplejpeg. The pixels are the same, and a file
-cut short is unreadable with both; other damage counts only where a crop reaches it.
+builds the library once, with the system's C compiler and libjpeg-turbo, in a directory of the
+user. Training never compiles it; it looks for the library, and without it decodes whole images
+with simplejpeg. The pixels are the same. A truncated file is unreadable with both; other damage
+only counts with the library where a crop reaches it.
 """
 
 from __future__ import annotations
@@ -33,20 +33,20 @@ from jaxscale.files import who_else_writes
 
 SOURCE = Path(__file__).with_suffix(".c")
 BUILD = "jaxscale prepare jpeg"
-_WIDEST_MCU = 32  # pixels, as in the C source
+_WIDEST_MCU = 32  # pixels, the same as in the C source
 
 Box = tuple[int, int, int, int]
-# (JPEG, box (top, left, height, width) within it, 1 or 3 channels) -> its pixels.
+# A function of (JPEG, box (top, left, height, width), channels 1 or 3) -> pixels of the box.
 Decode = Callable[[bytes, Box, int], np.ndarray | None]
 
 
 class Library(NamedTuple):
-  """What was found: `jaxscale_jpeg_box` of partial_jpeg.c, and one line about it.
+  """Loaded library, `jaxscale_jpeg_box` of partial_jpeg.c, and one line about it.
 
-  `decode` gives the pixels of a box, uint8 [height, width, channels]: those of a whole
-  decode by simplejpeg with `fastdct` and `fastupsample`, bit for bit. The rows are not
-  contiguous in memory. None where the whole image has to be decoded: a stream without
-  its end or that libjpeg-turbo has a warning for on the way to the box, CMYK.
+  `decode` returns the pixels of a box, uint8 [height, width, channels], which equal a whole
+  decode by simplejpeg with `fastdct` and `fastupsample` bit for bit. Rows are not contiguous in
+  memory. It returns None if the whole image must be decoded: CMYK, or a stream without its end
+  or with a libjpeg-turbo warning before the box.
   """
 
   decode: Decode | None
@@ -55,32 +55,32 @@ class Library(NamedTuple):
 
 @functools.cache
 def library() -> Library:
-  """The library, if it has been built, loads here and gives simplejpeg's pixels."""
+  """Load the library if it is built, loads on this machine, and gives simplejpeg's pixels."""
   why = "not built"
   for path in sorted(user_cache().glob(f"partial_jpeg-{_key()}-*.so"), reverse=True):
     version = path.stem.rsplit("-", 1)[1]
     text = f"JPEG crops: only the box, by libjpeg-turbo {version}"
     try:
-      if others := who_else_writes(path):  # whoever can replace it would run as us
-        raise OSError(f"is not loaded: {others}")
+      if others := who_else_writes(path):  # A user who can replace it would run code as us.
+        raise OSError(f"was not loaded: {others}")
       return Library(_open(path), text)
-    except OSError as e:  # built where another libjpeg is, say
+    except OSError as e:  # For example, it was built with another libjpeg.
       why = f"{path} {e}"
   return Library(None, f"JPEG crops: whole images; faster after `{BUILD}` ({why})")
 
 
 def _key() -> str:
-  """What a library was built from and for; another source is another file."""
+  """Return a key of the library's source and platform; each key has its own file."""
   target = f"{sys.platform} {platform.machine()}".encode()
   return hashlib.sha256(SOURCE.read_bytes() + target).hexdigest()[:16]
 
 
 def _open(path: Path) -> Decode:
-  """The library's function, if a box of a small JPEG has simplejpeg's pixels."""
-  # Its libjpeg is the system's, also where TensorFlow has brought one of its own.
+  """Return the library's function, if a box of a small JPEG has simplejpeg's pixels."""
+  # Use the system's libjpeg, even if TensorFlow has loaded its own.
   mode = os.RTLD_LOCAL | getattr(os, "RTLD_DEEPBIND", 0)
   try:
-    function = ctypes.CDLL(str(path), mode).jaxscale_jpeg_box  # releases the GIL
+    function = ctypes.CDLL(str(path), mode).jaxscale_jpeg_box  # Releases the GIL.
   except OSError as e:
     raise OSError(f"does not load: {str(e).splitlines()[0]}") from None
   number = ctypes.POINTER(ctypes.c_int32)
@@ -111,7 +111,7 @@ def build() -> Path:
     The path of the library.
 
   Raises:
-    ConfigError: no compiler or no libjpeg-turbo, or not one that works here.
+    ConfigError: there is no compiler or no libjpeg-turbo, or it does not work.
   """
   cflags, ldflags = (shlex.split(os.environ.get(v, "")) for v in ("CFLAGS", "LDFLAGS"))
   header = "#include <stdio.h>\n#include <jpeglib.h>\n"
@@ -119,7 +119,7 @@ def build() -> Path:
   found = re.search(r"^#define LIBJPEG_TURBO_VERSION (\S+)", macros, re.MULTILINE)
   if not found:
     raise ConfigError(f"jpeglib.h: not libjpeg-turbo's; {_HOW_TO_GET_IT}")
-  # A libjpeg from a module is found again when the module is not loaded.
+  # Link the path of a libjpeg from a module, so that it is found without the module.
   folders = [f[2:] for f in ldflags if f.startswith("-L") and f[2:]]
   folders += filter(None, os.environ.get("LIBRARY_PATH", "").split(":"))
   link = [*ldflags, "-ljpeg", *(f"-Wl,-rpath,{folder}" for folder in folders)]
@@ -132,10 +132,10 @@ def build() -> Path:
     try:
       _open(built)
     except OSError as e:
-      why = f"what was built {e}; use libjpeg-turbo 2.1 or newer, with its SIMD code"
+      why = f"the built library {e}; use libjpeg-turbo 2.1 or newer, with its SIMD code"
       raise ConfigError(f"libjpeg={found[1]}: {why}") from None
     _only_owner_writes(built)
-    os.replace(built, target)  # no process sees half of it
+    os.replace(built, target)  # Atomic, so no process sees a partial file.
   return target
 
 
@@ -145,23 +145,23 @@ def _only_owner_writes(path: Path) -> None:
 
 _BY = "apt install libjpeg62-turbo-dev on Debian, libjpeg-turbo8-dev on Ubuntu; dnf install "
 _BY += "libjpeg-turbo-devel; on a cluster module load libjpeg-turbo"
-_PLACE = "or give their place in CPATH and LDFLAGS"
+_PLACE = "or set CPATH and LDFLAGS to their location"
 _HOW_TO_GET_IT = f"install libjpeg-turbo's development files ({_BY}), {_PLACE}"
 
 
 def _compile(arguments: list[str], stdin: str = "") -> str:
-  """Run the compiler; returns what it prints."""
+  """Run the compiler and return its output."""
   compiler = shlex.split(os.environ.get("CC") or "cc")
   name = f"CC={shlex.join(compiler)!r}"
   try:
     options: Any = {"input": stdin, "capture_output": True, "text": True, "check": False}
     done = subprocess.run([*compiler, *arguments], **options)
   except OSError as e:
-    fix = "install one (apt install gcc, module load gcc) or name it in CC"
+    fix = "install one (apt install gcc, module load gcc), or set CC"
     raise ConfigError(f"{name}: no such C compiler; {fix}") from e
   if done.returncode:
     if "jpeglib.h" in done.stderr or "-ljpeg" in done.stderr:
       raise ConfigError(f"libjpeg: {compiler[0]} does not find it; {_HOW_TO_GET_IT}")
     errors = [line for line in done.stderr.splitlines() if "error" in line]
-    raise ConfigError(f"{name}: it fails: {errors[0] if errors else done.returncode}")
+    raise ConfigError(f"{name}: compilation failed: {errors[0] if errors else done.returncode}")
   return done.stdout

@@ -1,10 +1,9 @@
-"""Deterministic batches, a function of (seed, step) and nothing else.
+"""Deterministic batches, a function of only the seed and the step.
 
-Training sees one endless stream: the examples shuffled anew every epoch. A step
-uses the next B positions of it and host r of n the r-th of n equal blocks of
-those, so the global batch is the same, row for row, for any number of hosts,
-and the place to resume from is one integer, the position; the batch size may
-change at any.
+Training sees one endless stream, in which the examples are shuffled anew every epoch. A step
+uses the next B positions, and host r of n the r-th of n equal blocks of those. So the global
+batch is the same, row for row, for any number of hosts. The position is the only integer needed
+to resume, and the batch size may change at any position.
 """
 
 from __future__ import annotations
@@ -37,21 +36,21 @@ def train_batches(
   shard: tuple[int, int] = (0, 1),
   num_threads: int | None = None,
 ) -> Iterator[Batch]:
-  """Endless training batches from a position on: this host's rows of each.
+  """Yield endless training batches from a position on: this host's rows of each.
 
   Args:
-    dataset: what to draw from.
-    batch_size: of the global batch.
-    seed: of order and augmentation.
-    position: examples of the stream that were used before, over all hosts.
-    shard: (index, count) of this host's block, as `mesh.host_shard` gives it.
-    num_threads: threads that load batches ahead; None: one per processor core.
+    dataset: the dataset to draw from.
+    batch_size: the size of the global batch.
+    seed: the seed of order and augmentation.
+    position: the number of examples of the stream that were used before, over all hosts.
+    shard: the (index, count) of this host's block, from `mesh.host_shard`.
+    num_threads: the number of threads that load batches ahead; None uses one per CPU core.
   """
   index, count = shard
   rows = batch_size // count
   num_threads = num_threads or max(len(os.sched_getaffinity(0)), 2)
 
-  @functools.lru_cache(maxsize=2)  # threads are in this epoch or the next
+  @functools.lru_cache(maxsize=2)  # Threads are in this epoch or the next.
   def order(epoch):
     return shuffled(dataset.num_examples, seed, epoch)
 
@@ -69,11 +68,11 @@ def train_batches(
 
 
 def load_ahead(load: Callable[[int], Batch], num_threads: int) -> Iterator[Batch]:
-  """What `load` returns for 0, 1, 2, … in this order, by threads that work ahead.
+  """Yield `load` of 0, 1, 2, … in order, computed ahead by threads.
 
   Args:
-    load: called in any thread; what it raises, it raises where its result was due.
-    num_threads: each has about two batches that wait for their turn.
+    load: a function that any thread calls; its error is raised when its result is due.
+    num_threads: the number of threads; each has up to about two batches waiting.
   """
   pool = ThreadPoolExecutor(num_threads, "load")
   waiting: deque[Future[Batch]] = deque()
@@ -89,21 +88,21 @@ def load_ahead(load: Callable[[int], Batch], num_threads: int) -> Iterator[Batch
 
 
 def check_readable(dataset: Dataset) -> None:
-  """Load an example before minutes go into compiling, and compare it with `info`.
+  """Load one example and compare it with `info`, before minutes go into compiling.
 
   Raises:
-    ConfigError: it and those that would take its place cannot be read, or `load`
-      returns something else than `info` says.
-    OSError: the disk or the network is away.
+    ConfigError: the example and its replacements cannot be read, or `load` returns
+      something different from `info`.
+    OSError: the disk or the network failed.
   """
   field, names = f"{dataset.info.name}: load", batch_shapes(dataset.info, 1)
   try:
     batch = dataset.load(np.zeros(1, np.int64), np.full((1, dataset.num_draws), 0.5))
   except Exception as e:
-    if isinstance(e, ConfigError) or getattr(e, "errno", None):  # a disk's
+    if isinstance(e, ConfigError) or getattr(e, "errno", None):  # An error of the disk.
       raise
     why = f"failed with {type(e).__name__}: {message_of(e)}"
-    raise invalid(field, ..., why, "have it load example 0") from e
+    raise invalid(field, ..., why, "fix it, so that it can load example 0") from e
   if not isinstance(batch, dict) or names.keys() != batch.keys():
     keys = sorted(batch) if isinstance(batch, dict) else type(batch).__name__
     fix = f"return a dict of arrays, {listed(map(repr, names))}"
@@ -115,21 +114,21 @@ def check_readable(dataset: Dataset) -> None:
       raise invalid(field, ..., why, "return arrays")
     if array.shape != shape or _held(array.dtype) != _held(np.dtype(dtype)):
       why = f"returned {name!r} of {array.shape}, {array.dtype} for one example"
-      fix = f"return {shape}, {dtype}, or correct the dataset's info"
+      fix = f"return {shape}, {dtype}, or fix the dataset's info"
       raise invalid(field, ..., why, fix)
 
 
 def _held(dtype: np.dtype) -> np.dtype:
-  """Return the dtype of an array on a device: of 32 bits, but with JAX_ENABLE_X64."""
+  """Return the dtype of an array on a device: 32 bits, unless JAX_ENABLE_X64 is set."""
   return np.dtype(jax.dtypes.canonicalize_dtype(dtype))
 
 
 def shuffled(num_examples: int, seed: int, epoch: int) -> np.ndarray:
-  """The order of one epoch: a permutation of 0 … num_examples - 1.
+  """Return the order of one epoch: a permutation of 0 … num_examples - 1.
 
-  Sorts by one random key per example. As a whole array it costs 0.1 microseconds per
-  example; shuffling index by index, as Grain's `MapDataset.shuffle` does, cost 12
-  and starved a step of 5 ms.
+  The order sorts by one random key per example. As a whole array this costs 0.1 microseconds
+  per example; shuffling index by index, as Grain's `MapDataset.shuffle`, cost 12 and starved a
+  step of 5 ms.
   """
   keys = uniform_bits(seed, epoch * num_examples + np.arange(num_examples))
   return np.argsort(keys, kind="stable")
@@ -138,15 +137,15 @@ def shuffled(num_examples: int, seed: int, epoch: int) -> np.ndarray:
 def eval_batches(
   dataset: Dataset, batch_size: int, *, shard: tuple[int, int] = (0, 1)
 ) -> Iterator[Batch]:
-  """Every example once, in order, with a mask: this host's rows.
+  """Yield every example once, in order, with a mask: this host's rows.
 
-  The last batch is filled up with copies of example 0 whose "mask" is False,
-  so every host has as many batches as the others, all of one shape.
+  The last batch is filled with copies of example 0 whose "mask" is False, so all hosts have the
+  same number of batches, all of one shape.
 
   Args:
-    dataset: what to evaluate on.
-    batch_size: of the global batch.
-    shard: (index, count) of this host's block.
+    dataset: the dataset to evaluate on.
+    batch_size: the size of the global batch.
+    shard: the (index, count) of this host's block.
   """
   index, count = shard
   rows = batch_size // count
@@ -159,15 +158,15 @@ def eval_batches(
 def to_device(
   batches: Iterable[Batch], mesh: Mesh, *, ahead: int = 2
 ) -> Iterator[dict[str, jax.Array]]:
-  """Global arrays of the batches, rows spread over the mesh, put there early.
+  """Put batches on the devices ahead of their use; yield global arrays.
 
   Args:
     batches: this host's rows of each global batch.
-    mesh: its axes but `stage` and `model` split the rows.
-    ahead: how many batches are on their way while one is used.
+    mesh: the mesh; its axes except `stage` and `model` split the rows.
+    ahead: the number of batches to transfer ahead.
 
   Raises:
-    ConfigError: a device's 32 bits do not hold a value of 64.
+    ConfigError: a 64-bit value does not fit the device's 32 bits.
   """
   sharding = batch_sharding(mesh)
   waiting: deque = deque()

@@ -1,9 +1,9 @@
-"""Prepare a TFDS dataset once, for TensorFlow-free training ever after.
+"""Prepare a TFDS dataset once, so that training needs no TensorFlow.
 
     jaxscale prepare NAME [--data-dir DIR] [--manual-dir DIR]
 
-Runs where TensorFlow is installed (the extra `tfds`; `make tfds` builds an
-environment for it) and writes array_record files, which training reads without.
+This requires TensorFlow (the extra `tfds`; `make tfds` creates an environment with it). It
+writes array_record files, which training reads without TensorFlow.
 """
 
 from __future__ import annotations
@@ -12,24 +12,24 @@ from jaxscale.errors import ConfigError
 
 
 def prepare(name: str, data_dir: str | None = None, manual_dir: str | None = None) -> str:
-  """Download (if need be) and write a dataset as array_record files.
+  """Download a dataset if needed, and write it as array_record files.
 
   Args:
-    name: as in `tfds.builder(name)`.
-    data_dir: where to write; None: TFDS's default.
-    manual_dir: where files are that were downloaded by hand.
+    name: the name, as in `tfds.builder(name)`.
+    data_dir: the directory to write to; None uses TFDS's default.
+    manual_dir: the directory of manually downloaded files.
 
   Returns:
-    Where the prepared dataset is.
+    The directory of the prepared dataset.
 
   Raises:
-    ConfigError: TensorFlow is not installed, or TFDS refuses.
+    ConfigError: TensorFlow is not installed, or TFDS fails.
   """
   try:
     import tensorflow  # noqa: F401
   except ImportError:
     fix = "pip install 'jaxscale[tfds]', or make tfds and run this with its python"
-    raise ConfigError(f"preparing needs TensorFlow: {fix}") from None
+    raise ConfigError(f"preparing a dataset needs TensorFlow: {fix}") from None
   import tensorflow_datasets as tfds
 
   try:
@@ -38,5 +38,5 @@ def prepare(name: str, data_dir: str | None = None, manual_dir: str | None = Non
       config = tfds.download.DownloadConfig(manual_dir=manual_dir)
       builder.download_and_prepare(download_config=config)
     return str(builder.data_path)
-  except Exception as e:  # TFDS raises anything; its first line says what it was
+  except Exception as e:  # TFDS raises any exception; its first line has the reason.
     raise ConfigError(f"{name}: {str(e).strip().splitlines()[0]}") from e

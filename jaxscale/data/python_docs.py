@@ -1,14 +1,14 @@
-"""The embedded text: the documentation that CPython contains.
+"""Embedded text: the documentation in CPython.
 
-308 documents, 1.2 MB of English: the topics of the Language Reference that `help()`
-shows (pydoc_data/topics.py) and, one document per module, the docstrings of the
-standard library, of CPython 3.11.7; Copyright © 2001-2023 Python Software Foundation,
-licence PSF-2.0 (python_docs.LICENSE). Modules with a copyright notice of their own are
-left out. Topics contain other topics: a paragraph that a longer document has is left
-out, so no held-out text is trained on. tests/support/python_docs.py has the rules, and
-a test makes the documents anew from the interpreter.
+The text has 308 documents, 1.2 MB of English: the topics of the Language Reference that
+`help()` shows (pydoc_data/topics.py), and one document per module with the docstrings of the
+standard library, of CPython 3.11.7; Copyright © 2001-2023 Python Software Foundation, licence
+PSF-2.0 (python_docs.LICENSE). Modules with their own copyright notice are left out. Topics
+contain other topics, so paragraphs that a longer document contains are left out; no validation
+text is in the training text. tests/support/python_docs.py has the rules, and a test generates
+the documents again from the interpreter.
 
-Documents are sorted by title; of every ten the last is held-out (30 of 308).
+Documents are sorted by title; every tenth one is for validation (30 of 308).
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ import numpy as np
 from jaxscale.data.dataset import Dataset
 from jaxscale.data.stream import of_array, windows
 
-# Of the documents with a byte 0 between them.
+# SHA-256 of the documents, joined by a byte 0.
 SHA256 = "45592bfaf06542437ba28e79d4c936d567ac725855fce68bc498d56939f6f65a"
-SEPARATOR = 0  # a byte that no document has
+SEPARATOR = 0  # a byte that no document contains
 
 
 def text(split: Literal["train", "test"], *, sequence_length: int = 256) -> Dataset:
-  """The documentation of Python, byte by byte: 1,106,000 to train on, 116,000 not.
+  """Create a dataset of Python's documentation as bytes: 1,106,000 to train, 116,000 to validate.
 
   Args:
     split: "train" or "test".
-    sequence_length: bytes of an example.
+    sequence_length: the bytes per example.
 
   Returns:
-    A dataset of batches {"tokens", "targets"}, int32 [n, sequence_length].
+    A dataset with batches {"tokens", "targets"}, int32 [n, sequence_length].
 
   Example:
     >>> text("test", sequence_length=512).info.vocab_size
@@ -50,7 +50,7 @@ def text(split: Literal["train", "test"], *, sequence_length: int = 256) -> Data
 
 @functools.cache
 def documents() -> tuple[bytes, ...]:
-  """All documents, each with its title as the first line, sorted by it."""
+  """Return all documents, each with its title as the first line, sorted by title."""
   path = resources.files("jaxscale.data") / "python_docs.npz"
   with resources.as_file(path) as file, np.load(file) as arrays:
     return tuple(arrays["text"].tobytes().split(b"\0"))

@@ -310,7 +310,7 @@ class _TokenizedText(_Text):
 
   def __post_init__(self):
     if self.separator is not None and self.tokenizer == "bytes":
-      why = "bytes are separated by byte 0, leave it out or give a tokenizer"
+      why = "bytes are separated by byte 0, so leave it out or set a tokenizer"
       raise ConfigError(f"{type(self).__name__}.separator={self.separator!r}: {why}")
 
   def _splits(self, make: Any, where: str) -> Split:

@@ -1,21 +1,20 @@
-"""Documents as one stream of tokens, cut into windows of one length.
+"""Stream of tokens from documents, cut into windows of one length.
 
-GPT-3's way (arXiv:2005.14165, appendix B): documents follow each other with a separator
-between them, a window may hold the end of one and the beginning of the next, and
-nothing is masked. So an example is a window, and every token is predicted once an
-epoch, whatever the lengths of documents.
+As in GPT-3 (arXiv:2005.14165, appendix B), documents follow each other with a separator between
+them, a window may contain the end of one document and the beginning of the next, and nothing is
+masked. An example is a window, so every token is predicted once per epoch, whatever the lengths
+of documents.
 
-The stream is a ring: each document ends with a separator, the last one too, and so
-the first token of all is predicted from a separator like that of any document. Every
-epoch cuts the ring at another place, else the same tokens would always come first in
-a window and be predicted from nothing.
+The stream is a ring: each document, including the last one, ends with a separator, so the very
+first token is predicted from a separator like the first token of any document. Every epoch cuts
+the ring at a different position; otherwise the same tokens would always come first in a window
+and be predicted without context.
 
-`packed` tokenizes documents once and keeps the tokens in one file, in `cache_dir`, or
-else in $XDG_CACHE_HOME/jaxscale/text or ~/.cache/jaxscale/text, under a name made of
-what went into it: `<name>.bin` has the tokens of all documents in their order and
-nothing else, as nanoGPT keeps them, and `<name>.json` how many tokens, documents and
-bytes of text that is. Processes that want the same file wait for the first that began
-to write it.
+`packed` tokenizes documents once and saves the tokens in a file, in `cache_dir` or else in
+$XDG_CACHE_HOME/jaxscale/text or ~/.cache/jaxscale/text, under a name derived from its inputs:
+`<name>.bin` has only the tokens of all documents in order, as in nanoGPT, and `<name>.json` the
+numbers of tokens, documents and bytes of text. Processes that want the same file wait for the
+first that began to write it.
 """
 
 from __future__ import annotations
@@ -38,17 +37,18 @@ from jaxscale.errors import ConfigError
 from jaxscale.files import read_json, replacing, who_else_writes
 from jaxscale.metrics.text import plural
 
-NO_TARGET = -1  # where nothing is to be predicted
+NO_TARGET = -1  # the target of padding, which is not predicted
 
 
 class Stream(NamedTuple):
-  """Tokens one after another, wherever they are stored.
+  """Sequence of tokens in any storage.
 
   Attributes:
-    num_tokens: how many, separators included.
-    read: (start, stop) -> those tokens, any integer dtype. Any thread may call it.
-    separator: the token after each document; None: there is none, or it is not
-      known, and then the first token of all cannot be predicted.
+    num_tokens: the number of tokens, with separators.
+    read: a function of (start, stop) that returns these tokens in any integer dtype; any
+      thread may call it.
+    separator: the token after each document; None if it does not exist or is not known, in
+      which case the very first token cannot be predicted.
     bytes_per_token: see `TextInfo`.
   """
 
@@ -61,18 +61,18 @@ class Stream(NamedTuple):
 def of_array(
   tokens: np.ndarray, separator: int | None, bytes_per_token: float | None = None
 ) -> Stream:
-  """A stream in memory: int [tokens]."""
+  """Return a stream of an array in memory, int [tokens]."""
 
   return Stream(len(tokens), lambda a, b: tokens[a:b], separator, bytes_per_token)
 
 
 class TokenFile(NamedTuple):
-  """A file of tokens.
+  """File of tokens.
 
   Attributes:
-    path: of the file.
-    dtype: NumPy's name of the tokens' type, as "<u2".
-    offset: bytes before the first token.
+    path: the path of the file.
+    dtype: NumPy's name of the token type, e.g. "<u2".
+    offset: the bytes before the first token.
   """
 
   path: Path
@@ -83,26 +83,26 @@ class TokenFile(NamedTuple):
 def of_files(
   files: Sequence[TokenFile], separator: int | None, bytes_per_token: float | None = None
 ) -> Stream:
-  """The tokens of files, one file after another, read where they are asked for.
+  """Return a stream of the tokens of files, one file after another, read on demand.
 
   Args:
-    files: in their order.
-    separator: as in `Stream`.
-    bytes_per_token: as in `Stream`.
+    files: the files, in order.
+    separator: the separator, as in `Stream`.
+    bytes_per_token: the average, as in `Stream`.
 
   Raises:
-    ConfigError: a file is not there, or holds no whole number of tokens.
+    ConfigError: a file is missing, or its size is not a multiple of the token's.
   """
   opened, ends = [], [0]
   for path, dtype, offset in files:
     try:
       opened.append(OpenFile(str(path)))
     except OSError as e:
-      raise ConfigError(f"{path}: {e.strerror}, give a file of tokens") from None
+      raise ConfigError(f"{path}: {e.strerror}; give a file of tokens") from None
     size, width = os.fstat(opened[-1].descriptor).st_size, np.dtype(dtype).itemsize
     if (size - offset) % width:
       why = f"{size} bytes are not a whole number of {dtype} tokens of {width} bytes"
-      raise ConfigError(f"{path}: {why}; cut off, or of another dtype")
+      raise ConfigError(f"{path}: {why}; the file is truncated or has a different dtype")
     ends.append(ends[-1] + (size - offset) // width)
 
   def read(start: int, stop: int) -> np.ndarray:
@@ -114,7 +114,7 @@ def of_files(
         place = offset + (a - ends[i]) * width
         data = os.pread(opened[i].descriptor, (b - a) * width, place)
         if len(data) != (b - a) * width:
-          raise OSError(f"{path} has become shorter while it was read")
+          raise OSError(f"{path} became shorter while it was read")
         pieces.append(np.frombuffer(data, dtype))
     return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
 
@@ -122,23 +122,23 @@ def of_files(
 
 
 def windows(name: str, stream: Stream, vocab_size: int, sequence_length: int) -> Dataset:
-  """The stream as examples of `sequence_length` tokens and what follows each.
+  """Create examples of `sequence_length` tokens and the tokens that follow each.
 
-  Example i has the targets i * S … i * S + S - 1 of the stream, counted from a place
-  that is drawn anew every epoch, and from its beginning in evaluation. The last one
-  is filled up with targets of -1.
+  Example i has the targets i * S … i * S + S - 1 of the stream, counted from a random position
+  that changes every epoch, and from the beginning in evaluation. The last example is padded
+  with targets of -1.
 
   Args:
-    name: for messages.
+    name: the name for messages.
     stream: the tokens.
-    vocab_size: tokens are below it; those that are read are checked.
-    sequence_length: S.
+    vocab_size: the size of the vocabulary; tokens are checked when they are read.
+    sequence_length: the tokens per example, S.
 
   Returns:
-    A dataset of batches {"tokens", "targets"}, int32 [n, S].
+    A dataset with batches {"tokens", "targets"}, int32 [n, S].
 
   Raises:
-    ConfigError: there is no token in it.
+    ConfigError: the stream is empty.
 
   Example:
     >>> stream = of_array(np.array([5, 6, 7, 0, 8, 9, 0]), separator=0)
@@ -147,14 +147,14 @@ def windows(name: str, stream: Stream, vocab_size: int, sequence_length: int) ->
   """
   total = stream.num_tokens
   if not total:
-    raise ConfigError(f"{name}: there is no text in it")
+    raise ConfigError(f"{name}: the text is empty; check the files and the split")
 
   def read(start: int, stop: int) -> np.ndarray:
-    tokens = stream.read(start, stop)  # of any width: checked before they become int32
+    tokens = stream.read(start, stop)  # Checked before the conversion to int32.
     for token in (tokens.min(), tokens.max()):
       if not 0 <= token < vocab_size:
-        fix = "give the vocab_size of the tokenizer that made it (or it is of another dtype)"
-        raise ConfigError(f"{name}: token {token} where the vocabulary has {vocab_size:,}; {fix}")
+        fix = "set vocab_size to the size of the tokenizer's vocabulary, or fix the dtype"
+        raise ConfigError(f"{name}: token {token} is out of range [0, {vocab_size - 1:,}]; {fix}")
     return tokens
 
   def load(indices: np.ndarray, draws: np.ndarray | None) -> Batch:
@@ -162,7 +162,7 @@ def windows(name: str, stream: Stream, vocab_size: int, sequence_length: int) ->
     for i, index in enumerate(indices):
       first = int(index) * sequence_length
       cut = 0 if draws is None else int(draws[i, 0] * total)
-      # The token before and those of the window, of which the last may be short.
+      # The token before the window and its tokens; the last window may be short.
       at, done, count = first + cut - 1, 0, 1 + min(sequence_length, total - first)
       while done < count:
         at %= total
@@ -181,13 +181,13 @@ def windows(name: str, stream: Stream, vocab_size: int, sequence_length: int) ->
 
 
 def text_windows(name: str, stream: Stream, vocab_size: int, sequence_length: int) -> Dataset:
-  """`windows` of a text that has at least one whole example.
+  """Create `windows` of a text with at least one whole example.
 
   Raises:
-    ConfigError: it is shorter: what is measured on some bytes means nothing.
+    ConfigError: the text is shorter, so metrics would not be meaningful.
   """
   if 0 < stream.num_tokens < sequence_length:
-    length = f"--config.data.sequence_length={sequence_length}; give more text or a smaller length"
+    length = f"--config.data.sequence_length={sequence_length}; use more text or a smaller length"
     count = plural(stream.num_tokens, "token")
     raise ConfigError(f"{name}: {count}, fewer than an example of {length}")
   return windows(name, stream, vocab_size, sequence_length)
@@ -200,18 +200,17 @@ def packed(
   identity: Sequence[Any],
   cache_dir: str | None = None,
 ) -> Stream:
-  """The documents as one stream of tokens, each with the separator after it.
+  """Tokenize documents to one stream, with a separator after each; cache it on disk.
 
   Args:
-    name: for messages.
-    batches: the documents in their order, several at a time; read only if they
-      are not kept yet.
-    tokenizer: makes the tokens.
-    identity: what the documents are of; another one is another file.
-    cache_dir: where to keep the tokens; None: in the user's cache.
+    name: the name for messages.
+    batches: the documents in order, several at a time; only read if they are not cached.
+    tokenizer: the tokenizer.
+    identity: the identity of the documents, which is part of the file's key.
+    cache_dir: the directory for the tokens; None uses the user's cache.
 
   Raises:
-    ConfigError: the directory cannot be written to.
+    ConfigError: the directory cannot be written.
   """
   folder = Path(cache_dir).expanduser() if cache_dir else user_cache() / "text"
   key = hashlib.sha256(repr((*identity, tokenizer.key)).encode()).hexdigest()[:32]
@@ -220,39 +219,39 @@ def packed(
     folder.mkdir(parents=True, exist_ok=True)
     if (counts := _counts(kept, dtype)) is None:
       with _locked(folder / f"{key}.lock"):
-        if (counts := _counts(kept, dtype)) is None:  # not written meanwhile
-          print(f"packing {name} once into {kept}", flush=True)
+        if (counts := _counts(kept, dtype)) is None:  # Another process may have written it.
+          print(f"tokenizing {name} once into {kept}", flush=True)
           counts = _write(kept, batches, tokenizer, dtype)
   except OSError as e:
-    why = f"its tokens cannot be kept in {folder} ({e.strerror})"
-    fix = "set cache_dir to a directory with room for them"
+    why = f"cannot write its tokens to {folder} ({e.strerror})"
+    fix = "set cache_dir to a directory with enough space"
     raise ConfigError(f"{name}: {why}; {fix}") from None
   is_bytes = tokenizer.key == "bytes"
-  # A byte 0 between documents counts as a byte where bytes are the tokens.
+  # With byte tokens, the zero byte between documents counts as a byte.
   ratio = 1.0 if is_bytes else counts["bytes"] / max(counts["tokens"], 1)
   return of_files([TokenFile(kept, dtype)], tokenizer.separator, ratio)
 
 
 @contextlib.contextmanager
 def _locked(path: Path) -> Iterator[None]:
-  """Wait for others that have this lock; without locks all do their work at once.
+  """Hold a lock file; if the file system has no locks, all processes work at once.
 
-  Each then writes its own file, and the last stays.
+  Each process then writes its own file, and the last one stays.
   """
   with contextlib.ExitStack() as stack:
-    # A colleague's lock can be taken but not written to; a link is nobody's lock.
+    # Another user's lock file can be locked but not written to; a link is never followed.
     for access in (os.O_RDWR, os.O_RDONLY):
       with contextlib.suppress(OSError):
         flags = access | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
         number = os.open(path, flags, 0o666)
-        stack.callback(os.close, number)  # which releases it
+        stack.callback(os.close, number)  # Closing releases the lock.
         fcntl.flock(number, fcntl.LOCK_EX)
         break
     yield
 
 
 def _counts(kept: Path, dtype: str) -> dict[str, int] | None:
-  """What is in the file, or None if it is missing or not whole."""
+  """Return the counts of a cached file; None if the file is missing or incomplete."""
   names = kept.with_suffix(".json"), kept
   counts = read_json(names[0], dict.fromkeys(("tokens", "documents", "bytes"), int))
   try:
@@ -267,7 +266,7 @@ def _counts(kept: Path, dtype: str) -> dict[str, int] | None:
 def _write(
   kept: Path, batches: Iterable[Sequence[bytes]], tokenizer: Tokenizer, dtype: str
 ) -> dict[str, int]:
-  """Write both files, the counts last; returns them."""
+  """Write both files, the counts last, and return the counts."""
   counts = {"tokens": 0, "documents": 0, "bytes": 0}
   with replacing(kept) as file:
     for documents in batches:

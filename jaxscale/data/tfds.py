@@ -1,7 +1,7 @@
-"""Any dataset of TensorFlow Datasets by its name, TensorFlow-free: images and text.
+"""Load TensorFlow Datasets by name, without TensorFlow: images and text.
 
-Prepared as array_record, which TFDS reads by index, or as TFRecord, which
-`tfrecord.py` does; preparing needs TensorFlow once (`jaxscale prepare NAME`).
+A dataset must be prepared as array_record, which TFDS reads by index, or as TFRecord, which
+`tfrecord.py` reads. Only preparing needs TensorFlow (`jaxscale prepare NAME`).
 """
 
 from __future__ import annotations
@@ -42,28 +42,29 @@ def tfds_images(
   eval_view: EvalView = "mlperf",
   max_pixels: int = MAX_PIXELS,
 ) -> Dataset:
-  """A split of a prepared TFDS dataset with an image and a label.
+  """Create a dataset of images from a split of a prepared TFDS dataset.
 
-  Another `image_size` of the same split costs nothing: what was opened is kept.
+  Opened files are cached, so another `image_size` of the same split costs nothing.
 
   Args:
-    name: as in `tfds.builder(name)`.
-    split: in TFDS's notation, e.g. "train" or "train[:90%]".
-    data_dir: where it is prepared; None: TFDS's default.
-    image_size: resize to this height and width; None: as stored.
-    channels: 1 for grey, 3, or 4 with alpha: what every image is converted to;
-      None: as the dataset declares, or 3.
-    mean: per channel or one for all, of values from 0 to 255; None: ImageNet's of
-      three channels, else 127.5.
-    std: likewise.
-    augment: what training draws change; see `config.TFDS`.
-    cache: decode everything once, now, and keep it in memory.
-    eval_view: what evaluation sees of an image that is resized: "mlperf", "google"
-      or a `CenterCrop`, see `jpeg.view`.
-    max_pixels: larger images are not decoded, and count as damaged.
+    name: the name, as in `tfds.builder(name)`.
+    split: the split in TFDS's notation, e.g. "train" or "train[:90%]".
+    data_dir: the directory of prepared datasets; None uses TFDS's default.
+    image_size: the height and width to resize to; None keeps the stored size.
+    channels: the channels that every image is converted to: 1 for grey, 3, or 4 with alpha;
+      None uses those that the dataset declares, or 3.
+    mean: the mean per channel, or one for all, of values from 0 to 255; None uses ImageNet's
+      for three channels and otherwise 127.5.
+    std: the standard deviation, in the same form.
+    augment: the augmentation in training; see `config.TFDS`.
+    cache: True decodes all examples once, now, and keeps them in memory.
+    eval_view: the view of resized images in evaluation: "mlperf", "google" or a
+      `CenterCrop`, see `jpeg.view`.
+    max_pixels: the pixels above which an image counts as damaged and is not decoded.
 
   Raises:
-    ConfigError: unknown or unprepared dataset, split or image shape.
+    ConfigError: the dataset is unknown or not prepared, or the split or the image shape is
+      invalid.
   """
   builder = find_builder(name, data_dir)
   image_key, label_key = builder.info.supervised_keys or ("image", "label")
@@ -75,12 +76,12 @@ def tfds_images(
   stored = features[image_key].shape
   channels = int(channels or stored[-1] or 3)
   if image_size is None and None in stored[:2]:
-    why = f"images of {name} differ in size, give a size, e.g. 224"
+    why = f"images of {name} differ in size; set a size, e.g. 224"
     raise ConfigError(f"TFDS.image_size=None: {why}")
   shape = image_size or stored[0], image_size or stored[1], channels
   label = features[label_key]
   info = image_info(name, shape, label.num_classes, mean, std)
-  if getattr(label, "_int2str", None):  # else TFDS makes names of the numbers
+  if getattr(label, "_int2str", None):  # Otherwise TFDS makes up names from the numbers.
     info = info._replace(class_names=tuple(label.names))
   resized = image_size is not None
   made = from_source(info, source, resized, augment, cache, eval_view, max_pixels)
@@ -88,7 +89,7 @@ def tfds_images(
 
 
 def _content(builder: Any, split: str) -> dict[str, Any]:
-  """Version of a prepared dataset, and the examples in the files of its split."""
+  """Return the version of a prepared dataset, and the number of examples in each file."""
   names, splits = re.findall(r"[\w.]+", split), builder.info.splits
   shards = {name: splits[name].shard_lengths for name in names if name in splits}
   return {"version": builder.info.full_name, "shards": shards}
@@ -96,10 +97,10 @@ def _content(builder: Any, split: str) -> dict[str, Any]:
 
 @functools.lru_cache(maxsize=16)
 def _opened(identity: tuple[str, int], name: str, data_dir: str | None, split: str) -> Source:
-  """The examples of a split, each with its image left encoded."""
+  """Open the examples of a split, with images left encoded."""
   import tensorflow_datasets as tfds
 
-  del identity  # other files are another entry of the cache
+  del identity  # Changed files get a new entry in the cache.
   builder = find_builder(name, data_dir)
   image_key, label_key = builder.info.supervised_keys or ("image", "label")
   skip = {image_key: tfds.decode.SkipDecoding()}
@@ -115,12 +116,12 @@ def _opened(identity: tuple[str, int], name: str, data_dir: str | None, split: s
   def read_one(index: int) -> Record | None:
     try:
       return records([get(index)])[0]
-    except Exception as e:  # each format has its own for damaged bytes
+    except Exception as e:  # Each format raises its own error for damaged bytes.
       raise_if_system_error(e, name_of(index))
 
   def read(indices: Sequence[int]) -> Iterable[Record | None]:
     if get_many is not None:
-      # One of them is damaged: find out which.
+      # Read one by one to find the damaged example.
       with contextlib.suppress(Exception):
         return records(get_many(list(indices)))
     return map(read_one, indices)
@@ -139,21 +140,21 @@ def tfds_text(
   data_dir: str | None = None,
   cache_dir: str | None = None,
 ) -> Dataset:
-  """A split of a prepared TFDS dataset with a text feature, as windows of tokens.
+  """Create a dataset of token windows from a text feature of a prepared TFDS dataset.
 
   Args:
-    name: as in `tfds.builder(name)`, e.g. "lm1b" or "wiki40b/en".
-    split: in TFDS's notation, e.g. "train" or "train[:90%]".
-    feature: the one that is the text; an example is a document.
+    name: the name, as in `tfds.builder(name)`, e.g. "lm1b" or "wiki40b/en".
+    split: the split in TFDS's notation, e.g. "train" or "train[:90%]".
+    feature: the feature with the text; each example is a document.
     tokenizer: "bytes" or the path of a tokenizer.json.
-    separator: the tokenizer's token between documents; None: by its usual names.
-    sequence_length: tokens of an example.
-    data_dir: where it is prepared; None: TFDS's default.
-    cache_dir: where its tokens are kept; None: the user's cache.
+    separator: the tokenizer's token between documents; None finds it by its usual names.
+    sequence_length: the tokens per example.
+    data_dir: the directory of prepared datasets; None uses TFDS's default.
+    cache_dir: the directory for the tokens; None uses the user's cache.
 
   Raises:
-    ConfigError: unknown or unprepared dataset, split, feature or tokenizer, or an
-      example that cannot be read.
+    ConfigError: the dataset is unknown or not prepared; the split, the feature or the
+      tokenizer is invalid; or an example cannot be read.
 
   Example:
     >>> tfds_text("lm1b", "test", sequence_length=512)   # doctest: +SKIP
@@ -163,8 +164,8 @@ def tfds_text(
   features = builder.info.features
   known = [n for n in features if _is_text(features[n])]
   if feature not in known:
-    hint = nearest(feature, known) if known else "which has none"
-    raise ConfigError(f"TFDSText.feature={feature!r}: no text of {name}, {hint}")
+    hint = nearest(feature, known) if known else "which has no text"
+    raise ConfigError(f"TFDSText.feature={feature!r}: not a text feature of {name}, {hint}")
   title = f"{name} {split!r}"
   identity = "tfds", *_identity(builder), split, feature
   examples = open_split(builder, name, split, field="TFDSText.name")
@@ -176,7 +177,7 @@ def tfds_text(
 
 
 def _is_text(feature: Any) -> bool:
-  """Whether a feature is one string; TFDS writes their dtype as object."""
+  """Return whether a feature is one string, whose dtype TFDS writes as object."""
   shape, dtype = getattr(feature, "shape", None), getattr(feature, "np_dtype", None)
   return shape == () and dtype is not None and np.dtype(dtype).kind in "OSU"
 
@@ -184,14 +185,14 @@ def _is_text(feature: Any) -> bool:
 def _documents(
   examples: Examples, title: str, feature: str, is_text: bool
 ) -> Iterator[list[bytes]]:
-  """The documents in their order, some at a time; text has to be UTF-8."""
+  """Yield the documents in order, several at a time; text must be UTF-8."""
   size, get, get_many = examples
   for first in range(0, size, _AT_ONCE):
     indices = list(range(first, min(first + _AT_ONCE, size)))
     try:
       found = get_many(indices) if get_many else map(get, indices)
       texts = [example[feature] for example in found]
-    except Exception as e:  # each format has its own for damaged bytes
+    except Exception as e:  # Each format raises its own error for damaged bytes.
       why = (str(e).splitlines() or [type(e).__name__])[0]
       what = f"an example from {indices[0]} to {indices[-1]} cannot be read ({why})"
       raise ConfigError(f"{title}: {what}; copy or prepare the dataset again") from None
@@ -206,28 +207,28 @@ def _documents(
     yield documents
 
 
-# Of a split: how many examples, index -> one of them as a dict of features, and
-# indices -> all of them, where that is faster; else None.
+# A split: the number of examples, a function from the index to an example as a dict of
+# features, and a function from indices to several examples, or None if that is not faster.
 Examples = tuple[int, Callable[[int], Any], Callable[[Sequence[int]], Any] | None]
 
 
 def find_builder(name: str, data_dir: str | None, field: str = "TFDS.name") -> Any:
-  """The builder of a dataset that is prepared.
+  """Return the builder of a prepared dataset.
 
   Args:
-    name: as in `tfds.builder(name)`.
-    data_dir: where it is prepared; None: TFDS's default.
-    field: for messages.
+    name: the name, as in `tfds.builder(name)`.
+    data_dir: the directory of prepared datasets; None uses TFDS's default.
+    field: the name of the setting, for messages.
 
   Raises:
-    ConfigError: there is no such dataset, or it is not prepared.
+    ConfigError: the dataset does not exist or is not prepared.
   """
-  import tensorflow_datasets as tfds  # 0.7 s, only where TFDS is used
+  import tensorflow_datasets as tfds  # Takes 0.7 s.
   from absl import logging
 
   try:
     builder = tfds.builder(name, data_dir=data_dir)
-  except Exception as e:  # also ValueErrors, of what is no name and of damaged files
+  except Exception as e:  # Includes ValueErrors for invalid names and damaged files.
     if not isinstance(e, tfds.core.DatasetNotFoundError) and _is_there(name, data_dir):
       why = (str(e).splitlines() or [type(e).__name__])[0]
       why = f"its dataset_info.json or features.json is damaged ({why:.200})"
@@ -237,7 +238,7 @@ def find_builder(name: str, data_dir: str | None, field: str = "TFDS.name") -> A
     hint = f"did you mean {close!r}?" if close else "see the TFDS catalogue"
     raise ConfigError(f"{field}={name!r}: no such dataset, {hint}") from None
   level = logging.get_verbosity()
-  logging.set_verbosity(logging.ERROR)  # it warns of what the line below says better
+  logging.set_verbosity(logging.ERROR)  # The error below says more than TFDS's warnings.
   is_prepared = builder.is_prepared()
   logging.set_verbosity(level)
   if not is_prepared:
@@ -248,7 +249,7 @@ def find_builder(name: str, data_dir: str | None, field: str = "TFDS.name") -> A
 
 
 def _is_there(name: str, data_dir: str | None) -> bool:
-  """Whether there is a directory for a dataset."""
+  """Return whether a dataset has a directory."""
   from tensorflow_datasets.core import constants
 
   own, folder = re.split("[/:]", name)[0], os.path.expanduser(data_dir or constants.DATA_DIR)
@@ -256,26 +257,26 @@ def _is_there(name: str, data_dir: str | None) -> bool:
 
 
 def _identity(builder: Any) -> tuple[str, int]:
-  """Equal for the same files of a prepared dataset."""
+  """Return a value that is equal for the same files of a prepared dataset."""
   info = Path(str(builder.data_path)) / "dataset_info.json"
-  written = os.stat(info).st_mtime_ns if info.exists() else 0  # 0: not on a disk
+  written = os.stat(info).st_mtime_ns if info.exists() else 0  # 0 if not on a disk
   return str(builder.data_path), written
 
 
 def open_split(
   builder: Any, name: str, split: str, decoders: Any = None, field: str = "TFDS.name"
 ) -> Examples:
-  """The examples of a split.
+  """Open the examples of a split.
 
   Args:
-    builder: from `find_builder`.
-    name: of the dataset, for messages.
-    split: in TFDS's notation.
-    decoders: of features, as TFDS has them.
-    field: for messages.
+    builder: the builder, from `find_builder`.
+    name: the name of the dataset, for messages.
+    split: the split in TFDS's notation.
+    decoders: the decoders of features, in TFDS's form.
+    field: the name of the setting, for messages.
 
   Raises:
-    ConfigError: no such split, a file that is cut, or a format that is not read.
+    ConfigError: the split does not exist, a file is truncated, or the format is unsupported.
   """
   import tensorflow_datasets as tfds
 
@@ -289,10 +290,10 @@ def open_split(
       return _open_tfrecord(builder, split, decoders)
   except ConfigError:
     raise
-  except Exception as e:  # a split that is not there, a file that is cut
+  except Exception as e:  # For example, a missing split or a truncated file.
     first = (str(e).splitlines() or [type(e).__name__])[0]
     raise ConfigError(f"TFDS split {split!r} of {name}: {first}") from None
-  why = f"which is not read here; prepare it again: jaxscale prepare {name}"
+  why = f"which jaxscale cannot read; prepare it again: jaxscale prepare {name}"
   raise ConfigError(f"{field}={name!r}: {builder.data_path} is in the {kind} format, {why}")
 
 

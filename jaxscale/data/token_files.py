@@ -1,14 +1,14 @@
-"""Text in files: plain .txt, or .bin and .npy of tokens.
+"""Text in files: plain .txt, or tokens in .bin and .npy.
 
-A split is `NAME.bin`, `NAME.npy`, `NAME.txt` or a directory NAME of such files, in the
-order of their names, those of its folders too. A .txt file is one document of UTF-8,
-or of the `encoding` that is set.
+A split is `NAME.bin`, `NAME.npy`, `NAME.txt` or a directory NAME of such files, in the order of
+their names, including nested folders. A .txt file is one document in UTF-8 or in the configured
+`encoding`.
 
-A .bin file is tokens and nothing else, as nanoGPT keeps them: uint16 or, where the
-vocabulary has more than 65,536, uint32, little-endian, or of the `dtype` that is set;
-a file that looks like another type is refused. np.save's header and llm.c's say their
-own type. Tokens are read in place. The token that separates documents there is not
-known, so the first token of all is not predicted.
+A .bin file has only tokens, as in nanoGPT: little-endian uint16, or uint32 if the vocabulary
+has more than 65,536 tokens, or the configured `dtype`. A file that looks like a different type
+is rejected. The headers of np.save and llm.c define their own type. Tokens are read from the
+file on demand. The separator of documents is not known in such files, so the very first token
+is not predicted.
 """
 
 from __future__ import annotations
@@ -31,26 +31,26 @@ from jaxscale.errors import ConfigError, invalid
 from jaxscale.files import refuse_pointer
 from jaxscale.metrics.text import few, listed
 
-_AT_ONCE = 64 << 20  # bytes of text
+_AT_ONCE = 64 << 20  # bytes of text per batch
 _TOKENS = ".bin", ".npy"
 _ENDINGS = (*_TOKENS, ".txt")
-# First number of llm.c's header of 256 int32, and the type of the tokens after it: of
-# GPT-2 and of Llama 3 (karpathy/llm.c, dev/data/data_common.py).
+# The first number of llm.c's header of 256 int32, and the type of the tokens after it, for
+# GPT-2 and for Llama 3 (karpathy/llm.c, dev/data/data_common.py).
 _LLM_C = {20240520: "<u2", 20240801: "<u4"}
 _LLM_C_HEADER = 1024  # bytes
 _NPY = b"\x93NUMPY"
-# How other files begin, and their remedies.
+# The first bytes of other kinds of files, and the advice for them.
 _OTHERS = {
   b"\x1f\x8b": ("gzip", "gunzip it"),
   b"\x28\xb5\x2f\xfd": ("zstd", "unzstd it"),
   b"\xfd7zXZ\0": ("xz", "unxz it"),
   b"BZh": ("bzip2", "bunzip2 it"),
   b"\x04\x22\x4d\x18": ("lz4", "unlz4 it"),
-  b"PK\x03\x04": ("a zip archive, as .npz and PyTorch's are", "save its array as .npy"),
+  b"PK\x03\x04": ("a zip archive, such as .npz or PyTorch's", "save its array as .npy"),
   b"\x80\x04": ("a pickle", "save its array as .npy"),
 }
-_SAMPLE = 1 << 18  # bytes of a .bin file that are looked at before training
-_ENOUGH = 16  # tokens that show a type
+_SAMPLE = 1 << 18  # bytes of a .bin file that are checked before training
+_ENOUGH = 16  # tokens that are enough to recognize a type
 
 
 def text_files(
@@ -65,25 +65,24 @@ def text_files(
   sequence_length: int = 256,
   cache_dir: str | None = None,
 ) -> Dataset:
-  """A split of text in files, as windows of tokens.
+  """Create a dataset of token windows from the text files of a split.
 
   Args:
-    directory: of the splits.
-    split: name of a file without its ending, or of a directory of files.
-    tokenizer: of .txt files: "bytes" or the path of a tokenizer.json.
-    separator: the tokenizer's token between documents; None: by its usual names.
-    vocab_size: of .bin and .npy files, whose tokens are below it.
-    dtype: NumPy's name of the type of tokens in .bin files without a header, as
-      "uint32", or ">u2" for big-endian; "auto": uint16 for a vocabulary up to 65,536,
-      else uint32.
-    encoding: Python's name of the encoding of .txt files; "bytes", with the tokenizer
-      of this name: they are taken as they are.
-    sequence_length: tokens of an example.
-    cache_dir: where tokens of .txt files are kept; None: the user's cache.
+    directory: the directory of the splits.
+    split: the name of a file without its extension, or of a directory of files.
+    tokenizer: the tokenizer of .txt files: "bytes" or the path of a tokenizer.json.
+    separator: the tokenizer's token between documents; None finds it by its usual names.
+    vocab_size: the size of the vocabulary of .bin and .npy files.
+    dtype: NumPy's name of the token type in .bin files without a header, e.g. "uint32", or
+      ">u2" for big-endian; "auto" uses uint16 for a vocabulary up to 65,536, else uint32.
+    encoding: Python's name of the encoding of .txt files; "bytes", with the tokenizer of this
+      name, takes the bytes as they are.
+    sequence_length: the tokens per example.
+    cache_dir: the directory for tokens of .txt files; None uses the user's cache.
 
   Raises:
-    ConfigError: no such files, both kinds of them, settings of the other kind, or
-      files that are of another type or encoding.
+    ConfigError: there are no files, files of both kinds, settings for the other kind, or
+      files with an unexpected type or encoding.
 
   Example:
     >>> text_files("data/openwebtext", "val", vocab_size=50257)   # doctest: +SKIP
@@ -93,28 +92,28 @@ def text_files(
   notes = left_out_note(called, left_out, f"text files end in {', '.join(_ENDINGS)}")
   if paths[0].suffix.lower() in _TOKENS:
     if vocab_size is None:
-      fix = "give how many there are, e.g. 50257 for GPT-2's"
-      raise ConfigError(f"TextFiles.vocab_size=None: {paths[0]} has numbers of tokens; {fix}")
+      fix = "set the number of tokens, e.g. 50257 for GPT-2's"
+      raise ConfigError(f"TextFiles.vocab_size=None: {paths[0]} has tokens; {fix}")
     for name, value, default in (
       ("tokenizer", tokenizer, "bytes"),
       ("separator", separator, None),
       ("encoding", encoding, "utf-8"),
     ):
       if value != default:
-        why = f"is of text, and {paths[0]} has tokens already"
+        why = f"is for text, but {paths[0]} has tokens"
         raise invalid(f"TextFiles.{name}", value, why, "omit it")
     files = [_token_file(path, dtype, vocab_size) for path in paths]
     if types := {np.dtype(file.dtype).name for file in files if file.offset}:
-      notes += (f"{called}: tokens of {listed(sorted(types))}, as headers say",)
+      notes += (f"{called}: tokens of {listed(sorted(types))}, as the headers say",)
     stream = of_files(files, None)
     facts = {"tokens": stream.num_tokens, "dtype": ",".join({f.dtype: 0 for f in files})}
     made = text_windows(called, stream, vocab_size, sequence_length)
     return _identified(made, paths, facts, notes)
   if vocab_size is not None:
-    why = f"{paths[0]} is text with the vocabulary of the tokenizer; leave it out"
+    why = f"{paths[0]} is text with the vocabulary of the tokenizer; leave vocab_size out"
     raise ConfigError(f"TextFiles.vocab_size={vocab_size}: {why}")
   if dtype != "auto":
-    why = f"is of .bin files, and {paths[0]} is text"
+    why = f"is for .bin files, but {paths[0]} is text"
     raise invalid("TextFiles.dtype", dtype, why, "leave it out")
   tokens = read_tokenizer(tokenizer, separator, field="TextFiles.tokenizer")
   _check_encoding(encoding, tokenizer)
@@ -134,13 +133,13 @@ def _identified(
 
 
 def split_files(directory: Path, split: str) -> tuple[list[Path], Counter[str]]:
-  """The files of a split, by name, all of tokens or all of text, and what is left out.
+  """Return the files of a split by name, all of one kind, and the number of skipped files.
 
   Raises:
-    ConfigError: there are none, or there are both.
+    ConfigError: there are no files, or files of both kinds.
   """
   if not directory.is_dir():
-    raise ConfigError(f"TextFiles.path={str(directory)!r}: no such directory")
+    raise ConfigError(f"TextFiles.path={str(directory)!r}: no such directory; check the path")
   place = directory / split
   entries = sorted(os.listdir(place.parent)) if place.parent.is_dir() else []
   found = [place.parent / name for name in entries if Path(name).stem == place.name]
@@ -161,7 +160,7 @@ def split_files(directory: Path, split: str) -> tuple[list[Path], Counter[str]]:
   sources = {path if path.parent == place.parent else place for path in found}
   if len(sources) > 1 or len({path.suffix.lower() in _TOKENS for path in found}) > 1:
     both = f"{found[0].name} and {found[-1].name}"
-    raise ConfigError(f"TextFiles: {split!r} of {directory} is {both}; leave one kind")
+    raise ConfigError(f"TextFiles: {split!r} of {directory} has {both}; keep only one kind")
   for path in found:
     with contextlib.suppress(OSError), open(path, "rb") as file:
       refuse_pointer(path, file.read(64))
@@ -169,10 +168,10 @@ def split_files(directory: Path, split: str) -> tuple[list[Path], Counter[str]]:
 
 
 def _token_file(path: Path, dtype: str, vocab_size: int) -> TokenFile:
-  """Return how a file of tokens is read: by its header, the setting or its size.
+  """Determine how to read a token file: by its header, the setting or its size.
 
   Raises:
-    ConfigError: the file is of another type, or no file of tokens.
+    ConfigError: the file has a different type, or is not a token file.
   """
   if dtype != "auto":
     _check_integer("TextFiles.dtype", dtype, dtype)
@@ -192,7 +191,7 @@ def _token_file(path: Path, dtype: str, vocab_size: int) -> TokenFile:
   if len(head) >= _LLM_C_HEADER and (kind := _LLM_C.get(int(numbers[0]))):
     count = (size - _LLM_C_HEADER) // np.dtype(kind).itemsize
     if numbers[2] != count:
-      why = f"holds {count:,} tokens where its header says {numbers[2]:,}"
+      why = f"has {count:,} tokens, but its header says {numbers[2]:,}"
       raise invalid(str(path), ..., why, "copy it again")
     return _with_header(path, dtype, kind, _LLM_C_HEADER)
   if dtype == "auto":
@@ -203,16 +202,16 @@ def _token_file(path: Path, dtype: str, vocab_size: int) -> TokenFile:
 
 def _with_header(path: Path, dtype: str, kind: str, offset: int) -> TokenFile:
   if dtype != "auto" and np.dtype(dtype) != np.dtype(kind):
-    why = f"is not {np.dtype(kind)}, which {path} says in its header"
+    why = f"is not {np.dtype(kind)}, as the header of {path} says"
     raise invalid("TextFiles.dtype", dtype, why, "leave it out")
   return TokenFile(path, kind, offset)
 
 
 def _npy(path: Path) -> tuple[str, int]:
-  """Return the type of the tokens in a file of np.save, and where they begin."""
+  """Return the token type of an np.save file, and the offset of the tokens."""
   try:
     array = np.load(path, mmap_mode="r", allow_pickle=False)
-  except Exception as e:  # NumPy's parser raises anything on damaged headers
+  except Exception as e:  # NumPy's parser raises any exception on damaged headers.
     why = f"is damaged ({(str(e).splitlines() or ['no header'])[0]})"
     raise invalid(str(path), ..., why, "save the tokens again") from None
   if array.ndim != 1:
@@ -229,17 +228,17 @@ def _check_integer(field: str, value: object, dtype: str) -> None:
     is_integer = False
   if not is_integer:
     fix = "use uint8, uint16, uint32, int32 or int64, or '>u2' for big-endian"
-    raise invalid(field, value, f"is not a type of integers ({dtype})", fix)
+    raise invalid(field, value, f"is not an integer type ({dtype})", fix)
 
 
 def _check_type(path: Path, head: bytes, dtype: str, vocab_size: int) -> None:
-  """Refuse tokens that look like another type than the one that is assumed."""
+  """Check that tokens do not look like a different type."""
   if len(head) < _ENOUGH * np.dtype(dtype).itemsize:
     return
   with contextlib.suppress(UnicodeDecodeError):
     if b"\0" not in head and codecs.getincrementaldecoder("utf-8")().decode(head):
       fix = "rename it to .txt, or set TextFiles.dtype"
-      raise invalid(str(path), ..., "is text, and no tokens", fix)
+      raise invalid(str(path), ..., "is text and not tokens", fix)
   if _looks_like(dtype, head, vocab_size):
     return
   shown = {np.dtype(kind): kind for kind in ("uint8", "uint16", "uint32", "int64")}
@@ -248,29 +247,29 @@ def _check_type(path: Path, head: bytes, dtype: str, vocab_size: int) -> None:
   name = np.dtype(dtype).name
   if not fitting:
     most = int(np.frombuffer(head[: len(head) // 8 * 8], dtype).max())
-    why = f"as {name} has the token {most:,} where the vocabulary has {vocab_size:,}"
+    why = f"has, as {name}, the token {most:,}, but the vocabulary has {vocab_size:,}"
     raise invalid(str(path), ..., why, "set TextFiles.vocab_size, or TextFiles.dtype")
-  # Bytes in the wrong order make larger numbers.
+  # The wrong byte order makes numbers larger.
   own = min(fitting, key=lambda o: np.frombuffer(head[: len(head) // 8 * 8], o).max())
   best = shown.get(own, own.str)
   fix = f"set TextFiles.dtype={best!r} if it is, else {name!r}"
-  raise invalid(str(path), ..., f"looks like {best}, and not {name}", fix)
+  raise invalid(str(path), ..., f"looks like {best} and not {name}", fix)
 
 
 def _looks_like(dtype: str, head: bytes, vocab_size: int) -> bool:
-  """Return whether bytes may be tokens of a type."""
+  """Return whether bytes could be tokens of a type."""
   tokens = np.frombuffer(head[: len(head) // 8 * 8], dtype)
-  # Halves of wider numbers: every second one is 0, or one of a few.
+  # In halves of wider numbers, every second one is 0 or one of a few values.
   halves = tokens[::2], tokens[1::2]
   kinds = [len(np.unique(half)) for half in halves]
   is_wider = max(kinds) > 4 * min(kinds) or halves[0].any() != halves[1].any()
-  is_narrower = tokens.itemsize == 1 and vocab_size > 256  # bytes of anything
+  is_narrower = tokens.itemsize == 1 and vocab_size > 256  # Any bytes could be such tokens.
   is_token = tokens.min() >= 0 and tokens.max() < vocab_size
   return is_token and not is_wider and not is_narrower
 
 
 def _stamp(path: Path) -> tuple[int, int]:
-  """Return size and time of change of a file."""
+  """Return the size and modification time of a file."""
   try:
     status = path.stat()
   except OSError as e:
@@ -283,22 +282,22 @@ def _check_encoding(encoding: str, tokenizer: str) -> None:
   try:
     if encoding != "bytes" or tokenizer != "bytes":
       "".encode(encoding)
-  except (LookupError, ValueError):  # also of "base64", which is no encoding of text
+  except (LookupError, ValueError):  # Also for "base64", which is not a text encoding.
     fix = "use 'utf-8', 'utf-16', 'latin-1' or 'cp1252'"
-    why = "is not an encoding of text"
+    why = "is not a text encoding"
     if encoding == "bytes":
       why, fix = "needs TextFiles.tokenizer='bytes'", f"{fix} with {tokenizer}"
     raise invalid("TextFiles.encoding", encoding, why, fix) from None
 
 
 def _documents(paths: Sequence[Path], encoding: str, tokenizer: str) -> Iterator[list[bytes]]:
-  """The files' contents as UTF-8 in their order, some at a time."""
+  """Yield the contents of the files as UTF-8 in order, several at a time."""
   waiting: list[bytes] = []
   for path in paths:
     try:
       content = path.read_bytes()
     except OSError as e:
-      raise ConfigError(f"{path}: {e.strerror}") from None
+      raise ConfigError(f"{path}: {e.strerror}; check the file") from None
     is_text = encoding != "bytes"
     waiting.append(_utf8(path, content, encoding, tokenizer) if is_text else content)
     if sum(map(len, waiting)) >= _AT_ONCE:
@@ -309,15 +308,15 @@ def _documents(paths: Sequence[Path], encoding: str, tokenizer: str) -> Iterator
 
 
 def _utf8(path: Path, content: bytes, encoding: str, tokenizer: str) -> bytes:
-  """Decode a text, without its byte order mark.
+  """Convert a text to UTF-8, without its byte order mark.
 
   Raises:
-    ConfigError: it is of another encoding.
+    ConfigError: the text has a different encoding.
   """
   name = codecs.lookup(encoding).name
   decoder, parts = codecs.getincrementaldecoder(encoding)(), []
   for first in range(0, len(content), _AT_ONCE):
-    begin = first - len(decoder.getstate()[0])  # bytes of half a character wait there
+    begin = first - len(decoder.getstate()[0])  # The decoder holds bytes of half a character.
     part = content[first : first + _AT_ONCE]
     try:
       text = decoder.decode(part, final=first + _AT_ONCE >= len(content))
@@ -328,12 +327,12 @@ def _utf8(path: Path, content: bytes, encoding: str, tokenizer: str) -> bytes:
       guess = "utf-16" if content[:2] in (b"\xff\xfe", b"\xfe\xff") else "latin-1"
       remedy = f"set TextFiles.encoding, e.g. {guess!r}"
       if codecs.lookup(guess).name == name:
-        remedy = "repair the file, or set another TextFiles.encoding"
+        remedy = "fix the file, or set a different TextFiles.encoding"
       if tokenizer == "bytes":
         remedy += ", or 'bytes' to take them as they are"
       remedy = fixes[0] if fixes else remedy
       raise invalid(str(path), ..., f"is not {encoding}{place}", remedy) from None
-  if name == "utf-8" and content.count(0) > len(content) // 8:  # valid, but no text
+  if name == "utf-8" and content.count(0) > len(content) // 8:  # It is valid, but not text.
     fix = "set TextFiles.encoding='utf-16-le' if it is text"
-    raise invalid(str(path), ..., "has many bytes 0, as UTF-16 has", fix)
+    raise invalid(str(path), ..., "has many zero bytes, like UTF-16", fix)
   return (b"".join(parts) if parts else content).removeprefix(codecs.BOM_UTF8)

@@ -1,4 +1,4 @@
-"""From documents to tokens and back: bytes, or a tokenizer file of Hugging Face."""
+"""Convert documents to tokens and back: bytes, or a Hugging Face tokenizer file."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ from jaxscale.config.validation import nearest
 from jaxscale.errors import ConfigError, invalid
 from jaxscale.files import read_bytes
 
-# What tokenizers call the end of a document, in the order of preference.
+# Usual names of the token that ends a document, in the order of preference.
 _ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]", "[SEP]")
 
 
-# The largest published vocabularies have a million; a model has rows for all numbers.
+# The largest published vocabularies have a million tokens; a model has a row for each.
 _MOST_TOKENS = 1 << 24
 
 
 class Tokenizer(NamedTuple):
-  """How text becomes tokens, and tokens text.
+  """Conversion between text and tokens.
 
   Attributes:
-    key: equal for tokenizers that give the same tokens.
-    vocab_size: tokens are below it.
+    key: a string that is equal for tokenizers that return the same tokens.
+    vocab_size: the size of the vocabulary.
     separator: the token after each document.
-    encode: documents (UTF-8) -> the tokens of all of them, each followed by the
-      separator, in the smallest dtype that holds them; ConfigError for one that is not
+    encode: a function of documents (UTF-8) that returns the tokens of all, each followed by
+      the separator, in the smallest dtype. It raises ConfigError for a document that is not
       UTF-8, unless tokens are bytes.
-    decode: (tokens, those before them) -> the text that they add to it.
+    decode: a function of (tokens, tokens before them) that returns the text they add.
   """
 
   key: str
@@ -42,7 +42,7 @@ class Tokenizer(NamedTuple):
 
 
 def byte_tokenizer() -> Tokenizer:
-  """Tokens are bytes; 0 separates documents.
+  """Return the tokenizer whose tokens are bytes, with 0 between documents.
 
   Example:
     >>> byte_tokenizer().encode([b"ab", b"c"]).tolist()
@@ -58,16 +58,16 @@ def byte_tokenizer() -> Tokenizer:
 def read_tokenizer(
   name: str, separator: str | None = None, *, field: str = "tokenizer"
 ) -> Tokenizer:
-  """`byte_tokenizer`, or the one in a tokenizer.json.
+  """Return `byte_tokenizer`, or the tokenizer of a tokenizer.json.
 
   Args:
     name: "bytes", or the path of the file.
-    separator: its token that ends a document; None: by one of the usual names.
-    field: for messages, e.g. "TFDSText.tokenizer".
+    separator: the token that ends a document; None finds it by the usual names.
+    field: the name of the setting for messages, e.g. "TFDSText.tokenizer".
 
   Raises:
-    ConfigError: the file or the package `tokenizers` is not there, or it has no
-      such token.
+    ConfigError: the file or the package `tokenizers` is missing, or the separator is not
+      a token.
   """
   if name == "bytes":
     return byte_tokenizer()
@@ -75,7 +75,7 @@ def read_tokenizer(
   vocabulary = model.get_vocab(with_added_tokens=True)
   end = _end(vocabulary, separator, field)
   if (vocab_size := max(vocabulary.values(), default=0) + 1) > _MOST_TOKENS:
-    reason = f"and {_MOST_TOKENS:,} is the most a vocabulary can have; give another tokenizer.json"
+    reason = f"above the limit of {_MOST_TOKENS:,} for a vocabulary; use another tokenizer.json"
     raise ConfigError(f"{field}={name!r}: it has the token {vocab_size - 1:,}, {reason}")
   dtype = smallest_dtype(vocab_size)
 
@@ -84,13 +84,13 @@ def read_tokenizer(
       texts = [document.decode() for document in documents]
     except UnicodeDecodeError as e:
       before = e.object[max(e.start - 40, 0) : e.start].decode(errors="ignore")
-      why = f"takes UTF-8, and a document is not at byte {e.start:,}, after {before!r}"
+      why = f"needs UTF-8, but a document is not UTF-8 at byte {e.start:,}, after {before!r}"
       raise invalid(field, name, why, "convert the text, or use 'bytes'") from None
     try:
       found = model.encode_batch(texts, add_special_tokens=False)
-    except Exception as e:  # the package raises plain Exception
+    except Exception as e:  # The package raises plain Exceptions.
       why = f"it cannot be used ({e})"
-      raise ConfigError(f"{field}={name!r}: {why}, give another one") from None
+      raise ConfigError(f"{field}={name!r}: {why}; use another one") from None
     return np.array([i for one in found for i in (*one.ids, end)], dtype)
 
   key = f"{hashlib.sha256(content).hexdigest()} {end}"
@@ -98,39 +98,39 @@ def read_tokenizer(
 
 
 def _load(name: str, field: str) -> tuple[bytes, Any]:
-  """The bytes of a tokenizer.json, and what the package makes of them."""
+  """Load a tokenizer.json; return its bytes and the package's object."""
   try:
     content = read_bytes(Path(name))
   except (OSError, ValueError) as e:
     why = getattr(e, "strerror", None) or e
-    fix = "give 'bytes' or the path of a tokenizer.json"
-    raise ConfigError(f"{field}={name!r}: {why}, {fix}") from None
+    fix = "use 'bytes' or the path of a tokenizer.json"
+    raise ConfigError(f"{field}={name!r}: {why}; {fix}") from None
   try:
     import tokenizers  # pyright: ignore[reportMissingImports]
   except ImportError:
-    reason = "needs the package tokenizers, pip install 'jaxscale[tokenizers]', or give 'bytes'"
+    reason = "needs the package tokenizers: pip install 'jaxscale[tokenizers]', or use 'bytes'"
     raise ConfigError(f"{field}={name!r}: {reason}") from None
   try:
     model = tokenizers.Tokenizer.from_buffer(content)
   except (KeyboardInterrupt, SystemExit):
     raise
-  except BaseException as e:  # plain Exceptions, and the panics of Rust, which are none
+  except BaseException as e:  # Plain Exceptions, and Rust panics, which are not Exceptions.
     first = (str(e).splitlines() or ["unreadable"])[0]
-    why = f"not a tokenizer of Hugging Face ({first})"
-    raise ConfigError(f"{field}={name!r}: {why}, give a tokenizer.json") from None
-  model.no_truncation()  # such files may cut documents at a model's length
+    why = f"not a Hugging Face tokenizer ({first})"
+    raise ConfigError(f"{field}={name!r}: {why}; use a tokenizer.json") from None
+  model.no_truncation()  # The file may truncate documents to a model's length.
   model.no_padding()
   return content, model
 
 
 def _decoder(model: Any) -> Callable[..., str]:
-  """(tokens, those before them) -> the text that they add to it."""
+  """Return a function of (tokens, tokens before them) that returns the text they add."""
 
   def text_of(tokens: Sequence[int]) -> str:
     return model.decode(list(tokens), skip_special_tokens=False)
 
   def decode(tokens: Sequence[int], before: Sequence[int]) -> str:
-    # Some write a word without its space where it is the first of what they are given.
+    # Some tokenizers drop the space of the first word they decode.
     head, whole = text_of(before), text_of([*before, *tokens])
     return whole[len(head) :] if whole.startswith(head) else text_of(tokens)
 
@@ -138,18 +138,18 @@ def _decoder(model: Any) -> Callable[..., str]:
 
 
 def smallest_dtype(vocab_size: int) -> str:
-  """The dtype that tokens are kept in: unsigned, of 1, 2 or 4 bytes."""
+  """Return the dtype in which tokens are saved: unsigned, of 1, 2 or 4 bytes."""
   return "<u1" if vocab_size <= 1 << 8 else "<u2" if vocab_size <= 1 << 16 else "<u4"
 
 
 def _end(vocabulary: dict[str, int], separator: str | None, field: str) -> int:
-  """The token that ends a document."""
+  """Return the token that ends a document."""
   known = [name for name in _ENDS if name in vocabulary]
   if separator is None and known:
     return vocabulary[known[0]]
   setting = f"{field.rpartition('.')[0]}.separator".lstrip(".")
   if separator is None:
-    why = f"the tokenizer has none of {', '.join(_ENDS)}; give the token that ends a document"
+    why = f"the tokenizer has none of {', '.join(_ENDS)}; set the token that ends a document"
     raise ConfigError(f"{setting}=None: {why}")
   if separator not in vocabulary:
     hint = nearest(separator, known or vocabulary)

@@ -1,4 +1,4 @@
-"""One run of a scaling study, read from the files that it left.
+"""Read one run of a scaling study from its files.
 
 Throughput is the median over windows, the intervals between two logged steps. The first
 window after a start is warm-up, and one of fewer than half as many steps as the others
@@ -37,17 +37,17 @@ _RATE, _REPORT = "perf/examples_per_s", "perf/exposed_share"
 
 
 class NotBegunError(ConfigError):
-  """A run that has written nothing yet."""
+  """The run has written nothing yet."""
 
 
 class Located(NamedTuple):
-  """A run on the disk.
+  """Files of a run.
 
   Attributes:
-    name: name of the run.
-    workdir: its workdir.
-    events: starts and ends of its jobs, of a run of `jaxscale.jobs`.
-    goodput: where its time went; None: not on record.
+    name: the name of the run.
+    workdir: the workdir of the run.
+    events: the starts and ends of the run's jobs; empty without `jaxscale.jobs`.
+    goodput: the time of the run by category; None if it is not recorded.
   """
 
   name: str
@@ -57,29 +57,29 @@ class Located(NamedTuple):
 
 
 class MeasuredRun(NamedTuple):
-  """One run; None is what is not on record, and `missing` says why.
+  """Measurements of one run; None if not recorded, and `missing` has the reasons.
 
   Attributes:
-    name: name of the run.
+    name: the name of the run.
     config: the resolved config, as in config.json.
-    num_train: training examples.
-    versions: versions of packages.
-    processes: processes of the last start.
-    devices: devices of the last start.
-    kind: kind of the devices, such as "cpu" or "NVIDIA H100"; "": not on record.
-    batch: examples per step, over all devices.
-    rates: examples per second, by window.
-    step_report: numbers of the step report, by their names in metrics.jsonl without
-      "perf/"; empty: there is none.
-    summary: numbers of summary.json once training is done, such as loss, accuracy and
+    num_train: the number of training examples.
+    versions: the versions of packages.
+    processes: the number of processes of the last start.
+    devices: the number of devices of the last start.
+    kind: the kind of the devices, such as "cpu" or "NVIDIA H100"; "" if not recorded.
+    batch: the examples per step over all devices.
+    rates: the examples per second, by window.
+    step_report: the numbers of the step report, by their names in metrics.jsonl without
+      "perf/"; empty without a step report.
+    summary: the numbers of summary.json once training is done, such as loss, accuracy and
       perplexity; empty before that.
-    nodes: nodes of the last start.
-    hosts: names of those nodes, as Slurm lists them.
-    goodput: where the time of the run went.
-    evaluations: (epochs, validation loss) of each evaluation.
-    origin: commit, host and command of the last start.
-    planned: the run's counterpart in its plan; None: it has no plan.
-    missing: what is not on record, and why.
+    nodes: the number of nodes of the last start.
+    hosts: the names of those nodes, as Slurm lists them.
+    goodput: the time of the run by category.
+    evaluations: the (epochs, validation loss) of each evaluation.
+    origin: the commit, host and command of the last start.
+    planned: the run's counterpart in its plan; None without a plan.
+    missing: the values that are not recorded, with the reasons.
   """
 
   name: str
@@ -108,12 +108,12 @@ class MeasuredRun(NamedTuple):
 
   @property
   def planned_step(self) -> PlannedStep | None:
-    """The planned step that the run takes; None: there is none."""
+    """The planned step of the run; None if there is none."""
     return self.planned.step if self.planned else None
 
   @property
   def quartiles(self) -> tuple[float, float] | None:
-    """First and third quartile of the windows; None for fewer than 3."""
+    """The first and third quartile of the windows; None for fewer than 3."""
     return quartiles(self.rates) if len(self.rates) >= 3 else None
 
 
@@ -127,7 +127,7 @@ def locate(path: Path) -> Located:
   """Find the workdir of a run, and the record of its jobs.
 
   Args:
-    path: folder of a run of `jaxscale.jobs`, or workdir of `jaxscale.train`.
+    path: the folder of a run of `jaxscale.jobs`, or a workdir of `jaxscale.train`.
 
   Raises:
     NotBegunError: the run has written nothing yet.
@@ -147,15 +147,15 @@ def locate(path: Path) -> Located:
 
 
 def read(path: Path, plan: Path | None = None) -> MeasuredRun:
-  """Read what a run left.
+  """Read the measurements of a run.
 
   Args:
-    path: as for `locate`.
-    plan: a plan's file; None: plan.json of the workdir, if it has one.
+    path: the path of the run, as for `locate`.
+    plan: the file of a plan; None uses plan.json in the workdir, if it exists.
 
   Raises:
     NotBegunError: the run has trained no step yet.
-    ConfigError: as `locate`, or the batch size changes during the run.
+    ConfigError: `locate` fails, or the batch size changes during the run.
   """
   name, workdir, events, spent = locate(path)
   record = require_json(workdir / "config.json", _RECORD, _REMEDY)
@@ -204,10 +204,10 @@ def finite(values: Mapping[str, Any], prefix: str = "") -> dict[str, float]:
 
 
 def windows(lines: Sequence[Mapping[str, Any]]) -> tuple[float, ...]:
-  """Examples per second of the windows that count, of one start.
+  """Return the examples per second of the windows that count, for one start.
 
   Args:
-    lines: lines of metrics.jsonl, in their order.
+    lines: the lines of metrics.jsonl, in order.
 
   Example:
     >>> windows([{"step": s, "perf/examples_per_s": 10.0 * s} for s in (5, 10, 15, 17)])
@@ -223,7 +223,7 @@ def windows(lines: Sequence[Mapping[str, Any]]) -> tuple[float, ...]:
 def _evaluations(
   lines: Sequence[Mapping[str, Any]], batch: int, num_train: int
 ) -> tuple[tuple[float, float], ...]:
-  """(epochs, validation loss), of all starts; of steps done twice, what came last."""
+  """Return (epochs, validation loss) over all starts; a repeated step replaces the earlier one."""
   losses = {
     line["step"]: line["eval/loss"]
     for line in lines
@@ -234,7 +234,7 @@ def _evaluations(
 
 
 def _missing(run: MeasuredRun, step: int, total: int) -> Iterator[str]:
-  """Yield what is not on record, and why, one line each."""
+  """Yield the values that are not recorded, with the reasons, one line each."""
   now, enough = run.config["log"].get("every_steps"), max(total // 20, 1)
   is_enough = isinstance(now, int) and now <= enough
   remedy = ", so far" if is_enough else f"; log.every_steps={enough} logs more often"
@@ -249,5 +249,3 @@ def _missing(run: MeasuredRun, step: int, total: int) -> Iterator[str]:
     yield f"loss and accuracy: not done, at step {step:,} of {total:,}"
   if run.goodput is None:
     yield f"goodput: no {FILE} in the workdir"
-  if run.nodes is None:
-    yield "nodes: only runs of jaxscale.jobs record them"

@@ -1,4 +1,4 @@
-"""The report of a scaling study, with its speed-up, efficiency and a fitted law.
+"""Report of a scaling study: speed-up, efficiency and a fitted law.
 
 In strong scaling all runs have the same global batch, in weak scaling the same batch
 per device. With R(n) examples per second on n devices, in both
@@ -21,6 +21,7 @@ import statistics
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from html import escape
+from itertools import compress
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -40,9 +41,9 @@ _MAY_DIFFER = """
 batch_size mesh accumulate_steps seed epochs steps target_accuracy stop_at_target input_threads
 evaluation checkpoint checks log exchange.algorithm exchange.dims versions
 """
-# Those of them that a reader of the table has to know.
+# Settings among these whose differences the report notes.
 _NOTED = "accumulate_steps seed epochs steps exchange.algorithm exchange.dims versions"
-# Columns of the table: a column of the CSV file, or one made of two, and its format.
+# Columns of the table: the title, the key and the format.
 _COLUMNS = text.columns(
   """
   run: run; nodes: nodes ,; processes: processes ,; devices: devices ,; batch: global_batch ,
@@ -57,14 +58,15 @@ class Report(NamedTuple):
   """Runs of one config at several sizes, shown as a table and with a picture.
 
   Attributes:
-    name: name of the study.
+    name: the name of the study.
     kind: strong or weak scaling.
-    rows: one per run, sorted by devices: its values by the columns of the CSV file, and
-      its "evaluations"; None is what is not known.
-    base: devices that speed-ups are relative to; None: no run has a throughput.
-    serial: the fitted share, or None: fewer than two sizes, or outside 0 to 1, where
-      the law does not apply.
-    notes: what a reader must know, then what is missing and why, one line each.
+    rows: the values of each run by the columns of the CSV file, and its "evaluations", sorted
+      by devices; None if a value is not known.
+    base: the number of devices that speed-ups are relative to; None if no run has a
+      throughput.
+    serial: the fitted share; None for fewer than two sizes, or outside 0 to 1, where the law
+      does not apply.
+    notes: the notes on the comparison, then the missing values with the reasons.
   """
 
   name: str
@@ -77,7 +79,7 @@ class Report(NamedTuple):
   def heading(self) -> str:
     """Return the name, the kind of scaling and what it is relative to."""
     if self.kind == "one size":
-      return f"{self.name}: one size, nothing to compare it with"
+      return f"{self.name}: all runs have one size, so there is no speed-up to report"
     batch, devices = self.rows[0]["global_batch"], self.rows[0]["devices"]
     size = f"global batch {batch:,}"
     if self.kind == "weak":
@@ -101,11 +103,11 @@ def compare(runs: Sequence[MeasuredRun], name: str = "scaling") -> Report:
   """Compare the runs of a study.
 
   Raises:
-    ConfigError: they are not one study: other models, data, optimizers, devices, or
-      neither the same batch nor the same batch per device.
+    ConfigError: the runs differ in model, data, optimizer or devices, or have neither the
+      same batch nor the same batch per device.
   """
   if not runs:
-    raise ConfigError("no runs to compare, give the names of some")
+    raise ConfigError("no runs to compare; give the names of some")
   runs = sorted(runs, key=lambda r: (r.devices, r.nodes or 0, r.name))
   notes, kind = _check_same(runs), _kind_of(runs)
   base = min((r.devices for r in runs if r.rate), default=0)
@@ -127,9 +129,9 @@ def _row(run: MeasuredRun, base: int, rate: float, planned: float) -> dict[str, 
 
   Args:
     run: the run.
-    base: devices of the smallest size.
-    rate: examples per second on them.
-    planned: planned examples per second on them; 0: not planned.
+    base: the number of devices of the smallest size.
+    rate: the examples per second on these devices.
+    planned: the planned examples per second on these devices; 0 if not planned.
   """
   report, step = run.step_report, run.planned_step
   low, high = run.quartiles or (None, None)
@@ -149,7 +151,7 @@ def _row(run: MeasuredRun, base: int, rate: float, planned: float) -> dict[str, 
 
 
 def _kind_of(runs: Sequence[MeasuredRun]) -> Kind:
-  """Return the kind of scaling that the batch sizes are; ConfigError: neither."""
+  """Return the kind of scaling by the batch sizes; raise ConfigError for neither."""
   if len({r.batch for r in runs}) == 1:
     return "one size" if len({r.devices for r in runs}) == 1 else "strong"
   if len({r.batch / r.devices for r in runs}) == 1:
@@ -160,11 +162,11 @@ def _kind_of(runs: Sequence[MeasuredRun]) -> Kind:
 
 
 def serial_share(kind: Kind, points: Sequence[tuple[float, float]]) -> float | None:
-  """Amdahl's or Gustafson's s, by least squares; below 0 where scaling is better.
+  """Fit Amdahl's or Gustafson's s by least squares; below 0 for better than ideal scaling.
 
   Args:
-    kind: strong or weak.
-    points: (devices, speed-up), both relative to the smallest size.
+    kind: strong or weak scaling.
+    points: the (devices, speed-up), both relative to the smallest size.
 
   Example:
     >>> round(serial_share("strong", [(1, 1.0), (4, 1 / (0.1 + 0.9 / 4))]), 6)
@@ -181,12 +183,12 @@ def serial_share(kind: Kind, points: Sequence[tuple[float, float]]) -> float | N
 
 
 def law(kind: Kind, serial: float, n: float) -> float:
-  """The speed-up by Amdahl or Gustafson on n times the smallest size."""
+  """Return the speed-up by Amdahl or Gustafson on n times the smallest size."""
   return 1 / (serial + (1 - serial) / n) if kind == "strong" else n - serial * (n - 1)
 
 
 def _check_same(runs: Sequence[MeasuredRun]) -> list[str]:
-  """Refuse runs that are not one study; return allowed differences as notes."""
+  """Check that runs are one study; return allowed differences as notes."""
   kind = min({r.kind for r in runs} - {""}, default="")  # "": not on record yet
   every = [
     flat({**run.config, "versions": run.versions})
@@ -210,7 +212,7 @@ def _check_same(runs: Sequence[MeasuredRun]) -> list[str]:
 
 
 def _law_note(kind: Kind, serial: float, sizes: int) -> str:
-  """Say what the fitted share means."""
+  """Describe the fitted share."""
   text = f", fitted to {sizes} sizes: {serial:.1%} of the smallest size's time does "
   text += "not get shorter with more devices; "
   if serial <= 0:
@@ -225,7 +227,7 @@ def _law_note(kind: Kind, serial: float, sizes: int) -> str:
 
 
 def _limits(kind: Kind, runs: Sequence[MeasuredRun]) -> Iterator[str]:
-  """Yield what limits the comparison, one line each."""
+  """Yield the limits of the comparison, one line each."""
   machines = {(r.nodes, r.kind, r.hosts) for r in runs}
   if machines == {(1, "cpu", runs[0].hosts)} and kind != "one size":
     text = f"all sizes ran on one machine ({runs[0].hosts}) and shared its processor "
@@ -240,11 +242,10 @@ def _limits(kind: Kind, runs: Sequence[MeasuredRun]) -> Iterator[str]:
 
 
 def _gaps(runs: Sequence[MeasuredRun]) -> Iterator[str]:
-  """Yield what is missing and why, then each run's goodput and origin."""
+  """Yield the missing values with the reasons, then each run's goodput and origin."""
   missing: dict[str, list[str]] = {}
   for run in runs:
-    alone = ("spread: there is one process",) * (run.processes == 1)
-    for reason in (*run.missing, *alone):
+    for reason in run.missing:
       missing.setdefault(reason, []).append(run.name)
   for reason, names in missing.items():
     yield f"{text.NOTHING} {', '.join(names)}: {reason}"
@@ -268,17 +269,17 @@ def report(
   png_file: str | Path | None = None,
   plan: Path | None = None,
 ) -> Report:
-  """Read runs and compare them; write the table and the picture that are asked for.
+  """Read and compare runs; write the table and the picture if requested.
 
   Args:
-    name: name of the study, for the headings.
-    paths: folders of runs, or workdirs.
-    csv_file: file of the table; None: it is not written.
-    png_file: file of the picture; None: it is not written.
-    plan: a plan's file; None: those of the runs, if they have any.
+    name: the name of the study, for the headings.
+    paths: the folders of runs, or workdirs.
+    csv_file: the file for the table; None writes none.
+    png_file: the file for the picture; None writes none.
+    plan: the file of a plan; None uses the plans of the runs, if they have any.
 
   Raises:
-    ConfigError: they are not one study, or a file cannot be written.
+    ConfigError: the runs are not one study, or a file cannot be written.
   """
   runs, waiting = [], []
   for path in paths:
@@ -297,26 +298,26 @@ def report(
       plot_scaling(as_plot(study), output_path(png_file))
   except OSError as e:
     file = e.filename or csv_file
-    raise ConfigError(f"{file}: {e.strerror}, give another file") from None
+    raise ConfigError(f"{file}: {e.strerror}; use another file") from None
   return study
 
 
 def table(study: Report) -> tuple[list[str], list[list[str]]]:
-  """Return titles and rows of cells; without a plan, without its column."""
-  is_planned = any(row["planned_efficiency"] is not None for row in study.rows)
-  columns = {n: column for n, column in _COLUMNS.items() if is_planned or n != "planned"}
+  """Return titles and rows of cells, without the columns that no run has a value for."""
+  hidden = dict.fromkeys(("speed_up", "efficiency")) if study.kind == "one size" else {}
   rows = []
   for row in study.rows:
     ends = [row[f"examples_per_s_{q}"] for q in ("q1", "q3")]
     quartiles = None if None in ends else " to ".join(f"{q:,.0f}" for q in ends)
     good = quality(row["accuracy"], row["perplexity"]) or None
-    values = row | {"quartiles": quartiles, "quality": good}
-    rows.append([text.cell(values[name], form) for name, form in columns.values()])
-  return [*columns], rows
+    values = row | {"quartiles": quartiles, "quality": good} | hidden
+    rows.append([text.cell(values[name], form) for name, form in _COLUMNS.values()])
+  kept = [any(cell != text.NOTHING for cell in column) for column in zip(*rows, strict=True)]
+  return [*compress(_COLUMNS, kept)], [[*compress(row, kept)] for row in rows]
 
 
 def as_csv(study: Report) -> str:
-  """Return the table in full precision; what is not known is empty."""
+  """Return the table as CSV in full precision; unknown values are empty."""
   out = io.StringIO()
   names = [name for name in study.rows[0] if name != "evaluations"]
   writer = csv.DictWriter(out, names, lineterminator="\n", extrasaction="ignore")
@@ -326,7 +327,7 @@ def as_csv(study: Report) -> str:
 
 
 def as_plot(study: Report) -> dict[str, Any]:
-  """Return what `plot_scaling` draws."""
+  """Return the input of `plot_scaling`."""
   curve, label, base, rows = [], "", study.base, study.rows
   if base and study.serial is not None:
     most = max(row["devices"] for row in rows) / base

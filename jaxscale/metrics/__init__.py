@@ -1,9 +1,8 @@
-"""What a person sees of a run: metrics.jsonl, TensorBoard, a progress line, pictures.
+"""Metrics of a run: metrics.jsonl, TensorBoard, progress lines and pictures.
 
-Process 0 alone writes. `metrics.jsonl` is the record; TensorBoard's event files,
-trackers and the pictures show the same to other readers. Only `settings.py` knows what
-a `Config` chooses from.
-Names load when they are first asked for.
+Only process 0 writes. `metrics.jsonl` is the record; TensorBoard's event files, trackers and
+pictures show the same metrics. Only `settings.py` knows the settings of a `Config`.
+Names are imported on first use.
 """
 
 import lazy_loader

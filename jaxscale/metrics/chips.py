@@ -1,12 +1,11 @@
-"""Peak rates of accelerators, as their makers publish them."""
+"""Published peak FLOP/s of accelerators."""
 
 from __future__ import annotations
 
-# Words of `jax.Device.device_kind`, and dense bfloat16 TFLOP/s of what JAX calls a
-# device, the more special ones first. Sources: NVIDIA's data sheets (half of what they
-# give "with sparsity"; float16 for those without bfloat16), AMD's data sheets, Google
-# Cloud's pages "TPU v2" to "TPU7x". A core is a device up to TPU v3, a half of the chip
-# on TPU7x and MI250X.
+# Words of `jax.Device.device_kind`, and dense bfloat16 TFLOP/s of a JAX device, more specific
+# names first. Sources: NVIDIA's data sheets (half of the values "with sparsity"; float16 for
+# chips without bfloat16), AMD's data sheets, and Google Cloud's pages "TPU v2" to "TPU7x". A
+# device is a core up to TPU v3, and half of the chip on TPU7x and MI250X.
 _BF16_TFLOPS = """
 GB300 = 2500; B300 = 2250; GB200 = 2500; B200 = 2250; H200 NVL = 835.5; H200 = 989.4;
 GH200 = 989.4; H100 NVL = 835.5; H100 PCIe = 756; H100 = 989.4; H800 = 989.4; A100 = 312;
@@ -18,10 +17,10 @@ TPU v5 lite = 197; TPU v5e = 197; TPU v5 = 459; TPU v4 = 275; TPU v3 = 61.5; TPU
 
 
 def peak_flops(device_kind: str) -> float | None:
-  """Dense bfloat16 FLOP/s of a device, in all its matrix units; None: not known.
+  """Return a device's dense bfloat16 FLOP/s in its matrix units; None if it is unknown.
 
   Args:
-    device_kind: as `jax.Device.device_kind` has it.
+    device_kind: the kind, as in `jax.Device.device_kind`.
 
   Example:
     >>> peak_flops("NVIDIA H100 80GB HBM3"), peak_flops("cpu")

@@ -1,8 +1,7 @@
-"""The log of a run: lines by `logging`, shown on the terminal of process 0.
+"""Log of a run: lines by `logging`, shown on the terminal of process 0.
 
-Every module logs to `logger`. `shown` prints its lines above the progress bar while a run
-lasts; an application that wants them elsewhere too adds a handler of its own to the
-logger "jaxscale".
+Every module logs to `logger`. `shown` prints the lines above the progress bar during a run. An
+application can add its own handler to the logger "jaxscale".
 """
 
 from __future__ import annotations
@@ -15,10 +14,10 @@ logger = logging.getLogger("jaxscale")
 
 
 class LineHandler(logging.Handler):
-  """Shows each record as plain text.
+  """Handler that shows each record as plain text.
 
   Attributes:
-    show: called with a text of one or more lines; None prints it.
+    show: a function that is called with a text of one or more lines; None prints the text.
   """
 
   show: Callable[[str], None] | None = None
@@ -33,20 +32,20 @@ class LineHandler(logging.Handler):
 
 @contextlib.contextmanager
 def shown(is_quiet: bool = False) -> Iterator[LineHandler]:
-  """Print the lines of the log inside; yield the handler, whose `show` may be set.
+  """Print the lines logged inside the block; yield the handler, whose `show` can be set.
 
-  The lines go to no handler of the root, which would print them again, and in every
-  process. Where one run is inside another, the inner one shows them.
+  The lines do not go to the root's handlers, which would print them again, in every process. If
+  one run is inside another, the inner one shows them.
 
   Args:
-    is_quiet: drop all lines (every process but process 0).
+    is_quiet: True drops all lines, as in all processes but process 0.
   """
   before = logger.handlers, logger.level, logger.propagate
   handler = LineHandler()
   others = [other for other in logger.handlers if not isinstance(other, LineHandler)]
   logger.handlers, logger.propagate = [*others, handler], False
   logger.setLevel(logging.CRITICAL + 1 if is_quiet else logging.INFO)
-  logger.disabled = False  # `logging.config` disables loggers that it does not know
+  logger.disabled = False  # `logging.config` disables loggers that it does not know.
   try:
     yield handler
   finally:

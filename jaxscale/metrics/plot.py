@@ -1,4 +1,4 @@
-"""The picture of a run: its metrics against the step."""
+"""Picture of a run: its metrics by step."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from jaxscale.files import read_json, replacing
 from jaxscale.metrics.reading import read_metrics
 
 POINTS, CURVES, IDEAL = "#c8553d", "#8aa6c8", "#999999"
+_FEW = 10  # A curve of fewer points has a marker at each.
 _Rows = Sequence[Mapping[str, Any]]
 
 
@@ -21,17 +22,17 @@ _Rows = Sequence[Mapping[str, Any]]
 def figure(
   path: str | Path, rows: int, columns: int, size: tuple[float, float], title: str = ""
 ) -> Iterator[Any]:
-  """Axes [rows, columns] to draw on; saved at the end, in the suffix's format.
+  """Yield axes [rows, columns] to draw on; save the picture at the end.
 
   Args:
-    path: of the picture.
-    rows: of axes.
-    columns: likewise.
-    size: width and height in inches of 120 dots.
-    title: above the axes.
+    path: the path of the picture; its suffix sets the format.
+    rows: the number of rows of axes.
+    columns: the number of columns of axes.
+    size: the width and height in inches, at 120 dots per inch.
+    title: the title above the axes.
   """
   _import_matplotlib()
-  from matplotlib.figure import Figure  # no pyplot: that opens windows
+  from matplotlib.figure import Figure  # Unlike pyplot, it opens no windows.
 
   drawn = Figure(figsize=size, layout="constrained")
   axes = drawn.subplots(rows, columns, squeeze=False)
@@ -41,16 +42,16 @@ def figure(
     axis.spines[["top", "right"]].set_visible(False)
   drawn.suptitle(title, x=0.01, ha="left", fontsize=12)
   yield axes
-  with replacing(Path(path)) as file:  # through no link that somebody has put there
+  with replacing(Path(path)) as file:  # Does not write through a link at this path.
     drawn.savefig(file, dpi=120, format=Path(path).suffix[1:] or None)
 
 
 def _import_matplotlib() -> None:
-  """Import it, also where MPLBACKEND names none of its backends."""
+  """Import matplotlib, also if MPLBACKEND has an unknown backend."""
   if "matplotlib" in sys.modules:
     return
   chosen = os.environ.pop("MPLBACKEND", None)
-  import matplotlib  # 1 s, and nothing else needs it
+  import matplotlib  # Takes 1 s.
 
   if chosen is not None:
     os.environ["MPLBACKEND"] = chosen
@@ -59,7 +60,7 @@ def _import_matplotlib() -> None:
 
 
 def titled(axis: Any, title: str, x_label: str, y_label: str = "") -> None:
-  """Write a title above axes, and their labels."""
+  """Set the title and the labels of axes."""
   axis.set_title(title, loc="left", fontsize=11)
   axis.set(xlabel=x_label, ylabel=y_label)
 
@@ -69,20 +70,20 @@ _Panel = tuple[str, str, dict[str, str]]
 
 
 def _panels(lines: _Rows, training: str) -> list[_Panel]:
-  """What is drawn of a run, by what was logged.
+  """Return the panels to draw, depending on what was logged.
 
   Args:
-    lines: of metrics.jsonl.
+    lines: the lines of metrics.jsonl.
     training: the label of the training loss.
   """
   evaluated = [n[5:] for line in lines for n in line if n.startswith("eval/")]
   others = [name for name in evaluated if name != "loss"] or ["accuracy"]
   known = [name for name in ("perplexity", "accuracy") if name in others]
   name = [*known, *others][0]
-  both = {f"train/{name}": "training", f"eval/{name}": "held-out"}
+  both = {f"train/{name}": "training", f"eval/{name}": "validation"}
   shares = {"perf/mfu": "model FLOPs utilization", "perf/input_wait": "input wait"}
   memory = {"perf/memory_gb": "in use", "perf/peak_memory_gb": "peak"}
-  losses = {"train/loss": training, "eval/loss": "held-out"}
+  losses = {"train/loss": training, "eval/loss": "validation"}
   used = [line["perf/mfu"] for line in lines if "perf/mfu" in line]
   mfu = f" (MFU {statistics.median(used):.1%})" if used else ""
   return [
@@ -96,7 +97,7 @@ def _panels(lines: _Rows, training: str) -> list[_Panel]:
 
 
 def log_scale(axis: Any) -> None:
-  """Scale the y axis by logarithm; its labels are 0.6 and 2,000, not 6e-01 and 2x10^3."""
+  """Scale the y axis by logarithm, with labels like 0.6 and 2,000, not 6e-01 and 2x10^3."""
   from matplotlib import ticker
 
   class Formatter(ticker.LogFormatter):
@@ -109,21 +110,21 @@ def log_scale(axis: Any) -> None:
 
 
 def _training_label(workdir: Path) -> str:
-  """Of the training loss, which label smoothing lifts above the held-out one."""
+  """Return the label of the training loss, which label smoothing makes larger."""
   described = read_json(workdir / "config.json", {"config": {"loss": {"label_smoothing": float}}})
   smoothing = described["config"]["loss"]["label_smoothing"] if described else 0
   return f"training (label smoothing {smoothing:g})" if smoothing else "training"
 
 
 def plot_metrics(workdir: str | Path, path: str | Path | None = None) -> Path | None:
-  """Draw `workdir/metrics.jsonl` against the step.
+  """Draw the metrics in `workdir/metrics.jsonl` by step.
 
-  Loss, accuracy (or perplexity, or another metric), learning rate, speed, the shares of
-  a device's FLOPs and of the time that waits for input, and memory.
+  The panels are loss, accuracy (or perplexity, or another metric), learning rate, speed,
+  device use (MFU and the share of time waiting for input) and memory.
 
   Args:
-    workdir: of a run.
-    path: of the picture, in its suffix's format; None: `workdir/metrics.png`.
+    workdir: the workdir of a run.
+    path: the path of the picture, whose suffix sets the format; None: `workdir/metrics.png`.
 
   Returns:
     The path of the picture, or None if nothing was logged yet.
@@ -147,7 +148,8 @@ def _draw_panel(axis: Any, panel: _Panel, lines: _Rows) -> None:
     if points:
       steps, values = zip(*points, strict=True)
       values = [100 * v for v in values] if unit == "%" else values
-      marker = "o" if name.startswith("eval/") else None
+      # A line through few points is short, and a line through one point is invisible.
+      marker = "o" if name.startswith("eval/") or len(points) < _FEW else None
       axis.plot(steps, values, color=color, marker=marker, ms=4, label=label)
   if {"train/loss", "train/perplexity"} & series.keys():
     log_scale(axis)
@@ -160,7 +162,7 @@ def _draw_panel(axis: Any, panel: _Panel, lines: _Rows) -> None:
 
 
 def size_ticks(axis: Any, sizes: Sequence[int], below: float, above: float) -> None:
-  """Ticks at these sizes alone, and room below the first and above the last one."""
+  """Set ticks at these sizes only, with room below the first and above the last one."""
   axis.set_xlim(sizes[0] * below, sizes[-1] * above)
   axis.set_xticks(sizes, [f"{size:,}" for size in sizes])
   axis.set_xticks([], minor=True)

@@ -1,4 +1,4 @@
-"""The progress of a run: a live bar on a terminal, plain lines elsewhere."""
+"""Progress of a run: a live bar on a terminal, and plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from collections.abc import Mapping
 from shutil import get_terminal_size
 from typing import Any
 
-from jaxscale.metrics.scoring import headline
+from jaxscale.metrics.scoring import headline, user_metrics
 from jaxscale.metrics.text import duration
 
-_WIDE = 140  # columns of a terminal on which a bar and all numbers have room
+_WIDE = 140  # columns of a terminal that has room for a bar and all numbers
 
 
 class Progress:
-  """Prints where a run is, how fast it goes, and how long it will take."""
+  """Progress of a run: the step, the metrics, the speed and the remaining time."""
 
   def __init__(
     self,
@@ -30,14 +30,15 @@ class Progress:
     """Start the clock.
 
     Args:
-      total_steps: of the whole run.
-      total_examples: that it sees.
+      total_steps: the steps of the whole run.
+      total_examples: the examples of the whole run.
       start: the step that the run resumes from.
-      examples: seen up to there.
-      quiet: print nothing (every process but the leader).
-      plain: lines also on a terminal: a job's may be no person's (mpirun's log).
+      examples: the examples seen before that step.
+      quiet: True prints nothing, as in all processes but the leader.
+      plain: True prints lines also on a terminal, as mpirun gives its processes one that
+        nobody sees.
     """
-    self.windows = 0  # rates measured so far
+    self.windows = 0  # the number of rates measured so far
     self._quiet = quiet
     self.expect(total_steps, total_examples)
     self._since = (examples, time.perf_counter())
@@ -48,7 +49,7 @@ class Progress:
 
       step, text = "step {task.completed}/{task.total}", "{task.fields[text]}"
       columns = [step, progress.BarColumn(bar_width=24), text]
-      if get_terminal_size().columns < _WIDE:  # the end is cut, not the step
+      if get_terminal_size().columns < _WIDE:  # Truncate the end, not the step.
         cut = table.Column(no_wrap=True, overflow="ellipsis")
         columns = [progress.TextColumn(f"{step}  {text}", table_column=cut)]
       self._bar = bar = progress.Progress(*columns, transient=True)
@@ -56,15 +57,15 @@ class Progress:
       bar.start()
 
   def expect(self, total_steps: int, total_examples: int) -> None:
-    """The run is going to be this long."""
+    """Set the length of the run."""
     self._total, self._total_examples = total_steps, total_examples
     self._width = len(str(total_steps))
 
   def rate(self, examples: int) -> float:
-    """Examples per second since the last call, without what was paused.
+    """Return the examples per second since the last call, without pauses.
 
     Args:
-      examples: seen so far.
+      examples: the examples seen so far.
     """
     now = time.perf_counter()
     done, before = self._since
@@ -77,13 +78,14 @@ class Progress:
     """Show a step.
 
     Args:
-      step: that is done.
-      metrics: of it.
-      perf: `examples_per_s` and `step_s`; `mfu` and `memory_gb` where they are known.
+      step: the step that is done.
+      metrics: the metrics of the step.
+      perf: `examples_per_s` and `step_s`; also `mfu` and `memory_gb` if they are known.
     """
     rate, (examples, _) = perf["examples_per_s"], self._since
     left = (self._total_examples - examples) / max(rate, 1e-9)
-    parts = [f"loss {metrics['loss']:.4f}", f"lr {metrics['learning_rate']:.4g}"]
+    parts = [f"loss {metrics['loss']:.4f}", *user_metrics(metrics)]
+    parts += [f"lr {metrics['learning_rate']:.4g}"]
     parts += [f"{rate:,.0f} examples/s", f"{1e3 * perf['step_s']:,.3g} ms/step"]
     parts += [f"MFU {perf['mfu']:.1%}"] if "mfu" in perf else []
     parts += [f"memory {perf['memory_gb']:.3g} GB"] if "memory_gb" in perf else []
@@ -95,20 +97,20 @@ class Progress:
 
   def evaluated(self, step: int, metrics: dict[str, float]) -> None:
     """Show the result of an evaluation."""
-    self.say(f"step {step:>{self._width}}/{self._total}  held-out {headline(metrics)}")
+    self.say(f"step {step:>{self._width}}/{self._total}  validation {headline(metrics)}")
 
   def pause(self, seconds: float) -> None:
-    """Take time that was not training (evaluation, saving) off the rate."""
+    """Exclude time that was not training (evaluation, saving) from the rate."""
     self._paused += seconds
 
   def say(self, text: str) -> None:
     """Print a line above the bar."""
-    if self._bar is not None:  # then it is not quiet
+    if self._bar is not None:  # A run with a bar is not quiet.
       self._bar.console.print(text, highlight=False, markup=False)
     elif not self._quiet:
       print(text, flush=True)
 
   def close(self) -> None:
-    """Leave the terminal as it was."""
+    """Restore the terminal."""
     if self._bar is not None:
       self._bar.stop()

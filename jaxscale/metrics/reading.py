@@ -1,4 +1,4 @@
-"""Reading `metrics.jsonl`, also after a kill, a full disk or somebody's editor."""
+"""Read `metrics.jsonl`, also after a kill, a full disk or manual changes."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from jaxscale.files import write_json as write_json
 
 
 def read_metrics(path: Path, last_bytes: int | None = None) -> list[dict[str, Any]]:
-  """The lines of a `metrics.jsonl`: "step", "time" and metrics, all of them numbers.
+  """Return the lines of a `metrics.jsonl`: "step", "time" and numeric metrics.
 
-  Lines without step or time are left out, and so is what is not a number. A
-  metric may be NaN or infinite, as it was in the run.
+  Lines without step or time, and values that are not numbers, are left out. A metric may be
+  NaN or infinite, as it was in the run.
 
   Args:
-    path: the file.
-    last_bytes: read only this many bytes from its end; None: all.
+    path: the path of the file.
+    last_bytes: the number of bytes to read from the end; None reads the whole file.
   """
   found = read_json_lines(path, last_bytes, {"step": int, "time": float})
   return [

@@ -1,6 +1,6 @@
-"""The picture of a scaling study: what was measured, and what was planned.
+"""Picture of a scaling study: measured and planned values.
 
-What was measured is drawn in the colour of `plot.POINTS`, as marks with quartiles.
+Measured values are drawn in the colour `plot.POINTS`, as marks with quartiles.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ def plot_scaling(study: Mapping[str, Any], path: str | Path) -> Path:
   """Draw a scaling study: speed-up, efficiency, the parts of a step, and the loss.
 
   Args:
-    study: "title"; "rows", each with "devices" and "global_batch", and with None for
-      what is not known "examples_per_s", its quartiles "examples_per_s_q1" and
-      "examples_per_s_q3", "speed_up", "planned_efficiency", "compute_s" and
-      "exposed_s" (seconds of a step), "spread" (a share), and "evaluations", (epochs,
-      loss); "base", the devices of the smallest size; "law", (devices, speed-up) of a
-      curve, and its "law_label".
-    path: file of the picture.
+    study: a dict with "title" and "rows". Each row has "devices" and "global_batch", and, or
+      None if unknown, "examples_per_s" with its quartiles "examples_per_s_q1" and
+      "examples_per_s_q3", "speed_up", "planned_efficiency", "compute_s" and "exposed_s"
+      (seconds of a step), "spread" (a share), and "evaluations" as (epochs, loss). Further
+      keys are "base", the devices of the smallest size; "law", a curve of (devices,
+      speed-up); and its label "law_label".
+    path: the path of the picture.
 
   Returns:
-    The path.
+    The path of the picture.
   """
   with figure(path, 2, 2, (12.8, 8.6), study["title"]) as axes:
     for axis, draw in zip(axes.flat, (_speed_up, _efficiency, _step_parts, _loss), strict=True):
@@ -62,9 +62,9 @@ def _over_devices(
   """Draw the ideal, the law, the plan and the measured sizes; return their rows.
 
   Args:
-    axis: axes to draw on.
-    study: as for `plot_scaling`.
-    scale: the height of a speed-up on a number of devices.
+    axis: the axes to draw on.
+    study: the study, as for `plot_scaling`.
+    scale: a function of (speed-up, devices) that returns the height.
   """
   rows, base = [row for row in study["rows"] if row["speed_up"]], study["base"]
   if not rows:
@@ -91,7 +91,7 @@ def _over_devices(
   for row, height in zip(rows, heights, strict=True):
     rate = row["examples_per_s"]
     low, high = (row[f"examples_per_s_{q}"] or rate for q in ("q1", "q3"))
-    # A median is between its quartiles; rounding may put it a hair outside.
+    # Rounding may put a median slightly outside of its quartiles.
     errors.append((height * max(1 - low / rate, 0), height * max(high / rate - 1, 0)))
   sizes = [row["devices"] for row in rows]
   label = "measured: median and quartiles"
@@ -100,7 +100,7 @@ def _over_devices(
 
 
 def _step_parts(axis: Any, study: Mapping[str, Any]) -> None:
-  """Bars: the share of a step that its exchange adds; marks: spread of processes."""
+  """Draw bars of the exchange's share of a step, and marks of the spread of processes."""
   titled(axis, "What a step waits for (step report)", "devices, and ms per step")
   axis.set_ylabel("% of a step")
   axis.grid(False, axis="x")
@@ -126,7 +126,7 @@ def _step_parts(axis: Any, study: Mapping[str, Any]) -> None:
 
 
 def _loss(axis: Any, study: Mapping[str, Any]) -> None:
-  """Validation loss by epochs: at equal epochs, all sizes have seen as much."""
+  """Draw the validation loss by epochs; at equal epochs, all sizes have seen as much data."""
   titled(axis, "Validation loss at equal epochs", "epochs", "nats")
   known = [row for row in study["rows"] if row["evaluations"]]
   if not known:
@@ -134,7 +134,7 @@ def _loss(axis: Any, study: Mapping[str, Any]) -> None:
     return
   for i, row in enumerate(known):
     epochs, losses = zip(*row["evaluations"], strict=True)
-    # Lines that are drawn later, on top, are thinner: equal ones show below.
+    # Later lines are on top, so they are thinner: equal ones remain visible below.
     width = 1.2 + 1.6 * (len(known) - 1 - i)
     style = {"color": _SIZES[i % len(_SIZES)], "lw": width, "ms": 2.5 + width}
     label = f"{plural(row['devices'], 'device')}, batch {row['global_batch']:,}"

@@ -1,4 +1,4 @@
-"""What an evaluation is worth: accuracy, or of a language model its perplexity."""
+"""Scores of evaluations: accuracy, or perplexity of a language model."""
 
 from __future__ import annotations
 
@@ -7,17 +7,21 @@ from collections.abc import Mapping
 
 from jaxscale.errors import ConfigError
 
+# Metrics that jaxscale itself computes; all others are the user's.
+_BUILT_IN = """accuracy bits_per_byte grad_norm gradient_noise gradient_signal learning_rate loss
+  noise_scale noise_scale_high noise_scale_low perplexity""".split()
+
 
 def perplexity_of(loss: float, bytes_per_token: float | None) -> dict[str, float]:
-  """The metrics of a language model that follow from its loss.
+  """Return the metrics of a language model that follow from its loss.
 
-  Perplexity is exp of the mean cross entropy per token; bits per byte are its nats
-  over ln 2 and over the bytes of a token, and so comparable between tokenizers
-  (arXiv:2101.00027, §3.1).
+  Perplexity is exp of the mean cross entropy per token. Bits per byte are the loss divided by
+  ln 2 and by the bytes per token, so they are comparable between tokenizers (arXiv:2101.00027,
+  §3.1).
 
   Args:
-    loss: nats per token.
-    bytes_per_token: of the text; None: not known.
+    loss: the loss in nats per token.
+    bytes_per_token: the average bytes per token of the text; None if it is not known.
 
   Example:
     >>> perplexity_of(math.log(2.0), 1.0)
@@ -31,7 +35,7 @@ def perplexity_of(loss: float, bytes_per_token: float | None) -> dict[str, float
 
 
 def score(values: Mapping[str, float]) -> float | None:
-  """What ranks evaluations, higher is better: accuracy, or the loss negated.
+  """Return the score that ranks evaluations, higher is better: accuracy, or minus the loss.
 
   Example:
     >>> score({"accuracy": 0.5, "loss": 2.0}), score({"loss": 2.0, "perplexity": 7.4})
@@ -45,28 +49,39 @@ def score(values: Mapping[str, float]) -> float | None:
 def is_reached(
   values: Mapping[str, float], accuracy: float | None, loss: float | None
 ) -> bool | None:
-  """Whether an evaluation is as good as the target; None: there is no target."""
+  """Return whether an evaluation reaches the target; None if there is no target."""
   if loss is not None:
     return values["loss"] <= loss
   if accuracy is not None and "accuracy" not in values:
     raise ConfigError(
-      f"Config.target_accuracy={accuracy}: Config.loss reports no accuracy, set target_loss instead"
+      f"Config.target_accuracy={accuracy}: Config.loss reports no accuracy; use target_loss instead"
     )
   return None if accuracy is None else values["accuracy"] >= accuracy
 
 
 def headline(values: Mapping[str, float]) -> str:
-  """An evaluation in words.
+  """Format the metrics of an evaluation as text.
 
   Example:
     >>> headline({"accuracy": 0.5, "loss": 2.0})
     'accuracy 50.00%  loss 2.0000'
   """
-  if "accuracy" not in values:
-    return f"loss {values['loss']:.4f}"
-  if "perplexity" not in values:
-    return f"accuracy {values['accuracy']:.2%}  loss {values['loss']:.4f}"
-  text = f"loss {values['loss']:.4f}  perplexity {values['perplexity']:.3f}"
+  text = f"loss {values['loss']:.4f}"
+  if "accuracy" in values and "perplexity" not in values:
+    text = f"accuracy {values['accuracy']:.2%}  {text}"
+  elif "perplexity" in values:
+    text += f"  perplexity {values['perplexity']:.3f}"
   if "bits_per_byte" in values:
     text += f"  {values['bits_per_byte']:.4f} bits/byte"
-  return text
+  return "  ".join([text, *user_metrics(values)])
+
+
+def user_metrics(values: Mapping[str, float]) -> list[str]:
+  """Format the metrics that only the user's own loss or evaluation reports.
+
+  Example:
+    >>> user_metrics({"loss": 2.0, "recall": 0.5, "grad_norm": 3.0})
+    ['recall 0.5']
+  """
+  names = [n for n in values if n not in _BUILT_IN and not n.startswith("trust_ratio/")]
+  return [f"{name} {values[name]:.4g}" for name in names]

@@ -58,8 +58,8 @@ class Wandb(Tracker):
   def build(self, context: TrackerContext):
     """Open the run in `workdir/wandb`, offline if W&B cannot be reached.
 
-    Offline, each start writes a new folder with all steps: of two folders of one run,
-    `wandb sync` uploads the second over the first (wandb/wandb#5865, #3841).
+    Offline, each start writes a new folder with all steps: if a run has two folders, `wandb
+    sync` uploads the second over the first (wandb/wandb#5865, #3841).
     """
     import wandb  # pyright: ignore[reportMissingImports]
 
@@ -128,8 +128,8 @@ class MLflow(Tracker):
 
   def __post_init__(self):
     if self.uri and urlsplit(self.uri).password:
-      why = "holds a password, which config.json would keep"
-      fix = "set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD"
+      why = "contains a password, which config.json would record"
+      fix = "set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD instead"
       raise invalid("MLflow.uri", ..., why, fix)
 
   def build(self, context: TrackerContext):
@@ -157,7 +157,7 @@ class MLflow(Tracker):
       client.log_text(run, json.dumps(context.environment, indent=2), "environment.json")
     except Exception as e:  # The artifact store may not be writable from this host.
       why = f"{type(e).__name__}: {message_of(e)[:200]}"
-      context.note(f"MLflow: environment.json is not there: {why}")
+      context.note(f"MLflow: could not save environment.json: {why}")
 
     def log(step: int, time: float, values: dict[str, float]) -> None:
       at = int(1000 * time)

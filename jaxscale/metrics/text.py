@@ -1,22 +1,22 @@
-"""Numbers, lists and tables as people read them: on a terminal and in a notebook."""
+"""Format numbers, lists and tables for a terminal or a notebook."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
 from html import escape
 
-NOTHING = "–"  # a cell whose value is not known
+NOTHING = "–"  # a cell without a value
 _CELL = "text-align: {}; white-space: nowrap; font-variant-numeric: tabular-nums"
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]], left: Collection[int] = (0,)) -> str:
-  """Aligned columns, with two spaces between them.
+  """Format aligned columns, with two spaces between them.
 
   Args:
-    head: a title for each column; empty: none is printed.
-    rows: cells as text.
-    left: columns that are aligned to the left, which suits words; the others are
-      aligned to the right, which suits numbers.
+    head: the titles of the columns; empty prints none.
+    rows: the cells as text.
+    left: the indices of left-aligned columns, for words; others are right-aligned, for
+      numbers.
 
   Example:
     >>> print(table(["run", "step"], [["a", "7"], ["long", "1,000"]]))
@@ -38,7 +38,7 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]], left: Collection[i
 def html_table(
   head: Sequence[str], rows: Iterable[Sequence[str]], left: Collection[int] = (0,)
 ) -> str:
-  """The same for a notebook; every cell is escaped."""
+  """Format a table as HTML for a notebook; every cell is escaped."""
 
   def line(cells: Sequence[str], tag: str) -> str:
     texts = (
@@ -52,7 +52,7 @@ def html_table(
 
 
 def cell(value: float | str | None, form: str = "") -> str:
-  """A value by a format, or a dash where it is None.
+  """Format a value, or return a dash for None.
 
   Example:
     >>> cell(0.5, ".1%"), cell(None, ".1%")
@@ -65,7 +65,7 @@ def columns(text: str) -> dict[str, tuple[str, str]]:
   """Return (key, format) of a table's columns by title.
 
   Args:
-    text: "TITLE: KEY FORMAT", separated by semicolons or line breaks.
+    text: entries "TITLE: KEY FORMAT", separated by semicolons or line breaks.
 
   Example:
     >>> columns("step: step ,; loss: train/loss .4f; note: note")
@@ -77,7 +77,7 @@ def columns(text: str) -> dict[str, tuple[str, str]]:
 
 
 def byte_size(number: float) -> str:
-  """A number of bytes, in decimal units.
+  """Format a number of bytes in decimal units.
 
   Example:
     >>> byte_size(2.5e9), byte_size(12.34e6), byte_size(800)
@@ -90,7 +90,7 @@ def byte_size(number: float) -> str:
 
 
 def short_time(seconds: float) -> str:
-  """Seconds in the unit that suits them; `duration` is for hours and minutes.
+  """Format seconds in a suitable unit; `duration` is for hours and minutes.
 
   Example:
     >>> short_time(2e-5), short_time(0.0034), short_time(12.34)
@@ -102,14 +102,14 @@ def short_time(seconds: float) -> str:
 
 
 def duration(seconds: float) -> str:
-  """Seconds as 0:07, 12:30 or 3:05:00."""
+  """Format seconds as 0:07, 12:30 or 3:05:00."""
   minutes, s = divmod(round(seconds), 60)
   hours, m = divmod(minutes, 60)
   return f"{hours}:{m:02}:{s:02}" if hours else f"{m}:{s:02}"
 
 
 def listed(words: Iterable[object], last: str = "and") -> str:
-  """Words in a sentence.
+  """Join words for a sentence.
 
   Example:
     >>> listed(["a", "b", "c"]), listed([8, 16], "or"), listed(["a"])
@@ -120,7 +120,7 @@ def listed(words: Iterable[object], last: str = "and") -> str:
 
 
 def few(words: Iterable[object], most: int = 4, more: str = "more") -> str:
-  """The first of many words, and how many are left out.
+  """Join the first of many words, and the number of those left out.
 
   Example:
     >>> few(["n1", "n2", "n3"], most=2), few(["n1", "n2"], most=2)
@@ -134,7 +134,7 @@ def few(words: Iterable[object], most: int = 4, more: str = "more") -> str:
 
 
 def plural(count: int, noun: str) -> str:
-  """A count with its noun.
+  """Format a count with its noun.
 
   Example:
     >>> plural(1, "device"), plural(1024, "device")

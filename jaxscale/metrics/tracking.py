@@ -1,7 +1,7 @@
 """Trackers: metrics for other programs, from threads that no run waits for.
 
-A tracker may be slow, hang, raise or lose its network: the run neither stops nor slows,
-and metrics.jsonl, which has every line, is what a tracker is caught up from.
+A tracker may be slow, hang, raise or lose its network without stopping or slowing the run. A
+tracker that falls behind is caught up from metrics.jsonl, which has every line.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ from jaxscale.metrics.log import logger
 from jaxscale.metrics.reading import read_metrics
 
 _MOST_WAITING = 10_000  # lines: hours of training, a few MB
-_RETRY_S = 60.0  # until what has failed is opened again
-# Of a run that is to stop: Slurm kills it soon (`Timeouts.grace_s`).
+_RETRY_S = 60.0  # until a failed tracker is opened again
+# The time for a run that stops: Slurm kills it soon (`Timeouts.grace_s`).
 _INTERRUPTED_FLUSH_S = 5.0
 
 
 class Tracker(NamedTuple):
-  """What takes the metrics of a run; `config.Tracker.build` returns it.
+  """Receiver of a run's metrics; `config.Tracker.build` returns it.
 
-  Its functions are called in a thread of its own; they may take long, and may raise.
+  The functions are called in the tracker's own thread; they may take long and may raise.
 
   Attributes:
-    log: takes a step, the time (seconds since the epoch) and values by name. The same
-      step may come again, with other names.
-    finish: takes how the run ends: "done", "interrupted" (to be resumed) or "failed".
-    known: the last step of which it has a value of this name, -1: none. Later lines of
-      metrics.jsonl are logged to it first. None: it has all from before this start.
+    log: a function of a step, the time (seconds since 1970) and values by name. The same step
+      may come again with other names.
+    finish: a function of the outcome: "done", "interrupted" (to be resumed) or "failed".
+    known: a function of a metric's name that returns the last step that the tracker has, or
+      -1; later lines of metrics.jsonl are logged first. None: it has all earlier lines.
     note: a line to print at the end, such as the command that uploads.
   """
 
@@ -44,12 +44,13 @@ class Tracker(NamedTuple):
 
 
 class TrackerSource(NamedTuple):
-  """How a tracker is opened, again after each failure.
+  """Way to open a tracker, again after each failure.
 
   Attributes:
-    name: in messages.
-    open: takes a function that takes a line for the user; may hang, and may raise.
-    flush_s: seconds that the end of a run waits for it.
+    name: the name for messages.
+    open: a function that opens the tracker. Its argument is a function that shows a line to
+      the user. It may hang and may raise.
+    flush_s: the seconds that the end of a run waits for the tracker.
   """
 
   name: str
@@ -58,7 +59,7 @@ class TrackerSource(NamedTuple):
 
 
 class Line(NamedTuple):
-  """A line of metrics.jsonl."""
+  """Line of metrics.jsonl."""
 
   step: int
   time: float
@@ -66,15 +67,15 @@ class Line(NamedTuple):
 
 
 class BackgroundTracker:
-  """Hands lines to a tracker in a daemon thread, which begins with the first line."""
+  """Daemon thread that passes lines to a tracker; it starts with the first line."""
 
   def __init__(self, source: TrackerSource, record: Path, logged: Mapping[str, int]):
-    """A tracker that is not open yet.
+    """Set up a tracker without opening it.
 
     Args:
-      source: of the tracker.
-      record: metrics.jsonl, which a line is in before `put` gets it.
-      logged: the last step by name of what was in there before this start.
+      source: the source of the tracker.
+      record: metrics.jsonl, to which a line is written before `put` gets it.
+      logged: the last step by name in the record before this start.
     """
     self._source, self._record, self._logged = source, record, logged
     self._lines: queue.SimpleQueue[Line | str] = queue.SimpleQueue()
@@ -86,18 +87,18 @@ class BackgroundTracker:
     self._thread = threading.Thread(target=self._run, name=f"tracker {source.name}", daemon=True)
 
   def put(self, line: Line) -> None:
-    """Hand over a line; returns at once."""
+    """Queue a line and return at once."""
     if self._thread.ident is None:
       self._thread.start()
     if not self._is_behind:
       self._lines.put(line)
       if self._lines.qsize() >= _MOST_WAITING:
-        self._is_behind = True  # until it has taken these, and then reads the record
-        self._complain(f"{_MOST_WAITING:,} lines wait for it, later ones are not kept in memory")
+        self._is_behind = True  # The thread reads the record after the queued lines.
+        self._complain(f"{_MOST_WAITING:,} lines are queued; later ones are read from disk")
     self._print_messages()
 
   def end(self, outcome: str) -> None:
-    """Begin to finish; `wait` waits for it."""
+    """Begin to finish; `wait` waits for the end."""
     if outcome != "done":
       self._flush_s = min(self._flush_s, _INTERRUPTED_FLUSH_S)
     self._deadline = time.monotonic() + self._flush_s
@@ -105,7 +106,7 @@ class BackgroundTracker:
     self._lines.put(outcome)
 
   def wait(self) -> None:
-    """Wait until it has finished, at most for its `flush_s`."""
+    """Wait until the tracker has finished, at most `flush_s`."""
     if self._thread.ident is None:
       return
     self._thread.join(max(self._deadline - time.monotonic(), 0))
@@ -115,7 +116,7 @@ class BackgroundTracker:
         abandon(self._thread)
       else:
         late = ""
-      self._messages.put(f"{name} has not finished{late}; {self._record} has all lines")
+      self._messages.put(f"{name} did not finish{late}; {self._record} has all lines")
     self._print_messages()
 
   def _print_messages(self) -> None:
@@ -126,7 +127,7 @@ class BackgroundTracker:
     if not self._has_complained:
       self._has_complained = True
       name = self._source.name
-      self._messages.put(f"{name}: {what}; training continues, metrics.jsonl has all")
+      self._messages.put(f"{name}: {what}; training continues, and metrics.jsonl has all lines")
 
   def _run(self) -> None:
     while not self._is_finished:
@@ -136,19 +137,19 @@ class BackgroundTracker:
         self._is_finished = True
         if tracker.note:
           self._messages.put(tracker.note)
-      except BaseException as e:  # also what would end a process
+      except BaseException as e:  # Also exceptions that would end a process.
         self._complain(f"{type(e).__name__}: {message_of(e)}"[:300])
         if self._ends.wait(_RETRY_S):
           return
 
   def _follow(self, tracker: Tracker) -> None:
-    """Hand over the record, and then line after line until the end."""
+    """Pass the record and then line after line to the tracker, until the end."""
     known = tracker.known or (lambda name: self._logged.get(name, -1))
     self._replay(tracker, known)
     while not isinstance(line := self._lines.get(), str):
       self._hand_over(tracker, line, known)
       if self._is_behind and self._lines.empty():
-        self._is_behind = False  # first: what comes from here on is in one of both
+        self._is_behind = False  # Set first, so that no line is missed.
         self._replay(tracker, known)
     if self._is_behind:
       self._replay(tracker, known)
@@ -160,7 +161,7 @@ class BackgroundTracker:
       self._hand_over(tracker, Line(line["step"], line["time"], values), known)
 
   def _hand_over(self, tracker: Tracker, line: Line, known: Callable[[str], int]):
-    """Log what the tracker lacks of a line; what fails twice is left out."""
+    """Log what the tracker lacks of a line; skip what fails twice."""
     lacks = {
       name: value
       for name, value in line.values.items()
@@ -171,7 +172,7 @@ class BackgroundTracker:
     try:
       tracker.log(line.step, line.time, lacks)
     except Exception:
-      this = line.step, *lacks  # not its values: no NaN is equal to another
+      this = line.step, *lacks  # Without values, as NaN does not equal itself.
       if this != self._failing:
         self._failing = this
         raise

@@ -1,7 +1,7 @@
-"""The record of a run: `metrics.jsonl`, TensorBoard's event files, and trackers.
+"""Write the metrics of a run to `metrics.jsonl`, TensorBoard's event files, and trackers.
 
-A disk that is full or away costs lines, never the run: what could not be written is
-kept and tried again with the next line.
+A disk that is full or unavailable costs lines, never the run. Lines that could not be written
+are kept in memory and retried with the next line.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from jaxscale.metrics.log import logger
 from jaxscale.metrics.reading import read_metrics
 from jaxscale.metrics.tracking import BackgroundTracker, Line, TrackerSource
 
-# Lines that wait for a disk: two weeks of one every 10 s, some 40 MB.
+# Lines in memory for an unavailable disk: two weeks of a line every 10 s, about 40 MB.
 _MOST_WAITING = 120_000
 
 
 class _Appender:
-  """Appends to a file; what a disk does not take is kept and tried again."""
+  """Writer that appends to a file; what the disk does not accept is kept and retried."""
 
   def __init__(self, path: Path):
     self._path, self._complained = path, False
@@ -45,19 +45,19 @@ class _Appender:
     except OSError as e:
       if not self._complained:
         self._complained = True
-        waits = "training continues, its lines wait for the disk"
+        waits = "training continues, and its lines wait in memory"
         logger.warning(f"{self._path}: {e.strerror}; {waits}")
     else:
       self._complained = False
 
   def close(self) -> None:
     self.append()
-    with contextlib.suppress(OSError):  # of lines that NFS had only promised to write
+    with contextlib.suppress(OSError):  # NFS may report failed writes only on closing.
       os.close(self._descriptor)
 
 
 class MetricWriter:
-  """Appends metrics to `workdir/metrics.jsonl`, to event files, and to trackers."""
+  """Writer of metrics to `workdir/metrics.jsonl`, event files and trackers."""
 
   def __init__(
     self,
@@ -68,17 +68,17 @@ class MetricWriter:
     trackers: Iterable[TrackerSource] = (),
     may_write: Callable[[], bool] = lambda: True,
   ):
-    """Continue the record after step `start`, dropping what came later.
+    """Resume the record after step `start`; drop later lines.
 
-    A run that was killed may have logged steps beyond its last checkpoint;
-    they will be done, and logged, again.
+    A run that was killed may have logged steps after its last checkpoint. These will be done
+    and logged again.
 
     Args:
-      workdir: where the files are.
+      workdir: the directory of the files.
       start: the step that the run resumes from.
-      tensorboard: also write event files, into `workdir/tensorboard`.
-      trackers: get each line as well, in threads of their own.
-      may_write: called before each line; nothing is written where it is false.
+      tensorboard: True also writes event files to `workdir/tensorboard`.
+      trackers: the trackers that get each line, in threads of their own.
+      may_write: called before each line; while it returns False, nothing is written.
 
     Raises:
       ConfigError: the files cannot be written at all.
@@ -99,7 +99,7 @@ class MetricWriter:
     self._trackers = [BackgroundTracker(t, path, logged) for t in trackers]
 
   def write(self, step: int, metrics: dict[str, float]) -> None:
-    """One line: the step, the metrics, and seconds since the epoch."""
+    """Write one line: the step, the metrics, and seconds since 1970."""
     if not self._may_write():
       return
     now = round(time.time(), 3)
@@ -110,10 +110,10 @@ class MetricWriter:
       self._write_events(self._tensorboard_dir, step, metrics, now)
 
   def close(self, outcome: str = "done") -> None:
-    """Try once more to write what waits, close the files, and let trackers finish.
+    """Retry lines that wait, close the files, and let trackers finish.
 
     Args:
-      outcome: for them: "done", "interrupted" or "failed".
+      outcome: the outcome for trackers: "done", "interrupted" or "failed".
     """
     for file in filter(None, (self._lines, self._events)):
       file.close()
@@ -125,13 +125,13 @@ class MetricWriter:
   def _write_events(
     self, directory: Path, step: int, metrics: dict[str, float], now: float
   ) -> None:
-    # Here and not at the top: it takes 0.25 s, and the first step comes first.
+    # Imported here because it takes 0.25 s, which would delay the first step.
     from tensorboardX.proto import event_pb2
     from tensorboardX.summary import scalar
 
-    # Not its SummaryWriter: that writes from a thread, which a full disk ends, and
-    # whoever adds to the queue of a thread that has ended waits for ever.
-    event: Any = event_pb2  # protobuf makes its classes when it is imported
+    # TensorBoard's SummaryWriter writes from a thread, which ends on a full disk; adding to the
+    # queue of an ended thread would wait forever.
+    event: Any = event_pb2  # protobuf creates its classes on import.
     records = [
       event.Event(wall_time=now, step=step, summary=scalar(name, value))
       for name, value in metrics.items()
@@ -146,7 +146,7 @@ class MetricWriter:
         logger.warning(f"{directory}: {e.strerror}; training continues without TensorBoard")
         return
       version = event.Event(wall_time=now, file_version="brain.Event:2")
-      # TensorBoard forgets what a run that was killed, or another one, logged later.
+      # TensorBoard drops steps that a killed run, or another run, logged later.
       log = event.SessionLog(status=event.SessionLog.START)
       begin = event.Event(wall_time=now, step=self._start + 1, session_log=log)
       records = [version, begin, *records]
@@ -154,7 +154,7 @@ class MetricWriter:
 
 
 def _framed(event: Any) -> bytes:
-  """An event as a record of TFRecord: length, its CRC, the event, its CRC."""
+  """Format an event as a TFRecord: length, its CRC, the event, its CRC."""
   from tensorboardX.record_writer import masked_crc32c
 
   content = event.SerializeToString()

@@ -1,9 +1,9 @@
-"""What a compiled program says of a step, a run and a job, before anything runs.
+"""Predict memory, step time and cost of a step, a run and a job from the compiled program.
 
-`topologies` has accelerators that need not be present, `fits` and `describe` are about
-the step of a config. `plan` predicts its seconds, from the rates in `machine`, which
-`calibrate` measures: `kernels` and `transfer` are the parts, `timeline` goes through
-the schedule, `step_plan` scales it, `job` has the hours. `search` compares layouts in
-the order of an `estimate`; `submission` makes a job of a plan. Nothing is trained.
-`trace` reads the seconds of a run's trace.
+`topologies` defines accelerators that need not be present; `fits` and `describe` compile the
+step of a config. `plan` predicts its time from the rates in `machine`, which `calibrate`
+measures: `kernels` and `transfer` model the parts, `timeline` follows the schedule, `step_plan`
+scales to other sizes, and `job` computes hours. `search` compares layouts in the order of an
+`estimate`; `submission` turns a plan into a job. Nothing is trained. `trace` summarizes the
+trace of a run.
 """

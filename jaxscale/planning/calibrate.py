@@ -1,11 +1,11 @@
-"""Measure the chip that this runs on, and the links between devices and processes.
+"""Measure this machine's chip, and the links between its devices and processes.
 
     jaxscale plan --calibrate >> site.toml
 
-A matrix product, a convolution and a pass over memory, each large, are timed in turns
-with an empty program; the median counts. Links are measured by all-reduces
-(`collectives.measurements`). All processes call `calibrate` together: those of a node
-share its memory, in a step too.
+A matrix product, a convolution and a pass over memory, each large, are timed in turns with an
+empty program, and the medians count. Links are measured by all-reduces
+(`collectives.measurements`). All processes must call `calibrate` together, as processes on a
+node share its memory bandwidth in a training step, too.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ _ROUNDS = 10  # of each all-reduce
 
 
 class Sizes(NamedTuple):
-  """Sizes of what is measured.
+  """Sizes of the measurements.
 
   Attributes:
-    turns: calls of each program, of which the median counts.
-    product: rows, columns and depth of the matrix product.
-    images: rows of the convolution.
-    floats: elements that are read and written.
-    payloads: bytes of the all-reduces.
+    turns: the calls of each program, whose median counts.
+    product: the rows, columns and depth of the matrix product.
+    images: the rows of the convolution.
+    floats: the elements that are read and written.
+    payloads: the sizes of the all-reduces in bytes.
   """
 
   turns: int = 10
@@ -54,10 +54,10 @@ CPU = Sizes(5, 1024, 8, 2**22, (1 << 10, 1 << 14, 1 << 18, 1 << 22))
 
 
 def calibrate(sizes: Sizes | None = None) -> dict[str, Any]:
-  """Return constants of this machine, by the names of `machine.Machine`.
+  """Return the constants of this machine, by the names of `machine.Machine`.
 
   Args:
-    sizes: of what is measured; None: those of the platform.
+    sizes: the sizes of the measurements; None uses the platform's.
   """
   is_cpu = jax.devices()[0].platform == "cpu"
   sizes = sizes or (CPU if is_cpu else ACCELERATOR)
@@ -65,7 +65,7 @@ def calibrate(sizes: Sizes | None = None) -> dict[str, Any]:
 
 
 def as_toml(constants: Mapping[str, Any]) -> str:
-  r"""The table of a site's file that has these constants.
+  r"""Format constants as the table [machine] of a site's file.
 
   Example:
     >>> print(as_toml({"chip": "cpu", "host": 2e-05}).partition("\n")[2])
@@ -83,7 +83,7 @@ def as_toml(constants: Mapping[str, Any]) -> str:
 
 
 def _chip(dtype: str, sizes: Sizes) -> dict[str, Any]:
-  """Constants of one device."""
+  """Return the constants of one device."""
   chip = chip_of(jax.devices()[0])
   known = rates_of(chip).constants if chip else {}
   programs = _programs(dtype, sizes)
@@ -93,13 +93,13 @@ def _chip(dtype: str, sizes: Sizes) -> dict[str, Any]:
   alone = {name: max(took[name] - took["empty"], 1e-9) for name in took}
   rates = {name: program.work / alone[name] for name, program in programs.items()}
   found: dict[str, Any] = {"chip": chip} if chip else {}
-  if "cycles" in known:  # of TPUs the compiler says how many
+  if "cycles" in known:  # TPU compilers report cycles.
     estimated = sum(costs(m)[1] for m in modules(programs["matmul"].text))
     found["cycles"] = alone["matmul"] * known["clock"].value / estimated
   else:
     peak = _published(known.get(f"peak_{dtype}")) or rates["matmul"]
     bandwidth = _published(known.get("bandwidth")) or rates["memory"]
-    if peak == rates["matmul"]:  # processors compute bfloat16 in float32
+    if peak == rates["matmul"]:  # CPUs compute bfloat16 in float32.
       found |= {"peak_float32": peak, "peak_bfloat16": peak}
     if bandwidth == rates["memory"]:
       found["bandwidth"] = bandwidth
@@ -121,7 +121,7 @@ class _Program(NamedTuple):
 
 
 def _programs(dtype: str, sizes: Sizes) -> dict[str, _Program]:
-  """What is timed, by the share of a peak that it determines."""
+  """Return the programs to time, by the share of a peak that each determines."""
   n, rows, pixels = sizes.product, sizes.images, sizes.images * _SIDE**2
   images = rows, _SIDE, _SIDE, _CHANNELS
   kernel = _KERNEL, _KERNEL, _CHANNELS, _CHANNELS
@@ -146,7 +146,7 @@ def _programs(dtype: str, sizes: Sizes) -> dict[str, _Program]:
 
 
 def _links(sizes: Sizes) -> dict[str, Any]:
-  """Constants of the links inside a process, taken to be a node, and between them."""
+  """Return the constants of links inside a process, which counts as a node, and between them."""
   mesh = Mesh(np.array(jax.devices()).reshape(jax.process_count(), -1), ("network", "node"))
   links, _ = measure_links(mesh, sizes.payloads, "float32", _ROUNDS)
   found = {}
@@ -156,7 +156,7 @@ def _links(sizes: Sizes) -> dict[str, Any]:
 
 
 def chip_of(device: Any) -> str:
-  """The name that `--chips` has for a device; "" if there is none."""
+  """Return a device's name in `--chips`; "" if it has none."""
   if device.platform == "cpu":
     return "cpu"
   words = device.device_kind.lower()

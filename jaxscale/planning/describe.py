@@ -1,7 +1,7 @@
-"""What a layout does: every parameter, every collective, the memory of a device.
+"""Describe a layout: every parameter, every collective, and the memory of a device.
 
-Read from the compiled step, before any example is: what the compiler made of it, not
-what was meant.
+All values are read from the compiled step, so they show the compiler's result and not the
+intent. No example is needed.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from jaxscale.parallel.placement import HOST
 
 
 def describe(experiment: build.Experiment) -> str:
-  """The page that `jaxscale describe` prints; compiles the train step.
+  """Return the page that `jaxscale describe` prints; compiles the train step.
 
   Args:
-    experiment: at the phase that it is about.
+    experiment: the experiment at the phase to describe.
 
   Example:
     >>> print(describe(build.experiment(config)))            # doctest: +SKIP
@@ -34,7 +34,7 @@ def describe(experiment: build.Experiment) -> str:
   parts = [_head(experiment), _parameters(state.params), _state(state)]
   parts += [_memory(compiled), f"collectives of one step, of one device:\n{sent}"]
   dtype = experiment.config.dtype
-  # These collectives are then not those of an accelerator.
+  # The collectives of a CPU differ from those of an accelerator.
   if experiment.mesh.devices.flat[0].platform == "cpu" and dtype != "float32":
     parts.append(f"XLA on CPU sends {dtype} as float32: accelerators send half the bytes of those")
   return "\n\n".join(part for part in parts if part)
@@ -55,7 +55,7 @@ def _head(experiment: build.Experiment) -> str:
 
 
 def _parameters(params: Any) -> str:
-  """One line for each parameter, and their sum."""
+  """Return one line per parameter, and their sum."""
   rows = []
   for path, leaf in jax.tree.leaves_with_path(params):
     dims = [*leaf.sharding.spec, *[None] * leaf.ndim][: leaf.ndim]
@@ -72,7 +72,7 @@ def _parameters(params: Any) -> str:
 
 
 def _state(state: Any) -> str:
-  """Bytes of each part of the state on one device, and of what waits on the host."""
+  """Return the bytes of each part of the state on one device, and on the host."""
   rows = []
   for name, part in state._asdict().items():
     leaves = jax.tree.leaves(part)
@@ -85,7 +85,7 @@ def _state(state: Any) -> str:
 
 
 def _memory(compiled: Any) -> str:
-  """What the compiler says of a device's memory, where it does."""
+  """Return the memory of a device by the compiler; "" if it does not report memory."""
   if compiled.memory_analysis() is None:
     return ""
   m = hlo.memory_of(compiled)
@@ -96,5 +96,5 @@ def _memory(compiled: Any) -> str:
 
 
 def _bytes(leaf: Any) -> int:
-  """That one device has of an array."""
+  """Return the bytes of an array on one device."""
   return math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize

@@ -1,12 +1,12 @@
-"""Memory and seconds of a layout by arithmetic: what to compile, and in which order.
+"""Estimate memory and time of a layout by arithmetic, to choose what to compile first.
 
-The least that a device needs is its part of the state, and what a backward pass keeps:
+A device needs at least its part of the state, and the activations kept for the backward pass:
 
     kept >= layers tokens (width + half of the products' outputs) itemsize
 
-the second only where `remat` keeps products. Programs take more, so that nothing that
-fits is left out. The likely memory and the seconds (products at the chip's usual share
-of its peak, collectives by `transfer`) only order what is compiled.
+The second term only applies where `remat` keeps products. Programs need more, so this bound
+never excludes a layout that fits. The likely memory and the time (products at the chip's usual
+share of its peak, collectives by `transfer`) only set the order of compilation.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from jaxscale.hlo import Collective
 from jaxscale.planning import transfer
 from jaxscale.planning.machine import Rates, links
 
-_HIDDEN_DURING = 0.9  # of compute, that FSDP's collectives may take
-# Forward passes by remat, next to the two of a backward pass.
+_HIDDEN_DURING = 0.9  # of compute, which can hide FSDP's collectives
+# Forward passes by remat, in addition to the two products of a backward pass.
 _PASSES = {"none": 1.0, "dots": 1.02, "branches": 1.9, "full": 2.0, "offload": 2.0}
-# Times the products' outputs that a layer keeps without remat: 78 GiB of llama_7b on 64
-# H100 with rows of 2 in a micro-batch.
+# Kept activations per layer without remat, as a multiple of the products' outputs. Calibrated
+# by 78 GiB for llama_7b on 64 H100 with 2 rows per micro-batch.
 _KEPT_BY_NONE = 4.8
 
 
@@ -32,9 +32,9 @@ class Candidate(NamedTuple):
   """Settings that a search tries.
 
   Attributes:
-    mesh: sizes of its axes, none of them -1.
-    layout: what is split along them.
-    num_microbatches: in a step.
+    mesh: the sizes of the axes, none of them -1.
+    layout: the layout, which sets what is split along them.
+    num_microbatches: the number of micro-batches per step.
   """
 
   mesh: cfg.Mesh
@@ -43,20 +43,20 @@ class Candidate(NamedTuple):
 
 
 class Shapes(NamedTuple):
-  """Sizes of a model, of all devices together.
+  """Sizes of a model over all devices.
 
   Attributes:
-    parameters: elements.
-    others: of these, the elements outside the stack of layers.
-    moments: bytes of the optimizer's state.
-    layers: in the stack; 1 if the model has none.
-    outputs: of a token in all products with weights of the stack, elements; 0 if the
-      model is not a stack.
-    vocab: outputs of the head for a token; 0 if it is unknown.
-    width: of the residual stream.
-    tokens: of an example.
-    flops: of an example's forward pass.
-    itemsize: bytes of an activation.
+    parameters: the number of parameters.
+    others: the number of parameters outside the stack of layers.
+    moments: the bytes of the optimizer state.
+    layers: the number of layers in the stack; 1 if the model has no stack.
+    outputs: the elements per token in the outputs of all products with weights of the
+      stack; 0 if the model is not a stack.
+    vocab: the outputs of the head per token; 0 if unknown.
+    width: the width of the residual stream.
+    tokens: the tokens per example.
+    flops: the FLOPs of an example's forward pass.
+    itemsize: the bytes of an activation.
   """
 
   parameters: int
@@ -72,7 +72,7 @@ class Shapes(NamedTuple):
 
 
 class Estimate(NamedTuple):
-  """Bytes of a device that are needed at least and probably, and seconds of a step."""
+  """Bytes that a device needs at least and probably, and seconds of a step."""
 
   least: float
   memory: float
@@ -83,7 +83,7 @@ def shapes_of(experiment: Any) -> Shapes:
   """Return the sizes of an experiment's model; nothing is compiled.
 
   Args:
-    experiment: `build.Experiment`, for devices that need not be present.
+    experiment: the `build.Experiment`, for devices that need not be present.
   """
   import jax
 
@@ -116,13 +116,13 @@ def shapes_of(experiment: Any) -> Shapes:
 
 
 def estimate(shapes: Shapes, one: Candidate, batch_size: int, rates: Rates) -> Estimate:
-  """Return memory and seconds of a candidate.
+  """Estimate memory and time of a candidate.
 
   Args:
-    shapes: of the model.
-    one: the candidate, whose rows divide.
-    batch_size: examples of a step.
-    rates: of the chip and its links.
+    shapes: the sizes of the model.
+    one: the candidate, whose rows must divide.
+    batch_size: the examples per step.
+    rates: the rates of the chip and its links.
   """
   part = _Part(shapes, one, batch_size)
   at, ticks = rates.at("expected"), part.ticks
@@ -160,17 +160,17 @@ class _Part:
     self.state = shapes.moments / self.blocks / (mesh.fsdp if layout.shard != "none" else 1)
     self.state += 4 * self.parameters / (mesh.fsdp if layout.shard == "fsdp" else 1)
     self.tokens = self.rows * shapes.tokens / (mesh.model if is_whole else 1)
-    self.between = self.rows * shapes.tokens  # branches
+    self.between = self.rows * shapes.tokens  # between branches
     self.between /= mesh.model if layout.model != "layers" else 1
 
   @property
   def ticks(self) -> int:
-    """Times that a micro-batch's work is done, with the bubbles of a pipeline."""
+    """Return how often a micro-batch's work is done, with the bubbles of a pipeline."""
     idle = self.one.mesh.stage - 1
     return self.one.num_microbatches + idle * (1 + (self.one.layout.schedule == "1f1b"))
 
   def bytes(self) -> tuple[float, float]:
-    """(least, likely) bytes of a device."""
+    """Return the (least, likely) bytes of a device."""
     shapes, mesh, layout = self.shapes, self.one.mesh, self.one.layout
     inputs = self.between * shapes.width * shapes.itemsize  # of one layer
     outputs = self.tokens * shapes.itemsize * shapes.outputs / self.blocks
@@ -178,7 +178,7 @@ class _Part:
     if layout.remat in ("none", "dots"):
       kept += outputs / 2
     least = kept
-    if mesh.stage > 1:  # a stage is computed again from its input
+    if mesh.stage > 1:  # A stage is recomputed from its input.
       held = self.one.num_microbatches
       if layout.schedule == "1f1b":
         held = min(held, 2 * mesh.stage - 1)
@@ -192,7 +192,7 @@ class _Part:
 
 
 def _sent(part: _Part) -> Iterator[tuple[str, tuple[str, ...], float, float]]:
-  """(collective, axes, bytes, times) of a step."""
+  """Yield (collective, axes, bytes, times) of a step."""
   shapes, layout, mesh = part.shapes, part.one.layout, part.one.mesh
   size, micros, ticks = shapes.itemsize, part.one.num_microbatches, part.ticks
   if layout.shard == "fsdp":

@@ -1,9 +1,9 @@
-"""The largest model that fits, by compiling and not by trying.
+"""Find the largest model that fits, by compiling for chips that need not be present.
 
     jaxscale plan --config FILE --chips v5e-16 [--over model.num_layers=16,24,32]
 
-Compiles the train step of a config for accelerators that are not here (`topologies`
-has their names) and reads the memory that it takes on each of them.
+This compiles the train step of a config for accelerators by name (see `topologies`), and reads
+the memory that the program takes on each of them.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ from jaxscale.errors import EXIT_CRASH, ConfigError
 from jaxscale.hlo.memory import Memory, memory_of, out_of_memory
 from jaxscale.planning.topologies import Chips, gib
 
-# Values above this many are bisected.
+# More values than this are bisected.
 _FEW = 3
 
 
 class Fit(NamedTuple):
-  """What the compiler says of one program.
+  """Compiler's result for one program.
 
   Attributes:
-    memory: bytes per device; None: it was refused.
-    refusal: the compiler's line, where it did.
-    limit: bytes a program may take of a device.
-    seconds: that it took to compile.
-    compiled: the program, `jax.stages.Compiled`; None: it was refused.
-    mesh: that it is for.
-    experiment: that the step is of, `build.Experiment`.
+    memory: the bytes per device; None if compilation was refused.
+    refusal: the compiler's message if it refused.
+    limit: the bytes that a program may take on a device.
+    seconds: the time to compile.
+    compiled: the program, `jax.stages.Compiled`; None if compilation was refused.
+    mesh: the mesh that it is compiled for.
+    experiment: the experiment of the step, `build.Experiment`.
   """
 
   memory: Memory | None
@@ -45,12 +45,12 @@ class Fit(NamedTuple):
 
   @property
   def is_good(self) -> bool:
-    """Whether the program fits."""
+    """True if the program fits the memory."""
     return self.memory is not None and self.memory.total <= self.limit
 
 
 class RefusedError(Exception):
-  """The compiler refuses a step: the chip has too little memory for it."""
+  """The compiler refuses a step, because the chip has too little memory for it."""
 
   exit_code = EXIT_CRASH
 
@@ -58,13 +58,13 @@ class RefusedError(Exception):
 def compile_for(
   config: cfg.Config, chips: Chips, options: Mapping[str, Any] | None = None, *, step: bool = True
 ) -> Fit:
-  """Compile the train step of a config for chips that need not be here.
+  """Compile the train step of a config for chips that need not be present.
 
   Args:
-    config: of the run; its data are not read where they are text.
-    chips: of `planning.topologies.find_chips`.
-    options: of the compiler, its flags by name.
-    step: the train step, or what makes the state before the first one.
+    config: the config of the run; text data are not read.
+    chips: the chips, from `planning.topologies.find_chips`.
+    options: the compiler's flags by name.
+    step: True compiles the train step, False the program that creates the initial state.
 
   Raises:
     ConfigError: the config does not fit such devices, whatever their memory.
@@ -75,7 +75,7 @@ def compile_for(
     (6054109184, True)
     >>> print(hlo.summary(hlo.collectives(fit.compiled, fit.mesh)))  # doctest: +SKIP
   """
-  # JAX: only once it is known what for.
+  # Import JAX only after the platform is known.
   from jaxscale.collectives.cpu_workarounds import numbered
   from jaxscale.experiment import build
 
@@ -86,13 +86,13 @@ def compile_for(
   memory = refusal = compiled = None
   try:
     lowered = experiment.lower_train_step() if step else experiment.lower_init_state()
-    if chips.chip.platform == "cpu":  # simulated here, each of a process there
+    if chips.chip.platform == "cpu":  # Devices are simulated, but each would be a process.
       lowered = numbered(lowered, apart=False)
     compiled = lowered.compile(dict(options or {}))
     memory = memory_of(compiled)
   except RuntimeError as e:
     if "cuDNN not found" in str(e):
-      advice = "attention is cuDNN's there; pip install nvidia-cudnn-cu12"
+      advice = "attention uses cuDNN on these chips; run pip install nvidia-cudnn-cu12"
       raise ConfigError(f"--chips={chips.name}: {advice}") from None
     if (refusal := out_of_memory(e)) is None:
       why = str(e).split("\n", 1)[0]
@@ -103,14 +103,13 @@ def compile_for(
 
 
 def largest(values: Sequence[Any], fits: Callable[[Any], bool]) -> Any:
-  """The largest value that fits, or None.
+  """Return the largest value that fits, or None.
 
-  Up to three are all tried, in their order, until one does not fit; more are
-  bisected.
+  Up to three values are tried in order until one does not fit; more are bisected.
 
   Args:
-    values: the smallest first.
-    fits: of a value; where it fits, so do those below.
+    values: the values, the smallest first.
+    fits: a function that tells whether a value fits; if it does, so do all smaller ones.
 
   Example:
     >>> largest([16, 24, 32, 40, 48], lambda n: n < 40)
@@ -119,7 +118,7 @@ def largest(values: Sequence[Any], fits: Callable[[Any], bool]) -> Any:
   if len(values) <= _FEW:
     fitting = [*itertools.takewhile(fits, values)]
     return fitting[-1] if fitting else None
-  low, high = -1, len(values)  # fits, does not
+  low, high = -1, len(values)  # the last that fits, the first that does not
   while high - low > 1:
     middle = (low + high) // 2
     low, high = (middle, high) if fits(values[middle]) else (low, middle)
@@ -127,7 +126,7 @@ def largest(values: Sequence[Any], fits: Callable[[Any], bool]) -> Any:
 
 
 def line(fit: Fit, chips: Chips) -> str:
-  """A candidate in one line: what it takes, of what, and whether that is good."""
+  """Describe a candidate in one line: whether it fits, its memory, and the limit."""
   chip = chips.chip
   result = "fits" if fit.is_good else "does not fit"
   took = f"{fit.seconds:.0f} s to compile"

@@ -1,13 +1,13 @@
-"""A run and its job, from the seconds of a step: hours, restarts, energy, price.
+"""Predict a run and its job from the step time: hours, restarts, energy and price.
 
-With a mean time M between failures of the job, and checkpoints that cost d seconds
-each, the interval between them that loses least is about
+With a mean time M between failures of the job, and checkpoints that cost d seconds each, the
+interval between checkpoints that loses the least time is about
 
     tau = sqrt(2 d M)
 
 (Young, 1974, doi:10.1145/361147.361115; Daly, 2006, doi:10.1016/j.future.2004.11.016).
-A failure costs half an interval, and a start. With M_host the time between failures of
-one of n hosts, M = M_host / n.
+A failure costs half an interval and a start. With a mean time M_host between failures of one
+of n hosts, M = M_host / n.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ from jaxscale.files import require_json
 from jaxscale.planning.machine import CORNERS, Corner, Rates, hosts
 from jaxscale.planning.step_plan import Step
 
-# Of training's three products a layer, evaluation has the first.
+# Evaluation does only the first of training's three products per layer.
 _FORWARD_SHARE = 1 / 3
 _Seconds = dict[Corner, float]
-_MARGIN = 1.1  # of the time limit to ask for, above the slowest that is expected
+_MARGIN = 1.1  # time limit to request, relative to the slowest expected time
 
 
 class RunLength(NamedTuple):
-  """What a run is made of.
+  """Length of a run.
 
   Attributes:
-    steps: optimizer steps.
-    evaluations: in the run.
-    eval_examples: of one evaluation.
-    saves: checkpoints.
-    state_bytes: of one.
+    steps: the optimizer steps.
+    evaluations: the number of evaluations.
+    eval_examples: the examples per evaluation.
+    saves: the number of checkpoints.
+    state_bytes: the bytes of a checkpoint.
   """
 
   steps: int
@@ -46,21 +46,21 @@ class RunLength(NamedTuple):
 
 
 class Job(NamedTuple):
-  """What a run takes on a machine.
+  """Predicted cost of a run on a machine.
 
   Attributes:
-    train: seconds of steps, by corner.
-    evaluate: seconds of evaluations, by corner.
-    save: seconds that training waits for checkpoints; 0: unknown rate of the disks.
-    start: seconds until the first step, by corner.
-    restarts: that failures make expected; 0: no rate of failures is given.
-    lost: seconds that they cost, in all.
-    interval: seconds between checkpoints that lose least; None: not known.
-    hours: of the whole, by corner.
-    limit: hours to ask the scheduler for.
-    chip_hours: as expected.
-    kwh: of the chips; None: no watts are given.
-    price: in the site's currency; None: none is given.
+    train: the seconds of steps, by corner.
+    evaluate: the seconds of evaluations, by corner.
+    save: the seconds that training waits for checkpoints; 0 if the disks' rate is unknown.
+    start: the seconds until the first step, by corner.
+    restarts: the expected number of restarts after failures; 0 without a failure rate.
+    lost: the seconds that all restarts cost.
+    interval: the best interval between checkpoints in seconds; None if unknown.
+    hours: the hours of the whole run, by corner.
+    limit: the time limit to request from the scheduler, in hours.
+    chip_hours: the expected chip hours.
+    kwh: the energy of the chips in kWh; None without a power in watts.
+    price: the price in the site's currency; None without a price.
   """
 
   train: dict[Corner, float]
@@ -78,10 +78,10 @@ class Job(NamedTuple):
 
 
 def run_of(experiment: Any) -> RunLength | None:
-  """The run of an experiment; None: its text is not here, and nobody knows how long.
+  """Return the length of an experiment's run; None if its text data are not available.
 
   Args:
-    experiment: `build.Experiment`, at its first phase.
+    experiment: the `build.Experiment`, at its first phase.
   """
   import jax
 
@@ -104,13 +104,13 @@ def target_steps(study: str | Path, batch_size: int) -> float:
   S = S_min (1 + B_crit / B), arXiv:1812.06162, equations 2.7 and 2.11.
 
   Args:
-    study: the study.json of a `jaxscale batch-study`.
-    batch_size: examples of a step.
+    study: the path of study.json of a `jaxscale batch-study`.
+    batch_size: the examples per step.
 
   Raises:
-    ConfigError: the file is not one, or has no fit.
+    ConfigError: the file is not a study, or the study has no fit.
   """
-  remedy = "give the study.json of a `jaxscale batch-study`"
+  remedy = "use the study.json of a `jaxscale batch-study`"
   shape = {"sizes": [{}], "fit": ({"s_min": float, "b_crit": float}, None)}
   fit = require_json(Path(study), shape, remedy)["fit"]
   if fit is None:
@@ -120,12 +120,12 @@ def target_steps(study: str | Path, batch_size: int) -> float:
 
 
 def job_of(run: RunLength, step: Step, rates: Rates) -> Job:
-  """What a run takes, and costs.
+  """Predict the time and the cost of a run.
 
   Args:
-    run: of `run_of`.
-    step: on the devices of the job.
-    rates: of the machine, and what the site's file adds to them.
+    run: the length of the run, from `run_of`.
+    step: the planned step on the job's devices.
+    rates: the rates of the machine, with those of the site's file.
 
   Example:
     >>> run = RunLength(14_076, 18, 50_000, 90, 0)

@@ -1,19 +1,18 @@
-"""Seconds of one kernel, from its FLOPs and bytes and a table of rates.
+"""Predict the time of a kernel from its FLOPs and bytes and a table of rates.
 
-A kernel takes as long as the slower of its arithmetic and its traffic, and a launch:
+A kernel takes as long as the slower of its arithmetic and its memory traffic, plus a launch:
 
     t = max(FLOPs / (peak E), bytes / (bandwidth memory)) + launch
 
-E is what a product of m x k by k x n, b of them, reaches of the peak:
+E is the share of the peak that b products of m x k by k x n reach:
 
     E = ceiling * (w / (w + half_waves)) * (k / (k + half_depth))
     w = b ceil(m / 128) ceil(n / 128) / units
 
-Tiles of 128 x 128 fill the units in waves, w of them, and the last is seldom full; and
-each tile begins and ends, whatever its depth. A convolution is the product that it is
-the sum of (m pixels, n features, k taps and channels), with a ceiling of its own. The
-constants and where they are from: chips.toml. On TPUs the compiler's own estimate of
-cycles takes the place of all this.
+Tiles of 128 x 128 fill the units in waves, and the last of the w waves is seldom full. Each
+tile also has a start and an end, whatever its depth. A convolution is modelled as a product (m
+pixels, n features, k taps and channels) with a ceiling of its own. chips.toml has the constants
+and their sources. On TPUs the compiler's own estimate of cycles is used instead.
 """
 
 from __future__ import annotations
@@ -29,21 +28,21 @@ from jaxscale.hlo.parse import Computation, Instruction, Module
 Kind = Literal["matmul", "convolution", "attention", "memory"]
 KINDS: tuple[Kind, ...] = ("matmul", "convolution", "attention", "memory")
 _TILE = 128
-# Products of fused attention: scores and their mix with the values; backwards those of
-# q, k, v, the probabilities, and the scores again (arXiv:2205.14135, appendix B).
+# Products of fused attention: scores, and their product with the values; in the backward pass
+# those for q, k, v, the probabilities, and the scores again (arXiv:2205.14135, appendix B).
 _FORWARD, _BACKWARD = 2, 5
 
 
 class Kernel(NamedTuple):
-  """An instruction that computes.
+  """Instruction that computes.
 
   Attributes:
-    kind: of what limits it, where arithmetic does.
-    flops: of products alone.
-    bytes: read and written.
-    dims: (m, n, k, b) of the product; () where it has none.
-    dtype: of what is multiplied, HLO's name.
-    cycles: by the compiler's estimate, of TPUs; None: it has none.
+    kind: the kind of arithmetic that limits it.
+    flops: the FLOPs of products only.
+    bytes: the bytes read and written.
+    dims: the sizes (m, n, k, b) of the product; () without a product.
+    dtype: HLO's name of the dtype of the factors.
+    cycles: the compiler's estimate of cycles on TPUs; None on other chips.
   """
 
   kind: Kind
@@ -55,12 +54,12 @@ class Kernel(NamedTuple):
 
 
 def kernel_of(module: Module, computation: Computation, instruction: Instruction) -> Kernel:
-  """What an instruction computes; its calls, but for fusions, are not looked into.
+  """Return the kernel of an instruction; of calls, only fusions are looked into.
 
   Args:
-    module: of the instruction.
-    computation: that it is in.
-    instruction: a fusion, a call of a library, or one that is not fused.
+    module: the module of the instruction.
+    computation: the computation that contains it.
+    instruction: a fusion, a library call, or an instruction outside of fusions.
   """
   traffic = cost.traffic(module, computation, instruction)
   estimate = re.search(r'"estimated_cycles":"(\d+)"', instruction.text)
@@ -80,11 +79,11 @@ def kernel_of(module: Module, computation: Computation, instruction: Instruction
 
 
 def seconds(kernel: Kernel, rates: Mapping[str, float]) -> float:
-  """Return how long a kernel takes.
+  """Return the seconds of a kernel.
 
   Args:
-    kernel: of `kernel_of`.
-    rates: of `Rates.at`.
+    kernel: the kernel, from `kernel_of`.
+    rates: the rates, from `Rates.at`.
 
   Example:
     >>> product = Kernel("matmul", 2 * 4096.0**3, 1e8, (4096, 4096, 4096, 1), "bf16")
@@ -110,9 +109,9 @@ def seconds(kernel: Kernel, rates: Mapping[str, float]) -> float:
 
 def _filled(dims: tuple[float, ...], rates: Mapping[str, float]) -> float:
   m, n, k, b = dims
-  # A narrow side is turned to whichever makes the tiles fuller; its tiles are smaller.
+  # A narrow side is oriented so that tiles are fuller; its tiles are smaller.
   tiles = b * max(m / _TILE, 1) * max(n / _TILE, 1)
-  # Where tiles are few, the summed dim is split among the units.
+  # If there are few tiles, the summed dim is split among the units.
   waves = max(tiles, min(tiles * max(k / 1024, 1), rates["units"])) / rates["units"]
   depth = k / (k + rates["half_depth"])
   narrow = min(m, n) / (math.ceil(min(m, n) / 64) * 64)
@@ -122,7 +121,7 @@ def _filled(dims: tuple[float, ...], rates: Mapping[str, float]) -> float:
 def _product(
   module: Module, computation: Computation, instruction: Instruction
 ) -> tuple[Computation, Instruction] | None:
-  """The largest product of an instruction, with the computation that it is in."""
+  """Return the largest product of an instruction, and the computation that contains it."""
   if instruction.opcode != "fusion":
     is_product = cost.flops_of(module, computation, instruction) > 0
     return (computation, instruction) if is_product else None
@@ -137,7 +136,7 @@ def _product(
 
 
 def _dims(home: Computation, product: Instruction, flops: float) -> tuple[float, ...]:
-  """(m, n, k, b): 2 m n k b are its FLOPs."""
+  """Return (m, n, k, b); 2 m n k b are the FLOPs."""
   out = product.shape[0]
   if labels := re.search(r"dim_labels=\w+->(\w+)", product.text):
     place = labels.group(1).index("f") if "f" in labels.group(1) else -1
@@ -160,7 +159,7 @@ def _sizes(product: Instruction, pattern: str, dims: tuple[int, ...]) -> int:
 
 
 def _attention(instruction: Instruction) -> tuple[float, str]:
-  """FLOPs of cuDNN's fused attention, and the dtype; of causal masks half of them."""
+  """Return the FLOPs of cuDNN's fused attention, halved for causal masks, and the dtype."""
   shape = re.search(
     r'"intermediate_tensor_shape":.*?"dimensions":\s*\[([\d",\s]+)\]', instruction.text
   )

@@ -1,7 +1,7 @@
-"""A machine's constants: what its chips do in a second, and what its links carry.
+"""Constants of a machine: rates of its chips and of its links.
 
-Those of the chips that are known are in chips.toml, each with where it is from. A
-site's file (`jobs.site`) overrides them in its table [machine], by the same names.
+chips.toml has the constants of known chips with their sources. The table [machine] of a site's
+file (`jobs.site`) overrides them, by the same names.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from jaxscale.metrics.chips import peak_flops
 _Share = Annotated[float | None, "in (0, 1]"]
 _Positive = Annotated[float | None, "> 0"]
 _NotNegative = Annotated[float | None, ">= 0"]
-Corner = Literal["low", "expected", "high"]  # of speed: "low" is the slowest
+Corner = Literal["low", "expected", "high"]  # of speed, so "low" is the slowest
 CORNERS: tuple[Corner, ...] = ("low", "expected", "high")
 
 
@@ -105,14 +105,14 @@ _COSTS = ("input_rate", "save_rate", "mtbf_hours", "watts", "price_chip_hour", "
 
 
 class Constant(NamedTuple):
-  """A number, how far it may be off, and where it is from.
+  """Number with its uncertainty and source.
 
   Attributes:
-    value: as is expected.
-    low: where the machine is slower than that.
-    high: where it is faster.
-    kind: "published", "measured", "assumed", or "site": from the site's file.
-    source: of the number; "" where there is none.
+    value: the expected value.
+    low: the value if the machine is slower.
+    high: the value if the machine is faster.
+    kind: "published", "measured", "assumed", or "site" for the site's file.
+    source: the source of the number; "" if there is none.
   """
 
   value: float
@@ -122,18 +122,18 @@ class Constant(NamedTuple):
   source: str = ""
 
   def at(self, corner: Corner) -> float:
-    """The value at one end of the range, or in it."""
+    """Return the value at a corner."""
     return self.value if corner == "expected" else getattr(self, corner)
 
 
 class Rates(NamedTuple):
-  """Constants by name, and what a site adds to them.
+  """Constants by name, and the site's additions.
 
   Attributes:
-    chip: its name in chips.toml.
-    title: its name for people.
-    constants: by the names of `Machine`.
-    machine: what the site's file has.
+    chip: the name of the chip in chips.toml.
+    title: the display name of the chip.
+    constants: the constants by the names of `Machine`.
+    machine: the table of the site's file.
   """
 
   chip: str
@@ -143,17 +143,17 @@ class Rates(NamedTuple):
 
   @property
   def per_node(self) -> int:
-    """Devices of a node."""
+    """The number of devices per node."""
     return int(self.constants["per_node"].value)
 
   @property
   def devices_per_chip(self) -> int:
-    """Devices that JAX makes of one chip."""
+    """The number of JAX devices per chip."""
     return int(self.constants["devices_per_chip"].value)
 
   @property
   def is_calibrated(self) -> bool:
-    """Whether the site has measured this chip, and what most of a step depends on."""
+    """True if the site has measured this chip and the constants that matter most."""
     asked = ("cycles",) if "cycles" in self.constants else ("matmul", "memory")
     measured = vars(self.machine)
     if self.machine.chip not in ("", self.chip):
@@ -161,16 +161,16 @@ class Rates(NamedTuple):
     return all(measured[name] is not None for name in (*asked, "network_link"))
 
   def at(self, corner: Corner) -> dict[str, float]:
-    """Every constant at one end of its range."""
+    """Return every constant at a corner."""
     return {name: c.at(corner) for name, c in self.constants.items()}
 
 
 def hosts(devices: int, rates: Mapping[str, float]) -> int:
-  """Return how many hosts load data, and fail, for so many devices.
+  """Return the number of hosts for a number of devices; hosts load data, and can fail.
 
   Args:
-    devices: of all slices or nodes.
-    rates: of `Rates.at`, or the constants of a stored plan.
+    devices: the number of devices over all slices or nodes.
+    rates: the rates, from `Rates.at` or a stored plan.
 
   Example:
     >>> v5e, h100 = (rates_of(chip).at("expected") for chip in ("v5e", "h100"))
@@ -183,10 +183,10 @@ def hosts(devices: int, rates: Mapping[str, float]) -> int:
 
 
 def links(rates: dict[str, float]) -> tuple[Link, Link]:
-  """What it costs to send inside a node, and between nodes.
+  """Return the cost of sending inside a node, and between nodes.
 
   Args:
-    rates: of `Rates.at`.
+    rates: the rates, from `Rates.at`.
 
   Example:
     >>> node, network = links(rates_of("h100").at("expected"))
@@ -206,7 +206,7 @@ def _tables() -> dict[str, dict]:
 
 
 def known_chips() -> list[str]:
-  """Names of the chips whose constants are known.
+  """Return the names of the chips with known constants.
 
   Example:
     >>> "h100" in known_chips(), "gpu" in known_chips()
@@ -216,7 +216,7 @@ def known_chips() -> list[str]:
 
 
 def chip_kind(chip: str) -> str:
-  """Words of a chip's `jax.Device.device_kind`; "" of CPUs.
+  """Return the words of a chip's `jax.Device.device_kind`; "" for CPUs.
 
   Example:
     >>> chip_kind("h100"), chip_kind("knl")
@@ -226,14 +226,14 @@ def chip_kind(chip: str) -> str:
 
 
 def rates_of(chip: str, machine: Machine | None = None) -> Rates:
-  """The constants of a chip, with a site's in place of some.
+  """Return the constants of a chip, with some replaced by a site's.
 
   Args:
-    chip: a name of `known_chips`.
-    machine: the table [machine] of a site's file.
+    chip: a name from `known_chips`.
+    machine: the table [machine] of a site's file; None if there is none.
 
   Raises:
-    ConfigError: no such chip.
+    ConfigError: the chip is unknown.
 
   Example:
     >>> rates = rates_of("h100", Machine(network_link=25e9))
@@ -243,7 +243,7 @@ def rates_of(chip: str, machine: Machine | None = None) -> Rates:
     'published'
   """
   if chip not in known_chips():
-    raise ConfigError(f"chip {chip!r}: not known, {nearest(chip, known_chips())}")
+    raise ConfigError(f"chip {chip!r}: unknown, {nearest(chip, known_chips())}")
   merged: dict = {}
   name: str | None = chip
   while name:
@@ -252,7 +252,7 @@ def rates_of(chip: str, machine: Machine | None = None) -> Rates:
     name = table.get("like")
   constants = {n: _constant(c) for n, c in merged.items() if isinstance(c, dict)}
   if peak := peak_flops(merged.get("device_kind", "")):
-    source = "its maker's data sheet, dense (metrics/chips.py)"
+    source = "the vendor's data sheet, dense (metrics/chips.py)"
     constants["peak_bfloat16"] = Constant(peak, peak, peak, "published", source)
   machine = machine or Machine()
   for field in dataclasses.fields(machine):

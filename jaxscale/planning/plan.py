@@ -1,10 +1,10 @@
-"""A plan: memory, bytes, seconds, run and job of a config on chips that are not here.
+"""Plan memory, communication, step time, run and job of a config on absent chips.
 
     jaxscale plan --config FILE --chips h100-256 [--site FILE.toml] [--nodes 1,2,4]
 
-`make_plan` is the same as a function. What is exact (memory, bytes) is the compiler's;
-seconds are a model's (`kernels`, `timeline`, `transfer`, `step_plan`), from the slowest
-to the fastest that the constants of the chip allow.
+`make_plan` is the same as a function. Memory and bytes are exact, as they are the compiler's.
+Times are predicted by a model (`kernels`, `timeline`, `transfer`, `step_plan`), with a range
+from the slowest to the fastest that the uncertainty of the chip's constants allows.
 """
 
 from __future__ import annotations
@@ -26,30 +26,31 @@ from jaxscale.planning.step_plan import Step
 from jaxscale.planning.topologies import Chips
 from jaxscale.training.flops import FORWARD_AND_BACKWARD
 
-_GAIN = 1.4  # of throughput by twice the devices, below which strong scaling ends
-_MOST = 8  # times the devices asked for, up to which scaling is planned
+_GAIN = 1.4  # Strong scaling ends where doubling the devices gives less throughput than this.
+_MOST = 8  # Scaling is planned up to this multiple of the requested devices.
 
 
 class Plan(NamedTuple):
-  """What is planned.
+  """Plan of a config on some chips.
 
   Attributes:
-    config: of the run.
-    chips: that were asked for.
-    rates: of the chip and its links.
-    fit: memory of a device.
-    collectives: of a step, of `hlo.collectives`.
-    step: on those chips.
-    example_flops: model FLOPs that an example is trained with.
-    parameters: of the model.
-    strong: the same batch on other numbers of chips.
-    weak: the same rows for each device on them.
-    skipped: numbers of devices that the batch does not divide over.
-    knee: devices up to which twice as many give 1.4 times the rate; None: not found.
-    run: what it is made of; None: its text is not here.
-    job: what the run takes; None likewise.
-    compiled: names of the chips that were compiled for.
-    seconds: of compilation.
+    config: the config of the run.
+    chips: the requested chips.
+    rates: the rates of the chip and its links.
+    fit: the memory of a device.
+    collectives: the collectives of a step, from `hlo.collectives`.
+    step: the step on those chips.
+    example_flops: the model FLOPs to train on an example.
+    parameters: the number of parameters of the model.
+    strong: the steps with the same batch on other numbers of chips.
+    weak: the steps with the same rows per device on other numbers of chips.
+    skipped: the numbers of devices that do not divide the batch.
+    knee: the number of devices above which doubling gives less than 1.4 times the rate; None
+      if it was not found.
+    run: the length of the run; None if its text data are not available.
+    job: the predicted job; None if its text data are not available.
+    compiled: the names of the chips that programs were compiled for.
+    seconds: the seconds of compilation.
   """
 
   config: cfg.Config
@@ -71,15 +72,15 @@ class Plan(NamedTuple):
 
   @property
   def ratio(self) -> float:
-    """FLOPs of an example's forward pass by parameters: compute to communication.
+    """Compute to communication: FLOPs of an example's forward pass divided by parameters.
 
-    24.6 of AlexNet and 308 of ResNet-50 in arXiv:1709.05011; ours: 23.8 and 320.
+    arXiv:1709.05011 has 24.6 for AlexNet and 308 for ResNet-50; this gives 23.8 and 320.
     """
     return self.example_flops / FORWARD_AND_BACKWARD / self.parameters
 
   @property
   def mfu(self) -> float:
-    """Model FLOPs utilization: of the peak in bfloat16, as `run.efficiency` has it."""
+    """Model FLOPs utilization relative to the bfloat16 peak, as in `run.efficiency`."""
     peak = self.rates.constants["peak_bfloat16"].value * self.step.devices
     return self.step.rate * self.example_flops / peak
 
@@ -91,16 +92,16 @@ def make_plan(
   machine: Machine | None = None,
   nodes: Sequence[int] = (),
 ) -> Plan:
-  """Compile a config's step, once or twice, and plan the rest from that.
+  """Compile a config's step, once or twice, and plan everything from the result.
 
   Args:
-    config: of the run.
-    chips: a name as in `topologies`, "h100-256" say.
-    machine: constants of a site, in place of the chip's.
-    nodes: numbers of nodes, or of slices of TPUs, to scale to; (): powers of two.
+    config: the config of the run.
+    chips: a name as in `topologies`, e.g. "h100-256".
+    machine: the constants of a site, which replace the chip's.
+    nodes: the numbers of nodes, or of TPU slices, to scale to; () uses powers of two.
 
   Raises:
-    ConfigError: an unknown chip, or a config that does not fit so many.
+    ConfigError: the chip is unknown, or the config does not fit so many chips.
     RefusedError: the compiler refuses the step.
 
   Example:
@@ -142,7 +143,7 @@ def make_plan(
 def _second(
   config: cfg.Config, chips: Chips, first: step_plan.Compiled, sizes: Sequence[int]
 ) -> list[step_plan.Compiled]:
-  """The program of other rows; [] where there is none, or it does not compile."""
+  """Return the program with different rows; [] if there is none, or it does not compile."""
   other = step_plan.second_size(config, chips, first, sizes)
   if other and (name := step_plan.sized(chips, other)):
     with contextlib.suppress(ConfigError, RefusedError):
@@ -158,11 +159,11 @@ def _parameters(experiment: Any) -> int:
 
 
 def _sizes(devices: int, per_node: int, nodes: Sequence[int]) -> list[int]:
-  """Numbers of devices to scale to, those asked for among them."""
+  """Return the numbers of devices to scale to, including the requested ones."""
   if nodes:
     return sorted({devices, *(n * per_node for n in nodes)})
   sizes, size = {1, devices}, min(per_node, devices)
-  while per_node > 64 and size % 2 == 0:  # within a slice
+  while per_node > 64 and size % 2 == 0:  # Stay within a slice.
     sizes.add(size)
     size //= 2
   doublings = range((_MOST * devices).bit_length())
@@ -171,7 +172,7 @@ def _sizes(devices: int, per_node: int, nodes: Sequence[int]) -> list[int]:
 
 
 def _scaling(config, compiled, rates: Rates, sizes: Sequence[int]):
-  """(strong scaling, weak scaling, sizes that neither has)."""
+  """Return (strong scaling, weak scaling, sizes that fit neither)."""
   first = compiled[0]
   num_train = first.experiment.derived.num_train
   strong, weak, skipped = [], [], []
@@ -184,13 +185,13 @@ def _scaling(config, compiled, rates: Rates, sizes: Sequence[int]):
       else:
         skipped.append(n)
       weak.append(step_plan.step_on(config, compiled, rates, n, first.rows))
-    except ConfigError:  # the mesh does not fit so many
+    except ConfigError:  # The mesh does not fit so many devices.
       skipped.append(n)
   return tuple(strong), tuple(weak), tuple(dict.fromkeys(skipped))
 
 
 def _knee(strong: Sequence[Step]) -> int | None:
-  """The most devices to which it pays to go."""
+  """Return the largest number of devices that is worth using."""
   fitting = [step for step in strong if step.fits]
   for step, more in itertools.pairwise(fitting):
     doublings = math.log2(more.devices / step.devices)
@@ -200,10 +201,10 @@ def _knee(strong: Sequence[Step]) -> int | None:
 
 
 def bottleneck(plan: Plan) -> tuple[str, str]:
-  """What takes most of the step, and what would move it.
+  """Return the part that takes most of the step, and what would shorten it.
 
   Returns:
-    Its name in `Step.parts`, and a sentence.
+    The name in `Step.parts`, and a sentence.
   """
   name, seconds = max(plan.step.parts.items(), key=lambda part: part[1])
   what, advice = _ADVICE.get(name, ("", ""))
@@ -216,7 +217,7 @@ def bottleneck(plan: Plan) -> tuple[str, str]:
   return name, f"{what} takes {share:.0%} of the step; {advice} would shorten it"
 
 
-# What a part of the step is; and what would move it.
+# By part of the step: a description, and what would shorten it.
 _ARITHMETIC = "arithmetic of products and convolutions", "less remat or a faster chip"
 _ADVICE = {
   "memory": ("memory traffic", "more bandwidth or fewer passes over activations"),
@@ -230,7 +231,7 @@ _ADVICE = {
 
 
 def as_json(plan: Plan) -> dict[str, Any]:
-  """The plan as plain values, with every constant and where it is from."""
+  """Return the plan as JSON, with every constant and its source."""
   from jaxscale.config.record import to_plain
 
   compiler = topologies.compiler(plan.chips.chip.platform)
@@ -251,7 +252,7 @@ def as_json(plan: Plan) -> dict[str, Any]:
 
 
 def _given(machine: Machine) -> dict[str, Any]:
-  """What a site's file has, as plain values."""
+  """Return the values of a site's file as JSON."""
   return {n: v for n, v in dataclasses.asdict(machine).items() if v not in (None, ())}
 
 
@@ -260,7 +261,7 @@ def _step_json(step: Step) -> dict[str, Any]:
 
 
 def sent(plan: Plan) -> list[dict[str, Any]]:
-  """Bytes of a device and step, by collective and axes."""
+  """Return the bytes sent per device and step, by collective and axes."""
   sums: dict[tuple[str, str], list[float]] = {}
   for row in plan.collectives:
     axes = "+".join(row.axes) if row.axes else "all"

@@ -1,4 +1,4 @@
-"""A plan for people: a page of text and a picture."""
+"""Show a plan as a page of text and a picture."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from jaxscale.planning.plan import Plan
 from jaxscale.planning.step_plan import Step
 from jaxscale.planning.topologies import compiler, gib
 
-_WITHOUT_BFLOAT16 = ("p100", "v100")  # of the generations before Ampere
+_WITHOUT_BFLOAT16 = ("p100", "v100")  # before NVIDIA's Ampere generation
 
 
 def text(plan: Plan) -> str:
-  """The page that `jaxscale plan` prints.
+  """Return the page that `jaxscale plan` prints.
 
   Example:
     >>> print(text(make_plan(config, "h100-256")))               # doctest: +SKIP
@@ -39,26 +39,26 @@ def _head(plan: Plan) -> str:
     f"compiled for {', '.join(plan.compiled)}{note} {by}",
   ]
   if plan.chips.kind in _WITHOUT_BFLOAT16 and plan.config.dtype == "bfloat16":
-    lines.append("it has no bfloat16: rates and bytes are those of float16")
+    lines.append("the chip has no bfloat16: rates and bytes are those of float16")
   if not plan.fit.is_good:
-    lines.append("it does not fit: times are those of chips that had the memory")
+    lines.append("the step does not fit: times assume chips with enough memory")
   return "\n".join(lines)
 
 
 def calibrated(rates: Rates) -> str:
-  """Where the rates are from; the end of the first line."""
+  """Describe the source of the rates; the end of the first line."""
   if rates.machine.chip not in ("", rates.chip):
-    return f"not calibrated: the site's file has measured {rates.machine.chip}"
+    return f"not calibrated: the site's file has measurements of {rates.machine.chip}"
   if rates.is_calibrated:
-    return "from what the site's file says was measured there"
-  return "not calibrated: rates are published or assumed, nothing was measured here"
+    return "calibrated by the measurements in the site's file"
+  return "not calibrated: rates are published or assumed, not measured"
 
 
 def _memory(plan: Plan) -> str:
   memory = plan.fit.memory
   most = "the state and the batch"
   if memory and memory.temporaries > memory.arguments:
-    most = "temporaries: activations, and what is gathered"
+    most = "temporaries: activations and gathered parameters"
   return f"memory of a device: {line(plan.fit, plan.chips)}\n  most of it: {most}"
 
 
@@ -70,7 +70,7 @@ def _sent(plan: Plan) -> str:
   if not rows:
     return "communication: none"
   shown = _indented(table(("collective", "axes", "times", "MB"), rows, left=(0, 1)))
-  return f"a device sends in a step\n{shown}"
+  return f"each device sends per step\n{shown}"
 
 
 def _step(plan: Plan) -> str:
@@ -87,7 +87,7 @@ def _step(plan: Plan) -> str:
   need = step.rate / hosts(step.devices, plan.rates.at("expected"))
   rates = f"{_count(step.rate)} examples/s, {_count(step.rate / step.devices)} a device"
   lines.append(f"  {rates}; MFU {plan.mfu:.1%}; {step.efficiency:.1%} of a device alone")
-  lines += [f"  a host has to load {_count(need)} examples/s", f"  {plans.bottleneck(plan)[1]}"]
+  lines += [f"  each host must load {_count(need)} examples/s", f"  {plans.bottleneck(plan)[1]}"]
   return "\n".join(lines)
 
 
@@ -120,7 +120,7 @@ def _scaling(plan: Plan) -> str:
 
 
 def _size(strong: Step | None, weak: Step | None, base: Step | None) -> tuple[str, ...]:
-  """Cells of one number of devices, which at least one kind of scaling has."""
+  """Return the cells for one number of devices, which fits at least one kind of scaling."""
   cells, more = [""] * 4, ["", ""]
   if strong:
     up = "too large"
@@ -138,7 +138,7 @@ def _size(strong: Step | None, weak: Step | None, base: Step | None) -> tuple[st
 def _run(plan: Plan) -> str:
   if plan.job is None or plan.run is None:
     took = duration(1000 * plan.step.seconds["expected"])
-    return f"the run: its text is not here; 1,000 steps take {took}"
+    return f"the run: unknown length, as its text data are not available; 1,000 steps take {took}"
   run, job, machine = plan.run, plan.job, plan.rates.machine
   slow, mean, fast = (duration(3600 * job.hours[c]) for c in CORNERS)
   parts = f"training {duration(job.train['expected'])}, "
@@ -148,12 +148,12 @@ def _run(plan: Plan) -> str:
     f"the run: {run.steps:,} steps, {run.evaluations:,} evaluations, {run.saves:,} "
     f"checkpoints of {gib(run.state_bytes)}: {mean} ({fast} to {slow})",
     f"  {parts}",
-    f"  ask for {duration(3600 * job.limit)}; {job.chip_hours:,.1f} chip-hours",
+    f"  request {duration(3600 * job.limit)}; {job.chip_hours:,.1f} chip-hours",
   ]
   if machine.mtbf_hours:
     lines.append(f"  {job.restarts:.2g} restarts cost {duration(job.lost)}")
   if job.interval:
-    lines.append(f"  checkpoints every {job.interval / 60:.3g} minutes lose least")
+    lines.append(f"  checkpoints every {job.interval / 60:.3g} minutes lose the least time")
   if job.kwh is not None:
     lines.append(f"  {job.kwh:,.1f} kWh")
   if job.price is not None:
@@ -168,7 +168,7 @@ def _constants(plan: Plan) -> str:
   if "site" in kinds:
     kinds["the site's file"] = kinds.pop("site")
   lines = [f"\n  {kind}: {', '.join(names)}" for kind, names in kinds.items()]
-  return f"constants, whose values and sources --json has{''.join(lines)}"
+  return f"constants (values and sources: --json){''.join(lines)}"
 
 
 def _indented(lines: str) -> str:
@@ -176,11 +176,11 @@ def _indented(lines: str) -> str:
 
 
 def draw(plan: Plan, path: str | Path) -> None:
-  """The picture: what a step is made of, and how its rate grows with devices.
+  """Draw the parts of a step, and the growth of its rate with devices.
 
   Args:
-    plan: of `make_plan`.
-    path: of a picture, whose suffix is its format.
+    plan: the plan, from `make_plan`.
+    path: the path of the picture, whose suffix sets the format.
   """
   title = f"{plan.step.batch_size:,} examples per step on {plan.rates.title}"
   with figure(output_path(path), 1, 2, (12, 4.2), title) as axes:
@@ -189,7 +189,7 @@ def draw(plan: Plan, path: str | Path) -> None:
 
 
 def _draw_parts(axis, plan: Plan) -> None:
-  """What shares of a step go to what, for each number of devices that it fits."""
+  """Draw the share of each part of a step, by number of devices."""
   steps = [s for s in plan.strong if s.fits] or [plan.step]
   names = dict.fromkeys(n for s in steps for n, took in s.parts.items() if took > 0)
   places, bottom = range(len(steps)), [0.0] * len(steps)
@@ -206,7 +206,7 @@ def _draw_parts(axis, plan: Plan) -> None:
 
 
 def _draw_rates(axis, plan: Plan) -> None:
-  """Examples a second of one device: level where scaling is perfect."""
+  """Draw the examples per second of one device, which are constant for perfect scaling."""
   strong, weak = (plan.strong, POINTS, "batch"), (plan.weak, CURVES, "rows per device")
   for all_steps, color, label in (strong, weak):
     if steps := [s for s in all_steps if s.fits]:

@@ -1,13 +1,13 @@
-"""The best layout of a config on chips that need not be present.
+"""Search for the best layout of a config on chips that need not be present.
 
     jaxscale plan --config FILE --chips h100-64 --search
 
-All layouts of mesh, `layout`, `remat` and micro-batches that compute the same step are
-listed. What cannot fit by arithmetic is left out, and the others are compiled in the
-order of their estimates (`estimate`), each planned as `jaxscale plan` does, until the
-minutes are over or many in a row were no better. Settings that round differently
-(`layout.sum_in`, `exchange`) stay as they are, and so do `layout.optimizer="host"` and
-`remat="offload"`, which cost no time in a plan.
+The search lists all combinations of mesh, `layout`, `remat` and micro-batches that compute the
+same step. It drops those that cannot fit by arithmetic, and compiles the others in the order of
+their estimates (`estimate`). Each is planned as by `jaxscale plan`, until the time is over or
+many in a row were no better. Settings that change rounding (`layout.sum_in`, `exchange`) are not
+changed, and neither are `layout.optimizer="host"` and `remat="offload"`, whose time a plan does
+not include.
 """
 
 from __future__ import annotations
@@ -36,18 +36,18 @@ from jaxscale.planning.topologies import Chips, gib
 _AXES = ("replica", "data", "fsdp", "stage", "model")
 _REMATS = ("none", "dots", "branches", "full")  # from the most kept to the least
 _MODELS = ("layers", "layers_and_tokens", "ring", "all_to_all")
-_PATIENCE = 15  # programs in a row that are no better, after which a search ends
-# By how much another variant of a layout must be estimated faster than another layout.
+_PATIENCE = 15  # A search ends after so many programs in a row that are no better.
+# The estimated speed-up by which a variant of a compiled layout precedes a new layout.
 _SAME = 1.1
 
 
 class Row(NamedTuple):
-  """A candidate that was compiled.
+  """Candidate that was compiled.
 
   Attributes:
-    candidate: its settings.
-    step: its plan; None if it does not fit or compile.
-    note: why it does not.
+    candidate: the settings.
+    step: the planned step; None if the candidate does not fit or compile.
+    note: the reason why it does not; "" otherwise.
   """
 
   candidate: Candidate
@@ -56,20 +56,20 @@ class Row(NamedTuple):
 
   @property
   def seconds(self) -> float:
-    """Seconds of a step, infinite where there is no plan."""
+    """The seconds of a step, infinite without a plan."""
     return self.step.seconds["expected"] if self.step else math.inf
 
 
 class Search(NamedTuple):
-  """A search that is done.
+  """Result of a search.
 
   Attributes:
-    config: with the best settings.
-    rows: what was compiled, the best first.
-    considered: candidates in all.
-    too_large: candidates that cannot fit.
-    seconds: of the search.
-    ended: why it ended.
+    config: the config with the best settings.
+    rows: the compiled candidates, the best first.
+    considered: the number of all candidates.
+    too_large: the number of candidates that cannot fit.
+    seconds: the seconds of the search.
+    ended: the reason why the search ended.
   """
 
   config: cfg.Config
@@ -91,15 +91,15 @@ def search(
   """Find the layout with the shortest step.
 
   Args:
-    config: of the run; its own settings are compiled first.
-    chips: a name as in `topologies`, "h100-64" say.
-    machine: constants of a site, in place of the chip's.
-    minutes: after which nothing more is compiled.
-    log: called with a line for every candidate that is compiled.
+    config: the config of the run; its own settings are compiled first.
+    chips: a name as in `topologies`, e.g. "h100-64".
+    machine: the constants of a site, which replace the chip's.
+    minutes: the time after which nothing more is compiled.
+    log: a function that is called with a line for every compiled candidate.
 
   Raises:
-    ConfigError: unknown chips, or a config that does not fit so many.
-    RefusedError: nothing that was compiled fits.
+    ConfigError: the chips are unknown, or the config does not fit so many.
+    RefusedError: no compiled candidate fits.
 
   Example:
     >>> from jaxscale.config.loading import load_config
@@ -127,7 +127,7 @@ def search(
   for one in itertools.chain([first], _in_order(queues, rows)):
     since_best = len(rows) - 1 - rows.index(min(rows, key=seconds)) if rows else 0
     if rows and time.monotonic() - began > 60 * minutes:
-      ended = f"its {minutes:g} minutes were over"
+      ended = f"the time limit of {minutes:g} minutes was reached"
       break
     if since_best >= _PATIENCE and any(row.step for row in rows):
       ended = f"{_PATIENCE} in a row were no better"
@@ -143,7 +143,7 @@ def search(
 
 
 def _family(one: Candidate) -> Candidate:
-  """The layout of a candidate, whatever is kept and in however many parts."""
+  """Return the layout of a candidate, without remat and micro-batches."""
   return one._replace(layout=dataclasses.replace(one.layout, remat="full"), num_microbatches=1)
 
 
@@ -156,11 +156,11 @@ def _queues(
   estimates: Callable[[Candidate], Estimate],
   limit: int,
 ) -> tuple[_Queues, int]:
-  """Candidates by layout and estimate, and how many cannot fit.
+  """Return candidates by layout and estimate, and the number that cannot fit.
 
-  `first` is in none of them, as it is compiled anyway. Those with too many micro-batches
-  are left out: where one needs half of the memory, more parts only send more and
-  multiply smaller matrices; a pipeline idles less with more of them.
+  `first` is left out, as it is compiled anyway. Candidates with too many micro-batches are left
+  out: once a candidate needs half of the memory, more parts only send more data and multiply
+  smaller matrices. In a pipeline, more parts reduce idle time.
   """
   queues: _Queues = {}
   small, too_large = set(), 0
@@ -181,10 +181,10 @@ def _queues(
 
 
 def _in_order(queues: _Queues, rows: list[Row]) -> Iterator[Candidate]:
-  """Candidates by estimate, those that probably fit first.
+  """Yield candidates by estimate, those that probably fit first.
 
-  After each the caller appends to `rows`. A layout that was compiled already comes
-  later with its other variants; those that need as much as one that did not fit, never.
+  The caller appends to `rows` after each. Variants of a layout that was compiled come later;
+  variants that need at least as much memory as one that did not fit never come.
   """
   times: Counter[Candidate] = Counter()
 
@@ -205,9 +205,9 @@ def _in_order(queues: _Queues, rows: list[Row]) -> Iterator[Candidate]:
 
 
 def keeps_as_much(one: Candidate, other: Candidate) -> bool:
-  """Whether a candidate needs at least the memory of another one of its layout.
+  """Return whether a candidate needs at least the memory of another one of its layout.
 
-  More is kept for the backward pass, of as many rows or more at a time.
+  It keeps at least as much for the backward pass, for at least as many rows at a time.
   """
   remat, than = one.layout.remat, other.layout.remat
   keeps = remat == than
@@ -217,20 +217,20 @@ def keeps_as_much(one: Candidate, other: Candidate) -> bool:
 
 
 def as_given(config: cfg.Config, devices: int) -> Candidate:
-  """The settings of a config itself.
+  """Return a config's own settings as a candidate.
 
   Raises:
-    ConfigError: its mesh does not fit so many devices.
+    ConfigError: the mesh does not fit so many devices.
   """
   mesh = cfg.Mesh(**mesh_shape(devices, **dataclasses.asdict(config.mesh))._asdict())
   layout = config.layout
-  if mesh.fsdp == 1:  # by Mesh.fsdp=-1 on one device
+  if mesh.fsdp == 1:  # Mesh.fsdp=-1 on one device gives 1.
     layout = dataclasses.replace(layout, shard="none")
   return Candidate(mesh, layout, config.accumulate_steps)
 
 
 def candidates(config: cfg.Config, devices: int) -> Iterator[Candidate]:
-  """Every layout, `remat` and number of micro-batches whose rows divide."""
+  """Yield every layout, `remat` and number of micro-batches that divides the rows."""
   splits = [n for n in range(1, devices + 1) if devices % n == 0]
   of_stacks = splits if config.model.is_stack else [1]
   remats = _REMATS if config.model.is_stack else (config.layout.remat,)
@@ -240,7 +240,7 @@ def candidates(config: cfg.Config, devices: int) -> Iterator[Candidate]:
     if rest or odd or data < 1:
       continue
     mesh = cfg.Mesh(data=data, fsdp=fsdp, stage=stage, model=model)
-    # Statistics of BatchNorm may be those of a micro-batch: it stays as it is.
+    # BatchNorm's statistics may depend on the micro-batch, so its size does not change.
     keeps = getattr(config.model, "batch_norm", False)
     powers = [2**i for i in range(rows.bit_length()) if 2**i < rows]
     parts = [config.accumulate_steps] if keeps else [*powers, rows]
@@ -251,7 +251,7 @@ def candidates(config: cfg.Config, devices: int) -> Iterator[Candidate]:
 
 
 def _layouts(config: cfg.Config, mesh: cfg.Mesh) -> Iterator[cfg.Layout]:
-  """What can be split along the axes of a mesh."""
+  """Yield the layouts that split along the axes of a mesh."""
   is_text = config.model.is_stack and config.model.takes_text
   base = dataclasses.replace(config.layout, optimizer="device")
   for shard in ("zero1", "zero2", "fsdp") if mesh.fsdp > 1 else ("none",):
@@ -265,10 +265,10 @@ def _layouts(config: cfg.Config, mesh: cfg.Mesh) -> Iterator[cfg.Layout]:
 
 
 def _with(config: cfg.Config, one: Candidate) -> cfg.Config:
-  """The config with a candidate's settings; an axis that was -1 stays so.
+  """Return the config with a candidate's settings; an axis of -1 remains -1.
 
   Raises:
-    ConfigError: they contradict the rest of it.
+    ConfigError: the settings contradict the rest of the config.
   """
   rest = [a for a in _AXES if getattr(config.mesh, a) == -1]
   free = {a: -1 for a in rest if a == "data" or getattr(one.mesh, a) > 1}
@@ -282,7 +282,7 @@ def _planned(config: cfg.Config, one: Candidate, chips: Chips, rates: Rates) -> 
     compiled = step_plan.compile_step(config, chips)
   except ConfigError as e:
     return Row(one, None, f"refused: {e}")
-  except (RefusedError, RuntimeError) as e:  # of the compiler
+  except (RefusedError, RuntimeError) as e:  # raised by the compiler
     line = next(iter(str(e).strip().splitlines()), type(e).__name__)
     return Row(one, None, f"does not compile: {line}")
   step = step_plan.step_on(config, [compiled], rates, compiled.devices, compiled.rows)
@@ -292,7 +292,7 @@ def _planned(config: cfg.Config, one: Candidate, chips: Chips, rates: Rates) -> 
 
 
 def name_of(one: Candidate) -> str:
-  """Return a candidate's layout in words.
+  """Return the name of a candidate's layout.
 
   Example:
     >>> mesh, layout = cfg.Mesh(data=2, fsdp=4), cfg.Layout(shard="zero1")
@@ -310,7 +310,7 @@ def name_of(one: Candidate) -> str:
 
 
 def text(search: Search) -> str:
-  """The table that `jaxscale plan --search` prints, before the plan of the best."""
+  """Return the table that `jaxscale plan --search` prints before the plan of the best."""
   cells = []
   for one, step, note in search.rows:
     took = (short_time(step.seconds["expected"]), gib(step.memory)) if step else ("–", "–")
@@ -324,7 +324,7 @@ def text(search: Search) -> str:
 
 
 def as_json(search: Search) -> dict[str, Any]:
-  """The same table as plain values."""
+  """Return the table as JSON."""
   rows = []
   for one, step, note in search.rows:
     took = step.seconds["expected"] if step else None

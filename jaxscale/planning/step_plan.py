@@ -1,17 +1,17 @@
-"""The seconds of a config's step on any number of chips, from one or two compilations.
+"""Predict the step time of a config on any number of chips, from one or two compilations.
 
-The step is compiled for the chips that are asked for and, where batch size and other
-numbers of chips give a device other rows, once more for fewer rows. Both programs are
-gone through (`timeline`) with the links of every size; between them, and beyond, each
-part of the step is a straight line in the rows of a device:
+The step is compiled for the requested chips. If other numbers of chips give a device a different
+number of rows, it is compiled once more for fewer rows. Both programs are evaluated (`timeline`)
+with the links of every size. Between and beyond them, each part of the step is linear in the
+rows of a device:
 
     t(rows) = t_1 + (t_2 - t_1) (rows - rows_1) / (rows_2 - rows_1)
 
-so that compilation costs the same for any number of chips. A synchronous step waits
-for its slowest device. Of N whose compute has the standard deviation s, that one
-takes 1 + s E(N) times the mean, E(N) = F^-1((N - 3/8) / (N + 1/4)) with F the normal
-distribution's (Blom, 1958, of the largest of N). What is sent during compute is not
-free on GPUs: a second of it costs compute a share of a second (arXiv:2507.03114).
+so compilation costs the same for any number of chips. A synchronous step waits for its slowest
+device. If compute has the relative standard deviation s, the slowest of N devices takes
+1 + s E(N) times the mean, E(N) = F^-1((N - 3/8) / (N + 1/4)) with F the normal distribution's
+(Blom, 1958). On GPUs, communication slows compute that runs at the same time: each second of it
+costs a share of a second (arXiv:2507.03114).
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ from jaxscale.planning import fits, topologies, transfer
 from jaxscale.planning.machine import CORNERS, Corner, Rates, hosts, links
 from jaxscale.planning.timeline import Overlap, Program, Times
 
-_FEWER = 4  # times fewer rows in the second program, where the batch allows
+_FEWER = 4  # The second program has so many times fewer rows, if the batch allows.
 
 
 class Compiled(NamedTuple):
-  """A step's program, and what it was compiled for.
+  """Compiled program of a step.
 
   Attributes:
-    rows: of a device, examples.
-    devices: that it was meant for.
-    program: to be gone through.
-    fit: its memory.
-    experiment: that it is of.
+    rows: the examples per device.
+    devices: the number of devices that it stands for.
+    program: the program to evaluate.
+    fit: the memory of the program.
+    experiment: the experiment of the step.
   """
 
   rows: int
@@ -50,20 +50,20 @@ class Compiled(NamedTuple):
 
 
 class Step(NamedTuple):
-  """A step on so many devices.
+  """Planned step on a number of devices.
 
   Attributes:
-    devices: in all.
-    nodes: that they are in.
-    batch_size: examples of a step.
-    rows: of a device.
-    seconds: of the step, by corner.
-    parts: of those seconds by name, as expected: the kinds of kernels, "exposed AXES",
-      "contention" (compute that communication slows), "stragglers", "input", "host".
-    sent: seconds of communication, hidden or not, by axes, as expected.
-    alone: seconds that a device takes with no other, as expected.
-    memory: bytes of a device, by the same straight line.
-    fits: whether they are there.
+    devices: the number of devices.
+    nodes: the number of nodes.
+    batch_size: the examples per step.
+    rows: the examples per device.
+    seconds: the seconds of the step, by corner.
+    parts: the expected seconds by part: the kinds of kernels, "exposed AXES", "contention"
+      (compute that communication slows), "stragglers", "input", "host".
+    sent: the expected seconds of communication, hidden or not, by axes.
+    alone: the expected seconds of a device that waits for no other.
+    memory: the bytes per device, by the same linear model.
+    fits: True if the memory is sufficient.
   """
 
   devices: int
@@ -79,17 +79,17 @@ class Step(NamedTuple):
 
   @property
   def rate(self) -> float:
-    """Examples a second."""
+    """Examples per second."""
     return self.batch_size / self.seconds["expected"]
 
   @property
   def efficiency(self) -> float:
-    """Against one device with the same rows that waits for no other."""
+    """Efficiency relative to one device with the same rows that waits for no other."""
     return self.alone / self.seconds["expected"]
 
 
 def sized(chips: topologies.Chips, devices: int) -> str | None:
-  """The name of so many devices of a kind; None: they come in no such number.
+  """Return the name of chips of a kind by their number; None if there is no such number.
 
   Example:
     >>> sized(find_chips("v5e-16"), 512)                           # doctest: +SKIP
@@ -104,7 +104,7 @@ def sized(chips: topologies.Chips, devices: int) -> str | None:
 
 
 def rows_of(config: cfg.Config, num_train: int, devices: int) -> int | None:
-  """Rows of a device, or None where the batch does not divide over so many."""
+  """Return the rows per device, or None if the batch is not divisible by the devices."""
   from jaxscale.experiment.derive import derive
 
   try:
@@ -114,7 +114,7 @@ def rows_of(config: cfg.Config, num_train: int, devices: int) -> int | None:
 
 
 def compile_step(config: cfg.Config, chips: topologies.Chips) -> Compiled:
-  """The program of a config's step for some chips.
+  """Compile a config's step for some chips.
 
   Raises:
     ConfigError: the config does not fit so many devices.
@@ -122,7 +122,7 @@ def compile_step(config: cfg.Config, chips: topologies.Chips) -> Compiled:
   """
   asked = chips.count or len(chips.devices)
   here = len(chips.devices)
-  if here < asked:  # CPUs, fewer of which are simulated: the same rows for each
+  if here < asked:  # Fewer CPUs are simulated, with the same rows on each.
     if config.batch_size * here % asked:
       raise ConfigError(f"Config.batch_size={config.batch_size}: not divisible by {asked} devices")
     config = dataclasses.replace(config, batch_size=config.batch_size * here // asked)
@@ -136,24 +136,24 @@ def compile_step(config: cfg.Config, chips: topologies.Chips) -> Compiled:
 def _text(fit: fits.Fit, chips: topologies.Chips) -> str:
   try:
     return fit.compiled.as_text()
-  except RuntimeError as e:  # of asynchronous collectives of TPU v5p and v6e
+  except RuntimeError as e:  # Fails for asynchronous collectives of TPU v5p and v6e.
     why = str(e).split("\n", 1)[0]
     raise fits.RefusedError(
-      f"--chips={chips.name}: the step compiles, but JAX cannot read its program, and "
-      f"without it no time is planned; another layout or chip may do: {why}"
+      f"--chips={chips.name}: the step compiles, but JAX cannot read its program, so no time "
+      f"can be planned; try another layout or chip: {why}"
     ) from None
 
 
 def second_size(
   config: cfg.Config, chips: topologies.Chips, first: Compiled, sizes: Sequence[int]
 ) -> int | None:
-  """Devices to compile for once more; None: all sizes give a device the same rows.
+  """Return the devices to compile for a second time; None if all sizes have the same rows.
 
   Args:
-    config: of the run.
-    chips: that were asked for.
-    first: compiled for them.
-    sizes: numbers of devices that are planned.
+    config: the config of the run.
+    chips: the requested chips.
+    first: the program compiled for them.
+    sizes: the numbers of devices to plan.
   """
   num_train = first.experiment.derived.num_train
   found = {n: rows_of(config, num_train, n) for n in sizes if sized(chips, n)}
@@ -173,15 +173,15 @@ def step_on(
   *,
   overlap: Overlap = "schedule",
 ) -> Step:
-  """The step on so many devices with so many rows each.
+  """Plan the step on a number of devices with a number of rows each.
 
   Args:
-    config: of the run: its mesh.
-    compiled: one program, or two of different rows.
-    rates: of the chip and its links.
-    devices: in all.
-    rows: of a device.
-    overlap: of communication with compute: `timeline.Program.times`.
+    config: the config of the run, for its mesh.
+    compiled: one program, or two with different rows.
+    rates: the rates of the chip and its links.
+    devices: the number of devices.
+    rows: the rows per device.
+    overlap: the overlap of communication and compute, as for `timeline.Program.times`.
 
   Raises:
     ConfigError: the mesh does not fit so many devices.
@@ -205,10 +205,10 @@ def step_on(
 
 
 def _mesh_sizes(config: cfg.Config, first: Compiled, devices: int) -> dict[str, int]:
-  """Sizes of the axes that the program's mesh has, on another number of devices."""
+  """Return the sizes of the program's mesh axes on a different number of devices."""
   shape = mesh_shape(devices, **dataclasses.asdict(config.mesh))._asdict()
   sizes = dict(first.fit.mesh.shape)
-  if "bn" in sizes:  # a part of `data`
+  if "bn" in sizes:  # The axis is a part of `data`.
     shape["bn"] = min(sizes["bn"], shape["data"])
     shape["data"] //= shape["bn"]
   return {axis: shape.get(axis, n) for axis, n in sizes.items()}
@@ -231,7 +231,7 @@ def _memory(compiled: Sequence[Compiled], rows: int) -> float:
 
 
 def _between(compiled: Sequence[Compiled], rows: int, parts: Sequence[Mapping[str, float]]):
-  """What a device with so many rows takes, by name: on a line through the programs."""
+  """Interpolate the parts of the programs, by name, at a number of rows."""
   if len(parts) == 1:
     return parts[0]
   (a, b), (first, second) = parts, (c.rows for c in compiled)
@@ -243,7 +243,7 @@ def _between(compiled: Sequence[Compiled], rows: int, parts: Sequence[Mapping[st
 def _parts(
   times: Times, rates: Rates, corner: Corner, devices: int, batch_size: int
 ) -> dict[str, float]:
-  """Seconds of a step by what they go to."""
+  """Return the seconds of a step by part."""
   at = rates.at(corner)
   compute = sum(times.compute.values())
   parts = dict(times.compute)
@@ -260,7 +260,7 @@ def _parts(
 
 
 def slowest_of(number: int) -> float:
-  """Standard deviations by which the slowest of so many is above their mean.
+  """Return by how many standard deviations the slowest of `number` exceeds the mean.
 
   Example:
     >>> slowest_of(1), round(slowest_of(256), 2)

@@ -1,8 +1,7 @@
-"""The plan in a run's workdir, plan.json, read without JAX.
+"""Read the plan in a run's workdir, plan.json, without JAX.
 
-A run is compared with a plan only where both take the same step: the same chip, the
-same settings of what sets the step's time, and a number of devices and a batch size
-that were planned.
+A run is compared with a plan only if both take the same step: on the same chip, with the same
+settings that determine the step time, and with a planned number of devices and batch size.
 """
 
 from __future__ import annotations
@@ -22,27 +21,27 @@ from jaxscale.planning.machine import CORNERS, Corner, chip_kind
 from jaxscale.planning.topologies import CHIPS, kind_of
 
 FILE = "plan.json"
-_REMEDY = "write it anew with `jaxscale plan`"
+_REMEDY = "create it again with `jaxscale plan`"
 _CORNERS = dict.fromkeys(CORNERS, float)
 _STEP = dict(devices=int, batch_size=int, seconds=_CORNERS, parts={str: float}, memory=float)
 _SHAPE = dict(chips=str, config={"class": str}, step=_STEP, strong=[_STEP], weak=[_STEP])
 _SHAPE |= dict(run=(None, {"steps": int}), job=(None, {"hours": _CORNERS}))
 
-# Settings that do not set the seconds of a step, by the first word of their names. The
-# batch size is compared together with the number of devices.
+# Settings that do not determine the step time, by the first word of their names. The batch size
+# is compared together with the number of devices.
 _FREE = """
 batch_size epochs steps seed schedule evaluation checkpoint checks faults log compilation
 input_threads init_from init_head gpu_settings lr_scaling lr_reference_batch_size layer_decay
 layer_order target_accuracy target_loss stop_at_target
 """
-# Settings whose class alone sets them: an optimizer's learning rate does not.
+# Settings of which only the class matters; an optimizer's learning rate does not, for example.
 _CLASS_ALONE = ("optimizer", "loss", "data")
-# Settings that, with the steps, set how long a run takes.
+# Settings that determine, with the steps, how long a run takes.
 _LENGTH = ("epochs", "steps", "evaluation", "checkpoint")
 
 
 class PlannedStep(NamedTuple):
-  """The step on so many devices, as in `step_plan.Step`."""
+  """Step on a number of devices, as in `step_plan.Step`."""
 
   devices: int
   batch_size: int
@@ -52,12 +51,12 @@ class PlannedStep(NamedTuple):
 
   @property
   def rate(self) -> float:
-    """Examples per second, as expected."""
+    """Expected examples per second."""
     return self.batch_size / self.seconds["expected"]
 
 
 def read_plan(path: Path) -> dict[str, Any]:
-  """Return a plan as its file has it.
+  """Read a plan from its file.
 
   Raises:
     ConfigError: the file is missing or damaged, or is not a plan.
@@ -78,13 +77,13 @@ def _sizes(plan: Mapping[str, Any]) -> list[PlannedStep]:
 
 
 class Match(NamedTuple):
-  """A plan's counterpart of a run.
+  """Counterpart of a run in a plan.
 
   Attributes:
-    step: the planned step; None: the run cannot be compared with the plan.
-    reason: why it cannot, in one line; "" where it can.
-    chips: the chips that were planned for, such as "h100-256".
-    hours: the planned hours of a run that is as long, by corner; None: it is not.
+    step: the planned step; None if the run cannot be compared with the plan.
+    reason: the reason why it cannot, in one line; "" if it can.
+    chips: the chips of the plan, such as "h100-256".
+    hours: the planned hours of the run, by corner; None if the plan is for another length.
   """
 
   step: PlannedStep | None = None
@@ -105,17 +104,17 @@ def match(
   """Find the step of a plan that a run takes, or the reason why there is none.
 
   Args:
-    plan: the plan, of `read_plan`.
+    plan: the plan, from `read_plan`.
     config: the run's config, as in config.json.
-    devices: the run's devices.
-    batch_size: the examples of a step.
-    kind: `jax.Device.device_kind` of the devices; "": not known.
-    steps: the steps of the whole run; None: not known.
+    devices: the number of the run's devices.
+    batch_size: the examples per step.
+    kind: the `jax.Device.device_kind` of the devices; "" if it is not known.
+    steps: the steps of the whole run; None if they are not known.
   """
   if kind and (other := _other_chip(plan["chips"], kind)):
     return Match(reason=f"the plan is for {other}, the run is on {kind}")
   planned, settings = _of_step(plan["config"]), _of_step(config)
-  if planned.get("data.class") == "Synthetic":  # stands for any data
+  if planned.get("data.class") == "Synthetic":  # Synthetic data represent any data.
     planned["data.class"] = settings.get("data.class")
   for name in {**planned, **settings}:
     if (old := planned.get(name)) != (new := settings.get(name)):
@@ -133,7 +132,7 @@ def match(
 
 
 def _other_chip(chips: str, kind: str) -> str | None:
-  """Return the kind that a plan is for, unless it is that of the run's devices."""
+  """Return the kind of chip in a plan if it differs from the run's devices."""
   try:
     chip = kind_of(chips)
   except ConfigError:
@@ -146,7 +145,7 @@ def _other_chip(chips: str, kind: str) -> str | None:
 
 
 def _of_step(config: Mapping[str, Any]) -> dict[str, Any]:
-  """Return the settings that set the seconds of a step, by dotted name."""
+  """Return the settings that determine the step time, by dotted name."""
   return {
     name: value
     for name, value in flat(config).items()
@@ -158,12 +157,12 @@ def _of_step(config: Mapping[str, Any]) -> dict[str, Any]:
 def of_workdir(
   workdir: Path, described: Mapping[str, Any], file: Path | None = None
 ) -> Match | None:
-  """Match a run with its plan; None: it has none.
+  """Match a run with its plan; None if it has no plan.
 
   Args:
     workdir: the run's workdir.
-    described: its config.json.
-    file: the plan's file; None: plan.json in the workdir.
+    described: the content of its config.json.
+    file: the path of the plan; None uses plan.json in the workdir.
   """
   if not os.path.lexists(path := file or workdir / FILE):
     return None
@@ -181,5 +180,5 @@ def of_workdir(
 
 
 def not_compared(reason: str) -> str:
-  """Return the line about a plan that a run is not compared with."""
+  """Return the line about a plan that cannot be compared with a run."""
   return printable(f"{FILE}: {reason}; nothing is compared with it")

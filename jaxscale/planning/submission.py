@@ -1,4 +1,4 @@
-"""From a plan to its job: what `jaxscale submit --plan` takes, and its command line."""
+"""Convert a plan to its job: the input of `jaxscale submit --plan`, and its command line."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ def submission(
   site: str | None,
   gpus_per_node: int = 0,
 ) -> dict[str, Any]:
-  """Return what `jaxscale submit --plan` takes: the run of a plan.
+  """Return the run of a plan, as `jaxscale submit --plan` reads it.
 
   Args:
-    plan: of the run.
+    plan: the plan.
     base: the config of the command line, with its overrides.
-    config: `FILE[:ARG]` that it is from.
-    overrides: of the command line.
-    site: its profile, if there is one.
-    gpus_per_node: of the profile; 0: those of the plan's nodes are asked for.
+    config: the config's file as `FILE[:ARG]`.
+    overrides: the overrides of the command line.
+    site: the site's profile; None if there is none.
+    gpus_per_node: the profile's GPUs per node; 0 requests those of the plan's nodes.
   """
   changed = changes(base, plan.config)
   found: dict[str, Any] = {"config": config, "overrides": {**overrides, **changed}}
@@ -44,7 +44,7 @@ def submission(
 
 
 def changes(base: cfg.Config, planned: cfg.Config) -> dict[str, str]:
-  """The settings in which a searched config differs, as the command line has them.
+  """Return the settings changed by a search, as on the command line.
 
   Example:
     >>> import dataclasses

@@ -1,10 +1,10 @@
-"""The seconds of a compiled step, by its schedule: what computes and what waits.
+"""Predict the time of a compiled step from its schedule: what computes and what waits.
 
-The instructions are gone through in the order of the schedule, with two clocks: one
-of compute, one of the network, on which collectives queue. A collective that begins
-and ends apart runs between; what it is not done with when it is waited for is exposed,
-as is all of one that is not asynchronous. The body of a loop is gone through once and
-counts as often as it runs.
+The model goes through the instructions in the order of the schedule, with two clocks: one for
+compute, and one for the network, on which collectives queue. A collective with separate start
+and done instructions runs between them; time after its done instruction is exposed, as is all
+time of a collective that is not asynchronous. The body of a loop is evaluated once, and counts
+as often as it runs.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from jaxscale.planning import kernels
 
 Transfer = Callable[[Collective], float]  # seconds of one execution
 Overlap = Literal["schedule", "backward"]
-# A backward pass has two of the three products of each layer, and what is sent of its
-# last layer finds nothing to hide behind.
+# The share of a backward pass in a step: it has two of the three products of each layer, and
+# communication of the last layer has nothing to hide behind.
 _BACKWARD_SHARE = 2 / 3
 
 
@@ -31,9 +31,9 @@ class Times(NamedTuple):
   """Seconds of a device in one step.
 
   Attributes:
-    compute: by `kernels.KINDS`.
-    exposed: of communication, by mesh axes, "data+model" say.
-    sent: of communication in all, hidden or not, by the same.
+    compute: the seconds by kind of kernel (`kernels.KINDS`).
+    exposed: the seconds of exposed communication by mesh axes, e.g. "data+model".
+    sent: the seconds of all communication, hidden or not, by mesh axes.
   """
 
   compute: Mapping[str, float]
@@ -42,12 +42,12 @@ class Times(NamedTuple):
 
   @property
   def total(self) -> float:
-    """All that a device does, one after the other."""
+    """The sum of compute and exposed communication."""
     return sum(self.compute.values()) + sum(self.exposed.values())
 
 
 class Program:
-  """A compiled step, read once, for any rates and links."""
+  """Compiled step, read once, for any rates and links."""
 
   def __init__(self, text: str, mesh: Any):
     """Args: text of `Compiled.as_text()`; mesh, or its sizes."""
@@ -57,13 +57,13 @@ class Program:
   def times(
     self, rates: Mapping[str, float], transfer: Transfer, *, overlap: Overlap = "schedule"
   ) -> Times:
-    """The seconds of a step.
+    """Predict the seconds of a step.
 
     Args:
-      rates: of `machine.Rates.at`.
-      transfer: seconds of a collective.
-      overlap: "schedule": what the compiler's lets run together; "backward": as if all
-        collectives ran during the backward pass, as those of PyTorch and Horovod do.
+      rates: the rates, from `machine.Rates.at`.
+      transfer: a function that returns the seconds of a collective.
+      overlap: "schedule" lets run together what the compiler's schedule does; "backward"
+        hides collectives in the backward pass, as PyTorch and Horovod do.
     """
     found = _found()
     for module, placed in self._modules:
@@ -76,7 +76,7 @@ class Program:
     return Times(compute, exposed, sent)
 
   def kernel(self, module: Module, name: str, i: Instruction) -> kernels.Kernel:
-    """An instruction's, which is the same at all rates."""
+    """Return the kernel of an instruction, which does not depend on rates."""
     key = id(module), name, i.name
     if key not in self._kernels:
       self._kernels[key] = kernels.kernel_of(module, module.computations[name], i)
@@ -91,7 +91,7 @@ def _by_place(module: Module, mesh: Any) -> _Placed:
   seen = set()
   for p in hlo.placed(module, mesh):
     key = p.computation, p.start, p.collective.name
-    if key not in seen:  # a computation may be called from several places
+    if key not in seen:  # A computation may be called from several places.
       seen.add(key)
       found.setdefault(p.computation, {}).setdefault(p.start, []).append(p)
   return found
@@ -118,7 +118,7 @@ class _Walk(NamedTuple):
   transfer: Transfer
 
   def computation(self, name: str) -> _Found:
-    """What a computation takes, gone through once."""
+    """Return the times of a computation, which is evaluated once."""
     found = _found()
     home: Computation = self.module.computations.get(name, {})
     clock = free = 0.0
@@ -132,7 +132,7 @@ class _Walk(NamedTuple):
         took, axes = self.transfer(p.collective), "+".join(p.collective.axes or ()) or "all"
         found.sent[axes] += took
         free = max(free, clock) + took
-        # One that is not asynchronous is waited for by the next instruction.
+        # The next instruction waits for a collective that is not asynchronous.
         waiting.setdefault(max(p.end, i + 1), []).append((free, axes))
     for done, axes in itertools.chain(*waiting.values()):
       found.exposed[axes] += max(done - clock, 0.0)
@@ -142,7 +142,7 @@ class _Walk(NamedTuple):
   def _compute(
     self, home: Computation, name: str, instruction: Instruction, found: _Found
   ) -> float:
-    """Adds what an instruction computes; the seconds that pass."""
+    """Add the work of an instruction; return the seconds that pass."""
     opcode = instruction.opcode
     if opcode in ("while", "conditional", "call") or opcode == "async-start":
       inner = [self.computation(n) for n in parse.called(instruction)]
@@ -168,7 +168,7 @@ def _add(found: _Found, inner: _Found, times: float) -> float:
 
 
 def _kind(kernel: kernels.Kernel, took: float, rates: Mapping[str, float]) -> str:
-  """A product whose traffic takes longer than its arithmetic is bound by memory."""
+  """Return what limits a kernel: memory if its traffic takes longer than its arithmetic."""
   if "cycles" in rates or not kernel.flops:
     return kernel.kind
   traffic = kernel.bytes / (rates["bandwidth"] * rates["memory"])

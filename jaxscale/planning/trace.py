@@ -1,23 +1,21 @@
-"""What a trace says of a step's time: operations, parts, and idle devices.
+"""Summarize a trace: step time, operations, parts of a step, and idle devices.
 
 A trace is an XSpace of XLA's profiler (`*.xplane.pb`), as `run.tracer` and
-`jax.profiler.trace` write it: planes of lines of events. `jax.profiler.ProfileData`
-reads the events. An operation of the compiled program is
+`jax.profiler.trace` write it. It has planes of lines of events, which
+`jax.profiler.ProfileData` reads. An operation of the compiled program is
 
-- on GPUs an event of a stream in a plane "/device:GPU:0", with the name of its HLO
-  instruction as the stat "hlo_op"; what has none, as a copy, has its own name;
+- on GPUs an event of a stream in a plane "/device:GPU:0", with the name of its HLO instruction
+  as the stat "hlo_op"; an event without it, such as a copy, has its own name;
 - on TPUs an event of the line "XLA Ops" of its plane;
-- on CPUs an event of any thread with "hlo_op" and "device_ordinal". What it leaves to
-  other threads ends with an event "end: ..." that names it as its producer.
+- on CPUs an event of any thread with "hlo_op" and "device_ordinal". Work in other threads ends
+  with an event "end: ..." that has the operation as its producer.
 
-The program itself (HloProto) is in the plane "/host:metadata", which ProfileData does
-not give out; `_programs` reads the few fields that name an instruction's place in the
-model. Their numbers are those of tsl/profiler/protobuf/xplane.proto and
-xla/service/hlo.proto.
+The plane "/host:metadata" has the program itself (HloProto), which ProfileData does not return.
+`_programs` reads the few fields with an instruction's position in the model. Their numbers are
+those of tsl/profiler/protobuf/xplane.proto and xla/service/hlo.proto.
 
-A loop, a call or a branch counts for what nothing inside of it covers. A device is
-idle where no operation of its own runs: one that waits for others in a collective
-is busy.
+A loop, a call or a branch counts for the time that no operation inside of it covers. A device is
+idle while it runs no operation; a device that waits in a collective is busy.
 """
 
 from __future__ import annotations
@@ -35,10 +33,10 @@ from jaxscale.files import read_bytes
 from jaxscale.hlo.cost import COLLECTIVES
 from jaxscale.metrics.text import few, plural, short_time, table
 
-# Of the host, in the order of a step (`run.tracer`); of the device, by the scopes of
-# `training.step`, where what a gradient transposes is the backward pass.
+# Host parts in the order of a step (`run.tracer`); device parts by the scopes of
+# `training.step`, where transposed gradient operations are the backward pass.
 HOST_PARTS = ("input", "step", "check", "evaluation", "saving")
-# "communication" is all that is not the exchange: sums of metrics, BatchNorm's means,
+# "communication" is all communication but the exchange: sums of metrics, BatchNorm's means,
 # gathers of parameters.
 DEVICE_PARTS = ("forward", "backward", "exchange", "communication", "update", "other")
 _PART = re.compile(r"\b(exchange|update|gradients)/")
@@ -50,14 +48,14 @@ _HLO = re.compile(r"%?([\w.\-]+) = ")  # "%fusion.3 = f32[8] fusion(...)"
 
 
 class Op(NamedTuple):
-  """An operation of the compiled program, summed over the trace.
+  """Operation of the compiled program, summed over the trace.
 
   Attributes:
-    name: of its HLO instruction.
-    where: it is in the model, as JAX named it; "" where the trace does not say.
-    part: of the step, one of `DEVICE_PARTS`.
-    seconds: over all devices.
-    count: how often it ran, over all devices.
+    name: the name of its HLO instruction.
+    where: the position in the model, as JAX names it; "" if the trace does not have it.
+    part: the part of the step, one of `DEVICE_PARTS`.
+    seconds: the seconds over all devices.
+    count: the number of executions over all devices.
   """
 
   name: str
@@ -68,16 +66,16 @@ class Op(NamedTuple):
 
 
 class Summary(NamedTuple):
-  """Of one trace, or of those of several processes.
+  """Summary of the traces of one or several processes.
 
   Attributes:
-    steps: numbers of the steps in it, of any process.
-    step_s: seconds per step, the mean over processes; 0 without a named step.
-    seconds: from its first step or operation to the last one's end; the mean over
-      processes.
-    idle: share of that in which a device does nothing, by device.
-    ops: the most expensive first.
-    host: part -> its seconds in the process's main thread, the mean over processes.
+    steps: the numbers of the steps in the traces, of any process.
+    step_s: the seconds per step, the mean over processes; 0 without a named step.
+    seconds: the seconds from the first step or operation to the end of the last one, the mean
+      over processes.
+    idle: the share of these seconds in which a device is idle, by device.
+    ops: the operations, the most expensive first.
+    host: the seconds by part in the main thread, the mean over processes.
   """
 
   steps: tuple[int, ...]
@@ -88,7 +86,7 @@ class Summary(NamedTuple):
   host: dict[str, float]
 
   def parts(self) -> dict[str, float]:
-    """Seconds of operations by part of the step, over all devices."""
+    """Return the seconds of operations by part of the step, over all devices."""
     found: dict[str, float] = dict.fromkeys(DEVICE_PARTS, 0.0)
     for op in self.ops:
       found[op.part] += op.seconds
@@ -108,34 +106,34 @@ class _Event(NamedTuple):
 
 
 def find(folder: Path) -> list[Path]:
-  """The newest trace in a folder, a file per process.
+  """Find the newest trace in a folder, which has one file per process.
 
   Args:
-    folder: of the trace itself, of several, or a workdir; or one file.
+    folder: the folder of a trace, or of several; or a workdir; or one file.
 
   Raises:
-    ConfigError: there is none.
+    ConfigError: there is no trace.
   """
   if folder.is_file():
     return [folder]
   files = [p for p in sorted(folder.rglob("*.xplane.pb")) if p.is_file()]
-  # A folder begins with "." while the profiler writes it.
+  # The profiler writes to a folder whose name begins with ".".
   files = [p for p in files if not any(x[0] == "." for x in p.relative_to(folder).parts)]
   if not files:
-    hint = "give a folder with *.xplane.pb in it, as --config.log.profile makes them"
+    hint = "use a folder with *.xplane.pb files, which --config.log.profile creates"
     raise ConfigError(f"{folder}: no trace, {hint}")
   newest = max(files, key=lambda p: p.stat().st_mtime).parent
   return [p for p in files if p.parent == newest]
 
 
 def summarize(files: Sequence[Path]) -> Summary:
-  """Read a trace.
+  """Read and summarize a trace.
 
   Args:
-    files: of `find`.
+    files: the files, from `find`.
 
   Raises:
-    ConfigError: a file is no trace, or there is no operation and no step in it.
+    ConfigError: a file is not a trace, or has no operation and no step.
   """
   found = [_read(path) for path in files]
   totals: dict[tuple[str, str, str], tuple[float, int]] = {}
@@ -165,11 +163,11 @@ def summarize(files: Sequence[Path]) -> Summary:
 
 
 def text(summary: Summary, most: int = 10) -> str:
-  """The same for people: steps, idle devices, parts, and the most expensive operations.
+  """Format a summary: steps, idle devices, parts, and the most expensive operations.
 
   Args:
-    summary: of `summarize`.
-    most: operations that are shown.
+    summary: the summary, from `summarize`.
+    most: the number of operations to show.
   """
   total = sum(op.seconds for op in summary.ops) or 1.0
   lines = [_head(summary)]
@@ -203,14 +201,14 @@ def _head(summary: Summary) -> str:
 
 
 def _short(where: str) -> str:
-  """The end of a place in the model, which is its most telling part."""
-  first = where.partition(":")[0].replace("/(", "/")  # of those that XLA has combined
+  """Return the end of a position in the model, which tells the most."""
+  first = where.partition(":")[0].replace("/(", "/")  # XLA joins the names of fused operations.
   names = [name for name in first.split("/") if not _WRAPPER.match(name)]
   return "/".join(names[-3:])[-_WIDEST:]
 
 
 def _part_of(opcode: str, where: str) -> str:
-  """One of `DEVICE_PARTS`.
+  """Return the part of an operation, one of `DEVICE_PARTS`.
 
   Example:
     >>> _part_of("dot", "jit(train_step)/gradients/transpose(jvp(CNN))/dot_general")
@@ -218,7 +216,7 @@ def _part_of(opcode: str, where: str) -> str:
     >>> _part_of("all-reduce", "jit(train_step)/exchange/psum"), _part_of("copy", "")
     ('exchange', 'other')
   """
-  scopes = _PART.findall(where)  # of several instructions, if XLA has combined them
+  scopes = _PART.findall(where)  # Several if XLA has fused instructions.
   if "exchange" in scopes:
     return "exchange"
   if opcode.removesuffix("-start").removesuffix("-done") in COLLECTIVES:
@@ -229,7 +227,7 @@ def _part_of(opcode: str, where: str) -> str:
 
 
 def _read(path: Path):
-  """Steps, operations by device, parts of the host, and the window: all in ns."""
+  """Read the steps, operations by device, host parts, and the window, all in ns."""
   import jax.profiler
 
   try:
@@ -237,7 +235,7 @@ def _read(path: Path):
     planes = list(jax.profiler.ProfileData.from_serialized_xspace(content).planes)
   except (OSError, RuntimeError) as e:
     why = getattr(e, "strerror", None) or "not a trace"
-    raise ConfigError(f"{path}: {why}; give an *.xplane.pb that is whole") from None
+    raise ConfigError(f"{path}: {why}; use an intact *.xplane.pb") from None
   steps, devices, ends = {}, collections.defaultdict(list), {}
   parts: list[tuple[str, float, float]] = []  # of the host
   for plane in planes:
@@ -251,7 +249,7 @@ def _read(path: Path):
 
   def operation(start, end, key, name, program):
     guess = _Instruction(name.partition(".")[0], "")
-    # One from the compilation cache goes by its old number in events, not in metadata.
+    # Events of a cached program have its old number, and metadata the new one.
     found = (known[p, name] for p in (program, program.partition("(")[0]) if (p, name) in known)
     return _Event(start, max(end, ends.get(key, 0)), name, next(found, guess))
 
@@ -263,14 +261,14 @@ def _read(path: Path):
   times = [(e.start, e.end) for events in operations.values() for e in events]
   times += [*steps.values(), *((start, end) for _, start, end in parts)]
   if not times:
-    advice = "trace steps that train, or give another one"
+    advice = "trace training steps, or use another trace"
     raise ConfigError(f"{path}: no step and no operation in it; {advice}")
   window = min(a for a, _ in times), max(b for _, b in times)
   return steps, operations, parts, window
 
 
 def _device_events(plane: Any) -> Iterator[tuple[float, float, Any, str, str]]:
-  """Operations of an accelerator's plane, the derived lines left out."""
+  """Yield the operations of an accelerator's plane, without derived lines."""
   lines = list(plane.lines)
   if ours := [line for line in lines if line.name == "XLA Ops"]:
     lines = ours
@@ -286,12 +284,12 @@ def _device_events(plane: Any) -> Iterator[tuple[float, float, Any, str, str]]:
 
 
 def _host_event(event: Any, steps, devices, ends, parts) -> None:
-  """Put an event of the host's plane where it belongs."""
+  """Add an event of the host's plane to the list that it belongs to."""
   name, start, end = event.name, event.start_ns, event.end_ns
   if name in HOST_PARTS:
     parts.append((name, start, end))
     return
-  if "::" in name:  # of XLA's own code: the most, and no operation
+  if "::" in name:  # Most events are XLA's own code, and not operations.
     return
   stats = dict(event.stats)
   if name.startswith("end: "):
@@ -304,16 +302,16 @@ def _host_event(event: Any, steps, devices, ends, parts) -> None:
 
 
 def _program(stats: dict[str, Any]) -> str:
-  """As "/host:metadata" names it, "jit_train_step(7)"; "" where the trace lacks it."""
+  """Return the program's name in "/host:metadata", "jit_train_step(7)"; "" if missing."""
   number = stats.get("program_id", "")
   return f"{name}({number})" if (name := stats.get("hlo_module")) else ""
 
 
 def _own_seconds(events: Sequence[_Event]) -> Iterator[tuple[_Event, float]]:
-  """Every operation with its time, of loops and the like without what runs in them.
+  """Yield every operation with its time, excluding operations inside of loops and calls.
 
   Args:
-    events: of a device, in their order.
+    events: the events of a device, in order.
   """
   for i, event in enumerate(events):
     covered = 0.0
@@ -326,7 +324,7 @@ def _own_seconds(events: Sequence[_Event]) -> Iterator[tuple[_Event, float]]:
 
 
 def _union(spans: Iterable[tuple[float, float]]) -> Iterator[tuple[float, float]]:
-  """Spans in their order, those that overlap as one.
+  """Yield spans in order, with overlapping ones merged.
 
   Example:
     >>> list(_union([(0, 2), (1, 3), (5, 6)]))
@@ -345,11 +343,11 @@ def _union(spans: Iterable[tuple[float, float]]) -> Iterator[tuple[float, float]
 
 
 def _programs(content: bytes) -> dict[tuple[str, str], _Instruction]:
-  """The instructions of all programs in a trace, by program and name.
+  """Return the instructions of all programs in a trace, by program and name.
 
-  Each is there without its program's number as well, and without its program: on TPUs
-  an event does not say which.
-  Empty where the trace has none, or they are of a form that is not known here.
+  Each instruction is also listed without its program's number, and without its program, as an
+  event on TPUs has no program. The result is empty if the trace has no program, or in an unknown
+  format.
   """
   found = {}
   with contextlib.suppress(ValueError, IndexError):
@@ -380,16 +378,16 @@ def _instructions(proto: Any) -> Iterator[tuple[str, _Instruction]]:
 
 
 def _fields(message: Any, number: int) -> Iterator[Any]:
-  """The values of a field that is a message, text or bytes."""
+  """Yield the values of a field of type message, text or bytes."""
   return (v for n, v in _wire(message) if n == number and not isinstance(v, int))
 
 
 def _wire(message: Any) -> Iterator[tuple[int, Any]]:
-  """The fields of a message and their values (protobuf.dev, "Encoding").
+  """Yield the fields of a message and their values (protobuf.dev, "Encoding").
 
   Raises:
-    ValueError: it is none.
-    IndexError: it is cut.
+    ValueError: the bytes are not a message.
+    IndexError: the message is truncated.
   """
   at = 0
 

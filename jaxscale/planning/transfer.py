@@ -1,11 +1,11 @@
-"""Seconds of a collective, by the links that its mesh axes cross.
+"""Predict the time of a collective from the links that its mesh axes cross.
 
-Devices are counted in the mesh's order, so many to a node. A group along an axis of n
-devices whose neighbours are s places apart has min(n, nodes' size / s) of them in a
-node, and the others in as many nodes. An all-reduce is planned for those two numbers
-as `collectives.planner` plans ours (arXiv:1708.02188); a reduce-scatter or an
-all-gather is half of one. In an all-to-all, and of a permute, what stays in the node
-goes by its links, and the rest by the network's.
+Devices are counted in the mesh's order, with a fixed number per node. A group along an axis of n
+devices whose neighbours are s positions apart has min(n, devices per node / s) devices in a
+node, and spans nodes for the rest. An all-reduce is planned for these two numbers as
+`collectives.planner` does (arXiv:1708.02188); a reduce-scatter or an all-gather takes half of it.
+In an all-to-all or a permute, the part that stays in the node uses its links, and the rest uses
+the network's.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ Sizes = Mapping[str, int]  # of mesh axes, slowest first
 
 
 def split(axes: tuple[str, ...] | None, sizes: Sizes, per_node: int) -> tuple[int, int]:
-  """How many devices of a group are in a node, and in how many nodes it is.
+  """Return the number of a group's devices per node, and the number of nodes.
 
   Args:
-    axes: along which the group's devices differ; None: along all.
-    sizes: of the mesh.
-    per_node: devices of a node.
+    axes: the axes along which the group's devices differ; None stands for all axes.
+    sizes: the sizes of the mesh axes.
+    per_node: the number of devices per node.
 
   Example:
     >>> split(("data",), {"replica": 4, "data": 16}, 8)
@@ -44,14 +44,14 @@ def split(axes: tuple[str, ...] | None, sizes: Sizes, per_node: int) -> tuple[in
 
 
 def seconds(collective: Collective, sizes: Sizes, per_node: int, links: tuple[Link, Link]) -> float:
-  """Return how long one execution of a collective takes.
+  """Return the seconds of one execution of a collective.
 
   Args:
-    collective: of a compiled program; its payload and its axes count, not how many
-      devices the program was compiled for.
-    sizes: of the mesh that it runs on.
-    per_node: devices of a node.
-    links: of the node and of the network, `machine.links`.
+    collective: the collective of a compiled program. Only its payload and axes count, not
+      the number of devices that the program was compiled for.
+    sizes: the sizes of the mesh axes that it runs on.
+    per_node: the number of devices per node.
+    links: the links of the node and of the network, from `machine.links`.
 
   Example:
     >>> from jaxscale import hlo

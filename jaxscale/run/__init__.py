@@ -1,8 +1,8 @@
-"""One run, from its first step to its last, in a workdir of its own.
+"""Train one run in its workdir, from the first step to the summary.
 
-`fit.fit(config, workdir)` trains; `run.Run` decides, `train_phases` has the order of
-things, `hooks` what happens between steps, `reporter` what is shown, `session` the
-processes' start and end.
-`generate` and `export` use what a run has saved. No launcher and no scheduler of jobs
-is known here.
+`fit.fit(config, workdir)` trains. `run.Run` holds the state of a run, `train_phases` the
+order of a run's work, `hooks` the work between steps, `reporter` the output, and `session`
+the start and the end of a process.
+`generate` and `export` read the checkpoints of a run. This package does not know about
+launchers or job schedulers.
 """

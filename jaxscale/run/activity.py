@@ -1,10 +1,10 @@
-"""The record of what a run has done, second by second: `activity.jsonl`.
+"""Activity record of a run, `activity.jsonl`: seconds spent in each activity.
 
-A thread of process 0 appends a line from time to time; training never waits for it. A
-line has all that the process has done since its start, so that a line which a full disk
-refused, or somebody damaged, is made up for by the next one. A run that is killed loses
-the time since its last line: 1 s, or 1 % of what it has run, and at most a minute.
-`run.goodput` reads it.
+A thread of process 0 appends a line from time to time, and training never waits for the
+thread. Each line has the totals since the start of the process, so the next line makes up
+for a line that was lost to a full disk or damaged. A run that is killed loses the time
+since its last line: 1 s, or 1 % of the time that it has run, and at most a minute.
+`run.goodput` reads the record.
 """
 
 from __future__ import annotations
@@ -24,21 +24,22 @@ from jaxscale.cluster.watch.watch import Watch
 from jaxscale.files import open_to_append
 from jaxscale.run.goodput import FILE, Activity, goodput, read_activities
 
-_SHORTEST_S, _LONGEST_S, _SHARE = 1.0, 60.0, 0.01  # from one line to the next
-_WAIT_S = 1.0  # for the other thread, which may wait for a disk
+_SHORTEST_S, _LONGEST_S, _SHARE = 1.0, 60.0, 0.01  # the time between two lines
+_WAIT_S = 1.0  # A disk may block the other thread.
 _WITHIN_A_STEP = ("starting", "compiling", "input", "step")
 
 
 class ActivityRecord:
-  """Writes the record of this start of a run; in process 0, elsewhere nothing."""
+  """Writer of the activity record of this start of a run; only process 0 writes."""
 
   def __init__(self, workdir: Path, watch: Watch, may_write: Callable[[], bool]):
-    """Begin the record.
+    """Open the record.
 
     Args:
-      workdir: of the run.
-      watch: knows what the main thread does. Its first run began with the process.
-      may_write: called before each line; nothing is written where it is false.
+      workdir: the run's workdir.
+      watch: the watch that times the main thread. The first run in a process also counts
+        the time since the process started.
+      may_write: called before each line; while it returns False, nothing is written.
     """
     first = watch.spent()
     is_first = first.seconds.keys() == {"starting"}
@@ -49,7 +50,7 @@ class ActivityRecord:
     self._resumed: list[int] = []
     self._queued: tuple[float, float] | None = None
     self._is_done = False
-    self._must_end_line = True  # of whoever wrote there before
+    self._must_end_line = True  # An earlier writer may have been killed within a line.
     self._lock = threading.Lock()
     self._is_on, self._ended = cluster.is_leader(), threading.Event()
     self._thread = threading.Thread(target=self._run, name="activity", daemon=True)
@@ -62,21 +63,21 @@ class ActivityRecord:
   def __exit__(self, *_):
     if self._is_on:
       self._ended.set()
-      self._thread.join(_WAIT_S)  # it may be waiting for a disk
+      self._thread.join(_WAIT_S)  # The disk may block the thread.
       self._append(self.now())
 
   def resumes(self, step: int) -> None:
-    """Training begins after this step; all later ones that were done are lost."""
+    """Record that training starts after `step`; later steps of earlier starts are lost."""
     if self._is_on:
-      self._append(self.now())  # what comes before belongs to the attempt before
+      self._append(self.now())  # The time until now belongs to the attempt before.
       self._resumed = [*self._resumed, step]
 
   def finish(self) -> None:
-    """The whole run is done: what comes after this start is not its time."""
+    """Record that the run is done; time after this start does not count."""
     self._is_done = True
 
   def now(self) -> Activity:
-    """What this process has done until now."""
+    """Return what this process has done so far."""
     spent, before = self._watch.spent(), self._before
     seconds = {name: s - before.get(name, 0.0) for name, s in spent.seconds.items()}
     seconds = {name: round(s, 3) for name, s in seconds.items() if s > 0}
@@ -85,14 +86,14 @@ class ActivityRecord:
     return Activity(start, now, step, self._resumed, seconds, self._queued, self._is_done)
 
   def summary(self) -> dict[str, Any]:
-    """The goodput of all starts so far, for summary.json; empty but in process 0."""
+    """Return the goodput of all starts for summary.json; empty in all but process 0."""
     if not self._is_on:
       return {}
     found = goodput(read_activities(self._workdir, self.now()))
     return found.summary() if found else {}
 
   def _run(self) -> None:
-    """The thread's work."""
+    """Append lines until the record is closed."""
     self._append(self.now())
     if cluster.is_job():
       self._queued = walltime.asked_queue_times()
@@ -100,15 +101,15 @@ class ActivityRecord:
       self._append(self.now())
 
   def _pause_s(self) -> float:
-    """Until the next line."""
+    """Return the seconds until the next line."""
     lived = self._watch.spent().time - self._start
     return min(max(_SHARE * lived, _SHORTEST_S), _LONGEST_S)
 
   def _append(self, activity: Activity) -> None:
-    """Write a line; where that fails, the next one has all that it had."""
+    """Append a line; after a failure, the next line has the same totals."""
     if not self._may_write():
       return
-    # One thread writes at a time, but nobody waits for long: a disk may hang.
+    # Only one thread writes at a time, but neither waits for long, as a disk may hang.
     is_alone = self._lock.acquire(timeout=_WAIT_S)
     try:
       self._write(json.dumps(activity._asdict()).encode() + b"\n")

@@ -1,8 +1,8 @@
-"""CNTK's adaptive minibatch: trials choose the batch size during the run.
+"""CNTK's adaptive minibatch size: trials choose the batch size during the run.
 
 The rules are those of CNTK's SGD.cpp (AdaptiveMinibatchSizing and
-SearchForBestMinibatchSize), but for one: it took a trial whose loss was NaN,
-here such a trial is rejected.
+SearchForBestMinibatchSize), with one difference: CNTK accepted a trial whose loss was NaN,
+and jaxscale rejects it.
 """
 
 from __future__ import annotations
@@ -25,23 +25,23 @@ from jaxscale.files import require_json
 from jaxscale.metrics.log import logger
 from jaxscale.training.types import Batch, TrainState
 
-FILE = "batch_sizes.json"  # in the workdir: those that an adaptive run has chosen
+FILE = "batch_sizes.json"  # in the workdir: the batch sizes chosen so far
 
 
 def candidates(
   previous: int, initial: int, *, maximum: int, multiple: int, rate_change: float = 1.0
 ) -> list[int]:
-  """Batch sizes to try, rising by sqrt(2), without repeats.
+  """Return the batch sizes to try, rising by sqrt(2), without repeats.
 
-  From max(initial / rate_change, previous / 2) to min(maximum, 2 previous),
+  The sizes range from max(initial / rate_change, previous / 2) to min(maximum, 2 previous),
   each rounded to a multiple of `multiple`.
 
   Args:
-    previous: the batch size now.
-    initial: that of the first epoch.
-    maximum: no candidate is larger.
-    multiple: what sizes are rounded to.
-    rate_change: the learning rate now as a share of the initial one.
+    previous: the current batch size.
+    initial: the batch size of the first epoch.
+    maximum: the largest batch size allowed.
+    multiple: the number that every size is a multiple of.
+    rate_change: the current learning rate divided by the initial one.
 
   Example:
     >>> candidates(512, 256, maximum=4096, multiple=64)
@@ -50,7 +50,7 @@ def candidates(
   top = min(maximum, 2 * previous)
   size = float(min(max(initial / max(rate_change, 1e-9), previous / 2), top))
   sizes: list[int] = []
-  while size <= top * (1 + 1e-9):  # sqrt(2) squared is a little more than 2
+  while size <= top * (1 + 1e-9):  # In floating point, sqrt(2) squared exceeds 2.
     rounded = max(round(size / multiple), 1) * multiple
     if rounded <= top and rounded not in sizes:
       sizes.append(rounded)
@@ -61,13 +61,14 @@ def candidates(
 def search(
   sizes: Sequence[int], trial: Callable[[int], float], margin: float, previous: int
 ) -> int:
-  """The largest size in turn whose loss is within the margin of the first's.
+  """Return the last size before the first trial whose loss exceeds the margin.
 
   Args:
-    sizes: candidates, rising.
-    trial: size -> mean training loss of a trial from the same state.
-    margin: as a share of the first trial's loss.
-    previous: the result if even the loss of the first trial is NaN or Inf.
+    sizes: the candidates, rising.
+    trial: a function of the size that returns the mean training loss of a trial; all
+      trials start from the same state.
+    margin: the allowed increase, as a share of the first trial's loss.
+    previous: the result if the loss of the first trial is NaN or Inf.
   """
   best, most = previous, None
   for size in sizes:
@@ -85,14 +86,14 @@ def choose(
   train_batches: Callable[[build.Experiment], Iterator[Batch]],
   poll: Callable[[], None] = lambda: None,
 ) -> int:
-  """Try candidates from this state, at the start of a phase.
+  """Choose a batch size by trials from this state, at the start of a phase.
 
   Args:
-    experiment: at the phase that has just ended.
-    state: after its last step; untouched.
-    train_batches: (experiment at a batch size) -> its batches from here on.
-    poll: called before every step of a trial, in all processes; what it raises
-      ends the trials, which then have chosen nothing.
+    experiment: the experiment at the phase that has just ended.
+    state: the state after the last step of that phase, which is not changed.
+    train_batches: a function of an experiment that returns its next batches.
+    poll: called before every step of a trial, in all processes; an exception from it
+      ends the trials without a choice.
   """
   config, derived = experiment.config, experiment.derived
   settings = config.phases
@@ -101,7 +102,7 @@ def choose(
   phase = derived.phases[phase_index(derived.phases, step)]
   here, start = derived.num_devices, derived.start_devices
   asked, previous = config.accumulate_steps, experiment.phase.batch_size
-  # A run that resumes on other devices tries the sizes that it would have tried.
+  # A run that resumes on a different number of devices must try the same sizes.
   micros = asked if here > start else 1
   unit = math.lcm(settings.multiple, start * asked, here * micros)
 
@@ -110,7 +111,7 @@ def choose(
     try:
       (tried,) = over_devices(config, [wanted], here, start)
       return build.at_phase(experiment, tried)
-    except ConfigError:  # bn_span, say, does not fit it
+    except ConfigError:  # For example, bn_span may not divide this batch size.
       return None
 
   def trial(size: int) -> float:
@@ -123,12 +124,12 @@ def choose(
       copy, values = train_step(copy, batch)
       losses.append(values["loss"])
     loss = sum(x.item() for x in losses) / len(losses)
-    logger.info(f"step {step}  trial at batch {size:,}: loss {loss:.4f}")
+    logger.info(f"step {step}  trial with batch size {size:,}: loss {loss:.4f}")
     return loss
 
   done = examples_at(derived.phases, step) / config.batch_size
   rate = jnp.asarray(make_schedule(config, derived)(done)).item()
-  # As the rate decays, larger batches are worth a trial.
+  # A lower learning rate makes larger batches worth a trial.
   change = rate / derived.peak_lr if done >= derived.warmup_steps else 1.0
   most = min(settings.max_batch_size, derived.num_train)
   sizes = candidates(previous, config.batch_size, maximum=most, multiple=unit, rate_change=change)
@@ -139,13 +140,13 @@ def choose(
 
 
 def read_chosen(workdir: Path) -> tuple[int, ...]:
-  """The batch sizes that this run has chosen so far, one per phase.
+  """Return the batch sizes that this run has chosen so far, one per phase.
 
   Raises:
-    ConfigError: the record of them is damaged.
+    ConfigError: the record is damaged.
   """
-  path, remedy = workdir / FILE, "put it back from a copy, or use another --workdir"
+  path, remedy = workdir / FILE, "restore the file from a copy, or use another --workdir"
   chosen = require_json(path, [int], remedy) if path.exists() else []
   if min(chosen, default=1) < 1:
-    raise ConfigError(f"{path}: {min(chosen)} is no batch size; {remedy}")
+    raise ConfigError(f"{path}: {min(chosen)} is not a batch size; {remedy}")
   return tuple(chosen)

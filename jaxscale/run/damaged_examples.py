@@ -1,4 +1,4 @@
-"""Which examples a run could not read: of all its processes, and of its past."""
+"""Record of the examples that a run could not read, over all processes and restarts."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import Literal, get_args
 
 from jaxscale import cluster, data, metrics
 
-Split = Literal["training", "held-out"]
+Split = Literal["training", "held-out"]  # "held-out" is the key in damaged.json.
 
 
 class DamageRecord:
-  """Damaged and odd examples by split, kept as `damaged.json` in the workdir.
+  """Damaged and unusual examples by split, saved as `damaged.json` in the workdir.
 
   Example:
     >>> record = DamageRecord(workdir, start=0)                # doctest: +SKIP
@@ -21,25 +21,25 @@ class DamageRecord:
   """
 
   def __init__(self, workdir: Path, start: int):
-    """Resume with what is on record, unless the run starts anew."""
+    """Load the record of the workdir, unless the run starts from the beginning."""
     self._path = workdir / "damaged.json"
     self._total = {split: data.DamagedExamples() for split in get_args(Split)}
     self._watched: list[tuple[Split, data.DamagedExamples]] = []
     self._reported = ""
     one = {"damaged": {str: str}, "unusual": {str: str}}
-    if start:  # what is damaged there is counted anew
+    if start:  # A run that starts from the beginning counts anew.
       before = metrics.read_json(self._path, dict.fromkeys(self._total, one))
       for split in self._total if before else ():
         self._total[split].update(before[split])
       self._reported = self._as_json() if before else ""
 
   def watch(self, split: Split, dataset: data.Dataset) -> None:
-    """Also count what this dataset could not read, in this process."""
+    """Count also the examples that `dataset` cannot read in this process."""
     if dataset.damaged is not None:
       self._watched.append((split, dataset.damaged))
 
   def collect(self) -> list[str]:
-    """Gather what all processes found; one line per split, if anything is new.
+    """Gather the records of all processes; return one line per split if anything is new.
 
     All processes must call it.
     """
@@ -52,15 +52,15 @@ class DamageRecord:
       return []
     self._reported = self._as_json()
     if cluster.is_leader():
-      # On a full disk the file is left as it was; the lines below say as much.
+      # With a full disk the file keeps its content; the lines below report the examples.
       with contextlib.suppress(OSError):
         metrics.write_json(self._path, json.loads(self._reported))
-    found = {split: x for split, x in self._total.items() if x.count or x.unusual}
-    return [f"{split} data: {damage.describe()}" for split, damage in found.items()]
+    found = {k: x.describe() for k, x in self._total.items() if x.count or x.unusual}
+    return [f"{k.replace('held-out', 'validation')} data: {x}" for k, x in found.items()]
 
   @property
   def count(self) -> int:
-    """Distinct damaged examples, as of the last `collect`."""
+    """The number of distinct damaged examples at the last `collect`."""
     return sum(damage.count for damage in self._total.values())
 
   def _as_json(self) -> str:

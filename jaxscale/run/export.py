@@ -1,4 +1,4 @@
-"""The parameters of a run, as a file for others: `jaxscale export`."""
+"""Export the parameters of a run to a file: `jaxscale export`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-import ml_dtypes  # which numpy knows by name only then
+import ml_dtypes  # Importing it makes numpy know names such as "bfloat16".
 import numpy as np
 
 from jaxscale import weights
@@ -18,7 +18,7 @@ from jaxscale.data.tokenizer import byte_tokenizer
 from jaxscale.errors import ConfigError
 from jaxscale.weights import config_json, hf_config, timm_config
 
-# What is taken: prefixes of names in a checkpoint, and of paths in a safetensors file.
+# Prefixes of names in a checkpoint and of paths in a safetensors file.
 _PREFIXES = {"params": (("params/", "params/"), ("model_state/", ""))}
 _PREFIXES |= {"average": (("average/0/", "params/"), ("average/1/", ""))}
 
@@ -32,20 +32,20 @@ def export(
   take: str | None = None,
   dtype: str | None = None,
 ) -> str:
-  """Write the file; returns one line of what is in it.
+  """Write the file; return one line that describes its content.
 
   Args:
-    workdir: of the run.
-    to: the file; cli/export.py describes it and the rest.
-    naming: whose names the arrays get.
-    step: of the checkpoint; None: the newest.
-    take: "params" or "average"; None: the average, where there is one.
-    dtype: of the arrays; None: as they are.
+    workdir: the run's workdir.
+    to: the output file; cli/export.py describes the formats.
+    naming: the naming scheme of the arrays.
+    step: the step of the checkpoint; None selects the newest one.
+    take: "params" or "average"; None selects the average if the run keeps one.
+    dtype: the dtype of the arrays; None keeps each array's dtype.
 
   Raises:
-    ConfigError: there is no such run or checkpoint, or it is damaged, or the naming
-      has no names for its model, or the folder has another model's config.json.
-    weights.UnwrittenError: the disk failed or is full.
+    ConfigError: the run or checkpoint does not exist or is damaged, the naming scheme
+      does not support the model, or the folder has the config.json of another model.
+    weights.UnwrittenError: writing failed, for example because the disk is full.
   """
   described, step = describe_run(workdir), _saved_step(workdir, step)
   path = workdir.absolute() / "checkpoints" / str(step)
@@ -53,7 +53,9 @@ def export(
     manifest = checkpoint_files.read_manifest(path)["leaves"]
     has_average = any(name.startswith("average/0/") for name in manifest)
     if take == "average" and not has_average:
-      raise ConfigError("--take=average: the run keeps none (Config.ema_decay=None)")
+      raise ConfigError(
+        "--take=average: the run keeps no average (Config.ema_decay=None); use --take=params"
+      )
     take = take or ("average" if has_average else "params")
     read = functools.lru_cache(maxsize=3)(checkpoint_files.leaf_reader(path))
 
@@ -78,7 +80,7 @@ def export(
     about = _about(described, step, take)
     size = weights.export_leaves(to, leaves, metadata=about, **options)
   except checkpoint_files.DamagedError as e:
-    fix = "give another --step"
+    fix = "use another --step"
     raise ConfigError(f"checkpoint {step} in {workdir} is damaged ({e}); {fix}") from None
   if fields is not None:
     try:
@@ -91,13 +93,13 @@ def export(
 
 
 def _saved_step(workdir: Path, step: int | None) -> int:
-  """Return a step that has a checkpoint, the newest where none is asked for."""
+  """Return the step of a saved checkpoint; `None` selects the newest."""
   steps = directory.steps(workdir / "checkpoints")
   if not steps:
-    raise ConfigError(f"--workdir={workdir}: the run has saved nothing yet")
+    raise ConfigError(f"--workdir={workdir}: no checkpoint is saved yet; train the run first")
   if step not in (None, *steps):
     saved = ", ".join(map(str, steps))
-    raise ConfigError(f"--step={step}: not saved, there are {saved}")
+    raise ConfigError(f"--step={step}: no checkpoint of this step; use one of {saved}")
   return steps[-1] if step is None else step
 
 
@@ -106,9 +108,9 @@ def _dtype(name: str) -> Any:
 
 
 def _about(described: Described, step: int, take: str) -> dict[str, str]:
-  """What whoever finds the file may want to know; all text."""
+  """Return the metadata of the exported file, all values as text."""
   data = described.data
-  # As they are called in the file, and in the run's config.json.
+  # Keys are spelled as in the exported file and in the run's config.json.
   names = {"image_mean": "mean", "image_std": "std", "class_names": "class_names"}
   if described.is_text:
     names = {"vocab_size": "vocab_size", "sequence_length": "sequence_length"}
@@ -118,15 +120,15 @@ def _about(described: Described, step: int, take: str) -> dict[str, str]:
 
 
 def _hf_fields(to: Path, described: Described, common: dict[str, Any]) -> dict[str, Any] | None:
-  """The fields of the config.json next to the file; None: none is written."""
+  """Return the fields of the config.json next to the file; None if none is written."""
   config = described.settings()
   is_vit, is_llama = (hasattr(config.model, x) for x in ("patch", "rope_theta"))
   if not (is_vit or is_llama):
     return None
-  config_json.config_json_path(to)  # now: the file itself may take long
+  config_json.config_json_path(to)  # Fail now: writing the weights may take long.
   if is_vit:
     return hf_config.vit_config(config.model, described.data, **common)
-  # Else a tokenizer knows, which need not be here.
+  # A custom tokenizer's own file defines these fields, and it may not exist on this host.
   is_bytes = getattr(config.data, "tokenizer", "bytes") == "bytes"
   is_bytes &= getattr(config.data, "vocab_size", None) is None
   end = byte_tokenizer().separator if is_bytes else None
@@ -135,14 +137,14 @@ def _hf_fields(to: Path, described: Described, common: dict[str, Any]) -> dict[s
 
 
 def _timm_fields(to: Path, described: Described) -> tuple[dict[str, Any] | None, str]:
-  """The fields of the config.json next to the file, or None and a note why not."""
+  """Return the fields of the config.json next to the file, or None and a note why not."""
   try:
     config_json.config_json_path(to)
   except ConfigError:
-    other = "the config.json there is of another file, and timm's is not written"
+    other = "the config.json in this folder belongs to another file, so none is written"
     return None, f" ({other})"
   if "image_shape" in described.data:
     found = timm_config.timm_config(described.settings().model, described.data)
     if found is not None:
       return found, ""
-  return None, " (timm has no such network, and no config.json is written)"
+  return None, " (timm has no such model, so no config.json is written)"

@@ -1,8 +1,8 @@
-"""`fit(config, workdir)`: one run from its first step, or from where it was.
+"""Train one run with `fit(config, workdir)`, from the beginning or from a checkpoint.
 
-The place in the data is one integer and saved with the state: `TrainState.step`.
-`examples_at` (experiment/phases.py) turns it into examples seen, and `train_batches`
-(run/train_phases.py) starts the pipeline (data/pipeline.py) there.
+The position in the data is a single integer, `TrainState.step`, which is saved with the
+state. `examples_at` (experiment/phases.py) converts it to examples seen, and
+`train_batches` (run/train_phases.py) starts the pipeline (data/pipeline.py) at it.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ from jaxscale.training.types import TrainState
 
 
 class Result(NamedTuple):
-  """How a run ended.
+  """Result of a run.
 
   Attributes:
-    state: the last state.
-    summary: what `summary.json` says; "outcome" is "done" or "interrupted".
+    state: the final training state.
+    summary: the content of `summary.json`; "outcome" is "done" or "interrupted".
   """
 
   state: TrainState
@@ -55,30 +55,30 @@ def fit(
   accept_changes: Collection[str] = (),
   hooks: Sequence[Hook] = (),
 ) -> Result:
-  """Train, evaluate and save as the config says; resume if there is a checkpoint.
+  """Train, evaluate and save as configured; resume if the workdir has a checkpoint.
 
-  Writes config.json, metrics.jsonl, tensorboard/, checkpoints/, summary.json
-  and metrics.png into the workdir.
+  Writes config.json, metrics.jsonl, tensorboard/, checkpoints/, summary.json and
+  metrics.png to the workdir.
 
   Args:
-    config: the experiment, or its file (`load_config`).
-    workdir: its own directory, made if need be.
-    plan: a plan of the run, from `planning.plan.as_json`; it becomes plan.json, with
-      which `jaxscale report` and `status` compare the run.
-    accept_changes: resume although these have changed: "data" (examples, class names,
-      tokenizer) or "code" (of your own classes). The run records it.
-    hooks: functions of your own that run between steps, before a checkpoint is saved.
+    config: the config, or the path of a config file.
+    workdir: the run's own directory, which is created if it does not exist.
+    plan: a plan of the run, from `planning.plan.as_json`. It is saved as plan.json, and
+      `jaxscale report` and `status` compare the run with it.
+    accept_changes: kinds of changes to resume with: "data" (examples, class names,
+      tokenizer) and "code" (your own classes). The run records accepted changes.
+    hooks: your own functions to run between steps, before a checkpoint is saved.
 
   Raises:
-    ConfigError: config, data, devices and workdir do not fit each other, or data or
-      code have changed since the run began, or differ between processes.
-    NonFiniteError: a step's loss or gradient was NaN or Inf, and `config.checks`
-      says to stop, or there were too many; the checkpoints are good ones.
-    UnsavedError: the last checkpoint could not be written; all else was done.
+    ConfigError: config, data, devices and workdir do not fit each other; or data or code
+      have changed since the run began, or differ between processes.
+    NonFiniteError: the loss or gradient of a step was NaN or Inf, and `config.checks`
+      says to stop, or too many steps were skipped. Saved checkpoints are good.
+    UnsavedError: the last checkpoint could not be written; all other work is done.
     LockLostError: another run has taken over the workdir.
-    GiveUpError: this job was started again several times, and made no progress.
-    ReplicaDivergenceError: devices no longer hold the same parameters; the
-      message says up to which step checkpoints are good.
+    GiveUpError: the job was restarted several times without progress.
+    ReplicaDivergenceError: devices no longer hold the same parameters. The message has
+      the last step whose checkpoint is good.
 
   Example:
     >>> config = load_config("configs/digits.py")               # doctest: +SKIP
@@ -90,7 +90,7 @@ def fit(
       check_progress(run.experiment.config, run.workdir, run.checkpoints.newest())
       run.record_start()
       state = None
-      while state is None:  # again after each roll back, as a run that resumes
+      while state is None:  # Each roll back resumes from a checkpoint.
         try:
           state = train(run)
         except NonFiniteError as error:
@@ -99,16 +99,16 @@ def fit(
 
 
 def train(run: Run) -> TrainState:
-  """Train from the newest checkpoint, or else from the beginning, to the run's end.
+  """Train from the newest checkpoint, or from the beginning, to the end of the run.
 
   Raises:
-    NonFiniteError, ReplicaDivergenceError: as `fit`; what is being saved is whole.
+    NonFiniteError, ReplicaDivergenceError: as for `fit`; a pending save completes first.
   """
   run.watch.at(0, "starting")
   compiler = StepCompiler(run.programs)
   state = restore(run, compiler)
   run.start_from(start := int(state.step))
-  # Only now: a config whose state cannot be made or restored is not this run's.
+  # Write config.json only now: making or restoring the state may show that the config is wrong.
   grown = _growth(run, start)
   described = workdirs.describe(run.experiment, run.checkpoints.identity)
   write = functools.partial(workdirs.write_config, run.workdir, described)
@@ -118,8 +118,8 @@ def train(run: Run) -> TrainState:
   with run.reporter:
     run.tracer.check_plan(run.total_steps)
     if run.stops_at_target() or start == run.total_steps:
-      done = f"reached its target by step {start}" if run.stops_at_target() else ""
-      logger.info(f"{done or f'all {start} steps are done'} already; evaluating")
+      done = f"the target was reached by step {start}" if run.stops_at_target() else ""
+      logger.info(f"{done or f'all {start} steps are done'} already; evaluating again")
       run_hooks.evaluate(run, start, state)
       return state
     if start:
@@ -132,7 +132,7 @@ def train(run: Run) -> TrainState:
     except (NonFiniteError, ReplicaDivergenceError) as e:
       run.checkpoints.wait()
       steps = run.checkpoints.steps()
-      if not steps:  # then the workdir takes another config
+      if not steps:  # Without a checkpoint the workdir accepts a changed config.
         e.advice = e.advice.replace(", in a new --workdir", "")
       e.args = (
         f"{e.args[0]}; last good checkpoint: {_last_good(steps, e.good_until)} in {run.workdir}",
@@ -142,9 +142,9 @@ def train(run: Run) -> TrainState:
 
 
 def restore(run: Run, compiler: StepCompiler) -> TrainState:
-  """Return the state that training begins from; put the experiment at its phase.
+  """Return the state to train from, and set the experiment to its phase.
 
-  XLA compiles the step while the main thread makes or restores the state.
+  XLA compiles the train step while the main thread creates or restores the state.
   """
   experiment, newest = with_chosen_sizes(run.workdir, run.experiment), run.checkpoints.newest()
   experiment = build.at_phase(experiment, phase_at(experiment, newest))
@@ -157,27 +157,27 @@ def restore(run: Run, compiler: StepCompiler) -> TrainState:
   state = run.checkpoints.restore(abstract, experiment.exchange.resize)
   if state is None:
     turn = run.programs.turn()
-    if lowering is not None:  # two threads that trace are slower than one
+    if lowering is not None:  # Two threads trace slower than one.
       futures.wait([lowering])
     state = experiment.init_state(turn)
   start, end = int(state.step), experiment.derived.total_steps
-  if start > end:  # config.json, which shows that it is another run, is gone
+  if start > end:  # Happens if config.json was deleted.
     raise ConfigError(
-      f"--workdir={run.workdir}: its checkpoint is of step {start:,}, and --config has "
-      f"{end:,} steps; give the config of that run, or use another --workdir"
+      f"--workdir={run.workdir}: the checkpoint is at step {start:,}, but --config has only "
+      f"{end:,} steps; use the config of that run, or another --workdir"
     )
   if (phase := phase_at(experiment, start)) != experiment.phase:
-    # The newest checkpoint was damaged, and the one before is of another phase.
+    # The newest checkpoint was damaged, and the previous one is in an earlier phase.
     experiment = build.at_phase(experiment, phase)
   run.experiment = experiment
   return state
 
 
 def roll_back(run: Run, error: NonFiniteError) -> None:
-  """Have the run resume from its last good checkpoint, without the steps since.
+  """Make the run resume from its last good checkpoint and skip the steps since.
 
   Raises:
-    NonFiniteError: the config does not say "roll_back", or there were too many.
+    NonFiniteError: the config does not say "roll_back", or there were too many roll backs.
   """
   if run.nan_policy.action != "roll_back":
     raise error
@@ -188,7 +188,7 @@ def roll_back(run: Run, error: NonFiniteError) -> None:
 
 
 def _growth(run: Run, start: int) -> str:
-  """Describe what a longer run than before means for the schedule; else ""."""
+  """Return a note on the changed schedule if the run got longer; "" if it did not."""
   experiment, config, derived = run.experiment, run.experiment.config, run.experiment.derived
   length = cluster.from_leader(workdirs.length_before(run.workdir, config))
   if not start or length == {unit: getattr(config, unit) for unit in length}:
@@ -196,15 +196,15 @@ def _growth(run: Run, start: int) -> str:
   before = with_chosen_sizes(run.workdir, build.with_length(experiment, length))
   total = f"{before.derived.total_steps:,} to {derived.total_steps:,} steps"
   rates = build.rate_at(before, start - 1), build.rate_at(experiment, start)
-  schedule = "the schedule is of the new length, the learning rate jumps from "
+  schedule = "the schedule has the new length, so lr jumps from "
   return f": from {total}; {schedule}{rates[0]:.3g} to {rates[1]:.3g}"
 
 
 def _last_good(steps: list[int], good_until: int) -> str:
-  """The newest checkpoint that a fault cannot have reached, as words."""
+  """Describe the newest checkpoint that was saved before the fault."""
   good = [s for s in steps if s <= good_until]
   later = [str(s) for s in steps if s > good_until]
   last = f"step {good[-1]}" if good else "none" if steps else "none yet"
   if later:
-    last += f" (move {' and '.join(later)} away, saved since the last good check)"
+    last += f" (move {' and '.join(later)} away: saved since the last good check)"
   return last

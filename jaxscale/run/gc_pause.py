@@ -1,8 +1,8 @@
-"""No garbage collection while a run starts.
+"""Pause garbage collection while a run starts.
 
-Imports, tracing and lowering make some hundred thousand objects and little garbage.
-Python's collector goes through all of them again and again, which took a sixth of the
-time until the first step (benchmarks/startup.py).
+Imports, tracing and lowering create some hundred thousand objects and little garbage.
+Python's collector scans all of them repeatedly, which took a sixth of the time to the
+first step (benchmarks/startup.py).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _paused = False
 
 @contextlib.contextmanager
 def paused_gc() -> Iterator[None]:
-  """Inside, nothing is collected until `resume_gc`; as before where it was off."""
+  """Pause garbage collection until `resume_gc` or the end of the block."""
   global _paused
   if not gc.isenabled():
     yield
@@ -30,10 +30,10 @@ def paused_gc() -> Iterator[None]:
 
 
 def resume_gc() -> None:
-  """Collect again; all that is there counts as old, so that no step waits for it."""
+  """Resume collection and mark existing objects as old, so that no step waits for a scan."""
   global _paused
   if _paused:
     gc.freeze()
-    gc.unfreeze()  # into the oldest generation, without a look at it
+    gc.unfreeze()  # Moves all objects to the oldest generation without a scan.
     gc.enable()
   _paused = False

@@ -1,8 +1,8 @@
-"""Text from a run's language model.
+"""Generate text with the language model of a run.
 
     jaxscale generate --workdir DIR [--prompt TEXT] [--tokens N] ...
 
-`sample` is the pure function behind it, for any model and prompts of any tokens.
+`sample` is the pure function that does the work, for any stack and prompts of token ids.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ from jaxscale.models.stack import Stack
 def sample(
   stack: Stack, params, prompt: jax.Array, key: jax.Array, *, num_tokens: int, **choice
 ) -> jax.Array:
-  """Tokens that follow a prompt; pure, and to be compiled whole.
+  """Sample tokens that follow a prompt; a pure function to be jitted as a whole.
 
   Args:
-    stack: a model whose batches are tokens.
-    params: as `stack.init` gives.
-    prompt: int32 [rows, length], at least one token long.
-    key: of the choices.
-    num_tokens: how many.
-    choice: temperature, top_k and top_p of `choose`.
+    stack: a model that takes tokens.
+    params: the parameters, as `stack.init` returns them.
+    prompt: the prompts, int32 [rows, length], with at least one token.
+    key: the random key for sampling.
+    num_tokens: the number of tokens to generate per row.
+    choice: `temperature`, `top_k` and `top_p`, as for `choose`.
 
   Returns:
-    int32 [rows, num_tokens].
+    The generated tokens, int32 [rows, num_tokens].
 
   Example:
     >>> from jaxscale.models import make_transformer
@@ -78,23 +78,24 @@ def choose(
   top_k: int | None = None,
   top_p: float | None = None,
 ) -> jax.Array:
-  """Choose one token per row.
+  """Sample one token per row.
 
   Args:
-    logits: float [rows, vocabulary].
-    key: of the choice.
-    temperature: what logits are divided by; 0: the likeliest, the first of equals.
-    top_k: only so many of the likeliest (arXiv:1805.04833, §5.4), the first of
-      equals; None: all.
-    top_p: of those only the fewest likeliest that together have this probability
-      (arXiv:1904.09751, §3.1), the one that reaches it included; None: all.
+    logits: the logits, float [rows, vocabulary].
+    key: the random key.
+    temperature: the divisor of the logits; 0 takes the most likely token, or the first of
+      several that are equally likely.
+    top_k: the number of most likely tokens to sample from (arXiv:1805.04833, §5.4); None
+      keeps all.
+    top_p: the probability mass to sample from: the fewest most likely tokens whose
+      probabilities reach it (arXiv:1904.09751, §3.1); None keeps all.
 
   Returns:
-    int32 [rows].
+    The tokens, int32 [rows].
   """
   if temperature == 0:
     return logits.argmax(-1).astype(jnp.int32)
-  # From the likeliest on: then both rules keep the first so many, ties or not.
+  # In descending order, both rules keep a prefix, also with ties.
   order = jnp.argsort(-logits, axis=-1, stable=True)
   ranked = jnp.take_along_axis(logits, order, axis=-1) / temperature
   ranks = jnp.arange(logits.shape[-1], dtype=jnp.int32)
@@ -109,10 +110,10 @@ def choose(
 
 
 def _tokenizer(workdir: Path, source: Any, info: data.TextInfo) -> Tokenizer:
-  """What made tokens of the run's text.
+  """Return the tokenizer of the run's text.
 
   Raises:
-    ConfigError: there was none, or it is not there any more.
+    ConfigError: the text has no tokenizer, or the tokenizer no longer exists.
   """
   name, why = getattr(source, "tokenizer", "bytes"), ""
   if name == "bytes" and info.vocab_size == byte_tokenizer().vocab_size:
@@ -122,55 +123,55 @@ def _tokenizer(workdir: Path, source: Any, info: data.TextInfo) -> Tokenizer:
     try:
       found = read_tokenizer(name, source.separator, field=field)
     except ConfigError as e:
-      # What it says to give instead is for a run that is yet to be.
-      reason = re.sub(r", (or )?give .*", "", str(e))
+      # The advice in the message is for a new run, and does not apply to an existing one.
+      reason = re.sub(r"[;,:] (or )?(give|use|pip) .*", "", str(e))
     else:
       if found.vocab_size == info.vocab_size:
         return found
       has, had = found.vocab_size, info.vocab_size
-      reason = f"{field}={name!r}: has {has} tokens, and the run's had {had}"
-    why = f", and their tokenizer cannot be taken ({reason})"
+      reason = f"{field}={name!r}: has {has} tokens, but the run was trained with {had}"
+    why = f", and the tokenizer cannot be loaded ({reason})"
   why = f"the {info.vocab_size} tokens of {info.name} are not bytes{why}"
-  fix = "give jaxscale.run.generate.sample tokens of your own"
+  fix = "call jaxscale.run.generate.sample with token ids"
   raise ConfigError(f"--workdir={workdir}: {why}; {fix}")
 
 
 def write(
   workdir: Path, prompt: str = "", *, seed: int = 0, num_tokens: int = 256, **choice
 ) -> str:
-  """Continue a prompt with a run's language model, to the end of its document.
+  """Continue a prompt with a run's language model, up to the end of a document.
 
   Args:
-    workdir: of the run, whose newest intact checkpoint is used.
-    prompt: "": a new document.
-    seed: of the choices.
-    num_tokens: at most so many.
-    choice: as in `choose`.
+    workdir: the run's workdir; its newest intact checkpoint is used.
+    prompt: the text to continue; "" begins a new document.
+    seed: the random seed for sampling.
+    num_tokens: the largest number of tokens to generate.
+    choice: `temperature`, `top_k` and `top_p`, as for `choose`.
 
   Raises:
-    ConfigError: the run has no language model, its tokenizer is not there, or it has
-      no checkpoint.
+    ConfigError: the run has no language model or no checkpoint, or its tokenizer no
+      longer exists.
   """
   described = describe_run(workdir)
   if not described.is_text:
-    why = f"its run is of {described.data['name']}, not of text; give one of a language model"
+    why = f"the run trains on {described.data['name']}, not on text; give a language model's run"
     raise ConfigError(f"--workdir={workdir}: {why}")
   config = described.settings()
   fields = {k: v for k, v in described.data.items() if k in data.TextInfo._fields}
   info = data.TextInfo(**fields)
   stack = make_model(config, info)
-  assert isinstance(stack, Stack), "what takes text is a stack"
+  assert isinstance(stack, Stack), "models of text are stacks"
   tokenizer = _tokenizer(workdir, config.data, info)
   checkpoint = load_params.newest_params(workdir, init_shapes(stack.init))
-  # surrogateescape: bytes of the command line that are no UTF-8 stay what they are.
+  # surrogateescape keeps bytes of the command line that are not valid UTF-8.
   document = tokenizer.encode([prompt.encode("utf-8", "surrogateescape")])
   tokens = document.tolist()[:-1] or [tokenizer.separator]
   length, notes = len(tokens) + num_tokens, [*checkpoint.notes]
   if length > info.sequence_length:
     unit = "bytes" if tokenizer.key == "bytes" else "tokens"
-    seen = f"the model has seen {info.sequence_length} at a time in training"
-    note = f"prompt and text are of up to {length} {unit}, and {seen}"
-    notes.append(f"{note}: what is further away it may not use well")
+    seen = f"the model was trained with {info.sequence_length}"
+    note = f"prompt and text have up to {length} {unit}, but {seen}"
+    notes.append(f"{note}; results may get worse beyond that")
   for note in notes:
     print(f"note: {note}", file=sys.stderr)
   function = functools.partial(sample, stack, num_tokens=num_tokens, **choice)

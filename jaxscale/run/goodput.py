@@ -1,32 +1,32 @@
-"""Goodput: which share of its time a run has trained, and where the rest went.
+"""Goodput: the share of a run's time spent on training, and where the rest went.
 
-`activity.jsonl` in the workdir (run/activity.py) has what process 0 of each start has
-done, and for how long. Together with the times at which jobs were queued it divides the
-time from the first submission to the last line:
+`activity.jsonl` in the workdir (run/activity.py) records what process 0 of each start did,
+and for how long. With the times at which jobs were queued, it divides the time from the
+first submission to the last line into:
 
     training    steps that counted
-    lost        steps that a later start did again, from an older checkpoint, and their
+    lost        steps that a later start repeated from an older checkpoint, and their
                 input
     input       waiting for data
     compile     waiting for XLA: before the first step, where a phase begins (with the
                 trials of AdaptiveBatch and the step report), and before the first
                 evaluation
-    evaluation
-    saving      the stall of a save, not its writing in the background
-    start-up    from the job's start, or where that is not known from the process's, to
+    evaluation  evaluating
+    saving      the pause of training for a save, not the writing in the background
+    start-up    from the start of the job (or of the process, if that is not known) to
                 the first step, without compile
-    queue       waiting for nodes, as far as Slurm or the events of a job say it
-    down        from the end of a process to the next one's start, without queue
-    other       comparing replicas, looking into NaN or Inf, the summary and plots
+    queue       waiting for nodes, as far as Slurm or a job's events record it
+    down        from the end of a process to the next start, without queue
+    other       comparing replicas, examining NaN or Inf, the summary and plots
 
-Goodput is training as a share of all but the queue, for which Google's "ML Productivity
-Goodput" (arXiv:2502.06982) has another figure. Steps after the newest checkpoint count
-as training until a restart does them again. The time after the end of a run that was
-done counts for nothing.
+Goodput is training as a share of all categories but the queue, which Google's "ML
+Productivity Goodput" (arXiv:2502.06982) measures separately. Steps after the newest
+checkpoint count as training until a restart repeats them. Time after the end of a run
+that is done does not count.
 
 The categories are those of Google's ml-goodput-measurement (`BadputType` in
 https://github.com/AI-Hypercomputer/ml-goodput-measurement), for which axlearn records
-its events (axlearn/common/measurement.py), with evaluation and the queue added.
+events (axlearn/common/measurement.py), with evaluation and the queue added.
 """
 
 from __future__ import annotations
@@ -43,27 +43,27 @@ from jaxscale.metrics import text
 FILE = "activity.jsonl"
 _NAMES = "training lost input compile evaluation saving start-up queue down other"
 CATEGORIES: tuple[str, ...] = tuple(_NAMES.split())
-# By the watch's activities; all others are "other".
+# Categories of the watch's activities; all other activities are "other".
 _CATEGORY = {"step": "training", "input": "input", "compiling": "compile", "preparing": "compile"}
 _CATEGORY |= {"evaluating": "evaluation", "saving": "saving", "starting": "start-up"}
-Wait = tuple[float, float]  # when a job was queued and when it got its nodes
+Wait = tuple[float, float]  # the times when a job was queued and when it got its nodes
 _OF_STEPS = ("step", "input")
-_LATEST = 2.0**40  # seconds since 1970: what is later, or longer, is damaged
+_LATEST = 2.0**40  # seconds; a larger value in a record is damaged
 _SHAPE = {"start": float, "time": float, "step": int, "resumed": [int]}
 _SHAPE |= {"seconds": {str: float}, "queued": (None, [float]), "done": bool}
 
 
 class Activity(NamedTuple):
-  """What one process has done up to a time; a line of `activity.jsonl`.
+  """Activities of one process up to a time; one line of `activity.jsonl`.
 
   Attributes:
-    start: of the process, seconds since 1970.
-    time: up to which this is known.
-    step: that is in progress, or comes next.
-    resumed: the steps after which it began to train; more than one after a roll back.
-    seconds: in each activity since the start; together `time - start`.
-    queued: of its job; None: not known.
-    done: whether the whole run was.
+    start: the start of the process, in seconds since 1970.
+    time: the time up to which the line counts, in seconds since 1970.
+    step: the step in progress, or the next one.
+    resumed: the steps after which the process began to train; several after a roll back.
+    seconds: the seconds in each activity since the start; their sum is `time - start`.
+    queued: the wait of the process's job; None if it is not known.
+    done: True if the whole run is done.
   """
 
   start: float
@@ -76,27 +76,27 @@ class Activity(NamedTuple):
 
 
 class Goodput(NamedTuple):
-  """Where the time of a run went.
+  """Time of a run by category.
 
   Attributes:
-    seconds: by category, all of `CATEGORIES`.
+    seconds: the seconds in each of `CATEGORIES`.
   """
 
   seconds: dict[str, float]
 
   @property
   def wall_s(self) -> float:
-    """The sum of all categories."""
+    """The sum of all categories in seconds."""
     return sum(self.seconds.values())
 
   @property
   def share(self) -> float | None:
-    """Training as a share of all but the queue; None where there is nothing else."""
+    """Training as a share of all categories but the queue; None if those have no time."""
     held_s = self.wall_s - self.seconds["queue"]
     return self.seconds["training"] / held_s if held_s > 0 else None
 
   def summary(self) -> dict[str, Any]:
-    """For summary.json."""
+    """Return the values for summary.json."""
     share = None if self.share is None else round(self.share, 4)
     seconds = {name: round(s, 3) for name, s in self.seconds.items()}
     return {"goodput": share, "goodput_seconds": seconds}
@@ -114,10 +114,10 @@ class Goodput(NamedTuple):
 
 
 def read_activities(workdir: Path, *more: Activity) -> list[Activity]:
-  """Return what is on record in a workdir, without damaged lines, and then `more`.
+  """Return the activities recorded in a workdir, without damaged lines, and then `more`.
 
-  Lines are in the order in which they were written. A start whose first line is older
-  than the line before had its clock set back: it counts from that line on.
+  Lines keep the order in which they were written. If the first line of a start is older
+  than the line before, its clock was set back, and the start counts from that line on.
   """
   activities: list[Activity] = []
   for line in read_json_lines(workdir / FILE, None, _SHAPE):
@@ -138,23 +138,23 @@ def read_activities(workdir: Path, *more: Activity) -> list[Activity]:
 
 
 def is_time(value: Any) -> bool:
-  """Whether a value out of JSON can be seconds since 1970, or of a run."""
+  """Return whether a value from JSON can be a time or a duration in seconds."""
   return mismatch(value, float) is None and 0 <= value < _LATEST
 
 
 def goodput(
   activities: Iterable[Activity], waits: Iterable[Wait] = (), until: float = 0.0
 ) -> Goodput | None:
-  """Divide the time of a run.
+  """Divide the time of a run into categories.
 
   Args:
-    activities: of all its starts, in any order.
-    waits: more of them, in seconds since 1970; they may overlap with each other and
-      with those of the activities.
-    until: when its last job ended, if that is known.
+    activities: the activities of all starts, in any order.
+    waits: additional waits of jobs, in seconds since 1970; they may overlap with each
+      other and with those of the activities.
+    until: the end of the last job, in seconds since 1970; 0 if it is not known.
 
   Returns:
-    None where no start is on record.
+    The time by category, or None if no start is recorded.
 
   Example:
     >>> first = Activity(0.0, 9.0, 5, [0], {"starting": 4.0, "step": 5.0})
@@ -177,7 +177,7 @@ def goodput(
     begin = lines[0].start
     if not was_done:
       _add(spent, _gap(end, begin, all_waits, before_start=True))
-    # Of two processes at a time, the later one has the workdir.
+    # If two processes overlap, the later one owns the workdir.
     segments += _segments(lines, later[0].start if later else math.inf)
     end = min(lines[-1].time, later[0].start if later else math.inf)
     was_done = lines[-1].done
@@ -196,7 +196,7 @@ def _add(spent: dict[str, float], part: dict[str, float]) -> None:
 def _gap(
   begin: float, end: float, waits: Sequence[Wait], *, before_start: bool = False
 ) -> dict[str, float]:
-  """What a time was in which no process ran; `before_start`: one starts at its end."""
+  """Divide a time without a process; `before_start`: a process starts at the end of it."""
   inside = [started for _, started in waits if begin < started <= end]
   ready = max(inside, default=end) if before_start else end
   queue_s, covered = 0.0, begin
@@ -207,14 +207,14 @@ def _gap(
 
 
 class _Segment(NamedTuple):
-  """What a process did between two lines.
+  """Activity of a process between two lines.
 
   Attributes:
-    attempt: start of the process, and how many times it had begun to train.
-    resumed: after which step that was; None: it has not begun.
-    first: step in progress at the beginning.
-    last: step in progress at the end.
-    seconds: by activity.
+    attempt: the start of the process, and how many times it had begun to train.
+    resumed: the step after which the attempt began; None if training has not begun.
+    first: the step in progress at the beginning.
+    last: the step in progress at the end.
+    seconds: the seconds by activity.
   """
 
   attempt: tuple[float, int]
@@ -225,7 +225,7 @@ class _Segment(NamedTuple):
 
 
 def _segments(lines: Sequence[Activity], cut: float) -> Iterator[_Segment]:
-  """The segments of one start, up to a time."""
+  """Yield the segments of one start, up to the time `cut`."""
   start = lines[0].start
   before = Activity(start, start, 0, (), {})
   for line in lines:
@@ -235,7 +235,7 @@ def _segments(lines: Sequence[Activity], cut: float) -> Iterator[_Segment]:
       return
     known = before.seconds
     seconds = {n: max(s - known.get(n, 0.0), 0.0) for n, s in line.seconds.items()}
-    # Equal but for the milliseconds that were rounded, and what is damaged.
+    # The sum differs from the length by rounding, and by more if a line is damaged.
     recorded = sum(seconds.values())
     if recorded > 0:
       seconds = {name: s * (length / recorded) for name, s in seconds.items()}
@@ -250,10 +250,10 @@ def _segments(lines: Sequence[Activity], cut: float) -> Iterator[_Segment]:
 
 
 def _without_lost(segments: Sequence[_Segment]) -> Iterator[dict[str, float]]:
-  """Each segment's seconds by category.
+  """Yield each segment's seconds by category.
 
-  Later attempts decide which steps counted. Between two lines all steps are taken to
-  be equally long.
+  Later attempts decide which steps counted. All steps between two lines count as equally
+  long.
   """
   limit, newer = math.inf, None
   for segment in reversed(segments):

@@ -1,4 +1,4 @@
-"""What happens between the steps of a run: its hooks, in order, and what the loop is told."""
+"""Hooks of a run, which run between its steps, and callbacks of the training loop."""
 
 from __future__ import annotations
 
@@ -26,37 +26,37 @@ from jaxscale.training.types import TrainState
 
 
 class RunCallbacks(loop.Callbacks):
-  """Tells the watch, the tracer and the reporter where a run is, in one phase."""
+  """Callbacks that inform the watch, the tracer and the reporter during one phase."""
 
   def __init__(self, run: Run):
-    """Callbacks of the phase that the run is in."""
+    """Create callbacks for the run's current phase."""
     self._run = run
     super().__init__(is_logged=log_interval(run))
 
   def at(self, step, activity):
-    """Note it for the watch, and in a trace."""
+    """Report an activity to the watch and to a trace."""
     note(self._run, step, activity)
 
   def is_traced(self, step):
-    """Whether a trace of this process begins or ends before this step."""
+    """Return whether a trace of this process begins or ends before this step."""
     return self._run.tracer.is_due(step)
 
   def trace(self, step):
-    """Begin or end a trace, which may take a while to write."""
+    """Begin or end a trace; writing a trace may take a while."""
     turn_trace(self._run, step)
 
   def log(self, step, metrics):
-    """On the terminal and in the files."""
+    """Log metrics on the terminal and in the files."""
     if self._run.nan_policy.action == "skip":
       metrics["skipped_steps"] = float(self._run.nan_policy.count(step))
     self._run.reporter.trained(step, metrics)
 
   def should_stop(self, step):
-    """Whether all processes are asked to stop, or the target is reached."""
+    """Return whether all processes are asked to stop, or the target is reached."""
     return self._run.should_stop(step)
 
   def skipped(self, bad):
-    """Name the devices that found NaN or Inf; count the step, or end the run."""
+    """Report the devices that found NaN or Inf; count the skipped step, or end the run."""
     what, in_state = bad.what, False
     self.at(bad.newest, "inspecting")
     with self._run.reporter.pause():
@@ -70,14 +70,14 @@ class RunCallbacks(loop.Callbacks):
 
 
 def run_hooks(run: Run, fingerprint: Future[Fingerprint] | None) -> Sequence[Hook]:
-  """Return what a run does between the steps of its phase, in this order.
+  """Return the hooks to run between the steps of a phase, in order.
 
-  Replicas are compared before anything that rests on them; the user's own hooks see a
-  state that is good; a checkpoint comes last, and always where the run ends early.
+  Replicas are compared before anything that relies on them. The user's hooks only see a
+  good state. A checkpoint comes last, and always if the run ends early.
 
   Args:
-    run: in the phase.
-    fingerprint: for the comparison of replicas; None: they are not compared.
+    run: the run, in the phase.
+    fingerprint: the program that compares replicas; None if they are not compared.
   """
   config, derived = run.experiment.config, run.experiment.derived
   every = functools.partial(phases.every, derived.phases, run.experiment.phase)
@@ -85,7 +85,7 @@ def run_hooks(run: Run, fingerprint: Future[Fingerprint] | None) -> Sequence[Hoo
   is_logged = log_interval(run)
 
   def is_save_due(step: int) -> bool:
-    if is_logged(step):  # of all processes after the same step, which no log line is
+    if is_logged(step):  # All processes log after the same steps, so they poll together.
       run.checkpoints.poll()
     return run.should_stop(step) or is_saved(step)
 
@@ -101,33 +101,33 @@ def run_hooks(run: Run, fingerprint: Future[Fingerprint] | None) -> Sequence[Hoo
 
 
 def log_interval(run: Run) -> Callable[[int], bool]:
-  """Return a function of the step: whether its metrics are logged, in this phase."""
+  """Return a function that tells whether a step's metrics are logged in this phase."""
   experiment, every = run.experiment, run.experiment.config.log.every_steps
   return phases.every(experiment.derived.phases, experiment.phase, lambda phase: every)
 
 
 def evaluation_interval(run: Run) -> Callable[[int], bool]:
-  """Return a function of the step: whether an evaluation follows it, in this phase."""
+  """Return a function that tells whether an evaluation follows a step in this phase."""
   config, derived = run.experiment.config, run.experiment.derived
   steps = functools.partial(interval, config.evaluation, derived.num_train)
   return phases.every(derived.phases, run.experiment.phase, steps)
 
 
 def note(run: Run, step: int, activity: str) -> None:
-  """Tell the watch and the trace what the host begins to do."""
+  """Report an activity of the host to the watch and to a trace."""
   run.watch.at(step, activity)
   run.tracer.at(step, activity)
 
 
 def turn_trace(run: Run, step: int) -> None:
-  """Begin a trace with this step, or end the one before."""
-  note(run, step - 1, "preparing")  # others that wait are at this step already
+  """Begin a trace at this step, or end the current one."""
+  note(run, step - 1, "preparing")  # Other processes that wait are at this step already.
   with run.reporter.pause():
     run.tracer.turn(step)
 
 
 def run_own(run: Run, hook: Hook, step: int, state: TrainState) -> None:
-  """Run a hook of the user's, whose time is not training and may be long."""
+  """Run a user's hook; its time, which may be long, does not count as training."""
   note(run, step, "hook")
   with run.reporter.pause():
     hook.run(step, state)
@@ -136,10 +136,10 @@ def run_own(run: Run, hook: Hook, step: int, state: TrainState) -> None:
 def check_replicas(
   run: Run, fingerprint: Future[Fingerprint], step: int, state: TrainState
 ) -> None:
-  """Compare the replicas.
+  """Compare the parameters of all replicas.
 
   Raises:
-    ReplicaDivergenceError: they differ.
+    ReplicaDivergenceError: the replicas differ.
   """
   note(run, step, "inspecting")
   with run.reporter.pause(), jax.profiler.TraceAnnotation("check"):
@@ -150,7 +150,7 @@ def check_replicas(
 
 
 def evaluate(run: Run, step: int, state: TrainState) -> None:
-  """Evaluate on all held-out examples, unless all are asked to stop."""
+  """Evaluate all validation examples; stop early if all processes are asked to stop."""
   experiment = run.experiment
   if run.tracer.is_complete:
     turn_trace(run, step + 1)
@@ -159,10 +159,10 @@ def evaluate(run: Run, step: int, state: TrainState) -> None:
       note(run, step, "preparing")
       lowered = experiment.lower_eval_step(experiment.abstract_state())
       with run.programs.turn():
-        lowered.compile()  # which the first call finds, in JAX or on disk
+        lowered.compile()  # The first call finds the program in JAX's cache.
     size, mesh = experiment.derived.eval_batch_size, experiment.mesh
     batches = data.eval_batches(experiment.eval_data, size, shard=host_shard(mesh))
-    # From the first batch on: what hangs now is the input, not a compilation.
+    # After the first batch a hang is a fault of the input, not a compilation.
     on_devices = until_stopped(batches, mesh, run.watch, step, "evaluating")
     try:
       values = loop.evaluate(experiment.eval_step, *state.evaluated(), on_devices)
@@ -177,7 +177,7 @@ def evaluate(run: Run, step: int, state: TrainState) -> None:
 
 
 def save(run: Run, step: int, state: TrainState) -> None:
-  """Save a checkpoint in the background, with the metrics of an evaluation at this step."""
+  """Save a checkpoint in the background, with the metrics of this step's evaluation."""
   note(run, step, "saving")
   is_end = step == run.total_steps or run.stops_at_target()
   is_end |= run.watch.stop.agreed is not None
@@ -191,14 +191,14 @@ def until_stopped(
   """Yield the batches of an evaluation on the devices, until all are asked to stop.
 
   Args:
-    batches: this host's rows of each. Several are loaded before the first is used.
-    mesh: where they go.
-    watch: takes note of each batch, and knows when to stop.
-    step: after which it is.
-    activity: until the second batch is asked for; the first may compile.
+    batches: this host's rows of each batch; several are loaded before the first is used.
+    mesh: the mesh that batches are put on.
+    watch: the watch, which records each batch and knows when to stop.
+    step: the step before the evaluation.
+    activity: the activity until the second batch is requested, which may compile.
 
   Raises:
-    StopRequested: all are asked to stop.
+    StopRequested: all processes are asked to stop.
   """
   watch.at(step, activity)
 

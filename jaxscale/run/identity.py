@@ -1,7 +1,7 @@
-"""Identity of a run: its data, the user's own code, and JAX's arithmetic.
+"""Identity of a run: its data, the user's own code, and JAX's numeric settings.
 
-Recorded in config.json and in each checkpoint, and compared when the run resumes and
-between the processes of a start. Paths and times of files are no part of it.
+The identity is saved in config.json and in each checkpoint. It is compared when a run
+resumes, and between the processes of a start. Paths and file times are not part of it.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from jaxscale.experiment import build
 from jaxscale.files import mismatch
 
 ACCEPTABLE = "data", "code"
-# Settings of JAX that change numbers; only x64 changes the types of the state.
+# JAX settings that change numbers; only x64 also changes the dtypes of the state.
 _SETTINGS = """jax_enable_x64 jax_default_matmul_precision jax_default_prng_impl
   jax_threefry_partitionable""".split()
 SHAPE = {"data": {}, "code": {str: str}, "environment": {}}
 
 
 class Change(NamedTuple):
-  """A difference between a run as it was and as it is now.
+  """A difference between a run at its start and now.
 
   Attributes:
-    kind: "data", "code", "x64" or "settings".
-    text: what differs, with both values.
+    kind: the kind: "data", "code", "x64" or "settings".
+    text: the difference, with both values.
   """
 
   kind: str
@@ -43,11 +43,11 @@ def accepted(kinds: Collection[str]) -> set[str]:
   """Return the kinds of changes to accept.
 
   Raises:
-    ConfigError: there is no such kind.
+    ConfigError: there is no such kind of change.
   """
   kinds = {*(kinds.split(",") if isinstance(kinds, str) else kinds)}
   if unknown := sorted(kinds.difference(ACCEPTABLE)):
-    fix = f"give some of {', '.join(ACCEPTABLE)}"
+    fix = f"use {' or '.join(ACCEPTABLE)}"
     raise invalid("accept_changes", unknown[0], "is not a kind of change", fix)
   return kinds
 
@@ -60,7 +60,7 @@ def identity_of(experiment: build.Experiment) -> dict[str, Any]:
     facts |= {"class_names": list(names)}
   environment = {name: getattr(jax.config, name, None) for name in _SETTINGS}
   config = experiment.config
-  trains = dataclasses.replace(config, log=type(config.log)())  # not trackers
+  trains = dataclasses.replace(config, log=type(config.log)())  # Trackers do not count.
   code = code_of(trains).hashes
   return {"data": facts, "code": code, "environment": environment}
 
@@ -73,23 +73,23 @@ def _facts(dataset: data.Dataset) -> dict[str, Any]:
 
 
 def check_alike(identity: dict[str, Any]) -> None:
-  """Refuse processes of one start that differ; all call it.
+  """Check that all processes of a start have the same identity; all call it.
 
   Raises:
-    ConfigError: in all of them, one line with the processes and what differs.
+    ConfigError: two processes differ; the message has both and the difference.
   """
   first, *others = cluster.gather(identity)
   for process, other in enumerate(others, 1):
     if differing := [*changes(first, other)]:
       text = "; ".join(change.text for change in differing[:3])
-      text = text.replace(" there and ", " in process 0 and ")
+      text = text.replace(" in the workdir and ", " in process 0 and ")
       text = text.replace(" now", f" in process {process}")
-      fix = "let all processes read the same data and code, with the same settings"
-      raise ConfigError(f"processes 0 and {process} differ: {text}; {fix} of JAX")
+      fix = "make all processes read the same data and code, with the same settings of JAX"
+      raise ConfigError(f"processes 0 and {process} differ: {text}; {fix}")
 
 
 def changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[Change]:
-  """Yield what differs between two identities, data first."""
+  """Yield the differences between two identities, data first."""
   if mismatch(old, SHAPE):
     return
   old_data, new_data = dict(old["data"]), dict(new["data"])
@@ -100,15 +100,15 @@ def changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[Change]:
   yield from _differing("code", old["code"], new["code"], _code_name)
   x64 = [bool(x["environment"].get("jax_enable_x64")) for x in (old, new)]
   if x64[0] != x64[1]:
-    text = "JAX_ENABLE_X64 is {:d} there and {:d} now".format(*x64)
+    text = "JAX_ENABLE_X64 is {:d} in the workdir and {:d} now".format(*x64)
     yield Change("x64", text)
 
 
 def _renamed(old: list[str], new: list[str]) -> str:
   if len(old) != len(new):
-    return f"there are {len(old)} classes there and {len(new)} now"
+    return f"there are {len(old)} classes in the workdir and {len(new)} now"
   at = next(i for i, (a, b) in enumerate(zip(old, new, strict=True)) if a != b)
-  return f"class {at} is {shown(old[at])} there and {shown(new[at])} now"
+  return f"class {at} is {shown(old[at])} in the workdir and {shown(new[at])} now"
 
 
 def _code_name(key: str) -> str:
@@ -123,16 +123,16 @@ def _differing(
     if before == now:
       continue
     is_text = all(isinstance(x, str) and x != "missing" for x in (before, now))
-    text = "differs" if is_text else f"is {shown(before)} there and {shown(now)} now"
+    text = "differs" if is_text else f"is {shown(before)} in the workdir and {shown(now)} now"
     yield Change(kind, f"{name(key)} {text.replace(repr('missing'), 'missing')}")
 
 
 def other_environment(described: Mapping[str, Any], now: Mapping[str, Any]) -> str:
-  """Describe what may change rounding or random numbers, in one line; "": nothing.
+  """Describe differences that may change rounding or random numbers; "" if there are none.
 
   Args:
-    described: config.json of the run.
-    now: what it would be now.
+    described: the config.json of the run.
+    now: the config.json that the run would have now.
   """
   sides = []
   for side in (described, now):
@@ -142,5 +142,5 @@ def other_environment(described: Mapping[str, Any], now: Mapping[str, Any]) -> s
     sides.append(kind | {**versions} | {**settings})
   old, new = sides
   differs = [n for n in old if n in new and old[n] != new[n] and n != "jax_enable_x64"]
-  texts = [f"{name} {old[name]} then and {new[name]} now" for name in differs]
+  texts = [f"{name} {old[name]} in the workdir and {new[name]} now" for name in differs]
   return ", ".join(texts)

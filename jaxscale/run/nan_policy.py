@@ -1,20 +1,20 @@
-"""What follows a skipped step, and the record of it in the workdir.
+"""NaN policy: what a run does after a skipped step, and the record of skipped steps.
 
-A step whose loss or gradient is NaN or Inf changed nothing (`nan_guard`). Then
+A step whose loss or gradient is NaN or Inf changes nothing (`nan_guard`). After such a step:
 
     stop        the run ends
-    skip        it continues with the next batch: nothing to undo
-    roll_back   it resumes from the last checkpoint c as if the steps c + 1 … t had
-                been done, t being the bad one; their batches are passed over
+    skip        the run continues with the next batch; there is nothing to undo
+    roll_back   the run resumes from the last checkpoint c as if the steps c + 1 … t had
+                been done, where t is the bad step; their batches are skipped
 
-To roll back undoes what led to the bad step, and trains on other data: PaLM was
-restarted from about 100 steps before a spike, without the data of 200 to 500 steps, and
-neither those data nor that state alone brought it back (arXiv:2204.02311, section
-5.1). The order of the data stays what it was.
+A roll back undoes what led to the bad step and trains on different data: PaLM was
+restarted from about 100 steps before a spike and skipped the data of 200 to 500 steps.
+Neither those data nor that state alone reproduced the spike (arXiv:2204.02311, section
+5.1). The order of the data does not change.
 
-`skipped_steps.json` has both. A run that resumes from a checkpoint makes the same
-skips by itself, as they follow from data and parameters; what was passed over it passes
-over again, wherever it starts. So resuming is exact under each policy.
+`skipped_steps.json` records both. A run that resumes from a checkpoint skips the same
+steps again, as skips follow from data and parameters. Rolled back steps stay skipped,
+wherever the run resumes. So resuming is exact under each policy.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _RECORD |= {"passed_over": [{"after": int, "to": int, "what": str}]}
 
 
 class NanPolicy:
-  """The skipped steps of one run; every process makes and calls it alike.
+  """Skipped steps of one run; every process must make the same calls.
 
   Example:
     >>> policy = NanPolicy(workdir, "skip")                    # doctest: +SKIP
@@ -41,17 +41,17 @@ class NanPolicy:
   """
 
   def __init__(self, workdir: Path, action: Action, max_total: int = 10, max_consecutive: int = 3):
-    """Resume with what is on record.
+    """Load the record of the workdir.
 
     Args:
-      workdir: where the record is.
-      action: what follows a skipped step.
-      max_total: skips, or rolls back, that a run may have; one more ends it.
-      max_consecutive: likewise skips of steps that follow one another, or rolls back
+      workdir: the run's workdir, which has the record.
+      action: the action after a skipped step.
+      max_total: the allowed number of skips or roll backs; one more ends the run.
+      max_consecutive: the allowed number of skips of consecutive steps, or of roll backs
         to one checkpoint.
 
     Raises:
-      ConfigError: the record is unreadable.
+      ConfigError: the record cannot be read.
     """
     self.action, self._limits = action, (max_total, max_consecutive)
     self._path = workdir / FILE
@@ -61,26 +61,26 @@ class NanPolicy:
         found = require_json(self._path, _RECORD, "fix it, or use another --workdir")
     except ConfigError as e:
       problem = str(e)
-    found, problem = cluster.from_leader([found, problem])  # whose reading is everybody's
+    found, problem = cluster.from_leader([found, problem])  # All use what process 0 read.
     if problem:
       raise ConfigError(problem)
     self.skipped: list[dict[str, Any]] = found["skipped"]
     self.passed_over: list[dict[str, Any]] = found["passed_over"]
 
   def start_from(self, step: int) -> None:
-    """The run resumes after this step: later skips recur, or do not."""
+    """Forget skips after `step`, from which the run resumes; they recur if they must."""
     self.skipped = [s for s in self.skipped if s["step"] <= step]
 
   def skip(self, step: int, what: str, hopeless: bool = False) -> None:
     """Count a skipped step.
 
     Args:
-      step: which.
-      what: which device found what, the same in all processes.
-      hopeless: the state itself is bad, so that all further steps would be too.
+      step: the skipped step.
+      what: the devices and their values, the same text in all processes.
+      hopeless: True if the state itself is bad, so that all further steps would be too.
 
     Raises:
-      NonFiniteError: the action is another one, or these are too many.
+      NonFiniteError: the action is not "skip", or too many steps were skipped.
     """
     if self.action != "skip" or hopeless:
       raise NonFiniteError(step, what)
@@ -92,14 +92,14 @@ class NanPolicy:
       raise NonFiniteError(step, f"{what} (skipped {too_many})")
 
   def roll_back(self, error: NonFiniteError, last_good: int) -> None:
-    """Pass over what follows the last good checkpoint, the bad step included.
+    """Skip the steps from the last good checkpoint to the bad step, from now on.
 
     Args:
-      error: why.
-      last_good: step of that checkpoint; 0: the beginning.
+      error: the error of the bad step.
+      last_good: the step of that checkpoint; 0 is the beginning.
 
     Raises:
-      NonFiniteError: these are too many.
+      NonFiniteError: there were too many roll backs.
     """
     to = max(error.step, last_good + 1)
     what = str(error).partition("; last good")[0]
@@ -112,7 +112,7 @@ class NanPolicy:
       raise error
 
   def _too_many(self, total: int, consecutive: int) -> str | None:
-    """What is over its limit, as words."""
+    """Describe the limit that is exceeded; None if there is none."""
     most, most_consecutive = self._limits
     if consecutive > most_consecutive:
       limit = f"max_consecutive_skipped_steps={most_consecutive}"
@@ -120,21 +120,21 @@ class NanPolicy:
     return f"{total} times, max_skipped_steps={most}" if total > most else None
 
   def done_until(self, step: int) -> int:
-    """The step up to which all is passed over after `step`; `step` if nothing is."""
+    """Return the last of the steps to skip after `step`; `step` if none is skipped."""
     while ends := [p["to"] for p in self.passed_over if p["after"] <= step < p["to"]]:
       step = max(ends)
     return step
 
   def next_after(self, step: int, stop: int) -> int:
-    """Where training from `step` on has to pause: at `stop`, or before a gap."""
+    """Return the step to train to: `stop`, or the step before the next skipped ones."""
     return min([p["after"] for p in self.passed_over if step < p["after"]] + [stop])
 
   def count(self, step: int) -> int:
-    """Steps skipped up to this one."""
+    """Return the number of steps skipped up to this one."""
     return sum(s["step"] <= step for s in self.skipped)
 
   def summary(self) -> dict[str, int]:
-    """For `summary.json`."""
+    """Return the values for `summary.json`."""
     return {"skipped_steps": len(self.skipped), "rolled_back": len(self.passed_over)}
 
   def _write(self) -> None:

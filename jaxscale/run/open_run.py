@@ -1,4 +1,4 @@
-"""What a run opens, in order, and closes again: its workdir, lock, records and programs."""
+"""Open and close the parts of a run: its workdir, lock, records and programs."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ def open_run(
   accept_changes: Collection[str] = (),
   hooks: Sequence[Hook] = (),
 ) -> Iterator[Run]:
-  """Open a run in a workdir that no other run writes to; the arguments are those of `fit`.
+  """Open a run in a workdir that no other run writes to; the arguments are as for `fit`.
 
-  `Run.checkpoints` and `Run.tracer` are made and not entered yet: the summary of a run is
+  `Run.checkpoints` and `Run.tracer` are created but not entered: the summary of a run is
   written after they are closed.
 
   Raises:
@@ -52,7 +52,7 @@ def open_run(
     if isinstance(config, str | os.PathLike):
       config = load_config(os.fspath(config))
     if not isinstance(config, Config):
-      fix = "give a Config, or the path of a config file"
+      fix = "use a Config, or the path of a config file"
       raise invalid("config", config, f"is a {type(config).__name__}", fix)
     _check_hooks(hooks)
     tracking.check_packages(config)
@@ -104,13 +104,13 @@ def open_run(
 def _check_hooks(hooks: Sequence[Hook]) -> None:
   for hook in hooks:
     if not isinstance(hook, Hook) or not callable(hook.run):
-      raise invalid("hooks", hooks, "is not a list of hooks", "give [training.Hook(every, run)]")
+      raise invalid("hooks", hooks, "is not a list of hooks", "use [training.Hook(every, run)]")
     if not callable(hook.every) and hook.every < 1:
-      raise invalid("Hook.every", hook.every, "is not a number of steps", "give 1 or more")
+      raise invalid("Hook.every", hook.every, "is not a number of steps", "use 1 or more")
 
 
 def with_chosen_sizes(workdir: Path, experiment: build.Experiment) -> build.Experiment:
-  """Return the experiment with the batch sizes that an adaptive run has chosen by now."""
+  """Return the experiment with the batch sizes that an adaptive run has chosen so far."""
   if not isinstance(experiment.config.phases, AdaptiveBatch):
     return experiment
   chosen = cluster.from_leader(adaptive_batch.read_chosen(workdir))

@@ -1,15 +1,15 @@
-"""Compiled programs of a run, kept on disk: what one start compiles, the next loads.
+"""Compiled programs of a run, saved on disk: later starts load what one start compiled.
 
-They are JAX's persistent compilation cache (jax.experimental.compilation_cache), in the
-workdir: a job that is requeued has it again, and all processes can read it. Its keys
-are of the program itself, jaxlib's version, XLA's flags, and the kind and number of
-devices, CPUs' instruction sets included: what was edited, upgraded or is on other
-hardware is compiled again.
+The programs are in JAX's persistent compilation cache (jax.experimental.compilation_cache)
+in the workdir, so a requeued job finds them, and all processes can read them. Cache keys
+cover the program, jaxlib's version, XLA's flags, and the kind and number of devices
+(including CPU instruction sets), so any change of these compiles again.
 
-A program is code that is run. So it is loaded only from a folder that nobody else can
-write to, and if it is what was written: JAX leaves behind what a kill or a full disk
-has cut short, and never writes it again. Next to each program is a SHA-256 of it and
-its name; what does not fit, or has none, is deleted before anything is loaded.
+A cached program is code that is run. It is therefore loaded only from a folder that
+nobody else can write to, and only if it is intact: after a kill or a full disk, JAX leaves
+truncated files, and never rewrites them. Each program has a file with a SHA-256 of its
+content and name. A program without a matching checksum is deleted before anything is
+loaded.
 """
 
 from __future__ import annotations
@@ -36,29 +36,29 @@ from jaxscale.files import read_bytes, readable_text, replace_text, who_else_wri
 from jaxscale.metrics.log import logger
 
 FOLDER = "compiled"
-_PROGRAM, _SUM = "-cache", ".sha256"  # the first is JAX's (jax/_src/lru_cache.py)
-_ordinals = itertools.count()  # of the turns of this process
+_PROGRAM, _SUM = "-cache", ".sha256"  # JAX defines the first one (jax/_src/lru_cache.py).
+_ordinals = itertools.count()  # numbers the turns of this process
 
 
 class Programs:
-  """Where this run's programs are kept, and who compiles first."""
+  """Program cache of a run, and the turns in which processes compile."""
 
   def __init__(self, folder: Path | None, wait_s: float):
-    """Kept in a folder, whose programs are whole.
+    """Use a folder whose programs were checked.
 
     Args:
-      folder: JAX's cache; None: it is not ours to look after.
-      wait_s: for the leader, at most, in a turn.
+      folder: the folder of JAX's cache; None if jaxscale does not manage it.
+      wait_s: the longest time to wait for the leader in a turn, in seconds.
     """
     self._folder, self._wait_s = folder, wait_s
     self._lock = threading.Lock()
 
   def turn(self) -> contextlib.AbstractContextManager[None]:
-    """To compile one program in: the leader compiles it, then the others load it.
+    """Return a context to compile one program in: first the leader, then the others.
 
-    All processes make their turns in the same order, in their main threads; they may
-    enter them in any thread. On GPUs nobody waits: there XLA divides what it measures
-    to choose its kernels among the processes, which compile together.
+    All processes must create their turns in the same order, in their main threads; they
+    may enter them in any thread. On GPUs nobody waits: there XLA divides autotuning among
+    the processes, which compile together.
     """
     return self._turn(f"compiled/{next(_ordinals)}")
 
@@ -73,7 +73,7 @@ class Programs:
       self.seal()
 
   def seal(self) -> None:
-    """Write the checksums of programs that have none, or one of before."""
+    """Write missing and outdated checksums of programs."""
     if self._folder is None or not cluster.is_leader():
       return
     with self._lock:
@@ -83,26 +83,26 @@ class Programs:
           if not stored.exists() or stored.stat().st_mtime_ns < written:
             replace_text(stored, _digest(path) + "\n")
       except OSError as e:
-        logger.warning(f"compiled programs are not kept in {self._folder}: {e.strerror}")
+        logger.warning(f"cannot save compiled programs in {self._folder}: {e.strerror}")
         self._folder = None
 
 
 @contextlib.contextmanager
 def kept_programs(settings: Compilation, workdir: Path, wait_s: float) -> Iterator[Programs]:
-  """Inside, JAX loads what is kept and keeps what it compiles; all processes call it.
+  """Make JAX load and save compiled programs inside the block; all processes call it.
 
   Args:
-    settings: whether and where.
-    workdir: of the run, which is there.
-    wait_s: for the leader, at most, to compile a program.
+    settings: the settings of the cache.
+    workdir: the run's workdir, which exists.
+    wait_s: the longest time to wait for the leader to compile a program, in seconds.
   """
-  # Set by the user, as by JAX_COMPILATION_CACHE_DIR, or switched off there.
+  # The user set or disabled the cache, for example by JAX_COMPILATION_CACHE_DIR.
   is_users = _setting("compilation_cache_dir") is not None
   is_off = not _setting("enable_compilation_cache") or not settings.cache
   folder = None if is_users or is_off else _folder_for_all(settings, workdir)
   programs, wanted = Programs(folder, wait_s), {}
   if folder is not None:
-    # Python's two lines for each program are one of ours, in `seal`.
+    # JAX warns twice per program; `seal` reports the same problem once.
     warnings.filterwarnings("ignore", "Error (read|writ)ing persistent compilation")
     wanted = _jax_settings(folder)
   before = {name: _setting(name) for name in wanted}
@@ -116,12 +116,12 @@ def kept_programs(settings: Compilation, workdir: Path, wait_s: float) -> Iterat
 
 
 def _folder_for_all(settings, workdir: Path) -> Path | None:
-  """The leader's folder, in processes where nobody else can write to it."""
+  """Return the leader's folder if nobody else can write to it from this process's host."""
   opened = _open(settings, workdir) if cluster.is_leader() else None
   folder, lines = cluster.from_leader(opened)
   for line in lines:
     logger.warning(line)
-  with contextlib.suppress(OSError):  # another host may have other users
+  with contextlib.suppress(OSError):  # Users may differ between hosts.
     if folder and not who_else_writes(Path(folder), is_folder=True):
       return Path(folder)
   return None
@@ -129,11 +129,11 @@ def _folder_for_all(settings, workdir: Path) -> Path | None:
 
 @contextlib.contextmanager
 def _same_keys_on_cpus() -> Iterator[None]:
-  """Inside, processes on CPUs of one kind look for a program under the same key.
+  """Give processes on CPUs of one kind the same cache key for a program.
 
-  Only process 0 writes: under JAX's own keys the others never found anything (jax
-  0.10.2). What a program is compiled for is their instruction set; devices and their
-  numbers are among the compiler's options, which the key has too.
+  Only process 0 writes, and with JAX's own keys the other processes never found a program
+  (jax 0.10.2). A program depends on the CPU's instruction set; devices and their numbers
+  are among the compiler options, which are also part of the key.
   """
   if jax.process_count() == 1 or jax.default_backend() != "cpu":
     yield
@@ -143,7 +143,7 @@ def _same_keys_on_cpus() -> Iterator[None]:
 
 
 def _cpu_kind() -> bytes:
-  """Model and instruction sets of this host's processor."""
+  """Return the model and instruction sets of this host's processor."""
   fields = ("model name", "flags", "Features", "CPU implementer", "CPU part")
   lines = readable_text(Path("/proc/cpuinfo")).splitlines()
   found = {x for x in lines if x.partition(":")[0].strip() in fields}
@@ -151,11 +151,11 @@ def _cpu_kind() -> bytes:
 
 
 def _jax_settings(folder: Path) -> dict[str, object]:
-  """What JAX's configuration gets, where the user has set nothing."""
-  # Also what takes less than a second: the sum of it is what a start waits for.
+  """Return values for JAX settings that the user has not set."""
+  # Also cache programs that compile in less than a second: a start waits for their sum.
   wanted: dict[str, object] = {"persistent_cache_min_compile_time_secs": 0.0}
   if jax.default_backend() != "gpu":
-    # Of no use, and its path is in every key: a workdir that is moved would compile.
+    # These caches do not help, and their path is in every key: moving a workdir would recompile.
     wanted["persistent_cache_enable_xla_caches"] = ""
   wanted = {k: v for k, v in wanted.items() if f"JAX_{k.upper()}" not in os.environ}
   return wanted | {"compilation_cache_dir": str(folder)}
@@ -169,11 +169,11 @@ def _update(values: dict[str, object]) -> None:
   for name, value in values.items():
     jax.config.update(f"jax_{name}", value)
   if values:
-    compilation_cache.reset_cache()  # which JAX opens but once
+    compilation_cache.reset_cache()  # JAX opens the cache only once.
 
 
 def _open(settings: Compilation, workdir: Path) -> tuple[str | None, list[str]]:
-  """The folder, with what is whole in it, and lines to show; in the leader."""
+  """Return the folder, with intact programs only, and lines to log; in the leader."""
   if settings.cache_dir:
     folders = [Path(settings.cache_dir).expanduser().absolute()]
   else:
@@ -181,36 +181,36 @@ def _open(settings: Compilation, workdir: Path) -> tuple[str | None, list[str]]:
   first = ""
   for folder in folders:
     try:
-      with contextlib.suppress(FileExistsError):  # it is no folder, as is seen below
+      with contextlib.suppress(FileExistsError):  # The check below reports a plain file.
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
       if not (problem := who_else_writes(folder, is_folder=True)):
         damaged = _clean(folder, math.ceil(1e9 * settings.cache_gb))
-        lines = [f"{first}: compiled programs are kept in {folder}"] if first else []
+        lines = [f"{first}: saving compiled programs in {folder}"] if first else []
         if damaged:
-          lines.append(f"{folder}: {damaged} damaged, deleted; compiling again")
+          lines.append(f"{folder}: deleted {damaged} damaged programs; compiling again")
         return str(folder), lines
     except OSError as e:
       problem = f"{folder}: {e.strerror}"
     first = first or problem
-  return None, [f"{first}: compiled programs are not kept (compilation.cache_dir)"]
+  return None, [f"{first}: not saving compiled programs (compilation.cache_dir)"]
 
 
 def _clean(folder: Path, max_bytes: int) -> int:
-  """Delete what is not as it was written, and what is longest out of use.
+  """Delete damaged programs, and the least recently used ones above the size limit.
 
   Returns:
-    How many were damaged; those without a checksum, which a kill leaves, do not count.
+    The number of damaged programs, without those that have no checksum after a kill.
   """
   total = num_damaged = 0
   found = [(path.lstat(), path) for path in _programs(folder)]
-  # By the time of the last use, as far as the file system keeps it.
+  # Sorted by access time, as far as the file system records it.
   for info, path in sorted(found, key=lambda x: -max(x[0].st_atime, x[0].st_mtime)):
     expected, is_whole = readable_text(_sum_of(path)).strip(), False
-    with contextlib.suppress(OSError):  # a pipe, or it cannot be read
+    with contextlib.suppress(OSError):  # It may be a pipe, or unreadable.
       is_whole = not path.is_symlink() and _digest(path) == expected
     total += info.st_size * is_whole
     if is_whole and total <= max_bytes:
-      with contextlib.suppress(OSError):  # a look at all of them is no use of any
+      with contextlib.suppress(OSError):  # Restore the access time: a check is not a use.
         os.utime(path, ns=(info.st_atime_ns, info.st_mtime_ns))
       continue
     num_damaged += bool(expected) and not is_whole
@@ -229,5 +229,5 @@ def _sum_of(path: Path) -> Path:
 
 
 def _digest(path: Path) -> str:
-  """SHA-256 of a program and its name: under another's it must not be loaded."""
+  """Return the SHA-256 of a program and its name, so that it cannot load under another name."""
   return hashlib.sha256(path.name.encode() + b"\0" + read_bytes(path)).hexdigest()

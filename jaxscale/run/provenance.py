@@ -1,4 +1,4 @@
-"""Where a run comes from: its code, command, host and packages; without JAX."""
+"""Provenance of a run: code, command, host and packages. Does not import JAX."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from jaxscale.cluster import gpu_settings, secret
 from jaxscale.files import open_to_append, read_json_lines
 
 _PACKAGE = Path(__file__).absolute().parent.parent
-FILE = "starts.jsonl"  # in the workdir: one line per start of the run
-# Variables that change what a run does; no others, which may hold secrets, as one of
-# ours does (`cluster.secret`).
+FILE = "starts.jsonl"  # in the workdir, one line per start of the run
+# Variables that change what a run does. Others are not recorded, as they may hold secrets,
+# such as jaxscale's own `cluster.secret`.
 _NAMES = "JAX XLA_ NCCL_ FI_ TF_ LIBTPU_ TPU_ CUDA_VISIBLE CUDA_DEVICE_MAX ROCR_VISIBLE"
 _VARIABLES = (*_NAMES.split(), "HIP_VISIBLE", "HSA_")
 
 
 def git(*args: str) -> str:
-  """The output of git in the package; empty without git or a repository."""
+  """Return git's output in the package's folder; "" without git or a repository."""
   command = ["git", "-C", str(_PACKAGE), *args]
   try:
     done = subprocess.run(command, capture_output=True, text=True, timeout=20)
@@ -35,8 +35,8 @@ def git(*args: str) -> str:
 
 
 def environment() -> dict[str, Any]:
-  """What a run depends on, in addition to its own code, as JSON."""
-  # By their folders, NAME-VERSION.dist-info: their metadata take a tenth of a second.
+  """Return what a run depends on in addition to its own code, as JSON."""
+  # Folder names, NAME-VERSION.dist-info, are enough: reading metadata takes 0.1 s.
   folders = [f.stem for p in reversed(sys.path) for f in Path(p).glob("*.dist-info")]
   packages = {name: version for name, _, version in (f.partition("-") for f in folders)}
   variables = {k: v for k, v in sorted(os.environ.items()) if k.startswith(_VARIABLES)}
@@ -45,18 +45,18 @@ def environment() -> dict[str, Any]:
   found |= {"changed": git("status", "--porcelain", "--", ".").splitlines()}
   found |= {"python": platform.python_version(), "platform": platform.platform()}
   found |= {"packages": dict(sorted(packages.items(), key=lambda kv: kv[0].lower()))}
-  # Of the variables some are ours.
+  # jaxscale's own variables include secrets.
   found |= {"variables": variables, "gpu_settings": gpu_settings.applied()}
   return found | {"host": platform.node()}
 
 
 def record_start(workdir: Path, devices: str, accepted: Sequence[str] = ()) -> None:
-  """Append this start of a run, its command included, to the record of its workdir.
+  """Append this start of a run, with its command, to the record in the workdir.
 
   Args:
-    workdir: of the run.
-    devices: that it trains on, in words.
-    accepted: changes of data or code that it resumes in spite of.
+    workdir: the run's workdir.
+    devices: the devices that the run trains on, as text.
+    accepted: the accepted changes of data or code.
   """
   start: dict[str, Any] = {"time": round(time.time(), 3), "devices": devices}
   start["command"] = shlex.join(sys.orig_argv)
@@ -68,7 +68,7 @@ def record_start(workdir: Path, devices: str, accepted: Sequence[str] = ()) -> N
 
 
 def last_start(workdir: Path) -> str:
-  """The last start on record, as words: commit, host and command; "": there is none."""
+  """Describe the last start: commit, host and command; "" if none is recorded."""
   shape = {"commit": (str, None), "host": str, "command": str}
   if not (lines := read_json_lines(workdir / FILE, None, shape)):
     return ""

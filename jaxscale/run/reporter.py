@@ -1,4 +1,4 @@
-"""What a run shows while it trains: terminal, metric files, and its warnings."""
+"""Output of a run while it trains: terminal, metric files and warnings."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from jaxscale.run.damaged_examples import DamageRecord
 from jaxscale.run.efficiency import Efficiency
 from jaxscale.training import noise_scale
 
-# This share of this many seconds spent waiting for data is worth a warning.
+# Warn if at least this share of the time, over this many seconds, is spent waiting for data.
 INPUT_BOUND, INPUT_BOUND_SECONDS = 0.2, 1.0
 
 
 class Reporter:
-  """Shows a run on the terminal and in its files; silent but in the leader."""
+  """Reporter of a run to the terminal and its files; only the leader writes."""
 
   def __init__(
     self,
@@ -33,17 +33,18 @@ class Reporter:
     may_write: Callable[[], bool],
     lines: LineHandler | None = None,
   ):
-    """Resume the record of a run.
+    """Resume the records of a run.
 
     Args:
-      experiment: at the phase that trains.
-      workdir: of the run.
-      start: the step that it was resumed from.
-      may_write: called before each line of a file; nothing is written where it is false.
-      lines: shows the log, above the progress bar while there is one.
+      experiment: the experiment at the current phase.
+      workdir: the run's workdir.
+      start: the step that the run resumed from.
+      may_write: called before each line of a file; while it returns False, nothing is
+        written.
+      lines: the log handler, whose lines appear above the progress bar.
     """
     config, derived = experiment.config, experiment.derived
-    self._experiment = experiment  # at the phase that trains
+    self._experiment = experiment  # at the current phase
     self._noise_scale: tuple[float, float, float] | None = None  # scale, low, high
     self.efficiency = Efficiency()
     self._waited = self._window_waited = 0.0
@@ -85,24 +86,24 @@ class Reporter:
       self._writer.close("failed" if error else outcome)
 
   def enter(self, experiment: build.Experiment) -> None:
-    """Another phase begins."""
+    """Report that a phase begins."""
     notes = [n for n in experiment.notes if n not in self._experiment.notes]
     self._experiment = experiment
     total, phase = experiment.derived.total_steps, experiment.phase
     self._progress.expect(total, self._examples(total))
     size = f", images of {phase.image_size}" if phase.image_size else ""
     self._damage.watch("training", experiment.train_data)
-    logger.info(f"step {phase.start}  from here on batch {phase.batch_size:,}{size}")
+    logger.info(f"step {phase.start}  batch size is now {phase.batch_size:,}{size}")
     for note in notes:
       logger.info(note)
 
   def trained(self, step: int, values: dict[str, float]) -> None:
-    """Metrics of a training step that is logged."""
+    """Log the metrics of a training step."""
     experiment, rate = self._experiment, self._progress.rate(self._examples(step))
     perf = {"examples_per_s": rate, "input_wait": self._input_wait()}
     perf["step_s"] = experiment.phase.batch_size / rate
-    if cluster.is_leader():  # which alone shows it
-      with self.pause():  # the model is traced the first time
+    if cluster.is_leader():  # Only the leader shows it.
+      with self.pause():  # The first call traces the model.
         perf |= self.efficiency.measured(experiment, rate)
     self._progress.train(step, values, perf)
     finite = {name: v for name, v in values.items() if math.isfinite(v)}
@@ -116,7 +117,7 @@ class Reporter:
     info = experiment.train_data.info
     if isinstance(info, data.TextInfo):
       perf["tokens_per_s"] = rate * info.sequence_length
-      # exp of a smoothed loss is not a perplexity; that of evaluation is exact.
+      # exp of a smoothed loss is not a perplexity; the evaluation's loss is not smoothed.
       if "loss" in finite and not experiment.config.loss.label_smoothing:
         finite |= metrics.perplexity_of(finite["loss"], info.bytes_per_token)
     self._write(
@@ -127,12 +128,12 @@ class Reporter:
       self._writer.write(step, ratios)
 
   def measured(self, step: int, text: str, values: dict[str, float]) -> None:
-    """What was measured of the step before training."""
+    """Log measurements made before training."""
     logger.info(text)
     self._write(step, "perf", values)
 
   def count_damaged(self) -> int:
-    """Distinct examples that no process could read; says which, if some are new.
+    """Return the number of distinct damaged examples; log them if some are new.
 
     All processes must call it.
     """
@@ -143,13 +144,13 @@ class Reporter:
   def evaluated(
     self, step: int, values: dict[str, float], *, is_new: bool = True, is_last: bool = False
   ) -> None:
-    """Result of an evaluation.
+    """Log the result of an evaluation.
 
     Args:
-      step: the step before it.
-      values: metrics by name.
-      is_new: it is not on record yet.
-      is_last: the run ends with it.
+      step: the step before the evaluation.
+      values: the metrics by name.
+      is_new: True if the evaluation is not recorded yet.
+      is_last: True if the run ends with it.
     """
     self.count_damaged()
     if is_new:
@@ -161,7 +162,7 @@ class Reporter:
       logger.info(noise_scale.describe(*self._noise_scale, batch_size))
 
   def timed(self, batches: Iterator[Any]) -> Iterator[Any]:
-    """The same batches; how long they are waited for is what `input_wait` says."""
+    """Yield the same batches, and time the waits for them (`input_wait`)."""
     while True:
       clock = time.perf_counter()
       if (batch := next(batches, None)) is None:
@@ -171,7 +172,7 @@ class Reporter:
 
   @contextlib.contextmanager
   def pause(self):
-    """What happens inside is not training and counts for no rate."""
+    """Exclude the time inside the block from all rates."""
     clock = time.perf_counter()
     yield
     seconds = time.perf_counter() - clock
@@ -179,10 +180,10 @@ class Reporter:
     self._window += seconds
 
   def _input_wait(self) -> float:
-    """Share of the time since the last log that was spent waiting for data.
+    """Return the share of the time since the last log that was spent waiting for data.
 
-    With steps in flight the host waits for the device, not for data, unless
-    data comes slower than steps take: waiting here is time lost.
+    With steps in flight the host waits for the device and not for data, unless data
+    arrive slower than steps run: only such waits are lost time.
     """
     now = time.perf_counter()
     seconds = max(now - self._window, 1e-9)
@@ -192,8 +193,8 @@ class Reporter:
     if share > INPUT_BOUND and is_long and not self._warned:
       self._warned = True
       logger.warning(
-        f"input-bound: {share:.0%} of the time goes into waiting for data; more "
-        "input_threads, more processor cores, or data.cache=True would help"
+        f"input-bound: {share:.0%} of the time is spent waiting for data; increase "
+        "input_threads, add CPU cores, or set data.cache=True"
       )
     return share
 

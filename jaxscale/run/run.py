@@ -1,4 +1,4 @@
-"""A run from its claim on the workdir to its summary: what it has and what it decides."""
+"""State and decisions of a run, from claiming the workdir to the summary."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ from jaxscale.training.loop import Hook, Values
 
 
 class Evaluation(NamedTuple):
-  """The result of an evaluation.
+  """Result of an evaluation.
 
   Attributes:
-    step: the step before it.
-    values: metrics by name.
-    seconds: since training began; None: the run was resumed since.
+    step: the step before the evaluation.
+    values: the metrics by name.
+    seconds: the seconds since training began; None if the run was resumed since.
   """
 
   step: int
@@ -43,27 +43,27 @@ class Evaluation(NamedTuple):
 
 @dataclasses.dataclass(kw_only=True)
 class Run:
-  """A run: what it has from its beginning to its end, and what it decides.
+  """State of a run from its beginning to its end, and the decisions that follow from it.
 
-  All processes have the same evaluations, so that they decide alike.
+  All processes have the same evaluations, so all make the same decisions.
 
   Attributes:
-    workdir: where it writes.
-    experiment: at the phase that trains.
-    lock: on the workdir, in process 0.
-    checkpoints: where it saves.
-    watch: told where the run is; knows when all are to stop.
-    nan_policy: what follows a skipped step.
-    activity: the record of what it does.
-    tracer: of this process.
-    programs: where compiled ones are kept.
-    lines: shows the log.
-    hooks: of the user, between steps.
-    began: when, on the clock `time.monotonic`, which nobody sets.
-    reporter: shows it.
-    start: the step that it was resumed from.
-    evaluations: so far, those of earlier starts included.
-    evaluation: metrics of the newest one since then; empty: there was none.
+    workdir: the run's workdir.
+    experiment: the experiment at the current phase.
+    lock: the lock on the workdir; None in all but process 0.
+    checkpoints: the checkpoints of the run.
+    watch: the watch, which records progress and decides when all processes stop.
+    nan_policy: the policy after a skipped step.
+    activity: the activity record.
+    tracer: the tracer of this process.
+    programs: the cache of compiled programs.
+    lines: the log handler.
+    hooks: the user's hooks, which run between steps.
+    began: the time of the beginning on `time.monotonic`, which clock changes do not move.
+    reporter: the reporter of this run.
+    start: the step that the run resumed from.
+    evaluations: all evaluations so far, with those of earlier starts.
+    evaluation: the metrics of the newest evaluation of this start; empty if there is none.
   """
 
   workdir: Path
@@ -83,29 +83,29 @@ class Run:
   evaluations: list[Evaluation] = dataclasses.field(default_factory=list)
   evaluation: Values = dataclasses.field(default_factory=dict)
   recorded: Future[None] = dataclasses.field(init=False)
-  _since: float = 0.0  # training began, on time.perf_counter
-  _asked: tuple[int, bool] = (-1, False)  # a step and whether the run stops after it
+  _since: float = 0.0  # the start of training on time.perf_counter
+  _asked: tuple[int, bool] = (-1, False)  # a step, and whether the run stops after it
 
   @property
   def total_steps(self) -> int:
-    """The steps of the whole run."""
+    """The number of steps of the whole run."""
     return self.experiment.derived.total_steps
 
   def record_start(self) -> None:
-    """Add this start to starts.jsonl; the first step does not wait for what git takes."""
+    """Append this start to starts.jsonl in the background, as git may take a while."""
     experiment = self.experiment
     accepted = [x for x in experiment.notes if x.startswith(workdirs.ACCEPTED)]
     devices = workdirs.devices_of(experiment)
 
     def record():
-      with contextlib.suppress(OSError):  # a full disk costs a line, not the run
+      with contextlib.suppress(OSError):  # A full disk must not end the run.
         if cluster.is_leader():
           provenance.record_start(self.workdir, devices, accepted)
 
     self.recorded = in_background(record)
 
   def start_from(self, step: int) -> None:
-    """Resume the records after this step; all processes call it."""
+    """Load the records up to this step, from which the run resumes; all processes call it."""
     self.start, self._since, self._asked = step, time.perf_counter(), (-1, False)
     lines = metrics.read_metrics(self.workdir / "metrics.jsonl") if step else []
     lines = [x for x in lines if "eval/loss" in x and x["step"] <= step]
@@ -117,7 +117,7 @@ class Run:
     self.activity.resumes(step)
 
   def add_evaluation(self, step: int, values: Values) -> bool:
-    """Record an evaluation; return whether it is new: a finished run evaluates again."""
+    """Record an evaluation; return False if a finished run repeats one."""
     self.evaluation = values
     if is_new := self.evaluation_at(step) is None:
       seconds = time.perf_counter() - self._since if self.start == 0 else None
@@ -125,11 +125,11 @@ class Run:
     return is_new
 
   def evaluation_at(self, step: int) -> Values | None:
-    """Return the metrics of the evaluation after this step; None: there is none."""
+    """Return the metrics of the evaluation after this step; None if there is none."""
     return next((e.values for e in self.evaluations if e.step == step), None)
 
   def target(self) -> Evaluation | None:
-    """Return the first evaluation that reached the config's target."""
+    """Return the first evaluation that reached the target; None if none did."""
     config = self.experiment.config
     targets = config.target_accuracy, config.target_loss
     return next((e for e in self.evaluations if metrics.is_reached(e.values, *targets)), None)
@@ -139,8 +139,8 @@ class Run:
     return self.experiment.config.stop_at_target and self.target() is not None
 
   def should_stop(self, step: int) -> bool:
-    """Return whether the run ends after this step: all are asked to, or by its target."""
-    if self._asked[0] != step:  # processes agree on a stop once per step
+    """Return whether the run ends after this step, by a request or by its target."""
+    if self._asked[0] != step:  # Processes agree on a stop once per step.
       is_asked = self.watch.stop.poll() is not None
       self._asked = step, is_asked or self.stops_at_target()
     return self._asked[1]

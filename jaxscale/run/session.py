@@ -1,4 +1,4 @@
-"""What every command that trains does before and after: its session, and its end."""
+"""Session of every command that trains: the start and the end of its processes."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from jaxscale.errors import EXIT_INTERRUPTED, GiveUpError
 
 
 def open_session(config: Config, workdir: Path) -> AbstractContextManager[Watch]:
-  """`cluster.open_session` as the config says.
+  """Open `cluster.open_session` with the settings of a config.
 
   Args:
-    config: what all processes must be given alike.
-    workdir: of the run; stacks of processes that a fault ends go to `faults/`.
+    config: the config, which all processes must share.
+    workdir: the run's workdir; stacks of processes that fail are saved in its `faults/`.
   """
   set_cpu_threads()
   return cluster.open_session(
@@ -28,38 +28,38 @@ def open_session(config: Config, workdir: Path) -> AbstractContextManager[Watch]
 
 
 def set_cpu_threads() -> None:
-  """Give simulated devices threads for all that they may wait in at once.
+  """Give simulated devices enough threads for all collectives that may wait at once.
 
-  Before the first use of a backend (see `cpu_workarounds`). A pool has a thread per
-  device or core. With eight devices on two cores, four had two threads each in two
-  collectives, the others none, and XLA aborted the process after 40 s (jax 0.10.2).
-  The client reads the size of its pool from NPROC; what is set there stays.
+  Must be called before the first use of a backend (see `cpu_workarounds`). XLA's pool has
+  one thread per device or core. With eight devices on two cores, two collectives took all
+  threads of four devices, the other four had none, and XLA aborted the process after 40 s
+  (jax 0.10.2). The client reads the size of the pool from NPROC, unless the user has set it.
   """
   if (devices := cpu_settings.simulated_devices()) > 1:
     os.environ.setdefault("NPROC", str(max(8 * devices, os.cpu_count() or 1)))
 
 
 def report_stop(config: Config, request: StopRequest | None, line: str) -> int:
-  """Report that a run was asked to stop and has saved, and have its job resumed.
+  """Report that a run stopped on request and has saved, and have its job requeued.
 
-  All processes call it, as the last thing inside `open_session`; process 0 prints, and
-  asks Slurm to requeue the job, unless it was Ctrl-C, or somebody has cancelled the
-  job, or `jaxscale submit` made it (JAXSCALE_REQUEUE=launcher).
+  All processes call it at the end of `open_session`. Process 0 prints the line. It asks
+  Slurm to requeue the job, unless the request was Ctrl-C, the job was cancelled, or
+  `jaxscale submit` made the job (JAXSCALE_REQUEUE=launcher).
 
   Args:
-    config: says how often a job may be requeued.
-    request: why all stop, from `watch.stop.agreed`; None: Ctrl-C.
-    line: what was saved, and how to resume.
+    config: the config, which limits how often a job is requeued.
+    request: the reason to stop, from `watch.stop.agreed`; None means Ctrl-C.
+    line: the line to print: what was saved, and how to resume.
 
   Returns:
-    The exit code: 85, for Ctrl-C 130, and 93 where the job was requeued too often.
+    The exit code: 85, or 130 for Ctrl-C, or 93 if the job was requeued too often.
   """
   cluster.mark_saved()
   code = request.exit_code if request else EXIT_INTERRUPTED
   if not cluster.is_leader():
     return code
   print(line, flush=True)
-  # Under `jaxscale submit` the job's script restarts it, which sees more than we do.
+  # Under `jaxscale submit` the job's script restarts it, as it also sees hardware faults.
   by_launcher = os.environ.get("JAXSCALE_REQUEUE") == "launcher"
   if (job := requeue.job_name()) is None or code == EXIT_INTERRUPTED or by_launcher:
     return code
@@ -69,15 +69,15 @@ def report_stop(config: Config, request: StopRequest | None, line: str) -> int:
 
 
 def check_progress(config: Config, workdir: Path, step: int) -> None:
-  """Count this start of a job; all processes call it, before training.
+  """Count this start of a job and check its progress; all processes call it before training.
 
   Args:
-    config: says how many restarts without progress are too many.
-    workdir: of the run.
-    step: of its newest checkpoint.
+    config: the config, which limits the restarts without progress.
+    workdir: the run's workdir.
+    step: the step of its newest checkpoint.
 
   Raises:
-    GiveUpError: so many restarts in a row found no newer checkpoint.
+    GiveUpError: too many restarts in a row found no newer checkpoint.
   """
   job, error = requeue.job_name(), None
   if cluster.is_leader() and job is not None:

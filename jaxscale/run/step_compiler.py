@@ -1,4 +1,4 @@
-"""The compiled programs of a run: train steps, ahead of their phase, and replica checks."""
+"""Background compilation of train steps, ahead of their phase, and of replica checks."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ T = TypeVar("T")
 
 
 class StepCompiler:
-  """Compiles in the background; the main threads of all processes call it alike."""
+  """Background compiler; the main threads of all processes must make the same calls."""
 
   def __init__(self, programs: Programs):
-    """Compile in the turns of `programs`, which has processes wait for each other."""
+    """Compile in the turns of `programs`, in which processes wait for each other."""
     self._turn = programs.turn
     self._steps: dict[Phase, tuple[build.Experiment, Future[TrainStep]]] = {}
     self._fingerprint: Future[replica_check.Fingerprint] | None = None
 
   def begin(self, experiment: build.Experiment, lowering: Future[Any] | None = None) -> None:
-    """Begin to compile the train step of an experiment's phase, unless it has begun.
+    """Begin to compile the train step of an experiment's phase, unless this has begun.
 
     Args:
-      experiment: at the phase.
-      lowering: of `Experiment.lower_train_step`, if it has begun.
+      experiment: the experiment at the phase.
+      lowering: the future of `Experiment.lower_train_step`, if it has begun.
     """
     if experiment.phase not in self._steps:
       turn = self._turn()
@@ -41,12 +41,12 @@ class StepCompiler:
       self._steps[experiment.phase] = experiment, in_background(compile_step)
 
   def wait(self, experiment: build.Experiment) -> TrainStep:
-    """Return the train step of the experiment's phase, once it is compiled."""
+    """Wait for the train step of the experiment's phase, and return it."""
     self.begin(experiment)
     return self._steps[experiment.phase][1].result()
 
   def experiment_at(self, phase: Phase) -> build.Experiment | None:
-    """Return the experiment whose step is compiled for a phase; None: there is none."""
+    """Return the experiment whose step is compiled for a phase; None if there is none."""
     return self._steps[phase][0] if phase in self._steps else None
 
   def forget_all_but(self, *phases: Phase) -> None:

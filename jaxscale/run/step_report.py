@@ -1,17 +1,17 @@
-"""Seconds of compute and of exposed communication in a step, measured.
+"""Measured times of compute and exposed communication in a train step.
 
-Two compiled steps take turns on one state, the real one and the same without its
-exchange (`exchange.silent`), and their medians are subtracted:
+Two compiled steps run in turn on one state: the real one, and one without its exchange
+(`exchange.silent`). The report subtracts their median times:
 
     compute = median(without),   exposed = median(with) - median(without)
 
-What is *exposed* is the time that the step takes longer because of the exchange: its
-communication and its compression, less all that is hidden behind compute. What both
-steps have counts as compute: sums of metrics, means of BatchNorm's statistics, and
-waiting in those for the slowest process.
+The *exposed* time is the time by which the exchange makes the step longer: communication
+and compression, less what is hidden behind compute. Work of both steps counts as compute:
+sums of metrics, means of BatchNorm's statistics, and waiting in these for the slowest
+process.
 
-Stragglers are found the other way: each process times the same step on its own
-devices alone, where nothing waits for anybody, and then they compare.
+To find stragglers, each process times the same step on its own devices alone, where it
+waits for no other process, and the times are compared.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ NEVER = 2**31 - 1  # steps
 
 
 class Alone(NamedTuple):
-  """A process on its own devices: the median of its steps, in seconds."""
+  """Median step time of a process on its own devices, in seconds."""
 
   process: int
   host: str
@@ -48,14 +48,14 @@ class Alone(NamedTuple):
 
 
 class Report(NamedTuple):
-  """What was measured.
+  """Measurements of a step.
 
   Attributes:
-    compute: seconds of a step without the exchange.
-    exposed: seconds that it takes longer with it; below 0 is noise.
-    give_or_take: how far from their median half of the rounds' differences are.
-    processes: each on its own devices alone.
-    rounds: how often each step was timed.
+    compute: the seconds of a step without the exchange.
+    exposed: the seconds that the exchange adds; a negative value is noise.
+    give_or_take: the median distance of the rounds' differences from their median.
+    processes: the processes, each timed on its own devices.
+    rounds: the number of times that each step was timed.
   """
 
   compute: float
@@ -65,16 +65,16 @@ class Report(NamedTuple):
   rounds: int
 
   def slowest(self) -> Alone:
-    """The process that the others wait for."""
+    """The process with the longest step time."""
     return max(self.processes, key=lambda p: p.seconds)
 
   def spread(self) -> float:
-    """From the fastest to the slowest process, as a share of the median."""
+    """The slowest minus the fastest process, as a share of the median."""
     seconds = [p.seconds for p in self.processes]
     return (max(seconds) - min(seconds)) / statistics.median(seconds)
 
   def metrics(self) -> dict[str, float]:
-    """By the names of `metrics.jsonl`, without their "perf/"."""
+    """Return the values by their names in `metrics.jsonl`, without "perf/"."""
     exposed = max(self.exposed, 0.0)
     return {
       "compute_s": self.compute,
@@ -89,17 +89,17 @@ class Report(NamedTuple):
 def time_exchange(
   train_step: TrainStep, silent_step: TrainStep, state, batch, *, rounds: int = ROUNDS
 ) -> tuple[list[float], list[float], TrainState]:
-  """Seconds of every round with and without the exchange; all processes call it.
+  """Time every round with and without the exchange, in seconds; all processes call it.
 
   Args:
-    train_step: compiled, donates its state.
-    silent_step: the same without the exchange, for the same state.
-    state: donated: give a copy. Its replicas part.
-    batch: global, on the devices; used in every step.
-    rounds: each step once in each, after two that are not counted.
+    train_step: the compiled step, which donates its state.
+    silent_step: the compiled step without the exchange, for the same state.
+    state: the state, which is donated, so pass a copy; its replicas diverge.
+    batch: the global batch on the devices, used in every step.
+    rounds: the number of rounds; each runs both steps once, after two uncounted rounds.
 
   Returns:
-    With, without, and the last state.
+    The seconds with the exchange, the seconds without it, and the last state.
 
   Example:
     >>> took, without, _ = time_exchange(step, silent_step, copy, batch)
@@ -113,15 +113,15 @@ def time_exchange(
 def time_alone(
   local_step: TrainStep, state: TrainState, batch: Batch, *, rounds: int = ROUNDS
 ) -> tuple[Alone, ...]:
-  """Every process's median, each on its own devices; all processes call it.
+  """Return every process's median step time on its own devices; all processes call it.
 
   Args:
-    local_step: on a mesh of the process's own devices.
-    state: on that mesh; donated.
-    batch: likewise; not donated.
-    rounds: how many steps, after two that are not counted.
+    local_step: the step on a mesh of the process's own devices.
+    state: the state on that mesh, which is donated.
+    batch: the batch on that mesh, which is not donated.
+    rounds: the number of steps, after two uncounted ones.
   """
-  # Compiled before anybody times.
+  # All processes compile before any of them measures.
   state, _ = jax.block_until_ready(local_step(state, batch))
   cluster.barrier("step report")
   seconds, _ = _steps_in_turns({"alone": local_step}, state, batch, rounds)
@@ -129,7 +129,7 @@ def time_alone(
 
 
 def _steps_in_turns(steps: dict[str, TrainStep], state, batch, rounds: int):
-  """(seconds of each step by round, the last state): all donate the one state."""
+  """Return the seconds of each step by round, and the last state; steps donate the state."""
 
   def call(step):
     nonlocal state
@@ -148,12 +148,12 @@ def _gather_alone(seconds: Sequence[float]) -> tuple[Alone, ...]:
 def make_report(
   took: Sequence[float], without: Sequence[float], processes: Sequence[Alone]
 ) -> Report:
-  """Medians and differences of what was timed.
+  """Compute a report from times.
 
   Args:
-    took: seconds of the whole step, by round.
-    without: seconds of the step without its exchange, by round.
-    processes: each alone.
+    took: the seconds of the whole step, by round.
+    without: the seconds of the step without its exchange, by round.
+    processes: the processes, each timed alone.
 
   Example:
     >>> report = make_report([0.3, 0.5, 0.4], [0.3, 0.3, 0.3], [Alone(0, "a", 0.2)])
@@ -168,16 +168,16 @@ def make_report(
 
 
 def text(report: Report, *, rows: int, num_devices: int) -> str:
-  """Four lines for people.
+  """Format a report as four lines.
 
   Args:
-    report: of `make_report`.
-    rows: examples of the global batch.
-    num_devices: of the mesh.
+    report: the report, from `make_report`.
+    rows: the number of examples in the global batch.
+    num_devices: the number of devices in the mesh.
   """
   exposed = max(report.exposed, 0.0)
   total = report.compute + exposed
-  processes = "only one, nobody to wait for"
+  processes = "only one process, so none to compare"
   if len(report.processes) > 1:
     seconds = [p.seconds for p in report.processes]
     slowest, median = report.slowest(), statistics.median(seconds)
@@ -189,10 +189,10 @@ def text(report: Report, *, rows: int, num_devices: int) -> str:
   return (
     f"step report: {_ms(total)} per step of {rows:,} examples on "
     f"{plural(num_devices, 'device')}, median of {report.rounds} rounds\n"
-    f"  compute   {_ms(report.compute)}: the same step without its exchange; sums of "
-    "metrics and BatchNorm's means are left in it\n"
+    f"  compute   {_ms(report.compute)}: the same step without its exchange, but with sums "
+    "of metrics and BatchNorm's means\n"
     f"  exchange  {_ms(exposed)} ({exposed / total:.0%}), give or take "
-    f"{_ms(report.give_or_take)}: communication and compression that is not hidden\n"
+    f"{_ms(report.give_or_take)}: communication and compression not hidden by compute\n"
     f"  processes {processes}"
   )
 
@@ -204,21 +204,21 @@ def _ms(seconds: float) -> str:
 def measure(
   experiment: build.Experiment, train_step: TrainStep, state, batch, *, rounds=ROUNDS
 ) -> Report:
-  """The report of a phase of a run; every process must call it.
+  """Measure a phase of a run; every process must call it.
 
-  Of local updates, a step with a synchronization and one without are timed, and the
-  difference is divided by the steps from one synchronization to the next.
+  For local SGD, a step with a synchronization and one without are timed, and the
+  difference is divided by the steps between synchronizations.
 
-  Compiles the step without exchange and, where there are several processes, the
-  step on a process's own devices. Holds one copy of the state in addition to the real
-  one, which is left as it is, as are data position and random numbers.
+  This compiles the step without its exchange and, with several processes, the step on a
+  process's own devices. It holds one additional copy of the state. The state, the data
+  position and the random numbers do not change.
 
   Args:
-    experiment: at the phase that is measured.
-    train_step: its compiled step.
-    state: that the run continues with.
+    experiment: the experiment at the phase to measure.
+    train_step: the phase's compiled step.
+    state: the state that the run continues with.
     batch: a global batch on the devices.
-    rounds: see `time_exchange`.
+    rounds: the number of rounds, as for `time_exchange`.
   """
   mesh, sync, every = experiment.mesh, experiment.sync, 1
   none = silent(experiment.exchange, mesh.axis_names)
@@ -231,27 +231,27 @@ def measure(
     every = sync.method.every
     train_step, quiet = often.compile_train_step(), never
   silent_step = quiet.compile_train_step()
-  # The same values in memory of their own.
+  # Copy the values, as the steps donate their state.
   copying = functools.partial(jax.tree.map, jnp.copy)
   copy = jax.jit(copying, out_shardings=state_shardings(mesh))(state)
-  # What most steps do is timed, not how the run begins.
+  # Time a step from the middle of training, not the special first steps.
   copy = copy._replace(exchange_state=past_warm_start(copy.exchange_state))
   steps = train_step, silent_step
   took, without, copy = time_exchange(*steps, copy, batch, rounds=rounds)
-  # Workers that train alone pay for a synchronization once in so many steps.
+  # Local SGD pays for a synchronization once in so many steps.
   took = [b + (a - b) / every for a, b in zip(took, without, strict=True)]
-  if jax.process_count() == 1:  # its own devices are all there are
+  if jax.process_count() == 1:  # This process's devices are all devices.
     return make_report(took, without, _gather_alone(without))
   here = [d for d in mesh.devices.flat if d.process_index == jax.process_index()]
   own = submesh(mesh, here)
-  # Never asked for, but compiled: a real one may fit no other number of devices.
+  # This step is never run with an exchange; the real one may not fit this number of devices.
   local_step = quiet.replace(mesh=own, exchange=none).train_step
   alone = time_alone(local_step, *_on(own, copy, batch), rounds=rounds)
   return make_report(took, without, alone)
 
 
 def _on(mesh: Mesh, state: TrainState, batch: Batch) -> tuple[TrainState, Batch]:
-  """What this process's devices hold, as arrays of its own mesh; nothing is copied."""
+  """Return this process's shards as arrays on its own mesh, without a copy."""
 
   def here(x: jax.Array, is_spread: bool) -> jax.Array:
     shards = [s.data for s in x.addressable_shards]

@@ -1,4 +1,4 @@
-"""The end of a run: `summary.json` and `metrics.png`."""
+"""Write the end of a run: `summary.json` and `metrics.png`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from jaxscale.training.types import TrainState
 
 
 def finish(run: Run, state: TrainState) -> dict[str, Any]:
-  """Write the summary of a run whose checkpoints are closed; return it.
+  """Write and return the summary of a run whose checkpoints are closed.
 
   Raises:
     UnsavedError: the last checkpoint could not be written.
@@ -35,7 +35,7 @@ def finish(run: Run, state: TrainState) -> dict[str, Any]:
 
   lock.check_for_all(run.lock)
   unsaved = run.checkpoints.unsaved
-  # Where checkpoints are unsaved, the summary may fail for the same reason.
+  # If checkpoints could not be saved, the summary may fail for the same reason.
   with contextlib.suppress(*[OSError] if unsaved else []):
     cluster.on_leader(write, "summary")
   if unsaved:
@@ -47,14 +47,14 @@ def finish(run: Run, state: TrainState) -> dict[str, Any]:
 
 
 def summarize(run: Run, state: TrainState) -> dict[str, Any]:
-  """Return what `summary.json` says; all processes call it."""
+  """Return the content of `summary.json`; all processes call it."""
   experiment, done = run.experiment, int(state.step)
   config, target = experiment.config, run.target()
   names = getattr(experiment.train_data.info, "class_names", ())
   step, seconds = (target.step, target.seconds) if target else (None, None)
   is_at_end = done == run.total_steps or run.stops_at_target()
   before = metrics.read_json(run.workdir / "summary.json")
-  if seconds is None and before.get("target_step") == step:  # only evaluated again
+  if seconds is None and before.get("target_step") == step:  # The run only evaluated again.
     seconds = before.get("target_seconds")
   took = time.monotonic() - run.began
   if run.start == done == before.get("step"):
@@ -65,6 +65,7 @@ def summarize(run: Run, state: TrainState) -> dict[str, Any]:
     "step": done,
     "total_steps": run.total_steps,
     **run.evaluation,
+    "evaluation": run.evaluation,
     "target_accuracy": config.target_accuracy,
     "target_loss": config.target_loss,
     "target_step": step,

@@ -1,9 +1,9 @@
-"""A request to a run that trains: trace your next steps.
+"""Requests to a training run to trace its next steps.
 
-Whoever asks writes one small file into the workdir, on any node that shares it; every
-process of the run reads it on its own, so nobody has to agree on anything. Where the
-file system lets others than the run's owner, or the group that it shares the workdir
-with, write the file, it is left alone. Needs no JAX.
+A request is a small file in the workdir, written on any node that shares it. Every process
+reads the file on its own, so processes need not agree. A file is ignored if users other
+than the run's owner, or the group that shares the workdir, may write it. This module does
+not import JAX.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from jaxscale.files import json_objects, readable_text, who_else_writes, write_j
 FOLDER = "profile"  # in the workdir
 _FILE = "request.json"
 _NAME = re.compile(r"request_[0-9]{8}_[0-9]{6}_[0-9a-f]{6}", re.ASCII)
-_LONGEST = 1 << 16  # bytes of a request: thousands of processes
+_LONGEST = 1 << 16  # bytes of a request, enough for thousands of processes
 _SHAPE = {"name": str, "steps": int, "processes": [int], "until": float}
 
 
 class TraceRequest(NamedTuple):
-  """What is asked for.
+  """Request for a trace.
 
   Attributes:
-    name: of the trace, its folder.
-    steps: how many.
-    processes: that trace them.
-    until: seconds since the epoch; later nobody waits for it any more.
+    name: the name of the trace, which is its folder.
+    steps: the number of steps to trace.
+    processes: the processes that trace them.
+    until: the time in seconds since 1970 after which the request expires.
   """
 
   name: str
@@ -43,7 +43,7 @@ class TraceRequest(NamedTuple):
 
 
 def make(steps: int, processes: tuple[int, ...], wait_s: float) -> TraceRequest:
-  """A request with a name that no other has.
+  """Create a request with a unique name.
 
   Example:
     >>> make(10, (0,), wait_s=60.0).steps
@@ -56,35 +56,35 @@ def make(steps: int, processes: tuple[int, ...], wait_s: float) -> TraceRequest:
 
 
 def session_folder(workdir: Path, name: str) -> Path:
-  """Where the traces of all processes are, as XProf and TensorBoard look for them."""
+  """Return the folder of the traces of all processes, as XProf and TensorBoard expect it."""
   return workdir / FOLDER / "plugins" / "profile" / name
 
 
 def process_file(folder: Path, process: int, suffix: str = ".xplane.pb") -> Path:
-  """A process's file in a `session_folder`; XProf takes the first word for a host."""
+  """Return a process's file in a `session_folder`; XProf reads its first word as the host."""
   return folder / f"process_{process}{suffix}"
 
 
 def write(workdir: Path, request: TraceRequest) -> None:
-  """Ask.
+  """Write a request to the workdir.
 
   Raises:
-    ConfigError: somebody else's request waits, or the file cannot be written.
+    ConfigError: another request is pending, or the file cannot be written.
   """
   path = workdir / FOLDER / _FILE
   if read(workdir):
     hint = f"wait for that trace, or remove {path}"
-    raise ConfigError(f"{workdir}: another trace is asked for already; {hint}")
+    raise ConfigError(f"{workdir}: another trace is already requested; {hint}")
   try:
     path.parent.mkdir(exist_ok=True)
     write_json(path, request._asdict())
   except OSError as e:
-    remedy = "make room, or have the owner of the run ask"
+    remedy = "free disk space, or have the owner of the run request the trace"
     raise ConfigError(f"{path}: {e.strerror}; {remedy}") from None
 
 
 def withdraw(workdir: Path, request: TraceRequest) -> None:
-  """Take it back, or clean up; another one in its place stays."""
+  """Remove the request, unless another one has replaced it."""
   path = workdir / FOLDER / _FILE
   with contextlib.suppress(OSError):
     if _read(path) == request:
@@ -92,7 +92,7 @@ def withdraw(workdir: Path, request: TraceRequest) -> None:
 
 
 def read(workdir: Path) -> TraceRequest | None:
-  """The request that waits; None: there is none, or it is not to be trusted.
+  """Return the pending request; None if there is none, or if it is not safe to read.
 
   Example:
     >>> read(Path("no/such/run"))

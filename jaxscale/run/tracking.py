@@ -1,4 +1,4 @@
-"""The trackers of a run: which there are, and what of the run they are given."""
+"""Trackers of a run, and the information that they get."""
 
 from __future__ import annotations
 
@@ -20,34 +20,34 @@ from jaxscale.experiment.own_classes import build
 from jaxscale.files import read_json, write_json
 from jaxscale.run import provenance
 
-FILE = "tracking.json"  # in the workdir: the id that trackers know the run by
+FILE = "tracking.json"  # in the workdir: the run's id in trackers
 
 
 def check_packages(config: Config) -> None:
-  """Refuse trackers whose package is not installed here.
+  """Check that the packages of all trackers are installed.
 
   Raises:
-    ConfigError: its line says what to install.
+    ConfigError: a package is missing; the message says how to install it.
   """
   for tracker in config.log.trackers:
     if tracker.package and not _is_installed(tracker.package):
       name, package = type(tracker).__name__, tracker.package
       missing = f"needs the package {package}, which {sys.executable} lacks"
-      remedy = f"pip install '{tracker.install or package}', or leave it out"
+      remedy = f"run pip install '{tracker.install or package}', or remove the tracker"
       raise ConfigError(f"Config.log.trackers: {name} {missing}; {remedy}")
 
 
 def _is_installed(package: str) -> bool:
   try:
     spec = importlib.util.find_spec(package)
-  except ModuleNotFoundError:  # of `a.b`, a
+  except ModuleNotFoundError:  # The parent package `a` of `a.b` is missing.
     return False
-  # A mere folder of that name, as W&B leaves where it runs, has no file to load.
+  # W&B leaves a plain folder of its name in the working directory, which has no file to load.
   return spec is not None and spec.origin is not None
 
 
 def sources(config: Config, workdir: Path) -> list[metrics.TrackerSource]:
-  """The trackers of a run, for its `MetricWriter`; process 0 calls it."""
+  """Return the trackers of a run for its `MetricWriter`; process 0 calls it."""
   if not config.log.trackers:
     return []
   run_id = tracked_id(workdir)
@@ -65,9 +65,9 @@ def sources(config: Config, workdir: Path) -> list[metrics.TrackerSource]:
 
 
 def tracked_id(workdir: Path) -> str:
-  """The id that trackers know the run by; made at its first start, and kept.
+  """Return the run's id in trackers, which is created at its first start.
 
-  Where the file is damaged it is made anew: trackers begin another run, with all of
+  If the file is damaged, a new id is created, so trackers begin a new run and get all of
   metrics.jsonl.
   """
   known = read_json(workdir / FILE, {"id": str}).get("id", "")
@@ -75,7 +75,7 @@ def tracked_id(workdir: Path) -> str:
     return known
   name = re.sub(r"[^\w-]+", "-", workdir.absolute().name, flags=re.ASCII)[:40]
   made = f"{name}-{secrets.token_hex(4)}"
-  with contextlib.suppress(OSError):  # a full disk costs this, not the run
+  with contextlib.suppress(OSError):  # A full disk costs the id, not the run.
     write_json(workdir / FILE, {"id": made})
   return made
 

@@ -1,4 +1,4 @@
-"""A run through its phases: each is compiled, entered and trained, in turn."""
+"""Train the phases of a run in turn: compile, enter and train each."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ from jaxscale.training.types import Batch, TrainState, TrainStep
 
 
 def train_phases(run: Run, state: TrainState, compiler: StepCompiler) -> TrainState:
-  """Train through every phase that is left, or until asked to stop."""
+  """Train all remaining phases, or until asked to stop."""
   step, reports_step = int(state.step), run.experiment.config.log.step_report
   if step and hooks.evaluation_interval(run)(step) and run.evaluation_at(step) is None:
-    hooks.evaluate(run, step, state)  # what a run that was asked to stop postponed
+    hooks.evaluate(run, step, state)  # An earlier start stopped before this evaluation.
   while step < run.total_steps and not run.stops_at_target() and not run.watch.stop.poll():
     run.watch.at(step + 1, "compiling")
     if 0 < step == phase_at(run.experiment, step).start:
       try:
         run.experiment, state = _enter_phase(run, state, compiler)
-      except StopRequested:  # among trials: the same ones are made again
+      except StopRequested:  # The resumed run repeats the trials.
         hooks.save(run, step, state)
         break
       run.reporter.enter(run.experiment)
@@ -51,11 +51,11 @@ def train_phases(run: Run, state: TrainState, compiler: StepCompiler) -> TrainSt
 def _train_phase(
   run: Run, state: TrainState, step: int, compiler: StepCompiler, reports_step: bool
 ) -> tuple[TrainState, int]:
-  """Train to the end of the phase, or to the next gap that the NaN policy leaves out."""
+  """Train to the end of the phase, or to the next steps that the NaN policy skips."""
   experiment, reporter = run.experiment, run.reporter
   batches = train_batches(experiment, step)
   with reporter.pause():
-    first = next(batches)  # the input starts up while XLA compiles
+    first = next(batches)  # The input starts while XLA compiles.
     train_step = compiler.wait(experiment)
     _describe_program(run, train_step)
     if reports_step:
@@ -79,14 +79,14 @@ def _train_phase(
 
 
 def _describe_program(run: Run, train_step: TrainStep) -> None:
-  """Have the leader read the FLOPs of a compiled step."""
+  """Let the leader read the FLOPs of a compiled step."""
   if cluster.is_leader():
     run.reporter.efficiency.program = in_background(functools.partial(read_program, train_step))
 
 
 def _report_step(run: Run, train_step: TrainStep, state: TrainState, batch: Batch) -> None:
-  """Say what the parts of a step take (`log.step_report`)."""
-  from jaxscale.run import step_report  # seldom: the first step comes first
+  """Log the times of the parts of a step (`log.step_report`)."""
+  from jaxscale.run import step_report  # Seldom used, and imports delay the first step.
 
   report = step_report.measure(run.experiment, train_step, state, batch)
   sizes = {"rows": run.experiment.phase.batch_size, "num_devices": run.experiment.mesh.size}
@@ -95,7 +95,7 @@ def _report_step(run: Run, train_step: TrainStep, state: TrainState, batch: Batc
 
 
 def train_batches(experiment: build.Experiment, step: int) -> Iterator[Batch]:
-  """Global batches of this phase on the devices, from those of step `step` + 1 on."""
+  """Yield this phase's global batches on the devices, from step `step` + 1 on."""
   config = experiment.config
   batches = data.train_batches(
     experiment.train_data,
@@ -109,18 +109,18 @@ def train_batches(experiment: build.Experiment, step: int) -> Iterator[Batch]:
 
 
 def _compares_replicas(experiment: build.Experiment, step: int) -> bool:
-  """Whether there are replicas, and a check of them is due in what is left."""
+  """Return whether a check of replicas is due in the remaining steps."""
   every = experiment.config.checks.replicas_every_steps
   if not every or experiment.mesh.size == 1:
     return False
-  # Where devices have parts of one copy there is nothing to compare.
+  # Devices that each hold a part of one copy have nothing to compare.
   return experiment.derived.total_steps // every > step // every
 
 
 def _enter_phase(
   run: Run, state: TrainState, compiler: StepCompiler
 ) -> tuple[build.Experiment, TrainState]:
-  """The next phase's experiment, and the state as it begins with it."""
+  """Return the next phase's experiment, and the state with which it begins."""
   experiment, step = run.experiment, int(state.step)
   before, phase = phase_at(experiment, step - 1), phase_at(experiment, step)
   if is_adaptive(experiment):
@@ -132,7 +132,7 @@ def _enter_phase(
         size = adaptive_batch.choose(ended, state, lambda tried: train_batches(tried, step), poll)
       chosen += (chosen[-1],) * (phase.ordinal - len(chosen)) + (size,)
       path = run.workdir / adaptive_batch.FILE
-      # So that a resumed run needs no second trial.
+      # A resumed run reads this choice and needs no second trial.
       cluster.on_leader(lambda: metrics.write_json(path, chosen), "batch sizes")
     experiment = build.with_sizes(experiment, chosen)
     phase = phase_at(experiment, step)
@@ -143,18 +143,18 @@ def _enter_phase(
 
 
 def _poll(run: Run, step: int) -> None:
-  """Note that there is progress between two phases; raises if all are to stop."""
+  """Record progress between two phases; raise if all processes are asked to stop."""
   run.watch.at(step + 1, "compiling")
   if run.watch.stop.poll():
     raise StopRequested
 
 
 def is_adaptive(experiment: build.Experiment) -> bool:
-  """Whether the run itself chooses its batch sizes."""
+  """Return whether the run itself chooses its batch sizes."""
   return isinstance(experiment.config.phases, AdaptiveBatch)
 
 
 def phase_at(experiment: build.Experiment, step: int) -> Phase:
-  """The phase of the step after `step`."""
+  """Return the phase of the step after `step`."""
   phases = experiment.derived.phases
   return phases[phase_index(phases, step)]

@@ -1,4 +1,4 @@
-"""A run's record in its workdir, and whether a workdir holds the same experiment."""
+"""Record of a run in its workdir, and checks that a workdir belongs to the same experiment."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ from jaxscale.run import adaptive_batch, goodput, nan_policy, tracking
 from jaxscale.run.identity import SHAPE as IDENTITY
 from jaxscale.run.identity import Change, changes, other_environment
 
-# What may change when a run resumes: where it runs and what it records.
+# Settings that may change when a run resumes: where it runs and what it records.
 _NOT_IDENTITY = """mesh layout compilation evaluation checkpoint checks faults log
   target_accuracy target_loss stop_at_target input_threads gpu_settings exchange.algorithm
   exchange.dims data.cache_dir data.max_pixels""".split()
 _LENGTH = "epochs", "steps"
-# Likewise, of a run that knows what its data contain: where they are, and how.
+# Locations of the data may also change, if the run has the identity of their content.
 _PLACES = "data.path", "data.data_dir", "data.tokenizer", "data.dtype"
-ACCEPTED = "accepted: "  # what the line of an accepted change begins with
-# The contents of values without a form in JSON, as `to_plain` records them.
+ACCEPTED = "accepted: "  # prefix of the lines of accepted changes
+# Keys under which `to_plain` records the content of values without a JSON form.
 _CONTENTS = "shape", "dtype", "sha256", "fingerprint", "identity"
 
 
@@ -55,11 +55,11 @@ def write_config(workdir: Path, described: dict[str, Any], config: Config) -> No
 def describe(
   experiment: build.Experiment, identity: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
-  """The resolved config, what was derived from it, and the software, as JSON.
+  """Return the resolved config, the values derived from it, and the software, as JSON.
 
   Args:
-    experiment: of the run.
-    identity: from `identity_of`.
+    experiment: the experiment of the run.
+    identity: the identity of the run, from `identity_of`; None leaves it out.
   """
   phases = [phase._asdict() for phase in experiment.derived.phases]
   described: dict[str, Any] = {"format": FORMAT, "config": to_plain(experiment.config)}
@@ -70,7 +70,7 @@ def describe(
 
 
 def _software() -> dict[str, Any]:
-  """Return what arithmetic depends on, apart from settings."""
+  """Return the software and hardware that arithmetic depends on."""
   packages = ("jaxscale", "jax", "flax", "optax", "orbax-checkpoint")
   versions = {"versions": {name: metadata.version(name) for name in packages}}
   kind = jax.devices()[0].device_kind
@@ -78,51 +78,61 @@ def _software() -> dict[str, Any]:
 
 
 def describe_text(experiment: build.Experiment, workdir: Path) -> str:
-  """The same for a person: settings that differ from their defaults, and numbers."""
-  lines = [f"jaxscale {metadata.version('jaxscale')}  workdir {workdir}"]
-  lines.append(f"settings other than the defaults (all: {workdir}/config.json)")
-  for name, value in _changed(experiment.config).items():
-    lines.append(f"  {name:24} {_without_defaults(value)}")
-  lines.append(f"on {devices_of(experiment)}")
-  numbers = experiment.derived._asdict()
-  phases = numbers.pop("phases")
-  for name in ("num_devices", "row_blocks", "start_devices"):
-    numbers.pop(name)
-  number = "{} {:,}".format, "{} {:.6g}".format
-  shown = ", ".join(number[isinstance(v, float)](n, v) for n, v in numbers.items())
-  lines += textwrap.wrap(shown, 86, initial_indent="  ", subsequent_indent="  ")
-  for phase in phases if len(phases) > 1 else ():
-    size = f", images of {phase.image_size}" if phase.image_size else ""
-    steps, batch = f"{phase.start + 1:,} to {phase.stop:,}", f"{phase.batch_size:,}"
-    lines.append(f"  steps {steps}: batch {batch}{size}")
-  if text := derive.device_summary(experiment.config, experiment.derived):
-    lines.append(f"  {text}")
-  lines += [f"  {note}" for note in experiment.notes]
-  return "\n".join(lines)
+  """Return the few lines that a run's log begins with.
+
+  The lines have the devices, the data, the steps, and the settings that differ from
+  their defaults.
+  """
+  derived, phases = experiment.derived, experiment.derived.phases
+  lines = [f"jaxscale {metadata.version('jaxscale')} on {devices_of(experiment)}"]
+  lines.append(f"workdir: {workdir} (all settings: config.json)")
+  settings = (f"{n}={_without_defaults(v)}" for n, v in _changed(experiment.config).items())
+  lines += _wrapped(f"settings: {', '.join(settings) or 'defaults'}")
+  data = f"{derived.num_train:,} training examples, {derived.num_eval:,} validation examples"
+  lines.append(f"data: {data} in batches of {derived.eval_batch_size:,}")
+  size, micro = derived.device_batch_size, derived.micro_batch_size
+  each = f"{size:,} per device" + f", {micro:,} per micro-batch" * (micro != size)
+  lines += _wrapped(
+    f"training: {plural(derived.total_steps, 'step')} of {phases[0].batch_size:,} examples "
+    f"({each}), {plural(derived.warmup_steps, 'warmup step')}, peak lr {derived.peak_lr:.6g}; "
+    f"evaluation every {derived.eval_every:,} and checkpoint every {derived.save_every:,} steps"
+  )
+  if len(phases) > 1:
+    parts = [f"steps {p.start + 1:,} to {p.stop:,}: batch {p.batch_size:,}" for p in phases]
+    sizes = [f", images of {p.image_size}" * bool(p.image_size) for p in phases]
+    lines += _wrapped(f"phases: {'; '.join(map(str.__add__, parts, sizes))}")
+  if text := derive.device_summary(experiment.config, derived):
+    lines.append(text)
+  return "\n".join([*lines, *experiment.notes])
+
+
+def _wrapped(text: str) -> list[str]:
+  """Break a line of the log at 98 columns, with the rest indented."""
+  return textwrap.wrap(text, 98, subsequent_indent="  ", break_long_words=False)
 
 
 def devices_of(experiment: build.Experiment) -> str:
-  """How many devices of what kind, and of how many processes.
+  """Describe the number and kind of devices, and the number of processes.
 
-  Of a CPU where there are NVIDIA's GPUs it says so: JAX itself takes the CPU silently
-  when its plugin for them is missing or fails.
+  If JAX uses a CPU although the node has NVIDIA GPUs, the text says so: JAX itself falls
+  back to the CPU silently when its CUDA plugin is missing or fails.
   """
   devices = experiment.mesh.devices.ravel()
   kind, n = devices[0].device_kind, jax.process_count()
   text = f"{len(devices)} x {kind}" + f", {n} processes" * (n > 1)
   asked = "cpu" in os.environ.get("JAX_PLATFORMS", "")
   if devices[0].platform == "cpu" and not asked and nvidia_models():
-    remedy = "install jaxscale[cuda12], or set JAX_PLATFORMS=cpu if that is meant"
+    remedy = "install jaxscale[cuda12], or set JAX_PLATFORMS=cpu to use the CPU"
     text += f"; JAX does not use the GPUs of this node: {remedy}"
   return text
 
 
 def _changed(settings: Any) -> dict[str, Any]:
-  """The fields of settings that are not what they are by default."""
+  """Return the fields of settings that differ from their defaults."""
   changed = {}
   for field in dataclasses.fields(settings):
     value, default = getattr(settings, field.name), _default(field)
-    # Text, as arrays have no one ==; a choice's repr has defaults that were given.
+    # Compare as text: arrays have no single ==, and given values may equal a choice's defaults.
     if default is MISSING or _without_defaults(value) != _without_defaults(default):
       changed[field.name] = value
   return changed
@@ -133,7 +143,7 @@ def _default(field: dataclasses.Field[Any]) -> Any:
 
 
 def _without_defaults(value: Any) -> str:
-  """A setting as it would be written in a config file."""
+  """Format a setting as in a config file, arrays by dtype and shape."""
   if hasattr(value, "dtype") and hasattr(value, "shape"):
     return f"{value.dtype}{list(value.shape)}"
   if not dataclasses.is_dataclass(value):
@@ -143,32 +153,33 @@ def _without_defaults(value: Any) -> str:
 
 
 def experiment_in(workdir: Path, config: Any, accept: Collection[str] = ()) -> build.Experiment:
-  """`build.experiment` for the run of a directory; all processes call it.
+  """Build the experiment for a workdir, as `build.experiment`; all processes call it.
 
-  Where the run began on another number of devices, its batches are spread over
-  those there are now, so that none holds more examples at a time than then.
+  If the run began on a different number of devices, its batches are divided over the
+  current devices so that none holds more examples at a time than at the beginning.
 
   Raises:
-    ConfigError: data or devices do not fit the config, or the run.
+    ConfigError: data or devices do not fit the config or the run.
   """
   began_on = start_devices(workdir, config, accept)
   return build.experiment(config, cluster.from_leader(began_on))
 
 
 def start_devices(workdir: Path, config: Any, accept: Collection[str] = ()) -> int | None:
-  """Devices on which the run of a directory began, by its config.json.
+  """Return the number of devices on which the run of a workdir began.
 
-  Until it has saved, whoever starts it begins anew: then it is the largest number
-  that it was started on, this one included. The steps of each have the smallest
-  micro-batches, and none has to have found memory for more.
+  A run without a checkpoint begins anew at each start. The result is then the largest
+  number of devices that it was started on, with this start, since the smallest
+  micro-batches belong to that number and fit the memory of all.
 
   Args:
-    workdir: of the run.
-    config: of the run that resumes there.
-    accept: kinds of changes that are accepted, "data" and "code".
+    workdir: the run's workdir.
+    config: the config of the run that resumes.
+    accept: the accepted kinds of changes, "data" and "code".
 
   Returns:
-    None: it begins now, or what is there is not its own (`claim_workdir` says so).
+    The number, or None if the run begins now or the workdir belongs to another
+    experiment (which `claim_workdir` reports).
   """
   described = read_json(workdir / "config.json", _RUN)
   if not described:
@@ -189,25 +200,24 @@ def claim_workdir(
   identity: Mapping[str, Any] | None = None,
   accept: Collection[str] = (),
 ) -> list[str]:
-  """Make the directory, or check that what it holds is this experiment.
+  """Create the workdir, or check that it belongs to this experiment.
 
-  A setting that did not exist when the directory was made counts as its default. Where
-  nothing was saved, whoever starts a run begins it anew, whatever was tried before. A
-  run can be given more epochs.
+  A setting that did not exist when the workdir was created counts as its default. A run
+  without a checkpoint begins anew, with any settings. A run may get more epochs.
 
   Args:
-    workdir: of the run.
-    config: of the run that begins or resumes there.
-    identity: from `identity_of`; None: not compared.
-    accept: kinds of changes that are accepted, "data" and "code".
+    workdir: the run's workdir.
+    config: the config of the run that begins or resumes.
+    identity: the identity of the run, from `identity_of`; None skips its comparison.
+    accept: the accepted kinds of changes, "data" and "code".
 
   Returns:
-    What has changed and was accepted, and what cannot be compared, as lines.
+    The accepted changes, and a note of what cannot be compared, as lines.
 
   Raises:
-    ConfigError: it cannot be made, belongs to another experiment, was trained on other
-      data or by other code, or has a link of another user, such as from checkpoints/
-      to a folder of this one.
+    ConfigError: the workdir cannot be created, belongs to another experiment, was trained
+      with different data or code, or contains a link of another user, for example from
+      checkpoints/ to a folder of the other user.
   """
   try:
     workdir.mkdir(parents=True, exist_ok=True)
@@ -218,16 +228,16 @@ def claim_workdir(
   for link, owner in owners.items():
     if owner not in (os.geteuid(), 0):
       fix = "remove it, or use another --workdir"
-      raise ConfigError(f"{link}: a link that another user (uid {owner}) has put there; {fix}")
+      raise ConfigError(f"{link}: this link belongs to another user (uid {owner}); {fix}")
   path = workdir / "config.json"
   if not os.path.exists(path):
     before = _saved_identity(workdir) if identity and _has_saved(workdir) else {}
     return _accepted(workdir, [*changes(before, identity or {})], accept)
-  if not os.path.isfile(path):  # a directory, which none replaces, or a pipe
+  if not os.path.isfile(path):  # A folder, which cannot be replaced, or a pipe.
     raise ConfigError(f"{path}: not a file; move it away, or use another --workdir")
   if not _has_saved(workdir):
     return []
-  remedy = "delete it if --config is that of its run, or use another --workdir"
+  remedy = "delete it if --config is the config of its run, or use another --workdir"
   described = require_json(path, {"config": {}}, remedy)
   check_format(described, workdir)
   if why := mismatch(described, _RUN):
@@ -238,15 +248,15 @@ def claim_workdir(
   before = described.get("identity") or _saved_identity(workdir)
   lines = _accepted(workdir, [*found, *changes(before, identity)], accept)
   if not before:
-    reason = "as jaxscale wrote it before 0.3; they are not compared"
+    reason = "because a version before 0.3 wrote it; data and code are not compared"
     lines.append(f"note: config.json has no identity of data and code, {reason}")
   elif other := other_environment(described, {"identity": identity} | _software()):
-    lines.append(f"note: resuming with {other}; numbers may differ in rounding")
+    lines.append(f"note: resuming with {other}; results may differ by rounding")
   return lines
 
 
 def _saved_identity(workdir: Path) -> dict[str, Any]:
-  """The identity in the newest checkpoint that has one; else nothing."""
+  """Return the identity in the newest checkpoint that has one; empty if none has."""
   for step in reversed(directory.steps(workdir / "checkpoints")):
     with contextlib.suppress(checkpoint_files.DamagedError):
       manifest = checkpoint_files.read_manifest(workdir / "checkpoints" / str(step))
@@ -257,24 +267,24 @@ def _saved_identity(workdir: Path) -> dict[str, Any]:
 
 
 def _accepted(workdir: Path, found: list[Change], accept: Collection[str]) -> list[str]:
-  """Return what was accepted, as lines; refuse the rest in one line.
+  """Return accepted changes as lines.
 
   Raises:
-    ConfigError: that line.
+    ConfigError: there are changes that are not accepted.
   """
   if not (refused := _refused(found, accept)):
     return [f"{ACCEPTED}{change.text}" for change in found]
   kind, field = refused[0].kind, "--workdir"
   if kind == "settings":
-    why = f"holds another experiment, {refused[0].text}"
+    why = f"belongs to a different experiment: {refused[0].text}"
     raise ConfigError(f"{field}={workdir}: {why}; use another {field}")
   if kind == "x64":
     why = f"cannot resume: {refused[0].text}"
-    raise invalid(field, str(workdir), why, f"set it as it was, or use another {field}")
+    raise invalid(field, str(workdir), why, f"restore the setting, or use another {field}")
   kinds = list(dict.fromkeys(change.kind for change in refused))
   texts = [change.text for change in refused if change.kind in kinds]
   more = f", and {plural(len(texts) - 2, 'more change')}" * (len(texts) > 2)
-  differs = " and ".join({"data": "other data", "code": "other code"}[k] for k in kinds)
+  differs = " and ".join(f"different {kind}" for kind in kinds)
   why = f"was trained with {differs} ({', '.join(texts[:2])}{more})"
   fix = f"resume with --accept-changes={','.join(kinds)}"
   fix = f"restore the {' and '.join(kinds)}, use another {field}, or {fix}"
@@ -282,14 +292,14 @@ def _accepted(workdir: Path, found: list[Change], accept: Collection[str]) -> li
 
 
 def forget_unsaved(workdir: Path, config: Any) -> None:
-  """Delete what another experiment, which saved nothing, has decided and done there.
+  """Delete the decisions and records of another experiment that saved no checkpoint.
 
-  Only one process may call it, that holds the lock on the directory.
+  Only the process that holds the lock on the workdir may call it.
   """
   path = workdir / "config.json"
   if _has_saved(workdir) or not os.path.exists(path):
     return
-  described = read_json(path, _RUN)  # empty where it is damaged
+  described = read_json(path, _RUN)  # empty if the file is damaged
   if not described or any(_setting_changes(described, config)):
     decided = adaptive_batch.FILE, nan_policy.FILE, tracking.FILE, "summary.json"
     for name in (*decided, goodput.FILE):
@@ -297,7 +307,7 @@ def forget_unsaved(workdir: Path, config: Any) -> None:
 
 
 def length_before(workdir: Path, config: Any) -> dict[str, Any]:
-  """The `epochs` and `steps` that a run had before it got those of its config."""
+  """Return the `epochs` and `steps` of a run before its config changed them."""
   described = read_json(workdir / "config.json", {"config": {}})
   length = {unit: getattr(config, unit) for unit in _LENGTH}
   if not described or not _has_saved(workdir):
@@ -306,37 +316,37 @@ def length_before(workdir: Path, config: Any) -> dict[str, Any]:
 
 
 def _has_saved(workdir: Path) -> bool:
-  """Whether there are checkpoints, damaged ones included."""
+  """Return whether there are checkpoints, damaged ones included."""
   checkpoints = workdir / "checkpoints"
   return bool(directory.steps(checkpoints)) or directory.has_damaged(checkpoints)
 
 
 def _refused(found: list[Change], accept: Collection[str]) -> list[Change]:
-  """The changes that are not accepted; settings and x64 first, which cannot be."""
+  """Return the changes that are not accepted; settings and x64, which never are, first."""
   refused = [change for change in found if change.kind not in accept]
   return sorted(refused, key=lambda c: ("settings", "x64", "data", "code").index(c.kind))
 
 
 def _setting_changes(described: dict[str, Any], config: Any) -> Iterator[Change]:
-  """Yield the settings that make it another experiment, with the values then and now.
+  """Yield the settings that define a different experiment, with both values.
 
   Args:
-    described: the config.json of the run there.
-    config: the one now.
+    described: the config.json of the run in the workdir.
+    config: the current config.
   """
   before, now = _completed(described["config"], config), to_plain(config)
   free: set[str] = set(_NOT_IDENTITY)
   if now["sync"].get("workers") == "replica":
-    free.remove("mesh")  # else other devices would be one worker
+    free.remove("mesh")  # With workers="replica", the mesh sets the number of workers.
   if config.model.is_stack and not now["noise_scale"]:
-    # Nothing is random in these, and no statistics are a micro-batch's: a pipeline
-    # may resume what was begun without micro-batches.
+    # These have no randomness and no statistics per micro-batch, so a pipeline may resume
+    # a run that began without micro-batches.
     free.add("accumulate_steps")
-  for unit in _LENGTH:  # a run may become longer
+  for unit in _LENGTH:  # A run may become longer.
     length: Any = before.get(unit) or 0
     if not mismatch(length, float) and 0 < length < (now[unit] or 0):
       free.add(unit)
-  # Where the run has the identity of its data, they may be anywhere.
+  # If the run has the identity of its data, the data may move.
   if described.get("identity") and is_built_in(type(config.data)):
     free |= set(_PLACES)
   for name, (old, new) in _differences(before, now).items():
@@ -344,12 +354,12 @@ def _setting_changes(described: dict[str, Any], config: Any) -> Iterator[Change]
       kind = "code" if name.endswith(".source") else None
       if name.startswith("data.") and name.rpartition(".")[2] in _CONTENTS:
         kind = "data"
-      text = f"{name} is {shown(old)} there and {shown(new)} now"
+      text = f"{name} is {shown(old)} in the workdir and {shown(new)} now"
       yield Change(kind or "settings", text)
 
 
 def _completed(before: Any, node: Any) -> Any:
-  """Described settings, with the defaults of those that did not exist then."""
+  """Return described settings, with defaults for those that did not exist then."""
   if not isinstance(before, dict) or not dataclasses.is_dataclass(node):
     return before
   if before.get("class", class_name(type(node))) != class_name(type(node)):
@@ -364,13 +374,13 @@ def _completed(before: Any, node: Any) -> Any:
 
 def _differences(old: Any, new: Any, prefix: str = "") -> dict[str, tuple[Any, Any]]:
   if isinstance(old, dict) and [*old] == ["object"] and ":" not in str(old["object"]):
-    return {}  # earlier versions recorded nothing but the type
+    return {}  # Earlier versions recorded only the type.
   if isinstance(old, dict) and isinstance(new, dict):
     found = {}
     for name in {**old, **new}:
       path = f"{prefix}.{name}" if prefix else name
       found |= _differences(old.get(name), new.get(name), path)
     return found
-  if old == new or json.dumps(old) == json.dumps(new):  # NaN equals nothing
+  if old == new or json.dumps(old) == json.dumps(new):  # NaN does not equal itself.
     return {}
   return {prefix: (old, new)}

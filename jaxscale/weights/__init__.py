@@ -1,12 +1,12 @@
-"""Parameters in safetensors files, in our names or those of timm and Hugging Face.
+"""Read and write parameters in safetensors files, in names of jaxscale, timm or Hugging Face.
 
     export_safetensors("resnet50.safetensors", params, model_state, naming="timm")
     import_safetensors("vit_small.safetensors", abstract_params).params
 
-A file holds parameters and BatchNorm statistics, nothing else of a run; checkpoints
-hold those. `jaxscale export` writes one from a checkpoint, and `Config.init_from`
-starts a run from one. This package knows neither `Config` nor runs. Names
-load when they are first asked for.
+A file has parameters and BatchNorm statistics, and nothing else of a run; the rest is in
+checkpoints. `jaxscale export` writes a file from a checkpoint, and `Config.init_from` starts
+a run from a file. This package depends neither on `Config` nor on runs. Names are imported
+on first use.
 """
 
 import lazy_loader

@@ -1,4 +1,4 @@
-"""Whether a file's parameters are of the network that they are to be read into."""
+"""Check that a file's parameters belong to the model that they are loaded into."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from jaxscale.weights.hf_config import check_llama, check_vit
 from jaxscale.weights.safetensors import read_metadata
 from jaxscale.weights.timm_config import check_timm, is_timm_config
 
-# Settings of ours that change results, and that neither names nor shapes show.
+# Settings that change results but appear neither in names nor in shapes.
 _UNSEEN = ("num_heads", "norm_eps", "bn_epsilon")
-# And those that are changed on purpose, for longer texts.
+# Such settings that are changed on purpose, for longer texts.
 _POSITIONS = ("rope_theta", "rope_factor", "rope_low", "rope_high", "rope_length")
 _HIDDEN = "numbers of heads, rotary positions, pooling, anti-aliasing and epsilons"
-_UNKNOWN = "no config.json next to it describes its network; names and shapes do not show "
-_UNKNOWN += f"{_HIDDEN}, compare them yourself"
+_UNKNOWN = "no config.json next to the file describes its model; names and shapes do not show "
+_UNKNOWN += f"{_HIDDEN}, so compare these yourself"
 
 
 def check_source(
@@ -32,33 +32,33 @@ def check_source(
   *,
   init_head: bool = False,
 ) -> list[str]:
-  """Compare a model's settings with what is written in and next to a file.
+  """Compare a model's settings with the description in and next to a file.
 
-  `jaxscale export` writes its model's settings into the file; others have a
-  config.json next to it.
+  `jaxscale export` writes the model's settings into the file; other files have a config.json
+  next to them.
 
   Args:
-    path: of the file, or of its folder.
-    naming: of the file.
-    names: of all arrays in it.
-    model: settings, of which those of `config.Transformer`, `config.ViT` and
-      `config.ResNet` are compared.
-    info: of the data: the fields of `data.TextInfo` or `data.DatasetInfo`.
-    init_head: the classifier in the file is not used.
+    path: the path of the file, or of its folder.
+    naming: the naming of the file.
+    names: the names of all arrays in the file.
+    model: the settings; those of `config.Transformer`, `config.ViT` and `config.ResNet` are
+      compared.
+    info: the fields of the data's `data.TextInfo` or `data.DatasetInfo`.
+    init_head: True if the classifier in the file is not used.
 
   Returns:
-    Lines for the user: what could not be compared.
+    Notes for the user: what could not be compared.
 
   Raises:
-    ConfigError: it is unreadable, or of another network; one line has each field,
-      both values and, where there is one, the setting to change.
+    ConfigError: the description cannot be read, or belongs to a different model. The message
+      has each field, both values and, if there is one, the setting to change.
   """
   where = Path(path)
   where = (where if where.is_dir() else where.parent) / "config.json"
   says = naming in ("timm", "huggingface")
   found = read_config_json(where) if says else None
   if naming == "timm" and found is not None and not is_timm_config(found):
-    found = None  # a run's
+    found = None  # the config.json of a run
   if found is None:
     where, own = Path(path), _own_settings(Path(path))
     if own is None:
@@ -68,11 +68,11 @@ def check_source(
   else:
     try:
       outcome = _compared(found, naming, names, model, info, init_head)
-    except (TypeError, ValueError) as e:  # text for a number, a list for a name
-      why = f"a field is of another type than such files have ({e})"
+    except (TypeError, ValueError) as e:  # For example, a number is text.
+      why = f"a field has an unexpected type ({e})"
       raise ConfigError(f"{where}: {why}; copy it again, or remove it") from None
   if outcome.problems:
-    raise ConfigError(f"{where}: of another model: {'; '.join(outcome.problems)}")
+    raise ConfigError(f"{where}: belongs to a different model: {'; '.join(outcome.problems)}")
   return [f"{where}: {note}" for note in outcome.notes]
 
 
@@ -85,7 +85,7 @@ def _compared(found, naming, names, model, info, new_head: bool) -> Comparison:
 
 
 def _own_settings(path: Path) -> dict[str, Any] | None:
-  """The settings of the model that `jaxscale export` wrote into a file."""
+  """Return the model settings that `jaxscale export` wrote into a file; None if there are none."""
   return next(iter(json_objects([read_metadata(path).get("model", "")])), None)
 
 

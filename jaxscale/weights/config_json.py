@@ -1,9 +1,8 @@
-"""The config.json next to a file of parameters: how it is read, compared and written.
+"""Read, compare and write the config.json next to a file of parameters.
 
-Names and shapes do not distinguish numbers of heads, rotary angles, epsilons, poolings
-or filters without parameters: parameters of another network may fit silently. What a
-config.json says of them is compared with our settings, field by field, in `hf_config`
-and `timm_config`.
+Names and shapes do not show the number of heads, rotary angles, epsilons, pooling or filters
+without parameters, so parameters of a different model may fit silently. The fields of a
+config.json are therefore compared with the model's settings in `hf_config` and `timm_config`.
 """
 
 from __future__ import annotations
@@ -18,16 +17,16 @@ from typing import Any, NamedTuple
 from jaxscale.errors import ConfigError
 from jaxscale.files import read_json, require_json, write_json
 
-_FILE = "jaxscale_file"  # in those that we write: name of the file of parameters
-OURS = frozenset({_FILE, "jaxscale"})  # fields that only we write
+_FILE = "jaxscale_file"  # the field with the name of the parameters' file
+OURS = frozenset({_FILE, "jaxscale"})  # fields that only jaxscale writes
 
 
 class Comparison(NamedTuple):
-  """What a comparison found, each a clause of a line.
+  """Result of a comparison; each entry is a clause of a message.
 
   Attributes:
-    problems: why it is another network.
-    notes: what may make it one, as far as is known here.
+    problems: the differences that make it a different model.
+    notes: the differences that may change results, or fields that could not be compared.
   """
 
   problems: list[str]
@@ -35,10 +34,10 @@ class Comparison(NamedTuple):
 
 
 def read_config_json(path: Path) -> dict[str, Any] | None:
-  """Its fields; None: there is none.
+  """Read the fields of a config.json; None if the file does not exist.
 
   Raises:
-    ConfigError: it is no JSON object.
+    ConfigError: the file is not a JSON object.
   """
   if not path.exists():
     return None
@@ -51,50 +50,50 @@ def compare(
   settings: Mapping[str, tuple[str, Any]],
   fixed: Mapping[str, tuple] = types.MappingProxyType({}),
 ) -> Iterator[str]:
-  """Yield a clause for each field that makes another network.
+  """Yield a clause for each field that makes a different model.
 
   Args:
-    there: fields of a file; what is missing is not compared.
-    model: settings, for the name of their class.
-    settings: name and value of the setting of ours that a field is.
-    fixed: for fields that no setting changes, the values with which a network is ours.
+    there: the fields of the file; missing fields are not compared.
+    model: the settings, for the name of their class.
+    settings: the name and value of the setting for each field.
+    fixed: the required values of fields that have no setting.
   """
   for field, (name, value) in settings.items():
     if field in there and there[field] != value:
       setting = f"{type(model).__name__}.{name}={there[field]!r}"
-      yield f"{field} is {there[field]!r} there and {value!r} here, set {setting}"
+      yield f"{field} is {there[field]!r} in the file and {value!r} in the model, set {setting}"
   for field, values in fixed.items():
     if field in there and there[field] not in values:
       ours = " or ".join(map(repr, values))
-      both = f"{field} is {there[field]!r} there and {ours} here"
+      both = f"{field} is {there[field]!r} in the file and {ours} in the model"
       yield f"{both}, which no setting changes"
 
 
 def unknown(found: Mapping[str, Any], known: Collection[str]) -> list[str]:
-  """A note with the fields whose meaning is not known, if there are any."""
+  """Return a note with the fields whose meaning is unknown, if there are any."""
   left = sorted(k for k, v in found.items() if k not in known and v is not None)
   some = ", ".join(left[:5]) + f" and {len(left) - 5} more" * (len(left) > 5)
-  return [f"not compared, as their meaning is not known: {some}"] if left else []
+  return [f"not compared, as their meaning is unknown: {some}"] if left else []
 
 
 def config_json_path(path: str | os.PathLike) -> Path:
-  """Where the config.json of a file that is to be written goes.
+  """Return the path of the config.json for a file that is to be written.
 
   Raises:
-    ConfigError: there is one of another file: a run's, or another model's.
+    ConfigError: a config.json of another file exists there.
   """
   where = Path(path).parent / "config.json"
   if not where.exists() or read_json(where).get(_FILE) == Path(path).name:
     return where
-  why = f"and {where} is of another file; give a file in a folder of its own"
-  raise ConfigError(f"{path}: a config.json is written next to it, {why}")
+  why = f"but {where} belongs to another file; write to a folder of its own"
+  raise ConfigError(f"{path}: a config.json is written next to the file, {why}")
 
 
 def write_config_json(path: str | os.PathLike, fields: dict[str, Any]) -> None:
-  """Write the config.json of a file; an earlier one of the same file is replaced.
+  """Write the config.json of a file, and replace an earlier one of the same file.
 
   Raises:
-    ConfigError: as `config_json_path`.
+    ConfigError: as for `config_json_path`.
     OSError: the disk failed or is full.
   """
   ours = {_FILE: Path(path).name, "jaxscale": metadata.version("jaxscale")}

@@ -1,8 +1,8 @@
-"""Arrays of a file that are made to fit a model of other images.
+"""Adapt arrays of a file to a model of images of a different size or number of channels.
 
-As timm does when it loads them (`resample_abs_pos_embed`, `adapt_input_conv`): position
-embeddings of another number of patches are resized as an image, and a stem of three
-colours takes one channel by the sum of its kernels, which is exact for gray images.
+The rules are timm's (`resample_abs_pos_embed`, `adapt_input_conv`). Position embeddings for a
+different number of patches are resized as an image. A stem for three colours takes one
+channel by the sum of its kernels, which is exact for gray images.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ from collections.abc import Callable
 import numpy as np
 
 Shape = tuple[int, ...]
-Fit = tuple[Callable[[np.ndarray], np.ndarray], str]  # (what is done, its words)
-_STEM = "params/Conv_0/kernel"  # of a ResNet
+Fit = tuple[Callable[[np.ndarray], np.ndarray], str]  # the change, and its description
+_STEM = "params/Conv_0/kernel"  # in a ResNet
 
 
 def fit(ours: str, how: str, there: Shape, here: Shape) -> Fit | None:
-  """What makes an array of a file fit a model, in our arrangement; None: nothing does.
+  """Return the change that makes an array of a file fit a model; None if there is none.
 
   Args:
-    ours: path of our leaf.
-    how: its key in `names.ARRANGEMENTS`.
-    there: shape in the file.
-    here: the shape there that our leaf would have.
+    ours: the path of the leaf.
+    how: the leaf's key in `names.ARRANGEMENTS`.
+    there: the shape of the array in the file.
+    here: the shape that the array should have in the file.
 
   Example:
     >>> _, words = fit("params/embed/position", "tokens", (1, 197, 8), (1, 577, 8))
@@ -39,12 +39,12 @@ def fit(ours: str, how: str, there: Shape, here: Shape) -> Fit | None:
   is_same = (there[0], *there[2:]) == (here[0], *here[2:])
   if (how == "patch" or ours == _STEM) and is_same and {there[1], here[1]} == {1, 3}:
     change = functools.partial(_channels, how=how, first=there[1], last=here[1])
-    return change, f"kernels of {there[1]} channels made for {here[1]}"
+    return change, f"kernels of {there[1]} channels converted to {here[1]}"
   return None
 
 
 def _positions(there: int, here: int) -> Fit | None:
-  """Of square images, with or without a class token in front."""
+  """Resize the positions of square images, with or without a class token in front."""
   for prefix in (0, 1):
     old, new = math.isqrt(there - prefix), math.isqrt(here - prefix)
     if old * old + prefix == there and new * new + prefix == here and old:
@@ -55,12 +55,12 @@ def _positions(there: int, here: int) -> Fit | None:
 
 
 def resize_positions(x: np.ndarray, *, prefix: int, new: int) -> np.ndarray:
-  """[prefix + old * old, width] -> [prefix + new * new, width], bicubically.
+  """Resize [prefix + old * old, width] to [prefix + new * new, width] bicubically.
 
   Args:
-    x: position embeddings; of patches by rows.
-    prefix: those in front that are of no patch, which stay.
-    new: rows and columns of patches.
+    x: the position embeddings, with patches in row order.
+    prefix: the number of leading positions that belong to no patch, which do not change.
+    new: the number of rows and of columns of patches.
   """
   old = math.isqrt(len(x) - prefix)
   grid = x[prefix:].astype(np.float64).reshape(old, old, -1)
@@ -70,10 +70,10 @@ def resize_positions(x: np.ndarray, *, prefix: int, new: int) -> np.ndarray:
 
 
 def _bicubic(old: int, new: int) -> np.ndarray:
-  """[new, old]: each new pixel as a mean of old ones.
+  """Return the weights [new, old] of old pixels in each new pixel.
 
-  Keys' kernel (1981, a = -1/2), which is widened where pixels become fewer (as Pillow
-  and PyTorch's `antialias=True`), and whose part behind the border is left out.
+  Keys' kernel (1981, a = -1/2) is widened when pixels become fewer, as in Pillow and
+  PyTorch's `antialias=True`. The part of the kernel outside of the image is left out.
   """
   scale = old / new
   centres = (np.arange(new) + 0.5) * scale
@@ -84,7 +84,7 @@ def _bicubic(old: int, new: int) -> np.ndarray:
 
 
 def _channels(x: np.ndarray, *, how: str, first: int, last: int) -> np.ndarray:
-  """The sum over channels, or equal shares of one channel's kernel."""
+  """Sum over channels, or divide one channel's kernel equally among channels."""
   x4 = x.reshape(-1, 1, first, x.shape[-1]) if how == "patch" else x
   x4 = np.repeat(x4.sum(axis=2, keepdims=True) / last, last, axis=2)
   return x4.reshape(-1, x.shape[-1]) if how == "patch" else x4

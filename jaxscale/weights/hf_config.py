@@ -1,8 +1,8 @@
-"""What a config.json of Hugging Face's says of a language model or a ViT, and ours.
+"""Compare and write Hugging Face config.json files of language models and ViTs.
 
-Every field that changes results is compared with a setting, or refused where no setting
-has it. Fields are of transformers 5.23.0, models/*/configuration_*.py, and of the forms
-that older versions wrote.
+Every field that changes results is compared with a setting, or must have a fixed value if no
+setting corresponds to it. Fields are those of transformers 5.23.0
+(models/*/configuration_*.py), and of older versions.
 """
 
 from __future__ import annotations
@@ -13,23 +13,23 @@ from typing import Any
 from jaxscale.errors import ConfigError
 from jaxscale.weights.config_json import OURS, Comparison, compare, unknown
 
-# `model_type`s whose layers are ours, with the defaults of fields that are missing.
+# Supported `model_type`s, with the defaults of missing fields.
 _DEFAULTS = {"num_attention_heads": 32, "rope_theta": 10_000.0, "rms_norm_eps": 1e-6}
 _QWEN = _DEFAULTS | {"num_key_value_heads": 32, "sliding_window": 4096}
 _KINDS: dict[str, dict[str, Any]] = {"llama": _DEFAULTS}
 _KINDS |= {"mistral": _QWEN | {"num_key_value_heads": 8}}
 _KINDS |= {"qwen2": _QWEN, "qwen3": _QWEN | {"head_dim": 128}}
-# Of the scaled rotary positions of Llama 3.1: field -> our setting.
+# Scaled rotary positions of Llama 3.1: the setting for each field.
 _ROPE = {"factor": "rope_factor", "low_freq_factor": "rope_low", "high_freq_factor": "rope_high"}
 _ROPE |= {"original_max_position_embeddings": "rope_length"}
-# Fields that no setting changes: the values with which a network is ours. Biases of
-# attention are of its output too, which is not Qwen2's.
+# Required values of fields that no setting corresponds to. Unlike Qwen2's, biases of attention
+# in these models include one of the output.
 _FIXED = {"model_type": tuple(_KINDS), "rope_type": ("default", "llama3")}
 _FIXED |= dict.fromkeys(("hidden_act", "hidden_activation"), ("silu", "swish"))
 _FIXED |= dict.fromkeys(("attention_bias", "mlp_bias"), (False,))
 _FIXED |= dict.fromkeys(("partial_rotary_factor", "rotary_pct"), (1.0,))
 _FIXED |= {"quantization_config": (None,)}
-# Sizes that shapes show, what only training or generation uses, and words about it.
+# Fields that are visible in shapes, only matter in training or generation, or are descriptive.
 _HARMLESS = OURS.union(
   """architectures attention_dropout auto_map bos_token_id dtype eos_token_id hidden_size id2label
   initializer_range intermediate_size label2id layer_types max_position_embeddings
@@ -45,10 +45,11 @@ _VIT_HARMLESS = _HARMLESS.union(
 
 
 def completed(found: Mapping[str, Any]) -> dict[str, Any]:
-  """All fields of a language model in one dict, with transformers' defaults.
+  """Return all fields of a language model in one dict, with transformers' defaults.
 
-  Those of rotary positions, which transformers 5 keeps in `rope_parameters` and 4 in
-  `rope_scaling`, are among them; without those of Llama 3.1 `rope_scaling` is None.
+  The result has the fields of rotary positions, which transformers 5 keeps in
+  `rope_parameters` and 4 in `rope_scaling`. Without the scaling of Llama 3.1, `rope_scaling`
+  is None.
 
   Example:
     >>> completed({"model_type": "llama", "rms_norm_eps": 1e-5})["rope_theta"]
@@ -72,35 +73,35 @@ def completed(found: Mapping[str, Any]) -> dict[str, Any]:
 def check_llama(
   found: Mapping[str, Any], model: Any, info: Any, names: Collection[str], new_head: bool
 ) -> Comparison:
-  """Compare a config.json with a model of language.
+  """Compare a config.json with a language model.
 
   Args:
-    found: its fields.
+    found: the fields of the config.json.
     model: settings with the fields of `config.Transformer`.
-    info: of the data: `sequence_length`.
-    names: of all arrays in the file.
-    new_head: the file's head is not used.
+    info: the data's fields, with `sequence_length`.
+    names: the names of all arrays in the file.
+    new_head: True if the file's head is not used.
   """
   there, settings = completed(found), _settings(model)
   problems = [*compare(there, model, settings, _FIXED)]
   if there["rope_type"] == "llama3":
-    problems += [f"no {x} there, copy it again" for x in _ROPE if x not in there]
+    problems += [f"the file lacks {x}, copy it again" for x in _ROPE if x not in there]
   window = there.get("sliding_window")
   length = getattr(info, "sequence_length", 0)
   if isinstance(window, int | float) and 0 < window < length and _slides(there):
-    fix = f"give {window} tokens or fewer as sequence_length"
-    both = f"sliding_window is {window!r} there and attention is to all tokens here"
+    fix = f"set sequence_length to {window} or less"
+    both = f"sliding_window is {window!r} in the file and the model attends to all tokens"
     problems.append(f"{both}, {fix}")
-  # Of the known models, the head is untied where the field is missing.
+  # For the supported models, a missing field means an untied head.
   is_known = str(found.get("model_type")) in _KINDS
   is_tied = found.get("tie_word_embeddings", not is_known)
   if is_tied is False and not new_head and "lm_head.weight" not in names:
     fix = "copy it again or set init_head=True"
-    problems.append(f"tie_word_embeddings is False there and the file has no lm_head.weight, {fix}")
+    problems.append(f"tie_word_embeddings is False, but the file has no lm_head.weight, {fix}")
   notes = unknown(there, {*_HARMLESS, *settings, *_FIXED})
   if is_tied and not new_head and "lm_head.weight" in names:
-    why = "but the file has an lm_head.weight of its own, which is used, as transformers 5 does"
-    notes.append(f"tie_word_embeddings is True there, {why}")
+    why = "but the file has an lm_head.weight, which is used, as in transformers 5"
+    notes.append(f"tie_word_embeddings is True, {why}")
   return Comparison(problems, notes)
 
 
@@ -114,16 +115,16 @@ def check_vit(found: Mapping[str, Any], model: Any) -> Comparison:
 
 
 def _slides(there: Mapping[str, Any]) -> bool:
-  """Whether attention is to a window in any layer."""
+  """Return whether any layer attends to a sliding window."""
   if isinstance(layers := there.get("layer_types"), list):
     return "sliding_attention" in layers
-  # Qwen's files have a window even where it is not used.
+  # Qwen's files have a window even if it is not used.
   is_qwen = str(there.get("model_type")).startswith("qwen")
   return bool(there.get("use_sliding_window", not is_qwen))
 
 
 def _settings(model: Any) -> dict[str, tuple[str, Any]]:
-  """For each field of transformers the name of our setting, and its value."""
+  """Return the name and value of the setting for each field of transformers."""
   kv_heads = model.num_kv_heads or model.num_heads
   width = model.head_width or model.width // model.num_heads
   names = {"rope_theta": "rope_theta", "rms_norm_eps": "norm_eps", "rope_scaling": "rope_factor"}
@@ -142,18 +143,18 @@ def llama_config(
   dtype: str,
   separator: int | None = None,
 ) -> dict[str, Any]:
-  """The config.json with which transformers loads exported parameters.
+  """Return the config.json with which transformers loads exported parameters.
 
   Args:
     model: settings with the fields of `config.Transformer`.
-    hidden: units of its MLP.
-    vocab_size: words, without padding.
-    sequence_length: of the text that it was trained on.
-    dtype: of the parameters in the file, e.g. "bfloat16".
-    separator: the token between documents; None: not known.
+    hidden: the hidden units of the MLP.
+    vocab_size: the size of the vocabulary without padding.
+    sequence_length: the sequence length in training, in tokens.
+    dtype: the dtype of the parameters in the file, e.g. "bfloat16".
+    separator: the token between documents; None if it is not known.
 
   Raises:
-    ConfigError: transformers has no such model.
+    ConfigError: transformers does not support this model.
 
   Example:
     >>> found = llama_config(
@@ -174,7 +175,7 @@ def llama_config(
   biases = {} if is_qwen == "Qwen2" else {"attention_bias": False, "mlp_bias": False}
   sizes = {"vocab_size": vocab_size, "hidden_size": model.width, "intermediate_size": hidden}
   sizes |= {"num_hidden_layers": model.num_layers, "max_position_embeddings": sequence_length}
-  # A document begins and ends with the same token.
+  # The separator both begins and ends a document.
   ends = {"bos_token_id": separator, "eos_token_id": separator, "torch_dtype": dtype}
   kind = {"architectures": [f"{name}ForCausalLM"], "model_type": name.lower()}
   plain = {"hidden_act": "silu", "attention_dropout": 0.0, "tie_word_embeddings": False}
@@ -182,13 +183,13 @@ def llama_config(
 
 
 def vit_config(model: Any, info: Mapping[str, Any], *, hidden: int, dtype: str) -> dict[str, Any]:
-  """The config.json with which transformers loads an exported ViT.
+  """Return the config.json with which transformers loads an exported ViT.
 
   Args:
     model: settings with the fields of `config.ViT`, with a class token.
-    info: of the data: `image_shape`, `num_classes` and perhaps `class_names`.
-    hidden: units of its MLP.
-    dtype: of the parameters in the file.
+    info: the data's fields: `image_shape`, `num_classes` and optionally `class_names`.
+    hidden: the hidden units of the MLP.
+    dtype: the dtype of the parameters in the file.
 
   Example:
     >>> info = {"image_shape": (32, 32, 3), "num_classes": 10}

@@ -1,4 +1,4 @@
-"""Parameters from a file: each device's part is read from its place, and no more."""
+"""Load parameters from a file; each device reads only its own part."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ _FLOATS = {np.dtype(d) for d in ("f2", "f4", "f8", ml_dtypes.bfloat16)}
 
 
 class Imported(NamedTuple):
-  """What was read.
+  """Result of `import_safetensors`.
 
   Attributes:
-    params: sharded as asked for.
-    model_state: likewise.
-    summary: what was read, in one line.
+    params: the parameters, sharded as requested.
+    model_state: the model state, sharded as requested.
+    summary: one line that describes what was read.
   """
 
   params: Any
@@ -45,32 +45,32 @@ def import_safetensors(
   init_head: bool = False,
   check: Callable[[str, Collection[str]], None] | None = None,
 ) -> Imported:
-  """Parameters of a file, as the model here has them.
+  """Load the parameters of a file into the structure of a model.
 
-  Every name is accounted for: none in the file is left over, and none is missing.
-  Where a file lacks the classifier's matrix, as Hugging Face's with tied embeddings,
-  it is a copy of the embedding. Position embeddings and stems of other images are made
-  to fit (`weights.fit`). The module `names` lists the settings that go with
-  each naming: how images are normalised, epsilons, rotary pairs.
+  Every name must match: none in the file may be left over, and none may be missing. If a file
+  lacks the classifier's matrix, as Hugging Face files with tied embeddings do, the embedding is
+  copied. Position embeddings and stems for other images are adapted (`weights.fit`). The module
+  `names` lists the settings that belong to each naming: image normalisation, epsilons, rotary
+  pairs.
 
   Args:
-    path: a .safetensors file, or a folder as Hugging Face's, of one or several.
-    params: arrays, or `jax.ShapeDtypeStruct`s with shardings, as the model has them.
-    model_state: likewise, e.g. {"batch_stats": ...}.
-    naming: one of `NAMINGS`, or "auto": by the names in the file.
-    num_classes: of the file, where the model pads classes or words beyond them: the
-      rest is zeros.
-    init_head: leave the classifier as it is in `params`, whatever the file has.
-    check: called with the naming and all names in the file, before shapes are
-      compared; may refuse it.
+    path: a .safetensors file, or a Hugging Face folder of one or several.
+    params: the model's arrays, or `jax.ShapeDtypeStruct`s with shardings.
+    model_state: the model state in the same form, e.g. {"batch_stats": ...}.
+    naming: one of `NAMINGS`; "auto" chooses by the names in the file.
+    num_classes: the number of classes or words in the file, if the model pads them; the rest
+      is filled with zeros.
+    init_head: True keeps the classifier of `params` instead of the file's.
+    check: a function that is called with the naming and all names in the file before shapes
+      are compared; it may raise.
 
   Returns:
-    Arrays of the dtypes asked for, from float16, bfloat16, float32 or float64.
+    The arrays, cast to the requested dtypes from float16, bfloat16, float32 or float64.
 
   Raises:
-    ConfigError: the file is not whole, or is not of this model; one line has the
-      number and the first of what is missing, unexpected, or of another shape or
-      dtype. Also what `check` raises.
+    ConfigError: the file is damaged, or does not belong to this model. The message has the
+      number and the first of the arrays that are missing, unexpected, or of a different
+      shape or dtype. Errors of `check` are also raised.
 
   Example:
     >>> from jaxscale.models import functions, make_resnet
@@ -90,7 +90,7 @@ def import_safetensors(
     check(name, stored)
   names = naming_of(name, shapes)
   if init_head and not names.head:
-    raise ConfigError("init_head=True: this model's classifier is not known by name")
+    raise ConfigError("init_head=True: this model has no classifier with a known name; use False")
   kept = names.head if init_head else ()
   sources, changes = _sources(path, stored, leaves, names, num_classes, kept)
   done = [x if n in kept else _load(x, sources[n]) for n, x in leaves.items()]
@@ -104,7 +104,7 @@ def import_safetensors(
   return Imported(params, loaded, summary)
 
 
-# Where a leaf, or each layer of it, is read from.
+# The arrays that a leaf, or each layer of it, is read from.
 _Sources = list[tuple[Link, Stored]]
 
 
@@ -116,12 +116,12 @@ def _sources(
   num_classes: int | None,
   kept: tuple[str, ...],
 ) -> tuple[dict[str, _Sources], list[str]]:
-  """Where each leaf is, by path, if the file has all of them and nothing else.
+  """Find each leaf in the file, by path; the file must have all of them and nothing else.
 
   Returns:
-    The sources, and what is changed on the way, in words.
+    The sources, and descriptions of the changes during loading.
   """
-  changes = ["the classifier starts anew"] if kept else []
+  changes = ["the classifier is newly initialized"] if kept else []
   found: dict[str, _Sources] = {name: [] for name in leaves}
   unexpected = set(stored) - set(names.counters) - {link.theirs for link in names.links}
   unexpected = sorted(n for n in unexpected if not n.endswith(names.derived))
@@ -143,50 +143,50 @@ def _sources(
     change = None
     if there.shape not in wanted:
       change = fit(link.ours, link.how, there.shape, wanted[0])
-      sizes = f"{list(there.shape)} there and {list(wanted[0])} here"
+      sizes = f"{list(there.shape)} in the file and {list(wanted[0])} in the model"
       misshaped |= {} if change else {f"{name} is {sizes}": link.ours}
     if change is not None:
       link = link._replace(fit=change[0])
       changes.append(change[1])
-    # Numbers mean the same after a cast, but those of 8 bits, which have scales.
+    # Casting keeps the meaning of numbers, except of 8-bit types, which have scales.
     both = {there.dtype, np.dtype(leaf.dtype)}
     if there.shape in wanted and len(both) > 1 and not both <= _FLOATS:
-      mistyped[f"{name} is {there.dtype} there and {leaf.dtype} here"] = link.ours
+      mistyped[f"{name} is {there.dtype} in the file and {leaf.dtype} in the model"] = link.ours
     found[link.ours].append((link, there))
-  kinds = "missing", "unexpected", "of another shape", "of another dtype"
+  kinds = "missing", "unexpected", "of a different shape", "of a different dtype"
   problems = zip(kinds, (missing, unexpected, misshaped, mistyped), strict=True)
   counts = [f"{len(a)} {what}, first {next(iter(a))}" for what, a in problems if a]
   if counts:
     others = {*missing.values(), *misshaped.values()} - {*names.head}
     is_head = not (others or unexpected or mistyped)
-    why = f"not the parameters of this model by {names.name}'s names: {'; '.join(counts)}"
+    why = f"does not have this model's parameters in {names.name}'s names: {'; '.join(counts)}"
     raise ConfigError(f"{path}: {why}; {_advice(names.name, stored, is_head)}")
   return found, changes
 
 
 def _without_wrappers(stored: dict[str, Stored]) -> dict[str, Stored]:
-  """Remove what `torch.compile` and DistributedDataParallel put before names."""
+  """Remove the prefixes that `torch.compile` and DistributedDataParallel add to names."""
   stored = {name.replace("_orig_mod.", ""): x for name, x in stored.items()}
   is_wrapped = all(name.startswith("module.") for name in stored)
   return {n.removeprefix("module.") if is_wrapped else n: x for n, x in stored.items()}
 
 
 def _advice(naming: str, stored: Mapping[str, Stored], is_head: bool) -> str:
-  """What to do about a file that does not fit."""
+  """Return the advice for a file that does not fit."""
   if is_head:
-    return "init_head=True starts the classifier anew"
+    return "set init_head=True to initialize the classifier anew"
   if naming == "jaxscale":
-    return "give the model settings that it was made with"
+    return "use the settings of the model that was saved"
   if "fc_norm.weight" in stored:
-    return "of ViTs that classify a mean, only those of fc_norm=False are among ours"
-  return "set the model's sizes (and pad_vocab_to) to the file's, if its network is among ours"
+    return "only timm's ViTs with fc_norm=False can classify by the mean in jaxscale"
+  return "set the model's sizes (and pad_vocab_to) to the file's, if jaxscale has this model"
 
 
 def _load(leaf: Any, sources: _Sources) -> jax.Array:
-  """The array, of which each device gets its part, one after another.
+  """Load one array; the devices get their parts one after another.
 
-  `jax.make_array_from_callback` would have all parts on the host at once, and keep
-  them there until Python next looks for cycles.
+  `jax.make_array_from_callback` would hold all parts on the host at once, and keep them there
+  until Python's next garbage collection.
   """
   shape, dtype = leaf.shape, np.dtype(leaf.dtype)
   sharding = getattr(leaf, "sharding", None)
@@ -200,12 +200,12 @@ def _load(leaf: Any, sources: _Sources) -> jax.Array:
   for ranges, devices in owners.items():
     part = _read(ranges, dtype, sources)
     parts += [jax.device_put(part, device) for device in devices]
-    jax.block_until_ready(parts)  # before the host reads another
+    jax.block_until_ready(parts)  # The host holds only one part at a time.
   return jax.make_array_from_single_device_arrays(shape, sharding, parts, dtype=dtype)
 
 
 def _read(ranges: tuple[tuple[int, int], ...], dtype: np.dtype, sources: _Sources) -> np.ndarray:
-  """A part of a leaf, given by (start, stop) of every dim."""
+  """Read a part of a leaf, given by (start, stop) for every dim."""
   out = np.zeros([stop - start for start, stop in ranges], dtype)
   for link, stored in sources:
     target, inner = out, ranges
@@ -215,8 +215,8 @@ def _read(ranges: tuple[tuple[int, int], ...], dtype: np.dtype, sources: _Source
         continue
       target = out[link.layer - start]
     array, (i, n) = view(stored), link.part
-    array = np.split(array, n)[i] if n > 1 else array  # a view of it, too
-    # Beyond the file's classes there are none to read, and zeros stay.
+    array = np.split(array, n)[i] if n > 1 else array  # Splitting also returns a view.
+    # The file has no classes beyond its own; the rest stays zero.
     array = ARRANGEMENTS[link.how].ours(array)
     array = array if link.fit is None else link.fit(array)
     wanted = array[tuple(slice(*r) for r in inner)]

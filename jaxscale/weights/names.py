@@ -1,12 +1,12 @@
-"""The names of parameters in jaxscale, timm, torchvision and Hugging Face.
+"""Names of parameters in jaxscale, timm, torchvision and Hugging Face.
 
-A naming is a list of `Link`s, each between one of our leaves (or one layer of it,
-where layers are stacked) and one array of a file (or a part of it, where the file's
-are fused). Tables have the names of our stacked models, as of timm 1.0.31,
-torchvision 0.28 and transformers 5.23.0; `tests/data/state_dicts` has those of whole
-models, as these packages make them. A ResNet's names follow from its shapes.
+A naming is a list of `Link`s. Each link connects a leaf of jaxscale (or one layer of a
+stacked leaf) with an array of a file (or a part of a fused array). Tables have the names of
+the stacked models, as of timm 1.0.31, torchvision 0.28 and transformers 5.23.0;
+`tests/data/state_dicts` has the names of whole models in these packages. The names of a
+ResNet follow from its shapes.
 
-Settings that must agree with the parameters, since nothing in the arrays shows them:
+The arrays do not show these settings, which must agree with the parameters:
 
     timm, torchvision   images / 255, less a mean, over a deviation. ResNets:
                         ImageNet's (0.485, 0.456, 0.406) and (0.229, 0.224, 0.225),
@@ -39,16 +39,16 @@ from jaxscale.weights.config_json import read_config_json
 
 Shape = tuple[int, ...]
 NAMINGS = ("jaxscale", "timm", "torchvision", "huggingface")
-Shapes = Mapping[str, Shape]  # of our leaves, by path
+Shapes = Mapping[str, Shape]  # shapes of jaxscale's leaves, by path
 
 
 class Arrangement(NamedTuple):
-  """How an array in a file becomes ours, and ours becomes the file's.
+  """Conversion between an array in a file and a leaf of jaxscale.
 
   Attributes:
-    shape: shape of ours -> shape in the file.
-    ours: array in the file -> ours; a view where possible.
-    theirs: (ours, shape in the file) -> array for the file.
+    shape: a function from the leaf's shape to the shape in the file.
+    ours: a function from the array in the file to the leaf, a view if possible.
+    theirs: a function from (leaf, shape in the file) to the array in the file.
   """
 
   shape: Callable[[Shape], Shape]
@@ -57,9 +57,9 @@ class Arrangement(NamedTuple):
 
 
 def _patch_shape(shape: Shape) -> Shape:
-  """[p * p * channels, width] -> [width, channels, p, p]; 3 channels, or else 1.
+  """Convert [p * p * channels, width] to [width, channels, p, p], with 3 channels or 1.
 
-  Unambiguous: a square is never three times a square.
+  The result is unambiguous, as a square is never three times a square.
   """
   rows, width = shape
   for channels in (3, 1):
@@ -79,30 +79,30 @@ ARRANGEMENTS = {
     lambda a: a.transpose(2, 3, 1, 0),
     lambda a, _: a.transpose(3, 2, 0, 1),
   ),
-  # A Conv2d whose stride is its kernel's size, as a matrix that takes flattened
-  # patches: a row of it is (row, column, channel) of a patch.
+  # A Conv2d whose stride equals its kernel's size is a matrix that takes flattened patches;
+  # its rows are ordered by (row, column, channel).
   "patch": Arrangement(
     _patch_shape,
     lambda a: a.transpose(2, 3, 1, 0).reshape(-1, len(a)),
     lambda a, s: a.reshape(s[2], s[3], s[1], s[0]).transpose(3, 2, 0, 1),
   ),
-  # [tokens, width] and [width]; timm adds a batch dim, and a token's.
+  # [tokens, width] and [width]; timm adds a batch dim, and a dim of tokens.
   "tokens": Arrangement(lambda s: (1, *s), lambda a: a[0], lambda a, _: a[None]),
   "token": Arrangement(lambda s: (1, 1, *s), lambda a: a[0, 0], lambda a, _: a[None][None]),
 }
 
 
 class Link(NamedTuple):
-  """One of our leaves, or a layer of it, and what it is in a file.
+  """Connection between a leaf, or one of its layers, and an array of a file.
 
   Attributes:
-    ours: path of the leaf, e.g. params/layers/q/kernel.
-    theirs: name in the file.
+    ours: the path of the leaf, e.g. params/layers/q/kernel.
+    theirs: the name of the array in the file.
     how: a key of `ARRANGEMENTS`.
-    layer: index in the leaf's first dim; None: the leaf is not stacked.
-    part: (i, n): the i-th of n equal parts of theirs along its first dim.
-    or_else: what is taken where a file lacks `theirs`.
-    fit: what is done to an array that is read, in our arrangement (`weights.fit`).
+    layer: the index in the leaf's first dim; None if the leaf is not stacked.
+    part: (i, n) for the i-th of n equal parts of the array along its first dim.
+    or_else: the name of the array to use if the file lacks `theirs`.
+    fit: the change of an array after it is read and arranged (`weights.fit`).
   """
 
   ours: str
@@ -114,13 +114,13 @@ class Link(NamedTuple):
   fit: Callable[[np.ndarray], np.ndarray] | None = None
 
   def shape_in_file(self, shape: Shape) -> Shape:
-    """Shape of the array of theirs, from that of our leaf."""
+    """Return the shape of the array in the file, from the leaf's shape."""
     own = shape if self.layer is None else shape[1:]
     own = ARRANGEMENTS[self.how].shape(own)
     return own and (own[0] * self.part[1], *own[1:])
 
 
-# Of tables: `ours` is below params/; "{}" in `theirs` is the number of a stacked layer.
+# In tables, `ours` is below params/, and "{}" in `theirs` is the index of a stacked layer.
 
 
 def _dense(
@@ -135,8 +135,8 @@ def _norm(ours: str, theirs: str) -> list[Link]:
   return [Link(f"{ours}/{a}", f"{theirs}.{b}") for a, b in leaves.items()]
 
 
-# transformers, LlamaForCausalLM; with biases, Qwen2's names; with norms of queries
-# and keys, Qwen3's. A file with tied embeddings has no lm_head.
+# Names of transformers' LlamaForCausalLM; with biases of Qwen2, with norms of queries and
+# keys of Qwen3. A file with tied embeddings has no lm_head.
 _LAYER = "model.layers.{}."
 _HEADS = {name: f"{_LAYER}self_attn.{name}_proj" for name in "qkvo"}
 _MLP = {name: f"{_LAYER}mlp.{name}_proj" for name in ("gate", "up", "down")}
@@ -153,16 +153,17 @@ _LLAMA = (
 
 
 def _vit(text: str) -> tuple[Link, ...]:
-  """The table of a ViT.
+  """Return the table of a ViT.
 
   Args:
-    text: names outside of the layers: class token, positions, patches, norm and head;
-      what the names of a layer begin with; and in it the names of both norms, of queries,
-      keys and values (one name, if they are one array), and of `o`, `up` and `down`.
+    text: in the first line, the names outside of the layers: class token, positions, patches,
+      norm and head. After it, the prefix of a layer's names, followed by the names of both
+      norms, of queries, keys and values (one name if they are one array), and of `o`, `up`
+      and `down`.
   """
   token, position, patch, norm, head, block, *layer = text.split()
   first, second, *qkv, o, up, down = (block + name for name in layer)
-  joint = "_" if o.endswith("out_proj") else "."  # PyTorch's MultiheadAttention
+  joint = "_" if o.endswith("out_proj") else "."  # for PyTorch's MultiheadAttention
   heads = []
   for i, name in enumerate("qkv"):
     own = (qkv[0], (i, 3)) if len(qkv) == 1 else (qkv[i], (0, 1))
@@ -177,8 +178,8 @@ def _vit(text: str) -> tuple[Link, ...]:
 
 
 _WORDS, _PATCHES = "params/embed/table", "params/embed/patch/kernel"
-# (naming, a leaf that only such a model has) -> the table of its names. Class tokens
-# are missing where the mean is classified, which only timm's has.
+# The table of names by naming and a leaf that only such a model has. Models that classify the
+# mean have no class token; only timm has such models.
 _TABLES = {
   ("huggingface", _WORDS): _LLAMA,
   ("timm", _PATCHES): _vit(
@@ -201,11 +202,11 @@ _TABLES = {
 
 
 def table_of(naming: str, member: str) -> tuple[Link, ...]:
-  """The names of a stacked model; `member` is a leaf that only such a model has."""
+  """Return the links of a stacked model; only such a model has the leaf `member`."""
   return _TABLES.get((naming, member), ())
 
 
-# BatchNorm: collection, our name below the module's, the name in the file.
+# BatchNorm: collection, jaxscale's name below the module's, and the name in the file.
 _NORM = (
   ("params", "bn/scale", "weight"),
   ("params", "bn/bias", "bias"),
@@ -215,18 +216,16 @@ _NORM = (
 
 
 class Naming(NamedTuple):
-  """How the parameters of one model are named in a file.
+  """Names of the parameters of one model in a file.
 
   Attributes:
-    name: of the naming.
-    links: each of our leaves is in at least one.
-    counters: int64 scalars that are not parameters: ignored where they are read, and
-      0 where they are written.
-    derived: ends of names of arrays that follow from the settings; ignored.
-    classes: the dim of a leaf that counts classes, or words of a vocabulary, and
-      may be padded; by path.
-    head: paths of the classifier's leaves.
-    metadata: what readers of such files look for in them.
+    name: the name of the naming.
+    links: the links; each leaf is in at least one.
+    counters: int64 scalars that are not parameters; ignored in reading, 0 in writing.
+    derived: suffixes of arrays that follow from the settings, and are ignored.
+    classes: by path, the dim of a leaf that counts classes or words, and may be padded.
+    head: the paths of the classifier's leaves.
+    metadata: the metadata that readers of such files expect.
   """
 
   name: str
@@ -238,22 +237,22 @@ class Naming(NamedTuple):
   metadata: Mapping[str, str]
 
 
-_PYTORCH = {"format": "pt"}  # transformers refuses a file that does not say so
-# What tells a naming by what is in a file.
+_PYTORCH = {"format": "pt"}  # transformers rejects a file without it.
+# Names in a file that identify its naming.
 _SIGNS = {"model.embed_tokens.weight": "huggingface", "vit.embeddings.cls_token": "huggingface"}
 _SIGNS |= {"patch_embed.proj.weight": "timm", "layer1.0.conv1.weight": "timm"}
 _SIGNS |= {"conv_proj.weight": "torchvision"}
 
 
 def guess(path: str | os.PathLike, names: Collection[str]) -> str:
-  """The naming of a file.
+  """Identify the naming of a file.
 
   Args:
-    path: of the file, or of its folder, for the message.
-    names: all that is in it.
+    path: the path of the file, or of its folder, for the message.
+    names: the names of all arrays in it.
 
   Raises:
-    ConfigError: it is none that is known.
+    ConfigError: the naming is unknown.
 
   Example:
     >>> guess("x.safetensors", ["params/Dense_0/kernel"])
@@ -265,13 +264,13 @@ def guess(path: str | os.PathLike, names: Collection[str]) -> str:
     if sign in names:
       return naming
   some = ", ".join(sorted(names)[:3])
-  why = f"has names of none of {', '.join(NAMINGS)} (but {some}){_kind(path)}"
-  fix = "give parameters of a ResNet or ViT of timm's or torchvision's"
-  raise ConfigError(f"{path}: {why}; {fix}, of a Llama or ViT of Hugging Face's, or ours")
+  why = f"its names belong to none of {', '.join(NAMINGS)} (but {some}){_kind(path)}"
+  fix = "use parameters of a ResNet or ViT of timm or torchvision"
+  raise ConfigError(f"{path}: {why}; {fix}, of a Llama or ViT of Hugging Face, or of jaxscale")
 
 
 def _kind(path: Any) -> str:
-  """What the config.json next to a file calls its network, for a message."""
+  """Return the model type in the config.json next to a file, for a message."""
   fields = "architecture", "model_type", "rotary_pct", "partial_rotary_factor"
   folder = Path(path) if Path(path).is_dir() else Path(path).parent
   found = read_config_json(folder / "config.json") or {}
@@ -280,14 +279,14 @@ def _kind(path: Any) -> str:
 
 
 def naming_of(name: str, shapes: Shapes) -> Naming:
-  """The names of a model's leaves.
+  """Return the names of a model's leaves.
 
   Args:
     name: one of `NAMINGS`.
-    shapes: of all leaves of the model, by path: params/..., batch_stats/....
+    shapes: the shapes of all leaves of the model, by path: params/..., batch_stats/....
 
   Raises:
-    ConfigError: there is no such naming, or it has no names for this model.
+    ConfigError: there is no such naming, or it does not support this model.
 
   Example:
     >>> naming = naming_of("jaxscale", {"params/Dense_0/kernel": (3, 2)})
@@ -304,7 +303,7 @@ def naming_of(name: str, shapes: Shapes) -> Naming:
   links, counters, derived = (), (), ()
   if _WORDS in shapes:
     links = tuple(_table_links(table_of(name, _WORDS), shapes))
-    derived = (".rotary_emb.inv_freq",)  # of Llama 2's and older ones
+    derived = (".rotary_emb.inv_freq",)  # in files of Llama 2 and older
   elif _PATCHES in shapes:
     if name == "timm" or "params/embed/class_token" in shapes:
       links = tuple(_table_links(table_of(name, _PATCHES), shapes))
@@ -317,10 +316,10 @@ def naming_of(name: str, shapes: Shapes) -> Naming:
 
 
 def _classes(shapes: Shapes) -> dict[str, int]:
-  """The dims that count classes: of the embedding, and of the last dense layer."""
+  """Return the dims that count classes: in the embedding and in the last dense layer."""
   found = {"params/embed/table": 0, "params/head/kernel": 1, "params/head/bias": 0}
   last = _count(shapes, "Dense") - 1
-  for module in (f"Dense_{last}", "fc8"):  # AlexNet's has its published name
+  for module in (f"Dense_{last}", "fc8"):  # AlexNet's layer has its published name.
     found |= {f"params/{module}/kernel": 1, f"params/{module}/bias": 0}
   return {path: dim for path, dim in found.items() if path in shapes}
 
@@ -336,14 +335,14 @@ def _table_links(rows: tuple[Link, ...], shapes: Shapes) -> Iterator[Link]:
 
 
 def _resnet_links(shapes: Shapes) -> tuple[tuple[Link, ...], tuple[str, ...]]:
-  """Links and counters of a ResNet, by the names of timm and torchvision.
+  """Return links and counters of a ResNet, by the names of timm and torchvision.
 
-  Ours are numbered in the order of the forward pass, with a block's shortcut last.
-  Channels double where a stage begins, and its first block has a shortcut; that of
-  the first stage only where blocks widen what they are given (bottlenecks).
+  jaxscale's modules are numbered in the order of the forward pass, with a block's shortcut
+  last. Channels double at the beginning of a stage, and its first block has a shortcut, in
+  the first stage only if blocks increase the channels (bottlenecks).
 
   Returns:
-    E.g. of Conv_0 and conv1, of Dense_0 and fc; nothing, if it is no ResNet.
+    For example links of Conv_0 and conv1, of Dense_0 and fc; nothing for other models.
   """
   kernels = [shapes[f"params/Conv_{i}/kernel"] for i in range(_count(shapes, "Conv"))]
   if len(kernels) < 3 or _count(shapes, "Dense") != 1:
@@ -376,6 +375,6 @@ def _resnet_links(shapes: Shapes) -> tuple[tuple[Link, ...], tuple[str, ...]]:
 
 
 def _count(shapes: Shapes, module: str) -> int:
-  """How many numbered modules of a kind there are."""
+  """Return the number of numbered modules of a kind."""
   numbers = itertools.count()
   return next(i for i in numbers if f"params/{module}_{i}/kernel" not in shapes)

@@ -1,4 +1,4 @@
-"""The safetensors format: one file of named arrays, mapped and never executed.
+"""The safetensors format: one file of named arrays, memory-mapped and never executed.
 
     8 bytes        length n of the header, unsigned, little-endian
     n bytes        JSON: name -> {"dtype", "shape", "data_offsets": [begin, end]} and
@@ -6,10 +6,10 @@
     the rest       the arrays, row-major and little-endian, end to end; offsets count
                    from its first byte
 
-(huggingface/safetensors, README, "Format".) The package `safetensors` validates what
-is read; arrays are then mapped, so that any part of any view of one is read alone.
-The package writes only arrays that are all in memory; here they come one at a time,
-because the header follows from shapes and dtypes.
+(huggingface/safetensors, README, "Format".) The package `safetensors` validates a file when
+it is read. Arrays are then memory-mapped, so that reading a part of an array reads only that
+part of the file. The package can only write arrays that are all in memory; this module writes
+one array at a time, as the header follows from shapes and dtypes.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ from jaxscale.errors import ConfigError
 from jaxscale.files import expand, output_path, parse_json, refuse_pointer, replacing, require_json
 
 _PLAIN = "i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "f2", "f4", "f8"
-# The format's names of all dtypes that arrays of JAX can have.
+# The format's names of all dtypes that JAX arrays can have.
 DTYPES = {f"{d[0].upper()}{8 * int(d[1])}": np.dtype(d) for d in _PLAIN}
 DTYPES |= {"BOOL": np.dtype(np.bool_), "BF16": np.dtype(ml_dtypes.bfloat16)}
 DTYPES |= {"F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn), "F8_E5M2": np.dtype(ml_dtypes.float8_e5m2)}
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
-_MOST_DIMS, _MOST_ITEMS = 32, 2**56  # fewer of both than NumPy refuses
-_INDEX = "model.safetensors.index.json"  # Hugging Face's, in a folder
+_MOST_DIMS, _MOST_ITEMS = 32, 2**56  # below NumPy's own limits
+_INDEX = "model.safetensors.index.json"  # in a Hugging Face folder
 _ONE = "model.safetensors"
 
 
 class Stored(NamedTuple):
-  """An array in a file; `begin` is the offset of its first byte."""
+  """Array in a file; `begin` is the offset of its first byte."""
 
   path: Path
   dtype: np.dtype
@@ -50,7 +50,7 @@ class Stored(NamedTuple):
 
 
 def view(stored: Stored) -> np.ndarray:
-  """The array, mapped: pages are read when they are looked at."""
+  """Return the array, memory-mapped: pages are read on access."""
   if 0 in stored.shape:
     return np.zeros(stored.shape, stored.dtype)
   size = math.prod(stored.shape) * stored.dtype.itemsize
@@ -59,14 +59,14 @@ def view(stored: Stored) -> np.ndarray:
 
 
 def read_index(path: str | os.PathLike) -> dict[str, Stored]:
-  """What is in a file, or in a folder as Hugging Face's, by name.
+  """Return the arrays of a file, or of a Hugging Face folder, by name.
 
   Args:
     path: a file, or a folder with `model.safetensors`, or with several files and
       `model.safetensors.index.json`.
 
   Raises:
-    ConfigError: it is missing or not whole.
+    ConfigError: a file is missing or damaged.
 
   Example:
     >>> write("/tmp/a.safetensors", {"w": (np.dtype("f4"), (2,))}, [np.ones(2, "f4")])
@@ -81,11 +81,11 @@ def read_index(path: str | os.PathLike) -> dict[str, Stored]:
 
 
 def read_metadata(path: Path) -> dict[str, str]:
-  """The text about a file, or about the only one of a folder; of several there is none.
+  """Return the metadata of a file, or of the only file of a folder; empty for several files.
 
   Raises:
-    ConfigError: it is not a safetensors file, or not whole.
-    OSError: it cannot be opened.
+    ConfigError: the file is not a safetensors file, or is damaged.
+    OSError: the file cannot be opened.
   """
   path = path / _ONE if path.is_dir() else path
   return read_header(path)[1] if path.exists() else {}
@@ -102,7 +102,7 @@ def _read_folder(folder: Path) -> dict[str, Stored]:
   files = sorted(set(where.values()))
   for file in files:
     if Path(file).name != file or not file.isprintable():
-      raise ConfigError(f"{folder / _INDEX}: {file!r} is not a file's name in there")
+      raise ConfigError(f"{folder / _INDEX}: {file!r} is not a file name; copy the index again")
   found = {file: read_header(folder / file)[0] for file in files}
   for name, file in where.items():
     if name not in found[file]:
@@ -111,21 +111,21 @@ def _read_folder(folder: Path) -> dict[str, Stored]:
 
 
 def read_header(path: Path) -> tuple[dict[str, Stored], dict[str, str]]:
-  """(arrays by name, metadata) of one file.
+  """Return (arrays by name, metadata) of one file.
 
   Raises:
-    ConfigError: it is not a safetensors file, or not whole.
-    OSError: it cannot be opened.
+    ConfigError: the file is not a safetensors file, or is damaged.
+    OSError: the file cannot be opened.
   """
   with path.open("rb") as file:
     start = refuse_pointer(path, file.read(64))[:9]
     if start[8:] != b"{":
       advice = "give one"
-      if start.startswith((b"PK\x03\x04", b"\x80\x02")):  # as zip, as pickle
+      if start.startswith((b"PK\x03\x04", b"\x80\x02")):  # a zip file or a pickle
         advice = "write PyTorch's state dict with safetensors.torch.save_file"
       raise ConfigError(f"{path}: not a safetensors file; {advice}")
     try:
-      with safe_open(path, "numpy"):  # validates header, offsets and size
+      with safe_open(path, "numpy"):  # Validates the header, the offsets and the size.
         file.seek(8)
         first = 8 + int.from_bytes(start[:8], "little")
         header = parse_json(file.read(first - 8))
@@ -134,11 +134,11 @@ def read_header(path: Path) -> tuple[dict[str, Stored], dict[str, str]]:
       for name, x in header.items():
         begin, shape = first + x["data_offsets"][0], tuple(x["shape"])
         if len(shape) > _MOST_DIMS or math.prod(n or 1 for n in shape) > _MOST_ITEMS:
-          raise ValueError(f"{name:.40} has a shape that arrays cannot have")
+          raise ValueError(f"{name:.40} has an invalid shape")
         found[name] = Stored(path, DTYPES[x["dtype"]], shape, begin)
     except (SafetensorError, KeyError, ValueError) as e:
       why = str(e).removeprefix("Error while deserializing header: ").splitlines()[0]
-      reason = f"cut short or with a damaged header ({why}); copy it again"
+      reason = f"truncated or with a damaged header ({why}); copy it again"
       raise ConfigError(f"{path}: {reason}") from None
   return found, metadata
 
@@ -149,17 +149,17 @@ def write(
   arrays: Iterable[np.ndarray | None],
   metadata: Mapping[str, str] | None = None,
 ) -> None:
-  """Write a file, array by array: whole under its name, or not at all.
+  """Write a file array by array; it appears under its name only when complete.
 
   Args:
-    path: a file that exists is replaced.
-    layout: dtype and shape of every array by name.
-    arrays: in the order of `layout`; taken one at a time. Where all arrays of
-      smaller dtypes come last, each begins at a multiple of its item's size.
+    path: the path of the file; an existing file is replaced.
+    layout: the dtype and shape of every array, by name.
+    arrays: the arrays in the order of `layout`, taken one at a time. If arrays of smaller
+      dtypes come last, each array begins at a multiple of its item size.
     metadata: text about the file.
 
   Raises:
-    OSError: the disk is full or the like; nothing is left behind.
+    OSError: writing failed, for example because the disk is full; no partial file remains.
   """
   path = output_path(path)
   with replacing(path) as file:
@@ -170,7 +170,7 @@ def write(
       file.write(np.ascontiguousarray(little).reshape(-1).view(np.uint8).data)
     file.flush()
     os.fsync(file.fileno())
-  with contextlib.suppress(OSError):  # the name too, where the file system can
+  with contextlib.suppress(OSError):  # Not every file system can sync a directory.
     handle = os.open(path.parent, os.O_RDONLY)
     try:
       os.fsync(handle)
@@ -186,5 +186,5 @@ def _header(layout: Mapping[str, Any], metadata: Mapping[str, str]) -> bytes:
     offsets = [begin, end]
     header[name] = {"dtype": _NAMES[dtype], "shape": shape, "data_offsets": offsets}
   text = json.dumps(header, separators=(",", ":")).encode()
-  text = text.ljust(-(-len(text) // 8) * 8)  # aligns the data, as the package does
+  text = text.ljust(-(-len(text) // 8) * 8)  # Aligns the data, as the package does.
   return len(text).to_bytes(8, "little") + text

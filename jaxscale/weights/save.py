@@ -1,4 +1,4 @@
-"""Parameters into a file, one array at a time, however they are sharded."""
+"""Save parameters to a file, one array at a time, with any sharding."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from jaxscale.optim.tree_paths import path_name
 from jaxscale.weights.names import ARRANGEMENTS, Link, naming_of
 from jaxscale.weights.safetensors import write
 
-# Errors that another path avoids; those of disks are left.
+# Errors that a different path avoids; other errors are the disk's.
 _NAMES = "ENOENT ENOTDIR EISDIR EACCES EPERM EROFS ELOOP ENAMETOOLONG EEXIST".split()
 _OF_PATHS = [getattr(errno, name) for name in _NAMES]
 
@@ -37,13 +37,13 @@ class UnwrittenError(Exception):
 
 
 class Leaf(NamedTuple):
-  """An array that is read only when it is written.
+  """Array that is read only when it is written.
 
   Attributes:
-    shape: of the array.
-    dtype: likewise.
-    read: (number of a layer, or None for all) -> that, on the host of process 0, and
-      None elsewhere. All processes call it.
+    shape: the shape of the array.
+    dtype: the dtype of the array.
+    read: a function of a layer's index, or None for the whole array, that returns it on the
+      host of process 0, and None elsewhere. All processes call it.
   """
 
   shape: tuple[int, ...]
@@ -61,23 +61,23 @@ def export_safetensors(
   dtype: Any = None,
   metadata: Mapping[str, str] | None = None,
 ) -> None:
-  """Write parameters into one file; all processes call it, process 0 writes.
+  """Write parameters to one file; all processes call it, and process 0 writes.
 
-  Arrays, or layers of them where they are stacked, come to the host one after
-  another, so that no host and no device holds more than one of them whole.
+  Arrays, or layers of stacked arrays, come to the host one after another, so that neither a
+  host nor a device holds more than one of them whole.
 
   Args:
-    path: of the file; one that is there is replaced when the new one is whole.
-    params: of `jax.Array`s, sharded in any way.
-    model_state: likewise, e.g. {"batch_stats": ...}.
-    naming: "jaxscale", "timm" (also torchvision's) or "huggingface".
-    num_classes: classes or words without padding; the rest is left out.
-    dtype: to which floating-point numbers are cast; None: as they are.
-    metadata: text about the file, added to what the naming's readers look for.
+    path: the path of the file; an existing file is replaced when the new one is complete.
+    params: a tree of `jax.Array`s with any sharding.
+    model_state: a tree of `jax.Array`s, e.g. {"batch_stats": ...}.
+    naming: "jaxscale", "timm" (also torchvision's names) or "huggingface".
+    num_classes: the number of classes or words without padding; the padding is left out.
+    dtype: the dtype for floating-point numbers; None keeps each array's dtype.
+    metadata: text about the file, in addition to what the naming's readers expect.
 
   Raises:
-    ConfigError: the naming has no names for this model, or the path cannot exist.
-    UnwrittenError: the disk failed or is full; nothing is left behind.
+    ConfigError: the naming does not support this model, or the path is invalid.
+    UnwrittenError: the disk failed or is full; no partial file remains.
 
   Example:
     >>> export_safetensors("x.safetensors", {"w": jnp.ones(3)})
@@ -99,17 +99,17 @@ def export_leaves(
   dtype: Any = None,
   metadata: Mapping[str, str] | None = None,
 ) -> int:
-  """`export_safetensors` of leaves by path, e.g. params/layers/q/kernel.
+  """Write leaves by path, e.g. params/layers/q/kernel, as `export_safetensors` does.
 
   Returns:
-    The bytes of the arrays.
+    The size of the arrays in bytes.
   """
   path = Path(path)
   names = naming_of(naming, {name: leaf.shape for name, leaf in leaves.items()})
 
   def described(links: list[Link]) -> tuple[np.dtype, tuple[int, ...]]:
-    """Dtype and shape of an array in the file."""
-    if not links:  # a counter
+    """Return the dtype and shape of an array in the file."""
+    if not links:  # It is a counter.
       return np.dtype(np.int64), ()
     link, leaf = links[0], leaves[links[0].ours]
     shape = list(leaf.shape)
@@ -119,7 +119,7 @@ def export_leaves(
     return np.dtype(dtype if is_cast else leaf.dtype), link.shape_in_file(tuple(shape))
 
   def made(name: str) -> np.ndarray | None:
-    """An array of the file, in process 0."""
+    """Return an array of the file, in process 0."""
     (to_dtype, shape), links = layout[name], arrays[name]
     if not links:
       return np.zeros(shape, to_dtype)
@@ -138,7 +138,7 @@ def export_leaves(
   for link in names.links:
     arrays.setdefault(link.theirs, []).append(link)
   layout = {name: described(links) for name, links in arrays.items()}
-  # Each array begins at a multiple of its item's size if larger items come first.
+  # With larger item sizes first, each array begins at a multiple of its item size.
   layout = dict(sorted(layout.items(), key=lambda item: -item[1][0].itemsize))
   size = sum(math.prod(shape) * d.itemsize for d, shape in layout.values())
   turns, failed = (made(name) for name in layout), None
@@ -151,7 +151,7 @@ def export_leaves(
         folder = next(p for p in path.absolute().parents if p.exists())
         free = byte_size(shutil.disk_usage(folder).free)
         failed[1] = f"{byte_size(size)} needed, {free} free in {folder}"
-  for _ in turns:  # process 0 too, where its disk failed: all gather together
+  for _ in turns:  # All processes gather together, also if the disk of process 0 failed.
     pass
   if failed := cluster.from_leader(failed):
     why, room = failed
@@ -162,10 +162,10 @@ def export_leaves(
 
 
 def _leaf(x: Any) -> Leaf:
-  """A leaf that is an array on devices."""
+  """Return the leaf of an array on devices."""
 
   def read(layer: int | None) -> np.ndarray | None:
-    # A copy each time: what is brought to the host stays with its array.
+    # Copy each time, as an array keeps the host's copy of its value.
     is_far = not x.is_fully_addressable
     y = _copy(x.sharding, layer is not None, is_far)(x, np.int32(layer or 0))
     if not cluster.is_leader():
@@ -177,12 +177,12 @@ def _leaf(x: Any) -> Leaf:
 
 @functools.cache
 def _copy(sharding: Any, is_layer: bool, is_far: bool) -> Callable[..., jax.Array]:
-  """(x, layer) -> x, or that layer of it.
+  """Return a function that returns x, or a layer of it.
 
   Args:
-    sharding: of x.
-    is_layer: whether it is to be a layer.
-    is_far: parts are in other processes: the result is whole on every device.
+    sharding: the sharding of x.
+    is_layer: True to return a layer.
+    is_far: True if parts are in other processes; the result is then whole on every device.
   """
   is_named = isinstance(sharding, NamedSharding)
   whole = NamedSharding(sharding.mesh, P()) if is_named and is_far else None
@@ -197,7 +197,7 @@ def _copy(sharding: Any, is_layer: bool, is_far: bool) -> Callable[..., jax.Arra
   first = spec[0]
 
   def from_its_holder(x, layer):
-    """Layers are spread over devices: bits of it from one, zeros from the rest."""
+    """Return a layer that one device holds: its bits from that device, zeros from the others."""
     mine = layer - lax.axis_index(first) * len(x)
     found = take(x, jnp.clip(mine, 0, len(x) - 1))
     bits = lax.bitcast_convert_type(found, f"uint{8 * x.dtype.itemsize}")

@@ -1,9 +1,8 @@
-"""What a config.json of timm's says of a ResNet or a ViT, and ours.
+"""Compare and write timm config.json files of ResNets and ViTs.
 
-timm makes its network from `architecture` and `model_args`. The architectures that are
-ours are listed; every argument is compared, or known to change no results, or refused.
-Names and arguments are of timm 1.0.31, timm/models/resnet.py, vision_transformer.py
-and deit.py.
+timm builds a model from `architecture` and `model_args`. Supported architectures are listed;
+every argument is compared, known not to change results, or rejected. Names and arguments are
+those of timm 1.0.31, timm/models/resnet.py, vision_transformer.py and deit.py.
 """
 
 from __future__ import annotations
@@ -20,22 +19,22 @@ from jaxscale.weights.config_json import OURS, Comparison, compare, unknown
 _RESNET = re.compile(r"(?:tv_)?resnet(18|34|50|101|152)")
 _SIZES = "tiny|small|base|large|huge|giant|gigantic"
 _VIT = re.compile(rf"(?:vit|deit)_({_SIZES})_patch\d+(_gap)?_\d+")
-_HEADS = {"tiny": 3, "small": 6, "base": 12}  # 16 from large on
-_NORM_EPS, _BN_EPSILON = 1e-6, 1e-5  # of all of them; no field has it
-# Arguments of its networks that shapes show, or that only training uses.
+_HEADS = {"tiny": 3, "small": 6, "base": 12}  # 16 for large and larger ones
+_NORM_EPS, _BN_EPSILON = 1e-6, 1e-5  # the same for all; no field has them
+# Arguments that are visible in shapes, or that only matter in training.
 _HARMLESS = set(
   """attn_drop_rate channels depth drop_block_rate drop_path_rate drop_rate dynamic_img_size
   embed_dim fix_init img_size in_chans mlp_ratio num_classes patch_drop_rate patch_size
   pos_drop_rate proj_drop_rate strict_img_size weight_init zero_init_last
-  class_token fc_norm""".split()  # the last two are parts of `_vit_fields`' global_pool
+  class_token fc_norm""".split()  # The last two are part of global_pool in `_vit_fields`.
 )
-# Those that no setting changes: the values with which a network is ours.
+# Required values of arguments that no setting corresponds to.
 _FIXED: dict[str, tuple] = dict.fromkeys(("avg_down", "replace_stem_pool"), (False,))
 _FIXED |= dict.fromkeys(("block_reduce_first", "cardinality", "down_kernel_size"), (1,))
 _FIXED |= dict.fromkeys(("base_width", "stem_width"), (64,))
 _FIXED |= dict.fromkeys(("aa_layer", "stem_type"), ("",))
 _FIXED |= {"act_layer": ("relu",), "output_stride": (32,), "global_pool": ("avg", "fast")}
-# Poolings of a ViT: as `_vit_fields` has them, and ours.
+# The setting for each pooling of a ViT, as `_vit_fields` returns it.
 _POOLS = {"token, class_token=True, fc_norm=False": "token"}
 _POOLS |= {"avg, class_token=False, fc_norm=False": "mean"}
 _VIT_OFF = """dynamic_img_pad no_embed_class pool_include_prefix pre_norm qk_norm
@@ -44,7 +43,7 @@ _VIT_FIXED: dict[str, tuple] = dict.fromkeys(_VIT_OFF.split(), (False,))
 _VIT_FIXED |= dict.fromkeys(("final_norm", "proj_bias", "qkv_bias"), (True,))
 _VIT_FIXED |= {"global_pool": tuple(_POOLS), "act_layer": ("gelu",)}
 _VIT_FIXED |= {"pos_embed": ("learn",), "reg_tokens": (0,)}
-# The second half are of `pretrained_cfg`, which older versions wrote out here.
+# The second half are fields of `pretrained_cfg`, which older versions wrote at this level.
 _FIELDS = OURS.union(
   """architecture global_pool label_descriptions label_names license model_args num_classes
   num_features pretrained_cfg tags
@@ -54,17 +53,17 @@ _FIELDS = OURS.union(
 
 
 def is_timm_config(found: Mapping[str, Any]) -> bool:
-  """Whether a config.json is timm's: a run's has other fields."""
+  """Return whether a config.json is timm's."""
   return not {"architecture", "pretrained_cfg", "num_classes"}.isdisjoint(found)
 
 
 def check_timm(found: Mapping[str, Any], model: Any, info: Any) -> Comparison:
-  """Compare a config.json with a model of images.
+  """Compare a config.json with an image model.
 
   Args:
-    found: its fields.
-    model: settings, with the fields of `config.ResNet` or `config.ViT`.
-    info: of the data: `mean`, `std`.
+    found: the fields of the config.json.
+    model: settings with the fields of `config.ResNet` or `config.ViT`.
+    info: the data's fields, with `mean` and `std`.
   """
   args = found.get("model_args")
   args = args if isinstance(args, dict) else {}
@@ -80,18 +79,18 @@ def check_timm(found: Mapping[str, Any], model: Any, info: Any) -> Comparison:
     names = {"depth": "depth", "BatchNorm's epsilon": "bn_epsilon"}
   problems = []
   if name and not match:
-    problems.append(f"architecture is {name!r} there, and only {ours} are like ours")
+    problems.append(f"architecture is {name!r}, but jaxscale only supports {ours}")
   settings = {field: (name, getattr(model, name, None)) for field, name in names.items()}
   problems += compare(there, model, settings, fixed)
   for field in sorted(there.keys() - _HARMLESS - settings.keys() - fixed.keys()):
-    problems.append(f"{field} is {there[field]!r} there, which is not known here")
+    problems.append(f"{field} is {there[field]!r}, which jaxscale does not know")
   return Comparison(problems, [*_image_notes(found, info), *unknown(found, _FIELDS)])
 
 
 def _resnet_fields(
   match: re.Match | None, args: Mapping[str, Any], found: Mapping[str, Any]
 ) -> dict[str, Any]:
-  """Fields that an architecture stands for, and its pooling."""
+  """Return the fields that an architecture implies, and its pooling."""
   pool = args.get("global_pool", found.get("global_pool"))
   there = {} if pool is None else {"global_pool": pool}
   if match:
@@ -102,14 +101,14 @@ def _resnet_fields(
 def _vit_fields(
   match: re.Match | None, args: Mapping[str, Any], found: Mapping[str, Any]
 ) -> dict[str, Any]:
-  """What an architecture stands for, and its pooling, as timm's VisionTransformer."""
+  """Return the fields that an architecture implies, and its pooling, as VisionTransformer does."""
   is_gap, there = bool(match and match[2]), {}
   if match:
     there["LayerNorm's epsilon"] = _NORM_EPS
     there["num_heads"] = 16 if is_gap else _HEADS.get(match[1], 16)
   if args.get("num_heads") is not None:
     there["num_heads"] = args["num_heads"]
-  # By itself, without arguments, the field says what was decided.
+  # Without arguments, the field itself has the pooling.
   pool = args.get("global_pool", found.get("global_pool", "avg" if is_gap else None))
   if match or pool is not None:
     norm = args.get("fc_norm", False if is_gap else None)
@@ -123,28 +122,28 @@ def _vit_fields(
 
 
 def _image_notes(found: Mapping[str, Any], info: Any) -> Iterator[str]:
-  """Another normalisation of images: fine-tuning learns it, evaluation does not."""
+  """Yield a note if images are normalised differently, which only fine-tuning compensates."""
   cfg = found.get("pretrained_cfg", found)
   if not isinstance(cfg, dict) or getattr(info, "dtype", None) != "uint8":
     return
   for field in ("mean", "std"):
     there, here = cfg.get(field, []), np.array(getattr(info, field)) / 255
     if mismatch(there, [float]) or len(there) not in (1, len(here)):
-      continue  # of other channels
+      continue  # The number of channels differs.
     if not np.allclose(there, here, atol=1e-3):
       mine = [round(x, 4) for x in here.tolist()]
-      yield f"images had {field} {there} there and have {mine} here"
+      yield f"images had {field} {there} in the file and have {mine} in the data"
 
 
 def timm_config(model: Any, info: Mapping[str, Any]) -> dict[str, Any] | None:
-  """The config.json with which timm makes the network of exported parameters.
+  """Return the config.json with which timm builds the model of exported parameters.
 
   Args:
-    model: settings; with the fields of `config.ResNet` or `config.ViT` it is timm's.
-    info: of the data: the fields of `data.DatasetInfo`.
+    model: settings; timm supports those with the fields of `config.ResNet` or `config.ViT`.
+    info: the fields of the data's `data.DatasetInfo`.
 
   Returns:
-    Its fields; None: timm has no such network.
+    The fields, or None if timm has no such model.
 
   Example:
     >>> info = {"image_shape": (32, 32, 3), "num_classes": 10, "dtype": "uint8"}
@@ -164,7 +163,7 @@ def timm_config(model: Any, info: Mapping[str, Any]) -> dict[str, Any] | None:
   cfg: dict[str, Any] = {"input_size": [channels, height, width], "fixed_input_size": is_vit}
   cfg |= {"first_conv": "patch_embed.proj" if is_vit else "conv1", "num_classes": classes}
   cfg |= {"classifier": "head" if is_vit else "fc"}
-  if info["dtype"] == "uint8":  # timm's are of images in [0, 1]
+  if info["dtype"] == "uint8":  # timm's mean and std are of images in [0, 1].
     for name in ("mean", "std"):
       cfg[name] = (np.broadcast_to(info[name], channels) / 255).tolist()
   fields = {"architecture": architecture, "num_classes": classes, "num_features": features}
@@ -174,12 +173,12 @@ def timm_config(model: Any, info: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def _is_plain(model: Any) -> bool:
-  """Return whether a ResNet is one of timm's."""
+  """Return whether timm has this ResNet."""
   return (model.width, model.stem, model.bn_epsilon) == (64, "imagenet", _BN_EPSILON)
 
 
 def _vit_args(model: Any) -> dict[str, Any]:
-  # timm rounds down.
+  # timm rounds the hidden units down.
   ratio = 4.0 if model.hidden is None else (model.hidden + 0.5) / model.width
   args = {"patch_size": model.patch, "embed_dim": model.width, "depth": model.num_layers}
   args |= {"num_heads": model.num_heads, "mlp_ratio": ratio, "fc_norm": False}

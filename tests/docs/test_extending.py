@@ -77,7 +77,7 @@ def test_its_fields_are_settings_and_a_typo_is_one_line(mine, whole, tmp_path):
   changed = load_config(str(mine), {"log.trackers.Losses.file": "x.csv"})
   assert changed.log.trackers[0].file == "x.csv"
   line = error_line(run(mine, whole, "--config.model.width=48"), 2)
-  assert "model.width is 32 there and 48 now" in line
+  assert "model.width is 32 in the workdir and 48 now" in line
   line = error_line(run(mine, tmp_path / "x", "--config.model.widht=9"), 2)
   assert line.endswith("MyNet has no field 'widht', did you mean 'width'?")
   help_ = run(mine, tmp_path / "x", "--help").stdout

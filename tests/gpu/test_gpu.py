@@ -126,7 +126,7 @@ def test_every_all_reduce_is_a_sum(algorithm):
 def test_the_chip_is_in_the_table(dry_run):
   kind = jax.devices()[0].device_kind
   assert (peak_flops(kind) is None) == dry_run, f"metrics/chips.py lacks {kind!r}"
-  assert efficiency.find_peak().flops > 1e9
+  assert dry_run or efficiency.find_peak().flops > 1e9
 
 
 def test_memory_is_measured():
@@ -135,11 +135,11 @@ def test_memory_is_measured():
   assert found["peak_memory_gb"] >= found["memory_gb"] >= block.nbytes / 1e9
 
 
-def test_a_run_trains_and_resumes(tmp_path):
+def test_a_run_trains_and_resumes(tmp_path, dry_run):
   config = tiny_digits(mesh__data="-1", dtype="bfloat16", epochs="2")
   first = fit(config, tmp_path).summary
   assert first["outcome"] == "done" and first["accuracy"] > 0.2  # chance: 0.1
-  assert 0 < first["mfu"] < 1 and first["peak_memory_gb"] > 0
+  assert (dry_run or 0 < first["mfu"] < 1) and first["peak_memory_gb"] > 0
   again = fit(tiny_digits(mesh__data="-1", dtype="bfloat16", epochs="3"), tmp_path)
   assert again.summary["step"] == 3 * first["step"] // 2
 

@@ -158,7 +158,7 @@ def resumed(tmp_path_factory):
   out, err = again.communicate(timeout=300)
   assert "resuming from the checkpoint of step" in out, err
   assert again.returncode == 0 and last < newest_step(workdir)
-  assert "metrics.jsonl has all" not in out and "has not finished" not in out, out
+  assert "metrics.jsonl has all" not in out and "did not finish" not in out, out
   return workdir, folder, out
 
 
@@ -220,7 +220,7 @@ def test_without_a_route_the_run_ends_with_every_step(tmp_path):
   assert summary["outcome"] == "done"
   logged = [step for step, _ in recorded(tmp_path)["train/loss"]]
   assert logged == [*range(7, 78, 7), summary["total_steps"]]
-  assert "has not finished in 1 s" in done.stdout and KEY not in done.stdout
+  assert "did not finish in 1 s" in done.stdout and KEY not in done.stdout
 
 
 def context(workdir, note=print):

@@ -102,22 +102,28 @@ def test_of_all_architectures_of_timm_only_ours_are_taken(module, monkeypatch, t
 
 VIT = {"embed_dim": 48, "depth": 2, "num_heads": 3, "img_size": 32, "patch_size": 8}
 V48 = cfg.ViT(width=48, num_layers=2, num_heads=3, patch=8)
-NO_HEAD = "2 missing, first fc.weight; init_head=True starts the classifier anew"
+NO_HEAD = "2 missing, first fc.weight; set init_head=True to initialize the classifier anew"
 R18, AVG = cfg.ResNet(depth=18), {"global_pool": "avg"}
 FOUR_HEADS = dataclasses.replace(V48, num_heads=4)
 OF_R18 = "; set the model's sizes"
-OF_NONE = "if its network is among ours"
+OF_NONE = "if jaxscale has this model"
 # An architecture, settings of ours, options of timm's; what is refused, and what
 # without config.json, where anything is.
 REFUSED = [
   ("resnet18", R18, {"num_classes": 0}, NO_HEAD, NO_HEAD),
-  ("resnet18", cfg.ResNet(depth=34), {}, "depth is 18 there and 34 here, set ResNet", OF_R18),
-  ("seresnet18", R18, {}, "architecture is 'seresnet18' there", OF_NONE),
-  ("resnetblur18", R18, {}, "architecture is 'resnetblur18' there", None),
-  ("vit", V48, AVG, "class_token=True, fc_norm=True", "only those of fc_norm=False are"),
+  (
+    "resnet18",
+    cfg.ResNet(depth=34),
+    {},
+    "depth is 18 in the file and 34 in the model, set ResNet",
+    OF_R18,
+  ),
+  ("seresnet18", R18, {}, "architecture is 'seresnet18'", OF_NONE),
+  ("resnetblur18", R18, {}, "architecture is 'resnetblur18'", None),
+  ("vit", V48, AVG, "class_token=True, fc_norm=True", "only timm's ViTs with fc_norm=False can"),
   ("vit", V48, AVG | {"fc_norm": False}, "class_token=True, fc_norm=False", None),
-  ("vit", V48, {"qk_norm": True}, "qk_norm is True there", OF_NONE),
-  ("vit", FOUR_HEADS, {}, "num_heads is 3 there and 4 here, set V", None),
+  ("vit", V48, {"qk_norm": True}, "qk_norm is True in the file", OF_NONE),
+  ("vit", FOUR_HEADS, {}, "num_heads is 3 in the file and 4 in the model, set V", None),
 ]
 
 
@@ -158,5 +164,5 @@ def test_a_field_that_is_missing_is_what_transformers_takes(kind, fields):
 def test_partial_rotary_positions_are_refused_by_name(kind, tmp_path):
   config = getattr(transformers, f"{kind}Config")()
   config.save_pretrained(tmp_path)
-  with pytest.raises(ConfigError, match=r"partial_rotary_factor is 0\.\d+ there"):
+  with pytest.raises(ConfigError, match=r"partial_rotary_factor is 0\.\d+ in the file"):
     check_source(tmp_path, "huggingface", (), cfg.Transformer(), agreement.TEXT)

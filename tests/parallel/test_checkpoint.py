@@ -47,7 +47,7 @@ def test_a_copy_under_another_number_is_set_aside(tmp_path, reported):
     with Checkpoints(tmp_path) as checkpoints:
       restored = checkpoints.restore(abstract)
       assert_same_bits(restored, at_step(state, 2))
-    line = f"checkpoint {name} is damaged (a copy, or another name, of that of step"
+    line = f"checkpoint {name} is damaged (it is a renamed copy of the checkpoint of step"
     assert line in "\n".join(reported)
     assert sorted(checkpoints.steps()) == [2]
     (tmp_path / f"{name}.damaged").rename(tmp_path / "7")
@@ -111,10 +111,10 @@ def test_a_damaged_newest_is_reported_and_the_one_before_used(tmp_path, damage, 
 
 
 OTHERS = {
-  "width": (dict(hidden=(32,)), "[64] there and float32[32] here"),
-  "depth": (dict(hidden=(64, 10)), "it has no opt_state/1/trace/Dense_2/bias"),
-  "fewer": (dict(hidden=(), tx=optim.sgd(0.1)), "float32[10] here"),
-  "optimizer": (dict(tx=optim.adamw(0.1)), "it has "),
+  "width": (dict(hidden=(32,)), "[64] in the checkpoint and float32[32] now"),
+  "depth": (dict(hidden=(64, 10)), "it lacks opt_state/1/trace/Dense_2/bias"),
+  "fewer": (dict(hidden=(), tx=optim.sgd(0.1)), "float32[10] now"),
+  "optimizer": (dict(tx=optim.adamw(0.1)), "it lacks "),
 }
 
 
@@ -205,11 +205,11 @@ def part_of(state):
 
 # What goes wrong after a process has written its part: what the line says of it.
 LOST = {
-  "flipped": (lambda s: flip_bit(part_of(s), 0.5), "not on the disk as it was"),
+  "flipped": (lambda s: flip_bit(part_of(s), 0.5), "differs between the disk and memory"),
   "cut": (lambda s: os.truncate(part_of(s), 9000), r"cannot be read|was cut"),
   "emptied": (lambda s: os.truncate(part_of(s), 0), "is empty"),
   # A file of the index, or of data.
-  "zeroed": (lambda s: zero(part_of(s)), "cannot be read|not on the disk as it was"),
+  "zeroed": (lambda s: zero(part_of(s)), "cannot be read|differs between the disk and memory"),
   "gone": (lambda s: part_of(s).unlink(), "could not be saved"),
   "metadata emptied": (lambda s: os.truncate(s / "_METADATA", 0), "_METADATA is empty"),
 }
@@ -248,7 +248,7 @@ def without_bias(start):
 
 UNNOTICED = {
   "merge": (lambda merge: lambda directory: None, None),
-  "start_writing": (without_bias, "params/Dense_0/bias is not on the disk"),
+  "start_writing": (without_bias, "params/Dense_0/bias differs between the disk"),
 }
 
 

@@ -97,13 +97,16 @@ def test_where_nothing_was_saved_a_damaged_config_is_no_error(workdir, name):
 def test_a_run_that_is_done_without_epochs_is_another(workdir):
   path, whole = workdir / "config.json", (workdir / "config.json").read_bytes()
   for content, says in (
-    (changed(whole, "config", to={"class": "X", "model": {"class": "MLP"}}), "class is 'X' there"),
-    (changed(whole, "config", "epochs", to=-1.0), "epochs is -1.0 there"),
-    (changed(whole, "config", "epochs", to="1"), "epochs is '1' there"),
+    (
+      changed(whole, "config", to={"class": "X", "model": {"class": "MLP"}}),
+      "class is 'X' in the workdir",
+    ),
+    (changed(whole, "config", "epochs", to=-1.0), "epochs is -1.0 in the workdir"),
+    (changed(whole, "config", "epochs", to="1"), "epochs is '1' in the workdir"),
   ):
     put(path, content)
     assert start_devices(workdir, tiny_digits()) is None
-    with config_error(f"another experiment, {says}"):
+    with config_error(f"a different experiment: {says}"):
       claim_workdir(workdir, tiny_digits())
 
 
@@ -130,7 +133,7 @@ def test_a_config_that_may_not_be_read_is_one_line(workdir, monkeypatch):
 
 def test_a_config_is_recorded_only_where_the_checkpoints_are_of_it(workdir):
   (workdir / "config.json").unlink()
-  with config_error(match="a checkpoint of another experiment"):
+  with config_error(match="saved by a different experiment"):
     fit(tiny_digits(model="CNN", model__features="8"), workdir)
   assert not (workdir / "config.json").exists()
   assert fit(tiny_digits(), workdir).summary["outcome"] == "done"
@@ -140,7 +143,7 @@ def test_a_config_is_recorded_only_where_the_checkpoints_are_of_it(workdir):
 def test_a_checkpoint_after_the_last_step_of_a_config_is_of_another_run(workdir):
   """It was "saved", with the code of a Ctrl-C that nobody had typed."""
   (workdir / "config.json").unlink()
-  line = f"^--workdir={workdir}: its checkpoint is of step 45, and --config has 23 steps; give"
+  line = f"^--workdir={workdir}: the checkpoint is at step 45, but --config has only 23 steps; use"
   with config_error(match=line):
     fit(tiny_digits(epochs="2"), workdir)
   assert not (workdir / "config.json").exists()
@@ -293,4 +296,4 @@ def test_a_run_resumes_with_damage(workdir, finished, name, capsys):
   assert fit(config, workdir).summary["outcome"] == "done"
   printed = capsys.readouterr().out
   assert ("all 45 steps are done already" in printed) is is_whole
-  assert is_whole or "checkpoint 45 is damaged (its manifest" in printed
+  assert is_whole or "checkpoint 45 is damaged (the manifest" in printed

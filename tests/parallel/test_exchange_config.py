@@ -180,12 +180,12 @@ def test_whose_directory_it_is(tmp_path):
   del before["config"]["optimizer"]["momentum"]
   (tmp_path / "config.json").write_text(json.dumps(before))
   claim_workdir(tmp_path, now)
-  with config_error(match=r"optimizer.momentum is 0\.9 there and 0\.5"):
+  with config_error(match=r"optimizer.momentum is 0\.9 in the workdir and 0\.5"):
     claim_workdir(tmp_path, config(optimizer=cfg.SGD(lr=0.1, momentum=0.5)))
   claim_workdir(tmp_path, config(exchange=cfg.AllReduce(algorithm="ring")))
-  with config_error(match=r"exchange.class is 'AllReduce' there"):
+  with config_error(match=r"exchange.class is 'AllReduce' in the workdir"):
     claim_workdir(tmp_path, config(exchange=cfg.OneBit()))
-  with config_error(match=r"exchange.delayed is False there"):
+  with config_error(match=r"exchange.delayed is False in the workdir"):
     claim_workdir(tmp_path, config(exchange=cfg.AllReduce(delayed=True)))
 
 

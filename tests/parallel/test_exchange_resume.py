@@ -56,7 +56,7 @@ def test_a_checkpoint_is_restored_on_another_number_of_devices(name, old, new, t
   exchange, abstract = parts(name, new)
   state = restore(tmp_path, abstract, exchange.resize)
   (line,) = reported
-  assert f"carried over from {old} devices to {new}" in line
+  assert f"converted from {old} devices to {new}" in line
   assert_like(state, abstract)
   # All that is not the exchange's is the same bits; that is what `resize` makes.
   assert state is not None and exchange.resize is not None
@@ -72,7 +72,7 @@ def test_damage_is_found_before_anything_is_carried_over(tmp_path, reported):
   path = max(files, key=lambda p: p.stat().st_size)  # r: eight times the parameters
   path.write_bytes(flipped(np.frombuffer(path.read_bytes(), np.uint8), path.stat().st_size // 2))
   exchange, abstract = parts("top k", 4)
-  with config_error(match="every checkpoint is damaged"):
+  with config_error(match="all checkpoints are damaged"):
     restore(tmp_path, abstract, exchange.resize)
   out = "\n".join(reported)
   assert "checkpoint 4 is damaged" in out and "carried" not in out
@@ -89,9 +89,9 @@ def refused(directory, abstract, resize=None):
 def test_another_exchange_is_refused_in_a_line_that_names_it(tmp_path):
   saved_on("one bit", 8, tmp_path)
   for name, difference in {
-    "plain": "it has exchange_state/residual/b, which this exchange does not keep",
-    "power sgd": "it has no exchange_state/q/0, which this exchange needs",
-    "delayed one bit": "it has no exchange_state/grads/b, which this exchange needs",
+    "plain": "it has exchange_state/residual/b, which is not in this run's exchange",
+    "power sgd": "it lacks exchange_state/q/0 of this run's exchange",
+    "delayed one bit": "it lacks exchange_state/grads/b of this run's exchange",
   }.items():
     for count in (8, 4):
       exchange, abstract = parts(name, count)
@@ -106,8 +106,8 @@ def test_other_shapes_are_refused_on_any_number_of_devices(tmp_path):
     mesh = make_mesh(devices=jax.devices()[:count])
     abstract = abstract_state(init_fn, tx, mesh, exchange)
     line = refused(tmp_path, abstract, exchange.resize)
-    wanted = f"exchange_state/q/0 is float32[8, 9, 2] there and float32{shape} here"
-    assert wanted in line and "another experiment" in line
+    wanted = f"exchange_state/q/0 is float32[8, 9, 2] in the checkpoint and float32{shape} now"
+    assert wanted in line and "a different experiment" in line
 
 
 def test_an_exchange_that_cannot_be_carried_over_says_what_to_do(tmp_path):
@@ -115,7 +115,7 @@ def test_an_exchange_that_cannot_be_carried_over_says_what_to_do(tmp_path):
   exchange, abstract = parts("top k", 4)
   line = refused(tmp_path, abstract)
   assert line.endswith(
-    "4: saved on 8 devices, here are 4: its exchange does not define how its "
+    "4: saved on 8 devices, but this run has 4: the exchange does not define how its "
     "state is resized (Exchange.resize); resume with 8 devices, or use another "
     "--workdir to start anew"
   )
@@ -135,5 +135,5 @@ def test_workers_of_their_own_are_refused_on_another_number_of_devices(tmp_path)
   abstract = abstract_state(init_fn, tx, mesh, plain(AXES), local=method)
   for resize in (None, plain(AXES).resize, EXCHANGES["top k"](4).resize):
     line = refused(tmp_path, abstract, resize)
-    assert "saved on 8 devices, here are 4: each worker has its own parameters" in line
+    assert "saved on 8 devices, but this run has 4: each worker has its own parameters" in line
     assert "resume with 8 devices, or use another --workdir to start anew" in line

@@ -71,7 +71,7 @@ def test_a_run_starts_from_what_another_has_learnt(finished, tmp_path, capsys, r
   assert again.summary["accuracy"] > result.summary["accuracy"]
   path.unlink()
   assert fit(config, tmp_path / "again").summary["outcome"] == "done"
-  with config_error(match=r"init_from is .* there and None now"):
+  with config_error(match=r"init_from is .* in the workdir and None now"):
     fit(tiny_digits(seed="7", epochs="2"), tmp_path / "again")
 
 
@@ -105,7 +105,9 @@ def test_a_checkpoint_of_a_resnet_becomes_timms_file(tmp_path, capsys):
   path = tmp_path / "resnet.safetensors"
   code, line = typed(capsys, "--workdir", tmp_path, "--to", path, "--naming", "timm")
   assert code == 0, line
-  assert line.endswith("(the config.json there is of another file, and timm's is not written)")
+  assert line.endswith(
+    "(the config.json in this folder belongs to another file, so none is written)"
+  )
   entries, about = read_header(path)
   assert entries["layer1.1.bn3.running_var"].shape == (16,)
   assert entries["layer2.0.downsample.1.num_batches_tracked"].dtype == np.int64
@@ -128,7 +130,7 @@ def test_a_folder_of_a_vit_says_what_its_parameters_mean(naming, tmp_path, capsy
   assert written.get("architecture", written.get("architectures")) == names[naming]
   # A model of other heads does not take it; that of the run does, without a word more.
   like["init_from"] = str(path.parent)
-  with config_error(match=r"_heads is 2 there and 4 here, set ViT"):
+  with config_error(match=r"_heads is 2 in the file and 4 in the model, set ViT"):
     build.experiment(tiny_digits(**like, model__num_heads="4")).init_state()
   build.experiment(tiny_digits(**like, model__num_heads="2")).init_state()
   (line,) = reported
@@ -143,11 +145,11 @@ def test_a_classifier_of_other_classes_starts_anew_if_asked_to(tmp_path, reporte
   params["Dense_1"] = {"kernel": head["kernel"][:, :7], "bias": head["bias"][:7]}
   path = tmp_path / "seven"
   export_safetensors(path, params)
-  with config_error(match="init_head=True starts the classifier anew"):
+  with config_error(match="set init_head=True to initialize the classifier anew"):
     build.experiment(tiny_digits(init_from=str(path))).init_state()
   asked = tiny_digits(init_from=str(path), init_head="True")
   state = build.experiment(asked).init_state()
-  assert reported[0].endswith("; the classifier starts anew")
+  assert reported[0].endswith("; the classifier is newly initialized")
   assert_same_bits(state.params["Dense_0"], params["Dense_0"])
   assert_same_bits(state.params["Dense_1"], fresh.params["Dense_1"])
   with config_error(match=r"init_head=True: set init_from too"):
@@ -203,7 +205,7 @@ def test_a_folder_for_transformers_says_what_its_parameters_mean(spoken, tmp_pat
   for to in (tmp_path / "other.safetensors", workdir / "model.safetensors"):
     kept = (to.parent / "config.json").read_text()
     code, line = typed(capsys, "--workdir", workdir, "--to", to, "--naming=huggingface")
-    assert code == 2 and "give a file in a folder of its own" in line
+    assert code == 2 and "write to a folder of its own" in line
     assert (to.parent / "config.json").read_text() == kept and not to.exists()
   # Another model of the same shapes does not take it: unit/test_hf_config.py.
   with config_error(str(config_json), "set Transformer.rope_theta=5000.0"):
@@ -237,7 +239,7 @@ def test_what_the_run_has_not_is_one_line(finished, tmp_path, capsys, monkeypatc
     assert found == code and reported.startswith("error: ") and "\n" not in reported
     return reported
 
-  assert f"--step=1: not saved, there are {step - 1}, {step}" in line(
+  assert f"--step=1: no checkpoint of this step; use one of {step - 1}, {step}" in line(
     "--to=x.safetensors", "--step=1"
   )
   timm = line("--to=x.safetensors", "--naming=timm")

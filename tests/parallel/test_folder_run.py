@@ -56,7 +56,7 @@ def test_damage_of_before_a_restart_still_counts(tmp_path):
   assert second.collect() == [] and second.count == 3
   anew = DamageRecord(tmp_path, start=0)
   anew.watch("held-out", dataset(1))
-  assert anew.collect() == ["held-out data: 1 damaged example: 1.jpg"]
+  assert anew.collect() == ["validation data: 1 damaged example: 1.jpg"]
   assert anew.count == 1
 
 

@@ -258,17 +258,17 @@ class Change(NamedTuple):
 
 
 def data(change, says, kind="images"):
-  says = rf"was trained with other data \(.*{says}.*; restore the data, .*=data$"
+  says = rf"was trained with different data \(.*{says}.*; restore the data, .*=data$"
   return Change(change, says, kind=kind)
 
 
 def code(name, old, new, says):
-  says = rf"was trained with other code \(.*{says}.*; restore the code, .*=code$"
+  says = rf"was trained with different code \(.*{says}.*; restore the code, .*=code$"
   return Change(edit(name, old, new), says)
 
 
 def setting(says, kind="images", **overrides):
-  return Change(settings(**overrides), f"holds another experiment, {says}", kind=kind)
+  return Change(settings(**overrides), f"belongs to a different experiment: {says}", kind=kind)
 
 
 def reported(*path, to, says):
@@ -280,23 +280,25 @@ ENVIRONMENT = "identity", "environment"
 VERSIONS = "versions"
 LOGS = settings(log__every_steps="1", checkpoint__keep_last="5", evaluation__every_epochs="1")
 PATCH = "Net.outputs = 2\n\n\ndef get_config"
-MORE_IMAGES = "train.examples is 24 there and 32 now"
-MORE_TOKENS = "train.examples is 125 there and 250 now"
-LESS, CONTENT = "evaluation.examples is 16 there and 15", "train.content differs"
-BOTH = r"other data and other code .*--accept-changes=data,code$"
-X64 = "JAX_ENABLE_X64 is 1 there and 0 now; set it as it was"
-HIGHEST = f"{PRECISION} highest then and None now"
+MORE_IMAGES = "train.examples is 24 in the workdir and 32 now"
+MORE_TOKENS = "train.examples is 125 in the workdir and 250 now"
+LESS, CONTENT = "evaluation.examples is 16 in the workdir and 15", "train.content differs"
+BOTH = r"different data and different code .*--accept-changes=data,code$"
+X64 = "JAX_ENABLE_X64 is 1 in the workdir and 0 now; restore the setting"
+HIGHEST = f"{PRECISION} highest in the workdir and None now"
 NO_IDENTITY = "note: config.json has no identity of data and code"
 CHANGES = {
   "nothing": Change(lambda _: None),
   # Data.
-  "a class renamed": data(rename_class, "class 0 is 'ant' there and 'bee"),
-  "a class more": data(class_more, "there are 2 classes there and 3 now"),
+  "a class renamed": data(rename_class, "class 0 is 'ant' in the workdir and 'bee"),
+  "a class more": data(class_more, "there are 2 classes in the workdir and 3 now"),
   "images more": data(lambda f: write_images(f, "train", "ant", 20, 0), MORE_IMAGES),
   "an image less": data(lambda f: (f / "set/val/ant/0.png").unlink(), LESS),
   "an image renamed, which reorders": data(rename_image, "train.files differs"),
   "another image under a name": data(other_pixels, "train.sizes differs"),
-  "text longer": data(longer("text/train.txt"), "train.tokens is 1051 there and 2101 now", "text"),
+  "text longer": data(
+    longer("text/train.txt"), "train.tokens is 1051 in the workdir and 2101 now", "text"
+  ),
   "text of that length": data(edit("text/train.txt", "not", "but"), CONTENT, "text"),
   "another tokenizer": data(edit("tokenizer", "{}", "{ }"), "train.tokenizer differs", "text"),
   "tokens longer": data(longer("bin/train.bin"), MORE_TOKENS, "tokens"),
@@ -328,9 +330,11 @@ CHANGES = {
   # Environment.
   "x64": Change(recorded(*ENVIRONMENT, "jax_enable_x64", to=True), X64),
   "precision of products": reported(*ENVIRONMENT, PRECISION, to="highest", says=HIGHEST),
-  "version of JAX": reported(VERSIONS, "jax", to="0.9.0", says="jax 0.9.0 then and "),
-  "ours": reported(VERSIONS, "jaxscale", to="0.0.9", says="jaxscale 0.0.9 then and "),
-  "kind of devices": reported("device_kind", to="TPU v4", says="devices TPU v4 then and cpu now"),
+  "version of JAX": reported(VERSIONS, "jax", to="0.9.0", says="jax 0.9.0 in the workdir and "),
+  "ours": reported(VERSIONS, "jaxscale", to="0.0.9", says="jaxscale 0.0.9 in the workdir and "),
+  "kind of devices": reported(
+    "device_kind", to="TPU v4", says="devices TPU v4 in the workdir and cpu now"
+  ),
   "number of devices": Change(recorded("derived", "num_devices", to=4)),
   "number of processes": Change(recorded("processes", to=2)),
   "an earlier version": Change(recorded("identity", to=None), note=NO_IDENTITY),
@@ -384,13 +388,13 @@ def test_a_run_on_arrays_resumes_and_knows_them(tmp_path, capsys):
   assert fit(arrays_config(x.copy()), tmp_path).summary["step"] == first.summary["step"]
   more = fit(arrays_config(x, epochs=2), tmp_path)
   assert more.summary["step"] == 2 * first.summary["step"]
-  with config_error(match=r"other data \(data.x.sha256 is .*=data$"):
+  with config_error(match=r"different data \(data.x.sha256 is .*=data$"):
     fit(arrays_config(x + 1, epochs=3), tmp_path)
   # Without config.json the checkpoint knows.
   (tmp_path / "config.json").unlink()
   manifest = read_manifest(tmp_path / "checkpoints" / str(more.summary["step"]))
   assert manifest["identity"]["data"]["train"]["examples"] == 40
-  with config_error(match=r"other data \(train.content differs"):
+  with config_error(match=r"different data \(train.content differs"):
     fit(arrays_config(x + 1, epochs=3), tmp_path)
   capsys.readouterr()
   done = fit(arrays_config(x + 1, epochs=3), tmp_path, accept_changes=["data"])

@@ -107,7 +107,7 @@ def test_a_damaged_program_is_compiled_again(name, start, tmp_path):
   start()
   (path,) = kept_in(tmp_path / "compiled")
   DAMAGE[name](path)
-  line = f"{tmp_path}/compiled: 1 damaged, deleted; compiling again"
+  line = f"{tmp_path}/compiled: deleted 1 damaged programs; compiling again"
   assert start() == (COMPILED, [line])
   assert start() == (LOADED, [])
 
@@ -121,7 +121,7 @@ def test_a_program_under_the_name_of_another_is_compiled_again(start, tmp_path):
     contents = [p.read_bytes() for p in paths]
     for path, content in zip(paths, reversed(contents), strict=True):
       path.write_bytes(content)
-  line = f"{tmp_path}/compiled: 2 damaged, deleted; compiling again"
+  line = f"{tmp_path}/compiled: deleted 2 damaged programs; compiling again"
   assert start() == (COMPILED, [line])
   assert start(constant=2.5) == (COMPILED, [])
 
@@ -145,16 +145,16 @@ def test_nothing_is_loaded_that_others_could_have_written(start, tmp_path):
   users = tmp_path / "cache" / "jaxscale" / "compiled"
   for folder in (kept, tmp_path):
     folder.chmod(0o770)
-    moved = f"other users can write to {folder}: compiled programs are kept in {users}"
+    moved = f"other users can write to {folder}: saving compiled programs in {users}"
     assert start()[1] == [moved]
     folder.chmod(0o700)
   kept.rename(tmp_path / "elsewhere")
   kept.symlink_to(tmp_path / "elsewhere")
-  assert start() == (LOADED, [f"{kept} is not a folder: compiled programs are kept in {users}"])
+  assert start() == (LOADED, [f"{kept} is not a folder: saving compiled programs in {users}"])
   users.chmod(0o777)
   kept.unlink()
   kept.write_text("a file")
-  off = "compiled programs are not kept (compilation.cache_dir)"
+  off = "not saving compiled programs (compilation.cache_dir)"
   assert start() == (COMPILED, [f"{kept} is not a folder: {off}"])
 
 
@@ -169,7 +169,7 @@ def test_a_full_disk_is_one_line(start, tmp_path, monkeypatch):
   monkeypatch.setattr(programs, "replace_text", full)
   monkeypatch.setattr("jax._src.lru_cache.LRUCache.put", put)
   kept, why = f"{tmp_path}/compiled", "No space left on device"
-  assert start() == (COMPILED, [f"compiled programs are not kept in {kept}: {why}"])
+  assert start() == (COMPILED, [f"cannot save compiled programs in {kept}: {why}"])
   monkeypatch.undo()
   assert start() == (COMPILED, [])
 

@@ -183,5 +183,5 @@ def test_a_run_resumes_as_a_pipeline(tmp_path):
   images = {"model": cfg.CNN(), "data": cfg.Digits()}
   before = tiny_language(**images)
   (tmp_path / "config.json").write_text(json.dumps(recorded(before)))
-  with config_error(match="accumulate_steps is 1 there and 4 now"):
+  with config_error(match="accumulate_steps is 1 in the workdir and 4 now"):
     claim_workdir(tmp_path, tiny_language(**images, accumulate_steps=4))

@@ -121,7 +121,7 @@ def test_a_count_of_steps_resumes_under_any_layout(exchange, there, here, tmp_pa
   assert_same_bits(state._replace(**bare), saved._replace(**bare))
   counts = [np.unique(x).tolist() for x in jax.tree.leaves(state.exchange_state)]
   assert counts and all(count == [4] for count in counts)
-  assert len(reported) == 1 and "carried over" in reported[0]
+  assert len(reported) == 1 and "was converted" in reported[0]
 
 
 def of_parts(made, tree):
@@ -153,7 +153,7 @@ def test_other_devices_with_the_same_parts_carry_each_over(
   saved = filled(old)
   save(tmp_path, old, saved)
   state = restore(tmp_path, new)
-  assert "carried over from" in reported[0]
+  assert "converted from" in reported[0]
   before = of_parts(old, jax.device_get(saved.exchange_state))
   after = of_parts(new, jax.device_get(state.exchange_state))
   assert before.keys() == after.keys() and len(before) == 2
@@ -176,11 +176,11 @@ def refused(directory, made):
 def test_parts_that_no_device_has_are_refused_in_a_line(exchange, tmp_path):
   save(tmp_path, made("fsdp", exchange), filled(made("fsdp", exchange)))
   line = refused(tmp_path, made("data 8", exchange))
-  assert "4: saved on Mesh replica=1, data=1, fsdp=8, here are devices that" in line
+  assert "4: saved on Mesh replica=1, data=1, fsdp=8, but this run has devices that" in line
   assert "resume with the mesh and layout it was saved with" in line
   line = refused(tmp_path, made("data 2 x fsdp 2 x model 2", exchange))
-  assert "here is Mesh replica=1, data=2, fsdp=2, model=2: its exchange keeps" in line
-  assert "that of embed/table is split by -, fsdp there, by model, fsdp here" in line
+  assert "but this run has Mesh replica=1, data=2, fsdp=2, model=2: the exchange state" in line
+  assert "embed/table was split by -, fsdp, and now by model, fsdp" in line
 
 
 def test_parts_of_the_same_shape_are_not_taken_for_each_other(tmp_path):
@@ -196,7 +196,7 @@ def test_parts_of_the_same_shape_are_not_taken_for_each_other(tmp_path):
   assert shapes[0] == shapes[1]
   save(tmp_path, there, filled(there))
   line = refused(tmp_path, here)
-  assert "that of layers/k is split by -, fsdp, model there, by -, model, fsdp here" in line
+  assert "layers/k was split by -, fsdp, model, and now by -, model, fsdp" in line
 
 
 def test_another_model_is_what_is_named(tmp_path):
@@ -206,7 +206,7 @@ def test_another_model_is_what_is_named(tmp_path):
   wider = jax.tree.map(lambda x: x, here.abstract.params)
   wider["head"]["scale"] = jax.ShapeDtypeStruct((17,), np.float32)
   other = here._replace(abstract=here.abstract._replace(params=wider))
-  with config_error(match=r"params/head/scale is float32\[16\] there"):
+  with config_error(match=r"params/head/scale is float32\[16\] in the checkpoint"):
     restore(tmp_path, other)
 
 

@@ -103,13 +103,13 @@ def instead(make):
 DAMAGE = {
   "flipped data": (lambda p: flip(p, 900), "checksum of params/Dense_0/"),
   "flipped footer": (lambda p: flip(p, -60), "footer has changed"),
-  "flipped mark": (lambda p: flip(p, -1), "it was cut"),
-  "cut": (lambda p: p.write_bytes(p.read_bytes()[:-99]), "it was cut"),
-  "longer": (lambda p: p.write_bytes(p.read_bytes() + b"x"), "it was cut"),
-  "empty": (lambda p: p.write_bytes(b""), "it was cut"),
-  "gone": (lambda p: p.unlink(), "it is not there"),
+  "flipped mark": (lambda p: flip(p, -1), "it is truncated"),
+  "cut": (lambda p: p.write_bytes(p.read_bytes()[:-99]), "it is truncated"),
+  "longer": (lambda p: p.write_bytes(p.read_bytes() + b"x"), "it is truncated"),
+  "empty": (lambda p: p.write_bytes(b""), "it is truncated"),
+  "gone": (lambda p: p.unlink(), "the file does not exist"),
   "a link": (linked, "symbolic link"),
-  "a pipe": (instead(os.mkfifo), "no file of this user"),
+  "a pipe": (instead(os.mkfifo), "not a file of this user"),
   "a folder": (instead(os.mkdir), "Is a directory"),
 }
 
@@ -174,9 +174,9 @@ def test_a_copy_is_of_this_experiment(left, node, states, reported):
   abstract, state = states
   wide = jax.tree.map(lambda x: x.update(shape=(*x.shape, 1)), abstract)
   with opened(left, node, killed=True) as checkpoints:
-    with config_error(match="a checkpoint of another experiment"):
+    with config_error(match="saved by a different experiment"):
       checkpoints.restore(wide)
-    assert "it is of another model, optimizer or exchange" in reported[0]
+    assert "it belongs to another model, optimizer or exchange" in reported[0]
     (left / "shared" / "1").rename(left / "moved")
     assert checkpoints.newest() == 0 and checkpoints.restore(abstract) is None
     (left / "moved").rename(left / "shared" / "1")
@@ -204,7 +204,7 @@ def test_shards_of_any_dtype_are_what_they_were(tmp_path):
     assert_same_bits(node_file.read_state(file, footer["leaves"], like), state)
     where = jax.NamedSharding(mesh, jax.P("b"))
     like["int8()"] = jax.ShapeDtypeStruct((8, 4), jnp.int8, sharding=where)
-    with pytest.raises(DamagedError, match="of other devices"):
+    with pytest.raises(DamagedError, match="from other devices"):
       node_file.read_state(file, footer["leaves"], like)
 
 
@@ -219,7 +219,7 @@ def test_a_full_folder_costs_the_copies_and_one_line(tmp_path, node, states, rep
     finally:
       resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     (line,) = reported
-    assert line.startswith("no more local copies: File too large, in process 0 on ")
+    assert line.startswith("local copies are disabled: File too large, in process 0 on ")
     assert copies(node) == ["2"] and checkpoints.newest() == 2
     save(checkpoints, state, 4, 5)
     assert checkpoints.steps() == [4, 5] and len(reported) == 1

@@ -223,7 +223,7 @@ def test_another_experiment_or_none_has_not_begun(began, chosen, tmp_path):
   assert start_devices(workdir, other) is None
   micros = dataclasses.replace(chosen, accumulate_steps=2)
   assert start_devices(workdir, micros) is None
-  with config_error(match="accumulate_steps is 1 there and 2 now"):
+  with config_error(match="accumulate_steps is 1 in the workdir and 2 now"):
     claim_workdir(workdir, micros)
   for broken in ("{", "[]", '{"derived": {}}', '{"derived": {"num_devices": null}}'):
     (workdir / "config.json").write_text(broken)

@@ -200,14 +200,14 @@ def test_a_model_that_cannot_be_called_is_one_line(name):
 
 def test_targets_that_do_not_fit_are_one_line():
   info = data.array_info(X, Y)
-  with config_error(match="64 inputs and 60 targets; give as many"):
+  with config_error(match="64 inputs and 60 targets; give the same"):
     data.from_arrays(info, X, Y[:60])
-  with config_error(match=r"targets of \(1,\) each, and \(\) in info"):
+  with config_error(match=r"targets have shape \(1,\) each, but \(\) in info"):
     data.from_arrays(info, X, Y[:, None])
   for wrong in (-2, 3):
-    with config_error(f"target {wrong} is no class of 0 to 2; correct it"):
+    with config_error(f"target {wrong} is out of range [0, 2]; fix the"):
       data.from_arrays(info, X, np.where(np.arange(64) == 5, wrong, Y))
-  with config_error(match="target -1 is no class of 0 to 2; correct it"):
+  with config_error("target -1 is out of range [0, 2]; fix the"):
     data.array_info(X, Y - (np.arange(64) == 5) * (Y + 1))
   data.from_arrays(data.array_info(X, -X), X, -X)  # numbers may be anything
   arrays = cfg.Arrays(x=X, y=X[:, 0], eval_share=0.5)

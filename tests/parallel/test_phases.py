@@ -191,7 +191,7 @@ def test_damage_in_a_later_phase_goes_back_to_the_phase_before(ramped, tmp_path,
   capsys.readouterr()
   again = fit(quick(**RAMP), tmp_path)
   reported = capsys.readouterr().out
-  assert "is damaged" in reported and "step 34  from here on batch 256" in reported
+  assert "is damaged" in reported and "step 34  batch size is now 256" in reported
   assert_same_bits(again.state, result.state)
 
 
@@ -238,7 +238,7 @@ def test_a_batch_that_a_bn_span_does_not_fit_is_no_candidate(tmp_path, capsys):
   dotted = {k.replace("__", "."): v for k, v in settings.items()}
   fit(load_config("configs/digits.py", dotted), tmp_path)
   reported = capsys.readouterr().out
-  assert "trial at batch 128" in reported and "trial at batch 96" not in reported
+  assert "trial with batch size 128" in reported and "trial with batch size 96" not in reported
   assert json.loads((tmp_path / "batch_sizes.json").read_text()) == [64, 128]
 
 

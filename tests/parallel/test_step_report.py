@@ -81,10 +81,10 @@ def test_what_people_read_calls_nothing_communication_that_is_not():
   assert head == "step report: 400 ms per step of 8,192 examples on 1 device, " + (
     "median of 2 rounds"
   )
-  assert "300 ms: the same step without its exchange; sums of metrics" in compute
-  assert "communication and compression that is not hidden" in exchange
+  assert "300 ms: the same step without its exchange, but with sums of metrics" in compute
+  assert "communication and compression not hidden by compute" in exchange
   assert "100 ms (25%), give or take 0 ms" in exchange
-  assert processes.endswith("only one, nobody to wait for")
+  assert processes.endswith("only one process, so none to compare")
 
 
 def test_an_exchange_faster_than_none_is_noise_and_not_negative():

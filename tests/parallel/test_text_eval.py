@@ -184,7 +184,7 @@ def test_a_run_of_a_language_model(bigram, tmp_path, capsys):
   evaluated = [line["eval/perplexity"] for line in lines if "eval/perplexity" in line]
   assert evaluated[-1] == summary["perplexity"] < evaluated[0]
   reported = capsys.readouterr().out
-  assert f"held-out loss {summary['loss']:.4f}  perplexity" in reported
+  assert f"validation loss {summary['loss']:.4f}  perplexity" in reported
   assert "accuracy" not in reported.partition("derived")[2].replace("target_accuracy", "")
   done = _done(summary, tmp_path)
   assert "(target loss 3.6: reached)" in done and "bits/byte" in done

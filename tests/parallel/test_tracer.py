@@ -203,7 +203,7 @@ def test_processes_that_are_not_there_are_named(tmp_path, reported):
   with Tracer(tmp_path, Log(profile="1:2", profile_processes=(3,))) as tracer:
     tracer.check_plan(9)
     assert not tracer.is_due(1)
-  assert reported == ["log.profile_processes=(3,): the processes are 0 to 0"]
+  assert reported == ["log.profile_processes=(3,): the run has processes 0 to 0"]
 
 
 def test_a_full_disk_costs_a_line_and_the_next_trace_is_taken(tmp_path, reported):

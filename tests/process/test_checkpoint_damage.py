@@ -105,7 +105,7 @@ def assert_carried(found):
 def test_damage_to_every_file(of_one, tmp_path):
   found = sweep(of_one, tmp_path / "scratch", flips=9)
   assert_carried(found)
-  reported = "checkpoint 2 is damaged (…); renamed to 2.damaged, resuming from 1"
+  reported = "checkpoint 2 is damaged (…); renamed it to 2.damaged, resuming from 1"
   fault = "flip, cut, empty, delete, in each file of a checkpoint"
   measured(fault, None, 0, reported, "what the damaged one had")
 
@@ -140,7 +140,7 @@ def test_a_run_with_nothing_but_damage_never_starts_anew(of_one, tmp_path):
   for _ in range(2):  # also when it is started once more
     with (
       Checkpoints(tmp_path / "all") as checkpoints,
-      pytest.raises(ConfigError, match="every checkpoint is damaged"),
+      pytest.raises(ConfigError, match="all checkpoints are damaged"),
     ):
       checkpoints.restore(abstract)
 
@@ -162,4 +162,4 @@ def test_the_command_line_says_damage_in_one_line(tmp_path):
   for name in checkpoint_names(workdir):
     (workdir / "checkpoints" / name / "manifest.json").write_text("{")
   done = run_train(workdir, *args)
-  assert "every checkpoint is damaged" in error_line(done, 2)
+  assert "all checkpoints are damaged" in error_line(done, 2)

@@ -68,7 +68,7 @@ def test_a_full_disk_costs_one_checkpoint_and_one_line(tmp_path, reported):
       assert checkpoints.steps() == [1] and checkpoints.unsaved == line_at_end
       found = re.fullmatch(
         r"checkpoint of step 2 could not be saved: the disk is full, (\S+) KB are "
-        r"missing \((\S+) MB needed, (\S+) KB free in \S+\); the newest that is: "
+        r"missing \((\S+) MB needed, (\S+) KB free in \S+\); the newest checkpoint: "
         r"step 1; training continues",
         line,
       )
@@ -97,7 +97,7 @@ def read_only(disk):
 
 # What a save lacks, and its line: the reason, and what to do.
 LACKS = {
-  "inodes": (no_inodes, "no inodes (files) were left in ", "delete files there, or"),
+  "inodes": (no_inodes, "no inodes (files) are left in ", "delete files there, or"),
   "writing": (read_only, "Read-only file system", "mount it for writing"),
 }
 
@@ -195,7 +195,7 @@ def test_a_save_waits_for_a_slow_disk_only_so_long(tmp_path, monkeypatch, report
     checkpoints.save(at_step(state, 2), is_needed=False)
     assert checkpoints.steps() == [] and len(os.listdir(tmp_path)) == 1
     assert reported == [
-      "checkpoint of step 2 is left out: that of step 1 is still being written, 0.01 s later"
+      "skipping the checkpoint of step 2: the one of step 1 is still being written after 0.01 s"
     ]
     threading.Timer(0.05, is_fast.set).start()
     checkpoints.save(at_step(state, 3))  # the last one waits
@@ -243,7 +243,7 @@ def test_a_list_that_the_disk_does_not_give_costs_one_checkpoint(tmp_path, monke
     save(checkpoints, state, 2)
     assert checkpoints.steps() == [2] and checkpoints.unsaved is None
   (line,) = reported
-  assert "Input/output error; the newest that is: unknown; training cont" in line
+  assert "Input/output error; the newest checkpoint: unknown; training cont" in line
 
 
 def test_metrics_wait_for_the_disk(tmp_path, reported):
@@ -302,10 +302,10 @@ def assert_full(workdir, code, out, err):
   line = err.removesuffix("\n")
   assert code == 1 and line.startswith("error: ") and "\n" not in line, err
   assert "the disk is full" in line and "are missing" in line
-  assert "step 34/34  held-out accuracy" in out  # it reached its end
+  assert "step 34/34  validation accuracy" in out  # it reached its end
   names = checkpoint_names(workdir)
   assert all(name.isdigit() for name in names)  # whole ones, nothing half-written
-  assert f"the newest that is: step {max(map(int, names))};" in line
+  assert f"the newest checkpoint: step {max(map(int, names))};" in line
 
 
 @pytest.mark.slow
@@ -338,9 +338,9 @@ def test_what_one_process_cannot_do_none_waits_for(tmp_path):
   cases = zip(unsaved, (3, 4, 5, 5), (1, 1, 0, 1), strict=True)
   for line, step, who in cases:
     assert f"step {step} could not be saved" in line and f"in process {who}" in line
-    assert "the newest that is: step 2; training continues" in line
+    assert "the newest checkpoint: step 2; training continues" in line
   assert "checkpoint 2 is damaged ([Errno 28]" in damaged
   assert [restored, not_finite] == second
   assert restored == "restored 1" and not_finite.endswith("not finite at step 8")
-  assert "step 7 is left out: that of step 6 is still being written, 0.1 s" in late
+  assert "step 7: the one of step 6 is still being written after 0.1 s" in late
   assert sorted(os.listdir(tmp_path)) == ["1", "2.damaged", "6"]

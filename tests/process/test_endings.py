@@ -323,5 +323,5 @@ def test_a_user_without_a_home_trains_with_one_note(config, tmp_path, monkeypatc
   argv += ["--config.epochs=3", "--config.model=MLP"] * (config == "digits")
   done = run_python("-c", HOMELESS, *argv, cwd=tmp_path, PYTHONPATH=str(ROOT))
   assert done.returncode == 0, done.stderr
-  assert done.stderr.count("note: no home directory, caches are in ") == 1
+  assert done.stderr.count("note: no home directory, so caches are in ") == 1
   assert "Traceback" not in done.stderr and not (tmp_path / "~").exists()

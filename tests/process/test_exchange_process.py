@@ -32,7 +32,7 @@ def killed(tmp_path_factory):
 def test_what_was_not_sent_resumes_with_other_devices(tmp_path, killed):
   workdir = shutil.copytree(killed, tmp_path / "run")
   out = trained(workdir, *QUICK, *COMPRESSED, num_devices=2)
-  assert "carried over from 4 devices to 2" in out
+  assert "converted from 4 devices to 2" in out
   assert "done: validation accuracy" in out
 
 

@@ -67,7 +67,7 @@ def test_own_code_or_x64_that_changes_before_a_resume_is_refused(tmp_path):
   assert run_train(workdir, config=str(config)).returncode == 0
   edited(config)
   line = error_line(run_train(workdir, "--config.epochs=3", config=str(config)), 2)
-  assert "was trained with other code (SCALE in own differs)" in line
+  assert "was trained with different code (SCALE in own differs)" in line
   wrong = run_train(workdir, "--accept-changes=code,all", config=str(config))
   assert "--accept-changes=code,all: give data, code or data,code" in wrong.stderr
   accept = "--accept-changes=code"
@@ -82,4 +82,4 @@ def test_own_code_or_x64_that_changes_before_a_resume_is_refused(tmp_path):
     more = "--config.epochs=3"
     second = run_train(folder, more, config=str(config), JAX_ENABLE_X64=after)
     line = error_line(second, 2)
-    assert f"JAX_ENABLE_X64 is {before} there and {after} now" in line
+    assert f"JAX_ENABLE_X64 is {before} in the workdir and {after} now" in line

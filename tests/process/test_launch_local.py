@@ -93,7 +93,7 @@ def test_a_real_run_from_a_notebook(tmp_path, monkeypatch):
   table = job.metrics()
   assert [line["step"] for line in table] == sorted(line["step"] for line in table)
   assert table[-1]["eval/accuracy"] == row.accuracy and "train/loss" in table[0]
-  assert "held-out accuracy" in job.logs() and "done: " in job.logs(lines=1)
+  assert "validation accuracy" in job.logs() and "done: " in job.logs(lines=1)
   assert "COMPLETED" in repr(job.status())
   with pytest.raises(ConfigError, match="digits: is done"):
     job.resume()

@@ -106,7 +106,7 @@ def test_what_one_process_lacks_none_resumes_from(tmp_path):
   assert [x for x in first if x not in lines] == second
   assert second[:2] == ["restored 3", "restored 1"]
   assert "are not finite at step 6" in second[2] and second[3] == "9 [4, 9]"
-  assert lines[0].startswith("the local copy of step 3 cannot be used: it is not there")
+  assert lines[0].startswith("the local copy of step 3 cannot be used: the file does not exist")
   assert "(process 1 on " in lines[0]
-  assert lines[1].startswith("no more local copies: File too large, in process 1 on ")
+  assert lines[1].startswith("local copies are disabled: File too large, in process 1 on ")
   assert len(lines) == 2 and not list((tmp_path / "node").glob("*/*"))

@@ -185,4 +185,4 @@ def test_what_devices_owe_is_carried_over_as_well(tmp_path):
   done = resume(tmp_path, changes, 2)
   assert done.returncode == 0, done.stderr
   assert "2 devices, 8 at the start: 4 micro-batches per step" in done.stdout
-  assert "carried over from 8 devices to 2" in done.stdout
+  assert "converted from 8 devices to 2" in done.stdout

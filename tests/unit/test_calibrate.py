@@ -88,8 +88,8 @@ def test_a_plan_says_whether_this_chip_was_measured():
   machine = Machine(chip="cpu", matmul=1.0, memory=1.0)
   assert first_line("cpu", machine).startswith("not calibrated")  # its links were not
   machine = Machine(chip="cpu", matmul=1.0, memory=1.0, network_link=1e9)
-  assert first_line("cpu", machine).startswith("from what the site's file says")
-  assert first_line("h100", machine) == "not calibrated: the site's file has measured cpu"
+  assert first_line("cpu", machine).startswith("calibrated by the measurements")
+  assert first_line("h100", machine) == "not calibrated: the site's file has measurements of cpu"
 
 
 BAD = {"loops": ({"v.exp": 1.0}, "Machine.loops"), "chip": (3, "Machine.chip=3")}

@@ -250,35 +250,35 @@ ARRAYS = {"x": X, "y": Y}
 
 CHANGED = [
   ({"x": X.astype("i8") + 1_700_000_000_000}, "Arrays.x has 1700000000"),
-  ({"x": X.astype("f8") * 1e300}, "which float32 does not hold; subtract an offset"),
+  ({"x": X.astype("f8") * 1e300}, "which float32 cannot represent; subtract an offset"),
   ({"x_eval": (X / 255).astype("f4"), "y_eval": Y}, "x_eval is float32 from 0 to"),
-  ({"x": X / 255, "x_eval": X, "y_eval": Y}, "and Arrays.x float64 from 0 to "),
-  ({"x_eval": X + 0.5, "y_eval": Y}, "which uint8 does not hold"),
+  ({"x": X / 255, "x_eval": X, "y_eval": Y}, "but Arrays.x float64 from 0 to "),
+  ({"x_eval": X + 0.5, "y_eval": Y}, "which uint8 cannot represent"),
   ({"x_eval": X.astype("i4") + 9, "y_eval": Y}, "Arrays.x_eval has 25"),
   ({"x": X * 1.0, "x_eval": X.astype("i8") + 2**24, "y_eval": Y}, "x_eval has 167"),
-  ({"y": Y + 2**31}, "Arrays.y has 2147483648, which int32 does not hold"),
+  ({"y": Y + 2**31}, "Arrays.y has 2147483648, which int32 cannot represent"),
   ({"y": Y.astype("u8") + np.uint64(2**63)}, "Arrays.y has 9223372036854775808"),
   ({"y": Y * 1e300}, "targets has 1e+300"),
   ({"x": X + np.array([1, np.nan] * 4)}, "Arrays.x has NaN or infinite"),
   ({"x_eval": np.diag([1.0, 2, np.inf] + [4] * 5), "y_eval": Y[:8]}, "first in row 2"),
-  ({"x": {"a": X}}, "Arrays.x=dict is not an array; give a NumPy array"),
+  ({"x": {"a": X}}, "Arrays.x=dict is not an array; use a NumPy array"),
   ({"x": (row for row in X)}, "Arrays.x=generator is not an array"),
   ({"x": [[1, 2], [3]]}, "Arrays.x has rows of different lengths"),
   ({"x": [["a"], ["b"]]}, "Arrays.x has the dtype <U1"),
-  ({"y": Y[:39]}, "Arrays.x, y: shapes (40, 8) and (39,); give as many targets"),
+  ({"y": Y[:39]}, "Arrays.x, y: shapes (40, 8) and (39,); use one target per input"),
   ({"x_eval": X, "y_eval": Y[:9]}, "x_eval, y_eval: shapes (40, 8) and (9,)"),
-  ({"x": X[:1], "y": Y[:1]}, "leaves no example to train on"),
+  ({"x": X[:1], "y": Y[:1]}, "leaves no example for training"),
   ({"std": (0.0,)}, "Arrays.std=(0.0,): give one number, or 8 for 8 ch"),
   ({"std": (float("nan"),)}, "Arrays.std=(nan,)"),
   ({"mean": ()}, "Arrays.mean=()"),
   ({"x": np.ma.masked_less(X, 9)}, "Arrays.x has masked values"),
   ({"y": np.where(Y == 1, np.nan, Y)}, "Arrays.y has NaN or infinite values, first in"),
   ({"x_eval": X, "y_eval": np.diag([np.inf] * 40)}, "Arrays.y_eval has NaN"),
-  ({"x": X[:, :0]}, "shapes (40, 0) and (40,); give"),
-  ({"x_eval": X[:, :3], "y_eval": Y}, "Arrays.x_eval has examples of shape (3,), and"),
+  ({"x": X[:, :0]}, "shapes (40, 0) and (40,); use"),
+  ({"x_eval": X[:, :3], "y_eval": Y}, "Arrays.x_eval has examples of shape (3,), but"),
   ({"x_eval": X, "y_eval": Y[:, None]}, "Arrays.y_eval has examples of shape (1,)"),
-  ({"x_eval": X, "y_eval": Y / 2}, "Arrays.y_eval is float64, and Arrays.y int32"),
-  ({"y": Y / 2, "x_eval": X, "y_eval": Y}, "Arrays.y_eval is int32, and Arrays.y flo"),
+  ({"x_eval": X, "y_eval": Y / 2}, "Arrays.y_eval is float64, but Arrays.y int32"),
+  ({"y": Y / 2, "x_eval": X, "y_eval": Y}, "Arrays.y_eval is int32, but Arrays.y flo"),
   ({"x": X / 255, "x_eval": X * 1.0, "y_eval": Y}, "Arrays.x float64 from 0 to 0"),
 ]
 
@@ -304,15 +304,17 @@ def test_arrays_that_lose_nothing_are_taken(x):
 
 def test_sorted_arrays_say_what_is_not_trained_on():
   train, _ = data.Arrays(x=X, y=np.arange(40) // 4).build()
-  last = "; they are the last ones: shuffle x and y together"
+  last = "; validation takes the last examples, so shuffle x and y together"
   assert train.notes == (
-    f"Arrays: no training example has the target 9, 4 of 4 held-out examples do{last}",
-    f"Arrays: no held-out example has the target 0, 1, 2, 3 and 5 more{last}",
+    f"Arrays: no training example has target 9, but 4 of 4 validation examples do{last}",
+    f"Arrays: no validation example has target 0, 1, 2, 3 and 5 more{last}",
   )
   train, _ = data.Arrays(x=X, y=Y, x_eval=X, y_eval=Y + 1).build()
-  assert train.notes[0].endswith("has the target 3, 13 of 40 held-out examples do")
+  assert train.notes[0].endswith("has target 3, but 13 of 40 validation examples do")
   assert data.Arrays(x=X, y=X[:, 0] * 1.0).build()[0].notes == ()  # numbers
-  says = "Arrays: no example has the target 0; the 4 classes are all up to the largest target"
+  says = (
+    "Arrays: no example has target 0; the 4 classes include all numbers up to the largest target"
+  )
   assert data.Arrays(x=X, y=Y + 1).build()[0].notes == (says,)
   assert data.Arrays(x=X, y=Y + 1, num_classes=4).build()[0].notes == ()
 
@@ -343,7 +345,7 @@ def test_a_batch_that_a_device_does_not_hold_is_refused():
   assert held["label"].dtype == np.int32
   for name, value in (("image", 1e300), ("label", 2**31), ("label", -(2**40))):
     wrong = batch | {name: np.full_like(batch[name], value)}
-    with pytest.raises(ConfigError, match=rf"batch\['{name}'\] has .* does not hold"):
+    with pytest.raises(ConfigError, match=rf"batch\['{name}'\] has .* cannot represent"):
       list(data.to_device([wrong], make_mesh()))
 
 

@@ -76,7 +76,7 @@ def test_a_disk_that_is_away_stops_the_pipeline(tmp_path, monkeypatch, number):
     raise OSError(number, os.strerror(number))
 
   monkeypatch.setattr(folder, "open", away, raising=False)
-  with pytest.raises(OSError, match="not skipped as a damaged example") as error:
+  with pytest.raises(OSError, match="a system error, not a damaged example") as error:
     next(data.train_batches(dataset, 8))
   assert error.value.errno == number and dataset.damaged.count == 0
 

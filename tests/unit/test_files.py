@@ -62,7 +62,9 @@ def test_a_link_of_another_user_in_a_workdir_is_refused(tmp_path, monkeypatch):
   (tmp_path / "checkpoints").symlink_to(tmp_path)
   claim_workdir(tmp_path, None)  # one's own, to a larger disk
   give_away(tmp_path / "checkpoints", monkeypatch)
-  with config_error("use another --workdir", match="checkpoints: a link that another user"):
+  with config_error(
+    "use another --workdir", match="checkpoints: this link belongs to another user"
+  ):
     claim_workdir(tmp_path, None)
 
 
@@ -176,14 +178,14 @@ def test_a_cache_of_tokens_is_shared_by_a_group(tmp_path, umask, monkeypatch, ca
   umask(0o002)
   folder = tmp_path / "cache"
   folder.mkdir(mode=0o775)
-  assert cached(folder).num_tokens == 4 and "packing" in capsys.readouterr().out
+  assert cached(folder).num_tokens == 4 and "tokenizing" in capsys.readouterr().out
   for path in folder.iterdir():
     assert path.stat().st_mode & 0o060 == 0o060
     give_away(path, monkeypatch)
   assert cached(folder).num_tokens == 4 and not capsys.readouterr().out
   # Where anybody can put files, what is another's is made again.
   folder.chmod(0o1777)
-  assert cached(folder).num_tokens == 4 and "packing" in capsys.readouterr().out
+  assert cached(folder).num_tokens == 4 and "tokenizing" in capsys.readouterr().out
 
 
 def test_a_lock_of_the_cache_is_no_link(tmp_path, victim):
@@ -205,7 +207,7 @@ def test_a_damaged_cache_of_tokens_is_made_again(tmp_path, content, capsys):
   (counts,) = tmp_path.glob("*.json")
   counts.write_bytes(content)
   assert cached(tmp_path).num_tokens == 4
-  assert capsys.readouterr().out.count("packing") == 2
+  assert capsys.readouterr().out.count("tokenizing") == 2
 
 
 def npz(**arrays):
@@ -270,7 +272,7 @@ def test_a_library_that_others_can_replace_is_not_loaded(tmp_path, own_cache, mo
     assert "only the box" in text() and loaded.pop()
     for mode, of in ((0o775, folder), (0o777, folder), (0o775, path), (0o757, path)):
       of.chmod(mode)
-      assert "is not loaded: other users can write to" in text()
+      assert "was not loaded: other users can write to" in text()
       of.chmod(0o755)
     give_away(path, monkeypatch)
     assert "another user" in text() and not loaded
@@ -356,5 +358,5 @@ def test_whole_numbers():
 def test_text_of_a_few_bytes_is_not_evaluated(tmp_path, size, own_cache):
   """The perplexity of an empty file was 257."""
   (tmp_path / "val.txt").write_text("x" * size)
-  with pytest.raises(ConfigError, match="give more text or a smaller length"):
+  with pytest.raises(ConfigError, match="use more text or a smaller length"):
     data.text_files(tmp_path, "val", sequence_length=16)

@@ -64,7 +64,7 @@ def test_names_of_chips(name):
   assert topologies._parse(name) == NAMES[name]
 
 
-UNKNOWN = {"v5e": "give KIND-COUNT", "k80-8": "a kind of v5e", "v5e-7": "slices of 1, 4, 8"}
+UNKNOWN = {"v5e": "use KIND-COUNT", "k80-8": "a kind of v5e", "v5e-7": "slices of 1, 4, 8"}
 UNKNOWN |= {"h100-12": "hosts have 8 GPUs", "0xv5e-8": "at least one chip"}
 
 
@@ -77,7 +77,7 @@ def test_chips_that_there_are_not(name):
 @pytest.mark.parametrize("name, package", [("v5e-16", "libtpu"), ("h200-8", "cudnn")])
 def test_a_compiler_that_is_not_installed(name, package, monkeypatch):
   monkeypatch.setattr(importlib.util, "find_spec", lambda module: None)
-  with pytest.raises(ConfigError, match=f"not installed; pip install .*{package}"):
+  with pytest.raises(ConfigError, match=f"not installed; run pip install .*{package}"):
     topologies.find_chips(name)
 
 

@@ -99,7 +99,7 @@ def test_a_note_counts_what_a_folder_of_images_leaves_out(folder):
     (place / "loop").symlink_to("loop")
   made = data.image_folder(folder, image_size=16)
   note = made.notes[-1]
-  assert made.num_examples == 40 and f"{folder}: 9 files left out (2 .heic, " in note
+  assert made.num_examples == 40 and f"{folder}: skipping 9 files (2 .heic, " in note
   assert note.endswith("or have no ending")
   left_out = {".heic": 2, "without an ending": 2, ".txt": 1, "hidden": 1}
   left_out |= {"device or pipe": 1, "outside of class directories": 2}
@@ -112,10 +112,10 @@ def test_classes_one_level_deeper_are_named(tmp_path):
   tiny = data.image_folder(tmp_path / "tiny", image_size=8)  # Tiny ImageNet's layout
   assert tiny.num_examples == 2 and "1 .txt" in tiny.notes[0]
   put(tmp_path, "val/images/0.JPEG")
-  with pytest.raises(ConfigError, match="into the directories of their classes"):
+  with pytest.raises(ConfigError, match="to the directories of their classes"):
     data.image_folder(tmp_path / "val", image_size=8, classes=tiny.info and ("n1", "n2"))
   put(tmp_path, "zip/train/a/0.jpg", "zip/train/b/0.jpg")
-  with pytest.raises(ConfigError, match=r"give .*zip/train if those are the classes"):
+  with pytest.raises(ConfigError, match=r"use .*zip/train if those are the classes"):
     data.image_folder(tmp_path / "zip", image_size=8)
   put(tmp_path, "flat/0.jpg", "flat/1.jpg")
   with pytest.raises(ConfigError, match="2 outside of class directories"):
@@ -144,7 +144,7 @@ def test_a_folder_that_may_not_be_read_is_one_line(tmp_path, monkeypatch):
     return scandir(path)
 
   monkeypatch.setattr(os, "scandir", refuse)  # root may read everything
-  with pytest.raises(ConfigError, match="a/in may not be read; chmod it"):
+  with pytest.raises(ConfigError, match="a/in cannot be read; change its permissions"):
     data.image_folder(tmp_path, image_size=8)
 
 
@@ -170,7 +170,7 @@ def test_mistakes_with_a_folder_are_one_line(folder, tmp_path):
     (tmp_path / "no", None, "no such directory"),
     (tmp_path / "nothing", None, "no images in 0 subdirectories"),
     (folder / "a", None, "no images in 0 subdirectories"),
-    (folder, ["a", "b", "c"], "/d: not a class that is trained on, give one of a, b, c; "),
+    (folder, ["a", "b", "c"], "/d: not a class of the training data, give one of a, b, c; "),
   ):
     with config_error(match=hint):
       data.image_folder(directory, image_size=16, classes=classes)

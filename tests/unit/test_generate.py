@@ -179,8 +179,10 @@ def test_a_damaged_checkpoint_is_passed_over_and_left(run, tmp_path, capsys):
   out, err = capsys.readouterr()
   assert out == "a" + text_of(params(1), b"a", 90) + "\n"
   damaged, long = err.splitlines()
-  assert damaged.startswith("note: checkpoint 5 is damaged (its manifest has changed)")
-  assert "up to 91 bytes" in long and "has seen 64 at a time" in long
+  assert damaged.startswith(
+    "note: skipping checkpoint 5, which is damaged (the manifest has changed)"
+  )
+  assert "up to 91 bytes" in long and "was trained with 64" in long
   assert manifest.exists()
 
 
@@ -198,7 +200,7 @@ def stand_in_for_a_tokenizer(name, separator, field):
   """Words with their spaces; as with Hugging Face, the first of a text loses its."""
   del separator
   if not Path(name).exists():
-    raise ConfigError(f"{field}={name!r}: No such file or directory, give 'bytes' or x")
+    raise ConfigError(f"{field}={name!r}: No such file or directory; use 'bytes' or x")
 
   def encode(documents):
     ids = [WORDS.index(f"\u2581{w}") for d in documents for w in d.decode().split()]
@@ -260,8 +262,8 @@ def test_a_run_of_a_tokenizer_writes_its_text(which, tmp_path, capsys, monkeypat
   assert cli.main(["generate", *argv]) == 2
   assert capsys.readouterr().err == (
     f"error: --workdir={tmp_path}: the 6 tokens of words are not bytes, and their "
-    f"tokenizer cannot be taken (TextFiles.tokenizer={str(path)!r}: No such file or "
-    "directory); give jaxscale.run.generate.sample tokens of your own\n"
+    f"tokenizer cannot be loaded (TextFiles.tokenizer={str(path)!r}: No such file or "
+    "directory); call jaxscale.run.generate.sample with token ids\n"
   )
 
 
@@ -271,7 +273,7 @@ def test_another_tokenizer_in_its_place_is_refused(tmp_path, capsys, monkeypatch
   text = described(TextInfo("words", 7, 64, 4.0), source)
   (tmp_path / "config.json").write_text(json.dumps(text))
   assert cli.main(["generate", f"--workdir={tmp_path}"]) == 2
-  assert "has 6 tokens, and the run's had 7); give" in capsys.readouterr().err
+  assert "has 6 tokens, but the run was trained with 7); call" in capsys.readouterr().err
 
 
 MISTAKES = table("""
@@ -284,8 +286,8 @@ MISTAKES = table("""
 --workdir=RUN --top-p=1.5 | --top-p=1.5: give a number in (0, 1]
 --workdir=RUN --seed=-1 | --seed=-1: give a whole number in [0, 4294967295]
 --workdir=nowhere | --workdir=nowhere: no config.json there; give
---workdir=EMPTY | there is no checkpoint in it
---workdir=IMAGES | its run is of digits, not of text
+--workdir=EMPTY | the run has no checkpoint yet
+--workdir=IMAGES | the run trains on digits, not on text
 --workdir=BROKEN | config.json: no data in it; give the
 --workdir=WORDS | the 300 tokens of words are not bytes
 --workdir=NEWER | its config.json has Transformer.depth=3: Transformer has

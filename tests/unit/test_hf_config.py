@@ -35,7 +35,7 @@ def check(folder, reported, *, model=LLAMA, naming="huggingface", names=HEAD, in
   try:
     notes = check_source(path, naming, names, model, info, **more)
   except ConfigError as e:
-    where, _, line = str(e).partition(": of another model: ")
+    where, _, line = str(e).partition(": belongs to a different model: ")
     assert where == str(folder / "config.json") and "\n" not in line
     assert check_source(path, "jaxscale", names, model, info) == []
     return line
@@ -51,7 +51,7 @@ def changed(**fields):
 def test_a_head_beside_tied_embeddings_is_noted(tmp_path):
   """The file's own is used, as transformers 5 does, which warns."""
   tied = changed(tie_word_embeddings=True)
-  assert "has an lm_head.weight of its own, which is used" in check(tmp_path, tied)
+  assert "has an lm_head.weight, which is used" in check(tmp_path, tied)
   assert check(tmp_path, tied, names=HEAD[:1]) == ""
   assert check(tmp_path, tied, init_head=True) == ""
 
@@ -71,7 +71,7 @@ def test_what_is_written_for_a_model_is_of_that_model(groups, options, kind, tmp
   reported = llama_config(model, **SIZES)
   assert reported["model_type"] == kind
   assert check(tmp_path, reported, model=model) == ""
-  assert "there" in check(tmp_path, reported)
+  assert "in the file" in check(tmp_path, reported)
 
 
 def test_what_transformers_has_no_model_for_is_not_written():
@@ -114,12 +114,12 @@ def test_a_window_of_qwen_that_is_not_used(fields, tmp_path):
   fields |= {"model_type": "qwen2", "sliding_window": 8}
   assert check(tmp_path, changed(**fields), model=QWEN) == ""
   slides = changed(**fields | {"layer_types": ["full_attention", "sliding_attention"]})
-  assert check(tmp_path, slides, model=QWEN).startswith("sliding_window is 8 there")
+  assert check(tmp_path, slides, model=QWEN).startswith("sliding_window is 8 in the file")
 
 
 def test_the_window_that_a_file_of_mistral_does_not_say(tmp_path):
   long = TextInfo("words", 256, 5000)
-  says = "sliding_window is 4096 there and attention is to all tokens here"
+  says = "sliding_window is 4096 in the file and the model attends to all tokens"
   assert check(tmp_path, changed(model_type="mistral"), info=long).startswith(says)
   without = changed(model_type="mistral") | {"sliding_window": None}
   assert check(tmp_path, without, info=long) == ""
@@ -129,7 +129,7 @@ def test_the_window_that_a_file_of_mistral_does_not_say(tmp_path):
 
 def test_fields_that_are_not_known_are_named(tmp_path):
   more = {"logit_scale": 0.5, "quantity": 3, "off": None}
-  says = "not compared, as their meaning is not known: logit_scale, quantity"
+  says = "not compared, as their meaning is unknown: logit_scale, quantity"
   assert check(tmp_path, changed(**more)) == says
   many = {f"x{i}": i for i in range(8)}
   assert check(tmp_path, changed(**many)).endswith("x0, x1, x2, x3, x4 and 3 more")
@@ -147,9 +147,9 @@ def test_scaled_positions_are_settings(tmp_path):
     assert check(tmp_path, changed(**scaling), model=scaled) == ""
     assert check(tmp_path, changed(**scaling)) == FACTOR
   other = {"rope_scaling": SCALED | {"high_freq_factor": 8.0}}
-  says = "high_freq_factor is 8.0 there and 4.0 here, set Transformer.rope_high=8.0"
+  says = "high_freq_factor is 8.0 in the file and 4.0 in the model, set Transformer.rope_high=8.0"
   assert check(tmp_path, changed(**other), model=scaled) == says
-  says = "rope_scaling is None there and 8.0 here, set Transformer.rope_factor=None"
+  says = "rope_scaling is None in the file and 8.0 in the model, set Transformer.rope_factor=None"
   assert check(tmp_path, changed(), model=scaled) == says
 
 
@@ -159,47 +159,46 @@ def clauses(cell):
   for clause in cell.split("; "):
     setting, text = re.fullmatch(r"(?:(\w+\.\w+): )?(.*)", clause).groups()
     remedy = f"set {setting}={text.split()[2]}" if setting else "which no setting changes"
-    texts.append(f"{text}, {remedy}")
+    text = text.replace(" / ", " in the file and ")
+    texts.append(f"{text} in the model, {remedy}")
   return "; ".join(texts)
 
 
 TYPES = "'llama' or 'mistral' or 'qwen2' or 'qwen3'"
 OTHER = columns(fields, clauses)(f"""
-num_key_value_heads=1 | Transformer.num_kv_heads: num_key_value_heads is 1 there and 2 here
-num_key_value_heads=None | Transformer.num_kv_heads: num_key_value_heads is 4 there and 2 here
-head_dim=16 | Transformer.head_width: head_dim is 16 there and 8 here
-head_dim=None model_type='qwen3' | Transformer.head_width: head_dim is 128 there and 8 here
-rope_theta=None | Transformer.rope_theta: rope_theta is 10000.0 there and 500000.0 here
-rms_norm_eps=None | Transformer.norm_eps: rms_norm_eps is 1e-06 there and 1e-05 here
-rope_parameters={{'rope_type':'yarn'}} | rope_type is 'yarn' there and 'default' or 'llama3' here
-partial_rotary_factor=0.25 | partial_rotary_factor is 0.25 there and 1.0 here
-rope_parameters={{'partial_rotary_factor':0.5}} | partial_rotary_factor is 0.5 there and 1.0 here
-quantization_config={{'bits':4}} | quantization_config is {{'bits': 4}} there and None here
-hidden_act='gelu' | hidden_act is 'gelu' there and 'silu' or 'swish' here
-attention_bias=True | attention_bias is True there and False here
-mlp_bias=True | mlp_bias is True there and False here
-model_type='gemma' | model_type is 'gemma' there and {TYPES} here
+num_key_value_heads=1 | Transformer.num_kv_heads: num_key_value_heads is 1 / 2
+num_key_value_heads=None | Transformer.num_kv_heads: num_key_value_heads is 4 / 2
+head_dim=16 | Transformer.head_width: head_dim is 16 / 8
+head_dim=None model_type='qwen3' | Transformer.head_width: head_dim is 128 / 8
+rope_theta=None | Transformer.rope_theta: rope_theta is 10000.0 / 500000.0
+rms_norm_eps=None | Transformer.norm_eps: rms_norm_eps is 1e-06 / 1e-05
+rope_parameters={{'rope_type':'yarn'}} | rope_type is 'yarn' / 'default' or 'llama3'
+partial_rotary_factor=0.25 | partial_rotary_factor is 0.25 / 1.0
+rope_parameters={{'partial_rotary_factor':0.5}} | partial_rotary_factor is 0.5 / 1.0
+quantization_config={{'bits':4}} | quantization_config is {{'bits': 4}} / None
+hidden_act='gelu' | hidden_act is 'gelu' / 'silu' or 'swish'
+attention_bias=True | attention_bias is True / False
+mlp_bias=True | mlp_bias is True / False
+model_type='gemma' | model_type is 'gemma' / {TYPES}
 """)
 LLAMA_THETA = {"rope_theta": None, "rope_parameters": TRANSFORMERS_5 | {"rope_theta": 1e6}}
-THETA = "Transformer.rope_theta: rope_theta is 1000000.0 there and 500000.0 here"
+THETA = "Transformer.rope_theta: rope_theta is 1000000.0 / 500000.0"
 OTHER += [(LLAMA_THETA, clauses(THETA))]
 MISTRAL = dict(num_key_value_heads=None, model_type="mistral")
-GROUPS = "Transformer.num_kv_heads: num_key_value_heads is 8 there and 2 here"
+GROUPS = "Transformer.num_kv_heads: num_key_value_heads is 8 / 2"
 OTHER += [(MISTRAL, clauses(GROUPS))]
-HEADS = (
-  "Transformer.num_heads: num_attention_heads is {} there and 4 here; Transformer.head_width: "
-)
-HEADS += "head_dim is {} there and 8 here"
+HEADS = "Transformer.num_heads: num_attention_heads is {} / 4; Transformer.head_width: "
+HEADS += "head_dim is {} / 8"
 OTHER += [(dict(num_attention_heads=8, head_dim=None), clauses(HEADS.format(8, 4)))]
 OTHER += [(dict(num_attention_heads=None, head_dim=None), clauses(HEADS.format(32, 1)))]
-NEOX = f"model_type is 'gpt_neox' there and {TYPES} here; rotary_pct is 0.25 there and 1.0 here"
+NEOX = f"model_type is 'gpt_neox' / {TYPES}; rotary_pct is 0.25 / 1.0"
 OTHER += [(dict(rotary_pct=0.25, model_type="gpt_neox"), clauses(NEOX))]
 MISSING = "low_freq_factor high_freq_factor original_max_position_embeddings"
-LACKS = "; ".join(f"no {name} there, copy it again" for name in words(MISSING))
-FACTOR = "factor is 8.0 there and None here, set Transformer.rope_factor=8.0"
+LACKS = "; ".join(f"the file lacks {name}, copy it again" for name in words(MISSING))
+FACTOR = "factor is 8.0 in the file and None in the model, set Transformer.rope_factor=8.0"
 OTHER += [({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, f"{FACTOR}; {LACKS}")]
-WINDOW = "sliding_window is 63 there and attention is to all tokens here, give 63 tokens or fewer"
-OTHER += [(dict(model_type="mistral", sliding_window=63), f"{WINDOW} as sequence_length")]
+WINDOW = "sliding_window is 63 in the file and the model attends to all tokens, set "
+OTHER += [(dict(model_type="mistral", sliding_window=63), f"{WINDOW}sequence_length to 63 or less")]
 
 
 @pytest.mark.parametrize("fields, says", OTHER, ids=str)
@@ -220,12 +219,12 @@ def test_a_file_without_a_head_is_of_tied_embeddings(tmp_path):
 VIT = dict(model_type="vit", num_attention_heads=6, layer_norm_eps=1e-6, hidden_act="gelu")
 VIT |= dict(qkv_bias=True, image_size=224, patch_size=16)
 OTHER_VIT = columns(fields, clauses)("""
-num_attention_heads=12 | ViT.num_heads: num_attention_heads is 12 there and 6 here
-layer_norm_eps=1e-12 | ViT.norm_eps: layer_norm_eps is 1e-12 there and 1e-06 here
-layer_norm_eps=None | ViT.norm_eps: layer_norm_eps is 1e-12 there and 1e-06 here
-hidden_act='gelu_new' | hidden_act is 'gelu_new' there and 'gelu' here
-qkv_bias=False | qkv_bias is False there and True here
-model_type='dinov2' | model_type is 'dinov2' there and 'vit' here
+num_attention_heads=12 | ViT.num_heads: num_attention_heads is 12 / 6
+layer_norm_eps=1e-12 | ViT.norm_eps: layer_norm_eps is 1e-12 / 1e-06
+layer_norm_eps=None | ViT.norm_eps: layer_norm_eps is 1e-12 / 1e-06
+hidden_act='gelu_new' | hidden_act is 'gelu_new' / 'gelu'
+qkv_bias=False | qkv_bias is False / True
+model_type='dinov2' | model_type is 'dinov2' / 'vit'
 """)
 SAME_VIT = [({}, ""), ({"qkv_bias": None, "hidden_act": None}, "")]
 
@@ -241,7 +240,7 @@ def test_a_vit_of_hugging_face(fields, says, tmp_path):
 )
 def test_without_a_config_one_line_warns(naming, model, tmp_path):
   (note,) = check_source(tmp_path / "x", naming, HEAD, model, TEXT)
-  assert note.startswith(f"{tmp_path / 'x'}: no config.json next to it")
+  assert note.startswith(f"{tmp_path / 'x'}: no config.json next to the file")
   assert "numbers of heads, rotary positions" in note and "\n" not in note
   assert check_source(tmp_path / "x", "jaxscale", HEAD, model, TEXT) == []
 
@@ -256,8 +255,11 @@ def test_a_file_of_ours_knows_its_settings(naming, tmp_path):
   assert check_source(path, naming, HEAD, same, TEXT) == []
   # Positions may be changed on purpose.
   (note,) = check_source(path, naming, HEAD, cfg.Transformer(num_heads=8), TEXT)
-  assert note.startswith(f"{path}: rope_theta is 500000.0 there and 10000.0 here, set")
-  says = "of another model: num_heads is 8 there and 4 here, set Transformer.num_heads=8$"
+  assert note.startswith(
+    f"{path}: rope_theta is 500000.0 in the file and 10000.0 in the model, set"
+  )
+  says = "belongs to a different model: num_heads is 8 in the file and 4 in the model, set "
+  says += "Transformer.num_heads=8$"
   with config_error(match=f"^{path}: {says}"):
     check_source(path, naming, HEAD, LLAMA, TEXT)
   assert check_source(path, naming, HEAD, cfg.ViT(num_heads=6), IMAGES) == []

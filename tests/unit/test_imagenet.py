@@ -107,11 +107,11 @@ def test_records_are_found_where_they_are(tmp_path):
 
 
 BROKEN = {
-  "breaks off at byte 123 of 171": lambda b: b[:-1],
-  "breaks off at byte 21 of 25": lambda b: b[:25],
-  "holds 1 records where dataset_info.json says 4": lambda b: b[:21],
-  "breaks off at byte 0 of": lambda b: b[:8] + b"\1" + b[9:],
-  "holds 0 records": lambda b: b"",
+  "is invalid at byte 123 of 171": lambda b: b[:-1],
+  "is invalid at byte 21 of 25": lambda b: b[:25],
+  "has 1 records, but dataset_info.json says 4": lambda b: b[:21],
+  "is invalid at byte 0 of": lambda b: b[:8] + b"\1" + b[9:],
+  "has 0 records": lambda b: b"",
   "is missing": lambda b: None,
 }
 

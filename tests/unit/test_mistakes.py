@@ -144,9 +144,9 @@ def files_of(folder="."):
 def test_a_report_writes_only_where_it_is_asked_to(trained, capsys):
   """It replaced the user's own scaling.csv in the current folder."""
   before = files_of()
-  for argv in (["digits"], ["digits", "runs/two"]):
+  for argv, words in ((["digits"], "digits: at step 8"), (["digits", "runs/two"], "one size")):
     code, out, line = answer(capsys, "report", *argv)
-    assert code == 0 and "one size" in out and files_of() == before, line
+    assert code == 0 and words in out and files_of() == before, line
   code, out, _ = answer(capsys, "report", "digits", "--to", "new/folder", "--csv=x/t.csv")
   assert code == 0 and out.splitlines()[-2:] == ["x/t.csv", "new/folder/scaling.png"]
   assert {*files_of()} - {*before} == {"x/t.csv", "new/folder/scaling.png"}
@@ -302,7 +302,7 @@ def test_fit_takes_a_config_or_its_file(tmp_path):
   for config, says in (
     ("no.py", "--config=no.py: no such file"),
     ({"epochs": 3}, "config={'epochs': 3} is"),
-    (None, "config=None is a NoneType; give a Config, or the path of a config file"),
+    (None, "config=None is a NoneType; use a Config, or the path of a config file"),
   ):
     with config_error(match=f"^{says}"):
       fit(config, tmp_path / "run")

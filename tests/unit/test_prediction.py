@@ -92,7 +92,7 @@ def test_a_damaged_plan_is_one_line(tmp_path, content, capsys):
   (path / "plan.json").write_text(content)
   with pytest.raises(ConfigError) as e:
     stored.read_plan(path / "plan.json")
-  assert "\n" not in str(e.value) and "write it anew" in str(e.value)
+  assert "\n" not in str(e.value) and "create it again" in str(e.value)
   compared = prediction.comparison(path)
   assert compared.reason and len(str(compared).splitlines()) == 1
   if content not in ("", "{"):
@@ -110,7 +110,7 @@ def test_training_with_no_plan_is_a_mistake(tmp_path, capsys):
     asked = ["--config=configs/digits.py", f"--plan={tmp_path}/{name}"]
     assert main(["train", *asked, f"--workdir={tmp_path}/run"]) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert why in line and line.endswith("write it anew with `jaxscale plan`")
+    assert why in line and line.endswith("create it again with `jaxscale plan`")
   assert not (tmp_path / "run").exists()
 
 

@@ -84,8 +84,8 @@ def of_shape(shape, size):
 
 
 DAMAGE = {
-  "cut in its data": (lambda f: os.truncate(f, f.stat().st_size - 1), "cut short .*not full"),
-  "cut in its header": (lambda f: os.truncate(f, 20), "cut short .*header length"),
+  "cut in its data": (lambda f: os.truncate(f, f.stat().st_size - 1), "truncated .*not full"),
+  "cut in its header": (lambda f: os.truncate(f, 20), "truncated .*header length"),
   "cut in its length": (lambda f: os.truncate(f, 5), "not a safetensors file"),
   "empty": (lambda f: os.truncate(f, 0), "not a safetensors file"),
   "longer": (lambda f: f.write_bytes(f.read_bytes() + b"1"), "not fully covered"),
@@ -145,7 +145,7 @@ def test_a_folder_of_several_files_is_one(tmp_path):
     columns(literal, str)("""
     'b.safetensors' | has no x, which
     'c.safetensors' | c.safetensors: No such file
-    '../two/b.safetensors' | not a file's name
+    '../two/b.safetensors' | is not a file name
     3 | weight_map.x is 3
 """)
   ):
@@ -208,31 +208,31 @@ def test_names_that_do_not_fit_are_named_and_counted(tmp_path):
   reported = line({"Norm": dict.fromkeys(["scale", "shift"], jnp.ones(2)), "Dense_0": first})
   assert "2 missing, first params/Norm/scale" in reported
   assert "1 unexpected, first params/Dense_1/kernel" in reported
-  assert "give the model settings" in reported
+  assert "use the settings of the model" in reported
   reported = line(made | {"Dense_0": {"kernel": jnp.ones((3, 5)), "bias": jnp.ones(5)}})
-  assert "2 of another shape, first params/Dense_0/bias is [4] there and [5]" in reported
+  assert "2 of a different shape, first params/Dense_0/bias is [4] in the file and [5]" in reported
   assert "init_head" not in reported
   reported = line(made | {"Dense_0": first | {"bias": jnp.ones(4, jnp.int32)}})
-  assert "1 of another dtype, first params/Dense_0/bias is float32 there" in reported
+  assert "1 of a different dtype, first params/Dense_0/bias is float32 in the file" in reported
   head = {"kernel": 7 * jnp.ones((4, 9))}
   reported = line(made | {"Dense_1": head})
-  assert reported.endswith("init_head=True starts the classifier anew")
+  assert reported.endswith("set init_head=True to initialize the classifier anew")
   found = import_safetensors(path, made | {"Dense_1": head}, init_head=True)
   assert found.params["Dense_1"]["kernel"] is head["kernel"]
-  assert "the classifier starts anew" in found.summary
+  assert "the classifier is newly initialized" in found.summary
   assert "24 numbers" not in found.summary and "16 numbers in 2 arrays" in found.summary
   assert "did you mean 'timm'" in line(made, naming="tim")
   assert "no name for params/Dense_0/" in line(made, naming="timm")
-  assert "classifier is not known" in line({"Norm": {"scale": jnp.ones(2)}}, init_head=True)
+  assert "no classifier with a known name" in line({"Norm": {"scale": jnp.ones(2)}}, init_head=True)
   write(path, {"a.b": (F4, (1,))}, [np.ones(1, F4)])
-  assert "names of none of jaxscale, timm, torchvision, huggingface (but a.b)" in line(made)
+  assert "names belong to none of jaxscale, timm, torchvision, huggingface (but a.b)" in line(made)
 
 
 def test_what_has_a_scale_elsewhere_is_not_cast(tmp_path):
   path = tmp_path / "a"
   eight = np.ones(3, ml_dtypes.float8_e4m3fn)
   written(path, {"params/w": eight})
-  with pytest.raises(ConfigError, match="float8_e4m3fn there and float32 here"):
+  with pytest.raises(ConfigError, match="float8_e4m3fn in the file and float32 in the model"):
     import_safetensors(path, {"w": jnp.ones(3)})
 
 
@@ -283,10 +283,10 @@ def test_a_padded_vocabulary_names_its_setting(tmp_path):
     return stack.init(jax.random.key(0))
 
   export_safetensors(tmp_path / "a", params_of(272, 1), naming="huggingface")
-  with pytest.raises(ConfigError, match=r"\[272, 16\] there .*; set .*pad_vocab_to"):
+  with pytest.raises(ConfigError, match=r"\[272, 16\] in the file .*; set .*pad_vocab_to"):
     import_safetensors(tmp_path / "a", params_of(256, 128), num_classes=256)
   import_safetensors(tmp_path / "a", params_of(256, 272), num_classes=256)
-  with pytest.raises(ConfigError, match=r"\[272, 16\] there and \[300, 16\] here"):
+  with pytest.raises(ConfigError, match=r"\[272, 16\] in the file and \[300, 16\] in the model"):
     import_safetensors(tmp_path / "a", params_of(300, 1), num_classes=300)
 
 

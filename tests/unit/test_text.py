@@ -147,12 +147,12 @@ def test_files_are_read_as_the_array(tmp_path):
   # What is before the first token is not known: it alone is not predicted.
   np.testing.assert_array_equal(batch["targets"][batch["targets"] >= 0], tokens[1:])
   assert batch["targets"][0, 0] == -1
-  with config_error(match=r"vocabulary has 50; give"):
+  with config_error(match=r"out of range \[0, 49\]; set"):
     windows("files", stream, 50, 64).load(np.arange(16), None)
   paths[1].write_bytes(b"123")
   with pytest.raises(ConfigError, match=r"1\.bin: 3 bytes are not a whole number"):
     of_files(files, None)
-  with pytest.raises(OSError, match=r"1\.bin has become shorter"):
+  with pytest.raises(OSError, match=r"1\.bin became shorter"):
     stream.read(0, 300)
 
 

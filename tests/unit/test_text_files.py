@@ -57,7 +57,7 @@ def test_documents_are_packed_once_and_kept(tmp_path, capsys):
   for _ in range(2):
     stream = packed("x", batches(), byte_tokenizer(), ("x", 1), where)
     assert stream.read(0, stream.num_tokens).tobytes() == b"one\0\0zw\xc3\xb6lf\0"
-  assert reads == [1] and capsys.readouterr().out.count("packing x once") == 1
+  assert reads == [1] and capsys.readouterr().out.count("tokenizing x once") == 1
   (kept,) = Path(where).glob("*.json")
   assert json.loads(kept.read_text()) == {"tokens": 12, "documents": 3, "bytes": 9}
   kept.with_suffix(".bin").write_bytes(b"torn")
@@ -92,7 +92,7 @@ def test_a_failed_packing_leaves_nothing(tmp_path):
     packed("x", batches(), byte_tokenizer(), ("x",), str(tmp_path))
   assert {p.suffix for p in tmp_path.iterdir()} <= {".lock"}
   (tmp_path / "file").touch()
-  with pytest.raises(ConfigError, match="set cache_dir to a directory with room"):
+  with pytest.raises(ConfigError, match="set cache_dir to a directory with enough space"):
     packed("x", batches(), byte_tokenizer(), ("x",), str(tmp_path / "file"))
 
 
@@ -190,7 +190,7 @@ def test_mistakes_with_text_files_are_one_line(tmp_path):
     split='train' vocab_size=9 tokenizer='x.json' | omit it
     split='val' vocab_size=9 | is text with the vocabulary
     split='test' | there is both, none.txt, train.bin and val.txt
-    split='both' | leave one kind
+    split='both' | keep only one kind
     split='val' directory='no' | no such directory
     split='val' tokenizer='no.json' | TextFiles.tokenizer='no.json'
 """):
@@ -208,7 +208,7 @@ def test_a_folder_of_text_has_the_rule_of_one_of_images(tmp_path):
     (train / name).write_text(name)
   dataset = data.text_files(tmp_path, "train", sequence_length=4)
   assert text_of(dataset) == b"E.TXT\0a.txt\0b/2.txt\0"
-  left = "4 files left out (2 .jsonl, 1 .gz and 1 hidden); text files end in .bin, .npy, .txt"
+  left = "skipping 4 files (2 .jsonl, 1 .gz and 1 hidden); text files end in .bin, .npy, .txt"
   assert dataset.notes == (f"{train}: {left}",)
   for target, reason in (("/nonexistent", "No such file"), ("z.txt", "Too many levels")):
     (train / "z.txt").symlink_to(target)
@@ -264,7 +264,9 @@ def test_tokens_say_their_type_in_a_header(name, tmp_path):
   (tmp_path / name).write_bytes(WITH_HEADER[name])
   np.testing.assert_array_equal(seen(tmp_path, Path(name).stem), TOKENS[1:])
   (*notes,) = data.text_files(tmp_path, Path(name).stem, vocab_size=50_257).notes
-  assert [note.endswith(", as headers say") for note in notes] == [True] * (name != "uint16.bin")
+  assert [note.endswith(", as the headers say") for note in notes] == [True] * (
+    name != "uint16.bin"
+  )
 
 
 @pytest.mark.parametrize("vocab_size", [50_257, 128_256])
@@ -275,7 +277,7 @@ def test_tokens_of_another_width_are_refused_with_their_own(kind, vocab_size, tm
   assumed = "uint16" if vocab_size == 50_257 else "uint32"
   options = {"vocab_size": vocab_size}
   if np.dtype(kind) not in (assumed, np.dtype("i4") if assumed == "uint32" else ""):
-    with pytest.raises(ConfigError, match=r"looks like .*, and not uint") as error:
+    with pytest.raises(ConfigError, match=r"looks like .* and not uint") as error:
       seen(tmp_path, "a", **options)
     options["dtype"] = re.search(r"TextFiles.dtype='(.*?)' ", str(error.value))[1]
   np.testing.assert_array_equal(seen(tmp_path, "a", **options), tokens[1:])
@@ -291,15 +293,15 @@ def with_token(kind, token):
 
 NO_TOKENS = [
   (gzip.compress(RAW, mtime=0), "is gzip; gunzip it"),
-  (b"plain words, and more of them " * 9, "is text, and no tokens; rename it to .txt"),
-  (RNG.random(999).astype("f4").tobytes(), "where the vocabulary has 50,257"),
-  (llm_c(20240520, 1, 4097, "<u2"), "holds 4,096 tokens where its header says 4,097"),
-  (npy("f4"), "is not a type of integers"),
+  (b"plain words, and more of them " * 9, "is text and not tokens; rename it to .txt"),
+  (RNG.random(999).astype("f4").tobytes(), "but the vocabulary has 50,257"),
+  (llm_c(20240520, 1, 4097, "<u2"), "has 4,096 tokens, but its header says 4,097"),
+  (npy("f4"), "is not an integer type"),
   (npy("<i8")[:-9], "is damaged ("),
   (RNG.integers(0, 65_536, 999).astype("<u2").tobytes(), "set TextFiles.vocab_size"),
-  (with_token("<i8", -1), "where the vocabulary has 50,257"),
-  (with_token("<i8", 2**32), "where the vocabulary has 50,257"),
-  (with_token("<u4", -1), "where the vocabulary has 50,257"),
+  (with_token("<i8", -1), "is out of range [0, 50,256]"),
+  (with_token("<i8", 2**32), "is out of range [0, 50,256]"),
+  (with_token("<u4", -1), "is out of range [0, 50,256]"),
   (npy("<i8", TOKENS.reshape(64, 64)), "has the shape (64, 64); save one"),
 ]
 
@@ -313,7 +315,7 @@ def test_what_are_no_tokens_is_one_line(content, hint, tmp_path):
 
 def test_a_type_that_a_header_contradicts_is_refused(tmp_path):
   (tmp_path / "a.npy").write_bytes(npy("<i8"))
-  integers = "of integers"
+  integers = "is not an integer type"
   for dtype, hint in (("uint16", "=uint16 is not int64"), ("float32", integers), ("u17", integers)):
     with config_error(hint):
       seen(tmp_path, "a", dtype=dtype)
@@ -368,9 +370,9 @@ def test_an_encoding_that_does_not_fit_is_refused(tmp_path, tokenizer_file):
     with config_error(f"TextFiles.encoding={encoding} "):
       data.text_files(tmp_path, "a", encoding=encoding, **options)
   for encoding in ("undefined", "a\0b", ""):
-    with config_error("is not an encoding of text"):
+    with config_error("is not a text encoding"):
       data.text_files(tmp_path, "a", encoding=encoding)
-  with config_error("is not utf-16 at byte 12; repair the file"):  # not what is set already
+  with config_error("is not utf-16 at byte 12; fix the file"):  # not what is set already
     data.text_files(tmp_path, "a", encoding="utf-16")
 
 
@@ -382,13 +384,13 @@ def test_a_setting_of_other_files_is_not_ignored(tmp_path):
 """):
     (tmp_path / name).write_bytes(b"\1\0" * 99)
     options = {setting: value} | ({"vocab_size": 9} if name == "b.bin" else {})
-    with config_error(f"TextFiles.{setting}={value} is of {kind}, and {tmp_path / name}"):
+    with config_error(f"TextFiles.{setting}={value} is for {kind}, but {tmp_path / name}"):
       data.text_files(tmp_path, name[0], **options)
 
 
 def test_a_tokenizer_takes_no_text_that_is_not_utf8(tokenizer_file):
   tokens = read_tokenizer(str(tokenizer_file[0]), field="TFDSText.tokenizer")
-  with pytest.raises(ConfigError, match="not at byte 6, after 'the gr'"):
+  with pytest.raises(ConfigError, match="not UTF-8 at byte 6, after 'the gr'"):
     tokens.encode([b"fine", "the größe".encode("latin-1")])
 
 
@@ -431,7 +433,7 @@ def test_a_tokenizer_file_gives_what_the_package_gives(tokenizer_file, tmp_path)
   with pytest.raises(ConfigError, match=r"separator='</s>': not a token of the tokenizer"):
     read_tokenizer(str(path), "</s>", field="TextFiles.tokenizer")
   path.write_text("{}")
-  with config_error(match="not a tokenizer of Hugging Face"):
+  with config_error(match="not a Hugging Face tokenizer"):
     read_tokenizer(str(path))
 
 

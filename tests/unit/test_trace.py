@@ -206,7 +206,7 @@ def test_names_of_others_reach_no_terminal(tmp_path):
 
 
 def test_the_newest_trace_is_found_and_none_that_is_being_written(tmp_path):
-  with pytest.raises(ConfigError, match=r"no trace, give a folder with"):
+  with pytest.raises(ConfigError, match=r"no trace, use a folder with"):
     trace.find(tmp_path)
   for name in (".12ab.tmp", "steps_1-2"):
     folder = tmp_path / "profile" / name

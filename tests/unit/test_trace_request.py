@@ -66,7 +66,7 @@ def test_a_request_is_read_as_it_was_written(workdir):
   assert trace_request.read(workdir) is None
   trace_request.write(workdir, request)
   assert trace_request.read(workdir) == request
-  with pytest.raises(ConfigError, match="another trace is asked for already; wait"):
+  with pytest.raises(ConfigError, match="another trace is already requested; wait"):
     trace_request.write(workdir, asked())
   trace_request.withdraw(workdir, asked())  # somebody else's stays
   assert trace_request.read(workdir) == request
@@ -182,8 +182,8 @@ RUN --steps=0 | --steps=0: give a whole number in [1, 100]
 RUN --processes=0,x | --processes=0,x: give whole numbers
 RUN --processes=-1 | --processes=-1: give whole numbers
 RUN --processes=2 | --processes=2: out of range for this run; give 0 … 1
-RUN --summary | no trace, give a folder with
-RUN/config.json --summary | config.json: not a trace; give
+RUN --summary | no trace, use a folder with
+RUN/config.json --summary | config.json: not a trace; use
 RUN/old | no run is training in this workdir; start one, or print an earlier trace
 """)
 

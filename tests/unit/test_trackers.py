@@ -103,8 +103,8 @@ def test_one_that_cannot_be_opened_is_reported_once(tmp_path, error):
 
   printed = write(tmp_path, Fake(fault), (1, 2))
   assert printed == [
-    f"Fake: {error.__name__}: no route; training continues, metrics.jsonl has all",
-    f"Fake has not finished; {tmp_path}/metrics.jsonl has all lines",
+    f"Fake: {error.__name__}: no route; training continues, and metrics.jsonl has all lines",
+    f"Fake did not finish; {tmp_path}/metrics.jsonl has all lines",
   ]
   assert steps_in(tmp_path) == [1, 2]
 
@@ -150,7 +150,7 @@ def test_the_end_waits_for_one_that_hangs_only_so_long(tmp_path):
   fake = Fake(fault, flush_s=0.05)
   (tmp_path / "a").mkdir()
   printed = write(tmp_path / "a", fake, range(1, 100))
-  assert printed[-1].startswith("Fake has not finished in 0.05 s")
+  assert printed[-1].startswith("Fake did not finish in 0.05 s")
   assert steps_in(tmp_path / "a") == [*range(1, 100)]
   assert hangs.wait(WAIT_S) and fake.got == lines(1)
   # `leave` ends the process without what a library would wait for at its exit.
@@ -168,7 +168,7 @@ def test_one_that_cannot_keep_up_is_caught_up(tmp_path, monkeypatch, reported):
     writer.write(step, {"train/loss": 1 / step})
   (tracker,) = writer._trackers
   assert tracker._lines.qsize() <= 5
-  assert [line for line in reported if "5 lines wait for it" in line] == reported[:1]
+  assert [line for line in reported if "5 lines are queued" in line] == reported[:1]
   gate.set()
   writer.close()
   assert fake.got == lines(*range(1, 101)) and fake.outcome == "done"
@@ -237,7 +237,7 @@ MISTAKES = {
   "=Wandb,Wandb": "Wandb is listed twice",
   ".Wandb.project=x": "not chosen; add --config.log.trackers=Wandb",
   "=Wandb .Wandb.projcet=x": "Wandb has no field 'projcet', did you mean 'project'?",
-  "=MLflow .MLflow.uri=https://me:x@host": "holds a password, which config.json would keep",
+  "=MLflow .MLflow.uri=https://me:x@host": "contains a password, which config.json would record",
 }
 
 

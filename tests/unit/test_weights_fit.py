@@ -70,7 +70,7 @@ def test_gray_images_have_the_logits_of_gray_colors(kind, there, tmp_path):
     params["head"]["kernel"] = params["embed"]["patch"]["kernel"][:8, :5] * jnp.ones(5)
   export_safetensors(path, params, state, naming="timm")
   found = import_safetensors(path, *made(here))
-  assert f"kernels of {there} channels made for {here}" in found.summary
+  assert f"kernels of {there} channels converted to {here}" in found.summary
   gray = np.random.default_rng(0).normal(size=(2, 32, 32, 1)).astype(np.float32)
   images = {1: gray, 3: np.repeat(gray, 3, axis=-1)}
 
@@ -103,17 +103,17 @@ def test_a_file_that_does_not_fit_says_what_to_set(tmp_path):
     import_safetensors(tmp_path / "x", vit(num_layers=2).init(jax.random.key(0)))
   assert str(e.value).endswith(
     "12 missing, first blocks.1.norm1.weight; set the model's sizes (and pad_vocab_to) to "
-    "the file's, if its network is among ours"
+    "the file's, if jaxscale has this model"
   )
 
 
 def test_names_that_are_not_known_are_of_what_the_config_says(tmp_path):
   names = ["gpt_neox.embed_in.weight"]
-  with config_error("(but gpt_neox.embed_in.weight); give"):
+  with config_error("(but gpt_neox.embed_in.weight); use"):
     guess(tmp_path, names)
   fields = {"model_type": "gpt_neox", "rotary_pct": 0.25, "hidden_size": 8}
   (tmp_path / "config.json").write_text(json.dumps(fields))
   for path in (tmp_path, tmp_path / "model.safetensors"):
     wanted = "(but gpt_neox.embed_in.weight), and its config.json says "
-    with config_error(f"{wanted}model_type='gpt_neox', rotary_pct=0.25; give"):
+    with config_error(f"{wanted}model_type='gpt_neox', rotary_pct=0.25; use"):
       guess(path, names)

@@ -1,0 +1,85 @@
+"""Report of one run: outcome, last and best metrics, speed, time and problems."""
+
+from __future__ import annotations
+
+import statistics
+import textwrap
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from jaxscale.jobs.measured import NotBegunError, finite, locate, windows
+from jaxscale.metrics import read_json, read_metrics, text
+from jaxscale.metrics.scoring import score
+from jaxscale.run import provenance
+
+_CURVE, _BLOCKS = 24, "▁▂▃▄▅▆▇█"
+_SHAPE = {"outcome": str, "step": int, "total_steps": int, "devices": str}
+_PROBLEMS = ("skipped_steps", "rolled_back", "damaged_examples")
+
+
+def describe(path: Path) -> str:
+  """Describe how a run did, in lines of at most 80 columns where names are short.
+
+  Args:
+    path: the folder of a run of `jaxscale.jobs`, or a workdir of `jaxscale.train`.
+
+  Raises:
+    NotBegunError: the run has trained no step yet.
+    ConfigError: the path is a sweep, or not a run.
+  """
+  run = locate(path)
+  if not (lines := read_metrics(run.workdir / "metrics.jsonl")):
+    raise NotBegunError(f"{run.name}: has trained no step, there is nothing to report")
+  summary = read_json(run.workdir / "summary.json", _SHAPE)
+  state = f"at step {max(line['step'] for line in lines):,}, no summary.json yet"
+  if summary:
+    state = "{outcome}, {step:,} of {total_steps:,} steps on {devices}".format(**summary)
+  values, rates = finite(summary), windows(lines)
+  notes = [f"speed: {statistics.median(rates):,.0f} examples/s (median)"] if rates else []
+  notes += [f"time: {run.goodput}"] * (run.goodput is not None)
+  problems = [f"{n.replace('_', ' ')}: {values[n]:,g}" for n in _PROBLEMS if values.get(n)]
+  ends = [x for x in run.events if x["event"] == "end" and x["code"]]
+  problems += [f"job {x['job']} ended with exit code {x['code']} ({x['next']})" for x in ends]
+  has_target = {"target_accuracy", "target_loss"} & values.keys()
+  problems += ["the target was not reached"] * bool(has_target and "target_step" not in values)
+  notes.append(f"problems: {'; '.join(problems) or 'none on record'}")
+  notes += [f"start: {origin}" for origin in [provenance.last_start(run.workdir)] if origin]
+  notes += [f"picture: {picture}" for picture in run.workdir.glob("metrics.png")]
+  wrapped = [textwrap.fill(note, 80, subsequent_indent="  ") for note in notes]
+  table = text.table(*metric_table(lines), left=(0, 3))
+  return "\n".join([f"{run.name}: {state}", "", table, "", *wrapped])
+
+
+def metric_table(lines: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[list[str]]]:
+  """Return titles and rows: the last and the best value of each metric, and its curve.
+
+  Accuracy decides which evaluation is best, or else the loss, as in `metrics.score`.
+
+  Args:
+    lines: the lines of metrics.jsonl.
+  """
+  ranks = ((score(finite(x, "eval/")), x["step"]) for x in lines)
+  best = max(((rank, step) for rank, step in ranks if rank is not None), default=(0, None))[1]
+  rows = []
+  for key in dict.fromkeys(n for x in lines for n in x if n == "train/loss" or n[:5] == "eval/"):
+    if points := {x["step"]: x[key] for x in lines if key in finite(x)}:
+      form = ".2%" if key == "eval/accuracy" else ".5g"
+      cells = [text.cell(points.get(step), form) for step in (max(points), best)]
+      name = key.replace("eval/", "validation ").replace("train/", "training ")
+      rows.append([name, *cells, curve([points[step] for step in sorted(points)])])
+  last = f"last (step {max(line['step'] for line in lines):,})"
+  return ["", last, f"best (step {text.cell(best, ',')})", "curve"], rows
+
+
+def curve(values: Sequence[float]) -> str:
+  """Draw values as a line of blocks, and of many values the last of each stretch.
+
+  Example:
+    >>> curve([3.0, 2.0, 1.5, 1.0])
+    '█▅▃▁'
+  """
+  count = min(len(values), _CURVE)
+  shown = [values[(i + 1) * len(values) // count - 1] for i in range(count)]
+  low, height = min(shown), max(shown) - min(shown)
+  return "".join(_BLOCKS[round(7 * (v - low) / height) if height else 3] for v in shown)

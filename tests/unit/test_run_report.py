@@ -1,0 +1,61 @@
+"""The report of one run: best and last values, problems, 80 columns, short runs."""
+
+import json
+
+import pytest
+
+from jaxscale.jobs.measured import NotBegunError
+from jaxscale.jobs.run_report import describe
+from jaxscale.metrics import plot_metrics
+
+NAN = float("nan")
+
+
+def workdir(path, *lines, **summary):
+  path.mkdir()
+  (path / "config.json").write_text("{}")
+  text = "".join(json.dumps({"time": 1.0} | line) + "\n" for line in lines)
+  (path / "metrics.jsonl").write_text(text)
+  if summary:
+    (path / "summary.json").write_text(json.dumps(summary))
+  return path
+
+
+LINES = [
+  {"step": 10, "train/loss": 2.0, "perf/examples_per_s": 100.0},
+  {"step": 10, "eval/loss": 1.5, "eval/accuracy": 0.5, "eval/recall": 0.25},
+  {"step": 20, "train/loss": 1.0, "perf/examples_per_s": 300.0},
+  {"step": 20, "eval/loss": 1.25, "eval/accuracy": 0.875, "eval/recall": 0.5},
+  {"step": 30, "train/loss": NAN, "perf/examples_per_s": 200.0},
+  {"step": 30, "eval/loss": 1.75, "eval/accuracy": 0.75, "eval/recall": 0.125},
+]
+DONE = dict(outcome="done", step=30, total_steps=30, devices="2 x cpu")
+
+
+def test_a_run_has_its_last_and_best_evaluation(tmp_path):
+  report = describe(workdir(tmp_path / "r", *LINES, **DONE, skipped_steps=1, target_accuracy=0.9))
+  lines = [line.split() for line in report.splitlines()]
+  assert report.startswith("r: done, 30 of 30 steps on 2 x cpu\n")
+  assert lines[2] == ["last", "(step", "30)", "best", "(step", "20)", "curve"]
+  assert ["training", "loss", "1", "1", "█▁"] in lines  # NaN is no point of a curve
+  assert ["validation", "accuracy", "75.00%", "87.50%", "▁█▆"] in lines
+  assert ["validation", "recall", "0.125", "0.5", "▃█▁"] in lines
+  assert "speed: 250 examples/s (median)" in report
+  assert "problems: skipped steps: 1; the target was not reached" in report
+  assert max(map(len, report.splitlines())) <= 80
+
+
+def test_a_run_that_lasts_has_what_is_known(tmp_path):
+  report = describe(workdir(tmp_path / "r", LINES[0]))
+  assert report.startswith("r: at step 10, no summary.json yet\n")
+  assert "problems: none on record" in report and "speed" not in report
+  with pytest.raises(NotBegunError, match="has trained no step"):
+    describe(workdir(tmp_path / "none"))
+
+
+def test_a_run_of_one_logged_step_draws_points(tmp_path):
+  """A line through one point is invisible."""
+  one = plot_metrics(workdir(tmp_path / "one", LINES[0])).read_bytes()
+  assert (
+    one != plot_metrics(workdir(tmp_path / "two", {"step": 10, "train/loss": NAN})).read_bytes()
+  )
