@@ -179,5 +179,5 @@ def test_the_train_step_lowers_for_eight_devices(batch_norm):
 
 def test_images_too_small_are_one_line():
   model = models.functions(models.AlexNetModule(num_classes=5, batch_norm=True), (66, 80, 3))
-  with config_error(match=r"^image_size=66: .* give 67 or more"):
+  with config_error(match=r"^image_size=66 .*; give 67 or more"):
     jax.eval_shape(model.init, jax.random.key(0))

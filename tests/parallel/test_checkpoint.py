@@ -206,7 +206,7 @@ def part_of(state):
 # What goes wrong after a process has written its part: what the line says of it.
 LOST = {
   "flipped": (lambda s: flip_bit(part_of(s), 0.5), "differs between the disk and memory"),
-  "cut": (lambda s: os.truncate(part_of(s), 9000), r"cannot be read|was cut"),
+  "cut": (lambda s: os.truncate(part_of(s), 9000), r"cannot be read|is truncated"),
   "emptied": (lambda s: os.truncate(part_of(s), 0), "is empty"),
   # A file of the index, or of data.
   "zeroed": (lambda s: zero(part_of(s)), "cannot be read|differs between the disk and memory"),

@@ -299,7 +299,7 @@ def test_sizes_that_do_not_go_together_are_refused():
   for sizes, message in (
     ({"width": 25}, "num_heads=6 does not divide width=25; give"),
     ({"num_kv_heads": 4}, "num_kv_heads=4 does not divide num_heads=6; give"),
-    ({"width": 18}, "head_width=3 is odd, .*; make it even"),
+    ({"width": 18}, "head_width=3 is odd, .*; choose .* to make it even"),
   ):
     with config_error(match=f"transformer.{message}"):
       make_transformer(**SIZES | sizes)

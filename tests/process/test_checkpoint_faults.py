@@ -97,7 +97,7 @@ def read_only(disk):
 
 # What a save lacks, and its line: the reason, and what to do.
 LACKS = {
-  "inodes": (no_inodes, "no inodes (files) are left in ", "delete files there, or"),
+  "inodes": (no_inodes, "no inodes (files) are left in ", "delete files, or"),
   "writing": (read_only, "Read-only file system", "mount it for writing"),
 }
 

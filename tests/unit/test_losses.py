@@ -272,10 +272,10 @@ def with_one(value, y=None):
 
 
 OUT_OF_RANGE = [
-  (with_one(3), CrossEntropy(), r"mine: label=3 is out of range \[0, 2\]; correct"),
-  (with_one(-1), CrossEntropy(), r"mine: label=-1 is out of range \[0, 2\]; correct"),
+  (with_one(3), CrossEntropy(), r"mine: label=3 is out of range \[0, 2\]; fix the targets"),
+  (with_one(-1), CrossEntropy(), r"mine: label=-1 is out of range \[0, 2\]; fix the targets"),
   (with_one(2, SQUARES), BinaryCrossEntropy(), r"label=2 is out of range \[0, 1\]"),
-  (with_one(1.5), BinaryCrossEntropy(), r"label=1.5 is out of range \[0, 1\]; corr"),
+  (with_one(1.5), BinaryCrossEntropy(), r"label=1.5 is out of range \[0, 1\]; fix"),
   (with_one(np.nan), BinaryCrossEntropy(), r"label=nan is out of range \[0, 1\]"),
 ]
 

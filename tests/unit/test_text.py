@@ -171,8 +171,8 @@ def test_an_example_longer_than_the_text_is_named(tmp_path):
     return derive(chosen, *(d.num_examples for d in build.make_data(chosen)), 1)
 
   assert derived(50).num_train > 8
-  too_long = r"^data\.sequence_length=501: .* smaller"
-  for length, says in ((501, too_long), (300, r"^Config\.batch_size=8: .* give 2 or less")):
+  too_long = r"^data\.sequence_length=501 .*; .* smaller"
+  for length, says in ((501, too_long), (300, r"^Config\.batch_size=8 .*; give 2 or less")):
     with pytest.raises(ConfigError, match=says):
       derived(length)
 
