@@ -1,6 +1,6 @@
 """The train step: its gradient, collectives, dtypes and average; dropout and BatchNorm.
 
-Parity of exchanges, layouts and micro-batches is one table, test_parity.py.
+Parity of exchanges, layouts and micro-batches is one table, support/parity_table.py.
 """
 
 import re
