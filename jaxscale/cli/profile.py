@@ -45,7 +45,7 @@ def run(args: Namespace) -> None:
   from jaxscale.jobs import profile
 
   if len(args.names) != 1:
-    raise ConfigError(f"{args.names[1]}: one run at a time, give {args.names[0]} alone")
+    raise ConfigError(f"{args.names[1]}: profile takes one run; give {args.names[0]} alone")
   (name,) = args.names
   if args.summary:
     is_submitted = not os.path.exists(name) or os.path.exists(f"{name}/run.json")

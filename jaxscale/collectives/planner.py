@@ -149,7 +149,7 @@ def given_dims(dims: Dims, sizes: Sizes) -> tuple[Dim, ...]:
     if axis not in sizes:
       raise ConfigError(f"{given}: there is no axis {axis!r}; {nearest(axis, sizes)}")
     if size < 1:
-      raise ConfigError(f"{given}: {size} devices is out of range; give 1 or more")
+      raise ConfigError(f"{given}: size {size} is out of range; give 1 or more")
     if size > 1:
       made.append(Dim((axis,), size, strides[axis]))
     strides[axis] *= size

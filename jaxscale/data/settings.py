@@ -51,8 +51,8 @@ class _Images(Data):
   def __post_init__(self):
     if self.eval_crop is not None and self.eval_view in ("mlperf", "google"):
       field = f"{type(self).__name__}.eval_crop={self.eval_crop}"
-      remedy = "use 'bilinear' or 'bicubic', or leave it out"
-      raise ConfigError(f"{field}: eval_view={self.eval_view!r} has its own; {remedy}")
+      remedy = "omit eval_crop, or use eval_view='bilinear' or 'bicubic'"
+      raise ConfigError(f"{field}: eval_view={self.eval_view!r} sets the crop; {remedy}")
 
   def _eval_view(self) -> EvalView:
     if self.eval_view in ("mlperf", "google"):
@@ -96,7 +96,7 @@ class TFDS(_Images):
   def __post_init__(self):
     super().__post_init__()
     if self.augment == "crop" and self.image_size is None:
-      raise ConfigError("TFDS.augment='crop': set image_size too, e.g. 224")
+      raise ConfigError("TFDS.augment='crop': needs image_size; set it, e.g. 224")
     if self.augment == "crop" and self.cache:
       raise ConfigError("TFDS.cache=True: crops need whole images, set it to False")
 

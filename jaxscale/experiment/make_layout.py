@@ -179,8 +179,7 @@ def _check_divides(config: cfg.Config, mesh: Mesh, shapes: Any) -> None:
   if classes % size and config.layout.model.startswith("layers"):
     raise ConfigError(
       f"Mesh.model={size} does not divide the {classes} classes of the head; set "
-      f"{type(config.model).__name__}.pad_classes_to to {size} or a multiple, which "
-      "pads them"
+      f"{type(config.model).__name__}.pad_classes_to to a multiple of {size}"
     )
   fields = {"stage": ("num_layers",), "model": ("num_heads", "num_kv_heads")}
   if config.layout.model == "ring":

@@ -146,7 +146,7 @@ def _path_and_source(config: str | Config) -> tuple[str, str | None]:
   if isinstance(config, str):
     return locate(config), None
   if not isinstance(config, Config):
-    raise ConfigError(f"{type(config).__name__}: give a path or a Config")
+    raise ConfigError(f"{type(config).__name__}: not a config; give a path or a Config")
   source, names = _NOTEBOOK_CONFIG.format(config=config), {}
   with contextlib.suppress(Exception):
     exec(source, names)
@@ -338,7 +338,7 @@ class Job(NamedTuple):
     spec, now = folders.read_spec(self.folder), self.status()
     if active := [row for row in now if not row.ended]:
       is_active = f"{active[0].job} is {active[0].state}"
-      raise ConfigError(f"{spec.name}: {is_active}; `cancel {spec.name}` first")
+      raise ConfigError(f"{spec.name}: {is_active}; run `jaxscale cancel {spec.name}` first")
     tasks = [i for i, row in enumerate(now) if row.state != "COMPLETED"]
     if not tasks:
       raise ConfigError(f"{spec.name}: is done; there is nothing to resume")

@@ -30,7 +30,7 @@ def choose(spec: JobSpec, rank: str, task: int = 0) -> list[tuple[str, Path]]:
   """
   spec.check_task(task)
   if not (job := folders.last_job(spec.folder, task)):
-    raise ConfigError(f"{spec.name}: was never submitted; submit it by `resume {spec.name}`")
+    raise ConfigError(f"{spec.name}: was never submitted; run `jaxscale resume {spec.name}`")
   if rank == "all":
     width, ranks = len(str(spec.processes - 1)), range(spec.processes)
     return [(f"{r:>{width}}: ", spec.log_file(job, task, r)) for r in ranks]

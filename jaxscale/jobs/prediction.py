@@ -23,7 +23,7 @@ _HEAD = ("", "planned", "measured", "ratio")
 
 
 class Row(NamedTuple):
-  """The planned and the measured value of a quantity."""
+  """Planned and measured value of a quantity."""
 
   name: str
   planned: float

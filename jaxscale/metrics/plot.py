@@ -60,7 +60,7 @@ def _import_matplotlib() -> None:
 
 
 def titled(axis: Any, title: str, x_label: str, y_label: str = "") -> None:
-  """Set the title and the labels of axes."""
+  """Set the title and the axis labels of a plot."""
   axis.set_title(title, loc="left", fontsize=11)
   axis.set(xlabel=x_label, ylabel=y_label)
 

@@ -45,7 +45,7 @@ class Plan(NamedTuple):
     strong: the steps with the same batch on other numbers of chips.
     weak: the steps with the same rows per device on other numbers of chips.
     skipped: the numbers of devices that do not divide the batch.
-    knee: the number of devices above which doubling gives less than 1.4 times the rate; None
+    knee: the number of devices above which doubling gives less than 1.4 times the speed; None
       if it was not found.
     run: the length of the run; None if its text data are not available.
     job: the predicted job; None if its text data are not available.

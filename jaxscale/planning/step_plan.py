@@ -89,7 +89,7 @@ class Step(NamedTuple):
 
 
 def sized(chips: topologies.Chips, devices: int) -> str | None:
-  """Return the name of chips of a kind by their number; None if there is no such number.
+  """Return the --chips name for this kind and a number of devices; None if there is none.
 
   Example:
     >>> sized(find_chips("v5e-16"), 512)                           # doctest: +SKIP

@@ -177,7 +177,8 @@ def roll_back(run: Run, error: NonFiniteError) -> None:
   """Make the run resume from its last good checkpoint and skip the steps since.
 
   Raises:
-    NonFiniteError: the config does not say "roll_back", or there were too many roll backs.
+    NonFiniteError: `checks.nan_policy` is not "roll_back", or the run has rolled back too
+      often.
   """
   if run.nan_policy.action != "roll_back":
     raise error
