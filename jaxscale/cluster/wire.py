@@ -96,7 +96,7 @@ class Link:
 
     Args:
       message: a JSON value, or the result of `encode` for it.
-      timeout: the seconds until the other end must have received it; None: no limit.
+      timeout: the seconds until the other end must have received it; None means no limit.
 
     Raises:
       OSError: the other end has closed the connection.
@@ -148,7 +148,7 @@ class Link:
     """Wait for the next message.
 
     Args:
-      timeout: the seconds to wait; None: no limit.
+      timeout: the seconds to wait; None means no limit.
 
     Raises:
       TimeoutError: no message came in time.
@@ -208,7 +208,7 @@ def is_ready(link: Any, until: float | None, event=select.POLLIN) -> bool:
 
   Args:
     link: an object with a descriptor; a socket's own timeout is ignored.
-    until: the deadline on the clock `time.monotonic`; None: no limit.
+    until: the deadline on the clock `time.monotonic`; None means no limit.
     event: POLLIN or POLLOUT.
   """
   poll = select.poll()  # select() accepts no descriptor above 1023

@@ -108,7 +108,7 @@ def block_momentum(
   Args:
     every: number of steps H between synchronizations; see `block_steps`.
     num_workers: number of workers N.
-    momentum: block momentum n; None: 1 - 1/N. CNTK's time constant T, in samples of all
+    momentum: block momentum n; None means 1 - 1/N. CNTK's time constant T, in samples of all
       workers, corresponds to n = exp(-block / T).
     rate: block learning rate z for the mean D. CNTK's blockLearningRate b corresponds to
       z = (1 - n) N b.

@@ -24,7 +24,7 @@ from jaxscale.training.losses import Objective
 
 
 def make_layout(config: cfg.Config, mesh: Mesh, model: Model) -> Layout | None:
-  """Build the layout of the model; None: everything is replicated.
+  """Build the layout of the model; return None if everything is replicated.
 
   Args:
     config: the config of the run.

@@ -80,7 +80,7 @@ def make_model(
   Args:
     config: the config, with the settings of the model.
     info: description of the data.
-    mesh: the mesh of all devices; None: nothing is synchronised.
+    mesh: the mesh of all devices; None means that nothing is synchronised.
     span: the result of `bn_span`.
     train: use label smoothing, which only training has.
 

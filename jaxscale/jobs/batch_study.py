@@ -228,7 +228,7 @@ def _last_line(spec: JobSpec, task: int) -> str:
 
 
 def mean_noise_scale(runs: Sequence[Mapping[str, Any]]) -> float | None:
-  """Return the harmonic mean, which includes infinite scales; None: not measured."""
+  """Return the harmonic mean, which includes infinite scales; None if none was measured."""
   scales = [
     run["noise_scale"] or math.inf
     for run in runs

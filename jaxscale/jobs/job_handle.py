@@ -223,7 +223,7 @@ def sweep(
 
   Args:
     config: the config; see `submit`.
-    trials: the settings of each trial by dotted field; None: the result of `get_sweep()`
+    trials: the settings of each trial by dotted field; None means the result of `get_sweep()`
       in the config file.
     options: the options of `submit`, and `at_most`, the number of trials that run at the
       same time (0: no limit on Slurm, and one on this machine).
@@ -278,7 +278,7 @@ class Job(NamedTuple):
     `pandas.DataFrame(job.metrics())` converts them to a data frame.
 
     Args:
-      task: a trial of a sweep; None: all trials, with a column "task".
+      task: a trial of a sweep; None means all trials, with a column "task".
 
     Raises:
       ConfigError: the trial does not exist.
@@ -356,7 +356,7 @@ class Job(NamedTuple):
     """Wait until the job has ended; return its last `status`.
 
     Args:
-      timeout_s: the largest number of seconds to wait; None: no limit.
+      timeout_s: the largest number of seconds to wait; None means no limit.
       every_s: the seconds between two checks.
 
     Raises:

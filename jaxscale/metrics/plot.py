@@ -124,7 +124,7 @@ def plot_metrics(workdir: str | Path, path: str | Path | None = None) -> Path | 
 
   Args:
     workdir: the workdir of a run.
-    path: the path of the picture, whose suffix sets the format; None: `workdir/metrics.png`.
+    path: the path of the picture, whose suffix sets the format; None means `workdir/metrics.png`.
 
   Returns:
     The path of the picture, or None if nothing was logged yet.

@@ -94,7 +94,7 @@ class StepOptions(NamedTuple):
   Attributes:
     num_microbatches: number of micro-batches that a device computes one after another;
       gradients are exchanged once, after the last.
-    unroll: unroll the loop over micro-batches; None: only on CPU, where XLA canonicalises
+    unroll: unroll the loop over micro-batches; None means only on CPU, where XLA canonicalises
       convolutions only outside of loops (inside a loop the gradient of a 3x3 kernel was 37
       times slower).
     ema_decay: decay of the averages that `init_state(..., average=True)` began; None
