@@ -205,5 +205,5 @@ def loop_error(idle: int, step: int, limit: int) -> str | None:
   if idle < limit:
     return None
   what = f"{idle} restart{'s' if idle > 1 else ''} without progress, still at step {step}"
-  fix = "see the first error of each try, then submit it again"
+  fix = "see the first error of each attempt, then submit the job again"
   return f"{what}: not requeued again; {fix}"

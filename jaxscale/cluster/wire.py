@@ -111,7 +111,7 @@ class Link:
         rest = rest[sent:]
       except BlockingIOError:
         if not is_ready(self, until, select.POLLOUT):
-          raise TimeoutError(f"not taken within {timeout} s") from None
+          raise TimeoutError(f"not received within {timeout} s") from None
 
   def send_now(self, message: Any) -> None:
     """Send one message without waiting.
@@ -157,7 +157,7 @@ class Link:
     until = None if timeout is None else time.monotonic() + timeout
     while not (messages := self._read(lambda seen: seen.find(b"\n") + 1)):
       if messages is None and not is_ready(self, until):
-        raise TimeoutError(f"nothing came within {timeout} s")
+        raise TimeoutError(f"no message within {timeout} s")
     return messages[0]
 
   def _seal(self, message: Any) -> bytes:

@@ -45,8 +45,8 @@ class Phases:
       why = "does not start at 0"
       raise invalid(f"Phases.{unit}", self.starts, why, "add a phase at 0")
     if list(self.starts) != sorted(set(self.starts)):
-      why = "is not in rising order"
-      raise invalid(f"Phases.{unit}", self.starts, why, "sort it, each value once")
+      why = "is not in increasing order"
+      raise invalid(f"Phases.{unit}", self.starts, why, "sort it and remove duplicates")
     for name in ("batch_sizes", "accumulate_steps", "image_sizes"):
       values, count = getattr(self, name), len(self.starts)
       if values and len(values) != count:

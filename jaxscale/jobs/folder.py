@@ -161,7 +161,7 @@ def read_spec(folder: Path) -> JobSpec:
     spec = from_json(table)._replace(folder=str(folder.absolute()))
     least = min(spec.nodes - 1, spec.at_most, spec.spares, spec.requeue)
     if least < 0 or spec.processes > _MOST_PROCESSES:
-      raise ConfigError(f"{spec.nodes} nodes with {spec.site.tasks} processes each")
+      raise ConfigError(f"invalid size: {spec.nodes} nodes with {spec.site.tasks} processes each")
   except (ConfigError, TypeError) as e:
     raise ConfigError(f"{path}: {e}; {remedy}") from None
   return spec

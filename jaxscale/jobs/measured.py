@@ -23,7 +23,7 @@ from jaxscale.planning.stored import Match, PlannedStep, of_workdir
 from jaxscale.run import provenance
 from jaxscale.run.goodput import FILE, Goodput, goodput, read_activities
 
-CHANGES = "batch or image size changes during the run, which has no single throughput"
+CHANGES = "batch or image size changes during the run, so it has no single throughput"
 _PHASE = {"batch_size": int, "image_size": (int, None)}
 _RECORD = dict(
   config=dict(phases={"class": str}, log=dict(step_report=bool)),

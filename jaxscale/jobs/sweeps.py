@@ -103,7 +103,7 @@ def check(load: Loader, overrides: Texts, trials: Sequence[Texts]) -> None:
       invalid.
   """
   if not 1 <= len(trials) <= _MOST:
-    raise ConfigError(f"{len(trials)} trials: give 1 to {_MOST}")
+    raise ConfigError(f"{len(trials)} trials: out of range; give 1 to {_MOST}")
   for i, trial in enumerate(trials):
     try:
       load({**overrides, **trial})

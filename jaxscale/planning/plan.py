@@ -209,7 +209,7 @@ def bottleneck(plan: Plan) -> tuple[str, str]:
   name, seconds = max(plan.step.parts.items(), key=lambda part: part[1])
   what, advice = _ADVICE.get(name, ("", ""))
   if not what:
-    what = f"communication along {name.removeprefix('exposed ')} that nothing hides"
+    what = f"communication along {name.removeprefix('exposed ')} that no computation hides"
     advice = "more rows for each device, less to send (exchange=HalfPrecision) or faster links"
   if (what, advice) == _ARITHMETIC and plan.config.dtype == "float32":
     advice = f"dtype='bfloat16', {advice}"

@@ -118,8 +118,8 @@ def train(run: Run) -> TrainState:
   with run.reporter:
     run.tracer.check_plan(run.total_steps)
     if run.stops_at_target() or start == run.total_steps:
-      done = f"the target was reached by step {start}" if run.stops_at_target() else ""
-      logger.info(f"{done or f'all {start} steps are done'} already; evaluating again")
+      done = f"the target was already reached by step {start}" if run.stops_at_target() else ""
+      logger.info(f"{done or f'all {start} steps are already done'}; evaluating again")
       run_hooks.evaluate(run, start, state)
       return state
     if start:

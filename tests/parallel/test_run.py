@@ -155,7 +155,7 @@ def test_a_run_is_the_same_with_trackers(finished, tmp_path, capsys):
 def test_a_finished_run_says_so_and_stays_as_it_is(finished, capsys):
   result, workdir = finished
   again = fit(tiny_digits(), workdir)
-  assert "all 45 steps are done already" in capsys.readouterr().out
+  assert "all 45 steps are already done" in capsys.readouterr().out
   assert again.summary["accuracy"] == result.summary["accuracy"]
   assert_same_bits(again.state, result.state)
 
