@@ -79,8 +79,8 @@ class Config:
       let workers take local steps in between.
     compilation: the cache of compiled programs.
     evaluation: the interval and batch size of evaluations.
-    checkpoint: the interval of checkpoints, and which are kept.
-    checks: checks during training.
+    checkpoint: the interval, number and place of checkpoints.
+    checks: the comparison of replicas, and the reaction to NaN and Inf.
     faults: time limits after which a run counts as failed, and limits of restarts.
     log: metrics, trackers and profiles.
   """

@@ -73,7 +73,7 @@ class AdaptiveBatch:
     trial_steps: the number of steps of a trial.
     margin: the allowed increase of the loss, as a share of the first trial's loss.
     max_batch_size: the largest candidate in examples.
-    multiple: the number of examples that every candidate is a multiple of.
+    multiple: the divisor of every candidate, in examples.
   """
 
   every_epochs: Positive = 1.0

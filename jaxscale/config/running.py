@@ -97,7 +97,7 @@ class Evaluation:
 
 @settings
 class Checkpoint:
-  """Interval of checkpoints, and which are kept.
+  """Interval, number and place of checkpoints.
 
   Attributes:
     every_epochs: the number of epochs between checkpoints; None uses `every_steps`. The
@@ -141,7 +141,7 @@ class Checkpoint:
 
 @settings
 class Checks:
-  """Checks during training.
+  """Comparison of replicas, and the reaction to NaN and Inf.
 
   Attributes:
     replicas_every_steps: the number of steps between bitwise comparisons of all devices'
