@@ -244,7 +244,7 @@ def test_a_batch_that_a_bn_span_does_not_fit_is_no_candidate(tmp_path, capsys):
 
 TWO = dict(phases__epochs="(0, 1)")
 NEUTRAL = dict(optimizer="AdamW", optimizer__lr="0.1", phases__follow="neutral")
-ROWS = r"Phases.batch_sizes=100: .* give 96 or 104"
+ROWS = r"Phases.batch_sizes=100 .* give 96 or 104"
 MISTAKES = {
   "no start": (dict(phases__epochs="(1, 2)"), "add a phase at 0"),
   "order": (dict(phases__epochs="(0, 3, 2)"), "increasing order"),
