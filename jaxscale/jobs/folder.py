@@ -252,7 +252,7 @@ def append_line(path: Path, line: Mapping[str, Any]) -> None:
 
 
 def last_job(folder: str | Path, task: int | None = None) -> str:
-  """Return the job number of the last submission, of a trial if given; "": none."""
+  """Return the job number of the last submission, of a trial if given; "" if there is none."""
   shape = {"job": str, "tasks": (None, [int])}
   for line in reversed(read_json_lines(Path(folder, "submissions.jsonl"), None, shape)):
     tasks = line["tasks"]

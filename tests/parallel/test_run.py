@@ -339,7 +339,7 @@ def test_a_run_stops_at_its_target_and_stays_there(tmp_path, capsys):
   capsys.readouterr()
   again = fit(tiny_digits(**options), tmp_path).summary
   reported = capsys.readouterr().out
-  assert f"the target was reached by step {summary['step']} already" in reported
+  assert f"the target was already reached by step {summary['step']}" in reported
   for name in ("step", "target_step", "target_seconds", "accuracy"):
     assert again[name] == summary[name]
 
