@@ -203,7 +203,7 @@ def message_of(error: BaseException) -> str:
 
 
 def user_message(error: BaseException) -> UserMessage | None:
-  """Return the line for an error that is not a bug; None: print a traceback.
+  """Return the line for an error that is not a bug; None if a traceback must be printed.
 
   Such errors are ConfigErrors, disk errors, errors with an `exit_code` (their `advice`, if
   there is one, ends the line), and errors of the environment from JAX and Python.

@@ -151,8 +151,8 @@ def read_json_lines(
 
   Args:
     path: the file.
-    last_bytes: number of bytes to read from the end; None: the whole file.
-    shape: skip objects that do not have this shape (see `mismatch`); None: no check.
+    last_bytes: number of bytes to read from the end; None means the whole file.
+    shape: skip objects that do not have this shape (see `mismatch`); None means no check.
   """
   return json_objects(readable_text(path, last_bytes).split("\n"), shape)
 

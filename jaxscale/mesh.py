@@ -90,7 +90,7 @@ def make_mesh(
     bn_devices: number of neighbours that share BatchNorm statistics, from
       `batch_norm_span`. More than 1 splits `data` into (data / bn_devices, bn_devices),
       of which the second axis is named `bn`.
-    devices: the devices to use; None: all devices of all processes.
+    devices: the devices to use; None means all devices of all processes.
 
   Raises:
     ConfigError: the sizes do not multiply to the number of devices, or
@@ -126,7 +126,7 @@ def _grid(sizes: dict[str, int], devices: Sequence[Any] | None) -> np.ndarray:
 
   Args:
     sizes: sizes of the axes, slowest first.
-    devices: the devices; None: all devices of all processes.
+    devices: the devices; None means all devices of all processes.
 
   Raises:
     ConfigError: the slowest axes do not multiply to the number of slices.
@@ -177,8 +177,8 @@ class BatchNormSpan(NamedTuple):
 
   Attributes:
     bn_devices: size of the axis `bn`, for `make_mesh`; 1: no such axis.
-    axis_name: mesh axes over which models average statistics; None: no averaging.
-    group_size: number of rows of a device that share statistics, for the models; None:
+    axis_name: mesh axes over which models average statistics; None means no averaging.
+    group_size: number of rows of a device that share statistics, for the models; None means
       all rows of its micro-batch.
   """
 

@@ -357,7 +357,7 @@ def _wait_until_free(path: Path, owner: LockOwner, me: LockOwner, log, expire_s:
   stop = f"kill {owner.pid} on {owner.host}"
   if other_job and other_job[0].startswith("slurm-"):
     stop = f"scancel {other_job[0].removeprefix('slurm-')}"
-  fix = f"wait for its end, end it ({stop}), or use another --workdir"
+  fix = f"wait until it ends, stop it ({stop}), or use another --workdir"
   raise ConfigError(f"--workdir={workdir}: another run is writing there ({owner}); {fix}")
 
 

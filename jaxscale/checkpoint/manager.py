@@ -313,7 +313,7 @@ class Checkpoints:
     return True
 
   def _advance(self, save: _Save) -> bool:
-    """Enter the next phase; return False if a process has not done its part of this one."""
+    """Enter the next phase; return False if a process has not finished the current one."""
     if cluster.any_process(not save.work.done()):
       return False
     self._saving = None

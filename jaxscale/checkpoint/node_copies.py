@@ -10,7 +10,7 @@ while it holds the lock. So files of another run, or of an older start that was 
 are never restored. Copies that a start did not use are not restored later either, as it
 deletes the record.
 
-Copies are optional: if a file is missing, damaged or from other devices, the run resumes
+Copies are optional: if a file is missing, damaged or from different devices, the run resumes
 from the shared checkpoint, and if the folder is full, it only saves shared checkpoints.
 """
 
@@ -146,7 +146,7 @@ class LocalCopies:
     write_json(self._record, {"run": self._run, "step": self.step})
 
   def advance(self) -> bool:
-    """Enter the next phase; return False if a process has not done its part of this one.
+    """Enter the next phase; return False if a process has not finished the current one.
 
     All processes call it.
 
@@ -268,7 +268,7 @@ class LocalCopies:
     footer = node_file.read_footer(file)
     own = {"process": jax.process_index(), "processes": jax.process_count()}
     if any(footer[key] != value for key, value in (record | own).items()):
-      raise DamagedError("it belongs to another run or step")
+      raise DamagedError("it belongs to a different run or step")
     return footer
 
   def _path(self, record: dict[str, Any]) -> Path:

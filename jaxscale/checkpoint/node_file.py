@@ -138,7 +138,7 @@ def read_state(file: BufferedReader, leaves: dict[str, Any], abstract: Any) -> A
     keys = "shape", "dtype"
     there, here = ([x.get(name, {}).get(k) for k in keys] for x in (leaves, wanted))
     if there != here:
-      raise DamagedError("it belongs to another model, optimizer or exchange")
+      raise DamagedError("it belongs to a different model, optimizer or exchange")
   places = _places(leaves)
 
   def load(path, x) -> jax.Array:
@@ -147,7 +147,7 @@ def read_state(file: BufferedReader, leaves: dict[str, Any], abstract: Any) -> A
       bounds = _bounds(index, x.shape)
       if bounds not in parts:
         if (place := places.get((name, bounds))) is None:
-          raise DamagedError("it is from other devices, or has another layout")
+          raise DamagedError("it is from different devices or has a different layout")
         parts[bounds] = data = np.empty([b - a for a, b in bounds], x.dtype)
         if not _read_into(data, file, *place):
           raise DamagedError(f"the checksum of {name} does not match")

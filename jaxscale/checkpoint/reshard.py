@@ -247,7 +247,7 @@ def _other_parts(leaves: _Leaves, abstract, there, here) -> Reshard:
 
 
 def _fits(convert: Callable[[Any], Any], saved: Any, wanted: Any) -> bool:
-  """Return whether a saved exchange state converts to the requested one."""
+  """Return whether a saved exchange state can be converted to the requested one."""
   if _is_local(saved):
     return False
   try:

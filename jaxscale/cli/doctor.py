@@ -49,7 +49,7 @@ def run(args: Namespace) -> int:
   for name, default in _IMAGENET.items():
     if asked[name] != default:
       option = name.replace("_", "-")
-      raise ConfigError(f"--{option}: only for `jaxscale doctor imagenet`")
+      raise ConfigError(f"--{option}: works only with `jaxscale doctor imagenet`; remove it")
   from jaxscale.jobs import preflight
 
   skip = [name for text in args.skip for name in text.split(",")]
@@ -57,6 +57,6 @@ def run(args: Namespace) -> int:
     if name not in CHECKS:
       raise ConfigError(f"--skip={name}: {nearest(name, CHECKS)}")
   if args.overrides and args.config is None:
-    raise ConfigError(f"--config.{next(iter(args.overrides))}: give --config FILE too")
+    raise ConfigError(f"--config.{next(iter(args.overrides))}: needs --config FILE; add it")
   place = Path(args.workdir), args.config, args.overrides
   return preflight.check(preflight.Options(*place, tuple(skip)))

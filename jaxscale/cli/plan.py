@@ -40,7 +40,7 @@ def add_arguments(parser: Parser) -> None:
   parser.option("--nodes N,N", "other numbers of nodes to plan (default: powers of 2)", nodes)
   parser.option("--json FILE", "the plan to write, for `submit`, `train` and `report`", file)
   parser.option("--png FILE", "the picture of the plan to write", picture)
-  parser.option("--study FILE", "the study.json whose steps to the target are planned too", file)
+  parser.option("--study FILE", "the study.json; its steps to the target are planned too", file)
   parser.flag("--search", "search for the best layout first")
   parser.option("--minutes N", "the time limit of --search in minutes", number("> 0"), default=10)
   parser.flag("--calibrate", "measure chip and links, and print [machine] for a site's file")

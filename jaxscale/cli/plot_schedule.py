@@ -36,7 +36,7 @@ def run(args: Namespace) -> None:
   try:
     plot(curves, args.out)
   except OSError as e:
-    raise ConfigError(f"--out={args.out}: {e.strerror}; give another file") from None
+    raise ConfigError(f"--out={args.out}: {e.strerror}; give a different file") from None
   print(args.out)
 
 

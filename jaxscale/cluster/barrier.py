@@ -130,7 +130,7 @@ def leader_first(name: str, timeout_s: float) -> Iterator[None]:
 def _coordination_client() -> Any:
   """Return JAX's connection to process 0.
 
-  None: there is only one process, or this version of JAX has no such object, and no
+  None means that there is only one process, or this version of JAX has no such object, and no
   process waits.
   """
   import jax

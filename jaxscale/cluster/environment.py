@@ -44,7 +44,7 @@ def check_environment(env: Mapping[str, str]) -> None:
 
 
 def _missing(name: str, env: Mapping[str, str]) -> str | None:
-  """Return what a platform lacks on this machine, with a remedy; None: nothing."""
+  """Return what a platform lacks on this machine, with a remedy; None if there is none."""
   if name == "cpu":
     return None  # every installation has it
   known = {*_BUILT_IN, *_plugins()}

@@ -207,7 +207,7 @@ def place_of(
   Args:
     launch: the result of `detect.detect`.
     gpus: the number of GPUs that the process sees.
-    gpu_ids: the GPUs that it uses among these; None: all.
+    gpu_ids: the GPUs that it uses among these; None means all of them.
     env: the environment variables.
     root: the root of the file system, for tests.
   """

@@ -84,7 +84,7 @@ def requeue(job: str | None, restarts: int, limit: int) -> Requeued:
 
 
 def _requeue_or_wait(job: str, restarts: int) -> str | None:
-  """Call `_requeue`, and retry while Slurm's controller is down; None: it is requeued."""
+  """Call `_requeue`, and retry while Slurm's controller is down; None if it is requeued."""
   ends_s = time.monotonic() + _ASK_S
   while error := _requeue(job, restarts):
     if run_scontrol("ping") is not None or shutil.which("scontrol") is None:
@@ -142,7 +142,7 @@ def was_requeued(shown: str, restarts: int) -> bool:
 
 
 def ending_state(shown: str) -> str | None:
-  """Return the state of a job that a user or Slurm is ending; None: it may resume.
+  """Return the state of a job that a user or Slurm is ending; None if it may resume.
 
   `scontrol requeue` would revive a cancelled job, which is COMPLETING or CANCELLED while
   its processes save. A job at its time limit is also COMPLETING, but has
@@ -195,7 +195,7 @@ def count_start(workdir: Path, job: str | None, restarts: int, step: int) -> int
 
 
 def loop_error(idle: int, step: int, limit: int) -> str | None:
-  """Return the error of a job that must not restart (exit code 93); None: it may.
+  """Return the error of a job that must not restart (exit code 93); None if it may.
 
   Args:
     idle: the result of `count_start`.
@@ -205,5 +205,5 @@ def loop_error(idle: int, step: int, limit: int) -> str | None:
   if idle < limit:
     return None
   what = f"{idle} restart{'s' if idle > 1 else ''} without progress, still at step {step}"
-  fix = "see the first error of each try, then submit it again"
+  fix = "see the first error of each attempt, then submit the job again"
   return f"{what}: not requeued again; {fix}"

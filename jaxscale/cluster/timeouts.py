@@ -29,19 +29,19 @@ class Timeouts:
       below Slurm's KillWait (30 by default, slurm.conf(5)).
     stop_before_end_s: the time in seconds before the time limit of a Slurm job at which the
       run saves and stops; at most a quarter of the job's time limit.
-    rendezvous_timeout_s: the time in seconds at the start within which all processes must
-      connect, counted from the first.
-    startup_timeout_s: the time in seconds before the first compilation (e.g. to find the
-      data) and after the run; inf sets no limit, except that a process without heartbeats
-      is still limited to the default.
-    compile_timeout_s: the time in seconds of a compilation and the two steps after it.
-    save_timeout_s: the time in seconds of a checkpoint.
+    rendezvous_timeout_s: the time in seconds within which all processes must connect, counted
+      from the first one.
+    startup_timeout_s: the time in seconds that a process may take before the first compilation
+      (e.g. to find the data), and again after the run; inf sets no limit, except that a
+      process without heartbeats is still limited to the default.
+    compile_timeout_s: the time in seconds that a compilation and the two steps after it may take.
+    save_timeout_s: the time in seconds that writing a checkpoint may take.
     slow_window_s: the time in seconds over which step times are compared to find slow
       processes.
     jax_initialization_timeout_s: the time in seconds in which JAX's coordinator must start
       listening, and again in which processes must connect to it (JAX's default is 300).
     jax_heartbeat_timeout_s: the time in seconds without a heartbeat after which JAX aborts
-      all processes; keep it above `heartbeat_timeout_s`, whose report says why.
+      all processes; keep it above `heartbeat_timeout_s`, which reports the cause.
     jax_shutdown_timeout_s: the time in seconds that JAX waits at exit for other processes.
   """
 

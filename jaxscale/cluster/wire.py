@@ -96,7 +96,7 @@ class Link:
 
     Args:
       message: a JSON value, or the result of `encode` for it.
-      timeout: the seconds until the other end must have received it; None: no limit.
+      timeout: the seconds until the other end must have received it; None means no limit.
 
     Raises:
       OSError: the other end has closed the connection.
@@ -111,7 +111,7 @@ class Link:
         rest = rest[sent:]
       except BlockingIOError:
         if not is_ready(self, until, select.POLLOUT):
-          raise TimeoutError(f"not taken within {timeout} s") from None
+          raise TimeoutError(f"not received within {timeout} s") from None
 
   def send_now(self, message: Any) -> None:
     """Send one message without waiting.
@@ -148,7 +148,7 @@ class Link:
     """Wait for the next message.
 
     Args:
-      timeout: the seconds to wait; None: no limit.
+      timeout: the seconds to wait; None means no limit.
 
     Raises:
       TimeoutError: no message came in time.
@@ -157,7 +157,7 @@ class Link:
     until = None if timeout is None else time.monotonic() + timeout
     while not (messages := self._read(lambda seen: seen.find(b"\n") + 1)):
       if messages is None and not is_ready(self, until):
-        raise TimeoutError(f"nothing came within {timeout} s")
+        raise TimeoutError(f"no message within {timeout} s")
     return messages[0]
 
   def _seal(self, message: Any) -> bytes:
@@ -208,7 +208,7 @@ def is_ready(link: Any, until: float | None, event=select.POLLIN) -> bool:
 
   Args:
     link: an object with a descriptor; a socket's own timeout is ignored.
-    until: the deadline on the clock `time.monotonic`; None: no limit.
+    until: the deadline on the clock `time.monotonic`; None means no limit.
     event: POLLIN or POLLOUT.
   """
   poll = select.poll()  # select() accepts no descriptor above 1023

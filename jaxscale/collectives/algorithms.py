@@ -42,10 +42,10 @@ def psum(x: jax.Array, axes: Axes, *, payload: Any = None, accumulate: Any = Non
   Args:
     x: the device's array, of any shape.
     axes: mesh axes to sum over.
-    payload: dtype to which floats are cast before; None: no cast. XLA on CPU sends and
+    payload: dtype to which floats are cast first; None means no cast. XLA on CPU sends and
       sums bfloat16 and float16 as float32 anyway.
     accumulate: dtype of sums, while `payload` is still sent: an all-to-all, a sum by the
-      owner of each block, and an all-gather. None: sums in `payload`.
+      owner of each block, and an all-gather. None means sums in `payload`.
 
   Returns:
     The sum, in the dtype of `x`, typed invariant over `axes`.
@@ -125,11 +125,11 @@ def ring(x: jax.Array, axes: Axes, *, payload: Any = None, accumulate: Any = Non
   Args:
     x: the device's array, of any shape and any floating or integer dtype.
     axes: mesh axes to sum over, slowest first.
-    payload: dtype in which floats are sent; None: their own. Without `accumulate`, sums
+    payload: dtype in which floats are sent; None means their own. Without `accumulate`, sums
       are rounded to it at every step.
     accumulate: dtype of sums, e.g. float32, so that each addend is rounded to `payload`
       only once. Each device then sends its part of a block directly to the block's owner,
-      in as many steps of as many bytes, but to more distant devices. None: sums in
+      in as many steps of as many bytes, but to more distant devices. None means sums in
       `payload`, between neighbours.
 
   Returns:
@@ -162,7 +162,7 @@ def torus(
   Args:
     x, axes, payload, accumulate: as in `ring`.
     dims: (axis, size) pairs, fastest links first. Several dimensions may split an axis:
-      `[("data", 4), ("replica", 8), ("replica", 8)]` splits 64 replicas. None: one
+      `[("data", 4), ("replica", 8), ("replica", 8)]` splits 64 replicas. None means one
       dimension per mesh axis, last axis first.
 
   Returns:
@@ -286,9 +286,9 @@ def all_gather(
     block: the device's block, with the same shape on all devices, as from
       `reduce_scatter`.
     axes, dims: as in `torus`.
-    shape: shape of the result, which takes the first values of the blocks; None: all
+    shape: shape of the result, which takes the first values of the blocks; None means all
       values as a vector.
-    payload: dtype in which floats are sent; None: their own.
+    payload: dtype in which floats are sent; None means their own.
 
   Returns:
     [N * block size], or `shape`, bit-identical on all devices and typed invariant over

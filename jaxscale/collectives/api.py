@@ -26,8 +26,8 @@ def sum_tree(tree: Any, by: Plan, *, payload: Any = None, accumulate: Any = None
   Args:
     tree: arrays of this device.
     by: result of `plan` for the axes of this `shard_map`.
-    payload: dtype in which floats are sent; None: their own.
-    accumulate: dtype of sums, see `ring`; None: `payload`.
+    payload: dtype in which floats are sent; None means their own.
+    accumulate: dtype of sums, see `ring`; None means `payload`.
 
   Returns:
     The tree of sums, typed invariant over the axes of the plan.

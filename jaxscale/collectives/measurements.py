@@ -82,7 +82,7 @@ def rows(mesh: Mesh, num_bytes: int, dtype: str) -> Any:
 
 
 def along(mesh: Mesh, axis: str | None) -> Any:
-  """Return a jitted sum of rows by a ring along an axis; None: without communication."""
+  """Return a jitted sum of rows by a ring along an axis; None omits the communication."""
   others = tuple(a for a in mesh.axis_names if a != axis)
 
   def local(x: jax.Array):

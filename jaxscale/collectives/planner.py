@@ -68,7 +68,7 @@ class Dim(NamedTuple):
     axes: mesh axes of the dimension, slowest first; several axes form one ring.
     size: number of devices along the dimension.
     stride: distance between neighbours, in positions along the axes.
-    live: number of positions, from the first, that take part; None: all.
+    live: number of positions, from the first, that take part; None means all.
   """
 
   axes: tuple[str, ...]
@@ -87,7 +87,7 @@ class Plan(NamedTuple):
     algorithm: one of `ALGORITHMS`.
     axes: mesh axes to sum over, slowest first.
     dims: dimensions of the torus in the order of reduction; () for `psum`.
-    seconds: predicted time, or time measured by `measure_algorithms`; None: unknown.
+    seconds: predicted time, or time measured by `measure_algorithms`; None means unknown.
   """
 
   algorithm: str
@@ -149,7 +149,7 @@ def given_dims(dims: Dims, sizes: Sizes) -> tuple[Dim, ...]:
     if axis not in sizes:
       raise ConfigError(f"{given}: there is no axis {axis!r}; {nearest(axis, sizes)}")
     if size < 1:
-      raise ConfigError(f"{given}: {size} devices is out of range; give 1 or more")
+      raise ConfigError(f"{given}: size {size} is out of range; give 1 or more")
     if size > 1:
       made.append(Dim((axis,), size, strides[axis]))
     strides[axis] *= size
@@ -283,9 +283,9 @@ def plan(
     sizes: sizes of the axes, slowest first, as in `mesh.shape`.
     num_bytes: payload of one device in bytes.
     algorithm: one of `ALGORITHMS`, or "auto" for the cheapest on the links.
-    dims: dimensions of "torus", (axis, size) pairs, fastest links first; None: the
+    dims: dimensions of "torus", (axis, size) pairs, fastest links first; None means the
       planner's choice.
-    links: links by axis; None: `default_links`.
+    links: links by axis; None means `default_links`.
 
   Raises:
     ConfigError: an algorithm or axis is unknown, a link is out of range, or dims do not

@@ -135,8 +135,8 @@ def from_wire(bits: jax.Array, payload: Any, dtype: Any) -> jax.Array:
 def dtypes(x: jax.Array, payload: Any, accumulate: Any) -> tuple[Any, Any]:
   """Return the dtype that is sent and the dtype of sums.
 
-  Integers are sent and summed in their own dtype. Floats are sent as `payload` (None:
-  their own dtype) and summed in `accumulate` (None: the dtype that is sent).
+  Integers are sent and summed in their own dtype. Floats are sent as `payload` (None means
+  their own dtype) and summed in `accumulate` (None means the dtype that is sent).
 
   Raises:
     ConfigError: `payload` or `accumulate` is not a float dtype, or `x` is bool.

@@ -33,7 +33,7 @@ class ModelContext(NamedTuple):
       (`models.Stack`).
     bn_axis_name: the mesh axes whose devices share BatchNorm statistics, or None.
     bn_group_size: the number of examples that share BatchNorm statistics if a device has
-      more; None: all of them.
+      more; None means all of them.
   """
 
   info: Any

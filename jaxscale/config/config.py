@@ -79,8 +79,8 @@ class Config:
       let workers take local steps in between.
     compilation: the cache of compiled programs.
     evaluation: the interval and batch size of evaluations.
-    checkpoint: the interval of checkpoints, and which are kept.
-    checks: checks during training.
+    checkpoint: the interval, number and place of checkpoints.
+    checks: the comparison of replicas, and the reaction to NaN and Inf.
     faults: time limits after which a run counts as failed, and limits of restarts.
     log: metrics, trackers and profiles.
   """
@@ -142,11 +142,11 @@ class Config:
       why = f"target_accuracy={accuracy} is also set"
       raise ConfigError(f"Config.target_loss={loss}: {why}; set one of them to None")
     if self.stop_at_target and {accuracy, loss} == {None}:
-      raise ConfigError("Config.stop_at_target=True: set target_accuracy or target_loss")
+      raise ConfigError("Config.stop_at_target=True: no target; set target_accuracy or target_loss")
     if self.ema_warmup and self.ema_decay is None:
-      raise ConfigError("Config.ema_warmup=True: set ema_decay too")
+      raise ConfigError("Config.ema_warmup=True: needs ema_decay; set it, or use False")
     if self.init_head and self.init_from is None:
-      raise ConfigError("Config.init_head=True: set init_from too")
+      raise ConfigError("Config.init_head=True: needs init_from; set it, or use False")
     if (self.layer_decay is None) != (not self.layer_order):
       both = f"Config.layer_decay={self.layer_decay}, layer_order={self.layer_order}"
       raise ConfigError(f"{both}: set both or neither")

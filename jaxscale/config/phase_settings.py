@@ -45,8 +45,8 @@ class Phases:
       why = "does not start at 0"
       raise invalid(f"Phases.{unit}", self.starts, why, "add a phase at 0")
     if list(self.starts) != sorted(set(self.starts)):
-      why = "is not in rising order"
-      raise invalid(f"Phases.{unit}", self.starts, why, "sort it, each value once")
+      why = "is not in increasing order"
+      raise invalid(f"Phases.{unit}", self.starts, why, "sort it and remove duplicates")
     for name in ("batch_sizes", "accumulate_steps", "image_sizes"):
       values, count = getattr(self, name), len(self.starts)
       if values and len(values) != count:
@@ -73,7 +73,7 @@ class AdaptiveBatch:
     trial_steps: the number of steps of a trial.
     margin: the allowed increase of the loss, as a share of the first trial's loss.
     max_batch_size: the largest candidate in examples.
-    multiple: the number of examples that every candidate is a multiple of.
+    multiple: the divisor of every candidate, in examples.
   """
 
   every_epochs: Positive = 1.0

@@ -97,7 +97,7 @@ class Evaluation:
 
 @settings
 class Checkpoint:
-  """Interval of checkpoints, and which are kept.
+  """Interval, number and place of checkpoints.
 
   Attributes:
     every_epochs: the number of epochs between checkpoints; None uses `every_steps`. The
@@ -110,14 +110,14 @@ class Checkpoint:
       full; "continue" logs it and tries again at the next interval, "stop" ends the run. A
       run without its last checkpoint fails in either case.
     max_wait_s: the time in seconds that training waits for the previous checkpoint to be
-      written; after that the new checkpoint is skipped. The last checkpoint of a run, and
-      the one of a stopped run, is never skipped.
+      written; after that the new checkpoint is skipped. The last checkpoint of a run and
+      the checkpoint of a stopped run are never skipped.
     local: an absolute path on each node, in RAM ("/dev/shm") or on a local disk, for a
       copy of each checkpoint; a restart on the same nodes resumes from it. None makes no
       copies (docs/reliability.md).
     shared_every: the number of local copies per checkpoint in the workdir; used with
-      `local`. The first checkpoint of each start, the last of the run, and the one of a
-      stopped run are always written to the workdir.
+      `local`. The first checkpoint of each start, the last of the run, and that of a stopped
+      run are always written to the workdir.
   """
 
   every_epochs: Annotated[float | None, "> 0"] = 1.0
@@ -141,7 +141,7 @@ class Checkpoint:
 
 @settings
 class Checks:
-  """Checks during training.
+  """Comparison of replicas, and the reaction to NaN and Inf.
 
   Attributes:
     replicas_every_steps: the number of steps between bitwise comparisons of all devices'

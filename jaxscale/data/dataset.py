@@ -250,7 +250,8 @@ class Dataset(NamedTuple):
 
   Attributes:
     info: the description of the images or the text.
-    num_examples: the number of examples; in text, windows of `sequence_length` tokens.
+    num_examples: the number of examples; for text, the number of windows of
+      `sequence_length` tokens.
     load: a pure function of (indices [n], draws [n, num_draws] in [0, 1) or None) that
       returns a Batch. It augments by the draws, or returns the plain view for None.
     num_draws: the number of uniform draws that `load` uses, at most `augment.NUM_DRAWS`.

@@ -196,7 +196,7 @@ class _Loader(NamedTuple):
     decoded = from_arrays(self.info, whole["image"], whole["label"], self.in_arrays)
     readable = np.setdiff1d(every, self.damaged.indices)
     if not len(readable):
-      raise ConfigError(f"{self.info.name}: none of {len(every)} examples is readable")
+      raise ConfigError(f"{self.info.name}: none of {len(every)} examples is readable; check them")
     # The index of the example itself, or of the next readable one.
     in_training = readable[np.searchsorted(readable, every) % len(readable)]
 

@@ -100,7 +100,7 @@ def _open(path: Path) -> Decode:
   whole = simplejpeg.decode_jpeg(data, "RGB", fastdct=True, fastupsample=True)
   box = decode(data, (9, 19, 17, 30), 3)
   if box is None or not np.array_equal(box, whole[9:26, 19:49]):
-    raise OSError(f"gives other pixels than simplejpeg {simplejpeg.__version__}")
+    raise OSError(f"decodes to different pixels than simplejpeg {simplejpeg.__version__}")
   return decode
 
 

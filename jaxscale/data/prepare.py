@@ -28,8 +28,8 @@ def prepare(name: str, data_dir: str | None = None, manual_dir: str | None = Non
   try:
     import tensorflow  # noqa: F401
   except ImportError:
-    fix = "pip install 'jaxscale[tfds]', or make tfds and run this with its python"
-    raise ConfigError(f"preparing a dataset needs TensorFlow: {fix}") from None
+    fix = "run pip install 'jaxscale[tfds]', or `make tfds` and use its Python"
+    raise ConfigError(f"preparing a dataset needs TensorFlow; {fix}") from None
   import tensorflow_datasets as tfds
 
   try:

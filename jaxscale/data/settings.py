@@ -51,8 +51,8 @@ class _Images(Data):
   def __post_init__(self):
     if self.eval_crop is not None and self.eval_view in ("mlperf", "google"):
       field = f"{type(self).__name__}.eval_crop={self.eval_crop}"
-      remedy = "use 'bilinear' or 'bicubic', or leave it out"
-      raise ConfigError(f"{field}: eval_view={self.eval_view!r} has its own; {remedy}")
+      remedy = "omit eval_crop, or use eval_view='bilinear' or 'bicubic'"
+      raise ConfigError(f"{field}: eval_view={self.eval_view!r} sets the crop; {remedy}")
 
   def _eval_view(self) -> EvalView:
     if self.eval_view in ("mlperf", "google"):
@@ -96,7 +96,7 @@ class TFDS(_Images):
   def __post_init__(self):
     super().__post_init__()
     if self.augment == "crop" and self.image_size is None:
-      raise ConfigError("TFDS.augment='crop': set image_size too, e.g. 224")
+      raise ConfigError("TFDS.augment='crop': needs image_size; set it, e.g. 224")
     if self.augment == "crop" and self.cache:
       raise ConfigError("TFDS.cache=True: crops need whole images, set it to False")
 
@@ -167,10 +167,10 @@ class ImageFolder(_Images):
 
 
 class Synthetic(Data):
-  """Learnable images made during training: one pattern per class, plus noise.
+  """Learnable images, generated during training: one pattern per class, plus noise.
 
   Attributes:
-    num_examples: the number of training examples; validation has a tenth of them.
+    num_examples: the number of training examples; validation has a tenth as many.
     image_size: the height and width in pixels.
     channels: the number of color channels.
     num_classes: the number of classes.
@@ -298,7 +298,7 @@ class _TokenizedText(_Text):
   Attributes:
     tokenizer: the tokenizer; "bytes", or the path of a tokenizer.json of Hugging Face.
     separator: the token between documents; None uses the tokenizer's end-of-text token
-      under its usual names.
+      if it has one of the usual names.
     sequence_length: the number of tokens of an example.
     cache_dir: the directory of cached tokens; None uses ~/.cache/jaxscale/text.
   """
@@ -350,8 +350,8 @@ class TextFiles(_TokenizedText):
     train_split: the name of the training file without its ending, or of a directory of files.
     eval_split: the name of the validation file without its ending, or of a directory of
       files.
-    vocab_size: the vocabulary size of .bin and .npy files, above every token; None takes it
-      from the tokenizer of .txt files.
+    vocab_size: the vocabulary size of .bin and .npy files, larger than every token; None uses
+      that of the tokenizer, for .txt files.
     dtype: the NumPy type of tokens in .bin files, e.g. "uint32", or ">u2" for big-endian;
       "auto" follows llm.c's header, else uint16 for a vocabulary up to 65,536, else uint32.
       A .npy file has its own type.

@@ -154,8 +154,8 @@ def split_files(directory: Path, split: str) -> tuple[list[Path], Counter[str]]:
     shown = [name for name in entries if is_visible(name)]
     others = f", and {split} has {', '.join(left_out)}" if left_out else ""
     names = ", ".join(split + ending for ending in _ENDINGS)
-    why = f"neither {names} nor such files in a directory {split} of {directory}"
-    there = f"there is {few(shown, 10) or 'nothing'}{others}"
+    why = f"{directory} has neither {names} nor a directory {split} with such files"
+    there = f"it contains {few(shown, 10) or 'nothing'}{others}"
     raise ConfigError(f"TextFiles: {why}; {there}; write text to .txt, or tokens to .bin or .npy")
   sources = {path if path.parent == place.parent else place for path in found}
   if len(sources) > 1 or len({path.suffix.lower() in _TOKENS for path in found}) > 1:
@@ -247,7 +247,7 @@ def _check_type(path: Path, head: bytes, dtype: str, vocab_size: int) -> None:
   name = np.dtype(dtype).name
   if not fitting:
     most = int(np.frombuffer(head[: len(head) // 8 * 8], dtype).max())
-    why = f"has, as {name}, the token {most:,}, but the vocabulary has {vocab_size:,}"
+    why = f"has the token {most:,} (as {name}), but the vocabulary has {vocab_size:,}"
     raise invalid(str(path), ..., why, "set TextFiles.vocab_size, or TextFiles.dtype")
   # The wrong byte order makes numbers larger.
   own = min(fitting, key=lambda o: np.frombuffer(head[: len(head) // 8 * 8], o).max())

@@ -28,9 +28,9 @@ class Tokenizer(NamedTuple):
     key: a string that is equal for tokenizers that return the same tokens.
     vocab_size: the size of the vocabulary.
     separator: the token after each document.
-    encode: a function of documents (UTF-8) that returns the tokens of all, each followed by
-      the separator, in the smallest dtype. It raises ConfigError for a document that is not
-      UTF-8, unless tokens are bytes.
+    encode: a function of UTF-8 documents that returns one array of all their tokens, with
+      the separator after each document, in the smallest dtype. It raises ConfigError for a
+      document that is not UTF-8, unless tokens are bytes.
     decode: a function of (tokens, tokens before them) that returns the text they add.
   """
 
@@ -90,7 +90,7 @@ def read_tokenizer(
       found = model.encode_batch(texts, add_special_tokens=False)
     except Exception as e:  # The package raises plain Exceptions.
       why = f"it cannot be used ({e})"
-      raise ConfigError(f"{field}={name!r}: {why}; use another one") from None
+      raise ConfigError(f"{field}={name!r}: {why}; use a different tokenizer") from None
     return np.array([i for one in found for i in (*one.ids, end)], dtype)
 
   key = f"{hashlib.sha256(content).hexdigest()} {end}"

@@ -37,7 +37,7 @@ class Exchange(NamedTuple):
       and `lax.all_gather(..., to="invarying")`.
     resize: (state with a leading dim of N devices, N') -> the state for N' devices,
       called outside of `shard_map`. It must preserve the pending mean gradient:
-      1/N' sum r'_i = 1/N sum r_i. None: the state cannot be resized, and a run cannot
+      1/N' sum r'_i = 1/N sum r_i. None means that the state cannot be resized, and a run cannot
       resume on a different number of devices.
   """
 

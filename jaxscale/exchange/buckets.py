@@ -28,7 +28,7 @@ BUCKET_BYTES = 25 * 2**20
 
 
 def best_bucket_bytes(mesh: Mesh) -> int | None:
-  """Return the best bucket size for plain sums on a mesh; None: no buckets.
+  """Return the best bucket size for plain sums on a mesh; None if none is needed.
 
   On TPU and GPU XLA combines the tensors of a `psum` itself, and devices of one process
   share memory. Between CPU processes gloo sums tensors one after another: ResNet-50's 161
@@ -204,7 +204,7 @@ def bucketed(
     axes: mesh axes to average over.
     bucket_bytes: size of a bucket in bytes.
     reduce: array [elements] of a device -> sum over `axes`, typed invariant; it must
-      accept every size. None: `lax.psum`.
+      accept every size. None means `lax.psum`.
 
   Raises:
     ConfigError: `bucket_bytes` is below 1.

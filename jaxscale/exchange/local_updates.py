@@ -37,7 +37,7 @@ class LocalUpdate(NamedTuple):
   """Method of local updates: when and how workers synchronize.
 
   Attributes:
-    every: steps H between synchronizations.
+    every: number of steps H between synchronizations.
     outer: optimizer for the gradient D; its state has the size of the parameters.
     reset_momentum: set the momentum of the workers' inner optimizers to 0 when they
       synchronize.
@@ -58,7 +58,7 @@ def local_sgd(every: int) -> LocalUpdate:
   """Return local SGD: workers average their parameters (arXiv:1805.09767).
 
   Args:
-    every: steps H between synchronizations.
+    every: number of steps H between synchronizations.
 
   Raises:
     ConfigError: `every` is below 1.
@@ -76,7 +76,7 @@ def diloco(every: int = 500, *, rate: float = 0.7, momentum: float = 0.9) -> Loc
   DiLoCo's workers train with AdamW and keep its state when they synchronize.
 
   Args:
-    every: steps H between synchronizations.
+    every: number of steps H between synchronizations.
     rate: outer learning rate r.
     momentum: outer momentum m.
 
@@ -106,9 +106,9 @@ def block_momentum(
   optimizer (CNTK's documentation advises against 0.99).
 
   Args:
-    every: steps H between synchronizations; see `block_steps`.
+    every: number of steps H between synchronizations; see `block_steps`.
     num_workers: number of workers N.
-    momentum: block momentum n; None: 1 - 1/N. CNTK's time constant T, in samples of all
+    momentum: block momentum n; None means 1 - 1/N. CNTK's time constant T, in samples of all
       workers, corresponds to n = exp(-block / T).
     rate: block learning rate z for the mean D. CNTK's blockLearningRate b corresponds to
       z = (1 - n) N b.
@@ -176,7 +176,7 @@ def check_samples(num_samples: int, every: int, worker_batch: int, num_workers: 
 
   Args:
     num_samples: number of different samples in the training set.
-    every: steps H between synchronizations; tau is H times `worker_batch`.
+    every: number of steps H between synchronizations; tau is H times `worker_batch`.
     worker_batch: examples per worker and step.
     num_workers: number of workers N.
 

@@ -160,8 +160,8 @@ class TopK(OneBit):
   """Largest elements of the gradient, with error feedback (arXiv:1809.07599).
 
   Attributes:
-    share: the share of elements that a device sends, less than 1 / devices.
-    per: the scope from which the largest elements are chosen; each "tensor" or "bucket".
+    share: the share of elements that a device sends, less than 1 / number of devices.
+    per: the scope of the choice: the largest elements of each "tensor" or of each "bucket".
   """
 
   share: Annotated[float, "in (0, 1)"] = 0.01

@@ -66,7 +66,7 @@ def warm_start(
     inner: the exchange after the first steps.
     axes: mesh axes to average over.
     steps: number of first steps; 0 returns `inner` itself.
-    first: the exchange of the first steps, which must have no state; None: `plain`.
+    first: the exchange of the first steps, which must have no state; None means `plain`.
 
   Returns:
     An exchange. Its state has "step", int32 [], and "inner", the state of `inner`.

@@ -124,7 +124,7 @@ class Experiment:
     """Create the state before the first step, on the mesh.
 
     Args:
-      turn: context manager entered for the compilation; None: no context.
+      turn: context manager entered for the compilation; None means no context.
 
     Raises:
       ConfigError: the file of `Config.init_from` does not fit the model.
@@ -172,7 +172,7 @@ class Experiment:
 
     Args:
       lowered: the result of `lower_train_step`; None computes it.
-      turn: context manager entered for the compilation, after lowering; None: no context.
+      turn: context manager entered for the compilation, after lowering; None means no context.
     """
     lowered = lowered or self.lower_train_step()
     with turn or contextlib.nullcontext():
@@ -209,10 +209,10 @@ def experiment(
 
   Args:
     config: the config of the run.
-    start_devices: number of devices of all processes when the run started; None: the run
+    start_devices: number of devices of all processes when the run started; None means that the run
       starts now.
     devices: the devices to run on; to compile only, they need not exist on this machine.
-      None: all devices of all processes.
+      None means all devices of all processes.
     datasets: training and validation data to use instead of the config's; shapes are
       enough to compile.
 

@@ -70,7 +70,7 @@ def derive(
     num_eval: number of validation examples.
     num_devices: number of devices of all processes.
     chosen: batch sizes that an adaptive run has chosen so far, one per phase.
-    start_devices: number of devices of all processes when the run started; None: the run
+    start_devices: number of devices of all processes when the run started; None means that the run
       starts now.
 
   Raises:

@@ -24,7 +24,7 @@ from jaxscale.training.losses import Objective
 
 
 def make_layout(config: cfg.Config, mesh: Mesh, model: Model) -> Layout | None:
-  """Build the layout of the model; None: everything is replicated.
+  """Build the layout of the model; return None if everything is replicated.
 
   Args:
     config: the config of the run.
@@ -179,8 +179,7 @@ def _check_divides(config: cfg.Config, mesh: Mesh, shapes: Any) -> None:
   if classes % size and config.layout.model.startswith("layers"):
     raise ConfigError(
       f"Mesh.model={size} does not divide the {classes} classes of the head; set "
-      f"{type(config.model).__name__}.pad_classes_to to {size} or a multiple, which "
-      "pads them"
+      f"{type(config.model).__name__}.pad_classes_to to a multiple of {size}"
     )
   fields = {"stage": ("num_layers",), "model": ("num_heads", "num_kv_heads")}
   if config.layout.model == "ring":

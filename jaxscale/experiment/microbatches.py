@@ -28,11 +28,11 @@ def micro_batches(
   start_devices: int,
   keeps: Callable[[int], bool] = lambda micros: True,
 ) -> int | None:
-  """Return the number of micro-batches per step; None: the batch cannot be divided.
+  """Return the number of micro-batches per step; None if the batch is not divisible.
 
-  With at least as many devices as at the start it is `asked`. With fewer devices it is the
-  smallest number, at least `asked`, with which no device holds more examples at a time
-  than at the start. If `keeps` allows no such number, it is the largest that it allows.
+  With at least as many devices as at the start, the result is `asked`. With fewer devices, it
+  is the smallest number, at least `asked`, with which no device holds more examples at a
+  time than at the start. If `keeps` allows no such number, the largest allowed one is used.
 
   Args:
     batch_size: examples per step.
@@ -44,7 +44,7 @@ def micro_batches(
   Example:
     >>> micro_batches(1024, 1, num_devices=8, start_devices=16)
     2
-    >>> micro_batches(96, 1, num_devices=3, start_devices=8)  # 8 rows each, 12 then
+    >>> micro_batches(96, 1, num_devices=3, start_devices=8)  # 8 rows at a time, at the start 12
     4
   """
   rows, rest = divmod(batch_size, num_devices)

@@ -80,7 +80,7 @@ def make_model(
   Args:
     config: the config, with the settings of the model.
     info: description of the data.
-    mesh: the mesh of all devices; None: nothing is synchronised.
+    mesh: the mesh of all devices; None means that nothing is synchronised.
     span: the result of `bn_span`.
     train: use label smoothing, which only training has.
 
@@ -281,7 +281,7 @@ def _model_notes(
 def _mixing_notes(
   dtype: str, mesh: Mesh, rows: int, what: str, function: Any, init: Any, inputs: Any
 ) -> list[str]:
-  """Return the notes of `mixes_rows`, with two rows or as many as a device has."""
+  """Return notes on a function that mixes rows; call it with two rows, or a device's number."""
   tolerance, mixes = 1e-3 if dtype == "float32" else 0.05, False
   for count in dict.fromkeys((2, max(rows, 2))):  # the function may need one batch size
     try:

@@ -24,7 +24,7 @@ class Phase(NamedTuple):
     examples: number of examples seen before the phase.
     batch_size: examples per step.
     accumulate_steps: micro-batches per step.
-    image_size: size of the training images; None: the size in the data.
+    image_size: size of the training images; None means the size in the data.
     ordinal: index among the phases in the settings, of which those without a step are
       left out.
   """
@@ -57,7 +57,7 @@ def plan(
     accumulate_steps: micro-batches per step of each phase.
     image_sizes: image size of each phase, or None.
     num_train: number of training examples.
-    total_epochs: epochs of the run; None: `total_steps` is given.
+    total_epochs: epochs of the run; None means that `total_steps` is given.
     total_steps: steps of the run, if its length is given in steps.
     in_steps: `starts` is given in steps.
 

@@ -157,8 +157,8 @@ def total(table: Sequence[Collective], kind: str | None = None, axis: str | None
 
   Args:
     table: result of `collectives`.
-    kind: count only this kind; None: all.
-    axis: count only collectives whose groups differ along this axis; None: all.
+    kind: count only this kind; None means all.
+    axis: count only collectives whose groups differ along this axis; None means all.
   """
   rows = [row for row in table if kind in (None, row.kind)]
   rows = [row for row in rows if axis is None or axis in (row.axes or ())]
@@ -350,7 +350,7 @@ def _members(
   Args:
     found: the collective.
     num_devices: number of devices of the program.
-    sizes: sizes of the mesh axes in their order; None: unknown.
+    sizes: sizes of the mesh axes in their order; None means unknown.
   """
   pairs = re.search(r'source_target_pairs="?(\{[\d,{}\s]*\})', found.text)
   written = pairs.group(1) if pairs else parse.attribute(found, "replica_groups")

@@ -231,7 +231,7 @@ def _root(computation: Computation) -> Instruction:
 def _value(
   module: Module, computation: Computation, name: str, arguments: Sequence[Any] = ()
 ) -> Any:
-  """Evaluate a scalar to an integer, or a tuple to {element: integer}; None: unknown.
+  """Evaluate a scalar to an integer, or a tuple to {element: integer}; None if unknown.
 
   Args:
     module: the module.

@@ -235,8 +235,8 @@ def _along_axes(mesh: str, shape: str | None, order: str | None, axes: str) -> G
 
   Args:
     mesh: axis sizes by name, as "'a'=2,'b'=4".
-    shape: shape in which devices are counted; None: the shape of the mesh.
-    order: order in which the dims of that shape are transposed; None: unchanged.
+    shape: shape in which devices are counted; None means the shape of the mesh.
+    order: order in which the dims of that shape are transposed; None means unchanged.
     axes: axes as "'a', 'b':(2)2", where the latter is the part of b with size 2 behind a
       part of size 2.
   """

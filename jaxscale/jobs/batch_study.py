@@ -180,7 +180,7 @@ def read(folder: Path) -> dict[str, Any]:
   """Read a study from its folder: its runs, means over seeds, the fit, and notes.
 
   Raises:
-    NotBegunError: no trial has begun.
+    NotBegunError: no trial has started.
     ConfigError: the folder is not that of a study.
   """
   spec = folders.read_spec(folder)
@@ -192,7 +192,7 @@ def read(folder: Path) -> dict[str, Any]:
     config = config or record.get("config", {})
     runs.append(_run(spec, task, status, record))
   if not config:
-    raise NotBegunError(f"{spec.name}: no trial has begun; see `status {spec.name}`")
+    raise NotBegunError(f"{spec.name}: no trial has started; see `jaxscale status {spec.name}`")
   return summarise(spec.name, config, runs)
 
 
@@ -228,7 +228,7 @@ def _last_line(spec: JobSpec, task: int) -> str:
 
 
 def mean_noise_scale(runs: Sequence[Mapping[str, Any]]) -> float | None:
-  """Return the harmonic mean, which includes infinite scales; None: not measured."""
+  """Return the harmonic mean, which includes infinite scales; None if none was measured."""
   scales = [
     run["noise_scale"] or math.inf
     for run in runs

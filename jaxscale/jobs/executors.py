@@ -53,7 +53,7 @@ class Executor(Protocol):
 
     Args:
       spec: the run.
-      tasks: the trials to run; None: all.
+      tasks: the trials to run; None means all.
       after: the folder of a run that must end first; only executors without a queue use
         it.
 

@@ -42,7 +42,7 @@ def new_folder(runs: str, name: str | None, config: str) -> Path:
 
   Args:
     runs: the directory of all runs.
-    name: the name of the folder; None: the config's name and the time.
+    name: the name of the folder; None means the config's name and the time.
     config: the config as `FILE[:arg]`.
 
   Raises:
@@ -161,7 +161,7 @@ def read_spec(folder: Path) -> JobSpec:
     spec = from_json(table)._replace(folder=str(folder.absolute()))
     least = min(spec.nodes - 1, spec.at_most, spec.spares, spec.requeue)
     if least < 0 or spec.processes > _MOST_PROCESSES:
-      raise ConfigError(f"{spec.nodes} nodes with {spec.site.tasks} processes each")
+      raise ConfigError(f"invalid size: {spec.nodes} nodes with {spec.site.tasks} processes each")
   except (ConfigError, TypeError) as e:
     raise ConfigError(f"{path}: {e}; {remedy}") from None
   return spec
@@ -193,7 +193,7 @@ def find(name: str, runs: str, *, workdirs: bool = False) -> Path:
 
 
 def find_study(name: str, runs: str) -> tuple[Path, list[Path]] | None:
-  """Find the folder of a scaling study and those of its runs; None: it is not a study.
+  """Find the folder of a scaling study and those of its runs; None if it is not a study.
 
   Raises:
     ConfigError: the study's file is damaged, or one of its runs is missing.
@@ -252,7 +252,7 @@ def append_line(path: Path, line: Mapping[str, Any]) -> None:
 
 
 def last_job(folder: str | Path, task: int | None = None) -> str:
-  """Return the job number of the last submission, of a trial if given; "": none."""
+  """Return the job number of the last submission, of a trial if given; "" if there is none."""
   shape = {"job": str, "tasks": (None, [int])}
   for line in reversed(read_json_lines(Path(folder, "submissions.jsonl"), None, shape)):
     tasks = line["tasks"]
@@ -270,7 +270,7 @@ def read_events(spec: JobSpec, task: int) -> list[dict[str, Any]]:
 
 
 def read_goodput(spec: JobSpec, task: int) -> Goodput | None:
-  """Return the goodput of a trial, including its time in the queue; None: not begun."""
+  """Return the goodput of a trial, including its time in the queue; None if it has not started."""
   lines = read_json_lines(Path(spec.folder, "submissions.jsonl"), None, {"job": str, "time": float})
   queued = {line["job"]: line["time"] for line in lines}
   waits, ended = [], 0.0

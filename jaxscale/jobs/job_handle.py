@@ -146,7 +146,7 @@ def _path_and_source(config: str | Config) -> tuple[str, str | None]:
   if isinstance(config, str):
     return locate(config), None
   if not isinstance(config, Config):
-    raise ConfigError(f"{type(config).__name__}: give a path or a Config")
+    raise ConfigError(f"{type(config).__name__}: not a config; give a path or a Config")
   source, names = _NOTEBOOK_CONFIG.format(config=config), {}
   with contextlib.suppress(Exception):
     exec(source, names)
@@ -223,7 +223,7 @@ def sweep(
 
   Args:
     config: the config; see `submit`.
-    trials: the settings of each trial by dotted field; None: the result of `get_sweep()`
+    trials: the settings of each trial by dotted field; None means the result of `get_sweep()`
       in the config file.
     options: the options of `submit`, and `at_most`, the number of trials that run at the
       same time (0: no limit on Slurm, and one on this machine).
@@ -278,7 +278,7 @@ class Job(NamedTuple):
     `pandas.DataFrame(job.metrics())` converts them to a data frame.
 
     Args:
-      task: a trial of a sweep; None: all trials, with a column "task".
+      task: a trial of a sweep; None means all trials, with a column "task".
 
     Raises:
       ConfigError: the trial does not exist.
@@ -338,7 +338,7 @@ class Job(NamedTuple):
     spec, now = folders.read_spec(self.folder), self.status()
     if active := [row for row in now if not row.ended]:
       is_active = f"{active[0].job} is {active[0].state}"
-      raise ConfigError(f"{spec.name}: {is_active}; `cancel {spec.name}` first")
+      raise ConfigError(f"{spec.name}: {is_active}; run `jaxscale cancel {spec.name}` first")
     tasks = [i for i, row in enumerate(now) if row.state != "COMPLETED"]
     if not tasks:
       raise ConfigError(f"{spec.name}: is done; there is nothing to resume")
@@ -356,7 +356,7 @@ class Job(NamedTuple):
     """Wait until the job has ended; return its last `status`.
 
     Args:
-      timeout_s: the largest number of seconds to wait; None: no limit.
+      timeout_s: the largest number of seconds to wait; None means no limit.
       every_s: the seconds between two checks.
 
     Raises:

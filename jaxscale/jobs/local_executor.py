@@ -128,7 +128,7 @@ def _born(pid: int) -> int | None:
   """Return the start of a process in clock ticks since boot, as process IDs are reused.
 
   The value is field 22 of /proc/PID/stat, counted after the name in brackets (proc(5)).
-  None: the process has ended or is a zombie.
+  Return None if the process has ended or is a zombie.
   """
   try:
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()

@@ -30,7 +30,7 @@ def choose(spec: JobSpec, rank: str, task: int = 0) -> list[tuple[str, Path]]:
   """
   spec.check_task(task)
   if not (job := folders.last_job(spec.folder, task)):
-    raise ConfigError(f"{spec.name}: was never submitted; submit it by `resume {spec.name}`")
+    raise ConfigError(f"{spec.name}: was never submitted; run `jaxscale resume {spec.name}`")
   if rank == "all":
     width, ranks = len(str(spec.processes - 1)), range(spec.processes)
     return [(f"{r:>{width}}: ", spec.log_file(job, task, r)) for r in ranks]
@@ -43,7 +43,7 @@ def choose(spec: JobSpec, rank: str, task: int = 0) -> list[tuple[str, Path]]:
 
 
 def last(files: list[tuple[str, Path]], count: int | None) -> Iterator[str]:
-  """Yield the last `count` lines of each file with its label; None: all lines."""
+  """Yield the last `count` lines of each file with its label; None means all lines."""
   for label, path in files:
     if path.exists():
       with path.open(errors="replace") as file:
@@ -53,7 +53,7 @@ def last(files: list[tuple[str, Path]], count: int | None) -> Iterator[str]:
 def failure(spec: JobSpec, task: int) -> str | None:
   """Return the script's line about a process that failed before process 0 noticed.
 
-  None: the last start of the trial has not ended in this way.
+  Return None if the last start of the trial has not ended in this way.
   """
   job = folders.last_job(spec.folder, task)
   if folders.last_event(spec, job, task).get("code") in (None, EXIT_DONE):

@@ -23,7 +23,7 @@ from jaxscale.planning.stored import Match, PlannedStep, of_workdir
 from jaxscale.run import provenance
 from jaxscale.run.goodput import FILE, Goodput, goodput, read_activities
 
-CHANGES = "batch or image size changes during the run, which has no single throughput"
+CHANGES = "batch or image size changes during the run, so it has no single throughput"
 _PHASE = {"batch_size": int, "image_size": (int, None)}
 _RECORD = dict(
   config=dict(phases={"class": str}, log=dict(step_report=bool)),
@@ -37,7 +37,7 @@ _RATE, _REPORT = "perf/examples_per_s", "perf/exposed_share"
 
 
 class NotBegunError(ConfigError):
-  """The run has written nothing yet."""
+  """The run has no results yet."""
 
 
 class Located(NamedTuple):
@@ -130,18 +130,18 @@ def locate(path: Path) -> Located:
     path: the folder of a run of `jaxscale.jobs`, or a workdir of `jaxscale.train`.
 
   Raises:
-    NotBegunError: the run has written nothing yet.
+    NotBegunError: the run has not started yet.
     ConfigError: the path is a sweep, or not a run.
   """
   if not (path / "run.json").exists():
     if not (path / "config.json").exists():
-      raise ConfigError(f"{path}: no run.json or config.json in it, give a run")
+      raise ConfigError(f"{path}: has no run.json or config.json; give the folder of a run")
     return Located(path.name, path, (), goodput(read_activities(path)))
   spec, name = folders.read_spec(path), path.name
   if spec.trials:
     raise ConfigError(f"{name}: is a sweep; give runs, or workdirs as {path}/trials/0")
   if not (spec.workdir(0) / "config.json").exists():
-    raise NotBegunError(f"{name}: has written nothing yet; see `status {name}`")
+    raise NotBegunError(f"{name}: has not started yet; see `jaxscale status {name}`")
   events, spent = folders.read_events(spec, 0), folders.read_goodput(spec, 0)
   return Located(name, spec.workdir(0), events, spent)
 
@@ -154,7 +154,7 @@ def read(path: Path, plan: Path | None = None) -> MeasuredRun:
     plan: the file of a plan; None uses plan.json in the workdir, if it exists.
 
   Raises:
-    NotBegunError: the run has trained no step yet.
+    NotBegunError: the run has not logged a step yet.
     ConfigError: `locate` fails, or the batch size changes during the run.
   """
   name, workdir, events, spent = locate(path)
@@ -166,7 +166,7 @@ def read(path: Path, plan: Path | None = None) -> MeasuredRun:
   if len(shapes) > 1 or config["phases"]["class"] == "AdaptiveBatch":
     raise ConfigError(f"{name}: the {CHANGES}; compare runs with --config.phases=Phases")
   if not (lines := read_metrics(workdir / "metrics.jsonl")):
-    raise NotBegunError(f"{name}: has trained no step, there is nothing to report")
+    raise NotBegunError(f"{name}: has not logged a step yet, so there is nothing to report")
   (batch, _), num_train = shapes.pop(), derived["num_train"]
   starts = read_json_lines(workdir / provenance.FILE, None, {"time": float})
   since = starts[-1]["time"] if starts else 0.0

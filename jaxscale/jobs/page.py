@@ -49,7 +49,7 @@ def write_page(
     file: the file of the page, which is replaced if it exists.
     paths: folders of runs, or workdirs.
     study: the comparison of the runs; None if there is none.
-    plan: the file of a plan; None: plan.json of each workdir, if it exists.
+    plan: the file of a plan; None means plan.json of each workdir, if it exists.
 
   Raises:
     ConfigError: a path is a sweep or has no records, or the page cannot be written.

@@ -23,7 +23,7 @@ _HEAD = ("", "planned", "measured", "ratio")
 
 
 class Row(NamedTuple):
-  """The planned and the measured value of a quantity."""
+  """Planned and measured value of a quantity."""
 
   name: str
   planned: float
@@ -117,7 +117,7 @@ def comparison(path: Path, plan: Path | None = None) -> Comparison | None:
 
   Args:
     path: the folder of a run, or a workdir.
-    plan: the file of a plan; None: plan.json of the workdir.
+    plan: the file of a plan; None means plan.json of the workdir.
   """
   if plan is None and not any(os.path.lexists(path / folder / FILE) for folder in (".", "train")):
     return None

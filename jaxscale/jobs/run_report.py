@@ -25,12 +25,12 @@ def describe(path: Path) -> str:
     path: the folder of a run of `jaxscale.jobs`, or a workdir of `jaxscale.train`.
 
   Raises:
-    NotBegunError: the run has trained no step yet.
+    NotBegunError: the run has not logged a step yet.
     ConfigError: the path is a sweep, or not a run.
   """
   run = locate(path)
   if not (lines := read_metrics(run.workdir / "metrics.jsonl")):
-    raise NotBegunError(f"{run.name}: has trained no step, there is nothing to report")
+    raise NotBegunError(f"{run.name}: has not logged a step yet, so there is nothing to report")
   summary = read_json(run.workdir / "summary.json", _SHAPE)
   state = f"at step {max(line['step'] for line in lines):,}, no summary.json yet"
   if summary:

@@ -107,7 +107,7 @@ def compare(runs: Sequence[MeasuredRun], name: str = "scaling") -> Report:
       same batch nor the same batch per device.
   """
   if not runs:
-    raise ConfigError("no runs to compare; give the names of some")
+    raise ConfigError("no runs to compare; give the name of at least one run")
   runs = sorted(runs, key=lambda r: (r.devices, r.nodes or 0, r.name))
   notes, kind = _check_same(runs), _kind_of(runs)
   base = min((r.devices for r in runs if r.rate), default=0)
@@ -298,7 +298,7 @@ def report(
       plot_scaling(as_plot(study), output_path(png_file))
   except OSError as e:
     file = e.filename or csv_file
-    raise ConfigError(f"{file}: {e.strerror}; use another file") from None
+    raise ConfigError(f"{file}: {e.strerror}; use a different file") from None
   return study
 
 

@@ -166,7 +166,7 @@ class Study(NamedTuple):
     """Return the table and picture of the results, and write them into the folder.
 
     Raises:
-      ConfigError: no run has begun.
+      ConfigError: no run has started.
     """
     files = (self.folder / f"scaling.{kind}" for kind in ("csv", "png"))
     return report(self.name, [job.folder for job in self.jobs], *files)

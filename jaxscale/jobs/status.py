@@ -113,7 +113,7 @@ class StatusTable(ShownAsTable):
     """Return the table as text.
 
     Args:
-      width: the columns of the terminal; None: no limit. In a narrow terminal, empty and
+      width: the columns of the terminal; None means no limit. In a narrow terminal, empty and
         less important columns are left out, and notes are truncated.
     """
     if width is None or not self:

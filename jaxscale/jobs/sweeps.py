@@ -71,7 +71,7 @@ def from_file(config: str) -> list[dict[str, str]]:
     config: the config as `FILE[:arg]`; `get_sweep` gets the argument.
 
   Raises:
-    ConfigError: the function is missing, or it yields other objects.
+    ConfigError: the function is missing, or yields a value that is not a mapping.
   """
   trials = call(config, "get_sweep", "define get_sweep() in it, or use --sweep")
   if isinstance(trials, Mapping) or not isinstance(trials, Iterable):
@@ -103,7 +103,7 @@ def check(load: Loader, overrides: Texts, trials: Sequence[Texts]) -> None:
       invalid.
   """
   if not 1 <= len(trials) <= _MOST:
-    raise ConfigError(f"{len(trials)} trials: give 1 to {_MOST}")
+    raise ConfigError(f"{len(trials)} trials: out of range; give 1 to {_MOST}")
   for i, trial in enumerate(trials):
     try:
       load({**overrides, **trial})

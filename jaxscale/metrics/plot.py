@@ -60,7 +60,7 @@ def _import_matplotlib() -> None:
 
 
 def titled(axis: Any, title: str, x_label: str, y_label: str = "") -> None:
-  """Set the title and the labels of axes."""
+  """Set the title and the axis labels of a plot."""
   axis.set_title(title, loc="left", fontsize=11)
   axis.set(xlabel=x_label, ylabel=y_label)
 
@@ -124,7 +124,7 @@ def plot_metrics(workdir: str | Path, path: str | Path | None = None) -> Path | 
 
   Args:
     workdir: the workdir of a run.
-    path: the path of the picture, whose suffix sets the format; None: `workdir/metrics.png`.
+    path: the path of the picture, whose suffix sets the format; None means `workdir/metrics.png`.
 
   Returns:
     The path of the picture, or None if nothing was logged yet.

@@ -36,7 +36,7 @@ _MLFLOW_TAGS = {  # MLflow's tag to the entry of `TrackerContext.environment`.
 
 
 class Wandb(Tracker):
-  """Weights & Biases; the key is WANDB_API_KEY or the one of `wandb login`.
+  """Weights & Biases; the API key is from WANDB_API_KEY or `wandb login`.
 
   Attributes:
     project: the name of the project.

@@ -33,7 +33,7 @@ class Tracker(NamedTuple):
       may come again with other names.
     finish: a function of the outcome: "done", "interrupted" (to be resumed) or "failed".
     known: a function of a metric's name that returns the last step that the tracker has, or
-      -1; later lines of metrics.jsonl are logged first. None: it has all earlier lines.
+      -1; later lines of metrics.jsonl are logged first. None means that it has all earlier lines.
     note: a line to print at the end, such as the command that uploads.
   """
 

@@ -41,8 +41,8 @@ def attention(
     k: keys, [batch, tokens, groups, width]; groups divide heads.
     v: values, with the shape of `k`.
     causal: whether a token attends only to itself and earlier tokens.
-    implementation: "xla" or "cudnn"; None: the choice of `fastest`.
-    device: the device that runs it; None: the first device of this process.
+    implementation: "xla" or "cudnn"; None means the choice of `fastest`.
+    device: the device that runs it; None means the first device of this process.
 
   Returns:
     Outputs, [batch, tokens, heads, width].
@@ -121,7 +121,7 @@ def _attention(q: jax.Array, k: jax.Array, v: jax.Array, sees: jax.Array | None)
     q: queries, [batch, tokens, heads, width].
     k: keys, [batch, seen, groups, width].
     v: values, with the shape of `k`. All three vary over the same mesh axes.
-    sees: mask, bool [tokens, seen]; None: no mask.
+    sees: mask, bool [tokens, seen]; None means no mask.
   """
   return _attention_forward(q, k, v, sees)[0]
 
@@ -180,7 +180,7 @@ def fastest(dtype: Any, width: int, device: Any = None) -> Implementation:
   Args:
     dtype: dtype of queries, keys and values.
     width: width of a head.
-    device: the device that runs it, which this machine may lack; None: the first device
+    device: the device that runs it, which this machine may lack; None means the first device
       of this process.
 
   Example:
@@ -248,7 +248,7 @@ def rotate(
     positions: positions of the tokens, int32 [tokens].
     theta: base of the rotation; 10,000 in the paper, 500,000 in Llama 3
       (arXiv:2407.21783, §3.2).
-    scaling: scaling of the angles; None: no scaling.
+    scaling: scaling of the angles; None means no scaling.
 
   Returns:
     The rotated x.

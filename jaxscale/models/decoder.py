@@ -74,10 +74,10 @@ def make_transformer(
     width: width of the residual stream.
     num_heads: number of query heads.
     hidden: number of hidden units of the MLP (of `gate` and `up` each).
-    num_kv_heads: number of heads of keys and values; None: `num_heads`.
-    head_width: width of a head; None: width / num_heads.
+    num_kv_heads: number of heads of keys and values; None means `num_heads`.
+    head_width: width of a head; None means width / num_heads.
     rope_theta: base of the rotary positions; 500,000 in Llama 3.
-    rope_scaling: scaling of the rotary positions, as in Llama 3.1; None: no scaling.
+    rope_scaling: scaling of the rotary positions, as in Llama 3.1; None means no scaling.
     norm_eps: term added to the mean square in RMSNorm; 1e-5 in Llama 2 and 3.
     qk_norm: normalise queries and keys per head before rotation (arXiv:2302.05442, §2.1;
       by RMSNorm, as in Qwen3, arXiv:2505.09388, §2).

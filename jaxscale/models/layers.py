@@ -24,12 +24,12 @@ class BatchNorm(nn.Module):
   For groups of equal size it does not depend on their distribution over devices.
 
   Attributes:
-    axis_name: mesh axes whose devices share statistics; None: no sharing.
+    axis_name: mesh axes whose devices share statistics; None means no sharing.
     momentum: decay of the running mean and variance.
     epsilon: term added to the variance.
     scale_init: initialiser of the scale.
     group_size: number of consecutive rows that share statistics, which must divide the
-      micro-batch; None: the whole micro-batch.
+      micro-batch; None means the whole micro-batch.
     dtype: dtype of the output.
 
   Raises:
@@ -84,8 +84,8 @@ class ImageModule(nn.Module, kw_only=True):
 
   Attributes:
     num_classes: number of classes.
-    bn_axis_name: mesh axes whose devices share BatchNorm statistics; None: no sharing.
-    bn_group_size: number of rows of a device that share statistics; None: its whole
+    bn_axis_name: mesh axes whose devices share BatchNorm statistics; None means no sharing.
+    bn_group_size: number of rows of a device that share statistics; None means its whole
       micro-batch.
     bn_momentum: decay of BatchNorm's running statistics.
     bn_epsilon: term added to BatchNorm's variance.

@@ -28,7 +28,7 @@ def linear(x: jax.Array, kernel: jax.Array, dtype: Any = None) -> jax.Array:
   Args:
     x: inputs, [..., in].
     kernel: weights, [in, out], e.g. float32.
-    dtype: dtype to which both are rounded, and dtype of the result; None: the dtype of x.
+    dtype: dtype to which both are rounded, and dtype of the result; None means the dtype of x.
 
   Example:
     >>> linear(jnp.ones((2, 4), jnp.bfloat16), jnp.ones((4, 3))).dtype

@@ -171,8 +171,8 @@ class Transformer(Model):
     norm_eps: the constant that RMSNorm adds to the mean square.
     qk_norm: whether to normalize queries and keys per head, as in Qwen3.
     qkv_bias: whether to add biases to queries, keys and values, as in Qwen2.
-    pad_vocab_to: the number of rows that embedding and head are padded to a multiple of, so
-      that parameters do not depend on the layout; 1 adds none.
+    pad_vocab_to: the divisor of the vocabulary size after padding, so that parameters do not
+      depend on the layout; 1 adds no padding.
   """
 
   num_layers: Count = 4
@@ -243,8 +243,8 @@ class ViT(Model):
       patches).
     norm_eps: the constant that LayerNorm adds to the variance (1e-12 in Hugging Face's
       ViTs).
-    pad_classes_to: the number of classes that the head is padded to a multiple of, so that
-      parameters do not depend on the layout; 1 adds none.
+    pad_classes_to: the divisor of the number of classes after padding, so that parameters do
+      not depend on the layout; 1 adds no padding.
   """
 
   patch: Count = 16

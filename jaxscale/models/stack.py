@@ -74,7 +74,7 @@ def classify(
     labels: labels below `num_classes`, int [...].
     num_classes: number of classes without padding.
     label_smoothing: share of the target that is spread over all classes.
-    dtype: dtype of the product; None: the dtype of h.
+    dtype: dtype of the product; None means the dtype of h.
 
   Returns:
     losses: losses, float32 [...].
@@ -224,7 +224,7 @@ def hidden_states(
     stack: the model.
     params: parameters from `stack.init`.
     batch: the batch.
-    ops: operations of a layout; None: operations of one device.
+    ops: operations of a layout; None means operations of one device.
     remat: rematerialisation policy, a name in `REMAT`.
   """
   ops = ops or Ops()

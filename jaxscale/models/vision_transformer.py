@@ -70,7 +70,7 @@ def make_vit(
     width: width of the residual stream.
     num_layers: number of layers of attention and MLP.
     num_heads: number of attention heads.
-    hidden: number of hidden units of the MLP; None: 4 * width.
+    hidden: number of hidden units of the MLP; None means 4 * width.
     mean: mean that is subtracted from the images, one value per channel or one for all.
     std: standard deviation by which the images are divided, one value per channel or one
       for all.

@@ -66,7 +66,7 @@ def lamb(
       leaf from decay and trust ratio. The authors' code excludes only BatchNorm. None
       includes all leaves.
     stacked: params -> bool per leaf, or a pattern. True: the first dim of the leaf counts
-      the layers of a scan, each with its own trust ratio. None: no leaf is stacked.
+      the layers of a scan, each with its own trust ratio. None means that no leaf is stacked.
 
   Raises:
     ConfigError: phi_min is negative or above phi_max.
@@ -109,9 +109,9 @@ def scale_by_trust_ratio(
     clip: True limits the ratio to 1.
     adapts: False sets every ratio to 1.
     mask: params -> bool per leaf, or a name or pattern of `including`: the leaves with a
-      trust ratio. None: all leaves.
+      trust ratio. None means all leaves.
     stacked: params -> bool per leaf, or a pattern. True: the first dim of the leaf counts
-      layers, each with its own ratio. None: no leaf is stacked.
+      layers, each with its own ratio. None means that no leaf is stacked.
 
   Raises:
     ConfigError: phi_min is negative or above phi_max.
@@ -170,10 +170,10 @@ def adamw(
     eps: term added to the square root of v_hat.
     weight_decay: weight decay wd.
     mask: params -> bool per leaf, or a name or pattern of `including`: the leaves with
-      weight decay. None: all leaves.
+      weight decay. None means all leaves.
     stacked: params -> bool per leaf, or a pattern. True: the first dim of the leaf counts
       the layers of a scan, and `mask` sees one layer, so that stacked biases count as
-      biases. None: no leaf is stacked.
+      biases. None means that no leaf is stacked.
 
   Example:
     >>> tx = adamw(warmup_cosine(1e-3, 100, 1000), weight_decay=0.05)

@@ -128,9 +128,9 @@ def lars(
       are > 0; see momentum.py for a learning rate of 0.
     mask: params -> bool per leaf, or a name or pattern of `including`. False: the leaf
       uses plain momentum with the same learning rate, without trust ratio and decay.
-      None: all leaves have trust ratio and decay, as in Caffe.
+      None means that all leaves have trust ratio and decay, as in Caffe.
     stacked: params -> bool per leaf, or a pattern. True: the first dim of the leaf counts
-      the layers of a scan, each with its own ratio. None: no leaf is stacked.
+      the layers of a scan, each with its own ratio. None means that no leaf is stacked.
 
   Raises:
     ConfigError: the variant is unknown, or `momentum_correction` is set for a variant
@@ -208,14 +208,14 @@ def scale_by_lars_ratio(
     decays: False uses wd in the denominator only.
     adapts: False sets every ratio to 1.
     limit: the learning rate that follows in the chain. The layer's learning rate is then
-      min(lr, ratio) instead of lr ratio. None: no limit.
+      min(lr, ratio) instead of lr ratio. None means no limit.
     limits_undefined: with a limit, use min(lr, 1) for a layer with a norm of 0.
     inner: transformation between decay and ratio, such as the velocity in TensorFlow's
-      contrib; None: no transformation.
+      contrib; None means no transformation.
     mask: params -> bool per leaf, or a name or pattern of `including`: the leaves with
-      decay and ratio. None: all leaves.
+      decay and ratio. None means all leaves.
     stacked: params -> bool per leaf, or a pattern. True: the first dim of the leaf counts
-      layers, each with its own ratio. None: no leaf is stacked.
+      layers, each with its own ratio. None means that no leaf is stacked.
 
   Example:
     >>> rate = optax.scale_by_learning_rate(10.0)

@@ -37,10 +37,10 @@ def layers_of(params: Any, mask: Mask | Any, stacked: Mask | Any) -> list[Layer]
 
   Args:
     params: arrays, or objects with shape and dtype.
-    mask: params -> bool per leaf, or a tree of bools or a prefix of it; None: all leaves
+    mask: params -> bool per leaf, or a tree of bools or a prefix of it; None means all leaves
       are chosen. The mask sees stacked leaves without their first dim, so that `kernels`
       excludes stacked biases.
-    stacked: the stacked leaves, given as for `mask`; None: no leaf is stacked.
+    stacked: the stacked leaves, given as for `mask`; None means that no leaf is stacked.
 
   Raises:
     ValueError: a stacked leaf is a scalar.
@@ -135,9 +135,9 @@ def add_decayed_weights(
 
   Args:
     weight_decay: weight decay wd; wd w is added to the updates.
-    mask: params -> bool per leaf, or a name or pattern of `including`; None: all leaves.
+    mask: params -> bool per leaf, or a name or pattern of `including`; None means all leaves.
     stacked: params -> bool per leaf, or a pattern. True: the first dim of the leaf counts
-      layers. None: no leaf is stacked.
+      layers. None means that no leaf is stacked.
   """
 
   def chosen(params: Any) -> Any:

@@ -76,12 +76,12 @@ def sgd(
     weight_decay: weight decay wd, an L2 term in the gradient.
     momentum_correction: multiply m by lr_t / lr_{t-1}. True: in every step; a number: in
       that many first steps (Intel Caffe: the warm-up). Both use Caffe's form.
-    rate_in_velocity: use Caffe's form; None: only if momentum is corrected.
+    rate_in_velocity: use Caffe's form; None means only if momentum is corrected.
     mask: params -> bool per leaf, or a name or pattern of `including`: the leaves with
-      weight decay. None: all leaves.
+      weight decay. None means all leaves.
     stacked: params -> bool per leaf, or a pattern. True: the first dim of the leaf counts
       the layers of a scan, and `mask` sees one layer, so that stacked biases count as
-      biases. None: no leaf is stacked.
+      biases. None means that no leaf is stacked.
 
   Raises:
     ConfigError: `momentum_correction` is set and `rate_in_velocity` is False.

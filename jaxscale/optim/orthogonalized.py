@@ -101,10 +101,10 @@ def muon(
     b2: AdamW's decay of the second moment.
     eps: AdamW's eps; with "optax" also added to the norm before the iteration.
     mask: params -> bool per leaf, or a name or pattern of `including`: the leaves of two
-      dims or more that use Muon. None: all leaves of two dims or more.
+      dims or more that use Muon. None means all leaves of two dims or more.
     stacked: params -> bool per leaf, or a pattern. True: the first dim of the leaf counts
-      the layers of a scan, each a separate matrix. None: no leaf is stacked.
-    by_adam: params -> bool per leaf, or a pattern: leaves of `mask` that use AdamW. None:
+      the layers of a scan, each a separate matrix. None means that no leaf is stacked.
+    by_adam: params -> bool per leaf, or a pattern: leaves of `mask` that use AdamW. None means
       no leaf.
 
   Example:
@@ -164,7 +164,7 @@ def scale_by_muon(
     adjust: size of an update; see `muon`.
     eps: term added to the norm before the iteration; None uses PyTorch's form.
     stacked: params -> bool per leaf, or a pattern. True: the first dim of the leaf counts
-      layers, each a separate matrix. None: no leaf is stacked.
+      layers, each a separate matrix. None means that no leaf is stacked.
 
   Example:
     >>> tx = optax.chain(scale_by_muon(), optax.scale_by_learning_rate(2e-3))

@@ -57,7 +57,7 @@ def warmup_polynomial(
     end: learning rate at the end.
     power: exponent of the polynomial.
     restart: count the decay from the end of the warm-up.
-    decay_steps: steps D of the decay; None: total - I + 1. MLPerf's logs contain it as
+    decay_steps: steps D of the decay; None means total - I + 1. MLPerf's logs contain it as
       `lars_opt_learning_rate_decay_steps`, with fractions.
     warmup: shape of the warm-up: "linear", "quadratic" or "exponential".
     start: learning rate of step 0, if there is a warm-up.

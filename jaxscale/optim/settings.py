@@ -164,7 +164,7 @@ class Muon(_Decaying):
     ns_coeffs: the three coefficients of a Newton-Schulz iteration.
     adjust: the scale of an update; "match_rms_adamw" (0.2 sqrt(max(in, out)), for AdamW's
       learning rates) or "original" (sqrt(max(1, out / in)), for higher learning rates).
-    adam_lr: the peak learning rate of AdamW's parameters; None uses `lr`.
+    adam_lr: the peak learning rate of parameters that AdamW updates; None uses `lr`.
     b1: the decay of AdamW's first moment.
     b2: the decay of AdamW's second moment.
     eps: the constant added to the square root of AdamW's second moment.

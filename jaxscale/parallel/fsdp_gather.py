@@ -36,11 +36,11 @@ class Gather:
   """Description of one parameter's gather; a leaf of trees like the parameters.
 
   Attributes:
-    scatter: dim along which the gradient is split over `fsdp`; None: it is not split.
+    scatter: dim along which the gradient is split over `fsdp`; None means that it is not split.
     is_sharded: whether this dim of the parameter is also split between steps.
     sum_in_backward: further axes over which the gradient is summed in the backward pass.
     sum_in_exchange: axes over which the gradient is summed by the exchange.
-    dtype: dtype to which the parameter is rounded before it is sent; None: no rounding.
+    dtype: dtype to which the parameter is rounded before it is sent; None means no rounding.
       The result has the parameter's own dtype, so that its gradient keeps that dtype;
       compilers remove the cast back to the dtype of the layer.
   """

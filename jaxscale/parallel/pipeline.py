@@ -301,7 +301,7 @@ class _Stage(NamedTuple):
     is_last: whether this is the last stage, bool [].
     run_layers: (layers, h) -> h.
     layers: layers of this stage.
-    ends: the other parameters, typed as varying over the stages.
+    ends: parameters outside the layers, typed as varying over the stages.
     enter: (ends, micro-batch) -> h.
     leave: (ends, h, micro-batch) -> totals.
     microbatches: a tree of arrays [M, ...].

@@ -47,7 +47,7 @@ class Layout(NamedTuple):
     gathers: a `Gather` for each parameter.
     shapes: shapes and dtypes of the parameters; None if nothing is split.
     splits: dims that the axis `model` splits; see `Splits`.
-    dtype: dtype of matrix products; None: the dtype of the parameters.
+    dtype: dtype of matrix products; None means the dtype of the parameters.
     sum_in: dtype of sums over `model`; see `tensor.tensor_ops`.
     opt_on_host: whether the optimizer state is in host memory between steps.
   """
@@ -104,8 +104,8 @@ def make_layout(
       the exchange, once per step for any number of micro-batches.
     splits: dims that the axis `model` splits. With "ring" and "all_to_all" parameters are
       not split along it.
-    sum_in: dtype of sums over devices along `model`; None: float32.
-    dtype: dtype in which matrices of layers and head are sent and used; None: their own.
+    sum_in: dtype of sums over devices along `model`; None means float32.
+    dtype: dtype in which matrices of layers and head are sent and used; None means their own.
     opt_on_host: keep the optimizer state in host memory between steps.
 
   Raises:

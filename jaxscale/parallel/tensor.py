@@ -36,8 +36,8 @@ def tensor_ops(*, regions: bool, dtype: Any = None, sum_in: Any = None) -> Ops:
     regions: split tokens between branches, where all devices would hold the same values
       (arXiv:2205.05198). A reduce-scatter and an all-gather of as many bytes replace an
       all-reduce.
-    dtype: dtype of products, to which gathered values are rounded; None: no rounding.
-    sum_in: dtype to which a device's part of a sum is rounded before it is sent; None:
+    dtype: dtype of products, to which gathered values are rounded; None means no rounding.
+    sum_in: dtype to which a device's part of a sum is rounded before it is sent; None means
       float32, so that a split layer gives the result of an unsplit one.
   """
 
@@ -96,7 +96,7 @@ def split_classify(
     labels: labels, int [...].
     num_classes: number of classes without padding.
     label_smoothing: share e of the target that is spread over all classes.
-    dtype: dtype of the product; None: the dtype of h.
+    dtype: dtype of the product; None means the dtype of h.
 
   Returns:
     Losses, float32 [...], and hits, bool [...], the same on all devices.

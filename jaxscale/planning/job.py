@@ -48,6 +48,8 @@ class RunLength(NamedTuple):
 class Job(NamedTuple):
   """Predicted cost of a run on a machine.
 
+  Corners are low, expected and high speed, see `machine.Corner`.
+
   Attributes:
     train: the seconds of steps, by corner.
     evaluate: the seconds of evaluations, by corner.

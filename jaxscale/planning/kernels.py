@@ -121,7 +121,7 @@ def _filled(dims: tuple[float, ...], rates: Mapping[str, float]) -> float:
 def _product(
   module: Module, computation: Computation, instruction: Instruction
 ) -> tuple[Computation, Instruction] | None:
-  """Return the largest product of an instruction, and the computation that contains it."""
+  """Return the largest matrix product of an instruction, after the computation it is in."""
   if instruction.opcode != "fusion":
     is_product = cost.flops_of(module, computation, instruction) > 0
     return (computation, instruction) if is_product else None

@@ -58,9 +58,9 @@ class Machine:
     jitter: the standard deviation of a chip's step time, as a share of the step time.
     host: the time in seconds between two steps.
     input_rate: the number of examples/s that a host can load; None sets no limit.
-    save_rate: the bytes/s of writing a checkpoint, over all nodes; None: no time.
+    save_rate: the bytes/s of writing a checkpoint, over all nodes; None means no time.
     start: the time in seconds from the start of a job to its first step, with compilation.
-    mtbf_hours: the mean time in hours between failures of one host; None: no failures.
+    mtbf_hours: the mean time in hours between failures of one host; None means no failures.
     watts: the power in watts of a chip, with its share of the node.
     price_chip_hour: the price of a chip-hour, in the site's currency.
     price_kwh: the price of a kWh of energy.

@@ -45,7 +45,7 @@ class Plan(NamedTuple):
     strong: the steps with the same batch on other numbers of chips.
     weak: the steps with the same rows per device on other numbers of chips.
     skipped: the numbers of devices that do not divide the batch.
-    knee: the number of devices above which doubling gives less than 1.4 times the rate; None
+    knee: the number of devices above which doubling gives less than 1.4 times the speed; None
       if it was not found.
     run: the length of the run; None if its text data are not available.
     job: the predicted job; None if its text data are not available.
@@ -209,7 +209,7 @@ def bottleneck(plan: Plan) -> tuple[str, str]:
   name, seconds = max(plan.step.parts.items(), key=lambda part: part[1])
   what, advice = _ADVICE.get(name, ("", ""))
   if not what:
-    what = f"communication along {name.removeprefix('exposed ')} that nothing hides"
+    what = f"communication along {name.removeprefix('exposed ')} that no computation hides"
     advice = "more rows for each device, less to send (exchange=HalfPrecision) or faster links"
   if (what, advice) == _ARITHMETIC and plan.config.dtype == "float32":
     advice = f"dtype='bfloat16', {advice}"

@@ -45,9 +45,9 @@ class Row(NamedTuple):
   """Candidate that was compiled.
 
   Attributes:
-    candidate: the settings.
+    candidate: the settings of the layout.
     step: the planned step; None if the candidate does not fit or compile.
-    note: the reason why it does not; "" otherwise.
+    note: the reason why `step` is None; "" otherwise.
   """
 
   candidate: Candidate

@@ -89,7 +89,7 @@ class Step(NamedTuple):
 
 
 def sized(chips: topologies.Chips, devices: int) -> str | None:
-  """Return the name of chips of a kind by their number; None if there is no such number.
+  """Return the --chips name for this kind and a number of devices; None if there is none.
 
   Example:
     >>> sized(find_chips("v5e-16"), 512)                           # doctest: +SKIP
@@ -124,7 +124,7 @@ def compile_step(config: cfg.Config, chips: topologies.Chips) -> Compiled:
   here = len(chips.devices)
   if here < asked:  # Fewer CPUs are simulated, with the same rows on each.
     if config.batch_size * here % asked:
-      raise ConfigError(f"Config.batch_size={config.batch_size}: not divisible by {asked} devices")
+      raise ConfigError(f"Config.batch_size={config.batch_size}: give a multiple of {asked}")
     config = dataclasses.replace(config, batch_size=config.batch_size * here // asked)
   fit = fits.compile_for(config, chips)
   if fit.compiled is None:

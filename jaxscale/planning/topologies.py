@@ -49,10 +49,10 @@ class Chips(NamedTuple):
 
   Attributes:
     name: the requested name.
-    chip: the kind of accelerator.
+    chip: the data of the accelerator.
     devices: the devices for `mesh.make_mesh` or `build.experiment`; for CPUs at most as many
       as JAX simulates.
-    kind: the name of the kind.
+    kind: the kind in the name, such as "h100" in "2xh100-4".
     count: the requested number of devices; 0 stands for the number of `devices`.
   """
 

@@ -40,7 +40,7 @@ def candidates(
     previous: the current batch size.
     initial: the batch size of the first epoch.
     maximum: the largest batch size allowed.
-    multiple: the number that every size is a multiple of.
+    multiple: the divisor of every size.
     rate_change: the current learning rate divided by the initial one.
 
   Example:

@@ -137,7 +137,7 @@ def _hf_fields(to: Path, described: Described, common: dict[str, Any]) -> dict[s
 
 
 def _timm_fields(to: Path, described: Described) -> tuple[dict[str, Any] | None, str]:
-  """Return the fields of the config.json next to the file, or None and a note why not."""
+  """Return the fields of the config.json to write, or None and a note with the reason."""
   try:
     config_json.config_json_path(to)
   except ConfigError:

@@ -118,8 +118,8 @@ def train(run: Run) -> TrainState:
   with run.reporter:
     run.tracer.check_plan(run.total_steps)
     if run.stops_at_target() or start == run.total_steps:
-      done = f"the target was reached by step {start}" if run.stops_at_target() else ""
-      logger.info(f"{done or f'all {start} steps are done'} already; evaluating again")
+      done = f"the target was already reached by step {start}" if run.stops_at_target() else ""
+      logger.info(f"{done or f'all {start} steps are already done'}; evaluating again")
       run_hooks.evaluate(run, start, state)
       return state
     if start:
@@ -177,7 +177,8 @@ def roll_back(run: Run, error: NonFiniteError) -> None:
   """Make the run resume from its last good checkpoint and skip the steps since.
 
   Raises:
-    NonFiniteError: the config does not say "roll_back", or there were too many roll backs.
+    NonFiniteError: `checks.nan_policy` is not "roll_back", or the run has rolled back too
+      often.
   """
   if run.nan_policy.action != "roll_back":
     raise error

@@ -211,7 +211,7 @@ class _Segment(NamedTuple):
 
   Attributes:
     attempt: the start of the process, and how many times it had begun to train.
-    resumed: the step after which the attempt began; None if training has not begun.
+    resumed: the step after which the attempt began; None if training has not started.
     first: the step in progress at the beginning.
     last: the step in progress at the end.
     seconds: the seconds by activity.

@@ -1,4 +1,4 @@
-"""Hooks of a run, which run between its steps, and callbacks of the training loop."""
+"""Hooks that a run calls between steps, and callbacks of the training loop."""
 
 from __future__ import annotations
 

@@ -26,11 +26,11 @@ class StepCompiler:
     self._fingerprint: Future[replica_check.Fingerprint] | None = None
 
   def begin(self, experiment: build.Experiment, lowering: Future[Any] | None = None) -> None:
-    """Begin to compile the train step of an experiment's phase, unless this has begun.
+    """Start to compile the train step of an experiment's phase, unless it has started.
 
     Args:
       experiment: the experiment at the phase.
-      lowering: the future of `Experiment.lower_train_step`, if it has begun.
+      lowering: the future of `Experiment.lower_train_step`, if it has started.
     """
     if experiment.phase not in self._steps:
       turn = self._turn()

@@ -89,10 +89,10 @@ def make_local_train_step(
     method: the schedule of synchronizations and the outer optimizer.
     schedule: step -> learning rate, the same as in `tx`; reported in the metrics.
     workers: mesh axes along which workers differ. Devices along the other axes form one
-      worker and average their gradients in every step. None: all axes, so that each
+      worker and average their gradients in every step. None means all axes, so that each
       device is a worker.
     last_step: last step of the run, after which workers also synchronize, so that no
-      training is lost if H does not divide the number of steps; None: no extra
+      training is lost if H does not divide the number of steps; None means no extra
       synchronization.
     reduce_metrics: False returns metrics of shape [devices], one value per device, so
       that nothing crosses the network between synchronizations; the reader averages

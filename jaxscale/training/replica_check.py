@@ -128,7 +128,7 @@ def make_fingerprint(mesh: Mesh, tree: Any = None) -> Any:
 
   Args:
     mesh: the mesh of the arrays.
-    tree: a tree of arrays, or of objects with their shardings; None: all arrays are
+    tree: a tree of arrays, or of objects with their shardings; None means that all arrays are
       replicated.
 
   Example:
@@ -214,7 +214,7 @@ def find_divergence(
     prints: result of the function from `make_fingerprint`, [devices, leaves].
     names: names of the leaves.
     mesh: the mesh, whose order the devices have; needed with `splits`.
-    splits: mesh axes that split each leaf; None: no leaf is split.
+    splits: mesh axes that split each leaf; None means that no leaf is split.
   """
   shards = sorted(prints.addressable_shards, key=lambda s: s.index[0].start or 0)
   own = [

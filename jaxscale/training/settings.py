@@ -36,7 +36,7 @@ class CrossEntropy(Loss):
       )
     if "int" not in str(getattr(info, "label_dtype", "int32")):
       raise ConfigError(
-        f"Config.loss=CrossEntropy needs integer targets, but the data's are {info.label_dtype}; "
+        f"Config.loss=CrossEntropy needs integer targets, but they are {info.label_dtype}; "
         "give integers, or choose SquaredError"
       )
     return losses.cross_entropy(self.label_smoothing)

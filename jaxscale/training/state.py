@@ -41,7 +41,7 @@ def state_shardings(
 
   Args:
     mesh: the mesh of the state.
-    layout: the layout of the parameters; None: everything is replicated.
+    layout: the layout of the parameters; None means that everything is replicated.
     tx: the optimizer; needed with a layout.
     average: whether the state has averages.
   """
@@ -73,7 +73,7 @@ def init_state(
     init_fn: key -> (params, model_state).
     tx: the optimizer.
     mesh: the mesh of the state.
-    exchange: the gradient exchange; None: `plain`, which has no state.
+    exchange: the gradient exchange; None means `plain`, which has no state.
     seed: seed of the parameters, which are the same on every mesh.
     given: leaves that replace initialised ones, such as imported weights, by path: "0/..."
       for params and "1/..." for model_state.
@@ -97,7 +97,7 @@ def run_init(
     mesh: the mesh of the state.
     seed: seed of the parameters.
     given: leaves that replace initialised ones, as in `init_state`.
-    turn: context manager entered for the compilation; None: no context.
+    turn: context manager entered for the compilation; None means no context.
   """
   # A sharded init may have collectives, so that no step may start while it runs.
   init = one_at_a_time(init, mesh)
@@ -148,8 +148,8 @@ def make_init(
     tx: the optimizer.
     mesh: the mesh of the state. To lower the function, its devices need not exist on this
       machine.
-    exchange: the gradient exchange; None: `plain`, which has no state.
-    layout: the layout of the parameters; None: everything is replicated. Each device
+    exchange: the gradient exchange; None means `plain`, which has no state.
+    layout: the layout of the parameters; None means that everything is replicated. Each device
       creates only the part that it holds.
     average: also keep averages of parameters and model state.
     noise_scale: also keep running averages of the gradient-noise scale.

@@ -80,11 +80,11 @@ def make_train_step(
     tx: the optimizer, which is applied to mean gradients.
     mesh: the mesh; all its axes except `stage` and `model` split the batch.
     exchange: the exchange that averages gradients over the axes of `parallel.
-      layout_exchange.exchange_axes`; None: `exchange.plain`, which is exact.
+      layout_exchange.exchange_axes`; None means `exchange.plain`, which is exact.
     schedule: step -> learning rate, the same as in `tx`; for the metrics and for
-      `skip_bad_steps`. None: no learning rate is reported.
+      `skip_bad_steps`. None means that no learning rate is reported.
     layout: the layout of the parameters. `loss_fn` then gets the part of the parameters
-      that a device holds (`parallel.stack_loss`, `parallel.with_gathered_params`). None:
+      that a device holds (`parallel.stack_loss`, `parallel.with_gathered_params`). None means
       everything is replicated.
     options: see `StepOptions`.
 
@@ -376,7 +376,7 @@ def make_eval_step(eval_fn: EvalFn, mesh: Mesh, layout: Layout | None = None) ->
   Args:
     eval_fn: (params, model_state, batch) -> totals over the rows of the batch.
     mesh: the mesh; all its axes except `stage` and `model` split the batch.
-    layout: the layout of the parameters; None: everything is replicated.
+    layout: the layout of the parameters; None means that everything is replicated.
   """
   layout = layout or specs.replicated_layout(mesh)
   in_specs = layout.param_specs, P(), P(batch_axes(mesh))

@@ -94,7 +94,7 @@ class StepOptions(NamedTuple):
   Attributes:
     num_microbatches: number of micro-batches that a device computes one after another;
       gradients are exchanged once, after the last.
-    unroll: unroll the loop over micro-batches; None: only on CPU, where XLA canonicalises
+    unroll: unroll the loop over micro-batches; None means only on CPU, where XLA canonicalises
       convolutions only outside of loops (inside a loop the gradient of a 3x3 kernel was 37
       times slower).
     ema_decay: decay of the averages that `init_state(..., average=True)` began; None
@@ -107,7 +107,8 @@ class StepOptions(NamedTuple):
     skip_bad_steps: keep the old state, except for step counts, if the loss, the gradients,
       the learning rate or the model state have NaN or Inf. The loss of such a step is
       NaN, and the metric `nan_guard.CODES`, which is not a scalar, reports the findings of
-      each device. The totals must include "loss".
+      each device. The totals that the
+      loss function returns must include "loss".
     observe: opt_state -> further metrics, scalars.
     seed: seed of the keys of the rows.
   """

@@ -25,7 +25,7 @@ class Comparison(NamedTuple):
   """Result of a comparison; each entry is a clause of a message.
 
   Attributes:
-    problems: the differences that make it a different model.
+    problems: the differences that show that the file holds a different model.
     notes: the differences that may change results, or fields that could not be compared.
   """
 

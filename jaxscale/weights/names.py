@@ -264,9 +264,9 @@ def guess(path: str | os.PathLike, names: Collection[str]) -> str:
     if sign in names:
       return naming
   some = ", ".join(sorted(names)[:3])
-  why = f"its names belong to none of {', '.join(NAMINGS)} (but {some}){_kind(path)}"
-  fix = "use parameters of a ResNet or ViT of timm or torchvision"
-  raise ConfigError(f"{path}: {why}; {fix}, of a Llama or ViT of Hugging Face, or of jaxscale")
+  why = f"its names (such as {some}) match none of {', '.join(NAMINGS)}{_kind(path)}"
+  fix = "use a ResNet or ViT from timm or torchvision"
+  raise ConfigError(f"{path}: {why}; {fix}, a Llama or ViT from Hugging Face, or an export")
 
 
 def _kind(path: Any) -> str:

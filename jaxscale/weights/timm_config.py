@@ -53,7 +53,7 @@ _FIELDS = OURS.union(
 
 
 def is_timm_config(found: Mapping[str, Any]) -> bool:
-  """Return whether a config.json is timm's."""
+  """Return whether a config.json is in timm's format."""
   return not {"architecture", "pretrained_cfg", "num_classes"}.isdisjoint(found)
 
 

@@ -295,5 +295,5 @@ def test_a_run_resumes_with_damage(workdir, finished, name, capsys):
   config = tiny_digits(log__plot=str("picture" in name))
   assert fit(config, workdir).summary["outcome"] == "done"
   printed = capsys.readouterr().out
-  assert ("all 45 steps are done already" in printed) is is_whole
+  assert ("all 45 steps are already done" in printed) is is_whole
   assert is_whole or "checkpoint 45 is damaged (the manifest" in printed

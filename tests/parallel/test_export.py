@@ -152,7 +152,7 @@ def test_a_classifier_of_other_classes_starts_anew_if_asked_to(tmp_path, reporte
   assert reported[0].endswith("; the classifier is newly initialized")
   assert_same_bits(state.params["Dense_0"], params["Dense_0"])
   assert_same_bits(state.params["Dense_1"], fresh.params["Dense_1"])
-  with config_error(match=r"init_head=True: set init_from too"):
+  with config_error(match=r"init_head=True: needs init_from; set it"):
     tiny_digits(init_head="True")
 
 

@@ -176,7 +176,7 @@ def test_a_copy_is_of_this_experiment(left, node, states, reported):
   with opened(left, node, killed=True) as checkpoints:
     with config_error(match="saved by a different experiment"):
       checkpoints.restore(wide)
-    assert "it belongs to another model, optimizer or exchange" in reported[0]
+    assert "it belongs to a different model, optimizer or exchange" in reported[0]
     (left / "shared" / "1").rename(left / "moved")
     assert checkpoints.newest() == 0 and checkpoints.restore(abstract) is None
     (left / "moved").rename(left / "shared" / "1")
@@ -204,7 +204,7 @@ def test_shards_of_any_dtype_are_what_they_were(tmp_path):
     assert_same_bits(node_file.read_state(file, footer["leaves"], like), state)
     where = jax.NamedSharding(mesh, jax.P("b"))
     like["int8()"] = jax.ShapeDtypeStruct((8, 4), jnp.int8, sharding=where)
-    with pytest.raises(DamagedError, match="from other devices"):
+    with pytest.raises(DamagedError, match="from different devices"):
       node_file.read_state(file, footer["leaves"], like)
 
 

@@ -211,7 +211,7 @@ def test_targets_that_do_not_fit_are_one_line():
     data.array_info(X, Y - (np.arange(64) == 5) * (Y + 1))
   data.from_arrays(data.array_info(X, -X), X, -X)  # numbers may be anything
   arrays = cfg.Arrays(x=X, y=X[:, 0], eval_share=0.5)
-  with config_error("needs integer targets, but the data's are float32; give"):
+  with config_error("needs integer targets, but they are float32; give"):
     experiment(config_of(cfg.MLP(), data=arrays))
 
 

@@ -247,7 +247,7 @@ NEUTRAL = dict(optimizer="AdamW", optimizer__lr="0.1", phases__follow="neutral")
 ROWS = r"Phases.batch_sizes=100 .*; give 96 or 104"
 MISTAKES = {
   "no start": (dict(phases__epochs="(1, 2)"), "add a phase at 0"),
-  "order": (dict(phases__epochs="(0, 3, 2)"), "rising order"),
+  "order": (dict(phases__epochs="(0, 3, 2)"), "increasing order"),
   "count": (TWO | dict(phases__batch_sizes="(64,)"), "2 phases"),
   "neutral adam": (NEUTRAL | dict(phases__batch_sizes="(64,)"), "use SGD"),
   "adaptive lars": (dict(optimizer="LARS", phases="AdaptiveBatch"), "use SGD"),

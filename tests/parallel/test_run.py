@@ -155,7 +155,7 @@ def test_a_run_is_the_same_with_trackers(finished, tmp_path, capsys):
 def test_a_finished_run_says_so_and_stays_as_it_is(finished, capsys):
   result, workdir = finished
   again = fit(tiny_digits(), workdir)
-  assert "all 45 steps are done already" in capsys.readouterr().out
+  assert "all 45 steps are already done" in capsys.readouterr().out
   assert again.summary["accuracy"] == result.summary["accuracy"]
   assert_same_bits(again.state, result.state)
 
@@ -339,7 +339,7 @@ def test_a_run_stops_at_its_target_and_stays_there(tmp_path, capsys):
   capsys.readouterr()
   again = fit(tiny_digits(**options), tmp_path).summary
   reported = capsys.readouterr().out
-  assert f"the target was reached by step {summary['step']} already" in reported
+  assert f"the target was already reached by step {summary['step']}" in reported
   for name in ("step", "target_step", "target_seconds", "accuracy"):
     assert again[name] == summary[name]
 

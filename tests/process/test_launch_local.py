@@ -206,7 +206,7 @@ def test_a_study_runs_one_size_after_another(fake, tmp_path):
   assert jobs.job("study-4n", runs) == study.jobs[1]
   with pytest.raises(ConfigError, match="sturdy: no such study, did you mean 'study'"):
     jobs.study("sturdy", runs)
-  with pytest.raises(ConfigError, match="study-2n: has written nothing yet"):
+  with pytest.raises(ConfigError, match="study-2n: has not started yet"):
     study.report()  # the stand-in writes no config.json
 
 

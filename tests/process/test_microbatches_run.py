@@ -172,7 +172,7 @@ def test_an_adaptive_run_chooses_as_it_would_have(tmp_path):
   assert_close(got.params, wanted.state.params, 1e-5)
   # Started again, it knows the sizes: the last phase has as many micro-batches.
   done = resume(workdir, changes, 4)
-  assert done.returncode == 0 and "steps are done already" in done.stdout, done.stderr
+  assert done.returncode == 0 and "steps are already done" in done.stdout, done.stderr
   phases = derived(workdir)["phases"]
   assert {s["accumulate_steps"] for s in phases} == {2}
   assert [s["batch_size"] for s in phases] == chosen[0]

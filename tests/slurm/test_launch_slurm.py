@@ -58,7 +58,7 @@ def test_cancelled_it_saves_and_stays_cancelled(cli):
   cli("submit", "--nodes=2", "--name=c")
   until(cli, "c", "RUNNING")
   wait_until(lambda: is_up(cli, "c", rank=1))
-  assert "is RUNNING; `cancel c` first" in cli("resume", "c", code=2)
+  assert "is RUNNING; run `jaxscale cancel c` first" in cli("resume", "c", code=2)
   cli("cancel", "c")
   until(cli, "c", "CANCELLED")
   assert "stopped by TERM" in cli("logs", "c", "--rank=1")

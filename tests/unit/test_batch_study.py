@@ -182,7 +182,7 @@ def test_a_plan_reads_the_fit_of_a_study(tmp_path):
 def test_a_study_that_has_not_begun_and_a_sweep_of_something_else(tmp_path):
   folder = write_study(tmp_path / "study", outcome())
   (folder / "trials" / "0" / "config.json").unlink()
-  with pytest.raises(ConfigError, match="study: no trial has begun; see `status study`"):
+  with pytest.raises(ConfigError, match="study: no trial has started; see `jaxscale status study`"):
     batch_study.report(folder)
   table = json.loads((folder / "run.json").read_text())
   for trials in ([], [{"seed": "1"}], [{"batch_size": "x", "stop_at_target": "True"}]):

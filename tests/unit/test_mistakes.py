@@ -59,8 +59,8 @@ train --config.faults.hang_timeout_s=1e300 | Faults.hang_timeout_s=1e\+300:
 train --config.checkpoint.max_wait_s=1e300 | Checkpoint.max_wait_s=1e\+300:
 train --config.data=ImageFolder | ImageFolder.path is not set: give str$
 report digts | digts: no such run, did you mean 'digits'\?$
-report digits | digits: has trained no step, there is nothing to report$
-report runs/digits | digits: has trained no step, there is nothing to report$
+report digits | digits: has not logged a step yet, so there is nothing to report$
+report runs/digits | digits: has not logged a step yet, so there is nothing to report$
 """)
 
 

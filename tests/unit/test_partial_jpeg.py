@@ -325,6 +325,6 @@ def test_a_library_that_does_not_fit_is_not_used(bare, photo, monkeypatch):
   monkeypatch.setattr(partial_jpeg.ctypes, "CDLL", lambda path, mode: other)
   partial_jpeg.library.cache_clear()
   found = partial_jpeg.library()
-  assert found.decode is None and "other pixels than simplejpeg" in found.text
+  assert found.decode is None and "different pixels than simplejpeg" in found.text
   encoded, draws = KINDS["420"](photo), uniform(0, np.arange(1))[0]
   assert jpeg.decode_view(encoded, 16, 3, draws)[1] == "JPEG"

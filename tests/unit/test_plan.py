@@ -128,7 +128,7 @@ MISTAKES = {
   "links lacks 'node'": lambda: plan(GPUS, 1.0, links={"gpu": Link(0.0, 0.0)}),
   "did you mean 'gpu'?": lambda: plan(GPUS, 1.0, links={"gpus": Link(0.0, 0.0)}),
   "give alpha, beta >= 0": lambda: plan(GPUS, 1.0, links=NEGATIVE),
-  "0 devices": lambda: plan(GPUS, 1.0, "torus", dims=[("gpu", 0)]),
+  "size 0 is out of range": lambda: plan(GPUS, 1.0, "torus", dims=[("gpu", 0)]),
 }
 
 

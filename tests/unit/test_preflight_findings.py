@@ -126,7 +126,7 @@ def test_options_are_read_or_refused(monkeypatch, capsys):
   for argv, says in (
     (["--skip=netwrok"], "did you mean 'network'?"),
     (["--skip"], "a value is missing"),
-    (["--config.a=1"], "give --config FILE too"),
+    (["--config.a=1"], "needs --config FILE; add it"),
     (["--wordir=x"], "did you mean '--workdir'?"),
   ):
     assert cli.main(["doctor", *argv]) == 2

@@ -49,7 +49,7 @@ def test_a_run_that_lasts_has_what_is_known(tmp_path):
   report = describe(workdir(tmp_path / "r", LINES[0]))
   assert report.startswith("r: at step 10, no summary.json yet\n")
   assert "problems: none on record" in report and "speed" not in report
-  with pytest.raises(NotBegunError, match="has trained no step"):
+  with pytest.raises(NotBegunError, match="has not logged a step yet"):
     describe(workdir(tmp_path / "none"))
 
 

@@ -189,7 +189,7 @@ def test_mistakes_with_text_files_are_one_line(tmp_path):
     split='train' | TextFiles.vocab_size=None
     split='train' vocab_size=9 tokenizer='x.json' | omit it
     split='val' vocab_size=9 | is text with the vocabulary
-    split='test' | there is both, none.txt, train.bin and val.txt
+    split='test' | it contains both, none.txt, train.bin and val.txt
     split='both' | keep only one kind
     split='val' directory='no' | no such directory
     split='val' tokenizer='no.json' | TextFiles.tokenizer='no.json'
@@ -221,7 +221,7 @@ def test_a_folder_of_text_has_the_rule_of_one_of_images(tmp_path):
 def test_files_of_other_endings_are_named_whole(name, tmp_path):
   (tmp_path / name).parent.mkdir(exist_ok=True)
   (tmp_path / name).touch()
-  shown = ["there is train", "train has .jsonl"] if "/" in name else [f"there is {name}"]
+  shown = ["it contains train", "train has .jsonl"] if "/" in name else [f"it contains {name}"]
   with config_error(*shown, "; write text to .txt"):
     data.text_files(tmp_path, "train")
 

@@ -177,7 +177,7 @@ xxx | : no such run
 x\0y --summary | : no such run
  | RUN: missing
 --summary | RUN: missing
-RUN other | other: one run at a time
+RUN other | other: profile takes one run
 RUN --steps=0 | --steps=0: give a whole number in [1, 100]
 RUN --processes=0,x | --processes=0,x: give whole numbers
 RUN --processes=-1 | --processes=-1: give whole numbers

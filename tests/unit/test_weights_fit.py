@@ -109,11 +109,11 @@ def test_a_file_that_does_not_fit_says_what_to_set(tmp_path):
 
 def test_names_that_are_not_known_are_of_what_the_config_says(tmp_path):
   names = ["gpt_neox.embed_in.weight"]
-  with config_error("(but gpt_neox.embed_in.weight); use"):
+  with config_error("(such as gpt_neox.embed_in.weight) match none"):
     guess(tmp_path, names)
   fields = {"model_type": "gpt_neox", "rotary_pct": 0.25, "hidden_size": 8}
   (tmp_path / "config.json").write_text(json.dumps(fields))
   for path in (tmp_path, tmp_path / "model.safetensors"):
-    wanted = "(but gpt_neox.embed_in.weight), and its config.json says "
+    wanted = "torchvision, huggingface, and its config.json says "
     with config_error(f"{wanted}model_type='gpt_neox', rotary_pct=0.25; use"):
       guess(path, names)

@@ -67,5 +67,5 @@ def number(env: Env, name: str) -> int | None:
   text = env.get(name, "").strip()
   found = whole_number(text)
   if text and found is None:
-    raise ConfigError(f"{name}={text:.40}: give a whole number")
+    raise ConfigError(f"{name}={text:.40}: not a whole number; correct or unset it")
   return found

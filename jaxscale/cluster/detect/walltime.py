@@ -16,7 +16,7 @@ _MOST_OF_A_JOB = 0.25  # otherwise a job of one minute would stop at its start
 
 
 def end_time(env: Mapping[str, str] = os.environ) -> float | None:
-  """Return the end of the job in seconds since 1970; None: no limit, or unknown.
+  """Return the end of the job in seconds since 1970; None if unlimited or unknown.
 
   SLURM_JOB_END_TIME has the end as of the job's start (sbatch(1), "output environment
   variables"; Slurm 22.05 does not set it yet). Without it, `scontrol` is called, which

@@ -96,9 +96,9 @@ def rendezvous(
       image to pull delays their start.
     digests: digests that must be equal in all processes, by name: "config", "code".
     on_cpu: whether collectives will use gloo, which listens at the address of the host
-      name. None: True if JAX_PLATFORMS begins with "cpu".
+      name. None means True if JAX_PLATFORMS begins with "cpu".
     error: the reason why this process cannot take part, such as a missing GPU.
-    secret: the secret of the run. None: the result of `secret.find_secret`.
+    secret: the secret of the run. None means the result of `secret.find_secret`.
 
   Raises:
     ConfigError: a process is missing, was started twice, or differs from process 0. The

@@ -187,7 +187,7 @@ def gloo_address() -> str | None:
 
   It is the first address of the host's own name that can be bound. JAX passes neither host
   nor interface (jax/_src/xla_bridge.py, make_cpu_client), so gloo uses gethostname()
-  (gloo/transport/tcp/device.cc, lookupAddrForHostname). None: the name does not resolve,
+  (gloo/transport/tcp/device.cc, lookupAddrForHostname). None means that the name does not resolve,
   and gloo could not start.
   """
   with contextlib.suppress(OSError):

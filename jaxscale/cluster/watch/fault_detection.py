@@ -262,7 +262,7 @@ def find_hang(ranks: _States, now: float, timeouts: Timeouts) -> Fault | None:
 
 
 def find_left(ranks: _States) -> Fault | None:
-  """Return the fault of a process that exited before others finished; None: none did."""
+  """Return the fault of a process that exited before others finished; None if none did."""
   left = [(state.step, rank) for rank, state in ranks.items() if state.has_left]
   step, rank = min(left, default=(math.inf, 0))
   is_behind = any(state.step > step for state in ranks.values())

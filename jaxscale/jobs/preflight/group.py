@@ -72,7 +72,7 @@ def receive(group: Group, rank: int, step: str) -> Any:
   if their_step != step:
     theirs = f"{group.name(rank)} is at {their_step!r}"
     ours = f"{group.name(group.rank)} is at {step!r}; start the same command everywhere"
-    raise ConfigError(f"preflight: {theirs} where {ours}")
+    raise ConfigError(f"preflight: {theirs}, but {ours}")
   return value
 
 

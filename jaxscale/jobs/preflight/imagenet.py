@@ -26,7 +26,7 @@ def check(
   """Check ImageNet's 1.28 million training and 50,000 validation images.
 
   Args:
-    data_dir: the directory of TFDS; None: the default of TFDS.
+    data_dir: the directory of TFDS; None means the default of TFDS.
     folder: a directory with train/CLASS/*.JPEG and val/ to check instead of TFDS.
     sample: the number of images to decode.
 
