@@ -86,8 +86,7 @@ class Progress:
     left = (self._total_examples - examples) / max(rate, 1e-9)
     parts = [f"loss {metrics['loss']:.4f}", *user_metrics(metrics)]
     parts += [f"lr {metrics['learning_rate']:.4g}"]
-    step_ms = 1e3 * perf["step_s"]
-    took = f"{step_ms:,.0f}" if step_ms >= 1000 else f"{step_ms:.3g}"
+    took = format(1e3 * perf["step_s"], ",.0f" if perf["step_s"] >= 1 else ".3g")
     parts += [f"{rate:,.0f} examples/s", f"{took} ms/step"]
     parts += [f"MFU {perf['mfu']:.1%}"] if "mfu" in perf else []
     parts += [f"memory {perf['memory_gb']:.3g} GB"] if "memory_gb" in perf else []
