@@ -1,10 +1,11 @@
 """Report the results of runs, and compare runs of one config at several sizes.
 
-The table has throughput, efficiency, exposed communication and the spread between
-processes; a study also gets a CSV file and a picture. --html writes one page for one or
-more runs, with curves, speed, goodput, starts, settings and environment. For a batch study
-the command prints the cost of each batch size and the critical batch size, and writes
-study.json.
+For one run the command prints outcome, metrics with curves, speed, goodput and problems.
+For several it prints a table of throughput, efficiency, exposed communication and the
+spread between processes; a study also gets a CSV file and a picture. --html writes one
+page for one or more runs, with curves, speed, goodput, starts, settings and environment.
+For a batch study the command prints the cost of each batch size and the critical batch
+size, and writes study.json.
 """
 
 from __future__ import annotations

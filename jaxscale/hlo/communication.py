@@ -185,7 +185,7 @@ def summary(table: Sequence[Collective]) -> str:
   behind = sum(r.times * r.wire_bytes for r in table if r.overlap)
   share = behind / everything.wire_bytes if everything.wire_bytes else 0.0
   sent = f"a device sends {everything.wire_bytes / 1e6:.3f} MB per step"
-  text.append(f"{sent}, {share:.0%} of it with compute between start and end")
+  text.append(f"{sent}, {share:.0%} of it in collectives that overlap with compute")
   if not all(row.times_known for row in table):
     text.append("the iterations of some loops are unknown and counted as 1")
   return "\n".join(text)

@@ -93,9 +93,11 @@ def _sections(run: Located) -> Iterable[str]:
 
 def _outcome(summary: Mapping[str, Any], lines: Sequence[Mapping[str, Any]]) -> str:
   """Return the progress and the quality of a run in one sentence."""
+  step = max((line["step"] for line in lines), default=0)
   if not summary:
-    step = max((line["step"] for line in lines), default=0)
     return f"At step {step:,}; no summary.json yet."
+  if step > summary["step"]:  # The summary of an interrupted run stays while the run resumes.
+    return f"At step {step:,} of {summary['total_steps']:,}, resumed at {summary['step']:,}."
   done = f"{summary['step']:,} of {summary['total_steps']:,} steps"
   parts = [f"{summary['outcome'].capitalize()} after {done} on {summary['devices']}"]
   for name, form in (("accuracy", ".2%"), ("loss", ".4g"), ("perplexity", ".4g")):

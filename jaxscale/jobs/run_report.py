@@ -32,9 +32,13 @@ def describe(path: Path) -> str:
   if not (lines := read_metrics(run.workdir / "metrics.jsonl")):
     raise NotBegunError(f"{run.name}: has not logged a step yet, so there is nothing to report")
   summary = read_json(run.workdir / "summary.json", _SHAPE)
-  state = f"at step {max(line['step'] for line in lines):,}, no summary.json yet"
+  step = max(line["step"] for line in lines)
+  state = f"at step {step:,}, no summary.json yet"
   if summary:
     state = "{outcome}, {step:,} of {total_steps:,} steps on {devices}".format(**summary)
+  # The summary of an interrupted run stays in the workdir while the run resumes.
+  if summary and step > summary["step"]:
+    state = f"at step {step:,} of {summary['total_steps']:,}, resumed at {summary['step']:,}"
   values, rates = finite(summary), windows(lines)
   notes = [f"speed: {statistics.median(rates):,.0f} examples/s (median)"] if rates else []
   notes += [f"time: {run.goodput}"] * (run.goodput is not None)

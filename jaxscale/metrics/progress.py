@@ -86,7 +86,8 @@ class Progress:
     left = (self._total_examples - examples) / max(rate, 1e-9)
     parts = [f"loss {metrics['loss']:.4f}", *user_metrics(metrics)]
     parts += [f"lr {metrics['learning_rate']:.4g}"]
-    parts += [f"{rate:,.0f} examples/s", f"{1e3 * perf['step_s']:,.3g} ms/step"]
+    took = format(1e3 * perf["step_s"], ",.0f" if perf["step_s"] >= 1 else ".3g")
+    parts += [f"{rate:,.0f} examples/s", f"{took} ms/step"]
     parts += [f"MFU {perf['mfu']:.1%}"] if "mfu" in perf else []
     parts += [f"memory {perf['memory_gb']:.3g} GB"] if "memory_gb" in perf else []
     text = "  ".join([*parts, f"{duration(left)} left"])

@@ -46,12 +46,12 @@ def _head(experiment: build.Experiment) -> str:
   layout = config.layout
   lines = [
     f"{mesh.size} x {mesh.devices.flat[0].device_kind} as {grid}",
-    f"split along fsdp: {layout_parts.shard_on(config, mesh)}",
+    f"layout.shard (along fsdp): {layout_parts.shard_on(config, mesh)}",
   ]
   if "model" in mesh.axis_names:
-    lines.append(f"split along model: {layout.model.replace('_', ' ')}")
+    lines.append(f"layout.model (along model): {layout.model}")
   again = ", and each stage again from its input" * ("stage" in mesh.axis_names)
-  return "\n".join([*lines, f"remat: {layout.remat}{again}", *experiment.notes])
+  return "\n".join([*lines, f"layout.remat: {layout.remat}{again}", *experiment.notes])
 
 
 def _parameters(params: Any) -> str:
@@ -67,7 +67,7 @@ def _parameters(params: Any) -> str:
   leaves = jax.tree.leaves(params)
   count = sum(math.prod(x.shape) for x in leaves)
   total = sum(map(_bytes, leaves)) / 1e6
-  rows.append((f"{count:,} in all", "", "", "", f"{total:,.3f}"))
+  rows.append((f"{count:,} parameters", "", "", "", f"{total:,.3f}"))
   return table(("parameter", "shape", "dtype", "split", "MB/device"), rows, left=range(4))
 
 
@@ -91,7 +91,7 @@ def _memory(compiled: Any) -> str:
   m = hlo.memory_of(compiled)
   host = f"; {m.host / 1e6:,.1f} MB on the host" if m.host else ""
   parts = f"state and batch {m.arguments / 1e6:,.1f}, temporary "
-  parts += f"{m.temporaries / 1e6:,.1f}, new {(m.outputs - m.aliased) / 1e6:,.1f}"
+  parts += f"{m.temporaries / 1e6:,.1f}, outputs {(m.outputs - m.aliased) / 1e6:,.1f}"
   return f"memory of one device in a step: {m.total / 1e6:,.1f} MB ({parts}){host}"
 
 

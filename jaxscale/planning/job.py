@@ -80,7 +80,7 @@ class Job(NamedTuple):
 
 
 def run_of(experiment: Any) -> RunLength | None:
-  """Return the length of an experiment's run; None if its text data are not available.
+  """Return the length of an experiment's run; None for text, which is not read.
 
   Args:
     experiment: the `build.Experiment`, at its first phase.

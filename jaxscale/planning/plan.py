@@ -47,8 +47,8 @@ class Plan(NamedTuple):
     skipped: the numbers of devices that do not divide the batch.
     knee: the number of devices above which doubling gives less than 1.4 times the speed; None
       if it was not found.
-    run: the length of the run; None if its text data are not available.
-    job: the predicted job; None if its text data are not available.
+    run: the length of the run; None for text, which plan does not read.
+    job: the predicted job; None for text, which plan does not read.
     compiled: the names of the chips that programs were compiled for.
     seconds: the seconds of compilation.
   """

@@ -112,10 +112,10 @@ def _scaling(plan: Plan) -> str:
     line = f"  strong scaling ends at {plan.knee:,} devices: twice as many give less "
     lines.append(f"{line}than 1.4 times the rate")
   elif plan.strong:
-    lines.append(f"  strong scaling does not end up to {plan.strong[-1].devices:,} devices")
+    lines.append(f"  strong scaling continues to {plan.strong[-1].devices:,} devices or more")
   if plan.skipped:
     sizes = ", ".join(f"{n:,}" for n in plan.skipped)
-    lines.append(f"  the batch, the mesh or the chips do not come in {sizes} devices")
+    lines.append(f"  not possible with this batch, mesh and chips: {sizes} devices")
   return "\n".join(lines)
 
 
@@ -138,15 +138,15 @@ def _size(strong: Step | None, weak: Step | None, base: Step | None) -> tuple[st
 def _run(plan: Plan) -> str:
   if plan.job is None or plan.run is None:
     took = duration(1000 * plan.step.seconds["expected"])
-    return f"the run: unknown length, as its text data are not available; 1,000 steps take {took}"
+    return f"the run: unknown length, because plan reads no text; 1,000 steps take {took}"
   run, job, machine = plan.run, plan.job, plan.rates.machine
   slow, mean, fast = (duration(3600 * job.hours[c]) for c in CORNERS)
   parts = f"training {duration(job.train['expected'])}, "
   parts += f"evaluation {duration(job.evaluate['expected'])}, "
   parts += f"checkpoints {duration(job.save)}, start {duration(job.start['expected'])}"
   lines = [
-    f"the run: {run.steps:,} steps, {run.evaluations:,} evaluations, {run.saves:,} "
-    f"checkpoints of {gib(run.state_bytes)}: {mean} ({fast} to {slow})",
+    f"the run: {plural(run.steps, 'step')}, {plural(run.evaluations, 'evaluation')}, "
+    f"{plural(run.saves, 'checkpoint')} of {gib(run.state_bytes)}: {mean} ({fast} to {slow})",
     f"  {parts}",
     f"  request {duration(3600 * job.limit)}; {job.chip_hours:,.1f} chip-hours",
   ]

@@ -127,14 +127,14 @@ def search(
   for one in itertools.chain([first], _in_order(queues, rows)):
     since_best = len(rows) - 1 - rows.index(min(rows, key=seconds)) if rows else 0
     if rows and time.monotonic() - began > 60 * minutes:
-      ended = f"the time limit of {minutes:g} minutes was reached"
+      ended = f"the time limit of --minutes={minutes:g} was reached"
       break
     if since_best >= _PATIENCE and any(row.step for row in rows):
       ended = f"{_PATIENCE} in a row were no better"
       break
     rows.append(row := _planned(config, one, chips, rates))
     took = short_time(row.seconds) if row.step else row.note
-    log(f"{name_of(one)}, remat {one.layout.remat}, {one.num_microbatches} micro-batches: {took}")
+    log(f"{name_of(one)}, remat {one.layout.remat}, micro-batches {one.num_microbatches}: {took}")
   ranked = tuple(sorted(rows, key=seconds))
   if ranked[0].step is None:
     raise RefusedError(f"--search: none of {len(rows)} layouts fits; {rows[-1].note}")
@@ -305,7 +305,7 @@ def name_of(one: Candidate) -> str:
   words += [layout.shard] * (layout.shard not in ("none", "fsdp"))
   words += [layout.model.replace("_", " ")] * (layout.model != "layers")
   words += [layout.schedule] * (one.mesh.stage > 1)
-  words += ["in the backward pass"] * (layout.slow_axes == "in_backward")
+  words += ["slow_axes in_backward"] * (layout.slow_axes == "in_backward")
   return ", ".join(words)
 
 

@@ -128,7 +128,7 @@ def test_describe_says_what_every_device_holds_and_sends():
   assert lines["head/norm/scale"].split()[3] == "whole"
   params = jax.eval_shape(models.make_transformer(**LANGUAGE).init, jax.random.key(0))
   count = sum(x.size for x in jax.tree.leaves(params))
-  assert f"{count:,} in all" in page
+  assert f"{count:,} parameters" in page
   found = re.findall(r"^([\w-]+) +([\w,]+) +f32 +(\d+)", page, re.M)
   kinds = {(kind, axes) for kind, axes, _ in found}
   assert {("all-gather", "fsdp"), ("reduce-scatter", "fsdp")} <= kinds

@@ -143,7 +143,7 @@ def test_a_config_for_many_devices_runs_on_one():
   alone = made(jax.devices()[:1], **fields)
   (note,) = alone.notes
   assert note.startswith("Mesh.fsdp=-1 found one device, so that Layout.shard=")
-  assert "split along fsdp: none" in describe(alone)
+  assert "layout.shard (along fsdp): none" in describe(alone)
   together = made(**fields)
   assert together.notes == () and together.layout.shard == "fsdp"
   with config_error(match=r"which has one device; set mesh\.fsdp"):

@@ -390,13 +390,15 @@ def test_progress_lines(capsys):
   perf = {"examples_per_s": 1280.0, "step_s": 0.025, "mfu": 0.5, "memory_gb": 61.234}
   progress.train(10, {"loss": 0.5, "learning_rate": 0.1}, perf)
   progress.evaluated(10, {"accuracy": 0.875, "loss": 0.25})
+  progress.train(20, {"loss": 0.5, "learning_rate": 0.1}, perf | {"step_s": 3.25})
   progress.close()
-  first, second = capsys.readouterr().out.splitlines()
+  first, second, slow = capsys.readouterr().out.splitlines()
   assert first == (
     "step  10/100  loss 0.5000  lr 0.1  1,280 examples/s  25 ms/step  MFU 50.0%  "
     "memory 61.2 GB  0:02 left"
   )
   assert second == "step  10/100  validation accuracy 87.50%  loss 0.2500"
+  assert " 3,250 ms/step " in slow
   assert metrics.duration(7) == "0:07" and metrics.duration(11_100) == "3:05:00"
 
 

@@ -53,6 +53,12 @@ def test_a_run_that_lasts_has_what_is_known(tmp_path):
     describe(workdir(tmp_path / "none"))
 
 
+def test_a_run_that_resumes_is_not_reported_as_interrupted(tmp_path):
+  summary = DONE | dict(outcome="interrupted", step=15)
+  report = describe(workdir(tmp_path / "r", *LINES, **summary))
+  assert report.startswith("r: at step 30 of 30, resumed at 15\n")
+
+
 def test_a_run_of_one_logged_step_draws_points(tmp_path):
   """A line through one point is invisible."""
   one = plot_metrics(workdir(tmp_path / "one", LINES[0])).read_bytes()

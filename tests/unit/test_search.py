@@ -202,7 +202,7 @@ def test_a_search_ends(monkeypatch):
   assert found.ended == f"{search._PATIENCE} in a row were no better"
   assert found.rows[0].candidate == given
   found = search.search(made, chips, minutes=0)
-  assert len(found.rows) == 1 and found.ended == "the time limit of 0 minutes was reached"
+  assert len(found.rows) == 1 and found.ended == "the time limit of --minutes=0 was reached"
   # What fits is looked for as long as nothing does.
   monkeypatch.setattr(search, "_planned", planned(lambda one: None))
   with pytest.raises(RefusedError, match=r"none of \d+ layouts fits; does not fit: 9"):
