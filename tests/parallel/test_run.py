@@ -41,7 +41,7 @@ def finished(tmp_path_factory):
   os.chdir(build.__file__.rsplit("/", 3)[0])
   workdir = tmp_path_factory.mktemp("run")
   with pytest.MonkeyPatch.context() as patch:  # CPUs have no published peak
-    patch.setattr(efficiency, "find_peak", lambda: efficiency.Peak(1e11, "published: test"))
+    patch.setattr(efficiency, "find_peak", lambda: efficiency.Peak(2e9, "published: test"))
     return fit(tiny_digits(log__plot="True"), workdir), workdir
 
 

@@ -162,7 +162,7 @@ def test_who_sleeps_before_the_collective_is_the_culprit(family):
   codes, errors = ends(family(waits, waits, sleeps, waits, limits=HANGING))
   assert codes == [86] * 4
   pattern = rf"process 2 on n2 hangs in step 11 \(input\) {FOR}; 3 others wait for it"
-  assert re.match(f"error: {pattern}", errors[0]), errors[0]
+  assert re.search(f"^error: {pattern}", errors[0], re.M), errors[0]
 
 
 def test_all_inside_one_step_is_nobodys_fault(family):
@@ -194,7 +194,7 @@ def test_who_is_in_code_of_the_model_is_the_culprit(family):
   codes, errors = ends(family(waits, hangs, waits, limits=HANGING))
   assert codes == [86] * 3
   pattern = rf"process 1 on n1 hangs in step 13 {FOR} in a callback of the model \(slow_n"
-  assert re.match(f"error: {pattern}", errors[0]), errors[0]
+  assert re.search(f"^error: {pattern}", errors[0], re.M), errors[0]
   assert "; 2 others wait for it" in errors[0]
 
 
