@@ -69,4 +69,4 @@ def test_two_processes_hold_the_same(tmp_path):
   assert "done: validation accuracy" in results[0][0]
   # And one process resumes what two have saved: here it evaluates.
   out = trained(tmp_path / "two", *args, num_devices=4)
-  assert "all 90 steps are done" in out
+  assert "all 90 steps are already done" in out

@@ -261,7 +261,7 @@ def test_a_run_of_a_tokenizer_writes_its_text(which, tmp_path, capsys, monkeypat
   path.unlink()
   assert cli.main(["generate", *argv]) == 2
   assert capsys.readouterr().err == (
-    f"error: --workdir={tmp_path}: the 6 tokens of words are not bytes, and their "
+    f"error: --workdir={tmp_path}: the 6 tokens of words are not bytes, and the "
     f"tokenizer cannot be loaded (TextFiles.tokenizer={str(path)!r}: No such file or "
     "directory); call jaxscale.run.generate.sample with token ids\n"
   )

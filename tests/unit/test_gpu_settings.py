@@ -258,6 +258,6 @@ def test_a_run_sets_them_before_jax_starts(tmp_path):
 
   line, *rest = start("True")
   assert line.startswith("GPU settings: XLA_CLIENT_MEM_FRACTION=0.9 (JAX takes 75 %")
-  assert "JAX_OPTIMIZATION_LEVEL=O1 (collectives" in line
+  assert "JAX_OPTIMIZATION_LEVEL=O1 (overlaps collectives" in line
   assert rest == [f"O1 {flags}", "O1"]
   assert start("False") == [f"None {flags}", "UNKNOWN"]
