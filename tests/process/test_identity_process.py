@@ -52,7 +52,7 @@ def test_own_code_that_differs_between_processes_is_refused(tmp_path):
   script = shlex.join(command).replace("CONFIG", config)
   ended = run_group(["sh", "-c", f"exec {script}"])
   assert {code for *_, code in ended} == {2}
-  assert any("another own code in own than process 0" in err for _, err, _ in ended)
+  assert any("own code in own differs from process 0" in err for _, err, _ in ended)
   assert not (tmp_path / "run" / "checkpoints").exists()
   # Comments may differ, and where the file is.
   (tmp_path / "1" / "own.py").write_text(OWN + "# The copy of a node.\n")
