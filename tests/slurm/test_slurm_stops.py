@@ -183,7 +183,8 @@ def test_ctrl_c_on_srun_saves(slurm, tmp_path, options):
 def test_fewer_nodes_resume_where_more_have_stopped(slurm, whole, tmp_path):
   job = Job(slurm, tmp_path, "usr1", 1, "--config.faults.max_restarts=0")
   job.end("FAILED")
-  assert job.codes() == [93] and "is not requeued: it was requeued 0 times (limit 0)" in job.reported()
+  assert job.codes() == [93]
+  assert "is not requeued: it was requeued 0 times (limit 0)" in job.reported()
   again = Job(slurm, tmp_path, nodes=1)
   again.end("COMPLETED")
   assert "resuming from the checkpoint of step" in again.reported()
