@@ -359,11 +359,10 @@ class _Search:
       ends = f"{path}.py", f"{path}/__init__.py"
       places = (folder / end for folder in folders for end in ends)
       file = next((str(p) for p in places if p.is_file()), None)
-    is_there = file is not None and Path(file).is_file()
-    if not is_there or not _is_own_file(str(file)):
+    if file is None or not Path(file).is_file() or not _is_own_file(file):
       return None
-    self.files[module_name(module)] = Path(str(file))
-    return Path(str(file))
+    self.files[module_name(module)] = Path(file)
+    return Path(file)
 
   def _visit_closure(self, value: Any) -> None:
     """Visit the variables that functions of a local class or function close over."""

@@ -149,8 +149,8 @@ def type_name(annotation: Any) -> str:
     return " | ".join(repr(v) for v in typing.get_args(annotation))
   if len(alternatives(annotation)) > 1:
     return " | ".join(type_name(a) for a in alternatives(annotation))
-  if annotation in (type(None), bool):
-    return "None" if annotation is not bool else "True or False"
+  if annotation is bool or annotation is type(None):
+    return "True or False" if annotation is bool else "None"
   if hasattr(annotation, "built_in") and len(names := annotation.built_in()) > 1:
     own = f"a class of yours that extends {annotation.__name__}"
     return f"{' | '.join(names)}, or {own}"

@@ -194,6 +194,15 @@ def read(path: Path, plan: Path | None = None) -> MeasuredRun:
   return run._replace(missing=tuple(_missing(run, newest, derived["total_steps"])))
 
 
+def resumed_text(step: int, summary: Mapping[str, Any]) -> str:
+  """Describe a run that trains again after the step of its summary; "" if it does not.
+
+  The summary of an interrupted run stays in the workdir while the run resumes.
+  """
+  text = f"at step {step:,} of {summary['total_steps']:,}, resumed at {summary['step']:,}"
+  return text if step > summary["step"] else ""
+
+
 def finite(values: Mapping[str, Any], prefix: str = "") -> dict[str, float]:
   """Return the finite numbers among values, by name without the prefix."""
   return {

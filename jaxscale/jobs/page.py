@@ -15,7 +15,7 @@ from typing import Any
 from jaxscale.config.record import flat
 from jaxscale.errors import ConfigError
 from jaxscale.files import output_path, read_json, read_json_lines, replace_text
-from jaxscale.jobs.measured import Located, locate, quartiles
+from jaxscale.jobs.measured import Located, locate, quartiles, resumed_text
 from jaxscale.jobs.prediction import comparison
 from jaxscale.jobs.scaling_report import Report, svg
 from jaxscale.metrics import plot_metrics, read_metrics, text
@@ -96,8 +96,8 @@ def _outcome(summary: Mapping[str, Any], lines: Sequence[Mapping[str, Any]]) -> 
   step = max((line["step"] for line in lines), default=0)
   if not summary:
     return f"At step {step:,}; no summary.json yet."
-  if step > summary["step"]:  # The summary of an interrupted run stays while the run resumes.
-    return f"At step {step:,} of {summary['total_steps']:,}, resumed at {summary['step']:,}."
+  if resumed := resumed_text(step, summary):
+    return f"{resumed.capitalize()}."
   done = f"{summary['step']:,} of {summary['total_steps']:,} steps"
   parts = [f"{summary['outcome'].capitalize()} after {done} on {summary['devices']}"]
   for name, form in (("accuracy", ".2%"), ("loss", ".4g"), ("perplexity", ".4g")):

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxscale.jobs.measured import NotBegunError, finite, locate, windows
+from jaxscale.jobs.measured import NotBegunError, finite, locate, resumed_text, windows
 from jaxscale.metrics import read_json, read_metrics, text
 from jaxscale.metrics.scoring import score
 from jaxscale.run import provenance
@@ -35,10 +35,8 @@ def describe(path: Path) -> str:
   step = max(line["step"] for line in lines)
   state = f"at step {step:,}, no summary.json yet"
   if summary:
-    state = "{outcome}, {step:,} of {total_steps:,} steps on {devices}".format(**summary)
-  # The summary of an interrupted run stays in the workdir while the run resumes.
-  if summary and step > summary["step"]:
-    state = f"at step {step:,} of {summary['total_steps']:,}, resumed at {summary['step']:,}"
+    done = "{outcome}, {step:,} of {total_steps:,} steps on {devices}".format(**summary)
+    state = resumed_text(step, summary) or done
   values, rates = finite(summary), windows(lines)
   notes = [f"speed: {statistics.median(rates):,.0f} examples/s (median)"] if rates else []
   notes += [f"time: {run.goodput}"] * (run.goodput is not None)
