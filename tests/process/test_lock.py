@@ -268,7 +268,8 @@ def test_a_suspended_run_wakes_up_beside_its_requeue(tmp_path):
   whole, workdir = tmp_path / "whole", tmp_path / "run"
   with killed_at_end(start(workdir, SLURM_JOB_ID="7")) as zombie:
     wait_until(lambda: checkpoint_names(workdir), zombie)
-    zombie.send_signal(signal.SIGSTOP)
+    zombie.send_signal(signal.SIGTSTP)  # as `scontrol suspend`, however long it takes
+    wait_until(lambda: state_of(zombie.pid) == "T", zombie)
     trained(whole, *ARGS)
     job = {"SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": "1"}
     trained(workdir, *ARGS, **job)

@@ -149,7 +149,7 @@ def test_two_real_processes_name_the_one_that_differs():
   assert one.startswith("process 1 (") and ") differs from 3 of 4 devices in dense/w" in one
   assert "process 0" not in one and one.endswith("after step 7")
   assert all_of_it.startswith("process 0 (") and " and process 1 (" in all_of_it
-  assert " differ in dense/w: 4 devices, 2 versions, and no majority" in all_of_it
+  assert " differ in dense/w: 4 devices hold 2 versions, and no majority" in all_of_it
 
 
 BROKEN_TRAIN = """
