@@ -307,7 +307,7 @@ def get_config():
   return c.Config(
     model=c.Transformer(num_layers=1, width=16, num_heads=2, hidden=8),
     data=c.TextFiles(path=".", sequence_length=8), optimizer=c.SGD(lr=0.1),
-    batch_size=16, epochs=0.5,
+    batch_size=16, epochs=0.5, log=c.Log(plot=False),
   )
 """
 

@@ -66,6 +66,7 @@ def run_until_ctrl_c(workdir):
   return out, err
 
 
+@pytest.mark.slow
 def test_a_kill_in_mid_save_and_ctrl_c_change_no_bit(tmp_path, uninterrupted):
   workdir = tmp_path / "run"
   kill(workdir, in_mid_save=True)

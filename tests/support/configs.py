@@ -13,7 +13,8 @@ def settings(text):
 def small_config(**fields):
   """A config of a small MLP on the digits, but for these fields."""
   usual = dict(model=cfg.MLP(hidden=(8,)), data=cfg.Digits(), optimizer=cfg.SGD(lr=0.1))
-  return cfg.Config(**usual | dict(batch_size=16, epochs=9) | fields)
+  usual |= dict(batch_size=16, epochs=9, log=cfg.Log(plot=False))
+  return cfg.Config(**usual | fields)
 
 
 def tiny_language(**fields):

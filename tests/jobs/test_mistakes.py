@@ -311,8 +311,10 @@ def test_fit_takes_a_config_or_its_file(tmp_path):
 
 def test_fit_takes_a_file_and_a_tilde(tmp_path, monkeypatch):
   monkeypatch.setenv("HOME", str(tmp_path))
-  source = Path("configs/digits.py").read_text()
-  (tmp_path / "mine.py").write_text(source.replace("epochs=40", "epochs=3"))
+  source = (
+    Path("configs/digits.py").read_text().replace("Digits, Evaluation", "Digits, Evaluation, Log")
+  )
+  (tmp_path / "mine.py").write_text(source.replace("epochs=40", "epochs=3, log=Log(plot=False)"))
   monkeypatch.chdir(tmp_path)
   result = fit("~/mine.py", "~/run")
   assert result.summary["outcome"] == "done"
