@@ -169,7 +169,7 @@ class Run(NamedTuple):
   ratios: dict[str, Any]
 
 
-def losses_of(stack, layout, case, names, dtype):
+def losses_of(stack, layout, case, names):
   """The sum of the losses of all copies, whose totals are side by side."""
   if "stage" not in layout.mesh.axis_names:
     one: Any = stack_loss(stack, layout)
@@ -184,23 +184,14 @@ def losses_of(stack, layout, case, names, dtype):
 
     return PipelineGrads(grads)
 
-  def at_once(params, model_state, batch, keys):
-    """Nothing splits the parameters: one model, vmapped over the copies."""
+  def loss_fn(params, model_state, batch, keys):
+    """One model, vmapped over the copies: compiled once, not for each of them."""
     stacked = jax.tree.map(lambda *x: jnp.stack(x), *(params[n] for n in names))
     found = jax.vmap(lambda copy: one(copy, {}, batch, keys)[1][1])(stacked)
     totals = dict(zip(names, found["loss"], strict=True))
     return found["loss"].sum(), (model_state, totals | {"examples": found["examples"][0]})
 
-  def loss_fn(params, model_state, batch, keys):
-    found = {n: one(params[n], {}, batch, keys)[1][1] for n in names}
-    totals = together(found)
-    return sum(t["loss"] for t in found.values()), (model_state, totals)
-
-  return at_once if is_whole(case) and dtype == "float32" else loss_fn
-
-
-def is_whole(case):
-  return not {"fsdp", "model", "stage"} & case.mesh.keys()
+  return loss_fn
 
 
 def together(found):
@@ -220,7 +211,7 @@ def runs(case: Case, dtype: str, *starts: Any, optimizers=OPTIMIZERS) -> list[Ru
   all_shapes = dict.fromkeys(names, shapes)
   every = make_layout(mesh, all_shapes, rules, dtype=cast, **dict(case.options))
   every = every._replace(gathers=dict.fromkeys(names, layout.gathers))
-  loss_fn = losses_of(stack, layout, case, names, dtype)
+  loss_fn = losses_of(stack, layout, case, names)
 
   def init(key):
     return dict.fromkeys(names, stack.init(key)), {}
