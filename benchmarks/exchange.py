@@ -65,7 +65,7 @@ def parse() -> argparse.Namespace:
 
 @contextmanager
 def processes(asked: argparse.Namespace, link: str) -> Iterator[list[Any]]:
-  """The workers, joined by a link; none is left behind."""
+  """Start the workers, joined by a link, and end all of them on exit."""
   with socket.socket() as s:
     s.bind(("127.0.0.1", 0))
     port = s.getsockname()[1]
@@ -98,7 +98,7 @@ def processes(asked: argparse.Namespace, link: str) -> Iterator[list[Any]]:
 
 
 def answers(workers: list[Any]) -> list[Any]:
-  """What each worker says next."""
+  """Return the next answer of each worker."""
   found = []
   for worker in workers:
     line = next((x for x in worker.stdout if x.startswith(MARK)), None)
@@ -127,12 +127,12 @@ def measure(asked: argparse.Namespace, link: str) -> dict[str, Any]:
 
 
 def say(text: str) -> None:
-  """For people, on stderr; stdout has the JSON line alone."""
+  """Print text for people to stderr; stdout has only the JSON line."""
   print(text, file=sys.stderr, flush=True)
 
 
 def ratios(times: dict[str, list[float]], name: str) -> dict[str, Any]:
-  """A row's times, and their ratios to the baseline turn by turn."""
+  """Return the times of a row, and their ratios to the baseline in each turn."""
   each = [a / b for a, b in zip(times[name], times[BASELINE], strict=True)]
   quartiles = statistics.quantiles(each, n=4, method="inclusive") if each[1:] else each
   return {
@@ -143,7 +143,7 @@ def ratios(times: dict[str, list[float]], name: str) -> dict[str, Any]:
 
 
 def table(measured: dict[str, Any]) -> dict[str, Any]:
-  """What is kept of a link's measurements."""
+  """Return the stored results of a link's measurements."""
   rows = [
     {"exchange": name, **ratios(measured["rounds"], name), **facts}
     for name, facts in measured["rows"].items()
@@ -159,7 +159,7 @@ def table(measured: dict[str, Any]) -> dict[str, Any]:
 
 
 def show(link: str, found: dict[str, Any]) -> None:
-  """A table for people."""
+  """Print the results as a table."""
   default = found["default"]
   low, high = default["quartiles"]
   say(

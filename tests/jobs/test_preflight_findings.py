@@ -1,4 +1,4 @@
-"""What the preflight makes of what it has measured, by hand-made measurements."""
+"""Findings of the preflight, from hand-made measurements."""
 
 from jaxscale import cli
 from jaxscale.jobs import preflight
@@ -35,7 +35,7 @@ def test_a_clock_counts_as_off_only_beyond_what_the_question_took():
 
 
 def has(**other):
-  """What a process in good order says of itself."""
+  """Return the measurements of a process without problems."""
   good = dict(versions={"jax": "0.10.2"}, hostname="n1", loopback="", place="a", gpus=[])
   good |= dict(files=[1024, 4096], locked=-1, infiniband=True, shm=1 << 33)
   return good | other

@@ -314,7 +314,7 @@ def test_the_age_of_a_process_is_that_of_ps():
 
 
 def write_run(folder, executor="slurm", trials=()):
-  """A run's folder with a job that was queued, requeued, and ended."""
+  """Write the folder of a run whose job was queued, requeued and ended."""
   run = RUN._replace(folder=str(folder), executor=executor, trials=trials)
   workdir = run.workdir(len(trials) - 1 if trials else 0)
   workdir.mkdir(parents=True)

@@ -20,7 +20,7 @@ TWO = Launch("slurm", 0, 8, "n1", 0, 4, nodes=("n1", "n1", "n2", "n2"))
 
 @pytest.fixture
 def node(tmp_path):
-  """Writes files of /sys, /proc and /etc, by their paths."""
+  """Return a function that writes files of /sys, /proc and /etc by their paths."""
 
   def write(files):
     for name, content in files.items():
@@ -245,7 +245,7 @@ with open_session(config, Path(sys.argv[2])):
 
 @pytest.mark.slow
 def test_a_run_sets_them_before_jax_starts(tmp_path):
-  """This JAX knows all of them, on a machine that pretends to have two GPUs."""
+  """Expect that the installed JAX accepts all settings, on a machine with two simulated GPUs."""
   env = {k: v for k, v in os.environ.items() if not k.startswith(("JAX_PLAT", "XLA_"))}
   flags = "--xla_force_host_platform_device_count=1"
   env |= {"CUDA_VISIBLE_DEVICES": "0,1", "XLA_FLAGS": flags}
