@@ -79,13 +79,18 @@ class Parser(argparse.ArgumentParser):
     if missing:
       self._required[name] = (metavar, missing)
 
-  def config(self, missing: str | None = "try --config digits", **more: Any) -> None:
-    """Add --config and the settings in it; `more` is as for `option`."""
+  def config(self, note: str | None = None, **more: Any) -> None:
+    """Add --config and the settings in it.
+
+    Args:
+      note: the end of the help if --config is optional; None: it is required.
+      more: as for `option`.
+    """
     self.has_settings, group = True, more.get("group")
     text = "the Python file with get_config([ARG]) -> Config, or the name of a packaged "
-    more |= {"missing": missing or "", "kind": packaged.locate}
-    self.option("--config FILE[:ARG]", f"{text}config", **more)
-    text = "override a setting, e.g. --config.epochs=3; --help=all lists all settings"
+    more |= {"missing": "try --config digits" * (note is None), "kind": packaged.locate}
+    self.option("--config FILE[:ARG]", f"{text}config{note or ''}", **more)
+    text = "a setting's value, e.g. --config.epochs=3 (default: the config's); --help=all lists all"
     self.option("--config.FIELD VALUE", text, group=group, dest="overrides")
 
   def read(self, argv: Sequence[str]) -> Namespace:

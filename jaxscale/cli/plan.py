@@ -33,19 +33,19 @@ _SIMULATED = "8"  # CPU devices, for chips whose programs XLA compiles for the C
 def add_arguments(parser: Parser) -> None:
   """Add the options."""
   parser.exit_codes = "exit code: 0 it fits, 1 it does not fit, 2 invalid usage or configuration"
-  parser.config(missing=None)
-  parser.option("--chips KIND-N", "the kind and number of chips, e.g. h100-16")
-  parser.option("--site NAME|FILE.toml", "the site whose table [machine] has rates and prices")
+  parser.config("; required without --calibrate")
+  parser.option("--chips KIND-N", "the chips, e.g. h100-16; required without --calibrate")
+  parser.option("--site NAME|FILE.toml", "the site with rates and prices (default: $JAXSCALE_SITE)")
   nodes = value(distinct, "whole numbers, as 1,2,4")
-  parser.option("--nodes N,N", "other numbers of nodes to plan (default: powers of 2)", nodes)
-  parser.option("--json FILE", "the plan to write, for `submit`, `train` and `report`", file)
-  parser.option("--png FILE", "the picture of the plan to write", picture)
-  parser.option("--study FILE", "the study.json; its steps to the target are planned too", file)
+  parser.option("--nodes N,N", "the other numbers of nodes to plan (default: powers of 2)", nodes)
+  parser.option("--json FILE", "the plan to write, for `submit` and `train` (default: none)", file)
+  parser.option("--png FILE", "the picture of the plan to write (default: none)", picture)
+  parser.option("--study FILE", "the study.json whose steps to plan too (default: none)", file)
   parser.flag("--search", "search for the best layout first")
   parser.option("--minutes N", "the time limit of --search in minutes", number("> 0"), default=10)
   parser.flag("--calibrate", "measure chip and links, and print [machine] for a site's file")
   over = value(_over, "FIELD=NUMBER,NUMBER, e.g. model.num_layers=16,24,32")
-  text = "the values of a setting to try, e.g. model.num_layers=16,24,32"
+  text = "the values of a setting to try, e.g. model.num_layers=16,24,32 (default: none)"
   parser.option("--over FIELD=N,N", text, over, default=("", [""]))
 
 

@@ -26,7 +26,7 @@ def add_arguments(parser: Parser) -> None:
   parser.option("--to DIR", text, directory)
   parser.option("--csv FILE", "the table to write (default: scaling.csv in --to)", file)
   parser.option("--png FILE", "the picture to write (default: scaling.png in --to)", picture)
-  parser.option("--html FILE", "the HTML page to write", file)
+  parser.option("--html FILE", "the HTML page to write (default: none)", file)
   text = "the plan to compare with (default: plan.json of each workdir, if it exists)"
   parser.option("--plan FILE.json", text)
   add_runs(parser)
