@@ -117,16 +117,16 @@ def go(workers: list[Any]) -> None:
 def measure(asked: argparse.Namespace, link: str) -> dict[str, Any]:
   with processes(asked, link) as workers:
     answers(workers)
-    say(f"{link}: compiling {len(asked.names)} exchanges")
+    log(f"{link}: compiling {len(asked.names)} exchanges")
     for some in (workers[:1], workers[1:]):  # the first has the cores to itself
       go(some)
       answers(some)
-    say(f"{link}: {asked.pairs} turns of the default, {asked.rounds} of all")
+    log(f"{link}: {asked.pairs} turns of the default, {asked.rounds} of all")
     go(workers)
     return answers(workers)[0]
 
 
-def say(text: str) -> None:
+def log(text: str) -> None:
   """Print text for people to stderr; stdout has only the JSON line."""
   print(text, file=sys.stderr, flush=True)
 
@@ -162,14 +162,14 @@ def show(link: str, found: dict[str, Any]) -> None:
   """Print the results as a table."""
   default = found["default"]
   low, high = default["quartiles"]
-  say(
+  log(
     f"\n{link}: {found['neighbour_gbit_s']} Gbit/s to a neighbour; the default takes "
     f"{default['ratio']} of the baseline ({low} to {high})"
   )
-  say(f"{'exchange':26}{'seconds':>9}{'ratio':>8}  {'quartiles':14}{'sent MB':>9}{'compile s':>11}")
+  log(f"{'exchange':26}{'seconds':>9}{'ratio':>8}  {'quartiles':14}{'sent MB':>9}{'compile s':>11}")
   for row in found["rows"]:
     quartiles = "{:.3f}-{:.3f}".format(*row["quartiles"])
-    say(
+    log(
       f"{row['exchange']:26}{row['seconds']:9.3f}{row['ratio']:8.3f}  {quartiles:14}"
       f"{row['sent_mb']:9.2f}{row['compile_s']:11.1f}"
     )
@@ -181,7 +181,7 @@ def main() -> None:
   for link in asked.links.split(","):
     if link != LOOPBACK and (reason := private_links.why_not()):
       left_out[link] = reason
-      say(f"{link} left out: {reason}")
+      log(f"{link} left out: {reason}")
       continue
     links[link] = table(measure(asked, link))
     show(link, links[link])

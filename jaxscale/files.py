@@ -306,7 +306,7 @@ def open_to_append(path: Path) -> int:
   return number
 
 
-def who_else_writes(path: Path, *, group: bool = True, is_folder: bool = False) -> str | None:
+def unsafe_owner(path: Path, *, group: bool = True, is_folder: bool = False) -> str | None:
   """Describe who else can replace a file; None if nobody can.
 
   Args:

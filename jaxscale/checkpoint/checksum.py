@@ -106,8 +106,8 @@ def own_shards(tree: Any, shapes: Any = None) -> list[Shards]:
   found: dict[Any, Shards] = {}
   for i, shard, shape in held:
     data, index = _within(shape, np.asarray(shard.data), shard.index)
-    place = shape, tuple((s.start, s.stop) for s in index)
-    group = found.setdefault(place, Shards([], [], index, shape))
+    key = shape, tuple((s.start, s.stop) for s in index)
+    group = found.setdefault(key, Shards([], [], index, shape))
     group.leaves.append(i)
     group.data.append(data)
   return list(found.values())
@@ -222,10 +222,10 @@ def shard_checksums(
   bits = [np.ascontiguousarray(x).reshape(-1).view(f"u{x.dtype.itemsize}") for x in data]
   total, first = np.zeros(len(data), np.uint64), 0
   scratch, values = np.empty((2, _CHUNK), np.uint64)
-  for places in _places(index, shape):
-    weights, last = _mix(places, scratch), first + places.size
+  for positions in _positions(index, shape):
+    weights, last = _mix(positions, scratch), first + positions.size
     weights |= np.uint64(1)
-    mixed = values[: places.size]
+    mixed = values[: positions.size]
     for i, of_shard in enumerate(bits):
       part = of_shard[first:last]
       if mixes or part.itemsize == 8:
@@ -237,7 +237,7 @@ def shard_checksums(
   return total
 
 
-def _places(index: tuple[slice, ...], shape: tuple[int, ...]) -> Iterator[np.ndarray]:
+def _positions(index: tuple[slice, ...], shape: tuple[int, ...]) -> Iterator[np.ndarray]:
   """Yield the positions of a shard's elements in the whole array, uint64 [≤ chunk].
 
   All positions at once would take more memory than the shard itself.
@@ -245,18 +245,18 @@ def _places(index: tuple[slice, ...], shape: tuple[int, ...]) -> Iterator[np.nda
   spans = [s.indices(size)[:2] for s, size in zip(index, shape, strict=True)]
   sizes = [stop - start for start, stop in spans]
   if math.prod(sizes) <= _CHUNK:
-    places = np.zeros(1, np.uint64)
+    positions = np.zeros(1, np.uint64)
     for (start, stop), size in zip(spans, shape, strict=True):
       along = np.arange(start, stop, dtype=np.uint64)
-      places = np.add.outer(places * np.uint64(size), along).ravel()
-    yield places
+      positions = np.add.outer(positions * np.uint64(size), along).ravel()
+    yield positions
     return
   # Split into blocks along the first dim that can be divided.
   dim = next(dim for dim, size in enumerate(sizes) if size > 1)
   (first, stop), rows = spans[dim], max(_CHUNK // math.prod(sizes[dim + 1 :]), 1)
   for start in range(first, stop, rows):
     block = slice(start, min(start + rows, stop))
-    yield from _places((*index[:dim], block, *index[dim + 1 :]), shape)
+    yield from _positions((*index[:dim], block, *index[dim + 1 :]), shape)
 
 
 def _mix(x: np.ndarray, scratch: np.ndarray) -> np.ndarray:

@@ -36,7 +36,7 @@ from jaxscale.checkpoint import checkpoint_files, node_file
 from jaxscale.checkpoint.checksum import DamagedError
 from jaxscale.checkpoint.lock import WorkdirLock, check_for_all
 from jaxscale.errors import NonFiniteError
-from jaxscale.files import read_json, who_else_writes, whole_number, write_json
+from jaxscale.files import read_json, unsafe_owner, whole_number, write_json
 from jaxscale.metrics.log import logger
 from jaxscale.parallel.layout_exchange import Split
 
@@ -128,7 +128,7 @@ class LocalCopies:
     if self._spare is not None:
       return
     self.folder.mkdir(mode=0o700, exist_ok=True)
-    if who := who_else_writes(self.folder, is_folder=True):
+    if who := unsafe_owner(self.folder, is_folder=True):
       raise OSError(None, who)
     self.folder.chmod(0o700)
     for path in self.folder.iterdir():

@@ -156,11 +156,11 @@ def _chunks(
   names = {name.replace("/", "."): name for name in leaves}
   found: dict[str, list[_Chunk]] = {}
   for key, value in entries.items():
-    place = key.decode().rpartition("/")[2]
-    if place.startswith(".") or (name := names.get(_name(key))) is None:
+    suffix = key.decode().rpartition("/")[2]
+    if suffix.startswith(".") or (name := names.get(_name(key))) is None:
       continue
     chunk, whole = shapes[_name(key)], leaves[name]["shape"]
-    starts = map(int, place.split("."))
+    starts = map(int, suffix.split("."))
     bounds = zip(starts, chunk, whole, strict=False)  # The key of a scalar is "0".
     index = tuple(slice(i * c, min((i + 1) * c, n)) for i, c, n in bounds)
     if not isinstance(value, bytes):

@@ -59,5 +59,5 @@ def run(args: Namespace) -> int:
       raise ConfigError(f"--skip={name}: {nearest(name, CHECKS)}")
   if args.overrides and args.config is None:
     raise ConfigError(f"--config.{next(iter(args.overrides))}: needs --config FILE; add it")
-  place = Path(args.workdir), args.config, args.overrides
-  return preflight.check(preflight.Options(*place, tuple(skip)))
+  chosen = Path(args.workdir), args.config, args.overrides
+  return preflight.check(preflight.Options(*chosen, tuple(skip)))

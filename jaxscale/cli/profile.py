@@ -49,12 +49,12 @@ def run(args: Namespace) -> None:
   (name,) = args.names
   if args.summary:
     is_submitted = not os.path.exists(name) or os.path.exists(f"{name}/run.json")
-    place = (name, args.runs, args.task)
-    folder = profile.find_workdir(*place) if is_submitted else Path(name)
+    request = (name, args.runs, args.task)
+    folder = profile.find_workdir(*request) if is_submitted else Path(name)
   else:
     workdir = profile.find_workdir(name, args.runs, args.task)
     wanted = args.steps, args.processes, args.timeout
-    folder = profile.trace(workdir, *wanted, say=lambda line: print(line, flush=True))
+    folder = profile.trace(workdir, *wanted, log=lambda line: print(line, flush=True))
     print(folder, flush=True)
   from jaxscale.planning import trace  # Imports JAX.
 

@@ -174,8 +174,8 @@ def pairs(dim: Dim, total: int, shift: int) -> list[tuple[int, int]]:
   """
 
   def target(source: int):
-    place = source // dim.stride % dim.size
-    return source + ((place + shift) % dim.size - place) * dim.stride
+    position = source // dim.stride % dim.size
+    return source + ((position + shift) % dim.size - position) * dim.stride
 
   return [(source, target(source)) for source in range(dim.live or total)]
 

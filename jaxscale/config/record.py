@@ -21,7 +21,7 @@ from jaxscale.config.plain import code_of
 from jaxscale.config.plain import to_plain as to_plain
 from jaxscale.config.validation import alternatives, hints, item_type, nearest, settings_classes
 from jaxscale.errors import ConfigError
-from jaxscale.files import mismatch, replacing, require_json, who_else_writes
+from jaxscale.files import mismatch, replacing, require_json, unsafe_owner
 
 FORMAT = 2  # Of config.json; jaxscale 0.1 wrote format 1, whose settings had other names.
 # Required contents of a config.json, in the form of `files.mismatch`.
@@ -102,7 +102,7 @@ def _own_class(name: str, folder: Path | None) -> type:
     if not re.fullmatch(r"[\w.]+", module):
       raise ConfigError("not the name of a module")
     if copy is not None and copy.is_file():
-      if others := who_else_writes(copy, group=False):
+      if others := unsafe_owner(copy, group=False):
         raise ConfigError(others)
       found = getattr(load_file(copy), cls)
     else:

@@ -107,8 +107,8 @@ def shift(pixels: int) -> Augment:
     image = np.arange(n) * padded[0, ..., 0].size
     corner = image + top * wide + left
     inside = np.arange(height)[:, None] * wide + np.arange(width)
-    places = corner[:, None, None] + inside
-    return padded.reshape(-1, channels).take(places, axis=0)
+    positions = corner[:, None, None] + inside
+    return padded.reshape(-1, channels).take(positions, axis=0)
 
   return Augment(apply, num_draws=2)
 

@@ -29,7 +29,7 @@ import simplejpeg
 
 from jaxscale.data.dataset import user_cache
 from jaxscale.errors import ConfigError
-from jaxscale.files import who_else_writes
+from jaxscale.files import unsafe_owner
 
 SOURCE = Path(__file__).with_suffix(".c")
 BUILD = "jaxscale prepare jpeg"
@@ -61,7 +61,7 @@ def library() -> Library:
     version = path.stem.rsplit("-", 1)[1]
     text = f"JPEG crops: only the box, by libjpeg-turbo {version}"
     try:
-      if others := who_else_writes(path):  # A user who can replace it would run code as us.
+      if others := unsafe_owner(path):  # A user who can replace it would run code as us.
         raise OSError(f"was not loaded: {others}")
       return Library(_open(path), text)
     except OSError as e:  # For example, it was built with another libjpeg.
@@ -90,8 +90,8 @@ def _open(path: Path) -> Decode:
   def decode(data: bytes, box: Box, channels: int) -> np.ndarray | None:
     height, width = box[2:]
     out = np.empty((height, width + _WIDEST_MCU - 1, channels), np.uint8)
-    first, place = ctypes.c_int32(), (ctypes.c_int32 * 4)(*box)
-    code = function(data, len(data), place, channels, out.ctypes.data, first)
+    first, crop = ctypes.c_int32(), (ctypes.c_int32 * 4)(*box)
+    code = function(data, len(data), crop, channels, out.ctypes.data, first)
     return None if code else out[:, first.value : first.value + width]
 
   y, x = np.mgrid[:40, :56]

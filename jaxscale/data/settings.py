@@ -316,8 +316,8 @@ class _TokenizedText(_Text):
   def _splits(self, make: Any, where: str) -> Split:
     options = vars(self).copy()
     names = (where, "train_split", "eval_split")
-    place, train, held_out = (options.pop(name) for name in names)
-    return make(place, train, **options), make(place, held_out, **options)
+    source, train, held_out = (options.pop(name) for name in names)
+    return make(source, train, **options), make(source, held_out, **options)
 
 
 class TFDSText(_TokenizedText):

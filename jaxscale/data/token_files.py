@@ -140,16 +140,16 @@ def split_files(directory: Path, split: str) -> tuple[list[Path], Counter[str]]:
   """
   if not directory.is_dir():
     raise ConfigError(f"TextFiles.path={str(directory)!r}: no such directory; check the path")
-  place = directory / split
-  entries = sorted(os.listdir(place.parent)) if place.parent.is_dir() else []
-  found = [place.parent / name for name in entries if Path(name).stem == place.name]
+  base = directory / split
+  entries = sorted(os.listdir(base.parent)) if base.parent.is_dir() else []
+  found = [base.parent / name for name in entries if Path(name).stem == base.name]
   found = [p for p in found if p.suffix.lower() in _ENDINGS and not p.is_dir()]
   left_out: Counter[str] = Counter()
-  if place.is_dir():
-    inside = tree(str(place))
+  if base.is_dir():
+    inside = tree(str(base))
     names = [name for name in inside.files if name.lower().endswith(_ENDINGS)]
     left_out = inside.left_out + kinds(set(inside.files) - set(names))
-    found += [place / name for name in names]
+    found += [base / name for name in names]
   if not found:
     shown = [name for name in entries if is_visible(name)]
     others = f", and {split} has {', '.join(left_out)}" if left_out else ""
@@ -157,7 +157,7 @@ def split_files(directory: Path, split: str) -> tuple[list[Path], Counter[str]]:
     why = f"{directory} has neither {names} nor a directory {split} with such files"
     there = f"it contains {few(shown, 10) or 'nothing'}{others}"
     raise ConfigError(f"TextFiles: {why}; {there}; write text to .txt, or tokens to .bin or .npy")
-  sources = {path if path.parent == place.parent else place for path in found}
+  sources = {path if path.parent == base.parent else base for path in found}
   if len(sources) > 1 or len({path.suffix.lower() in _TOKENS for path in found}) > 1:
     both = f"{found[0].name} and {found[-1].name}"
     raise ConfigError(f"TextFiles: {split!r} of {directory} has {both}; keep only one kind")
@@ -322,7 +322,7 @@ def _utf8(path: Path, content: bytes, encoding: str, tokenizer: str) -> bytes:
       text = decoder.decode(part, final=first + _AT_ONCE >= len(content))
       parts += [] if name == "utf-8" else [text.encode()]
     except UnicodeError as e:
-      place = f" at byte {begin + e.start:,}" if isinstance(e, UnicodeDecodeError) else ""
+      position = f" at byte {begin + e.start:,}" if isinstance(e, UnicodeDecodeError) else ""
       fixes = [fix for magic, (_, fix) in _OTHERS.items() if content.startswith(magic)]
       guess = "utf-16" if content[:2] in (b"\xff\xfe", b"\xfe\xff") else "latin-1"
       remedy = f"set TextFiles.encoding, e.g. {guess!r}"
@@ -331,7 +331,7 @@ def _utf8(path: Path, content: bytes, encoding: str, tokenizer: str) -> bytes:
       if tokenizer == "bytes":
         remedy += ", or 'bytes' to take them as they are"
       remedy = fixes[0] if fixes else remedy
-      raise invalid(str(path), ..., f"is not {encoding}{place}", remedy) from None
+      raise invalid(str(path), ..., f"is not {encoding}{position}", remedy) from None
   if name == "utf-8" and content.count(0) > len(content) // 8:  # It is valid, but not text.
     fix = "set TextFiles.encoding='utf-16-le' if it is text"
     raise invalid(str(path), ..., "has many zero bytes, like UTF-16", fix)

@@ -26,7 +26,7 @@ def micro_batches(
   asked: int,
   num_devices: int,
   start_devices: int,
-  keeps: Callable[[int], bool] = lambda micros: True,
+  keeps: Callable[[int], bool] = lambda num_microbatches: True,
 ) -> int | None:
   """Return the number of micro-batches per step; None if the batch is not divisible.
 
@@ -76,12 +76,12 @@ def over_devices(
     return tuple(phases)
   span = bn_span_of(config) or "device"
 
-  def keeps(phase: Phase, devices: int, micros: int) -> bool:
-    if config.noise_scale and devices * micros == 1:
+  def keeps(phase: Phase, devices: int, num_microbatches: int) -> bool:
+    if config.noise_scale and devices * num_microbatches == 1:
       return False
     if span == "global":  # statistics cover a micro-batch of all devices
-      return micros == phase.accumulate_steps
-    rows = phase.batch_size // (devices * micros)
+      return num_microbatches == phase.accumulate_steps
+    rows = phase.batch_size // (devices * num_microbatches)
     try:
       grid = dataclasses.asdict(config.mesh) | {"stage": 1, "model": 1}
       shape = mesh_shape(devices, **grid)

@@ -146,8 +146,8 @@ def placed(module: Module, mesh: Any = None) -> list[Placed]:
   """
   shape: Mapping[str, int] | None = getattr(mesh, "shape", mesh)
   sizes = dict(shape) if shape is not None else None
-  place = {"times": 1, "times_known": True, "conditional": False}
-  return [*_walk(_Program(module, sizes, *costs(module)), module.entry, place)]
+  context = {"times": 1, "times_known": True, "conditional": False}
+  return [*_walk(_Program(module, sizes, *costs(module)), module.entry, context)]
 
 
 def total(table: Sequence[Collective], kind: str | None = None, axis: str | None = None) -> Totals:
@@ -202,14 +202,14 @@ def _line(rows: list[Collective]) -> tuple[str, ...]:
 
 
 def _walk(
-  program: _Program, name: str, place: dict[str, Any], begun: Set[str] = frozenset()
+  program: _Program, name: str, context: dict[str, Any], begun: Set[str] = frozenset()
 ) -> Iterator[Placed]:
   """Yield the collectives of a computation and of the computations that it runs.
 
   Args:
     program: the program of the computation.
     name: name of the computation.
-    place: number of executions and conditionality of the computation.
+    context: number of executions and conditionality of the computation.
     begun: collectives that are in progress when it runs; fusions in it continue them.
   """
   module = program.module
@@ -220,7 +220,7 @@ def _walk(
   for i, instruction in enumerate(schedule):
     if instruction.opcode in ("while", "call", "conditional"):
       for inner in parse.called(instruction):
-        inside = _inside(module, computation, instruction, inner, place)
+        inside = _inside(module, computation, instruction, inner, context)
         yield from _walk(program, inner, inside, under_way)
       continue
     found_in, marks = _collectives_of(module, computation, instruction)
@@ -237,24 +237,24 @@ def _walk(
       is_async |= key in under_way
       is_async &= '"is_sync":true' not in instruction.text
       end = _end(module, computation, i, key) if is_async else i + 1
-      share = place["times"] * (before[end] - before[i + 1]) / (program.total or 1.0)
+      share = context["times"] * (before[end] - before[i + 1]) / (program.total or 1.0)
       overlap = float(share) if module.is_scheduled else None
-      here = place | {"name": instruction.name, "is_async": is_async}
+      here = context | {"name": instruction.name, "is_async": is_async}
       row = _collective(program, found, home, home is not computation, **here, overlap=overlap)
       yield Placed(name, i, end, row)
 
 
-def _inside(module, computation, instruction, inner, place) -> dict[str, Any]:
+def _inside(module, computation, instruction, inner, context) -> dict[str, Any]:
   """Return the executions of a computation inside a while, call or conditional."""
   if instruction.opcode == "conditional":
-    return place | {"conditional": True}
+    return context | {"conditional": True}
   if instruction.opcode == "call":
-    return place
+    return context
   trips = trip_count(module, computation, instruction)
   if trips is None:
-    return place | {"times_known": False}
+    return context | {"times_known": False}
   asks = (parse.attribute(instruction, "condition") or "").lstrip("%") == inner
-  return place | {"times": place["times"] * (trips + asks)}
+  return context | {"times": context["times"] * (trips + asks)}
 
 
 def _collectives_of(
@@ -317,8 +317,8 @@ def _end(module: Module, computation: Computation, start: int, key: str) -> int:
   return len(schedule) if end is None else end
 
 
-def _collective(program, found, home, is_wrapped, **place: Any) -> Collective:
-  """Build a `Collective` from its instruction; `place` has the other fields."""
+def _collective(program, found, home, is_wrapped, **context: Any) -> Collective:
+  """Build a `Collective` from its instruction; `context` has the other fields."""
   sent = tuple(a for x in found.operands if x in home for a in home[x].shape)
   sent = sent or found.shape
   kind = found.opcode.removesuffix("-start")
@@ -338,7 +338,7 @@ def _collective(program, found, home, is_wrapped, **place: Any) -> Collective:
     groups=groups,
     group_size=size,
     axes=axes,
-    **place,
+    **context,
   )
 
 
@@ -361,8 +361,8 @@ def _members(
   # Ids count devices in the order of the mesh, like XLA's partition ids under `jit`. Ids of
   # a program for one slice count the devices of that slice, the first of the mesh.
   if sizes and max(max(group) for group in groups) < math.prod(sizes.values()):
-    places = [np.unravel_index(group, tuple(sizes.values())) for group in groups]
-    spread = [any(map(np.ptp, along)) for along in zip(*places, strict=True)]
+    coordinates = [np.unravel_index(group, tuple(sizes.values())) for group in groups]
+    spread = [any(map(np.ptp, along)) for along in zip(*coordinates, strict=True)]
     axes = tuple(itertools.compress(sizes, spread))
   return groups, size, axes
 

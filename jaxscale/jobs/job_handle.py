@@ -91,8 +91,8 @@ def prepare(
     advice += "--python or in the site profile"
     raise ConfigError(f"{sys.executable}: has no jax; {advice}")
   folder = folders.new_folder(runs, name, path)
-  place = "code/config/notebook.py" if source else folders.place_of(path)
-  where = dict(name=folder.name, folder=str(folder), cwd=str(Path.cwd()), config=place)
+  config_file = "code/config/notebook.py" if source else folders.copied_path(path)
+  where = dict(name=folder.name, folder=str(folder), cwd=str(Path.cwd()), config=config_file)
   size: dict[str, Any] = dict(nodes=nodes, spares=spares, requeue=requeue, preflight=preflight)
   spec = JobSpec(
     **where,

@@ -93,9 +93,9 @@ def advance(stack: Stack, params: Any, tokens: jax.Array, cache: Cache) -> tuple
 
     def attend(q, k, v, *, causal):
       assert causal, "incremental decoding requires causal attention"
-      place = (i, 0, start, 0, 0)
-      k_now = lax.dynamic_update_slice(k_all, k[None], place)
-      v_now = lax.dynamic_update_slice(v_all, v[None], place)
+      starts = (i, 0, start, 0, 0)
+      k_now = lax.dynamic_update_slice(k_all, k[None], starts)
+      v_now = lax.dynamic_update_slice(v_all, v[None], starts)
       kept.extend((k_now, v_now))
       return cached_attention(q, here(k_now, i), here(v_now, i), start)
 

@@ -139,8 +139,8 @@ def _dims(home: Computation, product: Instruction, flops: float) -> tuple[float,
   """Return (m, n, k, b); 2 m n k b are the FLOPs."""
   out = product.shape[0]
   if labels := re.search(r"dim_labels=\w+->(\w+)", product.text):
-    place = labels.group(1).index("f") if "f" in labels.group(1) else -1
-    features = out.dims[place]
+    axis = labels.group(1).index("f") if "f" in labels.group(1) else -1
+    features = out.dims[axis]
     if "convBackwardFilter" in product.text:
       kernel = re.search(r"dim_labels=\w+?_(\w+)->", product.text)
       features = out.dims[kernel.group(1).index("o")] if kernel else features

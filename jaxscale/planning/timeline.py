@@ -51,7 +51,7 @@ class Program:
 
   def __init__(self, text: str, mesh: Any):
     """Args: text of `Compiled.as_text()`; mesh, or its sizes."""
-    self._modules = [(m, _by_place(m, mesh)) for m in parse.modules(text)]
+    self._modules = [(m, _by_position(m, mesh)) for m in parse.modules(text)]
     self._kernels: dict[tuple[int, str, str], kernels.Kernel] = {}
 
   def times(
@@ -86,7 +86,7 @@ class Program:
 _Placed = dict[str, dict[int, list[hlo.Placed]]]  # by computation and index
 
 
-def _by_place(module: Module, mesh: Any) -> _Placed:
+def _by_position(module: Module, mesh: Any) -> _Placed:
   found: _Placed = {}
   seen = set()
   for p in hlo.placed(module, mesh):

@@ -182,9 +182,9 @@ def text(summary: Summary, most: int = 10) -> str:
   lines.append(f"devices: {', '.join(shares) or 'no operations'} of their operations")
   rows = []
   for op in summary.ops[:most]:
-    name, place = printable(op.name)[:_WIDEST], printable(_short(op.where))
+    name, where = printable(op.name)[:_WIDEST], printable(_short(op.where))
     took, share = short_time(op.seconds), f"{op.seconds / total:.1%}"
-    rows.append((name, took, share, f"{op.count:,}", op.part, place))
+    rows.append((name, took, share, f"{op.count:,}", op.part, where))
   head = ("operation", "time", "share", "count", "part", "of")
   return "\n".join([*lines, "", table(head, rows, left=(0, 4, 5))])
 

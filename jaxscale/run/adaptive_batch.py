@@ -103,8 +103,8 @@ def choose(
   here, start = derived.num_devices, derived.start_devices
   asked, previous = config.accumulate_steps, experiment.phase.batch_size
   # A run that resumes on a different number of devices must try the same sizes.
-  micros = asked if here > start else 1
-  unit = math.lcm(settings.multiple, start * asked, here * micros)
+  num_microbatches = asked if here > start else 1
+  unit = math.lcm(settings.multiple, start * asked, here * num_microbatches)
 
   def at_size(size: int) -> build.Experiment | None:
     wanted = phase._replace(batch_size=size, accumulate_steps=asked)

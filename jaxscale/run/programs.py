@@ -32,7 +32,7 @@ from jaxscale import cluster
 from jaxscale.cluster import jax_internals
 from jaxscale.config import Compilation
 from jaxscale.data.dataset import user_cache
-from jaxscale.files import read_bytes, readable_text, replace_text, who_else_writes
+from jaxscale.files import read_bytes, readable_text, replace_text, unsafe_owner
 from jaxscale.metrics.log import logger
 
 FOLDER = "compiled"
@@ -122,7 +122,7 @@ def _folder_for_all(settings, workdir: Path) -> Path | None:
   for line in lines:
     logger.warning(line)
   with contextlib.suppress(OSError):  # Users may differ between hosts.
-    if folder and not who_else_writes(Path(folder), is_folder=True):
+    if folder and not unsafe_owner(Path(folder), is_folder=True):
       return Path(folder)
   return None
 
@@ -183,7 +183,7 @@ def _open(settings: Compilation, workdir: Path) -> tuple[str | None, list[str]]:
     try:
       with contextlib.suppress(FileExistsError):  # The check below reports a plain file.
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-      if not (problem := who_else_writes(folder, is_folder=True)):
+      if not (problem := unsafe_owner(folder, is_folder=True)):
         damaged = _clean(folder, math.ceil(1e9 * settings.cache_gb))
         lines = [f"{first}: saving compiled programs in {folder}"] if first else []
         if damaged:

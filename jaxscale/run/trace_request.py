@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from jaxscale.config.running import MOST_TRACED_STEPS
 from jaxscale.errors import ConfigError
-from jaxscale.files import json_objects, readable_text, who_else_writes, write_json
+from jaxscale.files import json_objects, readable_text, unsafe_owner, write_json
 
 FOLDER = "profile"  # in the workdir
 _FILE = "request.json"
@@ -103,7 +103,7 @@ def read(workdir: Path) -> TraceRequest | None:
 
 def _read(path: Path) -> TraceRequest | None:
   try:
-    if path.lstat().st_size > _LONGEST or who_else_writes(path, group=False):
+    if path.lstat().st_size > _LONGEST or unsafe_owner(path, group=False):
       return None
   except OSError:
     return None

@@ -209,7 +209,7 @@ def describe(
   own_names = [name + sums.get(name, "") for name in of_params]
   names = [own_names, ["loss"], _names(model_state), of_params]
   has_bad_loss = any(own[1] >= 0 for _, _, bad in gathered for _, _, *own in bad)
-  places: dict[str, list[tuple[int, str, int]]] = {}
+  locations: dict[str, list[tuple[int, str, int]]] = {}
   for process, (host, _, bad) in enumerate(gathered):
     for device, bad_before, *own in bad:
       is_received = own[0] >= 0 > own[1] and of_params[own[0] // 2] in summed
@@ -219,12 +219,12 @@ def describe(
       leaf, is_inf = divmod(own[which], 2)
       finding = _WHAT[which].format(names[which][leaf])
       what = bad_before or f"{finding} is {'Inf' if is_inf else 'NaN'}"
-      places.setdefault(what, []).append((process, host, device))
+      locations.setdefault(what, []).append((process, host, device))
   # A bad mean gradient is reported only if no device's own gradient explains it.
-  if own := {what: at for what, at in places.items() if not what.startswith(_MEAN)}:
-    places = own
+  if own := {what: at for what, at in locations.items() if not what.startswith(_MEAN)}:
+    locations = own
   number = sum(count for _, count, _ in gathered)
-  rarest_first = sorted(places.items(), key=lambda item: len(item[1]))
+  rarest_first = sorted(locations.items(), key=lambda item: len(item[1]))
   lines = [_at(at, what, number) for what, at in rarest_first]
   in_state = any(bad_before for _, _, bad in gathered for _, bad_before, *_ in bad)
   more = [f"{len(lines) - 4} more"] if len(lines) > 4 else []
@@ -259,27 +259,27 @@ def _names(tree: Any) -> list[str]:
   return [path_name(path) for path, _ in jax.tree.leaves_with_path(tree)]
 
 
-def _at(places: Sequence[tuple[int, str, int]], what: str, number: int) -> str:
+def _at(locations: Sequence[tuple[int, str, int]], what: str, number: int) -> str:
   """Return a finding, preceded by the devices that have it, of `number` in all."""
   if what.startswith(_MEAN):
     return what
-  if len(places) == number > 1:
+  if len(locations) == number > 1:
     return f"all {number} devices: {what}"
-  shown = by_process(places, lambda own: f"), device{'s' * (len(own) > 1)} {few(own)}")
+  shown = by_process(locations, lambda own: f"), device{'s' * (len(own) > 1)} {few(own)}")
   return f"{shown}: {what}"
 
 
 def by_process(
-  places: Iterable[tuple[int, str, Any]], devices_text: Callable[[list[Any]], str]
+  locations: Iterable[tuple[int, str, Any]], devices_text: Callable[[list[Any]], str]
 ) -> str:
   """Return a text that lists processes with their hosts and devices.
 
   Args:
-    places: (process, host, device) triples.
+    locations: (process, host, device) triples.
     devices_text: devices of one process -> the text after "process 3 (host".
   """
   devices: dict[tuple[int, str], list[Any]] = {}
-  for process, host, device in places:
+  for process, host, device in locations:
     devices.setdefault((process, host), []).append(device)
   words = [f"process {p} ({host}{devices_text(d)}" for (p, host), d in devices.items()]
   return few(words, more="more processes")

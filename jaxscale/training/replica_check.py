@@ -269,9 +269,9 @@ def describe(replicas: Sequence[Replica], names: Sequence[str]) -> str | None:
   concerned = sorted(set().union(*groups))
   if apart:
     most = f"{len(concerned) - len(apart)} of {len(concerned)} devices"
-    some = _places([replicas[j] for j in sorted(apart)])
+    some = _locations([replicas[j] for j in sorted(apart)])
     return f"{some} differs from {most} in {where}"
-  some = _places([replicas[j] for j in concerned])
+  some = _locations([replicas[j] for j in concerned])
   versions = max(len(set(found.values())) for found in groups)
   return (
     f"{some} differ in {where}: {len(concerned)} devices hold {versions} versions, and no "
@@ -279,7 +279,7 @@ def describe(replicas: Sequence[Replica], names: Sequence[str]) -> str | None:
   )
 
 
-def _places(replicas: Sequence[Replica]) -> str:
+def _locations(replicas: Sequence[Replica]) -> str:
   """Return a text that lists processes with their host and devices."""
   return by_process((r[:3] for r in replicas), lambda own: f", {few(own)})")
 

@@ -56,8 +56,8 @@ def completed(found: Mapping[str, Any]) -> dict[str, Any]:
     10000.0
   """
   there = {**_KINDS.get(str(found.get("model_type")), {}), **found}
-  for place in ("rope_scaling", "rope_parameters"):
-    if isinstance(rope := there.pop(place, None), dict):
+  for key in ("rope_scaling", "rope_parameters"):
+    if isinstance(rope := there.pop(key, None), dict):
       there |= {k: v for k, v in rope.items() if v is not None}
   there.setdefault("rope_type", there.pop("type", "default"))
   if there["rope_type"] != "llama3":

@@ -129,7 +129,7 @@ def with_answer(workdir, *given, **options):
   thread = threading.Thread(target=answer, args=(workdir, *given))
   thread.start()
   try:
-    return profile.trace(workdir, say=lambda line: None, **options)
+    return profile.trace(workdir, log=lambda line: None, **options)
   finally:
     thread.join()
 

@@ -183,7 +183,7 @@ def test_a_watch_knows_what_the_time_went_into(monkeypatch):
 
 def test_other_threads_see_every_second_once():
   alone, ended = watches.start({}, 0, ["localhost"]), []
-  began = alone._place[3]
+  began = alone._position[3]
 
   def train():
     for step in range(20_000):

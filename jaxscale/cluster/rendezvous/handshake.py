@@ -36,7 +36,7 @@ class Hello(NamedTuple):
   node: str
   pid: int
   uuid: str  # differs between two processes of one rank; the same after a reconnect
-  place: str  # equal in processes that loopback connects
+  network: str  # equal in processes that loopback connects
   files: str  # equal in processes that see the same files
   gloo: str | None  # address where gloo would listen; "" if it is not used
   versions: dict[str, str]
@@ -51,8 +51,8 @@ def make_hello(launch: Launch, digests: Mapping[str, str], on_cpu: bool, error: 
   """Return the description of this process; the arguments are those of `rendezvous`."""
   gloo = network.gloo_address() if on_cpu else ""
   process = network.node_name(), os.getpid(), uuid.uuid4().hex
-  places = network.namespace("net"), network.namespace("mnt"), gloo
-  own = launch.process_id, launch.num_processes, *process, *places
+  namespaces = network.namespace("net"), network.namespace("mnt"), gloo
+  own = launch.process_id, launch.num_processes, *process, *namespaces
   return Hello(*own, versions(), dict(digests), error)
 
 
@@ -163,7 +163,7 @@ def find_mismatches(hellos: _Hellos, addresses: Mapping[int, str]) -> list[str]:
 
 def _unreachable(hellos: _Hellos, addresses: Mapping[int, str]) -> list[str]:
   """Return a line for each host that gloo could not reach by its own host name."""
-  apart = len({hello.place for hello in hellos.values()}) > 1
+  apart = len({hello.network for hello in hellos.values()}) > 1
   lines: dict[tuple[str, str | None], str] = {}
   for rank, hello in sorted(hellos.items()):
     gloo = hello.gloo

@@ -140,9 +140,9 @@ def own_address(links: Iterable[Any]) -> list[str]:
 def is_own(address: str) -> bool:
   """Return whether an address belongs to this host; only such addresses can be bound."""
   with contextlib.suppress(OSError):
-    family, place = numeric(address, 0)
+    family, endpoint = numeric(address, 0)
     with socket.socket(family) as probe:
-      probe.bind(place)
+      probe.bind(endpoint)
       return True
   return False
 
@@ -252,7 +252,7 @@ def bind_port(
 
 def _bound(address: str, port: int, listen: bool) -> socket.socket:
   """Return a socket bound to an address; "::" also accepts IPv4."""
-  family, place = numeric(address, port)
+  family, endpoint = numeric(address, port)
   sock = socket.socket(family)
   try:
     if family == socket.AF_INET6:
@@ -260,7 +260,7 @@ def _bound(address: str, port: int, listen: bool) -> socket.socket:
     # With SO_REUSEADDR, old connections in TIME_WAIT do not block the port, but a
     # listening socket does (socket(7)).
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, listen)
-    sock.bind(place)
+    sock.bind(endpoint)
     if listen:
       sock.listen(4096)
     return sock

@@ -154,7 +154,7 @@ class _Server:
     for rank, link in self.links.items():
       with contextlib.suppress(OSError):
         addresses[rank] = network.plain_address(link.sock.getpeername()[0])
-        if self.hellos[rank].place != self.hellos[0].place:
+        if self.hellos[rank].network != self.hellos[0].network:
           addresses.setdefault(0, network.plain_address(link.sock.getsockname()[0]))
     gone = {rank: self.hellos[rank] for rank, t in self.lost.items() if now - t > RECONNECT_S}
     why = "connected and then disconnected; see its output"

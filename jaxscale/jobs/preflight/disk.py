@@ -84,34 +84,34 @@ def findings(found: Found, group: Group, workdir: Path, size: int, needed: int) 
     size: the bytes of a checkpoint.
     needed: the bytes of all checkpoints that are kept.
   """
-  place = f"workdir {workdir}: "
+  prefix = f"workdir {workdir}: "
   by_host = {group.hosts[rank]: found[rank] for rank in group.host_ranks}
   wrong = []
   for host, each in by_host.items():
     if error := each.get("error"):
-      text = f"{place}{host} wrote {byte_size(each['bytes'])} of its part of "
+      text = f"{prefix}{host} wrote {byte_size(each['bytes'])} of its part of "
       remedy = f"make room or raise the quota there ({byte_size(needed)} are needed), "
       remedy += "or use a different --workdir"
       wrong.append(Finding(False, f"{text}{byte_size(size)}, then: {error}", remedy))
   if wrong:
     return wrong
   free = min(each["free"] for each in by_host.values())
-  text = f"{place}{byte_size(free)} free, {byte_size(needed)} needed"
+  text = f"{prefix}{byte_size(free)} free, {byte_size(needed)} needed"
   remedy = f"make room for {byte_size(needed)} there, or use a different --workdir"
   result = [Finding(free >= needed, text, remedy)]
   files = [e["files"] for e in by_host.values() if e["files"] is not None]
   if files and min(files) < 10_000:
-    text = f"{place}only {min(files):,} more files are allowed"
+    text = f"{prefix}only {min(files):,} more files are allowed"
     result.append(Finding(False, text, "remove files there, or raise the quota"))
   rates = {h: each["bytes"] / max(each["seconds"], 1e-9) for h, each in by_host.items()}
   usual = statistics.median(rates.values())
   for host, rate in rates.items():
     if len(rates) > 2 and rate < usual / 5:
-      text = f"{place}{host} writes {byte_size(rate)}/s, the median host "
+      text = f"{prefix}{host} writes {byte_size(rate)}/s, the median host "
       remedy = f"exclude {host} and report it"
       result.append(Finding(False, f"{text}{byte_size(usual)}/s", remedy))
   total = sum(each["bytes"] for each in by_host.values())
   rate = total / max(each["seconds"] for each in by_host.values())
-  text = f"{place}{byte_size(total)} written and synced at {byte_size(rate)}/s; a "
+  text = f"{prefix}{byte_size(total)} written and synced at {byte_size(rate)}/s; a "
   text += f"checkpoint of {byte_size(size)} takes {size / rate:.1f} s"
   return [*result, Finding(True, text)]

@@ -46,7 +46,7 @@ def probe() -> dict[str, Any]:
     "versions": versions() | ({"NVIDIA driver": driver} if driver else {}),
     "hostname": socket.gethostname(),
     "loopback": loopback(socket.gethostname()),
-    "place": network.namespace("net"),
+    "network": network.namespace("net"),
     "files": resource.getrlimit(resource.RLIMIT_NOFILE),
     "locked": resource.getrlimit(resource.RLIMIT_MEMLOCK)[0],
     "infiniband": any(Path("/sys/class/infiniband").glob("*")),
@@ -170,7 +170,7 @@ def _names(found: Found, hosts: Sequence[str]) -> Iterator[Finding]:
   if len({each["hostname"] for each in found}) < 2:
     return
   # Hosts with the same network namespace reach each other over loopback.
-  apart = len({each["place"] for each in found}) > 1
+  apart = len({each["network"] for each in found}) > 1
   for host, each in dict(zip(hosts, found, strict=True)).items():
     address = each["loopback"]
     if address and (apart or address.startswith(_NOTHING)):
