@@ -120,15 +120,15 @@ def require_json(path: Path, shape: Any, remedy: str) -> Any:
   """
   try:
     value = parse_json(read_bytes(path))
-    why = mismatch(value, shape)
+    problem = mismatch(value, shape)
   except PermissionError as e:
-    why, remedy = e.strerror, "have its owner make it readable (chmod)"
+    problem, remedy = e.strerror, "have its owner make it readable (chmod)"
   except OSError as e:
-    why = e.strerror
+    problem = e.strerror
   except ValueError as e:
-    why = f"not readable as JSON ({e})"
-  if why:
-    raise ConfigError(f"{path}: {why}; {remedy}")
+    problem = f"not readable as JSON ({e})"
+  if problem:
+    raise ConfigError(f"{path}: {problem}; {remedy}")
   return value
 
 

@@ -106,12 +106,12 @@ def make_mesh(
   sizes = {a: n for a, n in shape._asdict().items() if a in AXES or n > 1}
   grid, axes, field = _grid(sizes, devices), (*sizes,), f"bn_devices={bn_devices}"
   if bn_devices < 1 or shape.data % bn_devices:
-    why = f"does not divide the data axis of {shape.data} devices; give a divisor"
-    raise ConfigError(f"{field} {why}")
+    problem = f"does not divide the data axis of {shape.data} devices; give a divisor"
+    raise ConfigError(f"{field} {problem}")
   if bn_devices > 1 and shape.fsdp > 1:
-    why = f"does not work with Mesh.fsdp={shape.fsdp}; share BatchNorm statistics over all "
-    why += "devices or none (bn_span='global' or 'device')"
-    raise ConfigError(f"{field} {why}")
+    problem = f"does not work with Mesh.fsdp={shape.fsdp}; share BatchNorm statistics over all "
+    problem += "devices or none (bn_span='global' or 'device')"
+    raise ConfigError(f"{field} {problem}")
   if bn_devices > 1:
     # Devices are in the order of the mesh without `bn`, so that each holds the same rows.
     grid = grid.reshape(shape.replica, -1, bn_devices, *grid.shape[2:])
@@ -141,8 +141,8 @@ def _grid(sizes: dict[str, int], devices: Sequence[Any] | None) -> np.ndarray:
       break
   if left > 1:
     axis = list(sizes)[len(between) - 1]
-    why = f"does not match the {slices} slices of the devices"
-    raise ConfigError(f"Mesh.{axis}={sizes[axis]} {why}; give Mesh.replica={slices}")
+    problem = f"does not match the {slices} slices of the devices"
+    raise ConfigError(f"Mesh.{axis}={sizes[axis]} {problem}; give Mesh.replica={slices}")
   between += [1] * (len(sizes) - len(between))
   within = [n // k for n, k in zip(sizes.values(), between, strict=True)]
 
@@ -222,22 +222,22 @@ def batch_norm_span(
   if span == "global" or span == all_rows:
     return BatchNormSpan(axis_name=AXES)
   if isinstance(span, str) or not 1 <= span <= all_rows:
-    why = f"is out of range, as the micro-batches of all devices have {all_rows} examples"
+    problem = f"is out of range, as the micro-batches of all devices have {all_rows} examples"
     wanted = f'a number from 2 to {all_rows}, "device" or "global"'
-    raise ConfigError(f"bn_span={span!r} {why}; give {wanted}")
+    raise ConfigError(f"bn_span={span!r} {problem}; give {wanted}")
   if span < device_rows:
     if device_rows % span:
       nearest = _nearest_divisor(device_rows, span, least=2)
       wanted = '"device"' if nearest == device_rows else nearest
-      why = f"does not divide the {device_rows} examples of a device's micro-batch"
-      raise ConfigError(f"bn_span={span} {why}; give {wanted}")
+      problem = f"does not divide the {device_rows} examples of a device's micro-batch"
+      raise ConfigError(f"bn_span={span} {problem}; give {wanted}")
     return BatchNormSpan(group_size=span)
   sharing = span // device_rows
   if span % device_rows or data % sharing:
     wanted = device_rows * _nearest_divisor(data, span / device_rows, 2 // device_rows)
-    why = f"is not a device's micro-batch of {device_rows} examples times a divisor "
-    why += f"of Mesh.data={data}; give {wanted}"
-    raise ConfigError(f"bn_span={span} {why}")
+    problem = f"is not a device's micro-batch of {device_rows} examples times a divisor "
+    problem += f"of Mesh.data={data}; give {wanted}"
+    raise ConfigError(f"bn_span={span} {problem}")
   if sharing == data:
     return BatchNormSpan(axis_name=("data",))
   return BatchNormSpan(bn_devices=sharing, axis_name=(BN_AXIS,))

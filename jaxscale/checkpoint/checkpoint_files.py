@@ -267,26 +267,26 @@ def leaf_reader(directory: Path) -> Callable[[str], np.ndarray]:
   return read
 
 
-def why_unsaved(step: int, lack: str, why: str, directory: Path, size: int) -> str:
+def unsaved_message(step: int, lack: str, problem: str, directory: Path, size: int) -> str:
   """Describe in one line why a checkpoint could not be written.
 
   Args:
     step: the step of the checkpoint.
     lack: the missing resource, from `lack_of`.
-    why: the error as one line.
+    problem: the error as one line.
     directory: the directory of checkpoints, from which the failed one is already removed.
     size: the size of the state in bytes.
   """
   if lack == "inodes":
-    why = f"no inodes (files) are left in {directory}"
+    problem = f"no inodes (files) are left in {directory}"
   elif lack:
     free = shutil.disk_usage(directory).free
-    why = f"the disk or a quota was full ({byte_size(size)} needed, now "
+    problem = f"the disk or a quota was full ({byte_size(size)} needed, now "
     if free < size:
-      why = f"the disk is full, {byte_size(size - free)} are missing "
-      why += f"({byte_size(size)} needed, "
-    why += f"{byte_size(free)} free in {directory})"
-  return f"checkpoint of step {step} could not be saved: {why}"
+      problem = f"the disk is full, {byte_size(size - free)} are missing "
+      problem += f"({byte_size(size)} needed, "
+    problem += f"{byte_size(free)} free in {directory})"
+  return f"checkpoint of step {step} could not be saved: {problem}"
 
 
 def is_of_disk(error: BaseException) -> bool:
@@ -347,8 +347,8 @@ def check_same_leaves(path: Path, saved: dict[str, Any], wanted: dict[str, Any])
     else:
       continue
     remedy = "resume with the exchange it was saved with, or " * of_exchange
-    why = f"saved by a different experiment: {difference}; {remedy}use another --workdir"
-    raise ConfigError(f"{path}: {why}")
+    problem = f"saved by a different experiment: {difference}; {remedy}use another --workdir"
+    raise ConfigError(f"{path}: {problem}")
 
 
 def _crc32(manifest: dict[str, Any]) -> int:

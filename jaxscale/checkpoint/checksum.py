@@ -133,8 +133,8 @@ def sum_shards(shards: list[Shards], mixes=False) -> dict[int, tuple[int, int]]:
 
 def unlike(name: str) -> str:
   """Describe an array that differs between the disk and the devices."""
-  why = "the disk failed, or devices hold different values"
-  return f"{name} differs between the disk and memory: {why}"
+  problem = "the disk failed, or devices hold different values"
+  return f"{name} differs between the disk and memory: {problem}"
 
 
 def with_checksums(

@@ -46,8 +46,8 @@ def newest_params(workdir: str | Path, abstract: Any) -> LoadedParams:
   directory = (Path(workdir) / "checkpoints").absolute()
   steps = checkpoint_dir.steps(directory)
   if not steps:
-    why = "the run has no checkpoint yet; give the workdir of a run that has saved one"
-    raise ConfigError(f"--workdir={workdir}: {why}")
+    problem = "the run has no checkpoint yet; give the workdir of a run that has saved one"
+    raise ConfigError(f"--workdir={workdir}: {problem}")
   first_device = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
 
   def sharded(x):

@@ -184,17 +184,17 @@ class WorkdirLock:
 
   def _renew(self, every_s: float) -> None:
     while not self._released.wait(every_s):
-      if why_lost(self):  # An unreachable file server may come back.
+      if lost_reason(self):  # An unreachable file server may come back.
         return
 
   def _why_lost(self) -> str:
     directory = self.path.parent
-    why = "the lock of this run was removed, so another run may be writing; this run"
+    problem = "the lock of this run was removed, so another run may be writing; this run"
     with contextlib.suppress(OSError):
       name, token = _newest(directory)
       if token > self.token and (owner := _read(directory / name)):
-        why = f"another run has taken over ({owner}); this run ({self.owner})"
-    return f"{directory.parent}: {why} stops writing"
+        problem = f"another run has taken over ({owner}); this run ({self.owner})"
+    return f"{directory.parent}: {problem} stops writing"
 
 
 def acquire(
@@ -260,9 +260,9 @@ def acquire_for_all(workdir: Path) -> WorkdirLock | None:
     if lock:
       lock.release()
     others = f" and {len(blind) - 1} more" if len(blind) > 1 else ""
-    why = f"is not shared: {blind[0]}{others} does not see lock/{newest[0]}, which "
-    why += f"process 0 on {newest[1]['host']} wrote"
-    raise invalid("--workdir", str(workdir), why, "use a directory that all nodes mount")
+    problem = f"is not shared: {blind[0]}{others} does not see lock/{newest[0]}, which "
+    problem += f"process 0 on {newest[1]['host']} wrote"
+    raise invalid("--workdir", str(workdir), problem, "use a directory that all nodes mount")
   return lock
 
 
@@ -286,8 +286,8 @@ def check_for_all(lock: WorkdirLock | None) -> None:
   Raises:
     LockLostError: in all processes, if the lock is lost.
   """
-  if why := cluster.from_leader(why_lost(lock)):
-    raise LockLostError(why)
+  if problem := cluster.from_leader(lost_reason(lock)):
+    raise LockLostError(problem)
 
 
 def running(workdir: Path) -> LockOwner | None:
@@ -311,7 +311,7 @@ def running(workdir: Path) -> LockOwner | None:
   return None
 
 
-def why_lost(lock: WorkdirLock | None) -> str | None:
+def lost_reason(lock: WorkdirLock | None) -> str | None:
   """Return the message of `WorkdirLock.check` if the lock is lost; None if it is held."""
   if lock is None:
     return None
@@ -323,7 +323,7 @@ def why_lost(lock: WorkdirLock | None) -> str | None:
 
 def is_held(lock: WorkdirLock | None) -> bool:
   """Return whether files may be written: there is no lock, or this run holds it."""
-  return why_lost(lock) is None
+  return lost_reason(lock) is None
 
 
 def _wait_until_free(path: Path, owner: LockOwner, me: LockOwner, log, expire_s: float):

@@ -40,14 +40,14 @@ class Reshard(NamedTuple):
     new: the number of devices of this run, N'.
     saved: the shapes and dtypes of the saved state, with shardings except the exchange's.
     convert: a function from the saved exchange state to this run's; None if impossible.
-    why: the reason why it is impossible, and the remedy.
+    problem: the reason why it is impossible, and the remedy.
   """
 
   old: int
   new: int
   saved: TrainState
   convert: Callable[[Any], Any] | None
-  why: str = ""
+  problem: str = ""
 
   def to_load(self, abstract: TrainState) -> TrainState:
     """Return the saved state padded to fit on the devices, with zeros after the last entry."""
@@ -152,15 +152,15 @@ def _other_devices(leaves: _Leaves, abstract, resize, there, here) -> Reshard | 
     return Reshard(old, new, state, convert)
   devices = plural(old, "device")
   if _is_local(own):
-    why = "each worker has its own parameters and momentum, so the number of workers "
-    why += "cannot change"
+    problem = "each worker has its own parameters and momentum, so the number of workers "
+    problem += "cannot change"
   elif [s[1:] for s in own_shapes] == [s[1:] for s in shapes]:
-    why = "the exchange does not define how its state is resized (Exchange.resize)"
+    problem = "the exchange does not define how its state is resized (Exchange.resize)"
   else:
     return None
   advice = f"resume with {devices}, or use another --workdir to start anew"
-  why = f"saved on {devices}, but this run has {new}: {why}; {advice}"
-  return Reshard(old, new, state, None, why)
+  problem = f"saved on {devices}, but this run has {new}: {problem}; {advice}"
+  return Reshard(old, new, state, None, problem)
 
 
 def _resized(resize, there, old: int, here, new: int, state: Any) -> Any:
@@ -240,10 +240,10 @@ def _other_parts(leaves: _Leaves, abstract, there, here) -> Reshard:
     if old != new:
       example = f" ({name} was split by {old}, and now by {new})"
       break
-  why = f"saved on {meshes[0]}, but this run has {meshes[1]}: the exchange state"
-  why += f" has parts of gradients that no device has now{example}; resume with the mesh "
-  why += "and layout it was saved with, or use another --workdir to start anew"
-  return Reshard(0, 0, abstract._replace(exchange_state=saved), None, why)
+  problem = f"saved on {meshes[0]}, but this run has {meshes[1]}: the exchange state"
+  problem += f" has parts of gradients that no device has now{example}; resume with the mesh "
+  problem += "and layout it was saved with, or use another --workdir to start anew"
+  return Reshard(0, 0, abstract._replace(exchange_state=saved), None, problem)
 
 
 def _fits(convert: Callable[[Any], Any], saved: Any, wanted: Any) -> bool:

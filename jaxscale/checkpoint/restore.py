@@ -35,7 +35,7 @@ def restore_step(
   saved = other.saved if other else abstract
   checkpoint_files.check_same_leaves(path, leaves, checksum.describe(saved))
   if other and other.convert is None:
-    raise ConfigError(f"{path}: {other.why}")
+    raise ConfigError(f"{path}: {other.problem}")
   state, problem = None, None
   try:
     wanted = reshard.without_empty(other.to_load(abstract) if other else abstract)

@@ -44,8 +44,8 @@ def run(args: Namespace) -> None:
   names, runs = args.names, args.runs
   if folder := batch_study.find(names, runs):
     for option in filter(vars(args).get, ("to", "csv", "png", "html", "plan")):
-      why = "does not apply to a batch study, whose report is a table and study.json"
-      raise invalid(f"--{option}", getattr(args, option), why, "leave it out")
+      problem = "does not apply to a batch study, whose report is a table and study.json"
+      raise invalid(f"--{option}", getattr(args, option), problem, "leave it out")
     print(batch_study.report(folder))
     return
   plan = Path(args.plan) if args.plan else None

@@ -85,7 +85,7 @@ class Row(NamedTuple):
     name: the name of the variable.
     value: the value, in which CARDS stands for the network's adapters.
     when: properties of `Hardware` that must all be true.
-    why: the reason, in a few words for the log.
+    reason: the reason, in a few words for the log.
     unless: a regular expression of NAME=VALUE. If a variable of the environment matches,
       the user has already decided, and nothing is set.
   """
@@ -93,7 +93,7 @@ class Row(NamedTuple):
   name: str
   value: str
   when: str
-  why: str
+  reason: str
   unless: str = r"$^"
 
 
@@ -185,10 +185,10 @@ def lines(choice: Choice, *, short: bool = False) -> list[str]:
   reasons: dict[str, list[str]] = {}
   for row, value in choice.rows:
     shown = f'"{value}"' if " " in value else value
-    reasons.setdefault(row.why, []).append(f"{row.name}={shown}")
+    reasons.setdefault(row.reason, []).append(f"{row.name}={shown}")
   found = []
   if reasons or choice.kept:
-    parts = [f"{' '.join(names)} ({why})" for why, names in reasons.items()]
+    parts = [f"{' '.join(names)} ({problem})" for problem, names in reasons.items()]
     kept = f"; kept as you set them: {', '.join(choice.kept)}" if choice.kept else ""
     found = [f"GPU settings: {', '.join(parts) or 'none'}{kept}; {_OFF}"]
   is_missing = bool(choice.missing) and not short

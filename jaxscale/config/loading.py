@@ -180,9 +180,9 @@ def _branch(
   for field in dataclasses.fields(cls):
     is_set = field.name in values or field.default is not dataclasses.MISSING
     if validation.hints(cls)[field.name] is Any and not is_set:
-      why = f"needs {field.name}, which cannot be given on a command line"
+      problem = f"needs {field.name}, which cannot be given on a command line"
       fix = f"write it in the config file: {chosen}({field.name}=...)"
-      raise invalid(f"--config.{path}", chosen, why, fix)
+      raise invalid(f"--config.{path}", chosen, problem, fix)
   return cls(**values)
 
 

@@ -77,8 +77,8 @@ def from_plain(annotation: Any, node: Any, folder: Path | None = None) -> Any:
     True
   """
   if isinstance(node, dict) and "object" in node:
-    why = "an object from a notebook, which config.json cannot store; build the config in it"
-    raise ConfigError(f"{node['object']}: {why}")
+    problem = "an object from a notebook, which config.json cannot store; build the config in it"
+    raise ConfigError(f"{node['object']}: {problem}")
   if isinstance(node, list):
     return [from_plain(item_type(annotation), item, folder) for item in node]
   if not isinstance(node, dict) or "class" not in node:
@@ -112,9 +112,9 @@ def _own_class(name: str, folder: Path | None) -> type:
       raise ConfigError("not a settings class")
     return found
   except Exception as e:
-    why = f"cannot be loaded from {copy or module} ({type(e).__name__}: {e})"
+    problem = f"cannot be loaded from {copy or module} ({type(e).__name__}: {e})"
     remedy = "give the config file that defines the class"
-    raise ConfigError(f"{name}: {why}; {remedy}") from None
+    raise ConfigError(f"{name}: {problem}; {remedy}") from None
 
 
 class Described(NamedTuple):
@@ -161,9 +161,9 @@ def check_format(described: dict[str, Any], workdir: str | Path) -> None:
   if described.get("format") != FORMAT:
     known = mismatch(described, {"versions": {"jaxscale": str}}) is None
     version = described["versions"]["jaxscale"] if known else "0.1"
-    why = f"config.json was written by jaxscale {version}, whose settings have other "
-    why += "names (CHANGELOG.md); use that version, or a new --workdir"
-    raise ConfigError(f"--workdir={workdir}: {why}")
+    problem = f"config.json was written by jaxscale {version}, whose settings have other "
+    problem += "names (CHANGELOG.md); use that version, or a new --workdir"
+    raise ConfigError(f"--workdir={workdir}: {problem}")
 
 
 def describe_run(workdir: str | Path) -> Described:
@@ -179,6 +179,6 @@ def describe_run(workdir: str | Path) -> Described:
   described = require_json(path, {"config": {}, "data": {}}, remedy)
   check_format(described, workdir)
   there = {name: shape for name, shape in _DATA.items() if name in described["data"]}
-  if why := mismatch(described, RUN) or mismatch(described["data"], there, "data"):
-    raise ConfigError(f"{path}: {why}; {remedy}")
+  if problem := mismatch(described, RUN) or mismatch(described["data"], there, "data"):
+    raise ConfigError(f"{path}: {problem}; {remedy}")
   return Described(Path(workdir), described["config"], described["data"])

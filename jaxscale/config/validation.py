@@ -216,8 +216,8 @@ def _instance_hint(annotation: Any, value: Any) -> str:
 def settings(cls: type) -> type:
   """Make a class a frozen, keyword-only dataclass that refuses unknown names and bad values."""
   if "__init__" in vars(cls):
-    why = "is not allowed in settings; write fields with types, as `width: int = 3`, "
-    raise ConfigError(f"{cls.__name__}.__init__ {why}and check them in __post_init__")
+    problem = "is not allowed in settings; write fields with types, as `width: int = 3`, "
+    raise ConfigError(f"{cls.__name__}.__init__ {problem}and check them in __post_init__")
   repr_ = cls.__repr__ is object.__repr__
   cls = dataclasses.dataclass(frozen=True, kw_only=True, repr=repr_)(cls)
   init, own = cls.__init__, cls.__name__

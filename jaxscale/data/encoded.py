@@ -178,12 +178,12 @@ class _Loader(NamedTuple):
       record = next(iter(source.read([other])))
       if (label := self._read(record, draws, other, out)) is not None:
         return label
-    why = "another attempt could read it"
+    error = "another attempt could read it"
     try:
       self._decode(next(iter(source.read([index]))), draws, out)
     except ValueError as e:
-      why = str(e)
-    reason = f"the first is {source.name(index)} ({why}); copy them again, or check --config.data"
+      error = str(e)
+    reason = f"the first is {source.name(index)} ({error}); copy them again, or check --config.data"
     raise ConfigError(f"{self.info.name}: {tries + 1} examples in a row cannot be read, {reason}")
 
   def cached(self) -> Callable[[np.ndarray, np.ndarray | None], Batch]:

@@ -105,9 +105,9 @@ def image_folder(
   normal = [unicodedata.normalize("NFC", name) for name in folder.classes]
   for name, known in zip(folder.classes, normal, strict=True):
     if known not in labels_of:
-      why = f"not a class of the training data, {nearest(name, names)}"
+      problem = f"not a class of the training data, {nearest(name, names)}"
       fix = "move it away, or move its images to the directories of their classes"
-      raise ConfigError(f"{directory}/{name}: {why}; {fix}")
+      raise ConfigError(f"{directory}/{name}: {problem}; {fix}")
   labels = np.array([labels_of[known] for known in normal], np.int32)[folder.labels]
   shape = (image_size, image_size, channels)
   info = image_info(str(directory), shape, len(names), mean, std)
@@ -151,9 +151,9 @@ def listing(directory: str | os.PathLike[str]) -> Folder:
   folder = _kept_listing(str(root.absolute()))
   if not len(folder.files):
     count = len(folder.empty)
-    why = f"no images in {count} subdirectories{_but(folder.left_out)}"
+    problem = f"no images in {count} subdirectories{_but(folder.left_out)}"
     fix = f"images must be at CLASS/**/*.JPEG (or {' '.join(SUFFIXES)})"
-    raise ConfigError(f"{directory}: {why}; {fix}")
+    raise ConfigError(f"{directory}: {problem}; {fix}")
   return folder
 
 
@@ -226,8 +226,8 @@ def _check_classes(root: str, kept: dict[str, list[str]]) -> None:
   same: dict[str, str] = {}
   for name in kept:
     if (other := same.setdefault(unicodedata.normalize("NFC", name), name)) != name:
-      why = f"has the same name as {other!a} in a different Unicode form ({name!a})"
-      raise invalid(f"{root}/{name}", ..., why, "merge the two directories")
+      problem = f"has the same name as {other!a} in a different Unicode form ({name!a})"
+      raise invalid(f"{root}/{name}", ..., problem, "merge the two directories")
   inner = {f.partition("/")[0] for files in kept.values() for f in files if "/" in f}
   if len(kept) == 1 and len(inner) > 1:
     ((name, files),) = kept.items()

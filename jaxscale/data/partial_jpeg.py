@@ -56,7 +56,7 @@ class Library(NamedTuple):
 @functools.cache
 def library() -> Library:
   """Load the library if it is built, loads on this machine, and gives simplejpeg's pixels."""
-  why = "not built"
+  problem = "not built"
   for path in sorted(user_cache().glob(f"partial_jpeg-{_key()}-*.so"), reverse=True):
     version = path.stem.rsplit("-", 1)[1]
     text = f"JPEG crops: only the box, by libjpeg-turbo {version}"
@@ -65,8 +65,8 @@ def library() -> Library:
         raise OSError(f"was not loaded: {others}")
       return Library(_open(path), text)
     except OSError as e:  # For example, it was built with another libjpeg.
-      why = f"{path} {e}"
-  return Library(None, f"JPEG crops: whole images; faster after `{BUILD}` ({why})")
+      problem = f"{path} {e}"
+  return Library(None, f"JPEG crops: whole images; faster after `{BUILD}` ({problem})")
 
 
 def _key() -> str:
@@ -132,8 +132,8 @@ def build() -> Path:
     try:
       _open(built)
     except OSError as e:
-      why = f"the built library {e}; use libjpeg-turbo 2.1 or newer, with its SIMD code"
-      raise ConfigError(f"libjpeg={found[1]}: {why}") from None
+      problem = f"the built library {e}; use libjpeg-turbo 2.1 or newer, with its SIMD code"
+      raise ConfigError(f"libjpeg={found[1]}: {problem}") from None
     _only_owner_writes(built)
     os.replace(built, target)  # Atomic, so no process sees a partial file.
   return target

@@ -162,8 +162,8 @@ class ImageFolder(_Images):
       inside = "" if name == "path" else value
       if not os.path.isdir(os.path.join(self.path, inside)):
         where = f" in {self.path}" * (name != "path")
-        why = f"no such directory{where}; images are PATH/SPLIT/CLASS/*.JPEG"
-        raise ConfigError(f"--config.data.{name}={value}: {why}")
+        problem = f"no such directory{where}; images are PATH/SPLIT/CLASS/*.JPEG"
+        raise ConfigError(f"--config.data.{name}={value}: {problem}")
 
 
 class Synthetic(Data):
@@ -310,8 +310,8 @@ class _TokenizedText(_Text):
 
   def __post_init__(self):
     if self.separator is not None and self.tokenizer == "bytes":
-      why = "bytes are separated by byte 0, so leave it out or set a tokenizer"
-      raise ConfigError(f"{type(self).__name__}.separator={self.separator!r}: {why}")
+      problem = "bytes are separated by byte 0, so leave it out or set a tokenizer"
+      raise ConfigError(f"{type(self).__name__}.separator={self.separator!r}: {problem}")
 
   def _splits(self, make: Any, where: str) -> Split:
     options = vars(self).copy()

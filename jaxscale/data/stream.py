@@ -101,8 +101,8 @@ def of_files(
       raise ConfigError(f"{path}: {e.strerror}; give a file of tokens") from None
     size, width = os.fstat(opened[-1].descriptor).st_size, np.dtype(dtype).itemsize
     if (size - offset) % width:
-      why = f"{size} bytes are not a whole number of {dtype} tokens of {width} bytes"
-      raise ConfigError(f"{path}: {why}; the file is truncated or has a different dtype")
+      problem = f"{size} bytes are not a whole number of {dtype} tokens of {width} bytes"
+      raise ConfigError(f"{path}: {problem}; the file is truncated or has a different dtype")
     ends.append(ends[-1] + (size - offset) // width)
 
   def read(start: int, stop: int) -> np.ndarray:
@@ -223,9 +223,9 @@ def packed(
           print(f"tokenizing {name} once into {kept}", flush=True)
           counts = _write(kept, batches, tokenizer, dtype)
   except OSError as e:
-    why = f"cannot write its tokens to {folder} ({e.strerror})"
+    problem = f"cannot write its tokens to {folder} ({e.strerror})"
     fix = "set cache_dir to a directory with enough space"
-    raise ConfigError(f"{name}: {why}; {fix}") from None
+    raise ConfigError(f"{name}: {problem}; {fix}") from None
   is_bytes = tokenizer.key == "bytes"
   # With byte tokens, the zero byte between documents counts as a byte.
   ratio = 1.0 if is_bytes else counts["bytes"] / max(counts["tokens"], 1)

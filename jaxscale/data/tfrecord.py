@@ -70,9 +70,9 @@ def random_access(shards: Sequence[Shard]) -> Callable[[int], bytes]:
   positions = [np.zeros((0, 3), np.int64)]
   for number, (shard, part) in enumerate(zip(shards, parts, strict=True)):
     if len(part) != shard.records:
-      why = f"has {len(part)} records, but dataset_info.json says {shard.records}"
+      problem = f"has {len(part)} records, but dataset_info.json says {shard.records}"
       fix = "it is truncated or of a different version; copy it again"
-      raise ConfigError(f"TFDS: {shard.path} {why}: {fix}")
+      raise ConfigError(f"TFDS: {shard.path} {problem}: {fix}")
     positions.append(np.insert(part[shard.skip :][: shard.take], 0, number, axis=1))
   table = np.concatenate(positions)
 
@@ -109,8 +109,8 @@ def index_shard(path: str) -> np.ndarray:
   wrong = np.flatnonzero(masked_crc32c(rows[:, :8].astype(np.uint32)) != stored)
   if len(wrong) or at != size:
     where = positions[wrong[0]][0] - _HEAD if len(wrong) else at
-    why = "it is truncated or damaged; copy it again"
-    raise ConfigError(f"TFDS: {path} is invalid at byte {where} of {size}: {why}")
+    problem = "it is truncated or damaged; copy it again"
+    raise ConfigError(f"TFDS: {path} is invalid at byte {where} of {size}: {problem}")
   return np.array(positions, np.int64).reshape(-1, 2)
 
 

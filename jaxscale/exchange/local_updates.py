@@ -126,9 +126,9 @@ def block_momentum(
     raise ConfigError(f"block_momentum.num_workers={num_workers} is out of range; give 1 or more")
   decay = 1 - 1 / num_workers if momentum is None else momentum
   if not 0 <= decay < 1:
-    why = "is out of range; give at least 0 and less than 1"
+    problem = "is out of range; give at least 0 and less than 1"
     usual = f"the default for {num_workers} workers is {1 - 1 / num_workers:g}"
-    raise ConfigError(f"block_momentum.momentum={decay} {why} ({usual})")
+    raise ConfigError(f"block_momentum.momentum={decay} {problem} ({usual})")
   ahead = 1 + decay if nesterov else 1.0
 
   def init(params: Any):
@@ -194,12 +194,12 @@ def check_samples(num_samples: int, every: int, worker_batch: int, num_workers: 
   fits = max(num_samples // (worker_batch * num_workers**2), 1)
   field, fix = f"BlockMomentum.sync_every_steps={every}", f"give {fits} or less"
   if num_samples < block:
-    why = f"makes blocks of {block:,} samples with {num_workers} workers"
-    raise ConfigError(f"{field} {why}, but the data set has only {num_samples:,}; {fix}")
+    problem = f"makes blocks of {block:,} samples with {num_workers} workers"
+    raise ConfigError(f"{field} {problem}, but the data set has only {num_samples:,}; {fix}")
   if num_samples >= wanted:
     return None
-  why = f"with {num_workers} workers needs {wanted:,} different samples (tau N^2)"
-  return f"{field} {why}, but the data set has {num_samples:,}; {fix}, or use fewer workers"
+  problem = f"with {num_workers} workers needs {wanted:,} different samples (tau N^2)"
+  return f"{field} {problem}, but the data set has {num_samples:,}; {fix}, or use fewer workers"
 
 
 def reset_momentum(opt_state: Any) -> Any:
@@ -231,6 +231,6 @@ def reset_momentum(opt_state: Any) -> Any:
 
   state = jax.tree.map(reset, opt_state, is_leaf=lambda node: field(node) is not None)
   if not found:
-    why = "does not work with an optimizer without momentum; give False"
-    raise ConfigError(f"LocalUpdate.reset_momentum=True {why}")
+    problem = "does not work with an optimizer without momentum; give False"
+    raise ConfigError(f"LocalUpdate.reset_momentum=True {problem}")
   return state

@@ -93,8 +93,8 @@ def derive(
     length = getattr(config, unit) or 0
     steps = length * num_train / min(sizes) if unit == "epochs" else length
     if steps >= 2**31 - 1:
-      why = "has more steps than an int32 can count"
-      raise invalid(f"Config.{unit}", length, why, "give fewer")
+      problem = "has more steps than an int32 can count"
+      raise invalid(f"Config.{unit}", length, problem, "give fewer")
   length = getattr(config.data, "sequence_length", None)
   if length is not None and num_train == 1 < config.batch_size:
     raise ConfigError(  # a smaller batch size would not help
@@ -112,8 +112,8 @@ def derive(
     unit = "epochs"
   if warmup_steps >= schedule_steps(config, phases, num_train) > 1:
     value = getattr(config.schedule, f"warmup_{unit}")
-    why = f"takes {warmup_steps} of the run's {phases[-1].stop} steps"
-    raise invalid(f"schedule.warmup_{unit}", value, why, "make it shorter")
+    problem = f"takes {warmup_steps} of the run's {phases[-1].stop} steps"
+    raise invalid(f"schedule.warmup_{unit}", value, problem, "make it shorter")
   first, reference = phases[0], config.lr_reference_batch_size
   return Derived(
     num_train=num_train,

@@ -97,9 +97,9 @@ def make_model(
   made = build(config.model, context, kind=kinds, wanted=wanted)
   if isinstance(made, models.Stack):
     if not config.loss.is_cross_entropy:
-      why = f"does not work with {type(config.model).__name__}, which computes cross entropy"
+      problem = f"does not work with {type(config.model).__name__}, which computes cross entropy"
       fix = "use CrossEntropy or a different model"
-      raise invalid("Config.loss", type(config.loss).__name__, why, fix)
+      raise invalid("Config.loss", type(config.loss).__name__, problem, fix)
     return made
   if isinstance(made, nn.Module):
     if isinstance(info, data.TextInfo):
@@ -207,8 +207,8 @@ def _called_as_steps(
   for path, leaf in jax.tree.leaves_with_path(state[1]):
     if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
       field = f"model state {path_name(path)}"
-      why, fix = "is a typed key, which a checkpoint cannot store", "store its "
-      raise invalid(field, ..., why, fix + "jax.random.key_data")
+      problem, fix = "is a typed key, which a checkpoint cannot store", "store its "
+      raise invalid(field, ..., problem, fix + "jax.random.key_data")
   trace = functools.partial(jax.eval_shape, called, state, batch, keys)
   return batch, *models.by_device(trace, rows)
 
@@ -223,10 +223,10 @@ def _class_notes(config: cfg.Config, outputs: Any, info: Any) -> list[str]:
     return []
   count, classes = getattr(outputs, "shape", (0,))[-1], num_classes(info)
   if count < classes:
-    field, why = f"{type(config.model).__name__}.build", f"gives {count} outputs, "
-    why += f"but {type(config.data).__name__} has {classes} classes"
+    field, problem = f"{type(config.model).__name__}.build", f"gives {count} outputs, "
+    problem += f"but {type(config.data).__name__} has {classes} classes"
     fix = "use context.info.num_classes as the width of the last layer"
-    raise invalid(field, ..., why, fix)
+    raise invalid(field, ..., problem, fix)
   return [f"{count} outputs for {classes} classes"] * (count > classes)
 
 

@@ -154,9 +154,9 @@ def _path_and_source(config: str | Config) -> tuple[str, str | None]:
       return "notebook.py", source
   kinds = {type(x) for x in chosen(config)}
   own = {k.__name__ for k in kinds if not is_built_in(k) or hasattr(k, "as_plain")}
-  why = f"cannot be written to a file, since {text.listed(sorted(own)) or 'a value'} is "
+  problem = f"cannot be written to a file, since {text.listed(sorted(own)) or 'a value'} is "
   fix = "define it in a file with get_config, and submit that file"
-  raise invalid("Config", ..., f"{why}defined in this program only", fix)
+  raise invalid("Config", ..., f"{problem}defined in this program only", fix)
 
 
 def launch(prepared: Prepared, after: Job | None = None) -> Job:

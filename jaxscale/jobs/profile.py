@@ -82,8 +82,8 @@ def _wait(workdir: Path, folder: Path, request, wait_s: float) -> None:
   while True:
     is_alive = polls % _CHECK_EVERY or _owner(workdir)  # before the last look at the files
     for process in sorted(waiting):
-      if why := readable_text(process_file(folder, process, ".error"), 2000):
-        raise ConfigError(f"{workdir}: process {process}: {printable(why.strip())}")
+      if problem := readable_text(process_file(folder, process, ".error"), 2000):
+        raise ConfigError(f"{workdir}: process {process}: {printable(problem.strip())}")
     waiting -= {p for p in waiting if process_file(folder, p).exists()}
     if not waiting:
       return

@@ -174,12 +174,12 @@ def _heads(
     fix = "give a divisor, or head_width"
     raise invalid("transformer.num_heads", num_heads, f"does not divide width={width}", fix)
   if num_heads % groups:
-    why = f"does not divide num_heads={num_heads}"
-    raise invalid("transformer.num_kv_heads", groups, why, "give a divisor")
+    problem = f"does not divide num_heads={num_heads}"
+    raise invalid("transformer.num_kv_heads", groups, problem, "give a divisor")
   if each % 2:
-    why = "is odd, but rotary positions rotate pairs of units"
+    problem = "is odd, but rotary positions rotate pairs of units"
     fix = "choose width, num_heads or head_width to make it even"
-    raise invalid("transformer.head_width", each, why, fix)
+    raise invalid("transformer.head_width", each, problem, fix)
   return groups, each
 
 

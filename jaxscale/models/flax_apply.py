@@ -151,8 +151,8 @@ def by_device(trace: Callable[[], Any], rows: int) -> tuple[Any, list[str]]:
 
   with nn.intercept_methods(intercept):
     outputs = trace()
-  why = "the rows of each device separately: results depend on the number of devices"
-  return outputs, [f"{name} ({what}) processes {why}" for name, what in found.items()]
+  problem = "the rows of each device separately: results depend on the number of devices"
+  return outputs, [f"{name} ({what}) processes {problem}" for name, what in found.items()]
 
 
 def _together(context: Any, given: dict[str, Any], rows: int) -> str:

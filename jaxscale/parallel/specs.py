@@ -74,9 +74,9 @@ def replicated_layout(mesh: Mesh) -> Layout:
   """
   axes = batch_axes(mesh)
   if idle := [a for a in mesh.axis_names if a not in axes]:
-    why = "makes devices compute the same, because the model is not split along this axis"
+    problem = "makes devices compute the same, because the model is not split along this axis"
     fix = "give 1, or choose a layout that splits the model"
-    raise ConfigError(f"Mesh.{idle[0]}={mesh.shape[idle[0]]} {why}; {fix}")
+    raise ConfigError(f"Mesh.{idle[0]}={mesh.shape[idle[0]]} {problem}; {fix}")
   return Layout(mesh, "none", axes, P(), P(), Gather(sum_in_exchange=axes))
 
 
@@ -156,8 +156,8 @@ def _check_used(sizes: dict[str, int], specs: Any, shard: Shard) -> None:
       reason = "splits nothing of this model; give 1"
       raise ConfigError(f"Mesh.{axis}={sizes[axis]} {reason}")
   if shard != "none" and sizes.get(FSDP, 1) == 1:
-    why = "needs several devices along the axis fsdp; give Mesh.fsdp, e.g. -1 with Mesh.data=1"
-    raise ConfigError(f"Layout.shard={shard!r} {why}")
+    problem = "needs several devices along the axis fsdp; give Mesh.fsdp, e.g. -1 with Mesh.data=1"
+    raise ConfigError(f"Layout.shard={shard!r} {problem}")
 
 
 def grad_specs(layout: Layout) -> Any:

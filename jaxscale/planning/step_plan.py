@@ -137,10 +137,10 @@ def _text(fit: fits.Fit, chips: topologies.Chips) -> str:
   try:
     return fit.compiled.as_text()
   except RuntimeError as e:  # Fails for asynchronous collectives of TPU v5p and v6e.
-    why = str(e).split("\n", 1)[0]
+    problem = str(e).split("\n", 1)[0]
     raise fits.RefusedError(
       f"--chips={chips.name}: the step compiles, but JAX cannot read its program, so no time "
-      f"can be planned; try another layout or chip: {why}"
+      f"can be planned; try another layout or chip: {problem}"
     ) from None
 
 

@@ -234,8 +234,8 @@ def _read(path: Path):
     content = read_bytes(path)
     planes = list(jax.profiler.ProfileData.from_serialized_xspace(content).planes)
   except (OSError, RuntimeError) as e:
-    why = getattr(e, "strerror", None) or "not a trace"
-    raise ConfigError(f"{path}: {why}; use an intact *.xplane.pb") from None
+    problem = getattr(e, "strerror", None) or "not a trace"
+    raise ConfigError(f"{path}: {problem}; use an intact *.xplane.pb") from None
   steps, devices, ends = {}, collections.defaultdict(list), {}
   parts: list[tuple[str, float, float]] = []  # of the host
   for plane in planes:

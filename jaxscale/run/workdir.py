@@ -240,8 +240,8 @@ def claim_workdir(
   remedy = "delete it if --config is the config of its run, or use another --workdir"
   described = require_json(path, {"config": {}}, remedy)
   check_format(described, workdir)
-  if why := mismatch(described, _RUN):
-    raise ConfigError(f"{path}: {why}; {remedy}")
+  if problem := mismatch(described, _RUN):
+    raise ConfigError(f"{path}: {problem}; {remedy}")
   found = [*_setting_changes(described, config)]
   if identity is None:
     return _accepted(workdir, found, accept)
@@ -276,19 +276,19 @@ def _accepted(workdir: Path, found: list[Change], accept: Collection[str]) -> li
     return [f"{ACCEPTED}{change.text}" for change in found]
   kind, field = refused[0].kind, "--workdir"
   if kind == "settings":
-    why = f"belongs to a different experiment: {refused[0].text}"
-    raise ConfigError(f"{field}={workdir}: {why}; use another {field}")
+    problem = f"belongs to a different experiment: {refused[0].text}"
+    raise ConfigError(f"{field}={workdir}: {problem}; use another {field}")
   if kind == "x64":
-    why = f"cannot resume: {refused[0].text}"
-    raise invalid(field, str(workdir), why, f"restore the setting, or use another {field}")
+    problem = f"cannot resume: {refused[0].text}"
+    raise invalid(field, str(workdir), problem, f"restore the setting, or use another {field}")
   kinds = list(dict.fromkeys(change.kind for change in refused))
   texts = [change.text for change in refused if change.kind in kinds]
   more = f", and {plural(len(texts) - 2, 'more change')}" * (len(texts) > 2)
   differs = " and ".join(f"different {kind}" for kind in kinds)
-  why = f"was trained with {differs} ({', '.join(texts[:2])}{more})"
+  problem = f"was trained with {differs} ({', '.join(texts[:2])}{more})"
   fix = f"resume with --accept-changes={','.join(kinds)}"
   fix = f"restore the {' and '.join(kinds)}, use another {field}, or {fix}"
-  raise invalid(field, str(workdir), why, fix)
+  raise invalid(field, str(workdir), problem, fix)
 
 
 def forget_unsaved(workdir: Path, config: Any) -> None:

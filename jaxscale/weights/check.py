@@ -69,8 +69,8 @@ def check_source(
     try:
       outcome = _compared(found, naming, names, model, info, init_head)
     except (TypeError, ValueError) as e:  # For example, a number is text.
-      why = f"a field has an unexpected type ({e})"
-      raise ConfigError(f"{where}: {why}; copy it again, or remove it") from None
+      problem = f"a field has an unexpected type ({e})"
+      raise ConfigError(f"{where}: {problem}; copy it again, or remove it") from None
   if outcome.problems:
     raise ConfigError(f"{where}: belongs to a different model: {'; '.join(outcome.problems)}")
   return [f"{where}: {note}" for note in outcome.notes]

@@ -85,8 +85,8 @@ def config_json_path(path: str | os.PathLike) -> Path:
   where = Path(path).parent / "config.json"
   if not where.exists() or read_json(where).get(_FILE) == Path(path).name:
     return where
-  why = f"but {where} belongs to another file; write to a folder of its own"
-  raise ConfigError(f"{path}: a config.json is written next to the file, {why}")
+  problem = f"but {where} belongs to another file; write to a folder of its own"
+  raise ConfigError(f"{path}: a config.json is written next to the file, {problem}")
 
 
 def write_config_json(path: str | os.PathLike, fields: dict[str, Any]) -> None:

@@ -100,8 +100,8 @@ def check_llama(
     problems.append(f"tie_word_embeddings is False, but the file has no lm_head.weight, {fix}")
   notes = unknown(there, {*_HARMLESS, *settings, *_FIXED})
   if is_tied and not new_head and "lm_head.weight" in names:
-    why = "but the file has an lm_head.weight, which is used, as in transformers 5"
-    notes.append(f"tie_word_embeddings is True, {why}")
+    problem = "but the file has an lm_head.weight, which is used, as in transformers 5"
+    notes.append(f"tie_word_embeddings is True, {problem}")
   return Comparison(problems, notes)
 
 
@@ -165,8 +165,8 @@ def llama_config(
     (['LlamaForCausalLM'], 64)
   """
   if model.qk_norm and model.qkv_bias:
-    why = "transformers has no model with both; use --naming jaxscale"
-    raise ConfigError(f"Transformer.qk_norm and qkv_bias: {why}")
+    problem = "transformers has no model with both; use --naming jaxscale"
+    raise ConfigError(f"Transformer.qk_norm and qkv_bias: {problem}")
   is_qwen = "Qwen3" if model.qk_norm else "Qwen2" if model.qkv_bias else None
   name = is_qwen or "Llama"
   fields = {field: value for field, (_, value) in _settings(model).items()}

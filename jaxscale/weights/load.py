@@ -159,8 +159,8 @@ def _sources(
   if counts:
     others = {*missing.values(), *misshaped.values()} - {*names.head}
     is_head = not (others or unexpected or mistyped)
-    why = f"does not have this model's parameters in {names.name}'s names: {'; '.join(counts)}"
-    raise ConfigError(f"{path}: {why}; {_advice(names.name, stored, is_head)}")
+    problem = f"does not have this model's parameters in {names.name}'s names: {'; '.join(counts)}"
+    raise ConfigError(f"{path}: {problem}; {_advice(names.name, stored, is_head)}")
   return found, changes
 
 

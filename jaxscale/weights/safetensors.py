@@ -95,8 +95,8 @@ def _read_folder(folder: Path) -> dict[str, Stored]:
   if not (folder / _INDEX).exists() and (folder / _ONE).exists():
     return read_header(folder / _ONE)[0]
   if not (folder / _INDEX).exists():
-    why = f"has neither {_ONE} nor {_INDEX}; give a .safetensors file, or a folder with one of them"
-    raise ConfigError(f"{folder}: {why}")
+    remedy = "give a .safetensors file, or a folder with one of them"
+    raise ConfigError(f"{folder}: has neither {_ONE} nor {_INDEX}; {remedy}")
   shape = {"weight_map": {str: str}}
   where = require_json(folder / _INDEX, shape, "copy it again")["weight_map"]
   files = sorted(set(where.values()))
@@ -137,8 +137,8 @@ def read_header(path: Path) -> tuple[dict[str, Stored], dict[str, str]]:
           raise ValueError(f"{name:.40} has an invalid shape")
         found[name] = Stored(path, DTYPES[x["dtype"]], shape, begin)
     except (SafetensorError, KeyError, ValueError) as e:
-      why = str(e).removeprefix("Error while deserializing header: ").splitlines()[0]
-      reason = f"truncated or with a damaged header ({why}); copy it again"
+      problem = str(e).removeprefix("Error while deserializing header: ").splitlines()[0]
+      reason = f"truncated or with a damaged header ({problem}); copy it again"
       raise ConfigError(f"{path}: {reason}") from None
   return found, metadata
 

@@ -154,10 +154,10 @@ def export_leaves(
   for _ in turns:  # All processes gather together, also if the disk of process 0 failed.
     pass
   if failed := cluster.from_leader(failed):
-    why, room = failed
+    problem, room = failed
     if room is None:
-      raise ConfigError(f"{path}: {why}; give a path that can be written")
-    raise UnwrittenError(f"{path}: could not be written: {why} ({room})")
+      raise ConfigError(f"{path}: {problem}; give a path that can be written")
+    raise UnwrittenError(f"{path}: could not be written: {problem} ({room})")
   return size
 
 

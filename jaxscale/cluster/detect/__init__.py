@@ -123,9 +123,9 @@ def _checked(env: Env, found: Launch) -> Launch:
       fix = f"unset it, or set {COORDINATOR} and {other} too"
       raise ConfigError(f"{name}={given}: {found.kind} has set {value}; {fix}")
   if (index := found.process_id) >= (count := found.num_processes):  # Kubernetes only
-    why = f"={count}: this is pod {index} of the Job" if count else ": not set"
+    problem = f"={count}: this is pod {index} of the Job" if count else ": not set"
     hint = "" if count else " (Kubernetes has no variable for it)"
-    raise ConfigError(f"{COUNT}{why}; set it to the Job's number of completions{hint}")
+    raise ConfigError(f"{COUNT}{problem}; set it to the Job's number of completions{hint}")
   if count == 1:
     return found._replace(host=None)
   if env.get(COORDINATOR):

@@ -136,8 +136,8 @@ def _chosen(text: str, num_visible: int) -> list[int]:
   pieces = [piece.strip() for piece in text.split(",")]
   found = [number for p in pieces if (number := whole_number(p)) is not None]
   if len(found) < len(pieces) or max(found) >= num_visible:
-    why = f"with commas (this process sees {_gpus(num_visible)})"
-    raise ConfigError(f"{IDS}={text}: give numbers from 0 to {num_visible - 1}, {why}")
+    problem = f"with commas (this process sees {_gpus(num_visible)})"
+    raise ConfigError(f"{IDS}={text}: give numbers from 0 to {num_visible - 1}, {problem}")
   if len(set(pieces)) < len(pieces):
     raise ConfigError(f"{IDS}={text}: a GPU is listed twice; list each once")
   return found

@@ -90,6 +90,6 @@ def _too_many(text: str) -> ConfigError:
   return _malformed(text, f"more than {MOST_HOSTS} hosts")
 
 
-def _malformed(text: str, why: str) -> ConfigError:
+def _malformed(text: str, problem: str) -> ConfigError:
   shown = text if len(text) <= 60 else text[:57] + "…"
-  return ConfigError(f"node list {shown!r}: {why}; give names as in 'n1,rack[1-2]n[01-04]'")
+  return ConfigError(f"node list {shown!r}: {problem}; give names as in 'n1,rack[1-2]n[01-04]'")

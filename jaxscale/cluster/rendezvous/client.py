@@ -164,9 +164,9 @@ def _listen(own: Hello, target: _Target, timeout_s: float) -> ProcessGroup:
     bind = functools.partial(network.bind_port, ports, near, listen=True)
     found, listeners = network.retry(bind, patience_s, pause_s=0.2)
   except OSError as e:
-    why = f"port {network.describe_taken(ports)}: {e.strerror}"
+    problem = f"port {network.describe_taken(ports)}: {e.strerror}"
     fix = "set JAXSCALE_COORDINATOR=HOST:PORT to a free port"
-    raise ConfigError(f"process 0 ({own.node}): {why}; {fix}") from e
+    raise ConfigError(f"process 0 ({own.node}): {problem}; {fix}") from e
   if taken := ports[: ports.index(found)]:
     taken_ports = network.describe_taken(taken)
     print(f"skipped ports that other programs use: {taken_ports}", file=sys.stderr)
@@ -232,8 +232,8 @@ def _connect(own: Hello, target: _Target, timeout_s: float) -> ProcessGroup:
     link.close()
     if not isinstance(e, OSError | EOFError | ValueError) or isinstance(e, ConfigError):
       raise
-    why = f"process 0 on {target.host} exited before all had connected ({e}); see its output"
-    raise ConfigError(f"process {own.rank} ({own.node}): {why}") from e
+    problem = f"process 0 on {target.host} exited before all had connected ({e}); see its output"
+    raise ConfigError(f"process {own.rank} ({own.node}): {problem}") from e
   if coordinator.isdigit():
     # The name may resolve to a different address elsewhere; this one has worked.
     seen = network.peer_address(link) or target.addresses[0]

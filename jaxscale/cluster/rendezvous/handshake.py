@@ -144,9 +144,9 @@ def find_mismatches(hellos: _Hellos, addresses: Mapping[int, str]) -> list[str]:
     ranks = [rank for rank, hello in hellos.items() if hello.error == error]
     lines.append(f"{ranks_with_hosts(ranks, nodes)}: {error}")
   for count, who in differing({r: h.num_processes for r, h in hellos.items()}):
-    why = f"started as one of {count} processes, {first} as one of {hellos[0].num_processes}"
+    problem = f"started as one of {count} processes, {first} as one of {hellos[0].num_processes}"
     fix = "start all with one srun or mpirun"
-    lines.append(f"{who}: {why}; {fix}")
+    lines.append(f"{who}: {problem}; {fix}")
   for name in dict.fromkeys(n for hello in hellos.values() for n in hello.versions):
     versions = {rank: hello.versions.get(name) for rank, hello in hellos.items()}
     for version, who in differing(versions):
@@ -171,8 +171,8 @@ def _unreachable(hellos: _Hellos, addresses: Mapping[int, str]) -> list[str]:
       continue
     is_what = f"resolves to {gloo} there" if gloo else "does not resolve there"
     address = addresses.get(rank, "ADDRESS")
-    why = f"{is_what}, so no other host can reach gloo (JAX's collectives on CPUs)"
+    problem = f"{is_what}, so no other host can reach gloo (JAX's collectives on CPUs)"
     fix = f"add '{address} {hello.node}' to its /etc/hosts"
-    line = f"process {rank} ({hello.node}): its host's own name {why}; {fix}"
+    line = f"process {rank} ({hello.node}): its host's own name {problem}; {fix}"
     lines.setdefault((hello.node, gloo), line)
   return list(lines.values())

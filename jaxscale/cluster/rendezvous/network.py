@@ -89,9 +89,9 @@ def resolve(host: str, patience_s: float = 5.0) -> list[str]:
         entries = socket.getaddrinfo(address, None, type=socket.SOCK_STREAM)
         return [str(entries[0][4][0])]
     if time.monotonic() >= deadline:
-      why = f"the name of process 0's host does not resolve on {node_name()} ({reason})"
+      problem = f"the name of process 0's host does not resolve on {node_name()} ({reason})"
       fix = "fix /etc/hosts or DNS there, or set JAXSCALE_COORDINATOR=ADDRESS:PORT"
-      raise ConfigError(f"{host}: {why}; {fix}")
+      raise ConfigError(f"{host}: {problem}; {fix}")
     time.sleep(min(0.5, patience_s))
 
 
