@@ -243,13 +243,13 @@ def batch_norm_span(
   return BatchNormSpan(bn_devices=sharing, axis_name=(BN_AXIS,))
 
 
-def _nearest_divisor(number: int, wanted: float, least: int = 1) -> int:
-  """Return the divisor of `number` that is nearest to `wanted` by ratio.
+def _nearest_divisor(number: int, target: float, least: int = 1) -> int:
+  """Return the divisor of `number` that is nearest to `target` by ratio.
 
   It is at least `least`, unless 1 is the only divisor.
   """
   divisors = [n for n in range(max(least, 1), number + 1) if number % n == 0] or [1]
-  return min(divisors, key=lambda n: max(n / wanted, wanted / n))
+  return min(divisors, key=lambda n: max(n / target, target / n))
 
 
 def submesh(mesh: Mesh, devices: Sequence[Any]) -> Mesh:

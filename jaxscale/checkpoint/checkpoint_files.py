@@ -321,28 +321,28 @@ def one_line(error: BaseException) -> str:
   return f"{type(error).__name__}: {text[0][:120] if text else ''}"
 
 
-def check_same_leaves(path: Path, saved: dict[str, Any], wanted: dict[str, Any]):
+def check_same_leaves(path: Path, saved: dict[str, Any], requested: dict[str, Any]):
   """Check that a checkpoint has the leaves of this experiment.
 
   Args:
     path: the path of the checkpoint, for the message.
     saved: the saved leaves, from `checksum.describe`.
-    wanted: the requested leaves, from `checksum.describe`.
+    requested: the requested leaves, from `checksum.describe`.
 
   Raises:
     ConfigError: a leaf differs. The message has the first one; leaves of the exchange come
       last, as their shapes follow from the model's.
   """
-  names = saved.keys() | wanted.keys()
+  names = saved.keys() | requested.keys()
   for of_exchange, name in sorted((n.startswith("exchange_state/"), n) for n in names):
     part = "exchange" if of_exchange else "model and optimizer"
-    there, here = saved.get(name), wanted.get(name)
-    if there is None:
+    saved_leaf, leaf = saved.get(name), requested.get(name)
+    if saved_leaf is None:
       difference = f"it lacks {name} of this run's {part}"
-    elif here is None:
+    elif leaf is None:
       difference = f"it has {name}, which is not in this run's {part}"
-    elif any(there[key] != here[key] for key in ("shape", "dtype")):
-      old, new = (f"{x['dtype']}{x['shape']}" for x in (there, here))
+    elif any(saved_leaf[key] != leaf[key] for key in ("shape", "dtype")):
+      old, new = (f"{x['dtype']}{x['shape']}" for x in (saved_leaf, leaf))
       difference = f"{name} is {old} in the checkpoint and {new} now"
     else:
       continue

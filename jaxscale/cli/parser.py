@@ -160,20 +160,20 @@ def _one_line(error: argparse.ArgumentError) -> str:
   return error.message.removeprefix("=")
 
 
-def value(kind: Kind, wanted: str, allows: Callable[[Any], bool] = bool) -> Kind:
+def value(kind: Kind, expected: str, allows: Callable[[Any], bool] = bool) -> Kind:
   """Return the `kind` of an option.
 
   Args:
     kind: a function from text to value, which raises ValueError for an invalid text.
-    wanted: a description of valid values, for the error.
+    expected: a description of valid values, for the error.
     allows: a function that returns whether a value is valid.
   """
 
   def convert(text: str) -> Any:
     with contextlib.suppress(ValueError, OSError):  # OSError: a path that is too long.
-      if allows(found := kind(text)):
-        return found
-    raise argparse.ArgumentTypeError(f"={text}: give {wanted}")
+      if allows(converted := kind(text)):
+        return converted
+    raise argparse.ArgumentTypeError(f"={text}: give {expected}")
 
   return convert
 

@@ -26,7 +26,7 @@ def add_arguments(parser: Parser) -> None:
   parser.flag("--summary", "print the newest existing trace instead of tracing")
   steps = number(f"in [1, {MOST_TRACED_STEPS}]", int)
   parser.option("--steps N", "the number of steps to trace", steps, default=10)
-  ranks = value(_ranks, "whole numbers separated by commas", lambda found: True)
+  ranks = value(_ranks, "whole numbers separated by commas", lambda _: True)
   parser.option("--processes LIST", "the processes that trace, e.g. 0,3", ranks, default="0")
   parser.option("--timeout SECONDS", "the longest wait for the trace", whole(1), default=600)
   parser.option("--task N", "the trial of a sweep", whole(), default=0)

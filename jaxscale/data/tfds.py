@@ -110,8 +110,8 @@ def _opened(identity: tuple[str, int], name: str, data_dir: str | None, split: s
   def name_of(index: int) -> str:
     return f"{name} {split!r} example {index}"
 
-  def records(found: Iterable[Any]) -> list[Record | None]:
-    return [(x[image_key], int(x[label_key])) for x in found]
+  def records(examples: Iterable[Any]) -> list[Record | None]:
+    return [(x[image_key], int(x[label_key])) for x in examples]
 
   def read_one(index: int) -> Record | None:
     try:

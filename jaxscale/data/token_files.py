@@ -107,8 +107,8 @@ def text_files(
       notes += (f"{called}: tokens of {listed(sorted(types))}, as the headers say",)
     stream = of_files(files, None)
     facts = {"tokens": stream.num_tokens, "dtype": ",".join({f.dtype: 0 for f in files})}
-    made = text_windows(called, stream, vocab_size, sequence_length)
-    return _identified(made, paths, facts, notes)
+    dataset = text_windows(called, stream, vocab_size, sequence_length)
+    return _identified(dataset, paths, facts, notes)
   if vocab_size is not None:
     problem = f"{paths[0]} is text with the vocabulary of the tokenizer; leave vocab_size out"
     raise ConfigError(f"TextFiles.vocab_size={vocab_size}: {problem}")
@@ -121,15 +121,15 @@ def text_files(
   identity = "files", encoding, *stamps
   documents = _documents(paths, encoding, tokenizer)
   stream = packed(called, documents, tokens, identity, cache_dir)
-  made = text_windows(called, stream, tokens.vocab_size, sequence_length)
+  dataset = text_windows(called, stream, tokens.vocab_size, sequence_length)
   facts = {"tokens": stream.num_tokens, "tokenizer": tokens.key}
-  return _identified(made, paths, facts, notes)
+  return _identified(dataset, paths, facts, notes)
 
 
 def _identified(
-  made: Dataset, paths: Sequence[Path], facts: dict[str, Any], notes: tuple[str, ...]
+  dataset: Dataset, paths: Sequence[Path], facts: dict[str, Any], notes: tuple[str, ...]
 ) -> Dataset:
-  return made._replace(identity=lambda: facts | file_identity(paths), notes=notes)
+  return dataset._replace(identity=lambda: facts | file_identity(paths), notes=notes)
 
 
 def split_files(directory: Path, split: str) -> tuple[list[Path], Counter[str]]:
@@ -142,29 +142,29 @@ def split_files(directory: Path, split: str) -> tuple[list[Path], Counter[str]]:
     raise ConfigError(f"TextFiles.path={str(directory)!r}: no such directory; check the path")
   base = directory / split
   entries = sorted(os.listdir(base.parent)) if base.parent.is_dir() else []
-  found = [base.parent / name for name in entries if Path(name).stem == base.name]
-  found = [p for p in found if p.suffix.lower() in _ENDINGS and not p.is_dir()]
+  files = [base.parent / name for name in entries if Path(name).stem == base.name]
+  files = [p for p in files if p.suffix.lower() in _ENDINGS and not p.is_dir()]
   left_out: Counter[str] = Counter()
   if base.is_dir():
     inside = tree(str(base))
     names = [name for name in inside.files if name.lower().endswith(_ENDINGS)]
     left_out = inside.left_out + kinds(set(inside.files) - set(names))
-    found += [base / name for name in names]
-  if not found:
+    files += [base / name for name in names]
+  if not files:
     shown = [name for name in entries if is_visible(name)]
     others = f", and {split} has {', '.join(left_out)}" if left_out else ""
     names = ", ".join(split + ending for ending in _ENDINGS)
     problem = f"{directory} has neither {names} nor a directory {split} with such files"
     problem += f"; it contains {few(shown, 10) or 'nothing'}{others}"
     raise ConfigError(f"TextFiles: {problem}; write text to .txt, or tokens to .bin or .npy")
-  sources = {path if path.parent == base.parent else base for path in found}
-  if len(sources) > 1 or len({path.suffix.lower() in _TOKENS for path in found}) > 1:
-    both = f"{found[0].name} and {found[-1].name}"
+  sources = {path if path.parent == base.parent else base for path in files}
+  if len(sources) > 1 or len({path.suffix.lower() in _TOKENS for path in files}) > 1:
+    both = f"{files[0].name} and {files[-1].name}"
     raise ConfigError(f"TextFiles: {split!r} of {directory} has {both}; keep only one kind")
-  for path in found:
+  for path in files:
     with contextlib.suppress(OSError), open(path, "rb") as file:
       refuse_pointer(path, file.read(64))
-  return found, left_out
+  return files, left_out
 
 
 def _token_file(path: Path, dtype: str, vocab_size: int) -> TokenFile:

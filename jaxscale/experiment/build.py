@@ -258,8 +258,8 @@ def make_data(config: cfg.Config) -> tuple[data.Dataset, data.Dataset]:
   Raises:
     ConfigError: the data are not available, or a user's class returned something else.
   """
-  wanted = "two data.Dataset, for training and validation (data.from_arrays makes one)"
-  return build(config.data, kind=_is_two_datasets, wanted=wanted)
+  expected = "two data.Dataset, for training and validation (data.from_arrays makes one)"
+  return build(config.data, kind=_is_two_datasets, expected=expected)
 
 
 def _is_two_datasets(part: Any) -> bool:

@@ -40,7 +40,7 @@ def make_exchange(
   name = type(chosen).__name__
   try:
     given = cfg.ExchangeContext(sizes, params, mesh, config.seed, notes.append)
-    made = build(chosen, given, kind=Exchange, wanted="an exchange.Exchange")
+    made = build(chosen, given, kind=Exchange, expected="an exchange.Exchange")
   except ConfigError as e:
     if f"{name}." in str(e):  # errors of a user's class already have its name
       raise
@@ -84,6 +84,6 @@ def make_sync(
   num_workers = mesh.size if alone is None else mesh.shape["replica"]
   rows = phase.batch_size // num_workers
   context = cfg.SyncContext(num_workers, rows, derived.num_train, notes.append)
-  kinds, wanted = (LocalUpdate, type(None)), "an exchange.local_updates.LocalUpdate, or None"
-  method = build(sync, context, kind=kinds, wanted=wanted)
+  kinds, expected = (LocalUpdate, type(None)), "an exchange.local_updates.LocalUpdate, or None"
+  method = build(sync, context, kind=kinds, expected=expected)
   return (None if method is None else Synchronization(method, alone)), notes

@@ -130,7 +130,7 @@ def check_memory(config: cfg.Config, device: Any) -> None:
 
 
 def _check_rules(
-  shapes: Any, given: Sequence[Rule], own: Sequence[Rule], mesh: Mesh, splits: str
+  shapes: Any, user_rules: Sequence[Rule], model_rules: Sequence[Rule], mesh: Mesh, splits: str
 ) -> None:
   """Raise if the model would compute wrong results with the user's rules.
 
@@ -141,15 +141,15 @@ def _check_rules(
   sizes = dict(mesh.shape)
   if splits in ("ring", "all_to_all"):
     sizes.pop("model", None)
-    for rule in given:
+    for rule in user_rules:
       if not callable(rule.dims) and "model" in rule.dims:
         raise ConfigError(
           f"Layout.rules={rule.pattern!r} splits a parameter along model, but with "
           f"Layout.model={splits!r} this axis splits only tokens; write - instead"
         )
-  found, wanted = (partition(shapes, rules, sizes) for rules in (given, own))
+  user_specs, model_specs = (partition(shapes, rules, sizes) for rules in (user_rules, model_rules))
   paths = jax.tree_util.tree_leaves_with_path(shapes)
-  specs = zip(paths, *map(jax.tree.leaves, (found, wanted)), strict=True)
+  specs = zip(paths, *map(jax.tree.leaves, (user_specs, model_specs)), strict=True)
   for (path, _), spec, expected in specs:
     name = path_name(path)
     for axis in ("stage", "model"):

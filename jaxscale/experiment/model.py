@@ -92,9 +92,9 @@ def make_model(
   smoothing = config.loss.label_smoothing if train else 0.0
   bn = {} if span is None or mesh is None else _bn_options(span, mesh)
   context = cfg.ModelContext(info=info, dtype=dtype, label_smoothing=smoothing, **bn)
-  wanted = "a Flax module, a models.ModelFns or a models.Stack"
+  expected = "a Flax module, a models.ModelFns or a models.Stack"
   kinds = models.Stack, nn.Module, models.ModelFns
-  made = build(config.model, context, kind=kinds, wanted=wanted)
+  made = build(config.model, context, kind=kinds, expected=expected)
   if isinstance(made, models.Stack):
     if not config.loss.is_cross_entropy:
       problem = f"does not work with {type(config.model).__name__}, which computes cross entropy"
@@ -123,8 +123,8 @@ def make_objective(config: cfg.Config, info: Any) -> Objective:
   Raises:
     ConfigError: the build failed or returned something else.
   """
-  wanted = "a training.losses.Objective, loss and metrics of each example"
-  objective = build(config.loss, info, kind=Objective, wanted=wanted)
+  expected = "a training.losses.Objective, loss and metrics of each example"
+  objective = build(config.loss, info, kind=Objective, expected=expected)
   return guarded_parts(config.loss, " ({})", objective)
 
 

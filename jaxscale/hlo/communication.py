@@ -317,16 +317,16 @@ def _end(module: Module, computation: Computation, start: int, key: str) -> int:
   return len(schedule) if end is None else end
 
 
-def _collective(program, found, home, is_wrapped, **context: Any) -> Collective:
+def _collective(program, instruction, home, is_wrapped, **context: Any) -> Collective:
   """Build a `Collective` from its instruction; `context` has the other fields."""
-  sent = tuple(a for x in found.operands if x in home for a in home[x].shape)
-  sent = sent or found.shape
-  kind = found.opcode.removesuffix("-start")
-  groups, size, axes = _members(found, program.module.num_devices, program.sizes)
-  if kind == "send" and (between := _megascale(found)):
+  sent = tuple(a for x in instruction.operands if x in home for a in home[x].shape)
+  sent = sent or instruction.shape
+  kind = instruction.opcode.removesuffix("-start")
+  groups, size, axes = _members(instruction, program.module.num_devices, program.sizes)
+  if kind == "send" and (between := _megascale(instruction)):
     kind, size = between
   if kind == "all-reduce" and is_wrapped:
-    uses = [x.opcode for x in home.values() if found.name in x.operands]
+    uses = [x.opcode for x in home.values() if instruction.name in x.operands]
     if set(uses) == {"dynamic-slice"}:  # only a slice of the result is used
       kind = "reduce-scatter"
   payload = parse.num_bytes(sent) * (size if kind == "all-gather" else 1)
@@ -343,20 +343,20 @@ def _collective(program, found, home, is_wrapped, **context: Any) -> Collective:
 
 
 def _members(
-  found: Instruction, num_devices: int, sizes: dict[str, int] | None
+  instruction: Instruction, num_devices: int, sizes: dict[str, int] | None
 ) -> tuple[Groups, int, tuple[str, ...] | None]:
   """Return the groups of a collective, the size of the largest one, and the mesh axes.
 
   Args:
-    found: the collective.
+    instruction: the collective.
     num_devices: number of devices of the program.
     sizes: sizes of the mesh axes in their order; None means unknown.
   """
-  pairs = re.search(r'source_target_pairs="?(\{[\d,{}\s]*\})', found.text)
-  written = pairs.group(1) if pairs else parse.attribute(found, "replica_groups")
+  pairs = re.search(r'source_target_pairs="?(\{[\d,{}\s]*\})', instruction.text)
+  written = pairs.group(1) if pairs else parse.attribute(instruction, "replica_groups")
   groups = parse.replica_groups(written, 0 if pairs else num_devices)
   if groups is None:
-    return (), num_devices, _slice_axes(found, num_devices, sizes)
+    return (), num_devices, _slice_axes(instruction, num_devices, sizes)
   size, axes = max(len(group) for group in groups), None
   # Ids count devices in the order of the mesh, like XLA's partition ids under `jit`. Ids of
   # a program for one slice count the devices of that slice, the first of the mesh.
@@ -368,13 +368,13 @@ def _members(
 
 
 def _slice_axes(
-  found: Instruction, num_devices: int, sizes: dict[str, int] | None
+  instruction: Instruction, num_devices: int, sizes: dict[str, int] | None
 ) -> tuple[str, ...] | None:
   """Return the leading mesh axes over slices, which a program for one slice omits."""
-  if sizes is None or "megascale" not in found.text:
+  if sizes is None or "megascale" not in instruction.text:
     return None
   left, axes = math.prod(sizes.values()), []
-  if (_megascale(found) or ("", 0))[1] == left:  # between all devices, also in a slice
+  if (_megascale(instruction) or ("", 0))[1] == left:  # between all devices, also in a slice
     return tuple(axis for axis, size in sizes.items() if size > 1)
   for axis, size in sizes.items():
     if left == num_devices:
@@ -383,17 +383,17 @@ def _slice_axes(
   return tuple(axes) if left == num_devices else None
 
 
-def _megascale(found: Instruction) -> tuple[str, int] | None:
+def _megascale(instruction: Instruction) -> tuple[str, int] | None:
   """Return (kind, members) of a transfer between TPU slices; None for others.
 
   Members are slices, `"{1,2}x{0:3}"`, where each device communicates with its counterpart
   in the other slices. In an all-to-all over further axes members are single devices,
   `{{100000,...,200003}}`.
   """
-  if not (kind := re.search(r'_xla_megascale_transfer_type="(\w+)"', found.text)):
+  if not (kind := re.search(r'_xla_megascale_transfer_type="(\w+)"', instruction.text)):
     return None
   name = kind.group(1).lower().replace("_", "-")
-  slices = re.search(r'_xla_megascale_target="?\{+([\d,]*)\}', found.text)
+  slices = re.search(r'_xla_megascale_target="?\{+([\d,]*)\}', instruction.text)
   count = len(slices.group(1).split(",")) if slices else 2
   return (name, count) if name in COLLECTIVES else ("send", 2)
 

@@ -266,14 +266,14 @@ def _saved_identity(workdir: Path) -> dict[str, Any]:
   return {}
 
 
-def _accepted(workdir: Path, found: list[Change], accept: Collection[str]) -> list[str]:
+def _accepted(workdir: Path, changes: list[Change], accept: Collection[str]) -> list[str]:
   """Return accepted changes as lines.
 
   Raises:
     ConfigError: there are changes that are not accepted.
   """
-  if not (refused := _refused(found, accept)):
-    return [f"{ACCEPTED}{change.text}" for change in found]
+  if not (refused := _refused(changes, accept)):
+    return [f"{ACCEPTED}{change.text}" for change in changes]
   kind, field = refused[0].kind, "--workdir"
   if kind == "settings":
     problem = f"belongs to a different experiment: {refused[0].text}"
@@ -321,9 +321,9 @@ def _has_saved(workdir: Path) -> bool:
   return bool(directory.steps(checkpoints)) or directory.has_damaged(checkpoints)
 
 
-def _refused(found: list[Change], accept: Collection[str]) -> list[Change]:
+def _refused(changes: list[Change], accept: Collection[str]) -> list[Change]:
   """Return the changes that are not accepted; settings and x64, which never are, first."""
-  refused = [change for change in found if change.kind not in accept]
+  refused = [change for change in changes if change.kind not in accept]
   return sorted(refused, key=lambda c: ("settings", "x64", "data", "code").index(c.kind))
 
 

@@ -147,7 +147,7 @@ def _aligned(outputs: Any, targets: jax.Array) -> tuple[jax.Array, jax.Array]:
   return outputs, targets
 
 
-def _mismatch(outputs: Any, wanted: str) -> ConfigError:
+def _mismatch(outputs: Any, expected: str) -> ConfigError:
   """Return the error for outputs whose structure or shape does not fit a built-in loss."""
   match outputs:
     case dict():
@@ -157,7 +157,7 @@ def _mismatch(outputs: Any, wanted: str) -> ConfigError:
     case _:
       what = f"{jnp.shape(outputs)}"
   fix = "return one array of that shape, or write a config.Loss for these outputs"
-  return invalid("Config.loss", ..., f"takes {wanted}, but the model returns {what}", fix)
+  return invalid("Config.loss", ..., f"takes {expected}, but the model returns {what}", fix)
 
 
 def training_loss(apply: Apply, objective: Objective) -> LossFn:

@@ -201,28 +201,28 @@ def describe(
   rows = sorted(codes.addressable_shards, key=lambda s: s.index[0].start or 0)
   found = {ordinal(s.device): np.asarray(s.data)[0].tolist() for s in rows}
   before = bad_leaves(state)
-  named = {device: (before.get(device, ""), *own) for device, own in found.items()}
-  bad = [[device, *own] for device, own in named.items() if own[0] or max(own[1:]) >= 0]
+  named = {device: (before.get(device, ""), *leaves) for device, leaves in found.items()}
+  bad = [[device, *leaves] for device, leaves in named.items() if leaves[0] or max(leaves[1:]) >= 0]
   gathered = cluster.gather([platform.node(), len(found), bad])
   summed, of_params = summed or {}, _names(params)
   sums = {name: f", summed over {' and '.join(axes)}," for name, axes in summed.items()}
   own_names = [name + sums.get(name, "") for name in of_params]
   names = [own_names, ["loss"], _names(model_state), of_params]
-  has_bad_loss = any(own[1] >= 0 for _, _, bad in gathered for _, _, *own in bad)
+  has_bad_loss = any(leaves[1] >= 0 for _, _, bad in gathered for _, _, *leaves in bad)
   locations: dict[str, list[tuple[int, str, int]]] = {}
   for process, (host, _, bad) in enumerate(gathered):
-    for device, bad_before, *own in bad:
-      is_received = own[0] >= 0 > own[1] and of_params[own[0] // 2] in summed
+    for device, bad_before, *leaves in bad:
+      is_received = leaves[0] >= 0 > leaves[1] and of_params[leaves[0] // 2] in summed
       if has_bad_loss and is_received and not bad_before:
         continue
-      which = next((i for i, code in enumerate(own) if code >= 0), 0)
-      leaf, is_inf = divmod(own[which], 2)
+      which = next((i for i, code in enumerate(leaves) if code >= 0), 0)
+      leaf, is_inf = divmod(leaves[which], 2)
       finding = _WHAT[which].format(names[which][leaf])
       what = bad_before or f"{finding} is {'Inf' if is_inf else 'NaN'}"
       locations.setdefault(what, []).append((process, host, device))
   # A bad mean gradient is reported only if no device's own gradient explains it.
-  if own := {what: at for what, at in locations.items() if not what.startswith(_MEAN)}:
-    locations = own
+  if of_devices := {what: at for what, at in locations.items() if not what.startswith(_MEAN)}:
+    locations = of_devices
   number = sum(count for _, count, _ in gathered)
   rarest_first = sorted(locations.items(), key=lambda item: len(item[1]))
   lines = [_at(at, what, number) for what, at in rarest_first]
@@ -265,7 +265,7 @@ def _at(locations: Sequence[tuple[int, str, int]], what: str, number: int) -> st
     return what
   if len(locations) == number > 1:
     return f"all {number} devices: {what}"
-  shown = by_process(locations, lambda own: f"), device{'s' * (len(own) > 1)} {few(own)}")
+  shown = by_process(locations, lambda ids: f"), device{'s' * (len(ids) > 1)} {few(ids)}")
   return f"{shown}: {what}"
 
 
@@ -278,8 +278,8 @@ def by_process(
     locations: (process, host, device) triples.
     devices_text: devices of one process -> the text after "process 3 (host".
   """
-  devices: dict[tuple[int, str], list[Any]] = {}
+  ids: dict[tuple[int, str], list[Any]] = {}
   for process, host, device in locations:
-    devices.setdefault((process, host), []).append(device)
-  words = [f"process {p} ({host}{devices_text(d)}" for (p, host), d in devices.items()]
+    ids.setdefault((process, host), []).append(device)
+  words = [f"process {p} ({host}{devices_text(d)}" for (p, host), d in ids.items()]
   return few(words, more="more processes")

@@ -281,7 +281,7 @@ def describe(replicas: Sequence[Replica], names: Sequence[str]) -> str | None:
 
 def _locations(replicas: Sequence[Replica]) -> str:
   """Return a text that lists processes with their host and devices."""
-  return by_process((r[:3] for r in replicas), lambda own: f", {few(own)})")
+  return by_process((r[:3] for r in replicas), lambda devices: f", {few(devices)})")
 
 
 def _parts(row: int, mesh: Mesh | None, splits: Splits) -> tuple[int, ...]:

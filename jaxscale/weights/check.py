@@ -76,12 +76,12 @@ def check_source(
   return [f"{where}: {note}" for note in outcome.notes]
 
 
-def _compared(found, naming, names, model, info, new_head: bool) -> Comparison:
+def _compared(fields, naming, names, model, info, new_head: bool) -> Comparison:
   if naming == "huggingface" and hasattr(model, "rope_theta"):
-    return check_llama(found, model, info, names, new_head)
+    return check_llama(fields, model, info, names, new_head)
   if naming == "huggingface" and hasattr(model, "patch"):
-    return check_vit(found, model)
-  return check_timm(found, model, info)
+    return check_vit(fields, model)
+  return check_timm(fields, model, info)
 
 
 def _own_settings(path: Path) -> dict[str, Any] | None:
@@ -89,8 +89,8 @@ def _own_settings(path: Path) -> dict[str, Any] | None:
   return next(iter(json_objects([read_metadata(path).get("model", "")])), None)
 
 
-def _own_differences(there: dict[str, Any], model: Any, fields: Collection[str]) -> list[str]:
-  if there.get("class") != type(model).__name__:
+def _own_differences(saved: dict[str, Any], model: Any, fields: Collection[str]) -> list[str]:
+  if saved.get("class") != type(model).__name__:
     return []
   settings = {x: (x, getattr(model, x)) for x in fields if hasattr(model, x)}
-  return [*compare(there, model, settings)]
+  return [*compare(saved, model, settings)]

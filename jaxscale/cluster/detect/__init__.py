@@ -115,26 +115,26 @@ def _explicit(host: Host) -> Launch:
   return found
 
 
-def _checked(env: Env, found: Launch) -> Launch:
+def _checked(env: Env, launch: Launch) -> Launch:
   """Combine the launcher's values with the user's, and refuse contradictions."""
-  values = {COUNT: (found.num_processes, INDEX), INDEX: (found.process_id, COUNT)}
+  values = {COUNT: (launch.num_processes, INDEX), INDEX: (launch.process_id, COUNT)}
   for name, (value, other) in values.items():
     if (given := number(env, name)) is not None and given != value:
       fix = f"unset it, or set {COORDINATOR} and {other} too"
-      raise ConfigError(f"{name}={given}: {found.kind} has set {value}; {fix}")
-  if (index := found.process_id) >= (count := found.num_processes):  # Kubernetes only
+      raise ConfigError(f"{name}={given}: {launch.kind} has set {value}; {fix}")
+  if (index := launch.process_id) >= (count := launch.num_processes):  # Kubernetes only
     problem = f"={count}: this is pod {index} of the Job" if count else ": not set"
     hint = "" if count else " (Kubernetes has no variable for it)"
     raise ConfigError(f"{COUNT}{problem}; set it to the Job's number of completions{hint}")
   if count == 1:
-    return found._replace(host=None)
+    return launch._replace(host=None)
   if env.get(COORDINATOR):
     host, port = _address(env)
-    return found._replace(host=host, port=port, note="")
-  if found.kind == "kubernetes" and found.host is None:
+    return launch._replace(host=host, port=port, note="")
+  if launch.kind == "kubernetes" and launch.host is None:
     fix = "set the Job's subdomain to a headless service, or the variable to host:port of pod 0"
     raise ConfigError(f"{COORDINATOR}: not set, and this pod has no subdomain; {fix}")
-  return found
+  return launch
 
 
 def _address(env: Env) -> tuple[str, int]:

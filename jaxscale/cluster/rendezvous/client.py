@@ -112,7 +112,7 @@ def rendezvous(
     on_cpu = os.environ.get("JAX_PLATFORMS", "").startswith("cpu")
   if launch.num_processes == 1:
     return ProcessGroup(0, 1, [network.node_name()], "", {})
-  own = make_hello(launch, digests or {}, on_cpu, error)
+  hello = make_hello(launch, digests or {}, on_cpu, error)
   if launch.kind == "kubernetes" and not (secret or os.environ.get(VARIABLE)):
     fix = "set it in all pods of the Job to the same Secret of at least 32 random characters"
     raise ConfigError(f"{VARIABLE}: not set; {fix}")
@@ -122,7 +122,7 @@ def rendezvous(
   patience_s = timeout_s if launch.kind == "kubernetes" else min(5.0, timeout_s)
   host = launch.host or LOOPBACK
   target = _Target(launch, host, network.resolve(host, patience_s), ports, key)
-  group = (_connect if launch.process_id else _listen)(own, target, timeout_s)
+  group = (_connect if launch.process_id else _listen)(hello, target, timeout_s)
   # A forked worker that outlives this process must not keep it alive for others.
   os.register_at_fork(after_in_child=lambda: server.close_all(group.links.values()))
   return group
@@ -151,7 +151,7 @@ def leave_last(group: ProcessGroup, timeout_s: float = 10.0) -> None:
       open_files.discard(file)
 
 
-def _listen(own: Hello, target: _Target, timeout_s: float) -> ProcessGroup:
+def _listen(hello: Hello, target: _Target, timeout_s: float) -> ProcessGroup:
   """Run the rendezvous in process 0."""
   launch, host, addresses, ports, key = target
   note = ""
@@ -166,7 +166,7 @@ def _listen(own: Hello, target: _Target, timeout_s: float) -> ProcessGroup:
   except OSError as e:
     problem = f"port {network.describe_taken(ports)}: {e.strerror}"
     fix = "set JAXSCALE_COORDINATOR=HOST:PORT to a free port"
-    raise ConfigError(f"process 0 ({own.node}): {problem}; {fix}") from e
+    raise ConfigError(f"process 0 ({hello.node}): {problem}; {fix}") from e
   if taken := ports[: ports.index(found)]:
     taken_ports = network.describe_taken(taken)
     print(f"skipped ports that other programs use: {taken_ports}", file=sys.stderr)
@@ -176,11 +176,11 @@ def _listen(own: Hello, target: _Target, timeout_s: float) -> ProcessGroup:
     port, (reserved,) = network.bind_port(candidates, [], listen=False)
   except OSError as e:  # the server sends this error to all processes
     among = f"among {', '.join(map(str, candidates))} ({e.strerror})"
-    own = own._replace(error=f"no free port for JAX's coordinator {among}")
+    hello = hello._replace(error=f"no free port for JAX's coordinator {among}")
   place_it = functools.partial(_place_coordinator, port)
   try:
     with Acceptor(listeners, key, launch.num_processes) as acceptor:
-      hosts, links, coordinator = server.serve(launch, own, acceptor, timeout_s, place_it, note)
+      hosts, links, coordinator = server.serve(launch, hello, acceptor, timeout_s, place_it, note)
   except BaseException:
     if reserved:
       reserved.close()
@@ -216,29 +216,29 @@ def _remove(folder: str, process: int) -> None:
     shutil.rmtree(folder, ignore_errors=True)
 
 
-def _connect(own: Hello, target: _Target, timeout_s: float) -> ProcessGroup:
+def _connect(hello: Hello, target: _Target, timeout_s: float) -> ProcessGroup:
   """Run the rendezvous in a process other than 0."""
-  link = _find_process_0(own, target, timeout_s)
+  link = _find_process_0(hello, target, timeout_s)
   try:
-    link.send(own, timeout=ANSWER_S)
+    link.send(hello, timeout=ANSWER_S)
     answer = wire.typed(dict[str, Any], link.receive(timeout_s + GRACE_S))
     if "error" in answer:
       raise ConfigError(wire.typed(str, answer["error"]))
     coordinator, hosts = wire.parse(_Go, answer.get("go"))
     is_port = coordinator.isdigit() and int(coordinator) < 1 << 16
-    if len(hosts) != own.num_processes or not (is_port or coordinator.startswith("unix:/")):
+    if len(hosts) != hello.num_processes or not (is_port or coordinator.startswith("unix:/")):
       raise ValueError("invalid answer")
   except BaseException as e:
     link.close()
     if not isinstance(e, OSError | EOFError | ValueError) or isinstance(e, ConfigError):
       raise
     problem = f"process 0 on {target.host} exited before all had connected ({e}); see its output"
-    raise ConfigError(f"process {own.rank} ({own.node}): {problem}") from e
+    raise ConfigError(f"process {hello.rank} ({hello.node}): {problem}") from e
   if coordinator.isdigit():
     # The name may resolve to a different address elsewhere; this one has worked.
     seen = network.peer_address(link) or target.addresses[0]
     coordinator = network.join_address(seen, int(coordinator))
-  return ProcessGroup(own.rank, own.num_processes, hosts, coordinator, {0: link}, target.key)
+  return ProcessGroup(hello.rank, hello.num_processes, hosts, coordinator, {0: link}, target.key)
 
 
 class _Attempt:
@@ -307,7 +307,7 @@ class _Attempt:
     self._until = time.monotonic() + ANSWER_S
 
 
-def _find_process_0(own: Hello, target: _Target, timeout_s: float) -> Link:
+def _find_process_0(hello: Hello, target: _Target, timeout_s: float) -> Link:
   """Return a link on which process 0 has proved that it has the run's secret.
 
   All ports are tried at once, so that another program on one port causes no delay.
@@ -334,7 +334,7 @@ def _find_process_0(own: Hello, target: _Target, timeout_s: float) -> Link:
       taken_since = (taken_since or now) if is_taken else None
       if now - began > timeout_s or (taken_since and now - taken_since > TAKEN_S):
         results |= {p[1]: a.so_far for p, a in attempts.items() if p[1] not in results}
-        raise ConfigError(_not_found(own, target, results, now - began))
+        raise ConfigError(_not_found(hello, target, results, now - began))
       pause = min(1.0, 1.5 * pause)
   finally:
     server.close_all(attempt.sock for attempt in attempts.values())
@@ -361,7 +361,7 @@ def _advance(
   return None
 
 
-def _not_found(own: Hello, target: _Target, results: dict[int, str], for_s: float) -> str:
+def _not_found(hello: Hello, target: _Target, results: dict[int, str], for_s: float) -> str:
   """Return the error of a process that found no process 0: addresses, results, remedy."""
   host, addresses = target.host, target.addresses
   ports: dict[str, list[str]] = {}
@@ -374,8 +374,8 @@ def _not_found(own: Hello, target: _Target, results: dict[int, str], for_s: floa
     advice = "it has not started, has failed (see its output), runs on a different host, "
     advice += f"or has a different secret ({VARIABLE}, else ~/.jaxscale/secret)"
   else:
-    advice = f"check firewalls and the route from {own.node} to {host}"
+    advice = f"check firewalls and the route from {hello.node} to {host}"
   with contextlib.suppress(OSError):
     advice += f" (connecting from {network.own_address_seen_by(addresses[0])})"
   where = f"found no process 0 on {host} ({', '.join(addresses[:4])}) within {for_s:.0f} s"
-  return f"process {own.rank} ({own.node}): {where}, ports {tried}; {advice}"
+  return f"process {hello.rank} ({hello.node}): {where}, ports {tried}; {advice}"

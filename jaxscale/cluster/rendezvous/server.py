@@ -31,7 +31,7 @@ _CHECK_S = 0.1  # seconds between two checks for errors
 
 def serve(
   launch: Launch,
-  own: Hello,
+  hello: Hello,
   acceptor: Acceptor,
   timeout_s: float,
   coordinator: Callable[[Mapping[int, Hello]], str],
@@ -41,7 +41,7 @@ def serve(
 
   Args:
     launch: the launch of this process.
-    own: the description of this process, rank 0.
+    hello: the description of this process, rank 0.
     acceptor: the acceptor of connections.
     timeout_s: the seconds after which missing processes are an error.
     coordinator: a function from all descriptions to the address of JAX's coordinator.
@@ -53,7 +53,7 @@ def serve(
   Raises:
     ConfigError: the error that every process got.
   """
-  server = _Server(launch, own, acceptor)
+  server = _Server(launch, hello, acceptor)
   with server.selector:
     kept = set()
     try:
@@ -72,15 +72,15 @@ def serve(
 class _Server:
   """State of the rendezvous: connections, descriptions and errors."""
 
-  def __init__(self, launch: Launch, own: Hello, acceptor: Acceptor):
+  def __init__(self, launch: Launch, hello: Hello, acceptor: Acceptor):
     self.launch, self.acceptor = launch, acceptor
     self.selector = selectors.DefaultSelector()
     self.connected: set[Link] = set()
-    self.hellos = {0: own}
+    self.hellos = {0: hello}
     self.links: dict[int, Link] = {}
     self.lost: dict[int, float] = {}  # rank -> when it disconnected
     self.errors: list[str] = []
-    self.seen = {own.uuid}  # all processes that sent a hello
+    self.seen = {hello.uuid}  # all processes that sent a hello
     self.sent_error = ""  # to all
     try:
       _allow_files(launch.num_processes)
