@@ -93,14 +93,14 @@ def _plan(args: Namespace) -> int:
   site, chips = load_site(args.site), find_chips(args.chips)
   base = config = load_config(args.config, args.overrides)
   steps = target_steps(args.study, config.batch_size) if args.study else None
-  found = {}
+  extras = {}
   if args.search:
     from jaxscale.planning import search
 
     limits = {"machine": site.machine, "minutes": args.minutes}
     best = search.search(config, chips, **limits, log=lambda x: print(x, flush=True))
     print(f"\n{search.text(best)}\n", flush=True)
-    config, found = best.config, {"search": search.as_json(best)}
+    config, extras = best.config, {"search": search.as_json(best)}
   plan = make_plan(config, chips, machine=site.machine, nodes=args.nodes or ())
   # Imports NumPy and Matplotlib, which only a finished plan needs.
   from jaxscale.planning import plan_report, submission
@@ -109,13 +109,13 @@ def _plan(args: Namespace) -> int:
   if steps:
     hours = steps * plan.step.seconds["expected"] / 3600
     print(f"\nto the target of {args.study}: {steps:,.0f} steps, {hours:,.3g} hours")
-    found["target"] = {"steps": steps, "hours": hours}
+    extras["target"] = {"steps": steps, "hours": hours}
   asked = args.config, args.overrides, args.site
   job = submission.submission(plan, base, *asked, site.gpus_per_node)
   if args.search:
     print(f"\nto submit it:\n  {submission.command(job)}\n")
   if args.json:
-    write_json(output_path(args.json), as_json(plan) | {"submit": job} | found)
+    write_json(output_path(args.json), as_json(plan) | {"submit": job} | extras)
     print(f"{args.json}: `jaxscale submit --plan {shlex.quote(args.json)}` submits it")
   if args.png:
     plan_report.draw(plan, args.png)

@@ -220,35 +220,35 @@ def settings(cls: type) -> type:
     raise ConfigError(f"{cls.__name__}.__init__ {problem}and check them in __post_init__")
   repr_ = cls.__repr__ is object.__repr__
   cls = dataclasses.dataclass(frozen=True, kw_only=True, repr=repr_)(cls)
-  init, own = cls.__init__, cls.__name__
+  init, owner = cls.__init__, cls.__name__
 
   def checked_init(self, *args, **values):
     if args:
-      given, names = shown(args[0]), [f.name for f in dataclasses.fields(cls)]
-      example = [f"fields are given by name, as in {own}({n}={given})" for n in names]
-      raise ConfigError(f"{own}({given}): {[*example, 'it has no fields'][0]}")
+      value, names = shown(args[0]), [f.name for f in dataclasses.fields(cls)]
+      example = [f"fields are given by name, as in {owner}({n}={value})" for n in names]
+      raise ConfigError(f"{owner}({value}): {[*example, 'it has no fields'][0]}")
     for name in values:
       if name not in hints(cls):
         hint = no_such_field(cls, name)
-        raise ConfigError(f"{own}.{name}={shown(values[name])}: {hint}")
+        raise ConfigError(f"{owner}.{name}={shown(values[name])}: {hint}")
     for field in dataclasses.fields(cls):
       name, annotation = field.name, hints(cls)[field.name]
       if name not in values:
         if field.default_factory is not dataclasses.MISSING:
           continue
         if field.default is dataclasses.MISSING:
-          raise UnsetError(f"{own}.{name} is not set: give {type_name(annotation)}")
+          raise UnsetError(f"{owner}.{name} is not set: give {type_name(annotation)}")
         values[name] = field.default
       try:
         values[name] = coerce(annotation, values[name])
       except TypeError:
-        given, wanted = shown(values[name]), type_name(annotation)
-        wanted += _instance_hint(annotation, values[name])
-        raise ConfigError(f"{own}.{name}={given}: give {wanted}") from None
+        value, expected = shown(values[name]), type_name(annotation)
+        expected += _instance_hint(annotation, values[name])
+        raise ConfigError(f"{owner}.{name}={value}: give {expected}") from None
       bound = bounds(cls).get(name)
       if bound is not None and not within(values[name], bound):
         finite = "finite " * (values[name] in (math.inf, -math.inf))
-        raise ConfigError(f"{own}.{name}={values[name]!r}: give a {finite}value {bound}")
+        raise ConfigError(f"{owner}.{name}={values[name]!r}: give a {finite}value {bound}")
     init(self, **values)
 
   cls.__init__ = checked_init

@@ -165,7 +165,7 @@ def array_splits(
   _check_same_scale(x, x_eval)
   info = array_info(x, np.concatenate([y, y_eval]), **options)
   x, x_eval = (cast(f"Arrays.{name}", a, info.dtype) for name, a in (("x", x), ("x_eval", x_eval)))
-  made = from_arrays(info, x, y), from_arrays(info, x_eval, y_eval)
+  datasets = from_arrays(info, x, y), from_arrays(info, x_eval, y_eval)
   is_class = y.ndim == 1 and info.label_dtype == "int32"
   notes = _class_notes(y, y_eval, hint) if is_class else ()
   if is_class and options.get("num_classes") is None:
@@ -173,7 +173,7 @@ def array_splits(
     if len(lacking := np.setdiff1d(classes, np.concatenate([y, y_eval]))):
       problem = f"the {info.num_classes:,} classes include all numbers up to the largest target"
       notes += (f"Arrays: no example has target {few(lacking)}; {problem}",)
-  return made[0]._replace(notes=notes), made[1]
+  return datasets[0]._replace(notes=notes), datasets[1]
 
 
 def as_array(field: str, values: Any) -> np.ndarray:

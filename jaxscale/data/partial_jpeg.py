@@ -116,14 +116,14 @@ def build() -> Path:
   cflags, ldflags = (shlex.split(os.environ.get(v, "")) for v in ("CFLAGS", "LDFLAGS"))
   header = "#include <stdio.h>\n#include <jpeglib.h>\n"
   macros = _compile([*cflags, "-E", "-dM", "-x", "c", "-"], header)
-  found = re.search(r"^#define LIBJPEG_TURBO_VERSION (\S+)", macros, re.MULTILINE)
-  if not found:
+  match = re.search(r"^#define LIBJPEG_TURBO_VERSION (\S+)", macros, re.MULTILINE)
+  if not match:
     raise ConfigError(f"jpeglib.h: not libjpeg-turbo's; {_HOW_TO_GET_IT}")
   # Link the path of a libjpeg from a module, so that it is found without the module.
   folders = [f[2:] for f in ldflags if f.startswith("-L") and f[2:]]
   folders += filter(None, os.environ.get("LIBRARY_PATH", "").split(":"))
   link = [*ldflags, "-ljpeg", *(f"-Wl,-rpath,{folder}" for folder in folders)]
-  target = user_cache() / f"partial_jpeg-{_key()}-{found[1]}.so"
+  target = user_cache() / f"partial_jpeg-{_key()}-{match[1]}.so"
   target.parent.mkdir(parents=True, exist_ok=True)
   _only_owner_writes(target.parent)
   with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
@@ -133,7 +133,7 @@ def build() -> Path:
       _open(built)
     except OSError as e:
       problem = f"the built library {e}; use libjpeg-turbo 2.1 or newer, with its SIMD code"
-      raise ConfigError(f"libjpeg={found[1]}: {problem}") from None
+      raise ConfigError(f"libjpeg={match[1]}: {problem}") from None
     _only_owner_writes(built)
     os.replace(built, target)  # Atomic, so no process sees a partial file.
   return target

@@ -223,9 +223,9 @@ def _walk(
         inside = _inside(module, computation, instruction, inner, context)
         yield from _walk(program, inner, inside, under_way)
       continue
-    found_in, marks = _collectives_of(module, computation, instruction)
-    for found, home in found_in:
-      key = _key(found)
+    collectives, marks = _collectives_of(module, computation, instruction)
+    for op, home in collectives:
+      key = _key(op)
       if "AsyncCollectiveDone" in marks:
         under_way.discard(key)
         continue
@@ -239,8 +239,8 @@ def _walk(
       end = _end(module, computation, i, key) if is_async else i + 1
       share = context["times"] * (before[end] - before[i + 1]) / (program.total or 1.0)
       overlap = float(share) if module.is_scheduled else None
-      here = context | {"name": instruction.name, "is_async": is_async}
-      row = _collective(program, found, home, home is not computation, **here, overlap=overlap)
+      fields = context | {"name": instruction.name, "is_async": is_async}
+      row = _collective(program, op, home, home is not computation, **fields, overlap=overlap)
       yield Placed(name, i, end, row)
 
 

@@ -135,11 +135,11 @@ def summarize(files: Sequence[Path]) -> Summary:
   Raises:
     ConfigError: a file is not a trace, or has no operation and no step.
   """
-  found = [_read(path) for path in files]
+  traces = [_read(path) for path in files]
   totals: dict[tuple[str, str, str], tuple[float, int]] = {}
   idle: dict[str, float] = {}
   host: dict[str, float] = collections.defaultdict(float)
-  for path, (_, devices, parts, (start, end)) in zip(files, found, strict=True):
+  for path, (_, devices, parts, (start, end)) in zip(files, traces, strict=True):
     process = f"{path.name.removesuffix('.xplane.pb')} " if len(files) > 1 else ""
     for device, events in devices.items():
       busy = sum(b - a for a, b in _union((e.start, e.end) for e in events))
@@ -151,11 +151,11 @@ def summarize(files: Sequence[Path]) -> Summary:
     for part, begin, finish in parts:
       host[part] += 1e-9 * (finish - begin) / len(files)
   ops = [Op(*key, seconds, count) for key, (seconds, count) in totals.items()]
-  each = [1e-9 * (end - start) / len(s) for s, *_, (start, end) in found if s]
+  each = [1e-9 * (end - start) / len(s) for s, *_, (start, end) in traces if s]
   return Summary(
-    steps=tuple(sorted({step for steps, *_ in found for step in steps})),
+    steps=tuple(sorted({step for steps, *_ in traces for step in steps})),
     step_s=sum(each) / max(len(each), 1),
-    seconds=1e-9 * sum(end - start for *_, (start, end) in found) / len(files),
+    seconds=1e-9 * sum(end - start for *_, (start, end) in traces) / len(files),
     idle=idle,
     ops=tuple(sorted(ops, key=lambda op: -op.seconds)),
     host={part: host[part] for part in HOST_PARTS if part in host},

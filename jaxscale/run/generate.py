@@ -121,14 +121,14 @@ def _tokenizer(workdir: Path, source: Any, info: data.TextInfo) -> Tokenizer:
   if name != "bytes":
     field = f"{type(source).__name__}.tokenizer"
     try:
-      found = read_tokenizer(name, source.separator, field=field)
+      tokenizer = read_tokenizer(name, source.separator, field=field)
     except ConfigError as e:
       # The advice in the message is for a new run, and does not apply to an existing one.
       reason = re.sub(r"[;,:] (or )?(give|use|pip) .*", "", str(e))
     else:
-      if found.vocab_size == info.vocab_size:
-        return found
-      has, had = found.vocab_size, info.vocab_size
+      if tokenizer.vocab_size == info.vocab_size:
+        return tokenizer
+      has, had = tokenizer.vocab_size, info.vocab_size
       reason = f"{field}={name!r}: has {has} tokens, but the run was trained with {had}"
     problem = f", and the tokenizer cannot be loaded ({reason})"
   problem = f"the {info.vocab_size} tokens of {info.name} are not bytes{problem}"

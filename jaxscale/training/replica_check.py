@@ -252,27 +252,27 @@ def describe(replicas: Sequence[Replica], names: Sequence[str]) -> str | None:
     same: dict[int, dict[int, int]] = {}
     for j, r in enumerate(replicas):
       same.setdefault(r.parts[i] if r.parts else 0, {})[j] = r.hashes[i]
-    if bad := [found for found in same.values() if len(set(found.values())) > 1]:
+    if bad := [hashes for hashes in same.values() if len(set(hashes.values())) > 1]:
       differing[i] = bad
   if not differing:
     return None
   first, more = names[min(differing)], len(differing) - 1
   where = first + (f" and {more} more lea{'ves' if more > 1 else 'f'}" if more else "")
-  groups = [found for bad in differing.values() for found in bad]
-  if any(len(found) < len(replicas) for found in groups):
+  groups = [hashes for bad in differing.values() for hashes in bad]
+  if any(len(hashes) < len(replicas) for hashes in groups):
     where = f"the same part of {where}"
   apart: set[int] = set()
-  for found in groups:
-    value, votes = Counter(found.values()).most_common(1)[0]
-    if 2 * votes > len(found):
-      apart |= {j for j, h in found.items() if h != value}
+  for hashes in groups:
+    value, votes = Counter(hashes.values()).most_common(1)[0]
+    if 2 * votes > len(hashes):
+      apart |= {j for j, h in hashes.items() if h != value}
   concerned = sorted(set().union(*groups))
   if apart:
     most = f"{len(concerned) - len(apart)} of {len(concerned)} devices"
     some = _locations([replicas[j] for j in sorted(apart)])
     return f"{some} differs from {most} in {where}"
   some = _locations([replicas[j] for j in concerned])
-  versions = max(len(set(found.values())) for found in groups)
+  versions = max(len(set(hashes.values())) for hashes in groups)
   return (
     f"{some} differ in {where}: {len(concerned)} devices hold {versions} versions, and no "
     "majority shows which one is right"
