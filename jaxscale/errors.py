@@ -170,8 +170,8 @@ def _disk_remedy(number: int | None, folder: str | os.PathLike[str]) -> str | No
 def lacks_inodes(folder: str | os.PathLike[str]) -> bool:
   """Return whether a disk has no free inodes, so that no file can be created."""
   with contextlib.suppress(OSError):
-    found = os.statvfs(folder)
-    return found.f_files > 0 and found.f_favail == 0
+    status = os.statvfs(folder)
+    return status.f_files > 0 and status.f_favail == 0
   return False
 
 

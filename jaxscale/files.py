@@ -159,11 +159,11 @@ def read_json_lines(
 
 def json_objects(texts: Iterable[str], shape: Any = None) -> list[dict[str, Any]]:
   """Parse texts as JSON objects; skip those that fail or do not have the shape."""
-  found = []
+  objects = []
   for text in texts:
     with contextlib.suppress(ValueError):
-      found.append(parse_json(text))
-  return [value for value in found if mismatch(value, shape or {}) is None]
+      objects.append(parse_json(text))
+  return [value for value in objects if mismatch(value, shape or {}) is None]
 
 
 def readable_text(path: Path, last_bytes: int | None = None) -> str:

@@ -57,8 +57,8 @@ def mesh_shape(num_devices: int, **sizes: int) -> MeshShape:
     MeshShape(replica=2, data=4, fsdp=1, stage=1, model=1)
   """
   asked = MeshShape(**sizes)
-  given = math.prod(n for n in asked if n != -1)
-  rest = num_devices // max(given, 1)
+  product = math.prod(n for n in asked if n != -1)
+  rest = num_devices // max(product, 1)
   shape = MeshShape(*(rest if n == -1 else n for n in asked))
   if min(shape) < 1 or math.prod(shape) != num_devices:
     given_sizes = {"replica": asked.replica, "data": asked.data}
@@ -223,20 +223,20 @@ def batch_norm_span(
     return BatchNormSpan(axis_name=AXES)
   if isinstance(span, str) or not 1 <= span <= all_rows:
     problem = f"is out of range, as the micro-batches of all devices have {all_rows} examples"
-    wanted = f'a number from 2 to {all_rows}, "device" or "global"'
-    raise ConfigError(f"bn_span={span!r} {problem}; give {wanted}")
+    expected = f'a number from 2 to {all_rows}, "device" or "global"'
+    raise ConfigError(f"bn_span={span!r} {problem}; give {expected}")
   if span < device_rows:
     if device_rows % span:
       nearest = _nearest_divisor(device_rows, span, least=2)
-      wanted = '"device"' if nearest == device_rows else nearest
+      expected = '"device"' if nearest == device_rows else nearest
       problem = f"does not divide the {device_rows} examples of a device's micro-batch"
-      raise ConfigError(f"bn_span={span} {problem}; give {wanted}")
+      raise ConfigError(f"bn_span={span} {problem}; give {expected}")
     return BatchNormSpan(group_size=span)
   sharing = span // device_rows
   if span % device_rows or data % sharing:
-    wanted = device_rows * _nearest_divisor(data, span / device_rows, 2 // device_rows)
+    expected = device_rows * _nearest_divisor(data, span / device_rows, 2 // device_rows)
     problem = f"is not a device's micro-batch of {device_rows} examples times a divisor "
-    problem += f"of Mesh.data={data}; give {wanted}"
+    problem += f"of Mesh.data={data}; give {expected}"
     raise ConfigError(f"bn_span={span} {problem}")
   if sharing == data:
     return BatchNormSpan(axis_name=("data",))

@@ -227,8 +227,8 @@ def load(directory: Path, abstract: Any, *, pad=False, partial=False) -> Any:
 def _chunks(ocp: Any, where: Any) -> dict[str, tuple[int, ...]]:
   """Return the chunk shape of each array of a checkpoint, by path."""
   tree = ocp.StandardCheckpointHandler().metadata(where)
-  found = jax.tree_util.tree_leaves_with_path(getattr(tree, "tree", tree))
-  return {path_name(path): tuple(x.storage.chunk_shape) for path, x in found}
+  leaves = jax.tree_util.tree_leaves_with_path(getattr(tree, "tree", tree))
+  return {path_name(path): tuple(x.storage.chunk_shape) for path, x in leaves}
 
 
 def leaf_reader(directory: Path) -> Callable[[str], np.ndarray]:
@@ -251,8 +251,8 @@ def leaf_reader(directory: Path) -> Callable[[str], np.ndarray]:
   restore_args = jax.tree.unflatten(structure, [to_host] * len(names))
 
   def read(name: str) -> np.ndarray:
-    wanted = [np.zeros(()) if n == name else ocp.PLACEHOLDER for n in names]
-    item = jax.tree.unflatten(structure, wanted)
+    items = [np.zeros(()) if n == name else ocp.PLACEHOLDER for n in names]
+    item = jax.tree.unflatten(structure, items)
     args = ocp.args.PyTreeRestore(item=item, restore_args=restore_args)
     try:
       with _unmistakable(directory) as where:

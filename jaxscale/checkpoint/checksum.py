@@ -41,10 +41,10 @@ def verify(tree: Any, leaves: dict[str, dict[str, Any]], shapes: Any = None) -> 
   """
   mixes = any(not leaf["checksum"].startswith(_PREFIX) for leaf in leaves.values())
   try:
-    found = manifest(tree, shapes, mixes)
+    current = manifest(tree, shapes, mixes)
   except FloatingPointError as e:
     raise DamagedError(f"FloatingPointError: {e}") from e
-  for name, leaf in found.items():
+  for name, leaf in current.items():
     if leaf["checksum"] != leaves[name]["checksum"]:
       raise DamagedError(f"the checksum of {name} does not match")
 
@@ -103,14 +103,14 @@ def own_shards(tree: Any, shapes: Any = None) -> list[Shards]:
     held += [(i, x, like.shape) for x in leaf.addressable_shards if x.replica_id == 0]
   for _, shard, _ in held:
     shard.data.copy_to_host_async()
-  found: dict[Any, Shards] = {}
+  shards: dict[Any, Shards] = {}
   for i, shard, shape in held:
     data, index = _within(shape, np.asarray(shard.data), shard.index)
     key = shape, tuple((s.start, s.stop) for s in index)
-    group = found.setdefault(key, Shards([], [], index, shape))
+    group = shards.setdefault(key, Shards([], [], index, shape))
     group.leaves.append(i)
     group.data.append(data)
-  return list(found.values())
+  return list(shards.values())
 
 
 def sum_shards(shards: list[Shards], mixes=False) -> dict[int, tuple[int, int]]:

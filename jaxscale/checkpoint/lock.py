@@ -94,8 +94,8 @@ def is_restart(job: str, before: str) -> bool:
 
 def job_parts(job: str) -> tuple[str, int] | None:
   """Return the job without its step, and its restart count."""
-  found = re.fullmatch(r"(.+?)(?:\.\w+)?-r([0-9]{1,18})", job)
-  return (found[1], int(found[2])) if found else None
+  match = re.fullmatch(r"(.+?)(?:\.\w+)?-r([0-9]{1,18})", job)
+  return (match[1], int(match[2])) if match else None
 
 
 def is_alive(owner: LockOwner) -> bool | None:
@@ -105,15 +105,15 @@ def is_alive(owner: LockOwner) -> bool | None:
     return None
   if owner.process.split()[:2] != here.split()[:2]:
     return None  # on another machine, after another boot, or in another container
-  found = _identity(owner.pid)
-  if found is None:
+  identity = _identity(owner.pid)
+  if identity is None:
     try:
       os.kill(owner.pid, 0)
     except (PermissionError, OverflowError):
       return None  # /proc may hide the processes of other users (hidepid).
     except OSError:
       return False
-  return found == owner.process
+  return identity == owner.process
 
 
 def _identity(pid: int) -> str | None:
@@ -378,9 +378,9 @@ def _newest(directory: Path) -> tuple[str, int]:
 
 def _tokens(directory: Path) -> list[tuple[str, int]]:
   names = os.listdir(directory)
-  found = [(name, whole_number(name.removesuffix(".released"))) for name in names]
+  tokens = [(name, whole_number(name.removesuffix(".released"))) for name in names]
   # If a number is both held and released, it is released.
-  return sorted(((n, t) for n, t in found if t is not None), key=lambda t: -len(t[0]))
+  return sorted(((n, t) for n, t in tokens if t is not None), key=lambda t: -len(t[0]))
 
 
 def _create(path: Path, owner: LockOwner) -> bool:

@@ -432,8 +432,8 @@ class Checkpoints:
     """
     steps = cluster.from_leader(self.steps())
     if self._local:
-      wanted = reshard.without_empty(abstract)
-      copy = self._local.restore(max(steps, default=0), wanted)
+      target = reshard.without_empty(abstract)
+      copy = self._local.restore(max(steps, default=0), target)
       if copy is not None:
         return reshard.with_empty(copy, abstract)
     if self._lock is not None:

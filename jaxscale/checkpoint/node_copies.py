@@ -210,8 +210,8 @@ class LocalCopies:
       shared: the step of the newest shared checkpoint; 0 if there is none, and then no
         copy is used, as nothing shows that it belongs to the same experiment.
     """
-    found, problem = self._find(shared)
-    return found["step"] if found and not problem else None
+    record, problem = self._find(shared)
+    return record["step"] if record and not problem else None
 
   def _find(self, shared: int) -> tuple[dict[str, Any], str]:
     """Return the record of a copy newer than the shared one, and the reason not to use it."""
@@ -308,8 +308,8 @@ def forget(directory: Path) -> None:
 def _first(problem: str | None) -> str:
   """Return the first problem of any process with its process and host; "" if there is none."""
   where = f"process {jax.process_index()} on {_host()}"
-  found = cluster.gather(problem and f"{problem} ({where})")
-  return next(filter(None, found), "")
+  problems = cluster.gather(problem and f"{problem} ({where})")
+  return next(filter(None, problems), "")
 
 
 def _reason(error: Exception) -> str:

@@ -98,8 +98,8 @@ def open_copy(path: Path) -> Iterator[BufferedReader]:
   """Open a regular file of this user for reading, without following links."""
   flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
   with open(os.open(path, flags), "rb") as file:
-    found = os.fstat(file.fileno())
-    if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid():
+    status = os.fstat(file.fileno())
+    if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid():
       raise DamagedError("it is not a file of this user")
     yield file
 

@@ -154,7 +154,7 @@ def _chunks(
     shapes: the chunk shape of each array, by Orbax's name of the array.
   """
   names = {name.replace("/", "."): name for name in leaves}
-  found: dict[str, list[_Chunk]] = {}
+  chunks: dict[str, list[_Chunk]] = {}
   for key, value in entries.items():
     suffix = key.decode().rpartition("/")[2]
     if suffix.startswith(".") or (name := names.get(_name(key))) is None:
@@ -165,8 +165,8 @@ def _chunks(
     index = tuple(slice(i * c, min((i + 1) * c, n)) for i, c, n in bounds)
     if not isinstance(value, bytes):
       value = (folder / value[0], *value[1:])
-    found.setdefault(name, []).append(_Chunk(index, tuple(chunk), value))
-  return found
+    chunks.setdefault(name, []).append(_Chunk(index, tuple(chunk), value))
+  return chunks
 
 
 def _name(key: bytes) -> str:

@@ -64,8 +64,8 @@ class Reshard(NamedTuple):
     """Convert the loaded state to this run's state; every process calls it."""
     assert self.convert is not None
     shardings = jax.tree.map(lambda x: x.sharding, abstract.exchange_state)
-    made = jax.jit(self.convert, out_shardings=shardings)(state.exchange_state)
-    return state._replace(exchange_state=jax.block_until_ready(made))
+    converted = jax.jit(self.convert, out_shardings=shardings)(state.exchange_state)
+    return state._replace(exchange_state=jax.block_until_ready(converted))
 
   def summary(self) -> str:
     """Return one line for the log."""

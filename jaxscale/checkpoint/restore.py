@@ -38,8 +38,8 @@ def restore_step(
     raise ConfigError(f"{path}: {other.problem}")
   state, problem = None, None
   try:
-    wanted = reshard.without_empty(other.to_load(abstract) if other else abstract)
-    state = checkpoint_files.load(path, wanted, pad=other is not None)
+    target = reshard.without_empty(other.to_load(abstract) if other else abstract)
+    state = checkpoint_files.load(path, target, pad=other is not None)
   except (DamagedError, OSError) as e:
     problem = str(e)
   # If one process cannot read it, none may resume from it.

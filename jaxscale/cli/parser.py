@@ -126,13 +126,13 @@ class Parser(argparse.ArgumentParser):
     rest, overrides, topic, args = [], {}, "", list(argv)
     while args:
       arg = args.pop(0)
-      name, given, value = arg.partition("=")
+      name, equals, value = arg.partition("=")
       if self.has_settings and name == "--help":
         arg, topic = name, value
       if not (self.has_settings and name.startswith("--config.")):
         rest.append(arg)
         continue
-      if not given:
+      if not equals:
         if not args or args[0].startswith("--"):
           raise ConfigError(f"{name}: a value is missing, write {name}=VALUE")
         value = args.pop(0)

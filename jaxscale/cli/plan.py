@@ -136,7 +136,7 @@ def _largest(args: Namespace) -> int:
     print(f"{field}={value}: {line(fit, chips)}", flush=True)
     return fit.is_good
 
-  found = largest(values, fits)
-  answer = "none of them fits" if found is None else f"the largest is {field}={found}"
+  result = largest(values, fits)
+  answer = "none of them fits" if result is None else f"the largest is {field}={result}"
   print(f"{answer} on each of {chips.name}")
-  return EXIT_CRASH if found is None else EXIT_DONE
+  return EXIT_CRASH if result is None else EXIT_DONE

@@ -53,8 +53,8 @@ def run(args: Namespace) -> None:
     folder = profile.find_workdir(*request) if is_submitted else Path(name)
   else:
     workdir = profile.find_workdir(name, args.runs, args.task)
-    wanted = args.steps, args.processes, args.timeout
-    folder = profile.trace(workdir, *wanted, log=lambda line: print(line, flush=True))
+    options = args.steps, args.processes, args.timeout
+    folder = profile.trace(workdir, *options, log=lambda line: print(line, flush=True))
     print(folder, flush=True)
   from jaxscale.planning import trace  # Imports JAX.
 

@@ -186,13 +186,13 @@ def lines(choice: Choice, *, short: bool = False) -> list[str]:
   for row, value in choice.rows:
     shown = f'"{value}"' if " " in value else value
     reasons.setdefault(row.reason, []).append(f"{row.name}={shown}")
-  found = []
+  result = []
   if reasons or choice.kept:
     parts = [f"{' '.join(names)} ({problem})" for problem, names in reasons.items()]
     kept = f"; kept as you set them: {', '.join(choice.kept)}" if choice.kept else ""
-    found = [f"GPU settings: {', '.join(parts) or 'none'}{kept}; {_OFF}"]
+    result = [f"GPU settings: {', '.join(parts) or 'none'}{kept}; {_OFF}"]
   is_missing = bool(choice.missing) and not short
-  return found + [f"GPU settings: {choice.missing}"] * is_missing
+  return result + [f"GPU settings: {choice.missing}"] * is_missing
 
 
 def hardware_of(

@@ -164,15 +164,15 @@ def _nodes_of(value: Any) -> list[ast.AST]:
     if (tree := _tree_of(code.co_filename)) is None:
       continue
     if isinstance(value, type):
-      found = [n for n in ast.walk(tree) if isinstance(n, ast.ClassDef)]
+      classes = [n for n in ast.walk(tree) if isinstance(n, ast.ClassDef)]
       line = code.co_firstlineno  # Two functions can define classes of equal names.
-      found = [n for n in found if n.lineno <= line <= (n.end_lineno or 0)]
-      found = [n for n in found if n.name == value.__name__][-1:]
+      classes = [n for n in classes if n.lineno <= line <= (n.end_lineno or 0)]
+      classes = [n for n in classes if n.name == value.__name__][-1:]
     else:
-      found = [n for n in ast.walk(tree) if isinstance(n, _FUNCTIONS)]
-      found = [n for n in found if _is_at(n, code)]
-    if found:
-      return list(found)
+      classes = [n for n in ast.walk(tree) if isinstance(n, _FUNCTIONS)]
+      classes = [n for n in classes if _is_at(n, code)]
+    if classes:
+      return list(classes)
   return []
 
 

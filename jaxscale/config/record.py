@@ -38,11 +38,11 @@ def flat(node: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     >>> flat({"class": "Config", "model": {"class": "MLP"}})
     {'class': 'Config', 'model.class': 'MLP'}
   """
-  found = {}
+  result = {}
   for name, value in node.items():
     is_leaf = not isinstance(value, Mapping)
-    found |= {prefix + name: value} if is_leaf else flat(value, f"{prefix}{name}.")
-  return found
+    result |= {prefix + name: value} if is_leaf else flat(value, f"{prefix}{name}.")
+  return result
 
 
 def copy_own_files(config: Config, workdir: Path) -> dict[str, dict[str, str]]:
@@ -104,13 +104,13 @@ def _own_class(name: str, folder: Path | None) -> type:
     if copy is not None and copy.is_file():
       if others := unsafe_owner(copy, group=False):
         raise ConfigError(others)
-      found = getattr(load_file(copy), cls)
+      owner = getattr(load_file(copy), cls)
     else:
-      found = getattr(importlib.import_module(module), cls)
+      owner = getattr(importlib.import_module(module), cls)
     # A tampered config.json must not make us call another function, e.g. os.system.
-    if not (isinstance(found, type) and issubclass(found, Choice)):
+    if not (isinstance(owner, type) and issubclass(owner, Choice)):
       raise ConfigError("not a settings class")
-    return found
+    return owner
   except Exception as e:
     problem = f"cannot be loaded from {copy or module} ({type(e).__name__}: {e})"
     remedy = "give the config file that defines the class"

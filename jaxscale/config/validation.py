@@ -56,8 +56,8 @@ class UnsetError(ConfigError):
 @functools.cache
 def hints(cls: type) -> dict[str, Any]:
   """Return the type of every field of a settings class."""
-  found = typing.get_type_hints(cls)
-  return {field.name: found[field.name] for field in dataclasses.fields(cls)}
+  types = typing.get_type_hints(cls)
+  return {field.name: types[field.name] for field in dataclasses.fields(cls)}
 
 
 @functools.cache
@@ -67,12 +67,12 @@ def bounds(cls: type) -> dict[str, str]:
   A class that changes the default of a field, and repeats only its type, keeps the bound
   of the class that it extends.
   """
-  found = {}
+  result = {}
   for c in reversed(cls.__mro__):
     for name, annotation in typing.get_type_hints(c, include_extras=True).items():
       if hasattr(annotation, "__metadata__"):
-        found[name] = annotation.__metadata__[0]
-  return found
+        result[name] = annotation.__metadata__[0]
+  return result
 
 
 def field_docs(cls: type) -> dict[str, str]:
@@ -109,8 +109,8 @@ def within(value: Any, bound: str) -> bool:
   sign, number, opens, low, high, closes = m.groups()
   limits = [(">=" if opens == "[" else ">", low), ("<=" if closes == "]" else "<", high)]
   limits = [(sign, number)] if sign else limits
-  given = value if isinstance(value, tuple) else (value,)
-  numbers = [x for x in given if x is not None]
+  values = value if isinstance(value, tuple) else (value,)
+  numbers = [x for x in values if x is not None]
   # `math.isfinite` overflows for an int that is larger than any float.
   is_finite = all(isinstance(x, int) or math.isfinite(x) for x in numbers)
   return is_finite and all(_COMPARE[s](x, float(n)) for x in numbers for s, n in limits)
@@ -134,13 +134,13 @@ def settings_classes(annotation: Any) -> dict[str, Any]:
 
   A base class such as `Model` stands for its built-in classes.
   """
-  found: dict[str, Any] = {}
+  classes: dict[str, Any] = {}
   for c in alternatives(annotation):
     if hasattr(c, "built_in"):
-      found |= c.built_in()
+      classes |= c.built_in()
     elif dataclasses.is_dataclass(c):
-      found[c.__name__] = c  # pyright: ignore[reportAttributeAccessIssue]
-  return found
+      classes[c.__name__] = c  # pyright: ignore[reportAttributeAccessIssue]
+  return classes
 
 
 def type_name(annotation: Any) -> str:

@@ -48,9 +48,9 @@ def from_arrays(
     counts = f"{len(inputs):,} inputs and {len(targets):,} targets"
     raise ConfigError(f"from_arrays: {counts}; give the same number of both")
   shapes = ("inputs", inputs, info.image_shape), ("targets", targets, info.label_shape)
-  for name, array, wanted in shapes:
-    if array.shape[1:] != tuple(wanted):
-      problem = f"but {tuple(wanted)} in info; create info from the same arrays (`array_info`)"
+  for name, array, expected in shapes:
+    if array.shape[1:] != tuple(expected):
+      problem = f"but {tuple(expected)} in info; create info from the same arrays (`array_info`)"
       raise ConfigError(f"from_arrays: {name} have shape {array.shape[1:]} each, {problem}")
   if targets.ndim == 1 and targets.dtype.kind in "iu":
     _check_classes(info.name, targets, NO_CLASS, info.num_classes)

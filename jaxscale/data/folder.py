@@ -113,13 +113,13 @@ def image_folder(
   info = image_info(str(directory), shape, len(names), mean, std)
   info = info._replace(class_names=names)
   source = _source(folder, labels)
-  made = from_source(info, source, True, augment, cache, eval_view, max_pixels)
+  dataset = from_source(info, source, True, augment, cache, eval_view, max_pixels)
   lacking = [n for n in labels_of if n not in normal] if classes else folder.empty
   what = "never evaluated" if classes else "left out"
   note = f"{directory}: no image of class {few(lacking)}; "
   left_out = left_out_note(directory, folder.left_out, _TAKEN)
   notes = (note + what,) * bool(lacking) + left_out
-  return made._replace(notes=notes, identity=functools.partial(_identity, folder, source))
+  return dataset._replace(notes=notes, identity=functools.partial(_identity, folder, source))
 
 
 def _identity(folder: Folder, source: Source) -> dict[str, Any]:
@@ -188,10 +188,10 @@ def _listed(root: str) -> tuple[dict[str, int], Folder]:
     left_out["outside of class directories"] = outside
 
   def images(name: str) -> tuple[list[str], Counter[str], dict[str, int]]:
-    found = tree(os.path.join(root, name), is_named)
-    files = [f for f in found.files if is_image(os.path.join(root, name, f))]
-    others = kinds(set(found.files) - set(files)) if files != found.files else Counter()
-    return files, found.left_out + others, found.folders
+    listing = tree(os.path.join(root, name), is_named)
+    files = [f for f in listing.files if is_image(os.path.join(root, name, f))]
+    others = kinds(set(listing.files) - set(files)) if files != listing.files else Counter()
+    return files, listing.left_out + others, listing.folders
 
   def is_named(name: str) -> bool:
     return name.lower().endswith(SUFFIXES)
@@ -201,8 +201,8 @@ def _listed(root: str) -> tuple[dict[str, int], Folder]:
 
   kept: dict[str, list[str]] = {}
   with ThreadPoolExecutor(16) as threads:  # The threads wait for the file system.
-    for name, found in zip(classes, threads.map(images, classes), strict=True):
-      files, others, times = found
+    for name, listing in zip(classes, threads.map(images, classes), strict=True):
+      files, others, times = listing
       kept |= {name: files} if files else {}  # Leave out classes without images.
       left_out += others
       folders |= times

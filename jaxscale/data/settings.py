@@ -250,8 +250,8 @@ class Arrays(Data):
     return {n: plain(v) if n in ARRAYS else v for n, v in vars(self).items()}
 
   def __repr__(self) -> str:
-    given = {n: v for n in ARRAYS if (v := getattr(self, n)) is not None}
-    shapes = [f"{n}={getattr(v, 'shape', len(v))}" for n, v in given.items()]
+    arrays = {n: v for n in ARRAYS if (v := getattr(self, n)) is not None}
+    shapes = [f"{n}={getattr(v, 'shape', len(v))}" for n, v in arrays.items()]
     return f"Arrays({', '.join(shapes)})"
 
 
@@ -267,8 +267,8 @@ class _Text(Data):
 
     name, options = type(self).__name__, vars(self)
     if (vocab_size := options.get("vocab_size")) is None:
-      found = options.get("tokenizer", "bytes"), options.get("separator")
-      vocab_size = read_tokenizer(*found, field=f"{name}.tokenizer").vocab_size
+      names = options.get("tokenizer", "bytes"), options.get("separator")
+      vocab_size = read_tokenizer(*names, field=f"{name}.tokenizer").vocab_size
     # Long enough for one step; the program does not depend on the number of examples.
     info = TextInfo(name, vocab_size, self.sequence_length)
     some = Dataset(info, 1000 * batch_size, _no_rows)

@@ -84,8 +84,8 @@ def tfds_images(
   if getattr(label, "_int2str", None):  # Otherwise TFDS makes up names from the numbers.
     info = info._replace(class_names=tuple(label.names))
   resized = image_size is not None
-  made = from_source(info, source, resized, augment, cache, eval_view, max_pixels)
-  return made._replace(identity=_content(builder, split))
+  dataset = from_source(info, source, resized, augment, cache, eval_view, max_pixels)
+  return dataset._replace(identity=_content(builder, split))
 
 
 def _content(builder: Any, split: str) -> dict[str, Any]:
@@ -171,9 +171,9 @@ def tfds_text(
   examples = open_split(builder, name, split, field="TFDSText.name")
   documents = _documents(examples, title, feature, is_text=tokenizer != "bytes")
   stream = packed(title, documents, tokens, identity, cache_dir)
-  made = text_windows(title, stream, tokens.vocab_size, sequence_length)
+  dataset = text_windows(title, stream, tokens.vocab_size, sequence_length)
   content = _content(builder, split) | {"tokenizer": tokens.key}
-  return made._replace(identity=content | {"tokens": stream.num_tokens})
+  return dataset._replace(identity=content | {"tokens": stream.num_tokens})
 
 
 def _is_text(feature: Any) -> bool:
@@ -284,8 +284,8 @@ def open_split(
   kind = builder.info.file_format
   try:
     if formats.ARRAY_RECORD in builder.info.available_file_formats():
-      found = builder.as_data_source(split, decoders=decoders)
-      return len(found), found.__getitem__, found.__getitems__
+      source = builder.as_data_source(split, decoders=decoders)
+      return len(source), source.__getitem__, source.__getitems__
     if kind == formats.TFRECORD:
       return _open_tfrecord(builder, split, decoders)
   except ConfigError:

@@ -87,11 +87,11 @@ def read_tokenizer(
       problem = f"needs UTF-8, but a document is not UTF-8 at byte {e.start:,}, after {before!r}"
       raise invalid(field, name, problem, "convert the text, or use 'bytes'") from None
     try:
-      found = model.encode_batch(texts, add_special_tokens=False)
+      encoded = model.encode_batch(texts, add_special_tokens=False)
     except Exception as e:  # The package raises plain Exceptions.
       problem = f"it cannot be used ({e})"
       raise ConfigError(f"{field}={name!r}: {problem}; use a different tokenizer") from None
-    return np.array([i for one in found for i in (*one.ids, end)], dtype)
+    return np.array([i for one in encoded for i in (*one.ids, end)], dtype)
 
   key = f"{hashlib.sha256(content).hexdigest()} {end}"
   return Tokenizer(key, vocab_size, end, encode, _decoder(model))

@@ -71,19 +71,19 @@ def shard_on(config: cfg.Config, mesh: Mesh) -> Shard:
 
 def notes(config: cfg.Config, mesh: Mesh, micro_batches: int) -> list[str]:
   """Return notes on a layout for the user, one line each."""
-  found = []
+  lines = []
   if shard_on(config, mesh) != config.layout.shard:
-    found.append(
+    lines.append(
       f"Mesh.fsdp=-1 found one device, so that Layout.shard={config.layout.shard!r} splits nothing"
     )
   stages = mesh.shape.get("stage", 1)
   if stages > 1:
     idle = bubble(config.layout.schedule, stages, micro_batches)
-    found.append(
+    lines.append(
       f"pipeline: {config.layout.schedule}, {stages} stages, {micro_batches} "
       f"micro-batches; every stage is idle for {idle:.0%} of a step"
     )
-  return found
+  return lines
 
 
 def check_exchange(config: cfg.Config, layout: Layout | None, sizes: Mapping[str, int]) -> None:
@@ -222,5 +222,5 @@ def make_totals(model: Model, layout: Layout | None, objective: Objective) -> An
   if isinstance(model, models.Stack):
     assert layout is not None
     return parallel.stack_totals(model, layout)
-  made = losses.eval_totals(model.apply, objective)
-  return made if layout is None else parallel.with_gathered_params(made, layout.gathers)
+  totals = losses.eval_totals(model.apply, objective)
+  return totals if layout is None else parallel.with_gathered_params(totals, layout.gathers)

@@ -94,11 +94,11 @@ def over_devices(
     sizes = phase.batch_size, phase.accumulate_steps, devices, start_blocks
     return micro_batches(*sizes, lambda n: keeps(phase, devices, n))
 
-  found = [here(phase, num_blocks) for phase in phases]
-  if None not in found:
-    made = zip(phases, found, strict=True)
-    return tuple(s._replace(accumulate_steps=n) for s, n in made if n is not None)
-  phase = phases[found.index(None)]
+  counts = [here(phase, num_blocks) for phase in phases]
+  if None not in counts:
+    pairs = zip(phases, counts, strict=True)
+    return tuple(s._replace(accumulate_steps=n) for s, n in pairs if n is not None)
+  phase = phases[counts.index(None)]
   most = max(num_blocks, start_blocks)
   do = [n for n in range(1, most + 1) if all(here(s, n) is not None for s in phases)]
   wrong = "cannot be divided over"

@@ -42,10 +42,10 @@ def bn_span(config: cfg.Config, derived: Derived, phase: Phase) -> BatchNormSpan
   shape = mesh_shape(derived.num_devices, **dataclasses.asdict(config.mesh))
   rows = rows_of_device(derived, phase)
   replicas, data_size = shape.replica, shape.data * shape.fsdp
-  found = batch_norm_span(span, rows, replica=replicas, data=data_size)
-  if shape.fsdp > 1 and found.axis_name is not None:
-    return found._replace(axis_name=(*found.axis_name, "fsdp"))
-  return found
+  spread = batch_norm_span(span, rows, replica=replicas, data=data_size)
+  if shape.fsdp > 1 and spread.axis_name is not None:
+    return spread._replace(axis_name=(*spread.axis_name, "fsdp"))
+  return spread
 
 
 def rows_of_device(derived: Derived, phase: Phase) -> int:
@@ -94,21 +94,21 @@ def make_model(
   context = cfg.ModelContext(info=info, dtype=dtype, label_smoothing=smoothing, **bn)
   expected = "a Flax module, a models.ModelFns or a models.Stack"
   kinds = models.Stack, nn.Module, models.ModelFns
-  made = build(config.model, context, kind=kinds, expected=expected)
-  if isinstance(made, models.Stack):
+  model = build(config.model, context, kind=kinds, expected=expected)
+  if isinstance(model, models.Stack):
     if not config.loss.is_cross_entropy:
       problem = f"does not work with {type(config.model).__name__}, which computes cross entropy"
       fix = "use CrossEntropy or a different model"
       raise invalid("Config.loss", type(config.loss).__name__, problem, fix)
-    return made
-  if isinstance(made, nn.Module):
+    return model
+  if isinstance(model, nn.Module):
     if isinstance(info, data.TextInfo):
-      made = models.functions(made, (info.sequence_length,), dtype="int32")
+      model = models.functions(model, (info.sequence_length,), dtype="int32")
     else:
-      made = models.functions(
-        made, info.image_shape, mean=info.mean, std=info.std, dtype=info.dtype
+      model = models.functions(
+        model, info.image_shape, mean=info.mean, std=info.std, dtype=info.dtype
       )
-  return guarded_parts(config.model, " ({})", made)
+  return guarded_parts(config.model, " ({})", model)
 
 
 def _seen_by_loss(config: cfg.Config, info: Any) -> Any:
@@ -324,10 +324,10 @@ def imported(
   notes: list[str] = []
 
   def check(naming: Any, names: Any):  # before shapes, since it reports the wrong setting
-    found = check_source(path, naming, names, config.model, info, init_head=config.init_head)
-    notes.extend(found)
+    lines = check_source(path, naming, names, config.model, info, init_head=config.init_head)
+    notes.extend(lines)
 
-  found = weights.import_safetensors(
+  loaded = weights.import_safetensors(
     path,
     abstract.params,
     abstract.model_state,
@@ -335,8 +335,8 @@ def imported(
     init_head=config.init_head,
     check=check,
   )
-  logger.info(found.summary)
+  logger.info(loaded.summary)
   for note in notes:
     logger.warning(f"note: {note}")
-  leaves = jax.tree.leaves_with_path((found.params, found.model_state))
+  leaves = jax.tree.leaves_with_path((loaded.params, loaded.model_state))
   return {path_name(p): x for p, x in leaves if isinstance(x, jax.Array)}

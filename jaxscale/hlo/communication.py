@@ -272,15 +272,15 @@ def _collectives_of(
   is_local &= "megascale" not in instruction.text
   if kind in COLLECTIVES or (kind == "send" and not is_local):
     return [(instruction, computation)], []
-  found, marks = [], []
+  result, marks = [], []
   if opcode in ("fusion", "call") or opcode.endswith("-start"):
     for name in parse.called(instruction):
       home = module.computations.get(name, {})
       for inner in home.values():
         marks += re.findall(r'custom_call_target="(\w+)"', inner.text)
         deeper, more = _collectives_of(module, home, inner)
-        found, marks = found + deeper, marks + more
-  return found, marks
+        result, marks = result + deeper, marks + more
+  return result, marks
 
 
 def _key(instruction: Instruction) -> str:
@@ -309,8 +309,8 @@ def _end(module: Module, computation: Computation, start: int, key: str) -> int:
     elif follows and instruction.opcode.endswith("-done"):
       end = i
     elif instruction.opcode == "fusion":
-      found, marks = _collectives_of(module, computation, instruction)
-      if "AsyncCollectiveDone" in marks and any(_key(x) == key for x, _ in found):
+      inner, marks = _collectives_of(module, computation, instruction)
+      if "AsyncCollectiveDone" in marks and any(_key(x) == key for x, _ in inner):
         end = i
     if end is not None and not is_send:
       break

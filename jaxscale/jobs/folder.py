@@ -50,8 +50,8 @@ def new_folder(runs: str, name: str | None, config: str) -> Path:
   """
   parent = directory(runs).absolute()
   if re.search(r'[:\\"\n]', str(parent)):
-    wanted = "a path without colon, backslash, double quote or line break"
-    raise ConfigError(f"--runs={runs}: give {wanted}")
+    expected = "a path without colon, backslash, double quote or line break"
+    raise ConfigError(f"--runs={runs}: give {expected}")
   if name is not None:
     if not re.fullmatch(r"[A-Za-z0-9_][\w.+=-]{0,99}", name):
       raise ConfigError(f"--name={name}: give letters, digits and _ . + = - only")
@@ -236,8 +236,8 @@ def all_folders(runs: str) -> list[Path]:
 
 def unsubmitted(runs: str) -> list[str]:
   """Return the names of directories that `jaxscale train` wrote without a job."""
-  found = sorted(p.parent for p in directory(runs).glob("*/config.json"))
-  return [p.name for p in found if not (p / "run.json").exists()]
+  folders = sorted(p.parent for p in directory(runs).glob("*/config.json"))
+  return [p.name for p in folders if not (p / "run.json").exists()]
 
 
 def all_studies(runs: str) -> list[str]:

@@ -286,13 +286,13 @@ class Job(NamedTuple):
     spec = folders.read_spec(self.folder)
     if task is not None:
       spec.check_task(task)
-    found = Record()
+    record = Record()
     for i in spec.tasks if task is None else [task]:
       steps = collections.defaultdict(lambda i=i: {"task": i} if spec.trials else {})
       for line in read_metrics(spec.workdir(i) / "metrics.jsonl"):
         steps[line["step"]].update(line)
-      found.extend(steps[step] for step in sorted(steps))
-    return found
+      record.extend(steps[step] for step in sorted(steps))
+    return record
 
   def logs(self, rank: int | str = 0, task: int = 0, lines: int | None = None) -> str:
     """Return the output of a process; `rank` may be "all", or "batch" for the script."""

@@ -39,17 +39,17 @@ def empty_cache(stack: Stack, params: Any, rows: int, room: int) -> Cache:
     rows: number of sequences.
     room: maximum number of tokens in a sequence.
   """
-  found = []
+  caches = []
 
   def attend(q, k, v, *, causal):
-    found.append((k, v))
+    caches.append((k, v))
     return q
 
   def one_layer(params, tokens):
     ops = Ops(attend=attend)
     h = stack.embed(params["embed"], {"tokens": tokens}, ops)
     stack.layer(jax.tree.map(lambda x: x[0], params["layers"]), h, ops)
-    return found[0]
+    return caches[0]
 
   tokens = jax.ShapeDtypeStruct((rows, room), jnp.int32)
   kept = jax.eval_shape(one_layer, params, tokens)

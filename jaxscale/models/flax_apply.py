@@ -141,18 +141,18 @@ def by_device(trace: Callable[[], Any], rows: int) -> tuple[Any, list[str]]:
     >>> found[0].partition(" ")[0]
     'BatchNorm'
   """
-  found: dict[str, str] = {}
+  calls: dict[str, str] = {}
 
   def intercept(call, args, kwargs, context):
     module, arguments = context.module, _given(context, args, kwargs)
     if what := _together(context, arguments, rows):
-      found["/".join(module.path) or type(module).__name__] = what
+      calls["/".join(module.path) or type(module).__name__] = what
     return call(*args, **kwargs)
 
   with nn.intercept_methods(intercept):
     outputs = trace()
   problem = "the rows of each device separately: results depend on the number of devices"
-  return outputs, [f"{name} ({what}) processes {problem}" for name, what in found.items()]
+  return outputs, [f"{name} ({what}) processes {problem}" for name, what in calls.items()]
 
 
 def _together(context: Any, arguments: dict[str, Any], rows: int) -> str:

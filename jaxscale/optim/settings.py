@@ -26,17 +26,17 @@ LarsVariant = Literal[_Published, _Clipped]
 
 def _options(chosen: Optimizer, context: OptimizerContext) -> dict[str, Any]:
   """Return the fields as keyword arguments of the functions in `jaxscale.optim`."""
-  given = {f.name: getattr(chosen, f.name) for f in dataclasses.fields(chosen)}
-  del given["lr"]  # The schedule contains it.
-  if context.momentum is not None and "momentum" in given:
-    given["momentum"] = context.momentum
-  if "momentum_correction" in given:
+  values = {f.name: getattr(chosen, f.name) for f in dataclasses.fields(chosen)}
+  del values["lr"]  # The schedule contains it.
+  if context.momentum is not None and "momentum" in values:
+    values["momentum"] = context.momentum
+  if "momentum_correction" in values:
     correct = {"never": False, "warmup": context.warmup_steps, "always": True}
-    given["momentum_correction"] = correct[given["momentum_correction"]]
-  given["mask"] = optim.including(given.pop("include"))
+    values["momentum_correction"] = correct[values["momentum_correction"]]
+  values["mask"] = optim.including(values.pop("include"))
   if context.stacked is not None:
-    given["stacked"] = context.stacked
-  return given
+    values["stacked"] = context.stacked
+  return values
 
 
 class _Decaying(Optimizer):
@@ -217,16 +217,16 @@ class Optax(Optimizer):
     fix = "give a function of the learning rate, such as optax.adafactor"
     if not callable(self.make):
       raise invalid("Optax.make", type(self.make).__name__, "is not a function", fix)
-    made = _one_line("Optax.make", fix)(self.make)(schedule)
-    if not (hasattr(made, "init") and hasattr(made, "update")):
-      problem = f"returned {type(made).__name__} instead of an optax transformation; {fix}"
+    transform = _one_line("Optax.make", fix)(self.make)(schedule)
+    if not (hasattr(transform, "init") and hasattr(transform, "update")):
+      problem = f"returned {type(transform).__name__} instead of an optax transformation; {fix}"
       raise ConfigError(f"Optax.make {problem}")
-    if not isinstance(made, optax.GradientTransformation):
-      return made
+    if not isinstance(transform, optax.GradientTransformation):
+      return transform
     fix = "give a transformation that works with the model's parameters"
-    parts = made._asdict().items()
+    parts = transform._asdict().items()
     guarded = {name: _one_line(f"{name} of Optax.make", fix)(f) for name, f in parts}
-    return made._replace(**guarded)
+    return transform._replace(**guarded)
 
 
 @contextlib.contextmanager

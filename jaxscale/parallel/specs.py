@@ -150,8 +150,8 @@ def make_layout(
 def _check_used(sizes: dict[str, int], specs: Any, shard: Shard) -> None:
   """Raise if all devices along an axis would compute the same."""
   used = {a for spec in jax.tree.leaves(specs) for a in spec}
-  wanted = ["stage", "model"] + ([FSDP] if shard != "none" else [])
-  for axis in wanted:
+  axes = ["stage", "model"] + ([FSDP] if shard != "none" else [])
+  for axis in axes:
     if sizes.get(axis, 1) > 1 and axis not in used:
       reason = "splits nothing of this model; give 1"
       raise ConfigError(f"Mesh.{axis}={sizes[axis]} {reason}")

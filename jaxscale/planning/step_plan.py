@@ -221,8 +221,8 @@ def _interpolated(compiled, rates, corner, sizes, rows, overlap) -> Times:
   def cost(collective):
     return transfer.seconds(collective, sizes, rates.per_node, both)
 
-  found = [c.program.times(at, cost, overlap=overlap) for c in compiled]
-  return Times(*(_between(compiled, rows, parts) for parts in zip(*found, strict=True)))
+  times = [c.program.times(at, cost, overlap=overlap) for c in compiled]
+  return Times(*(_between(compiled, rows, parts) for parts in zip(*times, strict=True)))
 
 
 def _memory(compiled: Sequence[Compiled], rows: int) -> float:

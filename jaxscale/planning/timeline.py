@@ -65,10 +65,10 @@ class Program:
       overlap: "schedule" lets run together what the compiler's schedule does; "backward"
         hides collectives in the backward pass, as PyTorch and Horovod do.
     """
-    found = _no_times()
+    total = _no_times()
     for module, placed in self._modules:
-      _add(found, _Walk(self, module, placed, rates, transfer).computation(module.entry), 1)
-    compute, exposed, sent = map(dict, found)
+      _add(total, _Walk(self, module, placed, rates, transfer).computation(module.entry), 1)
+    compute, exposed, sent = map(dict, total)
     if overlap == "backward" and sum(sent.values()):
       hidden = _BACKWARD_SHARE * sum(compute.values())
       share = max(1 - hidden / sum(sent.values()), 0.0)
@@ -87,14 +87,14 @@ _Placed = dict[str, dict[int, list[hlo.Placed]]]  # by computation and index
 
 
 def _by_position(module: Module, mesh: Any) -> _Placed:
-  found: _Placed = {}
+  placed: _Placed = {}
   seen = set()
   for p in hlo.placed(module, mesh):
     key = p.computation, p.start, p.collective.name
     if key not in seen:  # A computation may be called from several places.
       seen.add(key)
-      found.setdefault(p.computation, {}).setdefault(p.start, []).append(p)
-  return found
+      placed.setdefault(p.computation, {}).setdefault(p.start, []).append(p)
+  return placed
 
 
 _Sums = defaultdict[str, float]

@@ -87,10 +87,10 @@ class Summary(NamedTuple):
 
   def parts(self) -> dict[str, float]:
     """Return the seconds of operations by part of the step, over all devices."""
-    found: dict[str, float] = dict.fromkeys(DEVICE_PARTS, 0.0)
+    shares: dict[str, float] = dict.fromkeys(DEVICE_PARTS, 0.0)
     for op in self.ops:
-      found[op.part] += op.seconds
-    return {part: seconds for part, seconds in found.items() if seconds}
+      shares[op.part] += op.seconds
+    return {part: seconds for part, seconds in shares.items() if seconds}
 
 
 class _Instruction(NamedTuple):
@@ -349,7 +349,7 @@ def _programs(content: bytes) -> dict[tuple[str, str], _Instruction]:
   event on TPUs has no program. The result is empty if the trace has no program, or in an unknown
   format.
   """
-  found = {}
+  programs = {}
   with contextlib.suppress(ValueError, IndexError):
     for plane in _fields(memoryview(content), 1):  # XSpace.planes
       if bytes(dict(_wire(plane)).get(2, b"")) != b"/host:metadata":  # XPlane.name
@@ -360,19 +360,19 @@ def _programs(content: bytes) -> dict[tuple[str, str], _Instruction]:
         for stat in _fields(metadata, 5):  # XEventMetadata.stats
           for proto in _fields(stat, 6):  # XStat.bytes_value: an HloProto
             for name, instruction in _instructions(proto):
-              found[program, name] = instruction
-              found.setdefault((program.partition("(")[0], name), instruction)
-              found.setdefault(("", name), instruction)
-  return found
+              programs[program, name] = instruction
+              programs.setdefault((program.partition("(")[0], name), instruction)
+              programs.setdefault(("", name), instruction)
+  return programs
 
 
 def _instructions(proto: Any) -> Iterator[tuple[str, _Instruction]]:
   for module in _fields(proto, 1):  # HloProto.hlo_module
     for computation in _fields(module, 3):  # HloModuleProto.computations
       for instruction in _fields(computation, 2):  # HloComputationProto.instructions
-        found = dict(_wire(instruction))
-        name, opcode = (bytes(found.get(n, b"")).decode() for n in (1, 2))
-        metadata = dict(_wire(found.get(7, b"")))  # OpMetadata
+        fields = dict(_wire(instruction))
+        name, opcode = (bytes(fields.get(n, b"")).decode() for n in (1, 2))
+        metadata = dict(_wire(fields.get(7, b"")))  # OpMetadata
         where = bytes(metadata.get(2, b"")).decode()  # its op_name
         yield name, _Instruction(opcode, where)
 

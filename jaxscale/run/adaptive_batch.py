@@ -107,9 +107,9 @@ def choose(
   unit = math.lcm(settings.multiple, start * asked, here * num_microbatches)
 
   def at_size(size: int) -> build.Experiment | None:
-    wanted = phase._replace(batch_size=size, accumulate_steps=asked)
+    target = phase._replace(batch_size=size, accumulate_steps=asked)
     try:
-      (tried,) = over_devices(config, [wanted], here, start)
+      (tried,) = over_devices(config, [target], here, start)
       return build.at_phase(experiment, tried)
     except ConfigError:  # For example, bn_span may not divide this batch size.
       return None

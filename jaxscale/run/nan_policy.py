@@ -55,17 +55,17 @@ class NanPolicy:
     """
     self.action, self._limits = action, (max_total, max_consecutive)
     self._path = workdir / FILE
-    found, problem = {"skipped": [], "passed_over": []}, None
+    record, problem = {"skipped": [], "passed_over": []}, None
     try:
       if self._path.exists():
-        found = require_json(self._path, _RECORD, "fix it, or use another --workdir")
+        record = require_json(self._path, _RECORD, "fix it, or use another --workdir")
     except ConfigError as e:
       problem = str(e)
-    found, problem = cluster.from_leader([found, problem])  # All use what process 0 read.
+    record, problem = cluster.from_leader([record, problem])  # All use what process 0 read.
     if problem:
       raise ConfigError(problem)
-    self.skipped: list[dict[str, Any]] = found["skipped"]
-    self.rollbacks: list[dict[str, Any]] = found["passed_over"]
+    self.skipped: list[dict[str, Any]] = record["skipped"]
+    self.rollbacks: list[dict[str, Any]] = record["passed_over"]
 
   def start_from(self, step: int) -> None:
     """Forget skips after `step`, from which the run resumes; they recur if they must."""

@@ -97,8 +97,8 @@ def read(workdir: Path) -> TraceRequest | None:
   Example:
     >>> read(Path("no/such/run"))
   """
-  found = _read(workdir / FOLDER / _FILE)
-  return found if found and time.time() < found.until else None
+  request = _read(workdir / FOLDER / _FILE)
+  return request if request and time.time() < request.until else None
 
 
 def _read(path: Path) -> TraceRequest | None:
@@ -107,8 +107,8 @@ def _read(path: Path) -> TraceRequest | None:
       return None
   except OSError:
     return None
-  for found in json_objects([readable_text(path, _LONGEST)], _SHAPE):
-    request = TraceRequest(*(found[name] for name in _SHAPE))
+  for record in json_objects([readable_text(path, _LONGEST)], _SHAPE):
+    request = TraceRequest(*(record[name] for name in _SHAPE))
     request = request._replace(processes=tuple(request.processes))
     if _NAME.fullmatch(request.name) and 1 <= request.steps <= MOST_TRACED_STEPS:
       return request

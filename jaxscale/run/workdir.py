@@ -260,9 +260,9 @@ def _saved_identity(workdir: Path) -> dict[str, Any]:
   for step in reversed(directory.steps(workdir / "checkpoints")):
     with contextlib.suppress(checkpoint_files.DamagedError):
       manifest = checkpoint_files.read_manifest(workdir / "checkpoints" / str(step))
-      found = manifest.get("identity") or {}
-      if not mismatch(found, IDENTITY):
-        return found
+      identity = manifest.get("identity") or {}
+      if not mismatch(identity, IDENTITY):
+        return identity
   return {}
 
 
@@ -376,11 +376,11 @@ def _differences(old: Any, new: Any, prefix: str = "") -> dict[str, tuple[Any, A
   if isinstance(old, dict) and [*old] == ["object"] and ":" not in str(old["object"]):
     return {}  # Earlier versions recorded only the type.
   if isinstance(old, dict) and isinstance(new, dict):
-    found = {}
+    result = {}
     for name in {**old, **new}:
       path = f"{prefix}.{name}" if prefix else name
-      found |= _differences(old.get(name), new.get(name), path)
-    return found
+      result |= _differences(old.get(name), new.get(name), path)
+    return result
   if old == new or json.dumps(old) == json.dumps(new):  # NaN does not equal itself.
     return {}
   return {prefix: (old, new)}

@@ -139,9 +139,9 @@ def _aligned(outputs: Any, targets: jax.Array) -> tuple[jax.Array, jax.Array]:
     ConfigError: there is not one output per target.
   """
   shape = getattr(outputs, "shape", ())
-  dims, wanted = ([n for n in s[1:] if n > 1] for s in (shape, targets.shape))
-  is_flat = dims == [math.prod(wanted)]
-  if shape[:1] != targets.shape[:1] or not (dims == wanted or is_flat):
+  dims, expected = ([n for n in s[1:] if n > 1] for s in (shape, targets.shape))
+  is_flat = dims == [math.prod(expected)]
+  if shape[:1] != targets.shape[:1] or not (dims == expected or is_flat):
     raise _mismatch(outputs, f"one output for each of the targets {targets.shape}")
   outputs, targets = (x.astype(jnp.float32).reshape(len(targets), -1) for x in (outputs, targets))
   return outputs, targets

@@ -199,11 +199,11 @@ def describe(
     'process 3 (n4), device 6: gradient of layers_0/kernel is NaN'
   """
   rows = sorted(codes.addressable_shards, key=lambda s: s.index[0].start or 0)
-  found = {ordinal(s.device): np.asarray(s.data)[0].tolist() for s in rows}
+  by_device = {ordinal(s.device): np.asarray(s.data)[0].tolist() for s in rows}
   before = bad_leaves(state)
-  named = {device: (before.get(device, ""), *leaves) for device, leaves in found.items()}
+  named = {device: (before.get(device, ""), *leaves) for device, leaves in by_device.items()}
   bad = [[device, *leaves] for device, leaves in named.items() if leaves[0] or max(leaves[1:]) >= 0]
-  gathered = cluster.gather([platform.node(), len(found), bad])
+  gathered = cluster.gather([platform.node(), len(by_device), bad])
   summed, of_params = summed or {}, _names(params)
   sums = {name: f", summed over {' and '.join(axes)}," for name, axes in summed.items()}
   own_names = [name + sums.get(name, "") for name in of_params]
@@ -236,17 +236,17 @@ def bad_leaves(tree: Any) -> dict[int, str]:
 
   It reads every array of the tree, so call it only after a bad step.
   """
-  found: dict[int, str] = {}
+  result: dict[int, str] = {}
   for path, leaf in jax.tree.leaves_with_path(tree):
     if not jnp.issubdtype(leaf.dtype, jnp.floating):
       continue
     for shard in leaf.addressable_shards:
-      if (device := ordinal(shard.device)) in found:
+      if (device := ordinal(shard.device)) in result:
         continue
       if not np.isfinite(shard.data).all():
         kind = "NaN" if np.isnan(shard.data).any() else "Inf"
-        found[device] = f"{path_name(path)} is {kind} in the state itself"
-  return found
+        result[device] = f"{path_name(path)} is {kind} in the state itself"
+  return result
 
 
 def ordinal(device: Any) -> int:

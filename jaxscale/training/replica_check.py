@@ -109,8 +109,8 @@ def check(tree: Any, fingerprint: Fingerprint, *, step: int, before: int = 0) ->
   names = [path_name(path) for path, _ in leaves]
   splits = [_split(x.sharding.spec) for _, x in leaves]
   mesh = leaves[0][1].sharding.mesh
-  if (found := find_divergence(fingerprint(tree), names, mesh, splits)) is not None:
-    raise ReplicaDivergenceError(step, found, before)
+  if (divergence := find_divergence(fingerprint(tree), names, mesh, splits)) is not None:
+    raise ReplicaDivergenceError(step, divergence, before)
 
 
 def shared(state: TrainState) -> TrainState:
@@ -306,10 +306,10 @@ def _digests(replica: Replica, splits: Splits) -> set[str]:
   """
   hashes = np.asarray(replica.hashes, np.uint32)
   kinds = [" ".join(split) for split in splits or [()] * len(hashes)]
-  found = set()
+  digests = set()
   for kind in set(kinds):
     at = [i for i, own in enumerate(kinds) if own == kind]
     part = replica.parts[at[0]] if replica.parts else 0
     digest = hashlib.blake2b(hashes[at].tobytes(), digest_size=8).hexdigest()
-    found.add(f"{kind} {part} {digest}")
-  return found
+    digests.add(f"{kind} {part} {digest}")
+  return digests

@@ -56,10 +56,10 @@ def check_source(
   where = Path(path)
   where = (where if where.is_dir() else where.parent) / "config.json"
   says = naming in ("timm", "huggingface")
-  found = read_config_json(where) if says else None
-  if naming == "timm" and found is not None and not is_timm_config(found):
-    found = None  # the config.json of a run
-  if found is None:
+  fields = read_config_json(where) if says else None
+  if naming == "timm" and fields is not None and not is_timm_config(fields):
+    fields = None  # the config.json of a run
+  if fields is None:
     where, own = Path(path), _own_settings(Path(path))
     if own is None:
       return [] if naming == "jaxscale" else [f"{path}: {_UNKNOWN}"]
@@ -67,7 +67,7 @@ def check_source(
     outcome = Comparison(problems, _own_differences(own, model, _POSITIONS))
   else:
     try:
-      outcome = _compared(found, naming, names, model, info, init_head)
+      outcome = _compared(fields, naming, names, model, info, init_head)
     except (TypeError, ValueError) as e:  # For example, a number is text.
       problem = f"a field has an unexpected type ({e})"
       raise ConfigError(f"{where}: {problem}; copy it again, or remove it") from None

@@ -219,6 +219,6 @@ def _read(ranges: tuple[tuple[int, int], ...], dtype: np.dtype, sources: _Source
     # The file has no classes beyond its own; the rest stays zero.
     array = ARRANGEMENTS[link.how].ours(array)
     array = array if link.fit is None else link.fit(array)
-    wanted = array[tuple(slice(*r) for r in inner)]
-    target[tuple(slice(n) for n in wanted.shape)] = wanted
+    part = array[tuple(slice(*r) for r in inner)]
+    target[tuple(slice(n) for n in part.shape)] = part
   return out

@@ -317,11 +317,11 @@ def naming_of(name: str, shapes: Shapes) -> Naming:
 
 def _classes(shapes: Shapes) -> dict[str, int]:
   """Return the dims that count classes: in the embedding and in the last dense layer."""
-  found = {"params/embed/table": 0, "params/head/kernel": 1, "params/head/bias": 0}
+  dims = {"params/embed/table": 0, "params/head/kernel": 1, "params/head/bias": 0}
   last = _count(shapes, "Dense") - 1
   for module in (f"Dense_{last}", "fc8"):  # AlexNet's layer has its published name.
-    found |= {f"params/{module}/kernel": 1, f"params/{module}/bias": 0}
-  return {path: dim for path, dim in found.items() if path in shapes}
+    dims |= {f"params/{module}/kernel": 1, f"params/{module}/bias": 0}
+  return {path: dim for path, dim in dims.items() if path in shapes}
 
 
 def _table_links(rows: tuple[Link, ...], shapes: Shapes) -> Iterator[Link]:

@@ -199,8 +199,8 @@ def _copy(sharding: Any, is_layer: bool, is_far: bool) -> Callable[..., jax.Arra
   def from_its_holder(x, layer):
     """Return a layer that one device holds: its bits from that device, zeros from the others."""
     mine = layer - lax.axis_index(first) * len(x)
-    found = take(x, jnp.clip(mine, 0, len(x) - 1))
-    bits = lax.bitcast_convert_type(found, f"uint{8 * x.dtype.itemsize}")
+    rows = take(x, jnp.clip(mine, 0, len(x) - 1))
+    bits = lax.bitcast_convert_type(rows, f"uint{8 * x.dtype.itemsize}")
     bits = jnp.where((mine >= 0) & (mine < len(x)), bits, jnp.zeros_like(bits))
     return lax.bitcast_convert_type(lax.psum(bits, first), x.dtype)
 

@@ -56,10 +56,10 @@ def detect(host: Host) -> Launch | None:
   again = f"-r{restarts}" if restarts else ""
   if _is_task_of_step(env):
     step = env.get("SLURM_STEP_ID") or env.get("SLURM_STEPID") or "0"
-    found = _task(host, f"slurm-{job}.{step}{again}", restarts)
-    if found.num_processes > 1 and "SLURM_PTY_PORT" in env and host.at_terminal():
-      return found._replace(note=_PTY)
-    return found
+    launch = _task(host, f"slurm-{job}.{step}{again}", restarts)
+    if launch.num_processes > 1 and "SLURM_PTY_PORT" in env and host.at_terminal():
+      return launch._replace(note=_PTY)
+    return launch
   tasks = _tasks_of_job(env)
   alone = Launch("slurm", 0, 1, None, 0, 1, f"slurm-{job}{again}", restarts)
   if tasks == 1:
@@ -81,8 +81,8 @@ def node_address(node: str) -> str | None:
   This is for clusters whose node names do not resolve.
   """
   shown = run_scontrol("--oneliner", "show", "node", node, timeout_s=5.0)
-  found = re.search(r"\bNodeAddr=(\S+)", shown or "")
-  return found[1] if found else None
+  match = re.search(r"\bNodeAddr=(\S+)", shown or "")
+  return match[1] if match else None
 
 
 def _is_task_of_step(env: Env) -> bool:

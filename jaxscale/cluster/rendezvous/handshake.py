@@ -62,11 +62,11 @@ def versions(packages: Iterable[str] = PACKAGES) -> dict[str, str]:
   Args:
     packages: names of packages; by default those that decide on the arithmetic.
   """
-  found = {"python": platform.python_version()}
+  result = {"python": platform.python_version()}
   for package in packages:
     with contextlib.suppress(metadata.PackageNotFoundError):
-      found[package] = metadata.version(package)
-  return found
+      result[package] = metadata.version(package)
+  return result
 
 
 def digests_of(config: object) -> dict[str, str]:

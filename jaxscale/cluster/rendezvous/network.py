@@ -80,8 +80,8 @@ def resolve(host: str, patience_s: float = 5.0) -> list[str]:
   deadline = time.monotonic() + patience_s
   while True:
     try:
-      found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
-      return list(dict.fromkeys(str(entry[4][0]) for entry in found))
+      infos = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+      return list(dict.fromkeys(str(entry[4][0]) for entry in infos))
     except (OSError, UnicodeError) as e:  # UnicodeError: a label of > 63 letters
       reason = str(getattr(e, "strerror", None) or e)
     if "SLURM_JOB_ID" in os.environ and (address := node_address(host)):
@@ -133,8 +133,8 @@ def peer_address(link: Any) -> str:
 
 def own_address(links: Iterable[Any]) -> list[str]:
   """Return the local address of all links as a list of one; [] if they differ."""
-  found = {plain_address(str(link.sock.getsockname()[0])) for link in links}
-  return list(found) if len(found) == 1 else []
+  addresses = {plain_address(str(link.sock.getsockname()[0])) for link in links}
+  return list(addresses) if len(addresses) == 1 else []
 
 
 def is_own(address: str) -> bool:
@@ -154,8 +154,8 @@ def numeric(address: str, port: int) -> tuple[int, Any]:
     OSError: the text is not a numeric address.
   """
   numbers = socket.AI_NUMERICHOST
-  found = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM, flags=numbers)
-  return found[0][0], found[0][4]
+  infos = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM, flags=numbers)
+  return infos[0][0], infos[0][4]
 
 
 def is_loopback(address: str) -> bool:

@@ -228,10 +228,10 @@ def _allow_files(num_processes: int) -> None:
   """
   soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
   need = 2 * num_processes + 256  # and libraries, checkpoints, logs
-  wanted = 2 * need + 512  # the data pipeline uses half of the limit (data/tfrecord.py)
-  if soft == resource.RLIM_INFINITY or soft >= wanted:
+  enough = 2 * need + 512  # the data pipeline uses half of the limit (data/tfrecord.py)
+  if soft == resource.RLIM_INFINITY or soft >= enough:
     return
-  most = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+  most = enough if hard == resource.RLIM_INFINITY else min(enough, hard)
   with contextlib.suppress(OSError, ValueError):  # some systems have a lower limit
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(most, soft), hard))
     soft = max(most, soft)
