@@ -158,7 +158,7 @@ def ending_state(shown: str) -> str | None:
     'cancelled'
   """
   states = re.findall(r"\bJobState=(\w+) Reason=(\w+)", shown)
-  if any(state == "RUNNING" or why == "TimeLimit" for state, why in states):
+  if any(state == "RUNNING" or problem == "TimeLimit" for state, problem in states):
     return None
   return states[0][0].lower() if states else None
 

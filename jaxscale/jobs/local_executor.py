@@ -80,13 +80,13 @@ def submit(spec: JobSpec, tasks: Sequence[int] | None, after: Path | None) -> st
 
 def queue(runs: Mapping[str, JobSpec]) -> dict[str, QueueEntry]:
   """Return the running and waiting tasks of jobs whose supervisor is alive."""
-  found = {}
+  entries = {}
   for job, spec in runs.items():
     for task in spec.tasks if is_alive(Path(spec.folder)) else ():
       last = folders.last_event(spec, job, task)
       if last.get("next") != "stop":
-        found[spec.task_id(job, task)] = QueueEntry("RUNNING" if last else "PENDING")
-  return found
+        entries[spec.task_id(job, task)] = QueueEntry("RUNNING" if last else "PENDING")
+  return entries
 
 
 def cancel(spec: JobSpec, job: str) -> None:
@@ -180,10 +180,10 @@ def _run_trial(spec: JobSpec, job: str, task: int, stop: threading.Event) -> Non
 
 def newest_step(workdir: Path) -> int | None:
   """Return the step of the newest checkpoint."""
-  found = [whole_number(p.name) for p in workdir.glob("checkpoints/*")]
+  steps = [whole_number(p.name) for p in workdir.glob("checkpoints/*")]
   copy = read_json(workdir / "checkpoints" / "local.json", {"step": int})
-  found.append(copy.get("step"))  # of copies on the nodes (checkpoint/node_copies.py)
-  return max((step for step in found if step is not None), default=None)
+  steps.append(copy.get("step"))  # of copies on the nodes (checkpoint/node_copies.py)
+  return max((step for step in steps if step is not None), default=None)
 
 
 def _run_once(spec: JobSpec, job: str, task: int, stop: threading.Event) -> int:

@@ -41,13 +41,13 @@ def environment() -> dict[str, Any]:
   packages = {name: version for name, _, version in (f.partition("-") for f in folders)}
   variables = {k: v for k, v in sorted(os.environ.items()) if k.startswith(_VARIABLES)}
   variables.pop(secret.VARIABLE, None)
-  found: dict[str, Any] = {"commit": git("rev-parse", "HEAD").strip() or None}
-  found |= {"changed": git("status", "--porcelain", "--", ".").splitlines()}
-  found |= {"python": platform.python_version(), "platform": platform.platform()}
-  found |= {"packages": dict(sorted(packages.items(), key=lambda kv: kv[0].lower()))}
+  result: dict[str, Any] = {"commit": git("rev-parse", "HEAD").strip() or None}
+  result |= {"changed": git("status", "--porcelain", "--", ".").splitlines()}
+  result |= {"python": platform.python_version(), "platform": platform.platform()}
+  result |= {"packages": dict(sorted(packages.items(), key=lambda kv: kv[0].lower()))}
   # jaxscale's own variables include secrets.
-  found |= {"variables": variables, "gpu_settings": gpu_settings.applied()}
-  return found | {"host": platform.node()}
+  result |= {"variables": variables, "gpu_settings": gpu_settings.applied()}
+  return result | {"host": platform.node()}
 
 
 def record_start(workdir: Path, devices: str, accepted: Sequence[str] = ()) -> None:

@@ -105,7 +105,7 @@ PYTHONS = "collections contextlib functools importlib keyword operator reprlib t
 
 @pytest.fixture
 def shadowed(tmp_path):
-  """A folder whose files have the names of Python's modules and of our packages."""
+  """Return a folder whose files are named as Python's modules and our packages."""
   taken = {*sys.builtin_module_names, *PYTHONS.split()}
   names = [n for n in sys.stdlib_module_names - taken if find_spec(n)]
   for name in (*names, "jax", "numpy", "optax", "flax", "lazy_loader"):

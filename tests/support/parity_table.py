@@ -1,4 +1,4 @@
-"""The table of parity: training on any number of devices equals training on one.
+"""Table of parity: training on any number of devices equals training on one.
 
 A row is an exchange, a layout or a number of micro-batches; its columns are the optimizers.
 Each row runs ten steps of the real train step, against one device. Copies of a model, each
@@ -52,11 +52,11 @@ class Case(NamedTuple):
   """A row of the table.
 
   Attributes:
-    mesh: sizes of its axes; empty for one device.
-    options: of the layout.
-    schedule: of a pipeline.
-    micros: micro-batches.
-    exchange: from the axes that it sums over.
+    mesh: the sizes of the mesh axes; empty for one device.
+    options: the options of the layout.
+    schedule: the schedule of a pipeline.
+    micros: the number of micro-batches.
+    exchange: a function from the axes of the sum to an exchange.
   """
 
   mesh: dict[str, int]
@@ -138,7 +138,7 @@ QUICK = "data x fsdp x model"
 
 @functools.cache
 def batches():
-  """Some tokens come often: the mean gradient is not a small difference."""
+  """Return batches with frequent tokens, so that the mean gradient is no small difference."""
   rng = np.random.default_rng(SEED)
   share = 1.0 / np.arange(1, VOCAB + 1) ** 2
   made = []
@@ -155,11 +155,11 @@ class Run(NamedTuple):
   """Results of every step, by optimizer: numpy arrays.
 
   Attributes:
-    losses: before the step.
-    grads: mean gradients.
-    params: after the step.
-    states: before the step, whole.
-    ratios: trust ratios of the last step, by optimizer and parameter.
+    losses: the losses before the step.
+    grads: the mean gradients.
+    params: the parameters after the step.
+    states: the whole states before the step.
+    ratios: the trust ratios of the last step, by optimizer and parameter.
   """
 
   losses: list[dict[str, float]]
@@ -170,7 +170,7 @@ class Run(NamedTuple):
 
 
 def losses_of(stack, layout, case, names):
-  """The sum of the losses of all copies, whose totals are side by side."""
+  """Return a loss function that sums over all copies, with their totals side by side."""
   if "stage" not in layout.mesh.axis_names:
     one: Any = stack_loss(stack, layout)
   else:
@@ -185,7 +185,7 @@ def losses_of(stack, layout, case, names):
     return PipelineGrads(grads)
 
   def loss_fn(params, model_state, batch, keys):
-    """One model, vmapped over the copies: compiled once, not for each of them."""
+    """Compute all copies with vmap: one model is compiled, not one for each copy."""
     stacked = jax.tree.map(lambda *x: jnp.stack(x), *(params[n] for n in names))
     found = jax.vmap(lambda copy: one(copy, {}, batch, keys)[1][1])(stacked)
     totals = dict(zip(names, found["loss"], strict=True))
@@ -200,7 +200,7 @@ def together(found):
 
 
 def runs(case: Case, dtype: str, *starts: Any, optimizers=OPTIMIZERS) -> list[Run]:
-  """Ten steps for each start: None, one after another, or each from a state given."""
+  """Run ten steps for each start: None, one after another, or each from a given state."""
   names, devices = tuple(optimizers), int(np.prod([*case.mesh.values()]))
   mesh = make_mesh(devices=jax.devices()[:devices], **case.mesh)
   stack = tiny_stack(dtype=jnp.dtype(dtype))
@@ -251,10 +251,10 @@ def one_device(dtype="float32"):
 
 
 def assert_same(found: Run, wanted: Run, optimizer: str, bound: float, leaf: float):
-  """Losses, and gradients over all leaves, to `bound`; each leaf's to `leaf`.
+  """Assert that losses and gradients agree to `bound`, and each leaf's gradient to `leaf`.
 
-  Parameters leaf by leaf to twice `bound`. Of a single leaf's gradient the ring's
-  other order of sums moves 2.2e-3 in bfloat16 (measured, jax 0.10.2, CPU).
+  Each leaf of the parameters agrees to twice `bound`. The ring's order of sums alone
+  changes a single leaf's gradient by 2.2e-3 in bfloat16 (measured, jax 0.10.2, CPU).
   """
   for i in range(STEPS):
     a, b = found.losses[i][optimizer], wanted.losses[i][optimizer]
