@@ -105,7 +105,7 @@ def _check_hooks(hooks: Sequence[Hook]) -> None:
   for hook in hooks:
     if not isinstance(hook, Hook) or not callable(hook.run):
       raise invalid("hooks", hooks, "is not a list of hooks", "use [training.Hook(every, run)]")
-    if not callable(hook.every) and hook.every < 1:
+    if not callable(hook.every) and not (isinstance(hook.every, int) and hook.every >= 1):
       raise invalid("Hook.every", hook.every, "is not a number of steps", "use 1 or more")
 
 

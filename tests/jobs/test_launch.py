@@ -44,7 +44,7 @@ SITES = {
   '[env]\n"A B" = "1"': "not a valid name of a variable",
   '[container]\nkind = "docker"\nimage = "x"': "'apptainer' | 'singularity'",
   '[container]\nkind = "pyxis"': "Container.image is not set",
-  'modules = "cuda"': "Site.modules='cuda': give tuple of str",
+  'modules = "cuda"': "Site.modules='cuda': expected tuple of str",
   "partition = gpu": "site.toml",
 }
 
