@@ -1,8 +1,8 @@
 """Expansion of Slurm's node lists, such as `rack[1-2]n[01-04],login`, to host names.
 
-`scontrol show hostnames` of the installed Slurm comes first. This module's parser is used
-without scontrol (in containers) or if it fails: Slurm 22.05 prints nothing, with exit code
-0, for `node[1-2]-ib`.
+`scontrol show hostnames` of the installed Slurm comes first (`slurm.hostnames`). This parser
+is used without scontrol (in containers) or if it fails: Slurm 22.05 prints nothing, with exit
+code 0, for `node[1-2]-ib`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import itertools
 import math
 import re
 
-from jaxscale.cluster.detect.scontrol import run_scontrol
 from jaxscale.errors import ConfigError
 
 MOST_HOSTS = 64 * 1024  # in one range: MAX_RANGE of Slurm's hostlist.c
@@ -49,25 +48,6 @@ def expand(text: str) -> list[str]:
   if not names:
     raise _malformed(text, "it is empty")
   return names
-
-
-def hostnames(text: str) -> list[str]:
-  """Return the host names of a node list by `scontrol`, or else by `expand`.
-
-  Raises:
-    ConfigError: the list is empty or malformed.
-
-  Example:
-    >>> hostnames("n7,n9")
-    ['n7', 'n9']
-  """
-  if "[" in text:
-    # The timeout is for scontrol without a configuration file, which searches the network.
-    names = (run_scontrol("show", "hostnames", text, timeout_s=2.0) or "").split()
-    # Slurm 22.05 returns the host "n]" for "n[1-2".
-    if names and not any("[" in n or "]" in n for n in names):
-      return names
-  return expand(text)
 
 
 def _numbers(inside: str, text: str) -> list[str]:
