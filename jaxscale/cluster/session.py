@@ -116,7 +116,7 @@ def _start(
   from jaxscale.cluster import gpu_settings as gpu
   from jaxscale.cluster.rendezvous import client, handshake, join
   from jaxscale.cluster.watch import signals, watch
-  from jaxscale.cluster.watch.stop_consensus import StopRequest
+  from jaxscale.cluster.watch.signals import StopRequest
 
   num_gpus = detect.visible_gpus(os.environ)
   cpu_settings.keep_memory(num_gpus=num_gpus)  # before there are threads

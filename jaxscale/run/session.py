@@ -8,7 +8,7 @@ from pathlib import Path
 
 from jaxscale import cluster
 from jaxscale.cluster import cpu_settings, requeue, schedulers
-from jaxscale.cluster.watch.stop_consensus import StopRequest
+from jaxscale.cluster.watch.signals import StopRequest
 from jaxscale.cluster.watch.watch import Watch
 from jaxscale.config import Config
 from jaxscale.errors import EXIT_INTERRUPTED, GiveUpError

@@ -20,7 +20,7 @@ from jaxscale.cluster.rendezvous.handshake import Hello
 from jaxscale.cluster.schedulers import nodelist, slurm
 from jaxscale.cluster.timeouts import Timeouts
 from jaxscale.cluster.watch.monitor import FaultNotice, Heartbeat, Monitor, Report
-from jaxscale.cluster.watch.stop_consensus import StopRequest
+from jaxscale.cluster.watch.signals import StopRequest
 from jaxscale.cluster.watch.watch import Watch
 from jaxscale.config.loading import load_config, override
 from jaxscale.errors import ConfigError, user_message

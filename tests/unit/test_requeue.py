@@ -9,7 +9,7 @@ import pytest
 from jaxscale.cluster import requeue, walltime
 from jaxscale.cluster.launch import Job
 from jaxscale.cluster.schedulers import SCHEDULERS, current_job, slurm
-from jaxscale.cluster.watch.stop_consensus import StopRequest
+from jaxscale.cluster.watch.signals import StopRequest
 
 JOB = Job("slurm", "12")
 
