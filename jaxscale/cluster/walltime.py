@@ -12,12 +12,10 @@ from jaxscale.cluster.schedulers import ask as ask_scheduler
 _MOST_OF_A_JOB = 0.25  # otherwise a job of one minute would stop at its start
 
 
-def _end_time(is_near: bool) -> float | None:
-  return ask_scheduler(lambda scheduler: scheduler.end_time(os.environ, is_near))
-
-
 def before_end(
-  ask: Callable[[str], None], before_s: float, end_time: Callable[[bool], float | None] = _end_time
+  ask: Callable[[str], None],
+  before_s: float,
+  end_time=lambda is_near: ask_scheduler(lambda s: s.end_time(os.environ, is_near)),
 ) -> threading.Event:
   """Call `ask` from a thread some time before the job ends.
 

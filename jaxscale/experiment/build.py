@@ -12,7 +12,7 @@ import dataclasses
 import functools
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import jax
 import numpy as np
@@ -66,28 +66,39 @@ from jaxscale.training.types import (
 Turn = contextlib.AbstractContextManager[None]
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Experiment:
-  """All parts of a run, or of one phase of it.
-
-  `replace` changes parts; `train_step` is built from the current parts.
-  """
+@dataclasses.dataclass(frozen=True)
+class RunParts:
+  """Parts of an `Experiment` that all phases share."""
 
   config: cfg.Config
   derived: Derived
-  phase: Phase
   mesh: Mesh
-  train_data: data.Dataset
   eval_data: data.Dataset
   model: Model
   layout: Layout | None  # None: everything is replicated
+  eval_step: EvalStep
+
+
+@dataclasses.dataclass(frozen=True)
+class PhaseParts:
+  """Parts of an `Experiment` that differ between phases."""
+
+  phase: Phase
+  train_data: data.Dataset
   loss: LossFn | PipelineGrads
   tx: optax.GradientTransformation
   schedule: optax.Schedule  # step of the run -> learning rate, in this phase
   exchange: Exchange
   sync: Synchronization | None  # for local updates
-  eval_step: EvalStep
-  notes: tuple[str, ...] = ()  # notes for the user, logged before the first step
+  notes: tuple[str, ...]  # notes for the user, logged before the first step
+
+
+@dataclasses.dataclass(frozen=True)
+class Experiment(RunParts, PhaseParts):
+  """All parts of a run, or of one phase of it.
+
+  `replace` changes parts; `train_step` is built from the current parts.
+  """
 
   def replace(self, **parts: Any) -> Experiment:
     """Return the experiment with some parts replaced."""
@@ -249,7 +260,7 @@ def experiment(
   parts = RunParts(config, derived, mesh, eval_data, model, layout, eval_step)
   first = make_phase(parts, derived.phases[0], train_data)
   notes = *train_data.notes, *eval_data.notes, *notes, *first.notes
-  return Experiment(**parts._asdict(), **first._replace(notes=notes)._asdict())
+  return Experiment(**vars(parts), **vars(first) | {"notes": notes})
 
 
 def make_data(config: cfg.Config) -> tuple[data.Dataset, data.Dataset]:
@@ -267,38 +278,13 @@ def _is_two_datasets(part: Any) -> bool:
   return is_pair and all(isinstance(dataset, data.Dataset) for dataset in part)
 
 
-class RunParts(NamedTuple):
-  """Parts of an `Experiment` that all phases share."""
-
-  config: cfg.Config
-  derived: Derived
-  mesh: Mesh
-  eval_data: data.Dataset
-  model: Model
-  layout: Layout | None
-  eval_step: EvalStep
-
-
-class PhaseParts(NamedTuple):
-  """Parts of an `Experiment` that differ between phases."""
-
-  phase: Phase
-  train_data: data.Dataset
-  loss: LossFn | PipelineGrads
-  tx: optax.GradientTransformation
-  schedule: optax.Schedule
-  exchange: Exchange
-  sync: Synchronization | None
-  notes: tuple[str, ...]
-
-
 def at_phase(experiment: Experiment, phase: Phase) -> Experiment:
   """Return the experiment with the parts of a phase: data, optimizer, step."""
   parts = make_phase(experiment, phase, experiment.train_data)
-  return experiment.replace(**parts._asdict())
+  return experiment.replace(**vars(parts))
 
 
-def make_phase(parts: RunParts | Experiment, phase: Phase, train_data: data.Dataset) -> PhaseParts:
+def make_phase(parts: RunParts, phase: Phase, train_data: data.Dataset) -> PhaseParts:
   """Build the parts of one phase.
 
   Raises:

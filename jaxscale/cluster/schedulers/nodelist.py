@@ -43,7 +43,7 @@ def expand(text: str) -> list[str]:
     if any("[" in name or "]" in name for (name,) in parts[::2]):
       raise _malformed(text, f"brackets do not match at {item[:20]!r}")
     if len(names) + math.prod(map(len, parts)) > MOST_HOSTS:
-      raise _too_many(text)
+      raise _malformed(text, f"more than {MOST_HOSTS} hosts")
     names += map("".join, itertools.product(*parts))
   if not names:
     raise _malformed(text, "it is empty")
@@ -62,12 +62,8 @@ def _numbers(inside: str, text: str) -> list[str]:
       raise _malformed(text, f"{first}-{last} is not a valid range")
     found += [str(i).zfill(len(first)) for i in range(int(first), int(last) + 1)]
     if len(found) > MOST_HOSTS:
-      raise _too_many(text)
+      raise _malformed(text, f"more than {MOST_HOSTS} hosts")
   return found
-
-
-def _too_many(text: str) -> ConfigError:
-  return _malformed(text, f"more than {MOST_HOSTS} hosts")
 
 
 def _malformed(text: str, why: str) -> ConfigError:
