@@ -235,32 +235,27 @@ def experiment(
   here = jax.device_count() if devices is None else len(devices)
   derived = derive(config, *sizes, here, start_devices=start_devices)
   spans = [bn_span(config, derived, phase) for phase in derived.phases]
-  grid = dataclasses.asdict(config.mesh)
   bn_devices = max(span.bn_devices for span in spans)
+  grid = dataclasses.asdict(config.mesh)
   mesh = make_mesh(**grid, bn_devices=bn_devices, devices=devices)
   for phase in derived.phases:  # errors of later phases are raised now
     make_sync(config, derived, phase, mesh)
-  model = make_model(config, eval_data.info, mesh, spans[0], train=False)
-  rows = rows_of_device(derived, derived.phases[0])
-  objective = make_objective(config, eval_data.info)
-  notes = check_model(
-    config, model, objective, eval_data.info, mesh, rows, compute=datasets is None
-  )
+  info, rows = eval_data.info, rows_of_device(derived, derived.phases[0])
+  model = make_model(config, info, mesh, spans[0], train=False)
+  objective = make_objective(config, info)
+  notes = check_model(config, model, objective, info, mesh, rows, compute=datasets is None)
   _check_paths(config, model)
-  if limits := config.loss.target_range(eval_data.info):
-    train_data, eval_data = (
-      with_target_range(dataset, limits) for dataset in (train_data, eval_data)
-    )
+  if limits := config.loss.target_range(info):
+    train_data, eval_data = (with_target_range(d, limits) for d in (train_data, eval_data))
     for name in ("y", "y_eval") if isinstance(config.data, cfg.Arrays) else ():
       if (targets := getattr(config.data, name)) is not None and datasets is None:
         check_targets(f"Arrays.{name}", np.asarray(targets), limits)
   layout = layouts.make_layout(config, mesh, model)
-  totals = layouts.make_totals(model, layout, objective)
-  eval_step = steps.make_eval_step(totals, mesh, layout)
+  eval_step = steps.make_eval_step(layouts.make_totals(model, layout, objective), mesh, layout)
   parts = RunParts(config, derived, mesh, eval_data, model, layout, eval_step)
   first = make_phase(parts, derived.phases[0], train_data)
   notes = *train_data.notes, *eval_data.notes, *notes, *first.notes
-  return Experiment(**vars(parts), **vars(first) | {"notes": notes})
+  return Experiment(**vars(parts), **vars(dataclasses.replace(first, notes=notes)))
 
 
 def make_data(config: cfg.Config) -> tuple[data.Dataset, data.Dataset]:
@@ -280,8 +275,7 @@ def _is_two_datasets(part: Any) -> bool:
 
 def at_phase(experiment: Experiment, phase: Phase) -> Experiment:
   """Return the experiment with the parts of a phase: data, optimizer, step."""
-  parts = make_phase(experiment, phase, experiment.train_data)
-  return experiment.replace(**vars(parts))
+  return experiment.replace(**vars(make_phase(experiment, phase, experiment.train_data)))
 
 
 def make_phase(parts: RunParts, phase: Phase, train_data: data.Dataset) -> PhaseParts:

@@ -32,7 +32,6 @@ from jaxscale.cluster import schedulers
 from jaxscale.cluster.detect import batch, mpi, pods, torchrun
 from jaxscale.cluster.detect.local_devices import local_device_ids, visible_gpus
 from jaxscale.cluster.launch import Env, Host, Launch, number
-from jaxscale.cluster.schedulers import slurm
 from jaxscale.errors import ConfigError
 
 __all__ = ["LAUNCHERS", "Host", "Launch", "detect", "local_device_ids", "visible_gpus"]
@@ -49,9 +48,9 @@ COUNT = "JAXSCALE_NUM_PROCESSES"
 INDEX = "JAXSCALE_PROCESS_ID"
 JOB = "JAXSCALE_JOB"  # name of the run, if the launcher sets none
 
-_QUESTIONS: dict[str, Callable[..., Any]] = {"expand": slurm.hostnames, "fqdn": socket.getfqdn}
+_QUESTIONS: dict[str, Callable[..., Any]] = {"expand": schedulers.slurm.hostnames}
+_QUESTIONS |= {"fqdn": socket.getfqdn, "at_terminal": lambda: os.isatty(0)}
 _QUESTIONS |= {"ask_mpi": mpi.ask_mpi4py, "has_tpu": pods.on_cloud_tpu}
-_QUESTIONS |= {"at_terminal": lambda: os.isatty(0)}
 
 
 def detect(env: Env = os.environ, **questions: Callable[..., Any]) -> Launch:

@@ -67,5 +67,4 @@ def _numbers(inside: str, text: str) -> list[str]:
 
 
 def _malformed(text: str, why: str) -> ConfigError:
-  shown = text if len(text) <= 60 else text[:57] + "…"
-  return ConfigError(f"node list {shown!r}: {why}; give names as in 'n1,rack[1-2]n[01-04]'")
+  return ConfigError(f"node list {text[:60]!r}: {why}; give names as in 'n1,rack[1-2]n[01-04]'")
