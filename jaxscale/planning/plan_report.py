@@ -219,7 +219,7 @@ def _draw_rates(axis, plan: Plan) -> None:
   axis.set_xscale("log", base=2)
   sizes = [s.devices for s in plan.weak or plan.strong or (plan.step,)]
   axis.set_xticks(sizes, [f"{n:,}" for n in sizes], fontsize=8)
-  axis.yaxis.set_major_formatter("{x:,.0f}")
+  axis.yaxis.set_major_formatter("{x:,.12g}")
   axis.set_title("Examples per second and device, and their range\n", loc="left", fontsize=11)
   axis.set(xlabel="devices", ylim=(0, None))
-  axis.legend(fontsize=8, frameon=False, loc="upper right")
+  axis.legend(fontsize=8, frameon=False)
