@@ -77,7 +77,7 @@ def _smaller(picture: str) -> str:
 def differences(old: Any, new: Any) -> Iterator[str]:
   """Yield the differences between the outputs of two executions of a notebook.
 
-  Words, kinds of output and sizes of pictures must be equal. Numbers may differ by 10%, and
+  Words and kinds of output must be equal. Numbers and sizes of pictures may differ by 10%, and
   percentages by 3, because processors round differently; numbers in outputs with measured
   times are not compared.
   """
@@ -95,13 +95,14 @@ def differences(old: Any, new: Any) -> Iterator[str]:
           yield f"cell {index}: {line!r} and {other!r}"
 
 
-def _content(output: Any) -> tuple[tuple[str, ...], str]:
-  """Return the kinds of an output, with the size of a picture, and its text."""
+def _content(output: Any) -> tuple[list[str], str]:
+  """Return the kinds of an output, and its text, with the size of a picture."""
   data = output.get("data", {})
-  kinds = [output.output_type, *sorted(data)]
+  text = _TIMED_LINE.sub("", output.get("text") or data.get("text/plain", ""))
   if "image/png" in data:
-    kinds.append(str(Image.open(io.BytesIO(base64.b64decode(data["image/png"]))).size))
-  return tuple(kinds), _TIMED_LINE.sub("", output.get("text") or data.get("text/plain", ""))
+    width, height = Image.open(io.BytesIO(base64.b64decode(data["image/png"]))).size
+    text += f"\npicture of {width} x {height}"
+  return [output.output_type, *sorted(data)], text
 
 
 def _agree(line: str, other: str, has_times: bool) -> bool:

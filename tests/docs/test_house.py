@@ -130,9 +130,9 @@ def test_another_or_a_missing_picture_of_a_notebook_is_seen():
   changed = copy.deepcopy(notebook)
   cell = next(c for c in changed.cells if "display_data" in str(c.get("outputs")))
   file = io.BytesIO()
-  Image.new("P", (774, 333)).save(file, "PNG")
+  Image.new("P", (774, 200)).save(file, "PNG")
   cell.outputs[0].data["image/png"] = base64.b64encode(file.getvalue()).decode()
-  assert "(774, 334)" in "".join(differences(notebook, changed))
+  assert "picture of 774 x 200" in "".join(differences(notebook, changed))
   cell.outputs = []
   assert len([*differences(notebook, changed)]) == 1
 
@@ -206,6 +206,7 @@ def test_a_notebook_has_the_outputs_of_its_source(name):
   assert not any(o["output_type"] == "error" or o.get("name") == "stderr" for o in outputs)
   shown = [o.get("text") or o["data"].get("text/html", "") for o in outputs]
   assert not re.search(r"/tmp/(?!run)\w+/|venv\w*/bin/", json.dumps(shown))
+  assert (ROOT / "colabs" / f"{name}.ipynb").stat().st_size <= 150_000
 
 
 def test_the_quickstart_has_the_30_lines_of_its_title():
