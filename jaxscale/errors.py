@@ -392,8 +392,8 @@ def _flushed(main: Callable[[list[str]], int]) -> Callable[[list[str]], int]:
 def _watch_interrupts() -> None:
   """End this process shortly after Ctrl-C, even if the main thread is in C++ code.
 
-  The main thread can clean up meanwhile. A session installs its own handlers
-  (cluster/watch/signals.py).
+  The main thread can clean up meanwhile, until the second Ctrl-C. A session installs its
+  own handlers (cluster/watch/signals.py).
   """
   report = sys.unraisablehook
 
@@ -403,7 +403,14 @@ def _watch_interrupts() -> None:
       _leave_interrupted()
     report(error)
 
+  def interrupt(*_: object) -> NoReturn:
+    # A second KeyboardInterrupt during the clean-up would end in a traceback.
+    signal.signal(signal.SIGINT, lambda *_: _leave_interrupted())
+    raise KeyboardInterrupt
+
   sys.unraisablehook = unraisable
+  if signal.getsignal(signal.SIGINT) == signal.default_int_handler:  # else it is ignored
+    signal.signal(signal.SIGINT, interrupt)
   reading, writing = os.pipe()
   os.set_blocking(writing, False)
   signal.set_wakeup_fd(writing, warn_on_full_buffer=False)

@@ -66,10 +66,10 @@ def _run(args: Namespace) -> int | None:
 
     summary = fit(config, workdir, plan=plan, accept_changes=args.accept_changes).summary
     if summary["outcome"] == "interrupted":
-      text = f"saved step {summary['step']}; to resume"
-      if summary["step"] == 0:
-        text = "nothing to save before the first step; to start again"
-      return report_stop(config, watch.stop.agreed, f"{text}: {args.command_line}")
+      step = summary["step"]
+      saved = f"saved step {step}" if step else "nothing to save before the first step"
+      remedy = f"to {'resume' if step else 'start again'}: {args.command_line}"
+      return report_stop(config, watch.stop.agreed, saved, remedy)
     if cluster.is_leader():
       file = "metrics.png" if config.log.plot else "summary.json"
       print(_done(summary, workdir / file), flush=True)

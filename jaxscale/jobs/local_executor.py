@@ -25,7 +25,7 @@ from shlex import quote
 from typing import Any
 
 from jaxscale.cluster.secret import VARIABLE as SECRET
-from jaxscale.errors import EXIT_PREEMPTED, EXIT_USER, ConfigError
+from jaxscale.errors import EXIT_USER, ConfigError
 from jaxscale.files import open_to_append, read_json, read_json_lines, whole_number
 from jaxscale.jobs import folder as folders
 from jaxscale.jobs import logs
@@ -36,7 +36,6 @@ SCRIPT: str = "process.sh"
 # Seconds between SIGTERM and SIGKILL; Slurm's KillWait has the same default.
 GRACE_S = 30.0
 _POLL_S = 0.1
-_ASKED = (EXIT_PREEMPTED, *specs.SIGNAL_CODES)  # exit codes after SIGTERM
 
 
 def is_available() -> bool:
@@ -243,7 +242,7 @@ def _wait(
       for process in processes:
         process.kill()
     time.sleep(_POLL_S)
-  is_alone = first not in _ASKED and any(_worst([c]) in _ASKED for c in codes)
+  is_alone = first not in specs.ASKED_CODES and any(_worst([c]) in specs.ASKED_CODES for c in codes)
   return first or _worst(codes), rank if is_alone else None
 
 
