@@ -26,7 +26,9 @@ BIN := $(VENV)/bin
 train: env
 	$(BIN)/python -m jaxscale.train --config $(CONFIG) $(ARGS)
 
-# One module at a time: what to run after each change.
+# One module at a time: what to run after each change. What it compiles is kept for the
+# next time.
+quick: export JAX_COMPILATION_CACHE_DIR ?= $(CURDIR)/$(VENV)/compiled
 quick: env
 	$(BIN)/python -m pytest -m "not slow" -n $(WORKERS) $(XDIST) tests/unit
 
@@ -79,6 +81,7 @@ lint: env
 	$(BIN)/pyright --project pyright-strict.json --pythonpath $(BIN)/python
 	$(BIN)/lint-imports --no-cache
 	$(BIN)/python .ci/code_lines.py
+	$(BIN)/python .ci/prose.py
 	$(BIN)/jupytext --test --to py:percent colabs/*.ipynb >/dev/null
 
 format: env

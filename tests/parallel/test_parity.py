@@ -33,7 +33,7 @@ def many(name):
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("name", all_slow_except(CASES, QUICK, "torus"))
+@pytest.mark.parametrize("name", all_slow_except(CASES, QUICK))
 def test_many_devices_train_as_one(name, optimizer):
   found, wanted = many(name), one_device()
   assert_same(found, wanted, optimizer, 1e-6, 2e-6)
