@@ -19,14 +19,14 @@ def add_arguments(parser: Parser) -> None:
   text, hint = "the file to write; an existing one is replaced", "try --to x.safetensors"
   is_file = value(expand, "a file in a directory, ending in .safetensors", _is_safetensors)
   parser.option("--to FILE", text, is_file, missing=hint)
-  text = "the parameter names: jaxscale (for Config.init_from), timm (ResNet, ViT) and "
-  text += "huggingface (Llama, ViT), both with a config.json, or torchvision (ResNet, ViT)"
+  text = "the naming of parameters: jaxscale (for Config.init_from), timm or torchvision (ResNet, "
+  text += "ViT), or huggingface (Llama, ViT); timm and huggingface also write a config.json"
   namings = ("jaxscale", "timm", "torchvision", "huggingface")
   parser.option("--naming NAMING", text, choices=namings, default="jaxscale")
   parser.option("--step N", "the step of the checkpoint (default: the newest)", whole())
-  text = "the parameters: average (default with Config.ema_decay) or params, of the last step"
+  text = "the parameters: average (moving average, default with Config.ema_decay) or params"
   parser.option("--take WHICH", text, choices=("average", "params"))
-  text, types = "the type: float32 (the default) or bfloat16", ("float32", "bfloat16")
+  text, types = "the type of the arrays: float32 (the default) or bfloat16", ("float32", "bfloat16")
   parser.option("--dtype DTYPE", text, choices=types)
 
 

@@ -20,8 +20,8 @@ def add_arguments(parser: Parser) -> None:
   parser.words("names", "RUN", "the name or directory of a run", missing=SEE_STATUS)
   add_runs(parser)
   parser.flag("-f --follow", "print new output until the run ends")
-  parser.option("--rank N|all|batch", "the process, all, or the batch script (default: 0)")
-  parser.option("--task N", "the trial of a sweep", whole(), default=0)
+  parser.option("--rank N|all|batch", "the process, or all, or the batch script (default: 0)")
+  parser.option("--task N", "the number of the trial in a sweep, from 0", whole(), default=0)
   parser.option("-n --lines N", "print only the last N lines", whole(1))
 
 

@@ -1,4 +1,4 @@
-"""Prepare TFDS datasets as array_record files, or build the decoder of JPEG crops.
+"""Prepare TFDS datasets as array_record files, or build the decoder for crops of JPEG images.
 
 Training reads array_record files without TensorFlow. `jaxscale prepare jpeg` builds the
 decoder, which needs a C compiler and the header of libjpeg-turbo. Datasets need TensorFlow
@@ -12,8 +12,8 @@ from jaxscale.cli.parser import Namespace, Parser
 
 def add_arguments(parser: Parser) -> None:
   """Add the options."""
-  parser.words("names", "NAME", "a TFDS dataset, or jpeg", missing="try jaxscale prepare mnist")
-  parser.option("--data-dir DIR", "the directory to write to (default: TFDS's own)")
+  parser.words("names", "NAME", "TFDS datasets, or jpeg", missing="try jaxscale prepare mnist")
+  parser.option("--data-dir DIR", "the directory of prepared datasets (default: TFDS's own)")
   parser.option("--manual-dir DIR", "the directory of files that were downloaded by hand")
 
 

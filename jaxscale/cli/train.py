@@ -16,7 +16,7 @@ def add_arguments(parser: Parser) -> None:
   parser.exit_codes = EXIT_CODES
   parser.config()
   add_workdir(parser)
-  parser.option("--plan FILE.json", "the run's plan, which `report` and `status` compare it with")
+  parser.option("--plan FILE.json", "the plan with which `report` and `status` compare the run")
   add_accept_changes(parser)
 
 
@@ -24,8 +24,8 @@ def add_accept_changes(parser: Parser) -> None:
   """Add --accept-changes, which allows a resume after a change of data or code."""
   is_known = {"data", "code"}.issuperset
   kinds = value(lambda text: tuple(text.split(",")), "data, code or data,code", is_known)
-  text = "resume after a change of: data (examples, class names, tokenizer), code (of your "
-  text += "own classes), or data,code"
+  text = "resume although these have changed: data (examples, class names, tokenizer), "
+  text += "code (of your own classes), or data,code"
   parser.option("--accept-changes KINDS", text, kinds, default=())
 
 

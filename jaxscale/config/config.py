@@ -36,38 +36,37 @@ class Config:
     optimizer: the optimizer; a class of your own also works.
     schedule: the learning-rate schedule; a class of your own also works.
     loss: the training loss and its metrics; a class of your own also works.
-    batch_size: the number of examples per optimizer step, summed over all devices and
-      micro-batches.
+    batch_size: the number of examples per optimizer step, summed over all devices.
     epochs: the length of the run in passes over the training examples; None uses `steps`.
     steps: the length of the run in optimizer steps; None uses `epochs`.
     phases: the changes of batch and image size during the run; the default keeps both constant.
     accumulate_steps: the number of micro-batches per optimizer step (gradient accumulation);
       gradients are exchanged once per step. A run that resumes on fewer devices uses more
       micro-batches.
-    lr_scaling: the rule that scales optimizer.lr with batch_size / lr_reference_batch_size;
-      "none", "linear" (arXiv:1706.02677) or "sqrt".
+    lr_scaling: the rule that scales optimizer.lr with the batch size; "none", "linear" (times
+      batch_size / lr_reference_batch_size, arXiv:1706.02677) or "sqrt" (times the square root
+      of that).
     lr_reference_batch_size: the batch size in examples for which optimizer.lr was tuned;
       used by `lr_scaling`.
-    layer_decay: the factor from the learning rate of a layer to that of the layer below it,
-      nearer to the input; None uses one learning rate for all layers.
+    layer_decay: the learning rate of each layer divided by that of the next layer towards the
+      output; None uses one learning rate for all layers.
     layer_order: the regular expressions that select the parameters of each layer by their
       paths, in order from the input to the output, e.g. ("^Conv_0/", "^Dense_0/"); required by
       `layer_decay`, otherwise (). Every parameter must match exactly one of them.
     clip_norm: the global norm to which larger gradients are scaled down; None disables
       clipping.
-    ema_decay: the decay per step of an exponential moving average (EMA) of the parameters,
-      which evaluation uses instead of the parameters; None disables averaging. BatchNorm
-      statistics are averaged as well.
+    ema_decay: the decay per step of a moving average of the parameters (EMA); None disables
+      averaging. Evaluation uses the average, which includes BatchNorm statistics.
     ema_warmup: whether the EMA decay in step t is 1 - t^(-2/3) until that exceeds `ema_decay`.
     noise_scale: whether to measure the gradient noise scale (arXiv:1812.06162), in examples; an
       example of text is a sequence, not a token. Needs at least two devices or two
       micro-batches.
     dtype: the type of activations, "float32" or "bfloat16"; parameters and the exchange of
       gradients stay float32.
-    init_from: the pretrained parameters, a safetensors file or a Hugging Face model directory;
-      None initializes at random. Accepts the parameter names of timm and torchvision (ResNet,
-      ViT), Hugging Face (Llama, Qwen, ViT) and `jaxscale export`. `jaxscale.weights.names`
-      documents the normalization of images that pretrained weights expect.
+    init_from: the pretrained parameters, a safetensors file or Hugging Face folder; None
+      initializes at random. Accepts the parameter names of timm and torchvision (ResNet, ViT),
+      Hugging Face (Llama, Qwen, ViT) and `jaxscale export`. `jaxscale.weights.names` documents
+      the normalization of images that pretrained weights expect.
     init_head: whether to initialize the classifier at random although `init_from` contains one.
     seed: the random seed of initial parameters, data order, augmentation and dropout.
     target_accuracy: the validation accuracy to reach, as a fraction; None sets no target.
@@ -81,8 +80,8 @@ class Config:
     mesh: the grid of devices.
     layout: the sharding of model and optimizer over the mesh.
     exchange: the method that averages gradients over devices; a class of your own also works.
-    sync: the synchronization of the devices; EveryStep averages gradients in every step, with
-      the other classes workers train separately and synchronize at intervals.
+    sync: the synchronization of the devices; EveryStep averages gradients in every step. With
+      the other classes, workers train separately and synchronize at intervals.
     compilation: the cache of compiled programs.
     evaluation: the interval and batch size of evaluations.
     checkpoint: the interval, number and location of checkpoints.

@@ -21,12 +21,12 @@ class Mesh:
   Attributes:
     replica: the number of groups of devices between which links are slowest (e.g. nodes or TPU
       slices); each group processes different examples.
-    data: the number of devices per group that process different examples; -1 uses all
+    data: the number of devices per replica group that process different examples; -1 uses all
       remaining devices.
     fsdp: the number of devices over which layout.shard splits the training state; each
       processes different examples.
-    stage: the number of pipeline stages; layout.schedule sets their schedule.
-    model: the number of devices that split each layer, or each sequence, as layout.model says.
+    stage: the number of pipeline stages; layout.schedule orders their work.
+    model: the number of devices that split each layer or sequence (see layout.model).
   """
 
   replica: int = 1

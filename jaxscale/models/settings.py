@@ -238,7 +238,7 @@ class ViT(Model):
 
   Attributes:
     patch: the height and width of a patch in pixels, a divisor of the image size.
-    width: the width of the residual stream.
+    width: the width of the residual stream (hidden_size in Hugging Face).
     num_layers: the number of layers, each of attention and MLP.
     num_heads: the number of attention heads.
     hidden: the number of units of the MLP; None uses 4 times `width`.

@@ -61,8 +61,7 @@ class SGD(_Decaying):
   Attributes:
     momentum: the momentum (decay of the velocity); 0 disables it.
     nesterov: whether to use Nesterov momentum.
-    weight_decay: the weight decay, added to the gradient as weight_decay * parameter (L2); 0
-      disables it.
+    weight_decay: the L2 coefficient, added to the gradient; 0 disables it.
     momentum_correction: the steps in which momentum is multiplied by lr_t / lr_{t-1}
       (arXiv:1706.02677, section 3); "never", "warmup" (only during the warm-up) or "always".
   """
@@ -88,8 +87,7 @@ class LARS(_Decaying):
       "timm" or "timm_clip" (timm's lars and larc). `jaxscale.optim.lars_variants` has the
       equations.
     momentum: the momentum (decay of the velocity); 0 disables it.
-    weight_decay: the weight decay, added to the gradient as weight_decay * parameter (L2); 0
-      disables it.
+    weight_decay: the L2 coefficient, added to the gradient; 0 disables it.
     trust_coefficient: the factor of the trust ratio, eta in the paper.
     eps: the constant added to the denominator of the trust ratio; 0 adds none.
     nesterov: whether to use Nesterov momentum.
@@ -164,7 +162,7 @@ class Muon(_Decaying):
   Attributes:
     variant: the implementation to reproduce; "optax" (optax.contrib.muon) or "torch"
       (torch.optim.Muon).
-    momentum: the momentum (decay of the velocity).
+    momentum: the momentum (decay of the velocity); 0 disables it.
     nesterov: whether to use Nesterov momentum.
     weight_decay: the decoupled weight decay of the weight matrices in `include`; 0 disables it.
     ns_steps: the number of Newton-Schulz iterations.
