@@ -33,8 +33,8 @@ class Timeouts:
       counted from when it starts to wait.
     startup_timeout_s: the time in seconds that a process may take before the first compilation
       (e.g. to find the data), and again for code that follows the run.
-    compile_timeout_s: the time in seconds that a compilation may take, and each of the two
-      steps after it.
+    compile_timeout_s: the time in seconds that a compilation, or each of the two steps after
+      it, may take.
     save_timeout_s: the time in seconds that a process may take to write a checkpoint, and again
       to finish the run (summary and plots).
     slow_window_s: the length in seconds of the window over which the processes' host times per

@@ -134,8 +134,8 @@ class LAMB(AdamW):
   """AdamW with a trust ratio per layer, for large batches (arXiv:1904.00962).
 
   Attributes:
-    variant: the implementation to reproduce; "paper", or "timm", which clips gradients to
-      a global norm of 1 and applies no trust ratio to parameters without weight decay.
+    variant: the implementation to reproduce; "paper", or "timm", which clips gradients to a
+      global norm of 1 and uses no trust ratios if weight_decay is 0.
     bias_correction: whether to divide the moments by 1 - b1^t and 1 - b2^t in step t, as Adam
       does.
     phi_max: the upper limit of a layer's weight norm in the numerator of its trust ratio; None
