@@ -18,9 +18,9 @@ def add_arguments(parser: Parser) -> None:
   sizes = value(distinct, expected)
   parser.option("--batch-sizes N,N", text, sizes, missing=f"try --batch-sizes {hint}")
   counts = value(lambda text: [*map(whole(1), text.split(","))], "e.g. 1,4")
-  text = "the numbers of micro-batches per step, one per size (default: the config's)"
+  text = "the numbers of micro-batches per step, one per batch size (default: the config's)"
   parser.option("--accumulate-steps N,N", text, counts, default=())
-  text = "the number of runs per size, with seeds from Config.seed up"
+  text = "the number of runs per batch size, with the seeds Config.seed, Config.seed + 1, …"
   parser.option("--seeds N", text, whole(1), default=1)
   submit.add_sweep_arguments(parser)
 

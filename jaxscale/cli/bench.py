@@ -1,9 +1,9 @@
-"""Measure every all-reduce on the devices of all processes, and print plans by size.
+"""Measure all-reduce algorithms on all devices, and print the fastest for each message size.
 
 A ring along each axis is measured first, at every size, to fit alpha (seconds per message)
 and beta (seconds per byte) of the axis. Then all algorithms are measured, the torus with
 the dimensions that are best on those links. Calls of the algorithms alternate, so that
-other load on the machine affects all of them alike. The printed time is the median over
+other load on the machine affects all of them equally. The printed time is the median over
 --rounds of the slowest process. The time of an empty call is subtracted before the fit,
 but not in the table.
 
@@ -35,11 +35,11 @@ def add_arguments(parser: Parser) -> None:
   """Add the options."""
   shape = value(_shape, "sizes of axes, as 2x4", lambda sizes: min(sizes) > 0)
   sizes = value(_sizes, "bytes, as 4KB,1MB", lambda sizes: min(sizes) > 0)
-  parser.option("--mesh AxB", "the mesh axes, slowest first (default: one of all devices)", shape)
-  text = "the payloads per device; 1 KB is 1,000 bytes"
+  parser.option("--mesh AxB", "the mesh axes, slowest links first (default: one axis)", shape)
+  text = "the message sizes per device; 1 KB is 1,000 bytes"
   parser.option("--sizes SIZES", text, sizes, default="1KB,64KB,1MB,16MB")
-  parser.option("--rounds N", "the number of calls; the median is printed", whole(1), default=11)
-  types = f"the type: {', '.join(_DTYPES)}"
+  parser.option("--rounds N", "the number of timed calls per algorithm", whole(1), default=11)
+  types = f"the type of the message: {', '.join(_DTYPES)}"
   parser.option("--dtype TYPE", types, choices=_DTYPES, default="float32")
   parser.option("--algorithms NAMES", "the algorithms, e.g. ring,psum (default: all)")
 

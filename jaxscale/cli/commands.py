@@ -25,7 +25,7 @@ before a run: describe: print parameters, memory and collectives of a step: --co
 before a run: plan: predict memory, time and cost on any chips: --config llama_1b --chips h100-16
 before a run: plot-schedule: draw the learning rates of configs: digits --out schedule.png
 before a run: doctor: check nodes, network and disks, or ImageNet: --workdir runs --config digits
-before a run: bench: measure every all-reduce on the devices: --mesh 2x4 --sizes 64KB,16MB
+before a run: bench: measure all-reduce algorithms on the devices: --mesh 2x4 --sizes 64KB,16MB
 before a run: prepare: prepare a TFDS dataset or build the JPEG decoder: mnist --data-dir data
 jobs: submit: submit a run to Slurm, or start it locally: --config digits --nodes 4 --name first
 jobs: sweep: submit a run for each combination of settings: --config digits --sweep seed=0,1,2
@@ -33,7 +33,7 @@ jobs: scaling: submit a config at several node counts: --config digits --nodes 1
 jobs: status: show the state of submitted runs: --watch
 jobs: logs: print the output of a run: -f first
 jobs: profile: trace steps of a running run and list the slowest operations: first --steps 10
-jobs: cancel: stop runs after they have saved: first
+jobs: cancel: save and stop runs: first
 jobs: resume: submit stopped runs again: first --nodes 2
 studies: report: report the results of runs, and compare sizes: sizes --html sizes.html
 studies: batch-study: train to a target at several batch sizes: --config digits --batch-sizes 64,256

@@ -1,7 +1,7 @@
 """Check nodes, network and disks before a run, or check ImageNet; print what to fix.
 
 Without an argument the command checks whether this allocation is ready for a job. Start it
-like the job, with at least one process per node:
+with the same `srun` options as the job, and with at least one process per node:
 
     srun jaxscale doctor --workdir DIR --config FILE
 

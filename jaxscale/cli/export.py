@@ -19,8 +19,8 @@ def add_arguments(parser: Parser) -> None:
   text, hint = "the file to write; an existing one is replaced", "try --to x.safetensors"
   is_file = value(expand, "a file in a directory, ending in .safetensors", _is_safetensors)
   parser.option("--to FILE", text, is_file, missing=hint)
-  text = "the parameter names: jaxscale (for Config.init_from), timm (ResNet, ViT) and "
-  text += "huggingface (Llama, ViT), both with a config.json, or torchvision (ResNet, ViT)"
+  text = "the naming of parameters: jaxscale (for Config.init_from), timm or torchvision (ResNet, "
+  text += "ViT), or huggingface (Llama, ViT); timm and huggingface also write a config.json"
   namings = ("jaxscale", "timm", "torchvision", "huggingface")
   parser.option("--naming NAMING", text, choices=namings, default="jaxscale")
   parser.option("--step N", "the step of the checkpoint (default: the newest)", whole())

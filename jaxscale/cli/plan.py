@@ -1,15 +1,16 @@
 """Predict memory, step time and cost on hardware that you do not have.
 
 The train step is compiled for the chips. Memory and communication are taken from the
-compiled program. Times come from a model, with a range, that uses published and assumed
-rates of the chip or the rates in a site's file. No memory is allocated, and text is not
-read, because the config has its vocabulary and sequence length. Image datasets must be
-present, except ImageNet: the image size and the number of classes are read from them.
+compiled program. Times are estimated as a range, from published and assumed speeds of the
+chip or from the speeds in a site's file. No memory is allocated. Text datasets need not be
+present, because the config has their vocabulary size or tokenizer, and sequence length.
+Image datasets other than ImageNet must be present: image size and number of classes are
+read from them.
 
 --search compares layouts that compute the same step: mesh, sharding, rematerialization
-and micro-batches. Layouts that cannot fit are dropped, the best by estimate are compiled
-until --minutes are over, and the best of those is planned. `jaxscale submit --plan
-plan.json` submits the plan that --json plan.json writes.
+and micro-batches. Layouts that cannot fit are dropped. The layouts with the best estimates
+are compiled until --minutes are over, and the best compiled layout is planned. `jaxscale
+submit --plan plan.json` submits the plan that --json plan.json writes.
 
 --calibrate measures the chip of this machine and, with several processes (under srun, or
 with JAXSCALE_COORDINATOR, JAXSCALE_NUM_PROCESSES and JAXSCALE_PROCESS_ID), the links
@@ -35,17 +36,17 @@ def add_arguments(parser: Parser) -> None:
   parser.exit_codes = "exit code: 0 it fits, 1 it does not fit, 2 invalid usage or configuration"
   parser.config("; required without --calibrate")
   parser.option("--chips KIND-N", "the chips, e.g. h100-16; required without --calibrate")
-  parser.option("--site NAME|FILE.toml", "the site with rates and prices (default: $JAXSCALE_SITE)")
+  parser.option("--site NAME|FILE.toml", "the site with speeds and prices (default: $JAXSCALE_SITE)")
   nodes = value(distinct, "whole numbers, as 1,2,4")
-  parser.option("--nodes N,N", "the other numbers of nodes to plan (default: powers of 2)", nodes)
+  parser.option("--nodes N,N", "the numbers of nodes to compare (default: powers of 2)", nodes)
   parser.option("--json FILE", "the plan to write, for `submit` and `train` (default: none)", file)
   parser.option("--png FILE", "the picture of the plan to write (default: none)", picture)
   parser.option("--study FILE", "the study.json whose steps to plan too (default: none)", file)
-  parser.flag("--search", "search for the best layout first")
+  parser.flag("--search", "search for the fastest layout, and plan it")
   parser.option("--minutes N", "the time limit of --search in minutes", number("> 0"), default=10)
   parser.flag("--calibrate", "measure chip and links, and print [machine] for a site's file")
   over = value(_over, "FIELD=NUMBER,NUMBER, e.g. model.num_layers=16,24,32")
-  text = "the values of a setting to try, e.g. model.num_layers=16,24,32 (default: none)"
+  text = "a setting and the values to try, e.g. model.num_layers=16,24,32 (default: none)"
   parser.option("--over FIELD=N,N", text, over, default=("", [""]))
 
 

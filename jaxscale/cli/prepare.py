@@ -1,4 +1,4 @@
-"""Prepare TFDS datasets as array_record files, or build the decoder of JPEG crops.
+"""Prepare TFDS datasets as array_record files, or build the decoder for crops of JPEG images.
 
 Training reads array_record files without TensorFlow. `jaxscale prepare jpeg` builds the
 decoder, which needs a C compiler and the header of libjpeg-turbo. Datasets need TensorFlow

@@ -1,7 +1,7 @@
 """Trace the next steps of a running run and print the slowest operations.
 
 The trace is for XProf and TensorBoard (`xprof WORKDIR/profile`). The command prints the ten
-most expensive operations of the compiled step, the parts of the step that they belong to,
+slowest operations of the compiled step, the parts of the step that they belong to,
 and the share of time in which devices are idle. --summary reads an existing trace: RUN is
 then a trace, or a run that has one.
 """
@@ -21,15 +21,15 @@ def add_arguments(parser: Parser) -> None:
   """Add the options."""
   from jaxscale.config.running import MOST_TRACED_STEPS
 
-  text = "the name or directory of a run; with --summary also of a trace"
+  text = "the name or directory of a run, or with --summary the directory of a trace"
   parser.words("names", "RUN", text, missing=SEE_STATUS)
-  parser.flag("--summary", "print the newest existing trace instead of tracing")
+  parser.flag("--summary", "summarize the newest existing trace instead of tracing")
   steps = number(f"in [1, {MOST_TRACED_STEPS}]", int)
   parser.option("--steps N", "the number of steps to trace", steps, default=10)
   ranks = value(_ranks, "whole numbers separated by commas", lambda _: True)
   parser.option("--processes LIST", "the processes that trace, e.g. 0,3", ranks, default="0")
-  parser.option("--timeout SECONDS", "the longest wait for the trace", whole(1), default=600)
-  parser.option("--task N", "the trial of a sweep", whole(), default=0)
+  parser.option("--timeout SECONDS", "the longest wait in seconds", whole(1), default=600)
+  parser.option("--task N", "the number of the trial in a sweep, from 0", whole(), default=0)
   add_runs(parser)
 
 

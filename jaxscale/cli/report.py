@@ -22,7 +22,7 @@ def add_arguments(parser: Parser) -> None:
   """Add the options."""
   text = "the runs or their workdirs, or one scaling study or batch study"
   parser.words("names", "RUN", text, missing=SEE_STATUS)
-  text = "the folder of scaling.csv and scaling.png (default: the study's; else none is written)"
+  text = "the directory for scaling.csv and scaling.png (default: that of the study, if it is one)"
   parser.option("--to DIR", text, directory)
   parser.option("--csv FILE", "the table to write (default: scaling.csv in --to)", file)
   parser.option("--png FILE", "the picture to write (default: scaling.png in --to)", picture)

@@ -1,6 +1,6 @@
 """Submit stopped runs again; each resumes from its last checkpoint.
 
-A sweep resumes the trials that are not done.
+In a sweep, only the trials that are not done are resumed.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ def add_arguments(parser: Parser) -> None:
   """Add the options."""
   sizes = value(distinct, "several sizes, e.g. 1,2,4,8")
   parser.option("--nodes N,N", "the numbers of nodes", sizes, missing="try --nodes 1,2,4")
-  text = "the global batch: fixed (strong scaling), or grows with the nodes (weak scaling)"
+  text = "the global batch size: fixed (strong scaling), or grows with the nodes (weak scaling)"
   parser.option("--batch KIND", text, choices=("fixed", "grows"), default="fixed")
   submit.add_job_arguments(parser)
 

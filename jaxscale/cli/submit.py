@@ -1,4 +1,4 @@
-"""Submit a run of `jaxscale train` to Slurm, or start it in the background of this machine.
+"""Submit a run of `jaxscale train` to Slurm, or start it in the background on this machine.
 
 The run gets its own directory, runs/NAME, with a copy of the code and all outputs. --plan
 takes config, settings, nodes and time limit from a plan.
@@ -37,15 +37,15 @@ def add_job_arguments(parser: Parser, note: str | None = None) -> None:
   text = f"the executor: {' or '.join(EXECUTORS)} (default: the first that is available)"
   parser.option("--executor NAME", text, choices=tuple(EXECUTORS))
   parser.option("--requeue N", "the largest number of restarts (default: 10)", whole())
-  parser.option("--spares N", "the number of spare nodes for lost ones (default: 0)", whole())
+  parser.option("--spares N", "the number of extra nodes that replace failed ones (default: 0)", whole())
   parser.flag("--preflight", "run `jaxscale doctor` on the nodes first", default=None)
-  parser.flag("--dry-run", "print the script and what would be created, without doing it")
+  parser.flag("--dry-run", "print the script and what would be created, and exit")
   add_site_arguments(parser)
 
 
 def add_sweep_arguments(parser: Parser) -> None:
   """Add the options of every command that submits several trials as one job."""
-  parser.option("--at-most N", "the trials at a time (default: all; locally 1)", whole(1))
+  parser.option("--at-most N", "run at most N trials at a time (default: all; locally 1)", whole(1))
   parser.option("--nodes N", "the number of nodes of each run", whole(1), default=1)
   add_job_arguments(parser)
 

@@ -9,7 +9,7 @@ from jaxscale.errors import ConfigError
 
 def add_arguments(parser: Parser) -> None:
   """Add the options."""
-  text = "the values of a setting; repeated: all combinations (default: get_sweep() in FILE)"
+  text = "a setting and its values; repeat it for combinations (default: get_sweep() in FILE)"
   parser.option("--sweep FIELD=V,V", text, action="append")
   submit.add_sweep_arguments(parser)
 

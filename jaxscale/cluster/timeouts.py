@@ -18,31 +18,34 @@ class Timeouts:
 
   Attributes:
     heartbeat_interval_s: the time in seconds between two heartbeats of a process.
-    heartbeat_timeout_s: the time in seconds without a heartbeat after which a process
-      counts as stopped or disconnected. Before and during a compilation the limit is
-      `startup_timeout_s`, because a process that loads libraries with a thousand others
-      from one file system can block its heartbeat thread for minutes.
-    hang_timeout_s: the time in seconds after which one step, one batch of an evaluation or
-      one comparison of replicas counts as hung; ten times the run's mean step time if that
-      is longer.
-    grace_s: the time in seconds from SIGTERM until a process exits without saving; keep it
-      below Slurm's KillWait (30 by default, slurm.conf(5)).
-    stop_before_end_s: the time in seconds before the time limit of a Slurm job at which the
-      run saves and stops; at most a quarter of the job's time limit.
-    rendezvous_timeout_s: the time in seconds within which all processes must connect, counted
-      from the first one.
+    heartbeat_timeout_s: the time in seconds without a heartbeat after which a process is
+      reported as stopped or disconnected, and the run ends. Before and during a compilation the
+      limit is `startup_timeout_s`, because a process that loads libraries from the same file
+      system as a thousand others can block its heartbeat thread for minutes.
+    hang_timeout_s: the time in seconds after which one step, one batch of an evaluation or one
+      comparison of replicas is reported as hung; the limit is ten times the mean step time of
+      the run if that is longer.
+    grace_s: the time in seconds after SIGTERM in which a process can save a checkpoint; then it
+      exits without one. Keep it below Slurm's KillWait (30 s by default, slurm.conf(5)).
+    stop_before_end_s: the time in seconds before the time limit of a Slurm job at which the run
+      saves and stops; at most a quarter of the time that the job has left when the run starts.
+    rendezvous_timeout_s: the time in seconds that a process waits for the others to connect,
+      counted from when it starts to wait.
     startup_timeout_s: the time in seconds that a process may take before the first compilation
-      (e.g. to find the data), and again after the run; inf sets no limit, except that a
-      process without heartbeats is still limited to the default.
-    compile_timeout_s: the time in seconds that a compilation and the two steps after it may take.
-    save_timeout_s: the time in seconds that writing a checkpoint may take.
-    slow_window_s: the time in seconds over which step times are compared to find slow
-      processes.
-    jax_initialization_timeout_s: the time in seconds in which JAX's coordinator must start
-      listening, and again in which processes must connect to it (JAX's default is 300).
-    jax_heartbeat_timeout_s: the time in seconds without a heartbeat after which JAX aborts
-      all processes; keep it above `heartbeat_timeout_s`, which reports the cause.
-    jax_shutdown_timeout_s: the time in seconds that JAX waits at exit for other processes.
+      (e.g. to find the data), and again for code that follows the run.
+    compile_timeout_s: the time in seconds that a compilation, or each of the two steps after
+      it, may take.
+    save_timeout_s: the time in seconds that a process may take to write a checkpoint, and again
+      to finish the run (summary and plots).
+    slow_window_s: the length in seconds of the window over which the processes' host times per
+      step are averaged and compared, to report slow processes.
+    jax_initialization_timeout_s: the time in seconds within which JAX's coordinator must start
+      to listen, and again within which all processes must connect to it (300 in JAX by
+      default).
+    jax_heartbeat_timeout_s: the time in seconds without a heartbeat after which JAX aborts all
+      processes; at least 1.2 times `heartbeat_timeout_s`, so that jaxscale reports the cause
+      first.
+    jax_shutdown_timeout_s: the time in seconds that JAX waits at exit for the other processes.
   """
 
   heartbeat_interval_s: Seconds = 1.0

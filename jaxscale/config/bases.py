@@ -200,7 +200,7 @@ class Schedule(Choice):
   `build(peak, context: ScheduleContext)` returns a function from step to learning rate.
 
   Attributes:
-    warmup_epochs: the length of the warm-up in epochs; 0 starts at the peak.
+    warmup_epochs: the length of the warm-up in epochs; 0 starts at the peak learning rate.
     warmup_steps: the length of the warm-up in steps; None uses `warmup_epochs`.
   """
 
@@ -214,8 +214,8 @@ class Exchange(Choice):
   `build(context: ExchangeContext)` returns an `exchange.Exchange`.
 
   Attributes:
-    delayed: whether to apply the mean gradient of the previous step, so that the exchange
-      can overlap with computation.
+    delayed: whether each step applies the mean gradient of the previous step, so that the
+      exchange can overlap with computation.
   """
 
   delayed: bool = False
@@ -274,8 +274,8 @@ class Tracker(Choice):
   tracker can stop or slow the run.
 
   Attributes:
-    flush_s: the time in seconds that the end of a run waits for the tracker; at most 5 s
-      in a run that is asked to stop.
+    flush_s: the time in seconds that a run waits at its end until the tracker has received all
+      metrics; at most 5 s in a run that is asked to stop.
   """
 
   flush_s: Annotated[float, "in (0, 40]"] = 20.0  # The bound is below Faults.hang_timeout_s.

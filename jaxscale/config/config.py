@@ -39,49 +39,54 @@ class Config:
     batch_size: the number of examples per optimizer step, summed over all devices.
     epochs: the length of the run in passes over the training examples; None uses `steps`.
     steps: the length of the run in optimizer steps; None uses `epochs`.
-    phases: the batch and image sizes that change during the run; the default is one phase.
-    accumulate_steps: the number of micro-batches per optimizer step; they share one
-      exchange of gradients. A run that resumes on fewer devices uses more of them.
-    lr_scaling: the rule that scales optimizer.lr with the batch size; "none", "linear"
-      (arXiv:1706.02677) or "sqrt".
+    phases: the changes of batch and image size during the run; the default keeps both constant.
+    accumulate_steps: the number of micro-batches per optimizer step (gradient accumulation);
+      gradients are exchanged once per step. A run that resumes on fewer devices uses more
+      micro-batches.
+    lr_scaling: the rule that scales optimizer.lr with the batch size; "none", "linear" (times
+      batch_size / lr_reference_batch_size, arXiv:1706.02677) or "sqrt" (times the square root
+      of that).
     lr_reference_batch_size: the batch size in examples for which optimizer.lr was tuned;
       used by `lr_scaling`.
-    layer_decay: the learning rate of a layer as a share of that of the layer above it;
-      None uses one learning rate for all layers.
-    layer_order: the regular expressions of parameter paths, from the lowest layer to the
-      highest; required by `layer_decay`, else ().
-    clip_norm: the largest global norm of the gradient; None disables clipping.
-    ema_decay: the decay of an average of the parameters, used for evaluation; None
-      disables averaging. The average includes BatchNorm statistics.
-    ema_warmup: whether the decay rises as 1 - t^(-2/3) with step t until it reaches
-      `ema_decay`.
-    noise_scale: whether to measure the gradient noise scale (arXiv:1812.06162), in
-      examples (for text in windows, not tokens). Needs two devices or two micro-batches.
-    dtype: the type of activations, "float32" or "bfloat16"; parameters and the exchange
-      of gradients stay float32.
+    layer_decay: the learning rate of each layer divided by that of the next layer towards the
+      output; None uses one learning rate for all layers.
+    layer_order: the regular expressions that select the parameters of each layer by their
+      paths, in order from the input to the output, e.g. ("^Conv_0/", "^Dense_0/"); required by
+      `layer_decay`, otherwise (). Every parameter must match exactly one of them.
+    clip_norm: the global norm to which larger gradients are scaled down; None disables
+      clipping.
+    ema_decay: the decay per step of a moving average of the parameters (EMA); None disables
+      averaging. Evaluation uses the average, which includes BatchNorm statistics.
+    ema_warmup: whether the EMA decay in step t is 1 - t^(-2/3) until that exceeds `ema_decay`.
+    noise_scale: whether to measure the gradient noise scale (arXiv:1812.06162), in examples; an
+      example of text is a sequence, not a token. Needs at least two devices or two
+      micro-batches.
+    dtype: the type of activations, "float32" or "bfloat16"; parameters and the exchange of
+      gradients stay float32.
     init_from: the pretrained parameters, a safetensors file or Hugging Face folder; None
-      initializes at random. Accepts the parameter names of timm and torchvision (ResNet,
-      ViT), Hugging Face (Llama, Qwen, ViT) and `jaxscale export`. `jaxscale.weights.names`
-      documents the normalization of images that pretrained weights expect.
-    init_head: whether to initialize the classifier at random even if `init_from` has one.
+      initializes at random. Accepts the parameter names of timm and torchvision (ResNet, ViT),
+      Hugging Face (Llama, Qwen, ViT) and `jaxscale export`. `jaxscale.weights.names` documents
+      the normalization of images that pretrained weights expect.
+    init_head: whether to initialize the classifier at random although `init_from` contains one.
     seed: the random seed of initial parameters, data order, augmentation and dropout.
-    target_accuracy: the validation accuracy to reach, as a share; None sets no target.
+    target_accuracy: the validation accuracy to reach, as a fraction; None sets no target.
     target_loss: the validation loss to reach; None sets no target.
-    stop_at_target: whether to save and stop at the first evaluation that reaches the target.
-    input_threads: the number of threads that load and augment examples; None uses one per
-      processor core.
-    gpu_settings: whether to set environment variables of JAX, CUDA and NCCL that suit the
-      GPUs; variables that you have set stay as they are (docs/accelerators.md).
+    stop_at_target: whether to save and stop at the first evaluation that reaches the target;
+      False only reports when it was reached.
+    input_threads: the number of threads per process that load and augment examples; None uses
+      one per CPU core available to the process.
+    gpu_settings: whether to set recommended environment variables of JAX, CUDA and NCCL on
+      GPUs; variables that are already set keep their values (docs/accelerators.md).
     mesh: the grid of devices.
     layout: the sharding of model and optimizer over the mesh.
     exchange: the method that averages gradients over devices; a class of your own also works.
-    sync: the synchronization of workers; EveryStep keeps all devices in step, the others
-      let workers take local steps in between.
+    sync: the synchronization of the devices; EveryStep averages gradients in every step. With
+      the other classes, workers train separately and synchronize at intervals.
     compilation: the cache of compiled programs.
     evaluation: the interval and batch size of evaluations.
-    checkpoint: the interval, number and place of checkpoints.
-    checks: the comparison of replicas, and the reaction to NaN and Inf.
-    faults: time limits after which a run counts as failed, and limits of restarts.
+    checkpoint: the interval, number and location of checkpoints.
+    checks: the comparison of the devices' copies of the state, and the reaction to NaN and Inf.
+    faults: timeouts for processes, and limits on restarts.
     log: metrics, trackers and profiles.
   """
 

@@ -15,30 +15,36 @@ class Layout:
   """Sharding of model and optimizer over the mesh axes fsdp, stage and model.
 
   Attributes:
-    shard: the state that is split along mesh axis fsdp; "none", "zero1" (optimizer state),
-      "zero2" (also gradients) or "fsdp" (also parameters, gathered layer by layer).
-    slow_axes: the point at which gradients that are split along fsdp are summed over
-      replica and data; "after" the backward pass, once per step, or "in_backward", layer
-      by layer and in every micro-batch, so that the remaining layers can hide it.
-    model: the dimension that is split along mesh axis model; "layers" (heads, hidden
-      units, vocabulary and classes), "layers_and_tokens" (also the tokens between the
-      branches of a layer), or the tokens alone, with attention by "ring" or "all_to_all".
-    sum_in: the type of sums over mesh axis model; "float32", so that a split layer gives
-      the result of a whole one, or "dtype", rounded to Config.dtype (half the bytes with
+    shard: the part of the training state that is split along mesh axis fsdp; "none", "zero1"
+      (optimizer state), "zero2" (also gradients) or "fsdp" (also parameters, gathered layer by
+      layer).
+    slow_axes: the time at which gradients that are split along mesh axis fsdp are summed over
+      axes replica and data; "after" sums once per step, after the backward pass, "in_backward"
+      layer by layer in every micro-batch, so that the sum of a layer overlaps with the backward
+      pass of the remaining layers.
+    model: the dimension that is split along mesh axis model; "layers" (heads, hidden units,
+      vocabulary and classes), "layers_and_tokens" (in addition the tokens, outside of attention
+      and MLP), or only the tokens, with "ring" attention or with "all_to_all" exchanges of
+      heads in attention.
+    sum_in: the type in which sums over mesh axis model are communicated; "float32" gives the
+      results of layers that are not split, "dtype" rounds to Config.dtype (half the bytes with
       bfloat16).
-    schedule: the pipeline schedule along mesh axis stage, with accumulate_steps
-      micro-batches; "gpipe" (all forward passes first) or "1f1b" (one forward, one backward).
-    remat: the activations that the backward pass recomputes; "none", "dots" (all but
-      products with weights), "branches" (all but the outputs of a layer's branches), "full"
-      (the whole layer from its input, least memory) or "offload" (as "full", with the
-      layer's input in host memory). A pipeline stage is always recomputed from its input;
-      `remat` then applies to the layers in it.
-    optimizer: the memory of the optimizer state between steps; "device" or "host", from
-      which it is copied for each update.
-    rules: the mesh axis that splits each dim of a parameter, replacing the model's rules,
-      e.g. ("layers/.*/kernel: stage, fsdp, model",), with "-" for a dim that is not split;
-      () keeps the model's. Exactly one pattern must match each parameter. Rules can change
-      what fsdp splits, but not what stage and model split.
+    schedule: the pipeline schedule along mesh axis stage, with accumulate_steps micro-batches;
+      "gpipe" (all forward passes, then all backward passes) or "1f1b" (each backward pass as
+      early as possible, so that fewer activations are stored).
+    remat: the activations that the backward pass recomputes; "none", "dots" (all but the
+      outputs of products with weights), "branches" (all but the outputs of attention and MLP),
+      "full" (all in a layer, from its input) or "offload" (as "full", with the inputs of layers
+      in host memory). Device memory decreases in this order. A pipeline stage is always recomputed
+      from its input; `remat` then applies to the layers in it.
+    optimizer: the memory in which the optimizer state is kept between steps; "device", or
+      "host", which saves device memory, but copies the state to the device and back in every
+      step.
+    rules: the sharding rules that replace the model's, each a pattern of parameter paths and
+      the mesh axis that splits each dim, e.g. ("layers/.*/kernel: stage, fsdp, model",), with
+      "-" for a dim that is not split; () keeps the model's rules. Each parameter must match
+      exactly one pattern. Rules can change what fsdp splits, but not what stage and model
+      split.
   """
 
   shard: Literal["none", "zero1", "zero2", "fsdp"] = "none"

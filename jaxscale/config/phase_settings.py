@@ -20,13 +20,13 @@ class Phases:
     epochs: the epoch at which each phase begins; the first is 0.
     steps: the step at which each phase begins, instead of `epochs`; the first is 0.
     batch_sizes: the batch size of each phase in examples; () uses Config.batch_size.
-    accumulate_steps: the number of micro-batches of each phase; () uses
+    accumulate_steps: the number of micro-batches per optimizer step in each phase; () uses
       Config.accumulate_steps.
-    image_sizes: the height and width in pixels of the training images of each phase; ()
-      uses the size of the data.
-    follow: the rule by which the learning rate follows the batch size, relative to
-      Config.batch_size; "none", "linear", "sqrt" or "neutral" (CNTK's, for SGD: keeps the
-      learning rate per example and the time constant of the momentum).
+    image_sizes: the height and width in pixels of the training images in each phase; () uses
+      the size in the data settings.
+    follow: the rule by which the learning rate follows the batch size of a phase, relative to
+      Config.batch_size; "none", "linear", "sqrt" or "neutral" (for SGD: keeps the learning rate
+      per example and the time constant of the momentum in examples, as in CNTK).
   """
 
   epochs: Annotated[tuple[float, ...], ">= 0"] = (0.0,)
@@ -61,19 +61,22 @@ class Phases:
 
 @settings
 class AdaptiveBatch:
-  """Batch size chosen by trials, as in CNTK's adaptive minibatch sizing.
+  """Batch size tuned by short trials during the run (CNTK's adaptive minibatch sizing).
 
-  At each tuning, candidates from Config.batch_size up, each sqrt(2) times the previous one,
-  are tried from the same state. The largest whose loss is within the margin of the first
-  candidate's is used (CNTK, SGD.cpp, AdaptiveMinibatchSizing). A trial that gives NaN is
-  rejected. Learning rate and momentum follow as with Phases.follow="neutral", for SGD.
+  At each tuning, candidate batch sizes are tried from the same state in increasing order,
+  each sqrt(2) times the previous one, from half the current batch size to twice it. None is
+  below Config.batch_size times the initial learning rate over the current one. The last
+  candidate before the first whose loss exceeds the margin is used (CNTK, SGD.cpp,
+  AdaptiveMinibatchSizing). A trial that gives NaN is rejected. Learning rate and momentum
+  follow as with Phases.follow="neutral", for SGD.
 
   Attributes:
-    every_epochs: the number of epochs between tunings.
-    trial_steps: the number of steps of a trial.
-    margin: the allowed increase of the loss, as a share of the first trial's loss.
-    max_batch_size: the largest candidate in examples.
-    multiple: the divisor of every candidate, in examples.
+    every_epochs: the number of epochs between two tunings of the batch size.
+    trial_steps: the number of training steps for which each candidate batch size is tried.
+    margin: the largest increase of a candidate batch size's mean loss over that of the first
+      (smallest) candidate, as a fraction of the latter.
+    max_batch_size: the largest candidate batch size, in examples.
+    multiple: the number of examples of which every candidate batch size is a multiple.
   """
 
   every_epochs: Positive = 1.0

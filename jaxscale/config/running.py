@@ -16,17 +16,17 @@ MOST_TRACED_STEPS = 100  # A trace of 100 steps of digits on eight devices takes
 
 @settings
 class Mesh:
-  """Grid of devices, from the slowest links to the fastest; -1 uses all remaining devices.
+  """Mesh of devices: axes from the slowest links to the fastest; -1 uses all remaining devices.
 
   Attributes:
-    replica: the number of groups of devices that are joined by the slowest links (nodes
-      or slices); each group processes different examples.
-    data: the number of devices per group that process different examples; -1 uses all
+    replica: the number of groups of devices between which links are slowest (e.g. nodes or TPU
+      slices); each group processes different examples.
+    data: the number of devices per replica group that process different examples; -1 uses all
       remaining devices.
     fsdp: the number of devices over which layout.shard splits the training state; each
       processes different examples.
-    stage: the number of pipeline stages (layout.schedule).
-    model: the number of devices that split each layer, or a sequence (layout.model).
+    stage: the number of pipeline stages; layout.schedule orders their work.
+    model: the number of devices that split each layer or sequence (see layout.model).
   """
 
   replica: int = 1
@@ -53,10 +53,10 @@ class Compilation:
 
   Attributes:
     cache: whether to store compiled programs and load stored ones.
-    cache_dir: the directory of the cache, which runs can share; None uses `compiled/` in
-      the workdir, or the user's cache if other users can write to the workdir.
-    cache_gb: the size limit of the cache in GB; the least recently used programs are
-      deleted above it.
+    cache_dir: the directory of the cache, which runs can share; None uses `compiled/` in the
+      workdir, or ~/.cache/jaxscale/compiled if other users can write to the workdir.
+    cache_gb: the size limit of the cache in GB; each start deletes the least recently used
+      programs above the limit.
   """
 
   cache: bool = True
@@ -97,27 +97,27 @@ class Evaluation:
 
 @settings
 class Checkpoint:
-  """Interval, number and place of checkpoints.
+  """Interval, number and location of checkpoints.
 
   Attributes:
     every_epochs: the number of epochs between checkpoints; None uses `every_steps`. The
       last step is always saved.
     every_steps: the number of steps between checkpoints; None uses `every_epochs`.
     keep_last: the number of newest checkpoints to keep.
-    keep_best: the number of best checkpoints to keep in addition, by validation accuracy
-      (language models: by validation loss); 0 keeps none.
-    on_failure: the reaction when a checkpoint cannot be written, e.g. because the disk is
-      full; "continue" logs it and tries again at the next interval, "stop" ends the run. A
-      run without its last checkpoint fails in either case.
+    keep_best: the number of best checkpoints, by validation accuracy (language models:
+      validation loss), to keep in addition to the newest `keep_last`; 0 keeps only those.
+    on_failure: the reaction if a checkpoint cannot be written, e.g. because the disk is full;
+      "continue" logs it and tries again at the next interval, "stop" ends the run. In either
+      case a run fails if its last checkpoint cannot be written.
     max_wait_s: the time in seconds that training waits for the previous checkpoint to be
       written; after that the new checkpoint is skipped. The last checkpoint of a run and
       the checkpoint of a stopped run are never skipped.
-    local: an absolute path on each node, in RAM ("/dev/shm") or on a local disk, for a
-      copy of each checkpoint; a restart on the same nodes resumes from it. None makes no
-      copies (docs/reliability.md).
-    shared_every: the number of local copies per checkpoint in the workdir; used with
-      `local`. The first checkpoint of each start, the last of the run, and that of a stopped
-      run are always written to the workdir.
+    local: the absolute path of a directory on each node, in RAM (e.g. "/dev/shm") or on a local
+      disk, for additional copies of checkpoints; a restart on the same nodes resumes from them.
+      None makes no copies (docs/reliability.md).
+    shared_every: the number of checkpoints in `local` per checkpoint in the workdir; with 10,
+      only every tenth is also written to the workdir. The first checkpoint of each start, the
+      last of the run, and that of a stopped run are always written to the workdir.
   """
 
   every_epochs: Annotated[float | None, "> 0"] = 1.0
@@ -141,19 +141,19 @@ class Checkpoint:
 
 @settings
 class Checks:
-  """Comparison of replicas, and the reaction to NaN and Inf.
+  """Comparison of the devices' copies of the state, and the reaction to NaN and Inf.
 
   Attributes:
-    replicas_every_steps: the number of steps between bitwise comparisons of all devices'
-      copies of parameters and optimizer state; 0 disables them.
-    nan_policy: the reaction to a NaN or Inf in the loss or gradient, which never changes
-      the parameters; "stop" ends the run, "skip" continues with the next batch, "roll_back"
-      resumes from the last checkpoint and skips the batches since then (PaLM,
-      arXiv:2204.02311, section 5.1).
-    max_skipped_steps: the number of skipped steps, or rollbacks, that a run may have;
-      the next one ends the run.
-    max_consecutive_skipped_steps: the number of consecutive skipped steps, or of rollbacks
-      to one checkpoint, that a run may have; the next one ends the run.
+    replicas_every_steps: the number of steps between bitwise comparisons of all devices' copies
+      of parameters and optimizer state; 0 disables the comparison.
+    nan_policy: the reaction to a step with a NaN or Inf in the loss or gradient; the parameters
+      are never updated by such a step. "stop" ends the run, "skip" continues with the next
+      batch, "roll_back" resumes from the last checkpoint and skips the batches since then
+      (PaLM, arXiv:2204.02311, section 5.1).
+    max_skipped_steps: the largest number of skipped steps (nan_policy="skip") or rollbacks
+      ("roll_back") in a run; one more ends the run.
+    max_consecutive_skipped_steps: the largest number of consecutive skipped steps, or of
+      rollbacks to the same checkpoint; one more ends the run.
   """
 
   replicas_every_steps: Annotated[int, ">= 0"] = 1000
@@ -164,14 +164,15 @@ class Checks:
 
 @settings
 class Faults(Timeouts):
-  """Time limits after which a run counts as failed, and limits of restarts.
+  """Timeouts that detect failed and hung processes, and limits on restarts.
 
   Times are in seconds; `cluster.Timeouts` has their defaults.
 
   Attributes:
-    max_restarts: the largest number of times that a job is requeued; 0 disables it.
-    max_idle_restarts: the largest number of consecutive requeues without a newer
-      checkpoint.
+    max_restarts: the largest number of times that a job requeues itself; 0 disables requeueing.
+      Jobs of `jaxscale submit` use its --requeue instead.
+    max_idle_restarts: the number of consecutive restarts without a newer checkpoint after which
+      a job ends with exit code 93.
   """
 
   max_restarts: Annotated[int, ">= 0"] = 100
@@ -189,18 +190,18 @@ class Log:
   """Metrics, trackers and profiles.
 
   Attributes:
-    every_steps: the number of steps between two records of metrics.
+    every_steps: the number of steps between two records of training metrics.
     tensorboard: whether to also write TensorBoard event files.
-    trackers: the experiment trackers to log to, e.g. "Wandb,MLflow"; () logs to
+    trackers: the experiment trackers that receive the metrics, e.g. "Wandb,MLflow"; () uses
       none.
     trust_ratios: whether to log each layer's trust ratio (LARS and LAMB).
-    step_report: whether to measure, before the first step, the time of computation, the
-      wait for the exchange and the spread between processes; costs two compilations and
-      dozens of steps.
-    plot: whether to draw `metrics.png` at the end, which takes about a second.
-    profile: the steps to trace for XProf, as "100:110", both included, 100 at most; None
-      traces none. `jaxscale profile RUN` traces steps of a running run.
-    profile_processes: the indices of the processes that trace.
+    step_report: whether to measure, before the first step, the time that a step computes, the
+      time that the exchange adds, and the differences between processes; costs two compilations
+      and dozens of steps.
+    plot: whether to draw `metrics.png` at the end of the run, which takes about a second.
+    profile: the range of steps to trace for XProf, e.g. "100:110", both included, at most 100
+      steps; None traces no steps. `jaxscale profile RUN` traces steps of a running run.
+    profile_processes: the indices of the processes that trace the steps in `profile`.
   """
 
   every_steps: Count = 50

@@ -22,10 +22,11 @@ Split = tuple["Dataset", "Dataset"]  # To train on, and to validate on.
 
 
 class Digits(Data):
-  """UCI handwritten digits, 8x8 pixels, included in the package (1,437 + 360).
+  """UCI handwritten digits, 8x8 pixels, in the package (1,437 to train, 360 to validate).
 
   Attributes:
-    augment: the augmentation; "none", or "shift" by up to one pixel.
+    augment: the augmentation of training images; "none", or "shift" by up to one pixel in each
+      direction.
   """
 
   augment: Literal["none", "shift"] = "shift"
@@ -38,11 +39,12 @@ class _Images(Data):
   """Encoded images that are decoded to one size.
 
   Attributes:
-    eval_view: the resizing of validation images; "mlperf" (shorter side to 256/224 of the
-      size, center crop), "google" (the center 7/8, bicubic), or "bilinear" or "bicubic" (as
-      torchvision and timm: shorter side to size / eval_crop, antialiased, center crop).
-    eval_crop: the share of the resized shorter side to keep, timm's crop_pct, for
-      "bilinear" and "bicubic"; None uses 0.875 (224/256).
+    eval_view: the resizing and cropping of validation images to the image size; "mlperf"
+      (shorter side to 256/224 of the image size, bilinear, center crop), "google" (center crop
+      of 7/8 of the shorter side, bicubic), or "bilinear" or "bicubic" (as in torchvision and
+      timm: shorter side to image size / eval_crop, antialiased, center crop).
+    eval_crop: the fraction of the resized shorter side that the center crop keeps (crop_pct in
+      timm), for eval_view="bilinear" and "bicubic"; None uses 0.875 (224/256).
   """
 
   eval_view: Literal["mlperf", "google", "bilinear", "bicubic"] = "mlperf"
@@ -72,16 +74,20 @@ class TFDS(_Images):
 
   Attributes:
     name: the name of the dataset, as in `tfds.builder(name)`, e.g. "fashion_mnist".
-    train_split: the training examples, in TFDS's split notation.
-    eval_split: the validation examples, in TFDS's split notation.
-    data_dir: the directory of the prepared dataset; None uses $TFDS_DATA_DIR or TFDS's
-      default.
-    image_size: the height and width in pixels to crop and resize to; None keeps images as
-      stored, which must all have one size.
-    augment: the augmentation of training images; "none", "flip", "shift_flip" (by up to 1/14
-      of the image) or "crop" (random resized crop and flip; needs image_size).
+    train_split: the split of the training examples in TFDS's notation, e.g. "train" or
+      "train[:90%]".
+    eval_split: the split of the validation examples in TFDS's notation, e.g. "test" or
+      "train[90%:]".
+    data_dir: the directory of prepared TFDS datasets; None uses $TFDS_DATA_DIR, or TFDS's
+      default directory if that is not set.
+    image_size: the height and width in pixels to which images are cropped and resized; None
+      keeps the stored size, which must be the same for all images.
+    augment: the augmentation of training images; "none", "flip" (random left-right flip),
+      "shift_flip" (flip, and shift by up to 1/14 of the height) or "crop" (random resized crop
+      and flip; needs image_size).
     cache: whether to decode all examples once and keep them in memory.
-    max_pixels: the largest number of pixels to decode; larger images count as damaged.
+    max_pixels: the largest number of pixels of an image that is decoded; larger images are
+      treated as damaged.
   """
 
   name: str
@@ -126,13 +132,14 @@ class ImageFolder(_Images):
   of more than 8 bits are scaled by the range of their type, floats from 0 … 1.
 
   Attributes:
-    path: the directory of the splits, PATH/SPLIT/CLASS/*.JPEG.
-    train_split: the subdirectory of the training images.
-    eval_split: the subdirectory of the validation images.
-    image_size: the height and width in pixels to crop and resize to.
-    augment: the augmentation of training images; "none", "flip" or "crop" (random resized
-      crop and flip).
-    max_pixels: the largest number of pixels to decode; larger images count as damaged.
+    path: the directory of the splits, with images as PATH/SPLIT/CLASS/*.JPEG.
+    train_split: the name of the subdirectory with the training images.
+    eval_split: the name of the subdirectory with the validation images.
+    image_size: the height and width in pixels to which images are cropped and resized.
+    augment: the augmentation of training images; "none", "flip" (random left-right flip) or
+      "crop" (random resized crop and flip).
+    max_pixels: the largest number of pixels of an image that is decoded; larger images are
+      treated as damaged.
   """
 
   path: str
@@ -167,10 +174,11 @@ class ImageFolder(_Images):
 
 
 class Synthetic(Data):
-  """Learnable images, generated during training: one pattern per class, plus noise.
+  """Generated images that a model can learn: one pattern per class, plus noise.
 
   Attributes:
-    num_examples: the number of training examples; validation has a tenth as many.
+    num_examples: the number of training examples; there are a tenth as many validation
+      examples.
     image_size: the height and width in pixels.
     channels: the number of color channels.
     num_classes: the number of classes.
@@ -195,17 +203,18 @@ class Arrays(Data):
   the arrays, or `identity`.
 
   Attributes:
-    x: the training inputs [n, ...], of type uint8, another integer or float32.
-    y: the training targets.
-    x_eval: the validation inputs; None takes the last `eval_share` of x for validation
+    x: the training inputs [n, ...], uint8, other integers or floats.
+    y: the training targets: classes (integers [n]), 0 or 1 for each class ([n, classes]), or
+      numbers (floats [n] or [n, outputs]).
+    x_eval: the validation inputs; None uses the last `eval_share` of x and y for validation
       instead of training.
-    y_eval: the validation targets.
-    eval_share: the share of x and y used for validation if `x_eval` is None.
-    num_classes: the number of classes or outputs; None takes it from the targets.
-    mean: the values subtracted from the inputs, one per channel.
-    std: the values that inputs are divided by, one per channel.
-    identity: a name of the arrays' contents, recorded instead of their checksums if the
-      arrays are too large to read at each start; None records checksums.
+    y_eval: the validation targets; required with `x_eval`.
+    eval_share: the fraction of x and y that is used for validation if `x_eval` is None.
+    num_classes: the number of classes or outputs; None derives it from the targets.
+    mean: the mean to subtract from the inputs, one value or one per channel.
+    std: the standard deviation to divide the inputs by, one value or one per channel.
+    identity: a name that you choose for the contents of the arrays, recorded instead of their
+      checksums; for arrays that are too large to read at each start. None records checksums.
   """
 
   x: Any
@@ -283,7 +292,7 @@ class Text(_Text):
   """Python documentation as bytes, included in the package (1.1 MB training, 0.1 MB validation).
 
   Attributes:
-    sequence_length: the number of bytes of an example.
+    sequence_length: the number of bytes per example.
   """
 
   sequence_length: Count = 256
@@ -296,11 +305,12 @@ class _TokenizedText(_Text):
   """Text that is tokenized once and cached.
 
   Attributes:
-    tokenizer: the tokenizer; "bytes", or the path of a tokenizer.json of Hugging Face.
-    separator: the token between documents; None uses the tokenizer's end-of-text token
-      if it has one of the usual names.
-    sequence_length: the number of tokens of an example.
-    cache_dir: the directory of cached tokens; None uses ~/.cache/jaxscale/text.
+    tokenizer: the tokenizer; "bytes", or the path of a Hugging Face tokenizer.json.
+    separator: the token that follows each document, e.g. "</s>"; None uses the tokenizer's
+      end-of-text token, found by its usual names. With tokenizer "bytes" it is byte 0.
+    sequence_length: the number of tokens per example.
+    cache_dir: the directory in which tokenized text is cached; None uses
+      ~/.cache/jaxscale/text.
   """
 
   tokenizer: str = "bytes"
@@ -326,10 +336,10 @@ class TFDSText(_TokenizedText):
   Attributes:
     name: the name of the dataset, as in `tfds.builder(name)`, e.g. "lm1b" or "wiki40b/en".
     feature: the name of the feature that holds the text; each example is a document.
-    train_split: the training documents, in TFDS's split notation.
-    eval_split: the validation documents, in TFDS's split notation.
-    data_dir: the directory of the prepared dataset; None uses $TFDS_DATA_DIR or TFDS's
-      default.
+    train_split: the split of the training documents in TFDS's notation, e.g. "train[:90%]".
+    eval_split: the split of the validation documents in TFDS's notation, e.g. "train[90%:]".
+    data_dir: the directory of prepared TFDS datasets; None uses $TFDS_DATA_DIR, or TFDS's
+      default directory if that is not set.
   """
 
   name: str
@@ -346,17 +356,18 @@ class TextFiles(_TokenizedText):
   """Text files (NAME.txt), or files of tokens (NAME.bin or NAME.npy).
 
   Attributes:
-    path: the directory of the splits.
-    train_split: the name of the training file without its ending, or of a directory of files.
-    eval_split: the name of the validation file without its ending, or of a directory of
-      files.
-    vocab_size: the vocabulary size of .bin and .npy files, larger than every token; None uses
-      that of the tokenizer, for .txt files.
+    path: the directory that contains the files or directories of both splits.
+    train_split: the training files: the name of a file in `path` without its extension, or of a
+      directory of files.
+    eval_split: the validation files: the name of a file in `path` without its extension, or of
+      a directory of files.
+    vocab_size: the vocabulary size, larger than every token; required for .bin and .npy files.
+      None, for .txt files, uses that of the tokenizer.
     dtype: the NumPy type of tokens in .bin files, e.g. "uint32", or ">u2" for big-endian;
-      "auto" follows llm.c's header, else uint16 for a vocabulary up to 65,536, else uint32.
-      A .npy file has its own type.
-    encoding: the Python name of the encoding of .txt files, e.g. "latin-1"; "bytes", with
-      tokenizer "bytes", reads any file.
+      "auto" reads it from llm.c's header, or without one uses uint16 for vocabularies up to
+      65,536 and uint32 above. A .npy file states its own type.
+    encoding: the Python name of the encoding of .txt files, e.g. "latin-1"; "bytes" (only with
+      tokenizer "bytes") reads files without decoding.
   """
 
   path: str

@@ -28,15 +28,17 @@ _BUCKET = 25 * 2**20  # As in PyTorch's DistributedDataParallel, arXiv:2006.1570
 
 
 class AllReduce(Exchange):
-  """Mean of whole gradients, exact up to rounding; the default.
+  """Mean of uncompressed gradients, exact up to rounding; the default.
 
   Attributes:
     algorithm: the all-reduce algorithm; "psum" (XLA's), "ring", "torus", "hierarchical" or
       "halving_doubling".
-    dims: the dimensions of "torus", e.g. ("data:4", "replica:2"), fastest links first, as
-      `jaxscale bench` prints them; () plans them for assumed links.
-    bucket_bytes: the size in bytes of the flat buckets that gradients are sent in; None
-      sends tensors, or buckets of 25 MiB with "psum" between processes on CPUs.
+    dims: the dimensions of algorithm "torus" as AXIS:SIZE, fastest links first, e.g. ("data:4",
+      "replica:2"); () chooses them for assumed link speeds. `jaxscale bench` prints the best
+      ones for measured links.
+    bucket_bytes: the size in bytes of the buckets in which gradients are sent, counted as
+      float32; None sends each tensor separately, except that "psum" between processes on CPUs
+      uses buckets of 25 MiB.
   """
 
   algorithm: Literal["psum", "ring", "torus", "hierarchical", "halving_doubling"] = "psum"
@@ -102,10 +104,12 @@ class HalfPrecision(AllReduce):
   """Mean of gradients that are sent in 16 bits.
 
   Attributes:
-    dtype: the type that is sent; "bfloat16" or "float16", scaled to its range per bucket.
-    sum_in: the type of the sum; "float32", or "payload", the type in which the backend adds
-      `dtype`.
-    bucket_bytes: the size in bytes of the flat buckets that gradients are sent in.
+    dtype: the type in which gradients are sent; "bfloat16", or "float16", for which each bucket
+      is scaled into the range of float16.
+    sum_in: the type in which gradients are added; "float32", or "payload", for the type in
+      which the backend adds arrays of `dtype`.
+    bucket_bytes: the size in bytes of the buckets in which gradients are sent, counted as
+      float32.
   """
 
   dtype: Literal["bfloat16", "float16"] = "bfloat16"
@@ -123,7 +127,8 @@ class Compressed(Exchange):
   """Base of compressed exchanges.
 
   Attributes:
-    bucket_bytes: the size in bytes of the flat buckets that gradients are sent in.
+    bucket_bytes: the size in bytes of the buckets in which gradients are sent, counted as
+      float32.
   """
 
   bucket_bytes: Count = _BUCKET
@@ -133,7 +138,7 @@ class Int8(Compressed):
   """Mean of gradients in 8 bits, with one scale per block and stochastic rounding.
 
   Attributes:
-    block: the number of elements that share a scale.
+    block: the number of gradient elements that share one scale.
   """
 
   block: Count = 256
@@ -146,7 +151,7 @@ class Int8(Compressed):
 
 
 class OneBit(Compressed):
-  """CNTK's 1-bit SGD: one bit per element, two means per column, error feedback.
+  """CNTK's 1-bit SGD: one bit per element and two means per column, with error feedback.
 
   Attributes:
     plain_epochs: the number of epochs with uncompressed gradients at the start of the run;
@@ -166,8 +171,9 @@ class TopK(OneBit):
   """Largest elements of the gradient, with error feedback (arXiv:1809.07599).
 
   Attributes:
-    share: the share of elements that a device sends, less than 1 / number of devices.
-    per: the scope of the choice: the largest elements of each "tensor" or of each "bucket".
+    share: the fraction of gradient elements that each device sends; must be below 1 / number of
+      devices, above which sending all of them takes fewer bytes.
+    per: the group of elements in which the largest are chosen; each "tensor" or each "bucket".
   """
 
   share: Annotated[float, "in (0, 1)"] = 0.01
@@ -184,7 +190,8 @@ class PowerSGD(OneBit):
   """Low-rank approximation of the gradient, with error feedback (arXiv:1905.13727).
 
   Attributes:
-    rank: the rank of the approximation of a matrix.
+    rank: the rank of the approximation of each gradient matrix; a higher rank is more accurate
+      and sends more bytes.
   """
 
   rank: Count = 4
@@ -197,7 +204,7 @@ class PowerSGD(OneBit):
 
 
 class EveryStep(Sync):
-  """Synchronous training: all devices take every step together."""
+  """Synchronous training: all devices take every step together, with averaged gradients."""
 
   is_local_sgd = False
 
@@ -212,7 +219,8 @@ class LocalSGD(Sync):
 
   Attributes:
     sync_every_steps: the number of steps between synchronizations.
-    workers: the unit that takes local steps; each "device", or each "replica" of the mesh.
+    workers: the devices that form a worker; "device" (each device is one) or "replica" (all
+      devices with the same index on mesh axis replica are one).
   """
 
   sync_every_steps: Count
@@ -228,8 +236,9 @@ class DiLoCo(LocalSGD):
   """DiLoCo: Nesterov momentum on the averaged pseudo-gradient (arXiv:2311.08105).
 
   Attributes:
-    outer_lr: the learning rate of the outer step.
-    outer_momentum: the momentum of the outer step.
+    outer_lr: the learning rate of the outer optimizer, which updates the parameters at each
+      synchronization.
+    outer_momentum: the momentum of the outer optimizer.
   """
 
   sync_every_steps: Count = 500
@@ -247,12 +256,15 @@ class BlockMomentum(LocalSGD):
   """Momentum on the averaged pseudo-gradient, as in CNTK (BMUF, ICASSP 2016).
 
   Attributes:
-    sync_every_steps: the number of steps between synchronizations; None uses CNTK's 120,000
-      examples per worker.
-    outer_lr: the learning rate of the outer step.
-    outer_momentum: the momentum of the outer step; None uses CNTK's 1 - 1/workers.
-    nesterov: whether to use Nesterov momentum in the outer step.
-    reset_momentum: whether to reset the workers' momentum at each synchronization.
+    sync_every_steps: the number of steps between synchronizations; None synchronizes after
+      120,000 examples per worker, as CNTK does.
+    outer_lr: the learning rate of the outer optimizer, which updates the parameters at each
+      synchronization.
+    outer_momentum: the momentum of the outer optimizer; None uses 1 - 1 / number of workers, as
+      CNTK does.
+    nesterov: whether to use Nesterov momentum in the outer optimizer.
+    reset_momentum: whether to set the momentum of the workers' optimizers to 0 at each
+      synchronization.
   """
 
   sync_every_steps: Annotated[int | None, ">= 1"] = None  # pyright: ignore

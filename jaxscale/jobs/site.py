@@ -53,17 +53,17 @@ class Site:
 
   Attributes:
     partition: the partition of the job
-    account: the account that is charged
-    qos: the quality of service
-    constraint: the features that nodes must have
-    reservation: the reservation to run in
-    exclude: the nodes to exclude
-    mem: the memory per node, with a unit as in 64G; 0 requests all of it
-    time: the time limit, as 90 (minutes), 24:00:00 or 2-12:00:00
+    account: the account that is charged for the job
+    qos: the quality of service of the job
+    constraint: the features that nodes must have, as for sbatch
+    reservation: the reservation to run the job in
+    exclude: the nodes that the job must not use
+    mem: the memory per node, with a unit as in 64G; 0 requests all memory
+    time: the time limit of the job, as 90 (minutes), 24:00:00 or 2-12:00:00
     gpus_per_node: the number of GPUs per node
     tasks_per_node: the number of processes per node (default: one per GPU, or one)
     cpus_per_task: the number of processor cores per process
-    signal: the warning before the time limit, as SIGNAL@SECONDS
+    signal: the signal to the job before its time limit, as SIGNAL@SECONDS
     python: the Python interpreter of the job (default: the one that submits, or `python`
       in a container)
     modules: the modules to load by `module load`, in this order

@@ -36,14 +36,14 @@ _MLFLOW_TAGS = {  # MLflow's tag to the entry of `TrackerContext.environment`.
 
 
 class Wandb(Tracker):
-  """Weights & Biases; the API key is from WANDB_API_KEY or `wandb login`.
+  """Weights & Biases; the API key comes from WANDB_API_KEY or `wandb login`.
 
   Attributes:
-    project: the name of the project.
-    entity: the user or team of the project; None uses W&B's default.
-    mode: the mode; "offline" writes to `wandb/` in the workdir, for `wandb sync`; "online"
-      uploads during training.
-    group: the name of a group of runs; None sets no group.
+    project: the name of the W&B project.
+    entity: the W&B user or team that owns the project; None uses W&B's default.
+    mode: the mode; "offline" writes to `wandb/` in the workdir, to be uploaded by `wandb sync`,
+      "online" uploads during training.
+    group: the name of the W&B group of this run; None sets no group.
     tags: the tags of the run; () sets none.
   """
 
@@ -113,10 +113,10 @@ def _is_reached(wandb: Any, context: TrackerContext) -> bool:
 
 
 class MLflow(Tracker):
-  """MLflow; variables such as MLFLOW_TRACKING_USERNAME set the user and password.
+  """MLflow; MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD set user and password.
 
   Attributes:
-    experiment: the name of the experiment.
+    experiment: the name of the MLflow experiment.
     uri: the address of a tracking server or store; None uses MLFLOW_TRACKING_URI if it is
       set, else files in `mlruns/` in the workdir.
   """

@@ -60,12 +60,12 @@ class CNN(Model):
   Attributes:
     features: the number of channels of each stage; each stage halves height and width.
     convs_per_stage: the number of convolutions per stage.
-    dense: the number of units of the hidden layer before the classifier; 0 leaves it out.
-    batch_norm: whether to normalize after every convolution.
-    bn_span: the number of examples that share BatchNorm statistics; "device" shares over a
-      device's micro-batch, "global" over the micro-batches of all devices.
-    dropout: the probability of dropping a unit before the classifier; 0 disables it. The
-      masks do not depend on the number of devices.
+    dense: the number of units of the hidden layer before the classifier; 0 omits this layer.
+    batch_norm: whether to use BatchNorm after every convolution.
+    bn_span: the number of examples (>= 2) that share BatchNorm statistics; "device" is a
+      device's micro-batch, "global" is the micro-batches of all devices.
+    dropout: the probability of dropping a unit of the layer before the classifier; 0 disables
+      it. The masks do not depend on the number of devices.
   """
 
   features: Annotated[tuple[int, ...], ">= 1"] = (32, 64)
@@ -92,8 +92,8 @@ class AlexNet(Model):
   Attributes:
     batch_norm: whether to replace local response normalization by BatchNorm (AlexNet-BN,
       the network of the batch-32K recipes).
-    bn_span: the number of examples that share BatchNorm statistics; "device" shares over a
-      device's micro-batch, "global" over the micro-batches of all devices.
+    bn_span: the number of examples (>= 2) that share BatchNorm statistics; "device" is a
+      device's micro-batch, "global" is the micro-batches of all devices.
     dropout: the probability of dropping a unit of the two hidden dense layers; 0
       disables it.
   """
@@ -117,15 +117,17 @@ class ResNet(Model):
   """Residual network, version 1.5 (the stride is in the 3x3 convolution).
 
   Attributes:
-    depth: the number of weighted layers.
-    width: the number of channels of the first stage.
+    depth: the number of layers with weights, e.g. 50 for ResNet-50.
+    width: the number of channels of the stem and of the 3x3 convolutions in the first stage.
     stem: the first layers; "imagenet" (7x7 with stride 2, max-pool) or "small" (3x3 with
       stride 1).
-    bn_span: the number of examples that share BatchNorm statistics; "device" shares over a
-      device's micro-batch, "global" over the micro-batches of all devices.
-    bn_momentum: the decay of the running BatchNorm statistics.
-    bn_epsilon: the constant added to the variance.
-    zero_init_residual: whether to initialize the last BatchNorm scale of each block to 0.
+    bn_span: the number of examples (>= 2) that share BatchNorm statistics; "device" is a
+      device's micro-batch, "global" is the micro-batches of all devices.
+    bn_momentum: the decay per step of the running BatchNorm statistics (1 minus the momentum in
+      PyTorch).
+    bn_epsilon: the constant that BatchNorm adds to the variance.
+    zero_init_residual: whether to initialize the scale of the last BatchNorm in each block to
+      0, so that the block starts as the identity.
   """
 
   depth: Literal[18, 34, 50, 101, 152] = 50
@@ -150,29 +152,30 @@ class Transformer(Model):
   """Decoder-only language model (Llama, Qwen2 and Qwen3 architectures).
 
   Attributes:
-    num_layers: the number of layers of attention and MLP.
-    width: the width of the residual stream.
+    num_layers: the number of layers, each of attention and MLP.
+    width: the width of the residual stream (hidden_size in Hugging Face).
     num_heads: the number of query heads.
     num_kv_heads: the number of key and value heads, a divisor of `num_heads`; None uses
       `num_heads`.
-    head_width: the width of a head; None uses width / num_heads.
-    hidden: the number of units of the MLP; None uses 8/3 of `width`, rounded up to a
-      multiple of 256, which gives a gated MLP the parameters of an ungated one with 4 times
-      the width (arXiv:2002.05202, Llama's code).
+    head_width: the width of each attention head, an even number; None uses width / num_heads.
+    hidden: the number of units of the MLP (intermediate_size in Hugging Face); None uses 8/3 of
+      `width`, rounded up to a multiple of 256, with which a gated MLP has about as many
+      parameters as an ungated one with 4 * `width` units (arXiv:2002.05202, Llama's code).
     rope_theta: the base of rotary position embeddings (RoPE; 500,000 in Llama 3).
     rope_factor: the RoPE scaling factor for low frequencies (8 in Llama 3.1); None disables
       scaling.
-    rope_low: the number of turns in `rope_length` tokens below which a RoPE frequency is
-      scaled in full (low_freq_factor).
-    rope_high: the number of turns in `rope_length` tokens above which a RoPE frequency is
-      not scaled (high_freq_factor).
-    rope_length: the number of tokens of a sequence in the original training
-      (original_max_position_embeddings); used by `rope_factor`.
+    rope_low: the number of rotations in `rope_length` tokens below which the frequency of a
+      RoPE pair is divided by `rope_factor` (low_freq_factor in Llama 3.1).
+    rope_high: the number of rotations in `rope_length` tokens above which the frequency of a
+      RoPE pair is not scaled (high_freq_factor in Llama 3.1); between `rope_low` and
+      `rope_high` the scaling is interpolated.
+    rope_length: the sequence length in tokens before the extension by `rope_factor`
+      (original_max_position_embeddings in Llama 3.1).
     norm_eps: the constant that RMSNorm adds to the mean square.
     qk_norm: whether to normalize queries and keys per head, as in Qwen3.
     qkv_bias: whether to add biases to queries, keys and values, as in Qwen2.
-    pad_vocab_to: the divisor of the vocabulary size after padding, so that parameters do not
-      depend on the layout; 1 adds no padding.
+    pad_vocab_to: the number to a multiple of which the vocabulary size is padded, so that
+      parameter shapes do not depend on the layout; 1 adds no padding.
   """
 
   num_layers: Count = 4
@@ -235,16 +238,16 @@ class ViT(Model):
 
   Attributes:
     patch: the height and width of a patch in pixels, a divisor of the image size.
-    width: the width of the residual stream.
-    num_layers: the number of layers of attention and MLP.
+    width: the width of the residual stream (hidden_size in Hugging Face).
+    num_layers: the number of layers, each of attention and MLP.
     num_heads: the number of attention heads.
     hidden: the number of units of the MLP; None uses 4 times `width`.
     pool: the input of the classifier; "token" (a class token) or "mean" (the mean over
       patches).
     norm_eps: the constant that LayerNorm adds to the variance (1e-12 in Hugging Face's
       ViTs).
-    pad_classes_to: the divisor of the number of classes after padding, so that parameters do
-      not depend on the layout; 1 adds no padding.
+    pad_classes_to: the number to a multiple of which the number of classes is padded, so that
+      parameter shapes do not depend on the layout; 1 adds no padding.
   """
 
   patch: Count = 16

@@ -43,9 +43,9 @@ class _Decaying(Optimizer):
   """Optimizer with weight decay.
 
   Attributes:
-    include: the parameters that get weight decay (and LARS/LAMB trust ratios, or Muon
-      updates); "kernels" (two dims or more), "timm" (kernels without position embeddings,
-      as in timm), "all", or a regular expression of parameter paths.
+    include: the parameters that get weight decay (and LARS/LAMB trust ratios, or Muon updates);
+      "kernels" (two or more dimensions), "timm" (kernels except position embeddings, as in
+      timm), "all", or a regular expression that is searched in the parameter paths.
   """
 
   include: str = "kernels"
@@ -59,11 +59,11 @@ class SGD(_Decaying):
   """Stochastic gradient descent with momentum and L2 weight decay.
 
   Attributes:
-    momentum: the decay of the velocity; 0 disables momentum.
+    momentum: the momentum (decay of the velocity); 0 disables it.
     nesterov: whether to use Nesterov momentum.
     weight_decay: the L2 coefficient, added to the gradient; 0 disables it.
     momentum_correction: the steps in which momentum is multiplied by lr_t / lr_{t-1}
-      (arXiv:1706.02677, section 3); "never", "warmup" or "always".
+      (arXiv:1706.02677, section 3); "never", "warmup" (only during the warm-up) or "always".
   """
 
   momentum: Fraction = 0.9
@@ -81,17 +81,19 @@ class LARS(_Decaying):
   """Layer-wise adaptive rate scaling (arXiv:1708.03888).
 
   Attributes:
-    variant: the implementation to reproduce; "paper" (Intel Caffe, Flax, MLPerf), "nvidia",
-      "tf_contrib", "tf_contrib_l2_in_loss", "torch", "optax", "larc_clip", "larc_scale"
-      (apex), "nvcaffe_clip", "nvcaffe_scale", "timm" or "timm_clip" (timm's lars and larc).
-      `optim.lars` has the equations.
-    momentum: the decay of the velocity; 0 disables momentum.
+    variant: the implementation to reproduce; "paper" (Intel Caffe, Flax, MLPerf), "nvidia"
+      (MLPerf), "tf_contrib" or "tf_contrib_l2_in_loss" (TensorFlow), "torch" (lightning-bolts),
+      "optax", "larc_clip" or "larc_scale" (apex), "nvcaffe_clip" or "nvcaffe_scale" (NVCaffe),
+      "timm" or "timm_clip" (timm's lars and larc). `jaxscale.optim.lars_variants` has the
+      equations.
+    momentum: the momentum (decay of the velocity); 0 disables it.
     weight_decay: the L2 coefficient, added to the gradient; 0 disables it.
-    trust_coefficient: the trust coefficient, eta in the paper.
+    trust_coefficient: the factor of the trust ratio, eta in the paper.
     eps: the constant added to the denominator of the trust ratio; 0 adds none.
     nesterov: whether to use Nesterov momentum.
     momentum_correction: the steps in which momentum is multiplied by lr_t / lr_{t-1}
-      (arXiv:1706.02677, section 3); "never", "warmup" (Intel Caffe) or "always".
+      (arXiv:1706.02677, section 3); "never", "warmup" (only during the warm-up, as in Intel
+      Caffe) or "always".
   """
 
   variant: LarsVariant = "paper"
@@ -132,10 +134,12 @@ class LAMB(AdamW):
   """AdamW with a trust ratio per layer, for large batches (arXiv:1904.00962).
 
   Attributes:
-    variant: the implementation to reproduce; "paper", or "timm", which clips gradients to
-      a global norm of 1 and applies no trust ratio to parameters without weight decay.
-    bias_correction: whether to divide the moments by 1 - b^t.
-    phi_max: the upper limit of a layer's weight norm in the trust ratio; None sets no limit.
+    variant: the implementation to reproduce; "paper", or "timm", which clips gradients to a
+      global norm of 1 and uses no trust ratios if weight_decay is 0.
+    bias_correction: whether to divide the moments by 1 - b1^t and 1 - b2^t in step t, as Adam
+      does.
+    phi_max: the upper limit of a layer's weight norm in the numerator of its trust ratio; None
+      sets no limit.
     trust_clip: whether to limit trust ratios to 1 (LAMBC).
   """
 
@@ -151,20 +155,22 @@ class LAMB(AdamW):
 
 
 class Muon(_Decaying):
-  """Orthogonalized momentum for kernels, AdamW for all other parameters.
+  """Orthogonalized momentum for weight matrices, AdamW for all other parameters.
 
   AdamW also updates the embeddings and the head of a Transformer or ViT; see `optim.muon`.
 
   Attributes:
-    variant: the implementation to reproduce; "optax" or "torch".
-    momentum: the decay of the velocity.
+    variant: the implementation to reproduce; "optax" (optax.contrib.muon) or "torch"
+      (torch.optim.Muon).
+    momentum: the momentum (decay of the velocity); 0 disables it.
     nesterov: whether to use Nesterov momentum.
-    weight_decay: the decoupled weight decay of kernels; 0 disables it.
+    weight_decay: the decoupled weight decay of the weight matrices in `include`; 0 disables it.
     ns_steps: the number of Newton-Schulz iterations.
-    ns_coeffs: the three coefficients of a Newton-Schulz iteration.
-    adjust: the scale of an update; "match_rms_adamw" (0.2 sqrt(max(in, out)), for AdamW's
-      learning rates) or "original" (sqrt(max(1, out / in)), for higher learning rates).
-    adam_lr: the peak learning rate of parameters that AdamW updates; None uses `lr`.
+    ns_coeffs: the three coefficients of a Newton-Schulz iteration, those of x, x^3 and x^5.
+    adjust: the scale of the update of an [in, out] matrix; "match_rms_adamw" (0.2 sqrt(max(in,
+      out)), for AdamW's learning rates) or "original" (sqrt(max(1, out / in)), for higher
+      learning rates).
+    adam_lr: the peak learning rate of the parameters that AdamW updates; None uses `lr`.
     b1: the decay of AdamW's first moment.
     b2: the decay of AdamW's second moment.
     eps: the constant added to the square root of AdamW's second moment.
@@ -204,7 +210,7 @@ class Optax(Optimizer):
   records it.
 
   Attributes:
-    make: a function from the learning rate (a schedule) to a transformation, such as
+    make: a function from a learning-rate schedule to an optax transformation, such as
       `optax.adafactor`.
     lr: the peak learning rate; `lr_scaling` scales it with the batch size.
   """
@@ -246,7 +252,8 @@ class Warmup(Schedule):
 
   Attributes:
     warmup: the shape of the warm-up; "linear", "quadratic" or "exponential".
-    warmup_lr: the learning rate at step 0, which is not scaled with the batch size.
+    warmup_lr: the learning rate at step 0, where the warm-up starts; it is not scaled with the
+      batch size.
   """
 
   warmup: Literal["linear", "quadratic", "exponential"] = "linear"
@@ -268,13 +275,13 @@ class Warmup(Schedule):
 
 
 class Cosine(Warmup):
-  """Warm-up, then half a cosine.
+  """Warm-up, then cosine decay.
 
   Attributes:
-    end_lr: the learning rate at the end of the run.
-    restart: whether the decay starts at the end of the warm-up. False starts it at step 0
-      (timm without warmup_prefix, Intel Caffe), so that the learning rate drops where the
-      warm-up ends.
+    end_lr: the learning rate at the end of the decay; it is not scaled with the batch size.
+    restart: whether the decay starts at the end of the warm-up. False starts it at step 0 (timm
+      without warmup_prefix, Intel Caffe), so that the learning rate drops abruptly at the end
+      of the warm-up.
   """
 
   end_lr: NonNegative = 0.0
@@ -286,12 +293,14 @@ class Cosine(Warmup):
 
 
 class Polynomial(Cosine):
-  """Warm-up, then polynomial decay (1 - t)**power; MLPerf uses power 2 down to 1e-4.
+  """Warm-up, then polynomial decay; the defaults are those of MLPerf's ResNet-50.
 
   Attributes:
-    power: the exponent of the decay.
-    decay_epochs: the length of the decay in epochs; None ends it with the run.
-    decay_steps: the length of the decay in steps; None uses `decay_epochs`.
+    power: the exponent of the decay (1 - t)^power, with t from 0 to 1 over the decay.
+    decay_epochs: the length of the decay in epochs; None uses `decay_steps`, or decays until
+      the end of the run.
+    decay_steps: the length of the decay in steps; None uses `decay_epochs`, or decays until the
+      end of the run.
   """
 
   end_lr: NonNegative = 1e-4
@@ -320,11 +329,12 @@ class Polynomial(Cosine):
 
 
 class Steps(Warmup):
-  """Warm-up, then a learning rate that is cut at given epochs.
+  """Warm-up, then a constant learning rate that is multiplied by `factor` at given epochs.
 
   Attributes:
     boundaries: the epochs at which the learning rate is multiplied by `factor`.
-    factor: the factor of each cut; arXiv:1706.02677 cuts by 0.1 at epochs 30, 60 and 80.
+    factor: the factor of the learning rate at each boundary; 0.1 at epochs 30, 60 and 80 in
+      arXiv:1706.02677.
   """
 
   boundaries: Annotated[tuple[float, ...], "> 0"] = (30.0, 60.0, 80.0)

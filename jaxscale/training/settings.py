@@ -20,8 +20,9 @@ class CrossEntropy(Loss):
   """Cross entropy of one class per example; reports accuracy.
 
   Attributes:
-    label_smoothing: the share of the target that is spread over all classes or the
-      vocabulary, in training only; 0 disables it. The smoothed loss gives no perplexity.
+    label_smoothing: the fraction of the target probability that is spread evenly over all
+      classes or the vocabulary, in training only; 0 disables it. With smoothing, no training
+      perplexity is logged.
   """
 
   label_smoothing: Fraction = 0.0
@@ -50,7 +51,7 @@ class CrossEntropy(Loss):
 
 
 class BinaryCrossEntropy(Loss):
-  """Cross entropy of several classes per example, each 0 or 1.
+  """Binary cross entropy, with one target of 0 or 1 for each class of an example.
 
   Accuracy is the share of examples with every class right.
   """
