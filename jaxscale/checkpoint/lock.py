@@ -358,7 +358,7 @@ def _wait_until_free(path: Path, owner: LockOwner, me: LockOwner, log, expire_s:
   if other_job and other_job[0].startswith("slurm-"):
     stop = f"scancel {other_job[0].removeprefix('slurm-')}"
   fix = f"wait until it ends, stop it ({stop}), or use another --workdir"
-  raise ConfigError(f"--workdir={workdir}: another run is writing there ({owner}); {fix}")
+  raise ConfigError(f"--workdir={workdir}: another run is writing to it ({owner}); {fix}")
 
 
 def _read(path: Path) -> LockOwner | None:

@@ -84,7 +84,11 @@ def requeue(job: str | None, restarts: int, limit: int) -> Requeued:
 
 
 def _requeue_or_wait(job: str, restarts: int) -> str | None:
-  """Call `_requeue`, and retry while Slurm's controller is down; None if it is requeued."""
+  """Call `_requeue`, retrying while Slurm's controller is down.
+
+  Returns:
+    The error of `_requeue`; None if the job is requeued.
+  """
   ends_s = time.monotonic() + _ASK_S
   while error := _requeue(job, restarts):
     if run_scontrol("ping") is not None or shutil.which("scontrol") is None:

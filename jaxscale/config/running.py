@@ -181,7 +181,7 @@ class Faults(Timeouts):
     silent_s, jax_s = self.heartbeat_timeout_s, self.jax_heartbeat_timeout_s
     if jax_s < (least := 1.2 * silent_s):  # Leaves time for the report.
       why = f"lets JAX abort before heartbeat_timeout_s={silent_s} reports the lost process"
-      raise invalid("Faults.jax_heartbeat_timeout_s", jax_s, why, f"give {least:g}")
+      raise invalid("Faults.jax_heartbeat_timeout_s", jax_s, why, f"give {least:g} or more")
 
 
 @settings

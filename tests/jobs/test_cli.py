@@ -59,7 +59,7 @@ def test_a_mistake_is_one_line(argv, says):
 OF_COMMANDS = table("""
 trian | trian: no such command, did you mean 'train'?
 train | --config: missing; try --config digits
-train digits | digits: not an option; a config is --config FILE
+train digits | digits: not an option; give a config as --config FILE
 train --config=digit | no packaged config, did you mean 'digits'?
 train --config=digits --workdir= | --workdir=: give a directory
 train --config=digits --workdir=gs://b/x | mount a bucket as one

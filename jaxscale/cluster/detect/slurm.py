@@ -38,7 +38,7 @@ def tasks_per_node(text: str) -> list[int]:
   counts = [(int(m[1]), int(m[2] or 1)) for m in matches if m]
   if None in matches or sum(nodes for _, nodes in counts) > MOST_HOSTS:
     shown = text if len(text) <= 60 else text[:57] + "…"
-    raise ConfigError(f"tasks per node {shown!r}: not in Slurm's form, '2(x3),1'")
+    raise ConfigError(f"tasks per node {shown!r} are invalid; write them as Slurm does, '2(x3),1'")
   return [tasks for tasks, nodes in counts for _ in range(nodes)]
 
 
