@@ -21,7 +21,7 @@ from jaxscale.errors import ConfigError
 def sum_tree(tree: Any, by: Plan, *, payload: Any = None, accumulate: Any = None) -> Any:
   """Sum a tree over devices by a plan, inside `shard_map`.
 
-  Leaves of a dtype are sent as one vector, so that they need the permutes of one leaf.
+  Leaves of the same dtype are sent as one vector, so they need only the permutes of one leaf.
 
   Args:
     tree: arrays of this device.
@@ -52,7 +52,7 @@ def sum_tree(tree: Any, by: Plan, *, payload: Any = None, accumulate: Any = None
 
 
 def joined(total: Callable[[jax.Array], jax.Array], tree: Any) -> Any:
-  """Apply a sum to every leaf, with the leaves of a dtype joined into one vector."""
+  """Apply a sum to every leaf, with leaves of the same dtype joined into one vector."""
   leaves, treedef = jax.tree.flatten(tree)
   leaves = [jnp.asarray(x) for x in leaves]
   kinds: dict[Any, list[int]] = {}

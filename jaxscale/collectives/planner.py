@@ -44,7 +44,7 @@ class Link(NamedTuple):
   Attributes:
     alpha: latency of a message in seconds.
     beta: seconds per byte.
-    switched: all devices are equally distant; False: they are wired in a ring, where a
+    switched: True if all devices are equally distant; False if they are wired in a ring, where a
       message over s positions takes s links.
   """
 

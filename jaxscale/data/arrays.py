@@ -282,7 +282,7 @@ def synthetic(
   seed: int = 0,
   first: int = 0,
 ) -> Dataset:
-  """Create images of a fixed random pattern per class, under noise of twice its spread.
+  """Create images of one random pattern per class, plus noise with twice its amplitude.
 
   Args:
     num_examples: the number of examples.

@@ -180,9 +180,9 @@ def centered_crop(height: int, width: int, size: int, share: float) -> tuple[int
   """Return the (height, width) to resize to and the (top, left) of the central crop.
 
   The crop is a square with side `size`. The shorter side becomes size / share, and the other
-  side keeps the aspect ratio, both rounded down. The crop's corner is rounded half to even (torchvision 0.28 transforms/functional.py,
-  `_compute_resized_output_size` and `center_crop`; timm 1.0.31 data/transforms_factory.py,
-  `transforms_imagenet_eval`).
+  side keeps the aspect ratio, both rounded down. The crop's corner is rounded half to even
+  (torchvision 0.28 transforms/functional.py, `_compute_resized_output_size` and `center_crop`;
+  timm 1.0.31 data/transforms_factory.py, `transforms_imagenet_eval`).
   """
   wanted, shorter = math.floor(size / share), min(height, width)
   sizes = height, width
