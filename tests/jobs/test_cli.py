@@ -36,7 +36,7 @@ def test_options_settings_and_names_come_in_any_order():
 
 MISTAKES = table("""
  | RUN: missing; give a run
-a --knd=weak | --knd=weak: not an option, did you mean '--kind'?; a setting
+a --knd=weak | --knd=weak: not an option, did you mean '--kind'?; write settings
 a --kind=week | --kind=week: did you mean 'weak'?
 a --kind | --kind: a value is missing, write --kind=VALUE
 a --config --config.x=3 | --config: a value is missing
