@@ -281,7 +281,7 @@ def replacing(path: Path, *, durable: bool = False) -> Iterator[BinaryIO]:
 def write_json(path: Path, value: Any) -> None:
   """Replace a JSON file atomically: a reader sees the old file or the new one.
 
-  This also holds after a power failure, since runs cannot resume without some of them.
+  This also holds after a power failure, since runs cannot resume without some of these files.
   """
   replace_text(path, json.dumps(value, indent=2) + "\n", durable=True)
 

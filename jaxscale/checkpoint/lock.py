@@ -347,7 +347,7 @@ def _wait_until_free(path: Path, owner: LockOwner, me: LockOwner, log, expire_s:
   if scheduler in schedulers.SCHEDULERS:
     stop = f"{schedulers.SCHEDULERS[scheduler].CANCEL} {job}"
   fix = f"wait until it ends, stop it ({stop}), or use another --workdir"
-  raise ConfigError(f"--workdir={workdir}: another run is writing there ({owner}); {fix}")
+  raise ConfigError(f"--workdir={workdir}: another run is writing to it ({owner}); {fix}")
 
 
 def _read(path: Path) -> LockOwner | None:

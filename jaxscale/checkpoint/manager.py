@@ -160,7 +160,7 @@ class Checkpoints:
     return checkpoint_dir.steps(self.directory)
 
   def newest(self) -> int:
-    """Return the step that `restore` would load, or 0; all processes call it."""
+    """Return the step that `restore` would load, or 0; all processes must call it."""
     shared = cluster.from_leader(max(self.steps(), default=0))
     return (self._local and self._local.newest(shared)) or shared
 
@@ -178,14 +178,14 @@ class Checkpoints:
     A step that is already saved is skipped. Checksums are computed during the write, which
     also finds NaN and Inf in the state: then no checkpoint is made.
 
-    With local copies, the first save of a start and then every `shared_every`-th one is
-    shared. A shared save that is due while the previous one is still being written does
-    not wait: the next save is shared instead.
+    With local copies, the first save of a start and then every `shared_every`-th one goes
+    to the shared directory. If the previous one is still being written when it is due,
+    training does not wait: the next save goes to the shared directory instead.
 
     Args:
       state: the state to save, which may be donated as soon as this returns.
       metrics: the metrics of an evaluation at this step; `metrics.score` ranks the best.
-      is_needed: True makes the save shared and waits for the previous one as long as needed.
+      is_needed: True saves to the shared directory, and waits for the previous save.
         False skips the save, and logs it, if a slow disk has not finished the previous one
         within `max_wait_s`.
 
@@ -280,8 +280,8 @@ class Checkpoints:
   def poll(self) -> None:
     """Advance the save in progress without waiting for it.
 
-    All processes must call it, and often: each call can advance a save by one phase, from
-    written by all to committed.
+    All processes must call it, and often: once all processes have
+    written a save, several calls are needed until it is committed.
 
     Raises:
       NonFiniteError: the state has NaN or Inf.
@@ -417,8 +417,8 @@ class Checkpoints:
   ) -> TrainState | None:
     """Load the newest intact state, sharded as requested; None if there is none.
 
-    This is the local copy if all processes have one of the same step that is newer than
-    the shared checkpoints, and otherwise a shared checkpoint.
+    It loads local copies if all processes have a copy of the same step, which is newer
+    than the shared checkpoints. Otherwise it loads a shared checkpoint.
 
     Args:
       abstract: the shapes, dtypes and shardings (`state.abstract_state`), on any mesh.

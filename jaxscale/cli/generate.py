@@ -15,7 +15,7 @@ def add_arguments(parser: Parser) -> None:
   hint = "try --workdir runs/text"
   parser.option("--workdir DIR", "the workdir of the run", directory, missing=hint)
   parser.option("--prompt TEXT", "the text to continue (default: none)", str, default="")
-  parser.option("--tokens N", "generate at most N bytes or tokens", whole(1), default=256)
+  parser.option("--tokens N", "the largest number of bytes or tokens", whole(1), default=256)
   text = "the sampling temperature; 0 always takes the most likely token"
   parser.option("--temperature T", text, number(">= 0"), default=1.0)
   parser.option("--top-k K", "the number of likeliest tokens to keep (default: all)", whole(1))

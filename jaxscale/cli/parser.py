@@ -111,9 +111,9 @@ class Parser(argparse.ArgumentParser):
     if unknown:
       flags = {s for a in self._actions for s in a.option_strings if s[:2] == "--"}
       hint = nearest(unknown[0].partition("=")[0], flags - {"--config.FIELD"})
-      hint += "; a setting is --config.FIELD=VALUE" * self.has_settings
+      hint += "; write settings as --config.FIELD=VALUE" * self.has_settings
       if self.has_settings and not unknown[0].startswith("-"):
-        raise ConfigError(f"{unknown[0]}: not an option; a config is --config FILE")
+        raise ConfigError(f"{unknown[0]}: not an option; give a config as --config FILE")
       raise ConfigError(f"{unknown[0]}: not an option, {hint}")
     args.overrides, args.topic = overrides, topic
     for dest, (name, hint) in self._required.items():

@@ -37,7 +37,9 @@ def add_job_arguments(parser: Parser, note: str | None = None) -> None:
   text = f"the executor: {' or '.join(EXECUTORS)} (default: the first that is available)"
   parser.option("--executor NAME", text, choices=tuple(EXECUTORS))
   parser.option("--requeue N", "the largest number of restarts (default: 10)", whole())
-  parser.option("--spares N", "the number of extra nodes that replace failed ones (default: 0)", whole())
+  parser.option(
+    "--spares N", "the number of extra nodes that replace failed ones (default: 0)", whole()
+  )
   parser.flag("--preflight", "run `jaxscale doctor` on the nodes first", default=None)
   parser.flag("--dry-run", "print the script and what would be created, and exit")
   add_site_arguments(parser)

@@ -133,7 +133,7 @@ class Greeting:
     if not link.keys or (message := link.next()) is None:
       return False
     if message != WELCOME:
-      raise ValueError("no welcome")
+      raise ValueError("the server did not accept the greeting")
     link.max_bytes = MAX_BYTES
     return True
 
@@ -154,7 +154,7 @@ def welcome(link: Link, key: bytes, number: Any) -> None:
 
 def _number(value: Any) -> str:
   if not isinstance(value, str) or not _NONCE.fullmatch(value):
-    raise ValueError("invalid greeting")
+    raise ValueError("the other end sent no number as its greeting")
   return value
 
 
@@ -180,7 +180,7 @@ def connect(address: tuple[str, int], key: bytes, timeout_s: float) -> Link:
     greeting = Greeting(sock, key)
     while not greeting.is_welcome():
       if not is_ready(sock, until):
-        raise TimeoutError(f"no proof within {timeout_s} s")
+        raise TimeoutError(f"the server did not prove within {timeout_s} s that it has the secret")
   except BaseException:
     sock.close()
     raise

@@ -96,12 +96,12 @@ def initialize(
       its code are compared, for other objects the `repr`.
     timeouts: the limits. None uses the defaults without a limit on the start, so that a
       program may run without calls of `Watch.at`.
-    folder: the folder for the stacks of processes that a fault ends.
+    folder: the folder for stack traces of processes that a fault ends.
     gpu_settings: whether to set variables for the GPUs (`cluster/gpu_settings.py`).
 
   Raises:
     ConfigError: the variables contradict each other, a process is missing or differs, or a
-      GPU is missing. All processes that can receive the line raise it.
+      GPU is missing. All processes that can still be reached raise it.
   """
   _start(config, timeouts, folder, gpu_settings)
   if _watch is not None and not _watch.is_watched:
@@ -224,7 +224,7 @@ def _end() -> None:
 
 @contextlib.contextmanager
 def current_watch() -> Iterator[Watch]:
-  """Yield the watch of this session; without a session, one that only Ctrl-C stops.
+  """Yield the watch of this session, or outside a session a watch that handles only Ctrl-C.
 
   If JAX has joined several processes without a session, Ctrl-C raises KeyboardInterrupt,
   since the processes cannot agree on a step to stop after.
@@ -244,7 +244,7 @@ def current_watch() -> Iterator[Watch]:
 
 
 def is_job() -> bool:
-  """Return whether a launcher has started this process, which is then watched."""
+  """Return whether a launcher has started this process; such processes are watched for faults."""
   return _watch is not None and _watch.is_watched
 
 

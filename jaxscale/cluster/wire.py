@@ -111,7 +111,7 @@ class Link:
         rest = rest[sent:]
       except BlockingIOError:
         if not is_ready(self, until, select.POLLOUT):
-          raise TimeoutError(f"not received within {timeout} s") from None
+          raise TimeoutError(f"the message was not received within {timeout} s") from None
 
   def send_now(self, message: Any) -> None:
     """Send one message without waiting.
@@ -157,7 +157,7 @@ class Link:
     until = None if timeout is None else time.monotonic() + timeout
     while not (messages := self._read(lambda seen: seen.find(b"\n") + 1)):
       if messages is None and not is_ready(self, until):
-        raise TimeoutError(f"no message within {timeout} s")
+        raise TimeoutError(f"no message arrived within {timeout} s")
     return messages[0]
 
   def _seal(self, message: Any) -> bytes:
@@ -169,7 +169,7 @@ class Link:
     if self.keys:
       tag, line = line[:_TAG_DIGITS], line[_TAG_DIGITS:]
       if not hmac.compare_digest(tag, _tag(self.keys.receive, self._received, line)):
-        raise ValueError("a message that is not from a process of this run")
+        raise ValueError("the message is not from a process of this run")
     self._received += 1
     return parse_json(line)
 
@@ -187,11 +187,11 @@ class Link:
     except OSError as e:
       raise EOFError(str(e)) from None
     if not seen:
-      raise EOFError("closed by the other end")
+      raise EOFError("the other end closed the connection")
     self.heard = time.monotonic()
     *lines, rest = self._begun.split(b"\n")
     if max(map(len, [*lines, rest])) > self.max_bytes:
-      raise ValueError("a line is too long")
+      raise ValueError(f"the message is longer than {self.max_bytes} bytes")
     if not end:
       return []
     self._begun = b""
@@ -220,7 +220,7 @@ def is_ready(link: Any, until: float | None, event=select.POLLIN) -> bool:
 def parse(kind: type[T], values: Any) -> T:
   """Convert a list in a message to a NamedTuple.
 
-  Texts are made printable. All values are checked, since a process may be damaged or run
+  Strings are made printable. All values are checked, since a process may be damaged or run
   different code.
 
   Args:
@@ -239,7 +239,7 @@ def parse(kind: type[T], values: Any) -> T:
   """
   hints = _hints(kind)
   if not isinstance(values, list) or len(values) != len(hints):
-    raise ValueError(f"not a {kind.__name__}")
+    raise ValueError(f"expected {len(hints)} values of {kind.__name__}, received {values!r:.40}")
   return kind(*(typed(hint, v) for hint, v in zip(hints, values, strict=True)))
 
 
@@ -249,7 +249,7 @@ def _hints(kind: type) -> tuple[Any, ...]:
 
 
 def typed(hint: Any, value: Any) -> Any:
-  """Check a value against a type hint; make texts printable and truncate them.
+  """Check a value against a type hint and return it, with strings truncated and made printable.
 
   Args:
     hint: the type hint.
@@ -275,4 +275,5 @@ def typed(hint: Any, value: Any) -> Any:
     return printable(value[:MAX_TEXT])
   if hint is bool and isinstance(value, bool):
     return value
-  raise ValueError(f"{hint} was expected")
+  wanted = hint.__name__ if isinstance(hint, type) else hint
+  raise ValueError(f"expected {wanted}, received {value!r:.40}")

@@ -72,7 +72,7 @@ def hierarchical(
   It is a reduce-scatter over the fast axes (all but the first), an all-reduce of the
   blocks over the slow axis, and an all-gather over the fast axes. With f devices per group
   and s groups each device sends 2 M (1 - 1/f) bytes on fast links and 2 (M/f) (1 - 1/s) on
-  slow ones. The form is that of arXiv:1811.05233; XLA itself uses it for a `psum` over
+  slow ones. The algorithm is that of arXiv:1811.05233; XLA itself uses it for a `psum` over
   TPU slices. A single axis counts as fast.
 
   Args:

@@ -21,7 +21,7 @@ from jaxscale.errors import ConfigError
 def sum_tree(tree: Any, by: Plan, *, payload: Any = None, accumulate: Any = None) -> Any:
   """Sum a tree over devices by a plan, inside `shard_map`.
 
-  Leaves of a dtype are sent as one vector, so that they need the permutes of one leaf.
+  Leaves of the same dtype are sent as one vector, so they need only the permutes of one leaf.
 
   Args:
     tree: arrays of this device.
@@ -40,7 +40,7 @@ def sum_tree(tree: Any, by: Plan, *, payload: Any = None, accumulate: Any = None
   live = {d.axes[0]: d.live for d in by.dims if d.live is not None}
   devices = math.prod(live.get(a, n) for a, n in sizes.items())
   if by.algorithm != "psum" and covered != devices:
-    raise ConfigError(f"plan={by} does not fit the mesh {sizes}; plan again")
+    raise ConfigError(f"plan={by} is for a mesh other than {sizes}; call `plan` with this mesh")
 
   def total(x: jax.Array):
     if own := {"psum": psum, "hierarchical": hierarchical}.get(by.algorithm):
@@ -52,7 +52,7 @@ def sum_tree(tree: Any, by: Plan, *, payload: Any = None, accumulate: Any = None
 
 
 def joined(total: Callable[[jax.Array], jax.Array], tree: Any) -> Any:
-  """Apply a sum to every leaf, with the leaves of a dtype joined into one vector."""
+  """Apply a sum to every leaf, with leaves of the same dtype joined into one vector."""
   leaves, treedef = jax.tree.flatten(tree)
   leaves = [jnp.asarray(x) for x in leaves]
   kinds: dict[Any, list[int]] = {}
@@ -126,7 +126,7 @@ def all_reduce(
   for path, x in jax.tree.leaves_with_path(tree):
     if (shape := np.shape(x))[:1] != (mesh.size,):
       key = f"tree{jax.tree_util.keystr(path)}.shape={shape}"
-      raise ConfigError(f"{key} lacks one row per device; give a leading dim of {mesh.size}")
+      raise ConfigError(f"{key} needs one row per device; give a leading dim of {mesh.size}")
   num_bytes = payload_bytes(tree, payload, rows=True)
   sizes = dict(mesh.shape)
   by = plan(sizes, num_bytes, algorithm, dims=dims, links=links)

@@ -68,7 +68,7 @@ def in_turns(calls: Mapping[Any, Callable[[], Any]], rounds: int) -> dict[Any, l
 
 
 def medians(seconds: Mapping[Any, Sequence[float]]) -> dict[Any, float]:
-  """Return the median of each call's seconds, in the process where it is largest."""
+  """Return each call's median time in seconds, the maximum over all processes."""
   own = [statistics.median(s) for s in seconds.values()]
   slowest = [max(column) for column in zip(*cluster.gather(own), strict=True)]
   return dict(zip(seconds, slowest, strict=True))

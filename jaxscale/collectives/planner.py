@@ -44,7 +44,7 @@ class Link(NamedTuple):
   Attributes:
     alpha: latency of a message in seconds.
     beta: seconds per byte.
-    switched: all devices are equally distant; False: they are wired in a ring, where a
+    switched: True if all devices are equally distant; False if they are wired in a ring, where a
       message over s positions takes s links.
   """
 
@@ -349,5 +349,5 @@ def _checked_links(sizes: Sizes, links: Mapping[str, Link] | None) -> dict[str, 
       raise ConfigError(f"links[{axis!r}]={link} is out of range; give alpha, beta >= 0")
   for axis, n in sizes.items():
     if axis not in links and n > 1:
-      raise ConfigError(f"links lacks {axis!r}; give alpha and beta of every axis")
+      raise ConfigError(f"links has no axis {axis!r}; give alpha and beta of every axis")
   return {axis: links.get(axis, FAST) for axis in sizes}

@@ -37,8 +37,8 @@ batching.defvectorized(_same_everywhere)
 def same_everywhere(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
   """Declare an array invariant over `axes`.
 
-  Nothing checks that it is: a value that differs between devices would be used as if it
-  did not. There is no derivative, so that callers must define one.
+  This is not checked: if the value differs between devices, later results are wrong without
+  an error. It has no derivative, so callers must define one.
 
   Args:
     x: an array that is bit-identical on all devices along `axes`.

@@ -147,7 +147,7 @@ class Config:
       problem = f"target_accuracy={accuracy} is also set"
       raise ConfigError(f"Config.target_loss={loss}: {problem}; set one of them to None")
     if self.stop_at_target and {accuracy, loss} == {None}:
-      raise ConfigError("Config.stop_at_target=True: no target; set target_accuracy or target_loss")
+      raise ConfigError("Config.stop_at_target=True: set a target_accuracy or target_loss")
     if self.ema_warmup and self.ema_decay is None:
       raise ConfigError("Config.ema_warmup=True: needs ema_decay; set it, or use False")
     if self.init_head and self.init_from is None:
@@ -182,14 +182,13 @@ def _check_length(config: Config) -> None:
     length, name = getattr(config, unit), f"warmup_{unit}"
     if length is None:
       continue
-    problem = f"is too long, the run has only {length} {unit}"
     if (warmup := getattr(config.schedule, name) or 0) >= length:
       field = f"{type(config.schedule).__name__}.{name}"
-      raise invalid(field, warmup, problem, "make the warm-up shorter")
+      raise invalid(field, warmup, f"is too long for a run of {length} {unit}", "make it shorter")
     starts = getattr(config.phases, unit, ())
     if starts and starts[-1] >= length:
-      problem = f"is too late, the run has only {length} {unit}"
-      fix = f"leave out the phases that begin later, or set Config.{unit} higher"
+      problem = f"has a phase that begins at {starts[-1]}, but the run has only {length} {unit}"
+      fix = f"leave out phases that begin after the end, or set Config.{unit} higher"
       raise invalid(f"Phases.{unit}", starts, problem, fix)
 
 
@@ -236,8 +235,8 @@ def _check_local(config: Config) -> None:
     problem = "AdaptiveBatch needs all devices to take the same steps; use Phases"
     raise ConfigError(f"Config.{sync}: {problem}")
   if config.lr_scaling != "none":
-    problem = f"with {sync} the learning rate is that of one worker and its share of the batch"
-    remedy = "set it to 'none', and optimizer.lr for that share"
+    problem = f"with {sync} each worker takes its own steps, on its share of the batch"
+    remedy = "use 'none', and choose optimizer.lr for the batch size of one worker"
     raise ConfigError(f"Config.lr_scaling={config.lr_scaling!r}: {problem}; {remedy}")
   if plain := config.exchange.plain_epochs:
     problem = f"with {sync} workers exchange only when they synchronize; set it to 0"

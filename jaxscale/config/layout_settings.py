@@ -61,8 +61,8 @@ class Layout:
       field, (pattern, colon, dims) = f"Layout.rules={rule!r}", rule.rpartition(":")
       axes = [dim.strip() for dim in dims.split(",")]
       if not colon or not set(axes) <= {"-", "fsdp", "stage", "model"}:
-        form = "'PATTERN: axis, axis', an axis of fsdp, stage, model for each dim"
-        raise ConfigError(f"{field}: give {form}, or - for a dim that is not split")
+        form = "'PATTERN: AXIS, AXIS, ...', for each dim fsdp, stage, model"
+        raise ConfigError(f"{field}: give {form}, or - if it is not split")
       if twice := [axis for axis in axes if axis != "-" and axes.count(axis) > 1]:
         raise ConfigError(f"{field}: {twice[0]} splits two dims; use it once")
       check_pattern("Layout.rules", pattern, "give e.g. 'layers/.*/kernel'")

@@ -76,7 +76,7 @@ def call(path: str, function: str, advice: str) -> Any:
     if factory is None:
       raise ConfigError(f"{file}: {advice}")
     if arg and not inspect.signature(factory).parameters:
-      raise ConfigError(f"{file}:{arg}: its {function}() takes no argument")
+      raise ConfigError(f"{file}:{arg}: {function}() takes no argument; remove :{arg}")
     with running(file):
       value = factory(arg) if arg else factory()
       # A generator runs only here, so that its errors are reported with file and line.

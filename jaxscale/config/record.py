@@ -100,7 +100,7 @@ def _own_class(name: str, folder: Path | None) -> type:
   copy = folder / "code" / f"{module}.py" if folder else None
   try:
     if not re.fullmatch(r"[\w.]+", module):
-      raise ConfigError("not the name of a module")
+      raise ConfigError(f"{module} is not the name of a module")
     if copy is not None and copy.is_file():
       if others := unsafe_owner(copy, group=False):
         raise ConfigError(others)
@@ -109,7 +109,7 @@ def _own_class(name: str, folder: Path | None) -> type:
       owner = getattr(importlib.import_module(module), cls)
     # A tampered config.json must not make us call another function, e.g. os.system.
     if not (isinstance(owner, type) and issubclass(owner, Choice)):
-      raise ConfigError("not a settings class")
+      raise ConfigError(f"{cls} is not a settings class")
     return owner
   except Exception as e:
     problem = f"cannot be loaded from {copy or module} ({type(e).__name__}: {e})"

@@ -182,7 +182,7 @@ class Faults(Timeouts):
     silent_s, jax_s = self.heartbeat_timeout_s, self.jax_heartbeat_timeout_s
     if jax_s < (least := 1.2 * silent_s):  # Leaves time for the report.
       problem = f"lets JAX abort before heartbeat_timeout_s={silent_s} reports the lost process"
-      raise invalid("Faults.jax_heartbeat_timeout_s", jax_s, problem, f"give {least:g}")
+      raise invalid("Faults.jax_heartbeat_timeout_s", jax_s, problem, f"give {least:g} or more")
 
 
 @settings

@@ -202,7 +202,7 @@ def _pair(name: str, x: Any, labels: str, y: Any) -> tuple[np.ndarray, np.ndarra
   x, y = as_array(f"Arrays.{name}", x), as_array(f"Arrays.{labels}", y)
   if len(x) != len(y) or not x.size or not y.size:
     advice = "use one target per input, and at least one of each"
-    raise ConfigError(f"Arrays.{name}, {labels}: shapes {x.shape} and {y.shape}; {advice}")
+    raise ConfigError(f"Arrays.{name}, {labels} have the shapes {x.shape} and {y.shape}; {advice}")
   for field, array in ((name, x), (labels, y)):
     if array.dtype.kind == "f" and not (is_finite := np.isfinite(array)).all():
       row = int(np.argmin(is_finite.reshape(len(array), -1).all(axis=1)))
@@ -218,10 +218,10 @@ def _check_alike(x: np.ndarray, y: np.ndarray, x_eval: np.ndarray, y_eval: np.nd
   """Check that validation examples have the shape and kind of the training examples."""
   for name, a, b in (("x", x, x_eval), ("y", y, y_eval)):
     if a.shape[1:] != b.shape[1:]:
-      problem = f"has examples of shape {b.shape[1:]}, but Arrays.{name} of {a.shape[1:]}"
+      problem = f"has examples of shape {b.shape[1:]}, but Arrays.{name} has {a.shape[1:]}"
       raise invalid(f"Arrays.{name}_eval", ..., problem, "use the same shape for both")
   if (y.dtype.kind == "f") != (y_eval.dtype.kind == "f"):
-    problem = f"is {y_eval.dtype}, but Arrays.y {y.dtype}"
+    problem = f"has the dtype {y_eval.dtype}, but Arrays.y has {y.dtype}"
     fix = "use integers (classes) for both, or floats (numbers) for both"
     raise invalid("Arrays.y_eval", ..., problem, fix)
 
@@ -232,8 +232,8 @@ def _check_same_scale(x: np.ndarray, x_eval: np.ndarray) -> None:
   a, b = (x, x_eval) if largest[0] <= largest[1] else (x_eval, x)
   is_small = a.dtype.kind == "f" and min(largest) <= 1 < b.max()
   if is_small and (b.dtype.kind != "f" or (_is_whole(b) and not _is_whole(a))):
-    shown = [f"{v.dtype} from {v.min():g} to {v.max():g}" for v in (x, x_eval)]
-    problem = f"is {shown[1]}, but Arrays.x {shown[0]}"
+    shown = [f"{v.dtype} values from {v.min():g} to {v.max():g}" for v in (x, x_eval)]
+    problem = f"has {shown[1]}, but Arrays.x has {shown[0]}"
     raise invalid("Arrays.x_eval", ..., problem, "scale both in the same way")
 
 
@@ -282,7 +282,7 @@ def synthetic(
   seed: int = 0,
   first: int = 0,
 ) -> Dataset:
-  """Create images of a fixed random pattern per class, under noise of twice its spread.
+  """Create images of one random pattern per class, plus noise with twice its amplitude.
 
   Args:
     num_examples: the number of examples.

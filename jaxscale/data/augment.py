@@ -177,12 +177,12 @@ def shorter_side(height: int, width: int, size: int) -> tuple[int, int]:
 
 
 def centered_crop(height: int, width: int, size: int, share: float) -> tuple[int, int, int, int]:
-  """Return (height, width) to resize to, and top and left of the crop of `size` in it.
+  """Return the (height, width) to resize to and the (top, left) of the central crop.
 
-  The shorter side becomes size / share, and the other side keeps the aspect, both rounded
-  down. The crop's corner is rounded half to even (torchvision 0.28 transforms/functional.py,
-  `_compute_resized_output_size` and `center_crop`; timm 1.0.31 data/transforms_factory.py,
-  `transforms_imagenet_eval`).
+  The crop is a square with side `size`. The shorter side becomes size / share, and the other
+  side keeps the aspect ratio, both rounded down. The crop's corner is rounded half to even
+  (torchvision 0.28 transforms/functional.py, `_compute_resized_output_size` and `center_crop`;
+  timm 1.0.31 data/transforms_factory.py, `transforms_imagenet_eval`).
   """
   side, shorter = math.floor(size / share), min(height, width)
   sizes = height, width

@@ -165,7 +165,7 @@ class _Loader(NamedTuple):
       return label, view[1]
     image, kind = jpeg.decode(data, channels, exact=drawn is None, max_pixels=most)
     if image.shape != out.shape:
-      raise ValueError(f"an image of shape {image.shape}")
+      raise ValueError(f"an image of shape {image.shape}, not {out.shape}")
     out[:] = image
     return label, kind
 

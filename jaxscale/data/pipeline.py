@@ -36,7 +36,7 @@ def train_batches(
   shard: tuple[int, int] = (0, 1),
   num_threads: int | None = None,
 ) -> Iterator[Batch]:
-  """Yield endless training batches from a position on: this host's rows of each.
+  """Yield this host's rows of training batches without end, from a position in the stream.
 
   Args:
     dataset: the dataset to draw from.
@@ -88,7 +88,7 @@ def load_ahead(load: Callable[[int], Batch], num_threads: int) -> Iterator[Batch
 
 
 def check_readable(dataset: Dataset) -> None:
-  """Load one example and compare it with `info`, before minutes go into compiling.
+  """Load one example and compare it with `info`, before the step is compiled.
 
   Raises:
     ConfigError: the example and its replacements cannot be read, or `load` returns
@@ -137,7 +137,7 @@ def shuffled(num_examples: int, seed: int, epoch: int) -> np.ndarray:
 def eval_batches(
   dataset: Dataset, batch_size: int, *, shard: tuple[int, int] = (0, 1)
 ) -> Iterator[Batch]:
-  """Yield every example once, in order, with a mask: this host's rows.
+  """Yield this host's rows of all examples, once and in order, with a mask.
 
   The last batch is filled with copies of example 0 whose "mask" is False, so all hosts have the
   same number of batches, all of one shape.

@@ -285,7 +285,7 @@ class _Text(Data):
 
 
 def _no_rows(indices: Any, draws: Any) -> Any:
-  raise AssertionError("these data have a shape alone")
+  raise AssertionError("data that only describe shapes cannot be read")
 
 
 class Text(_Text):

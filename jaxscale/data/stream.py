@@ -189,7 +189,7 @@ def text_windows(name: str, stream: Stream, vocab_size: int, sequence_length: in
   if 0 < stream.num_tokens < sequence_length:
     length = f"--config.data.sequence_length={sequence_length}; use more text or a smaller length"
     count = plural(stream.num_tokens, "token")
-    raise ConfigError(f"{name}: {count}, fewer than an example of {length}")
+    raise ConfigError(f"{name} has {count}, fewer than {length}")
   return windows(name, stream, vocab_size, sequence_length)
 
 

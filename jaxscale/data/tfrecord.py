@@ -71,8 +71,8 @@ def random_access(shards: Sequence[Shard]) -> Callable[[int], bytes]:
   for number, (shard, part) in enumerate(zip(shards, parts, strict=True)):
     if len(part) != shard.records:
       problem = f"has {len(part)} records, but dataset_info.json says {shard.records}"
-      fix = "it is truncated or of a different version; copy it again"
-      raise ConfigError(f"TFDS: {shard.path} {problem}: {fix}")
+      fix = "copy it again, in the version of dataset_info.json"
+      raise ConfigError(f"TFDS: {shard.path} {problem}; {fix}")
     positions.append(np.insert(part[shard.skip :][: shard.take], 0, number, axis=1))
   table = np.concatenate(positions)
 

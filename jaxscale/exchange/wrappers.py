@@ -89,7 +89,7 @@ def warm_start(
 
   def init(params: Any):
     if jax.tree.leaves(before.init(params)):
-      raise ConfigError("warm_start.first has a state; give an exchange without, such as plain")
+      raise ConfigError("warm_start.first keeps a state; give a stateless exchange, such as plain")
     return {"step": jnp.zeros((), jnp.int32), "inner": inner.init(params)}
 
   def exchange(grads: Any, state: Any):

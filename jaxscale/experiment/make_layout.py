@@ -154,12 +154,12 @@ def _check_rules(
     name = path_name(path)
     for axis in ("stage", "model"):
       splits, needs = (
-        f"dim {tuple(s).index(axis)}" if axis in s else "none" for s in (spec, expected)
+        f"dim {tuple(s).index(axis)}" if axis in s else "no dim" for s in (spec, expected)
       )
       if splits != needs:
         raise ConfigError(
-          f"Layout.rules: the model needs {name} with {needs} of its dims split along "
-          f"{axis}, but its rule splits {splits}; change the rule"
+          f"Layout.rules: along {axis} the model splits {needs} of {name}, but the rule for it "
+          f"splits {splits}; change the rule"
         )
     if name.startswith("layers/") and spec[0] == "fsdp":
       raise ConfigError(

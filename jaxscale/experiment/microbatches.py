@@ -108,7 +108,7 @@ def over_devices(
     wrong = f"in {phase.accumulate_steps} micro-batches {wrong}"
   raise ConfigError(
     f"batch_size={phase.batch_size} {wrong} {plural(num_blocks, 'device')}, and a "
-    f"run resumes with the batch size of its start, on {start_blocks}; use "
+    f"resumed run keeps the batch size with which it started, on {start_blocks}; use "
     f"{_nearest(do, num_blocks)} devices, or a different --workdir"
   )
 

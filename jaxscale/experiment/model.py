@@ -256,7 +256,7 @@ def _of_outputs(objective: Objective) -> Any:
 
 
 def _stack_functions(stack: models.Stack) -> models.ModelFns:
-  """Return a stack as functions of its inputs, to compare outputs."""
+  """Return `ModelFns` whose `apply` returns the logits of a stack."""
 
   def apply(params: Any, model_state: Any, inputs: Any, train: Any, keys: Any):
     batch = {"image": inputs, "tokens": inputs}

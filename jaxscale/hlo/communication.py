@@ -151,7 +151,7 @@ def placed(module: Module, mesh: Any = None) -> list[Placed]:
 
 
 def total(table: Sequence[Collective], kind: str | None = None, axis: str | None = None) -> Totals:
-  """Sum collectives over a step, each times its executions.
+  """Sum the collectives of a step, each multiplied by its number of executions.
 
   Collectives in branches count as if every branch were taken.
 
@@ -167,7 +167,7 @@ def total(table: Sequence[Collective], kind: str | None = None, axis: str | None
 
 
 def summary(table: Sequence[Collective]) -> str:
-  """Format collectives as a text table, with a line for similar ones.
+  """Format collectives as a text table, with one line per group of similar ones.
 
   Example:
     >>> print(summary([]))

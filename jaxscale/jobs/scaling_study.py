@@ -100,7 +100,7 @@ def scaling(config: str | Config, nodes: Sequence[int], **options: Any) -> Study
 
   Args:
     config: the config; see `submit`.
-    nodes: the numbers of nodes; the first one has the batch size of the config.
+    nodes: the numbers of nodes; the first one runs with the batch size of the config.
     options: `batch`, either "fixed" (strong scaling, the default) or "grows" with the nodes
       (weak scaling); `name`, the name of the study, whose runs are NAME-1n, NAME-2n, …; and
       the options of `submit`.

@@ -103,7 +103,10 @@ class JobSpec(NamedTuple):
     return Path(self.folder, "events", f"{task}.jsonl")
 
   def log_file(self, job: str, task: int, rank: int | str) -> Path:
-    """Return the file of a process's output; "batch" is the script or the supervisor."""
+    """Return the path of a process's output file.
+
+    The rank "batch" selects the output of the batch script or the supervisor.
+    """
     return Path(self.folder, "logs", f"{self.task_id(job, task)}.{rank}.out")
 
   def train_options(self) -> list[str]:

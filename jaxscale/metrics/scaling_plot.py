@@ -20,12 +20,12 @@ def plot_scaling(study: Mapping[str, Any], path: str | Path) -> Path:
   """Draw a scaling study: speed-up, efficiency, the parts of a step, and the loss.
 
   Args:
-    study: a dict with "title" and "rows". Each row has "devices" and "global_batch", and, or
-      None if unknown, "examples_per_s" with its quartiles "examples_per_s_q1" and
-      "examples_per_s_q3", "speed_up", "planned_efficiency", "compute_s" and "exposed_s"
-      (seconds of a step), "spread" (a share), and "evaluations" as (epochs, loss). Further
-      keys are "base", the devices of the smallest size; "law", a curve of (devices,
-      speed-up); and its label "law_label".
+    study: a dict with "title" and "rows"; "base", the number of devices of the smallest
+      size; "law", a curve of (devices, speed-up); and its label "law_label". Each row has
+      "devices" and "global_batch". The other keys of a row are None if unknown:
+      "examples_per_s" with its quartiles "examples_per_s_q1" and "examples_per_s_q3",
+      "speed_up", "planned_efficiency", "compute_s" and "exposed_s" (seconds of a step),
+      "spread" (a share), and "evaluations" as (epochs, loss).
     path: the path of the picture.
 
   Returns:

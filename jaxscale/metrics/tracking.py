@@ -49,7 +49,7 @@ class TrackerSource(NamedTuple):
   Attributes:
     name: the name for messages.
     open: a function that opens the tracker. Its argument is a function that shows a line to
-      the user. It may hang and may raise.
+      the user. Opening may hang and may raise.
     flush_s: the seconds that the end of a run waits for the tracker.
   """
 

@@ -49,7 +49,7 @@ def layers_of(params: Any, mask: Mask | Any, stacked: Mask | Any) -> list[Layer]
   leaves, treedef = jax.tree.flatten(params)
   for i in (i for i, many in enumerate(is_stacked) if many):
     if not leaves[i].shape:
-      raise ValueError("stacked selects a scalar, which has no dim of layers; exclude it")
+      raise ValueError("stacked selects a scalar, which has no layer dimension; exclude it")
     leaves[i] = jax.ShapeDtypeStruct(leaves[i].shape[1:], leaves[i].dtype)
   chosen = flags_of(mask, treedef.unflatten(leaves), default=True)
   return [Layer(*flags) for flags in zip(chosen, is_stacked, strict=True)]

@@ -151,7 +151,9 @@ def scale_by_muon(
   eps: float | None = 1e-8,
   stacked: Mask | None = None,
 ) -> optax.GradientTransformation:
-  """Replace matrices by the module's `size x`, without learning rate and decay.
+  """Replace the gradients of matrices by Muon's updates.
+
+  An update is `size x` in the module's equations, without learning rate and weight decay.
 
   Every leaf must be a matrix or a stack of matrices: select them with `optax.masked` or
   `optax.partition`.

@@ -410,7 +410,7 @@ def _type_axes(x: Any) -> tuple[str, ...]:
 
 
 def _zeros(tree: Any) -> Any:
-  """Return zeros with the same shapes, dtypes and varying axes."""
+  """Return zeros with the shapes, dtypes and varying axes of a tree."""
   return jax.tree.map(lambda x: vary(jnp.zeros(x.shape, x.dtype), _type_axes(x)), tree)
 
 

@@ -39,7 +39,7 @@ class Rule(NamedTuple):
 
 
 def largest(axis: str, least: int = 1024) -> Callable[..., Dims]:
-  """Return dims that split the largest dim that the axis divides.
+  """Return the `dims` of a `Rule` that splits the largest dim divisible by an axis's size.
 
   Use it for models with parameters of various shapes, such as convolutions.
 

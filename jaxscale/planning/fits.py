@@ -92,7 +92,7 @@ def compile_for(
     memory = memory_of(compiled)
   except RuntimeError as e:
     if "cuDNN not found" in str(e):
-      advice = "attention uses cuDNN on these chips; run pip install nvidia-cudnn-cu12"
+      advice = "attention needs cuDNN, which is missing; run pip install nvidia-cudnn-cu12"
       raise ConfigError(f"--chips={chips.name}: {advice}") from None
     if (refusal := out_of_memory(e)) is None:
       problem = str(e).split("\n", 1)[0]

@@ -134,7 +134,7 @@ def find_chips(name: str) -> Chips:
   try:
     found = topologies.get_topology_desc(platform=chip.platform, **options)
   except NotImplementedError:  # JAX dropped the plugin, as the hardware is missing.
-    advice = "set JAX_PLATFORMS=cpu before it is imported"
+    advice = "set JAX_PLATFORMS=cpu before importing jax"
     raise ConfigError(f"--chips={name}: JAX looked for a GPU and found none; {advice}") from None
   return Chips(name, chip, list(found.devices), kind, len(found.devices))
 

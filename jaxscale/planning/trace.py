@@ -69,13 +69,14 @@ class Summary(NamedTuple):
   """Summary of the traces of one or several processes.
 
   Attributes:
-    steps: the numbers of the steps in the traces, of any process.
-    step_s: the seconds per step, the mean over processes; 0 without a named step.
+    steps: the numbers of the steps in the trace of any process.
+    step_s: the seconds per step, the mean over processes; 0 if no steps were recorded.
     seconds: the seconds from the first step or operation to the end of the last one, the mean
       over processes.
     idle: the share of these seconds in which a device is idle, by device.
     ops: the operations, the most expensive first.
-    host: the seconds by part in the main thread, the mean over processes.
+    host: the seconds that the main thread spent in each of `HOST_PARTS`, the mean over
+      processes.
   """
 
   steps: tuple[int, ...]
@@ -408,7 +409,7 @@ def _wire(message: Any) -> Iterator[tuple[int, Any]]:
       yield number, varint()
       continue
     if kind not in (1, 2, 5):
-      raise ValueError(f"wire type {kind}")
+      raise ValueError(f"unknown wire type {kind} of a protobuf field")
     size = varint() if kind == 2 else {1: 8, 5: 4}[kind]
     if at + size > len(message):
       raise IndexError(size)

@@ -53,7 +53,7 @@ def open_run(
       config = load_config(os.fspath(config))
     if not isinstance(config, Config):
       fix = "use a Config, or the path of a config file"
-      raise invalid("config", config, f"is a {type(config).__name__}", fix)
+      raise invalid("config", config, f"has the type {type(config).__name__}", fix)
     _check_hooks(hooks)
     tracking.check_packages(config)
     accept = identities.accepted(accept_changes)

@@ -56,7 +56,7 @@ def training_flops(model: models.ModelFns | models.Stack, batch: Any) -> int:
 
 
 def count_flops(function: Callable[..., Any], *args: Any) -> int:
-  """Count the FLOPs of a function's products and convolutions without running it.
+  """Count the FLOPs of a function's matrix products and convolutions without running it.
 
   The body of a scan counts once per iteration, the body of a `while` once, and a
   conditional counts as its most expensive branch.

@@ -213,7 +213,9 @@ def _sums(
   totals = {"examples": counts.sum(dtype=jnp.int32)}
   values, more = {"loss": loss(outputs, batch)}, metrics(outputs, batch)
   if not isinstance(more, dict) or {"loss", "examples"} & more.keys():
-    problem = f"returns metrics {', '.join(more) if isinstance(more, dict) else type(more)}"
+    problem = (
+      f"returns metrics ({', '.join(more) if isinstance(more, dict) else type(more).__name__})"
+    )
     fix = "return a dict of names other than 'loss' and 'examples'"
     raise invalid("Config.loss", ..., problem, fix)
   for name, value in (values | more).items():

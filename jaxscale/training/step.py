@@ -85,7 +85,7 @@ def make_train_step(
       `skip_bad_steps`. None means that no learning rate is reported.
     layout: the layout of the parameters. `loss_fn` then gets the part of the parameters
       that a device holds (`parallel.stack_loss`, `parallel.with_gathered_params`). None means
-      everything is replicated.
+      that everything is replicated.
     options: see `StepOptions`.
 
   Example:

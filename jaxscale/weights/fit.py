@@ -1,8 +1,8 @@
-"""Adapt arrays of a file to a model of images of a different size or number of channels.
+"""Adapt arrays from a file to a model with a different image size or number of channels.
 
 The rules are timm's (`resample_abs_pos_embed`, `adapt_input_conv`). Position embeddings for a
-different number of patches are resized as an image. A stem for three colours takes one
-channel by the sum of its kernels, which is exact for gray images.
+different number of patches are resized as an image. A stem for three colours becomes one
+for one channel by summing its kernels over the channels, which is exact for gray images.
 """
 
 from __future__ import annotations

@@ -49,9 +49,9 @@ def import_safetensors(
 
   Every name must match: none in the file may be left over, and none may be missing. If a file
   lacks the classifier's matrix, as Hugging Face files with tied embeddings do, the embedding is
-  copied. Position embeddings and stems for other images are adapted (`weights.fit`). The module
-  `names` lists the settings that belong to each naming: image normalisation, epsilons, rotary
-  pairs.
+  copied. Position embeddings and stems are adapted to the model's images (`weights.fit`). The
+  module `names` lists the settings that belong to each naming: image normalisation, epsilons,
+  rotary pairs.
 
   Args:
     path: a .safetensors file, or a Hugging Face folder of one or several.

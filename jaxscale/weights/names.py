@@ -8,17 +8,18 @@ ResNet follow from its shapes.
 
 The arrays do not show these settings, which must agree with the parameters:
 
-    timm, torchvision   images / 255, less a mean, over a deviation. ResNets:
-                        ImageNet's (0.485, 0.456, 0.406) and (0.229, 0.224, 0.225),
-                        as our colour images have it; timm's "augreg" ViTs: 0.5 and
+    timm, torchvision   images as (x / 255 - mean) / std. ResNets: ImageNet's mean
+                        (0.485, 0.456, 0.406) and std (0.229, 0.224, 0.225), the
+                        default for colour images; timm's "augreg" ViTs: 0.5 and
                         0.5. Test images are resized bicubically to size / crop_pct
                         and cropped: see `pretrained_cfg` in timm, e.g. crop_pct
                         0.95 for resnet50.a1_in1k, and 0.9 for
                         vit_small_patch16_224.augreg_in21k_ft_in1k
-    ViTs                GELU by erf; LayerNorm epsilon 1e-6, in Hugging Face's 1e-12
+    ViTs                exact GELU (erf); LayerNorm epsilon 1e-6, or 1e-12 in
+                        Hugging Face's ViTs
     Hugging Face Llama  rms_norm_eps, rope_theta and the numbers of heads as in the
                         config.json next to the file, which `check` compares; a
-                        rotary pair is the numbers i and i + width / 2 of a head
+                        rotary pair is the units i and i + width / 2 of a head
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ _OF_PATHS = [getattr(errno, name) for name in _NAMES]
 
 
 class UnwrittenError(Exception):
-  """A file could not be written; the message says why."""
+  """Error for a file that could not be written; the message has the cause."""
 
   exit_code = EXIT_CRASH
 
@@ -42,8 +42,8 @@ class Leaf(NamedTuple):
   Attributes:
     shape: the shape of the array.
     dtype: the dtype of the array.
-    read: a function of a layer's index, or None for the whole array, that returns it on the
-      host of process 0, and None elsewhere. All processes call it.
+    read: a function of a layer's index, or None for the whole array. All processes call it;
+      it returns an array on the host in process 0, and None in the others.
   """
 
   shape: tuple[int, ...]

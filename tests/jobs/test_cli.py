@@ -36,7 +36,7 @@ def test_options_settings_and_names_come_in_any_order():
 
 MISTAKES = table("""
  | RUN: missing; give a run
-a --knd=weak | --knd=weak: not an option, did you mean '--kind'?; a setting
+a --knd=weak | --knd=weak: not an option, did you mean '--kind'?; write settings
 a --kind=week | --kind=week: did you mean 'weak'?
 a --kind | --kind: a value is missing, write --kind=VALUE
 a --config --config.x=3 | --config: a value is missing
@@ -59,7 +59,7 @@ def test_a_mistake_is_one_line(argv, says):
 OF_COMMANDS = table("""
 trian | trian: no such command, did you mean 'train'?
 train | --config: missing; try --config digits
-train digits | digits: not an option; a config is --config FILE
+train digits | digits: not an option; give a config as --config FILE
 train --config=digit | no packaged config, did you mean 'digits'?
 train --config=digits --workdir= | --workdir=: give a directory
 train --config=digits --workdir=gs://b/x | mount a bucket as one

@@ -135,7 +135,7 @@ def test_a_sweep_is_checked_before_it_is_submitted():
 MISTAKES = """
 submitt | did you mean 'submit'?
 submit | --config: missing
-submit DIGITS | a config is --config FILE
+submit DIGITS | give a config as --config FILE
 submit --config DIGITS --node=4 | did you mean '--nodes'?
 submit --config DIGITS --nodes=0 | --nodes=0: give a whole number >= 1
 submit --config DIGITS --nodes | --nodes: a value is missing

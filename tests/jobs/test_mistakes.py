@@ -301,8 +301,8 @@ def test_a_build_with_other_arguments_names_file_and_line(base, arguments, field
 def test_fit_takes_a_config_or_its_file(tmp_path):
   for config, says in (
     ("no.py", "--config=no.py: no such file"),
-    ({"epochs": 3}, "config={'epochs': 3} is"),
-    (None, "config=None is a NoneType; use a Config, or the path of a config file"),
+    ({"epochs": 3}, "config={'epochs': 3} has the type dict"),
+    (None, "config=None has the type NoneType; use a Config, or the path of a config file"),
   ):
     with config_error(match=f"^{says}"):
       fit(config, tmp_path / "run")

@@ -341,12 +341,12 @@ MISTAKES = [
   ("to the 8 devices", X, dict(algorithm="torus", dims=[("a", 4)])),
   ("links['b']: the mesh has no such axis", X, dict(links={"b": (0.0, 0.0)})),
   ("payload=int8 is not a float dtype", X, dict(payload=np.int8)),
-  ("tree['w'].shape=(4, 4) lacks one row per device; give a leading dim of 8", {"w": X[:4]}, {}),
+  ("tree['w'].shape=(4, 4) needs one row per device; give a leading dim of 8", {"w": X[:4]}, {}),
   ("dtype=bool cannot be summed", X.astype(bool), {}),
   ("the mesh has no axis 'b'", lambda x: collectives.ring(x, "b"), None),
   ("contains an axis twice", lambda x: collectives.torus(x, ("a", "a")), None),
   ("give fewer", lambda x: collectives.all_gather(x, "a", shape=(99,)), None),
-  ("does not fit the mesh", lambda x: collectives.sum_tree(x, OTHER), None),
+  ("is for a mesh other than", lambda x: collectives.sum_tree(x, OTHER), None),
 ]
 
 

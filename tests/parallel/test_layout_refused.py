@@ -43,10 +43,10 @@ Q, O = list(OWN)[1:3]  # noqa: E741
 
 
 RULES = [
-  (MODEL, {Q: "stage, fsdp, -"}, "the model needs layers/gate/kernel with dim 2 of its"),
-  (MODEL, {"embed/table": "-, model"}, "the model needs embed/table with dim 0 of its"),
-  (MODEL, {"head/norm/scale": "model"}, "with none of its dims split along"),
-  (STAGE, {Q: "-, stage, -"}, "dim 0 of its dims split along stage, but its rule sp"),
+  (MODEL, {Q: "stage, fsdp, -"}, "the model splits dim 2 of layers/gate/kernel"),
+  (MODEL, {"embed/table": "-, model"}, "the model splits dim 0 of embed/table"),
+  (MODEL, {"head/norm/scale": "model"}, "the model splits no dim of head/norm/scale"),
+  (STAGE, {Q: "-, stage, -"}, "along stage the model splits dim 0 of "),
   (FSDP, {O: "fsdp, -, -"}, "dim 0 of layers/down/kernel counts layers"),
   (MODEL | {"model": "ring"}, {}, "with Layout.model='ring' this axis splits only tokens; wri"),
 ]
@@ -91,10 +91,10 @@ SETTINGS = [
 ]
 ALONE = [
   (lambda: cfg.Mesh(data=-1, fsdp=-1), "only one can be -1"),
-  (lambda: cfg.Layout(rules=("layers/.*: rows",)), "give 'PATTERN: axis, axis'"),
+  (lambda: cfg.Layout(rules=("layers/.*: rows",)), "give 'PATTERN: AXIS, AXIS, ...'"),
   (lambda: cfg.Layout(rules=("layers/(: fsdp",)), "not a regular expression"),
   (lambda: cfg.Layout(rules=("head/kernel: model, model",)), "two dims; use it once"),
-  (lambda: cfg.Layout(rules=("head/kernel: data, -",)), "of fsdp, stage, model for ea"),
+  (lambda: cfg.Layout(rules=("head/kernel: data, -",)), "for each dim fsdp, stage, model"),
 ]
 # Refused when the model is built.
 ONE_RULE = cfg.Layout(shard="fsdp", rules=("layers/.*: -, fsdp, -",))

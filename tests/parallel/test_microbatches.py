@@ -89,7 +89,7 @@ def test_what_it_says(changes, devices, start, wanted):
 
 RAMP = dict(phases__epochs="(0, 1)", phases__batch_sizes="(96, 64)")
 OVER = "batch_size=64 cannot be divided over"
-BEGAN = "and a run resumes with the batch size of its start, on 8; use 1, 2, 4 or 8 devices, or"
+BEGAN = "and a resumed run keeps the batch size .* on 8; use 1, 2, 4 or 8 devices, or"
 KEPT = "same BatchNorm statistics and noise scale cannot be divided over 1 device, .*use 2, 4"
 NORM = dict(noise_scale=True, **CNN, model__bn_span="global")
 REFUSALS = [

@@ -258,7 +258,7 @@ def test_a_second_run_by_mistake_is_refused_and_the_first_resumes(tmp_path):
     wait_until(lambda: checkpoint_names(workdir), first)
     second = run_train(workdir, *ARGS, "--config.epochs=200")
     line = error_line(second, 2)
-    assert f"pid {first.pid}" in line and "another run is writing there" in line
+    assert f"pid {first.pid}" in line and "another run is writing to it" in line
     measured("a second run in one workdir", None, 2, line)
     assert first.poll() is None
 

@@ -155,7 +155,7 @@ epochs=None | Config.epochs and Config.steps are not set | set one
 steps=9 | Config.steps=9 and epochs=40.0 | one of them to None
 epochs=None steps=0 | Config.steps=0 | >= 1
 epochs=None steps=9.5 | steps=9.5 | expected int
-epochs=None steps=9 schedule.warmup_steps=9 | Cosine.warmup_steps=9 | only 9 steps
+epochs=None steps=9 schedule.warmup_steps=9 | Cosine.warmup_steps=9 | too long for a run of 9 steps
 epochs=None steps=9 phases=AdaptiveBatch | Config.steps=9 | set epochs instead
 epochs=None steps=9 phases.steps=0,9 | Phases.steps=(0, 9) | only 9 steps
 phases.steps=0,9 phases.epochs=0,1 | Phases.steps=(0, 9) | leave out

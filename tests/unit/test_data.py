@@ -251,8 +251,8 @@ ARRAYS = {"x": X, "y": Y}
 CHANGED = [
   ({"x": X.astype("i8") + 1_700_000_000_000}, "Arrays.x has 1700000000"),
   ({"x": X.astype("f8") * 1e300}, "which float32 cannot represent; subtract an offset"),
-  ({"x_eval": (X / 255).astype("f4"), "y_eval": Y}, "x_eval is float32 from 0 to"),
-  ({"x": X / 255, "x_eval": X, "y_eval": Y}, "but Arrays.x float64 from 0 to "),
+  ({"x_eval": (X / 255).astype("f4"), "y_eval": Y}, "x_eval has float32 values from 0 to"),
+  ({"x": X / 255, "x_eval": X, "y_eval": Y}, "but Arrays.x has float64 values from 0 to "),
   ({"x_eval": X + 0.5, "y_eval": Y}, "which uint8 cannot represent"),
   ({"x_eval": X.astype("i4") + 9, "y_eval": Y}, "Arrays.x_eval has 25"),
   ({"x": X * 1.0, "x_eval": X.astype("i8") + 2**24, "y_eval": Y}, "x_eval has 167"),
@@ -265,8 +265,8 @@ CHANGED = [
   ({"x": (row for row in X)}, "Arrays.x=generator is not an array"),
   ({"x": [[1, 2], [3]]}, "Arrays.x has rows of different lengths"),
   ({"x": [["a"], ["b"]]}, "Arrays.x has the dtype <U1"),
-  ({"y": Y[:39]}, "Arrays.x, y: shapes (40, 8) and (39,); use one target per input"),
-  ({"x_eval": X, "y_eval": Y[:9]}, "x_eval, y_eval: shapes (40, 8) and (9,)"),
+  ({"y": Y[:39]}, "Arrays.x, y have the shapes (40, 8) and (39,); use one target per input"),
+  ({"x_eval": X, "y_eval": Y[:9]}, "x_eval, y_eval have the shapes (40, 8) and (9,)"),
   ({"x": X[:1], "y": Y[:1]}, "leaves no example for training"),
   ({"std": (0.0,)}, "Arrays.std=(0.0,): give one number, or 8 for 8 ch"),
   ({"std": (float("nan"),)}, "Arrays.std=(nan,)"),
@@ -277,9 +277,9 @@ CHANGED = [
   ({"x": X[:, :0]}, "shapes (40, 0) and (40,); use"),
   ({"x_eval": X[:, :3], "y_eval": Y}, "Arrays.x_eval has examples of shape (3,), but"),
   ({"x_eval": X, "y_eval": Y[:, None]}, "Arrays.y_eval has examples of shape (1,)"),
-  ({"x_eval": X, "y_eval": Y / 2}, "Arrays.y_eval is float64, but Arrays.y int32"),
-  ({"y": Y / 2, "x_eval": X, "y_eval": Y}, "Arrays.y_eval is int32, but Arrays.y flo"),
-  ({"x": X / 255, "x_eval": X * 1.0, "y_eval": Y}, "Arrays.x float64 from 0 to 0"),
+  ({"x_eval": X, "y_eval": Y / 2}, "Arrays.y_eval has the dtype float64, but Arrays.y has int32"),
+  ({"y": Y / 2, "x_eval": X, "y_eval": Y}, "Arrays.y_eval has the dtype int32, but Arrays.y has "),
+  ({"x": X / 255, "x_eval": X * 1.0, "y_eval": Y}, "Arrays.x has float64 values from 0 to 0"),
 ]
 
 

@@ -227,7 +227,7 @@ def _connect(hello: Hello, target: _Target, timeout_s: float) -> ProcessGroup:
     coordinator, hosts = wire.parse(_Go, answer.get("go"))
     is_port = coordinator.isdigit() and int(coordinator) < 1 << 16
     if len(hosts) != hello.num_processes or not (is_port or coordinator.startswith("unix:/")):
-      raise ValueError("invalid answer")
+      raise ValueError("it sent an invalid answer")
   except BaseException as e:
     link.close()
     if not isinstance(e, OSError | EOFError | ValueError) or isinstance(e, ConfigError):

@@ -217,7 +217,7 @@ def tasks_per_node(text: str) -> list[int]:
   matches = [_COUNT.fullmatch(piece.strip()) for piece in text.split(",")]
   counts = [(int(m[1]), int(m[2] or 1)) for m in matches if m]
   if None in matches or sum(nodes for _, nodes in counts) > MOST_HOSTS:
-    raise ConfigError(f"tasks per node {text[:60]!r}: not in Slurm's form, '2(x3),1'")
+    raise ConfigError(f"tasks per node {text[:60]!r} are invalid; write them as in '2(x3),1'")
   return [tasks for tasks, nodes in counts for _ in range(nodes)]
 
 

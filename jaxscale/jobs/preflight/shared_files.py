@@ -91,7 +91,11 @@ def _see(group: Group, folder: Path) -> tuple[list[int], float]:
 
 
 def _claim(group: Group, folder: Path) -> list[int]:
-  """Let all hosts create the same files exclusively; return those of this process."""
+  """Let all hosts try to create the same files with O_EXCL.
+
+  Returns:
+    The numbers of the files that this process created.
+  """
   barrier(group, "files: claim")
   flags, won = os.O_CREAT | os.O_EXCL | os.O_WRONLY, []
   for i in range(_CLAIMS if group.acts else 0):
