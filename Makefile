@@ -81,6 +81,7 @@ lint: env
 	$(BIN)/pyright --project pyright-strict.json --pythonpath $(BIN)/python
 	$(BIN)/lint-imports --no-cache
 	$(BIN)/python .ci/code_lines.py
+	$(BIN)/python .ci/prose.py
 	$(BIN)/jupytext --test --to py:percent colabs/*.ipynb >/dev/null
 
 format: env

@@ -60,14 +60,14 @@ PACKAGES = ("jax", "jaxlib", "torch", "torchvision", "timm", "transformers")
 
 
 class Run(NamedTuple):
-  """What all sections know.
+  """Settings and results shared by all sections.
 
   Attributes:
-    tiny: whether it is about the code and not the GPU.
-    turns: of each pair.
-    memory: bytes of a GPU; None: there is none.
-    end: of the time, by time.monotonic().
-    found: rows of the sections that are done, by name.
+    tiny: whether the sizes are tiny, to test the code and not the GPU.
+    turns: the number of turns of each pair.
+    memory: the bytes of a GPU; None without one.
+    end: the end of the time, by time.monotonic().
+    found: the rows of completed sections, by name.
   """
 
   tiny: bool
@@ -78,22 +78,22 @@ class Run(NamedTuple):
 
   @property
   def compile_s(self) -> float:
-    """Most seconds until a side has done its first steps."""
+    """Return the seconds that a side may take until its first steps are done."""
     return 300 if self.tiny else 150
 
   @property
   def least_s(self) -> float:
-    """Seconds that must be left to begin something."""
+    """Return the seconds that must be left to begin another measurement."""
     return 1 if self.tiny else 25
 
   def left(self, limit_s: float) -> float:
-    """Seconds for what may take so many."""
+    """Return the time limit for a measurement that may take `limit_s` seconds."""
     return max(min(limit_s, self.end - time.monotonic()), 1.0)
 
 
 @contextlib.contextmanager
 def side(run: Run, share: float = SHARE, **job: Any) -> Iterator[Side]:
-  """A process of a side; it is ended at the end."""
+  """Start a process of a side, and end it on exit."""
   env = os.environ | {"TORCH_MEMORY_FRACTION": str(share)}
   if "XLA_PYTHON_CLIENT_MEM_FRACTION" not in env:
     env["XLA_CLIENT_MEM_FRACTION"] = str(share)
@@ -108,7 +108,7 @@ def side(run: Run, share: float = SHARE, **job: Any) -> Iterator[Side]:
 
 
 def model(run: Run, name: str) -> list[dict[str, Any]]:
-  """Rows of a model: ours, PyTorch's, the library's; a smaller one if need be."""
+  """Return the rows of a model (ours, PyTorch's, the library's), of a smaller size if needed."""
   size = TINY[name] if run.tiny else fitting(name, SHARE * (run.memory or 80 * GB))
   try:
     return pairs(run, name, size)
@@ -119,12 +119,12 @@ def model(run: Run, name: str) -> list[dict[str, Any]]:
 
 
 def is_full(error: SideError) -> bool:
-  """Whether the GPU's memory was not enough."""
+  """Return whether a process failed because the GPU's memory was too small."""
   return bool(re.search("RESOURCE_EXHAUSTED|out of memory", str(error), re.I))
 
 
 def pairs(run: Run, name: str, size: dict[str, Any]) -> list[dict[str, Any]]:
-  """Rows of a size: ours in turns with each of the others."""
+  """Return the rows of a size; our step and the other one run in turns."""
   job = {"name": name, "size": size}
   packages = {"torch": "torch", "library": LIBRARIES[name]}
   with contextlib.ExitStack() as stack:
@@ -157,7 +157,7 @@ def pairs(run: Run, name: str, size: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def left_out(run: Run, package: str) -> str | None:
-  """Why a side has no row."""
+  """Return the reason that a side has no row, or None."""
   if not util.find_spec(package):
     return "not installed"
   too_late = run.end - time.monotonic() < run.least_s
@@ -167,7 +167,7 @@ def left_out(run: Run, package: str) -> str | None:
 def against(
   run: Run, name: str, size: dict[str, Any], our: Side, their: Side, package: str
 ) -> dict[str, Any]:
-  """The row of another side, in turns with ours."""
+  """Return the row of another side, timed in turns with our step."""
   their.wait_ready(run.left(run.compile_s))
   took = in_turns(run, {"ours": our, package: their})
   ratios = [b / a for a, b in zip(took["ours"], took[package], strict=True)]
@@ -177,7 +177,7 @@ def against(
 
 
 def in_turns(run: Run, sides: dict[str, Side]) -> dict[str, list[float]]:
-  """Wall seconds of a step of each side in each turn; the first turn warms up."""
+  """Return the wall seconds of each side's step in each turn; the first turn warms up."""
   step_s = sides["ours"].ready["step_s"]
   count = 1 if run.tiny else max(3, min(50, round(0.8 / step_s)))
   took: dict[str, list[float]] = {name: [] for name in sides}
@@ -192,7 +192,7 @@ def in_turns(run: Run, sides: dict[str, Side]) -> dict[str, list[float]]:
 def row(
   name: str, who: str, size: dict[str, Any], our: Side, process: Side, seconds: list[float]
 ) -> dict[str, Any]:
-  """A row of the table; FLOPs and peak are those that our side knows."""
+  """Return a row of the table, with FLOPs and peak as our side reports them."""
   step_s = statistics.median(seconds)
   unit, each = ("tokens", size["tokens"]) if "tokens" in size else ("images", 1)
   peak, flops = our.ready["peak_flops"], size["rows"] * our.ready["example_flops"]
@@ -210,7 +210,7 @@ def row(
 
 
 def loop(run: Run, our: Side) -> dict[str, Any]:
-  """Our loop around a step against the step alone, in turns in one process."""
+  """Compare our loop around a step with the step alone, in turns in one process."""
   count = 2 if run.tiny else max(20, min(200, round(1 / our.ready["step_s"])))
   ratios = []
   for turn in range(run.turns + 1):
@@ -221,19 +221,19 @@ def loop(run: Run, our: Side) -> dict[str, Any]:
 
 
 def once(run: Run, limit_s: float, **job: Any) -> Any:
-  """What a process answers that does one thing."""
+  """Return the first answer of a process with a single job."""
   with side(run, share=0.9, **job) as process:
     return process.wait_ready(run.left(limit_s))
 
 
 def exchange(run: Run) -> list[dict[str, Any]]:
-  """The exchanges of gradients on all GPUs here."""
+  """Measure the gradient exchanges on all GPUs of this machine."""
   names = EXCHANGES if run.tiny else []
   return once(run, 90, side="exchange", names=names, tiny=run.tiny)
 
 
 def feed(run: Run) -> list[dict[str, Any]]:
-  """Our input, and how much of what the ResNet's step takes it brings."""
+  """Measure our input, also as a share of the rate that the ResNet's step needs."""
   sizes = {"images": 16, "size": 32, "rows": 8, "batches": 2}
   if not run.tiny:
     sizes = {"images": 512, "size": 224, "rows": 256, "batches": 20}
@@ -246,7 +246,7 @@ def feed(run: Run) -> list[dict[str, Any]]:
 
 
 def save(run: Run) -> list[dict[str, Any]]:
-  """What a save costs the steps after it."""
+  """Measure by how much a save delays the steps after it."""
   sizes, steps = ((1,), 3) if run.tiny else ((100, 1000), 50)
   rows = []
   for mb in sizes:
@@ -256,7 +256,7 @@ def save(run: Run) -> list[dict[str, Any]]:
 
 
 def tests(run: Run) -> list[dict[str, Any]]:
-  """The tests marked gpu: how many passed, failed and were skipped."""
+  """Run the tests marked gpu; count how many passed, failed and were skipped."""
   env = dict(os.environ)
   if run.memory is None:
     env["JAXSCALE_GPU_TESTS"] = "cpu"
@@ -296,7 +296,7 @@ SECTIONS: dict[str, Callable[[Run], list[dict[str, Any]]]] = {
 
 
 def gpu_memory() -> float | None:
-  """Bytes of a GPU, by nvidia-smi; None: there is none, or JAX is to use the CPU."""
+  """Return the bytes of a GPU from nvidia-smi; None without a GPU or with JAX on the CPU."""
   if os.environ.get("JAX_PLATFORMS", "").startswith("cpu"):
     return None
   from jaxscale.jobs.preflight.software import nvidia
@@ -339,7 +339,7 @@ def main() -> None:
 
 
 def finish(run: Run, took: dict[str, float], missing: dict[str, str], seconds: float) -> None:
-  """Print the result, and keep it if it says something of a GPU."""
+  """Print the result, and store it if it was measured on a GPU."""
   from jaxscale.jobs.preflight.software import nvidia
 
   driver, _ = nvidia()
@@ -361,7 +361,7 @@ def finish(run: Run, took: dict[str, float], missing: dict[str, str], seconds: f
 
 
 def gpu_name() -> str | None:
-  """As its driver has it."""
+  """Return the names of the GPUs from their driver, or None."""
   from jaxscale.cluster.detect.fabric import nvidia_models
 
   return ", ".join(nvidia_models()) or None

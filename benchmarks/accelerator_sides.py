@@ -21,14 +21,14 @@ GB = 10**9
 
 
 class Work(NamedTuple):
-  """A model that is being trained.
+  """Training of a model, ready to run.
 
   Attributes:
-    step: begins one step.
-    wait: for all that have begun.
-    peak_memory: bytes that were in use at most.
-    facts: of it, for the table.
-    others: more that the parent can ask, by name.
+    step: a function that starts one step.
+    wait: a function that waits for all started steps.
+    peak_memory: a function that returns the peak bytes in use.
+    facts: facts about the training, for the table.
+    others: functions for further requests of the parent, by name.
   """
 
   step: Callable[[], Any]
@@ -91,7 +91,7 @@ TINY: dict[str, dict[str, Any]] = {
 
 
 def needed(size: dict[str, Any]) -> float:
-  """Bytes that a language model of a size trains in, roughly and rather more.
+  """Return a high estimate of the bytes that training a language model of a size needs.
 
   A parameter has 18: float32 itself, its gradient and Adam's moments, and a copy in
   bfloat16. For each token, a layer keeps about 20 vectors of its width, 4 of its hidden
@@ -107,11 +107,11 @@ def needed(size: dict[str, Any]) -> float:
 
 
 def fitting(name: str, memory: float) -> dict[str, Any]:
-  """The size of a model for so many bytes: as many layers, or rows, as fit.
+  """Return the largest size of a model that fits, in layers or in rows.
 
   Args:
-    name: in `SIZES`; those of images have one size.
-    memory: for one side.
+    name: a name in `SIZES`; image models have one size.
+    memory: the bytes for one side.
   """
   size, key = dict(SIZES[name]), {"transformer_1b": "rows", "layers_8b": "layers"}
   if name in key:
@@ -121,7 +121,7 @@ def fitting(name: str, memory: float) -> dict[str, Any]:
 
 
 def smaller(size: dict[str, Any]) -> dict[str, Any]:
-  """Half of it, for a second try where the memory was not enough."""
+  """Return half of a size, for a second attempt after the memory was too small."""
   key = "rows" if size["rows"] > 1 else "layers"
   if size.get(key, 1) < 2:
     raise ValueError("there is no smaller size")
@@ -129,7 +129,7 @@ def smaller(size: dict[str, Any]) -> dict[str, Any]:
 
 
 def ours(name: str, size: dict[str, Any]) -> Work:
-  """Our step, and our loop around it."""
+  """Return our step and our loop around it."""
   import jax
   import numpy as np
 
@@ -183,7 +183,7 @@ def ours(name: str, size: dict[str, Any]) -> Work:
 
 
 def our_config(name: str, size: dict[str, Any]) -> Any:
-  """Of our step."""
+  """Return the config of our step."""
   import numpy as np
 
   from jaxscale import config as cfg
@@ -221,7 +221,7 @@ def _resident() -> float:
 
 
 def theirs(name: str, size: dict[str, Any], side: str) -> Work:
-  """PyTorch's step of its own models ("torch"), or of timm's and transformers'."""
+  """Return PyTorch's step with its own models ("torch"), or with timm's and transformers'."""
   import torch  # pyright: ignore[reportMissingImports]
   from accelerator_torch import models  # PyTorch: only where it is asked for
 
@@ -253,7 +253,7 @@ def theirs(name: str, size: dict[str, Any], side: str) -> Work:
 
 
 def exchange(names: list[str], tiny: bool) -> Any:
-  """Rows of the gradient exchanges on all GPUs here."""
+  """Return the rows of the gradient exchanges on all GPUs of this machine."""
   if tiny:
     os.environ.setdefault("JAX_NUM_CPU_DEVICES", "2")
   import exchange_worker
@@ -278,7 +278,7 @@ def exchange(names: list[str], tiny: bool) -> Any:
 
 
 def save(mb: int, steps: int, directory: str) -> Any:
-  """What a save costs: benchmarks/checkpoint_stall.py's stretches on this device."""
+  """Measure saves with the stretches of benchmarks/checkpoint_stall.py on this device."""
   from checkpoint_stall import trainer
 
   width, layers = {1: (256, 3), 100: (1024, 12), 1000: (2048, 30)}[mb]
@@ -298,7 +298,7 @@ def save(mb: int, steps: int, directory: str) -> Any:
 
 
 def feed(directory: str, images: int, size: int, rows: int, batches: int) -> Any:
-  """Images a second that our input decodes, crops and batches on all cores."""
+  """Return the images per second that our input decodes, crops and batches on all cores."""
   import io
   import itertools
 

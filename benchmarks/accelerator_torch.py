@@ -16,7 +16,7 @@ from torch.nn import functional as F  # pyright: ignore[reportMissingImports]
 
 
 def models(name: str, size: dict[str, Any], side: str, device: str) -> tuple[Any, ...]:
-  """A model on the device, a batch, its loss, and an optimizer."""
+  """Return a model on the device, a batch, its loss, and an optimizer."""
   maker = {"torch": own, "library": library}[side]
   if "vocabulary" in size:
     model = maker(name, size).to(device)
@@ -47,7 +47,7 @@ def transformers_loss(model: Any, tokens: Any) -> Any:
 
 
 def optimizer_of(model: Any, name: str, side: str) -> Any:
-  """SGD with momentum for the ResNet, AdamW for the others."""
+  """Return SGD with momentum for the ResNet, and AdamW for the other models."""
   if side == "library" and name in ("resnet50", "vit_b16"):
     from timm.optim import create_optimizer_v2  # pyright: ignore[reportMissingImports]
 
@@ -60,7 +60,7 @@ def optimizer_of(model: Any, name: str, side: str) -> Any:
 
 
 def own(name: str, size: dict[str, Any]) -> Any:
-  """Of PyTorch and torchvision."""
+  """Return a model of PyTorch or torchvision."""
   if "vocabulary" in size:
     return Llama(size)
   from torchvision import models  # pyright: ignore[reportMissingImports]
@@ -79,7 +79,7 @@ def own(name: str, size: dict[str, Any]) -> Any:
 
 
 def library(name: str, size: dict[str, Any]) -> Any:
-  """Of timm or transformers."""
+  """Return a model of timm or transformers."""
   if "vocabulary" in size:
     import transformers  # pyright: ignore[reportMissingImports]
 
@@ -110,7 +110,7 @@ def library(name: str, size: dict[str, Any]) -> Any:
 
 
 class Layer(nn.Module):
-  """Attention with rotary positions, and a gated MLP, each after an RMSNorm."""
+  """Transformer layer: attention with rotary positions, then a gated MLP, each after an RMSNorm."""
 
   def __init__(self, size: dict[str, Any]):
     super().__init__()
@@ -124,7 +124,7 @@ class Layer(nn.Module):
     self.down = nn.Linear(hidden, width, bias=False)
 
   def forward(self, x: Any, cos: Any, sin: Any) -> Any:
-    """[rows, tokens, width] -> the same."""
+    """Map [rows, tokens, width] to the same shape."""
     rows, tokens, width = x.shape
     qkv = self.qkv(self.norms[0](x)).view(rows, tokens, -1, self.head).transpose(1, 2)
     q, k, v = qkv.split([self.heads, self.kv_heads, self.kv_heads], 1)
@@ -136,13 +136,13 @@ class Layer(nn.Module):
 
 
 def turned(x: Any, cos: Any, sin: Any) -> Any:
-  """Rotary positions, in x's own type."""
+  """Apply rotary positions in the type of `x`."""
   a, b = x.float().chunk(2, -1)
   return torch.cat([a * cos - b * sin, b * cos + a * sin], -1).to(x.dtype)
 
 
 class Llama(nn.Module):
-  """Of Llama's kind, with PyTorch's modules; tokens to logits."""
+  """Model with Llama's architecture in PyTorch's modules, from tokens to logits."""
 
   def __init__(self, size: dict[str, Any]):
     super().__init__()
@@ -157,7 +157,7 @@ class Llama(nn.Module):
     self.register_buffer("sin", angles.sin())
 
   def forward(self, tokens: Any) -> Any:
-    """[rows, tokens] -> logits [rows, tokens, vocabulary]."""
+    """Return logits [rows, tokens, vocabulary] for tokens [rows, tokens]."""
     x = self.table(tokens)
     for layer in self.layers:
       x = layer(x, self.cos, self.sin)

@@ -51,7 +51,7 @@ def is_kept(key: str) -> bool:
 
 
 def programs(key: str) -> list[Compiled]:
-  """The programs of a model, compiled or kept."""
+  """Return the programs of a model: stored ones, or newly compiled ones."""
   make, chips, all_rows = MODELS[key]
   found = []
   for rows in all_rows:
@@ -85,7 +85,7 @@ def predict(row: Row, compiled: list[Compiled], devices: int, rows: int) -> Step
 
 
 def compare(row: Row, compiled: list[Compiled]) -> dict[str, Any]:
-  """A row with what is planned, and how far it is off."""
+  """Return the result's row with the plan's prediction and its error."""
   step = predict(row, compiled, row.devices, row.rows)
   base = predict(row, compiled, row.base, row.base_rows or row.rows)
   found: dict[str, Any] = {

@@ -34,10 +34,10 @@ SUMMARY_HEAD = (
 
 
 def tables(rows: Rows) -> dict[str, str]:
-  """Markdown: every row by round, and the medians and worst of the errors.
+  """Return Markdown tables: every row by round, and the median and worst errors.
 
   Args:
-    rows: of the file.
+    rows: the rows of the file.
   """
   found = {
     name: _table(HEAD, [_line(row) for row in rows if row["round"] == number])
@@ -48,10 +48,10 @@ def tables(rows: Rows) -> dict[str, str]:
 
 
 def summary(rows: Rows) -> dict[str, dict[str, Any]]:
-  """Medians and worst of the absolute errors, by use and round.
+  """Return the median and worst absolute errors, by use and round.
 
   Args:
-    rows: of the file.
+    rows: the rows of the file.
   """
   parts = {
     f"{name} round, {use}": [r for r in rows if (r["round"], r["use"]) == (number, use)]

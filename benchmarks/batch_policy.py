@@ -25,7 +25,7 @@ TURNS, STEPS = 7, 10
 
 
 def cases() -> dict[str, Any]:
-  """The configs whose steps are timed."""
+  """Return the configs whose steps are timed, by name."""
   from jaxscale import config as cfg
 
   images = cfg.Synthetic(num_examples=256, image_size=32)
@@ -88,7 +88,7 @@ def stepper(config: Any) -> Callable[[int], float]:
 
 
 def worker(pinned: bool) -> None:
-  """One process: all cases under both policies."""
+  """Time all cases under both policies, as one of the two processes."""
   from jaxscale import cluster
 
   if pinned:
@@ -107,7 +107,7 @@ def worker(pinned: bool) -> None:
 
 
 def measure(pinned: bool) -> list[dict[str, Any]]:
-  """What both processes found, by case."""
+  """Return the measurements of both processes, by case."""
   address = free_address()
   command = [sys.executable, __file__, "--worker", *["--pinned"] * pinned]
   started = []

@@ -1,4 +1,4 @@
-"""What a checkpoint takes of a host's memory, restored in another layout too.
+"""Host memory that a checkpoint takes when it is saved, and restored in another layout.
 
     python benchmarks/checkpoint_memory.py
 
@@ -42,20 +42,20 @@ MARK = "@memory "
 
 
 def resident(name: str) -> int:
-  """Bytes of this process's resident memory: now, or at most since `forget_peak`."""
+  """Return this process's resident bytes: now, or the peak since `forget_peak`."""
   status = Path("/proc/self/status").read_text()
   line = next(x for x in status.splitlines() if x.startswith(name))
   return 1024 * int(line.split()[1])
 
 
 def forget_peak() -> int:
-  """Resident bytes now, from where peaks are counted."""
+  """Reset the peak of resident memory; return the resident bytes."""
   Path("/proc/self/clear_refs").write_text("5")
   return resident("VmRSS:")
 
 
 def abstract_of(layout_name: str, size: dict[str, int]) -> Any:
-  """The state of a transformer in that layout, as shapes."""
+  """Return the abstract state of a transformer in a layout."""
   import jax
 
   from jaxscale import optim
@@ -78,7 +78,7 @@ def abstract_of(layout_name: str, size: dict[str, int]) -> Any:
 
 
 def filled(abstract: Any) -> Any:
-  """A state of numbers, each process making what it holds."""
+  """Return a state of ones; each process makes its own part."""
   import jax
   import numpy as np
 
@@ -96,14 +96,14 @@ def filled(abstract: Any) -> Any:
 
 
 def held(state: Any) -> int:
-  """Bytes that this process holds, in all of its devices."""
+  """Return the bytes that this process holds on all of its devices."""
   import jax
 
   return sum(s.data.nbytes for x in jax.tree.leaves(state) for s in x.addressable_shards)
 
 
 def work(directory: str, what: str, layout: str, size: dict[str, int]) -> None:
-  """One process: save, or restore what is there."""
+  """Save or restore a state, as one process of the group."""
   from jaxscale import cluster
 
   cluster.initialize()
@@ -133,7 +133,7 @@ def work(directory: str, what: str, layout: str, size: dict[str, int]) -> None:
 
 
 def group(directory: Path, what: str, layout: str, size: dict[str, int]) -> Any:
-  """What each process of a group says."""
+  """Return the answers of all processes of a group."""
   command = [
     sys.executable,
     str(ROOT / "benchmarks" / "checkpoint_memory.py"),
@@ -170,7 +170,7 @@ def group(directory: Path, what: str, layout: str, size: dict[str, int]) -> Any:
 
 
 def measure(size: dict[str, int], cases: dict[str, tuple[str, ...]]) -> Any:
-  """MB that a process holds, and by how much its memory rose at most, by case."""
+  """Return, by case, the MB that a process holds and the peak growth of its memory."""
   results = {}
   for there, others in cases.items():
     with tempfile.TemporaryDirectory() as folder:

@@ -1,4 +1,4 @@
-"""What a save costs the steps after it.
+"""Delay that a save adds to the steps after it.
 
     python benchmarks/checkpoint_stall.py [--processes 2] [--to shared local]
     python benchmarks/checkpoint_stall.py --against CHECKOUT [--directory DIR]
@@ -46,7 +46,7 @@ SIZES = {100: (1024, 12), 1000: (2048, 30)}
 
 
 def trainer(width: int, layers: int, rows: int, directory: Path, *, to_local: bool) -> Any:
-  """A function that trains some steps more, and the bytes of the state."""
+  """Return a function that trains a stretch of steps, and the bytes of the state."""
   import jax
   import numpy as np
 
@@ -115,7 +115,7 @@ def trainer(width: int, layers: int, rows: int, directory: Path, *, to_local: bo
 
 
 def saver(mb: int, directory: Path) -> None:
-  """One side of a comparison: saves when it is asked to, and says what it took."""
+  """Save on request and answer with the time, as one side of a comparison."""
   import jax
   import numpy as np
 
@@ -142,7 +142,7 @@ def saver(mb: int, directory: Path) -> None:
 
 
 def compare(asked: argparse.Namespace, mb: int) -> dict[str, Any]:
-  """The cost of a save here and in another checkout, in turns."""
+  """Compare the cost of a save with that of another checkout, in turns."""
   took: list[list[tuple[float, float]]] = [[], []]
   with tempfile.TemporaryDirectory(dir=asked.directory) as folder:
     env = os.environ | {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "1"}
@@ -171,7 +171,7 @@ def compare(asked: argparse.Namespace, mb: int) -> dict[str, Any]:
 
 
 def work(asked: argparse.Namespace) -> None:
-  """One process: train in turns."""
+  """Train in turns, as one process of the run."""
   from jaxscale import cluster
 
   cluster.initialize()
@@ -190,7 +190,7 @@ def work(asked: argparse.Namespace) -> None:
 
 
 def measure(asked: argparse.Namespace, mb: int, to: str) -> dict[str, Any]:
-  """The row of the table for a state of this size, and where it is saved."""
+  """Return the row of the table for a size of the state and a target of the save."""
   processes = asked.processes
   with tempfile.TemporaryDirectory(dir=asked.directory) as folder:
     command = [sys.executable, __file__, "--mb", str(mb), "--directory", folder]

@@ -1,4 +1,4 @@
-"""What every benchmark says of where and when it ran; one JSON line each."""
+"""Machine, versions and date of a benchmark, and its result as one JSON line."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 
 
 def machine() -> dict[str, str | int]:
-  """Processor, cores and interpreter."""
+  """Return the processor, its cores, and the versions of Python and JAX."""
   import os
 
   cpu = platform.processor() or platform.machine()
@@ -40,9 +40,9 @@ def report(name: str, *, keep: bool = True, **results) -> None:
   """Print the result as one JSON line, and keep it in benchmarks/results/.
 
   Args:
-    name: of the benchmark, and of its file.
-    keep: write the file; a run at sizes that say nothing only prints.
-    results: what was measured.
+    name: the name of the benchmark and of its file.
+    keep: whether to write the file; runs at sizes without meaning only print.
+    results: the measurements.
   """
   line = {
     "benchmark": name,
@@ -60,7 +60,7 @@ def report(name: str, *, keep: bool = True, **results) -> None:
 
 
 def free_address() -> str:
-  """A local address that nobody listens on, for the coordinator of processes."""
+  """Return an unused local address for the coordinator of processes."""
   with socket.socket() as s:
     s.bind(("127.0.0.1", 0))
     return f"127.0.0.1:{s.getsockname()[1]}"

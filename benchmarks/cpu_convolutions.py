@@ -39,7 +39,7 @@ STAGES = [
 
 
 def shapes() -> list[tuple[int, ...]]:
-  """(side, in, out, kernel, stride), each once."""
+  """Return each (side, in, out, kernel, stride) once."""
   found = {(side, 3, 64, 7, 2) for side in SIDES}
   for side in SIDES:
     first = -(-side // 4)  # the stem and its pool halve it
@@ -54,7 +54,7 @@ def plain(x, kernel, strides, padding):
 
 
 def rates(forms, rows: int, shape: tuple[int, ...], turns: int) -> dict:
-  """GFLOP/s of each form: forward, by the input, by the kernel."""
+  """Return the GFLOP/s of each form: forward, gradient by the input, gradient by the kernel."""
   side, c_in, c_out, size, stride = shape
   x = jax.random.normal(jax.random.key(0), (rows, side, side, c_in))
   kernel = jax.random.normal(jax.random.key(1), (size, size, c_in, c_out))

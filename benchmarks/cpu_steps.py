@@ -39,7 +39,7 @@ SIZES = {"text": TEXT, "vit": VIT, "resnet18": RESNET}
 
 
 def ours(name: str) -> Any:
-  """A function that does one step, and waits for it."""
+  """Return a function that runs one of our steps and waits for it."""
   import jax
   import numpy as np
 
@@ -90,7 +90,7 @@ def ours(name: str) -> Any:
 
 
 def theirs(name: str) -> Any:
-  """Likewise, by PyTorch."""
+  """Return a function that runs one step of PyTorch."""
   import torch  # pyright: ignore[reportMissingImports]
 
   torch.set_num_threads(len(os.sched_getaffinity(0)))
@@ -146,7 +146,7 @@ def theirs(name: str) -> Any:
 
 
 def answer(side: str, name: str) -> None:
-  """A process of one side, which steps when it is asked to."""
+  """Run steps on request, as a process of one side."""
   step = (theirs if side == "theirs" else ours)(name)
   step()  # compiles
   step()
@@ -154,7 +154,7 @@ def answer(side: str, name: str) -> None:
 
 
 def started(side: str, python: str, path: str, name: str, cores: set[int]) -> Side:
-  """A process of one side, by an interpreter, of a checkout, on these cores."""
+  """Start a process of one side: an interpreter, a checkout and the cores to use."""
   command = [python, __file__, "--side", side, "--only", name]
   env = os.environ | {"JAX_PLATFORMS": "cpu", "NPROC": str(len(cores))}
   env["PYTHONPATH"] = path
@@ -164,7 +164,7 @@ def started(side: str, python: str, path: str, name: str, cores: set[int]) -> Si
 def compare(
   name: str, cores: set[int], turns: int, count: int, of: dict[str, tuple[str, str]]
 ) -> dict[str, Any]:
-  """Medians of all sides, whose interpreters and checkouts are given."""
+  """Return the medians of all sides, given by their interpreters and checkouts."""
   sides = {side: started(side, *where, name, cores) for side, where in of.items()}
   took = {side: [] for side in sides}
   for process in sides.values():

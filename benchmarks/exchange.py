@@ -65,7 +65,7 @@ def parse() -> argparse.Namespace:
 
 @contextmanager
 def processes(asked: argparse.Namespace, link: str) -> Iterator[list[Any]]:
-  """The workers, joined by a link; none is left behind."""
+  """Start the workers, joined by a link, and end all of them on exit."""
   with socket.socket() as s:
     s.bind(("127.0.0.1", 0))
     port = s.getsockname()[1]
@@ -98,7 +98,7 @@ def processes(asked: argparse.Namespace, link: str) -> Iterator[list[Any]]:
 
 
 def answers(workers: list[Any]) -> list[Any]:
-  """What each worker says next."""
+  """Return the next answer of each worker."""
   found = []
   for worker in workers:
     line = next((x for x in worker.stdout if x.startswith(MARK)), None)
@@ -117,22 +117,22 @@ def go(workers: list[Any]) -> None:
 def measure(asked: argparse.Namespace, link: str) -> dict[str, Any]:
   with processes(asked, link) as workers:
     answers(workers)
-    say(f"{link}: compiling {len(asked.names)} exchanges")
+    log(f"{link}: compiling {len(asked.names)} exchanges")
     for some in (workers[:1], workers[1:]):  # the first has the cores to itself
       go(some)
       answers(some)
-    say(f"{link}: {asked.pairs} turns of the default, {asked.rounds} of all")
+    log(f"{link}: {asked.pairs} turns of the default, {asked.rounds} of all")
     go(workers)
     return answers(workers)[0]
 
 
-def say(text: str) -> None:
-  """For people, on stderr; stdout has the JSON line alone."""
+def log(text: str) -> None:
+  """Print text for people to stderr; stdout has only the JSON line."""
   print(text, file=sys.stderr, flush=True)
 
 
 def ratios(times: dict[str, list[float]], name: str) -> dict[str, Any]:
-  """A row's times, and their ratios to the baseline turn by turn."""
+  """Return the times of a row, and their ratios to the baseline in each turn."""
   each = [a / b for a, b in zip(times[name], times[BASELINE], strict=True)]
   quartiles = statistics.quantiles(each, n=4, method="inclusive") if each[1:] else each
   return {
@@ -143,7 +143,7 @@ def ratios(times: dict[str, list[float]], name: str) -> dict[str, Any]:
 
 
 def table(measured: dict[str, Any]) -> dict[str, Any]:
-  """What is kept of a link's measurements."""
+  """Return the stored results of a link's measurements."""
   rows = [
     {"exchange": name, **ratios(measured["rounds"], name), **facts}
     for name, facts in measured["rows"].items()
@@ -159,17 +159,17 @@ def table(measured: dict[str, Any]) -> dict[str, Any]:
 
 
 def show(link: str, found: dict[str, Any]) -> None:
-  """A table for people."""
+  """Print the results as a table."""
   default = found["default"]
   low, high = default["quartiles"]
-  say(
+  log(
     f"\n{link}: {found['neighbour_gbit_s']} Gbit/s to a neighbour; the default takes "
     f"{default['ratio']} of the baseline ({low} to {high})"
   )
-  say(f"{'exchange':26}{'seconds':>9}{'ratio':>8}  {'quartiles':14}{'sent MB':>9}{'compile s':>11}")
+  log(f"{'exchange':26}{'seconds':>9}{'ratio':>8}  {'quartiles':14}{'sent MB':>9}{'compile s':>11}")
   for row in found["rows"]:
     quartiles = "{:.3f}-{:.3f}".format(*row["quartiles"])
-    say(
+    log(
       f"{row['exchange']:26}{row['seconds']:9.3f}{row['ratio']:8.3f}  {quartiles:14}"
       f"{row['sent_mb']:9.2f}{row['compile_s']:11.1f}"
     )
@@ -181,7 +181,7 @@ def main() -> None:
   for link in asked.links.split(","):
     if link != LOOPBACK and (reason := private_links.why_not()):
       left_out[link] = reason
-      say(f"{link} left out: {reason}")
+      log(f"{link} left out: {reason}")
       continue
     links[link] = table(measure(asked, link))
     show(link, links[link])

@@ -1,4 +1,4 @@
-"""What each exchange does to the accuracy: the first table of docs/exchange.md.
+"""Accuracy with each exchange: the first table of docs/exchange.md.
 
     python benchmarks/exchange_accuracy.py [SEEDS]      (after `make fashion_mnist`)
 
@@ -43,7 +43,7 @@ LABELS = {
 
 
 def sent_bytes(config: Config) -> float:
-  """Bytes that a device sends in a step once the plain epochs are over."""
+  """Return the bytes that a device sends in a step after the epochs without compression."""
   if hasattr(config.exchange, "plain_epochs"):
     exchange = dataclasses.replace(config.exchange, plain_epochs=0.0)
     config = dataclasses.replace(config, exchange=exchange)
@@ -54,7 +54,7 @@ def sent_bytes(config: Config) -> float:
 
 
 def markdown(rows: list[dict]) -> str:
-  """The rows as docs/exchange.md shows them."""
+  """Return the rows as the Markdown table of docs/exchange.md."""
   lines = [
     "| exchange | bytes sent per device and step | of plain | held-out accuracy "
     "| to plain (points) |",

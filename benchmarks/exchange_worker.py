@@ -1,4 +1,4 @@
-"""What one process of benchmarks/exchange.py does: compile, then exchange in turns.
+"""One process of benchmarks/exchange.py: it compiles, then exchanges in turns.
 
 It waits for lines on stdin, so that the first process can compile alone, and
 answers each with a line that begins with `MARK`; the first one's last has the
@@ -56,14 +56,14 @@ PROBE = 16 * 2**20  # float32 that a device sends to its neighbour, 64 MiB
 
 
 def gradient_shapes() -> Any:
-  """ResNet-50 with 1,000 classes: 161 tensors, 25.6 M parameters."""
+  """Return the shapes of ResNet-50 with 1,000 classes: 161 tensors, 25.6 M parameters."""
   resnet = models.functions(models.make_resnet(50, num_classes=1000), (224, 224, 3))
   params, _ = jax.eval_shape(resnet.init, jax.random.key(0))
   return params
 
 
 def exchanges(mesh: Any, shapes: Any) -> dict[str, Exchange]:
-  """What is compared, by `NAMES`, for gradients of these shapes."""
+  """Return the exchanges to compare, by `NAMES`, for gradients of these shapes."""
   axes, n = mesh.axis_names, mesh.size
 
   def psum_of_the_tree(grads, state):
@@ -95,7 +95,7 @@ def exchanges(mesh: Any, shapes: Any) -> dict[str, Exchange]:
 
 
 def program(exchange: Exchange, mesh: Any) -> Any:
-  """Jitted (gradients [devices, ...], state [devices, ...]) -> (means, state)."""
+  """Return a jitted (gradients [devices, ...], state [devices, ...]) -> (means, state)."""
   axes = mesh.axis_names
 
   def local(grads, state):
@@ -108,13 +108,13 @@ def program(exchange: Exchange, mesh: Any) -> Any:
 
 
 def gradients(seed: int, shapes: Any) -> Any:
-  """Normal numbers, as numpy arrays of these shapes."""
+  """Return normally distributed numbers as numpy arrays of these shapes."""
   rng = np.random.default_rng(seed)
   return jax.tree.map(lambda x: np.float32(0.01) * rng.standard_normal(x.shape, np.float32), shapes)
 
 
 def one_a_device(mesh: Any, own: Any) -> Any:
-  """The tree of each device of this process as part of arrays [devices, ...]."""
+  """Return arrays [devices, ...] whose local rows are this process's trees."""
   rows, count = NamedSharding(mesh, P(mesh.axis_names)), mesh.local_mesh.size
 
   def repeated(x):
@@ -125,7 +125,7 @@ def one_a_device(mesh: Any, own: Any) -> Any:
 
 
 def without_names(text: str) -> str:
-  """A program's text without where it was written and what it is called."""
+  """Return a program's text without its name and source locations."""
   text = re.sub(r", metadata=\{[^}]*\}", "", text)
   return re.sub(r"HloModule \S+|stack_frame_id=\d+", "", text).split("\nFileNames")[0]
 
@@ -133,7 +133,7 @@ def without_names(text: str) -> str:
 def compile_all(
   mesh: Any, compared: dict[str, Exchange], shapes: Any
 ) -> tuple[dict[str, Callable[[], Any]], dict[str, dict[str, Any]]]:
-  """What exchanges the gradients once, and what is known of it, by name."""
+  """Return by name a function that exchanges the gradients once, and facts about its program."""
   own = gradients(jax.process_index(), shapes)
   grads = one_a_device(mesh, own)
   calls, facts, texts = {}, {}, {}
@@ -157,7 +157,7 @@ def compile_all(
 
 
 def caller(compiled: Any, grads: Any, state: Any) -> Callable[[], Any]:
-  """One exchange a call, each from the state that the one before left."""
+  """Return a function that exchanges once, from the state that its last call returned."""
 
   def call():
     nonlocal state
@@ -168,7 +168,7 @@ def caller(compiled: Any, grads: Any, state: Any) -> Callable[[], Any]:
 
 
 def alone(mesh: Any, function: Callable, count: int, out: Any) -> Callable[[], Any]:
-  """A jitted collective of `count` ones."""
+  """Return a function that runs a jitted collective of `count` ones."""
   mapped = jax.shard_map(
     lambda: function(lax.pcast(jnp.ones(count), mesh.axis_names, to="varying")),
     mesh=mesh,
@@ -179,7 +179,7 @@ def alone(mesh: Any, function: Callable, count: int, out: Any) -> Callable[[], A
 
 
 def turns(mesh: Any, calls: dict[str, Callable[[], Any]], rounds: int) -> dict[str, list[float]]:
-  """Seconds of each in each turn, those of the slowest process."""
+  """Return the seconds of each function in each turn, of the slowest process."""
   names = list(calls)
   empty = alone(mesh, lambda x: lax.psum(x, mesh.axis_names), 1, P())
   own: dict[str, list[float]] = {name: [] for name in names}
@@ -199,7 +199,7 @@ def turns(mesh: Any, calls: dict[str, Callable[[], Any]], rounds: int) -> dict[s
 
 
 def neighbour_gbit_s(mesh: Any) -> float:
-  """What a device's link carries, to one neighbour and from one at a time."""
+  """Return the Gbit/s of a device's link while it sends to one neighbour and receives from one."""
   axes, n = mesh.axis_names, mesh.size
   ring = [(i, (i + 1) % n) for i in range(n)]
   shift = alone(mesh, lambda x: lax.ppermute(x, axes, ring), PROBE, P(axes))

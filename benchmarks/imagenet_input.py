@@ -41,7 +41,7 @@ PHOTOS = ("astronaut", "coffee", "chelsea", "rocket", "retina", "hubble_deep_fie
 
 
 def photographs(number: int, quality: int) -> itertools.islice:
-  """JPEGs of 375 x 500, no two alike, one by one."""
+  """Yield JPEGs of 375 x 500, all different."""
   from skimage import data as photos
 
   rng = np.random.default_rng(0)
@@ -62,7 +62,7 @@ def photographs(number: int, quality: int) -> itertools.islice:
 
 
 def write_folder(root: Path) -> float:
-  """The files, in class directories; returns their mean size in kilobytes."""
+  """Write the files in class directories; return their mean size in kilobytes."""
   total = 0
   for i, content in enumerate(photographs(IMAGES, quality=95)):
     file = root / f"n{i % CLASSES:08}" / f"n{i % CLASSES:08}_{i}.JPEG"
@@ -73,7 +73,7 @@ def write_folder(root: Path) -> float:
 
 
 def tf_input(tf, root: Path, dtype: str):
-  """One epoch by tf.data: the same files, boxes and flips as ours, in order."""
+  """Return one epoch of tf.data with the files, boxes and flips of ours, in the same order."""
   paths = sorted(root.glob("*/*.JPEG"))
   classes = sorted({path.parent.name for path in paths})
   order, draws = shuffled(IMAGES, 0, 0), uniform(0, np.arange(IMAGES))

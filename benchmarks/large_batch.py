@@ -50,7 +50,7 @@ BASELINE = "256"
 
 
 def summarise(name: str, outcomes: list[seeds.Outcome]) -> dict:
-  """One row of the table."""
+  """Return one row of the table."""
   kind, batch = name.split("-")
   done = [o for o in outcomes if o.accuracy is not None]
   mean = statistics.fmean
@@ -69,7 +69,7 @@ def summarise(name: str, outcomes: list[seeds.Outcome]) -> dict:
 
 
 def markdown(rows: list[dict]) -> str:
-  """The rows as docs/large_batch.md shows them."""
+  """Return the rows as the Markdown table of docs/large_batch.md."""
   lines = [
     "| batch | optimizer | peak rate | steps | held-out accuracy "
     "| gap (points) | noise scale (examples) |",

@@ -37,7 +37,7 @@ FOLDER = Path("runs/layouts")
 
 
 class Run(NamedTuple):
-  """A training: what it is called, on how many devices, a note."""
+  """A training run: its name, its number of devices and a note."""
 
   label: str
   settings: tuple[str, ...]
@@ -45,7 +45,7 @@ class Run(NamedTuple):
 
 
 class Study(NamedTuple):
-  """A config, what all its runs have, and its runs; the first is compared to."""
+  """A config, the settings of all its runs, and the runs; the first one is the reference."""
 
   name: str
   title: str
@@ -91,7 +91,7 @@ def workdir(study: Study, run: Run) -> Path:
 
 
 def train(study: Study, run: Run) -> None:
-  """Run the command line, unless it has run to its end before."""
+  """Run the command line, unless the run is complete already."""
   summary = workdir(study, run) / "summary.json"
   if summary.exists() and json.loads(summary.read_text())["outcome"] == "done":
     return
@@ -107,7 +107,7 @@ def train(study: Study, run: Run) -> None:
 
 
 def parameters(directory: Path) -> dict[str, np.ndarray]:
-  """Those of the newest checkpoint, whole, however they were split."""
+  """Return the whole parameters of the newest checkpoint, however they were split."""
   folder = (directory / "checkpoints").absolute()
   saved = folder / str(checkpoint_dir.steps(folder)[-1])
   read = checkpoint_files.leaf_reader(saved)
@@ -116,7 +116,7 @@ def parameters(directory: Path) -> dict[str, np.ndarray]:
 
 
 def distance(ours: dict[str, np.ndarray], first: dict[str, np.ndarray]) -> float:
-  """Norm of the difference of all parameters by the norm of the first."""
+  """Return the norm of the difference of all parameters, divided by the norm of the first."""
   assert ours.keys() == first.keys()
   square = sum(np.sum((ours[k].astype(np.float64) - first[k]) ** 2) for k in first)
   norm = sum(np.sum(first[k].astype(np.float64) ** 2) for k in first)
@@ -124,7 +124,7 @@ def distance(ours: dict[str, np.ndarray], first: dict[str, np.ndarray]) -> float
 
 
 def curves(study: Study) -> dict:
-  """What the runs of a study wrote down, compared with the first."""
+  """Return the recorded losses of a study's runs, compared with the first run."""
   first, rows = study.runs[0], []
   params = parameters(workdir(study, first))
   for run in study.runs:
@@ -142,13 +142,13 @@ def curves(study: Study) -> dict:
 
 
 def differences(row: dict, first: dict) -> list[float]:
-  """Of the training losses to those of the first run, relative, step by step."""
+  """Return the relative differences of the training losses from the first run, by step."""
   pairs = zip(row["train_loss"], first["train_loss"], strict=True)
   return [abs(a - b) / b for a, b in pairs]
 
 
 def markdown(studies: list[dict]) -> str:
-  """The table of docs/parallelism.md."""
+  """Return the Markdown table of docs/parallelism.md."""
   lines = [
     "| model | layout | held-out | loss: first 10 steps | first 100 | all | parameters, end |",
     "|---|---|---|---|---|---|---|",

@@ -24,13 +24,13 @@ _WINDOW = 10  # steps that a difference is the mean over
 
 
 def draw(studies: Sequence[Mapping[str, Any]], path: Path) -> None:
-  """A column a study: losses above, their differences to the first layout below.
+  """Draw a column per study: losses above, differences from the first layout below.
 
   Args:
     studies: each with "title" and "rows"; a row has "label", "devices" and
       "train_loss", one number per step. Rows on fewer devices than the first show what
       another order of additions does, and only below.
-    path: of the PNG file.
+    path: the PNG file.
   """
   import matplotlib
 
@@ -83,7 +83,7 @@ def _line(axis: Any, ys: Sequence[float], label: str, look: Mapping[str, Any]) -
 
 
 def _apart(row: Mapping[str, Any], first: Mapping[str, Any]) -> list[float]:
-  """Relative differences of the losses, means over the steps up to each."""
+  """Return relative differences of the losses, as means over the steps up to each."""
   pairs = zip(row["train_loss"], first["train_loss"], strict=True)
   each = [abs(a - b) / b for a, b in pairs]
   windows = (each[max(0, i - _WINDOW) : i] for i in range(1, len(each) + 1))

@@ -1,4 +1,4 @@
-"""What the loop costs: jaxscale's loop against a bare loop of the same step.
+"""Overhead of the loop: jaxscale's loop against a bare loop of the same step.
 
     python benchmarks/loop_overhead.py
 

@@ -1,4 +1,4 @@
-"""What it costs to skip steps with NaN or Inf: a healthy step with and without.
+"""Cost of skipping steps with NaN or Inf: a healthy step with and without the check.
 
     python benchmarks/nan_guard.py
 
@@ -45,7 +45,7 @@ CASES = {
 
 
 def model(name: str) -> tuple[models.ModelFns, int]:
-  """A model of digits, and rows that take about 20 ms."""
+  """Return a model of the digits, and the number of rows that take about 20 ms."""
   if name == "cnn":
     module, rows = models.CNNModule(num_classes=10, features=(24, 48)), 448
   else:

@@ -1,4 +1,4 @@
-"""What compilers make of each exchange: collectives, overlap, memory. No hardware.
+"""Collectives, overlap and memory of each exchange, as compiled. Needs no hardware.
 
     pip install libtpu==0.0.51 jax-cuda12-plugin==0.10.2 jax-cuda12-pjrt==0.10.2
     python benchmarks/overlap.py [--model MODEL] [--target TARGET] [--exchange NAME]
@@ -93,7 +93,7 @@ TARGETS: dict[str, tuple[str, Callable[[], Any]]] = {
 
 
 def by_plan(mesh, algorithm: str) -> Exchange:
-  """The mean of the whole tree by one algorithm of `collectives`."""
+  """Return the exchange that takes the mean of the whole tree by an algorithm of `collectives`."""
 
   def exchange(grads, state):
     num_bytes = collectives.payload_bytes(grads)
@@ -123,7 +123,7 @@ EXCHANGES: dict[str, Callable[[Mesh], Exchange]] = {
 
 
 def stack():
-  """(init, loss, shapes of a device's batch) of scanned residual layers."""
+  """Return (init, loss, shapes of a device's batch) of scanned residual layers."""
 
   def init(key):
     shapes = {"up": (LAYERS, WIDTH, HIDDEN), "down": (LAYERS, HIDDEN, WIDTH)}
@@ -145,7 +145,7 @@ def stack():
 
 
 def resnet50():
-  """The same of ResNet-50."""
+  """Return (init, loss, shapes of a device's batch) of ResNet-50."""
   shape = (224, 224, 3)
   model = models.make_resnet(50, num_classes=1000, dtype=jnp.bfloat16)
   init, apply = models.functions(model, shape)
@@ -157,7 +157,7 @@ MODELS = {"stack": stack, "resnet50": resnet50}
 
 
 def compile_one(target: str, model: str, name: str) -> tuple[dict[str, Any], str]:
-  """A row, and the text of the program."""
+  """Return a row and the text of its program."""
   grid = np.array(TARGETS[target][1]()).reshape(*GRID.values())
   mesh = Mesh(grid, AXES, axis_types=(AxisType.Auto,) * 2)
   exchange = EXCHANGES[name](mesh)
@@ -184,7 +184,7 @@ def compile_one(target: str, model: str, name: str) -> tuple[dict[str, Any], str
 
 
 def read(text: str) -> dict[str, Any]:
-  """What a program's text says of its collectives."""
+  """Return facts about the collectives in a program's text."""
   table = hlo.collectives(text, GRID)
   everything = hlo.total(table)
   hidden = sum(r.times * r.wire_bytes for r in table if r.is_async and r.overlap)
@@ -219,13 +219,13 @@ def read(text: str) -> dict[str, Any]:
 
 
 def kept(target: str, model: str, name: str) -> Path:
-  """Where a row is kept."""
+  """Return the file in which a row is stored."""
   stem = "-".join((target, model, *name.split()))
   return KEPT / f"{stem.replace('%', 'percent')}.json"
 
 
 def make_row(target: str, model: str, name: str) -> None:
-  """Compile in a process of its own, which leaves a row and the program."""
+  """Compile in a separate process, which stores the row and the program."""
   KEPT.mkdir(parents=True, exist_ok=True)
   path = kept(target, model, name)
   with open(path.with_suffix(".log"), "w") as log:
@@ -239,7 +239,7 @@ def make_row(target: str, model: str, name: str) -> None:
 
 
 def read_row(target: str, model: str, name: str) -> dict[str, Any]:
-  """A row with what the program that was kept says."""
+  """Return a row with the facts about its stored program."""
   path = kept(target, model, name)
   row = {"target": target, "model": model, "exchange": name}
   row |= json.loads(path.read_text())
@@ -247,17 +247,17 @@ def read_row(target: str, model: str, name: str) -> dict[str, Any]:
 
 
 def _reason(log: Path) -> str:
-  """The error of a process that failed: what it raised, or its last line."""
+  """Return the error of a failed process: its exception, or its last line."""
   lines = [x.strip() for x in log.read_text().splitlines() if x.strip()]
   raised = [x for x in lines if "Error: " in x and not x.startswith(("File", "raise"))]
   return ([*lines[-1:], *raised[-1:]] or ["ended without a word"])[-1][:300]
 
 
 def markdown(rows: list[dict[str, Any]]) -> str:
-  """The rows as tables of docs/exchange.md, one a model and target.
+  """Return the rows as Markdown tables of docs/exchange.md, one per model and target.
 
   Args:
-    rows: of `benchmarks/results/overlap.json`.
+    rows: the rows of `benchmarks/results/overlap.json`.
   """
   parts: dict[tuple[str, str], list[dict[str, Any]]] = {}
   for row in rows:

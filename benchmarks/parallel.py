@@ -1,4 +1,4 @@
-"""What compilers make of models that are larger than a device: memory, communication.
+"""Memory and communication of models larger than a device, as compiled.
 
     pip install libtpu==0.0.51 jax-cuda12-plugin==0.10.2 jax-cuda12-pjrt==0.10.2 \
       nvidia-cudnn-cu12
@@ -50,14 +50,14 @@ PROBE = {"batch_size": "64", "accumulate_steps": "1"}  # 4 rows per device of 16
 
 
 class Case(NamedTuple):
-  """A program.
+  """A program to compile.
 
   Attributes:
-    part: of the tables that it is in.
-    config: file, with its argument.
-    chips: name of them.
-    changes: of the config, as on the command line.
-    options: of the compiler.
+    part: the part of the page's tables that has the case.
+    config: the config file, with its argument.
+    chips: the name of the chips.
+    changes: changes to the config, as on the command line.
+    options: options of the compiler.
     program: "step" or "init".
   """
 
@@ -70,7 +70,7 @@ class Case(NamedTuple):
 
 
 def probe(chips: str, options: Any = None, **changes: str) -> Case:
-  """The 1B model with one micro-batch per step, under another layout."""
+  """Return a case of the 1B model with one micro-batch per step, under another layout."""
   changed = PROBE | {k.replace("__", "."): v for k, v in changes.items()}
   return Case("layouts", "configs/llama_1b.py", chips, changed, options or {})
 
@@ -165,7 +165,7 @@ for chips, flags in FLAGS.items():
 
 
 def compile_one(name: str, path: Path) -> None:
-  """Leave a row and the program."""
+  """Compile a case and store its row and program."""
   case = CASES[name]
   config = load_config(str(ROOT / case.config), case.changes)
   before = time.process_time()
@@ -185,12 +185,12 @@ def compile_one(name: str, path: Path) -> None:
 
 
 def kept(name: str) -> Path:
-  """Where a row is kept."""
+  """Return the file in which a row is stored."""
   return KEPT / f"{name.replace(' ', '-').replace(',', '')}.json"
 
 
 def make_row(name: str) -> None:
-  """Compile in a process of its own."""
+  """Compile a case in a separate process."""
   KEPT.mkdir(parents=True, exist_ok=True)
   path = kept(name)
   with open(path.with_suffix(".log"), "w") as log:
@@ -204,14 +204,14 @@ def make_row(name: str) -> None:
 
 
 def _reason(log: Path) -> str:
-  """The error of a process that failed."""
+  """Return the error of a failed process."""
   lines = [x.strip() for x in log.read_text().splitlines() if x.strip()]
   raised = [x for x in lines if "Error: " in x and not x.startswith(("File", "raise"))]
   return ([*lines[-1:], *raised[-1:]] or ["ended without a word"])[-1][:300]
 
 
 def read_row(name: str) -> dict[str, Any]:
-  """A row, with what the program says of its collectives."""
+  """Return a row with the facts about the collectives of its stored program."""
   path, case = kept(name), CASES[name]
   row = {"case": name, "part": case.part, "config": case.config, "chips": case.chips}
   row |= {"changes": dict(case.changes), "options": dict(case.options)}
@@ -221,7 +221,7 @@ def read_row(name: str) -> dict[str, Any]:
 
 
 def read(text: str, mesh: dict[str, int]) -> dict[str, Any]:
-  """What a program's text says of its collectives, by kind and axes."""
+  """Return facts about the collectives in a program's text, by kind and axes."""
   table = hlo.collectives(text, mesh)
   alike: dict[tuple, list[hlo.Collective]] = {}
   for one in table:

@@ -10,10 +10,10 @@ GIB = 2**30
 
 
 def tables(rows: Sequence[dict[str, Any]]) -> dict[str, str]:
-  """Markdown by the part of the page that it is for.
+  """Return Markdown tables by part of the page.
 
   Args:
-    rows: of the file.
+    rows: the rows of the file.
   """
   by_part: dict[str, list[dict[str, Any]]] = {}
   for row in rows:

@@ -35,7 +35,7 @@ START = f'{TCP} && hostname "$0" && read go && exec "$@"'
 
 
 def why_not() -> str | None:
-  """What is missing here to make such links; None: nothing."""
+  """Return the reason that this machine cannot make such links, or None."""
   missing = [x for x in ("ip", "tc", "unshare", "nsenter") if not shutil.which(x)]
   if missing:
     return f"no {', '.join(missing)} here"
@@ -55,7 +55,7 @@ def why_not() -> str | None:
 
 
 def switch() -> subprocess.Popen[str]:
-  """A process in whose namespace the bridge is; it ends with its stdin."""
+  """Start a process whose namespace has the bridge; it ends with its stdin."""
   bridge = subprocess.Popen(["unshare", "--net", "cat"], stdin=subprocess.PIPE, text=True)
   _wait_for_namespace(bridge)
   _inside(bridge, "ip link add br0 type bridge")
@@ -64,24 +64,24 @@ def switch() -> subprocess.Popen[str]:
 
 
 def address(index: int) -> str:
-  """Of process `index`."""
+  """Return the address of a process."""
   return f"{NET}{index + 1}"
 
 
 def command(index: int, program: list[str]) -> list[str]:
-  """A program that waits in a namespace of its own until `connect` was called."""
+  """Return a command that waits in a new namespace until `connect` is called."""
   start = ["unshare", "--net", "--uts", "sh", "-c", START]
   return [*start, address(index), *program]
 
 
 def connect(bridge: Any, index: int, process: Any, rate: str) -> None:
-  """Plug a process into the switch, and let it start.
+  """Connect a process to the switch and let its program start.
 
   Args:
-    bridge: of `switch`.
-    index: of the process.
+    bridge: the process from `switch`.
+    index: the number of the process.
     process: a `Popen` of `command`, with a pipe for its stdin.
-    rate: as `tc` writes it, "1gbit" say.
+    rate: the rate as `tc` writes it, e.g. "1gbit".
   """
   _wait_for_namespace(process)
   port, bucket = f"v{index}", f"root tbf rate {rate} {' '.join(BUCKET)}"
@@ -101,7 +101,7 @@ def _inside(process: Any, words: str) -> None:
 
 
 def _wait_for_namespace(process: Any) -> None:
-  """Until the process has left the namespace that it was started in."""
+  """Wait until the process has left the namespace that it was started in."""
   ours = os.readlink("/proc/self/ns/net")
   deadline = time.monotonic() + 10
   while os.readlink(f"/proc/{process.pid}/ns/net") == ours:

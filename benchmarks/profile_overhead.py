@@ -1,4 +1,4 @@
-"""What traces cost: a run that nobody traces, and one that is being traced.
+"""Cost of traces: a run without a trace against a run that is being traced.
 
     python benchmarks/profile_overhead.py
 
@@ -92,7 +92,7 @@ def callbacks_of(tracer: Tracer) -> loop.Callbacks:
 
 
 def host_us() -> float:
-  """Of the three calls of a step that is not traced, the best of five."""
+  """Return the microseconds of the tracer's three calls in an untraced step, the best of five."""
   found = []
   with tempfile.TemporaryDirectory() as scratch:
     tracer = Tracer(Path(scratch), Log())

@@ -1,4 +1,4 @@
-"""Published results that the plan is compared with, and our models nearest to them.
+"""Published results that the plan is compared with, and our models closest to them.
 
 `benchmarks/backtest.py` compiles and compares. Rows marked "choose" are those that
 constants in chips.toml may be chosen on; the others are predicted with what has come of
@@ -29,23 +29,23 @@ class Row(NamedTuple):
   """A published result.
 
   Attributes:
-    name: of the system.
+    name: the name of the system.
     model: a key of `MODELS`.
     chip: a name in chips.toml.
-    devices: as JAX counts them.
-    rows: of a device, examples.
+    devices: the number of devices, as JAX counts them.
+    rows: the examples per device.
     rate: examples/s of all devices, or tokens/s of language models; None: not given.
     efficiency: against `base` devices; None: not given.
-    base: devices that the efficiency is relative to.
+    base: the number of devices that the efficiency is relative to.
     overlap: "backward" where gradients are sent during the backward pass.
     use: "choose" or "held-out".
     tag: "read" or "recalled".
-    source: of the numbers.
-    machine: what is known of the machine.
-    per_example: what `rate` counts in an example, tokens say.
-    round: 1 or 2, of the module's docstring.
-    base_rows: of a device of `base`, where it has other ones: strong scaling.
-    differs: what of our program is not as theirs; "" where only its code is another.
+    source: the source of the numbers.
+    machine: facts about the machine.
+    per_example: the units of `rate` per example, e.g. tokens.
+    round: 1 or 2, see the module's docstring.
+    base_rows: the examples per device of `base` if they differ (strong scaling).
+    differs: differences of our program from theirs besides the code, or "".
   """
 
   name: str
@@ -73,7 +73,7 @@ IN_BUCKETS = cfg.AllReduce(bucket_bytes=25 * 2**20)
 
 
 def images(model: Any, dtype: Any, data: Any = IMAGENET, exchange: Any = ALL_REDUCE):
-  """Makes a config of so many rows on so many devices."""
+  """Return a function from rows and devices to the config of an image model."""
 
   def make(rows: int, devices: int) -> cfg.Config:
     return cfg.Config(
@@ -90,7 +90,7 @@ def images(model: Any, dtype: Any, data: Any = IMAGENET, exchange: Any = ALL_RED
 
 
 def llama(rows: int, devices: int) -> cfg.Config:
-  """Llama 3.1 8B with fully sharded parameters."""
+  """Return the config of Llama 3.1 8B with fully sharded parameters."""
   return cfg.Config(
     model=cfg.Transformer(num_layers=32, width=4096, num_heads=32, num_kv_heads=8, hidden=14_336),
     data=cfg.TextFiles(path="c4", vocab_size=128_256, sequence_length=8192),
@@ -112,15 +112,15 @@ def language_model(
   /,
   **layout: Any,
 ):
-  """Makes a config of so many rows in each block of devices with rows of its own.
+  """Return a function from rows per data-parallel block and devices to a config.
 
   Args:
-    model: its sizes.
-    vocab: of its text.
-    length: tokens of a row.
-    mesh: its axes.
-    micro: rows of a micro-batch; None: all are computed at once.
-    layout: its settings.
+    model: the sizes of the model.
+    vocab: the vocabulary size.
+    length: the tokens per row.
+    mesh: the axes of the mesh.
+    micro: the rows of a micro-batch; None computes all at once.
+    layout: the settings of the layout.
   """
 
   def make(rows: int, devices: int) -> cfg.Config:
@@ -141,11 +141,11 @@ def language_model(
 
 
 def flops_per_token(model: cfg.Transformer, vocab: int, length: int) -> float:
-  """As MaxText counted a token's FLOPs until its pull request 1988, of July 2025.
+  """Return a token's FLOPs as MaxText counted them until its pull request 1988 (July 2025).
 
-  6 of each parameter that multiplies, and attention as if nothing were masked
-  (AI-Hypercomputer/maxtext, docs/reference/performance_metrics.md). Those of
-  Megatron-LM are the same for a model without a gate (arXiv:2104.04473, equation 3).
+  It counts 6 FLOPs per parameter that multiplies, and attention without a mask
+  (AI-Hypercomputer/maxtext, docs/reference/performance_metrics.md). Megatron-LM counts
+  the same for a model without a gate (arXiv:2104.04473, equation 3).
   """
   heads, each = model.num_heads, model.head_width or model.width // model.num_heads
   projections = 2 * (heads + (model.num_kv_heads or heads)) * each
@@ -331,7 +331,7 @@ def nvidia(name, model, chip, devices, rows, rate, efficiency, use, machine=None
 
 
 def maxtext(name, key, chip, model, vocab, length, size, rows, slices, path, machine, differs=""):
-  """Rows of a table: TFLOP/s of a chip on 1, 2 and more slices or nodes."""
+  """Return the rows of a table: TFLOP/s per chip on 1, 2 and more slices or nodes."""
   alone, _ = slices[1]
   per_token = flops_per_token(model, vocab, length)
   for number, (tflops, use) in slices.items():
@@ -380,7 +380,7 @@ def kempner(name, key, devices, rate, efficiency, base, use):
 
 
 def megatron(devices, rows, mfu, use):
-  """Strong scaling at 1,152 rows: rounded shares of the peak of its README."""
+  """Return a row of strong scaling at 1,152 rows; its README rounds the shares of the peak."""
   rate = mfu * 989.4e12 * devices / flops_per_token(GPT3, 131_072, 4096)
   efficiency = mfu / 0.47 if devices > 96 else None
   return Row(

@@ -1,4 +1,4 @@
-"""Runs that are killed, or lose their disk's power, at random moments, again and again.
+"""Repeated runs that are killed, or whose disk loses power, at random moments.
 
     python benchmarks/random_kills.py [--kills 200] [--seed 0] [--only CHAIN]
 
@@ -65,11 +65,11 @@ SHUTDOWN, NO_LOG_FLUSH = 0x8004587D, struct.pack("I", 2)
 
 
 class FaultError(AssertionError):
-  """A promise that was not kept."""
+  """Error for a broken promise."""
 
 
 def fork(work: Callable[[], Any], log: Path) -> int:
-  """Start a process that does some work, with its output in a file."""
+  """Start a process that calls a function, with its output in a file; return its id."""
   sys.stdout.flush()
   if pid := os.fork():
     return pid
@@ -91,7 +91,7 @@ def fork(work: Callable[[], Any], log: Path) -> int:
 
 
 def train(workdir: Path, devices: int, cache: Path, **env: str) -> None:
-  """One process of a run."""
+  """Train, as one process of a run."""
   import jax
 
   from jaxscale.errors import leave
@@ -123,7 +123,7 @@ class Started:
       self.pids.append(fork(work, log))
 
   def running(self) -> list[int]:
-    """Those that have not ended."""
+    """Return the ids of processes that have not ended."""
     for pid in self.pids:
       if pid not in self.codes:
         ended, status = os.waitpid(pid, os.WNOHANG)
@@ -132,12 +132,12 @@ class Started:
     return [pid for pid in self.pids if pid not in self.codes]
 
   def kill(self, pids: list[int]) -> None:
-    """End some of them, without a chance to do anything."""
+    """Kill some of the processes with SIGKILL."""
     for pid in pids:
       os.kill(pid, signal.SIGKILL)
 
   def wait(self) -> None:
-    """Until all have ended, as they must."""
+    """Wait until all processes have ended; fail if one does not."""
     until = time.monotonic() + ENDS_S
     while self.running():
       if time.monotonic() > until:
@@ -146,12 +146,12 @@ class Started:
       time.sleep(0.01)
 
   def text(self) -> str:
-    """What they have printed."""
+    """Return the output of all processes."""
     return self.log.read_text(errors="replace") if self.log.exists() else ""
 
 
 def listing(workdir: Path) -> tuple[list[int], list[str]]:
-  """Steps that are committed, and names of what is being written."""
+  """Return the committed steps, and the names of checkpoints that are being written."""
   names: list[str] = []
   with contextlib.suppress(OSError):
     names = os.listdir(workdir / "checkpoints")
@@ -159,7 +159,7 @@ def listing(workdir: Path) -> tuple[list[int], list[str]]:
 
 
 def wait_for(moment: str, rng: random.Random, workdir: Path, run: Started) -> bool:
-  """Until a random moment of a kind; False: the run has ended before."""
+  """Wait for a random moment of a kind; return False if the run ends first."""
   steps, partial = listing(workdir)
   newest, passed = max(steps, default=0), 0
   wanted = rng.randint(1, 3)
@@ -180,7 +180,7 @@ def wait_for(moment: str, rng: random.Random, workdir: Path, run: Started) -> bo
 
 
 class Disk:
-  """An ext4 in a file, whose power can fail."""
+  """An ext4 file system in a file, with simulated losses of power."""
 
   def __init__(self, folder: Path):
     self.image, self.path = folder / "image", folder / "disk"
@@ -200,7 +200,7 @@ class Disk:
     self._do("mount", "-o", "loop", str(self.image), str(self.path))
 
   def lose_power(self) -> None:
-    """Write nothing any more, and keep only what was synced."""
+    """Stop writing, and keep only synced data."""
     number = os.open(self.path, os.O_RDONLY)
     try:
       fcntl.ioctl(number, SHUTDOWN, NO_LOG_FLUSH)
@@ -208,10 +208,10 @@ class Disk:
       os.close(number)
 
   def come_back(self) -> None:
-    """Mount what the device got, on another one.
+    """Mount the contents of the device again, through another device.
 
-    Where another mount namespace has a copy of the mount, as a container's may, the old
-    one would stay shut down.
+    The old device would stay shut down if another mount namespace, such as a container's,
+    has a copy of the mount.
     """
     self._do("umount", "-l", str(self.path))
     old, self.losses = self.image, self.losses + 1
@@ -222,12 +222,12 @@ class Disk:
     self._mount()
 
   def close(self) -> None:
-    """Unmount it."""
+    """Unmount the file system."""
     subprocess.run(["umount", "-l", str(self.path)], capture_output=True)
 
 
 def open_disk(folder: Path) -> Disk | None:
-  """A disk whose power can fail; None, with a line: not on this machine."""
+  """Return a disk that can lose its power, or None (with a printed line) where none can be made."""
   try:
     return Disk(folder)
   except OSError as e:
@@ -236,7 +236,7 @@ def open_disk(folder: Path) -> Disk | None:
 
 
 def outcome(workdir: Path, scratch: Path) -> dict[str, Any]:
-  """Checksums of the newest checkpoint, of its bytes on the disk, and all metrics."""
+  """Return checksums of the newest checkpoint's files, and all metrics."""
 
   def verify() -> None:
     from jaxscale.checkpoint import checkpoint_files
@@ -264,7 +264,7 @@ def outcome(workdir: Path, scratch: Path) -> dict[str, Any]:
 
 
 class Chain:
-  """One run, killed again and again until it has come to its end."""
+  """One run, killed repeatedly until it completes."""
 
   def __init__(self, seed: int, number: int, kinds: int, scratch: Path, cache: Path):
     self.rng = random.Random(f"{seed}/{number}")
@@ -274,7 +274,7 @@ class Chain:
     self.safe = 0  # the newest step that no loss of power takes
 
   def run(self, most: int, disk: Disk | None) -> dict[str, Any]:
-    """Kill it at most so often; the outcome."""
+    """Kill the run at most `most` times, then let it complete; return the outcome."""
     base = disk.path if disk and self.on_disk else self.scratch
     workdir, durable, starts = base / f"run-{self.number}", 0, 0
     shutil.rmtree(workdir, ignore_errors=True)
@@ -349,7 +349,7 @@ def scratch_folder(directory: Path | None) -> Iterator[tuple[Path, Disk | None]]
 
 
 def measure(asked: argparse.Namespace) -> dict[str, Any]:
-  """Chains until so many kills are done: counts, and what failed."""
+  """Run chains until enough kills are done; return counts and failures."""
   import orbax.checkpoint  # noqa: F401
   import tensorboardX  # noqa: F401
 

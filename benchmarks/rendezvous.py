@@ -1,4 +1,4 @@
-"""What it costs that processes prove who they are: the start, and each message.
+"""Cost of authentication between processes: the start, and each message.
 
     python benchmarks/rendezvous.py --before DIR [--procs 8] [--turns 15]
 
@@ -36,7 +36,7 @@ sys.stdin.readline()
 
 
 def start_s(tree: Path, count: int, job: str) -> float:
-  """Seconds until all processes of a run have connected."""
+  """Return the seconds until all processes of a run have connected."""
   import time
 
   env = os.environ | {"PYTHONPATH": str(tree), "JAXSCALE_SECRET": "x" * 32}
@@ -65,7 +65,7 @@ def start_s(tree: Path, count: int, job: str) -> float:
 
 
 def message_s() -> float:
-  """Seconds that sealing and opening a heartbeat takes, more than without keys."""
+  """Return the seconds that sealing and opening a heartbeat takes, less the time without keys."""
   from jaxscale.cluster.wire import Keys, Link
 
   here, there = map(Link, socket.socketpair())

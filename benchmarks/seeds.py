@@ -1,4 +1,4 @@
-"""Names of a config trained with several seeds: what the accuracy tables share."""
+"""Training of a config's variants with several seeds, shared by the accuracy tables."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ CHANCE = 0.1  # a run that diverged counts as guessing among ten classes
 
 
 class Outcome(NamedTuple):
-  """What came of a run.
+  """Result of a run.
 
   Attributes:
     peak_lr: learning rate after the warm-up.
@@ -44,7 +44,7 @@ class Outcome(NamedTuple):
 
 
 def run(config: Config, workdir: Path) -> Outcome:
-  """Train, or resume; a run that is done is only evaluated."""
+  """Train or resume a run; a complete one is only evaluated."""
   experiment = experiment_in(workdir, config)
   peak_lr = experiment.derived.peak_lr
   try:
@@ -61,10 +61,10 @@ def run(config: Config, workdir: Path) -> Outcome:
 
 
 def train(config: str, names: Sequence[str], folder: str) -> dict[str, list[Outcome]]:
-  """What came of every name, with seeds 0, 1, ...: 3 unless the command says.
+  """Return the results of every name with seeds 0, 1, ... (3 seeds without an argument).
 
-  All names have a seed before the next one begins, so that a study which was cut
-  still compares; runs that are done in `folder` are not repeated.
+  A seed is trained for all names before the next one starts, so that an interrupted
+  study still compares them. Complete runs in `folder` are not repeated.
   """
   seeds = range(int(sys.argv[1]) if len(sys.argv) > 1 else 3)
   outcomes: dict[str, list[Outcome]] = {name: [] for name in names}
@@ -76,7 +76,7 @@ def train(config: str, names: Sequence[str], folder: str) -> dict[str, list[Outc
 
 
 def accuracy(outcomes: Sequence[Outcome]) -> dict:
-  """The columns of a row that say how accurate the seeds were."""
+  """Return the columns of a row with the accuracy of all seeds."""
   each = [CHANCE if o.accuracy is None else o.accuracy for o in outcomes]
   return {
     "accuracy": round(statistics.fmean(each), 5),
@@ -87,19 +87,19 @@ def accuracy(outcomes: Sequence[Outcome]) -> dict:
 
 
 def finite(value: float | None) -> float | None:
-  """Return the number for JSON, which has no infinity: None."""
+  """Return a number, with None for infinity, which JSON lacks."""
   return None if value is None or math.isinf(value) else value
 
 
 def two_digits(value: float | None) -> str:
-  """Return a number of which no more is known; None is infinite."""
+  """Format a number with two digits; None is infinite."""
   return "∞" if value is None else f"{float(f'{value:.2g}'):,.0f}"
 
 
 def difference(row: dict, base: dict) -> str:
   """Return the difference of two rows in points, its standard error, and a note.
 
-  "Within noise": by Welch's test two equal means differ so much in 1 of 20 cases.
+  "Within noise" means that equal means differ as much in 1 of 20 cases (Welch's test).
   """
   points = 100 * (row["accuracy"] - base["accuracy"])
   if None in (row["spread"], base["spread"]):
@@ -111,6 +111,6 @@ def difference(row: dict, base: dict) -> str:
 
 
 def percent(row: dict) -> str:
-  """The accuracy of a row with its sample standard deviation, as a table shows it."""
+  """Format the accuracy of a row with its sample standard deviation, for a table."""
   spread = "" if row["spread"] is None else f" ± {100 * row['spread']:.2f}"
   return f"{100 * row['accuracy']:.2f}{spread} %"

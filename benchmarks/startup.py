@@ -90,7 +90,7 @@ def environment(devices: int, **more: str) -> dict[str, str]:
 
 
 def least(name: str, workdir: Path) -> list[list[float]]:
-  """Wall and processor seconds of import, lowering, loading and the state, a step."""
+  """Return wall and processor seconds of import, lowering, loading, the state and a step."""
   config, devices, short = RUNS[name]
   env = environment(
     devices,
@@ -103,9 +103,9 @@ def least(name: str, workdir: Path) -> list[list[float]]:
 
 
 def first_step(name: str, workdir: Path) -> list[float]:
-  """Wall and processor seconds until the first step is done, and those of compiling.
+  """Return wall and processor seconds until the first step is done, and those of compiling.
 
-  Then the former until the loop begins.
+  Two more values are wall and processor seconds until the loop starts.
   """
   config, devices, short = RUNS[name]
   kept, aside = workdir / "compiled", workdir.with_suffix(".kept")

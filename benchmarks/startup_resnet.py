@@ -1,4 +1,4 @@
-"""ResNet-50 on a few random images: what benchmarks/startup.py starts."""
+"""ResNet-50 on a few random images, the config that benchmarks/startup.py starts."""
 
 import numpy as np
 

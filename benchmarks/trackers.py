@@ -1,4 +1,4 @@
-"""What trackers cost the loop, with a network and without.
+"""Cost of trackers to the loop, with a network and without.
 
     python benchmarks/trackers.py
 
@@ -39,15 +39,15 @@ FLUSH_S = 1.0
 
 
 class Hangs(config.Tracker):
-  """Never returns."""
+  """Tracker that never returns."""
 
   def build(self, context: TrackerContext):
-    """Takes days."""
+    """Sleep for days."""
     time.sleep(1e6)
 
 
 def trackers(dead: str) -> dict[str, config.Tracker]:
-  """By name; `dead` is an address where nobody listens."""
+  """Return trackers by name; nothing listens on the address `dead`."""
   return {
     "wandb, offline": config.Wandb(flush_s=FLUSH_S),
     "mlflow, files": config.MLflow(flush_s=FLUSH_S),
@@ -76,7 +76,7 @@ def main() -> None:
   state, _ = train_step(state, fixed)
 
   def train(state, to, turn):
-    """The state after a turn, and its steps per second."""
+    """Return the state after a turn, and the steps per second."""
     callbacks = loop.Callbacks(
       is_logged=lambda step: step % EVERY == 0,
       log=lambda step, values: to.write(turn * STEPS + step, values),

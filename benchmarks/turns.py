@@ -22,14 +22,14 @@ _KILL_S = 10.0
 
 
 class SideError(Exception):
-  """A process ended, or took too long; one line says why."""
+  """Error for a process that ended or took too long; one line states the reason."""
 
 
 def serve(answers: Mapping[str, Callable[..., Any]], ready: Any = None) -> None:
   """Answer requests until the parent closes the pipe.
 
   Args:
-    answers: functions by the names of requests.
+    answers: the functions that answer requests, by name.
     ready: the first answer, for which the parent waits.
   """
   _answer(ready)
@@ -43,12 +43,12 @@ def _answer(value: Any) -> None:
 
 
 def seconds_of(step: Callable[[], Any], wait: Callable[[], Any], count: int) -> Any:
-  """[processor seconds, wall seconds] of each of so many steps.
+  """Return [processor seconds, wall seconds] per step.
 
   Args:
-    step: begins one.
-    wait: for all that have begun.
-    count: of steps.
+    step: a function that starts one step.
+    wait: a function that waits for all started steps.
+    count: the number of steps.
   """
   wall, clock = time.perf_counter(), time.process_time()
   for _ in range(count):
@@ -58,14 +58,14 @@ def seconds_of(step: Callable[[], Any], wait: Callable[[], Any], count: int) -> 
 
 
 class Side:
-  """A process that answers.
+  """A child process that answers requests.
 
   Attributes:
-    ready: its first answer, once `wait_ready` was called.
+    ready: the first answer, after `wait_ready`.
   """
 
   def __init__(self, command: Sequence[str], **options: Any):
-    """Starts it; the options are those of `subprocess.Popen`."""
+    """Start the process; the options are those of `subprocess.Popen`."""
     self.ready: Any = None
     self._errors = tempfile.TemporaryFile()  # noqa: SIM115, closed by `close`
     self._pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
@@ -73,12 +73,12 @@ class Side:
     self._text = b""
 
   def wait_ready(self, timeout_s: float) -> Any:
-    """Its first answer."""
+    """Return the first answer."""
     self.ready = self._next(timeout_s)
     return self.ready
 
   def ask(self, name: str, *args: Any, timeout_s: float) -> Any:
-    """What a request is answered with.
+    """Return the answer to a request.
 
     Raises:
       SideError: the process has ended, or the time is over.
@@ -107,7 +107,7 @@ class Side:
       self._text += read
 
   def _reason(self) -> str:
-    """Of the end: the line of its error."""
+    """Return the reason for the process's end: the line of its error."""
     code = self._process.wait()
     self._errors.seek(0)
     lines = [x.strip() for x in self._errors.read().decode(errors="replace").split("\n")]
@@ -117,7 +117,7 @@ class Side:
     return (errors or lines or [f"ended with code {code}"])[-1][:300]
 
   def close(self) -> None:
-    """End it, kindly first."""
+    """Close the process's pipes, and kill it if it does not end."""
     for pipe in (self._process.stdin, self._process.stdout):
       assert pipe
       with contextlib.suppress(OSError):

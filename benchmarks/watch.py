@@ -1,4 +1,4 @@
-"""What it costs to be watched: steps of a run that is, and of one that is not.
+"""Cost of the watch: steps of a watched run against those of an unwatched one.
 
     python benchmarks/watch.py [--procs 4] [--turns 41] [--steps 50]
 
@@ -41,7 +41,7 @@ ROWS, HIDDEN = 2048, (256, 256)  # a step of about 20 ms, four processes on two 
 
 
 def worker(kind: str, steps: int, workdir: Path) -> None:
-  """Join, compile, then train whenever a line comes; say how long it took."""
+  """Join, compile, then train on each line of stdin and print the time."""
   from jaxscale import cluster
   from jaxscale.checkpoint import lock
 
@@ -68,7 +68,7 @@ def worker(kind: str, steps: int, workdir: Path) -> None:
 
 
 def idle(watch: Any) -> dict[str, float]:
-  """What threads take while nothing is trained, and what the loop's notes take."""
+  """Return the time of the watch's threads without training, and of the loop's notes."""
   cpu = time.process_time()
   time.sleep(IDLE_S)
   taken = (time.process_time() - cpu) / IDLE_S
@@ -83,7 +83,7 @@ def idle(watch: Any) -> dict[str, float]:
 
 
 def join_plainly() -> None:
-  """By JAX alone."""
+  """Join the other processes with JAX alone."""
   import jax
 
   jax.distributed.initialize(
@@ -94,7 +94,7 @@ def join_plainly() -> None:
 
 
 def trainer(watch: Any, steps: int) -> Any:
-  """A function that trains some steps more."""
+  """Return a function that trains a stretch of steps."""
   import jax
   import numpy as np
 
@@ -146,7 +146,7 @@ def answer(value: Any) -> None:
 
 @contextlib.contextmanager
 def group(kind: str, asked: argparse.Namespace, workdir: Path):
-  """The processes of one run, which have compiled."""
+  """Return the processes of one run once they have compiled."""
   with socket.socket() as s:
     s.bind(("127.0.0.1", 0))
     port = s.getsockname()[1]
@@ -174,7 +174,7 @@ def group(kind: str, asked: argparse.Namespace, workdir: Path):
 
 
 def read(started: list[Any]) -> list[dict[str, float]]:
-  """What each process says next."""
+  """Return the next answer of each process."""
   found = []
   for process in started:
     line = next((x for x in process.stdout if x.startswith(MARK)), None)
@@ -185,7 +185,7 @@ def read(started: list[Any]) -> list[dict[str, float]]:
 
 
 def turn_of(started: list[Any], what: str = "go") -> tuple[float, float]:
-  """Seconds of a turn, and processor seconds of all processes."""
+  """Return the wall seconds of a turn, and the processor seconds of all processes."""
   for process in started:
     process.stdin.write(what + "\n")
     process.stdin.flush()

@@ -1,4 +1,4 @@
-"""What each gradient exchange does to the accuracy, on Fashion-MNIST.
+"""Accuracy with each gradient exchange on Fashion-MNIST.
 
 Command    python benchmarks/exchange_accuracy.py runs all of it, three seeds each; one
            is JAX_NUM_CPU_DEVICES=8 python -m jaxscale.train

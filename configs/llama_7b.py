@@ -17,7 +17,7 @@ from jaxscale.config import AdamW, Config, Cosine, Evaluation, Layout, Mesh, Tex
 def get_config(chips: str = "v5e") -> Config:
   # A row's attention scores are 2.1 GB where XLA computes it, on TPUs: heads are split
   # over 4 chips, and micro-batches are of 4 rows. cuDNN writes none.
-  model, micros = {"v5e": (4, 4), "h100": (1, 1)}[chips]
+  model, num_microbatches = {"v5e": (4, 4), "h100": (1, 1)}[chips]
   return Config(
     model=Transformer(num_layers=32, width=4096, num_heads=32, hidden=11_008),
     data=TextFiles(path="tokens", vocab_size=32_000, sequence_length=4096),
@@ -25,7 +25,7 @@ def get_config(chips: str = "v5e") -> Config:
     schedule=Cosine(warmup_epochs=0.01, end_lr=3e-5),
     clip_norm=1.0,
     batch_size=1024,  # 4 million tokens
-    accumulate_steps=micros,
+    accumulate_steps=num_microbatches,
     epochs=1,
     dtype="bfloat16",
     mesh=Mesh(data=1, fsdp=-1, model=model),

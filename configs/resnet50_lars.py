@@ -27,7 +27,7 @@ NUM_TRAIN = 1_281_167
 
 
 class Row(NamedTuple):
-  """What differs between the batch sizes."""
+  """Settings that differ between the batch sizes."""
 
   lr: float
   warmup_epochs: float
@@ -57,7 +57,7 @@ RCP = {
 
 
 def _google(batch: int, lr: float, warmup: int, epochs: int, loop: int, momentum: float) -> Row:
-  """A row of train.py in training_results_v0.7, Google's resnet-research-JAX.
+  """Return a row of train.py in training_results_v0.7, Google's resnet-research-JAX.
 
   It goes in loops of 4 epochs, whose steps are rounded up to `loop`, and from there
   on an epoch is a quarter of that, 39.25 steps for 39.1, in the warm-up too. Theirs

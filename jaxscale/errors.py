@@ -51,13 +51,13 @@ class ConfigError(ValueError):
   """Invalid setting or usage, with a one-line message: field, value, problem, remedy."""
 
 
-def invalid(field: str, value: Any, why: str, fix: str) -> ConfigError:
-  """Return the error for an invalid value: `field=value why; fix`.
+def invalid(field: str, value: Any, problem: str, fix: str) -> ConfigError:
+  """Return the error for an invalid value: `field=value problem; fix`.
 
   Args:
     field: the setting, option or file of the user.
     value: the value of the field, shortened if it is long; `...` omits it.
-    why: the problem, a predicate such as "is not divisible by 8 devices".
+    problem: the problem, a predicate such as "is not divisible by 8 devices".
     fix: the remedy, an imperative.
 
   Example:
@@ -66,7 +66,7 @@ def invalid(field: str, value: Any, why: str, fix: str) -> ConfigError:
   """
   text = value if isinstance(value, str) else repr(value)
   shown = "" if value is ... else f"={text if len(text) <= 80 else text[:77] + '...'}"
-  return ConfigError(f"{field}{shown} {why}; {fix}")
+  return ConfigError(f"{field}{shown} {problem}; {fix}")
 
 
 class GiveUpError(Exception):
@@ -170,8 +170,8 @@ def _disk_remedy(number: int | None, folder: str | os.PathLike[str]) -> str | No
 def lacks_inodes(folder: str | os.PathLike[str]) -> bool:
   """Return whether a disk has no free inodes, so that no file can be created."""
   with contextlib.suppress(OSError):
-    found = os.statvfs(folder)
-    return found.f_files > 0 and found.f_favail == 0
+    status = os.statvfs(folder)
+    return status.f_files > 0 and status.f_favail == 0
   return False
 
 
@@ -392,8 +392,8 @@ def _flushed(main: Callable[[list[str]], int]) -> Callable[[list[str]], int]:
 def _watch_interrupts() -> None:
   """End this process shortly after Ctrl-C, even if the main thread is in C++ code.
 
-  The main thread can clean up meanwhile. A session installs its own handlers
-  (cluster/watch/signals.py).
+  The main thread can clean up meanwhile, until the second Ctrl-C. A session installs its
+  own handlers (cluster/watch/signals.py).
   """
   report = sys.unraisablehook
 
@@ -403,7 +403,14 @@ def _watch_interrupts() -> None:
       _leave_interrupted()
     report(error)
 
+  def interrupt(*_: object) -> NoReturn:
+    # A second KeyboardInterrupt during the clean-up would end in a traceback.
+    signal.signal(signal.SIGINT, lambda *_: _leave_interrupted())
+    raise KeyboardInterrupt
+
   sys.unraisablehook = unraisable
+  if signal.getsignal(signal.SIGINT) == signal.default_int_handler:  # else it is ignored
+    signal.signal(signal.SIGINT, interrupt)
   reading, writing = os.pipe()
   os.set_blocking(writing, False)
   signal.set_wakeup_fd(writing, warn_on_full_buffer=False)

@@ -120,15 +120,15 @@ def require_json(path: Path, shape: Any, remedy: str) -> Any:
   """
   try:
     value = parse_json(read_bytes(path))
-    why = mismatch(value, shape)
+    problem = mismatch(value, shape)
   except PermissionError as e:
-    why, remedy = e.strerror, "have its owner make it readable (chmod)"
+    problem, remedy = e.strerror, "have its owner make it readable (chmod)"
   except OSError as e:
-    why = e.strerror
+    problem = e.strerror
   except ValueError as e:
-    why = f"not readable as JSON ({e})"
-  if why:
-    raise ConfigError(f"{path}: {why}; {remedy}")
+    problem = f"not readable as JSON ({e})"
+  if problem:
+    raise ConfigError(f"{path}: {problem}; {remedy}")
   return value
 
 
@@ -159,11 +159,11 @@ def read_json_lines(
 
 def json_objects(texts: Iterable[str], shape: Any = None) -> list[dict[str, Any]]:
   """Parse texts as JSON objects; skip those that fail or do not have the shape."""
-  found = []
+  objects = []
   for text in texts:
     with contextlib.suppress(ValueError):
-      found.append(parse_json(text))
-  return [value for value in found if mismatch(value, shape or {}) is None]
+      objects.append(parse_json(text))
+  return [value for value in objects if mismatch(value, shape or {}) is None]
 
 
 def readable_text(path: Path, last_bytes: int | None = None) -> str:
@@ -306,7 +306,7 @@ def open_to_append(path: Path) -> int:
   return number
 
 
-def who_else_writes(path: Path, *, group: bool = True, is_folder: bool = False) -> str | None:
+def unsafe_owner(path: Path, *, group: bool = True, is_folder: bool = False) -> str | None:
   """Describe who else can replace a file; None if nobody can.
 
   Args:

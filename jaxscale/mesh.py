@@ -57,8 +57,8 @@ def mesh_shape(num_devices: int, **sizes: int) -> MeshShape:
     MeshShape(replica=2, data=4, fsdp=1, stage=1, model=1)
   """
   asked = MeshShape(**sizes)
-  given = math.prod(n for n in asked if n != -1)
-  rest = num_devices // max(given, 1)
+  product = math.prod(n for n in asked if n != -1)
+  rest = num_devices // max(product, 1)
   shape = MeshShape(*(rest if n == -1 else n for n in asked))
   if min(shape) < 1 or math.prod(shape) != num_devices:
     given_sizes = {"replica": asked.replica, "data": asked.data}
@@ -106,12 +106,12 @@ def make_mesh(
   sizes = {a: n for a, n in shape._asdict().items() if a in AXES or n > 1}
   grid, axes, field = _grid(sizes, devices), (*sizes,), f"bn_devices={bn_devices}"
   if bn_devices < 1 or shape.data % bn_devices:
-    why = f"does not divide the data axis of {shape.data} devices; give a divisor"
-    raise ConfigError(f"{field} {why}")
+    problem = f"does not divide the data axis of {shape.data} devices; give a divisor"
+    raise ConfigError(f"{field} {problem}")
   if bn_devices > 1 and shape.fsdp > 1:
-    why = f"does not work with Mesh.fsdp={shape.fsdp}; share BatchNorm statistics over all "
-    why += "devices or none (bn_span='global' or 'device')"
-    raise ConfigError(f"{field} {why}")
+    problem = f"does not work with Mesh.fsdp={shape.fsdp}; share BatchNorm statistics over all "
+    problem += "devices or none (bn_span='global' or 'device')"
+    raise ConfigError(f"{field} {problem}")
   if bn_devices > 1:
     # Devices are in the order of the mesh without `bn`, so that each holds the same rows.
     grid = grid.reshape(shape.replica, -1, bn_devices, *grid.shape[2:])
@@ -141,8 +141,8 @@ def _grid(sizes: dict[str, int], devices: Sequence[Any] | None) -> np.ndarray:
       break
   if left > 1:
     axis = list(sizes)[len(between) - 1]
-    why = f"does not match the {slices} slices of the devices"
-    raise ConfigError(f"Mesh.{axis}={sizes[axis]} {why}; give Mesh.replica={slices}")
+    problem = f"does not match the {slices} slices of the devices"
+    raise ConfigError(f"Mesh.{axis}={sizes[axis]} {problem}; give Mesh.replica={slices}")
   between += [1] * (len(sizes) - len(between))
   within = [n // k for n, k in zip(sizes.values(), between, strict=True)]
 
@@ -222,34 +222,34 @@ def batch_norm_span(
   if span == "global" or span == all_rows:
     return BatchNormSpan(axis_name=AXES)
   if isinstance(span, str) or not 1 <= span <= all_rows:
-    why = f"is out of range, as the micro-batches of all devices have {all_rows} examples"
-    wanted = f'a number from 2 to {all_rows}, "device" or "global"'
-    raise ConfigError(f"bn_span={span!r} {why}; give {wanted}")
+    problem = f"is out of range, as the micro-batches of all devices have {all_rows} examples"
+    expected = f'a number from 2 to {all_rows}, "device" or "global"'
+    raise ConfigError(f"bn_span={span!r} {problem}; give {expected}")
   if span < device_rows:
     if device_rows % span:
       nearest = _nearest_divisor(device_rows, span, least=2)
-      wanted = '"device"' if nearest == device_rows else nearest
-      why = f"does not divide the {device_rows} examples of a device's micro-batch"
-      raise ConfigError(f"bn_span={span} {why}; give {wanted}")
+      expected = '"device"' if nearest == device_rows else nearest
+      problem = f"does not divide the {device_rows} examples of a device's micro-batch"
+      raise ConfigError(f"bn_span={span} {problem}; give {expected}")
     return BatchNormSpan(group_size=span)
   sharing = span // device_rows
   if span % device_rows or data % sharing:
-    wanted = device_rows * _nearest_divisor(data, span / device_rows, 2 // device_rows)
-    why = f"is not a device's micro-batch of {device_rows} examples times a divisor "
-    why += f"of Mesh.data={data}; give {wanted}"
-    raise ConfigError(f"bn_span={span} {why}")
+    expected = device_rows * _nearest_divisor(data, span / device_rows, 2 // device_rows)
+    problem = f"is not a device's micro-batch of {device_rows} examples times a divisor "
+    problem += f"of Mesh.data={data}; give {expected}"
+    raise ConfigError(f"bn_span={span} {problem}")
   if sharing == data:
     return BatchNormSpan(axis_name=("data",))
   return BatchNormSpan(bn_devices=sharing, axis_name=(BN_AXIS,))
 
 
-def _nearest_divisor(number: int, wanted: float, least: int = 1) -> int:
-  """Return the divisor of `number` that is nearest to `wanted` by ratio.
+def _nearest_divisor(number: int, target: float, least: int = 1) -> int:
+  """Return the divisor of `number` that is nearest to `target` by ratio.
 
   It is at least `least`, unless 1 is the only divisor.
   """
   divisors = [n for n in range(max(least, 1), number + 1) if number % n == 0] or [1]
-  return min(divisors, key=lambda n: max(n / wanted, wanted / n))
+  return min(divisors, key=lambda n: max(n / target, target / n))
 
 
 def submesh(mesh: Mesh, devices: Sequence[Any]) -> Mesh:

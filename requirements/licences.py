@@ -4,7 +4,7 @@ from importlib import metadata
 
 
 def licence(package: metadata.PackageMetadata) -> str:
-  """What a package says of itself: an SPDX expression, its classifiers, or a text.
+  """Return the licence in a package's metadata: SPDX expression, classifiers or text.
 
   Example:
     >>> licence(metadata.metadata("jaxscale"))

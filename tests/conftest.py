@@ -45,9 +45,9 @@ from support.watched import family  # noqa: F401
 
 
 def pytest_configure(config):
-  """The sets of the Makefile compile quickly, in two fifths of the time.
+  """Compile faster in the sets of the Makefile, in two fifths of the time.
 
-  Not the tests marked `optimized`, nor child processes: they compile as users do.
+  Tests marked `optimized` and child processes compile as users do.
   """
   if "not " in config.option.markexpr:
     os.environ.update(fast_compile_env())
@@ -92,14 +92,14 @@ def _cluster():
 
 @pytest.fixture
 def slurm(_cluster):
-  """A Slurm cluster of 4 nodes without jobs: one a session, tidied after a test."""
+  """Yield a Slurm cluster of 4 nodes without jobs: one per session, cleared after each test."""
   yield _cluster
   _cluster.clear()
 
 
 @pytest.fixture(scope="session")
 def whole(tmp_path_factory, _cluster):
-  """The workdir of a job on three nodes that nothing ever happened to."""
+  """Return the workdir of an undisturbed job on three nodes."""
   from support.slurm.job import Job
 
   job = Job(_cluster, tmp_path_factory.mktemp("whole"))

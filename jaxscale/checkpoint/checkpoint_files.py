@@ -227,8 +227,8 @@ def load(directory: Path, abstract: Any, *, pad=False, partial=False) -> Any:
 def _chunks(ocp: Any, where: Any) -> dict[str, tuple[int, ...]]:
   """Return the chunk shape of each array of a checkpoint, by path."""
   tree = ocp.StandardCheckpointHandler().metadata(where)
-  found = jax.tree_util.tree_leaves_with_path(getattr(tree, "tree", tree))
-  return {path_name(path): tuple(x.storage.chunk_shape) for path, x in found}
+  leaves = jax.tree_util.tree_leaves_with_path(getattr(tree, "tree", tree))
+  return {path_name(path): tuple(x.storage.chunk_shape) for path, x in leaves}
 
 
 def leaf_reader(directory: Path) -> Callable[[str], np.ndarray]:
@@ -251,8 +251,8 @@ def leaf_reader(directory: Path) -> Callable[[str], np.ndarray]:
   restore_args = jax.tree.unflatten(structure, [to_host] * len(names))
 
   def read(name: str) -> np.ndarray:
-    wanted = [np.zeros(()) if n == name else ocp.PLACEHOLDER for n in names]
-    item = jax.tree.unflatten(structure, wanted)
+    items = [np.zeros(()) if n == name else ocp.PLACEHOLDER for n in names]
+    item = jax.tree.unflatten(structure, items)
     args = ocp.args.PyTreeRestore(item=item, restore_args=restore_args)
     try:
       with _unmistakable(directory) as where:
@@ -267,26 +267,26 @@ def leaf_reader(directory: Path) -> Callable[[str], np.ndarray]:
   return read
 
 
-def why_unsaved(step: int, lack: str, why: str, directory: Path, size: int) -> str:
+def unsaved_message(step: int, lack: str, problem: str, directory: Path, size: int) -> str:
   """Describe in one line why a checkpoint could not be written.
 
   Args:
     step: the step of the checkpoint.
     lack: the missing resource, from `lack_of`.
-    why: the error as one line.
+    problem: the error as one line.
     directory: the directory of checkpoints, from which the failed one is already removed.
     size: the size of the state in bytes.
   """
   if lack == "inodes":
-    why = f"no inodes (files) are left in {directory}"
+    problem = f"no inodes (files) are left in {directory}"
   elif lack:
     free = shutil.disk_usage(directory).free
-    why = f"the disk or a quota was full ({byte_size(size)} needed, now "
+    problem = f"the disk or a quota was full ({byte_size(size)} needed, now "
     if free < size:
-      why = f"the disk is full, {byte_size(size - free)} are missing "
-      why += f"({byte_size(size)} needed, "
-    why += f"{byte_size(free)} free in {directory})"
-  return f"checkpoint of step {step} could not be saved: {why}"
+      problem = f"the disk is full, {byte_size(size - free)} are missing "
+      problem += f"({byte_size(size)} needed, "
+    problem += f"{byte_size(free)} free in {directory})"
+  return f"checkpoint of step {step} could not be saved: {problem}"
 
 
 def is_of_disk(error: BaseException) -> bool:
@@ -321,34 +321,34 @@ def one_line(error: BaseException) -> str:
   return f"{type(error).__name__}: {text[0][:120] if text else ''}"
 
 
-def check_same_leaves(path: Path, saved: dict[str, Any], wanted: dict[str, Any]):
+def check_same_leaves(path: Path, saved: dict[str, Any], requested: dict[str, Any]):
   """Check that a checkpoint has the leaves of this experiment.
 
   Args:
     path: the path of the checkpoint, for the message.
     saved: the saved leaves, from `checksum.describe`.
-    wanted: the requested leaves, from `checksum.describe`.
+    requested: the requested leaves, from `checksum.describe`.
 
   Raises:
     ConfigError: a leaf differs. The message has the first one; leaves of the exchange come
       last, as their shapes follow from the model's.
   """
-  names = saved.keys() | wanted.keys()
+  names = saved.keys() | requested.keys()
   for of_exchange, name in sorted((n.startswith("exchange_state/"), n) for n in names):
     part = "exchange" if of_exchange else "model and optimizer"
-    there, here = saved.get(name), wanted.get(name)
-    if there is None:
+    saved_leaf, leaf = saved.get(name), requested.get(name)
+    if saved_leaf is None:
       difference = f"it lacks {name} of this run's {part}"
-    elif here is None:
+    elif leaf is None:
       difference = f"it has {name}, which is not in this run's {part}"
-    elif any(there[key] != here[key] for key in ("shape", "dtype")):
-      old, new = (f"{x['dtype']}{x['shape']}" for x in (there, here))
+    elif any(saved_leaf[key] != leaf[key] for key in ("shape", "dtype")):
+      old, new = (f"{x['dtype']}{x['shape']}" for x in (saved_leaf, leaf))
       difference = f"{name} is {old} in the checkpoint and {new} now"
     else:
       continue
     remedy = "resume with the exchange it was saved with, or " * of_exchange
-    why = f"saved by a different experiment: {difference}; {remedy}use another --workdir"
-    raise ConfigError(f"{path}: {why}")
+    problem = f"saved by a different experiment: {difference}; {remedy}use another --workdir"
+    raise ConfigError(f"{path}: {problem}")
 
 
 def _crc32(manifest: dict[str, Any]) -> int:

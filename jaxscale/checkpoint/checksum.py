@@ -41,10 +41,10 @@ def verify(tree: Any, leaves: dict[str, dict[str, Any]], shapes: Any = None) -> 
   """
   mixes = any(not leaf["checksum"].startswith(_PREFIX) for leaf in leaves.values())
   try:
-    found = manifest(tree, shapes, mixes)
+    current = manifest(tree, shapes, mixes)
   except FloatingPointError as e:
     raise DamagedError(f"FloatingPointError: {e}") from e
-  for name, leaf in found.items():
+  for name, leaf in current.items():
     if leaf["checksum"] != leaves[name]["checksum"]:
       raise DamagedError(f"the checksum of {name} does not match")
 
@@ -103,14 +103,14 @@ def own_shards(tree: Any, shapes: Any = None) -> list[Shards]:
     held += [(i, x, like.shape) for x in leaf.addressable_shards if x.replica_id == 0]
   for _, shard, _ in held:
     shard.data.copy_to_host_async()
-  found: dict[Any, Shards] = {}
+  shards: dict[Any, Shards] = {}
   for i, shard, shape in held:
     data, index = _within(shape, np.asarray(shard.data), shard.index)
-    place = shape, tuple((s.start, s.stop) for s in index)
-    group = found.setdefault(place, Shards([], [], index, shape))
+    key = shape, tuple((s.start, s.stop) for s in index)
+    group = shards.setdefault(key, Shards([], [], index, shape))
     group.leaves.append(i)
     group.data.append(data)
-  return list(found.values())
+  return list(shards.values())
 
 
 def sum_shards(shards: list[Shards], mixes=False) -> dict[int, tuple[int, int]]:
@@ -133,8 +133,8 @@ def sum_shards(shards: list[Shards], mixes=False) -> dict[int, tuple[int, int]]:
 
 def unlike(name: str) -> str:
   """Describe an array that differs between the disk and the devices."""
-  why = "the disk failed, or devices hold different values"
-  return f"{name} differs between the disk and memory: {why}"
+  problem = "the disk failed, or devices hold different values"
+  return f"{name} differs between the disk and memory: {problem}"
 
 
 def with_checksums(
@@ -222,10 +222,10 @@ def shard_checksums(
   bits = [np.ascontiguousarray(x).reshape(-1).view(f"u{x.dtype.itemsize}") for x in data]
   total, first = np.zeros(len(data), np.uint64), 0
   scratch, values = np.empty((2, _CHUNK), np.uint64)
-  for places in _places(index, shape):
-    weights, last = _mix(places, scratch), first + places.size
+  for positions in _positions(index, shape):
+    weights, last = _mix(positions, scratch), first + positions.size
     weights |= np.uint64(1)
-    mixed = values[: places.size]
+    mixed = values[: positions.size]
     for i, of_shard in enumerate(bits):
       part = of_shard[first:last]
       if mixes or part.itemsize == 8:
@@ -237,7 +237,7 @@ def shard_checksums(
   return total
 
 
-def _places(index: tuple[slice, ...], shape: tuple[int, ...]) -> Iterator[np.ndarray]:
+def _positions(index: tuple[slice, ...], shape: tuple[int, ...]) -> Iterator[np.ndarray]:
   """Yield the positions of a shard's elements in the whole array, uint64 [≤ chunk].
 
   All positions at once would take more memory than the shard itself.
@@ -245,18 +245,18 @@ def _places(index: tuple[slice, ...], shape: tuple[int, ...]) -> Iterator[np.nda
   spans = [s.indices(size)[:2] for s, size in zip(index, shape, strict=True)]
   sizes = [stop - start for start, stop in spans]
   if math.prod(sizes) <= _CHUNK:
-    places = np.zeros(1, np.uint64)
+    positions = np.zeros(1, np.uint64)
     for (start, stop), size in zip(spans, shape, strict=True):
       along = np.arange(start, stop, dtype=np.uint64)
-      places = np.add.outer(places * np.uint64(size), along).ravel()
-    yield places
+      positions = np.add.outer(positions * np.uint64(size), along).ravel()
+    yield positions
     return
   # Split into blocks along the first dim that can be divided.
   dim = next(dim for dim, size in enumerate(sizes) if size > 1)
   (first, stop), rows = spans[dim], max(_CHUNK // math.prod(sizes[dim + 1 :]), 1)
   for start in range(first, stop, rows):
     block = slice(start, min(start + rows, stop))
-    yield from _places((*index[:dim], block, *index[dim + 1 :]), shape)
+    yield from _positions((*index[:dim], block, *index[dim + 1 :]), shape)
 
 
 def _mix(x: np.ndarray, scratch: np.ndarray) -> np.ndarray:

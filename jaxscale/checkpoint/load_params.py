@@ -46,8 +46,8 @@ def newest_params(workdir: str | Path, abstract: Any) -> LoadedParams:
   directory = (Path(workdir) / "checkpoints").absolute()
   steps = checkpoint_dir.steps(directory)
   if not steps:
-    why = "the run has no checkpoint yet; give the workdir of a run that has saved one"
-    raise ConfigError(f"--workdir={workdir}: {why}")
+    problem = "the run has no checkpoint yet; give the workdir of a run that has saved one"
+    raise ConfigError(f"--workdir={workdir}: {problem}")
   first_device = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
 
   def sharded(x):
@@ -66,12 +66,12 @@ def newest_params(workdir: str | Path, abstract: Any) -> LoadedParams:
 
 def _load(path: Path, abstract: Any) -> Any:
   leaves = checkpoint_files.read_manifest(path)["leaves"]
-  prefix, wanted = "params/", {"params": abstract}
+  prefix, abstract_params = "params/", {"params": abstract}
   if averaged := any(name.startswith("average/0/") for name in leaves):
     # The average covers (params, model_state), but a stack of layers has no model_state.
-    prefix, wanted = "average/0/", {"average": [abstract, {}]}
+    prefix, abstract_params = "average/0/", {"average": [abstract, {}]}
   saved = {name: leaf for name, leaf in leaves.items() if name.startswith(prefix)}
-  checkpoint_files.check_same_leaves(path, saved, checksum.describe(wanted))
-  loaded = checkpoint_files.load(path, wanted, partial=True)
+  checkpoint_files.check_same_leaves(path, saved, checksum.describe(abstract_params))
+  loaded = checkpoint_files.load(path, abstract_params, partial=True)
   checksum.verify(loaded, leaves)
   return loaded["average"][0] if averaged else loaded["params"]

@@ -94,8 +94,8 @@ def is_restart(job: str, before: str) -> bool:
 
 def job_parts(job: str) -> tuple[str, int] | None:
   """Return the job without its step, and its restart count."""
-  found = re.fullmatch(r"(.+?)(?:\.\w+)?-r([0-9]{1,18})", job)
-  return (found[1], int(found[2])) if found else None
+  match = re.fullmatch(r"(.+?)(?:\.\w+)?-r([0-9]{1,18})", job)
+  return (match[1], int(match[2])) if match else None
 
 
 def is_alive(owner: LockOwner) -> bool | None:
@@ -105,15 +105,15 @@ def is_alive(owner: LockOwner) -> bool | None:
     return None
   if owner.process.split()[:2] != here.split()[:2]:
     return None  # on another machine, after another boot, or in another container
-  found = _identity(owner.pid)
-  if found is None:
+  identity = _identity(owner.pid)
+  if identity is None:
     try:
       os.kill(owner.pid, 0)
     except (PermissionError, OverflowError):
       return None  # /proc may hide the processes of other users (hidepid).
     except OSError:
       return False
-  return found == owner.process
+  return identity == owner.process
 
 
 def _identity(pid: int) -> str | None:
@@ -184,17 +184,17 @@ class WorkdirLock:
 
   def _renew(self, every_s: float) -> None:
     while not self._released.wait(every_s):
-      if why_lost(self):  # An unreachable file server may come back.
+      if lost_reason(self):  # An unreachable file server may come back.
         return
 
   def _why_lost(self) -> str:
     directory = self.path.parent
-    why = "the lock of this run was removed, so another run may be writing; this run"
+    problem = "the lock of this run was removed, so another run may be writing; this run"
     with contextlib.suppress(OSError):
       name, token = _newest(directory)
       if token > self.token and (owner := _read(directory / name)):
-        why = f"another run has taken over ({owner}); this run ({self.owner})"
-    return f"{directory.parent}: {why} stops writing"
+        problem = f"another run has taken over ({owner}); this run ({self.owner})"
+    return f"{directory.parent}: {problem} stops writing"
 
 
 def acquire(
@@ -260,9 +260,9 @@ def acquire_for_all(workdir: Path) -> WorkdirLock | None:
     if lock:
       lock.release()
     others = f" and {len(blind) - 1} more" if len(blind) > 1 else ""
-    why = f"is not shared: {blind[0]}{others} does not see lock/{newest[0]}, which "
-    why += f"process 0 on {newest[1]['host']} wrote"
-    raise invalid("--workdir", str(workdir), why, "use a directory that all nodes mount")
+    problem = f"is not shared: {blind[0]}{others} does not see lock/{newest[0]}, which "
+    problem += f"process 0 on {newest[1]['host']} wrote"
+    raise invalid("--workdir", str(workdir), problem, "use a directory that all nodes mount")
   return lock
 
 
@@ -286,8 +286,8 @@ def check_for_all(lock: WorkdirLock | None) -> None:
   Raises:
     LockLostError: in all processes, if the lock is lost.
   """
-  if why := cluster.from_leader(why_lost(lock)):
-    raise LockLostError(why)
+  if problem := cluster.from_leader(lost_reason(lock)):
+    raise LockLostError(problem)
 
 
 def running(workdir: Path) -> LockOwner | None:
@@ -311,7 +311,7 @@ def running(workdir: Path) -> LockOwner | None:
   return None
 
 
-def why_lost(lock: WorkdirLock | None) -> str | None:
+def lost_reason(lock: WorkdirLock | None) -> str | None:
   """Return the message of `WorkdirLock.check` if the lock is lost; None if it is held."""
   if lock is None:
     return None
@@ -323,7 +323,7 @@ def why_lost(lock: WorkdirLock | None) -> str | None:
 
 def is_held(lock: WorkdirLock | None) -> bool:
   """Return whether files may be written: there is no lock, or this run holds it."""
-  return why_lost(lock) is None
+  return lost_reason(lock) is None
 
 
 def _wait_until_free(path: Path, owner: LockOwner, me: LockOwner, log, expire_s: float):
@@ -378,9 +378,9 @@ def _newest(directory: Path) -> tuple[str, int]:
 
 def _tokens(directory: Path) -> list[tuple[str, int]]:
   names = os.listdir(directory)
-  found = [(name, whole_number(name.removesuffix(".released"))) for name in names]
+  tokens = [(name, whole_number(name.removesuffix(".released"))) for name in names]
   # If a number is both held and released, it is released.
-  return sorted(((n, t) for n, t in found if t is not None), key=lambda t: -len(t[0]))
+  return sorted(((n, t) for n, t in tokens if t is not None), key=lambda t: -len(t[0]))
 
 
 def _create(path: Path, owner: LockOwner) -> bool:

@@ -27,7 +27,7 @@ from jaxscale import cluster
 from jaxscale.checkpoint import checkpoint_files, checksum, reshard
 from jaxscale.checkpoint import directory as checkpoint_dir
 from jaxscale.checkpoint.checksum import DamagedError
-from jaxscale.checkpoint.lock import LockLostError, WorkdirLock, check_for_all, why_lost
+from jaxscale.checkpoint.lock import LockLostError, WorkdirLock, check_for_all, lost_reason
 from jaxscale.checkpoint.node_copies import LocalCopies, forget
 from jaxscale.checkpoint.restore import restore_step
 from jaxscale.errors import EXIT_CRASH, ConfigError, NonFiniteError, disk_advice
@@ -245,7 +245,7 @@ class Checkpoints:
     """Begin a save with its directory; None if the step is saved, or if that failed."""
     step, error = int(state.step), None
     token = self._lock.token if self._lock is not None else 0
-    lost, is_there = why_lost(self._lock), step in (self._known_steps() or ())
+    lost, is_there = lost_reason(self._lock), step in (self._known_steps() or ())
     if cluster.is_leader() and not lost and not is_there:
       try:
         self._make_directory(step, token)
@@ -355,12 +355,12 @@ class Checkpoints:
     self._until_shared = 0  # The next save tries again.
     # A successor moves away the files that this run was writing, which causes the error.
     check_for_all(self._lock)
-    process, of_disk, lack, advice, why = failures[0]
+    process, of_disk, lack, advice, problem = failures[0]
     line = None
     self._discard(save)
     if cluster.is_leader():
       parent = self.directory if self.directory.exists() else self.directory.parent
-      line = checkpoint_files.why_unsaved(save.step, lack, why, parent, save.size)
+      line = checkpoint_files.unsaved_message(save.step, lack, problem, parent, save.size)
       if jax.process_count() > 1:
         line += f", in process {process}"
     line = str(cluster.from_leader(line))
@@ -432,8 +432,8 @@ class Checkpoints:
     """
     steps = cluster.from_leader(self.steps())
     if self._local:
-      wanted = reshard.without_empty(abstract)
-      copy = self._local.restore(max(steps, default=0), wanted)
+      target = reshard.without_empty(abstract)
+      copy = self._local.restore(max(steps, default=0), target)
       if copy is not None:
         return reshard.with_empty(copy, abstract)
     if self._lock is not None:
@@ -450,6 +450,6 @@ class Checkpoints:
         rename = functools.partial(checkpoint_dir.mark_damaged, self.directory, step)
         cluster.on_leader(rename, f"rename checkpoint {step}")
     if cluster.from_leader(checkpoint_dir.has_damaged(self.directory)):
-      why = "all checkpoints are damaged; use another --workdir to start anew"
-      raise ConfigError(f"{self.directory}: {why}")
+      problem = "all checkpoints are damaged; use another --workdir to start anew"
+      raise ConfigError(f"{self.directory}: {problem}")
     return None

@@ -36,7 +36,7 @@ from jaxscale.checkpoint import checkpoint_files, node_file
 from jaxscale.checkpoint.checksum import DamagedError
 from jaxscale.checkpoint.lock import WorkdirLock, check_for_all
 from jaxscale.errors import NonFiniteError
-from jaxscale.files import read_json, who_else_writes, whole_number, write_json
+from jaxscale.files import read_json, unsafe_owner, whole_number, write_json
 from jaxscale.metrics.log import logger
 from jaxscale.parallel.layout_exchange import Split
 
@@ -128,7 +128,7 @@ class LocalCopies:
     if self._spare is not None:
       return
     self.folder.mkdir(mode=0o700, exist_ok=True)
-    if who := who_else_writes(self.folder, is_folder=True):
+    if who := unsafe_owner(self.folder, is_folder=True):
       raise OSError(None, who)
     self.folder.chmod(0o700)
     for path in self.folder.iterdir():
@@ -173,22 +173,22 @@ class LocalCopies:
     mine = None
     if error is not None:
       of_state = isinstance(error, FloatingPointError)
-      why = error.strerror if isinstance(error, OSError) else None
-      why = str(error) if of_state else why or checkpoint_files.one_line(error)
-      mine = [of_state, f"{why}, in process {jax.process_index()} on {_host()}"]
+      problem = error.strerror if isinstance(error, OSError) else None
+      problem = str(error) if of_state else problem or checkpoint_files.one_line(error)
+      mine = [of_state, f"{problem}, in process {jax.process_index()} on {_host()}"]
     failures = [f for f in cluster.gather(mine) if f]
     if not failures:
       return True
     check_for_all(self._lock)
-    of_state, why = max(failures)
+    of_state, problem = max(failures)
     if of_state:
       if self.reports_nan:
-        raise NonFiniteError(self.step, why.rpartition(", in process")[0])
+        raise NonFiniteError(self.step, problem.rpartition(", in process")[0])
       return False
     self._is_off = True
     self._remove(self._next)
     if cluster.is_leader():
-      logger.warning(f"local copies are disabled: {why}; all saves go to the shared disk")
+      logger.warning(f"local copies are disabled: {problem}; all saves go to the shared disk")
     return False
 
   def finish(self, within_s: float = math.inf) -> bool:
@@ -210,8 +210,8 @@ class LocalCopies:
       shared: the step of the newest shared checkpoint; 0 if there is none, and then no
         copy is used, as nothing shows that it belongs to the same experiment.
     """
-    found, why = self._find(shared)
-    return found["step"] if found and not why else None
+    record, problem = self._find(shared)
+    return record["step"] if record and not problem else None
 
   def _find(self, shared: int) -> tuple[dict[str, Any], str]:
     """Return the record of a copy newer than the shared one, and the reason not to use it."""
@@ -227,7 +227,7 @@ class LocalCopies:
       with node_file.open_copy(self._path(record)) as file:
         self._footer(file, record)
     except (DamagedError, OSError) as e:
-      return _why(e)
+      return _reason(e)
     return None
 
   def restore(self, shared: int, abstract: Any) -> Any:
@@ -239,21 +239,21 @@ class LocalCopies:
       shared: the step of the newest shared checkpoint, as for `newest`.
       abstract: a tree of `jax.ShapeDtypeStruct`s with shardings.
     """
-    record, why = self._find(shared)
+    record, problem = self._find(shared)
     if not record:
       return None
-    state, problem = None, None
-    if not why:
+    state, error = None, None
+    if not problem:
       try:
         state = self._load(record, abstract)
       except (DamagedError, OSError) as e:
-        problem = _why(e)
-      why = _first(problem)
-    if not why:
+        error = _reason(e)
+      problem = _first(error)
+    if not problem:
       self._whole, self.step = self._path(record), record["step"]
       return state
     if cluster.is_leader():
-      logger.warning(f"the local copy of step {record['step']} cannot be used: {why}")
+      logger.warning(f"the local copy of step {record['step']} cannot be used: {problem}")
     return None
 
   def _load(self, record: dict[str, Any], abstract: Any) -> Any:
@@ -308,11 +308,11 @@ def forget(directory: Path) -> None:
 def _first(problem: str | None) -> str:
   """Return the first problem of any process with its process and host; "" if there is none."""
   where = f"process {jax.process_index()} on {_host()}"
-  found = cluster.gather(problem and f"{problem} ({where})")
-  return next(filter(None, found), "")
+  problems = cluster.gather(problem and f"{problem} ({where})")
+  return next(filter(None, problems), "")
 
 
-def _why(error: Exception) -> str:
+def _reason(error: Exception) -> str:
   if isinstance(error, FileNotFoundError):
     return "the file does not exist"
   return getattr(error, "strerror", None) or str(error)

@@ -98,8 +98,8 @@ def open_copy(path: Path) -> Iterator[BufferedReader]:
   """Open a regular file of this user for reading, without following links."""
   flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
   with open(os.open(path, flags), "rb") as file:
-    found = os.fstat(file.fileno())
-    if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid():
+    status = os.fstat(file.fileno())
+    if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid():
       raise DamagedError("it is not a file of this user")
     yield file
 
@@ -139,17 +139,17 @@ def read_state(file: BufferedReader, leaves: dict[str, Any], abstract: Any) -> A
     there, here = ([x.get(name, {}).get(k) for k in keys] for x in (leaves, wanted))
     if there != here:
       raise DamagedError("it belongs to a different model, optimizer or exchange")
-  places = _places(leaves)
+  locations = _locations(leaves)
 
   def load(path, x) -> jax.Array:
     name, parts, on_devices = path_name(path), {}, []
     for device, index in x.sharding.addressable_devices_indices_map(x.shape).items():
       bounds = _bounds(index, x.shape)
       if bounds not in parts:
-        if (place := places.get((name, bounds))) is None:
+        if (location := locations.get((name, bounds))) is None:
           raise DamagedError("it is from different devices or has a different layout")
         parts[bounds] = data = np.empty([b - a for a, b in bounds], x.dtype)
-        if not _read_into(data, file, *place):
+        if not _read_into(data, file, *location):
           raise DamagedError(f"the checksum of {name} does not match")
       on_devices.append(jax.device_put(parts[bounds], device))
     return jax.make_array_from_single_device_arrays(x.shape, x.sharding, on_devices)
@@ -157,16 +157,16 @@ def read_state(file: BufferedReader, leaves: dict[str, Any], abstract: Any) -> A
   return jax.tree_util.tree_map_with_path(load, abstract)
 
 
-def _places(leaves: dict[str, Any]) -> dict[tuple[str, _Bounds], tuple[int, int]]:
+def _locations(leaves: dict[str, Any]) -> dict[tuple[str, _Bounds], tuple[int, int]]:
   """Return the offset and checksum of each part of each array in a file."""
-  places, offset = {}, 0
+  locations, offset = {}, 0
   for name, leaf in leaves.items():
     for shard in leaf["shards"]:
       bounds = tuple((start, stop) for start, stop in shard["bounds"])
-      places[name, bounds] = offset, shard["crc32"]
+      locations[name, bounds] = offset, shard["crc32"]
       size = math.prod(stop - start for start, stop in bounds)
       offset += size * np.dtype(leaf["dtype"]).itemsize
-  return places
+  return locations
 
 
 def _read_into(data: np.ndarray, file: BufferedReader, offset: int, crc: int) -> bool:

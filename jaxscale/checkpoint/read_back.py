@@ -154,19 +154,19 @@ def _chunks(
     shapes: the chunk shape of each array, by Orbax's name of the array.
   """
   names = {name.replace("/", "."): name for name in leaves}
-  found: dict[str, list[_Chunk]] = {}
+  chunks: dict[str, list[_Chunk]] = {}
   for key, value in entries.items():
-    place = key.decode().rpartition("/")[2]
-    if place.startswith(".") or (name := names.get(_name(key))) is None:
+    suffix = key.decode().rpartition("/")[2]
+    if suffix.startswith(".") or (name := names.get(_name(key))) is None:
       continue
     chunk, whole = shapes[_name(key)], leaves[name]["shape"]
-    starts = map(int, place.split("."))
+    starts = map(int, suffix.split("."))
     bounds = zip(starts, chunk, whole, strict=False)  # The key of a scalar is "0".
     index = tuple(slice(i * c, min((i + 1) * c, n)) for i, c, n in bounds)
     if not isinstance(value, bytes):
       value = (folder / value[0], *value[1:])
-    found.setdefault(name, []).append(_Chunk(index, tuple(chunk), value))
-  return found
+    chunks.setdefault(name, []).append(_Chunk(index, tuple(chunk), value))
+  return chunks
 
 
 def _name(key: bytes) -> str:

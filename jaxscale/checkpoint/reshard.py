@@ -40,14 +40,14 @@ class Reshard(NamedTuple):
     new: the number of devices of this run, N'.
     saved: the shapes and dtypes of the saved state, with shardings except the exchange's.
     convert: a function from the saved exchange state to this run's; None if impossible.
-    why: the reason why it is impossible, and the remedy.
+    problem: the reason why it is impossible, and the remedy.
   """
 
   old: int
   new: int
   saved: TrainState
   convert: Callable[[Any], Any] | None
-  why: str = ""
+  problem: str = ""
 
   def to_load(self, abstract: TrainState) -> TrainState:
     """Return the saved state padded to fit on the devices, with zeros after the last entry."""
@@ -64,8 +64,8 @@ class Reshard(NamedTuple):
     """Convert the loaded state to this run's state; every process calls it."""
     assert self.convert is not None
     shardings = jax.tree.map(lambda x: x.sharding, abstract.exchange_state)
-    made = jax.jit(self.convert, out_shardings=shardings)(state.exchange_state)
-    return state._replace(exchange_state=jax.block_until_ready(made))
+    converted = jax.jit(self.convert, out_shardings=shardings)(state.exchange_state)
+    return state._replace(exchange_state=jax.block_until_ready(converted))
 
   def summary(self) -> str:
     """Return one line for the log."""
@@ -80,7 +80,7 @@ def find_reshard(
   manifest: Mapping[str, Any],
   abstract: TrainState,
   resize: Resize | None,
-  here: Split | None = None,
+  new_split: Split | None = None,
 ) -> Reshard | None:
   """Find out how to convert a checkpoint to the devices and the layout of this run.
 
@@ -89,7 +89,7 @@ def find_reshard(
       (`Split` as a dict).
     abstract: the requested state.
     resize: `Exchange.resize` of this run's exchange.
-    here: how gradients are split now.
+    new_split: how gradients are split now.
 
   Returns:
     The conversion, or None if the state needs none, or if more than the devices and the
@@ -98,11 +98,11 @@ def find_reshard(
   if not jax.tree.leaves(abstract.exchange_state):
     return None
   leaves = manifest["leaves"]
-  there = Split(**manifest["split"]) if manifest.get("split") else None
-  if _parts(there) == _parts(here):
-    return _other_devices(leaves, abstract, resize, there, here)
-  counts = _only_counts(leaves, abstract, resize, there, here)
-  return counts or _other_parts(leaves, abstract, there, here)
+  old_split = Split(**manifest["split"]) if manifest.get("split") else None
+  if _parts(old_split) == _parts(new_split):
+    return _other_devices(leaves, abstract, resize, old_split, new_split)
+  counts = _only_counts(leaves, abstract, resize, old_split, new_split)
+  return counts or _other_parts(leaves, abstract, old_split, new_split)
 
 
 def without_empty(state: TrainState) -> TrainState:
@@ -129,50 +129,50 @@ def _parts(split: Split | None) -> Any:
   return [(a, n) for a, n in split.mesh.items() if a not in split.over], split.dims
 
 
-def _other_devices(leaves: _Leaves, abstract, resize, there, here) -> Reshard | None:
+def _other_devices(leaves: _Leaves, abstract, resize, old_split, new_split) -> Reshard | None:
   """Convert entries of the same parts to a different number of devices."""
-  own = abstract.exchange_state
+  requested = abstract.exchange_state
   nothing = TrainState(*[()] * len(TrainState._fields))
-  wanted = checksum.describe(nothing._replace(exchange_state=own))
-  if any(name not in leaves for name in wanted):
+  leaf_shapes = checksum.describe(nothing._replace(exchange_state=requested))
+  if any(name not in leaves for name in leaf_shapes):
     return None
-  shapes = [tuple(leaves[name]["shape"]) for name in wanted]
-  own_shapes = [tuple(leaf["shape"]) for leaf in wanted.values()]
+  shapes = [tuple(leaves[name]["shape"]) for name in leaf_shapes]
+  own_shapes = [tuple(leaf["shape"]) for leaf in leaf_shapes.values()]
   olds, news = {s[:1] for s in shapes}, {s[:1] for s in own_shapes}
-  is_same = olds == news and there == here
+  is_same = olds == news and old_split == new_split
   if len(olds) != 1 or len(news) != 1 or is_same or () in olds | news:
     return None
   (old,), (new,) = olds.pop(), news.pop()
-  dtypes = [leaves[name]["dtype"] for name in wanted]
+  dtypes = [leaves[name]["dtype"] for name in leaf_shapes]
   arrays = map(jax.ShapeDtypeStruct, shapes, dtypes)
-  saved = jax.tree.unflatten(jax.tree.structure(own), arrays)
+  saved = jax.tree.unflatten(jax.tree.structure(requested), arrays)
   state = abstract._replace(exchange_state=saved)
-  convert = functools.partial(_resized, resize, there, old, here, new)
-  if resize is not None and _fits(convert, saved, own):
+  convert = functools.partial(_resized, resize, old_split, old, new_split, new)
+  if resize is not None and _fits(convert, saved, requested):
     return Reshard(old, new, state, convert)
   devices = plural(old, "device")
-  if _is_local(own):
-    why = "each worker has its own parameters and momentum, so the number of workers "
-    why += "cannot change"
+  if _is_local(requested):
+    problem = "each worker has its own parameters and momentum, so the number of workers "
+    problem += "cannot change"
   elif [s[1:] for s in own_shapes] == [s[1:] for s in shapes]:
-    why = "the exchange does not define how its state is resized (Exchange.resize)"
+    problem = "the exchange does not define how its state is resized (Exchange.resize)"
   else:
     return None
   advice = f"resume with {devices}, or use another --workdir to start anew"
-  why = f"saved on {devices}, but this run has {new}: {why}; {advice}"
-  return Reshard(old, new, state, None, why)
+  problem = f"saved on {devices}, but this run has {new}: {problem}; {advice}"
+  return Reshard(old, new, state, None, problem)
 
 
-def _resized(resize, there, old: int, here, new: int, state: Any) -> Any:
+def _resized(resize, old_split, old: int, new_split, new: int, state: Any) -> Any:
   """Convert the state of `old` devices to `new` devices, part by part."""
   rows = jax.tree.map(lambda x: x[:old], state)
-  if there is None or here is None:
+  if old_split is None or new_split is None:
     return resize(rows, new)
-  devices = math.prod(here.mesh[axis] for axis in here.over)
-  parts = jax.tree.map(lambda x: _by_parts(x, there), rows)
-  resize_all = jax.vmap(lambda own: resize(own, devices))
-  made = {group: resize_all(own) for group, own in parts.items()}
-  return jax.tree.map(lambda x: _by_devices(x, here), made)
+  devices = math.prod(new_split.mesh[axis] for axis in new_split.over)
+  parts = jax.tree.map(lambda x: _by_parts(x, old_split), rows)
+  resize_all = jax.vmap(lambda part: resize(part, devices))
+  converted = {group: resize_all(part) for group, part in parts.items()}
+  return jax.tree.map(lambda x: _by_devices(x, new_split), converted)
 
 
 def _order(split: Split) -> list[int]:
@@ -199,62 +199,62 @@ def _by_devices(x: jax.Array, split: Split) -> jax.Array:
   return grid.reshape(-1, *x.shape[2:])
 
 
-def _only_counts(leaves: _Leaves, abstract, resize, there, here) -> Reshard | None:
+def _only_counts(leaves: _Leaves, abstract, resize, old_split, new_split) -> Reshard | None:
   """Convert a state of one number per device, which is the same for any parts."""
-  own = abstract.exchange_state
-  one = own if here is None else next(iter(own.values()))
-  wanted = {f"{_EXCHANGE}{name}" for name in checksum.describe(one)}
-  found = {name for name in leaves if name.startswith(_EXCHANGE)}
-  groups = sorted({name.split("/")[1] for name in found}) if there is not None else []
-  named = {n.replace(_EXCHANGE, f"{_EXCHANGE}{g}/") for g in groups for n in wanted}
-  is_count = all(len(leaves[name]["shape"]) == 1 for name in found)
-  if resize is None or not is_count or found != (named or wanted):
+  requested = abstract.exchange_state
+  one = requested if new_split is None else next(iter(requested.values()))
+  names = {f"{_EXCHANGE}{name}" for name in checksum.describe(one)}
+  saved_names = {name for name in leaves if name.startswith(_EXCHANGE)}
+  groups = sorted({name.split("/")[1] for name in saved_names}) if old_split is not None else []
+  named = {n.replace(_EXCHANGE, f"{_EXCHANGE}{g}/") for g in groups for n in names}
+  is_count = all(len(leaves[name]["shape"]) == 1 for name in saved_names)
+  if resize is None or not is_count or saved_names != (named or names):
     return None
-  old = leaves[min(found)]["shape"][0]
-  new = len(jax.tree.leaves(own)[0])
+  old = leaves[min(saved_names)]["shape"][0]
+  new = len(jax.tree.leaves(requested)[0])
   saved = jax.tree.map(lambda x: jax.ShapeDtypeStruct((old, *x.shape[1:]), x.dtype), one)
-  saved = dict.fromkeys(groups, saved) if there is not None else saved
+  saved = dict.fromkeys(groups, saved) if old_split is not None else saved
 
   def convert(state):
-    first = state if there is None else state[groups[0]]
-    made = resize(jax.tree.map(lambda x: x[:old], first), new)
-    return made if here is None else dict.fromkeys(own, made)
+    first = state if old_split is None else state[groups[0]]
+    converted = resize(jax.tree.map(lambda x: x[:old], first), new)
+    return converted if new_split is None else dict.fromkeys(requested, converted)
 
-  if not _fits(convert, saved, own):
+  if not _fits(convert, saved, requested):
     return None
   return Reshard(old, new, abstract._replace(exchange_state=saved), convert)
 
 
-def _other_parts(leaves: _Leaves, abstract, there, here) -> Reshard:
+def _other_parts(leaves: _Leaves, abstract, old_split, new_split) -> Reshard:
   """Return the error for parts of gradients that no device has now."""
   parts = {n.removeprefix(_EXCHANGE): x for n, x in leaves.items() if n.startswith(_EXCHANGE)}
   saved = {n: jax.ShapeDtypeStruct(x["shape"], x["dtype"]) for n, x in parts.items()}
   meshes, example = [], ""
-  for split in (there, here):
+  for split in (old_split, new_split):
     sizes = ", ".join(f"{a}={n}" for a, n in split.mesh.items()) if split else ""
     meshes.append(f"Mesh {sizes}" if sizes else "devices that average whole gradients")
-  dims: list[dict[str, list[str | None]]] = [s.dims if s else {} for s in (there, here)]
+  dims: list[dict[str, list[str | None]]] = [s.dims if s else {} for s in (old_split, new_split)]
   for name in dims[0] | dims[1]:  # Find the first parameter whose split differs.
     axes = [", ".join(a or "-" for a in d.get(name, [])) for d in dims]
     old, new = (text if text.strip("-, ") else "nothing" for text in axes)
     if old != new:
       example = f" ({name} was split by {old}, and now by {new})"
       break
-  why = f"saved on {meshes[0]}, but this run has {meshes[1]}: the exchange state"
-  why += f" has parts of gradients that no device has now{example}; resume with the mesh "
-  why += "and layout it was saved with, or use another --workdir to start anew"
-  return Reshard(0, 0, abstract._replace(exchange_state=saved), None, why)
+  problem = f"saved on {meshes[0]}, but this run has {meshes[1]}: the exchange state"
+  problem += f" has parts of gradients that no device has now{example}; resume with the mesh "
+  problem += "and layout it was saved with, or use another --workdir to start anew"
+  return Reshard(0, 0, abstract._replace(exchange_state=saved), None, problem)
 
 
-def _fits(convert: Callable[[Any], Any], saved: Any, wanted: Any) -> bool:
+def _fits(convert: Callable[[Any], Any], saved: Any, requested: Any) -> bool:
   """Return whether a saved exchange state can be converted to the requested one."""
   if _is_local(saved):
     return False
   try:
-    made = jax.eval_shape(convert, saved)
+    converted = jax.eval_shape(convert, saved)
   except (TypeError, ValueError):
     return False  # The exchange cannot have made these tensors.
-  return checksum.describe(made) == checksum.describe(wanted)
+  return checksum.describe(converted) == checksum.describe(requested)
 
 
 def _is_local(exchange_state: Any) -> bool:

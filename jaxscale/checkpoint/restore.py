@@ -35,11 +35,11 @@ def restore_step(
   saved = other.saved if other else abstract
   checkpoint_files.check_same_leaves(path, leaves, checksum.describe(saved))
   if other and other.convert is None:
-    raise ConfigError(f"{path}: {other.why}")
+    raise ConfigError(f"{path}: {other.problem}")
   state, problem = None, None
   try:
-    wanted = reshard.without_empty(other.to_load(abstract) if other else abstract)
-    state = checkpoint_files.load(path, wanted, pad=other is not None)
+    target = reshard.without_empty(other.to_load(abstract) if other else abstract)
+    state = checkpoint_files.load(path, target, pad=other is not None)
   except (DamagedError, OSError) as e:
     problem = str(e)
   # If one process cannot read it, none may resume from it.

@@ -59,6 +59,6 @@ def _shard_bytes(x: Any, shape: Any) -> int:
   return math.prod(shape) * x.dtype.itemsize
 
 
-def _limit(own: int, most: Any) -> float:
+def _limit(local_bytes: int, most: Any) -> float:
   # Orbax requires each single array to be below the limit.
-  return max(_LEAST, own / 4, 1.01 * max(most, default=0)) / 1e9
+  return max(_LEAST, local_bytes / 4, 1.01 * max(most, default=0)) / 1e9

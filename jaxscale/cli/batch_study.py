@@ -13,9 +13,9 @@ from jaxscale.cli.parser import Namespace, Parser, distinct, value, whole
 
 def add_arguments(parser: Parser) -> None:
   """Add the options."""
-  wanted = "whole numbers without repeats, e.g. 256,1024"
+  expected = "whole numbers without repeats, e.g. 256,1024"
   text, hint = "the batch sizes in examples; lr_scaling scales the learning rate", "256,1024"
-  sizes = value(distinct, wanted)
+  sizes = value(distinct, expected)
   parser.option("--batch-sizes N,N", text, sizes, missing=f"try --batch-sizes {hint}")
   counts = value(lambda text: [*map(whole(1), text.split(","))], "e.g. 1,4")
   text = "the numbers of micro-batches per step, one per size (default: the config's)"

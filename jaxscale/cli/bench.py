@@ -90,8 +90,8 @@ def make_mesh(shape: tuple[int, ...] | None) -> Any:
   from jax.sharding import AxisType
 
   shape = shape or (jax.device_count(),)
-  if (wanted := math.prod(shape)) != (count := jax.device_count()):
-    text = f"--mesh={'x'.join(map(str, shape))}: needs {wanted} devices; give sizes "
+  if (size := math.prod(shape)) != (count := jax.device_count()):
+    text = f"--mesh={'x'.join(map(str, shape))}: needs {size} devices; give sizes "
     raise ConfigError(f"{text}whose product is {count}, the number of devices")
   few = ("replica", "data")[-len(shape) :]
   names = few if len(shape) <= 2 else tuple(f"axis{i}" for i in range(len(shape)))

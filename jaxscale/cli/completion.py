@@ -22,7 +22,7 @@ from jaxscale.config.help import field_names
 def add_arguments(parser: Parser) -> None:
   """Add the options."""
   more = {"nargs": "?", "choices": ("bash", "zsh")}
-  parser.words("shell", "SHELL", "bash or zsh", missing="give bash or zsh", **more)
+  parser.words("shell", "SHELL", "the shell: bash or zsh", missing="give bash or zsh", **more)
 
 
 def run(args: Namespace) -> None:

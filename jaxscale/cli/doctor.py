@@ -24,17 +24,18 @@ _IMAGENET = {"data_dir": None, "folder": None, "sample": 256}
 def add_arguments(parser: Parser) -> None:
   """Add the options."""
   parser.exit_codes = "exit code: 0 ready, 2 not ready; the last lines say what to do"
-  parser.words("dataset", "imagenet", "check ImageNet", nargs="?", choices=("imagenet",))
+  text = "the dataset to check (default: check the allocation)"
+  parser.words("dataset", "imagenet", text, nargs="?", choices=("imagenet",))
   group = parser.add_argument_group("check of an allocation")
   parser.option("--workdir DIR", "the workdir of the run", directory, default=".", group=group)
-  parser.config(missing=None, group=group)
-  checks = "; ".join(f"{name} ({check.text})" for name, check in CHECKS.items())
-  skip = f"the checks to skip: {checks}"
+  parser.config(" (default: none)", group=group)
+  checks = [f"{name} ({check.text})" for name, check in CHECKS.items()]
+  skip = f"the checks to skip (default: none): {'; '.join(checks)}"
   parser.option("--skip NAME,NAME", skip, action="append", default=[], group=group)
   group = parser.add_argument_group("jaxscale doctor imagenet")
-  place = group.add_mutually_exclusive_group()
-  parser.option("--data-dir DIR", "the data directory of TFDS (default: TFDS's own)", group=place)
-  parser.option("--folder DIR", "the directory of train/CLASS/*.JPEG and val/", group=place)
+  data = group.add_mutually_exclusive_group()
+  parser.option("--data-dir DIR", "the data directory of TFDS (default: TFDS's own)", group=data)
+  parser.option("--folder DIR", "the directory of train/CLASS and val (default: none)", group=data)
   parser.option("--sample N", "the number of images to decode", whole(1), default=256, group=group)
 
 
@@ -58,5 +59,5 @@ def run(args: Namespace) -> int:
       raise ConfigError(f"--skip={name}: {nearest(name, CHECKS)}")
   if args.overrides and args.config is None:
     raise ConfigError(f"--config.{next(iter(args.overrides))}: needs --config FILE; add it")
-  place = Path(args.workdir), args.config, args.overrides
-  return preflight.check(preflight.Options(*place, tuple(skip)))
+  chosen = Path(args.workdir), args.config, args.overrides
+  return preflight.check(preflight.Options(*chosen, tuple(skip)))

@@ -24,9 +24,9 @@ def add_arguments(parser: Parser) -> None:
   namings = ("jaxscale", "timm", "torchvision", "huggingface")
   parser.option("--naming NAMING", text, choices=namings, default="jaxscale")
   parser.option("--step N", "the step of the checkpoint (default: the newest)", whole())
-  text = "the parameters: average (default with Config.ema_decay) or params, of the last step"
+  text = "the parameters of the step: average or params (default: average with Config.ema_decay)"
   parser.option("--take WHICH", text, choices=("average", "params"))
-  text, types = "the type: float32 (the default) or bfloat16", ("float32", "bfloat16")
+  text, types = "the type: float32 or bfloat16 (default: float32)", ("float32", "bfloat16")
   parser.option("--dtype DTYPE", text, choices=types)
 
 

@@ -18,11 +18,10 @@ def add_arguments(parser: Parser) -> None:
   parser.option("--tokens N", "the largest number of bytes or tokens", whole(1), default=256)
   text = "the sampling temperature; 0 always takes the most likely token"
   parser.option("--temperature T", text, number(">= 0"), default=1.0)
-  parser.option("--top-k K", "sample from the K most likely tokens (default: all)", whole(1))
-  text = "sample from the most likely tokens with total probability P (default: all)"
+  parser.option("--top-k K", "the number of likeliest tokens to keep (default: all)", whole(1))
+  text = "the total probability of the likeliest tokens to keep (default: 1)"
   parser.option("--top-p P", text, number("in (0, 1]"))
-  seed = number("in [0, 4294967295]", int)
-  parser.option("--seed S", "the random seed of sampling", seed, default=0)
+  parser.option("--seed S", "the random seed", number("in [0, 4294967295]", int), default=0)
 
 
 def run(args: Namespace) -> None:

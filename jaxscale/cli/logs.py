@@ -22,7 +22,7 @@ def add_arguments(parser: Parser) -> None:
   parser.flag("-f --follow", "print new output until the run ends")
   parser.option("--rank N|all|batch", "the process, all, or the batch script (default: 0)")
   parser.option("--task N", "the trial of a sweep", whole(), default=0)
-  parser.option("-n --lines N", "print only the last N lines", whole(1))
+  parser.option("-n --lines N", "the number of last lines to print (default: all)", whole(1))
 
 
 def run(args: Namespace) -> None:

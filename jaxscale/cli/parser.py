@@ -79,13 +79,18 @@ class Parser(argparse.ArgumentParser):
     if missing:
       self._required[name] = (metavar, missing)
 
-  def config(self, missing: str | None = "try --config digits", **more: Any) -> None:
-    """Add --config and the settings in it; `more` is as for `option`."""
+  def config(self, note: str | None = None, **more: Any) -> None:
+    """Add --config and the settings in it.
+
+    Args:
+      note: the end of the help if --config is optional; None: it is required.
+      more: as for `option`.
+    """
     self.has_settings, group = True, more.get("group")
     text = "the Python file with get_config([ARG]) -> Config, or the name of a packaged "
-    more |= {"missing": missing or "", "kind": packaged.locate}
-    self.option("--config FILE[:ARG]", f"{text}config", **more)
-    text = "override a setting, e.g. --config.epochs=3; --help=all lists all settings"
+    more |= {"missing": "try --config digits" * (note is None), "kind": packaged.locate}
+    self.option("--config FILE[:ARG]", f"{text}config{note or ''}", **more)
+    text = "a setting's value, e.g. --config.epochs=3 (default: the config's); --help=all lists all"
     self.option("--config.FIELD VALUE", text, group=group, dest="overrides")
 
   def read(self, argv: Sequence[str]) -> Namespace:
@@ -121,13 +126,13 @@ class Parser(argparse.ArgumentParser):
     rest, overrides, topic, args = [], {}, "", list(argv)
     while args:
       arg = args.pop(0)
-      name, given, value = arg.partition("=")
+      name, equals, value = arg.partition("=")
       if self.has_settings and name == "--help":
         arg, topic = name, value
       if not (self.has_settings and name.startswith("--config.")):
         rest.append(arg)
         continue
-      if not given:
+      if not equals:
         if not args or args[0].startswith("--"):
           raise ConfigError(f"{name}: a value is missing, write {name}=VALUE")
         value = args.pop(0)
@@ -155,20 +160,20 @@ def _one_line(error: argparse.ArgumentError) -> str:
   return error.message.removeprefix("=")
 
 
-def value(kind: Kind, wanted: str, allows: Callable[[Any], bool] = bool) -> Kind:
+def value(kind: Kind, expected: str, allows: Callable[[Any], bool] = bool) -> Kind:
   """Return the `kind` of an option.
 
   Args:
     kind: a function from text to value, which raises ValueError for an invalid text.
-    wanted: a description of valid values, for the error.
+    expected: a description of valid values, for the error.
     allows: a function that returns whether a value is valid.
   """
 
   def convert(text: str) -> Any:
     with contextlib.suppress(ValueError, OSError):  # OSError: a path that is too long.
-      if allows(found := kind(text)):
-        return found
-    raise argparse.ArgumentTypeError(f"={text}: give {wanted}")
+      if allows(converted := kind(text)):
+        return converted
+    raise argparse.ArgumentTypeError(f"={text}: give {expected}")
 
   return convert
 

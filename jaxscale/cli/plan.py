@@ -33,19 +33,19 @@ _SIMULATED = "8"  # CPU devices, for chips whose programs XLA compiles for the C
 def add_arguments(parser: Parser) -> None:
   """Add the options."""
   parser.exit_codes = "exit code: 0 it fits, 1 it does not fit, 2 invalid usage or configuration"
-  parser.config(missing=None)
-  parser.option("--chips KIND-N", "the kind and number of chips, e.g. h100-16")
-  parser.option("--site NAME|FILE.toml", "the site whose table [machine] has rates and prices")
+  parser.config("; required without --calibrate")
+  parser.option("--chips KIND-N", "the chips, e.g. h100-16; required without --calibrate")
+  parser.option("--site NAME|FILE.toml", "the site with rates and prices (default: $JAXSCALE_SITE)")
   nodes = value(distinct, "whole numbers, as 1,2,4")
-  parser.option("--nodes N,N", "other numbers of nodes to plan (default: powers of 2)", nodes)
-  parser.option("--json FILE", "the plan to write, for `submit`, `train` and `report`", file)
-  parser.option("--png FILE", "the picture of the plan to write", picture)
-  parser.option("--study FILE", "the study.json; its steps to the target are planned too", file)
+  parser.option("--nodes N,N", "the other numbers of nodes to plan (default: powers of 2)", nodes)
+  parser.option("--json FILE", "the plan to write, for `submit` and `train` (default: none)", file)
+  parser.option("--png FILE", "the picture of the plan to write (default: none)", picture)
+  parser.option("--study FILE", "the study.json whose steps to plan too (default: none)", file)
   parser.flag("--search", "search for the best layout first")
   parser.option("--minutes N", "the time limit of --search in minutes", number("> 0"), default=10)
   parser.flag("--calibrate", "measure chip and links, and print [machine] for a site's file")
   over = value(_over, "FIELD=NUMBER,NUMBER, e.g. model.num_layers=16,24,32")
-  text = "the values of a setting to try, e.g. model.num_layers=16,24,32"
+  text = "the values of a setting to try, e.g. model.num_layers=16,24,32 (default: none)"
   parser.option("--over FIELD=N,N", text, over, default=("", [""]))
 
 
@@ -93,14 +93,14 @@ def _plan(args: Namespace) -> int:
   site, chips = load_site(args.site), find_chips(args.chips)
   base = config = load_config(args.config, args.overrides)
   steps = target_steps(args.study, config.batch_size) if args.study else None
-  found = {}
+  extras = {}
   if args.search:
     from jaxscale.planning import search
 
     limits = {"machine": site.machine, "minutes": args.minutes}
     best = search.search(config, chips, **limits, log=lambda x: print(x, flush=True))
     print(f"\n{search.text(best)}\n", flush=True)
-    config, found = best.config, {"search": search.as_json(best)}
+    config, extras = best.config, {"search": search.as_json(best)}
   plan = make_plan(config, chips, machine=site.machine, nodes=args.nodes or ())
   # Imports NumPy and Matplotlib, which only a finished plan needs.
   from jaxscale.planning import plan_report, submission
@@ -109,13 +109,13 @@ def _plan(args: Namespace) -> int:
   if steps:
     hours = steps * plan.step.seconds["expected"] / 3600
     print(f"\nto the target of {args.study}: {steps:,.0f} steps, {hours:,.3g} hours")
-    found["target"] = {"steps": steps, "hours": hours}
+    extras["target"] = {"steps": steps, "hours": hours}
   asked = args.config, args.overrides, args.site
   job = submission.submission(plan, base, *asked, site.gpus_per_node)
   if args.search:
     print(f"\nto submit it:\n  {submission.command(job)}\n")
   if args.json:
-    write_json(output_path(args.json), as_json(plan) | {"submit": job} | found)
+    write_json(output_path(args.json), as_json(plan) | {"submit": job} | extras)
     print(f"{args.json}: `jaxscale submit --plan {shlex.quote(args.json)}` submits it")
   if args.png:
     plan_report.draw(plan, args.png)
@@ -136,7 +136,7 @@ def _largest(args: Namespace) -> int:
     print(f"{field}={value}: {line(fit, chips)}", flush=True)
     return fit.is_good
 
-  found = largest(values, fits)
-  answer = "none of them fits" if found is None else f"the largest is {field}={found}"
+  result = largest(values, fits)
+  answer = "none of them fits" if result is None else f"the largest is {field}={result}"
   print(f"{answer} on each of {chips.name}")
-  return EXIT_CRASH if found is None else EXIT_DONE
+  return EXIT_CRASH if result is None else EXIT_DONE

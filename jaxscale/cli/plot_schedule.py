@@ -19,10 +19,10 @@ from jaxscale.metrics.plot import figure
 
 def add_arguments(parser: Parser) -> None:
   """Add the options."""
-  parser.words("files", "FILE[:ARG]", "the configs; --config FILE also works")
-  parser.config(missing=None, action="append", default=[])
+  parser.words("files", "FILE[:ARG]", "the configs; required without --config")
+  parser.config("; required without FILE", action="append", default=[])
   parser.option("--out FILE", "the picture to write", picture, missing="try --out schedule.png")
-  parser.option("--num-train N", "the number of examples, if the data are missing", whole(1))
+  parser.option("--num-train N", "the number of examples (default: the dataset's)", whole(1))
 
 
 def run(args: Namespace) -> None:

@@ -14,7 +14,7 @@ def add_arguments(parser: Parser) -> None:
   """Add the options."""
   parser.words("names", "NAME", "a TFDS dataset, or jpeg", missing="try jaxscale prepare mnist")
   parser.option("--data-dir DIR", "the directory to write to (default: TFDS's own)")
-  parser.option("--manual-dir DIR", "the directory of files that were downloaded by hand")
+  parser.option("--manual-dir DIR", "the directory of your downloads (default: TFDS's own)")
 
 
 def run(args: Namespace) -> None:

@@ -26,7 +26,7 @@ def add_arguments(parser: Parser) -> None:
   parser.flag("--summary", "print the newest existing trace instead of tracing")
   steps = number(f"in [1, {MOST_TRACED_STEPS}]", int)
   parser.option("--steps N", "the number of steps to trace", steps, default=10)
-  ranks = value(_ranks, "whole numbers separated by commas", lambda found: True)
+  ranks = value(_ranks, "whole numbers separated by commas", lambda _: True)
   parser.option("--processes LIST", "the processes that trace, e.g. 0,3", ranks, default="0")
   parser.option("--timeout SECONDS", "the longest wait for the trace", whole(1), default=600)
   parser.option("--task N", "the trial of a sweep", whole(), default=0)
@@ -49,12 +49,12 @@ def run(args: Namespace) -> None:
   (name,) = args.names
   if args.summary:
     is_submitted = not os.path.exists(name) or os.path.exists(f"{name}/run.json")
-    place = (name, args.runs, args.task)
-    folder = profile.find_workdir(*place) if is_submitted else Path(name)
+    request = (name, args.runs, args.task)
+    folder = profile.find_workdir(*request) if is_submitted else Path(name)
   else:
     workdir = profile.find_workdir(name, args.runs, args.task)
-    wanted = args.steps, args.processes, args.timeout
-    folder = profile.trace(workdir, *wanted, say=lambda line: print(line, flush=True))
+    options = args.steps, args.processes, args.timeout
+    folder = profile.trace(workdir, *options, log=lambda line: print(line, flush=True))
     print(folder, flush=True)
   from jaxscale.planning import trace  # Imports JAX.
 

@@ -26,7 +26,7 @@ def add_arguments(parser: Parser) -> None:
   parser.option("--to DIR", text, directory)
   parser.option("--csv FILE", "the table to write (default: scaling.csv in --to)", file)
   parser.option("--png FILE", "the picture to write (default: scaling.png in --to)", picture)
-  parser.option("--html FILE", "the HTML page to write", file)
+  parser.option("--html FILE", "the HTML page to write (default: none)", file)
   text = "the plan to compare with (default: plan.json of each workdir, if it exists)"
   parser.option("--plan FILE.json", text)
   add_runs(parser)
@@ -44,8 +44,8 @@ def run(args: Namespace) -> None:
   names, runs = args.names, args.runs
   if folder := batch_study.find(names, runs):
     for option in filter(vars(args).get, ("to", "csv", "png", "html", "plan")):
-      why = "does not apply to a batch study, whose report is a table and study.json"
-      raise invalid(f"--{option}", getattr(args, option), why, "leave it out")
+      problem = "does not apply to a batch study, whose report is a table and study.json"
+      raise invalid(f"--{option}", getattr(args, option), problem, "leave it out")
     print(batch_study.report(folder))
     return
   plan = Path(args.plan) if args.plan else None

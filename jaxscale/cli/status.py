@@ -36,20 +36,20 @@ def run(args: Namespace) -> None:
 
   while True:
     paths = folders.find_all(args.names, args.runs)
-    found = statuses(paths or folders.all_folders(args.runs))
-    shown = found.shown(_width())
+    table = statuses(paths or folders.all_folders(args.runs))
+    shown = table.shown(_width())
     if not paths and (others := folders.unsubmitted(args.runs)):
       note = f"not submitted, started by `jaxscale train`: {', '.join(map(printable, others))}; "
       note += f"see `jaxscale report {Path(args.runs, others[0])}`"
-      shown = f"{shown}\n{note}" if found else note
-    if len(found) == 1 and found[0].goodput:
-      shown = "\n".join([shown, *textwrap.wrap(str(found[0].goodput), _width() or 10_000)])
+      shown = f"{shown}\n{note}" if table else note
+    if len(table) == 1 and table[0].goodput:
+      shown = "\n".join([shown, *textwrap.wrap(str(table[0].goodput), _width() or 10_000)])
     if not args.watch:
       print(shown)
       return
     # Move the cursor home and clear the screen, so that a terminal shows one table.
     clear = "\033[H\033[J" if sys.stdout.isatty() else ""
     print(f"{clear}{shown}\n{time.strftime('%H:%M:%S')}", flush=True)
-    if all(row.ended for row in found):
+    if all(row.ended for row in table):
       return
     time.sleep(args.every)

@@ -21,23 +21,23 @@ _OPTIONS = ("name", "runs", "site", "executor", "requeue", "spares", "preflight"
 
 def add_arguments(parser: Parser) -> None:
   """Add the options."""
-  parser.option("--plan FILE", "the plan.json of `jaxscale plan`, instead of --config")
+  parser.option("--plan FILE", "the plan.json of `jaxscale plan` (default: none)")
   parser.option("--nodes N", "the number of nodes (default: the plan's, or 1)", whole(1))
-  add_job_arguments(parser, missing=None)
+  add_job_arguments(parser, "; required without --plan")
 
 
-def add_job_arguments(parser: Parser, missing: str | None = "try --config digits") -> None:
+def add_job_arguments(parser: Parser, note: str | None = None) -> None:
   """Add the options of every command that submits runs."""
-  parser.config(missing)
+  parser.config(note)
   parser.option("--name NAME", "the name of the run (default: the config's name and the time)")
   add_runs(parser)
   parser.option("--site NAME|FILE.toml", "the profile of the cluster (default: $JAXSCALE_SITE)")
   from jaxscale.jobs.executors import EXECUTORS
 
-  text = f"{' or '.join(EXECUTORS)} (default: the first that is available)"
+  text = f"the executor: {' or '.join(EXECUTORS)} (default: the first that is available)"
   parser.option("--executor NAME", text, choices=tuple(EXECUTORS))
   parser.option("--requeue N", "the largest number of restarts (default: 10)", whole())
-  parser.option("--spares N", "the number of spare nodes, which replace lost ones", whole())
+  parser.option("--spares N", "the number of spare nodes for lost ones (default: 0)", whole())
   parser.flag("--preflight", "run `jaxscale doctor` on the nodes first", default=None)
   parser.flag("--dry-run", "print the script and what would be created, without doing it")
   add_site_arguments(parser)
@@ -60,7 +60,7 @@ def add_site_arguments(parser: Parser) -> None:
   from jaxscale.config.validation import field_docs
   from jaxscale.jobs.site import OPTIONS, Site
 
-  title = "job options, which override the site's profile"
+  title = "job options (default: those of the site's profile)"
   group, docs = parser.add_argument_group(title), field_docs(Site)
   for name in OPTIONS:
     parser.option(f"--{name.replace('_', '-')} VALUE", docs.get(name, ""), group=group)

@@ -16,7 +16,7 @@ def add_arguments(parser: Parser) -> None:
   parser.exit_codes = EXIT_CODES
   parser.config()
   add_workdir(parser)
-  parser.option("--plan FILE.json", "the run's plan, which `report` and `status` compare it with")
+  parser.option("--plan FILE.json", "the plan to compare the run with (default: none)")
   add_accept_changes(parser)
 
 
@@ -24,8 +24,8 @@ def add_accept_changes(parser: Parser) -> None:
   """Add --accept-changes, which allows a resume after a change of data or code."""
   is_known = {"data", "code"}.issuperset
   kinds = value(lambda text: tuple(text.split(",")), "data, code or data,code", is_known)
-  text = "resume after a change of: data (examples, class names, tokenizer), code (of your "
-  text += "own classes), or data,code"
+  text = "the changes to accept in a run that resumes: data (examples, class names, tokenizer), "
+  text += "code (of your own classes), or data,code (default: none)"
   parser.option("--accept-changes KINDS", text, kinds, default=())
 
 
@@ -66,10 +66,10 @@ def _run(args: Namespace) -> int | None:
 
     summary = fit(config, workdir, plan=plan, accept_changes=args.accept_changes).summary
     if summary["outcome"] == "interrupted":
-      text = f"saved step {summary['step']}; to resume"
-      if summary["step"] == 0:
-        text = "nothing to save before the first step; to start again"
-      return report_stop(config, watch.stop.agreed, f"{text}: {args.command_line}")
+      step = summary["step"]
+      saved = f"saved step {step}" if step else "nothing to save before the first step"
+      remedy = f"to {'resume' if step else 'start again'}: {args.command_line}"
+      return report_stop(config, watch.stop.agreed, saved, remedy)
     if cluster.is_leader():
       file = "metrics.png" if config.log.plot else "summary.json"
       print(_done(summary, workdir / file), flush=True)

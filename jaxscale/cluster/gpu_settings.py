@@ -26,7 +26,7 @@ _OFF = "disable with --config.gpu_settings=False"
 _applied: dict[str, str] = {}  # variables that this process has set
 
 
-class Place(NamedTuple):
+class Hardware(NamedTuple):
   """The GPUs and the network of a process.
 
   Attributes:
@@ -84,8 +84,8 @@ class Row(NamedTuple):
   Attributes:
     name: the name of the variable.
     value: the value, in which CARDS stands for the network's adapters.
-    when: properties of `Place` that must all be true.
-    why: the reason, in a few words for the log.
+    when: properties of `Hardware` that must all be true.
+    reason: the reason, in a few words for the log.
     unless: a regular expression of NAME=VALUE. If a variable of the environment matches,
       the user has already decided, and nothing is set.
   """
@@ -93,7 +93,7 @@ class Row(NamedTuple):
   name: str
   value: str
   when: str
-  why: str
+  reason: str
   unless: str = r"$^"
 
 
@@ -141,29 +141,29 @@ class Choice(NamedTuple):
     return {row.name: value for row, value in self.rows}
 
 
-def choose(place: Place, env: Env) -> Choice:
+def choose(hardware: Hardware, env: Env) -> Choice:
   """Choose the variables for a process, except those that the user has set.
 
   Example:
-    >>> choose(Place(gpus=1), {}).values
+    >>> choose(Hardware(gpus=1), {}).values
     {'XLA_CLIENT_MEM_FRACTION': '0.9'}
-    >>> choose(Place(gpus=1), {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}).values
+    >>> choose(Hardware(gpus=1), {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}).values
     {}
   """
-  if not place.gpus:
+  if not hardware.gpus:
     return Choice()
   rows, kept = [], []
   for row in TABLE:
-    if not all(getattr(place, name) for name in row.when.split()):
+    if not all(getattr(hardware, name) for name in row.when.split()):
       continue
     others = [n for n, v in env.items() if re.match(row.unless, f"{n}={v}", re.S)]
     decided = [row.name] if row.name in env else others
     kept += decided
     if not decided:
-      cards = ",".join(place.fabric.cards) or "hsn"
+      cards = ",".join(hardware.fabric.cards) or "hsn"
       rows.append((row, row.value.replace("CARDS", cards)))
-  missing, fabric = "", place.fabric
-  needs_plugin = place.has_nodes and fabric.kind in ("slingshot", "efa")
+  missing, fabric = "", hardware.fabric
+  needs_plugin = hardware.has_nodes and fabric.kind in ("slingshot", "efa")
   if needs_plugin and not fabric.has_plugin and not {"NCCL_NET", "NCCL_NET_PLUGIN"} & {*env}:
     name = {"slingshot": "Slingshot", "efa": "EFA"}[fabric.kind]
     missing = f"{name} without aws-ofi-nccl (the loader finds no libnccl-net.so): NCCL "
@@ -179,29 +179,29 @@ def lines(choice: Choice, *, short: bool = False) -> list[str]:
     short: whether to leave out the line about missing software.
 
   Example:
-    >>> lines(choose(Place(gpus=1), {}))[0].partition(";")[0]
+    >>> lines(choose(Hardware(gpus=1), {}))[0].partition(";")[0]
     'GPU settings: XLA_CLIENT_MEM_FRACTION=0.9 (JAX takes 75 % by default)'
   """
   reasons: dict[str, list[str]] = {}
   for row, value in choice.rows:
     shown = f'"{value}"' if " " in value else value
-    reasons.setdefault(row.why, []).append(f"{row.name}={shown}")
-  found = []
+    reasons.setdefault(row.reason, []).append(f"{row.name}={shown}")
+  result = []
   if reasons or choice.kept:
-    parts = [f"{' '.join(names)} ({why})" for why, names in reasons.items()]
+    parts = [f"{' '.join(names)} ({problem})" for problem, names in reasons.items()]
     kept = f"; kept as you set them: {', '.join(choice.kept)}" if choice.kept else ""
-    found = [f"GPU settings: {', '.join(parts) or 'none'}{kept}; {_OFF}"]
+    result = [f"GPU settings: {', '.join(parts) or 'none'}{kept}; {_OFF}"]
   is_missing = bool(choice.missing) and not short
-  return found + [f"GPU settings: {choice.missing}"] * is_missing
+  return result + [f"GPU settings: {choice.missing}"] * is_missing
 
 
-def place_of(
+def hardware_of(
   launch: Launch,
   gpus: int,
   gpu_ids: Iterable[int] | None = None,
   env: Env = os.environ,
   root: str = "/",
-) -> Place:
+) -> Hardware:
   """Describe the GPUs and the network of this process.
 
   Args:
@@ -215,7 +215,7 @@ def place_of(
   from jaxscale.cluster.detect.local_devices import IDS, SHARING
 
   if not gpus:
-    return Place(0)
+    return Hardware(0)
   several, local_size = launch.num_processes > 1, launch.local_size
   own = gpus if gpu_ids is None else len([*gpu_ids])
   if launch.nodes:
@@ -226,7 +226,7 @@ def place_of(
   is_shared = several and any(map(env.get, (IDS, *SHARING)))
   fabric = find_fabric(env, root)
   peers = several or own > 1
-  return Place(gpus, nvidia_models(root), is_shared, peers, has_nodes, fabric)
+  return Hardware(gpus, nvidia_models(root), is_shared, peers, has_nodes, fabric)
 
 
 def apply(choice: Choice, env: MutableMapping[str, str] = os.environ) -> None:
@@ -251,13 +251,13 @@ def apply(choice: Choice, env: MutableMapping[str, str] = os.environ) -> None:
 def choose_here(launch: Launch, gpus: int, gpu_ids: Iterable[int] | None = None) -> Choice:
   """Choose the variables for this process; none if JAX cannot use its GPUs.
 
-  The arguments are those of `place_of`.
+  The arguments are those of `hardware_of`.
   """
   from jaxscale.cluster.environment import has_gpu_plugin
 
   if not gpus or not has_gpu_plugin():
     return Choice()
-  return choose(place_of(launch, gpus, gpu_ids), own())
+  return choose(hardware_of(launch, gpus, gpu_ids), own())
 
 
 def applied() -> dict[str, str]:

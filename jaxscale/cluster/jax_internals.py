@@ -96,5 +96,5 @@ def _manual_axis_type(array_type: Any) -> Any:
       return kind
   import jax
 
-  why = "does not report the mesh axes over which a value varies"
-  raise invalid("jax", jax.__version__, why, "install jax>=0.10,<0.13")
+  problem = "does not report the mesh axes over which a value varies"
+  raise invalid("jax", jax.__version__, problem, "install jax>=0.10,<0.13")

@@ -58,29 +58,25 @@ def restarts(env: Mapping[str, str] = os.environ) -> int:
   return whole_number(count) or 0
 
 
-def requeue(job: str | None, restarts: int, limit: int) -> Requeued:
+def requeue(job: str, restarts: int, limit: int, remedy: str) -> Requeued:
   """Ask Slurm to requeue this job; only one process should, as its last action.
 
   Slurm then sends SIGTERM to the remaining processes of the job at once.
 
   Args:
-    job: the job ID from `job_name`; None if there is no Slurm job.
+    job: the job ID from `job_name`.
     restarts: the number of earlier requeues.
     limit: the largest number of requeues.
+    remedy: how to resume without a requeue, the end of the line that reports it.
   """
   code = EXIT_PREEMPTED
-  if job is None:
-    line = "saved; start it again to resume"
-  elif restarts >= limit:
-    code = EXIT_GIVE_UP
-    line = f"job {job} is not requeued: it was requeued {restarts} times (limit {limit})"
+  if restarts >= limit:
+    code, why = EXIT_GIVE_UP, f"it was requeued {restarts} times (limit {limit})"
   elif state := ending_state(run_scontrol("show", "job", job) or ""):
-    line = f"job {job} is not requeued: it is already {state}"
-  elif error := _requeue_or_wait(job, restarts):
-    line = f"job {job} is saved, not requeued: {error}"
-  else:
-    line = f"job {job} is requeued, restart {restarts + 1}"
-  return Requeued(code, line)
+    why = f"it is already {state}"
+  elif not (why := _requeue_or_wait(job, restarts)):
+    return Requeued(code, f"job {job} is requeued, restart {restarts + 1}")
+  return Requeued(code, f"job {job} is not requeued: {why}; {remedy}")
 
 
 def _requeue_or_wait(job: str, restarts: int) -> str | None:
@@ -90,7 +86,7 @@ def _requeue_or_wait(job: str, restarts: int) -> str | None:
     if run_scontrol("ping") is not None or shutil.which("scontrol") is None:
       return error  # the controller answers, so the error is its refusal
     if time.monotonic() > ends_s:
-      return f"Slurm's controller does not answer ({error}); submit it again to resume"
+      return f"Slurm's controller does not answer ({error})"
     line = f"job {job} is saved; Slurm's controller does not answer, retrying the requeue"
     print(line, flush=True)
     time.sleep(_PAUSE_S)
@@ -158,7 +154,7 @@ def ending_state(shown: str) -> str | None:
     'cancelled'
   """
   states = re.findall(r"\bJobState=(\w+) Reason=(\w+)", shown)
-  if any(state == "RUNNING" or why == "TimeLimit" for state, why in states):
+  if any(state == "RUNNING" or problem == "TimeLimit" for state, problem in states):
     return None
   return states[0][0].lower() if states else None
 

@@ -171,8 +171,8 @@ def torus(
   Raises:
     ConfigError: as in `ring`; or the sizes do not multiply to those of the axes.
   """
-  sizes, made = _torus(axes, dims)
-  return over_dims(x, sizes, made, payload, accumulate)
+  sizes, plan = _torus(axes, dims)
+  return over_dims(x, sizes, plan, payload, accumulate)
 
 
 def halving_doubling(
@@ -261,11 +261,11 @@ def reduce_scatter(
   Raises:
     ConfigError: as in `torus`.
   """
-  sizes, made = _torus(axes, dims)
+  sizes, plan = _torus(axes, dims)
   sent, summed = typed.dtypes(x, payload, accumulate)
   flat = typed.padded(typed.vary(x, tuple(sizes)), math.prod(sizes.values()))
-  flat = _reordered(flat.astype(summed), sizes, made)
-  for dim in made if flat.size else ():
+  flat = _reordered(flat.astype(summed), sizes, plan)
+  for dim in plan if flat.size else ():
     flat = _scatter_along(flat, sizes, dim, sent)
   return flat[: -(-x.size // math.prod(sizes.values()))].astype(x.dtype)
 
@@ -297,20 +297,20 @@ def all_gather(
   Raises:
     ConfigError: as in `torus`; or the shape has more values than the blocks.
   """
-  sizes, made = _torus(axes, dims)
+  sizes, plan = _torus(axes, dims)
   names = tuple(sizes)
   sent, _ = typed.dtypes(block, payload, None)
   num_values = block.size * math.prod(sizes.values())
-  wanted = (num_values,) if shape is None else shape
-  if math.prod(wanted) > num_values:
+  target = (num_values,) if shape is None else shape
+  if math.prod(target) > num_values:
     raise ConfigError(f"shape={shape} exceeds the {num_values} values of the blocks; give fewer")
 
   def whole(block: jax.Array):
     bits = typed.to_wire(block.reshape(-1), sent)
-    for dim in reversed(made) if bits.size else ():
+    for dim in reversed(plan) if bits.size else ():
       bits = _gather_along(bits, sizes, dim)
-    bits = _reordered(bits, sizes, made, back=True)
-    values = typed.unpadded(typed.from_wire(bits, sent, block.dtype), wanted)
+    bits = _reordered(bits, sizes, plan, back=True)
+    values = typed.unpadded(typed.from_wire(bits, sent, block.dtype), target)
     return typed.same_everywhere(values, names)
 
   def own(_: None, ct: jax.Array):
@@ -326,8 +326,8 @@ def all_gather(
 def _torus(axes: Axes, dims: Dims | None) -> tuple[dict[str, int], tuple[Dim, ...]]:
   """Return the sizes of the axes, and the given dimensions or one per axis."""
   sizes = typed.axis_sizes(typed.names(axes))
-  made = planner.axis_dims(sizes) if dims is None else planner.given_dims(dims, sizes)
-  return sizes, made
+  plan = planner.axis_dims(sizes) if dims is None else planner.given_dims(dims, sizes)
+  return sizes, plan
 
 
 def _total_and_position(sizes: dict[str, int], dim: Dim) -> tuple[int, jax.Array]:

@@ -104,8 +104,8 @@ def measure_links(
     x = rows(mesh, num_bytes, dtype)
     calls = {axis: functools.partial(f, x) for axis, f in functions.items()}
     times.append(medians(in_turns(calls, rounds)))
-  empty = min(found[None] for found in times)
-  own = {a: [max(found[a] - empty, 0) for found in times] for a in axes}
+  empty = min(each[None] for each in times)
+  own = {a: [max(each[a] - empty, 0) for each in times] for a in axes}
   return {a: fit_link(mesh.shape[a], sizes, own[a]) for a in axes}, empty
 
 

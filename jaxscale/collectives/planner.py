@@ -143,21 +143,21 @@ def given_dims(dims: Dims, sizes: Sizes) -> tuple[Dim, ...]:
     ...            {"replica": 2, "data": 4})[1]
     Dim(axes=('data',), size=2, stride=2, live=None)
   """
-  made, strides = [], dict.fromkeys(sizes, 1)
-  given = "dims=" + ",".join(f"{axis}:{size}" for axis, size in dims)
+  result, strides = [], dict.fromkeys(sizes, 1)
+  option = "dims=" + ",".join(f"{axis}:{size}" for axis, size in dims)
   for axis, size in dims:
     if axis not in sizes:
-      raise ConfigError(f"{given}: there is no axis {axis!r}; {nearest(axis, sizes)}")
+      raise ConfigError(f"{option}: there is no axis {axis!r}; {nearest(axis, sizes)}")
     if size < 1:
-      raise ConfigError(f"{given}: size {size} is out of range; give 1 or more")
+      raise ConfigError(f"{option}: size {size} is out of range; give 1 or more")
     if size > 1:
-      made.append(Dim((axis,), size, strides[axis]))
+      result.append(Dim((axis,), size, strides[axis]))
     strides[axis] *= size
   for axis, n in sizes.items():
     if strides[axis] != n:
       fix = f"they must multiply to the {n} devices of the axis"
-      raise ConfigError(f"{given}: sizes of {axis} multiply to {strides[axis]}; {fix}")
-  return tuple(made)
+      raise ConfigError(f"{option}: sizes of {axis} multiply to {strides[axis]}; {fix}")
+  return tuple(result)
 
 
 def pairs(dim: Dim, total: int, shift: int) -> list[tuple[int, int]]:
@@ -174,8 +174,8 @@ def pairs(dim: Dim, total: int, shift: int) -> list[tuple[int, int]]:
   """
 
   def target(source: int):
-    place = source // dim.stride % dim.size
-    return source + ((place + shift) % dim.size - place) * dim.stride
+    position = source // dim.stride % dim.size
+    return source + ((position + shift) % dim.size - position) * dim.stride
 
   return [(source, target(source)) for source in range(dim.live or total)]
 
@@ -221,11 +221,11 @@ def factorizations(number: int) -> tuple[tuple[int, ...], ...]:
   """
   if number == 1:
     return ((),)
-  found = [(number,)]
+  result = [(number,)]
   for first in range(2, number // 2 + 1):
     if number % first == 0:
-      found += [(first, *rest) for rest in factorizations(number // first)]
-  return tuple(found)
+      result += [(first, *rest) for rest in factorizations(number // first)]
+  return tuple(result)
 
 
 def best_dims(
@@ -260,13 +260,13 @@ def _shortest(
   axis: str, size: int, message: float, links: Mapping[str, Link]
 ) -> list[tuple[Dim, ...]]:
   """Return the cheapest dimensions of an axis for each number of factors."""
-  found: dict[int, tuple[float, tuple[Dim, ...]]] = {}
+  best: dict[int, tuple[float, tuple[Dim, ...]]] = {}
   for factors in factorizations(size):
     dims = given_dims([(axis, n) for n in factors], {axis: size})
     seconds = torus_seconds(dims, message, links)
-    if len(dims) not in found or seconds < found[len(dims)][0]:
-      found[len(dims)] = (seconds, dims)
-  return [dims for _, dims in found.values()]
+    if len(dims) not in best or seconds < best[len(dims)][0]:
+      best[len(dims)] = (seconds, dims)
+  return [dims for _, dims in best.values()]
 
 
 def plan(

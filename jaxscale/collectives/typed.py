@@ -89,8 +89,8 @@ def axis_sizes(axes: tuple[str, ...]) -> dict[str, int]:
     try:
       sizes[axis] = int(lax.axis_size(axis))
     except NameError:
-      why = f"the mesh has no axis {axis!r}; give axes of the enclosing shard_map"
-      raise ConfigError(f"axes={axes}: {why}") from None
+      problem = f"the mesh has no axis {axis!r}; give axes of the enclosing shard_map"
+      raise ConfigError(f"axes={axes}: {problem}") from None
   return sizes
 
 

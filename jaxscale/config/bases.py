@@ -168,8 +168,8 @@ class Data(Choice):
 
   def resized(self, image_size: int) -> Any:
     """Return the training examples at another image size, for `Phases.image_sizes`."""
-    why = f"{type(self).__name__} cannot resize its examples, use TFDS or ImageFolder"
-    raise ConfigError(f"Phases.image_sizes={image_size}: {why}")
+    problem = f"{type(self).__name__} cannot resize its examples, use TFDS or ImageFolder"
+    raise ConfigError(f"Phases.image_sizes={image_size}: {problem}")
 
   def abstract(self, batch_size: int) -> Any:
     """Return datasets with shapes but no data, for `jaxscale plan`; or None."""

@@ -27,5 +27,5 @@ def check_pattern(field: str, pattern: str, remedy: str) -> None:
   try:
     re.compile(pattern)
   except (re.error, OverflowError, RecursionError) as e:
-    why = f"not a regular expression ({e})"
-    raise ConfigError(f"{field}={pattern!r}: {why}, {remedy}") from None
+    problem = f"not a regular expression ({e})"
+    raise ConfigError(f"{field}={pattern!r}: {problem}, {remedy}") from None

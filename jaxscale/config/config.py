@@ -134,13 +134,13 @@ class Config:
 
   def __post_init__(self):
     if self.batch_size % (steps := self.accumulate_steps):
-      why = f"not divisible by accumulate_steps={steps}; change one of them"
-      raise ConfigError(f"Config.batch_size={self.batch_size}: {why}")
+      problem = f"not divisible by accumulate_steps={steps}; change one of them"
+      raise ConfigError(f"Config.batch_size={self.batch_size}: {problem}")
     _check_length(self)
     accuracy, loss = self.target_accuracy, self.target_loss
     if accuracy is not None and loss is not None:
-      why = f"target_accuracy={accuracy} is also set"
-      raise ConfigError(f"Config.target_loss={loss}: {why}; set one of them to None")
+      problem = f"target_accuracy={accuracy} is also set"
+      raise ConfigError(f"Config.target_loss={loss}: {problem}; set one of them to None")
     if self.stop_at_target and {accuracy, loss} == {None}:
       raise ConfigError("Config.stop_at_target=True: no target; set target_accuracy or target_loss")
     if self.ema_warmup and self.ema_decay is None:
@@ -168,24 +168,24 @@ def _check_length(config: Config) -> None:
   if config.epochs is None and config.steps is None:
     raise UnsetError("Config.epochs and Config.steps are not set; set one of them")
   if config.epochs is not None and config.steps is not None:
-    why = f"and epochs={config.epochs} are both set"
-    raise invalid("Config.steps", config.steps, why, "set one of them to None")
+    problem = f"and epochs={config.epochs} are both set"
+    raise invalid("Config.steps", config.steps, problem, "set one of them to None")
   if config.steps is not None and isinstance(config.phases, AdaptiveBatch):
-    why = "cannot be combined with AdaptiveBatch, which counts in epochs"
-    raise invalid("Config.steps", config.steps, why, "set epochs instead")
+    problem = "cannot be combined with AdaptiveBatch, which counts in epochs"
+    raise invalid("Config.steps", config.steps, problem, "set epochs instead")
   for unit in ("epochs", "steps"):
     length, name = getattr(config, unit), f"warmup_{unit}"
     if length is None:
       continue
-    why = f"is too long, the run has only {length} {unit}"
+    problem = f"is too long, the run has only {length} {unit}"
     if (warmup := getattr(config.schedule, name) or 0) >= length:
       field = f"{type(config.schedule).__name__}.{name}"
-      raise invalid(field, warmup, why, "make the warm-up shorter")
+      raise invalid(field, warmup, problem, "make the warm-up shorter")
     starts = getattr(config.phases, unit, ())
     if starts and starts[-1] >= length:
-      why = f"is too late, the run has only {length} {unit}"
+      problem = f"is too late, the run has only {length} {unit}"
       fix = f"leave out the phases that begin later, or set Config.{unit} higher"
-      raise invalid(f"Phases.{unit}", starts, why, fix)
+      raise invalid(f"Phases.{unit}", starts, problem, fix)
 
 
 def _check_neutral(config: Config) -> None:
@@ -197,12 +197,12 @@ def _check_neutral(config: Config) -> None:
   if not config.optimizer.follows_batch_neutrally:
     field = f"Config.optimizer={type(config.optimizer).__name__}"
     remedy = "use SGD, or Phases with follow='linear' or 'sqrt'"
-    why = f"{neutral} need SGD, whose momentum they adapt"
-    raise ConfigError(f"{field}: {why}; {remedy}")
+    problem = f"{neutral} need SGD, whose momentum they adapt"
+    raise ConfigError(f"{field}: {problem}; {remedy}")
   correction = getattr(config.optimizer, "momentum_correction", "never")
   if correction != "never":
-    why = f"{neutral} already correct the momentum; use 'never'"
-    raise ConfigError(f"SGD.momentum_correction={correction!r}: {why}")
+    problem = f"{neutral} already correct the momentum; use 'never'"
+    raise ConfigError(f"SGD.momentum_correction={correction!r}: {problem}")
 
 
 def _check_exchange(config: Config) -> None:
@@ -210,35 +210,35 @@ def _check_exchange(config: Config) -> None:
   exchange = config.exchange
   if config.noise_scale and (not exchange.averages_exactly or exchange.delayed):
     name = type(exchange).__name__ + ".delayed" * exchange.delayed
-    why = f"needs the exact mean of each step's gradients, which {name} does not give"
+    problem = f"needs the exact mean of each step's gradients, which {name} does not give"
     fix = "use AllReduce or HalfPrecision without delayed, or noise_scale=False"
-    raise invalid("Config.noise_scale", True, why, fix)
+    raise invalid("Config.noise_scale", True, problem, fix)
 
 
 def _check_local(config: Config) -> None:
   """Refuse settings that need all devices to take the same step."""
   sync, exchange = f"sync={type(config.sync).__name__}", type(config.exchange).__name__
   if config.exchange.delayed:
-    why = f"needs the current mean at each synchronization; set {exchange}.delayed to False"
-    raise ConfigError(f"Config.{sync}: {why}")
+    problem = f"needs the current mean at each synchronization; set {exchange}.delayed to False"
+    raise ConfigError(f"Config.{sync}: {problem}")
   if config.ema_decay is not None:
-    why = "ema_decay needs parameters that are equal on all devices in every step"
-    raise ConfigError(f"Config.{sync}: {why}; set ema_decay to None")
+    problem = "ema_decay needs parameters that are equal on all devices in every step"
+    raise ConfigError(f"Config.{sync}: {problem}; set ema_decay to None")
   if config.noise_scale:
-    why = "noise_scale compares gradients at equal parameters, and workers differ"
-    raise ConfigError(f"Config.{sync}: {why}; set noise_scale to False")
+    problem = "noise_scale compares gradients at equal parameters, and workers differ"
+    raise ConfigError(f"Config.{sync}: {problem}; set noise_scale to False")
   if isinstance(config.phases, AdaptiveBatch):
-    why = "AdaptiveBatch needs all devices to take the same steps; use Phases"
-    raise ConfigError(f"Config.{sync}: {why}")
+    problem = "AdaptiveBatch needs all devices to take the same steps; use Phases"
+    raise ConfigError(f"Config.{sync}: {problem}")
   if config.lr_scaling != "none":
-    why = f"with {sync} the learning rate is that of one worker and its share of the batch"
+    problem = f"with {sync} the learning rate is that of one worker and its share of the batch"
     remedy = "set it to 'none', and optimizer.lr for that share"
-    raise ConfigError(f"Config.lr_scaling={config.lr_scaling!r}: {why}; {remedy}")
+    raise ConfigError(f"Config.lr_scaling={config.lr_scaling!r}: {problem}; {remedy}")
   if plain := config.exchange.plain_epochs:
-    why = f"with {sync} workers exchange only when they synchronize; set it to 0"
-    raise ConfigError(f"{exchange}.plain_epochs={plain}: {why}")
+    problem = f"with {sync} workers exchange only when they synchronize; set it to 0"
+    raise ConfigError(f"{exchange}.plain_epochs={plain}: {problem}")
   resets = getattr(config.sync, "reset_momentum", False)
   if resets and not config.optimizer.has_resettable_momentum:
-    why = f"{type(config.optimizer).__name__}'s moments cannot be reset without its step "
-    why += "count, which bias correction uses; set it to False"
-    raise ConfigError(f"BlockMomentum.reset_momentum=True: {why}")
+    problem = f"{type(config.optimizer).__name__}'s moments cannot be reset without its step "
+    problem += "count, which bias correction uses; set it to False"
+    raise ConfigError(f"BlockMomentum.reset_momentum=True: {problem}")

@@ -105,8 +105,8 @@ def settings_help(node: Any = None, own: Mapping = {}, topic="all", chosen: Mapp
     ConfigError: the topic does not exist.
   """
   for known in ([*entries(node, own, chosen)], [*entries(None, own)]):
-    if found := _matching(known, topic):
-      return "\n".join(found)
+    if lines := _matching(known, topic):
+      return "\n".join(lines)
   hint = nearest(topic, ["all", "config", *sections()])
   raise ConfigError(f"--help={topic}: no such setting or section, {hint}")
 
@@ -122,8 +122,8 @@ def _matching(known: list[Entry], topic: str) -> list[str]:
 def first_settings() -> str:
   """Return the first clause on each setting to start with, and how to list the others."""
   known = {e.path: e for e in reversed([*entries(None)])}
-  found = [known[path] for path in _FIRST.split()]
-  lines = [e.shown(re.split(r"\.$|[.;] ", e.text)[0]) for e in found]
+  chosen = [known[path] for path in _FIRST.split()]
+  lines = [e.shown(re.split(r"\.$|[.;] ", e.text)[0]) for e in chosen]
   return "\n".join([*lines, _MORE, *_wrap(", ".join(sections()), "  ")])
 
 

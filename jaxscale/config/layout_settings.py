@@ -96,22 +96,22 @@ def check_layout(config: Any) -> None:
     ("sum_in", "dtype", config.dtype != "float32", "dtype to 'bfloat16'"),
   ):
     if getattr(layout, field) == value and not needs:
-      why = f"has no effect; set {remedy} as well"
-      raise ConfigError(f"Layout.{field}={value!r}: {why}")
+      problem = f"has no effect; set {remedy} as well"
+      raise ConfigError(f"Layout.{field}={value!r}: {problem}")
   of_stacks = parts + [f"Layout.remat={layout.remat!r}"] * (layout.remat != "none")
   if of_stacks and not config.model.is_stack:
-    why = f"{model} is not a stack of equal layers"
+    problem = f"{model} is not a stack of equal layers"
     remedy = "use Transformer or ViT, or split along fsdp only"
-    raise ConfigError(f"{of_stacks[0]}: {why}; {remedy}")
+    raise ConfigError(f"{of_stacks[0]}: {problem}; {remedy}")
   splits_text = config.model.is_stack and config.model.takes_text
   if layout.model != "layers" and not splits_text:
-    why = f"splits tokens of text, and {model} takes images; use 'layers'"
-    raise ConfigError(f"Layout.model={layout.model!r}: {why}")
+    problem = f"splits tokens of text, and {model} takes images; use 'layers'"
+    raise ConfigError(f"Layout.model={layout.model!r}: {problem}")
   if layout.slow_axes == "in_backward" and not config.exchange.is_plain:
     exchange = type(config.exchange).__name__
-    why = f"sums gradients in the backward pass and would bypass Config.exchange={exchange}"
+    problem = f"sums gradients in the backward pass and would bypass Config.exchange={exchange}"
     fix = "use 'after', or exchange=AllReduce with its defaults"
-    raise invalid("Layout.slow_axes", "in_backward", why, fix)
+    raise invalid("Layout.slow_axes", "in_backward", problem, fix)
   if split := [shard] * (layout.shard != "none") + parts:
     _check_whole(config, split[0])
 
@@ -126,5 +126,5 @@ def _check_whole(config: Any, split: str) -> None:
     ("Config.phases=AdaptiveBatch", is_adaptive, "use Phases"),
   ):
     if is_asked:
-      why = "needs the whole model on each device"
-      raise ConfigError(f"{what}: {why}, which {split} splits; {remedy}")
+      problem = "needs the whole model on each device"
+      raise ConfigError(f"{what}: {problem}, which {split} splits; {remedy}")

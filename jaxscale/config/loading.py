@@ -72,13 +72,13 @@ def call(path: str, function: str, advice: str) -> Any:
     raise ConfigError(f"--config={path}: no such file{similar(file)}")
   try:
     module = load_file(file)
-    found = getattr(module, function, None)
-    if found is None:
+    factory = getattr(module, function, None)
+    if factory is None:
       raise ConfigError(f"{file}: {advice}")
-    if arg and not inspect.signature(found).parameters:
+    if arg and not inspect.signature(factory).parameters:
       raise ConfigError(f"{file}:{arg}: its {function}() takes no argument")
     with running(file):
-      value = found(arg) if arg else found()
+      value = factory(arg) if arg else factory()
       # A generator runs only here, so that its errors are reported with file and line.
       return list(value) if inspect.isgenerator(value) else value
   except SyntaxError as e:
@@ -129,9 +129,9 @@ def override(node: Any, overrides: Mapping[str, str], own: Mapping[str, type] | 
 
 def choices(annotation: Any, own: Mapping[str, type]) -> dict[str, type]:
   """Return the settings classes that a field can have, by name, including `own`."""
-  found = validation.settings_classes(annotation)
+  classes = validation.settings_classes(annotation)
   bases = tuple(a for a in validation.alternatives(annotation) if isinstance(a, type))
-  return found | {name: c for name, c in own.items() if found and issubclass(c, bases)}
+  return classes | {name: c for name, c in own.items() if classes and issubclass(c, bases)}
 
 
 def _changes(
@@ -180,9 +180,9 @@ def _branch(
   for field in dataclasses.fields(cls):
     is_set = field.name in values or field.default is not dataclasses.MISSING
     if validation.hints(cls)[field.name] is Any and not is_set:
-      why = f"needs {field.name}, which cannot be given on a command line"
+      problem = f"needs {field.name}, which cannot be given on a command line"
       fix = f"write it in the config file: {chosen}({field.name}=...)"
-      raise invalid(f"--config.{path}", chosen, why, fix)
+      raise invalid(f"--config.{path}", chosen, problem, fix)
   return cls(**values)
 
 
@@ -201,13 +201,13 @@ def _several(
       raise ConfigError(f"--config.{path}={name}: {validation.nearest(name, classes)}")
     if name not in names:
       raise ConfigError(f"--config.{path}.{name}: not chosen; add --config.{path}={name}")
-  made = []
+  items = []
   for name in names:
     cls = type(held[name]) if name in held else classes[name]
     changes = _changes(cls, held.get(name), tree.get(name, {}), f"{path}.{name}.", own)
     before = held.get(name)
-    made.append(dataclasses.replace(before, **changes) if before else cls(**changes))
-  return tuple(made)
+    items.append(dataclasses.replace(before, **changes) if before else cls(**changes))
+  return tuple(items)
 
 
 def _shared(cls: Any, old: Any, changes: Mapping[str, Any], path: str) -> dict:
@@ -265,6 +265,6 @@ def _parse(annotation: Any, text: str, path: str) -> Any:
       value = (value,)
     return validation.coerce(annotation, value)
   except (TypeError, ValueError, SyntaxError, RecursionError, MemoryError):
-    wanted = validation.type_name(annotation)
-    wanted += ", e.g. a,b" * (tuple[str, ...] in choices)
-    raise ConfigError(f"--config.{path}={text}: give {wanted}") from None
+    expected = validation.type_name(annotation)
+    expected += ", e.g. a,b" * (tuple[str, ...] in choices)
+    raise ConfigError(f"--config.{path}={text}: give {expected}") from None

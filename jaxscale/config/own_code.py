@@ -164,15 +164,15 @@ def _nodes_of(value: Any) -> list[ast.AST]:
     if (tree := _tree_of(code.co_filename)) is None:
       continue
     if isinstance(value, type):
-      found = [n for n in ast.walk(tree) if isinstance(n, ast.ClassDef)]
+      classes = [n for n in ast.walk(tree) if isinstance(n, ast.ClassDef)]
       line = code.co_firstlineno  # Two functions can define classes of equal names.
-      found = [n for n in found if n.lineno <= line <= (n.end_lineno or 0)]
-      found = [n for n in found if n.name == value.__name__][-1:]
+      classes = [n for n in classes if n.lineno <= line <= (n.end_lineno or 0)]
+      classes = [n for n in classes if n.name == value.__name__][-1:]
     else:
-      found = [n for n in ast.walk(tree) if isinstance(n, _FUNCTIONS)]
-      found = [n for n in found if _is_at(n, code)]
-    if found:
-      return list(found)
+      classes = [n for n in ast.walk(tree) if isinstance(n, _FUNCTIONS)]
+      classes = [n for n in classes if _is_at(n, code)]
+    if classes:
+      return list(classes)
   return []
 
 
@@ -182,9 +182,9 @@ def _is_at(node: Any, code: types.CodeType) -> bool:
   if min(n.lineno for n in (node, *decorators)) != code.co_firstlineno:
     return False
   start, end = (node.lineno, node.col_offset), (node.end_lineno, node.end_col_offset)
-  places = [(p[0], p[2]) for p in code.co_positions() if None not in p and p[3]]
+  positions = [(p[0], p[2]) for p in code.co_positions() if None not in p and p[3]]
   is_lambda = isinstance(node, ast.Lambda)
-  return not is_lambda or all(start <= place < end for place in places)
+  return not is_lambda or all(start <= position < end for position in positions)
 
 
 def _bound(node: ast.AST) -> set[str]:
@@ -357,8 +357,8 @@ class _Search:
       path = module.replace(".", "/")
       folders = [f.parent for f in self.files.values()] + [Path(p) for p in sys.path]
       ends = f"{path}.py", f"{path}/__init__.py"
-      places = (folder / end for folder in folders for end in ends)
-      file = next((str(p) for p in places if p.is_file()), None)
+      candidates = (folder / end for folder in folders for end in ends)
+      file = next((str(p) for p in candidates if p.is_file()), None)
     if file is None or not Path(file).is_file() or not _is_own_file(file):
       return None
     self.files[module_name(module)] = Path(file)

@@ -38,15 +38,15 @@ class Phases:
 
   def __post_init__(self):
     if self.steps and self.epochs != (0.0,):
-      why = f"and epochs={self.epochs} are both set"
-      raise invalid("Phases.steps", self.steps, why, "leave out one of them")
+      problem = f"and epochs={self.epochs} are both set"
+      raise invalid("Phases.steps", self.steps, problem, "leave out one of them")
     unit = "steps" if self.steps else "epochs"
     if not self.starts or self.starts[0] != 0:
-      why = "does not start at 0"
-      raise invalid(f"Phases.{unit}", self.starts, why, "add a phase at 0")
+      problem = "does not start at 0"
+      raise invalid(f"Phases.{unit}", self.starts, problem, "add a phase at 0")
     if list(self.starts) != sorted(set(self.starts)):
-      why = "is not in increasing order"
-      raise invalid(f"Phases.{unit}", self.starts, why, "sort it and remove duplicates")
+      problem = "is not in increasing order"
+      raise invalid(f"Phases.{unit}", self.starts, problem, "sort it and remove duplicates")
     for name in ("batch_sizes", "accumulate_steps", "image_sizes"):
       values, count = getattr(self, name), len(self.starts)
       if values and len(values) != count:

@@ -148,10 +148,10 @@ class _Conversion:
       return {"values": self.convert([node.func, node.args, node.keywords], where)}
     if isinstance(node, _BY_REPR) or _name(type(node)).startswith("numpy.dtype"):
       return {"value": repr(node)}
-    why = "has no JSON form, so a resumed run could not detect a change"
+    problem = "has no JSON form, so a resumed run could not detect a change"
     fix = "give it, or the settings that hold it, an attribute `identity`, a text that "
     fix += "changes with it"
-    raise invalid(where, node, f"({_name(type(node))}) {why}", fix)
+    raise invalid(where, node, f"({_name(type(node))}) {problem}", fix)
 
   def _callable(self, node: Any, where: str) -> dict[str, Any] | None:
     """Return name, source hash and bound values of a function, class or method."""

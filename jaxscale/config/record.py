@@ -21,7 +21,7 @@ from jaxscale.config.plain import code_of
 from jaxscale.config.plain import to_plain as to_plain
 from jaxscale.config.validation import alternatives, hints, item_type, nearest, settings_classes
 from jaxscale.errors import ConfigError
-from jaxscale.files import mismatch, replacing, require_json, who_else_writes
+from jaxscale.files import mismatch, replacing, require_json, unsafe_owner
 
 FORMAT = 2  # Of config.json; jaxscale 0.1 wrote format 1, whose settings had other names.
 # Required contents of a config.json, in the form of `files.mismatch`.
@@ -38,11 +38,11 @@ def flat(node: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     >>> flat({"class": "Config", "model": {"class": "MLP"}})
     {'class': 'Config', 'model.class': 'MLP'}
   """
-  found = {}
+  result = {}
   for name, value in node.items():
     is_leaf = not isinstance(value, Mapping)
-    found |= {prefix + name: value} if is_leaf else flat(value, f"{prefix}{name}.")
-  return found
+    result |= {prefix + name: value} if is_leaf else flat(value, f"{prefix}{name}.")
+  return result
 
 
 def copy_own_files(config: Config, workdir: Path) -> dict[str, dict[str, str]]:
@@ -77,8 +77,8 @@ def from_plain(annotation: Any, node: Any, folder: Path | None = None) -> Any:
     True
   """
   if isinstance(node, dict) and "object" in node:
-    why = "an object from a notebook, which config.json cannot store; build the config in it"
-    raise ConfigError(f"{node['object']}: {why}")
+    problem = "an object from a notebook, which config.json cannot store; build the config in it"
+    raise ConfigError(f"{node['object']}: {problem}")
   if isinstance(node, list):
     return [from_plain(item_type(annotation), item, folder) for item in node]
   if not isinstance(node, dict) or "class" not in node:
@@ -102,19 +102,19 @@ def _own_class(name: str, folder: Path | None) -> type:
     if not re.fullmatch(r"[\w.]+", module):
       raise ConfigError("not the name of a module")
     if copy is not None and copy.is_file():
-      if others := who_else_writes(copy, group=False):
+      if others := unsafe_owner(copy, group=False):
         raise ConfigError(others)
-      found = getattr(load_file(copy), cls)
+      owner = getattr(load_file(copy), cls)
     else:
-      found = getattr(importlib.import_module(module), cls)
+      owner = getattr(importlib.import_module(module), cls)
     # A tampered config.json must not make us call another function, e.g. os.system.
-    if not (isinstance(found, type) and issubclass(found, Choice)):
+    if not (isinstance(owner, type) and issubclass(owner, Choice)):
       raise ConfigError("not a settings class")
-    return found
+    return owner
   except Exception as e:
-    why = f"cannot be loaded from {copy or module} ({type(e).__name__}: {e})"
+    problem = f"cannot be loaded from {copy or module} ({type(e).__name__}: {e})"
     remedy = "give the config file that defines the class"
-    raise ConfigError(f"{name}: {why}; {remedy}") from None
+    raise ConfigError(f"{name}: {problem}; {remedy}") from None
 
 
 class Described(NamedTuple):
@@ -161,9 +161,9 @@ def check_format(described: dict[str, Any], workdir: str | Path) -> None:
   if described.get("format") != FORMAT:
     known = mismatch(described, {"versions": {"jaxscale": str}}) is None
     version = described["versions"]["jaxscale"] if known else "0.1"
-    why = f"config.json was written by jaxscale {version}, whose settings have other "
-    why += "names (CHANGELOG.md); use that version, or a new --workdir"
-    raise ConfigError(f"--workdir={workdir}: {why}")
+    problem = f"config.json was written by jaxscale {version}, whose settings have other "
+    problem += "names (CHANGELOG.md); use that version, or a new --workdir"
+    raise ConfigError(f"--workdir={workdir}: {problem}")
 
 
 def describe_run(workdir: str | Path) -> Described:
@@ -179,6 +179,6 @@ def describe_run(workdir: str | Path) -> Described:
   described = require_json(path, {"config": {}, "data": {}}, remedy)
   check_format(described, workdir)
   there = {name: shape for name, shape in _DATA.items() if name in described["data"]}
-  if why := mismatch(described, RUN) or mismatch(described["data"], there, "data"):
-    raise ConfigError(f"{path}: {why}; {remedy}")
+  if problem := mismatch(described, RUN) or mismatch(described["data"], there, "data"):
+    raise ConfigError(f"{path}: {problem}; {remedy}")
   return Described(Path(workdir), described["config"], described["data"])

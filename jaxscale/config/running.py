@@ -69,8 +69,8 @@ def _check_interval(chosen: Evaluation | Checkpoint) -> None:
   epochs, steps = chosen.every_epochs, chosen.every_steps
   field = f"{type(chosen).__name__}.every_steps"
   if steps is not None and epochs not in (None, 1.0):  # 1.0 is the default.
-    why = f"and every_epochs={epochs} are both set"
-    raise invalid(field, steps, why, "set one of them to None")
+    problem = f"and every_epochs={epochs} are both set"
+    raise invalid(field, steps, problem, "set one of them to None")
   if steps is None and epochs is None:
     raise invalid(field, steps, "and every_epochs=None leave no interval", "set one")
 
@@ -135,8 +135,8 @@ class Checkpoint:
       hint = "give an absolute path, the same on every node, e.g. /dev/shm"
       raise ConfigError(f"Checkpoint.local={shown(self.local)}: {hint}")
     if self.local is None and self.shared_every > 1:
-      why = "needs local copies for the checkpoints in between; set Checkpoint.local as well"
-      raise ConfigError(f"Checkpoint.shared_every={self.shared_every}: {why}")
+      problem = "needs local copies for the checkpoints in between; set Checkpoint.local as well"
+      raise ConfigError(f"Checkpoint.shared_every={self.shared_every}: {problem}")
 
 
 @settings
@@ -180,8 +180,8 @@ class Faults(Timeouts):
   def __post_init__(self):
     silent_s, jax_s = self.heartbeat_timeout_s, self.jax_heartbeat_timeout_s
     if jax_s < (least := 1.2 * silent_s):  # Leaves time for the report.
-      why = f"lets JAX abort before heartbeat_timeout_s={silent_s} reports the lost process"
-      raise invalid("Faults.jax_heartbeat_timeout_s", jax_s, why, f"give {least:g}")
+      problem = f"lets JAX abort before heartbeat_timeout_s={silent_s} reports the lost process"
+      raise invalid("Faults.jax_heartbeat_timeout_s", jax_s, problem, f"give {least:g}")
 
 
 @settings

@@ -56,8 +56,8 @@ class UnsetError(ConfigError):
 @functools.cache
 def hints(cls: type) -> dict[str, Any]:
   """Return the type of every field of a settings class."""
-  found = typing.get_type_hints(cls)
-  return {field.name: found[field.name] for field in dataclasses.fields(cls)}
+  types = typing.get_type_hints(cls)
+  return {field.name: types[field.name] for field in dataclasses.fields(cls)}
 
 
 @functools.cache
@@ -67,12 +67,12 @@ def bounds(cls: type) -> dict[str, str]:
   A class that changes the default of a field, and repeats only its type, keeps the bound
   of the class that it extends.
   """
-  found = {}
+  result = {}
   for c in reversed(cls.__mro__):
     for name, annotation in typing.get_type_hints(c, include_extras=True).items():
       if hasattr(annotation, "__metadata__"):
-        found[name] = annotation.__metadata__[0]
-  return found
+        result[name] = annotation.__metadata__[0]
+  return result
 
 
 def field_docs(cls: type) -> dict[str, str]:
@@ -109,8 +109,8 @@ def within(value: Any, bound: str) -> bool:
   sign, number, opens, low, high, closes = m.groups()
   limits = [(">=" if opens == "[" else ">", low), ("<=" if closes == "]" else "<", high)]
   limits = [(sign, number)] if sign else limits
-  given = value if isinstance(value, tuple) else (value,)
-  numbers = [x for x in given if x is not None]
+  values = value if isinstance(value, tuple) else (value,)
+  numbers = [x for x in values if x is not None]
   # `math.isfinite` overflows for an int that is larger than any float.
   is_finite = all(isinstance(x, int) or math.isfinite(x) for x in numbers)
   return is_finite and all(_COMPARE[s](x, float(n)) for x in numbers for s, n in limits)
@@ -134,13 +134,13 @@ def settings_classes(annotation: Any) -> dict[str, Any]:
 
   A base class such as `Model` stands for its built-in classes.
   """
-  found: dict[str, Any] = {}
+  classes: dict[str, Any] = {}
   for c in alternatives(annotation):
     if hasattr(c, "built_in"):
-      found |= c.built_in()
+      classes |= c.built_in()
     elif dataclasses.is_dataclass(c):
-      found[c.__name__] = c  # pyright: ignore[reportAttributeAccessIssue]
-  return found
+      classes[c.__name__] = c  # pyright: ignore[reportAttributeAccessIssue]
+  return classes
 
 
 def type_name(annotation: Any) -> str:
@@ -216,39 +216,39 @@ def _instance_hint(annotation: Any, value: Any) -> str:
 def settings(cls: type) -> type:
   """Make a class a frozen, keyword-only dataclass that refuses unknown names and bad values."""
   if "__init__" in vars(cls):
-    why = "is not allowed in settings; write fields with types, as `width: int = 3`, "
-    raise ConfigError(f"{cls.__name__}.__init__ {why}and check them in __post_init__")
+    problem = "is not allowed in settings; write fields with types, as `width: int = 3`, "
+    raise ConfigError(f"{cls.__name__}.__init__ {problem}and check them in __post_init__")
   repr_ = cls.__repr__ is object.__repr__
   cls = dataclasses.dataclass(frozen=True, kw_only=True, repr=repr_)(cls)
-  init, own = cls.__init__, cls.__name__
+  init, owner = cls.__init__, cls.__name__
 
   def checked_init(self, *args, **values):
     if args:
-      given, names = shown(args[0]), [f.name for f in dataclasses.fields(cls)]
-      example = [f"fields are given by name, as in {own}({n}={given})" for n in names]
-      raise ConfigError(f"{own}({given}): {[*example, 'it has no fields'][0]}")
+      value, names = shown(args[0]), [f.name for f in dataclasses.fields(cls)]
+      example = [f"fields are given by name, as in {owner}({n}={value})" for n in names]
+      raise ConfigError(f"{owner}({value}): {[*example, 'it has no fields'][0]}")
     for name in values:
       if name not in hints(cls):
         hint = no_such_field(cls, name)
-        raise ConfigError(f"{own}.{name}={shown(values[name])}: {hint}")
+        raise ConfigError(f"{owner}.{name}={shown(values[name])}: {hint}")
     for field in dataclasses.fields(cls):
       name, annotation = field.name, hints(cls)[field.name]
       if name not in values:
         if field.default_factory is not dataclasses.MISSING:
           continue
         if field.default is dataclasses.MISSING:
-          raise UnsetError(f"{own}.{name} is not set: give {type_name(annotation)}")
+          raise UnsetError(f"{owner}.{name} is not set: give {type_name(annotation)}")
         values[name] = field.default
       try:
         values[name] = coerce(annotation, values[name])
       except TypeError:
-        given, wanted = shown(values[name]), type_name(annotation)
-        wanted += _instance_hint(annotation, values[name])
-        raise ConfigError(f"{own}.{name}={given}: give {wanted}") from None
+        value, expected = shown(values[name]), type_name(annotation)
+        expected += _instance_hint(annotation, values[name])
+        raise ConfigError(f"{owner}.{name}={value}: give {expected}") from None
       bound = bounds(cls).get(name)
       if bound is not None and not within(values[name], bound):
         finite = "finite " * (values[name] in (math.inf, -math.inf))
-        raise ConfigError(f"{own}.{name}={values[name]!r}: give a {finite}value {bound}")
+        raise ConfigError(f"{owner}.{name}={values[name]!r}: give a {finite}value {bound}")
     init(self, **values)
 
   cls.__init__ = checked_init

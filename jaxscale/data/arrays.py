@@ -48,10 +48,10 @@ def from_arrays(
     counts = f"{len(inputs):,} inputs and {len(targets):,} targets"
     raise ConfigError(f"from_arrays: {counts}; give the same number of both")
   shapes = ("inputs", inputs, info.image_shape), ("targets", targets, info.label_shape)
-  for name, array, wanted in shapes:
-    if array.shape[1:] != tuple(wanted):
-      why = f"but {tuple(wanted)} in info; create info from the same arrays (`array_info`)"
-      raise ConfigError(f"from_arrays: {name} have shape {array.shape[1:]} each, {why}")
+  for name, array, expected in shapes:
+    if array.shape[1:] != tuple(expected):
+      problem = f"but {tuple(expected)} in info; create info from the same arrays (`array_info`)"
+      raise ConfigError(f"from_arrays: {name} have shape {array.shape[1:]} each, {problem}")
   if targets.ndim == 1 and targets.dtype.kind in "iu":
     _check_classes(info.name, targets, NO_CLASS, info.num_classes)
   targets = cast(f"{info.name}: targets", targets, info.label_dtype)
@@ -95,8 +95,8 @@ def cast(field: str, array: np.ndarray, dtype: Any) -> np.ndarray:
       lost = (array < limits.min) | (array > limits.max)
       lost |= array != np.rint(array) if kind == "f" else False
   if lost.any():
-    why = f"has {array[lost][0]}, which {dtype} cannot represent"
-    raise invalid(field, ..., why, f"subtract an offset, scale it or convert it to {dtype}")
+    problem = f"has {array[lost][0]}, which {dtype} cannot represent"
+    raise invalid(field, ..., problem, f"subtract an offset, scale it or convert it to {dtype}")
   return changed
 
 
@@ -155,8 +155,8 @@ def array_splits(
   if x_eval is None:
     kept = len(x) - max(round(len(x) * eval_share), 1)
     if not kept:
-      why = "leaves no example for training"
-      raise invalid("Arrays.eval_share", eval_share, why, "use more examples")
+      problem = "leaves no example for training"
+      raise invalid("Arrays.eval_share", eval_share, problem, "use more examples")
     x, x_eval, y, y_eval = x[:kept], x[kept:], y[:kept], y[kept:]
     hint = "; validation takes the last examples, so shuffle x and y together"
   else:
@@ -165,15 +165,15 @@ def array_splits(
   _check_same_scale(x, x_eval)
   info = array_info(x, np.concatenate([y, y_eval]), **options)
   x, x_eval = (cast(f"Arrays.{name}", a, info.dtype) for name, a in (("x", x), ("x_eval", x_eval)))
-  made = from_arrays(info, x, y), from_arrays(info, x_eval, y_eval)
+  datasets = from_arrays(info, x, y), from_arrays(info, x_eval, y_eval)
   is_class = y.ndim == 1 and info.label_dtype == "int32"
   notes = _class_notes(y, y_eval, hint) if is_class else ()
   if is_class and options.get("num_classes") is None:
     classes = np.arange(info.num_classes)
     if len(lacking := np.setdiff1d(classes, np.concatenate([y, y_eval]))):
-      why = f"the {info.num_classes:,} classes include all numbers up to the largest target"
-      notes += (f"Arrays: no example has target {few(lacking)}; {why}",)
-  return made[0]._replace(notes=notes), made[1]
+      problem = f"the {info.num_classes:,} classes include all numbers up to the largest target"
+      notes += (f"Arrays: no example has target {few(lacking)}; {problem}",)
+  return datasets[0]._replace(notes=notes), datasets[1]
 
 
 def as_array(field: str, values: Any) -> np.ndarray:
@@ -188,8 +188,8 @@ def as_array(field: str, values: Any) -> np.ndarray:
   try:
     array = np.asarray(values)
   except (ValueError, TypeError) as e:
-    why = "has rows of different lengths" if isinstance(e, ValueError) else str(e)
-    raise invalid(field, ..., why, fix) from None
+    problem = "has rows of different lengths" if isinstance(e, ValueError) else str(e)
+    raise invalid(field, ..., problem, fix) from None
   if array.ndim == 0:
     raise invalid(field, type(values).__name__, "is not an array", fix)
   if array.dtype.kind not in "uifb":
@@ -206,9 +206,9 @@ def _pair(name: str, x: Any, labels: str, y: Any) -> tuple[np.ndarray, np.ndarra
   for field, array in ((name, x), (labels, y)):
     if array.dtype.kind == "f" and not (is_finite := np.isfinite(array)).all():
       row = int(np.argmin(is_finite.reshape(len(array), -1).all(axis=1)))
-      why = f"has NaN or infinite values, first in row {row}"
+      problem = f"has NaN or infinite values, first in row {row}"
       fix = "replace them, e.g. by np.nan_to_num, or remove these rows"
-      raise invalid(f"Arrays.{field}", ..., why, fix)
+      raise invalid(f"Arrays.{field}", ..., problem, fix)
   if y.dtype.kind in "iu":
     y = cast(f"Arrays.{labels}", y, np.int32)
   return x, y
@@ -218,12 +218,12 @@ def _check_alike(x: np.ndarray, y: np.ndarray, x_eval: np.ndarray, y_eval: np.nd
   """Check that validation examples have the shape and kind of the training examples."""
   for name, a, b in (("x", x, x_eval), ("y", y, y_eval)):
     if a.shape[1:] != b.shape[1:]:
-      why = f"has examples of shape {b.shape[1:]}, but Arrays.{name} of {a.shape[1:]}"
-      raise invalid(f"Arrays.{name}_eval", ..., why, "use the same shape for both")
+      problem = f"has examples of shape {b.shape[1:]}, but Arrays.{name} of {a.shape[1:]}"
+      raise invalid(f"Arrays.{name}_eval", ..., problem, "use the same shape for both")
   if (y.dtype.kind == "f") != (y_eval.dtype.kind == "f"):
-    why = f"is {y_eval.dtype}, but Arrays.y {y.dtype}"
+    problem = f"is {y_eval.dtype}, but Arrays.y {y.dtype}"
     fix = "use integers (classes) for both, or floats (numbers) for both"
-    raise invalid("Arrays.y_eval", ..., why, fix)
+    raise invalid("Arrays.y_eval", ..., problem, fix)
 
 
 def _check_same_scale(x: np.ndarray, x_eval: np.ndarray) -> None:
@@ -233,8 +233,8 @@ def _check_same_scale(x: np.ndarray, x_eval: np.ndarray) -> None:
   is_small = a.dtype.kind == "f" and min(largest) <= 1 < b.max()
   if is_small and (b.dtype.kind != "f" or (_is_whole(b) and not _is_whole(a))):
     shown = [f"{v.dtype} from {v.min():g} to {v.max():g}" for v in (x, x_eval)]
-    why = f"is {shown[1]}, but Arrays.x {shown[0]}"
-    raise invalid("Arrays.x_eval", ..., why, "scale both in the same way")
+    problem = f"is {shown[1]}, but Arrays.x {shown[0]}"
+    raise invalid("Arrays.x_eval", ..., problem, "scale both in the same way")
 
 
 def _is_whole(array: np.ndarray) -> bool:

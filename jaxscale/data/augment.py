@@ -107,8 +107,8 @@ def shift(pixels: int) -> Augment:
     image = np.arange(n) * padded[0, ..., 0].size
     corner = image + top * wide + left
     inside = np.arange(height)[:, None] * wide + np.arange(width)
-    places = corner[:, None, None] + inside
-    return padded.reshape(-1, channels).take(places, axis=0)
+    positions = corner[:, None, None] + inside
+    return padded.reshape(-1, channels).take(positions, axis=0)
 
   return Augment(apply, num_draws=2)
 
@@ -170,8 +170,8 @@ def shorter_side(height: int, width: int, size: int) -> tuple[int, int]:
   image_classification/tensorflow2/imagenet_preprocessing.py, `_smallest_size_at_least`). So
   256 can become 255.
   """
-  wanted = np.float32(round(size * 256 / 224))
-  scale = wanted / np.float32(min(height, width))
+  target = np.float32(round(size * 256 / 224))
+  scale = target / np.float32(min(height, width))
   tall, wide = (int(np.float32(length) * scale) for length in (height, width))
   return max(tall, size), max(wide, size)
 
@@ -184,7 +184,7 @@ def centered_crop(height: int, width: int, size: int, share: float) -> tuple[int
   `_compute_resized_output_size` and `center_crop`; timm 1.0.31 data/transforms_factory.py,
   `transforms_imagenet_eval`).
   """
-  wanted, shorter = math.floor(size / share), min(height, width)
+  side, shorter = math.floor(size / share), min(height, width)
   sizes = height, width
-  tall, wide = (wanted if s == shorter else int(wanted * s / shorter) for s in sizes)
+  tall, wide = (side if s == shorter else int(side * s / shorter) for s in sizes)
   return tall, wide, round((tall - size) / 2), round((wide - size) / 2)

@@ -44,11 +44,11 @@ def user_cache() -> Path:
 @functools.cache
 def _temporary_cache() -> str:
   """Create a cache for a user without a home, as in a container; it is deleted at exit."""
-  made = tempfile.mkdtemp(prefix="jaxscale-")
-  atexit.register(shutil.rmtree, made, ignore_errors=True)
-  line = f"no home directory, so caches are in {made} until this process ends; set HOME"
+  folder = tempfile.mkdtemp(prefix="jaxscale-")
+  atexit.register(shutil.rmtree, folder, ignore_errors=True)
+  line = f"no home directory, so caches are in {folder} until this process ends; set HOME"
   print(f"note: {line}, or XDG_CACHE_HOME", file=sys.stderr)
-  return made
+  return folder
 
 
 class DatasetInfo(NamedTuple):
@@ -208,8 +208,8 @@ class DamagedExamples:
 
   def as_dict(self) -> dict[str, dict[str, str]]:
     """Return the names of damaged and the formats of unusual examples, by index, for JSON."""
-    found = {"damaged": self._names, "unusual": self._unusual}
-    return {k: {str(i): text for i, text in x.copy().items()} for k, x in found.items()}
+    result = {"damaged": self._names, "unusual": self._unusual}
+    return {k: {str(i): text for i, text in x.copy().items()} for k, x in result.items()}
 
   def update(self, other: dict[str, dict[str, str]]) -> None:
     """Merge the `as_dict` of another record."""

@@ -50,34 +50,34 @@ def tree(root: str, is_file: Callable[[str], bool] = lambda name: False) -> Tree
   Raises:
     ConfigError: a folder cannot be read.
   """
-  found = Tree([], {}, Counter())
+  listing = Tree([], {}, Counter())
 
   def visit(inner: str, above: frozenset[tuple[int, int]]) -> None:
     path = os.path.join(root, inner) if inner else root
     status = os.stat(path)
     if (identity := (status.st_dev, status.st_ino)) in above:
       return  # It is a link to a folder that contains it.
-    found.folders[path] = status.st_mtime_ns
+    listing.folders[path] = status.st_mtime_ns
     with os.scandir(path) as entries:
       for entry in entries:
         name = os.path.join(inner, entry.name)
         if not is_visible(entry.name):
           litter = entry.name.lower() in _LITTER
           if not litter and not entry.name.startswith(_LITTER_STARTS):
-            found.left_out["hidden"] += 1
+            listing.left_out["hidden"] += 1
         elif is_folder(entry, follow_symlinks=not is_file(entry.name)):
           visit(name, above | {identity})
         elif entry.is_file(follow_symlinks=False) or entry.is_symlink():
-          found.files.append(name)
+          listing.files.append(name)
         else:
-          found.left_out["device or pipe"] += 1
+          listing.left_out["device or pipe"] += 1
 
   try:
     visit("", frozenset())
   except PermissionError as e:
     raise invalid(str(e.filename), ..., "cannot be read", "change its permissions") from None
-  found.files.sort(key=os.path.split)
-  return found
+  listing.files.sort(key=os.path.split)
+  return listing
 
 
 def is_folder(entry: os.DirEntry[str], *, follow_symlinks: bool = True) -> bool:

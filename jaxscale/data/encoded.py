@@ -121,9 +121,9 @@ class _Loader(NamedTuple):
   def load(self, indices: np.ndarray, draws: np.ndarray | None) -> Batch:
     images = np.empty((len(indices), *self.info.image_shape), np.uint8)
     labels = np.empty(len(indices), np.int32)
-    wanted = [int(i) for i in indices]
-    for i, record in enumerate(self.source.read(wanted)):
-      at, drawn = (wanted[i], images[i]), None if draws is None else draws[i]
+    numbers = [int(i) for i in indices]
+    for i, record in enumerate(self.source.read(numbers)):
+      at, drawn = (numbers[i], images[i]), None if draws is None else draws[i]
       if (label := self._read(record, drawn, *at)) is None:
         images[i] = 0
         label = NO_CLASS if draws is None else self._replacement(drawn, *at)
@@ -161,8 +161,8 @@ class _Loader(NamedTuple):
     drawn, most = draws if self.crop else None, self.max_pixels
     if self.resized:
       seen = self.eval_view
-      found = jpeg.decode_view(data, size, channels, drawn, seen, out, max_pixels=most)
-      return label, found[1]
+      view = jpeg.decode_view(data, size, channels, drawn, seen, out, max_pixels=most)
+      return label, view[1]
     image, kind = jpeg.decode(data, channels, exact=drawn is None, max_pixels=most)
     if image.shape != out.shape:
       raise ValueError(f"an image of shape {image.shape}")
@@ -178,12 +178,12 @@ class _Loader(NamedTuple):
       record = next(iter(source.read([other])))
       if (label := self._read(record, draws, other, out)) is not None:
         return label
-    why = "another attempt could read it"
+    error = "another attempt could read it"
     try:
       self._decode(next(iter(source.read([index]))), draws, out)
     except ValueError as e:
-      why = str(e)
-    reason = f"the first is {source.name(index)} ({why}); copy them again, or check --config.data"
+      error = str(e)
+    reason = f"the first is {source.name(index)} ({error}); copy them again, or check --config.data"
     raise ConfigError(f"{self.info.name}: {tries + 1} examples in a row cannot be read, {reason}")
 
   def cached(self) -> Callable[[np.ndarray, np.ndarray | None], Batch]:

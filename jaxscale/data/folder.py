@@ -105,21 +105,21 @@ def image_folder(
   normal = [unicodedata.normalize("NFC", name) for name in folder.classes]
   for name, known in zip(folder.classes, normal, strict=True):
     if known not in labels_of:
-      why = f"not a class of the training data, {nearest(name, names)}"
+      problem = f"not a class of the training data, {nearest(name, names)}"
       fix = "move it away, or move its images to the directories of their classes"
-      raise ConfigError(f"{directory}/{name}: {why}; {fix}")
+      raise ConfigError(f"{directory}/{name}: {problem}; {fix}")
   labels = np.array([labels_of[known] for known in normal], np.int32)[folder.labels]
   shape = (image_size, image_size, channels)
   info = image_info(str(directory), shape, len(names), mean, std)
   info = info._replace(class_names=names)
   source = _source(folder, labels)
-  made = from_source(info, source, True, augment, cache, eval_view, max_pixels)
+  dataset = from_source(info, source, True, augment, cache, eval_view, max_pixels)
   lacking = [n for n in labels_of if n not in normal] if classes else folder.empty
   what = "never evaluated" if classes else "left out"
   note = f"{directory}: no image of class {few(lacking)}; "
   left_out = left_out_note(directory, folder.left_out, _TAKEN)
   notes = (note + what,) * bool(lacking) + left_out
-  return made._replace(notes=notes, identity=functools.partial(_identity, folder, source))
+  return dataset._replace(notes=notes, identity=functools.partial(_identity, folder, source))
 
 
 def _identity(folder: Folder, source: Source) -> dict[str, Any]:
@@ -151,9 +151,9 @@ def listing(directory: str | os.PathLike[str]) -> Folder:
   folder = _kept_listing(str(root.absolute()))
   if not len(folder.files):
     count = len(folder.empty)
-    why = f"no images in {count} subdirectories{_but(folder.left_out)}"
+    problem = f"no images in {count} subdirectories{_but(folder.left_out)}"
     fix = f"images must be at CLASS/**/*.JPEG (or {' '.join(SUFFIXES)})"
-    raise ConfigError(f"{directory}: {why}; {fix}")
+    raise ConfigError(f"{directory}: {problem}; {fix}")
   return folder
 
 
@@ -188,10 +188,10 @@ def _listed(root: str) -> tuple[dict[str, int], Folder]:
     left_out["outside of class directories"] = outside
 
   def images(name: str) -> tuple[list[str], Counter[str], dict[str, int]]:
-    found = tree(os.path.join(root, name), is_named)
-    files = [f for f in found.files if is_image(os.path.join(root, name, f))]
-    others = kinds(set(found.files) - set(files)) if files != found.files else Counter()
-    return files, found.left_out + others, found.folders
+    listing = tree(os.path.join(root, name), is_named)
+    files = [f for f in listing.files if is_image(os.path.join(root, name, f))]
+    others = kinds(set(listing.files) - set(files)) if files != listing.files else Counter()
+    return files, listing.left_out + others, listing.folders
 
   def is_named(name: str) -> bool:
     return name.lower().endswith(SUFFIXES)
@@ -201,8 +201,8 @@ def _listed(root: str) -> tuple[dict[str, int], Folder]:
 
   kept: dict[str, list[str]] = {}
   with ThreadPoolExecutor(16) as threads:  # The threads wait for the file system.
-    for name, found in zip(classes, threads.map(images, classes), strict=True):
-      files, others, times = found
+    for name, listing in zip(classes, threads.map(images, classes), strict=True):
+      files, others, times = listing
       kept |= {name: files} if files else {}  # Leave out classes without images.
       left_out += others
       folders |= times
@@ -226,8 +226,8 @@ def _check_classes(root: str, kept: dict[str, list[str]]) -> None:
   same: dict[str, str] = {}
   for name in kept:
     if (other := same.setdefault(unicodedata.normalize("NFC", name), name)) != name:
-      why = f"has the same name as {other!a} in a different Unicode form ({name!a})"
-      raise invalid(f"{root}/{name}", ..., why, "merge the two directories")
+      problem = f"has the same name as {other!a} in a different Unicode form ({name!a})"
+      raise invalid(f"{root}/{name}", ..., problem, "merge the two directories")
   inner = {f.partition("/")[0] for files in kept.values() for f in files if "/" in f}
   if len(kept) == 1 and len(inner) > 1:
     ((name, files),) = kept.items()

@@ -29,7 +29,7 @@ import simplejpeg
 
 from jaxscale.data.dataset import user_cache
 from jaxscale.errors import ConfigError
-from jaxscale.files import who_else_writes
+from jaxscale.files import unsafe_owner
 
 SOURCE = Path(__file__).with_suffix(".c")
 BUILD = "jaxscale prepare jpeg"
@@ -56,17 +56,17 @@ class Library(NamedTuple):
 @functools.cache
 def library() -> Library:
   """Load the library if it is built, loads on this machine, and gives simplejpeg's pixels."""
-  why = "not built"
+  problem = "not built"
   for path in sorted(user_cache().glob(f"partial_jpeg-{_key()}-*.so"), reverse=True):
     version = path.stem.rsplit("-", 1)[1]
     text = f"JPEG crops: only the box, by libjpeg-turbo {version}"
     try:
-      if others := who_else_writes(path):  # A user who can replace it would run code as us.
+      if others := unsafe_owner(path):  # A user who can replace it would run code as us.
         raise OSError(f"was not loaded: {others}")
       return Library(_open(path), text)
     except OSError as e:  # For example, it was built with another libjpeg.
-      why = f"{path} {e}"
-  return Library(None, f"JPEG crops: whole images; faster after `{BUILD}` ({why})")
+      problem = f"{path} {e}"
+  return Library(None, f"JPEG crops: whole images; faster after `{BUILD}` ({problem})")
 
 
 def _key() -> str:
@@ -90,8 +90,8 @@ def _open(path: Path) -> Decode:
   def decode(data: bytes, box: Box, channels: int) -> np.ndarray | None:
     height, width = box[2:]
     out = np.empty((height, width + _WIDEST_MCU - 1, channels), np.uint8)
-    first, place = ctypes.c_int32(), (ctypes.c_int32 * 4)(*box)
-    code = function(data, len(data), place, channels, out.ctypes.data, first)
+    first, crop = ctypes.c_int32(), (ctypes.c_int32 * 4)(*box)
+    code = function(data, len(data), crop, channels, out.ctypes.data, first)
     return None if code else out[:, first.value : first.value + width]
 
   y, x = np.mgrid[:40, :56]
@@ -116,14 +116,14 @@ def build() -> Path:
   cflags, ldflags = (shlex.split(os.environ.get(v, "")) for v in ("CFLAGS", "LDFLAGS"))
   header = "#include <stdio.h>\n#include <jpeglib.h>\n"
   macros = _compile([*cflags, "-E", "-dM", "-x", "c", "-"], header)
-  found = re.search(r"^#define LIBJPEG_TURBO_VERSION (\S+)", macros, re.MULTILINE)
-  if not found:
+  match = re.search(r"^#define LIBJPEG_TURBO_VERSION (\S+)", macros, re.MULTILINE)
+  if not match:
     raise ConfigError(f"jpeglib.h: not libjpeg-turbo's; {_HOW_TO_GET_IT}")
   # Link the path of a libjpeg from a module, so that it is found without the module.
   folders = [f[2:] for f in ldflags if f.startswith("-L") and f[2:]]
   folders += filter(None, os.environ.get("LIBRARY_PATH", "").split(":"))
   link = [*ldflags, "-ljpeg", *(f"-Wl,-rpath,{folder}" for folder in folders)]
-  target = user_cache() / f"partial_jpeg-{_key()}-{found[1]}.so"
+  target = user_cache() / f"partial_jpeg-{_key()}-{match[1]}.so"
   target.parent.mkdir(parents=True, exist_ok=True)
   _only_owner_writes(target.parent)
   with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
@@ -132,8 +132,8 @@ def build() -> Path:
     try:
       _open(built)
     except OSError as e:
-      why = f"the built library {e}; use libjpeg-turbo 2.1 or newer, with its SIMD code"
-      raise ConfigError(f"libjpeg={found[1]}: {why}") from None
+      problem = f"the built library {e}; use libjpeg-turbo 2.1 or newer, with its SIMD code"
+      raise ConfigError(f"libjpeg={match[1]}: {problem}") from None
     _only_owner_writes(built)
     os.replace(built, target)  # Atomic, so no process sees a partial file.
   return target

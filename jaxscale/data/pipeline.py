@@ -101,8 +101,8 @@ def check_readable(dataset: Dataset) -> None:
   except Exception as e:
     if isinstance(e, ConfigError) or getattr(e, "errno", None):  # An error of the disk.
       raise
-    why = f"failed with {type(e).__name__}: {message_of(e)}"
-    raise invalid(field, ..., why, "fix it, so that it can load example 0") from e
+    problem = f"failed with {type(e).__name__}: {message_of(e)}"
+    raise invalid(field, ..., problem, "fix it, so that it can load example 0") from e
   if not isinstance(batch, dict) or names.keys() != batch.keys():
     keys = sorted(batch) if isinstance(batch, dict) else type(batch).__name__
     fix = f"return a dict of arrays, {listed(map(repr, names))}"
@@ -110,12 +110,12 @@ def check_readable(dataset: Dataset) -> None:
   for name, (shape, dtype) in names.items():
     array = batch[name]
     if not isinstance(array, np.ndarray | jax.Array):
-      why = f"returned {name!r} as {type(array).__name__}"
-      raise invalid(field, ..., why, "return arrays")
+      problem = f"returned {name!r} as {type(array).__name__}"
+      raise invalid(field, ..., problem, "return arrays")
     if array.shape != shape or _held(array.dtype) != _held(np.dtype(dtype)):
-      why = f"returned {name!r} of {array.shape}, {array.dtype} for one example"
+      problem = f"returned {name!r} of {array.shape}, {array.dtype} for one example"
       fix = f"return {shape}, {dtype}, or fix the dataset's info"
-      raise invalid(field, ..., why, fix)
+      raise invalid(field, ..., problem, fix)
 
 
 def _held(dtype: np.dtype) -> np.dtype:

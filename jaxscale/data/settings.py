@@ -162,8 +162,8 @@ class ImageFolder(_Images):
       inside = "" if name == "path" else value
       if not os.path.isdir(os.path.join(self.path, inside)):
         where = f" in {self.path}" * (name != "path")
-        why = f"no such directory{where}; images are PATH/SPLIT/CLASS/*.JPEG"
-        raise ConfigError(f"--config.data.{name}={value}: {why}")
+        problem = f"no such directory{where}; images are PATH/SPLIT/CLASS/*.JPEG"
+        raise ConfigError(f"--config.data.{name}={value}: {problem}")
 
 
 class Synthetic(Data):
@@ -250,8 +250,8 @@ class Arrays(Data):
     return {n: plain(v) if n in ARRAYS else v for n, v in vars(self).items()}
 
   def __repr__(self) -> str:
-    given = {n: v for n in ARRAYS if (v := getattr(self, n)) is not None}
-    shapes = [f"{n}={getattr(v, 'shape', len(v))}" for n, v in given.items()]
+    arrays = {n: v for n in ARRAYS if (v := getattr(self, n)) is not None}
+    shapes = [f"{n}={getattr(v, 'shape', len(v))}" for n, v in arrays.items()]
     return f"Arrays({', '.join(shapes)})"
 
 
@@ -267,8 +267,8 @@ class _Text(Data):
 
     name, options = type(self).__name__, vars(self)
     if (vocab_size := options.get("vocab_size")) is None:
-      found = options.get("tokenizer", "bytes"), options.get("separator")
-      vocab_size = read_tokenizer(*found, field=f"{name}.tokenizer").vocab_size
+      names = options.get("tokenizer", "bytes"), options.get("separator")
+      vocab_size = read_tokenizer(*names, field=f"{name}.tokenizer").vocab_size
     # Long enough for one step; the program does not depend on the number of examples.
     info = TextInfo(name, vocab_size, self.sequence_length)
     some = Dataset(info, 1000 * batch_size, _no_rows)
@@ -310,14 +310,14 @@ class _TokenizedText(_Text):
 
   def __post_init__(self):
     if self.separator is not None and self.tokenizer == "bytes":
-      why = "bytes are separated by byte 0, so leave it out or set a tokenizer"
-      raise ConfigError(f"{type(self).__name__}.separator={self.separator!r}: {why}")
+      problem = "bytes are separated by byte 0, so leave it out or set a tokenizer"
+      raise ConfigError(f"{type(self).__name__}.separator={self.separator!r}: {problem}")
 
   def _splits(self, make: Any, where: str) -> Split:
     options = vars(self).copy()
     names = (where, "train_split", "eval_split")
-    place, train, held_out = (options.pop(name) for name in names)
-    return make(place, train, **options), make(place, held_out, **options)
+    source, train, held_out = (options.pop(name) for name in names)
+    return make(source, train, **options), make(source, held_out, **options)
 
 
 class TFDSText(_TokenizedText):

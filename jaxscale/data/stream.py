@@ -34,7 +34,7 @@ from jaxscale.data.dataset import Batch, Dataset, TextInfo, user_cache
 from jaxscale.data.tfrecord import OpenFile
 from jaxscale.data.tokenizer import Tokenizer, smallest_dtype
 from jaxscale.errors import ConfigError
-from jaxscale.files import read_json, replacing, who_else_writes
+from jaxscale.files import read_json, replacing, unsafe_owner
 from jaxscale.metrics.text import plural
 
 NO_TARGET = -1  # the target of padding, which is not predicted
@@ -101,8 +101,8 @@ def of_files(
       raise ConfigError(f"{path}: {e.strerror}; give a file of tokens") from None
     size, width = os.fstat(opened[-1].descriptor).st_size, np.dtype(dtype).itemsize
     if (size - offset) % width:
-      why = f"{size} bytes are not a whole number of {dtype} tokens of {width} bytes"
-      raise ConfigError(f"{path}: {why}; the file is truncated or has a different dtype")
+      problem = f"{size} bytes are not a whole number of {dtype} tokens of {width} bytes"
+      raise ConfigError(f"{path}: {problem}; the file is truncated or has a different dtype")
     ends.append(ends[-1] + (size - offset) // width)
 
   def read(start: int, stop: int) -> np.ndarray:
@@ -111,8 +111,8 @@ def of_files(
       a, b = max(start, ends[i]), min(stop, ends[i + 1])
       if a < b:
         width = np.dtype(dtype).itemsize
-        place = offset + (a - ends[i]) * width
-        data = os.pread(opened[i].descriptor, (b - a) * width, place)
+        position = offset + (a - ends[i]) * width
+        data = os.pread(opened[i].descriptor, (b - a) * width, position)
         if len(data) != (b - a) * width:
           raise OSError(f"{path} became shorter while it was read")
         pieces.append(np.frombuffer(data, dtype))
@@ -223,9 +223,9 @@ def packed(
           print(f"tokenizing {name} once into {kept}", flush=True)
           counts = _write(kept, batches, tokenizer, dtype)
   except OSError as e:
-    why = f"cannot write its tokens to {folder} ({e.strerror})"
+    problem = f"cannot write its tokens to {folder} ({e.strerror})"
     fix = "set cache_dir to a directory with enough space"
-    raise ConfigError(f"{name}: {why}; {fix}") from None
+    raise ConfigError(f"{name}: {problem}; {fix}") from None
   is_bytes = tokenizer.key == "bytes"
   # With byte tokens, the zero byte between documents counts as a byte.
   ratio = 1.0 if is_bytes else counts["bytes"] / max(counts["tokens"], 1)
@@ -255,7 +255,7 @@ def _counts(kept: Path, dtype: str) -> dict[str, int] | None:
   names = kept.with_suffix(".json"), kept
   counts = read_json(names[0], dict.fromkeys(("tokens", "documents", "bytes"), int))
   try:
-    if not counts or any(who_else_writes(name, group=False) for name in names):
+    if not counts or any(unsafe_owner(name, group=False) for name in names):
       return None
     whole = kept.stat().st_size == counts["tokens"] * np.dtype(dtype).itemsize
   except OSError:

@@ -76,16 +76,16 @@ def tfds_images(
   stored = features[image_key].shape
   channels = int(channels or stored[-1] or 3)
   if image_size is None and None in stored[:2]:
-    why = f"images of {name} differ in size; set a size, e.g. 224"
-    raise ConfigError(f"TFDS.image_size=None: {why}")
+    problem = f"images of {name} differ in size; set a size, e.g. 224"
+    raise ConfigError(f"TFDS.image_size=None: {problem}")
   shape = image_size or stored[0], image_size or stored[1], channels
   label = features[label_key]
   info = image_info(name, shape, label.num_classes, mean, std)
   if getattr(label, "_int2str", None):  # Otherwise TFDS makes up names from the numbers.
     info = info._replace(class_names=tuple(label.names))
   resized = image_size is not None
-  made = from_source(info, source, resized, augment, cache, eval_view, max_pixels)
-  return made._replace(identity=_content(builder, split))
+  dataset = from_source(info, source, resized, augment, cache, eval_view, max_pixels)
+  return dataset._replace(identity=_content(builder, split))
 
 
 def _content(builder: Any, split: str) -> dict[str, Any]:
@@ -110,8 +110,8 @@ def _opened(identity: tuple[str, int], name: str, data_dir: str | None, split: s
   def name_of(index: int) -> str:
     return f"{name} {split!r} example {index}"
 
-  def records(found: Iterable[Any]) -> list[Record | None]:
-    return [(x[image_key], int(x[label_key])) for x in found]
+  def records(examples: Iterable[Any]) -> list[Record | None]:
+    return [(x[image_key], int(x[label_key])) for x in examples]
 
   def read_one(index: int) -> Record | None:
     try:
@@ -171,9 +171,9 @@ def tfds_text(
   examples = open_split(builder, name, split, field="TFDSText.name")
   documents = _documents(examples, title, feature, is_text=tokenizer != "bytes")
   stream = packed(title, documents, tokens, identity, cache_dir)
-  made = text_windows(title, stream, tokens.vocab_size, sequence_length)
+  dataset = text_windows(title, stream, tokens.vocab_size, sequence_length)
   content = _content(builder, split) | {"tokenizer": tokens.key}
-  return made._replace(identity=content | {"tokens": stream.num_tokens})
+  return dataset._replace(identity=content | {"tokens": stream.num_tokens})
 
 
 def _is_text(feature: Any) -> bool:
@@ -193,17 +193,17 @@ def _documents(
       found = get_many(indices) if get_many else map(get, indices)
       texts = [example[feature] for example in found]
     except Exception as e:  # Each format raises its own error for damaged bytes.
-      why = (str(e).splitlines() or [type(e).__name__])[0]
-      what = f"an example from {indices[0]} to {indices[-1]} cannot be read ({why})"
+      problem = (str(e).splitlines() or [type(e).__name__])[0]
+      what = f"an example from {indices[0]} to {indices[-1]} cannot be read ({problem})"
       raise ConfigError(f"{title}: {what}; copy or prepare the dataset again") from None
     documents = [t.encode() if isinstance(t, str) else bytes(t) for t in texts]
     for index, document in zip(indices, documents if is_text else (), strict=False):
       try:
         document.decode()
       except UnicodeDecodeError as e:
-        why = f"is not UTF-8 at byte {e.start:,} of {feature!r}"
+        problem = f"is not UTF-8 at byte {e.start:,} of {feature!r}"
         fix = "prepare the dataset as UTF-8, or use tokenizer='bytes'"
-        raise invalid(f"{title} example {index}", ..., why, fix) from None
+        raise invalid(f"{title} example {index}", ..., problem, fix) from None
     yield documents
 
 
@@ -230,9 +230,9 @@ def find_builder(name: str, data_dir: str | None, field: str = "TFDS.name") -> A
     builder = tfds.builder(name, data_dir=data_dir)
   except Exception as e:  # Includes ValueErrors for invalid names and damaged files.
     if not isinstance(e, tfds.core.DatasetNotFoundError) and _is_there(name, data_dir):
-      why = (str(e).splitlines() or [type(e).__name__])[0]
-      why = f"its dataset_info.json or features.json is damaged ({why:.200})"
-      raise ConfigError(f"{field}={name!r}: {why}; copy or prepare the dataset again") from None
+      problem = (str(e).splitlines() or [type(e).__name__])[0]
+      problem = f"its dataset_info.json or features.json is damaged ({problem:.200})"
+      raise ConfigError(f"{field}={name!r}: {problem}; copy or prepare the dataset again") from None
     known = tfds.list_builders(with_community_datasets=False)
     close = closest(name, known)
     hint = f"did you mean {close!r}?" if close else "see the TFDS catalogue"
@@ -284,8 +284,8 @@ def open_split(
   kind = builder.info.file_format
   try:
     if formats.ARRAY_RECORD in builder.info.available_file_formats():
-      found = builder.as_data_source(split, decoders=decoders)
-      return len(found), found.__getitem__, found.__getitems__
+      source = builder.as_data_source(split, decoders=decoders)
+      return len(source), source.__getitem__, source.__getitems__
     if kind == formats.TFRECORD:
       return _open_tfrecord(builder, split, decoders)
   except ConfigError:
@@ -293,8 +293,8 @@ def open_split(
   except Exception as e:  # For example, a missing split or a truncated file.
     first = (str(e).splitlines() or [type(e).__name__])[0]
     raise ConfigError(f"TFDS split {split!r} of {name}: {first}") from None
-  why = f"which jaxscale cannot read; prepare it again: jaxscale prepare {name}"
-  raise ConfigError(f"{field}={name!r}: {builder.data_path} is in the {kind} format, {why}")
+  problem = f"which jaxscale cannot read; prepare it again: jaxscale prepare {name}"
+  raise ConfigError(f"{field}={name!r}: {builder.data_path} is in the {kind} format, {problem}")
 
 
 def _open_tfrecord(builder: Any, split: str, decoders: Any) -> Examples:

@@ -26,7 +26,7 @@ import numpy as np
 
 from jaxscale.data.dataset import user_cache
 from jaxscale.errors import ConfigError
-from jaxscale.files import read_bytes, replacing, who_else_writes
+from jaxscale.files import read_bytes, replacing, unsafe_owner
 
 _HEAD, _FOOT = 12, 4  # uint64 length with its uint32 checksum; checksum of the bytes
 
@@ -67,14 +67,14 @@ def random_access(shards: Sequence[Shard]) -> Callable[[int], bytes]:
     parts = _cached_index(files)
   except FileNotFoundError as e:
     raise ConfigError(f"TFDS: {e.filename} is missing; copy it again") from None
-  places = [np.zeros((0, 3), np.int64)]
+  positions = [np.zeros((0, 3), np.int64)]
   for number, (shard, part) in enumerate(zip(shards, parts, strict=True)):
     if len(part) != shard.records:
-      why = f"has {len(part)} records, but dataset_info.json says {shard.records}"
+      problem = f"has {len(part)} records, but dataset_info.json says {shard.records}"
       fix = "it is truncated or of a different version; copy it again"
-      raise ConfigError(f"TFDS: {shard.path} {why}: {fix}")
-    places.append(np.insert(part[shard.skip :][: shard.take], 0, number, axis=1))
-  table = np.concatenate(places)
+      raise ConfigError(f"TFDS: {shard.path} {problem}: {fix}")
+    positions.append(np.insert(part[shard.skip :][: shard.take], 0, number, axis=1))
+  table = np.concatenate(positions)
 
   def read(index: int) -> bytes:
     number, offset, length = table[index].tolist()
@@ -94,7 +94,7 @@ def index_shard(path: str) -> np.ndarray:
     ConfigError: the checksum of a length is wrong, or the last record does not end at the
       end of the file.
   """
-  places, heads, file = [], [], OpenFile(path)
+  positions, heads, file = [], [], OpenFile(path)
   size, at = os.fstat(file.descriptor).st_size, 0
   while at < size:
     head = os.pread(file.descriptor, _HEAD, at)
@@ -102,16 +102,16 @@ def index_shard(path: str) -> np.ndarray:
     if len(head) < _HEAD or at + _HEAD + length + _FOOT > size:
       break
     heads.append(head)
-    places.append((at + _HEAD, length))
+    positions.append((at + _HEAD, length))
     at += _HEAD + length + _FOOT
   rows = np.frombuffer(b"".join(heads), np.uint8).reshape(-1, _HEAD)
   stored = np.ascontiguousarray(rows[:, 8:]).view("<u4").ravel()
   wrong = np.flatnonzero(masked_crc32c(rows[:, :8].astype(np.uint32)) != stored)
   if len(wrong) or at != size:
-    where = places[wrong[0]][0] - _HEAD if len(wrong) else at
-    why = "it is truncated or damaged; copy it again"
-    raise ConfigError(f"TFDS: {path} is invalid at byte {where} of {size}: {why}")
-  return np.array(places, np.int64).reshape(-1, 2)
+    where = positions[wrong[0]][0] - _HEAD if len(wrong) else at
+    problem = "it is truncated or damaged; copy it again"
+    raise ConfigError(f"TFDS: {path} is invalid at byte {where} of {size}: {problem}")
+  return np.array(positions, np.int64).reshape(-1, 2)
 
 
 def masked_crc32c(data: np.ndarray) -> np.ndarray:
@@ -153,18 +153,18 @@ def _cached_index(files: Sequence[tuple[str, tuple[int, int]]]) -> list[np.ndarr
 def _read_index(kept: Path, count: int) -> list[np.ndarray] | None:
   """Return the saved index of `count` files; None if it is missing or damaged."""
   try:
-    if who_else_writes(kept, group=False):
+    if unsafe_owner(kept, group=False):
       return None
     with np.load(io.BytesIO(read_bytes(kept))) as saved:
-      places, ends = (np.asarray(saved[name]) for name in ("places", "ends"))
+      positions, ends = (np.asarray(saved[name]) for name in ("places", "ends"))
   except Exception:  # Raised by zip, zlib or NumPy: the file is missing or damaged.
     return None
-  is_whole = places.dtype == ends.dtype == np.int64 and ends.shape == (count,)
-  is_whole = is_whole and places.ndim == 2 and places.shape[1] == 2 and count > 0
+  is_whole = positions.dtype == ends.dtype == np.int64 and ends.shape == (count,)
+  is_whole = is_whole and positions.ndim == 2 and positions.shape[1] == 2 and count > 0
   is_whole = is_whole and (np.diff(ends, prepend=0) >= 0).all()
-  if not is_whole or ends[-1] != len(places) or places.min(initial=0) < 0:
+  if not is_whole or ends[-1] != len(positions) or positions.min(initial=0) < 0:
     return None
-  return np.split(places, ends[:-1])
+  return np.split(positions, ends[:-1])
 
 
 class OpenFile:

@@ -100,36 +100,36 @@ def text_files(
       ("encoding", encoding, "utf-8"),
     ):
       if value != default:
-        why = f"is for text, but {paths[0]} has tokens"
-        raise invalid(f"TextFiles.{name}", value, why, "omit it")
+        problem = f"is for text, but {paths[0]} has tokens"
+        raise invalid(f"TextFiles.{name}", value, problem, "omit it")
     files = [_token_file(path, dtype, vocab_size) for path in paths]
     if types := {np.dtype(file.dtype).name for file in files if file.offset}:
       notes += (f"{called}: tokens of {listed(sorted(types))}, as the headers say",)
     stream = of_files(files, None)
     facts = {"tokens": stream.num_tokens, "dtype": ",".join({f.dtype: 0 for f in files})}
-    made = text_windows(called, stream, vocab_size, sequence_length)
-    return _identified(made, paths, facts, notes)
+    dataset = text_windows(called, stream, vocab_size, sequence_length)
+    return _identified(dataset, paths, facts, notes)
   if vocab_size is not None:
-    why = f"{paths[0]} is text with the vocabulary of the tokenizer; leave vocab_size out"
-    raise ConfigError(f"TextFiles.vocab_size={vocab_size}: {why}")
+    problem = f"{paths[0]} is text with the vocabulary of the tokenizer; leave vocab_size out"
+    raise ConfigError(f"TextFiles.vocab_size={vocab_size}: {problem}")
   if dtype != "auto":
-    why = f"is for .bin files, but {paths[0]} is text"
-    raise invalid("TextFiles.dtype", dtype, why, "leave it out")
+    problem = f"is for .bin files, but {paths[0]} is text"
+    raise invalid("TextFiles.dtype", dtype, problem, "leave it out")
   tokens = read_tokenizer(tokenizer, separator, field="TextFiles.tokenizer")
   _check_encoding(encoding, tokenizer)
   stamps = [(str(p.absolute()), *_stamp(p)) for p in paths]
   identity = "files", encoding, *stamps
   documents = _documents(paths, encoding, tokenizer)
   stream = packed(called, documents, tokens, identity, cache_dir)
-  made = text_windows(called, stream, tokens.vocab_size, sequence_length)
+  dataset = text_windows(called, stream, tokens.vocab_size, sequence_length)
   facts = {"tokens": stream.num_tokens, "tokenizer": tokens.key}
-  return _identified(made, paths, facts, notes)
+  return _identified(dataset, paths, facts, notes)
 
 
 def _identified(
-  made: Dataset, paths: Sequence[Path], facts: dict[str, Any], notes: tuple[str, ...]
+  dataset: Dataset, paths: Sequence[Path], facts: dict[str, Any], notes: tuple[str, ...]
 ) -> Dataset:
-  return made._replace(identity=lambda: facts | file_identity(paths), notes=notes)
+  return dataset._replace(identity=lambda: facts | file_identity(paths), notes=notes)
 
 
 def split_files(directory: Path, split: str) -> tuple[list[Path], Counter[str]]:
@@ -140,31 +140,31 @@ def split_files(directory: Path, split: str) -> tuple[list[Path], Counter[str]]:
   """
   if not directory.is_dir():
     raise ConfigError(f"TextFiles.path={str(directory)!r}: no such directory; check the path")
-  place = directory / split
-  entries = sorted(os.listdir(place.parent)) if place.parent.is_dir() else []
-  found = [place.parent / name for name in entries if Path(name).stem == place.name]
-  found = [p for p in found if p.suffix.lower() in _ENDINGS and not p.is_dir()]
+  base = directory / split
+  entries = sorted(os.listdir(base.parent)) if base.parent.is_dir() else []
+  files = [base.parent / name for name in entries if Path(name).stem == base.name]
+  files = [p for p in files if p.suffix.lower() in _ENDINGS and not p.is_dir()]
   left_out: Counter[str] = Counter()
-  if place.is_dir():
-    inside = tree(str(place))
+  if base.is_dir():
+    inside = tree(str(base))
     names = [name for name in inside.files if name.lower().endswith(_ENDINGS)]
     left_out = inside.left_out + kinds(set(inside.files) - set(names))
-    found += [place / name for name in names]
-  if not found:
+    files += [base / name for name in names]
+  if not files:
     shown = [name for name in entries if is_visible(name)]
     others = f", and {split} has {', '.join(left_out)}" if left_out else ""
     names = ", ".join(split + ending for ending in _ENDINGS)
-    why = f"{directory} has neither {names} nor a directory {split} with such files"
-    there = f"it contains {few(shown, 10) or 'nothing'}{others}"
-    raise ConfigError(f"TextFiles: {why}; {there}; write text to .txt, or tokens to .bin or .npy")
-  sources = {path if path.parent == place.parent else place for path in found}
-  if len(sources) > 1 or len({path.suffix.lower() in _TOKENS for path in found}) > 1:
-    both = f"{found[0].name} and {found[-1].name}"
+    problem = f"{directory} has neither {names} nor a directory {split} with such files"
+    problem += f"; it contains {few(shown, 10) or 'nothing'}{others}"
+    raise ConfigError(f"TextFiles: {problem}; write text to .txt, or tokens to .bin or .npy")
+  sources = {path if path.parent == base.parent else base for path in files}
+  if len(sources) > 1 or len({path.suffix.lower() in _TOKENS for path in files}) > 1:
+    both = f"{files[0].name} and {files[-1].name}"
     raise ConfigError(f"TextFiles: {split!r} of {directory} has {both}; keep only one kind")
-  for path in found:
+  for path in files:
     with contextlib.suppress(OSError), open(path, "rb") as file:
       refuse_pointer(path, file.read(64))
-  return found, left_out
+  return files, left_out
 
 
 def _token_file(path: Path, dtype: str, vocab_size: int) -> TokenFile:
@@ -191,8 +191,8 @@ def _token_file(path: Path, dtype: str, vocab_size: int) -> TokenFile:
   if len(head) >= _LLM_C_HEADER and (kind := _LLM_C.get(int(numbers[0]))):
     count = (size - _LLM_C_HEADER) // np.dtype(kind).itemsize
     if numbers[2] != count:
-      why = f"has {count:,} tokens, but its header says {numbers[2]:,}"
-      raise invalid(str(path), ..., why, "copy it again")
+      problem = f"has {count:,} tokens, but its header says {numbers[2]:,}"
+      raise invalid(str(path), ..., problem, "copy it again")
     return _with_header(path, dtype, kind, _LLM_C_HEADER)
   if dtype == "auto":
     dtype = "<u2" if vocab_size <= 1 << 16 else "<u4"
@@ -202,8 +202,8 @@ def _token_file(path: Path, dtype: str, vocab_size: int) -> TokenFile:
 
 def _with_header(path: Path, dtype: str, kind: str, offset: int) -> TokenFile:
   if dtype != "auto" and np.dtype(dtype) != np.dtype(kind):
-    why = f"is not {np.dtype(kind)}, as the header of {path} says"
-    raise invalid("TextFiles.dtype", dtype, why, "leave it out")
+    problem = f"is not {np.dtype(kind)}, as the header of {path} says"
+    raise invalid("TextFiles.dtype", dtype, problem, "leave it out")
   return TokenFile(path, kind, offset)
 
 
@@ -212,11 +212,11 @@ def _npy(path: Path) -> tuple[str, int]:
   try:
     array = np.load(path, mmap_mode="r", allow_pickle=False)
   except Exception as e:  # NumPy's parser raises any exception on damaged headers.
-    why = f"is damaged ({(str(e).splitlines() or ['no header'])[0]})"
-    raise invalid(str(path), ..., why, "save the tokens again") from None
+    problem = f"is damaged ({(str(e).splitlines() or ['no header'])[0]})"
+    raise invalid(str(path), ..., problem, "save the tokens again") from None
   if array.ndim != 1:
-    why = f"has the shape {array.shape}"
-    raise invalid(str(path), ..., why, "save one dimension (.ravel())")
+    problem = f"has the shape {array.shape}"
+    raise invalid(str(path), ..., problem, "save one dimension (.ravel())")
   _check_integer(str(path), ..., array.dtype.str)
   return array.dtype.str, array.offset
 
@@ -247,8 +247,8 @@ def _check_type(path: Path, head: bytes, dtype: str, vocab_size: int) -> None:
   name = np.dtype(dtype).name
   if not fitting:
     most = int(np.frombuffer(head[: len(head) // 8 * 8], dtype).max())
-    why = f"has the token {most:,} (as {name}), but the vocabulary has {vocab_size:,}"
-    raise invalid(str(path), ..., why, "set TextFiles.vocab_size, or TextFiles.dtype")
+    problem = f"has the token {most:,} (as {name}), but the vocabulary has {vocab_size:,}"
+    raise invalid(str(path), ..., problem, "set TextFiles.vocab_size, or TextFiles.dtype")
   # The wrong byte order makes numbers larger.
   own = min(fitting, key=lambda o: np.frombuffer(head[: len(head) // 8 * 8], o).max())
   best = shown.get(own, own.str)
@@ -273,8 +273,8 @@ def _stamp(path: Path) -> tuple[int, int]:
   try:
     status = path.stat()
   except OSError as e:
-    why = f"cannot be read: {e.strerror}"
-    raise invalid(str(path), ..., why, "restore it, or remove it") from None
+    problem = f"cannot be read: {e.strerror}"
+    raise invalid(str(path), ..., problem, "restore it, or remove it") from None
   return status.st_size, status.st_mtime_ns
 
 
@@ -284,10 +284,10 @@ def _check_encoding(encoding: str, tokenizer: str) -> None:
       "".encode(encoding)
   except (LookupError, ValueError):  # Also for "base64", which is not a text encoding.
     fix = "use 'utf-8', 'utf-16', 'latin-1' or 'cp1252'"
-    why = "is not a text encoding"
+    problem = "is not a text encoding"
     if encoding == "bytes":
-      why, fix = "needs TextFiles.tokenizer='bytes'", f"{fix} with {tokenizer}"
-    raise invalid("TextFiles.encoding", encoding, why, fix) from None
+      problem, fix = "needs TextFiles.tokenizer='bytes'", f"{fix} with {tokenizer}"
+    raise invalid("TextFiles.encoding", encoding, problem, fix) from None
 
 
 def _documents(paths: Sequence[Path], encoding: str, tokenizer: str) -> Iterator[list[bytes]]:
@@ -322,7 +322,7 @@ def _utf8(path: Path, content: bytes, encoding: str, tokenizer: str) -> bytes:
       text = decoder.decode(part, final=first + _AT_ONCE >= len(content))
       parts += [] if name == "utf-8" else [text.encode()]
     except UnicodeError as e:
-      place = f" at byte {begin + e.start:,}" if isinstance(e, UnicodeDecodeError) else ""
+      position = f" at byte {begin + e.start:,}" if isinstance(e, UnicodeDecodeError) else ""
       fixes = [fix for magic, (_, fix) in _OTHERS.items() if content.startswith(magic)]
       guess = "utf-16" if content[:2] in (b"\xff\xfe", b"\xfe\xff") else "latin-1"
       remedy = f"set TextFiles.encoding, e.g. {guess!r}"
@@ -331,7 +331,7 @@ def _utf8(path: Path, content: bytes, encoding: str, tokenizer: str) -> bytes:
       if tokenizer == "bytes":
         remedy += ", or 'bytes' to take them as they are"
       remedy = fixes[0] if fixes else remedy
-      raise invalid(str(path), ..., f"is not {encoding}{place}", remedy) from None
+      raise invalid(str(path), ..., f"is not {encoding}{position}", remedy) from None
   if name == "utf-8" and content.count(0) > len(content) // 8:  # It is valid, but not text.
     fix = "set TextFiles.encoding='utf-16-le' if it is text"
     raise invalid(str(path), ..., "has many zero bytes, like UTF-16", fix)

@@ -84,14 +84,14 @@ def read_tokenizer(
       texts = [document.decode() for document in documents]
     except UnicodeDecodeError as e:
       before = e.object[max(e.start - 40, 0) : e.start].decode(errors="ignore")
-      why = f"needs UTF-8, but a document is not UTF-8 at byte {e.start:,}, after {before!r}"
-      raise invalid(field, name, why, "convert the text, or use 'bytes'") from None
+      problem = f"needs UTF-8, but a document is not UTF-8 at byte {e.start:,}, after {before!r}"
+      raise invalid(field, name, problem, "convert the text, or use 'bytes'") from None
     try:
-      found = model.encode_batch(texts, add_special_tokens=False)
+      encoded = model.encode_batch(texts, add_special_tokens=False)
     except Exception as e:  # The package raises plain Exceptions.
-      why = f"it cannot be used ({e})"
-      raise ConfigError(f"{field}={name!r}: {why}; use a different tokenizer") from None
-    return np.array([i for one in found for i in (*one.ids, end)], dtype)
+      problem = f"it cannot be used ({e})"
+      raise ConfigError(f"{field}={name!r}: {problem}; use a different tokenizer") from None
+    return np.array([i for one in encoded for i in (*one.ids, end)], dtype)
 
   key = f"{hashlib.sha256(content).hexdigest()} {end}"
   return Tokenizer(key, vocab_size, end, encode, _decoder(model))
@@ -102,9 +102,9 @@ def _load(name: str, field: str) -> tuple[bytes, Any]:
   try:
     content = read_bytes(Path(name))
   except (OSError, ValueError) as e:
-    why = getattr(e, "strerror", None) or e
+    problem = getattr(e, "strerror", None) or e
     fix = "use 'bytes' or the path of a tokenizer.json"
-    raise ConfigError(f"{field}={name!r}: {why}; {fix}") from None
+    raise ConfigError(f"{field}={name!r}: {problem}; {fix}") from None
   try:
     import tokenizers  # pyright: ignore[reportMissingImports]
   except ImportError:
@@ -116,8 +116,8 @@ def _load(name: str, field: str) -> tuple[bytes, Any]:
     raise
   except BaseException as e:  # Plain Exceptions, and Rust panics, which are not Exceptions.
     first = (str(e).splitlines() or ["unreadable"])[0]
-    why = f"not a Hugging Face tokenizer ({first})"
-    raise ConfigError(f"{field}={name!r}: {why}; use a tokenizer.json") from None
+    problem = f"not a Hugging Face tokenizer ({first})"
+    raise ConfigError(f"{field}={name!r}: {problem}; use a tokenizer.json") from None
   model.no_truncation()  # The file may truncate documents to a model's length.
   model.no_padding()
   return content, model
@@ -149,8 +149,8 @@ def _end(vocabulary: dict[str, int], separator: str | None, field: str) -> int:
     return vocabulary[known[0]]
   setting = f"{field.rpartition('.')[0]}.separator".lstrip(".")
   if separator is None:
-    why = f"the tokenizer has none of {', '.join(_ENDS)}; set the token that ends a document"
-    raise ConfigError(f"{setting}=None: {why}")
+    problem = f"the tokenizer has none of {', '.join(_ENDS)}; set the token that ends a document"
+    raise ConfigError(f"{setting}=None: {problem}")
   if separator not in vocabulary:
     hint = nearest(separator, known or vocabulary)
     raise ConfigError(f"{setting}={separator!r}: not a token of the tokenizer, {hint}")

@@ -109,9 +109,9 @@ def check_devices(name: str, axes: tuple[str, ...], num_devices: int) -> None:
   Raises:
     ConfigError: the axes do not have `num_devices` devices.
   """
-  if (found := lax.axis_size(axes)) != num_devices:
-    why = f"differs from the {found} devices of the axes {', '.join(axes)}; give mesh.size"
-    raise ConfigError(f"{name}.num_devices={num_devices} {why}")
+  if (size := lax.axis_size(axes)) != num_devices:
+    problem = f"differs from the {size} devices of the axes {', '.join(axes)}; give mesh.size"
+    raise ConfigError(f"{name}.num_devices={num_devices} {problem}")
 
 
 def mean_for_all(state: Any, num_devices: int) -> Any:

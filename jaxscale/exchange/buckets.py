@@ -72,8 +72,8 @@ def layout(leaves: Sequence[Any], bucket_bytes: int) -> list[list[Piece]]:
   for dtype in dict.fromkeys(np.dtype(leaves[i].dtype) for i in order):
     size = bucket_bytes // dtype.itemsize
     if size < 1:
-      why = f"is less than an element of {dtype.name}; give {dtype.itemsize} or more"
-      raise ConfigError(f"bucket_bytes={bucket_bytes} {why}")
+      problem = f"is less than an element of {dtype.name}; give {dtype.itemsize} or more"
+      raise ConfigError(f"bucket_bytes={bucket_bytes} {problem}")
     bucket: list[Piece] = []
     room = size
     for i in (i for i in order if np.dtype(leaves[i].dtype) == dtype):

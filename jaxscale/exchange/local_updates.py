@@ -126,9 +126,9 @@ def block_momentum(
     raise ConfigError(f"block_momentum.num_workers={num_workers} is out of range; give 1 or more")
   decay = 1 - 1 / num_workers if momentum is None else momentum
   if not 0 <= decay < 1:
-    why = "is out of range; give at least 0 and less than 1"
+    problem = "is out of range; give at least 0 and less than 1"
     usual = f"the default for {num_workers} workers is {1 - 1 / num_workers:g}"
-    raise ConfigError(f"block_momentum.momentum={decay} {why} ({usual})")
+    raise ConfigError(f"block_momentum.momentum={decay} {problem} ({usual})")
   ahead = 1 + decay if nesterov else 1.0
 
   def init(params: Any):
@@ -190,16 +190,16 @@ def check_samples(num_samples: int, every: int, worker_batch: int, num_workers: 
     >>> check_samples(1_281_167, every=40, worker_batch=256, num_workers=8)
   """
   block = every * worker_batch * num_workers
-  wanted = block * num_workers
+  target = block * num_workers
   fits = max(num_samples // (worker_batch * num_workers**2), 1)
   field, fix = f"BlockMomentum.sync_every_steps={every}", f"give {fits} or less"
   if num_samples < block:
-    why = f"makes blocks of {block:,} samples with {num_workers} workers"
-    raise ConfigError(f"{field} {why}, but the data set has only {num_samples:,}; {fix}")
-  if num_samples >= wanted:
+    problem = f"makes blocks of {block:,} samples with {num_workers} workers"
+    raise ConfigError(f"{field} {problem}, but the data set has only {num_samples:,}; {fix}")
+  if num_samples >= target:
     return None
-  why = f"with {num_workers} workers needs {wanted:,} different samples (tau N^2)"
-  return f"{field} {why}, but the data set has {num_samples:,}; {fix}, or use fewer workers"
+  problem = f"with {num_workers} workers needs {target:,} different samples (tau N^2)"
+  return f"{field} {problem}, but the data set has {num_samples:,}; {fix}, or use fewer workers"
 
 
 def reset_momentum(opt_state: Any) -> Any:
@@ -216,7 +216,7 @@ def reset_momentum(opt_state: Any) -> Any:
     >>> reset_momentum(state)[0].trace["w"].tolist()
     [0.0, 0.0]
   """
-  found = []
+  states = []
 
   def field(node: Any) -> str | None:
     names = getattr(node, "_fields", ())
@@ -226,11 +226,11 @@ def reset_momentum(opt_state: Any) -> Any:
     name = field(node)
     if name is None:
       return node
-    found.append(name)
+    states.append(name)
     return node._replace(**{name: jax.tree.map(jnp.zeros_like, getattr(node, name))})
 
   state = jax.tree.map(reset, opt_state, is_leaf=lambda node: field(node) is not None)
-  if not found:
-    why = "does not work with an optimizer without momentum; give False"
-    raise ConfigError(f"LocalUpdate.reset_momentum=True {why}")
+  if not states:
+    problem = "does not work with an optimizer without momentum; give False"
+    raise ConfigError(f"LocalUpdate.reset_momentum=True {problem}")
   return state

@@ -122,8 +122,8 @@ def int8(
   if block < 1:
     raise ConfigError(f"block={block} is out of range; give 1 element or more")
   if bucket_bytes < 4 * block:
-    why = f"is less than a block of {block} float32; give {4 * block} or more"
-    raise ConfigError(f"bucket_bytes={bucket_bytes} {why}")
+    problem = f"is less than a block of {block} float32; give {4 * block} or more"
+    raise ConfigError(f"bucket_bytes={bucket_bytes} {problem}")
 
   def exchange(grads: Any, state: Any):
     num_devices = lax.axis_size(axes)

@@ -120,12 +120,12 @@ def one_bit(
     owner = structure.flatten_up_to(state["stripe"])
 
     def group(numbers: list[int], xs: list[jax.Array]):
-      given = dict(zip(numbers, xs, strict=True))
-      large = [i for i in numbers if shrinks(given[i].shape, num_devices)]
+      arrays = dict(zip(numbers, xs, strict=True))
+      large = [i for i in numbers if shrinks(arrays[i].shape, num_devices)]
       # Residuals of the other tensors are 0 unless `resize` came from a number of devices
       # at which they were compressed.
-      pairs = whole_means({i: x for i, x in given.items() if i not in large}, axes)
-      done = _exchange_group(axes, [given[i] for i in large], [owner[i] for i in large])
+      pairs = whole_means({i: x for i, x in arrays.items() if i not in large}, axes)
+      done = _exchange_group(axes, [arrays[i] for i in large], [owner[i] for i in large])
       for i, (total, left, own_left) in zip(large, done, strict=True):
         pairs[i], owner[i] = (total / num_devices, left), own_left
       return [pairs[i] for i in numbers]
@@ -218,10 +218,10 @@ def quantise_columns(x: jax.Array) -> jax.Array:
   fill = [(0, 0)] * len(batch) + [(0, -rows % _ROWS), (0, 0)]
   high, x = jnp.pad(x >= 0, fill), jnp.pad(x, fill)
   zero = jnp.zeros_like(x)
-  given = jnp.where(high, zero, x), jnp.where(high, x, zero), high.astype(x.dtype)
+  parts = jnp.where(high, zero, x), jnp.where(high, x, zero), high.astype(x.dtype)
   # One reduction in blocks of rows takes a quarter of the time of `jnp.sum` on CPU, and
   # rounds less than row after row.
-  sums = tuple(y.reshape(*batch, -1, _ROWS, count) for y in given)
+  sums = tuple(y.reshape(*batch, -1, _ROWS, count) for y in parts)
   zeros = (np.float32(0),) * len(sums)
   for _ in range(2):
     dim = sums[0].ndim - 2

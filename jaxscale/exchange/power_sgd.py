@@ -86,13 +86,13 @@ def power_sgd(
     qs = dict(zip(shrinking(jax.tree.leaves(grads)), state["q"], strict=True))
 
     def group(numbers: list[int], xs: list[jax.Array]):
-      given, devices = dict(zip(numbers, xs, strict=True)), lax.axis_size(axes)
-      low = {i: x for i, x in given.items() if i in qs}
+      arrays, devices = dict(zip(numbers, xs, strict=True)), lax.axis_size(axes)
+      low = {i: x for i, x in arrays.items() if i in qs}
       whole = [i for i in numbers if i not in qs]
-      bases, others = [qs[i] for i in low], [given[i] for i in whole]
+      bases, others = [qs[i] for i in low], [arrays[i] for i in whole]
       done, totals = _exchange_group(list(low.values()), bases, others, axes)
       means = zip(whole, totals, strict=True)
-      pairs = {i: (total / devices, jnp.zeros_like(given[i])) for i, total in means}
+      pairs = {i: (total / devices, jnp.zeros_like(arrays[i])) for i, total in means}
       for i, (mean, left, q) in zip(low, done, strict=True):
         pairs[i], qs[i] = (mean, left), q
       return [pairs[i] for i in numbers]

@@ -51,8 +51,8 @@ class AllReduce(Exchange):
   def __post_init__(self):
     name = type(self).__name__
     if self.dims and self.algorithm != "torus":
-      why = f"requires algorithm='torus', not {self.algorithm!r}; change one of them"
-      raise ConfigError(f"{name}.dims={self.dims} {why}")
+      problem = f"requires algorithm='torus', not {self.algorithm!r}; change one of them"
+      raise ConfigError(f"{name}.dims={self.dims} {problem}")
     for dim in self.dims:
       axis, _, size = dim.partition(":")
       if not (axis and size.isdecimal()):

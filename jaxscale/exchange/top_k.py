@@ -66,8 +66,8 @@ def top_k(
   if not 0 < share < 1:
     raise ConfigError(f"share={share} is out of range; give a number in (0, 1)")
   if share * num_devices >= 1:
-    why = f"saves no bytes over a plain all-reduce with {num_devices} devices"
-    raise ConfigError(f"share={share} {why}; give less than {1 / num_devices:.3g}")
+    problem = f"saves no bytes over a plain all-reduce with {num_devices} devices"
+    raise ConfigError(f"share={share} {problem}; give less than {1 / num_devices:.3g}")
   if per not in ("tensor", "bucket"):
     raise ConfigError(f'per={per!r} is unknown; use "tensor" or "bucket"')
 

@@ -44,8 +44,8 @@ def delayed(inner: Exchange) -> Exchange:
     return {"grads": jax.tree.map(jnp.zeros_like, params), "inner": inner.init(params)}
 
   def exchange(grads: Any, state: Any):
-    means, own = inner.exchange(state["grads"], state["inner"])
-    return means, {"grads": grads, "inner": own}
+    means, inner_state = inner.exchange(state["grads"], state["inner"])
+    return means, {"grads": grads, "inner": inner_state}
 
   # With an exact inner exchange, resizing does not change the next result.
   return Exchange(init, exchange, _resize_with(inner, "grads", mean_for_all))
@@ -93,23 +93,23 @@ def warm_start(
     return {"step": jnp.zeros((), jnp.int32), "inner": inner.init(params)}
 
   def exchange(grads: Any, state: Any):
-    def early(own: Any):
-      return before.exchange(grads, ())[0], own
+    def early(inner_state: Any):
+      return before.exchange(grads, ())[0], inner_state
 
     late = functools.partial(inner.exchange, grads)
     step = lax.pmax(state["step"], axes)
-    means, own = lax.cond(step < steps, early, late, state["inner"])
-    return means, {"step": state["step"] + 1, "inner": own}
+    means, inner_state = lax.cond(step < steps, early, late, state["inner"])
+    return means, {"step": state["step"] + 1, "inner": inner_state}
 
   return Exchange(init, exchange, _resize_with(inner, "step", same_for_all))
 
 
-def _resize_with(inner: Exchange, key: str, own: Any) -> Any:
+def _resize_with(inner: Exchange, key: str, resize_key: Any) -> Any:
   """Return `resize` for a state {key, "inner"}; None if `inner` cannot be resized."""
   if not (resize := inner.resize):
     return None
   return lambda state, num_devices: {
-    key: own(state[key], num_devices),
+    key: resize_key(state[key], num_devices),
     "inner": resize(state["inner"], num_devices),
   }
 

@@ -258,8 +258,8 @@ def make_data(config: cfg.Config) -> tuple[data.Dataset, data.Dataset]:
   Raises:
     ConfigError: the data are not available, or a user's class returned something else.
   """
-  wanted = "two data.Dataset, for training and validation (data.from_arrays makes one)"
-  return build(config.data, kind=_is_two_datasets, wanted=wanted)
+  expected = "two data.Dataset, for training and validation (data.from_arrays makes one)"
+  return build(config.data, kind=_is_two_datasets, expected=expected)
 
 
 def _is_two_datasets(part: Any) -> bool:
@@ -311,9 +311,9 @@ def make_phase(parts: RunParts | Experiment, phase: Phase, train_data: data.Data
   if phase.image_size is not None:
     shapes = [jax.tree.map(lambda x: x.shape, _params(m)) for m in (parts.model, model)]
     if shapes[0] != shapes[1]:
-      why = "does not work with this model, whose parameters depend on the image size"
+      problem = "does not work with this model, whose parameters depend on the image size"
       fix = "use a model that pools over the image (ResNet)"
-      raise invalid("Phases.image_sizes", phase.image_size, why, fix)
+      raise invalid("Phases.image_sizes", phase.image_size, problem, fix)
   # The schedule counts steps of Config.batch_size, but the optimizer counts actual steps.
   warmup = step_at(derived.phases, derived.warmup_steps * config.batch_size)
   momentum = phase_rate(config, phase)[1]

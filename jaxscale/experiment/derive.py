@@ -93,16 +93,16 @@ def derive(
     length = getattr(config, unit) or 0
     steps = length * num_train / min(sizes) if unit == "epochs" else length
     if steps >= 2**31 - 1:
-      why = "has more steps than an int32 can count"
-      raise invalid(f"Config.{unit}", length, why, "give fewer")
+      problem = "has more steps than an int32 can count"
+      raise invalid(f"Config.{unit}", length, problem, "give fewer")
   length = getattr(config.data, "sequence_length", None)
   if length is not None and num_train == 1 < config.batch_size:
     raise ConfigError(  # a smaller batch size would not help
       f"data.sequence_length={length} gives one training example, but a batch needs "
       f"{config.batch_size}; give more text or a smaller length"
     )
-  size, micros, lr = config.batch_size, config.accumulate_steps, config.optimizer.lr
-  _check_batch("Config.batch_size", size, num_train, start_blocks, micros)
+  size, num_microbatches, lr = config.batch_size, config.accumulate_steps, config.optimizer.lr
+  _check_batch("Config.batch_size", size, num_train, start_blocks, num_microbatches)
   phases = _phases(config, num_train, chosen)
   _check_phases(config, phases, num_train, start_blocks)
   phases = over_devices(config, phases, blocks, start_blocks)
@@ -112,8 +112,8 @@ def derive(
     unit = "epochs"
   if warmup_steps >= schedule_steps(config, phases, num_train) > 1:
     value = getattr(config.schedule, f"warmup_{unit}")
-    why = f"takes {warmup_steps} of the run's {phases[-1].stop} steps"
-    raise invalid(f"schedule.warmup_{unit}", value, why, "make it shorter")
+    problem = f"takes {warmup_steps} of the run's {phases[-1].stop} steps"
+    raise invalid(f"schedule.warmup_{unit}", value, problem, "make it shorter")
   first, reference = phases[0], config.lr_reference_batch_size
   return Derived(
     num_train=num_train,
@@ -155,10 +155,10 @@ def _check_phases(
 ) -> None:
   """Raise if the batch of a phase does not fit the devices and the data."""
   for phase in phases:
-    size, micros = phase.batch_size, phase.accumulate_steps
+    size, num_microbatches = phase.batch_size, phase.accumulate_steps
     most = num_train if isinstance(config.phases, cfg.Phases) else size  # trials check sizes
-    _check_batch("Phases.batch_sizes", size, most, num_devices, micros)
-    if config.noise_scale and num_devices * micros == 1:
+    _check_batch("Phases.batch_sizes", size, most, num_devices, num_microbatches)
+    if config.noise_scale and num_devices * num_microbatches == 1:
       raise ConfigError(
         "Config.noise_scale=True needs two gradients per step, but one device has one "
         "micro-batch; set accumulate_steps to 2 or more (in every phase)"
@@ -166,10 +166,10 @@ def _check_phases(
 
 
 def _check_batch(
-  field: str, batch_size: int, num_train: int, num_devices: int, micros: int
+  field: str, batch_size: int, num_train: int, num_devices: int, num_microbatches: int
 ) -> None:
   """Raise if a batch is larger than the training set or cannot be divided."""
-  unit = num_devices * micros
+  unit = num_devices * num_microbatches
   if batch_size > num_train:
     # A smaller batch may be used with fewer micro-batches.
     unit = unit if unit <= num_train else num_devices
@@ -182,7 +182,7 @@ def _check_batch(
     below = batch_size // unit * unit
     raise ConfigError(
       f"{field}={batch_size} is not divisible by {num_devices} devices x "
-      f"{micros} accumulate_steps; give " + (f"{below} or {below + unit}" if below else f"{unit}")
+      f"{num_microbatches} accumulate_steps; give {f'{below} or ' * bool(below)}{below + unit}"
     )
 
 
@@ -193,17 +193,17 @@ def _phases(config: cfg.Config, num_train: int, chosen: Sequence[int]):
     count = max(math.ceil(config.epochs / settings.every_epochs), 1)
     starts = [i * settings.every_epochs for i in range(count)]
     known = list(chosen) or [config.batch_size]
-    sizes, micros, images = known + [known[-1]] * (count - len(known)), (), ()
+    sizes, num_microbatches, images = known + [known[-1]] * (count - len(known)), (), ()
   else:
     starts, sizes, in_steps = settings.starts, settings.batch_sizes, settings.steps
-    micros, images = settings.accumulate_steps, settings.image_sizes
+    num_microbatches, images = settings.accumulate_steps, settings.image_sizes
   n = len(starts)
   sizes = sizes or [config.batch_size] * n
-  micros, images = micros or [config.accumulate_steps] * n, images or [None] * n
+  num_microbatches, images = num_microbatches or [config.accumulate_steps] * n, images or [None] * n
   return plan(
     starts,
     sizes,
-    micros,
+    num_microbatches,
     images,
     num_train=num_train,
     total_epochs=config.epochs,
@@ -220,25 +220,25 @@ def device_summary(config: cfg.Config, derived: Derived) -> str | None:
   examples stay the same".
   """
   each = derived.num_devices // derived.row_blocks  # devices that share their rows
-  here, start = derived.row_blocks, max(derived.start_devices // each, 1)
-  if here == start:
+  num_blocks, start = derived.row_blocks, max(derived.start_devices // each, 1)
+  if num_blocks == start:
     return None
   asked = getattr(config.phases, "accumulate_steps", ())
-  phases, micros = derived.phases, config.accumulate_steps
-  then = [asked[phase.ordinal] if asked else micros for phase in phases]
+  phases, usual = derived.phases, config.accumulate_steps
+  then = [asked[phase.ordinal] if asked else usual for phase in phases]
   now = [phase.accumulate_steps for phase in phases]
   before, rows = (
-    [s.batch_size // (n * m) for s, m in zip(phases, micros, strict=True)]
-    for n, micros in ((start, then), (here, now))
+    [s.batch_size // (n * m) for s, m in zip(phases, counts, strict=True)]
+    for n, counts in ((start, then), (num_blocks, now))
   )
-  micros = f"{_each(now)} micro-batch{'es' * (_each(now) != '1')} per step"
-  micros += ", as before" if then == now else f" instead of {_each(then)}"
+  per_step = f"{_each(now)} micro-batch{'es' * (_each(now) != '1')} per step"
+  per_step += ", as before" if then == now else f" instead of {_each(then)}"
   if rows == before:
     held = f"so that a device still holds {_each(rows)} examples at a time"
   else:
     held = f"a device holds {_each(rows)} examples at a time, {_each(before)} before"
   text = (
-    f"{plural(here, 'device')}, {start} at the start: {micros}, {held}; "
+    f"{plural(num_blocks, 'device')}, {start} at the start: {per_step}, {held}; "
     "the global batch and the order of examples stay the same"
   )
   if bn_span_of(config) == "device" and {*before} != {*rows}:

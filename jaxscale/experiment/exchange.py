@@ -39,20 +39,20 @@ def make_exchange(
     return plain(axes), []
   name = type(chosen).__name__
   try:
-    given = cfg.ExchangeContext(sizes, params, mesh, config.seed, notes.append)
-    made = build(chosen, given, kind=Exchange, wanted="an exchange.Exchange")
+    context = cfg.ExchangeContext(sizes, params, mesh, config.seed, notes.append)
+    exchange = build(chosen, context, kind=Exchange, expected="an exchange.Exchange")
   except ConfigError as e:
     if f"{name}." in str(e):  # errors of a user's class already have its name
       raise
     raise ConfigError(f"{name}.{e}") from None
-  own = guarded(chosen, " (exchange)", made.exchange)
-  made = made._replace(exchange=own, init=guarded(chosen, " (init)", made.init))
+  own = guarded(chosen, " (exchange)", exchange.exchange)
+  exchange = exchange._replace(exchange=own, init=guarded(chosen, " (init)", exchange.init))
   if chosen.plain_epochs:
     examples = math.ceil(chosen.plain_epochs * derived.num_train)
     # A delayed exchange sends zeros in its first step.
     steps = step_at(derived.phases, examples) + chosen.delayed
-    made = warm_start(made, axes, steps=steps)
-  return delayed(made) if chosen.delayed else made, notes
+    exchange = warm_start(exchange, axes, steps=steps)
+  return delayed(exchange) if chosen.delayed else exchange, notes
 
 
 class Synchronization(NamedTuple):
@@ -84,6 +84,6 @@ def make_sync(
   num_workers = mesh.size if alone is None else mesh.shape["replica"]
   rows = phase.batch_size // num_workers
   context = cfg.SyncContext(num_workers, rows, derived.num_train, notes.append)
-  kinds, wanted = (LocalUpdate, type(None)), "an exchange.local_updates.LocalUpdate, or None"
-  method = build(sync, context, kind=kinds, wanted=wanted)
+  kinds, expected = (LocalUpdate, type(None)), "an exchange.local_updates.LocalUpdate, or None"
+  method = build(sync, context, kind=kinds, expected=expected)
   return (None if method is None else Synchronization(method, alone)), notes

@@ -71,19 +71,19 @@ def shard_on(config: cfg.Config, mesh: Mesh) -> Shard:
 
 def notes(config: cfg.Config, mesh: Mesh, micro_batches: int) -> list[str]:
   """Return notes on a layout for the user, one line each."""
-  found = []
+  lines = []
   if shard_on(config, mesh) != config.layout.shard:
-    found.append(
+    lines.append(
       f"Mesh.fsdp=-1 found one device, so that Layout.shard={config.layout.shard!r} splits nothing"
     )
   stages = mesh.shape.get("stage", 1)
   if stages > 1:
     idle = bubble(config.layout.schedule, stages, micro_batches)
-    found.append(
+    lines.append(
       f"pipeline: {config.layout.schedule}, {stages} stages, {micro_batches} "
       f"micro-batches; every stage is idle for {idle:.0%} of a step"
     )
-  return found
+  return lines
 
 
 def check_exchange(config: cfg.Config, layout: Layout | None, sizes: Mapping[str, int]) -> None:
@@ -130,7 +130,7 @@ def check_memory(config: cfg.Config, device: Any) -> None:
 
 
 def _check_rules(
-  shapes: Any, given: Sequence[Rule], own: Sequence[Rule], mesh: Mesh, splits: str
+  shapes: Any, user_rules: Sequence[Rule], model_rules: Sequence[Rule], mesh: Mesh, splits: str
 ) -> None:
   """Raise if the model would compute wrong results with the user's rules.
 
@@ -141,15 +141,15 @@ def _check_rules(
   sizes = dict(mesh.shape)
   if splits in ("ring", "all_to_all"):
     sizes.pop("model", None)
-    for rule in given:
+    for rule in user_rules:
       if not callable(rule.dims) and "model" in rule.dims:
         raise ConfigError(
           f"Layout.rules={rule.pattern!r} splits a parameter along model, but with "
           f"Layout.model={splits!r} this axis splits only tokens; write - instead"
         )
-  found, wanted = (partition(shapes, rules, sizes) for rules in (given, own))
+  user_specs, model_specs = (partition(shapes, rules, sizes) for rules in (user_rules, model_rules))
   paths = jax.tree_util.tree_leaves_with_path(shapes)
-  specs = zip(paths, *map(jax.tree.leaves, (found, wanted)), strict=True)
+  specs = zip(paths, *map(jax.tree.leaves, (user_specs, model_specs)), strict=True)
   for (path, _), spec, expected in specs:
     name = path_name(path)
     for axis in ("stage", "model"):
@@ -222,5 +222,5 @@ def make_totals(model: Model, layout: Layout | None, objective: Objective) -> An
   if isinstance(model, models.Stack):
     assert layout is not None
     return parallel.stack_totals(model, layout)
-  made = losses.eval_totals(model.apply, objective)
-  return made if layout is None else parallel.with_gathered_params(made, layout.gathers)
+  totals = losses.eval_totals(model.apply, objective)
+  return totals if layout is None else parallel.with_gathered_params(totals, layout.gathers)

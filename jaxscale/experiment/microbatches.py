@@ -26,7 +26,7 @@ def micro_batches(
   asked: int,
   num_devices: int,
   start_devices: int,
-  keeps: Callable[[int], bool] = lambda micros: True,
+  keeps: Callable[[int], bool] = lambda num_microbatches: True,
 ) -> int | None:
   """Return the number of micro-batches per step; None if the batch is not divisible.
 
@@ -76,12 +76,12 @@ def over_devices(
     return tuple(phases)
   span = bn_span_of(config) or "device"
 
-  def keeps(phase: Phase, devices: int, micros: int) -> bool:
-    if config.noise_scale and devices * micros == 1:
+  def keeps(phase: Phase, devices: int, num_microbatches: int) -> bool:
+    if config.noise_scale and devices * num_microbatches == 1:
       return False
     if span == "global":  # statistics cover a micro-batch of all devices
-      return micros == phase.accumulate_steps
-    rows = phase.batch_size // (devices * micros)
+      return num_microbatches == phase.accumulate_steps
+    rows = phase.batch_size // (devices * num_microbatches)
     try:
       grid = dataclasses.asdict(config.mesh) | {"stage": 1, "model": 1}
       shape = mesh_shape(devices, **grid)
@@ -94,11 +94,11 @@ def over_devices(
     sizes = phase.batch_size, phase.accumulate_steps, devices, start_blocks
     return micro_batches(*sizes, lambda n: keeps(phase, devices, n))
 
-  found = [here(phase, num_blocks) for phase in phases]
-  if None not in found:
-    made = zip(phases, found, strict=True)
-    return tuple(s._replace(accumulate_steps=n) for s, n in made if n is not None)
-  phase = phases[found.index(None)]
+  counts = [here(phase, num_blocks) for phase in phases]
+  if None not in counts:
+    pairs = zip(phases, counts, strict=True)
+    return tuple(s._replace(accumulate_steps=n) for s, n in pairs if n is not None)
+  phase = phases[counts.index(None)]
   most = max(num_blocks, start_blocks)
   do = [n for n in range(1, most + 1) if all(here(s, n) is not None for s in phases)]
   wrong = "cannot be divided over"

@@ -42,10 +42,10 @@ def bn_span(config: cfg.Config, derived: Derived, phase: Phase) -> BatchNormSpan
   shape = mesh_shape(derived.num_devices, **dataclasses.asdict(config.mesh))
   rows = rows_of_device(derived, phase)
   replicas, data_size = shape.replica, shape.data * shape.fsdp
-  found = batch_norm_span(span, rows, replica=replicas, data=data_size)
-  if shape.fsdp > 1 and found.axis_name is not None:
-    return found._replace(axis_name=(*found.axis_name, "fsdp"))
-  return found
+  spread = batch_norm_span(span, rows, replica=replicas, data=data_size)
+  if shape.fsdp > 1 and spread.axis_name is not None:
+    return spread._replace(axis_name=(*spread.axis_name, "fsdp"))
+  return spread
 
 
 def rows_of_device(derived: Derived, phase: Phase) -> int:
@@ -92,23 +92,23 @@ def make_model(
   smoothing = config.loss.label_smoothing if train else 0.0
   bn = {} if span is None or mesh is None else _bn_options(span, mesh)
   context = cfg.ModelContext(info=info, dtype=dtype, label_smoothing=smoothing, **bn)
-  wanted = "a Flax module, a models.ModelFns or a models.Stack"
+  expected = "a Flax module, a models.ModelFns or a models.Stack"
   kinds = models.Stack, nn.Module, models.ModelFns
-  made = build(config.model, context, kind=kinds, wanted=wanted)
-  if isinstance(made, models.Stack):
+  model = build(config.model, context, kind=kinds, expected=expected)
+  if isinstance(model, models.Stack):
     if not config.loss.is_cross_entropy:
-      why = f"does not work with {type(config.model).__name__}, which computes cross entropy"
+      problem = f"does not work with {type(config.model).__name__}, which computes cross entropy"
       fix = "use CrossEntropy or a different model"
-      raise invalid("Config.loss", type(config.loss).__name__, why, fix)
-    return made
-  if isinstance(made, nn.Module):
+      raise invalid("Config.loss", type(config.loss).__name__, problem, fix)
+    return model
+  if isinstance(model, nn.Module):
     if isinstance(info, data.TextInfo):
-      made = models.functions(made, (info.sequence_length,), dtype="int32")
+      model = models.functions(model, (info.sequence_length,), dtype="int32")
     else:
-      made = models.functions(
-        made, info.image_shape, mean=info.mean, std=info.std, dtype=info.dtype
+      model = models.functions(
+        model, info.image_shape, mean=info.mean, std=info.std, dtype=info.dtype
       )
-  return guarded_parts(config.model, " ({})", made)
+  return guarded_parts(config.model, " ({})", model)
 
 
 def _seen_by_loss(config: cfg.Config, info: Any) -> Any:
@@ -123,8 +123,8 @@ def make_objective(config: cfg.Config, info: Any) -> Objective:
   Raises:
     ConfigError: the build failed or returned something else.
   """
-  wanted = "a training.losses.Objective, loss and metrics of each example"
-  objective = build(config.loss, info, kind=Objective, wanted=wanted)
+  expected = "a training.losses.Objective, loss and metrics of each example"
+  objective = build(config.loss, info, kind=Objective, expected=expected)
   return guarded_parts(config.loss, " ({})", objective)
 
 
@@ -207,8 +207,8 @@ def _called_as_steps(
   for path, leaf in jax.tree.leaves_with_path(state[1]):
     if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
       field = f"model state {path_name(path)}"
-      why, fix = "is a typed key, which a checkpoint cannot store", "store its "
-      raise invalid(field, ..., why, fix + "jax.random.key_data")
+      problem, fix = "is a typed key, which a checkpoint cannot store", "store its "
+      raise invalid(field, ..., problem, fix + "jax.random.key_data")
   trace = functools.partial(jax.eval_shape, called, state, batch, keys)
   return batch, *models.by_device(trace, rows)
 
@@ -223,10 +223,10 @@ def _class_notes(config: cfg.Config, outputs: Any, info: Any) -> list[str]:
     return []
   count, classes = getattr(outputs, "shape", (0,))[-1], num_classes(info)
   if count < classes:
-    field, why = f"{type(config.model).__name__}.build", f"gives {count} outputs, "
-    why += f"but {type(config.data).__name__} has {classes} classes"
+    field, problem = f"{type(config.model).__name__}.build", f"gives {count} outputs, "
+    problem += f"but {type(config.data).__name__} has {classes} classes"
     fix = "use context.info.num_classes as the width of the last layer"
-    raise invalid(field, ..., why, fix)
+    raise invalid(field, ..., problem, fix)
   return [f"{count} outputs for {classes} classes"] * (count > classes)
 
 
@@ -324,10 +324,10 @@ def imported(
   notes: list[str] = []
 
   def check(naming: Any, names: Any):  # before shapes, since it reports the wrong setting
-    found = check_source(path, naming, names, config.model, info, init_head=config.init_head)
-    notes.extend(found)
+    lines = check_source(path, naming, names, config.model, info, init_head=config.init_head)
+    notes.extend(lines)
 
-  found = weights.import_safetensors(
+  loaded = weights.import_safetensors(
     path,
     abstract.params,
     abstract.model_state,
@@ -335,8 +335,8 @@ def imported(
     init_head=config.init_head,
     check=check,
   )
-  logger.info(found.summary)
+  logger.info(loaded.summary)
   for note in notes:
     logger.warning(f"note: {note}")
-  leaves = jax.tree.leaves_with_path((found.params, found.model_state))
+  leaves = jax.tree.leaves_with_path((loaded.params, loaded.model_state))
   return {path_name(p): x for p, x in leaves if isinstance(x, jax.Array)}

@@ -28,8 +28,8 @@ def make_schedule(config: cfg.Config, derived: Derived) -> Schedule:
   total = schedule_steps(config, derived.phases, derived.num_train)
   total = max(math.ceil(total), 1)
   context = cfg.ScheduleContext(total, derived.warmup_steps, per_epoch)
-  wanted = "a function of the step"
-  schedule = build(config.schedule, derived.peak_lr, context, kind=callable, wanted=wanted)
+  expected = "a function of the step"
+  schedule = build(config.schedule, derived.peak_lr, context, kind=callable, expected=expected)
   return guarded(config.schedule, " (schedule)", schedule)
 
 
@@ -113,7 +113,7 @@ def make_optimizer(
     schedule,
     context,
     kind=lambda x: hasattr(x, "init") and hasattr(x, "update"),
-    wanted="an optax transformation",
+    expected="an optax transformation",
   )
   if isinstance(optimizer, optax.GradientTransformation):  # not with extra arguments
     optimizer = guarded_parts(config.optimizer, " ({})", optimizer)

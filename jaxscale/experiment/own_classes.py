@@ -17,14 +17,14 @@ from jaxscale.config.choice import Choice, is_built_in
 from jaxscale.errors import ConfigError, message_of
 
 
-def build(settings: Any, *context: Any, kind: Any, wanted: str) -> Any:
+def build(settings: Any, *context: Any, kind: Any, expected: str) -> Any:
   """Return `settings.build(*context)`.
 
   Args:
     settings: settings of a `Choice`, such as `Config.model`.
     context: the arguments of `build`.
     kind: the required type or types of the result, or a function that checks it.
-    wanted: description of the required type, for the error.
+    expected: description of the required type, for the error.
 
   Raises:
     ConfigError: raised by a built-in class, or for any exception in a user's class; or
@@ -41,7 +41,7 @@ def build(settings: Any, *context: Any, kind: Any, wanted: str) -> Any:
     part = settings.build(*context)
   if not (isinstance(part, kind) if isinstance(kind, type | tuple) else kind(part)):
     name, gave = type(settings).__name__, type(part).__name__
-    raise ConfigError(f"{name}.build returned {gave}; return {wanted}")
+    raise ConfigError(f"{name}.build returned {gave}; return {expected}")
   return part
 
 

@@ -69,7 +69,7 @@ def plan(
   phases: list[Phase] = []
   start, examples = 0, 0
   parts = zip(batch_sizes, accumulate_steps, image_sizes, strict=True)
-  for ordinal, (batch_size, micros, image_size) in enumerate(parts):
+  for ordinal, (batch_size, num_microbatches, image_size) in enumerate(parts):
     ends = [(total_steps, True) if total_epochs is None else (total_epochs, False)]
     ends += [(end, in_steps) for end in starts[ordinal + 1 : ordinal + 2]]
     room = [
@@ -78,7 +78,7 @@ def plan(
       if end is not None
     ]
     if (steps := int(max(min(room), 0))) > 0:
-      shape = batch_size, micros, image_size, ordinal
+      shape = batch_size, num_microbatches, image_size, ordinal
       phases.append(Phase(start, start + steps, examples, *shape))
     start, examples = start + steps, examples + steps * batch_size
   if not phases:  # a run has at least one step

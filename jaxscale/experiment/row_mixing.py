@@ -49,9 +49,9 @@ def mixes_rows(
   if jax.tree.leaves(state):
     key = jax.random.key(0)
     state = compiled(lambda key: init(key)[1], key)(key)
-  places = np.arange(count), np.array([count, 0, *range(count + 1, 2 * count - 1)])
+  orders = np.arange(count), np.array([count, 0, *range(count + 1, 2 * count - 1)])
   arguments = [
-    ((params, state), jax.tree.map(lambda x, at=at: x[at], rows), keys[at]) for at in places
+    ((params, state), jax.tree.map(lambda x, at=at: x[at], rows), keys[at]) for at in orders
   ]
   call = compiled(results_of, *arguments[0])
   first, second = (jax.tree.leaves(call(*each)) for each in arguments)

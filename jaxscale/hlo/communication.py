@@ -146,8 +146,8 @@ def placed(module: Module, mesh: Any = None) -> list[Placed]:
   """
   shape: Mapping[str, int] | None = getattr(mesh, "shape", mesh)
   sizes = dict(shape) if shape is not None else None
-  place = {"times": 1, "times_known": True, "conditional": False}
-  return [*_walk(_Program(module, sizes, *costs(module)), module.entry, place)]
+  context = {"times": 1, "times_known": True, "conditional": False}
+  return [*_walk(_Program(module, sizes, *costs(module)), module.entry, context)]
 
 
 def total(table: Sequence[Collective], kind: str | None = None, axis: str | None = None) -> Totals:
@@ -202,14 +202,14 @@ def _line(rows: list[Collective]) -> tuple[str, ...]:
 
 
 def _walk(
-  program: _Program, name: str, place: dict[str, Any], begun: Set[str] = frozenset()
+  program: _Program, name: str, context: dict[str, Any], begun: Set[str] = frozenset()
 ) -> Iterator[Placed]:
   """Yield the collectives of a computation and of the computations that it runs.
 
   Args:
     program: the program of the computation.
     name: name of the computation.
-    place: number of executions and conditionality of the computation.
+    context: number of executions and conditionality of the computation.
     begun: collectives that are in progress when it runs; fusions in it continue them.
   """
   module = program.module
@@ -220,12 +220,12 @@ def _walk(
   for i, instruction in enumerate(schedule):
     if instruction.opcode in ("while", "call", "conditional"):
       for inner in parse.called(instruction):
-        inside = _inside(module, computation, instruction, inner, place)
+        inside = _inside(module, computation, instruction, inner, context)
         yield from _walk(program, inner, inside, under_way)
       continue
-    found_in, marks = _collectives_of(module, computation, instruction)
-    for found, home in found_in:
-      key = _key(found)
+    collectives, marks = _collectives_of(module, computation, instruction)
+    for op, home in collectives:
+      key = _key(op)
       if "AsyncCollectiveDone" in marks:
         under_way.discard(key)
         continue
@@ -237,24 +237,24 @@ def _walk(
       is_async |= key in under_way
       is_async &= '"is_sync":true' not in instruction.text
       end = _end(module, computation, i, key) if is_async else i + 1
-      share = place["times"] * (before[end] - before[i + 1]) / (program.total or 1.0)
+      share = context["times"] * (before[end] - before[i + 1]) / (program.total or 1.0)
       overlap = float(share) if module.is_scheduled else None
-      here = place | {"name": instruction.name, "is_async": is_async}
-      row = _collective(program, found, home, home is not computation, **here, overlap=overlap)
+      fields = context | {"name": instruction.name, "is_async": is_async}
+      row = _collective(program, op, home, home is not computation, **fields, overlap=overlap)
       yield Placed(name, i, end, row)
 
 
-def _inside(module, computation, instruction, inner, place) -> dict[str, Any]:
+def _inside(module, computation, instruction, inner, context) -> dict[str, Any]:
   """Return the executions of a computation inside a while, call or conditional."""
   if instruction.opcode == "conditional":
-    return place | {"conditional": True}
+    return context | {"conditional": True}
   if instruction.opcode == "call":
-    return place
+    return context
   trips = trip_count(module, computation, instruction)
   if trips is None:
-    return place | {"times_known": False}
+    return context | {"times_known": False}
   asks = (parse.attribute(instruction, "condition") or "").lstrip("%") == inner
-  return place | {"times": place["times"] * (trips + asks)}
+  return context | {"times": context["times"] * (trips + asks)}
 
 
 def _collectives_of(
@@ -272,15 +272,15 @@ def _collectives_of(
   is_local &= "megascale" not in instruction.text
   if kind in COLLECTIVES or (kind == "send" and not is_local):
     return [(instruction, computation)], []
-  found, marks = [], []
+  result, marks = [], []
   if opcode in ("fusion", "call") or opcode.endswith("-start"):
     for name in parse.called(instruction):
       home = module.computations.get(name, {})
       for inner in home.values():
         marks += re.findall(r'custom_call_target="(\w+)"', inner.text)
         deeper, more = _collectives_of(module, home, inner)
-        found, marks = found + deeper, marks + more
-  return found, marks
+        result, marks = result + deeper, marks + more
+  return result, marks
 
 
 def _key(instruction: Instruction) -> str:
@@ -309,24 +309,24 @@ def _end(module: Module, computation: Computation, start: int, key: str) -> int:
     elif follows and instruction.opcode.endswith("-done"):
       end = i
     elif instruction.opcode == "fusion":
-      found, marks = _collectives_of(module, computation, instruction)
-      if "AsyncCollectiveDone" in marks and any(_key(x) == key for x, _ in found):
+      inner, marks = _collectives_of(module, computation, instruction)
+      if "AsyncCollectiveDone" in marks and any(_key(x) == key for x, _ in inner):
         end = i
     if end is not None and not is_send:
       break
   return len(schedule) if end is None else end
 
 
-def _collective(program, found, home, is_wrapped, **place: Any) -> Collective:
-  """Build a `Collective` from its instruction; `place` has the other fields."""
-  sent = tuple(a for x in found.operands if x in home for a in home[x].shape)
-  sent = sent or found.shape
-  kind = found.opcode.removesuffix("-start")
-  groups, size, axes = _members(found, program.module.num_devices, program.sizes)
-  if kind == "send" and (between := _megascale(found)):
+def _collective(program, instruction, home, is_wrapped, **context: Any) -> Collective:
+  """Build a `Collective` from its instruction; `context` has the other fields."""
+  sent = tuple(a for x in instruction.operands if x in home for a in home[x].shape)
+  sent = sent or instruction.shape
+  kind = instruction.opcode.removesuffix("-start")
+  groups, size, axes = _members(instruction, program.module.num_devices, program.sizes)
+  if kind == "send" and (between := _megascale(instruction)):
     kind, size = between
   if kind == "all-reduce" and is_wrapped:
-    uses = [x.opcode for x in home.values() if found.name in x.operands]
+    uses = [x.opcode for x in home.values() if instruction.name in x.operands]
     if set(uses) == {"dynamic-slice"}:  # only a slice of the result is used
       kind = "reduce-scatter"
   payload = parse.num_bytes(sent) * (size if kind == "all-gather" else 1)
@@ -338,43 +338,43 @@ def _collective(program, found, home, is_wrapped, **place: Any) -> Collective:
     groups=groups,
     group_size=size,
     axes=axes,
-    **place,
+    **context,
   )
 
 
 def _members(
-  found: Instruction, num_devices: int, sizes: dict[str, int] | None
+  instruction: Instruction, num_devices: int, sizes: dict[str, int] | None
 ) -> tuple[Groups, int, tuple[str, ...] | None]:
   """Return the groups of a collective, the size of the largest one, and the mesh axes.
 
   Args:
-    found: the collective.
+    instruction: the collective.
     num_devices: number of devices of the program.
     sizes: sizes of the mesh axes in their order; None means unknown.
   """
-  pairs = re.search(r'source_target_pairs="?(\{[\d,{}\s]*\})', found.text)
-  written = pairs.group(1) if pairs else parse.attribute(found, "replica_groups")
+  pairs = re.search(r'source_target_pairs="?(\{[\d,{}\s]*\})', instruction.text)
+  written = pairs.group(1) if pairs else parse.attribute(instruction, "replica_groups")
   groups = parse.replica_groups(written, 0 if pairs else num_devices)
   if groups is None:
-    return (), num_devices, _slice_axes(found, num_devices, sizes)
+    return (), num_devices, _slice_axes(instruction, num_devices, sizes)
   size, axes = max(len(group) for group in groups), None
   # Ids count devices in the order of the mesh, like XLA's partition ids under `jit`. Ids of
   # a program for one slice count the devices of that slice, the first of the mesh.
   if sizes and max(max(group) for group in groups) < math.prod(sizes.values()):
-    places = [np.unravel_index(group, tuple(sizes.values())) for group in groups]
-    spread = [any(map(np.ptp, along)) for along in zip(*places, strict=True)]
+    coordinates = [np.unravel_index(group, tuple(sizes.values())) for group in groups]
+    spread = [any(map(np.ptp, along)) for along in zip(*coordinates, strict=True)]
     axes = tuple(itertools.compress(sizes, spread))
   return groups, size, axes
 
 
 def _slice_axes(
-  found: Instruction, num_devices: int, sizes: dict[str, int] | None
+  instruction: Instruction, num_devices: int, sizes: dict[str, int] | None
 ) -> tuple[str, ...] | None:
   """Return the leading mesh axes over slices, which a program for one slice omits."""
-  if sizes is None or "megascale" not in found.text:
+  if sizes is None or "megascale" not in instruction.text:
     return None
   left, axes = math.prod(sizes.values()), []
-  if (_megascale(found) or ("", 0))[1] == left:  # between all devices, also in a slice
+  if (_megascale(instruction) or ("", 0))[1] == left:  # between all devices, also in a slice
     return tuple(axis for axis, size in sizes.items() if size > 1)
   for axis, size in sizes.items():
     if left == num_devices:
@@ -383,17 +383,17 @@ def _slice_axes(
   return tuple(axes) if left == num_devices else None
 
 
-def _megascale(found: Instruction) -> tuple[str, int] | None:
+def _megascale(instruction: Instruction) -> tuple[str, int] | None:
   """Return (kind, members) of a transfer between TPU slices; None for others.
 
   Members are slices, `"{1,2}x{0:3}"`, where each device communicates with its counterpart
   in the other slices. In an all-to-all over further axes members are single devices,
   `{{100000,...,200003}}`.
   """
-  if not (kind := re.search(r'_xla_megascale_transfer_type="(\w+)"', found.text)):
+  if not (kind := re.search(r'_xla_megascale_transfer_type="(\w+)"', instruction.text)):
     return None
   name = kind.group(1).lower().replace("_", "-")
-  slices = re.search(r'_xla_megascale_target="?\{+([\d,]*)\}', found.text)
+  slices = re.search(r'_xla_megascale_target="?\{+([\d,]*)\}', instruction.text)
   count = len(slices.group(1).split(",")) if slices else 2
   return (name, count) if name in COLLECTIVES else ("send", 2)
 

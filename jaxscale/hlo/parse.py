@@ -188,8 +188,8 @@ def attribute(instruction: Instruction, key: str) -> str | None:
 
 def called(instruction: Instruction) -> list[str]:
   """Return the names of the computations that an instruction calls, by any attribute."""
-  found = _CALLS.findall(instruction.text)
-  return [name for group in found for name in re.findall(r"[\w.\-]+", group)]
+  names = _CALLS.findall(instruction.text)
+  return [name for group in names for name in re.findall(r"[\w.\-]+", group)]
 
 
 def replica_groups(written: str | None, num_devices: int) -> Groups | None:

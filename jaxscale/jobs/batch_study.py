@@ -130,16 +130,16 @@ def trials(
   """
   if config.target_accuracy is None and config.target_loss is None:
     fix = "set e.g. --config.target_accuracy=0.9"
-    why = "is not set, and a batch study needs a target"
-    raise invalid("Config.target_accuracy", ..., why, fix)
+    problem = "is not set, and a batch study needs a target"
+    raise invalid("Config.target_accuracy", ..., problem, fix)
   phases = config.phases
   if isinstance(phases, AdaptiveBatch) or phases.batch_sizes:
-    why, name = "changes the batch size during the run", type(phases).__name__
-    raise invalid("Config.phases", name, why, "remove the batch sizes from the phases")
+    problem, name = "changes the batch size during the run", type(phases).__name__
+    raise invalid("Config.phases", name, problem, "remove the batch sizes from the phases")
   if accumulate_steps and len(accumulate_steps) != len(batch_sizes):
     counts = ",".join(map(str, accumulate_steps))
-    why = f"has {len(accumulate_steps)} numbers for {len(batch_sizes)} batch sizes"
-    raise invalid("--accumulate-steps", counts, why, "give one number per size")
+    problem = f"has {len(accumulate_steps)} numbers for {len(batch_sizes)} batch sizes"
+    raise invalid("--accumulate-steps", counts, problem, "give one number per size")
   settings = [{"batch_size": str(size)} for size in batch_sizes]
   for one, count in zip(settings, accumulate_steps, strict=False):
     one["accumulate_steps"] = str(count)

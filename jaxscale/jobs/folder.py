@@ -50,8 +50,8 @@ def new_folder(runs: str, name: str | None, config: str) -> Path:
   """
   parent = directory(runs).absolute()
   if re.search(r'[:\\"\n]', str(parent)):
-    wanted = "a path without colon, backslash, double quote or line break"
-    raise ConfigError(f"--runs={runs}: give {wanted}")
+    expected = "a path without colon, backslash, double quote or line break"
+    raise ConfigError(f"--runs={runs}: give {expected}")
   if name is not None:
     if not re.fullmatch(r"[A-Za-z0-9_][\w.+=-]{0,99}", name):
       raise ConfigError(f"--name={name}: give letters, digits and _ . + = - only")
@@ -77,7 +77,7 @@ def directory(runs: str) -> Path:
   return Path(expand(runs))
 
 
-def place_of(config: str) -> str:
+def copied_path(config: str) -> str:
   """Return the path of the copy of a config, `FILE[:arg]`, in a run's folder.
 
   A config in the source tree of jaxscale keeps its relative path, so that configs may
@@ -86,8 +86,8 @@ def place_of(config: str) -> str:
   file, _, arg = config.partition(":")
   path = Path(file).absolute()
   inside = path.is_relative_to(_ROOT)
-  place = path.relative_to(_ROOT) if inside else Path("config", path.name)
-  return str(Path("code", place)) + (f":{arg}" if arg else "")
+  relative = path.relative_to(_ROOT) if inside else Path("config", path.name)
+  return str(Path("code", relative)) + (f":{arg}" if arg else "")
 
 
 def make(spec: JobSpec, script: tuple[str, str], config: str, text: str | None) -> None:
@@ -107,9 +107,9 @@ def make(spec: JobSpec, script: tuple[str, str], config: str, text: str | None) 
     folder.mkdir(parents=True)  # atomic, so that one of two equal submissions fails
     for name in ("code", "events", "logs"):
       (folder / name).mkdir()
-    for source, place in sources(None if text else config):
-      (folder / place).parent.mkdir(parents=True, exist_ok=True)
-      shutil.copy2(source, folder / place)
+    for source, target in sources(None if text else config):
+      (folder / target).parent.mkdir(parents=True, exist_ok=True)
+      shutil.copy2(source, folder / target)
     if text:
       path = folder / spec.config
       path.parent.mkdir(parents=True, exist_ok=True)
@@ -143,7 +143,7 @@ def sources(config: str | None) -> list[tuple[Path, str]]:
   if config is not None:
     path = Path(config.partition(":")[0]).absolute()
     if not path.is_relative_to(_PACKAGE):
-      files += [(p, place_of(str(p))) for p in sorted(path.parent.glob("*.py"))]
+      files += [(p, copied_path(str(p))) for p in sorted(path.parent.glob("*.py"))]
   return files
 
 
@@ -236,8 +236,8 @@ def all_folders(runs: str) -> list[Path]:
 
 def unsubmitted(runs: str) -> list[str]:
   """Return the names of directories that `jaxscale train` wrote without a job."""
-  found = sorted(p.parent for p in directory(runs).glob("*/config.json"))
-  return [p.name for p in found if not (p / "run.json").exists()]
+  folders = sorted(p.parent for p in directory(runs).glob("*/config.json"))
+  return [p.name for p in folders if not (p / "run.json").exists()]
 
 
 def all_studies(runs: str) -> list[str]:

@@ -91,8 +91,8 @@ def prepare(
     advice += "--python or in the site profile"
     raise ConfigError(f"{sys.executable}: has no jax; {advice}")
   folder = folders.new_folder(runs, name, path)
-  place = "code/config/notebook.py" if source else folders.place_of(path)
-  where = dict(name=folder.name, folder=str(folder), cwd=str(Path.cwd()), config=place)
+  config_file = "code/config/notebook.py" if source else folders.copied_path(path)
+  where = dict(name=folder.name, folder=str(folder), cwd=str(Path.cwd()), config=config_file)
   size: dict[str, Any] = dict(nodes=nodes, spares=spares, requeue=requeue, preflight=preflight)
   spec = JobSpec(
     **where,
@@ -154,9 +154,9 @@ def _path_and_source(config: str | Config) -> tuple[str, str | None]:
       return "notebook.py", source
   kinds = {type(x) for x in chosen(config)}
   own = {k.__name__ for k in kinds if not is_built_in(k) or hasattr(k, "as_plain")}
-  why = f"cannot be written to a file, since {text.listed(sorted(own)) or 'a value'} is "
+  problem = f"cannot be written to a file, since {text.listed(sorted(own)) or 'a value'} is "
   fix = "define it in a file with get_config, and submit that file"
-  raise invalid("Config", ..., f"{why}defined in this program only", fix)
+  raise invalid("Config", ..., f"{problem}defined in this program only", fix)
 
 
 def launch(prepared: Prepared, after: Job | None = None) -> Job:
@@ -286,13 +286,13 @@ class Job(NamedTuple):
     spec = folders.read_spec(self.folder)
     if task is not None:
       spec.check_task(task)
-    found = Record()
+    record = Record()
     for i in spec.tasks if task is None else [task]:
       steps = collections.defaultdict(lambda i=i: {"task": i} if spec.trials else {})
       for line in read_metrics(spec.workdir(i) / "metrics.jsonl"):
         steps[line["step"]].update(line)
-      found.extend(steps[step] for step in sorted(steps))
-    return found
+      record.extend(steps[step] for step in sorted(steps))
+    return record
 
   def logs(self, rank: int | str = 0, task: int = 0, lines: int | None = None) -> str:
     """Return the output of a process; `rank` may be "all", or "batch" for the script."""

@@ -25,7 +25,7 @@ from shlex import quote
 from typing import Any
 
 from jaxscale.cluster.secret import VARIABLE as SECRET
-from jaxscale.errors import EXIT_PREEMPTED, EXIT_USER, ConfigError
+from jaxscale.errors import EXIT_USER, ConfigError
 from jaxscale.files import open_to_append, read_json, read_json_lines, whole_number
 from jaxscale.jobs import folder as folders
 from jaxscale.jobs import logs
@@ -36,7 +36,6 @@ SCRIPT: str = "process.sh"
 # Seconds between SIGTERM and SIGKILL; Slurm's KillWait has the same default.
 GRACE_S = 30.0
 _POLL_S = 0.1
-_ASKED = (EXIT_PREEMPTED, *specs.SIGNAL_CODES)  # exit codes after SIGTERM
 
 
 def is_available() -> bool:
@@ -80,13 +79,13 @@ def submit(spec: JobSpec, tasks: Sequence[int] | None, after: Path | None) -> st
 
 def queue(runs: Mapping[str, JobSpec]) -> dict[str, QueueEntry]:
   """Return the running and waiting tasks of jobs whose supervisor is alive."""
-  found = {}
+  entries = {}
   for job, spec in runs.items():
     for task in spec.tasks if is_alive(Path(spec.folder)) else ():
       last = folders.last_event(spec, job, task)
       if last.get("next") != "stop":
-        found[spec.task_id(job, task)] = QueueEntry("RUNNING" if last else "PENDING")
-  return found
+        entries[spec.task_id(job, task)] = QueueEntry("RUNNING" if last else "PENDING")
+  return entries
 
 
 def cancel(spec: JobSpec, job: str) -> None:
@@ -180,10 +179,10 @@ def _run_trial(spec: JobSpec, job: str, task: int, stop: threading.Event) -> Non
 
 def newest_step(workdir: Path) -> int | None:
   """Return the step of the newest checkpoint."""
-  found = [whole_number(p.name) for p in workdir.glob("checkpoints/*")]
+  steps = [whole_number(p.name) for p in workdir.glob("checkpoints/*")]
   copy = read_json(workdir / "checkpoints" / "local.json", {"step": int})
-  found.append(copy.get("step"))  # of copies on the nodes (checkpoint/node_copies.py)
-  return max((step for step in found if step is not None), default=None)
+  steps.append(copy.get("step"))  # of copies on the nodes (checkpoint/node_copies.py)
+  return max((step for step in steps if step is not None), default=None)
 
 
 def _run_once(spec: JobSpec, job: str, task: int, stop: threading.Event) -> int:
@@ -243,7 +242,7 @@ def _wait(
       for process in processes:
         process.kill()
     time.sleep(_POLL_S)
-  is_alone = first not in _ASKED and any(_worst([c]) in _ASKED for c in codes)
+  is_alone = first not in specs.ASKED_CODES and any(_worst([c]) in specs.ASKED_CODES for c in codes)
   return first or _worst(codes), rank if is_alone else None
 
 

@@ -55,6 +55,12 @@ class Located(NamedTuple):
   events: Sequence[Mapping[str, Any]]
   goodput: Goodput | None
 
+  @property
+  def nodes(self) -> tuple[int | None, str]:
+    """The number and the names of its last nodes; (None, "") without a job."""
+    last = next((x for x in reversed(self.events) if x["event"] != "end"), {})
+    return last.get("nodes"), str(last.get("hosts", ""))
+
 
 class MeasuredRun(NamedTuple):
   """Measurements of one run; None if not recorded, and `missing` has the reasons.
@@ -157,7 +163,7 @@ def read(path: Path, plan: Path | None = None) -> MeasuredRun:
     NotBegunError: the run has not logged a step yet.
     ConfigError: `locate` fails, or the batch size changes during the run.
   """
-  name, workdir, events, spent = locate(path)
+  name, workdir, _, spent = located = locate(path)
   record = require_json(workdir / "config.json", _RECORD, _REMEDY)
   config, derived, processes, versions, python = (record[key] for key in _RECORD)
   if not derived["phases"]:
@@ -173,11 +179,9 @@ def read(path: Path, plan: Path | None = None) -> MeasuredRun:
   current = [line for line in lines if line["time"] >= since]
   reports = [finite(line, "perf/") for line in current if _REPORT in line]
   summary = read_json(workdir / "summary.json", {"outcome": str})
-  job = [event for event in events if event["event"] == "start"]
   size = dict(batch=batch, processes=processes, devices=derived["num_devices"])
-  if job:
-    size |= dict(nodes=job[-1]["nodes"], hosts=str(job[-1].get("hosts", "")))
   about: dict[str, Any] = dict(config=config, num_train=num_train, goodput=spent)
+  about["nodes"], about["hosts"] = located.nodes
   about |= dict(kind=str(record.get("device_kind") or ""), versions=versions | {"python": python})
   run = MeasuredRun(
     name=name,
@@ -187,7 +191,7 @@ def read(path: Path, plan: Path | None = None) -> MeasuredRun:
     step_report=reports[0] if reports else {},
     summary=finite(summary) if summary.get("outcome") == "done" else {},
     evaluations=_evaluations(lines, batch, num_train),
-    origin=provenance.last_start(workdir),
+    origin=provenance.last_start(workdir, about["hosts"]),
     planned=of_workdir(workdir, record, plan),
   )
   newest = max(line["step"] for line in lines)

@@ -40,7 +40,7 @@ def trace(
   steps: int = 10,
   processes: Sequence[int] = (0,),
   wait_s: float = 600.0,
-  say: Callable[[str], None] = print,
+  log: Callable[[str], None] = print,
 ) -> Path:
   """Request a trace of the next steps of a run, and wait until it is written.
 
@@ -49,7 +49,7 @@ def trace(
     steps: the number of steps.
     processes: the ranks that trace; each writes a file.
     wait_s: the largest number of seconds to wait.
-    say: a function that prints a line about the wait.
+    log: a function that prints a line about the wait.
 
   Returns:
     The folder with a file per process.
@@ -69,7 +69,7 @@ def trace(
   folder = session_folder(workdir, request.name)
   trace_request.write(workdir, request)
   try:
-    say(f"{workdir}: requested a trace of {steps} steps; waiting")
+    log(f"{workdir}: requested a trace of {steps} steps; waiting")
     _wait(workdir, folder, request, wait_s)
   finally:
     trace_request.withdraw(workdir, request)
@@ -82,8 +82,8 @@ def _wait(workdir: Path, folder: Path, request, wait_s: float) -> None:
   while True:
     is_alive = polls % _CHECK_EVERY or _owner(workdir)  # before the last look at the files
     for process in sorted(waiting):
-      if why := readable_text(process_file(folder, process, ".error"), 2000):
-        raise ConfigError(f"{workdir}: process {process}: {printable(why.strip())}")
+      if problem := readable_text(process_file(folder, process, ".error"), 2000):
+        raise ConfigError(f"{workdir}: process {process}: {printable(problem.strip())}")
     waiting -= {p for p in waiting if process_file(folder, p).exists()}
     if not waiting:
       return

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxscale.jobs.measured import NotBegunError, finite, locate, resumed_text, windows
+from jaxscale.jobs.spec import ASKED_CODES
 from jaxscale.metrics import read_json, read_metrics, text
 from jaxscale.metrics.scoring import score
 from jaxscale.run import provenance
@@ -42,11 +43,17 @@ def describe(path: Path) -> str:
   notes += [f"time: {run.goodput}"] * (run.goodput is not None)
   problems = [f"{n.replace('_', ' ')}: {values[n]:,g}" for n in _PROBLEMS if values.get(n)]
   ends = [x for x in run.events if x["event"] == "end" and x["code"]]
-  problems += [f"job {x['job']} ended with exit code {x['code']} ({x['next']})" for x in ends]
+  # Do not list a preemption as a problem if its job starts again.
+  again = (x for x in ends if x["next"] == "requeue" or x is not run.events[-1])
+  asked = [x for x in again if x["code"] in ASKED_CODES]
+  notes += [f"stops: {len(asked)} on request, requeued or resumed"] * bool(asked)
+  ended = "job {job} ended with exit code {code} ({next})"
+  problems += [ended.format(**x) for x in ends if x not in asked]
   has_target = {"target_accuracy", "target_loss"} & values.keys()
   problems += ["the target was not reached"] * bool(has_target and "target_step" not in values)
   notes.append(f"problems: {'; '.join(problems) or 'none on record'}")
-  notes += [f"start: {origin}" for origin in [provenance.last_start(run.workdir)] if origin]
+  origin = provenance.last_start(run.workdir, run.nodes[1])
+  notes += [f"start: {origin}"] * bool(origin)
   notes += [f"picture: {picture}" for picture in run.workdir.glob("metrics.png")]
   wrapped = [textwrap.fill(note, 80, subsequent_indent="  ") for note in notes]
   table = text.table(*metric_table(lines), left=(0, 3))

@@ -54,8 +54,8 @@ def prepare(
   if batch not in BATCHES:
     raise ConfigError(f"--batch={batch}: {nearest(batch, BATCHES)}")
   if not nodes or len({*nodes}) < len(nodes) or min(nodes) < 1:
-    given = ",".join(map(str, nodes))
-    raise ConfigError(f"--nodes={given}: give different numbers of nodes, e.g. 1,2,4,8")
+    counts = ",".join(map(str, nodes))
+    raise ConfigError(f"--nodes={counts}: give different numbers of nodes, e.g. 1,2,4,8")
   path = config if isinstance(config, str) else "notebook.py"
   folder = folders.new_folder(runs, name, path)
   # The scaling report shows the parts of a step, which log.step_report measures.
@@ -84,9 +84,9 @@ def launch(prepared: PreparedStudy) -> Study:
     for run in prepared.runs:
       submitted.append(job_handle.launch(run, after=submitted[-1] if submitted else None))
     folder.mkdir()
-    made = {"made_by": prepared.runs[0].spec.made_by, "time": round(time.time(), 3)}
+    record = {"made_by": prepared.runs[0].spec.made_by, "time": round(time.time(), 3)}
     names = [job.name for job in submitted]
-    write_json(folder / "scaling.json", {"batch": prepared.batch, "runs": names} | made)
+    write_json(folder / "scaling.json", {"batch": prepared.batch, "runs": names} | record)
   except (ConfigError, OSError) as e:
     Study(folder, tuple(submitted)).cancel()
     if isinstance(e, ConfigError):
@@ -125,12 +125,12 @@ def study(name: str, runs: str = "runs") -> Study:
   Raises:
     ConfigError: the study does not exist.
   """
-  found = folders.find_study(name, runs)
-  if found is None:
+  folder = folders.find_study(name, runs)
+  if folder is None:
     known = folders.all_studies(runs)
     hint = nearest(name, known) if known else f"there is none in {runs}/"
     raise ConfigError(f"{name}: no such study, {hint}")
-  return Study(found[0], tuple(map(Job, found[1])))
+  return Study(folder[0], tuple(map(Job, folder[1])))
 
 
 class Study(NamedTuple):

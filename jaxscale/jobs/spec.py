@@ -20,6 +20,7 @@ from jaxscale.jobs.site import Site, site_from
 # handlers: they were asked to stop, as with 85. After an exit code in none of these three
 # tuples, which is a crash, a run restarts if it has written a newer checkpoint.
 SIGNAL_CODES = (129, 138, 140, 143)
+ASKED_CODES = (errors.EXIT_PREEMPTED, *SIGNAL_CODES)
 RESTARTED_CODES = (errors.EXIT_PREEMPTED, errors.EXIT_HANG, *SIGNAL_CODES)
 FINAL_CODES = (errors.EXIT_DONE, errors.EXIT_USER, errors.EXIT_GIVE_UP, errors.EXIT_INTERRUPTED)
 

@@ -142,12 +142,12 @@ def statuses(folders_of_runs: Sequence[Path]) -> StatusTable:
   Raises:
     ConfigError: Slurm does not answer.
   """
-  specs, found = [], StatusTable()
+  specs, table = [], StatusTable()
   for path in folders_of_runs:
     try:
       specs.append(folders.read_spec(path))
     except ConfigError as e:  # one damaged folder must not hide the other runs
-      found.append(RunStatus(path.name, "", "UNREADABLE", note=str(e)))
+      table.append(RunStatus(path.name, "", "UNREADABLE", note=str(e)))
   queue: dict[str, QueueEntry] = {}
   for name, executor in EXECUTORS.items():
     runs = {folders.last_job(s.folder): s for s in specs if s.executor == name}
@@ -155,8 +155,8 @@ def statuses(folders_of_runs: Sequence[Path]) -> StatusTable:
   for spec in specs:
     for task in spec.tasks:
       job = folders.last_job(spec.folder, task)
-      found.append(status(spec, task, job, queue.get(spec.task_id(job, task))))
-  return found
+      table.append(status(spec, task, job, queue.get(spec.task_id(job, task))))
+  return table
 
 
 def status(spec: JobSpec, task: int, job: str, queued: QueueEntry | None) -> RunStatus:

@@ -30,9 +30,9 @@ def product(lists: Sequence[str]) -> list[dict[str, str]]:
   """
   values: dict[str, list[str]] = {}
   for text in lists:
-    name, given, rest = text.partition("=")
+    name, equals, rest = text.partition("=")
     name = name.removeprefix("--").removeprefix("config.")
-    if not given or not name or not (parts := split(rest)) or not all(parts):
+    if not equals or not name or not (parts := split(rest)) or not all(parts):
       raise ConfigError(f"--sweep={text}: give e.g. optimizer.lr=0.1,0.2,0.4")
     if name in values:
       raise ConfigError(f"--sweep={text}: {name} has two lists; join them")

@@ -94,17 +94,17 @@ class Progress:
     if self._bar is not None:
       self._bar.update(self._task, completed=step, text=text)
     else:
-      self.say(f"step {step:>{self._width}}/{self._total}  {text}")
+      self.log(f"step {step:>{self._width}}/{self._total}  {text}")
 
   def evaluated(self, step: int, metrics: dict[str, float]) -> None:
     """Show the result of an evaluation."""
-    self.say(f"step {step:>{self._width}}/{self._total}  validation {headline(metrics)}")
+    self.log(f"step {step:>{self._width}}/{self._total}  validation {headline(metrics)}")
 
   def pause(self, seconds: float) -> None:
     """Exclude time that was not training (evaluation, saving) from the rate."""
     self._paused += seconds
 
-  def say(self, text: str) -> None:
+  def log(self, text: str) -> None:
     """Print a line above the bar."""
     if self._bar is not None:  # A run with a bar is not quiet.
       self._bar.console.print(text, highlight=False, markup=False)

@@ -22,9 +22,9 @@ def read_metrics(path: Path, last_bytes: int | None = None) -> list[dict[str, An
     path: the path of the file.
     last_bytes: the number of bytes to read from the end; None reads the whole file.
   """
-  found = read_json_lines(path, last_bytes, {"step": int, "time": float})
+  lines = read_json_lines(path, last_bytes, {"step": int, "time": float})
   return [
     {name: x for name, x in line.items() if mismatch(x, float) is None}
-    for line in found
+    for line in lines
     if line["step"] >= 0 and math.isfinite(line["time"])
   ]

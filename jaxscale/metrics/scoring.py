@@ -28,10 +28,10 @@ def perplexity_of(loss: float, bytes_per_token: float | None) -> dict[str, float
     {'perplexity': 2.0, 'bits_per_byte': 1.0}
   """
   most = math.log(1.7e308)
-  found = {"perplexity": math.exp(loss) if not loss > most else math.inf}
+  values = {"perplexity": math.exp(loss) if not loss > most else math.inf}
   if bytes_per_token is not None:
-    found["bits_per_byte"] = loss / math.log(2) / bytes_per_token
-  return found
+    values["bits_per_byte"] = loss / math.log(2) / bytes_per_token
+  return values
 
 
 def score(values: Mapping[str, float]) -> float | None:

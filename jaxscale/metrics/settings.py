@@ -106,8 +106,8 @@ def _is_reached(wandb: Any, context: TrackerContext) -> bool:
     if not wandb.login(prompt=False, verify=True):
       raise wandb.Error("no API key (wandb login)")
   except wandb.Error as e:
-    why = message_of(e)[:200]
-    context.note(f"Weights & Biases: {why}; this start of the run is tracked offline")
+    problem = message_of(e)[:200]
+    context.note(f"Weights & Biases: {problem}; this start of the run is tracked offline")
     return False
   return True
 
@@ -128,9 +128,9 @@ class MLflow(Tracker):
 
   def __post_init__(self):
     if self.uri and urlsplit(self.uri).password:
-      why = "contains a password, which config.json would record"
+      problem = "contains a password, which config.json would record"
       fix = "set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD instead"
-      raise invalid("MLflow.uri", ..., why, fix)
+      raise invalid("MLflow.uri", ..., problem, fix)
 
   def build(self, context: TrackerContext):
     """Open the run with the tag `jaxscale.id`, or create it."""
@@ -156,8 +156,8 @@ class MLflow(Tracker):
     try:
       client.log_text(run, json.dumps(context.environment, indent=2), "environment.json")
     except Exception as e:  # The artifact store may not be writable from this host.
-      why = f"{type(e).__name__}: {message_of(e)[:200]}"
-      context.note(f"MLflow: could not save environment.json: {why}")
+      problem = f"{type(e).__name__}: {message_of(e)[:200]}"
+      context.note(f"MLflow: could not save environment.json: {problem}")
 
     def log(step: int, time: float, values: dict[str, float]) -> None:
       at = int(1000 * time)

@@ -61,9 +61,9 @@ class AlexNetModule(ImageModule):
   @nn.compact
   def __call__(self, images: jax.Array, train: bool, keys: Keys = None) -> jax.Array:
     if min(images.shape[1:3]) < MIN_IMAGE_SIZE:
-      why = "is too small for AlexNet's pools"
+      problem = "is too small for AlexNet's pools"
       fix = f"give {MIN_IMAGE_SIZE} or more (published: 227)"
-      raise ConfigError(f"image_size={min(images.shape[1:3])} {why}; {fix}")
+      raise ConfigError(f"image_size={min(images.shape[1:3])} {problem}; {fix}")
     x = self._features(images.astype(self.dtype), train)
     x = x.reshape(len(x), -1)
     for layer, name in enumerate(("fc6", "fc7")):

@@ -102,8 +102,8 @@ def cached_attention(q: jax.Array, k: jax.Array, v: jax.Array, start: jax.Array)
   Returns:
     Outputs, [batch, new, heads, width].
   """
-  places = start + jnp.arange(q.shape[1], dtype=jnp.int32)
-  sees = jnp.arange(k.shape[1], dtype=jnp.int32) <= places[:, None]  # [new, room]
+  positions = start + jnp.arange(q.shape[1], dtype=jnp.int32)
+  sees = jnp.arange(k.shape[1], dtype=jnp.int32) <= positions[:, None]  # [new, room]
   return _attention(*alike(q, k, v), sees)
 
 

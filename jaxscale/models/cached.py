@@ -39,17 +39,17 @@ def empty_cache(stack: Stack, params: Any, rows: int, room: int) -> Cache:
     rows: number of sequences.
     room: maximum number of tokens in a sequence.
   """
-  found = []
+  caches = []
 
   def attend(q, k, v, *, causal):
-    found.append((k, v))
+    caches.append((k, v))
     return q
 
   def one_layer(params, tokens):
     ops = Ops(attend=attend)
     h = stack.embed(params["embed"], {"tokens": tokens}, ops)
     stack.layer(jax.tree.map(lambda x: x[0], params["layers"]), h, ops)
-    return found[0]
+    return caches[0]
 
   tokens = jax.ShapeDtypeStruct((rows, room), jnp.int32)
   kept = jax.eval_shape(one_layer, params, tokens)
@@ -93,9 +93,9 @@ def advance(stack: Stack, params: Any, tokens: jax.Array, cache: Cache) -> tuple
 
     def attend(q, k, v, *, causal):
       assert causal, "incremental decoding requires causal attention"
-      place = (i, 0, start, 0, 0)
-      k_now = lax.dynamic_update_slice(k_all, k[None], place)
-      v_now = lax.dynamic_update_slice(v_all, v[None], place)
+      starts = (i, 0, start, 0, 0)
+      k_now = lax.dynamic_update_slice(k_all, k[None], starts)
+      v_now = lax.dynamic_update_slice(v_all, v[None], starts)
       kept.extend((k_now, v_now))
       return cached_attention(q, here(k_now, i), here(v_now, i), start)
 

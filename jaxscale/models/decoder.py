@@ -174,12 +174,12 @@ def _heads(
     fix = "give a divisor, or head_width"
     raise invalid("transformer.num_heads", num_heads, f"does not divide width={width}", fix)
   if num_heads % groups:
-    why = f"does not divide num_heads={num_heads}"
-    raise invalid("transformer.num_kv_heads", groups, why, "give a divisor")
+    problem = f"does not divide num_heads={num_heads}"
+    raise invalid("transformer.num_kv_heads", groups, problem, "give a divisor")
   if each % 2:
-    why = "is odd, but rotary positions rotate pairs of units"
+    problem = "is odd, but rotary positions rotate pairs of units"
     fix = "choose width, num_heads or head_width to make it even"
-    raise invalid("transformer.head_width", each, why, fix)
+    raise invalid("transformer.head_width", each, problem, fix)
   return groups, each
 
 
@@ -218,11 +218,11 @@ def _init(key, num_layers, vocab_size, more, width, queries, keys, hidden, qk_no
     q, k, v, o, gate, up, down = jax.random.split(key, 7)
     by_head = {"scale": jnp.ones(qk_norm or 1, jnp.float32)}
     norms = {"q_norm": by_head, "k_norm": by_head} if qk_norm else {}
-    made = {"q": normal(q, (width, queries)), "o": normal(o, (queries, width), into)}
-    made |= {"k": normal(k, (width, keys)), "v": normal(v, (width, keys))}
-    made |= {"gate": normal(gate, (width, hidden)), "up": normal(up, (width, hidden))}
-    made |= {"down": normal(down, (hidden, width), into)}
-    kernels = {name: {"kernel": kernel} for name, kernel in made.items()}
+    params = {"q": normal(q, (width, queries)), "o": normal(o, (queries, width), into)}
+    params |= {"k": normal(k, (width, keys)), "v": normal(v, (width, keys))}
+    params |= {"gate": normal(gate, (width, hidden)), "up": normal(up, (width, hidden))}
+    params |= {"down": normal(down, (hidden, width), into)}
+    kernels = {name: {"kernel": kernel} for name, kernel in params.items()}
     return norms | {"attn_norm": ones, "mlp_norm": ones} | kernels
 
   table = jnp.pad(normal(embed_key, (vocab_size, width)), ((0, more), (0, 0)))

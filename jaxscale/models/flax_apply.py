@@ -77,17 +77,17 @@ def functions(
     if is_number:
       inputs = inputs.astype(jnp.float32) - jnp.array(mean, jnp.float32)
       inputs = inputs / jnp.array(std, jnp.float32)
-    given = {name: v for name, v in (("train", train), ("keys", keys)) if name in named}
+    arguments = {name: v for name, v in (("train", train), ("keys", keys)) if name in named}
     if keys is None:
-      return model.apply(variables, inputs, **given, **options)
+      return model.apply(variables, inputs, **arguments, **options)
     rngs = {"dropout": keys[0], _LAYERS: jax.random.key(0)}
     with nn.intercept_methods(_dropout_by_row(keys)):
-      return model.apply(variables, inputs, **given, **options, rngs=rngs)
+      return model.apply(variables, inputs, **arguments, **options, rngs=rngs)
 
   def init(key):
     inputs = jnp.zeros((1, *image_shape), jnp.float32 if is_number else dtype)
-    given: Any = {"train": False} if "train" in named else {}
-    variables = dict(model.init(key, inputs, **given))
+    arguments: Any = {"train": False} if "train" in named else {}
+    variables = dict(model.init(key, inputs, **arguments))
     params = variables.pop("params")
     return params, variables
 
@@ -105,11 +105,11 @@ def _dropout_by_row(keys: jax.Array) -> Any:
   """Return an interceptor of Flax's methods that draws dropout masks per row."""
 
   def intercept(call, args, kwargs, context):
-    module, given = context.module, _given(context, args, kwargs)
-    if not (_drops(context, given) and _has_rows(module, given, len(keys))):
+    module, arguments = context.module, _given(context, args, kwargs)
+    if not (_drops(context, arguments) and _has_rows(module, arguments, len(keys))):
       return call(*args, **kwargs)
     layer = jax.random.bits(module.make_rng(_LAYERS))
-    inputs, keep = given["inputs"], 1 - module.rate
+    inputs, keep = arguments["inputs"], 1 - module.rate
     shape = list(inputs.shape)
     for dim in module.broadcast_dims:
       shape[dim] = 1
@@ -141,32 +141,32 @@ def by_device(trace: Callable[[], Any], rows: int) -> tuple[Any, list[str]]:
     >>> found[0].partition(" ")[0]
     'BatchNorm'
   """
-  found: dict[str, str] = {}
+  calls: dict[str, str] = {}
 
   def intercept(call, args, kwargs, context):
-    module, given = context.module, _given(context, args, kwargs)
-    if what := _together(context, given, rows):
-      found["/".join(module.path) or type(module).__name__] = what
+    module, arguments = context.module, _given(context, args, kwargs)
+    if what := _together(context, arguments, rows):
+      calls["/".join(module.path) or type(module).__name__] = what
     return call(*args, **kwargs)
 
   with nn.intercept_methods(intercept):
     outputs = trace()
-  why = "the rows of each device separately: results depend on the number of devices"
-  return outputs, [f"{name} ({what}) processes {why}" for name, what in found.items()]
+  problem = "the rows of each device separately: results depend on the number of devices"
+  return outputs, [f"{name} ({what}) processes {problem}" for name, what in calls.items()]
 
 
-def _together(context: Any, given: dict[str, Any], rows: int) -> str:
+def _together(context: Any, arguments: dict[str, Any], rows: int) -> str:
   """Describe a call that processes the rows of a device jointly; "" if it does not."""
   module = context.module
   if context.method_name != "__call__":
     return ""
   if isinstance(module, nn.BatchNorm) and module.axis_name is None:
-    is_fixed = _chosen(module, given, "use_running_average")
+    is_fixed = _chosen(module, arguments, "use_running_average")
     return "" if is_fixed else "nn.BatchNorm; use models.BatchNorm"
   if isinstance(module, nn.MultiHeadDotProductAttention) and module.dropout_rate:
-    is_fixed = _chosen(module, given, "deterministic")
+    is_fixed = _chosen(module, arguments, "deterministic")
     return "" if is_fixed else "dropout of attention weights"
-  if _drops(context, given) and not _has_rows(module, given, rows):
+  if _drops(context, arguments) and not _has_rows(module, arguments, rows):
     return "nn.Dropout on inputs without the batch's rows"
   return ""
 
@@ -179,24 +179,24 @@ def _given(context: Any, args: Any, kwargs: Any) -> dict[str, Any]:
   return method.bind(context.module, *args, **kwargs).arguments
 
 
-def _chosen(module: nn.Module, given: dict[str, Any], name: str) -> Any:
+def _chosen(module: nn.Module, arguments: dict[str, Any], name: str) -> Any:
   """Return an argument of a call, or the module's field if the argument is None."""
-  value = given.get(name)
+  value = arguments.get(name)
   return getattr(module, name) if value is None else value
 
 
-def _drops(context: Any, given: dict[str, Any]) -> bool:
+def _drops(context: Any, arguments: dict[str, Any]) -> bool:
   """Return whether a call is an active dropout that uses the stream "dropout"."""
   module = context.module
   if not isinstance(module, nn.Dropout) or context.method_name != "__call__":
     return False
-  is_own = given.get("rng") is None and module.rng_collection == "dropout"
-  return is_own and not _chosen(module, given, "deterministic") and 0 < module.rate < 1
+  is_own = arguments.get("rng") is None and module.rng_collection == "dropout"
+  return is_own and not _chosen(module, arguments, "deterministic") and 0 < module.rate < 1
 
 
-def _has_rows(module: Any, given: dict[str, Any], rows: int) -> bool:
+def _has_rows(module: Any, arguments: dict[str, Any], rows: int) -> bool:
   """Return whether a dropout's input has a row, with its own mask, per row of the batch."""
-  inputs = given["inputs"]
+  inputs = arguments["inputs"]
   shares = any(dim % max(inputs.ndim, 1) == 0 for dim in module.broadcast_dims)
   return inputs.shape[:1] == (rows,) and not shares and module.has_rng(_LAYERS)
 

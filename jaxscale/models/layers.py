@@ -111,12 +111,12 @@ def _grouped(x: jax.Array, group_size: int | None, axis_name) -> jax.Array:
     # A leading dim of 1 would make the gradient 3 to 13 times slower on CPU.
     return x
   if axis_name is not None:
-    why = f"does not work with bn_axis_name={axis_name}, which shares whole micro-batches"
+    problem = f"does not work with bn_axis_name={axis_name}, which shares whole micro-batches"
     fix = "unset one of them"
-    raise ConfigError(f"bn_group_size={group_size} {why}; {fix}")
+    raise ConfigError(f"bn_group_size={group_size} {problem}; {fix}")
   if group_size < 1 or len(x) % group_size:
-    why = f"does not divide the {len(x)} rows of a device's micro-batch; give a divisor"
-    raise ConfigError(f"bn_group_size={group_size} {why}")
+    problem = f"does not divide the {len(x)} rows of a device's micro-batch; give a divisor"
+    raise ConfigError(f"bn_group_size={group_size} {problem}")
   return x.reshape(-1, group_size, *x.shape[1:])
 
 

@@ -34,9 +34,9 @@ def linear(x: jax.Array, kernel: jax.Array, dtype: Any = None) -> jax.Array:
     >>> linear(jnp.ones((2, 4), jnp.bfloat16), jnp.ones((4, 3))).dtype
     dtype(bfloat16)
   """
-  given = jnp.dtype(dtype or x.dtype)
+  dtype_in = jnp.dtype(dtype or x.dtype)
   # The name is needed because remat policies do not see products inside a custom_vjp.
-  return checkpoint_name(_linear(given, given, *alike(x, kernel)), PRODUCT)
+  return checkpoint_name(_linear(dtype_in, dtype_in, *alike(x, kernel)), PRODUCT)
 
 
 def dense(x: jax.Array, p: Any, dtype: Any = None) -> jax.Array:

@@ -23,8 +23,8 @@ def _images(model: Model, context: ModelContext) -> dict[str, Any]:
     raise ConfigError(f"Config.model={type(model).__name__} {reason}")
   if (shape := context.info.image_shape)[2:] == () and not isinstance(model, MLP):
     name = f"Config.model={type(model).__name__}"
-    why = f"takes images [n, height, width, channels], not {['n', *shape]}"
-    raise invalid(name, ..., why.replace("'", ""), "use MLP, or reshape the inputs")
+    problem = f"takes images [n, height, width, channels], not {['n', *shape]}"
+    raise invalid(name, ..., problem.replace("'", ""), "use MLP, or reshape the inputs")
   return {"num_classes": context.info.num_classes, "dtype": context.dtype}
 
 
@@ -37,8 +37,8 @@ def _normalised(model: Any, context: ModelContext) -> dict[str, Any]:
 
 def _check_span(owner: str, span: int | str) -> None:
   if isinstance(span, int) and span < 2:
-    why = "is out of range; give a number >= 2, 'device' or 'global'"
-    raise ConfigError(f"{owner}.bn_span={span} {why}")
+    problem = "is out of range; give a number >= 2, 'device' or 'global'"
+    raise ConfigError(f"{owner}.bn_span={span} {problem}")
 
 
 class MLP(Model):
@@ -81,8 +81,8 @@ class CNN(Model):
   def build(self, context: ModelContext) -> Any:
     options, pixels = _normalised(self, context), min(context.info.image_shape[:2])
     if pixels >> len(self.features) == 0:
-      why = f"has {len(self.features)} stages, too many for images of {pixels} pixels; use fewer"
-      raise ConfigError(f"CNN.features={self.features} {why}")
+      text = f"has {len(self.features)} stages, too many for images of {pixels} pixels; use fewer"
+      raise ConfigError(f"CNN.features={self.features} {text}")
     return models.CNNModule(**options)
 
 
@@ -197,14 +197,14 @@ class Transformer(Model):
     each = self.head_width or self.width // self.num_heads
     if each % 2:
       field = "head_width" if self.head_width else "num_heads"
-      why = f"gives heads of odd width {each}, which RoPE cannot rotate; choose an even width"
-      raise ConfigError(f"Transformer.{field}={getattr(self, field)} {why}")
+      problem = f"gives heads of odd width {each}, which RoPE cannot rotate; choose an even width"
+      raise ConfigError(f"Transformer.{field}={getattr(self, field)} {problem}")
     if self.num_kv_heads is not None and self.num_heads % self.num_kv_heads:
-      why = f"does not divide num_heads={self.num_heads}; give a divisor"
-      raise ConfigError(f"Transformer.num_kv_heads={self.num_kv_heads} {why}")
+      problem = f"does not divide num_heads={self.num_heads}; give a divisor"
+      raise ConfigError(f"Transformer.num_kv_heads={self.num_kv_heads} {problem}")
     if self.rope_low >= self.rope_high:
-      why = f"is not below rope_high={self.rope_high}; give a smaller number"
-      raise ConfigError(f"Transformer.rope_low={self.rope_low} {why}")
+      problem = f"is not below rope_high={self.rope_high}; give a smaller number"
+      raise ConfigError(f"Transformer.rope_low={self.rope_low} {problem}")
 
   is_stack = takes_text = True
 
@@ -271,8 +271,8 @@ class ViT(Model):
     common = _images(self, context)
     if info.image_shape[0] % self.patch or info.image_shape[1] % self.patch:
       pixels = "x".join(map(str, info.image_shape[:2]))
-      why = f"does not divide the {pixels} pixels of {info.name}; give a divisor"
-      raise ConfigError(f"ViT.patch={self.patch} {why}")
+      problem = f"does not divide the {pixels} pixels of {info.name}; give a divisor"
+      raise ConfigError(f"ViT.patch={self.patch} {problem}")
     common |= {"image_shape": info.image_shape, "mean": info.mean, "std": info.std}
     common |= dataclasses.asdict(self)
     return models.make_vit(label_smoothing=context.label_smoothing, **common)
@@ -280,5 +280,5 @@ class ViT(Model):
 
 def _check_heads(owner: str, width: int, num_heads: int) -> None:
   if width % num_heads:
-    why = f"does not divide width={width}; give a divisor"
-    raise ConfigError(f"{owner}.num_heads={num_heads} {why}")
+    problem = f"does not divide width={width}; give a divisor"
+    raise ConfigError(f"{owner}.num_heads={num_heads} {problem}")

@@ -153,11 +153,11 @@ def _check_sizes(image_shape: tuple[int, int, int], patch: int, width: int, num_
   """Raise if patches do not divide the images or heads do not divide the width."""
   height, columns, _ = image_shape
   if height % patch or columns % patch:
-    why = f"does not divide images of {height}x{columns} pixels"
-    raise invalid("vit.patch", patch, why, "give a divisor or another image size")
+    problem = f"does not divide images of {height}x{columns} pixels"
+    raise invalid("vit.patch", patch, problem, "give a divisor or another image size")
   if width % num_heads:
-    why = f"does not divide width={width}"
-    raise invalid("vit.num_heads", num_heads, why, "give a divisor")
+    problem = f"does not divide width={width}"
+    raise invalid("vit.num_heads", num_heads, problem, "give a divisor")
 
 
 def layer_norm(x: jax.Array, p: Any, *, eps: float) -> jax.Array:

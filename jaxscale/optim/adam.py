@@ -122,8 +122,8 @@ def scale_by_trust_ratio(
   """
   bounds = [x for x in (phi_min, phi_max) if isinstance(x, int | float)]
   if bounds != sorted(bounds) or min(bounds, default=0) < 0:
-    why = f"with phi_max={phi_max} is out of range"
-    raise invalid("phi_min", phi_min, why, "give 0 <= phi_min <= phi_max")
+    problem = f"with phi_max={phi_max} is out of range"
+    raise invalid("phi_min", phi_min, problem, "give 0 <= phi_min <= phi_max")
 
   def init(params: optax.Params) -> layers.TrustRatios:
     return layers.initial_ratios(params, mask, stacked)

@@ -147,8 +147,8 @@ def lars(
     raise invalid("LARS.variant", repr(variant), "is unknown", fix)
   row = _VARIANTS[variant]
   if momentum_correction is not False and not row.rate_in_velocity:
-    why = f"does not apply to variant={variant!r}, whose velocity does not contain the lr"
-    raise invalid("LARS.momentum_correction", momentum_correction, why, "leave it out")
+    problem = f"does not apply to variant={variant!r}, whose velocity does not contain the lr"
+    raise invalid("LARS.momentum_correction", momentum_correction, problem, "leave it out")
   eta = trust_coefficient * ((1 - momentum) if row.denominator == "gradient" else 1)
   trace, rate = optax.trace(momentum, nesterov), optax.scale_by_learning_rate(learning_rate)
   if row.rate_in_velocity:

@@ -81,8 +81,8 @@ def flags_of(mask: Mask | Any | None, params: Any, *, default: bool) -> list[boo
   if mask is None:
     return [default] * len(jax.tree.leaves(params))
   if isinstance(mask, bool | jax.Array):
-    why = "was called as a schedule by optax.inject_hyperparams"
-    raise invalid("mask or stacked", ..., why, "add static_args=('mask', 'stacked')")
+    problem = "was called as a schedule by optax.inject_hyperparams"
+    raise invalid("mask or stacked", ..., problem, "add static_args=('mask', 'stacked')")
   tree = mask(params) if callable(mask) else mask
   return [bool(flag) for flag in jax.tree.leaves(jax.tree.broadcast(tree, params))]
 

@@ -91,8 +91,8 @@ def sgd(
   """
   is_inside = momentum_correction is not False or bool(rate_in_velocity)
   if is_inside and rate_in_velocity is False:
-    why = "requires a velocity that contains the lr, but rate_in_velocity=False"
-    raise invalid("momentum_correction", momentum_correction, why, "leave out one of them")
+    problem = "requires a velocity that contains the lr, but rate_in_velocity=False"
+    raise invalid("momentum_correction", momentum_correction, problem, "leave out one of them")
   decay = add_decayed_weights(weight_decay, mask, stacked)
   if not is_inside:
     trace = optax.trace(momentum, nesterov)

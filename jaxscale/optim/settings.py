@@ -26,17 +26,17 @@ LarsVariant = Literal[_Published, _Clipped]
 
 def _options(chosen: Optimizer, context: OptimizerContext) -> dict[str, Any]:
   """Return the fields as keyword arguments of the functions in `jaxscale.optim`."""
-  given = {f.name: getattr(chosen, f.name) for f in dataclasses.fields(chosen)}
-  del given["lr"]  # The schedule contains it.
-  if context.momentum is not None and "momentum" in given:
-    given["momentum"] = context.momentum
-  if "momentum_correction" in given:
+  values = {f.name: getattr(chosen, f.name) for f in dataclasses.fields(chosen)}
+  del values["lr"]  # The schedule contains it.
+  if context.momentum is not None and "momentum" in values:
+    values["momentum"] = context.momentum
+  if "momentum_correction" in values:
     correct = {"never": False, "warmup": context.warmup_steps, "always": True}
-    given["momentum_correction"] = correct[given["momentum_correction"]]
-  given["mask"] = optim.including(given.pop("include"))
+    values["momentum_correction"] = correct[values["momentum_correction"]]
+  values["mask"] = optim.including(values.pop("include"))
   if context.stacked is not None:
-    given["stacked"] = context.stacked
-  return given
+    values["stacked"] = context.stacked
+  return values
 
 
 class _Decaying(Optimizer):
@@ -217,16 +217,16 @@ class Optax(Optimizer):
     fix = "give a function of the learning rate, such as optax.adafactor"
     if not callable(self.make):
       raise invalid("Optax.make", type(self.make).__name__, "is not a function", fix)
-    made = _one_line("Optax.make", fix)(self.make)(schedule)
-    if not (hasattr(made, "init") and hasattr(made, "update")):
-      why = f"returned {type(made).__name__} instead of an optax transformation; {fix}"
-      raise ConfigError(f"Optax.make {why}")
-    if not isinstance(made, optax.GradientTransformation):
-      return made
+    transform = _one_line("Optax.make", fix)(self.make)(schedule)
+    if not (hasattr(transform, "init") and hasattr(transform, "update")):
+      problem = f"returned {type(transform).__name__} instead of an optax transformation; {fix}"
+      raise ConfigError(f"Optax.make {problem}")
+    if not isinstance(transform, optax.GradientTransformation):
+      return transform
     fix = "give a transformation that works with the model's parameters"
-    parts = made._asdict().items()
+    parts = transform._asdict().items()
     guarded = {name: _one_line(f"{name} of Optax.make", fix)(f) for name, f in parts}
-    return made._replace(**guarded)
+    return transform._replace(**guarded)
 
 
 @contextlib.contextmanager
@@ -237,8 +237,8 @@ def _one_line(what: str, fix: str) -> Generator[None, None, None]:
   except ConfigError:
     raise
   except Exception as e:
-    why = f"failed with {type(e).__name__}: {message_of(e)}"
-    raise invalid(what, ..., why, fix) from e
+    problem = f"failed with {type(e).__name__}: {message_of(e)}"
+    raise invalid(what, ..., problem, fix) from e
 
 
 class Warmup(Schedule):
@@ -254,16 +254,16 @@ class Warmup(Schedule):
 
   def __post_init__(self):
     if self.warmup == "exponential" and self.warmup_lr == 0:
-      why = "does not work with an exponential warm-up; give a learning rate > 0"
-      raise ConfigError(f"{type(self).__name__}.warmup_lr=0.0 {why}")
+      problem = "does not work with an exponential warm-up; give a learning rate > 0"
+      raise ConfigError(f"{type(self).__name__}.warmup_lr=0.0 {problem}")
 
   def rise(self, peak: float, context: ScheduleContext) -> dict[str, Any]:
     """Return the warm-up as keyword arguments of `optim.warmup_*`."""
     if not context.warmup_steps:
       return {}
     if self.warmup_lr > peak:
-      why = f"is above the peak learning rate {peak:.6g}; give less"
-      raise ConfigError(f"{type(self).__name__}.warmup_lr={self.warmup_lr} {why}")
+      problem = f"is above the peak learning rate {peak:.6g}; give less"
+      raise ConfigError(f"{type(self).__name__}.warmup_lr={self.warmup_lr} {problem}")
     return {"warmup": self.warmup, "start": self.warmup_lr}
 
 
@@ -303,13 +303,13 @@ class Polynomial(Cosine):
     super().__post_init__()
     epochs, steps = self.decay_epochs, self.decay_steps
     if epochs is not None and steps is not None:
-      why = f"and decay_epochs={epochs} are both set"
-      raise invalid("Polynomial.decay_steps", steps, why, "leave out one of them")
+      problem = f"and decay_epochs={epochs} are both set"
+      raise invalid("Polynomial.decay_steps", steps, problem, "leave out one of them")
     if (epochs, steps) != (None, None) and not self.restart:
       unit = "epochs" if steps is None else "steps"
-      why = "is counted from the end of the warm-up, which restart=False does not use"
+      problem = "is counted from the end of the warm-up, which restart=False does not use"
       fix = "set restart=True or leave it out"
-      raise invalid(f"Polynomial.decay_{unit}", steps or epochs, why, fix)
+      raise invalid(f"Polynomial.decay_{unit}", steps or epochs, problem, fix)
 
   def build(self, peak: float, context: ScheduleContext) -> optax.Schedule:
     epochs, steps = self.decay_epochs, self.decay_steps

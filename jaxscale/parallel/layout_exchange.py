@@ -132,16 +132,16 @@ def _only(leaves: list[Any], group: _Group) -> list[Any]:
 def _groups(layout: Layout) -> list[_Group]:
   """Return the groups of parameters, in the order of the parameters."""
   axes = exchange_axes(layout)
-  found: dict[tuple[Axes, Axes], list[int]] = {}
+  members: dict[tuple[Axes, Axes], list[int]] = {}
   specs = jax.tree.leaves(grad_specs(layout))
   entries = jax.tree.leaves(layout.gathers)
   for i, (entry, spec) in enumerate(zip(entries, specs, strict=True)):
     split = tuple(a for a in layout.mesh.axis_names if a in spec)
-    found.setdefault((entry.sum_in_exchange, split), []).append(i)
-  made = []
-  for (after, split), indices in found.items():
+    members.setdefault((entry.sum_in_exchange, split), []).append(i)
+  groups = []
+  for (after, split), indices in members.items():
     name = "_".join(split) or "whole"
     others = tuple(a for a in layout.mesh.axis_names if a not in (*after, *split))
     is_chosen = bool(after) and after == axes
-    made.append(_Group(name, indices, after, others, is_chosen))
-  return made
+    groups.append(_Group(name, indices, after, others, is_chosen))
+  return groups

@@ -91,8 +91,8 @@ def split_microbatches(batch: Any, num_microbatches: int) -> Any:
 
   def split(x: jax.Array):
     if len(x) % num_microbatches:
-      why = f"does not divide the {len(x)} rows of a device; give a divisor"
-      raise ConfigError(f"num_microbatches={num_microbatches} {why}")
+      problem = f"does not divide the {len(x)} rows of a device; give a divisor"
+      raise ConfigError(f"num_microbatches={num_microbatches} {problem}")
     return x.reshape(num_microbatches, -1, *x.shape[1:])
 
   return jax.tree.map(split, batch)
@@ -442,11 +442,11 @@ def _check_branch(name: str, axis: str, work: Callable[..., Any], *args: Any) ->
     axes = eqn.params.get("axes", eqn.params.get("axis_name", ()))
     axes = axes if isinstance(axes, tuple) else (axes,)
     if kind == "ppermute":
-      why = "but idle stages would not take part; give skip=False, or attention without a ring"
-      raise ConfigError(f"{name} permutes along {axes[0]!r}, {why}")
+      problem = "but idle stages would not take part; give skip=False, or attention without a ring"
+      raise ConfigError(f"{name} permutes along {axes[0]!r}, {problem}")
     if kind.startswith(_COLLECTIVES) and axis in axes:
-      why = "but other stages would not take part; do not communicate along that axis"
-      raise ConfigError(f"{name} has a collective ({kind}) along {axis!r}, {why}")
+      problem = "but other stages would not take part; do not communicate along that axis"
+      raise ConfigError(f"{name} has a collective ({kind}) along {axis!r}, {problem}")
 
 
 def _equations(jaxpr: core.Jaxpr) -> Iterator[core.JaxprEqn]:

@@ -44,8 +44,8 @@ def check_zigzag(tokens: int) -> None:
     ConfigError: the number of tokens is odd.
   """
   if tokens % 2:
-    why = "is odd, but order='zigzag' needs two equal pieces; give an even number"
-    raise ConfigError(f"tokens={tokens} per device {why}")
+    problem = "is odd, but order='zigzag' needs two equal pieces; give an even number"
+    raise ConfigError(f"tokens={tokens} per device {problem}")
 
 
 def ring_attention(

@@ -88,8 +88,8 @@ def partition(params: Any, rules: Sequence[Rule], sizes: Mapping[str, int]) -> A
     if len(fitting) != 1:
       fits = " and ".join(repr(rule.pattern) for rule in fitting) or "no rule"
       verb = "match" if len(fitting) > 1 else "matches"
-      why = f"{fits} {verb} this parameter of shape {tuple(leaf.shape)}"
-      raise ConfigError(f"{name}: {why}; change the layout's rules so that exactly one does")
+      problem = f"{fits} {verb} this parameter of shape {tuple(leaf.shape)}"
+      raise ConfigError(f"{name}: {problem}; change the layout's rules so that exactly one does")
     return P(*_dims(name, tuple(leaf.shape), fitting[0], sizes))
 
   return jax.tree.map_with_path(spec, params)
@@ -104,8 +104,8 @@ def _dims(name: str, shape: tuple[int, ...], rule: Rule, sizes: Mapping[str, int
   kept = tuple(a if a is not None and sizes.get(a, 1) > 1 else None for a in dims)
   for dim, axis in enumerate(kept):
     if axis is not None and shape[dim] % sizes[axis]:
-      why = f"does not divide dim {dim} of {name}, {shape}; give a divisor of {shape[dim]}"
-      raise ConfigError(f"Mesh.{axis}={sizes[axis]} {why}")
+      problem = f"does not divide dim {dim} of {name}, {shape}; give a divisor of {shape[dim]}"
+      raise ConfigError(f"Mesh.{axis}={sizes[axis]} {problem}")
   return kept
 
 

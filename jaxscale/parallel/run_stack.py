@@ -197,9 +197,9 @@ def local_tokens(batch: Any, layout: Layout) -> Any:
 
   def local(x: jax.Array):
     if x.shape[1] % pieces:
-      why = f"cannot be split evenly over the {size} devices of 'model'"
+      problem = f"cannot be split evenly over the {size} devices of 'model'"
       fix = f"layout.model={layout.splits!r} needs a multiple of {pieces}"
-      raise ConfigError(f"tokens={x.shape[1]} {why}; {fix}")
+      raise ConfigError(f"tokens={x.shape[1]} {problem}; {fix}")
     return x[:, sequence.token_positions(x.shape[1] // size, "model", order)]
 
   return {k: local(x) if k in ("tokens", "targets") else x for k, x in batch.items()}

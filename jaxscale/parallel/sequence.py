@@ -66,8 +66,8 @@ def split(
   if order not in ("contiguous", "zigzag"):
     raise ConfigError(f"order={order!r} is unknown; use 'contiguous' or 'zigzag'")
   if order == "zigzag" and attend != "ring":
-    why = f"requires attend='ring', not {attend!r}; give 'contiguous'"
-    raise ConfigError(f"order='zigzag' {why}")
+    problem = f"requires attend='ring', not {attend!r}; give 'contiguous'"
+    raise ConfigError(f"order='zigzag' {problem}")
 
   here = functools.partial(ways[attend], axis=axis)
   return Ops(attend=here, positions=lambda tokens: token_positions(tokens, axis, order))
@@ -108,8 +108,8 @@ def zigzag_order(tokens: int, devices: int) -> np.ndarray:
     array([0, 1, 6, 7, 2, 3, 4, 5])
   """
   if tokens % (2 * devices):
-    why = "cannot be split into two pieces per device"
-    raise ConfigError(f"tokens={tokens} {why}; give a multiple of {2 * devices}")
+    problem = "cannot be split into two pieces per device"
+    raise ConfigError(f"tokens={tokens} {problem}; give a multiple of {2 * devices}")
   pieces = np.arange(tokens).reshape(2 * devices, -1)
   front, back = pieces[:devices], pieces[::-1][:devices]
   return np.stack([front, back], axis=1).reshape(-1)
@@ -146,8 +146,8 @@ def all_to_all_attention(
   devices = axis_sizes((axis,))[axis]
   for name, x in (("heads", q), ("key/value heads", k)):
     if x.shape[2] % devices:
-      why = f"cannot split {x.shape[2]} {name} over the {devices} devices of {axis!r}"
-      raise ConfigError(f"attend='all_to_all' {why}; give attend='ring' or fewer devices")
+      problem = f"cannot split {x.shape[2]} {name} over the {devices} devices of {axis!r}"
+      raise ConfigError(f"attend='all_to_all' {problem}; give attend='ring' or fewer devices")
 
   def to_heads(x: jax.Array):
     return lax.all_to_all(x, axis, split_axis=2, concat_axis=1, tiled=True)
@@ -187,6 +187,6 @@ def scatter_tokens(h: jax.Array, *, axis: str) -> jax.Array:
   """
   devices = axis_sizes((axis,))[axis]
   if h.shape[1] % devices:
-    why = f"cannot be split over the {devices} devices of {axis!r}; give a multiple"
-    raise ConfigError(f"tokens={h.shape[1]} {why}")
+    problem = f"cannot be split over the {devices} devices of {axis!r}; give a multiple"
+    raise ConfigError(f"tokens={h.shape[1]} {problem}")
   return lax.psum_scatter(h, axis, scatter_dimension=1, tiled=True)

@@ -74,9 +74,9 @@ def replicated_layout(mesh: Mesh) -> Layout:
   """
   axes = batch_axes(mesh)
   if idle := [a for a in mesh.axis_names if a not in axes]:
-    why = "makes devices compute the same, because the model is not split along this axis"
+    problem = "makes devices compute the same, because the model is not split along this axis"
     fix = "give 1, or choose a layout that splits the model"
-    raise ConfigError(f"Mesh.{idle[0]}={mesh.shape[idle[0]]} {why}; {fix}")
+    raise ConfigError(f"Mesh.{idle[0]}={mesh.shape[idle[0]]} {problem}; {fix}")
   return Layout(mesh, "none", axes, P(), P(), Gather(sum_in_exchange=axes))
 
 
@@ -150,14 +150,14 @@ def make_layout(
 def _check_used(sizes: dict[str, int], specs: Any, shard: Shard) -> None:
   """Raise if all devices along an axis would compute the same."""
   used = {a for spec in jax.tree.leaves(specs) for a in spec}
-  wanted = ["stage", "model"] + ([FSDP] if shard != "none" else [])
-  for axis in wanted:
+  axes = ["stage", "model"] + ([FSDP] if shard != "none" else [])
+  for axis in axes:
     if sizes.get(axis, 1) > 1 and axis not in used:
       reason = "splits nothing of this model; give 1"
       raise ConfigError(f"Mesh.{axis}={sizes[axis]} {reason}")
   if shard != "none" and sizes.get(FSDP, 1) == 1:
-    why = "needs several devices along the axis fsdp; give Mesh.fsdp, e.g. -1 with Mesh.data=1"
-    raise ConfigError(f"Layout.shard={shard!r} {why}")
+    problem = "needs several devices along the axis fsdp; give Mesh.fsdp, e.g. -1 with Mesh.data=1"
+    raise ConfigError(f"Layout.shard={shard!r} {problem}")
 
 
 def grad_specs(layout: Layout) -> Any:

@@ -194,7 +194,7 @@ class _Part:
 def _sent(part: _Part) -> Iterator[tuple[str, tuple[str, ...], float, float]]:
   """Yield (collective, axes, bytes, times) of a step."""
   shapes, layout, mesh = part.shapes, part.one.layout, part.one.mesh
-  size, micros, ticks = shapes.itemsize, part.one.num_microbatches, part.ticks
+  size, num_microbatches, ticks = shapes.itemsize, part.one.num_microbatches, part.ticks
   if layout.shard == "fsdp":
     yield "all-gather", ("fsdp",), size * part.parameters, 2 * ticks
   if layout.shard in ("fsdp", "zero2"):
@@ -202,7 +202,7 @@ def _sent(part: _Part) -> Iterator[tuple[str, tuple[str, ...], float, float]]:
   if layout.shard in ("zero1", "zero2"):
     yield "all-gather", ("fsdp",), 4 * part.parameters, 1
   axes = ("data",) if layout.shard in ("fsdp", "zero2") else ("data", "fsdp")
-  times = micros if layout.slow_axes == "in_backward" else 1
+  times = num_microbatches if layout.slow_axes == "in_backward" else 1
   yield "all-reduce", axes, 4 * part.grads, times
   if mesh.stage > 1:
     yield "collective-permute", ("stage",), part.between * shapes.width * size, 2 * ticks

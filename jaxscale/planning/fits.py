@@ -95,8 +95,8 @@ def compile_for(
       advice = "attention uses cuDNN on these chips; run pip install nvidia-cudnn-cu12"
       raise ConfigError(f"--chips={chips.name}: {advice}") from None
     if (refusal := out_of_memory(e)) is None:
-      why = str(e).split("\n", 1)[0]
-      raise RefusedError(f"--chips={chips.name}: the step does not compile: {why}") from None
+      problem = str(e).split("\n", 1)[0]
+      raise RefusedError(f"--chips={chips.name}: the step does not compile: {problem}") from None
   seconds = time.perf_counter() - before
   mesh, limit = experiment.mesh, chips.chip.limit
   return Fit(memory, refusal, limit, seconds, compiled, mesh, experiment)

@@ -116,8 +116,8 @@ def target_steps(study: str | Path, batch_size: int) -> float:
   shape = {"sizes": [{}], "fit": ({"s_min": float, "b_crit": float}, None)}
   fit = require_json(Path(study), shape, remedy)["fit"]
   if fit is None:
-    why = "has no critical batch size"
-    raise invalid("--study", study, why, "train more sizes with `jaxscale batch-study`")
+    problem = "has no critical batch size"
+    raise invalid("--study", study, problem, "train more sizes with `jaxscale batch-study`")
   return fit["s_min"] * (1 + fit["b_crit"] / batch_size)
 
 

@@ -129,9 +129,9 @@ def _product(
   for name in parse.called(instruction):
     body = module.computations.get(name, {})
     for inner in body.values():
-      found = _product(module, body, inner)
-      if found is not None:
-        best = max(best or (0.0, found), (cost.flops_of(module, *found), found), key=lambda x: x[0])
+      part = _product(module, body, inner)
+      if part is not None:
+        best = max(best or (0.0, part), (cost.flops_of(module, *part), part), key=lambda x: x[0])
   return best[1] if best else None
 
 
@@ -139,8 +139,8 @@ def _dims(home: Computation, product: Instruction, flops: float) -> tuple[float,
   """Return (m, n, k, b); 2 m n k b are the FLOPs."""
   out = product.shape[0]
   if labels := re.search(r"dim_labels=\w+->(\w+)", product.text):
-    place = labels.group(1).index("f") if "f" in labels.group(1) else -1
-    features = out.dims[place]
+    axis = labels.group(1).index("f") if "f" in labels.group(1) else -1
+    features = out.dims[axis]
     if "convBackwardFilter" in product.text:
       kernel = re.search(r"dim_labels=\w+?_(\w+)->", product.text)
       features = out.dims[kernel.group(1).index("o")] if kernel else features
@@ -154,8 +154,8 @@ def _dims(home: Computation, product: Instruction, flops: float) -> tuple[float,
 
 
 def _sizes(product: Instruction, pattern: str, dims: tuple[int, ...]) -> int:
-  found = re.search(pattern, product.text)
-  return math.prod(dims[int(d)] for d in re.findall(r"\d+", found.group(1))) if found else 1
+  match = re.search(pattern, product.text)
+  return math.prod(dims[int(d)] for d in re.findall(r"\d+", match.group(1))) if match else 1
 
 
 def _attention(instruction: Instruction) -> tuple[float, str]:

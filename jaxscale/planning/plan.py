@@ -265,9 +265,9 @@ def sent(plan: Plan) -> list[dict[str, Any]]:
   sums: dict[tuple[str, str], list[float]] = {}
   for row in plan.collectives:
     axes = "+".join(row.axes) if row.axes else "all"
-    found = sums.setdefault((row.kind, axes), [0, 0.0])
-    found[0] += row.times
-    found[1] += row.times * row.wire_bytes
+    total = sums.setdefault((row.kind, axes), [0, 0.0])
+    total[0] += row.times
+    total[1] += row.times * row.wire_bytes
   return [
     {"collective": kind, "axes": axes, "times": int(times), "bytes": size}
     for (kind, axes), (times, size) in sums.items()

@@ -192,14 +192,14 @@ def _draw_parts(axis, plan: Plan) -> None:
   """Draw the share of each part of a step, by number of devices."""
   steps = [s for s in plan.strong if s.fits] or [plan.step]
   names = dict.fromkeys(n for s in steps for n, took in s.parts.items() if took > 0)
-  places, bottom = range(len(steps)), [0.0] * len(steps)
+  positions, bottom = range(len(steps)), [0.0] * len(steps)
   for name in names:
     shares = [100 * s.parts.get(name, 0.0) / s.seconds["expected"] for s in steps]
-    axis.bar(places, shares, bottom=bottom, label=name, width=0.75)
+    axis.bar(positions, shares, bottom=bottom, label=name, width=0.75)
     bottom = [a + b for a, b in zip(bottom, shares, strict=True)]
-  for place, step in zip(places, steps, strict=True):
-    axis.text(place, 101, short_time(step.seconds["expected"]), ha="center", fontsize=8)
-  axis.set_xticks(list(places), [f"{s.devices:,}" for s in steps])
+  for position, step in zip(positions, steps, strict=True):
+    axis.text(position, 101, short_time(step.seconds["expected"]), ha="center", fontsize=8)
+  axis.set_xticks(list(positions), [f"{s.devices:,}" for s in steps])
   axis.set_title("What a step is made of\n", loc="left", fontsize=11)
   axis.set(xlabel="devices, the same batch", ylabel="% of the step", ylim=(0, 108))
   axis.legend(fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5), frameon=False)

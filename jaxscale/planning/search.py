@@ -114,8 +114,8 @@ def search(
   chips = topologies.find_chips(chips) if isinstance(chips, str) else chips
   devices, rates = chips.count or len(chips.devices), rates_of(chips.kind, machine)
   if len(chips.devices) < devices:
-    why = f"a search has no more than the {len(chips.devices)} simulated devices"
-    raise invalid("--chips", chips.name, why, "set JAX_NUM_CPU_DEVICES")
+    problem = f"a search has no more than the {len(chips.devices)} simulated devices"
+    raise invalid("--chips", chips.name, problem, "set JAX_NUM_CPU_DEVICES")
   data = config.data.abstract(config.batch_size)
   shapes = shapes_of(build.experiment(config, devices=chips.devices, datasets=data))
   first, every = as_given(config, devices), [*candidates(config, devices)]

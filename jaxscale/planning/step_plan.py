@@ -137,10 +137,10 @@ def _text(fit: fits.Fit, chips: topologies.Chips) -> str:
   try:
     return fit.compiled.as_text()
   except RuntimeError as e:  # Fails for asynchronous collectives of TPU v5p and v6e.
-    why = str(e).split("\n", 1)[0]
+    problem = str(e).split("\n", 1)[0]
     raise fits.RefusedError(
       f"--chips={chips.name}: the step compiles, but JAX cannot read its program, so no time "
-      f"can be planned; try another layout or chip: {why}"
+      f"can be planned; try another layout or chip: {problem}"
     ) from None
 
 
@@ -221,8 +221,8 @@ def _interpolated(compiled, rates, corner, sizes, rows, overlap) -> Times:
   def cost(collective):
     return transfer.seconds(collective, sizes, rates.per_node, both)
 
-  found = [c.program.times(at, cost, overlap=overlap) for c in compiled]
-  return Times(*(_between(compiled, rows, parts) for parts in zip(*found, strict=True)))
+  times = [c.program.times(at, cost, overlap=overlap) for c in compiled]
+  return Times(*(_between(compiled, rows, parts) for parts in zip(*times, strict=True)))
 
 
 def _memory(compiled: Sequence[Compiled], rows: int) -> float:

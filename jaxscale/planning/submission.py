@@ -29,18 +29,18 @@ def submission(
     gpus_per_node: the profile's GPUs per node; 0 requests those of the plan's nodes.
   """
   changed = changes(base, plan.config)
-  found: dict[str, Any] = {"config": config, "overrides": {**overrides, **changed}}
-  found["nodes"] = plan.step.nodes
+  result: dict[str, Any] = {"config": config, "overrides": {**overrides, **changed}}
+  result["nodes"] = plan.step.nodes
   if site:
-    found["site"] = site
+    result["site"] = site
   if not gpus_per_node and plan.chips.chip.platform == "cuda":
-    found["gpus_per_node"] = min(plan.rates.per_node, plan.step.devices)
+    result["gpus_per_node"] = min(plan.rates.per_node, plan.step.devices)
   if plan.chips.chip.platform == "tpu":
-    found["tpus"] = plan.chips.name
+    result["tpus"] = plan.chips.name
   if plan.job:
     minutes = -(-int(3600 * plan.job.limit) // 60)
-    found["time"] = f"{minutes // 60}:{minutes % 60:02}:00"
-  return found
+    result["time"] = f"{minutes // 60}:{minutes % 60:02}:00"
+  return result
 
 
 def changes(base: cfg.Config, planned: cfg.Config) -> dict[str, str]:

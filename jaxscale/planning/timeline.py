@@ -51,7 +51,7 @@ class Program:
 
   def __init__(self, text: str, mesh: Any):
     """Args: text of `Compiled.as_text()`; mesh, or its sizes."""
-    self._modules = [(m, _by_place(m, mesh)) for m in parse.modules(text)]
+    self._modules = [(m, _by_position(m, mesh)) for m in parse.modules(text)]
     self._kernels: dict[tuple[int, str, str], kernels.Kernel] = {}
 
   def times(
@@ -65,10 +65,10 @@ class Program:
       overlap: "schedule" lets run together what the compiler's schedule does; "backward"
         hides collectives in the backward pass, as PyTorch and Horovod do.
     """
-    found = _found()
+    total = _no_times()
     for module, placed in self._modules:
-      _add(found, _Walk(self, module, placed, rates, transfer).computation(module.entry), 1)
-    compute, exposed, sent = map(dict, found)
+      _add(total, _Walk(self, module, placed, rates, transfer).computation(module.entry), 1)
+    compute, exposed, sent = map(dict, total)
     if overlap == "backward" and sum(sent.values()):
       hidden = _BACKWARD_SHARE * sum(compute.values())
       share = max(1 - hidden / sum(sent.values()), 0.0)
@@ -86,28 +86,28 @@ class Program:
 _Placed = dict[str, dict[int, list[hlo.Placed]]]  # by computation and index
 
 
-def _by_place(module: Module, mesh: Any) -> _Placed:
-  found: _Placed = {}
+def _by_position(module: Module, mesh: Any) -> _Placed:
+  placed: _Placed = {}
   seen = set()
   for p in hlo.placed(module, mesh):
     key = p.computation, p.start, p.collective.name
     if key not in seen:  # A computation may be called from several places.
       seen.add(key)
-      found.setdefault(p.computation, {}).setdefault(p.start, []).append(p)
-  return found
+      placed.setdefault(p.computation, {}).setdefault(p.start, []).append(p)
+  return placed
 
 
 _Sums = defaultdict[str, float]
 
 
-class _Found(NamedTuple):
+class _Times(NamedTuple):
   compute: _Sums
   exposed: _Sums
   sent: _Sums
 
 
-def _found() -> _Found:
-  return _Found(*(defaultdict(float) for _ in _Found._fields))
+def _no_times() -> _Times:
+  return _Times(*(defaultdict(float) for _ in _Times._fields))
 
 
 class _Walk(NamedTuple):
@@ -117,30 +117,30 @@ class _Walk(NamedTuple):
   rates: Mapping[str, float]
   transfer: Transfer
 
-  def computation(self, name: str) -> _Found:
+  def computation(self, name: str) -> _Times:
     """Return the times of a computation, which is evaluated once."""
-    found = _found()
+    times = _no_times()
     home: Computation = self.module.computations.get(name, {})
     clock = free = 0.0
     waiting: dict[int, list[tuple[float, str]]] = {}
     for i, instruction in enumerate(home.values()):
       for done, axes in waiting.pop(i, ()):
-        found.exposed[axes] += max(done - clock, 0.0)
+        times.exposed[axes] += max(done - clock, 0.0)
         clock = max(clock, done)
-      clock += self._compute(home, name, instruction, found)
+      clock += self._compute(home, name, instruction, times)
       for p in self.placed.get(name, {}).get(i, ()):
         took, axes = self.transfer(p.collective), "+".join(p.collective.axes or ()) or "all"
-        found.sent[axes] += took
+        times.sent[axes] += took
         free = max(free, clock) + took
         # The next instruction waits for a collective that is not asynchronous.
         waiting.setdefault(max(p.end, i + 1), []).append((free, axes))
     for done, axes in itertools.chain(*waiting.values()):
-      found.exposed[axes] += max(done - clock, 0.0)
+      times.exposed[axes] += max(done - clock, 0.0)
       clock = max(clock, done)
-    return found
+    return times
 
   def _compute(
-    self, home: Computation, name: str, instruction: Instruction, found: _Found
+    self, home: Computation, name: str, instruction: Instruction, total: _Times
   ) -> float:
     """Add the work of an instruction; return the seconds that pass."""
     opcode = instruction.opcode
@@ -151,17 +151,17 @@ class _Walk(NamedTuple):
         times = trip_count(self.module, home, instruction) or 1
       if opcode == "conditional" and inner:
         inner = [max(inner, key=lambda f: sum(f.compute.values()))]
-      return sum(_add(found, f, times) for f in inner)
+      return sum(_add(total, f, times) for f in inner)
     if is_free(instruction) or opcode.removesuffix("-start") in COLLECTIVES:
       return 0.0
     kernel = self.program.kernel(self.module, name, instruction)
     took = kernels.seconds(kernel, self.rates)
-    found.compute[_kind(kernel, took, self.rates)] += took
+    total.compute[_kind(kernel, took, self.rates)] += took
     return took
 
 
-def _add(found: _Found, inner: _Found, times: float) -> float:
-  for mine, theirs in zip(found, inner, strict=True):
+def _add(total: _Times, inner: _Times, times: float) -> float:
+  for mine, theirs in zip(total, inner, strict=True):
     for key, value in theirs.items():
       mine[key] += times * value
   return times * (sum(inner.compute.values()) + sum(inner.exposed.values()))

@@ -187,8 +187,8 @@ def _parse(name: str) -> tuple[int, str, int]:
   """Return (groups, kind, chips per group)."""
   form = re.fullmatch(r"(?:(\d{1,6})x)?([a-z]+\d*[a-z]*)-(\d{1,6})", name, re.ASCII)
   if form is None or form[2] not in CHIPS:
-    wanted = f"KIND-COUNT, e.g. v5e-16 or 2xv5e-8, a kind of {', '.join(CHIPS)}"
-    raise ConfigError(f"--chips={name}: use {wanted}")
+    expected = f"KIND-COUNT, e.g. v5e-16 or 2xv5e-8, a kind of {', '.join(CHIPS)}"
+    raise ConfigError(f"--chips={name}: use {expected}")
   groups, kind, count = int(form[1] or 1), form[2], int(form[3])
   shapes = CHIPS[kind].shapes
   if shapes and count not in shapes:

@@ -87,10 +87,10 @@ class Summary(NamedTuple):
 
   def parts(self) -> dict[str, float]:
     """Return the seconds of operations by part of the step, over all devices."""
-    found: dict[str, float] = dict.fromkeys(DEVICE_PARTS, 0.0)
+    shares: dict[str, float] = dict.fromkeys(DEVICE_PARTS, 0.0)
     for op in self.ops:
-      found[op.part] += op.seconds
-    return {part: seconds for part, seconds in found.items() if seconds}
+      shares[op.part] += op.seconds
+    return {part: seconds for part, seconds in shares.items() if seconds}
 
 
 class _Instruction(NamedTuple):
@@ -135,11 +135,11 @@ def summarize(files: Sequence[Path]) -> Summary:
   Raises:
     ConfigError: a file is not a trace, or has no operation and no step.
   """
-  found = [_read(path) for path in files]
+  traces = [_read(path) for path in files]
   totals: dict[tuple[str, str, str], tuple[float, int]] = {}
   idle: dict[str, float] = {}
   host: dict[str, float] = collections.defaultdict(float)
-  for path, (_, devices, parts, (start, end)) in zip(files, found, strict=True):
+  for path, (_, devices, parts, (start, end)) in zip(files, traces, strict=True):
     process = f"{path.name.removesuffix('.xplane.pb')} " if len(files) > 1 else ""
     for device, events in devices.items():
       busy = sum(b - a for a, b in _union((e.start, e.end) for e in events))
@@ -151,11 +151,11 @@ def summarize(files: Sequence[Path]) -> Summary:
     for part, begin, finish in parts:
       host[part] += 1e-9 * (finish - begin) / len(files)
   ops = [Op(*key, seconds, count) for key, (seconds, count) in totals.items()]
-  each = [1e-9 * (end - start) / len(s) for s, *_, (start, end) in found if s]
+  each = [1e-9 * (end - start) / len(s) for s, *_, (start, end) in traces if s]
   return Summary(
-    steps=tuple(sorted({step for steps, *_ in found for step in steps})),
+    steps=tuple(sorted({step for steps, *_ in traces for step in steps})),
     step_s=sum(each) / max(len(each), 1),
-    seconds=1e-9 * sum(end - start for *_, (start, end) in found) / len(files),
+    seconds=1e-9 * sum(end - start for *_, (start, end) in traces) / len(files),
     idle=idle,
     ops=tuple(sorted(ops, key=lambda op: -op.seconds)),
     host={part: host[part] for part in HOST_PARTS if part in host},
@@ -182,9 +182,9 @@ def text(summary: Summary, most: int = 10) -> str:
   lines.append(f"devices: {', '.join(shares) or 'no operations'} of their operations")
   rows = []
   for op in summary.ops[:most]:
-    name, place = printable(op.name)[:_WIDEST], printable(_short(op.where))
+    name, where = printable(op.name)[:_WIDEST], printable(_short(op.where))
     took, share = short_time(op.seconds), f"{op.seconds / total:.1%}"
-    rows.append((name, took, share, f"{op.count:,}", op.part, place))
+    rows.append((name, took, share, f"{op.count:,}", op.part, where))
   head = ("operation", "time", "share", "count", "part", "of")
   return "\n".join([*lines, "", table(head, rows, left=(0, 4, 5))])
 
@@ -234,8 +234,8 @@ def _read(path: Path):
     content = read_bytes(path)
     planes = list(jax.profiler.ProfileData.from_serialized_xspace(content).planes)
   except (OSError, RuntimeError) as e:
-    why = getattr(e, "strerror", None) or "not a trace"
-    raise ConfigError(f"{path}: {why}; use an intact *.xplane.pb") from None
+    problem = getattr(e, "strerror", None) or "not a trace"
+    raise ConfigError(f"{path}: {problem}; use an intact *.xplane.pb") from None
   steps, devices, ends = {}, collections.defaultdict(list), {}
   parts: list[tuple[str, float, float]] = []  # of the host
   for plane in planes:
@@ -349,7 +349,7 @@ def _programs(content: bytes) -> dict[tuple[str, str], _Instruction]:
   event on TPUs has no program. The result is empty if the trace has no program, or in an unknown
   format.
   """
-  found = {}
+  programs = {}
   with contextlib.suppress(ValueError, IndexError):
     for plane in _fields(memoryview(content), 1):  # XSpace.planes
       if bytes(dict(_wire(plane)).get(2, b"")) != b"/host:metadata":  # XPlane.name
@@ -360,19 +360,19 @@ def _programs(content: bytes) -> dict[tuple[str, str], _Instruction]:
         for stat in _fields(metadata, 5):  # XEventMetadata.stats
           for proto in _fields(stat, 6):  # XStat.bytes_value: an HloProto
             for name, instruction in _instructions(proto):
-              found[program, name] = instruction
-              found.setdefault((program.partition("(")[0], name), instruction)
-              found.setdefault(("", name), instruction)
-  return found
+              programs[program, name] = instruction
+              programs.setdefault((program.partition("(")[0], name), instruction)
+              programs.setdefault(("", name), instruction)
+  return programs
 
 
 def _instructions(proto: Any) -> Iterator[tuple[str, _Instruction]]:
   for module in _fields(proto, 1):  # HloProto.hlo_module
     for computation in _fields(module, 3):  # HloModuleProto.computations
       for instruction in _fields(computation, 2):  # HloComputationProto.instructions
-        found = dict(_wire(instruction))
-        name, opcode = (bytes(found.get(n, b"")).decode() for n in (1, 2))
-        metadata = dict(_wire(found.get(7, b"")))  # OpMetadata
+        fields = dict(_wire(instruction))
+        name, opcode = (bytes(fields.get(n, b"")).decode() for n in (1, 2))
+        metadata = dict(_wire(fields.get(7, b"")))  # OpMetadata
         where = bytes(metadata.get(2, b"")).decode()  # its op_name
         yield name, _Instruction(opcode, where)
 

@@ -89,8 +89,8 @@ class ActivityRecord:
     """Return the goodput of all starts for summary.json; empty in all but process 0."""
     if not self._is_on:
       return {}
-    found = goodput(read_activities(self._workdir, self.now()))
-    return found.summary() if found else {}
+    times = goodput(read_activities(self._workdir, self.now()))
+    return times.summary() if times else {}
 
   def _run(self) -> None:
     """Append lines until the record is closed."""

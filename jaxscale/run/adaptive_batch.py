@@ -103,13 +103,13 @@ def choose(
   here, start = derived.num_devices, derived.start_devices
   asked, previous = config.accumulate_steps, experiment.phase.batch_size
   # A run that resumes on a different number of devices must try the same sizes.
-  micros = asked if here > start else 1
-  unit = math.lcm(settings.multiple, start * asked, here * micros)
+  num_microbatches = asked if here > start else 1
+  unit = math.lcm(settings.multiple, start * asked, here * num_microbatches)
 
   def at_size(size: int) -> build.Experiment | None:
-    wanted = phase._replace(batch_size=size, accumulate_steps=asked)
+    target = phase._replace(batch_size=size, accumulate_steps=asked)
     try:
-      (tried,) = over_devices(config, [wanted], here, start)
+      (tried,) = over_devices(config, [target], here, start)
       return build.at_phase(experiment, tried)
     except ConfigError:  # For example, bn_span may not divide this batch size.
       return None

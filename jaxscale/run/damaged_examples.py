@@ -45,8 +45,8 @@ class DamageRecord:
     """
     if not self._watched:
       return []
-    for found in cluster.gather([(s, d.as_dict()) for s, d in self._watched]):
-      for split, one in found:
+    for reports in cluster.gather([(s, d.as_dict()) for s, d in self._watched]):
+      for split, one in reports:
         self._total[split].update(one)
     if self._as_json() == self._reported:
       return []
@@ -55,8 +55,8 @@ class DamageRecord:
       # With a full disk the file keeps its content; the lines below report the examples.
       with contextlib.suppress(OSError):
         metrics.write_json(self._path, json.loads(self._reported))
-    found = {k: x.describe() for k, x in self._total.items() if x.count or x.unusual}
-    return [f"{k.replace('held-out', 'validation')} data: {x}" for k, x in found.items()]
+    reports = {k: x.describe() for k, x in self._total.items() if x.count or x.unusual}
+    return [f"{k.replace('held-out', 'validation')} data: {x}" for k, x in reports.items()]
 
   @property
   def count(self) -> int:

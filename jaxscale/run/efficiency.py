@@ -75,18 +75,18 @@ class Efficiency:
   def summary(self) -> dict[str, Any]:
     """Return the medians for summary.json, without the first window, which has the start."""
     windows = self._windows[1:] or self._windows
-    found: dict[str, Any] = {}
+    result: dict[str, Any] = {}
     for name in ("mfu", "hfu"):
       if values := [window[name] for window in windows if name in window]:
-        found[name] = round(statistics.median(values), 4)
-    if "mfu" in found and self._peak:
-      found["peak_tflops_per_device"] = round(self._peak.flops / 1e12, 4)
-      found["peak_source"] = self._peak.source
+        result[name] = round(statistics.median(values), 4)
+    if "mfu" in result and self._peak:
+      result["peak_tflops_per_device"] = round(self._peak.flops / 1e12, 4)
+      result["peak_source"] = self._peak.source
     if windows and "peak_memory_gb" in windows[-1]:
-      found["peak_memory_gb"] = round(windows[-1]["peak_memory_gb"], 3)
+      result["peak_memory_gb"] = round(windows[-1]["peak_memory_gb"], 3)
     if program := self._known_program():
-      found["program_memory_gb"] = round(program.memory / 1e9, 3)
-    return found
+      result["program_memory_gb"] = round(program.memory / 1e9, 3)
+    return result
 
   def _known_program(self) -> Program | None:
     return self.program.result() if self.program.done() else None
@@ -121,10 +121,10 @@ def read_program(train_step: Any) -> Program | None:
 
 def _memory() -> dict[str, float]:
   """Return the memory of this process's fullest device in GB; empty if unknown."""
-  found = [s for d in jax.local_devices() if (s := d.memory_stats())] or _resident()
+  stats = [s for d in jax.local_devices() if (s := d.memory_stats())] or _resident()
   names = {"bytes_in_use": "memory_gb", "peak_bytes_in_use": "peak_memory_gb"}
-  known = {key for key in names if found and all(key in s for s in found)}
-  return {names[key]: max(s[key] for s in found) / 1e9 for key in names if key in known}
+  known = {key for key in names if stats and all(key in s for s in stats)}
+  return {names[key]: max(s[key] for s in stats) / 1e9 for key in names if key in known}
 
 
 def _resident() -> list[dict[str, float]]:

@@ -144,7 +144,7 @@ def _timm_fields(to: Path, described: Described) -> tuple[dict[str, Any] | None,
     other = "the config.json in this folder belongs to another file, so none is written"
     return None, f" ({other})"
   if "image_shape" in described.data:
-    found = timm_config.timm_config(described.settings().model, described.data)
-    if found is not None:
-      return found, ""
+    fields = timm_config.timm_config(described.settings().model, described.data)
+    if fields is not None:
+      return fields, ""
   return None, " (timm has no such model, so no config.json is written)"

@@ -115,25 +115,25 @@ def _tokenizer(workdir: Path, source: Any, info: data.TextInfo) -> Tokenizer:
   Raises:
     ConfigError: the text has no tokenizer, or the tokenizer no longer exists.
   """
-  name, why = getattr(source, "tokenizer", "bytes"), ""
+  name, problem = getattr(source, "tokenizer", "bytes"), ""
   if name == "bytes" and info.vocab_size == byte_tokenizer().vocab_size:
     return byte_tokenizer()
   if name != "bytes":
     field = f"{type(source).__name__}.tokenizer"
     try:
-      found = read_tokenizer(name, source.separator, field=field)
+      tokenizer = read_tokenizer(name, source.separator, field=field)
     except ConfigError as e:
       # The advice in the message is for a new run, and does not apply to an existing one.
       reason = re.sub(r"[;,:] (or )?(give|use|pip) .*", "", str(e))
     else:
-      if found.vocab_size == info.vocab_size:
-        return found
-      has, had = found.vocab_size, info.vocab_size
+      if tokenizer.vocab_size == info.vocab_size:
+        return tokenizer
+      has, had = tokenizer.vocab_size, info.vocab_size
       reason = f"{field}={name!r}: has {has} tokens, but the run was trained with {had}"
-    why = f", and the tokenizer cannot be loaded ({reason})"
-  why = f"the {info.vocab_size} tokens of {info.name} are not bytes{why}"
+    problem = f", and the tokenizer cannot be loaded ({reason})"
+  problem = f"the {info.vocab_size} tokens of {info.name} are not bytes{problem}"
   fix = "call jaxscale.run.generate.sample with token ids"
-  raise ConfigError(f"--workdir={workdir}: {why}; {fix}")
+  raise ConfigError(f"--workdir={workdir}: {problem}; {fix}")
 
 
 def write(
@@ -154,8 +154,8 @@ def write(
   """
   described = describe_run(workdir)
   if not described.is_text:
-    why = f"the run trains on {described.data['name']}, not on text; give a language model's run"
-    raise ConfigError(f"--workdir={workdir}: {why}")
+    text = f"the run trains on {described.data['name']}, not on text; give a language model's run"
+    raise ConfigError(f"--workdir={workdir}: {text}")
   config = described.settings()
   fields = {k: v for k, v in described.data.items() if k in data.TextInfo._fields}
   info = data.TextInfo(**fields)

@@ -63,8 +63,8 @@ class RunCallbacks(loop.Callbacks):
       if bad.codes is not None:
         state, summed = bad.state, backward_sum_axes(self._run.experiment.layout)
         trees = state.params, state.model_state, state
-        found = nan_guard.describe(bad.codes, *trees, summed)
-        what, in_state = found.text or what, found.in_state
+        diagnosis = nan_guard.describe(bad.codes, *trees, summed)
+        what, in_state = diagnosis.text or what, diagnosis.in_state
       self._run.nan_policy.skip(bad.step, what, hopeless=in_state)
     logger.warning(f"step {bad.step}  skipped: {what}")
 

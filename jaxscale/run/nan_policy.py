@@ -55,17 +55,17 @@ class NanPolicy:
     """
     self.action, self._limits = action, (max_total, max_consecutive)
     self._path = workdir / FILE
-    found, problem = {"skipped": [], "passed_over": []}, None
+    record, problem = {"skipped": [], "passed_over": []}, None
     try:
       if self._path.exists():
-        found = require_json(self._path, _RECORD, "fix it, or use another --workdir")
+        record = require_json(self._path, _RECORD, "fix it, or use another --workdir")
     except ConfigError as e:
       problem = str(e)
-    found, problem = cluster.from_leader([found, problem])  # All use what process 0 read.
+    record, problem = cluster.from_leader([record, problem])  # All use what process 0 read.
     if problem:
       raise ConfigError(problem)
-    self.skipped: list[dict[str, Any]] = found["skipped"]
-    self.passed_over: list[dict[str, Any]] = found["passed_over"]
+    self.skipped: list[dict[str, Any]] = record["skipped"]
+    self.rollbacks: list[dict[str, Any]] = record["passed_over"]
 
   def start_from(self, step: int) -> None:
     """Forget skips after `step`, from which the run resumes; they recur if they must."""
@@ -104,10 +104,10 @@ class NanPolicy:
     to = max(error.step, last_good + 1)
     what = str(error).partition("; last good")[0]
     self.start_from(last_good)
-    self.passed_over.append({"after": last_good, "to": to, "what": what})
+    self.rollbacks.append({"after": last_good, "to": to, "what": what})
     self._write()
-    consecutive = sum(p["after"] == last_good for p in self.passed_over)
-    if too_many := self._too_many(len(self.passed_over), consecutive):
+    consecutive = sum(p["after"] == last_good for p in self.rollbacks)
+    if too_many := self._too_many(len(self.rollbacks), consecutive):
       error.args = (f"{error.args[0]}; rolled back {too_many}",)
       raise error
 
@@ -121,13 +121,13 @@ class NanPolicy:
 
   def done_until(self, step: int) -> int:
     """Return the last of the steps to skip after `step`; `step` if none is skipped."""
-    while ends := [p["to"] for p in self.passed_over if p["after"] <= step < p["to"]]:
+    while ends := [p["to"] for p in self.rollbacks if p["after"] <= step < p["to"]]:
       step = max(ends)
     return step
 
   def next_after(self, step: int, stop: int) -> int:
     """Return the step to train to: `stop`, or the step before the next skipped ones."""
-    return min([p["after"] for p in self.passed_over if step < p["after"]] + [stop])
+    return min([p["after"] for p in self.rollbacks if step < p["after"]] + [stop])
 
   def count(self, step: int) -> int:
     """Return the number of steps skipped up to this one."""
@@ -135,8 +135,8 @@ class NanPolicy:
 
   def summary(self) -> dict[str, int]:
     """Return the values for `summary.json`."""
-    return {"skipped_steps": len(self.skipped), "rolled_back": len(self.passed_over)}
+    return {"skipped_steps": len(self.skipped), "rolled_back": len(self.rollbacks)}
 
   def _write(self) -> None:
-    record = {"skipped": self.skipped, "passed_over": self.passed_over}
+    record = {"skipped": self.skipped, "passed_over": self.rollbacks}
     cluster.on_leader(lambda: metrics.write_json(self._path, record), FILE)

@@ -32,7 +32,7 @@ from jaxscale import cluster
 from jaxscale.cluster import jax_internals
 from jaxscale.config import Compilation
 from jaxscale.data.dataset import user_cache
-from jaxscale.files import read_bytes, readable_text, replace_text, who_else_writes
+from jaxscale.files import read_bytes, readable_text, replace_text, unsafe_owner
 from jaxscale.metrics.log import logger
 
 FOLDER = "compiled"
@@ -100,14 +100,14 @@ def kept_programs(settings: Compilation, workdir: Path, wait_s: float) -> Iterat
   is_users = _setting("compilation_cache_dir") is not None
   is_off = not _setting("enable_compilation_cache") or not settings.cache
   folder = None if is_users or is_off else _folder_for_all(settings, workdir)
-  programs, wanted = Programs(folder, wait_s), {}
+  programs, options = Programs(folder, wait_s), {}
   if folder is not None:
     # JAX warns twice per program; `seal` reports the same problem once.
     warnings.filterwarnings("ignore", "Error (read|writ)ing persistent compilation")
-    wanted = _jax_settings(folder)
-  before = {name: _setting(name) for name in wanted}
+    options = _jax_settings(folder)
+  before = {name: _setting(name) for name in options}
   with _same_keys_on_cpus():
-    _update(wanted)
+    _update(options)
     try:
       yield programs
     finally:
@@ -122,7 +122,7 @@ def _folder_for_all(settings, workdir: Path) -> Path | None:
   for line in lines:
     logger.warning(line)
   with contextlib.suppress(OSError):  # Users may differ between hosts.
-    if folder and not who_else_writes(Path(folder), is_folder=True):
+    if folder and not unsafe_owner(Path(folder), is_folder=True):
       return Path(folder)
   return None
 
@@ -146,19 +146,19 @@ def _cpu_kind() -> bytes:
   """Return the model and instruction sets of this host's processor."""
   fields = ("model name", "flags", "Features", "CPU implementer", "CPU part")
   lines = readable_text(Path("/proc/cpuinfo")).splitlines()
-  found = {x for x in lines if x.partition(":")[0].strip() in fields}
-  return "\n".join([platform.machine(), *sorted(found)]).encode()
+  kinds = {x for x in lines if x.partition(":")[0].strip() in fields}
+  return "\n".join([platform.machine(), *sorted(kinds)]).encode()
 
 
 def _jax_settings(folder: Path) -> dict[str, object]:
   """Return values for JAX settings that the user has not set."""
   # Also cache programs that compile in less than a second: a start waits for their sum.
-  wanted: dict[str, object] = {"persistent_cache_min_compile_time_secs": 0.0}
+  settings: dict[str, object] = {"persistent_cache_min_compile_time_secs": 0.0}
   if jax.default_backend() != "gpu":
     # These caches do not help, and their path is in every key: moving a workdir would recompile.
-    wanted["persistent_cache_enable_xla_caches"] = ""
-  wanted = {k: v for k, v in wanted.items() if f"JAX_{k.upper()}" not in os.environ}
-  return wanted | {"compilation_cache_dir": str(folder)}
+    settings["persistent_cache_enable_xla_caches"] = ""
+  settings = {k: v for k, v in settings.items() if f"JAX_{k.upper()}" not in os.environ}
+  return settings | {"compilation_cache_dir": str(folder)}
 
 
 def _setting(name: str) -> object:
@@ -183,7 +183,7 @@ def _open(settings: Compilation, workdir: Path) -> tuple[str | None, list[str]]:
     try:
       with contextlib.suppress(FileExistsError):  # The check below reports a plain file.
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-      if not (problem := who_else_writes(folder, is_folder=True)):
+      if not (problem := unsafe_owner(folder, is_folder=True)):
         damaged = _clean(folder, math.ceil(1e9 * settings.cache_gb))
         lines = [f"{first}: saving compiled programs in {folder}"] if first else []
         if damaged:
@@ -202,9 +202,9 @@ def _clean(folder: Path, max_bytes: int) -> int:
     The number of damaged programs, without those that have no checksum after a kill.
   """
   total = num_damaged = 0
-  found = [(path.lstat(), path) for path in _programs(folder)]
+  files = [(path.lstat(), path) for path in _programs(folder)]
   # Sorted by access time, as far as the file system records it.
-  for info, path in sorted(found, key=lambda x: -max(x[0].st_atime, x[0].st_mtime)):
+  for info, path in sorted(files, key=lambda x: -max(x[0].st_atime, x[0].st_mtime)):
     expected, is_whole = readable_text(_sum_of(path)).strip(), False
     with contextlib.suppress(OSError):  # It may be a pipe, or unreadable.
       is_whole = not path.is_symlink() and _digest(path) == expected

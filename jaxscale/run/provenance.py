@@ -41,13 +41,13 @@ def environment() -> dict[str, Any]:
   packages = {name: version for name, _, version in (f.partition("-") for f in folders)}
   variables = {k: v for k, v in sorted(os.environ.items()) if k.startswith(_VARIABLES)}
   variables.pop(secret.VARIABLE, None)
-  found: dict[str, Any] = {"commit": git("rev-parse", "HEAD").strip() or None}
-  found |= {"changed": git("status", "--porcelain", "--", ".").splitlines()}
-  found |= {"python": platform.python_version(), "platform": platform.platform()}
-  found |= {"packages": dict(sorted(packages.items(), key=lambda kv: kv[0].lower()))}
+  result: dict[str, Any] = {"commit": git("rev-parse", "HEAD").strip() or None}
+  result |= {"changed": git("status", "--porcelain", "--", ".").splitlines()}
+  result |= {"python": platform.python_version(), "platform": platform.platform()}
+  result |= {"packages": dict(sorted(packages.items(), key=lambda kv: kv[0].lower()))}
   # jaxscale's own variables include secrets.
-  found |= {"variables": variables, "gpu_settings": gpu_settings.applied()}
-  return found | {"host": platform.node()}
+  result |= {"variables": variables, "gpu_settings": gpu_settings.applied()}
+  return result | {"host": platform.node()}
 
 
 def record_start(workdir: Path, devices: str, accepted: Sequence[str] = ()) -> None:
@@ -67,12 +67,19 @@ def record_start(workdir: Path, devices: str, accepted: Sequence[str] = ()) -> N
     file.write(line)
 
 
-def last_start(workdir: Path) -> str:
-  """Describe the last start: commit, host and command; "" if none is recorded."""
+def last_start(workdir: Path, hosts: str = "") -> str:
+  """Describe the last start: commit, hosts and command; "" if none is recorded.
+
+  A run of code outside of a git checkout has no commit.
+
+  Args:
+    workdir: the run's workdir.
+    hosts: the names of all nodes; "" uses that of process 0, which records the start.
+  """
   shape = {"commit": (str, None), "host": str, "command": str}
   if not (lines := read_json_lines(workdir / FILE, None, shape)):
     return ""
   last = lines[-1]
-  code = f"commit {last['commit'][:12]}" if last["commit"] else "no commit"
-  code += ", changed" * bool(last.get("changed"))
-  return f"{code}; {last['host']}; {last['command']}"
+  changed = ", changed" * bool(last.get("changed"))
+  code = f"commit {last['commit'][:12]}{changed}; " if last["commit"] else ""
+  return f"{code}{hosts or last['host']}; {last['command']}"

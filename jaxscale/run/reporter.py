@@ -74,7 +74,7 @@ class Reporter:
 
   def __enter__(self):
     if self._lines is not None:
-      self._lines.show = self._progress.say
+      self._lines.show = self._progress.log
     return self
 
   def __exit__(self, error: type[BaseException] | None, *_):

@@ -39,17 +39,18 @@ def set_cpu_threads() -> None:
     os.environ.setdefault("NPROC", str(max(8 * devices, os.cpu_count() or 1)))
 
 
-def report_stop(config: Config, request: StopRequest | None, line: str) -> int:
+def report_stop(config: Config, request: StopRequest | None, saved: str, remedy: str) -> int:
   """Report that a run stopped on request and has saved, and have its job requeued.
 
-  All processes call it at the end of `open_session`. Process 0 prints the line. It asks
+  All processes call it at the end of `open_session`. Process 0 prints a line, and asks
   Slurm to requeue the job, unless the request was Ctrl-C, the job was cancelled, or
   `jaxscale submit` made the job (JAXSCALE_REQUEUE=launcher).
 
   Args:
     config: the config, which limits how often a job is requeued.
     request: the reason to stop, from `watch.stop.agreed`; None means Ctrl-C.
-    line: the line to print: what was saved, and how to resume.
+    saved: what was saved.
+    remedy: how to resume; printed unless the job restarts by itself.
 
   Returns:
     The exit code: 85, or 130 for Ctrl-C, or 93 if the job was requeued too often.
@@ -58,12 +59,17 @@ def report_stop(config: Config, request: StopRequest | None, line: str) -> int:
   code = request.exit_code if request else EXIT_INTERRUPTED
   if not cluster.is_leader():
     return code
-  print(line, flush=True)
+  job = requeue.job_name()
   # Under `jaxscale submit` the job's script restarts it, as it also sees hardware faults.
   by_launcher = os.environ.get("JAXSCALE_REQUEUE") == "launcher"
-  if (job := requeue.job_name()) is None or code == EXIT_INTERRUPTED or by_launcher:
+  if by_launcher and code != EXIT_INTERRUPTED:
+    restarted = f"Slurm requeues job {job}" if job else "it restarts by itself"
+    remedy = f"{restarted} unless it was cancelled or has no restarts left"
+  if job is None or code == EXIT_INTERRUPTED or by_launcher:
+    print(f"{saved}; {remedy}", flush=True)
     return code
-  requeued = requeue.requeue(job, requeue.restarts(), config.faults.max_restarts)
+  print(saved, flush=True)  # before the requeue, which ends the processes of the job
+  requeued = requeue.requeue(job, requeue.restarts(), config.faults.max_restarts, remedy)
   print(requeued.line, flush=True)
   return requeued.code
 

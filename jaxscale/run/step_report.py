@@ -65,11 +65,11 @@ class Report(NamedTuple):
   rounds: int
 
   def slowest(self) -> Alone:
-    """The process with the longest step time."""
+    """Return the process with the longest step time."""
     return max(self.processes, key=lambda p: p.seconds)
 
   def spread(self) -> float:
-    """The slowest minus the fastest process, as a share of the median."""
+    """Return the slowest minus the fastest process, as a share of the median."""
     seconds = [p.seconds for p in self.processes]
     return (max(seconds) - min(seconds)) / statistics.median(seconds)
 

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from jaxscale.config.running import MOST_TRACED_STEPS
 from jaxscale.errors import ConfigError
-from jaxscale.files import json_objects, readable_text, who_else_writes, write_json
+from jaxscale.files import json_objects, readable_text, unsafe_owner, write_json
 
 FOLDER = "profile"  # in the workdir
 _FILE = "request.json"
@@ -97,18 +97,18 @@ def read(workdir: Path) -> TraceRequest | None:
   Example:
     >>> read(Path("no/such/run"))
   """
-  found = _read(workdir / FOLDER / _FILE)
-  return found if found and time.time() < found.until else None
+  request = _read(workdir / FOLDER / _FILE)
+  return request if request and time.time() < request.until else None
 
 
 def _read(path: Path) -> TraceRequest | None:
   try:
-    if path.lstat().st_size > _LONGEST or who_else_writes(path, group=False):
+    if path.lstat().st_size > _LONGEST or unsafe_owner(path, group=False):
       return None
   except OSError:
     return None
-  for found in json_objects([readable_text(path, _LONGEST)], _SHAPE):
-    request = TraceRequest(*(found[name] for name in _SHAPE))
+  for record in json_objects([readable_text(path, _LONGEST)], _SHAPE):
+    request = TraceRequest(*(record[name] for name in _SHAPE))
     request = request._replace(processes=tuple(request.processes))
     if _NAME.fullmatch(request.name) and 1 <= request.steps <= MOST_TRACED_STEPS:
       return request

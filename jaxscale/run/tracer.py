@@ -164,8 +164,8 @@ class Tracer:
     """Move the profiler's files to the trace's folder, each atomically."""
     self._target.mkdir(parents=True, exist_ok=True)
     for suffix in _SUFFIXES:
-      (found,) = self._scratch.glob(f"plugins/profile/*/*{suffix}")
-      os.replace(found, process_file(self._target, self._rank, suffix))
+      (file,) = self._scratch.glob(f"plugins/profile/*/*{suffix}")
+      os.replace(file, process_file(self._target, self._rank, suffix))
 
   def _failed(self, error: Exception) -> None:
     what = message_of(error) or type(error).__name__

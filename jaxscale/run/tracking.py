@@ -56,7 +56,7 @@ def sources(config: Config, workdir: Path) -> list[metrics.TrackerSource]:
     name = workdir.absolute().name
     facts = to_plain(config), _environment(), note
     context = TrackerContext(run_id, name, workdir, *facts)
-    return build(tracker, context, kind=metrics.Tracker, wanted="a metrics.Tracker")
+    return build(tracker, context, kind=metrics.Tracker, expected="a metrics.Tracker")
 
   return [
     metrics.TrackerSource(type(t).__name__, functools.partial(opened, t), t.flush_s)

@@ -240,8 +240,8 @@ def claim_workdir(
   remedy = "delete it if --config is the config of its run, or use another --workdir"
   described = require_json(path, {"config": {}}, remedy)
   check_format(described, workdir)
-  if why := mismatch(described, _RUN):
-    raise ConfigError(f"{path}: {why}; {remedy}")
+  if problem := mismatch(described, _RUN):
+    raise ConfigError(f"{path}: {problem}; {remedy}")
   found = [*_setting_changes(described, config)]
   if identity is None:
     return _accepted(workdir, found, accept)
@@ -260,35 +260,35 @@ def _saved_identity(workdir: Path) -> dict[str, Any]:
   for step in reversed(directory.steps(workdir / "checkpoints")):
     with contextlib.suppress(checkpoint_files.DamagedError):
       manifest = checkpoint_files.read_manifest(workdir / "checkpoints" / str(step))
-      found = manifest.get("identity") or {}
-      if not mismatch(found, IDENTITY):
-        return found
+      identity = manifest.get("identity") or {}
+      if not mismatch(identity, IDENTITY):
+        return identity
   return {}
 
 
-def _accepted(workdir: Path, found: list[Change], accept: Collection[str]) -> list[str]:
+def _accepted(workdir: Path, changes: list[Change], accept: Collection[str]) -> list[str]:
   """Return accepted changes as lines.
 
   Raises:
     ConfigError: there are changes that are not accepted.
   """
-  if not (refused := _refused(found, accept)):
-    return [f"{ACCEPTED}{change.text}" for change in found]
+  if not (refused := _refused(changes, accept)):
+    return [f"{ACCEPTED}{change.text}" for change in changes]
   kind, field = refused[0].kind, "--workdir"
   if kind == "settings":
-    why = f"belongs to a different experiment: {refused[0].text}"
-    raise ConfigError(f"{field}={workdir}: {why}; use another {field}")
+    problem = f"belongs to a different experiment: {refused[0].text}"
+    raise ConfigError(f"{field}={workdir}: {problem}; use another {field}")
   if kind == "x64":
-    why = f"cannot resume: {refused[0].text}"
-    raise invalid(field, str(workdir), why, f"restore the setting, or use another {field}")
+    problem = f"cannot resume: {refused[0].text}"
+    raise invalid(field, str(workdir), problem, f"restore the setting, or use another {field}")
   kinds = list(dict.fromkeys(change.kind for change in refused))
   texts = [change.text for change in refused if change.kind in kinds]
   more = f", and {plural(len(texts) - 2, 'more change')}" * (len(texts) > 2)
   differs = " and ".join(f"different {kind}" for kind in kinds)
-  why = f"was trained with {differs} ({', '.join(texts[:2])}{more})"
+  problem = f"was trained with {differs} ({', '.join(texts[:2])}{more})"
   fix = f"resume with --accept-changes={','.join(kinds)}"
   fix = f"restore the {' and '.join(kinds)}, use another {field}, or {fix}"
-  raise invalid(field, str(workdir), why, fix)
+  raise invalid(field, str(workdir), problem, fix)
 
 
 def forget_unsaved(workdir: Path, config: Any) -> None:
@@ -321,9 +321,9 @@ def _has_saved(workdir: Path) -> bool:
   return bool(directory.steps(checkpoints)) or directory.has_damaged(checkpoints)
 
 
-def _refused(found: list[Change], accept: Collection[str]) -> list[Change]:
+def _refused(changes: list[Change], accept: Collection[str]) -> list[Change]:
   """Return the changes that are not accepted; settings and x64, which never are, first."""
-  refused = [change for change in found if change.kind not in accept]
+  refused = [change for change in changes if change.kind not in accept]
   return sorted(refused, key=lambda c: ("settings", "x64", "data", "code").index(c.kind))
 
 
@@ -376,11 +376,11 @@ def _differences(old: Any, new: Any, prefix: str = "") -> dict[str, tuple[Any, A
   if isinstance(old, dict) and [*old] == ["object"] and ":" not in str(old["object"]):
     return {}  # Earlier versions recorded only the type.
   if isinstance(old, dict) and isinstance(new, dict):
-    found = {}
+    result = {}
     for name in {**old, **new}:
       path = f"{prefix}.{name}" if prefix else name
-      found |= _differences(old.get(name), new.get(name), path)
-    return found
+      result |= _differences(old.get(name), new.get(name), path)
+    return result
   if old == new or json.dumps(old) == json.dumps(new):  # NaN does not equal itself.
     return {}
   return {prefix: (old, new)}

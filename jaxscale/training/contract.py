@@ -49,8 +49,8 @@ def checked(loss_fn: Callable[..., Any]) -> Callable[..., Any]:
     for name, x in {**totals, "loss": jnp.asarray(loss)}.items():
       is_float = jnp.issubdtype(x.dtype, jnp.floating)
       if x.shape or (name == "loss" and not is_float):
-        why = f"returns {name!r} as {x.dtype}{list(x.shape)}"
-        raise invalid("loss_fn", ..., why, "return a scalar, the sum over the rows")
+        problem = f"returns {name!r} as {x.dtype}{list(x.shape)}"
+        raise invalid("loss_fn", ..., problem, "return a scalar, the sum over the rows")
     _check_state(model_state, new_state)
     return loss, (new_state, totals)
 
@@ -59,8 +59,8 @@ def checked(loss_fn: Callable[..., Any]) -> Callable[..., Any]:
 
 def without_examples(totals: dict[str, Any]) -> ConfigError:
   """Return the error for totals that lack "examples"."""
-  why = f"has totals {', '.join(map(repr, totals))} and no 'examples'"
-  return invalid("loss_fn", ..., why, "add the number of rows, such as len(keys)")
+  problem = f"has totals {', '.join(map(repr, totals))} and no 'examples'"
+  return invalid("loss_fn", ..., problem, "add the number of rows, such as len(keys)")
 
 
 def _check_state(old: Any, new: Any) -> None:
@@ -74,8 +74,8 @@ def _check_state(old: Any, new: Any) -> None:
   for name, x in before.items():
     kinds = [f"{jnp.result_type(y)}{list(jnp.shape(y))}" for y in (x, after[name])]
     if kinds[0] != kinds[1]:
-      why = f"is {kinds[0]} before a step and {kinds[1]} after it"
-      raise invalid(f"model state {name}", ..., why, fix)
+      problem = f"is {kinds[0]} before a step and {kinds[1]} after it"
+      raise invalid(f"model state {name}", ..., problem, fix)
 
 
 def check_sums(
@@ -146,9 +146,9 @@ def check_sums(
     # A mean per device that counts as one example is correct as well.
     constant = {count} if len(constant) < len(single) else set()
   for k in [k for k in single if k in constant][:1]:
-    why = f"returns {k} {single[k]:.6g} for some rows, {double[k]:.6g} for twice as many"
+    problem = f"returns {k} {single[k]:.6g} for some rows, {double[k]:.6g} for twice as many"
     fix = "sum over the rows, and multiply terms that are not per row by the number of rows"
-    raise invalid(name, ..., why, fix)
+    raise invalid(name, ..., problem, fix)
   return ""
 
 

@@ -63,8 +63,8 @@ def smoothed_cross_entropy(
   if shape[:-1] != labels.shape or not shape:
     raise _mismatch(logits, f"one vector of logits for each of the labels {labels.shape}")
   if not jnp.issubdtype(labels.dtype, jnp.integer):
-    why = f"takes integer labels, but the labels are {labels.dtype}"
-    raise invalid("Config.loss", ..., why, "give integers, or choose SquaredError")
+    problem = f"takes integer labels, but the labels are {labels.dtype}"
+    raise invalid("Config.loss", ..., problem, "give integers, or choose SquaredError")
   logits = logits.astype(jnp.float32)
   loss = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
   if label_smoothing:
@@ -139,15 +139,15 @@ def _aligned(outputs: Any, targets: jax.Array) -> tuple[jax.Array, jax.Array]:
     ConfigError: there is not one output per target.
   """
   shape = getattr(outputs, "shape", ())
-  dims, wanted = ([n for n in s[1:] if n > 1] for s in (shape, targets.shape))
-  is_flat = dims == [math.prod(wanted)]
-  if shape[:1] != targets.shape[:1] or not (dims == wanted or is_flat):
+  dims, expected = ([n for n in s[1:] if n > 1] for s in (shape, targets.shape))
+  is_flat = dims == [math.prod(expected)]
+  if shape[:1] != targets.shape[:1] or not (dims == expected or is_flat):
     raise _mismatch(outputs, f"one output for each of the targets {targets.shape}")
   outputs, targets = (x.astype(jnp.float32).reshape(len(targets), -1) for x in (outputs, targets))
   return outputs, targets
 
 
-def _mismatch(outputs: Any, wanted: str) -> ConfigError:
+def _mismatch(outputs: Any, expected: str) -> ConfigError:
   """Return the error for outputs whose structure or shape does not fit a built-in loss."""
   match outputs:
     case dict():
@@ -157,7 +157,7 @@ def _mismatch(outputs: Any, wanted: str) -> ConfigError:
     case _:
       what = f"{jnp.shape(outputs)}"
   fix = "return one array of that shape, or write a config.Loss for these outputs"
-  return invalid("Config.loss", ..., f"takes {wanted}, but the model returns {what}", fix)
+  return invalid("Config.loss", ..., f"takes {expected}, but the model returns {what}", fix)
 
 
 def training_loss(apply: Apply, objective: Objective) -> LossFn:
@@ -213,19 +213,19 @@ def _sums(
   totals = {"examples": counts.sum(dtype=jnp.int32)}
   values, more = {"loss": loss(outputs, batch)}, metrics(outputs, batch)
   if not isinstance(more, dict) or {"loss", "examples"} & more.keys():
-    why = f"returns metrics {', '.join(more) if isinstance(more, dict) else type(more)}"
+    problem = f"returns metrics {', '.join(more) if isinstance(more, dict) else type(more)}"
     fix = "return a dict of names other than 'loss' and 'examples'"
-    raise invalid("Config.loss", ..., why, fix)
+    raise invalid("Config.loss", ..., problem, fix)
   for name, value in (values | more).items():
     try:
       shape, dtype = jnp.shape(value), jnp.result_type(value)
     except TypeError:
-      why, fix = (f"returns {name!r} as {type(value).__name__}", "return one number per example")
-      raise invalid("Config.loss", ..., why, fix) from None
+      problem, fix = f"returns {name!r} as {type(value).__name__}", "return one number per example"
+      raise invalid("Config.loss", ..., problem, fix) from None
     if shape != counts.shape:
-      why = f"returns {name!r} of shape {shape} for examples {counts.shape}"
+      problem = f"returns {name!r} of shape {shape} for examples {counts.shape}"
       fix = "return one value per example, not their mean or sum"
-      raise invalid("Config.loss", ..., why, fix)
+      raise invalid("Config.loss", ..., problem, fix)
     if name == "loss" and not jnp.issubdtype(dtype, jnp.floating):
       raise invalid("Config.loss", ..., f"returns a loss of {dtype}", "return floats")
     if mask is not None or "targets" in batch:

@@ -117,8 +117,8 @@ def check_agrees(
       fix = f"compute it from all rows with jax.lax.all_gather or psum over {over}, {remedy}"
       raise invalid(name, ..., "differs between devices", fix)
     if num_microbatches > 1 and _ROWS in depends:
-      why = f"depends on the rows, which are computed in {num_microbatches} micro-batches"
-      raise invalid(name, ..., why, f"set accumulate_steps=1, {remedy}")
+      problem = f"depends on the rows, which are computed in {num_microbatches} micro-batches"
+      raise invalid(name, ..., problem, f"set accumulate_steps=1, {remedy}")
 
 
 def differences(jaxpr: Any, inputs: Sequence[Axes]) -> list[Axes]:

@@ -199,32 +199,32 @@ def describe(
     'process 3 (n4), device 6: gradient of layers_0/kernel is NaN'
   """
   rows = sorted(codes.addressable_shards, key=lambda s: s.index[0].start or 0)
-  found = {ordinal(s.device): np.asarray(s.data)[0].tolist() for s in rows}
+  by_device = {ordinal(s.device): np.asarray(s.data)[0].tolist() for s in rows}
   before = bad_leaves(state)
-  named = {device: (before.get(device, ""), *own) for device, own in found.items()}
-  bad = [[device, *own] for device, own in named.items() if own[0] or max(own[1:]) >= 0]
-  gathered = cluster.gather([platform.node(), len(found), bad])
+  named = {device: (before.get(device, ""), *leaves) for device, leaves in by_device.items()}
+  bad = [[device, *leaves] for device, leaves in named.items() if leaves[0] or max(leaves[1:]) >= 0]
+  gathered = cluster.gather([platform.node(), len(by_device), bad])
   summed, of_params = summed or {}, _names(params)
   sums = {name: f", summed over {' and '.join(axes)}," for name, axes in summed.items()}
   own_names = [name + sums.get(name, "") for name in of_params]
   names = [own_names, ["loss"], _names(model_state), of_params]
-  has_bad_loss = any(own[1] >= 0 for _, _, bad in gathered for _, _, *own in bad)
-  places: dict[str, list[tuple[int, str, int]]] = {}
+  has_bad_loss = any(leaves[1] >= 0 for _, _, bad in gathered for _, _, *leaves in bad)
+  locations: dict[str, list[tuple[int, str, int]]] = {}
   for process, (host, _, bad) in enumerate(gathered):
-    for device, bad_before, *own in bad:
-      is_received = own[0] >= 0 > own[1] and of_params[own[0] // 2] in summed
+    for device, bad_before, *leaves in bad:
+      is_received = leaves[0] >= 0 > leaves[1] and of_params[leaves[0] // 2] in summed
       if has_bad_loss and is_received and not bad_before:
         continue
-      which = next((i for i, code in enumerate(own) if code >= 0), 0)
-      leaf, is_inf = divmod(own[which], 2)
+      which = next((i for i, code in enumerate(leaves) if code >= 0), 0)
+      leaf, is_inf = divmod(leaves[which], 2)
       finding = _WHAT[which].format(names[which][leaf])
       what = bad_before or f"{finding} is {'Inf' if is_inf else 'NaN'}"
-      places.setdefault(what, []).append((process, host, device))
+      locations.setdefault(what, []).append((process, host, device))
   # A bad mean gradient is reported only if no device's own gradient explains it.
-  if own := {what: at for what, at in places.items() if not what.startswith(_MEAN)}:
-    places = own
+  if of_devices := {what: at for what, at in locations.items() if not what.startswith(_MEAN)}:
+    locations = of_devices
   number = sum(count for _, count, _ in gathered)
-  rarest_first = sorted(places.items(), key=lambda item: len(item[1]))
+  rarest_first = sorted(locations.items(), key=lambda item: len(item[1]))
   lines = [_at(at, what, number) for what, at in rarest_first]
   in_state = any(bad_before for _, _, bad in gathered for _, bad_before, *_ in bad)
   more = [f"{len(lines) - 4} more"] if len(lines) > 4 else []
@@ -236,17 +236,17 @@ def bad_leaves(tree: Any) -> dict[int, str]:
 
   It reads every array of the tree, so call it only after a bad step.
   """
-  found: dict[int, str] = {}
+  result: dict[int, str] = {}
   for path, leaf in jax.tree.leaves_with_path(tree):
     if not jnp.issubdtype(leaf.dtype, jnp.floating):
       continue
     for shard in leaf.addressable_shards:
-      if (device := ordinal(shard.device)) in found:
+      if (device := ordinal(shard.device)) in result:
         continue
       if not np.isfinite(shard.data).all():
         kind = "NaN" if np.isnan(shard.data).any() else "Inf"
-        found[device] = f"{path_name(path)} is {kind} in the state itself"
-  return found
+        result[device] = f"{path_name(path)} is {kind} in the state itself"
+  return result
 
 
 def ordinal(device: Any) -> int:
@@ -259,27 +259,27 @@ def _names(tree: Any) -> list[str]:
   return [path_name(path) for path, _ in jax.tree.leaves_with_path(tree)]
 
 
-def _at(places: Sequence[tuple[int, str, int]], what: str, number: int) -> str:
+def _at(locations: Sequence[tuple[int, str, int]], what: str, number: int) -> str:
   """Return a finding, preceded by the devices that have it, of `number` in all."""
   if what.startswith(_MEAN):
     return what
-  if len(places) == number > 1:
+  if len(locations) == number > 1:
     return f"all {number} devices: {what}"
-  shown = by_process(places, lambda own: f"), device{'s' * (len(own) > 1)} {few(own)}")
+  shown = by_process(locations, lambda ids: f"), device{'s' * (len(ids) > 1)} {few(ids)}")
   return f"{shown}: {what}"
 
 
 def by_process(
-  places: Iterable[tuple[int, str, Any]], devices_text: Callable[[list[Any]], str]
+  locations: Iterable[tuple[int, str, Any]], devices_text: Callable[[list[Any]], str]
 ) -> str:
   """Return a text that lists processes with their hosts and devices.
 
   Args:
-    places: (process, host, device) triples.
+    locations: (process, host, device) triples.
     devices_text: devices of one process -> the text after "process 3 (host".
   """
-  devices: dict[tuple[int, str], list[Any]] = {}
-  for process, host, device in places:
-    devices.setdefault((process, host), []).append(device)
-  words = [f"process {p} ({host}{devices_text(d)}" for (p, host), d in devices.items()]
+  ids: dict[tuple[int, str], list[Any]] = {}
+  for process, host, device in locations:
+    ids.setdefault((process, host), []).append(device)
+  words = [f"process {p} ({host}{devices_text(d)}" for (p, host), d in ids.items()]
   return few(words, more="more processes")

@@ -180,8 +180,8 @@ def read(state: NoiseScale) -> dict[str, float | None]:
   """
   names = ("noise_scale", "noise_scale_low", "noise_scale_high")
   values = jax.device_get(metrics(state)) if state and state.weight > 0 else {}
-  found = {name: float(values.get(name, math.inf)) for name in names}
-  return {name: x if math.isfinite(x) else None for name, x in found.items()}
+  result = {name: float(values.get(name, math.inf)) for name in names}
+  return {name: x if math.isfinite(x) else None for name, x in result.items()}
 
 
 def describe(scale: float, low: float, high: float, batch_size: int) -> str:

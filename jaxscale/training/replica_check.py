@@ -109,8 +109,8 @@ def check(tree: Any, fingerprint: Fingerprint, *, step: int, before: int = 0) ->
   names = [path_name(path) for path, _ in leaves]
   splits = [_split(x.sharding.spec) for _, x in leaves]
   mesh = leaves[0][1].sharding.mesh
-  if (found := find_divergence(fingerprint(tree), names, mesh, splits)) is not None:
-    raise ReplicaDivergenceError(step, found, before)
+  if (divergence := find_divergence(fingerprint(tree), names, mesh, splits)) is not None:
+    raise ReplicaDivergenceError(step, divergence, before)
 
 
 def shared(state: TrainState) -> TrainState:
@@ -252,36 +252,36 @@ def describe(replicas: Sequence[Replica], names: Sequence[str]) -> str | None:
     same: dict[int, dict[int, int]] = {}
     for j, r in enumerate(replicas):
       same.setdefault(r.parts[i] if r.parts else 0, {})[j] = r.hashes[i]
-    if bad := [found for found in same.values() if len(set(found.values())) > 1]:
+    if bad := [hashes for hashes in same.values() if len(set(hashes.values())) > 1]:
       differing[i] = bad
   if not differing:
     return None
   first, more = names[min(differing)], len(differing) - 1
   where = first + (f" and {more} more lea{'ves' if more > 1 else 'f'}" if more else "")
-  groups = [found for bad in differing.values() for found in bad]
-  if any(len(found) < len(replicas) for found in groups):
+  groups = [hashes for bad in differing.values() for hashes in bad]
+  if any(len(hashes) < len(replicas) for hashes in groups):
     where = f"the same part of {where}"
   apart: set[int] = set()
-  for found in groups:
-    value, votes = Counter(found.values()).most_common(1)[0]
-    if 2 * votes > len(found):
-      apart |= {j for j, h in found.items() if h != value}
+  for hashes in groups:
+    value, votes = Counter(hashes.values()).most_common(1)[0]
+    if 2 * votes > len(hashes):
+      apart |= {j for j, h in hashes.items() if h != value}
   concerned = sorted(set().union(*groups))
   if apart:
     most = f"{len(concerned) - len(apart)} of {len(concerned)} devices"
-    some = _places([replicas[j] for j in sorted(apart)])
+    some = _locations([replicas[j] for j in sorted(apart)])
     return f"{some} differs from {most} in {where}"
-  some = _places([replicas[j] for j in concerned])
-  versions = max(len(set(found.values())) for found in groups)
+  some = _locations([replicas[j] for j in concerned])
+  versions = max(len(set(hashes.values())) for hashes in groups)
   return (
     f"{some} differ in {where}: {len(concerned)} devices hold {versions} versions, and no "
     "majority shows which one is right"
   )
 
 
-def _places(replicas: Sequence[Replica]) -> str:
+def _locations(replicas: Sequence[Replica]) -> str:
   """Return a text that lists processes with their host and devices."""
-  return by_process((r[:3] for r in replicas), lambda own: f", {few(own)})")
+  return by_process((r[:3] for r in replicas), lambda devices: f", {few(devices)})")
 
 
 def _parts(row: int, mesh: Mesh | None, splits: Splits) -> tuple[int, ...]:
@@ -306,10 +306,10 @@ def _digests(replica: Replica, splits: Splits) -> set[str]:
   """
   hashes = np.asarray(replica.hashes, np.uint32)
   kinds = [" ".join(split) for split in splits or [()] * len(hashes)]
-  found = set()
+  digests = set()
   for kind in set(kinds):
     at = [i for i, own in enumerate(kinds) if own == kind]
     part = replica.parts[at[0]] if replica.parts else 0
     digest = hashlib.blake2b(hashes[at].tobytes(), digest_size=8).hexdigest()
-    found.add(f"{kind} {part} {digest}")
-  return found
+    digests.add(f"{kind} {part} {digest}")
+  return digests

@@ -60,8 +60,8 @@ class BinaryCrossEntropy(Loss):
   def build(self, info: Any) -> Objective:
     classes = 0 if getattr(info, "label_shape", ()) else getattr(info, "num_classes", 0)
     if classes > 2 and "int" in info.label_dtype:
-      why = f"takes targets 0 or 1, but {info.name} has {classes} classes"
-      raise invalid("Config.loss", type(self).__name__, why, "use CrossEntropy")
+      problem = f"takes targets 0 or 1, but {info.name} has {classes} classes"
+      raise invalid("Config.loss", type(self).__name__, problem, "use CrossEntropy")
     return _losses(self, info).binary_cross_entropy()
 
   def target_range(self, info: Any) -> tuple[int, int]:

@@ -125,9 +125,9 @@ def _check_keys(opt_state: Any) -> None:
   """Raise before the first step if the optimizer state cannot be checkpointed."""
   for path, leaf in jax.tree.leaves_with_path(opt_state):
     if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-      why = "is a typed key, which a checkpoint cannot store"
+      problem = "is a typed key, which a checkpoint cannot store"
       fix = "store its jax.random.key_data, or use an optimizer without random numbers"
-      raise invalid(f"optimizer state {path_name(path)}", ..., why, fix)
+      raise invalid(f"optimizer state {path_name(path)}", ..., problem, fix)
 
 
 def make_init(

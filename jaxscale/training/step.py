@@ -208,19 +208,19 @@ def _check_means(grads: Any, means: Any, layout: Layout) -> None:
   """Raise if an exchange did not return the mean of each gradient to every device."""
   names = [path_name(path) for path, _ in jax.tree.leaves_with_path(grads)]
   if jax.tree.structure(grads) != jax.tree.structure(means):
-    why, fix = "returns a tree unlike the gradients", "return (means, state)"
-    raise invalid("exchange", ..., why, fix)
+    problem, fix = "returns a tree unlike the gradients", "return (means, state)"
+    raise invalid("exchange", ..., problem, fix)
   split_like = jax.tree.broadcast(specs.grad_specs(layout), grads)
   leaves = map(jax.tree.leaves, (grads, means, split_like))
   for name, grad, mean, spec in zip(names, *leaves, strict=True):
     kinds = [f"{jnp.result_type(x)}{list(jnp.shape(x))}" for x in (grad, mean)]
     if kinds[0] != kinds[1]:
-      why = f"returns {kinds[1]} for the gradient {kinds[0]} of {name}"
-      raise invalid("exchange", ..., why, "return the mean of each gradient")
+      problem = f"returns {kinds[1]} for the gradient {kinds[0]} of {name}"
+      raise invalid("exchange", ..., problem, "return the mean of each gradient")
     split = {a for entry in spec for a in names_of(entry or ())}
     if differing := tuple(a for a in varying(mean) if a not in split):
-      why = f"leaves the gradient of {name} different along {differing}"
-      raise invalid("exchange", ..., why, "average it with jax.lax.pmean over these axes")
+      problem = f"leaves the gradient of {name} different along {differing}"
+      raise invalid("exchange", ..., problem, "average it with jax.lax.pmean over these axes")
 
 
 def _make_update(tx: optax.GradientTransformation, layout: Layout, options: StepOptions) -> Update:

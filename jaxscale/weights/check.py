@@ -56,10 +56,10 @@ def check_source(
   where = Path(path)
   where = (where if where.is_dir() else where.parent) / "config.json"
   says = naming in ("timm", "huggingface")
-  found = read_config_json(where) if says else None
-  if naming == "timm" and found is not None and not is_timm_config(found):
-    found = None  # the config.json of a run
-  if found is None:
+  fields = read_config_json(where) if says else None
+  if naming == "timm" and fields is not None and not is_timm_config(fields):
+    fields = None  # the config.json of a run
+  if fields is None:
     where, own = Path(path), _own_settings(Path(path))
     if own is None:
       return [] if naming == "jaxscale" else [f"{path}: {_UNKNOWN}"]
@@ -67,21 +67,21 @@ def check_source(
     outcome = Comparison(problems, _own_differences(own, model, _POSITIONS))
   else:
     try:
-      outcome = _compared(found, naming, names, model, info, init_head)
+      outcome = _compared(fields, naming, names, model, info, init_head)
     except (TypeError, ValueError) as e:  # For example, a number is text.
-      why = f"a field has an unexpected type ({e})"
-      raise ConfigError(f"{where}: {why}; copy it again, or remove it") from None
+      problem = f"a field has an unexpected type ({e})"
+      raise ConfigError(f"{where}: {problem}; copy it again, or remove it") from None
   if outcome.problems:
     raise ConfigError(f"{where}: belongs to a different model: {'; '.join(outcome.problems)}")
   return [f"{where}: {note}" for note in outcome.notes]
 
 
-def _compared(found, naming, names, model, info, new_head: bool) -> Comparison:
+def _compared(fields, naming, names, model, info, new_head: bool) -> Comparison:
   if naming == "huggingface" and hasattr(model, "rope_theta"):
-    return check_llama(found, model, info, names, new_head)
+    return check_llama(fields, model, info, names, new_head)
   if naming == "huggingface" and hasattr(model, "patch"):
-    return check_vit(found, model)
-  return check_timm(found, model, info)
+    return check_vit(fields, model)
+  return check_timm(fields, model, info)
 
 
 def _own_settings(path: Path) -> dict[str, Any] | None:
@@ -89,8 +89,8 @@ def _own_settings(path: Path) -> dict[str, Any] | None:
   return next(iter(json_objects([read_metadata(path).get("model", "")])), None)
 
 
-def _own_differences(there: dict[str, Any], model: Any, fields: Collection[str]) -> list[str]:
-  if there.get("class") != type(model).__name__:
+def _own_differences(saved: dict[str, Any], model: Any, fields: Collection[str]) -> list[str]:
+  if saved.get("class") != type(model).__name__:
     return []
   settings = {x: (x, getattr(model, x)) for x in fields if hasattr(model, x)}
-  return [*compare(there, model, settings)]
+  return [*compare(saved, model, settings)]

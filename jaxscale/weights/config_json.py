@@ -45,7 +45,7 @@ def read_config_json(path: Path) -> dict[str, Any] | None:
 
 
 def compare(
-  there: Mapping[str, Any],
+  saved: Mapping[str, Any],
   model: Any,
   settings: Mapping[str, tuple[str, Any]],
   fixed: Mapping[str, tuple] = types.MappingProxyType({}),
@@ -53,25 +53,25 @@ def compare(
   """Yield a clause for each field that makes a different model.
 
   Args:
-    there: the fields of the file; missing fields are not compared.
+    saved: the fields of the file; missing fields are not compared.
     model: the settings, for the name of their class.
     settings: the name and value of the setting for each field.
     fixed: the required values of fields that have no setting.
   """
   for field, (name, value) in settings.items():
-    if field in there and there[field] != value:
-      setting = f"{type(model).__name__}.{name}={there[field]!r}"
-      yield f"{field} is {there[field]!r} in the file and {value!r} in the model, set {setting}"
+    if field in saved and saved[field] != value:
+      setting = f"{type(model).__name__}.{name}={saved[field]!r}"
+      yield f"{field} is {saved[field]!r} in the file and {value!r} in the model, set {setting}"
   for field, values in fixed.items():
-    if field in there and there[field] not in values:
+    if field in saved and saved[field] not in values:
       ours = " or ".join(map(repr, values))
-      both = f"{field} is {there[field]!r} in the file and {ours} in the model"
+      both = f"{field} is {saved[field]!r} in the file and {ours} in the model"
       yield f"{both}, which no setting changes"
 
 
-def unknown(found: Mapping[str, Any], known: Collection[str]) -> list[str]:
+def unknown(fields: Mapping[str, Any], known: Collection[str]) -> list[str]:
   """Return a note with the fields whose meaning is unknown, if there are any."""
-  left = sorted(k for k, v in found.items() if k not in known and v is not None)
+  left = sorted(k for k, v in fields.items() if k not in known and v is not None)
   some = ", ".join(left[:5]) + f" and {len(left) - 5} more" * (len(left) > 5)
   return [f"not compared, as their meaning is unknown: {some}"] if left else []
 
@@ -85,8 +85,8 @@ def config_json_path(path: str | os.PathLike) -> Path:
   where = Path(path).parent / "config.json"
   if not where.exists() or read_json(where).get(_FILE) == Path(path).name:
     return where
-  why = f"but {where} belongs to another file; write to a folder of its own"
-  raise ConfigError(f"{path}: a config.json is written next to the file, {why}")
+  problem = f"but {where} belongs to another file; write to a folder of its own"
+  raise ConfigError(f"{path}: a config.json is written next to the file, {problem}")
 
 
 def write_config_json(path: str | os.PathLike, fields: dict[str, Any]) -> None:

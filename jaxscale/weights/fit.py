@@ -18,36 +18,36 @@ Fit = tuple[Callable[[np.ndarray], np.ndarray], str]  # the change, and its desc
 _STEM = "params/Conv_0/kernel"  # in a ResNet
 
 
-def fit(ours: str, how: str, there: Shape, here: Shape) -> Fit | None:
+def fit(ours: str, how: str, old: Shape, new: Shape) -> Fit | None:
   """Return the change that makes an array of a file fit a model; None if there is none.
 
   Args:
     ours: the path of the leaf.
     how: the leaf's key in `names.ARRANGEMENTS`.
-    there: the shape of the array in the file.
-    here: the shape that the array should have in the file.
+    old: the shape of the array in the file.
+    new: the shape that the array should have in the file.
 
   Example:
     >>> _, words = fit("params/embed/position", "tokens", (1, 197, 8), (1, 577, 8))
     >>> words
     'position embeddings resized from 14x14 to 24x24 patches'
   """
-  if len(there) != len(here):
+  if len(old) != len(new):
     return None
-  if how == "tokens" and (there[0], there[2]) == (here[0], here[2]) and there[1] > 0:
-    return _positions(there[1], here[1])
-  is_same = (there[0], *there[2:]) == (here[0], *here[2:])
-  if (how == "patch" or ours == _STEM) and is_same and {there[1], here[1]} == {1, 3}:
-    change = functools.partial(_channels, how=how, first=there[1], last=here[1])
-    return change, f"kernels of {there[1]} channels converted to {here[1]}"
+  if how == "tokens" and (old[0], old[2]) == (new[0], new[2]) and old[1] > 0:
+    return _positions(old[1], new[1])
+  is_same = (old[0], *old[2:]) == (new[0], *new[2:])
+  if (how == "patch" or ours == _STEM) and is_same and {old[1], new[1]} == {1, 3}:
+    change = functools.partial(_channels, how=how, first=old[1], last=new[1])
+    return change, f"kernels of {old[1]} channels converted to {new[1]}"
   return None
 
 
-def _positions(there: int, here: int) -> Fit | None:
+def _positions(old_count: int, new_count: int) -> Fit | None:
   """Resize the positions of square images, with or without a class token in front."""
   for prefix in (0, 1):
-    old, new = math.isqrt(there - prefix), math.isqrt(here - prefix)
-    if old * old + prefix == there and new * new + prefix == here and old:
+    old, new = math.isqrt(old_count - prefix), math.isqrt(new_count - prefix)
+    if old * old + prefix == old_count and new * new + prefix == new_count and old:
       change = functools.partial(resize_positions, prefix=prefix, new=new)
       words = f"position embeddings resized from {old}x{old} to {new}x{new} patches"
       return change, words

@@ -44,7 +44,7 @@ _VIT_HARMLESS = _HARMLESS.union(
 )
 
 
-def completed(found: Mapping[str, Any]) -> dict[str, Any]:
+def completed(fields: Mapping[str, Any]) -> dict[str, Any]:
   """Return all fields of a language model in one dict, with transformers' defaults.
 
   The result has the fields of rotary positions, which transformers 5 keeps in
@@ -55,72 +55,72 @@ def completed(found: Mapping[str, Any]) -> dict[str, Any]:
     >>> completed({"model_type": "llama", "rms_norm_eps": 1e-5})["rope_theta"]
     10000.0
   """
-  there = {**_KINDS.get(str(found.get("model_type")), {}), **found}
-  for place in ("rope_scaling", "rope_parameters"):
-    if isinstance(rope := there.pop(place, None), dict):
-      there |= {k: v for k, v in rope.items() if v is not None}
-  there.setdefault("rope_type", there.pop("type", "default"))
-  if there["rope_type"] != "llama3":
-    there = {k: v for k, v in there.items() if k not in _ROPE} | {"rope_scaling": None}
-  heads, size = there.get("num_attention_heads"), there.get("hidden_size")
-  if str(found.get("model_type")) in _KINDS and isinstance(heads, int) and heads > 0:
+  saved = {**_KINDS.get(str(fields.get("model_type")), {}), **fields}
+  for key in ("rope_scaling", "rope_parameters"):
+    if isinstance(rope := saved.pop(key, None), dict):
+      saved |= {k: v for k, v in rope.items() if v is not None}
+  saved.setdefault("rope_type", saved.pop("type", "default"))
+  if saved["rope_type"] != "llama3":
+    saved = {k: v for k, v in saved.items() if k not in _ROPE} | {"rope_scaling": None}
+  heads, size = saved.get("num_attention_heads"), saved.get("hidden_size")
+  if str(fields.get("model_type")) in _KINDS and isinstance(heads, int) and heads > 0:
     derived = {"num_key_value_heads": heads}
     derived |= {"head_dim": size // heads} if isinstance(size, int) else {}
-    there |= {k: v for k, v in derived.items() if there.get(k) is None}
-  return {k: v for k, v in there.items() if v is not None or k == "rope_scaling"}
+    saved |= {k: v for k, v in derived.items() if saved.get(k) is None}
+  return {k: v for k, v in saved.items() if v is not None or k == "rope_scaling"}
 
 
 def check_llama(
-  found: Mapping[str, Any], model: Any, info: Any, names: Collection[str], new_head: bool
+  fields: Mapping[str, Any], model: Any, info: Any, names: Collection[str], new_head: bool
 ) -> Comparison:
   """Compare a config.json with a language model.
 
   Args:
-    found: the fields of the config.json.
+    fields: the fields of the config.json.
     model: settings with the fields of `config.Transformer`.
     info: the data's fields, with `sequence_length`.
     names: the names of all arrays in the file.
     new_head: True if the file's head is not used.
   """
-  there, settings = completed(found), _settings(model)
-  problems = [*compare(there, model, settings, _FIXED)]
-  if there["rope_type"] == "llama3":
-    problems += [f"the file lacks {x}, copy it again" for x in _ROPE if x not in there]
-  window = there.get("sliding_window")
+  saved, settings = completed(fields), _settings(model)
+  problems = [*compare(saved, model, settings, _FIXED)]
+  if saved["rope_type"] == "llama3":
+    problems += [f"the file lacks {x}, copy it again" for x in _ROPE if x not in saved]
+  window = saved.get("sliding_window")
   length = getattr(info, "sequence_length", 0)
-  if isinstance(window, int | float) and 0 < window < length and _slides(there):
+  if isinstance(window, int | float) and 0 < window < length and _slides(saved):
     fix = f"set sequence_length to {window} or less"
     both = f"sliding_window is {window!r} in the file and the model attends to all tokens"
     problems.append(f"{both}, {fix}")
   # For the supported models, a missing field means an untied head.
-  is_known = str(found.get("model_type")) in _KINDS
-  is_tied = found.get("tie_word_embeddings", not is_known)
+  is_known = str(fields.get("model_type")) in _KINDS
+  is_tied = fields.get("tie_word_embeddings", not is_known)
   if is_tied is False and not new_head and "lm_head.weight" not in names:
     fix = "copy it again or set init_head=True"
     problems.append(f"tie_word_embeddings is False, but the file has no lm_head.weight, {fix}")
-  notes = unknown(there, {*_HARMLESS, *settings, *_FIXED})
+  notes = unknown(saved, {*_HARMLESS, *settings, *_FIXED})
   if is_tied and not new_head and "lm_head.weight" in names:
-    why = "but the file has an lm_head.weight, which is used, as in transformers 5"
-    notes.append(f"tie_word_embeddings is True, {why}")
+    problem = "but the file has an lm_head.weight, which is used, as in transformers 5"
+    notes.append(f"tie_word_embeddings is True, {problem}")
   return Comparison(problems, notes)
 
 
-def check_vit(found: Mapping[str, Any], model: Any) -> Comparison:
+def check_vit(fields: Mapping[str, Any], model: Any) -> Comparison:
   """Compare a config.json with settings that have the fields of `config.ViT`."""
-  there = {"layer_norm_eps": 1e-12} | {k: v for k, v in found.items() if v is not None}
+  saved = {"layer_norm_eps": 1e-12} | {k: v for k, v in fields.items() if v is not None}
   settings = {"num_attention_heads": ("num_heads", model.num_heads)}
   settings |= {"layer_norm_eps": ("norm_eps", model.norm_eps)}
-  notes = unknown(there, {*_VIT_HARMLESS, *settings, *_VIT_FIXED})
-  return Comparison([*compare(there, model, settings, _VIT_FIXED)], notes)
+  notes = unknown(saved, {*_VIT_HARMLESS, *settings, *_VIT_FIXED})
+  return Comparison([*compare(saved, model, settings, _VIT_FIXED)], notes)
 
 
-def _slides(there: Mapping[str, Any]) -> bool:
+def _slides(fields: Mapping[str, Any]) -> bool:
   """Return whether any layer attends to a sliding window."""
-  if isinstance(layers := there.get("layer_types"), list):
+  if isinstance(layers := fields.get("layer_types"), list):
     return "sliding_attention" in layers
   # Qwen's files have a window even if it is not used.
-  is_qwen = str(there.get("model_type")).startswith("qwen")
-  return bool(there.get("use_sliding_window", not is_qwen))
+  is_qwen = str(fields.get("model_type")).startswith("qwen")
+  return bool(fields.get("use_sliding_window", not is_qwen))
 
 
 def _settings(model: Any) -> dict[str, tuple[str, Any]]:
@@ -128,10 +128,10 @@ def _settings(model: Any) -> dict[str, tuple[str, Any]]:
   kv_heads = model.num_kv_heads or model.num_heads
   width = model.head_width or model.width // model.num_heads
   names = {"rope_theta": "rope_theta", "rms_norm_eps": "norm_eps", "rope_scaling": "rope_factor"}
-  found = {field: (name, getattr(model, name)) for field, name in (names | _ROPE).items()}
+  fields = {field: (name, getattr(model, name)) for field, name in (names | _ROPE).items()}
   heads = {"num_attention_heads": ("num_heads", model.num_heads)}
   heads |= {"num_key_value_heads": ("num_kv_heads", kv_heads), "head_dim": ("head_width", width)}
-  return heads | found
+  return heads | fields
 
 
 def llama_config(
@@ -165,8 +165,8 @@ def llama_config(
     (['LlamaForCausalLM'], 64)
   """
   if model.qk_norm and model.qkv_bias:
-    why = "transformers has no model with both; use --naming jaxscale"
-    raise ConfigError(f"Transformer.qk_norm and qkv_bias: {why}")
+    problem = "transformers has no model with both; use --naming jaxscale"
+    raise ConfigError(f"Transformer.qk_norm and qkv_bias: {problem}")
   is_qwen = "Qwen3" if model.qk_norm else "Qwen2" if model.qkv_bias else None
   name = is_qwen or "Llama"
   fields = {field: value for field, (_, value) in _settings(model).items()}

@@ -122,7 +122,7 @@ def _sources(
     The sources, and descriptions of the changes during loading.
   """
   changes = ["the classifier is newly initialized"] if kept else []
-  found: dict[str, _Sources] = {name: [] for name in leaves}
+  sources: dict[str, _Sources] = {name: [] for name in leaves}
   unexpected = set(stored) - set(names.counters) - {link.theirs for link in names.links}
   unexpected = sorted(n for n in unexpected if not n.endswith(names.derived))
   missing, misshaped, mistyped = {}, {}, {}
@@ -132,36 +132,36 @@ def _sources(
     name = link.theirs
     if name not in stored and link.or_else in stored:
       name = link.or_else or name
-    there, leaf = stored.get(name), leaves[link.ours]
-    if there is None:
+    array, leaf = stored.get(name), leaves[link.ours]
+    if array is None:
       missing[name] = link.ours
       continue
-    wanted = [link.shape_in_file(leaf.shape)]
+    shapes = [link.shape_in_file(leaf.shape)]
     if num_classes is not None and (dim := names.classes.get(link.ours)) is not None:
       cut = (*leaf.shape[:dim], num_classes, *leaf.shape[dim + 1 :])
-      wanted.insert(0, link.shape_in_file(cut))
+      shapes.insert(0, link.shape_in_file(cut))
     change = None
-    if there.shape not in wanted:
-      change = fit(link.ours, link.how, there.shape, wanted[0])
-      sizes = f"{list(there.shape)} in the file and {list(wanted[0])} in the model"
+    if array.shape not in shapes:
+      change = fit(link.ours, link.how, array.shape, shapes[0])
+      sizes = f"{list(array.shape)} in the file and {list(shapes[0])} in the model"
       misshaped |= {} if change else {f"{name} is {sizes}": link.ours}
     if change is not None:
       link = link._replace(fit=change[0])
       changes.append(change[1])
     # Casting keeps the meaning of numbers, except of 8-bit types, which have scales.
-    both = {there.dtype, np.dtype(leaf.dtype)}
-    if there.shape in wanted and len(both) > 1 and not both <= _FLOATS:
-      mistyped[f"{name} is {there.dtype} in the file and {leaf.dtype} in the model"] = link.ours
-    found[link.ours].append((link, there))
+    both = {array.dtype, np.dtype(leaf.dtype)}
+    if array.shape in shapes and len(both) > 1 and not both <= _FLOATS:
+      mistyped[f"{name} is {array.dtype} in the file and {leaf.dtype} in the model"] = link.ours
+    sources[link.ours].append((link, array))
   kinds = "missing", "unexpected", "of a different shape", "of a different dtype"
   problems = zip(kinds, (missing, unexpected, misshaped, mistyped), strict=True)
   counts = [f"{len(a)} {what}, first {next(iter(a))}" for what, a in problems if a]
   if counts:
     others = {*missing.values(), *misshaped.values()} - {*names.head}
     is_head = not (others or unexpected or mistyped)
-    why = f"does not have this model's parameters in {names.name}'s names: {'; '.join(counts)}"
-    raise ConfigError(f"{path}: {why}; {_advice(names.name, stored, is_head)}")
-  return found, changes
+    problem = f"does not have this model's parameters in {names.name}'s names: {'; '.join(counts)}"
+    raise ConfigError(f"{path}: {problem}; {_advice(names.name, stored, is_head)}")
+  return sources, changes
 
 
 def _without_wrappers(stored: dict[str, Stored]) -> dict[str, Stored]:
@@ -219,6 +219,6 @@ def _read(ranges: tuple[tuple[int, int], ...], dtype: np.dtype, sources: _Source
     # The file has no classes beyond its own; the rest stays zero.
     array = ARRANGEMENTS[link.how].ours(array)
     array = array if link.fit is None else link.fit(array)
-    wanted = array[tuple(slice(*r) for r in inner)]
-    target[tuple(slice(n) for n in wanted.shape)] = wanted
+    part = array[tuple(slice(*r) for r in inner)]
+    target[tuple(slice(n) for n in part.shape)] = part
   return out

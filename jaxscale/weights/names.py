@@ -264,9 +264,9 @@ def guess(path: str | os.PathLike, names: Collection[str]) -> str:
     if sign in names:
       return naming
   some = ", ".join(sorted(names)[:3])
-  why = f"its names (such as {some}) match none of {', '.join(NAMINGS)}{_kind(path)}"
+  problem = f"its names (such as {some}) match none of {', '.join(NAMINGS)}{_kind(path)}"
   fix = "use a ResNet or ViT from timm or torchvision"
-  raise ConfigError(f"{path}: {why}; {fix}, a Llama or ViT from Hugging Face, or an export")
+  raise ConfigError(f"{path}: {problem}; {fix}, a Llama or ViT from Hugging Face, or an export")
 
 
 def _kind(path: Any) -> str:
@@ -310,18 +310,18 @@ def naming_of(name: str, shapes: Shapes) -> Naming:
   elif name != "huggingface":
     links, counters = _resnet_links(shapes)
   if left := [path for path in shapes if path not in {link.ours for link in links}]:
-    why = f"has no name for {left[0]} of this model; use naming=jaxscale"
-    raise ConfigError(f"naming={name}: {why}")
+    problem = f"has no name for {left[0]} of this model; use naming=jaxscale"
+    raise ConfigError(f"naming={name}: {problem}")
   return Naming(name, links, counters, derived, classes, head, _PYTORCH)
 
 
 def _classes(shapes: Shapes) -> dict[str, int]:
   """Return the dims that count classes: in the embedding and in the last dense layer."""
-  found = {"params/embed/table": 0, "params/head/kernel": 1, "params/head/bias": 0}
+  dims = {"params/embed/table": 0, "params/head/kernel": 1, "params/head/bias": 0}
   last = _count(shapes, "Dense") - 1
   for module in (f"Dense_{last}", "fc8"):  # AlexNet's layer has its published name.
-    found |= {f"params/{module}/kernel": 1, f"params/{module}/bias": 0}
-  return {path: dim for path, dim in found.items() if path in shapes}
+    dims |= {f"params/{module}/kernel": 1, f"params/{module}/bias": 0}
+  return {path: dim for path, dim in dims.items() if path in shapes}
 
 
 def _table_links(rows: tuple[Link, ...], shapes: Shapes) -> Iterator[Link]:

@@ -95,19 +95,19 @@ def _read_folder(folder: Path) -> dict[str, Stored]:
   if not (folder / _INDEX).exists() and (folder / _ONE).exists():
     return read_header(folder / _ONE)[0]
   if not (folder / _INDEX).exists():
-    why = f"has neither {_ONE} nor {_INDEX}; give a .safetensors file, or a folder with one of them"
-    raise ConfigError(f"{folder}: {why}")
+    remedy = "give a .safetensors file, or a folder with one of them"
+    raise ConfigError(f"{folder}: has neither {_ONE} nor {_INDEX}; {remedy}")
   shape = {"weight_map": {str: str}}
   where = require_json(folder / _INDEX, shape, "copy it again")["weight_map"]
   files = sorted(set(where.values()))
   for file in files:
     if Path(file).name != file or not file.isprintable():
       raise ConfigError(f"{folder / _INDEX}: {file!r} is not a file name; copy the index again")
-  found = {file: read_header(folder / file)[0] for file in files}
+  headers = {file: read_header(folder / file)[0] for file in files}
   for name, file in where.items():
-    if name not in found[file]:
+    if name not in headers[file]:
       raise ConfigError(f"{folder / file}: has no {name}, which {_INDEX} lists; copy both again")
-  return {name: found[file][name] for name, file in where.items()}
+  return {name: headers[file][name] for name, file in where.items()}
 
 
 def read_header(path: Path) -> tuple[dict[str, Stored], dict[str, str]]:
@@ -130,17 +130,17 @@ def read_header(path: Path) -> tuple[dict[str, Stored], dict[str, str]]:
         first = 8 + int.from_bytes(start[:8], "little")
         header = parse_json(file.read(first - 8))
       metadata = header.pop("__metadata__", {})
-      found = {}
+      arrays = {}
       for name, x in header.items():
         begin, shape = first + x["data_offsets"][0], tuple(x["shape"])
         if len(shape) > _MOST_DIMS or math.prod(n or 1 for n in shape) > _MOST_ITEMS:
           raise ValueError(f"{name:.40} has an invalid shape")
-        found[name] = Stored(path, DTYPES[x["dtype"]], shape, begin)
+        arrays[name] = Stored(path, DTYPES[x["dtype"]], shape, begin)
     except (SafetensorError, KeyError, ValueError) as e:
-      why = str(e).removeprefix("Error while deserializing header: ").splitlines()[0]
-      reason = f"truncated or with a damaged header ({why}); copy it again"
+      problem = str(e).removeprefix("Error while deserializing header: ").splitlines()[0]
+      reason = f"truncated or with a damaged header ({problem}); copy it again"
       raise ConfigError(f"{path}: {reason}") from None
-  return found, metadata
+  return arrays, metadata
 
 
 def write(

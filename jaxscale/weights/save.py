@@ -154,10 +154,10 @@ def export_leaves(
   for _ in turns:  # All processes gather together, also if the disk of process 0 failed.
     pass
   if failed := cluster.from_leader(failed):
-    why, room = failed
+    problem, room = failed
     if room is None:
-      raise ConfigError(f"{path}: {why}; give a path that can be written")
-    raise UnwrittenError(f"{path}: could not be written: {why} ({room})")
+      raise ConfigError(f"{path}: {problem}; give a path that can be written")
+    raise UnwrittenError(f"{path}: could not be written: {problem} ({room})")
   return size
 
 
@@ -199,8 +199,8 @@ def _copy(sharding: Any, is_layer: bool, is_far: bool) -> Callable[..., jax.Arra
   def from_its_holder(x, layer):
     """Return a layer that one device holds: its bits from that device, zeros from the others."""
     mine = layer - lax.axis_index(first) * len(x)
-    found = take(x, jnp.clip(mine, 0, len(x) - 1))
-    bits = lax.bitcast_convert_type(found, f"uint{8 * x.dtype.itemsize}")
+    rows = take(x, jnp.clip(mine, 0, len(x) - 1))
+    bits = lax.bitcast_convert_type(rows, f"uint{8 * x.dtype.itemsize}")
     bits = jnp.where((mine >= 0) & (mine < len(x)), bits, jnp.zeros_like(bits))
     return lax.bitcast_convert_type(lax.psum(bits, first), x.dtype)
 

@@ -52,87 +52,87 @@ _FIELDS = OURS.union(
 )
 
 
-def is_timm_config(found: Mapping[str, Any]) -> bool:
+def is_timm_config(fields: Mapping[str, Any]) -> bool:
   """Return whether a config.json is in timm's format."""
-  return not {"architecture", "pretrained_cfg", "num_classes"}.isdisjoint(found)
+  return not {"architecture", "pretrained_cfg", "num_classes"}.isdisjoint(fields)
 
 
-def check_timm(found: Mapping[str, Any], model: Any, info: Any) -> Comparison:
+def check_timm(fields: Mapping[str, Any], model: Any, info: Any) -> Comparison:
   """Compare a config.json with an image model.
 
   Args:
-    found: the fields of the config.json.
+    fields: the fields of the config.json.
     model: settings with the fields of `config.ResNet` or `config.ViT`.
     info: the data's fields, with `mean` and `std`.
   """
-  args = found.get("model_args")
+  args = fields.get("model_args")
   args = args if isinstance(args, dict) else {}
-  there = {k: v for k, v in args.items() if v is not None}
-  name = str(found.get("architecture", "")).partition(".")[0]
+  saved = {k: v for k, v in args.items() if v is not None}
+  name = str(fields.get("architecture", "")).partition(".")[0]
   if hasattr(model, "patch"):
     match, ours, fixed = _VIT.fullmatch(name), "plain ViT and DeiT", _VIT_FIXED
-    there |= _vit_fields(match, args, found)
+    saved |= _vit_fields(match, args, fields)
     names = {x: x for x in ("num_heads", "pool")} | {"LayerNorm's epsilon": "norm_eps"}
   else:
     match, ours, fixed = _RESNET.fullmatch(name), "resnet18 to resnet152", _FIXED
-    there |= _resnet_fields(match, args, found)
+    saved |= _resnet_fields(match, args, fields)
     names = {"depth": "depth", "BatchNorm's epsilon": "bn_epsilon"}
   problems = []
   if name and not match:
     problems.append(f"architecture is {name!r}, but jaxscale only supports {ours}")
   settings = {field: (name, getattr(model, name, None)) for field, name in names.items()}
-  problems += compare(there, model, settings, fixed)
-  for field in sorted(there.keys() - _HARMLESS - settings.keys() - fixed.keys()):
-    problems.append(f"{field} is {there[field]!r}, which jaxscale does not know")
-  return Comparison(problems, [*_image_notes(found, info), *unknown(found, _FIELDS)])
+  problems += compare(saved, model, settings, fixed)
+  for field in sorted(saved.keys() - _HARMLESS - settings.keys() - fixed.keys()):
+    problems.append(f"{field} is {saved[field]!r}, which jaxscale does not know")
+  return Comparison(problems, [*_image_notes(fields, info), *unknown(fields, _FIELDS)])
 
 
 def _resnet_fields(
-  match: re.Match | None, args: Mapping[str, Any], found: Mapping[str, Any]
+  match: re.Match | None, args: Mapping[str, Any], fields: Mapping[str, Any]
 ) -> dict[str, Any]:
   """Return the fields that an architecture implies, and its pooling."""
-  pool = args.get("global_pool", found.get("global_pool"))
-  there = {} if pool is None else {"global_pool": pool}
+  pool = args.get("global_pool", fields.get("global_pool"))
+  saved = {} if pool is None else {"global_pool": pool}
   if match:
-    there |= {"depth": int(match[1]), "BatchNorm's epsilon": _BN_EPSILON}
-  return there
+    saved |= {"depth": int(match[1]), "BatchNorm's epsilon": _BN_EPSILON}
+  return saved
 
 
 def _vit_fields(
-  match: re.Match | None, args: Mapping[str, Any], found: Mapping[str, Any]
+  match: re.Match | None, args: Mapping[str, Any], fields: Mapping[str, Any]
 ) -> dict[str, Any]:
   """Return the fields that an architecture implies, and its pooling, as VisionTransformer does."""
-  is_gap, there = bool(match and match[2]), {}
+  is_gap, saved = bool(match and match[2]), {}
   if match:
-    there["LayerNorm's epsilon"] = _NORM_EPS
-    there["num_heads"] = 16 if is_gap else _HEADS.get(match[1], 16)
+    saved["LayerNorm's epsilon"] = _NORM_EPS
+    saved["num_heads"] = 16 if is_gap else _HEADS.get(match[1], 16)
   if args.get("num_heads") is not None:
-    there["num_heads"] = args["num_heads"]
+    saved["num_heads"] = args["num_heads"]
   # Without arguments, the field itself has the pooling.
-  pool = args.get("global_pool", found.get("global_pool", "avg" if is_gap else None))
+  pool = args.get("global_pool", fields.get("global_pool", "avg" if is_gap else None))
   if match or pool is not None:
     norm = args.get("fc_norm", False if is_gap else None)
     has_norm = pool == "avg" if norm is None else norm
     has_token = args.get("class_token", not is_gap)
     form = f"{pool or 'token'}, class_token={has_token}, fc_norm={has_norm}"
-    there["global_pool"] = form
+    saved["global_pool"] = form
     if form in _POOLS:
-      there["pool"] = _POOLS[form]
-  return there
+      saved["pool"] = _POOLS[form]
+  return saved
 
 
-def _image_notes(found: Mapping[str, Any], info: Any) -> Iterator[str]:
+def _image_notes(fields: Mapping[str, Any], info: Any) -> Iterator[str]:
   """Yield a note if images are normalised differently, which only fine-tuning compensates."""
-  cfg = found.get("pretrained_cfg", found)
+  cfg = fields.get("pretrained_cfg", fields)
   if not isinstance(cfg, dict) or getattr(info, "dtype", None) != "uint8":
     return
   for field in ("mean", "std"):
-    there, here = cfg.get(field, []), np.array(getattr(info, field)) / 255
-    if mismatch(there, [float]) or len(there) not in (1, len(here)):
+    saved, expected = cfg.get(field, []), np.array(getattr(info, field)) / 255
+    if mismatch(saved, [float]) or len(saved) not in (1, len(expected)):
       continue  # The number of channels differs.
-    if not np.allclose(there, here, atol=1e-3):
-      mine = [round(x, 4) for x in here.tolist()]
-      yield f"images had {field} {there} in the file and have {mine} in the data"
+    if not np.allclose(saved, expected, atol=1e-3):
+      mine = [round(x, 4) for x in expected.tolist()]
+      yield f"images had {field} {saved} in the file and have {mine} in the data"
 
 
 def timm_config(model: Any, info: Mapping[str, Any]) -> dict[str, Any] | None:

@@ -111,7 +111,7 @@ def _preference(wheel: dict) -> tuple:
 
 
 def easyconfig(lock: dict, extra: str | None) -> str:
-  """The text of an easyconfig."""
+  """Return the text of an easyconfig."""
   packages = {f"{p['name']}=={p['version']}": p for p in lock["package"]}
   own = next(p for p in lock["package"] if p["name"] == "jaxscale")
   suffix = f"versionsuffix = '-{extra}'\n" if extra else ""

@@ -37,7 +37,7 @@ class Command(NamedTuple):
 
 
 def commands(page):
-  """The command lines in a page's blocks that are of a shell."""
+  """Return the command lines in a page's shell blocks."""
   text, found = (ROOT / page).read_text(), []
   for language, block in re.findall(r"^```(\w*)[^\n]*\n(.*?)^```", text, re.M | re.S):
     if language not in ("", "bash", "sh"):
@@ -63,7 +63,7 @@ def commands(page):
 
 
 def program(words):
-  """The words of a command of ours, None of another's, from its name on."""
+  """Return the words of a jaxscale command after its program; None for other commands."""
   if words[:1] == ["srun"]:
     return program([w for w in words[1:] if not w.startswith("--ntasks")])
   first, *rest = [*words, ""]
@@ -89,7 +89,7 @@ def parsed(command):
 
 
 def config_of(args):
-  """The config of a command; None where it is a reader's own file, or there is none."""
+  """Return the config of a command; None without one, or if it is a reader's own file."""
   config = getattr(args, "config", None)
   if not config or isinstance(config, list) or config in OWN_FILES:
     return None

@@ -25,7 +25,7 @@ CLASSES = """
 
 @pytest.fixture(scope="module")
 def mine(tmp_path_factory):
-  """The page's file, outside of the repository."""
+  """Write the page's file outside of the repository."""
   return write_mine(tmp_path_factory.mktemp("user"))
 
 

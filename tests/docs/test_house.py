@@ -35,7 +35,7 @@ SHAPES = {"fashion_mnist": ((28, 28, 1), 10, 60_000), "imagenet2012": (None, 100
 
 
 def fake(name, split, **options):
-  """A dataset of the right sizes, without the data."""
+  """Return a dataset of the right sizes without data."""
   del split
   shape, classes, size = SHAPES[name]
   shape = shape or (options["image_size"], options["image_size"], 3)
@@ -44,13 +44,13 @@ def fake(name, split, **options):
 
 
 def fake_folder(directory, **options):
-  """ImageNet-22k of IBM's run, likewise."""
+  """Return the dataset of ImageNet-22k in IBM's run, without data."""
   info = data.DatasetInfo(directory, (224, 224, 3), 21_841, (127.5,), (127.5,))
   return data.Dataset(info, 7_500_000, lambda indices, draws: {})
 
 
 def fake_text(directory, split, *, vocab_size, sequence_length, **options):
-  """Files of tokens, likewise."""
+  """Return a dataset of token files without data."""
   info = data.TextInfo(directory, vocab_size, sequence_length)
   return data.Dataset(info, 1_000_000, lambda indices, draws: {})
 
@@ -123,7 +123,7 @@ def test_the_launch_script_starts_the_same_command(tmp_path, env, counts):
 
 
 def run_python_of(page, tmp_path, monkeypatch, capsys):
-  """The accuracy that the page's first block of Python prints last."""
+  """Return the accuracy that the page's first block of Python prints last."""
   code = re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.S)[0]
   assert len(code.strip().splitlines()) <= 25
   monkeypatch.chdir(tmp_path)

@@ -148,7 +148,7 @@ def resnet50():
 
 
 def made(config, num_train=NUM_TRAIN):
-  """The optimizer of a config, as a run makes it."""
+  """Return the optimizer and the schedule of a config, as a run makes them."""
   derived = derive(config, num_train, 1, 1)
   schedule = make_schedule(config, derived)
   return make_optimizer(config, schedule, derived.warmup_steps, None), schedule

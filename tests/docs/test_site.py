@@ -22,7 +22,7 @@ def generate():
 
 
 def page(generate, name):
-  """A page of the reference as Sphinx is given it."""
+  """Return a page of the reference as Sphinx gets it."""
   return generate["fill"]((REFERENCE / f"{name}.md").read_text())
 
 

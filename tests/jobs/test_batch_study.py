@@ -105,7 +105,7 @@ def test_a_trial_is_a_size_and_a_seed():
 
 
 def outcome(size=64, step: int | None = 10, seed=0, **changes):
-  """What an imagined run left: summary.json, or a line of its log where it failed."""
+  """Return the record of an imagined run: summary.json, or the failure in its log."""
   summary = dict(outcome="done", step=step or 90, target_step=step, accuracy=0.81, loss=0.5)
   summary["target_seconds"] = step and 0.5 * step
   return {"batch_size": size, "seed": seed, **summary, **changes}

@@ -19,7 +19,7 @@ from support.tables import table
 def parser():
   made = Parser("logs", "x")
   made.words("names", "RUN", "runs", missing="give a run")
-  made.config(missing=None)
+  made.config("")
   made.flag("-f --follow", "follow")
   made.option("-n --lines N", "lines", whole(1))
   made.option("--kind KIND", "kinds", choices=("strong", "weak"), default="weak")

@@ -159,4 +159,4 @@ def test_a_disk_that_fails_is_a_finding(tmp_path, capsys, images, monkeypatch):
 def test_help_lists_the_checks(capsys):
   assert cli.main(["doctor", "--help"]) == 0
   reported = capsys.readouterr().out
-  assert "doctor imagenet" in reported and "rate of an all-reduce" in " ".join(reported.split())
+  assert "doctor imagenet" in reported and "network (rate of an" in " ".join(reported.split())

@@ -207,7 +207,7 @@ def test_what_is_tried_are_numbers(capsys, tmp_path, monkeypatch):
 
 
 class Device(SimpleNamespace):
-  """As much of a device as a mesh asks for."""
+  """Device with the attributes that a mesh reads."""
 
   def __init__(self, number, slice_index):
     about = dict(platform="cpu", device_kind="cpu", process_index=0)

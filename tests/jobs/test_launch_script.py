@@ -196,7 +196,7 @@ def test_what_was_cancelled_or_often_enough_is_not_started_again(
 
 
 def end_of(tmp_path, srun, code, scontrol="echo JobState=RUNNING"):
-  """The script's end on record where srun prints lines and returns a code."""
+  """Return the recorded end of the script if srun prints lines and returns a code."""
   run = RUN._replace(folder=str(tmp_path / "run"), nodes=2)
   lines = "\n".join(["srun: job 7 has been allocated resources", *srun])
   shown = f"cat >&2 <<'X'\n{lines}\nX\nexit {code}"
@@ -228,7 +228,7 @@ ENDS = {
 def test_a_process_that_fails_before_the_others_know_is_the_one_that_counts(
   tmp_path, how, code, other, highest
 ):
-  """srun returns the code of those that it ended by SIGTERM because of it."""
+  """Expect the code of the first failure: srun returns that of the processes that it ended."""
   lines = f"srun: error: n2: task 1: {how}", "srun: Terminating StepId=7.0", other
   ended = end_of(tmp_path, lines, max(code, highest))
   assert ended[:2] == (code, "stop")

@@ -111,7 +111,7 @@ def test_a_file_that_cannot_be_is_refused_before_the_work(command, name, capsys)
 
 @pytest.fixture
 def runs(tmp_path, monkeypatch):
-  """A workdir `digits` of `train`, and a study `digs`, in runs/."""
+  """Write a workdir `digits` of `train` and a study `digs` in runs/."""
   monkeypatch.chdir(tmp_path)
   Path("runs/digits").mkdir(parents=True)
   Path("runs/digits/config.json").write_text(json.dumps(RECORD))
@@ -127,7 +127,7 @@ RECORD |= dict(config={"phases": {"class": "Phases"}, "log": {"step_report": Fal
 
 @pytest.fixture
 def trained(runs):
-  """The workdir has trained, and the current folder has files of its own."""
+  """Write the checkpoints of the workdir, and a user's files in the current folder."""
   line = {"train/loss": 1.0, "perf/examples_per_s": 9.0}
   lines = [json.dumps(line | {"step": s, "time": float(s)}) + "\n" for s in range(1, 9)]
   Path("runs/digits/metrics.jsonl").write_text("".join(lines))

@@ -1,4 +1,4 @@
-"""What the preflight makes of what it has measured, by hand-made measurements."""
+"""Findings of the preflight, from hand-made measurements."""
 
 from jaxscale import cli
 from jaxscale.jobs import preflight
@@ -35,8 +35,8 @@ def test_a_clock_counts_as_off_only_beyond_what_the_question_took():
 
 
 def has(**other):
-  """What a process in good order says of itself."""
-  good = dict(versions={"jax": "0.10.2"}, hostname="n1", loopback="", place="a", gpus=[])
+  """Return the measurements of a process without problems."""
+  good = dict(versions={"jax": "0.10.2"}, hostname="n1", loopback="", network="a", gpus=[])
   good |= dict(files=[1024, 4096], locked=-1, infiniband=True, shm=1 << 33)
   return good | other
 
@@ -49,7 +49,7 @@ def test_versions_limits_and_names_are_judged():
   assert reported(has(), has(), has(versions={"jax": "0.10.1"})) == [
     "jax 0.10.1 on process 2 (n3), 0.10.2 on the others"
   ]
-  found = has(), has(hostname="n2", loopback="127.0.1.1", place="b")
+  found = has(), has(hostname="n2", loopback="127.0.1.1", network="b")
   (text,) = reported(*found)
   assert text.startswith("n2: its own name resolves to 127.0.1.1 there")
   assert not reported(has(loopback="127.0.1.1"), has(loopback="127.0.1.1"))  # one host

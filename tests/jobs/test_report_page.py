@@ -35,7 +35,7 @@ class Page(HTMLParser):
 
 
 def workdir(path, **files):
-  """A workdir with these files; a value that is no text is its JSON."""
+  """Write a workdir with these files; values other than text are written as JSON."""
   path.mkdir()
   files = {"config.json": {"config": CONFIG}} | files
   for name, content in files.items():

@@ -4,9 +4,11 @@ import json
 
 import pytest
 
+from jaxscale.jobs.folder import append_line, write_spec
 from jaxscale.jobs.measured import NotBegunError
 from jaxscale.jobs.run_report import describe
 from jaxscale.metrics import plot_metrics
+from support.job_script import RUN
 
 NAN = float("nan")
 
@@ -57,6 +59,24 @@ def test_a_run_that_resumes_is_not_reported_as_interrupted(tmp_path):
   summary = DONE | dict(outcome="interrupted", step=15)
   report = describe(workdir(tmp_path / "r", *LINES, **summary))
   assert report.startswith("r: at step 30 of 30, resumed at 15\n")
+
+
+def test_a_preempted_job_that_restarts_is_not_a_problem(tmp_path):
+  job = RUN._replace(folder=str(tmp_path / "r"), nodes=2)
+  (tmp_path / "r" / "events").mkdir(parents=True)
+  write_spec(job, ("job.sbatch", ""))
+  path = workdir(tmp_path / "r" / "train", *LINES)
+  start = dict(commit=None, changed=[], host="n1", command="train")
+  append_line(path / "starts.jsonl", start)
+  ends = [(85, "requeue"), (86, "requeue"), (85, "stop"), (143, "requeue"), (85, "stop")]
+  for number, (code, then) in enumerate(ends):
+    event = dict(job=str(number), restarts=0, nodes=2, hosts="n[1-2]")
+    append_line(job.events_file(0), event | dict(event="start", code=0, next=""))
+    append_line(job.events_file(0), event | dict(event="end", code=code, next=then))
+  report = " ".join(describe(tmp_path / "r").split())
+  assert "stops: 3 on request, requeued or resumed" in report
+  failed = "job 1 ended with exit code 86 (requeue); job 4 ended with exit code 85 (stop)"
+  assert f"problems: {failed} start: n[1-2]; train" in report  # without a commit
 
 
 def test_a_run_of_one_logged_step_draws_points(tmp_path):

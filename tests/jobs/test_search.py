@@ -53,7 +53,7 @@ GIVEN[-1] |= {"accumulate_steps": "4", "layout.schedule": "1f1b"}
 
 @pytest.mark.parametrize("which", all_slow_except(range(len(GIVEN)), 2, 3))
 def test_no_program_takes_less_than_the_least(which):
-  """What is left out would not fit: the bound is below the bytes of the compiler."""
+  """Expect a bound below the compiler's bytes: layouts that exceed it would not fit."""
   made, chips = override(config(), GIVEN[which]), here()
   one = search.as_given(made, 4)
   data = made.data.abstract(made.batch_size)

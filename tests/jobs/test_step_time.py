@@ -85,7 +85,7 @@ def test_all_during_the_backward_pass():
 
 
 def kernel(line, *operands):
-  """Of an instruction of a program of its own."""
+  """Return the kernel of an instruction in a program of its own."""
   named = [f"  %p{i} = {shape} parameter({i})" for i, shape in enumerate(operands)]
   lines = ["ENTRY %m () -> f32[1] {", *named, f"  ROOT %x = {line}", "}"]
   (module,) = parse.modules("\n".join(lines))

@@ -1,4 +1,4 @@
-"""What a trace says of a step, on traces that are written by hand: times are in us."""
+"""Statistics of a step from hand-written traces; times are in us."""
 
 import struct
 
@@ -18,7 +18,7 @@ HEAD = "\n".join(
 
 
 def plane(name, **lines):
-  """An XPlane as text: lines of (name, start, microseconds, stats)."""
+  """Return an XPlane as text, from lines of (name, start, microseconds, stats)."""
   names = sorted({event[0] for line in lines.values() for event in line})
   metadata = "".join(
     f'event_metadata {{ key: {i} value {{ id: {i} name: "{n}" }} }}\n'
@@ -44,7 +44,7 @@ def plane(name, **lines):
 
 
 def field(number, value):
-  """A protobuf field: bytes or text."""
+  """Return a protobuf field of bytes or text."""
   value = value.encode() if isinstance(value, str) else value
   assert len(value) < 2**14
   size = bytes([len(value) & 127 | 128, len(value) >> 7])
@@ -52,7 +52,7 @@ def field(number, value):
 
 
 def program(name, **instructions):
-  """The plane of one HLO program: (opcode, op_name) by instruction."""
+  """Return the plane of one HLO program, from (opcode, op_name) by instruction."""
   made = b"".join(
     field(2, field(1, n) + field(2, opcode) + field(7, field(2, where)))
     for n, (opcode, where) in instructions.items()

@@ -21,7 +21,7 @@ from support.tables import fields, table, words
 
 @pytest.fixture
 def workdir(tmp_path):
-  """Of a run of two processes that trains, as far as others see it."""
+  """Yield the workdir of a run of two processes that is training, as others see it."""
   (tmp_path / "config.json").write_text(json.dumps({"processes": 2}))
   with lock.acquire(tmp_path):
     yield tmp_path
@@ -116,7 +116,7 @@ def test_a_request_that_anybody_can_write_is_left_alone(workdir):
 
 
 def answer(workdir, suffix, text=""):
-  """What a process of the run does, once it is asked."""
+  """Answer a request, as a process of the run does."""
   while (request := trace_request.read(workdir)) is None:
     time.sleep(0.01)
   folder = session_folder(workdir, request.name)
@@ -129,7 +129,7 @@ def with_answer(workdir, *given, **options):
   thread = threading.Thread(target=answer, args=(workdir, *given))
   thread.start()
   try:
-    return profile.trace(workdir, say=lambda line: None, **options)
+    return profile.trace(workdir, log=lambda line: None, **options)
   finally:
     thread.join()
 

@@ -39,7 +39,7 @@ CLASSES, WORDS = 7, 48
 
 
 def photos(pixels, channels=3):
-  """What a model has to know of images of so many pixels."""
+  """Return the information on images of a size that a model needs."""
   mean, std = MEAN[:channels], STD[:channels]
   return DatasetInfo("photos", (pixels, pixels, channels), CLASSES, mean, std)
 
@@ -82,14 +82,14 @@ def theirs(model, info):
 
 
 def built(settings, info):
-  """(our model, its shapes) by its settings."""
+  """Return (our model, its shapes) for settings."""
   model = make_model(small_config(model=settings), info, train=False)
   made = jax.eval_shape(init_fn(model), jax.random.key(0))
   return model, made if isinstance(made, tuple) else (made, {})
 
 
 def logits_of(model, params, state, info):
-  """Logits of ours."""
+  """Return the logits of our model."""
   x = jnp.asarray(batch_of(info))
   if isinstance(model, Stack):
     batch = {"tokens" if isinstance(info, TextInfo) else "image": x}
@@ -99,7 +99,7 @@ def logits_of(model, params, state, info):
 
 
 def read(folder, settings, info, **options):
-  """Logits of ours with the parameters of a folder, and the notes about them."""
+  """Return our model's logits with the parameters of a folder, and notes about them."""
   model, abstract = built(settings, info)
   notes = []
 
@@ -114,7 +114,7 @@ def read(folder, settings, info, **options):
 
 @contextlib.contextmanager
 def saved(model):
-  """A folder with their model as its package saves it."""
+  """Yield a folder with their model, as its package saves it."""
   with tempfile.TemporaryDirectory() as name:
     if isinstance(model, transformers.PreTrainedModel):
       model.save_pretrained(name)
@@ -129,7 +129,7 @@ def saved(model):
 
 
 def of_timm(architecture, settings, pixels, channels=3, **options):
-  """timm's network by ours."""
+  """Return the outputs of timm's network by our model and by timm."""
   model = timm.create_model(architecture, num_classes=CLASSES, in_chans=channels, **options)
   info = photos(pixels, channels)
   with saved(stir(model)) as folder:
@@ -146,12 +146,12 @@ def vit48(**options):
 
 
 def vit_of_timm(settings=None, **options):
-  """A small ViT of timm's, with sizes of its own."""
+  """Return the outputs of a small ViT of timm's with sizes of its own."""
   return of_timm(VIT, settings or vit48(), 32, **SMALL | options)
 
 
 def loaded(architecture, settings, info, options=None, **changes):
-  """A network of timm's as timm loads it for other images, and by ours."""
+  """Return the outputs of a timm network for other images, by our model and by timm."""
   first = timm.create_model(architecture, num_classes=CLASSES, **(options or {}))
   with saved(stir(first)) as folder:
     model = timm.create_model(f"local-dir:{folder}", pretrained=True, **changes).eval()
@@ -159,13 +159,13 @@ def loaded(architecture, settings, info, options=None, **changes):
 
 
 def of_torchvision(model, settings, pixels):
-  """torchvision's network by ours."""
+  """Return the outputs of torchvision's network by our model and by torchvision."""
   with saved(stir(model)) as folder:
     return read(folder, settings, photos(pixels))[0], theirs(model, photos(pixels))
 
 
 def vit_of_torchvision():
-  """Its ViT."""
+  """Return the outputs of torchvision's ViT by our model and by torchvision."""
   sizes = dict(num_layers=2, num_heads=3, hidden_dim=48, mlp_dim=96, image_size=32, patch_size=8)
   model = torchvision.models.VisionTransformer(num_classes=CLASSES, **sizes)
   return of_torchvision(model, vit48(hidden=96), 32)
@@ -189,7 +189,7 @@ QK_NORM = {"qk_norm": True, "head_width": 12}
 
 
 def language_model(kind, **fields):
-  """A model of transformers, with random weights."""
+  """Return a model of transformers with random weights."""
   sizes = dict(vocab_size=WORDS, hidden_size=48, intermediate_size=64, num_hidden_layers=2)
   sizes |= dict(num_attention_heads=4, num_key_value_heads=2)
   sizes |= dict(rms_norm_eps=1e-5, tie_word_embeddings=False)
@@ -199,7 +199,7 @@ def language_model(kind, **fields):
 
 
 def of_transformers(kind, settings=None, **fields):
-  """A model of transformers by ours."""
+  """Return the outputs of a transformers model by our model and by transformers."""
   model = language_model(kind, **fields)
   with saved(model) as folder:
     ours = read(folder, cfg.Transformer(**SIZES | (settings or {})), TEXT)[0]
@@ -207,7 +207,7 @@ def of_transformers(kind, settings=None, **fields):
 
 
 def random_params(settings, info):
-  """(our model, params, state) with values that make every part count."""
+  """Return (our model, params, state) with values that make every part count."""
   model, abstract = built(settings, info)
   leaves, tree = jax.tree.flatten(abstract)
   rng = np.random.default_rng(0)
@@ -321,13 +321,13 @@ def measured(name):
 
 
 def versions():
-  """Of the packages, in one line."""
+  """Return the versions of the packages, in one line."""
   packages = torch, torchvision, timm, transformers
   return ", ".join(f"{p.__name__} {p.__version__.partition('+')[0]}" for p in packages)
 
 
 def table():
-  """The tables of docs/weights.md, measured now."""
+  """Measure, and return the tables of docs/weights.md."""
   found = {name: measured(name) for name in NETWORKS}
   rows = [f"| {name} | {e:.1e} | {s:.2f} |" for name, (e, s) in found.items()]
   head = "| network, random weights | largest difference | deviation of logits |"
@@ -338,7 +338,7 @@ def table():
 
 
 def written():
-  """The tables that stand in docs/weights.md."""
+  """Return the current tables in docs/weights.md."""
   text = PAGE.read_text()
   return text[text.index(BEGIN) : text.index(END) + len(END)]
 

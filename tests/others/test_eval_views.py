@@ -33,7 +33,7 @@ def assert_same(file, size, view, theirs):
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("resize", [256, 232])
 def test_torchvisions_view(photo, shape, resize):
-  """Of its ResNet-50: 256 in the first weights, 232 in the second."""
+  """Expect the view of torchvision's ResNet-50: 256 in the first weights, 232 in the second."""
   theirs = transforms.Compose([transforms.Resize(resize), transforms.CenterCrop(224)])
   view = data.CenterCrop("bilinear", 224 / resize)
   assert_same(encoded(photo, shape), 224, view, theirs)

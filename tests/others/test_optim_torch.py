@@ -21,7 +21,7 @@ def test_weights_are_theirs(name):
 
 
 def test_muon_of_torch_in_bfloat16_is_near():
-  """As PyTorch runs it: bfloat16's 8 bits apart, and no further."""
+  """Expect a difference within the 8 bits of bfloat16, in which PyTorch computes."""
   start, _ = layers()
   got, wanted = ours(CASES["muon"].ours), theirs(CASES["muon"])
   for layer in ("matrix", "tall"):
@@ -30,7 +30,7 @@ def test_muon_of_torch_in_bfloat16_is_near():
 
 
 def test_the_forms_of_muon_differ():
-  """optax corrects the velocity's bias before it is mixed with the gradient."""
+  """Expect a difference: optax corrects the bias of the velocity before mixing in the gradient."""
   start, _ = layers()
   got = ours(optim.muon(slow_rate, adjust="original", weight_decay=0.1))
   wanted = theirs(CASES["muon"])

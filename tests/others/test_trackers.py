@@ -59,7 +59,7 @@ def wandb_files(workdir):
 
 
 def wandb_records(path):
-  """The records of a .wandb file, up to where it is cut."""
+  """Yield the records of a .wandb file, up to a truncated one."""
   from wandb.proto.wandb_internal_pb2 import Record
 
   content, at, parts = path.read_bytes(), 7, b""
@@ -124,7 +124,7 @@ def trackio_run(folder):
 
 
 def recorded(workdir):
-  """The same of metrics.jsonl."""
+  """Return the points (step, value) of metrics.jsonl by name."""
   found = collections.defaultdict(list)
   for line in metrics.read_metrics(workdir / "metrics.jsonl"):
     for name in line.keys() - {"step", "time"}:
@@ -133,7 +133,7 @@ def recorded(workdir):
 
 
 def is_taken(workdir, trackio_folder):
-  """Whether each tracker has begun to store lines, and there is a checkpoint."""
+  """Return whether each tracker has stored lines, and there is a checkpoint."""
   stored = [*workdir.glob("mlruns/*/*/metrics/train/loss"), *wandb_files(workdir)]
   is_stored = len(stored) == 2 and (trackio_folder / "jaxscale.db").exists()
   return is_stored and newest_step(workdir) > 0
@@ -145,7 +145,7 @@ def steps(found):
 
 @pytest.fixture(scope="module")
 def resumed(tmp_path_factory):
-  """A run that was killed, and the output of the start after that."""
+  """Return the workdir of a killed run, and the output of its next start."""
   workdir = tmp_path_factory.mktemp("resumed") / "run"
   folder = workdir.parent / "trackio"
   config = workdir.parent / "paced.py"

@@ -56,7 +56,7 @@ MODULES = {
 
 
 def arguments(module, architecture, monkeypatch):
-  """What an architecture of timm's is made with."""
+  """Return the arguments with which timm makes an architecture."""
   found = {}
   with monkeypatch.context() as patch:
     patch.setattr(module, MODULES[module], lambda variant, *_, **more: found.update(more))

@@ -21,7 +21,7 @@ def files(tmp_path_factory):
 
 
 def page(files, name):
-  """What a page of XProf shows of a trace."""
+  """Return the data of an XProf page for a trace."""
   from xprof.convert import raw_to_tool_data
 
   content, _ = raw_to_tool_data.xspace_to_tool_data([*map(str, files)], name, {})

@@ -86,7 +86,7 @@ def batches():
 
 
 def losses_of_timm(model, opt, options):
-  """As its train.py: the schedule by updates, the average of the model off."""
+  """Train as timm's train.py: a schedule by updates, without an average of the model."""
   from timm import loss, optim, scheduler
 
   made = optim.create_optimizer_v2(model, opt=opt, **options)
@@ -176,7 +176,7 @@ def weights(name):
 
 
 def differences():
-  """The largest of a loss or of a weight, by what was compared."""
+  """Return the largest difference of losses and of weights, by comparison."""
   found = {f"{n}, 20 losses": np.abs(np.subtract(*losses(n))).max() for n in RECIPES}
   for name, case in CASES.items():
     got, wanted = weights(name)

@@ -66,7 +66,7 @@ def test_initial_values_are_those_of_the_files(batch_norm):
 
 
 def np_windows(x, size, stride):
-  """[n, h, w, c] -> [n, h', w', c, size, size]"""
+  """Map [n, h, w, c] to [n, h', w', c, size, size]."""
   view = np.lib.stride_tricks.sliding_window_view(x, (size, size), axis=(1, 2))
   return view[:, ::stride, ::stride]
 

@@ -27,7 +27,7 @@ SPREADS = [(1, 1), (2, 1), (4, 1), (8, 1), (8, 2)]  # devices, of which replicas
 
 
 def spread(span, num_devices, replica=1):
-  """The mesh, and what the models get, for a span of a batch of 64."""
+  """Return the mesh and the models' settings for a BatchNorm span of a batch of 64."""
   shape = grids.mesh_shape(num_devices, replica=replica)
   rows = BATCH // num_devices
   bn = grids.batch_norm_span(span, rows, replica=shape[0], data=shape[1])

@@ -66,7 +66,7 @@ def test_a_link_or_file_in_the_place_of_a_step_leaves_nothing(tmp_path):
 
 
 def data_of(directory, pattern="d/*"):
-  """The largest file that holds array bytes."""
+  """Return the largest file that has array bytes."""
   files = [p for p in directory.rglob(pattern) if p.is_file()]
   return max(files, key=lambda p: p.stat().st_size)
 
@@ -199,7 +199,7 @@ def test_a_checkpoint_whose_parts_were_never_merged_is_completed(tmp_path):
 
 
 def part_of(state):
-  """As one process has written it."""
+  """Return a data file written by one process."""
   return data_of(state, "ocdbt.process_*/d/*")
 
 
@@ -298,7 +298,7 @@ def test_all_is_synced_before_the_commit_and_older_ones_deleted_after(tmp_path, 
 
 
 def naive_checksum(array, mixes=False):
-  """The checksum in Python's integers, an element at a time."""
+  """Compute the checksum with Python's integers, one element at a time."""
 
   def mixed(x):
     for factor in (0xFF51AFD7ED558CCD, 0xC4CEB9FE1A85EC53):

@@ -38,7 +38,7 @@ def halves(x, axes, **options):
 
 
 def split(x, axes, **options):
-  """A torus that splits the axes into dimensions of two, the far ones first."""
+  """Sum over a torus that splits the axes into dimensions of two, the far ones first."""
   dims = [(a, 2) for a in axes for _ in range(lax.axis_size(a).bit_length() - 1)]
   return collectives.torus(x, axes, dims=dims, **options)
 

@@ -14,7 +14,7 @@ SHAPE = {"w": (9, 143)}  # 1,287 elements: 21 blocks, 3 of each device's chunk
 
 
 def assert_one_ulp(got, wanted, ulp):
-  """Sums of another order may round to the neighbour, and seldom do."""
+  """Assert that values differ by one unit in the last place at most, and 99 % are equal."""
   assert np.all(np.abs(got - wanted) <= ulp * np.abs(wanted))
   assert np.mean(got == wanted) > 0.99
 

@@ -21,14 +21,14 @@ COUNTS = [(8, 4), (4, 8), (8, 6), (1, 8), (5, 3)]
 
 
 def resized(name, state, count):
-  """The state for `count` devices, on the host."""
+  """Return the state for `count` devices, on the host."""
   carry = EXCHANGES[name](count).resize
   assert carry is not None
   return jax.device_get(jax.jit(carry, static_argnums=1)(state, count))
 
 
 def made_up(name, count):
-  """A state of random numbers; what is the same on all devices stays so."""
+  """Return a state of random numbers; values that are equal on all devices stay equal."""
   rng = np.random.default_rng(3)
   state = first_state(EXCHANGES[name](count), count)
 

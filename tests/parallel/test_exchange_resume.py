@@ -1,4 +1,4 @@
-"""What an exchange keeps resumes on any number of devices, or is refused in a line."""
+"""State of an exchange resumes on any number of devices, or is refused in one line."""
 
 import functools
 
@@ -35,7 +35,7 @@ AXES = ("replica", "data")
 
 @functools.cache
 def parts(name, count):
-  """The exchange and the abstract state of a run on so many devices."""
+  """Return the exchange and the abstract state of a run on a number of devices."""
   mesh, exchange = make_mesh(devices=jax.devices()[:count]), EXCHANGES[name](count)
   return exchange, abstract_state(init_fn, optax.sgd(0.005), mesh, exchange)
 

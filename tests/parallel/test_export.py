@@ -27,7 +27,7 @@ from support.trees import assert_same_bits
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
-  """A run of an MLP that keeps an average, and its last state."""
+  """Return the last state of an MLP run with an average of its parameters, and its workdir."""
   workdir = tmp_path_factory.mktemp("run")
   with pytest.MonkeyPatch.context() as patch:
     patch.chdir(ROOT)
@@ -41,7 +41,7 @@ def typed(capsys, *argv):
 
 
 def saved(workdir, experiment, state):
-  """A workdir of a run that has just begun."""
+  """Write the workdir of a run that has just started."""
   workdir.mkdir(exist_ok=True)
   (workdir / "config.json").write_text(json.dumps(describe(experiment)))
   save(workdir / "checkpoints", state)
@@ -170,7 +170,7 @@ def test_workers_that_train_alone_start_from_it_too(tmp_path):
 
 
 def language(**changes):
-  """A small language model; its heads, angles and epsilon are not the defaults."""
+  """Return the config of a small language model with few default values."""
   base = dict(model__num_layers="2", model__head_width="16")
   base |= dict(model__rope_theta="5e3", model__norm_eps="1e-4")
   dotted = {k.replace("__", "."): v for k, v in (base | changes).items()}
@@ -179,7 +179,7 @@ def language(**changes):
 
 @pytest.fixture(scope="module")
 def spoken(tmp_path_factory):
-  """What a run of it leaves that has just begun, and its state."""
+  """Return the workdir of a run that has just started, and its state."""
   path = tmp_path_factory.mktemp("spoken")
   with pytest.MonkeyPatch.context() as patch:
     patch.chdir(ROOT)

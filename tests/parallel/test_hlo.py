@@ -58,7 +58,7 @@ def nested(x):
 
 
 def downwards(x):
-  """i = 9, 7, 5, 3, 1: five times."""
+  """Loop over i = 9, 7, 5, 3, 1: five times."""
 
   def step(carry):
     return carry[0] - 2, lax.psum(carry[1], "data") * 0.1 + x
@@ -350,7 +350,7 @@ def test_sums_in_a_backward_scan_hide_behind_other_layers(name, payload, times, 
 
 
 def test_norms_of_layer_wise_optimizers_move_no_array():
-  """Of leaves that are split in their first, last or middle dim only sums cross the network."""
+  """Expect only sums between devices for leaves split in their first, last or middle dimension."""
   shapes = {"scan": (3, 8, 6), "bias": (16,), "conv": (3, 3, 4, 16), "dense": (24, 10)}
   middle, first, last = P(None, "data"), P("data"), P(None, None, None, "data")
   where = {"scan": middle, "bias": first, "conv": last, "dense": first}

@@ -96,14 +96,14 @@ def write_images(folder, split, name, count, level):
 
 
 def fake_tokenizer(name, separator=None, *, field=""):
-  """A tokenizer whose key is the hash of its file, as of Hugging Face's."""
+  """Return a tokenizer whose key is the hash of its file, as with Hugging Face's."""
   content = Path(name).read_bytes()
   return byte_tokenizer()._replace(key=hashlib.sha256(content).hexdigest())
 
 
 @pytest.fixture
 def project(tmp_path, monkeypatch):
-  """A folder with a config, its helper, and images, text and tokens."""
+  """Return a folder with a config, its helper, and images, text and tokens."""
   monkeypatch.setattr(token_files, "read_tokenizer", fake_tokenizer)
   monkeypatch.setattr(sys, "path", [*sys.path])
   monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
@@ -133,7 +133,7 @@ def load(folder, kind="images", edit=lambda text: text, overrides=None):
 
 
 def began(workdir, config):
-  """A workdir as a run leaves it that has saved; nothing is trained."""
+  """Write a workdir with a checkpoint, without training."""
   experiment = workdirs.experiment_in(workdir, config)
   described = workdirs.describe(experiment, identities.identity_of(experiment))
   (workdir / "checkpoints" / "5").mkdir(parents=True)
@@ -141,7 +141,7 @@ def began(workdir, config):
 
 
 def resumed(workdir, config, accept=()):
-  """The notes of a start in the same workdir; raises what refuses it."""
+  """Return the notes of a start in the same workdir; raise its refusal."""
   experiment = workdirs.experiment_in(workdir, config, accept)
   identity = identities.identity_of(experiment)
   return workdirs.claim_workdir(workdir, config, identity, accept)

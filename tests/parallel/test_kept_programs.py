@@ -22,7 +22,7 @@ from support.trees import assert_same_bits
 
 @pytest.fixture(autouse=True)
 def _no_cache(own_cache, monkeypatch):
-  """As where the user has not set JAX's own cache, which all other tests use."""
+  """Unset JAX's own cache, which all other tests use."""
   monkeypatch.delenv("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", raising=False)
   before = jax.config.jax_compilation_cache_dir
   jax.config.update("jax_compilation_cache_dir", None)
@@ -53,7 +53,7 @@ def start(tmp_path, reported):
 
 
 def kept_in(folder):
-  """The programs there, each of which has its checksum."""
+  """Return the stored programs in a folder; each must have its checksum."""
   found = sorted(p for p in folder.iterdir() if p.name.endswith("-cache"))
   assert {f"{p.name}.sha256" for p in found} <= set(os.listdir(folder))
   return found

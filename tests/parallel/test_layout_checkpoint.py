@@ -41,7 +41,7 @@ QUICK = f"replicated -> {MANY}", "replicated -> one"
 
 @functools.cache
 def parts(name):
-  """A layout's state before any step, abstract and as numbers, and its step."""
+  """Return a layout's abstract state, initial state and step."""
   count, sizes, options = LAYOUTS[name]
   mesh, stack, layout = stack_layout(sizes, options, count=count)
   piped = "stage" in mesh.axis_names
@@ -55,7 +55,7 @@ def parts(name):
 
 
 def train(name, state, steps):
-  """The state, which is donated, after so many steps more, and their losses."""
+  """Return the state after some more steps, and their losses; the input state is donated."""
   made, losses = parts(name), []
   for _ in range(steps):
     state, metrics = made.step(state, batch(int(state.step), made.mesh))

@@ -68,7 +68,7 @@ def parts(stack, layout):
 
 @functools.cache
 def step(num_layers, shard, remat="full", all_at_once=False):
-  """A compiled train step, and its mesh."""
+  """Return a compiled train step and its mesh."""
   mesh = make_mesh(data=1, fsdp=N)
   stack = model(num_layers)
   layout = layout_of(stack, mesh, shard=shard)

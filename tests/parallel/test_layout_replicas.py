@@ -45,7 +45,7 @@ def placed(name):
 
 
 def with_flipped(x, *devices):
-  """The array with one bit the other way in what these devices have of it."""
+  """Return the array with one bit flipped in the parts on these devices."""
   on = {s.device: s.data for s in x.addressable_shards}
   on |= {d: flipped(np.asarray(data)) for d, data in on.items() if d.id in devices}
   on = [jax.device_put(data, d) for d, data in on.items()]
@@ -126,7 +126,7 @@ def test_parts_of_several_processes_in_words():
 
 
 def spoilt_finish(finish, what):
-  """A row whose first target is -2 makes NaN: of a gradient alone, or of the loss."""
+  """Wrap `finish`: a row whose first target is -2 gives NaN in a gradient, or in the loss."""
 
   def bad(params, h, rows, ops):
     flag = jnp.where((rows["targets"] == -2).any(), jnp.nan, 1.0)[None]

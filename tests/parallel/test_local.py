@@ -25,7 +25,7 @@ CURVED = np.linspace(0.2, 1.8, DIM)  # of the loss below, by coordinate
 
 
 def quadratic(params, model_state, batch, keys):
-  """sum over rows of |a (w - x)|^2 / 2: the gradient of a row is a^2 (w - x)."""
+  """Return the sum over rows of |a (w - x)|^2 / 2: a row's gradient is a^2 (w - x)."""
   del keys
   scale = jnp.asarray(CURVED, jnp.float32)
   loss = 0.5 * jnp.square(scale * (params["w"] - batch["x"])).sum()
@@ -43,7 +43,7 @@ def data(steps):
 
 
 def run(method, tx, steps, **options):
-  """The state and metrics after every step on the quadratic."""
+  """Return the state and metrics after every step on the quadratic."""
   mesh, out = make_mesh(replica=2), []
   state, step = training(quadratic, init, tx, mesh, local=method, **options)
   for x in data(steps):

@@ -59,7 +59,7 @@ def copies(node):
 
 @pytest.fixture
 def left(tmp_path, node, states):
-  """A run that was killed: step 1 is shared, 2 and 3 are on the node."""
+  """Return the workdir of a killed run: step 1 is shared, 2 and 3 are on the node."""
   with opened(tmp_path, node, killed=True) as checkpoints:
     save(checkpoints, states[1], 1, 2, 3)
   return tmp_path

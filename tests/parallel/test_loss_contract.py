@@ -44,7 +44,7 @@ def errors(params, batch):
 
 
 def summed(params, model_state, batch, keys, new_state=None):
-  """A right loss; `new_state` makes the model state of (state, params, batch, keys)."""
+  """Compute a correct loss; `new_state` maps (state, params, batch, keys) to the model state."""
   loss = errors(params, batch).sum()
   if new_state is not None:
     model_state = new_state(model_state, params, batch, keys)
@@ -52,7 +52,7 @@ def summed(params, model_state, batch, keys, new_state=None):
 
 
 def train(loss_fn, num_devices=4, steps=2, make=None, exchange=None, **options):
-  """The state and the last metrics of some steps."""
+  """Return the state and the last metrics of some steps."""
   mesh, tx = make_mesh(devices=jax.devices()[:num_devices]), optax.sgd(0.1)
   state, step = training(loss_fn, make or init(), tx, mesh, exchange, **options)
   for _ in range(steps):
@@ -78,7 +78,7 @@ def contrastive(p, s, b, keys):
 
 
 def counted(loss, examples=len):
-  """A loss of its parameters, the error of each row and the keys; what counts as examples."""
+  """Return a loss function of the parameters, row errors and keys, with a count of examples."""
 
   def loss_fn(p, s, b, keys):
     return totals(loss(p["w"], errors(p, b), keys), examples=examples(keys))
@@ -255,7 +255,7 @@ def same_on_all(s):
 
 
 def values(state):
-  """A model state on the host, with the bits of its keys."""
+  """Return a model state on the host, with the bits of its keys."""
   is_key = lambda x: jnp.issubdtype(x.dtype, jax.dtypes.prng_key)  # noqa: E731
   state = jax.tree.map(lambda x: jax.random.key_data(x) if is_key(x) else x, state)
   return jax.tree.map(np.asarray, jax.device_get(state))

@@ -189,7 +189,7 @@ def chosen():
 
 @pytest.fixture
 def began(tmp_path):
-  """Writes what a run on so many devices left in its directory."""
+  """Write the files of a run on a number of devices; return the workdir."""
 
   def write(chosen, devices, saved=True, **derived):
     described = describe(build.experiment(chosen, devices))

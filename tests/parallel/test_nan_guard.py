@@ -34,7 +34,7 @@ def diagnose(metrics, state):
 
 @functools.cache
 def made(name, num_microbatches=1):
-  """A state on the host and a step, with all that a state can have."""
+  """Return a mesh, a state with every optional part on the host, and a step."""
   mesh, tx = make_mesh(replica=2), optim.sgd(RATE, momentum=0.9)
   options = SKIPS | dict(num_microbatches=num_microbatches, ema_decay=0.9, measure_noise_scale=True)
   return mesh, *training(loss_fn, init, tx, mesh, EXCHANGES[name](), **options)

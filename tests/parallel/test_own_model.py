@@ -82,7 +82,7 @@ def config_of(model, **other):
 
 
 def trained(model, num_devices, **other):
-  """Notes, and parameters after four steps."""
+  """Return the notes and the parameters after four steps."""
   made = experiment(config_of(model, **other), devices=jax.devices()[:num_devices])
   state, step = made.init_state(), made.compile_train_step()
   batches = data.train_batches(made.train_data, 16, position=0, seed=0)
@@ -244,7 +244,7 @@ def plain(hidden, state=None, head=0.3):
 
 
 def of_nnx(*layers):
-  """An NNX model of these layers between two linear ones."""
+  """Return an NNX model with these layers between two linear ones."""
 
   class Net(nnx.Module):
     def __init__(self, rngs):

@@ -40,7 +40,7 @@ MEASURED = list(BOUNDS["1-bit"])
 
 
 def rounding_variance(name: str, own: np.ndarray, mean: np.ndarray) -> float:
-  """Expected |result - mean|^2 of a tensor: N first roundings and a second one.
+  """Return the expected |result - mean|^2 of a tensor: N first roundings and a second one.
 
   A value of mantissa m in [1, 2) is off by up to u / m of itself, evenly, with u
   half a unit in the last place of 1; m is spread as 1 / m. So by a variance of

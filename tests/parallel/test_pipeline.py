@@ -27,7 +27,7 @@ MESHES = {
 
 
 def layer_on(mesh, **settings):
-  """The layer as one device has it, its hidden units perhaps split."""
+  """Return the layer for one device, whose hidden units may be split."""
   if "model" not in mesh.axis_names:
     return tiny.make_layer(**settings)
   return tiny.make_layer(lambda x: lax.psum(x, "model"), **settings)

@@ -1,4 +1,4 @@
-"""What the preflight asks JAX, in child processes: devices, flags, data, configs."""
+"""Checks of the preflight that ask JAX, in child processes: devices, flags, data, configs."""
 
 import re
 
@@ -19,7 +19,7 @@ def get_config():
 
 
 def folder(root, number):
-  """A data set of two classes, as ImageFolder takes it."""
+  """Write a dataset of two classes for ImageFolder; return its folder."""
   for split in ("train", "val"):
     write_folder(root, split, number // 2)
   return str(root)

@@ -71,7 +71,7 @@ def nan(payload, dtype=np.uint32, base=0x7FC00000):
 
 
 def swapped(value, i, j):
-  """The array with two elements in each other's place."""
+  """Return the array with two elements swapped."""
   raw = value.copy()
   raw.flat[[i, j]] = raw.flat[[j, i]]
   return raw

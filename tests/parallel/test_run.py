@@ -219,7 +219,7 @@ def test_evaluation_is_exact_at_any_batch_size_and_device_count(finished):
 
 
 def fake_run(losses, total=None, saved=None, stop_at=None):
-  """The loop over steps that return the given losses; what it called."""
+  """Run the loop over steps that return the given losses; return the recorded calls."""
   calls = []
 
   def step(state, batch):

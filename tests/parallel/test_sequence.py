@@ -44,7 +44,7 @@ def by_hand(groups, causal):
 
 
 def on_mesh(way, causal):
-  """A jitted (q, k, v, dout) -> (out, dq, dk, dv), tokens over `model`."""
+  """Return a jitted (q, k, v, dout) -> (out, dq, dk, dv) with tokens split over `model`."""
   attend, settings = WAYS[way]
   mesh = mesh_of(**MESH)
 

@@ -35,28 +35,30 @@ def in_a_job(scontrol, monkeypatch):
 
 
 def test_a_job_that_was_asked_to_stop_is_requeued(in_a_job, capsys):
-  assert session.report_stop(config(), SIGTERM, "saved") == 85
+  assert session.report_stop(config(), SIGTERM, "saved", "to resume: train") == 85
   assert capsys.readouterr().out == "saved\njob 12 is requeued, restart 1\n"
   assert "requeue 12" in in_a_job.read_text()
 
 
 @pytest.mark.parametrize("reason", [StopRequest("Ctrl-C", "interrupt"), None])
 def test_who_pressed_ctrl_c_does_not_want_it_again(in_a_job, capsys, reason):
-  assert session.report_stop(config(), reason, "saved") == 130
-  assert capsys.readouterr().out == "saved\n" and not in_a_job.exists()
+  assert session.report_stop(config(), reason, "saved", "to resume: train") == 130
+  out = capsys.readouterr().out
+  assert out == "saved; to resume: train\n" and not in_a_job.exists()
 
 
 def test_what_a_launcher_starts_it_starts_again_itself(in_a_job, capsys, monkeypatch):
   monkeypatch.setenv("JAXSCALE_REQUEUE", "launcher")
-  assert session.report_stop(config(), SIGTERM, "saved") == 85
-  assert capsys.readouterr().out == "saved\n" and not in_a_job.exists()
+  assert session.report_stop(config(), SIGTERM, "saved", "to resume: train") == 85
+  requeued = "Slurm requeues job 12 unless it was cancelled or has no restarts left"
+  assert capsys.readouterr().out == f"saved; {requeued}\n" and not in_a_job.exists()
 
 
 def test_a_job_is_requeued_so_often_and_not_more(in_a_job, monkeypatch, capsys):
   monkeypatch.setenv("SLURM_RESTART_COUNT", "2")
-  assert session.report_stop(config(max_restarts=3), SIGTERM, "saved") == 85
-  assert session.report_stop(config(max_restarts=2), SIGTERM, "saved") == 93
-  assert "it was requeued 2 times (limit 2)" in capsys.readouterr().out
+  assert session.report_stop(config(max_restarts=3), SIGTERM, "saved", "to resume: train") == 85
+  assert session.report_stop(config(max_restarts=2), SIGTERM, "saved", "to resume: train") == 93
+  assert "it was requeued 2 times (limit 2); to resume: train" in capsys.readouterr().out
   assert in_a_job.read_text().count("requeue 12") == 1
 
 

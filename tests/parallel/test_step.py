@@ -136,7 +136,7 @@ def test_abstract_state_is_what_init_makes():
 
 @pytest.mark.parametrize("make", [optim.sgd, optax.inject_hyperparams(optax.sgd)])
 def test_the_learning_rate_is_the_one_that_the_optimizer_applied(make):
-  """Of plain SGD on a mean of (0 - w)^2: w moves by -2 w times the rate."""
+  """Expect that SGD on a mean of (0 - w)^2 moves w by -2 w times the learning rate."""
   mesh, schedule = make_mesh(), optim.warmup_cosine(0.1, 3, 30)
   tx = make(schedule, **({"momentum": 0.0} if make is optim.sgd else {}))
 

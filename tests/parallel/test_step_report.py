@@ -38,7 +38,7 @@ class Clock:
     monkeypatch.setattr(measurements.time, "perf_counter", lambda: self.now)
 
   def step(self, seconds):
-    """A step that takes these seconds, one call after another."""
+    """Return a step that takes these seconds, one value per call."""
     left = iter(seconds)
 
     def call(state, batch):

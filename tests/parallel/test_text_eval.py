@@ -29,7 +29,7 @@ VOCABULARY = 256
 
 
 def totals(table, batch):
-  """Sums over predicted tokens, of a model that sees the last token only."""
+  """Return sums over predicted tokens for a model that sees only the last token."""
   logits = table[batch["tokens"]]
   targets = batch["targets"]
   counts = targets >= 0
@@ -51,7 +51,7 @@ def table():
 
 @pytest.fixture(scope="module")
 def stream():
-  """The held-out documents, from the file and not by way of a dataset."""
+  """Return the validation documents, read from the file without a dataset."""
   return as_stream(documents()[9::10][:7])
 
 
@@ -146,7 +146,7 @@ class Bigram(cfg.Model):
 
 @pytest.fixture
 def bigram():
-  """A run of it."""
+  """Return the config of a bigram model."""
   return small_config(
     model=Bigram(),
     data=cfg.Text(sequence_length=512),

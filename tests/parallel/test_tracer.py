@@ -29,14 +29,14 @@ SPAN |= {"checkpoint__every_epochs": "9.1", "log__tensorboard": "False"}
 
 @pytest.fixture(scope="module")
 def traced(tmp_path_factory):
-  """A run of 112 steps on eight devices, and its workdir."""
+  """Return the result and the workdir of a run of 112 steps on eight devices."""
   workdir = tmp_path_factory.mktemp("traced")
   more = {"log__profile": "100:110", **SPAN}
   return fit(tiny_digits(**more), workdir), workdir
 
 
 def viewer_events(workdir, name):
-  """The same trace, as XLA's own converter writes it for trace viewers."""
+  """Return the events that XLA's converter writes for trace viewers."""
   path = session_folder(workdir, name) / "process_0.trace.json.gz"
   with gzip.open(path) as file:
     return [e for e in json.load(file)["traceEvents"] if e.get("ph") == "X"]
@@ -115,7 +115,7 @@ class FakeProfiler:
 
 
 def walk(tracer, start, total=9, evaluated=(), stop=None):
-  """The loop with a tracer, as `RunCallbacks` has it; steps read before each turn."""
+  """Run the loop with a tracer as `RunCallbacks` does; return the steps read before each turn."""
   logged, turns = [], []
 
   def step(state, batch):

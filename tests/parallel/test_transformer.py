@@ -200,7 +200,7 @@ def test_initial_parameters_are_of_the_published_scale():
 
 
 def count_sums(jaxpr):
-  """Sums over devices of arrays with a width, in a program; each in a loop once."""
+  """Count the sums over devices of arrays with a width in a program, once per loop."""
   found = 0
   for eqn in jaxpr.eqns:
     if eqn.primitive.name.startswith("psum"):

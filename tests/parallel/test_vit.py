@@ -43,7 +43,7 @@ def test_parameters_are_as_many_as_published(width, num_layers, num_heads, publi
 
 @functools.cache
 def recorded(pool):
-  """A recorded model: its stack, parameters, probes, images and logits."""
+  """Return a recorded model: stack, parameters, probes, images and logits."""
   weights, probes, there = golden_models.load(f"timm_vit_{pool}")
   stack = make_vit(**SIZES, pool=pool)
   return stack, golden_models.from_vit(weights), probes, there

@@ -157,7 +157,7 @@ SPECS = {
 
 
 def laid_out(abstract, layout, mesh):
-  """The tree with shardings; a dim that an axis does not divide stays whole."""
+  """Return the tree with shardings; dimensions that an axis does not divide stay whole."""
 
   def one(x):
     axes = zip(SPECS[layout](x.ndim), x.shape, strict=True)

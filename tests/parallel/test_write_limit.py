@@ -21,7 +21,7 @@ def abstract(shape, *spec, **sizes):
 
 
 def limit(tree, chunks):
-  """The limit in MiB."""
+  """Return the limit in MiB."""
   return write_limit.limit_to_read(tree, chunks) * 1e9 / MIB
 
 

@@ -89,7 +89,7 @@ def of_two(tmp_path_factory):
 
 
 def assert_carried(found):
-  """The files that carry the state are missed when they are damaged."""
+  """Assert that damage to each file that has a part of the state is reported."""
   for kind, damage in found:
     vital = ("2/manifest.json", "2/state/manifest.ocdbt", "2/state/_METADATA")
     if kind in vital and not damage.startswith("flip"):

@@ -26,7 +26,7 @@ from support.trees import assert_same_bits
 
 @contextlib.contextmanager
 def small_disk(path, size, **options):
-  """A file system of so many bytes."""
+  """Mount a file system of a given size."""
   path.mkdir()
   words = ",".join(f"{k}={v}" for k, v in {"size": size, **options}.items())
   mount = ["mount", "-t", "tmpfs", "-o", words, "none", str(path)]

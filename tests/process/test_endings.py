@@ -190,6 +190,26 @@ def test_ctrl_c_is_one_line_wherever_the_main_thread_is(child, wait, printed):
   assert (process.returncode, out, error) == (130, printed, "\nerror: Ctrl-C\n")
 
 
+TWICE = """
+import os, signal, sys
+from jaxscale.errors import leave
+class Slow:
+  encoding = "utf-8"
+  def flush(self):
+    os.kill(os.getpid(), signal.SIGINT)
+sys.stdout = Slow()
+def main(argv):
+  os.kill(os.getpid(), signal.SIGINT)
+leave(main)
+"""
+
+
+def test_a_second_ctrl_c_during_the_clean_up_is_one_line(child):
+  process = child(TWICE)
+  _, error = process.communicate(timeout=200)
+  assert (process.returncode, error) == (130, "\nerror: Ctrl-C\n")
+
+
 FAILS = """
 import time
 from concurrent.futures import ThreadPoolExecutor

@@ -57,7 +57,7 @@ print(json.dumps({
 
 @pytest.fixture
 def results(child):
-  """Runs processes with JAX; it swallows SIGTERM, so they are killed."""
+  """Return a function that runs processes with JAX and kills them: JAX swallows SIGTERM."""
 
   def run(name, envs, apart=False):
     running, usual = [], dict(of=len(envs), host="127.0.0.1", apart=apart, job=job(name))

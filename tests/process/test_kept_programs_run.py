@@ -14,7 +14,7 @@ PROCESSES, MAIN = 4, ("jit(init)", "jit(train_step)", "jit(local_totals)")
 
 @pytest.fixture
 def start(tmp_path, monkeypatch):
-  """A run to its end; of each process what it compiled and what it loaded."""
+  """Return a function that runs to the end and counts compiled and loaded programs by process."""
   for name in ("COMPILATION_CACHE_DIR", "PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"):
     monkeypatch.delenv(f"JAX_{name}", raising=False)
 

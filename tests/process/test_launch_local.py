@@ -18,7 +18,8 @@ from jaxscale.jobs import folder as folders
 from jaxscale.jobs import local_executor
 from jaxscale.jobs.job_handle import Record
 from jaxscale.metrics import read_json_lines
-from support.commands import run_python
+from support.commands import child_env, run_python
+from support.processes import killed_at_end, popen
 
 DIGITS = "configs/digits.py"
 
@@ -105,7 +106,7 @@ PYTHONS = "collections contextlib functools importlib keyword operator reprlib t
 
 @pytest.fixture
 def shadowed(tmp_path):
-  """A folder whose files have the names of Python's modules and of our packages."""
+  """Return a folder whose files are named as Python's modules and our packages."""
   taken = {*sys.builtin_module_names, *PYTHONS.split()}
   names = [n for n in sys.stdlib_module_names - taken if find_spec(n)]
   for name in (*names, "jax", "numpy", "optax", "flax", "lazy_loader"):
@@ -422,6 +423,20 @@ def test_the_commands(fake, tmp_path, capsys):
   assert not Path(fake["runs"], "a", "cancelled").exists()
   assert output("resume", "a", code=2).startswith("error: a: is done")
   assert "exists; use a different name" in output(*submit, "--name=a", code=2)
+
+
+@pytest.mark.parametrize("command", [["logs", "-f", "a"], ["status", "--watch", "--every=1"]])
+def test_ctrl_c_ends_a_command_that_watches_without_an_error(fake, tmp_path, command):
+  (tmp_path / "does").write_text("echo one; while true; do sleep 0.1; done")
+  job = jobs.submit(DIGITS, name="a", **fake)
+  until(lambda: "one" in job.logs(0))
+  words = [sys.executable, "-m", "jaxscale", *command, "--runs", fake["runs"]]
+  with killed_at_end(popen(*words, env=child_env())) as process:
+    next(line for line in process.stdout if line[0] in "oa")  # of the log, or of the table
+    process.send_signal(signal.SIGINT)
+    _, error = process.communicate(timeout=200)
+  assert (process.returncode, error) == (130, "")
+  job.cancel()
 
 
 def test_a_scaling_study_is_a_run_for_each_size(fake, tmp_path, capsys):

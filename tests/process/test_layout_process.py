@@ -49,7 +49,7 @@ def run(workdir, *args, num_devices=8):
 
 
 def final_state(workdir):
-  """The newest checkpoint of a run, on the host: read by a layout of its own."""
+  """Return the newest checkpoint of a run on the host, read under its own layout."""
   state = restored(workdir, build.experiment(load_config(CONFIG, {"mesh.data": "8"})))
   assert state.step == STEPS
   return state
@@ -125,7 +125,7 @@ def test_what_an_exchange_keeps_of_parts_is_refused_elsewhere(tmp_path):
 
 @pytest.fixture(scope="module")
 def in_one_process(tmp_path_factory):
-  """Runs of one process with four devices."""
+  """Return a function that runs one process with four devices, and returns its workdir."""
 
   @functools.cache
   def of(name):

@@ -85,7 +85,7 @@ def test_a_restart_replaces_what_is_left_of_its_job(tmp_path):
 
 
 def of_another_host(directory, job="", age=0.0):
-  """A lock as a run on another machine would hold it."""
+  """Write a lock as a run on another machine holds it; return its path."""
   (directory / "lock").mkdir(exist_ok=True)
   who = lock.LockOwner("far-away", 12, job, time.time() - 1000, "boot ns 1")
   path = directory / "lock" / "1"

@@ -75,7 +75,7 @@ sys.meta_path.insert(0, Finder())
 
 
 def last_state(workdir, changes):
-  """The newest checkpoint of a run, on the host."""
+  """Return the newest checkpoint of a run, on the host."""
   return restored(workdir, build.experiment(load_config("configs/digits.py", changes)))
 
 

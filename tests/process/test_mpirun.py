@@ -21,7 +21,7 @@ MPI |= dict(JAXSCALE_MPI_OPTIONS="--oversubscribe")
 
 
 def test_ctrl_c_of_mpirun_saves_and_its_log_is_plain_lines(tmp_path):
-  """mpirun kills within a second, and gives each process a pseudo-terminal."""
+  """Expect a saved checkpoint, though mpirun kills within a second and uses pseudo-terminals."""
   workdir = tmp_path / "run"
   args = ["--config=configs/digits.py", f"--workdir={workdir}", *ARGS]
   command = "bash", "launch/mpi.sbatch", *args, "--config.epochs=700"

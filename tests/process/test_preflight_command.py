@@ -15,7 +15,7 @@ DOCTOR = [sys.executable, "-m", "jaxscale", "doctor"]
 
 
 def doctor(number, *args, first=""):
-  """The exit codes and outputs of as many processes; `first` is for their shell."""
+  """Return the exit codes and outputs of `number` processes; `first` is for their shell."""
   command = shlex.join([*DOCTOR, *map(str, args)])
   ended = run_group(["bash", "-c", f"{first} exec {command}"], number)
   assert all("Traceback" not in err for _, err, _ in ended), ended

@@ -29,7 +29,7 @@ from support.trees import assert_close
 
 @pytest.fixture(scope="module")
 def no_tensorflow(tmp_path_factory):
-  """The environment of processes in which to import TensorFlow is an error."""
+  """Return an environment in which importing TensorFlow is an error."""
   package = tmp_path_factory.mktemp("site") / "tensorflow"
   package.mkdir()
   (package / "__init__.py").write_text("raise SystemExit('TensorFlow was imported')")

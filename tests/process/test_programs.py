@@ -16,7 +16,7 @@ SEEDS = "1", "3"
 
 
 def in_processes(*args):
-  """What a command prints under each seed, both at the same time."""
+  """Return the output of a command under each seed, run at the same time."""
   envs = [child_env(num_devices=8, PYTHONHASHSEED=seed) for seed in SEEDS]
   running = [popen(sys.executable, *args, env=env) for env in envs]
   outs = [process.communicate(timeout=300)[0] for process in running]

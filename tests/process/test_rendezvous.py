@@ -39,7 +39,7 @@ def test_one_process_needs_nobody():
 
 
 def same_port_first(name, other):
-  """The first name like `other` whose first port is that of `name`'s."""
+  """Return a name like `other` whose first port equals that of `name`."""
   wanted, names = ports_of(name)[0], (f"{other}-{i}" for i in range(10**6))
   return next(n for n in names if network.ports_of(key_of(n).hex(), 1) == [wanted])
 

@@ -138,7 +138,9 @@ def test_a_process_that_is_not_understood_is_a_line_for_all(start):
   link.close()
   name = job("address")
   first = start(0, 2, name, set={"network.gloo_address": "10.0.0.1"}, on_cpu=True)
-  link = greet(name, who(1, 2, gloo="garbage", place="elsewhere", versions=versions(), digests={}))
+  link = greet(
+    name, who(1, 2, gloo="garbage", network="elsewhere", versions=versions(), digests={})
+  )
   assert "go" in link.receive(200)  # where gloo listens is not ours to know
   link.close()
   first.kill()
@@ -196,7 +198,7 @@ def test_a_host_whose_own_name_is_loopback_is_refused_where_gloo_is_used(start):
 def test_loopback_is_well_where_all_are_on_one_host_or_gloo_is_not_used():
   one = {r: who(r, 2, gloo="127.0.0.1") for r in (0, 1)}
   assert find_mismatches(one, {}) == []
-  two = {r: who(r, 2, gloo="127.0.0.1", place=f"p{r}") for r in (0, 1)}
+  two = {r: who(r, 2, gloo="127.0.0.1", network=f"p{r}") for r in (0, 1)}
   assert len(find_mismatches(two, {})) == 2
   assert find_mismatches({r: w._replace(gloo="") for r, w in two.items()}, {}) == []
   assert "does not resolve there" in find_mismatches({0: one[0]._replace(gloo=None)}, {})[0]

@@ -24,7 +24,7 @@ CONFIG = {
 
 
 def run(devices, rate, **changes):
-  """A run of rate examples a second, give or take a tenth."""
+  """Return a run at `rate` examples per second, within a tenth."""
   rates = tuple(rate * x for x in (0.9, 1.0, 1.1)) if rate else ()
   step = dict(exposed_share=0.25, compute_s=0.003, exposed_s=0.001, spread=0.5)
   size = dict(nodes=devices, processes=devices, devices=devices, hosts=f"n[1-{devices}]")
@@ -34,7 +34,7 @@ def run(devices, rate, **changes):
 
 
 def workdir(path, lines, *, outcome="done", devices=2, **derived):
-  """What a run leaves, as far as a report reads it."""
+  """Write the files of a run that a report reads; return the workdir."""
   path.mkdir(parents=True)
   phase = {"batch_size": 128, "image_size": None}
   derived = dict(num_train=1437, total_steps=40, num_devices=devices, phases=[phase]) | derived

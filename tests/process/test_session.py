@@ -65,7 +65,7 @@ with cluster.open_session(), ThreadPoolExecutor(2) as threads:
 
 @pytest.fixture
 def start():
-  """Starts processes, and leaves none behind."""
+  """Yield a function that starts processes, which end with the test."""
   with contextlib.ExitStack() as stack:
 
     def begin(code, *args, **env):

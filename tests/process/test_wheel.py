@@ -19,7 +19,7 @@ def run(*command, **options):
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory):
-  """The `jaxscale` of an environment that has the wheel and our dependencies."""
+  """Return the wheel, and the `jaxscale` of an environment with it and its dependencies."""
   folder = tmp_path_factory.mktemp("wheel")
   build = "-m", "hatchling", "build", "-t", "wheel", "-d", folder
   run(sys.executable, *build)

@@ -219,7 +219,7 @@ def test_a_script_that_calls_jax_distributed_itself_trains_on_two_nodes(slurm, t
 
 
 def fake_venv(tmp_path, python):
-  """An environment whose Python is a line of bash."""
+  """Return an environment whose Python is a line of bash."""
   venv = tmp_path / "a venv"
   fake(venv / "bin" / "python", python)
   (venv / "bin" / "activate").write_text(f"export PATH={shlex.quote(str(venv))}/bin:$PATH")

@@ -19,7 +19,7 @@ LATE = 'sleep $((6 * SLURM_PROCID)); exec "$@"'
 
 @pytest.fixture
 def besiege(slurm, attack):
-  """Starts all attacks at once on the next job of two nodes."""
+  """Return a function that starts all attacks at once on the next job of two nodes."""
   address = slurm.run("getent", "ahostsv4", "n1").stdout.split()[0]
 
   def begin(seconds=180):

@@ -12,7 +12,7 @@ WHERE = {"gradient": "kernel", "loss": "loss", "state": "batch_stats/mean"}
 
 @jax.custom_vjp
 def spoilt(w, by):
-  """w; its gradient is multiplied by the mean of `by`, 1 where all is well."""
+  """Return `w`; its gradient is multiplied by the mean of `by`, which is 1 without a fault."""
   del by
   return w
 
@@ -39,7 +39,7 @@ def loss_fn(params, model_state, batch, keys):
 
 
 def batch(mesh, step, **bad):
-  """Rows of a step; `bad`: what -> (row, value), as gradient=(9, jnp.nan)."""
+  """Return the rows of a step; `bad` maps a fault to (row, value), e.g. gradient=(9, jnp.nan)."""
   rng = np.random.default_rng(step)
   rows = {name: np.ones(ROWS, np.float32) for name in WHERE}
   for name, (row, value) in bad.items():
@@ -50,7 +50,7 @@ def batch(mesh, step, **bad):
 
 
 def flipped(value, element=1, bit=0):
-  """The array with one bit of one element the other way."""
+  """Return the array with one bit of one element flipped."""
   raw = np.array(value)
   bits = raw.view(f"u{raw.dtype.itemsize}").reshape(-1)
   bits[element] ^= np.asarray(1 << bit, bits.dtype)

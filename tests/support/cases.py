@@ -1,4 +1,4 @@
-"""Which parameters of a test `make test` runs."""
+"""Marks that decide which parameters of a test `make test` runs."""
 
 from collections.abc import Iterable
 
@@ -6,7 +6,7 @@ import pytest
 
 
 def all_slow_except(values: Iterable, *names) -> list:
-  """Parameters for `pytest.mark.parametrize`; those not named are marked slow."""
+  """Return parameters for `pytest.mark.parametrize`; those not named are marked slow."""
   values = list(values)
   assert set(names) <= set(values), f"no such parameters: {set(names) - set(values)}"
   return [v if v in names else pytest.param(v, marks=pytest.mark.slow) for v in values]

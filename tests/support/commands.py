@@ -1,4 +1,4 @@
-"""Commands run as a user runs them."""
+"""Commands, run as users run them."""
 
 import os
 import re
@@ -9,7 +9,7 @@ from support.paths import ROOT
 
 
 def child_env(num_devices: int = 1, **extra: str) -> dict[str, str]:
-  """The environment of a process as a user has it, on simulated devices."""
+  """Return the environment of a user's process, with simulated devices."""
   dropped = ("SLURM_", "XLA_FLAGS", "PYTHONDONTWRITEBYTECODE")
   env = {k: v for k, v in os.environ.items() if not k.startswith(dropped)}
   # What another process is just writing into JAX's cache is compiled instead.
@@ -35,7 +35,7 @@ def jaxscale(*words, **options) -> subprocess.CompletedProcess[str]:
 
 
 def train_command(workdir, *args: str, config: str = "configs/digits.py"):
-  """The command line of a run."""
+  """Return the command line of a run."""
   head = [sys.executable, "-m", "jaxscale.train", "--config", config]
   return [*head, "--workdir", str(workdir), *args]
 
@@ -53,7 +53,7 @@ def trained(workdir, *args: str, **options) -> str:
 
 
 def own_lines(out: str) -> list[str]:
-  """Return what a process itself wrote to stdout, where Gloo's threads write, too."""
+  """Return the lines that a process wrote to stdout, without those of Gloo's threads."""
   pieces = r"\[Gloo\] Rank \d+ is connected to \d+ peer ranks\."
   pieces += r"|Expected number of connected peer ranks is : \d+"
   lines = (re.sub(pieces, "", line).strip() for line in out.splitlines())
@@ -61,7 +61,7 @@ def own_lines(out: str) -> list[str]:
 
 
 def error_line(done: subprocess.CompletedProcess[str], code: int) -> str:
-  """The one line that a command which failed with this exit code wrote to stderr."""
+  """Check that a command failed with this exit code and one line on stderr; return the line."""
   assert done.returncode == code, done.stderr
   line = done.stderr.removesuffix("\n")
   assert line.startswith("error: ") and "\n" not in line, done.stderr

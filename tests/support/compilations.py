@@ -16,7 +16,7 @@ _hits = threading.local()
 
 @contextlib.contextmanager
 def watched(note):
-  """Inside, calls note("compiled" or "loaded", name of the program)."""
+  """Call note("compiled" or "loaded", name) for each program that is compiled or loaded inside."""
   from jax import monitoring
 
   def event(name, **_):

@@ -1,4 +1,4 @@
-"""Small configs, and what a run of one records."""
+"""Small configs, and the records of their runs."""
 
 from jaxscale import config as cfg
 from jaxscale.config.loading import load_config
@@ -6,12 +6,12 @@ from jaxscale.config.record import FORMAT, to_plain
 
 
 def settings(text):
-  """Settings for `load_config` of words, each `name=value`."""
+  """Return settings for `load_config` from words `name=value`."""
   return dict(word.split("=") for word in text.split())
 
 
 def small_config(**fields):
-  """A config of a small MLP on the digits, but for these fields."""
+  """Return a config of a small MLP on the digits, with these fields changed."""
   usual = dict(model=cfg.MLP(hidden=(8,)), data=cfg.Digits(), optimizer=cfg.SGD(lr=0.1))
   usual |= dict(batch_size=16, epochs=9, log=cfg.Log(plot=False))
   return cfg.Config(**usual | fields)
@@ -39,6 +39,6 @@ def tiny_digits(**changes):
 
 
 def recorded(config):
-  """The config.json of a run, as far as one that resumes it must find it."""
+  """Return the part of config.json that a resuming run compares."""
   rest = {"data": {"name": "any"}, "derived": {"total_steps": 9, "num_devices": 8}}
   return {"format": FORMAT, "config": to_plain(config)} | rest

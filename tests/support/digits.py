@@ -14,7 +14,7 @@ from support.trees import assert_close
 
 
 def digits_batch(n: int, seed: int = 0) -> dict[str, np.ndarray]:
-  """`n` rows."""
+  """Return a batch of `n` rows."""
   rng = np.random.default_rng(seed)
   return {
     "image": rng.integers(0, 17, (n, 8, 8, 1)).astype(np.uint8),
@@ -39,7 +39,7 @@ def cnn(**options):
 
 
 def run(fns, optimizer, *, num_devices, steps=20, exchange=None, **options):
-  """State after some steps on different batches, and every step's metrics."""
+  """Return the state after some steps on different batches, and the metrics of every step."""
   mesh = make_mesh(devices=jax.devices()[:num_devices])
   schedule = optim.warmup_cosine(0.1, 3, 30)
   tx = OPTIMIZERS[optimizer](schedule)
@@ -57,7 +57,7 @@ def run(fns, optimizer, *, num_devices, steps=20, exchange=None, **options):
 
 
 def assert_same(got, wanted, tolerance=1e-6):
-  """Each leaf within a tolerance of its own norm; each metric of its value."""
+  """Assert that every leaf is within a tolerance of its norm, and every metric of its value."""
   (state, history), (state_ref, history_ref) = got, wanted
   for part in ("params", "model_state"):
     assert_close(getattr(state, part), getattr(state_ref, part), tolerance)

@@ -46,7 +46,7 @@ FEEDBACK += ["delayed one bit", "warm one bit"]
 
 
 def gradients(steps, seed=0, devices=N, shapes=SHAPES):
-  """Random gradients [steps, devices, ...], their scale another in each tensor."""
+  """Return random gradients [steps, devices, ...] of a different scale in each tensor."""
   rng, grads = np.random.default_rng(seed), {}
   for i, (name, shape) in enumerate(shapes.items()):
     normal = rng.standard_normal((steps, devices, *shape)) + 0.1
@@ -55,7 +55,7 @@ def gradients(steps, seed=0, devices=N, shapes=SHAPES):
 
 
 def program(exchange, mesh):
-  """Jitted (gradients [steps, devices, ...], state) -> (means [steps, ...], state)."""
+  """Return a jitted (gradients [steps, devices, ...], state) -> (means [steps, ...], state)."""
   axes = mesh.axis_names
 
   def steps(grads, state):
@@ -81,7 +81,7 @@ def first_state(exchange, devices=N, shapes=SHAPES):
 
 
 def run(exchange, grads, mesh=None):
-  """Means of every step and the last state, as jax arrays."""
+  """Return the means of every step and the last state, as jax arrays."""
   mesh = mesh or make_mesh(replica=2)
   shapes = {name: g.shape[2:] for name, g in grads.items()}
   state = first_state(exchange, mesh.size, shapes)
@@ -90,20 +90,20 @@ def run(exchange, grads, mesh=None):
 
 @functools.cache
 def compiled(name):
-  """An exchange on 2 x 4 devices, for all tests that only run it again."""
+  """Return an exchange on 2 x 4 devices, compiled once for all tests that only run it."""
   exchange = EXCHANGES[name]()
   return program(exchange, make_mesh(replica=2)), first_state(exchange)
 
 
 @functools.cache
 def fifty(name):
-  """Fifty steps of an exchange: numpy means of every step, numpy last state."""
+  """Return the means of fifty steps of an exchange and its last state, as numpy arrays."""
   steps, state = compiled(name)
   return jax.device_get(steps(gradients(50), state))
 
 
 def unsent(state, name):
-  """Add up in float64 what all devices still keep of a tensor's gradients."""
+  """Return the sum in float64, over all devices, of the gradients still to be sent of a tensor."""
   total = np.zeros(SHAPES[name])
   if "inner" in state:
     total = total + unsent(state["inner"], name)
@@ -118,5 +118,5 @@ def unsent(state, name):
 
 
 def joined(stripes, count):
-  """The columns of 1-bit stripes, [devices, rows, own], side by side."""
+  """Return the columns of 1-bit stripes [devices, rows, own] side by side."""
   return np.moveaxis(stripes, 0, 1).reshape(stripes.shape[1], -1)[:, :count]

@@ -1,4 +1,4 @@
-"""Measurements of the tests of faults, for the table in docs/reliability.md.
+"""Measurements by the tests of faults, for the table in docs/reliability.md.
 
 JAXSCALE_FAULT_TABLE=/tmp/faults.jsonl python -m pytest tests
 python tests/support/fault_table.py /tmp/faults.jsonl
@@ -12,14 +12,14 @@ from pathlib import Path
 
 
 def measured(fault, seconds, code, line, lost: int | str = "nothing"):
-  """Add a row, if somebody wants the table.
+  """Add a row, if JAXSCALE_FAULT_TABLE is set.
 
   Args:
-    fault: what was done.
-    seconds: from there to the end of all processes, or None where nothing ended.
+    fault: the fault.
+    seconds: the time from the fault to the end of all processes; None if nothing ended.
     code: the exit code of the run, or of srun.
-    line: what a person read.
-    lost: steps that were done and not saved, or words.
+    line: the line that a user reads.
+    lost: the number of steps that were done and not saved, or words.
   """
   if path := os.environ.get("JAXSCALE_FAULT_TABLE"):
     row = {"fault": fault, "seconds": seconds, "lost": lost, "code": code, "line": line}
@@ -28,7 +28,7 @@ def measured(fault, seconds, code, line, lost: int | str = "nothing"):
 
 
 def table(rows):
-  """The rows as Markdown; of one fault the last counts."""
+  """Return the rows as Markdown; the last row of each fault counts."""
   lines = ["| fault | seconds to the end | lost | exit code | message |"]
   lines.append("|---|---|---|---|---|")
   for row in {row["fault"]: row for row in rows}.values():

@@ -28,7 +28,7 @@ LATE_S = 4.0
 
 
 def rank() -> int:
-  """Return the rank of this process, as whoever started it says."""
+  """Return the rank of this process, as its launcher set it."""
   return int(os.environ.get("JAXSCALE_PROCESS_ID") or os.environ["SLURM_PROCID"])
 
 
@@ -38,7 +38,7 @@ def signalled(number: int) -> Callable[[], None]:
 
 
 def failed() -> None:
-  """An error that the program does not expect."""
+  """Raise an error that the program does not expect."""
   raise RuntimeError("no such class")
 
 
@@ -58,7 +58,7 @@ FAULTS: dict[str, Callable[[], object]] = {
 
 
 def main(argv: list[str]) -> int:
-  """Train, with the fault; returns the exit code."""
+  """Train with the fault; return the exit code."""
   fault, who, at, note, *rest = argv
   restart = os.environ.get("SLURM_RESTART_COUNT", "0")
   if rank() == int(who) and (restart == "0" or fault.endswith("always")):
@@ -71,7 +71,7 @@ def main(argv: list[str]) -> int:
 
 
 def mark_first(path: Path) -> None:
-  """Write the time at which batches are asked for the first time into a file."""
+  """Write the time of the first request for batches into a file."""
   batches = train_phases.train_batches
 
   def train_batches(*args: Any) -> Iterator[Any]:
@@ -83,7 +83,7 @@ def mark_first(path: Path) -> None:
 
 
 def patch(fault: str, at: int, note: Path) -> None:
-  """Let the fault happen in this process."""
+  """Make the fault happen in this process."""
   batches, begin = train_phases.train_batches, checkpoint_files.start_writing
 
   def happens() -> None:

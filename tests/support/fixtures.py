@@ -1,4 +1,4 @@
-"""Fixtures of several files; conftest.py imports them."""
+"""Fixtures that several files use; conftest.py imports them."""
 
 import os
 import stat
@@ -10,9 +10,9 @@ from support.logs import logged
 
 @pytest.fixture
 def scontrol(tmp_path, monkeypatch):
-  """A command in front of the real one, if there is one; what it was asked.
+  """Put a fake scontrol in front of the real one; return its record of calls.
 
-  In bash: dash begins with no signal blocked, whoever starts it, and scontrol does not.
+  The fake uses bash: dash unblocks all signals when it starts, and scontrol does not.
   """
   asked = tmp_path / "asked"
 
@@ -29,7 +29,7 @@ def scontrol(tmp_path, monkeypatch):
 
 @pytest.fixture(scope="session")
 def photo():
-  """A photograph of 400 x 600 pixels, RGB."""
+  """Return a photograph of 400 x 600 pixels, RGB."""
   from skimage import data as photos
 
   return photos.coffee()
@@ -37,12 +37,12 @@ def photo():
 
 @pytest.fixture
 def own_cache(tmp_path, monkeypatch):
-  """A cache directory of the test's own, for what is prepared or compiled."""
+  """Give the test its own cache directory for prepared and compiled files."""
   monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 
 @pytest.fixture
 def reported():
-  """Lines that jaxscale logs, of this process."""
+  """Return the lines that jaxscale logs in this process."""
   with logged() as lines:
     yield lines

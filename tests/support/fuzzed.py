@@ -1,4 +1,4 @@
-"""Tests of readers with inputs at random, and with those that once did harm."""
+"""Tests of readers with random inputs, and with inputs that once failed."""
 
 from hypothesis import example, given
 
@@ -6,12 +6,12 @@ from support.fuzzing import fuzz
 
 
 def fuzzed(*strategies, examples=(), share=1):
-  """Return a decorator that runs a test with inputs of these strategies and with the examples.
+  """Return a decorator that runs a test with random inputs and with the examples.
 
   Args:
-    strategies: of each input.
-    examples: an input each, or a tuple of several inputs.
-    share: by which fewer inputs are tried, where one is slow.
+    strategies: a strategy per input.
+    examples: an input, or a tuple of several inputs, per example.
+    share: the factor by which fewer inputs are tried, for slow tests.
   """
 
   def decorate(test):

@@ -1,4 +1,4 @@
-"""Damaged inputs of readers, and what a reader may do with one.
+"""Damaged inputs of readers, and the errors that a reader may raise.
 
 FUZZ_EXAMPLES says how many inputs a test makes, 50 by default. A test of a reader is
 
@@ -41,7 +41,7 @@ _took: list[float] = []  # processor seconds of each call of `one_line`
 
 
 def fuzz(test, share: int = 1):
-  """Runs a test with `EXAMPLES` inputs, or one `share`-th of them where one is slow."""
+  """Run a test with `EXAMPLES` inputs, or one `share`-th of them if it is slow."""
   return settings(
     max_examples=max(EXAMPLES // share, 5),
     derandomize=EXAMPLES <= 50,
@@ -53,15 +53,15 @@ def fuzz(test, share: int = 1):
 
 
 def by_chance(make):
-  """What `make` makes of a `random.Random`; draws for every byte take 20 times as long.
+  """Return a strategy that calls `make` with a `random.Random`; drawing bytes is 20 times slower.
 
-  A failure shows what was made, and a case like it is an `@example` then.
+  A failure shows the value; add it as an `@example`.
   """
   return st.integers(0, 2**64 - 1).map(lambda seed: make(random.Random(seed)))
 
 
 def leaf(chance):
-  """A value of JSON, but for objects and lists."""
+  """Return a JSON value other than an object or a list."""
   match chance.randrange(4):
     case 0:
       return chance.choice(SPECIAL)
@@ -73,7 +73,7 @@ def leaf(chance):
 
 
 def value(chance):
-  """Any value of JSON."""
+  """Return any JSON value."""
   match chance.randrange(8):
     case 0:
       return [leaf(chance) for _ in range(chance.randrange(4))]
@@ -87,7 +87,7 @@ def value(chance):
 
 
 def paths_of(node, path=()):
-  """Every place in a JSON value."""
+  """Yield the path of every value inside a JSON value."""
   yield path
   inner = node.items() if isinstance(node, dict) else ()
   for key, value in enumerate(node) if isinstance(node, list) else inner:
@@ -95,7 +95,7 @@ def paths_of(node, path=()):
 
 
 def change(document, chance):
-  """A JSON value with a value or two in it replaced or missing."""
+  """Return a JSON value with one or two of its values replaced or removed."""
   places = [path for path in paths_of(document) if path]
   changed = copy.deepcopy(document)
   for _ in range(chance.randrange(1, 3)):
@@ -112,7 +112,7 @@ def change(document, chance):
 
 
 def edit(whole, chance):
-  """Bytes with some of them changed, added, removed or repeated."""
+  """Return bytes with parts changed, added, removed or repeated."""
   found = bytearray(whole)
   for _ in range(chance.randrange(1, 5)):
     at, some = chance.randrange(len(found) + 1), chance.randbytes(chance.randrange(8))
@@ -131,17 +131,17 @@ def edit(whole, chance):
 
 
 def changed(document):
-  """A JSON value with a value or two replaced or missing."""
+  """Return a strategy for a JSON value with one or two values replaced or removed."""
   return by_chance(lambda chance: change(document, chance))
 
 
 def edited(wholes):
-  """One of these, edited."""
+  """Return a strategy for one of these byte strings, edited."""
   return by_chance(lambda chance: edit(chance.choice(wholes), chance))
 
 
 def damaged(document):
-  """JSON of a document, changed as a value or as bytes, or of another one."""
+  """Return a strategy for a document's JSON, changed as a value or as bytes, or another JSON."""
   text = json.dumps(document).encode()
 
   def make(chance):
@@ -156,7 +156,7 @@ def damaged(document):
 
 
 class HangError(BaseException):
-  """Nothing that readers catch."""
+  """Error that no reader catches."""
 
 
 def _hang(*_):
@@ -165,7 +165,7 @@ def _hang(*_):
 
 @contextlib.contextmanager
 def one_line(error: type[Exception] = ConfigError):
-  """Expect success, or this error, which is shown as one line."""
+  """Expect success, or this error with a message of one line."""
   before = signal.signal(signal.SIGALRM, _hang)
   signal.setitimer(signal.ITIMER_REAL, HANG_S)
   clock = time.process_time()
@@ -182,7 +182,7 @@ def one_line(error: type[Exception] = ConfigError):
 
 
 def limits(request):
-  """Bounds the memory of a reader; -rP shows what its test took, as a table's row."""
+  """Limit the memory of a reader; `pytest -rP` shows each test's use as a row of a table."""
   gc.collect(1)  # not the millions of objects that JAX keeps, which takes seconds
   _took.clear()
   Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew: proc(5)
@@ -197,13 +197,13 @@ def limits(request):
 
 
 def _memory(field):
-  """MB of this process."""
+  """Return the memory of this process in MB."""
   text = Path("/proc/self/status").read_text()
   return int(text.partition(f"{field}:")[2].split()[0]) / 1024
 
 
 def place():
-  """A directory for all examples of a file.
+  """Yield a directory for all examples of a file.
 
   In memory where there is such a file system: ext4 takes 4 ms to replace a file.
   """

@@ -1,4 +1,4 @@
-"""Recorded models (golden/record_models.py) as parameters of ours."""
+"""Recorded models (golden/record_models.py) as parameters of jaxscale's models."""
 
 import re
 
@@ -10,7 +10,7 @@ GOLDEN = DATA / "golden"
 
 
 def load(name):
-  """Weights, gradient probes and the rest of a fixture, each by name."""
+  """Return the weights, gradient probes and other values of a fixture, each by name."""
   with np.load(GOLDEN / f"{name}.npz") as file:
     whole = dict(file)
   parts = {"weight": {}, "probe": {}}
@@ -22,13 +22,13 @@ def load(name):
 
 
 def probe(gradient):
-  """The number that stands for a gradient in the fixture's layout."""
+  """Return the number that represents a gradient in the fixture's layout."""
   flat = np.asarray(gradient, np.float64).reshape(-1)
   return (flat * (np.arange(flat.size) % 7)).sum()
 
 
 def pairs(text):
-  """{ours: theirs} of a table with a few of them in each line."""
+  """Return {ours: theirs} from a table with a few pairs per line."""
   return dict(pair.split(" ") for pair in re.split(r",\s+", text.strip()))
 
 
@@ -47,7 +47,7 @@ def _theirs(ours, layer):
 
 
 def nested(flat):
-  """{"a/b": x} as {"a": {"b": x}}."""
+  """Return {"a": {"b": x}} for {"a/b": x}."""
   tree = {}
   for path, leaf in flat.items():
     *parents, name = path.split("/")
@@ -59,7 +59,7 @@ def nested(flat):
 
 
 def from_llama(weights, num_layers=2):
-  """Hugging Face's [out, in] matrices of each layer as ours, stacked."""
+  """Convert Hugging Face's [out, in] matrices of each layer, and stack them."""
 
   def layers(ours):
     return np.stack([weights[_theirs(ours, i)].T for i in range(num_layers)])
@@ -71,7 +71,7 @@ def from_llama(weights, num_layers=2):
 
 
 def to_llama(params):
-  """The inverse: a tree of ours by Hugging Face's names."""
+  """Convert a tree back to Hugging Face's names."""
   found = {
     "model.embed_tokens.weight": params["embed"]["table"],
     "model.norm.weight": params["head"]["norm"]["scale"],
@@ -115,7 +115,7 @@ def from_vit(weights, num_layers=2):
 
 
 def to_vit(params, patch_shape):
-  """The inverse: a tree of ours by timm's names."""
+  """Convert a tree back to timm's names."""
   embed, head, layers = params["embed"], params["head"], params["layers"]
   size, _, channels = patch_shape
   patch = embed["patch"]["kernel"].reshape(size, size, channels, -1)

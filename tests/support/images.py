@@ -57,7 +57,7 @@ def example(image, label):
 
 
 def write_tfds(root, name, file_format, splits, *, num_classes=10, version="1.0.0"):
-  """A dataset as TFDS prepares one: splits {name: records by shard}."""
+  """Write a dataset as TFDS prepares it, from splits {name: records by shard}."""
   folder = root / name / version
   folder.mkdir(parents=True)
   write = {"tfrecord": write_tfrecord, "array_record": write_array_record}[file_format]

@@ -1,4 +1,4 @@
-"""Recordings of what launchers tell the tasks that they start."""
+"""Recorded environments of tasks, as launchers set them."""
 
 import json
 
@@ -10,7 +10,7 @@ SUBDOMAIN = "jaxpods.default.svc.cluster.local"
 
 
 def found(env, **asked):
-  """`detect` without a look at this machine."""
+  """Call `detect` without a look at this machine."""
   fqdn = f"{env.get('HOSTNAME')}.{SUBDOMAIN}"
   quiet = dict(fqdn=lambda: fqdn, has_tpu=lambda env: False, at_terminal=lambda: False)
   usual = dict(expand=nodelist.expand, ask_mpi=lambda launch: None)
@@ -18,7 +18,7 @@ def found(env, **asked):
 
 
 def tasks(path, tmp_path):
-  """The environments of a start, with what is expected of each."""
+  """Return the environments of a start, with the expected results."""
   start = json.loads(path.read_text())
   for name, text in start.get("files", {}).items():
     (tmp_path / name).write_text(text)
@@ -28,7 +28,7 @@ def tasks(path, tmp_path):
 
 
 def variables(text):
-  """The environment of words, each `NAME=value`."""
+  """Return an environment from words `NAME=value`."""
   return dict(word.split("=", 1) for word in text.split())
 
 

@@ -1,4 +1,4 @@
-"""Images whose header says too much, and a valid one that is seldom."""
+"""Images whose header is false, and a valid image of a rare kind."""
 
 import io
 
@@ -9,7 +9,7 @@ NOISE = np.random.default_rng(0).integers(0, 255, (48, 64, 3)).astype(np.uint8)
 
 
 def jpeg_441(height=64, width=32):
-  """A grey JPEG, 4:4:1: four blocks of brightness above each other, one of each colour.
+  """Return a grey JPEG in 4:4:1: four blocks of brightness per block of each colour.
 
   Its blocks have no coefficients: 001010 and 0000 in the standard's tables K.3 to K.6.
   """
@@ -23,7 +23,7 @@ def jpeg_441(height=64, width=32):
 
 
 def of_size(height, width, **options):
-  """A small JPEG whose header says something else."""
+  """Return a small JPEG with a false size in its header."""
   out = io.BytesIO()
   Image.fromarray(NOISE).save(out, "JPEG", **options)
   found = bytearray(out.getvalue())
@@ -33,14 +33,14 @@ def of_size(height, width, **options):
 
 
 def with_scans(count):
-  """A progressive JPEG whose last scan comes many times."""
+  """Return a progressive JPEG whose last scan is repeated."""
   whole = of_size(48, 64, progressive=True)
   last = whole[whole.rindex(b"\xff\xda") : -2]
   return whole[:-2] + last * count + whole[-2:]
 
 
 def _with_header(kind, at, order, *sizes):
-  """A file whose header says other sizes, of four bytes each, from a place on."""
+  """Return a file with false sizes in its header, four bytes each."""
   out = io.BytesIO()
   Image.fromarray(NOISE).save(out, kind)
   found = bytearray(out.getvalue())

@@ -1,4 +1,4 @@
-"""Optimizers applied to gradients that are given."""
+"""Optimizers applied to given gradients."""
 
 import jax
 import numpy as np
@@ -6,7 +6,7 @@ import optax
 
 
 def optimize(tx, params, grads):
-  """Parameters after every step of an optimizer, and its last state."""
+  """Return the parameters after every step of an optimizer, and its last state."""
   state, out = tx.init(params), []
   for g in grads:
     updates, state = tx.update(g, state, params)
@@ -16,7 +16,7 @@ def optimize(tx, params, grads):
 
 
 def optimize64(tx, params, grads):
-  """The last parameters in float64, as numpy arrays."""
+  """Return the last parameters in float64, as numpy arrays."""
   with jax.enable_x64(True):
     params, *grads = jax.tree.map(jax.numpy.array, [params, *grads])
     return jax.tree.map(np.asarray, optimize(tx, params, grads)[0][-1])

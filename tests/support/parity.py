@@ -36,14 +36,14 @@ SHAPES |= dict(head_bias=(CLASSES,), scale=(32,))
 
 
 def by(algorithm: str) -> Exchange:
-  """The mean by one of the collectives, as planned for the mesh of the step."""
+  """Return the mean by one of the collectives, as planned for the mesh of the step."""
   sizes = {"replica": 2, "data": 4}
   dims = [("data", 4), ("replica", 2)] if algorithm == "torus" else None
   return planned(collectives.plan(sizes, 0, algorithm, dims=dims))
 
 
 def of_device(place: int) -> Exchange:
-  """Broken: the gradients of one device for the mean of all."""
+  """Return a broken exchange: the gradients of one device in place of the mean."""
 
   def exchange(grads, state):
     chosen = lax.axis_index(AXES) == place
@@ -54,7 +54,7 @@ def of_device(place: int) -> Exchange:
 
 
 def forgetting(inner: Exchange, part: str) -> Exchange:
-  """Broken: a part of the state is that of the first step for ever."""
+  """Return a broken exchange: a part of its state stays that of the first step."""
 
   def exchange(grads, state):
     means, new = inner.exchange(grads, state)
@@ -85,7 +85,7 @@ EXCHANGES = UNROUNDED | ROUNDED | FEEDBACK | BROKEN
 
 
 def recorded(inner: Exchange) -> Exchange:
-  """Wrap an exchange: its state shows what each device gave in."""
+  """Wrap an exchange so that its state has the inputs of each device."""
 
   def init(params):
     return {"own": jax.tree.map(jnp.zeros_like, params), "inner": inner.init(params)}
@@ -98,7 +98,7 @@ def recorded(inner: Exchange) -> Exchange:
 
 
 def side_by_side(optimizers: dict) -> optax.GradientTransformation:
-  """An optimizer for each subtree; the state also shows the mean gradients."""
+  """Return an optimizer that applies one to each subtree; its state has the mean gradients too."""
 
   def init(params):
     states = {n: tx.init(params[n]) for n, tx in optimizers.items()}
@@ -130,10 +130,10 @@ def init(key):
 
 @functools.cache
 def batches():
-  """Noisy copies of ten images, sorted by class: a device sees two of them.
+  """Return noisy copies of ten images, sorted by class: a device sees two of the classes.
 
-  So that the gradients of one device are far from the mean: what is wrong with an
-  exchange shows in a few steps.
+  The gradients of one device are far from the mean, so that a fault of an exchange shows
+  in a few steps.
   """
   rng = np.random.default_rng(SEED)
   centres = rng.normal(size=(CLASSES, 4, 4, 2)) + 1.0
@@ -147,7 +147,7 @@ def batches():
 
 
 def loss_of(p, batch, noise):
-  """The sum over rows of the losses of one model, in the dtype of its parameters."""
+  """Return the summed losses of one model, in the dtype of its parameters."""
   dtype = p["head"].dtype
   x = (batch["image"] + 0.1 * noise).astype(dtype)
   taps = [[x[:, i : i + 2, j : j + 2] for j in range(3)] for i in range(3)]
@@ -160,7 +160,7 @@ def loss_of(p, batch, noise):
 
 
 def noise_of(keys):
-  """Return the noise that the keys of rows decide, the same on any mesh."""
+  """Return the noise for the keys of rows, the same on any mesh."""
   return jax.vmap(lambda key: jax.random.normal(key, (4, 4, 2), jnp.float32))(keys)
 
 
@@ -176,11 +176,11 @@ class Run(NamedTuple):
   """Results of every step, by optimizer: numpy arrays.
 
   Attributes:
-    losses: before the step.
-    own: gradients [devices, ...] that went into the exchange.
-    means: gradients that came out of it.
-    params: after the last step.
-    kept: the exchange's state after it.
+    losses: the losses before the step.
+    own: the gradients [devices, ...] that went into the exchange.
+    means: the gradients that came out of it.
+    params: the parameters after the last step.
+    kept: the state of the exchange after it.
   """
 
   losses: list[dict[str, float]]

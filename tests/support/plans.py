@@ -1,4 +1,4 @@
-"""A plan as `jaxscale plan` stores it, and a run that follows it or does not."""
+"""A plan as `jaxscale plan` stores it, and the files of a run to compare with it."""
 
 import copy
 import json
@@ -17,7 +17,7 @@ STEP = dict(devices=16, batch_size=64, seconds=SECONDS, memory=40e9, parts=PARTS
 
 
 def on(devices, batch_size, seconds):
-  """The step on other devices."""
+  """Return the step's prediction for another number of devices."""
   times = {c: seconds * s for c, s in SECONDS.items()}
   more = {"devices": devices, "batch_size": batch_size}
   return STEP | more | {"seconds": times}
@@ -35,7 +35,7 @@ PLAN = {
 
 
 def plan_with(**changes):
-  """A plan with other values: of `step`, those that are given."""
+  """Return a plan with changed values; `step` is merged with the plan's."""
   made = copy.deepcopy(PLAN)
   made["step"] |= changes.pop("step", {})
   made["strong"][1] = made["weak"][1] = made["step"]
@@ -43,7 +43,7 @@ def plan_with(**changes):
 
 
 def workdir(path, plan=None, *, step_s=1.0, devices=16, changes=(), done=True):
-  """What a run leaves, and its plan."""
+  """Write the files of a run and its plan; return the workdir."""
   path.mkdir(parents=True)
   derived = dict(num_train=6400, total_steps=100, num_devices=devices)
   derived["phases"] = [{"batch_size": 64, "image_size": None}]

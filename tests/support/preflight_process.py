@@ -1,4 +1,4 @@
-"""The processes of a preflight in a test; run as a script, one of them."""
+"""Processes of a preflight in a test; as a script, one of them."""
 
 import json
 import os
@@ -19,7 +19,7 @@ HOSTS = ["n1", "n2", "n3", "n4"]
 
 
 def start(hosts, options, patch="", rank_env=None):
-  """The processes of a preflight, process 0 first; `patch` is run in each."""
+  """Start the processes of a preflight, process 0 first; each runs `patch`."""
   from support.processes import start_group
 
   envs = [(rank_env or {}).get(rank, {}) for rank in range(len(hosts))]
@@ -28,7 +28,7 @@ def start(hosts, options, patch="", rank_env=None):
 
 
 def answers(processes, timeout=300):
-  """(findings, seconds, whether JAX was imported) of each that says something."""
+  """Return (findings, seconds, whether JAX was imported) of each process that answers."""
   from support.processes import killed_at_end
 
   with killed_at_end(*processes):
@@ -44,7 +44,7 @@ def answers(processes, timeout=300):
 
 
 def preflight(hosts, *options, patch="", rank_env=None):
-  """The findings, which are the same in all processes."""
+  """Return the findings, which must be equal in all processes."""
   reported = answers(start(hosts, options, patch, rank_env))
   assert len(reported) == len(hosts)
   assert all(findings == reported[0][0] for findings, *_ in reported)
@@ -56,13 +56,13 @@ def wrong(findings):
 
 
 def only(*checks):
-  """The option that leaves out all other checks."""
+  """Return the option that skips all other checks."""
   every = ("software", "clocks", "network", "files", "devices", "disk")
   return "--skip=" + ",".join(set(every) - set(checks))
 
 
 def make_options(words):
-  """`preflight.Options` from words of the command line, each `--name=value`."""
+  """Return `preflight.Options` for words of the command line, each `--name=value`."""
   values = dict(word.removeprefix("--").split("=", 1) for word in words)
   named = {name.partition("config.")[2]: value for name, value in values.items()}
   overrides = {name: value for name, value in named.items() if name}

@@ -1,4 +1,4 @@
-"""Processes on this machine: one that ends with its test, or those of one run."""
+"""Processes on this machine: one that ends with its test, or all of one run."""
 
 import contextlib
 import os
@@ -14,14 +14,14 @@ from support.paths import ROOT
 
 
 def free_port() -> int:
-  """A port that nobody listens on."""
+  """Return a port that nobody listens on."""
   with socket.socket() as s:
     s.bind(("127.0.0.1", 0))
     return s.getsockname()[1]
 
 
 def wait_until(condition, process=None, seconds=120):
-  """Wait until a condition is true; fail where the process ends before."""
+  """Wait until a condition is true; fail if the process ends first."""
   deadline = time.monotonic() + seconds
   while not condition():
     assert process is None or process.poll() is None, f"ended early: {process.communicate()}"
@@ -37,7 +37,7 @@ def popen(*command, **options) -> subprocess.Popen[str]:
 
 @contextlib.contextmanager
 def killed_at_end(*processes):
-  """The processes, or the one; in the end what is left of them is killed."""
+  """Yield the process, or all of them, and kill those still running on exit."""
   try:
     yield processes if len(processes) > 1 else processes[0]
   finally:
@@ -54,13 +54,13 @@ def start_group(command, count=2, num_devices=1, **env: str):
 
 
 def run_group(command, count=2, num_devices=1, **env: str):
-  """(stdout, stderr, exit code) of each process of one run."""
+  """Return (stdout, stderr, exit code) of each process of one run."""
   with killed_at_end(*start_group(command, count, num_devices, **env)) as group:
     return [(*p.communicate(timeout=240), p.returncode) for p in group]
 
 
 def line_of(process) -> str:
-  """The next line of stdout that is not Gloo's."""
+  """Return the next line of stdout that Gloo did not write."""
   for line in process.stdout:
     if own := own_lines(line):
       return own[0]
@@ -69,7 +69,7 @@ def line_of(process) -> str:
 
 @pytest.fixture
 def child():
-  """Starts Python code as a process, which ends with the test."""
+  """Return a function that starts Python code as a process, which ends with the test."""
   with contextlib.ExitStack() as stack:
 
     def start(code, *args, env=None):

@@ -1,4 +1,4 @@
-"""Prints a hash of each program that runs compile, to compare between processes.
+"""Print a hash of each program that runs compile, to compare between processes.
 
 python tests/support/programs.py [NAME ...]; the names are those of `RUNS`, all of
 which are compiled by default.
@@ -51,7 +51,7 @@ RUNS = {
 
 
 def programs(name):
-  """Each program of a run, lowered, by what it is for."""
+  """Return each lowered program of a run, by its purpose."""
   path, replaced = RUNS[name]
   made = build.experiment(dataclasses.replace(load_config(path), **replaced))
   state, batch = made.abstract_state(), made.abstract_batch()

@@ -1,4 +1,4 @@
-"""The documents of the embedded text (`jaxscale.data`), from an installed CPython.
+"""Documents of the embedded text (`jaxscale.data`), from an installed CPython.
 
 `python tests/support/python_docs.py` writes jaxscale/data/python_docs.npz. The test of
 the text compares with them where the interpreter is the version they came from.
@@ -24,7 +24,7 @@ NOTICE = re.compile(r"copyright|all rights reserved|permission", re.IGNORECASE)
 
 
 def documents() -> list[bytes]:
-  """Each topic of pydoc and each module's docstrings, sorted by title."""
+  """Return each topic of pydoc and each module's docstrings, sorted by title."""
   texts = {title: text.strip("\n") for title, text in topics.items()}
   library = Path(sysconfig.get_path("stdlib"))
   for path in sorted(library.rglob("*.py")):
@@ -37,7 +37,7 @@ def documents() -> list[bytes]:
 
 
 def docstrings(source: str) -> str:
-  """The docstrings of a module, in their order, or nothing if it is not PSF's."""
+  """Return the docstrings of a module in order, or "" if they are not PSF's."""
   if NOTICE.search(source):
     return ""
   found = []
@@ -54,7 +54,7 @@ def docstrings(source: str) -> str:
 
 
 def without_repeats(texts: dict[str, str]) -> list[bytes]:
-  """The texts without paragraphs that a longer one has: topics contain topics."""
+  """Return the texts without paragraphs that a longer text repeats, as topics contain topics."""
   seen: set[str] = set()
   kept: dict[str, bytes] = {}
   for title in sorted(texts, key=lambda t: (-len(texts[t]), t)):

@@ -1,4 +1,4 @@
-"""Real processes that connect, for the tests of the rendezvous: no tests in here."""
+"""Real processes that connect, for the tests of the rendezvous."""
 
 import contextlib
 import json
@@ -61,7 +61,7 @@ time.sleep(a.get("stay", 0))
 
 
 def starter():
-  """Starts processes, and ends those that are left."""
+  """Return a function that starts processes; those still running end with the test."""
   with contextlib.ExitStack() as stack:
 
     def start_one(rank, of, job, host="127.0.0.1", env=None, **options):
@@ -74,7 +74,7 @@ def starter():
 
 
 def ends(processes, within=200):
-  """Exit codes and what was printed; nothing else on stderr, all in time."""
+  """Return exit codes and output; stderr must have known lines only."""
   deadline = time.monotonic() + within
   results = []
   for process in processes:
@@ -86,7 +86,7 @@ def ends(processes, within=200):
 
 
 def the_line(processes, within=200):
-  """The one line that all of them ended with, with code 2."""
+  """Return the line that all processes ended with; each must have exited with code 2."""
   results = ends(processes, within)
   assert [code for code, _ in results] == [2] * len(results), results
   lines = {reported["error"] for _, reported in results}
@@ -96,22 +96,22 @@ def the_line(processes, within=200):
 
 
 def job(name):
-  """A job's name that no other test, and no other run of the tests, has."""
+  """Return a job name that no other test, and no other run of the tests, has."""
   return f"{name}-{os.getpid()}-{time.monotonic_ns()}"
 
 
 def key_of(name):
-  """The key of a run of this name, as its processes derive it."""
+  """Return the key of a run of this name, as its processes derive it."""
   return secret.run_key(secret.find_secret(), name)
 
 
 def ports_of(name):
-  """The ports on which process 0 of a run of this name may listen."""
+  """Return the ports on which process 0 of a run of this name may listen."""
   return network.ports_of(key_of(name).hex())
 
 
 def greet(name, hello, port=None):
-  """A link to process 0 of a run of this name, which has got this hello."""
+  """Return a link to process 0 of a run of this name, after sending it a hello."""
   connect(port or ports_of(name)[0]).close()  # it listens
   link = secret.connect(("127.0.0.1", port or ports_of(name)[0]), key_of(name), 5)
   link.send(hello)
@@ -129,6 +129,6 @@ def connect(port, within=200):
 
 
 def who(rank, of=4, **other):
-  known = dict(node=f"n{rank + 1}", pid=7, uuid=f"me{rank}", place="here", files="here", gloo="")
+  known = dict(node=f"n{rank + 1}", pid=7, uuid=f"me{rank}", network="here", files="here", gloo="")
   known |= dict(versions={"jax": "1"}, digests={"config": "a"}, error="")
   return Hello(rank, of, **known | other)

@@ -1,4 +1,4 @@
-"""Checkpoints that are saved and restored at once."""
+"""Checkpoints that are saved and restored immediately."""
 
 import jax
 import numpy as np
@@ -21,14 +21,14 @@ def restore(directory, abstract, resize=None, **options):
 
 
 def save_steps(checkpoints, state, *steps, **options):
-  """Save what `at_step` makes of a state, and wait for each to be committed."""
+  """Save `at_step` of a state for each step, and wait for each to be committed."""
   for step in steps:
     checkpoints.save(at_step(state, step), **options)
     checkpoints.wait()
 
 
 def filled(abstract, step=4):
-  """Return a state of random numbers, its integers the number of a step."""
+  """Return a state of random numbers; its integers are the step."""
   rng = np.random.default_rng(0)
 
   def fill(x):

@@ -1,4 +1,4 @@
-"""The layers of a model on two devices, all else whole on both."""
+"""Layers of a model split over two devices; everything else is on both."""
 
 import jax
 from jax import lax
@@ -14,9 +14,9 @@ def on_two_devices(stack, sharding, params, **options):
 
   Args:
     stack: the model.
-    sharding: its rules.
-    params: its parameters, for their shapes.
-    options: of `hidden_states`.
+    sharding: the sharding rules.
+    params: the parameters, for their shapes.
+    options: options of `hidden_states`.
   """
   mesh = jax.make_mesh((2,), ("model",), (AxisType.Auto,))
   ops = Ops(

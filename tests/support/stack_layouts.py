@@ -11,10 +11,10 @@ def stack_layout(sizes, options=(), *, count=8, rules=RULES, **of_stack):
   """Return the mesh of the first `count` devices, the stack, and its layout there.
 
   Args:
-    sizes: of the axes of the mesh.
-    options: of the layout.
-    count: number of devices.
-    rules: what splits the parameters.
+    sizes: the sizes of the mesh axes.
+    options: the options of the layout.
+    count: the number of devices.
+    rules: the rules that split the parameters.
     of_stack: arguments of `tiny_stack`.
   """
   mesh = make_mesh(devices=jax.devices()[:count], **sizes)

@@ -14,7 +14,7 @@ from support.processes import run_group
 
 
 def make_states(num_devices=8, hidden=(64,), tx=None, average=False):
-  """An abstract state and a state that differs in every leaf from a new one."""
+  """Return an abstract state and a state that differs in every leaf from a new one."""
   mesh = make_mesh(devices=jax.devices()[:num_devices])
   fns = models.functions(models.MLPModule(num_classes=10, hidden=hidden), (8, 8, 1))
   parts = fns.init, tx or optim.sgd(0.1), mesh, plain(mesh.axis_names)
@@ -28,7 +28,7 @@ def at_step(state, step):
 
 
 def save(checkpoints, state, *steps, is_needed=True):
-  """Save the state of each step, and wait until it is."""
+  """Save the state of each step, and wait until it is committed."""
   for step in steps:
     checkpoints.save(at_step(state, step), is_needed=is_needed)
     checkpoints.wait()
@@ -104,7 +104,7 @@ cluster.barrier("end")
 
 
 def run_pair(directory, faults=""):
-  """Return what two processes print that run PAIR."""
+  """Return the output of two processes that run PAIR."""
   ended = run_group([sys.executable, "-c", PAIR, str(directory), faults])
   assert [code for *_, code in ended] == [0, 0], ended
   assert not any("Traceback" in err for _, err, _ in ended)

@@ -1,4 +1,4 @@
-"""The first state and the step of a small training, and batches on its mesh."""
+"""First state and step of a small training, and batches on its mesh."""
 
 from typing import Any
 
@@ -16,15 +16,15 @@ def training(loss_fn, init, tx, mesh, exchange=None, *, layout=None, local=None,
   """Return the first state and the jitted step.
 
   Args:
-    loss_fn: as of `make_train_step`.
-    init: key -> (params, model_state).
+    loss_fn: the loss function, as in `make_train_step`.
+    init: a function key -> (params, model_state).
     tx: the optimizer.
-    mesh: where the state lives.
-    exchange: of the gradients; None: `plain`.
-    layout: of the parameters; None: everything on every device.
+    mesh: the mesh of the state.
+    exchange: the exchange of the gradients; None: `plain`.
+    layout: the layout of the parameters; None: everything on every device.
     local: a method of local updates; None: workers synchronize in every step.
-    seed: of the parameters.
-    options: fields of `StepOptions`, and keywords of the function that makes the step.
+    seed: the seed of the parameters.
+    options: fields of `StepOptions` and keywords of the function that makes the step.
   """
   fields = {name: options.pop(name) for name in StepOptions._fields if name in options}
   kept = dict(average="ema_decay" in fields, noise_scale="measure_noise_scale" in fields)
@@ -37,5 +37,5 @@ def training(loss_fn, init, tx, mesh, exchange=None, *, layout=None, local=None,
 
 
 def on_mesh(mesh, batch) -> Any:
-  """A batch whose rows are split over the devices."""
+  """Return a batch whose rows are split over the devices."""
   return jax.device_put(batch, batch_sharding(mesh))

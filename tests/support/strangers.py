@@ -1,4 +1,4 @@
-"""Programs of another user who means harm; run as a script, one of them.
+"""Programs of another, malicious user; as a script, one of them.
 
     python tests/support/strangers.py NAME ADDRESS PORT,PORT… SECONDS RECORDED
 
@@ -23,14 +23,14 @@ NOBODY = 65534
 
 
 def connected(place):
-  """A connection, or None."""
+  """Return a connection, or None."""
   with contextlib.suppress(OSError):
     return socket.create_connection(place, timeout=1)
   return None
 
 
 def heard_from(sock, seconds=0.2):
-  """Return what a connection says, as text."""
+  """Return the data from a connection, as text."""
   sock.settimeout(seconds)
   with contextlib.suppress(OSError):
     return sock.recv(4096).decode("latin-1")
@@ -38,12 +38,12 @@ def heard_from(sock, seconds=0.2):
 
 
 def open_many(place, until, count):
-  """Connections that may be None, as many as it gets within the time."""
+  """Open as many connections as possible within the time; a failed one is None."""
   return [connected(place) for _ in range(count) if time.monotonic() < until]
 
 
 def scan(place, until):
-  """Connects to every port where a run may listen, and reads."""
+  """Connect to every port where a run may listen, and read."""
   found = {}
   while time.monotonic() < until:
     for port in range(place[1] - 500, place[1] + 500):
@@ -54,14 +54,14 @@ def scan(place, until):
 
 
 def idle(place, until, count=1000):
-  """Opens connections, and says nothing."""
+  """Open connections and send nothing."""
   open_ = open_many(place, until, count)
   time.sleep(max(0.0, until - time.monotonic()))
   return [heard_from(sock, 0.001) for sock in open_ if sock]
 
 
 def slow(place, until, count=300):
-  """Says a byte a tenth of a second on each of many connections."""
+  """Send a byte every tenth of a second on each of many connections."""
   open_ = open_many(place, until, count)
   while time.monotonic() < until:
     for sock in filter(None, open_):
@@ -72,7 +72,7 @@ def slow(place, until, count=300):
 
 
 def flood(place, until):
-  """Connects as fast as it can, on many sockets, and leaves at once."""
+  """Connect as fast as possible on many sockets, and disconnect immediately."""
   while time.monotonic() < until:
     some = [socket.socket() for _ in range(100)]
     for sock in some:
@@ -84,7 +84,7 @@ def flood(place, until):
 
 
 def throng(place, until):
-  """Begins a greeting on as many connections as it can make, and leaves them open."""
+  """Send the start of a greeting on as many connections as possible, and leave them open."""
   open_ = []
   while time.monotonic() < until:
     with contextlib.suppress(OSError):
@@ -99,7 +99,7 @@ def throng(place, until):
 
 
 def late(place, until):
-  """Is silent for as long as it may be, then says a byte, over and over."""
+  """Wait for as long as the timeout allows, then send a byte, over and over."""
   while time.monotonic() < until:
     open_ = [connected(place) for _ in range(20)]
     time.sleep(1.1)
@@ -111,7 +111,7 @@ def late(place, until):
 
 
 def noise(place, until):
-  """A hundred connections a second with random bodies."""
+  """Make a hundred connections a second with random data."""
   rng = random.Random(5)
   starts = [b"", b"[" * 99, b"{", b'"' + b"0" * 32 + b'"\n', b"GET / HTTP/1.1\r\n"]
   while time.monotonic() < until:
@@ -124,7 +124,7 @@ def noise(place, until):
 
 
 def forge(place, until):
-  """Says hello as each rank, and as process 0's own, without the secret."""
+  """Send a hello as each rank, and process 0's own, without the secret."""
   heard = []
   while time.monotonic() < until:
     for rank in (-1, 0, 1, 2, 99):
@@ -145,7 +145,7 @@ def forge(place, until):
 
 
 def replay(place, until):
-  """Repeats what a process of the run has sent at an earlier start."""
+  """Send again what a process of the run sent at an earlier start."""
   heard = []
   while time.monotonic() < until:
     if sock := connected(place):
@@ -157,10 +157,10 @@ def replay(place, until):
 
 
 def siege(place, until):
-  """All of the above but the scan and the flood at once, on each port that answers.
+  """Run all attacks above except the scan and the flood at once, on each port that answers.
 
-  Those two need a core each: what is left to others of a machine with two is no matter
-  of who is believed.
+  The scan and the flood need a core each, so that others get little of a machine with two.
+  That has nothing to do with authentication.
   """
   found = set()
   while time.monotonic() < until:
@@ -176,7 +176,7 @@ def siege(place, until):
 
 
 def hunt(place, until):
-  """Looks for every port of a host that answers, and tries all of the above on it."""
+  """Find every port of a host that answers, and run all attacks above on it."""
   found, held = set(), []
   while time.monotonic() < until:
     for port in range(20_000, 32_768):
@@ -194,7 +194,7 @@ def hunt(place, until):
 
 
 def squat(place, until):
-  """Listens where process 0 would, and plays it: two lines, as it sends them."""
+  """Listen in place of process 0, and send the two lines that it would send."""
   with socket.create_server(place, backlog=1000) as server, selectors.DefaultSelector() as selector:
     heard = []
     selector.register(server, selectors.EVENT_READ)
@@ -216,14 +216,14 @@ def squat(place, until):
 
 
 def silent(place, until):
-  """Listens where process 0 would, and says nothing."""
+  """Listen in place of process 0, and send nothing."""
   with socket.create_server(place, backlog=1000):
     time.sleep(max(0.0, until - time.monotonic()))
   return []
 
 
 def relay(place, until):
-  """Listens where process 0 would, and passes all on to where it is, the next port."""
+  """Listen in place of process 0, and forward everything to its actual port, the next one."""
   heard = []
 
   def pump(a, b, keep):
@@ -252,7 +252,7 @@ def relay(place, until):
 
 
 def starter():
-  """Starts these as programs of another user, and ends those that are left."""
+  """Return a function that starts these programs as another user; they end with the test."""
   with contextlib.ExitStack() as stack:
 
     def begin(name, ports=(), address="127.0.0.1", seconds=4.0, recorded=b"?\n"):

@@ -1,10 +1,10 @@
-"""Tables of cases, written as text: a row a line, its cells divided by `|`."""
+"""Tables of cases in text: one row per line, with cells separated by `|`."""
 
 import ast
 
 
 def table(text):
-  """Rows of a text, of strings."""
+  """Return the rows of a text, as lists of strings."""
   return [[cell.strip() for cell in line.split("|")] for line in text.strip("\n").splitlines()]
 
 
@@ -18,20 +18,20 @@ def columns(*readers):
 
 
 def assignments(cell):
-  """Texts by their names: `a=1 b.c=x`."""
+  """Return texts by name: `a=1 b.c=x`."""
   return dict(word.split("=", 1) for word in cell.split())
 
 
 def fields(cell):
-  """Python literals without spaces by their names: `a=1 b=None c='x'`."""
+  """Return Python literals without spaces by name: `a=1 b=None c='x'`."""
   return {name: literal(value) for name, value in assignments(cell).items()}
 
 
 def literal(cell):
-  """Value of a Python literal."""
+  """Return the value of a Python literal."""
   return ast.literal_eval(cell)
 
 
 def words(text):
-  """Words of a text."""
+  """Return the words of a text."""
   return text.split()

@@ -1,4 +1,4 @@
-"""A config of a small language model, for runs of the command line under layouts."""
+"""Config of a small language model, for command-line runs under layouts."""
 
 from jaxscale import config as cfg
 

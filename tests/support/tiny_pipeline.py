@@ -1,4 +1,4 @@
-"""A small stacked model, on one device and in a pipeline, and how they are compared."""
+"""Small stacked model, on one device and in a pipeline, and a comparison of the two."""
 
 import jax
 import jax.numpy as jnp
@@ -15,14 +15,14 @@ LAYERS, WIDTH, HIDDEN, SYMBOLS, TOKENS = 4, 12, 16, 11, 4
 
 
 def mesh_of(**sizes):
-  """A mesh of the first devices."""
+  """Return a mesh of the first devices."""
   devices = jax.devices()[: int(np.prod(list(sizes.values())))]
   auto = (AxisType.Auto,) * len(sizes)
   return jax.make_mesh(tuple(sizes.values()), tuple(sizes), auto, devices=devices)
 
 
 def init(width=WIDTH, hidden=HIDDEN, layers=LAYERS):
-  """Random parameters, none of them zero or one."""
+  """Return random parameters, none of them zero or one."""
   rng = np.random.default_rng(0)
 
   def normal(*shape, scale=0.2):
@@ -44,7 +44,7 @@ def embed(params, batch):
 
 
 def make_layer(reduce=lambda x: x, eps=1e-6, dtype=jnp.float32):
-  """Each token sees the mean of those before it; the hidden units may be split."""
+  """Return a layer in which each token sees the mean of those before it."""
 
   def layer(h, w):
     w = jax.tree.map(lambda x: x.astype(dtype), w)
@@ -57,7 +57,7 @@ def make_layer(reduce=lambda x: x, eps=1e-6, dtype=jnp.float32):
 
 
 def run(layer):
-  """The layers one after the other, a scan."""
+  """Return a function that runs the layers one after another in a scan."""
   return lambda layers, h: lax.scan(lambda h, w: (layer(h, w), None), h, layers)[0]
 
 
@@ -73,7 +73,7 @@ def finish(params, h, batch):
 
 
 def on_one_device(params, batch, layer, embed=embed):
-  """Gradients and totals, by JAX."""
+  """Return the gradients and totals from JAX on one device."""
 
   def loss(params):
     h = run(layer)(params["layers"], embed(params, batch))
@@ -85,16 +85,16 @@ def on_one_device(params, batch, layer, embed=embed):
 
 
 def piped(schedule, mesh, micros, run_layers, *, embed=embed, tokens=None, **settings):
-  """A jitted (params, batch) -> (grads, totals), and what it is to be given.
+  """Return a jitted (params, batch) -> (grads, totals), and a function that shards its inputs.
 
   Args:
     schedule: "gpipe" or "1f1b".
-    mesh: with `phase`, and perhaps `data` and `model`.
-    micros: micro-batches.
-    run_layers: (layers, h) -> h.
-    embed: (params, micro-batch) -> h.
-    tokens: mesh axis that splits the tokens; None: `model` splits the hidden units.
-    settings: of the schedule.
+    mesh: a mesh with the axis `stage`, and perhaps `data` and `model`.
+    micros: the number of micro-batches.
+    run_layers: a function (layers, h) -> h.
+    embed: a function (params, micro-batch) -> h.
+    tokens: the mesh axis that splits the tokens; None: `model` splits the hidden units.
+    settings: the settings of the schedule.
   """
   model = "model" if "model" in mesh.axis_names and tokens is None else None
   data = tuple(a for a in mesh.axis_names if a == "data")

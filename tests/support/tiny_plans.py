@@ -1,4 +1,4 @@
-"""A tiny model to plan, on the simulated devices as chips of any memory."""
+"""Tiny model to plan, with the simulated devices as chips of any memory."""
 
 import os
 
@@ -21,7 +21,7 @@ def get_config():
 
 @pytest.fixture
 def environment():
-  """The variables of the process, which the command sets, are restored."""
+  """Restore the environment variables that the command sets."""
   before = dict(os.environ)
   yield
   os.environ.clear()
@@ -29,6 +29,6 @@ def environment():
 
 
 def here(limit=1 << 40, count=8):
-  """The simulated devices as chips of so much memory."""
+  """Return the simulated devices as chips with a memory limit."""
   chip = topologies.Chip("cpu", 2 * limit, limit, {})
   return topologies.Chips(f"here-{count}", chip, jax.devices()[:count], "knl", count)

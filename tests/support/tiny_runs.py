@@ -1,4 +1,4 @@
-"""Short runs of the command line on the digits, and what they leave behind."""
+"""Short command-line runs on the digits, and their files."""
 
 import time
 
@@ -26,7 +26,7 @@ ARGS = [f"--config.{name}={value}" for name, value in TINY.items()]
 
 
 def restored(workdir, experiment):
-  """The newest checkpoint of a run, on the host."""
+  """Return the newest checkpoint of a run, on the host."""
   with Checkpoints(workdir / "checkpoints") as checkpoints:
     state = checkpoints.restore(experiment.abstract_state())
   assert state is not None
@@ -34,7 +34,7 @@ def restored(workdir, experiment):
 
 
 def final_state(workdir, num_devices=1):
-  """The newest checkpoint of a run of the tiny digits, on the host."""
+  """Return the newest checkpoint of a run of the tiny digits, on the host."""
   config = load_config("configs/digits.py", TINY | {"mesh.data": "8"})
   experiment = build.experiment(config)
   mesh = make_mesh(devices=jax.devices()[:num_devices])
@@ -42,7 +42,7 @@ def final_state(workdir, num_devices=1):
 
 
 def record(workdir):
-  """The metrics file without what depends on the clock."""
+  """Return the metrics file without values that depend on the clock."""
   lines = []
   for line in metrics.read_json_lines(workdir / "metrics.jsonl"):
     kept = {k: v for k, v in line.items() if k != "time" and not k.startswith("perf/")}
@@ -56,14 +56,14 @@ def assert_same_run(workdir, reference):
 
 
 def command(workdir, *args, config=None):
-  """The command line of the tiny digits, or of another config."""
+  """Return the command line of the tiny digits, or of another config."""
   if config:
     return train_command(workdir, *args, config=config)
   return train_command(workdir, *ARGS, *args)
 
 
 def start(workdir, *args, config=None, num_devices=1, **env):
-  """A run as a process."""
+  """Start a run as a process."""
   return popen(*command(workdir, *args, config=config), env=child_env(num_devices, **env))
 
 
@@ -77,14 +77,14 @@ def newest_step(workdir):
 
 
 def kill(workdir, *args, in_mid_save=False, after=None, later=0.0, **options):
-  """Start a run, and kill it once it has a checkpoint more.
+  """Start a run, and kill it after its next checkpoint.
 
   Args:
-    workdir: of the run.
-    args: of `start`, as `options`.
-    in_mid_save: whether it is killed while it saves the one after.
-    after: a step that the checkpoint is behind; by default that of the newest.
-    later: seconds until it is killed.
+    workdir: the workdir of the run.
+    args: arguments of `start`, as are `options`.
+    in_mid_save: whether to kill it while it saves the checkpoint after that.
+    after: the step before the checkpoint; by default that of the newest one.
+    later: the seconds from the checkpoint to the kill.
   """
   step = newest_step(workdir) if after is None else after
   with killed_at_end(start(workdir, *args, **options)) as process:
@@ -99,7 +99,7 @@ def is_saving(workdir):
 
 
 def run_processes(workdir, count, num_devices, *args, config=None, **env):
-  """(stdout, stderr, exit code) of each process of a run like `start`'s."""
+  """Return (stdout, stderr, exit code) of each process of a run; arguments as in `start`."""
   return run_group(command(workdir, *args, config=config), count, num_devices, **env)
 
 
@@ -111,7 +111,7 @@ def checksums(workdir):
 
 
 def events_of(path):
-  """The events in a file of TensorBoard's: TFRecords of length, crc, event, crc."""
+  """Return the events in a TensorBoard file: TFRecords of length, crc, event, crc."""
   from tensorboardX.proto.event_pb2 import Event
 
   content, events = path.read_bytes(), []
@@ -123,7 +123,7 @@ def events_of(path):
 
 
 def shown_by_tensorboard(workdir):
-  """(step, tag) of all points, as its EventAccumulator keeps them; START drops."""
+  """Return (step, tag) of all points in TensorBoard's EventAccumulator; START drops later steps."""
   points = []
   for path in sorted((workdir / "tensorboard").iterdir()):
     for event in events_of(path):

@@ -1,4 +1,4 @@
-"""A small model of stacked layers, with all that a layout may split in it."""
+"""Small model of stacked layers, with every part that a layout may split."""
 
 import jax
 import jax.numpy as jnp

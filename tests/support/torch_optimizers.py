@@ -1,4 +1,4 @@
-"""Optimizers of PyTorch and timm with settings of ours that do the same.
+"""Optimizers of PyTorch and timm, with the equivalent settings of jaxscale's.
 
 `theirs` runs them where torch is installed; `golden/torch_optimizers.json` has what
 it gave (golden/record_optimizers.py).
@@ -26,7 +26,7 @@ def slow_rate(step):
 
 
 def layers():
-  """Parameters and five gradients: one layer is 0, one has no gradient."""
+  """Return parameters and five gradients: one layer is 0, one has no gradient."""
   rng = np.random.default_rng(3)
   params, *grads = (
     {name: rng.standard_normal(shape) for name, shape in SHAPES.items()} for _ in range(6)
@@ -39,14 +39,14 @@ def layers():
 
 
 class Case(NamedTuple):
-  """One of ours, and the class that does the same.
+  """One of our optimizers, and the equivalent class.
 
   Attributes:
-    ours: the transformation.
+    ours: our transformation.
     factory: "module.Class" of theirs for matrices and, if `rest` is None, vectors.
-    options: of theirs; weight_decay is of matrices alone.
-    factor: their rates, as a multiple of `RATES`.
-    rest: class and options for vectors.
+    options: options of their class; weight_decay is for matrices only.
+    factor: their learning rates, as a multiple of `RATES`.
+    rest: the class and options for vectors.
   """
 
   ours: optax.GradientTransformation
@@ -57,19 +57,19 @@ class Case(NamedTuple):
 
 
 def lars(variant="timm", weight_decay=0.1, clip=None, **options):
-  """LARS of timm; `options` are of both, `clip` of timm's alone."""
+  """Return LARS of timm; `options` are for both, `clip` only for timm."""
   both = dict(weight_decay=weight_decay, momentum=0.8, **options)
   ours = optim.lars(rate, variant=variant, trust_coefficient=0.05, eps=1e-8, **both)
   return Case(ours, "timm.optim.Lars", dict(trust_coeff=0.05, **both, **(clip or {})))
 
 
 def lamb(both, rate=rate, factor=1.0, theirs=None, **ours):
-  """LAMB of timm; `both` are options of ours and of timm's."""
+  """Return LAMB of timm; `both` are options of ours and timm's."""
   return Case(optim.lamb(rate, **both, **ours), "timm.optim.Lamb", both | (theirs or {}), factor)
 
 
 def muon(both, ours, **theirs):
-  """Muon of PyTorch; vectors are AdamW's."""
+  """Return Muon of PyTorch; vectors use AdamW."""
   tx = optim.muon(slow_rate, variant="torch", **both, **ours)
   rest = "torch.optim.AdamW", dict(weight_decay=0.0)
   return Case(tx, "torch.optim.Muon", both | theirs, 0.1, rest)
@@ -95,9 +95,9 @@ CASES = {
 
 
 def theirs(case):
-  """Weights after five steps in float64, by PyTorch, whose kernels are [out, in].
+  """Return the weights after five steps in float64 by PyTorch, whose kernels are [out, in].
 
-  Its Muon iterates in bfloat16 unless `torch.Tensor.bfloat16` is replaced.
+  PyTorch's Muon iterates in bfloat16 unless `torch.Tensor.bfloat16` is replaced.
   """
   import torch
 

@@ -5,7 +5,7 @@ import numpy as np
 
 
 def assert_same_bits(tree, expected):
-  """Equal structure, and every leaf equal bit for bit."""
+  """Assert equal structure, and that every leaf is equal bit for bit."""
   assert jax.tree.structure(tree) == jax.tree.structure(expected)
   leaves = jax.tree_util.tree_leaves_with_path(tree)
   for (path, x), y in zip(leaves, jax.tree.leaves(expected), strict=True):
@@ -13,21 +13,21 @@ def assert_same_bits(tree, expected):
 
 
 def assert_close(tree, expected, tolerance, floor=1e-3):
-  """Each leaf within a tolerance of its own norm, or of a floor."""
+  """Assert that each leaf is within a tolerance of its norm, or of a floor."""
   for a, b in zip(*map(jax.tree.leaves, (tree, expected)), strict=True):
     a, b = (np.asarray(x, np.float64) for x in (a, b))
     assert np.linalg.norm(a - b) <= tolerance * max(np.linalg.norm(b), floor)
 
 
 def relative_distance(tree, expected):
-  """The norm of the difference of two trees, relative to that of the second if it is not 0."""
+  """Return the norm of the difference of two trees, relative to the second's if it is not 0."""
   leaves = map(jax.tree.leaves, (tree, expected))
   a, b = (np.concatenate([*map(np.ravel, some)]).astype(float) for some in leaves)
   return np.linalg.norm(a - b) / (np.linalg.norm(b) or 1.0)
 
 
 def worst_leaf(tree, expected, floor=0.01):
-  """The largest distance of two leaves, by the norm of the second and a floor.
+  """Return the largest distance of two leaves, relative to the second's norm and a floor.
 
   The floor is a share of the norm of the whole tree: leaves far smaller than that are
   compared with it, as their last bits come from sums of larger ones.
@@ -41,7 +41,7 @@ def worst_leaf(tree, expected, floor=0.01):
 
 
 def largest_distance(tree, expected):
-  """The largest relative distance of two leaves; NaN if any is."""
+  """Return the largest relative distance of two leaves; NaN if any is NaN."""
 
   def of(a, b):
     a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)

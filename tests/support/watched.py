@@ -58,7 +58,7 @@ def train(steps, work=0.01, first=1):
 
 @pytest.fixture
 def family(tmp_path):
-  """Starts processes of one run; ends what is left of them."""
+  """Return a function that starts processes of one run; they end with the test."""
   with contextlib.ExitStack() as stack:
 
     def start(*bodies, args=(), limits=str(CALM), env=None) -> list[subprocess.Popen]:
@@ -77,20 +77,20 @@ def family(tmp_path):
 
 
 def ends(processes, within=200):
-  """Exit codes and stderr of all, which have to end within so many seconds."""
+  """Return exit codes and stderr of all processes, which must end within `within` seconds."""
   until = time.monotonic() + within
   errors = [p.communicate(timeout=max(0.1, until - time.monotonic()))[1] for p in processes]
   return [p.returncode for p in processes], errors
 
 
 def wait_up(processes):
-  """Wait until all say so; return them."""
+  """Wait until all processes report that they are up; return them."""
   for process in processes:
     assert process.stdout.readline() == "up\n"
   return processes
 
 
 def children(process):
-  """Ids of the processes that a process has started, and that run."""
+  """Return the ids of the running processes that a process has started."""
   text = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text()
   return [int(pid) for pid in text.split()]

@@ -33,7 +33,7 @@ def test_what_data_and_devices_refuse(overrides, devices, where, remedy):
 
 
 def test_a_run_can_be_counted_in_steps():
-  """As in epochs, 12 steps of 128 each among 1,437 examples, without fractions."""
+  """Expect the counts of epochs, 12 steps of 128 each among 1,437 examples, without fractions."""
   in_steps = assignments("""
     epochs=None steps=36 schedule.warmup_epochs=0 schedule.warmup_steps=12
     evaluation.every_steps=7 evaluation.every_epochs=None

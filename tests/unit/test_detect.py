@@ -120,7 +120,7 @@ def test_mpi_over_nodes_asks_mpi():
 
 
 def world(size, rank, initialized):
-  """An MPI of as many ranks as given, in which this process is one, and what it was asked."""
+  """Return a fake MPI with so many ranks, and a record of the calls to it."""
 
   def bcast(host, root):
     assert root == 0 and (host is None) == (rank != 0)

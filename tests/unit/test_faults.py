@@ -38,7 +38,7 @@ def few_descriptors(left):
 
 
 def prepared(root, file_format, number=8):
-  """A dataset with a shard an example."""
+  """Return a dataset with one shard per example."""
   image = jpeg_bytes(np.full((24, 32, 3), 90, np.uint8))
   shards = [[example(image, i)] for i in range(number)]
   write_tfds(root, "photos", file_format, {"train": shards})

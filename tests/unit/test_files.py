@@ -19,7 +19,7 @@ from jaxscale.config.record import from_plain
 from jaxscale.data import partial_jpeg, stream, tfrecord
 from jaxscale.data.tokenizer import byte_tokenizer
 from jaxscale.errors import ConfigError
-from jaxscale.files import open_to_append, read_bytes, replacing, who_else_writes, write_json
+from jaxscale.files import open_to_append, read_bytes, replacing, unsafe_owner, write_json
 from jaxscale.jobs import folder as folders
 from jaxscale.metrics import plot
 from jaxscale.run import provenance
@@ -145,12 +145,12 @@ def test_who_else_writes(tmp_path, umask, monkeypatch):
   path = tmp_path / "own" / "a"
   path.parent.mkdir(mode=0o755)
   path.write_text("")
-  assert who_else_writes(path) is None
+  assert unsafe_owner(path) is None
 
   def others(file, folder, *, group):
     path.chmod(file)
     path.parent.chmod(folder)
-    return who_else_writes(path, group=group)
+    return unsafe_owner(path, group=group)
 
   for group, modes in ((True, (0o664, 0o775)), (False, (0o666, 0o777))):
     for file, folder in ((modes[0], 0o755), (0o644, modes[1])):
@@ -158,12 +158,12 @@ def test_who_else_writes(tmp_path, umask, monkeypatch):
   assert others(0o644, 0o755, group=True) is others(0o664, 0o775, group=False) is None
   assert others(0o644, 0o1777, group=False) is None  # as /tmp is
   (tmp_path / "link").symlink_to(path)
-  assert "not a file" in (who_else_writes(tmp_path / "link") or "")
+  assert "not a file" in (unsafe_owner(tmp_path / "link") or "")
   path.parent.chmod(0o755)
-  assert who_else_writes(path.parent, is_folder=True) is None
-  assert "not a folder" in (who_else_writes(path, is_folder=True) or "")
+  assert unsafe_owner(path.parent, is_folder=True) is None
+  assert "not a folder" in (unsafe_owner(path, is_folder=True) or "")
   path.parent.chmod(0o775)
-  assert "other users can write" in (who_else_writes(path.parent, is_folder=True) or "")
+  assert "other users can write" in (unsafe_owner(path.parent, is_folder=True) or "")
   give_away(path, monkeypatch)
   assert "another user" in (others(0o644, 0o755, group=True) or "")
   assert others(0o644, 0o775, group=False) is None  # a colleague's

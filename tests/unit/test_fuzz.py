@@ -135,7 +135,7 @@ EVALUATED = LINE | {"eval/accuracy": 0.9, "eval/loss": 0.3}
 
 @pytest.fixture(scope="module")
 def plotted(place):
-  """A folder in which a picture was drawn: the first one takes a second."""
+  """Return a folder with a drawn picture: drawing the first one takes a second."""
   (folder := place / "plotted").mkdir()
   (folder / "metrics.jsonl").write_text(json.dumps(EVALUATED))
   plot.plot_metrics(folder)

@@ -211,7 +211,7 @@ def test_names_and_shapes_of_parameters(network, naming):
 
 
 def archive(*parts):
-  """A .npz whose parts are these bytes, with checksums that are theirs."""
+  """Return a .npz with these bytes as its parts, and valid checksums."""
   out = io.BytesIO()
   with zipfile.ZipFile(out, "w") as file:
     for name, content in zip(("places", "ends"), parts, strict=True):
@@ -281,7 +281,7 @@ def test_damaged_metadata_of_tfds_is_no_other_name(prepared, file, content):
 
 @pytest.fixture(scope="module")
 def prepared(place):
-  """The folder of a dataset, and what its files of JSON hold; TFDS is imported."""
+  """Return the folder of a dataset and the content of its JSON files; import TFDS."""
   pytest.importorskip("tensorflow_datasets")
   records = [images.example(encoded("JPEG"), 1)]
   folder = images.write_tfds(place, "photos", "tfrecord", {"train": [records]})

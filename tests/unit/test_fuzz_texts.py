@@ -130,7 +130,7 @@ VALUES = ["0", "1", "2", "4", "2(x2)", "n[1-2]", "n1,n2", "n1:7000", "arbitrary"
 
 
 def variables(chance):
-  """An environment of one launcher, or of several."""
+  """Return an environment of one or several launchers."""
   names = chance.choice(GROUPS) + chance.choice(GROUPS) * chance.randrange(2)
   names = chance.sample(names, chance.randrange(len(names) // 2, len(names)) + 1)
   env = {name: chance.choice(VALUES) for name in names}
@@ -285,7 +285,7 @@ def test_messages_of_the_watch(lists):
 
 
 def sent(*messages, keys=None):
-  """The bytes that carry messages."""
+  """Return the bytes of sealed messages."""
   here, there = map(wire.Link, socket.socketpair())
   here.keys = keys
   for message in messages:

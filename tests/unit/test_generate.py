@@ -134,7 +134,7 @@ def described(info, source=None):
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-  """A run's directory with two checkpoints."""
+  """Return the workdir of a run with two checkpoints."""
   workdir = tmp_path_factory.mktemp("run")
   text = described(TextInfo("words", 256, 64, 1.0))
   (workdir / "config.json").write_text(json.dumps(text))
@@ -145,7 +145,7 @@ def run(tmp_path_factory):
 
 
 def text_of(params, prompt, num_tokens, **options):
-  """The text by `sample`; bytes behind the end of the document do not count."""
+  """Return the text from `sample`, up to the end of the document."""
   function = functools.partial(sample, STACK, num_tokens=num_tokens, **options)
   tokens = jnp.array([list(prompt)], jnp.int32)
   found = jax.jit(function)(params, tokens, jax.random.key(options.pop("seed", 0)))
@@ -216,7 +216,7 @@ def stand_in_for_a_tokenizer(name, separator, field):
 
 
 def write_tokenizer(path):
-  """A file of Hugging Face's, of words with their spaces."""
+  """Write a tokenizer file of Hugging Face's, with words and their spaces."""
   tokenizers = pytest.importorskip("tokenizers")
   vocabulary = {word: i for i, word in enumerate(WORDS)}
   model = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="<eos>"))

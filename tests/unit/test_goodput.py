@@ -183,7 +183,7 @@ def test_a_watch_knows_what_the_time_went_into(monkeypatch):
 
 def test_other_threads_see_every_second_once():
   alone, ended = watches.start({}, 0, ["localhost"]), []
-  began = alone._place[3]
+  began = alone._position[3]
 
   def train():
     for step in range(20_000):
@@ -314,7 +314,7 @@ def test_the_age_of_a_process_is_that_of_ps():
 
 
 def write_run(folder, executor="slurm", trials=()):
-  """A run's folder with a job that was queued, requeued, and ended."""
+  """Write the folder of a run whose job was queued, requeued and ended."""
   run = RUN._replace(folder=str(folder), executor=executor, trials=trials)
   workdir = run.workdir(len(trials) - 1 if trials else 0)
   workdir.mkdir(parents=True)

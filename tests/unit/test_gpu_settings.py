@@ -9,7 +9,7 @@ import pytest
 from jaxscale.cluster import environment, gpu_settings
 from jaxscale.cluster.detect import Launch
 from jaxscale.cluster.detect.fabric import Fabric, find_fabric, nvidia_models
-from jaxscale.cluster.gpu_settings import LEVEL, Choice, Place, choose, lines
+from jaxscale.cluster.gpu_settings import LEVEL, Choice, Hardware, choose, lines
 from jaxscale.cluster.rendezvous.handshake import find_mismatches, make_hello
 from jaxscale.jobs.preflight import software
 from support.tables import assignments, columns
@@ -20,7 +20,7 @@ TWO = Launch("slurm", 0, 8, "n1", 0, 4, nodes=("n1", "n1", "n2", "n2"))
 
 @pytest.fixture
 def node(tmp_path):
-  """Writes files of /sys, /proc and /etc, by their paths."""
+  """Return a function that writes files of /sys, /proc and /etc by their paths."""
 
   def write(files):
     for name, content in files.items():
@@ -81,7 +81,7 @@ def test_a_plugin_on_the_loaders_path(node):
 
 
 def place(files, node, launch=TWO, gpus=4, **env):
-  return gpu_settings.place_of(launch, gpus, range(1), env, node(files))
+  return gpu_settings.hardware_of(launch, gpus, range(1), env, node(files))
 
 
 def test_places(node, monkeypatch):
@@ -96,7 +96,7 @@ def test_places(node, monkeypatch):
   for env in ({"JAX_LOCAL_DEVICE_IDS": "0"}, {"SLURM_NTASKS_PER_GPU": "2"}):
     assert place({}, node, **env).is_shared
   for models in ((H100, "NVIDIA B200"), ("NVIDIA H20x",), ()):
-    assert not Place(8, models).is_hopper
+    assert not Hardware(8, models).is_hopper
 
 
 # Nodes, and what is set there in a run of two of them.
@@ -131,8 +131,8 @@ def test_what_is_chosen(name, node):
 
 
 def test_on_one_gpu_little_is_set():
-  assert choose(Place(1, (H100,)), {}).values == {"XLA_CLIENT_MEM_FRACTION": "0.9"}
-  assert choose(Place(1, is_shared=True), {}) == choose(Place(0), {}) == Choice()
+  assert choose(Hardware(1, (H100,)), {}).values == {"XLA_CLIENT_MEM_FRACTION": "0.9"}
+  assert choose(Hardware(1, is_shared=True), {}) == choose(Hardware(0), {}) == Choice()
 
 
 # What the user has set, and what is then left alone.
@@ -154,7 +154,7 @@ KEPT += [({"XLA_FLAGS": "--a=1\n--xla_gpu_enable_latency_hiding_scheduler=false"
 @pytest.mark.parametrize("env, name", KEPT, ids=[str(env) for env, _ in KEPT])
 def test_the_users_own_stays(env, name):
   fabric = Fabric("slingshot", ("hsn0",), has_plugin=True)
-  everywhere = Place(4, (H100,), False, True, True, fabric)
+  everywhere = Hardware(4, (H100,), False, True, True, fabric)
   all_of_them = choose(everywhere, {"XLA_FLAGS": "--xla_gpu_autotune_level=0"})
   assert all_of_them.kept == ()
   choice = choose(everywhere, env)
@@ -177,13 +177,13 @@ def test_they_are_set_and_recorded(monkeypatch):
   before = jax.config.jax_optimization_level
   monkeypatch.setenv("NCCL_DEBUG", "WARN")
   try:
-    gpu_settings.apply(choose(Place(8, has_peers=True), gpu_settings.own()))
+    gpu_settings.apply(choose(Hardware(8, has_peers=True), gpu_settings.own()))
     assert jax.config.jax_optimization_level == "O1"  # JAX had read its variable
     start = provenance.environment()
     assert start["gpu_settings"] == FOR_ALL
     assert start["variables"].items() >= (FOR_ALL | {"NCCL_DEBUG": "WARN"}).items()
     # The next session of this process takes none of them for the user's.
-    again = choose(Place(8, has_peers=True), gpu_settings.own())
+    again = choose(Hardware(8, has_peers=True), gpu_settings.own())
     assert again.values == FOR_ALL and again.kept == ()
     assert gpu_settings.shared() == {LEVEL: "O1", "NCCL_NET": "unset"}
     gpu_settings.apply(again)  # as the user's own by `jax.config.update`: it stays
@@ -203,14 +203,14 @@ def test_processes_that_differ_are_refused():
 
 
 def test_doctor_shows_them():
-  chosen = lines(choose(Place(4, has_peers=True), {}))
+  chosen = lines(choose(Hardware(4, has_peers=True), {}))
   same, none = {"lines": chosen, "missing": ""}, {"lines": [], "missing": ""}
   hosts = ["n1", "n2", "n3"]
   (good,) = software.settings_findings([same, same], hosts)
   assert good.ok and good.text == chosen[0]
   (bad,) = software.settings_findings([same, same, none], hosts)
   assert not bad.ok and "process 2 (n3): no GPU settings" in bad.text
-  slow = choose(Place(4, has_nodes=True, fabric=Fabric("efa")), {}).missing
+  slow = choose(Hardware(4, has_nodes=True, fabric=Fabric("efa")), {}).missing
   (bad,) = software.settings_findings([same, same | {"missing": slow}], hosts)
   assert bad.text.startswith("process 1 (n2): EFA without aws-ofi-nccl")
   assert bad.remedy == "load the site's module of aws-ofi-nccl"
@@ -245,7 +245,7 @@ with open_session(config, Path(sys.argv[2])):
 
 @pytest.mark.slow
 def test_a_run_sets_them_before_jax_starts(tmp_path):
-  """This JAX knows all of them, on a machine that pretends to have two GPUs."""
+  """Expect that the installed JAX accepts all settings, on a machine with two simulated GPUs."""
   env = {k: v for k, v in os.environ.items() if not k.startswith(("JAX_PLAT", "XLA_"))}
   flags = "--xla_force_host_platform_device_count=1"
   env |= {"CUDA_VISIBLE_DEVICES": "0,1", "XLA_FLAGS": flags}

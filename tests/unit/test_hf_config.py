@@ -29,7 +29,7 @@ HEAD = ("model.embed_tokens.weight", "lm_head.weight")
 
 
 def check(folder, reported, *, model=LLAMA, naming="huggingface", names=HEAD, info=TEXT, **more):
-  """The line that says what is another, or the notes, or None."""
+  """Return the line that reports a difference, or the notes, or None."""
   (folder / "config.json").write_text(json.dumps(reported))
   path = folder / "x.safetensors"
   try:
@@ -43,7 +43,7 @@ def check(folder, reported, *, model=LLAMA, naming="huggingface", names=HEAD, in
 
 
 def changed(**fields):
-  """What Llama's folder says, but for some fields; None: it does not say."""
+  """Return the config.json of Llama with some fields changed; None removes one."""
   reported = llama_config(LLAMA, **SIZES) | fields
   return {k: v for k, v in reported.items() if k not in fields or v is not None}
 
@@ -154,7 +154,7 @@ def test_scaled_positions_are_settings(tmp_path):
 
 
 def clauses(cell):
-  """The message of clauses, each behind the setting that it advises, if any, and a colon."""
+  """Return the message of clauses, each after the setting that it advises (if any) and a colon."""
   texts = []
   for clause in cell.split("; "):
     setting, text = re.fullmatch(r"(?:(\w+\.\w+): )?(.*)", clause).groups()

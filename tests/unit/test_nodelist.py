@@ -91,7 +91,7 @@ def test_slurm_says_the_same(text, scontrol):
 
 
 def fake(tmp_path, monkeypatch, body):
-  """A program called scontrol that does what `body` says."""
+  """Write a program called scontrol with this body."""
   path = tmp_path / "scontrol"
   path.write_text(f"#!{sys.executable}\n{body}\n")
   path.chmod(path.stat().st_mode | stat.S_IXUSR)

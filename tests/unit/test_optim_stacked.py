@@ -33,7 +33,7 @@ MODELS = {
 
 
 def config(model, optimizer):
-  """A config of a model, and of an optimizer or the name of one."""
+  """Return a config with a model and an optimizer, given as settings or by name."""
   chosen = OPTIMIZERS.get(optimizer) if isinstance(optimizer, str) else optimizer
   shown = cfg.Text(sequence_length=8) if model == "transformer" else cfg.Digits()
   return small_config(model=MODELS[model], data=shown, optimizer=chosen, batch_size=8)

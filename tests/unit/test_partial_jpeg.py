@@ -33,7 +33,7 @@ def why_not() -> str:
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory):
-  """The library, built from the source as it is, and in use."""
+  """Build the library from the current source, and use it."""
   if reason := why_not():
     pytest.skip(reason)
   with pytest.MonkeyPatch.context() as patch:
@@ -48,7 +48,7 @@ def built(tmp_path_factory):
 
 @pytest.fixture
 def bare(tmp_path, monkeypatch):
-  """A machine where nothing has been built."""
+  """Yield the package folder of a machine where nothing has been built."""
   monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
   partial_jpeg.library.cache_clear()
   yield tmp_path / "jaxscale"
@@ -76,13 +76,13 @@ KINDS = {
 
 
 def whole(encoded, channels):
-  """simplejpeg's own pixels: what cutting from a whole decode gives."""
+  """Return simplejpeg's pixels of the whole image, from which a crop would be cut."""
   space = "RGB" if channels == 3 else "GRAY"
   return simplejpeg.decode_jpeg(encoded, space, fastdct=True, fastupsample=True)
 
 
 def boxes(height, width, number=25):
-  """The whole image, its corners and edges, and boxes at random."""
+  """Yield the whole image, its corners and edges, and random boxes."""
   rng = np.random.default_rng(height * width)
   yield from [(0, 0, height, width), (height - 1, width - 1, 1, 1), (0, 0, 1, 1)]
   yield from [(height - 1, 0, 1, width), (0, width - 1, height, 1)]
@@ -135,7 +135,7 @@ def outcome(encoded, draws):
 
 
 def harmed(encoded):
-  """A stream cut short, lengthened, and with bytes of its pixels overwritten."""
+  """Yield a stream cut short, lengthened, and with bytes of its pixels overwritten."""
   start = encoded.index(b"\xff\xda")  # of the scan: sizes before it stay possible
   rng = np.random.default_rng(0)
   yield from [encoded[:n] for n in np.linspace(2, len(encoded) - 1, 12).astype(int)]
@@ -189,7 +189,7 @@ def test_what_is_not_for_it_is_left_alone(built, photo):
 
 @pytest.fixture(scope="module")
 def sanitized(tmp_path_factory):
-  """A program that gives JPEGs of a file to our C code, built with sanitizers."""
+  """Return a function that runs our C code, built with sanitizers, on a file of JPEGs."""
   if reason := why_not():
     pytest.skip(reason)
   program = tmp_path_factory.mktemp("sanitized") / "cases"
@@ -227,7 +227,7 @@ def size_of(encoded):
 
 
 def mutated(encoded, chance):
-  """A stream with bytes of its header or pixels changed, markers put in, or cut."""
+  """Return a stream cut short, or with changed bytes or additional markers."""
   found, scan = bytearray(fuzzing.edit(encoded, chance)), encoded.index(b"\xff\xda")
   values = [0, 1, 0x11, 0x14, 0x41, 0xFF, chance.randrange(256)]
   for _ in range(chance.randrange(4)):

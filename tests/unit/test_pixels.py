@@ -119,7 +119,7 @@ FILES = {
 
 
 def views(encoded, channels, folder):
-  """The evaluation view and crops of training."""
+  """Return the evaluation view and training crops."""
   seen = [None, *DRAWS]
   return np.stack([jpeg.decode_view(encoded, 32, channels, d)[0] for d in seen])
 
@@ -175,7 +175,7 @@ READERS = (as_stored, without_library, with_library, in_a_folder, in_tfds)
 
 @pytest.fixture(scope="module", autouse=True)
 def library(tmp_path_factory):
-  """The library for crops, where it can be built."""
+  """Build the library for crops if possible."""
   with pytest.MonkeyPatch.context() as patch:
     patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
     with contextlib.suppress(ConfigError):

@@ -88,14 +88,16 @@ def test_requeue_asks_slurm_for_the_job_or_the_arrays_task(scontrol):
   array = {"SLURM_ARRAY_JOB_ID": "1200", "SLURM_ARRAY_TASK_ID": "7"}
   for env in ({"SLURM_JOB_ID": "12"}, {"SLURM_JOB_ID": "1207"} | array):
     env |= {"SLURM_RESTART_COUNT": "2"}
-    done = requeue.requeue(requeue.job_name(env), requeue.restarts(env), limit=3)
+    done = requeue.requeue(
+      requeue.job_name(env), requeue.restarts(env), limit=3, remedy="resume it"
+    )
     assert done.code == 85 and done.line.endswith("is requeued, restart 3")
   lines = ["show job 12", "requeue 12", "show job 1200_7", "requeue 1200_7"]
   assert asked.read_text().splitlines() == lines
-  done = requeue.requeue("12", 3, limit=3)
-  assert done == (93, "job 12 is not requeued: it was requeued 3 times (limit 3)")
+  done = requeue.requeue("12", 3, limit=3, remedy="resume it")
+  assert done == (93, "job 12 is not requeued: it was requeued 3 times (limit 3); resume it")
   assert asked.read_text().count("\n") == 4
-  assert requeue.requeue(requeue.job_name({}), 0, limit=3).code == 85
+  assert requeue.job_name({}) is None
 
 
 @pytest.mark.parametrize(
@@ -103,7 +105,7 @@ def test_requeue_asks_slurm_for_the_job_or_the_arrays_task(scontrol):
 )
 def test_what_somebody_cancelled_is_not_revived(scontrol, state):
   asked = scontrol(f'[ $1 = show ] && echo "   JobState={state} Dependency=(null)"; true')
-  done = requeue.requeue("12", 0, limit=3)
+  done = requeue.requeue("12", 0, limit=3, remedy="resume it")
   assert done.code == 85
   if state.startswith("RUNNING"):
     assert done.line == "job 12 is requeued, restart 1"
@@ -117,23 +119,26 @@ def test_a_controller_that_is_down_is_asked_again(scontrol, monkeypatch, capsys)
   down = "echo 'Unexpected message received for job 12' >&2; exit 1"
   count = 'grep -c requeue "$(dirname "$0")/../asked"'
   asked = scontrol(f'[ "$({count})" -gt 2 ] || {{ {down}; }}')
-  assert requeue.requeue("12", 0, limit=3) == (85, "job 12 is requeued, restart 1")
+  assert requeue.requeue("12", 0, limit=3, remedy="resume it") == (
+    85,
+    "job 12 is requeued, restart 1",
+  )
   assert asked.read_text().count("requeue 12") == 3
   reported = "job 12 is saved; Slurm's controller does not answer, retrying the requeue\n"
   assert capsys.readouterr().out == 2 * reported
   monkeypatch.setattr(requeue, "_ASK_S", 0.0)
   scontrol(down)
-  line = "job 12 is saved, not requeued: Slurm's controller does not answer (Unexpected "
-  line += "message received for job 12); submit it again to resume"
-  assert requeue.requeue("12", 0, limit=3) == (85, line)
+  line = "job 12 is not requeued: Slurm's controller does not answer (Unexpected "
+  line += "message received for job 12); resume it"
+  assert requeue.requeue("12", 0, limit=3, remedy="resume it") == (85, line)
 
 
 def test_a_requeue_that_slurm_refuses_says_why(scontrol, monkeypatch, tmp_path):
   scontrol("[ $1 = ping ] || { echo 'Requested operation is presently disabled' >&2; exit 1; }")
-  line = "job 12 is saved, not requeued: Requested operation is presently disabled"
-  assert requeue.requeue("12", 0, limit=3) == (85, line)
+  line = "job 12 is not requeued: Requested operation is presently disabled; resume it"
+  assert requeue.requeue("12", 0, limit=3, remedy="resume it") == (85, line)
   monkeypatch.setenv("PATH", str(tmp_path / "empty"))
-  assert "scontrol: No such file" in requeue.requeue("12", 0, limit=3).line
+  assert "scontrol: No such file" in requeue.requeue("12", 0, limit=3, remedy="resume it").line
 
 
 @pytest.mark.parametrize("name", ["TERM", "INT", "USR1", "KILL"])
@@ -149,12 +154,12 @@ def test_the_requeue_signals_also_who_asks_for_it(scontrol, name, after, tmp_pat
       {shows}; exit
     fi
     touch {sent}; kill -{name} $$; exit 0""")
-  done = requeue.requeue("12", 0, limit=3)
+  done = requeue.requeue("12", 0, limit=3, remedy="resume it")
   if name != "KILL" or "Restarts=1" in after:
     assert done == (85, "job 12 is requeued, restart 1")
   else:
-    line = "scontrol: ended by SIGKILL; see `scontrol show job 12`"
-    assert done == (85, f"job 12 is saved, not requeued: {line}")
+    line = "scontrol: ended by SIGKILL; see `scontrol show job 12`; resume it"
+    assert done == (85, f"job 12 is not requeued: {line}")
   assert signal.pthread_sigmask(signal.SIG_BLOCK, []) == set()  # ours are as before
 
 

@@ -95,7 +95,7 @@ def test_a_file_that_is_not_this_user_s_alone_is_a_line(home, damage):
 
 @pytest.fixture
 def listening():
-  """An acceptor in a thread; what it has let in, and how to stop it."""
+  """Yield an acceptor that runs in a thread, with its address and its connections."""
   listener = socket.create_server(("127.0.0.1", 0), backlog=2000)
   place, came, ended = listener.getsockname(), [], threading.Event()
 

@@ -31,13 +31,13 @@ RNG = np.random.default_rng(0)
 
 
 def predicted(dataset):
-  """The targets that count."""
+  """Return the targets that count."""
   batch = dataset.load(np.arange(dataset.num_examples), None)
   return batch["targets"][batch["targets"] >= 0]
 
 
 def text_of(dataset):
-  """The bytes that are predicted."""
+  """Return the predicted bytes."""
   return predicted(dataset).astype(np.uint8).tobytes()
 
 
@@ -100,7 +100,7 @@ def test_a_failed_packing_leaves_nothing(tmp_path):
 
 
 def text_dataset(root, file_format, texts):
-  """A dataset of texts as TFDS prepares one, in shards of unequal length."""
+  """Write a dataset of texts as TFDS prepares it, in shards of different lengths."""
   from tensorflow_datasets.proto import tf_example_pb2, tf_feature_pb2
 
   records = []
@@ -245,7 +245,7 @@ def npy(dtype, tokens=TOKENS):
 
 
 def seen(directory, split, **options):
-  """The tokens that are predicted: all but the first."""
+  """Return the predicted tokens: all but the first."""
   options = {"vocab_size": 50_257, "sequence_length": 64} | options
   return predicted(data.text_files(directory, split, **options))
 

@@ -1,4 +1,4 @@
-"""What timm's config.json says of a network: what is ours, and what is refused."""
+"""Models for timm's config.json, and refusals of those without an equivalent."""
 
 import dataclasses
 import json
@@ -21,7 +21,7 @@ MEAN = cfg.ViT(width=768, num_heads=16, pool="mean")
 
 
 def check(folder, reported, model, info=INFO):
-  """The clauses that say what is another, or the notes."""
+  """Return the clauses that report differences, or the notes."""
   (folder / "config.json").write_text(json.dumps(reported))
   path = folder / "x.safetensors"
   try:
@@ -45,7 +45,7 @@ MODELS = {
 
 
 def reported(cell):
-  """A config.json: its architecture, other fields, and those of `model_args` as `args.x`."""
+  """Return a config.json: architecture, other fields, and `args.x` for fields of `model_args`."""
   name, *others = cell.split()
   found = {} if name == "-" else {"architecture": name}
   for key, value in fields(" ".join(others)).items():

@@ -50,7 +50,7 @@ def writer_of(workdir, fake, start=0):
 
 
 def write(workdir, fake, steps, start=0, outcome="done"):
-  """What was logged while a writer with this tracker wrote a line per step."""
+  """Write a line per step with this tracker; return the logged lines."""
   with logged() as printed:
     writer = writer_of(workdir, fake, start)
     for step in steps:
@@ -69,12 +69,12 @@ def steps_in(workdir):
 
 @pytest.fixture
 def no_pause(monkeypatch):
-  """What has failed is opened again at once."""
+  """Remove the pause before a failed tracker is opened again."""
   monkeypatch.setattr(background, "_RETRY_S", 0)
 
 
 def failing(count, step):
-  """A fault that comes so often at a step."""
+  """Return a fault that occurs `count` times at a step."""
   left = [count]
 
   def fault(at):

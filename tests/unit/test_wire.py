@@ -18,7 +18,7 @@ def pair():
 
 
 def sealed(*links, keys=(b"k", b"l")):
-  """The links, with the keys of two ends of one connection."""
+  """Return the links, sealed with the keys of both ends of a connection."""
   for link, (own, other) in zip(links, (keys, keys[::-1]), strict=False):
     link.seal(Keys(own, other))
   return links
@@ -132,7 +132,7 @@ def test_one_message_that_is_left_out_leaves_the_next_one_whole(pair):
 
 
 def lines_of(*messages):
-  """The lines that carry these from one sealed end to the other."""
+  """Return the lines that carry these messages from one sealed end to the other."""
   here, there = sealed(*map(Link, socket.socketpair()))
   for message in messages:
     here.send(message)

@@ -74,24 +74,24 @@ def detect(env: Env = os.environ, **questions: Callable[..., Any]) -> Launch:
     ('explicit', 1, 2, 'n1')
   """
   host = Host(env, **(_QUESTIONS | questions))
-  given = {name: env.get(name) for name in (COORDINATOR, COUNT, INDEX)}
-  if all(given.values()):
-    found = _explicit(host)
-  elif given == {COORDINATOR: None, COUNT: "1", INDEX: None}:
-    found = Launch("single", local_id=0, local_size=1)
-  elif found := next(filter(None, (launcher(host) for launcher in LAUNCHERS)), None):
-    found = _checked(env, found)
-    if found.num_processes > 1 and found.host is None:
-      found = mpi.with_host_of_rank_0(host, found)
-  elif any(given.values()):
-    missing = ", ".join(name for name, value in given.items() if not value)
+  values = {name: env.get(name) for name in (COORDINATOR, COUNT, INDEX)}
+  if all(values.values()):
+    launch = _explicit(host)
+  elif values == {COORDINATOR: None, COUNT: "1", INDEX: None}:
+    launch = Launch("single", local_id=0, local_size=1)
+  elif launch := next(filter(None, (launcher(host) for launcher in LAUNCHERS)), None):
+    launch = _checked(env, launch)
+    if launch.num_processes > 1 and launch.host is None:
+      launch = mpi.with_host_of_rank_0(host, launch)
+  elif any(values.values()):
+    missing = ", ".join(name for name, value in values.items() if not value)
     fix = f"set all of {COORDINATOR}, {COUNT} and {INDEX}, or none"
     raise ConfigError(f"{missing}: not set, but the others are; {fix}")
   elif host.has_tpu(env):
-    found = Launch("tpu", 0, 0, job="tpu")
+    launch = Launch("tpu", 0, 0, job="tpu")
   else:
-    found = Launch("single", local_id=0, local_size=1)
-  return found._replace(job=env.get(JOB) or found.job)
+    launch = Launch("single", local_id=0, local_size=1)
+  return launch._replace(job=env.get(JOB) or launch.job)
 
 
 def _explicit(host: Host) -> Launch:
@@ -102,39 +102,39 @@ def _explicit(host: Host) -> Launch:
     raise ConfigError(f"{INDEX}={index}, {COUNT}={count}: give an ID from 0 to n-1 for n processes")
   name, port = _address(env)
   job = f"jaxscale-{name}:{port}"
-  found = Launch("explicit", int(index), int(count), name, job=job, port=port)
-  if found.num_processes == 1:
-    return found._replace(host=None, local_id=0, local_size=1)
+  launch = Launch("explicit", int(index), int(count), name, job=job, port=port)
+  if launch.num_processes == 1:
+    return launch._replace(host=None, local_id=0, local_size=1)
   # If the ranks equal those of a launcher, the launcher knows which processes share a node.
   try:
     same = mpi.detect(host) or slurm.detect(host)
   except ConfigError:
-    return found
-  if same and same[1:3] == found[1:3]:
+    return launch
+  if same and same[1:3] == launch[1:3]:
     return same._replace(kind="explicit", host=name, job=job, port=port, note="")
-  return found
+  return launch
 
 
-def _checked(env: Env, found: Launch) -> Launch:
+def _checked(env: Env, launch: Launch) -> Launch:
   """Combine the launcher's values with the user's, and refuse contradictions."""
-  values = {COUNT: (found.num_processes, INDEX), INDEX: (found.process_id, COUNT)}
+  values = {COUNT: (launch.num_processes, INDEX), INDEX: (launch.process_id, COUNT)}
   for name, (value, other) in values.items():
     if (given := number(env, name)) is not None and given != value:
       fix = f"unset it, or set {COORDINATOR} and {other} too"
-      raise ConfigError(f"{name}={given}: {found.kind} has set {value}; {fix}")
-  if (index := found.process_id) >= (count := found.num_processes):  # Kubernetes only
-    why = f"={count}: this is pod {index} of the Job" if count else ": not set"
+      raise ConfigError(f"{name}={given}: {launch.kind} has set {value}; {fix}")
+  if (index := launch.process_id) >= (count := launch.num_processes):  # Kubernetes only
+    problem = f"={count}: this is pod {index} of the Job" if count else ": not set"
     hint = "" if count else " (Kubernetes has no variable for it)"
-    raise ConfigError(f"{COUNT}{why}; set it to the Job's number of completions{hint}")
+    raise ConfigError(f"{COUNT}{problem}; set it to the Job's number of completions{hint}")
   if count == 1:
-    return found._replace(host=None)
+    return launch._replace(host=None)
   if env.get(COORDINATOR):
     host, port = _address(env)
-    return found._replace(host=host, port=port, note="")
-  if found.kind == "kubernetes" and found.host is None:
+    return launch._replace(host=host, port=port, note="")
+  if launch.kind == "kubernetes" and launch.host is None:
     fix = "set the Job's subdomain to a headless service, or the variable to host:port of pod 0"
     raise ConfigError(f"{COORDINATOR}: not set, and this pod has no subdomain; {fix}")
-  return found
+  return launch
 
 
 def _address(env: Env) -> tuple[str, int]:

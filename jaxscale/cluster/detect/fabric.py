@@ -76,11 +76,11 @@ def nvidia_models(root: str = "/") -> tuple[str, ...]:
   Args:
     root: the root of the file system, for tests.
   """
-  found = set()
+  models = set()
   for path in glob.glob(os.path.join(root, "proc/driver/nvidia/gpus/*/information")):
     if model := re.search(r"^Model:\s*(.+?)\s*$", readable_text(Path(path)), re.M):
-      found.add(model[1])
-  return tuple(sorted(found))
+      models.add(model[1])
+  return tuple(sorted(models))
 
 
 def _has_plugin(env: Env, root: str) -> bool:

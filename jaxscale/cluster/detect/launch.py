@@ -65,7 +65,7 @@ def number(env: Env, name: str) -> int | None:
     3
   """
   text = env.get(name, "").strip()
-  found = whole_number(text)
-  if text and found is None:
+  value = whole_number(text)
+  if text and value is None:
     raise ConfigError(f"{name}={text:.40}: not a whole number; correct or unset it")
-  return found
+  return value

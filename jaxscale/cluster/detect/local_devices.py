@@ -128,19 +128,19 @@ def _count(text: str) -> int:
   Enumeration").
   """
   is_device = re.compile(r"\s*(\d+|(GPU|MIG)-[\w/-]+)\s*").fullmatch
-  found = list(itertools.takewhile(is_device, text.split(",")))
-  return 1 if found and found[0].strip().startswith("MIG-") else len(found)
+  devices = list(itertools.takewhile(is_device, text.split(",")))
+  return 1 if devices and devices[0].strip().startswith("MIG-") else len(devices)
 
 
 def _chosen(text: str, num_visible: int) -> list[int]:
   pieces = [piece.strip() for piece in text.split(",")]
-  found = [number for p in pieces if (number := whole_number(p)) is not None]
-  if len(found) < len(pieces) or max(found) >= num_visible:
-    why = f"with commas (this process sees {_gpus(num_visible)})"
-    raise ConfigError(f"{IDS}={text}: give numbers from 0 to {num_visible - 1}, {why}")
+  numbers = [number for p in pieces if (number := whole_number(p)) is not None]
+  if len(numbers) < len(pieces) or max(numbers) >= num_visible:
+    problem = f"with commas (this process sees {_gpus(num_visible)})"
+    raise ConfigError(f"{IDS}={text}: give numbers from 0 to {num_visible - 1}, {problem}")
   if len(set(pieces)) < len(pieces):
     raise ConfigError(f"{IDS}={text}: a GPU is listed twice; list each once")
-  return found
+  return numbers
 
 
 def _gpus(count: int) -> str:

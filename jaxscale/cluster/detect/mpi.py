@@ -63,25 +63,25 @@ def detect(host: Host) -> Launch | None:
   return None
 
 
-def with_host_of_rank_0(host: Host, found: Launch) -> Launch:
+def with_host_of_rank_0(host: Host, launch: Launch) -> Launch:
   """Add the host of rank 0 to a launch on several nodes.
 
   Raises:
     ConfigError: neither MPI nor a scheduler's list has the host.
   """
-  if name := host.ask_mpi(found):
-    return found._replace(host=name)
+  if name := host.ask_mpi(launch):
+    return launch._replace(host=name)
   if nodes := host.env.get("SLURM_JOB_NODELIST"):
     name = host.expand(nodes)[0]
   elif file := host.env.get("PBS_NODEFILE"):
     name = next(iter(readable_text(Path(file)).split()), None)
   if name:
     note = f"MPI's rank 0 is assumed to run on {name}, the first host of the job"
-    return found._replace(host=name, note=note)
-  starter = "Flux (`flux hostlist` has its hosts)" if found.kind == "flux" else "mpirun"
-  why = f"not set, and {starter} does not report the host of rank 0"
+    return launch._replace(host=name, note=note)
+  starter = "Flux (`flux hostlist` has its hosts)" if launch.kind == "flux" else "mpirun"
+  problem = f"not set, and {starter} does not report the host of rank 0"
   fix = "set it to host:port of that host, or install mpi4py"
-  raise ConfigError(f"JAXSCALE_COORDINATOR: {why}; {fix}")
+  raise ConfigError(f"JAXSCALE_COORDINATOR: {problem}; {fix}")
 
 
 def ask_mpi4py(launch: Launch) -> str | None:
@@ -108,7 +108,7 @@ def ask_mpi4py(launch: Launch) -> str | None:
   if ours:
     MPI.Finalize()
   if size != launch.num_processes:
-    why = "it was built for a different MPI than this mpirun"
+    problem = "it was built for a different MPI than this mpirun"
     fix = "set JAXSCALE_COORDINATOR=host:port instead"
-    raise ConfigError(f"mpi4py sees {size} of {launch.num_processes} processes: {why}; {fix}")
+    raise ConfigError(f"mpi4py sees {size} of {launch.num_processes} processes: {problem}; {fix}")
   return host

@@ -72,7 +72,7 @@ def hostnames(text: str) -> list[str]:
 
 def _numbers(inside: str, text: str) -> list[str]:
   """Return the numbers of one bracket with the width in which they are written."""
-  found: list[str] = []
+  numbers: list[str] = []
   for piece in inside.split(","):
     match = _RANGE.fullmatch(piece.strip())
     if not match:
@@ -80,16 +80,16 @@ def _numbers(inside: str, text: str) -> list[str]:
     first, last = match.group(1), match.group(2) or match.group(1)
     if not 0 <= int(last) - int(first) < MOST_HOSTS:
       raise _malformed(text, f"{first}-{last} is not a valid range")
-    found += [str(i).zfill(len(first)) for i in range(int(first), int(last) + 1)]
-    if len(found) > MOST_HOSTS:
+    numbers += [str(i).zfill(len(first)) for i in range(int(first), int(last) + 1)]
+    if len(numbers) > MOST_HOSTS:
       raise _too_many(text)
-  return found
+  return numbers
 
 
 def _too_many(text: str) -> ConfigError:
   return _malformed(text, f"more than {MOST_HOSTS} hosts")
 
 
-def _malformed(text: str, why: str) -> ConfigError:
+def _malformed(text: str, problem: str) -> ConfigError:
   shown = text if len(text) <= 60 else text[:57] + "…"
-  return ConfigError(f"node list {shown!r}: {why}; give names as in 'n1,rack[1-2]n[01-04]'")
+  return ConfigError(f"node list {shown!r}: {problem}; give names as in 'n1,rack[1-2]n[01-04]'")

@@ -65,9 +65,9 @@ def detect_tpu(host: Host) -> Launch | None:
   slices = number(env, "MEGASCALE_NUM_SLICES") or 1
   slice_id = number(env, "MEGASCALE_SLICE_ID") or 0
   if not (index < len(hosts) and slice_id < slices):
-    why = f"out of range, since TPU_WORKER_HOSTNAMES lists {len(hosts)} hosts"
+    problem = f"out of range, since TPU_WORKER_HOSTNAMES lists {len(hosts)} hosts"
     fix = "correct the pod's variables"
-    raise ConfigError(f"TPU_WORKER_ID={index}: {why}; {fix}")
+    raise ConfigError(f"TPU_WORKER_ID={index}: {problem}; {fix}")
   count = len(hosts) * slices
   first = re.sub(r":\d+$", "", env.get("MEGASCALE_COORDINATOR_ADDRESS", "")) or hosts[0]
   rank, nodes = slice_id * len(hosts) + index, tuple(hosts) if slices == 1 else ()

@@ -56,10 +56,10 @@ def detect(host: Host) -> Launch | None:
   again = f"-r{restarts}" if restarts else ""
   if _is_task_of_step(env):
     step = env.get("SLURM_STEP_ID") or env.get("SLURM_STEPID") or "0"
-    found = _task(host, f"slurm-{job}.{step}{again}", restarts)
-    if found.num_processes > 1 and "SLURM_PTY_PORT" in env and host.at_terminal():
-      return found._replace(note=_PTY)
-    return found
+    launch = _task(host, f"slurm-{job}.{step}{again}", restarts)
+    if launch.num_processes > 1 and "SLURM_PTY_PORT" in env and host.at_terminal():
+      return launch._replace(note=_PTY)
+    return launch
   tasks = _tasks_of_job(env)
   alone = Launch("slurm", 0, 1, None, 0, 1, f"slurm-{job}{again}", restarts)
   if tasks == 1:
@@ -67,9 +67,9 @@ def detect(host: Host) -> Launch | None:
   if "SLURM_PROCID" in env and env.get("SLURM_STEP_ID") != _INTERACTIVE:
     names = ("SLURM_NTASKS", "SLURM_TASKS_PER_NODE", "SLURM_PROCID")
     named = next(name for name in names if name in env)
-    why = f"this is the batch script, not a step of job {job}"
+    problem = f"this is the batch script, not a step of job {job}"
     fix = "start it with srun (or set JAXSCALE_NUM_PROCESSES=1 to run one process)"
-    raise ConfigError(f"{named}={env[named]}: {why}; {fix}")
+    raise ConfigError(f"{named}={env[named]}: {problem}; {fix}")
   wanted = f"; srun would start {tasks}" if tasks else ""
   note = f"runs as one process: this shell in Slurm job {job} is not a step{wanted}"
   return alone._replace(note=note)
@@ -81,8 +81,8 @@ def node_address(node: str) -> str | None:
   This is for clusters whose node names do not resolve.
   """
   shown = run_scontrol("--oneliner", "show", "node", node, timeout_s=5.0)
-  found = re.search(r"\bNodeAddr=(\S+)", shown or "")
-  return found[1] if found else None
+  match = re.search(r"\bNodeAddr=(\S+)", shown or "")
+  return match[1] if match else None
 
 
 def _is_task_of_step(env: Env) -> bool:
@@ -119,8 +119,8 @@ def _task(host: Host, job: str, restarts: int) -> Launch:
   per_node = tasks_per_node(env.get("SLURM_STEP_TASKS_PER_NODE") or "0")
   count = count or sum(per_node)
   if rank is None or rank >= count:
-    why = "not a rank of this step; start it with srun, or unset the SLURM_ variables"
-    raise ConfigError(f"SLURM_PROCID={rank} of SLURM_STEP_NUM_TASKS={count}: {why}")
+    problem = "not a rank of this step; start it with srun, or unset the SLURM_ variables"
+    raise ConfigError(f"SLURM_PROCID={rank} of SLURM_STEP_NUM_TASKS={count}: {problem}")
   node, local = number(env, "SLURM_NODEID"), number(env, "SLURM_LOCALID")
   local_size = 1 if count == 1 else number(env, "SLURM_NTASKS_PER_NODE")
   if node is not None and node < len(per_node) and per_node[node]:
@@ -140,5 +140,5 @@ def _host_of_rank_0(host: Host, nodes: tuple[str, ...]) -> str:
   path = env.get("SLURM_HOSTFILE") or "not set"
   if names := readable_text(Path(path)).split():
     return host.expand(names[0])[0]
-  why = f"SLURM_HOSTFILE={path} does not have the host of rank 0"
-  raise ConfigError(f"SLURM_DISTRIBUTION=arbitrary: {why}; set JAXSCALE_COORDINATOR=host:port")
+  problem = f"SLURM_HOSTFILE={path} does not have the host of rank 0"
+  raise ConfigError(f"SLURM_DISTRIBUTION=arbitrary: {problem}; set JAXSCALE_COORDINATOR=host:port")

@@ -41,7 +41,7 @@ def detect(host: Host) -> Launch | None:
   is_taken = env.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
   local = number(env, "LOCAL_RANK"), number(env, "LOCAL_WORLD_SIZE")
   note = "" if run else f"one run of {size} processes, by RANK and WORLD_SIZE as of torchrun"
-  found = Launch("torchrun", rank, size, None, *local, job, restarts or 0, note)
+  launch = Launch("torchrun", rank, size, None, *local, job, restarts or 0, note)
   if size == 1:
-    return found
-  return found._replace(host=address, port=None if is_taken else port)
+    return launch
+  return launch._replace(host=address, port=None if is_taken else port)

@@ -22,8 +22,8 @@ def end_time(env: Mapping[str, str] = os.environ) -> float | None:
   variables"; Slurm 22.05 does not set it yet). Without it, `scontrol` is called, which
   only one process of a large run should do.
   """
-  given = whole_number(env.get("SLURM_JOB_END_TIME", ""))
-  return asked_end_time(env) if given is None else float(given)
+  stamp = whole_number(env.get("SLURM_JOB_END_TIME", ""))
+  return asked_end_time(env) if stamp is None else float(stamp)
 
 
 def asked_end_time(env: Mapping[str, str] = os.environ) -> float | None:
@@ -56,9 +56,9 @@ def parse_time(shown: str, name: str) -> float | None:
     >>> time.strftime("%H:%M", time.localtime(parse_time(shown, "EndTime")))
     '12:00'
   """
-  found = re.search(rf"\b{name}=(\d{{4}}-\d\d-\d\dT\d\d:\d\d:\d\d)", shown)
+  match = re.search(rf"\b{name}=(\d{{4}}-\d\d-\d\dT\d\d:\d\d:\d\d)", shown)
   with contextlib.suppress(ValueError, OverflowError):  # the date does not exist
-    return time.mktime(time.strptime(found[1], "%Y-%m-%dT%H:%M:%S")) if found else None
+    return time.mktime(time.strptime(match[1], "%Y-%m-%dT%H:%M:%S")) if match else None
   return None
 
 

@@ -49,7 +49,7 @@ _TAKEN = "used by another program, or by a run with a different secret"
 _SILENT = "used by another program, silent"
 
 
-class _Place(NamedTuple):
+class _Target(NamedTuple):
   """The run, and the addresses and ports where process 0 listens."""
 
   launch: Launch
@@ -112,7 +112,7 @@ def rendezvous(
     on_cpu = os.environ.get("JAX_PLATFORMS", "").startswith("cpu")
   if launch.num_processes == 1:
     return ProcessGroup(0, 1, [network.node_name()], "", {})
-  own = make_hello(launch, digests or {}, on_cpu, error)
+  hello = make_hello(launch, digests or {}, on_cpu, error)
   if launch.kind == "kubernetes" and not (secret or os.environ.get(VARIABLE)):
     fix = "set it in all pods of the Job to the same Secret of at least 32 random characters"
     raise ConfigError(f"{VARIABLE}: not set; {fix}")
@@ -121,8 +121,8 @@ def rendezvous(
   # A pod's name is known once the pod is ready.
   patience_s = timeout_s if launch.kind == "kubernetes" else min(5.0, timeout_s)
   host = launch.host or LOOPBACK
-  place = _Place(launch, host, network.resolve(host, patience_s), ports, key)
-  group = (_connect if launch.process_id else _listen)(own, place, timeout_s)
+  target = _Target(launch, host, network.resolve(host, patience_s), ports, key)
+  group = (_connect if launch.process_id else _listen)(hello, target, timeout_s)
   # A forked worker that outlives this process must not keep it alive for others.
   os.register_at_fork(after_in_child=lambda: server.close_all(group.links.values()))
   return group
@@ -151,9 +151,9 @@ def leave_last(group: ProcessGroup, timeout_s: float = 10.0) -> None:
       open_files.discard(file)
 
 
-def _listen(own: Hello, place: _Place, timeout_s: float) -> ProcessGroup:
+def _listen(hello: Hello, target: _Target, timeout_s: float) -> ProcessGroup:
   """Run the rendezvous in process 0."""
-  launch, host, addresses, ports, key = place
+  launch, host, addresses, ports, key = target
   note = ""
   if not any(map(network.is_own, addresses)):  # a Service of Kubernetes is fine
     note = f"; they look for process 0 on {host}, but {addresses[0]} is not an address of this host"
@@ -164,9 +164,9 @@ def _listen(own: Hello, place: _Place, timeout_s: float) -> ProcessGroup:
     bind = functools.partial(network.bind_port, ports, near, listen=True)
     found, listeners = network.retry(bind, patience_s, pause_s=0.2)
   except OSError as e:
-    why = f"port {network.describe_taken(ports)}: {e.strerror}"
+    problem = f"port {network.describe_taken(ports)}: {e.strerror}"
     fix = "set JAXSCALE_COORDINATOR=HOST:PORT to a free port"
-    raise ConfigError(f"process 0 ({own.node}): {why}; {fix}") from e
+    raise ConfigError(f"process 0 ({hello.node}): {problem}; {fix}") from e
   if taken := ports[: ports.index(found)]:
     taken_ports = network.describe_taken(taken)
     print(f"skipped ports that other programs use: {taken_ports}", file=sys.stderr)
@@ -176,11 +176,11 @@ def _listen(own: Hello, place: _Place, timeout_s: float) -> ProcessGroup:
     port, (reserved,) = network.bind_port(candidates, [], listen=False)
   except OSError as e:  # the server sends this error to all processes
     among = f"among {', '.join(map(str, candidates))} ({e.strerror})"
-    own = own._replace(error=f"no free port for JAX's coordinator {among}")
+    hello = hello._replace(error=f"no free port for JAX's coordinator {among}")
   place_it = functools.partial(_place_coordinator, port)
   try:
     with Acceptor(listeners, key, launch.num_processes) as acceptor:
-      hosts, links, coordinator = server.serve(launch, own, acceptor, timeout_s, place_it, note)
+      hosts, links, coordinator = server.serve(launch, hello, acceptor, timeout_s, place_it, note)
   except BaseException:
     if reserved:
       reserved.close()
@@ -216,29 +216,29 @@ def _remove(folder: str, process: int) -> None:
     shutil.rmtree(folder, ignore_errors=True)
 
 
-def _connect(own: Hello, place: _Place, timeout_s: float) -> ProcessGroup:
+def _connect(hello: Hello, target: _Target, timeout_s: float) -> ProcessGroup:
   """Run the rendezvous in a process other than 0."""
-  link = _find_process_0(own, place, timeout_s)
+  link = _find_process_0(hello, target, timeout_s)
   try:
-    link.send(own, timeout=ANSWER_S)
+    link.send(hello, timeout=ANSWER_S)
     answer = wire.typed(dict[str, Any], link.receive(timeout_s + GRACE_S))
     if "error" in answer:
       raise ConfigError(wire.typed(str, answer["error"]))
     coordinator, hosts = wire.parse(_Go, answer.get("go"))
     is_port = coordinator.isdigit() and int(coordinator) < 1 << 16
-    if len(hosts) != own.num_processes or not (is_port or coordinator.startswith("unix:/")):
+    if len(hosts) != hello.num_processes or not (is_port or coordinator.startswith("unix:/")):
       raise ValueError("invalid answer")
   except BaseException as e:
     link.close()
     if not isinstance(e, OSError | EOFError | ValueError) or isinstance(e, ConfigError):
       raise
-    why = f"process 0 on {place.host} exited before all had connected ({e}); see its output"
-    raise ConfigError(f"process {own.rank} ({own.node}): {why}") from e
+    problem = f"process 0 on {target.host} exited before all had connected ({e}); see its output"
+    raise ConfigError(f"process {hello.rank} ({hello.node}): {problem}") from e
   if coordinator.isdigit():
     # The name may resolve to a different address elsewhere; this one has worked.
-    seen = network.peer_address(link) or place.addresses[0]
+    seen = network.peer_address(link) or target.addresses[0]
     coordinator = network.join_address(seen, int(coordinator))
-  return ProcessGroup(own.rank, own.num_processes, hosts, coordinator, {0: link}, place.key)
+  return ProcessGroup(hello.rank, hello.num_processes, hosts, coordinator, {0: link}, target.key)
 
 
 class _Attempt:
@@ -251,13 +251,13 @@ class _Attempt:
   result = ""
   greeting: Greeting | None
 
-  def __init__(self, place: tuple[str, int], key: bytes):
+  def __init__(self, endpoint: tuple[str, int], key: bytes):
     """Begin to connect.
 
     Raises:
       OSError: this host has no IPv6 or no free file descriptor.
     """
-    family, address = network.numeric(*place)
+    family, address = network.numeric(*endpoint)
     self._key, self.greeting = key, None
     self._until = time.monotonic() + CONNECT_S
     self.sock = socket.socket(family)
@@ -307,21 +307,21 @@ class _Attempt:
     self._until = time.monotonic() + ANSWER_S
 
 
-def _find_process_0(own: Hello, place: _Place, timeout_s: float) -> Link:
+def _find_process_0(hello: Hello, target: _Target, timeout_s: float) -> Link:
   """Return a link on which process 0 has proved that it has the run's secret.
 
   All ports are tried at once, so that another program on one port causes no delay.
   """
-  places = [(address, port) for port in place.ports for address in place.addresses]
+  targets = [(address, port) for port in target.ports for address in target.addresses]
   began, pause, taken_since = time.monotonic(), 0.02, None
   attempts: dict[tuple[str, int], _Attempt] = {}
   results: dict[int, str] = {}
   try:
     while True:
-      for where in places:
+      for where in targets:
         if where not in attempts:
           try:
-            attempts[where] = _Attempt(where, place.key)
+            attempts[where] = _Attempt(where, target.key)
           except OSError:
             results[where[1]] = _NO_ROUTE
       round_end = time.monotonic() + random.uniform(0.5, 1) * pause
@@ -330,11 +330,11 @@ def _find_process_0(own: Hello, place: _Place, timeout_s: float) -> Link:
           return link
       now = time.monotonic()
       # If other programs use every port, process 0 cannot listen and has reported that.
-      is_taken = len(results) == len(place.ports) and not {*results.values()} & _UNUSED
+      is_taken = len(results) == len(target.ports) and not {*results.values()} & _UNUSED
       taken_since = (taken_since or now) if is_taken else None
       if now - began > timeout_s or (taken_since and now - taken_since > TAKEN_S):
         results |= {p[1]: a.so_far for p, a in attempts.items() if p[1] not in results}
-        raise ConfigError(_not_found(own, place, results, now - began))
+        raise ConfigError(_not_found(hello, target, results, now - began))
       pause = min(1.0, 1.5 * pause)
   finally:
     server.close_all(attempt.sock for attempt in attempts.values())
@@ -351,19 +351,19 @@ def _advance(
   for attempt in attempts.values():
     poll.register(attempt.sock, attempt.waits_for)
   ready = dict(poll.poll(seconds * 1000))
-  for place, attempt in list(attempts.items()):
+  for address, attempt in list(attempts.items()):
     if attempt.advance(ready.get(attempt.sock.fileno(), 0)) and attempt.greeting:
-      del attempts[place]
+      del attempts[address]
       return attempt.greeting.link
     if attempt.result:
-      results[place[1]] = attempt.result
-      attempts.pop(place).sock.close()
+      results[address[1]] = attempt.result
+      attempts.pop(address).sock.close()
   return None
 
 
-def _not_found(own: Hello, place: _Place, results: dict[int, str], for_s: float) -> str:
-  """Return the error of a process that found no process 0: places, results, remedy."""
-  host, addresses = place.host, place.addresses
+def _not_found(hello: Hello, target: _Target, results: dict[int, str], for_s: float) -> str:
+  """Return the error of a process that found no process 0: addresses, results, remedy."""
+  host, addresses = target.host, target.addresses
   ports: dict[str, list[str]] = {}
   for port, result in results.items():
     ports.setdefault(result, []).append(str(port))
@@ -374,8 +374,8 @@ def _not_found(own: Hello, place: _Place, results: dict[int, str], for_s: float)
     advice = "it has not started, has failed (see its output), runs on a different host, "
     advice += f"or has a different secret ({VARIABLE}, else ~/.jaxscale/secret)"
   else:
-    advice = f"check firewalls and the route from {own.node} to {host}"
+    advice = f"check firewalls and the route from {hello.node} to {host}"
   with contextlib.suppress(OSError):
     advice += f" (connecting from {network.own_address_seen_by(addresses[0])})"
   where = f"found no process 0 on {host} ({', '.join(addresses[:4])}) within {for_s:.0f} s"
-  return f"process {own.rank} ({own.node}): {where}, ports {tried}; {advice}"
+  return f"process {hello.rank} ({hello.node}): {where}, ports {tried}; {advice}"

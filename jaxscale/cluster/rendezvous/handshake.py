@@ -36,7 +36,7 @@ class Hello(NamedTuple):
   node: str
   pid: int
   uuid: str  # differs between two processes of one rank; the same after a reconnect
-  place: str  # equal in processes that loopback connects
+  network: str  # equal in processes that loopback connects
   files: str  # equal in processes that see the same files
   gloo: str | None  # address where gloo would listen; "" if it is not used
   versions: dict[str, str]
@@ -51,8 +51,8 @@ def make_hello(launch: Launch, digests: Mapping[str, str], on_cpu: bool, error: 
   """Return the description of this process; the arguments are those of `rendezvous`."""
   gloo = network.gloo_address() if on_cpu else ""
   process = network.node_name(), os.getpid(), uuid.uuid4().hex
-  places = network.namespace("net"), network.namespace("mnt"), gloo
-  own = launch.process_id, launch.num_processes, *process, *places
+  namespaces = network.namespace("net"), network.namespace("mnt"), gloo
+  own = launch.process_id, launch.num_processes, *process, *namespaces
   return Hello(*own, versions(), dict(digests), error)
 
 
@@ -62,11 +62,11 @@ def versions(packages: Iterable[str] = PACKAGES) -> dict[str, str]:
   Args:
     packages: names of packages; by default those that decide on the arithmetic.
   """
-  found = {"python": platform.python_version()}
+  result = {"python": platform.python_version()}
   for package in packages:
     with contextlib.suppress(metadata.PackageNotFoundError):
-      found[package] = metadata.version(package)
-  return found
+      result[package] = metadata.version(package)
+  return result
 
 
 def digests_of(config: object) -> dict[str, str]:
@@ -144,9 +144,9 @@ def find_mismatches(hellos: _Hellos, addresses: Mapping[int, str]) -> list[str]:
     ranks = [rank for rank, hello in hellos.items() if hello.error == error]
     lines.append(f"{ranks_with_hosts(ranks, nodes)}: {error}")
   for count, who in differing({r: h.num_processes for r, h in hellos.items()}):
-    why = f"started as one of {count} processes, {first} as one of {hellos[0].num_processes}"
+    problem = f"started as one of {count} processes, {first} as one of {hellos[0].num_processes}"
     fix = "start all with one srun or mpirun"
-    lines.append(f"{who}: {why}; {fix}")
+    lines.append(f"{who}: {problem}; {fix}")
   for name in dict.fromkeys(n for hello in hellos.values() for n in hello.versions):
     versions = {rank: hello.versions.get(name) for rank, hello in hellos.items()}
     for version, who in differing(versions):
@@ -163,7 +163,7 @@ def find_mismatches(hellos: _Hellos, addresses: Mapping[int, str]) -> list[str]:
 
 def _unreachable(hellos: _Hellos, addresses: Mapping[int, str]) -> list[str]:
   """Return a line for each host that gloo could not reach by its own host name."""
-  apart = len({hello.place for hello in hellos.values()}) > 1
+  apart = len({hello.network for hello in hellos.values()}) > 1
   lines: dict[tuple[str, str | None], str] = {}
   for rank, hello in sorted(hellos.items()):
     gloo = hello.gloo
@@ -171,8 +171,8 @@ def _unreachable(hellos: _Hellos, addresses: Mapping[int, str]) -> list[str]:
       continue
     is_what = f"resolves to {gloo} there" if gloo else "does not resolve there"
     address = addresses.get(rank, "ADDRESS")
-    why = f"{is_what}, so no other host can reach gloo (JAX's collectives on CPUs)"
+    problem = f"{is_what}, so no other host can reach gloo (JAX's collectives on CPUs)"
     fix = f"add '{address} {hello.node}' to its /etc/hosts"
-    line = f"process {rank} ({hello.node}): its host's own name {why}; {fix}"
+    line = f"process {rank} ({hello.node}): its host's own name {problem}; {fix}"
     lines.setdefault((hello.node, gloo), line)
   return list(lines.values())

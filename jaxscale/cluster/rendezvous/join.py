@@ -119,13 +119,13 @@ def _wait_for_coordinator(group: ProcessGroup, timeout_s: float) -> None:
   try:
     network.retry(connect, timeout_s, pause_s=0.02)
   except OSError as e:
-    why = f"({e}); check for a firewall between the two"
+    problem = f"({e}); check for a firewall between the two"
     if isinstance(e, ConnectionRefusedError):
-      why = "(refused); see the output of process 0"
+      problem = "(refused); see the output of process 0"
     rank, hosts = group.process_id, group.hosts
     where = f"cannot reach JAX's coordinator on {hosts[0]}, {group.coordinator}"
-    why = f"within {timeout_s:g} s {why}"
-    raise ConfigError(f"process {rank} ({hosts[rank]}): {where}, {why}") from e
+    problem = f"within {timeout_s:g} s {problem}"
+    raise ConfigError(f"process {rank} ({hosts[rank]}): {where}, {problem}") from e
 
 
 def check_devices(group: ProcessGroup) -> None:

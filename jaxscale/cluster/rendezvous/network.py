@@ -80,8 +80,8 @@ def resolve(host: str, patience_s: float = 5.0) -> list[str]:
   deadline = time.monotonic() + patience_s
   while True:
     try:
-      found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
-      return list(dict.fromkeys(str(entry[4][0]) for entry in found))
+      infos = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+      return list(dict.fromkeys(str(entry[4][0]) for entry in infos))
     except (OSError, UnicodeError) as e:  # UnicodeError: a label of > 63 letters
       reason = str(getattr(e, "strerror", None) or e)
     if "SLURM_JOB_ID" in os.environ and (address := node_address(host)):
@@ -89,9 +89,9 @@ def resolve(host: str, patience_s: float = 5.0) -> list[str]:
         entries = socket.getaddrinfo(address, None, type=socket.SOCK_STREAM)
         return [str(entries[0][4][0])]
     if time.monotonic() >= deadline:
-      why = f"the name of process 0's host does not resolve on {node_name()} ({reason})"
+      problem = f"the name of process 0's host does not resolve on {node_name()} ({reason})"
       fix = "fix /etc/hosts or DNS there, or set JAXSCALE_COORDINATOR=ADDRESS:PORT"
-      raise ConfigError(f"{host}: {why}; {fix}")
+      raise ConfigError(f"{host}: {problem}; {fix}")
     time.sleep(min(0.5, patience_s))
 
 
@@ -133,16 +133,16 @@ def peer_address(link: Any) -> str:
 
 def own_address(links: Iterable[Any]) -> list[str]:
   """Return the local address of all links as a list of one; [] if they differ."""
-  found = {plain_address(str(link.sock.getsockname()[0])) for link in links}
-  return list(found) if len(found) == 1 else []
+  addresses = {plain_address(str(link.sock.getsockname()[0])) for link in links}
+  return list(addresses) if len(addresses) == 1 else []
 
 
 def is_own(address: str) -> bool:
   """Return whether an address belongs to this host; only such addresses can be bound."""
   with contextlib.suppress(OSError):
-    family, place = numeric(address, 0)
+    family, endpoint = numeric(address, 0)
     with socket.socket(family) as probe:
-      probe.bind(place)
+      probe.bind(endpoint)
       return True
   return False
 
@@ -154,8 +154,8 @@ def numeric(address: str, port: int) -> tuple[int, Any]:
     OSError: the text is not a numeric address.
   """
   numbers = socket.AI_NUMERICHOST
-  found = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM, flags=numbers)
-  return found[0][0], found[0][4]
+  infos = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM, flags=numbers)
+  return infos[0][0], infos[0][4]
 
 
 def is_loopback(address: str) -> bool:
@@ -252,7 +252,7 @@ def bind_port(
 
 def _bound(address: str, port: int, listen: bool) -> socket.socket:
   """Return a socket bound to an address; "::" also accepts IPv4."""
-  family, place = numeric(address, port)
+  family, endpoint = numeric(address, port)
   sock = socket.socket(family)
   try:
     if family == socket.AF_INET6:
@@ -260,7 +260,7 @@ def _bound(address: str, port: int, listen: bool) -> socket.socket:
     # With SO_REUSEADDR, old connections in TIME_WAIT do not block the port, but a
     # listening socket does (socket(7)).
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, listen)
-    sock.bind(place)
+    sock.bind(endpoint)
     if listen:
       sock.listen(4096)
     return sock

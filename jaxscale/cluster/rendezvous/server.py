@@ -31,7 +31,7 @@ _CHECK_S = 0.1  # seconds between two checks for errors
 
 def serve(
   launch: Launch,
-  own: Hello,
+  hello: Hello,
   acceptor: Acceptor,
   timeout_s: float,
   coordinator: Callable[[Mapping[int, Hello]], str],
@@ -41,7 +41,7 @@ def serve(
 
   Args:
     launch: the launch of this process.
-    own: the description of this process, rank 0.
+    hello: the description of this process, rank 0.
     acceptor: the acceptor of connections.
     timeout_s: the seconds after which missing processes are an error.
     coordinator: a function from all descriptions to the address of JAX's coordinator.
@@ -53,7 +53,7 @@ def serve(
   Raises:
     ConfigError: the error that every process got.
   """
-  server = _Server(launch, own, acceptor)
+  server = _Server(launch, hello, acceptor)
   with server.selector:
     kept = set()
     try:
@@ -72,15 +72,15 @@ def serve(
 class _Server:
   """State of the rendezvous: connections, descriptions and errors."""
 
-  def __init__(self, launch: Launch, own: Hello, acceptor: Acceptor):
+  def __init__(self, launch: Launch, hello: Hello, acceptor: Acceptor):
     self.launch, self.acceptor = launch, acceptor
     self.selector = selectors.DefaultSelector()
     self.connected: set[Link] = set()
-    self.hellos = {0: own}
+    self.hellos = {0: hello}
     self.links: dict[int, Link] = {}
     self.lost: dict[int, float] = {}  # rank -> when it disconnected
     self.errors: list[str] = []
-    self.seen = {own.uuid}  # all processes that sent a hello
+    self.seen = {hello.uuid}  # all processes that sent a hello
     self.sent_error = ""  # to all
     try:
       _allow_files(launch.num_processes)
@@ -114,8 +114,8 @@ class _Server:
         verb = "has" if len(missing) == 1 else "have"
         fix = "see their output, and start all with one srun or mpirun; if the hosts share no "
         fix += f"home directory, set the same {VARIABLE} for all{note}"
-        why = f"{verb} not connected within {timeout_s:g} s"
-        self.send_error(f"{self._describe(missing)} {why}; {fix}")
+        problem = f"{verb} not connected within {timeout_s:g} s"
+        self.send_error(f"{self._describe(missing)} {problem}; {fix}")
         raise ConfigError(self.sent_error)
       elif now - logged > LOG_S:
         logged = now
@@ -128,8 +128,8 @@ class _Server:
       try:
         link.send(go, timeout=10)
       except OSError as e:  # processes that got "go" find their links closed
-        why = f"disconnected just before the start ({e}); see its output"
-        raise ConfigError(f"process {rank} ({hosts[rank]}) {why}") from e
+        problem = f"disconnected just before the start ({e}); see its output"
+        raise ConfigError(f"process {rank} ({hosts[rank]}) {problem}") from e
 
   def send_error(self, error: str) -> None:
     """Send an error to all connected processes, and later to those that connect."""
@@ -154,11 +154,11 @@ class _Server:
     for rank, link in self.links.items():
       with contextlib.suppress(OSError):
         addresses[rank] = network.plain_address(link.sock.getpeername()[0])
-        if self.hellos[rank].place != self.hellos[0].place:
+        if self.hellos[rank].network != self.hellos[0].network:
           addresses.setdefault(0, network.plain_address(link.sock.getsockname()[0]))
     gone = {rank: self.hellos[rank] for rank, t in self.lost.items() if now - t > RECONNECT_S}
-    why = "connected and then disconnected; see its output"
-    lost = [f"process {r} ({hello.node}, pid {hello.pid}) {why}" for r, hello in gone.items()]
+    problem = "connected and then disconnected; see its output"
+    lost = [f"process {r} ({hello.node}, pid {hello.pid}) {problem}" for r, hello in gone.items()]
     return self.errors + handshake.find_mismatches(self.hellos, addresses) + lost
 
   def _receive(self, timeout: float) -> None:
@@ -181,8 +181,8 @@ class _Server:
       hello = wire.parse(Hello, message)
     except ValueError as e:
       who = f"a process on {network.peer_address(link)}"
-      why = f"sent an invalid greeting ({e})"
-      self.errors.append(f"{who} {why}; start all from the same environment")
+      problem = f"sent an invalid greeting ({e})"
+      self.errors.append(f"{who} {problem}; start all from the same environment")
       return
     self.seen.add(hello.uuid)
     rank, total = hello.rank, self.launch.num_processes
@@ -191,12 +191,12 @@ class _Server:
       with contextlib.suppress(OSError):
         link.send({"error": self.sent_error}, timeout=1)
     elif earlier and earlier.uuid != hello.uuid and rank not in self.lost:
-      why = f"on {earlier.node} (pid {earlier.pid}) and on {hello.node} (pid {hello.pid})"
+      problem = f"on {earlier.node} (pid {earlier.pid}) and on {hello.node} (pid {hello.pid})"
       fix = f"give each its own rank, 0 … {earlier.num_processes - 1}"
-      self.errors.append(f"process {rank} was started twice: {why}; {fix}")
+      self.errors.append(f"process {rank} was started twice: {problem}; {fix}")
     elif not 0 <= rank < total:
-      why = f"process 0 ({self.hellos[0].node}) expects {total}; start all with one srun or mpirun"
-      self.errors.append(f"process {rank} ({hello.node}): {why}")
+      text = f"process 0 ({self.hellos[0].node}) expects {total}; start all with one srun or mpirun"
+      self.errors.append(f"process {rank} ({hello.node}): {text}")
     else:
       before = self.links.pop(rank, None)
       self.hellos[rank], self.links[rank] = hello, link
@@ -228,15 +228,15 @@ def _allow_files(num_processes: int) -> None:
   """
   soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
   need = 2 * num_processes + 256  # and libraries, checkpoints, logs
-  wanted = 2 * need + 512  # the data pipeline uses half of the limit (data/tfrecord.py)
-  if soft == resource.RLIM_INFINITY or soft >= wanted:
+  enough = 2 * need + 512  # the data pipeline uses half of the limit (data/tfrecord.py)
+  if soft == resource.RLIM_INFINITY or soft >= enough:
     return
-  most = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+  most = enough if hard == resource.RLIM_INFINITY else min(enough, hard)
   with contextlib.suppress(OSError, ValueError):  # some systems have a lower limit
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(most, soft), hard))
     soft = max(most, soft)
   if soft < need:
-    why = f"at most {soft} open files on {network.node_name()}"
+    problem = f"at most {soft} open files on {network.node_name()}"
     needs = f"but process 0 needs {need} for {num_processes} processes"
     fix = "raise the hard limit there (ulimit -Hn, LimitNOFILE of slurmd)"
-    raise ConfigError(f"ulimit -n: {why}, {needs}; {fix}")
+    raise ConfigError(f"ulimit -n: {problem}, {needs}; {fix}")

@@ -45,11 +45,11 @@ _SIGMA = 1.4826
 _SHOWN = 8  # ranks in one line
 
 
-def describe_place(step: int, activity: str) -> str:
+def describe_position(step: int, activity: str) -> str:
   """Describe the position of a process in a run.
 
   Example:
-    >>> describe_place(17, "input")
+    >>> describe_position(17, "input")
     'in step 17 (input)'
   """
   if step == 0:
@@ -103,7 +103,7 @@ class ProcessState:
   @property
   def where(self) -> str:
     """Description of the position of the process."""
-    return describe_place(self.step, self.activity)
+    return describe_position(self.step, self.activity)
 
 
 class Fault(NamedTuple):

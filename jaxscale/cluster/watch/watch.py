@@ -22,7 +22,7 @@ from typing import Any, NamedTuple, NoReturn
 
 from jaxscale.cluster.timeouts import Timeouts
 from jaxscale.cluster.watch import beats, fault_detection, stacks
-from jaxscale.cluster.watch.fault_detection import describe_place
+from jaxscale.cluster.watch.fault_detection import describe_position
 from jaxscale.cluster.watch.monitor import FaultNotice, Monitor
 from jaxscale.cluster.watch.stop_consensus import StopConsensus, StopRequest
 from jaxscale.cluster.wire import Link, is_ready, parse, typed
@@ -114,7 +114,7 @@ class Watch:
     self._timeouts, self._folder = timeouts, folder
     # One object, so that other threads read it atomically: step, activity, number of
     # earlier calls with the same two, start, and earlier seconds in this activity.
-    self._place = (0, "starting", 0, time.monotonic(), age_s)
+    self._position = (0, "starting", 0, time.monotonic(), age_s)
     self._seconds: dict[str, float] = {}  # in each activity, until its last end
     self._host = (0.0, 0)
     self._sending = threading.Lock()
@@ -137,20 +137,20 @@ class Watch:
         begins the next of several units, such as batches of an evaluation.
     """
     now = time.monotonic()
-    step_before, before, count, since, seconds = self._place
+    step_before, before, count, since, seconds = self._position
     self._seconds[before] = seconds + now - since
     count = count + 1 if activity == before and step == step_before else 0
-    self._place = (step, activity, count, now, self._seconds.get(activity, 0.0))
+    self._position = (step, activity, count, now, self._seconds.get(activity, 0.0))
     if before == "input" and activity == "step":
       self._host = (self._host[0] + now - since, self._host[1] + 1)
 
   def spent(self) -> Spent:
     """Return the time in each activity until now; any thread may call this."""
     while True:
-      place, seconds = self._place, self._seconds.copy()
-      if place is self._place:  # else the main thread has just begun another activity
+      position, seconds = self._position, self._seconds.copy()
+      if position is self._position:  # else the main thread has just begun another activity
         break
-    step, activity, _, since, before = place
+    step, activity, _, since, before = position
     now = time.monotonic()
     seconds[activity] = before + now - since
     return Spent(step, activity, seconds, now)
@@ -164,7 +164,7 @@ class Watch:
       return
     code = fault_detection.fault_code(code)
     failure = Failure(cause, code, *kind)
-    where = describe_place(*self._place[:2])
+    where = describe_position(*self._position[:2])
     if self._send({"fail": [*failure, where]}):
       time.sleep(_DECISION_S)  # the watch's thread ends the process earlier
     name = f"process {self._rank} on {self._hosts[self._rank]}"
@@ -179,7 +179,7 @@ class Watch:
     if self._link is None or self._is_closing:
       return
     self._is_closing = True
-    self.at(self._place[0], "leaving")
+    self.at(self._position[0], "leaving")
     self._send(self._heartbeat())  # the last position
     self._send({"bye": self.stop.passed})
     for thread in self._threads:
@@ -189,7 +189,7 @@ class Watch:
     self._send({"ask": request})
 
   def _heartbeat(self) -> dict[str, Any]:
-    step, activity, count, since, _ = self._place
+    step, activity, count, since, _ = self._position
     seconds = round(time.monotonic() - since, 4)
     host, steps = self._host
     is_late = seconds > self._timeouts.hang_timeout_s / 2
@@ -219,7 +219,7 @@ class Watch:
         self._link.heard += gap_s
       before = now
       # Until this process trains, process 0 may still be starting.
-      is_early = self._place[1] in ("starting", "compiling")
+      is_early = self._position[1] in ("starting", "compiling")
       activity = "starting" if is_early else "step"
       allowed_s = fault_detection.silence_limit_s(activity, timeouts)
       alive = self._link.heard
@@ -271,8 +271,8 @@ class Watch:
 
   def _leave_without_monitor(self, what: str, code: int) -> NoReturn:
     """Report that process 0 is gone, as every process does, and leave."""
-    place = describe_place(*self._place[:2])
-    self._leave(code, f"process 0 on {self._hosts[0]} {what}, noticed {place}")
+    position = describe_position(*self._position[:2])
+    self._leave(code, f"process 0 on {self._hosts[0]} {what}, noticed {position}")
 
   def _leave(self, code: int, cause: str) -> NoReturn:
     line = f"error: {cause}{stacks.note(self._folder)}"

@@ -14,7 +14,7 @@ from jaxscale.cluster.rendezvous.handshake import ranks_with_hosts
 from jaxscale.config.loading import load_config
 from jaxscale.errors import ConfigError
 from jaxscale.jobs.preflight.child import ask
-from jaxscale.jobs.preflight.finding import Finding, Found, outliers, texts_by_process
+from jaxscale.jobs.preflight.finding import Finding, Results, outliers, texts_by_process
 from jaxscale.jobs.preflight.group import Group, gather
 from jaxscale.metrics.text import byte_size, plural
 
@@ -22,15 +22,15 @@ from jaxscale.metrics.text import byte_size, plural
 def check(group: Group, options: Any, facts: dict[str, Any]) -> list[Finding]:
   """Check devices and data in all processes; process 0 also checks the config."""
   asked = {"config": options.config, "overrides": dict(options.overrides)}
-  found = gather(group, "devices", ask("devices.look", asked))
+  results = gather(group, "devices", ask("devices.look", asked))
   if group.rank:
     return []
-  result = findings(found, facts["software"], group.hosts)
+  result = findings(results, facts["software"], group.hosts)
   facts["has_devices"] = all(f.ok for f in result)
   if options.config is None or not facts["has_devices"]:
     return result
   # Build the experiment of the config on as many devices, simulated on the CPU.
-  total = sum(each["count"] for each in found)
+  total = sum(each["count"] for each in results)
   env = {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(total), "XLA_FLAGS": ""}
   fits = ask("devices.fits", asked | {"workdir": str(options.workdir)}, env)
   facts |= fits
@@ -43,19 +43,19 @@ def check(group: Group, options: Any, facts: dict[str, Any]) -> list[Finding]:
   return [*result, Finding(True, text)]
 
 
-def findings(found: Found, software: Found, hosts: Sequence[str]) -> list[Finding]:
+def findings(results: Results, software: Results, hosts: Sequence[str]) -> list[Finding]:
   """Return findings on devices and data.
 
   Args:
-    found: the results of `look`, by rank.
+    results: the results of `look`, by rank.
     software: the results of `software.probe`, by rank; [] if that check was skipped.
     hosts: the hosts, by rank.
   """
-  wrong = _errors(found, hosts, "error")
-  alive = [rank for rank, each in enumerate(found) if "error" not in each]
+  wrong = _errors(results, hosts, "error")
+  alive = [rank for rank, each in enumerate(results) if "error" not in each]
   if not alive:
     return wrong
-  shapes = {r: (found[r]["count"], found[r]["kind"]) for r in alive}
+  shapes = {r: (results[r]["count"], results[r]["kind"]) for r in alive}
   usual, others = outliers(shapes)
   for (count, kind), ranks in others.items():
     text = f"devices: {count} x {kind} in {ranks_with_hosts(ranks, hosts)}, "
@@ -63,26 +63,26 @@ def findings(found: Found, software: Found, hosts: Sequence[str]) -> list[Findin
     remedy += "--gpus-per-node and --constraint, or exclude these nodes"
     wrong.append(Finding(False, f"{text}{usual[0]} x {usual[1]} in the others", remedy))
   for rank in alive:
-    host, each = hosts[rank], found[rank]
-    if results := each["wrong"]:
-      text = f"devices: {host} computes wrong results: {results[0]}"
+    host, each = hosts[rank], results[rank]
+    if failed := each["wrong"]:
+      text = f"devices: {host} computes wrong results: {failed[0]}"
       wrong.append(Finding(False, text, f"exclude {host} and report it"))
     idle = each["platform"] == "cpu" and software and software[rank]["gpus"]
     if idle and os.environ.get("JAX_PLATFORMS") != "cpu":
       text = f"devices: {host} has GPUs, but JAX uses its CPU"
       wrong.append(Finding(False, text, "install jaxscale[cuda12] or [cuda13]"))
   if not wrong:
-    where = f" in each of {len(found)} processes" if len(found) > 1 else ""
+    where = f" in each of {len(results)} processes" if len(results) > 1 else ""
     wrong = [Finding(True, f"devices: {usual[0]} x {usual[1]}{where}, tested")]
     if flags := os.environ.get("XLA_FLAGS"):
       wrong.append(Finding(True, f"XLA_FLAGS: this jaxlib accepts {flags}"))
-  return [*wrong, *_data(found, hosts)]
+  return [*wrong, *_data(results, hosts)]
 
 
-def _data(found: Found, hosts: Sequence[str]) -> list[Finding]:
+def _data(results: Results, hosts: Sequence[str]) -> list[Finding]:
   """Return findings on the data of the config, which must be equal on all hosts."""
-  wrong = _errors(found, hosts, "data_error")
-  data = {r: tuple(each["data"]) for r, each in enumerate(found) if "data" in each}
+  wrong = _errors(results, hosts, "data_error")
+  data = {r: tuple(each["data"]) for r, each in enumerate(results) if "data" in each}
   if not data:
     return wrong
   (name, train, validation), others = outliers(data)
@@ -93,10 +93,10 @@ def _data(found: Found, hosts: Sequence[str]) -> list[Finding]:
   return wrong or [Finding(True, f"data: {name}, {train:,} + {validation:,} examples")]
 
 
-def _errors(found: Found, hosts: Sequence[str], key: str) -> list[Finding]:
+def _errors(results: Results, hosts: Sequence[str], key: str) -> list[Finding]:
   """Return a finding for each distinct text under `key`, with its processes."""
   wrong = []
-  for who, text in texts_by_process(found, hosts, key):
+  for who, text in texts_by_process(results, hosts, key):
     prefix, remedy = "", "run python -P -c 'import jax; print(jax.devices())' there"
     if key == "data_error":
       prefix, remedy = "data: ", "make it available on every node: jaxscale prepare "
@@ -129,9 +129,9 @@ def look(config: str | None, overrides: dict[str, str]) -> dict[str, Any]:
     if float(y) != 256 * 56:
       wrong.append(f"{device}: {float(y)}")
   kind, platform = devices[0].device_kind, devices[0].platform
-  found = {"platform": platform, "kind": kind, "count": len(devices), "wrong": wrong}
+  results = {"platform": platform, "kind": kind, "count": len(devices), "wrong": wrong}
   if config is None:
-    return found
+    return results
   from jaxscale.data import check_readable
   from jaxscale.experiment import build
 
@@ -140,9 +140,9 @@ def look(config: str | None, overrides: dict[str, str]) -> dict[str, Any]:
     for dataset in (train, validation):
       check_readable(dataset)
   except (ConfigError, OSError) as e:
-    return found | {"data_error": str(e)}
+    return results | {"data_error": str(e)}
   numbers = [train.info.name, train.num_examples, validation.num_examples]
-  return found | {"data": numbers}
+  return results | {"data": numbers}
 
 
 def fits(config: str, overrides: dict[str, str], workdir: str) -> dict[str, Any]:

@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from jaxscale.jobs.preflight.finding import Finding, Found
+from jaxscale.jobs.preflight.finding import Finding, Results
 from jaxscale.jobs.preflight.group import Group, barrier, broadcast, gather
 from jaxscale.jobs.preflight.shared_files import attempt
 from jaxscale.metrics.text import byte_size
@@ -25,9 +25,9 @@ def check(group: Group, options: Any, facts: dict[str, Any]) -> list[Finding]:
   asked = 0 if facts.get("unusable") else facts.get("bytes", _DEFAULT)
   if not (size := broadcast(group, "disk: size", asked)):
     return []
-  found = gather(group, "disk", measure(group, options.workdir, min(size, _MOST)))
+  results = gather(group, "disk", measure(group, options.workdir, min(size, _MOST)))
   needed = size * facts.get("kept", 1)
-  return [] if group.rank else findings(found, group, options.workdir, size, needed)
+  return [] if group.rank else findings(results, group, options.workdir, size, needed)
 
 
 def measure(group: Group, workdir: Path, size: int) -> dict[str, Any]:
@@ -74,44 +74,44 @@ def measure(group: Group, workdir: Path, size: int) -> dict[str, Any]:
   return {"bytes": written, "seconds": seconds, "free": free, "files": files}
 
 
-def findings(found: Found, group: Group, workdir: Path, size: int, needed: int) -> list[Finding]:
+def findings(results: Results, group: Group, workdir: Path, size: int, least: int) -> list[Finding]:
   """Return findings on the results of `measure`.
 
   Args:
-    found: the results, by rank.
+    results: the results, by rank.
     group: the processes.
     workdir: the directory of the checkpoints.
     size: the bytes of a checkpoint.
-    needed: the bytes of all checkpoints that are kept.
+    least: the bytes of all checkpoints that are kept.
   """
-  place = f"workdir {workdir}: "
-  by_host = {group.hosts[rank]: found[rank] for rank in group.host_ranks}
+  prefix = f"workdir {workdir}: "
+  by_host = {group.hosts[rank]: results[rank] for rank in group.host_ranks}
   wrong = []
   for host, each in by_host.items():
     if error := each.get("error"):
-      text = f"{place}{host} wrote {byte_size(each['bytes'])} of its part of "
-      remedy = f"make room or raise the quota there ({byte_size(needed)} are needed), "
+      text = f"{prefix}{host} wrote {byte_size(each['bytes'])} of its part of "
+      remedy = f"make room or raise the quota there ({byte_size(least)} are needed), "
       remedy += "or use a different --workdir"
       wrong.append(Finding(False, f"{text}{byte_size(size)}, then: {error}", remedy))
   if wrong:
     return wrong
   free = min(each["free"] for each in by_host.values())
-  text = f"{place}{byte_size(free)} free, {byte_size(needed)} needed"
-  remedy = f"make room for {byte_size(needed)} there, or use a different --workdir"
-  result = [Finding(free >= needed, text, remedy)]
+  text = f"{prefix}{byte_size(free)} free, {byte_size(least)} needed"
+  remedy = f"make room for {byte_size(least)} there, or use a different --workdir"
+  result = [Finding(free >= least, text, remedy)]
   files = [e["files"] for e in by_host.values() if e["files"] is not None]
   if files and min(files) < 10_000:
-    text = f"{place}only {min(files):,} more files are allowed"
+    text = f"{prefix}only {min(files):,} more files are allowed"
     result.append(Finding(False, text, "remove files there, or raise the quota"))
   rates = {h: each["bytes"] / max(each["seconds"], 1e-9) for h, each in by_host.items()}
   usual = statistics.median(rates.values())
   for host, rate in rates.items():
     if len(rates) > 2 and rate < usual / 5:
-      text = f"{place}{host} writes {byte_size(rate)}/s, the median host "
+      text = f"{prefix}{host} writes {byte_size(rate)}/s, the median host "
       remedy = f"exclude {host} and report it"
       result.append(Finding(False, f"{text}{byte_size(usual)}/s", remedy))
   total = sum(each["bytes"] for each in by_host.values())
   rate = total / max(each["seconds"] for each in by_host.values())
-  text = f"{place}{byte_size(total)} written and synced at {byte_size(rate)}/s; a "
+  text = f"{prefix}{byte_size(total)} written and synced at {byte_size(rate)}/s; a "
   text += f"checkpoint of {byte_size(size)} takes {size / rate:.1f} s"
   return [*result, Finding(True, text)]

@@ -9,7 +9,7 @@ from jaxscale.cluster.rendezvous.handshake import ranks_with_hosts
 from jaxscale.errors import EXIT_DONE, EXIT_USER
 
 EXIT_NOT_READY = EXIT_USER
-Found = Sequence[dict[str, Any]]  # results of the processes, by rank
+Results = Sequence[dict[str, Any]]  # results of the processes, by rank
 
 
 class Finding(NamedTuple):
@@ -45,7 +45,7 @@ def report(name: str, findings: Sequence[Finding]) -> int:
   return EXIT_NOT_READY if wrong else EXIT_DONE
 
 
-def texts_by_process(found: Found, hosts: Sequence[str], key: str) -> list[tuple[str, str]]:
+def texts_by_process(results: Results, hosts: Sequence[str], key: str) -> list[tuple[str, str]]:
   """Return each distinct text under `key`, with the processes that have it.
 
   Example:
@@ -53,10 +53,10 @@ def texts_by_process(found: Found, hosts: Sequence[str], key: str) -> list[tuple
     [('process 1 (n2): ', 'no GPU')]
   """
   ranks: dict[str, list[int]] = {}
-  for rank, each in enumerate(found):
+  for rank, each in enumerate(results):
     if key in each:
       ranks.setdefault(each[key], []).append(rank)
-  is_alone = len(found) == 1
+  is_alone = len(results) == 1
   return [("" if is_alone else f"{ranks_with_hosts(ranks[text], hosts)}: ", text) for text in ranks]
 
 

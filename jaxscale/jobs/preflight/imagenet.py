@@ -74,9 +74,9 @@ def _prepared(data_dir: str | None, sample: int) -> list[Finding]:
   return findings
 
 
-def _count(split: str, found: int, wanted: int, remedy: str) -> Finding:
-  more = "" if found == wanted else f", ImageNet has {wanted:,}"
-  return Finding(not more, f"{split}: {found:,} examples{more}", remedy)
+def _count(split: str, count: int, expected: int, remedy: str) -> Finding:
+  more = "" if count == expected else f", ImageNet has {expected:,}"
+  return Finding(not more, f"{split}: {count:,} examples{more}", remedy)
 
 
 def _shards(split: str, info: Any) -> Finding:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from jaxscale.jobs.preflight.child import ask
-from jaxscale.jobs.preflight.finding import Finding, Found, texts_by_process
+from jaxscale.jobs.preflight.finding import Finding, Results, texts_by_process
 from jaxscale.jobs.preflight.group import Group, broadcast, gather
 from jaxscale.metrics.text import byte_size, plural, short_time
 
@@ -29,7 +29,7 @@ def check(group: Group, options: Any, facts: dict[str, Any]) -> list[Finding]:
   return [] if group.rank else findings(answers, group.hosts)
 
 
-def findings(answers: Found, hosts: Sequence[str]) -> list[Finding]:
+def findings(answers: Results, hosts: Sequence[str]) -> list[Finding]:
   """Return findings on the results of `time_sum`; both arguments are by rank."""
   remedy = "run `jaxscale bench` on fewer of these nodes, with NCCL_DEBUG=INFO on GPUs, "
   remedy += "to find the slow one"

@@ -19,7 +19,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from jaxscale.jobs.preflight.finding import Finding, Found
+from jaxscale.jobs.preflight.finding import Finding, Results
 from jaxscale.jobs.preflight.group import Group, barrier, broadcast, gather
 
 # NFS caches directory entries for up to acdirmax = 60 s (man 5 nfs). A run that waits this
@@ -165,7 +165,7 @@ def _read(path: Path) -> int | str:
   return "unreadable (stale file handle)"
 
 
-def findings(answers: Found, group: Group, workdir: Path) -> list[Finding]:
+def findings(answers: Results, group: Group, workdir: Path) -> list[Finding]:
   """Return findings on the results of `probe`, which are by rank."""
   hosts, ranks = group.hosts, group.host_ranks
 

@@ -16,7 +16,7 @@ from jaxscale.cluster import gpu_settings
 from jaxscale.cluster.detect import Launch, visible_gpus
 from jaxscale.cluster.rendezvous import handshake, network
 from jaxscale.files import whole_number
-from jaxscale.jobs.preflight.finding import Finding, Found, outliers
+from jaxscale.jobs.preflight.finding import Finding, Results, outliers
 from jaxscale.jobs.preflight.group import Group, gather
 from jaxscale.metrics.text import byte_size
 
@@ -46,7 +46,7 @@ def probe() -> dict[str, Any]:
     "versions": versions() | ({"NVIDIA driver": driver} if driver else {}),
     "hostname": socket.gethostname(),
     "loopback": loopback(socket.gethostname()),
-    "place": network.namespace("net"),
+    "network": network.namespace("net"),
     "files": resource.getrlimit(resource.RLIMIT_NOFILE),
     "locked": resource.getrlimit(resource.RLIMIT_MEMLOCK)[0],
     "infiniband": any(Path("/sys/class/infiniband").glob("*")),
@@ -67,10 +67,10 @@ def loopback(name: str) -> str:
   name resolves locally (measured: "Connection refused, remote=[127.0.0.1]").
   """
   try:
-    found = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
+    results = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
   except OSError as e:
     return f"{_NOTHING} ({e.strerror or e})"
-  addresses = [str(info[4][0]) for info in found]
+  addresses = [str(info[4][0]) for info in results]
   local = [a for a in addresses if a.startswith("127.") or a == "::1"]
   return local[0] if local and len(local) == len(addresses) else ""
 
@@ -89,7 +89,7 @@ def nvidia() -> tuple[str, list[dict[str, Any]]]:
   if not gpus:
     return "", []
   processes = _smi("compute-apps", "gpu_uuid,pid,used_memory,process_name")
-  chosen, found = os.environ.get("CUDA_VISIBLE_DEVICES"), []
+  chosen, results = os.environ.get("CUDA_VISIBLE_DEVICES"), []
   names = None if chosen is None else re.findall(r"[^,\s]+", chosen)
   for index, uuid, _, _, used, total, errors in gpus:
     starts = (n for n in names or () if n[:4] in ("GPU-", "MIG-"))
@@ -99,27 +99,27 @@ def nvidia() -> tuple[str, list[dict[str, Any]]]:
     gpu = {"index": index, "used": _mib(used), "total": _mib(total)}
     gpu["errors"] = whole_number(errors) or 0
     gpu["processes"] = [f"{row[1]} ({row[3]}, {row[2]} MiB)" for row in on_it]
-    found.append(gpu)
-  return gpus[0][3], found
+    results.append(gpu)
+  return gpus[0][3], results
 
 
 def check_gpu_settings(group: Group, launch: Launch) -> list[Finding]:
   """Compare the variables that a run would set for its GPUs; process 0 has findings."""
   chosen = gpu_settings.choose_here(launch, visible_gpus(os.environ))
   own = {"missing": chosen.missing, "lines": gpu_settings.lines(chosen, short=True)}
-  found = gather(group, "GPU settings", own)
-  return [] if group.rank else settings_findings(found, group.hosts)
+  results = gather(group, "GPU settings", own)
+  return [] if group.rank else settings_findings(results, group.hosts)
 
 
-def settings_findings(found: Found, hosts: Sequence[str]) -> list[Finding]:
+def settings_findings(results: Results, hosts: Sequence[str]) -> list[Finding]:
   """Return findings on GPU settings; both arguments are by rank."""
   wrong = []
-  for missing in dict.fromkeys(each["missing"] for each in found if each["missing"]):
-    ranks = [rank for rank, each in enumerate(found) if each["missing"] == missing]
+  for missing in dict.fromkeys(each["missing"] for each in results if each["missing"]):
+    ranks = [rank for rank, each in enumerate(results) if each["missing"] == missing]
     text, _, remedy = missing.partition("; ")
     where = handshake.ranks_with_hosts(ranks, hosts)
     wrong.append(Finding(False, f"{where}: {text}", remedy))
-  usual, others = outliers({r: "".join(each["lines"]) for r, each in enumerate(found)})
+  usual, others = outliers({r: "".join(each["lines"]) for r, each in enumerate(results)})
   for other, ranks in others.items():
     where = handshake.ranks_with_hosts(ranks, hosts)
     text = f"{where}: {other or 'no GPU settings'}, unlike the others ({usual})"
@@ -143,16 +143,16 @@ def _mib(text: str) -> int:
   return int(float(text) * 2**20) if re.fullmatch(r"\d{1,18}(\.\d+)?", text) else 0
 
 
-def findings(found: Found, hosts: Sequence[str]) -> list[Finding]:
+def findings(results: Results, hosts: Sequence[str]) -> list[Finding]:
   """Return findings on the results of `probe`; both arguments are by rank."""
-  return [f for part in (_versions, _names, _limits, _gpus) for f in part(found, hosts)]
+  return [f for part in (_versions, _names, _limits, _gpus) for f in part(results, hosts)]
 
 
-def _versions(found: Found, hosts: Sequence[str]) -> list[Finding]:
+def _versions(results: Results, hosts: Sequence[str]) -> list[Finding]:
   """Return findings on processes whose versions differ from the majority."""
   wrong, shown = [], []
-  for name in dict.fromkeys(name for each in found for name in each["versions"]):
-    by_rank = {r: each["versions"].get(name, "none") for r, each in enumerate(found)}
+  for name in dict.fromkeys(name for each in results for name in each["versions"]):
+    by_rank = {r: each["versions"].get(name, "none") for r, each in enumerate(results)}
     usual, others = outliers(by_rank)
     shown.append(f"{name} {usual}")
     remedy = f"use nodes, or an environment, with the same {name}"
@@ -161,17 +161,17 @@ def _versions(found: Found, hosts: Sequence[str]) -> list[Finding]:
     for other, ranks in others.items():
       where = handshake.ranks_with_hosts(ranks, hosts)
       wrong.append(Finding(False, f"{name} {other} on {where}, {usual} on the others", remedy))
-  same = " in all processes" if len(found) > 1 else ""
+  same = " in all processes" if len(results) > 1 else ""
   return wrong or [Finding(True, f"versions{same}: {', '.join(shown)}")]
 
 
-def _names(found: Found, hosts: Sequence[str]) -> Iterator[Finding]:
+def _names(results: Results, hosts: Sequence[str]) -> Iterator[Finding]:
   """Yield findings on hosts whose own name resolves to loopback, if there are others."""
-  if len({each["hostname"] for each in found}) < 2:
+  if len({each["hostname"] for each in results}) < 2:
     return
   # Hosts with the same network namespace reach each other over loopback.
-  apart = len({each["place"] for each in found}) > 1
-  for host, each in dict(zip(hosts, found, strict=True)).items():
+  apart = len({each["network"] for each in results}) > 1
+  for host, each in dict(zip(hosts, results, strict=True)).items():
     address = each["loopback"]
     if address and (apart or address.startswith(_NOTHING)):
       text = f"{host}: its own name resolves to {address} there, which other hosts "
@@ -180,12 +180,12 @@ def _names(found: Found, hosts: Sequence[str]) -> Iterator[Finding]:
       yield Finding(False, f"{text}cannot reach", remedy)
 
 
-def _limits(found: Found, hosts: Sequence[str]) -> list[Finding]:
+def _limits(results: Results, hosts: Sequence[str]) -> list[Finding]:
   """Return findings on system limits that later fail in MPI, NCCL or the rendezvous."""
   # A run needs two sockets per process, and files of data and checkpoints. It raises its
   # soft limit itself, up to the hard one.
   needed, wrong = 2 * len(hosts) + 256, []
-  for host, each in dict(zip(reversed(hosts), reversed(found), strict=True)).items():
+  for host, each in dict(zip(reversed(hosts), reversed(results), strict=True)).items():
     hard, locked, shm = each["files"][1], each["locked"], each["shm"]
     if 0 <= hard < needed:
       text = f"at most {hard} open files are allowed, but {needed} may be needed"
@@ -203,10 +203,10 @@ def _limits(found: Found, hosts: Sequence[str]) -> list[Finding]:
   return bad or [Finding(True, "limits: open files, locked memory, /dev/shm")]
 
 
-def _gpus(found: Found, hosts: Sequence[str]) -> list[Finding]:
+def _gpus(results: Results, hosts: Sequence[str]) -> list[Finding]:
   """Return findings on GPUs with other processes or with memory errors."""
   wrong, seen = [], {}
-  for host, each in zip(hosts, found, strict=True):  # processes may see the same GPUs
+  for host, each in zip(hosts, results, strict=True):  # processes may see the same GPUs
     seen |= {(host, gpu["index"]): gpu for gpu in each["gpus"]}
   for (host, index), gpu in seen.items():
     where, busy = f"GPU {index} of {host}", gpu["processes"]

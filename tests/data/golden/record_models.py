@@ -45,7 +45,7 @@ def probed(model):
 
 
 def save(name, model, **more):
-  """The fixture of one model."""
+  """Write the fixture of one model."""
   weights = {
     f"weight:{key}": value.detach().numpy().astype(np.float32)
     for key, value in model.named_parameters()

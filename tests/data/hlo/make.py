@@ -108,7 +108,7 @@ def layers(mesh):
 
 
 def kinds(mesh):
-  """A permute, reduce-scatter, all-reduce, all-gather and all-to-all."""
+  """Compute a permute, reduce-scatter, all-reduce, all-gather and all-to-all."""
 
   def f(x):
     x = lax.ppermute(x @ x, "data", [(i, (i + 1) % 4) for i in range(4)])

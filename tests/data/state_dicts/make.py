@@ -54,10 +54,9 @@ def record(name: str, model: torch.nn.Module, made_by: str) -> None:
 
 
 def tiny_resnet(block) -> torch.nn.Module:
-  """timm's ResNet of one block a stage but for the first, from 4 channels on.
+  """Return timm's ResNet with 4 channels after the stem and few blocks per stage.
 
-  Its constructor has 64 channels behind the stem; what it makes of them is made
-  again by its own functions.
+  timm's constructor has 64 channels after the stem; its functions make the stages again.
   """
   model = resnet.ResNet(block, [1, 1, 1, 1], num_classes=CLASSES)
   model.conv1 = torch.nn.Conv2d(3, WIDTH, 7, 2, 3, bias=False)
@@ -71,7 +70,7 @@ def tiny_resnet(block) -> torch.nn.Module:
 
 
 def stir(model: torch.nn.Module, seed: int) -> torch.nn.Module:
-  """No value as it starts; signals keep their size through the layers."""
+  """Replace every initial value; signals keep their size through the layers."""
   draw = torch.Generator().manual_seed(seed)
   for name, x in model.state_dict().items():
     if not x.dtype.is_floating_point:

@@ -1,4 +1,4 @@
-"""`python -m jaxscale` on the cluster of the tests, and what came of it."""
+"""`python -m jaxscale` on the cluster of the tests, and its results."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ FOREVER = "while true; do sleep 0.1; done"
 
 
 class Cli(NamedTuple):
-  """The command line on the login node, with a directory of runs.
+  """Command line on the login node, with a directory of runs.
 
   Attributes:
     slurm: the cluster.
-    runs: the directory, of a hard name.
-    python: stands in for Python on the nodes.
+    runs: the directory, whose name has characters that need quotes.
+    python: the stand-in for Python on the nodes.
   """
 
   slurm: SlurmCluster
@@ -40,7 +40,7 @@ class Cli(NamedTuple):
   python: Path
 
   def __call__(self, verb: str, *argv: str, code: int = 0, **env: str) -> str:
-    """Run a verb; what it printed, or its error where a code is wanted.
+    """Run a verb; return its output, or its error if a code is expected.
 
     `submit --real` and `sweep --real` train; else the stand-in runs.
     """
@@ -56,12 +56,12 @@ class Cli(NamedTuple):
     return done.stderr if code else done.stdout
 
   def does(self, text: str) -> None:
-    """Say what the stand-in does from now on."""
+    """Set the stand-in's behaviour from now on."""
     (self.python.parent / "does").write_text(text)
 
 
 def make_cli(slurm: SlurmCluster, folder: Path) -> Cli:
-  """A command line whose runs are in a folder."""
+  """Return a command line whose runs are in a folder."""
   python = folder / "python"
   python.write_text(STAND_IN)
   python.chmod(0o755)
@@ -70,18 +70,18 @@ def make_cli(slurm: SlurmCluster, folder: Path) -> Cli:
 
 @pytest.fixture
 def cli(slurm: SlurmCluster, tmp_path: Path) -> Cli:
-  """The command line, with runs of the test's own."""
+  """Return the command line, with runs in the test's own folder."""
   return make_cli(slurm, tmp_path)
 
 
 def states(cli: Cli, *names: str) -> dict[str, tuple[str, list[str]]]:
-  """The table as {run: (state, the line's other words)}."""
+  """Return the table as {run: (state, the other words of its line)}."""
   lines = [line.split() for line in cli("status", *names).splitlines()[1:]]
   return {words[0]: (words[2], words) for words in lines}
 
 
 def until(cli: Cli, name: str, state: str, seconds: float = 60) -> list[str]:
-  """Wait until a run is in a state; its line of the table."""
+  """Wait until a run is in a state; return its line of the table."""
   deadline = time.monotonic() + seconds
   while (now := states(cli, name))[name][0] != state:
     assert time.monotonic() < deadline, (now, cli("logs", name, "--rank=batch"))
@@ -95,18 +95,18 @@ def number(cli: Cli, name: str) -> str:
 
 
 def events(cli: Cli, name: str, task: int = 0) -> list[dict[str, Any]]:
-  """The events of a run."""
+  """Return the events of a run."""
   return read_json_lines(cli.runs / name / "events" / f"{task}.jsonl")
 
 
 def ends(cli: Cli, name: str, task: int = 0) -> list[tuple[int, str]]:
-  """(exit code, what is next) of each end."""
+  """Return (exit code, next action) of each end."""
   lines = events(cli, name, task)
   return [(e["code"], e["next"]) for e in lines if e["event"] == "end"]
 
 
 def until_ended(cli: Cli, name: str, tasks: int = 1, seconds: float = 60) -> None:
-  """Wait until the events of each task have an end after which nothing follows."""
+  """Wait until each task has ended with nothing to follow."""
   deadline = time.monotonic() + seconds
   while not all((e := ends(cli, name, i)) and e[-1][1] == "stop" for i in range(tasks)):
     assert time.monotonic() < deadline, states(cli, name)

@@ -1,4 +1,4 @@
-"""A real Slurm for tests: one controller and some nodes, all on this machine.
+"""Real Slurm for tests: one controller and several nodes, all on this machine.
 
 Each node is Debian's slurmd on a host of its own (slurm_hosts.py), called n1,
 n2, …, with an address on the loopback net: what programs read from
@@ -38,7 +38,7 @@ _ENDS |= {"OUT_OF_MEMORY", "PREEMPTED", "TIMEOUT"}
 
 
 def unavailable() -> str | None:
-  """Why no cluster can be had here, in a line, or None."""
+  """Return the reason that no cluster can run on this machine, or None."""
   missing = [name for name in _COMMANDS if shutil.which(name) is None]
   if missing:
     return (
@@ -53,7 +53,7 @@ def unavailable() -> str | None:
 
 
 def _free_ports(count: int) -> list[int]:
-  """Ports nobody listens on, below those the system gives to connections."""
+  """Return ports that nobody listens on, below those that the system assigns to connections."""
   ports: list[int] = []
   while len(ports) < count:
     port = random.SystemRandom().randrange(10000, 20000)
@@ -67,13 +67,13 @@ class SlurmCluster:
   """A Slurm cluster on this machine, for as long as its block lasts.
 
   Args:
-    nodes: how many; they are called n1, n2, …
-    cpus: CPUs Slurm gives out on each, whatever this machine has; tasks are
-      bound to none.
-    extra: more lines for slurm.conf; of two that disagree, the later counts.
+    nodes: the number of nodes; they are called n1, n2, …
+    cpus: the CPUs per node that Slurm assigns, whatever this machine has; tasks are
+      not bound.
+    extra: further lines for slurm.conf; the last line for an option counts.
 
   Raises:
-    TimeoutError: it did not come up; with the ends of its logs.
+    TimeoutError: it did not start; the message has the last lines of its logs.
   """
 
   def __init__(self, nodes: int = 4, cpus: int = 2, *, extra: str = ""):
@@ -154,7 +154,7 @@ class SlurmCluster:
 
   @property
   def keeper_pid(self) -> int:
-    """A process of the host that commands are typed on."""
+    """Return the id of a process on the host on which commands are typed."""
     return self._pid("login")
 
   def _pid(self, host: str) -> int:
@@ -173,12 +173,12 @@ class SlurmCluster:
     return False
 
   def logs(self, characters: int = 1500) -> str:
-    """The ends of the daemons' logs."""
+    """Return the last lines of the daemons' logs."""
     logs = sorted(self.folder.glob("*/*.log"))
     return "\n".join(f"== {p}\n{p.read_text()[-characters:]}" for p in logs)
 
   def environment(self, **extra: str) -> dict[str, str]:
-    """Our variables, with this cluster's configuration and nothing else of Slurm."""
+    """Return our variables, with the configuration of this cluster and no other Slurm variable."""
     foreign = ("SLURM", "SBATCH_", "SALLOC_")
     ours = {k: v for k, v in os.environ.items() if not k.startswith(foreign)}
     return ours | {"SLURM_CONF": str(self.folder / "slurm.conf")} | extra
@@ -194,15 +194,15 @@ class SlurmCluster:
     """Run a command to its end.
 
     Args:
-      command: its words.
+      command: the words of the command.
       host: "login", or a node, as with ssh.
-      timeout: seconds after which it is killed.
+      timeout: the seconds after which it is killed.
       check: whether an exit status that is not 0 is an error.
       env: variables to set.
 
     Raises:
-      AssertionError: it failed; with all of its output.
-      TimeoutError: it took too long; with all of its output.
+      AssertionError: it failed; the message has all of its output.
+      TimeoutError: it took too long; the message has all of its output.
     """
     process, late = self.start(*command, host=host, **env), False
     try:
@@ -219,7 +219,7 @@ class SlurmCluster:
     return subprocess.CompletedProcess(command, process.returncode, out, err)
 
   def submit(self, script: str, *options: str, **env: str) -> str:
-    """Submit a shell script's text with sbatch's options; the job's id."""
+    """Submit the text of a shell script with sbatch's options; return the job's id."""
     path = self.folder / f"{time.monotonic_ns()}.sh"
     path.write_text(script if script.startswith("#!") else f"#!/bin/sh\n{script}\n")
     command = ["sbatch", "--parsable", f"--output={self.folder}/job-%j.out", *options]
@@ -235,12 +235,12 @@ class SlurmCluster:
     return dict(word.split("=", 1) for word in text.split() if "=" in word)
 
   def output(self, job: str) -> str:
-    """Return what a job's script has written; nothing before its first moment."""
+    """Return the output of a job's script; "" before it starts."""
     path = Path(self.job(job)["StdOut"])
     return path.read_text() if path.exists() else ""  # RUNNING comes before the file
 
   def wait_for(self, job: str, *states: str, seconds: float = 60) -> dict[str, str]:
-    """Wait until a job is in one of the states, by default in one it ends in.
+    """Wait until a job is in one of the states, by default an end state.
 
     Raises:
       AssertionError: it ended in another state, and was not requeued within 2 s.
@@ -259,16 +259,16 @@ class SlurmCluster:
     return shown
 
   def end_at(self, job: str, seconds: float) -> None:
-    """Let a running job's time limit pass in so many seconds.
+    """Make a running job reach its time limit in so many seconds.
 
-    Limits are given in minutes, but an operator may set the second. Slurm
-    looks every 30 s or so whose time is over.
+    Limits are in minutes, but an operator may set them to the second. Slurm checks the
+    limits about every 30 s.
     """
     end = time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(time.time() + seconds))
     self.run("scontrol", "update", f"JobId={job}", f"EndTime={end}")
 
   def clear(self) -> None:
-    """Kill all jobs, and start what was killed: the cluster is as at its start.
+    """Kill all jobs and restart stopped daemons, so that the cluster is as at its start.
 
     Raises:
       TimeoutError: something does not end.

@@ -1,4 +1,4 @@
-"""Hosts on this machine: names and /etc/hosts of their own, ended together.
+"""Hosts on this machine: own names and /etc/hosts, ended together.
 
 A host is a mount and a UTS namespace: the processes in it see their own host
 name and their own /etc/hosts, and nothing of this machine changes. By that
@@ -28,7 +28,7 @@ _ENTER = 'mount --bind "$1" /etc/hosts && hostname "$2" && shift 2 && exec "$@"'
 
 
 def unavailable() -> str | None:
-  """Why this machine can have no hosts, in a line, or None."""
+  """Return the reason that this machine cannot have hosts, or None."""
   missing = [name for name in ("unshare", "nsenter") if shutil.which(name) is None]
   if missing:
     return f"{', '.join(missing)}: not found; apt-get install util-linux"
@@ -39,22 +39,22 @@ def unavailable() -> str | None:
 
 
 def new_net() -> str:
-  """The first three numbers of addresses on the loopback net, by chance.
+  """Return a random prefix of three numbers for addresses on the loopback net.
 
-  Clusters side by side number their jobs alike, and what a program derives from
-  the number, as a port, must not be that of another cluster.
+  Clusters that run at the same time use equal job numbers, and a port that a program
+  derives from the number must not be that of another cluster.
   """
   chance = random.SystemRandom()
   return f"127.{chance.randrange(1, 255)}.{chance.randrange(1, 255)}"
 
 
 def address(net: str, index: int) -> str:
-  """The loopback address of a folder's first, second, … host."""
+  """Return the loopback address of a folder's host by index."""
   return f"{net}.{10 + index}"
 
 
 def write_names(folder: Path, net: str, names: Sequence[str]) -> None:
-  """Make the hosts' folders, and the /etc/hosts by which they know each other."""
+  """Create the hosts' folders, and the /etc/hosts that lists all hosts."""
   known = Path("/etc/hosts").read_text().rstrip("\n")
   known = "\n".join([known, *(f"{address(net, i)} {n}" for i, n in enumerate(names))])
   for name in names:
@@ -63,14 +63,14 @@ def write_names(folder: Path, net: str, names: Sequence[str]) -> None:
 
 
 def as_host(folder: Path, host: str, *command: str) -> list[str]:
-  """The command on a new host, called `host`, whose hosts are `folder/host/hosts`."""
+  """Return the command line on a new host, called `host`, with `folder/host/hosts`."""
   hosts = str(folder / host / "hosts")
   unshare = ["unshare", "--uts", "--mount", "--propagation", "slave"]
   return [*unshare, "sh", "-c", _ENTER, "sh", hosts, host, *command]
 
 
 def on_host(pid: int, *command: str) -> list[str]:
-  """The command on the host of a process, in this directory."""
+  """Return the command line on the host of a process, in this directory."""
   join = ["nsenter", f"--target={pid}", "--uts", "--mount"]
   return [*join, "env", f"--chdir={os.getcwd()}", *command]
 
@@ -86,7 +86,7 @@ def _is_on(mounts: str, folder: str, host: str) -> bool:
 
 
 def processes(folder: Path, host: str = "*") -> list[int]:
-  """Ids of all processes on a host, or on all of the folder."""
+  """Return the ids of all processes on a host, or on all hosts of the folder."""
   found = []
   for entry in filter(str.isdigit, os.listdir("/proc")):
     with contextlib.suppress(OSError):  # it has ended, or is a zombie
@@ -96,7 +96,7 @@ def processes(folder: Path, host: str = "*") -> list[int]:
 
 
 def kill(folder: Path, host: str = "*") -> None:
-  """End a host at once, or all: nobody there sees another go first."""
+  """Kill all processes of a host, or of all hosts, at once: none sees another one end first."""
   quiet = 0
   while quiet < 2:  # what was being forked is seen at the second look
     # Children before their parents: of a stopped group that is orphaned, the kernel
@@ -135,7 +135,7 @@ def start_keeper(folder: Path, host: str) -> subprocess.Popen[str]:
 
 
 def stop_keeper(keeper: subprocess.Popen[str], folder: Path) -> None:
-  """End all hosts, the keeper's too.
+  """End all hosts, including the keeper's.
 
   Closing its pipe is not enough: a process that was forked from this one may have it.
   """

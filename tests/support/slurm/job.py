@@ -1,4 +1,4 @@
-"""A run of `faulty_train` as a job of the tests' cluster, and what came of it."""
+"""Run of `faulty_train` as a job of the tests' cluster, and its results."""
 
 import shlex
 import sys
@@ -17,7 +17,7 @@ SLACK = 12  # steps between two saves, of which one may be under way
 
 
 class Job:
-  """A run of `faulty_train` as a job of the cluster."""
+  """Run of `faulty_train` as a job of the cluster."""
 
   def __init__(self, slurm, tmp_path, fault="nothing", rank=1, *args, nodes=NODES, sbatch=()):
     self.slurm, self.workdir = slurm, tmp_path / "run"
@@ -34,11 +34,11 @@ class Job:
     self.id = slurm.submit(script, *options, **child_env(1))
 
   def reported(self):
-    """Return what all processes have written, process 0's first."""
+    """Return the output of all processes, process 0's first."""
     return "\n".join(p.read_text() for p in sorted(self.folder.glob("[0-9].out")))
 
   def has_trained(self, step=30):
-    """Wait until the run has saved a checkpoint at, or after, a step."""
+    """Wait until the run has saved a checkpoint at or after a step."""
     self.until(lambda: newest_step(self.workdir) >= step)
 
   def until(self, condition, seconds=120):
@@ -51,16 +51,16 @@ class Job:
     return self.slurm.wait_for(self.id, *states, seconds=seconds)
 
   def codes(self):
-    """Exit codes of srun, one a start."""
+    """Return the exit codes of srun, one per start."""
     path = self.folder / "codes"
     return [int(line) for line in path.read_text().split()] if path.exists() else []
 
   def seconds(self):
-    """From the fault to the end of the last step of the job."""
+    """Return the seconds from the fault to the end of the job's last step."""
     return float((self.folder / "end").read_text()) - float(self.note.read_text())
 
   def stopped(self, since=None, restart=0, nodes=NODES):
-    """Seconds from a signal to the end of all processes, and their exit codes."""
+    """Return the seconds from a signal to the end of all processes, and their exit codes."""
     ends = [self.folder / f"note.{restart}.{rank}" for rank in range(nodes)]
     self.until(lambda: all(path.exists() and path.read_text() for path in ends))
     times, codes = zip(*(path.read_text().split() for path in ends), strict=True)

@@ -1,4 +1,4 @@
-"""slurm.conf of a cluster for tests, and the files that go with it.
+"""slurm.conf of a cluster for tests, and related files.
 
 No munge, no systemd, no cgroups, no database, and short waits. The settings are
 those of https://slurm.schedmd.com/slurm.conf.html and cgroup.conf.html.
@@ -54,12 +54,12 @@ def write(folder: Path, net: str, port: int, ports: Mapping[str, int], cpus: int
   """Write the files of a cluster.
 
   Args:
-    folder: where they go, and what the daemons write.
-    net: of the hosts' addresses.
-    port: the controller's.
-    ports: each node's, in the order of their addresses.
-    cpus: of each node.
-    extra: more lines.
+    folder: the folder of the files and of the daemons' output.
+    net: the prefix of the hosts' addresses.
+    port: the port of the controller.
+    ports: the port of each node, in the order of their addresses.
+    cpus: the CPUs per node.
+    extra: further lines.
   """
   head = _CONFIGURATION.format(folder=folder, address=slurm_hosts.address(net, 0), port=port)
   nodes = "".join(
