@@ -43,7 +43,7 @@ test-slow: env
 # mlflow, trackio, mlperf-logging), in an environment of their own; `agreement` writes
 # what was measured into docs/weights.md.
 test-others: others
-	$(VENV)-others/bin/python -m pytest tests/others
+	$(VENV)-others/bin/python -m pytest -n 2 $(XDIST) tests/others
 
 # On the GPUs of this machine, in an environment with the extra cuda12 or cuda13:
 # make test-gpu BIN=.venv/bin. JAXSCALE_GPU_TESTS=cpu tests their code on a CPU.

@@ -14,8 +14,7 @@ numbers on the device; ours are bytes that the step normalises, PyTorch's are fl
 
     speed          the other's seconds of a step / ours, median of the turns
     mfu            model FLOPs (forward and backward, without recomputation, causal
-                   attention whole) against the published bfloat16 peak; on CPUs
-                   against a measured float32 product
+                   attention whole) against the published bfloat16 peak; none on CPUs
     compile_s      from nothing to the end of the first step, but for a step
     peak_memory_gb what the allocator gave out at most; on CPUs the process has
 

@@ -24,7 +24,7 @@ from common import report
 
 CHILD = """
 import sys, time
-from jaxscale.cluster.detect.launch import Launch
+from jaxscale.cluster.launch import Launch
 from jaxscale.cluster.rendezvous.client import rendezvous
 rank, of, job = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
 print("up", flush=True)

@@ -29,6 +29,8 @@ if importlib.util.find_spec("jaxscale") is None:
   subprocess.run([sys.executable, "-m", "pip", "install", "-q", source], check=True)
 
 # %%
+from IPython.display import Image
+
 from jaxscale import jobs
 from jaxscale.config import CNN, SGD, Config, Cosine, Digits, Evaluation, Log
 
@@ -86,3 +88,9 @@ trials.wait(timeout_s=1200)
 study = jobs.scaling(config, [1, 2], executor="local")
 study.wait(timeout_s=1200)
 study.report()
+
+# %% [markdown]
+# The report is also in the files `scaling.csv` and `scaling.png` of the study's folder.
+
+# %%
+Image(study.folder / "scaling.png")

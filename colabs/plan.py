@@ -77,7 +77,7 @@ print(f"{step.rate:,.0f} examples/s, {step.efficiency:.0%} of a device alone")
 print(f"between {min(step.seconds.values()):.2g} and {max(step.seconds.values()):.2g} s")
 print(f"most: {sentence}")
 for size in plan.strong:
-  print(f"{size.devices:5,} devices: {size.rate:10,.0f} examples/s")
+  print(f"devices: {size.devices:3,}  {size.rate:8,.0f} examples/s")
 
 # %% [markdown]
 # ## Make a scaling report
@@ -93,10 +93,11 @@ report = study.report()
 for row in report.rows:
   devices, rate, up = row["devices"], row["examples_per_s"], row["speed_up"]
   if up:
-    print(f"{devices} devices: {rate:8,.0f} examples/s, speed-up {up:.2f}")
+    print(f"devices: {devices}  {rate:8,.0f} examples/s, speed-up {up:.2f}")
 
 # %% [markdown]
-# `report` in the last cell is the page that `jaxscale report` prints, with its picture.
+# `report` in the last section is the table that `jaxscale report` prints. Its picture is in
+# the file `scaling.png` of the study's folder.
 #
 # - **speed-up** and **efficiency** are relative to the smallest size.
 # - **quartiles** show how steady a run was.
@@ -118,3 +119,6 @@ Image(picture)
 
 # %%
 report
+
+# %%
+Image(study.folder / "scaling.png")

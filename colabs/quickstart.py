@@ -73,7 +73,7 @@ for step, batch in zip(range(450), batches, strict=False):
 # %%
 validation = data.to_device(data.eval_batches(test, batch_size=360), mesh)
 result = jxs.evaluate(eval_step, *state.evaluated(), validation)
-print(f"{jax.device_count()} devices, validation accuracy {result['accuracy']:.2%}")
+print(f"validation accuracy {result['accuracy']:.2%}")
 
 # %% [markdown]
 # ## Look at the result

@@ -5,7 +5,7 @@ Command    python benchmarks/exchange_accuracy.py runs all of it, three seeds ea
              --config configs/fashion_mnist_exchange.py:one_bit
            after `make fashion_mnist`
 Hardware   2 Xeon cores, 8 simulated devices
-Result     held-out accuracy, mean of 3 seeds, 2026-11-21 (bytes in docs/exchange.md):
+Result     validation accuracy, mean of 3 seeds, 2026-11-21 (bytes in docs/exchange.md):
            plain 89.83 %, bfloat16 89.95, int8 89.92, 1-bit 89.96, top-k 1 % 89.40,
            PowerSGD 89.84, one step late 89.61, BMUF 89.75 %
 """

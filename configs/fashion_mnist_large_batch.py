@@ -5,7 +5,7 @@ Command    python benchmarks/large_batch.py runs all of it, three seeds each; on
              --config configs/fashion_mnist_large_batch.py:lars-16384
            after `make fashion_mnist`
 Hardware   2 Xeon cores, 10 to 35 s per run
-Result     held-out accuracy, mean of 3 seeds, 2026-11-21: 89.90 % at 256 (all
+Result     validation accuracy, mean of 3 seeds, 2026-11-21: 89.90 % at 256 (all
            in docs/large_batch.md); at 8,192 SGD diverges with the scaled rate, 85.13 %
            with a tuned one, LARS 87.08 %, LAMB 88.58 %; at 16,384 the same: 81.76,
            85.13, 86.54 %
@@ -27,7 +27,7 @@ from jaxscale.errors import ConfigError
 
 EPOCHS, WARMUP_EPOCHS = 30, 5
 # Peak rates at the batch itself. Linear scaling takes SGD from 0.1 at 256 to 3.2 and
-# 6.4. The others are the best of three to five, by the held-out accuracy that the
+# 6.4. The others are the best of three to five, by the validation accuracy that the
 # table shows, which favours all of them alike, but not SGD at 256. Rates that
 # did well with seed 0 alone (SGD 0.32, LARS 20 at 8,192) fell apart with the next.
 LR = {

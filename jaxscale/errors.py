@@ -16,12 +16,15 @@ from collections.abc import Callable
 from traceback import walk_tb
 from typing import Any, NamedTuple, NoReturn, ParamSpec
 
-EXIT_DONE, EXIT_CRASH, EXIT_USER, EXIT_INTERRUPTED = 0, 1, 2, 130
+# Exit codes of all commands. `jobs/spec.py` has those after which a job restarts, and
+# docs/reference/exit_codes.md explains them to users.
+EXIT_DONE = 0
+EXIT_CRASH = 1  # fault or error; a job restarts if it has saved a newer checkpoint
+EXIT_USER = 2  # invalid configuration or usage
 EXIT_PREEMPTED = 85  # stopped on request after saving; requeue
-EXIT_HANG = 86
+EXIT_HANG = 86  # a process hung or was lost; requeue
 EXIT_GIVE_UP = 93  # do not requeue, because a restart would fail again
-# Exit code of a run that stopped on request after saving, by `StopRequest.kind`.
-EXIT_OF_STOP = {"preemption": EXIT_PREEMPTED, "interrupt": EXIT_INTERRUPTED}
+EXIT_INTERRUPTED = 130  # Ctrl-C, after saving; as of shells, 128 + SIGINT
 
 # Advice for errors of disks and file servers, which are not bugs of the program.
 _DISK_ADVICE = {

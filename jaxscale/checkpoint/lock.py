@@ -23,18 +23,17 @@ import re
 import socket
 import threading
 import time
-from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
 from jaxscale import cluster
-from jaxscale.cluster import requeue
+from jaxscale.cluster import schedulers
 from jaxscale.errors import ConfigError, GiveUpError, invalid, unwritable
 from jaxscale.files import read_json, whole_number
 
 RENEW_S = 5.0  # between renewals, each of which is one request to the file server
 EXPIRE_S = 60.0  # A lock without renewal for so long is free: 12 renewals were missed.
-# A later step of the same Slurm job starts because the previous one failed, maybe with its
+# A later step of the same job starts because the previous one failed, maybe with its
 # node. It should not wait a minute, so 3 missed renewals are enough.
 EXPIRE_SAME_JOB_S = 15.0
 _TRIES = 5  # a second apart, for other processes to see the lock of process 0
@@ -50,7 +49,7 @@ class LockOwner(NamedTuple):
   Attributes:
     host: the host name.
     pid: the process id of process 0 on that host.
-    job: the job, from `job_of`; "" without a job.
+    job: the scheduler's job with its step and restart, such as "slurm-12.0-r1"; "" without a job.
     since: the time of acquiring the lock, in seconds since 1970 by the owner's clock.
     process: a unique id of the process, also across reboots, containers and reused process
       ids; "" if it is unknown.
@@ -66,17 +65,6 @@ class LockOwner(NamedTuple):
     job = f", job {self.job}" if self.job else ""
     since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(self.since))
     return f"host {self.host}, pid {self.pid}{job}, since {since}"
-
-
-def job_of(env: Mapping[str, str]) -> str:
-  """Return the Slurm job, step and restart of this process, e.g. "slurm-12.0-r1", or "".
-
-  For an array task the result is like "slurm-9_3.0-r1" (srun(1), sbatch(1): SLURM_STEP_ID).
-  """
-  if not (job := requeue.job_name(env)):
-    return ""
-  step = f".{env['SLURM_STEP_ID']}" if "SLURM_STEP_ID" in env else ""
-  return f"slurm-{job}{step}-r{requeue.restarts(env)}"
 
 
 def is_restart(job: str, before: str) -> bool:
@@ -208,7 +196,7 @@ def acquire(
 
   Args:
     workdir: the run's workdir, which exists.
-    job: the job of this process, from `job_of`.
+    job: the job of this process, as in `LockOwner`.
     log: a function that is called with a line about the reason to wait.
     renew_s: the seconds between renewals.
     expire_s: the seconds without renewal after which a lock is free.
@@ -247,7 +235,7 @@ def acquire_for_all(workdir: Path) -> WorkdirLock | None:
   lock, error = None, None
   if cluster.is_leader():
     try:
-      lock = acquire(workdir, job_of(os.environ))
+      lock = acquire(workdir, str(schedulers.current_job() or ""))
     except ConfigError as e:
       error = str(e)
   mine = lock and (lock.path.name, lock.owner._asdict())
@@ -355,8 +343,9 @@ def _wait_until_free(path: Path, owner: LockOwner, me: LockOwner, log, expire_s:
       log(f"{workdir}: locked by {owner}, last renewed {age:.0f} s ago; {wait}")
     time.sleep(min(1.0, expire_s / 20))
   stop = f"kill {owner.pid} on {owner.host}"
-  if other_job and other_job[0].startswith("slurm-"):
-    stop = f"scancel {other_job[0].removeprefix('slurm-')}"
+  scheduler, _, job = (other_job or ("", 0))[0].partition("-")
+  if scheduler in schedulers.SCHEDULERS:
+    stop = f"{schedulers.SCHEDULERS[scheduler].CANCEL} {job}"
   fix = f"wait until it ends, stop it ({stop}), or use another --workdir"
   raise ConfigError(f"--workdir={workdir}: another run is writing there ({owner}); {fix}")
 

@@ -17,7 +17,7 @@ from collections.abc import Iterable, MutableMapping
 from typing import Any, NamedTuple
 
 from jaxscale.cluster.detect.fabric import Fabric
-from jaxscale.cluster.detect.launch import Env, Launch
+from jaxscale.cluster.launch import Env, Launch
 
 LEVEL = "JAX_OPTIMIZATION_LEVEL"
 # All processes must agree on these, which decide on the program and NCCL's network.
@@ -212,7 +212,8 @@ def hardware_of(
     root: the root of the file system, for tests.
   """
   from jaxscale.cluster.detect.fabric import find_fabric, nvidia_models
-  from jaxscale.cluster.detect.local_devices import IDS, SHARING
+  from jaxscale.cluster.detect.local_devices import IDS
+  from jaxscale.cluster.schedulers import SCHEDULERS
 
   if not gpus:
     return Hardware(0)
@@ -223,7 +224,8 @@ def hardware_of(
   else:  # without a list of nodes, assume that there are several
     has_nodes = several and (local_size is None or local_size < launch.num_processes)
   # GPUs that the user lists may be the same in several processes.
-  is_shared = several and any(map(env.get, (IDS, *SHARING)))
+  sharing = IDS, *(name for s in SCHEDULERS.values() for name in s.GPU_SHARING)
+  is_shared = several and any(map(env.get, sharing))
   fabric = find_fabric(env, root)
   peers = several or own > 1
   return Hardware(gpus, nvidia_models(root), is_shared, peers, has_nodes, fabric)

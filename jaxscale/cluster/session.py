@@ -25,8 +25,8 @@ from jaxscale.errors import ConfigError
 
 # A command that only prints its --help needs none of this.
 if TYPE_CHECKING:
-  from jaxscale.cluster.detect.launch import Launch
   from jaxscale.cluster.gpu_settings import Choice
+  from jaxscale.cluster.launch import Launch
   from jaxscale.cluster.watch.signals import SignalHandlers
   from jaxscale.cluster.watch.watch import Watch
 
@@ -112,12 +112,11 @@ def _start(
   config: object, timeouts: Timeouts | None, folder: Path | None, gpu_settings: bool
 ) -> None:
   global _handlers, _watch, _walltime_ended, _jax_is_initialized, _was_started
-  from jaxscale.cluster import cpu_settings, detect
+  from jaxscale.cluster import cpu_settings, detect, walltime
   from jaxscale.cluster import gpu_settings as gpu
-  from jaxscale.cluster.detect import walltime
   from jaxscale.cluster.rendezvous import client, handshake, join
   from jaxscale.cluster.watch import signals, watch
-  from jaxscale.cluster.watch.stop_consensus import StopRequest
+  from jaxscale.cluster.watch.signals import StopRequest
 
   num_gpus = detect.visible_gpus(os.environ)
   cpu_settings.keep_memory(num_gpus=num_gpus)  # before there are threads

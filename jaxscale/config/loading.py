@@ -267,4 +267,4 @@ def _parse(annotation: Any, text: str, path: str) -> Any:
   except (TypeError, ValueError, SyntaxError, RecursionError, MemoryError):
     expected = validation.type_name(annotation)
     expected += ", e.g. a,b" * (tuple[str, ...] in choices)
-    raise ConfigError(f"--config.{path}={text}: give {expected}") from None
+    raise ConfigError(f"--config.{path}={text}: expected {expected}") from None

@@ -237,14 +237,14 @@ def settings(cls: type) -> type:
         if field.default_factory is not dataclasses.MISSING:
           continue
         if field.default is dataclasses.MISSING:
-          raise UnsetError(f"{owner}.{name} is not set: give {type_name(annotation)}")
+          raise UnsetError(f"{owner}.{name} is not set: expected {type_name(annotation)}")
         values[name] = field.default
       try:
         values[name] = coerce(annotation, values[name])
       except TypeError:
         value, expected = shown(values[name]), type_name(annotation)
         expected += _instance_hint(annotation, values[name])
-        raise ConfigError(f"{owner}.{name}={value}: give {expected}") from None
+        raise ConfigError(f"{owner}.{name}={value}: expected {expected}") from None
       bound = bounds(cls).get(name)
       if bound is not None and not within(values[name], bound):
         finite = "finite " * (values[name] in (math.inf, -math.inf))

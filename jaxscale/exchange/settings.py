@@ -1,4 +1,10 @@
-"""Settings of the gradient exchange and of the synchronization of workers."""
+"""Settings of the gradient exchange and of the synchronization of workers.
+
+The default of `Config.exchange` is `AllReduce()`: `lax.psum` of every tensor (`base.plain`),
+or between processes on CPUs of buckets (`buckets.best_bucket_bytes`). If a layout shards
+gradients, each device exchanges its own shard (parallel/layout_exchange.py). The default of
+`Config.sync` is `EveryStep()`.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +28,7 @@ _BUCKET = 25 * 2**20  # As in PyTorch's DistributedDataParallel, arXiv:2006.1570
 
 
 class AllReduce(Exchange):
-  """Mean of whole gradients, exact up to rounding.
+  """Mean of whole gradients, exact up to rounding; the default.
 
   Attributes:
     algorithm: the all-reduce algorithm; "psum" (XLA's), "ring", "torus", "hierarchical" or

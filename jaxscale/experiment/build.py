@@ -12,7 +12,7 @@ import dataclasses
 import functools
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import jax
 import numpy as np
@@ -66,28 +66,39 @@ from jaxscale.training.types import (
 Turn = contextlib.AbstractContextManager[None]
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Experiment:
-  """All parts of a run, or of one phase of it.
-
-  `replace` changes parts; `train_step` is built from the current parts.
-  """
+@dataclasses.dataclass(frozen=True)
+class RunParts:
+  """Parts of an `Experiment` that all phases share."""
 
   config: cfg.Config
   derived: Derived
-  phase: Phase
   mesh: Mesh
-  train_data: data.Dataset
   eval_data: data.Dataset
   model: Model
   layout: Layout | None  # None: everything is replicated
+  eval_step: EvalStep
+
+
+@dataclasses.dataclass(frozen=True)
+class PhaseParts:
+  """Parts of an `Experiment` that differ between phases."""
+
+  phase: Phase
+  train_data: data.Dataset
   loss: LossFn | PipelineGrads
   tx: optax.GradientTransformation
   schedule: optax.Schedule  # step of the run -> learning rate, in this phase
   exchange: Exchange
   sync: Synchronization | None  # for local updates
-  eval_step: EvalStep
-  notes: tuple[str, ...] = ()  # notes for the user, logged before the first step
+  notes: tuple[str, ...]  # notes for the user, logged before the first step
+
+
+@dataclasses.dataclass(frozen=True)
+class Experiment(RunParts, PhaseParts):
+  """All parts of a run, or of one phase of it.
+
+  `replace` changes parts; `train_step` is built from the current parts.
+  """
 
   def replace(self, **parts: Any) -> Experiment:
     """Return the experiment with some parts replaced."""
@@ -224,32 +235,27 @@ def experiment(
   here = jax.device_count() if devices is None else len(devices)
   derived = derive(config, *sizes, here, start_devices=start_devices)
   spans = [bn_span(config, derived, phase) for phase in derived.phases]
-  grid = dataclasses.asdict(config.mesh)
   bn_devices = max(span.bn_devices for span in spans)
+  grid = dataclasses.asdict(config.mesh)
   mesh = make_mesh(**grid, bn_devices=bn_devices, devices=devices)
   for phase in derived.phases:  # errors of later phases are raised now
     make_sync(config, derived, phase, mesh)
-  model = make_model(config, eval_data.info, mesh, spans[0], train=False)
-  rows = rows_of_device(derived, derived.phases[0])
-  objective = make_objective(config, eval_data.info)
-  notes = check_model(
-    config, model, objective, eval_data.info, mesh, rows, compute=datasets is None
-  )
+  info, rows = eval_data.info, rows_of_device(derived, derived.phases[0])
+  model = make_model(config, info, mesh, spans[0], train=False)
+  objective = make_objective(config, info)
+  notes = check_model(config, model, objective, info, mesh, rows, compute=datasets is None)
   _check_paths(config, model)
-  if limits := config.loss.target_range(eval_data.info):
-    train_data, eval_data = (
-      with_target_range(dataset, limits) for dataset in (train_data, eval_data)
-    )
+  if limits := config.loss.target_range(info):
+    train_data, eval_data = (with_target_range(d, limits) for d in (train_data, eval_data))
     for name in ("y", "y_eval") if isinstance(config.data, cfg.Arrays) else ():
       if (targets := getattr(config.data, name)) is not None and datasets is None:
         check_targets(f"Arrays.{name}", np.asarray(targets), limits)
   layout = layouts.make_layout(config, mesh, model)
-  totals = layouts.make_totals(model, layout, objective)
-  eval_step = steps.make_eval_step(totals, mesh, layout)
+  eval_step = steps.make_eval_step(layouts.make_totals(model, layout, objective), mesh, layout)
   parts = RunParts(config, derived, mesh, eval_data, model, layout, eval_step)
   first = make_phase(parts, derived.phases[0], train_data)
   notes = *train_data.notes, *eval_data.notes, *notes, *first.notes
-  return Experiment(**parts._asdict(), **first._replace(notes=notes)._asdict())
+  return Experiment(**vars(parts), **vars(dataclasses.replace(first, notes=notes)))
 
 
 def make_data(config: cfg.Config) -> tuple[data.Dataset, data.Dataset]:
@@ -267,38 +273,12 @@ def _is_two_datasets(part: Any) -> bool:
   return is_pair and all(isinstance(dataset, data.Dataset) for dataset in part)
 
 
-class RunParts(NamedTuple):
-  """Parts of an `Experiment` that all phases share."""
-
-  config: cfg.Config
-  derived: Derived
-  mesh: Mesh
-  eval_data: data.Dataset
-  model: Model
-  layout: Layout | None
-  eval_step: EvalStep
-
-
-class PhaseParts(NamedTuple):
-  """Parts of an `Experiment` that differ between phases."""
-
-  phase: Phase
-  train_data: data.Dataset
-  loss: LossFn | PipelineGrads
-  tx: optax.GradientTransformation
-  schedule: optax.Schedule
-  exchange: Exchange
-  sync: Synchronization | None
-  notes: tuple[str, ...]
-
-
 def at_phase(experiment: Experiment, phase: Phase) -> Experiment:
   """Return the experiment with the parts of a phase: data, optimizer, step."""
-  parts = make_phase(experiment, phase, experiment.train_data)
-  return experiment.replace(**parts._asdict())
+  return experiment.replace(**vars(make_phase(experiment, phase, experiment.train_data)))
 
 
-def make_phase(parts: RunParts | Experiment, phase: Phase, train_data: data.Dataset) -> PhaseParts:
+def make_phase(parts: RunParts, phase: Phase, train_data: data.Dataset) -> PhaseParts:
   """Build the parts of one phase.
 
   Raises:

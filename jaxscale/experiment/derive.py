@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from jaxscale import config as cfg
 from jaxscale import optim
@@ -200,16 +200,9 @@ def _phases(config: cfg.Config, num_train: int, chosen: Sequence[int]):
   n = len(starts)
   sizes = sizes or [config.batch_size] * n
   num_microbatches, images = num_microbatches or [config.accumulate_steps] * n, images or [None] * n
-  return plan(
-    starts,
-    sizes,
-    num_microbatches,
-    images,
-    num_train=num_train,
-    total_epochs=config.epochs,
-    total_steps=config.steps,
-    in_steps=bool(in_steps),
-  )
+  limits: Any = {"total_epochs": config.epochs, "total_steps": config.steps}
+  limits |= {"num_train": num_train, "in_steps": bool(in_steps)}
+  return plan(starts, sizes, num_microbatches, images, **limits)
 
 
 def device_summary(config: cfg.Config, derived: Derived) -> str | None:

@@ -15,7 +15,7 @@ from jaxscale.exchange.local_updates import LocalUpdate
 from jaxscale.exchange.wrappers import delayed, warm_start
 from jaxscale.experiment.derive import Derived
 from jaxscale.experiment.model import bn_span
-from jaxscale.experiment.own_classes import build, guarded
+from jaxscale.experiment.own_classes import build, guarded_parts
 from jaxscale.experiment.phases import Phase, step_at
 
 
@@ -45,8 +45,7 @@ def make_exchange(
     if f"{name}." in str(e):  # errors of a user's class already have its name
       raise
     raise ConfigError(f"{name}.{e}") from None
-  own = guarded(chosen, " (exchange)", exchange.exchange)
-  exchange = exchange._replace(exchange=own, init=guarded(chosen, " (init)", exchange.init))
+  exchange = guarded_parts(chosen, " ({})", exchange)
   if chosen.plain_epochs:
     examples = math.ceil(chosen.plain_epochs * derived.num_train)
     # A delayed exchange sends zeros in its first step.

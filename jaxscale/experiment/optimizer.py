@@ -108,13 +108,12 @@ def make_optimizer(
     stacked = optim.matching("^layers/")
     embeddings = optim.matching("^(embed|head)/")
   context = cfg.OptimizerContext(momentum, warmup_steps, stacked, embeddings)
-  optimizer = build(
-    config.optimizer,
-    schedule,
-    context,
-    kind=lambda x: hasattr(x, "init") and hasattr(x, "update"),
-    expected="an optax transformation",
-  )
+
+  def is_optax(made: Any) -> bool:
+    return hasattr(made, "init") and hasattr(made, "update")
+
+  expected = "an optax transformation"
+  optimizer = build(config.optimizer, schedule, context, kind=is_optax, expected=expected)
   if isinstance(optimizer, optax.GradientTransformation):  # not with extra arguments
     optimizer = guarded_parts(config.optimizer, " ({})", optimizer)
   chain = [optimizer]

@@ -1,10 +1,10 @@
-"""Executors of jobs: Slurm and this machine. A new one is a module and a line here.
+"""Executors of jobs: Slurm and this machine. A new one is a module and an entry in `EXECUTORS`.
 
-Some features exist for Slurm only and need code for a new scheduler: requeue and the count
-of restarts (cluster/requeue.py), the stop before the time limit
-(cluster/detect/walltime.py), the takeover of a workdir by a restarted job (`job_of` in
-checkpoint/lock.py, whose message mentions scancel), and the formats of times and signals in
-a site profile (site.py).
+An executor submits, lists and cancels jobs. What the processes inside a job ask the scheduler
+(the job's ID, time limit, requeue, …) is a second module, in `cluster/schedulers/`; without it
+a job runs, but does not save before its time limit, and a restart does not take over its
+workdir at once. `Site.time` and `Site.signal` have the formats of sbatch(1), which a different
+scheduler's `render` converts.
 """
 
 from __future__ import annotations

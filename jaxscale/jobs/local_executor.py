@@ -24,6 +24,7 @@ from pathlib import Path
 from shlex import quote
 from typing import Any
 
+from jaxscale.cluster.schedulers import SCHEDULERS
 from jaxscale.cluster.secret import VARIABLE as SECRET
 from jaxscale.errors import EXIT_USER, ConfigError
 from jaxscale.files import open_to_append, read_json, read_json_lines, whole_number
@@ -188,7 +189,8 @@ def newest_step(workdir: Path) -> int | None:
 def _run_once(spec: JobSpec, job: str, task: int, stop: threading.Event) -> int:
   """Check the machine if requested and run all processes; return their exit code."""
 
-  ours = ("SLURM_", "JAXSCALE_COORDINATOR", "JAXSCALE_NUM_", "JAXSCALE_PROCESS_")
+  ours = ("JAXSCALE_COORDINATOR", "JAXSCALE_NUM_", "JAXSCALE_PROCESS_")
+  ours += tuple(scheduler.PREFIX for scheduler in SCHEDULERS.values())
   inherited = {k: v for k, v in os.environ.items() if not k.startswith(ours)}
   trial = specs.as_options(spec.trials[task]) if spec.trials else []
   settings = [*spec.train_options(), *trial, "--workdir", str(spec.workdir(task))]

@@ -198,7 +198,7 @@ def _draw_parts(axis, plan: Plan) -> None:
     axis.bar(positions, shares, bottom=bottom, label=name, width=0.75)
     bottom = [a + b for a, b in zip(bottom, shares, strict=True)]
   for position, step in zip(positions, steps, strict=True):
-    axis.text(position, 101, short_time(step.seconds["expected"]), ha="center", fontsize=8)
+    axis.text(position, 101, short_time(step.seconds["expected"]), ha="center", fontsize=7)
   axis.set_xticks(list(positions), [f"{s.devices:,}" for s in steps])
   axis.set_title("What a step is made of\n", loc="left", fontsize=11)
   axis.set(xlabel="devices, the same batch", ylabel="% of the step", ylim=(0, 108))
@@ -219,7 +219,7 @@ def _draw_rates(axis, plan: Plan) -> None:
   axis.set_xscale("log", base=2)
   sizes = [s.devices for s in plan.weak or plan.strong or (plan.step,)]
   axis.set_xticks(sizes, [f"{n:,}" for n in sizes], fontsize=8)
-  axis.set_ylim(bottom=0)
+  axis.yaxis.set_major_formatter("{x:,.12g}")
   axis.set_title("Examples per second and device, and their range\n", loc="left", fontsize=11)
-  axis.set(xlabel="devices")
-  axis.legend(fontsize=8, frameon=False, loc="lower left")
+  axis.set(xlabel="devices", ylim=(0, None))
+  axis.legend(fontsize=8, frameon=False)

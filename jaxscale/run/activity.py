@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxscale import cluster
-from jaxscale.cluster.detect import walltime
+from jaxscale.cluster import schedulers
 from jaxscale.cluster.watch.watch import Watch
 from jaxscale.files import open_to_append
 from jaxscale.run.goodput import FILE, Activity, goodput, read_activities
@@ -96,7 +96,7 @@ class ActivityRecord:
     """Append lines until the record is closed."""
     self._append(self.now())
     if cluster.is_job():
-      self._queued = walltime.asked_queue_times()
+      self._queued = schedulers.ask(lambda scheduler: scheduler.queue_times(os.environ))
     while not self._ended.wait(self._pause_s()):
       self._append(self.now())
 

@@ -57,8 +57,7 @@ def open_run(
     _check_hooks(hooks)
     tracking.check_packages(config)
     accept = identities.accepted(accept_changes)
-    experiment = workdirs.experiment_in(workdir, config, accept)
-    experiment = with_chosen_sizes(workdir, experiment)
+    experiment = with_chosen_sizes(workdir, workdirs.experiment_in(workdir, config, accept))
     identity = identities.identity_of(experiment)
     identities.check_alike(identity)
     changed = workdirs.claim_workdir(workdir, config, identity, accept)
@@ -69,8 +68,7 @@ def open_run(
     may_write = functools.partial(lock.is_held, held)
     activity = stack.enter_context(ActivityRecord(workdir, watch, may_write))
     wait_s = config.faults.compile_timeout_s
-    kept = kept_programs(config.compilation, workdir, wait_s)
-    programs = stack.enter_context(kept)
+    programs = stack.enter_context(kept_programs(config.compilation, workdir, wait_s))
     if plan is not None:
       write = functools.partial(metrics.write_json, workdir / "plan.json", plan)
       cluster.on_leader(write, "plan.json")
@@ -81,8 +79,7 @@ def open_run(
     limits = checks.max_skipped_steps, checks.max_consecutive_skipped_steps
     nan_policy = NanPolicy(workdir, checks.nan_policy, *limits)
     saving = {name: v for name, v in saving if not name.startswith("every_")}
-    split = exchange_split(experiment.layout)
-    saving |= {"lock": held, "split": split}
+    saving |= {"lock": held, "split": exchange_split(experiment.layout)}
     checkpoints = Checkpoints(workdir / "checkpoints", **saving)
     checkpoints.identity = identity
     yield Run(
@@ -105,7 +102,7 @@ def _check_hooks(hooks: Sequence[Hook]) -> None:
   for hook in hooks:
     if not isinstance(hook, Hook) or not callable(hook.run):
       raise invalid("hooks", hooks, "is not a list of hooks", "use [training.Hook(every, run)]")
-    if not callable(hook.every) and hook.every < 1:
+    if not callable(hook.every) and not (isinstance(hook.every, int) and hook.every >= 1):
       raise invalid("Hook.every", hook.every, "is not a number of steps", "use 1 or more")
 
 

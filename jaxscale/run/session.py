@@ -7,8 +7,8 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 
 from jaxscale import cluster
-from jaxscale.cluster import cpu_settings, requeue
-from jaxscale.cluster.watch.stop_consensus import StopRequest
+from jaxscale.cluster import cpu_settings, requeue, schedulers
+from jaxscale.cluster.watch.signals import StopRequest
 from jaxscale.cluster.watch.watch import Watch
 from jaxscale.config import Config
 from jaxscale.errors import EXIT_INTERRUPTED, GiveUpError
@@ -43,7 +43,7 @@ def report_stop(config: Config, request: StopRequest | None, saved: str, remedy:
   """Report that a run stopped on request and has saved, and have its job requeued.
 
   All processes call it at the end of `open_session`. Process 0 prints a line, and asks
-  Slurm to requeue the job, unless the request was Ctrl-C, the job was cancelled, or
+  the scheduler to requeue the job, unless the request was Ctrl-C, the job was cancelled, or
   `jaxscale submit` made the job (JAXSCALE_REQUEUE=launcher).
 
   Args:
@@ -59,19 +59,19 @@ def report_stop(config: Config, request: StopRequest | None, saved: str, remedy:
   code = request.exit_code if request else EXIT_INTERRUPTED
   if not cluster.is_leader():
     return code
-  job = requeue.job_name()
+  job = schedulers.current_job()
   # Under `jaxscale submit` the job's script restarts it, as it also sees hardware faults.
   by_launcher = os.environ.get("JAXSCALE_REQUEUE") == "launcher"
   if by_launcher and code != EXIT_INTERRUPTED:
-    restarted = f"Slurm requeues job {job}" if job else "it restarts by itself"
+    restarted = f"Slurm requeues job {job.id}" if job else "it restarts by itself"
     remedy = f"{restarted} unless it was cancelled or has no restarts left"
   if job is None or code == EXIT_INTERRUPTED or by_launcher:
     print(f"{saved}; {remedy}", flush=True)
     return code
   print(saved, flush=True)  # before the requeue, which ends the processes of the job
-  requeued = requeue.requeue(job, requeue.restarts(), config.faults.max_restarts, remedy)
-  print(requeued.line, flush=True)
-  return requeued.code
+  code, line = requeue.requeue(job, config.faults.max_restarts, remedy)
+  print(line, flush=True)
+  return code
 
 
 def check_progress(config: Config, workdir: Path, step: int) -> None:
@@ -85,9 +85,9 @@ def check_progress(config: Config, workdir: Path, step: int) -> None:
   Raises:
     GiveUpError: too many restarts in a row found no newer checkpoint.
   """
-  job, error = requeue.job_name(), None
+  job, error = schedulers.current_job(), None
   if cluster.is_leader() and job is not None:
-    idle = requeue.count_start(workdir, job, requeue.restarts(), step)
+    idle = requeue.count_start(workdir, job, step)
     error = requeue.loop_error(idle, step, config.faults.max_idle_restarts)
   if error := cluster.from_leader(error):
     raise GiveUpError(error)

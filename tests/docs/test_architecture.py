@@ -21,7 +21,7 @@ def test_files_exist(page):
   # What a run writes, and patterns, are not files of ours.
   made = {"tensorboard/", "checkpoints/", "compiled/", "lock/", "faults/", "code/"}
   made |= {"profile/"}
-  inside = {"detect/", "rendezvous/", "watch/", "settings.py"}
+  inside = {"detect/", "rendezvous/", "schedulers/", "watch/", "settings.py"}
   missing = [
     name
     for name in {*named} - made - inside

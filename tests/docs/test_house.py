@@ -1,11 +1,17 @@
 """Configs, notebook, launch script and README do what they say."""
 
+import base64
+import copy
+import io
 import json
 import re
+import runpy
 
 import jax
 import jupytext
+import nbformat
 import pytest
+from PIL import Image
 
 from jaxscale import data
 from jaxscale.config.loading import load_config
@@ -91,10 +97,44 @@ NOTEBOOKS = sorted(p.stem for p in (ROOT / "colabs").glob("*.py"))
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NOTEBOOKS)
-def test_a_notebook_runs_on_one_device(name, tmp_path):
-  """Run it as on Colab or a workstation with one GPU."""
-  done = run_python(ROOT / "colabs" / f"{name}.py", cwd=tmp_path, timeout=900, MPLBACKEND="agg")
-  assert done.returncode == 0, done.stderr[-3000:]
+def test_a_notebook_on_one_device_has_the_committed_outputs(name):
+  """Execute it as on Colab or a workstation with one GPU; the site shows what is committed."""
+  done = run_python("docs/notebooks.py", "--check", name, timeout=900)
+  assert done.returncode == 0, done.stdout + done.stderr[-3000:]
+
+
+@pytest.mark.parametrize(
+  ("pattern", "new", "is_equal"),
+  [
+    (r"accuracy 74\.\d%", "accuracy 75.9%", True),
+    (r"[\d,]+ examples/s", "11,111 examples/s", True),
+    (r"accuracy 74\.\d%", "accuracy 70.0%", False),
+    (r"51,987 weights", "51,987 parameters", False),
+    (r"51,987 weights", "71,987 weights", False),
+    (r"  lr ", "  learning rate ", False),
+    (r"with 9 Axes", "with 8 Axes", False),
+  ],
+)
+def test_differences_between_outputs_of_a_notebook(pattern, new, is_equal):
+  text = (ROOT / "colabs" / "own_model.ipynb").read_text()
+  changed = re.sub(pattern, new, text)
+  assert changed != text
+  differences = runpy.run_path(str(ROOT / "docs" / "notebooks.py"))["differences"]
+  found = [*differences(*(nbformat.reads(x, as_version=4) for x in (text, changed)))]
+  assert (not found) is is_equal, found
+
+
+def test_another_or_a_missing_picture_of_a_notebook_is_seen():
+  notebook = nbformat.read(ROOT / "colabs" / "own_model.ipynb", as_version=4)
+  differences = runpy.run_path(str(ROOT / "docs" / "notebooks.py"))["differences"]
+  changed = copy.deepcopy(notebook)
+  cell = next(c for c in changed.cells if "display_data" in str(c.get("outputs")))
+  file = io.BytesIO()
+  Image.new("P", (774, 200)).save(file, "PNG")
+  cell.outputs[0].data["image/png"] = base64.b64encode(file.getvalue()).decode()
+  assert "picture of 774 x 200" in "".join(differences(notebook, changed))
+  cell.outputs = []
+  assert len([*differences(notebook, changed)]) == 1
 
 
 @pytest.mark.parametrize(
@@ -166,6 +206,7 @@ def test_a_notebook_has_the_outputs_of_its_source(name):
   assert not any(o["output_type"] == "error" or o.get("name") == "stderr" for o in outputs)
   shown = [o.get("text") or o["data"].get("text/html", "") for o in outputs]
   assert not re.search(r"/tmp/(?!run)\w+/|venv\w*/bin/", json.dumps(shown))
+  assert (ROOT / "colabs" / f"{name}.ipynb").stat().st_size <= 150_000
 
 
 def test_the_quickstart_has_the_30_lines_of_its_title():

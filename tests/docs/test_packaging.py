@@ -6,7 +6,7 @@ import tomllib
 import pytest
 import yaml
 
-from jaxscale.jobs import slurm_script
+from jaxscale.jobs import slurm_executor
 from jaxscale.jobs.site import load_site
 from support.commands import run
 from support.job_script import RUN, fake
@@ -25,7 +25,7 @@ def read(path):
 @pytest.mark.parametrize("name", MACHINES)
 def test_a_machines_profile_makes_a_script(name, tmp_path):
   path = f"launch/profiles/{name}.toml"
-  script = slurm_script.render(RUN._replace(nodes=2, site=load_site(str(ROOT / path))))
+  script = slurm_executor.render(RUN._replace(nodes=2, site=load_site(str(ROOT / path))))
   (tmp_path / "job").write_text(script)
   assert run("bash", "-n", tmp_path / "job").returncode == 0
   # TACC's Slurm rejects options for GPUs and memory.

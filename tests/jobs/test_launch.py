@@ -14,7 +14,7 @@ from jaxscale import config as cfg
 from jaxscale.config.loading import load_config
 from jaxscale.errors import ConfigError
 from jaxscale.jobs import folder as folders
-from jaxscale.jobs import site, slurm_script, spec, sweeps
+from jaxscale.jobs import site, slurm_executor, spec, sweeps
 from jaxscale.jobs.site import Site, load_site, site_from, with_options
 from support.configs import small_config
 from support.errors import config_error
@@ -27,7 +27,7 @@ DIGITS = "configs/digits.py"
 @pytest.mark.parametrize("folder", ['/a"b', "/a\\b", "/a\nb"])
 def test_a_path_that_slurm_cannot_take_is_refused(folder):
   with pytest.raises(ConfigError, match="Slurm does not accept a backslash"):
-    slurm_script.render(RUN._replace(folder=folder))
+    slurm_executor.render(RUN._replace(folder=folder))
 
 
 def test_a_run_survives_json():
@@ -44,7 +44,7 @@ SITES = {
   '[env]\n"A B" = "1"': "not a valid name of a variable",
   '[container]\nkind = "docker"\nimage = "x"': "'apptainer' | 'singularity'",
   '[container]\nkind = "pyxis"': "Container.image is not set",
-  'modules = "cuda"': "Site.modules='cuda': give tuple of str",
+  'modules = "cuda"': "Site.modules='cuda': expected tuple of str",
   "partition = gpu": "site.toml",
 }
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from jaxscale.errors import ConfigError
-from jaxscale.jobs import slurm_script
+from jaxscale.jobs import slurm_executor
 from jaxscale.jobs.site import Container, Site
 from jaxscale.jobs.spec import SIGNAL_CODES, is_restarted
 from jaxscale.metrics import read_json_lines
@@ -27,7 +27,7 @@ GOLDEN = DATA / "golden"
 
 @pytest.mark.parametrize("name", RUNS)
 def test_the_script_is_the_golden_one(name):
-  script = slurm_script.render(RUNS[name])
+  script = slurm_executor.render(RUNS[name])
   path = GOLDEN / f"{name}.sbatch"
   if os.environ.get("JAXSCALE_GOLDEN") == "write":
     path.write_text(script)
@@ -45,7 +45,7 @@ def job_files(tmp_path, run, *, srun="exit 0", scontrol="echo JobState=RUNNING")
   for name in ("events", "logs"):
     Path(run.folder, name).mkdir(parents=True, exist_ok=True)
   script = Path(run.folder, "job.sbatch")
-  script.write_text(slurm_script.render(run))
+  script.write_text(slurm_executor.render(run))
   variables = {"PATH": f"{bin_}:{os.environ['PATH']}", "HOME": str(tmp_path), "SLURM_JOB_ID": "7"}
   variables |= {"SLURM_JOB_NUM_NODES": "1", "SLURM_JOB_NODELIST": "n[1-2]"}
   variables |= {"SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "1"}

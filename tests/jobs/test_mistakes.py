@@ -57,7 +57,7 @@ status --every=99999999999 | --every=99999999999: give a whole number <=
 train --config.input_threads=100000 | Config.input_threads=100000: give a v
 train --config.faults.hang_timeout_s=1e300 | Faults.hang_timeout_s=1e\+300:
 train --config.checkpoint.max_wait_s=1e300 | Checkpoint.max_wait_s=1e\+300:
-train --config.data=ImageFolder | ImageFolder.path is not set: give str$
+train --config.data=ImageFolder | ImageFolder.path is not set: expected str$
 report digts | digts: no such run, did you mean 'digits'\?$
 report digits | digits: has not logged a step yet, so there is nothing to report$
 report runs/digits | digits: has not logged a step yet, so there is nothing to report$

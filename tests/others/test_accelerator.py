@@ -39,7 +39,8 @@ def test_every_section_has_its_rows():
       rows = row["size"]["rows"] * row["size"].get("tokens", 1)
       rate = rows / row["step_ms"] * 1e3
       assert abs(row[f"{unit}_per_s"] / rate - 1) < 0.05
-      assert row["mfu"] > 0 and row["peak_memory_gb"] > 0.05 and row["compile_s"] > 0
+      assert row["mfu"] is None  # a CPU has no published peak
+      assert row["peak_memory_gb"] > 0.05 and row["compile_s"] > 0
       assert side == "ours" or row["speed"] >= row["least"] > 0
   assert sections["loop"][0]["ratio"] > 0
   assert len(sections["exchange"]) == 4 and sections["feed"][0]["share_of_need"] > 0

@@ -144,7 +144,7 @@ def test_what_timm_saved_is_refused_by_name(architecture, settings, options, say
       assert or_else in str(e.value) and "\n" not in str(e.value)
     else:
       _, notes = agreement.read(folder, settings, info)
-      assert "no config.json next to it" in notes[0]
+      assert "no config.json next to the file" in notes[0]
 
 
 @pytest.mark.parametrize("kind", ["Llama", "Mistral", "Qwen2", "Qwen3"])

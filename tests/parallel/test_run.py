@@ -18,7 +18,7 @@ import jaxscale
 from jaxscale import config, data, metrics
 from jaxscale.checkpoint import checkpoint_files
 from jaxscale.checkpoint.manager import Checkpoints
-from jaxscale.errors import NonFiniteError
+from jaxscale.errors import ConfigError, NonFiniteError
 from jaxscale.experiment import build
 from jaxscale.experiment.derive import derive
 from jaxscale.mesh import make_mesh
@@ -438,3 +438,9 @@ def test_hooks_of_ones_own_run_before_a_checkpoint(tmp_path, monkeypatch):
   with pytest.raises(ValueError, match="step 22"):  # where a checkpoint is due as well
     fit(config, "runs/refused", hooks=[loop.Hook(22, refuse)])
   assert not list((tmp_path / "runs" / "refused" / "checkpoints").glob("[0-9]*"))
+
+
+@pytest.mark.parametrize("every", [0, 2.5, "x", None])
+def test_a_hook_runs_at_a_whole_number_of_steps(tmp_path, every):
+  with pytest.raises(ConfigError, match=r"Hook.every=.*is not a number of steps; use 1 or more"):
+    fit(tiny_digits(), tmp_path, hooks=[loop.Hook(every, print)])

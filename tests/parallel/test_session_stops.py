@@ -10,7 +10,8 @@ import pytest
 from jaxscale import cluster
 from jaxscale.cluster.watch import fault_detection
 from jaxscale.cluster.watch import watch as watches
-from jaxscale.cluster.watch.stop_consensus import StopRequest, StopRequested
+from jaxscale.cluster.watch.signals import StopRequest
+from jaxscale.cluster.watch.stop_consensus import StopRequested
 from jaxscale.config import Config, Faults
 from jaxscale.data import to_device
 from jaxscale.errors import ConfigError, GiveUpError, user_message

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from jaxscale.cluster.detect.launch import Launch
+from jaxscale.cluster.launch import Launch
 from jaxscale.cluster.rendezvous import network
 from jaxscale.cluster.rendezvous.client import ProcessGroup
 from jaxscale.cluster.rendezvous.join import join
@@ -19,7 +19,7 @@ from support.rendezvous import job
 
 CHILD = """
 import json, os, signal, sys, time
-from jaxscale.cluster.detect.launch import Launch
+from jaxscale.cluster.launch import Launch
 from jaxscale.cluster.rendezvous import network
 from jaxscale.cluster.rendezvous.join import check_devices, join
 from jaxscale.cluster.rendezvous.client import rendezvous

@@ -13,6 +13,7 @@ import pytest
 
 from jaxscale.checkpoint import lock
 from jaxscale.checkpoint.manager import Checkpoints
+from jaxscale.cluster.schedulers import current_job
 from jaxscale.errors import ConfigError
 from support.cases import all_slow_except
 from support.commands import child_env, error_line, run_train, trained
@@ -152,11 +153,11 @@ def test_a_file_server_that_does_not_answer_loses_nothing(tmp_path, monkeypatch)
 
 def test_jobs_and_restarts():
   env = {"SLURM_JOB_ID": "12", "SLURM_STEP_ID": "0"}
-  assert lock.job_of({}) == ""
-  assert lock.job_of(env) == "slurm-12.0-r0"
-  assert lock.job_of(env | {"SLURM_RESTART_COUNT": "2"}) == "slurm-12.0-r2"
+  assert current_job({}) is None
+  assert str(current_job(env)) == "slurm-12.0-r0"
+  assert str(current_job(env | {"SLURM_RESTART_COUNT": "2"})) == "slurm-12.0-r2"
   array = {"SLURM_ARRAY_JOB_ID": "9", "SLURM_ARRAY_TASK_ID": "3"}
-  assert lock.job_of(env | array) == "slurm-9_3.0-r0"
+  assert str(current_job(env | array)) == "slurm-9_3.0-r0"
   r = lock.is_restart
   assert r("slurm-12.0-r1", "slurm-12.4-r0") and r("slurm-12-r2", "slurm-12.0-r0")
   assert not r("slurm-12.1-r0", "slurm-12.0-r0")  # may run at the same time

@@ -11,7 +11,7 @@ import time
 
 import pytest
 
-from jaxscale.cluster.detect.launch import Launch
+from jaxscale.cluster.launch import Launch
 from jaxscale.cluster.rendezvous import network, server
 from jaxscale.cluster.rendezvous.acceptor import Acceptor
 from jaxscale.cluster.rendezvous.handshake import find_mismatches, versions

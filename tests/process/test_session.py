@@ -18,7 +18,7 @@ import sys, time
 import jax
 from jaxscale import cluster
 from jaxscale.cluster import detect
-from jaxscale.cluster.detect.launch import Launch
+from jaxscale.cluster.launch import Launch
 # A TPU pod whose processes only JAX can count; what its chips say is set here.
 detect.detect = lambda env: Launch("tpu", 0, 0)
 found, (address, rank) = jax.distributed.initialize, sys.argv[1:]

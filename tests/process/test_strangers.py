@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from jaxscale.cluster.detect.launch import Launch
+from jaxscale.cluster.launch import Launch
 from jaxscale.cluster.rendezvous.handshake import make_hello
 from jaxscale.cluster.wire import Link
 from support import rendezvous as starting

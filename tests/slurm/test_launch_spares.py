@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from jaxscale.jobs import folder as folders
-from jaxscale.jobs import slurm_script
+from jaxscale.jobs import slurm_executor
 from jaxscale.metrics import read_json_lines
 from support import commands
 from support.commands import child_env, train_command
@@ -59,7 +59,7 @@ def run_script(tmp_path, does, **changes):
   for name in ("events", "logs"):
     Path(run.folder, name).mkdir(parents=True, exist_ok=True)
   script = Path(run.folder, "job.sbatch")
-  script.write_text(slurm_script.render(run))
+  script.write_text(slurm_executor.render(run))
   env = dict(PATH=f"{cluster}:{os.environ['PATH']}", HOME=str(tmp_path), SLURM_JOB_ID="7")
   env |= dict(SLURM_JOB_NUM_NODES="3", SLURM_JOB_NODELIST="n1,n2,n3", SLURMD_NODENAME="n1")
   done = commands.run("bash", script, **env)

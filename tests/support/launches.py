@@ -2,7 +2,8 @@
 
 import json
 
-from jaxscale.cluster.detect import detect, nodelist
+from jaxscale.cluster.detect import detect
+from jaxscale.cluster.schedulers import nodelist
 from support.paths import DATA
 
 STARTS = sorted((DATA / "cluster").glob("*.json"))

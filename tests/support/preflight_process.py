@@ -8,7 +8,7 @@ import textwrap
 import time
 from pathlib import Path
 
-from jaxscale.cluster.detect.launch import Launch
+from jaxscale.cluster.launch import Launch
 from jaxscale.cluster.rendezvous.client import rendezvous
 from jaxscale.errors import ConfigError
 from jaxscale.jobs import preflight as checks

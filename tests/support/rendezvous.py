@@ -17,7 +17,7 @@ from support.processes import killed_at_end, popen
 CHILD = """
 import json, os, resource, signal, socket, sys, time
 from jaxscale.cluster.rendezvous import acceptor, client, handshake, network, server
-from jaxscale.cluster.detect.launch import Launch
+from jaxscale.cluster.launch import Launch
 from jaxscale.cluster.rendezvous.client import rendezvous
 from jaxscale.errors import ConfigError
 signal.alarm(300)  # whoever reads its lines waits no longer

@@ -137,24 +137,24 @@ POLYNOMIAL = "schedule=Polynomial schedule.decay_steps=9"
 BAD = columns(assignments, str, str)(f"""
 optimzer.lr=1 | optimzer | did you mean 'optimizer'?
 optimizer.lrr=1 | optimizer.lrr | did you mean 'lr'?
-optimizer.lr=fast | optimizer.lr=fast | give float
-log.plot=false | log.plot=false | give True or False
+optimizer.lr=fast | optimizer.lr=fast | expected float
+log.plot=false | log.plot=false | expected True or False
 optimizer.lr=-1 | SGD.lr=-1.0 | > 0
 optimizer.lr=1e999 | SGD.lr=inf | > 0
 optimizer.trust_coefficient=1 | SGD | no field
 optimizer=Adm | optimizer=Adm | did you mean 'AdamW'?
 optimizer=LARS optimizer.b1=1 | LARS | no field 'b1'
-batch_size=1.5 | batch_size=1.5 | give int
-batch_size=True | batch_size=True | give int
+batch_size=1.5 | batch_size=1.5 | expected int
+batch_size=True | batch_size=True | expected int
 batch_size=0 | Config.batch_size=0 | >= 1
 batch_size=100 accumulate_steps=3 | Config.batch_size=100 | divisible
 epochs=-3 | Config.epochs=-3.0 | > 0
-epochs=nan | epochs=nan | give float
+epochs=nan | epochs=nan | expected float
 epochs=2 | warmup_epochs=2.0 | shorter
 epochs=None | Config.epochs and Config.steps are not set | set one
 steps=9 | Config.steps=9 and epochs=40.0 | one of them to None
 epochs=None steps=0 | Config.steps=0 | >= 1
-epochs=None steps=9.5 | steps=9.5 | give int
+epochs=None steps=9.5 | steps=9.5 | expected int
 epochs=None steps=9 schedule.warmup_steps=9 | Cosine.warmup_steps=9 | only 9 steps
 epochs=None steps=9 phases=AdaptiveBatch | Config.steps=9 | set epochs instead
 epochs=None steps=9 phases.steps=0,9 | Phases.steps=(0, 9) | only 9 steps
@@ -171,7 +171,7 @@ mesh.data=0 | Mesh.data=0 | -1
 mesh.replica=-1 | Mesh.replica=-1 | only one
 model.dropout=1 | CNN.dropout=1.0 | [0, 1)
 =1 | Config | no field
-data=ImageFolder | ImageFolder.path is not set | give str
+data=ImageFolder | ImageFolder.path is not set | expected str
 data=ImageFolder data.pth=x | ImageFolder has no field | 'path'
 optimizer=LAMB optimizer.eps=-1 | LAMB.eps=-1.0 | > 0
 seed=4294967296 | Config.seed=4294967296 | [0, 4294967296)
@@ -184,7 +184,7 @@ data=Text data.sequence_length=0 | Text.sequence_length=0 | >= 1
 optimizer=Optax | --config.optimizer=Optax | write it in the config file
 data=Arrays | --config.data=Arrays | write it in the config file
 data=Txt | data=Txt | did you mean 'Text'
-data=TFDSText | TFDSText.name is not set | give str
+data=TFDSText | TFDSText.name is not set | expected str
 data=TextFiles data.path=x data.vocab_size=0 | TextFiles.vocab_size=0 | >= 1
 data=TextFiles data.path=x data.separator=</s> | TextFiles.separator='</s>' | byte 0
 target_loss=0 | Config.target_loss=0.0 | > 0
@@ -201,7 +201,7 @@ layer_decay=0.5 layer_order=('(','a') | Config.layer_order='(' | not a regular e
 LONG = [
   ({"seed": "9" * 400}, "Config.seed=999", "[0, 4294967296)"),
   ({"batch_size": "-1" + "0" * 400}, "Config.batch_size=-1000", ">= 1"),
-  ({"epochs": "1" + "0" * 400}, "epochs=1000", "give float"),
+  ({"epochs": "1" + "0" * 400}, "epochs=1000", "expected float"),
 ]
 
 
@@ -224,8 +224,8 @@ x = 1 | define get_config |
 => 3 | returned int | Config
 => nope | :3: | NameError
 => SGD(lrr=1) | :3: SGD.lrr=1 | did you mean 'lr'?
-=> SGD(lr='x') | :3: SGD.lr='x' | give float
-=> SGD() | :3: SGD.lr is not set | give float
+=> SGD(lr='x') | :3: SGD.lr='x' | expected float
+=> SGD() | :3: SGD.lr is not set | expected float
 => SGD(1.0) | by name | SGD(lr=1.0)
 import dataclasses\n=> dataclasses.replace(SGD(lr=1), momentm=2) | :4: SGD.momentm=2 | 'momentum'?
 import sys\nsys.exit(3) | :2: | calls sys.exit(3); remove it
@@ -327,7 +327,7 @@ def test_arrays_are_tuples():
 )
 def test_numbers_of_another_kind_are_refused(field, values):
   for value in values:
-    with pytest.raises(ConfigError, match=rf"^Config.{field}=.*: give (int|float)( \| None)?$"):
+    with pytest.raises(ConfigError, match=rf"^Config.{field}=.*: expected (int|float)( \| None)?$"):
       small_config(**{field: value})
 
 

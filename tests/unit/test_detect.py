@@ -13,9 +13,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxscale.cluster.detect import LAUNCHERS, Launch, detect, mpi, slurm
-from jaxscale.cluster.detect.launch import number
+from jaxscale.cluster.detect import LAUNCHERS, Launch, detect, mpi
 from jaxscale.cluster.detect.local_devices import local_device_ids, visible_gpus
+from jaxscale.cluster.launch import number
+from jaxscale.cluster.schedulers import slurm
 from jaxscale.errors import ConfigError
 from support.errors import config_error
 from support.launches import MPI, STARTS, STEP, found, tasks
@@ -108,12 +109,12 @@ def test_what_contradicts_itself_is_one_line(env, error):
 
 
 def test_mpi_over_nodes_asks_mpi():
-  asked = []
-  launch = found(MPI, ask_mpi=lambda launch: asked.append(launch) or "n9")
+  asked, env = [], MPI | {"SLURM_JOB_ID": "7"}
+  launch = found(env, ask_mpi=lambda launch: asked.append(launch) or "n9")
   assert launch[:6] == ("openmpi", 3, 4, "n9", 1, 2) and len(asked) == 1
   with pytest.raises(ConfigError, match="mpirun does not report the host of rank 0"):
     found(MPI)
-  again = found(MPI | {"SLURM_RESTART_COUNT": "2"}, ask_mpi=lambda launch: "n9")
+  again = found(env | {"SLURM_RESTART_COUNT": "2"}, ask_mpi=lambda launch: "n9")
   assert again.restarts == 2 and again.job == f"{launch.job}-r2"
   told = found(MPI | {"JAXSCALE_COORDINATOR": "n2:99"}, ask_mpi=asked.append)
   assert (told.host, told.port, len(asked)) == ("n2", 99, 1)
@@ -150,11 +151,11 @@ def test_mpi4py_is_asked_and_left(rank, initialized, monkeypatch):
 
 def test_slurm_knows_addresses_that_no_resolver_knows(scontrol, tmp_path, monkeypatch):
   scontrol('echo "NodeName=$4 CPUTot=4 NodeAddr=10.0.0.7 NodeHostName=x Version=22.05.8"')
-  assert slurm.node_address("n1") == "10.0.0.7"
+  assert slurm.node_address(STEP, "n1") == "10.0.0.7"
   scontrol("echo no such node >&2; exit 1")
-  assert slurm.node_address("n1") is None
+  assert slurm.node_address(STEP, "n1") is None
   monkeypatch.setenv("PATH", str(tmp_path))
-  assert slurm.node_address("n1") is None
+  assert slurm.node_address(STEP, "n1") is None
 
 
 def test_a_pod_without_a_subdomain_cannot_be_found():

@@ -12,17 +12,15 @@ import pytest
 from hypothesis import strategies as st
 
 from jaxscale.cli import commands
-from jaxscale.cluster import detect, secret, wire
-from jaxscale.cluster.detect import launch, nodelist, slurm
-from jaxscale.cluster.detect.walltime import parse_time
+from jaxscale.cluster import detect, launch, secret, wire
 from jaxscale.cluster.environment import check_environment
 from jaxscale.cluster.rendezvous import handshake
 from jaxscale.cluster.rendezvous.client import _Go
 from jaxscale.cluster.rendezvous.handshake import Hello
-from jaxscale.cluster.requeue import ending_state, was_requeued
+from jaxscale.cluster.schedulers import nodelist, slurm
 from jaxscale.cluster.timeouts import Timeouts
 from jaxscale.cluster.watch.monitor import FaultNotice, Heartbeat, Monitor, Report
-from jaxscale.cluster.watch.stop_consensus import StopRequest
+from jaxscale.cluster.watch.signals import StopRequest
 from jaxscale.cluster.watch.watch import Watch
 from jaxscale.config.loading import load_config, override
 from jaxscale.errors import ConfigError, user_message
@@ -184,9 +182,11 @@ QUEUE = "".join(text.ljust(128) for text in COLUMNS)
 )
 def test_what_slurm_prints(shown, line):
   shown, line = (text.decode(errors="surrogateescape") for text in (shown, line))
-  with one_line():
-    parse_time(shown, "EndTime")
-    was_requeued(shown, 0), ending_state(shown)
+  job = launch.Job("slurm", "7")
+  with one_line(), unittest.mock.patch.object(slurm, "_scontrol", lambda *args: shown):
+    slurm.queue_times({"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0"})
+    slurm.end_time({"SLURM_JOB_ID": "7"})
+    slurm._was_requeued(job), slurm.ending_state(job)
     assert parse_line(line)[1].nodes >= 0
 
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxscale.cluster.detect import nodelist
+from jaxscale.cluster.schedulers import nodelist, slurm
 from support.errors import config_error
 from support.tables import words
 
@@ -48,7 +48,7 @@ def test_names_of_a_list(text):
 
 
 @pytest.mark.parametrize("text", MALFORMED)
-@pytest.mark.parametrize("parse", [nodelist.expand, nodelist.hostnames])
+@pytest.mark.parametrize("parse", [nodelist.expand, slurm.hostnames])
 def test_a_malformed_list_is_reported(text, parse):
   with config_error(match=r"node list .*: .*; give names as in") as e:
     parse(text)
@@ -80,14 +80,14 @@ def test_slurm_says_the_same(text, scontrol):
   done = subprocess.run(command, capture_output=True, text=True, check=True)
   if "Invalid hostlist" in done.stderr:  # 22.05: no suffix after a bracket
     assert done.stdout == "" and "[" in text
-    assert nodelist.hostnames(text) == LISTS[text]
+    assert slurm.hostnames(text) == LISTS[text]
     return
   names = done.stdout.split()
   # 22.05 lets the second of three brackets run slowest; the first name is the same.
   assert sorted(names) == sorted(LISTS[text]) and names[0] == LISTS[text][0]
   if text.count("[") < 3:
     assert names == LISTS[text]
-  assert nodelist.hostnames(text) == names
+  assert slurm.hostnames(text) == names
 
 
 def fake(tmp_path, monkeypatch, body):
@@ -100,9 +100,9 @@ def fake(tmp_path, monkeypatch, body):
 
 def test_slurm_is_asked_first(tmp_path, monkeypatch):
   fake(tmp_path, monkeypatch, "import sys; print(sys.argv[3], 'asked')")
-  assert nodelist.hostnames("n1") == ["n1"]  # nothing to ask
+  assert slurm.hostnames("n1") == ["n1"]  # nothing to ask
   fake(tmp_path, monkeypatch, "print('as\\nscontrol\\nsays')")
-  assert nodelist.hostnames("n[1-2]") == ["as", "scontrol", "says"]
+  assert slurm.hostnames("n[1-2]") == ["as", "scontrol", "says"]
 
 
 NO_ANSWER = {
@@ -117,5 +117,5 @@ NO_ANSWER = {
 def test_without_slurms_answer_we_parse(tmp_path, monkeypatch, body):
   fake(tmp_path, monkeypatch, body)
   begin = time.monotonic()
-  assert nodelist.hostnames("n[1-2]") == ["n1", "n2"]
+  assert slurm.hostnames("n[1-2]") == ["n1", "n2"]
   assert time.monotonic() - begin < 60

@@ -2,12 +2,16 @@
 
 import signal
 import time
+import types
 
 import pytest
 
-from jaxscale.cluster import requeue
-from jaxscale.cluster.detect import walltime
-from jaxscale.cluster.watch.stop_consensus import StopRequest
+from jaxscale.cluster import requeue, walltime
+from jaxscale.cluster.launch import Job
+from jaxscale.cluster.schedulers import SCHEDULERS, current_job, slurm
+from jaxscale.cluster.watch.signals import StopRequest
+
+JOB = Job("slurm", "12")
 
 
 @pytest.fixture
@@ -21,14 +25,16 @@ def utc(monkeypatch):
 
 def test_the_end_of_the_job(scontrol, utc):
   asked = scontrol("echo '   StartTime=2026-03-01T11:00:00 EndTime=2026-03-01T12:00:00'")
-  assert walltime.end_time({"SLURM_JOB_END_TIME": "1772366400"}) == 1772366400.0
+  assert slurm.end_time({"SLURM_JOB_END_TIME": "1772366400"}) == 1772366400.0
   assert not asked.exists()
-  assert walltime.end_time({"SLURM_JOB_ID": "12"}) == 1772366400.0
+  assert slurm.end_time({"SLURM_JOB_ID": "12"}) == 1772366400.0
   assert asked.read_text() == "show job 12\n"
-  assert walltime.end_time({}) is None  # no job
+  both = {"SLURM_JOB_ID": "12", "SLURM_JOB_END_TIME": "1"}
+  assert slurm.end_time(both, is_near=True) == 1772366400.0
+  assert slurm.end_time({}) is None  # no job
   scontrol("exit 1")
-  assert walltime.end_time({"SLURM_JOB_ID": "12"}) is None
-  assert walltime.parse_time("EndTime=Unknown", "EndTime") is None
+  assert slurm.end_time({"SLURM_JOB_ID": "12"}) is None
+  assert slurm.parse_time("EndTime=Unknown", "EndTime") is None
 
 
 def test_when_the_job_was_queued_and_started(scontrol, utc):
@@ -37,12 +43,12 @@ def test_when_the_job_was_queued_and_started(scontrol, utc):
     "echo '   StartTime=2026-03-01T12:00:00 EndTime=Unknown Deadline=N/A'"
   )
   step = {"SLURM_JOB_ID": "12", "SLURM_STEP_ID": "0"}
-  assert walltime.asked_queue_times(step) == (1772362800.0, 1772366400.0)
+  assert slurm.queue_times(step) == (1772362800.0, 1772366400.0)
   for unknown in ({}, {"SLURM_JOB_ID": "12"}, step | {"SLURM_STEP_ID": "1"}):
-    assert walltime.asked_queue_times(unknown) is None
+    assert slurm.queue_times(unknown) is None
   assert asked.read_text() == "show job 12\n"
   scontrol("echo SubmitTime=2026-03-01T11:00:00 StartTime=Unknown")
-  assert walltime.asked_queue_times(step) is None
+  assert slurm.queue_times(step) is None
 
 
 def wait_for(asked):
@@ -52,11 +58,15 @@ def wait_for(asked):
     time.sleep(0.02)
 
 
-def before_end(keep_s, **ends):
+def before_end(keep_s, *, end, again):
   """Seconds until a stop is asked for, and its reason."""
   began, asked = time.time(), []
-  ends = {name: (lambda s=s: s and began + s) for name, s in ends.items()}
-  walltime.before_end(lambda why: asked.append((time.time() - began, why)), keep_s, **ends)
+
+  def end_time(is_near):
+    seconds = again if is_near else end
+    return seconds and began + seconds
+
+  walltime.before_end(lambda why: asked.append((time.time() - began, why)), keep_s, end_time)
   wait_for(asked)
   return asked[0]
 
@@ -77,8 +87,8 @@ def test_an_end_that_was_moved_is_waited_for():
   assert before_end(0.1, end=0.5, again=0.8)[0] >= 0.7
   # No limit: nothing is ever asked. And a run that is over cancels it.
   asked = []
-  walltime.before_end(asked.append, 10.0, end=lambda: None)
-  walltime.before_end(asked.append, 0.1, end=lambda: time.time() + 0.5).set()
+  walltime.before_end(asked.append, 10.0, lambda is_near: None)
+  walltime.before_end(asked.append, 0.1, lambda is_near: time.time() + 0.5).set()
   time.sleep(0.6)
   assert asked == []
 
@@ -88,16 +98,14 @@ def test_requeue_asks_slurm_for_the_job_or_the_arrays_task(scontrol):
   array = {"SLURM_ARRAY_JOB_ID": "1200", "SLURM_ARRAY_TASK_ID": "7"}
   for env in ({"SLURM_JOB_ID": "12"}, {"SLURM_JOB_ID": "1207"} | array):
     env |= {"SLURM_RESTART_COUNT": "2"}
-    done = requeue.requeue(
-      requeue.job_name(env), requeue.restarts(env), limit=3, remedy="resume it"
-    )
-    assert done.code == 85 and done.line.endswith("is requeued, restart 3")
+    code, line = requeue.requeue(current_job(env), limit=3, remedy="resume it")
+    assert code == 85 and line.endswith("is requeued, restart 3")
   lines = ["show job 12", "requeue 12", "show job 1200_7", "requeue 1200_7"]
   assert asked.read_text().splitlines() == lines
-  done = requeue.requeue("12", 3, limit=3, remedy="resume it")
+  done = requeue.requeue(JOB._replace(restarts=3), limit=3, remedy="resume it")
   assert done == (93, "job 12 is not requeued: it was requeued 3 times (limit 3); resume it")
   assert asked.read_text().count("\n") == 4
-  assert requeue.job_name({}) is None
+  assert current_job({}) is None
 
 
 @pytest.mark.parametrize(
@@ -105,40 +113,37 @@ def test_requeue_asks_slurm_for_the_job_or_the_arrays_task(scontrol):
 )
 def test_what_somebody_cancelled_is_not_revived(scontrol, state):
   asked = scontrol(f'[ $1 = show ] && echo "   JobState={state} Dependency=(null)"; true')
-  done = requeue.requeue("12", 0, limit=3, remedy="resume it")
-  assert done.code == 85
+  code, line = requeue.requeue(JOB, limit=3, remedy="resume it")
+  assert code == 85
   if state.startswith("RUNNING"):
-    assert done.line == "job 12 is requeued, restart 1"
+    assert line == "job 12 is requeued, restart 1"
   else:
-    assert done.line.startswith("job 12 is not requeued: it is already ")
+    assert line.startswith("job 12 is not requeued: it is already ")
     assert asked.read_text() == "show job 12\n"
 
 
 def test_a_controller_that_is_down_is_asked_again(scontrol, monkeypatch, capsys):
-  monkeypatch.setattr(requeue, "_PAUSE_S", 0.0)
+  monkeypatch.setattr(slurm, "_PAUSE_S", 0.0)
   down = "echo 'Unexpected message received for job 12' >&2; exit 1"
   count = 'grep -c requeue "$(dirname "$0")/../asked"'
   asked = scontrol(f'[ "$({count})" -gt 2 ] || {{ {down}; }}')
-  assert requeue.requeue("12", 0, limit=3, remedy="resume it") == (
-    85,
-    "job 12 is requeued, restart 1",
-  )
+  assert requeue.requeue(JOB, limit=3, remedy="resume it") == (85, "job 12 is requeued, restart 1")
   assert asked.read_text().count("requeue 12") == 3
   reported = "job 12 is saved; Slurm's controller does not answer, retrying the requeue\n"
   assert capsys.readouterr().out == 2 * reported
-  monkeypatch.setattr(requeue, "_ASK_S", 0.0)
+  monkeypatch.setattr(slurm, "_ASK_S", 0.0)
   scontrol(down)
   line = "job 12 is not requeued: Slurm's controller does not answer (Unexpected "
   line += "message received for job 12); resume it"
-  assert requeue.requeue("12", 0, limit=3, remedy="resume it") == (85, line)
+  assert requeue.requeue(JOB, limit=3, remedy="resume it") == (85, line)
 
 
 def test_a_requeue_that_slurm_refuses_says_why(scontrol, monkeypatch, tmp_path):
   scontrol("[ $1 = ping ] || { echo 'Requested operation is presently disabled' >&2; exit 1; }")
   line = "job 12 is not requeued: Requested operation is presently disabled; resume it"
-  assert requeue.requeue("12", 0, limit=3, remedy="resume it") == (85, line)
+  assert requeue.requeue(JOB, limit=3, remedy="resume it") == (85, line)
   monkeypatch.setenv("PATH", str(tmp_path / "empty"))
-  assert "scontrol: No such file" in requeue.requeue("12", 0, limit=3, remedy="resume it").line
+  assert "scontrol: No such file" in requeue.requeue(JOB, limit=3, remedy="resume it")[1]
 
 
 @pytest.mark.parametrize("name", ["TERM", "INT", "USR1", "KILL"])
@@ -154,7 +159,7 @@ def test_the_requeue_signals_also_who_asks_for_it(scontrol, name, after, tmp_pat
       {shows}; exit
     fi
     touch {sent}; kill -{name} $$; exit 0""")
-  done = requeue.requeue("12", 0, limit=3, remedy="resume it")
+  done = requeue.requeue(JOB, limit=3, remedy="resume it")
   if name != "KILL" or "Restarts=1" in after:
     assert done == (85, "job 12 is requeued, restart 1")
   else:
@@ -163,15 +168,38 @@ def test_the_requeue_signals_also_who_asks_for_it(scontrol, name, after, tmp_pat
   assert signal.pthread_sigmask(signal.SIG_BLOCK, []) == set()  # ours are as before
 
 
+def test_a_scheduler_of_another_kind_is_one_entry(monkeypatch):
+  end = time.time() + 0.2
+  lsf = types.SimpleNamespace(
+    job=lambda env: Job("lsf", env["LSB_JOBID"]) if "LSB_JOBID" in env else None,
+    end_time=lambda env, is_near: end,
+    ending_state=lambda job: None,
+    requeue=lambda job: "no brequeue here",
+  )
+  monkeypatch.setitem(SCHEDULERS, "lsf", lsf)
+  monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+  job = current_job({"LSB_JOBID": "9"})
+  assert str(job) == "lsf-9-r0"
+  line = "job 9 is saved, not requeued: no brequeue here"
+  assert requeue.requeue(job, limit=3, remedy="resume it") == (85, line)
+  asked = []
+  walltime.before_end(asked.append, 60.0)
+  wait_for(asked)
+  assert asked[0].startswith("walltime: ")
+
+
 def test_a_loop_without_progress_is_given_up(tmp_path):
   def starts(job, first, steps):
-    return [requeue.count_start(tmp_path, job, first + n, step) for n, step in enumerate(steps)]
+    return [
+      requeue.count_start(tmp_path, Job("slurm", job, first + n), step)
+      for n, step in enumerate(steps)
+    ]
 
   # Progress in between, however little, begins anew; losing a checkpoint is none.
   assert starts("7", 0, [0, 0, 10, 10, 11, 9, 11]) == [0, 1, 0, 1, 0, 1, 2]
   assert starts("7", 7, [11]) == [3]
-  assert requeue.loop_error(2, 11, limit=3) is None
-  refusal = requeue.loop_error(3, 11, limit=3)
+  assert requeue.loop_error(2, 11, limit=3, remedy="resume it") is None
+  refusal = requeue.loop_error(3, 11, limit=3, remedy="resume it")
   assert refusal and "3 restarts without progress, still at step 11" in refusal
   # Submitted again, by somebody who has looked; a note that is damaged counts none.
   assert starts("8", 0, [11, 11]) == [0, 1]

@@ -14,7 +14,8 @@ from jaxscale.cluster.timeouts import Timeouts
 from jaxscale.cluster.watch import watch
 from jaxscale.cluster.watch.fault_detection import limit_s
 from jaxscale.cluster.watch.monitor import Heartbeat, Monitor
-from jaxscale.cluster.watch.stop_consensus import StopConsensus, StopCoordinator, StopRequest
+from jaxscale.cluster.watch.signals import StopRequest
+from jaxscale.cluster.watch.stop_consensus import StopConsensus, StopCoordinator
 from jaxscale.cluster.wire import Link
 
 POINTS = 60

@@ -249,5 +249,5 @@ def test_mistakes_are_one_line(chosen):
 
 
 def test_something_else_than_a_tuple_is_refused():
-  with pytest.raises(ConfigError, match=r"give tuple of MLflow \| Wandb"):
+  with pytest.raises(ConfigError, match=r"expected tuple of MLflow \| Wandb"):
     config.Log(trackers=config.Wandb())

@@ -28,9 +28,10 @@ import socket
 from collections.abc import Callable
 from typing import Any
 
-from jaxscale.cluster.detect import mpi, nodelist, pods, schedulers, slurm, torchrun
-from jaxscale.cluster.detect.launch import Env, Host, Launch, number
+from jaxscale.cluster import schedulers
+from jaxscale.cluster.detect import batch, mpi, pods, torchrun
 from jaxscale.cluster.detect.local_devices import local_device_ids, visible_gpus
+from jaxscale.cluster.launch import Env, Host, Launch, number
 from jaxscale.errors import ConfigError
 
 __all__ = ["LAUNCHERS", "Host", "Launch", "detect", "local_device_ids", "visible_gpus"]
@@ -40,16 +41,16 @@ __all__ = ["LAUNCHERS", "Host", "Launch", "detect", "local_device_ids", "visible
 # by srun, so Slurm's variables describe the daemons. A TPU pod is also a Kubernetes pod.
 # A script, or Kubeflow in pods, may set torchrun's variables without torchrun. The last
 # entry is a scheduler's script without a launcher.
-LAUNCHERS = torchrun.detect_agent, mpi.detect, schedulers.detect_flux, slurm.detect
-LAUNCHERS += pods.detect_tpu, torchrun.detect, pods.detect_kubernetes, schedulers.detect_script
+LAUNCHERS = torchrun.detect_agent, mpi.detect, batch.detect_flux, schedulers.detect
+LAUNCHERS += pods.detect_tpu, torchrun.detect, pods.detect_kubernetes, batch.detect_script
 COORDINATOR = "JAXSCALE_COORDINATOR"  # host:port of process 0
 COUNT = "JAXSCALE_NUM_PROCESSES"
 INDEX = "JAXSCALE_PROCESS_ID"
 JOB = "JAXSCALE_JOB"  # name of the run, if the launcher sets none
 
-_QUESTIONS: dict[str, Callable[..., Any]] = {"expand": nodelist.hostnames, "fqdn": socket.getfqdn}
+_QUESTIONS: dict[str, Callable[..., Any]] = {"expand": schedulers.slurm.hostnames}
+_QUESTIONS |= {"fqdn": socket.getfqdn, "at_terminal": lambda: os.isatty(0)}
 _QUESTIONS |= {"ask_mpi": mpi.ask_mpi4py, "has_tpu": pods.on_cloud_tpu}
-_QUESTIONS |= {"at_terminal": lambda: os.isatty(0)}
 
 
 def detect(env: Env = os.environ, **questions: Callable[..., Any]) -> Launch:
@@ -107,7 +108,7 @@ def _explicit(host: Host) -> Launch:
     return launch._replace(host=None, local_id=0, local_size=1)
   # If the ranks equal those of a launcher, the launcher knows which processes share a node.
   try:
-    same = mpi.detect(host) or slurm.detect(host)
+    same = mpi.detect(host) or schedulers.detect(host)
   except ConfigError:
     return launch
   if same and same[1:3] == launch[1:3]:

@@ -12,7 +12,7 @@ import re
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from jaxscale.cluster.detect.launch import Env
+from jaxscale.cluster.launch import Env
 from jaxscale.files import readable_text
 
 _AMAZON = "0x1d0f"  # PCI vendor of Amazon's devices, including EFA

@@ -20,14 +20,13 @@ import os
 import re
 import subprocess
 
-from jaxscale.cluster.detect.launch import Env, Launch, number
+from jaxscale.cluster import schedulers
+from jaxscale.cluster.launch import Env, Launch
 from jaxscale.errors import ConfigError
 from jaxscale.files import whole_number
 
 IDS = "JAX_LOCAL_DEVICE_IDS"  # JAX's own variable, jax/_src/distributed.py
 _HIDING = ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES")
-# Variables of --ntasks-per-gpu: srun(1), and the one that Slurm 22.05 sets.
-SHARING = ("SLURM_NTASKS_PER_GPU", "SLURM_NTASKS_PER_TRES")
 
 
 def local_device_ids(env: Env, num_visible: int, launch: Launch) -> list[int] | None:
@@ -110,14 +109,9 @@ def visible_gpus(env: Env = os.environ, *, device_root: str = "/dev") -> int:
 
 def _is_own(env: Env, num_visible: int) -> bool:
   """Return whether the visible GPUs were selected for this process only."""
-  # The variable may also have the form "a100:2".
-  per_task = re.search(r"\b(\d{1,9})$", env.get("SLURM_GPUS_PER_TASK", ""))
-  is_shared = num_visible == 1 and any(map(env.get, SHARING))
-  if is_shared or (per_task and num_visible <= int(per_task[1])):
-    return True
-  if (node := number(env, "SLURM_GPUS_ON_NODE")) is not None:
-    return num_visible < node
-  # Without Slurm's count, only a wrapper script can have selected a single GPU.
+  if (is_own := schedulers.ask(lambda s: s.has_own_gpus(env, num_visible))) is not None:
+    return is_own
+  # Without a scheduler's count, only a wrapper script can have selected a single GPU.
   return num_visible == 1 and any(name in env for name in _HIDING)
 
 

@@ -16,7 +16,8 @@ import importlib
 import socket
 from pathlib import Path
 
-from jaxscale.cluster.detect.launch import LOOPBACK, Host, Launch, number
+from jaxscale.cluster import schedulers
+from jaxscale.cluster.launch import LOOPBACK, Host, Launch, number
 from jaxscale.errors import ConfigError
 from jaxscale.files import readable_text
 
@@ -53,7 +54,8 @@ def detect(host: Host) -> Launch | None:
     if local_rank is None or local_size is None:  # the names in Cray MPICH's PMI
       local_rank = number(env, "PMI_LOCAL_RANK")
       local_size = number(env, "PMI_LOCAL_SIZE")
-    restarts = number(env, "SLURM_RESTART_COUNT") or 0
+    batch_job = schedulers.current_job(env)
+    restarts = batch_job.restarts if batch_job else 0
     # A name of this mpirun; for MPICH, which sets none, the scheduler's job or the size.
     names = (*variables[4:], "PMI_JOBID", *_SCHEDULERS_JOB)
     name = next((env[n] for n in names if env.get(n)), f"{env.get('USER', '')}{size}")
@@ -71,8 +73,8 @@ def with_host_of_rank_0(host: Host, launch: Launch) -> Launch:
   """
   if name := host.ask_mpi(launch):
     return launch._replace(host=name)
-  if nodes := host.env.get("SLURM_JOB_NODELIST"):
-    name = host.expand(nodes)[0]
+  if hosts := schedulers.ask(lambda scheduler: scheduler.hosts(host)):
+    name = hosts[0]
   elif file := host.env.get("PBS_NODEFILE"):
     name = next(iter(readable_text(Path(file)).split()), None)
   if name:

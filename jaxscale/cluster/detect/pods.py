@@ -19,7 +19,7 @@ import importlib.util
 import re
 from pathlib import Path
 
-from jaxscale.cluster.detect.launch import Env, Host, Launch, number
+from jaxscale.cluster.launch import Env, Host, Launch, number
 from jaxscale.errors import ConfigError
 
 _GOOGLE = "0x1ae0"  # PCI vendor, jax/_src/hardware_utils.py

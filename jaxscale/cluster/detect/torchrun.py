@@ -6,7 +6,7 @@ PyTorch's documentation. DeepSpeed, Accelerate and Kubeflow's PyTorchJob also se
 
 from __future__ import annotations
 
-from jaxscale.cluster.detect.launch import Host, Launch, number
+from jaxscale.cluster.launch import Host, Launch, number
 from jaxscale.errors import invalid
 
 _REMEDY = "start it with torchrun, or unset RANK and WORLD_SIZE"

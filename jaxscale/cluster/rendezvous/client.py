@@ -29,7 +29,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from jaxscale.cluster import wire
-from jaxscale.cluster.detect.launch import LOOPBACK, Launch
+from jaxscale.cluster.launch import LOOPBACK, Launch
 from jaxscale.cluster.rendezvous import network, server
 from jaxscale.cluster.rendezvous.acceptor import Acceptor
 from jaxscale.cluster.rendezvous.handshake import Hello, make_hello

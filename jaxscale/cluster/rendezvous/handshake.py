@@ -18,7 +18,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from jaxscale.cluster.detect.launch import Launch
+from jaxscale.cluster.launch import Launch
 from jaxscale.cluster.rendezvous import network
 
 PACKAGES = ("jaxscale", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint")

@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
-from jaxscale.cluster.detect.launch import LOOPBACK, Launch
+from jaxscale.cluster.launch import LOOPBACK, Launch
 from jaxscale.cluster.rendezvous import network
 from jaxscale.cluster.rendezvous.client import ProcessGroup, leave_last
 from jaxscale.cluster.rendezvous.handshake import ranks_with_hosts

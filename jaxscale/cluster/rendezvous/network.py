@@ -17,7 +17,7 @@ from collections.abc import Callable, Collection, Iterable, MutableMapping, Sequ
 from pathlib import Path
 from typing import Any, TypeVar
 
-from jaxscale.cluster.detect.slurm import node_address
+from jaxscale.cluster import schedulers
 from jaxscale.errors import ConfigError
 
 # These ports are below those that Linux gives to outgoing connections
@@ -59,15 +59,15 @@ def join_address(host: str, port: int) -> str:
 
 
 def node_name() -> str:
-  """Return Slurm's name of this host, or else the host name."""
-  return os.environ.get("SLURMD_NODENAME") or socket.gethostname()
+  """Return the scheduler's name of this host, or else the host name."""
+  return schedulers.ask(lambda s: s.node_name(os.environ)) or socket.gethostname()
 
 
 def resolve(host: str, patience_s: float = 5.0) -> list[str]:
   """Return the numeric addresses of a host, in the order to try them.
 
-  If the system cannot resolve a node's name, Slurm is asked for the node's address:
-  NodeName need not resolve (slurm.conf(5), NodeAddr).
+  If the system cannot resolve a node's name, the scheduler is asked for the node's address:
+  Slurm's NodeName need not resolve (slurm.conf(5), NodeAddr).
 
   Args:
     host: the host name.
@@ -75,7 +75,7 @@ def resolve(host: str, patience_s: float = 5.0) -> list[str]:
       pod is ready).
 
   Raises:
-    ConfigError: neither the system nor Slurm knows the name.
+    ConfigError: neither the system nor the scheduler knows the name.
   """
   deadline = time.monotonic() + patience_s
   while True:
@@ -84,7 +84,7 @@ def resolve(host: str, patience_s: float = 5.0) -> list[str]:
       return list(dict.fromkeys(str(entry[4][0]) for entry in infos))
     except (OSError, UnicodeError) as e:  # UnicodeError: a label of > 63 letters
       reason = str(getattr(e, "strerror", None) or e)
-    if "SLURM_JOB_ID" in os.environ and (address := node_address(host)):
+    if address := schedulers.ask(lambda s: s.node_address(os.environ, host)):
       with contextlib.suppress(OSError):
         entries = socket.getaddrinfo(address, None, type=socket.SOCK_STREAM)
         return [str(entries[0][4][0])]

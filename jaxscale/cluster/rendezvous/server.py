@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, cast
 
 from jaxscale.cluster import wire
-from jaxscale.cluster.detect.launch import Launch
+from jaxscale.cluster.launch import Launch
 from jaxscale.cluster.rendezvous import handshake, network
 from jaxscale.cluster.rendezvous.acceptor import Acceptor
 from jaxscale.cluster.rendezvous.handshake import Hello

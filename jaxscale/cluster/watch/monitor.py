@@ -17,7 +17,8 @@ from typing import Any, NamedTuple
 from jaxscale.cluster.timeouts import Timeouts
 from jaxscale.cluster.watch import fault_detection, stacks
 from jaxscale.cluster.watch.fault_detection import Fault, ProcessState
-from jaxscale.cluster.watch.stop_consensus import StopCoordinator, StopRequest
+from jaxscale.cluster.watch.signals import StopRequest
+from jaxscale.cluster.watch.stop_consensus import StopCoordinator
 from jaxscale.cluster.wire import Link, encode, parse, typed
 from jaxscale.errors import EXIT_HANG, EXIT_PREEMPTED
 

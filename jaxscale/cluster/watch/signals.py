@@ -1,20 +1,19 @@
 """Signals that ask a run to save and stop, received even while the main thread is busy.
 
-A signal passes through these modules from the handler to the exit code:
+A signal passes through four modules from the handler to the exit code:
 
-1. This module: the C handler writes the signal's number to a descriptor. The thread of
-   `SignalHandlers` reads it and makes a `StopRequest`, "preemption" or "interrupt". A
-   closed standard output takes the same path: Python ignores SIGPIPE, so `errors.Output`
-   reports it instead of the system. The session has attached `watch.stop.request`
-   (cluster/session.py).
+1. This module maps signals to requests, and requests to exit codes. The C handler writes
+   the signal's number to a descriptor. The thread of `SignalHandlers` reads it and makes a
+   `StopRequest`, "preemption" (exit code 85) or "interrupt" (130). A closed standard output
+   takes the same path: Python ignores SIGPIPE, so `errors.Output` reports it instead of the
+   system.
 2. watch/stop_consensus.py: all processes agree on the step after which they stop, and
    `watch.stop.poll()` returns the request there in every process. watch.py and monitor.py
    only carry the messages.
-3. run/run.py: after every step `Run.should_stop` polls. On a request the run saves (the
-   last hook of run/hooks.py), and training/loop.py ends.
-4. run/session.py: the command (cli/train.py) calls `report_stop`, which prints the saved
-   step, asks Slurm to requeue the job after a preemption, and returns the exit code.
-5. errors.py: `EXIT_OF_STOP` has the code of each kind, 85 or 130; `leave` exits.
+3. run/run.py: after every step `Run.should_stop` polls. On a request the last hook saves
+   and the loop ends.
+4. run/session.py: `report_stop` prints the saved step, has the job requeued after a
+   preemption, and returns `StopRequest.exit_code`, with which the command exits.
 
 The thread of `SignalHandlers` ends the process by itself if no save succeeds within
 `grace_s` of SIGTERM, or after a second Ctrl-C.
@@ -38,11 +37,33 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import Any, NoReturn, cast
+from typing import Any, Literal, NamedTuple, NoReturn, cast
 
 from jaxscale.cluster.watch import stacks
-from jaxscale.cluster.watch.stop_consensus import StopRequest
 from jaxscale.errors import EXIT_INTERRUPTED, EXIT_PREEMPTED, Output
+
+
+class StopRequest(NamedTuple):
+  """A request that the run saves and stops.
+
+  Attributes:
+    cause: the reason, such as "SIGTERM", "Ctrl-C" or "walltime: 59 s are left"; after
+      the consensus also the process that asked: "SIGTERM at process 2 on n3".
+    kind: the kind of the request, which decides the exit code and whether the job is
+      requeued (after a preemption).
+  """
+
+  cause: str
+  kind: Literal["preemption", "interrupt"] = "preemption"
+
+  @property
+  def exit_code(self) -> int:
+    """Exit code of the run once it has saved: 85, or 130 for an interrupt."""
+    return EXIT_PREEMPTED if self.kind == "preemption" else EXIT_INTERRUPTED
+
+  def __str__(self) -> str:
+    return self.cause
+
 
 # SIGTERM: scancel, a requeue, a preemption, or the time limit. SIGUSR1 and SIGUSR2: the
 # usual signals of `sbatch --signal`. SIGINT: Ctrl-C on srun. SIGHUP: the terminal was

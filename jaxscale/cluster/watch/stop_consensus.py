@@ -11,31 +11,8 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from typing import Literal, NamedTuple
 
-from jaxscale.errors import EXIT_OF_STOP
-
-
-class StopRequest(NamedTuple):
-  """A request that the run saves and stops.
-
-  Attributes:
-    cause: the reason, such as "SIGTERM", "Ctrl-C" or "walltime: 59 s are left"; after
-      the consensus also the process that asked: "SIGTERM at process 2 on n3".
-    kind: the kind of the request, which decides the exit code and whether the job is
-      requeued (after a preemption).
-  """
-
-  cause: str
-  kind: Literal["preemption", "interrupt"] = "preemption"
-
-  @property
-  def exit_code(self) -> int:
-    """Exit code of the run once it has saved."""
-    return EXIT_OF_STOP[self.kind]
-
-  def __str__(self) -> str:
-    return self.cause
+from jaxscale.cluster.watch.signals import StopRequest
 
 
 class StopRequested(Exception):

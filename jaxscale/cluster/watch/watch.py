@@ -24,7 +24,8 @@ from jaxscale.cluster.timeouts import Timeouts
 from jaxscale.cluster.watch import beats, fault_detection, stacks
 from jaxscale.cluster.watch.fault_detection import describe_position
 from jaxscale.cluster.watch.monitor import FaultNotice, Monitor
-from jaxscale.cluster.watch.stop_consensus import StopConsensus, StopRequest
+from jaxscale.cluster.watch.signals import StopRequest
+from jaxscale.cluster.watch.stop_consensus import StopConsensus
 from jaxscale.cluster.wire import Link, is_ready, parse, typed
 from jaxscale.errors import EXIT_CRASH, EXIT_HANG, user_message
 

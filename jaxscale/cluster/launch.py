@@ -1,4 +1,4 @@
-"""`Launch`: the rank and job of a process; `Host`: the functions for a detector."""
+"""`Launch`: the rank of a process; `Job`: its job; `Host`: the functions for a detector."""
 
 from __future__ import annotations
 
@@ -32,6 +32,29 @@ class Launch(NamedTuple):
   note: str = ""  # one line for the user
   port: int | None = None  # port on which process 0 must listen
   nodes: tuple[str, ...] = ()  # hosts of the run, if the launcher lists them
+
+
+class Job(NamedTuple):
+  """A scheduler's job, as one of its processes sees it.
+
+  Attributes:
+    scheduler: the name of the scheduler in `schedulers.SCHEDULERS`.
+    id: the ID by which the scheduler requeues or cancels the job.
+    restarts: the number of restarts by the scheduler.
+    step: the job's step; "" without steps.
+
+  Example:
+    >>> str(Job("slurm", "12", restarts=1, step="0"))
+    'slurm-12.0-r1'
+  """
+
+  scheduler: str
+  id: str
+  restarts: int = 0
+  step: str = ""
+
+  def __str__(self) -> str:
+    return f"{self.scheduler}-{self.id}{self.step and '.'}{self.step}-r{self.restarts}"
 
 
 class Host(NamedTuple):

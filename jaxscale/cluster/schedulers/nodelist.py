@@ -1,8 +1,8 @@
 """Expansion of Slurm's node lists, such as `rack[1-2]n[01-04],login`, to host names.
 
-`scontrol show hostnames` of the installed Slurm comes first. This module's parser is used
-without scontrol (in containers) or if it fails: Slurm 22.05 prints nothing, with exit code
-0, for `node[1-2]-ib`.
+`scontrol show hostnames` of the installed Slurm comes first (`slurm.hostnames`). This parser
+is used without scontrol (in containers) or if it fails: Slurm 22.05 prints nothing, with exit
+code 0, for `node[1-2]-ib`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import itertools
 import math
 import re
 
-from jaxscale.cluster.detect.scontrol import run_scontrol
 from jaxscale.errors import ConfigError
 
 MOST_HOSTS = 64 * 1024  # in one range: MAX_RANGE of Slurm's hostlist.c
@@ -44,30 +43,11 @@ def expand(text: str) -> list[str]:
     if any("[" in name or "]" in name for (name,) in parts[::2]):
       raise _malformed(text, f"brackets do not match at {item[:20]!r}")
     if len(names) + math.prod(map(len, parts)) > MOST_HOSTS:
-      raise _too_many(text)
+      raise _malformed(text, f"more than {MOST_HOSTS} hosts")
     names += map("".join, itertools.product(*parts))
   if not names:
     raise _malformed(text, "it is empty")
   return names
-
-
-def hostnames(text: str) -> list[str]:
-  """Return the host names of a node list by `scontrol`, or else by `expand`.
-
-  Raises:
-    ConfigError: the list is empty or malformed.
-
-  Example:
-    >>> hostnames("n7,n9")
-    ['n7', 'n9']
-  """
-  if "[" in text:
-    # The timeout is for scontrol without a configuration file, which searches the network.
-    names = (run_scontrol("show", "hostnames", text, timeout_s=2.0) or "").split()
-    # Slurm 22.05 returns the host "n]" for "n[1-2".
-    if names and not any("[" in n or "]" in n for n in names):
-      return names
-  return expand(text)
 
 
 def _numbers(inside: str, text: str) -> list[str]:
@@ -82,14 +62,9 @@ def _numbers(inside: str, text: str) -> list[str]:
       raise _malformed(text, f"{first}-{last} is not a valid range")
     numbers += [str(i).zfill(len(first)) for i in range(int(first), int(last) + 1)]
     if len(numbers) > MOST_HOSTS:
-      raise _too_many(text)
+      raise _malformed(text, f"more than {MOST_HOSTS} hosts")
   return numbers
 
 
-def _too_many(text: str) -> ConfigError:
-  return _malformed(text, f"more than {MOST_HOSTS} hosts")
-
-
 def _malformed(text: str, problem: str) -> ConfigError:
-  shown = text if len(text) <= 60 else text[:57] + "…"
-  return ConfigError(f"node list {shown!r}: {problem}; give names as in 'n1,rack[1-2]n[01-04]'")
+  return ConfigError(f"node list {text[:60]!r}: {problem}; give names as in 'n1,rack[1-2]n[01-04]'")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from jaxscale.cluster.detect.launch import LOOPBACK, Host, Launch, number
+from jaxscale.cluster.launch import LOOPBACK, Host, Launch, number
 from jaxscale.files import readable_text
 
 # For the variable of a job's ID: the scheduler, the variable of the host file, and the
