@@ -430,5 +430,5 @@ def _watch_interrupts() -> None:
 def _leave_interrupted() -> NoReturn:
   """End the process after Ctrl-C at once, since compiling threads may take long."""
   with contextlib.suppress(OSError):
-    os.write(2, b"\nerror: Ctrl-C\n")
+    os.write(2, b"\ninterrupted\n")
   os._exit(EXIT_INTERRUPTED)

@@ -42,12 +42,7 @@ def main(argv: list[str], program: str = "jaxscale") -> int:
     return errors.EXIT_DONE
   if name in USE_JAX:
     check_environment(os.environ)
-  try:
-    return module.run(args) or errors.EXIT_DONE
-  except KeyboardInterrupt:
-    if any(vars(args).get(option) for option in ("follow", "watch")):
-      os._exit(errors.EXIT_INTERRUPTED)  # the usual end of these commands, so without an error
-    raise
+  return module.run(args) or errors.EXIT_DONE
 
 
 def help_page(name: str, parser: Parser, args: Namespace) -> str:

@@ -36,9 +36,7 @@ def add_arguments(parser: Parser) -> None:
   parser.exit_codes = "exit code: 0 it fits, 1 it does not fit, 2 invalid usage or configuration"
   parser.config("; required without --calibrate")
   parser.option("--chips KIND-N", "the chips, e.g. h100-16; required without --calibrate")
-  parser.option(
-    "--site NAME|FILE.toml", "the site with speeds and prices (default: $JAXSCALE_SITE)"
-  )
+  parser.option("--site NAME|FILE.toml", "the site with its speeds (default: $JAXSCALE_SITE)")
   nodes = value(distinct, "whole numbers, as 1,2,4")
   parser.option("--nodes N,N", "the numbers of nodes to compare (default: powers of 2)", nodes)
   parser.option("--json FILE", "the plan to write, for `submit` and `train` (default: none)", file)

@@ -22,9 +22,7 @@ def add_arguments(parser: Parser) -> None:
   parser.words("files", "FILE[:ARG]", "the configs; required without --config")
   parser.config("; required without FILE", action="append", default=[])
   parser.option("--out FILE", "the picture to write", picture, missing="try --out schedule.png")
-  parser.option(
-    "--num-train N", "the number of training examples (default: the dataset's)", whole(1)
-  )
+  parser.option("--num-train N", "the training examples (default: the dataset's)", whole(1))
 
 
 def run(args: Namespace) -> None:

@@ -37,9 +37,7 @@ def add_job_arguments(parser: Parser, note: str | None = None) -> None:
   text = f"the executor: {' or '.join(EXECUTORS)} (default: the first that is available)"
   parser.option("--executor NAME", text, choices=tuple(EXECUTORS))
   parser.option("--requeue N", "the largest number of restarts (default: 10)", whole())
-  parser.option(
-    "--spares N", "the number of extra nodes that replace failed ones (default: 0)", whole()
-  )
+  parser.option("--spares N", "the number of nodes that replace failed ones (default: 0)", whole())
   parser.flag("--preflight", "run `jaxscale doctor` on the nodes first", default=None)
   parser.flag("--dry-run", "print the script and what would be created, and exit")
   add_site_arguments(parser)
@@ -47,7 +45,7 @@ def add_job_arguments(parser: Parser, note: str | None = None) -> None:
 
 def add_sweep_arguments(parser: Parser) -> None:
   """Add the options of every command that submits several trials as one job."""
-  parser.option("--at-most N", "run at most N trials at a time (default: all; locally 1)", whole(1))
+  parser.option("--at-most N", "the number of trials at a time (default: all; locally 1)", whole(1))
   parser.option("--nodes N", "the number of nodes of each run", whole(1), default=1)
   add_job_arguments(parser)
 

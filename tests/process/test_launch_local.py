@@ -435,7 +435,7 @@ def test_ctrl_c_ends_a_command_that_watches_without_an_error(fake, tmp_path, com
     next(line for line in process.stdout if line[0] in "oa")  # of the log, or of the table
     process.send_signal(signal.SIGINT)
     _, error = process.communicate(timeout=200)
-  assert (process.returncode, error) == (130, "")
+  assert (process.returncode, error) == (130, "\ninterrupted\n")
   job.cancel()
 
 
