@@ -9,6 +9,7 @@ import zlib
 import pytest
 
 from jaxscale.checkpoint.checkpoint_files import MANIFEST
+from jaxscale.cluster.launch import Job
 from jaxscale.cluster.requeue import count_start
 from jaxscale.config.record import describe_run
 from jaxscale.errors import user_message
@@ -208,8 +209,8 @@ def test_damaged_counts_begin_anew(tmp_path):
     assert DamageRecord(tmp_path, start=5).count == 0, content[:50]
   for content in (*EVERY.values(), b'{"step": "1", "idle": 0}'):
     put(tmp_path / "restarts.json", content)
-    assert count_start(tmp_path, "7", 1, 40) == 0, content[:50]
-    assert count_start(tmp_path, "7", 2, 40) == 1
+    assert count_start(tmp_path, Job("slurm", "7", 1), 40) == 0, content[:50]
+    assert count_start(tmp_path, Job("slurm", "7", 2), 40) == 1
 
 
 def manifest(workdir, **changes):

@@ -92,7 +92,7 @@ STEP JAXSCALE_PROCESS_ID=0 | JAXSCALE_PROCESS_ID=0: slurm has set 2
 STEP SLURM_PROCID=x | SLURM_PROCID=x: not a whole number; correct or unset it
 STEP SLURM_PROCID=4 | SLURM_PROCID=4 of SLURM_STEP_NUM_TASKS=4
 STEP SLURM_STEP_NODELIST=n[3- | node list 'n\[3-'
-STEP SLURM_TASKS_PER_NODE=2(y2) | tasks per node '2\(y2\)' are invalid; write them as Slurm does
+STEP SLURM_TASKS_PER_NODE=2(y2) | tasks per node '2\(y2\)' are invalid; write them as in
 STEP SLURM_DISTRIBUTION=arbitrary SLURM_HOSTFILE=/no | =/no does not have the host of rank 0; set
 OMPI_COMM_WORLD_RANK=4 OMPI_COMM_WORLD_SIZE=4 | OMPI_COMM_WORLD_RANK=4, OMPI_COMM_WORLD_SIZE=4
 RANK=2 WORLD_SIZE=2 | RANK=2 is not less than WORLD_SIZE=2; start it

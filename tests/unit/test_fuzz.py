@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from jaxscale.checkpoint import lock
 from jaxscale.checkpoint.checkpoint_files import MANIFEST, read_manifest
 from jaxscale.checkpoint.checksum import DamagedError
+from jaxscale.cluster.launch import Job
 from jaxscale.cluster.requeue import count_start
 from jaxscale.config.loading import load_config
 from jaxscale.config.record import FORMAT, describe_run, to_plain
@@ -236,7 +237,7 @@ RECORDS = {
     dict.fromkeys(("training", "held-out"), DAMAGED),
     lambda folder: DamageRecord(folder, 1).count,
   ),
-  "restarts.json": (RESTARTS, lambda folder: count_start(folder, "7", 2, 5)),
+  "restarts.json": (RESTARTS, lambda folder: count_start(folder, Job("slurm", "7", 2), 5)),
   "owner": (dict(host="h", pid=9, job="slurm-7-r1", since=1.0, process="x"), read_owner),
   "cached.json": (COUNTS, lambda folder: stream._counts(folder / "cached.bin", "<u1")),
   "starts.jsonl": (dict(commit="ab", changed=["x"], host="h", command="train"), last_start),

@@ -180,7 +180,7 @@ def test_a_scheduler_of_another_kind_is_one_entry(monkeypatch):
   monkeypatch.delenv("SLURM_JOB_ID", raising=False)
   job = current_job({"LSB_JOBID": "9"})
   assert str(job) == "lsf-9-r0"
-  line = "job 9 is saved, not requeued: no brequeue here"
+  line = "job 9 is not requeued: no brequeue here; resume it"
   assert requeue.requeue(job, limit=3, remedy="resume it") == (85, line)
   asked = []
   walltime.before_end(asked.append, 60.0)
@@ -198,8 +198,8 @@ def test_a_loop_without_progress_is_given_up(tmp_path):
   # Progress in between, however little, begins anew; losing a checkpoint is none.
   assert starts("7", 0, [0, 0, 10, 10, 11, 9, 11]) == [0, 1, 0, 1, 0, 1, 2]
   assert starts("7", 7, [11]) == [3]
-  assert requeue.loop_error(2, 11, limit=3, remedy="resume it") is None
-  refusal = requeue.loop_error(3, 11, limit=3, remedy="resume it")
+  assert requeue.loop_error(2, 11, limit=3) is None
+  refusal = requeue.loop_error(3, 11, limit=3)
   assert refusal and "3 restarts without progress, still at step 11" in refusal
   # Submitted again, by somebody who has looked; a note that is damaged counts none.
   assert starts("8", 0, [11, 11]) == [0, 1]
