@@ -127,7 +127,7 @@ exchange=TopK exchange.share=0.2                       give less than 0.125
 exchange=Int8 exchange.bucket_bytes=64                 Int8.bucket_bytes=64 is less than a block
 exchange.bucket_bytes=3                                give a value >= 4
 LOCAL exchange=OneBit exchange.plain_epochs=1          plain_epochs=1.0: with sync=LocalSGD workers
-LOCAL lr_scaling=linear                lr_scaling='linear': with sync=LocalSGD the
+LOCAL lr_scaling=linear                lr_scaling='linear': with sync=LocalSGD each
 LOCAL NORM                             CNN.bn_span=global would share BatchNorm
 BLOCK FIVE RAMP   BlockMomentum.sync_every_steps=5 makes blocks of 2,560 samples with 8 w
 BLOCK                                                  but the data set has only 1,437; give

@@ -110,7 +110,7 @@ MISTAKES = [
   ),
   (lambda: power_sgd(AXES, rank=0), "rank=0 is out of range"),
   (lambda: warm_start(plain(AXES), AXES, steps=-1), r"warm_start.steps=-1"),
-  (lambda: KEEPS.init({"w": jnp.zeros(3)}), r"warm_start.first has a state"),
+  (lambda: KEEPS.init({"w": jnp.zeros(3)}), r"warm_start.first keeps a state"),
 ]
 
 
