@@ -95,6 +95,19 @@ def from_source(
 
   Raises:
     ConfigError: there is no example, or with `cache` no readable one.
+
+  Example:
+    >>> import io
+    >>> from PIL import Image
+    >>> Image.new("RGB", (8, 8)).save(file := io.BytesIO(), "PNG")
+    >>> records = [(file.getvalue(), 0), (file.getvalue(), 1)]
+    >>> read = lambda indices: (records[i] for i in indices)
+    >>> source = Source(2, read, name=str, is_jpeg=lambda index: False)
+    >>> info = image_info("squares", (8, 8, 3), num_classes=2)
+    >>> dataset = from_source(info, source, False, "flip", False, "mlperf")
+    >>> dataset = dataset._replace(identity="squares, version 1")  # compared on resume
+    >>> dataset.load(np.arange(2), None)["image"].shape
+    (2, 8, 8, 3)
   """
   if not source.num_examples:
     raise ConfigError(f"{info.name}: has no examples; check the path and the split")

@@ -39,6 +39,17 @@ class Exchange(NamedTuple):
       called outside of `shard_map`. It must preserve the pending mean gradient:
       1/N' sum r'_i = 1/N sum r_i. None means that the state cannot be resized, and a run cannot
       resume on a different number of devices.
+
+  Example:
+    >>> def in_bfloat16(axes):  # the rounding errors are sent in the next step
+    ...   def exchange(grads, residuals):
+    ...     pending = jax.tree.map(jnp.add, grads, residuals)
+    ...     sent = jax.tree.map(lambda x: x.astype(jnp.bfloat16).astype(x.dtype), pending)
+    ...     mean = jax.tree.map(lambda x: lax.psum(x, axes) / lax.axis_size(axes), sent)
+    ...     return mean, jax.tree.map(jnp.subtract, pending, sent)
+    ...   return Exchange(zero_residuals, exchange, resize=mean_for_all)
+    >>> in_bfloat16(("data",)).init({"bias": jnp.ones(2)})
+    {'bias': Array([0., 0.], dtype=float32)}
   """
 
   init: Callable[[Any], ExchangeState]

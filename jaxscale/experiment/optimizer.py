@@ -1,4 +1,8 @@
-"""Learning rate and optimizer of a phase."""
+"""Learning rate and optimizer of a phase.
+
+The train step logs `schedule(state.step)` (training/step.py). The optimizer evaluates the same
+schedule at its own count of steps, which skipped steps also advance (`nan_guard.count_steps`).
+"""
 
 from __future__ import annotations
 

@@ -63,7 +63,7 @@ def report_stop(config: Config, request: StopRequest | None, saved: str, remedy:
   # Under `jaxscale submit` the job's script restarts it, as it also sees hardware faults.
   by_launcher = os.environ.get("JAXSCALE_REQUEUE") == "launcher"
   if by_launcher and code != EXIT_INTERRUPTED:
-    restarted = f"Slurm requeues job {job.id}" if job else "it restarts by itself"
+    restarted = f"job {job.id} is requeued" if job else "it restarts by itself"
     remedy = f"{restarted} unless it was cancelled or has no restarts left"
   if job is None or code == EXIT_INTERRUPTED or by_launcher:
     print(f"{saved}; {remedy}", flush=True)

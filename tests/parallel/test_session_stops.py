@@ -51,7 +51,7 @@ def test_who_pressed_ctrl_c_does_not_want_it_again(in_a_job, capsys, reason):
 def test_what_a_launcher_starts_it_starts_again_itself(in_a_job, capsys, monkeypatch):
   monkeypatch.setenv("JAXSCALE_REQUEUE", "launcher")
   assert session.report_stop(config(), SIGTERM, "saved", "to resume: train") == 85
-  requeued = "Slurm requeues job 12 unless it was cancelled or has no restarts left"
+  requeued = "job 12 is requeued unless it was cancelled or has no restarts left"
   assert capsys.readouterr().out == f"saved; {requeued}\n" and not in_a_job.exists()
 
 

@@ -73,10 +73,10 @@ def detect(host: Host) -> Launch | None:
   again = f"-r{restarts}" if restarts else ""
   if _is_task_of_step(env):
     step = env.get("SLURM_STEP_ID") or env.get("SLURM_STEPID") or "0"
-    found = _task(host, f"slurm-{job_id}.{step}{again}", restarts)
-    if found.num_processes > 1 and "SLURM_PTY_PORT" in env and host.at_terminal():
-      return found._replace(note=_PTY)
-    return found
+    launch = _task(host, f"slurm-{job_id}.{step}{again}", restarts)
+    if launch.num_processes > 1 and "SLURM_PTY_PORT" in env and host.at_terminal():
+      return launch._replace(note=_PTY)
+    return launch
   tasks = _tasks_of_job(env)
   alone = Launch("slurm", 0, 1, None, 0, 1, f"slurm-{job_id}{again}", restarts)
   if tasks == 1:
@@ -84,9 +84,9 @@ def detect(host: Host) -> Launch | None:
   if "SLURM_PROCID" in env and env.get("SLURM_STEP_ID") != _INTERACTIVE:
     names = ("SLURM_NTASKS", "SLURM_TASKS_PER_NODE", "SLURM_PROCID")
     named = next(name for name in names if name in env)
-    why = f"this is the batch script, not a step of job {job_id}"
+    problem = f"this is the batch script, not a step of job {job_id}"
     fix = "start it with srun (or set JAXSCALE_NUM_PROCESSES=1 to run one process)"
-    raise ConfigError(f"{named}={env[named]}: {why}; {fix}")
+    raise ConfigError(f"{named}={env[named]}: {problem}; {fix}")
   wanted = f"; srun would start {tasks}" if tasks else ""
   note = f"runs as one process: this shell in Slurm job {job_id} is not a step{wanted}"
   return alone._replace(note=note)
@@ -130,8 +130,8 @@ def node_address(env: Env, node: str) -> str | None:
   if "SLURM_JOB_ID" not in env:
     return None
   shown = _scontrol("--oneliner", "show", "node", node, timeout_s=5.0)
-  found = re.search(r"\bNodeAddr=(\S+)", shown or "")
-  return found[1] if found else None
+  match = re.search(r"\bNodeAddr=(\S+)", shown or "")
+  return match[1] if match else None
 
 
 def has_own_gpus(env: Env, num_visible: int) -> bool | None:
@@ -179,7 +179,7 @@ def ending_state(job: Job) -> str | None:
   Reason=TimeLimit and may resume (measured with Slurm 22.05).
   """
   states = re.findall(r"\bJobState=(\w+) Reason=(\w+)", _shown(job.id))
-  if any(state == "RUNNING" or why == "TimeLimit" for state, why in states):
+  if any(state == "RUNNING" or problem == "TimeLimit" for state, problem in states):
     return None
   return states[0][0].lower() if states else None
 
@@ -230,9 +230,9 @@ def parse_time(shown: str, name: str) -> float | None:
     >>> time.strftime("%H:%M", time.localtime(parse_time(shown, "EndTime")))
     '12:00'
   """
-  found = re.search(rf"\b{name}=(\d{{4}}-\d\d-\d\dT\d\d:\d\d:\d\d)", shown)
+  match = re.search(rf"\b{name}=(\d{{4}}-\d\d-\d\dT\d\d:\d\d:\d\d)", shown)
   with contextlib.suppress(ValueError, OverflowError):  # the date does not exist
-    return time.mktime(time.strptime(found[1], "%Y-%m-%dT%H:%M:%S")) if found else None
+    return time.mktime(time.strptime(match[1], "%Y-%m-%dT%H:%M:%S")) if match else None
   return None
 
 
@@ -270,8 +270,8 @@ def _task(host: Host, job: str, restarts: int) -> Launch:
   per_node = tasks_per_node(env.get("SLURM_STEP_TASKS_PER_NODE") or "0")
   count = count or sum(per_node)
   if rank is None or rank >= count:
-    why = "not a rank of this step; start it with srun, or unset the SLURM_ variables"
-    raise ConfigError(f"SLURM_PROCID={rank} of SLURM_STEP_NUM_TASKS={count}: {why}")
+    problem = "not a rank of this step; start it with srun, or unset the SLURM_ variables"
+    raise ConfigError(f"SLURM_PROCID={rank} of SLURM_STEP_NUM_TASKS={count}: {problem}")
   node, local = number(env, "SLURM_NODEID"), number(env, "SLURM_LOCALID")
   local_size = 1 if count == 1 else number(env, "SLURM_NTASKS_PER_NODE")
   if node is not None and node < len(per_node) and per_node[node]:
@@ -291,8 +291,8 @@ def _host_of_rank_0(host: Host, nodes: tuple[str, ...]) -> str:
   path = env.get("SLURM_HOSTFILE") or "not set"
   if names := readable_text(Path(path)).split():
     return host.expand(names[0])[0]
-  why = f"SLURM_HOSTFILE={path} does not have the host of rank 0"
-  raise ConfigError(f"SLURM_DISTRIBUTION=arbitrary: {why}; set JAXSCALE_COORDINATOR=host:port")
+  problem = f"SLURM_HOSTFILE={path} does not have the host of rank 0"
+  raise ConfigError(f"SLURM_DISTRIBUTION=arbitrary: {problem}; set JAXSCALE_COORDINATOR=host:port")
 
 
 def _requeue(job: Job) -> str | None:

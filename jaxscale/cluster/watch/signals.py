@@ -13,7 +13,8 @@ A signal passes through four modules from the handler to the exit code:
 3. run/run.py: after every step `Run.should_stop` polls. On a request the last hook saves
    and the loop ends.
 4. run/session.py: `report_stop` prints the saved step, has the job requeued after a
-   preemption, and returns `StopRequest.exit_code`, with which the command exits.
+   preemption, and returns `StopRequest.exit_code`, with which the command exits; 93 if the
+   job was requeued too often.
 
 The thread of `SignalHandlers` ends the process by itself if no save succeeds within
 `grace_s` of SIGTERM, or after a second Ctrl-C.
