@@ -93,8 +93,10 @@ class NonFiniteError(FloatingPointError):
     "steps by --config.checks.nan_policy=skip"
   )
 
-  def __init__(self, step: int, what: str):
+  def __init__(self, step: int, what: str, is_skipping: bool = False):
     super().__init__(f"{what} at step {step}")
+    if is_skipping:
+      self.advice = self.advice.partition(", or resume")[0]
     self.step = self.good_until = step
 
 

@@ -94,14 +94,14 @@ def initialize(
   Args:
     config: an object that must be equal in all processes: for a `Config` its settings and
       its code are compared, for other objects the `repr`.
-    timeouts: the limits. None uses the defaults without a limit on the start, so that a
-      program may run without calls of `Watch.at`.
+    timeouts: the time limits. None uses the defaults with an infinite `startup_timeout_s`,
+      because a program that does not call `Watch.at` never reports that it has started.
     folder: the folder for stack traces of processes that a fault ends.
     gpu_settings: whether to set variables for the GPUs (`cluster/gpu_settings.py`).
 
   Raises:
-    ConfigError: the variables contradict each other, a process is missing or differs, or a
-      GPU is missing. All processes that can still be reached raise it.
+    ConfigError: environment variables contradict each other, a process is missing or has a
+      different config, or a GPU is missing. All processes that can still be reached raise it.
   """
   _start(config, timeouts, folder, gpu_settings)
   if _watch is not None and not _watch.is_watched:

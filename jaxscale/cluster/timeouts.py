@@ -39,8 +39,8 @@ class Timeouts:
       to finish the run (summary and plots).
     slow_window_s: the length in seconds of the window over which the processes' host times per
       step are averaged and compared, to report slow processes.
-    jax_initialization_timeout_s: the time in seconds within which JAX's coordinator must start
-      to listen, and again within which all processes must connect to it (300 in JAX by
+    jax_initialization_timeout_s: the time in seconds that JAX's coordinator may take to start
+      to listen. The same limit applies to the connection of all processes to it (300 in JAX by
       default).
     jax_heartbeat_timeout_s: the time in seconds without a heartbeat after which JAX aborts all
       processes; at least 1.2 times `heartbeat_timeout_s`, so that jaxscale reports the cause

@@ -197,7 +197,7 @@ def _check_neutral(config: Config) -> None:
   phases = config.phases
   if isinstance(phases, Phases) and (phases.follow != "neutral" or not phases.batch_sizes):
     return
-  neutral = "phases with follow='neutral' (AdaptiveBatch too)"
+  neutral = "AdaptiveBatch and phases with follow='neutral'"
   if not config.optimizer.follows_batch_neutrally:
     field = f"Config.optimizer={type(config.optimizer).__name__}"
     remedy = "use SGD, or Phases with follow='linear' or 'sqrt'"

@@ -107,7 +107,7 @@ def check_layout(config: Any) -> None:
   of_stacks = parts + [f"Layout.remat={layout.remat!r}"] * (layout.remat != "none")
   if of_stacks and not config.model.is_stack:
     problem = f"{model} is not a stack of equal layers"
-    remedy = "use Transformer or ViT, or split along fsdp only"
+    remedy = "use Transformer or ViT, or only mesh.fsdp and layout.remat='none'"
     raise ConfigError(f"{of_stacks[0]}: {problem}; {remedy}")
   splits_text = config.model.is_stack and config.model.takes_text
   if layout.model != "layers" and not splits_text:

@@ -151,14 +151,14 @@ def listing(directory: str | os.PathLike[str]) -> Folder:
   folder = _kept_listing(str(root.absolute()))
   if not len(folder.files):
     count = len(folder.empty)
-    problem = f"no images in {count} subdirectories{_but(folder.left_out)}"
+    problem = f"found no images in {count} subdirectories{_others(folder.left_out)}"
     fix = f"images must be at CLASS/**/*.JPEG (or {' '.join(SUFFIXES)})"
     raise ConfigError(f"{directory}: {problem}; {fix}")
   return folder
 
 
-def _but(left_out: Counter[str]) -> str:
-  return f" but {few(f'{n:,} {kind}' for kind, n in left_out.items())}" * bool(left_out)
+def _others(left_out: Counter[str]) -> str:
+  return f" (other files: {few(f'{n:,} {kind}' for kind, n in left_out.items())})" * bool(left_out)
 
 
 # By directory: the modification times of all its folders, and its content.

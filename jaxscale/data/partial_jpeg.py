@@ -163,5 +163,6 @@ def _compile(arguments: list[str], stdin: str = "") -> str:
     if "jpeglib.h" in done.stderr or "-ljpeg" in done.stderr:
       raise ConfigError(f"libjpeg: {compiler[0]} does not find it; {_HOW_TO_GET_IT}")
     errors = [line for line in done.stderr.splitlines() if "error" in line]
-    raise ConfigError(f"{name}: compilation failed: {errors[0] if errors else done.returncode}")
+    errors += [f"exit code {done.returncode}"]
+    raise ConfigError(f"{name}: compilation failed: {errors[0]}")
   return done.stdout

@@ -307,7 +307,7 @@ class _TokenizedText(_Text):
   Attributes:
     tokenizer: the tokenizer; "bytes", or the path of a Hugging Face tokenizer.json.
     separator: the token that follows each document, e.g. "</s>"; None uses the tokenizer's
-      end-of-text token, found by its usual names. With tokenizer "bytes" it is byte 0.
+      end-of-text token ("<|endoftext|>", "</s>" or similar). The tokenizer "bytes" uses byte 0.
     sequence_length: the number of tokens per example.
     cache_dir: the directory in which tokenized text is cached; None uses
       ~/.cache/jaxscale/text.

@@ -71,7 +71,7 @@ def tfds_images(
   features = builder.info.features
   is_there = image_key in features and label_key in features
   if not (is_there and hasattr(features[label_key], "num_classes")):
-    raise ConfigError(f"TFDS.name={name!r}: has no image and class label; use a different dataset")
+    raise ConfigError(f"TFDS.name={name!r}: has no images with a class; use a different dataset")
   source = _opened(_identity(builder), name, data_dir, split)
   stored = features[image_key].shape
   channels = int(channels or stored[-1] or 3)

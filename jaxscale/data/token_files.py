@@ -92,8 +92,8 @@ def text_files(
   notes = left_out_note(called, left_out, f"text files end in {', '.join(_ENDINGS)}")
   if paths[0].suffix.lower() in _TOKENS:
     if vocab_size is None:
-      fix = "set the number of tokens, e.g. 50257 for GPT-2's"
-      raise ConfigError(f"TextFiles.vocab_size=None: {paths[0]} has tokens; {fix}")
+      fix = "set the vocabulary size, e.g. 50257 for GPT-2's tokenizer"
+      raise ConfigError(f"TextFiles.vocab_size=None: {paths[0]} contains token IDs; {fix}")
     for name, value, default in (
       ("tokenizer", tokenizer, "bytes"),
       ("separator", separator, None),
@@ -215,8 +215,8 @@ def _npy(path: Path) -> tuple[str, int]:
     problem = f"is damaged ({(str(e).splitlines() or ['no header'])[0]})"
     raise invalid(str(path), ..., problem, "save the tokens again") from None
   if array.ndim != 1:
-    problem = f"has the shape {array.shape}"
-    raise invalid(str(path), ..., problem, "save one dimension (.ravel())")
+    problem = f"has shape {array.shape}, but must have one dimension"
+    raise invalid(str(path), ..., problem, "save the flattened array (.ravel())")
   _check_integer(str(path), ..., array.dtype.str)
   return array.dtype.str, array.offset
 

@@ -59,8 +59,8 @@ def warm_start(
       result_t = mean_i g_i[t] for t < steps, then the result of inner
 
   Use it for lossy exchanges, since gradients change fast at first. The state of `inner`
-  does not change during these steps. Both exchanges are in the compiled program. All
-  devices take the same branch by a maximum over devices of the step count (4 bytes).
+  does not change during these steps. Both exchanges are in the compiled program. The
+  step count is reduced by a maximum over devices (4 bytes), so that all take the same branch.
 
   Args:
     inner: the exchange after the first steps.

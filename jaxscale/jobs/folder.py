@@ -200,10 +200,10 @@ def find_study(name: str, runs: str) -> tuple[Path, list[Path]] | None:
   """
   for folder in (directory(runs) / name, Path(name)):
     if os.path.isfile(folder / "scaling.json"):
-      path, remedy = folder / "scaling.json", "give the names of its runs"
+      path, remedy = folder / "scaling.json", "give the names of the study's runs instead"
       names = require_json(path, {"runs": [str]}, remedy)["runs"]
       if bad := [n for n in names if n != Path(n).name or "\0" in n]:
-        raise ConfigError(f"{path}: {bad[0]!r} is not a valid name of a run; {remedy}")
+        raise ConfigError(f"{path}: {bad[0]!r} is not a valid run name; {remedy}")
       folder = folder.absolute()
       return folder, [find(str(folder.parent / n), runs) for n in names]
   return None

@@ -81,8 +81,8 @@ class CNN(Model):
   def build(self, context: ModelContext) -> Any:
     options, pixels = _normalised(self, context), min(context.info.image_shape[:2])
     if pixels >> len(self.features) == 0:
-      text = f"has {len(self.features)} stages, too many for images of {pixels} pixels; use fewer"
-      raise ConfigError(f"CNN.features={self.features} {text}")
+      text = f"each stage halves the {pixels} pixels; use at most {pixels.bit_length() - 1} stages"
+      raise ConfigError(f"CNN.features={self.features}: {text}")
     return models.CNNModule(**options)
 
 

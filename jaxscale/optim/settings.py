@@ -45,7 +45,7 @@ class _Decaying(Optimizer):
   Attributes:
     include: the parameters that get weight decay (and LARS/LAMB trust ratios, or Muon updates);
       "kernels" (two or more dimensions), "timm" (kernels except position embeddings, as in
-      timm), "all", or a regular expression that is searched in the parameter paths.
+      timm), "all", or a regular expression that is searched for in the parameter paths.
   """
 
   include: str = "kernels"
@@ -88,7 +88,7 @@ class LARS(_Decaying):
       equations.
     momentum: the momentum (decay of the velocity); 0 disables it.
     weight_decay: the L2 coefficient, added to the gradient; 0 disables it.
-    trust_coefficient: the factor of the trust ratio, eta in the paper.
+    trust_coefficient: the factor by which the trust ratio is multiplied (eta in arXiv:1708.03888).
     eps: the constant added to the denominator of the trust ratio; 0 adds none.
     nesterov: whether to use Nesterov momentum.
     momentum_correction: the steps in which momentum is multiplied by lr_t / lr_{t-1}

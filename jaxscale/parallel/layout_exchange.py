@@ -42,7 +42,7 @@ class _Group(NamedTuple):
 
 
 def exchange_axes(layout: Layout) -> tuple[str, ...]:
-  """Return the axes that the exchange averages over; () if the backward pass sums all."""
+  """Return the axes that the exchange averages over; () if the backward pass sums."""
   entries = jax.tree.leaves(layout.gathers)
   scattered = [e for e in entries if e.scatter is not None]
   return scattered[0].sum_in_exchange if scattered else layout.token_axes

@@ -165,7 +165,7 @@ class _Part:
 
   @property
   def ticks(self) -> int:
-    """Return how often a micro-batch's work is done, with the bubbles of a pipeline."""
+    """Return the number of micro-batch slots in a step, including pipeline bubbles."""
     idle = self.one.mesh.stage - 1
     return self.one.num_microbatches + idle * (1 + (self.one.layout.schedule == "1f1b"))
 

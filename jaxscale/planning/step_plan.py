@@ -36,8 +36,8 @@ class Compiled(NamedTuple):
 
   Attributes:
     rows: the examples per device.
-    devices: the number of devices that it stands for.
-    program: the program to evaluate.
+    devices: the number of devices of the planned step; on CPUs, fewer may be simulated.
+    program: the parsed program, from which step times are computed.
     fit: the memory of the program.
     experiment: the experiment of the step.
   """

@@ -65,8 +65,8 @@ def read_plan(path: Path) -> dict[str, Any]:
   numbers = [*(plan["job"] or {"hours": {}})["hours"].values()]
   for size in _sizes(plan):
     numbers += [size.batch_size, *size.seconds.values()]
-  if not all(0 < x < 1e12 for x in numbers):
-    raise ConfigError(f"{path}: a batch size or a time is not above 0; {_REMEDY}")
+  if bad := [x for x in numbers if not 0 < x < 1e12]:
+    raise ConfigError(f"{path}: {bad[0]:g} is out of range for a batch size or a time; {_REMEDY}")
   return plan
 
 

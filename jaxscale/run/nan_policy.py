@@ -83,13 +83,13 @@ class NanPolicy:
       NonFiniteError: the action is not "skip", or too many steps were skipped.
     """
     if self.action != "skip" or hopeless:
-      raise NonFiniteError(step, what)
+      raise NonFiniteError(step, what, self.action == "skip")
     self.skipped.append({"step": step, "what": what})
     self._write()
     steps = {s["step"] for s in self.skipped}
     consecutive = next(n for n in range(1, step + 2) if step - n not in steps)
     if too_many := self._too_many(len(steps), consecutive):
-      raise NonFiniteError(step, f"{what} (skipped {too_many})")
+      raise NonFiniteError(step, f"{what} (skipped {too_many})", is_skipping=True)
 
   def roll_back(self, error: NonFiniteError, last_good: int) -> None:
     """Skip the steps from the last good checkpoint to the bad step, from now on.

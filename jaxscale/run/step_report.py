@@ -6,9 +6,9 @@ Two compiled steps run in turn on one state: the real one, and one without its e
     compute = median(without),   exposed = median(with) - median(without)
 
 The *exposed* time is the time by which the exchange makes the step longer: communication
-and compression, less what is hidden behind compute. Work of both steps counts as compute:
-sums of metrics, means of BatchNorm's statistics, and waiting in these for the slowest
-process.
+and compression, less what is hidden behind compute. Work that both steps do counts as
+compute: sums of metrics, means of BatchNorm's statistics, and the time spent waiting in them
+for the slowest process.
 
 To find stragglers, each process times the same step on its own devices alone, where it
 waits for no other process, and the times are compared.

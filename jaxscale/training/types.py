@@ -107,10 +107,9 @@ class StepOptions(NamedTuple):
     skip_bad_steps: keep the old state, except for step counts, if the loss, the gradients,
       the learning rate or the model state have NaN or Inf. The loss of such a step is
       NaN, and the metric `nan_guard.CODES`, which is not a scalar, reports the findings of
-      each device. The totals that the
-      loss function returns must include "loss".
+      each device. The totals that the loss function returns must include "loss".
     observe: opt_state -> further metrics, scalars.
-    seed: seed of the keys of the rows.
+    seed: the seed of the random keys, one per row.
   """
 
   num_microbatches: int = 1

@@ -70,7 +70,7 @@ def check_source(
       outcome = _compared(fields, naming, names, model, info, init_head)
     except (TypeError, ValueError) as e:  # For example, a number is text.
       problem = f"a field has an unexpected type ({e})"
-      raise ConfigError(f"{where}: {problem}; copy it again, or remove it") from None
+      raise ConfigError(f"{where}: {problem}; copy the file again, or remove it") from None
   if outcome.problems:
     raise ConfigError(f"{where}: belongs to a different model: {'; '.join(outcome.problems)}")
   return [f"{where}: {note}" for note in outcome.notes]

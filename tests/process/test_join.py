@@ -119,7 +119,7 @@ def test_other_numbers_of_devices_are_one_line_in_all(results):
   lines = {json.loads(own_lines(out)[-1])["error"] for (out, _), _ in got}
   assert [code for _, code in got] == [2, 2]
   (line,) = lines
-  assert line.startswith("process 1 (n2): 1 devices, the others: 2; give each process")
+  assert line.startswith("numbers of devices differ: process 1 (n2) with 1, others with 2; give")
 
 
 def test_a_coordinator_that_cannot_be_reached_is_a_line_not_an_abort():

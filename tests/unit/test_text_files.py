@@ -302,7 +302,7 @@ NO_TOKENS = [
   (with_token("<i8", -1), "is out of range [0, 50,256]"),
   (with_token("<i8", 2**32), "is out of range [0, 50,256]"),
   (with_token("<u4", -1), "is out of range [0, 50,256]"),
-  (npy("<i8", TOKENS.reshape(64, 64)), "has the shape (64, 64); save one"),
+  (npy("<i8", TOKENS.reshape(64, 64)), "has shape (64, 64), but must have one dimension; save the"),
 ]
 
 

@@ -149,6 +149,8 @@ def check_devices(group: ProcessGroup) -> None:
   if odd:
     leave_last(group)
     ranks = {n: [r for r in odd if odd[r] == n] for n in sorted(set(odd.values()))}
-    who = [f"{ranks_with_hosts(r, group.hosts)}: {n} devices" for n, r in ranks.items()]
-    fix = "give each process the same number (--gpus-per-task=1, or --ntasks-per-node=GPUS)"
-    raise ConfigError(f"{'; '.join(who)}, the others: {usual}; {fix}")
+    who = [f"{ranks_with_hosts(r, group.hosts)} with {n}" for n, r in ranks.items()]
+    fix = (
+      "give each process the same number of devices (--gpus-per-task=1, or --ntasks-per-node=GPUS)"
+    )
+    raise ConfigError(f"numbers of devices differ: {', '.join(who)}, others with {usual}; {fix}")
