@@ -186,7 +186,7 @@ UNFIT = [
   (dict(batch_size="4"), "give 8"),
   (dict(batch_size="136", accumulate_steps="4"), "128 or 160"),
   (dict(mesh__data="3"), "8 devices"),
-  (dict(model="CNN", model__features="(8, 8, 8, 8)"), "use fewer"),
+  (dict(model="CNN", model__features="(8, 8, 8, 8)"), "use at most"),
   (WARMUP, "takes 2 of the run's 2 steps; make it shorter"),
 ]
 
