@@ -154,7 +154,7 @@ def welcome(link: Link, key: bytes, number: Any) -> None:
 
 def _number(value: Any) -> str:
   if not isinstance(value, str) or not _NONCE.fullmatch(value):
-    raise ValueError("the other end sent no number as its greeting")
+    raise ValueError("the other process sent an invalid greeting")
   return value
 
 

@@ -66,5 +66,11 @@ def _numbers(inside: str, text: str) -> list[str]:
   return numbers
 
 
+def quoted(text: str) -> str:
+  """Return a text as errors quote it; "…" marks that it was cut after 60 characters."""
+  return f"{text[:60]!r}{'…' * (len(text) > 60)}"
+
+
 def _malformed(text: str, problem: str) -> ConfigError:
-  return ConfigError(f"node list {text[:60]!r}: {problem}; give names as in 'n1,rack[1-2]n[01-04]'")
+  fix = "give names as in 'n1,rack[1-2]n[01-04]'"
+  return ConfigError(f"node list {quoted(text)}: {problem}; {fix}")

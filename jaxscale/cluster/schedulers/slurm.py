@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxscale.cluster.launch import LOOPBACK, Env, Host, Job, Launch, number
-from jaxscale.cluster.schedulers.nodelist import MOST_HOSTS, expand
+from jaxscale.cluster.schedulers.nodelist import MOST_HOSTS, expand, quoted
 from jaxscale.errors import ConfigError
 from jaxscale.files import readable_text, whole_number
 
@@ -217,7 +217,7 @@ def tasks_per_node(text: str) -> list[int]:
   matches = [_COUNT.fullmatch(piece.strip()) for piece in text.split(",")]
   counts = [(int(m[1]), int(m[2] or 1)) for m in matches if m]
   if None in matches or sum(nodes for _, nodes in counts) > MOST_HOSTS:
-    raise ConfigError(f"tasks per node {text[:60]!r} are invalid; write them as in '2(x3),1'")
+    raise ConfigError(f"tasks per node {quoted(text)} are invalid; write them as in '2(x3),1'")
   return [tasks for tasks, nodes in counts for _ in range(nodes)]
 
 
