@@ -10,6 +10,7 @@ order of writing; the last 360 (a fifth) are for validation.
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping
 from importlib import resources
 from typing import Any, Literal
 
@@ -22,6 +23,9 @@ from jaxscale.metrics.text import few
 
 # Mean and standard deviation of the 1,437 training images.
 INFO = DatasetInfo("digits", (8, 8, 1), 10, mean=(4.89,), std=(6.01,))
+
+# Arrays with fields of their own in `DatasetInfo`, and the dtypes of absent ones.
+_STANDARD = {"image": "uint8", "label": "int32"}
 
 
 def from_arrays(
@@ -49,8 +53,8 @@ def from_arrays(
     raise ConfigError(f"from_arrays: {counts}; give the same number of both")
   shapes = ("inputs", inputs, info.image_shape), ("targets", targets, info.label_shape)
   for name, array, expected in shapes:
-    if array.shape[1:] != tuple(expected):
-      problem = f"but {tuple(expected)} in info; create info from the same arrays (`array_info`)"
+    if expected is None or array.shape[1:] != tuple(expected):
+      problem = f"but {expected} in info; create info from the same arrays (`array_info`)"
       raise ConfigError(f"from_arrays: {name} have shape {array.shape[1:]} each, {problem}")
   if targets.ndim == 1 and targets.dtype.kind in "iu":
     _check_classes(info.name, targets, NO_CLASS, info.num_classes)
@@ -65,6 +69,48 @@ def from_arrays(
   num_draws = augment.num_draws if augment else 0
   identity = functools.partial(array_identity, inputs, targets)
   return Dataset(info, len(inputs), load, num_draws, identity=identity)
+
+
+def from_named(name: str, arrays: Mapping[str, Any], **fields: Any) -> Dataset:
+  """Create a dataset from named arrays in memory: several inputs, targets, weights.
+
+  "image" is the input of models that take one, "label" the target of the built-in losses,
+  and "weight" the weight of each example. Other names are for your own model and loss.
+
+  Args:
+    name: the name for messages.
+    arrays: the arrays [n, ...] by name.
+    fields: further fields of the `DatasetInfo`, such as num_classes.
+
+  Raises:
+    ConfigError: an array is not numeric, or the arrays differ in length.
+
+  Example:
+    >>> pairs = {"photo": np.zeros((4, 8, 8, 3), "uint8"), "caption": np.zeros((4, 16), int)}
+    >>> from_named("pairs", pairs).load(np.arange(2), None)["caption"].shape
+    (2, 16)
+  """
+  held = {key: as_array(f"{name}: {key}", values) for key, values in arrays.items()}
+  sizes = {key: len(array) for key, array in held.items()}
+  if not sizes or len({*sizes.values()}) > 1:
+    raise ConfigError(f"{name}: arrays of {sizes} examples; give arrays of the same length")
+  kinds = {key: "float32" if a.dtype.kind == "f" else "int32" for key, a in held.items()}
+  kinds |= {key: str(a.dtype) for key, a in held.items() if a.dtype in (np.uint8, bool)}
+  held = {key: cast(f"{name}: {key}", array, kinds[key]) for key, array in held.items()}
+  specs = {key: (array.shape[1:], kinds[key]) for key, array in held.items()}
+  image, label = (specs.pop(key, (None, kind)) for key, kind in _STANDARD.items())
+  described = {"image_shape": image[0], "dtype": image[1], "arrays": specs}
+  described |= {"label_shape": label[0], "label_dtype": label[1]}
+  if label == ((), "int32"):
+    described["num_classes"] = int(held["label"].max(initial=0)) + 1
+  info = DatasetInfo(name, **(described | fields))
+
+  def load(indices, draws):
+    del draws
+    return {key: array[indices] for key, array in held.items()}
+
+  identity = functools.partial(array_identity, *held.values())
+  return Dataset(info, len(next(iter(held.values()))), load, identity=identity)
 
 
 def _check_classes(name: str, targets: np.ndarray, lowest: int, count: int) -> None:

@@ -18,10 +18,11 @@ Span = int | Literal["device", "global"]
 
 def _images(model: Model, context: ModelContext) -> dict[str, Any]:
   """Return the fields that every built-in Flax module of images has."""
-  if not hasattr(context.info, "image_shape"):
-    reason = f"needs images, but {context.info.name} is text; use Transformer or other data"
+  if (shape := getattr(context.info, "image_shape", None)) is None:
+    other = "is text" if hasattr(context.info, "vocab_size") else "has no 'image'"
+    reason = f"needs images, but {context.info.name} {other}; use another model or other data"
     raise ConfigError(f"Config.model={type(model).__name__} {reason}")
-  if (shape := context.info.image_shape)[2:] == () and not isinstance(model, MLP):
+  if shape[2:] == () and not isinstance(model, MLP):
     name = f"Config.model={type(model).__name__}"
     problem = f"takes images [n, height, width, channels], not {['n', *shape]}"
     raise invalid(name, ..., problem.replace("'", ""), "use MLP, or reshape the inputs")
