@@ -18,6 +18,7 @@ from .training.loop import evaluate as evaluate
 from .training.losses import Objective as Objective
 from .training.losses import classification_loss as classification_loss
 from .training.losses import classification_totals as classification_totals
+from .training.metrics import Metric as Metric
 from .training.state import abstract_state as abstract_state
 from .training.state import init_state as init_state
 from .training.step import make_eval_step as make_eval_step

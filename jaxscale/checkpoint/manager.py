@@ -97,6 +97,7 @@ class Checkpoints:
     *,
     keep_last: int = 2,
     keep_best: int = 1,
+    best_metric: str | None = None,
     on_failure: str = "stop",
     max_wait_s: float = math.inf,
     local: str | Path | None = None,
@@ -110,6 +111,7 @@ class Checkpoints:
       directory: the directory with one subdirectory per step.
       keep_last: the number of newest checkpoints to keep.
       keep_best: the number of checkpoints with the best `metrics.score` to keep in addition.
+      best_metric: the metric that `metrics.score` ranks by, from `metrics.signed`.
       on_failure: the action if a disk fails in a save: "stop" raises, "continue" logs.
       max_wait_s: the seconds that a save waits for the previous one before it is skipped.
       local: a folder on each node for additional copies (node_copies.py).
@@ -121,7 +123,7 @@ class Checkpoints:
     self.directory = Path(expand(directory)).absolute()
     self.identity: dict[str, Any] | None = None  # of data and code, for manifests
     self.unsaved: str | None = None  # the reason, if the newest save failed
-    self._keep = keep_last, keep_best
+    self._keep, self._best_metric = (keep_last, keep_best), best_metric
     self._stops = on_failure == "stop"
     self._max_wait_s = max_wait_s
     self._lock = lock
@@ -403,8 +405,8 @@ class Checkpoints:
     # A folder's entry is in its parent, and a new run's parents are new as well.
     for folder in (self.directory, *self.directory.parents[:2]):
       sync(folder)
-    self._scores[save.step] = score(save.manifest["metrics"])
-    checkpoint_dir.prune(self.directory, *self._keep, self._scores)
+    self._scores[save.step] = score(save.manifest["metrics"], self._best_metric)
+    checkpoint_dir.prune(self.directory, *self._keep, self._scores, self._best_metric)
 
   def _remove_partial(self) -> None:
     """Remove partial checkpoints, once, before anything is restored."""

@@ -1,4 +1,4 @@
-"""Base classes that users extend: Model, Data, Optimizer, Schedule, Exchange, Sync, Loss, Tracker.
+"""Base classes that users extend: Model, Data, Optimizer, Schedule, Exchange, Loss, Metric, ….
 
 Each docstring documents the arguments and the result of `build`. docs/extending.md has an
 example of each that runs.
@@ -18,9 +18,9 @@ from jaxscale.errors import ConfigError
 if TYPE_CHECKING:
   from jax.sharding import Mesh
 
-__all__ = ["Data", "Exchange", "ExchangeContext", "Loss", "Model", "ModelContext", "Optimizer"]
-__all__ += ["OptimizerContext", "Schedule", "ScheduleContext", "Sync", "SyncContext", "Tracker"]
-__all__ += ["TrackerContext"]
+__all__ = ["Data", "Exchange", "ExchangeContext", "Loss", "Metric", "Model", "ModelContext"]
+__all__ += ["Optimizer", "OptimizerContext", "Schedule", "ScheduleContext", "Sync", "SyncContext"]
+__all__ += ["Tracker", "TrackerContext"]
 
 
 class ModelContext(NamedTuple):
@@ -253,6 +253,7 @@ class Loss(Choice):
   """
 
   label_smoothing = 0.0
+  class_weights = ()  # A field in CrossEntropy.
   takes_numbers = False  # True if integer targets [n] are numbers, not classes.
 
   @property
@@ -264,6 +265,14 @@ class Loss(Choice):
     """Return the lowest and the highest valid target; None allows any."""
     del info
     return None
+
+
+class Metric(Choice):
+  """Metric of evaluations that is not a mean over examples, such as F1.
+
+  `build(info)` returns a `training.metrics.Metric`: `update`, which sums over rows, and
+  `compute`. A single value gets the name of the class in snake_case.
+  """
 
 
 class Tracker(Choice):

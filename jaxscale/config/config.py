@@ -11,13 +11,13 @@ from __future__ import annotations
 import dataclasses
 from typing import Annotated, Any, Literal
 
-from jaxscale.config.bases import Data, Exchange, Loss, Model, Optimizer, Schedule, Sync
+from jaxscale.config.bases import Data, Exchange, Loss, Metric, Model, Optimizer, Schedule, Sync
 from jaxscale.config.bounds import Count, check_pattern
 from jaxscale.config.layout_settings import Layout, check_layout
 from jaxscale.config.phase_settings import AdaptiveBatch, Phases
 from jaxscale.config.plain import check_forms, shared_texts
 from jaxscale.config.running import Checkpoint, Checks, Compilation, Evaluation, Faults, Log, Mesh
-from jaxscale.config.validation import UnsetError, settings
+from jaxscale.config.validation import UnsetError, check_distinct, settings
 from jaxscale.errors import ConfigError, invalid
 
 
@@ -36,6 +36,8 @@ class Config:
     optimizer: the optimizer; a class of your own also works.
     schedule: the learning-rate schedule; a class of your own also works.
     loss: the training loss and its metrics; a class of your own also works.
+    metrics: the further metrics of evaluations, e.g. "F1,ConfusionMatrix"; () computes only
+      those of `loss`. Classes of your own also work.
     batch_size: the number of examples per optimizer step, summed over all devices.
     epochs: the length of the run in passes over the training examples; None uses `steps`.
     steps: the length of the run in optimizer steps; None uses `epochs`.
@@ -95,6 +97,7 @@ class Config:
   optimizer: Optimizer
   schedule: Schedule = built_in(Schedule, "Cosine")
   loss: Loss = built_in(Loss, "CrossEntropy")
+  metrics: tuple[Metric, ...] = ()
   batch_size: Count
   epochs: Annotated[float | None, "> 0"] = None
   steps: Annotated[int | None, ">= 1"] = None
@@ -157,6 +160,7 @@ class Config:
       raise ConfigError(f"{both}: set both or neither")
     for pattern in self.layer_order:
       check_pattern("Config.layer_order", pattern, "give e.g. '^Conv_0/'")
+    check_distinct("Config.metrics", self.metrics)
     _check_neutral(self)
     _check_exchange(self)
     if self.is_local_sgd:

@@ -21,6 +21,7 @@ from jaxscale.parallel.rules import Rule, partition
 from jaxscale.parallel.specs import Layout, Shard
 from jaxscale.training import losses
 from jaxscale.training.losses import Objective
+from jaxscale.training.metrics import Metric
 
 
 def make_layout(config: cfg.Config, mesh: Mesh, model: Model) -> Layout | None:
@@ -217,10 +218,12 @@ def make_loss(config: cfg.Config, model: Model, layout: Layout | None, objective
   return loss if layout is None else parallel.with_gathered_params(loss, layout.gathers)
 
 
-def make_totals(model: Model, layout: Layout | None, objective: Objective) -> Any:
+def make_totals(
+  model: Model, layout: Layout | None, objective: Objective, metrics: Mapping[str, Metric]
+) -> Any:
   """Build the totals of an eval step: a `step.EvalFn`."""
   if isinstance(model, models.Stack):
     assert layout is not None
     return parallel.stack_totals(model, layout)
-  totals = losses.eval_totals(model.apply, objective, model.inputs)
+  totals = losses.eval_totals(model.apply, objective, model.inputs, metrics)
   return totals if layout is None else parallel.with_gathered_params(totals, layout.gathers)

@@ -60,7 +60,8 @@ def identity_of(experiment: build.Experiment) -> dict[str, Any]:
     facts |= {"class_names": list(names)}
   environment = {name: getattr(jax.config, name, None) for name in _SETTINGS}
   config = experiment.config
-  trains = dataclasses.replace(config, log=type(config.log)())  # Trackers do not count.
+  # Trackers and metrics of evaluations do not count.
+  trains = dataclasses.replace(config, log=type(config.log)(), metrics=())
   code = code_of(trains).hashes
   return {"data": facts, "code": code, "environment": environment}
 

@@ -79,6 +79,7 @@ def open_run(
     limits = checks.max_skipped_steps, checks.max_consecutive_skipped_steps
     nan_policy = NanPolicy(workdir, checks.nan_policy, *limits)
     saving = {name: v for name, v in saving if not name.startswith("every_")}
+    saving["best_metric"] = experiment.best_metric
     saving |= {"lock": held, "split": exchange_split(experiment.layout)}
     checkpoints = Checkpoints(workdir / "checkpoints", **saving)
     checkpoints.identity = identity

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from jaxscale import cluster, metrics
 from jaxscale.checkpoint.lock import WorkdirLock
 from jaxscale.checkpoint.manager import Checkpoints
 from jaxscale.cluster.watch.watch import Watch
+from jaxscale.errors import invalid
 from jaxscale.experiment import build
-from jaxscale.metrics.log import LineHandler
+from jaxscale.metrics.log import LineHandler, logger
 from jaxscale.run import provenance
 from jaxscale.run import workdir as workdirs
 from jaxscale.run.activity import ActivityRecord
@@ -64,6 +68,7 @@ class Run:
     start: the step that the run resumed from.
     evaluations: all evaluations so far, with those of earlier starts.
     evaluation: the metrics of the newest evaluation of this start; empty if there is none.
+    arrays: the arrays of this evaluation by name, such as the confusion matrix.
   """
 
   workdir: Path
@@ -82,6 +87,7 @@ class Run:
   start: int = 0
   evaluations: list[Evaluation] = dataclasses.field(default_factory=list)
   evaluation: Values = dataclasses.field(default_factory=dict)
+  arrays: dict[str, np.ndarray] = dataclasses.field(default_factory=dict)
   recorded: Future[None] = dataclasses.field(init=False)
   _since: float = 0.0  # the start of training on time.perf_counter
   _asked: tuple[int, bool] = (-1, False)  # a step, and whether the run stops after it
@@ -133,6 +139,24 @@ class Run:
     config = self.experiment.config
     targets = config.target_accuracy, config.target_loss
     return next((e for e in self.evaluations if metrics.is_reached(e.values, *targets)), None)
+
+  def separate(self, results: dict[str, Any]) -> Values:
+    """Return the numbers of an evaluation, and keep its arrays.
+
+    A metric that is NaN, as AUROC for examples of one class, is left out and logged.
+
+    Raises:
+      ConfigError: the evaluation does not report `Checkpoint.best_metric`.
+    """
+    self.arrays = {n: x for n, x in results.items() if isinstance(x, np.ndarray)}
+    values = {n: x for n, x in results.items() if n not in self.arrays}
+    best = self.experiment.best_metric
+    if best is not None and best.removeprefix("-") not in values:
+      fix = f"use one of {', '.join(values)}"
+      raise invalid("Checkpoint.best_metric", best, "is not reported by evaluations", fix)
+    for name in [n for n, x in values.items() if n != "loss" and not math.isfinite(x)]:
+      logger.warning(f"{name} is {values.pop(name)} for the validation examples; it is left out")
+    return values
 
   def stops_at_target(self) -> bool:
     """Return whether the run ends because its target is reached."""

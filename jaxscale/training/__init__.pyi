@@ -4,6 +4,7 @@ from .loop import Callbacks as Callbacks
 from .loop import Hook as Hook
 from .loop import evaluate as evaluate
 from .loop import train as train
+from .metrics import Metric as Metric
 from .state import abstract_state as abstract_state
 from .state import init_state as init_state
 from .state import make_init as make_init

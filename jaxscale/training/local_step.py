@@ -44,8 +44,9 @@ from jaxscale.training import nan_guard
 from jaxscale.training.contract import check_loss, checked
 from jaxscale.training.model_state import agree, check_agrees
 from jaxscale.training.state import state_shardings
-from jaxscale.training.step import means, row_keys, sum_grads
+from jaxscale.training.step import divisor, means, row_keys, sum_grads
 from jaxscale.training.types import (
+  LOSS_WEIGHT,
   Batch,
   LossFn,
   Metrics,
@@ -190,12 +191,12 @@ def _make_worker_update(
     codes: Any = ()
     if options.skip_bad_steps:
       codes, totals = nan_guard.find_bad(grads, model_state, totals, axes)
-    examples = totals["examples"]
+    counts = {n: x for n, x in totals.items() if n in ("examples", LOSS_WEIGHT)}
     if within:
       # The values are equal within the worker, but must be typed as varying.
-      sums = lax.psum((grads, examples), within), agree(model_state, within)
-      (grads, examples), model_state = vary(sums, within)
-    scale = 1 / examples.astype(jnp.float32)
+      sums = lax.psum((grads, counts), within), agree(model_state, within)
+      (grads, counts), model_state = vary(sums, within)
+    scale = 1 / divisor(counts)
     grads = jax.tree.map(lambda g: g * scale.astype(g.dtype), grads)
     return grads, model_state, totals, codes
 

@@ -11,14 +11,16 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
 
-from jaxscale.errors import NonFiniteError
+from jaxscale.errors import NonFiniteError, invalid
+from jaxscale.training.metrics import Collected, Metric
 from jaxscale.training.nan_guard import CODES
-from jaxscale.training.types import Batch, EvalStep, Metrics, TrainState, TrainStep
+from jaxscale.training.types import LOSS_WEIGHT, Batch, EvalStep, Metrics, TrainState, TrainStep
 
 Values = dict[str, float]  # values of metrics by name
 IN_FLIGHT = 4  # number of started steps whose metrics have not been read
@@ -173,8 +175,12 @@ def train(
 
 
 def evaluate(
-  eval_step: EvalStep, params: Any, model_state: Any, batches: Iterator[Batch]
-) -> Values:
+  eval_step: EvalStep,
+  params: Any,
+  model_state: Any,
+  batches: Iterator[Batch],
+  metrics: Mapping[str, Metric] = MappingProxyType({}),
+) -> dict[str, Any]:
   """Return the means of metrics over all examples, each counted once.
 
   Totals are added on the host, as Python integers and doubles.
@@ -184,13 +190,20 @@ def evaluate(
     params: the parameters to evaluate.
     model_state: the model state to evaluate.
     batches: global batches.
+    metrics: the metrics of `losses.eval_totals`; their values, which can be NaN, and their
+      arrays are added to the means.
+
+  Raises:
+    ConfigError: the weights of all examples are 0, or two metrics report the same name.
   """
   sums: dict[str, Any] = {}
   pending: deque[dict[str, jax.Array]] = deque()
+  collected = Collected()
 
   def add(keep: int) -> None:
     while len(pending) > keep:
-      for name, total in pending.popleft().items():
+      collected.add(totals := dict(pending.popleft()))
+      for name, total in totals.items():
         sums[name] = sums.get(name, 0) + total.item()
 
   for batch in batches:
@@ -198,4 +211,14 @@ def evaluate(
     add(keep=IN_FLIGHT)
   add(keep=0)
   examples = sums.pop("examples")
-  return {name: total / examples for name, total in sums.items()}
+  divisors = {"loss": sums.pop(LOSS_WEIGHT, examples)}
+  if 0.0 in (examples, divisors["loss"]):
+    fix = "give some of them a weight above 0"
+    raise invalid("weight", ..., "is 0 for all validation examples", fix)
+  values = {name: total / divisors.get(name, examples) for name, total in sums.items()}
+  for name, value in collected.compute(metrics):
+    if name in values:
+      problem, fix = "is reported by two metrics", "rename or remove one"
+      raise invalid("Config.metrics", name, problem, fix)
+    values[name] = value
+  return values

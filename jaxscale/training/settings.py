@@ -1,19 +1,20 @@
-"""Settings of the built-in losses. Imports no JAX."""
+"""Settings of the built-in losses and metrics. Imports no JAX."""
 
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from jaxscale.config.bases import Loss
-from jaxscale.config.bounds import Fraction, Positive
+from jaxscale.config.bases import Loss, Metric
+from jaxscale.config.bounds import Count, Fraction, Positive
 from jaxscale.errors import ConfigError, invalid
 
 if TYPE_CHECKING:
   from jaxscale.training.losses import Objective
 
 # The names for --config.loss= (HOMES in config/choice.py lists this module).
-__all__ = ["BinaryCrossEntropy", "CrossEntropy", "Huber", "SquaredError"]
+__all__ = ["AUROC", "F1", "R2", "BinaryCrossEntropy", "CalibrationError", "ConfusionMatrix"]
+__all__ += ["CrossEntropy", "Huber", "Pearson", "Spearman", "SquaredError"]
 
 
 class CrossEntropy(Loss):
@@ -23,9 +24,12 @@ class CrossEntropy(Loss):
     label_smoothing: the fraction of the target probability that is spread evenly over all
       classes or the vocabulary, in training only; 0 disables it. With smoothing, no training
       perplexity is logged.
+    class_weights: the weight of each class in the loss, in the order of the labels; () weights
+      all classes alike. The loss is the weighted mean over the examples; metrics ignore it.
   """
 
   label_smoothing: Fraction = 0.0
+  class_weights: Annotated[tuple[float, ...], ">= 0"] = ()
 
   def build(self, info: Any) -> Objective:
     from jaxscale.training import losses
@@ -40,7 +44,11 @@ class CrossEntropy(Loss):
         f"Config.loss=CrossEntropy needs integer targets, but they are {info.label_dtype}; "
         "give integers, or choose SquaredError"
       )
-    return losses.cross_entropy(self.label_smoothing)
+    weights, (_, most) = self.class_weights, self.target_range(info)
+    if weights and (len(weights) != most + 1 or not sum(weights)):
+      problem = f"needs one weight for each of the {most + 1} classes, not all 0"
+      raise invalid("CrossEntropy.class_weights", weights, problem, "change them")
+    return losses.cross_entropy(self.label_smoothing, weights)
 
   @property
   def is_cross_entropy(self) -> bool:  # A subclass that overrides `build` may not be.
@@ -103,3 +111,75 @@ def _losses(loss: Loss, info: Any) -> Any:
   if not hasattr(info, "label_shape"):
     raise ConfigError(f"Config.loss={type(loss).__name__}: {info.name} is text; use CrossEntropy")
   return losses
+
+
+class ConfusionMatrix(Metric):
+  """Number of validation examples by true and predicted class, as a picture."""
+
+  def build(self, info: Any) -> Any:
+    return _metrics(self, info).confusion_matrix()
+
+
+class F1(Metric):
+  """F1 score, precision and recall, averaged over the classes.
+
+  Attributes:
+    average: the average over classes; "macro" (all classes alike), "weighted" (by their
+      examples), "micro" (over all examples) or "binary" (class 1 of two).
+  """
+
+  average: Literal["macro", "weighted", "micro", "binary"] = "macro"
+
+  def build(self, info: Any) -> Any:
+    return _metrics(self, info).f1(self.average)
+
+
+class AUROC(Metric):
+  """Area under the ROC curve; of several classes the mean of one class against the rest."""
+
+  def build(self, info: Any) -> Any:
+    return _metrics(self, info).auroc()
+
+
+class R2(Metric):
+  """Coefficient of determination of a regression, the mean over its outputs."""
+
+  def build(self, info: Any) -> Any:
+    return _metrics(self, info, numbers=True).r2()
+
+
+class Pearson(Metric):
+  """Pearson correlation of outputs and targets, the mean over outputs."""
+
+  def build(self, info: Any) -> Any:
+    return _metrics(self, info, numbers=True).correlation(ranks=False)
+
+
+class Spearman(Metric):
+  """Spearman rank correlation of outputs and targets, the mean over outputs."""
+
+  def build(self, info: Any) -> Any:
+    return _metrics(self, info, numbers=True).correlation(ranks=True)
+
+
+class CalibrationError(Metric):
+  """Expected calibration error (arXiv:1706.04599), with a reliability diagram.
+
+  Attributes:
+    bins: the number of bins of equal width for the probability of the predicted class.
+  """
+
+  bins: Count = 15
+
+  def build(self, info: Any) -> Any:
+    return _metrics(self, info).calibration_error(self.bins)
+
+
+def _metrics(metric: Metric, info: Any, *, numbers: bool = False) -> Any:
+  """Return the module of metrics for data with labels, or with targets of text."""
+  from jaxscale.training import built_in_metrics
+
+  if getattr(info, "label_shape", None if numbers else ()) is None:
+    problem = f"needs an array 'label', which {info.name} does not have"
+    raise invalid("Config.metrics", type(metric).__name__, problem, "remove it")
+  return built_in_metrics

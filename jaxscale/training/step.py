@@ -38,9 +38,11 @@ from jaxscale.parallel.specs import Layout
 from jaxscale.training import nan_guard
 from jaxscale.training import noise_scale as noise_scales
 from jaxscale.training.contract import check_loss, checked, without_examples
+from jaxscale.training.metrics import ROWS, SUMS
 from jaxscale.training.model_state import agree, check_agrees, map_averaged
 from jaxscale.training.state import state_shardings
 from jaxscale.training.types import (
+  LOSS_WEIGHT,
   Batch,
   EvalFn,
   EvalStep,
@@ -151,7 +153,7 @@ def _make_local_grads(
       codes, totals = nan_guard.find_bad(grads, model_state, totals, axes)
       codes = codes[None]
     totals = sum_totals(totals, layout.token_axes)
-    grads = placement.scale_for_exchange(grads, layout, totals["examples"])
+    grads = placement.scale_for_exchange(grads, layout, divisor(totals))
     model_state = agree(model_state, axes)
     return grads, model_state, totals, codes
 
@@ -371,7 +373,8 @@ def make_eval_step(eval_fn: EvalFn, mesh: Mesh, layout: Layout | None = None) ->
   """Return a jitted `eval_step(params, model_state, batch) -> totals`.
 
   Totals are sums over the global batch, as arrays on the devices. Rows whose mask is
-  False are padding and do not count.
+  False are padding and do not count. Arrays [rows, ...] of gathered metrics have the rows
+  of all devices and processes.
 
   Args:
     eval_fn: (params, model_state, batch) -> totals over the rows of the batch.
@@ -380,22 +383,41 @@ def make_eval_step(eval_fn: EvalFn, mesh: Mesh, layout: Layout | None = None) ->
   """
   layout = layout or specs.replicated_layout(mesh)
   in_specs = layout.param_specs, P(), P(batch_axes(mesh))
+  out_specs, axes = (P(), P(), P(batch_axes(mesh))), layout.token_axes
 
-  @jax.shard_map(mesh=mesh, in_specs=in_specs, out_specs=P())
+  def sums_and_rows(params: Tree, model_state: Tree, batch: Batch):
+    totals: dict[str, Any] = dict(eval_fn(params, model_state, batch))
+    sums, rows = totals.pop(SUMS, {}), totals.pop(ROWS, {})
+    return sum_totals(totals, axes), lax.psum(vary(sums, axes), axes), vary(rows, axes)
+
   def local_totals(params: Tree, model_state: Tree, batch: Batch):
-    return sum_totals(eval_fn(params, model_state, batch), layout.token_axes)
+    mapped = jax.shard_map(sums_and_rows, mesh=mesh, in_specs=in_specs, out_specs=out_specs)
+    totals, sums, rows = mapped(params, model_state, batch)
+    return totals | {SUMS: sums, ROWS: rows} if rows else totals
 
+  # Replicated: XLA gathers the rows, and every process reads all of them.
   return one_at_a_time(jax.jit(local_totals, out_shardings=replicated(mesh)), mesh)
 
 
+def divisor(totals: Totals, name: str = "loss") -> jax.Array:
+  """Return the number of examples or the sum of weights that divides a total, float32 [].
+
+  If all weights are 0, their sum is replaced by 1: loss and gradients are then 0, not NaN.
+  """
+  count = totals["examples"]
+  count = totals.get(LOSS_WEIGHT, count) if name == "loss" else count
+  if jnp.issubdtype(count.dtype, jnp.floating):
+    count = jnp.where(count == 0, jnp.ones_like(count), count)
+  return count.astype(jnp.float32)
+
+
 def means(totals: Totals) -> Metrics:
-  """Divide each total by the number of examples, in float32.
+  """Divide each total by the number of examples or the sum of weights, in float32.
 
   Names that begin with "_" are internal and are left out.
   """
-  count = totals["examples"].astype(jnp.float32)
   return {
-    name: jnp.asarray(total, jnp.float32) / count
+    name: jnp.asarray(total, jnp.float32) / divisor(totals, name)
     for name, total in totals.items()
     if name != "examples" and not name.startswith("_")
   }

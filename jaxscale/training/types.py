@@ -14,7 +14,10 @@ import jax
 Tree = Any
 Batch = dict[str, jax.Array]  # arrays [rows, ...], whose rows are split over the devices
 Metrics = dict[str, jax.Array]  # scalars
-Totals = dict[str, jax.Array]  # sums over examples, with their number: "examples"
+# Sums over examples, weighted if they have weights. "examples" is the divisor of their
+# means: the number of examples or the sum of their weights.
+Totals = dict[str, jax.Array]
+LOSS_WEIGHT = "_loss_weight"  # the divisor of the loss, if it differs from "examples"
 # (params, model_state, batch, keys: one per row) -> loss summed over the rows,
 # (new model_state, totals)
 LossFn = Callable[[Tree, Tree, Batch, jax.Array], tuple[jax.Array, tuple[Tree, Totals]]]
