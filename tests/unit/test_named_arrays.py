@@ -6,10 +6,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from support.configs import small_config
 
 from jaxscale import ConfigError, config, data, fit, models
 from jaxscale.training.losses import Objective
+from support.configs import small_config
 
 RNG = np.random.default_rng(0)
 LEFT, RIGHT = RNG.normal(size=(2, 40, 3)).astype("float32")
