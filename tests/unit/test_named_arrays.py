@@ -60,6 +60,33 @@ def test_every_array_reaches_a_batch_and_keeps_its_dtype():
   np.testing.assert_array_equal(batch["left"], LEFT[batch["ids"]])
 
 
+def test_a_dict_of_arrays_is_split_as_one_array_is():
+  named = {"left": LEFT, "weight": np.abs(SUM)}
+  train, held_out = config.Arrays(x=named, y=np.arange(40) % 3).build()
+  assert (train.num_examples, held_out.num_examples) == (36, 4)
+  assert train.info == held_out.info and train.info.num_classes == 3
+  np.testing.assert_array_equal(held_out.load(np.arange(4), None)["left"], LEFT[36:])
+  assert config.Arrays(x=named) == config.Arrays(x={**named})
+  assert config.Arrays(x=named) != config.Arrays(x=named | {"left": RIGHT})
+
+
+@pytest.mark.parametrize(
+  ("fields", "message"),
+  [
+    ({"x": LEFT}, "Arrays.y is not set; give the targets"),
+    ({"x": {}}, "Arrays: arrays of {} examples"),
+    ({"x": {"a": LEFT, "b": LEFT[:5]}}, "Arrays: arrays of {'a': 40, 'b': 5} examples"),
+    ({"x": {"a": LEFT * np.inf}}, "Arrays: a has NaN or infinite values, first in row 0"),
+    ({"x": {"a": LEFT[:1]}}, "Arrays.eval_share=0.1 leaves no example for training"),
+    ({"x": {"a": LEFT}, "x_eval": {"b": LEFT}}, "Arrays.x_eval has examples of {'b'"),
+  ],
+)
+def test_a_dict_of_arrays_that_does_not_fit_is_refused(fields, message):
+  with pytest.raises(ConfigError) as error:
+    config.Arrays(**fields).build()
+  assert message in str(error.value) and "\n" not in str(error.value)
+
+
 @pytest.mark.parametrize(
   ("arrays", "message"),
   [
