@@ -326,6 +326,9 @@ class Halved(nnx.Module):
     self.drop = nnx.Dropout(0.5, rngs=rngs)
     self.norm = nnx.BatchNorm(width, rngs=rngs)
 
+  def __call__(self, x):
+    return self.norm(self.drop(self.dense(x)))
+
 
 def test_a_module_in_place_of_model_settings_is_recorded_by_its_contents():
   make = [lambda: Halved(nnx.Rngs(0)), lambda: Halved(nnx.Rngs(1)), lambda: Halved(nnx.Rngs(0), 5)]
