@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
@@ -286,6 +287,16 @@ class Metric(Choice):
   `build(info)` returns a `training.metrics.Metric`: `update`, which sums over rows, and
   `compute`. A single value gets the name of the class in snake_case.
   """
+
+
+def snake_case(name: str) -> str:
+  """Return the name of a metric's value from the name of its class.
+
+  Example:
+    >>> snake_case("AUROC"), snake_case("TopKRecall"), snake_case("F1")
+    ('auroc', 'top_k_recall', 'f1')
+  """
+  return re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", name).lower()
 
 
 class Tracker(Choice):

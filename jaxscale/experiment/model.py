@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-import re
 from collections.abc import Callable
 from typing import Any
 
@@ -18,6 +17,7 @@ from jax.sharding import PartitionSpec as P
 from jaxscale import config as cfg
 from jaxscale import data, models, weights
 from jaxscale.collectives import vary
+from jaxscale.config.bases import snake_case
 from jaxscale.config.choice import is_built_in
 from jaxscale.errors import ConfigError, invalid
 from jaxscale.experiment.derive import Derived
@@ -141,16 +141,13 @@ def make_metrics(config: cfg.Config, info: Any) -> dict[str, Metric]:
   Raises:
     ConfigError: a build failed or returned something else.
   """
-  built, words = {}, re.compile(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])")
+  built = {}
   for settings in config.metrics:
     metric = build(settings, info, kind=Metric, expected="a training.metrics.Metric")
-    wrap = functools.partial(guarded, settings)
-    draws = {n: wrap(f" ({n})", draw) for n, draw in metric.pictures.items()}
-    built[words.sub("_", type(settings).__name__).lower()] = metric._replace(
-      update=wrap(" (update)", metric.update),
-      compute=wrap(" (compute)", metric.compute),
-      pictures=draws,
-    )
+    parts = {"update": metric.update, "compute": metric.compute}
+    parts = {name: guarded(settings, f" ({name})", part) for name, part in parts.items()}
+    draws = {n: guarded(settings, f" ({n})", draw) for n, draw in metric.pictures.items()}
+    built[snake_case(type(settings).__name__)] = metric._replace(**parts, pictures=draws)
   return built
 
 

@@ -24,7 +24,7 @@ def plot_confusion(path: Path, matrix: np.ndarray, class_names: Sequence[str] = 
   names = [str(x)[:20] for x in (class_names if len(class_names) == count else range(count))]
   shares = matrix / np.maximum(matrix.sum(1, keepdims=True), 1e-300)
   size = float(np.clip(2.5 + 0.45 * min(count, _NUMBERED) + 0.09 * count, 4.5, 14))
-  title = f"{np.trace(matrix) / total:.2%} of {total:,.6g} on the diagonal"
+  title = f"{np.trace(matrix) / total:.2%} of {total:,.0f} on the diagonal"
   with figure(path, 1, 1, (size + 0.8, size), title) as axes:
     from matplotlib.colors import PowerNorm
 
@@ -33,9 +33,9 @@ def plot_confusion(path: Path, matrix: np.ndarray, class_names: Sequence[str] = 
     titled(axis, "Confusion matrix", "predicted class", "true class")
     axis.grid(visible=False)
     if count <= _NAMED:
-      small = 9 if count <= _NUMBERED else max(4, 360 / count)
-      axis.set_xticks(range(count), names, rotation=90, fontsize=small)
-      axis.set_yticks(range(count), names, fontsize=small)
+      size = np.clip(600 / count, 4, 9)
+      axis.set_xticks(range(count), names, rotation=90, fontsize=size)
+      axis.set_yticks(range(count), names, fontsize=size)
     for i, j in np.argwhere(matrix) if count <= _NUMBERED else ():
       color = "white" if shares[i, j] > 0.4 else "black"
       axis.text(j, i, f"{matrix[i, j]:,.4g}", ha="center", va="center", color=color, fontsize=8)

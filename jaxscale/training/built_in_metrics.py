@@ -16,7 +16,7 @@ from scipy.special import softmax
 
 from jaxscale.errors import invalid
 from jaxscale.metrics.pictures import plot_calibration, plot_confusion
-from jaxscale.training.losses import aligned, mismatch, targets_of
+from jaxscale.training.losses import aligned, targets_of
 from jaxscale.training.metrics import Metric
 from jaxscale.training.types import Batch
 
@@ -27,7 +27,7 @@ def confusion_matrix() -> Metric:
   """Return the number of examples of each (true, predicted) class, [classes, classes]."""
 
   def update(outputs: Any, batch: Batch, weights: jax.Array):
-    scores, labels = _scores_and_labels(outputs, batch, "ConfusionMatrix")
+    scores, labels = _scores_and_labels(outputs, batch, several=False)
     if (count := scores.shape[-1]) > _MOST_CLASSES:
       problem = f"does not work with {count:,} classes"
       raise invalid("Config.metrics", "ConfusionMatrix", problem, "use F1")
@@ -122,21 +122,25 @@ def r2() -> Metric:
   return _of_numbers(compute)
 
 
-def correlation(*, ranks: bool) -> Metric:
-  """Return the correlation of outputs and targets, the mean over outputs.
+def pearson() -> Metric:
+  """Return Pearson's correlation of outputs and targets, the mean over outputs."""
+  return _of_numbers(_correlation)
 
-  Args:
-    ranks: False for Pearson's r, True for Spearman's rho: the correlation of average ranks.
-  """
+
+def spearman() -> Metric:
+  """Return Spearman's correlation: Pearson's of average ranks, the mean over outputs."""
 
   def compute(outputs: np.ndarray, true: np.ndarray, weights: np.ndarray):
-    if ranks:
-      outputs, true = (np.apply_along_axis(_ranks, 0, x, weights[:, 0]) for x in (outputs, true))
-    a, b = (x - _mean(x, weights) for x in (outputs, true))
-    scale = np.sqrt((weights * a * a).sum(0) * (weights * b * b).sum(0))
-    return ((weights * a * b).sum(0) / scale).mean() if scale.all() else np.nan
+    a, b = (np.apply_along_axis(_ranks, 0, x, weights[:, 0]) for x in (outputs, true))
+    return _correlation(a, b, weights)
 
   return _of_numbers(compute)
+
+
+def _correlation(outputs: np.ndarray, true: np.ndarray, weights: np.ndarray) -> float:
+  a, b = (x - _mean(x, weights) for x in (outputs, true))
+  scale = np.sqrt((weights * a * a).sum(0) * (weights * b * b).sum(0))
+  return ((weights * a * b).sum(0) / scale).mean() if scale.all() else np.nan
 
 
 def _of_numbers(compute: Callable[..., Any]) -> Metric:
@@ -173,7 +177,7 @@ def calibration_error(bins: int) -> Metric:
   """
 
   def update(outputs: Any, batch: Batch, weights: jax.Array):
-    scores, labels = _scores_and_labels(outputs, batch, "CalibrationError")
+    scores, labels = _scores_and_labels(outputs, batch, several=False)
     return jax.nn.softmax(scores).max(-1), scores.argmax(-1) == labels, weights
 
   def compute(rows: Any):
@@ -190,7 +194,7 @@ def calibration_error(bins: int) -> Metric:
 
 
 def _scores_and_labels(
-  outputs: Any, batch: Batch, one_label: str = ""
+  outputs: Any, batch: Batch, *, several: bool = True
 ) -> tuple[jax.Array, jax.Array]:
   """Return class scores, float32 [rows, ..., classes], and labels, int32 [rows, ...].
 
@@ -200,17 +204,15 @@ def _scores_and_labels(
   Args:
     outputs: outputs of the model.
     batch: rows with "label", or "targets" of text.
-    one_label: name of a metric that does not work with several labels; "" allows them.
+    several: allow several labels per example.
   """
   labels, shape = targets_of(batch).astype(jnp.int32), getattr(outputs, "shape", ())
-  if labels.shape[1:] == (1,):
-    labels = labels[:, 0]
+  labels = labels[:, 0] if labels.shape[1:] == (1,) else labels
   if shape in (labels.shape, (*labels.shape, 1)) and labels.ndim == 1:
     logits = outputs.reshape(-1)
     outputs, shape = jnp.stack([jnp.zeros_like(logits), logits], axis=-1), (*labels.shape, 2)
-  if not shape or labels.shape not in (shape, shape[:-1]):
-    raise mismatch(outputs, f"scores of each class for labels {labels.shape}")
-  if one_label and labels.shape == shape:
-    problem = "does not work with several labels per example"
-    raise invalid("Config.metrics", one_label, problem, "remove it")
+  if not shape or labels.shape not in (shape[:-1], shape)[: 1 + several]:
+    given = shape or type(outputs).__name__
+    problem = f"take one score per class for labels {labels.shape}, but the model returns {given}"
+    raise invalid("Config.metrics", ..., problem, "choose others, or write a config.Metric")
   return outputs.astype(jnp.float32), labels

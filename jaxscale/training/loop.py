@@ -9,6 +9,7 @@ steps after it started from a good state.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,9 +17,10 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 
 from jaxscale.errors import NonFiniteError, invalid
-from jaxscale.training.metrics import Collected, Metric
+from jaxscale.training.metrics import ROWS, SUMS, Metric, results, wide
 from jaxscale.training.nan_guard import CODES
 from jaxscale.training.types import LOSS_WEIGHT, Batch, EvalStep, Metrics, TrainState, TrainStep
 
@@ -183,7 +185,7 @@ def evaluate(
 ) -> dict[str, Any]:
   """Return the means of metrics over all examples, each counted once.
 
-  Totals are added on the host, as Python integers and doubles.
+  Totals are added on the host, as 64-bit integers and doubles.
 
   Args:
     eval_step: (params, model_state, batch with "mask") -> totals.
@@ -197,26 +199,29 @@ def evaluate(
     ConfigError: the weights of all examples are 0, or two metrics report the same name.
   """
   sums: dict[str, Any] = {}
-  pending: deque[dict[str, jax.Array]] = deque()
-  collected = Collected()
+  rows: list[Any] = []
+  pending: deque[dict[str, Any]] = deque()
 
   def add(keep: int) -> None:
     while len(pending) > keep:
-      collected.add(totals := dict(pending.popleft()))
-      for name, total in totals.items():
-        sums[name] = sums.get(name, 0) + total.item()
+      totals = jax.tree.map(np.asarray, pending.popleft())
+      if ROWS in totals:
+        mask, gathered = totals.pop(ROWS)
+        rows.append(jax.tree.map(functools.partial(np.compress, mask, axis=0), gathered))
+      totals = jax.tree.map(wide, totals)
+      sums.update(jax.tree.map(np.add, dict(sums), totals) if sums else totals)
 
   for batch in batches:
     pending.append(eval_step(params, model_state, batch))
     add(keep=IN_FLIGHT)
   add(keep=0)
-  examples = sums.pop("examples")
+  examples, of_metrics = sums.pop("examples"), sums.pop(SUMS, {})
   divisors = {"loss": sums.pop(LOSS_WEIGHT, examples)}
-  if 0.0 in (examples, divisors["loss"]):
+  if not (examples and divisors["loss"]):
     fix = "give some of them a weight above 0"
     raise invalid("weight", ..., "is 0 for all validation examples", fix)
-  values = {name: total / divisors.get(name, examples) for name, total in sums.items()}
-  for name, value in collected.compute(metrics):
+  values = {name: float(total / divisors.get(name, examples)) for name, total in sums.items()}
+  for name, value in results(metrics, of_metrics, rows):
     if name in values:
       problem, fix = "is reported by two metrics", "rename or remove one"
       raise invalid("Config.metrics", name, problem, fix)

@@ -70,7 +70,7 @@ def smoothed_cross_entropy(
   """
   shape = getattr(logits, "shape", ())
   if shape[:-1] != labels.shape or not shape:
-    raise mismatch(logits, f"one vector of logits for each of the labels {labels.shape}")
+    raise _mismatch(logits, f"one vector of logits for each of the labels {labels.shape}")
   if not jnp.issubdtype(labels.dtype, jnp.integer):
     problem = f"takes integer labels, but the labels are {labels.dtype}"
     raise invalid("Config.loss", ..., problem, "give integers, or choose SquaredError")
@@ -171,12 +171,12 @@ def aligned(outputs: Any, targets: jax.Array) -> tuple[jax.Array, jax.Array]:
   dims, expected = ([n for n in s[1:] if n > 1] for s in (shape, targets.shape))
   is_flat = dims == [math.prod(expected)]
   if shape[:1] != targets.shape[:1] or not (dims == expected or is_flat):
-    raise mismatch(outputs, f"one output for each of the targets {targets.shape}")
+    raise _mismatch(outputs, f"one output for each of the targets {targets.shape}")
   outputs, targets = (x.astype(jnp.float32).reshape(len(targets), -1) for x in (outputs, targets))
   return outputs, targets
 
 
-def mismatch(outputs: Any, expected: str) -> ConfigError:
+def _mismatch(outputs: Any, expected: str) -> ConfigError:
   """Return the error for outputs whose structure or shape does not fit a built-in loss."""
   match outputs:
     case dict():

@@ -68,46 +68,38 @@ def updates(
   parts = {name: metric.update(outputs, batch, weights) for name, metric in metrics.items()}
   rows = {name: parts.pop(name) for name, metric in metrics.items() if metric.gathers}
   for name, part in rows.items():
-    if wrong := [jnp.shape(x) for x in jax.tree.leaves(part) if len(x) != len(batch["mask"])]:
-      problem, fix = f"gathers an array {wrong[0]}", "return arrays [rows, ...]"
-      raise invalid("Config.metrics", name, problem, fix)
+    for shape in map(jnp.shape, jax.tree.leaves(part)):
+      if shape[:1] != batch["mask"].shape:
+        problem, fix = f"gathers an array of shape {shape}", "return arrays [rows, ...]"
+        raise invalid("Config.metrics", name, problem, fix)
   return {SUMS: jax.tree.map(jnp.asarray, parts), ROWS: (batch["mask"], rows)} if metrics else {}
 
 
-class Collected:
-  """Sums and gathered arrays of an evaluation so far, in the memory of this process."""
+def results(
+  metrics: Mapping[str, Metric], sums: Mapping[str, Any], rows: Sequence[Any]
+) -> Iterator[tuple[str, Any]]:
+  """Yield the name and the value, a float or an array, of each result.
 
-  def __init__(self) -> None:
-    self._sums: Any = None
-    self._rows: list[Any] = []
+  Args:
+    metrics: metrics by name.
+    sums: sums over all batches by metric.
+    rows: arrays of each batch by metric, without padding.
 
-  def add(self, totals: dict[str, Any]) -> None:
-    """Move the totals of `updates` out of a batch's totals."""
-    if SUMS in totals:
-      sums, (mask, rows) = jax.tree.map(np.asarray, (totals.pop(SUMS), totals.pop(ROWS)))
-      sums = jax.tree.map(_wide, sums)
-      self._sums = jax.tree.map(np.add, self._sums, sums) if self._rows else sums
-      self._rows.append(jax.tree.map(lambda x: x[mask], rows))
-
-  def compute(self, metrics: Mapping[str, Metric]) -> Iterator[tuple[str, Any]]:
-    """Yield the name and the value, a float or an array, of each result.
-
-    Raises:
-      ConfigError: a metric returned something else.
-    """
-    parts = {}
-    if self._rows:
-      parts = self._sums | jax.tree.map(lambda *xs: _wide(np.concatenate(xs)), *self._rows)
-    for name, part in parts.items():
-      computed = metrics[name].compute(part)
-      named = computed if isinstance(computed, Mapping) else {name: computed}
-      for key, value in named.items():
-        array = np.asarray(value)
-        if array.dtype.kind not in "iufb":
-          fix = "return a number, or a dict of numbers and arrays"
-          raise invalid("Config.metrics", name, f"returns {key!r}: {type(value).__name__}", fix)
-        yield key, array if array.ndim else float(array)
+  Raises:
+    ConfigError: a metric returned something else.
+  """
+  gathered = jax.tree.map(lambda *xs: wide(np.concatenate(xs)), *rows) if rows else {}
+  for name, part in {**sums, **gathered}.items():
+    computed = metrics[name].compute(part)
+    named = computed if isinstance(computed, Mapping) else {name: computed}
+    for key, value in named.items():
+      array = np.asarray(value)
+      if array.dtype.kind not in "iufb":
+        fix = "return a number, or a dict of numbers and arrays"
+        raise invalid("Config.metrics", name, f"returns {key!r}: {type(value).__name__}", fix)
+      yield key, array if array.ndim else float(array)
 
 
-def _wide(x: np.ndarray) -> np.ndarray:
+def wide(x: np.ndarray) -> np.ndarray:
+  """Return an array as int64 or float64."""
   return x.astype(np.int64 if x.dtype.kind in "iub" else np.float64)

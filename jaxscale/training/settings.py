@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from jaxscale.config.bases import Loss, Metric
+from jaxscale.config.bases import Loss, Metric, snake_case
 from jaxscale.config.bounds import Count, Fraction, Positive
 from jaxscale.errors import ConfigError, invalid
 
@@ -113,14 +113,26 @@ def _losses(loss: Loss, info: Any) -> Any:
   return losses
 
 
-class ConfusionMatrix(Metric):
-  """Number of validation examples by true and predicted class, as a picture."""
+class _OfLabels(Metric):
+  """Metric of outputs and labels; `training.built_in_metrics` has a function of its name."""
+
+  numbers = False
 
   def build(self, info: Any) -> Any:
-    return _metrics(self, info).confusion_matrix()
+    from jaxscale.training import built_in_metrics
+
+    if getattr(info, "label_shape", None if self.numbers else ()) is None:
+      problem = f"needs an array 'label', which {info.name} does not have"
+      raise invalid("Config.metrics", type(self).__name__, problem, "remove it")
+    kind = next(c for c in type(self).__mro__ if c.__module__ == __name__)
+    return getattr(built_in_metrics, snake_case(kind.__name__))(**vars(self))
 
 
-class F1(Metric):
+class ConfusionMatrix(_OfLabels):
+  """Number of validation examples by true and predicted class, as a picture."""
+
+
+class F1(_OfLabels):
   """F1 score, precision and recall, averaged over the classes.
 
   Attributes:
@@ -130,39 +142,26 @@ class F1(Metric):
 
   average: Literal["macro", "weighted", "micro", "binary"] = "macro"
 
-  def build(self, info: Any) -> Any:
-    return _metrics(self, info).f1(self.average)
 
-
-class AUROC(Metric):
+class AUROC(_OfLabels):
   """Area under the ROC curve; of several classes the mean of one class against the rest."""
 
-  def build(self, info: Any) -> Any:
-    return _metrics(self, info).auroc()
 
-
-class R2(Metric):
+class R2(_OfLabels):
   """Coefficient of determination of a regression, the mean over its outputs."""
 
-  def build(self, info: Any) -> Any:
-    return _metrics(self, info, numbers=True).r2()
+  numbers = True
 
 
-class Pearson(Metric):
+class Pearson(R2):
   """Pearson correlation of outputs and targets, the mean over outputs."""
 
-  def build(self, info: Any) -> Any:
-    return _metrics(self, info, numbers=True).correlation(ranks=False)
 
-
-class Spearman(Metric):
+class Spearman(R2):
   """Spearman rank correlation of outputs and targets, the mean over outputs."""
 
-  def build(self, info: Any) -> Any:
-    return _metrics(self, info, numbers=True).correlation(ranks=True)
 
-
-class CalibrationError(Metric):
+class CalibrationError(_OfLabels):
   """Expected calibration error (arXiv:1706.04599), with a reliability diagram.
 
   Attributes:
@@ -170,16 +169,3 @@ class CalibrationError(Metric):
   """
 
   bins: Count = 15
-
-  def build(self, info: Any) -> Any:
-    return _metrics(self, info).calibration_error(self.bins)
-
-
-def _metrics(metric: Metric, info: Any, *, numbers: bool = False) -> Any:
-  """Return the module of metrics for data with labels, or with targets of text."""
-  from jaxscale.training import built_in_metrics
-
-  if getattr(info, "label_shape", None if numbers else ()) is None:
-    problem = f"needs an array 'label', which {info.name} does not have"
-    raise invalid("Config.metrics", type(metric).__name__, problem, "remove it")
-  return built_in_metrics
