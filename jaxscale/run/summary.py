@@ -12,7 +12,7 @@ from jaxscale import cluster, metrics
 from jaxscale.checkpoint import lock
 from jaxscale.checkpoint.manager import UnsavedError
 from jaxscale.run.run import Run
-from jaxscale.training import noise_scale
+from jaxscale.training import loss_scale, noise_scale
 from jaxscale.training.types import TrainState
 
 
@@ -71,6 +71,7 @@ def summarize(run: Run, state: TrainState) -> dict[str, Any]:
     "target_step": step,
     "target_seconds": None if seconds is None else round(seconds, 1),
     **noise_scale.read(state.noise),
+    **loss_scale.read(state.loss_scale),
     "damaged_examples": run.reporter.count_damaged(),
     **run.nan_policy.summary(),
     **run.reporter.efficiency.summary(),

@@ -97,9 +97,9 @@ def make_local_train_step(
     reduce_metrics: False returns metrics of shape [devices], one value per device, so
       that nothing crosses the network between synchronizations; the reader averages
       them.
-    options: options as in `make_train_step`, without averages and noise scale. `observe`
-      gets the state of the inner optimizer; its metrics are averaged over the workers.
-      With `skip_bad_steps` a worker whose loss, gradient or model state has NaN or Inf
+    options: options as in `make_train_step`, without averages, noise scale and loss
+      scale. `observe` gets the state of the inner optimizer; its metrics are averaged over
+      the workers. With `skip_bad_steps` a worker whose loss, gradient or model state has NaN or Inf
       skips the step: its state keeps its values except for step counts, so that it is
       good when workers synchronize. If the averaged pseudo-gradient has NaN or Inf, the
       synchronization is skipped: all workers continue from their own parameters.
@@ -116,8 +116,8 @@ def make_local_train_step(
   axes = mesh.axis_names
   if unknown := [axis for axis in workers or () if axis not in axes]:
     raise ConfigError(f"workers={workers}: the mesh has no axis {unknown[0]!r}; use axes of {axes}")
-  if options.ema_decay is not None or options.measure_noise_scale:
-    fix = "unset ema_decay and measure_noise_scale"
+  if options.ema_decay is not None or options.measure_noise_scale or options.scale_loss:
+    fix = "unset ema_decay, measure_noise_scale and scale_loss"
     raise invalid("options", ..., "need synchronous training", fix)
   within = () if workers is None else tuple(a for a in axes if a not in workers)
   loss_fn = checked(loss_fn)

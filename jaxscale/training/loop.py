@@ -142,7 +142,8 @@ def train(
     while len(unread) > keep:
       newest, (step, metrics) = unread[-1][0], unread.popleft()
       codes = metrics.pop(CODES, None)
-      for name in ("loss", "grad_norm"):
+      # A step that scales its loss marks faults by the loss: an overflow is none.
+      for name in ("loss",) if "loss_scale" in metrics else ("loss", "grad_norm"):
         # item() takes a fifth of the host time that float() takes for a new CPU scalar.
         if not math.isfinite(value := metrics[name].item()):
           callbacks.skipped(BadStep(step, f"{name} is {value}", codes, state, newest))

@@ -35,6 +35,7 @@ class TrainState(NamedTuple):
       sharded over the devices.
     average: exponential averages of (params, model_state), or () if none are kept.
     noise: running averages of the gradient-noise scale, or () if it is not measured.
+    loss_scale: state of the dynamic loss scale, or () if the loss is not scaled.
   """
 
   step: Any
@@ -44,6 +45,7 @@ class TrainState(NamedTuple):
   exchange_state: Tree
   average: Tree
   noise: Tree = ()
+  loss_scale: Tree = ()
 
   def evaluated(self) -> tuple[Tree, Tree]:
     """Return (params, model_state) for evaluation: the averages if there are any."""
@@ -108,6 +110,8 @@ class StepOptions(NamedTuple):
       the learning rate or the model state have NaN or Inf. The loss of such a step is
       NaN, and the metric `nan_guard.CODES`, which is not a scalar, reports the findings of
       each device. The totals that the loss function returns must include "loss".
+    scale_loss: scale the loss dynamically, for activations in float16 (`loss_scale`). The
+      state must come from `init_state(..., loss_scale=True)`. Needs `skip_bad_steps`.
     observe: opt_state -> further metrics, scalars.
     seed: the seed of the random keys, one per row.
   """
@@ -118,6 +122,7 @@ class StepOptions(NamedTuple):
   ema_warmup: bool = False
   measure_noise_scale: bool = False
   skip_bad_steps: bool = False
+  scale_loss: bool = False
   observe: Callable[[Tree], Metrics] | None = None
   seed: int = 0
 
