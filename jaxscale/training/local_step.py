@@ -41,7 +41,7 @@ from jaxscale.exchange import Exchange
 from jaxscale.exchange.local_updates import LocalUpdate, reset_momentum
 from jaxscale.mesh import on_cpu, replicated
 from jaxscale.training import nan_guard
-from jaxscale.training.contract import check_loss, checked
+from jaxscale.training.contract import check_loss, checked, checked_step
 from jaxscale.training.model_state import agree, check_agrees
 from jaxscale.training.state import state_shardings
 from jaxscale.training.step import means, row_keys, sum_grads
@@ -164,7 +164,7 @@ def make_local_train_step(
   alike = reduce_metrics and not options.skip_bad_steps
   shardings = (state_shardings(mesh), replicated(mesh) if alike else None)
   jitted = jax.jit(train_step, donate_argnums=0, out_shardings=shardings)
-  return one_at_a_time(jitted, mesh)
+  return checked_step(one_at_a_time(jitted, mesh), options)
 
 
 def _make_worker_update(

@@ -99,8 +99,8 @@ def find_overflow(codes: jax.Array, totals: Totals, scale: jax.Array, loss: jax.
     The totals, with `OVERFLOWS`. The loss of an overflow is not NaN.
   """
   is_overflow = (codes[0] >= 0) & (codes[1:] < 0).all() & (scale > LEAST)
-  loss = jnp.where(is_overflow, loss, totals["loss"])
-  return totals | {"loss": loss, OVERFLOWS: is_overflow.astype(jnp.int32)}
+  totals = totals | {"loss": jnp.where(is_overflow, loss, totals["loss"])}
+  return totals | {OVERFLOWS: is_overflow.astype(jnp.int32)}
 
 
 def with_loss_scale(update: Update) -> Update:
@@ -111,10 +111,12 @@ def with_loss_scale(update: Update) -> Update:
   """
 
   def updated(state: TrainState, outputs: StepOutputs) -> TrainState:
-    is_overflow, loss = outputs.totals[OVERFLOWS] > 0, outputs.metrics["loss"]
+    loss = outputs.metrics["loss"]
+    # A gradient may also be NaN because of another device's loss, which is a fault.
+    is_overflow = (outputs.totals[OVERFLOWS] > 0) & jnp.isfinite(loss)
     skipping = outputs.metrics | {"loss": jnp.where(is_overflow, jnp.nan, loss)}
     after = update(state, outputs._replace(metrics=skipping))
-    is_good = ~is_overflow & jnp.isfinite(loss)
+    is_good = jnp.isfinite(skipping["loss"])
     return after._replace(loss_scale=next_scale(state.loss_scale, is_overflow, is_good))
 
   return updated

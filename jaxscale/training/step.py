@@ -29,7 +29,7 @@ from jaxscale.collectives.typed import names as names_of
 from jaxscale.collectives.typed import varying
 from jaxscale.errors import invalid
 from jaxscale.exchange import Exchange, plain
-from jaxscale.mesh import batch_axes, on_cpu, replicated
+from jaxscale.mesh import batch_axes, on_cpu, replicated, row_blocks
 from jaxscale.optim.tree_paths import path_name
 from jaxscale.parallel import placement, specs
 from jaxscale.parallel.layout_exchange import exchange_axes, make_layout_exchange
@@ -38,7 +38,13 @@ from jaxscale.parallel.specs import Layout
 from jaxscale.training import loss_scale as loss_scales
 from jaxscale.training import nan_guard
 from jaxscale.training import noise_scale as noise_scales
-from jaxscale.training.contract import check_loss, checked, without_examples
+from jaxscale.training.contract import (
+  check_loss,
+  check_rows,
+  checked,
+  checked_step,
+  without_examples,
+)
 from jaxscale.training.model_state import agree, check_agrees, map_averaged
 from jaxscale.training.state import state_shardings
 from jaxscale.training.types import (
@@ -74,10 +80,13 @@ def make_train_step(
   a schedule, `learning_rate`.
 
   Args:
-    loss_fn: (params, model_state, batch, keys) -> (loss, (model_state, totals)). Loss and
-      totals are sums over the rows of `batch`. `keys` holds one key per row, which depends
-      on the seed, the step and the row's position in the global batch, not on the number
-      of devices. Alternatively `PipelineGrads`, which computes gradients itself.
+    loss_fn: (params, model_state, batch, keys) -> (loss, (model_state, totals)), for the
+      rows of one device and micro-batch, arrays [rows, ...]. The loss is a float scalar and
+      totals are a dict of scalars, all sums over these rows, not means. "examples" is the
+      number of summed values: the step adds up gradients and totals over micro-batches and
+      devices and divides by the sum of "examples". `keys` holds one key per row, [rows],
+      which depends on the seed, the step and the row's position in the global batch, not on
+      the number of devices. Alternatively `PipelineGrads`, which computes gradients itself.
     tx: the optimizer, which is applied to mean gradients.
     mesh: the mesh; all its axes except `stage` and `model` split the batch.
     exchange: the exchange that averages gradients over the axes of `parallel.
@@ -89,11 +98,26 @@ def make_train_step(
       that everything is replicated.
     options: see `StepOptions`.
 
+  Raises:
+    ConfigError: raised by the first call, if the loss returns something else or is a mean;
+      and by any call with a state or batch that the step cannot use.
+
   Example:
-    >>> step = make_train_step(loss_fn, optax.sgd(0.1), mesh)   # doctest: +SKIP
-    >>> state, metrics = step(state, batch)                     # doctest: +SKIP
+    >>> from jaxscale.mesh import make_mesh
+    >>> from jaxscale.training import init_state
+    >>> def loss_fn(params, model_state, batch, keys):
+    ...   errors = batch["x"] @ params["w"] - batch["y"]
+    ...   totals = {"loss": (errors**2).sum(), "examples": len(errors)}
+    ...   return totals["loss"], (model_state, totals)
+    >>> mesh, tx = make_mesh(), optax.sgd(0.1)
+    >>> state = init_state(lambda key: ({"w": jnp.zeros(2)}, {}), tx, mesh)
+    >>> train_step = make_train_step(loss_fn, tx, mesh)
+    >>> state, metrics = train_step(state, {"x": jnp.ones((8, 2)), "y": jnp.ones(8)})
+    >>> float(metrics["loss"])
+    1.0
   """
-  _check_scaling(loss_fn, options)
+  if options.scale_loss and (isinstance(loss_fn, PipelineGrads) or not options.skip_bad_steps):
+    raise invalid("scale_loss", True, "needs skip_bad_steps and no pipeline", "change the options")
   has_layout, layout = layout is not None, layout or specs.replicated_layout(mesh)
   loss_fn = loss_fn if isinstance(loss_fn, PipelineGrads) else checked(loss_fn)
   local_grads = _make_local_grads(loss_fn, layout, options)
@@ -101,6 +125,7 @@ def make_train_step(
   update = _make_update(tx, layout, options)
 
   def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
+    check_rows(batch, row_blocks(mesh), options.num_microbatches)
     key = jax.random.fold_in(jax.random.key(options.seed), state.step)
     trees = state.params, state.model_state, batch, key, state.loss_scale
     grads, model_state, totals, codes = local_grads(*trees)
@@ -132,15 +157,7 @@ def make_train_step(
   # `nan_guard.CODES` is sharded over the devices; all other metrics are replicated.
   metric_sharding = None if options.skip_bad_steps else replicated(mesh)
   jitted = jax.jit(train_step, donate_argnums=0, out_shardings=(state_sharding, metric_sharding))
-  return one_at_a_time(jitted, mesh)
-
-
-def _check_scaling(loss_fn: LossFn | PipelineGrads, options: StepOptions) -> None:
-  """Refuse a loss scale with options that it does not work with."""
-  if options.scale_loss and isinstance(loss_fn, PipelineGrads):
-    raise invalid("scale_loss", True, "does not work with a pipeline", "use one stage")
-  if options.scale_loss and not options.skip_bad_steps:
-    raise invalid("scale_loss", True, "needs skip_bad_steps", "set skip_bad_steps=True as well")
+  return checked_step(one_at_a_time(jitted, mesh), options)
 
 
 def _make_local_grads(
@@ -311,7 +328,7 @@ def sum_totals(totals: Totals, axes: tuple[str, ...]) -> Totals:
   equal on all of them. A loss that was marked as bad (`nan_guard.find_bad`) also differs
   along axes whose devices computed the same loss. It counts once.
   """
-  if "examples" not in totals:
+  if not isinstance(totals, dict) or "examples" not in totals:
     raise without_examples(totals)
   totals = vary(totals, axes)
   counted = varying(totals["examples"])

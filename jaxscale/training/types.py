@@ -14,9 +14,9 @@ import jax
 Tree = Any
 Batch = dict[str, jax.Array]  # arrays [rows, ...], whose rows are split over the devices
 Metrics = dict[str, jax.Array]  # scalars
-Totals = dict[str, jax.Array]  # sums over examples, with their number: "examples"
-# (params, model_state, batch, keys: one per row) -> loss summed over the rows,
-# (new model_state, totals)
+Totals = dict[str, jax.Array]  # sums over examples, scalars, with their number: "examples"
+# (params, model_state, batch [rows, ...], keys: one per row, [rows]) -> loss summed over the
+# rows, float [], (new model_state, totals). Rows are those of one device and micro-batch.
 LossFn = Callable[[Tree, Tree, Batch, jax.Array], tuple[jax.Array, tuple[Tree, Totals]]]
 # (params, model_state, batch with "mask": bool [rows]) -> totals
 EvalFn = Callable[[Tree, Tree, Batch], Totals]

@@ -230,7 +230,7 @@ def test_what_float16_does_not_work_with_is_refused():
     small_config(dtype="float16", sync=cfg.LocalSGD(sync_every_steps=2))
   with config_error(match="^Mesh.stage=2: a pipeline .* use bfloat16, or mesh.stage=1"):
     tiny_language(dtype="float16", mesh=cfg.Mesh(stage=2))
-  with config_error(match="^scale_loss=True needs skip_bad_steps"):
+  with config_error(match="^scale_loss=True needs skip_bad_steps and no pipeline"):
     jxs.make_train_step(errors("float16"), optax.sgd(1), make_mesh(), options=scaling())
 
 
