@@ -227,7 +227,7 @@ def fake_run(losses, total=None, saved=None, stop_at=None):
     metrics = {"loss": jnp.float32(losses[state]), "grad_norm": jnp.float32(1)}
     return state + 1, metrics
 
-  callbacks = loop.Callbacks(
+  callbacks = loop.LoopControl(
     is_logged=lambda s: True,
     log=lambda s, m: calls.append(("log", s)),
     should_stop=lambda s: s == stop_at,

@@ -103,7 +103,7 @@ def test_the_loop_checks_before_it_saves():
     loop.Hook(2, lambda s, state: calls.append(("check", s))),
     loop.Hook(lambda s: s == 2, lambda s, state: calls.append(("save", s))),
   ]
-  loop.train(0, step, iter(range(4)), loop.Callbacks(), made, start=0, total_steps=4)
+  loop.train(0, step, iter(range(4)), loop.LoopControl(), made, start=0, total_steps=4)
   assert calls == [("check", 2), ("save", 2), ("check", 4)]
 
 
