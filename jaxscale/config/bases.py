@@ -158,6 +158,7 @@ class CallbackContext(NamedTuple):
     steps_per_epoch: the number of steps per epoch, which may be fractional.
     eval_data: the validation examples, a `data.Dataset`; `eval_data.info` describes them.
     model: the model, `models.ModelFns` (with `apply`) or `models.Stack`.
+    mesh: the mesh of the devices.
     log: a function of a step and values by name, which writes them to metrics.jsonl,
       TensorBoard and trackers as `callback/NAME`.
     note: a function that prints a line.
@@ -169,6 +170,7 @@ class CallbackContext(NamedTuple):
   steps_per_epoch: float
   eval_data: Any
   model: Any
+  mesh: Mesh
   log: Callable[[int, dict[str, float]], None]
   note: Callable[[str], None]
 

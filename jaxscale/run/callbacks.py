@@ -223,17 +223,24 @@ def _check_same(where: str, old: TrainState, new: TrainState) -> None:
   Raises:
     ConfigError: step, structure, shape, dtype or sharding differ.
   """
-  problem, fix = "", "return a state like the one that it got"
-  if jax.tree.structure(old) != jax.tree.structure(new):
-    problem = "a different tree"
-  elif int(new.step) != int(old.step):
-    problem = f"step {int(new.step)}, not {int(old.step)}"
-  for (path, x), y in zip(jax.tree.leaves_with_path(old), jax.tree.leaves(new), strict=False):
-    before, now = (f"{np.dtype(z.dtype)}{list(z.shape)}" for z in (x, y))
-    if not problem and before != now:
-      problem = f"{path_name(path)} of {now}, not {before}"
-    is_placed = isinstance(y, jax.Array) and y.sharding.is_equivalent_to(x.sharding, x.ndim)
-    if not problem and not is_placed:
-      problem = f"{path_name(path)} in a different sharding"
-  if problem:
-    raise invalid(where, ..., f"returned a state with {problem}", fix)
+
+  def kinds(state: TrainState) -> dict[str, str]:
+    leaves = jax.tree.leaves_with_path(state)
+    kind = "{}{}".format
+    return {path_name(p): kind(getattr(x, "dtype", ""), [*np.shape(x)]) for p, x in leaves}
+
+  before, now = map(kinds, (old, new))
+  problems = [
+    f"{name} {now.get(name)}, not {before.get(name)}"
+    for name in {**before, **now}
+    if before.get(name) != now.get(name)
+  ]
+  if not problems:
+    for name, x, y in zip(before, *map(jax.tree.leaves, (old, new)), strict=True):
+      if not (hasattr(y, "sharding") and y.sharding.is_equivalent_to(x.sharding, x.ndim)):
+        problems.append(f"{name} in a different sharding")
+    if not problems and int(new.step) != int(old.step):
+      problems.append(f"step {int(new.step)}, not {int(old.step)}")
+  if problems:
+    fix = "return a state like the one that it got"
+    raise invalid(where, ..., f"returned a state with {problems[0]}", fix)

@@ -5,9 +5,8 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from jaxscale.config.validation import nearest
 from jaxscale.errors import invalid
-from jaxscale.metrics.text import plural
+from jaxscale.metrics.text import listed, plural
 from jaxscale.run.callbacks import Callback, Stop
 from jaxscale.training.loop import Values
 
@@ -38,7 +37,7 @@ class EarlyStopper(Callback):
     """
     if self._metric not in values:
       problem = "is not a metric of this run's evaluations"
-      raise invalid("EarlyStopping.metric", self._metric, problem, nearest(self._metric, values))
+      raise invalid("EarlyStopping.metric", self._metric, problem, f"use {listed(values, 'or')}")
     value, state = values[self._metric], self._state
     best = -self._sign * math.inf if state["best"] is None else state["best"]
     if self._sign * (value - best) > self._min_delta:

@@ -21,6 +21,7 @@ import numpy as np
 
 from jaxscale import data
 from jaxscale.checkpoint import load_params
+from jaxscale.collectives.cpu_workarounds import one_at_a_time
 from jaxscale.config.record import describe_run
 from jaxscale.data.tokenizer import Tokenizer, byte_tokenizer, read_tokenizer
 from jaxscale.errors import ConfigError
@@ -147,14 +148,17 @@ def continuer(
     stack: a model that takes the tokenizer's tokens.
     tokenizer: the tokenizer of the model's text.
     num_tokens: the largest number of tokens to generate.
-    sharding: the sharding of the result, whole on each device of the parameters; None if
-      they are on one device.
+    sharding: the sharding of the result, replicated on the devices of the parameters; None
+      if they are on one device.
     choice: `temperature`, `top_k` and `top_p`, as for `choose`.
   """
 
   @functools.partial(jax.jit, out_shardings=sharding)
   def sampled(params, tokens, seed):
     return sample(stack, params, tokens, jax.random.key(seed), num_tokens=num_tokens, **choice)
+
+  if sharding is not None:
+    sampled = one_at_a_time(sampled, sharding.mesh)
 
   def text_of(params: Any, prompt: str, seed: int) -> str:
     # surrogateescape keeps bytes of the command line that are not valid UTF-8.

@@ -34,7 +34,7 @@ class LearningRates(NamedTuple):
 
   Attributes:
     rates: [steps], the learning rate of each step.
-    losses: [steps], its training loss.
+    losses: [steps], its training loss, clipped at 1.5 times the first one.
     smoothed: [steps], averages of neighboring losses.
     suggestion: the learning rate at which the smoothed loss falls fastest per decade of the
       learning rate, before its minimum; None if it does not fall.
@@ -91,11 +91,14 @@ def find_learning_rate(
   step, batches = experiment.compile_train_step(), train_batches(experiment, 0)
   loop.train(experiment.init_state(), step, batches, control, start=0, total_steps=steps)
   end = int(np.argmin([*np.isfinite(losses), False]))  # the first NaN or Inf, or the end
-  arrays = np.array(rates[:end]), np.array(losses[:end]), _smooth(losses[:end])
-  return LearningRates(*arrays, suggest(arrays[0], arrays[2]))
+  # A loss that explodes would hide the minimum of the averages.
+  most = [loss + abs(loss) / 2 for loss in losses[:1]]
+  clipped, tried = np.array([min(x, *most) for x in losses[:end]]), np.array(rates[:end])
+  smoothed = _smooth(clipped)
+  return LearningRates(tried, clipped, smoothed, suggest(tried, smoothed))
 
 
-def _smooth(losses: list[float]) -> np.ndarray:
+def _smooth(losses: np.ndarray) -> np.ndarray:
   """Return averages of the losses whose weights fall exponentially to both sides.
 
   A moving average of past losses alone would lag behind, and suggest a rate that is too high.
@@ -139,7 +142,6 @@ def plot_learning_rates(tried: LearningRates, path: str | Path) -> str:
       if has_fallen:
         axis.axvline(tried.suggestion, color=POINTS, label=label)
       axis.set_xscale("log")
-      axis.set_ylim(top=1.5 * tried.smoothed[0])
       titled(axis, "Range test", "learning rate", "training loss")
       axis.legend(frameon=False)
   text = f"suggested lr: {tried.suggestion:.3g}" if has_fallen else "the loss does not fall"

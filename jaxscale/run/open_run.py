@@ -104,12 +104,12 @@ def build_callbacks(run: Run, more: Sequence[Callback]) -> Callbacks:
   experiment = run.experiment
   config, derived = experiment.config, experiment.derived
   per_epoch = derived.num_train / config.batch_size
-  model = experiment.eval_data, experiment.model
+  parts = experiment.eval_data, experiment.model, experiment.mesh
 
   def log(step: int, values: dict[str, float]) -> None:
     run.reporter.write(step, "callback", values)
 
-  parts = run.workdir, config, derived.total_steps, per_epoch, *model, log, logger.info
+  parts = run.workdir, config, derived.total_steps, per_epoch, *parts, log, logger.info
   make = functools.partial(own_classes.build, kind=Callback, expected="a jaxscale.Callback")
   members = [(make(c, CallbackContext(*parts)), c) for c in config.callbacks]
   for callback in more:

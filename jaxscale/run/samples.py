@@ -59,7 +59,7 @@ def write_samples(
 
 def _images(context: CallbackContext, count: int) -> _Sampler:
   """Sample a grid of the first validation images; wrong predictions have red titles."""
-  dataset, model, compiled = context.eval_data, context.model, []
+  dataset, model, mesh = context.eval_data, context.model, context.mesh
   batch = dataset.load(np.arange(min(count, dataset.num_examples)), None)
   names = dict(enumerate(dataset.info.class_names))
   shown = np.asarray(batch["image"], np.float32)
@@ -72,11 +72,10 @@ def _images(context: CallbackContext, count: int) -> _Sampler:
       return stack_logits(model, params, batch).argmax(-1)
     return model.apply(params, model_state, inputs_of(batch), False, None)[0].argmax(-1)
 
+  predictor = one_at_a_time(jax.jit(predict, out_shardings=replicated(mesh)), mesh)
+
   def sample(state: TrainState) -> Callable[[Path], None]:
-    if not compiled:
-      mesh: Any = state.step.sharding.mesh
-      compiled.append(one_at_a_time(jax.jit(predict, out_shardings=replicated(mesh)), mesh))
-    classes = np.asarray(compiled[0](*state.evaluated(), batch)).tolist()
+    classes = np.asarray(predictor(*state.evaluated(), batch)).tolist()
 
     def write(path: Path) -> None:
       with figure(f"{path}.png", rows, columns, (1.3 * columns, 1.5 * rows)) as axes:
@@ -96,15 +95,13 @@ def _images(context: CallbackContext, count: int) -> _Sampler:
 
 def _texts(context: CallbackContext, prompts: Sequence[str], **choice: Any) -> _Sampler:
   """Sample a continuation of each prompt, of the same random numbers at each evaluation."""
-  config, compiled = context.config, []
+  config, sharding = context.config, replicated(context.mesh)
   tokenizer = generate.run_tokenizer(context.workdir, config.data, context.eval_data.info)
+  text_of = generate.continuer(context.model, tokenizer, sharding=sharding, **choice)
 
   def sample(state: TrainState) -> Callable[[Path], None]:
-    if not compiled:
-      sharding = replicated(state.step.sharding.mesh)
-      compiled.append(generate.continuer(context.model, tokenizer, sharding=sharding, **choice))
     params = state.evaluated()[0]
-    texts = [p + compiled[0](params, p, config.seed + i) for i, p in enumerate(prompts)]
+    texts = [p + text_of(params, p, config.seed + i) for i, p in enumerate(prompts)]
     return lambda path: replace_text(path.with_suffix(".txt"), "\n\n".join(texts) + "\n")
 
   return sample
