@@ -48,8 +48,9 @@ class Callback:
 
   A function returns None, or a changed `TrainState` to train on, or `Stop(reason)`. A
   changed state has the same step, structure, shapes, dtypes and shardings. A function must
-  not donate the state. `on_start` cannot stop the run, and the result of `on_end` is not
-  used. Override methods in a subclass, or pass functions by keyword.
+  not donate the state, and copies what it keeps, as the next step reuses the memory.
+  `on_start` cannot stop the run, and the result of `on_end` is not used. Override methods
+  in a subclass, or pass functions by keyword.
 
   Attributes:
     every: the interval of `on_step` in steps, or a function that takes a step and returns

@@ -21,7 +21,6 @@ from jaxscale.metrics.plot import POINTS, figure
 from jaxscale.models.stack import Stack, stack_logits
 from jaxscale.run import generate
 from jaxscale.run.callbacks import Callback
-from jaxscale.training.losses import inputs_of
 from jaxscale.training.types import TrainState
 
 # Given a state: a function that writes the samples to a path without its suffix. All
@@ -70,7 +69,11 @@ def _images(context: CallbackContext, count: int) -> _Sampler:
   def predict(params: Any, model_state: Any, batch: Any) -> jax.Array:
     if isinstance(model, Stack):
       return stack_logits(model, params, batch).argmax(-1)
-    return model.apply(params, model_state, inputs_of(batch), False, None)[0].argmax(-1)
+    outputs, _ = model.apply(params, model_state, model.inputs(batch), False, None)
+    if getattr(outputs, "ndim", 0) != 2:
+      fix = "remove it from Config.callbacks"
+      raise invalid("SampleWriter", ..., "needs a model with outputs [rows, classes]", fix)
+    return outputs.argmax(-1)
 
   predictor = one_at_a_time(jax.jit(predict, out_shardings=replicated(mesh)), mesh)
 

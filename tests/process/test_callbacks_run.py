@@ -50,7 +50,7 @@ def get_config():
     steps=40,
     evaluation=config.Evaluation(every_steps=10),
     checkpoint=config.Checkpoint(every_steps=5),
-    callbacks=(Counter(), config.EarlyStopping(patience=9)),
+    callbacks=(Counter(), config.EarlyStopping(patience=9), config.SampleWriter(count=4)),
     log=config.Log(plot=False, tensorboard=False),
   )
 '''
@@ -79,9 +79,13 @@ def test_all_stop_where_one_asks_and_resume_bit_for_bit(tmp_path):
     read_manifest(tmp_path / x / "checkpoints" / "24")["callbacks"] for x in ("whole", "killed")
   ]
   assert saved[0] == saved[1] and saved[0]["states"]["counts:Counter"]["steps"] == 24
-  changed = run("killed", "--config.callbacks=EarlyStopping")  # goes on without it
+  assert sorted(p.name for p in (tmp_path / "killed" / "samples").iterdir()) == [
+    f"{step:06}.png" for step in (10, 20, 24)
+  ]
+  kept = "--config.callbacks=EarlyStopping,SampleWriter"
+  changed = run("killed", kept)  # goes on without it
   assert "note: callbacks: counts:Counter is gone; it no longer stops the run" in changed[0][0]
   assert json.loads((tmp_path / "killed" / "summary.json").read_text())["step"] == 40
   (_, err, code), (*_, other) = run("differs", "--config.callbacks.Counter.differs=True")
   assert (code, other) == (2, 2) and err.count("\n") == 1
-  assert "Callback.state_dict of counts:Counter and EarlyStopping differs between" in err
+  assert "Callback.state_dict of counts:Counter, EarlyStopping and SampleWriter differs" in err

@@ -18,6 +18,7 @@ from jaxscale.config.record import from_plain, to_plain
 from jaxscale.errors import ConfigError
 from jaxscale.run.callbacks import Callbacks
 from jaxscale.run.early_stopping import EarlyStopper
+from jaxscale.run.identity import changes
 from jaxscale.run.learning_rates import suggest
 from jaxscale.training.types import TrainState
 from support.configs import small_config
@@ -190,3 +191,18 @@ def test_the_suggestion_is_the_steepest_fall_before_the_minimum():
   assert suggest(rates, falls) == pytest.approx(1e-3, rel=0.05)
   assert suggest(rates, -falls[::-1]) != pytest.approx(1e-3, rel=0.05)
   assert suggest(rates, 1 + x**3 * 0) is None and suggest(rates[:3], falls[:3]) is None
+
+
+def test_code_of_a_callback_counts_as_long_as_a_run_has_it():
+  def identity(**callbacks):
+    own = {f"m:{name}": {f"m:{name}": code} for name, code in callbacks.items()}
+    return {"data": {}, "code": {}, "callbacks": own, "environment": {}}
+
+  def texts(*both):
+    return [(change.kind, change.text) for change in changes(*both)]
+
+  assert texts(identity(A="1"), identity(A="2", B="1")) == [("code", "A in m differs")]
+  assert not texts(identity(A="1", B="1"), identity(B="1"))
+  before = identity()
+  del before["callbacks"]  # of a version without them
+  assert not texts(before, identity(A="1"))
