@@ -26,17 +26,16 @@ def add_arguments(parser: Parser) -> None:
 def run(args: Namespace) -> None:
   """Run the test, draw its picture and print the suggestion."""
   from jaxscale import cluster
+  from jaxscale.config import LearningRateFinder
   from jaxscale.config.loading import load_config
   from jaxscale.run.session import open_session
 
-  if args.low >= args.high:
-    raise ConfigError(f"--low={args.low:g} is not below --high={args.high:g}; give less")
+  ramp = LearningRateFinder(steps=args.steps, low=args.low, high=args.high)
   config = load_config(args.config, args.overrides)
   with open_session(config, Path(default_workdir(args.config))):
     from jaxscale.run import learning_rates  # Imports JAX, once all processes have joined.
 
-    ramp = dict(steps=args.steps, low=args.low, high=args.high)
-    tried = learning_rates.find_learning_rate(config, **ramp)
+    tried = learning_rates.find_learning_rate(config, **vars(ramp))
     try:
       line = learning_rates.plot_learning_rates(tried, args.out)
     except OSError as e:

@@ -200,8 +200,8 @@ class Callbacks:
     if self.stopped and self.stopped["callback"] in changed:
       self.stopped = None
     if changed and step:
-      how = {n: "has changed" if n in now else "is gone" for n in changed}
-      how |= {n: "is new" for n in changed if n not in before}
+      how = dict.fromkeys(now, "is new") | dict.fromkeys(before, "is gone")
+      how |= dict.fromkeys(before.keys() & now.keys(), "has changed")
       lifted = "; it no longer stops the run" * (saved["stopped"] != self.stopped)
       logger.info(f"note: callbacks: {listed(f'{n} {how[n]}' for n in changed)}{lifted}")
 
@@ -227,21 +227,16 @@ def _check_same(where: str, old: TrainState, new: TrainState) -> None:
 
   def kinds(state: TrainState) -> dict[str, str]:
     leaves = jax.tree.leaves_with_path(state)
-    kind = "{}{}".format
-    return {path_name(p): kind(getattr(x, "dtype", ""), [*np.shape(x)]) for p, x in leaves}
+    return {path_name(p): f"{getattr(x, 'dtype', '')}{[*np.shape(x)]}" for p, x in leaves}
 
   before, now = map(kinds, (old, new))
-  problems = [
-    f"{name} {now.get(name)}, not {before.get(name)}"
-    for name in {**before, **now}
-    if before.get(name) != now.get(name)
-  ]
-  if not problems:
-    for name, x, y in zip(before, *map(jax.tree.leaves, (old, new)), strict=True):
-      if not (hasattr(y, "sharding") and y.sharding.is_equivalent_to(x.sharding, x.ndim)):
-        problems.append(f"{name} in a different sharding")
-    if not problems and int(new.step) != int(old.step):
-      problems.append(f"step {int(new.step)}, not {int(old.step)}")
+  names = [n for n in {**before, **now} if before.get(n) != now.get(n)]
+  problems = [f"{name} {now.get(name)}, not {before.get(name)}" for name in names]
+  for name, x, y in zip(before, *map(jax.tree.leaves, (old, new)), strict=False):
+    if not (hasattr(y, "sharding") and y.sharding.is_equivalent_to(x.sharding, x.ndim)):
+      problems.append(f"{name} in a different sharding")
+  if not problems and int(new.step) != int(old.step):
+    problems.append(f"step {int(new.step)}, not {int(old.step)}")
   if problems:
     fix = "return a state like the one that it got"
     raise invalid(where, ..., f"returned a state with {problems[0]}", fix)

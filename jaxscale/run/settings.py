@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, Literal
 
 from jaxscale import run  # Lazy: its names load on first use.
 from jaxscale.config.bases import Callback, CallbackContext
 from jaxscale.config.bounds import Count, NonNegative, Positive
 from jaxscale.errors import invalid
+from jaxscale.metrics.text import listed, plural
 
 # The names for --config.callbacks= (HOMES in config/choice.py lists this module).
 __all__ = ["EarlyStopping", "LearningRateFinder", "SampleWriter"]
@@ -38,8 +40,25 @@ class EarlyStopping(Callback):
       raise invalid("EarlyStopping.metric", self.metric, "has no known direction", fix)
 
   def build(self, context: CallbackContext) -> Any:
-    options: dict[str, Any] = vars(self) | {"mode": self.mode or _MODES[self.metric]}
-    return run.EarlyStopper(**options)
+    sign = 1 if (self.mode or _MODES[self.metric]) == "max" else -1
+    own: dict[str, Any] = {"best": None, "best_step": 0, "waited": 0}
+
+    def on_evaluation(step: int, state: Any, values: dict[str, float]) -> run.Stop | None:
+      if self.metric not in values:
+        problem = "is not a metric of this run's evaluations"
+        raise invalid("EarlyStopping.metric", self.metric, problem, f"use {listed(values, 'or')}")
+      own["waited"] += 1
+      best = -sign * math.inf if own["best"] is None else own["best"]
+      if sign * (values[self.metric] - best) > self.min_delta:  # False for NaN.
+        own.update(best=values[self.metric], best_step=step, waited=0)
+      if own["waited"] < self.patience:
+        return None
+      by = f" by more than {self.min_delta:g}" if self.min_delta else ""
+      text = f"{self.metric} has not improved{by} for {plural(own['waited'], 'evaluation')}"
+      return run.Stop(f"{text}; best {best:.6g} at step {own['best_step']}")
+
+    functions = {"state_dict": lambda: own, "load_state_dict": own.update}
+    return run.Callback(on_evaluation=on_evaluation, **functions)
 
 
 class LearningRateFinder(Callback):

@@ -17,7 +17,6 @@ from jaxscale.config.loading import load_config
 from jaxscale.config.record import from_plain, to_plain
 from jaxscale.errors import ConfigError
 from jaxscale.run.callbacks import Callbacks
-from jaxscale.run.early_stopping import EarlyStopper
 from jaxscale.run.identity import changes
 from jaxscale.run.learning_rates import suggest
 from jaxscale.training.types import TrainState
@@ -44,11 +43,11 @@ def waits(values, patience, min_delta, sign):
   st.sampled_from(["min", "max"]),
 )
 def test_it_stops_where_keras_stops_also_if_resumed_anywhere(values, patience, min_delta, mode):
-  options = dict(patience=patience, min_delta=min_delta, mode=mode)
-  stopper, stopped = EarlyStopper("f1", **options), None
+  settings = config.EarlyStopping(metric="f1", patience=patience, min_delta=min_delta, mode=mode)
+  stopper, stopped = settings.build(None), None
   for i, value in enumerate(values):
     saved = json.loads(json.dumps(stopper.state_dict()))
-    stopper = EarlyStopper("f1", **options)
+    stopper = settings.build(None)
     stopper.load_state_dict(saved)
     if stopper.on_evaluation(i, None, {"f1": float(value)}) and stopped is None:
       stopped = i
@@ -56,13 +55,14 @@ def test_it_stops_where_keras_stops_also_if_resumed_anywhere(values, patience, m
 
 
 def test_nan_is_no_improvement_and_an_unknown_metric_is_refused():
-  stopper = EarlyStopper("loss", patience=2)
+  stopper = config.EarlyStopping(patience=2).build(None)
   results = [stopper.on_evaluation(i, None, {"loss": x}) for i, x in enumerate([math.nan] * 2)]
   assert results[0] is None and "loss has not improved for 2 evaluations" in results[1].reason
   with pytest.raises(
     ConfigError, match=r"^EarlyStopping.metric=f1 is not .*; use loss or f1_macro"
   ):
-    EarlyStopper("f1", patience=1).on_evaluation(1, None, {"loss": 1.0, "f1_macro": 1.0})
+    stopper = config.EarlyStopping(metric="f1", mode="max").build(None)
+    stopper.on_evaluation(1, None, {"loss": 1.0, "f1_macro": 1.0})
 
 
 MISTAKES = table("""
