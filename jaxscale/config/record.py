@@ -141,16 +141,17 @@ class Described(NamedTuple):
     return self.data.get("vocab_size" if self.is_text else "num_classes")
 
   def settings(self) -> Config:
-    """Return the `Config`, with the default of `log`.
+    """Return the `Config`, with the defaults of `log` and `callbacks`.
 
-    Logging does not affect the trained parameters, and its settings change between
+    The trained parameters no longer depend on them, and settings of logs change between
     versions.
 
     Raises:
       ConfigError: a version of jaxscale with other settings wrote the file.
     """
     try:
-      plain = {name: value for name, value in self.config.items() if name != "log"}
+      is_left_out = ("log", "callbacks").__contains__
+      plain = {name: value for name, value in self.config.items() if not is_left_out(name)}
       return from_plain(Config, plain, self.workdir)
     except ConfigError as e:
       raise ConfigError(f"--workdir={self.workdir}: its config.json has {e}") from None
