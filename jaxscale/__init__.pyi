@@ -14,6 +14,8 @@ from .errors import ConfigError as ConfigError
 from .errors import NonFiniteError as NonFiniteError
 from .mesh import make_mesh as make_mesh
 from .run.fit import fit as fit
+from .run.trained import Trained as Trained
+from .run.trained import load as load
 from .training.loop import evaluate as evaluate
 from .training.losses import Objective as Objective
 from .training.losses import classification_loss as classification_loss

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from jaxscale.config.bases import Data, Optimizer
 from jaxscale.config.choice import Choice
 from jaxscale.config.config import Config
 from jaxscale.config.config_file import load_file
@@ -117,6 +118,34 @@ def _own_class(name: str, folder: Path | None) -> type:
     raise ConfigError(f"{name}: {problem}; {remedy}") from None
 
 
+class MissingData(Data):
+  """Data that config.json cannot store, such as arrays of a notebook.
+
+  Attributes:
+    reason: the error of `build`.
+  """
+
+  reason: str
+
+  def build(self) -> Any:
+    """Refuse to build."""
+    raise ConfigError(self.reason)
+
+
+class MissingOptimizer(Optimizer):
+  """Optimizer that config.json cannot store, such as a function of a notebook.
+
+  Attributes:
+    reason: the error of `build`.
+  """
+
+  reason: str
+
+  def build(self, *context: Any) -> Any:
+    """Refuse to build."""
+    raise ConfigError(self.reason)
+
+
 class Described(NamedTuple):
   """Contents of a run's config.json; `describe_run` reads it.
 
@@ -140,18 +169,33 @@ class Described(NamedTuple):
     """Number of classes, or size of the vocabulary, without padding."""
     return self.data.get("vocab_size" if self.is_text else "num_classes")
 
-  def settings(self) -> Config:
-    """Return the `Config`, with the default of `log`.
+  def settings(self, *, log: bool = False, partial: bool = False, **given: Any) -> Config:
+    """Return the `Config`.
 
-    Logging does not affect the trained parameters, and its settings change between
-    versions.
+    Args:
+      log: False uses the default of `log`: logging does not affect the trained parameters,
+        and its settings change between versions.
+      partial: True needs only what evaluates the model. `MissingData` and
+        `MissingOptimizer` replace what config.json cannot store, and defaults the rest.
+      given: settings that replace those of the file, by field.
 
     Raises:
-      ConfigError: a version of jaxscale with other settings wrote the file.
+      ConfigError: a version of jaxscale with other settings wrote the file, or a class or
+        value is not stored in it.
     """
+    unread, kinds, values = {"class", *given, *(["log"] * (not log))}, hints(Config), dict(given)
     try:
-      plain = {name: value for name, value in self.config.items() if name != "log"}
-      return from_plain(Config, plain, self.workdir)
+      for name in self.config.keys() - unread:
+        try:
+          values[name] = from_plain(kinds.get(name, Any), self.config[name], self.workdir)
+        except ConfigError as e:
+          if not partial or name in ("model", "loss", "metrics"):
+            raise
+          missing = {"data": MissingData, "optimizer": MissingOptimizer}.get(name)
+          if missing is not None:
+            reason = f"the run's {name} cannot be built again ({e})"
+            values[name] = missing(reason=reason, **({"lr": 1.0} if name == "optimizer" else {}))
+      return Config(**values)
     except ConfigError as e:
       raise ConfigError(f"--workdir={self.workdir}: its config.json has {e}") from None
 

@@ -162,7 +162,7 @@ def write(
   stack = make_model(config, info)
   assert isinstance(stack, Stack), "models of text are stacks"
   tokenizer = _tokenizer(workdir, config.data, info)
-  checkpoint = load_params.newest_params(workdir, init_shapes(stack.init))
+  checkpoint = load_params.load(workdir, init_shapes(stack.init))
   # surrogateescape keeps bytes of the command line that are not valid UTF-8.
   document = tokenizer.encode([prompt.encode("utf-8", "surrogateescape")])
   tokens = document.tolist()[:-1] or [tokenizer.separator]

@@ -95,7 +95,7 @@ def changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[Change]:
   old_data, new_data = dict(old["data"]), dict(new["data"])
   names = [x.pop("class_names", None) for x in (old_data, new_data)]
   if names[0] != names[1] and all(isinstance(x, list) for x in names):
-    yield Change("data", _renamed(*names))
+    yield Change("data", renamed(*names))
   yield from _differing("data", flat(old_data), flat(new_data), str)
   yield from _differing("code", old["code"], new["code"], _code_name)
   x64 = [bool(x["environment"].get("jax_enable_x64")) for x in (old, new)]
@@ -104,7 +104,8 @@ def changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[Change]:
     yield Change("x64", text)
 
 
-def _renamed(old: list[str], new: list[str]) -> str:
+def renamed(old: list[str], new: list[str]) -> str:
+  """Describe the first difference between two lists of class names."""
   if len(old) != len(new):
     return f"there are {len(old)} classes in the workdir and {len(new)} now"
   at = next(i for i, (a, b) in enumerate(zip(old, new, strict=True)) if a != b)
