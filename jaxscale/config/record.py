@@ -129,7 +129,7 @@ class MissingData(Data):
 
   def build(self) -> Any:
     """Refuse to build."""
-    raise ConfigError(self.reason)
+    raise ConfigError(f"{self.reason}; give other data by --data PATH or --config.data")
 
 
 class MissingOptimizer(Optimizer):

@@ -13,12 +13,14 @@ from typing import Any, NamedTuple
 import jax
 
 from jaxscale import cluster, data
+from jaxscale.config.own_code import BYTECODE
 from jaxscale.config.plain import code_of
 from jaxscale.config.record import flat
 from jaxscale.config.validation import shown
 from jaxscale.errors import ConfigError, invalid
 from jaxscale.experiment import build
 from jaxscale.files import mismatch
+from jaxscale.metrics.text import few
 
 ACCEPTABLE = "data", "code"
 # JAX settings that change numbers; only x64 also changes the dtypes of the state.
@@ -63,6 +65,14 @@ def identity_of(experiment: build.Experiment) -> dict[str, Any]:
   trains = dataclasses.replace(config, log=type(config.log)())  # Trackers do not count.
   code = code_of(trains).hashes
   return {"data": facts, "code": code, "environment": environment}
+
+
+def without_source(identity: Mapping[str, Any]) -> list[str]:
+  """Return a line on own code that is compared by its bytecode, if there is any."""
+  code = identity["code"].items()
+  names = [key.split(":", 1)[1] for key, value in code if value.startswith(BYTECODE)]
+  reason = "compared by bytecode, which differs between versions of Python"
+  return [f"note: code without source ({few(names)}) is {reason}"] * bool(names)
 
 
 def _facts(dataset: data.Dataset) -> dict[str, Any]:

@@ -178,8 +178,9 @@ def _columns(
 ) -> dict[str, Any]:
   """Return the columns of some rows; damaged examples have no prediction."""
   columns: dict[str, Any] = {"id": names}
-  if found.probabilities is not None and np.ndim(found.labels) == 1:
-    columns["label"] = np.where(is_damaged, NO_CLASS, found.labels)
+  labels: Any = found.labels
+  if found.probabilities is not None and labels.ndim == 1:
+    columns["label"] = np.where(is_damaged, NO_CLASS, labels)
     if found.class_names:
       columns["class"] = np.where(is_damaged, "", found.classes)
     columns["probability"] = found.probabilities.max(-1)
@@ -188,7 +189,7 @@ def _columns(
   numbers = {path_name(path): leaf for path, leaf in outputs}
   if found.probabilities is not None:
     numbers = {"probabilities": found.probabilities}
-  columns |= {name: np.asarray(array, np.float32) for name, array in numbers.items()}
+  columns |= {name: np.array(array, np.float32) for name, array in numbers.items()}
   for name in {"probability", *numbers} & columns.keys():
     columns[name][is_damaged] = np.nan
   return columns

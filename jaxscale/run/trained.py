@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 import os
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
@@ -264,9 +265,11 @@ def _placed(config: cfg.Config, rows_only: bool) -> cfg.Config:
       logger.info(f"the run's mesh does not fit {devices} devices; they split only the batches")
     rows_only = True
   if rows_only:
-    is_large = layout.shard == "fsdp"
-    mesh = cfg.Mesh(data=1, fsdp=-1) if is_large else cfg.Mesh()
-    layout = cfg.Layout(shard="fsdp", rules=layout.rules) if is_large else cfg.Layout()
+    # As many devices as in training share the parameters, or a power of two, which divides most.
+    size = math.gcd(devices, mesh.fsdp if mesh.fsdp > 0 else devices & -devices)
+    is_split = layout.shard == "fsdp" and size > 1
+    mesh = cfg.Mesh(fsdp=size) if is_split else cfg.Mesh()
+    layout = cfg.Layout(shard="fsdp", rules=layout.rules) if is_split else cfg.Layout()
   # Exchange and synchronization of the training may contradict another mesh.
   parts: Any = {"mesh": mesh, "layout": layout, "exchange": cfg.AllReduce()}
   return dataclasses.replace(config, **parts, sync=cfg.EveryStep())
