@@ -140,6 +140,7 @@ class MissingOptimizer(Optimizer):
   """
 
   reason: str
+  lr: float = 1.0
 
   def build(self, *context: Any) -> Any:
     """Refuse to build."""
@@ -185,7 +186,7 @@ class Described(NamedTuple):
     """
     unread, kinds, values = {"class", *given, *(["log"] * (not log))}, hints(Config), dict(given)
     try:
-      for name in self.config.keys() - unread:
+      for name in (n for n in self.config if n not in unread):
         try:
           values[name] = from_plain(kinds.get(name, Any), self.config[name], self.workdir)
         except ConfigError as e:
@@ -194,7 +195,7 @@ class Described(NamedTuple):
           missing = {"data": MissingData, "optimizer": MissingOptimizer}.get(name)
           if missing is not None:
             reason = f"the run's {name} cannot be built again ({e})"
-            values[name] = missing(reason=reason, **({"lr": 1.0} if name == "optimizer" else {}))
+            values[name] = missing(reason=reason)
       return Config(**values)
     except ConfigError as e:
       raise ConfigError(f"--workdir={self.workdir}: its config.json has {e}") from None
