@@ -6,6 +6,7 @@ example of each that runs.
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -144,13 +145,25 @@ class Model(Choice):
 
   `build(context: ModelContext)` returns a Flax module, called with the batch's "image"
   and, where its signature has them, `train` and `keys` (one per row); or
-  `models.ModelFns`, two pure functions; or a `models.Stack` of equal layers.
+  `models.ModelFns`, two pure functions; or a `models.Stack` of equal layers. A config also
+  takes such an object itself as `model`, and wraps it into a `models.Module`.
   """
 
   batch_norm = False  # True if the model normalizes over examples, those of `bn_span`.
   bn_span = "device"  # A field in models with synchronized BatchNorm.
   is_stack = False  # True if `build` returns a Stack, which stage and model can split.
   takes_text = False
+
+  @classmethod
+  def wrap(cls, value: Any) -> Model | None:
+    """Return settings that hold a model given in place of settings; None for other values."""
+    is_pair = isinstance(value, tuple) and len(value) > 1 and all(map(callable, value))
+    is_model = is_pair or (callable(value) and not isinstance(value, Choice))
+    if isinstance(value, type):  # an NNX class makes its module from `rngs`
+      is_model = "rngs" in inspect.signature(value.__init__).parameters
+    if cls is not Model or not is_model:
+      return None
+    return Model.built_in()["Module"](module=value)
 
   def sharding(self) -> tuple[tuple[str, tuple[str | None, ...]], ...]:
     """Return a path pattern and the mesh axis of each dim for every parameter.

@@ -29,7 +29,7 @@ FORMAT = 2  # Of config.json; jaxscale 0.1 wrote format 1, whose settings had ot
 RUN = {"config": {"model": {"class": str}}, "data": {"name": str}}
 # Optional contents of "data".
 _DATA = dict.fromkeys(("vocab_size", "num_classes", "sequence_length"), int)
-_DATA |= {"mean": [float], "std": [float], "image_shape": [int], "class_names": [str]}
+_DATA |= {"mean": [float], "std": [float], "image_shape": ([int], None), "class_names": [str]}
 
 
 def flat(node: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -1,6 +1,7 @@
 from .arrays import array_info as array_info
 from .arrays import digits as digits
 from .arrays import from_arrays as from_arrays
+from .arrays import from_named as from_named
 from .arrays import synthetic as synthetic
 from .augment import CenterCrop as CenterCrop
 from .dataset import DamagedExamples as DamagedExamples

@@ -12,6 +12,7 @@ import tempfile
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -22,8 +23,9 @@ from jaxscale.metrics.text import few, listed, plural
 
 NO_CLASS = -1  # label of an unreadable validation example, which is always wrong
 # Images have "image": uint8 [n, h, w, c] and "label": int32 [n]; text has "tokens" and
-# "targets": int32 [n, sequence_length].
+# "targets": int32 [n, sequence_length]. Any dataset may have further arrays [n, ...].
 Batch = dict[str, np.ndarray]
+Spec = tuple[tuple[int, ...], str]  # shape and dtype
 
 
 # Larger images are rejected before decoding. This is Pillow's error limit, 1 GB in memory
@@ -52,30 +54,39 @@ def _temporary_cache() -> str:
 
 
 class DatasetInfo(NamedTuple):
-  """Description of images, or of other arrays with targets, for a model.
+  """Description of examples for a model: images, or any named arrays.
 
   Attributes:
     name: the name for messages.
-    image_shape: the shape of a loaded example, e.g. (height, width, channels).
+    image_shape: the shape of a loaded "image", e.g. (height, width, channels); None if
+      examples have no "image".
     num_classes: the number of classes, with labels 0 … num_classes - 1; for other targets
       the number of outputs.
     mean: the mean per channel, or one for all, in the units of the stored images.
     std: the standard deviation, in the same form.
     dtype: the dtype of a loaded "image".
-    label_shape: the shape of an example's "label"; () for a class.
+    label_shape: the shape of an example's "label"; () for a class, None if examples have
+      no "label".
     label_dtype: the dtype of "label".
     class_names: the names of the classes in the order of their labels, if they have names.
+    arrays: the shape and the dtype of an example's further arrays, by name.
+
+  Example:
+    >>> pairs = {"photo": ((32, 32, 3), "uint8"), "caption": ((16,), "int32")}
+    >>> list(batch_shapes(DatasetInfo("pairs", None, label_shape=None, arrays=pairs), 8))
+    ['photo', 'caption']
   """
 
   name: str
-  image_shape: tuple[int, ...]
-  num_classes: int
-  mean: tuple[float, ...]
-  std: tuple[float, ...]
+  image_shape: tuple[int, ...] | None
+  num_classes: int = 0
+  mean: tuple[float, ...] = (0.0,)
+  std: tuple[float, ...] = (1.0,)
   dtype: str = "uint8"
-  label_shape: tuple[int, ...] = ()
+  label_shape: tuple[int, ...] | None = ()
   label_dtype: str = "int32"
   class_names: tuple[str, ...] = ()
+  arrays: Mapping[str, Spec] = MappingProxyType({})
 
 
 class TextInfo(NamedTuple):
@@ -87,26 +98,31 @@ class TextInfo(NamedTuple):
     sequence_length: the tokens per example.
     bytes_per_token: the average bytes per token of this text; 1 for byte tokens, None if
       the size of the text is not known.
+    arrays: the shape and the dtype of an example's further arrays, by name.
   """
 
   name: str
   vocab_size: int
   sequence_length: int
   bytes_per_token: float | None = None
+  arrays: Mapping[str, Spec] = MappingProxyType({})
 
 
-def batch_shapes(info: DatasetInfo | TextInfo, rows: int) -> dict[str, tuple]:
+def batch_shapes(info: DatasetInfo | TextInfo, rows: int) -> dict[str, Spec]:
   """Return the shape and dtype of each array of a training batch, by its name.
 
   Example:
     >>> batch_shapes(TextInfo("bytes", 256, 128), 8)["tokens"]
     ((8, 128), 'int32')
   """
+  shapes: dict[str, Any] = {}
   if isinstance(info, TextInfo):
-    shape = rows, info.sequence_length
-    return {"tokens": (shape, "int32"), "targets": (shape, "int32")}
-  label = (rows, *info.label_shape), info.label_dtype
-  return {"image": ((rows, *info.image_shape), info.dtype), "label": label}
+    shapes |= dict.fromkeys(("tokens", "targets"), ((info.sequence_length,), "int32"))
+  else:
+    shapes |= {"image": (info.image_shape, info.dtype)}
+    shapes |= {"label": (info.label_shape, info.label_dtype)}
+  shapes = {name: spec for name, spec in shapes.items() if spec[0] is not None} | {**info.arrays}
+  return {name: ((rows, *shape), dtype) for name, (shape, dtype) in shapes.items()}
 
 
 # Files and arrays up to this many bytes are hashed as a whole; of larger ones as many bytes

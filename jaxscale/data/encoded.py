@@ -111,6 +111,7 @@ def from_source(
   """
   if not source.num_examples:
     raise ConfigError(f"{info.name}: has no examples; check the path and the split")
+  assert info.image_shape is not None, "encoded examples are images"
   crop, damaged = augment == "crop", DamagedExamples()
   in_arrays = augment_of(augment, info.image_shape[0])
   loader = _Loader(info, source, damaged, resized, crop, eval_view, in_arrays, max_pixels)
@@ -132,7 +133,7 @@ class _Loader(NamedTuple):
   max_pixels: int
 
   def load(self, indices: np.ndarray, draws: np.ndarray | None) -> Batch:
-    images = np.empty((len(indices), *self.info.image_shape), np.uint8)
+    images = np.empty((len(indices), *(self.info.image_shape or ())), np.uint8)
     labels = np.empty(len(indices), np.int32)
     numbers = [int(i) for i in indices]
     for i, record in enumerate(self.source.read(numbers)):

@@ -96,6 +96,9 @@ def check_readable(dataset: Dataset) -> None:
     OSError: the disk or the network failed.
   """
   field, names = f"{dataset.info.name}: load", batch_shapes(dataset.info, 1)
+  if "mask" in names:
+    problem = "is an array of examples, but evaluations mark padding rows by this name"
+    raise invalid(f"{dataset.info.name}: 'mask'", ..., problem, "rename it, e.g. to 'weight'")
   try:
     batch = dataset.load(np.zeros(1, np.int64), np.full((1, dataset.num_draws), 0.5))
   except Exception as e:

@@ -212,7 +212,7 @@ def make_loss(config: cfg.Config, model: Model, layout: Layout | None, objective
       return parallel.stack_loss(model, layout, remat=remat)
     piped = {"gpipe": parallel.gpipe_grads, "1f1b": parallel.one_f_one_b_grads}
     return piped[config.layout.schedule](model, layout, remat=remat)
-  loss = losses.training_loss(model.apply, objective)
+  loss = losses.training_loss(model.apply, objective, model.inputs)
   setattr(loss, losses.IS_SUM, True)  # `check_model` has checked the user's own
   return loss if layout is None else parallel.with_gathered_params(loss, layout.gathers)
 
@@ -222,5 +222,5 @@ def make_totals(model: Model, layout: Layout | None, objective: Objective) -> An
   if isinstance(model, models.Stack):
     assert layout is not None
     return parallel.stack_totals(model, layout)
-  totals = losses.eval_totals(model.apply, objective)
+  totals = losses.eval_totals(model.apply, objective, model.inputs)
   return totals if layout is None else parallel.with_gathered_params(totals, layout.gathers)

@@ -29,7 +29,7 @@ from jaxscale.models.stack import stack_logits
 from jaxscale.optim.tree_paths import path_name
 from jaxscale.training import losses
 from jaxscale.training.contract import check_sums, one_line
-from jaxscale.training.losses import Objective, inputs_of
+from jaxscale.training.losses import Objective
 from jaxscale.training.types import TrainState
 from jaxscale.weights.check import check_source
 
@@ -106,14 +106,14 @@ def make_model(
       model = models.functions(model, (info.sequence_length,), dtype="int32")
     else:
       model = models.functions(
-        model, info.image_shape, mean=info.mean, std=info.std, dtype=info.dtype
+        model, info.image_shape or (), mean=info.mean, std=info.std, dtype=info.dtype
       )
   return guarded_parts(config.model, " ({})", model)
 
 
 def _seen_by_loss(config: cfg.Config, info: Any) -> Any:
   """Return the data's description, with one output if targets are numbers."""
-  is_class = hasattr(info, "num_classes") and not info.label_shape
+  is_class = getattr(info, "label_shape", None) == ()
   return info._replace(num_classes=1) if config.loss.takes_numbers and is_class else info
 
 
@@ -195,10 +195,10 @@ def _called_as_steps(
 
   def call(state: Any, batch: Any, keys: Any):
     params, own = vary(state, axes)
-    outputs, _ = model.apply(params, own, inputs_of(batch), True, keys)
+    outputs, _ = model.apply(params, own, model.inputs(batch), True, keys)
     losses.training_loss(lambda *_: (outputs, own), objective)(params, own, batch, keys)
-    mask = jnp.ones(rows, bool)
-    losses.eval_totals(model.apply, objective)(params, own, batch | {"mask": mask})
+    batch = batch | {"mask": jnp.ones(rows, bool)}
+    losses.eval_totals(model.apply, objective, model.inputs)(params, own, batch)
     return outputs
 
   specs = P(), P(axes), P(axes)
@@ -275,7 +275,7 @@ def _model_notes(
   def outputs_of(state: Any, inputs: Any, keys: Any):
     return model.apply(*state, inputs, True, keys)[0]
 
-  return mixing("its model", outputs_of, model.init, inputs_of(batch))
+  return mixing("its model", outputs_of, model.init, model.inputs(batch))
 
 
 def _mixing_notes(

@@ -7,6 +7,7 @@ from .flax_apply import ModelFns as ModelFns
 from .flax_apply import by_device as by_device
 from .flax_apply import functions as functions
 from .flax_apply import init_shapes as init_shapes
+from .flax_apply import inputs_of as inputs_of
 from .layers import BatchNorm as BatchNorm
 from .layers import dropout as dropout
 from .resnet import ResNetModule as ResNetModule
@@ -14,6 +15,7 @@ from .resnet import make_resnet as make_resnet
 from .settings import CNN as CNN
 from .settings import MLP as MLP
 from .settings import AlexNet as AlexNet
+from .settings import Module as Module
 from .settings import ResNet as ResNet
 from .settings import Transformer as Transformer
 from .settings import ViT as ViT

@@ -22,16 +22,29 @@ _LAYERS = "jaxscale_layers"
 _ANY = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
 
 
+def inputs_of(batch: dict[str, Any]) -> Any:
+  """Return a batch's "image", else its "tokens", else the whole batch.
+
+  Example:
+    >>> inputs_of({"image": 1, "label": 2}), inputs_of({"state": 1, "action": 2})
+    (1, {'state': 1, 'action': 2})
+  """
+  return next((batch[name] for name in ("image", "tokens") if name in batch), batch)
+
+
 class ModelFns(NamedTuple):
   """A model as two pure functions.
 
   Attributes:
     init: key -> (params, model_state) in float32.
-    apply: (params, model_state, images, train, keys) -> (outputs, model_state).
+    apply: (params, model_state, inputs, train, keys) -> (outputs, model_state). Outputs are
+      a tree of arrays [rows, ...].
+    inputs: batch -> inputs of `apply`, an array or a tree of arrays.
   """
 
   init: Any
   apply: Any
+  inputs: Callable[[dict[str, Any]], Any] = inputs_of
 
 
 def functions(

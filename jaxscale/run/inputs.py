@@ -81,6 +81,8 @@ def _of_arrays(info: Any, values: Mapping[str, Any]) -> data.Dataset:
     if not (is_alike and array.size):
       problem, sizes = f"is {array.dtype}{[*array.shape]}", ", ".join(["n", *map(str, shape)])
       raise invalid(f"inputs[{name!r}]", ..., problem, f"the model takes {dtype}[{sizes}]")
+  if _input(info) in known and _input(info) not in arrays:
+    raise invalid("inputs", [*arrays], f"lack {_input(info)!r}", "give it as well")
   if len(counts := {len(array) for array in arrays.values()}) != 1:
     raise invalid("inputs", sorted(counts), "are different lengths", "give a row per example")
 

@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import math
 import os
+import re
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
@@ -30,7 +31,6 @@ from jaxscale.models.stack import stack_logits
 from jaxscale.parallel import placement, with_gathered_params
 from jaxscale.parallel.specs import Layout, replicated_layout
 from jaxscale.run import inputs as new_inputs
-from jaxscale.training import losses
 
 
 class Predictions(NamedTuple):
@@ -157,7 +157,7 @@ class Trained:
     def function(params: Any, model_state: Any, batch: Any) -> Any:
       if isinstance(model, models.Stack):
         return stack_logits(model, params, batch)
-      return model.apply(params, model_state, losses.inputs_of(batch), False, None)[0]
+      return model.apply(params, model_state, model.inputs(batch), False, None)[0]
 
     if layout.shapes is not None:
       function = with_gathered_params(function, layout.gathers)
@@ -205,9 +205,9 @@ def load(
   try:
     config = described.settings(partial=True, **given)
   except ConfigError as e:
-    if given or ":" not in str(described.config["model"]["class"]):
+    if given or not re.search(r"'object'|\w:\w", str(described.config["model"])):
       raise
-    raise ConfigError(f"{e}, or to load(model=...)") from None
+    raise ConfigError(f"{e}, or use load(run, model=...)") from None
   return of_run(described, config, info_of(described), step=step, take=take)
 
 
@@ -283,6 +283,8 @@ def info_of(described: Described) -> Any:
   """
 
   def plain(value: Any) -> Any:
+    if isinstance(value, dict):
+      return {name: plain(part) for name, part in value.items()}
     return tuple(map(plain, value)) if isinstance(value, list) else value
 
   kind: Any = data.TextInfo if described.is_text else data.DatasetInfo

@@ -64,7 +64,9 @@ def describe(
   phases = [phase._asdict() for phase in experiment.derived.phases]
   described: dict[str, Any] = {"format": FORMAT, "config": to_plain(experiment.config)}
   described |= {"derived": experiment.derived._asdict() | {"phases": phases}}
-  described |= {"data": experiment.train_data.info._asdict()} | _software()
+  about = experiment.train_data.info._asdict()
+  about["arrays"] = {**about["arrays"]}  # JSON takes no other mapping
+  described |= {"data": about} | _software()
   described |= {"devices": [str(d) for d in jax.devices()], "processes": jax.process_count()}
   return described | ({} if identity is None else {"identity": identity})
 

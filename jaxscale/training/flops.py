@@ -21,7 +21,6 @@ from jax.extend.core import ClosedJaxpr, Jaxpr
 from jaxscale import models
 from jaxscale.models.attention import attention
 from jaxscale.models.stack import Ops, hidden_states
-from jaxscale.training.losses import inputs_of
 
 FORWARD_AND_BACKWARD = 3  # products in training per product of the forward pass
 
@@ -50,7 +49,7 @@ def training_flops(model: models.ModelFns | models.Stack, batch: Any) -> int:
     if isinstance(model, models.Stack):
       h = hidden_states(model, state, batch, ops)
       return model.finish(state["head"], h, batch, ops)
-    return model.apply(*state, inputs_of(batch), False, None)
+    return model.apply(*state, model.inputs(batch), False, None)
 
   return FORWARD_AND_BACKWARD * count_flops(forward, state, batch)
 

@@ -5,8 +5,8 @@ it with any `apply` into the functions that the steps take, so a model need not 
 
     apply(params, model_state, inputs, train, keys) -> (outputs, model_state)
 
-The inputs and targets in a batch are "image" and "label", or "tokens" and "targets" for
-text, where every token counts as an example.
+The built-in losses take the targets "label", or "targets" for text, where every token
+counts as an example.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import jax.numpy as jnp
 import optax
 
 from jaxscale.errors import ConfigError, invalid
+from jaxscale.models.flax_apply import inputs_of
 from jaxscale.training.types import Batch, EvalFn, LossFn, Totals
 
 Apply = Callable[..., tuple[jax.Array, Any]]
@@ -160,16 +161,19 @@ def _mismatch(outputs: Any, expected: str) -> ConfigError:
   return invalid("Config.loss", ..., f"takes {expected}, but the model returns {what}", fix)
 
 
-def training_loss(apply: Apply, objective: Objective) -> LossFn:
+def training_loss(
+  apply: Apply, objective: Objective, inputs: Callable[[Batch], Any] = inputs_of
+) -> LossFn:
   """Return the loss function of a train step, with the training metrics.
 
   Args:
     apply: (params, model_state, inputs, train, keys) -> (outputs, model_state).
     objective: loss and metrics per example.
+    inputs: batch -> inputs of `apply`.
   """
 
   def loss_fn(params: Any, model_state: Any, batch: Batch, keys: jax.Array):
-    outputs, model_state = apply(params, model_state, inputs_of(batch), True, keys)
+    outputs, model_state = apply(params, model_state, inputs(batch), True, keys)
     totals = _sums(objective.loss, objective.metrics, outputs, batch, None)
     return totals["loss"], (model_state, totals)
 
@@ -178,7 +182,9 @@ def training_loss(apply: Apply, objective: Objective) -> LossFn:
   return loss_fn
 
 
-def eval_totals(apply: Apply, objective: Objective) -> EvalFn:
+def eval_totals(
+  apply: Apply, objective: Objective, inputs: Callable[[Batch], Any] = inputs_of
+) -> EvalFn:
   """Return the function that computes an eval step's totals, without padding.
 
   Batches also have "mask" (bool [rows]), which is False for padding. Sums of bool metrics
@@ -186,16 +192,11 @@ def eval_totals(apply: Apply, objective: Objective) -> EvalFn:
   """
 
   def eval_fn(params: Any, model_state: Any, batch: Batch):
-    outputs, _ = apply(params, model_state, inputs_of(batch), False, None)
+    outputs, _ = apply(params, model_state, inputs(batch), False, None)
     loss = objective.eval_loss or objective.loss
     return _sums(loss, objective.metrics, outputs, batch, batch["mask"])
 
   return eval_fn
-
-
-def inputs_of(batch: Batch) -> jax.Array:
-  """Return a batch's "image", or a text batch's "tokens"."""
-  return batch["image"] if "image" in batch else batch["tokens"]
 
 
 def _sums(
@@ -206,7 +207,8 @@ def _sums(
   if "targets" in batch:
     counts = batch["targets"] >= 0
   else:
-    first = batch["label"].reshape(len(batch["label"]), -1)[:, 0]
+    first = jax.tree.leaves(batch)[0]
+    first = first.reshape(len(first), -1)[:, 0]
     counts = (first == first) | True
   if mask is not None:
     counts &= mask.reshape(-1, *[1] * (counts.ndim - 1))

@@ -130,7 +130,7 @@ images[0] | inputs['image'] is uint8[8, 8, 1]; the model takes uint8[n, 8, 8, 1]
 images[:0] | inputs['image'] is uint8[0, 8, 8, 1]
 images / 3 | which uint8 cannot represent
 {"x": images} | inputs['x'] is unknown; give image or label
-{"label": images[:, 0, 0, 0]} | inputs lack 'tokens'; give image
+{"label": images[:, 0, 0, 0]} | inputs=['label'] lack 'image'; give it as well
 {"image": images, "label": [1]} | inputs=[1, 360] are different lengths
 ["nothing.png"] | inputs has 1 damaged example: nothing.png
 ["a", 3] | the model takes
@@ -280,3 +280,41 @@ def test_numbers_are_columns_of_outputs(tmp_path):
   rows = np.loadtxt(tmp_path / "x.csv", delimiter=",", skiprows=1)
   np.testing.assert_allclose(rows[:, 1:], found.outputs, rtol=1e-4, atol=1e-6)
   assert cli.main(["evaluate", f"{tmp_path}/run"]) == 2
+
+
+class TwoInputs(cfg.Model):
+  """Model of two inputs that returns a tree."""
+
+  def build(self, context):
+    def init(key):
+      return {"w": jax.random.normal(key, (3, 2)), "v": jax.random.normal(key, (5, 2))}, {}
+
+    def apply(params, state, inputs, train, keys):
+      sides = inputs["left"] @ params["w"], inputs["right"] @ params["v"]
+      return {"sum": sides[0] + sides[1], "sides": sides}, state
+
+    return jxs.models.ModelFns(init, apply)
+
+
+class SumError(cfg.Loss):
+  def build(self, info):
+    return jxs.Objective(lambda outputs, batch: ((outputs["sum"] - batch["label"]) ** 2).sum(-1))
+
+
+def test_several_inputs_and_a_tree_of_outputs(tmp_path):
+  rng = np.random.default_rng(0)
+  left, right, label = (rng.standard_normal((40, n)).astype("float32") for n in (3, 5, 2))
+  arrays = data.Arrays(x={"left": left, "right": right}, y=label)
+  parts = dict(data=arrays, model=TwoInputs(), loss=SumError(), batch_size=8, mesh=Mesh(data=8))
+  trained(tmp_path / "run", **parts)
+  loaded = jxs.load(tmp_path / "run", model=TwoInputs())
+  found = loaded.predict({"left": left, "right": right}).outputs
+  w, v = (np.float64(loaded.params[name]) for name in "wv")
+  expected = {"sum": left @ w + right @ v, "sides": (left @ w, right @ v)}
+  jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), found, expected)
+  with config_error(match="inputs lack 'right'; give left and right"):
+    loaded.predict({"left": left})
+  np.savez(tmp_path / "xy.npz", left=left, right=right)
+  predicted(tmp_path, f"--data={tmp_path}/xy.npz", f"--to={tmp_path}/out.npz")
+  with np.load(tmp_path / "out.npz") as written:
+    np.testing.assert_array_equal(written["outputs/sides/1"], found["sides"][1])

@@ -15,9 +15,11 @@ import threading
 import types
 from typing import Any
 
+import flax.linen as nn
 import jax
 import numpy as np
 import pytest
+from flax import nnx
 
 from jaxscale import config as cfg
 from jaxscale.config.config_file import load_file
@@ -350,3 +352,25 @@ def test_classes_that_a_notebooks_class_uses_count_without_source_too(has_source
     assert second["__main__:Cell"] != first["__main__:Cell"]
   lines = without_source({"code": first})
   assert len(lines) == (not has_source) and all("Cell" in line for line in lines)
+
+
+class Halved(nnx.Module):
+  """A module of NNX with every kind of state."""
+
+  def __init__(self, rngs, width=4):
+    self.dense = nnx.Linear(3, width, rngs=rngs)
+    self.drop = nnx.Dropout(0.5, rngs=rngs)
+    self.norm = nnx.BatchNorm(width, rngs=rngs)
+
+  def __call__(self, x):
+    return self.norm(self.drop(self.dense(x)))
+
+
+def test_a_module_in_place_of_model_settings_is_recorded_by_its_contents():
+  make = [lambda: Halved(nnx.Rngs(0)), lambda: Halved(nnx.Rngs(1)), lambda: Halved(nnx.Rngs(0), 5)]
+  first, second, third = (to_plain(small_config(model=f())) for f in make)
+  assert to_plain(small_config(model=make[0]())) == first
+  assert first["model"]["class"] == "Module" and second != first != third
+  assert to_plain(small_config(model=Halved))["model"]["module"]["object"].endswith(":Halved")
+  layer = to_plain(small_config(model=nn.Dense(4)))["model"]["module"]
+  assert (layer["class"], layer["features"]) == ("Dense", 4)
