@@ -77,12 +77,15 @@ def from_plain(annotation: Any, node: Any, folder: Path | None = None) -> Any:
     >>> from_plain(Optimizer, {"class": "SGD", "lr": 0.1}) == SGD(lr=0.1)
     True
   """
-  if isinstance(node, dict) and "object" in node:
+  if isinstance(node, dict) and ("object" in node or {"shape", "dtype"} <= node.keys()):
+    what = node.get("object") or f"{node['dtype']}{node['shape']}"
     problem = "an object from a notebook, which config.json cannot store; build the config in it"
-    raise ConfigError(f"{node['object']}: {problem}")
+    raise ConfigError(f"{what}: {problem}")
   if isinstance(node, list):
     return [from_plain(item_type(annotation), item, folder) for item in node]
-  if not isinstance(node, dict) or "class" not in node:
+  if isinstance(node, dict) and "class" not in node:
+    return {name: from_plain(Any, value, folder) for name, value in node.items()}
+  if not isinstance(node, dict):
     if isinstance(node, str) and Path in alternatives(annotation):
       return Path(node)
     return node

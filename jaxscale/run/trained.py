@@ -26,7 +26,6 @@ from jaxscale.experiment.model import Model, init_fn, make_model
 from jaxscale.files import expand
 from jaxscale.mesh import batch_axes, host_shard, make_mesh, mesh_shape, replicated, row_blocks
 from jaxscale.metrics.log import logger
-from jaxscale.metrics.text import listed
 from jaxscale.models.stack import stack_logits
 from jaxscale.parallel import placement, with_gathered_params
 from jaxscale.parallel.specs import Layout, replicated_layout
@@ -141,9 +140,11 @@ class Trained:
       num_examples -= rows
       try:
         waiting.append((rows, self._step(self.params, self.model_state, batch)))
-      except KeyError as e:
-        names = data.batch_shapes(self.info, 1).keys() - {"label", "targets"}
-        raise invalid("inputs", ..., f"lack {e}", f"give {listed(names)}") from None
+      except (KeyError, ConfigError) as e:
+        if not isinstance(cause := e.__cause__ or e, KeyError):
+          raise
+        problem = f"lack {str(cause.args[0]).splitlines()[0]!r}"
+        raise invalid("inputs", [*batch], problem, "give it as well") from None
       if len(waiting) > 1:  # The devices compute while the host reads the batch before.
         yield read()
     while waiting:
