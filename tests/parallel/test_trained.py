@@ -1,6 +1,7 @@
 """Finished runs: loaded, applied to new inputs, evaluated on any devices, trained again."""
 
 import json
+import re
 import shutil
 
 import jax
@@ -17,6 +18,7 @@ from jaxscale.run.predict import open_predictions
 from support.cases import all_slow_except
 from support.configs import small_config, tiny_language
 from support.errors import config_error
+from support.paths import ROOT
 from support.tables import table
 
 QUIET = Log(plot=False, tensorboard=False, step_report=False)
@@ -318,3 +320,11 @@ def test_several_inputs_and_a_tree_of_outputs(tmp_path):
   predicted(tmp_path, f"--data={tmp_path}/xy.npz", f"--to={tmp_path}/out.npz")
   with np.load(tmp_path / "out.npz") as written:
     np.testing.assert_allclose(written["outputs/sides/1"], found["sides"][1], atol=1e-6)
+
+
+def test_the_python_of_the_page_runs(runs, monkeypatch, capsys):
+  page = (ROOT / "docs" / "howto" / "predict.md").read_text()
+  (code,) = re.findall(r"^```python\n(.*?)^```", page, re.M | re.S)
+  monkeypatch.chdir(runs("data")[0].parent)
+  exec(code.replace("runs/digits", "data"), {})
+  assert capsys.readouterr().out.startswith("[")
