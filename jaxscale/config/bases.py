@@ -314,6 +314,15 @@ class Loss(Choice):
     del info
     return None
 
+  def classify(self, outputs: Any) -> tuple[Any, Any] | None:
+    """Return probabilities and predicted classes; None if outputs are not scores of classes.
+
+    Args:
+      outputs: the model's outputs, a tree of NumPy arrays [rows, ...].
+    """
+    del outputs
+    return None
+
 
 class Tracker(Choice):
   """Experiment tracker that receives the metrics of a run.

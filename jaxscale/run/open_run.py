@@ -59,8 +59,9 @@ def open_run(
     experiment = with_chosen_sizes(workdir, workdirs.experiment_in(workdir, config, accept))
     identity = identities.identity_of(experiment)
     identities.check_alike(identity)
-    changed = workdirs.claim_workdir(workdir, config, identity, accept)
-    experiment = experiment.replace(notes=(*experiment.notes, *changed))
+    notes = identities.without_source(identity)
+    notes += workdirs.claim_workdir(workdir, config, identity, accept)
+    experiment = experiment.replace(notes=(*experiment.notes, *notes))
     if held := lock.acquire_for_all(workdir):
       stack.enter_context(held)
     watch = stack.enter_context(cluster.current_watch())
