@@ -1,4 +1,4 @@
-"""Base classes that users extend: Model, Data, Optimizer, Schedule, Exchange, Loss, Metric, ….
+"""Base classes that users extend: Model, Data, Optimizer, Loss, Metric, Callback and others.
 
 Each docstring documents the arguments and the result of `build`. docs/extending.md has an
 example of each that runs.
@@ -20,9 +20,9 @@ from jaxscale.errors import ConfigError
 if TYPE_CHECKING:
   from jax.sharding import Mesh
 
-__all__ = ["Data", "Exchange", "ExchangeContext", "Loss", "Metric", "Model", "ModelContext"]
-__all__ += ["Optimizer", "OptimizerContext", "Schedule", "ScheduleContext", "Sync", "SyncContext"]
-__all__ += ["Tracker", "TrackerContext"]
+__all__ = ["Callback", "CallbackContext", "Data", "Exchange", "ExchangeContext", "Loss", "Metric"]
+__all__ += ["Model", "ModelContext", "Optimizer", "OptimizerContext", "Schedule"]
+__all__ += ["ScheduleContext", "Sync", "SyncContext", "Tracker", "TrackerContext"]
 
 
 class ModelContext(NamedTuple):
@@ -138,6 +138,33 @@ class TrackerContext(NamedTuple):
   workdir: Path
   config: dict[str, Any]
   environment: dict[str, Any]
+  note: Callable[[str], None]
+
+
+class CallbackContext(NamedTuple):
+  """Arguments of `Callback.build`: the run that the callback belongs to.
+
+  Attributes:
+    workdir: the workdir of the run; only process 0 may write to it.
+    config: the `Config` of the run.
+    total_steps: the number of steps of the run.
+    steps_per_epoch: the number of steps per epoch, which may be fractional.
+    eval_data: the validation examples, a `data.Dataset`; `eval_data.info` describes them.
+    model: the model, `models.ModelFns` (with `apply`) or `models.Stack`.
+    mesh: the mesh of the devices.
+    log: a function of a step and values by name, which writes them to metrics.jsonl,
+      TensorBoard and trackers as `callback/NAME`.
+    note: a function that prints a line.
+  """
+
+  workdir: Path
+  config: Any
+  total_steps: int
+  steps_per_epoch: float
+  eval_data: Any
+  model: Any
+  mesh: Mesh
+  log: Callable[[int, dict[str, float]], None]
   note: Callable[[str], None]
 
 
@@ -280,6 +307,15 @@ class Loss(Choice):
     del info
     return None
 
+  def classify(self, outputs: Any) -> tuple[Any, Any] | None:
+    """Return probabilities and predicted classes; None if outputs are not scores of classes.
+
+    Args:
+      outputs: the model's outputs, a tree of NumPy arrays [rows, ...].
+    """
+    del outputs
+    return None
+
 
 class Metric(Choice):
   """Metric of evaluations that is not a mean over examples, such as F1.
@@ -315,3 +351,10 @@ class Tracker(Choice):
 
   package = ""  # The package that `build` imports; a run without it does not start.
   install = ""  # The name of the package for pip.
+
+
+class Callback(Choice):
+  """Functions that a run calls at its start, between steps, at evaluations, saves and its end.
+
+  `build(context: CallbackContext)` returns a `jaxscale.Callback`.
+  """

@@ -6,8 +6,8 @@ from typing import Annotated, Literal
 
 from jaxscale.cluster.timeouts import Timeouts
 from jaxscale.config.bases import Tracker
-from jaxscale.config.bounds import Count, Positive
-from jaxscale.config.validation import check_distinct, settings, shown
+from jaxscale.config.bounds import Count, Positive, check_distinct
+from jaxscale.config.validation import settings, shown
 from jaxscale.errors import ConfigError, invalid
 from jaxscale.files import whole_number
 

@@ -256,11 +256,3 @@ def settings(cls: type) -> type:
 
   cls.__init__ = checked_init
   return cls
-
-
-def check_distinct(field: str, members: tuple[Any, ...]) -> None:
-  """Refuse two members of one class, whose settings the command line could not tell apart."""
-  names = [type(member).__name__ for member in members]
-  for name in names:
-    if names.count(name) > 1:
-      raise ConfigError(f"{field}: {name} is listed twice; remove one")

@@ -118,6 +118,7 @@ class Experiment(RunParts, PhaseParts):
       ema_warmup=config.ema_warmup,
       measure_noise_scale=config.noise_scale,
       skip_bad_steps=True,
+      scale_loss=config.dtype == "float16",
       observe=trust_ratio_metrics if config.log.trust_ratios else None,
       seed=config.seed,
     )
@@ -216,8 +217,13 @@ class Experiment(RunParts, PhaseParts):
     parts = init_fn(self.model), self.tx, self.mesh, self.exchange
     if self.sync is not None:
       return states.make_init(*parts, local=self.sync.method)
-    average, noise_scale = self.config.ema_decay is not None, self.config.noise_scale
-    return states.make_init(*parts, layout=self.layout, average=average, noise_scale=noise_scale)
+    return states.make_init(
+      *parts,
+      layout=self.layout,
+      average=self.config.ema_decay is not None,
+      noise_scale=self.config.noise_scale,
+      loss_scale=self.config.dtype == "float16",
+    )
 
 
 def experiment(

@@ -84,7 +84,17 @@ def notes(config: cfg.Config, mesh: Mesh, micro_batches: int) -> list[str]:
       f"pipeline: {config.layout.schedule}, {stages} stages, {micro_batches} "
       f"micro-batches; every stage is idle for {idle:.0%} of a step"
     )
+  has_it = has_bfloat16(device := mesh.devices.flat[0])
+  if config.dtype == ("float16" if has_it else "bfloat16"):
+    what = "has bfloat16, which needs no loss scale" if has_it else "lacks it; use dtype='float16'"
+    lines.append(f"dtype={config.dtype!r}: {device.device_kind} {what}")
   return lines
+
+
+def has_bfloat16(device: Any) -> bool:
+  """Return whether a device computes in bfloat16: all but NVIDIA's GPUs before Ampere."""
+  generation, _, rest = str(getattr(device, "compute_capability", "")).partition(".")
+  return not (rest and generation.isdigit() and int(generation) < 8)
 
 
 def check_exchange(config: cfg.Config, layout: Layout | None, sizes: Mapping[str, int]) -> None:

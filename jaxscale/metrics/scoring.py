@@ -9,7 +9,7 @@ from jaxscale.errors import ConfigError
 
 # Metrics that jaxscale itself computes; all others are the user's.
 _BUILT_IN = """accuracy bits_per_byte grad_norm gradient_noise gradient_signal learning_rate loss
-  noise_scale noise_scale_high noise_scale_low perplexity""".split()
+  loss_scale noise_scale noise_scale_high noise_scale_low overflow_steps perplexity""".split()
 _LOWER = "loss", "error", "perplexity", "bits_per_byte"  # ends of names; the lowest is best
 
 

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxscale.errors import invalid
+from jaxscale.metrics.log import logger
 from jaxscale.training.types import Batch
 
 # Totals of an eval step: sums by metric, and (mask, arrays of examples by metric).
@@ -98,6 +99,18 @@ def results(
         fix = "return a number, or a dict of numbers and arrays"
         raise invalid("Config.metrics", name, f"returns {key!r}: {type(value).__name__}", fix)
       yield key, array if array.ndim else float(array)
+
+
+def separate(found: Mapping[str, Any]) -> tuple[dict[str, float], dict[str, np.ndarray]]:
+  """Return the numbers and the arrays of an evaluation.
+
+  A metric that is NaN, as AUROC for examples of one class, is left out and logged.
+  """
+  arrays = {name: x for name, x in found.items() if isinstance(x, np.ndarray)}
+  values = {name: x for name, x in found.items() if name not in arrays}
+  for name in [n for n, x in values.items() if n != "loss" and not np.isfinite(x)]:
+    logger.warning(f"{name} is {values.pop(name)} for the validation examples; it is left out")
+  return values, arrays
 
 
 def wide(x: np.ndarray) -> np.ndarray:
