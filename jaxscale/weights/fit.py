@@ -11,6 +11,7 @@ import functools
 import math
 from collections.abc import Callable
 
+import jax
 import numpy as np
 
 Shape = tuple[int, ...]
@@ -62,25 +63,12 @@ def resize_positions(x: np.ndarray, *, prefix: int, new: int) -> np.ndarray:
     prefix: the number of leading positions that belong to no patch, which do not change.
     new: the number of rows and of columns of patches.
   """
-  old = math.isqrt(len(x) - prefix)
-  grid = x[prefix:].astype(np.float64).reshape(old, old, -1)
-  matrix = _bicubic(old, new)
-  grid = np.einsum("ai,bj,ijc->abc", matrix, matrix, grid, optimize=True)
-  return np.concatenate([x[:prefix], grid.reshape(new * new, -1).astype(x.dtype)])
-
-
-def _bicubic(old: int, new: int) -> np.ndarray:
-  """Return the weights [new, old] of old pixels in each new pixel.
-
-  Keys' kernel (1981, a = -1/2) is widened when pixels become fewer, as in Pillow and
-  PyTorch's `antialias=True`. The part of the kernel outside of the image is left out.
-  """
-  scale = old / new
-  centres = (np.arange(new) + 0.5) * scale
-  d = np.abs(np.arange(old) + 0.5 - centres[:, None]) / max(scale, 1.0)
-  near, far = (1.5 * d - 2.5) * d * d + 1, ((-0.5 * d + 2.5) * d - 4) * d + 2
-  weights = np.where(d < 1, near, np.where(d < 2, far, 0.0))
-  return weights / weights.sum(axis=1, keepdims=True)
+  old, width = math.isqrt(len(x) - prefix), x.shape[1]
+  grid = x[prefix:].astype(np.float32).reshape(old, old, width)
+  # With Keys' kernel (1981, a = -1/2), widened when pixels become fewer, as in Pillow and
+  # PyTorch's `antialias=True`.
+  grid = np.asarray(jax.image.resize(grid, (new, new, width), "cubic"))
+  return np.concatenate([x[:prefix], grid.reshape(new * new, width).astype(x.dtype)])
 
 
 def _channels(x: np.ndarray, *, how: str, first: int, last: int) -> np.ndarray:

@@ -14,7 +14,6 @@ one array at a time, as the header follows from shapes and dtypes.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
 import os
@@ -161,21 +160,12 @@ def write(
   Raises:
     OSError: writing failed, for example because the disk is full; no partial file remains.
   """
-  path = output_path(path)
-  with replacing(path) as file:
+  with replacing(output_path(path), durable=True) as file:
     file.write(_header(layout, metadata or {}))
     for (name, (dtype, shape)), array in zip(layout.items(), arrays, strict=True):
       assert array is not None and (array.dtype, array.shape) == (dtype, shape), name
       little = array.astype(dtype.newbyteorder("<"), copy=False)
       file.write(np.ascontiguousarray(little).reshape(-1).view(np.uint8).data)
-    file.flush()
-    os.fsync(file.fileno())
-  with contextlib.suppress(OSError):  # Not every file system can sync a directory.
-    handle = os.open(path.parent, os.O_RDONLY)
-    try:
-      os.fsync(handle)
-    finally:
-      os.close(handle)
 
 
 def _header(layout: Mapping[str, Any], metadata: Mapping[str, str]) -> bytes:
