@@ -114,10 +114,10 @@ def leader_first(name: str, timeout_s: float) -> Iterator[None]:
     name: a name of this call, equal in all processes and used once.
     timeout_s: the seconds after which the others no longer wait.
   """
-  client = _coordination_client()
-  if client is not None and not is_leader():
-    import jax
+  import jax
 
+  client = jax_internals.coordination_client() if jax.process_count() > 1 else None
+  if client is not None and not is_leader():
     with contextlib.suppress(jax.errors.JaxRuntimeError):
       client.blocking_key_value_get(f"jaxscale/{name}", int(1000 * timeout_s))
   try:
@@ -125,19 +125,6 @@ def leader_first(name: str, timeout_s: float) -> Iterator[None]:
   finally:
     if client is not None and is_leader():
       client.key_value_set(f"jaxscale/{name}", "done")
-
-
-def _coordination_client() -> Any:
-  """Return JAX's connection to process 0.
-
-  None means that there is only one process, or this version of JAX has no such object, and no
-  process waits.
-  """
-  import jax
-
-  if jax.process_count() == 1:
-    return None
-  return jax_internals.coordination_client()
 
 
 def _multihost_utils() -> Any:

@@ -32,7 +32,7 @@ class Hardware(NamedTuple):
   Attributes:
     gpus: the number of GPUs that the process sees.
     models: the models of NVIDIA's GPUs on the node.
-    is_shared: True if other processes may compute on the same GPUs.
+    is_alone: True if no other process computes on the same GPUs.
     has_peers: True if the run has other GPUs.
     has_nodes: True if the run has other nodes.
     fabric: the network of the node.
@@ -40,7 +40,7 @@ class Hardware(NamedTuple):
 
   gpus: int
   models: tuple[str, ...] = ()
-  is_shared: bool = False
+  is_alone: bool = True
   has_peers: bool = False
   has_nodes: bool = False
   fabric: Fabric = Fabric("ethernet")
@@ -50,11 +50,6 @@ class Hardware(NamedTuple):
     """True if all GPUs are of the generation of the H100."""
     hopper = re.compile(r"\bG?H(20|100|200|800)\b")
     return bool(self.models) and all(map(hopper.search, self.models))
-
-  @property
-  def is_alone(self) -> bool:
-    """True if no other process uses the same GPUs."""
-    return not self.is_shared
 
   @property
   def is_amd(self) -> bool:
@@ -225,10 +220,10 @@ def hardware_of(
     has_nodes = several and (local_size is None or local_size < launch.num_processes)
   # GPUs that the user lists may be the same in several processes.
   sharing = IDS, *(name for s in SCHEDULERS.values() for name in s.GPU_SHARING)
-  is_shared = several and any(map(env.get, sharing))
+  is_alone = not (several and any(map(env.get, sharing)))
   fabric = find_fabric(env, root)
   peers = several or own > 1
-  return Hardware(gpus, nvidia_models(root), is_shared, peers, has_nodes, fabric)
+  return Hardware(gpus, nvidia_models(root), is_alone, peers, has_nodes, fabric)
 
 
 def apply(choice: Choice, env: MutableMapping[str, str] = os.environ) -> None:

@@ -147,9 +147,9 @@ def welcome(link: Link, key: bytes, number: Any) -> None:
   """
   own, port = secrets.token_hex(16), link.sock.getsockname()[1]
   ours, theirs = _session_keys(key, _number(number), own, port)
-  link.send_now(own)
+  link.send(own, timeout=0)
   link.seal(Keys(send=ours, receive=theirs))
-  link.send_now(WELCOME)
+  link.send(WELCOME, timeout=0)
 
 
 def _number(value: Any) -> str:
@@ -161,9 +161,8 @@ def _number(value: Any) -> str:
 def _session_keys(key: bytes, client: str, server: str, port: int) -> tuple[bytes, bytes]:
   """Derive the keys of the server and of the client for one connection."""
   about = f" {client} {server} {port}".encode()
-  return hmac.digest(key, b"server" + about, "sha256"), hmac.digest(
-    key, b"client" + about, "sha256"
-  )
+  of_server, of_client = (hmac.digest(key, who + about, "sha256") for who in (b"server", b"client"))
+  return of_server, of_client
 
 
 def connect(address: tuple[str, int], key: bytes, timeout_s: float) -> Link:

@@ -25,7 +25,6 @@ from jaxscale.errors import ConfigError
 
 # A command that only prints its --help needs none of this.
 if TYPE_CHECKING:
-  from jaxscale.cluster.gpu_settings import Choice
   from jaxscale.cluster.launch import Launch
   from jaxscale.cluster.watch.signals import SignalHandlers
   from jaxscale.cluster.watch.watch import Watch
@@ -137,7 +136,10 @@ def _start(
   except ConfigError as e:
     error = str(e)  # the error may concern this host only, but all processes report it
   if gpu_settings:
-    _set_variables(gpu.choose_here(launch, num_gpus, gpu_ids), launch)
+    choice = gpu.choose_here(launch, num_gpus, gpu_ids)
+    gpu.apply(choice)
+    for line in gpu.lines(choice) if launch.process_id == 0 else ():
+      print(line, flush=True)
   digests = {} if is_alone else handshake.digests_of(config) | gpu.shared()
   options: dict[str, Any] = {"on_cpu": not num_gpus, "error": error, "secret": secret}
   options |= {"timeout_s": timeouts.rendezvous_timeout_s, "digests": digests}
@@ -170,15 +172,6 @@ def _start(
       _jax_is_initialized = True
     join.check_devices(group)
     cpu_settings.use_batch_policy()
-
-
-def _set_variables(choice: Choice, launch: Launch) -> None:
-  """Set variables for this process's GPUs; process 0 prints them."""
-  from jaxscale.cluster import gpu_settings
-
-  gpu_settings.apply(choice)
-  for line in gpu_settings.lines(choice) if launch.process_id == 0 else ():
-    print(line, flush=True)
 
 
 def _age_s() -> float:

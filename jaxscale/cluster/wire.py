@@ -96,7 +96,8 @@ class Link:
 
     Args:
       message: a JSON value, or the result of `encode` for it.
-      timeout: the seconds until the other end must have received it; None means no limit.
+      timeout: the seconds until the other end must have received it; 0 does not wait, and
+        None means no limit.
 
     Raises:
       OSError: the other end has closed the connection.
@@ -110,21 +111,8 @@ class Link:
         self._sent += rest is whole
         rest = rest[sent:]
       except BlockingIOError:
-        if not is_ready(self, until, select.POLLOUT):
+        if timeout == 0 or not is_ready(self, until, select.POLLOUT):
           raise TimeoutError(f"the message was not received within {timeout} s") from None
-
-  def send_now(self, message: Any) -> None:
-    """Send one message without waiting.
-
-    If the socket's buffer has room for a part of it only, the other end refuses all later
-    messages.
-
-    Raises:
-      OSError: the buffer is full, or the other end has closed the connection.
-    """
-    flags = socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL
-    self.sock.send(self._seal(message), flags)
-    self._sent += 1
 
   def next(self) -> Any:
     """Return the next message; None if none has arrived.

@@ -87,14 +87,14 @@ def place(files, node, launch=TWO, gpus=4, **env):
 def test_places(node, monkeypatch):
   here = place(HSN | gpu(H100) | gpu("NVIDIA GH200 480GB", "1"), node)
   assert nvidia_models(node({})) == here.models == ("NVIDIA GH200 480GB", H100)
-  assert here.is_hopper and here.has_peers and here.has_nodes and not here.is_shared
+  assert here.is_hopper and here.has_peers and here.has_nodes and here.is_alone
   alone = place({}, node, Launch("single"), gpus=1)
-  assert not (alone.has_peers or alone.has_nodes or alone.is_shared)
+  assert not (alone.has_peers or alone.has_nodes) and alone.is_alone
   one_node = place({}, node, Launch("slurm", 0, 4, "n1", 0, 4))
   assert one_node.has_peers and not one_node.has_nodes and not one_node.is_slingshot
   assert place({}, node, Launch("explicit", 0, 2, "n1")).has_nodes  # nobody knows
   for env in ({"JAX_LOCAL_DEVICE_IDS": "0"}, {"SLURM_NTASKS_PER_GPU": "2"}):
-    assert place({}, node, **env).is_shared
+    assert not place({}, node, **env).is_alone
   for models in ((H100, "NVIDIA B200"), ("NVIDIA H20x",), ()):
     assert not Hardware(8, models).is_hopper
 
@@ -132,7 +132,7 @@ def test_what_is_chosen(name, node):
 
 def test_on_one_gpu_little_is_set():
   assert choose(Hardware(1, (H100,)), {}).values == {"XLA_CLIENT_MEM_FRACTION": "0.9"}
-  assert choose(Hardware(1, is_shared=True), {}) == choose(Hardware(0), {}) == Choice()
+  assert choose(Hardware(1, is_alone=False), {}) == choose(Hardware(0), {}) == Choice()
 
 
 # What the user has set, and what is then left alone.
@@ -154,7 +154,7 @@ KEPT += [({"XLA_FLAGS": "--a=1\n--xla_gpu_enable_latency_hiding_scheduler=false"
 @pytest.mark.parametrize("env, name", KEPT, ids=[str(env) for env, _ in KEPT])
 def test_the_users_own_stays(env, name):
   fabric = Fabric("slingshot", ("hsn0",), has_plugin=True)
-  everywhere = Hardware(4, (H100,), False, True, True, fabric)
+  everywhere = Hardware(4, (H100,), True, True, True, fabric)
   all_of_them = choose(everywhere, {"XLA_FLAGS": "--xla_gpu_autotune_level=0"})
   assert all_of_them.kept == ()
   choice = choose(everywhere, env)

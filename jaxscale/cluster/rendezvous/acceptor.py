@@ -82,7 +82,7 @@ class Acceptor:
         self._refuse(link)
       except EOFError:
         # A process of the run tries all addresses and closes all but the first to answer.
-        (self._leave if link.keys else self._refuse)(link)
+        self._refuse(link, is_counted=not link.keys)
     # Open connections are served before new ones, so that a flood keeps none of them out.
     for listener in self._listeners:
       if listener in ready:
@@ -134,12 +134,8 @@ class Acceptor:
     self._selector.unregister(link)
     return self._strangers.pop(link)[1]
 
-  def _leave(self, link: Link) -> None:
-    self._forget(link)
-    link.close()
-
-  def _refuse(self, link: Link) -> None:
+  def _refuse(self, link: Link, *, is_counted: bool = True) -> None:
     address = self._forget(link)
-    if address in self.refused or len(self.refused) < 1000:
+    if is_counted and (address in self.refused or len(self.refused) < 1000):
       self.refused[address] += 1
     link.close()

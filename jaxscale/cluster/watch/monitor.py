@@ -294,7 +294,7 @@ class Monitor:
     for rank in ranks:
       if rank not in self._closed:
         with contextlib.suppress(OSError):
-          self._links[rank].send_now(data)
+          self._links[rank].send(data, timeout=0)
 
   def _end(self, fault: Fault) -> None:
     """Report a fault to the others, wait until they have left, and leave."""
