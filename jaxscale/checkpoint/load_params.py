@@ -115,15 +115,7 @@ def _load(path: Path, params: Any, model_state: Any, take: str | None) -> tuple[
   parts = {"average"} if "average" in abstract else {"params", "model_state"}
   saved = {name: leaf for name, leaf in leaves.items() if name.partition("/")[0] in parts}
   checkpoint_files.check_same_leaves(path, saved, checksum.describe(abstract))
-  loaded, problem = None, None
-  try:
-    loaded = checkpoint_files.load(path, abstract, partial=True)
-  except (DamagedError, OSError) as e:
-    problem = str(e)
-  # If one process cannot read it, none may use it.
-  if problems := [p for p in cluster.gather(problem) if p]:
-    raise DamagedError(problems[0])
+  loaded = restore.load_for_all(path, abstract, partial=True)
   checksum.verify(loaded, leaves)
-  assert loaded is not None
   params, loaded_state = loaded.get("average") or (loaded["params"], loaded.get("model_state"))
   return params, loaded_state if state else model_state

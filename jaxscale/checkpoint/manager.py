@@ -136,8 +136,7 @@ class Checkpoints:
     self._shared_every, self._until_shared = shared_every, 0
     self._local: LocalCopies | None = None
     if local is not None:
-      whose: dict[str, Any] = {"lock": lock, "split": split}
-      self._local = LocalCopies(Path(local), self.directory, **whose)
+      self._local = LocalCopies(Path(local), self.directory, lock=lock, split=split)
     self._pool = futures.ThreadPoolExecutor(1, "checkpoint")
     self._is_clean = False
     self._failed: list[Path] = []

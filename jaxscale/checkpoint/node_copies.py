@@ -178,7 +178,7 @@ class LocalCopies:
       of_state = isinstance(error, FloatingPointError)
       problem = error.strerror if isinstance(error, OSError) else None
       problem = str(error) if of_state else problem or checkpoint_files.one_line(error)
-      mine = [of_state, f"{problem}, in process {jax.process_index()} on {_host()}"]
+      mine = [of_state, f"{problem}, in {_this_process()}"]
     failures = [f for f in cluster.gather(mine) if f]
     if not failures:
       return True
@@ -218,8 +218,7 @@ class LocalCopies:
 
   def _find(self, shared: int) -> tuple[dict[str, Any], str]:
     """Return the record of a copy newer than the shared one, and the reason not to use it."""
-    is_leader = cluster.is_leader()
-    record = read_json(self._record, _RECORD) if is_leader else None
+    record = read_json(self._record, _RECORD) if cluster.is_leader() else None
     record = cluster.from_leader(record)
     if not record or not 0 < shared < record["step"]:
       return {}, ""
@@ -311,16 +310,15 @@ def forget(directory: Path) -> None:
 
 def _first(problem: str | None) -> str:
   """Return the first problem of any process with its process and host; "" if there is none."""
-  where = f"process {jax.process_index()} on {_host()}"
-  problems = cluster.gather(problem and f"{problem} ({where})")
+  problems = cluster.gather(problem and f"{problem} ({_this_process()})")
   return next(filter(None, problems), "")
+
+
+def _this_process() -> str:
+  return f"process {jax.process_index()} on {socket.gethostname()}"
 
 
 def _reason(error: Exception) -> str:
   if isinstance(error, FileNotFoundError):
     return "the file does not exist"
   return getattr(error, "strerror", None) or str(error)
-
-
-def _host() -> str:
-  return socket.gethostname()

@@ -132,8 +132,7 @@ def _parts(split: Split | None) -> Any:
 def _other_devices(leaves: _Leaves, abstract, resize, old_split, new_split) -> Reshard | None:
   """Convert entries of the same parts to a different number of devices."""
   requested = abstract.exchange_state
-  nothing = TrainState(*[()] * len(TrainState._fields))
-  leaf_shapes = checksum.describe(nothing._replace(exchange_state=requested))
+  leaf_shapes = {f"{_EXCHANGE}{n}": x for n, x in checksum.describe(requested).items()}
   if any(name not in leaves for name in leaf_shapes):
     return None
   shapes = [tuple(leaves[name]["shape"]) for name in leaf_shapes]

@@ -40,23 +40,31 @@ def restore_step(
   checkpoint_files.check_same_leaves(path, leaves, checksum.describe(saved))
   if other and other.convert is None:
     raise ConfigError(f"{path}: {other.problem}")
-  state, problem = None, None
-  try:
-    target = reshard.without_empty(other.to_load(abstract) if other else abstract)
-    state = checkpoint_files.load(path, target, pad=other is not None)
-  except (DamagedError, OSError) as e:
-    problem = str(e)
-  # If one process cannot read it, none may resume from it.
-  if problems := [p for p in cluster.gather(problem) if p]:
-    raise DamagedError(problems[0])
+  target = reshard.without_empty(other.to_load(abstract) if other else abstract)
+  state = load_for_all(path, target, pad=other is not None)
   checksum.verify(state, leaves, reshard.without_empty(saved))
-  assert state is not None
   state = reshard.with_empty(state, abstract)
   if other:
     state = other.apply(state, abstract)
     if cluster.is_leader():
       logger.info(f"checkpoint {path.name}: {other.summary()}")
   return state, manifest.get("callbacks")
+
+
+def load_for_all(path: Path, abstract: Any, **options: bool) -> Any:
+  """Call `checkpoint_files.load` in all processes; if one cannot read it, none may use it.
+
+  Raises:
+    DamagedError: in all processes, if any cannot read it.
+  """
+  loaded, problem = None, None
+  try:
+    loaded = checkpoint_files.load(path, abstract, **options)
+  except (DamagedError, OSError) as e:
+    problem = str(e)
+  if problems := [p for p in cluster.gather(problem) if p]:
+    raise DamagedError(problems[0])
+  return loaded
 
 
 def read_manifest(path: Path) -> dict:
