@@ -34,7 +34,7 @@ from jaxscale.data.dataset import Batch, Dataset, TextInfo, user_cache
 from jaxscale.data.tfrecord import OpenFile
 from jaxscale.data.tokenizer import Tokenizer, smallest_dtype
 from jaxscale.errors import ConfigError
-from jaxscale.files import read_json, replacing, unsafe_owner
+from jaxscale.files import read_json, replace_text, replacing, unsafe_owner
 from jaxscale.metrics.text import plural
 
 NO_TARGET = -1  # the target of padding, which is not predicted
@@ -275,6 +275,5 @@ def _write(
       counts["tokens"] += len(tokens)
       counts["documents"] += len(documents)
       counts["bytes"] += sum(map(len, documents))
-  with replacing(kept.with_suffix(".json")) as file:
-    file.write(json.dumps(counts).encode())
+  replace_text(kept.with_suffix(".json"), json.dumps(counts))
   return counts
