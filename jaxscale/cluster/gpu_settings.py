@@ -210,8 +210,6 @@ def hardware_of(
   from jaxscale.cluster.detect.local_devices import IDS
   from jaxscale.cluster.schedulers import SCHEDULERS
 
-  if not gpus:
-    return Hardware(0)
   several, local_size = launch.num_processes > 1, launch.local_size
   own = gpus if gpu_ids is None else len([*gpu_ids])
   if launch.nodes:

@@ -27,7 +27,6 @@ CALLBACK = "_wrapped_callback"  # runs every host callback of a program
 # (module, attribute)
 _STATE = "jax._src.distributed", "global_state"
 _DEVICE_HASH = "jax._src.cache_key", "_hash_accelerator_config"
-_ABSENT = object()
 
 
 def coordination_client() -> Any:
@@ -92,8 +91,8 @@ def _find(module: str, name: str) -> Any:
 
 def _manual_axis_type(array_type: Any) -> Any:
   for name in ("mat", "manual_axis_type"):
-    if (kind := getattr(array_type, name, _ABSENT)) is not _ABSENT:
-      return kind
+    if hasattr(array_type, name):
+      return getattr(array_type, name)
   import jax
 
   problem = "does not report the mesh axes over which a value varies"

@@ -19,7 +19,7 @@ from jaxscale.cluster.rendezvous.client import _Go
 from jaxscale.cluster.rendezvous.handshake import Hello
 from jaxscale.cluster.schedulers import nodelist, slurm
 from jaxscale.cluster.timeouts import Timeouts
-from jaxscale.cluster.watch.monitor import FaultNotice, Heartbeat, Monitor, Report
+from jaxscale.cluster.watch.monitor import Failure, FaultNotice, Heartbeat, Monitor
 from jaxscale.cluster.watch.signals import StopRequest
 from jaxscale.cluster.watch.watch import Watch
 from jaxscale.config.loading import load_config, override
@@ -239,7 +239,7 @@ def test_command_lines(option, text, number):
 
 
 PEER = Hello(1, 2, "n2", 9, "u", "p", "f", "10.0.0.2", {"jax": "1"}, {"code": "x"}, "")
-MADE = [PEER, Heartbeat(3, "step", 1, 0.5, 0.1, 3), Report("x", 1, False, False, "in step 3")]
+MADE = [PEER, Heartbeat(3, "step", 1, 0.5, 0.1, 3), Failure("x", 1, False, False, "in step 3")]
 MADE += [_Go("7000", ["n1", "n2"]), StopRequest("SIGTERM"), FaultNotice("error: x", 1, True)]
 KINDS = {type(message): message for message in MADE}
 

@@ -83,7 +83,7 @@ def rendezvous(
   *,
   timeout_s: float = 60.0,
   digests: Mapping[str, str] | None = None,
-  on_cpu: bool | None = None,
+  on_cpu: bool = True,
   error: str = "",
   secret: bytes | None = None,
 ) -> ProcessGroup:
@@ -96,7 +96,7 @@ def rendezvous(
       image to pull delays their start.
     digests: digests that must be equal in all processes, by name: "config", "code".
     on_cpu: whether collectives will use gloo, which listens at the address of the host
-      name. None means True if JAX_PLATFORMS begins with "cpu".
+      name.
     error: the reason why this process cannot take part, such as a missing GPU.
     secret: the secret of the run. None means the result of `secret.find_secret`.
 
@@ -108,8 +108,6 @@ def rendezvous(
     >>> rendezvous(Launch("single", 0, 1, None, 0, 1, "alone")).links
     {}
   """
-  if on_cpu is None:
-    on_cpu = os.environ.get("JAX_PLATFORMS", "").startswith("cpu")
   if launch.num_processes == 1:
     return ProcessGroup(0, 1, [network.node_name()], "", {})
   hello = make_hello(launch, digests or {}, on_cpu, error)

@@ -150,7 +150,6 @@ def check_devices(group: ProcessGroup) -> None:
     leave_last(group)
     ranks = {n: [r for r in odd if odd[r] == n] for n in sorted(set(odd.values()))}
     who = [f"{ranks_with_hosts(r, group.hosts)} with {n}" for n, r in ranks.items()]
-    fix = (
-      "give each process the same number of devices (--gpus-per-task=1, or --ntasks-per-node=GPUS)"
-    )
+    options = "--gpus-per-task=1, or --ntasks-per-node=GPUS"
+    fix = f"give each process the same number of devices ({options})"
     raise ConfigError(f"numbers of devices differ: {', '.join(who)}, others with {usual}; {fix}")

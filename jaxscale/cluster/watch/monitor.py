@@ -20,7 +20,7 @@ from jaxscale.cluster.watch.fault_detection import Fault, ProcessState
 from jaxscale.cluster.watch.signals import StopRequest
 from jaxscale.cluster.watch.stop_consensus import StopCoordinator
 from jaxscale.cluster.wire import Link, encode, parse, typed
-from jaxscale.errors import EXIT_HANG, EXIT_PREEMPTED
+from jaxscale.errors import EXIT_CRASH, EXIT_HANG, EXIT_PREEMPTED
 
 # The neighbours of a killed process raise errors 20 ms later (gloo, measured). Faults
 # within this time are compared, so that the first one is reported.
@@ -55,14 +55,24 @@ class Heartbeat(NamedTuple):
   callback: str = ""
 
 
-class Report(NamedTuple):
-  """A `Failure` that a process reports, and its position in the run."""
+class Failure(NamedTuple):
+  """The reason why a process cannot continue.
+
+  Attributes:
+    cause: the end of the line that is logged.
+    code: the exit code of all processes.
+    is_consequence: True if a fault of another process may be the cause, as for an error
+      of communication.
+    is_user_error: True if the cause is a `errors.user_message`. No stacks are written, and
+      if all processes report the same cause, the line identifies no process.
+    where: the position of the process in the run, which `Watch.fail` adds.
+  """
 
   cause: str
-  code: int
-  is_consequence: bool
-  is_user_error: bool
-  where: str
+  code: int = EXIT_CRASH
+  is_consequence: bool = False
+  is_user_error: bool = False
+  where: str = ""
 
 
 class FaultNotice(NamedTuple):
@@ -181,17 +191,17 @@ class Monitor:
     elif "held" in message:
       self._answer(rank, message["held"])
     elif "fail" in message:
-      report = parse(Report, message["fail"])
-      cause = report.cause
-      if report.is_user_error:
+      failure = parse(Failure, message["fail"])
+      cause = failure.cause
+      if failure.is_user_error:
         self._user_errors.setdefault(cause, set()).add(rank)
       else:
-        cause = f"failed {report.where}: {cause}"
-        if report.code == EXIT_PREEMPTED:
+        cause = f"failed {failure.where}: {cause}"
+        if failure.code == EXIT_PREEMPTED:
           cause += self._describe_blocker(rank, now)
-      kind = "consequence" if report.is_consequence else "failed"
-      code = fault_detection.fault_code(report.code)
-      self._add_fault(Fault(kind, rank, cause, code, report.is_user_error))
+      kind = "consequence" if failure.is_consequence else "failed"
+      code = fault_detection.fault_code(failure.code)
+      self._add_fault(Fault(kind, rank, cause, code, failure.is_user_error))
     elif "alone" in message:
       self._add_alone(rank, typed(float, message["alone"]))
     elif "bye" in message:

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple, NoReturn
 from jaxscale.cluster.timeouts import Timeouts
 from jaxscale.cluster.watch import beats, fault_detection, stacks
 from jaxscale.cluster.watch.fault_detection import describe_position
-from jaxscale.cluster.watch.monitor import FaultNotice, Monitor
+from jaxscale.cluster.watch.monitor import Failure, FaultNotice, Monitor
 from jaxscale.cluster.watch.signals import StopRequest
 from jaxscale.cluster.watch.stop_consensus import StopConsensus
 from jaxscale.cluster.wire import Link, is_ready, parse, typed
@@ -37,24 +37,6 @@ _OF_PEERS = re.compile(
 _OWN = re.compile("RESOURCE_EXHAUSTED|OUT_OF_MEMORY")
 # Seconds for the monitor's decision after `fail`, which takes up to three seconds.
 _DECISION_S = 5.0
-
-
-class Failure(NamedTuple):
-  """The reason why a process cannot continue.
-
-  Attributes:
-    cause: the end of the line that is logged.
-    code: the exit code of all processes.
-    is_consequence: True if a fault of another process may be the cause, as for an error
-      of communication.
-    is_user_error: True if the cause is a `errors.user_message`. No stacks are written, and
-      if all processes report the same cause, the line identifies no process.
-  """
-
-  cause: str
-  code: int = EXIT_CRASH
-  is_consequence: bool = False
-  is_user_error: bool = False
 
 
 def failure_of(error: BaseException) -> Failure:
@@ -156,17 +138,16 @@ class Watch:
     seconds[activity] = before + now - since
     return Spent(step, activity, seconds, now)
 
-  def fail(self, cause: str, code: int = EXIT_CRASH, *kind: bool) -> None:
+  def fail(self, cause: str, code: int = EXIT_CRASH, *others: Any) -> None:
     """Report a `Failure` to all processes; with a monitor, this never returns.
 
-    The arguments are the fields of `Failure`.
+    The arguments are the fields of `Failure`, of which `where` is replaced.
     """
     if self._link is None or self._ended.is_set():
       return
     code = fault_detection.fault_code(code)
-    failure = Failure(cause, code, *kind)
     where = describe_position(*self._position[:2])
-    if self._send({"fail": [*failure, where]}):
+    if self._send({"fail": Failure(cause, code, *others)._replace(where=where)}):
       time.sleep(_DECISION_S)  # the watch's thread ends the process earlier
     name = f"process {self._rank} on {self._hosts[self._rank]}"
     self._leave(code, f"{name} failed {where}: {cause}")
