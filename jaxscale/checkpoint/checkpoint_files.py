@@ -289,11 +289,6 @@ def unsaved_message(step: int, lack: str, problem: str, directory: Path, size: i
   return f"checkpoint of step {step} could not be saved: {problem}"
 
 
-def is_of_disk(error: BaseException) -> bool:
-  """Return whether a disk or its server failed, rather than the program."""
-  return isinstance(error, OSError) or error_number(error) is not None
-
-
 def error_number(error: BaseException) -> int | None:
   """Return the errno of an error, also of one that TensorStore reports as text."""
   if isinstance(error, OSError):

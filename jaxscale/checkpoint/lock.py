@@ -28,6 +28,7 @@ from typing import NamedTuple
 
 from jaxscale import cluster
 from jaxscale.cluster import schedulers
+from jaxscale.cluster.rendezvous.network import namespace
 from jaxscale.errors import ConfigError, GiveUpError, invalid, unwritable
 from jaxscale.files import read_json, whole_number
 
@@ -107,13 +108,11 @@ def is_alive(owner: LockOwner) -> bool | None:
 def _identity(pid: int) -> str | None:
   """Return boot, namespace and start time of a process, see proc(5); None if it is gone."""
   try:
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    namespace = os.readlink("/proc/self/ns/pid")
     stat = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
   except OSError:
     return None
   # After the split, index 0 is field 3, the state, and index 19 is field 22, the start time.
-  return None if stat[0] in "ZX" else f"{boot} {namespace} {stat[19]}"
+  return None if stat[0] in "ZX" else f"{namespace('pid')} {stat[19]}"
 
 
 class LockLostError(GiveUpError):

@@ -348,11 +348,12 @@ class Checkpoints:
     """Return whether all processes succeeded; else undo the save, and log or raise the error."""
     mine = None
     if error is not None:
+      number = checkpoint_files.error_number(error)
+      of_disk = isinstance(error, OSError) or number is not None
       # Look now, as removing the written files frees inodes.
       folder = next(p for p in save.directory.parents if p.exists())
-      advice = disk_advice(checkpoint_files.error_number(error), folder)
-      kind = checkpoint_files.is_of_disk(error), checkpoint_files.lack_of(error, folder), advice
-      mine = [jax.process_index(), *kind, checkpoint_files.one_line(error)]
+      lack, advice = checkpoint_files.lack_of(error, folder), disk_advice(number, folder)
+      mine = [jax.process_index(), of_disk, lack, advice, checkpoint_files.one_line(error)]
     failures = [f for f in cluster.gather(mine) if f]
     if not failures:
       if save.is_last:

@@ -138,8 +138,7 @@ class LocalCopies:
       process = whole_number(path.name.partition("-")[0])
       is_mine = process == jax.process_index() or (process or 0) >= jax.process_count()
       if is_mine and path != self._whole:
-        with contextlib.suppress(OSError):
-          path.unlink()
+        _delete(path)
 
   def _commit(self) -> None:
     """Record the copy that all processes have; runs in a thread of process 0."""
@@ -189,7 +188,7 @@ class LocalCopies:
         raise NonFiniteError(self.step, problem.rpartition(", in process")[0])
       return False
     self._is_off = True
-    self._remove(self._next)
+    _delete(self._next)
     if cluster.is_leader():
       logger.warning(f"local copies are disabled: {problem}; all saves go to the shared disk")
     return False
@@ -289,23 +288,22 @@ class LocalCopies:
     self._pool.shutdown(wait=True)
     if saved is None or saved < self.step:
       return
-    for path in (self._whole, self._next, self._spare):
-      self._remove(path)
+    _delete(self._whole, self._next, self._spare)
     with contextlib.suppress(OSError):  # Another process still has files in it.
       self.folder.rmdir()
     if cluster.is_leader():
       forget(self._record.parent)
 
-  def _remove(self, path: Path | None) -> None:
-    if path is not None:
-      with contextlib.suppress(OSError):
-        path.unlink()
-
 
 def forget(directory: Path) -> None:
   """Delete the record in a directory of checkpoints, so that its copies are not used."""
-  with contextlib.suppress(OSError):
-    (directory / RECORD).unlink()
+  _delete(directory / RECORD)
+
+
+def _delete(*paths: Path | None) -> None:
+  for path in filter(None, paths):
+    with contextlib.suppress(OSError):
+      path.unlink()
 
 
 def _first(problem: str | None) -> str:
