@@ -140,14 +140,13 @@ def _sources(
     if num_classes is not None and (dim := names.classes.get(link.ours)) is not None:
       cut = (*leaf.shape[:dim], num_classes, *leaf.shape[dim + 1 :])
       shapes.insert(0, link.shape_in_file(cut))
-    change = None
     if array.shape not in shapes:
-      change = fit(link.ours, link.how, array.shape, shapes[0])
-      sizes = f"{list(array.shape)} in the file and {list(shapes[0])} in the model"
-      misshaped |= {} if change else {f"{name} is {sizes}": link.ours}
-    if change is not None:
-      link = link._replace(fit=change[0])
-      changes.append(change[1])
+      if change := fit(link.ours, link.how, array.shape, shapes[0]):
+        link = link._replace(fit=change[0])
+        changes.append(change[1])
+      else:
+        sizes = f"{list(array.shape)} in the file and {list(shapes[0])} in the model"
+        misshaped[f"{name} is {sizes}"] = link.ours
     # Casting keeps the meaning of numbers, except of 8-bit types, which have scales.
     both = {array.dtype, np.dtype(leaf.dtype)}
     if array.shape in shapes and len(both) > 1 and not both <= _FLOATS:

@@ -365,9 +365,7 @@ def _resnet_links(shapes: Shapes) -> tuple[tuple[Link, ...], tuple[str, ...]]:
   if len(names) > len(kernels):
     return (), ()
   norms = [re.sub(r"conv(?=\d)", "bn", n).replace("le.0", "le.1") for n in names]
-  links = []
-  for i, theirs in enumerate(names):
-    links.append(Link(f"params/Conv_{i}/kernel", f"{theirs}.weight", "conv"))
+  links = [Link(f"params/Conv_{i}/kernel", f"{n}.weight", "conv") for i, n in enumerate(names)]
   for i, theirs in enumerate(norms):
     for collection, leaf, name in _NORM:
       links.append(Link(f"{collection}/BatchNorm_{i}/{leaf}", f"{theirs}.{name}"))
