@@ -83,10 +83,9 @@ def lamb(
   options: Any = {"clip": trust_clip, "adapts": adapts, "mask": mask, "stacked": stacked}
   ratio = scale_by_trust_ratio(phi_min=phi_min, phi_max=phi_max, **options)
   rate = optax.scale_by_learning_rate(learning_rate)
-  if variant == "paper":
-    return in_float32(optax.chain(adam, decay, ratio, rate))
   parts = (adam, decay, ratio, rate) if adapts is not False else (adam, rate)
-  return in_float32(optax.chain(optax.clip_by_global_norm(1.0), *parts))
+  clip = (optax.clip_by_global_norm(1.0),) if variant == "timm" else ()
+  return in_float32(optax.chain(*clip, *parts))
 
 
 def scale_by_trust_ratio(

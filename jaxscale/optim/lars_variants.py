@@ -152,9 +152,8 @@ def lars(
   eta = trust_coefficient * ((1 - momentum) if row.denominator == "gradient" else 1)
   trace, rate = optax.trace(momentum, nesterov), optax.scale_by_learning_rate(learning_rate)
   if row.rate_in_velocity:
-    options: Any = {"nesterov": nesterov, "momentum_correction": momentum_correction}
-    if variant == "nvidia":
-      options["momentum_correction"] = True
+    corrects = variant == "nvidia" or momentum_correction
+    options: Any = {"nesterov": nesterov, "momentum_correction": corrects}
     moved = scale_by_rate_and_momentum(learning_rate, momentum, **options)
   else:
     moved = optax.chain(trace, rate) if row.ratio_in_velocity else rate
