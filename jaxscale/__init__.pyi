@@ -13,7 +13,11 @@ from .config.loading import load_config as load_config
 from .errors import ConfigError as ConfigError
 from .errors import NonFiniteError as NonFiniteError
 from .mesh import make_mesh as make_mesh
+from .run.callbacks import Callback as Callback
+from .run.callbacks import Stop as Stop
 from .run.fit import fit as fit
+from .run.trained import Trained as Trained
+from .run.trained import load as load
 from .training.loop import evaluate as evaluate
 from .training.losses import Objective as Objective
 from .training.losses import classification_loss as classification_loss

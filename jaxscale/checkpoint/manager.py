@@ -17,6 +17,7 @@ import functools
 import math
 import shutil
 import time
+from collections.abc import Callable
 from concurrent import futures
 from pathlib import Path
 from typing import Any
@@ -120,6 +121,8 @@ class Checkpoints:
     """
     self.directory = Path(expand(directory)).absolute()
     self.identity: dict[str, Any] | None = None  # of data and code, for manifests
+    self.host_state: Callable[[], dict[str, Any] | None] = lambda: None  # for manifests
+    self.restored: dict[str, Any] | None = None  # the host state of the restored checkpoint
     self.unsaved: str | None = None  # the reason, if the newest save failed
     self._keep = keep_last, keep_best
     self._stops = on_failure == "stop"
@@ -197,7 +200,7 @@ class Checkpoints:
     within_s = math.inf if is_needed else self._max_wait_s
     has_copy = False
     if self._local:
-      has_copy = self._local.save(reshard.without_empty(state), within_s)
+      has_copy = self._local.save(reshard.without_empty(state), within_s, self.host_state())
       self._until_shared -= 1
     if has_copy and self._until_shared >= 0 and not is_needed:
       return
@@ -261,6 +264,8 @@ class Checkpoints:
     manifest |= {"leaves": checksum.describe(state)}
     if self.identity is not None:
       manifest["identity"] = self.identity
+    if (host_state := self.host_state()) is not None:
+      manifest["callbacks"] = host_state
     if self._split is not None and jax.tree.leaves(state.exchange_state):
       manifest["split"] = self._split._asdict()
     size = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
@@ -430,17 +435,20 @@ class Checkpoints:
         other devices or another layout and cannot be converted; or all checkpoints are
         damaged.
     """
-    steps = cluster.from_leader(self.steps())
+    steps, self.restored = cluster.from_leader(self.steps()), None
     if self._local:
       target = reshard.without_empty(abstract)
       copy = self._local.restore(max(steps, default=0), target)
       if copy is not None:
+        self.restored = self._local.restored
         return reshard.with_empty(copy, abstract)
     if self._lock is not None:
       forget(self.directory)
     for step in reversed(steps):
       try:
-        return restore_step(self.directory / str(step), abstract, resize, self._split)
+        path = self.directory / str(step)
+        state, self.restored = restore_step(path, abstract, resize, self._split)
+        return state
       except DamagedError as damage:
         older = [s for s in steps if s < step]
         if cluster.is_leader():

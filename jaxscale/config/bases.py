@@ -1,4 +1,4 @@
-"""Base classes that users extend: Model, Data, Optimizer, Schedule, Exchange, Sync, Loss, Tracker.
+"""Base classes that users extend: Model, Data, Optimizer, Schedule, Loss, Callback and others.
 
 Each docstring documents the arguments and the result of `build`. docs/extending.md has an
 example of each that runs.
@@ -19,8 +19,17 @@ from jaxscale.errors import ConfigError
 if TYPE_CHECKING:
   from jax.sharding import Mesh
 
-__all__ = ["Data", "Exchange", "ExchangeContext", "Loss", "Model", "ModelContext", "Optimizer"]
-__all__ += ["OptimizerContext", "Schedule", "ScheduleContext", "Sync", "SyncContext", "Tracker"]
+__all__ = ["Callback", "CallbackContext", "Data", "Exchange", "ExchangeContext", "Loss", "Model"]
+__all__ += [
+  "ModelContext",
+  "Optimizer",
+  "OptimizerContext",
+  "Schedule",
+  "ScheduleContext",
+  "Sync",
+  "SyncContext",
+  "Tracker",
+]
 __all__ += ["TrackerContext"]
 
 
@@ -137,6 +146,33 @@ class TrackerContext(NamedTuple):
   workdir: Path
   config: dict[str, Any]
   environment: dict[str, Any]
+  note: Callable[[str], None]
+
+
+class CallbackContext(NamedTuple):
+  """Arguments of `Callback.build`: the run that the callback belongs to.
+
+  Attributes:
+    workdir: the workdir of the run; only process 0 may write to it.
+    config: the `Config` of the run.
+    total_steps: the number of steps of the run.
+    steps_per_epoch: the number of steps per epoch, which may be fractional.
+    eval_data: the validation examples, a `data.Dataset`; `eval_data.info` describes them.
+    model: the model, `models.ModelFns` (with `apply`) or `models.Stack`.
+    mesh: the mesh of the devices.
+    log: a function of a step and values by name, which writes them to metrics.jsonl,
+      TensorBoard and trackers as `callback/NAME`.
+    note: a function that prints a line.
+  """
+
+  workdir: Path
+  config: Any
+  total_steps: int
+  steps_per_epoch: float
+  eval_data: Any
+  model: Any
+  mesh: Mesh
+  log: Callable[[int, dict[str, float]], None]
   note: Callable[[str], None]
 
 
@@ -278,6 +314,15 @@ class Loss(Choice):
     del info
     return None
 
+  def classify(self, outputs: Any) -> tuple[Any, Any] | None:
+    """Return probabilities and predicted classes; None if outputs are not scores of classes.
+
+    Args:
+      outputs: the model's outputs, a tree of NumPy arrays [rows, ...].
+    """
+    del outputs
+    return None
+
 
 class Tracker(Choice):
   """Experiment tracker that receives the metrics of a run.
@@ -295,3 +340,10 @@ class Tracker(Choice):
 
   package = ""  # The package that `build` imports; a run without it does not start.
   install = ""  # The name of the package for pip.
+
+
+class Callback(Choice):
+  """Functions that a run calls at its start, between steps, at evaluations, saves and its end.
+
+  `build(context: CallbackContext)` returns a `jaxscale.Callback`.
+  """

@@ -11,8 +11,8 @@ from __future__ import annotations
 import dataclasses
 from typing import Annotated, Any, Literal
 
-from jaxscale.config.bases import Data, Exchange, Loss, Model, Optimizer, Schedule, Sync
-from jaxscale.config.bounds import Count, check_pattern
+from jaxscale.config.bases import Callback, Data, Exchange, Loss, Model, Optimizer, Schedule, Sync
+from jaxscale.config.bounds import Count, check_distinct, check_pattern
 from jaxscale.config.layout_settings import Layout, check_layout
 from jaxscale.config.phase_settings import AdaptiveBatch, Phases
 from jaxscale.config.plain import check_forms, shared_texts
@@ -89,6 +89,7 @@ class Config:
     checks: the comparison of the devices' copies of the state, and the reaction to NaN and Inf.
     faults: timeouts for processes, and limits on restarts.
     log: metrics, trackers and profiles.
+    callbacks: the callbacks that the run calls, e.g. "EarlyStopping,SampleWriter"; () uses none.
   """
 
   model: Model
@@ -128,6 +129,7 @@ class Config:
   checks: Checks = Checks()
   faults: Faults = Faults()
   log: Log = Log()
+  callbacks: tuple[Callback, ...] = ()
 
   @property
   def is_local_sgd(self) -> bool:
@@ -162,6 +164,7 @@ class Config:
     _check_exchange(self)
     if self.is_local_sgd:
       _check_local(self)
+    check_distinct("Config.callbacks", self.callbacks)
     check_layout(self)
     check_forms(self)
 

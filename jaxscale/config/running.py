@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from jaxscale.cluster.timeouts import Timeouts
 from jaxscale.config.bases import Tracker
-from jaxscale.config.bounds import Count, Positive
+from jaxscale.config.bounds import Count, Positive, check_distinct
 from jaxscale.config.validation import settings, shown
 from jaxscale.errors import ConfigError, invalid
 from jaxscale.files import whole_number
@@ -215,10 +215,7 @@ class Log:
 
   def __post_init__(self):
     self.profiled_steps()
-    names = [type(tracker).__name__ for tracker in self.trackers]
-    for name in names:
-      if names.count(name) > 1:
-        raise ConfigError(f"Log.trackers: {name} is listed twice; remove one")
+    check_distinct("Log.trackers", self.trackers)
 
   def profiled_steps(self) -> tuple[int, int] | None:
     """Return the first and the last step of `profile`, or None.

@@ -277,6 +277,8 @@ class Dataset(NamedTuple):
     identity: the identity of the contents as JSON, or a function that returns it; a run
       does not resume on contents with a different identity. None compares the number of
       examples alone.
+    name: a function of an index that returns the name of the example, such as its file;
+      None if examples have no names.
   """
 
   info: DatasetInfo | TextInfo
@@ -287,6 +289,7 @@ class Dataset(NamedTuple):
   draws_by_epoch: bool = False
   notes: tuple[str, ...] = ()
   identity: str | Mapping[str, Any] | Callable[[], Mapping[str, Any]] | None = None
+  name: Callable[[int], str] | None = None
 
 
 def check_targets(name: str, targets: np.ndarray, limits: tuple[int, int]) -> None:

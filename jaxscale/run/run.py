@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import time
-from collections.abc import Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import NamedTuple
@@ -19,12 +18,13 @@ from jaxscale.metrics.log import LineHandler
 from jaxscale.run import provenance
 from jaxscale.run import workdir as workdirs
 from jaxscale.run.activity import ActivityRecord
+from jaxscale.run.callbacks import Callbacks
 from jaxscale.run.nan_policy import NanPolicy
 from jaxscale.run.programs import Programs
 from jaxscale.run.reporter import Reporter
 from jaxscale.run.step_compiler import in_background
 from jaxscale.run.tracer import Tracer
-from jaxscale.training.loop import Hook, Values
+from jaxscale.training.loop import Values
 
 
 class Evaluation(NamedTuple):
@@ -58,7 +58,7 @@ class Run:
     tracer: the tracer of this process.
     programs: the cache of compiled programs.
     lines: the log handler.
-    hooks: the user's hooks, which run between steps.
+    callbacks: the user's callbacks, which may stop the run.
     began: the time of the beginning on `time.monotonic`, which clock changes do not move.
     reporter: the reporter of this run.
     start: the step that the run resumed from.
@@ -77,7 +77,7 @@ class Run:
   programs: Programs
   lines: LineHandler
   began: float
-  hooks: Sequence[Hook] = ()
+  callbacks: Callbacks = dataclasses.field(default_factory=lambda: Callbacks(()))
   reporter: Reporter = dataclasses.field(init=False)
   start: int = 0
   evaluations: list[Evaluation] = dataclasses.field(default_factory=list)
@@ -138,9 +138,16 @@ class Run:
     """Return whether the run ends because its target is reached."""
     return self.experiment.config.stop_at_target and self.target() is not None
 
+  def ends_early(self) -> bool:
+    """Return whether the run ends because of its target or of a callback."""
+    return self.callbacks.stopped is not None or self.stops_at_target()
+
+  def is_over(self, step: int) -> bool:
+    """Return whether nothing is left to train after this step."""
+    return step == self.total_steps or self.ends_early()
+
   def should_stop(self, step: int) -> bool:
-    """Return whether the run ends after this step, by a request or by its target."""
+    """Return whether the run ends after this step: by a request, its target or a callback."""
     if self._asked[0] != step:  # Processes agree on a stop once per step.
-      is_asked = self.watch.stop.poll() is not None
-      self._asked = step, is_asked or self.stops_at_target()
-    return self._asked[1]
+      self._asked = step, self.watch.stop.poll() is not None
+    return self._asked[1] or self.ends_early()

@@ -52,7 +52,7 @@ def summarize(run: Run, state: TrainState) -> dict[str, Any]:
   config, target = experiment.config, run.target()
   names = getattr(experiment.train_data.info, "class_names", ())
   step, seconds = (target.step, target.seconds) if target else (None, None)
-  is_at_end = done == run.total_steps or run.stops_at_target()
+  is_at_end = run.is_over(done)
   before = metrics.read_json(run.workdir / "summary.json")
   if seconds is None and before.get("target_step") == step:  # The run only evaluated again.
     seconds = before.get("target_seconds")
@@ -70,6 +70,7 @@ def summarize(run: Run, state: TrainState) -> dict[str, Any]:
     "target_loss": config.target_loss,
     "target_step": step,
     "target_seconds": None if seconds is None else round(seconds, 1),
+    "stopped_by": run.callbacks.stop_text(),
     **noise_scale.read(state.noise),
     **loss_scale.read(state.loss_scale),
     "damaged_examples": run.reporter.count_damaged(),

@@ -1,7 +1,7 @@
 from .local_step import make_local_train_step as make_local_train_step
 from .loop import BadStep as BadStep
-from .loop import Callbacks as Callbacks
 from .loop import Hook as Hook
+from .loop import LoopControl as LoopControl
 from .loop import evaluate as evaluate
 from .loop import train as train
 from .state import abstract_state as abstract_state

@@ -49,7 +49,9 @@ class Hook(NamedTuple):
     every: interval in steps, or a function that takes a step and returns whether the
       hook runs after it. It must return the same in all processes.
     run: function that takes the finished step's number and the state after it, which it
-      must not donate. If it raises, the run ends before anything is saved.
+      must not donate. It may return a changed `TrainState` to train on. If it raises, the
+      run ends before anything is saved.
+    takes_metrics: whether `run` also takes the metrics of the step.
 
   Example:
     >>> norms = Hook(100, lambda step, state: print(step, optax.tree.norm(state.params)))
@@ -58,21 +60,22 @@ class Hook(NamedTuple):
   """
 
   every: int | Callable[[int], bool]
-  run: Callable[[int, TrainState], Any]
+  run: Callable[..., Any]
+  takes_metrics: bool = False
 
   def is_due(self, step: int) -> bool:
     """Return whether the hook runs after this step."""
     return self.every(step) if callable(self.every) else step % self.every == 0
 
 
-class Callbacks:
-  """Callbacks of the training loop; the defaults do nothing.
+class LoopControl:
+  """Decisions and records of the training loop; the defaults do nothing.
 
   Step numbers count from 1. Every method must return the same in all processes. Override
   methods in a subclass, or pass functions by keyword.
 
   Example:
-    >>> callbacks = Callbacks(is_logged=lambda step: step % 10 == 0, log=print)
+    >>> control = LoopControl(is_logged=lambda step: step % 10 == 0, log=print)
   """
 
   def __init__(self, **functions: Callable[..., Any]):
@@ -112,19 +115,19 @@ def train(
   state: TrainState,
   train_step: TrainStep,
   batches: Iterator[Batch],
-  callbacks: Callbacks,
+  control: LoopControl,
   hooks: Sequence[Hook] = (),
   *,
   start: int,
   total_steps: int,
 ) -> tuple[TrainState, int]:
-  """Run steps `start` + 1 to `total_steps`, or until `callbacks.should_stop`.
+  """Run steps `start` + 1 to `total_steps`, or until `control.should_stop`.
 
   Args:
     state: the state after step `start`; donated.
     train_step: (state, batch) -> (state, metrics on the devices).
     batches: global batches, beginning with the batch of step `start` + 1.
-    callbacks: callbacks for logging, tracing, stopping and skipped steps.
+    control: functions for logging, tracing, stopping and skipped steps.
     hooks: hooks, run in this order after each step for which they are due.
     start: number of steps already done.
     total_steps: number of steps of the whole run.
@@ -133,7 +136,7 @@ def train(
     The state and the number of steps done.
 
   Raises:
-    NonFiniteError: raised by `callbacks.skipped`.
+    NonFiniteError: raised by `control.skipped`.
   """
   unread: deque[tuple[int, Metrics]] = deque()
 
@@ -146,18 +149,18 @@ def train(
       for name in ("loss",) if "loss_scale" in metrics else ("loss", "grad_norm"):
         # item() takes a fifth of the host time that float() takes for a new CPU scalar.
         if not math.isfinite(value := metrics[name].item()):
-          callbacks.skipped(BadStep(step, f"{name} is {value}", codes, state, newest))
+          control.skipped(BadStep(step, f"{name} is {value}", codes, state, newest))
           break
-      if callbacks.is_logged(step):
-        callbacks.log(step, {name: x.item() for name, x in metrics.items()})
+      if control.is_logged(step):
+        control.log(step, {name: x.item() for name, x in metrics.items()})
 
   for step in range(start + 1, total_steps + 1):
-    if callbacks.is_traced(step):
+    if control.is_traced(step):
       read(keep=0)
-      callbacks.trace(step)
-    callbacks.at(step, "input")
+      control.trace(step)
+    control.at(step, "input")
     batch = next(batches)
-    callbacks.at(step, "step")
+    control.at(step, "step")
     state, metrics = train_step(state, batch)
     unread.append((step, metrics))
     read(keep=IN_FLIGHT)
@@ -165,8 +168,10 @@ def train(
     for hook in hooks:
       if hook.is_due(step):
         read(keep=0)
-        hook.run(step, state)
-    if callbacks.should_stop(step):
+        values = [{name: x.item() for name, x in metrics.items()}] if hook.takes_metrics else []
+        if isinstance(changed := hook.run(step, state, *values), TrainState):
+          state = changed
+    if control.should_stop(step):
       read(keep=0)
       return state, step
   read(keep=0)

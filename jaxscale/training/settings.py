@@ -5,6 +5,8 @@ from __future__ import annotations
 import functools
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from jaxscale.config.bases import Loss
 from jaxscale.config.bounds import Fraction, Positive
 from jaxscale.errors import ConfigError, invalid
@@ -46,6 +48,12 @@ class CrossEntropy(Loss):
   def is_cross_entropy(self) -> bool:  # A subclass that overrides `build` may not be.
     return type(self).build is CrossEntropy.build
 
+  def classify(self, outputs: Any) -> tuple[Any, Any] | None:
+    """Return softmax of the logits, float32 [rows, ..., classes], and the likeliest classes."""
+    scores = _float32(outputs)
+    exp = np.exp(scores - scores.max(-1, keepdims=True))
+    return exp / exp.sum(-1, keepdims=True), outputs.argmax(-1).astype(np.int32)
+
   def target_range(self, info: Any) -> tuple[int, int]:
     return 0, (getattr(info, "num_classes", None) or info.vocab_size) - 1
 
@@ -64,6 +72,10 @@ class BinaryCrossEntropy(Loss):
       problem = f"takes targets 0 or 1, but {info.name} has {classes} classes"
       raise invalid("Config.loss", type(self).__name__, problem, "use CrossEntropy")
     return _losses(self, info).binary_cross_entropy()
+
+  def classify(self, outputs: Any) -> tuple[Any, Any] | None:
+    """Return sigmoid of the logits, float32 [rows, classes], and whether it is above 1/2."""
+    return 0.5 * (1 + np.tanh(0.5 * _float32(outputs))), outputs > 0
 
   def target_range(self, info: Any) -> tuple[int, int]:
     return 0, 1
@@ -94,6 +106,10 @@ class Huber(Loss):
 
     huber = functools.partial(optax.huber_loss, delta=self.delta)
     return _losses(self, info).regression(huber)
+
+
+def _float32(outputs: Any) -> np.ndarray:
+  return np.asarray(outputs).astype(np.float32)
 
 
 def _losses(loss: Loss, info: Any) -> Any:

@@ -60,6 +60,9 @@ def test_it_trains_and_is_recorded(mine, whole):
   assert (whole / described["files"]["mine"]["copy"]).read_text() == mine.read_text()
   rates = [json.loads(x) for x in (whole / "metrics.jsonl").read_text().splitlines()]
   assert described["config"]["log"]["trackers"][0]["class"] == "mine:Losses"
+  assert described["config"]["callbacks"] == [{"class": "mine:LargestNorm", "most": 1000.0}]
+  norms = [x["callback/largest_norm"] for x in rates if "callback/largest_norm" in x]
+  assert norms == sorted(norms) and len(norms) == 48 // 8 and norms[0] > 0
   losses = [(x["step"], x["train/loss"]) for x in rates if "train/loss" in x]
   lines = [x.split(",") for x in (whole / "loss.csv").read_text().splitlines()]
   assert [(int(step), float(loss)) for step, loss in lines] == losses and losses
