@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from jaxscale import cluster
 from jaxscale.checkpoint import checkpoint_files, checksum, reshard
@@ -15,7 +16,7 @@ from jaxscale.training.types import TrainState
 
 def restore_step(
   path: Path, abstract: TrainState, resize: reshard.Resize | None, split: Split | None
-) -> TrainState:
+) -> tuple[TrainState, dict[str, Any] | None]:
   """Load the state of a checkpoint, sharded as requested; all processes call it.
 
   Args:
@@ -23,6 +24,9 @@ def restore_step(
     abstract: the requested state, as for `Checkpoints.restore`.
     resize: the conversion, as for `Checkpoints.restore`.
     split: how gradients are split now.
+
+  Returns:
+    The state, and the state of callbacks, None if it has none.
 
   Raises:
     DamagedError: in all processes, if any cannot read it, or its bytes have changed.
@@ -52,7 +56,7 @@ def restore_step(
     state = other.apply(state, abstract)
     if cluster.is_leader():
       logger.info(f"checkpoint {path.name}: {other.summary()}")
-  return state
+  return state, manifest.get("callbacks")
 
 
 def read_manifest(path: Path) -> dict:

@@ -90,5 +90,7 @@ def _done(summary, file: Path) -> str:
   if is_good is not None:
     target = f"loss {loss:g}" if loss is not None else f"accuracy {accuracy:.2%}"
     reached = f" (target {target}: {'reached' if is_good else 'missed'})"
+  if summary["stopped_by"]:
+    reached += f" (stopped by {summary['stopped_by']})"
   after = f"after {summary['step']} steps, {summary['seconds']} s; see "
   return f"done: validation {headline(summary['evaluation'])}{reached} {after}{file}"

@@ -1,4 +1,4 @@
-"""Base classes that users extend: Model, Data, Optimizer, Schedule, Exchange, Sync, Loss, Tracker.
+"""Base classes that users extend: Model, Data, Optimizer, Loss, Metric, Callback and others.
 
 Each docstring documents the arguments and the result of `build`. docs/extending.md has an
 example of each that runs.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
@@ -19,9 +20,9 @@ from jaxscale.errors import ConfigError
 if TYPE_CHECKING:
   from jax.sharding import Mesh
 
-__all__ = ["Data", "Exchange", "ExchangeContext", "Loss", "Model", "ModelContext", "Optimizer"]
-__all__ += ["OptimizerContext", "Schedule", "ScheduleContext", "Sync", "SyncContext", "Tracker"]
-__all__ += ["TrackerContext"]
+__all__ = ["Callback", "CallbackContext", "Data", "Exchange", "ExchangeContext", "Loss", "Metric"]
+__all__ += ["Model", "ModelContext", "Optimizer", "OptimizerContext", "Schedule"]
+__all__ += ["ScheduleContext", "Sync", "SyncContext", "Tracker", "TrackerContext"]
 
 
 class ModelContext(NamedTuple):
@@ -137,6 +138,33 @@ class TrackerContext(NamedTuple):
   workdir: Path
   config: dict[str, Any]
   environment: dict[str, Any]
+  note: Callable[[str], None]
+
+
+class CallbackContext(NamedTuple):
+  """Arguments of `Callback.build`: the run that the callback belongs to.
+
+  Attributes:
+    workdir: the workdir of the run; only process 0 may write to it.
+    config: the `Config` of the run.
+    total_steps: the number of steps of the run.
+    steps_per_epoch: the number of steps per epoch, which may be fractional.
+    eval_data: the validation examples, a `data.Dataset`; `eval_data.info` describes them.
+    model: the model, `models.ModelFns` (with `apply`) or `models.Stack`.
+    mesh: the mesh of the devices.
+    log: a function of a step and values by name, which writes them to metrics.jsonl,
+      TensorBoard and trackers as `callback/NAME`.
+    note: a function that prints a line.
+  """
+
+  workdir: Path
+  config: Any
+  total_steps: int
+  steps_per_epoch: float
+  eval_data: Any
+  model: Any
+  mesh: Mesh
+  log: Callable[[int, dict[str, float]], None]
   note: Callable[[str], None]
 
 
@@ -266,6 +294,7 @@ class Loss(Choice):
   """
 
   label_smoothing = 0.0
+  class_weights = ()  # A field in CrossEntropy.
   takes_numbers = False  # True if integer targets [n] are numbers, not classes.
 
   @property
@@ -288,6 +317,24 @@ class Loss(Choice):
     return None
 
 
+class Metric(Choice):
+  """Metric of evaluations that is not a mean over examples, such as F1.
+
+  `build(info)` returns a `training.metrics.Metric`: `update`, which sums over rows, and
+  `compute`. A single value gets the name of the class in snake_case.
+  """
+
+
+def snake_case(name: str) -> str:
+  """Return the name of a metric's value from the name of its class.
+
+  Example:
+    >>> snake_case("AUROC"), snake_case("TopKRecall"), snake_case("F1")
+    ('auroc', 'top_k_recall', 'f1')
+  """
+  return re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", name).lower()
+
+
 class Tracker(Choice):
   """Experiment tracker that receives the metrics of a run.
 
@@ -304,3 +351,10 @@ class Tracker(Choice):
 
   package = ""  # The package that `build` imports; a run without it does not start.
   install = ""  # The name of the package for pip.
+
+
+class Callback(Choice):
+  """Functions that a run calls at its start, between steps, at evaluations, saves and its end.
+
+  `build(context: CallbackContext)` returns a `jaxscale.Callback`.
+  """

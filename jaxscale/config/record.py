@@ -177,8 +177,8 @@ class Described(NamedTuple):
     """Return the `Config`.
 
     Args:
-      log: False uses the default of `log`: logging does not affect the trained parameters,
-        and its settings change between versions.
+      log: False uses the defaults of `log` and `callbacks`: the trained parameters no longer
+        depend on them, and settings of logs change between versions.
       partial: True needs only what evaluates the model. `MissingData` and
         `MissingOptimizer` replace what config.json cannot store, and defaults the rest.
       given: settings that replace those of the file, by field.
@@ -187,7 +187,8 @@ class Described(NamedTuple):
       ConfigError: a version of jaxscale with other settings wrote the file, or a class or
         value is not stored in it.
     """
-    unread, kinds, values = {"class", *given, *(["log"] * (not log))}, hints(Config), dict(given)
+    unread, kinds, values = {"class", *given}, hints(Config), dict(given)
+    unread |= set() if log else {"log", "callbacks"}
     try:
       for name in (n for n in self.config if n not in unread):
         try:

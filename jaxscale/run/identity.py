@@ -14,7 +14,7 @@ import jax
 
 from jaxscale import cluster, data
 from jaxscale.config.own_code import BYTECODE
-from jaxscale.config.plain import code_of
+from jaxscale.config.plain import class_name, code_of
 from jaxscale.config.record import flat
 from jaxscale.config.validation import shown
 from jaxscale.errors import ConfigError, invalid
@@ -62,9 +62,12 @@ def identity_of(experiment: build.Experiment) -> dict[str, Any]:
     facts |= {"class_names": list(names)}
   environment = {name: getattr(jax.config, name, None) for name in _SETTINGS}
   config = experiment.config
-  trains = dataclasses.replace(config, log=type(config.log)())  # Trackers do not count.
+  # Trackers and metrics of evaluations do not count, and callbacks count as long as a run
+  # has them.
+  trains = dataclasses.replace(config, log=type(config.log)(), metrics=(), callbacks=())
   code = code_of(trains).hashes
-  return {"data": facts, "code": code, "environment": environment}
+  callbacks = {class_name(type(c)): code_of(c).hashes for c in config.callbacks}
+  return {"data": facts, "code": code, "callbacks": callbacks, "environment": environment}
 
 
 def without_source(identity: Mapping[str, Any]) -> list[str]:
@@ -108,6 +111,9 @@ def changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[Change]:
     yield Change("data", renamed(*names))
   yield from _differing("data", flat(old_data), flat(new_data), str)
   yield from _differing("code", old["code"], new["code"], _code_name)
+  before, now = (x.get("callbacks", {}) for x in (old, new))
+  for name in before.keys() & now.keys():
+    yield from _differing("code", before[name], now[name], _code_name)
   x64 = [bool(x["environment"].get("jax_enable_x64")) for x in (old, new)]
   if x64[0] != x64[1]:
     text = "JAX_ENABLE_X64 is {:d} in the workdir and {:d} now".format(*x64)

@@ -26,7 +26,7 @@ from jaxscale.data.dataset import NO_CLASS, with_target_range
 from jaxscale.errors import invalid
 from jaxscale.experiment.build import make_data
 from jaxscale.experiment.make_layout import make_totals
-from jaxscale.experiment.model import make_objective
+from jaxscale.experiment.model import make_metrics, make_objective
 from jaxscale.files import replacing
 from jaxscale.metrics.log import shown
 from jaxscale.optim.tree_paths import path_name
@@ -35,6 +35,7 @@ from jaxscale.run.identity import renamed
 from jaxscale.run.inputs import of_path
 from jaxscale.run.trained import Predictions, Trained, info_of, of_run
 from jaxscale.training import loop
+from jaxscale.training.metrics import separate
 from jaxscale.training.step import make_eval_step
 
 
@@ -114,16 +115,19 @@ def evaluate(
     raise invalid("--data", str(path), "has no targets", fix)
   model, mesh, layout, info = trained.model, trained.mesh, trained.layout, trained.info
   clock = time.monotonic()
-  totals = make_totals(model, layout, make_objective(config, info))
+  chosen = make_metrics(config, info)
+  totals = make_totals(model, layout, make_objective(config, info), chosen)
   batches = trained.batches(dataset, trained.rows(dataset.num_examples))
   on_devices = until_stopped(batches, mesh, watch, trained.step)
   state = trained.params, trained.model_state
-  values = loop.evaluate(make_eval_step(totals, mesh, layout), *state, on_devices)
+  eval_step = make_eval_step(totals, mesh, layout)
+  values, arrays = separate(loop.evaluate(eval_step, *state, on_devices, chosen))
   if isinstance(info, data.TextInfo):
     values |= metrics.perplexity_of(values["loss"], info.bytes_per_token)
   speed = _speed(dataset.num_examples, clock)
   line = f"done: {metrics.headline(values)} of step {trained.step} on {speed}{_damaged(dataset)}"
   result = {"step": trained.step, "examples": dataset.num_examples, "data": dataset.info.name}
+  result |= {name: array.tolist() for name, array in arrays.items()}
   return line, {"run": str(described.workdir)} | result | {"evaluation": values}
 
 
