@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, NamedTuple
 
 from jaxscale.config.bounds import NonNegative, Positive
 from jaxscale.config.choice import Choice
@@ -142,11 +142,16 @@ class TrackerContext(NamedTuple):
 class Model(Choice):
   """Model that turns a batch into predictions.
 
-  `build(context: ModelContext)` returns a Flax module, called with the batch's "image"
-  and, where its signature has them, `train` and `keys` (one per row); or
-  `models.ModelFns`, two pure functions; or a `models.Stack` of equal layers.
+  `build(context: ModelContext)` returns a Flax Linen module; an NNX module, or a function
+  of `rngs` that makes one; an Equinox module, or a function of `key` that makes one; a
+  transformed Haiku function; a pair (init, apply) of functions, as in `models.ModelFns`; or
+  a `models.Stack` of equal layers. A module is called with the arrays of a batch that its
+  parameters name, or else with "image" or "tokens" or the whole batch; where its signature
+  has them, also with `train` and random keys (`keys`, one per row; `key` in Equinox). A
+  method `inputs(batch)` of the settings picks the inputs instead.
   """
 
+  inputs: ClassVar[Any] = None  # A method from a batch to the model's inputs; None: by name.
   batch_norm = False  # True if the model normalizes over examples, those of `bn_span`.
   bn_span = "device"  # A field in models with synchronized BatchNorm.
   is_stack = False  # True if `build` returns a Stack, which stage and model can split.

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import optax
 
 from jaxscale.errors import ConfigError, invalid
-from jaxscale.models.flax_apply import inputs_of
+from jaxscale.models.model_fns import inputs_of
 from jaxscale.training.types import Batch, EvalFn, LossFn, Totals
 
 Apply = Callable[..., tuple[jax.Array, Any]]
