@@ -36,7 +36,7 @@ def convert(model: Any, setting: Setting) -> ModelFns:
   abstract, state = eqx.filter_eval_shape(make, jax.eval_shape(jax.random.key, 0))
   static = eqx.filter(abstract, _is_array, inverse=True)
   leaves, structure = _leaves_of(abstract, state)
-  norms = _found(abstract, eqx.nn.BatchNorm)
+  axis = _axis_of(abstract)
   name, function = type(abstract).__name__, type(abstract).__call__
   call = Call(f"{name}.__call__", function, setting, skip=1, given=("key", "keys", "state"))
   has_state = "state" in call.needed or ("state" in call.given and jax.tree.leaves(state) != [])
@@ -48,11 +48,11 @@ def convert(model: Any, setting: Setting) -> ModelFns:
   def apply(params, model_state, inputs, train, keys):
     arrays, own = jax.tree.unflatten(structure, leaves.unpack(params, model_state))
     module = eqx.nn.inference_mode(eqx.combine(arrays, static), value=not train)
-    module = jax.tree.map(_by_rows, module, is_leaf=lambda x: isinstance(x, eqx.nn.BatchNorm))
     axes: Any = ()
     if train and is_given:
       note_given(name, "key")
-    for path, _ in norms if train else ():
+    for path, norm in _found(module, eqx.nn.BatchNorm) if train else ():
+      object.__setattr__(norm, "__class__", _RowBatchNorm)  # a frozen module, new in each call
       axes = setting.shared_axes("eqx.nn.BatchNorm", path) or ()
 
     def one(inputs, key, row):
@@ -64,7 +64,7 @@ def convert(model: Any, setting: Setting) -> ModelFns:
 
     in_axes = 0, 0 if train else None, 0
     rows = jnp.arange(len(jax.tree.leaves(inputs)[0]))
-    mapped = jax.vmap(one, in_axes, (0, None), axis_name=_axis_of(norms))
+    mapped = jax.vmap(one, in_axes, (0, None), axis_name=axis)
     outputs, own = mapped(inputs, keys if train else None, rows)
     return outputs, leaves.pack(jax.tree.leaves((arrays, own)))[1] if train else model_state
 
@@ -99,9 +99,9 @@ def _leaves_of(module: Any, state: Any) -> tuple[Leaves, Any]:
   return Leaves(pairs, groups), jax.tree.structure((arrays, state))
 
 
-def _axis_of(norms: list[tuple[str, Any]]) -> Any:
+def _axis_of(module: Any) -> Any:
   """Return the name of the vmapped axis, which a module's BatchNorms give."""
-  names = {x.axis_name for _, x in norms}
+  names = {x.axis_name for _, x in _found(module, eqx.nn.BatchNorm)}
   if len(names) > 1 or not all(isinstance(name, str) for name in names):
     problem = f"eqx.nn.BatchNorm has axis_name {', '.join(map(repr, names))}"
     raise ConfigError(f"{problem}; give all of them the same one name, such as 'batch'")
@@ -157,13 +157,3 @@ class _RowBatchNorm(eqx.nn.BatchNorm):
     if self.weight is not None and self.bias is not None:
       y = y * per_channel(self.weight) + per_channel(self.bias)
     return y, state
-
-
-def _by_rows(node: Any) -> Any:
-  """Return a BatchNorm as `_RowBatchNorm`, and other nodes unchanged."""
-  if type(node) is not eqx.nn.BatchNorm:
-    return node
-  new = object.__new__(_RowBatchNorm)
-  for name, value in vars(node).items():
-    object.__setattr__(new, name, value)
-  return new

@@ -48,7 +48,7 @@ def convert(model: hk.Transformed | hk.TransformedWithState, setting: Setting) -
 
   def apply(params, model_state, inputs, train, keys):
     both = jax.tree.unflatten(structure, leaves.unpack(params, model_state))
-    args, options = call.arguments(inputs, train, keys=keys if train else None)
+    args, options = call.arguments(inputs, train, keys=keys)
     if not train:
       return model.apply(*both, None, *args, **options)[0], model_state
     with hk.intercept_methods(_interceptor(norms, setting)), during_call(keys):

@@ -34,7 +34,7 @@ def convert(model: nn.Module, setting: Setting) -> ModelFns:
 
   def apply(params, model_state, inputs, train, keys):
     variables = {"params": params, **model_state}
-    args, options = call.arguments(inputs, train, keys=keys if train else None)
+    args, options = call.arguments(inputs, train, keys=keys)
     if not train:
       return model.apply(variables, *args, **options), model_state
     rngs = {} if keys is None else {"dropout": keys[0], _LAYERS: jax.random.key(0)}
@@ -63,9 +63,6 @@ def _interceptor(setting: Setting) -> Any:
       if not _chosen(module, given, "use_running_average"):
         axes = setting.shared_axes("nn.BatchNorm", name)
         object.__setattr__(module, "axis_name", axes)  # a frozen module, new in each call
-    elif isinstance(module, nn.MultiHeadDotProductAttention) and module.dropout_rate:
-      if not _chosen(module, given, "deterministic"):
-        note_layer(name, "dropout of attention weights")
     elif isinstance(module, nn.Dropout) and _drops(module, given):
       dims = module.broadcast_dims
       if module.has_rng(_LAYERS) and has_rows(given["inputs"], dims):

@@ -31,9 +31,8 @@ def convert(model: nnx.Module | Callable[..., nnx.Module], setting: Setting) -> 
 
   abstract = model if is_given else nnx.eval_shape(lambda: make(jax.random.key(0)))
   graph, state = nnx.split(abstract)
-  found = jax.tree.leaves_with_path(state, is_leaf=_is_variable)
-  pairs = [(path_name(path), jax.tree.leaves(x)[0]) for path, x in found]
-  leaves = Leaves(pairs, [_group(x) for _, x in found])
+  found = jax.tree.leaves_with_path(state)
+  leaves = Leaves([(_name(path), x) for path, x in found], jax.tree.leaves(_groups(state)))
   name = type(abstract).__name__
   call = Call(f"{name}.__call__", type(abstract).__call__, setting, skip=1, given=("keys",))
 
@@ -42,9 +41,8 @@ def convert(model: nnx.Module | Callable[..., nnx.Module], setting: Setting) -> 
 
   def apply(params, model_state, inputs, train, keys):
     arrays = leaves.unpack(params, model_state)
-    filled = jax.tree.unflatten(jax.tree.structure(state), arrays)
-    net = nnx.merge(graph, filled, copy=True)
-    args, options = call.arguments(inputs, train, keys=keys if train else None)
+    net = nnx.merge(graph, jax.tree.unflatten(jax.tree.structure(state), arrays), copy=True)
+    args, options = call.arguments(inputs, train, keys=keys)
     if not train:
       net.eval()
       return net(*args, **options), model_state
@@ -55,21 +53,26 @@ def convert(model: nnx.Module | Callable[..., nnx.Module], setting: Setting) -> 
     with during_call(keys):
       outputs = net(*args, **options)
     # A call may add variables (`sow`), which are no state of the model.
-    after = dict(jax.tree.leaves_with_path(nnx.state(net), is_leaf=_is_variable))
-    arrays = [jax.tree.leaves(after[path])[0] for path, _ in found]
-    return outputs, leaves.pack(arrays)[1]
+    after = dict(jax.tree.leaves_with_path(nnx.state(net)))
+    return outputs, leaves.pack([after[path] for path, _ in found])[1]
 
   return ModelFns(init, apply, call.inputs)
 
 
-def _is_variable(x: Any) -> bool:
-  return isinstance(x, nnx.Variable)
+def _name(path: tuple[Any, ...]) -> str:
+  """Return the path of an array without the variable's attribute `value`."""
+  return path_name(tuple(key for key in path if key != jax.tree_util.GetAttrKey("value")))
 
 
-def _group(leaf: Any) -> str:
-  value = jax.tree.leaves(leaf)[0]
-  kinds = {"is_param": nnx.Param, "is_statistic": nnx.BatchStat}
-  return group_of(value, **{name: isinstance(leaf, kind) for name, kind in kinds.items()})
+def _groups(state: Any) -> Any:
+  """Return the group of each array of a state, by the type of its variable."""
+
+  def of_variable(variable: Any):
+    kinds = {"is_param": nnx.Param, "is_statistic": nnx.BatchStat}
+    flags = {name: isinstance(variable, kind) for name, kind in kinds.items()}
+    return jax.tree.map(lambda x: group_of(x, **flags), variable)
+
+  return jax.tree.map(of_variable, state, is_leaf=lambda x: isinstance(x, nnx.Variable))
 
 
 def _prepare(net: nnx.Module, setting: Setting) -> None:
