@@ -82,7 +82,7 @@ def user_errors(settings: Any, doing: str) -> Generator[None, None, None]:
     home = sys.modules.get(type(settings).__module__)
     file, frames = getattr(home, "__file__", None), traceback.walk_tb(e.__traceback__)
     lines = [line for frame, line in frames if frame.f_code.co_filename == file]
-    code = getattr(type(settings).build, "__code__", None)
+    code = getattr(getattr(type(settings), "build", None), "__code__", None)
     if not lines and code is not None and code.co_filename == file:
       lines = [code.co_firstlineno]
     where = f"{file}:{lines[-1]}: " if lines else ""
