@@ -192,8 +192,8 @@ class Model(Choice):
     """Return settings that hold a model given in place of settings; None for other values."""
     is_pair = isinstance(value, tuple) and len(value) > 1 and all(map(callable, value))
     is_model = is_pair or (callable(value) and not isinstance(value, Choice))
-    if isinstance(value, type):  # an NNX class makes its module from `rngs`
-      is_model = "rngs" in inspect.signature(value.__init__).parameters
+    if isinstance(value, type):  # NNX makes a module from `rngs`, Equinox from `key`
+      is_model = not {"rngs", "key"}.isdisjoint(inspect.signature(value.__init__).parameters)
     if cls is not Model or not is_model:
       return None
     return Model.built_in()["Module"](module=value)
