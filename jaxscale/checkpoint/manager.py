@@ -98,6 +98,7 @@ class Checkpoints:
     *,
     keep_last: int = 2,
     keep_best: int = 1,
+    best_metric: str | None = None,
     on_failure: str = "stop",
     max_wait_s: float = math.inf,
     local: str | Path | None = None,
@@ -111,6 +112,7 @@ class Checkpoints:
       directory: the directory with one subdirectory per step.
       keep_last: the number of newest checkpoints to keep.
       keep_best: the number of checkpoints with the best `metrics.score` to keep in addition.
+      best_metric: the metric that `metrics.score` ranks by, from `metrics.signed`.
       on_failure: the action if a disk fails in a save: "stop" raises, "continue" logs.
       max_wait_s: the seconds that a save waits for the previous one before it is skipped.
       local: a folder on each node for additional copies (node_copies.py).
@@ -124,7 +126,7 @@ class Checkpoints:
     self.host_state: Callable[[], dict[str, Any] | None] = lambda: None  # for manifests
     self.restored: dict[str, Any] | None = None  # the host state of the restored checkpoint
     self.unsaved: str | None = None  # the reason, if the newest save failed
-    self._keep = keep_last, keep_best
+    self._keep, self._best_metric = (keep_last, keep_best), best_metric
     self._stops = on_failure == "stop"
     self._max_wait_s = max_wait_s
     self._lock = lock
@@ -408,8 +410,8 @@ class Checkpoints:
     # A folder's entry is in its parent, and a new run's parents are new as well.
     for folder in (self.directory, *self.directory.parents[:2]):
       sync(folder)
-    self._scores[save.step] = score(save.manifest["metrics"])
-    checkpoint_dir.prune(self.directory, *self._keep, self._scores)
+    self._scores[save.step] = score(save.manifest["metrics"], self._best_metric)
+    checkpoint_dir.prune(self.directory, *self._keep, self._scores, self._best_metric)
 
   def _remove_partial(self) -> None:
     """Remove partial checkpoints, once, before anything is restored."""

@@ -33,7 +33,7 @@ def restore_step(
     ConfigError: it belongs to another experiment, or cannot be converted from its
       devices.
   """
-  manifest = _read_manifest(path)
+  manifest = read_manifest(path)
   leaves = manifest["leaves"]
   other = reshard.find_reshard(manifest, abstract, resize, split)
   saved = other.saved if other else abstract
@@ -59,7 +59,12 @@ def restore_step(
   return state, manifest.get("callbacks")
 
 
-def _read_manifest(path: Path) -> dict:
+def read_manifest(path: Path) -> dict:
+  """Read the manifest of a checkpoint in process 0, for all; all processes call it.
+
+  Raises:
+    DamagedError: in all processes, if the manifest is missing or has changed.
+  """
   manifest, problem = None, None
   if cluster.is_leader():
     try:

@@ -36,7 +36,14 @@ def add_workdir(parser: Parser) -> None:
 
 
 def default_workdir(config: str) -> str:
-  """Return `runs/digits` for configs/digits.py, `runs/x-8k` for configs/x.py:8k."""
+  """Return `runs/digits` for configs/digits.py, `runs/x-8k` for configs/x.py:8k.
+
+  Settings of a run train in a new workdir: `runs/x-again` for runs/x/config.json.
+  """
+  from jaxscale.config.loading import recorded_run
+
+  if run := recorded_run(config):
+    return f"{run}-again"
   file, _, arg = config.partition(":")
   return f"runs/{Path(file).stem}" + (f"-{arg}" if arg else "")
 

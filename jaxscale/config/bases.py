@@ -1,4 +1,4 @@
-"""Base classes that users extend: Model, Data, Optimizer, Schedule, Loss, Callback and others.
+"""Base classes that users extend: Model, Data, Optimizer, Loss, Metric, Callback and others.
 
 Each docstring documents the arguments and the result of `build`. docs/extending.md has an
 example of each that runs.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
@@ -19,18 +20,9 @@ from jaxscale.errors import ConfigError
 if TYPE_CHECKING:
   from jax.sharding import Mesh
 
-__all__ = ["Callback", "CallbackContext", "Data", "Exchange", "ExchangeContext", "Loss", "Model"]
-__all__ += [
-  "ModelContext",
-  "Optimizer",
-  "OptimizerContext",
-  "Schedule",
-  "ScheduleContext",
-  "Sync",
-  "SyncContext",
-  "Tracker",
-]
-__all__ += ["TrackerContext"]
+__all__ = ["Callback", "CallbackContext", "Data", "Exchange", "ExchangeContext", "Loss", "Metric"]
+__all__ += ["Model", "ModelContext", "Optimizer", "OptimizerContext", "Schedule"]
+__all__ += ["ScheduleContext", "Sync", "SyncContext", "Tracker", "TrackerContext"]
 
 
 class ModelContext(NamedTuple):
@@ -302,6 +294,7 @@ class Loss(Choice):
   """
 
   label_smoothing = 0.0
+  class_weights = ()  # A field in CrossEntropy.
   takes_numbers = False  # True if integer targets [n] are numbers, not classes.
 
   @property
@@ -313,6 +306,33 @@ class Loss(Choice):
     """Return the lowest and the highest valid target; None allows any."""
     del info
     return None
+
+  def classify(self, outputs: Any) -> tuple[Any, Any] | None:
+    """Return probabilities and predicted classes; None if outputs are not scores of classes.
+
+    Args:
+      outputs: the model's outputs, a tree of NumPy arrays [rows, ...].
+    """
+    del outputs
+    return None
+
+
+class Metric(Choice):
+  """Metric of evaluations that is not a mean over examples, such as F1.
+
+  `build(info)` returns a `training.metrics.Metric`: `update`, which sums over rows, and
+  `compute`. A single value gets the name of the class in snake_case.
+  """
+
+
+def snake_case(name: str) -> str:
+  """Return the name of a metric's value from the name of its class.
+
+  Example:
+    >>> snake_case("AUROC"), snake_case("TopKRecall"), snake_case("F1")
+    ('auroc', 'top_k_recall', 'f1')
+  """
+  return re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", name).lower()
 
 
 class Tracker(Choice):

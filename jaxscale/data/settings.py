@@ -63,6 +63,13 @@ class _Images(Data):
       return self.eval_view
     return data.CenterCrop(self.eval_view, self.eval_crop or 0.875)
 
+  def of_source(self: Any, info: Any, source: Any) -> Dataset:
+    """Return a dataset of other encoded images, viewed as those for validation."""
+    from jaxscale.data.encoded import from_source
+
+    is_resized, view = self.image_size is not None, self._eval_view()
+    return from_source(info, source, is_resized, "none", False, view, self.max_pixels)
+
   def build(self: Any) -> Split:
     held_out = self._split(self.eval_split, self.image_size, "none")
     return self.resized(self.image_size), held_out

@@ -21,6 +21,7 @@ from jaxscale.parallel.rules import Rule, partition
 from jaxscale.parallel.specs import Layout, Shard
 from jaxscale.training import losses
 from jaxscale.training.losses import Objective
+from jaxscale.training.metrics import Metric
 
 
 def make_layout(config: cfg.Config, mesh: Mesh, model: Model) -> Layout | None:
@@ -83,7 +84,17 @@ def notes(config: cfg.Config, mesh: Mesh, micro_batches: int) -> list[str]:
       f"pipeline: {config.layout.schedule}, {stages} stages, {micro_batches} "
       f"micro-batches; every stage is idle for {idle:.0%} of a step"
     )
+  has_it = has_bfloat16(device := mesh.devices.flat[0])
+  if config.dtype == ("float16" if has_it else "bfloat16"):
+    what = "has bfloat16, which needs no loss scale" if has_it else "lacks it; use dtype='float16'"
+    lines.append(f"dtype={config.dtype!r}: {device.device_kind} {what}")
   return lines
+
+
+def has_bfloat16(device: Any) -> bool:
+  """Return whether a device computes in bfloat16: all but NVIDIA's GPUs before Ampere."""
+  generation, _, rest = str(getattr(device, "compute_capability", "")).partition(".")
+  return not (rest and generation.isdigit() and int(generation) < 8)
 
 
 def check_exchange(config: cfg.Config, layout: Layout | None, sizes: Mapping[str, int]) -> None:
@@ -217,10 +228,12 @@ def make_loss(config: cfg.Config, model: Model, layout: Layout | None, objective
   return loss if layout is None else parallel.with_gathered_params(loss, layout.gathers)
 
 
-def make_totals(model: Model, layout: Layout | None, objective: Objective) -> Any:
+def make_totals(
+  model: Model, layout: Layout | None, objective: Objective, metrics: Mapping[str, Metric]
+) -> Any:
   """Build the totals of an eval step: a `step.EvalFn`."""
   if isinstance(model, models.Stack):
     assert layout is not None
     return parallel.stack_totals(model, layout)
-  totals = losses.eval_totals(model.apply, objective, model.inputs)
+  totals = losses.eval_totals(model.apply, objective, model.inputs, metrics)
   return totals if layout is None else parallel.with_gathered_params(totals, layout.gathers)

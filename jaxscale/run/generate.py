@@ -197,7 +197,7 @@ def write(
   stack = make_model(config, info)
   assert isinstance(stack, Stack), "models of text are stacks"
   tokenizer = run_tokenizer(workdir, config.data, info)
-  checkpoint = load_params.newest_params(workdir, init_shapes(stack.init))
+  checkpoint = load_params.load(workdir, init_shapes(stack.init))
   document = tokenizer.encode([prompt.encode("utf-8", "surrogateescape")])
   length, notes = max(len(document) - 1, 1) + num_tokens, [*checkpoint.notes]
   if length > info.sequence_length:

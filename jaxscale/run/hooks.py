@@ -193,7 +193,8 @@ def evaluate(run: Run, step: int, state: TrainState) -> TrainState:
     # After the first batch a hang is a fault of the input, not a compilation.
     on_devices = until_stopped(batches, mesh, run.watch, step, "evaluating")
     try:
-      values = loop.evaluate(experiment.eval_step, *state.evaluated(), on_devices)
+      evaluated = experiment.eval_step, *state.evaluated(), on_devices
+      values = run.separate(loop.evaluate(*evaluated, experiment.metrics))
     except StopRequested:
       logger.info(f"step {step}  the evaluation is postponed to the resumed run")
       return state

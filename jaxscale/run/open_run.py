@@ -59,8 +59,9 @@ def open_run(
     experiment = with_chosen_sizes(workdir, workdirs.experiment_in(workdir, config, accept))
     identity = identities.identity_of(experiment)
     identities.check_alike(identity)
-    changed = workdirs.claim_workdir(workdir, config, identity, accept)
-    experiment = experiment.replace(notes=(*experiment.notes, *changed))
+    notes = identities.without_source(identity)
+    notes += workdirs.claim_workdir(workdir, config, identity, accept)
+    experiment = experiment.replace(notes=(*experiment.notes, *notes))
     if held := lock.acquire_for_all(workdir):
       stack.enter_context(held)
     watch = stack.enter_context(cluster.current_watch())
@@ -78,6 +79,7 @@ def open_run(
     limits = checks.max_skipped_steps, checks.max_consecutive_skipped_steps
     nan_policy = NanPolicy(workdir, checks.nan_policy, *limits)
     saving = {name: v for name, v in saving if not name.startswith("every_")}
+    saving["best_metric"] = experiment.best_metric
     saving |= {"lock": held, "split": exchange_split(experiment.layout)}
     checkpoints = Checkpoints(workdir / "checkpoints", **saving)
     checkpoints.identity = identity

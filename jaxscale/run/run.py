@@ -7,12 +7,15 @@ import dataclasses
 import time
 from concurrent.futures import Future
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from jaxscale import cluster, metrics
 from jaxscale.checkpoint.lock import WorkdirLock
 from jaxscale.checkpoint.manager import Checkpoints
 from jaxscale.cluster.watch.watch import Watch
+from jaxscale.errors import invalid
 from jaxscale.experiment import build
 from jaxscale.metrics.log import LineHandler
 from jaxscale.run import provenance
@@ -64,6 +67,7 @@ class Run:
     start: the step that the run resumed from.
     evaluations: all evaluations so far, with those of earlier starts.
     evaluation: the metrics of the newest evaluation of this start; empty if there is none.
+    arrays: the arrays of this evaluation by name, such as the confusion matrix.
   """
 
   workdir: Path
@@ -82,6 +86,7 @@ class Run:
   start: int = 0
   evaluations: list[Evaluation] = dataclasses.field(default_factory=list)
   evaluation: Values = dataclasses.field(default_factory=dict)
+  arrays: dict[str, np.ndarray] = dataclasses.field(default_factory=dict)
   recorded: Future[None] = dataclasses.field(init=False)
   _since: float = 0.0  # the start of training on time.perf_counter
   _asked: tuple[int, bool] = (-1, False)  # a step, and whether the run stops after it
@@ -133,6 +138,19 @@ class Run:
     config = self.experiment.config
     targets = config.target_accuracy, config.target_loss
     return next((e for e in self.evaluations if metrics.is_reached(e.values, *targets)), None)
+
+  def separate(self, found: dict[str, Any]) -> Values:
+    """Return the numbers of an evaluation, and keep its arrays.
+
+    Raises:
+      ConfigError: the evaluation does not report `Checkpoint.best_metric`.
+    """
+    values, self.arrays = separate(found)
+    best, known = self.experiment.best_metric, [n for n in found if n not in self.arrays]
+    if best is not None and best.removeprefix("-") not in known:
+      problem, fix = "is not reported by evaluations", f"use one of {', '.join(known)}"
+      raise invalid("Checkpoint.best_metric", best, problem, fix)
+    return values
 
   def stops_at_target(self) -> bool:
     """Return whether the run ends because its target is reached."""

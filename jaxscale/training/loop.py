@@ -9,16 +9,20 @@ steps after it started from a good state.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 
-from jaxscale.errors import NonFiniteError
+from jaxscale.errors import NonFiniteError, invalid
+from jaxscale.training.metrics import ROWS, SUMS, Metric, results, wide
 from jaxscale.training.nan_guard import CODES
-from jaxscale.training.types import Batch, EvalStep, Metrics, TrainState, TrainStep
+from jaxscale.training.types import LOSS_WEIGHT, Batch, EvalStep, Metrics, TrainState, TrainStep
 
 Values = dict[str, float]  # values of metrics by name
 IN_FLIGHT = 4  # number of started steps whose metrics have not been read
@@ -145,7 +149,8 @@ def train(
     while len(unread) > keep:
       newest, (step, metrics) = unread[-1][0], unread.popleft()
       codes = metrics.pop(CODES, None)
-      for name in ("loss", "grad_norm"):
+      # A step that scales its loss marks faults by the loss: an overflow is none.
+      for name in ("loss",) if "loss_scale" in metrics else ("loss", "grad_norm"):
         # item() takes a fifth of the host time that float() takes for a new CPU scalar.
         if not math.isfinite(value := metrics[name].item()):
           control.skipped(BadStep(step, f"{name} is {value}", codes, state, newest))
@@ -178,29 +183,53 @@ def train(
 
 
 def evaluate(
-  eval_step: EvalStep, params: Any, model_state: Any, batches: Iterator[Batch]
-) -> Values:
+  eval_step: EvalStep,
+  params: Any,
+  model_state: Any,
+  batches: Iterator[Batch],
+  metrics: Mapping[str, Metric] = MappingProxyType({}),
+) -> dict[str, Any]:
   """Return the means of metrics over all examples, each counted once.
 
-  Totals are added on the host, as Python integers and doubles.
+  Totals are added on the host, as 64-bit integers and doubles.
 
   Args:
     eval_step: (params, model_state, batch with "mask") -> totals.
     params: the parameters to evaluate.
     model_state: the model state to evaluate.
     batches: global batches.
+    metrics: the metrics of `losses.eval_totals`; their values, which can be NaN, and their
+      arrays are added to the means.
+
+  Raises:
+    ConfigError: the weights of all examples are 0, or two metrics report the same name.
   """
   sums: dict[str, Any] = {}
-  pending: deque[dict[str, jax.Array]] = deque()
+  rows: list[Any] = []
+  pending: deque[dict[str, Any]] = deque()
 
   def add(keep: int) -> None:
     while len(pending) > keep:
-      for name, total in pending.popleft().items():
-        sums[name] = sums.get(name, 0) + total.item()
+      totals = jax.tree.map(np.asarray, pending.popleft())
+      if ROWS in totals:
+        mask, gathered = totals.pop(ROWS)
+        rows.append(jax.tree.map(functools.partial(np.compress, mask, axis=0), gathered))
+      totals = jax.tree.map(wide, totals)
+      sums.update(jax.tree.map(np.add, dict(sums), totals) if sums else totals)
 
   for batch in batches:
     pending.append(eval_step(params, model_state, batch))
     add(keep=IN_FLIGHT)
   add(keep=0)
-  examples = sums.pop("examples")
-  return {name: total / examples for name, total in sums.items()}
+  examples, of_metrics = sums.pop("examples"), sums.pop(SUMS, {})
+  divisors = {"loss": sums.pop(LOSS_WEIGHT, examples)}
+  if not (examples and divisors["loss"]):
+    fix = "give some of them a weight above 0"
+    raise invalid("weight", ..., "is 0 for all validation examples", fix)
+  values = {name: float(total / divisors.get(name, examples)) for name, total in sums.items()}
+  for name, value in results(metrics, of_metrics, rows):
+    if name in values:
+      problem, fix = "is reported by two metrics", "rename or remove one"
+      raise invalid("Config.metrics", name, problem, fix)
+    values[name] = value
+  return values
