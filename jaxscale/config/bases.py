@@ -6,6 +6,7 @@ example of each that runs.
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -18,9 +19,9 @@ from jaxscale.errors import ConfigError
 if TYPE_CHECKING:
   from jax.sharding import Mesh
 
-__all__ = ["Data", "Exchange", "ExchangeContext", "Loss", "Model", "ModelContext", "Optimizer"]
-__all__ += ["OptimizerContext", "Schedule", "ScheduleContext", "Sync", "SyncContext", "Tracker"]
-__all__ += ["TrackerContext"]
+__all__ = ["Data", "Exchange", "ExchangeContext", "Loss", "LossContext", "Model", "ModelContext"]
+__all__ += ["Optimizer", "OptimizerContext", "Schedule", "ScheduleContext", "Sync", "SyncContext"]
+__all__ += ["Tracker", "TrackerContext"]
 
 
 class ModelContext(NamedTuple):
@@ -41,6 +42,22 @@ class ModelContext(NamedTuple):
   label_smoothing: float = 0.0
   bn_axis_name: tuple[str, ...] | None = None
   bn_group_size: int | None = None
+
+
+class LossContext(NamedTuple):
+  """Second argument of `Loss.build`, for losses that take it.
+
+  Attributes:
+    model: the model as `models.ModelFns`: `init`, `apply` and `inputs`.
+    axes: the mesh axes that split the rows of a batch, for `lax.all_gather` and `lax.psum`.
+    num_devices: the number of devices along these axes.
+    dtype: the type of activations, a `jnp.dtype`.
+  """
+
+  model: Any
+  axes: tuple[str, ...]
+  num_devices: int
+  dtype: Any = "float32"
 
 
 class OptimizerContext(NamedTuple):
@@ -249,7 +266,9 @@ class Sync(Choice):
 class Loss(Choice):
   """Training loss, and the metrics that evaluation reports.
 
-  `build(info)` returns a `training.losses.Objective`: loss and metrics per example.
+  `build(info)` or `build(info, context: LossContext)` returns a `training.losses.Objective`,
+  loss and metrics per example; a `training.GatheredObjective`, whose examples see all rows
+  of the global batch; or a `training.CustomLoss`, a loss function of the parameters.
   """
 
   label_smoothing = 0.0
@@ -259,6 +278,14 @@ class Loss(Choice):
   def is_cross_entropy(self) -> bool:
     """True if the loss is cross entropy of one class per row, as `models.Stack` computes it."""
     return False
+
+  def arguments(self, info: Any, context: LossContext) -> tuple[Any, ...]:
+    """Return the arguments that this class's `build` takes: the second one is optional."""
+    try:
+      inspect.signature(self.build).bind(info, context)
+    except TypeError:
+      return (info,)
+    return info, context
 
   def target_range(self, info: Any) -> tuple[int, int] | None:
     """Return the lowest and the highest valid target; None allows any."""

@@ -28,14 +28,15 @@ from jaxscale.exchange import Exchange
 from jaxscale.experiment import make_layout as layouts
 from jaxscale.experiment.derive import Derived, derive
 from jaxscale.experiment.exchange import Synchronization, make_exchange, make_sync
+from jaxscale.experiment.loss import loss_state, make_objective
 from jaxscale.experiment.model import (
   Model,
+  as_functions,
   bn_span,
   check_model,
   imported,
   init_fn,
   make_model,
-  make_objective,
   rows_of_device,
 )
 from jaxscale.experiment.optimizer import make_optimizer, phase_rate, phase_schedule
@@ -77,6 +78,7 @@ class RunParts:
   model: Model
   layout: Layout | None  # None: everything is replicated
   eval_step: EvalStep
+  loss_state: Any  # `CustomLoss.init_state`; None: the loss has no state
 
 
 @dataclasses.dataclass(frozen=True)
@@ -207,7 +209,8 @@ class Experiment(RunParts, PhaseParts):
     if self.sync is not None:
       return states.make_init(*parts, local=self.sync.method)
     average, noise_scale = self.config.ema_decay is not None, self.config.noise_scale
-    return states.make_init(*parts, layout=self.layout, average=average, noise_scale=noise_scale)
+    options = {"layout": self.layout, "loss_state": self.loss_state}
+    return states.make_init(*parts, average=average, noise_scale=noise_scale, **options)
 
 
 def experiment(
@@ -242,7 +245,7 @@ def experiment(
     make_sync(config, derived, phase, mesh)
   info, rows = eval_data.info, rows_of_device(derived, derived.phases[0])
   model = make_model(config, info, mesh, spans[0], train=False)
-  objective = make_objective(config, info)
+  objective = make_objective(config, info, as_functions(model), mesh)
   notes = check_model(config, model, objective, info, mesh, rows, compute=datasets is None)
   _check_paths(config, model)
   if limits := config.loss.target_range(info):
@@ -251,8 +254,11 @@ def experiment(
       if (targets := getattr(config.data, name)) is not None and datasets is None:
         check_targets(f"Arrays.{name}", np.asarray(targets), limits)
   layout = layouts.make_layout(config, mesh, model)
-  eval_step = steps.make_eval_step(layouts.make_totals(model, layout, objective), mesh, layout)
-  parts = RunParts(config, derived, mesh, eval_data, model, layout, eval_step)
+  eval_step = steps.make_eval_step(
+    layouts.make_totals(model, layout, objective, mesh), mesh, layout
+  )
+  of_loss = loss_state(objective)
+  parts = RunParts(config, derived, mesh, eval_data, model, layout, eval_step, of_loss)
   first = make_phase(parts, derived.phases[0], train_data)
   notes = *train_data.notes, *eval_data.notes, *notes, *first.notes
   return Experiment(**vars(parts), **vars(dataclasses.replace(first, notes=notes)))
@@ -307,11 +313,11 @@ def make_phase(parts: RunParts, phase: Phase, train_data: data.Dataset) -> Phase
   exchange, notes = make_exchange(config, derived, sizes, params, mesh)
   sync, more = make_sync(config, derived, phase, mesh)
   schedule = phase_schedule(config, derived, phase)
-  objective = make_objective(config, train_data.info)
+  objective = make_objective(config, train_data.info, as_functions(model), mesh)
   return PhaseParts(
     phase=phase,
     train_data=train_data,
-    loss=layouts.make_loss(config, model, layout, objective),
+    loss=layouts.make_loss(config, model, layout, objective, mesh),
     tx=make_optimizer(config, schedule, warmup, momentum),
     schedule=schedule,
     exchange=exchange,

@@ -1,9 +1,17 @@
+from .custom_loss import CustomLoss as CustomLoss
+from .custom_loss import LossState as LossState
+from .gathered import Everyone as Everyone
+from .gathered import GatheredObjective as GatheredObjective
+from .gathered import gathered_loss as gathered_loss
+from .gathered import gathered_totals as gathered_totals
 from .local_step import make_local_train_step as make_local_train_step
 from .loop import BadStep as BadStep
 from .loop import Callbacks as Callbacks
 from .loop import Hook as Hook
 from .loop import evaluate as evaluate
 from .loop import train as train
+from .losses import Objective as Objective
+from .model_state import Queue as Queue
 from .state import abstract_state as abstract_state
 from .state import init_state as init_state
 from .state import make_init as make_init

@@ -7,7 +7,7 @@ and the evaluation. It may keep state of its own beside the model's, in a `LossS
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 

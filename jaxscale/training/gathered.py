@@ -105,8 +105,8 @@ def gathered_loss(
     return apply(params, model_state, inputs(batch), True, keys)
 
   def totals_of(outputs: Any, batch: Batch) -> Totals:
-    bound = _bound(objective, outputs, batch, axes)
-    return training_loss(lambda *_: (outputs, ()), bound, lambda _: ())((), (), batch, ())[1][1]
+    loss = training_loss(lambda *_: (outputs, ()), _bound(objective, outputs, batch, axes))
+    return loss((), (), batch, jnp.zeros(0))[1][1]
 
   parts = Parts(sharded(outputs_of), totals_of)
 
@@ -132,8 +132,8 @@ def gathered_totals(
 
   def eval_fn(params: Tree, model_state: Tree, batch: Batch):
     outputs, _ = apply(params, model_state, inputs(batch), False, None)
-    bound = _bound(objective, outputs, batch, axes)
-    return eval_totals(lambda *_: (outputs, ()), bound, lambda _: ())((), (), batch)
+    totals = eval_totals(lambda *_: (outputs, ()), _bound(objective, outputs, batch, axes))
+    return totals((), (), batch)
 
   return eval_fn
 
@@ -151,11 +151,11 @@ def _bound(
     mask &= (batch["weight"].reshape(count, -1) > 0).any(-1)
   rows = lax.axis_index(axes) * count + jnp.arange(count, dtype=jnp.int32)
 
-  def every(x: jax.Array):
-    return lax.all_gather(vary(x, axes), axes, tiled=True)
+  def every(tree: Any) -> Any:
+    return lax.all_gather(vary(tree, axes), axes, tiled=True)
 
   named = {name: x for name, x in batch.items() if name != "mask"}
-  everyone = Everyone(*jax.tree.map(every, (outputs, named)), rows, every(mask))
+  everyone = Everyone(every(outputs), every(named), rows, every(mask))
 
   def bind(function: Any):
     return function and (lambda outputs, batch: function(outputs, batch, everyone))

@@ -121,9 +121,6 @@ def make_local_train_step(
     fix = "unset ema_decay and measure_noise_scale"
     raise invalid("options", ..., "need synchronous training", fix)
   within = () if workers is None else tuple(a for a in axes if a not in workers)
-  if hasattr(loss_fn, PARTS):
-    problem = "gathers the outputs of all devices, whose parameters differ with local updates"
-    raise invalid("loss_fn", ..., problem, "train synchronously")
   loss_fn = checked(loss_fn)
   update = _make_worker_update(loss_fn, tx, mesh, within, options)
   synchronize = _make_synchronize(exchange, method, axes, options.skip_bad_steps)
@@ -186,8 +183,9 @@ def _make_worker_update(
     worker: WorkerState, batch: Batch, key: jax.Array
   ) -> tuple[Tree, Tree, Totals, Any]:
     arguments = worker.params, worker.model_state, batch, row_keys(key, batch, axes)
-    if queues(worker.model_state):
-      raise invalid("Queue", ..., "does not work with local updates", "train synchronously")
+    if queues(worker.model_state) or hasattr(loss_fn, PARTS):
+      problem = "gathers rows of all devices, whose parameters differ with local updates"
+      raise invalid("loss_fn", ..., problem, "train synchronously")
     check_agrees(loss_fn, arguments, options.num_microbatches, axes)
     with jax.named_scope("gradients"):
       grads, model_state, totals = sum_grads(

@@ -325,7 +325,7 @@ def sum_grads(
   loss_fn: LossFn,
   params: Any,
   model_state: Any,
-  batch: Batch,
+  batch: Any,
   keys: jax.Array,
   num_microbatches: int,
   *,

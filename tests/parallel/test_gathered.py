@@ -1,7 +1,5 @@
 """Losses on the outputs of all rows: equal on any number of devices and micro-batches."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,7 +12,10 @@ from support.leaves import assert_close
 from support.steps import on_mesh, training
 
 RNG = np.random.default_rng(0)
-BATCH = {"a": RNG.normal(size=(32, 6)).astype("float32"), "b": RNG.normal(size=(32, 6)).astype("float32")}
+BATCH = {
+  "a": RNG.normal(size=(32, 6)).astype("float32"),
+  "b": RNG.normal(size=(32, 6)).astype("float32"),
+}
 
 
 def init(key):
@@ -29,7 +30,9 @@ def apply(params, state, batch, train, keys):
 def info_nce(outputs, batch, everyone):
   a, b = outputs
   loss = optax.softmax_cross_entropy_with_integer_labels
-  return loss(a @ everyone.outputs[1].T, everyone.rows) + loss(b @ everyone.outputs[0].T, everyone.rows)
+  return loss(a @ everyone.outputs[1].T, everyone.rows) + loss(
+    b @ everyone.outputs[0].T, everyone.rows
+  )
 
 
 def barlow(outputs, batch, everyone):
@@ -48,6 +51,7 @@ def test_x(objective):
     for _ in range(3):
       state, metrics = step(state, on_mesh(mesh, BATCH))
     return jax.device_get((state.params, metrics))
+
   one = run(1, 1)
-  for n, m in ((1,4),(4,1), (8, 4)):
+  for n, m in ((1, 4), (4, 1), (8, 4)):
     assert_close(run(n, m), one, rtol=1e-6, atol=1e-6)
