@@ -191,6 +191,7 @@ def sum_notes(objective: AnyLoss, state: Any, outputs: Any, batch: Any, mesh: Me
 def _split_notes(objective: GatheredObjective, outputs: Any, batch: Any) -> list[str]:
   """Return a note if a loss changes when its rows are split over two devices."""
   values = example_values({}, {}, {"outputs": outputs, **batch}, rows=4)[2]
+  values = jax.tree.map(jnp.asarray, values)
   outputs = values.pop("outputs")
 
   def loss(rows: Any):
