@@ -160,7 +160,7 @@ def ours(name: str, size: dict[str, Any]) -> Work:
       state, _ = loop.train(state, train_step, feed, callbacks, start=0, total_steps=count)
 
     progress = metrics.Progress(count, total_examples=count * size["rows"], quiet=True)
-    callbacks = loop.Callbacks(
+    callbacks = loop.LoopControl(
       is_logged=lambda step: step % 10 == 0,
       log=lambda step, values: progress.train(step, step * size["rows"], values),
     )

@@ -103,7 +103,7 @@ def trainer(width: int, layers: int, rows: int, directory: Path, *, to_local: bo
     hooks = [loop.Hook(is_saved, save)]
     options = {"start": done, "total_steps": done + steps}
     feed = itertools.repeat(batch)
-    state, done = loop.train(state, train_step, feed, loop.Callbacks(), hooks, **options)
+    state, done = loop.train(state, train_step, feed, loop.LoopControl(), hooks, **options)
     found["wall"] = time.perf_counter() - began
     found["processor"] = time.process_time() - used
     at_end = dict(found)

@@ -59,7 +59,7 @@ def main() -> None:
       progress.train(step, values, perf)
       writer.write(step, values | perf)
 
-    callbacks = loop.Callbacks(is_logged=lambda step: step % config.log.every_steps == 0, log=log)
+    callbacks = loop.LoopControl(is_logged=lambda step: step % config.log.every_steps == 0, log=log)
     state, _ = loop.train(state, train_step, feed, callbacks, start=0, total_steps=STEPS)
     return jax.block_until_ready(state)
 

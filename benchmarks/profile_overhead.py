@@ -44,7 +44,7 @@ def main() -> None:
   seconds: dict[str, list[float]] = {"bare": [], "idle": [], "traced": []}
   writing, sizes = [], []
 
-  def turn(name: str, callbacks: loop.Callbacks) -> None:
+  def turn(name: str, callbacks: loop.LoopControl) -> None:
     nonlocal state
     clock = time.process_time()
     state, _ = loop.train(
@@ -54,7 +54,7 @@ def main() -> None:
     seconds[name].append(time.process_time() - clock)
 
   for _ in range(TURNS + 1):
-    turn("bare", loop.Callbacks())
+    turn("bare", loop.LoopControl())
     for name in ("idle", "traced"):
       profile = f"1:{STEPS}" if name == "traced" else None
       with tempfile.TemporaryDirectory() as scratch:
@@ -87,8 +87,8 @@ def main() -> None:
   )
 
 
-def callbacks_of(tracer: Tracer) -> loop.Callbacks:
-  return loop.Callbacks(at=tracer.at, is_traced=tracer.is_due, trace=tracer.turn)
+def callbacks_of(tracer: Tracer) -> loop.LoopControl:
+  return loop.LoopControl(at=tracer.at, is_traced=tracer.is_due, trace=tracer.turn)
 
 
 def host_us() -> float:

@@ -77,7 +77,7 @@ def main() -> None:
 
   def train(state, to, turn):
     """Return the state after a turn, and the steps per second."""
-    callbacks = loop.Callbacks(
+    callbacks = loop.LoopControl(
       is_logged=lambda step: step % EVERY == 0,
       log=lambda step, values: to.write(turn * STEPS + step, values),
     )

@@ -126,9 +126,9 @@ def trainer(watch: Any, steps: int) -> Any:
   def should_stop(_: int) -> bool:
     return watch.stop.poll() is not None
 
-  callbacks = loop.Callbacks()
+  callbacks = loop.LoopControl()
   if watch:
-    callbacks = loop.Callbacks(should_stop=should_stop, at=watch.at)
+    callbacks = loop.LoopControl(should_stop=should_stop, at=watch.at)
 
   def train() -> None:
     nonlocal state, done

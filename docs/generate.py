@@ -96,6 +96,8 @@ def settings() -> str:
   for name, annotation in hints(Config).items():
     if classes := alternatives(annotation):
       out += [f"## {name}\n", *_branch(name, classes, several=len(classes) > 1)]
+    for member, c in alternatives(item_type(annotation)).items():  # a tuple of named members
+      out += _branch(name, {member: c}, several=True, prefix=f"{name}.{member}")
   return "\n".join(out)
 
 

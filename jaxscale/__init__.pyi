@@ -13,11 +13,16 @@ from .config.loading import load_config as load_config
 from .errors import ConfigError as ConfigError
 from .errors import NonFiniteError as NonFiniteError
 from .mesh import make_mesh as make_mesh
+from .run.callbacks import Callback as Callback
+from .run.callbacks import Stop as Stop
 from .run.fit import fit as fit
+from .run.trained import Trained as Trained
+from .run.trained import load as load
 from .training.loop import evaluate as evaluate
 from .training.losses import Objective as Objective
 from .training.losses import classification_loss as classification_loss
 from .training.losses import classification_totals as classification_totals
+from .training.metrics import Metric as Metric
 from .training.state import abstract_state as abstract_state
 from .training.state import init_state as init_state
 from .training.step import make_eval_step as make_eval_step

@@ -3,8 +3,8 @@
     sbatch --nodes=4 --gpus-per-node=8 --ntasks-per-node=8 launch/plain.sbatch
     python launch/plain.py        # one process on this machine
 
-Replace data and model by your own. This script neither saves checkpoints nor reports hangs:
-`jaxscale train` and `jaxscale.fit` do both.
+Replace data and model by your own. This script neither saves checkpoints nor reports hangs.
+`colabs/flat_loop.py` also saves and resumes, and `jaxscale train` and `jaxscale.fit` do both.
 """
 
 import os

@@ -43,7 +43,13 @@ def partial_path(directory: Path, step: int, token: int) -> Path:
   return directory / f"{step}{_PARTIAL}{token}"
 
 
-def prune(directory: Path, keep_last: int, keep_best: int, scores: dict[int, float | None]) -> None:
+def prune(
+  directory: Path,
+  keep_last: int,
+  keep_best: int,
+  scores: dict[int, float | None],
+  best_metric: str | None = None,
+) -> None:
   """Delete checkpoints that are neither among the newest nor among the best.
 
   Damaged checkpoints and renamed copies do not count and are not deleted.
@@ -53,13 +59,14 @@ def prune(directory: Path, keep_last: int, keep_best: int, scores: dict[int, flo
     keep_last: the number of newest checkpoints to keep.
     keep_best: the number of checkpoints with the highest score to keep in addition.
     scores: `metrics.score` by step, as far as it is known; missing scores are added.
+    best_metric: the metric that the scores are of, from `metrics.signed`.
   """
   there = []
   for step in steps(directory):
     with contextlib.suppress(checkpoint_files.DamagedError):
       if step not in scores:
         manifest = checkpoint_files.read_manifest(directory / str(step))
-        scores[step] = metrics.score(manifest["metrics"])
+        scores[step] = metrics.score(manifest["metrics"], best_metric)
       there.append(step)
   ranked = sorted((x, s) for s in there if (x := scores[s]) is not None)
   best = {step for _, step in ranked[max(len(ranked) - keep_best, 0) :]}

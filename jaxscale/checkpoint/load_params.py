@@ -1,6 +1,6 @@
-"""Load the parameters of a run's newest checkpoint, without the optimizer state.
+"""Load the parameters of a checkpoint, without the optimizer state.
 
-Only the parameters are read from disk: with AdamW, one array in three.
+Only what is evaluated is read from disk: with AdamW, one array in three.
 """
 
 from __future__ import annotations
@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 
 import jax
 
-from jaxscale.checkpoint import checkpoint_files, checksum
+from jaxscale import cluster
+from jaxscale.checkpoint import checkpoint_files, checksum, restore
 from jaxscale.checkpoint import directory as checkpoint_dir
 from jaxscale.checkpoint.checksum import DamagedError
 from jaxscale.errors import ConfigError
@@ -20,58 +21,109 @@ class LoadedParams(NamedTuple):
   """Parameters of a checkpoint.
 
   Attributes:
-    params: the parameters that the run evaluates: their average if the run keeps one.
+    params: the parameters.
+    model_state: the model state that belongs to them.
     step: the step of the checkpoint.
     notes: one line for each newer checkpoint that is damaged.
   """
 
   params: Any
+  model_state: Any
   step: int
   notes: tuple[str, ...]
 
 
-def newest_params(workdir: str | Path, abstract: Any) -> LoadedParams:
-  """Load the evaluated parameters of the newest intact checkpoint.
+def load(
+  workdir: str | Path,
+  params: Any,
+  model_state: Any = None,
+  *,
+  step: int | None = None,
+  take: str | None = None,
+) -> LoadedParams:
+  """Load the parameters and the model state of a checkpoint; all processes call it.
 
   Damaged checkpoints are skipped and left in place; only the run itself renames them.
 
   Args:
     workdir: the workdir of a run.
-    abstract: the shapes, dtypes and shardings of the parameters; without shardings they
-      are put on this process's first device.
+    params: the shapes, dtypes and shardings of the parameters; without shardings they are
+      put on this process's first device.
+    model_state: the model state, in the same form; None if the model has none.
+    step: the step of the checkpoint; None selects the newest intact one.
+    take: "params" or "average"; None selects the average if the run keeps one, as
+      evaluations do.
 
   Raises:
     ConfigError: there is no intact checkpoint, or it belongs to another model.
   """
   directory = (Path(workdir) / "checkpoints").absolute()
-  steps = checkpoint_dir.steps(directory)
-  if not steps:
-    problem = "the run has no checkpoint yet; give the workdir of a run that has saved one"
-    raise ConfigError(f"--workdir={workdir}: {problem}")
+  steps = saved_steps(workdir, step)
   first_device = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
 
   def sharded(x):
     sharding = getattr(x, "sharding", None) or first_device
     return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
 
-  abstract = jax.tree.map(sharded, abstract)
+  params, model_state = jax.tree.map(sharded, (params, model_state))
   notes = []
   for step in reversed(steps):
     try:
-      return LoadedParams(_load(directory / str(step), abstract), step, tuple(notes))
+      loaded = _load(directory / str(step), params, model_state, take)
+      return LoadedParams(*loaded, step, tuple(notes))
     except DamagedError as damage:
       notes.append(f"skipping checkpoint {step}, which is damaged ({damage})")
   raise ConfigError(f"{directory}: all checkpoints are damaged; {notes[-1]}")
 
 
-def _load(path: Path, abstract: Any) -> Any:
-  leaves = checkpoint_files.read_manifest(path)["leaves"]
-  prefix, abstract_params = "params/", {"params": abstract}
-  if averaged := any(name.startswith("average/0/") for name in leaves):
-    # The average covers (params, model_state), but a stack of layers has no model_state.
-    prefix, abstract_params = "average/0/", {"average": [abstract, {}]}
-  saved = {name: leaf for name, leaf in leaves.items() if name.startswith(prefix)}
-  checkpoint_files.check_same_leaves(path, saved, checksum.describe(abstract_params))
-  loaded = checkpoint_files.load(path, abstract_params, partial=True)
+def saved_steps(workdir: str | Path, step: int | None = None) -> list[int]:
+  """Return the steps of the saved checkpoints, or only `step`; all processes call it.
+
+  Raises:
+    ConfigError: no checkpoint is saved, or none of this step.
+  """
+  steps = cluster.from_leader(checkpoint_dir.steps((Path(workdir) / "checkpoints").absolute()))
+  if not steps:
+    problem = "the run has no checkpoint yet; give the workdir of a run that has saved one"
+    raise ConfigError(f"--workdir={workdir}: {problem}")
+  if step not in (None, *steps):
+    saved = ", ".join(map(str, steps))
+    raise ConfigError(f"--step={step}: no checkpoint of this step; use one of {saved}")
+  return steps if step is None else [step]
+
+
+def chosen(leaves: dict[str, Any], take: str | None) -> str:
+  """Return "params" or "average", by what a checkpoint has.
+
+  Raises:
+    ConfigError: the average is requested, but the run keeps none.
+  """
+  has_average = any(name.startswith("average/0") for name in leaves)
+  if take == "average" and not has_average:
+    problem = "the run keeps no average (Config.ema_decay=None); use --take=params"
+    raise ConfigError(f"--take=average: {problem}")
+  return take or ("average" if has_average else "params")
+
+
+def _load(path: Path, params: Any, model_state: Any, take: str | None) -> tuple[Any, Any]:
+  leaves = restore.read_manifest(path)["leaves"]
+  # Orbax stores nothing for a model without state.
+  state = model_state if jax.tree.leaves(model_state) else {}
+  abstract: dict[str, Any] = {"average": [params, state]}
+  if chosen(leaves, take) == "params":
+    abstract = {"params": params} | ({"model_state": state} if state else {})
+  parts = {"average"} if "average" in abstract else {"params", "model_state"}
+  saved = {name: leaf for name, leaf in leaves.items() if name.partition("/")[0] in parts}
+  checkpoint_files.check_same_leaves(path, saved, checksum.describe(abstract))
+  loaded, problem = None, None
+  try:
+    loaded = checkpoint_files.load(path, abstract, partial=True)
+  except (DamagedError, OSError) as e:
+    problem = str(e)
+  # If one process cannot read it, none may use it.
+  if problems := [p for p in cluster.gather(problem) if p]:
+    raise DamagedError(problems[0])
   checksum.verify(loaded, leaves)
-  return loaded["average"][0] if averaged else loaded["params"]
+  assert loaded is not None
+  params, loaded_state = loaded.get("average") or (loaded["params"], loaded.get("model_state"))
+  return params, loaded_state if state else model_state

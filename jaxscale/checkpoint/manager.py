@@ -17,6 +17,7 @@ import functools
 import math
 import shutil
 import time
+from collections.abc import Callable
 from concurrent import futures
 from pathlib import Path
 from typing import Any
@@ -97,6 +98,7 @@ class Checkpoints:
     *,
     keep_last: int = 2,
     keep_best: int = 1,
+    best_metric: str | None = None,
     on_failure: str = "stop",
     max_wait_s: float = math.inf,
     local: str | Path | None = None,
@@ -110,6 +112,7 @@ class Checkpoints:
       directory: the directory with one subdirectory per step.
       keep_last: the number of newest checkpoints to keep.
       keep_best: the number of checkpoints with the best `metrics.score` to keep in addition.
+      best_metric: the metric that `metrics.score` ranks by, from `metrics.signed`.
       on_failure: the action if a disk fails in a save: "stop" raises, "continue" logs.
       max_wait_s: the seconds that a save waits for the previous one before it is skipped.
       local: a folder on each node for additional copies (node_copies.py).
@@ -120,8 +123,10 @@ class Checkpoints:
     """
     self.directory = Path(expand(directory)).absolute()
     self.identity: dict[str, Any] | None = None  # of data and code, for manifests
+    self.host_state: Callable[[], dict[str, Any] | None] = lambda: None  # for manifests
+    self.restored: dict[str, Any] | None = None  # the host state of the restored checkpoint
     self.unsaved: str | None = None  # the reason, if the newest save failed
-    self._keep = keep_last, keep_best
+    self._keep, self._best_metric = (keep_last, keep_best), best_metric
     self._stops = on_failure == "stop"
     self._max_wait_s = max_wait_s
     self._lock = lock
@@ -197,7 +202,7 @@ class Checkpoints:
     within_s = math.inf if is_needed else self._max_wait_s
     has_copy = False
     if self._local:
-      has_copy = self._local.save(reshard.without_empty(state), within_s)
+      has_copy = self._local.save(reshard.without_empty(state), within_s, self.host_state())
       self._until_shared -= 1
     if has_copy and self._until_shared >= 0 and not is_needed:
       return
@@ -261,6 +266,8 @@ class Checkpoints:
     manifest |= {"leaves": checksum.describe(state)}
     if self.identity is not None:
       manifest["identity"] = self.identity
+    if (host_state := self.host_state()) is not None:
+      manifest["callbacks"] = host_state
     if self._split is not None and jax.tree.leaves(state.exchange_state):
       manifest["split"] = self._split._asdict()
     size = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
@@ -403,8 +410,8 @@ class Checkpoints:
     # A folder's entry is in its parent, and a new run's parents are new as well.
     for folder in (self.directory, *self.directory.parents[:2]):
       sync(folder)
-    self._scores[save.step] = score(save.manifest["metrics"])
-    checkpoint_dir.prune(self.directory, *self._keep, self._scores)
+    self._scores[save.step] = score(save.manifest["metrics"], self._best_metric)
+    checkpoint_dir.prune(self.directory, *self._keep, self._scores, self._best_metric)
 
   def _remove_partial(self) -> None:
     """Remove partial checkpoints, once, before anything is restored."""
@@ -430,17 +437,20 @@ class Checkpoints:
         other devices or another layout and cannot be converted; or all checkpoints are
         damaged.
     """
-    steps = cluster.from_leader(self.steps())
+    steps, self.restored = cluster.from_leader(self.steps()), None
     if self._local:
       target = reshard.without_empty(abstract)
       copy = self._local.restore(max(steps, default=0), target)
       if copy is not None:
+        self.restored = self._local.restored
         return reshard.with_empty(copy, abstract)
     if self._lock is not None:
       forget(self.directory)
     for step in reversed(steps):
       try:
-        return restore_step(self.directory / str(step), abstract, resize, self._split)
+        path = self.directory / str(step)
+        state, self.restored = restore_step(path, abstract, resize, self._split)
+        return state
       except DamagedError as damage:
         older = [s for s in steps if s < step]
         if cluster.is_leader():

@@ -66,6 +66,7 @@ class LocalCopies:
     name = hashlib.sha256(str(directory.resolve()).encode()).hexdigest()[:16]
     self.folder = folder / f"jaxscale-{os.geteuid()}-{name}"
     self.step = 0  # the step of the newest state that was, or is being, copied
+    self.restored: dict[str, Any] | None = None  # the host state of the restored copy
     self.reports_nan = True  # False if a save of the same state reports NaN.
     self._record, self._lock = directory / RECORD, lock
     self._split = None if split is None else json.loads(json.dumps(split._asdict()))
@@ -78,12 +79,13 @@ class LocalCopies:
     self._work: futures.Future[None] | None = None
     self._is_last = False  # whether the copy is done when the work is
 
-  def save(self, state: Any, within_s: float) -> bool:
+  def save(self, state: Any, within_s: float, host_state: Any = None) -> bool:
     """Begin to copy a state; return whether a copy exists or is being written.
 
     Args:
       state: a tree of `jax.Array`s, which may be donated as soon as this returns.
       within_s: the seconds to wait for the previous copy; after these, this one is skipped.
+      host_state: the state of callbacks, as JSON.
 
     Raises:
       NonFiniteError, LockLostError: the previous copy failed, as for `advance`.
@@ -97,6 +99,7 @@ class LocalCopies:
     self.step, self.reports_nan = step, True
     self._is_last = jax.process_count() == 1
     footer = {"run": self._run, "step": step, "split": self._split}
+    footer |= {"callbacks": host_state} if host_state is not None else {}
     footer |= {"process": jax.process_index(), "processes": jax.process_count()}
     try:
       shards = node_file.held_shards(state)
@@ -261,6 +264,7 @@ class LocalCopies:
       footer = self._footer(file, record)
       if footer.get("split") != self._split:
         raise DamagedError("it has a different layout")
+      self.restored = footer.get("callbacks")
       return node_file.read_state(file, footer["leaves"], abstract)
 
   def _footer(self, file: BufferedReader, record: dict[str, Any]) -> dict[str, Any]:

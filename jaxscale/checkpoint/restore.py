@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from jaxscale import cluster
 from jaxscale.checkpoint import checkpoint_files, checksum, reshard
@@ -15,7 +16,7 @@ from jaxscale.training.types import TrainState
 
 def restore_step(
   path: Path, abstract: TrainState, resize: reshard.Resize | None, split: Split | None
-) -> TrainState:
+) -> tuple[TrainState, dict[str, Any] | None]:
   """Load the state of a checkpoint, sharded as requested; all processes call it.
 
   Args:
@@ -24,12 +25,15 @@ def restore_step(
     resize: the conversion, as for `Checkpoints.restore`.
     split: how gradients are split now.
 
+  Returns:
+    The state, and the state of callbacks, None if it has none.
+
   Raises:
     DamagedError: in all processes, if any cannot read it, or its bytes have changed.
     ConfigError: it belongs to another experiment, or cannot be converted from its
       devices.
   """
-  manifest = _read_manifest(path)
+  manifest = read_manifest(path)
   leaves = manifest["leaves"]
   other = reshard.find_reshard(manifest, abstract, resize, split)
   saved = other.saved if other else abstract
@@ -52,10 +56,15 @@ def restore_step(
     state = other.apply(state, abstract)
     if cluster.is_leader():
       logger.info(f"checkpoint {path.name}: {other.summary()}")
-  return state
+  return state, manifest.get("callbacks")
 
 
-def _read_manifest(path: Path) -> dict:
+def read_manifest(path: Path) -> dict:
+  """Read the manifest of a checkpoint in process 0, for all; all processes call it.
+
+  Raises:
+    DamagedError: in all processes, if the manifest is missing or has changed.
+  """
   manifest, problem = None, None
   if cluster.is_leader():
     try:

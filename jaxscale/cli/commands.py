@@ -19,11 +19,14 @@ class Command(NamedTuple):
 
 _LINES = """
 models: train: train a config, or resume its run: --config digits --config.optimizer.lr=0.2
+models: evaluate: compute the metrics of a run's model, on any data: runs/digits
+models: predict: write a run's predictions to a file: runs/digits --data photos --to out.csv
 models: generate: generate text with a run's language model: --workdir runs/text --prompt "Once"
 models: export: write a run's parameters to a file: --workdir runs/digits --to digits.safetensors
 before a run: describe: print parameters, memory and collectives of a step: --config digits
 before a run: plan: predict memory, time and cost on any chips: --config llama_1b --chips h100-16
 before a run: plot-schedule: draw the learning rates of configs: digits --out schedule.png
+before a run: lr-find: suggest a learning rate by a short ramp: --config digits --out rates.png
 before a run: doctor: check nodes, network and disks, or ImageNet: --workdir runs --config digits
 before a run: bench: measure all-reduce algorithms on the devices: --mesh 2x4 --sizes 64KB,16MB
 before a run: prepare: prepare a TFDS dataset or build the JPEG decoder: mnist --data-dir data
@@ -44,7 +47,7 @@ COMMANDS = {
   for group, name, summary, example in (x.split(": ") for x in _LINES.strip().splitlines())
 }
 # Commands that ask JAX for devices as soon as they run.
-USE_JAX = ("train", "generate", "describe", "bench")
+USE_JAX = ("train", "evaluate", "predict", "generate", "describe", "lr-find", "bench")
 
 
 def load(name: str) -> tuple[ModuleType, Parser]:

@@ -54,7 +54,7 @@ def help_page(name: str, parser: Parser, args: Namespace) -> str:
   from jaxscale.config.validation import UnsetError
 
   config, own, chosen = None, {}, {}
-  if isinstance(args.config, str):
+  if isinstance(getattr(args, "config", None), str):
     try:
       config = load_config(args.config, args.overrides)
     except UnsetError:  # The page shows the fields that are still to be set.

@@ -86,11 +86,16 @@ class Parser(argparse.ArgumentParser):
       note: the end of the help if --config is optional; None: it is required.
       more: as for `option`.
     """
-    self.has_settings, group = True, more.get("group")
-    text = "the Python file with get_config([ARG]) -> Config, or the name of a packaged "
+    group = more.get("group")
+    text = "the Python file with get_config([ARG]) -> Config, the name of a packaged config, or "
     more |= {"missing": "try --config digits" * (note is None), "kind": packaged.locate}
-    self.option("--config FILE[:ARG]", f"{text}config{note or ''}", **more)
+    self.option("--config FILE[:ARG]", f"{text}a run to train again{note or ''}", **more)
     text = "a setting's value, e.g. --config.epochs=3 (default: the config's); --help=all lists all"
+    self.settings(text, group)
+
+  def settings(self, text: str, group: Any = None) -> None:
+    """Add the settings of a config, --config.FIELD=VALUE."""
+    self.has_settings = True
     self.option("--config.FIELD VALUE", text, group=group, dest="overrides")
 
   def read(self, argv: Sequence[str]) -> Namespace:

@@ -36,7 +36,14 @@ def add_workdir(parser: Parser) -> None:
 
 
 def default_workdir(config: str) -> str:
-  """Return `runs/digits` for configs/digits.py, `runs/x-8k` for configs/x.py:8k."""
+  """Return `runs/digits` for configs/digits.py, `runs/x-8k` for configs/x.py:8k.
+
+  Settings of a run train in a new workdir: `runs/x-again` for runs/x/config.json.
+  """
+  from jaxscale.config.loading import recorded_run
+
+  if run := recorded_run(config):
+    return f"{run}-again"
   file, _, arg = config.partition(":")
   return f"runs/{Path(file).stem}" + (f"-{arg}" if arg else "")
 
@@ -83,5 +90,7 @@ def _done(summary, file: Path) -> str:
   if is_good is not None:
     target = f"loss {loss:g}" if loss is not None else f"accuracy {accuracy:.2%}"
     reached = f" (target {target}: {'reached' if is_good else 'missed'})"
+  if summary["stopped_by"]:
+    reached += f" (stopped by {summary['stopped_by']})"
   after = f"after {summary['step']} steps, {summary['seconds']} s; see "
   return f"done: validation {headline(summary['evaluation'])}{reached} {after}{file}"

@@ -1,7 +1,8 @@
 """Settings of a run: definition, checks, loading and recording.
 
 `Config` holds all settings of a run. `Model`, `Data`, `Optimizer`, `Schedule`, `Exchange`,
-`Sync`, `Loss` and `Tracker` are bases that a user's classes extend (docs/extending.md).
+`Sync`, `Loss`, `Tracker` and `Callback` are bases that a user's classes extend
+(docs/extending.md).
 The built-in classes (`SGD`, `CNN`, ...) are defined in the packages that they configure
 and are also names of this package. They are imported on first use, so that this package
 imports neither JAX nor the packages that it configures.
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
   from jaxscale.metrics.settings import *
   from jaxscale.models.settings import *
   from jaxscale.optim.settings import *
+  from jaxscale.run.settings import *
   from jaxscale.training.settings import *
 
 

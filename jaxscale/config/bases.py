@@ -1,4 +1,4 @@
-"""Base classes that users extend: Model, Data, Optimizer, Schedule, Exchange, Sync, Loss, Tracker.
+"""Base classes that users extend: Model, Data, Optimizer, Loss, Metric, Callback and others.
 
 Each docstring documents the arguments and the result of `build`. docs/extending.md has an
 example of each that runs.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
@@ -19,9 +20,9 @@ from jaxscale.errors import ConfigError
 if TYPE_CHECKING:
   from jax.sharding import Mesh
 
-__all__ = ["Data", "Exchange", "ExchangeContext", "Loss", "LossContext", "Model", "ModelContext"]
-__all__ += ["Optimizer", "OptimizerContext", "Schedule", "ScheduleContext", "Sync", "SyncContext"]
-__all__ += ["Tracker", "TrackerContext"]
+__all__ = ["Callback", "CallbackContext", "Data", "Exchange", "ExchangeContext", "Loss"]
+__all__ += ["LossContext", "Metric", "Model", "ModelContext", "Optimizer", "OptimizerContext"]
+__all__ += ["Schedule", "ScheduleContext", "Sync", "SyncContext", "Tracker", "TrackerContext"]
 
 
 class ModelContext(NamedTuple):
@@ -156,18 +157,57 @@ class TrackerContext(NamedTuple):
   note: Callable[[str], None]
 
 
+class CallbackContext(NamedTuple):
+  """Arguments of `Callback.build`: the run that the callback belongs to.
+
+  Attributes:
+    workdir: the workdir of the run; only process 0 may write to it.
+    config: the `Config` of the run.
+    total_steps: the number of steps of the run.
+    steps_per_epoch: the number of steps per epoch, which may be fractional.
+    eval_data: the validation examples, a `data.Dataset`; `eval_data.info` describes them.
+    model: the model, `models.ModelFns` (with `apply`) or `models.Stack`.
+    mesh: the mesh of the devices.
+    log: a function of a step and values by name, which writes them to metrics.jsonl,
+      TensorBoard and trackers as `callback/NAME`.
+    note: a function that prints a line.
+  """
+
+  workdir: Path
+  config: Any
+  total_steps: int
+  steps_per_epoch: float
+  eval_data: Any
+  model: Any
+  mesh: Mesh
+  log: Callable[[int, dict[str, float]], None]
+  note: Callable[[str], None]
+
+
 class Model(Choice):
   """Model that turns a batch into predictions.
 
   `build(context: ModelContext)` returns a Flax module, called with the batch's "image"
   and, where its signature has them, `train` and `keys` (one per row); or
-  `models.ModelFns`, two pure functions; or a `models.Stack` of equal layers.
+  `models.ModelFns`, two pure functions; or a `models.Stack` of equal layers. A config also
+  takes such an object itself as `model`, and wraps it into a `models.Module`.
   """
 
   batch_norm = False  # True if the model normalizes over examples, those of `bn_span`.
   bn_span = "device"  # A field in models with synchronized BatchNorm.
   is_stack = False  # True if `build` returns a Stack, which stage and model can split.
   takes_text = False
+
+  @classmethod
+  def wrap(cls, value: Any) -> Model | None:
+    """Return settings that hold a model given in place of settings; None for other values."""
+    is_pair = isinstance(value, tuple) and len(value) > 1 and all(map(callable, value))
+    is_model = is_pair or (callable(value) and not isinstance(value, Choice))
+    if isinstance(value, type):  # an NNX class makes its module from `rngs`
+      is_model = "rngs" in inspect.signature(value.__init__).parameters
+    if cls is not Model or not is_model:
+      return None
+    return Model.built_in()["Module"](module=value)
 
   def sharding(self) -> tuple[tuple[str, tuple[str | None, ...]], ...]:
     """Return a path pattern and the mesh axis of each dim for every parameter.
@@ -272,6 +312,7 @@ class Loss(Choice):
   """
 
   label_smoothing = 0.0
+  class_weights = ()  # A field in CrossEntropy.
   takes_numbers = False  # True if integer targets [n] are numbers, not classes.
 
   @property
@@ -292,6 +333,33 @@ class Loss(Choice):
     del info
     return None
 
+  def classify(self, outputs: Any) -> tuple[Any, Any] | None:
+    """Return probabilities and predicted classes; None if outputs are not scores of classes.
+
+    Args:
+      outputs: the model's outputs, a tree of NumPy arrays [rows, ...].
+    """
+    del outputs
+    return None
+
+
+class Metric(Choice):
+  """Metric of evaluations that is not a mean over examples, such as F1.
+
+  `build(info)` returns a `training.metrics.Metric`: `update`, which sums over rows, and
+  `compute`. A single value gets the name of the class in snake_case.
+  """
+
+
+def snake_case(name: str) -> str:
+  """Return the name of a metric's value from the name of its class.
+
+  Example:
+    >>> snake_case("AUROC"), snake_case("TopKRecall"), snake_case("F1")
+    ('auroc', 'top_k_recall', 'f1')
+  """
+  return re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", name).lower()
+
 
 class Tracker(Choice):
   """Experiment tracker that receives the metrics of a run.
@@ -309,3 +377,10 @@ class Tracker(Choice):
 
   package = ""  # The package that `build` imports; a run without it does not start.
   install = ""  # The name of the package for pip.
+
+
+class Callback(Choice):
+  """Functions that a run calls at its start, between steps, at evaluations, saves and its end.
+
+  `build(context: CallbackContext)` returns a `jaxscale.Callback`.
+  """

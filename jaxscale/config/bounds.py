@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from typing import Annotated
 
 from jaxscale.errors import ConfigError
@@ -29,3 +30,15 @@ def check_pattern(field: str, pattern: str, remedy: str) -> None:
   except (re.error, OverflowError, RecursionError) as e:
     problem = f"not a regular expression ({e})"
     raise ConfigError(f"{field}={pattern!r}: {problem}, {remedy}") from None
+
+
+def check_distinct(field: str, items: Iterable[object]) -> None:
+  """Refuse several settings of one class, which the command line could not tell apart.
+
+  Raises:
+    ConfigError: a class occurs twice.
+  """
+  names = [type(item).__name__ for item in items]
+  for name in names:
+    if names.count(name) > 1:
+      raise ConfigError(f"{field}: {name} is listed twice; remove one")

@@ -11,8 +11,18 @@ from __future__ import annotations
 import dataclasses
 from typing import Annotated, Any, Literal
 
-from jaxscale.config.bases import Data, Exchange, Loss, Model, Optimizer, Schedule, Sync
-from jaxscale.config.bounds import Count, check_pattern
+from jaxscale.config.bases import (
+  Callback,
+  Data,
+  Exchange,
+  Loss,
+  Metric,
+  Model,
+  Optimizer,
+  Schedule,
+  Sync,
+)
+from jaxscale.config.bounds import Count, check_distinct, check_pattern
 from jaxscale.config.layout_settings import Layout, check_layout
 from jaxscale.config.phase_settings import AdaptiveBatch, Phases
 from jaxscale.config.plain import check_forms, shared_texts
@@ -36,6 +46,8 @@ class Config:
     optimizer: the optimizer; a class of your own also works.
     schedule: the learning-rate schedule; a class of your own also works.
     loss: the training loss and its metrics; a class of your own also works.
+    metrics: the further metrics of evaluations, e.g. "F1,ConfusionMatrix"; () computes only
+      those of `loss`. Classes of your own also work.
     batch_size: the number of examples per optimizer step, summed over all devices.
     epochs: the length of the run in passes over the training examples; None uses `steps`.
     steps: the length of the run in optimizer steps; None uses `epochs`.
@@ -61,8 +73,9 @@ class Config:
     noise_scale: whether to measure the gradient noise scale (arXiv:1812.06162), in examples; an
       example of text is a sequence, not a token. Needs at least two devices or two
       micro-batches.
-    dtype: the type of activations, "float32" or "bfloat16"; parameters and the exchange of
-      gradients stay float32.
+    dtype: the type of activations, "float32", "bfloat16", or "float16" with dynamic loss scaling
+      (arXiv:1710.03740) for GPUs without bfloat16; parameters and the exchange of gradients
+      stay float32.
     init_from: the pretrained parameters, a safetensors file or Hugging Face folder; None
       initializes at random. Accepts the parameter names of timm and torchvision (ResNet, ViT),
       Hugging Face (Llama, Qwen, ViT) and `jaxscale export`. `jaxscale.weights.names` documents
@@ -88,6 +101,7 @@ class Config:
     checks: the comparison of the devices' copies of the state, and the reaction to NaN and Inf.
     faults: timeouts for processes, and limits on restarts.
     log: metrics, trackers and profiles.
+    callbacks: the callbacks that the run calls, e.g. "EarlyStopping,SampleWriter"; () uses none.
   """
 
   model: Model
@@ -95,6 +109,7 @@ class Config:
   optimizer: Optimizer
   schedule: Schedule = built_in(Schedule, "Cosine")
   loss: Loss = built_in(Loss, "CrossEntropy")
+  metrics: tuple[Metric, ...] = ()
   batch_size: Count
   epochs: Annotated[float | None, "> 0"] = None
   steps: Annotated[int | None, ">= 1"] = None
@@ -108,7 +123,7 @@ class Config:
   ema_decay: Annotated[float | None, "in (0, 1)"] = None
   ema_warmup: bool = False
   noise_scale: bool = False
-  dtype: Literal["float32", "bfloat16"] = "float32"
+  dtype: Literal["float32", "bfloat16", "float16"] = "float32"
   init_from: str | None = None
   init_head: bool = False
   seed: Annotated[int, "in [0, 4294967296)"] = 0  # jax.random.key drops higher bits.
@@ -127,6 +142,7 @@ class Config:
   checks: Checks = Checks()
   faults: Faults = Faults()
   log: Log = Log()
+  callbacks: tuple[Callback, ...] = ()
 
   @property
   def is_local_sgd(self) -> bool:
@@ -157,10 +173,12 @@ class Config:
       raise ConfigError(f"{both}: set both or neither")
     for pattern in self.layer_order:
       check_pattern("Config.layer_order", pattern, "give e.g. '^Conv_0/'")
+    check_distinct("Config.metrics", self.metrics)
     _check_neutral(self)
     _check_exchange(self)
     if self.is_local_sgd:
       _check_local(self)
+    check_distinct("Config.callbacks", self.callbacks)
     check_layout(self)
     check_forms(self)
 
@@ -231,6 +249,9 @@ def _check_local(config: Config) -> None:
   if config.noise_scale:
     problem = "noise_scale compares gradients at equal parameters, and workers differ"
     raise ConfigError(f"Config.{sync}: {problem}; set noise_scale to False")
+  if config.dtype == "float16":
+    problem = "float16 needs a loss scale, which all devices must share in every step"
+    raise ConfigError(f"Config.{sync}: {problem}; set dtype to 'bfloat16' or 'float32'")
   if isinstance(config.phases, AdaptiveBatch):
     problem = "AdaptiveBatch needs all devices to take the same steps; use Phases"
     raise ConfigError(f"Config.{sync}: {problem}")

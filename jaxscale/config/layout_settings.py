@@ -99,7 +99,7 @@ def check_layout(config: Any) -> None:
     ("schedule", "1f1b", mesh.stage != 1, f"mesh.stage {several}"),
     ("model", layout.model, is_split, f"mesh.model {several}"),
     ("sum_in", "dtype", splits_layers, layers),
-    ("sum_in", "dtype", config.dtype != "float32", "dtype to 'bfloat16'"),
+    ("sum_in", "dtype", config.dtype != "float32", "dtype to 'bfloat16' or 'float16'"),
   ):
     if getattr(layout, field) == value and not needs:
       problem = f"has no effect; set {remedy} as well"
@@ -118,6 +118,9 @@ def check_layout(config: Any) -> None:
     problem = f"sums gradients in the backward pass and would bypass Config.exchange={exchange}"
     fix = "use 'after', or exchange=AllReduce with its defaults"
     raise invalid("Layout.slow_axes", "in_backward", problem, fix)
+  if config.dtype == "float16" and mesh.stage != 1:
+    problem = "a pipeline computes its gradients itself, without the loss scale of float16"
+    raise ConfigError(f"Mesh.stage={mesh.stage}: {problem}; use bfloat16, or mesh.stage=1")
   if split := [shard] * (layout.shard != "none") + parts:
     _check_whole(config, split[0])
 

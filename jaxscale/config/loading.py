@@ -25,14 +25,17 @@ from jaxscale.config.choice import Choice, chosen, own_choices
 from jaxscale.config.config import Config
 from jaxscale.config.config_file import load_file, position, running
 from jaxscale.config.packaged import locate, similar
+from jaxscale.config.record import Described, describe_run
 from jaxscale.errors import ConfigError, invalid
 
 
 def load_config(path: str, overrides: Mapping[str, str] | None = None) -> Config:
-  """Run `get_config` of a Python file and apply overrides.
+  """Run `get_config` of a Python file, or read a run's settings, and apply overrides.
 
   Args:
-    path: `FILE` or `FILE:arg`; `get_config` receives the argument.
+    path: `FILE` or `FILE:arg`; `get_config` receives the argument. Or the workdir of a run or
+      its config.json: the settings of that run, with its overrides and the classes in its
+      `code/`.
     overrides: values as text by dotted field, e.g. {"optimizer.lr": "0.3"}.
 
   Raises:
@@ -43,6 +46,8 @@ def load_config(path: str, overrides: Mapping[str, str] | None = None) -> Config
     >>> config.epochs
     3.0
   """
+  if run := recorded_run(path):
+    return override(describe_run(run).settings(log=True), overrides or {})
   config = call(path, "get_config", "define get_config() -> Config in it")
   if not isinstance(config, Config):
     returned = f"get_config() returned {type(config).__name__}, return a Config"
@@ -50,8 +55,35 @@ def load_config(path: str, overrides: Mapping[str, str] | None = None) -> Config
   return override(config, overrides or {}, own_classes(path))
 
 
+# Settings that may differ in an evaluation; others would need another training.
+_EVALUATED = """data dtype evaluation faults gpu_settings input_threads layout mesh""".split()
+
+
+def evaluated_config(run: str, overrides: Mapping[str, str]) -> tuple[Described, Config]:
+  """Return a run, and its settings with overrides, to evaluate it.
+
+  Raises:
+    ConfigError: the directory is no run, or an override would change what was trained.
+  """
+  for path in overrides:
+    if path.partition(".")[0] not in _EVALUATED:
+      fix = f"change one of {', '.join(_EVALUATED)}, or train again with --config {run}"
+      raise invalid(f"--config.{path}", ..., "does not apply to a trained model", fix)
+  described = describe_run(run)
+  return described, override(described.settings(partial=True), overrides)
+
+
+def recorded_run(path: str) -> Path | None:
+  """Return the workdir of a run that --config names, or None for a Python file."""
+  file = Path(path)
+  folder = file.parent if file.name == "config.json" else file
+  return folder if folder.is_dir() and (folder / "config.json").is_file() else None
+
+
 def own_classes(path: str) -> dict[str, type]:
   """Return the settings classes that a config file defines or imports, by name."""
+  if recorded_run(path):
+    return {}  # `override` knows those that the settings use.
   return own_choices(vars(load_file(Path(locate(path).partition(":")[0]))))
 
 

@@ -19,12 +19,13 @@ import re
 import sys
 import sysconfig
 import types
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from jaxscale.config.config_file import FILE_MODULE
 
+BYTECODE = "bytecode-"  # prefix of hashes of code whose source is not available
 _INSTALLED = "site-packages", "dist-packages"
 _STDLIB = tuple(sysconfig.get_path(name) for name in ("stdlib", "platstdlib"))
 _PACKAGE = f"{Path(__file__).parents[1]}{os.sep}"
@@ -88,17 +89,30 @@ def _digest(texts: Iterable[str]) -> str:
 
 
 def _bytecode_hash(value: Any) -> str:
-  """Hash the bytecode of code without source, such as a program read from stdin."""
-  functions = [value, *vars(value).values()] if isinstance(value, type) else [value]
+  """Hash the bytecode of code without source, such as a program read from stdin.
 
-  def texts(code: types.CodeType) -> Iterator[str]:
-    yield f"{code.co_code.hex()} {code.co_names}"
-    for constant in code.co_consts:
-      is_code = isinstance(constant, types.CodeType)
-      yield from texts(constant) if is_code else [repr(constant)]
+  The result begins with `BYTECODE`. A class of a notebook without functions of its own has no
+  source either; its plain values count.
+  """
+  texts = [f"{code.co_code.hex()} {code.co_names} {_constants(code)}" for code in _codes(value)]
+  members = vars(value).items() if isinstance(value, type) else ()
+  plain = [f"{n}={v!r}" for n, v in members if n[:2] != "__" and _is_plain(v)]
+  return BYTECODE * bool(texts) + (_digest([*texts, *plain]) or "none")
 
-  codes = [f.__code__ for f in functions if hasattr(f, "__code__")]
-  return _digest(text for code in codes for text in texts(code)) or "none"
+
+def _codes(value: Any) -> list[types.CodeType]:
+  """Return the code of a function, or of a class's functions, with that of inner functions."""
+  functions = vars(value).values() if isinstance(value, type) else [value]
+  codes = [f.__code__ for f in map(inspect.unwrap, functions) if hasattr(f, "__code__")]
+  # Not what `dataclass`, Flax or `settings` have added.
+  codes = [c for c in codes if c.co_filename != "<string>" and _is_own_file(c.co_filename)]
+  for code in codes:  # It grows while it is read.
+    codes += [c for c in code.co_consts if isinstance(c, types.CodeType)]
+  return codes
+
+
+def _constants(code: types.CodeType) -> list[str]:
+  return [repr(c) for c in code.co_consts if not isinstance(c, types.CodeType)]
 
 
 class _WithoutDocstrings(ast.NodeTransformer):
@@ -405,8 +419,10 @@ class _Search:
       for base in getattr(value, "__bases__", ()):
         if is_own(base.__module__):
           self._visit_value(base, base.__qualname__)
-      for node in _nodes_of(inspect.unwrap(value)):
-        names, attributes = _used(node)
+      found = [_used(node) for node in _nodes_of(inspect.unwrap(value))]
+      # Without source, the bytecode has the names of both kinds.
+      found = found or [({*code.co_names}, {*code.co_names}) for code in _codes(value)]
+      for names, attributes in found:
         self._used.setdefault(str(module), set()).update(attributes)
         for used in sorted(names - {name}):
           self.visit(str(module), used)

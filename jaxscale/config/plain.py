@@ -135,6 +135,9 @@ class _Conversion:
         return {name.strip("_"): identity}
     if isinstance(node, (list, tuple)):
       return {"values": self.convert(list(node), where)}
+    if any(c.__module__.startswith("flax.nnx.") for c in type(node).__mro__):
+      values = {n: v for n, v in vars(node).items() if not n.startswith("_")}
+      return {"values": self.convert(values, where)}
     if isinstance(node, (set, frozenset)):
       values = self.convert(list(node), where)
       return {"values": sorted(values, key=lambda v: json.dumps(v, sort_keys=True))}
@@ -198,10 +201,11 @@ def checksum(values: Any, where: str) -> dict[str, Any]:
   """Return shape, dtype and SHA-256 of an array."""
   import numpy as np
 
-  try:
-    array = np.ascontiguousarray(values)
-  except TypeError:  # JAX's random keys are no NumPy arrays.
-    array = np.array(None)
+  if str(values.dtype).startswith("key<"):  # JAX's random keys are no NumPy arrays.
+    from jax import random
+
+    values = random.key_data(values[...])
+  array = np.ascontiguousarray(values)
   if array.dtype.hasobject:
     fix = "give numbers, or an attribute `identity`"
     raise invalid(where, ..., "is an array of objects, which has no checksum", fix)

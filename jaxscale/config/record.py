@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from jaxscale.config.bases import Data, Optimizer
 from jaxscale.config.choice import Choice
 from jaxscale.config.config import Config
 from jaxscale.config.config_file import load_file
@@ -28,7 +29,7 @@ FORMAT = 2  # Of config.json; jaxscale 0.1 wrote format 1, whose settings had ot
 RUN = {"config": {"model": {"class": str}}, "data": {"name": str}}
 # Optional contents of "data".
 _DATA = dict.fromkeys(("vocab_size", "num_classes", "sequence_length"), int)
-_DATA |= {"mean": [float], "std": [float], "image_shape": [int], "class_names": [str]}
+_DATA |= {"mean": [float], "std": [float], "image_shape": ([int], None), "class_names": [str]}
 
 
 def flat(node: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -76,12 +77,15 @@ def from_plain(annotation: Any, node: Any, folder: Path | None = None) -> Any:
     >>> from_plain(Optimizer, {"class": "SGD", "lr": 0.1}) == SGD(lr=0.1)
     True
   """
-  if isinstance(node, dict) and "object" in node:
+  if isinstance(node, dict) and ("object" in node or {"shape", "dtype"} <= node.keys()):
+    what = node.get("object") or f"{node['dtype']}{node['shape']}"
     problem = "an object from a notebook, which config.json cannot store; build the config in it"
-    raise ConfigError(f"{node['object']}: {problem}")
+    raise ConfigError(f"{what}: {problem}")
   if isinstance(node, list):
     return [from_plain(item_type(annotation), item, folder) for item in node]
-  if not isinstance(node, dict) or "class" not in node:
+  if isinstance(node, dict) and "class" not in node:
+    return {name: from_plain(Any, value, folder) for name, value in node.items()}
+  if not isinstance(node, dict):
     if isinstance(node, str) and Path in alternatives(annotation):
       return Path(node)
     return node
@@ -117,6 +121,35 @@ def _own_class(name: str, folder: Path | None) -> type:
     raise ConfigError(f"{name}: {problem}; {remedy}") from None
 
 
+class MissingData(Data):
+  """Data that config.json cannot store, such as arrays of a notebook.
+
+  Attributes:
+    reason: the error of `build`.
+  """
+
+  reason: str
+
+  def build(self) -> Any:
+    """Refuse to build."""
+    raise ConfigError(f"{self.reason}; give other data by --data PATH or --config.data")
+
+
+class MissingOptimizer(Optimizer):
+  """Optimizer that config.json cannot store, such as a function of a notebook.
+
+  Attributes:
+    reason: the error of `build`.
+  """
+
+  reason: str
+  lr: float = 1.0
+
+  def build(self, *context: Any) -> Any:
+    """Refuse to build."""
+    raise ConfigError(self.reason)
+
+
 class Described(NamedTuple):
   """Contents of a run's config.json; `describe_run` reads it.
 
@@ -140,18 +173,34 @@ class Described(NamedTuple):
     """Number of classes, or size of the vocabulary, without padding."""
     return self.data.get("vocab_size" if self.is_text else "num_classes")
 
-  def settings(self) -> Config:
-    """Return the `Config`, with the default of `log`.
+  def settings(self, *, log: bool = False, partial: bool = False, **given: Any) -> Config:
+    """Return the `Config`.
 
-    Logging does not affect the trained parameters, and its settings change between
-    versions.
+    Args:
+      log: False uses the defaults of `log` and `callbacks`: the trained parameters no longer
+        depend on them, and settings of logs change between versions.
+      partial: True needs only what evaluates the model. `MissingData` and
+        `MissingOptimizer` replace what config.json cannot store, and defaults the rest.
+      given: settings that replace those of the file, by field.
 
     Raises:
-      ConfigError: a version of jaxscale with other settings wrote the file.
+      ConfigError: a version of jaxscale with other settings wrote the file, or a class or
+        value is not stored in it.
     """
+    unread, kinds, values = {"class", *given}, hints(Config), dict(given)
+    unread |= set() if log else {"log", "callbacks"}
     try:
-      plain = {name: value for name, value in self.config.items() if name != "log"}
-      return from_plain(Config, plain, self.workdir)
+      for name in (n for n in self.config if n not in unread):
+        try:
+          values[name] = from_plain(kinds.get(name, Any), self.config[name], self.workdir)
+        except ConfigError as e:
+          if not partial or name in ("model", "loss", "metrics"):
+            raise
+          missing = {"data": MissingData, "optimizer": MissingOptimizer}.get(name)
+          if missing is not None:
+            reason = f"the run's {name} cannot be built again ({e})"
+            values[name] = missing(reason=reason)
+      return Config(**values)
     except ConfigError as e:
       raise ConfigError(f"--workdir={self.workdir}: its config.json has {e}") from None
 

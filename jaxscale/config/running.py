@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from jaxscale.cluster.timeouts import Timeouts
 from jaxscale.config.bases import Tracker
-from jaxscale.config.bounds import Count, Positive
+from jaxscale.config.bounds import Count, Positive, check_distinct
 from jaxscale.config.validation import settings, shown
 from jaxscale.errors import ConfigError, invalid
 from jaxscale.files import whole_number
@@ -104,8 +104,12 @@ class Checkpoint:
       last step is always saved.
     every_steps: the number of steps between checkpoints; None uses `every_epochs`.
     keep_last: the number of newest checkpoints to keep.
-    keep_best: the number of best checkpoints, by validation accuracy (language models:
-      validation loss), to keep in addition to the newest `keep_last`; 0 keeps only those.
+    keep_best: the number of best checkpoints, by `best_metric`, to keep in addition to the
+      newest `keep_last`; 0 keeps only those.
+    best_metric: the validation metric that decides which checkpoint is best, e.g. "val/f1" or
+      "f1"; None uses the accuracy, or the loss if there is none (language models: always the
+      loss). The highest value is best; the lowest for losses, errors, perplexities, metrics that
+      say so, and with a minus sign ("-val/distance").
     on_failure: the reaction if a checkpoint cannot be written, e.g. because the disk is full;
       "continue" logs it and tries again at the next interval, "stop" ends the run. In either
       case a run fails if its last checkpoint cannot be written.
@@ -124,6 +128,7 @@ class Checkpoint:
   every_steps: Annotated[int | None, ">= 1"] = None
   keep_last: Count = 2
   keep_best: Annotated[int, ">= 0"] = 1
+  best_metric: str | None = None
   on_failure: Literal["continue", "stop"] = "continue"
   max_wait_s: Annotated[float, "in [0, 1000000000]"] = 10.0
   local: str | None = None
@@ -215,10 +220,7 @@ class Log:
 
   def __post_init__(self):
     self.profiled_steps()
-    names = [type(tracker).__name__ for tracker in self.trackers]
-    for name in names:
-      if names.count(name) > 1:
-        raise ConfigError(f"Log.trackers: {name} is listed twice; remove one")
+    check_distinct("Log.trackers", self.trackers)
 
   def profiled_steps(self) -> tuple[int, int] | None:
     """Return the first and the last step of `profile`, or None.

@@ -183,6 +183,9 @@ def coerce(annotation: Any, value: Any) -> Any:
       if choice is str and isinstance(value, (str, os.PathLike)):
         text = os.fspath(value)  # A "~" without a "/" is a separator, not a home directory.
         return expand(text) if "/" in text else text
+      wrap = getattr(choice, "wrap", None)
+      if wrap is not None and (wrapped := wrap(value)) is not None:
+        return wrapped
       if isinstance(value, choice) and not (choice in (int, float) and isinstance(value, bool)):
         return float(value) if choice is float else value
   # `tolist` converts numbers and arrays of NumPy and JAX exactly.

@@ -17,7 +17,7 @@ from typing import Any, Literal
 import numpy as np
 
 from jaxscale.data.augment import Augment, shift, uniform_bits
-from jaxscale.data.dataset import NO_CLASS, Dataset, DatasetInfo, array_identity
+from jaxscale.data.dataset import NO_CLASS, Dataset, DatasetInfo, array_identity, batch_shapes
 from jaxscale.errors import ConfigError, invalid
 from jaxscale.metrics.text import few
 
@@ -90,10 +90,7 @@ def from_named(name: str, arrays: Mapping[str, Any], **fields: Any) -> Dataset:
     >>> from_named("pairs", pairs).load(np.arange(2), None)["caption"].shape
     (2, 16)
   """
-  held = {key: as_array(f"{name}: {key}", values) for key, values in arrays.items()}
-  sizes = {key: len(array) for key, array in held.items()}
-  if not sizes or len({*sizes.values()}) > 1:
-    raise ConfigError(f"{name}: arrays of {sizes} examples; give arrays of the same length")
+  held = _named_arrays(name, arrays)
   kinds = {key: "float32" if a.dtype.kind == "f" else "int32" for key, a in held.items()}
   kinds |= {key: str(a.dtype) for key, a in held.items() if a.dtype in (np.uint8, bool)}
   held = {key: cast(f"{name}: {key}", array, kinds[key]) for key, array in held.items()}
@@ -111,6 +108,17 @@ def from_named(name: str, arrays: Mapping[str, Any], **fields: Any) -> Dataset:
 
   identity = functools.partial(array_identity, *held.values())
   return Dataset(info, len(next(iter(held.values()))), load, identity=identity)
+
+
+def _named_arrays(name: str, arrays: Mapping[str, Any]) -> dict[str, np.ndarray]:
+  """Return named arrays of numbers, after a check that they have the same length."""
+  held = {key: as_array(f"{name}: {key}", values) for key, values in arrays.items()}
+  sizes = {key: len(array) for key, array in held.items()}
+  if not sizes or len({*sizes.values()}) > 1:
+    raise ConfigError(f"{name}: arrays of {sizes} examples; give arrays of the same length")
+  for key, array in held.items():
+    _check_finite(f"{name}: {key}", array)
+  return held
 
 
 def _check_classes(name: str, targets: np.ndarray, lowest: int, count: int) -> None:
@@ -194,15 +202,14 @@ def array_splits(
   Raises:
     ConfigError: lengths differ, no example is left for training, or x is not numeric.
   """
+  if isinstance(x, Mapping):
+    return _named_splits(x, y, x_eval, y_eval, eval_share, **options)
   if (x_eval is None) != (y_eval is None):
     raise ConfigError("Arrays.x_eval, y_eval: only one is set; set both or neither")
   x, y = _pair("x", x, "y", y)
   hint = ""
   if x_eval is None:
-    kept = len(x) - max(round(len(x) * eval_share), 1)
-    if not kept:
-      problem = "leaves no example for training"
-      raise invalid("Arrays.eval_share", eval_share, problem, "use more examples")
+    kept = _num_train(len(x), eval_share)
     x, x_eval, y, y_eval = x[:kept], x[kept:], y[:kept], y[kept:]
     hint = "; validation takes the last examples, so shuffle x and y together"
   else:
@@ -220,6 +227,51 @@ def array_splits(
       problem = f"the {info.num_classes:,} classes include all numbers up to the largest target"
       notes += (f"Arrays: no example has target {few(lacking)}; {problem}",)
   return datasets[0]._replace(notes=notes), datasets[1]
+
+
+def _named_splits(
+  x: Any, y: Any, x_eval: Any, y_eval: Any, eval_share: float, **options: Any
+) -> tuple[Dataset, Dataset]:
+  """Create the datasets of `Arrays` whose inputs are a dict of arrays."""
+
+  def named(inputs: Any, targets: Any) -> dict[str, np.ndarray]:
+    arrays = {**inputs} if targets is None else {**inputs, "label": targets}
+    return _named_arrays("Arrays", arrays)
+
+  train, held_out = named(x, y), {}
+  if x_eval is None:
+    kept = _num_train(len(next(iter(train.values()))), eval_share)
+    train, held_out = ({k: a[at] for k, a in train.items()} for at in np.s_[:kept, kept:])
+  else:
+    held_out = named(x_eval, y_eval)
+  options = {name: value for name, value in options.items() if value is not None}
+  pair = [from_named("Arrays", arrays, **options) for arrays in (train, held_out)]
+  shapes = [batch_shapes(dataset.info, 1) for dataset in pair]
+  if shapes[0] != shapes[1]:
+    problem = f"has examples of {shapes[1]}, but Arrays.x has {shapes[0]}"
+    raise invalid("Arrays.x_eval", ..., problem, "use the same names, shapes and dtypes for both")
+  infos: list[Any] = [dataset.info for dataset in pair]
+  count = max(info.num_classes for info in infos)
+  infos = [info._replace(num_classes=count) for info in infos]
+  first, second = (d._replace(info=i) for d, i in zip(pair, infos, strict=True))
+  return first, second
+
+
+def _num_train(count: int, eval_share: float) -> int:
+  """Return the number of examples that are left for training."""
+  kept = count - max(round(count * eval_share), 1)
+  if kept <= 0:
+    problem = "leaves no example for training"
+    raise invalid("Arrays.eval_share", eval_share, problem, "use more examples")
+  return kept
+
+
+def _check_finite(field: str, array: np.ndarray) -> None:
+  if array.dtype.kind == "f" and not (is_finite := np.isfinite(array)).all():
+    row = int(np.argmin(is_finite.reshape(len(array), -1).all(axis=1)))
+    problem = f"has NaN or infinite values, first in row {row}"
+    fix = "replace them, e.g. by np.nan_to_num, or remove these rows"
+    raise invalid(field, ..., problem, fix)
 
 
 def as_array(field: str, values: Any) -> np.ndarray:
@@ -250,11 +302,7 @@ def _pair(name: str, x: Any, labels: str, y: Any) -> tuple[np.ndarray, np.ndarra
     advice = "use one target per input, and at least one of each"
     raise ConfigError(f"Arrays.{name}, {labels} have the shapes {x.shape} and {y.shape}; {advice}")
   for field, array in ((name, x), (labels, y)):
-    if array.dtype.kind == "f" and not (is_finite := np.isfinite(array)).all():
-      row = int(np.argmin(is_finite.reshape(len(array), -1).all(axis=1)))
-      problem = f"has NaN or infinite values, first in row {row}"
-      fix = "replace them, e.g. by np.nan_to_num, or remove these rows"
-      raise invalid(f"Arrays.{field}", ..., problem, fix)
+    _check_finite(f"Arrays.{field}", array)
   if y.dtype.kind in "iu":
     y = cast(f"Arrays.{labels}", y, np.int32)
   return x, y

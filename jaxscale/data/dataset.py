@@ -19,6 +19,7 @@ import numpy as np
 
 from jaxscale.errors import invalid
 from jaxscale.files import whole_number
+from jaxscale.metrics.log import logger
 from jaxscale.metrics.text import few, listed, plural
 
 NO_CLASS = -1  # label of an unreadable validation example, which is always wrong
@@ -277,6 +278,8 @@ class Dataset(NamedTuple):
     identity: the identity of the contents as JSON, or a function that returns it; a run
       does not resume on contents with a different identity. None compares the number of
       examples alone.
+    name: a function of an index that returns the name of the example, such as its file;
+      None if examples have no names.
   """
 
   info: DatasetInfo | TextInfo
@@ -287,6 +290,7 @@ class Dataset(NamedTuple):
   draws_by_epoch: bool = False
   notes: tuple[str, ...] = ()
   identity: str | Mapping[str, Any] | Callable[[], Mapping[str, Any]] | None = None
+  name: Callable[[int], str] | None = None
 
 
 def check_targets(name: str, targets: np.ndarray, limits: tuple[int, int]) -> None:
@@ -318,6 +322,27 @@ def with_target_range(dataset: Dataset, limits: tuple[int, int]) -> Dataset:
       has_none = key == "targets" or (draws is None and dataset.damaged is not None)
       low = NO_CLASS if has_none else limits[0]
       check_targets(f"{info.name}: {key}", np.asarray(batch[key]), (low, limits[1]))
+    return batch
+
+  return dataset._replace(load=load)
+
+
+def with_checked_weights(dataset: Dataset) -> Dataset:
+  """Return a dataset that checks the array "weight" of each batch.
+
+  Loading raises a ConfigError for weights below 0, NaN and Inf. A training batch in which
+  all rows of this process have the weight 0 is reported once.
+  """
+  name, noted = f"{dataset.info.name}: weight", []
+
+  def load(indices, draws):
+    batch = dataset.load(indices, draws)
+    if isinstance(batch, dict) and "weight" in batch:  # `check_readable` reports other batches.
+      weight = np.asarray(batch["weight"])
+      if len(wrong := weight[~(np.isfinite(weight) & (weight >= 0))]):
+        raise invalid(name, wrong[0].item(), "is not a weight", "give numbers of 0 or more")
+      if draws is not None and not (weight.any() or noted):
+        noted.append(logger.warning(f"{name} is 0 in a whole batch: its loss and gradient are 0"))
     return batch
 
   return dataset._replace(load=load)

@@ -117,7 +117,7 @@ def from_source(
   loader = _Loader(info, source, damaged, resized, crop, eval_view, in_arrays, max_pixels)
   load = loader.cached() if cache else loader.load
   num_draws = NUM_DRAWS if crop else in_arrays.num_draws if in_arrays else 0
-  return Dataset(info, source.num_examples, load, num_draws, damaged)
+  return Dataset(info, source.num_examples, load, num_draws, damaged, name=source.name)
 
 
 class _Loader(NamedTuple):

@@ -122,6 +122,40 @@ def image_folder(
   return dataset._replace(notes=notes, identity=functools.partial(_identity, folder, source))
 
 
+def image_files(
+  directory: str | os.PathLike[str], classes: Sequence[str] = ()
+) -> tuple[Source, bool]:
+  """Return the images in a directory and its subdirectories, whatever these mean.
+
+  Args:
+    directory: the directory.
+    classes: the class names in the order of their labels.
+
+  Returns:
+    The images, named by their paths in the directory; and whether all of them are in
+    subdirectories that are classes, which then are their labels.
+
+  Raises:
+    ConfigError: the directory has no images.
+  """
+  files, left_out, _ = _images(root := os.fspath(directory), "")
+  if not files:
+    raise invalid(root, ..., f"has no images{_others(left_out)}", f"note that {_TAKEN}")
+  labels_of = {unicodedata.normalize("NFC", name): i for i, name in enumerate(classes)}
+  tops = [unicodedata.normalize("NFC", f).rpartition("/")[0].partition("/")[0] for f in files]
+  source = listed_files(files, root, [labels_of.get(top, 0) for top in tops])
+  return source, {*tops} <= labels_of.keys()
+
+
+def listed_files(
+  paths: Sequence[str | os.PathLike[str]], root: str = "", labels: Sequence[int] | None = None
+) -> Source:
+  """Return image files as a source of examples, of class 0 without labels."""
+  names = np.array([os.fsencode(path) for path in paths])
+  numbers = np.array(labels or [0] * len(names), np.int32)
+  return _source(Folder(root, ("",), (), names, np.zeros_like(numbers), Counter()), numbers)
+
+
 def _identity(folder: Folder, source: Source) -> dict[str, Any]:
   """Return names, sizes and contents of the files, and the number of files per class."""
 
@@ -187,22 +221,10 @@ def _listed(root: str) -> tuple[dict[str, int], Folder]:
   if outside := len(shown) - len(classes):
     left_out["outside of class directories"] = outside
 
-  def images(name: str) -> tuple[list[str], Counter[str], dict[str, int]]:
-    listing = tree(os.path.join(root, name), is_named)
-    files = [f for f in listing.files if is_image(os.path.join(root, name, f))]
-    others = kinds(set(listing.files) - set(files)) if files != listing.files else Counter()
-    return files, listing.left_out + others, listing.folders
-
-  def is_named(name: str) -> bool:
-    return name.lower().endswith(SUFFIXES)
-
-  def is_image(path: str) -> bool:
-    return is_named(path) or ("." not in os.path.basename(path) and _begins_as_image(path))
-
   kept: dict[str, list[str]] = {}
   with ThreadPoolExecutor(16) as threads:  # The threads wait for the file system.
-    for name, listing in zip(classes, threads.map(images, classes), strict=True):
-      files, others, times = listing
+    listings = threads.map(functools.partial(_images, root), classes)
+    for name, (files, others, times) in zip(classes, listings, strict=True):
       kept |= {name: files} if files else {}  # Leave out classes without images.
       left_out += others
       folders |= times
@@ -211,6 +233,21 @@ def _listed(root: str) -> tuple[dict[str, int], Folder]:
   labels = np.repeat(np.arange(len(kept), dtype=np.int32), [*map(len, kept.values())])
   empty = tuple(name for name in classes if name not in kept)
   return folders, Folder(root, tuple(kept), empty, names, labels, left_out)
+
+
+def _images(root: str, folder: str) -> tuple[list[str], Counter[str], dict[str, int]]:
+  """Return the images below a folder, the other files by kind, and `Tree.folders`."""
+
+  def is_named(name: str) -> bool:
+    return name.lower().endswith(SUFFIXES)
+
+  def is_image(path: str) -> bool:
+    return is_named(path) or ("." not in os.path.basename(path) and _begins_as_image(path))
+
+  listing = tree(os.path.join(root, folder), is_named)
+  files = [f for f in listing.files if is_image(os.path.join(root, folder, f))]
+  others = kinds(set(listing.files) - set(files)) if files != listing.files else Counter()
+  return files, listing.left_out + others, listing.folders
 
 
 def _begins_as_image(path: str) -> bool:
@@ -240,7 +277,7 @@ def _check_classes(root: str, kept: dict[str, list[str]]) -> None:
 def _source(folder: Folder, labels: np.ndarray) -> Source:
   def name(index: int) -> str:
     file = os.fsdecode(bytes(folder.files[index]))
-    return f"{folder.classes[folder.labels[index]]}/{file}"
+    return os.path.join(folder.classes[folder.labels[index]], file)
 
   def read(indices: Sequence[int]) -> Iterator[Record | None]:
     for index in indices:

@@ -96,6 +96,9 @@ def check_readable(dataset: Dataset) -> None:
     OSError: the disk or the network failed.
   """
   field, names = f"{dataset.info.name}: load", batch_shapes(dataset.info, 1)
+  if "mask" in names:
+    problem = "is an array of examples, but evaluations mark padding rows by this name"
+    raise invalid(f"{dataset.info.name}: 'mask'", ..., problem, "rename it, e.g. to 'weight'")
   try:
     batch = dataset.load(np.zeros(1, np.int64), np.full((1, dataset.num_draws), 0.5))
   except Exception as e:
@@ -135,7 +138,7 @@ def shuffled(num_examples: int, seed: int, epoch: int) -> np.ndarray:
 
 
 def eval_batches(
-  dataset: Dataset, batch_size: int, *, shard: tuple[int, int] = (0, 1)
+  dataset: Dataset, batch_size: int, *, shard: tuple[int, int] = (0, 1), num_threads: int = 1
 ) -> Iterator[Batch]:
   """Yield this host's rows of all examples, once and in order, with a mask.
 
@@ -146,13 +149,21 @@ def eval_batches(
     dataset: the dataset to evaluate on.
     batch_size: the size of the global batch.
     shard: the (index, count) of this host's block.
+    num_threads: the number of threads that each load a part of a batch; 1 loads it in the
+      caller's thread.
   """
   index, count = shard
   rows = batch_size // count
-  for first in range(0, dataset.num_examples, batch_size):
-    positions = first + index * rows + np.arange(rows)
-    mask = positions < dataset.num_examples
-    yield dataset.load(np.where(mask, positions, 0), None) | {"mask": mask}
+  with ThreadPoolExecutor(num_threads, "load") as pool:
+    for first in range(0, dataset.num_examples, batch_size):
+      positions = first + index * rows + np.arange(rows)
+      mask = positions < dataset.num_examples
+      parts = np.array_split(np.where(mask, positions, 0), min(num_threads, rows))
+      loaded = [*(pool.map if parts[1:] else map)(lambda part: dataset.load(part, None), parts)]
+      batch = loaded[0]
+      if loaded[1:]:
+        batch = {name: np.concatenate([x[name] for x in loaded]) for name in batch}
+      yield batch | {"mask": mask}
 
 
 def to_device(

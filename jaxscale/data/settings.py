@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from jaxscale import data
 from jaxscale.config.bases import Data
 from jaxscale.config.bounds import Count
 from jaxscale.config.plain import to_plain
+from jaxscale.config.validation import UnsetError
 from jaxscale.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -60,6 +62,13 @@ class _Images(Data):
     if self.eval_view in ("mlperf", "google"):
       return self.eval_view
     return data.CenterCrop(self.eval_view, self.eval_crop or 0.875)
+
+  def of_source(self: Any, info: Any, source: Any) -> Dataset:
+    """Return a dataset of other encoded images, viewed as those for validation."""
+    from jaxscale.data.encoded import from_source
+
+    is_resized, view = self.image_size is not None, self._eval_view()
+    return from_source(info, source, is_resized, "none", False, view, self.max_pixels)
 
   def build(self: Any) -> Split:
     held_out = self._split(self.eval_split, self.image_size, "none")
@@ -203,9 +212,10 @@ class Arrays(Data):
   the arrays, or `identity`.
 
   Attributes:
-    x: the training inputs [n, ...], uint8, other integers or floats.
+    x: the training inputs [n, ...], uint8, other integers or floats; or a dict of named
+      arrays [n, ...], such as {"image": …, "depth": …, "weight": …}.
     y: the training targets: classes (integers [n]), 0 or 1 for each class ([n, classes]), or
-      numbers (floats [n] or [n, outputs]).
+      numbers (floats [n] or [n, outputs]); None if `x` is a dict with all targets.
     x_eval: the validation inputs; None uses the last `eval_share` of x and y for validation
       instead of training.
     y_eval: the validation targets; required with `x_eval`.
@@ -218,7 +228,7 @@ class Arrays(Data):
   """
 
   x: Any
-  y: Any
+  y: Any = None
   x_eval: Any = None
   y_eval: Any = None
   eval_share: Annotated[float, "in (0, 1)"] = 0.1
@@ -230,8 +240,11 @@ class Arrays(Data):
   def __post_init__(self):
     from jaxscale.data.arrays import as_array
 
+    if self.y is None and not isinstance(self.x, Mapping):
+      raise UnsetError("Arrays.y is not set; give the targets, or a dict of named arrays as x")
     for name in ARRAYS:
-      if (values := getattr(self, name)) is not None:
+      values = getattr(self, name)
+      if values is not None and not isinstance(values, Mapping):  # `build` checks a dict
         as_array(f"Arrays.{name}", values)
 
   def build(self) -> Split:
@@ -251,6 +264,8 @@ class Arrays(Data):
     import numpy as np
 
     def plain(value: Any) -> Any:
+      if isinstance(value, Mapping):
+        return {name: plain(array) for name, array in value.items()}
       array = None if value is None else np.asarray(value)
       if array is None or self.identity is None:
         return array
@@ -260,7 +275,8 @@ class Arrays(Data):
 
   def __repr__(self) -> str:
     arrays = {n: v for n in ARRAYS if (v := getattr(self, n)) is not None}
-    shapes = [f"{n}={getattr(v, 'shape', len(v))}" for n, v in arrays.items()]
+    lists = {n: [*v] for n, v in arrays.items() if isinstance(v, Mapping)}
+    shapes = [f"{n}={lists.get(n, getattr(v, 'shape', len(v)))}" for n, v in arrays.items()]
     return f"Arrays({', '.join(shapes)})"
 
 

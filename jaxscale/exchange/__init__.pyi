@@ -1,6 +1,8 @@
 from .base import Exchange as Exchange
 from .base import plain as plain
 from .base import planned as planned
+from .low_precision import half_precision as half_precision
+from .low_precision import int8 as int8
 from .settings import AllReduce as AllReduce
 from .settings import BlockMomentum as BlockMomentum
 from .settings import DiLoCo as DiLoCo

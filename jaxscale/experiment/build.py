@@ -22,7 +22,7 @@ from jax.sharding import Mesh
 from jaxscale import config as cfg
 from jaxscale import data, models, optim
 from jaxscale.collectives.cpu_workarounds import one_at_a_time
-from jaxscale.data.dataset import check_targets, with_target_range
+from jaxscale.data.dataset import check_targets, with_checked_weights, with_target_range
 from jaxscale.errors import ConfigError, invalid
 from jaxscale.exchange import Exchange
 from jaxscale.experiment import make_layout as layouts
@@ -36,6 +36,7 @@ from jaxscale.experiment.model import (
   check_model,
   imported,
   init_fn,
+  make_metrics,
   make_model,
   rows_of_device,
 )
@@ -43,6 +44,7 @@ from jaxscale.experiment.optimizer import make_optimizer, phase_rate, phase_sche
 from jaxscale.experiment.own_classes import build
 from jaxscale.experiment.phases import Phase, phase_index, scale_velocity, step_at
 from jaxscale.mesh import batch_axes, batch_sharding, make_mesh, replicated
+from jaxscale.metrics import signed
 from jaxscale.optim.tree_paths import path_name
 from jaxscale.parallel.layout_exchange import exchange_axes
 from jaxscale.parallel.run_stack import PipelineGrads
@@ -52,6 +54,7 @@ from jaxscale.training import state as states
 from jaxscale.training import step as steps
 from jaxscale.training.flops import training_flops
 from jaxscale.training.local_step import make_local_train_step
+from jaxscale.training.metrics import Metric
 from jaxscale.training.types import (
   Batch,
   EvalStep,
@@ -78,6 +81,7 @@ class RunParts:
   model: Model
   layout: Layout | None  # None: everything is replicated
   eval_step: EvalStep
+  metrics: Mapping[str, Metric]
   loss_state: Any  # `CustomLoss.init_state`; None: the loss has no state
 
 
@@ -116,6 +120,7 @@ class Experiment(RunParts, PhaseParts):
       ema_warmup=config.ema_warmup,
       measure_noise_scale=config.noise_scale,
       skip_bad_steps=True,
+      scale_loss=config.dtype == "float16",
       observe=trust_ratio_metrics if config.log.trust_ratios else None,
       seed=config.seed,
     )
@@ -132,6 +137,12 @@ class Experiment(RunParts, PhaseParts):
       last_step=self.derived.total_steps,
       options=options,
     )
+
+  @property
+  def best_metric(self) -> str | None:
+    """Name of `Checkpoint.best_metric`, with a minus sign if the lowest value is best."""
+    lower = [name for metric in self.metrics.values() for name in metric.lower_is_better]
+    return signed(self.config.checkpoint.best_metric, lower)
 
   def init_state(self, turn: Turn | None = None) -> TrainState:
     """Create the state before the first step, on the mesh.
@@ -208,9 +219,14 @@ class Experiment(RunParts, PhaseParts):
     parts = init_fn(self.model), self.tx, self.mesh, self.exchange
     if self.sync is not None:
       return states.make_init(*parts, local=self.sync.method)
-    average, noise_scale = self.config.ema_decay is not None, self.config.noise_scale
-    options = {"layout": self.layout, "loss_state": self.loss_state}
-    return states.make_init(*parts, average=average, noise_scale=noise_scale, **options)
+    return states.make_init(
+      *parts,
+      layout=self.layout,
+      average=self.config.ema_decay is not None,
+      noise_scale=self.config.noise_scale,
+      loss_scale=self.config.dtype == "float16",
+      loss_state=self.loss_state,
+    )
 
 
 def experiment(
@@ -246,22 +262,27 @@ def experiment(
   info, rows = eval_data.info, rows_of_device(derived, derived.phases[0])
   model = make_model(config, info, mesh, spans[0], train=False)
   objective = make_objective(config, info, as_functions(model), mesh)
+  metrics = make_metrics(config, info)
   notes = check_model(config, model, objective, info, mesh, rows, compute=datasets is None)
   _check_paths(config, model)
+  if "weight" in info.arrays:
+    train_data, eval_data = with_checked_weights(train_data), with_checked_weights(eval_data)
   if limits := config.loss.target_range(info):
     train_data, eval_data = (with_target_range(d, limits) for d in (train_data, eval_data))
     for name in ("y", "y_eval") if isinstance(config.data, cfg.Arrays) else ():
       if (targets := getattr(config.data, name)) is not None and datasets is None:
         check_targets(f"Arrays.{name}", np.asarray(targets), limits)
   layout = layouts.make_layout(config, mesh, model)
-  eval_step = steps.make_eval_step(
-    layouts.make_totals(model, layout, objective, mesh), mesh, layout
-  )
-  of_loss = loss_state(objective)
-  parts = RunParts(config, derived, mesh, eval_data, model, layout, eval_step, of_loss)
+  totals = layouts.make_totals(model, layout, objective, mesh, metrics)
+  eval_step = steps.make_eval_step(totals, mesh, layout)
+  built = config, derived, mesh, eval_data, model, layout, eval_step, metrics
+  parts = RunParts(*built, loss_state(objective))
   first = make_phase(parts, derived.phases[0], train_data)
   notes = *train_data.notes, *eval_data.notes, *notes, *first.notes
-  return Experiment(**vars(parts), **vars(dataclasses.replace(first, notes=notes)))
+  built = Experiment(**vars(parts), **vars(dataclasses.replace(first, notes=notes)))
+  if metrics:  # Report errors in them now, not at the first evaluation.
+    built.lower_eval_step(built.abstract_state())
+  return built
 
 
 def make_data(config: cfg.Config) -> tuple[data.Dataset, data.Dataset]:

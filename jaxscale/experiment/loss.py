@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +24,7 @@ from jaxscale.training.contract import check_sums, checked, compiled, example_va
 from jaxscale.training.custom_loss import CustomLoss, LossState, state_of_model
 from jaxscale.training.gathered import Everyone, GatheredObjective, gathered_loss, gathered_totals
 from jaxscale.training.losses import Objective
+from jaxscale.training.metrics import Metric
 from jaxscale.training.types import EvalFn, LossFn
 
 AnyLoss = Objective | GatheredObjective | CustomLoss
@@ -102,15 +103,30 @@ def loss_of(
   return loss
 
 
-def totals_of(model: models.ModelFns, objective: AnyLoss, mesh: Mesh) -> EvalFn:
-  """Return the function of an eval step's totals; the arguments are as in `loss_of`."""
+def totals_of(
+  model: models.ModelFns, objective: AnyLoss, mesh: Mesh, metrics: Mapping[str, Metric] = {}
+) -> EvalFn:
+  """Return the function of an eval step's totals.
+
+  Args:
+    model: the model.
+    objective: the result of `make_objective`.
+    mesh: the mesh of all devices.
+    metrics: further metrics by name.
+
+  Raises:
+    ConfigError: there are metrics of outputs, but the evaluation is a function.
+  """
   if isinstance(objective, GatheredObjective):
-    return gathered_totals(model.apply, objective, batch_axes(mesh), model.inputs)
+    return gathered_totals(model.apply, objective, batch_axes(mesh), model.inputs, metrics)
   if isinstance(objective, Objective):
-    return losses.eval_totals(model.apply, objective, model.inputs)
+    return losses.eval_totals(model.apply, objective, model.inputs, metrics)
   if not isinstance(objective.evaluation, Objective | GatheredObjective):
+    if metrics:
+      problem, fix = "need an evaluation by outputs", "give CustomLoss an Objective"
+      raise invalid("Config.metrics", ..., problem, fix)
     return objective.evaluation
-  totals = totals_of(model, objective.evaluation, mesh)
+  totals = totals_of(model, objective.evaluation, mesh, metrics)
   return lambda params, state, batch: totals(params, state_of_model(state), batch)
 
 
@@ -169,7 +185,8 @@ def sum_notes(objective: AnyLoss, state: Any, outputs: Any, batch: Any, mesh: Me
     ConfigError: a total is not a sum over the rows.
   """
   if isinstance(objective, CustomLoss):
-    reason = check_sums(objective.loss_fn, *state, batch, mesh, name="Config.loss")
+    params, model_state = state
+    reason = check_sums(objective.loss_fn, params, model_state, batch, mesh, name="Config.loss")
   else:
 
     def of_outputs(params: Any, model_state: Any, batch: Any, keys: Any):
@@ -196,7 +213,8 @@ def _split_notes(objective: GatheredObjective, outputs: Any, batch: Any) -> list
 
   def loss(rows: Any):
     own = jax.tree.map(lambda x: x[rows], (outputs, values))
-    return objective.loss(own[0], own[1], Everyone(outputs, values, rows, jnp.ones(4, bool)))
+    everyone = Everyone(outputs, values, rows, jnp.ones(4, bool))
+    return cast(Any, objective).loss(*own, everyone)
 
   def both():
     rows = jnp.arange(4, dtype=jnp.int32)

@@ -21,6 +21,7 @@ from jaxscale.parallel.pipeline import bubble
 from jaxscale.parallel.placement import HOST
 from jaxscale.parallel.rules import Rule, partition
 from jaxscale.parallel.specs import Layout, Shard
+from jaxscale.training.metrics import Metric
 
 
 def make_layout(config: cfg.Config, mesh: Mesh, model: Model) -> Layout | None:
@@ -83,7 +84,17 @@ def notes(config: cfg.Config, mesh: Mesh, micro_batches: int) -> list[str]:
       f"pipeline: {config.layout.schedule}, {stages} stages, {micro_batches} "
       f"micro-batches; every stage is idle for {idle:.0%} of a step"
     )
+  has_it = has_bfloat16(device := mesh.devices.flat[0])
+  if config.dtype == ("float16" if has_it else "bfloat16"):
+    what = "has bfloat16, which needs no loss scale" if has_it else "lacks it; use dtype='float16'"
+    lines.append(f"dtype={config.dtype!r}: {device.device_kind} {what}")
   return lines
+
+
+def has_bfloat16(device: Any) -> bool:
+  """Return whether a device computes in bfloat16: all but NVIDIA's GPUs before Ampere."""
+  generation, _, rest = str(getattr(device, "compute_capability", "")).partition(".")
+  return not (rest and generation.isdigit() and int(generation) < 8)
 
 
 def check_exchange(config: cfg.Config, layout: Layout | None, sizes: Mapping[str, int]) -> None:
@@ -218,12 +229,14 @@ def make_loss(
   return loss_of(model, objective, mesh, _sharded(layout))
 
 
-def make_totals(model: Model, layout: Layout | None, objective: AnyLoss, mesh: Mesh) -> Any:
+def make_totals(
+  model: Model, layout: Layout | None, objective: AnyLoss, mesh: Mesh, metrics: Mapping[str, Metric]
+) -> Any:
   """Build the totals of an eval step: a `step.EvalFn`."""
   if isinstance(model, models.Stack):
     assert layout is not None
     return parallel.stack_totals(model, layout)
-  return _sharded(layout)(totals_of(model, objective, mesh))
+  return _sharded(layout)(totals_of(model, objective, mesh, metrics))
 
 
 def _sharded(layout: Layout | None) -> Any:

@@ -14,11 +14,12 @@ from jax.sharding import Mesh
 
 from jaxscale import config as cfg
 from jaxscale import data, models, weights
+from jaxscale.config.bases import snake_case
 from jaxscale.config.choice import is_built_in
 from jaxscale.errors import ConfigError, invalid
 from jaxscale.experiment.derive import Derived
 from jaxscale.experiment.loss import AnyLoss, sum_notes, trace_steps
-from jaxscale.experiment.own_classes import build, guarded_parts
+from jaxscale.experiment.own_classes import build, guarded, guarded_parts
 from jaxscale.experiment.phases import Phase
 from jaxscale.experiment.row_mixing import mixes_rows
 from jaxscale.mesh import BN_AXIS, BatchNormSpan, batch_norm_span, mesh_shape
@@ -28,6 +29,7 @@ from jaxscale.optim.tree_paths import path_name
 from jaxscale.training.contract import one_line
 from jaxscale.training.custom_loss import state_of_model
 from jaxscale.training.losses import Objective
+from jaxscale.training.metrics import Metric
 from jaxscale.training.types import TrainState
 from jaxscale.weights.check import check_source
 
@@ -98,6 +100,11 @@ def make_model(
       problem = f"does not work with {type(config.model).__name__}, which computes cross entropy"
       fix = "use CrossEntropy or a different model"
       raise invalid("Config.loss", type(config.loss).__name__, problem, fix)
+    has_weights = config.loss.class_weights or "weight" in info.arrays
+    if has_weights or config.metrics:
+      field = "weights of examples or classes" if has_weights else "Config.metrics"
+      problem = f"does not work with {type(config.model).__name__}, which computes its own totals"
+      raise invalid(field, ..., problem, "remove it, or use a different model")
     return model
   if isinstance(model, nn.Module):
     if isinstance(info, data.TextInfo):
@@ -113,6 +120,22 @@ def _seen_by_loss(config: cfg.Config, info: Any) -> Any:
   """Return the data's description, with one output if targets are numbers."""
   is_class = getattr(info, "label_shape", None) == ()
   return info._replace(num_classes=1) if config.loss.takes_numbers and is_class else info
+
+
+def make_metrics(config: cfg.Config, info: Any) -> dict[str, Metric]:
+  """Build the metrics of evaluations from `Config.metrics`, by their names in snake_case.
+
+  Raises:
+    ConfigError: a build failed or returned something else.
+  """
+  built = {}
+  for settings in config.metrics:
+    metric = build(settings, info, kind=Metric, expected="a training.metrics.Metric")
+    parts = {"update": metric.update, "compute": metric.compute}
+    parts = {name: guarded(settings, f" ({name})", part) for name, part in parts.items()}
+    draws = {n: guarded(settings, f" ({n})", draw) for n, draw in metric.pictures.items()}
+    built[snake_case(type(settings).__name__)] = metric._replace(**parts, pictures=draws)
+  return built
 
 
 def check_model(

@@ -80,7 +80,8 @@ def user_errors(settings: Any, doing: str) -> Generator[None, None, None]:
     if is_built_in(type(settings)):
       raise
     home, frames = sys.modules.get(type(settings).__module__), traceback.walk_tb(e.__traceback__)
-    code = getattr(settings, "user_code", None) or getattr(type(settings).build, "__code__", None)
+    code = getattr(getattr(type(settings), "build", None), "__code__", None)
+    code = getattr(settings, "user_code", None) or code
     file = getattr(home, "__file__", None)
     if code is not None and hasattr(settings, "user_code"):
       file = code.co_filename

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from jaxscale.config import Config, Phases
 from jaxscale.config.choice import chosen, is_built_in
-from jaxscale.config.loading import load_config, override
+from jaxscale.config.loading import load_config, override, recorded_run
 from jaxscale.config.packaged import locate
 from jaxscale.errors import ConfigError, invalid
 from jaxscale.files import write_json
@@ -144,7 +144,9 @@ def checked_loader(config: str | Config, processes: int = 1) -> sweeps.Loader:
 def _path_and_source(config: str | Config) -> tuple[str, str | None]:
   """Return a config's `FILE[:arg]`, and the source that rebuilds a config object."""
   if isinstance(config, str):
-    return locate(config), None
+    if recorded_run(config) is None:
+      return locate(config), None
+    config = load_config(config)
   if not isinstance(config, Config):
     raise ConfigError(f"{type(config).__name__}: not a config; give a path or a Config")
   source, names = _NOTEBOOK_CONFIG.format(config=config), {}

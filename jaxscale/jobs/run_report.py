@@ -11,7 +11,7 @@ from typing import Any
 from jaxscale.jobs.measured import NotBegunError, finite, locate, resumed_text, windows
 from jaxscale.jobs.spec import ASKED_CODES
 from jaxscale.metrics import read_json, read_metrics, text
-from jaxscale.metrics.scoring import score
+from jaxscale.metrics.scoring import score, signed
 from jaxscale.run import provenance
 
 _CURVE, _BLOCKS = 24, "▁▂▃▄▅▆▇█"
@@ -54,21 +54,31 @@ def describe(path: Path) -> str:
   notes.append(f"problems: {'; '.join(problems) or 'none on record'}")
   origin = provenance.last_start(run.workdir, run.nodes[1])
   notes += [f"start: {origin}"] * bool(origin)
-  notes += [f"picture: {picture}" for picture in run.workdir.glob("metrics.png")]
+  notes += [f"picture: {picture}" for picture in sorted(run.workdir.glob("*.png"))]
   wrapped = [textwrap.fill(note, 80, subsequent_indent="  ") for note in notes]
-  table = text.table(*metric_table(lines), left=(0, 3))
+  table = text.table(*metric_table(lines, _best_metric(run.workdir, summary)), left=(0, 3))
   return "\n".join([f"{run.name}: {state}", "", table, "", *wrapped])
 
 
-def metric_table(lines: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[list[str]]]:
-  """Return titles and rows: the last and the best value of each metric, and its curve.
+def _best_metric(workdir: Path, summary: Mapping[str, Any]) -> str | None:
+  """Return the metric that decides which evaluation is best, from `metrics.signed`."""
+  if isinstance(name := summary.get("best_metric"), str):
+    return name
+  shape = {"config": {"checkpoint": {"best_metric": str}}}
+  described = read_json(workdir / "config.json", shape)
+  return signed(described["config"]["checkpoint"]["best_metric"]) if described else None
 
-  Accuracy decides which evaluation is best, or else the loss, as in `metrics.score`.
+
+def metric_table(
+  lines: Sequence[Mapping[str, Any]], best_metric: str | None = None
+) -> tuple[list[str], list[list[str]]]:
+  """Return titles and rows: the last and the best value of each metric, and its curve.
 
   Args:
     lines: the lines of metrics.jsonl.
+    best_metric: the metric that decides which evaluation is best, as in `metrics.score`.
   """
-  ranks = ((score(finite(x, "eval/")), x["step"]) for x in lines)
+  ranks = ((score(finite(x, "eval/"), best_metric), x["step"]) for x in lines)
   best = max(((rank, step) for rank, step in ranks if rank is not None), default=(0, None))[1]
   rows = []
   for key in dict.fromkeys(n for x in lines for n in x if n == "train/loss" or n[:5] == "eval/"):

@@ -39,7 +39,7 @@ _LAWS = {"strong": "Amdahl", "weak": "Gustafson"}
 # What may differ within a study: its subject, and what does not change a step.
 _MAY_DIFFER = """
 batch_size mesh accumulate_steps seed epochs steps target_accuracy stop_at_target input_threads
-evaluation checkpoint checks log exchange.algorithm exchange.dims versions
+evaluation checkpoint checks log callbacks exchange.algorithm exchange.dims versions
 """
 # Settings among these whose differences the report notes.
 _NOTED = "accumulate_steps seed epochs steps exchange.algorithm exchange.dims versions"

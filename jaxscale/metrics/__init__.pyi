@@ -1,3 +1,5 @@
+from .pictures import plot_calibration as plot_calibration
+from .pictures import plot_confusion as plot_confusion
 from .plot import plot_metrics as plot_metrics
 from .progress import Progress as Progress
 from .reading import read_json as read_json
@@ -9,6 +11,7 @@ from .scoring import headline as headline
 from .scoring import is_reached as is_reached
 from .scoring import perplexity_of as perplexity_of
 from .scoring import score as score
+from .scoring import signed as signed
 from .settings import MLflow as MLflow
 from .settings import Wandb as Wandb
 from .text import duration as duration

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import statistics
 import sys
@@ -14,6 +15,7 @@ from jaxscale.files import read_json, replacing
 from jaxscale.metrics.reading import read_metrics
 
 POINTS, CURVES, IDEAL = "#c8553d", "#8aa6c8", "#999999"
+_MOST_FURTHER = 6  # panels for metrics other than loss and accuracy
 _FEW = 10  # A curve of fewer points has a marker at each.
 _Rows = Sequence[Mapping[str, Any]]
 
@@ -80,6 +82,8 @@ def _panels(lines: _Rows, training: str) -> list[_Panel]:
   others = [name for name in evaluated if name != "loss"] or ["accuracy"]
   known = [name for name in ("perplexity", "accuracy") if name in others]
   name = [*known, *others][0]
+  shown = ("perplexity", "accuracy", "bits_per_byte", "loss", name)
+  further = [x for x in dict.fromkeys(evaluated) if x not in shown][:_MOST_FURTHER]
   both = {f"train/{name}": "training", f"eval/{name}": "validation"}
   shares = {"perf/mfu": "model FLOPs utilization", "perf/input_wait": "input wait"}
   memory = {"perf/memory_gb": "in use", "perf/peak_memory_gb": "peak"}
@@ -88,12 +92,17 @@ def _panels(lines: _Rows, training: str) -> list[_Panel]:
   mfu = f" (MFU {statistics.median(used):.1%})" if used else ""
   return [
     ("Loss", "nats" if known else "", losses),
-    (name.replace("_", " ").capitalize(), "%" if name == "accuracy" else "", both),
+    (_title(name), "%" if name == "accuracy" else "", both),
     ("Learning rate", "", {"train/learning_rate": ""}),
     ("Speed", "examples/s", {"perf/examples_per_s": ""}),
     (f"Use of a device{mfu}", "%", shares),
     ("Memory of a device", "GB", memory),
+    *((_title(x), "", {f"train/{x}": "training", f"eval/{x}": "validation"}) for x in further),
   ]
+
+
+def _title(name: str) -> str:
+  return name.replace("_", " ").capitalize()
 
 
 def log_scale(axis: Any) -> None:
@@ -120,7 +129,8 @@ def plot_metrics(workdir: str | Path, path: str | Path | None = None) -> Path | 
   """Draw the metrics in `workdir/metrics.jsonl` by step.
 
   The panels are loss, accuracy (or perplexity, or another metric), learning rate, speed,
-  device use (MFU and the share of time waiting for input) and memory.
+  device use (MFU and the share of time waiting for input), memory, and up to six further
+  validation metrics.
 
   Args:
     workdir: the workdir of a run.
@@ -134,9 +144,11 @@ def plot_metrics(workdir: str | Path, path: str | Path | None = None) -> Path | 
   if not lines:
     return None
   path = Path(path or workdir / "metrics.png")
-  with figure(path, 2, 3, (13.5, 6.4), workdir.name) as axes:
-    for axis, panel in zip(axes.flat, _panels(lines, _training_label(workdir)), strict=True):
-      _draw_panel(axis, panel, lines)
+  panels = _panels(lines, _training_label(workdir))
+  rows = -(-len(panels) // 3)
+  with figure(path, rows, 3, (13.5, 3.2 * rows), workdir.name) as axes:
+    for axis, panel in itertools.zip_longest(axes.flat, panels):
+      _draw_panel(axis, panel, lines) if panel else axis.set_visible(False)
   return path
 
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from jaxscale.errors import ConfigError
 
 # Metrics that jaxscale itself computes; all others are the user's.
 _BUILT_IN = """accuracy bits_per_byte grad_norm gradient_noise gradient_signal learning_rate loss
-  noise_scale noise_scale_high noise_scale_low perplexity""".split()
+  loss_scale noise_scale noise_scale_high noise_scale_low overflow_steps perplexity""".split()
+_LOWER = "loss", "error", "perplexity", "bits_per_byte"  # ends of names; the lowest is best
 
 
 def perplexity_of(loss: float, bytes_per_token: float | None) -> dict[str, float]:
@@ -34,16 +35,44 @@ def perplexity_of(loss: float, bytes_per_token: float | None) -> dict[str, float
   return values
 
 
-def score(values: Mapping[str, float]) -> float | None:
-  """Return the score that ranks evaluations, higher is better: accuracy, or minus the loss.
+def signed(best: str | None, lower: Iterable[str] = ()) -> str | None:
+  """Return the name of a metric, with a minus sign if the lowest value is best.
+
+  Args:
+    best: `Checkpoint.best_metric`: a name with or without "val/", "eval/" and a sign.
+    lower: the names of further metrics whose lowest value is best.
+
+  Example:
+    >>> signed("val/f1"), signed("mean_absolute_error"), signed("-distance")
+    ('f1', '-mean_absolute_error', '-distance')
+  """
+  if best is None:
+    return None
+  name = best.removeprefix("-").removeprefix("val/").removeprefix("eval/")
+  is_lower = name.endswith(_LOWER) or name in lower or best.startswith("-")
+  return "-" * is_lower + name
+
+
+def score(values: Mapping[str, float], best: str | None = None) -> float | None:
+  """Return the score that ranks evaluations, higher is better.
+
+  Args:
+    values: the metrics of an evaluation.
+    best: the metric that decides, from `signed`; None is accuracy, or minus the loss.
+
+  Returns:
+    The score, or None if the metric was not measured.
 
   Example:
     >>> score({"accuracy": 0.5, "loss": 2.0}), score({"loss": 2.0, "perplexity": 7.4})
     (0.5, -2.0)
+    >>> score({"accuracy": 0.5, "f1": 0.4}, "f1")
+    0.4
   """
-  if "accuracy" in values and "perplexity" not in values:
-    return values["accuracy"]
-  return -values["loss"] if "loss" in values else None
+  if best is None:
+    best = "accuracy" if "accuracy" in values and "perplexity" not in values else "-loss"
+  value = values.get(best.removeprefix("-"))
+  return -value if value is not None and best.startswith("-") else value
 
 
 def is_reached(

@@ -15,6 +15,7 @@ from .resnet import make_resnet as make_resnet
 from .settings import CNN as CNN
 from .settings import MLP as MLP
 from .settings import AlexNet as AlexNet
+from .settings import Module as Module
 from .settings import ResNet as ResNet
 from .settings import Transformer as Transformer
 from .settings import ViT as ViT

@@ -9,7 +9,7 @@ from jaxscale.config.bounds import Count, Fraction, Positive
 from jaxscale.errors import ConfigError, invalid
 
 # The names for --config.model= (HOMES in config/choice.py lists this module).
-__all__ = ["CNN", "MLP", "AlexNet", "ResNet", "Transformer", "ViT"]
+__all__ = ["CNN", "MLP", "AlexNet", "Module", "ResNet", "Transformer", "ViT"]
 
 # Examples that share BatchNorm statistics: a number, "device" (a device's micro-batch) or
 # "global" (the micro-batches of all devices).
@@ -112,6 +112,30 @@ class AlexNet(Model):
     std = (256.0,) if self.batch_norm else (1.0,)
     info = context.info
     return models.functions(module, info.image_shape, mean=info.mean, std=std)
+
+
+class Module(Model):
+  """Model that is given as an object: a module of a library, or two pure functions.
+
+  In a config file, write a class that extends `Model` instead, so that config.json records
+  its settings.
+
+  Attributes:
+    module: the module, or what else `Model.build` may return.
+  """
+
+  module: Any
+
+  holds_user_code = True
+
+  def build(self, context: ModelContext) -> Any:
+    return self.module
+
+  @property
+  def user_code(self) -> Any:
+    """Code object whose file and line errors show."""
+    called = type(self.module).__call__
+    return getattr(self.module, "__code__", None) or getattr(called, "__code__", None)
 
 
 class ResNet(Model):

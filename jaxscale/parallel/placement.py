@@ -61,7 +61,7 @@ def scale_for_exchange(grads: Any, layout: Layout, examples: jax.Array) -> Any:
   Args:
     grads: gradients summed over the device's examples.
     layout: the layout of the parameters.
-    examples: number of examples on all devices.
+    examples: number of examples, or sum of their weights, on all devices.
   """
 
   def leave(g: jax.Array, gather: Gather):

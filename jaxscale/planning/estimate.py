@@ -111,7 +111,7 @@ def shapes_of(experiment: Any) -> Shapes:
     width=getattr(config.model, "width", 1),
     tokens=tokens,
     flops=flops,
-    itemsize=2 if config.dtype == "bfloat16" else 4,
+    itemsize=4 if config.dtype == "float32" else 2,
   )
 
 

@@ -30,7 +30,7 @@ _SHAPE |= dict(run=(None, {"steps": int}), job=(None, {"hours": _CORNERS}))
 # Settings that do not determine the step time, by the first word of their names. The batch size
 # is compared together with the number of devices.
 _FREE = """
-batch_size epochs steps seed schedule evaluation checkpoint checks faults log compilation
+batch_size epochs steps seed schedule evaluation checkpoint checks faults log callbacks compilation
 input_threads init_from init_head gpu_settings lr_scaling lr_reference_batch_size layer_decay
 layer_order target_accuracy target_loss stop_at_target
 """

@@ -12,7 +12,7 @@ import ml_dtypes  # Importing it makes numpy know names such as "bfloat16".
 import numpy as np
 
 from jaxscale import weights
-from jaxscale.checkpoint import checkpoint_files, directory
+from jaxscale.checkpoint import checkpoint_files, load_params
 from jaxscale.config.record import Described, describe_run
 from jaxscale.data.tokenizer import byte_tokenizer
 from jaxscale.errors import ConfigError
@@ -48,16 +48,11 @@ def export(
       does not support the model, or the folder has the config.json of another model.
     weights.UnwrittenError: writing failed, for example because the disk is full.
   """
-  described, step = describe_run(workdir), _saved_step(workdir, step)
+  described, step = describe_run(workdir), load_params.saved_steps(workdir, step)[-1]
   path = workdir.absolute() / "checkpoints" / str(step)
   try:
     manifest = checkpoint_files.read_manifest(path)["leaves"]
-    has_average = any(name.startswith("average/0/") for name in manifest)
-    if take == "average" and not has_average:
-      raise ConfigError(
-        "--take=average: the run keeps no average (Config.ema_decay=None); use --take=params"
-      )
-    take = take or ("average" if has_average else "params")
+    take = load_params.chosen(manifest, take)
     read = functools.lru_cache(maxsize=3)(checkpoint_files.leaf_reader(path))
 
     def part(name: str, layer: int | None) -> Any:
@@ -95,17 +90,6 @@ def export(
       raise weights.UnwrittenError(f"{where}: could not be written: {e}") from None
   what = "the average" if take == "average" else "the parameters"
   return f"{to}: {what} of step {step}, {size / 1e6:,.1f} MB in {naming}'s names{note}"
-
-
-def _saved_step(workdir: Path, step: int | None) -> int:
-  """Return the step of a saved checkpoint; `None` selects the newest."""
-  steps = directory.steps(workdir / "checkpoints")
-  if not steps:
-    raise ConfigError(f"--workdir={workdir}: no checkpoint is saved yet; train the run first")
-  if step not in (None, *steps):
-    saved = ", ".join(map(str, steps))
-    raise ConfigError(f"--step={step}: no checkpoint of this step; use one of {saved}")
-  return steps[-1] if step is None else step
 
 
 def _dtype(name: str) -> Any:

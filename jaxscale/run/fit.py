@@ -23,6 +23,7 @@ from jaxscale.files import expand
 from jaxscale.metrics.log import logger
 from jaxscale.run import hooks as run_hooks
 from jaxscale.run import workdir as workdirs
+from jaxscale.run.callbacks import Callback
 from jaxscale.run.open_run import open_run, with_chosen_sizes
 from jaxscale.run.reporter import Reporter
 from jaxscale.run.run import Run
@@ -30,7 +31,6 @@ from jaxscale.run.session import check_progress
 from jaxscale.run.step_compiler import StepCompiler, in_background
 from jaxscale.run.summary import finish
 from jaxscale.run.train_phases import phase_at, train_phases
-from jaxscale.training.loop import Hook
 from jaxscale.training.replica_check import ReplicaDivergenceError
 from jaxscale.training.types import TrainState
 
@@ -53,7 +53,7 @@ def fit(
   *,
   plan: Mapping[str, Any] | None = None,
   accept_changes: Collection[str] = (),
-  hooks: Sequence[Hook] = (),
+  callbacks: Sequence[Callback] = (),
   loss_fn: Any = None,
 ) -> Result:
   """Train, evaluate and save as configured; resume if the workdir has a checkpoint.
@@ -68,7 +68,7 @@ def fit(
       `jaxscale report` and `status` compare the run with it.
     accept_changes: kinds of changes to resume with: "data" (examples, class names,
       tokenizer) and "code" (your own classes). The run records accepted changes.
-    hooks: your own functions to run between steps, before a checkpoint is saved.
+    callbacks: callbacks from Python, which are called after those of `config.callbacks`.
     loss_fn: a loss from Python in place of `config.loss`: an `Objective`, a
       `GatheredObjective`, a `CustomLoss`, or a function (params, model_state, batch, keys)
       -> (sum, (model_state, totals)), with the evaluation of `config.loss`. A resumed run
@@ -90,7 +90,8 @@ def fit(
     >>> fit(config, "runs/digits").summary["accuracy"] > 0.97   # doctest: +SKIP
     True
   """
-  with open_run(config, Path(expand(workdir)), plan, accept_changes, hooks, loss_fn) as run:
+  parts = config, Path(expand(workdir)), plan, accept_changes, callbacks, loss_fn
+  with open_run(*parts) as run:
     with run.checkpoints, run.tracer:
       check_progress(run.experiment.config, run.workdir, run.checkpoints.newest())
       run.record_start()
@@ -122,15 +123,18 @@ def train(run: Run) -> TrainState:
   run.reporter = Reporter(run.experiment, run.workdir, start, may_write, run.lines)
   with run.reporter:
     run.tracer.check_plan(run.total_steps)
-    if run.stops_at_target() or start == run.total_steps:
-      done = f"the target was already reached by step {start}" if run.stops_at_target() else ""
-      logger.info(f"{done or f'all {start} steps are already done'}; evaluating again")
-      run_hooks.evaluate(run, start, state)
-      return state
+    if run.is_over(start):
+      logger.info(f"{_end_of(run, start)}; evaluating again")
+      return run_hooks.call(run, "on_end", start, run_hooks.evaluate(run, start, state))
     if start:
       logger.info(f"resuming from the checkpoint of step {start}{grown}")
     try:
+      state = run_hooks.call(run, "on_start", start, state)
       state = train_phases(run, state, compiler)
+      if run.callbacks.stopped:
+        logger.info(f"stopped by {run.callbacks.stop_text()}")
+      if run.is_over(int(state.step)):
+        run_hooks.call(run, "on_end", int(state.step), state)
       run.watch.at(int(state.step), "saving")
       run.tracer.finish()
       run.checkpoints.wait()
@@ -160,6 +164,7 @@ def restore(run: Run, compiler: StepCompiler) -> TrainState:
     lowering = in_background(lambda: experiment.lower_train_step(abstract))
     compiler.begin(experiment, lowering)
   state = run.checkpoints.restore(abstract, experiment.exchange.resize)
+  run.callbacks.restore(run.checkpoints.restored, 0 if state is None else int(state.step))
   if state is None:
     turn = run.programs.turn()
     if lowering is not None:  # Two threads trace slower than one.
@@ -176,6 +181,14 @@ def restore(run: Run, compiler: StepCompiler) -> TrainState:
     experiment = build.at_phase(experiment, phase)
   run.experiment = experiment
   return state
+
+
+def _end_of(run: Run, step: int) -> str:
+  """Describe why a run that is started again has nothing left to train."""
+  if text := run.callbacks.stop_text():
+    return f"stopped by {text}"
+  is_at_target, done = run.stops_at_target(), f"all {step} steps are already done"
+  return f"the target was already reached by step {step}" if is_at_target else done
 
 
 def roll_back(run: Run, error: NonFiniteError) -> None:

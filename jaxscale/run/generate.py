@@ -11,14 +11,17 @@ import functools
 import itertools
 import re
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxscale import data
 from jaxscale.checkpoint import load_params
+from jaxscale.collectives.cpu_workarounds import one_at_a_time
 from jaxscale.config.record import describe_run
 from jaxscale.data.tokenizer import Tokenizer, byte_tokenizer, read_tokenizer
 from jaxscale.errors import ConfigError
@@ -109,7 +112,7 @@ def choose(
   return jnp.take_along_axis(order, rank[:, None], -1)[:, 0].astype(jnp.int32)
 
 
-def _tokenizer(workdir: Path, source: Any, info: data.TextInfo) -> Tokenizer:
+def run_tokenizer(workdir: Path, source: Any, info: data.TextInfo) -> Tokenizer:
   """Return the tokenizer of the run's text.
 
   Raises:
@@ -134,6 +137,38 @@ def _tokenizer(workdir: Path, source: Any, info: data.TextInfo) -> Tokenizer:
   problem = f"the {info.vocab_size} tokens of {info.name} are not bytes{problem}"
   fix = "call jaxscale.run.generate.sample with token ids"
   raise ConfigError(f"--workdir={workdir}: {problem}; {fix}")
+
+
+def continuer(
+  stack: Stack, tokenizer: Tokenizer, *, num_tokens: int, sharding: Any = None, **choice
+) -> Callable[..., str]:
+  """Return a function of parameters, a prompt and a seed that continues the prompt.
+
+  Args:
+    stack: a model that takes the tokenizer's tokens.
+    tokenizer: the tokenizer of the model's text.
+    num_tokens: the largest number of tokens to generate.
+    sharding: the sharding of the result, replicated on the devices of the parameters; None
+      if they are on one device.
+    choice: `temperature`, `top_k` and `top_p`, as for `choose`.
+  """
+
+  @functools.partial(jax.jit, out_shardings=sharding)
+  def sampled(params, tokens, seed):
+    return sample(stack, params, tokens, jax.random.key(seed), num_tokens=num_tokens, **choice)
+
+  if sharding is not None:
+    sampled = one_at_a_time(sampled, sharding.mesh)
+
+  def text_of(params: Any, prompt: str, seed: int) -> str:
+    # surrogateescape keeps bytes of the command line that are not valid UTF-8.
+    document = tokenizer.encode([prompt.encode("utf-8", "surrogateescape")])
+    tokens = document.tolist()[:-1] or [tokenizer.separator]
+    new = np.asarray(sampled(params, np.array([tokens], np.int32), np.uint32(seed)))[0]
+    text = itertools.takewhile(lambda i: i != tokenizer.separator, new.tolist())
+    return tokenizer.decode(list(text), tokens if prompt else [])
+
+  return text_of
 
 
 def write(
@@ -161,12 +196,10 @@ def write(
   info = data.TextInfo(**fields)
   stack = make_model(config, info)
   assert isinstance(stack, Stack), "models of text are stacks"
-  tokenizer = _tokenizer(workdir, config.data, info)
-  checkpoint = load_params.newest_params(workdir, init_shapes(stack.init))
-  # surrogateescape keeps bytes of the command line that are not valid UTF-8.
+  tokenizer = run_tokenizer(workdir, config.data, info)
+  checkpoint = load_params.load(workdir, init_shapes(stack.init))
   document = tokenizer.encode([prompt.encode("utf-8", "surrogateescape")])
-  tokens = document.tolist()[:-1] or [tokenizer.separator]
-  length, notes = len(tokens) + num_tokens, [*checkpoint.notes]
+  length, notes = max(len(document) - 1, 1) + num_tokens, [*checkpoint.notes]
   if length > info.sequence_length:
     unit = "bytes" if tokenizer.key == "bytes" else "tokens"
     seen = f"the model was trained with {info.sequence_length}"
@@ -174,8 +207,5 @@ def write(
     notes.append(f"{note}; results may get worse beyond that")
   for note in notes:
     print(f"note: {note}", file=sys.stderr)
-  function = functools.partial(sample, stack, num_tokens=num_tokens, **choice)
-  batch = jnp.array([tokens], jnp.int32)
-  sampled = jax.jit(function)(checkpoint.params, batch, jax.random.key(seed))
-  text = itertools.takewhile(lambda i: i != tokenizer.separator, sampled[0].tolist())
-  return tokenizer.decode(list(text), tokens if prompt else [])
+  text_of = continuer(stack, tokenizer, num_tokens=num_tokens, **choice)
+  return text_of(checkpoint.params, prompt, seed)

@@ -1,4 +1,4 @@
-"""Hooks that a run calls between steps, and callbacks of the training loop."""
+"""Hooks that a run calls between steps, and its control of the training loop."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from jaxscale.training.replica_check import Fingerprint
 from jaxscale.training.types import TrainState
 
 
-class RunCallbacks(loop.Callbacks):
-  """Callbacks that inform the watch, the tracer and the reporter during one phase."""
+class RunControl(loop.LoopControl):
+  """Control that informs the watch, the tracer and the reporter during one phase."""
 
   def __init__(self, run: Run):
-    """Create callbacks for the run's current phase."""
+    """Control the run's current phase."""
     self._run = run
     super().__init__(is_logged=log_interval(run))
 
@@ -72,8 +72,8 @@ class RunCallbacks(loop.Callbacks):
 def run_hooks(run: Run, fingerprint: Future[Fingerprint] | None) -> Sequence[Hook]:
   """Return the hooks to run between the steps of a phase, in order.
 
-  Replicas are compared before anything that relies on them. The user's hooks only see a
-  good state. A checkpoint comes last, and always if the run ends early.
+  Replicas are compared before anything that relies on them. Callbacks only see a good
+  state. A checkpoint comes last, and always if the run ends early.
 
   Args:
     run: the run, in the phase.
@@ -91,7 +91,7 @@ def run_hooks(run: Run, fingerprint: Future[Fingerprint] | None) -> Sequence[Hoo
 
   hooks = [
     Hook(evaluation_interval(run), functools.partial(evaluate, run)),
-    *(hook._replace(run=functools.partial(run_own, run, hook)) for hook in run.hooks),
+    *(after_step(run, name) for name in run.callbacks.names("on_step")),
     Hook(is_save_due, functools.partial(save, run)),
   ]
   if fingerprint is not None:
@@ -126,11 +126,35 @@ def turn_trace(run: Run, step: int) -> None:
     run.tracer.turn(step)
 
 
-def run_own(run: Run, hook: Hook, step: int, state: TrainState) -> None:
-  """Run a user's hook; its time, which may be long, does not count as training."""
+def call(
+  run: Run, hook: str, step: int, state: TrainState, *values: loop.Values, only: str = ""
+) -> TrainState:
+  """Call a function of all callbacks, or of one; return the state to train on.
+
+  Its time, which may be long, does not count as training.
+  """
+  if not (names := [only] if only else run.callbacks.names(hook)):
+    return state
   note(run, step, "hook")
   with run.reporter.pause():
-    hook.run(step, state)
+    return run.callbacks.call(hook, names, step, state, *values)
+
+
+def after_step(run: Run, name: str) -> Hook:
+  """Return a hook that calls `on_step` of a callback, and evaluates if it ends the run."""
+
+  def on_step(step: int, state: TrainState, metrics: loop.Values) -> TrainState:
+    state = call(run, "on_step", step, state, metrics, only=name)
+    return evaluate_if_stopped(run, step, state)
+
+  return Hook(run.callbacks.of[name][0].every, on_step, takes_metrics=True)
+
+
+def evaluate_if_stopped(run: Run, step: int, state: TrainState) -> TrainState:
+  """Evaluate the last step of a run that a callback has stopped, unless it is evaluated."""
+  if run.callbacks.stopped and run.evaluation_at(step) is None:
+    return evaluate(run, step, state)
+  return state
 
 
 def check_replicas(
@@ -149,8 +173,12 @@ def check_replicas(
     replica_check.check(shared, program, step=step, before=before)
 
 
-def evaluate(run: Run, step: int, state: TrainState) -> None:
-  """Evaluate all validation examples; stop early if all processes are asked to stop."""
+def evaluate(run: Run, step: int, state: TrainState) -> TrainState:
+  """Evaluate all validation examples; stop early if all processes are asked to stop.
+
+  Returns:
+    The state to train on, which a callback may have changed.
+  """
   experiment = run.experiment
   if run.tracer.is_complete:
     turn_trace(run, step + 1)
@@ -165,24 +193,32 @@ def evaluate(run: Run, step: int, state: TrainState) -> None:
     # After the first batch a hang is a fault of the input, not a compilation.
     on_devices = until_stopped(batches, mesh, run.watch, step, "evaluating")
     try:
-      values = loop.evaluate(experiment.eval_step, *state.evaluated(), on_devices)
+      evaluated = experiment.eval_step, *state.evaluated(), on_devices
+      values = run.separate(loop.evaluate(*evaluated, experiment.metrics))
     except StopRequested:
       logger.info(f"step {step}  the evaluation is postponed to the resumed run")
-      return
+      return state
   if isinstance(info := experiment.eval_data.info, data.TextInfo):
     values |= metrics.perplexity_of(values["loss"], info.bytes_per_token)
   is_new = run.add_evaluation(step, values)
-  is_last = step == run.total_steps or run.stops_at_target()
-  run.reporter.evaluated(step, values, is_new=is_new, is_last=is_last)
+  if is_new:
+    state = call(run, "on_evaluation", step, state, values)
+  run.reporter.evaluated(step, values, is_new=is_new, is_last=run.is_over(step))
+  return state
 
 
-def save(run: Run, step: int, state: TrainState) -> None:
-  """Save a checkpoint in the background, with the metrics of this step's evaluation."""
+def save(run: Run, step: int, state: TrainState) -> TrainState:
+  """Save a checkpoint in the background, with the metrics of this step's evaluation.
+
+  Returns:
+    The saved state, which a callback may have changed.
+  """
+  state = evaluate_if_stopped(run, step, call(run, "on_save", step, state))
   note(run, step, "saving")
-  is_end = step == run.total_steps or run.stops_at_target()
-  is_end |= run.watch.stop.agreed is not None
+  is_end = run.is_over(step) or run.watch.stop.agreed is not None
   with run.reporter.pause(), jax.profiler.TraceAnnotation("saving"):
     run.checkpoints.save(state, run.evaluation_at(step), is_needed=is_end)
+  return state
 
 
 def until_stopped(

@@ -13,12 +13,14 @@ from typing import Any, NamedTuple
 import jax
 
 from jaxscale import cluster, data
-from jaxscale.config.plain import code_of
+from jaxscale.config.own_code import BYTECODE
+from jaxscale.config.plain import class_name, code_of
 from jaxscale.config.record import flat
 from jaxscale.config.validation import shown
 from jaxscale.errors import ConfigError, invalid
 from jaxscale.experiment import build
 from jaxscale.files import mismatch
+from jaxscale.metrics.text import few
 
 ACCEPTABLE = "data", "code"
 # JAX settings that change numbers; only x64 also changes the dtypes of the state.
@@ -60,9 +62,20 @@ def identity_of(experiment: build.Experiment) -> dict[str, Any]:
     facts |= {"class_names": list(names)}
   environment = {name: getattr(jax.config, name, None) for name in _SETTINGS}
   config = experiment.config
-  trains = dataclasses.replace(config, log=type(config.log)())  # Trackers do not count.
+  # Trackers and metrics of evaluations do not count, and callbacks count as long as a run
+  # has them.
+  trains = dataclasses.replace(config, log=type(config.log)(), metrics=(), callbacks=())
   code = code_of(trains).hashes
-  return {"data": facts, "code": code, "environment": environment}
+  callbacks = {class_name(type(c)): code_of(c).hashes for c in config.callbacks}
+  return {"data": facts, "code": code, "callbacks": callbacks, "environment": environment}
+
+
+def without_source(identity: Mapping[str, Any]) -> list[str]:
+  """Return a line on own code that is compared by its bytecode, if there is any."""
+  code = identity["code"].items()
+  names = [key.split(":", 1)[1] for key, value in code if value.startswith(BYTECODE)]
+  reason = "compared by bytecode, which differs between versions of Python"
+  return [f"note: code without source ({few(names)}) is {reason}"] * bool(names)
 
 
 def _facts(dataset: data.Dataset) -> dict[str, Any]:
@@ -95,16 +108,20 @@ def changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[Change]:
   old_data, new_data = dict(old["data"]), dict(new["data"])
   names = [x.pop("class_names", None) for x in (old_data, new_data)]
   if names[0] != names[1] and all(isinstance(x, list) for x in names):
-    yield Change("data", _renamed(*names))
+    yield Change("data", renamed(*names))
   yield from _differing("data", flat(old_data), flat(new_data), str)
   yield from _differing("code", old["code"], new["code"], _code_name)
+  before, now = (x.get("callbacks", {}) for x in (old, new))
+  for name in before.keys() & now.keys():
+    yield from _differing("code", before[name], now[name], _code_name)
   x64 = [bool(x["environment"].get("jax_enable_x64")) for x in (old, new)]
   if x64[0] != x64[1]:
     text = "JAX_ENABLE_X64 is {:d} in the workdir and {:d} now".format(*x64)
     yield Change("x64", text)
 
 
-def _renamed(old: list[str], new: list[str]) -> str:
+def renamed(old: list[str], new: list[str]) -> str:
+  """Describe the first difference between two lists of class names."""
   if len(old) != len(new):
     return f"there are {len(old)} classes in the workdir and {len(new)} now"
   at = next(i for i, (a, b) in enumerate(zip(old, new, strict=True)) if a != b)

@@ -14,21 +14,21 @@ from typing import Any
 from jaxscale import cluster, metrics
 from jaxscale.checkpoint import lock
 from jaxscale.checkpoint.manager import Checkpoints
-from jaxscale.config import AdaptiveBatch, Config
+from jaxscale.config import AdaptiveBatch, CallbackContext, Config
 from jaxscale.config.loading import load_config
 from jaxscale.errors import invalid
-from jaxscale.experiment import build
+from jaxscale.experiment import build, own_classes
 from jaxscale.metrics.log import logger, shown
 from jaxscale.parallel.layout_exchange import exchange_split
 from jaxscale.run import adaptive_batch, tracking
 from jaxscale.run import identity as identities
 from jaxscale.run import workdir as workdirs
 from jaxscale.run.activity import ActivityRecord
+from jaxscale.run.callbacks import Callback, Callbacks
 from jaxscale.run.nan_policy import NanPolicy
 from jaxscale.run.programs import kept_programs
 from jaxscale.run.run import Run
 from jaxscale.run.tracer import Tracer
-from jaxscale.training.loop import Hook
 from jaxscale.training.settings import PythonLoss
 
 
@@ -38,7 +38,7 @@ def open_run(
   workdir: Path,
   plan: Mapping[str, Any] | None = None,
   accept_changes: Collection[str] = (),
-  hooks: Sequence[Hook] = (),
+  callbacks: Sequence[Callback] = (),
   loss_fn: Any = None,
 ) -> Iterator[Run]:
   """Open a run in a workdir that no other run writes to; the arguments are as for `fit`.
@@ -53,14 +53,14 @@ def open_run(
   with contextlib.ExitStack() as stack:
     lines = stack.enter_context(shown(is_quiet=not cluster.is_leader()))
     config = _loaded(config, loss_fn)
-    _check_hooks(hooks)
     tracking.check_packages(config)
     accept = identities.accepted(accept_changes)
     experiment = with_chosen_sizes(workdir, workdirs.experiment_in(workdir, config, accept))
     identity = identities.identity_of(experiment)
     identities.check_alike(identity)
-    changed = workdirs.claim_workdir(workdir, config, identity, accept)
-    experiment = experiment.replace(notes=(*experiment.notes, *changed))
+    notes = identities.without_source(identity)
+    notes += workdirs.claim_workdir(workdir, config, identity, accept)
+    experiment = experiment.replace(notes=(*experiment.notes, *notes))
     if held := lock.acquire_for_all(workdir):
       stack.enter_context(held)
     watch = stack.enter_context(cluster.current_watch())
@@ -78,10 +78,11 @@ def open_run(
     limits = checks.max_skipped_steps, checks.max_consecutive_skipped_steps
     nan_policy = NanPolicy(workdir, checks.nan_policy, *limits)
     saving = {name: v for name, v in saving if not name.startswith("every_")}
+    saving["best_metric"] = experiment.best_metric
     saving |= {"lock": held, "split": exchange_split(experiment.layout)}
     checkpoints = Checkpoints(workdir / "checkpoints", **saving)
     checkpoints.identity = identity
-    yield Run(
+    run = Run(
       workdir=workdir,
       experiment=experiment,
       lock=held,
@@ -92,9 +93,11 @@ def open_run(
       tracer=Tracer(workdir, config.log),
       programs=programs,
       lines=lines,
-      hooks=tuple(hooks),
       began=began,
     )
+    run.callbacks = build_callbacks(run, callbacks)
+    checkpoints.host_state = run.callbacks.saved
+    yield run
 
 
 def _loaded(config: Config | str | os.PathLike, loss_fn: Any) -> Config:
@@ -109,12 +112,24 @@ def _loaded(config: Config | str | os.PathLike, loss_fn: Any) -> Config:
   return dataclasses.replace(config, loss=PythonLoss(function=loss_fn, replaces=config.loss))
 
 
-def _check_hooks(hooks: Sequence[Hook]) -> None:
-  for hook in hooks:
-    if not isinstance(hook, Hook) or not callable(hook.run):
-      raise invalid("hooks", hooks, "is not a list of hooks", "use [training.Hook(every, run)]")
-    if not callable(hook.every) and not (isinstance(hook.every, int) and hook.every >= 1):
-      raise invalid("Hook.every", hook.every, "is not a number of steps", "use 1 or more")
+def build_callbacks(run: Run, more: Sequence[Callback]) -> Callbacks:
+  """Build the callbacks of the config, and append those from Python."""
+  experiment = run.experiment
+  config, derived = experiment.config, experiment.derived
+  per_epoch = derived.num_train / config.batch_size
+  parts = experiment.eval_data, experiment.model, experiment.mesh
+
+  def log(step: int, values: dict[str, float]) -> None:
+    run.reporter.write(step, "callback", values)
+
+  parts = run.workdir, config, derived.total_steps, per_epoch, *parts, log, logger.info
+  make = functools.partial(own_classes.build, kind=Callback, expected="a jaxscale.Callback")
+  members = [(make(c, CallbackContext(*parts)), c) for c in config.callbacks]
+  for callback in more:
+    if not isinstance(callback, Callback):
+      fix = "use e.g. [jaxscale.Callback(every=10, on_step=function)]"
+      raise invalid("callbacks", callback, "is not a jaxscale.Callback", fix)
+  return Callbacks([*members, *((callback, None) for callback in more)])
 
 
 def with_chosen_sizes(workdir: Path, experiment: build.Experiment) -> build.Experiment:

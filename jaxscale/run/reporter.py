@@ -120,17 +120,17 @@ class Reporter:
       # exp of a smoothed loss is not a perplexity; the evaluation's loss is not smoothed.
       if "loss" in finite and not experiment.config.loss.label_smoothing:
         finite |= metrics.perplexity_of(finite["loss"], info.bytes_per_token)
-    self._write(
+    self.write(
       step, "train", finite | {"epoch": self._examples(step) / experiment.derived.num_train}
     )
-    self._write(step, "perf", perf)
+    self.write(step, "perf", perf)
     if ratios and self._writer is not None:
       self._writer.write(step, ratios)
 
   def measured(self, step: int, text: str, values: dict[str, float]) -> None:
     """Log measurements made before training."""
     logger.info(text)
-    self._write(step, "perf", values)
+    self.write(step, "perf", values)
 
   def count_damaged(self) -> int:
     """Return the number of distinct damaged examples; log them if some are new.
@@ -154,7 +154,7 @@ class Reporter:
     """
     self.count_damaged()
     if is_new:
-      self._write(step, "eval", values)
+      self.write(step, "eval", values)
     self._progress.evaluated(step, values)
     self._is_done = is_last
     if is_last and self._noise_scale:
@@ -201,6 +201,7 @@ class Reporter:
   def _examples(self, step: int) -> int:
     return examples_at(self._experiment.derived.phases, step)
 
-  def _write(self, step: int, prefix: str, values: dict[str, float]) -> None:
+  def write(self, step: int, prefix: str, values: dict[str, float]) -> None:
+    """Write values as PREFIX/NAME to metrics.jsonl, TensorBoard and trackers."""
     if self._writer is not None:
       self._writer.write(step, {f"{prefix}/{k}": v for k, v in values.items()})

@@ -5,26 +5,29 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import time
-from collections.abc import Sequence
 from concurrent.futures import Future
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from jaxscale import cluster, metrics
 from jaxscale.checkpoint.lock import WorkdirLock
 from jaxscale.checkpoint.manager import Checkpoints
 from jaxscale.cluster.watch.watch import Watch
+from jaxscale.errors import invalid
 from jaxscale.experiment import build
 from jaxscale.metrics.log import LineHandler
 from jaxscale.run import provenance
 from jaxscale.run import workdir as workdirs
 from jaxscale.run.activity import ActivityRecord
+from jaxscale.run.callbacks import Callbacks
 from jaxscale.run.nan_policy import NanPolicy
 from jaxscale.run.programs import Programs
 from jaxscale.run.reporter import Reporter
 from jaxscale.run.step_compiler import in_background
 from jaxscale.run.tracer import Tracer
-from jaxscale.training.loop import Hook, Values
+from jaxscale.training.loop import Values
 
 
 class Evaluation(NamedTuple):
@@ -58,12 +61,13 @@ class Run:
     tracer: the tracer of this process.
     programs: the cache of compiled programs.
     lines: the log handler.
-    hooks: the user's hooks, which run between steps.
+    callbacks: the user's callbacks, which may stop the run.
     began: the time of the beginning on `time.monotonic`, which clock changes do not move.
     reporter: the reporter of this run.
     start: the step that the run resumed from.
     evaluations: all evaluations so far, with those of earlier starts.
     evaluation: the metrics of the newest evaluation of this start; empty if there is none.
+    arrays: the arrays of this evaluation by name, such as the confusion matrix.
   """
 
   workdir: Path
@@ -77,11 +81,12 @@ class Run:
   programs: Programs
   lines: LineHandler
   began: float
-  hooks: Sequence[Hook] = ()
+  callbacks: Callbacks = dataclasses.field(default_factory=lambda: Callbacks(()))
   reporter: Reporter = dataclasses.field(init=False)
   start: int = 0
   evaluations: list[Evaluation] = dataclasses.field(default_factory=list)
   evaluation: Values = dataclasses.field(default_factory=dict)
+  arrays: dict[str, np.ndarray] = dataclasses.field(default_factory=dict)
   recorded: Future[None] = dataclasses.field(init=False)
   _since: float = 0.0  # the start of training on time.perf_counter
   _asked: tuple[int, bool] = (-1, False)  # a step, and whether the run stops after it
@@ -134,13 +139,33 @@ class Run:
     targets = config.target_accuracy, config.target_loss
     return next((e for e in self.evaluations if metrics.is_reached(e.values, *targets)), None)
 
+  def separate(self, found: dict[str, Any]) -> Values:
+    """Return the numbers of an evaluation, and keep its arrays.
+
+    Raises:
+      ConfigError: the evaluation does not report `Checkpoint.best_metric`.
+    """
+    values, self.arrays = separate(found)
+    best, known = self.experiment.best_metric, [n for n in found if n not in self.arrays]
+    if best is not None and best.removeprefix("-") not in known:
+      problem, fix = "is not reported by evaluations", f"use one of {', '.join(known)}"
+      raise invalid("Checkpoint.best_metric", best, problem, fix)
+    return values
+
   def stops_at_target(self) -> bool:
     """Return whether the run ends because its target is reached."""
     return self.experiment.config.stop_at_target and self.target() is not None
 
+  def ends_early(self) -> bool:
+    """Return whether the run ends because of its target or of a callback."""
+    return self.callbacks.stopped is not None or self.stops_at_target()
+
+  def is_over(self, step: int) -> bool:
+    """Return whether nothing is left to train after this step."""
+    return step == self.total_steps or self.ends_early()
+
   def should_stop(self, step: int) -> bool:
-    """Return whether the run ends after this step, by a request or by its target."""
+    """Return whether the run ends after this step: by a request, its target or a callback."""
     if self._asked[0] != step:  # Processes agree on a stop once per step.
-      is_asked = self.watch.stop.poll() is not None
-      self._asked = step, is_asked or self.stops_at_target()
-    return self._asked[1]
+      self._asked = step, self.watch.stop.poll() is not None
+    return self._asked[1] or self.ends_early()

@@ -12,8 +12,10 @@ from jaxscale import cluster, metrics
 from jaxscale.checkpoint import lock
 from jaxscale.checkpoint.manager import UnsavedError
 from jaxscale.run.run import Run
-from jaxscale.training import noise_scale
+from jaxscale.training import loss_scale, noise_scale
 from jaxscale.training.types import TrainState
+
+_MOST_NUMBERS = 10_000  # Larger arrays are not in summary.json.
 
 
 def finish(run: Run, state: TrainState) -> dict[str, Any]:
@@ -32,6 +34,7 @@ def finish(run: Run, state: TrainState) -> dict[str, Any]:
     metrics.write_json(run.workdir / "summary.json", summary)
     if is_done and run.experiment.config.log.plot:
       metrics.plot_metrics(run.workdir)
+      _draw_arrays(run)
 
   lock.check_for_all(run.lock)
   unsaved = run.checkpoints.unsaved
@@ -46,13 +49,21 @@ def finish(run: Run, state: TrainState) -> dict[str, Any]:
   return summary
 
 
+def _draw_arrays(run: Run) -> None:
+  """Draw the arrays of the last evaluation that have a picture."""
+  names = getattr(run.experiment.eval_data.info, "class_names", ())
+  for metric in run.experiment.metrics.values():
+    for name in metric.pictures.keys() & run.arrays.keys():
+      metric.pictures[name](run.workdir / f"{name}.png", run.arrays[name], names)
+
+
 def summarize(run: Run, state: TrainState) -> dict[str, Any]:
   """Return the content of `summary.json`; all processes call it."""
   experiment, done = run.experiment, int(state.step)
   config, target = experiment.config, run.target()
   names = getattr(experiment.train_data.info, "class_names", ())
   step, seconds = (target.step, target.seconds) if target else (None, None)
-  is_at_end = done == run.total_steps or run.stops_at_target()
+  is_at_end = run.is_over(done)
   before = metrics.read_json(run.workdir / "summary.json")
   if seconds is None and before.get("target_step") == step:  # The run only evaluated again.
     seconds = before.get("target_seconds")
@@ -66,11 +77,15 @@ def summarize(run: Run, state: TrainState) -> dict[str, Any]:
     "total_steps": run.total_steps,
     **run.evaluation,
     "evaluation": run.evaluation,
+    **{n: x.tolist() for n, x in run.arrays.items() if x.size <= _MOST_NUMBERS},
+    **_best(run),
     "target_accuracy": config.target_accuracy,
     "target_loss": config.target_loss,
     "target_step": step,
     "target_seconds": None if seconds is None else round(seconds, 1),
+    "stopped_by": run.callbacks.stop_text(),
     **noise_scale.read(state.noise),
+    **loss_scale.read(state.loss_scale),
     "damaged_examples": run.reporter.count_damaged(),
     **run.nan_policy.summary(),
     **run.reporter.efficiency.summary(),
@@ -80,3 +95,13 @@ def summarize(run: Run, state: TrainState) -> dict[str, Any]:
     "workdir": str(run.workdir),
     **({"class_names": list(names)} if names else {}),
   }
+
+
+def _best(run: Run) -> dict[str, Any]:
+  """Return the best evaluation by `Checkpoint.best_metric`, the last of equals."""
+  if (name := run.experiment.best_metric) is None:
+    return {}
+  scores = ((metrics.score(e.values, name), e.step) for e in run.evaluations)
+  score, step = max(((x, step) for x, step in scores if x is not None), default=(None, None))
+  value = -score if score is not None and name.startswith("-") else score
+  return {"best_metric": name, "best_value": value, "best_step": step}

@@ -26,22 +26,22 @@ def train_phases(run: Run, state: TrainState, compiler: StepCompiler) -> TrainSt
   """Train all remaining phases, or until asked to stop."""
   step, reports_step = int(state.step), run.experiment.config.log.step_report
   if step and hooks.evaluation_interval(run)(step) and run.evaluation_at(step) is None:
-    hooks.evaluate(run, step, state)  # An earlier start stopped before this evaluation.
-  while step < run.total_steps and not run.stops_at_target() and not run.watch.stop.poll():
+    # An earlier start stopped before this evaluation.
+    state = hooks.evaluate(run, step, state)
+  while not run.is_over(step) and not run.watch.stop.poll():
     run.watch.at(step + 1, "compiling")
     if 0 < step == phase_at(run.experiment, step).start:
       try:
         run.experiment, state = _enter_phase(run, state, compiler)
       except StopRequested:  # The resumed run repeats the trials.
-        hooks.save(run, step, state)
+        state = hooks.save(run, step, state)
         break
       run.reporter.enter(run.experiment)
     if (to := min(run.nan_policy.done_until(step), run.experiment.phase.stop)) > step:
       logger.info(f"skipping steps {step + 1} to {to}")
       state, step = build.skip_steps(state, to - step), to
       if to == run.total_steps:
-        hooks.evaluate(run, to, state)
-        hooks.save(run, to, state)
+        state = hooks.save(run, to, hooks.evaluate(run, to, state))
     else:
       state, step = _train_phase(run, state, step, compiler, reports_step)
       reports_step = False
@@ -71,7 +71,7 @@ def _train_phase(
     state,
     train_step,
     reporter.timed(itertools.chain([first], batches)),
-    hooks.RunCallbacks(run),
+    hooks.RunControl(run),
     hooks.run_hooks(run, fingerprint),
     start=step,
     total_steps=run.nan_policy.next_after(step, experiment.phase.stop),

@@ -33,8 +33,8 @@ from jaxscale.run.identity import Change, changes, other_environment
 
 # Settings that may change when a run resumes: where it runs and what it records.
 _NOT_IDENTITY = """mesh layout compilation evaluation checkpoint checks faults log
-  target_accuracy target_loss stop_at_target input_threads gpu_settings exchange.algorithm
-  exchange.dims data.cache_dir data.max_pixels""".split()
+  metrics target_accuracy target_loss stop_at_target input_threads gpu_settings exchange.algorithm
+  exchange.dims data.cache_dir data.max_pixels callbacks""".split()
 _LENGTH = "epochs", "steps"
 # Locations of the data may also change, if the run has the identity of their content.
 _PLACES = "data.path", "data.data_dir", "data.tokenizer", "data.dtype"

@@ -2,7 +2,7 @@
 
 The functions take a model's `init` and `apply`, an optax optimizer, a mesh and an
 exchange. `settings` holds the losses that a config can choose. The package does not
-depend on `Config`, files or workdirs: the caller's `Callbacks` decide what happens
+depend on `Config`, files or workdirs: the caller's `LoopControl` decides what happens
 between steps. Names are imported on first access.
 """
 

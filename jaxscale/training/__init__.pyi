@@ -6,11 +6,12 @@ from .gathered import gathered_loss as gathered_loss
 from .gathered import gathered_totals as gathered_totals
 from .local_step import make_local_train_step as make_local_train_step
 from .loop import BadStep as BadStep
-from .loop import Callbacks as Callbacks
 from .loop import Hook as Hook
+from .loop import LoopControl as LoopControl
 from .loop import evaluate as evaluate
 from .loop import train as train
 from .losses import Objective as Objective
+from .metrics import Metric as Metric
 from .model_state import Queue as Queue
 from .state import abstract_state as abstract_state
 from .state import init_state as init_state
@@ -18,6 +19,8 @@ from .state import make_init as make_init
 from .step import StepOptions as StepOptions
 from .step import make_eval_step as make_eval_step
 from .step import make_train_step as make_train_step
+from .types import EvalFn as EvalFn
+from .types import LossFn as LossFn
 from .types import TrainState as TrainState
 from .types import TrainStep as TrainStep
 from .types import WorkerState as WorkerState

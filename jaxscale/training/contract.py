@@ -27,6 +27,7 @@ from jaxscale.errors import ConfigError, invalid
 from jaxscale.optim.tree_paths import path_name
 from jaxscale.training.losses import IS_SUM
 from jaxscale.training.model_state import map_queues, queues
+from jaxscale.training.types import Batch, StepOptions, TrainState, TrainStep
 
 _WANTED = "(loss, (model_state, totals)), totals a dict with 'examples', sums over rows"
 _ELEMENTS = 2**28  # 1 GiB of float32 parameters; larger models are not checked
@@ -58,8 +59,48 @@ def checked(loss_fn: Callable[..., Any]) -> Callable[..., Any]:
   return call
 
 
-def without_examples(totals: dict[str, Any]) -> ConfigError:
-  """Return the error for totals that lack "examples"."""
+def checked_step(step: Any, options: StepOptions) -> TrainStep:
+  """Wrap a jitted train step to refuse a state that it cannot use.
+
+  JAX ends the process by a segmentation fault if simulated devices get a donated array.
+  """
+  kept = "average", "noise", "loss_scale"
+  asked = options.ema_decay is not None, options.measure_noise_scale, options.scale_loss
+  needed = [name for name, is_asked in zip(kept, asked, strict=True) if is_asked]
+
+  def call(state: TrainState, batch: Batch):
+    if not isinstance(state, TrainState):
+      raise invalid("state", ..., f"is a {type(state).__name__}", "give a TrainState, then a batch")
+    for name in [name for name in needed if getattr(state, name) == ()]:
+      fix = f"create it by init_state(..., {name.replace('noise', 'noise_scale')}=True)"
+      raise invalid(f"state.{name}", ..., "is empty, but the options need it", fix)
+    if getattr(state.step, "is_deleted", bool)():
+      raise invalid("state", ..., "was donated to an earlier step", "use the one it returned")
+    return step(state, batch)
+
+  setattr(call, "lower", step.lower)  # noqa: B010
+  return call
+
+
+def check_rows(batch: Batch, num_blocks: int, num_microbatches: int) -> None:
+  """Refuse a batch whose rows cannot be split over devices and micro-batches."""
+  names = {jnp.shape(x)[:1]: path_name(path) for path, x in jax.tree.leaves_with_path(batch)}
+  if len(names) != 1 or () in names:
+    found = ", ".join(f"{name} {list(size)}" for size, name in names.items())
+    problem = f"has arrays of different or no rows ({found})"
+    raise invalid("batch", ..., problem, "give arrays [rows, ...] with equal numbers of rows")
+  ((rows,),), parts = names, num_blocks * num_microbatches
+  if rows % parts:
+    by = f"{num_blocks} devices x {num_microbatches} micro-batches"
+    fix = f"use {rows // parts * parts or parts} rows"
+    raise invalid("batch", ..., f"has {rows} rows, which {by} do not divide", fix)
+
+
+def without_examples(totals: Any) -> ConfigError:
+  """Return the error for totals that are no dict, or lack "examples"."""
+  if not isinstance(totals, dict):
+    fix = "return a dict of sums with 'examples'"
+    return invalid("totals", ..., f"are {type(totals).__name__}", fix)
   problem = f"has totals {', '.join(map(repr, totals))} and no 'examples'"
   return invalid("loss_fn", ..., problem, "add the number of rows, such as len(keys)")
 

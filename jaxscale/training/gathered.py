@@ -12,7 +12,8 @@ micro-batch for them. The memory is that of one micro-batch and of all outputs.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
@@ -22,6 +23,7 @@ from jax import lax
 from jaxscale.collectives import vary
 from jaxscale.models.flax_apply import inputs_of
 from jaxscale.training.losses import Apply, Objective, eval_totals, training_loss
+from jaxscale.training.metrics import Metric
 from jaxscale.training.types import Batch, EvalFn, LossFn, Totals, Tree
 
 # Attribute of a `LossFn` with its `Parts`, from which a step computes two passes.
@@ -124,15 +126,22 @@ def gathered_totals(
   objective: GatheredObjective,
   axes: tuple[str, ...],
   inputs: Callable[[Batch], Any] = inputs_of,
+  metrics: Mapping[str, Metric] = MappingProxyType({}),
 ) -> EvalFn:
-  """Return the function of an eval step's totals; the arguments are as in `gathered_loss`.
+  """Return the function of an eval step's totals, where rows see their evaluation batch.
 
-  Every row sees the rows of its evaluation batch, without padding.
+  Args:
+    apply: (params, model_state, inputs, train, keys) -> (outputs, model_state).
+    objective: the loss and the metrics.
+    axes: mesh axes that split the rows.
+    inputs: batch -> inputs of `apply`.
+    metrics: further metrics by name, as in `losses.eval_totals`.
   """
 
   def eval_fn(params: Tree, model_state: Tree, batch: Batch):
     outputs, _ = apply(params, model_state, inputs(batch), False, None)
-    totals = eval_totals(lambda *_: (outputs, ()), _bound(objective, outputs, batch, axes))
+    bound = _bound(objective, outputs, batch, axes)
+    totals = eval_totals(lambda *_: (outputs, ()), bound, metrics=metrics)
     return totals((), (), batch)
 
   return eval_fn
@@ -160,7 +169,8 @@ def _bound(
   def bind(function: Any):
     return function and (lambda outputs, batch: function(outputs, batch, everyone))
 
-  return Objective(*map(bind, objective))
+  loss, metrics, eval_loss = map(bind, objective)
+  return Objective(loss, metrics, eval_loss)
 
 
 def cotangents(parts: Parts, outputs: Any, batch: Batch) -> tuple[Totals, list[jax.Array]]:

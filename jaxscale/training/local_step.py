@@ -41,12 +41,13 @@ from jaxscale.exchange import Exchange
 from jaxscale.exchange.local_updates import LocalUpdate, reset_momentum
 from jaxscale.mesh import on_cpu, replicated
 from jaxscale.training import nan_guard
-from jaxscale.training.contract import check_loss, checked
+from jaxscale.training.contract import check_loss, checked, checked_step
 from jaxscale.training.gathered import PARTS
 from jaxscale.training.model_state import agree, check_agrees, queues
 from jaxscale.training.state import state_shardings
-from jaxscale.training.step import means, row_keys, sum_grads
+from jaxscale.training.step import divisor, means, row_keys, sum_grads
 from jaxscale.training.types import (
+  LOSS_WEIGHT,
   Batch,
   LossFn,
   Metrics,
@@ -98,9 +99,9 @@ def make_local_train_step(
     reduce_metrics: False returns metrics of shape [devices], one value per device, so
       that nothing crosses the network between synchronizations; the reader averages
       them.
-    options: options as in `make_train_step`, without averages and noise scale. `observe`
-      gets the state of the inner optimizer; its metrics are averaged over the workers.
-      With `skip_bad_steps` a worker whose loss, gradient or model state has NaN or Inf
+    options: options as in `make_train_step`, without averages, noise scale and loss
+      scale. `observe` gets the state of the inner optimizer; its metrics are averaged over
+      the workers. With `skip_bad_steps` a worker whose loss, gradient or model state has NaN or Inf
       skips the step: its state keeps its values except for step counts, so that it is
       good when workers synchronize. If the averaged pseudo-gradient has NaN or Inf, the
       synchronization is skipped: all workers continue from their own parameters.
@@ -117,8 +118,8 @@ def make_local_train_step(
   axes = mesh.axis_names
   if unknown := [axis for axis in workers or () if axis not in axes]:
     raise ConfigError(f"workers={workers}: the mesh has no axis {unknown[0]!r}; use axes of {axes}")
-  if options.ema_decay is not None or options.measure_noise_scale:
-    fix = "unset ema_decay and measure_noise_scale"
+  if options.ema_decay is not None or options.measure_noise_scale or options.scale_loss:
+    fix = "unset ema_decay, measure_noise_scale and scale_loss"
     raise invalid("options", ..., "need synchronous training", fix)
   within = () if workers is None else tuple(a for a in axes if a not in workers)
   loss_fn = checked(loss_fn)
@@ -165,7 +166,7 @@ def make_local_train_step(
   alike = reduce_metrics and not options.skip_bad_steps
   shardings = (state_shardings(mesh), replicated(mesh) if alike else None)
   jitted = jax.jit(train_step, donate_argnums=0, out_shardings=shardings)
-  return one_at_a_time(jitted, mesh)
+  return checked_step(one_at_a_time(jitted, mesh), options)
 
 
 def _make_worker_update(
@@ -194,12 +195,12 @@ def _make_worker_update(
     codes: Any = ()
     if options.skip_bad_steps:
       codes, totals = nan_guard.find_bad(grads, model_state, totals, axes)
-    examples = totals["examples"]
+    counts = {n: x for n, x in totals.items() if n in ("examples", LOSS_WEIGHT)}
     if within:
       # The values are equal within the worker, but must be typed as varying.
-      sums = lax.psum((grads, examples), within), agree(model_state, within)
-      (grads, examples), model_state = vary(sums, within)
-    scale = 1 / examples.astype(jnp.float32)
+      sums = lax.psum((grads, counts), within), agree(model_state, within)
+      (grads, counts), model_state = vary(sums, within)
+    scale = 1 / divisor(counts)
     grads = jax.tree.map(lambda g: g * scale.astype(g.dtype), grads)
     return grads, model_state, totals, codes
 

@@ -6,13 +6,16 @@ it with any `apply` into the functions that the steps take, so a model need not 
     apply(params, model_state, inputs, train, keys) -> (outputs, model_state)
 
 The built-in losses take the targets "label", or "targets" for text, where every token
-counts as an example.
+counts as an example. An array "weight" of the batch weights the examples: loss and metrics
+are then sums of weight * value, divided by the sum of all weights.
 """
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
@@ -21,7 +24,8 @@ import optax
 
 from jaxscale.errors import ConfigError, invalid
 from jaxscale.models.flax_apply import inputs_of
-from jaxscale.training.types import Batch, EvalFn, LossFn, Totals
+from jaxscale.training.metrics import Metric, updates
+from jaxscale.training.types import LOSS_WEIGHT, Batch, EvalFn, LossFn, Totals
 
 Apply = Callable[..., tuple[jax.Array, Any]]
 # Attribute set on losses that `contract.check_loss` need not check.
@@ -38,11 +42,15 @@ class Objective(NamedTuple):
     metrics: (outputs, batch) -> a dict of arrays of that shape, bool or numeric, whose
       means over the examples are reported.
     eval_loss: the loss in evaluation, with the signature of `loss`; None uses `loss`.
+    weights: weights of the loss alone, such as class weights: batch -> float32 of the
+      shape of `loss`. The mean loss is sum(weight * loss) / sum(weight). They multiply the
+      batch's "weight". None weights all examples alike.
   """
 
   loss: PerExample
   metrics: PerExample = lambda outputs, batch: {}
   eval_loss: PerExample | None = None
+  weights: Callable[[Batch], jax.Array] | None = None
 
 
 def smoothed_cross_entropy(
@@ -79,16 +87,36 @@ def targets_of(batch: Batch) -> jax.Array:
   return batch["label"] if "label" in batch else jnp.maximum(batch["targets"], 0)
 
 
-def cross_entropy(label_smoothing: float = 0.0) -> Objective:
-  """Return the objective of classification, with label smoothing in training only."""
+def cross_entropy(label_smoothing: float = 0.0, class_weights: Sequence[float] = ()) -> Objective:
+  """Return the objective of classification, with label smoothing in training only.
+
+  With class weights w the mean loss is sum_i w[y_i] l_i / sum_i w[y_i], and smoothing
+  spreads e w[c] / num_classes over the classes c, as torch.nn.CrossEntropyLoss (PyTorch
+  2.9). A label without a class (-1) has the weight 0.
+
+  Args:
+    label_smoothing: the share e of the target that is spread over all classes.
+    class_weights: the weight of each class in the loss; () weights all alike.
+  """
+
+  def weights(batch: Batch):
+    labels = targets_of(batch)
+    one_hot = jax.nn.one_hot(labels, len(class_weights), dtype=jnp.float32)
+    return one_hot @ jnp.asarray(class_weights, jnp.float32)
 
   def loss(logits: jax.Array, batch: Batch, smoothing: float = label_smoothing):
-    return smoothed_cross_entropy(logits, targets_of(batch), smoothing)
+    if not (class_weights and smoothing):
+      return smoothed_cross_entropy(logits, targets_of(batch), smoothing)
+    hard, own = smoothed_cross_entropy(logits, targets_of(batch)), weights(batch)
+    spread = -jax.nn.log_softmax(logits.astype(jnp.float32))[..., : len(class_weights)]
+    soft = spread @ jnp.asarray(class_weights, jnp.float32) / logits.shape[-1]
+    return (1 - smoothing) * hard + smoothing * soft / jnp.where(own > 0, own, jnp.inf)
 
   def metrics(logits: jax.Array, batch: Batch):
     return {"accuracy": logits.argmax(-1) == targets_of(batch)}
 
-  return Objective(loss, metrics, lambda logits, batch: loss(logits, batch, 0.0))
+  plain = functools.partial(loss, smoothing=0.0)
+  return Objective(loss, metrics, plain, weights if class_weights else None)
 
 
 def binary_cross_entropy() -> Objective:
@@ -98,11 +126,11 @@ def binary_cross_entropy() -> Objective:
   """
 
   def loss(logits: jax.Array, batch: Batch):
-    pair = _aligned(logits, batch["label"])
+    pair = aligned(logits, batch["label"])
     return optax.sigmoid_binary_cross_entropy(*pair).sum(-1)
 
   def metrics(logits: jax.Array, batch: Batch):
-    logits, targets = _aligned(logits, batch["label"])
+    logits, targets = aligned(logits, batch["label"])
     return {"accuracy": ((logits > 0) == (targets > 0)).all(-1)}
 
   return Objective(loss, metrics)
@@ -122,7 +150,7 @@ def regression(of_error: Callable[[jax.Array], jax.Array]) -> Objective:
   """
 
   def error(outputs: Any, batch: Batch):
-    return jnp.subtract(*_aligned(outputs, batch["label"]))
+    return jnp.subtract(*aligned(outputs, batch["label"]))
 
   def loss(outputs: Any, batch: Batch):
     return of_error(error(outputs, batch)).sum(-1)
@@ -133,7 +161,7 @@ def regression(of_error: Callable[[jax.Array], jax.Array]) -> Objective:
   return Objective(loss, metrics)
 
 
-def _aligned(outputs: Any, targets: jax.Array) -> tuple[jax.Array, jax.Array]:
+def aligned(outputs: Any, targets: jax.Array) -> tuple[jax.Array, jax.Array]:
   """Reshape outputs and targets to float32 [rows, n], so that they cannot broadcast.
 
   Raises:
@@ -174,7 +202,7 @@ def training_loss(
 
   def loss_fn(params: Any, model_state: Any, batch: Batch, keys: jax.Array):
     outputs, model_state = apply(params, model_state, inputs(batch), True, keys)
-    totals = _sums(objective.loss, objective.metrics, outputs, batch, None)
+    totals = _sums(objective, objective.loss, outputs, batch, None)
     return totals["loss"], (model_state, totals)
 
   own = getattr(objective.loss, "__module__", None) or ""
@@ -183,26 +211,37 @@ def training_loss(
 
 
 def eval_totals(
-  apply: Apply, objective: Objective, inputs: Callable[[Batch], Any] = inputs_of
+  apply: Apply,
+  objective: Objective,
+  inputs: Callable[[Batch], Any] = inputs_of,
+  metrics: Mapping[str, Metric] = MappingProxyType({}),
 ) -> EvalFn:
   """Return the function that computes an eval step's totals, without padding.
 
   Batches also have "mask" (bool [rows]), which is False for padding. Sums of bool metrics
   are int32, so that accuracy is exact.
+
+  Args:
+    apply: (params, model_state, inputs, train, keys) -> (outputs, model_state).
+    objective: loss and metrics per example.
+    inputs: batch -> inputs of `apply`.
+    metrics: further metrics by name, for `loop.evaluate`.
   """
 
   def eval_fn(params: Any, model_state: Any, batch: Batch):
     outputs, _ = apply(params, model_state, inputs(batch), False, None)
-    loss = objective.eval_loss or objective.loss
-    return _sums(loss, objective.metrics, outputs, batch, batch["mask"])
+    loss, mask = objective.eval_loss or objective.loss, batch["mask"]
+    totals = _sums(objective, loss, outputs, batch, mask)
+    return totals | updates(metrics, outputs, batch, _weights(batch, mask))
 
   return eval_fn
 
 
-def _sums(
-  loss: PerExample, metrics: PerExample, outputs: Any, batch: Batch, mask: jax.Array | None
-) -> Totals:
-  """Return sums over the examples that are not padding, and the number of examples."""
+def _weights(batch: Batch, mask: jax.Array | None) -> jax.Array:
+  """Return float32 weights if the batch has "weight", else a bool per example.
+
+  Padding has the weight 0 or False.
+  """
   # Computed from the batch, so that it is typed as varying over devices like the rows.
   if "targets" in batch:
     counts = batch["targets"] >= 0
@@ -212,30 +251,61 @@ def _sums(
     counts = (first == first) | True
   if mask is not None:
     counts &= mask.reshape(-1, *[1] * (counts.ndim - 1))
-  totals = {"examples": counts.sum(dtype=jnp.int32)}
-  values, more = {"loss": loss(outputs, batch)}, metrics(outputs, batch)
+  if "weight" not in batch:
+    return counts
+  weight = batch["weight"].astype(jnp.float32)
+  if weight.shape not in (counts.shape, counts.shape[:1]):
+    fix = f"give one number per example, {counts.shape}"
+    raise invalid("batch['weight']", ..., f"has the shape {weight.shape}", fix)
+  weight = weight.reshape(*weight.shape, *[1] * (counts.ndim - weight.ndim))
+  return jnp.where(counts, weight, 0.0)
+
+
+def _sums(
+  objective: Objective, loss: PerExample, outputs: Any, batch: Batch, mask: jax.Array | None
+) -> Totals:
+  """Return weighted sums over the examples, and the sum of weights as "examples".
+
+  Without weights, "examples" is the number of examples that are not padding.
+  """
+  weights = _weights(batch, mask)
+  totals = {"examples": _summed(weights)}
+  values, more = {"loss": loss(outputs, batch)}, objective.metrics(outputs, batch)
   if not isinstance(more, dict) or {"loss", "examples"} & more.keys():
     problem = (
       f"returns metrics ({', '.join(more) if isinstance(more, dict) else type(more).__name__})"
     )
     fix = "return a dict of names other than 'loss' and 'examples'"
     raise invalid("Config.loss", ..., problem, fix)
-  for name, value in (values | more).items():
+  own = {} if objective.weights is None else {"loss weights": objective.weights(batch)}
+  for name, value in (values | more | own).items():
     try:
       shape, dtype = jnp.shape(value), jnp.result_type(value)
     except TypeError:
       problem, fix = f"returns {name!r} as {type(value).__name__}", "return one number per example"
       raise invalid("Config.loss", ..., problem, fix) from None
-    if shape != counts.shape:
-      problem = f"returns {name!r} of shape {shape} for examples {counts.shape}"
+    if shape != weights.shape:
+      problem = f"returns {name!r} of shape {shape} for examples {weights.shape}"
       fix = "return one value per example, not their mean or sum"
       raise invalid("Config.loss", ..., problem, fix)
     if name == "loss" and not jnp.issubdtype(dtype, jnp.floating):
       raise invalid("Config.loss", ..., f"returns a loss of {dtype}", "return floats")
-    if mask is not None or "targets" in batch:
-      value = jnp.where(counts, value, jnp.zeros_like(value))
-    totals[name] = value.sum(dtype=jnp.int32 if value.dtype == bool else None)
+  for name, value in (values | more).items():
+    weight = weights
+    if name == "loss" and own:
+      weight = weights.astype(jnp.float32) * own["loss weights"]
+      totals[LOSS_WEIGHT] = weight.sum()
+    if weight.dtype != bool:
+      dtype = value.dtype if value.dtype == jnp.float64 else jnp.float32
+      value = jnp.where(weight > 0, weight.astype(dtype) * value.astype(dtype), 0.0)
+    elif mask is not None or "targets" in batch:
+      value = jnp.where(weight, value, jnp.zeros_like(value))
+    totals[name] = _summed(value)
   return totals
+
+
+def _summed(value: jax.Array) -> jax.Array:
+  return value.sum(dtype=jnp.int32 if value.dtype == bool else None)
 
 
 def classification_loss(apply: Apply, *, label_smoothing: float = 0.0) -> LossFn:

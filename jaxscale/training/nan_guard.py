@@ -102,10 +102,14 @@ def all_codes(codes: jax.Array, grads: Any, mesh: Mesh) -> jax.Array:
   return lax.with_sharding_constraint(codes, NamedSharding(mesh, P(mesh.axis_names)))
 
 
-def mark_bad(metrics: Metrics) -> Metrics:
-  """Set the loss to NaN if "grad_norm" or the learning rate is NaN or Inf."""
-  names = [n for n in ("loss", "grad_norm", "learning_rate") if n in metrics]
-  is_good = jnp.isfinite(jnp.stack([metrics[name] for name in names])).all()
+def mark_bad(metrics: Metrics, is_overflow: jax.Array | bool = False) -> Metrics:
+  """Set the loss to NaN if "grad_norm" or the learning rate is NaN or Inf.
+
+  In an overflow of scaled gradients (`loss_scale`), "grad_norm" may have NaN or Inf.
+  """
+  values = {"grad_norm": jnp.where(is_overflow, 0, metrics["grad_norm"])}
+  values = [(metrics | values)[n] for n in ("loss", "grad_norm", "learning_rate") if n in metrics]
+  is_good = jnp.isfinite(jnp.stack(values)).all()
   return metrics | {"loss": jnp.where(is_good, metrics["loss"], jnp.nan)}
 
 

@@ -48,7 +48,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jaxscale.training.types import StepOutputs, TrainState, Update
+from jaxscale.training.types import LOSS_WEIGHT, StepOutputs, TrainState, Update
 
 # Totals over micro-batches: squared norms of summed gradients, squared example counts.
 _SQ, _COUNT_SQ = "_squared_norms", "_squared_counts"
@@ -80,7 +80,7 @@ def observe(grads: Any, totals: dict[str, jax.Array]) -> dict[str, jax.Array]:
     grads: gradients summed over the examples that `totals["examples"]` counts.
     totals: totals of the micro-batch.
   """
-  count = totals["examples"].astype(jnp.float32)
+  count = totals.get(LOSS_WEIGHT, totals["examples"]).astype(jnp.float32)
   return {_SQ: optax.tree.norm(grads, squared=True), _COUNT_SQ: count * count}
 
 
@@ -127,7 +127,8 @@ def with_noise_scale(update_state: Update) -> Update:
 
   def updated(state: TrainState, outputs: StepOutputs) -> TrainState:
     sq, count_sq = outputs.totals[_SQ], outputs.totals[_COUNT_SQ]
-    count = outputs.totals["examples"].astype(jnp.float32)
+    totals = outputs.totals
+    count = totals.get(LOSS_WEIGHT, totals["examples"]).astype(jnp.float32)
     small = outputs.num_rows * (count_sq / (count * count))
     big_sq = outputs.metrics["grad_norm"] ** 2
     noise = update(state.noise, sq / count_sq, big_sq, small, outputs.num_rows)

@@ -1,11 +1,13 @@
-"""Settings of the built-in losses. Imports no JAX."""
+"""Settings of the built-in losses and metrics. Imports no JAX."""
 
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from jaxscale.config.bases import Loss
+import numpy as np
+
+from jaxscale.config.bases import Loss, Metric, snake_case
 from jaxscale.config.bounds import Count, Fraction, Positive
 from jaxscale.errors import ConfigError, invalid
 
@@ -15,7 +17,8 @@ if TYPE_CHECKING:
   from jaxscale.training.losses import Objective
 
 # The names for --config.loss= (HOMES in config/choice.py lists this module).
-__all__ = ["BinaryCrossEntropy", "Contrastive", "CrossEntropy", "Huber", "SquaredError"]
+__all__ = ["AUROC", "F1", "R2", "BinaryCrossEntropy", "CalibrationError", "ConfusionMatrix"]
+__all__ += ["Contrastive", "CrossEntropy", "Huber", "Pearson", "Spearman", "SquaredError"]
 
 
 class CrossEntropy(Loss):
@@ -25,9 +28,12 @@ class CrossEntropy(Loss):
     label_smoothing: the fraction of the target probability that is spread evenly over all
       classes or the vocabulary, in training only; 0 disables it. With smoothing, no training
       perplexity is logged.
+    class_weights: the weight of each class in the loss, in the order of the labels; () weights
+      all classes alike. The loss is the weighted mean over the examples; metrics ignore it.
   """
 
   label_smoothing: Fraction = 0.0
+  class_weights: Annotated[tuple[float, ...], ">= 0"] = ()
 
   def build(self, info: Any) -> Objective:
     from jaxscale.training import losses
@@ -42,11 +48,21 @@ class CrossEntropy(Loss):
         f"Config.loss=CrossEntropy needs integer targets, but they are {info.label_dtype}; "
         "give integers, or choose SquaredError"
       )
-    return losses.cross_entropy(self.label_smoothing)
+    weights, (_, most) = self.class_weights, self.target_range(info)
+    if weights and (len(weights) != most + 1 or not sum(weights)):
+      problem = f"needs one weight for each of the {most + 1} classes, not all 0"
+      raise invalid("CrossEntropy.class_weights", weights, problem, "change them")
+    return losses.cross_entropy(self.label_smoothing, weights)
 
   @property
   def is_cross_entropy(self) -> bool:  # A subclass that overrides `build` may not be.
     return type(self).build is CrossEntropy.build
+
+  def classify(self, outputs: Any) -> tuple[Any, Any] | None:
+    """Return softmax of the logits, float32 [rows, ..., classes], and the likeliest classes."""
+    scores = _float32(outputs)
+    exp = np.exp(scores - scores.max(-1, keepdims=True))
+    return exp / exp.sum(-1, keepdims=True), outputs.argmax(-1).astype(np.int32)
 
   def target_range(self, info: Any) -> tuple[int, int]:
     return 0, (getattr(info, "num_classes", None) or info.vocab_size) - 1
@@ -66,6 +82,10 @@ class BinaryCrossEntropy(Loss):
       problem = f"takes targets 0 or 1, but {info.name} has {classes} classes"
       raise invalid("Config.loss", type(self).__name__, problem, "use CrossEntropy")
     return _losses(self, info).binary_cross_entropy()
+
+  def classify(self, outputs: Any) -> tuple[Any, Any] | None:
+    """Return sigmoid of the logits, float32 [rows, classes], and whether it is above 1/2."""
+    return 0.5 * (1 + np.tanh(0.5 * _float32(outputs))), outputs > 0
 
   def target_range(self, info: Any) -> tuple[int, int]:
     return 0, 1
@@ -150,11 +170,15 @@ class PythonLoss(Loss):
     from jaxscale.training.custom_loss import CustomLoss
 
     function: Any = self.function
-    if isinstance(function, tuple) or not callable(function):
+    if isinstance(self.function, tuple) or not callable(self.function):
       return function  # The caller checks its type.
     evaluation = self.replaces.build(*self.replaces.arguments(info, context))
     evaluation: Any = getattr(evaluation, "evaluation", evaluation)
     return CustomLoss(loss_fn=function, evaluation=evaluation)
+
+
+def _float32(outputs: Any) -> np.ndarray:
+  return np.asarray(outputs).astype(np.float32)
 
 
 def _losses(loss: Loss, info: Any) -> Any:
@@ -164,3 +188,61 @@ def _losses(loss: Loss, info: Any) -> Any:
   if not hasattr(info, "label_shape"):
     raise ConfigError(f"Config.loss={type(loss).__name__}: {info.name} is text; use CrossEntropy")
   return losses
+
+
+class _OfLabels(Metric):
+  """Metric of outputs and labels; `training.built_in_metrics` has a function of its name."""
+
+  numbers = False
+
+  def build(self, info: Any) -> Any:
+    from jaxscale.training import built_in_metrics
+
+    if getattr(info, "label_shape", None if self.numbers else ()) is None:
+      problem = f"needs an array 'label', which {info.name} does not have"
+      raise invalid("Config.metrics", type(self).__name__, problem, "remove it")
+    kind = next(c for c in type(self).__mro__ if c.__module__ == __name__)
+    return getattr(built_in_metrics, snake_case(kind.__name__))(**vars(self))
+
+
+class ConfusionMatrix(_OfLabels):
+  """Number of validation examples by true and predicted class, as a picture."""
+
+
+class F1(_OfLabels):
+  """F1 score, precision and recall, averaged over the classes.
+
+  Attributes:
+    average: the average over classes; "macro" (all classes alike), "weighted" (by their
+      examples), "micro" (over all examples) or "binary" (class 1 of two).
+  """
+
+  average: Literal["macro", "weighted", "micro", "binary"] = "macro"
+
+
+class AUROC(_OfLabels):
+  """Area under the ROC curve; of several classes the mean of one class against the rest."""
+
+
+class R2(_OfLabels):
+  """Coefficient of determination of a regression, the mean over its outputs."""
+
+  numbers = True
+
+
+class Pearson(R2):
+  """Pearson correlation of outputs and targets, the mean over outputs."""
+
+
+class Spearman(R2):
+  """Spearman rank correlation of outputs and targets, the mean over outputs."""
+
+
+class CalibrationError(_OfLabels):
+  """Expected calibration error (arXiv:1706.04599), with a reliability diagram.
+
+  Attributes:
+    bins: the number of bins of equal width for the probability of the predicted class.
+  """
+
+  bins: Count = 15

@@ -23,6 +23,7 @@ from jaxscale.optim.tree_paths import path_name
 from jaxscale.parallel import placement, specs
 from jaxscale.parallel.layout_exchange import make_layout_exchange
 from jaxscale.parallel.specs import Layout
+from jaxscale.training import loss_scale as loss_scales
 from jaxscale.training import noise_scale as noise_scales
 from jaxscale.training.custom_loss import LossState
 from jaxscale.training.types import TrainState, WorkerState
@@ -78,7 +79,8 @@ def init_state(
     seed: seed of the parameters, which are the same on every mesh.
     given: leaves that replace initialised ones, such as imported weights, by path: "0/..."
       for params and "1/..." for model_state.
-    options: layout, average, noise_scale, local and loss_state, as in `make_init`.
+    options: layout, average, noise_scale, loss_scale, local and loss_state, as in
+      `make_init`.
   """
   init = make_init(init_fn, tx, mesh, exchange, **options)
   return run_init(init, mesh, seed, given)
@@ -140,6 +142,7 @@ def make_init(
   layout: Layout | None = None,
   average: bool = False,
   noise_scale: bool = False,
+  loss_scale: bool = False,
   local: LocalUpdate | None = None,
   loss_state: Callable[[Any, jax.Array], Any] | None = None,
 ) -> jax.stages.Wrapped:
@@ -155,6 +158,7 @@ def make_init(
       creates only the part that it holds.
     average: also keep averages of parameters and model state.
     noise_scale: also keep running averages of the gradient-noise scale.
+    loss_scale: also keep a dynamic loss scale, for `StepOptions.scale_loss`.
     local: method of local updates, for `make_local_train_step`. All workers start from
       the same parameters, `tx` is their inner optimizer, and `exchange`, which is then
       required, is the exchange of the pseudo-gradients.
@@ -199,6 +203,7 @@ def make_init(
       exchange_state=jax.tree.map(lambda x: jnp.stack([x] * mesh.size), device_state),
       average=jax.tree.map(jnp.copy, (params, model_state)) if average else (),
       noise=noise_scales.init() if noise_scale else (),
+      loss_scale=loss_scales.init() if loss_scale else (),
     )
 
   # The program runs once, so a third of the compile time is worth more than its speed. A

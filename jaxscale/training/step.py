@@ -29,16 +29,24 @@ from jaxscale.collectives.typed import names as names_of
 from jaxscale.collectives.typed import varying
 from jaxscale.errors import invalid
 from jaxscale.exchange import Exchange, plain
-from jaxscale.mesh import batch_axes, on_cpu, replicated
+from jaxscale.mesh import batch_axes, on_cpu, replicated, row_blocks
 from jaxscale.optim.tree_paths import path_name
 from jaxscale.parallel import placement, specs
 from jaxscale.parallel.layout_exchange import exchange_axes, make_layout_exchange
 from jaxscale.parallel.run_stack import PipelineGrads
 from jaxscale.parallel.specs import Layout
+from jaxscale.training import loss_scale as loss_scales
 from jaxscale.training import nan_guard
 from jaxscale.training import noise_scale as noise_scales
-from jaxscale.training.contract import check_loss, checked, without_examples
+from jaxscale.training.contract import (
+  check_loss,
+  check_rows,
+  checked,
+  checked_step,
+  without_examples,
+)
 from jaxscale.training.gathered import PARTS, Parts, cotangents, second_pass
+from jaxscale.training.metrics import ROWS, SUMS
 from jaxscale.training.model_state import (
   Queue,
   agree,
@@ -50,6 +58,7 @@ from jaxscale.training.model_state import (
 )
 from jaxscale.training.state import state_shardings
 from jaxscale.training.types import (
+  LOSS_WEIGHT,
   Batch,
   EvalFn,
   EvalStep,
@@ -82,10 +91,13 @@ def make_train_step(
   a schedule, `learning_rate`.
 
   Args:
-    loss_fn: (params, model_state, batch, keys) -> (loss, (model_state, totals)). Loss and
-      totals are sums over the rows of `batch`. `keys` holds one key per row, which depends
-      on the seed, the step and the row's position in the global batch, not on the number
-      of devices. Alternatively `PipelineGrads`, which computes gradients itself.
+    loss_fn: (params, model_state, batch, keys) -> (loss, (model_state, totals)), for the
+      rows of one device and micro-batch, arrays [rows, ...]. The loss is a float scalar and
+      totals are a dict of scalars, all sums over these rows, not means. "examples" is the
+      number of summed values: the step adds up gradients and totals over micro-batches and
+      devices and divides by the sum of "examples". `keys` holds one key per row, [rows],
+      which depends on the seed, the step and the row's position in the global batch, not on
+      the number of devices. Alternatively `PipelineGrads`, which computes gradients itself.
     tx: the optimizer, which is applied to mean gradients.
     mesh: the mesh; all its axes except `stage` and `model` split the batch.
     exchange: the exchange that averages gradients over the axes of `parallel.
@@ -97,10 +109,26 @@ def make_train_step(
       that everything is replicated.
     options: see `StepOptions`.
 
+  Raises:
+    ConfigError: raised by the first call, if the loss returns something else or is a mean;
+      and by any call with a state or batch that the step cannot use.
+
   Example:
-    >>> step = make_train_step(loss_fn, optax.sgd(0.1), mesh)   # doctest: +SKIP
-    >>> state, metrics = step(state, batch)                     # doctest: +SKIP
+    >>> from jaxscale.mesh import make_mesh
+    >>> from jaxscale.training import init_state
+    >>> def loss_fn(params, model_state, batch, keys):
+    ...   errors = batch["x"] @ params["w"] - batch["y"]
+    ...   totals = {"loss": (errors**2).sum(), "examples": len(errors)}
+    ...   return totals["loss"], (model_state, totals)
+    >>> mesh, tx = make_mesh(), optax.sgd(0.1)
+    >>> state = init_state(lambda key: ({"w": jnp.zeros(2)}, {}), tx, mesh)
+    >>> train_step = make_train_step(loss_fn, tx, mesh)
+    >>> state, metrics = train_step(state, {"x": jnp.ones((8, 2)), "y": jnp.ones(8)})
+    >>> float(metrics["loss"])
+    1.0
   """
+  if options.scale_loss and (isinstance(loss_fn, PipelineGrads) or not options.skip_bad_steps):
+    raise invalid("scale_loss", True, "needs skip_bad_steps and no pipeline", "change the options")
   has_layout, layout = layout is not None, layout or specs.replicated_layout(mesh)
   if options.measure_noise_scale and hasattr(loss_fn, PARTS):
     problem = "compares gradients of micro-batches, but this loss depends on all rows"
@@ -111,8 +139,10 @@ def make_train_step(
   update = _make_update(tx, layout, options)
 
   def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
+    check_rows(batch, row_blocks(mesh), options.num_microbatches)
     key = jax.random.fold_in(jax.random.key(options.seed), state.step)
-    grads, model_state, totals, codes = local_grads(state.params, state.model_state, batch, key)
+    trees = state.params, state.model_state, batch, key, state.loss_scale
+    grads, model_state, totals, codes = local_grads(*trees)
     if not (has_layout or isinstance(loss_fn, PipelineGrads)):
       check_loss(loss_fn, state.params, state.model_state, batch, mesh)
     grads, exchange_state = exchange_grads(grads, state.exchange_state)
@@ -121,7 +151,7 @@ def make_train_step(
     if schedule is not None:
       metrics["learning_rate"] = jnp.asarray(schedule(state.step), jnp.float32)
     if options.skip_bad_steps:
-      metrics = nan_guard.mark_bad(metrics)
+      metrics = nan_guard.mark_bad(metrics, totals.get(loss_scales.OVERFLOWS, 0) > 0)
     num_rows = len(jax.tree.leaves(batch)[0])
     outputs = StepOutputs(grads, model_state, exchange_state, totals, num_rows, metrics)
     state = update(state, outputs)
@@ -130,6 +160,8 @@ def make_train_step(
       metrics |= options.observe(state.opt_state)
     if options.measure_noise_scale:
       metrics |= noise_scales.metrics(state.noise)
+    if options.scale_loss:
+      metrics |= loss_scales.metrics(state.loss_scale)
     if options.skip_bad_steps:
       metrics = lax.with_sharding_constraint(metrics, replicated(mesh))
       metrics[nan_guard.CODES] = nan_guard.all_codes(codes, grads, mesh)
@@ -139,48 +171,53 @@ def make_train_step(
   # `nan_guard.CODES` is sharded over the devices; all other metrics are replicated.
   metric_sharding = None if options.skip_bad_steps else replicated(mesh)
   jitted = jax.jit(train_step, donate_argnums=0, out_shardings=(state_sharding, metric_sharding))
-  return one_at_a_time(jitted, mesh)
+  return checked_step(one_at_a_time(jitted, mesh), options)
 
 
 def _make_local_grads(
   loss_fn: LossFn | PipelineGrads, layout: Layout, options: StepOptions
-) -> Callable[[Tree, Tree, Batch, jax.Array], tuple[Tree, Tree, Totals, Any]]:
-  """Return (params, model_state, batch, key) -> (grads, model_state, totals, codes).
+) -> Callable[[Tree, Tree, Batch, jax.Array, Tree], tuple[Tree, Tree, Totals, Any]]:
+  """Return the function that computes gradients, model state, totals and codes.
 
-  Gradients are each device's own, [devices, ...], and totals are sums over all devices.
+  Its arguments are params, model_state, batch, key, and the loss scale or (). Gradients are
+  each device's own, [devices, ...], and totals are sums over all devices.
   Codes are int32 [devices, 3] with `skip_bad_steps` (see `nan_guard.CODES`), else ().
   """
   mesh, axes, row_axes = layout.mesh, layout.mesh.axis_names, batch_axes(layout.mesh)
   device_grads = _make_device_grads(loss_fn, layout, options)
 
   @jax.named_scope("gradients")
-  def local_grads(params: Tree, model_state: Tree, batch: Batch, key: jax.Array):
+  def local_grads(params: Tree, model_state: Tree, batch: Batch, key: jax.Array, loss_scale: Tree):
     # Arrays of one device: its part of the parameters, and batch [local rows, ...].
     before = vary(model_state, layout.token_axes)
-    grads, model_state, totals = device_grads(params, before, batch, key)
+    scale = loss_scale.scale if options.scale_loss else None
+    grads, model_state, totals = device_grads(params, before, batch, key, scale)
     codes: Any = ()
     if options.skip_bad_steps:
+      loss = totals["loss"]
       codes, totals = nan_guard.find_bad(grads, model_state, totals, axes)
+      if scale is not None:
+        totals = loss_scales.find_overflow(codes, totals, scale, loss)
       codes = codes[None]
     totals = sum_totals(totals, layout.token_axes)
-    grads = placement.scale_for_exchange(grads, layout, totals["examples"])
+    grads = placement.scale_for_exchange(grads, layout, divisor(totals))
     model_state = agree(push(before, model_state, row_axes), axes)
     return grads, model_state, totals, codes
 
-  in_specs = layout.param_specs, P(), P(row_axes), P()
+  in_specs = layout.param_specs, P(), P(row_axes), P(), P()
   out_specs = specs.exchange_specs(layout), P(), P(), P(axes)
   return jax.shard_map(local_grads, mesh=mesh, in_specs=in_specs, out_specs=out_specs)
 
 
 def _make_device_grads(
   loss_fn: LossFn | PipelineGrads, layout: Layout, options: StepOptions
-) -> Callable[[Tree, Tree, Batch, jax.Array], tuple[Tree, Tree, Totals]]:
+) -> Callable[[Tree, Tree, Batch, jax.Array, Any], tuple[Tree, Tree, Totals]]:
   """Return the function that computes one device's gradients, inside `shard_map`."""
   num_microbatches, row_axes = options.num_microbatches, batch_axes(layout.mesh)
   unroll = on_cpu(layout.mesh) if options.unroll is None else options.unroll
   observe = noise_scales.observe if options.measure_noise_scale else None
 
-  def device_grads(params: Tree, model_state: Tree, batch: Batch, key: jax.Array):
+  def device_grads(params: Tree, model_state: Tree, batch: Batch, key: jax.Array, scale: Any):
     shards, full = placement.shards_and_full(params, layout)
     if isinstance(loss_fn, PipelineGrads):
       assert observe is None, "a pipeline has no gradients of its micro-batches"
@@ -191,14 +228,15 @@ def _make_device_grads(
 
     arguments = shards, model_state, batch, row_keys(key, batch, row_axes)
     check_agrees(loss_of, arguments, num_microbatches, layout.token_axes)
+    how: Any = {"unroll": unroll, "scale": scale}
     if (parts := getattr(loss_fn, PARTS, None)) and num_microbatches > 1:
 
       def outputs_of(shards: Tree, *rest: Any):
         return parts.outputs(placement.pair_shards(shards, full), *rest)
 
       of_shards = parts._replace(outputs=outputs_of)
-      return gathered_grads(of_shards, *arguments, num_microbatches, unroll=unroll)
-    return sum_grads(loss_of, *arguments, num_microbatches, unroll=unroll, observe=observe)
+      return gathered_grads(of_shards, *arguments, num_microbatches, **how)
+    return sum_grads(loss_of, *arguments, num_microbatches, observe=observe, **how)
 
   return device_grads
 
@@ -268,6 +306,8 @@ def _make_update(tx: optax.GradientTransformation, layout: Layout, options: Step
     # Host memory can only be read inside a branch (`placement.opt_to_device`).
     branch = on_cpu(layout.mesh) or layout.opt_on_host
     update = nan_guard.skip_bad_steps(update, branch=branch)
+  if options.scale_loss:
+    update = loss_scales.with_loss_scale(update)
   return jax.named_scope("update")(update)
 
 
@@ -309,7 +349,7 @@ def sum_totals(totals: Totals, axes: tuple[str, ...]) -> Totals:
   equal on all of them. A loss that was marked as bad (`nan_guard.find_bad`) also differs
   along axes whose devices computed the same loss. It counts once.
   """
-  if "examples" not in totals:
+  if not isinstance(totals, dict) or "examples" not in totals:
     raise without_examples(totals)
   totals = vary(totals, axes)
   counted = varying(totals["examples"])
@@ -331,6 +371,7 @@ def sum_grads(
   *,
   unroll: bool,
   observe: Callable[[Any, Totals], Totals] | None = None,
+  scale: jax.Array | None = None,
 ) -> tuple[Any, Any, Totals]:
   """Sum a device's gradients over its micro-batches (gradient accumulation).
 
@@ -343,15 +384,16 @@ def sum_grads(
     num_microbatches: number of micro-batches, which divides the rows.
     unroll: unroll the loop over micro-batches.
     observe: gradients and totals of a micro-batch -> further totals.
+    scale: the scale of the loss in the backward pass (`loss_scale`); None means no scaling.
 
   Returns:
     Sums of gradients, the model state (with means of averaged leaves), sums of totals.
   """
 
+  grads_of = loss_scales.value_and_grad(loss_fn, scale)
+
   def micro_grads(micro: tuple[Batch, jax.Array]):
-    (_, (new_state, totals)), grads = jax.value_and_grad(loss_fn, has_aux=True)(
-      params, model_state, *micro
-    )
+    (_, (new_state, totals)), grads = grads_of(params, model_state, *micro)
     more = {} if observe is None else observe(grads, totals)
     return grads, new_state, totals | more
 
@@ -392,6 +434,7 @@ def gathered_grads(
   num_microbatches: int,
   *,
   unroll: bool,
+  scale: Any = None,
 ) -> tuple[Any, Any, Totals]:
   """Compute a device's gradients of a gathered loss in two passes (`training.gathered`).
 
@@ -405,6 +448,7 @@ def gathered_grads(
     keys: one key per row, the same in both passes.
     num_microbatches: number of micro-batches per device.
     unroll: unroll the loops over micro-batches.
+    scale: the loss scale, as in `sum_grads`.
   """
 
   def outputs_of(_: None, micro: tuple[Batch, jax.Array]):
@@ -417,7 +461,7 @@ def gathered_grads(
   # Without the barrier XLA could merge the two passes, and would keep all activations.
   params, grads = lax.optimization_barrier((params, grads))
   arguments = params, model_state, (batch, grads), keys, num_microbatches
-  grads, model_state, _ = sum_grads(second_pass(parts), *arguments, unroll=unroll)
+  grads, model_state, _ = sum_grads(second_pass(parts), *arguments, unroll=unroll, scale=scale)
   return grads, model_state, totals
 
 
@@ -438,7 +482,8 @@ def make_eval_step(eval_fn: EvalFn, mesh: Mesh, layout: Layout | None = None) ->
   """Return a jitted `eval_step(params, model_state, batch) -> totals`.
 
   Totals are sums over the global batch, as arrays on the devices. Rows whose mask is
-  False are padding and do not count.
+  False are padding and do not count. Arrays [rows, ...] of gathered metrics have the rows
+  of all devices and processes.
 
   Args:
     eval_fn: (params, model_state, batch) -> totals over the rows of the batch.
@@ -447,22 +492,41 @@ def make_eval_step(eval_fn: EvalFn, mesh: Mesh, layout: Layout | None = None) ->
   """
   layout = layout or specs.replicated_layout(mesh)
   in_specs = layout.param_specs, P(), P(batch_axes(mesh))
+  out_specs, axes = (P(), P(), P(batch_axes(mesh))), layout.token_axes
 
-  @jax.shard_map(mesh=mesh, in_specs=in_specs, out_specs=P())
+  def sums_and_rows(params: Tree, model_state: Tree, batch: Batch):
+    totals: dict[str, Any] = dict(eval_fn(params, model_state, batch))
+    sums, rows = totals.pop(SUMS, {}), totals.pop(ROWS, {})
+    return sum_totals(totals, axes), lax.psum(vary(sums, axes), axes), vary(rows, axes)
+
   def local_totals(params: Tree, model_state: Tree, batch: Batch):
-    return sum_totals(eval_fn(params, model_state, batch), layout.token_axes)
+    mapped = jax.shard_map(sums_and_rows, mesh=mesh, in_specs=in_specs, out_specs=out_specs)
+    totals, sums, rows = mapped(params, model_state, batch)
+    return totals | {SUMS: sums, ROWS: rows} if rows else totals
 
+  # Replicated: XLA gathers the rows, and every process reads all of them.
   return one_at_a_time(jax.jit(local_totals, out_shardings=replicated(mesh)), mesh)
 
 
+def divisor(totals: Totals, name: str = "loss") -> jax.Array:
+  """Return the number of examples or the sum of weights that divides a total, float32 [].
+
+  If all weights are 0, their sum is replaced by 1: loss and gradients are then 0, not NaN.
+  """
+  count = totals["examples"]
+  count = totals.get(LOSS_WEIGHT, count) if name == "loss" else count
+  if jnp.issubdtype(count.dtype, jnp.floating):
+    count = jnp.where(count == 0, jnp.ones_like(count), count)
+  return count.astype(jnp.float32)
+
+
 def means(totals: Totals) -> Metrics:
-  """Divide each total by the number of examples, in float32.
+  """Divide each total by the number of examples or the sum of weights, in float32.
 
   Names that begin with "_" are internal and are left out.
   """
-  count = totals["examples"].astype(jnp.float32)
   return {
-    name: jnp.asarray(total, jnp.float32) / count
+    name: jnp.asarray(total, jnp.float32) / divisor(totals, name)
     for name, total in totals.items()
     if name != "examples" and not name.startswith("_")
   }

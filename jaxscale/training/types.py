@@ -14,9 +14,12 @@ import jax
 Tree = Any
 Batch = dict[str, jax.Array]  # arrays [rows, ...], whose rows are split over the devices
 Metrics = dict[str, jax.Array]  # scalars
-Totals = dict[str, jax.Array]  # sums over examples, with their number: "examples"
-# (params, model_state, batch, keys: one per row) -> loss summed over the rows,
-# (new model_state, totals)
+# Sums over examples, scalars, weighted if they have weights. "examples" is the divisor of
+# their means: the number of examples or the sum of their weights.
+Totals = dict[str, jax.Array]
+LOSS_WEIGHT = "_loss_weight"  # the divisor of the loss, if it differs from "examples"
+# (params, model_state, batch [rows, ...], keys: one per row, [rows]) -> loss summed over the
+# rows, float [], (new model_state, totals). Rows are those of one device and micro-batch.
 LossFn = Callable[[Tree, Tree, Batch, jax.Array], tuple[jax.Array, tuple[Tree, Totals]]]
 # (params, model_state, batch with "mask": bool [rows]) -> totals
 EvalFn = Callable[[Tree, Tree, Batch], Totals]
@@ -35,6 +38,7 @@ class TrainState(NamedTuple):
       sharded over the devices.
     average: exponential averages of (params, model_state), or () if none are kept.
     noise: running averages of the gradient-noise scale, or () if it is not measured.
+    loss_scale: state of the dynamic loss scale, or () if the loss is not scaled.
   """
 
   step: Any
@@ -44,6 +48,7 @@ class TrainState(NamedTuple):
   exchange_state: Tree
   average: Tree
   noise: Tree = ()
+  loss_scale: Tree = ()
 
   def evaluated(self) -> tuple[Tree, Tree]:
     """Return (params, model_state) for evaluation: the averages if there are any."""
@@ -108,6 +113,8 @@ class StepOptions(NamedTuple):
       the learning rate or the model state have NaN or Inf. The loss of such a step is
       NaN, and the metric `nan_guard.CODES`, which is not a scalar, reports the findings of
       each device. The totals that the loss function returns must include "loss".
+    scale_loss: scale the loss dynamically, for activations in float16 (`loss_scale`). The
+      state must come from `init_state(..., loss_scale=True)`. Needs `skip_bad_steps`.
     observe: opt_state -> further metrics, scalars.
     seed: the seed of the random keys, one per row.
   """
@@ -118,6 +125,7 @@ class StepOptions(NamedTuple):
   ema_warmup: bool = False
   measure_noise_scale: bool = False
   skip_bad_steps: bool = False
+  scale_loss: bool = False
   observe: Callable[[Tree], Metrics] | None = None
   seed: int = 0
 

@@ -7,9 +7,11 @@ import sys
 
 import numpy as np
 import pytest
+from sklearn.metrics import cohen_kappa_score
 
 from jaxscale.config.bases import TrackerContext
 from jaxscale.config.loading import load_config
+from jaxscale.data import DatasetInfo
 from jaxscale.errors import ConfigError
 from support import commands
 from support.commands import error_line, run_python
@@ -55,11 +57,15 @@ def test_each_is_short():
 
 def test_it_trains_and_is_recorded(mine, whole):
   described = json.loads((whole / "config.json").read_text())
-  assert json.loads((whole / "summary.json").read_text())["accuracy"] >= 0.95
+  summary = json.loads((whole / "summary.json").read_text())
+  assert summary["accuracy"] >= 0.95 and summary["kappa"] >= 0.9
   assert described["config"]["model"] == {"class": "mine:MyNet", "width": 32}
   assert (whole / described["files"]["mine"]["copy"]).read_text() == mine.read_text()
   rates = [json.loads(x) for x in (whole / "metrics.jsonl").read_text().splitlines()]
   assert described["config"]["log"]["trackers"][0]["class"] == "mine:Losses"
+  assert described["config"]["callbacks"] == [{"class": "mine:LargestNorm", "most": 1000.0}]
+  norms = [x["callback/largest_norm"] for x in rates if "callback/largest_norm" in x]
+  assert norms == sorted(norms) and len(norms) == 48 // 8 and norms[0] > 0
   losses = [(x["step"], x["train/loss"]) for x in rates if "train/loss" in x]
   lines = [x.split(",") for x in (whole / "loss.csv").read_text().splitlines()]
   assert [(int(step), float(loss)) for step, loss in lines] == losses and losses
@@ -76,12 +82,25 @@ def test_its_fields_are_settings_and_a_typo_is_one_line(mine, whole, tmp_path):
     assert getattr(getattr(changed, name), field) == value
   changed = load_config(str(mine), {"log.trackers.Losses.file": "x.csv"})
   assert changed.log.trackers[0].file == "x.csv"
+  changed = load_config(str(mine), {"metrics.Kappa.power": "2"})
+  assert changed.metrics[0].power == 2
   line = error_line(run(mine, whole, "--config.model.width=48"), 2)
   assert "model.width is 32 in the workdir and 48 now" in line
   line = error_line(run(mine, tmp_path / "x", "--config.model.widht=9"), 2)
   assert line.endswith("MyNet has no field 'widht', did you mean 'width'?")
   help_ = run(mine, tmp_path / "x", "--help").stdout
   assert "MyNet: Two dense layers." in help_ and "nits of the hidden layer" in help_
+
+
+@pytest.mark.parametrize("power, name", ((0, None), (1, "linear"), (2, "quadratic")))
+def test_kappa_is_that_of_scikit_learn(mine, power, name):
+  (metric,) = load_config(str(mine), {"metrics.Kappa.power": str(power)}).metrics
+  built, rng = metric.build(DatasetInfo("rows", (3,), 4)), np.random.default_rng(0)
+  outputs = rng.normal(size=(99, 4)).astype("float32")
+  label = (outputs + rng.gumbel(size=(99, 4))).argmax(1)
+  counts = built.update(outputs, {"label": label}, np.ones(99, "int32"))
+  wanted = cohen_kappa_score(label, outputs.argmax(1), weights=name)
+  assert built.compute(np.asarray(counts)) == pytest.approx(wanted, rel=1e-14)
 
 
 def test_prometheus_reads_the_newest_values(mine, tmp_path):

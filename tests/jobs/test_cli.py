@@ -100,7 +100,8 @@ def test_the_help_of_train_is_short_and_leads_to_the_rest(capsys):
   assert cli.main(["train", "--help"]) == 0
   page = capsys.readouterr().out
   assert page.count("\n") <= 100 and 25 <= page.count("\n  --config.") <= 35
-  assert "--config.dtype  ('float32' | 'bfloat16'; default: 'float32')\n      The type" in page
+  types = "('float32' | 'bfloat16' | 'float16'; default: 'float32')"
+  assert f"--config.dtype  {types}\n      The type" in page
   (names,) = re.findall(r"^Sections:\n((?:  .+\n)+)", page, re.M)
   for topic in [*re.findall(r"\w+", names), *re.findall(r"--help=([a-z]\S*\w)", page)]:
     assert cli.main(["train", f"--help={topic}"]) == 0

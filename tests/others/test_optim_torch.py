@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from jaxscale import optim
+from jaxscale.training.losses import cross_entropy
 from support.torch_optimizers import CASES, layers, slow_rate, theirs
 
 torch = pytest.importorskip("torch")
@@ -36,3 +37,13 @@ def test_the_forms_of_muon_differ():
   wanted = theirs(CASES["muon"])
   moved = np.linalg.norm(wanted["matrix"] - start["matrix"])
   assert np.linalg.norm(got["matrix"] - wanted["matrix"]) > 0.03 * moved
+
+
+def test_class_weights_and_smoothing_are_those_of_torch():
+  rng, weights = np.random.default_rng(0), (1.0, 0.25, 3.0)
+  logits, labels = rng.normal(size=(50, 3)).astype("float32"), rng.integers(0, 3, 50)
+  loss = torch.nn.CrossEntropyLoss(torch.tensor(weights), label_smoothing=0.1)
+  wanted = loss(torch.tensor(logits), torch.tensor(labels)).item()
+  objective, batch = cross_entropy(0.1, weights), {"label": labels.astype("int32")}
+  each, w = objective.loss(logits, batch), objective.weights(batch)
+  assert float((each * w).sum() / w.sum()) == pytest.approx(wanted, rel=1e-6)

@@ -87,7 +87,7 @@ SETTINGS = [
   (dict(mesh=TWO, noise_scale=True), "the whole model on each"),
   (dict(mesh=cfg.Mesh(stage=2), sync=cfg.LocalSGD(sync_every_steps=4)), "=2 splits; use EveryStep"),
   (dict(layout=IN_DTYPE), "sum_in='dtype': has no effect"),
-  (dict(mesh=TWO, layout=IN_DTYPE), "set dtype to 'bfloat16' as well"),
+  (dict(mesh=TWO, layout=IN_DTYPE), "set dtype to 'bfloat16' or 'float16' as well"),
 ]
 ALONE = [
   (lambda: cfg.Mesh(data=-1, fsdp=-1), "only one can be -1"),

@@ -1,6 +1,7 @@
 """Requirements of a step on a loss and its state: refused in one line, or right."""
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +22,7 @@ from support.cases import all_slow_except
 from support.configs import small_config
 from support.errors import config_error
 from support.leaves import assert_close
+from support.paths import ROOT
 from support.steps import on_mesh, training
 
 RNG = np.random.default_rng(0)
@@ -222,11 +224,66 @@ def test_what_a_loss_returns_is_checked(result, line):
     train(loss_fn)
 
 
-def test_totals_of_evaluation_have_examples():
+@pytest.mark.parametrize(
+  ("totals", "line"),
+  [
+    ({"loss": 1.0}, "no 'examples'; add the number of rows"),
+    ((1.0, 32), "^totals are tuple; return a dict of sums with 'examples'"),
+    (None, "^totals are NoneType; return a dict"),
+  ],
+)
+def test_totals_of_evaluation_have_examples(totals, line):
   mesh = make_mesh(devices=jax.devices()[:2])
-  step = make_eval_step(lambda p, s, b: {"loss": b["image"].sum()}, mesh)
-  with config_error(match="no 'examples'; add the number of rows"):
+  step = make_eval_step(lambda p, s, b: totals, mesh)
+  with config_error(match=line):
     step({}, {}, on_mesh(mesh, BATCH))
+
+
+SHORT, EMPTY = BATCH | {"label": BATCH["label"][:8]}, "is empty, but the options need it; create it"
+CALLS = {
+  "batch first": (lambda state: (BATCH, state), {}, "^state is a dict; give a TrainState"),
+  "rows": (lambda s: (s, jax.tree.map(lambda x: x[:30], BATCH)), {}, "30 rows, .* use 28 rows"),
+  "micro-batches": (lambda s: (s, BATCH), {"num_microbatches": 3}, "4 devices x 3 .* use 24 rows"),
+  "unequal": (lambda s: (s, SHORT), {}, r"rows \(image \[32\], label \[8\]\); give arrays"),
+  "scalar": (lambda s: (s, BATCH | {"lr": 1.0}), {}, r"different or no rows \(.*lr \[\].*\)"),
+  "noise": (lambda s: (s._replace(noise=()), BATCH), {"measure_noise_scale": True}, EMPTY),
+  "average": (lambda s: (s._replace(average=()), BATCH), {"ema_decay": 0.9}, rf"average {EMPTY}"),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_arguments_that_a_step_cannot_use_are_refused(name):
+  arguments, options, line = CALLS[name]
+  mesh = make_mesh(devices=jax.devices()[:4])
+  state, step = training(summed, init(), optax.sgd(0.1), mesh, **options)
+  with config_error(match=line):
+    step(*arguments(state))
+
+
+def test_the_loss_of_the_documentation_trains_and_its_mean_is_refused_as_it_says():
+  page = (ROOT / "docs" / "start" / "notebook.md").read_text()
+  (block,) = (b for b in re.findall(r"```python\n(.*?)```", page, re.S) if "def loss_fn" in b)
+  names = {"optax": optax, "apply": lambda p, s, x, train, keys: (x @ p["w"], s)}
+  exec(compile(block, "notebook.md", "exec"), names)
+  _, metrics = train(names["loss_fn"])
+  np.testing.assert_allclose(metrics["loss"], train(summed)[1]["loss"], rtol=1e-6)
+  exec(compile(block.replace(".sum()", ".mean()"), "notebook.md", "exec"), names)
+  with config_error(match="^loss_fn returns the loss") as error:
+    train(names["loss_fn"])
+  line, shown = (re.sub(r"[\d.]+ ", "", " ".join(x.split())) for x in (str(error.value), page))
+  assert line in shown
+
+
+@pytest.mark.parametrize("num_devices", [1, 4])
+@pytest.mark.parametrize("local", [None, local_sgd(2)])
+def test_a_donated_state_is_refused(num_devices, local):
+  """Without the check JAX's simulated devices end the process by a segmentation fault."""
+  mesh = make_mesh(devices=jax.devices()[:num_devices])
+  state, step = training(summed, init(), optax.sgd(0.1), mesh, local=local)
+  after, _ = step(state, on_mesh(mesh, BATCH))
+  with config_error(match="^state was donated to an earlier step; use the one it returned"):
+    step(state, on_mesh(mesh, BATCH))
+  assert step(state=after, batch=on_mesh(mesh, BATCH))[0].step == 2
 
 
 def queue():

@@ -18,7 +18,7 @@ import jaxscale
 from jaxscale import config, data, metrics
 from jaxscale.checkpoint import checkpoint_files
 from jaxscale.checkpoint.manager import Checkpoints
-from jaxscale.errors import ConfigError, NonFiniteError
+from jaxscale.errors import NonFiniteError
 from jaxscale.experiment import build
 from jaxscale.experiment.derive import derive
 from jaxscale.mesh import make_mesh
@@ -227,7 +227,7 @@ def fake_run(losses, total=None, saved=None, stop_at=None):
     metrics = {"loss": jnp.float32(losses[state]), "grad_norm": jnp.float32(1)}
     return state + 1, metrics
 
-  callbacks = loop.Callbacks(
+  callbacks = loop.LoopControl(
     is_logged=lambda s: True,
     log=lambda s, m: calls.append(("log", s)),
     should_stop=lambda s: s == stop_at,
@@ -424,23 +424,18 @@ def test_many_runs_in_one_process_leave_nothing_behind(tmp_path):
   assert seen[2:] == [seen[2]] * 10, seen
 
 
-def test_hooks_of_ones_own_run_before_a_checkpoint(tmp_path, monkeypatch):
-  (code,) = blocks("hooks")
+def test_callbacks_of_a_notebook_run_before_a_checkpoint(tmp_path, monkeypatch):
+  (code,) = blocks("callbacks")
   config = tiny_digits()
   names = {"jxs": jaxscale, "config": config}
   monkeypatch.chdir(tmp_path)
   exec(code, names)
   assert list(names["norms"]) == [10, 20, 30, 40] and min(names["norms"].values()) > 0
 
-  def refuse(step, state):
+  def refuse(step, state, metrics):
     raise ValueError(f"step {step}")
 
+  refusing = jaxscale.Callback(every=22, on_step=refuse)
   with pytest.raises(ValueError, match="step 22"):  # where a checkpoint is due as well
-    fit(config, "runs/refused", hooks=[loop.Hook(22, refuse)])
+    fit(config, "runs/refused", callbacks=[refusing])
   assert not list((tmp_path / "runs" / "refused" / "checkpoints").glob("[0-9]*"))
-
-
-@pytest.mark.parametrize("every", [0, 2.5, "x", None])
-def test_a_hook_runs_at_a_whole_number_of_steps(tmp_path, every):
-  with pytest.raises(ConfigError, match=r"Hook.every=.*is not a number of steps; use 1 or more"):
-    fit(tiny_digits(), tmp_path, hooks=[loop.Hook(every, print)])

@@ -115,7 +115,7 @@ class FakeProfiler:
 
 
 def walk(tracer, start, total=9, evaluated=(), stop=None):
-  """Run the loop with a tracer as `RunCallbacks` does; return the steps read before each turn."""
+  """Run the loop with a tracer as `RunControl` does; return the steps read before each turn."""
   logged, turns = [], []
 
   def step(state, batch):
@@ -129,7 +129,7 @@ def walk(tracer, start, total=9, evaluated=(), stop=None):
     if tracer.is_complete:
       turn(at + 1)
 
-  made = loop.Callbacks(
+  made = loop.LoopControl(
     at=tracer.at,
     is_traced=tracer.is_due,
     trace=turn,

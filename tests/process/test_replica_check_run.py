@@ -16,6 +16,7 @@ from jaxscale.config.loading import load_config
 from jaxscale.experiment import build
 from jaxscale.mesh import make_mesh
 from jaxscale.run import fit, hooks, train_phases
+from jaxscale.run.callbacks import Callbacks
 from jaxscale.training import loop
 from jaxscale.training.replica_check import ReplicaDivergenceError
 from support.bad_values import flipped
@@ -80,7 +81,7 @@ def test_the_settings_say_when():
   assert not compares(one, 0)
   assert not compares(experiment.replace(config=never), 0)
   for fingerprint, wanted in (Future(), [8, 16]), (None, []):
-    run: Any = SimpleNamespace(experiment=experiment, hooks=())
+    run: Any = SimpleNamespace(experiment=experiment, callbacks=Callbacks(()))
     first, *_ = hooks.run_hooks(run, fingerprint)
     checks = getattr(first.run, "func", None) is hooks.check_replicas
     assert [s for s in range(1, 24) if checks and first.is_due(s)] == wanted
@@ -103,7 +104,7 @@ def test_the_loop_checks_before_it_saves():
     loop.Hook(2, lambda s, state: calls.append(("check", s))),
     loop.Hook(lambda s: s == 2, lambda s, state: calls.append(("save", s))),
   ]
-  loop.train(0, step, iter(range(4)), loop.Callbacks(), made, start=0, total_steps=4)
+  loop.train(0, step, iter(range(4)), loop.LoopControl(), made, start=0, total_steps=4)
   assert calls == [("check", 2), ("save", 2), ("check", 4)]
 
 

@@ -28,6 +28,7 @@ def training(loss_fn, init, tx, mesh, exchange=None, *, layout=None, local=None,
   """
   fields = {name: options.pop(name) for name in StepOptions._fields if name in options}
   kept = dict(average="ema_decay" in fields, noise_scale="measure_noise_scale" in fields)
+  kept["loss_scale"] = "scale_loss" in fields
   state = init_state(init, tx, mesh, exchange, layout=layout, local=local, seed=seed, **kept)
   options["options"] = StepOptions(**fields)
   if local is None:

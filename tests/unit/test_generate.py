@@ -163,7 +163,7 @@ def test_the_command_writes_what_the_newest_checkpoint_says(run, capsys):
 def test_the_average_is_what_is_sampled(tmp_path):
   with Checkpoints(tmp_path / "checkpoints") as checkpoints:
     checkpoints.save(state(1, params(0), average=(params(1), {})))
-  found = load_params.newest_params(tmp_path, jax.eval_shape(lambda: params(0)))
+  found = load_params.load(tmp_path, jax.eval_shape(lambda: params(0)))
   assert found.step == 1
   for a, b in zip(*map(jax.tree.leaves, (found.params, params(1))), strict=True):
     np.testing.assert_array_equal(a, b)
@@ -190,7 +190,7 @@ def test_a_checkpoint_of_another_model_is_refused(run):
   other = make_transformer(vocab_size=256, num_layers=2, width=32, num_heads=4, hidden=24)
   shapes = jax.eval_shape(other.init, jax.random.key(0))
   with pytest.raises(ConfigError, match=r"params/embed/table is float32\[256, 16\]"):
-    load_params.newest_params(run, shapes)
+    load_params.load(run, shapes)
 
 
 WORDS = ["<eos>", *(f"\u2581{word}" for word in ("an", "apple", "and", "the", "tree"))]

@@ -15,9 +15,11 @@ import threading
 import types
 from typing import Any
 
+import flax.linen as nn
 import jax
 import numpy as np
 import pytest
+from flax import nnx
 
 from jaxscale import config as cfg
 from jaxscale.config.config_file import load_file
@@ -25,6 +27,7 @@ from jaxscale.config.loading import load_config
 from jaxscale.config.own_code import is_own, own_code
 from jaxscale.config.plain import code_of, to_plain
 from jaxscale.config.record import describe_run, from_plain
+from jaxscale.run.identity import without_source
 from support.configs import recorded, small_config
 from support.errors import config_error
 from support.tables import columns, words
@@ -285,10 +288,11 @@ class Cell(config.Model):
 '''
 
 
-def run_cell(text, number, space):
+def run_cell(text, number, space, has_source=True):
   """Run a cell as IPython does, with its source known by the name of a file."""
   name = f"/tmp/ipykernel_1/{number}.py"
-  linecache.cache[name] = len(text), None, text.splitlines(keepends=True), name
+  if has_source:
+    linecache.cache[name] = len(text), None, text.splitlines(keepends=True), name
   exec(compile(text, name, "exec"), space)
 
 
@@ -314,3 +318,59 @@ def test_a_class_of_a_notebook_counts_by_its_source(monkeypatch):
 """):
     second = codes(number, setup.replace(old, new), CELL.replace(old, new))
     assert {k for k in first if first[k] != second.get(k)} == {f"__main__:{key}"}
+
+
+BASES = """
+from jaxscale import config
+class Base:
+  def scaled(self, x):
+    return self.scale * x
+class Inner(Base):
+  scale = 2
+class Cell(config.Model):
+  def build(self, context):
+    return [Inner() for _ in range(3)]
+"""
+
+
+@pytest.mark.parametrize("has_source", [True, False])
+def test_classes_that_a_notebooks_class_uses_count_without_source_too(has_source, monkeypatch):
+  notebook = types.ModuleType("__main__")
+  monkeypatch.setitem(sys.modules, "__main__", notebook)
+
+  def codes(number, text):
+    run_cell(text, f"{has_source}{number}", vars(notebook), has_source)
+    return code_of(dataclasses.replace(config_of(), model=notebook.Cell())).hashes
+
+  first = codes(1, BASES)
+  assert codes(2, BASES) == first
+  assert ("__main__:Cell" in first) and first["__main__:Cell"].startswith("byte") != has_source
+  for number, old, new in ((3, "scale = 2", "scale = 3"), (4, "scale * x", "scale + x")):
+    assert codes(number, BASES.replace(old, new)) != first
+  for number, old, new in ((5, "range(3)", "range(4)"), (6, "[Inner() for", "[Base() for")):
+    second = codes(number, BASES.replace(old, new))
+    assert second["__main__:Cell"] != first["__main__:Cell"]
+  lines = without_source({"code": first})
+  assert len(lines) == (not has_source) and all("Cell" in line for line in lines)
+
+
+class Halved(nnx.Module):
+  """A module of NNX with every kind of state."""
+
+  def __init__(self, rngs, width=4):
+    self.dense = nnx.Linear(3, width, rngs=rngs)
+    self.drop = nnx.Dropout(0.5, rngs=rngs)
+    self.norm = nnx.BatchNorm(width, rngs=rngs)
+
+  def __call__(self, x):
+    return self.norm(self.drop(self.dense(x)))
+
+
+def test_a_module_in_place_of_model_settings_is_recorded_by_its_contents():
+  make = [lambda: Halved(nnx.Rngs(0)), lambda: Halved(nnx.Rngs(1)), lambda: Halved(nnx.Rngs(0), 5)]
+  first, second, third = (to_plain(small_config(model=f())) for f in make)
+  assert to_plain(small_config(model=make[0]())) == first
+  assert first["model"]["class"] == "Module" and second != first != third
+  assert to_plain(small_config(model=Halved))["model"]["module"]["object"].endswith(":Halved")
+  layer = to_plain(small_config(model=nn.Dense(4)))["model"]["module"]
+  assert (layer["class"], layer["features"]) == ("Dense", 4)

@@ -1,0 +1,116 @@
+"""Datasets of new inputs for a trained model: arrays, image files, and paths of them."""
+
+from __future__ import annotations
+
+import io
+import os
+import zipfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jaxscale import data
+from jaxscale.config import Config
+from jaxscale.data.arrays import cast
+from jaxscale.data.encoded import Source, from_source
+from jaxscale.data.folder import SUFFIXES, image_files, listed_files
+from jaxscale.errors import ConfigError, invalid
+from jaxscale.metrics.text import listed
+
+_MODES = {1: "L", 3: "RGB", 4: "RGBA"}
+
+
+def of_inputs(config: Config, info: Any, inputs: Any) -> data.Dataset:
+  """Return the dataset of the arguments of `Trained.predict`.
+
+  Raises:
+    ConfigError: the inputs do not fit the model.
+  """
+  items = inputs if isinstance(inputs, list | tuple) else ()
+  if items and all(isinstance(x, str | os.PathLike) for x in items):
+    return _of_images(config, info, listed_files(items))
+  if items and all(hasattr(x, "convert") for x in items):
+    return _of_images(config, info, _pictures(items, info))
+  return _of_arrays(info, inputs if isinstance(inputs, Mapping) else {_input(info): inputs})
+
+
+def of_path(config: Config, info: Any, path: Path) -> tuple[data.Dataset, bool]:
+  """Return the dataset of a folder of images, an image, or a .npy or .npz file.
+
+  Returns:
+    The dataset, and whether it has targets: classes of subdirectories, or an array.
+
+  Raises:
+    ConfigError: the path has no inputs for the model.
+  """
+  if path.is_dir():
+    source, has_classes = image_files(path, getattr(info, "class_names", ()))
+    return _of_images(config, info, source), has_classes
+  if path.is_file() and path.suffix.lower() in SUFFIXES:
+    return _of_images(config, info, listed_files([path])), False
+  if not path.is_file() or path.suffix not in (".npy", ".npz"):
+    fix = "give a folder of images, an image, or arrays in a .npy or .npz file"
+    raise invalid("--data", str(path), "is no such file", fix)
+  try:
+    loaded: Any = np.load(path, mmap_mode="r", allow_pickle=False)
+    named = {"x": loaded} if path.suffix == ".npy" else dict(loaded)
+  except (ValueError, OSError, EOFError, zipfile.BadZipFile) as e:
+    raise invalid("--data", str(path), f"cannot be read ({e})", "write it again") from None
+  target = "targets" if isinstance(info, data.TextInfo) else "label"
+  names = {"x": _input(info), "y": target}
+  named = {names.get(name, name): array for name, array in named.items()}
+  return _of_arrays(info, named), target in named
+
+
+def _input(info: Any) -> str:
+  return "tokens" if isinstance(info, data.TextInfo) else "image"
+
+
+def _of_arrays(info: Any, values: Mapping[str, Any]) -> data.Dataset:
+  """Return a dataset of named arrays [n, ...]; text may have any length."""
+  known, arrays = data.batch_shapes(info, 1), {}
+  for name, value in values.items():
+    if name not in known:
+      raise invalid(f"inputs[{name!r}]", ..., "is unknown", f"give {listed(known, 'or')}")
+    (_, *shape), dtype = known[name]
+    array = arrays[name] = np.asarray(value)
+    is_alike = array.shape[1:] == tuple(shape) or isinstance(info, data.TextInfo)
+    is_alike &= array.ndim == len(shape) + 1 and array.dtype.kind in "uifb"
+    if not (is_alike and array.size):
+      problem, sizes = f"is {array.dtype}{[*array.shape]}", ", ".join(["n", *map(str, shape)])
+      raise invalid(f"inputs[{name!r}]", ..., problem, f"the model takes {dtype}[{sizes}]")
+  if _input(info) in known and _input(info) not in arrays:
+    raise invalid("inputs", [*arrays], f"lack {_input(info)!r}", "give it as well")
+  if len(counts := {len(array) for array in arrays.values()}) != 1:
+    raise invalid("inputs", sorted(counts), "are different lengths", "give a row per example")
+
+  def load(indices: np.ndarray, draws: Any) -> data.dataset.Batch:
+    del draws
+    return {n: cast(f"inputs[{n!r}]", x[indices], known[n][1]) for n, x in arrays.items()}
+
+  return data.Dataset(info, counts.pop(), load)
+
+
+def _of_images(config: Config, info: Any, source: Source) -> data.Dataset:
+  """Return a dataset of encoded images, in the run's view for validation."""
+  shape = getattr(info, "image_shape", None) or ()
+  if len(shape) != 3 or shape[-1] not in _MODES or info.dtype != "uint8":
+    raise ConfigError(f"the run's model takes no images but {info.name}; give arrays of these")
+  if of_source := getattr(config.data, "of_source", None):
+    return of_source(info, source)
+  return from_source(info, source, False, "none", False, "mlperf")
+
+
+def _pictures(pictures: Sequence[Any], info: Any) -> Source:
+  """Return pictures of Pillow as encoded images."""
+
+  def content(index: int) -> tuple[bytes, int]:
+    picture, file = pictures[index], io.BytesIO()
+    if picture.mode not in ("1", "L", "LA", "I", "I;16", "P", "RGB", "RGBA"):  # PNG's
+      picture = picture.convert(_MODES[info.image_shape[-1]])
+    picture.save(file, "PNG", compress_level=1)
+    return file.getvalue(), 0
+
+  return Source(len(pictures), lambda indices: map(content, indices), str, lambda index: False)
