@@ -19,6 +19,7 @@ from jaxscale.collectives import vary
 from jaxscale.errors import invalid
 from jaxscale.experiment.own_classes import build, guarded, guarded_parts
 from jaxscale.mesh import batch_axes
+from jaxscale.optim.tree_paths import path_name
 from jaxscale.training import losses
 from jaxscale.training.contract import check_sums, checked, compiled, example_values, one_line
 from jaxscale.training.custom_loss import CustomLoss, LossState, state_of_model
@@ -161,6 +162,7 @@ def trace_steps(
     outputs, called = (), model
     if not isinstance(objective, CustomLoss):
       outputs, _ = model.apply(params, own, model.inputs(batch), True, keys)
+      _check_rows(outputs, rows)
       called = model._replace(apply=lambda *_: (outputs, own))
     loss_of(called, objective, mesh)(params, own, batch, keys)
     totals_of(model, objective, mesh)(params, own, batch | {"mask": jnp.ones(rows, bool)})
@@ -169,6 +171,15 @@ def trace_steps(
   specs = P(), P(axes), P(axes)
   called = jax.shard_map(call, mesh=mesh, in_specs=specs, out_specs=P(axes))
   return functools.partial(jax.eval_shape, called, state, batch, keys), state, batch
+
+
+def _check_rows(outputs: Any, rows: int) -> None:
+  """Raise if an output of a model has no leading dim of rows."""
+  for path, x in jax.tree.leaves_with_path(outputs):
+    if jnp.shape(x)[:1] != (rows,):
+      field, shape = f"the model's output {path_name(path)}".rstrip(), list(jnp.shape(x))
+      problem = f"has shape {shape} for {rows} rows"
+      raise invalid(field, ..., problem, f"return one value per row, [{rows}, ...]")
 
 
 def sum_notes(objective: AnyLoss, state: Any, outputs: Any, batch: Any, mesh: Mesh) -> list[str]:

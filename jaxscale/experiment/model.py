@@ -7,7 +7,6 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
@@ -19,11 +18,14 @@ from jaxscale.config.choice import is_built_in
 from jaxscale.errors import ConfigError, invalid
 from jaxscale.experiment.derive import Derived
 from jaxscale.experiment.loss import AnyLoss, sum_notes, trace_steps
-from jaxscale.experiment.own_classes import build, guarded, guarded_parts
+from jaxscale.experiment.own_classes import build, guarded, guarded_parts, user_errors
 from jaxscale.experiment.phases import Phase
 from jaxscale.experiment.row_mixing import mixes_rows
 from jaxscale.mesh import BN_AXIS, BatchNormSpan, batch_norm_span, mesh_shape
 from jaxscale.metrics.log import logger
+from jaxscale.models.adapters.calls import Setting
+from jaxscale.models.adapters.convert import KINDS, convert, library_of
+from jaxscale.models.model_fns import notes_of
 from jaxscale.models.stack import stack_logits
 from jaxscale.optim.tree_paths import path_name
 from jaxscale.training.contract import one_line
@@ -92,9 +94,7 @@ def make_model(
   smoothing = config.loss.label_smoothing if train else 0.0
   bn = {} if span is None or mesh is None else _bn_options(span, mesh)
   context = cfg.ModelContext(info=info, dtype=dtype, label_smoothing=smoothing, **bn)
-  expected = "a Flax module, a models.ModelFns or a models.Stack"
-  kinds = models.Stack, nn.Module, models.ModelFns
-  model = build(config.model, context, kind=kinds, expected=expected)
+  model = build(config.model, context, kind=_is_model, expected=KINDS)
   if isinstance(model, models.Stack):
     if not config.loss.is_cross_entropy:
       problem = f"does not work with {type(config.model).__name__}, which computes cross entropy"
@@ -106,14 +106,19 @@ def make_model(
       problem = f"does not work with {type(config.model).__name__}, which computes its own totals"
       raise invalid(field, ..., problem, "remove it, or use a different model")
     return model
-  if isinstance(model, nn.Module):
-    if isinstance(info, data.TextInfo):
-      model = models.functions(model, (info.sequence_length,), dtype="int32")
-    else:
-      model = models.functions(
-        model, info.image_shape or (), mean=info.mean, std=info.std, dtype=info.dtype
-      )
-  return guarded_parts(config.model, " ({})", model)
+  shapes = data.batch_shapes(info, 1).items()
+  arrays = {name: (shape[1:], dtype) for name, (shape, dtype) in shapes}
+  own = config.model.inputs if callable(config.model.inputs) else None
+  norm: Any = context.bn_axis_name, context.bn_group_size, config.model.batch_norm
+  setting = Setting(arrays, own, *norm)
+  if isinstance(info, data.DatasetInfo):
+    setting = setting._replace(mean=info.mean, std=info.std)
+  with user_errors(config.model, ".build"):
+    return guarded_parts(config.model, " ({})", convert(model, setting))
+
+
+def _is_model(model: Any) -> bool:
+  return isinstance(model, models.Stack) or library_of(model) != ""
 
 
 def _seen_by_loss(config: cfg.Config, info: Any) -> Any:
@@ -209,7 +214,7 @@ def _called_as_steps(
       field = f"model state {path_name(path)}"
       problem, fix = "is a typed key, which a checkpoint cannot store", "store its "
       raise invalid(field, ..., problem, fix + "jax.random.key_data")
-  return state, batch, *models.by_device(trace, rows)
+  return state, batch, *notes_of(trace)
 
 
 def _class_notes(config: cfg.Config, outputs: Any, info: Any) -> list[str]:
@@ -249,10 +254,10 @@ def _model_notes(
   shapes = data.batch_shapes(info, rows)
   batch: Any = {name: jax.ShapeDtypeStruct(*array) for name, array in shapes.items()}
 
-  def outputs_of(state: Any, inputs: Any, keys: Any):
-    return model.apply(*state, inputs, True, keys)[0]
+  def outputs_of(state: Any, batch: Any, keys: Any):
+    return model.apply(*state, model.inputs(batch), True, keys)[0]
 
-  return mixing("its model", outputs_of, model.init, model.inputs(batch))
+  return mixing("its model", outputs_of, model.init, batch)
 
 
 def _mixing_notes(
