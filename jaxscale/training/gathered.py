@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxscale.collectives import vary
-from jaxscale.models.flax_apply import inputs_of
+from jaxscale.models.model_fns import inputs_of
 from jaxscale.training.losses import Apply, Objective, eval_totals, training_loss
 from jaxscale.training.metrics import Metric
 from jaxscale.training.types import Batch, EvalFn, LossFn, Totals, Tree
