@@ -20,9 +20,9 @@ from jaxscale.errors import ConfigError
 if TYPE_CHECKING:
   from jax.sharding import Mesh
 
-__all__ = ["Callback", "CallbackContext", "Data", "Exchange", "ExchangeContext", "Loss", "Metric"]
-__all__ += ["Model", "ModelContext", "Optimizer", "OptimizerContext", "Schedule"]
-__all__ += ["ScheduleContext", "Sync", "SyncContext", "Tracker", "TrackerContext"]
+__all__ = ["Callback", "CallbackContext", "Data", "Exchange", "ExchangeContext", "Loss"]
+__all__ += ["LossContext", "Metric", "Model", "ModelContext", "Optimizer", "OptimizerContext"]
+__all__ += ["Schedule", "ScheduleContext", "Sync", "SyncContext", "Tracker", "TrackerContext"]
 
 
 class ModelContext(NamedTuple):
@@ -43,6 +43,22 @@ class ModelContext(NamedTuple):
   label_smoothing: float = 0.0
   bn_axis_name: tuple[str, ...] | None = None
   bn_group_size: int | None = None
+
+
+class LossContext(NamedTuple):
+  """Second argument of `Loss.build`, for losses that take it.
+
+  Attributes:
+    model: the model as `models.ModelFns`: `init`, `apply` and `inputs`.
+    axes: the mesh axes that split the rows of a batch, for `lax.all_gather` and `lax.psum`.
+    num_devices: the number of devices along these axes.
+    dtype: the type of activations, a `jnp.dtype`.
+  """
+
+  model: Any
+  axes: tuple[str, ...]
+  num_devices: int
+  dtype: Any = "float32"
 
 
 class OptimizerContext(NamedTuple):
@@ -295,7 +311,9 @@ class Sync(Choice):
 class Loss(Choice):
   """Training loss, and the metrics that evaluation reports.
 
-  `build(info)` returns a `training.losses.Objective`: loss and metrics per example.
+  `build(info)` or `build(info, context: LossContext)` returns a `training.losses.Objective`,
+  loss and metrics per example; a `training.GatheredObjective`, whose examples see all rows
+  of the global batch; or a `training.CustomLoss`, a loss function of the parameters.
   """
 
   label_smoothing = 0.0
@@ -306,6 +324,14 @@ class Loss(Choice):
   def is_cross_entropy(self) -> bool:
     """True if the loss is cross entropy of one class per row, as `models.Stack` computes it."""
     return False
+
+  def arguments(self, info: Any, context: LossContext) -> tuple[Any, ...]:
+    """Return the arguments that this class's `build` takes: the second one is optional."""
+    try:
+      inspect.signature(self.build).bind(info, context)
+    except TypeError:
+      return (info,)
+    return info, context
 
   def target_range(self, info: Any) -> tuple[int, int] | None:
     """Return the lowest and the highest valid target; None allows any."""
