@@ -47,7 +47,7 @@ class Distilled(config.Loss):
 
 def get_config() -> config.Config:
   return config.Config(
-    model=config.MLP(hidden=(32,)),
+    model=config.MLP(hidden=(128,)),
     data=config.Digits(),
     loss=Distilled(),
     optimizer=config.AdamW(lr=3e-3),
