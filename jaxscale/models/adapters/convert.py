@@ -103,7 +103,8 @@ def functions(
     ConfigError: the model's call requires further arguments.
 
   Example:
-    >>> fns = functions(MLPModule(num_classes=10), (8, 8, 1))
+    >>> from jaxscale import models
+    >>> fns = functions(models.MLPModule(num_classes=10), (8, 8, 1))
     >>> params, model_state = fns.init(jax.random.key(0))
   """
   return convert(model, Setting({"image": (image_shape, dtype)}, mean=mean, std=std))
