@@ -495,7 +495,10 @@ def make_eval_step(eval_fn: EvalFn, mesh: Mesh, layout: Layout | None = None) ->
   out_specs, axes = (P(), P(), P(batch_axes(mesh))), layout.token_axes
 
   def sums_and_rows(params: Tree, model_state: Tree, batch: Batch):
-    totals: dict[str, Any] = dict(eval_fn(params, model_state, batch))
+    totals: dict[str, Any] = eval_fn(params, model_state, batch)
+    if not isinstance(totals, dict):
+      raise without_examples(totals)
+    totals = dict(totals)
     sums, rows = totals.pop(SUMS, {}), totals.pop(ROWS, {})
     return sum_totals(totals, axes), lax.psum(vary(sums, axes), axes), vary(rows, axes)
 
