@@ -495,8 +495,9 @@ def make_eval_step(eval_fn: EvalFn, mesh: Mesh, layout: Layout | None = None) ->
   out_specs, axes = (P(), P(), P(batch_axes(mesh))), layout.token_axes
 
   def sums_and_rows(params: Tree, model_state: Tree, batch: Batch):
-    totals: dict[str, Any] = dict(eval_fn(params, model_state, batch))
-    sums, rows = totals.pop(SUMS, {}), totals.pop(ROWS, {})
+    totals: Any = eval_fn(params, model_state, batch)
+    more = totals if isinstance(totals, dict) else {}  # `sum_totals` refuses others
+    sums, rows = more.pop(SUMS, {}), more.pop(ROWS, {})
     return sum_totals(totals, axes), lax.psum(vary(sums, axes), axes), vary(rows, axes)
 
   def local_totals(params: Tree, model_state: Tree, batch: Batch):
