@@ -68,7 +68,7 @@ def checked_step(step: Any, options: StepOptions) -> TrainStep:
   asked = options.ema_decay is not None, options.measure_noise_scale, options.scale_loss
   needed = [name for name, is_asked in zip(kept, asked, strict=True) if is_asked]
 
-  def call(state: TrainState, batch: Batch):
+  def call(state: Any, batch: Batch):
     if not isinstance(state, TrainState):
       raise invalid("state", ..., f"is a {type(state).__name__}", "give a TrainState, then a batch")
     for name in [name for name in needed if getattr(state, name) == ()]:

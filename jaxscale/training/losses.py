@@ -27,7 +27,7 @@ from jaxscale.models.model_fns import inputs_of
 from jaxscale.training.metrics import Metric, updates
 from jaxscale.training.types import LOSS_WEIGHT, Batch, EvalFn, LossFn, Totals
 
-Apply = Callable[..., tuple[jax.Array, Any]]
+Apply = Callable[..., tuple[Any, Any]]
 # Attribute set on losses that `contract.check_loss` need not check.
 IS_SUM = "is_sum"
 PerExample = Callable[[Any, Batch], Any]

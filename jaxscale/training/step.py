@@ -342,7 +342,7 @@ def with_average(update: Update, decay: float, *, warmup: bool = False) -> Updat
   return averaged
 
 
-def sum_totals(totals: Totals, axes: tuple[str, ...]) -> Totals:
+def sum_totals(totals: Any, axes: tuple[str, ...]) -> Totals:
   """Sum totals over all devices, each over the axes along which it differs.
 
   Along `axes` devices have different examples, even if a total such as their number is
