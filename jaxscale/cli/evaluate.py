@@ -28,7 +28,7 @@ def add_run(parser: Parser) -> None:
   parser.option("--data PATH", f"{text}data)")
   parser.option("--step N", "the step of the checkpoint (default: the newest)", whole())
   text = "a setting's value, e.g. --config.data.path=other (default: the run's); of data, dtype, "
-  parser.settings(f"{text}evaluation, faults, gpu_settings, input_threads, layout or mesh")
+  parser.settings(f"{text}evaluation, faults, gpu_settings, input_threads, layout, mesh, metrics")
 
 
 def run(args: Namespace) -> int | None:

@@ -32,10 +32,10 @@ def run(args: Namespace) -> None:
 
   ramp = LearningRateFinder(steps=args.steps, low=args.low, high=args.high)
   config = load_config(args.config, args.overrides)
-  with open_session(config, Path(default_workdir(args.config))):
+  with open_session(config, Path(default_workdir(args.config))) as watch:
     from jaxscale.run import learning_rates  # Imports JAX, once all processes have joined.
 
-    tried = learning_rates.find_learning_rate(config, **vars(ramp))
+    tried = learning_rates.find_learning_rate(config, **vars(ramp), at=watch.at)
     try:
       line = learning_rates.plot_learning_rates(tried, args.out)
     except OSError as e:

@@ -1,7 +1,7 @@
 """Settings of a run: definition, checks, loading and recording.
 
 `Config` holds all settings of a run. `Model`, `Data`, `Optimizer`, `Schedule`, `Exchange`,
-`Sync`, `Loss`, `Tracker` and `Callback` are bases that a user's classes extend
+`Sync`, `Loss`, `Metric`, `Tracker` and `Callback` are bases that a user's classes extend
 (docs/extending.md).
 The built-in classes (`SGD`, `CNN`, ...) are defined in the packages that they configure
 and are also names of this package. They are imported on first use, so that this package

@@ -11,7 +11,7 @@ import math
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, NamedTuple
 
 from jaxscale.config.bounds import NonNegative, Positive
 from jaxscale.config.choice import Choice
@@ -20,9 +20,9 @@ from jaxscale.errors import ConfigError
 if TYPE_CHECKING:
   from jax.sharding import Mesh
 
-__all__ = ["Callback", "CallbackContext", "Data", "Exchange", "ExchangeContext", "Loss", "Metric"]
-__all__ += ["Model", "ModelContext", "Optimizer", "OptimizerContext", "Schedule"]
-__all__ += ["ScheduleContext", "Sync", "SyncContext", "Tracker", "TrackerContext"]
+__all__ = ["Callback", "CallbackContext", "Data", "Exchange", "ExchangeContext", "Loss"]
+__all__ += ["LossContext", "Metric", "Model", "ModelContext", "Optimizer", "OptimizerContext"]
+__all__ += ["Schedule", "ScheduleContext", "Sync", "SyncContext", "Tracker", "TrackerContext"]
 
 
 class ModelContext(NamedTuple):
@@ -43,6 +43,22 @@ class ModelContext(NamedTuple):
   label_smoothing: float = 0.0
   bn_axis_name: tuple[str, ...] | None = None
   bn_group_size: int | None = None
+
+
+class LossContext(NamedTuple):
+  """Second argument of `Loss.build`, for losses that take it.
+
+  Attributes:
+    model: the model as `models.ModelFns`: `init`, `apply` and `inputs`.
+    axes: the mesh axes that split the rows of a batch, for `lax.all_gather` and `lax.psum`.
+    num_devices: the number of devices along these axes.
+    dtype: the type of activations, a `jnp.dtype`.
+  """
+
+  model: Any
+  axes: tuple[str, ...]
+  num_devices: int
+  dtype: Any = "float32"
 
 
 class OptimizerContext(NamedTuple):
@@ -171,12 +187,17 @@ class CallbackContext(NamedTuple):
 class Model(Choice):
   """Model that turns a batch into predictions.
 
-  `build(context: ModelContext)` returns a Flax module, called with the batch's "image"
-  and, where its signature has them, `train` and `keys` (one per row); or
-  `models.ModelFns`, two pure functions; or a `models.Stack` of equal layers. A config also
-  takes such an object itself as `model`, and wraps it into a `models.Module`.
+  `build(context: ModelContext)` returns a Flax Linen module; an NNX module, or a function
+  of `rngs` that makes one; an Equinox module, or a function of `key` that makes one; a
+  transformed Haiku function; a pair (init, apply) of functions, as in `models.ModelFns`; or
+  a `models.Stack` of equal layers. A module is called with the arrays of a batch that its
+  parameters name, or else with "image" or "tokens" or the whole batch; where its signature
+  has them, also with `train` and random keys (`keys`, one per row; `key` in Equinox). A
+  method `inputs(batch)` of the settings picks the inputs instead. A config also takes
+  such an object itself as `model`, and wraps it into a `models.Module`.
   """
 
+  inputs: ClassVar[Any] = None  # A method from a batch to the model's inputs; None: by name.
   batch_norm = False  # True if the model normalizes over examples, those of `bn_span`.
   bn_span = "device"  # A field in models with synchronized BatchNorm.
   is_stack = False  # True if `build` returns a Stack, which stage and model can split.
@@ -187,8 +208,8 @@ class Model(Choice):
     """Return settings that hold a model given in place of settings; None for other values."""
     is_pair = isinstance(value, tuple) and len(value) > 1 and all(map(callable, value))
     is_model = is_pair or (callable(value) and not isinstance(value, Choice))
-    if isinstance(value, type):  # an NNX class makes its module from `rngs`
-      is_model = "rngs" in inspect.signature(value.__init__).parameters
+    if isinstance(value, type):  # NNX makes a module from `rngs`, Equinox from `key`
+      is_model = not {"rngs", "key"}.isdisjoint(inspect.signature(value.__init__).parameters)
     if cls is not Model or not is_model:
       return None
     return Model.built_in()["Module"](module=value)
@@ -290,7 +311,9 @@ class Sync(Choice):
 class Loss(Choice):
   """Training loss, and the metrics that evaluation reports.
 
-  `build(info)` returns a `training.losses.Objective`: loss and metrics per example.
+  `build(info)` or `build(info, context: LossContext)` returns a `training.losses.Objective`,
+  loss and metrics per example; a `training.GatheredObjective`, whose examples see all rows
+  of the global batch; or a `training.CustomLoss`, a loss function of the parameters.
   """
 
   label_smoothing = 0.0
@@ -301,6 +324,14 @@ class Loss(Choice):
   def is_cross_entropy(self) -> bool:
     """True if the loss is cross entropy of one class per row, as `models.Stack` computes it."""
     return False
+
+  def arguments(self, info: Any, context: LossContext) -> tuple[Any, ...]:
+    """Return the arguments that this class's `build` takes: the second one is optional."""
+    try:
+      inspect.signature(self.build).bind(info, context)
+    except TypeError:
+      return (info,)
+    return info, context
 
   def target_range(self, info: Any) -> tuple[int, int] | None:
     """Return the lowest and the highest valid target; None allows any."""

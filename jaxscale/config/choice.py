@@ -94,5 +94,5 @@ def own_choices(namespace: dict[str, Any]) -> dict[str, type]:
 
 
 def is_built_in(kind: type) -> bool:
-  """Return whether a settings class is part of jaxscale."""
-  return kind.__module__.startswith("jaxscale.")
+  """Return whether a settings class is part of jaxscale, and holds no code of the user."""
+  return kind.__module__.startswith("jaxscale.") and not getattr(kind, "holds_user_code", False)

@@ -56,7 +56,7 @@ def load_config(path: str, overrides: Mapping[str, str] | None = None) -> Config
 
 
 # Settings that may differ in an evaluation; others would need another training.
-_EVALUATED = """data dtype evaluation faults gpu_settings input_threads layout mesh""".split()
+_EVALUATED = "data dtype evaluation faults gpu_settings input_threads layout mesh metrics".split()
 
 
 def evaluated_config(run: str, overrides: Mapping[str, str]) -> tuple[Described, Config]:

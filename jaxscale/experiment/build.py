@@ -28,15 +28,16 @@ from jaxscale.exchange import Exchange
 from jaxscale.experiment import make_layout as layouts
 from jaxscale.experiment.derive import Derived, derive
 from jaxscale.experiment.exchange import Synchronization, make_exchange, make_sync
+from jaxscale.experiment.loss import loss_state, make_objective
 from jaxscale.experiment.model import (
   Model,
+  as_functions,
   bn_span,
   check_model,
   imported,
   init_fn,
   make_metrics,
   make_model,
-  make_objective,
   rows_of_device,
 )
 from jaxscale.experiment.optimizer import make_optimizer, phase_rate, phase_schedule
@@ -81,6 +82,7 @@ class RunParts:
   layout: Layout | None  # None: everything is replicated
   eval_step: EvalStep
   metrics: Mapping[str, Metric]
+  loss_state: Any  # `CustomLoss.init_state`; None: the loss has no state
 
 
 @dataclasses.dataclass(frozen=True)
@@ -223,6 +225,7 @@ class Experiment(RunParts, PhaseParts):
       average=self.config.ema_decay is not None,
       noise_scale=self.config.noise_scale,
       loss_scale=self.config.dtype == "float16",
+      loss_state=self.loss_state,
     )
 
 
@@ -258,7 +261,7 @@ def experiment(
     make_sync(config, derived, phase, mesh)
   info, rows = eval_data.info, rows_of_device(derived, derived.phases[0])
   model = make_model(config, info, mesh, spans[0], train=False)
-  objective = make_objective(config, info)
+  objective = make_objective(config, info, as_functions(model), mesh)
   metrics = make_metrics(config, info)
   notes = check_model(config, model, objective, info, mesh, rows, compute=datasets is None)
   _check_paths(config, model)
@@ -270,9 +273,10 @@ def experiment(
       if (targets := getattr(config.data, name)) is not None and datasets is None:
         check_targets(f"Arrays.{name}", np.asarray(targets), limits)
   layout = layouts.make_layout(config, mesh, model)
-  totals = layouts.make_totals(model, layout, objective, metrics)
+  totals = layouts.make_totals(model, layout, objective, mesh, metrics)
   eval_step = steps.make_eval_step(totals, mesh, layout)
-  parts = RunParts(config, derived, mesh, eval_data, model, layout, eval_step, metrics)
+  built = config, derived, mesh, eval_data, model, layout, eval_step, metrics
+  parts = RunParts(*built, loss_state(objective))
   first = make_phase(parts, derived.phases[0], train_data)
   notes = *train_data.notes, *eval_data.notes, *notes, *first.notes
   built = Experiment(**vars(parts), **vars(dataclasses.replace(first, notes=notes)))
@@ -330,11 +334,11 @@ def make_phase(parts: RunParts, phase: Phase, train_data: data.Dataset) -> Phase
   exchange, notes = make_exchange(config, derived, sizes, params, mesh)
   sync, more = make_sync(config, derived, phase, mesh)
   schedule = phase_schedule(config, derived, phase)
-  objective = make_objective(config, train_data.info)
+  objective = make_objective(config, train_data.info, as_functions(model), mesh)
   return PhaseParts(
     phase=phase,
     train_data=train_data,
-    loss=layouts.make_loss(config, model, layout, objective),
+    loss=layouts.make_loss(config, model, layout, objective, mesh),
     tx=make_optimizer(config, schedule, warmup, momentum),
     schedule=schedule,
     exchange=exchange,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -12,6 +13,7 @@ from jax.sharding import Mesh
 from jaxscale import config as cfg
 from jaxscale import models, parallel
 from jaxscale.errors import ConfigError
+from jaxscale.experiment.loss import AnyLoss, loss_of, totals_of
 from jaxscale.experiment.model import Model, init_fn
 from jaxscale.optim.tree_paths import path_name
 from jaxscale.parallel import rules as sharding_rules
@@ -19,8 +21,6 @@ from jaxscale.parallel.pipeline import bubble
 from jaxscale.parallel.placement import HOST
 from jaxscale.parallel.rules import Rule, partition
 from jaxscale.parallel.specs import Layout, Shard
-from jaxscale.training import losses
-from jaxscale.training.losses import Objective
 from jaxscale.training.metrics import Metric
 
 
@@ -207,7 +207,9 @@ def _check_divides(config: cfg.Config, mesh: Mesh, shapes: Any) -> None:
         )
 
 
-def make_loss(config: cfg.Config, model: Model, layout: Layout | None, objective: Objective) -> Any:
+def make_loss(
+  config: cfg.Config, model: Model, layout: Layout | None, objective: AnyLoss, mesh: Mesh
+) -> Any:
   """Build the loss of a train step: a `step.LossFn` or `PipelineGrads`.
 
   Args:
@@ -215,6 +217,7 @@ def make_loss(config: cfg.Config, model: Model, layout: Layout | None, objective
     model: the model; a stack applies label smoothing itself.
     layout: the layout from `make_layout`.
     objective: the objective of `Config.loss`, for models that are not stacks.
+    mesh: the mesh of all devices.
   """
   if isinstance(model, models.Stack):
     assert layout is not None
@@ -223,17 +226,21 @@ def make_loss(config: cfg.Config, model: Model, layout: Layout | None, objective
       return parallel.stack_loss(model, layout, remat=remat)
     piped = {"gpipe": parallel.gpipe_grads, "1f1b": parallel.one_f_one_b_grads}
     return piped[config.layout.schedule](model, layout, remat=remat)
-  loss = losses.training_loss(model.apply, objective, model.inputs)
-  setattr(loss, losses.IS_SUM, True)  # `check_model` has checked the user's own
-  return loss if layout is None else parallel.with_gathered_params(loss, layout.gathers)
+  return loss_of(model, objective, mesh, _sharded(layout))
 
 
 def make_totals(
-  model: Model, layout: Layout | None, objective: Objective, metrics: Mapping[str, Metric]
+  model: Model, layout: Layout | None, objective: AnyLoss, mesh: Mesh, metrics: Mapping[str, Metric]
 ) -> Any:
   """Build the totals of an eval step: a `step.EvalFn`."""
   if isinstance(model, models.Stack):
     assert layout is not None
     return parallel.stack_totals(model, layout)
-  totals = losses.eval_totals(model.apply, objective, model.inputs, metrics)
-  return totals if layout is None else parallel.with_gathered_params(totals, layout.gathers)
+  return _sharded(layout)(totals_of(model, objective, mesh, metrics))
+
+
+def _sharded(layout: Layout | None) -> Any:
+  """Return a wrapper of functions of full parameters."""
+  if layout is None:
+    return lambda function: function
+  return functools.partial(parallel.with_gathered_params, gathers=layout.gathers)

@@ -4,32 +4,32 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 from collections.abc import Callable
 from typing import Any
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
-from jax.sharding import PartitionSpec as P
 
 from jaxscale import config as cfg
 from jaxscale import data, models, weights
-from jaxscale.collectives import vary
 from jaxscale.config.bases import snake_case
 from jaxscale.config.choice import is_built_in
 from jaxscale.errors import ConfigError, invalid
 from jaxscale.experiment.derive import Derived
-from jaxscale.experiment.own_classes import build, guarded, guarded_parts
+from jaxscale.experiment.loss import AnyLoss, sum_notes, trace_steps
+from jaxscale.experiment.own_classes import build, guarded, guarded_parts, user_errors
 from jaxscale.experiment.phases import Phase
 from jaxscale.experiment.row_mixing import mixes_rows
-from jaxscale.mesh import BN_AXIS, BatchNormSpan, batch_axes, batch_norm_span, mesh_shape
+from jaxscale.mesh import BN_AXIS, BatchNormSpan, batch_norm_span, mesh_shape
 from jaxscale.metrics.log import logger
+from jaxscale.models.adapters.calls import Setting
+from jaxscale.models.adapters.convert import KINDS, convert, library_of
+from jaxscale.models.model_fns import notes_of
 from jaxscale.models.stack import stack_logits
 from jaxscale.optim.tree_paths import path_name
-from jaxscale.training import losses
-from jaxscale.training.contract import check_sums, one_line
+from jaxscale.training.contract import one_line
+from jaxscale.training.custom_loss import state_of_model
 from jaxscale.training.losses import Objective
 from jaxscale.training.metrics import Metric
 from jaxscale.training.types import TrainState
@@ -94,9 +94,7 @@ def make_model(
   smoothing = config.loss.label_smoothing if train else 0.0
   bn = {} if span is None or mesh is None else _bn_options(span, mesh)
   context = cfg.ModelContext(info=info, dtype=dtype, label_smoothing=smoothing, **bn)
-  expected = "a Flax module, a models.ModelFns or a models.Stack"
-  kinds = models.Stack, nn.Module, models.ModelFns
-  model = build(config.model, context, kind=kinds, expected=expected)
+  model = build(config.model, context, kind=_is_model, expected=KINDS)
   if isinstance(model, models.Stack):
     if not config.loss.is_cross_entropy:
       problem = f"does not work with {type(config.model).__name__}, which computes cross entropy"
@@ -108,31 +106,25 @@ def make_model(
       problem = f"does not work with {type(config.model).__name__}, which computes its own totals"
       raise invalid(field, ..., problem, "remove it, or use a different model")
     return model
-  if isinstance(model, nn.Module):
-    if isinstance(info, data.TextInfo):
-      model = models.functions(model, (info.sequence_length,), dtype="int32")
-    else:
-      model = models.functions(
-        model, info.image_shape or (), mean=info.mean, std=info.std, dtype=info.dtype
-      )
-  return guarded_parts(config.model, " ({})", model)
+  shapes = data.batch_shapes(info, 1).items()
+  arrays = {name: (shape[1:], dtype) for name, (shape, dtype) in shapes}
+  own = config.model.inputs if callable(config.model.inputs) else None
+  norm: Any = context.bn_axis_name, context.bn_group_size, config.model.batch_norm
+  setting = Setting(arrays, own, *norm)
+  if isinstance(info, data.DatasetInfo):
+    setting = setting._replace(mean=info.mean, std=info.std)
+  with user_errors(config.model, ".build"):
+    return guarded_parts(config.model, " ({})", convert(model, setting))
+
+
+def _is_model(model: Any) -> bool:
+  return isinstance(model, models.Stack) or library_of(model) != ""
 
 
 def _seen_by_loss(config: cfg.Config, info: Any) -> Any:
   """Return the data's description, with one output if targets are numbers."""
   is_class = getattr(info, "label_shape", None) == ()
   return info._replace(num_classes=1) if config.loss.takes_numbers and is_class else info
-
-
-def make_objective(config: cfg.Config, info: Any) -> Objective:
-  """Build the loss and metrics per example from `Config.loss`.
-
-  Raises:
-    ConfigError: the build failed or returned something else.
-  """
-  expected = "a training.losses.Objective, loss and metrics of each example"
-  objective = build(config.loss, info, kind=Objective, expected=expected)
-  return guarded_parts(config.loss, " ({})", objective)
 
 
 def make_metrics(config: cfg.Config, info: Any) -> dict[str, Metric]:
@@ -154,7 +146,7 @@ def make_metrics(config: cfg.Config, info: Any) -> dict[str, Metric]:
 def check_model(
   config: cfg.Config,
   model: Model,
-  objective: Objective,
+  objective: AnyLoss,
   info: data.DatasetInfo | data.TextInfo,
   mesh: Mesh,
   rows: int,
@@ -166,7 +158,7 @@ def check_model(
   Args:
     config: the config, with the settings of model and loss.
     model: the model from `make_model`.
-    objective: the objective from `make_objective`.
+    objective: the objective from `loss.make_objective`.
     info: description of the data.
     mesh: the mesh, whose axis names the model may use.
     rows: number of rows per device and call.
@@ -182,14 +174,20 @@ def check_model(
   is_own = not (is_built_in(kind) and is_built_in(type(config.loss)))
   mixing = functools.partial(_mixing_notes, config.dtype, mesh, rows)
   if is_own and compute and isinstance(model, models.Stack):
-    notes = _model_notes(mixing, _stack_functions(model), info, rows)
+    notes = _model_notes(mixing, as_functions(model), info, rows)
     return [f"{kind.__name__}: {line}" for line in notes]
   if not is_own or not isinstance(model, models.ModelFns):
     return []
-  batch, outputs, found = _called_as_steps(model, objective, info, mesh, rows)
+  state, batch, outputs, found = _called_as_steps(model, objective, info, mesh, rows)
   notes: list[str] = []
   if compute and not is_built_in(type(config.loss)):
-    notes = _loss_notes(objective, {"outputs": outputs, **batch}, mesh, mixing)
+    notes = sum_notes(objective, state, outputs, batch, mesh)
+    if isinstance(objective, Objective):
+
+      def loss_of(_, batch: Any, keys: Any):
+        return objective.loss(batch["outputs"], batch)
+
+      notes += mixing("its loss", loss_of, lambda key: ({}, {}), {"outputs": outputs, **batch})
     notes = [f"{type(config.loss).__name__}: {line}" for line in notes]
   is_tested = is_built_in(kind) or found or config.model.batch_norm or not compute
   if not is_tested:
@@ -199,41 +197,24 @@ def check_model(
 
 
 def _called_as_steps(
-  model: models.ModelFns, objective: Objective, info: Any, mesh: Mesh, rows: int
-) -> tuple[dict[str, Any], Any, list[str]]:
+  model: models.ModelFns, objective: AnyLoss, info: Any, mesh: Mesh, rows: int
+) -> tuple[Any, dict[str, Any], Any, list[str]]:
   """Trace a training and an evaluation step of a model.
 
   Returns:
-    Shapes of the batch, shapes of the outputs, and notes on layers whose results depend
-    on the number of devices.
+    Shapes of (params, model_state), of the batch and of the outputs, and notes on layers
+    whose results depend on the number of devices.
 
   Raises:
     ConfigError: the model state has a typed key, or the call failed.
   """
-  axes = batch_axes(mesh)
-  whole = rows * math.prod(mesh.shape[axis] for axis in axes)
-  shapes = data.batch_shapes(info, whole).items()
-  batch = {name: jax.ShapeDtypeStruct(*array) for name, array in shapes}
-  keys = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), whole))
-
-  def call(state: Any, batch: Any, keys: Any):
-    params, own = vary(state, axes)
-    outputs, _ = model.apply(params, own, model.inputs(batch), True, keys)
-    losses.training_loss(lambda *_: (outputs, own), objective)(params, own, batch, keys)
-    batch = batch | {"mask": jnp.ones(rows, bool)}
-    losses.eval_totals(model.apply, objective, model.inputs)(params, own, batch)
-    return outputs
-
-  specs = P(), P(axes), P(axes)
-  called = jax.shard_map(call, mesh=mesh, in_specs=specs, out_specs=P(axes))
-  state = models.init_shapes(model.init)
+  trace, state, batch = trace_steps(model, objective, info, mesh, rows)
   for path, leaf in jax.tree.leaves_with_path(state[1]):
     if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
       field = f"model state {path_name(path)}"
       problem, fix = "is a typed key, which a checkpoint cannot store", "store its "
       raise invalid(field, ..., problem, fix + "jax.random.key_data")
-  trace = functools.partial(jax.eval_shape, called, state, batch, keys)
-  return batch, *models.by_device(trace, rows)
+  return state, batch, *notes_of(trace)
 
 
 def _class_notes(config: cfg.Config, outputs: Any, info: Any) -> list[str]:
@@ -253,33 +234,11 @@ def _class_notes(config: cfg.Config, outputs: Any, info: Any) -> list[str]:
   return [f"{count} outputs for {classes} classes"] * (count > classes)
 
 
-def _loss_notes(
-  objective: Objective, inputs: Any, mesh: Mesh, mixing: Callable[..., list[str]]
-) -> list[str]:
-  """Compute a loss for batches with "outputs", and return notes on it."""
-  reason = check_sums(_of_outputs(objective), {}, {}, inputs, mesh, name="Config.loss")
-  notes = [f"cannot check that its loss sums over rows: {reason}"] if reason else []
-
-  def loss_of(_, batch: Any, keys: Any):
-    return objective.loss(batch["outputs"], batch)
-
-  return notes + mixing("its loss", loss_of, lambda key: ({}, {}), inputs)
-
-
-def _of_outputs(objective: Objective) -> Any:
-  """Return an objective as a `step.LossFn` for batches with "outputs"."""
-
-  def loss_fn(params: Any, model_state: Any, batch: Any, keys: Any):
-    batch = dict(batch)
-    outputs = batch.pop("outputs")
-    loss = losses.training_loss(lambda *_: (outputs, model_state), objective)
-    return loss(params, model_state, batch, keys)
-
-  return loss_fn
-
-
-def _stack_functions(stack: models.Stack) -> models.ModelFns:
-  """Return `ModelFns` whose `apply` returns the logits of a stack."""
+def as_functions(model: Model) -> models.ModelFns:
+  """Return `ModelFns`; of a stack, `apply` returns the logits."""
+  if not isinstance(model, models.Stack):
+    return model
+  stack = model
 
   def apply(params: Any, model_state: Any, inputs: Any, train: Any, keys: Any):
     batch = {"image": inputs, "tokens": inputs}
@@ -295,10 +254,10 @@ def _model_notes(
   shapes = data.batch_shapes(info, rows)
   batch: Any = {name: jax.ShapeDtypeStruct(*array) for name, array in shapes.items()}
 
-  def outputs_of(state: Any, inputs: Any, keys: Any):
-    return model.apply(*state, inputs, True, keys)[0]
+  def outputs_of(state: Any, batch: Any, keys: Any):
+    return model.apply(*state, model.inputs(batch), True, keys)[0]
 
-  return mixing("its model", outputs_of, model.init, model.inputs(batch))
+  return mixing("its model", outputs_of, model.init, batch)
 
 
 def _mixing_notes(
@@ -353,7 +312,7 @@ def imported(
   loaded = weights.import_safetensors(
     path,
     abstract.params,
-    abstract.model_state,
+    state_of_model(abstract.model_state),
     num_classes=num_classes(_seen_by_loss(config, info)),
     init_head=config.init_head,
     check=check,

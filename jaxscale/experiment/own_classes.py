@@ -79,10 +79,13 @@ def user_errors(settings: Any, doing: str) -> Generator[None, None, None]:
   except Exception as e:
     if is_built_in(type(settings)):
       raise
-    home = sys.modules.get(type(settings).__module__)
-    file, frames = getattr(home, "__file__", None), traceback.walk_tb(e.__traceback__)
-    lines = [line for frame, line in frames if frame.f_code.co_filename == file]
+    home, frames = sys.modules.get(type(settings).__module__), traceback.walk_tb(e.__traceback__)
     code = getattr(getattr(type(settings), "build", None), "__code__", None)
+    code = getattr(settings, "user_code", None) or code
+    file = getattr(home, "__file__", None)
+    if code is not None and hasattr(settings, "user_code"):
+      file = code.co_filename
+    lines = [line for frame, line in frames if frame.f_code.co_filename == file]
     if not lines and code is not None and code.co_filename == file:
       lines = [code.co_firstlineno]
     where = f"{file}:{lines[-1]}: " if lines else ""

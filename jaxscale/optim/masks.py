@@ -16,17 +16,27 @@ MaskFn = Callable[[Any], Any]
 Mask = str | MaskFn
 
 
+# Names of vectors, which Equinox and Haiku keep with further dims of 1, e.g. (64, 1, 1).
+_VECTORS = {"bias", "b", "scale", "offset"}
+
+
 def kernels(params: Any) -> Any:
   """Mask of the leaves with two dims or more, which excludes biases and BatchNorm.
 
   This is the rule of the MLPerf reference for LARS (which skips `bias` and
-  `batch_normalization`) and of Goyal et al. (arXiv:1706.02677, §5.3).
+  `batch_normalization`) and of Goyal et al. (arXiv:1706.02677, §5.3). A leaf named bias, b,
+  scale or offset needs two dims longer than 1.
 
   Example:
-    >>> kernels({"w": jnp.ones((2, 3)), "b": jnp.ones(3)})
+    >>> kernels({"w": jnp.ones((2, 1)), "b": jnp.ones((3, 1, 1))})
     {'b': False, 'w': True}
   """
-  return jax.tree.map(lambda x: x.ndim > 1, params)
+
+  def is_kernel(path: Any, x: Any):
+    is_vector = path_name(path).split("/")[-1] in _VECTORS
+    return sum(n > is_vector for n in x.shape) > 1
+
+  return jax.tree.map_with_path(is_kernel, params)
 
 
 def timm_kernels(params: Any) -> Any:
@@ -40,10 +50,10 @@ def timm_kernels(params: Any) -> Any:
     {'embed': {'position': False}, 'w': True}
   """
 
-  def decays(path: Any, x: Any):
-    return x.ndim > 1 and not path_name(path).endswith("embed/position")
+  def decays(path: Any, is_kernel: bool):
+    return is_kernel and not path_name(path).endswith("embed/position")
 
-  return jax.tree.map_with_path(decays, params)
+  return jax.tree.map_with_path(decays, kernels(params))
 
 
 def matching(pattern: str) -> MaskFn:

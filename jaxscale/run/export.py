@@ -16,6 +16,7 @@ from jaxscale.checkpoint import checkpoint_files, load_params
 from jaxscale.config.record import Described, describe_run
 from jaxscale.data.tokenizer import byte_tokenizer
 from jaxscale.errors import ConfigError
+from jaxscale.training.custom_loss import LossState
 from jaxscale.weights import config_json, hf_config, timm_config
 
 # Prefixes of names in a checkpoint and of paths in a safetensors file.
@@ -57,8 +58,12 @@ def export(
     def part(name: str, layer: int | None) -> Any:
       return read(name) if layer is None else read(name)[layer]
 
-    leaves = {}
-    for prefix, ours in _PREFIXES[take]:
+    leaves, prefixes = {}, _PREFIXES[take]
+    of_state = [name for name in manifest if name.startswith(prefixes[1][0])]
+    parts = {name.removeprefix(prefixes[1][0]).partition("/")[0] for name in of_state}
+    if "loss" in parts <= {*LossState._fields}:  # The state of the loss is not exported.
+      prefixes = prefixes[0], (f"{prefixes[1][0]}model/", "")
+    for prefix, ours in prefixes:
       for name in (n for n in manifest if n.startswith(prefix)):
         shape, kind = tuple(manifest[name]["shape"]), _dtype(manifest[name]["dtype"])
         leaf = weights.Leaf(shape, kind, functools.partial(part, name))

@@ -54,6 +54,7 @@ def fit(
   plan: Mapping[str, Any] | None = None,
   accept_changes: Collection[str] = (),
   callbacks: Sequence[Callback] = (),
+  loss_fn: Any = None,
 ) -> Result:
   """Train, evaluate and save as configured; resume if the workdir has a checkpoint.
 
@@ -68,6 +69,10 @@ def fit(
     accept_changes: kinds of changes to resume with: "data" (examples, class names,
       tokenizer) and "code" (your own classes). The run records accepted changes.
     callbacks: callbacks from Python, which are called after those of `config.callbacks`.
+    loss_fn: a loss from Python in place of `config.loss`: an `Objective`, a
+      `GatheredObjective`, a `CustomLoss`, or a function (params, model_state, batch, keys)
+      -> (sum, (model_state, totals)), with the evaluation of `config.loss`. A resumed run
+      must have the same code. None uses `config.loss`.
 
   Raises:
     ConfigError: config, data, devices and workdir do not fit each other; or data or code
@@ -85,7 +90,8 @@ def fit(
     >>> fit(config, "runs/digits").summary["accuracy"] > 0.97   # doctest: +SKIP
     True
   """
-  with open_run(config, Path(expand(workdir)), plan, accept_changes, callbacks) as run:
+  parts = config, Path(expand(workdir)), plan, accept_changes, callbacks, loss_fn
+  with open_run(*parts) as run:
     with run.checkpoints, run.tracer:
       check_progress(run.experiment.config, run.workdir, run.checkpoints.newest())
       run.record_start()

@@ -27,7 +27,7 @@ from jaxscale.data.tokenizer import Tokenizer, byte_tokenizer, read_tokenizer
 from jaxscale.errors import ConfigError
 from jaxscale.experiment.model import make_model
 from jaxscale.models.cached import advance, empty_cache
-from jaxscale.models.flax_apply import init_shapes
+from jaxscale.models.model_fns import init_shapes
 from jaxscale.models.stack import Stack
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -57,7 +58,12 @@ class _Ramp(Schedule):
 
 
 def find_learning_rate(
-  config: Config, *, steps: int = 100, low: float = 1e-6, high: float = 10.0
+  config: Config,
+  *,
+  steps: int = 100,
+  low: float = 1e-6,
+  high: float = 10.0,
+  at: Callable[[int, str], None] = lambda step, activity: None,
 ) -> LearningRates:
   """Train with a growing learning rate, from the initial parameters; save nothing.
 
@@ -69,6 +75,7 @@ def find_learning_rate(
     steps: the number of steps; fewer if the loss diverges before.
     low: the learning rate of the first step.
     high: the learning rate of the last step.
+    at: a function that is told the step and the activity, as `LoopControl.at`.
   """
   ramp: dict[str, Any] = {"schedule": _Ramp(low=low), "lr_scaling": "none"}
   ramp |= {"optimizer": dataclasses.replace(config.optimizer, lr=high)}
@@ -86,8 +93,9 @@ def find_learning_rate(
     return len(losses) > _SKIPPED and not np.min(losses[-3:]) <= bound  # also for NaN
 
   control = loop.LoopControl(
-    is_logged=lambda step: True, log=log, should_stop=has_diverged, skipped=lambda bad: None
+    is_logged=lambda step: True, log=log, should_stop=has_diverged, skipped=lambda bad: None, at=at
   )
+  at(1, "compiling")
   step, batches = experiment.compile_train_step(), train_batches(experiment, 0)
   loop.train(experiment.init_state(), step, batches, control, start=0, total_steps=steps)
   end = int(np.argmin([*np.isfinite(losses), False]))  # the first NaN or Inf, or the end

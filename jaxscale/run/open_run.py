@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import os
 import time
@@ -28,6 +29,7 @@ from jaxscale.run.nan_policy import NanPolicy
 from jaxscale.run.programs import kept_programs
 from jaxscale.run.run import Run
 from jaxscale.run.tracer import Tracer
+from jaxscale.training.settings import PythonLoss
 
 
 @contextlib.contextmanager
@@ -37,6 +39,7 @@ def open_run(
   plan: Mapping[str, Any] | None = None,
   accept_changes: Collection[str] = (),
   callbacks: Sequence[Callback] = (),
+  loss_fn: Any = None,
 ) -> Iterator[Run]:
   """Open a run in a workdir that no other run writes to; the arguments are as for `fit`.
 
@@ -49,11 +52,7 @@ def open_run(
   began = time.monotonic()
   with contextlib.ExitStack() as stack:
     lines = stack.enter_context(shown(is_quiet=not cluster.is_leader()))
-    if isinstance(config, str | os.PathLike):
-      config = load_config(os.fspath(config))
-    if not isinstance(config, Config):
-      fix = "use a Config, or the path of a config file"
-      raise invalid("config", config, f"has the type {type(config).__name__}", fix)
+    config = _loaded(config, loss_fn)
     tracking.check_packages(config)
     accept = identities.accepted(accept_changes)
     experiment = with_chosen_sizes(workdir, workdirs.experiment_in(workdir, config, accept))
@@ -99,6 +98,18 @@ def open_run(
     run.callbacks = build_callbacks(run, callbacks)
     checkpoints.host_state = run.callbacks.saved
     yield run
+
+
+def _loaded(config: Config | str | os.PathLike, loss_fn: Any) -> Config:
+  """Return a config, from its file if need be, with the loss that Python gave, if any."""
+  if isinstance(config, str | os.PathLike):
+    config = load_config(os.fspath(config))
+  if not isinstance(config, Config):
+    fix = "use a Config, or the path of a config file"
+    raise invalid("config", config, f"has the type {type(config).__name__}", fix)
+  if loss_fn is None:
+    return config
+  return dataclasses.replace(config, loss=PythonLoss(function=loss_fn, replaces=config.loss))
 
 
 def build_callbacks(run: Run, more: Sequence[Callback]) -> Callbacks:

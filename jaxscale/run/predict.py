@@ -25,8 +25,9 @@ from jaxscale.config.record import Described
 from jaxscale.data.dataset import NO_CLASS, with_target_range
 from jaxscale.errors import invalid
 from jaxscale.experiment.build import make_data
+from jaxscale.experiment.loss import make_objective
 from jaxscale.experiment.make_layout import make_totals
-from jaxscale.experiment.model import make_metrics, make_objective
+from jaxscale.experiment.model import as_functions, make_metrics
 from jaxscale.files import replacing
 from jaxscale.metrics.log import shown
 from jaxscale.optim.tree_paths import path_name
@@ -116,7 +117,8 @@ def evaluate(
   model, mesh, layout, info = trained.model, trained.mesh, trained.layout, trained.info
   clock = time.monotonic()
   chosen = make_metrics(config, info)
-  totals = make_totals(model, layout, make_objective(config, info), chosen)
+  objective = make_objective(config, info, as_functions(model), mesh)
+  totals = make_totals(model, layout, objective, mesh, chosen)
   batches = trained.batches(dataset, trained.rows(dataset.num_examples))
   on_devices = until_stopped(batches, mesh, watch, trained.step)
   state = trained.params, trained.model_state

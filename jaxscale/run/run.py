@@ -28,6 +28,7 @@ from jaxscale.run.reporter import Reporter
 from jaxscale.run.step_compiler import in_background
 from jaxscale.run.tracer import Tracer
 from jaxscale.training.loop import Values
+from jaxscale.training.metrics import separate
 
 
 class Evaluation(NamedTuple):

@@ -21,8 +21,9 @@ from jaxscale.checkpoint import load_params
 from jaxscale.collectives.cpu_workarounds import one_at_a_time
 from jaxscale.config.record import Described, describe_run
 from jaxscale.errors import ConfigError, invalid
+from jaxscale.experiment.loss import loss_state, make_objective
 from jaxscale.experiment.make_layout import make_layout
-from jaxscale.experiment.model import Model, init_fn, make_model
+from jaxscale.experiment.model import Model, as_functions, init_fn, make_model
 from jaxscale.files import expand
 from jaxscale.mesh import batch_axes, host_shard, make_mesh, mesh_shape, replicated, row_blocks
 from jaxscale.metrics.log import logger
@@ -30,6 +31,7 @@ from jaxscale.models.stack import stack_logits
 from jaxscale.parallel import placement, with_gathered_params
 from jaxscale.parallel.specs import Layout, replicated_layout
 from jaxscale.run import inputs as new_inputs
+from jaxscale.training.custom_loss import LossState, state_of_model
 
 
 class Predictions(NamedTuple):
@@ -158,7 +160,8 @@ class Trained:
     def function(params: Any, model_state: Any, batch: Any) -> Any:
       if isinstance(model, models.Stack):
         return stack_logits(model, params, batch)
-      return model.apply(params, model_state, model.inputs(batch), False, None)[0]
+      state = state_of_model(model_state)
+      return model.apply(params, state, model.inputs(batch), False, None)[0]
 
     if layout.shapes is not None:
       function = with_gathered_params(function, layout.gathers)
@@ -239,7 +242,13 @@ def of_run(
   mesh = make_mesh(**dataclasses.asdict(placed.mesh))
   model = make_model(placed, info, mesh, train=False)
   layout = make_layout(placed, mesh, model)
-  shapes, where = models.init_shapes(init_fn(model)), replicated(mesh)
+  of_loss = loss_state(make_objective(placed, info, as_functions(model), mesh))
+
+  def init(key: Any) -> tuple[Any, Any]:
+    params, state = init_fn(model)(key)
+    return params, state if of_loss is None else LossState(state, of_loss(params, key))
+
+  shapes, where = models.init_shapes(init), replicated(mesh)
   shardings: Any = jax.tree.map(lambda _: where, shapes)
   if layout is not None and layout.shapes is not None:
     shardings = placement.shardings(layout, layout.param_specs), shardings[1]

@@ -26,6 +26,7 @@ from jaxscale.collectives.typed import vary, varying
 from jaxscale.errors import ConfigError, invalid
 from jaxscale.optim.tree_paths import path_name
 from jaxscale.training.losses import IS_SUM
+from jaxscale.training.model_state import map_queues, queues
 from jaxscale.training.types import Batch, StepOptions, TrainState, TrainStep
 
 _WANTED = "(loss, (model_state, totals)), totals a dict with 'examples', sums over rows"
@@ -52,7 +53,7 @@ def checked(loss_fn: Callable[..., Any]) -> Callable[..., Any]:
       if x.shape or (name == "loss" and not is_float):
         problem = f"returns {name!r} as {x.dtype}{list(x.shape)}"
         raise invalid("loss_fn", ..., problem, "return a scalar, the sum over the rows")
-    _check_state(model_state, new_state)
+    _check_state(model_state, new_state, len(keys))
     return loss, (new_state, totals)
 
   return call
@@ -104,8 +105,18 @@ def without_examples(totals: Any) -> ConfigError:
   return invalid("loss_fn", ..., problem, "add the number of rows, such as len(keys)")
 
 
-def _check_state(old: Any, new: Any) -> None:
-  """Raise unless the new model state has the old one's leaves, shapes and dtypes."""
+def _check_state(old: Any, new: Any, rows: int) -> None:
+  """Raise unless the new model state has the old one's leaves, shapes and dtypes.
+
+  A `Queue` has one new row per row of the batch instead of the old rows.
+  """
+  for kept, pushed in zip(queues(old), queues(new), strict=False):
+    kinds = jnp.result_type(kept.rows), (rows, *kept.rows.shape[1:])
+    if kinds != (jnp.result_type(pushed.rows), jnp.shape(pushed.rows)):
+      problem = f"gets new rows {jnp.shape(pushed.rows)} of {jnp.result_type(pushed.rows)}"
+      fix = f"return one for each row of the batch, {kinds[1]} of {kinds[0]}"
+      raise invalid("Queue", ..., problem, fix)
+  old = map_queues(lambda _, pushed: pushed, old, queues(new))
   leaves = [dict(jax.tree.leaves_with_path(tree)) for tree in (old, new)]
   before, after = ({path_name(path): x for path, x in t.items()} for t in leaves)
   fix = "return the leaves, shapes and dtypes that init returns"

@@ -42,7 +42,8 @@ from jaxscale.exchange.local_updates import LocalUpdate, reset_momentum
 from jaxscale.mesh import on_cpu, replicated
 from jaxscale.training import nan_guard
 from jaxscale.training.contract import check_loss, checked, checked_step
-from jaxscale.training.model_state import agree, check_agrees
+from jaxscale.training.gathered import PARTS
+from jaxscale.training.model_state import agree, check_agrees, queues
 from jaxscale.training.state import state_shardings
 from jaxscale.training.step import divisor, means, row_keys, sum_grads
 from jaxscale.training.types import (
@@ -183,6 +184,9 @@ def _make_worker_update(
     worker: WorkerState, batch: Batch, key: jax.Array
   ) -> tuple[Tree, Tree, Totals, Any]:
     arguments = worker.params, worker.model_state, batch, row_keys(key, batch, axes)
+    if queues(worker.model_state) or hasattr(loss_fn, PARTS):
+      problem = "gathers rows of all devices, whose parameters differ with local updates"
+      raise invalid("loss_fn", ..., problem, "train synchronously")
     check_agrees(loss_fn, arguments, options.num_microbatches, axes)
     with jax.named_scope("gradients"):
       grads, model_state, totals = sum_grads(

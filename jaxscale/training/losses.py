@@ -23,7 +23,7 @@ import jax.numpy as jnp
 import optax
 
 from jaxscale.errors import ConfigError, invalid
-from jaxscale.models.flax_apply import inputs_of
+from jaxscale.models.model_fns import inputs_of
 from jaxscale.training.metrics import Metric, updates
 from jaxscale.training.types import LOSS_WEIGHT, Batch, EvalFn, LossFn, Totals
 

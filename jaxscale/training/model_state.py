@@ -5,21 +5,23 @@ statistic if it is a float below a key "batch_stats" (Flax's collection of that 
 an `nnx.BatchStat`. All other leaves (counts, flags, keys, queues, a teacher's parameters)
 keep their dtype, and every device must compute the same value. `check_agrees` checks this
 in the traced program. `jax.typeof` is not enough: the result of `lax.all_gather` is equal
-on all devices, but typed as varying.
+on all devices, but typed as varying. A `Queue` is the exception: each device returns its
+own rows, and the step gathers them.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any
+from itertools import repeat
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import Literal
 
-from jaxscale.collectives import same_everywhere
+from jaxscale.collectives import same_everywhere, vary
 from jaxscale.collectives.typed import names, varying
 from jaxscale.errors import invalid
 from jaxscale.optim.tree_paths import path_name
@@ -30,6 +32,59 @@ _ROWS = "rows of the batch"  # a pseudo-axis, which no collective removes
 _AGREEING = {"psum", "psum_invariant", "pmax", "pmin", "all_gather", "all_gather_invariant"}
 _DIFFERING = {"axis_index", "ppermute", "all_to_all", "reduce_scatter"}
 Axes = frozenset[str]
+
+
+class Queue(NamedTuple):
+  """Model state that keeps the newest rows of all devices and micro-batches.
+
+  A loss or model returns `Queue` with one new row per row of its batch. The step appends
+  the rows of the global batch in order and drops the oldest ones. All devices hold the
+  whole queue.
+
+  Attributes:
+    rows: the rows, oldest first, [length, ...].
+
+  Example:
+    >>> queue = Queue(jnp.zeros((4096, 128)))  # from `init`
+    >>> new = Queue(jnp.ones((32, 128)))       # from a call with 32 rows
+  """
+
+  rows: Any
+
+
+def _is_queue(node: Any) -> bool:
+  return isinstance(node, Queue)
+
+
+def queues(model_state: Any) -> list[Queue]:
+  """Return the queues in a model state."""
+  return [x for x in jax.tree.leaves(model_state, is_leaf=_is_queue) if _is_queue(x)]
+
+
+def map_queues(function: Callable[[Queue, Queue], Queue], model_state: Any, others: Any) -> Any:
+  """Apply a function to each queue of a model state and the next of `others`."""
+  rest = iter(others)
+
+  def one(node: Any):
+    return function(node, next(rest, node)) if _is_queue(node) else node
+
+  return jax.tree.map(one, model_state, is_leaf=_is_queue)
+
+
+def push(old: Any, new: Any, axes: tuple[str, ...]) -> Any:
+  """Return the new model state with whole queues, inside `shard_map`.
+
+  Args:
+    old: the model state before the step.
+    new: the model state after it, whose queues have this device's rows.
+    axes: mesh axes that split the rows.
+  """
+
+  def joined(new: Queue, old: Queue):
+    rows = lax.all_gather(vary(new.rows, axes), axes, tiled=True)
+    return Queue(jnp.concatenate([vary(old.rows, axes), rows])[-len(old.rows) :])
+
+  return map_queues(joined, new, queues(old))
 
 
 def averaged(model_state: Any) -> Any:
@@ -107,18 +162,20 @@ def check_agrees(
   own = [axes | {_ROWS}] * len(jax.tree.leaves(rows))
   inputs = [Axes()] * (len(jaxpr.invars) - len(own)) + own
   remedy = f"or put floats that should be averaged below a key {_AVERAGED!r}"
-  flags = jax.tree.leaves(averaged(model_state))
+  flags = jax.tree.leaves(map_queues(lambda x, _: Queue(True), averaged(model_state), repeat(None)))
   leaves = jax.tree.leaves_with_path(model_state)
-  for (path, _), is_mean, depends in zip(leaves, flags, differences(jaxpr, inputs), strict=True):
-    if is_mean:
+  for (path, _), is_free, depends in zip(leaves, flags, differences(jaxpr, inputs), strict=True):
+    if is_free:
       continue
     name = f"model state {path_name(path)}"
     if depends & axes:
-      fix = f"compute it from all rows with jax.lax.all_gather or psum over {over}, {remedy}"
+      fix = f"compute it from all rows with jax.lax.all_gather or psum over {over}, {remedy}; "
+      fix += "for a queue of rows, use training.Queue"
       raise invalid(name, ..., "differs between devices", fix)
     if num_microbatches > 1 and _ROWS in depends:
       problem = f"depends on the rows, which are computed in {num_microbatches} micro-batches"
-      raise invalid(name, ..., problem, f"set accumulate_steps=1, {remedy}")
+      fix = f"set accumulate_steps=1, use training.Queue, {remedy}"
+      raise invalid(name, ..., problem, fix)
 
 
 def differences(jaxpr: Any, inputs: Sequence[Axes]) -> list[Axes]:

@@ -12,11 +12,13 @@ from jaxscale.config.bounds import Count, Fraction, Positive
 from jaxscale.errors import ConfigError, invalid
 
 if TYPE_CHECKING:
+  from jaxscale.config.bases import LossContext
+  from jaxscale.training.gathered import GatheredObjective
   from jaxscale.training.losses import Objective
 
 # The names for --config.loss= (HOMES in config/choice.py lists this module).
 __all__ = ["AUROC", "F1", "R2", "BinaryCrossEntropy", "CalibrationError", "ConfusionMatrix"]
-__all__ += ["CrossEntropy", "Huber", "Pearson", "Spearman", "SquaredError"]
+__all__ += ["Contrastive", "CrossEntropy", "Huber", "Pearson", "Spearman", "SquaredError"]
 
 
 class CrossEntropy(Loss):
@@ -114,6 +116,65 @@ class Huber(Loss):
 
     huber = functools.partial(optax.huber_loss, delta=self.delta)
     return _losses(self, info).regression(huber)
+
+
+class Contrastive(Loss):
+  """Contrastive loss of pairs of embeddings over the whole batch of all devices.
+
+  The model returns two arrays [rows, dim], in a tuple or a dict, and optionally "scale" and
+  "bias", [rows] each, if it learns them. Reports the accuracy of finding the partner of an
+  embedding among all rows, in both directions.
+
+  Attributes:
+    kind: the loss; "infonce" (CLIP), "nt_xent" (SimCLR, whose two views are one set) or
+      "siglip" (a sigmoid for each pair).
+    temperature: the temperature by which cosines are divided, unless the model returns "scale".
+    bias: the bias of "siglip", unless the model returns "bias".
+    chunk: the number of columns of the matrix of all pairs that a device computes at a time.
+  """
+
+  kind: Literal["infonce", "nt_xent", "siglip"] = "infonce"
+  temperature: Positive = 0.07
+  bias: float = -10.0
+  chunk: Count = 1024
+
+  def build(self, info: Any, context: LossContext) -> GatheredObjective:
+    from jaxscale.training.contrastive import contrastive
+
+    return contrastive(self.kind, temperature=self.temperature, bias=self.bias, chunk=self.chunk)
+
+
+class PythonLoss(Loss):
+  """Loss that a Python program gave to `fit(..., loss_fn=...)`.
+
+  Attributes:
+    function: the loss: a `LossFn`, `Objective`, `GatheredObjective` or `CustomLoss`.
+    replaces: the loss of the config, which evaluates if `function` is a `LossFn`.
+  """
+
+  function: Any
+  replaces: Loss
+
+  holds_user_code = True
+
+  @property
+  def takes_numbers(self) -> bool:
+    return self.replaces.takes_numbers
+
+  @property
+  def user_code(self) -> Any:
+    parts = self.function if isinstance(self.function, tuple) else [self.function]
+    return next((x.__code__ for x in parts if hasattr(x, "__code__")), None)
+
+  def build(self, info: Any, context: LossContext) -> Any:
+    from jaxscale.training.custom_loss import CustomLoss
+
+    function: Any = self.function
+    if isinstance(self.function, tuple) or not callable(self.function):
+      return function  # The caller checks its type.
+    evaluation = self.replaces.build(*self.replaces.arguments(info, context))
+    evaluation: Any = getattr(evaluation, "evaluation", evaluation)
+    return CustomLoss(loss_fn=function, evaluation=evaluation)
 
 
 def _float32(outputs: Any) -> np.ndarray:

@@ -25,6 +25,7 @@ from jaxscale.parallel.layout_exchange import make_layout_exchange
 from jaxscale.parallel.specs import Layout
 from jaxscale.training import loss_scale as loss_scales
 from jaxscale.training import noise_scale as noise_scales
+from jaxscale.training.custom_loss import LossState
 from jaxscale.training.types import TrainState, WorkerState
 
 
@@ -78,7 +79,8 @@ def init_state(
     seed: seed of the parameters, which are the same on every mesh.
     given: leaves that replace initialised ones, such as imported weights, by path: "0/..."
       for params and "1/..." for model_state.
-    options: layout, average, noise_scale, loss_scale and local, as in `make_init`.
+    options: layout, average, noise_scale, loss_scale, local and loss_state, as in
+      `make_init`.
   """
   init = make_init(init_fn, tx, mesh, exchange, **options)
   return run_init(init, mesh, seed, given)
@@ -142,6 +144,7 @@ def make_init(
   noise_scale: bool = False,
   loss_scale: bool = False,
   local: LocalUpdate | None = None,
+  loss_state: Callable[[Any, jax.Array], Any] | None = None,
 ) -> jax.stages.Wrapped:
   """Return a jitted function (seed, given leaves) -> the state before the first step.
 
@@ -159,6 +162,8 @@ def make_init(
     local: method of local updates, for `make_local_train_step`. All workers start from
       the same parameters, `tx` is their inner optimizer, and `exchange`, which is then
       required, is the exchange of the pseudo-gradients.
+    loss_state: `CustomLoss.init_state`; the model state is then a `LossState`. None means
+      that the loss has no state.
 
   Raises:
     ConfigError: `local` resets a momentum that `tx` does not have, or the state of
@@ -180,6 +185,9 @@ def make_init(
     params, model_state = jax.tree.map_with_path(
       lambda path, x: given.get(path_name(path), x), initial
     )
+    if loss_state is not None:  # After `given`, since a teacher starts as a copy.
+      of_loss = loss_state(params, jax.random.fold_in(jax.random.key(seed), 1))
+      model_state = LossState(model_state, jax.tree.map(jnp.copy, of_loss))
     opt_state, device_state = tx.init(params), exchange_state(params)
     _check_keys(opt_state)
     if local is not None:

@@ -45,8 +45,17 @@ from jaxscale.training.contract import (
   checked_step,
   without_examples,
 )
+from jaxscale.training.gathered import PARTS, Parts, cotangents, second_pass
 from jaxscale.training.metrics import ROWS, SUMS
-from jaxscale.training.model_state import agree, check_agrees, map_averaged
+from jaxscale.training.model_state import (
+  Queue,
+  agree,
+  check_agrees,
+  map_averaged,
+  map_queues,
+  push,
+  queues,
+)
 from jaxscale.training.state import state_shardings
 from jaxscale.training.types import (
   LOSS_WEIGHT,
@@ -121,6 +130,9 @@ def make_train_step(
   if options.scale_loss and (isinstance(loss_fn, PipelineGrads) or not options.skip_bad_steps):
     raise invalid("scale_loss", True, "needs skip_bad_steps and no pipeline", "change the options")
   has_layout, layout = layout is not None, layout or specs.replicated_layout(mesh)
+  if options.measure_noise_scale and hasattr(loss_fn, PARTS):
+    problem = "compares gradients of micro-batches, but this loss depends on all rows"
+    raise invalid("options.measure_noise_scale", True, problem, "use False")
   loss_fn = loss_fn if isinstance(loss_fn, PipelineGrads) else checked(loss_fn)
   local_grads = _make_local_grads(loss_fn, layout, options)
   exchange_grads = _make_exchange_grads(exchange or plain(exchange_axes(layout)), layout)
@@ -177,9 +189,9 @@ def _make_local_grads(
   @jax.named_scope("gradients")
   def local_grads(params: Tree, model_state: Tree, batch: Batch, key: jax.Array, loss_scale: Tree):
     # Arrays of one device: its part of the parameters, and batch [local rows, ...].
-    model_state = vary(model_state, layout.token_axes)
+    before = vary(model_state, layout.token_axes)
     scale = loss_scale.scale if options.scale_loss else None
-    grads, model_state, totals = device_grads(params, model_state, batch, key, scale)
+    grads, model_state, totals = device_grads(params, before, batch, key, scale)
     codes: Any = ()
     if options.skip_bad_steps:
       loss = totals["loss"]
@@ -189,7 +201,7 @@ def _make_local_grads(
       codes = codes[None]
     totals = sum_totals(totals, layout.token_axes)
     grads = placement.scale_for_exchange(grads, layout, divisor(totals))
-    model_state = agree(model_state, axes)
+    model_state = agree(push(before, model_state, row_axes), axes)
     return grads, model_state, totals, codes
 
   in_specs = layout.param_specs, P(), P(row_axes), P(), P()
@@ -216,8 +228,15 @@ def _make_device_grads(
 
     arguments = shards, model_state, batch, row_keys(key, batch, row_axes)
     check_agrees(loss_of, arguments, num_microbatches, layout.token_axes)
-    how: Any = {"unroll": unroll, "observe": observe, "scale": scale}
-    return sum_grads(loss_of, *arguments, num_microbatches, **how)
+    how: Any = {"unroll": unroll, "scale": scale}
+    if (parts := getattr(loss_fn, PARTS, None)) and num_microbatches > 1:
+
+      def outputs_of(shards: Tree, *rest: Any):
+        return parts.outputs(placement.pair_shards(shards, full), *rest)
+
+      of_shards = parts._replace(outputs=outputs_of)
+      return gathered_grads(of_shards, *arguments, num_microbatches, **how)
+    return sum_grads(loss_of, *arguments, num_microbatches, observe=observe, **how)
 
   return device_grads
 
@@ -346,7 +365,7 @@ def sum_grads(
   loss_fn: LossFn,
   params: Any,
   model_state: Any,
-  batch: Batch,
+  batch: Any,
   keys: jax.Array,
   num_microbatches: int,
   *,
@@ -384,16 +403,66 @@ def sum_grads(
   def add_micro(sums: Any, micro: tuple[Batch, jax.Array]):
     (grads, state, totals), (more, new_state, also) = sums, micro_grads(micro)
     grads, totals = jax.tree.map(jnp.add, (grads, totals), (more, also))
-    return (grads, map_averaged(jnp.add, state, new_state), totals), None
+    return (grads, map_averaged(jnp.add, state, new_state), totals), queues(new_state)
 
   # The first micro-batch gives the sums their shapes, and the scan adds the rest. All
   # micro-batches start from the step's model state, and their results are averaged, so
   # that running averages decay once per step for any number of micro-batches.
-  parts = jax.tree.map(lambda x: x.reshape(num_microbatches, -1, *x.shape[1:]), (batch, keys))
+  parts = _split((batch, keys), num_microbatches)
   first = micro_grads(jax.tree.map(lambda x: x[0], parts))
   rest = jax.tree.map(lambda x: x[1:], parts)
-  (grads, states, totals), _ = lax.scan(add_micro, first, rest, unroll=unroll)
+  (grads, states, totals), queued = lax.scan(add_micro, first, rest, unroll=unroll)
+
+  def joined(first: Queue, rest: Queue):
+    return Queue(jnp.concatenate([first.rows, rest.rows.reshape(-1, *first.rows.shape[1:])]))
+
+  states = map_queues(joined, states, queued)
   return grads, map_averaged(lambda x: x / num_microbatches, states), totals
+
+
+def _split(rows: Any, num_microbatches: int) -> Any:
+  """Split arrays [rows, ...] into micro-batches, [num_microbatches, rows of each, ...]."""
+  return jax.tree.map(lambda x: x.reshape(num_microbatches, -1, *x.shape[1:]), rows)
+
+
+def gathered_grads(
+  parts: Parts,
+  params: Any,
+  model_state: Any,
+  batch: Batch,
+  keys: jax.Array,
+  num_microbatches: int,
+  *,
+  unroll: bool,
+  scale: Any = None,
+) -> tuple[Any, Any, Totals]:
+  """Compute a device's gradients of a gathered loss in two passes (`training.gathered`).
+
+  The results are those of `sum_grads`. The model state comes from the second pass.
+
+  Args:
+    parts: the parts of the loss.
+    params: parameters for which gradients are computed.
+    model_state: model state before the step.
+    batch: this device's rows.
+    keys: one key per row, the same in both passes.
+    num_microbatches: number of micro-batches per device.
+    unroll: unroll the loops over micro-batches.
+    scale: the loss scale, as in `sum_grads`.
+  """
+
+  def outputs_of(_: None, micro: tuple[Batch, jax.Array]):
+    return None, parts.outputs(params, model_state, *micro)[0]
+
+  micros = _split((batch, keys), num_microbatches)
+  _, outputs = lax.scan(outputs_of, None, micros, unroll=unroll)
+  outputs = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), outputs)
+  totals, grads = cotangents(parts, outputs, batch)
+  # Without the barrier XLA could merge the two passes, and would keep all activations.
+  params, grads = lax.optimization_barrier((params, grads))
+  arguments = params, model_state, (batch, grads), keys, num_microbatches
+  grads, model_state, _ = sum_grads(second_pass(parts), *arguments, unroll=unroll, scale=scale)
+  return grads, model_state, totals
 
 
 def row_keys(key: jax.Array, batch: Batch, axes: tuple[str, ...]) -> jax.Array:
@@ -426,8 +495,9 @@ def make_eval_step(eval_fn: EvalFn, mesh: Mesh, layout: Layout | None = None) ->
   out_specs, axes = (P(), P(), P(batch_axes(mesh))), layout.token_axes
 
   def sums_and_rows(params: Tree, model_state: Tree, batch: Batch):
-    totals: dict[str, Any] = dict(eval_fn(params, model_state, batch))
-    sums, rows = totals.pop(SUMS, {}), totals.pop(ROWS, {})
+    totals: Any = eval_fn(params, model_state, batch)
+    more = totals if isinstance(totals, dict) else {}  # `sum_totals` refuses others
+    sums, rows = more.pop(SUMS, {}), more.pop(ROWS, {})
     return sum_totals(totals, axes), lax.psum(vary(sums, axes), axes), vary(rows, axes)
 
   def local_totals(params: Tree, model_state: Tree, batch: Batch):

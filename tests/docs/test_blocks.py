@@ -21,7 +21,7 @@ DOCS = sorted((ROOT / "docs").rglob("*.md"))
 PAGES = ["README.md", *(str(p.relative_to(ROOT)) for p in DOCS)]
 # What a reader fills in, and files of the reader's own.
 BLANKS = {"…": "configs/digits.py", "FILE": "configs/digits.py", "DIR": "/tmp"}
-OWN_FILES = ("mine.py", "digits.py", "storage.py", "runs/digits/config.json")
+OWN_FILES = ("mine.py", "flowers.py", "digits.py", "storage.py", "runs/digits/config.json")
 OFFLINE = ("Digits", "Text")  # data that are always there
 
 
@@ -178,6 +178,23 @@ def test_the_quick_ones_do_what_they_say(command, tmp_path):
     written = {name for line in lines for name in line}
     written |= json.loads((workdir / "summary.json").read_text()).keys()
     assert len(written) > 30 and written <= named_on("metrics.md")
+
+
+def test_code_beside_that_of_keras_trains(tmp_path, monkeypatch, capsys):
+  text = (ROOT / "docs" / "howto" / "coming_from.md").read_text()
+  (code,) = re.findall(r"^```python instead_of_keras\n(.*?)^```", text, re.M | re.S)
+  monkeypatch.chdir(tmp_path)
+  exec(compile(code, "coming_from.md", "exec"), {})
+  *_, accuracy, labels = capsys.readouterr().out.splitlines()
+  assert float(accuracy) > 0.95 and re.fullmatch(r"\[[01] [01] [01]\]", labels)
+
+
+def test_the_config_beside_hugging_faces_code_is_one(tmp_path):
+  text = (ROOT / "docs" / "howto" / "coming_from.md").read_text()
+  (code,) = re.findall(r"^```python flowers\n(.*?)^```", text, re.M | re.S)
+  (tmp_path / "flowers.py").write_text(code)
+  config = load_config(str(tmp_path / "flowers.py"))
+  assert (config.batch_size, config.dtype, config.model.num_heads) == (512, "bfloat16", 12)
 
 
 def test_the_config_beside_lightnings_code_trains(tmp_path):

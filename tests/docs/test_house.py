@@ -13,6 +13,7 @@ import nbformat
 import pytest
 from PIL import Image
 
+import jaxscale
 from jaxscale import data
 from jaxscale.config.loading import load_config
 from jaxscale.experiment import build
@@ -30,7 +31,8 @@ CONFIGS = """
   resnet50_imagenet.py resnet50_imagenet.py:256 resnet50_lars.py resnet50_lars.py:2048
   resnet50_lars.py:8192 resnet50_lars.py:32768 resnet50_lars.py:65536
   resnet50_lars.py:google-32768 resnet50_lamb_32k.py resnet50_nesterov_32k.py
-  alexnet_bn_32k.py resnet101_imagenet22k.py llama_1b.py llama_7b.py:h100
+  alexnet_bn_32k.py resnet101_imagenet22k.py llama_1b.py llama_7b.py:h100 sam.py gan.py
+  clip.py clip.py:siglip simclr.py moco.py distill.py dqn.py
 """
 # One of most kinds of model, optimizer and exchange; the others are slow.
 QUICK = """
@@ -67,6 +69,7 @@ def test_every_config_traces_and_lowers_for_eight_devices(path, monkeypatch):
   monkeypatch.setattr(data, "image_folder", fake_folder)
   monkeypatch.setattr(data, "text_files", fake_text)
   monkeypatch.setattr(data, "folder_classes", lambda directory: ())
+  monkeypatch.setattr(jaxscale, "import_safetensors", lambda path, *state: (*state, ""))
   config = load_config(f"configs/{path}")
   # JAX's own attention in half precision is lowered by rules that strict ones refuse.
   with jax.numpy_dtype_promotion("standard"):

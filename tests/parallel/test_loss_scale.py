@@ -151,7 +151,7 @@ def run_loop(batches, **options):
   state = state._replace(**options)
   on_devices = (on_mesh(mesh, batch) for batch in batches)
   state, _ = loop.train(
-    state, step, on_devices, loop.Callbacks(), start=0, total_steps=len(batches)
+    state, step, on_devices, loop.LoopControl(), start=0, total_steps=len(batches)
   )
   return state
 
@@ -203,7 +203,7 @@ def test_layouts_train_as_one_device_in_float32(name, monkeypatch):
   assert overflows == 0
 
 
-def stop(step, state):
+def stop(step, state, metrics):
   raise Stopped
 
 
@@ -215,7 +215,7 @@ def test_a_run_resumes_bit_for_bit(tmp_path, monkeypatch):
   config = small_config(**usual, checkpoint=saves, log=log)
   whole = jxs.fit(config, tmp_path / "whole")
   with pytest.raises(Stopped):
-    jxs.fit(config, tmp_path / "parts", hooks=[jxs.training.Hook(3, stop)])
+    jxs.fit(config, tmp_path / "parts", callbacks=[jxs.Callback(every=3, on_step=stop)])
   again = jxs.fit(config, tmp_path / "parts")
   assert_same_bits(jax.device_get(again.state), jax.device_get(whole.state))
   lines = jxs.metrics.read_metrics(tmp_path / "parts" / "metrics.jsonl")

@@ -9,7 +9,7 @@ import pytest
 from PIL import Image
 from sklearn.metrics import f1_score
 
-from jaxscale import config, metrics
+from jaxscale import cli, config, metrics
 from jaxscale.data import DatasetInfo, TextInfo, from_named
 from jaxscale.jobs import run_report
 from jaxscale.run.fit import fit
@@ -93,6 +93,19 @@ def test_a_run_records_and_draws_them(tmp_path, capsys):
   assert json.loads((tmp_path / "a" / "summary.json").read_text()) == summary
   report = run_report.describe(tmp_path / "a")
   assert "validation f1" in report and f"best (step {summary['best_step']})" in report
+
+
+def test_jaxscale_evaluate_computes_them_too(tmp_path):
+  chosen = config.F1(), config.ConfusionMatrix()
+  mesh, layout = config.Mesh(fsdp=4), config.Layout(shard="fsdp")
+  options = dict(model=config.MLP(hidden=(32,)), mesh=mesh, layout=layout, metrics=chosen)
+  options |= dict(data=config.Digits(), log=config.Log(plot=False), epochs=None, steps=3)
+  summary = run(tmp_path / "run", **options).summary
+  assert cli.main(["evaluate", str(tmp_path / "run"), f"--to={tmp_path}/e.json"]) == 0
+  found = json.loads((tmp_path / "e.json").read_text())
+  assert found["confusion_matrix"] == summary["confusion_matrix"]
+  loss, again = summary["evaluation"].pop("loss"), found["evaluation"].pop("loss")
+  assert found["evaluation"] == summary["evaluation"] and again == pytest.approx(loss, rel=1e-6)
 
 
 def test_the_lowest_of_an_own_metric_is_kept_also_after_a_resume(tmp_path):

@@ -144,7 +144,7 @@ def test_masks_are_of_the_rate_and_differ_by_row_and_layer():
 
 def test_what_depends_on_the_number_of_devices_is_named():
   for module, what in (
-    (Norm(), "Own: BatchNorm_0 (nn.BatchNorm; use models.BatchNorm"),
+    (Norm(), "Own: BatchNorm_0 (nn.BatchNorm; set batch_norm and bn_span"),
     (Layers(), "nn.Dropout on inputs without"),
     (Block(broadcast=(0,)), "Own: Dropout_0 (nn.Dropout on inputs"),
   ):
@@ -168,8 +168,8 @@ def test_the_page_s_batch_norm_is_the_same_on_any_number_of_devices():
 
 class Asks(nn.Module):
   @nn.compact
-  def __call__(self, x, training):
-    return nn.Dense(3)(x) * training
+  def __call__(self, x, mode):
+    return nn.Dense(3)(x) * mode
 
 
 class Calls(nn.Module):
@@ -184,7 +184,7 @@ class Calls(nn.Module):
 
 CALLED = rf"^{__file__}:\d+: Own \(\w+\)"
 UNCALLABLE = {
-  "training": (Asks(), r"^Asks.__call__ requires 'training'; give it a default"),
+  "mode": (Asks(), r"Own.build: Asks.__call__ requires 'mode', but the data has image, label; g"),
   "shape": (Calls(lambda x: x.reshape(7, -1)), rf"{CALLED}: TypeError: .*reshape"),
   "norm": (Calls(lambda x: nn.BatchNorm()(x)), rf"{CALLED}: .*running_av"),
   "outputs": (nn.Dense(2), "Own.build gives 2 outputs, but Arrays has 3 classes; use"),

@@ -207,3 +207,45 @@ def test_parts_that_config_json_cannot_store_are_not_needed(tmp_path):
     loaded.config.data.build()
   with config_error(match=r"its config.json has float32\[40, 3\]: an object from a notebook"):
     load_config(str(tmp_path / "run"))
+
+
+class TwoInputs(jxs.config.Model):
+  """Model of two inputs that returns a tree."""
+
+  def build(self, context):
+    def init(key):
+      return {"w": jax.random.normal(key, (3, 2)), "v": jax.random.normal(key, (5, 2))}, {}
+
+    def apply(params, state, inputs, train, keys):
+      sides = inputs["left"] @ params["w"], inputs["right"] @ params["v"]
+      return {"sum": sides[0] + sides[1], "sides": sides}, state
+
+    return jxs.models.ModelFns(init, apply)
+
+
+class SumError(jxs.config.Loss):
+  def build(self, info):
+    return jxs.Objective(lambda outputs, batch: ((outputs["sum"] - batch["label"]) ** 2).sum(-1))
+
+
+def test_several_inputs_and_a_tree_of_outputs(tmp_path):
+  rng = np.random.default_rng(0)
+  left, right, label = (rng.standard_normal((40, n)).astype("float32") for n in (3, 5, 2))
+  arrays = jxs.data.Arrays(x={"left": left, "right": right}, y=label)
+  parts = dict(
+    data=arrays, model=TwoInputs(), loss=SumError(), batch_size=8, mesh=jxs.config.Mesh(data=8)
+  )
+  config = small_config(steps=2, epochs=None, schedule=jxs.config.Cosine(), **parts)
+  jxs.fit(config, tmp_path / "run")
+  loaded = jxs.load(tmp_path / "run", model=TwoInputs())
+  found = loaded.predict({"left": left, "right": right}).outputs
+  w, v = (np.float64(loaded.params[name]) for name in "wv")
+  expected = {"sum": left @ w + right @ v, "sides": (left @ w, right @ v)}
+  jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), found, expected)
+  with config_error(match=r"inputs=\['left'\] lack 'right'; give it as well"):
+    loaded.predict({"left": left})
+  np.savez(tmp_path / "xy.npz", left=left, right=right)
+  argv = [f"{tmp_path}/run", f"--data={tmp_path}/xy.npz", f"--to={tmp_path}/out.npz"]
+  assert cli.main(["predict", *argv]) == 0
+  with np.load(tmp_path / "out.npz") as written:
+    np.testing.assert_allclose(written["outputs/sides/1"], found["sides"][1], atol=1e-6)

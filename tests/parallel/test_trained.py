@@ -212,8 +212,10 @@ def test_a_file_has_each_example_once_in_order_in_every_format(folder, tmp_path,
 def test_other_data_are_predicted_and_evaluated(folder, tmp_path, capsys):
   root, result = folder
   accuracy = f"accuracy {result.summary['accuracy']:.2%}"
-  assert cli.main(["evaluate", f"{root}/run", f"--data={root}/val"]) == 0
-  assert accuracy in capsys.readouterr().out
+  more = ["--config.metrics=F1", f"--data={root}/val"]
+  assert cli.main(["evaluate", f"{root}/run", *more]) == 0
+  line = capsys.readouterr().out
+  assert accuracy in line and "  f1 0." in line
   predicted(root, f"--data={root}/val/ant", f"--to={tmp_path}/ant.csv")
   assert (tmp_path / "ant.csv").read_text().startswith("id,label,class,probability\n0.png,")
   predicted(root, f"--data={root}/val/ant/4.png", f"--to={tmp_path}/one.csv")
@@ -282,44 +284,6 @@ def test_numbers_are_columns_of_outputs(tmp_path):
   rows = np.loadtxt(tmp_path / "x.csv", delimiter=",", skiprows=1)
   np.testing.assert_allclose(rows[:, 1:], found.outputs, rtol=1e-4, atol=1e-6)
   assert cli.main(["evaluate", f"{tmp_path}/run"]) == 2
-
-
-class TwoInputs(cfg.Model):
-  """Model of two inputs that returns a tree."""
-
-  def build(self, context):
-    def init(key):
-      return {"w": jax.random.normal(key, (3, 2)), "v": jax.random.normal(key, (5, 2))}, {}
-
-    def apply(params, state, inputs, train, keys):
-      sides = inputs["left"] @ params["w"], inputs["right"] @ params["v"]
-      return {"sum": sides[0] + sides[1], "sides": sides}, state
-
-    return jxs.models.ModelFns(init, apply)
-
-
-class SumError(cfg.Loss):
-  def build(self, info):
-    return jxs.Objective(lambda outputs, batch: ((outputs["sum"] - batch["label"]) ** 2).sum(-1))
-
-
-def test_several_inputs_and_a_tree_of_outputs(tmp_path):
-  rng = np.random.default_rng(0)
-  left, right, label = (rng.standard_normal((40, n)).astype("float32") for n in (3, 5, 2))
-  arrays = data.Arrays(x={"left": left, "right": right}, y=label)
-  parts = dict(data=arrays, model=TwoInputs(), loss=SumError(), batch_size=8, mesh=Mesh(data=8))
-  trained(tmp_path / "run", **parts)
-  loaded = jxs.load(tmp_path / "run", model=TwoInputs())
-  found = loaded.predict({"left": left, "right": right}).outputs
-  w, v = (np.float64(loaded.params[name]) for name in "wv")
-  expected = {"sum": left @ w + right @ v, "sides": (left @ w, right @ v)}
-  jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), found, expected)
-  with config_error(match=r"inputs=\['left'\] lack 'right'; give it as well"):
-    loaded.predict({"left": left})
-  np.savez(tmp_path / "xy.npz", left=left, right=right)
-  predicted(tmp_path, f"--data={tmp_path}/xy.npz", f"--to={tmp_path}/out.npz")
-  with np.load(tmp_path / "out.npz") as written:
-    np.testing.assert_allclose(written["outputs/sides/1"], found["sides"][1], atol=1e-6)
 
 
 def test_the_python_of_the_page_runs(runs, monkeypatch, capsys):

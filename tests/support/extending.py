@@ -18,3 +18,9 @@ def write_mine(folder):
   file = folder / "mine.py"
   file.write_text("\n".join(blocks()))
   return file
+
+
+def blocks_of(page):
+  """Return the first "```python" block of each section of a page, by the section's title."""
+  text = (ROOT / page).read_text()
+  return dict(re.findall(r"^## ([^\n]*)\n(?:(?!^## ).)*?^```python\n(.*?)^```", text, re.S | re.M))

@@ -129,7 +129,8 @@ def state(step, params, average=()):
 
 def described(info, source=None):
   config = small_config(model=MODEL, data=source or cfg.Digits())
-  return {"format": FORMAT, "config": to_plain(config), "data": info._asdict()}
+  data = info._asdict() | {"arrays": {**info.arrays}}
+  return {"format": FORMAT, "config": to_plain(config), "data": data}
 
 
 @pytest.fixture(scope="module")
@@ -301,7 +302,8 @@ def test_a_mistake_is_one_line(run, tmp_path, argv, says, capsys):
   newer["config"]["model"]["depth"] = 3
   made = dict(EMPTY=text, BROKEN={"config": text["config"]}, NEWER=newer)
   made |= dict(IMAGES=text | {"data": {"name": "digits"}})
-  made |= dict(WORDS=text | {"data": TextInfo("words", 300, 64)._asdict()})
+  words = TextInfo("words", 300, 64, arrays={})
+  made |= dict(WORDS=text | {"data": words._asdict()})
   for name, content in made.items():
     (tmp_path / name).mkdir()
     (tmp_path / name / "config.json").write_text(json.dumps(content))

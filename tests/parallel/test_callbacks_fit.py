@@ -145,7 +145,9 @@ def test_killed_it_resumes_bit_for_bit(tmp_path, local):
   for name in ("callbacks", "leaves", "metrics"):
     assert manifests[0][name] == manifests[1][name]
   states = manifests[1]["callbacks"]["states"]
-  assert states["EarlyStopping"]["waited"] == 2 and states["test_callbacks:Counting"]["calls"] == 9
+  assert (
+    states["EarlyStopping"]["waited"] == 2 and states["test_callbacks_fit:Counting"]["calls"] == 9
+  )
 
 
 def test_a_rollback_restores_their_states(tmp_path, monkeypatch):
@@ -173,7 +175,7 @@ def test_a_fault_of_a_users_class_is_one_line_and_nothing_is_saved(tmp_path):
       return jxs.Callback(every=11, on_step=lambda step, state, metrics: metrics["f1"])
 
   with pytest.raises(
-    ConfigError, match=r"test_callbacks.py:\d+: Broken.on_step: KeyError: 'f1'"
+    ConfigError, match=r"test_callbacks_fit.py:\d+: Broken.on_step: KeyError: 'f1'"
   ) as e:
     fit(with_callbacks(Broken()), tmp_path)
   assert "\n" not in str(e.value) and not list((tmp_path / "checkpoints").glob("[0-9]*"))

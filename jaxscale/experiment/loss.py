@@ -1,0 +1,243 @@
+"""Loss of an experiment: of each example, of all rows, or a function of the parameters."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, cast
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+from jaxscale import config as cfg
+from jaxscale import data, models
+from jaxscale.collectives import vary
+from jaxscale.errors import invalid
+from jaxscale.experiment.own_classes import build, guarded, guarded_parts
+from jaxscale.mesh import batch_axes
+from jaxscale.optim.tree_paths import path_name
+from jaxscale.training import losses
+from jaxscale.training.contract import check_sums, checked, compiled, example_values, one_line
+from jaxscale.training.custom_loss import CustomLoss, LossState, state_of_model
+from jaxscale.training.gathered import Everyone, GatheredObjective, gathered_loss, gathered_totals
+from jaxscale.training.losses import Objective
+from jaxscale.training.metrics import Metric
+from jaxscale.training.types import EvalFn, LossFn
+
+AnyLoss = Objective | GatheredObjective | CustomLoss
+Sharded = Callable[[Any], Any]
+
+
+def make_objective(config: cfg.Config, info: Any, model: Any, mesh: Mesh) -> AnyLoss:
+  """Build the loss and the metrics from `Config.loss`.
+
+  Args:
+    config: the config, with the settings of the loss.
+    info: description of the data.
+    model: the model from `model.make_model`.
+    mesh: the mesh of all devices.
+
+  Raises:
+    ConfigError: the build failed or returned something else, or the loss does not work
+      with other settings.
+  """
+  axes = batch_axes(mesh)
+  sizes = [mesh.shape[axis] for axis in axes]
+  context = cfg.LossContext(model, axes, math.prod(sizes), jnp.dtype(config.dtype))
+  expected = "a training.Objective, GatheredObjective or CustomLoss"
+  arguments = config.loss.arguments(info, context)
+  objective = build(config.loss, *arguments, kind=_is_loss, expected=expected)
+  if config.sync.is_local_sgd and not isinstance(objective, Objective):
+    problem = f"does not work with Config.loss={type(config.loss).__name__}, "
+    problem += f"a {type(objective).__name__} of all devices, whose parameters differ"
+    raise invalid("Config.sync", type(config.sync).__name__, problem, "train synchronously")
+  if not isinstance(objective, CustomLoss):
+    return guarded_parts(config.loss, " ({})", objective)
+  loss_fn, evaluation, init_state = objective
+  guard = guarded if callable(evaluation) else guarded_parts
+  return CustomLoss(
+    guarded(config.loss, " (loss_fn)", loss_fn),
+    guard(config.loss, " (evaluation)", evaluation),
+    init_state and guarded(config.loss, " (init_state)", init_state),
+  )
+
+
+def _is_loss(part: Any) -> bool:
+  kinds = Objective, GatheredObjective
+  if not isinstance(part, CustomLoss):
+    return isinstance(part, kinds)
+  is_evaluation = isinstance(part.evaluation, kinds) or callable(part.evaluation)
+  return callable(part.loss_fn) and is_evaluation
+
+
+def loss_state(objective: AnyLoss) -> Any:
+  """Return `CustomLoss.init_state`, or None."""
+  return objective.init_state if isinstance(objective, CustomLoss) else None
+
+
+def loss_of(
+  model: models.ModelFns,
+  objective: AnyLoss,
+  mesh: Mesh,
+  sharded: Sharded = lambda function: function,
+) -> LossFn:
+  """Return the loss function of a train step.
+
+  Args:
+    model: the model.
+    objective: the result of `make_objective`.
+    mesh: the mesh of all devices.
+    sharded: wrapper for parameters that are split, as in `training.gathered_loss`.
+  """
+  if isinstance(objective, GatheredObjective):
+    axes = batch_axes(mesh)
+    loss = gathered_loss(model.apply, objective, axes, model.inputs, sharded)
+  elif isinstance(objective, CustomLoss):
+    loss = sharded(checked(objective.loss_fn))
+  else:
+    loss = sharded(losses.training_loss(model.apply, objective, model.inputs))
+  setattr(loss, losses.IS_SUM, True)  # `model.check_model` has checked the user's own
+  return loss
+
+
+def totals_of(
+  model: models.ModelFns, objective: AnyLoss, mesh: Mesh, metrics: Mapping[str, Metric] = {}
+) -> EvalFn:
+  """Return the function of an eval step's totals.
+
+  Args:
+    model: the model.
+    objective: the result of `make_objective`.
+    mesh: the mesh of all devices.
+    metrics: further metrics by name.
+
+  Raises:
+    ConfigError: there are metrics of outputs, but the evaluation is a function.
+  """
+  if isinstance(objective, GatheredObjective):
+    return gathered_totals(model.apply, objective, batch_axes(mesh), model.inputs, metrics)
+  if isinstance(objective, Objective):
+    return losses.eval_totals(model.apply, objective, model.inputs, metrics)
+  if not isinstance(objective.evaluation, Objective | GatheredObjective):
+    if metrics:
+      problem, fix = "need an evaluation by outputs", "give CustomLoss an Objective"
+      raise invalid("Config.metrics", ..., problem, fix)
+    return objective.evaluation
+  totals = totals_of(model, objective.evaluation, mesh, metrics)
+  return lambda params, state, batch: totals(params, state_of_model(state), batch)
+
+
+def trace_steps(
+  model: models.ModelFns, objective: AnyLoss, info: Any, mesh: Mesh, rows: int
+) -> tuple[Callable[[], Any], Any, dict[str, Any]]:
+  """Return a function that traces a training and an evaluation step of a model.
+
+  Args:
+    model: the model.
+    objective: the result of `make_objective`.
+    info: description of the data.
+    mesh: the mesh of all devices.
+    rows: number of rows per device.
+
+  Returns:
+    A function that returns the shapes of the outputs (of a `CustomLoss` none), and the
+    shapes of (params, model_state) and of the batch.
+  """
+  axes = batch_axes(mesh)
+  whole = rows * math.prod(mesh.shape[axis] for axis in axes)
+  shapes = data.batch_shapes(info, whole).items()
+  batch = {name: jax.ShapeDtypeStruct(*array) for name, array in shapes}
+  keys = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), whole))
+  state = models.init_shapes(model.init)
+  if (init_state := loss_state(objective)) is not None:
+    key = jax.eval_shape(lambda: jax.random.key(0))
+    state = state[0], LossState(state[1], jax.eval_shape(init_state, state[0], key))
+
+  def call(state: Any, batch: Any, keys: Any):
+    params, own = vary(state, axes)
+    outputs, called = (), model
+    if not isinstance(objective, CustomLoss):
+      outputs, _ = model.apply(params, own, model.inputs(batch), True, keys)
+      _check_rows(outputs, rows)
+      called = model._replace(apply=lambda *_: (outputs, own))
+    loss_of(called, objective, mesh)(params, own, batch, keys)
+    totals_of(model, objective, mesh)(params, own, batch | {"mask": jnp.ones(rows, bool)})
+    return outputs
+
+  specs = P(), P(axes), P(axes)
+  called = jax.shard_map(call, mesh=mesh, in_specs=specs, out_specs=P(axes))
+  return functools.partial(jax.eval_shape, called, state, batch, keys), state, batch
+
+
+def _check_rows(outputs: Any, rows: int) -> None:
+  """Raise if an output of a model has no leading dim of rows."""
+  for path, x in jax.tree.leaves_with_path(outputs):
+    if jnp.shape(x)[:1] != (rows,):
+      field, shape = f"the model's output {path_name(path)}".rstrip(), list(jnp.shape(x))
+      problem = f"has shape {shape} for {rows} rows"
+      raise invalid(field, ..., problem, f"return one value per row, [{rows}, ...]")
+
+
+def sum_notes(objective: AnyLoss, state: Any, outputs: Any, batch: Any, mesh: Mesh) -> list[str]:
+  """Compute a loss of a few rows, and return notes on it.
+
+  Args:
+    objective: the result of `make_objective`.
+    state: shapes of (params, model_state).
+    outputs: shapes of the model's outputs.
+    batch: shapes of the batch.
+    mesh: the mesh, whose axis names the loss may use.
+
+  Raises:
+    ConfigError: a total is not a sum over the rows.
+  """
+  if isinstance(objective, CustomLoss):
+    params, model_state = state
+    reason = check_sums(objective.loss_fn, params, model_state, batch, mesh, name="Config.loss")
+  else:
+
+    def of_outputs(params: Any, model_state: Any, batch: Any, keys: Any):
+      batch = dict(batch)
+      outputs = batch.pop("outputs")
+      fixed = models.ModelFns(None, lambda *_: (outputs, model_state))
+      return loss_of(fixed, objective, mesh)(params, model_state, batch, keys)
+
+    inputs = {"outputs": outputs, **batch}
+    reason = check_sums(of_outputs, {}, {}, inputs, mesh, name="Config.loss")
+  notes = [f"cannot check that its loss sums over rows: {reason}"] if reason else []
+  if isinstance(objective, CustomLoss):
+    notes.append("a CustomLoss is not tested for results that depend on the number of devices")
+  return notes + (
+    _split_notes(objective, outputs, batch) if type(objective) is GatheredObjective else []
+  )
+
+
+def _split_notes(objective: GatheredObjective, outputs: Any, batch: Any) -> list[str]:
+  """Return a note if a loss changes when its rows are split over two devices."""
+  values = example_values({}, {}, {"outputs": outputs, **batch}, rows=4)[2]
+  values = jax.tree.map(jnp.asarray, values)
+  outputs = values.pop("outputs")
+
+  def loss(rows: Any):
+    own = jax.tree.map(lambda x: x[rows], (outputs, values))
+    everyone = Everyone(outputs, values, rows, jnp.ones(4, bool))
+    return cast(Any, objective).loss(*own, everyone)
+
+  def both():
+    rows = jnp.arange(4, dtype=jnp.int32)
+    return loss(rows), jnp.concatenate([loss(rows[:2]), loss(rows[2:])])
+
+  try:
+    whole, halves = map(np.asarray, compiled(both)())
+  except Exception as e:  # the loss may be written for one batch size
+    return [f"cannot check whether its loss depends on the number of devices: {one_line(e)}"]
+  if np.allclose(whole, halves, rtol=1e-3, equal_nan=True):
+    return []
+  return [
+    "its loss depends on the rows of each device: results depend on the number of devices; "
+    "use `everyone` for what concerns the whole batch"
+  ]
