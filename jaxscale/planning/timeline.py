@@ -17,6 +17,7 @@ from jaxscale import hlo
 from jaxscale.hlo import Collective, parse
 from jaxscale.hlo.cost import COLLECTIVES, is_free, trip_count
 from jaxscale.hlo.parse import Computation, Instruction, Module
+from jaxscale.metrics.text import grouped
 from jaxscale.planning import kernels
 
 Transfer = Callable[[Collective], float]  # seconds of one execution
@@ -82,16 +83,13 @@ class Program:
     return self._kernels[key]
 
 
-_Placed = dict[str, dict[int, list[hlo.Placed]]]  # by computation and index
+_Placed = dict[tuple[str, int], list[hlo.Placed]]  # by computation and index
 
 
 def _by_position(module: Module, mesh: Any) -> _Placed:
-  placed: _Placed = {}
   # A computation may be called from several places.
   unique = {(p.computation, p.start, p.collective.name): p for p in hlo.placed(module, mesh)}
-  for p in unique.values():
-    placed.setdefault(p.computation, {}).setdefault(p.start, []).append(p)
-  return placed
+  return grouped(((p.computation, p.start), p) for p in unique.values())
 
 
 def _no_times() -> Times:
@@ -117,7 +115,7 @@ class _Walk(NamedTuple):
         clock = max(clock, done)
       if instruction:
         clock += self._compute(home, name, instruction, times)
-      for p in self.placed.get(name, {}).get(i, ()):
+      for p in self.placed.get((name, i), ()):
         took, axes = self.transfer(p.collective), "+".join(p.collective.axes or ()) or "all"
         times.sent[axes] += took
         free = max(free, clock) + took
