@@ -87,7 +87,7 @@ def loss_in_float64(kind: str, params: dict, batch: dict) -> float:
   if kind == "nt_xent":
     within = (np.where(eye, -np.inf, x @ x.T / TEMPERATURE) for x in (a, b))
     logits = [np.hstack(pair) for pair in zip(logits, within, strict=True)]
-  return np.mean([np.log(np.exp(x).sum(1)) - np.diag(cosines) for x in logits])
+  return float(np.mean([np.log(np.exp(x).sum(1)) - np.diag(cosines) for x in logits]))
 
 
 def reference(kind: str) -> dict[str, float]:

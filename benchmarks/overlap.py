@@ -148,7 +148,7 @@ def resnet50():
   """Return (init, loss, shapes of a device's batch) of ResNet-50."""
   shape = (224, 224, 3)
   model = models.make_resnet(50, num_classes=1000, dtype=jnp.bfloat16)
-  init, apply = models.functions(model, shape)
+  init, apply, _ = models.functions(model, shape)
   batch = {"image": ((IMAGES, *shape), "uint8"), "label": ((IMAGES,), "int32")}
   return init, losses.classification_loss(apply), batch
 

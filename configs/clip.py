@@ -10,12 +10,15 @@ Every row is compared with all rows of all devices. Scale and bias are learned, 
 initial values of arXiv:2103.00020 (§2.5) and arXiv:2303.15343 (§3.2).
 """
 
+from typing import Literal
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jaxscale import config, data, models
 
+Kind = Literal["infonce", "siglip"]
 INITIAL = {"infonce": {"scale": np.log(1 / 0.07)}, "siglip": {"scale": np.log(10), "bias": -10.0}}
 
 
@@ -42,7 +45,7 @@ class Towers(config.Model):
   """
 
   dim: config.Count = 32
-  kind: str = "infonce"
+  kind: Kind = "infonce"
 
   def build(self, context):
     net = models.MLPModule(self.dim, (64,))
@@ -65,7 +68,7 @@ class Towers(config.Model):
     return models.ModelFns(init, apply, inputs)
 
 
-def get_config(kind: str = "infonce") -> config.Config:
+def get_config(kind: Kind = "infonce") -> config.Config:
   return config.Config(
     model=Towers(kind=kind),
     data=Pairs(),

@@ -79,9 +79,7 @@ def get_config() -> config.Config:
     model=Values(),
     data=Corridor(),
     loss=DoubleDQN(),
-    optimizer=config.Adam(lr=3e-3)
-    if hasattr(config, "Adam")
-    else config.AdamW(lr=3e-3, weight_decay=0.0),
+    optimizer=config.AdamW(lr=3e-3, weight_decay=0.0),
     batch_size=128,
     steps=1000,
   )

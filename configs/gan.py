@@ -9,6 +9,8 @@ Losses and penalty of arXiv:1801.04406 (equations 1 and 9). The evaluation repor
 distance of generated points to the nearest of the eight centers.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -23,7 +25,7 @@ NETS = {"generator": models.MLPModule(2, (64, 64)), "critic": models.MLPModule(1
 FACTORS = {"generator": 1.0, "critic": 2.0}  # of the learning rate
 
 
-def call(name, params, x):
+def call(name, params, x) -> Any:
   return NETS[name].apply({"params": params[name]}, x, False)
 
 
@@ -85,7 +87,7 @@ class TwoAdams(config.Optimizer):
     def adam(factor):
       return optim.adamw(lambda t: factor * schedule(t), b1=0.5, b2=0.99, weight_decay=0.0)
 
-    adams = {name: adam(factor) for name, factor in FACTORS.items()}
+    adams: Any = {name: adam(factor) for name, factor in FACTORS.items()}
     return optax.multi_transform(adams, lambda params: {name: name for name in params})
 
 

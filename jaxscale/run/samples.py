@@ -21,6 +21,7 @@ from jaxscale.metrics.plot import POINTS, figure
 from jaxscale.models.stack import Stack, stack_logits
 from jaxscale.run import generate
 from jaxscale.run.callbacks import Callback
+from jaxscale.training.custom_loss import state_of_model
 from jaxscale.training.types import TrainState
 
 # Given a state: a function that writes the samples to a path without its suffix. All
@@ -69,7 +70,8 @@ def _images(context: CallbackContext, count: int) -> _Sampler:
   def predict(params: Any, model_state: Any, batch: Any) -> jax.Array:
     if isinstance(model, Stack):
       return stack_logits(model, params, batch).argmax(-1)
-    outputs, _ = model.apply(params, model_state, model.inputs(batch), False, None)
+    state = state_of_model(model_state)
+    outputs, _ = model.apply(params, state, model.inputs(batch), False, None)
     if getattr(outputs, "ndim", 0) != 2:
       fix = "remove it from Config.callbacks"
       raise invalid("SampleWriter", ..., "needs a model with outputs [rows, classes]", fix)

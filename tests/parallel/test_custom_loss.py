@@ -1,6 +1,7 @@
 """Losses as functions of the parameters, from a config or Python, and their state."""
 
 import json
+import re
 
 import jax
 import jax.numpy as jnp
@@ -10,12 +11,14 @@ import pytest
 
 import jaxscale as jxs
 from jaxscale import config as cfg
+from jaxscale.config.loading import load_config
 from jaxscale.exchange.local_updates import local_sgd
 from jaxscale.experiment.build import experiment
 from jaxscale.mesh import make_mesh
 from jaxscale.training import CustomLoss, GatheredObjective, Objective, Queue
 from support.configs import small_config
 from support.errors import config_error
+from support.paths import ROOT
 from support.steps import on_mesh, training
 
 ROWS = np.random.default_rng(0).normal(size=(32, 6)).astype("float32")
@@ -151,3 +154,43 @@ def test_a_loss_that_depends_on_the_devices_is_named():
   assert not notes(GatheredObjective(right))
   (note,) = notes(CustomLoss(plain, OBJECTIVE))
   assert note.startswith("OfBatch: a CustomLoss is not tested")
+
+
+REST = """
+from jaxscale import models
+
+
+class Pair(config.Model):
+  def build(self, context):
+    net = models.functions(models.MLPModule(10, (8,)), context.info.image_shape)
+
+    def apply(*args):
+      outputs, state = net.apply(*args)
+      return (outputs, 2 * outputs), state
+
+    return net._replace(apply=apply)
+
+
+def get_config(name):
+  loss = {"Focal": Focal, "InfoNCE": InfoNCE, "Teacher": Teacher}[name]
+  model = Pair() if name == "InfoNCE" else config.MLP(hidden=(8,))
+  optimizer = config.SGD(lr=0.01)
+  return config.Config(
+    model=model, data=config.Digits(), loss=loss(), optimizer=optimizer, batch_size=16, steps=9
+  )
+"""
+
+
+@pytest.mark.parametrize("name", ["Focal", "InfoNCE", "Teacher"])
+def test_the_losses_of_the_page_train(name, tmp_path):
+  page = (ROOT / "docs" / "howto" / "own_loss.md").read_text()
+  blocks = re.findall(r"^```python\n(.*?)^```", page, re.S | re.M)
+  (tmp_path / "mine.py").write_text("\n".join([*blocks, REST]))
+  settings = load_config(f"{tmp_path / 'mine.py'}:{name}")
+  losses = []
+  for num_devices in (1, 4):
+    made = experiment(settings, devices=jax.devices()[:num_devices])
+    rows = made.train_data.load(np.arange(16), np.zeros((16, made.train_data.num_draws)))
+    _, metrics = made.train_step(made.init_state(), on_mesh(made.mesh, rows))
+    losses.append(float(metrics["loss"]))
+  assert losses[0] == pytest.approx(losses[1], rel=1e-6) and np.isfinite(losses[0])

@@ -8,8 +8,8 @@ import jaxscale as jxs
 from jaxscale import data
 from jaxscale.config.loading import load_config
 from jaxscale.experiment.build import experiment
+from jaxscale.run.callbacks import Callback
 from jaxscale.run.export import export
-from jaxscale.training import Hook
 from jaxscale.weights.safetensors import read_index
 from support.cases import all_slow_except
 from support.configs import settings
@@ -62,12 +62,12 @@ def test_a_recipe_resumes_bit_for_bit(name, tmp_path):
   often = "checkpoint.every_steps=1 checkpoint.every_epochs=None log.tensorboard=False"
   config = recipe(name, often)
 
-  def fail(step, state):
+  def fail(step, state, metrics):
     raise RuntimeError("killed")
 
   whole = jxs.fit(config, tmp_path / "whole")
   with pytest.raises(RuntimeError, match="killed"):
-    jxs.fit(config, tmp_path / "cut", hooks=[Hook(3, fail)])
+    jxs.fit(config, tmp_path / "cut", callbacks=[Callback(every=3, on_step=fail)])
   after = jxs.fit(config, tmp_path / "cut")
   assert_same_bits(jax.device_get(after.state), jax.device_get(whole.state))
   assert after.summary["loss"] == whole.summary["loss"]

@@ -186,8 +186,8 @@ SQUARES = (INPUTS > 0).astype(int)
 MADE_WRONGLY = [
   (lambda h: {"class": h, "aux": h}, SquaredError(), PAIR, "a dict of 'class', 'aux'; return"),
   (lambda h: (h, h), CrossEntropy(), COUNTS, "the model returns a tuple of 2; return one array"),
-  (lambda h: h.mean(), SquaredError(), PAIR, r"the model returns \(\); return"),
-  (lambda h: h[:1], SquaredError(), PAIR, r"the model returns \(1, 4\); return"),
+  (lambda h: h.mean(), SquaredError(), PAIR, r"output has shape \[\] for 8 rows; return one"),
+  (lambda h: h[:1], SquaredError(), PAIR, r"output has shape \[1, 4\] for 8 rows; return one"),
   (same, SquaredError(), PAIR, r"targets \(8, 2\), but the model returns \(8, 4\)"),
   (same, BinaryCrossEntropy(), POSITIVE, r"targets \(8,\), but the model returns"),
   (lambda h: h[:, :, None] * h[:, None], CrossEntropy(), COUNTS, "one vector of lo"),
