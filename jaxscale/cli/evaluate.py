@@ -9,16 +9,15 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from jaxscale.cli.parser import Namespace, Parser, can_be_file, directory, value, whole
+from jaxscale.cli.parser import Namespace, Parser, directory, file, whole
 from jaxscale.cli.train import EXIT_CODES
-from jaxscale.files import expand
 
 
 def add_arguments(parser: Parser) -> None:
   """Add the options."""
   add_run(parser)
   text = "the file to write as well, with the metrics as JSON (default: none)"
-  parser.option("--to FILE.json", text, value(expand, "a file in a directory", can_be_file))
+  parser.option("--to FILE.json", text, file)
 
 
 def add_run(parser: Parser) -> None:

@@ -4,15 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from jaxscale.cli.parser import Namespace, Parser, whole
 from jaxscale.cli.status import SEE_STATUS
 from jaxscale.cli.submit import add_runs
 from jaxscale.errors import ConfigError
-
-if TYPE_CHECKING:
-  from jaxscale.jobs.spec import JobSpec
 
 
 def add_arguments(parser: Parser) -> None:
@@ -38,25 +34,18 @@ def run(args: Namespace) -> None:
   spec = folders.read_spec(path)
   files = logs.choose(spec, args.rank or "0", args.task)
   if args.follow:
-    for line in logs.follow(files, lambda: all(r.ended for r in Job(path).status())):
-      print(line, flush=True)
-    _print_failure(spec, args)
-    return
-  if not _printed(files) and args.rank is None:
-    # Another rank may report why this one was killed, or the script why none started.
-    every, batch = (logs.choose(spec, rank, args.task) for rank in ("all", "batch"))
-    files = every if _printed(every) else batch
-  if not _printed(files):
-    raise ConfigError(f"{spec.name}: nothing printed yet; see `jaxscale status {spec.name}`")
-  for line in logs.last(files, args.lines):
-    print(line)
-  _print_failure(spec, args)
-
-
-def _print_failure(spec: JobSpec, args: Namespace) -> None:
-  from jaxscale.jobs.logs import failure
-
-  if args.rank is None and (line := failure(spec, args.task)):
+    lines = logs.follow(files, lambda: all(r.ended for r in Job(path).status()))
+  else:
+    if not _printed(files) and args.rank is None:
+      # Another rank may report why this one was killed, or the script why none started.
+      every, batch = (logs.choose(spec, rank, args.task) for rank in ("all", "batch"))
+      files = every if _printed(every) else batch
+    if not _printed(files):
+      raise ConfigError(f"{spec.name}: nothing printed yet; see `jaxscale status {spec.name}`")
+    lines = logs.last(files, args.lines)
+  for line in lines:
+    print(line, flush=args.follow)
+  if args.rank is None and (line := logs.failure(spec, args.task)):
     print(line)
 
 

@@ -11,7 +11,6 @@ from pathlib import Path
 
 from jaxscale.cli.parser import Namespace, Parser, number, picture, whole
 from jaxscale.cli.train import default_workdir
-from jaxscale.errors import ConfigError
 
 
 def add_arguments(parser: Parser) -> None:
@@ -28,6 +27,7 @@ def run(args: Namespace) -> None:
   from jaxscale import cluster
   from jaxscale.config import LearningRateFinder
   from jaxscale.config.loading import load_config
+  from jaxscale.jobs.folder import one_line
   from jaxscale.run.session import open_session
 
   ramp = LearningRateFinder(steps=args.steps, low=args.low, high=args.high)
@@ -36,10 +36,8 @@ def run(args: Namespace) -> None:
     from jaxscale.run import learning_rates  # Imports JAX, once all processes have joined.
 
     tried = learning_rates.find_learning_rate(config, **vars(ramp), at=watch.at)
-    try:
+    with one_line(f"--out={args.out}", "give a different file"):
       line = learning_rates.plot_learning_rates(tried, args.out)
-    except OSError as e:
-      raise ConfigError(f"--out={args.out}: {e.strerror}; give a different file") from None
     is_leader = cluster.is_leader()
   if is_leader:  # Outside the session, so that a failed print fails the command.
     print(line)

@@ -17,6 +17,7 @@ from jaxscale.config import packaged
 from jaxscale.config.validation import nearest, within
 from jaxscale.errors import ConfigError
 from jaxscale.files import expand
+from jaxscale.metrics.text import listed
 
 EXIT_CODES = "exit code: 0 done, 2 invalid usage or configuration, 1 any other error"
 
@@ -68,9 +69,9 @@ class Parser(argparse.ArgumentParser):
     if missing:
       self._required[action.dest] = (flags[-1], missing)
 
-  def flag(self, names: str, help: str, group: Any = None, **more: Any) -> None:
+  def flag(self, names: str, help: str, **more: Any) -> None:
     """Add an option without a value."""
-    (group or self).add_argument(*names.split(), action="store_true", help=help, **more)
+    self.add_argument(*names.split(), action="store_true", help=help, **more)
 
   def words(self, name: str, metavar: str, help: str, missing: str = "", **more: Any) -> None:
     """Add positional arguments, any number of them."""
@@ -214,15 +215,18 @@ def can_be_file(path: str) -> bool:
   return bool(name) and os.path.isdir(folder or ".") and not os.path.isdir(path)
 
 
-# `kind` of an option for a file to write, checked before the work starts. Matplotlib knows
-# more picture formats, but would have to be imported for their list.
-PICTURES = (".png", ".pdf", ".svg", ".jpg")
+# `kind` of an option for a file to write, checked before the work starts.
 file = value(expand, "a file in a directory", can_be_file)
-picture = value(
-  expand,
-  f"a file {', '.join(PICTURES[:-1])} or {PICTURES[-1]} in a directory",
-  lambda path: can_be_file(path) and path.endswith(PICTURES),
-)
+
+
+def file_of(*suffixes: str) -> Kind:
+  """Return the `kind` of an option for a file to write with one of these suffixes."""
+  expected = f"a file {listed(suffixes, 'or')} in a directory"
+  return value(expand, expected, lambda path: can_be_file(path) and path.endswith(suffixes))
+
+
+# Matplotlib knows more picture formats, but would have to be imported for their list.
+picture = file_of(".png", ".pdf", ".svg", ".jpg")
 
 
 def directory(text: str) -> str:

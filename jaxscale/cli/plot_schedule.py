@@ -14,6 +14,7 @@ from jaxscale.config.loading import load_config
 from jaxscale.data.dataset import IMAGENET_EXAMPLES
 from jaxscale.errors import ConfigError
 from jaxscale.files import output_path
+from jaxscale.jobs.folder import one_line
 from jaxscale.metrics.plot import figure
 
 
@@ -33,10 +34,8 @@ def run(args: Namespace) -> None:
   for path in paths:
     config = load_config(path, args.overrides)
     curves[path] = curve(config, args.num_train or num_examples(config))
-  try:
+  with one_line(f"--out={args.out}", "give a different file"):
     plot(curves, args.out)
-  except OSError as e:
-    raise ConfigError(f"--out={args.out}: {e.strerror}; give a different file") from None
   print(args.out)
 
 

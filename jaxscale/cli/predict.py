@@ -12,24 +12,17 @@ from pathlib import Path
 from typing import Any
 
 from jaxscale.cli.evaluate import add_run, in_session
-from jaxscale.cli.parser import Namespace, Parser, can_be_file, value, whole
-from jaxscale.files import expand
-
-FORMATS = ".parquet", ".csv", ".npz"
+from jaxscale.cli.parser import Namespace, Parser, file_of, whole
 
 
 def add_arguments(parser: Parser) -> None:
   """Add the options."""
   add_run(parser)
-  kind = value(expand, "a file .parquet, .csv or .npz in a directory", _is_table)
+  kind = file_of(".parquet", ".csv", ".npz")
   text = "the file to write, .parquet, .csv or .npz; an existing one is replaced"
   parser.option("--to FILE", text, kind, missing="try --to predictions.csv")
   text = "the examples per batch of all devices (default: the run's evaluation.batch_size)"
   parser.option("--batch-size N", text, whole(1))
-
-
-def _is_table(path: str) -> bool:
-  return path.endswith(FORMATS) and can_be_file(path)
 
 
 def run(args: Namespace) -> int | None:

@@ -47,14 +47,11 @@ def run(args: Namespace) -> None:
   if len(args.names) != 1:
     raise ConfigError(f"{args.names[1]}: profile takes one run; give {args.names[0]} alone")
   (name,) = args.names
-  if args.summary:
-    is_submitted = not os.path.exists(name) or os.path.exists(f"{name}/run.json")
-    request = (name, args.runs, args.task)
-    folder = profile.find_workdir(*request) if is_submitted else Path(name)
-  else:
-    workdir = profile.find_workdir(name, args.runs, args.task)
+  is_trace = args.summary and os.path.exists(name) and not os.path.exists(f"{name}/run.json")
+  folder = Path(name) if is_trace else profile.find_workdir(name, args.runs, args.task)
+  if not args.summary:
     options = args.steps, args.processes, args.timeout
-    folder = profile.trace(workdir, *options, log=lambda line: print(line, flush=True))
+    folder = profile.trace(folder, *options, log=lambda line: print(line, flush=True))
     print(folder, flush=True)
   from jaxscale.planning import trace  # Imports JAX.
 

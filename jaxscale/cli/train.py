@@ -59,15 +59,12 @@ def run(args: Namespace) -> int | None:
 def _run(args: Namespace) -> int | None:
   from jaxscale import cluster
   from jaxscale.config.loading import load_config
+  from jaxscale.planning.stored import read_plan
   from jaxscale.run.session import open_session, report_stop
 
   config = load_config(args.config, args.overrides)
   workdir = Path(args.workdir or default_workdir(args.config))
-  plan = None
-  if args.plan:
-    from jaxscale.planning.stored import read_plan
-
-    plan = read_plan(Path(args.plan))
+  plan = read_plan(Path(args.plan)) if args.plan else None
   with open_session(config, workdir) as watch:
     from jaxscale.run.fit import fit  # Imports JAX, once all processes have joined.
 

@@ -53,15 +53,16 @@ def psum(x: jax.Array, axes: Axes, *, payload: Any = None, accumulate: Any = Non
   Raises:
     ConfigError: the mesh lacks an axis, or the dtype cannot be summed.
   """
-  names = typed.names(axes)
-  sizes = typed.axis_sizes(names)
-  sent, summed = typed.dtypes(x, payload, accumulate)
-  x = typed.vary(x, names)
+  names = tuple(typed.axis_sizes(typed.names(axes)))
+  return _sum(typed.vary(x, names), names, *typed.dtypes(x, payload, accumulate))
+
+
+def _sum(x: jax.Array, axes: Axes, sent: Any, summed: Any):
+  """Sum an array that is typed varying over `axes`, in its dtype."""
   if sent == summed or x.size == 0:
-    return lax.psum(x.astype(sent), names).astype(x.dtype)
-  flat = typed.padded(x.astype(summed), math.prod(sizes.values()))
-  block = _block_of_sum(flat, names, sent, summed)
-  return _gathered(block, names, sent, x)
+    return lax.psum(x.astype(sent), axes).astype(x.dtype)
+  flat = typed.padded(x.astype(summed), lax.axis_size(axes))
+  return _gathered(_block_of_sum(flat, axes, sent, summed), axes, sent, x)
 
 
 def hierarchical(
@@ -95,9 +96,7 @@ def hierarchical(
   flat = typed.padded(x.astype(summed), math.prod(sizes[a] for a in fast))
   block = _block_of_sum(flat, fast, sent, summed)
   if slow:
-    is_float = jnp.issubdtype(x.dtype, jnp.floating)
-    wide = summed if sent != summed else None
-    block = psum(block, slow, payload=sent if is_float else None, accumulate=wide)
+    block = _sum(block, slow, sent, summed)
   return _gathered(block, fast, sent, x)
 
 
@@ -226,10 +225,10 @@ def over_dims(
       flat = flat + typed.from_wire(bits, sent, flat.dtype)
     flat = typed.padded(flat, math.prod(d.size for d in dims))
     for dim in dims:
-      flat = _scatter_along(flat, sizes, dim, sent)
+      flat = _scatter_along(flat, dim, sent)
     bits = typed.to_wire(flat, sent)
     for dim in reversed(dims):
-      bits = _gather_along(bits, sizes, dim)
+      bits = _gather_along(bits, dim)
     for axis, n in reversed(live.items()):  # return the sum to idle devices
       received = lax.ppermute(bits, axis, [(i - n, i) for i in range(n, sizes[axis])])
       bits = jnp.where(lax.axis_index(axis) >= n, received, bits)
@@ -266,7 +265,7 @@ def reduce_scatter(
   flat = typed.padded(typed.vary(x, tuple(sizes)), math.prod(sizes.values()))
   flat = _reordered(flat.astype(summed), sizes, plan)
   for dim in plan if flat.size else ():
-    flat = _scatter_along(flat, sizes, dim, sent)
+    flat = _scatter_along(flat, dim, sent)
   return flat[: -(-x.size // math.prod(sizes.values()))].astype(x.dtype)
 
 
@@ -308,7 +307,7 @@ def all_gather(
   def whole(block: jax.Array):
     bits = typed.to_wire(block.reshape(-1), sent)
     for dim in reversed(plan) if bits.size else ():
-      bits = _gather_along(bits, sizes, dim)
+      bits = _gather_along(bits, dim)
     bits = _reordered(bits, sizes, plan, back=True)
     values = typed.unpadded(typed.from_wire(bits, sent, block.dtype), target)
     return typed.same_everywhere(values, names)
@@ -330,22 +329,21 @@ def _torus(axes: Axes, dims: Dims | None) -> tuple[dict[str, int], tuple[Dim, ..
   return sizes, plan
 
 
-def _total_and_position(sizes: dict[str, int], dim: Dim) -> tuple[int, jax.Array]:
-  """Return the devices along a dimension's axes, and this device's position on it."""
-  position = lax.axis_index(dim.axes) // dim.stride % dim.size
-  return math.prod(sizes[a] for a in dim.axes), position
+def _position(dim: Dim) -> jax.Array:
+  """Return this device's position on a dimension."""
+  return lax.axis_index(dim.axes) // dim.stride % dim.size
 
 
-def _scatter_along(flat: jax.Array, sizes: dict[str, int], dim: Dim, sent: Any):
+def _scatter_along(flat: jax.Array, dim: Dim, sent: Any):
   """Return this device's block of the sum along one dimension."""
-  total, position = _total_and_position(sizes, dim)
+  position = _position(dim)
   blocks = flat.reshape(dim.size, -1)
 
   def block(index: jax.Array):
     return lax.dynamic_index_in_dim(blocks, index % dim.size, keepdims=False)
 
   def from_behind(part: jax.Array, steps: int):
-    moves = planner.pairs(dim, total, steps)
+    moves = planner.pairs(dim, lax.axis_size(dim.axes), steps)
     bits = lax.ppermute(typed.to_wire(part, sent), dim.axes, moves)
     return typed.from_wire(bits, sent, part.dtype)
 
@@ -360,15 +358,13 @@ def _scatter_along(flat: jax.Array, sizes: dict[str, int], dim: Dim, sent: Any):
   return part
 
 
-def _gather_along(bits: jax.Array, sizes: dict[str, int], dim: Dim):
+def _gather_along(bits: jax.Array, dim: Dim):
   """Concatenate the blocks along one dimension."""
-  total, position = _total_and_position(sizes, dim)
-  blocks = jnp.zeros((dim.size, bits.size), bits.dtype)
-  blocks = lax.pcast(blocks, tuple(sizes), to="varying")
-  blocks = lax.dynamic_update_index_in_dim(blocks, bits, position, 0)
+  moves = planner.pairs(dim, lax.axis_size(dim.axes), 1)
+  blocks = jnp.broadcast_to(bits, (dim.size, bits.size))  # The others' blocks replace copies.
   for step in range(1, dim.size):
-    bits = lax.ppermute(bits, dim.axes, planner.pairs(dim, total, 1))
-    index = (position - step) % dim.size
+    bits = lax.ppermute(bits, dim.axes, moves)
+    index = (_position(dim) - step) % dim.size
     blocks = lax.dynamic_update_index_in_dim(blocks, bits, index, 0)
   return blocks.reshape(-1)
 

@@ -180,11 +180,6 @@ def pairs(dim: Dim, total: int, shift: int) -> list[tuple[int, int]]:
   return [(source, target(source)) for source in range(dim.live or total)]
 
 
-def default_links(axes: Sequence[str]) -> dict[str, Link]:
-  """Return assumed links: the last axis is fast, the others are slow."""
-  return {a: FAST if a == axes[-1] else SLOW for a in axes}
-
-
 def torus_seconds(dims: Sequence[Dim], num_bytes: float, links: Links) -> float:
   """Return the time of a torus, 2 sum_k (n_k - 1) (alpha_k + beta_k s_k M / P_k).
 
@@ -238,35 +233,22 @@ def best_dims(
   of other axes.
   """
   axes = (axis for axis in reversed(list(sizes)) if sizes[axis] > 1)
-  axes = sorted(axes, key=lambda axis: links[axis].beta)
   # Maps the number of dimensions so far to (seconds, dimensions).
   best: dict[int, tuple[float, tuple[Dim, ...]]] = {0: (0.0, ())}
   message = num_bytes
-  for axis in axes:
+  for axis in sorted(axes, key=lambda axis: links[axis].beta):
     extended: dict[int, tuple[float, tuple[Dim, ...]]] = {}
-    for factors in _shortest(axis, sizes[axis], message, links):
+    for factors in factorizations(sizes[axis]):
+      added = given_dims([(axis, n) for n in factors], {axis: sizes[axis]})
+      took = torus_seconds(added, message, links)
       for count, (seconds, dims) in best.items():
-        total = seconds + torus_seconds(factors, message, links)
-        other = extended.get(count + len(factors))
-        if other is None or total < other[0]:
-          extended[count + len(factors)] = (total, dims + factors)
+        number = count + len(added)
+        if number not in extended or seconds + took < extended[number][0]:
+          extended[number] = (seconds + took, dims + added)
     best, message = extended, message / sizes[axis]
   fastest = min(seconds for seconds, _ in best.values())
   enough = [n for n in best if best[n][0] <= fastest * (1 + tolerance)]
   return best[min(enough)][1]
-
-
-def _shortest(
-  axis: str, size: int, message: float, links: Mapping[str, Link]
-) -> list[tuple[Dim, ...]]:
-  """Return the cheapest dimensions of an axis for each number of factors."""
-  best: dict[int, tuple[float, tuple[Dim, ...]]] = {}
-  for factors in factorizations(size):
-    dims = given_dims([(axis, n) for n in factors], {axis: size})
-    seconds = torus_seconds(dims, message, links)
-    if len(dims) not in best or seconds < best[len(dims)][0]:
-      best[len(dims)] = (seconds, dims)
-  return [dims for _, dims in best.values()]
 
 
 def plan(
@@ -285,7 +267,7 @@ def plan(
     algorithm: one of `ALGORITHMS`, or "auto" for the cheapest on the links.
     dims: dimensions of "torus", (axis, size) pairs, fastest links first; None means the
       planner's choice.
-    links: links by axis; None means `default_links`.
+    links: links by axis; None assumes that the last axis is fast and the others are slow.
 
   Raises:
     ConfigError: an algorithm or axis is unknown, a link is out of range, or dims do not
@@ -340,7 +322,7 @@ def _cheapest(sizes: Sizes, num_bytes: float, links: dict[str, Link]) -> Plan:
 def _checked_links(sizes: Sizes, links: Mapping[str, Link] | None) -> dict[str, Link]:
   """Return a link for every axis: the checked links, or assumed ones."""
   if links is None:
-    return default_links(tuple(sizes))
+    return {axis: FAST if axis == [*sizes][-1] else SLOW for axis in sizes}
   for axis, link in links.items():
     if axis not in sizes:
       hint = nearest(axis, sizes)

@@ -21,6 +21,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxscale.collectives import Plan, add_rows, sum_tree
+from jaxscale.collectives.typed import padded, unpadded
 from jaxscale.errors import ConfigError
 from jaxscale.exchange.base import Axes, Exchange, same_for_all
 from jaxscale.exchange.buckets import BUCKET_BYTES, bucketed, map_buckets
@@ -132,24 +133,20 @@ def int8(
 
     def mean(number: int, bucket: jax.Array):
       first, second = jax.random.split(jax.random.fold_in(key, number))
-      chunk = -(-bucket.size // (num_devices * block)) * block
-      rows = jnp.pad(bucket, (0, num_devices * chunk - bucket.size))
-      sent = encode_int8(rows.reshape(num_devices, chunk), block, first)
+      chunks = padded(bucket, num_devices * block).reshape(num_devices, -1)
+      sent = encode_int8(chunks, block, first)
       received = lax.all_to_all(sent, axes, 0, 0)
       own = add_rows(decode_int8(received, block))[None]
       sent = encode_int8(own, block, second)
       gathered = lax.all_gather(sent, axes, tiled=True, to="invarying")
       return decode_int8(gathered, block).reshape(-1)[: bucket.size] / num_devices
 
-    whole_blocks = bucket_bytes // (4 * block) * 4 * block
-
-    def flat(g: jax.Array):
-      return jnp.pad(g.reshape(-1).astype(jnp.float32), (0, -g.size % block))
-
     def like(mean: jax.Array, g: jax.Array):
-      return mean[: g.size].reshape(g.shape).astype(g.dtype)
+      return unpadded(mean, g.shape).astype(g.dtype)
 
-    means = map_buckets(mean, jax.tree.map(flat, grads), whole_blocks)
+    whole_blocks = bucket_bytes // (4 * block) * 4 * block
+    flat = jax.tree.map(lambda g: padded(g.astype(jnp.float32), block), grads)
+    means = map_buckets(mean, flat, whole_blocks)
     return jax.tree.map(like, means, grads), {"step": state["step"] + 1}
 
   return Exchange(lambda _: {"step": jnp.zeros((), jnp.int32)}, exchange, same_for_all)

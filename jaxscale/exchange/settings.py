@@ -11,13 +11,12 @@ from __future__ import annotations
 import functools
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
+from jaxscale import collectives, exchange
 from jaxscale.config.bases import Exchange, ExchangeContext, Sync, SyncContext
 from jaxscale.config.bounds import Count, Fraction, NonNegative, Positive
 from jaxscale.errors import ConfigError
 
 if TYPE_CHECKING:
-  from jaxscale import exchange
-  from jaxscale.collectives import Plan
   from jaxscale.exchange.local_updates import LocalUpdate
 
 # The names for --config.exchange= (HOMES in config/choice.py lists this module).
@@ -67,33 +66,29 @@ class AllReduce(Exchange):
         raise ConfigError(f"{name}.dims={self.dims} is invalid; give axis:size, as 'data:4'")
 
   def build(self, context: ExchangeContext) -> exchange.Exchange:
-    from jaxscale.collectives import sum_tree
-    from jaxscale.exchange import base, buckets
+    from jaxscale.exchange import buckets
 
     by, size = self.plan(context), self.bucket_bytes
     if by.algorithm == "psum" and size is None:
       size = buckets.best_bucket_bytes(context.mesh)
     if size is not None:
-      reduce = functools.partial(sum_tree, by=by)
+      reduce = functools.partial(collectives.sum_tree, by=by)
       return buckets.bucketed(context.axes, bucket_bytes=size, reduce=reduce)
-    return base.plain(context.axes) if by.algorithm == "psum" else base.planned(by)
+    return exchange.plain(context.axes) if by.algorithm == "psum" else exchange.planned(by)
 
-  def plan(self, context: ExchangeContext, payload: Any = None) -> Plan:
+  def plan(self, context: ExchangeContext, payload: Any = None) -> collectives.Plan:
     """Return the plan of the all-reduce; `payload` is the dtype that is sent.
 
     Raises:
       ConfigError: `dims` do not fit the devices.
     """
-    from jaxscale import collectives
-
     num_bytes, is_planned = 0, self.algorithm == "torus" and not self.dims
     if is_planned:
       num_bytes = collectives.payload_bytes(context.params(), payload)
       if self.bucket_bytes is not None:  # The setting counts bytes of float32.
         num_bytes = min(num_bytes, self.bucket_bytes // (2 if payload else 1))
     dims = [(axis, int(n)) for axis, _, n in (d.partition(":") for d in self.dims)]
-    sizes, dims = context.sizes, dims or None
-    by = collectives.plan(sizes, num_bytes, self.algorithm, dims=dims)
+    by = collectives.plan(context.sizes, num_bytes, self.algorithm, dims=dims or None)
     if is_planned:
       size = f"{num_bytes / 1e6:.3g} MB"
       context.note(f"exchange: {by}, planned for messages of {size} on assumed links")
@@ -117,10 +112,8 @@ class HalfPrecision(AllReduce):
   bucket_bytes: Annotated[int, ">= 4"] = _BUCKET
 
   def build(self, context: ExchangeContext) -> exchange.Exchange:
-    from jaxscale.exchange.low_precision import half_precision
-
-    by, size = self.plan(context, self.dtype), self.bucket_bytes
-    return half_precision(context.axes, self.dtype, by=by, sum_in=self.sum_in, bucket_bytes=size)
+    by, sums, size = self.plan(context, self.dtype), self.sum_in, self.bucket_bytes
+    return exchange.half_precision(context.axes, self.dtype, by=by, sum_in=sums, bucket_bytes=size)
 
 
 class Compressed(Exchange):
@@ -144,10 +137,8 @@ class Int8(Compressed):
   block: Count = 256
 
   def build(self, context: ExchangeContext) -> exchange.Exchange:
-    from jaxscale.exchange.low_precision import int8
-
     size, seed = self.bucket_bytes, context.seed
-    return int8(context.axes, block=self.block, bucket_bytes=size, seed=seed)
+    return exchange.int8(context.axes, block=self.block, bucket_bytes=size, seed=seed)
 
 
 class OneBit(Compressed):
@@ -163,8 +154,7 @@ class OneBit(Compressed):
   def build(self, context: ExchangeContext) -> exchange.Exchange:
     from jaxscale.exchange.one_bit import one_bit
 
-    devices, size = context.num_devices, self.bucket_bytes
-    return one_bit(context.axes, num_devices=devices, bucket_bytes=size)
+    return one_bit(context.axes, num_devices=context.num_devices, bucket_bytes=self.bucket_bytes)
 
 
 class TopK(OneBit):
@@ -248,8 +238,7 @@ class DiLoCo(LocalSGD):
   def build(self, context: SyncContext) -> LocalUpdate:
     from jaxscale.exchange.local_updates import diloco
 
-    rate, momentum = self.outer_lr, self.outer_momentum
-    return diloco(self.sync_every_steps, rate=rate, momentum=momentum)
+    return diloco(self.sync_every_steps, rate=self.outer_lr, momentum=self.outer_momentum)
 
 
 class BlockMomentum(LocalSGD):

@@ -42,6 +42,7 @@ import numpy as np
 from jaxscale.hlo import parse
 from jaxscale.hlo.cost import COLLECTIVES, Cost, costs, trip_count
 from jaxscale.hlo.parse import Computation, Groups, Instruction, Module
+from jaxscale.metrics.text import grouped
 from jaxscale.metrics.text import table as text_table
 
 
@@ -175,10 +176,8 @@ def summary(table: Sequence[Collective]) -> str:
   """
   if not table:
     return "no collectives"
-  alike: dict[tuple, list[Collective]] = {}
-  for row in table:
-    key = (row.kind, row.axes, row.dtypes, row.is_async, row.conditional)
-    alike.setdefault(key, []).append(row)
+  keys = ((row.kind, row.axes, row.dtypes, row.is_async, row.conditional) for row in table)
+  alike = grouped(zip(keys, table, strict=True))
   head = ("collective", "axes", "dtype", "times", "MB", "sent MB", "form", "overlap")
   text = [text_table(head, map(_line, alike.values()), left=range(len(head)))]
   everything = total(table)

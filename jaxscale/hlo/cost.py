@@ -32,15 +32,12 @@ COLLECTIVES = (
   *("all-reduce", "reduce-scatter", "all-gather", "collective-permute"),
   *("all-to-all", "ragged-all-to-all", "collective-broadcast"),
 )
-_FREE_OPCODES = """
+_FREE = """
 parameter constant tuple get-tuple-element bitcast after-all partition-id replica-id send recv
 opt-barrier domain
-"""
-_FREE = _FREE_OPCODES.split()
+""".split()
 _SAME = ("copy", "bitcast", "convert", "reshape", "copy-start", "copy-done")
-_COMPARISONS = {
-  name: getattr(operator, name.lower()) for name in ("LT", "LE", "GT", "GE", "EQ", "NE")
-}
+_COMPARISONS = {name: getattr(operator, name.lower()) for name in "LT LE GT GE EQ NE".split()}
 _INTEGERS = {"add": operator.add, "subtract": operator.sub} | _COMPARISONS
 _SLICES, _UPDATE = {"dynamic-slice", "slice", "gather"}, "dynamic-update-slice"
 # Operations whose output elements depend on input elements at other positions.
@@ -64,12 +61,17 @@ def costs(module: Module) -> tuple[Cost, float]:
 
   def weight(computation: Computation, instruction: Instruction) -> float:
     if has_cycles:
-      cycles = re.search(r'"estimated_cycles":"(\d+)"', instruction.text)
-      return float(cycles.group(1)) if cycles else 0.0
+      return cycles_of(instruction) or 0.0
     flops = flops_of(module, computation, instruction)
     return max(flops / FLOPS_PER_BYTE, traffic(module, computation, instruction))
 
   return _summed(module, weight)
+
+
+def cycles_of(instruction: Instruction) -> float | None:
+  """Return the compiler's estimate of an instruction's cycles on TPUs; None without one."""
+  cycles = re.search(r'"estimated_cycles":"(\d+)"', instruction.text)
+  return float(cycles.group(1)) if cycles else None
 
 
 def program_flops(text: str) -> float:
@@ -134,10 +136,8 @@ def flops_of(module: Module, computation: Computation, instruction: Instruction)
   if len(shapes) < 2 or not all(shapes[:2]) or not instruction.shape:
     return 0.0
   (left, *_), (right, *_), out = shapes[0], shapes[1], instruction.shape[0]
-  dims = r'lhs_contracting_dim(?:s=\{|ensions":\[)([\d,"]*)'
-  if summed := re.search(dims, instruction.text):  # a dot, or a call of cuBLAS
-    sizes = (left.dims[int(d)] for d in re.findall(r"\d+", summed.group(1)))
-    return 2.0 * math.prod(out.dims) * math.prod(sizes)
+  if (summed := product_sizes(instruction, left.dims, "contracting")) is not None:
+    return 2.0 * math.prod(out.dims) * math.prod(summed)
   if not (labels := re.search(r"dim_labels=\w+_(\w+)->", instruction.text)):
     return 0.0
   kernel, pixels = right, out
@@ -147,6 +147,18 @@ def flops_of(module: Module, computation: Computation, instruction: Instruction)
     pixels = left
   features = kernel.dims[labels.group(1).index("o")]
   return 2.0 * math.prod(pixels.dims) * math.prod(kernel.dims) / max(features, 1)
+
+
+def product_sizes(product: Instruction, left: Sequence[int], kind: str) -> list[int] | None:
+  """Return the sizes of the "contracting" or "batch" dims of a dot, or of a call of cuBLAS.
+
+  Args:
+    product: the instruction; the result is None for others.
+    left: the dims of its first factor.
+    kind: the kind of dims.
+  """
+  dims = re.search(rf'lhs_{kind}_dim(?:s=\{{|ensions":\[)([\d,"]*)', product.text)
+  return [left[int(d)] for d in re.findall(r"\d+", dims.group(1))] if dims else None
 
 
 def traffic(module, computation: Computation, instruction: Instruction) -> float:

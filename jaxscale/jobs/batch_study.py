@@ -205,18 +205,15 @@ def _run(spec: JobSpec, task: int, status: RunStatus, record: Mapping[str, Any])
     outcome = "reached" if summary["target_step"] else "missed"
   else:
     outcome, summary = status.state.lower(), {}
-  numbers = finite(summary)
-  examples = (summary.get("target_step") or 0) * size or None
-  num_train = derived.get("num_train")
+  target = summary.get("target_step") or None
+  examples, num_train = target and target * size, derived.get("num_train")
   row: dict[str, Any] = dict(status=outcome, batch_size=size, seed=seed)
   row["accumulate_steps"] = config.get("accumulate_steps")
   row |= {name: derived.get(name) for name in ("peak_lr", "eval_every")}
-  row |= dict(
-    steps=summary.get("step", status.step), target_step=summary.get("target_step") or None
-  )
-  row["target_examples"] = examples
+  row["steps"] = summary.get("step", status.step)
+  row |= dict(target_step=target, target_examples=examples)
   row["target_epochs"] = examples / num_train if examples and num_train else None
-  row |= {name: numbers.get(name) for name in _MEASURED.split()}
+  row |= {name: finite(summary).get(name) for name in _MEASURED.split()}
   row["note"] = "" if is_done or status.state != "FAILED" else _last_line(spec, task)
   return row
 
@@ -248,17 +245,13 @@ def summarise(
     config: the settings that its runs share, from config.json.
     runs: the results of each run.
   """
-  by_size: dict[int, list[dict[str, Any]]] = {}
-  for run in sorted(runs, key=lambda run: run["batch_size"]):
-    by_size.setdefault(run["batch_size"], []).append(run)
-  sizes = [_size(each) for each in by_size.values()]
+  by_size = text.grouped((run["batch_size"], run) for run in runs)
+  sizes = [_size(by_size[batch_size]) for batch_size in sorted(by_size)]
   # A size at which only some seeds reached the target would bias the curve.
   points = [s for s in sizes if s["reached"] == s["runs"]]
   fit = fit_steps([s["batch_size"] for s in points], [s["target_step"] for s in points])
   notes = [*_notes(config, sizes, points), *_fit_notes(fit, len(points), mean_noise_scale(runs))]
-  fitted = None if fit is None else fit._asdict()
-  if fitted:
-    fitted["b_crit_range"] = [_finite(x) for x in fitted["b_crit_range"]]
+  fitted = fit and fit._asdict() | {"b_crit_range": [*map(_finite, fit.b_crit_range)]}
   names = ("target_accuracy", "target_loss", "epochs", "lr_scaling")
   settings = {name: config[name] for name in names}
   return {"title": name} | settings | dict(sizes=sizes, fit=fitted, notes=notes, runs=list(runs))

@@ -20,7 +20,7 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +35,15 @@ _PACKAGE = Path(__file__).absolute().parent.parent
 _ROOT = _PACKAGE.parent
 _MOST_PROCESSES = 1 << 20  # of a run
 _LEFT_OUT = {"__pycache__", ".git", ".ipynb_checkpoints"}
+
+
+@contextlib.contextmanager
+def one_line(path: object, fix: str) -> Iterator[None]:
+  """Report an error of a file as a ConfigError: the path, the error, and the fix."""
+  try:
+    yield
+  except OSError as e:
+    raise ConfigError(f"{path}: {e.strerror}; {fix}") from None
 
 
 def new_folder(runs: str, name: str | None, config: str) -> Path:

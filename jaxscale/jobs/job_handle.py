@@ -176,17 +176,14 @@ def launch(prepared: Prepared, after: Job | None = None) -> Job:
   script = EXECUTORS[spec.executor].SCRIPT, prepared.script
   folders.make(spec, script, prepared.config, prepared.source)
   try:
-    if prepared.plan is not None:
-      for task in spec.tasks:
+    with folders.one_line(spec.folder, "use a different --runs"):
+      for task in spec.tasks if prepared.plan is not None else ():
         spec.workdir(task).mkdir(parents=True, exist_ok=True)
         write_json(spec.workdir(task) / FILE, prepared.plan)
-    _submit(spec, None, after)
+      _submit(spec, None, after)
   except ConfigError:
     shutil.rmtree(spec.folder)  # the run has not started
     raise
-  except OSError as e:  # the plan could not be written
-    shutil.rmtree(spec.folder)
-    raise ConfigError(f"{spec.folder}: {e.strerror}; use a different --runs") from None
   return Job(Path(spec.folder))
 
 

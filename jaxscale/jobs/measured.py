@@ -32,6 +32,8 @@ _RECORD = dict(
   versions={str: str},
   python=str,
 )
+# Contents of a summary.json that reports need.
+SUMMARY = {"outcome": str, "step": int, "total_steps": int, "devices": str}
 _REMEDY = "compare other runs"
 _RATE, _REPORT = "perf/examples_per_s", "perf/exposed_share"
 

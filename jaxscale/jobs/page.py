@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from jaxscale.config.record import flat
-from jaxscale.errors import ConfigError
 from jaxscale.files import output_path, read_json, read_json_lines, replace_text
-from jaxscale.jobs.measured import Located, locate, quartiles, resumed_text
+from jaxscale.jobs.folder import one_line
+from jaxscale.jobs.measured import SUMMARY, Located, locate, quartiles, resumed_text
 from jaxscale.jobs.prediction import comparison
 from jaxscale.jobs.scaling_report import Report, svg
 from jaxscale.metrics import plot_metrics, read_metrics, text
@@ -68,16 +68,13 @@ def write_page(
   view = "<meta name='viewport' content='width=device-width'>"
   page = f"<!doctype html><html lang='en'><head>{head}{view}</head><body>"
   page += "\n".join(body) + f"<p>jaxscale report, {written}</p></body></html>\n"
-  try:
+  with one_line(file, "use a different file"):
     replace_text(output_path(file), page)
-  except OSError as e:
-    raise ConfigError(f"{file}: {e.strerror}; use a different file") from None
 
 
 def _sections(run: Located) -> Iterable[str]:
   """Yield the parts of a run's section, the most important ones first."""
-  shape = {"outcome": str, "step": int, "total_steps": int, "devices": str}
-  summary = read_json(run.workdir / "summary.json", shape)
+  summary = read_json(run.workdir / "summary.json", SUMMARY)
   lines = read_metrics(run.workdir / "metrics.jsonl")
   yield f"<p>{escape(_outcome(summary, lines))}</p>"
   yield svg(lambda path: plot_metrics(run.workdir, path)) if lines else ""

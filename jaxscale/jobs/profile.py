@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -78,8 +79,8 @@ def trace(
 
 def _wait(workdir: Path, folder: Path, request, wait_s: float) -> None:
   deadline = time.monotonic() + wait_s
-  waiting, polls = set(request.processes), 0
-  while True:
+  waiting = set(request.processes)
+  for polls in itertools.count():
     is_alive = polls % _CHECK_EVERY or _owner(workdir)  # before the last look at the files
     for process in sorted(waiting):
       if problem := readable_text(process_file(folder, process, ".error"), 2000):
@@ -94,11 +95,8 @@ def _wait(workdir: Path, folder: Path, request, wait_s: float) -> None:
       hint = "it may be evaluating, saving or compiling, or not see this host's files yet"
       raise ConfigError(f"{workdir}: {late}; {hint}: use a longer --timeout")
     time.sleep(_POLL_S)
-    polls += 1
 
 
 def _owner(workdir: Path) -> lock.LockOwner | None:
-  try:
+  with folders.one_line(workdir, "ask the owner of the run to do this"):
     return lock.running(workdir)
-  except OSError as e:
-    raise ConfigError(f"{workdir}: {e.strerror}; ask the owner of the run to do this") from None

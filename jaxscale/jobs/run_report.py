@@ -8,14 +8,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxscale.jobs.measured import NotBegunError, finite, locate, resumed_text, windows
+from jaxscale.jobs.measured import SUMMARY, NotBegunError, finite, locate, resumed_text, windows
 from jaxscale.jobs.spec import ASKED_CODES
 from jaxscale.metrics import read_json, read_metrics, text
 from jaxscale.metrics.scoring import score, signed
 from jaxscale.run import provenance
 
 _CURVE, _BLOCKS = 24, "▁▂▃▄▅▆▇█"
-_SHAPE = {"outcome": str, "step": int, "total_steps": int, "devices": str}
 _PROBLEMS = ("skipped_steps", "rolled_back", "damaged_examples")
 
 
@@ -32,7 +31,7 @@ def describe(path: Path) -> str:
   run = locate(path)
   if not (lines := read_metrics(run.workdir / "metrics.jsonl")):
     raise NotBegunError(f"{run.name}: has not logged a step yet, so there is nothing to report")
-  summary = read_json(run.workdir / "summary.json", _SHAPE)
+  summary = read_json(run.workdir / "summary.json", SUMMARY)
   step = max(line["step"] for line in lines)
   state = f"at step {step:,}, no summary.json yet"
   if summary:

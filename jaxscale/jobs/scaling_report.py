@@ -243,10 +243,7 @@ def _limits(kind: Kind, runs: Sequence[MeasuredRun]) -> Iterator[str]:
 
 def _gaps(runs: Sequence[MeasuredRun]) -> Iterator[str]:
   """Yield the missing values with the reasons, then each run's goodput and origin."""
-  missing: dict[str, list[str]] = {}
-  for run in runs:
-    for reason in run.missing:
-      missing.setdefault(reason, []).append(run.name)
+  missing = text.grouped((reason, run.name) for run in runs for reason in run.missing)
   for reason, names in missing.items():
     yield f"{text.NOTHING} {', '.join(names)}: {reason}"
   yield from (f"{run.name}: {run.goodput}" for run in runs if run.goodput)

@@ -81,17 +81,16 @@ def launch(prepared: PreparedStudy) -> Study:
   """
   folder, submitted = prepared.folder, []
   try:
-    for run in prepared.runs:
-      submitted.append(job_handle.launch(run, after=submitted[-1] if submitted else None))
-    folder.mkdir()
-    record = {"made_by": prepared.runs[0].spec.made_by, "time": round(time.time(), 3)}
-    names = [job.name for job in submitted]
-    write_json(folder / "scaling.json", {"batch": prepared.batch, "runs": names} | record)
-  except (ConfigError, OSError) as e:
+    with folders.one_line(folder, "use a different --runs"):
+      for run in prepared.runs:
+        submitted.append(job_handle.launch(run, after=submitted[-1] if submitted else None))
+      folder.mkdir()
+      record = {"made_by": prepared.runs[0].spec.made_by, "time": round(time.time(), 3)}
+      names = [job.name for job in submitted]
+      write_json(folder / "scaling.json", {"batch": prepared.batch, "runs": names} | record)
+  except ConfigError:
     Study(folder, tuple(submitted)).cancel()
-    if isinstance(e, ConfigError):
-      raise
-    raise ConfigError(f"{folder}: {e.strerror}; use a different --runs") from None
+    raise
   return Study(folder, tuple(submitted))
 
 

@@ -21,11 +21,10 @@ from jaxscale.run.goodput import Goodput
 
 # Final states of squeue(1), and two of jaxscale. LOST: the run was started, and neither the
 # executor nor the events know of an end. UNREADABLE: the folder has no valid run.json.
-_ENDED = """
+ENDED = """
 BOOT_FAIL CANCELLED COMPLETED DEADLINE FAILED LOST NODE_FAIL OUT_OF_MEMORY PREEMPTED REVOKED
 TIMEOUT UNREADABLE
-"""
-ENDED = tuple(_ENDED.split())
+""".split()
 _TAIL = 1 << 16  # bytes to read from the end of the metrics: hundreds of lines
 _RATE_OVER = 10  # logged lines
 _TITLES = "run,job,state,nodes,step,loss,examples/s,accuracy,time left,to go,goodput,restarts,"

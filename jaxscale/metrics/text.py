@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
 from html import escape
+from typing import Any
 
 NOTHING = "–"  # a cell without a value
 _CELL = "text-align: {}; white-space: nowrap; font-variant-numeric: tabular-nums"
@@ -117,6 +118,19 @@ def listed(words: Iterable[object], last: str = "and") -> str:
   """
   *most, final = [str(word) for word in words] or [""]
   return f"{', '.join(most)} {last} {final}" if most else final
+
+
+def grouped(pairs: Iterable[tuple[Any, Any]]) -> dict[Any, list[Any]]:
+  """Return the values of each key, in their order.
+
+  Example:
+    >>> grouped([("odd", 1), ("even", 2), ("odd", 3)])
+    {'odd': [1, 3], 'even': [2]}
+  """
+  groups: dict[Any, list[Any]] = {}
+  for key, value in pairs:
+    groups.setdefault(key, []).append(value)
+  return groups
 
 
 def few(words: Iterable[object], most: int = 4, more: str = "more") -> str:

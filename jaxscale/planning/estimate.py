@@ -15,6 +15,7 @@ import math
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
+from jaxscale import collectives
 from jaxscale import config as cfg
 from jaxscale.hlo import Collective
 from jaxscale.planning import transfer
@@ -91,7 +92,6 @@ def shapes_of(experiment: Any) -> Shapes:
   from jaxscale.training.flops import FORWARD_AND_BACKWARD
 
   config, state = experiment.config, experiment.abstract_state()
-  moments = [x for x in jax.tree.leaves(state.opt_state) if hasattr(x.dtype, "itemsize")]
   leaves = jax.tree_util.tree_leaves_with_path(state.params)
   params = [(path_name(path), x.shape) for path, x in leaves]
   stack = [shape for name, shape in params if name.startswith("layers/")]
@@ -103,7 +103,7 @@ def shapes_of(experiment: Any) -> Shapes:
     tokens = getattr(config.data, "sequence_length", 0) or max(int(flops / products), 1)
   return Shapes(
     parameters=parameters,
-    moments=sum(math.prod(x.shape) * x.dtype.itemsize for x in moments),
+    moments=collectives.payload_bytes(state.opt_state),
     others=parameters - sum(math.prod(shape) for shape in stack),
     layers=stack[0][0] if stack else 1,
     outputs=sum(shape[0] * shape[2] for shape in stack if len(shape) == 3),

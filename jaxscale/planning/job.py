@@ -16,6 +16,7 @@ import math
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from jaxscale import collectives
 from jaxscale.errors import invalid
 from jaxscale.files import require_json
 from jaxscale.planning.machine import CORNERS, Corner, Rates, hosts
@@ -85,16 +86,12 @@ def run_of(experiment: Any) -> RunLength | None:
   Args:
     experiment: the `build.Experiment`, at its first phase.
   """
-  import jax
-
   from jaxscale.data import TextInfo
 
   derived = experiment.derived
   if isinstance(experiment.train_data.info, TextInfo):
     return None
-  state = experiment.abstract_state()
-  leaves = [x for x in jax.tree.leaves(state) if hasattr(x.dtype, "itemsize")]
-  size = sum(math.prod(x.shape) * x.dtype.itemsize for x in leaves)
+  size = collectives.payload_bytes(experiment.abstract_state())
   steps = derived.total_steps
   evaluations = -(-steps // derived.eval_every)
   return RunLength(steps, evaluations, derived.num_eval, -(-steps // derived.save_every), size)

@@ -62,8 +62,7 @@ def kernel_of(module: Module, computation: Computation, instruction: Instruction
     instruction: a fusion, a library call, or an instruction outside of fusions.
   """
   traffic = cost.traffic(module, computation, instruction)
-  estimate = re.search(r'"estimated_cycles":"(\d+)"', instruction.text)
-  cycles = float(estimate.group(1)) if estimate else None
+  cycles = cost.cycles_of(instruction)
   if "__cudnn$fmha" in instruction.text:
     flops, dtype = _attention(instruction)
     return Kernel("attention", flops, traffic, (), dtype, cycles)
@@ -125,14 +124,9 @@ def _product(
   if instruction.opcode != "fusion":
     is_product = cost.flops_of(module, computation, instruction) > 0
     return (computation, instruction) if is_product else None
-  best = None
-  for name in parse.called(instruction):
-    body = module.computations.get(name, {})
-    for inner in body.values():
-      part = _product(module, body, inner)
-      if part is not None:
-        best = max(best or (0.0, part), (cost.flops_of(module, *part), part), key=lambda x: x[0])
-  return best[1] if best else None
+  bodies = [module.computations.get(name, {}) for name in parse.called(instruction)]
+  parts = (_product(module, body, inner) for body in bodies for inner in body.values())
+  return max(filter(None, parts), key=lambda part: cost.flops_of(module, *part), default=None)
 
 
 def _dims(home: Computation, product: Instruction, flops: float) -> tuple[float, ...]:
@@ -147,15 +141,10 @@ def _dims(home: Computation, product: Instruction, flops: float) -> tuple[float,
     rows = math.prod(out.dims) / max(features, 1)
     return rows, features, flops / 2 / max(rows * features, 1), 1
   left = home[product.operands[0]].shape[0]
-  batch = _sizes(product, r'lhs_batch_dim(?:s=\{|ensions":\[)([\d,"]*)', left.dims)
-  depth = _sizes(product, r'lhs_contracting_dim(?:s=\{|ensions":\[)([\d,"]*)', left.dims)
+  sizes = (cost.product_sizes(product, left.dims, kind) for kind in ("batch", "contracting"))
+  batch, depth = (math.prod(dims or ()) for dims in sizes)
   rows = math.prod(left.dims) / max(depth * batch, 1)
   return rows, math.prod(out.dims) / max(rows * batch, 1), depth, batch
-
-
-def _sizes(product: Instruction, pattern: str, dims: tuple[int, ...]) -> int:
-  match = re.search(pattern, product.text)
-  return math.prod(dims[int(d)] for d in re.findall(r"\d+", match.group(1))) if match else 1
 
 
 def _attention(instruction: Instruction) -> tuple[float, str]:

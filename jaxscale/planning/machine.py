@@ -250,7 +250,8 @@ def rates_of(chip: str, machine: Machine | None = None) -> Rates:
     table = _tables()[name]
     merged = table | merged
     name = table.get("like")
-  constants = {n: _constant(c) for n, c in merged.items() if isinstance(c, dict)}
+  tables = ((n, c) for n, c in merged.items() if isinstance(c, dict))
+  constants = {n: Constant(**({"low": c["value"], "high": c["value"]} | c)) for n, c in tables}
   if peak := peak_flops(merged.get("device_kind", "")):
     source = "the vendor's data sheet, dense (metrics/chips.py)"
     constants["peak_bfloat16"] = Constant(peak, peak, peak, "published", source)
@@ -260,9 +261,3 @@ def rates_of(chip: str, machine: Machine | None = None) -> Rates:
     if value is not None and field.name not in _COSTS:
       constants[field.name] = Constant(value, value, value, "site")
   return Rates(chip, merged["title"], constants, machine)
-
-
-def _constant(table: dict) -> Constant:
-  value, source = table["value"], table.get("source", "")
-  low, high = table.get("low", value), table.get("high", value)
-  return Constant(value, low, high, table["kind"], source)

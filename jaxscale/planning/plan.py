@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 from jaxscale import config as cfg
 from jaxscale import hlo
 from jaxscale.errors import ConfigError
+from jaxscale.metrics.text import grouped
 from jaxscale.planning import job, step_plan, topologies
 from jaxscale.planning.fits import Fit, RefusedError
 from jaxscale.planning.machine import Machine, Rates, rates_of
@@ -144,8 +145,7 @@ def _second(
   config: cfg.Config, chips: Chips, first: step_plan.Compiled, sizes: Sequence[int]
 ) -> list[step_plan.Compiled]:
   """Return the program with different rows; [] if there is none, or it does not compile."""
-  other = step_plan.second_size(config, chips, first, sizes)
-  if other and (name := step_plan.sized(chips, other)):
+  if name := step_plan.second_size(config, chips, first, sizes):
     with contextlib.suppress(ConfigError, RefusedError):
       return [step_plan.compile_step(config, topologies.find_chips(name))]
   return []
@@ -178,9 +178,8 @@ def _scaling(config, compiled, rates: Rates, sizes: Sequence[int]):
   strong, weak, skipped = [], [], []
   for n in sizes:
     rows = step_plan.rows_of(config, num_train, n)
-    is_planned = rows is not None and (len(compiled) > 1 or rows == first.rows)
     try:
-      if is_planned and rows is not None:
+      if rows is not None and (len(compiled) > 1 or rows == first.rows):
         strong.append(step_plan.step_on(config, compiled, rates, n, rows))
       else:
         skipped.append(n)
@@ -246,14 +245,10 @@ def as_json(plan: Plan) -> dict[str, Any]:
   page |= dict(skipped=[*plan.skipped], knee=plan.knee)
   for name, part in (("run", plan.run), ("job", plan.job)):
     page[name] = part._asdict() if part else None
-  page["machine"] = _given(plan.rates.machine)
+  machine = dataclasses.asdict(plan.rates.machine)
+  page["machine"] = {n: v for n, v in machine.items() if v not in (None, ())}
   page["constants"] = {n: c._asdict() for n, c in sorted(plan.rates.constants.items())}
   return page | {"config": to_plain(plan.config)}
-
-
-def _given(machine: Machine) -> dict[str, Any]:
-  """Return the values of a site's file as JSON."""
-  return {n: v for n, v in dataclasses.asdict(machine).items() if v not in (None, ())}
 
 
 def _step_json(step: Step) -> dict[str, Any]:
@@ -262,13 +257,9 @@ def _step_json(step: Step) -> dict[str, Any]:
 
 def sent(plan: Plan) -> list[dict[str, Any]]:
   """Return the bytes sent per device and step, by collective and axes."""
-  sums: dict[tuple[str, str], list[float]] = {}
-  for row in plan.collectives:
-    axes = "+".join(row.axes) if row.axes else "all"
-    total = sums.setdefault((row.kind, axes), [0, 0.0])
-    total[0] += row.times
-    total[1] += row.times * row.wire_bytes
+  rows = grouped(((r.kind, "+".join(r.axes or ()) or "all"), r) for r in plan.collectives)
+  totals = {key: hlo.total(alike) for key, alike in rows.items()}
   return [
-    {"collective": kind, "axes": axes, "times": int(times), "bytes": size}
-    for (kind, axes), (times, size) in sums.items()
+    {"collective": kind, "axes": axes, "times": total.times, "bytes": total.wire_bytes}
+    for (kind, axes), total in totals.items()
   ]

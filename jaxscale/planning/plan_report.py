@@ -6,7 +6,7 @@ from pathlib import Path
 
 from jaxscale.files import output_path
 from jaxscale.metrics.plot import CURVES, IDEAL, POINTS, figure
-from jaxscale.metrics.text import duration, plural, short_time, table
+from jaxscale.metrics.text import duration, grouped, plural, short_time, table
 from jaxscale.planning import plan as plans
 from jaxscale.planning.fits import line
 from jaxscale.planning.machine import CORNERS, Rates, hosts
@@ -162,9 +162,7 @@ def _run(plan: Plan) -> str:
 
 
 def _constants(plan: Plan) -> str:
-  kinds: dict[str, list[str]] = {}
-  for name, constant in sorted(plan.rates.constants.items()):
-    kinds.setdefault(constant.kind, []).append(name)
+  kinds = grouped((constant.kind, n) for n, constant in sorted(plan.rates.constants.items()))
   if "site" in kinds:
     kinds["the site's file"] = kinds.pop("site")
   lines = [f"\n  {kind}: {', '.join(names)}" for kind, names in kinds.items()]

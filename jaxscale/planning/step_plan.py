@@ -146,8 +146,8 @@ def _text(fit: fits.Fit, chips: topologies.Chips) -> str:
 
 def second_size(
   config: cfg.Config, chips: topologies.Chips, first: Compiled, sizes: Sequence[int]
-) -> int | None:
-  """Return the devices to compile for a second time; None if all sizes have the same rows.
+) -> str | None:
+  """Return the chips to compile for a second time; None if all sizes have the same rows.
 
   Args:
     config: the config of the run.
@@ -158,10 +158,9 @@ def second_size(
   num_train = first.experiment.derived.num_train
   found = {n: rows_of(config, num_train, n) for n in sizes if sized(chips, n)}
   others = {n: rows for n, rows in found.items() if rows and rows != first.rows}
-  if not others:
-    return None
   wanted = max(first.rows / _FEWER, 1)
-  return min(others, key=lambda n: (abs(others[n] - wanted), n))
+  best = min(others, key=lambda n: (abs(others[n] - wanted), n), default=None)
+  return sized(chips, best) if best else None
 
 
 def step_on(
@@ -188,20 +187,15 @@ def step_on(
   """
   sizes = _mesh_sizes(config, compiled[0], devices)
   blocks = mesh_shape(devices, **dataclasses.asdict(config.mesh)).row_blocks
-  took: dict[Corner, float] = {}
-  expected = {}
-  for corner in CORNERS:
-    times = _interpolated(compiled, rates, corner, sizes, rows, overlap)
-    parts = _parts(times, rates, corner, devices, rows * blocks)
-    took[corner] = sum(parts.values())
-    if corner == "expected":
-      host = rates.at(corner)["host"]
-      expected = {"parts": parts, "sent": times.sent}
-      expected["alone"] = sum(times.compute.values()) + host
+  times = {c: _interpolated(compiled, rates, c, sizes, rows, overlap) for c in CORNERS}
+  parts = {c: _parts(times[c], rates, c, devices, rows * blocks) for c in CORNERS}
+  took: dict[Corner, float] = {c: sum(parts[c].values()) for c in CORNERS}
+  expected = times["expected"]
+  alone = sum(expected.compute.values()) + rates.at("expected")["host"]
   nodes = -(-devices // rates.per_node)
   memory = _memory(compiled, rows)
-  fits = memory <= compiled[0].fit.limit
-  return Step(devices, nodes, rows * blocks, rows, took, memory=memory, fits=fits, **expected)
+  size, fits = (devices, nodes, rows * blocks, rows), memory <= compiled[0].fit.limit
+  return Step(*size, took, parts["expected"], expected.sent, alone, memory, fits)
 
 
 def _mesh_sizes(config: cfg.Config, first: Compiled, devices: int) -> dict[str, int]:
@@ -230,7 +224,9 @@ def _memory(compiled: Sequence[Compiled], rows: int) -> float:
   return _between(compiled, rows, totals)[""]
 
 
-def _between(compiled: Sequence[Compiled], rows: int, parts: Sequence[Mapping[str, float]]):
+def _between(
+  compiled: Sequence[Compiled], rows: int, parts: Sequence[dict[str, float]]
+) -> dict[str, float]:
   """Interpolate the parts of the programs, by name, at a number of rows."""
   if len(parts) == 1:
     return parts[0]

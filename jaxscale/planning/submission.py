@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxscale import config as cfg
+from jaxscale.config.record import flat, to_plain
 from jaxscale.planning.plan import Plan
 
 
@@ -53,14 +54,8 @@ def changes(base: cfg.Config, planned: cfg.Config) -> dict[str, str]:
     >>> changes(base, dataclasses.replace(base, accumulate_steps=2))
     {'accumulate_steps': '2'}
   """
-  changed: dict[str, str] = {}
-  if base.accumulate_steps != planned.accumulate_steps:
-    changed["accumulate_steps"] = str(planned.accumulate_steps)
-  for part in ("mesh", "layout"):
-    old = vars(getattr(base, part))
-    new = vars(getattr(planned, part))
-    changed |= {f"{part}.{n}": str(v) for n, v in new.items() if old[n] != v}
-  return changed
+  old, new = (flat(to_plain(config)) for config in (base, planned))
+  return {name: str(value) for name, value in new.items() if old[name] != value}
 
 
 def command(submit: Mapping[str, Any]) -> str:

@@ -9,7 +9,6 @@ as often as it runs.
 
 from __future__ import annotations
 
-import itertools
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, NamedTuple
@@ -18,6 +17,7 @@ from jaxscale import hlo
 from jaxscale.hlo import Collective, parse
 from jaxscale.hlo.cost import COLLECTIVES, is_free, trip_count
 from jaxscale.hlo.parse import Computation, Instruction, Module
+from jaxscale.metrics.text import grouped
 from jaxscale.planning import kernels
 
 Transfer = Callable[[Collective], float]  # seconds of one execution
@@ -36,9 +36,9 @@ class Times(NamedTuple):
     sent: the seconds of all communication, hidden or not, by mesh axes.
   """
 
-  compute: Mapping[str, float]
-  exposed: Mapping[str, float]
-  sent: Mapping[str, float]
+  compute: dict[str, float]
+  exposed: dict[str, float]
+  sent: dict[str, float]
 
   @property
   def total(self) -> float:
@@ -83,31 +83,17 @@ class Program:
     return self._kernels[key]
 
 
-_Placed = dict[str, dict[int, list[hlo.Placed]]]  # by computation and index
+_Placed = dict[tuple[str, int], list[hlo.Placed]]  # by computation and index
 
 
 def _by_position(module: Module, mesh: Any) -> _Placed:
-  placed: _Placed = {}
-  seen = set()
-  for p in hlo.placed(module, mesh):
-    key = p.computation, p.start, p.collective.name
-    if key not in seen:  # A computation may be called from several places.
-      seen.add(key)
-      placed.setdefault(p.computation, {}).setdefault(p.start, []).append(p)
-  return placed
+  # A computation may be called from several places.
+  unique = {(p.computation, p.start, p.collective.name): p for p in hlo.placed(module, mesh)}
+  return grouped(((p.computation, p.start), p) for p in unique.values())
 
 
-_Sums = defaultdict[str, float]
-
-
-class _Times(NamedTuple):
-  compute: _Sums
-  exposed: _Sums
-  sent: _Sums
-
-
-def _no_times() -> _Times:
-  return _Times(*(defaultdict(float) for _ in _Times._fields))
+def _no_times() -> Times:
+  return Times(*(defaultdict(float) for _ in Times._fields))
 
 
 class _Walk(NamedTuple):
@@ -117,31 +103,27 @@ class _Walk(NamedTuple):
   rates: Mapping[str, float]
   transfer: Transfer
 
-  def computation(self, name: str) -> _Times:
+  def computation(self, name: str) -> Times:
     """Return the times of a computation, which is evaluated once."""
     times = _no_times()
     home: Computation = self.module.computations.get(name, {})
     clock = free = 0.0
     waiting: dict[int, list[tuple[float, str]]] = {}
-    for i, instruction in enumerate(home.values()):
+    for i, instruction in enumerate([*home.values(), None]):  # None: the end.
       for done, axes in waiting.pop(i, ()):
         times.exposed[axes] += max(done - clock, 0.0)
         clock = max(clock, done)
-      clock += self._compute(home, name, instruction, times)
-      for p in self.placed.get(name, {}).get(i, ()):
+      if instruction:
+        clock += self._compute(home, name, instruction, times)
+      for p in self.placed.get((name, i), ()):
         took, axes = self.transfer(p.collective), "+".join(p.collective.axes or ()) or "all"
         times.sent[axes] += took
         free = max(free, clock) + took
         # The next instruction waits for a collective that is not asynchronous.
         waiting.setdefault(max(p.end, i + 1), []).append((free, axes))
-    for done, axes in itertools.chain(*waiting.values()):
-      times.exposed[axes] += max(done - clock, 0.0)
-      clock = max(clock, done)
     return times
 
-  def _compute(
-    self, home: Computation, name: str, instruction: Instruction, total: _Times
-  ) -> float:
+  def _compute(self, home: Computation, name: str, instruction: Instruction, total: Times) -> float:
     """Add the work of an instruction; return the seconds that pass."""
     opcode = instruction.opcode
     if opcode in ("while", "conditional", "call") or opcode == "async-start":
@@ -160,11 +142,11 @@ class _Walk(NamedTuple):
     return took
 
 
-def _add(total: _Times, inner: _Times, times: float) -> float:
+def _add(total: Times, inner: Times, times: float) -> float:
   for mine, theirs in zip(total, inner, strict=True):
     for key, value in theirs.items():
       mine[key] += times * value
-  return times * (sum(inner.compute.values()) + sum(inner.exposed.values()))
+  return times * inner.total
 
 
 def _kind(kernel: kernels.Kernel, took: float, rates: Mapping[str, float]) -> str:

@@ -270,12 +270,9 @@ def _read(path: Path):
 
 def _device_events(plane: Any) -> Iterator[tuple[float, float, Any, str, str]]:
   """Yield the operations of an accelerator's plane, without derived lines."""
-  lines = list(plane.lines)
-  if ours := [line for line in lines if line.name == "XLA Ops"]:
-    lines = ours
-  else:
-    lines = [line for line in lines if line.name.startswith("Stream")]
-  for line in lines:
+  operations = [line for line in plane.lines if line.name == "XLA Ops"]
+  streams = [line for line in plane.lines if line.name.startswith("Stream")]
+  for line in operations or streams:
     for event in line.events:
       stats = dict(event.stats)
       name = str(stats.get("hlo_op") or event.name)
@@ -324,23 +321,20 @@ def _own_seconds(events: Sequence[_Event]) -> Iterator[tuple[_Event, float]]:
     yield event, 1e-9 * (event.end - event.start - covered)
 
 
-def _union(spans: Iterable[tuple[float, float]]) -> Iterator[tuple[float, float]]:
-  """Yield spans in order, with overlapping ones merged.
+def _union(spans: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
+  """Return spans in order, with overlapping ones merged.
 
   Example:
-    >>> list(_union([(0, 2), (1, 3), (5, 6)]))
+    >>> _union([(0, 2), (1, 3), (5, 6)])
     [(0, 3), (5, 6)]
   """
-  last = None
+  merged: list[tuple[float, float]] = []
   for a, b in spans:
-    if last is not None and a <= last[1]:
-      last = last[0], max(last[1], b)
-      continue
-    if last is not None:
-      yield last
-    last = a, b
-  if last is not None:
-    yield last
+    if merged and a <= merged[-1][1]:
+      merged[-1] = merged[-1][0], max(merged[-1][1], b)
+    else:
+      merged.append((a, b))
+  return merged
 
 
 def _programs(content: bytes) -> dict[tuple[str, str], _Instruction]:
@@ -355,32 +349,30 @@ def _programs(content: bytes) -> dict[tuple[str, str], _Instruction]:
     for plane in _fields(memoryview(content), 1):  # XSpace.planes
       if bytes(dict(_wire(plane)).get(2, b"")) != b"/host:metadata":  # XPlane.name
         continue
-      for entry in _fields(plane, 4):  # XPlane.event_metadata: a map
-        metadata = dict(_wire(entry)).get(2, b"")
+      for metadata in _fields(plane, 4, 2):  # XPlane.event_metadata: the values of a map
         program = bytes(dict(_wire(metadata)).get(2, b"")).decode()  # its name
-        for stat in _fields(metadata, 5):  # XEventMetadata.stats
-          for proto in _fields(stat, 6):  # XStat.bytes_value: an HloProto
-            for name, instruction in _instructions(proto):
-              programs[program, name] = instruction
-              programs.setdefault((program.partition("(")[0], name), instruction)
-              programs.setdefault(("", name), instruction)
+        for name, instruction in _instructions(metadata):
+          programs[program, name] = instruction
+          programs.setdefault((program.partition("(")[0], name), instruction)
+          programs.setdefault(("", name), instruction)
   return programs
 
 
-def _instructions(proto: Any) -> Iterator[tuple[str, _Instruction]]:
-  for module in _fields(proto, 1):  # HloProto.hlo_module
-    for computation in _fields(module, 3):  # HloModuleProto.computations
-      for instruction in _fields(computation, 2):  # HloComputationProto.instructions
-        fields = dict(_wire(instruction))
-        name, opcode = (bytes(fields.get(n, b"")).decode() for n in (1, 2))
-        metadata = dict(_wire(fields.get(7, b"")))  # OpMetadata
-        where = bytes(metadata.get(2, b"")).decode()  # its op_name
-        yield name, _Instruction(opcode, where)
+def _instructions(metadata: Any) -> Iterator[tuple[str, _Instruction]]:
+  # XEventMetadata.stats, XStat.bytes_value (HloProto), HloProto.hlo_module,
+  # HloModuleProto.computations, HloComputationProto.instructions.
+  for instruction in _fields(metadata, 5, 6, 1, 3, 2):
+    fields = dict(_wire(instruction))
+    name, opcode = (bytes(fields.get(n, b"")).decode() for n in (1, 2))
+    where = dict(_wire(fields.get(7, b""))).get(2, b"")  # OpMetadata.op_name
+    yield name, _Instruction(opcode, bytes(where).decode())
 
 
-def _fields(message: Any, number: int) -> Iterator[Any]:
-  """Yield the values of a field of type message, text or bytes."""
-  return (v for n, v in _wire(message) if n == number and not isinstance(v, int))
+def _fields(message: Any, number: int, *inner: int) -> Iterator[Any]:
+  """Yield the values of a field of type message, text or bytes, or of fields inside of it."""
+  for n, value in _wire(message):
+    if n == number and not isinstance(value, int):
+      yield from _fields(value, *inner) if inner else (value,)
 
 
 def _wire(message: Any) -> Iterator[tuple[int, Any]]:

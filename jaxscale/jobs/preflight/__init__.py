@@ -71,8 +71,7 @@ def check(options: Options) -> int:
   began = time.monotonic()
   launch = detect.detect(os.environ)
   connected = client.rendezvous(launch)
-  hosts, links = tuple(connected.hosts), connected.links
-  group = Group(connected.process_id, hosts, links, connected.key)
+  group = Group(connected.process_id, tuple(connected.hosts), connected.links, connected.key)
   acting = [group.hosts[rank] for rank in group.host_ranks]
   processes = f"{len(group.hosts)} process{'es' * (len(group.hosts) > 1)}"
   text = f"launch: {launch.kind}, {processes} on {plural(len(acting), 'host')} ({few(acting)})"

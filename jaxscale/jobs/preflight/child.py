@@ -37,16 +37,14 @@ def ask(
     options: the arguments of the function.
     env: environment variables to change; "" removes a variable.
   """
-  whole = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"} | (env or {})
+  variables = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"} | (env or {})
   # The child gets this process's path: `-c` would put the current directory first.
   code = f"import sys; sys.path[:] = {sys.path}; "
   code += "from jaxscale.jobs.preflight import child; child.answer()"
   command = [sys.executable, "-P", "-c", code, function, json.dumps(options)]
-  whole = {name: value for name, value in whole.items() if value}
+  whole = {name: value for name, value in variables.items() if value}
   try:
-    done = subprocess.run(
-      command, env=whole, stdin=subprocess.DEVNULL, capture_output=True, timeout=WAIT_S
-    )
+    done = subprocess.run(command, env=whole, input=b"", capture_output=True, timeout=WAIT_S)
   except subprocess.TimeoutExpired:
     return {"error": f"JAX did not answer within {WAIT_S:g} s"}
   if done.returncode == 0:

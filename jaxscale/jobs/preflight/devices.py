@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxscale.cluster.rendezvous.handshake import ranks_with_hosts
 from jaxscale.config.loading import load_config
 from jaxscale.errors import ConfigError
 from jaxscale.jobs.preflight.child import ask
@@ -56,9 +55,9 @@ def findings(results: Results, software: Results, hosts: Sequence[str]) -> list[
   if not alive:
     return wrong
   shapes = {r: (results[r]["count"], results[r]["kind"]) for r in alive}
-  usual, others = outliers(shapes)
-  for (count, kind), ranks in others.items():
-    text = f"devices: {count} x {kind} in {ranks_with_hosts(ranks, hosts)}, "
+  usual, others = outliers(shapes, hosts)
+  for (count, kind), where in others.items():
+    text = f"devices: {count} x {kind} in {where}, "
     remedy = "request the same number and kind of devices for every process, e.g. with "
     remedy += "--gpus-per-node and --constraint, or exclude these nodes"
     wrong.append(Finding(False, f"{text}{usual[0]} x {usual[1]} in the others", remedy))
@@ -85,11 +84,11 @@ def _data(results: Results, hosts: Sequence[str]) -> list[Finding]:
   data = {r: tuple(each["data"]) for r, each in enumerate(results) if "data" in each}
   if not data:
     return wrong
-  (name, train, validation), others = outliers(data)
-  for (other, *counts), ranks in others.items():
+  (name, train, validation), others = outliers(data, hosts)
+  for (other, *counts), where in others.items():
     text = "data: {} has {:,} + {:,} examples in ".format(other, *counts)
-    text += f"{ranks_with_hosts(ranks, hosts)}, {train:,} + {validation:,} in the "
-    wrong.append(Finding(False, f"{text}others", "use the same version of the data on every node"))
+    text += f"{where}, {train:,} + {validation:,} in the others"
+    wrong.append(Finding(False, text, "use the same version of the data on every node"))
   return wrong or [Finding(True, f"data: {name}, {train:,} + {validation:,} examples")]
 
 
@@ -157,16 +156,13 @@ def fits(config: str, overrides: dict[str, str], workdir: str) -> dict[str, Any]
     {"bytes": size of a checkpoint, "kept": largest number of checkpoints on disk}, or
     {"error": the reason why it cannot run}.
   """
-  import jax
-
+  from jaxscale.collectives import payload_bytes
   from jaxscale.run.workdir import experiment_in
 
   try:
     experiment = experiment_in(Path(workdir), load_config(config, overrides))
   except (ConfigError, OSError) as e:
     return {"error": str(e)}
-  leaves = jax.tree.leaves(experiment.abstract_state())
-  keep = experiment.config.checkpoint
-  size = sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
+  keep, size = experiment.config.checkpoint, payload_bytes(experiment.abstract_state())
   # The next checkpoint is written before the oldest one is deleted.
   return {"bytes": size, "kept": keep.keep_last + keep.keep_best + 1}

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 from jaxscale.cluster.rendezvous.handshake import ranks_with_hosts
 from jaxscale.errors import EXIT_DONE, EXIT_USER
+from jaxscale.metrics.text import grouped
 
 EXIT_NOT_READY = EXIT_USER
 Results = Sequence[dict[str, Any]]  # results of the processes, by rank
@@ -52,23 +53,23 @@ def texts_by_process(results: Results, hosts: Sequence[str], key: str) -> list[t
     >>> texts_by_process([{}, {"error": "no GPU"}], ["n1", "n2"], "error")
     [('process 1 (n2): ', 'no GPU')]
   """
-  ranks: dict[str, list[int]] = {}
-  for rank, each in enumerate(results):
-    if key in each:
-      ranks.setdefault(each[key], []).append(rank)
+  ranks = grouped((each[key], rank) for rank, each in enumerate(results) if key in each)
   is_alone = len(results) == 1
   return [("" if is_alone else f"{ranks_with_hosts(ranks[text], hosts)}: ", text) for text in ranks]
 
 
-def outliers(values: Mapping[int, Any]) -> tuple[Any, dict[Any, list[int]]]:
-  """Return the most frequent value, and the keys of each other value.
+def outliers(values: Mapping[int, Any], hosts: Sequence[str]) -> tuple[Any, dict[Any, str]]:
+  """Return the most frequent value, and each other value with the processes that have it.
+
+  Args:
+    values: the values by rank.
+    hosts: the hosts by rank.
 
   Example:
-    >>> outliers({0: "0.10", 1: "0.9", 2: "0.10"})
-    ('0.10', {'0.9': [1]})
+    >>> outliers({0: "0.10", 1: "0.9", 2: "0.10"}, ["n1", "n2", "n3"])
+    ('0.10', {'0.9': 'process 1 (n2)'})
   """
-  keys: dict[Any, list[int]] = {}
-  for key, value in values.items():
-    keys.setdefault(value, []).append(key)
-  usual = max(keys, key=lambda value: len(keys[value]))
-  return usual, {value: keys[value] for value in sorted(keys) if value != usual}
+  ranks = grouped((value, rank) for rank, value in values.items())
+  usual = max(ranks, key=lambda value: len(ranks[value]))
+  others = (value for value in sorted(ranks) if value != usual)
+  return usual, {value: ranks_with_hosts(ranks[value], hosts) for value in others}

@@ -100,11 +100,6 @@ def broadcast(group: Group, step: str, value: Any = None) -> Any:
   return value
 
 
-def all_gather(group: Group, step: str, value: Any) -> list[Any]:
-  """Return the values of all processes, by rank, in all processes."""
-  return broadcast(group, step, gather(group, step, value))
-
-
 def barrier(group: Group, step: str) -> None:
   """Wait until every process has reached this step."""
-  all_gather(group, step, None)
+  broadcast(group, step, gather(group, step, None))

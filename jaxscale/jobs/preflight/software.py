@@ -20,11 +20,10 @@ from jaxscale.jobs.preflight.finding import Finding, Results, outliers
 from jaxscale.jobs.preflight.group import Group, gather
 from jaxscale.metrics.text import byte_size
 
-_PACKAGES = """
+PACKAGES = """
 jax jaxlib jaxscale flax optax orbax-checkpoint tensorflow-datasets numpy jax-cuda12-plugin
 jax-cuda13-plugin nvidia-nccl-cu12 nvidia-nccl-cu13 libtpu
-"""
-PACKAGES = tuple(_PACKAGES.split())
+""".split()
 _SMI_S = 15.0  # seconds; without persistence mode the driver takes seconds to load
 # NCCL has its buffers between processes of a node in /dev/shm. Docker's default of 64 MiB is
 # too small, and the remedy is --shm-size=1g (docs.nvidia.com/deeplearning/nccl,
@@ -119,9 +118,8 @@ def settings_findings(results: Results, hosts: Sequence[str]) -> list[Finding]:
     text, _, remedy = missing.partition("; ")
     where = handshake.ranks_with_hosts(ranks, hosts)
     wrong.append(Finding(False, f"{where}: {text}", remedy))
-  usual, others = outliers({r: "".join(each["lines"]) for r, each in enumerate(results)})
-  for other, ranks in others.items():
-    where = handshake.ranks_with_hosts(ranks, hosts)
+  usual, others = outliers({r: "".join(each["lines"]) for r, each in enumerate(results)}, hosts)
+  for other, where in others.items():
     text = f"{where}: {other or 'no GPU settings'}, unlike the others ({usual})"
     remedy = "use nodes with the same GPUs and network, or set the variables yourself"
     wrong.append(Finding(False, text, remedy))
@@ -153,13 +151,12 @@ def _versions(results: Results, hosts: Sequence[str]) -> list[Finding]:
   wrong, shown = [], []
   for name in dict.fromkeys(name for each in results for name in each["versions"]):
     by_rank = {r: each["versions"].get(name, "none") for r, each in enumerate(results)}
-    usual, others = outliers(by_rank)
+    usual, others = outliers(by_rank, hosts)
     shown.append(f"{name} {usual}")
     remedy = f"use nodes, or an environment, with the same {name}"
     if name in PACKAGES:
       remedy = f"install the same version everywhere, e.g. pip install {name}=={usual}"
-    for other, ranks in others.items():
-      where = handshake.ranks_with_hosts(ranks, hosts)
+    for other, where in others.items():
       wrong.append(Finding(False, f"{name} {other} on {where}, {usual} on the others", remedy))
   same = " in all processes" if len(results) > 1 else ""
   return wrong or [Finding(True, f"versions{same}: {', '.join(shown)}")]
