@@ -261,7 +261,7 @@ CHANGED = [
   ({"y": Y * 1e300}, "targets has 1e+300"),
   ({"x": X + np.array([1, np.nan] * 4)}, "Arrays.x has NaN or infinite"),
   ({"x_eval": np.diag([1.0, 2, np.inf] + [4] * 5), "y_eval": Y[:8]}, "first in row 2"),
-  ({"x": {"a": X}}, "Arrays.x=dict is not an array; use a NumPy array"),
+  ({"x": {"a": X, "b": Y[:9]}}, "Arrays: arrays of {'a': 40, 'b': 9, 'label': 40} examples; give"),
   ({"x": (row for row in X)}, "Arrays.x=generator is not an array"),
   ({"x": [[1, 2], [3]]}, "Arrays.x has rows of different lengths"),
   ({"x": [["a"], ["b"]]}, "Arrays.x has the dtype <U1"),
