@@ -74,7 +74,8 @@ def checked_step(step: Any, options: StepOptions) -> TrainStep:
     for name in [name for name in needed if getattr(state, name) == ()]:
       fix = f"create it by init_state(..., {name.replace('noise', 'noise_scale')}=True)"
       raise invalid(f"state.{name}", ..., "is empty, but the options need it", fix)
-    if getattr(state.step, "is_deleted", bool)():
+    is_traced = isinstance(state.step, jax.core.Tracer)
+    if not is_traced and getattr(state.step, "is_deleted", bool)():
       raise invalid("state", ..., "was donated to an earlier step", "use the one it returned")
     return step(state, batch)
 

@@ -149,7 +149,7 @@ def test_a_model_of_other_data_is_refused():
   images, text = data.digits("test").info, data.TextInfo("words", 256, 64)
   for model, info, says in (
     (cfg.ViT(patch=3), images, "ViT.patch=3 does not divide the 8x8 pixels of"),
-    (cfg.ViT(), text, "Config.model=ViT .* words is text; use Transformer"),
+    (cfg.ViT(), text, "Config.model=ViT needs images, but words is text; use another model"),
     (cfg.CNN(), text, r"Config\.model=CNN needs images, but "),
     (cfg.Transformer(), images, "Config.model=Transformer needs text, but .* has images; use ViT"),
   ):
