@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from jaxscale import config as cfg
@@ -55,12 +55,15 @@ class RefusedError(Exception):
   exit_code = EXIT_CRASH
 
 
-def compile_for(config: cfg.Config, chips: Chips, *, step: bool = True) -> Fit:
+def compile_for(
+  config: cfg.Config, chips: Chips, options: Mapping[str, Any] | None = None, *, step: bool = True
+) -> Fit:
   """Compile the train step of a config for chips that need not be present.
 
   Args:
     config: the config of the run; text data are not read.
     chips: the chips, from `planning.topologies.find_chips`.
+    options: the compiler's flags by name.
     step: True compiles the train step, False the program that creates the initial state.
 
   Raises:
@@ -85,7 +88,7 @@ def compile_for(config: cfg.Config, chips: Chips, *, step: bool = True) -> Fit:
     lowered = experiment.lower_train_step() if step else experiment.lower_init_state()
     if chips.chip.platform == "cpu":  # Devices are simulated, but each would be a process.
       lowered = numbered(lowered, apart=False)
-    compiled = lowered.compile()
+    compiled = lowered.compile(dict(options or {}))
     memory = memory_of(compiled)
   except RuntimeError as e:
     if "cuDNN not found" in str(e):

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.core import eval_context
+from jax.core import Tracer, eval_context
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
@@ -74,7 +74,7 @@ def checked_step(step: Any, options: StepOptions) -> TrainStep:
     for name in [name for name in needed if getattr(state, name) == ()]:
       fix = f"create it by init_state(..., {name.replace('noise', 'noise_scale')}=True)"
       raise invalid(f"state.{name}", ..., "is empty, but the options need it", fix)
-    is_traced = isinstance(state.step, jax.core.Tracer)
+    is_traced = isinstance(state.step, Tracer)
     if not is_traced and getattr(state.step, "is_deleted", bool)():
       raise invalid("state", ..., "was donated to an earlier step", "use the one it returned")
     return step(state, batch)
