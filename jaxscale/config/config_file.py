@@ -18,11 +18,46 @@ from jaxscale.errors import ConfigError
 FILE_MODULE = "_jaxscale_config_"
 
 
-def load_file(file: Path) -> ModuleType:
+_loads_classes = False  # True while a run's copy of a script is loaded for its classes
+
+
+class StopLoadingError(Exception):
+  """Raised by `fit` in a script that is loaded for its classes, which ends the loading."""
+
+
+def check_not_loading() -> None:
+  """End the loading of a script for its classes; called before a script trains or submits.
+
+  Raises:
+    StopLoadingError: a script is being loaded for its classes.
+  """
+  if _loads_classes:
+    raise StopLoadingError("trains before it defines the class; define classes first")
+
+
+def load_classes(file: Path, name: str) -> ModuleType:
+  """Import a run's copy of a file for a class, as `load_file` does.
+
+  A script without a `__main__` guard ends where it would train; errors below the class, such
+  as those of its own command line, do not matter.
+  """
+  global _loads_classes
+  _loads_classes = True
+  try:
+    return load_file(file, needed=name)
+  finally:
+    _loads_classes = False
+
+
+def load_file(file: Path, needed: str | None = None) -> ModuleType:
   """Import a Python file as a module, once per content of the file.
 
   The classes of the module therefore stay the same however often it is loaded, and its
   annotations can be resolved. The file can import modules from its folder.
+
+  Args:
+    file: the file.
+    needed: a name that the module must define; errors after its definition are ignored.
 
   Raises:
     ConfigError: the file is not a Python file. Errors of the file itself pass through.
@@ -42,9 +77,10 @@ def load_file(file: Path) -> ModuleType:
     try:
       with running(named):
         spec.loader.exec_module(module)
-    except BaseException:
-      del sys.modules[name]
-      raise
+    except BaseException as e:
+      if not (isinstance(e, Exception) and needed and hasattr(module, needed)):
+        del sys.modules[name]
+        raise
   return sys.modules[name]
 
 

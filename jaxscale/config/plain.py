@@ -135,6 +135,8 @@ class _Conversion:
         return {name.strip("_"): identity}
     if isinstance(node, (list, tuple)):
       return {"values": self.convert(list(node), where)}
+    if type(node) is object:  # a marker, which has no contents
+      return {}
     if any(c.__module__.startswith("flax.nnx.") for c in type(node).__mro__):
       values = {n: v for n, v in vars(node).items() if not n.startswith("_")}
       return {"values": self.convert(values, where)}

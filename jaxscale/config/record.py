@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from jaxscale.config.bases import Data, Optimizer
 from jaxscale.config.choice import Choice
 from jaxscale.config.config import Config
-from jaxscale.config.config_file import load_file
+from jaxscale.config.config_file import load_classes
 from jaxscale.config.plain import class_name as class_name
 from jaxscale.config.plain import code_of
 from jaxscale.config.plain import to_plain as to_plain
@@ -108,7 +108,7 @@ def _own_class(name: str, folder: Path | None) -> type:
     if copy is not None and copy.is_file():
       if others := unsafe_owner(copy, group=False):
         raise ConfigError(others)
-      owner = getattr(load_file(copy), cls)
+      owner = getattr(load_classes(copy, cls), cls)
     else:
       owner = getattr(importlib.import_module(module), cls)
     # A tampered config.json must not make us call another function, e.g. os.system.

@@ -141,8 +141,13 @@ class Experiment(RunParts, PhaseParts):
   @property
   def best_metric(self) -> str | None:
     """Name of `Checkpoint.best_metric`, with a minus sign if the lowest value is best."""
+    best = self.config.checkpoint.best_metric
+    return None if best is None else self.signed(best)
+
+  def signed(self, name: str) -> str:
+    """Return the name of a metric, with a minus sign if the lowest value is best."""
     lower = [name for metric in self.metrics.values() for name in metric.lower_is_better]
-    return signed(self.config.checkpoint.best_metric, lower)
+    return signed(name, lower)
 
   def init_state(self, turn: Turn | None = None) -> TrainState:
     """Create the state before the first step, on the mesh.

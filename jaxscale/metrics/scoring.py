@@ -35,7 +35,7 @@ def perplexity_of(loss: float, bytes_per_token: float | None) -> dict[str, float
   return values
 
 
-def signed(best: str | None, lower: Iterable[str] = ()) -> str | None:
+def signed(best: str, lower: Iterable[str] = ()) -> str:
   """Return the name of a metric, with a minus sign if the lowest value is best.
 
   Args:
@@ -46,8 +46,6 @@ def signed(best: str | None, lower: Iterable[str] = ()) -> str | None:
     >>> signed("val/f1"), signed("mean_absolute_error"), signed("-distance")
     ('f1', '-mean_absolute_error', '-distance')
   """
-  if best is None:
-    return None
   name = best.removeprefix("-").removeprefix("val/").removeprefix("eval/")
   is_lower = name.endswith(_LOWER) or name in lower or best.startswith("-")
   return "-" * is_lower + name

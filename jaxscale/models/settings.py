@@ -1,6 +1,7 @@
 """Settings of the built-in models. Imports no JAX."""
 
 import dataclasses
+import inspect
 from typing import Annotated, Any, Literal
 
 from jaxscale import models  # Lazy: its names load on first use.
@@ -134,8 +135,10 @@ class Module(Model):
   @property
   def user_code(self) -> Any:
     """Code object whose file and line errors show."""
-    called = type(self.module).__call__
-    return getattr(self.module, "__code__", None) or getattr(called, "__code__", None)
+    module = getattr(self.module, "func", self.module)  # of a functools.partial
+    owner = module if isinstance(module, type) else type(module)
+    called = inspect.unwrap(owner.__call__)
+    return getattr(module, "__code__", None) or getattr(called, "__code__", None)
 
 
 class ResNet(Model):

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 from jaxscale import cluster, data
 from jaxscale.checkpoint import lock
 from jaxscale.config import Config
+from jaxscale.config.config_file import check_not_loading
 from jaxscale.errors import ConfigError, NonFiniteError
 from jaxscale.experiment import build
 from jaxscale.files import expand
@@ -90,6 +91,7 @@ def fit(
     >>> fit(config, "runs/digits").summary["accuracy"] > 0.97   # doctest: +SKIP
     True
   """
+  check_not_loading()
   parts = config, Path(expand(workdir)), plan, accept_changes, callbacks, loss_fn
   with open_run(*parts) as run:
     with run.checkpoints, run.tracer:

@@ -122,7 +122,8 @@ def build_callbacks(run: Run, more: Sequence[Callback]) -> Callbacks:
   def log(step: int, values: dict[str, float]) -> None:
     run.reporter.write(step, "callback", values)
 
-  parts = run.workdir, config, derived.total_steps, per_epoch, *parts, log, logger.info
+  parts = run.workdir, config, derived.total_steps, per_epoch, *parts
+  parts = *parts, log, logger.info, experiment.signed
   make = functools.partial(own_classes.build, kind=Callback, expected="a jaxscale.Callback")
   members = [(make(c, CallbackContext(*parts)), c) for c in config.callbacks]
   for callback in more:

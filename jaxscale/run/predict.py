@@ -128,7 +128,8 @@ def evaluate(
     values |= metrics.perplexity_of(values["loss"], info.bytes_per_token)
   speed = _speed(dataset.num_examples, clock)
   line = f"done: {metrics.headline(values)} of step {trained.step} on {speed}{_damaged(dataset)}"
-  result = {"step": trained.step, "examples": dataset.num_examples, "data": dataset.info.name}
+  name = dataset.info.name if path is None else str(path)
+  result = {"step": trained.step, "examples": dataset.num_examples, "data": name}
   result |= {name: array.tolist() for name, array in arrays.items()}
   return line, {"run": str(described.workdir)} | result | {"evaluation": values}
 

@@ -14,19 +14,17 @@ from jaxscale.metrics.text import listed, plural
 # The names for --config.callbacks= (HOMES in config/choice.py lists this module).
 __all__ = ["EarlyStopping", "LearningRateFinder", "SampleWriter"]
 
-_MODES = {"accuracy": "max", "loss": "min", "perplexity": "min", "bits_per_byte": "min"}
-
 
 class EarlyStopping(Callback):
   """Stop of the run once a metric of its evaluations no longer improves.
 
   Attributes:
-    metric: the name of the metric as in summary.json, e.g. "loss" or "accuracy".
+    metric: the name of the metric as in summary.json, e.g. "loss", "accuracy" or "val/f1".
     patience: the number of consecutive evaluations without improvement after which the run
       stops; the run evaluates and saves, and stays stopped if it is started again.
     min_delta: the difference to the best value above which a value counts as an improvement.
-    mode: the direction of improvement, "min" or "max"; None uses "max" for accuracy and
-      "min" for loss, perplexity and bits_per_byte.
+    mode: the direction of improvement, "min" or "max"; None uses that of
+      `Checkpoint.best_metric`.
   """
 
   metric: str = "loss"
@@ -34,27 +32,24 @@ class EarlyStopping(Callback):
   min_delta: NonNegative = 0.0
   mode: Literal["min", "max"] | None = None
 
-  def __post_init__(self):
-    if self.mode is None and self.metric not in _MODES:
-      fix = "set EarlyStopping.mode to 'min' or 'max'"
-      raise invalid("EarlyStopping.metric", self.metric, "has no known direction", fix)
-
   def build(self, context: CallbackContext) -> Any:
-    sign = 1 if (self.mode or _MODES[self.metric]) == "max" else -1
+    name = context.signed(self.metric)
+    sign, metric = -1 if name.startswith("-") else 1, name.removeprefix("-")
+    sign = {"min": -1, "max": 1, None: sign}[self.mode]
     own: dict[str, Any] = {"best": None, "best_step": 0, "waited": 0}
 
     def on_evaluation(step: int, state: Any, values: dict[str, float]) -> run.Stop | None:
-      if self.metric not in values:
+      if metric not in values:
         problem = "is not a metric of this run's evaluations"
         raise invalid("EarlyStopping.metric", self.metric, problem, f"use {listed(values, 'or')}")
       own["waited"] += 1
       best = -sign * math.inf if own["best"] is None else own["best"]
-      if sign * (values[self.metric] - best) > self.min_delta:  # False for NaN.
-        own.update(best=values[self.metric], best_step=step, waited=0)
+      if sign * (values[metric] - best) > self.min_delta:  # False for NaN.
+        own.update(best=values[metric], best_step=step, waited=0)
       if own["waited"] < self.patience:
         return None
       by = f" by more than {self.min_delta:g}" if self.min_delta else ""
-      text = f"{self.metric} has not improved{by} for {plural(own['waited'], 'evaluation')}"
+      text = f"{metric} has not improved{by} for {plural(own['waited'], 'evaluation')}"
       return run.Stop(f"{text}; best {best:.6g} at step {own['best_step']}")
 
     functions = {"state_dict": lambda: own, "load_state_dict": own.update}

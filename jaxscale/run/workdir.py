@@ -148,7 +148,7 @@ def _without_defaults(value: Any) -> str:
   """Format a setting as in a config file, arrays by dtype and shape."""
   if hasattr(value, "dtype") and hasattr(value, "shape"):
     return f"{value.dtype}{list(value.shape)}"
-  if not dataclasses.is_dataclass(value):
+  if not dataclasses.is_dataclass(value) or isinstance(value, type):
     return text if len(text := str(value)) <= 300 else shown(value)
   fields = (f"{n}={_without_defaults(v)}" for n, v in _changed(value).items())
   return f"{type(value).__name__}({', '.join(fields)})"
@@ -368,7 +368,7 @@ def _completed(before: Any, node: Any) -> Any:
     return before
   defaults = {}
   for f in dataclasses.fields(node):
-    if (default := _default(f)) is not MISSING:
+    if f.repr and (default := _default(f)) is not MISSING:
       defaults[f.name] = to_plain(default)
   own = {k: _completed(v, getattr(node, k, None)) for k, v in before.items()}
   return defaults | own

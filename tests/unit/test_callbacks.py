@@ -1,5 +1,6 @@
 """Callbacks without a run: results, states, changed sets, and the built-in ones' rules."""
 
+import functools
 import json
 import math
 import types
@@ -14,6 +15,7 @@ from jaxscale import config
 from jaxscale.config.loading import load_config
 from jaxscale.config.record import from_plain, to_plain
 from jaxscale.errors import ConfigError
+from jaxscale.metrics.scoring import signed
 from jaxscale.run.callbacks import Callbacks
 from jaxscale.run.identity import changes
 from jaxscale.run.learning_rates import suggest
@@ -34,17 +36,28 @@ def waits(values, patience, min_delta, sign):
   return None
 
 
+CONTEXT = types.SimpleNamespace(signed=functools.partial(signed, lower=["distance"]))
+
+
+@pytest.mark.parametrize("metric, is_lower", [("val/f1", 0), ("loss", 1), ("val/distance", 1)])
+def test_the_direction_is_that_of_the_best_metric(metric, is_lower):
+  stopper = config.EarlyStopping(metric=metric, patience=1).build(CONTEXT)
+  name = metric.removeprefix("val/")
+  assert stopper.on_evaluation(1, None, {name: 1.0}) is None
+  assert (stopper.on_evaluation(2, None, {name: 2.0}) is None) == (not is_lower)
+
+
 @pytest.mark.parametrize("mode", ["min", "max"])
 @pytest.mark.parametrize("min_delta", [0.0, 1.0, 2.5])
 def test_it_stops_where_keras_stops_also_if_resumed_anywhere(min_delta, mode):
   rng = np.random.default_rng(0)
   for patience in [1, 2, 3, 4] * 25:
     settings = config.EarlyStopping(metric="f1", patience=patience, min_delta=min_delta, mode=mode)
-    stopper, stopped = settings.build(None), None
+    stopper, stopped = settings.build(CONTEXT), None
     values = rng.integers(-8, 9, rng.integers(13)).tolist()
     for i, value in enumerate(values):
       saved = json.loads(json.dumps(stopper.state_dict()))
-      stopper = settings.build(None)
+      stopper = settings.build(CONTEXT)
       stopper.load_state_dict(saved)
       if stopper.on_evaluation(i, None, {"f1": float(value)}) and stopped is None:
         stopped = i
@@ -52,18 +65,17 @@ def test_it_stops_where_keras_stops_also_if_resumed_anywhere(min_delta, mode):
 
 
 def test_nan_is_no_improvement_and_an_unknown_metric_is_refused():
-  stopper = config.EarlyStopping(patience=2).build(None)
+  stopper = config.EarlyStopping(patience=2).build(CONTEXT)
   results = [stopper.on_evaluation(i, None, {"loss": x}) for i, x in enumerate([math.nan] * 2)]
   assert results[0] is None and "loss has not improved for 2 evaluations" in results[1].reason
   with pytest.raises(
     ConfigError, match=r"^EarlyStopping.metric=f1 is not .*; use loss or f1_macro"
   ):
-    stopper = config.EarlyStopping(metric="f1", mode="max").build(None)
+    stopper = config.EarlyStopping(metric="f1", mode="max").build(CONTEXT)
     stopper.on_evaluation(1, None, {"loss": 1.0, "f1_macro": 1.0})
 
 
 MISTAKES = table("""
-EarlyStopping metric f1 | EarlyStopping.metric=f1 has no known direction; set EarlyStopping.mode
 EarlyStopping patience 0 | EarlyStopping.patience=0: give a value >= 1
 LearningRateFinder low 20.0 | LearningRateFinder.low=20.0 is not below
 """)
@@ -156,7 +168,7 @@ def counter():
 
 def test_states_come_back_and_a_changed_set_is_one_line(caplog):
   one, stopping = counter(), config.EarlyStopping(patience=3)
-  members = [(one.callback, None), (stopping.build(None), stopping)]
+  members = [(one.callback, None), (stopping.build(CONTEXT), stopping)]
   all_ = Callbacks(members)
   one.own["count"] = 4
   all_.stopped = {"step": 8, "callback": "EarlyStopping", "reason": "x"}
@@ -170,7 +182,7 @@ def test_states_come_back_and_a_changed_set_is_one_line(caplog):
     assert one.own["count"] == 0 and all_.stopped is None and not caplog.records
     other = config.EarlyStopping(patience=4)
     finder = config.LearningRateFinder()
-    changed = Callbacks([(other.build(None), other), (jxs.Callback(), finder)])
+    changed = Callbacks([(other.build(CONTEXT), other), (jxs.Callback(), finder)])
     changed.restore(saved, 8)
   assert [r.getMessage() for r in caplog.records] == [
     "note: callbacks: Callback is gone, EarlyStopping has changed and LearningRateFinder is new; "

@@ -1,0 +1,103 @@
+"""Runs whose config holds a module itself, and scripts that are loaded for their classes."""
+
+import equinox as eqx
+import flax.linen as nn
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+
+import jaxscale as jxs
+from jaxscale import data
+from jaxscale.files import read_json_lines
+from support.commands import run_python
+from support.configs import small_config
+from support.errors import config_error
+
+RNG = np.random.default_rng(0)
+X = RNG.normal(size=(48, 3)).astype("float32")
+Y = np.arange(48) % 2
+
+
+class Linen(nn.Module):
+  """A layer without settings of its own."""
+
+  @nn.compact
+  def __call__(self, x):
+    return nn.Dense(2)(x)
+
+
+class Nnx(nnx.Module):
+  """A layer with dropout."""
+
+  def __init__(self, *, rngs):
+    self.dense, self.drop = nnx.Linear(3, 2, rngs=rngs), nnx.Dropout(0.1, rngs=rngs)
+
+  def __call__(self, x):
+    return self.dense(self.drop(x))
+
+
+class Equinox(eqx.Module):
+  """A layer with BatchNorm."""
+
+  dense: eqx.nn.Linear
+  norm: eqx.nn.BatchNorm
+
+  def __init__(self, *, key):
+    self.dense = eqx.nn.Linear(3, 2, key=key)
+    self.norm = eqx.nn.BatchNorm(2, axis_name="batch", mode="batch")
+
+  def __call__(self, x, state):
+    return self.norm(self.dense(x), state)
+
+
+GIVEN = {
+  "linen": Linen,
+  "nnx class": lambda: Nnx,
+  "nnx": lambda: Nnx(rngs=nnx.Rngs(0)),
+  "equinox class": lambda: Equinox,
+  "equinox": lambda: Equinox(key=jax.random.key(0)),
+}
+
+
+@pytest.mark.parametrize("make", GIVEN.values(), ids=GIVEN)
+def test_a_run_with_a_given_module_resumes(make, tmp_path):
+  def train(epochs):
+    settings = small_config(model=make(), data=data.Arrays(x=X, y=Y), batch_size=8, epochs=epochs)
+    return jxs.fit(settings, tmp_path)
+
+  with jax.numpy_dtype_promotion("standard"):
+    assert train(1).summary["step"] == 6
+    assert train(2).summary["step"] == 11
+    assert jxs.load(tmp_path, model=make()).predict(X[:3]).labels.shape == (3,)
+
+
+SCRIPT = """
+import sys
+import numpy as np
+import jaxscale as jxs
+from jaxscale import config, data, models
+
+class Net(config.Model):
+  def build(self, context):
+    return models.MLPModule(num_classes=2, hidden=(4,))
+
+x = np.arange(24, dtype="float32").reshape(8, 3)
+arrays = data.Arrays(x=x, y=np.arange(8) % 2, eval_share=0.5)
+options = dict(optimizer=config.SGD(lr=0.1), batch_size=4, epochs=2, log=config.Log(plot=False))
+jxs.fit(config.Config(model=Net(), data=arrays, **options), sys.argv[1])
+"""
+
+
+def test_a_script_is_loaded_for_its_classes_and_does_not_train(tmp_path):
+  script, run = tmp_path / "script.py", tmp_path / "run"
+  script.write_text(SCRIPT)
+  assert run_python(script, run).returncode == 0
+  starts = read_json_lines(run / "starts.jsonl")
+  trained = jxs.load(run)
+  assert trained.step == 2 and trained.predict(np.ones((1, 3), "float32")).labels.shape == (1,)
+  assert read_json_lines(run / "starts.jsonl") == starts
+  code = run / "code" / "__main__.py"
+  code.write_text("import jaxscale\njaxscale.fit('digits', 'x')\n" + code.read_text())
+  with config_error("trains before it defines the class"):
+    jxs.load(run)
