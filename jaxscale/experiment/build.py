@@ -22,13 +22,14 @@ from jax.sharding import Mesh
 from jaxscale import config as cfg
 from jaxscale import data, models, optim
 from jaxscale.collectives.cpu_workarounds import one_at_a_time
+from jaxscale.config.choice import is_built_in
 from jaxscale.data.dataset import check_targets, with_checked_weights, with_target_range
 from jaxscale.errors import ConfigError, invalid
 from jaxscale.exchange import Exchange
 from jaxscale.experiment import make_layout as layouts
 from jaxscale.experiment.derive import Derived, derive
 from jaxscale.experiment.exchange import Synchronization, make_exchange, make_sync
-from jaxscale.experiment.loss import loss_state, make_objective
+from jaxscale.experiment.loss import loss_state, make_objective, metric_notes, trace_steps
 from jaxscale.experiment.model import (
   Model,
   as_functions,
@@ -269,6 +270,9 @@ def experiment(
   objective = make_objective(config, info, as_functions(model), mesh)
   metrics = make_metrics(config, info)
   notes = check_model(config, model, objective, info, mesh, rows, compute=datasets is None)
+  if datasets is None and not all(is_built_in(type(m)) for m in config.metrics):
+    trace, _, batch = trace_steps(as_functions(model), objective, info, mesh, rows)
+    notes += metric_notes(metrics, trace(), batch)
   _check_paths(config, model)
   if "weight" in info.arrays:
     train_data, eval_data = with_checked_weights(train_data), with_checked_weights(eval_data)

@@ -216,6 +216,46 @@ def sum_notes(objective: AnyLoss, state: Any, outputs: Any, batch: Any, mesh: Me
   )
 
 
+def metric_notes(metrics: Mapping[str, Metric], outputs: Any, batch: Any) -> list[str]:
+  """Compute metrics of random rows, and return notes on those that could not be checked.
+
+  Args:
+    metrics: metrics by name.
+    outputs: shapes of the model's outputs.
+    batch: shapes of the batch.
+
+  Raises:
+    ConfigError: a metric's result for all rows is not the sum of those for two halves.
+  """
+  notes, rows = [], example_values({}, {}, {"outputs": outputs, **batch}, rows=64)[2]
+  for name, metric in metrics.items():
+    if metric.gathers:
+      continue
+    try:
+      whole, first, second = compiled(functools.partial(_halved, metric.update, rows))()
+    except Exception as e:  # The metric may be written for one batch size.
+      notes.append(f"cannot check that the metric {name} is made of sums: {one_line(e)}")
+      continue
+    added = jax.tree.map(np.add, first, second)
+    pairs = zip(jax.tree.leaves(whole), jax.tree.leaves(added), strict=True)
+    if not all(np.allclose(x, y, rtol=1e-3, equal_nan=True) for x, y in pairs):
+      problem = "returns a value for all rows that is not the sum of those for parts of them"
+      raise invalid("Config.metrics", name, problem, "return sums, and divide in `compute`")
+  return notes
+
+
+def _halved(update: Callable[..., Any], rows: Any) -> list[Any]:
+  """Return the result of `Metric.update` for all rows, and for each half of them."""
+
+  def of(at: slice) -> Any:
+    part = jax.tree.map(lambda x: jnp.asarray(x)[at], rows)
+    outputs, count = part.pop("outputs"), len(jax.tree.leaves(part)[0])
+    return update(outputs, part | {"mask": jnp.ones(count, bool)}, jnp.ones(count, jnp.int32))
+
+  half = len(jax.tree.leaves(rows)[0]) // 2
+  return [of(at) for at in np.s_[:, :half, half:]]
+
+
 def _split_notes(objective: GatheredObjective, outputs: Any, batch: Any) -> list[str]:
   """Return a note if a loss changes when its rows are split over two devices."""
   values = example_values({}, {}, {"outputs": outputs, **batch}, rows=4)[2]

@@ -149,3 +149,28 @@ def test_what_metrics_need_of_the_data():
     with config_error(f"Config.metrics={type(metric).__name__} needs an array 'label'"):
       metric.build(info)
   config.F1().build(text)
+
+
+class Share(config.Metric):
+  """Share of the class 1, from sums or by a mistake."""
+
+  how: str = "sum"
+
+  def build(self, info):
+    def update(outputs, batch, weights):
+      is_one = batch["label"] == 1
+      sums = {"ones": (weights * is_one).sum(), "all": weights.sum()}
+      return {"sum": sums, "mean": is_one.mean(), "number": 1.0, "most": outputs.max()}[self.how]
+
+    return Metric(update, lambda sums: sums["ones"] / sums["all"])
+
+
+@pytest.mark.parametrize("how", ["mean", "number", "most"])
+def test_a_metric_that_is_no_sum_is_refused_before_the_first_step(how, tmp_path):
+  with config_error("Config.metrics=share returns a value for all rows that is not the sum"):
+    run(tmp_path, metrics=(Share(how=how),))
+  assert not (tmp_path / "checkpoints").exists()
+
+
+def test_a_metric_that_is_a_sum_is_taken(tmp_path):
+  assert 0 < run(tmp_path, epochs=1, metrics=(Share(),)).summary["share"] < 1
