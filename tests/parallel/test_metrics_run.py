@@ -159,7 +159,7 @@ class Share(config.Metric):
   def build(self, info):
     def update(outputs, batch, weights):
       is_one = batch["label"] == 1
-      sums = {"ones": (weights * is_one).sum(), "all": weights.sum()}
+      sums = {"ones": weights.sum(where=is_one), "all": weights.sum()}
       return {"sum": sums, "mean": is_one.mean(), "number": 1.0, "most": outputs.max()}[self.how]
 
     return Metric(update, lambda sums: sums["ones"] / sums["all"])
