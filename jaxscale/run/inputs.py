@@ -58,10 +58,9 @@ def of_path(config: Config, info: Any, path: Path) -> tuple[data.Dataset, bool]:
     named = {"x": loaded} if path.suffix == ".npy" else dict(loaded)
   except (ValueError, OSError, EOFError, zipfile.BadZipFile) as e:
     raise invalid("--data", str(path), f"cannot be read ({e})", "write it again") from None
-  target = "targets" if isinstance(info, data.TextInfo) else "label"
-  names = {"x": _input(info), "y": target}
+  names = {"x": _input(info), "y": "targets" if isinstance(info, data.TextInfo) else "label"}
   named = {names.get(name, name): array for name, array in named.items()}
-  return _of_arrays(info, named), target in named
+  return _of_arrays(info, named), data.batch_shapes(info, 1).keys() <= named.keys()
 
 
 def _input(info: Any) -> str:

@@ -112,7 +112,9 @@ def evaluate(
   """
   trained, dataset, has_targets = _opened(described, config, path, step, rows_only=False)
   if not has_targets:
-    fix = "use subdirectories that are named as the run's classes, or an array `y` in .npz"
+    fix = (
+      "use subdirectories that are named as the run's classes, or all arrays of the data in .npz"
+    )
     raise invalid("--data", str(path), "has no targets", fix)
   model, mesh, layout, info = trained.model, trained.mesh, trained.layout, trained.info
   clock = time.monotonic()
