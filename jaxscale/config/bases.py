@@ -171,8 +171,8 @@ class CallbackContext(NamedTuple):
     log: a function of a step and values by name, which writes them to metrics.jsonl,
       TensorBoard and trackers as `callback/NAME`.
     note: a function that prints a line.
-    signed: a function of a metric's name that returns the name in summary.json, with a minus
-      sign if the lowest value is best.
+    signed: a function of a metric's name and the setting that has it, which returns the name
+      in summary.json, with a minus sign if the lowest value is best, or raises ConfigError.
   """
 
   workdir: Path
@@ -184,7 +184,7 @@ class CallbackContext(NamedTuple):
   mesh: Mesh
   log: Callable[[int, dict[str, float]], None]
   note: Callable[[str], None]
-  signed: Callable[[str], str]
+  signed: Callable[[str, str], str]
 
 
 class Model(Choice):

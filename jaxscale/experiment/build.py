@@ -45,7 +45,8 @@ from jaxscale.experiment.optimizer import make_optimizer, phase_rate, phase_sche
 from jaxscale.experiment.own_classes import build
 from jaxscale.experiment.phases import Phase, phase_index, scale_velocity, step_at
 from jaxscale.mesh import batch_axes, batch_sharding, make_mesh, replicated
-from jaxscale.metrics import signed
+from jaxscale.metrics import perplexity_of, signed
+from jaxscale.metrics.text import listed
 from jaxscale.optim.tree_paths import path_name
 from jaxscale.parallel.layout_exchange import exchange_axes
 from jaxscale.parallel.run_stack import PipelineGrads
@@ -55,7 +56,7 @@ from jaxscale.training import state as states
 from jaxscale.training import step as steps
 from jaxscale.training.flops import training_flops
 from jaxscale.training.local_step import make_local_train_step
-from jaxscale.training.metrics import Metric
+from jaxscale.training.metrics import ROWS, SUMS, Metric, results
 from jaxscale.training.types import (
   Batch,
   EvalStep,
@@ -143,12 +144,40 @@ class Experiment(RunParts, PhaseParts):
   def best_metric(self) -> str | None:
     """Name of `Checkpoint.best_metric`, with a minus sign if the lowest value is best."""
     best = self.config.checkpoint.best_metric
-    return None if best is None else self.signed(best)
+    return None if best is None else self.signed(best, "Checkpoint.best_metric")
 
-  def signed(self, name: str) -> str:
-    """Return the name of a metric, with a minus sign if the lowest value is best."""
+  def signed(self, name: str, field: str) -> str:
+    """Return the name of a metric, with a minus sign if the lowest value is best.
+
+    Args:
+      name: the name, with or without "val/".
+      field: the setting that has the name, for the error.
+
+    Raises:
+      ConfigError: evaluations have no such metric.
+    """
     lower = [name for metric in self.metrics.values() for name in metric.lower_is_better]
-    return signed(name, lower)
+    known, result = self.evaluated_names, signed(name, lower)
+    if known and result.removeprefix("-") not in known:
+      problem = "is not a metric of this run's evaluations"
+      raise invalid(field, name, problem, f"use {listed(known, 'or')}")
+    return result
+
+  @functools.cached_property
+  def evaluated_names(self) -> list[str]:
+    """Names of the metrics of an evaluation; [] if they depend on the examples."""
+    totals = dict(self.lower_eval_step(self.abstract_state()).out_info)
+    sums, (_, rows) = totals.pop(SUMS, {}), totals.pop(ROWS, ((), {}))
+    names = [name for name in totals if name != "examples" and not name.startswith("_")]
+    if isinstance(info := self.eval_data.info, data.TextInfo):
+      names += perplexity_of(0.0, info.bytes_per_token)
+    ones = jax.tree.map(lambda x: np.ones(x.shape, x.dtype), (sums, rows))
+    try:
+      with np.errstate(all="ignore"):
+        found = results(self.metrics, ones[0], [ones[1]])
+        return names + [name for name, value in found if isinstance(value, float)]
+    except Exception:  # `compute` may need sums of real examples.
+      return []
 
   def init_state(self, turn: Turn | None = None) -> TrainState:
     """Create the state before the first step, on the mesh.

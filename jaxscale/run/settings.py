@@ -33,7 +33,7 @@ class EarlyStopping(Callback):
   mode: Literal["min", "max"] | None = None
 
   def build(self, context: CallbackContext) -> Any:
-    name = context.signed(self.metric)
+    name = context.signed(self.metric, "EarlyStopping.metric")
     sign, metric = -1 if name.startswith("-") else 1, name.removeprefix("-")
     sign = {"min": -1, "max": 1, None: sign}[self.mode]
     own: dict[str, Any] = {"best": None, "best_step": 0, "waited": 0}

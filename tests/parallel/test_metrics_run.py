@@ -127,7 +127,7 @@ def test_a_metric_that_is_not_defined_is_left_out(tmp_path, capsys):
 
 
 WRONG = {
-  "no such metric": (dict(best="f1"), "Checkpoint.best_metric=f1 is not reported by evaluations"),
+  "no such metric": (dict(best="f1"), "Checkpoint.best_metric=f1 is not a metric of this"),
   "update": (dict(metrics=(OddMiss(breaks="update"),)), "OddMiss (update): ValueError: broken up"),
   "compute": (dict(metrics=(OddMiss(breaks="compute"),)), "OddMiss (compute): KeyError"),
   "twice": (None, "Config.metrics: F1 is listed twice"),

@@ -1,6 +1,5 @@
 """Callbacks without a run: results, states, changed sets, and the built-in ones' rules."""
 
-import functools
 import json
 import math
 import types
@@ -36,7 +35,7 @@ def waits(values, patience, min_delta, sign):
   return None
 
 
-CONTEXT = types.SimpleNamespace(signed=functools.partial(signed, lower=["distance"]))
+CONTEXT = types.SimpleNamespace(signed=lambda name, field: signed(name, ["distance"]))
 
 
 @pytest.mark.parametrize("metric, is_lower", [("val/f1", 0), ("loss", 1), ("val/distance", 1)])
