@@ -73,8 +73,9 @@ class Config:
     noise_scale: whether to measure the gradient noise scale (arXiv:1812.06162), in examples; an
       example of text is a sequence, not a token. Needs at least two devices or two
       micro-batches.
-    dtype: the type of activations; parameters and the exchange of gradients stay float32.
-      "float16", for GPUs without bfloat16, comes with dynamic loss scaling (arXiv:1710.03740).
+    dtype: the type of activations: "float32", "bfloat16" or "float16"; parameters and the
+      exchange of gradients stay float32. "float16", for GPUs without bfloat16, comes with
+      dynamic loss scaling (arXiv:1710.03740).
     init_from: the pretrained parameters, a safetensors file or Hugging Face folder; None
       initializes at random. Accepts the parameter names of timm and torchvision (ResNet, ViT),
       Hugging Face (Llama, Qwen, ViT) and `jaxscale export`. `jaxscale.weights.names` documents
