@@ -22,17 +22,20 @@ _loads_classes = False  # True while a run's copy of a script is loaded for its 
 
 
 class StopLoadingError(Exception):
-  """Raised by `fit` in a script that is loaded for its classes, which ends the loading."""
+  """Raised by `fit` and `submit` in a script that is loaded for its classes; ends the loading."""
 
 
-def check_not_loading() -> None:
+def check_not_loading(does: str) -> None:
   """End the loading of a script for its classes; called before a script trains or submits.
+
+  Args:
+    does: what the script does, for the error, e.g. "trains".
 
   Raises:
     StopLoadingError: a script is being loaded for its classes.
   """
   if _loads_classes:
-    raise StopLoadingError("trains before it defines the class; define classes first")
+    raise StopLoadingError(f"{does} before it defines the class; define classes first")
 
 
 def load_classes(file: Path, name: str) -> ModuleType:

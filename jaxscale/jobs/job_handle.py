@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 from jaxscale.config import Config, Phases
 from jaxscale.config.choice import chosen, is_built_in
+from jaxscale.config.config_file import check_not_loading
 from jaxscale.config.loading import load_config, override, recorded_run
 from jaxscale.config.packaged import locate
 from jaxscale.errors import ConfigError, invalid
@@ -212,6 +213,7 @@ def submit(config: str | Config, **options: Any) -> Job:
     >>> job = submit("configs/digits.py", nodes=4)            # doctest: +SKIP
     >>> job.wait(), job.metrics()[-1]["eval/accuracy"] > 0.97  # doctest: +SKIP
   """
+  check_not_loading("submits a job")
   return launch(prepare(config, **options))
 
 

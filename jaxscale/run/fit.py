@@ -91,7 +91,7 @@ def fit(
     >>> fit(config, "runs/digits").summary["accuracy"] > 0.97   # doctest: +SKIP
     True
   """
-  check_not_loading()
+  check_not_loading("trains")
   parts = config, Path(expand(workdir)), plan, accept_changes, callbacks, loss_fn
   with open_run(*parts) as run:
     with run.checkpoints, run.tracer:

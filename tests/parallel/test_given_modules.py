@@ -98,6 +98,8 @@ def test_a_script_is_loaded_for_its_classes_and_does_not_train(tmp_path):
   assert trained.step == 2 and trained.predict(np.ones((1, 3), "float32")).labels.shape == (1,)
   assert read_json_lines(run / "starts.jsonl") == starts
   code = run / "code" / "__main__.py"
-  code.write_text("import jaxscale\njaxscale.fit('digits', 'x')\n" + code.read_text())
-  with config_error("trains before it defines the class"):
-    jxs.load(run)
+  script = code.read_text()
+  for call, does in ("fit('digits', 'x')", "trains"), ("jobs.submit('digits')", "submits a job"):
+    code.write_text(f"import jaxscale, jaxscale.jobs\njaxscale.{call}\n{script}")
+    with config_error(f"{does} before it defines the class"):
+      jxs.load(run)
