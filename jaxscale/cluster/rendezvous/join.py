@@ -35,9 +35,9 @@ def join(
 ) -> None:
   """Call `jax.distributed.initialize`; all processes of the group call this.
 
-  This turns off JAX's preemption service, which would take SIGTERM from jaxscale's
-  handlers and knows no other signal. It also turns off JAX's warning about proxies, since
-  connections to the coordinator bypass them.
+  This turns off JAX's preemption service (jax/_src/distributed.py), which would take SIGTERM
+  from jaxscale's handlers and knows no other signal. It also turns off JAX's warning about
+  proxies, since connections to the coordinator bypass them.
 
   Afterwards the death of process 0, which runs JAX's coordinator, aborts the other
   processes in C++ within 0.04–0.3 s. The death of another process aborts them after
