@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jaxscale.cluster.barrier import from_leader
+from jaxscale.cluster.host_collectives import from_leader
 from jaxscale.cluster.timeouts import Timeouts
 from jaxscale.errors import ConfigError
 
