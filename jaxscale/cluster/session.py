@@ -19,7 +19,6 @@ from typing import Any
 
 from jaxscale.cluster import cpu_settings, detect, walltime
 from jaxscale.cluster import gpu_settings as gpu
-from jaxscale.cluster.host_collectives import from_leader
 from jaxscale.cluster.launch import Launch
 from jaxscale.cluster.rendezvous import client, handshake, join, network
 from jaxscale.cluster.timeouts import Timeouts
@@ -118,8 +117,7 @@ def _start(
     print(launch.note, flush=True)
   secret = None
   if launch.num_processes == 0:  # a TPU pod whose processes only JAX can detect
-    launch = _join_by_jax(launch, timeouts)
-    secret = bytes.fromhex(from_leader(secrets.token_hex(32)))
+    launch, secret = _join_by_jax(launch, timeouts)
   is_alone, gpu_ids, error = launch.num_processes == 1, None, ""
   try:
     to_divide = 0 if is_alone else num_gpus
@@ -174,16 +172,19 @@ def _age_s() -> float:
     return 0.0
 
 
-def _join_by_jax(launch: Launch, timeouts: Timeouts) -> Launch:
-  """Join by JAX's own detection; afterwards all processes know process 0's host."""
+def _join_by_jax(launch: Launch, timeouts: Timeouts) -> tuple[Launch, bytes]:
+  """Join by JAX's own detection; return the launch with process 0's host, and a secret."""
   global _jax_is_initialized
   import jax
 
+  from jaxscale.cluster.host_collectives import from_leader
+
   join.join(launch, None, timeouts)
   _jax_is_initialized = True
+  job, host = f"{launch.job}-{os.urandom(8).hex()}", network.node_name()
+  job, host, secret = from_leader([job, host, secrets.token_hex(32)])
   own = launch._replace(process_id=jax.process_index(), num_processes=jax.process_count())
-  job = from_leader(f"{launch.job}-{os.urandom(8).hex()}")
-  return own._replace(host=from_leader(network.node_name()), job=job)
+  return own._replace(host=host, job=job), bytes.fromhex(secret)
 
 
 def _end() -> None:
