@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 # The names for --config.loss= (HOMES in config/choice.py lists this module).
 __all__ = ["AUROC", "F1", "R2", "BinaryCrossEntropy", "CalibrationError", "ConfusionMatrix"]
-__all__ += ["Contrastive", "CrossEntropy", "Huber", "Pearson", "Spearman", "SquaredError"]
+__all__ += ["Contrastive", "CrossEntropy", "Huber", "Pearson", "SquaredError"]
 
 
 class CrossEntropy(Loss):
@@ -232,10 +232,6 @@ class R2(_OfLabels):
 
 class Pearson(R2):
   """Pearson correlation of outputs and targets, the mean over outputs."""
-
-
-class Spearman(R2):
-  """Spearman rank correlation of outputs and targets, the mean over outputs."""
 
 
 class CalibrationError(_OfLabels):
