@@ -30,7 +30,13 @@ from jaxscale.experiment import make_layout as layouts
 from jaxscale.experiment import model as model_parts
 from jaxscale.experiment.derive import Derived, derive
 from jaxscale.experiment.exchange import Synchronization, make_exchange, make_sync
-from jaxscale.experiment.loss import loss_state, make_objective, metric_notes, trace_steps
+from jaxscale.experiment.loss import (
+  abstract_rows,
+  loss_state,
+  make_objective,
+  metric_notes,
+  trace_steps,
+)
 from jaxscale.experiment.optimizer import make_optimizer, phase_rate, phase_schedule
 from jaxscale.experiment.own_classes import build
 from jaxscale.experiment.phases import Phase, phase_index, scale_velocity, step_at
@@ -196,16 +202,12 @@ class Experiment(RunParts, PhaseParts):
   @functools.cached_property
   def example_flops(self) -> int:
     """Model FLOPs of training on one example of this phase."""
-    arrays = data.batch_shapes(self.train_data.info, 1)
-    one = {name: jax.ShapeDtypeStruct(*array) for name, array in arrays.items()}
-    return training_flops(self.model, one)
+    return training_flops(self.model, abstract_rows(self.train_data.info, 1))
 
   def abstract_batch(self) -> Batch:
     """Return the shapes, dtypes and shardings of a global training batch."""
-    arrays = data.batch_shapes(self.train_data.info, self.phase.batch_size)
-    sharding: Any = batch_sharding(self.mesh)
-    abstract: Any = functools.partial(jax.ShapeDtypeStruct, sharding=sharding)
-    return {name: abstract(shape, dtype) for name, (shape, dtype) in arrays.items()}
+    rows, sharding = self.phase.batch_size, batch_sharding(self.mesh)
+    return abstract_rows(self.train_data.info, rows, sharding)
 
   def lower_train_step(self, abstract: TrainState | None = None) -> Any:
     """Return the train step as `jax.stages.Lowered`, for the shapes of the run.
@@ -230,10 +232,7 @@ class Experiment(RunParts, PhaseParts):
   def lower_eval_step(self, state: TrainState) -> Any:
     """Return the evaluation step as `jax.stages.Lowered`, for this state."""
     rows, sharding = self.derived.eval_batch_size, batch_sharding(self.mesh)
-    batch: Any = {
-      name: jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
-      for name, (shape, dtype) in data.batch_shapes(self.eval_data.info, rows).items()
-    }
+    batch = abstract_rows(self.eval_data.info, rows, sharding)
     batch["mask"] = jax.ShapeDtypeStruct((rows,), bool, sharding=sharding)
     step: Any = self.eval_step
     return step.lower(*state.evaluated(), batch)

@@ -17,7 +17,7 @@ from jaxscale.config.bases import snake_case
 from jaxscale.config.choice import is_built_in
 from jaxscale.errors import ConfigError, invalid
 from jaxscale.experiment.derive import Derived
-from jaxscale.experiment.loss import AnyLoss, sum_notes, trace_steps
+from jaxscale.experiment.loss import AnyLoss, abstract_rows, sum_notes, trace_steps
 from jaxscale.experiment.own_classes import build, guarded, guarded_parts, user_errors
 from jaxscale.experiment.phases import Phase
 from jaxscale.experiment.row_mixing import mixes_rows
@@ -251,13 +251,11 @@ def _model_notes(
   mixing: Callable[..., list[str]], model: models.ModelFns, info: Any, rows: int
 ) -> list[str]:
   """Return the notes of `mixing` on a model, for rows like the data's."""
-  shapes = data.batch_shapes(info, rows)
-  batch: Any = {name: jax.ShapeDtypeStruct(*array) for name, array in shapes.items()}
 
   def outputs_of(state: Any, batch: Any, keys: Any):
     return model.apply(*state, model.inputs(batch), True, keys)[0]
 
-  return mixing("its model", outputs_of, model.init, batch)
+  return mixing("its model", outputs_of, model.init, abstract_rows(info, rows))
 
 
 def _mixing_notes(
