@@ -448,17 +448,13 @@ def _check_paths(config: cfg.Config, model: model_parts.Model) -> None:
     if not any(re.search(pattern, path) for path in paths):
       # Paths from the start, the middle and the end are enough as examples.
       some = sorted({0, 1, len(paths) // 2, len(paths) - 1} & set(range(len(paths))))
-      raise ConfigError(
-        f"{field}={pattern!r} matches no parameter; paths are, e.g., "
-        + ", ".join(paths[i] for i in some)
-      )
+      fix = f"paths are, e.g., {', '.join(paths[i] for i in some)}"
+      raise invalid(field, repr(pattern), "matches no parameter", fix)
   for path in paths if order else ():
     fits = [repr(pattern) for pattern in order if re.search(pattern, path)]
     if len(fits) != 1:
-      raise ConfigError(
-        f"Config.layer_order={order}: {path} matches {' and '.join(fits) or 'none'} of "
-        "them; it must match exactly one"
-      )
+      found = f"{path} matches {' and '.join(fits) or 'none'} of them"
+      raise ConfigError(f"Config.layer_order={order}: {found}; it must match exactly one")
 
 
 def trust_ratio_metrics(opt_state: Any) -> dict[str, jax.Array]:
