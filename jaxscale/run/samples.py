@@ -100,7 +100,7 @@ def _texts(context: CallbackContext, prompts: Sequence[str], **choice: Any) -> _
   """Sample a continuation of each prompt, of the same random numbers at each evaluation."""
   config, sharding = context.config, replicated(context.mesh)
   tokenizer = generate.run_tokenizer(context.workdir, config.data, context.eval_data.info)
-  text_of = generate.continuer(context.model, tokenizer, sharding=sharding, **choice)
+  text_of = generate.continuer(context.model, tokenizer, sharding, **choice)
 
   def sample(state: TrainState) -> Callable[[Path], None]:
     params = state.evaluated()[0]
