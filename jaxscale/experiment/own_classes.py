@@ -58,9 +58,14 @@ def guarded(settings: Any, doing: str, function: Any) -> Any:
 
 
 def guarded_parts(settings: Any, doing: str, parts: Any) -> Any:
-  """Apply `guarded` to each function in a NamedTuple; "{}" in `doing` is its name."""
-  functions = parts._asdict().items()
-  return parts._replace(**{n: f and guarded(settings, doing.format(n), f) for n, f in functions})
+  """Apply `guarded` to each function in nested NamedTuples; "{}" in `doing` is its name."""
+
+  def part(name: str, function: Any) -> Any:
+    if isinstance(function, tuple):
+      return guarded_parts(settings, doing, function)
+    return function and guarded(settings, doing.format(name), function)
+
+  return parts._replace(**{name: part(name, x) for name, x in parts._asdict().items()})
 
 
 @contextlib.contextmanager
