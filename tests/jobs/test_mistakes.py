@@ -150,8 +150,6 @@ def test_a_report_writes_only_where_it_is_asked_to(trained, capsys):
   code, out, _ = answer(capsys, "report", "digits", "--to", "new/folder", "--csv=x/t.csv")
   assert code == 0 and out.splitlines()[-2:] == ["x/t.csv", "new/folder/scaling.png"]
   assert {*files_of()} - {*before} == {"x/t.csv", "new/folder/scaling.png"}
-  assert answer(capsys, "report", "digits", "--html=new/page.html")[0] == 0
-  assert Path("new/page.html").is_file()
 
 
 BENCH = "bench --mesh=1 --sizes=1KB --rounds=1"
