@@ -25,7 +25,6 @@ models: generate: generate text with a run's language model: --workdir runs/text
 models: export: write a run's parameters to a file: --workdir runs/digits --to digits.safetensors
 before a run: describe: print parameters, memory and collectives of a step: --config digits
 before a run: plan: predict memory, time and cost on any chips: --config llama_1b --chips h100-16
-before a run: plot-schedule: draw the learning rates of configs: digits --out schedule.png
 before a run: lr-find: suggest a learning rate by a short ramp: --config digits --out rates.png
 before a run: doctor: check nodes, network and disks, or ImageNet: --workdir runs --config digits
 before a run: bench: measure all-reduce algorithms on the devices: --mesh 2x4 --sizes 64KB,16MB

@@ -80,17 +80,17 @@ class Parser(argparse.ArgumentParser):
     if missing:
       self._required[name] = (metavar, missing)
 
-  def config(self, note: str | None = None, **more: Any) -> None:
+  def config(self, note: str | None = None, group: Any = None) -> None:
     """Add --config and the settings in it.
 
     Args:
       note: the end of the help if --config is optional; None: it is required.
-      more: as for `option`.
+      group: a group of options to add them to.
     """
-    group = more.get("group")
     text = "the Python file with get_config([ARG]) -> Config, the name of a packaged config, or "
-    more |= {"missing": "try --config digits" * (note is None), "kind": packaged.locate}
-    self.option("--config FILE[:ARG]", f"{text}a run to train again{note or ''}", **more)
+    text += f"a run to train again{note or ''}"
+    missing = "try --config digits" * (note is None)
+    self.option("--config FILE[:ARG]", text, packaged.locate, missing=missing, group=group)
     text = "a setting's value, e.g. --config.epochs=3 (default: the config's); --help=all lists all"
     self.settings(text, group)
 
