@@ -128,9 +128,15 @@ def test_options_are_read_or_refused(monkeypatch, capsys):
     (["--skip"], "a value is missing"),
     (["--config.a=1"], "needs --config FILE; add it"),
     (["--wordir=x"], "did you mean '--workdir'?"),
+    (["imagenet"], "imagenet: not an option; give a config as --config FILE"),
   ):
     assert cli.main(["doctor", *argv]) == 2
     assert says in capsys.readouterr().err
+
+
+def test_help_lists_the_checks(capsys):
+  assert cli.main(["doctor", "--help"]) == 0
+  assert "network (rate of an" in " ".join(capsys.readouterr().out.split())
 
 
 def test_the_preflight_is_imported_without_jax():

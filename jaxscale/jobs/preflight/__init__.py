@@ -1,4 +1,4 @@
-"""Preflight: checks of an allocation before a job, and of a prepared ImageNet.
+"""Preflight: checks of an allocation before a job.
 
 All processes of the job take part, process 0 prints, and all end with the same exit code.
 The checks without JAX come first and take a second or two. JAX runs in child processes
