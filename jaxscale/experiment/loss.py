@@ -131,6 +131,12 @@ def totals_of(
   return lambda params, state, batch: totals(params, state_of_model(state), batch)
 
 
+def abstract_rows(info: Any, rows: int, sharding: Any = None) -> dict[str, Any]:
+  """Return the shapes, dtypes and shardings of a batch's arrays."""
+  abstract = functools.partial(jax.ShapeDtypeStruct, sharding=sharding)
+  return {name: abstract(*array) for name, array in data.batch_shapes(info, rows).items()}
+
+
 def trace_steps(
   model: models.ModelFns, objective: AnyLoss, info: Any, mesh: Mesh, rows: int
 ) -> tuple[Callable[[], Any], Any, dict[str, Any]]:
@@ -149,8 +155,7 @@ def trace_steps(
   """
   axes = batch_axes(mesh)
   whole = rows * math.prod(mesh.shape[axis] for axis in axes)
-  shapes = data.batch_shapes(info, whole).items()
-  batch = {name: jax.ShapeDtypeStruct(*array) for name, array in shapes}
+  batch = abstract_rows(info, whole)
   keys = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), whole))
   state = models.init_shapes(model.init)
   if (init_state := loss_state(objective)) is not None:

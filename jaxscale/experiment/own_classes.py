@@ -80,11 +80,9 @@ def user_errors(settings: Any, doing: str) -> Generator[None, None, None]:
     if is_built_in(type(settings)):
       raise
     home, frames = sys.modules.get(type(settings).__module__), traceback.walk_tb(e.__traceback__)
-    code = getattr(getattr(type(settings), "build", None), "__code__", None)
-    code = getattr(settings, "user_code", None) or code
-    file = getattr(home, "__file__", None)
-    if code is not None and hasattr(settings, "user_code"):
-      file = code.co_filename
+    code = getattr(settings, "user_code", None)
+    file = code.co_filename if code else getattr(home, "__file__", None)
+    code = code or getattr(getattr(type(settings), "build", None), "__code__", None)
     lines = [line for frame, line in frames if frame.f_code.co_filename == file]
     if not lines and code is not None and code.co_filename == file:
       lines = [code.co_firstlineno]
