@@ -147,9 +147,8 @@ class OneBit(Compressed):
   plain_epochs: NonNegative = 0.0
 
   def build(self, context: ExchangeContext) -> exchange.Exchange:
-    return exchange.one_bit.one_bit(
-      context.axes, num_devices=context.num_devices, bucket_bytes=self.bucket_bytes
-    )
+    size, count = self.bucket_bytes, context.num_devices
+    return exchange.one_bit.one_bit(context.axes, num_devices=count, bucket_bytes=size)
 
 
 class TopK(OneBit):
@@ -225,9 +224,8 @@ class DiLoCo(LocalSGD):
   outer_momentum: Fraction = 0.9
 
   def build(self, context: SyncContext) -> exchange.local_updates.LocalUpdate:
-    return exchange.local_updates.diloco(
-      self.sync_every_steps, rate=self.outer_lr, momentum=self.outer_momentum
-    )
+    rate, momentum = self.outer_lr, self.outer_momentum
+    return exchange.local_updates.diloco(self.sync_every_steps, rate=rate, momentum=momentum)
 
 
 class BlockMomentum(LocalSGD):

@@ -180,9 +180,8 @@ def _check_divides(config: cfg.Config, mesh: Mesh, shapes: Any) -> None:
   size, head = mesh.shape.get("model", 1), shapes.get("head", {})
   classes = head["bias"].size if config.model.is_stack and "bias" in head else 0
   if classes % size and config.layout.model.startswith("layers"):
-    problem = f"does not divide the {classes} classes of the head"
     fix = f"set {type(config.model).__name__}.pad_classes_to to a multiple of {size}"
-    raise invalid("Mesh.model", size, problem, fix)
+    raise invalid("Mesh.model", size, f"does not divide the {classes} classes of the head", fix)
   fields = {"stage": ("num_layers",), "model": ("num_heads", "num_kv_heads")}
   if config.layout.model == "ring":
     del fields["model"]

@@ -156,8 +156,7 @@ class Reporter:
     self._progress.evaluated(step, values)
     self._is_done = is_last
     if is_last and self._noise_scale:
-      batch_size = self._experiment.phase.batch_size
-      logger.info(noise_scale.describe(*self._noise_scale, batch_size))
+      logger.info(noise_scale.describe(*self._noise_scale, self._experiment.phase.batch_size))
 
   def timed(self, batches: Iterator[Any]) -> Iterator[Any]:
     """Yield the same batches, and time the waits for them (`input_wait`)."""

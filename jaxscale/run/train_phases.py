@@ -60,8 +60,7 @@ def _train_phase(
     _describe_program(run, train_step)
     if reports_step:
       _report_step(run, train_step, state, first)
-  checks = _compares_replicas(experiment, step)
-  fingerprint = compiler.fingerprint(experiment) if checks else None
+  fingerprint = compiler.fingerprint(experiment) if _compares_replicas(experiment, step) else None
   following = phase_at(experiment, experiment.phase.stop)
   compiler.forget_all_but(experiment.phase, following)
   if not is_adaptive(experiment) and compiler.experiment_at(following) is None:
@@ -90,8 +89,7 @@ def _report_step(run: Run, train_step: TrainStep, state: TrainState, batch: Batc
 
   report = step_report.measure(run.experiment, train_step, state, batch)
   sizes = {"rows": run.experiment.phase.batch_size, "num_devices": run.experiment.mesh.size}
-  text = step_report.text(report, **sizes)
-  run.reporter.measured(int(state.step), text, report.metrics())
+  run.reporter.measured(int(state.step), step_report.text(report, **sizes), report.metrics())
 
 
 def train_batches(experiment: build.Experiment, step: int) -> Iterator[Batch]:
