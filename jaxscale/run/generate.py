@@ -1,6 +1,6 @@
 """Generate text with the language model of a run.
 
-    jaxscale generate --workdir DIR [--prompt TEXT] [--tokens N] ...
+    jaxscale generate RUN [--prompt TEXT] [--tokens N] ...
 
 `sample` is the pure function that does the work, for any stack and prompts of token ids.
 """
@@ -136,7 +136,7 @@ def run_tokenizer(workdir: Path, source: Any, info: data.TextInfo) -> Tokenizer:
     problem = f", and the tokenizer cannot be loaded ({reason})"
   problem = f"the {info.vocab_size} tokens of {info.name} are not bytes{problem}"
   fix = "call jaxscale.run.generate.sample with token ids"
-  raise ConfigError(f"--workdir={workdir}: {problem}; {fix}")
+  raise ConfigError(f"{workdir}: {problem}; {fix}")
 
 
 def continuer(
@@ -172,15 +172,23 @@ def continuer(
 
 
 def write(
-  workdir: Path, prompt: str = "", *, seed: int = 0, num_tokens: int = 256, **choice
+  workdir: Path,
+  prompt: str = "",
+  *,
+  seed: int = 0,
+  num_tokens: int = 256,
+  step: int | str | None = None,
+  **choice,
 ) -> str:
   """Continue a prompt with a run's language model, up to the end of a document.
 
   Args:
-    workdir: the run's workdir; its newest intact checkpoint is used.
+    workdir: the run's workdir.
     prompt: the text to continue; "" begins a new document.
     seed: the random seed for sampling.
     num_tokens: the largest number of tokens to generate.
+    step: the step of the checkpoint; "best" selects the best by `checkpoint.best_metric`, and
+      None the newest intact one.
     choice: `temperature`, `top_k` and `top_p`, as for `choose`.
 
   Raises:
@@ -190,14 +198,14 @@ def write(
   described = describe_run(workdir)
   if not described.is_text:
     text = f"the run trains on {described.data['name']}, not on text; give a language model's run"
-    raise ConfigError(f"--workdir={workdir}: {text}")
+    raise ConfigError(f"{workdir}: {text}")
   config = described.settings()
   fields = {k: v for k, v in described.data.items() if k in data.TextInfo._fields}
   info = data.TextInfo(**fields)
   stack = make_model(config, info)
   assert isinstance(stack, Stack), "models of text are stacks"
   tokenizer = run_tokenizer(workdir, config.data, info)
-  checkpoint = load_params.load(workdir, init_shapes(stack.init))
+  checkpoint = load_params.load(workdir, init_shapes(stack.init), step=step)
   document = tokenizer.encode([prompt.encode("utf-8", "surrogateescape")])
   length, notes = max(len(document) - 1, 1) + num_tokens, [*checkpoint.notes]
   if length > info.sequence_length:
