@@ -115,31 +115,25 @@ def _constants(code: types.CodeType) -> list[str]:
   return [repr(c) for c in code.co_consts if not isinstance(c, types.CodeType)]
 
 
-class _WithoutDocstrings(ast.NodeTransformer):
-  def generic_visit(self, node: ast.AST) -> ast.AST:
-    super().generic_visit(node)
-    body = getattr(node, "body", None)
-    if isinstance(body, list):
-      kept = [n for n in body if not _is_text(n)]
-      if isinstance(node, ast.ClassDef):  # The order of methods does not matter.
-        kept.sort(key=lambda n: n.name if isinstance(n, _FUNCTIONS[:2]) else "")
-      node.body = kept or [ast.Pass()]  # pyright: ignore[reportAttributeAccessIssue]
-    if isinstance(node, ast.JoinedStr):  # Python 3.12 adds "" to some formats.
-      node.values = [v for v in node.values if getattr(v, "value", None) != ""]
-    return node
-
-
 def _dump(node: Any) -> str:
   """Write out a syntax tree so that the text is equal in every version of Python.
 
-  Fields that only later versions have are empty and left out.
+  Docstrings and the order of methods do not count. Fields that only later versions have are
+  empty and left out.
   """
   if isinstance(node, list):
     return f"[{', '.join(map(_dump, node))}]"
   if not isinstance(node, ast.AST):
     return repr(node)
-  fields = [(n, v) for n, v in ast.iter_fields(node) if v is not None and v != []]
-  return f"{type(node).__name__}({', '.join(f'{n}={_dump(v)}' for n, v in fields)})"
+  fields: dict[str, Any] = dict(ast.iter_fields(node))
+  if isinstance(body := fields.get("body"), list):
+    fields["body"] = [n for n in body if not _is_text(n)] or [ast.Pass()]
+  if isinstance(node, ast.ClassDef):
+    fields["body"].sort(key=lambda n: n.name if isinstance(n, _FUNCTIONS[:2]) else "")
+  if isinstance(node, ast.JoinedStr):  # Python 3.12 adds "" to some formats.
+    fields["values"] = [v for v in node.values if getattr(v, "value", None) != ""]
+  shown = [f"{n}={_dump(v)}" for n, v in fields.items() if v is not None and v != []]
+  return f"{type(node).__name__}({', '.join(shown)})"
 
 
 def _is_text(node: ast.AST) -> bool:
@@ -148,7 +142,7 @@ def _is_text(node: ast.AST) -> bool:
 
 def _parse(text: str | bytes) -> ast.Module | None:
   try:
-    return _WithoutDocstrings().visit(ast.parse(text))
+    return ast.parse(text)
   except (SyntaxError, ValueError):
     return None
 

@@ -15,9 +15,9 @@ from jaxscale import config as cfg
 from jaxscale import data, models, weights
 from jaxscale.config.bases import snake_case
 from jaxscale.config.choice import is_built_in
-from jaxscale.errors import ConfigError, invalid
+from jaxscale.errors import invalid
 from jaxscale.experiment.derive import Derived
-from jaxscale.experiment.loss import AnyLoss, sum_notes, trace_steps
+from jaxscale.experiment.loss import AnyLoss, abstract_rows, sum_notes, trace_steps
 from jaxscale.experiment.own_classes import build, guarded, guarded_parts, user_errors
 from jaxscale.experiment.phases import Phase
 from jaxscale.experiment.row_mixing import mixes_rows
@@ -61,11 +61,10 @@ def _bn_options(span: BatchNormSpan, mesh: Mesh) -> dict[str, Any]:
   if names is not None and "data" in names and BN_AXIS in mesh.axis_names:
     names = (*names, BN_AXIS)
   if span.bn_devices not in (1, mesh.shape.get(BN_AXIS, 1)):
-    raise ConfigError(
-      f"bn_span needs statistics over {span.bn_devices} devices in one phase and over "
-      f"{mesh.shape.get(BN_AXIS, 1)} in another; choose batch sizes so that all phases "
-      "use the same number of BatchNorm devices"
-    )
+    problem = f"needs statistics over {span.bn_devices} devices in one phase and over "
+    problem += f"{mesh.shape.get(BN_AXIS, 1)} in another"
+    fix = "choose batch sizes so that all phases use the same number of BatchNorm devices"
+    raise invalid("bn_span", ..., problem, fix)
   return {"bn_axis_name": names, "bn_group_size": span.group_size}
 
 
@@ -251,13 +250,11 @@ def _model_notes(
   mixing: Callable[..., list[str]], model: models.ModelFns, info: Any, rows: int
 ) -> list[str]:
   """Return the notes of `mixing` on a model, for rows like the data's."""
-  shapes = data.batch_shapes(info, rows)
-  batch: Any = {name: jax.ShapeDtypeStruct(*array) for name, array in shapes.items()}
 
   def outputs_of(state: Any, batch: Any, keys: Any):
     return model.apply(*state, model.inputs(batch), True, keys)[0]
 
-  return mixing("its model", outputs_of, model.init, batch)
+  return mixing("its model", outputs_of, model.init, abstract_rows(info, rows))
 
 
 def _mixing_notes(
@@ -309,14 +306,9 @@ def imported(
     lines = check_source(path, naming, names, config.model, info, init_head=config.init_head)
     notes.extend(lines)
 
-  loaded = weights.import_safetensors(
-    path,
-    abstract.params,
-    state_of_model(abstract.model_state),
-    num_classes=num_classes(_seen_by_loss(config, info)),
-    init_head=config.init_head,
-    check=check,
-  )
+  trees = abstract.params, state_of_model(abstract.model_state)
+  options: Any = {"num_classes": num_classes(_seen_by_loss(config, info)), "check": check}
+  loaded = weights.import_safetensors(path, *trees, init_head=config.init_head, **options)
   logger.info(loaded.summary)
   for note in notes:
     logger.warning(f"note: {note}")

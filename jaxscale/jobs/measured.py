@@ -122,13 +122,10 @@ class MeasuredRun(NamedTuple):
   @property
   def quartiles(self) -> tuple[float, float] | None:
     """The first and third quartile of the windows; None for fewer than 3."""
-    return quartiles(self.rates) if len(self.rates) >= 3 else None
-
-
-def quartiles(values: Sequence[float]) -> tuple[float, float]:
-  """Return the first and the third quartile of at least two values."""
-  low, _, high = statistics.quantiles(values, n=4, method="inclusive")
-  return low, high
+    if len(self.rates) < 3:
+      return None
+    low, _, high = statistics.quantiles(self.rates, n=4, method="inclusive")
+    return low, high
 
 
 def locate(path: Path) -> Located:

@@ -251,7 +251,7 @@ def _gaps(runs: Sequence[MeasuredRun]) -> Iterator[str]:
 
 
 def svg(draw: Callable[[Path], Any]) -> str:
-  """Return the SVG element that `draw` writes to a path, for an HTML page."""
+  """Return the SVG element that `draw` writes to a path, for a notebook."""
   with tempfile.TemporaryDirectory() as folder:
     image = Path(folder, "picture.svg")
     draw(image)

@@ -23,9 +23,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxscale.errors import invalid
 from jaxscale.models.attention import RopeScaling, join_heads, rotate, split_heads
 from jaxscale.models.linear import dense, linear
+from jaxscale.models.sizes import transformer_heads
 from jaxscale.models.stack import Ops, Stack, at_least_float32, rejoin, sum_totals
 
 # Standard deviation of initial matrices and the table, from GPT-2's published code; the
@@ -101,7 +101,7 @@ def make_transformer(
     >>> params["layers"]["q"]["kernel"].shape
     (2, 64, 64)
   """
-  groups, each = _heads(width, num_heads, num_kv_heads, head_width)
+  groups, each = transformer_heads(width, num_heads, num_kv_heads, head_width)
   norm, dtype = functools.partial(rms_norm, eps=norm_eps), jnp.dtype(dtype)
 
   def embed(p, batch, ops):
@@ -162,25 +162,6 @@ def _layer(
   x = ops.enter(norm(h, p["mlp_norm"]["scale"]))
   gate, up = (dense(x, p[name], to) for name in ("gate", "up"))
   return h + rejoin(jax.nn.silu(gate) * up, p["down"]["kernel"], ops)
-
-
-def _heads(
-  width: int, num_heads: int, num_kv_heads: int | None, head_width: int | None
-) -> tuple[int, int]:
-  """Return the number of heads of keys and values, and the width of a head."""
-  groups = num_heads if num_kv_heads is None else num_kv_heads
-  each = width // num_heads if head_width is None else head_width
-  if head_width is None and width % num_heads:
-    fix = "give a divisor, or head_width"
-    raise invalid("transformer.num_heads", num_heads, f"does not divide width={width}", fix)
-  if num_heads % groups:
-    problem = f"does not divide num_heads={num_heads}"
-    raise invalid("transformer.num_kv_heads", groups, problem, "give a divisor")
-  if each % 2:
-    problem = "is odd, but rotary positions rotate pairs of units"
-    fix = "choose width, num_heads or head_width to make it even"
-    raise invalid("transformer.head_width", each, problem, fix)
-  return groups, each
 
 
 def rms_norm(x: jax.Array, scale: jax.Array, *, eps: float) -> jax.Array:

@@ -142,9 +142,8 @@ def make_layout(
   param_specs = split if shard == "fsdp" else without_fsdp
   gathers = jax.tree.map_with_path(gather, shapes, opt_specs)
   types = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), shapes)
-  layout = Layout(mesh, shard, token_axes, param_specs, opt_specs, gathers, types)
-  options: Any = {"dtype": dtype, "sum_in": sum_in, "opt_on_host": opt_on_host}
-  return layout._replace(splits=splits, **options)
+  trees = param_specs, opt_specs, gathers, types
+  return Layout(mesh, shard, token_axes, *trees, splits, dtype, sum_in, opt_on_host)
 
 
 def _check_used(sizes: dict[str, int], specs: Any, shard: Shard) -> None:

@@ -25,23 +25,9 @@ from jaxscale.hlo import memory_of, program_flops
 from jaxscale.metrics.chips import peak_flops
 
 
-class Peak(NamedTuple):
-  """Peak speed of a device.
-
-  Attributes:
-    flops: the peak in FLOP/s.
-    source: the source of the number.
-  """
-
-  flops: float
-  source: str
-
-
-def find_peak() -> Peak | None:
-  """Return the published peak of this process's devices, or None for CPUs and unknown chips."""
-  kind = jax.local_devices()[0].device_kind
-  flops = peak_flops(kind)
-  return None if flops is None else Peak(flops, f"published: {kind}, bfloat16")
+def find_peak() -> float | None:
+  """Return the published FLOP/s of this process's devices; None for CPUs and unknown chips."""
+  return peak_flops(jax.local_devices()[0].device_kind)
 
 
 class Efficiency:
@@ -65,10 +51,10 @@ class Efficiency:
     per_device = rate * experiment.example_flops / experiment.mesh.size
     values = {"tflops_per_device": per_device / 1e12} | _memory()
     if per_device and (peak := self._peak):
-      values["mfu"] = per_device / peak.flops
+      values["mfu"] = per_device / peak
       if program := self._known_program():
         steps = rate / experiment.phase.batch_size
-        values["hfu"] = steps * program.flops / peak.flops
+        values["hfu"] = steps * program.flops / peak
     self._windows.append(values)
     return values
 
@@ -80,8 +66,8 @@ class Efficiency:
       if values := [window[name] for window in windows if name in window]:
         result[name] = round(statistics.median(values), 4)
     if "mfu" in result and self._peak:
-      result["peak_tflops_per_device"] = round(self._peak.flops / 1e12, 4)
-      result["peak_source"] = self._peak.source
+      result["peak_tflops_per_device"] = round(self._peak / 1e12, 4)
+      result["peak_source"] = f"published: {jax.local_devices()[0].device_kind}, bfloat16"
     if windows and "peak_memory_gb" in windows[-1]:
       result["peak_memory_gb"] = round(windows[-1]["peak_memory_gb"], 3)
     if program := self._known_program():

@@ -174,10 +174,9 @@ def restore(run: Run, compiler: StepCompiler) -> TrainState:
     state = experiment.init_state(turn)
   start, end = int(state.step), experiment.derived.total_steps
   if start > end:  # Happens if config.json was deleted.
-    raise ConfigError(
-      f"--workdir={run.workdir}: the checkpoint is at step {start:,}, but --config has only "
-      f"{end:,} steps; use the config of that run, or another --workdir"
-    )
+    problem = f"the checkpoint is at step {start:,}, but --config has only {end:,} steps"
+    fix = "use the config of that run, or another --workdir"
+    raise ConfigError(f"--workdir={run.workdir}: {problem}; {fix}")
   if (phase := phase_at(experiment, start)) != experiment.phase:
     # The newest checkpoint was damaged, and the previous one is in an earlier phase.
     experiment = build.at_phase(experiment, phase)

@@ -172,13 +172,13 @@ def other_environment(described: Mapping[str, Any], now: Mapping[str, Any]) -> s
     described: the config.json of the run.
     now: the config.json that the run would have now.
   """
-  sides = []
-  for side in (described, now):
+
+  def known(side: Mapping[str, Any]) -> dict[str, Any]:
     settings = (side.get("identity") or {}).get("environment", {})
-    versions = side.get("versions", {})
     kind = {"devices": side.get("device_kind"), "python": side.get("python")}
-    sides.append(kind | {**versions} | {**settings})
-  old, new = sides
+    return kind | {**side.get("versions", {})} | {**settings}
+
+  old, new = known(described), known(now)
   differs = [n for n in old if n in new and old[n] != new[n] and n != "jax_enable_x64"]
   texts = [f"{name} {old[name]} in the workdir and {new[name]} now" for name in differs]
   return ", ".join(texts)

@@ -31,7 +31,7 @@ class Reporter:
     workdir: Path,
     start: int,
     may_write: Callable[[], bool],
-    lines: LineHandler | None = None,
+    lines: LineHandler,
   ):
     """Resume the records of a run.
 
@@ -73,13 +73,11 @@ class Reporter:
       )
 
   def __enter__(self):
-    if self._lines is not None:
-      self._lines.show = self._progress.log
+    self._lines.show = self._progress.log
     return self
 
   def __exit__(self, error: type[BaseException] | None, *_):
-    if self._lines is not None:
-      self._lines.show = None
+    self._lines.show = None
     self._progress.close()
     if self._writer is not None:
       outcome = "done" if self._is_done else "interrupted"

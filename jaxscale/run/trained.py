@@ -27,7 +27,6 @@ from jaxscale.experiment.model import Model, as_functions, init_fn, make_model
 from jaxscale.files import expand
 from jaxscale.mesh import batch_axes, host_shard, make_mesh, mesh_shape, replicated, row_blocks
 from jaxscale.metrics.log import logger
-from jaxscale.models.stack import stack_logits
 from jaxscale.parallel import placement, with_gathered_params
 from jaxscale.parallel.specs import Layout, replicated_layout
 from jaxscale.run import inputs as new_inputs
@@ -156,11 +155,9 @@ class Trained:
   @functools.cached_property
   def _step(self) -> Any:
     """Jitted function (params, model_state, batch) -> (outputs, "label"), replicated."""
-    layout, model = self.layout or replicated_layout(self.mesh), self.model
+    layout, model = self.layout or replicated_layout(self.mesh), as_functions(self.model)
 
     def function(params: Any, model_state: Any, batch: Any) -> Any:
-      if isinstance(model, models.Stack):
-        return stack_logits(model, params, batch)
       state = state_of_model(model_state)
       return model.apply(params, state, model.inputs(batch), False, None)[0]
 

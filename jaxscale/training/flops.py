@@ -108,15 +108,8 @@ def _of_convolution(equation: Any) -> int:
   params = equation.params
   numbers, kernel = params["dimension_numbers"], equation.invars[1].aval
   out = equation.outvars[0].aval
-  dims = zip(
-    numbers.out_spec[2:],
-    numbers.rhs_spec[2:],
-    params["window_strides"],
-    params["padding"],
-    params["lhs_dilation"],
-    params["rhs_dilation"],
-    strict=True,
-  )
+  options = [params[n] for n in ("window_strides", "padding", "lhs_dilation", "rhs_dilation")]
+  dims = zip(numbers.out_spec[2:], numbers.rhs_spec[2:], *options, strict=True)
   taps = math.prod(_taps(out.shape[o], kernel.shape[k], *rest) for o, k, *rest in dims)
   channels = math.prod(out.shape[dim] for dim in numbers.out_spec[:2])
   return 2 * channels * taps * kernel.shape[numbers.rhs_spec[1]]

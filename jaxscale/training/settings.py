@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 # The names for --config.loss= (HOMES in config/choice.py lists this module).
 __all__ = ["AUROC", "F1", "R2", "BinaryCrossEntropy", "CalibrationError", "ConfusionMatrix"]
-__all__ += ["Contrastive", "CrossEntropy", "Huber", "Pearson", "Spearman", "SquaredError"]
+__all__ += ["Contrastive", "CrossEntropy", "Huber", "Pearson", "SquaredError"]
 
 
 class CrossEntropy(Loss):
@@ -39,15 +39,12 @@ class CrossEntropy(Loss):
     from jaxscale.training import losses
 
     if getattr(info, "label_shape", ()):
-      raise ConfigError(
-        f"Config.loss=CrossEntropy needs one class per example, but {info.name} has targets "
-        f"{info.label_shape}; use BinaryCrossEntropy or SquaredError"
-      )
+      problem = f"needs one class per example, but {info.name} has targets {info.label_shape}"
+      fix = "use BinaryCrossEntropy or SquaredError"
+      raise invalid("Config.loss", "CrossEntropy", problem, fix)
     if "int" not in str(getattr(info, "label_dtype", "int32")):
-      raise ConfigError(
-        f"Config.loss=CrossEntropy needs integer targets, but they are {info.label_dtype}; "
-        "give integers, or choose SquaredError"
-      )
+      problem, fix = f"needs integer targets, but they are {info.label_dtype}", "give integers, or "
+      raise invalid("Config.loss", "CrossEntropy", problem, f"{fix}choose SquaredError")
     weights, (_, most) = self.class_weights, self.target_range(info)
     if weights and (len(weights) != most + 1 or not sum(weights)):
       problem = f"needs one weight for each of the {most + 1} classes, not all 0"
@@ -232,10 +229,6 @@ class R2(_OfLabels):
 
 class Pearson(R2):
   """Pearson correlation of outputs and targets, the mean over outputs."""
-
-
-class Spearman(R2):
-  """Spearman rank correlation of outputs and targets, the mean over outputs."""
 
 
 class CalibrationError(_OfLabels):

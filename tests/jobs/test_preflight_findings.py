@@ -2,7 +2,7 @@
 
 from jaxscale import cli
 from jaxscale.jobs import preflight
-from jaxscale.jobs.preflight import clocks, network, software
+from jaxscale.jobs.preflight import network, software
 from jaxscale.jobs.preflight.finding import Finding, report
 from support.commands import run_python
 from support.preflight_process import wrong
@@ -25,13 +25,6 @@ def test_a_slow_network_is_reported_and_so_is_who_cannot_join():
   assert reported.ok
   broken = [{"devices": 8, "seconds": 0.01}, {"error": "no route to n1"}]
   assert wrong(network.findings(broken, HOSTS[:2])) == ["network: process 1 (n2): no route to n1"]
-
-
-def test_a_clock_counts_as_off_only_beyond_what_the_question_took():
-  assert not wrong(clocks.findings({"n2": (1.2, 0.3)}, "n1"))
-  (reported,) = wrong(clocks.findings({"n2": (-1.4, 0.3)}, "n1"))
-  assert reported == "clock of n2: 1.40 s behind n1"
-  assert clocks.findings({}, "n1") == []
 
 
 def has(**other):
@@ -128,9 +121,15 @@ def test_options_are_read_or_refused(monkeypatch, capsys):
     (["--skip"], "a value is missing"),
     (["--config.a=1"], "needs --config FILE; add it"),
     (["--wordir=x"], "did you mean '--workdir'?"),
+    (["imagenet"], "imagenet: not an option; give a config as --config FILE"),
   ):
     assert cli.main(["doctor", *argv]) == 2
     assert says in capsys.readouterr().err
+
+
+def test_help_lists_the_checks(capsys):
+  assert cli.main(["doctor", "--help"]) == 0
+  assert "network (rate of an" in " ".join(capsys.readouterr().out.split())
 
 
 def test_the_preflight_is_imported_without_jax():

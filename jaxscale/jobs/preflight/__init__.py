@@ -1,4 +1,4 @@
-"""Preflight: checks of an allocation before a job, and of a prepared ImageNet.
+"""Preflight: checks of an allocation before a job.
 
 All processes of the job take part, process 0 prints, and all end with the same exit code.
 The checks without JAX come first and take a second or two. JAX runs in child processes
@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from jaxscale.errors import EXIT_DONE
-from jaxscale.jobs.preflight import clocks, devices, disk, network, shared_files, software
+from jaxscale.jobs.preflight import devices, disk, network, shared_files, software
 from jaxscale.jobs.preflight.finding import EXIT_NOT_READY, Finding, report
 from jaxscale.jobs.preflight.group import Group, barrier, broadcast
 from jaxscale.metrics.text import few, plural
@@ -55,7 +55,6 @@ class Check(NamedTuple):
 
 CHECKS = {
   "software": Check("versions, system limits, GPUs already in use", software.check),
-  "clocks": Check("offset of every host's clock to process 0", clocks.check),
   "files": Check("the workdir is shared; atomic renames, exclusive creation", shared_files.check),
   "devices": Check("number, kind and a tiny program on each; XLA's flags; the data", devices.check),
   "network": Check("rate of an all-reduce between all processes", network.check),

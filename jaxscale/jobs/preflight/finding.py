@@ -31,9 +31,9 @@ def report(name: str, findings: Sequence[Finding]) -> int:
   """Print one line per finding, then each remedy once; return the exit code.
 
   Example:
-    >>> report("clocks", [Finding(False, "n2 is 4 s ahead", "start chronyd on n2")])
-    fail  n2 is 4 s ahead
-    fix   start chronyd on n2
+    >>> report("preflight", [Finding(False, "n2 is slow", "leave n2 out")])
+    fail  n2 is slow
+    fix   leave n2 out
     2
   """
   for finding in findings:
