@@ -1,6 +1,6 @@
 """Generate text with the language model of a run.
 
-    jaxscale generate --workdir DIR [--prompt TEXT] [--tokens N] ...
+    jaxscale generate RUN [--prompt TEXT] [--tokens N] ...
 
 `sample` is the pure function that does the work, for any stack and prompts of token ids.
 """
@@ -135,7 +135,7 @@ def run_tokenizer(workdir: Path, source: Any, info: data.TextInfo) -> Tokenizer:
     problem = f", and the tokenizer cannot be loaded ({reason})"
   problem = f"the {info.vocab_size} tokens of {info.name} are not bytes{problem}"
   fix = "call jaxscale.run.generate.sample with token ids"
-  raise ConfigError(f"--workdir={workdir}: {problem}; {fix}")
+  raise ConfigError(f"{workdir}: {problem}; {fix}")
 
 
 def continuer(
@@ -168,15 +168,23 @@ def continuer(
 
 
 def write(
-  workdir: Path, prompt: str = "", *, seed: int = 0, num_tokens: int = 256, **choice
+  workdir: Path,
+  prompt: str = "",
+  *,
+  seed: int = 0,
+  num_tokens: int = 256,
+  step: int | str | None = None,
+  **choice,
 ) -> str:
   """Continue a prompt with a run's language model, up to the end of a document.
 
   Args:
-    workdir: the run's workdir; its newest intact checkpoint is used.
+    workdir: the run's workdir.
     prompt: the text to continue; "" begins a new document.
     seed: the random seed for sampling.
     num_tokens: the largest number of tokens to generate.
+    step: the step of the checkpoint; "best" selects the best by `checkpoint.best_metric`, and
+      None the newest intact one.
     choice: `temperature`, `top_k` and `top_p`, as for `choose`.
 
   Raises:
@@ -186,12 +194,12 @@ def write(
   described = describe_run(workdir)
   if not described.is_text:
     text = f"the run trains on {described.data['name']}, not on text; give a language model's run"
-    raise ConfigError(f"--workdir={workdir}: {text}")
+    raise ConfigError(f"{workdir}: {text}")
   config, info = described.settings(), info_of(described)
   tokenizer = run_tokenizer(workdir, config.data, info)
   with shown() as lines:  # Standard output has only the text.
     lines.show = functools.partial(print, file=sys.stderr)
-    trained = of_run(described, config, info)
+    trained = of_run(described, config, info, step=step)
   document = tokenizer.encode([prompt.encode("utf-8", "surrogateescape")])
   length = max(len(document) - 1, 1) + num_tokens
   if length > info.sequence_length:

@@ -30,6 +30,7 @@ from jaxscale.metrics.log import logger
 from jaxscale.parallel import placement, with_gathered_params
 from jaxscale.parallel.specs import Layout, replicated_layout
 from jaxscale.run import inputs as new_inputs
+from jaxscale.run.identity import check_code
 from jaxscale.training.custom_loss import LossState, state_of_model
 
 
@@ -175,7 +176,7 @@ class Trained:
 def load(
   run: str | os.PathLike,
   *,
-  step: int | None = None,
+  step: int | str | None = None,
   take: str | None = None,
   model: cfg.Model | None = None,
 ) -> Trained:
@@ -187,7 +188,8 @@ def load(
 
   Args:
     run: the workdir of the run.
-    step: the step of the checkpoint; None selects the newest intact one.
+    step: the step of the checkpoint; "best" selects the best by `checkpoint.best_metric`, and
+      None the newest intact one.
     take: "params" or "average"; None selects the average if the run keeps one, as
       evaluations do.
     model: the settings of the model, for a class that is not in a file (of a notebook, say).
@@ -206,7 +208,7 @@ def load(
   try:
     config = described.settings(partial=True, **given)
   except ConfigError as e:
-    if given or not re.search(r"'object'|\w:\w", str(described.config["model"])):
+    if given or not re.search(r"'object'|'module'|\w:\w", str(described.config["model"])):
       raise
     raise ConfigError(f"{e}, or use load(run, model=...)") from None
   return of_run(described, config, info_of(described), step=step, take=take)
@@ -217,7 +219,7 @@ def of_run(
   config: cfg.Config,
   info: Any,
   *,
-  step: int | None = None,
+  step: int | str | None = None,
   take: str | None = None,
   rows_only: bool = True,
 ) -> Trained:
@@ -233,8 +235,10 @@ def of_run(
       layout.shard="fsdp"; False keeps the run's mesh where the devices allow it.
 
   Raises:
-    ConfigError: the model does not fit the data, the devices or the checkpoint.
+    ConfigError: the model does not fit the data, the devices or the checkpoint, or the user's
+      code is not that of the run.
   """
+  check_code(described, config)
   placed = _placed(config, rows_only)
   mesh = make_mesh(**dataclasses.asdict(placed.mesh))
   model = make_model(placed, info, mesh, train=False)
@@ -299,4 +303,4 @@ def info_of(described: Described) -> Any:
     return kind(**{k: plain(v) for k, v in described.data.items() if k in kind._fields})
   except TypeError as e:
     problem = f"its config.json describes the data in another form ({e})"
-    raise ConfigError(f"--workdir={described.workdir}: {problem}; train it again") from None
+    raise ConfigError(f"{described.workdir}: {problem}; train it again") from None
