@@ -352,16 +352,10 @@ def make_phase(parts: RunParts, phase: Phase, train_data: data.Dataset) -> Phase
   sync, more = make_sync(config, derived, phase, mesh)
   schedule = phase_schedule(config, derived, phase)
   objective = make_objective(config, train_data.info, model_parts.as_functions(model), mesh)
-  return PhaseParts(
-    phase=phase,
-    train_data=train_data,
-    loss=layouts.make_loss(config, model, layout, objective, mesh),
-    tx=make_optimizer(config, schedule, warmup, momentum),
-    schedule=schedule,
-    exchange=exchange,
-    sync=sync,
-    notes=(*layouts.notes(config, mesh, phase.accumulate_steps), *notes, *more),
-  )
+  loss = layouts.make_loss(config, model, layout, objective, mesh)
+  tx = make_optimizer(config, schedule, warmup, momentum)
+  lines = *layouts.notes(config, mesh, phase.accumulate_steps), *notes, *more
+  return PhaseParts(phase, train_data, loss, tx, schedule, exchange, sync, lines)
 
 
 def with_sizes(experiment: Experiment, chosen: Sequence[int]) -> Experiment:

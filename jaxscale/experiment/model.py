@@ -169,13 +169,12 @@ def check_model(
     ConfigError: the call failed, or the model has fewer outputs than the data has classes.
   """
   kind, info = type(config.model), _seen_by_loss(config, info)
-  is_own = not (is_built_in(kind) and is_built_in(type(config.loss)))
-  mixing = functools.partial(_mixing_notes, config.dtype, mesh, rows)
-  if is_own and compute and isinstance(model, models.Stack):
-    notes = _model_notes(mixing, as_functions(model), info, rows)
-    return [f"{kind.__name__}: {line}" for line in notes]
-  if not is_own or not isinstance(model, models.ModelFns):
+  if is_built_in(kind) and is_built_in(type(config.loss)):
     return []
+  mixing = functools.partial(_mixing_notes, config.dtype, mesh, rows)
+  if isinstance(model, models.Stack):
+    notes = _model_notes(mixing, as_functions(model), info, rows) if compute else []
+    return [f"{kind.__name__}: {line}" for line in notes]
   state, batch, outputs, found = _called_as_steps(model, objective, info, mesh, rows)
   notes: list[str] = []
   if compute and not is_built_in(type(config.loss)):

@@ -9,7 +9,7 @@ from concurrent.futures import Future
 import jax
 from jax.sharding import Mesh
 
-from jaxscale import data, metrics
+from jaxscale import data
 from jaxscale.cluster.watch.stop_consensus import StopRequested
 from jaxscale.cluster.watch.watch import Watch
 from jaxscale.data.dataset import Batch
@@ -197,8 +197,6 @@ def evaluate(run: Run, step: int, state: TrainState) -> TrainState:
     except StopRequested:
       logger.info(f"step {step}  the evaluation is postponed to the resumed run")
       return state
-  if isinstance(info := experiment.eval_data.info, data.TextInfo):
-    values |= metrics.perplexity_of(values["loss"], info.bytes_per_token)
   is_new = run.add_evaluation(step, values)
   if is_new:
     state = call(run, "on_evaluation", step, state, values)

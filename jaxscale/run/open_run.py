@@ -81,19 +81,8 @@ def open_run(
     saving |= {"lock": held, "split": exchange_split(experiment.layout)}
     checkpoints = Checkpoints(workdir / "checkpoints", **saving)
     checkpoints.identity = identity
-    run = Run(
-      workdir=workdir,
-      experiment=experiment,
-      lock=held,
-      checkpoints=checkpoints,
-      watch=watch,
-      nan_policy=nan_policy,
-      activity=activity,
-      tracer=Tracer(workdir, config.log),
-      programs=programs,
-      lines=lines,
-      began=began,
-    )
+    tracer, parts = Tracer(workdir, config.log), (workdir, experiment, held, checkpoints)
+    run = Run(*parts, watch, nan_policy, activity, tracer, programs, lines, began)
     run.callbacks = build_callbacks(run, callbacks)
     checkpoints.host_state = run.callbacks.saved
     yield run
