@@ -194,7 +194,7 @@ def sum_notes(objective: AnyLoss, state: Any, outputs: Any, batch: Any, mesh: Me
   """
   if isinstance(objective, CustomLoss):
     params, model_state = state
-    reason = check_sums(objective.loss_fn, params, model_state, batch, mesh, name="Config.loss")
+    reason = check_sums(objective.loss_fn, params, model_state, batch, mesh)
   else:
 
     def of_outputs(params: Any, model_state: Any, batch: Any, keys: Any):

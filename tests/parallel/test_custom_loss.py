@@ -115,7 +115,7 @@ OBJECTIVE = Objective(cross_entropy)
 GATHERED = GatheredObjective(lambda o, b, everyone: cross_entropy(o - o.mean(0), b))
 REFUSED = [
   (wrong, {}, "test_custom_loss.py:", "PythonLoss (loss_fn): AttributeError: "),
-  (mean, {}, "Config.loss returns the loss", "sum over the rows"),
+  (mean, {}, "loss_fn returns the loss", "sum over the rows"),
   (3, {}, "PythonLoss.build returned int; return a training.Objective"),
   (CustomLoss(plain, 3), {}, "PythonLoss.build returned CustomLoss; return"),
   (CustomLoss(plain, OBJECTIVE), {"sync": LOCAL}, "Config.sync", "PythonLoss, a CustomLoss"),
