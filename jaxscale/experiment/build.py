@@ -267,9 +267,8 @@ def experiment(
   here = jax.device_count() if devices is None else len(devices)
   derived = derive(config, *sizes, here, start_devices=start_devices)
   spans = [model_parts.bn_span(config, derived, phase) for phase in derived.phases]
-  bn_devices = max(span.bn_devices for span in spans)
   grid = dataclasses.asdict(config.mesh)
-  mesh = make_mesh(**grid, bn_devices=bn_devices, devices=devices)
+  mesh = make_mesh(**grid, bn_devices=max(span.bn_devices for span in spans), devices=devices)
   for phase in derived.phases:  # errors of later phases are raised now
     make_sync(config, derived, phase, mesh)
   info, rows = eval_data.info, model_parts.rows_of_device(derived, derived.phases[0])
@@ -353,24 +352,17 @@ def make_phase(parts: RunParts, phase: Phase, train_data: data.Dataset) -> Phase
   sync, more = make_sync(config, derived, phase, mesh)
   schedule = phase_schedule(config, derived, phase)
   objective = make_objective(config, train_data.info, model_parts.as_functions(model), mesh)
-  return PhaseParts(
-    phase=phase,
-    train_data=train_data,
-    loss=layouts.make_loss(config, model, layout, objective, mesh),
-    tx=make_optimizer(config, schedule, warmup, momentum),
-    schedule=schedule,
-    exchange=exchange,
-    sync=sync,
-    notes=(*layouts.notes(config, mesh, phase.accumulate_steps), *notes, *more),
-  )
+  loss = layouts.make_loss(config, model, layout, objective, mesh)
+  tx = make_optimizer(config, schedule, warmup, momentum)
+  lines = *layouts.notes(config, mesh, phase.accumulate_steps), *notes, *more
+  return PhaseParts(phase, train_data, loss, tx, schedule, exchange, sync, lines)
 
 
 def with_sizes(experiment: Experiment, chosen: Sequence[int]) -> Experiment:
   """Return the experiment after an adaptive run has chosen these batch sizes."""
   old = experiment.derived
   sizes = old.num_train, old.num_eval, old.num_devices
-  derived = derive(experiment.config, *sizes, chosen, old.start_devices)
-  return experiment.replace(derived=derived)
+  return experiment.replace(derived=derive(experiment.config, *sizes, chosen, old.start_devices))
 
 
 def with_length(experiment: Experiment, length: Mapping[str, Any]) -> Experiment:

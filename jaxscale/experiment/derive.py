@@ -177,8 +177,7 @@ def _check_batch(
   if batch_size % unit:
     below = batch_size // unit * unit
     problem = f"is not divisible by {num_devices} devices x {num_microbatches} accumulate_steps"
-    fix = f"give {f'{below} or ' * bool(below)}{below + unit}"
-    raise invalid(field, batch_size, problem, fix)
+    raise invalid(field, batch_size, problem, f"give {f'{below} or ' * bool(below)}{below + unit}")
 
 
 def _phases(config: cfg.Config, num_train: int, chosen: Sequence[int]):

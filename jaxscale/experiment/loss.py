@@ -86,8 +86,7 @@ def loss_of(
     sharded: wrapper for parameters that are split, as in `training.gathered_loss`.
   """
   if isinstance(objective, GatheredObjective):
-    axes = batch_axes(mesh)
-    loss = gathered_loss(model.apply, objective, axes, model.inputs, sharded)
+    loss = gathered_loss(model.apply, objective, batch_axes(mesh), model.inputs, sharded)
   elif isinstance(objective, CustomLoss):
     loss = sharded(checked(objective.loss_fn))
   else:

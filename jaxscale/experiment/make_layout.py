@@ -51,17 +51,9 @@ def make_layout(config: cfg.Config, mesh: Mesh, model: Model) -> Layout | None:
     given = tuple(sharding_rules.parse(rule) for rule in chosen.rules)
     _check_rules(shapes, given, rules, mesh, chosen.model)
     rules = given
-  return parallel.make_layout(
-    mesh,
-    shapes,
-    rules,
-    shard=shard,
-    slow_axes=chosen.slow_axes,
-    splits=chosen.model,
-    dtype=half,
-    sum_in=half if chosen.sum_in == "dtype" else None,
-    opt_on_host=on_host,
-  )
+  options: Any = {"slow_axes": chosen.slow_axes, "splits": chosen.model, "opt_on_host": on_host}
+  options |= {"dtype": half, "sum_in": half if chosen.sum_in == "dtype" else None}
+  return parallel.make_layout(mesh, shapes, rules, shard=shard, **options)
 
 
 def shard_on(config: cfg.Config, mesh: Mesh) -> Shard:
@@ -180,9 +172,8 @@ def _check_divides(config: cfg.Config, mesh: Mesh, shapes: Any) -> None:
   size, head = mesh.shape.get("model", 1), shapes.get("head", {})
   classes = head["bias"].size if config.model.is_stack and "bias" in head else 0
   if classes % size and config.layout.model.startswith("layers"):
-    problem = f"does not divide the {classes} classes of the head"
     fix = f"set {type(config.model).__name__}.pad_classes_to to a multiple of {size}"
-    raise invalid("Mesh.model", size, problem, fix)
+    raise invalid("Mesh.model", size, f"does not divide the {classes} classes of the head", fix)
   fields = {"stage": ("num_layers",), "model": ("num_heads", "num_kv_heads")}
   if config.layout.model == "ring":
     del fields["model"]

@@ -53,8 +53,7 @@ def micro_batches(
   fitting = [n for n in _divisors(rows) if n >= asked and keeps(n)]
   if num_devices >= start_devices:
     return asked if asked in fitting else None
-  most = batch_size // (start_devices * asked)
-  small = [n for n in fitting if rows // n <= most]
+  small = [n for n in fitting if rows // n <= batch_size // (start_devices * asked)]
   return small[0] if small else max(fitting, default=None)
 
 
@@ -83,8 +82,7 @@ def over_devices(
       return num_microbatches == phase.accumulate_steps
     rows = phase.batch_size // (devices * num_microbatches)
     try:
-      grid = dataclasses.asdict(config.mesh) | {"stage": 1, "model": 1}
-      shape = mesh_shape(devices, **grid)
+      shape = mesh_shape(devices, **dataclasses.asdict(config.mesh) | {"stage": 1, "model": 1})
       batch_norm_span(span, rows, replica=shape.replica, data=shape.data * shape.fsdp)
     except ConfigError:
       return False

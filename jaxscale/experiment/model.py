@@ -42,9 +42,8 @@ def bn_span(config: cfg.Config, derived: Derived, phase: Phase) -> BatchNormSpan
   """Return the devices and rows that share BatchNorm statistics in a phase."""
   span: Any = config.model.bn_span if config.model.batch_norm else "device"
   shape = mesh_shape(derived.num_devices, **dataclasses.asdict(config.mesh))
-  rows = rows_of_device(derived, phase)
   replicas, data_size = shape.replica, shape.data * shape.fsdp
-  spread = batch_norm_span(span, rows, replica=replicas, data=data_size)
+  spread = batch_norm_span(span, rows_of_device(derived, phase), replica=replicas, data=data_size)
   if shape.fsdp > 1 and spread.axis_name is not None:
     return spread._replace(axis_name=(*spread.axis_name, "fsdp"))
   return spread
@@ -170,13 +169,12 @@ def check_model(
     ConfigError: the call failed, or the model has fewer outputs than the data has classes.
   """
   kind, info = type(config.model), _seen_by_loss(config, info)
-  is_own = not (is_built_in(kind) and is_built_in(type(config.loss)))
-  mixing = functools.partial(_mixing_notes, config.dtype, mesh, rows)
-  if is_own and compute and isinstance(model, models.Stack):
-    notes = _model_notes(mixing, as_functions(model), info, rows)
-    return [f"{kind.__name__}: {line}" for line in notes]
-  if not is_own or not isinstance(model, models.ModelFns):
+  if is_built_in(kind) and is_built_in(type(config.loss)):
     return []
+  mixing = functools.partial(_mixing_notes, config.dtype, mesh, rows)
+  if isinstance(model, models.Stack):
+    notes = _model_notes(mixing, as_functions(model), info, rows) if compute else []
+    return [f"{kind.__name__}: {line}" for line in notes]
   state, batch, outputs, found = _called_as_steps(model, objective, info, mesh, rows)
   notes: list[str] = []
   if compute and not is_built_in(type(config.loss)):
@@ -210,9 +208,8 @@ def _called_as_steps(
   trace, state, batch = trace_steps(model, objective, info, mesh, rows)
   for path, leaf in jax.tree.leaves_with_path(state[1]):
     if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-      field = f"model state {path_name(path)}"
       problem, fix = "is a typed key, which a checkpoint cannot store", "store its "
-      raise invalid(field, ..., problem, fix + "jax.random.key_data")
+      raise invalid(f"model state {path_name(path)}", ..., problem, fix + "jax.random.key_data")
   return state, batch, *notes_of(trace)
 
 
@@ -240,8 +237,7 @@ def as_functions(model: Model) -> models.ModelFns:
   stack = model
 
   def apply(params: Any, model_state: Any, inputs: Any, train: Any, keys: Any):
-    batch = {"image": inputs, "tokens": inputs}
-    return stack_logits(stack, params, batch), model_state
+    return stack_logits(stack, params, {"image": inputs, "tokens": inputs}), model_state
 
   return models.ModelFns(init_fn(stack), apply)
 
@@ -303,8 +299,7 @@ def imported(
   notes: list[str] = []
 
   def check(naming: Any, names: Any):  # before shapes, since it reports the wrong setting
-    lines = check_source(path, naming, names, config.model, info, init_head=config.init_head)
-    notes.extend(lines)
+    notes.extend(check_source(path, naming, names, config.model, info, init_head=config.init_head))
 
   trees = abstract.params, state_of_model(abstract.model_state)
   options: Any = {"num_classes": num_classes(_seen_by_loss(config, info)), "check": check}

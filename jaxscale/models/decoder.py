@@ -176,8 +176,7 @@ def rms_norm(x: jax.Array, scale: jax.Array, *, eps: float) -> jax.Array:
     Normalised values, float32 [..., width].
   """
   wide = at_least_float32(x)
-  mean_square = jnp.square(wide).mean(axis=-1, keepdims=True)
-  return wide * jax.lax.rsqrt(mean_square + eps) * scale
+  return wide * jax.lax.rsqrt(jnp.square(wide).mean(axis=-1, keepdims=True) + eps) * scale
 
 
 def _init(key, num_layers, vocab_size, more, width, queries, keys, hidden, qk_norm):

@@ -75,8 +75,7 @@ class BatchNorm(nn.Module):
     new = {k: v.reshape(-1, width).mean(0) for k, v in stats.items()}
     var = self.momentum * running.value["var"] + (1 - self.momentum) * new["var"]
     running.value = {"mean": near + (1 - self.momentum) * new["mean"], "var": var}
-    y = _normalise(distance, stats, params, self.epsilon, self.dtype)
-    return y.reshape(x.shape)
+    return _normalise(distance, stats, params, self.epsilon, self.dtype).reshape(x.shape)
 
 
 class ImageModule(nn.Module, kw_only=True):
@@ -179,8 +178,7 @@ def local_response_norm(
   """
   wide = x.astype(jnp.float32)
   window = (1,) * (x.ndim - 1) + (size,)
-  ones = (1,) * x.ndim
-  squares = lax.reduce_window(jnp.square(wide), 0.0, lax.add, window, ones, "SAME")
+  squares = lax.reduce_window(jnp.square(wide), 0.0, lax.add, window, (1,) * x.ndim, "SAME")
   # Two roots for d^(-3/4) are 4 times faster than a power on CPU in the forward pass.
   root = lax.rsqrt(k + alpha / size * squares)
   return (wide * root * jnp.sqrt(root)).astype(x.dtype)

@@ -208,8 +208,7 @@ def _init(
 
   def layer(key):
     *attend, up, down = jax.random.split(key, 6)
-    heads = zip("qkvo", attend, strict=True)
-    layers = {name: biased(key, width, width) for name, key in heads}
+    layers = {name: biased(key, width, width) for name, key in zip("qkvo", attend, strict=True)}
     layers["up"] = biased(up, width, hidden, 1e-6)
     layers["down"] = biased(down, hidden, width, 1e-6)
     return layers | {"attn_norm": norm(), "mlp_norm": norm()}

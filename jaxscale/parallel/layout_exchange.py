@@ -43,8 +43,7 @@ class _Group(NamedTuple):
 
 def exchange_axes(layout: Layout) -> tuple[str, ...]:
   """Return the axes that the exchange averages over; () if the backward pass sums."""
-  entries = jax.tree.leaves(layout.gathers)
-  scattered = [e for e in entries if e.scatter is not None]
+  scattered = [e for e in jax.tree.leaves(layout.gathers) if e.scatter is not None]
   return scattered[0].sum_in_exchange if scattered else layout.token_axes
 
 
@@ -140,8 +139,7 @@ def _groups(layout: Layout) -> list[_Group]:
     members.setdefault((entry.sum_in_exchange, split), []).append(i)
   groups = []
   for (after, split), indices in members.items():
-    name = "_".join(split) or "whole"
     others = tuple(a for a in layout.mesh.axis_names if a not in (*after, *split))
     is_chosen = bool(after) and after == axes
-    groups.append(_Group(name, indices, after, others, is_chosen))
+    groups.append(_Group("_".join(split) or "whole", indices, after, others, is_chosen))
   return groups

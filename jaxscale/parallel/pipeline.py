@@ -185,8 +185,7 @@ def stage_microbatches(microbatches: Any, *, axis: str = "stage") -> Any:
     if len(x) % stages:
       return x
     size = len(x) // stages
-    start = lax.axis_index(axis) * size
-    return lax.dynamic_slice_in_dim(vary(x, (axis,)), start, size)
+    return lax.dynamic_slice_in_dim(vary(x, (axis,)), lax.axis_index(axis) * size, size)
 
   return jax.tree.map(own, microbatches)
 

@@ -90,8 +90,7 @@ def ring_attention(
   q, k, v = vary((q, k, v), axes)
   q = q.reshape(rows, tokens, groups, heads // groups, width)
   q, k, v = q.transpose(0, 2, 3, 1, 4), k.swapaxes(1, 2), v.swapaxes(1, 2)
-  plan = _Plan(axis, axes, devices, causal, order == "zigzag", block)
-  out: Any = _ring(plan, q, k, v)
+  out: Any = _ring(_Plan(axis, axes, devices, causal, order == "zigzag", block), q, k, v)
   return out.transpose(0, 3, 1, 2, 4).reshape(rows, tokens, heads, width)
 
 
@@ -166,8 +165,7 @@ def _ring_backward(plan: _Plan, kept: Any, dout: jax.Array):
 
     block = tuple(x[..., : part.num_keys, :] for x in kv)
     dq_, more = _over_blocks(add, dq_, block, plan.block)
-    pairs = zip(grads, more, strict=True)
-    grads = tuple(g.at[..., : part.num_keys, :].add(x) for g, x in pairs)
+    grads = tuple(g.at[..., : part.num_keys, :].add(x) for g, x in zip(grads, more, strict=True))
     return _put(dq, dq_, part.first_query), grads
 
   zeros = (jnp.zeros(x.shape, jnp.float32) for x in (q, k, v))

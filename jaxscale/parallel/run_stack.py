@@ -63,8 +63,7 @@ def gpipe_grads(stack: Stack, layout: Layout, *, remat: str = "none") -> Pipelin
 
   def grads(shards: Any, full: Any, model_state: Any, batch: Any, num_microbatches: int):
     def loss(shards: Any):
-      params = pair_shards(shards, full)
-      totals = _run(stack, layout, params, batch, num_microbatches, remat=remat)
+      totals = _run(stack, layout, pair_shards(shards, full), batch, num_microbatches, remat=remat)
       return totals["loss"], totals
 
     found, totals = jax.grad(loss, has_aux=True)(shards)

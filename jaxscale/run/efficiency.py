@@ -53,8 +53,7 @@ class Efficiency:
     if per_device and (peak := self._peak):
       values["mfu"] = per_device / peak
       if program := self._known_program():
-        steps = rate / experiment.phase.batch_size
-        values["hfu"] = steps * program.flops / peak
+        values["hfu"] = rate / experiment.phase.batch_size * program.flops / peak
     self._windows.append(values)
     return values
 
@@ -116,9 +115,8 @@ def _memory() -> dict[str, float]:
 def _resident() -> list[dict[str, float]]:
   """Return this process's memory, divided equally between its simulated devices."""
   with contextlib.suppress(OSError):  # Only Linux has /proc.
-    status = Path("/proc/self/status").read_text()
     names = {"VmRSS": "bytes_in_use", "VmHWM": "peak_bytes_in_use"}
-    sizes = re.findall(r"(\w+):\s+(\d+) kB", status)
+    sizes = re.findall(r"(\w+):\s+(\d+) kB", Path("/proc/self/status").read_text())
     share = 1024 / jax.local_device_count()
     return [{names[k]: share * int(size) for k, size in sizes if k in names}]
   return []

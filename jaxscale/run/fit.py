@@ -169,10 +169,9 @@ def restore(run: Run, compiler: StepCompiler) -> TrainState:
   state = run.checkpoints.restore(abstract, experiment.exchange.resize)
   run.callbacks.restore(run.checkpoints.restored, 0 if state is None else int(state.step))
   if state is None:
-    turn = run.programs.turn()
     if lowering is not None:  # Two threads trace slower than one.
       futures.wait([lowering])
-    state = experiment.init_state(turn)
+    state = experiment.init_state(run.programs.turn())
   start, end = int(state.step), experiment.derived.total_steps
   if start > end:  # Happens if config.json was deleted.
     problem = f"the checkpoint is at step {start:,}, but --config has only {end:,} steps"

@@ -68,8 +68,7 @@ def sample(
     token = choose(logits, key, **choice)
     return scores(token[:, None], cache), token
 
-  keys = jax.random.split(key, num_tokens)
-  _, tokens = jax.lax.scan(step, scores(prompt, cache), keys)
+  _, tokens = jax.lax.scan(step, scores(prompt, cache), jax.random.split(key, num_tokens))
   return tokens.T
 
 

@@ -144,8 +144,7 @@ def after_step(run: Run, name: str) -> Hook:
   """Return a hook that calls `on_step` of a callback, and evaluates if it ends the run."""
 
   def on_step(step: int, state: TrainState, metrics: loop.Values) -> TrainState:
-    state = call(run, "on_step", step, state, metrics, only=name)
-    return evaluate_if_stopped(run, step, state)
+    return evaluate_if_stopped(run, step, call(run, "on_step", step, state, metrics, only=name))
 
   return Hook(run.callbacks.of[name][0].every, on_step, takes_metrics=True)
 

@@ -117,8 +117,7 @@ def changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[Change]:
     yield from _differing("code", before[name], now[name], _code_name)
   x64 = [bool(x["environment"].get("jax_enable_x64")) for x in (old, new)]
   if x64[0] != x64[1]:
-    text = "JAX_ENABLE_X64 is {:d} in the workdir and {:d} now".format(*x64)
-    yield Change("x64", text)
+    yield Change("x64", "JAX_ENABLE_X64 is {:d} in the workdir and {:d} now".format(*x64))
 
 
 def check_code(described: Described, config: Config) -> None:
@@ -180,5 +179,4 @@ def other_environment(described: Mapping[str, Any], now: Mapping[str, Any]) -> s
 
   old, new = known(described), known(now)
   differs = [n for n in old if n in new and old[n] != new[n] and n != "jax_enable_x64"]
-  texts = [f"{name} {old[name]} in the workdir and {new[name]} now" for name in differs]
-  return ", ".join(texts)
+  return ", ".join([f"{name} {old[name]} in the workdir and {new[name]} now" for name in differs])

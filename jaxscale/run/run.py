@@ -45,7 +45,7 @@ class Evaluation(NamedTuple):
   seconds: float | None = None
 
 
-@dataclasses.dataclass(kw_only=True)
+@dataclasses.dataclass
 class Run:
   """State of a run from its beginning to its end, and the decisions that follow from it.
 

@@ -68,8 +68,7 @@ def _images(context: CallbackContext, count: int) -> _Sampler:
   rows = math.ceil(len(shown) / columns)
 
   def predict(params: Any, model_state: Any, batch: Any) -> jax.Array:
-    state = state_of_model(model_state)
-    outputs, _ = model.apply(params, state, model.inputs(batch), False, None)
+    outputs, _ = model.apply(params, state_of_model(model_state), model.inputs(batch), False, None)
     if getattr(outputs, "ndim", 0) != 2:
       fix = "remove it from Config.callbacks"
       raise invalid("SampleWriter", ..., "needs a model with outputs [rows, classes]", fix)
@@ -103,8 +102,7 @@ def _texts(context: CallbackContext, prompts: Sequence[str], **choice: Any) -> _
   text_of = generate.continuer(context.model, tokenizer, sharding, **choice)
 
   def sample(state: TrainState) -> Callable[[Path], None]:
-    params = state.evaluated()[0]
-    texts = [p + text_of(params, p, config.seed + i) for i, p in enumerate(prompts)]
+    texts = [p + text_of(state.evaluated()[0], p, config.seed + i) for i, p in enumerate(prompts)]
     return lambda path: replace_text(path.with_suffix(".txt"), "\n\n".join(texts) + "\n")
 
   return sample

@@ -49,8 +49,7 @@ def checked(loss_fn: Callable[..., Any]) -> Callable[..., Any]:
       raise without_examples(totals)
     totals = {name: jnp.asarray(x) for name, x in ({"loss": loss} | totals).items()}
     for name, x in {**totals, "loss": jnp.asarray(loss)}.items():
-      is_float = jnp.issubdtype(x.dtype, jnp.floating)
-      if x.shape or (name == "loss" and not is_float):
+      if x.shape or (name == "loss" and not jnp.issubdtype(x.dtype, jnp.floating)):
         problem = f"returns {name!r} as {x.dtype}{list(x.shape)}"
         raise invalid("loss_fn", ..., problem, "return a scalar, the sum over the rows")
     _check_state(model_state, new_state, len(keys))
@@ -74,8 +73,7 @@ def checked_step(step: Any, options: StepOptions) -> TrainStep:
     for name in [name for name in needed if getattr(state, name) == ()]:
       fix = f"create it by init_state(..., {name.replace('noise', 'noise_scale')}=True)"
       raise invalid(f"state.{name}", ..., "is empty, but the options need it", fix)
-    is_traced = isinstance(state.step, Tracer)
-    if not is_traced and getattr(state.step, "is_deleted", bool)():
+    if not isinstance(state.step, Tracer) and getattr(state.step, "is_deleted", bool)():
       raise invalid("state", ..., "was donated to an earlier step", "use the one it returned")
     return step(state, batch)
 
@@ -233,8 +231,7 @@ def one_line(error: Exception) -> str:
 
 def compiled(function: Callable[..., Any], *args: Any) -> Callable[..., Any]:
   """Compile a function for these arguments, with little optimization on CPU."""
-  is_cpu = jax.default_backend() == "cpu"
-  options: Any = {"xla_backend_optimization_level": 0} if is_cpu else {}
+  options: Any = {"xla_backend_optimization_level": 0} if jax.default_backend() == "cpu" else {}
   return jax.jit(function).lower(*args).compile(compiler_options=options)
 
 

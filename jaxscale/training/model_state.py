@@ -109,8 +109,7 @@ def averaged(model_state: Any) -> Any:
 
 def map_averaged(function: Callable[..., Any], *states: Any) -> Any:
   """Apply a function to the averaged leaves; keep other leaves of the first tree."""
-  flags = averaged(states[0])
-  return jax.tree.map(lambda f, *x: function(*x) if f else x[0], flags, *states)
+  return jax.tree.map(lambda f, *x: function(*x) if f else x[0], averaged(states[0]), *states)
 
 
 def agree(model_state: Any, axes: tuple[str, ...], *, apart: bool = False) -> Any:
@@ -174,8 +173,7 @@ def check_agrees(
       raise invalid(name, ..., "differs between devices", fix)
     if num_microbatches > 1 and _ROWS in depends:
       problem = f"depends on the rows, which are computed in {num_microbatches} micro-batches"
-      fix = f"set accumulate_steps=1, use training.Queue, {remedy}"
-      raise invalid(name, ..., problem, fix)
+      raise invalid(name, ..., problem, f"set accumulate_steps=1, use training.Queue, {remedy}")
 
 
 def differences(jaxpr: Any, inputs: Sequence[Axes]) -> list[Axes]:

@@ -272,14 +272,14 @@ def _make_update(tx: optax.GradientTransformation, layout: Layout, options: Step
   def optimize(state: TrainState, outputs: StepOutputs) -> TrainState:
     trees = outputs.grads, state.params
     grads, params = placement.shard_like_optimizer(trees, layout)
-    opt_state = placement.opt_to_device(state.opt_state, layout)
+    opt_state = placement.move_opt_state(state.opt_state, layout, jax.memory.Space.Device)
     updates, opt_state = tx.update(grads, opt_state, params)
     params = placement.shard_like_params(optax.apply_updates(params, updates), layout)
     return state._replace(
       step=state.step + 1,
       params=params,
       model_state=outputs.model_state,
-      opt_state=placement.opt_to_host(opt_state, layout),
+      opt_state=placement.move_opt_state(opt_state, layout, jax.memory.Space.Host),
       exchange_state=outputs.exchange_state,
     )
 
@@ -289,7 +289,7 @@ def _make_update(tx: optax.GradientTransformation, layout: Layout, options: Step
   if options.measure_noise_scale:
     update = noise_scales.with_noise_scale(update)
   if options.skip_bad_steps:
-    # Host memory can only be read inside a branch (`placement.opt_to_device`).
+    # Host memory can only be read inside a branch (`placement.move_opt_state`).
     branch = on_cpu(layout.mesh) or layout.opt_on_host
     update = nan_guard.skip_bad_steps(update, branch=branch)
   if options.scale_loss:

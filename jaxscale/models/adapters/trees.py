@@ -49,7 +49,7 @@ class Leaves:
 
   def unpack(self, params: Any, model_state: Any) -> list[jax.Array]:
     """Return the arrays of (params, model_state)."""
-    flat = flatten_dict({PARAMS: params, **model_state}, sep="/")
+    flat: dict[str, Any] = flatten_dict({PARAMS: params, **model_state}, sep="/")
     for place, impl in self.keys.items():
       flat[place] = jax.random.wrap_key_data(flat[place], impl=impl)
     return [flat[place] for place in self.places]
