@@ -161,7 +161,6 @@ def _start(
 
   # From now on signals and the end of the job ask all processes to stop.
   _handlers.attach(ask, this_watch.fail)
-  signals.disable_xla_notifier()
   if launch.process_id == 0:
     _walltime_ended = walltime.before_end(
       lambda cause: ask(StopRequest(cause)), timeouts.stop_before_end_s

@@ -51,7 +51,7 @@ resume '' | \(an empty name\): no such run,
 report '' | \(an empty name\): no such run,
 scaling --config=digits --nodes=1,2 --name=digits | .*runs/digits exists; use a different name$
 sweep --at-most=0 --config=digits --sweep=seed=1,2 | --at-most=0: give a whole number >= 1
-submit --nodes=99999999 --config=digits | --nodes=99999999: give a whole number <= 65536
+submit --nodes=99999999 --config=digits | --nodes=99999999: give a whole number in \[1, 65536\]
 submit --tasks-per-node=99999 --config=digits | --tasks-per-node=99999: give a value in \[
 status --every=99999999999 | --every=99999999999: give a whole number <=
 train --config.input_threads=100000 | Config.input_threads=100000: give a v
