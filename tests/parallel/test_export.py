@@ -75,6 +75,15 @@ def test_a_run_starts_from_what_another_has_learnt(finished, tmp_path, capsys, r
     fit(tiny_digits(seed="7", epochs="2"), tmp_path / "again")
 
 
+def test_a_run_in_place_of_a_file_is_refused_with_the_command(finished, tmp_path, capsys):
+  _, workdir = finished
+  with config_error(f"{workdir}: has neither model.safetensors nor") as error:
+    fit(tiny_digits(init_from=str(workdir), epochs="2"), tmp_path / "again")
+  command = re.search("give (.*), after `jaxscale export (.*)`$", str(error.value))
+  assert typed(capsys, *command[2].split())[0] == 0
+  assert import_safetensors(command[1], finished[0].state.params)
+
+
 def test_the_parameters_of_the_last_step_can_be_taken(finished, tmp_path, capsys):
   result, workdir = finished
   path, step = tmp_path / "a.safetensors", int(result.state.step)
