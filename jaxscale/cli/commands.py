@@ -21,13 +21,12 @@ _LINES = """
 models: train: train a config, or resume its run: --config digits --config.optimizer.lr=0.2
 models: evaluate: compute the metrics of a run's model, on any data: runs/digits
 models: predict: write a run's predictions to a file: runs/digits --data photos --to out.csv
-models: generate: generate text with a run's language model: --workdir runs/text --prompt "Once"
-models: export: write a run's parameters to a file: --workdir runs/digits --to digits.safetensors
+models: generate: generate text with a run's language model: runs/text --prompt "Once"
+models: export: write a run's parameters to a file: runs/digits --to digits.safetensors
 before a run: describe: print parameters, memory and collectives of a step: --config digits
 before a run: plan: predict memory, time and cost on any chips: --config llama_1b --chips h100-16
-before a run: plot-schedule: draw the learning rates of configs: digits --out schedule.png
 before a run: lr-find: suggest a learning rate by a short ramp: --config digits --out rates.png
-before a run: doctor: check nodes, network and disks, or ImageNet: --workdir runs --config digits
+before a run: doctor: check nodes, network and disks: --workdir runs --config digits
 before a run: bench: measure all-reduce algorithms on the devices: --mesh 2x4 --sizes 64KB,16MB
 before a run: prepare: prepare a TFDS dataset or build the JPEG decoder: mnist --data-dir data
 jobs: submit: submit a run to Slurm, or start it locally: --config digits --nodes 4 --name first
@@ -38,7 +37,7 @@ jobs: logs: print the output of a run: -f first
 jobs: profile: trace steps of a running run and list the slowest operations: first --steps 10
 jobs: cancel: save and stop runs: first
 jobs: resume: submit stopped runs again: first --nodes 2
-studies: report: report the results of runs, and compare sizes: sizes --html sizes.html
+studies: report: report the results of runs, and compare sizes: sizes --png sizes.png
 studies: batch-study: train to a target at several batch sizes: --config digits --batch-sizes 64,256
 shell: completion: print the tab completion for bash or zsh: bash
 """

@@ -80,24 +80,23 @@ class Parser(argparse.ArgumentParser):
     if missing:
       self._required[name] = (metavar, missing)
 
-  def config(self, note: str | None = None, **more: Any) -> None:
+  def config(self, note: str | None = None) -> None:
     """Add --config and the settings in it.
 
     Args:
       note: the end of the help if --config is optional; None: it is required.
-      more: as for `option`.
     """
-    group = more.get("group")
     text = "the Python file with get_config([ARG]) -> Config, the name of a packaged config, or "
-    more |= {"missing": "try --config digits" * (note is None), "kind": packaged.locate}
-    self.option("--config FILE[:ARG]", f"{text}a run to train again{note or ''}", **more)
+    text += f"a run to train again{note or ''}"
+    missing = "try --config digits" * (note is None)
+    self.option("--config FILE[:ARG]", text, packaged.locate, missing=missing)
     text = "a setting's value, e.g. --config.epochs=3 (default: the config's); --help=all lists all"
-    self.settings(text, group)
+    self.settings(text)
 
-  def settings(self, text: str, group: Any = None) -> None:
+  def settings(self, text: str) -> None:
     """Add the settings of a config, --config.FIELD=VALUE."""
     self.has_settings = True
-    self.option("--config.FIELD VALUE", text, group=group, dest="overrides")
+    self.option("--config.FIELD VALUE", text, dest="overrides")
 
   def read(self, argv: Sequence[str]) -> Namespace:
     """Return the values of a command line.

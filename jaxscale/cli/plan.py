@@ -15,9 +15,6 @@ submit --plan plan.json` submits the plan that --json plan.json writes.
 --calibrate measures the chip of this machine and, with several processes (under srun, or
 with JAXSCALE_COORDINATOR, JAXSCALE_NUM_PROCESSES and JAXSCALE_PROCESS_ID), the links
 between them. It prints the table [machine] of a site's file.
-
---over plans only memory: it tries values of a setting from the smallest to the largest,
-and bisects four values or more, assuming that a larger value needs more memory.
 """
 
 from __future__ import annotations
@@ -45,15 +42,6 @@ def add_arguments(parser: Parser) -> None:
   parser.flag("--search", "search for the fastest layout, and plan it")
   parser.option("--minutes N", "the time limit of --search in minutes", number("> 0"), default=10)
   parser.flag("--calibrate", "measure chip and links, and print [machine] for a site's file")
-  over = value(_over, "FIELD=NUMBER,NUMBER, e.g. model.num_layers=16,24,32")
-  text = "a setting and the values to try, e.g. model.num_layers=16,24,32 (default: none)"
-  parser.option("--over FIELD=N,N", text, over, default=("", [""]))
-
-
-def _over(text: str) -> tuple[str, list[str]]:
-  """Return a setting and its values, the smallest first."""
-  field, _, values = text.partition("=")
-  return field, sorted(values.split(","), key=float)
 
 
 def run(args: Namespace) -> int:
@@ -68,7 +56,7 @@ def run(args: Namespace) -> int:
   os.environ.setdefault("JAX_NUM_CPU_DEVICES", _SIMULATED)
   # Programs for absent chips cannot be read from JAX's cache, and each gives a warning.
   os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "false"
-  return _largest(args) if args.over[0] else _plan(args)
+  return _plan(args)
 
 
 def _calibrate() -> int:
@@ -122,22 +110,3 @@ def _plan(args: Namespace) -> int:
     plan_report.draw(plan, args.png)
     print(args.png)
   return EXIT_DONE if plan.fit.is_good else EXIT_CRASH
-
-
-def _largest(args: Namespace) -> int:
-  from jaxscale.config.loading import load_config
-  from jaxscale.planning.fits import compile_for, largest, line
-  from jaxscale.planning.topologies import find_chips
-
-  chips = find_chips(args.chips)
-  field, values = args.over
-
-  def fits(value: str) -> bool:
-    fit = compile_for(load_config(args.config, args.overrides | {field: value}), chips)
-    print(f"{field}={value}: {line(fit, chips)}", flush=True)
-    return fit.is_good
-
-  result = largest(values, fits)
-  answer = "none of them fits" if result is None else f"the largest is {field}={result}"
-  print(f"{answer} on each of {chips.name}")
-  return EXIT_CRASH if result is None else EXIT_DONE

@@ -21,9 +21,10 @@ def run(args: Namespace) -> None:
   """Prepare each dataset and print its location."""
   for name in args.names:
     if name == "jpeg":
-      from jaxscale.data.partial_jpeg import build
+      from jaxscale.data.partial_jpeg import build, library
 
-      print(f"{build()}: built; training uses it to decode JPEG crops")
+      print(f"{build()}: built")
+      print(library().text)
     else:
       from jaxscale.data.prepare import prepare
 

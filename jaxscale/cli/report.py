@@ -2,10 +2,9 @@
 
 For one run the command prints outcome, metrics with curves, speed, goodput and problems.
 For several it prints a table of throughput, efficiency, exposed communication and the
-spread between processes; a study also gets a CSV file and a picture. --html writes one
-page for one or more runs, with curves, speed, goodput, starts, settings and environment.
-For a batch study the command prints the cost of each batch size and the critical batch
-size, and writes study.json.
+spread between processes; a study also gets a CSV file and a picture. For a batch study the
+command prints the cost of each batch size and the critical batch size, and writes
+study.json.
 """
 
 from __future__ import annotations
@@ -26,7 +25,6 @@ def add_arguments(parser: Parser) -> None:
   parser.option("--to DIR", text, directory)
   parser.option("--csv FILE", "the table to write (default: scaling.csv in --to)", file)
   parser.option("--png FILE", "the picture to write (default: scaling.png in --to)", picture)
-  parser.option("--html FILE", "the HTML page to write (default: none)", file)
   text = "the plan to compare with (default: plan.json of each workdir, if it exists)"
   parser.option("--plan FILE.json", text)
   add_runs(parser)
@@ -36,14 +34,13 @@ def run(args: Namespace) -> None:
   """Print the report and write its files."""
   from jaxscale.jobs import batch_study, run_report
   from jaxscale.jobs import folder as folders
-  from jaxscale.jobs.page import write_page
   from jaxscale.jobs.prediction import comparison
   from jaxscale.jobs.scaling_report import report
   from jaxscale.planning.stored import read_plan
 
   names, runs = args.names, args.runs
   if folder := batch_study.find(names, runs):
-    for option in filter(vars(args).get, ("to", "csv", "png", "html", "plan")):
+    for option in filter(vars(args).get, ("to", "csv", "png", "plan")):
       problem = "does not apply to a batch study, whose report is a table and study.json"
       raise invalid(f"--{option}", getattr(args, option), problem, "leave it out")
     print(batch_study.report(folder))
@@ -52,19 +49,14 @@ def run(args: Namespace) -> None:
   if plan:
     read_plan(plan)  # Report an invalid plan before anything is printed.
   paths = folders.find_all(names, runs, workdirs=True)
-  compared = None
-  if len(paths) == 1 and not any((args.html, args.to, args.csv, args.png)):
+  if len(paths) == 1 and not any((args.to, args.csv, args.png)):
     print(run_report.describe(paths[0]))
-  elif len(paths) > 1 or not args.html:
+  else:
     study = folders.find_study(names[0], runs) if len(names) == 1 else None
     title, folder = (study[0].name if study else "scaling", args.to or (study and study[0]))
     csv, png = args.csv, args.png
     if folder:
       csv, png = csv or f"{folder}/scaling.csv", png or f"{folder}/scaling.png"
-    compared = report(title, paths, csv, png, plan)
-    print(compared, *filter(None, (csv, png)), sep="\n")
+    print(report(title, paths, csv, png, plan), *filter(None, (csv, png)), sep="\n")
   if len(paths) == 1 and (planned := comparison(paths[0], plan)):
     print(f"\n{planned}")
-  if args.html:
-    write_page(Path(args.html), paths, compared, plan)
-    print(args.html)

@@ -213,22 +213,47 @@ def _used(node: ast.AST) -> tuple[set[str], set[str]]:
   return names, {n.attr for n in nodes if isinstance(n, ast.Attribute)}
 
 
+def _changed(node: ast.AST, ours: set[str]) -> set[str]:
+  """Return the names that a statement can change.
+
+  A call changes neither its function nor what it passes to jaxscale: a script may repeat
+  `fit(Config(model=Net(), epochs=4), "runs/x")` with more epochs.
+
+  Args:
+    node: the statement, or a part of it.
+    ours: the names that the module imports from jaxscale.
+  """
+  if isinstance(node, ast.Name):
+    return {node.id}
+  parts = [*ast.iter_child_nodes(node)]
+  if isinstance(node, ast.Call):
+    if _used(node.func)[0] & ours:
+      return set()
+    parts.remove(node.func)
+    parts += ast.iter_child_nodes(node.func)
+  return set().union(*(_changed(part, ours) for part in parts))
+
+
 @functools.lru_cache(maxsize=256)
 def _statements(tree: ast.Module | None) -> tuple[dict[str, list[Any]], list[Any]]:
   """Return the statements of a module, without `if __name__ == "__main__":`.
 
   Returns:
     Two results: the statements that bind a name, by name; and the statements that can
-    change what others bind, each with the names it uses.
+    change what others bind, each with the names that it can change.
   """
   binding: dict[str, list[Any]] = {}
   changing: list[Any] = []
-  for node in [] if tree is None else tree.body:
+  nodes = [] if tree is None else tree.body
+  imports = [n for n in nodes if isinstance(n, _IMPORTS)]
+  imports = [n for n in imports if re.match(r"(from|import) jaxscale\b", ast.unparse(n))]
+  ours: set[str] = set().union(*map(_bound, imports))
+  for node in nodes:
     if not (isinstance(node, ast.If) and "__name__" in _used(node.test)[0]):
       for name in (bound := _bound(node)):
         binding.setdefault(name, []).append(node)
       if isinstance(node, _BLOCKS) or not bound:
-        changing.append((node, _used(node)[0]))
+        changing.append((node, _changed(node, ours)))
   return binding, changing
 
 
@@ -269,8 +294,11 @@ class _Search:
       self._visit_closure(value)
     else:
       nodes = [*binding.get(name.partition(".")[0], ())]
+      if len(nodes) > 1 or any(isinstance(n, _BLOCKS) for n in nodes):
+        # A script can define a class again between two runs: the current one counts twice.
+        nodes += _nodes_of(getattr(sys.modules.get(module), name, value))
     # Statements such as `Net.scale = 2` or `setattr(Net, "scale", 2)` change the definition.
-    nodes += [n for n, used in changing if n not in nodes and name in used]
+    nodes += [n for n, names in changing if n not in nodes and name in names]
     self._add(module, key, nodes, name)
     for star in [] if nodes else binding.get("*", ()):
       self._visit_import(module, star, ast.alias("*"), {name})

@@ -51,20 +51,14 @@ class Comparison(NamedTuple):
   plan: str = ""
   rows: tuple[Row, ...] = ()
 
-  def heading(self) -> str:
-    """Return the line above the table, or the reason why there is no table."""
+  def __str__(self) -> str:
     if self.reason:
       return f"{printable(self.run)}: {not_compared(self.reason)}"
-    return printable(f"{self.run} against its plan: {self.plan}")
-
-  def table(self) -> tuple[tuple[str, ...], list[list[str]]]:
-    """Return the titles and the rows of cells."""
-    return _HEAD, [
+    heading = printable(f"{self.run} against its plan: {self.plan}")
+    cells = [
       [r.name, r.form(r.planned), r.form(r.measured), text.cell(r.ratio, ",.2f")] for r in self.rows
     ]
-
-  def __str__(self) -> str:
-    return "\n".join([self.heading(), *([text.table(*self.table())] * bool(self.rows))])
+    return f"{heading}\n{text.table(_HEAD, cells)}"
 
   def note(self) -> str:
     """Return the measured and the planned step time, for `jaxscale status`."""

@@ -1,6 +1,4 @@
-"""Find the largest model that fits, by compiling for chips that need not be present.
-
-    jaxscale plan --config FILE --chips v5e-16 [--over model.num_layers=16,24,32]
+"""Find out whether a step fits, by compiling for chips that need not be present.
 
 This compiles the train step of a config for accelerators by name (see `topologies`), and reads
 the memory that the program takes on each of them.
@@ -8,18 +6,14 @@ the memory that the program takes on each of them.
 
 from __future__ import annotations
 
-import itertools
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from jaxscale import config as cfg
 from jaxscale.errors import EXIT_CRASH, ConfigError
 from jaxscale.hlo.memory import Memory, memory_of, out_of_memory
 from jaxscale.planning.topologies import Chips, gib
-
-# More values than this are bisected.
-_FEW = 3
 
 
 class Fit(NamedTuple):
@@ -100,29 +94,6 @@ def compile_for(
   seconds = time.perf_counter() - before
   mesh, limit = experiment.mesh, chips.chip.limit
   return Fit(memory, refusal, limit, seconds, compiled, mesh, experiment)
-
-
-def largest(values: Sequence[Any], fits: Callable[[Any], bool]) -> Any:
-  """Return the largest value that fits, or None.
-
-  Up to three values are tried in order until one does not fit; more are bisected.
-
-  Args:
-    values: the values, the smallest first.
-    fits: a function that tells whether a value fits; if it does, so do all smaller ones.
-
-  Example:
-    >>> largest([16, 24, 32, 40, 48], lambda n: n < 40)
-    32
-  """
-  if len(values) <= _FEW:
-    fitting = [*itertools.takewhile(fits, values)]
-    return fitting[-1] if fitting else None
-  low, high = -1, len(values)  # the last that fits, the first that does not
-  while high - low > 1:
-    middle = (low + high) // 2
-    low, high = (middle, high) if fits(values[middle]) else (low, middle)
-  return values[low] if low >= 0 else None
 
 
 def line(fit: Fit, chips: Chips) -> str:

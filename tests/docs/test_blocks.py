@@ -145,7 +145,6 @@ def test_scripts_of_the_pages_have_their_options():
 
 # Quick and without the network: the rest trains for minutes, or asks for a cluster.
 RUN = (
-  "jaxscale plot-schedule",
   "jaxscale bench",
   "jaxscale describe",
   "jaxscale train --config configs/digits.py --workdir runs/lars",

@@ -12,6 +12,7 @@ import pytest
 
 from jaxscale import cli, data
 from jaxscale import config as cfg
+from jaxscale.config.loading import load_config
 from jaxscale.errors import ConfigError
 from jaxscale.hlo import out_of_memory
 from jaxscale.mesh import make_mesh
@@ -31,28 +32,6 @@ def test_a_step_of_processes_gathers_no_parameter_twice():
   text = fits.compile_for(config, here(1 << 40, 2)).compiled.as_text()
   gathered = re.findall(r" all-gather\((\S+)\)", text)
   assert len(gathered) == len(set(gathered)) > 1
-
-
-LARGEST = [
-  ([1, 2, 3], 2, [1, 2, 3]),  # few: one after another, until one does not
-  ([1, 2, 3], 0, [1]),
-  ([1, 2, 3, 4, 5, 6, 7], 5, [4, 6, 5]),
-  ([1, 2, 3, 4], 9, [2, 3, 4]),
-  ([1, 2, 3, 4], 0, [2, 1]),
-]
-
-
-@pytest.mark.parametrize("values, most, tried", LARGEST)
-def test_the_largest_value_that_fits(values, most, tried):
-  asked = []
-
-  def is_small(value):
-    asked.append(value)
-    return value <= most
-
-  found = fits.largest(values, is_small)
-  assert found == max((v for v in values if v <= most), default=None)
-  assert asked == tried
 
 
 NAMES = {"v5e-16": (1, "v5e", 16), "2xv5e-8": (2, "v5e", 8), "h100-16": (1, "h100", 16)}
@@ -154,35 +133,22 @@ def test_a_step_that_the_compiler_refuses(capsys, tmp_path, monkeypatch):
 
 
 def test_what_does_not_fit(capsys, tmp_path, monkeypatch):
-  over = "--over=model.num_layers=2"
-  code, (line, _) = lines(capsys, tmp_path, monkeypatch, over)
-  assert code == 0 and line.startswith("model.num_layers=2: fits: ")
-  code, (line, _) = lines(capsys, tmp_path, monkeypatch, over, limit=1000)
-  assert code == 1 and line.startswith("model.num_layers=2: does not fit: ")
+  code, page = lines(capsys, tmp_path, monkeypatch, limit=1000)
+  assert code == 1 and "the step does not fit: times assume chips with enough memory" in page
+  assert any(line.startswith("memory of a device: does not fit: ") for line in page)
 
 
 @pytest.mark.slow
-def test_the_largest_model_is_found(capsys, tmp_path, monkeypatch):
-  made, compile_for = {}, fits.compile_for
-
-  def once(config, chips):
-    n = config.model.num_layers
-    made[n] = made.get(n) or compile_for(config, chips)
-    return made[n]._replace(limit=chips.chip.limit)
-
-  monkeypatch.setattr(fits, "compile_for", once)
-  code, _ = lines(capsys, tmp_path, monkeypatch, "--over", "model.num_layers=2,4,6")
-  assert code == 0
-  sizes = {n: fit.memory for n, fit in made.items()}
-  # Parameters and two moments, a layer's share of them on each of 8 devices.
+def test_memory_of_a_layer(tmp_path):
+  """Parameters and two moments, a layer's share of them on each of 8 devices."""
+  file, chips, sizes = tmp_path / "tiny.py", here(1 << 40, 8), {}
+  file.write_text(SOURCE)
+  for n in (2, 6):
+    config = load_config(str(file), {"model.num_layers": str(n), "batch_size": "8"})
+    sizes[n] = fits.compile_for(config, chips).memory
   added = (sizes[6].arguments - sizes[2].arguments) / 4
   vectors = 2 * 32  # whole on each device
   assert added == pytest.approx(12 * ((PARAMETERS_OF_LAYER - vectors) / 8 + vectors), rel=0.02)
-  limit = sizes[4].total
-  code, message = lines(capsys, tmp_path, monkeypatch, "--over=model.num_layers=6,2,4", limit=limit)
-  assert code == 0
-  assert message[-1] == "the largest is model.num_layers=4 on each of here-8"
-  assert [x.split(":")[0] for x in message[:3]] == [f"model.num_layers={n}" for n in (2, 4, 6)]
 
 
 MISTAKES = [
@@ -199,11 +165,6 @@ def test_a_mistake_is_one_line(args, message, capsys):
   assert cli.main(["plan", *args]) == 2
   (line,) = capsys.readouterr().err.splitlines()
   assert line.startswith(f"error: {message}")
-
-
-def test_what_is_tried_are_numbers(capsys, tmp_path, monkeypatch):
-  code, (line,) = lines(capsys, tmp_path, monkeypatch, "--over", "model.width=a,b")
-  assert code == 2 and "give FIELD=NUMBER,NUMBER" in line
 
 
 class Device(SimpleNamespace):

@@ -85,3 +85,14 @@ def test_a_run_of_one_logged_step_draws_points(tmp_path):
   assert (
     one != plot_metrics(workdir(tmp_path / "two", {"step": 10, "train/loss": NAN})).read_bytes()
   )
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", '{"step": {}}', "\0" * 99, "[" * 9999])
+def test_damaged_records_are_left_out(tmp_path, content):
+  path = workdir(tmp_path / "r", *LINES)
+  for name in ("config.json", "summary.json", "activity.jsonl", "starts.jsonl"):
+    (path / name).write_text(content)
+  assert describe(path).startswith("r: at step 30, no summary.json yet\n")
+  (path / "metrics.jsonl").write_text(content)
+  with pytest.raises(NotBegunError):
+    describe(path)

@@ -34,13 +34,13 @@ def test_process_0_prints_and_all_are_ready(tmp_path):
 @pytest.mark.slow
 def test_an_all_reduce_between_the_processes_is_timed():
   """In processes that join as a run does; one that cannot is reported."""
-  codes, reported = doctor(2, "--skip=software,clocks,files,devices,disk")
+  codes, reported = doctor(2, "--skip=software,files,devices,disk")
   assert codes == [0, 0], reported
   (line,) = [x for x in reported[0].splitlines() if "network" in x]
   text = "ok    network: an all-reduce of 16.8 MB over 2 devices in 2 processes takes "
   assert line.startswith(text) and line.endswith("B/s")
   unknown = "[ $JAXSCALE_PROCESS_ID = 0 ] || export XLA_FLAGS=--xla_nonsense=1;"
-  codes, reported = doctor(2, "--skip=software,clocks,files,devices,disk", first=unknown)
+  codes, reported = doctor(2, "--skip=software,files,devices,disk", first=unknown)
   assert codes == [2, 2]
   says = r"fail  network: process 1 \(.*\): XLA_FLAGS: unknown to this jaxlib: --xla_nons"
   assert re.search(says, reported[0]), reported

@@ -95,7 +95,7 @@ def test_the_exponential_ramp_multiplies():
 
 
 # Batch, peak, warm-up and all epochs, steps in a block of 4 epochs. The two larger
-# batches are configs (test_plot_schedule.py).
+# batches are configs (test_recipe_schedules.py).
 V07 = [(8192, 10.0, 5, 56, 626), (16384, 25.0, 5, 56, 313)]
 
 

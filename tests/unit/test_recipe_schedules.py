@@ -1,18 +1,25 @@
-"""One command draws every schedule; what it draws are the published rates."""
+"""The learning rate of every step of the recipes is the published one."""
 
+import dataclasses
+
+import jax
 import numpy as np
 import pytest
 
-from jaxscale import cli
-from jaxscale.cli.plot_schedule import curve
 from jaxscale.config.loading import load_config
 from jaxscale.data.dataset import IMAGENET_EXAMPLES
+from jaxscale.experiment.derive import derive
+from jaxscale.experiment.optimizer import phase_schedule
 
 
 def rates_of(path):
-  sampled = curve(load_config(path), IMAGENET_EXAMPLES["train"])
-  assert sampled.epochs[0] == 0 and (np.diff(sampled.epochs) > 0).all()
-  return sampled.rates
+  config = dataclasses.replace(load_config(path), accumulate_steps=1, noise_scale=False)
+  derived = derive(config, IMAGENET_EXAMPLES["train"], 1, 1)
+  rates = []
+  for phase in derived.phases:
+    steps = np.arange(phase.start, phase.stop)
+    rates.append(jax.vmap(phase_schedule(config, derived, phase))(steps))
+  return np.concatenate(rates)
 
 
 def test_intel_caffes_numbers():
@@ -104,10 +111,3 @@ def test_nesterov_of_nado_et_al():
   step = np.arange(2512, dtype=np.float64)
   poly = 1e-4 + (7.05 - 1e-4) * (1 - (step - 638) / (2512 - 638 + 1)) ** 2
   np.testing.assert_allclose(rates, np.where(step <= 638, 7.05 * step / 638, poly), rtol=2e-6)
-
-
-def test_the_command(tmp_path, capsys):
-  out = tmp_path / "rates.png"
-  configs = ["configs/digits.py", "configs/alexnet_bn_32k.py"]
-  assert cli.main(["plot-schedule", *configs, "--out", str(out)]) == 0
-  assert out.read_bytes()[:4] == b"\x89PNG" and str(out) in capsys.readouterr().out
