@@ -171,12 +171,10 @@ def ours(name: str, size: dict[str, Any]) -> Work:
     stats = device.memory_stats() or {}
     return stats.get("peak_bytes_in_use", _resident())
 
-  peak = find_peak()
   facts = {
     "device": device.device_kind,
     "example_flops": made.example_flops,
-    "peak_flops": peak and peak.flops,
-    "peak_source": peak and peak.source,
+    "peak_flops": find_peak(),
   }
   others = {"loop": in_loop}
   return Work(step, lambda: jax.block_until_ready(state), peak_memory, facts, others)

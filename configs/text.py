@@ -1,7 +1,7 @@
 """A small language model of bytes, on the text that the package carries.
 
 Command    python -m jaxscale.train --config configs/text.py
-           jaxscale generate --workdir runs/text --prompt "The "
+           jaxscale generate runs/text --prompt "The "
            a layout is e.g. --config.mesh.data=1 --config.mesh.fsdp=2
            --config.mesh.model=4 --config.layout.shard=fsdp
 Hardware   2 CPU cores (Xeon), jax 0.10.2, Python 3.11

@@ -5,8 +5,6 @@ users. Therefore the type of each value is checked, nesting and numbers are limi
 every problem is reported in one line.
 """
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import json
@@ -91,20 +89,17 @@ def parse_json(text: str | bytes) -> Any:
     ValueError: the text is not JSON, or is nested more than 100 levels deep.
   """
   text = text.decode() if isinstance(text, bytes) else text
-  try:
+  with contextlib.suppress(RecursionError):
     value = json.loads(text)
-  except RecursionError:
-    value = None
-  else:
-    if text.count("[") + text.count("{") <= _DEEPEST:
+    if text.count("[") + text.count("{") <= _DEEPEST or _depth(value) <= _DEEPEST:
       return value
-    level = [value]
-    for _ in range(_DEEPEST):
-      nodes = [v.values() if isinstance(v, dict) else v for v in level]
-      level = [x for n in nodes for x in n if isinstance(x, (dict, list))]
-      if not level:
-        return value
   raise ValueError(f"nested more than {_DEEPEST} levels deep")
+
+
+def _depth(value: Any) -> int:
+  if not isinstance(value, (dict, list)):
+    return 0
+  return 1 + max(map(_depth, value.values() if isinstance(value, dict) else value), default=0)
 
 
 def require_json(path: Path, shape: Any, remedy: str) -> Any:

@@ -8,8 +8,6 @@ sequence. A mesh omits these three if they have one device. An *axis* belongs to
 *dim* to an array.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
@@ -28,7 +26,15 @@ MODEL_AXES = ("stage", "model")  # axes along which all devices have the same ro
 
 
 class MeshShape(NamedTuple):
-  """Number of devices along each axis."""
+  """Number of devices along each axis.
+
+  Attributes:
+    replica: number of groups of devices, joined by slow links.
+    data: number of devices per group that process different rows.
+    fsdp: number of devices that split a batch and the state.
+    stage: number of pipeline stages.
+    model: number of devices that split a layer or a sequence.
+  """
 
   replica: int = 1
   data: int = -1
@@ -69,28 +75,16 @@ def mesh_shape(num_devices: int, **sizes: int) -> MeshShape:
   return shape
 
 
-def make_mesh(
-  *,
-  replica: int = 1,
-  data: int = -1,
-  fsdp: int = 1,
-  stage: int = 1,
-  model: int = 1,
-  bn_devices: int = 1,
-  devices: Sequence[Any] | None = None,
-) -> Mesh:
+def make_mesh(*, bn_devices: int = 1, devices: Sequence[Any] | None = None, **sizes: int) -> Mesh:
   """Create a mesh with the axes `replica` and `data`, and other axes larger than 1.
 
   Args:
-    replica: number of groups of devices, joined by slow links; -1: the rest.
-    data: number of devices per group; -1: the rest.
-    fsdp: number of devices that split a batch and the state; -1: the rest.
-    stage: number of pipeline stages.
-    model: number of devices that split a layer or a sequence.
     bn_devices: number of neighbours that share BatchNorm statistics, from
       `batch_norm_span`. More than 1 splits `data` into (data / bn_devices, bn_devices),
       of which the second axis is named `bn`.
     devices: the devices to use; None means all devices of all processes.
+    sizes: sizes of the axes by name, as for `mesh_shape`; by default all devices are
+      along `data`.
 
   Raises:
     ConfigError: the sizes do not multiply to the number of devices, or
@@ -101,10 +95,9 @@ def make_mesh(
     {'replica': 1, 'data': 1}
   """
   num_devices = jax.device_count() if devices is None else len(devices)
-  asked = {"replica": replica, "data": data, "fsdp": fsdp, "stage": stage}
-  shape = mesh_shape(num_devices, **asked, model=model)
-  sizes = {a: n for a, n in shape._asdict().items() if a in AXES or n > 1}
-  grid, axes, field = _grid(sizes, devices), (*sizes,), f"bn_devices={bn_devices}"
+  shape = mesh_shape(num_devices, **sizes)
+  axis_sizes = {a: n for a, n in shape._asdict().items() if a in AXES or n > 1}
+  grid, axes, field = _grid(axis_sizes, devices), (*axis_sizes,), f"bn_devices={bn_devices}"
   if bn_devices < 1 or shape.data % bn_devices:
     problem = f"does not divide the data axis of {shape.data} devices; give a divisor"
     raise ConfigError(f"{field} {problem}")

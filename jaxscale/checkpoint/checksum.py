@@ -6,12 +6,7 @@ associative, so shards can be summed in any order and in any process. A change o
 always changes the sum. Changes of several elements go unnoticed with probability 2^-32 if
 only their highest bits change, and 2^-63 if only their lowest bits do. For 64-bit elements
 two highest bits could cancel out, so these are mixed by a bijection first.
-
-Until November 2026 all elements were mixed, which takes four times as long. Such checksums
-have no prefix in a manifest, and are still verified.
 """
-
-from __future__ import annotations
 
 import math
 from collections.abc import Iterator
@@ -24,7 +19,7 @@ from jaxscale.cluster import sum_over_processes
 from jaxscale.optim.tree_paths import path_name
 
 _CHUNK = 1 << 15  # elements at a time, so that temporaries stay in a core's cache
-_PREFIX = "linear-"  # of checksums without mixing
+_PREFIX = "linear-"  # of checksums in manifests
 
 
 class DamagedError(Exception):
@@ -39,9 +34,8 @@ def verify(tree: Any, leaves: dict[str, dict[str, Any]], shapes: Any = None) -> 
   Raises:
     DamagedError: an array differs from the saved one.
   """
-  mixes = any(not leaf["checksum"].startswith(_PREFIX) for leaf in leaves.values())
   try:
-    current = manifest(tree, shapes, mixes)
+    current = manifest(tree, shapes)
   except FloatingPointError as e:
     raise DamagedError(f"FloatingPointError: {e}") from e
   for name, leaf in current.items():
@@ -49,7 +43,7 @@ def verify(tree: Any, leaves: dict[str, dict[str, Any]], shapes: Any = None) -> 
       raise DamagedError(f"the checksum of {name} does not match")
 
 
-def manifest(tree: Any, shapes: Any = None, mixes=False) -> dict[str, dict[str, Any]]:
+def manifest(tree: Any, shapes: Any = None) -> dict[str, dict[str, Any]]:
   """Return the shape, dtype and checksum of every leaf, by path.
 
   Each process reads its own shards, replicas only once; all processes must call this.
@@ -58,14 +52,12 @@ def manifest(tree: Any, shapes: Any = None, mixes=False) -> dict[str, dict[str, 
     tree: a tree of `jax.Array`s.
     shapes: a tree of shapes to which the arrays of `tree` are truncated, if they are padded
       by rows to fit on more devices; None counts all rows.
-    mixes: True mixes all elements, as for `shard_checksums`.
 
   Raises:
     FloatingPointError: a leaf has NaN or Inf; the message has its name.
   """
   shapes = tree if shapes is None else shapes
-  sums = sum_shards(own_shards(tree, shapes), mixes)
-  return with_checksums(describe(shapes), sums, mixes)
+  return with_checksums(describe(shapes), sum_shards(own_shards(tree, shapes)))
 
 
 class Shards(NamedTuple):
@@ -113,7 +105,7 @@ def own_shards(tree: Any, shapes: Any = None) -> list[Shards]:
   return list(shards.values())
 
 
-def sum_shards(shards: list[Shards], mixes=False) -> dict[int, tuple[int, int]]:
+def sum_shards(shards: list[Shards]) -> dict[int, tuple[int, int]]:
   """Return this process's part of each leaf's checksum, and its number of NaN and Inf.
 
   A thread may call it, as it uses neither JAX nor other processes.
@@ -124,7 +116,7 @@ def sum_shards(shards: list[Shards], mixes=False) -> dict[int, tuple[int, int]]:
   """
   sums: dict[int, tuple[int, int]] = {}
   for leaves, data, index, shape in shards:
-    totals = shard_checksums(data, index, shape, mixes)
+    totals = shard_checksums(data, index, shape)
     for i, part, total in zip(leaves, data, totals.tolist(), strict=True):
       checksum, bad = sums.get(i, (0, 0))
       sums[i] = (checksum + total) % 2**64, bad + count_bad(part)
@@ -140,7 +132,6 @@ def unlike(name: str) -> str:
 def with_checksums(
   described: dict[str, dict[str, Any]],
   sums: dict[int, tuple[int, int]],
-  mixes: bool = False,
   stored: dict[int, int] | None = None,
 ) -> dict[str, dict[str, Any]]:
   """Add the checksums of all leaves to `describe`'s result; all processes call it.
@@ -148,7 +139,6 @@ def with_checksums(
   Args:
     described: the description of the tree, which is completed.
     sums: this process's part of the checksums, from `sum_shards`.
-    mixes: True if the elements were mixed.
     stored: this process's part of the checksums on disk, from `read_back.stored_sums`.
 
   Raises:
@@ -168,19 +158,18 @@ def with_checksums(
     name = list(described)[int(differs.argmax())]
     raise DamagedError(unlike(name))
   for leaf, total in zip(described.values(), totals, strict=True):
-    leaf["checksum"] = _as_text(total, mixes)
+    leaf["checksum"] = _as_text(total)
   return described
 
 
 def is_of(array: np.ndarray, checksum: str) -> bool:
   """Return whether a checksum from a manifest belongs to a whole array."""
-  mixes, index = not checksum.startswith(_PREFIX), (slice(None),) * array.ndim
-  (total,) = shard_checksums([array], index, array.shape, mixes)
-  return checksum == _as_text(total, mixes)
+  (total,) = shard_checksums([array], (slice(None),) * array.ndim, array.shape)
+  return checksum == _as_text(total)
 
 
-def _as_text(total: np.uint64, mixes: bool) -> str:
-  return f"{'' if mixes else _PREFIX}{total:016x}"
+def _as_text(total: np.uint64) -> str:
+  return f"{_PREFIX}{total:016x}"
 
 
 def count_bad(data: np.ndarray) -> int:
@@ -209,7 +198,7 @@ def describe(tree: Any) -> dict[str, dict[str, Any]]:
 
 
 def shard_checksums(
-  data: list[np.ndarray], index: tuple[slice, ...], shape: tuple[int, ...], mixes: bool = False
+  data: list[np.ndarray], index: tuple[slice, ...], shape: tuple[int, ...]
 ) -> np.ndarray:
   """Return what shards at one position add to their arrays' checksums, uint64 [shards].
 
@@ -217,7 +206,6 @@ def shard_checksums(
     data: the shards.
     index: their position in the whole arrays.
     shape: the shape of the whole arrays.
-    mixes: True mixes all elements, as in older checkpoints.
   """
   bits = [np.ascontiguousarray(x).reshape(-1).view(f"u{x.dtype.itemsize}") for x in data]
   total, first = np.zeros(len(data), np.uint64), 0
@@ -228,7 +216,7 @@ def shard_checksums(
     mixed = values[: positions.size]
     for i, of_shard in enumerate(bits):
       part = of_shard[first:last]
-      if mixes or part.itemsize == 8:
+      if part.itemsize == 8:
         np.add(part, np.uint64(1), out=mixed)
         part = _mix(mixed, scratch)
       # NumPy would warn of an overflow of scalars.

@@ -3,8 +3,6 @@
 Only what is evaluated is read from disk: with AdamW, one array in three.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,6 +13,7 @@ from jaxscale.checkpoint import checkpoint_files, checksum, restore
 from jaxscale.checkpoint import directory as checkpoint_dir
 from jaxscale.checkpoint.checksum import DamagedError
 from jaxscale.errors import ConfigError
+from jaxscale.files import read_json
 
 
 class LoadedParams(NamedTuple):
@@ -38,7 +37,7 @@ def load(
   params: Any,
   model_state: Any = None,
   *,
-  step: int | None = None,
+  step: int | str | None = None,
   take: str | None = None,
 ) -> LoadedParams:
   """Load the parameters and the model state of a checkpoint; all processes call it.
@@ -50,7 +49,8 @@ def load(
     params: the shapes, dtypes and shardings of the parameters; without shardings they are
       put on this process's first device.
     model_state: the model state, in the same form; None if the model has none.
-    step: the step of the checkpoint; None selects the newest intact one.
+    step: the step of the checkpoint; "best" selects the best by `checkpoint.best_metric`, and
+      None the newest intact one.
     take: "params" or "average"; None selects the average if the run keeps one, as
       evaluations do.
 
@@ -76,20 +76,24 @@ def load(
   raise ConfigError(f"{directory}: all checkpoints are damaged; {notes[-1]}")
 
 
-def saved_steps(workdir: str | Path, step: int | None = None) -> list[int]:
+def saved_steps(workdir: str | Path, step: int | str | None = None) -> list[int]:
   """Return the steps of the saved checkpoints, or only `step`; all processes call it.
 
   Raises:
-    ConfigError: no checkpoint is saved, or none of this step.
+    ConfigError: no checkpoint is saved, or none of this step, or the best is not known.
   """
   steps = cluster.from_leader(checkpoint_dir.steps((Path(workdir) / "checkpoints").absolute()))
   if not steps:
     problem = "the run has no checkpoint yet; give the workdir of a run that has saved one"
-    raise ConfigError(f"--workdir={workdir}: {problem}")
+    raise ConfigError(f"{workdir}: {problem}")
+  if step == "best":
+    summary = read_json(Path(workdir) / "summary.json", {"best_step": int})
+    step = cluster.from_leader(summary.get("best_step", step))
   if step not in (None, *steps):
     saved = ", ".join(map(str, steps))
-    raise ConfigError(f"--step={step}: no checkpoint of this step; use one of {saved}")
-  return steps if step is None else [step]
+    hint = " (best needs checkpoint.best_metric, and a summary.json)" * (step == "best")
+    raise ConfigError(f"step={step}: no checkpoint of this step{hint}; use one of {saved}")
+  return steps if step is None else [int(step)]
 
 
 def chosen(leaves: dict[str, Any], take: str | None) -> str:
@@ -100,8 +104,8 @@ def chosen(leaves: dict[str, Any], take: str | None) -> str:
   """
   has_average = any(name.startswith("average/0") for name in leaves)
   if take == "average" and not has_average:
-    problem = "the run keeps no average (Config.ema_decay=None); use --take=params"
-    raise ConfigError(f"--take=average: {problem}")
+    problem = "the run keeps no average (Config.ema_decay=None); use take=params"
+    raise ConfigError(f"take=average: {problem}")
   return take or ("average" if has_average else "params")
 
 

@@ -21,8 +21,8 @@ _LINES = """
 models: train: train a config, or resume its run: --config digits --config.optimizer.lr=0.2
 models: evaluate: compute the metrics of a run's model, on any data: runs/digits
 models: predict: write a run's predictions to a file: runs/digits --data photos --to out.csv
-models: generate: generate text with a run's language model: --workdir runs/text --prompt "Once"
-models: export: write a run's parameters to a file: --workdir runs/digits --to digits.safetensors
+models: generate: generate text with a run's language model: runs/text --prompt "Once"
+models: export: write a run's parameters to a file: runs/digits --to digits.safetensors
 before a run: describe: print parameters, memory and collectives of a step: --config digits
 before a run: plan: predict memory, time and cost on any chips: --config llama_1b --chips h100-16
 before a run: lr-find: suggest a learning rate by a short ramp: --config digits --out rates.png

@@ -9,24 +9,44 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from jaxscale.cli.parser import Namespace, Parser, directory, file, whole
+from jaxscale.cli.parser import Namespace, Parser, directory, file, value
+from jaxscale.cli.submit import add_runs
 from jaxscale.cli.train import EXIT_CODES
+from jaxscale.errors import ConfigError
 
 
 def add_arguments(parser: Parser) -> None:
   """Add the options."""
-  add_run(parser)
+  add_evaluated(parser)
   text = "the file to write as well, with the metrics as JSON (default: none)"
   parser.option("--to FILE.json", text, file)
 
 
 def add_run(parser: Parser) -> None:
+  """Add the run and its checkpoint."""
+  text = "the name or directory of a run"
+  parser.words("run", "RUN", text, "try runs/digits", type=directory)
+  text = "the step of the checkpoint, or best, by checkpoint.best_metric (default: the newest)"
+  step = value(lambda text: text if text == "best" else int(text), "a step, or best")
+  parser.option("--step N", text, step)
+  add_runs(parser)
+
+
+def workdir_of(args: Namespace) -> Path:
+  """Return the workdir of the options of `add_run`."""
+  from jaxscale.jobs import folder, measured
+
+  if len(args.run) > 1:
+    raise ConfigError(f"{args.run[1]}: give one RUN")
+  return measured.locate(folder.find(args.run[0], args.runs, workdirs=True)).workdir
+
+
+def add_evaluated(parser: Parser) -> None:
   """Add the run, its checkpoint and the data."""
   parser.exit_codes = EXIT_CODES
-  parser.words("run", "RUN", "the workdir of the run", "try runs/digits", type=directory)
+  add_run(parser)
   text = "a folder of images, an image, or arrays in .npy or .npz (default: the run's validation "
   parser.option("--data PATH", f"{text}data)")
-  parser.option("--step N", "the step of the checkpoint (default: the newest)", whole())
   text = "a setting's value, e.g. --config.data.path=other (default: the run's); of data, dtype, "
   parser.settings(f"{text}evaluation, faults, gpu_settings, input_threads, layout, mesh, metrics")
 
@@ -53,12 +73,9 @@ def in_session(args: Namespace, work: Any) -> int | None:
   from jaxscale import cluster
   from jaxscale.cluster.watch.stop_consensus import StopRequested
   from jaxscale.config.loading import evaluated_config
-  from jaxscale.errors import ConfigError
   from jaxscale.run.session import open_session, report_stop
 
-  if len(args.run) > 1:
-    raise ConfigError(f"{args.run[1]}: give one RUN")
-  described, config = evaluated_config(args.run[0], args.overrides)
+  described, config = evaluated_config(str(workdir_of(args)), args.overrides)
   options = {"step": args.step, "path": Path(args.data) if args.data else None}
   with open_session(config, described.workdir) as watch:
     try:

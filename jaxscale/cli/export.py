@@ -9,19 +9,19 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from jaxscale.cli.parser import Namespace, Parser, directory, file_of, whole
+from jaxscale.cli.evaluate import add_run, workdir_of
+from jaxscale.cli.parser import Namespace, Parser, file_of
 
 
 def add_arguments(parser: Parser) -> None:
   """Add the options."""
-  parser.option("--workdir DIR", "the run's workdir", directory, missing="try --workdir runs/x")
+  add_run(parser)
   text, hint = "the file to write; an existing one is replaced", "try --to x.safetensors"
   parser.option("--to FILE", text, file_of(".safetensors"), missing=hint)
   text = "the naming of parameters: jaxscale (for Config.init_from), timm or torchvision (ResNet, "
   text += "ViT), or huggingface (Llama, ViT); timm and huggingface also write a config.json"
   namings = ("jaxscale", "timm", "torchvision", "huggingface")
   parser.option("--naming NAMING", text, choices=namings, default="jaxscale")
-  parser.option("--step N", "the step of the checkpoint (default: the newest)", whole())
   text = "the parameters of the step: average or params (default: average with Config.ema_decay)"
   parser.option("--take WHICH", text, choices=("average", "params"))
   text, types = "the type: float32 or bfloat16 (default: float32)", ("float32", "bfloat16")
@@ -35,4 +35,4 @@ def run(args: Namespace) -> None:
   from jaxscale.run.export import export
 
   options = {name: getattr(args, name) for name in ("step", "take", "dtype")}
-  print(export(Path(args.workdir), Path(args.to), args.naming, **options))
+  print(export(workdir_of(args), Path(args.to), args.naming, **options))

@@ -1,19 +1,17 @@
-"""Generate text with the language model of a run, from its latest intact checkpoint.
+"""Generate text with the language model of a run.
 
 The run must have trained on bytes, or with a tokenizer whose file still exists.
 """
 
 from __future__ import annotations
 
-from pathlib import Path
-
-from jaxscale.cli.parser import Namespace, Parser, directory, number, whole
+from jaxscale.cli.evaluate import add_run, workdir_of
+from jaxscale.cli.parser import Namespace, Parser, number, whole
 
 
 def add_arguments(parser: Parser) -> None:
   """Add the options."""
-  hint = "try --workdir runs/text"
-  parser.option("--workdir DIR", "the workdir of the run", directory, missing=hint)
+  add_run(parser)
   parser.option("--prompt TEXT", "the text to continue (default: none)", str, default="")
   parser.option("--tokens N", "the largest number of bytes or tokens", whole(1), default=256)
   text = "the sampling temperature; 0 always takes the most likely token"
@@ -28,6 +26,6 @@ def run(args: Namespace) -> None:
   """Generate and print text."""
   from jaxscale.run import generate
 
-  choice = {k: getattr(args, k) for k in ("seed", "temperature", "top_k", "top_p")}
-  text = generate.write(Path(args.workdir), args.prompt, num_tokens=args.tokens, **choice)
+  choice = {k: getattr(args, k) for k in ("seed", "step", "temperature", "top_k", "top_p")}
+  text = generate.write(workdir_of(args), args.prompt, num_tokens=args.tokens, **choice)
   print(args.prompt + text, flush=True)

@@ -11,13 +11,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from jaxscale.cli.evaluate import add_run, in_session
+from jaxscale.cli.evaluate import add_evaluated, in_session
 from jaxscale.cli.parser import Namespace, Parser, file_of, whole
 
 
 def add_arguments(parser: Parser) -> None:
   """Add the options."""
-  add_run(parser)
+  add_evaluated(parser)
   kind = file_of(".parquet", ".csv", ".npz")
   text = "the file to write, .parquet, .csv or .npz; an existing one is replaced"
   parser.option("--to FILE", text, kind, missing="try --to predictions.csv")

@@ -59,12 +59,15 @@ def run(args: Namespace) -> int | None:
 def _run(args: Namespace) -> int | None:
   from jaxscale import cluster
   from jaxscale.config.loading import load_config
-  from jaxscale.planning.stored import read_plan
   from jaxscale.run.session import open_session, report_stop
 
   config = load_config(args.config, args.overrides)
   workdir = Path(args.workdir or default_workdir(args.config))
-  plan = read_plan(Path(args.plan)) if args.plan else None
+  plan = None
+  if args.plan:
+    from jaxscale.planning.stored import read_plan  # Its TOML parser costs a start 6 ms.
+
+    plan = read_plan(Path(args.plan))
   with open_session(config, workdir) as watch:
     from jaxscale.run.fit import fit  # Imports JAX, once all processes have joined.
 

@@ -13,8 +13,6 @@ and the port. A message can therefore not be replayed on a new connection or rel
 program on a different port. Messages are authenticated, not encrypted.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import hmac
@@ -29,7 +27,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from jaxscale.cluster.wire import MAX_BYTES, Keys, Link, is_ready
+from jaxscale.cluster.wire import MAX_BYTES, Keys, Link
 from jaxscale.errors import ConfigError
 
 VARIABLE = "JAXSCALE_SECRET"
@@ -102,40 +100,28 @@ def _read(path: Path) -> bytes:
   return bytes.fromhex(content)
 
 
-class Greeting:
-  """Client side of the handshake on a new connection; no method waits.
+def greet(sock: socket.socket, key: bytes, timeout_s: float) -> Link:
+  """Return the link to a server, once the server has proved that it has the key.
 
-  Attributes:
-    link: the connection.
+  Args:
+    sock: a new connection to the server.
+    key: the key from `run_key`.
+    timeout_s: the seconds that the server may take.
+
+  Raises:
+    OSError: the server has closed the connection, or does not answer in time.
+    EOFError, ValueError: the server does not have the key.
   """
-
-  def __init__(self, sock: socket.socket, key: bytes):
-    """Send the first message.
-
-    Raises:
-      OSError: the other end has closed the connection.
-    """
-    self.link, self._key = Link(sock, max_bytes=GREETING_BYTES), key
-    self._number = secrets.token_hex(16)
-    self.link.send(self._number)
-
-  def is_welcome(self) -> bool:
-    """Read new messages; return whether the server has proved that it has the key.
-
-    Raises:
-      EOFError, ValueError: the server does not have the key.
-    """
-    link = self.link
-    if not link.keys and (answer := link.next()) is not None:
-      port = link.sock.getpeername()[1]
-      theirs, ours = _session_keys(self._key, self._number, _number(answer), port)
-      link.seal(Keys(send=ours, receive=theirs))
-    if not link.keys or (message := link.next()) is None:
-      return False
-    if message != WELCOME:
-      raise ValueError("the server did not accept the greeting")
-    link.max_bytes = MAX_BYTES
-    return True
+  until = time.monotonic() + timeout_s
+  link, own = Link(sock, max_bytes=GREETING_BYTES), secrets.token_hex(16)
+  link.send(own)
+  answer = _number(link.receive(timeout_s))
+  theirs, ours = _session_keys(key, own, answer, sock.getpeername()[1])
+  link.seal(Keys(send=ours, receive=theirs))
+  if link.receive(until - time.monotonic()) != WELCOME:
+    raise ValueError("the server did not accept the greeting")
+  link.max_bytes = MAX_BYTES
+  return link
 
 
 def welcome(link: Link, key: bytes, number: Any) -> None:
@@ -163,24 +149,3 @@ def _session_keys(key: bytes, client: str, server: str, port: int) -> tuple[byte
   about = f" {client} {server} {port}".encode()
   of_server, of_client = (hmac.digest(key, who + about, "sha256") for who in (b"server", b"client"))
   return of_server, of_client
-
-
-def connect(address: tuple[str, int], key: bytes, timeout_s: float) -> Link:
-  """Connect to a server that has the key.
-
-  Raises:
-    OSError: no server listens, or it does not answer in time.
-    EOFError, ValueError: the server does not have the key.
-  """
-  until = time.monotonic() + timeout_s
-  sock = socket.create_connection(address, timeout_s)
-  try:
-    sock.settimeout(None)
-    greeting = Greeting(sock, key)
-    while not greeting.is_welcome():
-      if not is_ready(sock, until):
-        raise TimeoutError(f"the server did not prove within {timeout_s} s that it has the secret")
-  except BaseException:
-    sock.close()
-    raise
-  return greeting.link

@@ -6,8 +6,6 @@ installed. A config file therefore counts by the classes that it defines, not by
 settings in `get_config`.
 """
 
-from __future__ import annotations
-
 import ast
 import contextlib
 import functools
@@ -115,31 +113,25 @@ def _constants(code: types.CodeType) -> list[str]:
   return [repr(c) for c in code.co_consts if not isinstance(c, types.CodeType)]
 
 
-class _WithoutDocstrings(ast.NodeTransformer):
-  def generic_visit(self, node: ast.AST) -> ast.AST:
-    super().generic_visit(node)
-    body = getattr(node, "body", None)
-    if isinstance(body, list):
-      kept = [n for n in body if not _is_text(n)]
-      if isinstance(node, ast.ClassDef):  # The order of methods does not matter.
-        kept.sort(key=lambda n: n.name if isinstance(n, _FUNCTIONS[:2]) else "")
-      node.body = kept or [ast.Pass()]  # pyright: ignore[reportAttributeAccessIssue]
-    if isinstance(node, ast.JoinedStr):  # Python 3.12 adds "" to some formats.
-      node.values = [v for v in node.values if getattr(v, "value", None) != ""]
-    return node
-
-
 def _dump(node: Any) -> str:
   """Write out a syntax tree so that the text is equal in every version of Python.
 
-  Fields that only later versions have are empty and left out.
+  Docstrings and the order of methods do not count. Fields that only later versions have are
+  empty and left out.
   """
   if isinstance(node, list):
     return f"[{', '.join(map(_dump, node))}]"
   if not isinstance(node, ast.AST):
     return repr(node)
-  fields = [(n, v) for n, v in ast.iter_fields(node) if v is not None and v != []]
-  return f"{type(node).__name__}({', '.join(f'{n}={_dump(v)}' for n, v in fields)})"
+  fields: dict[str, Any] = dict(ast.iter_fields(node))
+  if isinstance(body := fields.get("body"), list):
+    fields["body"] = [n for n in body if not _is_text(n)] or [ast.Pass()]
+  if isinstance(node, ast.ClassDef):
+    fields["body"].sort(key=lambda n: n.name if isinstance(n, _FUNCTIONS[:2]) else "")
+  if isinstance(node, ast.JoinedStr):  # Python 3.12 adds "" to some formats.
+    fields["values"] = [v for v in node.values if getattr(v, "value", None) != ""]
+  shown = [f"{n}={_dump(v)}" for n, v in fields.items() if v is not None and v != []]
+  return f"{type(node).__name__}({', '.join(shown)})"
 
 
 def _is_text(node: ast.AST) -> bool:
@@ -148,7 +140,7 @@ def _is_text(node: ast.AST) -> bool:
 
 def _parse(text: str | bytes) -> ast.Module | None:
   try:
-    return _WithoutDocstrings().visit(ast.parse(text))
+    return ast.parse(text)
   except (SyntaxError, ValueError):
     return None
 
@@ -221,22 +213,47 @@ def _used(node: ast.AST) -> tuple[set[str], set[str]]:
   return names, {n.attr for n in nodes if isinstance(n, ast.Attribute)}
 
 
+def _changed(node: ast.AST, ours: set[str]) -> set[str]:
+  """Return the names that a statement can change.
+
+  A call changes neither its function nor what it passes to jaxscale: a script may repeat
+  `fit(Config(model=Net(), epochs=4), "runs/x")` with more epochs.
+
+  Args:
+    node: the statement, or a part of it.
+    ours: the names that the module imports from jaxscale.
+  """
+  if isinstance(node, ast.Name):
+    return {node.id}
+  parts = [*ast.iter_child_nodes(node)]
+  if isinstance(node, ast.Call):
+    if _used(node.func)[0] & ours:
+      return set()
+    parts.remove(node.func)
+    parts += ast.iter_child_nodes(node.func)
+  return set().union(*(_changed(part, ours) for part in parts))
+
+
 @functools.lru_cache(maxsize=256)
 def _statements(tree: ast.Module | None) -> tuple[dict[str, list[Any]], list[Any]]:
   """Return the statements of a module, without `if __name__ == "__main__":`.
 
   Returns:
     Two results: the statements that bind a name, by name; and the statements that can
-    change what others bind, each with the names it uses.
+    change what others bind, each with the names that it can change.
   """
   binding: dict[str, list[Any]] = {}
   changing: list[Any] = []
-  for node in [] if tree is None else tree.body:
+  nodes = [] if tree is None else tree.body
+  imports = [n for n in nodes if isinstance(n, _IMPORTS)]
+  imports = [n for n in imports if re.match(r"(from|import) jaxscale\b", ast.unparse(n))]
+  ours: set[str] = set().union(*map(_bound, imports))
+  for node in nodes:
     if not (isinstance(node, ast.If) and "__name__" in _used(node.test)[0]):
       for name in (bound := _bound(node)):
         binding.setdefault(name, []).append(node)
       if isinstance(node, _BLOCKS) or not bound:
-        changing.append((node, _used(node)[0]))
+        changing.append((node, _changed(node, ours)))
   return binding, changing
 
 
@@ -277,8 +294,11 @@ class _Search:
       self._visit_closure(value)
     else:
       nodes = [*binding.get(name.partition(".")[0], ())]
+      if len(nodes) > 1 or any(isinstance(n, _BLOCKS) for n in nodes):
+        # A script can define a class again between two runs: the current one counts twice.
+        nodes += _nodes_of(getattr(sys.modules.get(module), name, value))
     # Statements such as `Net.scale = 2` or `setattr(Net, "scale", 2)` change the definition.
-    nodes += [n for n, used in changing if n not in nodes and name in used]
+    nodes += [n for n, names in changing if n not in nodes and name in names]
     self._add(module, key, nodes, name)
     for star in [] if nodes else binding.get("*", ()):
       self._visit_import(module, star, ast.alias("*"), {name})

@@ -4,8 +4,6 @@ A built-in class is recorded by its name, a user's class as `module:Class` with 
 of which the run keeps a copy in `code/`.
 """
 
-from __future__ import annotations
-
 import importlib
 import re
 import shutil
@@ -78,9 +76,7 @@ def from_plain(annotation: Any, node: Any, folder: Path | None = None) -> Any:
     True
   """
   if isinstance(node, dict) and ("object" in node or {"shape", "dtype"} <= node.keys()):
-    what = node.get("object") or f"{node['dtype']}{node['shape']}"
-    problem = "an object from a notebook, which config.json cannot store; build the config in it"
-    raise ConfigError(f"{what}: {problem}")
+    raise _not_stored(node.get("object") or f"{node['dtype']}{node['shape']}")
   if isinstance(node, list):
     return [from_plain(item_type(annotation), item, folder) for item in node]
   if isinstance(node, dict) and "class" not in node:
@@ -92,10 +88,17 @@ def from_plain(annotation: Any, node: Any, folder: Path | None = None) -> Any:
   fields, classes = dict(node), settings_classes(annotation)
   name = str(fields.pop("class"))
   cls = _own_class(name, folder) if ":" in name else classes.get(name)
+  if not (cls or classes):  # a module of Flax, say
+    raise _not_stored(name)
   if cls is None:
     raise ConfigError(f"{name}: no such settings class, {nearest(name, classes)}")
   values = {k: from_plain(hints(cls).get(k, Any), v, folder) for k, v in fields.items()}
   return cls(**values)
+
+
+def _not_stored(what: str) -> ConfigError:
+  problem = "an object from a notebook or script, which config.json cannot store"
+  return ConfigError(f"{what}: {problem}; build the config there, or in a config file")
 
 
 def _own_class(name: str, folder: Path | None) -> type:
@@ -116,6 +119,8 @@ def _own_class(name: str, folder: Path | None) -> type:
       raise ConfigError(f"{cls} is not a settings class")
     return owner
   except Exception as e:
+    if module == "__main__" and not (copy and copy.is_file()):
+      raise _not_stored(name) from None
     problem = f"cannot be loaded from {copy or module} ({type(e).__name__}: {e})"
     remedy = "give the config file that defines the class"
     raise ConfigError(f"{name}: {problem}; {remedy}") from None
@@ -157,11 +162,13 @@ class Described(NamedTuple):
     workdir: the workdir of the run.
     config: the settings as JSON.
     data: the description of images (`data.DatasetInfo`) or text (`data.TextInfo`) as JSON.
+    code: the hashes of the user's own code by `module:name`.
   """
 
   workdir: Path
   config: dict[str, Any]
   data: dict[str, Any]
+  code: dict[str, str]
 
   @property
   def is_text(self) -> bool:
@@ -202,7 +209,7 @@ class Described(NamedTuple):
             values[name] = missing(reason=reason)
       return Config(**values)
     except ConfigError as e:
-      raise ConfigError(f"--workdir={self.workdir}: its config.json has {e}") from None
+      raise ConfigError(f"{self.workdir}: its config.json has {e}") from None
 
 
 def check_format(described: dict[str, Any], workdir: str | Path) -> None:
@@ -211,8 +218,8 @@ def check_format(described: dict[str, Any], workdir: str | Path) -> None:
     known = mismatch(described, {"versions": {"jaxscale": str}}) is None
     version = described["versions"]["jaxscale"] if known else "0.1"
     problem = f"config.json was written by jaxscale {version}, whose settings have other "
-    problem += "names (CHANGELOG.md); use that version, or a new --workdir"
-    raise ConfigError(f"--workdir={workdir}: {problem}")
+    problem += "names (CHANGELOG.md); use that version, or a new workdir"
+    raise ConfigError(f"{workdir}: {problem}")
 
 
 def describe_run(workdir: str | Path) -> Described:
@@ -224,10 +231,12 @@ def describe_run(workdir: str | Path) -> Described:
   path, remedy = Path(workdir) / "config.json", "give the directory of a run of "
   remedy += "jaxscale train"
   if not path.exists():
-    raise ConfigError(f"--workdir={workdir}: no config.json there; {remedy}")
+    raise ConfigError(f"{workdir}: no config.json there; {remedy}")
   described = require_json(path, {"config": {}, "data": {}}, remedy)
   check_format(described, workdir)
   there = {name: shape for name, shape in _DATA.items() if name in described["data"]}
   if problem := mismatch(described, RUN) or mismatch(described["data"], there, "data"):
     raise ConfigError(f"{path}: {problem}; {remedy}")
-  return Described(Path(workdir), described["config"], described["data"])
+  identity = described.get("identity")
+  code = {} if mismatch(identity, {"code": {str: str}}) else identity["code"]
+  return Described(Path(workdir), described["config"], described["data"], code)

@@ -4,8 +4,6 @@ An unknown name, a wrong type or a value out of bounds gives one line that says 
 write instead.
 """
 
-from __future__ import annotations
-
 import collections.abc
 import dataclasses
 import difflib
@@ -98,7 +96,7 @@ def within(value: Any, bound: str) -> bool:
   """Return whether a number, or each number of a tuple, is finite and in a bound.
 
   Args:
-    value: a number, a tuple of numbers, or None, which is always in the bound.
+    value: a number, a tuple of numbers, or None or a text, which is always in the bound.
     bound: the bound, e.g. ">= 1", "< 2.5" or "in [0, 1)".
 
   Raises:
@@ -110,7 +108,7 @@ def within(value: Any, bound: str) -> bool:
   limits = [(">=" if opens == "[" else ">", low), ("<=" if closes == "]" else "<", high)]
   limits = [(sign, number)] if sign else limits
   values = value if isinstance(value, tuple) else (value,)
-  numbers = [x for x in values if x is not None]
+  numbers = [x for x in values if x is not None and not isinstance(x, str)]
   # `math.isfinite` overflows for an int that is larger than any float.
   is_finite = all(isinstance(x, int) or math.isfinite(x) for x in numbers)
   return is_finite and all(_COMPARE[s](x, float(n)) for x in numbers for s, n in limits)

@@ -1,3 +1,8 @@
+from . import buckets as buckets
+from . import local_updates as local_updates
+from . import one_bit as one_bit
+from . import power_sgd as power_sgd
+from . import top_k as top_k
 from .base import Exchange as Exchange
 from .base import plain as plain
 from .base import planned as planned

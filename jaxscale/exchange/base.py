@@ -95,8 +95,7 @@ def planned(by: Plan) -> Exchange:
   """
 
   def mean(grads: Grads):
-    num_devices = lax.axis_size(by.axes)
-    return jax.tree.map(lambda g: g / num_devices, sum_tree(grads, by))
+    return jax.tree.map(lambda g: g / lax.axis_size(by.axes), sum_tree(grads, by))
 
   return stateless(mean)
 

@@ -38,8 +38,7 @@ def best_bucket_bytes(mesh: Mesh) -> int | None:
     mesh: the mesh whose devices average gradients.
   """
   devices = list(mesh.devices.flat)
-  processes = {d.process_index for d in devices}
-  is_gloo = devices[0].platform == "cpu" and len(processes) > 1
+  is_gloo = devices[0].platform == "cpu" and len({d.process_index for d in devices}) > 1
   return BUCKET_BYTES if is_gloo else None
 
 

@@ -87,8 +87,7 @@ def diloco(every: int = 500, *, rate: float = 0.7, momentum: float = 0.9) -> Loc
     >>> diloco(50).reset_momentum
     False
   """
-  outer = optax.sgd(rate, momentum=momentum, nesterov=True)
-  return LocalUpdate(_at_least_one(every), outer)
+  return LocalUpdate(_at_least_one(every), optax.sgd(rate, momentum=momentum, nesterov=True))
 
 
 def block_momentum(

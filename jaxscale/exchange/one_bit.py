@@ -176,8 +176,7 @@ def _exchange_group(axes: Axes, tensors: list[jax.Array], owners: list[jax.Array
   shaped = [[tensors[i].reshape(size.rows, size.number) for i in alike[size]] for size in alike]
   xs = [jnp.stack(matrices) for matrices in shaped]
   sent = [quantise_columns(x) for x in xs]
-  pairs = zip(sent, alike, strict=True)
-  stripes = [_to_stripes(q, size, num_devices) for q, size in pairs]
+  stripes = [_to_stripes(q, size, num_devices) for q, size in zip(sent, alike, strict=True)]
   received = lax.all_to_all(_join(stripes), axes, 0, 0)
   ys = [
     add_rows(dequantise_columns(q, size.rows)) + jnp.stack([owners[i] for i in indices])
@@ -252,8 +251,7 @@ def _to_stripes(q: jax.Array, size: Columns, num_devices: int) -> jax.Array:
   Returns:
     The stripes, [devices, tensors, rows, own].
   """
-  missing = num_devices * size.own - size.number
-  q = jnp.pad(q, ((0, 0), (0, 0), (0, missing)))
+  q = jnp.pad(q, ((0, 0), (0, 0), (0, num_devices * size.own - size.number)))
   return jnp.moveaxis(q.reshape(*q.shape[:2], num_devices, size.own), 2, 0)
 
 

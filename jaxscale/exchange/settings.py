@@ -9,15 +9,12 @@ gradients, each device exchanges its own shard (parallel/layout_exchange.py). Th
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 from jaxscale import collectives, exchange
 from jaxscale.config.bases import Exchange, ExchangeContext, Sync, SyncContext
 from jaxscale.config.bounds import Count, Fraction, NonNegative, Positive
 from jaxscale.errors import ConfigError
-
-if TYPE_CHECKING:
-  from jaxscale.exchange.local_updates import LocalUpdate
 
 # The names for --config.exchange= (HOMES in config/choice.py lists this module).
 __all__ = ["AllReduce", "BlockMomentum", "DiLoCo", "EveryStep", "HalfPrecision", "Int8"]
@@ -66,14 +63,12 @@ class AllReduce(Exchange):
         raise ConfigError(f"{name}.dims={self.dims} is invalid; give axis:size, as 'data:4'")
 
   def build(self, context: ExchangeContext) -> exchange.Exchange:
-    from jaxscale.exchange import buckets
-
     by, size = self.plan(context), self.bucket_bytes
     if by.algorithm == "psum" and size is None:
-      size = buckets.best_bucket_bytes(context.mesh)
+      size = exchange.buckets.best_bucket_bytes(context.mesh)
     if size is not None:
       reduce = functools.partial(collectives.sum_tree, by=by)
-      return buckets.bucketed(context.axes, bucket_bytes=size, reduce=reduce)
+      return exchange.buckets.bucketed(context.axes, bucket_bytes=size, reduce=reduce)
     return exchange.plain(context.axes) if by.algorithm == "psum" else exchange.planned(by)
 
   def plan(self, context: ExchangeContext, payload: Any = None) -> collectives.Plan:
@@ -152,9 +147,8 @@ class OneBit(Compressed):
   plain_epochs: NonNegative = 0.0
 
   def build(self, context: ExchangeContext) -> exchange.Exchange:
-    from jaxscale.exchange.one_bit import one_bit
-
-    return one_bit(context.axes, num_devices=context.num_devices, bucket_bytes=self.bucket_bytes)
+    size, count = self.bucket_bytes, context.num_devices
+    return exchange.one_bit.one_bit(context.axes, num_devices=count, bucket_bytes=size)
 
 
 class TopK(OneBit):
@@ -170,10 +164,8 @@ class TopK(OneBit):
   per: Literal["tensor", "bucket"] = "tensor"
 
   def build(self, context: ExchangeContext) -> exchange.Exchange:
-    from jaxscale.exchange.top_k import top_k
-
     options: Any = {"share": self.share, "per": self.per, "bucket_bytes": self.bucket_bytes}
-    return top_k(context.axes, num_devices=context.num_devices, **options)
+    return exchange.top_k.top_k(context.axes, num_devices=context.num_devices, **options)
 
 
 class PowerSGD(OneBit):
@@ -187,10 +179,8 @@ class PowerSGD(OneBit):
   rank: Count = 4
 
   def build(self, context: ExchangeContext) -> exchange.Exchange:
-    from jaxscale.exchange.power_sgd import power_sgd
-
     size, seed = self.bucket_bytes, context.seed
-    return power_sgd(context.axes, rank=self.rank, bucket_bytes=size, seed=seed)
+    return exchange.power_sgd.power_sgd(context.axes, rank=self.rank, bucket_bytes=size, seed=seed)
 
 
 class EveryStep(Sync):
@@ -198,7 +188,7 @@ class EveryStep(Sync):
 
   is_local_sgd = False
 
-  def build(self, context: SyncContext) -> LocalUpdate | None:
+  def build(self, context: SyncContext) -> exchange.local_updates.LocalUpdate | None:
     return None
 
 
@@ -216,10 +206,8 @@ class LocalSGD(Sync):
   sync_every_steps: Count
   workers: Literal["device", "replica"] = "device"
 
-  def build(self, context: SyncContext) -> LocalUpdate:
-    from jaxscale.exchange.local_updates import local_sgd
-
-    return local_sgd(self.sync_every_steps)
+  def build(self, context: SyncContext) -> exchange.local_updates.LocalUpdate:
+    return exchange.local_updates.local_sgd(self.sync_every_steps)
 
 
 class DiLoCo(LocalSGD):
@@ -235,10 +223,9 @@ class DiLoCo(LocalSGD):
   outer_lr: Positive = 0.7
   outer_momentum: Fraction = 0.9
 
-  def build(self, context: SyncContext) -> LocalUpdate:
-    from jaxscale.exchange.local_updates import diloco
-
-    return diloco(self.sync_every_steps, rate=self.outer_lr, momentum=self.outer_momentum)
+  def build(self, context: SyncContext) -> exchange.local_updates.LocalUpdate:
+    rate, momentum = self.outer_lr, self.outer_momentum
+    return exchange.local_updates.diloco(self.sync_every_steps, rate=rate, momentum=momentum)
 
 
 class BlockMomentum(LocalSGD):
@@ -262,9 +249,8 @@ class BlockMomentum(LocalSGD):
   nesterov: bool = True
   reset_momentum: bool = True
 
-  def build(self, context: SyncContext) -> LocalUpdate:
-    from jaxscale.exchange import local_updates
-
+  def build(self, context: SyncContext) -> exchange.local_updates.LocalUpdate:
+    local_updates = exchange.local_updates
     every = self.sync_every_steps or local_updates.block_steps(context.worker_batch)
     given = context.num_train, every, context.worker_batch, context.num_workers
     if note := local_updates.check_samples(*given):

@@ -76,8 +76,7 @@ def top_k(
 
     def tensors(_: list[int], xs: list[jax.Array]):
       done = _exchange_group([x.reshape(-1) for x in xs], share, axes)
-      pairs = zip(xs, done, strict=True)
-      return [(a.reshape(x.shape), b.reshape(x.shape)) for x, (a, b) in pairs]
+      return [(a.reshape(x.shape), b.reshape(x.shape)) for x, (a, b) in zip(xs, done, strict=True)]
 
     def by_bucket(_: list[int], xs: list[jax.Array]):
       xs = xs[::-1]  # groups have the last leaf first, but `layout` starts from the last
@@ -95,10 +94,9 @@ def top_k(
 
 def _exchange_group(xs: list[jax.Array], share: float, axes: Axes):
   """Return (mean, residual) of each of several flat arrays that are sent together."""
-  num_devices = lax.axis_size(axes)
   # Rounded, since 0.07 * 100 is 7.000000000000001.
   counts = [math.ceil(round(share * x.size, 6)) for x in xs]
-  sparse = [i for i, k in enumerate(counts) if k * num_devices < xs[i].size]
+  sparse = [i for i, k in enumerate(counts) if k * lax.axis_size(axes) < xs[i].size]
   done = whole_means({i: x for i, x in enumerate(xs) if i not in sparse}, axes)
   indices = [lax.top_k(jnp.abs(xs[i]), counts[i])[1] for i in sparse]
   means = _mean_of_sent([xs[i] for i in sparse], indices, axes)

@@ -51,10 +51,8 @@ def delayed(inner: Exchange) -> Exchange:
   return Exchange(init, exchange, _resize_with(inner, "grads", mean_for_all))
 
 
-def warm_start(
-  inner: Exchange, axes: tuple[str, ...], *, steps: int, first: Exchange | None = None
-) -> Exchange:
-  """Return an exchange that starts with another exchange for the first steps.
+def warm_start(inner: Exchange, axes: tuple[str, ...], *, steps: int) -> Exchange:
+  """Return an exchange that averages by `plain` in the first steps.
 
       result_t = mean_i g_i[t] for t < steps, then the result of inner
 
@@ -66,13 +64,12 @@ def warm_start(
     inner: the exchange after the first steps.
     axes: mesh axes to average over.
     steps: number of first steps; 0 returns `inner` itself.
-    first: the exchange of the first steps, which must have no state; None means `plain`.
 
   Returns:
     An exchange. Its state has "step", int32 [], and "inner", the state of `inner`.
 
   Raises:
-    ConfigError: the number of steps is negative, or `first` has a state.
+    ConfigError: the number of steps is negative.
 
   Example:
     >>> exchange = warm_start(plain(("replica", "data")), ("data",), steps=100)
@@ -85,16 +82,13 @@ def warm_start(
     raise ConfigError(f"warm_start.steps={steps} is out of range; give 0 or more")
   if steps == 0:
     return inner
-  before = first or plain(axes)
 
   def init(params: Any):
-    if jax.tree.leaves(before.init(params)):
-      raise ConfigError("warm_start.first keeps a state; give a stateless exchange, such as plain")
     return {"step": jnp.zeros((), jnp.int32), "inner": inner.init(params)}
 
   def exchange(grads: Any, state: Any):
     def early(inner_state: Any):
-      return before.exchange(grads, ())[0], inner_state
+      return plain(axes).exchange(grads, ())[0], inner_state
 
     late = functools.partial(inner.exchange, grads)
     step = lax.pmax(state["step"], axes)

@@ -27,19 +27,15 @@ from jaxscale.data.dataset import check_targets, with_checked_weights, with_targ
 from jaxscale.errors import ConfigError, invalid
 from jaxscale.exchange import Exchange
 from jaxscale.experiment import make_layout as layouts
+from jaxscale.experiment import model as model_parts
 from jaxscale.experiment.derive import Derived, derive
 from jaxscale.experiment.exchange import Synchronization, make_exchange, make_sync
-from jaxscale.experiment.loss import loss_state, make_objective, metric_notes, trace_steps
-from jaxscale.experiment.model import (
-  Model,
-  as_functions,
-  bn_span,
-  check_model,
-  imported,
-  init_fn,
-  make_metrics,
-  make_model,
-  rows_of_device,
+from jaxscale.experiment.loss import (
+  abstract_rows,
+  loss_state,
+  make_objective,
+  metric_notes,
+  trace_steps,
 )
 from jaxscale.experiment.optimizer import make_optimizer, phase_rate, phase_schedule
 from jaxscale.experiment.own_classes import build
@@ -80,7 +76,7 @@ class RunParts:
   derived: Derived
   mesh: Mesh
   eval_data: data.Dataset
-  model: Model
+  model: model_parts.Model
   layout: Layout | None  # None: everything is replicated
   eval_step: EvalStep
   metrics: Mapping[str, Metric]
@@ -127,18 +123,11 @@ class Experiment(RunParts, PhaseParts):
       seed=config.seed,
     )
     parts = loss, self.tx, self.mesh, self.exchange
+    common: Any = {"schedule": self.schedule, "options": options}
     if self.sync is None:
-      return steps.make_train_step(
-        *parts, schedule=self.schedule, layout=self.layout, options=options
-      )
-    return make_local_train_step(
-      *parts,
-      self.sync.method,
-      schedule=self.schedule,
-      workers=self.sync.workers,
-      last_step=self.derived.total_steps,
-      options=options,
-    )
+      return steps.make_train_step(*parts, layout=self.layout, **common)
+    common |= {"workers": self.sync.workers, "last_step": self.derived.total_steps}
+    return make_local_train_step(*parts, self.sync.method, **common)
 
   @property
   def best_metric(self) -> str | None:
@@ -190,7 +179,7 @@ class Experiment(RunParts, PhaseParts):
     """
     given, config = None, self.config
     if config.init_from is not None:
-      given = imported(config, self.eval_data.info, self.abstract_state())
+      given = model_parts.imported(config, self.eval_data.info, self.abstract_state())
     return states.run_init(self._init, self.mesh, config.seed, given, turn)
 
   def abstract_state(self) -> TrainState:
@@ -206,16 +195,12 @@ class Experiment(RunParts, PhaseParts):
   @functools.cached_property
   def example_flops(self) -> int:
     """Model FLOPs of training on one example of this phase."""
-    arrays = data.batch_shapes(self.train_data.info, 1)
-    one = {name: jax.ShapeDtypeStruct(*array) for name, array in arrays.items()}
-    return training_flops(self.model, one)
+    return training_flops(self.model, abstract_rows(self.train_data.info, 1))
 
   def abstract_batch(self) -> Batch:
     """Return the shapes, dtypes and shardings of a global training batch."""
-    arrays = data.batch_shapes(self.train_data.info, self.phase.batch_size)
-    sharding: Any = batch_sharding(self.mesh)
-    abstract: Any = functools.partial(jax.ShapeDtypeStruct, sharding=sharding)
-    return {name: abstract(shape, dtype) for name, (shape, dtype) in arrays.items()}
+    rows, sharding = self.phase.batch_size, batch_sharding(self.mesh)
+    return abstract_rows(self.train_data.info, rows, sharding)
 
   def lower_train_step(self, abstract: TrainState | None = None) -> Any:
     """Return the train step as `jax.stages.Lowered`, for the shapes of the run.
@@ -240,10 +225,7 @@ class Experiment(RunParts, PhaseParts):
   def lower_eval_step(self, state: TrainState) -> Any:
     """Return the evaluation step as `jax.stages.Lowered`, for this state."""
     rows, sharding = self.derived.eval_batch_size, batch_sharding(self.mesh)
-    batch: Any = {
-      name: jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
-      for name, (shape, dtype) in data.batch_shapes(self.eval_data.info, rows).items()
-    }
+    batch = abstract_rows(self.eval_data.info, rows, sharding)
     batch["mask"] = jax.ShapeDtypeStruct((rows,), bool, sharding=sharding)
     step: Any = self.eval_step
     return step.lower(*state.evaluated(), batch)
@@ -251,17 +233,13 @@ class Experiment(RunParts, PhaseParts):
   @functools.cached_property
   def _init(self) -> Any:
     """Jitted function that creates the state, traced once for its shapes and to run."""
-    parts = init_fn(self.model), self.tx, self.mesh, self.exchange
+    parts = model_parts.init_fn(self.model), self.tx, self.mesh, self.exchange
     if self.sync is not None:
       return states.make_init(*parts, local=self.sync.method)
-    return states.make_init(
-      *parts,
-      layout=self.layout,
-      average=self.config.ema_decay is not None,
-      noise_scale=self.config.noise_scale,
-      loss_scale=self.config.dtype == "float16",
-      loss_state=self.loss_state,
-    )
+    config = self.config
+    kept: Any = {"average": config.ema_decay is not None, "noise_scale": config.noise_scale}
+    kept |= {"loss_scale": config.dtype == "float16", "loss_state": self.loss_state}
+    return states.make_init(*parts, layout=self.layout, **kept)
 
 
 def experiment(
@@ -288,19 +266,19 @@ def experiment(
   sizes = train_data.num_examples, eval_data.num_examples
   here = jax.device_count() if devices is None else len(devices)
   derived = derive(config, *sizes, here, start_devices=start_devices)
-  spans = [bn_span(config, derived, phase) for phase in derived.phases]
-  bn_devices = max(span.bn_devices for span in spans)
+  spans = [model_parts.bn_span(config, derived, phase) for phase in derived.phases]
   grid = dataclasses.asdict(config.mesh)
-  mesh = make_mesh(**grid, bn_devices=bn_devices, devices=devices)
+  mesh = make_mesh(**grid, bn_devices=max(span.bn_devices for span in spans), devices=devices)
   for phase in derived.phases:  # errors of later phases are raised now
     make_sync(config, derived, phase, mesh)
-  info, rows = eval_data.info, rows_of_device(derived, derived.phases[0])
-  model = make_model(config, info, mesh, spans[0], train=False)
-  objective = make_objective(config, info, as_functions(model), mesh)
-  metrics = make_metrics(config, info)
-  notes = check_model(config, model, objective, info, mesh, rows, compute=datasets is None)
+  info, rows = eval_data.info, model_parts.rows_of_device(derived, derived.phases[0])
+  model = model_parts.make_model(config, info, mesh, spans[0], train=False)
+  objective = make_objective(config, info, model_parts.as_functions(model), mesh)
+  metrics = model_parts.make_metrics(config, info)
+  parts = config, model, objective, info, mesh, rows
+  notes = model_parts.check_model(*parts, compute=datasets is None)
   if datasets is None and not all(is_built_in(type(m)) for m in config.metrics):
-    trace, _, batch = trace_steps(as_functions(model), objective, info, mesh, rows)
+    trace, _, batch = trace_steps(model_parts.as_functions(model), objective, info, mesh, rows)
     notes += metric_notes(metrics, trace(), batch)
   _check_paths(config, model)
   if "weight" in info.arrays:
@@ -352,7 +330,8 @@ def make_phase(parts: RunParts, phase: Phase, train_data: data.Dataset) -> Phase
   config, derived, mesh, layout = parts.config, parts.derived, parts.mesh, parts.layout
   if phase.image_size is not None:
     train_data = config.data.resized(phase.image_size)
-  model = make_model(config, train_data.info, mesh, bn_span(config, derived, phase))
+  span = model_parts.bn_span(config, derived, phase)
+  model = model_parts.make_model(config, train_data.info, mesh, span)
   if phase.image_size is not None:
     shapes = [jax.tree.map(lambda x: x.shape, _params(m)) for m in (parts.model, model)]
     if shapes[0] != shapes[1]:
@@ -372,25 +351,18 @@ def make_phase(parts: RunParts, phase: Phase, train_data: data.Dataset) -> Phase
   exchange, notes = make_exchange(config, derived, sizes, params, mesh)
   sync, more = make_sync(config, derived, phase, mesh)
   schedule = phase_schedule(config, derived, phase)
-  objective = make_objective(config, train_data.info, as_functions(model), mesh)
-  return PhaseParts(
-    phase=phase,
-    train_data=train_data,
-    loss=layouts.make_loss(config, model, layout, objective, mesh),
-    tx=make_optimizer(config, schedule, warmup, momentum),
-    schedule=schedule,
-    exchange=exchange,
-    sync=sync,
-    notes=(*layouts.notes(config, mesh, phase.accumulate_steps), *notes, *more),
-  )
+  objective = make_objective(config, train_data.info, model_parts.as_functions(model), mesh)
+  loss = layouts.make_loss(config, model, layout, objective, mesh)
+  tx = make_optimizer(config, schedule, warmup, momentum)
+  lines = *layouts.notes(config, mesh, phase.accumulate_steps), *notes, *more
+  return PhaseParts(phase, train_data, loss, tx, schedule, exchange, sync, lines)
 
 
 def with_sizes(experiment: Experiment, chosen: Sequence[int]) -> Experiment:
   """Return the experiment after an adaptive run has chosen these batch sizes."""
   old = experiment.derived
   sizes = old.num_train, old.num_eval, old.num_devices
-  derived = derive(experiment.config, *sizes, chosen, old.start_devices)
-  return experiment.replace(derived=derived)
+  return experiment.replace(derived=derive(experiment.config, *sizes, chosen, old.start_devices))
 
 
 def with_length(experiment: Experiment, length: Mapping[str, Any]) -> Experiment:
@@ -439,12 +411,12 @@ def skip_steps(state: TrainState, steps: int) -> TrainState:
   return _map_opt_state(state._replace(step=move(state.step)), move)
 
 
-def _params(model: Model) -> Any:
+def _params(model: model_parts.Model) -> Any:
   """Return the shapes and dtypes of the parameters."""
-  return models.init_shapes(init_fn(model))[0]
+  return models.init_shapes(model_parts.init_fn(model))[0]
 
 
-def _check_paths(config: cfg.Config, model: Model) -> None:
+def _check_paths(config: cfg.Config, model: model_parts.Model) -> None:
   """Raise if a pattern matches no parameter, which would silently change the method."""
   order, include = config.layer_order, getattr(config.optimizer, "include", "all")
   fields = {pattern: "Config.layer_order" for pattern in order}
@@ -457,17 +429,13 @@ def _check_paths(config: cfg.Config, model: Model) -> None:
     if not any(re.search(pattern, path) for path in paths):
       # Paths from the start, the middle and the end are enough as examples.
       some = sorted({0, 1, len(paths) // 2, len(paths) - 1} & set(range(len(paths))))
-      raise ConfigError(
-        f"{field}={pattern!r} matches no parameter; paths are, e.g., "
-        + ", ".join(paths[i] for i in some)
-      )
+      fix = f"paths are, e.g., {', '.join(paths[i] for i in some)}"
+      raise invalid(field, repr(pattern), "matches no parameter", fix)
   for path in paths if order else ():
     fits = [repr(pattern) for pattern in order if re.search(pattern, path)]
     if len(fits) != 1:
-      raise ConfigError(
-        f"Config.layer_order={order}: {path} matches {' and '.join(fits) or 'none'} of "
-        "them; it must match exactly one"
-      )
+      found = f"{path} matches {' and '.join(fits) or 'none'} of them"
+      raise ConfigError(f"Config.layer_order={order}: {found}; it must match exactly one")
 
 
 def trust_ratio_metrics(opt_state: Any) -> dict[str, jax.Array]:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from jaxscale import config as cfg
 from jaxscale import optim
-from jaxscale.errors import ConfigError, invalid
+from jaxscale.errors import invalid
 from jaxscale.experiment.microbatches import bn_span_of, over_devices
 from jaxscale.experiment.phases import Phase, plan
 from jaxscale.mesh import mesh_shape
@@ -97,10 +97,9 @@ def derive(
       raise invalid(f"Config.{unit}", length, problem, "give fewer")
   length = getattr(config.data, "sequence_length", None)
   if length is not None and num_train == 1 < config.batch_size:
-    raise ConfigError(  # a smaller batch size would not help
-      f"data.sequence_length={length} gives one training example, but a batch needs "
-      f"{config.batch_size}; give more text or a smaller length"
-    )
+    # A smaller batch size would not help.
+    problem = f"gives one training example, but a batch needs {config.batch_size}"
+    raise invalid("data.sequence_length", length, problem, "give more text or a smaller length")
   size, num_microbatches, lr = config.batch_size, config.accumulate_steps, config.optimizer.lr
   _check_batch("Config.batch_size", size, num_train, start_blocks, num_microbatches)
   phases = _phases(config, num_train, chosen)
@@ -159,10 +158,9 @@ def _check_phases(
     most = num_train if isinstance(config.phases, cfg.Phases) else size  # trials check sizes
     _check_batch("Phases.batch_sizes", size, most, num_devices, num_microbatches)
     if config.noise_scale and num_devices * num_microbatches == 1:
-      raise ConfigError(
-        "Config.noise_scale=True needs two gradients per step, but one device has one "
-        "micro-batch; set accumulate_steps to 2 or more (in every phase)"
-      )
+      problem = "needs two gradients per step, but one device has one micro-batch"
+      fix = "set accumulate_steps to 2 or more (in every phase)"
+      raise invalid("Config.noise_scale", True, problem, fix)
 
 
 def _check_batch(
@@ -173,17 +171,13 @@ def _check_batch(
   if batch_size > num_train:
     # A smaller batch may be used with fewer micro-batches.
     unit = unit if unit <= num_train else num_devices
-    most = num_train // unit * unit
-    raise ConfigError(
-      f"{field}={batch_size} is larger than the {num_train:,} training examples; "
-      + (f"give {most} or less" if most else "use more data or fewer devices")
-    )
+    most, problem = num_train // unit * unit, f"is larger than the {num_train:,} training examples"
+    fix = f"give {most} or less" if most else "use more data or fewer devices"
+    raise invalid(field, batch_size, problem, fix)
   if batch_size % unit:
     below = batch_size // unit * unit
-    raise ConfigError(
-      f"{field}={batch_size} is not divisible by {num_devices} devices x "
-      f"{num_microbatches} accumulate_steps; give {f'{below} or ' * bool(below)}{below + unit}"
-    )
+    problem = f"is not divisible by {num_devices} devices x {num_microbatches} accumulate_steps"
+    raise invalid(field, batch_size, problem, f"give {f'{below} or ' * bool(below)}{below + unit}")
 
 
 def _phases(config: cfg.Config, num_train: int, chosen: Sequence[int]):

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from jax.sharding import Mesh
 
 from jaxscale import config as cfg
-from jaxscale.errors import ConfigError
+from jaxscale.errors import ConfigError, invalid
 from jaxscale.exchange import Exchange, plain
 from jaxscale.exchange.local_updates import LocalUpdate
 from jaxscale.exchange.wrappers import delayed, warm_start
@@ -76,10 +76,9 @@ def make_sync(
   alone = None if sync.workers == "device" else ("replica",)
   span = bn_span(config, derived, phase).axis_name or ()
   if span and (alone is None or set(span) & {*alone}):
-    raise ConfigError(
-      f"{type(config.model).__name__}.bn_span={config.model.bn_span} would share BatchNorm "
-      "statistics between workers that train alone; use 'device' or a smaller number"
-    )
+    field = f"{type(config.model).__name__}.bn_span"
+    problem = "would share BatchNorm statistics between workers that train alone"
+    raise invalid(field, config.model.bn_span, problem, "use 'device' or a smaller number")
   num_workers = mesh.size if alone is None else mesh.shape["replica"]
   rows = phase.batch_size // num_workers
   context = cfg.SyncContext(num_workers, rows, derived.num_train, notes.append)

@@ -17,7 +17,7 @@ from jaxscale import config as cfg
 from jaxscale import data, models
 from jaxscale.collectives import vary
 from jaxscale.errors import invalid
-from jaxscale.experiment.own_classes import build, guarded, guarded_parts
+from jaxscale.experiment.own_classes import build, guarded_parts
 from jaxscale.mesh import batch_axes
 from jaxscale.optim.tree_paths import path_name
 from jaxscale.training import losses
@@ -55,15 +55,7 @@ def make_objective(config: cfg.Config, info: Any, model: Any, mesh: Mesh) -> Any
     problem = f"does not work with Config.loss={type(config.loss).__name__}, "
     problem += f"a {type(objective).__name__} of all devices, whose parameters differ"
     raise invalid("Config.sync", type(config.sync).__name__, problem, "train synchronously")
-  if not isinstance(objective, CustomLoss):
-    return guarded_parts(config.loss, " ({})", objective)
-  loss_fn, evaluation, init_state = objective
-  guard = guarded if callable(evaluation) else guarded_parts
-  return CustomLoss(
-    guarded(config.loss, " (loss_fn)", loss_fn),
-    guard(config.loss, " (evaluation)", evaluation),
-    init_state and guarded(config.loss, " (init_state)", init_state),
-  )
+  return guarded_parts(config.loss, " ({})", objective)
 
 
 def _is_loss(part: Any) -> bool:
@@ -94,8 +86,7 @@ def loss_of(
     sharded: wrapper for parameters that are split, as in `training.gathered_loss`.
   """
   if isinstance(objective, GatheredObjective):
-    axes = batch_axes(mesh)
-    loss = gathered_loss(model.apply, objective, axes, model.inputs, sharded)
+    loss = gathered_loss(model.apply, objective, batch_axes(mesh), model.inputs, sharded)
   elif isinstance(objective, CustomLoss):
     loss = sharded(checked(objective.loss_fn))
   else:
@@ -131,6 +122,12 @@ def totals_of(
   return lambda params, state, batch: totals(params, state_of_model(state), batch)
 
 
+def abstract_rows(info: Any, rows: int, sharding: Any = None) -> dict[str, Any]:
+  """Return the shapes, dtypes and shardings of a batch's arrays."""
+  abstract = functools.partial(jax.ShapeDtypeStruct, sharding=sharding)
+  return {name: abstract(*array) for name, array in data.batch_shapes(info, rows).items()}
+
+
 def trace_steps(
   model: models.ModelFns, objective: AnyLoss, info: Any, mesh: Mesh, rows: int
 ) -> tuple[Callable[[], Any], Any, dict[str, Any]]:
@@ -149,8 +146,7 @@ def trace_steps(
   """
   axes = batch_axes(mesh)
   whole = rows * math.prod(mesh.shape[axis] for axis in axes)
-  shapes = data.batch_shapes(info, whole).items()
-  batch = {name: jax.ShapeDtypeStruct(*array) for name, array in shapes}
+  batch = abstract_rows(info, whole)
   keys = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), whole))
   state = models.init_shapes(model.init)
   if (init_state := loss_state(objective)) is not None:
@@ -197,7 +193,7 @@ def sum_notes(objective: AnyLoss, state: Any, outputs: Any, batch: Any, mesh: Me
   """
   if isinstance(objective, CustomLoss):
     params, model_state = state
-    reason = check_sums(objective.loss_fn, params, model_state, batch, mesh, name="Config.loss")
+    reason = check_sums(objective.loss_fn, params, model_state, batch, mesh)
   else:
 
     def of_outputs(params: Any, model_state: Any, batch: Any, keys: Any):
@@ -210,10 +206,10 @@ def sum_notes(objective: AnyLoss, state: Any, outputs: Any, batch: Any, mesh: Me
     reason = check_sums(of_outputs, {}, {}, inputs, mesh, name="Config.loss")
   notes = [f"cannot check that its loss sums over rows: {reason}"] if reason else []
   if isinstance(objective, CustomLoss):
-    notes.append("a CustomLoss is not tested for results that depend on the number of devices")
-  return notes + (
-    _split_notes(objective, outputs, batch) if type(objective) is GatheredObjective else []
-  )
+    notes.append("its loss_fn is not tested for results that depend on the number of devices")
+  if isinstance(objective, GatheredObjective):
+    notes += _split_notes(objective, outputs, batch)
+  return notes
 
 
 def metric_notes(metrics: Mapping[str, Metric], outputs: Any, batch: Any) -> list[str]:

@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 
 from jaxscale import config as cfg
 from jaxscale import models, parallel
-from jaxscale.errors import ConfigError
+from jaxscale.errors import invalid
 from jaxscale.experiment.loss import AnyLoss, loss_of, totals_of
 from jaxscale.experiment.model import Model, init_fn
 from jaxscale.optim.tree_paths import path_name
@@ -51,17 +51,9 @@ def make_layout(config: cfg.Config, mesh: Mesh, model: Model) -> Layout | None:
     given = tuple(sharding_rules.parse(rule) for rule in chosen.rules)
     _check_rules(shapes, given, rules, mesh, chosen.model)
     rules = given
-  return parallel.make_layout(
-    mesh,
-    shapes,
-    rules,
-    shard=shard,
-    slow_axes=chosen.slow_axes,
-    splits=chosen.model,
-    dtype=half,
-    sum_in=half if chosen.sum_in == "dtype" else None,
-    opt_on_host=on_host,
-  )
+  options: Any = {"slow_axes": chosen.slow_axes, "splits": chosen.model, "opt_on_host": on_host}
+  options |= {"dtype": half, "sum_in": half if chosen.sum_in == "dtype" else None}
+  return parallel.make_layout(mesh, shapes, rules, shard=shard, **options)
 
 
 def shard_on(config: cfg.Config, mesh: Mesh) -> Shard:
@@ -113,11 +105,9 @@ def check_exchange(config: cfg.Config, layout: Layout | None, sizes: Mapping[str
   if layout is None or layout.shard not in ("zero2", "fsdp"):
     return
   if math.prod(sizes.values()) == 1 and not is_exact:
-    raise ConfigError(
-      f"Config.exchange={name}{'(delayed)' * exchange.delayed} has nothing to send, "
-      "because fsdp sums all gradients; use a plain AllReduce, or set mesh.data or "
-      "mesh.replica to 2 or more"
-    )
+    problem = "has nothing to send, because fsdp sums all gradients"
+    fix = "use a plain AllReduce, or set mesh.data or mesh.replica to 2 or more"
+    raise invalid("Config.exchange", f"{name}{'(delayed)' * exchange.delayed}", problem, fix)
 
 
 def check_memory(config: cfg.Config, device: Any) -> None:
@@ -134,10 +124,9 @@ def check_memory(config: cfg.Config, device: Any) -> None:
     del needs["remat"]  # compiles anyway
   for field, value in needs.items():
     if getattr(config.layout, field) == value:
-      raise ConfigError(
-        f"Layout.{field}={value!r} needs memory of the kind {HOST!r}, which JAX does not "
-        f"support on this {device.platform}; use a different value"
-      )
+      problem = f"needs memory of the kind {HOST!r}, which JAX does not support on this "
+      fix = "use a different value"
+      raise invalid(f"Layout.{field}", repr(value), f"{problem}{device.platform}", fix)
 
 
 def _check_rules(
@@ -154,10 +143,9 @@ def _check_rules(
     sizes.pop("model", None)
     for rule in user_rules:
       if not callable(rule.dims) and "model" in rule.dims:
-        raise ConfigError(
-          f"Layout.rules={rule.pattern!r} splits a parameter along model, but with "
-          f"Layout.model={splits!r} this axis splits only tokens; write - instead"
-        )
+        problem = "splits a parameter along model, but with "
+        problem += f"Layout.model={splits!r} this axis splits only tokens"
+        raise invalid("Layout.rules", repr(rule.pattern), problem, "write - instead")
   user_specs, model_specs = (partition(shapes, rules, sizes) for rules in (user_rules, model_rules))
   paths = jax.tree_util.tree_leaves_with_path(shapes)
   specs = zip(paths, *map(jax.tree.leaves, (user_specs, model_specs)), strict=True)
@@ -168,15 +156,11 @@ def _check_rules(
         f"dim {tuple(s).index(axis)}" if axis in s else "no dim" for s in (spec, expected)
       )
       if splits != needs:
-        raise ConfigError(
-          f"Layout.rules: along {axis} the model splits {needs} of {name}, but the rule for it "
-          f"splits {splits}; change the rule"
-        )
+        problem = f"along {axis} the model splits {needs} of {name}, but the rule for it splits "
+        raise invalid("Layout.rules:", ..., f"{problem}{splits}", "change the rule")
     if name.startswith("layers/") and spec[0] == "fsdp":
-      raise ConfigError(
-        f"Layout.rules: dim 0 of {name} counts layers and cannot be split along fsdp; "
-        "split a different dim"
-      )
+      problem = f"dim 0 of {name} counts layers and cannot be split along fsdp"
+      raise invalid("Layout.rules:", ..., problem, "split a different dim")
 
 
 def _check_divides(config: cfg.Config, mesh: Mesh, shapes: Any) -> None:
@@ -188,10 +172,8 @@ def _check_divides(config: cfg.Config, mesh: Mesh, shapes: Any) -> None:
   size, head = mesh.shape.get("model", 1), shapes.get("head", {})
   classes = head["bias"].size if config.model.is_stack and "bias" in head else 0
   if classes % size and config.layout.model.startswith("layers"):
-    raise ConfigError(
-      f"Mesh.model={size} does not divide the {classes} classes of the head; set "
-      f"{type(config.model).__name__}.pad_classes_to to a multiple of {size}"
-    )
+    fix = f"set {type(config.model).__name__}.pad_classes_to to a multiple of {size}"
+    raise invalid("Mesh.model", size, f"does not divide the {classes} classes of the head", fix)
   fields = {"stage": ("num_layers",), "model": ("num_heads", "num_kv_heads")}
   if config.layout.model == "ring":
     del fields["model"]
@@ -201,10 +183,9 @@ def _check_divides(config: cfg.Config, mesh: Mesh, shapes: Any) -> None:
       parts = getattr(m, field, None)
       if parts is not None and parts % size:
         is_text = axis == "model" and m.takes_text
-        raise ConfigError(
-          f"Mesh.{axis}={size} does not divide {type(m).__name__}.{field}={parts}; "
-          "give a divisor" + (", or layout.model='ring', which splits no heads" * is_text)
-        )
+        fix = "give a divisor" + ", or layout.model='ring', which splits no heads" * is_text
+        problem = f"does not divide {type(m).__name__}.{field}={parts}"
+        raise invalid(f"Mesh.{axis}", size, problem, fix)
 
 
 def make_loss(

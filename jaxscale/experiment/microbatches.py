@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from jaxscale import config as cfg
-from jaxscale.errors import ConfigError
+from jaxscale.errors import ConfigError, invalid
 from jaxscale.experiment.phases import Phase
 from jaxscale.mesh import batch_norm_span, mesh_shape
 from jaxscale.metrics.text import listed, plural
@@ -53,8 +53,7 @@ def micro_batches(
   fitting = [n for n in _divisors(rows) if n >= asked and keeps(n)]
   if num_devices >= start_devices:
     return asked if asked in fitting else None
-  most = batch_size // (start_devices * asked)
-  small = [n for n in fitting if rows // n <= most]
+  small = [n for n in fitting if rows // n <= batch_size // (start_devices * asked)]
   return small[0] if small else max(fitting, default=None)
 
 
@@ -83,8 +82,7 @@ def over_devices(
       return num_microbatches == phase.accumulate_steps
     rows = phase.batch_size // (devices * num_microbatches)
     try:
-      grid = dataclasses.asdict(config.mesh) | {"stage": 1, "model": 1}
-      shape = mesh_shape(devices, **grid)
+      shape = mesh_shape(devices, **dataclasses.asdict(config.mesh) | {"stage": 1, "model": 1})
       batch_norm_span(span, rows, replica=shape.replica, data=shape.data * shape.fsdp)
     except ConfigError:
       return False
@@ -106,11 +104,10 @@ def over_devices(
     wrong = "with the same BatchNorm statistics and noise scale cannot be divided over"
   elif num_blocks > start_blocks and phase.accumulate_steps > 1:
     wrong = f"in {phase.accumulate_steps} micro-batches {wrong}"
-  raise ConfigError(
-    f"batch_size={phase.batch_size} {wrong} {plural(num_blocks, 'device')}, and a "
-    f"resumed run keeps the batch size with which it started, on {start_blocks}; use "
-    f"{_nearest(do, num_blocks)} devices, or a different --workdir"
-  )
+  problem = f"{wrong} {plural(num_blocks, 'device')}, and a resumed run keeps the batch size "
+  problem += f"with which it started, on {start_blocks}"
+  fix = f"use {_nearest(do, num_blocks)} devices, or a different --workdir"
+  raise invalid("batch_size", phase.batch_size, problem, fix)
 
 
 def bn_span_of(config: cfg.Config) -> Any:

@@ -15,9 +15,9 @@ from jaxscale import config as cfg
 from jaxscale import data, models, weights
 from jaxscale.config.bases import snake_case
 from jaxscale.config.choice import is_built_in
-from jaxscale.errors import ConfigError, invalid
+from jaxscale.errors import invalid
 from jaxscale.experiment.derive import Derived
-from jaxscale.experiment.loss import AnyLoss, sum_notes, trace_steps
+from jaxscale.experiment.loss import AnyLoss, abstract_rows, sum_notes, trace_steps
 from jaxscale.experiment.own_classes import build, guarded, guarded_parts, user_errors
 from jaxscale.experiment.phases import Phase
 from jaxscale.experiment.row_mixing import mixes_rows
@@ -42,9 +42,8 @@ def bn_span(config: cfg.Config, derived: Derived, phase: Phase) -> BatchNormSpan
   """Return the devices and rows that share BatchNorm statistics in a phase."""
   span: Any = config.model.bn_span if config.model.batch_norm else "device"
   shape = mesh_shape(derived.num_devices, **dataclasses.asdict(config.mesh))
-  rows = rows_of_device(derived, phase)
   replicas, data_size = shape.replica, shape.data * shape.fsdp
-  spread = batch_norm_span(span, rows, replica=replicas, data=data_size)
+  spread = batch_norm_span(span, rows_of_device(derived, phase), replica=replicas, data=data_size)
   if shape.fsdp > 1 and spread.axis_name is not None:
     return spread._replace(axis_name=(*spread.axis_name, "fsdp"))
   return spread
@@ -61,11 +60,10 @@ def _bn_options(span: BatchNormSpan, mesh: Mesh) -> dict[str, Any]:
   if names is not None and "data" in names and BN_AXIS in mesh.axis_names:
     names = (*names, BN_AXIS)
   if span.bn_devices not in (1, mesh.shape.get(BN_AXIS, 1)):
-    raise ConfigError(
-      f"bn_span needs statistics over {span.bn_devices} devices in one phase and over "
-      f"{mesh.shape.get(BN_AXIS, 1)} in another; choose batch sizes so that all phases "
-      "use the same number of BatchNorm devices"
-    )
+    problem = f"needs statistics over {span.bn_devices} devices in one phase and over "
+    problem += f"{mesh.shape.get(BN_AXIS, 1)} in another"
+    fix = "choose batch sizes so that all phases use the same number of BatchNorm devices"
+    raise invalid("bn_span", ..., problem, fix)
   return {"bn_axis_name": names, "bn_group_size": span.group_size}
 
 
@@ -171,13 +169,12 @@ def check_model(
     ConfigError: the call failed, or the model has fewer outputs than the data has classes.
   """
   kind, info = type(config.model), _seen_by_loss(config, info)
-  is_own = not (is_built_in(kind) and is_built_in(type(config.loss)))
-  mixing = functools.partial(_mixing_notes, config.dtype, mesh, rows)
-  if is_own and compute and isinstance(model, models.Stack):
-    notes = _model_notes(mixing, as_functions(model), info, rows)
-    return [f"{kind.__name__}: {line}" for line in notes]
-  if not is_own or not isinstance(model, models.ModelFns):
+  if is_built_in(kind) and is_built_in(type(config.loss)):
     return []
+  mixing = functools.partial(_mixing_notes, config.dtype, mesh, rows)
+  if isinstance(model, models.Stack):
+    notes = _model_notes(mixing, as_functions(model), info, rows) if compute else []
+    return [f"{kind.__name__}: {line}" for line in notes]
   state, batch, outputs, found = _called_as_steps(model, objective, info, mesh, rows)
   notes: list[str] = []
   if compute and not is_built_in(type(config.loss)):
@@ -211,9 +208,8 @@ def _called_as_steps(
   trace, state, batch = trace_steps(model, objective, info, mesh, rows)
   for path, leaf in jax.tree.leaves_with_path(state[1]):
     if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-      field = f"model state {path_name(path)}"
       problem, fix = "is a typed key, which a checkpoint cannot store", "store its "
-      raise invalid(field, ..., problem, fix + "jax.random.key_data")
+      raise invalid(f"model state {path_name(path)}", ..., problem, fix + "jax.random.key_data")
   return state, batch, *notes_of(trace)
 
 
@@ -241,8 +237,7 @@ def as_functions(model: Model) -> models.ModelFns:
   stack = model
 
   def apply(params: Any, model_state: Any, inputs: Any, train: Any, keys: Any):
-    batch = {"image": inputs, "tokens": inputs}
-    return stack_logits(stack, params, batch), model_state
+    return stack_logits(stack, params, {"image": inputs, "tokens": inputs}), model_state
 
   return models.ModelFns(init_fn(stack), apply)
 
@@ -251,13 +246,11 @@ def _model_notes(
   mixing: Callable[..., list[str]], model: models.ModelFns, info: Any, rows: int
 ) -> list[str]:
   """Return the notes of `mixing` on a model, for rows like the data's."""
-  shapes = data.batch_shapes(info, rows)
-  batch: Any = {name: jax.ShapeDtypeStruct(*array) for name, array in shapes.items()}
 
   def outputs_of(state: Any, batch: Any, keys: Any):
     return model.apply(*state, model.inputs(batch), True, keys)[0]
 
-  return mixing("its model", outputs_of, model.init, batch)
+  return mixing("its model", outputs_of, model.init, abstract_rows(info, rows))
 
 
 def _mixing_notes(
@@ -306,17 +299,11 @@ def imported(
   notes: list[str] = []
 
   def check(naming: Any, names: Any):  # before shapes, since it reports the wrong setting
-    lines = check_source(path, naming, names, config.model, info, init_head=config.init_head)
-    notes.extend(lines)
+    notes.extend(check_source(path, naming, names, config.model, info, init_head=config.init_head))
 
-  loaded = weights.import_safetensors(
-    path,
-    abstract.params,
-    state_of_model(abstract.model_state),
-    num_classes=num_classes(_seen_by_loss(config, info)),
-    init_head=config.init_head,
-    check=check,
-  )
+  trees = abstract.params, state_of_model(abstract.model_state)
+  options: Any = {"num_classes": num_classes(_seen_by_loss(config, info)), "check": check}
+  loaded = weights.import_safetensors(path, *trees, init_head=config.init_head, **options)
   logger.info(loaded.summary)
   for note in notes:
     logger.warning(f"note: {note}")

@@ -58,9 +58,14 @@ def guarded(settings: Any, doing: str, function: Any) -> Any:
 
 
 def guarded_parts(settings: Any, doing: str, parts: Any) -> Any:
-  """Apply `guarded` to each function in a NamedTuple; "{}" in `doing` is its name."""
-  functions = parts._asdict().items()
-  return parts._replace(**{n: f and guarded(settings, doing.format(n), f) for n, f in functions})
+  """Apply `guarded` to each function in nested NamedTuples; "{}" in `doing` is its name."""
+
+  def part(name: str, function: Any) -> Any:
+    if isinstance(function, tuple):
+      return guarded_parts(settings, doing, function)
+    return function and guarded(settings, doing.format(name), function)
+
+  return parts._replace(**{name: part(name, x) for name, x in parts._asdict().items()})
 
 
 @contextlib.contextmanager
@@ -79,12 +84,11 @@ def user_errors(settings: Any, doing: str) -> Generator[None, None, None]:
   except Exception as e:
     if is_built_in(type(settings)):
       raise
-    home, frames = sys.modules.get(type(settings).__module__), traceback.walk_tb(e.__traceback__)
-    code = getattr(getattr(type(settings), "build", None), "__code__", None)
-    code = getattr(settings, "user_code", None) or code
-    file = getattr(home, "__file__", None)
-    if code is not None and hasattr(settings, "user_code"):
-      file = code.co_filename
+    module, frames = type(settings).__module__, traceback.walk_tb(e.__traceback__)
+    home = None if module.startswith("jaxscale.") else sys.modules.get(module)
+    code = getattr(settings, "user_code", None)
+    file = code.co_filename if code else getattr(home, "__file__", None)
+    code = code or getattr(getattr(type(settings), "build", None), "__code__", None)
     lines = [line for frame, line in frames if frame.f_code.co_filename == file]
     if not lines and code is not None and code.co_filename == file:
       lines = [code.co_firstlineno]

@@ -88,8 +88,7 @@ def plan(
 
 def phase_index(phases: Sequence[Phase], step: int) -> int:
   """Return the index of the phase after `step` steps; at the end, of the last phase."""
-  inside = (i for i, phase in enumerate(phases) if step < phase.stop)
-  return next(inside, len(phases) - 1)
+  return next((i for i, phase in enumerate(phases) if step < phase.stop), len(phases) - 1)
 
 
 def examples_at(phases: Sequence[Phase], step: int) -> int:

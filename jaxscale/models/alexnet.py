@@ -70,8 +70,7 @@ class AlexNetModule(ImageModule):
       x = nn.relu(self._dense(name, self.hidden, std=0.005, bias=0.1)(x))
       x = dropout(x, self.dropout, keys if train else None, layer)
     head_bias = 0.01 if self.batch_norm else 0.0
-    x = self._dense("fc8", self.num_classes, std=0.01, bias=head_bias)(x)
-    return x.astype(jnp.float32)
+    return self._dense("fc8", self.num_classes, std=0.01, bias=head_bias)(x).astype(jnp.float32)
 
   def _features(self, x: jax.Array, train: bool) -> jax.Array:
     """Map [n, h, w, channels] to [n, h', w', 256], e.g. 227 x 227 to 6 x 6."""

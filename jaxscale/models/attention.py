@@ -86,8 +86,7 @@ def fused_attention(
     if not causal:
       lengths = jnp.full(q.shape[0], tokens, jnp.int32)
   options: Any = {"key_value_seq_lengths": lengths, "implementation": implementation}
-  out = jax.nn.dot_product_attention(q, k, v, is_causal=causal, **options)
-  return out[:, :tokens]
+  return jax.nn.dot_product_attention(q, k, v, is_causal=causal, **options)[:, :tokens]
 
 
 def cached_attention(q: jax.Array, k: jax.Array, v: jax.Array, start: jax.Array) -> jax.Array:
@@ -279,8 +278,7 @@ def _cos_sin(angles: jax.Array) -> tuple[jax.Array, ...]:
 
   def looped(angles):
     is_sin = jnp.array([False, True])
-    both = lax.map(lambda s: jnp.where(s, jnp.sin(angles), jnp.cos(angles)), is_sin)
-    return tuple(both)
+    return tuple(lax.map(lambda s: jnp.where(s, jnp.sin(angles), jnp.cos(angles)), is_sin))
 
   def written(angles):
     return jnp.cos(angles), jnp.sin(angles)

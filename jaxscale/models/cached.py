@@ -51,8 +51,7 @@ def empty_cache(stack: Stack, params: Any, rows: int, room: int) -> Cache:
     stack.layer(jax.tree.map(lambda x: x[0], params["layers"]), h, ops)
     return caches[0]
 
-  tokens = jax.ShapeDtypeStruct((rows, room), jnp.int32)
-  kept = jax.eval_shape(one_layer, params, tokens)
+  kept = jax.eval_shape(one_layer, params, jax.ShapeDtypeStruct((rows, room), jnp.int32))
   k, v = (jnp.zeros((stack.num_layers, *x.shape), x.dtype) for x in kept)
   return Cache(k, v, jnp.zeros((), jnp.int32))
 

@@ -27,8 +27,7 @@ class MLPModule(nn.Module):
     x = images.reshape(len(images), -1).astype(self.dtype)
     for width in self.hidden:
       x = nn.relu(nn.Dense(width, dtype=self.dtype)(x))
-    x = nn.Dense(self.num_classes, dtype=self.dtype)(x)
-    return x.astype(jnp.float32)
+    return nn.Dense(self.num_classes, dtype=self.dtype)(x).astype(jnp.float32)
 
 
 class CNNModule(ImageModule):
@@ -68,5 +67,4 @@ class CNNModule(ImageModule):
     if self.dense:
       x = nn.relu(nn.Dense(self.dense, dtype=self.dtype)(x))
     x = dropout(x, self.dropout, keys if train else None, layer=0)
-    x = nn.Dense(self.num_classes, dtype=self.dtype)(x)
-    return x.astype(jnp.float32)
+    return nn.Dense(self.num_classes, dtype=self.dtype)(x).astype(jnp.float32)

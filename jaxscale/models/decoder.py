@@ -23,9 +23,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxscale.errors import invalid
 from jaxscale.models.attention import RopeScaling, join_heads, rotate, split_heads
 from jaxscale.models.linear import dense, linear
+from jaxscale.models.sizes import transformer_heads
 from jaxscale.models.stack import Ops, Stack, at_least_float32, rejoin, sum_totals
 
 # Standard deviation of initial matrices and the table, from GPT-2's published code; the
@@ -101,7 +101,7 @@ def make_transformer(
     >>> params["layers"]["q"]["kernel"].shape
     (2, 64, 64)
   """
-  groups, each = _heads(width, num_heads, num_kv_heads, head_width)
+  groups, each = transformer_heads(width, num_heads, num_kv_heads, head_width)
   norm, dtype = functools.partial(rms_norm, eps=norm_eps), jnp.dtype(dtype)
 
   def embed(p, batch, ops):
@@ -164,25 +164,6 @@ def _layer(
   return h + rejoin(jax.nn.silu(gate) * up, p["down"]["kernel"], ops)
 
 
-def _heads(
-  width: int, num_heads: int, num_kv_heads: int | None, head_width: int | None
-) -> tuple[int, int]:
-  """Return the number of heads of keys and values, and the width of a head."""
-  groups = num_heads if num_kv_heads is None else num_kv_heads
-  each = width // num_heads if head_width is None else head_width
-  if head_width is None and width % num_heads:
-    fix = "give a divisor, or head_width"
-    raise invalid("transformer.num_heads", num_heads, f"does not divide width={width}", fix)
-  if num_heads % groups:
-    problem = f"does not divide num_heads={num_heads}"
-    raise invalid("transformer.num_kv_heads", groups, problem, "give a divisor")
-  if each % 2:
-    problem = "is odd, but rotary positions rotate pairs of units"
-    fix = "choose width, num_heads or head_width to make it even"
-    raise invalid("transformer.head_width", each, problem, fix)
-  return groups, each
-
-
 def rms_norm(x: jax.Array, scale: jax.Array, *, eps: float) -> jax.Array:
   """RMSNorm (arXiv:1910.07467, eq. 4): x / sqrt(mean(x^2) + eps) * scale.
 
@@ -195,8 +176,7 @@ def rms_norm(x: jax.Array, scale: jax.Array, *, eps: float) -> jax.Array:
     Normalised values, float32 [..., width].
   """
   wide = at_least_float32(x)
-  mean_square = jnp.square(wide).mean(axis=-1, keepdims=True)
-  return wide * jax.lax.rsqrt(mean_square + eps) * scale
+  return wide * jax.lax.rsqrt(jnp.square(wide).mean(axis=-1, keepdims=True) + eps) * scale
 
 
 def _init(key, num_layers, vocab_size, more, width, queries, keys, hidden, qk_norm):

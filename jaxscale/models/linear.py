@@ -73,8 +73,7 @@ def _linear_backward(dtype, out, kept, g):
   g = g.astype(dtype)
   rows = x.reshape(-1, x.shape[-1]), g.reshape(-1, g.shape[-1])
   by_kernel = jnp.einsum("ni,no->io", *rows, preferred_element_type=types[1].dtype)
-  transposed = kernel.astype(dtype).T
-  return jnp.matmul(g, transposed, preferred_element_type=types[0].dtype), by_kernel
+  return jnp.matmul(g, kernel.astype(dtype).T, preferred_element_type=types[0].dtype), by_kernel
 
 
 _linear.defvjp(_linear_forward, _linear_backward)

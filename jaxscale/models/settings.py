@@ -8,13 +8,14 @@ from jaxscale import models  # Lazy: its names load on first use.
 from jaxscale.config.bases import Model, ModelContext
 from jaxscale.config.bounds import Count, Fraction, Positive
 from jaxscale.errors import ConfigError, invalid
+from jaxscale.models import sizes
 
 # The names for --config.model= (HOMES in config/choice.py lists this module).
 __all__ = ["CNN", "MLP", "AlexNet", "Module", "ResNet", "Transformer", "ViT"]
 
 # Examples that share BatchNorm statistics: a number, "device" (a device's micro-batch) or
 # "global" (the micro-batches of all devices).
-Span = int | Literal["device", "global"]
+Span = Annotated[int | Literal["device", "global"], ">= 2"]
 
 
 def _images(model: Model, context: ModelContext) -> dict[str, Any]:
@@ -35,12 +36,6 @@ def _normalised(model: Any, context: ModelContext) -> dict[str, Any]:
   own = {k: v for k, v in dataclasses.asdict(model).items() if k != "bn_span"}
   spans = {"bn_axis_name": context.bn_axis_name, "bn_group_size": context.bn_group_size}
   return own | spans | _images(model, context)
-
-
-def _check_span(owner: str, span: int | str) -> None:
-  if isinstance(span, int) and span < 2:
-    problem = "is out of range; give a number >= 2, 'device' or 'global'"
-    raise ConfigError(f"{owner}.bn_span={span} {problem}")
 
 
 class MLP(Model):
@@ -77,9 +72,6 @@ class CNN(Model):
   bn_span: Span = "device"
   dropout: Fraction = 0.0
 
-  def __post_init__(self):
-    _check_span("CNN", self.bn_span)
-
   def build(self, context: ModelContext) -> Any:
     options, pixels = _normalised(self, context), min(context.info.image_shape[:2])
     if pixels >> len(self.features) == 0:
@@ -103,9 +95,6 @@ class AlexNet(Model):
   batch_norm: bool = False
   bn_span: Span = "device"
   dropout: Fraction = 0.5
-
-  def __post_init__(self):
-    _check_span("AlexNet", self.bn_span)
 
   def build(self, context: ModelContext) -> Any:
     module = models.AlexNetModule(**_normalised(self, context))
@@ -169,9 +158,6 @@ class ResNet(Model):
   batch_norm = True
   not_shared = ("width",)
 
-  def __post_init__(self):
-    _check_span("ResNet", self.bn_span)
-
   def build(self, context: ModelContext) -> Any:
     return models.make_resnet(**_normalised(self, context))
 
@@ -223,16 +209,7 @@ class Transformer(Model):
   pad_vocab_to: Count = 128
 
   def __post_init__(self):
-    if self.head_width is None:
-      _check_heads("Transformer", self.width, self.num_heads)
-    each = self.head_width or self.width // self.num_heads
-    if each % 2:
-      field = "head_width" if self.head_width else "num_heads"
-      problem = f"gives heads of odd width {each}, which RoPE cannot rotate; choose an even width"
-      raise ConfigError(f"Transformer.{field}={getattr(self, field)} {problem}")
-    if self.num_kv_heads is not None and self.num_heads % self.num_kv_heads:
-      problem = f"does not divide num_heads={self.num_heads}; give a divisor"
-      raise ConfigError(f"Transformer.num_kv_heads={self.num_kv_heads} {problem}")
+    sizes.transformer_heads(self.width, self.num_heads, self.num_kv_heads, self.head_width)
     if self.rope_low >= self.rope_high:
       problem = f"is not below rope_high={self.rope_high}; give a smaller number"
       raise ConfigError(f"Transformer.rope_low={self.rope_low} {problem}")
@@ -288,7 +265,7 @@ class ViT(Model):
   pad_classes_to: Count = 1
 
   def __post_init__(self):
-    _check_heads("ViT", self.width, self.num_heads)
+    sizes.check_heads("ViT", self.width, self.num_heads)
 
   is_stack = True
 
@@ -300,16 +277,6 @@ class ViT(Model):
   def build(self, context: ModelContext) -> Any:
     info = context.info
     common = _images(self, context)
-    if info.image_shape[0] % self.patch or info.image_shape[1] % self.patch:
-      pixels = "x".join(map(str, info.image_shape[:2]))
-      problem = f"does not divide the {pixels} pixels of {info.name}; give a divisor"
-      raise ConfigError(f"ViT.patch={self.patch} {problem}")
     common |= {"image_shape": info.image_shape, "mean": info.mean, "std": info.std}
     common |= dataclasses.asdict(self)
     return models.make_vit(label_smoothing=context.label_smoothing, **common)
-
-
-def _check_heads(owner: str, width: int, num_heads: int) -> None:
-  if width % num_heads:
-    problem = f"does not divide width={width}; give a divisor"
-    raise ConfigError(f"{owner}.num_heads={num_heads} {problem}")

@@ -23,6 +23,7 @@ from jax import lax
 from jaxscale.errors import invalid
 from jaxscale.models.attention import join_heads, split_heads
 from jaxscale.models.linear import dense, linear, shift
+from jaxscale.models.sizes import check_heads
 from jaxscale.models.stack import Ops, Stack, at_least_float32, rejoin, sum_totals
 
 # Sharding rules: path pattern and mesh axis of each dim (parallel/rules.py).
@@ -93,7 +94,10 @@ def make_vit(
     >>> sum(leaf.size for leaf in jax.tree.leaves(params))
     22050664
   """
-  _check_sizes(image_shape, patch, width, num_heads)
+  if any(size % patch for size in image_shape[:2]):
+    problem = f"does not divide images of {image_shape[0]}x{image_shape[1]} pixels"
+    raise invalid("ViT.patch", patch, problem, "give a divisor or another image size")
+  check_heads("ViT", width, num_heads)
   norm, dtype = functools.partial(layer_norm, eps=norm_eps), jnp.dtype(dtype)
   layer = functools.partial(_layer, norm=norm, head_width=width // num_heads)
 
@@ -147,17 +151,6 @@ def _layer(
   x = ops.enter(norm(h, p["mlp_norm"]))
   y = gelu(dense(x, p["up"], h.dtype))
   return h + shift(rejoin(y, p["down"]["kernel"], ops), p["down"]["bias"])
-
-
-def _check_sizes(image_shape: tuple[int, int, int], patch: int, width: int, num_heads: int) -> None:
-  """Raise if patches do not divide the images or heads do not divide the width."""
-  height, columns, _ = image_shape
-  if height % patch or columns % patch:
-    problem = f"does not divide images of {height}x{columns} pixels"
-    raise invalid("vit.patch", patch, problem, "give a divisor or another image size")
-  if width % num_heads:
-    problem = f"does not divide width={width}"
-    raise invalid("vit.num_heads", num_heads, problem, "give a divisor")
 
 
 def layer_norm(x: jax.Array, p: Any, *, eps: float) -> jax.Array:
@@ -215,8 +208,7 @@ def _init(
 
   def layer(key):
     *attend, up, down = jax.random.split(key, 6)
-    heads = zip("qkvo", attend, strict=True)
-    layers = {name: biased(key, width, width) for name, key in heads}
+    layers = {name: biased(key, width, width) for name, key in zip("qkvo", attend, strict=True)}
     layers["up"] = biased(up, width, hidden, 1e-6)
     layers["down"] = biased(down, hidden, width, 1e-6)
     return layers | {"attn_norm": norm(), "mlp_norm": norm()}

@@ -53,8 +53,7 @@ class Gather:
 
   def for_layer(self) -> Gather:
     """Return the gather of one layer of a parameter whose first dim counts layers."""
-    scatter = None if self.scatter is None else self.scatter - 1
-    return dataclasses.replace(self, scatter=scatter)
+    return dataclasses.replace(self, scatter=None if self.scatter is None else self.scatter - 1)
 
 
 class ShardedAndFull(NamedTuple):
@@ -127,8 +126,7 @@ def save_all_but_gathered(primitive: Any, *_: Any, **params: Any) -> bool:
     case "name":
       return params["name"] != GATHERED
     case "custom_vjp_call":  # `gather` is identified by the name inside it
-      eqns = params["call_jaxpr"].jaxpr.eqns
-      return not any(eqn.params.get("name") == GATHERED for eqn in eqns)
+      return not any(eqn.params.get("name") == GATHERED for eqn in params["call_jaxpr"].jaxpr.eqns)
     case "all_gather":
       return FSDP not in params["axis_name"]
     case name:

@@ -43,8 +43,7 @@ class _Group(NamedTuple):
 
 def exchange_axes(layout: Layout) -> tuple[str, ...]:
   """Return the axes that the exchange averages over; () if the backward pass sums."""
-  entries = jax.tree.leaves(layout.gathers)
-  scattered = [e for e in entries if e.scatter is not None]
+  scattered = [e for e in jax.tree.leaves(layout.gathers) if e.scatter is not None]
   return scattered[0].sum_in_exchange if scattered else layout.token_axes
 
 
@@ -74,10 +73,8 @@ def make_layout_exchange(exchange: Exchange, layout: Layout) -> Exchange:
         part, state[group.name] = exchange.exchange(part, state[group.name])
         found = structure.flatten_up_to(part)
         # The means are equal along axes whose devices started with equal gradients.
-        means = [
-          same_everywhere(x, tuple(a for a in group.others if a in varying(x)))
-          for x in (found[i] for i in group.indices)
-        ]
+        pairs = [(found[i], varying(found[i])) for i in group.indices]
+        means = [same_everywhere(x, tuple(a for a in group.others if a in y)) for x, y in pairs]
       else:
         size = lax.axis_size(group.after) if group.after else 1
         parts = [leaves[i] for i in group.indices]
@@ -140,8 +137,7 @@ def _groups(layout: Layout) -> list[_Group]:
     members.setdefault((entry.sum_in_exchange, split), []).append(i)
   groups = []
   for (after, split), indices in members.items():
-    name = "_".join(split) or "whole"
     others = tuple(a for a in layout.mesh.axis_names if a not in (*after, *split))
     is_chosen = bool(after) and after == axes
-    groups.append(_Group(name, indices, after, others, is_chosen))
+    groups.append(_Group("_".join(split) or "whole", indices, after, others, is_chosen))
   return groups

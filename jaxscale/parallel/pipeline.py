@@ -40,7 +40,7 @@ from jax.extend import core
 
 from jaxscale.cluster.jax_internals import varying_axes
 from jaxscale.collectives import vary
-from jaxscale.collectives.typed import axis_sizes, in_mesh_order, varying
+from jaxscale.collectives.typed import axes_of, axis_sizes, in_mesh_order, jaxprs_in, varying
 from jaxscale.errors import ConfigError
 
 RunLayers = Callable[[Any, jax.Array], jax.Array]  # (this stage's layers, h) -> h
@@ -49,9 +49,7 @@ Totals = dict[str, jax.Array]  # sums over examples
 _COLLECTIVES = ("psum", "pmax", "pmin", "all_gather", "reduce_scatter", "all_to_all")
 
 
-def bubble(
-  schedule: Literal["gpipe", "1f1b"], stages: int, num_microbatches: int, *, skip: bool = True
-) -> float:
+def bubble(schedule: Literal["gpipe", "1f1b"], stages: int, num_microbatches: int) -> float:
   """Return the pipeline bubble: the share of a step's time in which a stage is idle.
 
   For GPipe it is (S-1)/(M+S-1): a stage works in M of M+S-1 ticks, both forward and
@@ -59,27 +57,24 @@ def bubble(
   section 2.2, which divides by the time of work: (S-1)/M). It also holds for this
   implementation and any M: in M+S-1 ticks some stage runs a forward pass and in M+S-1
   some stage runs a backward pass, and a tick takes as long as its longest work. Without
-  branches every tick runs both, so that a stage works in M of M+2(S-1) ticks. Embedding
-  and head, which run on one stage each, are not counted.
+  branches, as ring attention needs them, every tick of 1F1B runs both, so that a stage works
+  in M of M+2(S-1) ticks. Embedding and head, which run on one stage each, are not counted.
 
   Args:
     schedule: "gpipe" or "1f1b".
     stages: number of stages S.
     num_microbatches: number of micro-batches M per device.
-    skip: skip idle work by branches, as in `one_f_one_b`. It does not affect GPipe, where
-      some stage has work in every tick.
 
   Raises:
     ConfigError: the schedule is unknown.
 
   Example:
-    >>> bubble("gpipe", 4, 12), bubble("1f1b", 4, 12, skip=False)
-    (0.2, 0.3333333333333333)
+    >>> bubble("gpipe", 4, 12)
+    0.2
   """
   if schedule not in ("gpipe", "1f1b"):
     raise ConfigError(f"schedule={schedule!r} is unknown; use 'gpipe' or '1f1b'")
-  fill = (stages - 1) * (2 if schedule == "1f1b" and not skip else 1)
-  return fill / (num_microbatches + fill)
+  return (stages - 1) / (num_microbatches + stages - 1)
 
 
 def split_microbatches(batch: Any, num_microbatches: int) -> Any:
@@ -105,9 +100,11 @@ def gpipe(
   *,
   axis: str = "stage",
   skip: bool = True,
-  remat: bool = True,
 ) -> jax.Array:
   """Return the outputs of the last layer by GPipe, divided among the stages.
+
+  A stage stores only its inputs and recomputes its layers in the backward pass, as in the
+  paper (section 2.3).
 
   With `stage_microbatches` the head and the loss are divided, too: each stage processes
   M/S of the micro-batches, and a sum over `axis` gives the totals. If S does not divide
@@ -125,8 +122,6 @@ def gpipe(
     skip: skip ticks without work by a branch. This saves no time, but energy and the
       gathering of parameters. Use False if the layers permute, as ring attention does.
       Idle stages then run on the first micro-batch, and their results are discarded.
-    remat: store only the inputs of a stage and recompute its layers in the backward pass,
-      as the paper does (section 2.3). False: store what `run_layers` stores.
 
   Returns:
     Outputs of the micro-batches of `stage_microbatches`, [M/S, rows, tokens, width], or of
@@ -155,8 +150,7 @@ def gpipe(
     h = run_layers(layers, jnp.where(is_work, h, lax.stop_gradient(microbatches[0])))
     return jnp.where(is_work, h, _zeros(h))
 
-  if remat:
-    work = jax.checkpoint(work, prevent_cse=False)
+  work = jax.checkpoint(work, prevent_cse=False)
 
   def tick(received: Any, now: Any):
     t, fresh = now
@@ -191,8 +185,7 @@ def stage_microbatches(microbatches: Any, *, axis: str = "stage") -> Any:
     if len(x) % stages:
       return x
     size = len(x) // stages
-    start = lax.axis_index(axis) * size
-    return lax.dynamic_slice_in_dim(vary(x, (axis,)), start, size)
+    return lax.dynamic_slice_in_dim(vary(x, (axis,)), lax.axis_index(axis) * size, size)
 
   return jax.tree.map(own, microbatches)
 
@@ -438,9 +431,7 @@ def _check_branch(name: str, axis: str, work: Callable[..., Any], *args: Any) ->
     ConfigError: the work permutes, or has a collective along `axis`.
   """
   for eqn in _equations(jax.make_jaxpr(work)(*args).jaxpr):
-    kind = eqn.primitive.name
-    axes = eqn.params.get("axes", eqn.params.get("axis_name", ()))
-    axes = axes if isinstance(axes, tuple) else (axes,)
+    kind, axes = eqn.primitive.name, axes_of(eqn)
     if kind == "ppermute":
       problem = "but idle stages would not take part; give skip=False, or attention without a ring"
       raise ConfigError(f"{name} permutes along {axes[0]!r}, {problem}")
@@ -451,12 +442,7 @@ def _check_branch(name: str, axis: str, work: Callable[..., Any], *args: Any) ->
 
 def _equations(jaxpr: core.Jaxpr) -> Iterator[core.JaxprEqn]:
   """Yield the equations of a jaxpr and of all jaxprs inside it."""
-
-  def is_program(x: Any):
-    return isinstance(x, core.Jaxpr | core.ClosedJaxpr)
-
   for eqn in jaxpr.eqns:
     yield eqn
-    for inner in jax.tree.leaves(list(eqn.params.values()), is_leaf=is_program):
-      if is_program(inner):
-        yield from _equations(getattr(inner, "jaxpr", inner))
+    for inner in jaxprs_in(eqn):
+      yield from _equations(inner)

@@ -3,7 +3,7 @@
 A step uses the functions in this order: `shards_and_full` and `pair_shards` prepare the
 parameters for the loss, `scale_for_exchange` prepares the gradients,
 `shard_like_optimizer` and `shard_like_params` come before and after the update, and
-`opt_to_device` and `opt_to_host` move the optimizer state.
+`move_opt_state` moves the optimizer state.
 """
 
 from typing import Any
@@ -108,21 +108,12 @@ def opt_state_shardings(layout: Layout, tx: optax.GradientTransformation) -> Any
   return jax.tree.map(place, jax.eval_shape(tx.init, layout.shapes), where)
 
 
-def opt_to_device(opt_state: Any, layout: Layout) -> Any:
-  """Move an optimizer state to the devices for the update, inside a jit.
+def move_opt_state(opt_state: Any, layout: Layout, space: Any) -> Any:
+  """Move an optimizer state that is kept on the host between steps, inside a jit.
 
-  Call it in a branch. Otherwise XLA copies arrays as soon as there is room for them,
-  before the backward pass has freed its memory. It cannot start before a branch is taken.
+  Move it to the devices in a branch. Otherwise XLA copies arrays as soon as there is room for
+  them, before the backward pass has freed its memory. It cannot start before a branch is taken.
   """
-  return _moved(opt_state, layout, jax.memory.Space.Device)
-
-
-def opt_to_host(opt_state: Any, layout: Layout) -> Any:
-  """Move an optimizer state to where it is kept between steps, inside a jit."""
-  return _moved(opt_state, layout, jax.memory.Space.Host)
-
-
-def _moved(opt_state: Any, layout: Layout, space: Any) -> Any:
   if not layout.opt_on_host:
     return opt_state
 

@@ -21,6 +21,7 @@ from jaxscale.parallel import sequence
 from jaxscale.parallel.fsdp_gather import gather_params, save_all_but_gathered
 from jaxscale.parallel.pipeline import gpipe, one_f_one_b, split_microbatches, stage_microbatches
 from jaxscale.parallel.placement import pair_shards
+from jaxscale.parallel.ring import ring_attention
 from jaxscale.parallel.specs import Layout
 from jaxscale.parallel.tensor import tensor_ops
 
@@ -62,8 +63,7 @@ def gpipe_grads(stack: Stack, layout: Layout, *, remat: str = "none") -> Pipelin
 
   def grads(shards: Any, full: Any, model_state: Any, batch: Any, num_microbatches: int):
     def loss(shards: Any):
-      params = pair_shards(shards, full)
-      totals = _run(stack, layout, params, batch, num_microbatches, remat=remat)
+      totals = _run(stack, layout, pair_shards(shards, full), batch, num_microbatches, remat=remat)
       return totals["loss"], totals
 
     found, totals = jax.grad(loss, has_aux=True)(shards)
@@ -172,15 +172,19 @@ def layout_ops(layout: Layout) -> Ops:
   attend = functools.partial(attention, device=layout.mesh.devices.flat[0])
   if "model" not in layout.mesh.axis_names:
     return Ops(attend=attend)
-  if layout.splits == "ring":
-    return sequence.split(attend="ring", order="zigzag")
-  if layout.splits == "all_to_all":
-    ops, by_heads = sequence.split(attend="all_to_all"), sequence.all_to_all_attention
-    by_heads = functools.partial(by_heads, axis="model", attend=attend)
-    return ops._replace(attend=by_heads)
+  if layout.splits in ("ring", "all_to_all"):
+    by_heads = functools.partial(sequence.all_to_all_attention, axis="model", attend=attend)
+    by_ring = functools.partial(ring_attention, axis="model", order="zigzag")
+    by = by_ring if layout.splits == "ring" else by_heads
+    return Ops(attend=by, positions=lambda n: sequence.token_positions(n, "model", _order(layout)))
   regions = layout.splits == "layers_and_tokens"
   ops = tensor_ops(regions=regions, dtype=layout.dtype, sum_in=layout.sum_in)
   return ops._replace(attend=attend)
+
+
+def _order(layout: Layout) -> sequence.Order:
+  """Return the order of tokens that are split over devices."""
+  return "zigzag" if layout.splits == "ring" else "contiguous"
 
 
 def local_tokens(batch: Any, layout: Layout) -> Any:
@@ -192,7 +196,7 @@ def local_tokens(batch: Any, layout: Layout) -> Any:
   if "model" not in layout.token_axes:
     return batch
   size = lax.axis_size("model")
-  order = "zigzag" if layout.splits == "ring" else "contiguous"
+  order = _order(layout)
   pieces = size * (2 if order == "zigzag" else 1)  # equal pieces of a sequence
 
   def local(x: jax.Array):

@@ -1,9 +1,8 @@
 """Context parallelism for long inputs: tokens of a sequence split over a mesh axis.
 
 Every device has the same parameters and a part of each sequence's tokens, h
-[rows, tokens/n, width]. Everything in a model except attention works on each token
-separately; `split` returns the operations (`Ops`) that do not. Attention reaches the
-tokens of other devices in one of two ways:
+[rows, tokens/n, width]. Everything in a model except attention and positions works on each
+token separately. Attention reaches the tokens of other devices in one of two ways:
 
     ring_attention         keys and values go around a ring, n-1 permutes; any heads
     all_to_all_attention   exchange tokens for heads and back, 4 all-to-alls; n divides heads
@@ -18,7 +17,6 @@ and in values (groups over heads), a device sends in the forward pass
 all devices would hold the same values, each holds only its tokens (arXiv:2205.05198).
 """
 
-import functools
 from collections.abc import Callable
 from typing import Literal
 
@@ -28,49 +26,11 @@ import numpy as np
 from jax import lax
 
 from jaxscale.collectives.typed import axis_sizes
-from jaxscale.config.validation import nearest
 from jaxscale.errors import ConfigError
-from jaxscale.models.stack import Ops, attention
-from jaxscale.parallel.ring import check_zigzag, ring_attention
+from jaxscale.models.stack import attention
+from jaxscale.parallel.ring import check_zigzag
 
 Order = Literal["contiguous", "zigzag"]
-
-
-def split(
-  *,
-  axis: str = "model",
-  attend: Literal["ring", "all_to_all"] = "ring",
-  order: Order = "contiguous",
-) -> Ops:
-  """Return the operations of a model whose tokens are split over a mesh axis.
-
-  Every device has the full tables, classes and heads. Use the operations inside
-  `shard_map`.
-
-  Args:
-    axis: mesh axis of the tokens.
-    attend: "ring" or "all_to_all".
-    order: order of the tokens on the devices; see `token_positions`. "zigzag" requires
-      the ring, and tokens in `zigzag_order`.
-
-  Raises:
-    ConfigError: `attend` or `order` is unknown, or they do not work together.
-
-  Example:
-    >>> ops = split(axis="model", attend="ring")
-  """
-  by_ring = functools.partial(ring_attention, order=order)
-  ways = {"ring": by_ring, "all_to_all": all_to_all_attention}
-  if attend not in ways:
-    raise ConfigError(f"attend={attend!r}: {nearest(attend, ways)}")
-  if order not in ("contiguous", "zigzag"):
-    raise ConfigError(f"order={order!r} is unknown; use 'contiguous' or 'zigzag'")
-  if order == "zigzag" and attend != "ring":
-    problem = f"requires attend='ring', not {attend!r}; give 'contiguous'"
-    raise ConfigError(f"order='zigzag' {problem}")
-
-  here = functools.partial(ways[attend], axis=axis)
-  return Ops(attend=here, positions=lambda tokens: token_positions(tokens, axis, order))
 
 
 def token_positions(tokens: int, axis: str, order: Order = "contiguous") -> jax.Array:

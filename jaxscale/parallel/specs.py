@@ -142,16 +142,14 @@ def make_layout(
   param_specs = split if shard == "fsdp" else without_fsdp
   gathers = jax.tree.map_with_path(gather, shapes, opt_specs)
   types = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), shapes)
-  layout = Layout(mesh, shard, token_axes, param_specs, opt_specs, gathers, types)
-  options: Any = {"dtype": dtype, "sum_in": sum_in, "opt_on_host": opt_on_host}
-  return layout._replace(splits=splits, **options)
+  trees = param_specs, opt_specs, gathers, types
+  return Layout(mesh, shard, token_axes, *trees, splits, dtype, sum_in, opt_on_host)
 
 
 def _check_used(sizes: dict[str, int], specs: Any, shard: Shard) -> None:
   """Raise if all devices along an axis would compute the same."""
   used = {a for spec in jax.tree.leaves(specs) for a in spec}
-  axes = ["stage", "model"] + ([FSDP] if shard != "none" else [])
-  for axis in axes:
+  for axis in ["stage", "model"] + ([FSDP] if shard != "none" else []):
     if sizes.get(axis, 1) > 1 and axis not in used:
       reason = "splits nothing of this model; give 1"
       raise ConfigError(f"Mesh.{axis}={sizes[axis]} {reason}")
@@ -184,8 +182,7 @@ def local_grad_shapes(layout: Layout) -> Any:
   """Return the shape of each gradient's part on one device."""
 
   def local(x: Any, spec: P):
-    dims = NamedSharding(layout.mesh, spec).shard_shape(x.shape)
-    return jax.ShapeDtypeStruct(dims, x.dtype)
+    return jax.ShapeDtypeStruct(NamedSharding(layout.mesh, spec).shard_shape(x.shape), x.dtype)
 
   return jax.tree.map(local, layout.shapes, grad_specs(layout))
 

@@ -25,23 +25,9 @@ from jaxscale.hlo import memory_of, program_flops
 from jaxscale.metrics.chips import peak_flops
 
 
-class Peak(NamedTuple):
-  """Peak speed of a device.
-
-  Attributes:
-    flops: the peak in FLOP/s.
-    source: the source of the number.
-  """
-
-  flops: float
-  source: str
-
-
-def find_peak() -> Peak | None:
-  """Return the published peak of this process's devices, or None for CPUs and unknown chips."""
-  kind = jax.local_devices()[0].device_kind
-  flops = peak_flops(kind)
-  return None if flops is None else Peak(flops, f"published: {kind}, bfloat16")
+def find_peak() -> float | None:
+  """Return the published FLOP/s of this process's devices; None for CPUs and unknown chips."""
+  return peak_flops(jax.local_devices()[0].device_kind)
 
 
 class Efficiency:
@@ -65,10 +51,9 @@ class Efficiency:
     per_device = rate * experiment.example_flops / experiment.mesh.size
     values = {"tflops_per_device": per_device / 1e12} | _memory()
     if per_device and (peak := self._peak):
-      values["mfu"] = per_device / peak.flops
+      values["mfu"] = per_device / peak
       if program := self._known_program():
-        steps = rate / experiment.phase.batch_size
-        values["hfu"] = steps * program.flops / peak.flops
+        values["hfu"] = rate / experiment.phase.batch_size * program.flops / peak
     self._windows.append(values)
     return values
 
@@ -80,8 +65,8 @@ class Efficiency:
       if values := [window[name] for window in windows if name in window]:
         result[name] = round(statistics.median(values), 4)
     if "mfu" in result and self._peak:
-      result["peak_tflops_per_device"] = round(self._peak.flops / 1e12, 4)
-      result["peak_source"] = self._peak.source
+      result["peak_tflops_per_device"] = round(self._peak / 1e12, 4)
+      result["peak_source"] = f"published: {jax.local_devices()[0].device_kind}, bfloat16"
     if windows and "peak_memory_gb" in windows[-1]:
       result["peak_memory_gb"] = round(windows[-1]["peak_memory_gb"], 3)
     if program := self._known_program():
@@ -130,9 +115,8 @@ def _memory() -> dict[str, float]:
 def _resident() -> list[dict[str, float]]:
   """Return this process's memory, divided equally between its simulated devices."""
   with contextlib.suppress(OSError):  # Only Linux has /proc.
-    status = Path("/proc/self/status").read_text()
     names = {"VmRSS": "bytes_in_use", "VmHWM": "peak_bytes_in_use"}
-    sizes = re.findall(r"(\w+):\s+(\d+) kB", status)
+    sizes = re.findall(r"(\w+):\s+(\d+) kB", Path("/proc/self/status").read_text())
     share = 1024 / jax.local_device_count()
     return [{names[k]: share * int(size) for k, size in sizes if k in names}]
   return []

@@ -29,7 +29,7 @@ def export(
   to: Path,
   naming: str = "jaxscale",
   *,
-  step: int | None = None,
+  step: int | str | None = None,
   take: str | None = None,
   dtype: str | None = None,
 ) -> str:
@@ -39,7 +39,8 @@ def export(
     workdir: the run's workdir.
     to: the output file; cli/export.py describes the formats.
     naming: the naming scheme of the arrays.
-    step: the step of the checkpoint; None selects the newest one.
+    step: the step of the checkpoint; "best" selects the best by `checkpoint.best_metric`, and
+      None the newest one.
     take: "params" or "average"; None selects the average if the run keeps one.
     dtype: the dtype of the arrays; None keeps each array's dtype.
 
@@ -80,7 +81,7 @@ def export(
     about = _about(described, step, take)
     size = weights.export_leaves(to, leaves, metadata=about, **options)
   except checkpoint_files.DamagedError as e:
-    fix = "use another --step"
+    fix = "use another step"
     raise ConfigError(f"checkpoint {step} in {workdir} is damaged ({e}); {fix}") from None
   if fields is not None:
     try:

@@ -63,7 +63,8 @@ def fit(
   metrics.png to the workdir.
 
   Args:
-    config: the config, or the path of a config file.
+    config: the config, or the path of a config file or of a run. For other settings, pass
+      `jaxscale.load_config(path, {"epochs": "3"})`.
     workdir: the run's own directory, which is created if it does not exist.
     plan: a plan of the run, from `planning.plan.as_json`. It is saved as plan.json, and
       `jaxscale report` and `status` compare the run with it.
@@ -168,16 +169,14 @@ def restore(run: Run, compiler: StepCompiler) -> TrainState:
   state = run.checkpoints.restore(abstract, experiment.exchange.resize)
   run.callbacks.restore(run.checkpoints.restored, 0 if state is None else int(state.step))
   if state is None:
-    turn = run.programs.turn()
     if lowering is not None:  # Two threads trace slower than one.
       futures.wait([lowering])
-    state = experiment.init_state(turn)
+    state = experiment.init_state(run.programs.turn())
   start, end = int(state.step), experiment.derived.total_steps
   if start > end:  # Happens if config.json was deleted.
-    raise ConfigError(
-      f"--workdir={run.workdir}: the checkpoint is at step {start:,}, but --config has only "
-      f"{end:,} steps; use the config of that run, or another --workdir"
-    )
+    problem = f"the checkpoint is at step {start:,}, but --config has only {end:,} steps"
+    fix = "use the config of that run, or another --workdir"
+    raise ConfigError(f"--workdir={run.workdir}: {problem}; {fix}")
   if (phase := phase_at(experiment, start)) != experiment.phase:
     # The newest checkpoint was damaged, and the previous one is in an earlier phase.
     experiment = build.at_phase(experiment, phase)

@@ -1,6 +1,6 @@
 """Generate text with the language model of a run.
 
-    jaxscale generate --workdir DIR [--prompt TEXT] [--tokens N] ...
+    jaxscale generate RUN [--prompt TEXT] [--tokens N] ...
 
 `sample` is the pure function that does the work, for any stack and prompts of token ids.
 """
@@ -20,15 +20,15 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxscale import data
-from jaxscale.checkpoint import load_params
 from jaxscale.collectives.cpu_workarounds import one_at_a_time
 from jaxscale.config.record import describe_run
 from jaxscale.data.tokenizer import Tokenizer, byte_tokenizer, read_tokenizer
 from jaxscale.errors import ConfigError
-from jaxscale.experiment.model import make_model
+from jaxscale.mesh import replicated
+from jaxscale.metrics.log import shown
 from jaxscale.models.cached import advance, empty_cache
-from jaxscale.models.model_fns import init_shapes
 from jaxscale.models.stack import Stack
+from jaxscale.run.trained import info_of, of_run
 
 
 def sample(
@@ -68,8 +68,7 @@ def sample(
     token = choose(logits, key, **choice)
     return scores(token[:, None], cache), token
 
-  keys = jax.random.split(key, num_tokens)
-  _, tokens = jax.lax.scan(step, scores(prompt, cache), keys)
+  _, tokens = jax.lax.scan(step, scores(prompt, cache), jax.random.split(key, num_tokens))
   return tokens.T
 
 
@@ -136,29 +135,26 @@ def run_tokenizer(workdir: Path, source: Any, info: data.TextInfo) -> Tokenizer:
     problem = f", and the tokenizer cannot be loaded ({reason})"
   problem = f"the {info.vocab_size} tokens of {info.name} are not bytes{problem}"
   fix = "call jaxscale.run.generate.sample with token ids"
-  raise ConfigError(f"--workdir={workdir}: {problem}; {fix}")
+  raise ConfigError(f"{workdir}: {problem}; {fix}")
 
 
 def continuer(
-  stack: Stack, tokenizer: Tokenizer, *, num_tokens: int, sharding: Any = None, **choice
+  stack: Stack, tokenizer: Tokenizer, sharding: Any, *, num_tokens: int, **choice
 ) -> Callable[..., str]:
   """Return a function of parameters, a prompt and a seed that continues the prompt.
 
   Args:
     stack: a model that takes the tokenizer's tokens.
     tokenizer: the tokenizer of the model's text.
+    sharding: the sharding of the result, replicated on the devices of the parameters.
     num_tokens: the largest number of tokens to generate.
-    sharding: the sharding of the result, replicated on the devices of the parameters; None
-      if they are on one device.
     choice: `temperature`, `top_k` and `top_p`, as for `choose`.
   """
 
-  @functools.partial(jax.jit, out_shardings=sharding)
-  def sampled(params, tokens, seed):
+  def new_tokens(params, tokens, seed):
     return sample(stack, params, tokens, jax.random.key(seed), num_tokens=num_tokens, **choice)
 
-  if sharding is not None:
-    sampled = one_at_a_time(sampled, sharding.mesh)
+  sampled = one_at_a_time(jax.jit(new_tokens, out_shardings=sharding), sharding.mesh)
 
   def text_of(params: Any, prompt: str, seed: int) -> str:
     # surrogateescape keeps bytes of the command line that are not valid UTF-8.
@@ -172,15 +168,23 @@ def continuer(
 
 
 def write(
-  workdir: Path, prompt: str = "", *, seed: int = 0, num_tokens: int = 256, **choice
+  workdir: Path,
+  prompt: str = "",
+  *,
+  seed: int = 0,
+  num_tokens: int = 256,
+  step: int | str | None = None,
+  **choice,
 ) -> str:
   """Continue a prompt with a run's language model, up to the end of a document.
 
   Args:
-    workdir: the run's workdir; its newest intact checkpoint is used.
+    workdir: the run's workdir.
     prompt: the text to continue; "" begins a new document.
     seed: the random seed for sampling.
     num_tokens: the largest number of tokens to generate.
+    step: the step of the checkpoint; "best" selects the best by `checkpoint.best_metric`, and
+      None the newest intact one.
     choice: `temperature`, `top_k` and `top_p`, as for `choose`.
 
   Raises:
@@ -190,22 +194,19 @@ def write(
   described = describe_run(workdir)
   if not described.is_text:
     text = f"the run trains on {described.data['name']}, not on text; give a language model's run"
-    raise ConfigError(f"--workdir={workdir}: {text}")
-  config = described.settings()
-  fields = {k: v for k, v in described.data.items() if k in data.TextInfo._fields}
-  info = data.TextInfo(**fields)
-  stack = make_model(config, info)
-  assert isinstance(stack, Stack), "models of text are stacks"
+    raise ConfigError(f"{workdir}: {text}")
+  config, info = described.settings(), info_of(described)
   tokenizer = run_tokenizer(workdir, config.data, info)
-  checkpoint = load_params.load(workdir, init_shapes(stack.init))
+  with shown() as lines:  # Standard output has only the text.
+    lines.show = functools.partial(print, file=sys.stderr)
+    trained = of_run(described, config, info, step=step)
   document = tokenizer.encode([prompt.encode("utf-8", "surrogateescape")])
-  length, notes = max(len(document) - 1, 1) + num_tokens, [*checkpoint.notes]
+  length = max(len(document) - 1, 1) + num_tokens
   if length > info.sequence_length:
     unit = "bytes" if tokenizer.key == "bytes" else "tokens"
     seen = f"the model was trained with {info.sequence_length}"
     note = f"prompt and text have up to {length} {unit}, but {seen}"
-    notes.append(f"{note}; results may get worse beyond that")
-  for note in notes:
-    print(f"note: {note}", file=sys.stderr)
-  text_of = continuer(stack, tokenizer, num_tokens=num_tokens, **choice)
-  return text_of(checkpoint.params, prompt, seed)
+    print(f"note: {note}; results may get worse beyond that", file=sys.stderr)
+  model: Any = trained.model
+  text_of = continuer(model, tokenizer, replicated(trained.mesh), num_tokens=num_tokens, **choice)
+  return text_of(trained.params, prompt, seed)

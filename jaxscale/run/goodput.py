@@ -103,9 +103,8 @@ class Goodput(NamedTuple):
 
   def __str__(self) -> str:
     queue_s = self.seconds["queue"]
-    by_size = sorted(self.seconds.items(), key=lambda item: -item[1])
     parts = [f"training {text.duration(self.seconds['training'])}"]
-    for name, s in by_size:
+    for name, s in sorted(self.seconds.items(), key=lambda item: -item[1]):
       if name not in ("training", "queue") and s >= 0.5:
         parts.append(f"{name} {text.duration(s)}")
     held = f"{text.duration(self.wall_s - queue_s)}: {', '.join(parts)}"
@@ -168,8 +167,7 @@ def goodput(
   starts = [list(group) for _, group in itertools.groupby(ordered, lambda a: a.start)]
   if not starts:
     return None
-  own = (lines[-1].queued for lines in starts)
-  all_waits = [*filter(None, own), *waits]
+  all_waits = [*filter(None, (lines[-1].queued for lines in starts)), *waits]
   spent, segments = dict.fromkeys(CATEGORIES, 0.0), []
   end = min(starts[0][0].start, *(queued for queued, _ in all_waits), math.inf)
   was_done = False
@@ -233,8 +231,7 @@ def _segments(lines: Sequence[Activity], cut: float) -> Iterator[_Segment]:
     length = end - before.time
     if length < 0:
       return
-    known = before.seconds
-    seconds = {n: max(s - known.get(n, 0.0), 0.0) for n, s in line.seconds.items()}
+    seconds = {n: max(s - before.seconds.get(n, 0.0), 0.0) for n, s in line.seconds.items()}
     # The sum differs from the length by rounding, and by more if a line is damaged.
     recorded = sum(seconds.values())
     if recorded > 0:

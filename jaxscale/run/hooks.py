@@ -9,7 +9,7 @@ from concurrent.futures import Future
 import jax
 from jax.sharding import Mesh
 
-from jaxscale import data, metrics
+from jaxscale import data
 from jaxscale.cluster.watch.stop_consensus import StopRequested
 from jaxscale.cluster.watch.watch import Watch
 from jaxscale.data.dataset import Batch
@@ -144,8 +144,7 @@ def after_step(run: Run, name: str) -> Hook:
   """Return a hook that calls `on_step` of a callback, and evaluates if it ends the run."""
 
   def on_step(step: int, state: TrainState, metrics: loop.Values) -> TrainState:
-    state = call(run, "on_step", step, state, metrics, only=name)
-    return evaluate_if_stopped(run, step, state)
+    return evaluate_if_stopped(run, step, call(run, "on_step", step, state, metrics, only=name))
 
   return Hook(run.callbacks.of[name][0].every, on_step, takes_metrics=True)
 
@@ -198,8 +197,6 @@ def evaluate(run: Run, step: int, state: TrainState) -> TrainState:
     except StopRequested:
       logger.info(f"step {step}  the evaluation is postponed to the resumed run")
       return state
-  if isinstance(info := experiment.eval_data.info, data.TextInfo):
-    values |= metrics.perplexity_of(values["loss"], info.bytes_per_token)
   is_new = run.add_evaluation(step, values)
   if is_new:
     state = call(run, "on_evaluation", step, state, values)

@@ -13,9 +13,10 @@ from typing import Any, NamedTuple
 import jax
 
 from jaxscale import cluster, data
+from jaxscale.config import Config
 from jaxscale.config.own_code import BYTECODE
 from jaxscale.config.plain import class_name, code_of
-from jaxscale.config.record import flat
+from jaxscale.config.record import Described, flat
 from jaxscale.config.validation import shown
 from jaxscale.errors import ConfigError, invalid
 from jaxscale.experiment import build
@@ -116,8 +117,27 @@ def changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[Change]:
     yield from _differing("code", before[name], now[name], _code_name)
   x64 = [bool(x["environment"].get("jax_enable_x64")) for x in (old, new)]
   if x64[0] != x64[1]:
-    text = "JAX_ENABLE_X64 is {:d} in the workdir and {:d} now".format(*x64)
-    yield Change("x64", text)
+    yield Change("x64", "JAX_ENABLE_X64 is {:d} in the workdir and {:d} now".format(*x64))
+
+
+def check_code(described: Described, config: Config) -> None:
+  """Refuse to apply a model or loss whose code is not that of the run.
+
+  Definitions of names that the run did not use are not compared.
+
+  Args:
+    described: the run.
+    config: its settings, with the user's classes as they are now.
+
+  Raises:
+    ConfigError: a definition differs.
+  """
+  old, new = described.code, code_of((config.model, config.loss)).hashes
+  names = [_code_name(key) for key, now in new.items() if old.get(key, now) != now]
+  if names:
+    problem = f"was trained with different code of {few(names)}"
+    fix = "restore it, or pass model= of a class with another name to jaxscale.load"
+    raise invalid("run", str(described.workdir), problem, fix)
 
 
 def renamed(old: list[str], new: list[str]) -> str:
@@ -151,13 +171,12 @@ def other_environment(described: Mapping[str, Any], now: Mapping[str, Any]) -> s
     described: the config.json of the run.
     now: the config.json that the run would have now.
   """
-  sides = []
-  for side in (described, now):
+
+  def known(side: Mapping[str, Any]) -> dict[str, Any]:
     settings = (side.get("identity") or {}).get("environment", {})
-    versions = side.get("versions", {})
     kind = {"devices": side.get("device_kind"), "python": side.get("python")}
-    sides.append(kind | {**versions} | {**settings})
-  old, new = sides
+    return kind | {**side.get("versions", {})} | {**settings}
+
+  old, new = known(described), known(now)
   differs = [n for n in old if n in new and old[n] != new[n] and n != "jax_enable_x64"]
-  texts = [f"{name} {old[name]} in the workdir and {new[name]} now" for name in differs]
-  return ", ".join(texts)
+  return ", ".join([f"{name} {old[name]} in the workdir and {new[name]} now" for name in differs])

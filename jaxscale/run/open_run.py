@@ -72,8 +72,7 @@ def open_run(
       write = functools.partial(metrics.write_json, workdir / "plan.json", plan)
       cluster.on_leader(write, "plan.json")
     logger.info(workdirs.describe_text(experiment, workdir))
-    forget = functools.partial(workdirs.forget_unsaved, workdir, config)
-    cluster.on_leader(forget, "workdir")
+    cluster.on_leader(functools.partial(workdirs.forget_unsaved, workdir, config), "workdir")
     checks, saving = config.checks, vars(config.checkpoint).items()
     limits = checks.max_skipped_steps, checks.max_consecutive_skipped_steps
     nan_policy = NanPolicy(workdir, checks.nan_policy, *limits)
@@ -82,19 +81,8 @@ def open_run(
     saving |= {"lock": held, "split": exchange_split(experiment.layout)}
     checkpoints = Checkpoints(workdir / "checkpoints", **saving)
     checkpoints.identity = identity
-    run = Run(
-      workdir=workdir,
-      experiment=experiment,
-      lock=held,
-      checkpoints=checkpoints,
-      watch=watch,
-      nan_policy=nan_policy,
-      activity=activity,
-      tracer=Tracer(workdir, config.log),
-      programs=programs,
-      lines=lines,
-      began=began,
-    )
+    tracer, parts = Tracer(workdir, config.log), (workdir, experiment, held, checkpoints)
+    run = Run(*parts, watch, nan_policy, activity, tracer, programs, lines, began)
     run.callbacks = build_callbacks(run, callbacks)
     checkpoints.host_state = run.callbacks.saved
     yield run
@@ -137,5 +125,4 @@ def with_chosen_sizes(workdir: Path, experiment: build.Experiment) -> build.Expe
   """Return the experiment with the batch sizes that an adaptive run has chosen so far."""
   if not isinstance(experiment.config.phases, AdaptiveBatch):
     return experiment
-  chosen = cluster.from_leader(adaptive_batch.read_chosen(workdir))
-  return build.with_sizes(experiment, chosen)
+  return build.with_sizes(experiment, cluster.from_leader(adaptive_batch.read_chosen(workdir)))

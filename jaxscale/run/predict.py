@@ -48,7 +48,7 @@ def predict(
   *,
   path: Path | None = None,
   batch_size: int | None = None,
-  step: int | None = None,
+  step: int | str | None = None,
 ) -> str:
   """Write the predictions of a run's model to a file; all processes call it.
 
@@ -60,7 +60,8 @@ def predict(
     path: a folder of images, an image, or a .npy or .npz file; None predicts the validation
       data of `config`.
     batch_size: the number of examples per batch; None uses `evaluation.batch_size`.
-    step: the step of the checkpoint; None selects the newest intact one.
+    step: the step of the checkpoint; "best" selects the best by `checkpoint.best_metric`, and
+      None the newest intact one.
 
   Returns:
     One line that describes the result.
@@ -97,7 +98,7 @@ def evaluate(
   watch: Watch,
   *,
   path: Path | None = None,
-  step: int | None = None,
+  step: int | str | None = None,
 ) -> tuple[str, dict[str, Any]]:
   """Compute every metric of a run's model on its validation data or on others.
 
@@ -125,9 +126,7 @@ def evaluate(
   on_devices = until_stopped(batches, mesh, watch, trained.step)
   state = trained.params, trained.model_state
   eval_step = make_eval_step(totals, mesh, layout)
-  values, arrays = separate(loop.evaluate(eval_step, *state, on_devices, chosen))
-  if isinstance(info, data.TextInfo):
-    values |= metrics.perplexity_of(values["loss"], info.bytes_per_token)
+  values, arrays = separate(loop.evaluate(eval_step, *state, on_devices, chosen), info)
   speed = _speed(dataset.num_examples, clock)
   line = f"done: {metrics.headline(values)} of step {trained.step} on {speed}{_damaged(dataset)}"
   name = dataset.info.name if path is None else str(path)
@@ -142,7 +141,7 @@ def _speed(examples: int, clock: float) -> str:
 
 
 def _opened(
-  described: Described, config: Config, path: Path | None, step: int | None, rows_only: bool
+  described: Described, config: Config, path: Path | None, step: int | str | None, rows_only: bool
 ) -> tuple[Trained, data.Dataset, bool]:
   """Return the model, the data, and whether they have targets."""
   info, has_targets = info_of(described), True

@@ -117,8 +117,7 @@ def kept_programs(settings: Compilation, workdir: Path, wait_s: float) -> Iterat
 
 def _folder_for_all(settings, workdir: Path) -> Path | None:
   """Return the leader's folder if nobody else can write to it from this process's host."""
-  opened = _open(settings, workdir) if cluster.is_leader() else None
-  folder, lines = cluster.from_leader(opened)
+  folder, lines = cluster.from_leader(_open(settings, workdir) if cluster.is_leader() else None)
   for line in lines:
     logger.warning(line)
   with contextlib.suppress(OSError):  # Users may differ between hosts.
@@ -220,8 +219,7 @@ def _clean(folder: Path, max_bytes: int) -> int:
 
 
 def _programs(folder: Path) -> list[Path]:
-  paths = folder.glob(f"*{_PROGRAM}")
-  return [path for path in paths if path.is_symlink() or not path.is_dir()]
+  return [path for path in folder.glob(f"*{_PROGRAM}") if path.is_symlink() or not path.is_dir()]
 
 
 def _sum_of(path: Path) -> Path:

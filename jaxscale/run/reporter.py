@@ -31,7 +31,7 @@ class Reporter:
     workdir: Path,
     start: int,
     may_write: Callable[[], bool],
-    lines: LineHandler | None = None,
+    lines: LineHandler,
   ):
     """Resume the records of a run.
 
@@ -43,7 +43,7 @@ class Reporter:
         written.
       lines: the log handler, whose lines appear above the progress bar.
     """
-    config, derived = experiment.config, experiment.derived
+    config, total = experiment.config, experiment.derived.total_steps
     self._experiment = experiment  # at the current phase
     self._noise_scale: tuple[float, float, float] | None = None  # scale, low, high
     self.efficiency = Efficiency()
@@ -53,33 +53,22 @@ class Reporter:
     self._damage = DamageRecord(workdir, start)
     self._damage.watch("training", experiment.train_data)
     self._damage.watch("held-out", experiment.eval_data)
-    self._progress = metrics.Progress(
-      derived.total_steps,
-      start=start,
-      examples=examples_at(derived.phases, start),
-      total_examples=self._examples(derived.total_steps),
-      quiet=not cluster.is_leader(),
-      plain=cluster.is_job(),
-    )
+    counts: Any = {"examples": self._examples(start), "total_examples": self._examples(total)}
+    shows: Any = {"quiet": not cluster.is_leader(), "plain": cluster.is_job()}
+    self._progress = metrics.Progress(total, start=start, **counts, **shows)
     self._lines = lines
-    self._writer, tensorboard = None, config.log.tensorboard
+    self._writer = None
     if cluster.is_leader():
-      self._writer = metrics.MetricWriter(
-        workdir,
-        start=start,
-        tensorboard=tensorboard,
-        trackers=tracking.sources(config, workdir),
-        may_write=may_write,
-      )
+      to: Any = {"tensorboard": config.log.tensorboard}
+      to |= {"trackers": tracking.sources(config, workdir), "may_write": may_write}
+      self._writer = metrics.MetricWriter(workdir, start=start, **to)
 
   def __enter__(self):
-    if self._lines is not None:
-      self._lines.show = self._progress.log
+    self._lines.show = self._progress.log
     return self
 
   def __exit__(self, error: type[BaseException] | None, *_):
-    if self._lines is not None:
-      self._lines.show = None
+    self._lines.show = None
     self._progress.close()
     if self._writer is not None:
       outcome = "done" if self._is_done else "interrupted"
@@ -158,8 +147,7 @@ class Reporter:
     self._progress.evaluated(step, values)
     self._is_done = is_last
     if is_last and self._noise_scale:
-      batch_size = self._experiment.phase.batch_size
-      logger.info(noise_scale.describe(*self._noise_scale, batch_size))
+      logger.info(noise_scale.describe(*self._noise_scale, self._experiment.phase.batch_size))
 
   def timed(self, batches: Iterator[Any]) -> Iterator[Any]:
     """Yield the same batches, and time the waits for them (`input_wait`)."""

@@ -14,11 +14,11 @@ from jaxscale import cluster, data
 from jaxscale.collectives.cpu_workarounds import one_at_a_time
 from jaxscale.config import CallbackContext
 from jaxscale.errors import invalid
+from jaxscale.experiment.model import as_functions
 from jaxscale.files import output_path, replace_text
 from jaxscale.mesh import replicated
 from jaxscale.metrics.log import logger
 from jaxscale.metrics.plot import POINTS, figure
-from jaxscale.models.stack import Stack, stack_logits
 from jaxscale.run import generate
 from jaxscale.run.callbacks import Callback
 from jaxscale.training.custom_loss import state_of_model
@@ -59,7 +59,7 @@ def write_samples(
 
 def _images(context: CallbackContext, count: int) -> _Sampler:
   """Sample a grid of the first validation images; wrong predictions have red titles."""
-  dataset, model, mesh = context.eval_data, context.model, context.mesh
+  dataset, model, mesh = context.eval_data, as_functions(context.model), context.mesh
   batch = dataset.load(np.arange(min(count, dataset.num_examples)), None)
   names = dict(enumerate(dataset.info.class_names))
   shown = np.asarray(batch["image"], np.float32)
@@ -68,10 +68,7 @@ def _images(context: CallbackContext, count: int) -> _Sampler:
   rows = math.ceil(len(shown) / columns)
 
   def predict(params: Any, model_state: Any, batch: Any) -> jax.Array:
-    if isinstance(model, Stack):
-      return stack_logits(model, params, batch).argmax(-1)
-    state = state_of_model(model_state)
-    outputs, _ = model.apply(params, state, model.inputs(batch), False, None)
+    outputs, _ = model.apply(params, state_of_model(model_state), model.inputs(batch), False, None)
     if getattr(outputs, "ndim", 0) != 2:
       fix = "remove it from Config.callbacks"
       raise invalid("SampleWriter", ..., "needs a model with outputs [rows, classes]", fix)
@@ -102,11 +99,10 @@ def _texts(context: CallbackContext, prompts: Sequence[str], **choice: Any) -> _
   """Sample a continuation of each prompt, of the same random numbers at each evaluation."""
   config, sharding = context.config, replicated(context.mesh)
   tokenizer = generate.run_tokenizer(context.workdir, config.data, context.eval_data.info)
-  text_of = generate.continuer(context.model, tokenizer, sharding=sharding, **choice)
+  text_of = generate.continuer(context.model, tokenizer, sharding, **choice)
 
   def sample(state: TrainState) -> Callable[[Path], None]:
-    params = state.evaluated()[0]
-    texts = [p + text_of(params, p, config.seed + i) for i, p in enumerate(prompts)]
+    texts = [p + text_of(state.evaluated()[0], p, config.seed + i) for i, p in enumerate(prompts)]
     return lambda path: replace_text(path.with_suffix(".txt"), "\n\n".join(texts) + "\n")
 
   return sample

@@ -162,8 +162,7 @@ def make_report(
   """
   compute = statistics.median(without)
   exposed = statistics.median(took) - compute
-  apart = [abs(a - b - exposed) for a, b in zip(took, without, strict=True)]
-  noise = statistics.median(apart)
+  noise = statistics.median([abs(a - b - exposed) for a, b in zip(took, without, strict=True)])
   return Report(compute, exposed, noise, tuple(processes), len(took))
 
 
@@ -260,5 +259,4 @@ def _on(mesh: Mesh, state: TrainState, batch: Batch) -> tuple[TrainState, Batch]
     return jax.make_array_from_single_device_arrays(shape, sharding, shards)
 
   spread = TrainState(**{n: n == "exchange_state" for n in TrainState._fields})
-  where = jax.tree.broadcast((spread, True), (state, batch))
-  return jax.tree.map(here, (state, batch), where)
+  return jax.tree.map(here, (state, batch), jax.tree.broadcast((spread, True), (state, batch)))

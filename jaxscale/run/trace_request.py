@@ -51,8 +51,7 @@ def make(steps: int, processes: tuple[int, ...], wait_s: float) -> TraceRequest:
   """
   now = time.time()
   stamp = time.strftime("%Y%m%d_%H%M%S", time.localtime(now))
-  name = f"request_{stamp}_{secrets.token_hex(3)}"
-  return TraceRequest(name, steps, processes, now + wait_s)
+  return TraceRequest(f"request_{stamp}_{secrets.token_hex(3)}", steps, processes, now + wait_s)
 
 
 def session_folder(workdir: Path, name: str) -> Path:

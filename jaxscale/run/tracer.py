@@ -115,8 +115,7 @@ class Tracer:
     if activity != "step":
       self._in_step.close()
     if activity == "input":
-      named = jax.profiler.StepTraceAnnotation("train", step_num=step)
-      self._in_step.enter_context(named)
+      self._in_step.enter_context(jax.profiler.StepTraceAnnotation("train", step_num=step))
     if activity in ("input", "step"):
       self._in_part.enter_context(jax.profiler.TraceAnnotation(activity))
 
@@ -142,8 +141,7 @@ class Tracer:
 
   def _begin(self, step: int, name: str, steps: int) -> None:
     self._target = session_folder(self._workdir, name)
-    folder = self._workdir / trace_request.FOLDER
-    self._scratch = folder / f".{secrets.token_hex(8)}.tmp"
+    self._scratch = self._workdir / trace_request.FOLDER / f".{secrets.token_hex(8)}.tmp"
     self._first, self._left = step, steps - 1
     options = jax.profiler.ProfileOptions()
     options.python_tracer_level = 0  # Tracing every Python call is slow and large.

@@ -53,9 +53,8 @@ def sources(config: Config, workdir: Path) -> list[metrics.TrackerSource]:
   run_id = tracked_id(workdir)
 
   def opened(tracker: Tracker, note: Callable[[str], None]) -> metrics.Tracker:
-    name = workdir.absolute().name
     facts = to_plain(config), _environment(), note
-    context = TrackerContext(run_id, name, workdir, *facts)
+    context = TrackerContext(run_id, workdir.absolute().name, workdir, *facts)
     return build(tracker, context, kind=metrics.Tracker, expected="a metrics.Tracker")
 
   return [

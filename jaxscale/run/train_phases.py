@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Iterator
+from typing import Any
 
 from jaxscale import cluster, data, metrics
 from jaxscale.cluster.watch.stop_consensus import StopRequested
@@ -57,31 +58,20 @@ def _train_phase(
   with reporter.pause():
     first = next(batches)  # The input starts while XLA compiles.
     train_step = compiler.wait(experiment)
-    _describe_program(run, train_step)
+    if cluster.is_leader():
+      reporter.efficiency.program = in_background(functools.partial(read_program, train_step))
     if reports_step:
       _report_step(run, train_step, state, first)
-  checks = _compares_replicas(experiment, step)
-  fingerprint = compiler.fingerprint(experiment) if checks else None
+  fingerprint = compiler.fingerprint(experiment) if _compares_replicas(experiment, step) else None
   following = phase_at(experiment, experiment.phase.stop)
   compiler.forget_all_but(experiment.phase, following)
   if not is_adaptive(experiment) and compiler.experiment_at(following) is None:
     compiler.begin(build.at_phase(experiment, following))
   resume_gc()
-  return loop.train(
-    state,
-    train_step,
-    reporter.timed(itertools.chain([first], batches)),
-    hooks.RunControl(run),
-    hooks.run_hooks(run, fingerprint),
-    start=step,
-    total_steps=run.nan_policy.next_after(step, experiment.phase.stop),
-  )
-
-
-def _describe_program(run: Run, train_step: TrainStep) -> None:
-  """Let the leader read the FLOPs of a compiled step."""
-  if cluster.is_leader():
-    run.reporter.efficiency.program = in_background(functools.partial(read_program, train_step))
+  timed = reporter.timed(itertools.chain([first], batches))
+  between = hooks.RunControl(run), hooks.run_hooks(run, fingerprint)
+  stop = run.nan_policy.next_after(step, experiment.phase.stop)
+  return loop.train(state, train_step, timed, *between, start=step, total_steps=stop)
 
 
 def _report_step(run: Run, train_step: TrainStep, state: TrainState, batch: Batch) -> None:
@@ -90,21 +80,15 @@ def _report_step(run: Run, train_step: TrainStep, state: TrainState, batch: Batc
 
   report = step_report.measure(run.experiment, train_step, state, batch)
   sizes = {"rows": run.experiment.phase.batch_size, "num_devices": run.experiment.mesh.size}
-  text = step_report.text(report, **sizes)
-  run.reporter.measured(int(state.step), text, report.metrics())
+  run.reporter.measured(int(state.step), step_report.text(report, **sizes), report.metrics())
 
 
 def train_batches(experiment: build.Experiment, step: int) -> Iterator[Batch]:
   """Yield this phase's global batches on the devices, from step `step` + 1 on."""
-  config = experiment.config
-  batches = data.train_batches(
-    experiment.train_data,
-    experiment.phase.batch_size,
-    seed=config.seed,
-    position=examples_at(experiment.derived.phases, step),
-    shard=host_shard(experiment.mesh),
-    num_threads=config.input_threads,
-  )
+  config, size = experiment.config, experiment.phase.batch_size
+  order: Any = {"seed": config.seed, "position": examples_at(experiment.derived.phases, step)}
+  reading: Any = {"shard": host_shard(experiment.mesh), "num_threads": config.input_threads}
+  batches = data.train_batches(experiment.train_data, size, **order, **reading)
   return data.to_device(batches, experiment.mesh)
 
 

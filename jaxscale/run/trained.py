@@ -27,10 +27,10 @@ from jaxscale.experiment.model import Model, as_functions, init_fn, make_model
 from jaxscale.files import expand
 from jaxscale.mesh import batch_axes, host_shard, make_mesh, mesh_shape, replicated, row_blocks
 from jaxscale.metrics.log import logger
-from jaxscale.models.stack import stack_logits
 from jaxscale.parallel import placement, with_gathered_params
 from jaxscale.parallel.specs import Layout, replicated_layout
 from jaxscale.run import inputs as new_inputs
+from jaxscale.run.identity import check_code
 from jaxscale.training.custom_loss import LossState, state_of_model
 
 
@@ -155,11 +155,9 @@ class Trained:
   @functools.cached_property
   def _step(self) -> Any:
     """Jitted function (params, model_state, batch) -> (outputs, "label"), replicated."""
-    layout, model = self.layout or replicated_layout(self.mesh), self.model
+    layout, model = self.layout or replicated_layout(self.mesh), as_functions(self.model)
 
     def function(params: Any, model_state: Any, batch: Any) -> Any:
-      if isinstance(model, models.Stack):
-        return stack_logits(model, params, batch)
       state = state_of_model(model_state)
       return model.apply(params, state, model.inputs(batch), False, None)[0]
 
@@ -178,7 +176,7 @@ class Trained:
 def load(
   run: str | os.PathLike,
   *,
-  step: int | None = None,
+  step: int | str | None = None,
   take: str | None = None,
   model: cfg.Model | None = None,
 ) -> Trained:
@@ -190,7 +188,8 @@ def load(
 
   Args:
     run: the workdir of the run.
-    step: the step of the checkpoint; None selects the newest intact one.
+    step: the step of the checkpoint; "best" selects the best by `checkpoint.best_metric`, and
+      None the newest intact one.
     take: "params" or "average"; None selects the average if the run keeps one, as
       evaluations do.
     model: the settings of the model, for a class that is not in a file (of a notebook, say).
@@ -209,7 +208,7 @@ def load(
   try:
     config = described.settings(partial=True, **given)
   except ConfigError as e:
-    if given or not re.search(r"'object'|\w:\w", str(described.config["model"])):
+    if given or not re.search(r"'object'|'module'|\w:\w", str(described.config["model"])):
       raise
     raise ConfigError(f"{e}, or use load(run, model=...)") from None
   return of_run(described, config, info_of(described), step=step, take=take)
@@ -220,7 +219,7 @@ def of_run(
   config: cfg.Config,
   info: Any,
   *,
-  step: int | None = None,
+  step: int | str | None = None,
   take: str | None = None,
   rows_only: bool = True,
 ) -> Trained:
@@ -236,8 +235,10 @@ def of_run(
       layout.shard="fsdp"; False keeps the run's mesh where the devices allow it.
 
   Raises:
-    ConfigError: the model does not fit the data, the devices or the checkpoint.
+    ConfigError: the model does not fit the data, the devices or the checkpoint, or the user's
+      code is not that of the run.
   """
+  check_code(described, config)
   placed = _placed(config, rows_only)
   mesh = make_mesh(**dataclasses.asdict(placed.mesh))
   model = make_model(placed, info, mesh, train=False)
@@ -302,4 +303,4 @@ def info_of(described: Described) -> Any:
     return kind(**{k: plain(v) for k, v in described.data.items() if k in kind._fields})
   except TypeError as e:
     problem = f"its config.json describes the data in another form ({e})"
-    raise ConfigError(f"--workdir={described.workdir}: {problem}; train it again") from None
+    raise ConfigError(f"{described.workdir}: {problem}; train it again") from None

@@ -163,8 +163,7 @@ def experiment_in(workdir: Path, config: Any, accept: Collection[str] = ()) -> b
   Raises:
     ConfigError: data or devices do not fit the config or the run.
   """
-  began_on = start_devices(workdir, config, accept)
-  return build.experiment(config, cluster.from_leader(began_on))
+  return build.experiment(config, cluster.from_leader(start_devices(workdir, config, accept)))
 
 
 def start_devices(workdir: Path, config: Any, accept: Collection[str] = ()) -> int | None:
@@ -184,16 +183,13 @@ def start_devices(workdir: Path, config: Any, accept: Collection[str] = ()) -> i
     experiment (which `claim_workdir` reports).
   """
   described = read_json(workdir / "config.json", _RUN)
-  if not described:
-    return None
-  if _refused([*_setting_changes(described, config)], accept):
+  if not described or _refused([*_setting_changes(described, config)], accept):
     return None
   derived = described["derived"]
   start = derived.get("start_devices") or derived["num_devices"]
   if mismatch(start, int) or start < 1:
     return None
-  has_saved = directory.steps(workdir / "checkpoints")
-  return start if has_saved else max(start, jax.device_count())
+  return start if directory.steps(workdir / "checkpoints") else max(start, jax.device_count())
 
 
 def claim_workdir(
@@ -370,8 +366,7 @@ def _completed(before: Any, node: Any) -> Any:
   for f in dataclasses.fields(node):
     if f.repr and (default := _default(f)) is not MISSING:
       defaults[f.name] = to_plain(default)
-  own = {k: _completed(v, getattr(node, k, None)) for k, v in before.items()}
-  return defaults | own
+  return defaults | {k: _completed(v, getattr(node, k, None)) for k, v in before.items()}
 
 
 def _differences(old: Any, new: Any, prefix: str = "") -> dict[str, tuple[Any, Any]]:

@@ -1,3 +1,6 @@
+from . import built_in_metrics as built_in_metrics
+from . import contrastive as contrastive
+from . import losses as losses
 from .custom_loss import CustomLoss as CustomLoss
 from .custom_loss import LossState as LossState
 from .gathered import Everyone as Everyone

@@ -124,23 +124,13 @@ def r2() -> Metric:
 
 def pearson() -> Metric:
   """Return Pearson's correlation of outputs and targets, the mean over outputs."""
-  return _of_numbers(_correlation)
-
-
-def spearman() -> Metric:
-  """Return Spearman's correlation: Pearson's of average ranks, the mean over outputs."""
 
   def compute(outputs: np.ndarray, true: np.ndarray, weights: np.ndarray):
-    a, b = (np.apply_along_axis(_ranks, 0, x, weights[:, 0]) for x in (outputs, true))
-    return _correlation(a, b, weights)
+    a, b = (x - _mean(x, weights) for x in (outputs, true))
+    scale = np.sqrt((weights * a * a).sum(0) * (weights * b * b).sum(0))
+    return ((weights * a * b).sum(0) / scale).mean() if scale.all() else np.nan
 
   return _of_numbers(compute)
-
-
-def _correlation(outputs: np.ndarray, true: np.ndarray, weights: np.ndarray) -> float:
-  a, b = (x - _mean(x, weights) for x in (outputs, true))
-  scale = np.sqrt((weights * a * a).sum(0) * (weights * b * b).sum(0))
-  return ((weights * a * b).sum(0) / scale).mean() if scale.all() else np.nan
 
 
 def _of_numbers(compute: Callable[..., Any]) -> Metric:
@@ -158,13 +148,6 @@ def _of_numbers(compute: Callable[..., Any]) -> Metric:
 
 def _mean(x: np.ndarray, weights: np.ndarray) -> np.ndarray:
   return (weights * x).sum(0) / weights.sum(0)
-
-
-def _ranks(x: np.ndarray, weights: np.ndarray) -> np.ndarray:
-  """Return average ranks; a weight of 2 counts as two equal examples."""
-  places = np.unique(x, return_inverse=True)[1]
-  sizes = np.bincount(places, weights)
-  return (np.cumsum(sizes) - sizes / 2)[places]
 
 
 def calibration_error(bins: int) -> Metric:

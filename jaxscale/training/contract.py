@@ -23,7 +23,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from jaxscale.collectives.typed import vary, varying
-from jaxscale.errors import ConfigError, invalid
+from jaxscale.errors import ConfigError, invalid, message_of
 from jaxscale.optim.tree_paths import path_name
 from jaxscale.training.losses import IS_SUM
 from jaxscale.training.model_state import map_queues, queues
@@ -49,8 +49,7 @@ def checked(loss_fn: Callable[..., Any]) -> Callable[..., Any]:
       raise without_examples(totals)
     totals = {name: jnp.asarray(x) for name, x in ({"loss": loss} | totals).items()}
     for name, x in {**totals, "loss": jnp.asarray(loss)}.items():
-      is_float = jnp.issubdtype(x.dtype, jnp.floating)
-      if x.shape or (name == "loss" and not is_float):
+      if x.shape or (name == "loss" and not jnp.issubdtype(x.dtype, jnp.floating)):
         problem = f"returns {name!r} as {x.dtype}{list(x.shape)}"
         raise invalid("loss_fn", ..., problem, "return a scalar, the sum over the rows")
     _check_state(model_state, new_state, len(keys))
@@ -74,8 +73,7 @@ def checked_step(step: Any, options: StepOptions) -> TrainStep:
     for name in [name for name in needed if getattr(state, name) == ()]:
       fix = f"create it by init_state(..., {name.replace('noise', 'noise_scale')}=True)"
       raise invalid(f"state.{name}", ..., "is empty, but the options need it", fix)
-    is_traced = isinstance(state.step, Tracer)
-    if not is_traced and getattr(state.step, "is_deleted", bool)():
+    if not isinstance(state.step, Tracer) and getattr(state.step, "is_deleted", bool)():
       raise invalid("state", ..., "was donated to an earlier step", "use the one it returned")
     return step(state, batch)
 
@@ -227,14 +225,13 @@ def too_large(state: Any) -> str:
 def one_line(error: Exception) -> str:
   """Return an exception's type and message on one line, at most 200 characters."""
   kind = "" if isinstance(error, ConfigError) else f"{type(error).__name__}: "
-  text = kind + " ".join(str(error).split())
+  text = kind + message_of(error)
   return text if len(text) <= 200 else f"{text[:197]}..."
 
 
 def compiled(function: Callable[..., Any], *args: Any) -> Callable[..., Any]:
   """Compile a function for these arguments, with little optimization on CPU."""
-  is_cpu = jax.default_backend() == "cpu"
-  options: Any = {"xla_backend_optimization_level": 0} if is_cpu else {}
+  options: Any = {"xla_backend_optimization_level": 0} if jax.default_backend() == "cpu" else {}
   return jax.jit(function).lower(*args).compile(compiler_options=options)
 
 

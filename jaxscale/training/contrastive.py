@@ -82,19 +82,17 @@ def _towers(outputs: Any, scale: float, bias: float) -> Towers:
   Raises:
     ConfigError: the outputs are not two arrays [rows, dim].
   """
-  fields = outputs
-  if isinstance(outputs, dict):
-    fields = [outputs[name] for name in sorted(outputs.keys() - {"scale", "bias"})]
-    fields += [outputs[name] for name in ("scale", "bias") if name in outputs]
-  shapes = [jnp.shape(x) for x in fields] if isinstance(fields, list | tuple) else [()]
-  if not (2 <= len(shapes) <= 4 and len(shapes[0]) == 2 and shapes[0] == shapes[1]):
+  if isinstance(outputs, list | tuple):
+    outputs = {{2: "scale", 3: "bias"}.get(i, f"{i}"): x for i, x in enumerate(outputs)}
+  named = dict(outputs) if isinstance(outputs, dict) else {"": outputs}
+  learned = [named.pop(name, None) for name in ("scale", "bias")]
+  shapes = [jnp.shape(named[name]) for name in sorted(named)]
+  if not (len(shapes) == 2 and len(shapes[0]) == 2 and shapes[0] == shapes[1]):
     problem = f"takes two embeddings [rows, dim], but the outputs have the shapes {shapes}"
     raise invalid("Config.loss", ..., problem, "return a tuple or a dict of two arrays")
-  a, b, *rest = (x.astype(jnp.float32) for x in fields)
-  usual = [jnp.full(len(a), value) for value in (scale, bias)]
-  if isinstance(outputs, dict) and "scale" not in outputs:
-    rest = [usual[0], *rest]
-  scales, biases = [*rest, *usual[len(rest) :]]
+  a, b = (named[name].astype(jnp.float32) for name in sorted(named))
+  pairs = zip(learned, (scale, bias), strict=True)
+  scales, biases = (jnp.full(len(a), y) if x is None else x.astype(a.dtype) for x, y in pairs)
   a, b = (x * lax.rsqrt((x**2).sum(-1, keepdims=True) + 1e-12) for x in (a, b))
   return a, b, scales, biases
 

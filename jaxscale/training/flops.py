@@ -12,13 +12,14 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import jax
-from jax.extend.core import ClosedJaxpr, Jaxpr
+from jax.extend.core import Jaxpr
 
 from jaxscale import models
+from jaxscale.collectives.typed import jaxprs_in
 from jaxscale.models.attention import attention
 from jaxscale.models.stack import Ops, hidden_states
 
@@ -47,8 +48,7 @@ def training_flops(model: models.ModelFns | models.Stack, batch: Any) -> int:
 
   def forward(state: Any, batch: Any):
     if isinstance(model, models.Stack):
-      h = hidden_states(model, state, batch, ops)
-      return model.finish(state["head"], h, batch, ops)
+      return model.finish(state["head"], hidden_states(model, state, batch, ops), batch, ops)
     return model.apply(*state, model.inputs(batch), False, None)
 
   return FORWARD_AND_BACKWARD * count_flops(forward, state, batch)
@@ -81,21 +81,13 @@ def _of_equation(equation: Any) -> int:
     return _of_product(equation)
   if name == "conv_general_dilated":
     return _of_convolution(equation)
-  inside = [_of_jaxpr(jaxpr) for jaxpr in _jaxprs_in(params.values())]
+  inside = [_of_jaxpr(jaxpr) for jaxpr in jaxprs_in(equation)]
   if name == "cond":
     return max(inside)
   times = params.get("length", 1) if name == "scan" else 1
   if name == "shard_map":  # the inner arrays are one device's part
     times = math.prod(params["mesh"].shape[axis] for axis in params["newly_manual_axes"])
   return times * sum(inside)
-
-
-def _jaxprs_in(values: Any) -> Iterator[Jaxpr]:
-  for value in values:
-    if isinstance(value, (list, tuple)):
-      yield from _jaxprs_in(value)
-    elif isinstance(value, (Jaxpr, ClosedJaxpr)):
-      yield value.jaxpr if isinstance(value, ClosedJaxpr) else value
 
 
 def _of_product(equation: Any) -> int:
@@ -108,15 +100,8 @@ def _of_convolution(equation: Any) -> int:
   params = equation.params
   numbers, kernel = params["dimension_numbers"], equation.invars[1].aval
   out = equation.outvars[0].aval
-  dims = zip(
-    numbers.out_spec[2:],
-    numbers.rhs_spec[2:],
-    params["window_strides"],
-    params["padding"],
-    params["lhs_dilation"],
-    params["rhs_dilation"],
-    strict=True,
-  )
+  options = [params[n] for n in ("window_strides", "padding", "lhs_dilation", "rhs_dilation")]
+  dims = zip(numbers.out_spec[2:], numbers.rhs_spec[2:], *options, strict=True)
   taps = math.prod(_taps(out.shape[o], kernel.shape[k], *rest) for o, k, *rest in dims)
   channels = math.prod(out.shape[dim] for dim in numbers.out_spec[:2])
   return 2 * channels * taps * kernel.shape[numbers.rhs_spec[1]]

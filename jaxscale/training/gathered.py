@@ -141,8 +141,7 @@ def gathered_totals(
   def eval_fn(params: Tree, model_state: Tree, batch: Batch):
     outputs, _ = apply(params, model_state, inputs(batch), False, None)
     bound = _bound(objective, outputs, batch, axes)
-    totals = eval_totals(lambda *_: (outputs, ()), bound, metrics=metrics)
-    return totals((), (), batch)
+    return eval_totals(lambda *_: (outputs, ()), bound, metrics=metrics)((), (), batch)
 
   return eval_fn
 

@@ -159,8 +159,7 @@ def make_local_train_step(
     check_loss(loss_fn, state.params, state.model_state, batch, mesh)
     if options.skip_bad_steps:
       metrics[nan_guard.CODES] = codes
-    new = TrainState(state.step + 1, params, model_state, opt_state, workers, ())
-    return new, metrics
+    return TrainState(state.step + 1, params, model_state, opt_state, workers, ()), metrics
 
   # Without an out_sharding, metrics may be replicated or one per device.
   alike = reduce_metrics and not options.skip_bad_steps

@@ -24,6 +24,7 @@ import optax
 
 from jaxscale.errors import ConfigError, invalid
 from jaxscale.models.model_fns import inputs_of
+from jaxscale.models.stack import smoothed
 from jaxscale.training.metrics import Metric, updates
 from jaxscale.training.types import LOSS_WEIGHT, Batch, EvalFn, LossFn, Totals
 
@@ -74,12 +75,7 @@ def smoothed_cross_entropy(
   if not jnp.issubdtype(labels.dtype, jnp.integer):
     problem = f"takes integer labels, but the labels are {labels.dtype}"
     raise invalid("Config.loss", ..., problem, "give integers, or choose SquaredError")
-  logits = logits.astype(jnp.float32)
-  loss = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
-  if label_smoothing:
-    uniform = -jax.nn.log_softmax(logits).mean(axis=-1)
-    loss = (1 - label_smoothing) * loss + label_smoothing * uniform
-  return loss
+  return smoothed(logits.astype(jnp.float32), labels, label_smoothing)
 
 
 def targets_of(batch: Batch) -> jax.Array:
@@ -100,8 +96,7 @@ def cross_entropy(label_smoothing: float = 0.0, class_weights: Sequence[float] =
   """
 
   def weights(batch: Batch):
-    labels = targets_of(batch)
-    one_hot = jax.nn.one_hot(labels, len(class_weights), dtype=jnp.float32)
+    one_hot = jax.nn.one_hot(targets_of(batch), len(class_weights), dtype=jnp.float32)
     return one_hot @ jnp.asarray(class_weights, jnp.float32)
 
   def loss(logits: jax.Array, batch: Batch, smoothing: float = label_smoothing):
@@ -126,8 +121,7 @@ def binary_cross_entropy() -> Objective:
   """
 
   def loss(logits: jax.Array, batch: Batch):
-    pair = aligned(logits, batch["label"])
-    return optax.sigmoid_binary_cross_entropy(*pair).sum(-1)
+    return optax.sigmoid_binary_cross_entropy(*aligned(logits, batch["label"])).sum(-1)
 
   def metrics(logits: jax.Array, batch: Batch):
     logits, targets = aligned(logits, batch["label"])
@@ -169,8 +163,7 @@ def aligned(outputs: Any, targets: jax.Array) -> tuple[jax.Array, jax.Array]:
   """
   shape = getattr(outputs, "shape", ())
   dims, expected = ([n for n in s[1:] if n > 1] for s in (shape, targets.shape))
-  is_flat = dims == [math.prod(expected)]
-  if shape[:1] != targets.shape[:1] or not (dims == expected or is_flat):
+  if shape[:1] != targets.shape[:1] or not (dims == expected or dims == [math.prod(expected)]):
     raise _mismatch(outputs, f"one output for each of the targets {targets.shape}")
   outputs, targets = (x.astype(jnp.float32).reshape(len(targets), -1) for x in (outputs, targets))
   return outputs, targets

@@ -22,7 +22,7 @@ from jax import lax
 from jax.extend.core import Literal
 
 from jaxscale.collectives import same_everywhere, vary
-from jaxscale.collectives.typed import names, varying
+from jaxscale.collectives.typed import axes_of, jaxprs_in, varying
 from jaxscale.errors import invalid
 from jaxscale.optim.tree_paths import path_name
 from jaxscale.training.types import Batch, LossFn, Tree
@@ -109,8 +109,7 @@ def averaged(model_state: Any) -> Any:
 
 def map_averaged(function: Callable[..., Any], *states: Any) -> Any:
   """Apply a function to the averaged leaves; keep other leaves of the first tree."""
-  flags = averaged(states[0])
-  return jax.tree.map(lambda f, *x: function(*x) if f else x[0], flags, *states)
+  return jax.tree.map(lambda f, *x: function(*x) if f else x[0], averaged(states[0]), *states)
 
 
 def agree(model_state: Any, axes: tuple[str, ...], *, apart: bool = False) -> Any:
@@ -174,8 +173,7 @@ def check_agrees(
       raise invalid(name, ..., "differs between devices", fix)
     if num_microbatches > 1 and _ROWS in depends:
       problem = f"depends on the rows, which are computed in {num_microbatches} micro-batches"
-      fix = f"set accumulate_steps=1, use training.Queue, {remedy}"
-      raise invalid(name, ..., problem, fix)
+      raise invalid(name, ..., problem, f"set accumulate_steps=1, use training.Queue, {remedy}")
 
 
 def differences(jaxpr: Any, inputs: Sequence[Axes]) -> list[Axes]:
@@ -200,7 +198,7 @@ def differences(jaxpr: Any, inputs: Sequence[Axes]) -> list[Axes]:
 def _of_equation(equation: Any, inputs: list[Axes]) -> list[Axes]:
   name, params = equation.primitive.name, equation.params
   every = Axes().union(*inputs)
-  axes = Axes(names(params.get("axes", params.get("axis_name", ()))))
+  axes = Axes(axes_of(equation))
   if name in _AGREEING and params.get("axis_index_groups") is None:
     return [every - axes] * len(equation.outvars)
   if name in _AGREEING | _DIFFERING:
@@ -210,9 +208,8 @@ def _of_equation(equation: Any, inputs: list[Axes]) -> list[Axes]:
     return [inputs[0].union(*outputs) for outputs in zip(*each, strict=True)]
   if name in ("scan", "while"):
     return _of_loop(name, params, inputs)
-  for value in params.values():
-    inner = getattr(value, "jaxpr", value)
-    if hasattr(inner, "eqns") and len(inner.invars) == len(inputs):
+  for inner in jaxprs_in(equation):
+    if len(inner.invars) == len(inputs):
       return differences(inner, inputs)
   return [every] * len(equation.outvars)
 

@@ -97,8 +97,7 @@ def find_bad(
 
 def all_codes(codes: jax.Array, grads: Any, mesh: Mesh) -> jax.Array:
   """Return the metric `CODES`: each device's codes and the code of the mean gradient."""
-  mean = jnp.broadcast_to(first_bad(grads), (mesh.size, 1))
-  codes = jnp.concatenate([codes, mean], axis=1)
+  codes = jnp.concatenate([codes, jnp.broadcast_to(first_bad(grads), (mesh.size, 1))], axis=1)
   return lax.with_sharding_constraint(codes, NamedSharding(mesh, P(mesh.axis_names)))
 
 

@@ -155,8 +155,7 @@ def _fingerprint_of(mesh: Mesh, specs: Any) -> Any:
     # A cast to varying makes each device read its own copy.
     return jnp.stack([own_hash(x) for x in jax.tree.leaves(vary(tree, axes))])[None]
 
-  hashed = jax.shard_map(own, mesh=mesh, in_specs=(specs,), out_specs=P(axes))
-  return jax.jit(hashed)
+  return jax.jit(jax.shard_map(own, mesh=mesh, in_specs=(specs,), out_specs=P(axes)))
 
 
 def _split(spec: P) -> tuple[str, ...]:
@@ -288,8 +287,7 @@ def _parts(row: int, mesh: Mesh | None, splits: Splits) -> tuple[int, ...]:
   """Return the part of each leaf that a device has, by its position in the mesh."""
   if mesh is None or not any(splits or ()):
     return ()
-  position = np.unravel_index(row, mesh.devices.shape)
-  at = dict(zip(mesh.axis_names, position, strict=True))
+  at = dict(zip(mesh.axis_names, np.unravel_index(row, mesh.devices.shape), strict=True))
 
   def part(split: tuple[str, ...]):
     sizes = [mesh.shape[axis] for axis in split]

@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
 
-from jaxscale.config.bases import Loss, Metric, snake_case
+from jaxscale import training  # Lazy: its names load on first use.
+from jaxscale.config.bases import Loss, LossContext, Metric, snake_case
 from jaxscale.config.bounds import Count, Fraction, Positive
 from jaxscale.errors import ConfigError, invalid
 
-if TYPE_CHECKING:
-  from jaxscale.config.bases import LossContext
-  from jaxscale.training.gathered import GatheredObjective
-  from jaxscale.training.losses import Objective
-
 # The names for --config.loss= (HOMES in config/choice.py lists this module).
 __all__ = ["AUROC", "F1", "R2", "BinaryCrossEntropy", "CalibrationError", "ConfusionMatrix"]
-__all__ += ["Contrastive", "CrossEntropy", "Huber", "Pearson", "Spearman", "SquaredError"]
+__all__ += ["Contrastive", "CrossEntropy", "Huber", "Pearson", "SquaredError"]
 
 
 class CrossEntropy(Loss):
@@ -35,24 +31,19 @@ class CrossEntropy(Loss):
   label_smoothing: Fraction = 0.0
   class_weights: Annotated[tuple[float, ...], ">= 0"] = ()
 
-  def build(self, info: Any) -> Objective:
-    from jaxscale.training import losses
-
+  def build(self, info: Any) -> training.Objective:
     if getattr(info, "label_shape", ()):
-      raise ConfigError(
-        f"Config.loss=CrossEntropy needs one class per example, but {info.name} has targets "
-        f"{info.label_shape}; use BinaryCrossEntropy or SquaredError"
-      )
+      problem = f"needs one class per example, but {info.name} has targets {info.label_shape}"
+      fix = "use BinaryCrossEntropy or SquaredError"
+      raise invalid("Config.loss", "CrossEntropy", problem, fix)
     if "int" not in str(getattr(info, "label_dtype", "int32")):
-      raise ConfigError(
-        f"Config.loss=CrossEntropy needs integer targets, but they are {info.label_dtype}; "
-        "give integers, or choose SquaredError"
-      )
+      problem, fix = f"needs integer targets, but they are {info.label_dtype}", "give integers, or "
+      raise invalid("Config.loss", "CrossEntropy", problem, f"{fix}choose SquaredError")
     weights, (_, most) = self.class_weights, self.target_range(info)
     if weights and (len(weights) != most + 1 or not sum(weights)):
       problem = f"needs one weight for each of the {most + 1} classes, not all 0"
       raise invalid("CrossEntropy.class_weights", weights, problem, "change them")
-    return losses.cross_entropy(self.label_smoothing, weights)
+    return training.losses.cross_entropy(self.label_smoothing, weights)
 
   @property
   def is_cross_entropy(self) -> bool:  # A subclass that overrides `build` may not be.
@@ -76,7 +67,7 @@ class BinaryCrossEntropy(Loss):
 
   takes_numbers = True
 
-  def build(self, info: Any) -> Objective:
+  def build(self, info: Any) -> training.Objective:
     classes = 0 if getattr(info, "label_shape", ()) else getattr(info, "num_classes", 0)
     if classes > 2 and "int" in info.label_dtype:
       problem = f"takes targets 0 or 1, but {info.name} has {classes} classes"
@@ -96,7 +87,7 @@ class SquaredError(Loss):
 
   takes_numbers = True
 
-  def build(self, info: Any) -> Objective:
+  def build(self, info: Any) -> training.Objective:
     return _losses(self, info).regression(lambda error: 0.5 * error**2)
 
 
@@ -111,7 +102,7 @@ class Huber(Loss):
 
   takes_numbers = True
 
-  def build(self, info: Any) -> Objective:
+  def build(self, info: Any) -> training.Objective:
     import optax
 
     huber = functools.partial(optax.huber_loss, delta=self.delta)
@@ -138,10 +129,9 @@ class Contrastive(Loss):
   bias: float = -10.0
   chunk: Count = 1024
 
-  def build(self, info: Any, context: LossContext) -> GatheredObjective:
-    from jaxscale.training.contrastive import contrastive
-
-    return contrastive(self.kind, temperature=self.temperature, bias=self.bias, chunk=self.chunk)
+  def build(self, info: Any, context: LossContext) -> training.GatheredObjective:
+    make = training.contrastive.contrastive
+    return make(self.kind, temperature=self.temperature, bias=self.bias, chunk=self.chunk)
 
 
 class PythonLoss(Loss):
@@ -167,14 +157,12 @@ class PythonLoss(Loss):
     return next((x.__code__ for x in parts if hasattr(x, "__code__")), None)
 
   def build(self, info: Any, context: LossContext) -> Any:
-    from jaxscale.training.custom_loss import CustomLoss
-
     function: Any = self.function
     if isinstance(self.function, tuple) or not callable(self.function):
       return function  # The caller checks its type.
     evaluation = self.replaces.build(*self.replaces.arguments(info, context))
     evaluation: Any = getattr(evaluation, "evaluation", evaluation)
-    return CustomLoss(loss_fn=function, evaluation=evaluation)
+    return training.CustomLoss(loss_fn=function, evaluation=evaluation)
 
 
 def _float32(outputs: Any) -> np.ndarray:
@@ -183,11 +171,9 @@ def _float32(outputs: Any) -> np.ndarray:
 
 def _losses(loss: Loss, info: Any) -> Any:
   """Return the module of losses for examples whose targets have any shape."""
-  from jaxscale.training import losses
-
   if not hasattr(info, "label_shape"):
     raise ConfigError(f"Config.loss={type(loss).__name__}: {info.name} is text; use CrossEntropy")
-  return losses
+  return training.losses
 
 
 class _OfLabels(Metric):
@@ -196,13 +182,11 @@ class _OfLabels(Metric):
   numbers = False
 
   def build(self, info: Any) -> Any:
-    from jaxscale.training import built_in_metrics
-
     if getattr(info, "label_shape", None if self.numbers else ()) is None:
       problem = f"needs an array 'label', which {info.name} does not have"
       raise invalid("Config.metrics", type(self).__name__, problem, "remove it")
     kind = next(c for c in type(self).__mro__ if c.__module__ == __name__)
-    return getattr(built_in_metrics, snake_case(kind.__name__))(**vars(self))
+    return getattr(training.built_in_metrics, snake_case(kind.__name__))(**vars(self))
 
 
 class ConfusionMatrix(_OfLabels):
@@ -232,10 +216,6 @@ class R2(_OfLabels):
 
 class Pearson(R2):
   """Pearson correlation of outputs and targets, the mean over outputs."""
-
-
-class Spearman(R2):
-  """Spearman rank correlation of outputs and targets, the mean over outputs."""
 
 
 class CalibrationError(_OfLabels):

@@ -82,8 +82,7 @@ def init_state(
     options: layout, average, noise_scale, loss_scale, local and loss_state, as in
       `make_init`.
   """
-  init = make_init(init_fn, tx, mesh, exchange, **options)
-  return run_init(init, mesh, seed, given)
+  return run_init(make_init(init_fn, tx, mesh, exchange, **options), mesh, seed, given)
 
 
 def run_init(

@@ -35,27 +35,13 @@ from jaxscale.parallel import placement, specs
 from jaxscale.parallel.layout_exchange import exchange_axes, make_layout_exchange
 from jaxscale.parallel.run_stack import PipelineGrads
 from jaxscale.parallel.specs import Layout
+from jaxscale.training import contract, nan_guard
 from jaxscale.training import loss_scale as loss_scales
-from jaxscale.training import nan_guard
+from jaxscale.training import model_state as model_states
 from jaxscale.training import noise_scale as noise_scales
-from jaxscale.training.contract import (
-  check_loss,
-  check_rows,
-  checked,
-  checked_step,
-  without_examples,
-)
 from jaxscale.training.gathered import PARTS, Parts, cotangents, second_pass
 from jaxscale.training.metrics import ROWS, SUMS
-from jaxscale.training.model_state import (
-  Queue,
-  agree,
-  check_agrees,
-  map_averaged,
-  map_queues,
-  push,
-  queues,
-)
+from jaxscale.training.model_state import Queue, map_averaged, map_queues, queues
 from jaxscale.training.state import state_shardings
 from jaxscale.training.types import (
   LOSS_WEIGHT,
@@ -133,18 +119,18 @@ def make_train_step(
   if options.measure_noise_scale and hasattr(loss_fn, PARTS):
     problem = "compares gradients of micro-batches, but this loss depends on all rows"
     raise invalid("options.measure_noise_scale", True, problem, "use False")
-  loss_fn = loss_fn if isinstance(loss_fn, PipelineGrads) else checked(loss_fn)
+  loss_fn = loss_fn if isinstance(loss_fn, PipelineGrads) else contract.checked(loss_fn)
   local_grads = _make_local_grads(loss_fn, layout, options)
   exchange_grads = _make_exchange_grads(exchange or plain(exchange_axes(layout)), layout)
   update = _make_update(tx, layout, options)
 
   def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
-    check_rows(batch, row_blocks(mesh), options.num_microbatches)
+    contract.check_rows(batch, row_blocks(mesh), options.num_microbatches)
     key = jax.random.fold_in(jax.random.key(options.seed), state.step)
     trees = state.params, state.model_state, batch, key, state.loss_scale
     grads, model_state, totals, codes = local_grads(*trees)
     if not (has_layout or isinstance(loss_fn, PipelineGrads)):
-      check_loss(loss_fn, state.params, state.model_state, batch, mesh)
+      contract.check_loss(loss_fn, state.params, state.model_state, batch, mesh)
     grads, exchange_state = exchange_grads(grads, state.exchange_state)
 
     metrics = means(totals) | {"grad_norm": optax.tree.norm(grads)}
@@ -171,7 +157,7 @@ def make_train_step(
   # `nan_guard.CODES` is sharded over the devices; all other metrics are replicated.
   metric_sharding = None if options.skip_bad_steps else replicated(mesh)
   jitted = jax.jit(train_step, donate_argnums=0, out_shardings=(state_sharding, metric_sharding))
-  return checked_step(one_at_a_time(jitted, mesh), options)
+  return contract.checked_step(one_at_a_time(jitted, mesh), options)
 
 
 def _make_local_grads(
@@ -201,7 +187,7 @@ def _make_local_grads(
       codes = codes[None]
     totals = sum_totals(totals, layout.token_axes)
     grads = placement.scale_for_exchange(grads, layout, divisor(totals))
-    model_state = agree(push(before, model_state, row_axes), axes)
+    model_state = model_states.agree(model_states.push(before, model_state, row_axes), axes)
     return grads, model_state, totals, codes
 
   in_specs = layout.param_specs, P(), P(row_axes), P(), P()
@@ -227,7 +213,7 @@ def _make_device_grads(
       return cast(LossFn, loss_fn)(placement.pair_shards(shards, full), *rest)
 
     arguments = shards, model_state, batch, row_keys(key, batch, row_axes)
-    check_agrees(loss_of, arguments, num_microbatches, layout.token_axes)
+    model_states.check_agrees(loss_of, arguments, num_microbatches, layout.token_axes)
     how: Any = {"unroll": unroll, "scale": scale}
     if (parts := getattr(loss_fn, PARTS, None)) and num_microbatches > 1:
 
@@ -286,14 +272,14 @@ def _make_update(tx: optax.GradientTransformation, layout: Layout, options: Step
   def optimize(state: TrainState, outputs: StepOutputs) -> TrainState:
     trees = outputs.grads, state.params
     grads, params = placement.shard_like_optimizer(trees, layout)
-    opt_state = placement.opt_to_device(state.opt_state, layout)
+    opt_state = placement.move_opt_state(state.opt_state, layout, jax.memory.Space.Device)
     updates, opt_state = tx.update(grads, opt_state, params)
     params = placement.shard_like_params(optax.apply_updates(params, updates), layout)
     return state._replace(
       step=state.step + 1,
       params=params,
       model_state=outputs.model_state,
-      opt_state=placement.opt_to_host(opt_state, layout),
+      opt_state=placement.move_opt_state(opt_state, layout, jax.memory.Space.Host),
       exchange_state=outputs.exchange_state,
     )
 
@@ -303,7 +289,7 @@ def _make_update(tx: optax.GradientTransformation, layout: Layout, options: Step
   if options.measure_noise_scale:
     update = noise_scales.with_noise_scale(update)
   if options.skip_bad_steps:
-    # Host memory can only be read inside a branch (`placement.opt_to_device`).
+    # Host memory can only be read inside a branch (`placement.move_opt_state`).
     branch = on_cpu(layout.mesh) or layout.opt_on_host
     update = nan_guard.skip_bad_steps(update, branch=branch)
   if options.scale_loss:
@@ -350,7 +336,7 @@ def sum_totals(totals: Any, axes: tuple[str, ...]) -> Totals:
   along axes whose devices computed the same loss. It counts once.
   """
   if not isinstance(totals, dict) or "examples" not in totals:
-    raise without_examples(totals)
+    raise contract.without_examples(totals)
   totals = vary(totals, axes)
   counted = varying(totals["examples"])
   sums = {}

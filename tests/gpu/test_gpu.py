@@ -126,7 +126,7 @@ def test_every_all_reduce_is_a_sum(algorithm):
 def test_the_chip_is_in_the_table(dry_run):
   kind = jax.devices()[0].device_kind
   assert (peak_flops(kind) is None) == dry_run, f"metrics/chips.py lacks {kind!r}"
-  assert dry_run or efficiency.find_peak().flops > 1e9
+  assert dry_run or efficiency.find_peak() > 1e9
 
 
 def test_memory_is_measured():

@@ -37,12 +37,12 @@ def answer(capsys, *argv):
 
 REFUSED = table(r"""
 doctor --workdir= | --workdir=: give a directory$
-generate --workdir= | --workdir=: give a directory$
+generate --step=last x | --step=last: give a step, or best$
 status --runs= | --runs=: give a directory$
 submit --config=digits --runs= | --runs=: give a directory$
-export --workdir=. --to=x.npz | --to=x.npz: give a file .safetensors in a directory$
-export --workdir=. --to=x | --to=x: give a file .safetensors in a directory$
-export --workdir=. --to=. | --to=.: give a file .safetensors in a directory$
+export . --to=x.npz | --to=x.npz: give a file .safetensors in a directory$
+export . --to=x | --to=x: give a file .safetensors in a directory$
+export . --to=. | --to=.: give a file .safetensors in a directory$
 lr-find --config=digits --out=x.foo | --out=x.foo: give a file .png, .pdf, .svg or .jpg in
 report digits --png=x.foo | --png=x.foo: give a file .png, .pdf, .svg or .jpg in
 logs '' | \(an empty name\): no such run,

@@ -76,7 +76,7 @@ def test_a_damaged_config_is_one_line_with_its_remedy(workdir, name):
   """A command that reads the run gives the same line, before anything is trained."""
   damage_config(workdir, name)
   assert start_devices(workdir, tiny_digits()) in (None, 8)
-  with config_error("; ", match=r"config\.json.*(another|a new) --workdir"):
+  with config_error("; ", match=r"config\.json.*(another --|a new )workdir"):
     claim_workdir(workdir, tiny_digits())
   if not name.startswith(("steps", "devices", "derived")):  # it needs none of these
     with config_error(match=r"config\.json"):

@@ -1,7 +1,6 @@
 """Guarantees of every exchange: nothing lost, nothing random, nothing apart."""
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -10,7 +9,7 @@ from jaxscale.exchange.buckets import bucketed
 from jaxscale.exchange.low_precision import half_precision, int8
 from jaxscale.exchange.power_sgd import power_sgd
 from jaxscale.exchange.top_k import top_k
-from jaxscale.exchange.wrappers import delayed, warm_start
+from jaxscale.exchange.wrappers import warm_start
 from jaxscale.mesh import make_mesh
 from support.cases import all_slow_except
 from support.errors import config_error
@@ -85,7 +84,6 @@ def test_a_gradient_that_is_no_number_is_seen(name, bad):
   assert not np.isfinite(means["wide"][first : first + 2]).all()
 
 
-KEEPS = warm_start(plain(AXES), AXES, steps=1, first=delayed(plain(AXES)))
 MISTAKES = [
   (
     lambda: run(bucketed(AXES, bucket_bytes=0), gradients(1)),
@@ -110,7 +108,6 @@ MISTAKES = [
   ),
   (lambda: power_sgd(AXES, rank=0), "rank=0 is out of range"),
   (lambda: warm_start(plain(AXES), AXES, steps=-1), r"warm_start.steps=-1"),
-  (lambda: KEEPS.init({"w": jnp.zeros(3)}), r"warm_start.first keeps a state"),
 ]
 
 

@@ -51,7 +51,7 @@ def saved(workdir, experiment, state):
 def test_a_run_starts_from_what_another_has_learnt(finished, tmp_path, capsys, reported):
   result, workdir = finished
   path = tmp_path / "digits.safetensors"
-  code, line = typed(capsys, "--workdir", workdir, "--to", path)
+  code, line = typed(capsys, workdir, "--to", path)
   assert code == 0 and line.endswith("0.0 MB in jaxscale's names")
   assert f"{path}: the average of step {result.state.step}" in line
   about = read_header(path)[1]
@@ -75,10 +75,19 @@ def test_a_run_starts_from_what_another_has_learnt(finished, tmp_path, capsys, r
     fit(tiny_digits(seed="7", epochs="2"), tmp_path / "again")
 
 
+def test_a_run_in_place_of_a_file_is_refused_with_the_command(finished, tmp_path, capsys):
+  _, workdir = finished
+  with config_error(f"{workdir}: has neither model.safetensors nor") as error:
+    fit(tiny_digits(init_from=str(workdir), epochs="2"), tmp_path / "again")
+  command = re.search("give (.*), after `jaxscale export (.*)`$", str(error.value))
+  assert typed(capsys, *command[2].split())[0] == 0
+  assert import_safetensors(command[1], finished[0].state.params)
+
+
 def test_the_parameters_of_the_last_step_can_be_taken(finished, tmp_path, capsys):
   result, workdir = finished
   path, step = tmp_path / "a.safetensors", int(result.state.step)
-  options = ("--workdir", workdir, "--to", path, "--take=params", "--step", step)
+  options = (workdir, "--to", path, "--take=params", "--step", step)
   assert typed(capsys, *options)[0] == 0
   found = import_safetensors(path, result.state.params)
   assert_same_bits(found.params, result.state.params)
@@ -103,7 +112,7 @@ def test_a_checkpoint_of_a_resnet_becomes_timms_file(tmp_path, capsys):
   described = {"format": FORMAT, "config": {"model": {"class": "ResNet"}}, "data": info}
   (tmp_path / "config.json").write_text(json.dumps(described))
   path = tmp_path / "resnet.safetensors"
-  code, line = typed(capsys, "--workdir", tmp_path, "--to", path, "--naming", "timm")
+  code, line = typed(capsys, tmp_path, "--to", path, "--naming", "timm")
   assert code == 0, line
   assert line.endswith(
     "(the config.json in this folder belongs to another file, so none is written)"
@@ -123,7 +132,7 @@ def test_a_folder_of_a_vit_says_what_its_parameters_mean(naming, tmp_path, capsy
   workdir, path = tmp_path / "run", tmp_path / "out" / "model.safetensors"
   path.parent.mkdir()
   saved(workdir, experiment, experiment.init_state())
-  code, line = typed(capsys, "--workdir", workdir, "--to", path, "--naming", naming)
+  code, line = typed(capsys, workdir, "--to", path, "--naming", naming)
   assert code == 0 and line.endswith(f"in {naming}'s names"), line
   written = json.loads((path.parent / "config.json").read_text())
   names = {"timm": "vit_base_patch16_224", "huggingface": ["ViTForImageClassification"]}
@@ -192,7 +201,7 @@ def spoken(tmp_path_factory):
 def test_a_folder_for_transformers_says_what_its_parameters_mean(spoken, tmp_path, capsys):
   _, workdir = spoken
   path, config_json = tmp_path / "model.safetensors", tmp_path / "config.json"
-  options = ("--workdir", workdir, "--to", path, "--naming=huggingface")
+  options = (workdir, "--to", path, "--naming=huggingface")
   assert typed(capsys, *options)[0] == 0
   reported = json.loads(config_json.read_text())
   wanted = dict(architectures=["LlamaForCausalLM"], head_dim=16, torch_dtype="float32")
@@ -204,7 +213,7 @@ def test_a_folder_for_transformers_says_what_its_parameters_mean(spoken, tmp_pat
   assert json.loads(config_json.read_text()) == reported | {"torch_dtype": "bfloat16"}
   for to in (tmp_path / "other.safetensors", workdir / "model.safetensors"):
     kept = (to.parent / "config.json").read_text()
-    code, line = typed(capsys, "--workdir", workdir, "--to", to, "--naming=huggingface")
+    code, line = typed(capsys, workdir, "--to", to, "--naming=huggingface")
     assert code == 2 and "write to a folder of its own" in line
     assert (to.parent / "config.json").read_text() == kept and not to.exists()
   # Another model of the same shapes does not take it: unit/test_hf_config.py.
@@ -214,12 +223,12 @@ def test_a_folder_for_transformers_says_what_its_parameters_mean(spoken, tmp_pat
 
 MISTAKES = """
 --too=x                                           did you mean '--to'?
---to=x.safetensors                                --workdir: missing; try --workdir runs/x
---workdir=x                                       --to: missing
---to --workdir=x                                  --to: a value is missing
---to=x.safetensors --workdir=x --naming=tim       did you mean 'timm'?
---to=x.safetensors --workdir=x --step=last        --step=last: give a whole
---to=x.safetensors --workdir=/no                  --workdir=/no: no config.json there
+--to=x.safetensors                    RUN: missing; try runs/digits
+x                                     --to: missing
+x --to                                --to: a value is missing
+x --to=x.safetensors --naming=tim     did you mean 'timm'?
+x --to=x.safetensors --step=last      --step=last: give a step, or best
+/no --to=x.safetensors                /no: no such run
 """.strip().splitlines()
 
 
@@ -235,11 +244,11 @@ def test_what_the_run_has_not_is_one_line(finished, tmp_path, capsys, monkeypatc
   step = int(result.state.step)
 
   def line(*argv, code=2):
-    found, reported = typed(capsys, "--workdir", workdir, *argv)
+    found, reported = typed(capsys, workdir, *argv)
     assert found == code and reported.startswith("error: ") and "\n" not in reported
     return reported
 
-  assert f"--step=1: no checkpoint of this step; use one of {step - 1}, {step}" in line(
+  assert f"step=1: no checkpoint of this step; use one of {step - 1}, {step}" in line(
     "--to=x.safetensors", "--step=1"
   )
   timm = line("--to=x.safetensors", "--naming=timm")

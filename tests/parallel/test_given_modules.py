@@ -84,8 +84,8 @@ class Net(config.Model):
 
 x = np.arange(24, dtype="float32").reshape(8, 3)
 arrays = data.Arrays(x=x, y=np.arange(8) % 2, eval_share=0.5)
-options = dict(optimizer=config.SGD(lr=0.1), batch_size=4, epochs=2, log=config.Log(plot=False))
-jxs.fit(config.Config(model=Net(), data=arrays, **options), sys.argv[1])
+options = dict(optimizer=config.SGD(lr=0.1), batch_size=4, log=config.Log(plot=False))
+jxs.fit(config.Config(model=Net(), data=arrays, epochs=2, **options), sys.argv[1])
 """
 
 
@@ -103,3 +103,52 @@ def test_a_script_is_loaded_for_its_classes_and_does_not_train(tmp_path):
     code.write_text(f"import jaxscale, jaxscale.jobs\njaxscale.{call}\n{script}")
     with config_error(f"{does} before it defines the class"):
       jxs.load(run)
+
+
+DEFINED_AGAIN = """
+def told(function, *args, **options):
+  try:
+    function(*args, **options)
+    print("told: nothing")
+  except jxs.ConfigError as error:
+    print("told:", error)
+
+class Net(config.Model):
+  def build(self, context):
+    return models.MLPModule(num_classes=2, hidden=(4, 4))
+
+now = config.Config(model=Net(), data=arrays, epochs=2, **options)
+told(jxs.load, sys.argv[1])  # its copy of the script ends at the first run
+told(jxs.load, sys.argv[1], model=Net())
+told(jxs.fit, now, sys.argv[1])
+jxs.fit(now, sys.argv[1] + "-2")
+told(jxs.load, sys.argv[1] + "-2")
+"""
+
+
+def test_a_class_that_a_script_defines_again_is_noticed(tmp_path):
+  script, run = tmp_path / "script.py", tmp_path / "run"
+  script.write_text(SCRIPT + DEFINED_AGAIN)
+  done = run_python(script, run)
+  assert done.returncode == 0, done.stderr
+  lines = [x for x in done.stdout.splitlines() if x.startswith("told: ")]
+  different = "was trained with different code of Net in __main__; restore it, or pass model="
+  assert lines[0] == "told: nothing" and lines[1].startswith(f"told: run={run} {different}")
+  assert "was trained with different code (Net in __main__ differs)" in lines[2]
+  assert lines[3].startswith(f"told: run={run}-2 {different}")
+
+
+def test_a_script_may_train_longer_and_print_more(tmp_path):
+  script, run = tmp_path / "script.py", tmp_path / "run"
+  longer = SCRIPT.replace("epochs=2", "epochs=3")
+  printing = f"{longer}\nprint(jxs.load(sys.argv[1], model=Net()))"
+  for text, code in (
+    (SCRIPT, 0),
+    (printing, 0),
+    (longer.replace("jxs.fit", "Net.x = 3; jxs.fit"), 1),
+  ):
+    script.write_text(text)
+    done = run_python(script, run)
+    assert done.returncode == code, done.stderr
+    assert ("step=3" in done.stdout) == (text == printing)
+  assert "different code (Net in __main__ differs)" in done.stderr

@@ -41,7 +41,7 @@ def finished(tmp_path_factory):
   os.chdir(build.__file__.rsplit("/", 3)[0])
   workdir = tmp_path_factory.mktemp("run")
   with pytest.MonkeyPatch.context() as patch:  # CPUs have no published peak
-    patch.setattr(efficiency, "find_peak", lambda: efficiency.Peak(2e9, "published: test"))
+    patch.setattr(efficiency, "find_peak", lambda: 2e9)
     return fit(tiny_digits(log__plot="True"), workdir), workdir
 
 
@@ -74,7 +74,7 @@ def test_a_run_leaves_its_record(finished):
   summary = result.summary
   ratio = perf[-1]["perf/tflops_per_device"] / perf[-1]["perf/mfu"]
   assert ratio == pytest.approx(summary["peak_tflops_per_device"], rel=0.05, abs=1e-4)
-  assert summary["peak_source"] == "published: test"
+  assert summary["peak_source"] == "published: cpu, bfloat16"
   assert all(0 < line["perf/mfu"] <= 1 for line in perf) and 0 < summary["mfu"] <= 1
   # The gradient of the images, 64 x 32, is in the model's FLOPs, not in the step's.
   program = 3 * 64 * 32 * 2 + 3 * 32 * 10 * 2 - 2 * 64 * 32

@@ -14,6 +14,7 @@ from jaxscale import cli
 from jaxscale.cli.train import default_workdir
 from jaxscale.config.loading import load_config
 from jaxscale.metrics import read_json
+from support.commands import run_python
 from support.configs import small_config
 from support.errors import config_error
 from support.tables import columns
@@ -182,7 +183,7 @@ def test_code_of_a_foreign_run_is_not_trained(run, tmp_path):
   columns(str, str)("""
     evaluate {run} {run} | give one RUN
     evaluate | RUN: missing; try runs/digits
-    evaluate nothing | no config.json there
+    evaluate nothing | nothing: no such run, there is none in runs
     train --config {run}/summary.json | not a Python file
     train --config {run}/config.json --config.epoch=1 | did you mean 'epochs'?
   """.strip()),
@@ -190,6 +191,35 @@ def test_code_of_a_foreign_run_is_not_trained(run, tmp_path):
 def test_mistakes_are_one_line(argv, says, run, capsys):
   assert cli.main(argv.format(run=run).split()) == 2
   assert says in capsys.readouterr().err
+
+
+NOTEBOOK = """
+import flax.linen as nn
+import numpy as np
+import jaxscale as jxs
+from jaxscale import config
+
+class Settings(config.Model):
+  def build(self, context):
+    return nn.Dense(10)
+
+x = np.ones((8, 3), "float32")
+arrays = jxs.data.Arrays(x=x, y=np.arange(8) % 2, eval_share=0.5)
+for name, model in ("settings", Settings()), ("module", nn.Dense(2)):
+  options = dict(optimizer=config.SGD(lr=0.1), batch_size=4, steps=1, log=config.Log(plot=False))
+  jxs.fit(config.Config(model=model, data=arrays, **options), name)
+"""
+
+
+def test_a_run_whose_classes_have_no_file_says_what_to_do(tmp_path, capsys):
+  done = run_python("-c", NOTEBOOK, cwd=tmp_path)
+  assert done.returncode == 0, done.stderr
+  for name, what in (("settings", "__main__:Settings"), ("module", "Dense")):
+    assert cli.main(["train", "--config", str(tmp_path / name)]) == 2
+    assert f"{what}: an object from a notebook or script" in (line := capsys.readouterr().err)
+    assert line.endswith("build the config there, or in a config file\n")
+    with config_error(match=r"or use load\(run, model=...\)$"):
+      jxs.load(tmp_path / name)
 
 
 def test_parts_that_config_json_cannot_store_are_not_needed(tmp_path):
@@ -205,7 +235,7 @@ def test_parts_that_config_json_cannot_store_are_not_needed(tmp_path):
   assert right == round(4 * result.summary["accuracy"])
   with config_error(match="the run's data cannot be built again .*; give other data by --data"):
     loaded.config.data.build()
-  with config_error(match=r"its config.json has float32\[40, 3\]: an object from a notebook"):
+  with config_error(match=r"its config.json has float32\[40, 3\]: an object from a notebook or "):
     load_config(str(tmp_path / "run"))
 
 

@@ -181,19 +181,12 @@ ODD = "tokens=5 per device is odd, but order='zigzag' needs two equal pieces; gi
 HEADS_LEFT = "attend='all_to_all' cannot split 6 heads over the 4 devices of 'model'; give "
 GROUPS_LEFT = r"attend='all_to_all' cannot split 2 key/value heads over the 4 devices.*"
 TOKENS_LEFT = "tokens=6 cannot be split over the 4 devices of 'model'; give a multiple"
-NOTHING = r"order='zigzag' requires attend='ring', not 'all_to_all'; .*"
 NO_AXIS = r"axes=\('seq',\): the mesh has no axis 'seq'; .*"
 MISTAKES = [
   (lambda q, k: ALL_TO_ALL(q[:, :, :6], k, k), HEADS_LEFT + "attend='ring' or fewer devices"),
   (lambda q, k: ALL_TO_ALL(q, k[:, :, :2], k[:, :, :2]), GROUPS_LEFT),
   (lambda q, k: RING(q[:, :, :6], k, k), "groups=4 does not divide the 6 heads; give a divisor"),
   (lambda q, k: RING(q[:, :5], k[:, :5], k[:, :5], order="zigzag"), ODD),
-  (lambda q, k: sequence.split(attend="rings"), r"attend='rings': did you mean 'ring'\?"),
-  (
-    lambda q, k: sequence.split(order="zig"),
-    "order='zig' is unknown; use 'contiguous' or 'zigzag'",
-  ),
-  (lambda q, k: sequence.split(attend="all_to_all", order="zigzag"), NOTHING),
   (lambda q, k: sequence.scatter_tokens(q, axis="model"), TOKENS_LEFT),
   (lambda q, k: RING(q, k, k, axis="seq"), NO_AXIS),
   (

@@ -3,6 +3,7 @@
 import json
 import re
 import shutil
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -97,10 +98,24 @@ def test_steps_and_averages_are_chosen(runs):
   assert np.array_equal(params[0], jax.tree.leaves(result.state.params)[0])
   assert not np.array_equal(params[0], jax.tree.leaves(jxs.load(workdir).params)[0])
   assert jxs.load(workdir, step=3).step == 3
-  with config_error(match="--step=4: no checkpoint of this step; use one of 3, 6"):
+  with config_error(match="step=4: no checkpoint of this step; use one of 3, 6"):
     jxs.load(workdir, step=4)
-  with config_error(match=r"--take=average: the run keeps no average"):
+  with config_error(match="step=best: no checkpoint of this step .best needs .*; use one of 3, 6"):
+    jxs.load(workdir, step="best")
+  with config_error(match=r"take=average: the run keeps no average"):
     jxs.load(runs("data")[0], take="average")
+
+
+def test_each_command_takes_the_name_of_a_run_and_its_best_step(runs, tmp_path, capsys):
+  workdir, _ = runs("average")
+  shutil.copytree(workdir, tmp_path / "named")
+  summary = read_json(workdir / "summary.json") | {"best_step": 3}
+  (tmp_path / "named" / "summary.json").write_text(json.dumps(summary))
+  assert jxs.load(tmp_path / "named", step="best").step == 3
+  for name, *to in (["evaluate"], ["predict", "--to=x.csv"], ["export", "--to=x.safetensors"]):
+    to = [option.replace("x.", f"{tmp_path}/x.") for option in to]
+    assert cli.main([name, "named", f"--runs={tmp_path}", "--step=best", *to]) == 0
+    assert "of step 3" in capsys.readouterr().out
 
 
 @pytest.mark.slow
@@ -136,6 +151,8 @@ images / 3 | which uint8 cannot represent
 {"image": images, "label": [1]} | inputs=[1, 360] are different lengths
 ["nothing.png"] | inputs has 1 damaged example: nothing.png
 ["a", 3] | the model takes
+"x.png" | inputs=x.png is no list; give ['x.png']
+Path("x.png") | inputs=x.png is no list; give ['x.png']
 """)
 
 
@@ -143,7 +160,7 @@ images / 3 | which uint8 cannot represent
 def test_inputs_that_do_not_fit_are_one_line(inputs, says, runs):
   images, _ = digits()
   with pytest.raises(jxs.ConfigError) as raised:
-    jxs.load(runs("data")[0]).predict(eval(inputs, {"images": images}))
+    jxs.load(runs("data")[0]).predict(eval(inputs, {"images": images, "Path": Path}))
   assert says in str(raised.value) and "\n" not in str(raised.value)
 
 
@@ -239,7 +256,7 @@ def test_other_data_are_predicted_and_evaluated(folder, tmp_path, capsys):
     evaluate --data {tmp_path} --step 5 | no images
     predict --to x.txt | give a file .parquet, .csv or .npz
     predict --data {root}/val | --to: missing
-    evaluate --step 5 | --step=5: no checkpoint of this step; use one of 3, 6"""):
+    evaluate --step 5 | step=5: no checkpoint of this step; use one of 3, 6"""):
     name, *rest = argv.split()
     assert cli.main([name, f"{root}/run", *rest]) == 2, argv
     err = capsys.readouterr().err.splitlines()

@@ -299,9 +299,9 @@ def test_sizes_that_do_not_go_together_are_refused():
   for sizes, message in (
     ({"width": 25}, "num_heads=6 does not divide width=25; give"),
     ({"num_kv_heads": 4}, "num_kv_heads=4 does not divide num_heads=6; give"),
-    ({"width": 18}, "head_width=3 is odd, .*; choose .* to make it even"),
+    ({"width": 18}, "num_heads=6 gives heads of odd width 3, .*; choose an even width"),
   ):
-    with config_error(match=f"transformer.{message}"):
+    with config_error(match=f"Transformer.{message}"):
       make_transformer(**SIZES | sizes)
 
 

@@ -139,16 +139,16 @@ def test_initial_parameters_are_as_in_the_papers_code():
 
 
 def test_sizes_that_do_not_go_together_are_refused():
-  with config_error("vit.patch=3 does not divide images of 8x8"):
+  with config_error("ViT.patch=3 does not divide images of 8x8"):
     make_vit(**SIZES | {"patch": 3})
-  with config_error("vit.num_heads=3 does not divide width=16"):
+  with config_error("ViT.num_heads=3 does not divide width=16"):
     make_vit(**SIZES | {"num_heads": 3})
 
 
 def test_a_model_of_other_data_is_refused():
   images, text = data.digits("test").info, data.TextInfo("words", 256, 64)
   for model, info, says in (
-    (cfg.ViT(patch=3), images, "ViT.patch=3 does not divide the 8x8 pixels of"),
+    (cfg.ViT(patch=3), images, "ViT.patch=3 does not divide images of 8x8 pixels"),
     (cfg.ViT(), text, "Config.model=ViT needs images, but words is text; use another model"),
     (cfg.CNN(), text, r"Config\.model=CNN needs images, but "),
     (cfg.Transformer(), images, "Config.model=Transformer needs text, but .* has images; use ViT"),

@@ -9,14 +9,13 @@ import time
 
 import pytest
 
-from jaxscale.cluster import secret
 from jaxscale.cluster.launch import Launch
 from jaxscale.cluster.rendezvous import network, server
 from jaxscale.cluster.rendezvous.acceptor import Acceptor
 from jaxscale.cluster.rendezvous.client import rendezvous
 from support import rendezvous as starting
 from support.commands import run_python
-from support.rendezvous import connect, ends, greet, job, key_of, ports_of, the_line, who
+from support.rendezvous import connect, ends, greet, job, key_of, link_to, ports_of, the_line, who
 
 start = pytest.fixture(starting.starter)
 
@@ -95,7 +94,7 @@ def test_strangers_do_not_disturb(start):
     for _ in range(1000):  # without an end of line: cut off, not collected
       flood.sendall(b"x" * 10_000)
   with pytest.raises((ValueError, EOFError)):  # of the same user, of another run
-    secret.connect(("127.0.0.1", port), key_of("another job"), 5)
+    link_to(port, key_of("another job"))
   got = ends([first, start(1, 2, name)])
   assert [code for code, _ in got] == [0, 0]
   for sock in strangers:
@@ -177,7 +176,7 @@ def test_a_thousand_processes_connect_in_seconds():
 
   def come():
     for rank in range(1, count):
-      guests.append(secret.connect(("127.0.0.1", port), key_of(name), 5))
+      guests.append(link_to(port, key_of(name)))
       guests[-1].send(who(rank, count))
 
   thread = threading.Thread(target=come)

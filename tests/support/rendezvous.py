@@ -113,9 +113,19 @@ def ports_of(name):
 def greet(name, hello, port=None):
   """Return a link to process 0 of a run of this name, after sending it a hello."""
   connect(port or ports_of(name)[0]).close()  # it listens
-  link = secret.connect(("127.0.0.1", port or ports_of(name)[0]), key_of(name), 5)
+  link = link_to(port or ports_of(name)[0], key_of(name))
   link.send(hello)
   return link
+
+
+def link_to(port, key):
+  """Return a link to a program that has the key and listens on a port."""
+  with contextlib.ExitStack() as stack:
+    sock = stack.enter_context(connect(port))
+    network.tune(sock)
+    link = secret.greet(sock, key, 5)
+    stack.pop_all()
+    return link
 
 
 def connect(port, within=200):
@@ -129,6 +139,6 @@ def connect(port, within=200):
 
 
 def who(rank, of=4, **other):
-  known = dict(node=f"n{rank + 1}", pid=7, uuid=f"me{rank}", network="here", files="here", gloo="")
+  known = dict(node=f"n{rank + 1}", pid=7, network="here", files="here", gloo="")
   known |= dict(versions={"jax": "1"}, digests={"config": "a"}, error="")
   return Hello(rank, of, **known | other)

@@ -154,7 +154,7 @@ def text_of(params, prompt, num_tokens, **options):
 
 
 def test_the_command_writes_what_the_newest_checkpoint_says(run, capsys):
-  argv = ["--workdir", str(run), "--prompt", "Grüße", "--tokens=20", "--top-k=9"]
+  argv = [str(run), "--prompt", "Grüße", "--tokens=20", "--top-k=9"]
   assert cli.main(["generate", *argv]) == 0
   out, err = capsys.readouterr()
   assert out == "Grüße" + text_of(params(0), "Grüße".encode(), 20, top_k=9) + "\n"
@@ -175,7 +175,7 @@ def test_a_damaged_checkpoint_is_passed_over_and_left(run, tmp_path, capsys):
   shutil.copytree(run, workdir)
   manifest = workdir / "checkpoints" / "5" / "manifest.json"
   manifest.write_text(manifest.read_text().replace('"step": 5', '"step": 6'))
-  argv = [f"--workdir={workdir}", "--prompt=a", "--tokens=90"]
+  argv = [str(workdir), "--prompt=a", "--tokens=90"]
   assert cli.main(["generate", *argv]) == 0
   out, err = capsys.readouterr()
   assert out == "a" + text_of(params(1), b"a", 90) + "\n"
@@ -250,7 +250,7 @@ def test_a_run_of_a_tokenizer_writes_its_text(which, tmp_path, capsys, monkeypat
     words = [WORDS[i][1:] for i in ids[: ids.index(0)]]
     return " ".join([*prompt.split(), *words]) + "\n", len(words)
 
-  argv, lengths = [f"--workdir={tmp_path}", "--tokens=9"], []
+  argv, lengths = [str(tmp_path), "--tokens=9"], []
   for seed, prompt, tokens in ((0, "an apple", [1, 2]), (1, "", [0]), (2, "", [0])):
     assert cli.main(["generate", *argv, f"--prompt={prompt}", f"--seed={seed}"]) == 0
     wanted, length = written(prompt, tokens, seed)
@@ -262,7 +262,7 @@ def test_a_run_of_a_tokenizer_writes_its_text(which, tmp_path, capsys, monkeypat
   path.unlink()
   assert cli.main(["generate", *argv]) == 2
   assert capsys.readouterr().err == (
-    f"error: --workdir={tmp_path}: the 6 tokens of words are not bytes, and the "
+    f"error: {tmp_path}: the 6 tokens of words are not bytes, and the "
     f"tokenizer cannot be loaded (TextFiles.tokenizer={str(path)!r}: No such file or "
     "directory); call jaxscale.run.generate.sample with token ids\n"
   )
@@ -273,25 +273,25 @@ def test_another_tokenizer_in_its_place_is_refused(tmp_path, capsys, monkeypatch
   source = cfg.TFDSText(name="lm1b", tokenizer=str(tmp_path))
   text = described(TextInfo("words", 7, 64, 4.0), source)
   (tmp_path / "config.json").write_text(json.dumps(text))
-  assert cli.main(["generate", f"--workdir={tmp_path}"]) == 2
+  assert cli.main(["generate", str(tmp_path)]) == 2
   assert "has 6 tokens, but the run was trained with 7); call" in capsys.readouterr().err
 
 
 MISTAKES = table("""
---tokens=3 | --workdir: missing
---work=3 | did you mean '--workdir'?
---workdir | --workdir: a value is missing
---workdir=RUN --tokens=0 | --tokens=0: give a whole number >= 1
---workdir=RUN --temperature=-1 | --temperature=-1: give a number >= 0
---workdir=RUN --top-k=0 | --top-k=0: give a whole number >= 1
---workdir=RUN --top-p=1.5 | --top-p=1.5: give a number in (0, 1]
---workdir=RUN --seed=-1 | --seed=-1: give a whole number in [0, 4294967295]
---workdir=nowhere | --workdir=nowhere: no config.json there; give
---workdir=EMPTY | the run has no checkpoint yet
---workdir=IMAGES | the run trains on digits, not on text
---workdir=BROKEN | config.json: no data in it; give the
---workdir=WORDS | the 300 tokens of words are not bytes
---workdir=NEWER | its config.json has Transformer.depth=3: Transformer has
+--tokens=3 | RUN: missing; try runs/digits
+RUN --token=3 | did you mean '--tokens'?
+RUN --prompt | --prompt: a value is missing
+RUN --tokens=0 | --tokens=0: give a whole number >= 1
+RUN --temperature=-1 | --temperature=-1: give a number >= 0
+RUN --top-k=0 | --top-k=0: give a whole number >= 1
+RUN --top-p=1.5 | --top-p=1.5: give a number in (0, 1]
+RUN --seed=-1 | --seed=-1: give a whole number in [0, 4294967295]
+nowhere | nowhere: no such run
+EMPTY | the run has no checkpoint yet
+IMAGES | the run trains on digits, not on text
+BROKEN | config.json: no data in it; give the
+WORDS | the 300 tokens of words are not bytes
+NEWER | its config.json has Transformer.depth=3: Transformer has
 """)
 
 
@@ -307,8 +307,8 @@ def test_a_mistake_is_one_line(run, tmp_path, argv, says, capsys):
   for name, content in made.items():
     (tmp_path / name).mkdir()
     (tmp_path / name / "config.json").write_text(json.dumps(content))
-    argv = argv.replace(f"={name}", f"={tmp_path / name}")
-  assert cli.main(["generate", *argv.replace("=RUN", f"={run}").split()]) == 2
+  folders = {"RUN": str(run)} | {name: str(tmp_path / name) for name in made}
+  assert cli.main(["generate", *(folders.get(word, word) for word in argv.split())]) == 2
   out, err = capsys.readouterr()
   assert out == "" and err.startswith("error: ") and says in err
   assert err.count("\n") == 1

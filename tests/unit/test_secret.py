@@ -17,6 +17,7 @@ from jaxscale.cluster.rendezvous.acceptor import Acceptor
 from jaxscale.cluster.wire import MAX_BYTES
 from jaxscale.errors import ConfigError
 from support.errors import config_error
+from support.rendezvous import link_to
 
 KEY = secret.run_key(b"s" * 32, "job")
 
@@ -129,8 +130,8 @@ def until(condition, seconds=5):
 def test_ours_that_leaves_again_is_no_stranger(listening):
   """One of ours tries all addresses, and keeps the first that answers."""
   place, came, acceptor = listening
-  secret.connect(place, KEY, 5).close()
-  link = secret.connect(place, KEY, 5)
+  link_to(place[1], KEY).close()
+  link = link_to(place[1], KEY)
   link.send("x")
   until(lambda: came)
   assert not acceptor.refused
@@ -139,7 +140,7 @@ def test_ours_that_leaves_again_is_no_stranger(listening):
 
 def test_who_has_the_key_comes_in(listening):
   place, came, _ = listening
-  link = secret.connect(place, KEY, 5)
+  link = link_to(place[1], KEY)
   link.send({"rank": 1})
   until(lambda: came)
   ((mine, first),) = came
@@ -156,7 +157,7 @@ def test_who_has_the_key_comes_in(listening):
 def test_a_client_believes_nobody_without_the_key(listening):
   for key in (secret.run_key(b"t" * 32, "job"), secret.run_key(b"s" * 32, "another job")):
     with pytest.raises(ValueError):
-      secret.connect(listening[0], key, 5)
+      link_to(listening[0][1], key)
 
 
 NUMBER = json.dumps("0" * 32).encode() + b"\n"
@@ -171,7 +172,7 @@ def test_strangers_are_counted_and_keep_nobody_out(listening, monkeypatch):
   for noise in NOISE:
     strangers.append(connect(place))
     strangers[-1].sendall(noise)
-  link = secret.connect(place, KEY, 5)
+  link = link_to(place[1], KEY)
   link.send("friend")
   until(lambda: [first for _, first in came] == ["friend"])
   until(lambda: acceptor.refused == {"127.0.0.1": len(NOISE)})

@@ -12,6 +12,7 @@ import termios
 
 from jaxscale import cluster, metrics
 from jaxscale.experiment import build
+from jaxscale.metrics.log import LineHandler
 from jaxscale.run.reporter import Reporter
 from support.configs import tiny_digits
 from support.paths import ROOT
@@ -68,5 +69,5 @@ def test_a_run_of_a_job_is_shown_in_plain_lines(monkeypatch, tmp_path):
   experiment = build.experiment(tiny_digits())
   for is_job in (False, True):
     monkeypatch.setattr(cluster, "is_job", lambda answer=is_job: answer)
-    with Reporter(experiment, tmp_path, 0, lambda: True):
+    with Reporter(experiment, tmp_path, 0, lambda: True, LineHandler()):
       assert shown["plain"] is is_job

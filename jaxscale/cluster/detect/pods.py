@@ -11,16 +11,13 @@ A TPU pod on Kubernetes has TPU_WORKER_ID and TPU_WORKER_HOSTNAMES, and several 
 MEGASCALE_*. They are read as in jax/_src/clusters/cloud_tpu_cluster.py (0.10.2).
 """
 
-from __future__ import annotations
-
-import contextlib
-import glob
 import importlib.util
 import re
 from pathlib import Path
 
 from jaxscale.cluster.launch import Env, Host, Launch, number
 from jaxscale.errors import ConfigError
+from jaxscale.files import readable_text
 
 _GOOGLE = "0x1ae0"  # PCI vendor, jax/_src/hardware_utils.py
 
@@ -78,11 +75,8 @@ def on_cloud_tpu(env: Env) -> bool:
   """Return whether this host has TPU chips and libtpu, by JAX's own test."""
   if not _wanted(env) or importlib.util.find_spec("libtpu") is None:
     return False
-  for path in glob.glob("/sys/bus/pci/devices/*/vendor"):
-    with contextlib.suppress(OSError):
-      if Path(path).read_text().strip() == _GOOGLE:
-        return True
-  return False
+  vendors = map(readable_text, Path("/sys/bus/pci/devices").glob("*/vendor"))
+  return any(vendor.strip() == _GOOGLE for vendor in vendors)
 
 
 def _wanted(env: Env) -> bool:

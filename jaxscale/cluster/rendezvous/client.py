@@ -11,11 +11,10 @@ Both ends first prove that they have the run's secret (`cluster.secret`). Connec
 other programs are counted and ignored.
 """
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import functools
+import itertools
 import os
 import random
 import re
@@ -24,6 +23,7 @@ import shutil
 import socket
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -33,7 +33,7 @@ from jaxscale.cluster.launch import LOOPBACK, Launch
 from jaxscale.cluster.rendezvous import network, server
 from jaxscale.cluster.rendezvous.acceptor import Acceptor
 from jaxscale.cluster.rendezvous.handshake import Hello, make_hello
-from jaxscale.cluster.secret import VARIABLE, Greeting, find_secret, run_key
+from jaxscale.cluster.secret import VARIABLE, find_secret, greet, run_key
 from jaxscale.cluster.wire import Link
 from jaxscale.errors import ConfigError
 
@@ -41,6 +41,7 @@ CONNECT_S = 2.0  # seconds for a connection
 ANSWER_S = 10.0  # seconds for an answer, as process 0 may be busy with thousands
 TAKEN_S = 10.0  # seconds for which other programs may use all ports
 GRACE_S = 15.0  # seconds after the timeout, so that process 0 reports it first
+_CHECK_S = 0.1  # seconds between two checks of the results
 
 # Results of an attempt to find process 0 on a port.
 _REFUSED, _DROPPED, _NO_ROUTE = "refused", "no answer", "no route"
@@ -239,124 +240,70 @@ def _connect(hello: Hello, target: _Target, timeout_s: float) -> ProcessGroup:
   return ProcessGroup(hello.rank, hello.num_processes, hosts, coordinator, {0: link}, target.key)
 
 
-class _Attempt:
-  """A connection that may lead to process 0; no method waits.
-
-  Attributes:
-    result: the reason why it does not lead to process 0; "" until that is known.
-  """
-
-  result = ""
-  greeting: Greeting | None
-
-  def __init__(self, endpoint: tuple[str, int], key: bytes):
-    """Begin to connect.
-
-    Raises:
-      OSError: this host has no IPv6 or no free file descriptor.
-    """
-    family, address = network.numeric(*endpoint)
-    self._key, self.greeting = key, None
-    self._until = time.monotonic() + CONNECT_S
-    self.sock = socket.socket(family)
-    self.sock.setblocking(False)
-    self.sock.connect_ex(address)  # poll() reports the result
-
-  def advance(self, poll_events: int) -> bool:
-    """Advance without waiting; return True once process 0 has proved the secret.
-
-    Args:
-      poll_events: the events of the socket from poll().
-    """
-    try:
-      if poll_events and not self.greeting:
-        self._greet()
-      elif poll_events and self.greeting:
-        return self.greeting.is_welcome()
-      if time.monotonic() > self._until:
-        self.result = self.so_far
-    except ConnectionRefusedError:
-      self.result = _REFUSED
-    except TimeoutError:
-      self.result = _DROPPED
-    except (OSError, EOFError, ValueError):
-      self.result = _TAKEN if self.greeting else _NO_ROUTE
-    return False
-
-  @property
-  def so_far(self) -> str:
-    """The result if nothing more arrives."""
-    return _SILENT if self.greeting else _DROPPED
-
-  @property
-  def waits_for(self) -> int:
-    """The event of poll() that the attempt waits for."""
-    return select.POLLIN if self.greeting else select.POLLOUT
-
-  def _greet(self) -> None:
-    sock = self.sock
-    if error := sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
-      raise OSError(error, os.strerror(error))
-    # The kernel may assign the client the port it connects to (TCP simultaneous open).
-    if sock.getsockname() == sock.getpeername():
-      raise ConnectionRefusedError
-    network.tune(sock)
-    self.greeting = Greeting(sock, self._key)
-    self._until = time.monotonic() + ANSWER_S
-
-
 def _find_process_0(hello: Hello, target: _Target, timeout_s: float) -> Link:
   """Return a link on which process 0 has proved that it has the run's secret.
 
-  All ports are tried at once, so that another program on one port causes no delay.
+  All ports are tried at once, each by a thread, so that another program on one port causes
+  no delay.
   """
-  targets = [(address, port) for port in target.ports for address in target.addresses]
-  began, pause, taken_since = time.monotonic(), 0.02, None
-  attempts: dict[tuple[str, int], _Attempt] = {}
   results: dict[int, str] = {}
+  winner: list[Link] = []
+  is_over, deciding = threading.Event(), threading.Lock()
+
+  def search(address: str, port: int) -> None:
+    pause_s = 0.02
+    while not is_over.wait(random.uniform(0.5, 1) * pause_s):
+      pause_s = min(1.0, 1.5 * pause_s)
+      found = _try(address, port, target.key)
+      if isinstance(found, str):
+        results[port] = found
+        continue
+      with deciding:
+        if is_over.is_set():  # another address of process 0 was faster
+          return found.close()
+        winner.append(found)
+        is_over.set()
+
+  for place in itertools.product(target.addresses, target.ports):
+    threading.Thread(target=search, args=place, name="rendezvous", daemon=True).start()
+  began, taken_since = time.monotonic(), None
   try:
-    while True:
-      for where in targets:
-        if where not in attempts:
-          try:
-            attempts[where] = _Attempt(where, target.key)
-          except OSError:
-            results[where[1]] = _NO_ROUTE
-      round_end = time.monotonic() + random.uniform(0.5, 1) * pause
-      while (left := round_end - time.monotonic()) > 0:
-        if link := _advance(attempts, results, left):
-          return link
+    while not is_over.wait(_CHECK_S):
       now = time.monotonic()
       # If other programs use every port, process 0 cannot listen and has reported that.
       is_taken = len(results) == len(target.ports) and not {*results.values()} & _UNUSED
       taken_since = (taken_since or now) if is_taken else None
       if now - began > timeout_s or (taken_since and now - taken_since > TAKEN_S):
-        results |= {p[1]: a.so_far for p, a in attempts.items() if p[1] not in results}
-        raise ConfigError(_not_found(hello, target, results, now - began))
-      pause = min(1.0, 1.5 * pause)
+        every = dict.fromkeys(target.ports, _DROPPED) | results
+        raise ConfigError(_not_found(hello, target, every, now - began))
   finally:
-    server.close_all(attempt.sock for attempt in attempts.values())
+    is_over.set()
+  return winner[0]
 
 
-def _advance(
-  attempts: dict[tuple[str, int], _Attempt], results: dict[int, str], seconds: float
-) -> Link | None:
-  """Advance all attempts; return the link of one that has succeeded, or None.
-
-  Failed attempts are removed, and their results are recorded by port in `results`.
-  """
-  poll = select.poll()
-  for attempt in attempts.values():
-    poll.register(attempt.sock, attempt.waits_for)
-  ready = dict(poll.poll(seconds * 1000))
-  for address, attempt in list(attempts.items()):
-    if attempt.advance(ready.get(attempt.sock.fileno(), 0)) and attempt.greeting:
-      del attempts[address]
-      return attempt.greeting.link
-    if attempt.result:
-      results[address[1]] = attempt.result
-      attempts.pop(address).sock.close()
-  return None
+def _try(address: str, port: int, key: bytes) -> Link | str:
+  """Connect to a port; return a link to process 0, or the reason why it is not there."""
+  try:
+    sock = socket.create_connection((address, port), CONNECT_S)
+  except ConnectionRefusedError:
+    return _REFUSED
+  except TimeoutError:
+    return _DROPPED
+  except OSError:  # also without IPv6 or a free file descriptor
+    return _NO_ROUTE
+  try:
+    # The kernel may assign the client the port it connects to (TCP simultaneous open).
+    if sock.getsockname() == sock.getpeername():
+      result = _REFUSED
+    else:
+      network.tune(sock)
+      return greet(sock, key, ANSWER_S)
+  except TimeoutError:
+    result = _SILENT
+  except (OSError, EOFError, ValueError):
+    result = _TAKEN
+  sock.close()
+  return result
 
 
 def _not_found(hello: Hello, target: _Target, results: dict[int, str], for_s: float) -> str:

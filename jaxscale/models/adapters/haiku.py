@@ -52,8 +52,7 @@ def convert(model: hk.Transformed | hk.TransformedWithState, setting: Setting) -
     if not train:
       return model.apply(*both, None, *args, **options)[0], model_state
     with hk.intercept_methods(_interceptor(norms, setting)), during_call(keys):
-      rng = None if keys is None else keys[0]
-      outputs, state = model.apply(*both, rng, *args, **options)
+      outputs, state = model.apply(*both, None if keys is None else keys[0], *args, **options)
     return outputs, leaves.pack(jax.tree.leaves((both[0], state)))[1]
 
   return ModelFns(init, apply, call.inputs)

@@ -29,8 +29,7 @@ def convert(model: nn.Module, setting: Setting) -> ModelFns:
   def init(key):
     args, options = call.arguments(call.example(), False, keys=None)
     variables = dict(model.init(key, *args, **options))
-    params = variables.pop("params", {})
-    return params, variables
+    return variables.pop("params", {}), variables
 
   def apply(params, model_state, inputs, train, keys):
     variables = {"params": params, **model_state}
@@ -56,8 +55,7 @@ def _interceptor(setting: Setting) -> Any:
     module = context.module
     if context.method_name != "__call__":
       return call(*args, **kwargs)
-    method = inspect.signature(type(module).__call__)
-    given = method.bind(module, *args, **kwargs).arguments
+    given = inspect.signature(type(module).__call__).bind(module, *args, **kwargs).arguments
     name = "/".join(module.path) or type(module).__name__
     if isinstance(module, nn.BatchNorm) and module.axis_name is None:
       if not _chosen(module, given, "use_running_average"):

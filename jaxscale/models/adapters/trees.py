@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from flax.traverse_util import flatten_dict, unflatten_dict
 
 from jaxscale.errors import ConfigError
 
@@ -29,36 +30,29 @@ class Leaves:
 
   def __init__(self, arrays: Sequence[tuple[str, Any]], groups: Sequence[str]):
     paths = [path for path, _ in arrays]
-    self.places = list(zip(groups, paths, strict=True))
-    self.keys: dict[str, Any] = {}  # implementations of typed keys by path
-    for path, x in arrays:
+    self.places = [f"{group}/{path}" for group, path in zip(groups, paths, strict=True)]
+    self.keys: dict[str, Any] = {}  # implementations of typed keys by place
+    for place, (path, x) in zip(self.places, arrays, strict=True):
       if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
-        jax.eval_shape(lambda key, at=path: self.keys.update({at: jax.random.key_impl(key)}), x)
+        jax.eval_shape(lambda key, at=place: self.keys.update({at: jax.random.key_impl(key)}), x)
       if any(other.startswith(f"{path}/") for other in paths) or paths.count(path) > 1:
         raise ConfigError(f"the model has two arrays at {path!r}; rename one of them")
 
   def pack(self, arrays: Sequence[jax.Array]) -> tuple[Any, Any]:
     """Return (params, model_state) of the arrays."""
-    trees: dict[str, Any] = {PARAMS: {}}
-    for (group, path), x in zip(self.places, arrays, strict=True):
-      x = jax.random.key_data(x) if path in self.keys else x
-      *parents, name = path.split("/")
-      node = trees.setdefault(group, {})
-      for parent in parents:
-        node = node.setdefault(parent, {})
-      node[name] = jnp.asarray(x, x.dtype)  # no weak type, which a checkpoint would lose
+    flat = {}
+    for place, x in zip(self.places, arrays, strict=True):
+      x = jax.random.key_data(x) if place in self.keys else x
+      flat[place] = jnp.asarray(x, x.dtype)  # no weak type, which a checkpoint would lose
+    trees: dict[str, Any] = {PARAMS: {}} | unflatten_dict(flat, sep="/")
     return trees.pop(PARAMS), trees
 
   def unpack(self, params: Any, model_state: Any) -> list[jax.Array]:
     """Return the arrays of (params, model_state)."""
-    trees, arrays = {PARAMS: params, **model_state}, []
-    for group, path in self.places:
-      node = trees[group]
-      for name in path.split("/"):
-        node = node[name]
-      impl = self.keys.get(path)
-      arrays.append(node if impl is None else jax.random.wrap_key_data(node, impl=impl))
-    return arrays
+    flat: dict[str, Any] = flatten_dict({PARAMS: params, **model_state}, sep="/")
+    for place, impl in self.keys.items():
+      flat[place] = jax.random.wrap_key_data(flat[place], impl=impl)
+    return [flat[place] for place in self.places]
 
 
 def group_of(x: Any, *, is_param: bool, is_statistic: bool) -> str:
