@@ -23,7 +23,7 @@ import os
 import sys
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 os.environ |= {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "8"}
 
@@ -35,7 +35,7 @@ from jaxscale.hlo import Memory
 from jaxscale.planning.fits import Fit, RefusedError
 from jaxscale.planning.machine import rates_of
 from jaxscale.planning.step_plan import Compiled, Step, compile_step, step_on
-from jaxscale.planning.timeline import Program
+from jaxscale.planning.timeline import Program, Times
 from jaxscale.planning.topologies import CHIPS, find_chips, kind_of
 
 ROOT = Path(__file__).parent.parent
@@ -78,10 +78,26 @@ def programs(key: str) -> list[Compiled]:
   return found
 
 
+class SentInBackward(NamedTuple):
+  """Program whose collectives hide in the backward pass, as in PyTorch and Horovod."""
+
+  program: Program
+
+  def times(self, rates: Any, transfer: Any) -> Times:
+    """See `Program.times`."""
+    times = self.program.times(rates, transfer)
+    # The backward pass has two of the three products of each layer. Communication of the last
+    # layer has nothing to hide behind.
+    hidden = 2 / 3 * sum(times.compute.values())
+    share = max(1 - hidden / max(sum(times.sent.values()), 1e-300), 0.0)
+    return times._replace(exposed={axes: share * s for axes, s in times.sent.items()})
+
+
 def predict(row: Row, compiled: list[Compiled], devices: int, rows: int) -> Step:
   config = MODELS[row.model][0](rows, devices)
-  rates = rates_of(row.chip, row.machine)
-  return step_on(config, compiled, rates, devices, rows, overlap=row.overlap)
+  if row.overlap == "backward":
+    compiled = [c._replace(program=SentInBackward(c.program)) for c in compiled]
+  return step_on(config, compiled, rates_of(row.chip, row.machine), devices, rows)
 
 
 def compare(row: Row, compiled: list[Compiled]) -> dict[str, Any]:

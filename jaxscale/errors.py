@@ -1,7 +1,5 @@
 """Exit codes of commands, and one-line errors for users."""
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import errno
@@ -198,13 +196,16 @@ def printable(text: str) -> str:
 
 
 def message_of(error: BaseException) -> str:
-  r"""Return the message of an error on one line.
+  r"""Return the message of an error on one line; of JAX's own errors the first line.
 
   Example:
     >>> message_of(OSError("no\n  route"))
     'no route'
   """
-  return " ".join(str(error).split())
+  text = str(error)
+  if type(error).__module__.startswith("jax"):  # It goes on with paragraphs and a link.
+    text = text.partition("\n")[0]
+  return " ".join(text.split())
 
 
 def user_message(error: BaseException) -> UserMessage | None:

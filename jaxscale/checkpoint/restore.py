@@ -1,7 +1,5 @@
 """Restore one shared checkpoint, read and verified by all processes together."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

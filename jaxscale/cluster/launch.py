@@ -1,7 +1,5 @@
 """`Launch`: the rank of a process; `Job`: its job; `Host`: the functions for a detector."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 

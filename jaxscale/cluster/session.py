@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jaxscale.cluster.barrier import from_leader
+from jaxscale.cluster.host_collectives import from_leader
 from jaxscale.cluster.timeouts import Timeouts
 from jaxscale.errors import ConfigError
 
@@ -37,18 +37,15 @@ _walltime_ended: threading.Event | None = None  # ends the thread of `walltime.b
 
 
 @contextlib.contextmanager
-def open_session(
-  config: object = None,
-  *,
-  timeouts: Timeouts | None = None,
-  folder: Path | None = None,
-  gpu_settings: bool = True,
-) -> Iterator[Watch]:
+def open_session(config: object = None, **options: Any) -> Iterator[Watch]:
   """Join the run for the duration of the `with` block.
 
   At the end, the process waits for the others. An error in the block ends all processes
-  with one line; if this is the only process, the error is raised. The arguments are those
-  of `initialize`.
+  with one line; if this is the only process, the error is raised.
+
+  Args:
+    config: the object that must be equal in all processes, as for `initialize`.
+    **options: the other arguments of `initialize`.
 
   Example:
     >>> with open_session() as watch:
@@ -57,7 +54,7 @@ def open_session(
   from jaxscale.cluster.watch.watch import failure_of
 
   try:
-    _start(config, timeouts, folder, gpu_settings)
+    _start(config, **options)
     assert _watch is not None
     yield _watch
     mark_saved()  # the deadline after SIGTERM must not end the wait for the others
@@ -108,7 +105,10 @@ def initialize(
 
 
 def _start(
-  config: object, timeouts: Timeouts | None, folder: Path | None, gpu_settings: bool
+  config: object,
+  timeouts: Timeouts | None = None,
+  folder: Path | None = None,
+  gpu_settings: bool = True,
 ) -> None:
   global _handlers, _watch, _walltime_ended, _jax_is_initialized, _was_started
   from jaxscale.cluster import cpu_settings, detect, walltime
@@ -161,7 +161,6 @@ def _start(
 
   # From now on signals and the end of the job ask all processes to stop.
   _handlers.attach(ask, this_watch.fail)
-  signals.disable_xla_notifier()
   if launch.process_id == 0:
     _walltime_ended = walltime.before_end(
       lambda cause: ask(StopRequest(cause)), timeouts.stop_before_end_s

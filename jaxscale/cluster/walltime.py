@@ -1,7 +1,5 @@
 """A request to stop before the time limit of a job."""
 
-from __future__ import annotations
-
 import os
 import threading
 import time

@@ -1,7 +1,5 @@
 """Dataset interface of the input pipeline: a size, and a function that loads examples."""
 
-from __future__ import annotations
-
 import atexit
 import functools
 import hashlib

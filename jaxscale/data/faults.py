@@ -5,8 +5,6 @@ file system that is unavailable, intact examples are unreadable: skipping these 
 a part of the data and report them as damaged.
 """
 
-from __future__ import annotations
-
 import errno
 import os
 

@@ -192,7 +192,7 @@ def sum_notes(objective: AnyLoss, state: Any, outputs: Any, batch: Any, mesh: Me
   """
   if isinstance(objective, CustomLoss):
     params, model_state = state
-    reason = check_sums(objective.loss_fn, params, model_state, batch, mesh, name="Config.loss")
+    reason = check_sums(objective.loss_fn, params, model_state, batch, mesh)
   else:
 
     def of_outputs(params: Any, model_state: Any, batch: Any, keys: Any):
@@ -205,7 +205,7 @@ def sum_notes(objective: AnyLoss, state: Any, outputs: Any, batch: Any, mesh: Me
     reason = check_sums(of_outputs, {}, {}, inputs, mesh, name="Config.loss")
   notes = [f"cannot check that its loss sums over rows: {reason}"] if reason else []
   if isinstance(objective, CustomLoss):
-    notes.append("a CustomLoss is not tested for results that depend on the number of devices")
+    notes.append("its loss_fn is not tested for results that depend on the number of devices")
   if isinstance(objective, GatheredObjective):
     notes += _split_notes(objective, outputs, batch)
   return notes

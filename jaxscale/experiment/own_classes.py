@@ -84,7 +84,8 @@ def user_errors(settings: Any, doing: str) -> Generator[None, None, None]:
   except Exception as e:
     if is_built_in(type(settings)):
       raise
-    home, frames = sys.modules.get(type(settings).__module__), traceback.walk_tb(e.__traceback__)
+    module, frames = type(settings).__module__, traceback.walk_tb(e.__traceback__)
+    home = None if module.startswith("jaxscale.") else sys.modules.get(module)
     code = getattr(settings, "user_code", None)
     file = code.co_filename if code else getattr(home, "__file__", None)
     code = code or getattr(getattr(type(settings), "build", None), "__code__", None)

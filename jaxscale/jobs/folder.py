@@ -112,7 +112,7 @@ def make(spec: JobSpec, script: tuple[str, str], config: str, text: str | None) 
     ConfigError: the folder exists or cannot be written.
   """
   folder = Path(spec.folder)
-  try:
+  with one_line(folder, "use a different --name or --runs"):
     folder.mkdir(parents=True)  # atomic, so that one of two equal submissions fails
     for name in ("code", "events", "logs"):
       (folder / name).mkdir()
@@ -125,10 +125,6 @@ def make(spec: JobSpec, script: tuple[str, str], config: str, text: str | None) 
       path.write_text(text, encoding="utf-8")
     write_json(folder / "environment.json", environment())
     write_spec(spec, script)
-  except FileExistsError:
-    raise ConfigError(f"{folder}: exists; use a different --name") from None
-  except OSError as e:
-    raise ConfigError(f"{folder}: {e.strerror}; use a different --runs") from None
 
 
 def write_spec(spec: JobSpec, script: tuple[str, str]) -> None:

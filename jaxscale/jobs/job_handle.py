@@ -114,11 +114,10 @@ MOST_NODES = 2**16  # as in Slurm's largest clusters; also limits trials and res
 
 def _check_counts(nodes: int, **others: int) -> None:
   for name, value in {"nodes": nodes, **others}.items():
-    option, least = f"--{name.replace('_', '-')}={value}", int(name == "nodes")
-    if not isinstance(value, int) or value < least:
-      raise ConfigError(f"{option}: give a whole number >= {least}")
-    if value > MOST_NODES:
-      raise ConfigError(f"{option}: give a whole number <= {MOST_NODES}")
+    least = int(name == "nodes")
+    if not isinstance(value, int) or not least <= value <= MOST_NODES:
+      option = f"--{name.replace('_', '-')}={value}"
+      raise ConfigError(f"{option}: give a whole number in [{least}, {MOST_NODES}]")
 
 
 def checked_loader(config: str | Config, processes: int = 1) -> sweeps.Loader:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import os
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -19,7 +20,8 @@ from jaxscale.errors import ConfigError
 from jaxscale.files import mismatch, require_json
 from jaxscale.jobs import folder as folders
 from jaxscale.metrics import read_json, read_json_lines, read_metrics
-from jaxscale.planning.stored import Match, PlannedStep, of_workdir
+from jaxscale.planning.stored import FILE as PLAN
+from jaxscale.planning.stored import Match, match, read_plan
 from jaxscale.run import provenance
 from jaxscale.run.goodput import FILE, Goodput, goodput, read_activities
 
@@ -115,11 +117,6 @@ class MeasuredRun(NamedTuple):
     return statistics.median(self.rates) if self.rates else None
 
   @property
-  def planned_step(self) -> PlannedStep | None:
-    """The planned step of the run; None if there is none."""
-    return self.planned.step if self.planned else None
-
-  @property
   def quartiles(self) -> tuple[float, float] | None:
     """The first and third quartile of the windows; None for fewer than 3."""
     if len(self.rates) < 3:
@@ -191,7 +188,7 @@ def read(path: Path, plan: Path | None = None) -> MeasuredRun:
     summary=finite(summary) if summary.get("outcome") == "done" else {},
     evaluations=_evaluations(lines, batch, num_train),
     origin=provenance.last_start(workdir, about["hosts"]),
-    planned=of_workdir(workdir, record, plan),
+    planned=_planned(plan or workdir / PLAN, record, batch),
   )
   newest = max(line["step"] for line in lines)
   return run._replace(missing=tuple(_missing(run, newest, derived["total_steps"])))
@@ -213,6 +210,19 @@ def finite(values: Mapping[str, Any], prefix: str = "") -> dict[str, float]:
     for name, x in values.items()
     if mismatch(x, float) is None and math.isfinite(x)
   }
+
+
+def _planned(path: Path, record: Mapping[str, Any], batch: int) -> Match | None:
+  """Match a run with the plan at a path; None if there is no file."""
+  if not os.path.lexists(path):
+    return None
+  try:
+    plan = read_plan(path)
+  except ConfigError as e:
+    return Match(reason=str(e).removeprefix(f"{path.parent}/{PLAN}: "))
+  derived, kind = record["derived"], str(record.get("device_kind") or "")
+  size = dict(devices=derived["num_devices"], batch_size=batch, steps=derived["total_steps"])
+  return match(plan, record["config"], **size, kind=kind)
 
 
 def windows(lines: Sequence[Mapping[str, Any]]) -> tuple[float, ...]:

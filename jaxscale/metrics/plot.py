@@ -171,10 +171,3 @@ def _draw_panel(axis: Any, panel: _Panel, lines: _Rows) -> None:
     axis.set_ylim(bottom=0)
   if len(series) > 1 and axis.lines:
     axis.legend(frameon=False)
-
-
-def size_ticks(axis: Any, sizes: Sequence[int], below: float, above: float) -> None:
-  """Set ticks at these sizes only, with room below the first and above the last one."""
-  axis.set_xlim(sizes[0] * below, sizes[-1] * above)
-  axis.set_xticks(sizes, [f"{size:,}" for size in sizes])
-  axis.set_xticks([], minor=True)

@@ -1,7 +1,8 @@
 """Trackers: metrics for other programs, from threads that no run waits for.
 
-A tracker may be slow, hang, raise or lose its network without stopping or slowing the run. A
-tracker that falls behind is caught up from metrics.jsonl, which has every line.
+A tracker may be slow, hang, raise or lose its network without stopping or slowing the run: lines
+wait in memory, 40 MB for two weeks of a line every 10 s. A tracker that is opened again is caught
+up from metrics.jsonl, which has every line.
 """
 
 from __future__ import annotations
@@ -17,7 +18,6 @@ from jaxscale.errors import abandon, message_of
 from jaxscale.metrics.log import logger
 from jaxscale.metrics.reading import read_metrics
 
-_MOST_WAITING = 10_000  # lines: hours of training, a few MB
 _RETRY_S = 60.0  # until a failed tracker is opened again
 # The time for a run that stops: Slurm kills it soon (`Timeouts.grace_s`).
 _INTERRUPTED_FLUSH_S = 5.0
@@ -82,7 +82,7 @@ class BackgroundTracker:
     self._messages: queue.SimpleQueue[str] = queue.SimpleQueue()
     self._sent: dict[str, int] = {}  # the last step by name
     self._failing: tuple[int | str, ...] = ()
-    self._is_behind = self._has_complained = self._is_finished = False
+    self._has_complained = self._is_finished = False
     self._ends, self._flush_s = threading.Event(), source.flush_s
     self._thread = threading.Thread(target=self._run, name=f"tracker {source.name}", daemon=True)
 
@@ -90,11 +90,7 @@ class BackgroundTracker:
     """Queue a line and return at once."""
     if self._thread.ident is None:
       self._thread.start()
-    if not self._is_behind:
-      self._lines.put(line)
-      if self._lines.qsize() >= _MOST_WAITING:
-        self._is_behind = True  # The thread reads the record after the queued lines.
-        self._complain(f"{_MOST_WAITING:,} lines are queued; later ones are read from disk")
+    self._lines.put(line)
     self._print_messages()
 
   def end(self, outcome: str) -> None:
@@ -145,20 +141,12 @@ class BackgroundTracker:
   def _follow(self, tracker: Tracker) -> None:
     """Pass the record and then line after line to the tracker, until the end."""
     known = tracker.known or (lambda name: self._logged.get(name, -1))
-    self._replay(tracker, known)
-    while not isinstance(line := self._lines.get(), str):
-      self._hand_over(tracker, line, known)
-      if self._is_behind and self._lines.empty():
-        self._is_behind = False  # Set first, so that no line is missed.
-        self._replay(tracker, known)
-    if self._is_behind:
-      self._replay(tracker, known)
-    tracker.finish(line)
-
-  def _replay(self, tracker: Tracker, known: Callable[[str], int]) -> None:
     for line in read_metrics(self._record):
       values = {k: v for k, v in line.items() if k not in ("step", "time")}
       self._hand_over(tracker, Line(line["step"], line["time"], values), known)
+    while not isinstance(line := self._lines.get(), str):
+      self._hand_over(tracker, line, known)
+    tracker.finish(line)
 
   def _hand_over(self, tracker: Tracker, line: Line, known: Callable[[str], int]):
     """Log what the tracker lacks of a line; skip what fails twice."""

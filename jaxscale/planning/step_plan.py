@@ -26,9 +26,7 @@ from jaxscale.errors import ConfigError
 from jaxscale.mesh import mesh_shape
 from jaxscale.planning import fits, topologies, transfer
 from jaxscale.planning.machine import CORNERS, Corner, Rates, hosts, links
-from jaxscale.planning.timeline import Overlap, Program, Times
-
-_FEWER = 4  # The second program has so many times fewer rows, if the batch allows.
+from jaxscale.planning.timeline import Program, Times
 
 
 class Compiled(NamedTuple):
@@ -144,33 +142,8 @@ def _text(fit: fits.Fit, chips: topologies.Chips) -> str:
     ) from None
 
 
-def second_size(
-  config: cfg.Config, chips: topologies.Chips, first: Compiled, sizes: Sequence[int]
-) -> str | None:
-  """Return the chips to compile for a second time; None if all sizes have the same rows.
-
-  Args:
-    config: the config of the run.
-    chips: the requested chips.
-    first: the program compiled for them.
-    sizes: the numbers of devices to plan.
-  """
-  num_train = first.experiment.derived.num_train
-  found = {n: rows_of(config, num_train, n) for n in sizes if sized(chips, n)}
-  others = {n: rows for n, rows in found.items() if rows and rows != first.rows}
-  wanted = max(first.rows / _FEWER, 1)
-  best = min(others, key=lambda n: (abs(others[n] - wanted), n), default=None)
-  return sized(chips, best) if best else None
-
-
 def step_on(
-  config: cfg.Config,
-  compiled: Sequence[Compiled],
-  rates: Rates,
-  devices: int,
-  rows: int,
-  *,
-  overlap: Overlap = "schedule",
+  config: cfg.Config, compiled: Sequence[Compiled], rates: Rates, devices: int, rows: int
 ) -> Step:
   """Plan the step on a number of devices with a number of rows each.
 
@@ -180,14 +153,13 @@ def step_on(
     rates: the rates of the chip and its links.
     devices: the number of devices.
     rows: the rows per device.
-    overlap: the overlap of communication and compute, as for `timeline.Program.times`.
 
   Raises:
     ConfigError: the mesh does not fit so many devices.
   """
   sizes = _mesh_sizes(config, compiled[0], devices)
   blocks = mesh_shape(devices, **dataclasses.asdict(config.mesh)).row_blocks
-  times = {c: _interpolated(compiled, rates, c, sizes, rows, overlap) for c in CORNERS}
+  times = {c: _interpolated(compiled, rates, c, sizes, rows) for c in CORNERS}
   parts = {c: _parts(times[c], rates, c, devices, rows * blocks) for c in CORNERS}
   took: dict[Corner, float] = {c: sum(parts[c].values()) for c in CORNERS}
   expected = times["expected"]
@@ -208,14 +180,14 @@ def _mesh_sizes(config: cfg.Config, first: Compiled, devices: int) -> dict[str, 
   return {axis: shape.get(axis, n) for axis, n in sizes.items()}
 
 
-def _interpolated(compiled, rates, corner, sizes, rows, overlap) -> Times:
+def _interpolated(compiled, rates, corner, sizes, rows) -> Times:
   at = rates.at(corner)
   both = links(at)
 
   def cost(collective):
     return transfer.seconds(collective, sizes, rates.per_node, both)
 
-  times = [c.program.times(at, cost, overlap=overlap) for c in compiled]
+  times = [c.program.times(at, cost) for c in compiled]
   return Times(*(_between(compiled, rows, parts) for parts in zip(*times, strict=True)))
 
 

@@ -6,7 +6,6 @@ settings that determine the step time, and with a planned number of devices and 
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -152,31 +151,6 @@ def _of_step(config: Mapping[str, Any]) -> dict[str, Any]:
     if (words := name.split("."))[0] not in _FREE.split()
     and (words[0] not in _CLASS_ALONE or words[1:] == ["class"])
   }
-
-
-def of_workdir(
-  workdir: Path, described: Mapping[str, Any], file: Path | None = None
-) -> Match | None:
-  """Match a run with its plan; None if it has no plan.
-
-  Args:
-    workdir: the run's workdir.
-    described: the content of its config.json.
-    file: the path of the plan; None uses plan.json in the workdir.
-  """
-  if not os.path.lexists(path := file or workdir / FILE):
-    return None
-  try:
-    plan = read_plan(path)
-  except ConfigError as e:
-    return Match(reason=str(e).removeprefix(f"{workdir}/{FILE}: "))
-  derived, config = described["derived"], described["config"]
-  sizes = {(x["batch_size"], x["image_size"]) for x in derived["phases"]}
-  if len(sizes) != 1 or config["phases"]["class"] == "AdaptiveBatch":
-    return Match(reason="batch or image size changes during the run")
-  size = dict(devices=derived["num_devices"], batch_size=sizes.pop()[0])
-  kind, steps = str(described.get("device_kind") or ""), derived["total_steps"]
-  return match(plan, config, **size, kind=kind, steps=steps)
 
 
 def not_compared(reason: str) -> str:

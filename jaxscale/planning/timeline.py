@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 from jaxscale import hlo
 from jaxscale.hlo import Collective, parse
@@ -21,10 +21,6 @@ from jaxscale.metrics.text import grouped
 from jaxscale.planning import kernels
 
 Transfer = Callable[[Collective], float]  # seconds of one execution
-Overlap = Literal["schedule", "backward"]
-# The share of a backward pass in a step: it has two of the three products of each layer, and
-# communication of the last layer has nothing to hide behind.
-_BACKWARD_SHARE = 2 / 3
 
 
 class Times(NamedTuple):
@@ -54,26 +50,17 @@ class Program:
     self._modules = [(m, _by_position(m, mesh)) for m in parse.modules(text)]
     self._kernels: dict[tuple[int, str, str], kernels.Kernel] = {}
 
-  def times(
-    self, rates: Mapping[str, float], transfer: Transfer, *, overlap: Overlap = "schedule"
-  ) -> Times:
+  def times(self, rates: Mapping[str, float], transfer: Transfer) -> Times:
     """Predict the seconds of a step.
 
     Args:
       rates: the rates, from `machine.Rates.at`.
       transfer: a function that returns the seconds of a collective.
-      overlap: "schedule" lets run together what the compiler's schedule does; "backward"
-        hides collectives in the backward pass, as PyTorch and Horovod do.
     """
     total = _no_times()
     for module, placed in self._modules:
       _add(total, _Walk(self, module, placed, rates, transfer).computation(module.entry), 1)
-    compute, exposed, sent = map(dict, total)
-    if overlap == "backward" and sum(sent.values()):
-      hidden = _BACKWARD_SHARE * sum(compute.values())
-      share = max(1 - hidden / sum(sent.values()), 0.0)
-      exposed = {axes: share * s for axes, s in sent.items()}
-    return Times(compute, exposed, sent)
+    return Times(*map(dict, total))
 
   def kernel(self, module: Module, name: str, i: Instruction) -> kernels.Kernel:
     """Return the kernel of an instruction, which does not depend on rates."""

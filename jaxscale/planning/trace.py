@@ -23,6 +23,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import itertools
+import math
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -143,7 +144,7 @@ def summarize(files: Sequence[Path]) -> Summary:
   for path, (_, devices, parts, (start, end)) in zip(files, traces, strict=True):
     process = f"{path.name.removesuffix('.xplane.pb')} " if len(files) > 1 else ""
     for device, events in devices.items():
-      busy = sum(b - a for a, b in _union((e.start, e.end) for e in events))
+      busy = _covered((e.start, e.end) for e in events)
       idle[f"{process}{device}"] = 1 - busy / (end - start)
       for event, seconds in _own_seconds(events):
         key = event.name, event.instruction.where, _part_of(*event.instruction)
@@ -317,24 +318,22 @@ def _own_seconds(events: Sequence[_Event]) -> Iterator[tuple[_Event, float]]:
       after = itertools.islice(events, i + 1, None)
       inside = itertools.takewhile(lambda e, end=event.end: e.start < end, after)
       spans = ((e.start, min(e.end, event.end)) for e in inside)
-      covered = sum(b - a for a, b in _union(spans))
+      covered = _covered(spans)
     yield event, 1e-9 * (event.end - event.start - covered)
 
 
-def _union(spans: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
-  """Return spans in order, with overlapping ones merged.
+def _covered(spans: Iterable[tuple[float, float]]) -> float:
+  """Return the length of the union of spans, which are in order of their starts.
 
   Example:
-    >>> _union([(0, 2), (1, 3), (5, 6)])
-    [(0, 3), (5, 6)]
+    >>> _covered([(0, 2), (1, 3), (5, 6)])
+    4.0
   """
-  merged: list[tuple[float, float]] = []
-  for a, b in spans:
-    if merged and a <= merged[-1][1]:
-      merged[-1] = merged[-1][0], max(merged[-1][1], b)
-    else:
-      merged.append((a, b))
-  return merged
+  covered, reached = 0.0, -math.inf
+  for start, end in spans:
+    covered += max(end - max(start, reached), 0.0)
+    reached = max(end, reached)
+  return covered
 
 
 def _programs(content: bytes) -> dict[tuple[str, str], _Instruction]:
@@ -344,66 +343,36 @@ def _programs(content: bytes) -> dict[tuple[str, str], _Instruction]:
   event on TPUs has no program. The result is empty if the trace has no program, or in an unknown
   format.
   """
+  from google.protobuf.message import DecodeError
+
   programs = {}
-  with contextlib.suppress(ValueError, IndexError):
-    for plane in _fields(memoryview(content), 1):  # XSpace.planes
-      if bytes(dict(_wire(plane)).get(2, b"")) != b"/host:metadata":  # XPlane.name
+  with contextlib.suppress(ValueError, DecodeError):
+    for plane in _inside(content, 1):  # XSpace.planes
+      if _text(plane, 2) != "/host:metadata":  # XPlane.name
         continue
-      for metadata in _fields(plane, 4, 2):  # XPlane.event_metadata: the values of a map
-        program = bytes(dict(_wire(metadata)).get(2, b"")).decode()  # its name
-        for name, instruction in _instructions(metadata):
+      for metadata in _inside(plane, 4, 2):  # XPlane.event_metadata: the values of a map
+        program = _text(metadata, 2)  # its name
+        # XEventMetadata.stats, XStat.bytes_value (HloProto), HloProto.hlo_module,
+        # HloModuleProto.computations, HloComputationProto.instructions.
+        for fields in _inside(metadata, 5, 6, 1, 3, 2):
+          where = "".join(_text(m, 2) for m in _inside(fields, 7))  # OpMetadata.op_name
+          name, instruction = _text(fields, 1), _Instruction(_text(fields, 2), where)
           programs[program, name] = instruction
           programs.setdefault((program.partition("(")[0], name), instruction)
           programs.setdefault(("", name), instruction)
   return programs
 
 
-def _instructions(metadata: Any) -> Iterator[tuple[str, _Instruction]]:
-  # XEventMetadata.stats, XStat.bytes_value (HloProto), HloProto.hlo_module,
-  # HloModuleProto.computations, HloComputationProto.instructions.
-  for instruction in _fields(metadata, 5, 6, 1, 3, 2):
-    fields = dict(_wire(instruction))
-    name, opcode = (bytes(fields.get(n, b"")).decode() for n in (1, 2))
-    where = dict(_wire(fields.get(7, b""))).get(2, b"")  # OpMetadata.op_name
-    yield name, _Instruction(opcode, bytes(where).decode())
+def _inside(message: bytes, number: int, *inner: int) -> Iterator[bytes]:
+  """Yield the values of a field of type message or text, or of fields inside of it."""
+  from google.protobuf import empty_pb2, unknown_fields
+
+  # A message without a schema: all of its fields are unknown to Empty.
+  for field in unknown_fields.UnknownFieldSet(empty_pb2.Empty.FromString(message)):
+    if field.field_number == number and isinstance(field.data, bytes):
+      yield from _inside(field.data, *inner) if inner else (field.data,)
 
 
-def _fields(message: Any, number: int, *inner: int) -> Iterator[Any]:
-  """Yield the values of a field of type message, text or bytes, or of fields inside of it."""
-  for n, value in _wire(message):
-    if n == number and not isinstance(value, int):
-      yield from _fields(value, *inner) if inner else (value,)
-
-
-def _wire(message: Any) -> Iterator[tuple[int, Any]]:
-  """Yield the fields of a message and their values (protobuf.dev, "Encoding").
-
-  Raises:
-    ValueError: the bytes are not a message.
-    IndexError: the message is truncated.
-  """
-  at = 0
-
-  def varint() -> int:
-    nonlocal at
-    value = shift = 0
-    while True:
-      byte, at = message[at], at + 1
-      value |= (byte & 127) << shift
-      if byte < 128:
-        return value
-      shift += 7
-
-  while at < len(message):
-    tag = varint()
-    number, kind = tag >> 3, tag & 7
-    if kind == 0:
-      yield number, varint()
-      continue
-    if kind not in (1, 2, 5):
-      raise ValueError(f"unknown wire type {kind} of a protobuf field")
-    size = varint() if kind == 2 else {1: 8, 5: 4}[kind]
-    if at + size > len(message):
-      raise IndexError(size)
-    yield number, message[at : at + size]
-    at += size
+def _text(message: bytes, number: int) -> str:
+  """Return the value of a text field; "" if the message does not have it."""
+  return next(_inside(message, number), b"").decode()

@@ -67,11 +67,18 @@ class Callback:
   """
 
   every: int | Callable[[int], bool] = 1
+  holds_user_code = True
 
   def __init__(self, **functions: Any):
     if unknown := sorted(functions.keys() - vars(Callback).keys()):
       raise invalid("Callback", unknown[0], "does not exist", nearest(unknown[0], vars(Callback)))
     vars(self).update(functions)
+
+  @property
+  def user_code(self) -> Any:
+    """Code of the first function that was passed by keyword, to report its errors; or None."""
+    passed = (f for name, f in vars(self).items() if hasattr(Callback, name))
+    return next((f.__code__ for f in passed if hasattr(f, "__code__")), None)
 
   def on_start(self, step: int, state: TrainState) -> Any:
     """Handle a start of training: at step 0, and again after a resume or a rollback."""
@@ -144,16 +151,18 @@ class Callbacks:
     request = None
     for name in names:
       callback, owner = self.of[name]
-      function = guarded(owner, f".{hook}", getattr(callback, hook))
-      result = function(step, state, *map(dict, values))
+      function = getattr(callback, hook)
+      by = getattr(function, "__name__", hook)
+      where = f".{hook}" + f" ({by})" * (by not in (hook, "<lambda>"))
+      result = guarded(owner, where, function)(step, state, *map(dict, values))
       if isinstance(result, TrainState):
-        _check_same(f"{name}.{hook}", state, result)
+        _check_same(f"{name}{where}", state, result)
         state = result
       elif isinstance(result, Stop) and hook not in ("on_start", "on_end"):
         request = request or [name, result.reason]
       elif result is not None:
         fix = "return None, a changed TrainState, or after a step Stop(reason)"
-        raise invalid(f"{name}.{hook}", ..., f"returned {type(result).__name__}", fix)
+        raise invalid(f"{name}{where}", ..., f"returned {type(result).__name__}", fix)
     if self.stopped is None and cluster.any_process(request is not None):
       name, reason = next(filter(None, cluster.gather(request)))
       self.stopped = {"step": step, "callback": name, "reason": reason}

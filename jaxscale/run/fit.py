@@ -63,7 +63,8 @@ def fit(
   metrics.png to the workdir.
 
   Args:
-    config: the config, or the path of a config file.
+    config: the config, or the path of a config file or of a run. For other settings, pass
+      `jaxscale.load_config(path, {"epochs": "3"})`.
     workdir: the run's own directory, which is created if it does not exist.
     plan: a plan of the run, from `planning.plan.as_json`. It is saved as plan.json, and
       `jaxscale report` and `status` compare the run with it.

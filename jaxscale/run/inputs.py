@@ -29,6 +29,8 @@ def of_inputs(config: Config, info: Any, inputs: Any) -> data.Dataset:
   Raises:
     ConfigError: the inputs do not fit the model.
   """
+  if isinstance(inputs, str | os.PathLike):
+    raise invalid("inputs", str(inputs), "is no list", f"give [{os.fspath(inputs)!r}]")
   items = inputs if isinstance(inputs, list | tuple) else ()
   if items and all(isinstance(x, str | os.PathLike) for x in items):
     return _of_images(config, info, listed_files(items))

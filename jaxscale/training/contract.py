@@ -23,7 +23,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from jaxscale.collectives.typed import vary, varying
-from jaxscale.errors import ConfigError, invalid
+from jaxscale.errors import ConfigError, invalid, message_of
 from jaxscale.optim.tree_paths import path_name
 from jaxscale.training.losses import IS_SUM
 from jaxscale.training.model_state import map_queues, queues
@@ -225,7 +225,7 @@ def too_large(state: Any) -> str:
 def one_line(error: Exception) -> str:
   """Return an exception's type and message on one line, at most 200 characters."""
   kind = "" if isinstance(error, ConfigError) else f"{type(error).__name__}: "
-  text = kind + " ".join(str(error).split())
+  text = kind + message_of(error)
   return text if len(text) <= 200 else f"{text[:197]}..."
 
 

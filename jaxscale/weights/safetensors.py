@@ -12,8 +12,6 @@ part of the file. The package can only write arrays that are all in memory; this
 one array at a time, as the header follows from shapes and dtypes.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import os
@@ -95,6 +93,9 @@ def _read_folder(folder: Path) -> dict[str, Stored]:
     return read_header(folder / _ONE)[0]
   if not (folder / _INDEX).exists():
     remedy = "give a .safetensors file, or a folder with one of them"
+    if (folder / "checkpoints").is_dir():
+      file = f"{folder}.safetensors"
+      remedy = f"give {file}, after `jaxscale export {folder} --to {file}`"
     raise ConfigError(f"{folder}: has neither {_ONE} nor {_INDEX}; {remedy}")
   shape = {"weight_map": {str: str}}
   where = require_json(folder / _INDEX, shape, "copy it again")["weight_map"]

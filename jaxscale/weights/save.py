@@ -1,7 +1,5 @@
 """Save parameters to a file, one array at a time, with any sharding."""
 
-from __future__ import annotations
-
 import errno
 import functools
 import math

@@ -40,9 +40,9 @@ doctor --workdir= | --workdir=: give a directory$
 generate --step=last x | --step=last: give a step, or best$
 status --runs= | --runs=: give a directory$
 submit --config=digits --runs= | --runs=: give a directory$
-export . --to=x.npz | --to=x.npz: give a file in a directory, ending in .safetensors$
-export . --to=x | --to=x: give a file in a directory, ending in .safetensors$
-export . --to=. | --to=.: give a file in a directory, ending in .safetensors$
+export . --to=x.npz | --to=x.npz: give a file .safetensors in a directory$
+export . --to=x | --to=x: give a file .safetensors in a directory$
+export . --to=. | --to=.: give a file .safetensors in a directory$
 lr-find --config=digits --out=x.foo | --out=x.foo: give a file .png, .pdf, .svg or .jpg in
 report digits --png=x.foo | --png=x.foo: give a file .png, .pdf, .svg or .jpg in
 logs '' | \(an empty name\): no such run,
@@ -51,7 +51,7 @@ resume '' | \(an empty name\): no such run,
 report '' | \(an empty name\): no such run,
 scaling --config=digits --nodes=1,2 --name=digits | .*runs/digits exists; use a different name$
 sweep --at-most=0 --config=digits --sweep=seed=1,2 | --at-most=0: give a whole number >= 1
-submit --nodes=99999999 --config=digits | --nodes=99999999: give a whole number <= 65536
+submit --nodes=99999999 --config=digits | --nodes=99999999: give a whole number in \[1, 65536\]
 submit --tasks-per-node=99999 --config=digits | --tasks-per-node=99999: give a value in \[
 status --every=99999999999 | --every=99999999999: give a whole number <=
 train --config.input_threads=100000 | Config.input_threads=100000: give a v

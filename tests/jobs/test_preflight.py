@@ -32,7 +32,7 @@ def test_a_process_that_dies_ends_the_others_with_its_name():
   patch = """
     import os
     from jaxscale.jobs.preflight import shared_files
-    if rank == 2: shared_files.probe = lambda *a: os._exit(9)
+    if rank == 2: shared_files._see = lambda *a: os._exit(9)
   """
   reported = answers(start(HOSTS, [only("files")], patch))
   texts = [findings[0].text for findings, *_ in reported]

@@ -4,15 +4,20 @@ from jaxscale import cli
 from jaxscale.jobs import preflight
 from jaxscale.jobs.preflight import network, software
 from jaxscale.jobs.preflight.finding import Finding, report
+from jaxscale.jobs.preflight.group import Group
 from support.commands import run_python
 from support.preflight_process import wrong
 
 HOSTS = ("n1", "n2", "n3", "n4", "n5")
 
 
+def judged(check, results, hosts):
+  return check.findings(results, Group(0, hosts, {}), preflight.Options(), {})
+
+
 def test_a_slow_network_is_reported_and_so_is_who_cannot_join():
   def findings_of(seconds, hosts=HOSTS[:2]):
-    return network.findings([{"devices": 8, "seconds": seconds}] * 2, hosts)
+    return judged(network, [{"devices": 8, "seconds": seconds}] * 2, hosts)
 
   (reported,) = findings_of(0.01)
   # 2 (1 - 1/8) 2^24 bytes.
@@ -24,7 +29,7 @@ def test_a_slow_network_is_reported_and_so_is_who_cannot_join():
   (reported,) = findings_of(0.5, ("n1", "n1"))  # no network between the two
   assert reported.ok
   broken = [{"devices": 8, "seconds": 0.01}, {"error": "no route to n1"}]
-  assert wrong(network.findings(broken, HOSTS[:2])) == ["network: process 1 (n2): no route to n1"]
+  assert wrong(judged(network, broken, HOSTS[:2])) == ["network: process 1 (n2): no route to n1"]
 
 
 def has(**other):
@@ -36,7 +41,7 @@ def has(**other):
 
 def test_versions_limits_and_names_are_judged():
   def reported(*found):
-    return wrong(software.findings(found, HOSTS[: len(found)]))
+    return wrong(judged(software, found, HOSTS[: len(found)]))
 
   assert not reported(has(), has(hostname="n2"))
   assert reported(has(), has(), has(versions={"jax": "0.10.1"})) == [
@@ -82,7 +87,7 @@ def test_gpus_that_others_use_are_named(tmp_path, monkeypatch):
   assert driver == "570.86.15" and len(gpus) == 4
   # Two processes of one host see the same GPUs, and say it once.
   found = has(gpus=gpus), has(gpus=gpus)
-  assert wrong(software.findings(found, ("n1", "n1"))) == [
+  assert wrong(judged(software, found, ("n1", "n1"))) == [
     "GPU 1 of n1: 32.2 GB in use by process 4242 (python, 30716 MiB)",
     "GPU 2 of n1: 21.5 GB in use by an invisible process",
     "GPU 3 of n1: 2 uncorrected memory errors since it was reset",
@@ -101,10 +106,10 @@ def test_a_name_of_the_own_host_is_looked_up(monkeypatch):
 def test_findings_become_lines_remedies_and_a_code(capsys):
   slow, off = (Finding(False, f"n3 is {how}", "leave n3 out") for how in ("slow", "off"))
   reported = [Finding(True, "fine"), slow, off]
-  assert report("preflight", reported) == 2
+  assert report(reported) is None
   out = capsys.readouterr().out
   assert out == "ok    fine\nfail  n3 is slow\nfail  n3 is off\nfix   leave n3 out\n"
-  assert report("preflight", reported[:1]) == 0
+  assert report(reported[:1]) is None
   assert capsys.readouterr().out.endswith("preflight: ready\n")
 
 

@@ -60,9 +60,8 @@ ENTRY %main (p: f32[250000]) -> f32[250000] {
 MESH = {"replica": 2, "data": 2}
 
 
-def times(seconds_of, **options):
-  program = timeline.Program(STEP, MESH)
-  return program.times(PLAIN, lambda c: seconds_of["+".join(c.axes)], **options)
+def times(seconds_of):
+  return timeline.Program(STEP, MESH).times(PLAIN, lambda c: seconds_of["+".join(c.axes)])
 
 
 @pytest.mark.parametrize("sent, exposed", [(1e-3, 0.0), (2e-3, 0.0), (5e-3, 3e-3)])
@@ -74,14 +73,6 @@ def test_what_runs_during_compute_is_hidden(sent, exposed):
   assert found.exposed["data"] == pytest.approx(3 * 4e-3)
   assert found.sent == pytest.approx({"replica": sent, "data": 12e-3})
   assert found.total == pytest.approx(8e-3 + exposed + 12e-3, rel=1e-4)
-
-
-def test_all_during_the_backward_pass():
-  # Two thirds of 8 ms of compute hide as much of the 17 ms that are sent.
-  found = times({"replica": 5e-3, "data": 4e-3}, overlap="backward")
-  exposed = 17e-3 - 2 / 3 * found.compute["memory"]
-  assert sum(found.exposed.values()) == pytest.approx(exposed)
-  assert found.exposed["replica"] == pytest.approx(exposed * 5 / 17)
 
 
 def kernel(line, *operands):
@@ -237,7 +228,7 @@ def test_communication_slows_compute_at_the_same_time():
   config, alone = small_config(mesh=cfg.Mesh(replica=2)), {}
   for share in (0.0, 0.5):
     rates = rates_of("h100", Machine(contention=share))
-    alone[share] = step_on(config, [compiled_step()], rates, 4, 1, overlap="backward")
+    alone[share] = step_on(config, [compiled_step()], rates, 4, 1)
   parts = alone[0.5].parts
   exposed = sum(s for name, s in parts.items() if name.startswith("exposed"))
   hidden = sum(alone[0.5].sent.values()) - exposed

@@ -1,9 +1,11 @@
 """Callbacks of runs on 8 devices: order, changed states, stops, resume, samples, the range test."""
 
 import dataclasses
+import functools
 import itertools
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -17,6 +19,7 @@ from jaxscale.run.fit import fit
 from jaxscale.training import loop
 from support.cases import all_slow_except
 from support.configs import tiny_digits, tiny_language
+from support.errors import config_error
 from support.trees import assert_same_bits
 
 EVERY_11 = dict(evaluation__every_epochs="1", checkpoint__every_epochs="1")
@@ -179,6 +182,39 @@ def test_a_fault_of_a_users_class_is_one_line_and_nothing_is_saved(tmp_path):
   ) as e:
     fit(with_callbacks(Broken()), tmp_path)
   assert "\n" not in str(e.value) and not list((tmp_path / "checkpoints").glob("[0-9]*"))
+
+
+def broken(step, state, metrics):
+  return metrics["f1"]
+
+
+def traced(step, state):
+  return jax.jit(float)(jnp.float32(1))
+
+
+class Own(jxs.Callback):
+  def on_step(self, step, state, metrics):
+    return 1 / 0
+
+
+HERE = r"^[^:]*test_callbacks_fit.py:\d+: "
+FAULTS = [
+  (jxs.Callback(on_step=broken), HERE + r"Callback.on_step \(broken\): KeyError: 'f1'$"),
+  (jxs.Callback(on_step=lambda *_: 1 / 0), HERE + r"Callback.on_step: ZeroDivisionError: "),
+  (jxs.Callback(on_step=functools.partial(broken, 0)), "^Callback.on_step: TypeError: "),
+  (jxs.Callback(on_step=lambda *_: 3), r"^Callback.on_step returned int; return None"),
+  (Own(), HERE + "Own.on_step: ZeroDivisionError: division by zero$"),
+  (jxs.Callback(on_start=traced), r"on_start \(traced\): .*: traced array with shape float32..$"),
+]
+
+
+@pytest.mark.parametrize("callback, line", FAULTS)
+def test_a_fault_of_a_callback_from_python_names_it_and_the_hook(callback, line, tmp_path):
+  with config_error(match=line):
+    fit(with_callbacks(), tmp_path, callbacks=[callback])
+
+
+def test_what_is_no_callback_is_refused(tmp_path):
   with pytest.raises(ConfigError, match="callbacks=print is not a jaxscale"):
     fit(with_callbacks(), tmp_path, callbacks=["print"])
 

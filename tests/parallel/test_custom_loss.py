@@ -88,8 +88,9 @@ def plain(params, state, batch, keys, scale=1.0):
   return loss, (state, totals(loss, keys))
 
 
-def test_fit_takes_a_loss_from_python(tmp_path):
+def test_fit_takes_a_loss_from_python(tmp_path, capsys):
   done = jxs.fit(MODEL, tmp_path / "a", loss_fn=plain)
+  assert "PythonLoss: its loss_fn is not tested for results that depend" in capsys.readouterr().out
   assert done.summary["accuracy"] > 0  # of `config.loss`
   recorded = json.loads((tmp_path / "a" / "config.json").read_text())["config"]["loss"]
   assert recorded["class"] == "PythonLoss" and recorded["function"]["object"].endswith(":plain")
@@ -115,7 +116,7 @@ OBJECTIVE = Objective(cross_entropy)
 GATHERED = GatheredObjective(lambda o, b, everyone: cross_entropy(o - o.mean(0), b))
 REFUSED = [
   (wrong, {}, "test_custom_loss.py:", "PythonLoss (loss_fn): AttributeError: "),
-  (mean, {}, "Config.loss returns the loss", "sum over the rows"),
+  (mean, {}, "loss_fn returns the loss", "sum over the rows"),
   (3, {}, "PythonLoss.build returned int; return a training.Objective"),
   (CustomLoss(plain, 3), {}, "PythonLoss.build returned CustomLoss; return"),
   (CustomLoss(plain, OBJECTIVE), {"sync": LOCAL}, "Config.sync", "PythonLoss, a CustomLoss"),
@@ -153,7 +154,7 @@ def test_a_loss_that_depends_on_the_devices_is_named():
   right = lambda o, b, everyone: cross_entropy(o - everyone.outputs.mean(0), b)  # noqa: E731
   assert not notes(GatheredObjective(right))
   (note,) = notes(CustomLoss(plain, OBJECTIVE))
-  assert note.startswith("OfBatch: a CustomLoss is not tested")
+  assert note.startswith("OfBatch: its loss_fn is not tested")
 
 
 REST = """

@@ -75,6 +75,15 @@ def test_a_run_starts_from_what_another_has_learnt(finished, tmp_path, capsys, r
     fit(tiny_digits(seed="7", epochs="2"), tmp_path / "again")
 
 
+def test_a_run_in_place_of_a_file_is_refused_with_the_command(finished, tmp_path, capsys):
+  _, workdir = finished
+  with config_error(f"{workdir}: has neither model.safetensors nor") as error:
+    fit(tiny_digits(init_from=str(workdir), epochs="2"), tmp_path / "again")
+  command = re.search("give (.*), after `jaxscale export (.*)`$", str(error.value))
+  assert typed(capsys, *command[2].split())[0] == 0
+  assert import_safetensors(command[1], finished[0].state.params)
+
+
 def test_the_parameters_of_the_last_step_can_be_taken(finished, tmp_path, capsys):
   result, workdir = finished
   path, step = tmp_path / "a.safetensors", int(result.state.step)
@@ -246,7 +255,7 @@ def test_what_the_run_has_not_is_one_line(finished, tmp_path, capsys, monkeypatc
   assert "naming=timm: has no name for params/Dense_0/bias" in timm
   (tmp_path / "file").touch()
   in_file = tmp_path / "file" / "x.safetensors"
-  assert "give a file in a directory, ending in .safetensors" in line("--to", in_file)
+  assert "give a file .safetensors in a directory" in line("--to", in_file)
   (tmp_path / "file").unlink()
   (damaged,) = (workdir / "checkpoints" / str(step) / "state" / "d").iterdir()
   whole = damaged.read_bytes()

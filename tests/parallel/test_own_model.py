@@ -128,6 +128,23 @@ class Twice(nn.Module):
     return jnp.concatenate([drop(x) for drop in drops], -1)
 
 
+MODES = {"train": 1, "training": 1, "is_training": 1, "deterministic": 0, "use_running_average": 0}
+
+
+@pytest.mark.parametrize("name, is_on", MODES.items())
+def test_the_mode_is_passed_by_each_usual_name(name, is_on):
+  lines = f"""
+class Net(nn.Module):
+  @nn.compact
+  def __call__(self, x, {name}):
+    self.param("unused", nn.initializers.zeros, (1,))
+    return x * int({name})
+"""
+  exec(lines, space := {"nn": nn})
+  in_training, in_evaluation = masks(space["Net"](), rows=2)
+  assert (in_training == is_on).all() and (in_evaluation == 1 - is_on).all()
+
+
 def test_masks_are_of_the_rate_and_differ_by_row_and_layer():
   dropped, kept = masks(Twice())
   assert (kept == 1).all()

@@ -3,6 +3,7 @@
 import json
 import re
 import shutil
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -150,6 +151,8 @@ images / 3 | which uint8 cannot represent
 {"image": images, "label": [1]} | inputs=[1, 360] are different lengths
 ["nothing.png"] | inputs has 1 damaged example: nothing.png
 ["a", 3] | the model takes
+"x.png" | inputs=x.png is no list; give ['x.png']
+Path("x.png") | inputs=x.png is no list; give ['x.png']
 """)
 
 
@@ -157,7 +160,7 @@ images / 3 | which uint8 cannot represent
 def test_inputs_that_do_not_fit_are_one_line(inputs, says, runs):
   images, _ = digits()
   with pytest.raises(jxs.ConfigError) as raised:
-    jxs.load(runs("data")[0]).predict(eval(inputs, {"images": images}))
+    jxs.load(runs("data")[0]).predict(eval(inputs, {"images": images, "Path": Path}))
   assert says in str(raised.value) and "\n" not in str(raised.value)
 
 

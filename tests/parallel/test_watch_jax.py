@@ -14,9 +14,8 @@ from support.watched import CALM
 pytestmark = pytest.mark.slow
 
 TRAIN = """
-from jaxscale.cluster.watch import signals
-signals.disable_xla_notifier()
 import jax, jax.numpy as jnp, numpy as np
+jax.config.update("jax_enable_preemption_service", False)  # as `rendezvous.join`
 jax.distributed.initialize(f"127.0.0.1:{sys.argv[5]}", n, rank)
 from jax.sharding import NamedSharding, PartitionSpec as P
 mesh = jax.make_mesh((n,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))

@@ -52,10 +52,10 @@ def test_a_closed_terminal_saves_as_sigterm_does(tmp_path):
 
 
 UP = """
-import os, signal, sys, time
+import contextlib, os, signal, sys, time
 from jaxscale.cluster.watch.signals import SignalHandlers
 signal.signal(signal.SIGHUP, signal.SIG_IGN)
-with SignalHandlers(grace_s=None) as handlers:
+with contextlib.closing(SignalHandlers(grace_s=None)) as handlers:
   handlers.attach(lambda request: print("asked", request, file=sys.stderr, flush=True))
   print("up", flush=True)
   for line in sys.stdin:

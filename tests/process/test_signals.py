@@ -1,5 +1,6 @@
 """Signals, the walltime and requeues: real processes, also with JAX."""
 
+import contextlib
 import ctypes
 import os
 import re
@@ -71,7 +72,7 @@ def test_the_second_ctrl_c_leaves_at_once(child):
 
 def test_a_signal_before_anybody_listens_is_kept():
   asked = []
-  with SignalHandlers(grace_s=None) as handlers:
+  with contextlib.closing(SignalHandlers(grace_s=None)) as handlers:
     signal.raise_signal(signal.SIGUSR2)
     until = time.monotonic() + 100
     while handlers.request is None and time.monotonic() < until:
@@ -83,7 +84,7 @@ def test_a_signal_before_anybody_listens_is_kept():
 
 def test_saved_in_time_nothing_happens():
   left = []
-  with SignalHandlers(grace_s=0.2) as handlers:
+  with contextlib.closing(SignalHandlers(grace_s=0.2)) as handlers:
     asked = threading.Event()
     handlers.attach(lambda reason: asked.set(), lambda *fault: left.append(fault))
     signal.raise_signal(signal.SIGTERM)
@@ -95,7 +96,7 @@ def test_saved_in_time_nothing_happens():
 
 def test_the_signals_are_given_back():
   before = [signal.getsignal(number) for number in signals.STOPPING]
-  with SignalHandlers(grace_s=None):
+  with contextlib.closing(SignalHandlers(grace_s=None)):
     assert signal.getsignal(signal.SIGTERM) not in before
   assert [signal.getsignal(number) for number in signals.STOPPING] == before
   assert signal.set_wakeup_fd(-1) == -1
@@ -274,8 +275,8 @@ from pathlib import Path
 rank, port = int(sys.argv[1]), sys.argv[2]
 from jaxscale.cluster.watch import signals
 handlers = signals.SignalHandlers(grace_s=3.0)
-signals.disable_xla_notifier()
 import jax, jax.numpy as jnp, numpy as np
+jax.config.update("jax_enable_preemption_service", False)  # as `rendezvous.join`
 jax.distributed.initialize(f"127.0.0.1:{port}", 2, rank, initialization_timeout=60)
 from jax.experimental import multihost_utils
 handlers.attach(lambda reason: print("asked", reason, flush=True))

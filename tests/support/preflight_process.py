@@ -80,7 +80,7 @@ def main(hosts, options, patch, envs):
   links = rendezvous(launch, timeout_s=200).links
   exec(patch, {"rank": rank})
   began = time.monotonic()
-  group = Group(rank, tuple(hosts), links, b"key")
+  group = Group(rank, tuple(hosts), links)
   options = make_options(options)
   try:
     findings = checks.run_checks(group, options)

@@ -5,8 +5,6 @@ node lists, binds one device per task, and gives two steps of a job the same por
 failures are C++ aborts, so each step that could fail is tried before the call.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 import shutil
@@ -35,9 +33,9 @@ def join(
 ) -> None:
   """Call `jax.distributed.initialize`; all processes of the group call this.
 
-  This turns off JAX's preemption service, which would take SIGTERM from jaxscale's
-  handlers and knows no other signal. It also turns off JAX's warning about proxies, since
-  connections to the coordinator bypass them.
+  This turns off JAX's preemption service (jax/_src/distributed.py), which would take SIGTERM
+  from jaxscale's handlers and knows no other signal. It also turns off JAX's warning about
+  proxies, since connections to the coordinator bypass them.
 
   Afterwards the death of process 0, which runs JAX's coordinator, aborts the other
   processes in C++ within 0.04–0.3 s. The death of another process aborts them after

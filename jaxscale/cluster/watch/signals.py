@@ -21,12 +21,9 @@ The thread of `SignalHandlers` ends the process by itself if no save succeeds wi
 
 Python runs a handler only between two instructions of the main thread, so never while the
 main thread waits in a collective. The descriptor (`signal.set_wakeup_fd`) is written at
-once. XLA's preemption notifier replaces the handler of SIGTERM when
-`jax.distributed.initialize` starts it, and swallows every SIGTERM from then on. With
-`jax_enable_preemption_service` off it is not started (jax/_src/distributed.py).
+once. XLA's preemption notifier, which `rendezvous.join` turns off, would replace the handler
+of SIGTERM and swallow every SIGTERM from then on.
 """
-
-from __future__ import annotations
 
 import contextlib
 import errno
@@ -83,15 +80,6 @@ _REQUESTS: dict[int, StopRequest] = {
 }
 
 
-def disable_xla_notifier() -> None:
-  """Keep XLA from handling SIGTERM; call it before `jax.distributed.initialize`."""
-  os.environ["JAX_ENABLE_PREEMPTION_SERVICE"] = "false"
-  if "jax" in sys.modules:  # an imported JAX has already read its environment
-    import jax
-
-    jax.config.update("jax_enable_preemption_service", False)
-
-
 def leave(cause: str, code: int) -> NoReturn:
   """End only this process at once, with one line."""
   stacks.print_line(f"error: {cause}")
@@ -115,7 +103,7 @@ class SignalHandlers:
   Example:
     >>> from jaxscale.cluster.watch.stop_consensus import StopConsensus
     >>> stop = StopConsensus()
-    >>> with SignalHandlers(grace_s=None) as handlers:
+    >>> with contextlib.closing(SignalHandlers(grace_s=None)) as handlers:
     ...   handlers.attach(stop.request)
     ...   signal.raise_signal(signal.SIGUSR1)
     ...   while not (request := stop.poll()):
@@ -163,12 +151,6 @@ class SignalHandlers:
       sys.stdout = cast(Any, Output(sys.stdout))
     self._output = cast(Any, sys.stdout)
     self._output.on_error = self._output_failed
-
-  def __enter__(self) -> SignalHandlers:
-    return self
-
-  def __exit__(self, *_: object) -> None:
-    self.close()
 
   def close(self) -> None:
     """Restore the earlier handlers."""

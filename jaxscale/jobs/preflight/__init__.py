@@ -3,22 +3,22 @@
 All processes of the job take part, process 0 prints, and all end with the same exit code.
 The checks without JAX come first and take a second or two. JAX runs in child processes
 only, so that its aborts do not end the preflight. This package does not depend on the way
-a job is submitted. A new check is a module with a function `check` and a line in `CHECKS`.
+a job is submitted. A new check is a module with `measure` and `findings`, and a line in
+`CHECKS`.
 """
 
 from __future__ import annotations
 
 import os
-import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from jaxscale.errors import EXIT_DONE
 from jaxscale.jobs.preflight import devices, disk, network, shared_files, software
-from jaxscale.jobs.preflight.finding import EXIT_NOT_READY, Finding, report
-from jaxscale.jobs.preflight.group import Group, barrier, broadcast
+from jaxscale.jobs.preflight.finding import EXIT_NOT_READY, Facts, Finding, report
+from jaxscale.jobs.preflight.group import Group, barrier, broadcast, gather
 from jaxscale.metrics.text import few, plural
 
 __all__ = ["CHECKS", "Check", "Options", "check", "run_checks"]
@@ -45,20 +45,22 @@ class Check(NamedTuple):
 
   Attributes:
     text: a description of the check.
-    run: a function that all processes call with the options and the facts of earlier
-      checks. Process 0 returns the findings, the others return [].
+    module: the module with `measure`, a function of the group, the options and the facts of
+      earlier checks, which all processes call; it returns JSON values, or None in all
+      processes to skip the check. Process 0 then calls `findings`, a function of the measured
+      values by rank and of the same arguments. It may add facts, which all processes get.
   """
 
   text: str
-  run: Callable[[Group, Options, dict[str, Any]], list[Finding]]
+  module: Any
 
 
 CHECKS = {
-  "software": Check("versions, system limits, GPUs already in use", software.check),
-  "files": Check("the workdir is shared; atomic renames, exclusive creation", shared_files.check),
-  "devices": Check("number, kind and a tiny program on each; XLA's flags; the data", devices.check),
-  "network": Check("rate of an all-reduce between all processes", network.check),
-  "disk": Check("room for checkpoints and how fast one is written", disk.check),
+  "software": Check("versions, system limits, GPUs already in use", software),
+  "files": Check("the workdir is shared; atomic renames, exclusive creation", shared_files),
+  "devices": Check("number, kind and a tiny program on each; XLA's flags; the data", devices),
+  "network": Check("rate of an all-reduce between all processes", network),
+  "disk": Check("room for checkpoints and how fast one is written", disk),
 }
 
 
@@ -70,7 +72,7 @@ def check(options: Options) -> int:
   began = time.monotonic()
   launch = detect.detect(os.environ)
   connected = client.rendezvous(launch)
-  group = Group(connected.process_id, tuple(connected.hosts), connected.links, connected.key)
+  group = Group(connected.process_id, tuple(connected.hosts), connected.links)
   acting = [group.hosts[rank] for rank in group.host_ranks]
   processes = f"{len(group.hosts)} process{'es' * (len(group.hosts) > 1)}"
   text = f"launch: {launch.kind}, {processes} on {plural(len(acting), 'host')} ({few(acting)})"
@@ -79,8 +81,7 @@ def check(options: Options) -> int:
   findings = [Finding(True, text), *software.check_gpu_settings(group, launch)]
   findings += run_checks(group, options)
   if group.rank == 0:
-    report("preflight", findings)
-    sys.stdout.flush()
+    report(findings)
   # A launcher may end all processes when one fails, so wait until process 0 has printed.
   barrier(group, "printed")
   return EXIT_DONE if all(f.ok for f in findings) else EXIT_NOT_READY
@@ -101,8 +102,11 @@ def run_checks(group: Group, options: Options) -> list[Finding]:
     []
   """
   findings: list[Finding] = []
-  facts: dict[str, Any] = {"software": []}
+  facts: Facts = {}
   for name, one in CHECKS.items():
-    if name not in options.skip:
-      findings += one.run(group, options, facts)
+    if name in options.skip or (own := one.module.measure(group, options, facts)) is None:
+      continue
+    if results := gather(group, name, own):
+      findings += one.module.findings(results, group, options, facts)
+    facts = broadcast(group, name, facts)
   return [Finding(*f) for f in broadcast(group, "findings", findings)]

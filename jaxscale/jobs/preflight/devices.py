@@ -13,43 +13,42 @@ from typing import Any
 from jaxscale.config.loading import load_config
 from jaxscale.errors import ConfigError
 from jaxscale.jobs.preflight.child import ask
-from jaxscale.jobs.preflight.finding import Finding, Results, outliers, texts_by_process
-from jaxscale.jobs.preflight.group import Group, gather
+from jaxscale.jobs.preflight.finding import Facts, Finding, Results, outliers, texts_by_process
+from jaxscale.jobs.preflight.group import Group
 from jaxscale.metrics.text import byte_size, plural
 
 
-def check(group: Group, options: Any, facts: dict[str, Any]) -> list[Finding]:
-  """Check devices and data in all processes; process 0 also checks the config."""
-  asked = {"config": options.config, "overrides": dict(options.overrides)}
-  results = gather(group, "devices", ask("devices.look", asked))
-  if group.rank:
-    return []
-  result = findings(results, facts["software"], group.hosts)
+def measure(group: Group, options: Any, facts: Facts) -> dict[str, Any]:
+  """Test the devices and the data of this process, in a child process."""
+  return ask("devices.look", _config(options))
+
+
+def _config(options: Any) -> dict[str, Any]:
+  return {"config": options.config, "overrides": dict(options.overrides)}
+
+
+def findings(results: Results, group: Group, options: Any, facts: Facts) -> list[Finding]:
+  """Return findings on devices, data and the config."""
+  result = [*_devices(results, group.hosts, facts), *_data(results, group.hosts)]
   facts["has_devices"] = all(f.ok for f in result)
   if options.config is None or not facts["has_devices"]:
     return result
   # Build the experiment of the config on as many devices, simulated on the CPU.
   total = sum(each["count"] for each in results)
   env = {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(total), "XLA_FLAGS": ""}
-  fits = ask("devices.fits", asked | {"workdir": str(options.workdir)}, env)
-  facts |= fits
+  built = ask("devices.fits", _config(options) | {"workdir": str(options.workdir)}, env)
+  facts |= built
   text = f"config {options.config}"
-  if error := fits.get("error"):
+  if error := built.get("error"):
     text += f" on {plural(total, 'device')}: {error}"
     return [*result, Finding(False, text, "change the config, or request other nodes")]
-  size = byte_size(fits["bytes"])
+  size = byte_size(built["bytes"])
   text += f" fits {plural(total, 'device')}, its checkpoints have {size}"
   return [*result, Finding(True, text)]
 
 
-def findings(results: Results, software: Results, hosts: Sequence[str]) -> list[Finding]:
-  """Return findings on devices and data.
-
-  Args:
-    results: the results of `look`, by rank.
-    software: the results of `software.probe`, by rank; [] if that check was skipped.
-    hosts: the hosts, by rank.
-  """
+def _devices(results: Results, hosts: Sequence[str], facts: Facts) -> list[Finding]:
+  """Return findings on the number, kind and results of devices."""
   wrong = _errors(results, hosts, "error")
   alive = [rank for rank, each in enumerate(results) if "error" not in each]
   if not alive:
@@ -66,7 +65,7 @@ def findings(results: Results, software: Results, hosts: Sequence[str]) -> list[
     if failed := each["wrong"]:
       text = f"devices: {host} computes wrong results: {failed[0]}"
       wrong.append(Finding(False, text, f"exclude {host} and report it"))
-    idle = each["platform"] == "cpu" and software and software[rank]["gpus"]
+    idle = each["platform"] == "cpu" and facts.get("has_gpus", {rank: False})[rank]
     if idle and os.environ.get("JAX_PLATFORMS") != "cpu":
       text = f"devices: {host} has GPUs, but JAX uses its CPU"
       wrong.append(Finding(False, text, "install jaxscale[cuda12] or [cuda13]"))
@@ -75,7 +74,7 @@ def findings(results: Results, software: Results, hosts: Sequence[str]) -> list[
     wrong = [Finding(True, f"devices: {usual[0]} x {usual[1]}{where}, tested")]
     if flags := os.environ.get("XLA_FLAGS"):
       wrong.append(Finding(True, f"XLA_FLAGS: this jaxlib accepts {flags}"))
-  return [*wrong, *_data(results, hosts)]
+  return wrong
 
 
 def _data(results: Results, hosts: Sequence[str]) -> list[Finding]:

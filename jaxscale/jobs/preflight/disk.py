@@ -6,11 +6,10 @@ import os
 import secrets
 import statistics
 import time
-from pathlib import Path
 from typing import Any
 
-from jaxscale.jobs.preflight.finding import Finding, Results
-from jaxscale.jobs.preflight.group import Group, barrier, broadcast, gather
+from jaxscale.jobs.preflight.finding import Facts, Finding, Results
+from jaxscale.jobs.preflight.group import Group, barrier
 from jaxscale.jobs.preflight.shared_files import attempt
 from jaxscale.metrics.text import byte_size
 
@@ -20,30 +19,16 @@ _MOST_S = 10.0  # seconds after which a host stops writing
 _SYNCED = 1 << 26  # bytes between syncs, a multiple of a block
 
 
-def check(group: Group, options: Any, facts: dict[str, Any]) -> list[Finding]:
-  """Write as much as a checkpoint; skipped if the workdir is unusable."""
-  asked = 0 if facts.get("unusable") else facts.get("bytes", _DEFAULT)
-  if not (size := broadcast(group, "disk: size", asked)):
-    return []
-  results = gather(group, "disk", measure(group, options.workdir, min(size, _MOST)))
-  needed = size * facts.get("kept", 1)
-  return [] if group.rank else findings(results, group, options.workdir, size, needed)
-
-
-def measure(group: Group, workdir: Path, size: int) -> dict[str, Any]:
+def measure(group: Group, options: Any, facts: Facts) -> dict[str, Any] | None:
   """Write and fsync as much as a checkpoint, in equal parts on all hosts.
-
-  All processes call this.
-
-  Args:
-    group: the processes.
-    workdir: the directory of the checkpoints.
-    size: the bytes of a checkpoint, over all hosts.
 
   Returns:
     {"bytes", "seconds", "free", "files"} of this host, with "error" if it could not write;
-    {} in processes that are not the first of their host.
+    {} in processes that are not the first of their host; None if the workdir is unusable.
   """
+  if facts.get("unusable"):
+    return None
+  workdir, size = options.workdir, min(facts.get("bytes", _DEFAULT), _MOST)
   path = workdir.absolute() / f".preflight-{group.rank}-{secrets.token_hex(4)}"
   error = ""
   if group.rank == 0:
@@ -74,17 +59,11 @@ def measure(group: Group, workdir: Path, size: int) -> dict[str, Any]:
   return {"bytes": written, "seconds": seconds, "free": free, "files": files}
 
 
-def findings(results: Results, group: Group, workdir: Path, size: int, least: int) -> list[Finding]:
-  """Return findings on the results of `measure`.
-
-  Args:
-    results: the results, by rank.
-    group: the processes.
-    workdir: the directory of the checkpoints.
-    size: the bytes of a checkpoint.
-    least: the bytes of all checkpoints that are kept.
-  """
-  prefix = f"workdir {workdir}: "
+def findings(results: Results, group: Group, options: Any, facts: Facts) -> list[Finding]:
+  """Return findings on the results of `measure`, which are by rank."""
+  prefix = f"workdir {options.workdir}: "
+  size = facts.get("bytes", _DEFAULT)
+  least = size * facts.get("kept", 1)  # of all checkpoints that are kept
   by_host = {group.hosts[rank]: results[rank] for rank in group.host_ranks}
   wrong = []
   for host, each in by_host.items():

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from jaxscale.cluster.rendezvous.handshake import ranks_with_hosts
-from jaxscale.errors import EXIT_DONE, EXIT_USER
+from jaxscale.errors import EXIT_USER
 from jaxscale.metrics.text import grouped
 
 EXIT_NOT_READY = EXIT_USER
 Results = Sequence[dict[str, Any]]  # results of the processes, by rank
+Facts = dict[str, Any]  # what a check tells later checks, as JSON values
 
 
 class Finding(NamedTuple):
@@ -27,14 +29,13 @@ class Finding(NamedTuple):
   remedy: str = ""
 
 
-def report(name: str, findings: Sequence[Finding]) -> int:
-  """Print one line per finding, then each remedy once; return the exit code.
+def report(findings: Sequence[Finding]) -> None:
+  """Print one line per finding, then each remedy once.
 
   Example:
-    >>> report("preflight", [Finding(False, "n2 is slow", "leave n2 out")])
+    >>> report([Finding(False, "n2 is slow", "leave n2 out")])
     fail  n2 is slow
     fix   leave n2 out
-    2
   """
   for finding in findings:
     print(("ok    " if finding.ok else "fail  ") + finding.text)
@@ -42,8 +43,8 @@ def report(name: str, findings: Sequence[Finding]) -> int:
   for remedy in dict.fromkeys(f.remedy for f in wrong):
     print(f"fix   {remedy}")
   if not wrong:
-    print(f"{name}: ready")
-  return EXIT_NOT_READY if wrong else EXIT_DONE
+    print("preflight: ready")
+  sys.stdout.flush()
 
 
 def texts_by_process(results: Results, hosts: Sequence[str], key: str) -> list[tuple[str, str]]:

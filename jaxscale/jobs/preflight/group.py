@@ -23,13 +23,11 @@ class Group(NamedTuple):
     rank: the rank of this process.
     hosts: the host of every process, by rank.
     links: the links by rank: in process 0 to all others, in the others to process 0.
-    key: the key that only processes of this run know.
   """
 
   rank: int
   hosts: tuple[str, ...]
   links: Mapping[int, Link]
-  key: bytes = b""
 
   @property
   def host_ranks(self) -> tuple[int, ...]:

@@ -7,12 +7,11 @@ that a link is slow, but not which one.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 from jaxscale.jobs.preflight.child import ask
-from jaxscale.jobs.preflight.finding import Finding, Results, texts_by_process
-from jaxscale.jobs.preflight.group import Group, broadcast, gather
+from jaxscale.jobs.preflight.finding import Facts, Finding, Results, texts_by_process
+from jaxscale.jobs.preflight.group import Group
 from jaxscale.metrics.text import byte_size, plural, short_time
 
 LEAST = 0.06e9  # bytes/s below which a network is slow: half of gigabit Ethernet
@@ -20,17 +19,16 @@ _BYTES = 1 << 24  # of a device's payload
 _ROUNDS = 5
 
 
-def check(group: Group, options: Any, facts: dict[str, Any]) -> list[Finding]:
-  """Time an all-reduce; skipped with one process or after problems with devices."""
-  has_devices = broadcast(group, "network: devices", facts.get("has_devices", True))
-  if len(group.hosts) == 1 or not has_devices:
-    return []
-  answers = gather(group, "network", ask("network.time_sum", {}))
-  return [] if group.rank else findings(answers, group.hosts)
+def measure(group: Group, options: Any, facts: Facts) -> dict[str, Any] | None:
+  """Time an all-reduce; None with one process or after problems with devices."""
+  if len(group.hosts) == 1 or not facts.get("has_devices", True):
+    return None
+  return ask("network.time_sum", {})
 
 
-def findings(answers: Results, hosts: Sequence[str]) -> list[Finding]:
-  """Return findings on the results of `time_sum`; both arguments are by rank."""
+def findings(answers: Results, group: Group, options: Any, facts: Facts) -> list[Finding]:
+  """Return findings on the results of `time_sum`, which are by rank."""
+  hosts = group.hosts
   remedy = "run `jaxscale bench` on fewer of these nodes, with NCCL_DEBUG=INFO on GPUs, "
   remedy += "to find the slow one"
   if errors := texts_by_process(answers, hosts, "error"):

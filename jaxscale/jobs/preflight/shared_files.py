@@ -19,8 +19,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from jaxscale.jobs.preflight.finding import Finding, Results
-from jaxscale.jobs.preflight.group import Group, barrier, broadcast, gather
+from jaxscale.jobs.preflight.finding import Facts, Finding, Results
+from jaxscale.jobs.preflight.group import Group, barrier, broadcast
 
 # NFS caches directory entries for up to acdirmax = 60 s (man 5 nfs). A run that waits this
 # long for files of other hosts works, but slowly.
@@ -30,18 +30,13 @@ _CLAIMS = 16
 _FILES = 4
 
 
-def check(group: Group, options: Any, facts: dict[str, Any]) -> list[Finding]:
-  """Try the file operations of checkpoints; the first process of each host acts."""
-  answers = gather(group, "files", probe(group, options.workdir))
-  if group.rank:
-    return []
-  facts["unusable"] = "error" in answers[0]
-  return findings(answers, group, options.workdir)
+def measure(group: Group, options: Any, facts: Facts) -> dict[str, Any]:
+  """Try the file operations of checkpoints; the first process of each host acts.
 
-
-def probe(group: Group, workdir: Path) -> dict[str, Any]:
-  """Return the observations of this process; only "error" if the workdir is unusable."""
-  folder = _make_folder(group, workdir)
+  Returns:
+    The observations of this process; only "error" if the workdir is unusable.
+  """
+  folder = _make_folder(group, options.workdir)
   if isinstance(folder, str):
     return {"error": folder}
   try:
@@ -169,12 +164,13 @@ def _read(path: Path) -> int | str:
   return "unreadable (stale file handle)"
 
 
-def findings(answers: Results, group: Group, workdir: Path) -> list[Finding]:
-  """Return findings on the results of `probe`, which are by rank."""
+def findings(answers: Results, group: Group, options: Any, facts: Facts) -> list[Finding]:
+  """Return findings on the results of `measure`, which are by rank."""
   hosts, ranks = group.hosts, group.host_ranks
+  facts["unusable"] = "error" in answers[0]
 
   def finding(ok: bool, text: str, remedy: str = "") -> Finding:
-    return Finding(ok, f"workdir {workdir}: {text}", remedy)
+    return Finding(ok, f"workdir {options.workdir}: {text}", remedy)
 
   if error := answers[0].get("error"):
     remedy = "give a --workdir that can be written, on a file system that all nodes share"

@@ -16,7 +16,7 @@ from jaxscale.cluster import gpu_settings
 from jaxscale.cluster.detect import Launch, visible_gpus
 from jaxscale.cluster.rendezvous import handshake, network
 from jaxscale.files import whole_number
-from jaxscale.jobs.preflight.finding import Finding, Results, outliers
+from jaxscale.jobs.preflight.finding import Facts, Finding, Results, outliers
 from jaxscale.jobs.preflight.group import Group, gather
 from jaxscale.metrics.text import byte_size
 
@@ -32,14 +32,8 @@ _LEAST_SHM = 1 << 30
 _NOTHING = "nothing"  # stands for the address of a name that does not resolve
 
 
-def check(group: Group, options: Any, facts: dict[str, Any]) -> list[Finding]:
-  """Gather the results of `probe`; process 0 returns the findings."""
-  facts["software"] = gather(group, "software", probe())
-  return [] if group.rank else findings(facts["software"], group.hosts)
-
-
-def probe() -> dict[str, Any]:
-  """Return the versions, limits and GPUs of this process as JSON values."""
+def measure(group: Group, options: Any, facts: Facts) -> dict[str, Any]:
+  """Return the versions, limits and GPUs of this process."""
   driver, gpus = nvidia()
   return {
     "versions": versions() | ({"NVIDIA driver": driver} if driver else {}),
@@ -141,9 +135,10 @@ def _mib(text: str) -> int:
   return int(float(text) * 2**20) if re.fullmatch(r"\d{1,18}(\.\d+)?", text) else 0
 
 
-def findings(results: Results, hosts: Sequence[str]) -> list[Finding]:
-  """Return findings on the results of `probe`; both arguments are by rank."""
-  return [f for part in (_versions, _names, _limits, _gpus) for f in part(results, hosts)]
+def findings(results: Results, group: Group, options: Any, facts: Facts) -> list[Finding]:
+  """Return findings on the results of `measure`."""
+  facts["has_gpus"] = [bool(each["gpus"]) for each in results]
+  return [f for part in (_versions, _names, _limits, _gpus) for f in part(results, group.hosts)]
 
 
 def _versions(results: Results, hosts: Sequence[str]) -> list[Finding]:

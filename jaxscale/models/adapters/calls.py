@@ -12,6 +12,7 @@ from jaxscale.errors import ConfigError
 from jaxscale.models.model_fns import inputs_of, note_layer
 
 _MODES = ("train", "training", "is_training")
+_EVALUATES = ("deterministic", "use_running_average")
 _ANY = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
 
 
@@ -76,7 +77,7 @@ class Call:
     parameters = dict(list(inspect.signature(function).parameters.items())[skip:])
     parameters = {n: p for n, p in parameters.items() if p.kind not in _ANY}
     self.needed = {n for n, p in parameters.items() if p.default is inspect.Parameter.empty}
-    self.given = {n for n in (*_MODES, "deterministic", *given) if n in parameters}
+    self.given = {n for n in (*_MODES, *_EVALUATES, *given) if n in parameters}
     self.names = [n for n in parameters if n not in self.given]
     unknown = [n for n in self.names if n in self.needed and n not in arrays]
     self.by_name = [n for n in self.names if n in arrays]
@@ -97,10 +98,11 @@ class Call:
     Args:
       inputs: an array or tree for the first parameter, a tuple for several, or a dict by
         their names.
-      train: the mode, for `train`, `training`, `is_training` and `deterministic`.
+      train: the mode, for `train`, `training` and `is_training`, and its inverse for
+        `deterministic` and `use_running_average`.
       given: arguments of the adapter; parameters that the call lacks are left out.
     """
-    given |= {**dict.fromkeys(_MODES, train), "deterministic": not train}
+    given |= dict.fromkeys(_MODES, train) | dict.fromkeys(_EVALUATES, not train)
     keywords = {n: x for n, x in given.items() if n in self.given}
     if self.setting.inputs is None:
       is_image = not isinstance(inputs, dict) and self.by_name in ([], ["image"])
