@@ -32,6 +32,7 @@ from jaxscale.training.contract import one_line
 from jaxscale.training.custom_loss import state_of_model
 from jaxscale.training.losses import Objective
 from jaxscale.training.metrics import Metric
+from jaxscale.training.state import check_keys
 from jaxscale.training.types import TrainState
 from jaxscale.weights.check import check_source
 
@@ -206,10 +207,7 @@ def _called_as_steps(
     ConfigError: the model state has a typed key, or the call failed.
   """
   trace, state, batch = trace_steps(model, objective, info, mesh, rows)
-  for path, leaf in jax.tree.leaves_with_path(state[1]):
-    if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-      problem, fix = "is a typed key, which a checkpoint cannot store", "store its "
-      raise invalid(f"model state {path_name(path)}", ..., problem, fix + "jax.random.key_data")
+  check_keys("model", state[1])
   return state, batch, *notes_of(trace)
 
 

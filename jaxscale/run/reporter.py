@@ -98,11 +98,10 @@ class Reporter:
     finite = {name: v for name, v in values.items() if math.isfinite(v)}
     ratios = {n: finite.pop(n) for n in list(finite) if n.startswith("trust_ratio/")}
     if "noise_scale" in values:
-      names = ("noise_scale", "noise_scale_low", "noise_scale_high")
-      scale, low, high = (values[name] for name in names)
-      self._noise_scale = scale, low, high
-      if math.isfinite(scale):
-        finite["critical_batch_size"] = scale
+      ends = values["noise_scale_low"], values["noise_scale_high"]
+      self._noise_scale = values["noise_scale"], *ends
+      if "noise_scale" in finite:
+        finite["critical_batch_size"] = finite["noise_scale"]
     info = experiment.train_data.info
     if isinstance(info, data.TextInfo):
       perf["tokens_per_s"] = rate * info.sequence_length

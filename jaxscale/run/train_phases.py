@@ -69,7 +69,7 @@ def _train_phase(
     compiler.begin(build.at_phase(experiment, following))
   resume_gc()
   timed = reporter.timed(itertools.chain([first], batches))
-  between = hooks.RunControl(run), hooks.run_hooks(run, fingerprint)
+  between = hooks.run_control(run), hooks.run_hooks(run, fingerprint)
   stop = run.nan_policy.next_after(step, experiment.phase.stop)
   return loop.train(state, train_step, timed, *between, start=step, total_steps=stop)
 
