@@ -114,11 +114,18 @@ class Experiment(RunParts, PhaseParts):
       seed=config.seed,
     )
     parts = loss, self.tx, self.mesh, self.exchange
-    common: Any = {"schedule": self.schedule, "options": options}
     if self.sync is None:
-      return steps.make_train_step(*parts, layout=self.layout, **common)
-    common |= {"workers": self.sync.workers, "last_step": self.derived.total_steps}
-    return make_local_train_step(*parts, self.sync.method, **common)
+      return steps.make_train_step(
+        *parts, schedule=self.schedule, layout=self.layout, options=options
+      )
+    return make_local_train_step(
+      *parts,
+      self.sync.method,
+      schedule=self.schedule,
+      workers=self.sync.workers,
+      last_step=self.derived.total_steps,
+      options=options,
+    )
 
   @property
   def best_metric(self) -> str | None:
@@ -227,10 +234,14 @@ class Experiment(RunParts, PhaseParts):
     parts = model_parts.init_fn(self.model), self.tx, self.mesh, self.exchange
     if self.sync is not None:
       return states.make_init(*parts, local=self.sync.method)
-    config = self.config
-    kept: Any = {"average": config.ema_decay is not None, "noise_scale": config.noise_scale}
-    kept |= {"loss_scale": config.dtype == "float16", "loss_state": self.loss_state}
-    return states.make_init(*parts, layout=self.layout, **kept)
+    return states.make_init(
+      *parts,
+      layout=self.layout,
+      average=self.config.ema_decay is not None,
+      noise_scale=self.config.noise_scale,
+      loss_scale=self.config.dtype == "float16",
+      loss_state=self.loss_state,
+    )
 
 
 def experiment(

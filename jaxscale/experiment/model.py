@@ -300,8 +300,13 @@ def imported(
     notes.extend(check_source(path, naming, names, config.model, info, init_head=config.init_head))
 
   trees = abstract.params, state_of_model(abstract.model_state)
-  options: Any = {"num_classes": num_classes(_seen_by_loss(config, info)), "check": check}
-  loaded = weights.import_safetensors(path, *trees, init_head=config.init_head, **options)
+  loaded = weights.import_safetensors(
+    path,
+    *trees,
+    num_classes=num_classes(_seen_by_loss(config, info)),
+    init_head=config.init_head,
+    check=check,
+  )
   logger.info(loaded.summary)
   for note in notes:
     logger.warning(f"note: {note}")

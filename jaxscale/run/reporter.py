@@ -53,15 +53,24 @@ class Reporter:
     self._damage = DamageRecord(workdir, start)
     self._damage.watch("training", experiment.train_data)
     self._damage.watch("held-out", experiment.eval_data)
-    counts: Any = {"examples": self._examples(start), "total_examples": self._examples(total)}
-    shows: Any = {"quiet": not cluster.is_leader(), "plain": cluster.is_job()}
-    self._progress = metrics.Progress(total, start=start, **counts, **shows)
+    self._progress = metrics.Progress(
+      total,
+      start=start,
+      examples=self._examples(start),
+      total_examples=self._examples(total),
+      quiet=not cluster.is_leader(),
+      plain=cluster.is_job(),
+    )
     self._lines = lines
     self._writer = None
     if cluster.is_leader():
-      to: Any = {"tensorboard": config.log.tensorboard}
-      to |= {"trackers": tracking.sources(config, workdir), "may_write": may_write}
-      self._writer = metrics.MetricWriter(workdir, start=start, **to)
+      self._writer = metrics.MetricWriter(
+        workdir,
+        start=start,
+        tensorboard=config.log.tensorboard,
+        trackers=tracking.sources(config, workdir),
+        may_write=may_write,
+      )
 
   def __enter__(self):
     self._lines.show = self._progress.log
