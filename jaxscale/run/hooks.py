@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
-from typing import Any
 
 import jax
 from jax.sharding import Mesh
@@ -34,10 +33,15 @@ def run_control(run: Run) -> loop.LoopControl:
       metrics["skipped_steps"] = float(run.nan_policy.count(step))
     run.reporter.trained(step, metrics)
 
-  asked: Any = {"is_logged": log_interval(run), "is_traced": run.tracer.is_due}
-  asked |= {"should_stop": run.should_stop, "skipped": functools.partial(skipped, run)}
-  told: Any = {"at": functools.partial(note, run), "trace": functools.partial(turn_trace, run)}
-  return loop.LoopControl(**asked, **told, log=log)
+  return loop.LoopControl(
+    is_logged=log_interval(run),
+    is_traced=run.tracer.is_due,
+    should_stop=run.should_stop,
+    skipped=functools.partial(skipped, run),
+    at=functools.partial(note, run),
+    trace=functools.partial(turn_trace, run),
+    log=log,
+  )
 
 
 def skipped(run: Run, bad: loop.BadStep) -> None:
