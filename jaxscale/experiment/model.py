@@ -176,7 +176,9 @@ def check_model(
   if isinstance(model, models.Stack):
     notes = _model_notes(mixing, as_functions(model), info, rows) if compute else []
     return [f"{kind.__name__}: {line}" for line in notes]
-  state, batch, outputs, found = _called_as_steps(model, objective, info, mesh, rows)
+  trace, state, batch = trace_steps(model, objective, info, mesh, rows)
+  check_keys("model", state[1])
+  outputs, found = notes_of(trace)
   notes: list[str] = []
   if compute and not is_built_in(type(config.loss)):
     notes = sum_notes(objective, state, outputs, batch, mesh)
@@ -192,23 +194,6 @@ def check_model(
     found += _model_notes(mixing, model, info, rows)
   found += _class_notes(config, outputs, info)
   return notes + [f"{kind.__name__}: {line}" for line in found]
-
-
-def _called_as_steps(
-  model: models.ModelFns, objective: AnyLoss, info: Any, mesh: Mesh, rows: int
-) -> tuple[Any, dict[str, Any], Any, list[str]]:
-  """Trace a training and an evaluation step of a model.
-
-  Returns:
-    Shapes of (params, model_state), of the batch and of the outputs, and notes on layers
-    whose results depend on the number of devices.
-
-  Raises:
-    ConfigError: the model state has a typed key, or the call failed.
-  """
-  trace, state, batch = trace_steps(model, objective, info, mesh, rows)
-  check_keys("model", state[1])
-  return state, batch, *notes_of(trace)
 
 
 def _class_notes(config: cfg.Config, outputs: Any, info: Any) -> list[str]:
