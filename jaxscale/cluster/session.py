@@ -35,22 +35,25 @@ _walltime_ended: threading.Event | None = None  # ends the thread of `walltime.b
 
 
 @contextlib.contextmanager
-def open_session(config: object = None, **options: Any) -> Iterator[Watch]:
+def open_session(
+  config: object = None,
+  *,
+  timeouts: Timeouts | None = None,
+  folder: Path | None = None,
+  gpu_settings: bool = True,
+) -> Iterator[Watch]:
   """Join the run for the duration of the `with` block.
 
   At the end, the process waits for the others. An error in the block ends all processes
-  with one line; if this is the only process, the error is raised.
-
-  Args:
-    config: the object that must be equal in all processes, as for `initialize`.
-    **options: the other arguments of `initialize`.
+  with one line; if this is the only process, the error is raised. The arguments are those
+  of `initialize`.
 
   Example:
     >>> with open_session() as watch:
     ...   watch.stop.poll()                  # the request to stop, or None
   """
   try:
-    _start(config, **options)
+    _start(config, timeouts, folder, gpu_settings)
     assert _watch is not None
     yield _watch
     mark_saved()  # the deadline after SIGTERM must not end the wait for the others
