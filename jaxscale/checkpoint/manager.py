@@ -134,7 +134,7 @@ class Checkpoints:
     self._shared_every, self._until_shared = shared_every, 0
     self._local: LocalCopies | None = None
     if local is not None:
-      self._local = LocalCopies(Path(local), self.directory, lock=lock, split=split)
+      self._local = LocalCopies(Path(local), self.directory, lock, split)
     self._pool = futures.ThreadPoolExecutor(1, "checkpoint")
     self._is_clean = False
     self._failed: list[Path] = []

@@ -45,14 +45,7 @@ _RECORD = {"run": str, "step": int}
 class LocalCopies:
   """Local copies of one run on this node; every process must make the same calls."""
 
-  def __init__(
-    self,
-    folder: Path,
-    directory: Path,
-    *,
-    lock: WorkdirLock | None = None,
-    split: Split | None = None,
-  ):
+  def __init__(self, folder: Path, directory: Path, lock: WorkdirLock | None, split: Split | None):
     """Set up the copies that belong to a directory of shared checkpoints.
 
     Args:

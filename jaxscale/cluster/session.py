@@ -159,7 +159,7 @@ def _start(
     )
   if not is_alone:
     if not _jax_is_initialized:
-      join.join(launch, group, timeouts, local_device_ids=gpu_ids)
+      join.join(launch, group, timeouts, gpu_ids)
       _jax_is_initialized = True
     join.check_devices(group)
     cpu_settings.use_batch_policy()
@@ -182,7 +182,7 @@ def _join_by_jax(launch: Launch, timeouts: Timeouts) -> tuple[Launch, bytes]:
 
   from jaxscale.cluster.host_collectives import from_leader
 
-  join.join(launch, None, timeouts)
+  join.join(launch, None, timeouts, None)
   _jax_is_initialized = True
   job, host = f"{launch.job}-{os.urandom(8).hex()}", network.node_name()
   job, host, secret = from_leader([job, host, secrets.token_hex(32)])

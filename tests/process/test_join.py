@@ -23,6 +23,7 @@ from jaxscale.cluster.launch import Launch
 from jaxscale.cluster.rendezvous import network
 from jaxscale.cluster.rendezvous.join import check_devices, join
 from jaxscale.cluster.rendezvous.client import rendezvous
+from jaxscale.cluster.timeouts import Timeouts
 from jaxscale.errors import ConfigError
 a = json.loads(sys.argv[1])
 got = []
@@ -33,7 +34,7 @@ if a["apart"]:  # as on two hosts: they see other files
 try:
   group = rendezvous(launch, timeout_s=60)
   began = time.monotonic()
-  join(launch, group)
+  join(launch, group, Timeouts(), None)
   joined = time.monotonic() - began
   check_devices(group)
 except ConfigError as e:
@@ -109,7 +110,8 @@ def test_the_coordinator_s_port_is_never_free_for_others(monkeypatch):
 
   monkeypatch.setattr("jax.distributed.initialize", initialize)
   launch = Launch("test", 0, 2, "127.0.0.1", 0, 1, "kept")
-  join(launch, ProcessGroup(0, 2, ["n1", "n2"], f"127.0.0.1:{port}", {}, b"", kept))
+  group = ProcessGroup(0, 2, ["n1", "n2"], f"127.0.0.1:{port}", {}, b"", kept)
+  join(launch, group, Timeouts(), None)
   assert bound == [1] and kept.fileno() == -1
 
 
@@ -130,7 +132,7 @@ def test_a_coordinator_that_cannot_be_reached_is_a_line_not_an_abort():
     launch = Launch("test", 1, 2, "n1", 0, 1, "j")
     began = time.monotonic()
     with pytest.raises(ConfigError) as e:
-      join(launch, group, Timeouts(jax_initialization_timeout_s=1))
+      join(launch, group, Timeouts(jax_initialization_timeout_s=1), None)
   assert time.monotonic() - began < 60  # JAX's own default is 300 s
   assert str(e.value) == (
     f"process 1 (n2): cannot reach JAX's coordinator on n1, 127.0.0.1:{port}, within 1 s "

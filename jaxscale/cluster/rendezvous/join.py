@@ -20,16 +20,11 @@ from jaxscale.cluster.rendezvous.handshake import ranks_with_hosts
 from jaxscale.cluster.timeouts import Timeouts
 from jaxscale.errors import ConfigError
 
-_DEFAULTS = Timeouts()
 _CONNECT_S = 0.5  # seconds for one connection to the coordinator
 
 
 def join(
-  launch: Launch,
-  group: ProcessGroup | None,
-  timeouts: Timeouts = _DEFAULTS,
-  *,
-  local_device_ids: Sequence[int] | None = None,
+  launch: Launch, group: ProcessGroup | None, timeouts: Timeouts, gpu_ids: Sequence[int] | None
 ) -> None:
   """Call `jax.distributed.initialize`; all processes of the group call this.
 
@@ -49,7 +44,7 @@ def join(
     group: the result of `rendezvous`; None leaves everything to JAX (TPU pods that know
       their own addresses).
     timeouts: the limits, including JAX's own.
-    local_device_ids: the GPUs of this process among the visible ones; None takes all.
+    gpu_ids: the GPUs of this process among the visible ones; None takes all.
 
   Raises:
     ConfigError: the coordinator cannot be reached from this host.
@@ -60,7 +55,7 @@ def join(
   jax.config.update("jax_check_proxy_envs", False)
   initialize = functools.partial(
     jax.distributed.initialize,
-    local_device_ids=local_device_ids,
+    local_device_ids=gpu_ids,
     initialization_timeout=math.ceil(timeouts.jax_initialization_timeout_s),
     heartbeat_timeout_seconds=math.ceil(timeouts.jax_heartbeat_timeout_s),
     shutdown_timeout_seconds=math.ceil(timeouts.jax_shutdown_timeout_s),
