@@ -75,10 +75,7 @@ class Reshard(NamedTuple):
 
 
 def find_reshard(
-  manifest: Mapping[str, Any],
-  abstract: TrainState,
-  resize: Resize | None,
-  new_split: Split | None = None,
+  manifest: Mapping[str, Any], abstract: TrainState, resize: Resize | None, new_split: Split | None
 ) -> Reshard | None:
   """Find out how to convert a checkpoint to the devices and the layout of this run.
 

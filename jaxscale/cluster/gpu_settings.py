@@ -192,11 +192,7 @@ def lines(choice: Choice, *, short: bool = False) -> list[str]:
 
 
 def hardware_of(
-  launch: Launch,
-  gpus: int,
-  gpu_ids: Iterable[int] | None = None,
-  env: Env = os.environ,
-  root: str = "/",
+  launch: Launch, gpus: int, gpu_ids: Iterable[int] | None, env: Env = os.environ, root: str = "/"
 ) -> Hardware:
   """Describe the GPUs and the network of this process.
 

@@ -25,14 +25,11 @@ LINGER_S = 10.0  # seconds for which late processes still get the error
 LOG_S = 10.0  # seconds between two lines about missing processes
 _CHECK_S = 0.1  # seconds between two checks for errors
 
+Place = Callable[[Mapping[int, Hello]], str]  # see `serve`
+
 
 def serve(
-  launch: Launch,
-  hello: Hello,
-  acceptor: Acceptor,
-  timeout_s: float,
-  coordinator: Callable[[Mapping[int, Hello]], str],
-  note: str = "",
+  launch: Launch, hello: Hello, acceptor: Acceptor, timeout_s: float, place: Place, note: str = ""
 ) -> tuple[list[str], dict[int, Link], str]:
   """Wait for all other processes, and send each of them "go" or an error.
 
@@ -41,7 +38,7 @@ def serve(
     hello: the description of this process, rank 0.
     acceptor: the acceptor of connections.
     timeout_s: the seconds after which missing processes are an error.
-    coordinator: a function from all descriptions to the address of JAX's coordinator.
+    place: a function from all descriptions to the address of JAX's coordinator.
     note: text to append to the line about missing processes.
 
   Returns:
@@ -56,7 +53,7 @@ def serve(
     try:
       server.wait_for_all(timeout_s, note)
       hosts = [server.hellos[rank].node for rank in range(launch.num_processes)]
-      chosen = coordinator(server.hellos)
+      chosen = place(server.hellos)
       server.send_go(chosen, hosts)
       kept = set(server.links.values())
       return hosts, server.links, chosen
