@@ -227,10 +227,8 @@ def _changed(node: ast.AST, ours: set[str]) -> set[str]:
     return {node.id}
   parts = [*ast.iter_child_nodes(node)]
   if isinstance(node, ast.Call):
-    if _used(node.func)[0] & ours:
-      return set()
-    parts.remove(node.func)
-    parts += ast.iter_child_nodes(node.func)
+    parts = [*ast.iter_child_nodes(node.func), *node.args, *node.keywords]
+    parts *= not _used(node.func)[0] & ours
   return set().union(*(_changed(part, ours) for part in parts))
 
 

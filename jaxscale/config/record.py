@@ -88,7 +88,7 @@ def from_plain(annotation: Any, node: Any, folder: Path | None = None) -> Any:
   fields, classes = dict(node), settings_classes(annotation)
   name = str(fields.pop("class"))
   cls = _own_class(name, folder) if ":" in name else classes.get(name)
-  if not (cls or classes):  # a module of Flax, say
+  if cls is None and ("function" in fields or not classes):  # `PythonLoss`, a module of Flax
     raise _not_stored(name)
   if cls is None:
     raise ConfigError(f"{name}: no such settings class, {nearest(name, classes)}")
@@ -187,7 +187,8 @@ class Described(NamedTuple):
       log: False uses the defaults of `log` and `callbacks`: the trained parameters no longer
         depend on them, and settings of logs change between versions.
       partial: True needs only what evaluates the model. `MissingData` and
-        `MissingOptimizer` replace what config.json cannot store, and defaults the rest.
+        `MissingOptimizer` replace what config.json cannot store, the loss of the config that
+        of `fit(..., loss_fn=...)`, and defaults the rest.
       given: settings that replace those of the file, by field.
 
     Raises:
@@ -198,8 +199,11 @@ class Described(NamedTuple):
     unread |= set() if log else {"log", "callbacks"}
     try:
       for name in (n for n in self.config if n not in unread):
+        node = self.config[name]
+        if partial and mismatch(node, {"function": {}, "replaces": {}}) is None:
+          node = node["replaces"]  # of `PythonLoss`, whose function is not stored
         try:
-          values[name] = from_plain(kinds.get(name, Any), self.config[name], self.workdir)
+          values[name] = from_plain(kinds.get(name, Any), node, self.workdir)
         except ConfigError as e:
           if not partial or name in ("model", "loss", "metrics"):
             raise

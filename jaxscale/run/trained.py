@@ -239,6 +239,9 @@ def of_run(
       code is not that of the run.
   """
   check_code(described, config)
+  if "replaces" in described.config.get("loss", {}):
+    name = type(config.loss).__name__
+    logger.warning(f"note: a loss from Python is not stored, so {name} of the config evaluates")
   placed = _placed(config, rows_only)
   mesh = make_mesh(**dataclasses.asdict(placed.mesh))
   model = make_model(placed, info, mesh, train=False)

@@ -10,6 +10,7 @@ import optax
 import pytest
 
 import jaxscale as jxs
+from jaxscale import cli
 from jaxscale import config as cfg
 from jaxscale.config.loading import load_config
 from jaxscale.exchange.local_updates import local_sgd
@@ -96,6 +97,14 @@ def test_fit_takes_a_loss_from_python(tmp_path, capsys):
   assert recorded["class"] == "PythonLoss" and recorded["function"]["object"].endswith(":plain")
   assert recorded["replaces"]["class"] == "CrossEntropy"
   assert jxs.fit(MODEL, tmp_path / "a", loss_fn=plain).summary["loss"] == done.summary["loss"]
+  assert jxs.load(tmp_path / "a").step == 3
+  capsys.readouterr()
+  assert cli.main(["evaluate", str(tmp_path / "a"), f"--to={tmp_path}/e.json"]) == 0
+  out = capsys.readouterr().out
+  assert out.startswith("note: a loss from Python is not stored, so CrossEntropy of the config")
+  evaluation = json.loads((tmp_path / "e.json").read_text())["evaluation"]
+  assert evaluation == done.summary["evaluation"]
+  assert cli.main(["train", "--config", str(tmp_path / "a")]) == 2
   with config_error("in the workdir", "now"):
     jxs.fit(MODEL, tmp_path / "a", loss_fn=lambda *args: plain(*args, scale=2.0))
   with config_error("loss.class is 'PythonLoss' in the workdir and 'CrossEntropy' now"):
