@@ -1,6 +1,6 @@
-"""`Launch`: the rank of a process; `Job`: its job; `Host`: the functions for a detector."""
+"""`Launch`: the rank of a process; `Job`: its job; `number`: a variable that a launcher sets."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import NamedTuple
 
 from jaxscale.errors import ConfigError
@@ -53,26 +53,6 @@ class Job(NamedTuple):
 
   def __str__(self) -> str:
     return f"{self.scheduler}-{self.id}{self.step and '.'}{self.step}-r{self.restarts}"
-
-
-class Host(NamedTuple):
-  """The environment of this process, and functions that a detector may call.
-
-  Attributes:
-    env: the environment variables.
-    expand: function that expands Slurm's node list to host names.
-    fqdn: function that returns the full name of this host.
-    at_terminal: function that returns True if standard input is a terminal.
-    ask_mpi: function that returns the host name of rank 0 by MPI; all ranks must call it.
-    has_tpu: function that returns True if this host has TPU chips.
-  """
-
-  env: Env
-  expand: Callable[[str], list[str]]
-  fqdn: Callable[[], str]
-  at_terminal: Callable[[], bool]
-  ask_mpi: Callable[[Launch], str | None]
-  has_tpu: Callable[[Env], bool]
 
 
 def number(env: Env, name: str) -> int | None:

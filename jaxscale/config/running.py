@@ -1,7 +1,5 @@
 """Settings of the mesh, compilation, evaluation, checkpoints, checks, faults and logs."""
 
-from __future__ import annotations
-
 from typing import Annotated, Literal
 
 from jaxscale.cluster.timeouts import Timeouts
@@ -62,17 +60,6 @@ class Compilation:
   cache: bool = True
   cache_dir: str | None = None
   cache_gb: Positive = 2.0
-
-
-def _check_interval(chosen: Evaluation | Checkpoint) -> None:
-  """Refuse an interval in both steps and epochs, and no interval."""
-  epochs, steps = chosen.every_epochs, chosen.every_steps
-  field = f"{type(chosen).__name__}.every_steps"
-  if steps is not None and epochs not in (None, 1.0):  # 1.0 is the default.
-    problem = f"and every_epochs={epochs} are both set"
-    raise invalid(field, steps, problem, "set one of them to None")
-  if steps is None and epochs is None:
-    raise invalid(field, steps, "and every_epochs=None leave no interval", "set one")
 
 
 @settings
@@ -142,6 +129,17 @@ class Checkpoint:
     if self.local is None and self.shared_every > 1:
       problem = "needs local copies for the checkpoints in between; set Checkpoint.local as well"
       raise ConfigError(f"Checkpoint.shared_every={self.shared_every}: {problem}")
+
+
+def _check_interval(chosen: Evaluation | Checkpoint) -> None:
+  """Refuse an interval in both steps and epochs, and no interval."""
+  epochs, steps = chosen.every_epochs, chosen.every_steps
+  field = f"{type(chosen).__name__}.every_steps"
+  if steps is not None and epochs not in (None, 1.0):  # 1.0 is the default.
+    problem = f"and every_epochs={epochs} are both set"
+    raise invalid(field, steps, problem, "set one of them to None")
+  if steps is None and epochs is None:
+    raise invalid(field, steps, "and every_epochs=None leave no interval", "set one")
 
 
 @settings

@@ -1,6 +1,8 @@
 """Recorded environments of tasks, as launchers set them."""
 
+import contextlib
 import json
+from unittest import mock
 
 from jaxscale.cluster.detect import detect
 from jaxscale.cluster.schedulers import nodelist
@@ -10,12 +12,25 @@ STARTS = sorted((DATA / "cluster").glob("*.json"))
 SUBDOMAIN = "jaxpods.default.svc.cluster.local"
 
 
+# What a detector asks of this machine, by the name of the question in tests.
+QUESTIONS = {
+  "expand": "jaxscale.cluster.schedulers.slurm.hostnames",
+  "fqdn": "jaxscale.cluster.detect.pods.socket.getfqdn",
+  "at_terminal": "jaxscale.cluster.schedulers.slurm.os.isatty",
+  "ask_mpi": "jaxscale.cluster.detect.mpi.ask_mpi4py",
+  "has_tpu": "jaxscale.cluster.detect.pods.on_cloud_tpu",
+}
+
+
 def found(env, **asked):
   """Call `detect` without a look at this machine."""
   fqdn = f"{env.get('HOSTNAME')}.{SUBDOMAIN}"
-  quiet = dict(fqdn=lambda: fqdn, has_tpu=lambda env: False, at_terminal=lambda: False)
+  quiet = dict(fqdn=lambda: fqdn, has_tpu=lambda env: False, at_terminal=lambda _: False)
   usual = dict(expand=nodelist.expand, ask_mpi=lambda launch: None)
-  return detect(env, **{**quiet, **usual, **asked})
+  with contextlib.ExitStack() as stack:
+    for name, answer in {**quiet, **usual, **asked}.items():
+      stack.enter_context(mock.patch(QUESTIONS[name], answer))
+    return detect(env)
 
 
 def tasks(path, tmp_path):

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxscale.cluster.detect import LAUNCHERS, Launch, detect, mpi
+from jaxscale.cluster.detect import LAUNCHERS, Launch, mpi
 from jaxscale.cluster.detect.local_devices import local_device_ids, visible_gpus
 from jaxscale.cluster.launch import number
 from jaxscale.cluster.schedulers import slurm
@@ -168,24 +168,24 @@ def test_a_pod_without_a_subdomain_cannot_be_found():
 
 
 def test_without_variables_a_process_is_one_and_a_tpu_vm_left_to_jax():
-  assert detect({}, has_tpu=lambda env: False)[:3] == ("single", 0, 1)
+  assert found({}, has_tpu=lambda env: False)[:3] == ("single", 0, 1)
   assert found({}, has_tpu=lambda env: True)[:4] == ("tpu", 0, 0, None)
 
 
 def test_the_shell_of_srun_pty_gets_advice(tmp_path):
   (start,) = (p for p in STARTS if p.stem == "srun_pty_shell")
   ((env, _),) = tasks(start, tmp_path)
-  note = found(env, at_terminal=lambda: True).note
+  note = found(env, at_terminal=lambda _: True).note
   assert note.startswith("started by srun --pty") and "NUM_PROCESSES=1" in note
 
 
 def test_a_launcher_of_another_kind_is_one_function(monkeypatch):
-  def lsf(host):
-    rank, count = (number(host.env, f"JSM_NAMESPACE_{n}") for n in ("RANK", "SIZE"))
+  def lsf(env):
+    rank, count = (number(env, f"JSM_NAMESPACE_{n}") for n in ("RANK", "SIZE"))
     if rank is None or count is None:
       return None
-    first = host.env["LSB_MCPU_HOSTS"].split()[0]
-    return Launch("lsf", rank, count, first, job=f"lsf-{host.env['LSB_JOBID']}")
+    first = env["LSB_MCPU_HOSTS"].split()[0]
+    return Launch("lsf", rank, count, first, job=f"lsf-{env['LSB_JOBID']}")
 
   monkeypatch.setattr("jaxscale.cluster.detect.LAUNCHERS", (*LAUNCHERS, lsf))
   env = {"JSM_NAMESPACE_RANK": "1", "JSM_NAMESPACE_SIZE": "2", "LSB_JOBID": "9"}

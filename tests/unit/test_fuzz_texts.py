@@ -29,7 +29,7 @@ from jaxscale.jobs.site import load_site, with_options
 from jaxscale.jobs.slurm_executor import parse_line
 from jaxscale.parallel import rules
 from jaxscale.planning import topologies
-from support import fuzzing
+from support import fuzzing, launches
 from support.bad_files import HUGE
 from support.fuzzed import fuzzed
 from support.fuzzing import SPECIAL, changed, edited, one_line
@@ -155,11 +155,9 @@ def test_environment(place, env, file):
   for name in ("SLURM_HOSTFILE", "PBS_NODEFILE"):
     if name in env:
       env = env | {name: str(place / "hosts")}
-  asked = dict(expand=nodelist.expand, fqdn=lambda: "n1.x", at_terminal=lambda: False)
-  asked |= dict(ask_mpi=lambda _: None, has_tpu=lambda _: False)
   with one_line():
-    found = detect.detect(env, **asked)
-    detect.local_device_ids(env, detect.visible_gpus(env, device_root=place), found)
+    launched = launches.found(env, fqdn=lambda: "n1.x")
+    detect.local_device_ids(env, detect.visible_gpus(env, device_root=place), launched)
   with one_line():
     check_environment(env)
 

@@ -7,12 +7,12 @@ several of these cases (tests/unit/test_detect_jax.py).
 A new launcher is a module in this package with one function, and an entry in `LAUNCHERS`,
 whose order matters. With variables X_… of a launcher "x":
 
-    def detect(host: Host) -> Launch | None:
-      rank, size = (number(host.env, name) for name in ("X_RANK", "X_SIZE"))
+    def detect(env: Env) -> Launch | None:
+      rank, size = (number(env, name) for name in ("X_RANK", "X_SIZE"))
       if rank is None or size is None:
         return None  # a different launcher started this process
-      nodes = tuple(host.env["X_HOSTS"].split())
-      job = f"x-{host.env['X_JOB']}"
+      nodes = tuple(env["X_HOSTS"].split())
+      job = f"x-{env['X_JOB']}"
       return Launch("x", rank, size, host=nodes[0], job=job, nodes=nodes)
 
 If a launch on several nodes has no `host`, it is found by MPI or from the host list of
@@ -22,17 +22,14 @@ Spectrum MPI, Open MPI's variables, so a module for jsrun must come before mpi.
 
 import os
 import re
-import socket
-from collections.abc import Callable
-from typing import Any
 
 from jaxscale.cluster import schedulers
 from jaxscale.cluster.detect import batch, mpi, pods, torchrun
 from jaxscale.cluster.detect.local_devices import local_device_ids, visible_gpus
-from jaxscale.cluster.launch import Env, Host, Launch, number
+from jaxscale.cluster.launch import Env, Launch, number
 from jaxscale.errors import ConfigError
 
-__all__ = ["LAUNCHERS", "Host", "Launch", "detect", "local_device_ids", "visible_gpus"]
+__all__ = ["LAUNCHERS", "Launch", "detect", "local_device_ids", "visible_gpus"]
 
 # The variables of several launchers can be set at once, so the order matters. The agent
 # of torchrun may run under srun or mpirun. Inside a Slurm job mpirun starts its daemons
@@ -46,12 +43,8 @@ COUNT = "JAXSCALE_NUM_PROCESSES"
 INDEX = "JAXSCALE_PROCESS_ID"
 JOB = "JAXSCALE_JOB"  # name of the run, if the launcher sets none
 
-_QUESTIONS: dict[str, Callable[..., Any]] = {"expand": schedulers.slurm.hostnames}
-_QUESTIONS |= {"fqdn": socket.getfqdn, "at_terminal": lambda: os.isatty(0)}
-_QUESTIONS |= {"ask_mpi": mpi.ask_mpi4py, "has_tpu": pods.on_cloud_tpu}
 
-
-def detect(env: Env = os.environ, **questions: Callable[..., Any]) -> Launch:
+def detect(env: Env = os.environ) -> Launch:
   """Identify this process among those of its run.
 
   JAXSCALE_COORDINATOR, JAXSCALE_NUM_PROCESSES and JAXSCALE_PROCESS_ID together override
@@ -60,7 +53,6 @@ def detect(env: Env = os.environ, **questions: Callable[..., Any]) -> Launch:
 
   Args:
     env: the environment variables.
-    **questions: functions that replace those of `Host`, for tests.
 
   Raises:
     ConfigError: the variables are incomplete or contradict each other, or the processes
@@ -72,29 +64,27 @@ def detect(env: Env = os.environ, **questions: Callable[..., Any]) -> Launch:
     >>> launch.kind, launch.process_id, launch.num_processes, launch.host
     ('explicit', 1, 2, 'n1')
   """
-  host = Host(env, **(_QUESTIONS | questions))
   values = {name: env.get(name) for name in (COORDINATOR, COUNT, INDEX)}
   if all(values.values()):
-    launch = _explicit(host)
+    launch = _explicit(env)
   elif values == {COORDINATOR: None, COUNT: "1", INDEX: None}:
     launch = Launch("single", local_id=0, local_size=1)
-  elif launch := next(filter(None, (launcher(host) for launcher in LAUNCHERS)), None):
+  elif launch := next(filter(None, (launcher(env) for launcher in LAUNCHERS)), None):
     launch = _checked(env, launch)
     if launch.num_processes > 1 and launch.host is None:
-      launch = mpi.with_host_of_rank_0(host, launch)
+      launch = mpi.with_host_of_rank_0(env, launch)
   elif any(values.values()):
     missing = ", ".join(name for name, value in values.items() if not value)
     fix = f"set all of {COORDINATOR}, {COUNT} and {INDEX}, or none"
     raise ConfigError(f"{missing}: not set, but the others are; {fix}")
-  elif host.has_tpu(env):
+  elif pods.on_cloud_tpu(env):
     launch = Launch("tpu", 0, 0, job="tpu")
   else:
     launch = Launch("single", local_id=0, local_size=1)
   return launch._replace(job=env.get(JOB) or launch.job)
 
 
-def _explicit(host: Host) -> Launch:
-  env = host.env
+def _explicit(env: Env) -> Launch:
   count, index = env[COUNT], env[INDEX]
   are_numbers = re.fullmatch(r"\d{1,9} \d{1,9}", f"{index} {count}", re.ASCII)
   if not are_numbers or int(index) >= int(count):
@@ -106,7 +96,7 @@ def _explicit(host: Host) -> Launch:
     return launch._replace(host=None, local_id=0, local_size=1)
   # If the ranks equal those of a launcher, the launcher knows which processes share a node.
   try:
-    same = mpi.detect(host) or schedulers.detect(host)
+    same = mpi.detect(env) or schedulers.detect(env)
   except ConfigError:
     return launch
   if same and same[1:3] == launch[1:3]:

@@ -6,7 +6,7 @@ schedulers start only the script, and mpirun starts the ranks (mpi.py).
 
 from pathlib import Path
 
-from jaxscale.cluster.launch import LOOPBACK, Host, Launch, number
+from jaxscale.cluster.launch import LOOPBACK, Env, Launch, number
 from jaxscale.files import readable_text
 
 # For the variable of a job's ID: the scheduler, the variable of the host file, and the
@@ -21,9 +21,8 @@ _SCHEDULERS = {
 }
 
 
-def detect_flux(host: Host) -> Launch | None:
+def detect_flux(env: Env) -> Launch | None:
   """Identify this task of `flux run`; on several nodes the host of task 0 is unknown."""
-  env = host.env
   rank, size = number(env, "FLUX_TASK_RANK"), number(env, "FLUX_JOB_SIZE")
   if rank is None or size is None:
     return None
@@ -33,9 +32,8 @@ def detect_flux(host: Host) -> Launch | None:
   return Launch("flux", rank, size, first, *local, f"flux-{env.get('FLUX_JOB_ID')}")
 
 
-def detect_script(host: Host) -> Launch | None:
+def detect_script(env: Env) -> Launch | None:
   """Return one process with a note if its job has several hosts; else None."""
-  env = host.env
   for variable, (name, file, starter) in _SCHEDULERS.items():
     if not (job := env.get(variable)):
       continue

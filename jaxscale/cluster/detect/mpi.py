@@ -15,7 +15,7 @@ import socket
 from pathlib import Path
 
 from jaxscale.cluster import schedulers
-from jaxscale.cluster.launch import LOOPBACK, Host, Launch, number
+from jaxscale.cluster.launch import LOOPBACK, Env, Launch, number
 from jaxscale.errors import ConfigError
 from jaxscale.files import readable_text
 
@@ -32,12 +32,11 @@ _FAMILIES = {
 _SCHEDULERS_JOB = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "JOB_ID")
 
 
-def detect(host: Host) -> Launch | None:
+def detect(env: Env) -> Launch | None:
   """Identify this process under mpirun; None if no MPI has started it.
 
   On several nodes the host of process 0 is still unknown; see `with_host_of_rank_0`.
   """
-  env = host.env
   for kind, variables in _FAMILIES.items():
     rank, size, local_rank, local_size = (number(env, name) for name in variables[:4])
     if rank is None or size is None:
@@ -63,17 +62,17 @@ def detect(host: Host) -> Launch | None:
   return None
 
 
-def with_host_of_rank_0(host: Host, launch: Launch) -> Launch:
+def with_host_of_rank_0(env: Env, launch: Launch) -> Launch:
   """Add the host of rank 0 to a launch on several nodes.
 
   Raises:
     ConfigError: neither MPI nor a scheduler's list has the host.
   """
-  if name := host.ask_mpi(launch):
+  if name := ask_mpi4py(launch):
     return launch._replace(host=name)
-  if hosts := schedulers.ask(lambda scheduler: scheduler.hosts(host)):
+  if hosts := schedulers.ask(lambda scheduler: scheduler.hosts(env)):
     name = hosts[0]
-  elif file := host.env.get("PBS_NODEFILE"):
+  elif file := env.get("PBS_NODEFILE"):
     name = next(iter(readable_text(Path(file)).split()), None)
   if name:
     note = f"MPI's rank 0 is assumed to run on {name}, the first host of the job"

@@ -13,21 +13,21 @@ MEGASCALE_*. They are read as in jax/_src/clusters/cloud_tpu_cluster.py (0.10.2)
 
 import importlib.util
 import re
+import socket
 from pathlib import Path
 
-from jaxscale.cluster.launch import Env, Host, Launch, number
+from jaxscale.cluster.launch import Env, Launch, number
 from jaxscale.errors import ConfigError
 from jaxscale.files import readable_text
 
 _GOOGLE = "0x1ae0"  # PCI vendor, jax/_src/hardware_utils.py
 
 
-def detect_kubernetes(host: Host) -> Launch | None:
+def detect_kubernetes(env: Env) -> Launch | None:
   """Identify this pod in an Indexed Job; None outside of Kubernetes.
 
   An unknown number of processes is 0, and an unknown host is None.
   """
-  env = host.env
   if "KUBERNETES_SERVICE_HOST" not in env:
     return None
   index = number(env, "JOB_COMPLETION_INDEX")
@@ -45,15 +45,14 @@ def detect_kubernetes(host: Host) -> Launch | None:
   name = re.fullmatch(rf"(.+)-{index}", own)
   if not name:
     return Launch("kubernetes", index, count, None, job="kubernetes")
-  full = host.fqdn()
+  full = socket.getfqdn()
   # Without a subdomain, other pods cannot resolve a pod's name.
   first = f"{name[1]}-0{full[len(own) :]}" if full.startswith(f"{own}.") else None
   return Launch("kubernetes", index, count, first, job=f"kubernetes-{name[1]}")
 
 
-def detect_tpu(host: Host) -> Launch | None:
+def detect_tpu(env: Env) -> Launch | None:
   """Identify this host in a TPU pod with a list of hosts; None elsewhere."""
-  env = host.env
   listed = env.get("TPU_PROCESS_ADDRESSES") or env.get("TPU_WORKER_HOSTNAMES")
   index = number(env, "TPU_WORKER_ID")
   if not listed or index is None or not _wanted(env):

@@ -4,24 +4,23 @@ The variables are those of "torchrun (Elastic Launch)", "Environment Variables",
 PyTorch's documentation. DeepSpeed, Accelerate and Kubeflow's PyTorchJob also set them.
 """
 
-from jaxscale.cluster.launch import Host, Launch, number
+from jaxscale.cluster.launch import Env, Launch, number
 from jaxscale.errors import invalid
 
 _REMEDY = "start it with torchrun, or unset RANK and WORLD_SIZE"
 
 
-def detect_agent(host: Host) -> Launch | None:
+def detect_agent(env: Env) -> Launch | None:
   """Identify this process under torchrun, which srun or mpirun may have started."""
-  return detect(host) if "TORCHELASTIC_RUN_ID" in host.env else None
+  return detect(env) if "TORCHELASTIC_RUN_ID" in env else None
 
 
-def detect(host: Host) -> Launch | None:
+def detect(env: Env) -> Launch | None:
   """Identify this process by RANK and WORLD_SIZE; None if they are not set.
 
   Raises:
     ConfigError: the variables are incomplete or contradict each other.
   """
-  env = host.env
   rank, size = number(env, "RANK"), number(env, "WORLD_SIZE")
   if rank is None or size is None:
     return None

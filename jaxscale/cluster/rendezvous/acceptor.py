@@ -5,15 +5,13 @@ for no single connection, closes connections that do not prove the secret in tim
 bounds the number of open ones.
 """
 
-from __future__ import annotations
-
 import errno
 import selectors
 import socket
 import time
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any, Self, cast
 
 from jaxscale.cluster import secret
 from jaxscale.cluster.rendezvous import network
@@ -52,7 +50,7 @@ class Acceptor:
       listener.setblocking(False)
       self._selector.register(listener, selectors.EVENT_READ)
 
-  def __enter__(self) -> Acceptor:
+  def __enter__(self) -> Self:
     return self
 
   def __exit__(self, *_: object) -> None:

@@ -10,7 +10,7 @@ import os
 from collections.abc import Callable
 from typing import Protocol, TypeVar
 
-from jaxscale.cluster.launch import Env, Host, Job, Launch
+from jaxscale.cluster.launch import Env, Job, Launch
 from jaxscale.cluster.schedulers import slurm
 
 T = TypeVar("T")
@@ -32,10 +32,10 @@ class Scheduler(Protocol):
   def job(self, env: Env) -> Job | None:
     """Return the job of this process."""
 
-  def detect(self, host: Host) -> Launch | None:
+  def detect(self, env: Env) -> Launch | None:
     """Identify this process among those of the job; see `LAUNCHERS` (cluster/detect)."""
 
-  def hosts(self, host: Host) -> list[str] | None:
+  def hosts(self, env: Env) -> list[str] | None:
     """Return the hosts of the job, in the scheduler's order."""
 
   def node_name(self, env: Env) -> str | None:
@@ -82,9 +82,9 @@ def ask(question: Callable[[Scheduler], T | None]) -> T | None:
   return next((answer for answer in answers if answer is not None), None)
 
 
-def detect(host: Host) -> Launch | None:
+def detect(env: Env) -> Launch | None:
   """Identify this process in a scheduler's job; see `Scheduler.detect`."""
-  return ask(lambda scheduler: scheduler.detect(host))
+  return ask(lambda scheduler: scheduler.detect(env))
 
 
 def current_job(env: Env = os.environ) -> Job | None:

@@ -17,7 +17,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from jaxscale.cluster.launch import LOOPBACK, Env, Host, Job, Launch, number
+from jaxscale.cluster.launch import LOOPBACK, Env, Job, Launch, number
 from jaxscale.cluster.schedulers.nodelist import MOST_HOSTS, expand, quoted
 from jaxscale.errors import ConfigError
 from jaxscale.files import readable_text, whole_number
@@ -57,22 +57,21 @@ def job(env: Env) -> Job | None:
   return Job("slurm", name, number(env, "SLURM_RESTART_COUNT") or 0, env.get("SLURM_STEP_ID", ""))
 
 
-def detect(host: Host) -> Launch | None:
+def detect(env: Env) -> Launch | None:
   """Identify this process in a Slurm job; None outside of a job.
 
   Raises:
     ConfigError: this is the batch script of a job with several tasks, which srun must
       start, or the variables contradict each other.
   """
-  env = host.env
   if not (job_id := env.get("SLURM_JOB_ID") or env.get("SLURM_JOBID")):
     return None
   restarts = number(env, "SLURM_RESTART_COUNT") or 0
   again = f"-r{restarts}" if restarts else ""
   if _is_task_of_step(env):
     step = env.get("SLURM_STEP_ID") or env.get("SLURM_STEPID") or "0"
-    launch = _task(host, f"slurm-{job_id}.{step}{again}", restarts)
-    if launch.num_processes > 1 and "SLURM_PTY_PORT" in env and host.at_terminal():
+    launch = _task(env, f"slurm-{job_id}.{step}{again}", restarts)
+    if launch.num_processes > 1 and "SLURM_PTY_PORT" in env and os.isatty(0):
       return launch._replace(note=_PTY)
     return launch
   tasks = _tasks_of_job(env)
@@ -90,10 +89,10 @@ def detect(host: Host) -> Launch | None:
   return alone._replace(note=note)
 
 
-def hosts(host: Host) -> list[str] | None:
+def hosts(env: Env) -> list[str] | None:
   """Return the hosts of the job."""
-  nodes = host.env.get("SLURM_JOB_NODELIST")
-  return host.expand(nodes) if nodes else None
+  nodes = env.get("SLURM_JOB_NODELIST")
+  return hostnames(nodes) if nodes else None
 
 
 def hostnames(text: str) -> list[str]:
@@ -262,8 +261,7 @@ def _tasks_of_job(env: Env) -> int:
   return number(env, "SLURM_JOB_NUM_NODES") or 0
 
 
-def _task(host: Host, job: str, restarts: int) -> Launch:
-  env = host.env
+def _task(env: Env, job: str, restarts: int) -> Launch:
   rank, count = number(env, "SLURM_PROCID"), _tasks_of_step(env)
   per_node = tasks_per_node(env.get("SLURM_STEP_TASKS_PER_NODE") or "0")
   count = count or sum(per_node)
@@ -274,21 +272,20 @@ def _task(host: Host, job: str, restarts: int) -> Launch:
   local_size = 1 if count == 1 else number(env, "SLURM_NTASKS_PER_NODE")
   if node is not None and node < len(per_node) and per_node[node]:
     local_size = per_node[node]
-  nodes = tuple(host.expand(env["SLURM_STEP_NODELIST"]))
+  nodes = tuple(hostnames(env["SLURM_STEP_NODELIST"]))
   first = None
   if count > 1:
-    first = LOOPBACK if len(nodes) == 1 else _host_of_rank_0(host, nodes)
+    first = LOOPBACK if len(nodes) == 1 else _host_of_rank_0(env, nodes)
   own = rank, count, first, local, local_size, job, restarts
   return Launch("slurm", *own, nodes=nodes)
 
 
-def _host_of_rank_0(host: Host, nodes: tuple[str, ...]) -> str:
-  env = host.env
+def _host_of_rank_0(env: Env, nodes: tuple[str, ...]) -> str:
   if not env.get("SLURM_DISTRIBUTION", "").startswith("arbitrary"):
     return nodes[0]  # block, cyclic and plane put rank 0 on the first node (srun(1))
   path = env.get("SLURM_HOSTFILE") or "not set"
   if names := readable_text(Path(path)).split():
-    return host.expand(names[0])[0]
+    return hostnames(names[0])[0]
   problem = f"SLURM_HOSTFILE={path} does not have the host of rank 0"
   raise ConfigError(f"SLURM_DISTRIBUTION=arbitrary: {problem}; set JAXSCALE_COORDINATOR=host:port")
 
