@@ -10,16 +10,14 @@ import os
 from pathlib import Path
 
 from jaxscale.cli.evaluate import add_run, workdir_of
-from jaxscale.cli.parser import Namespace, Parser, can_be_file, value
-from jaxscale.files import expand
+from jaxscale.cli.parser import Namespace, Parser, file_of
 
 
 def add_arguments(parser: Parser) -> None:
   """Add the options."""
   add_run(parser)
   text, hint = "the file to write; an existing one is replaced", "try --to x.safetensors"
-  is_file = value(expand, "a file in a directory, ending in .safetensors", _is_safetensors)
-  parser.option("--to FILE", text, is_file, missing=hint)
+  parser.option("--to FILE", text, file_of(".safetensors"), missing=hint)
   text = "the naming of parameters: jaxscale (for Config.init_from), timm or torchvision (ResNet, "
   text += "ViT), or huggingface (Llama, ViT); timm and huggingface also write a config.json"
   namings = ("jaxscale", "timm", "torchvision", "huggingface")
@@ -28,10 +26,6 @@ def add_arguments(parser: Parser) -> None:
   parser.option("--take WHICH", text, choices=("average", "params"))
   text, types = "the type: float32 or bfloat16 (default: float32)", ("float32", "bfloat16")
   parser.option("--dtype DTYPE", text, choices=types)
-
-
-def _is_safetensors(path: str) -> bool:
-  return path.endswith(".safetensors") and can_be_file(path)
 
 
 def run(args: Namespace) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from jaxscale.cli import submit
 from jaxscale.cli.parser import Namespace, Parser
-from jaxscale.errors import ConfigError
 
 
 def add_arguments(parser: Parser) -> None:
@@ -19,6 +18,4 @@ def run(args: Namespace) -> None:
   from jaxscale.jobs import sweeps
 
   trials = sweeps.product(args.sweep) if args.sweep else sweeps.from_file(args.config)
-  if not trials:
-    raise ConfigError(f"{args.config}: get_sweep() yields no trials; yield at least one")
   submit.run(args, trials=trials, at_most=args.at_most or 0)

@@ -14,8 +14,11 @@ import sys
 from collections.abc import Iterable, MutableMapping
 from typing import Any, NamedTuple
 
-from jaxscale.cluster.detect.fabric import Fabric
+from jaxscale.cluster.detect.fabric import Fabric, find_fabric, nvidia_models
+from jaxscale.cluster.detect.local_devices import IDS
+from jaxscale.cluster.environment import has_gpu_plugin
 from jaxscale.cluster.launch import Env, Launch
+from jaxscale.cluster.schedulers import SCHEDULERS
 
 LEVEL = "JAX_OPTIMIZATION_LEVEL"
 # All processes must agree on these, which decide on the program and NCCL's network.
@@ -204,10 +207,6 @@ def hardware_of(
     env: the environment variables.
     root: the root of the file system, for tests.
   """
-  from jaxscale.cluster.detect.fabric import find_fabric, nvidia_models
-  from jaxscale.cluster.detect.local_devices import IDS
-  from jaxscale.cluster.schedulers import SCHEDULERS
-
   several, local_size = launch.num_processes > 1, launch.local_size
   own = gpus if gpu_ids is None else len([*gpu_ids])
   if launch.nodes:
@@ -246,8 +245,6 @@ def choose_here(launch: Launch, gpus: int, gpu_ids: Iterable[int] | None = None)
 
   The arguments are those of `hardware_of`.
   """
-  from jaxscale.cluster.environment import has_gpu_plugin
-
   if not gpus or not has_gpu_plugin():
     return Choice()
   return choose(hardware_of(launch, gpus, gpu_ids), own())

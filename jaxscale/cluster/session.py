@@ -5,8 +5,6 @@
 for the others, or after an error ends all processes with one line.
 """
 
-from __future__ import annotations
-
 import contextlib
 import math
 import os
@@ -17,17 +15,17 @@ import time
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from jaxscale.cluster.barrier import from_leader
+from jaxscale.cluster import cpu_settings, detect, walltime
+from jaxscale.cluster import gpu_settings as gpu
+from jaxscale.cluster.launch import Launch
+from jaxscale.cluster.rendezvous import client, handshake, join, network
 from jaxscale.cluster.timeouts import Timeouts
+from jaxscale.cluster.watch import signals, watch
+from jaxscale.cluster.watch.signals import SignalHandlers, StopRequest
+from jaxscale.cluster.watch.watch import Watch, failure_of
 from jaxscale.errors import ConfigError
-
-# A command that only prints its --help needs none of this.
-if TYPE_CHECKING:
-  from jaxscale.cluster.launch import Launch
-  from jaxscale.cluster.watch.signals import SignalHandlers
-  from jaxscale.cluster.watch.watch import Watch
 
 _jax_is_initialized = False  # whether JAX has joined the other processes
 _was_started = False  # whether this process has had an earlier session
@@ -54,8 +52,6 @@ def open_session(
     >>> with open_session() as watch:
     ...   watch.stop.poll()                  # the request to stop, or None
   """
-  from jaxscale.cluster.watch.watch import failure_of
-
   try:
     _start(config, timeouts, folder, gpu_settings)
     assert _watch is not None
@@ -108,27 +104,23 @@ def initialize(
 
 
 def _start(
-  config: object, timeouts: Timeouts | None, folder: Path | None, gpu_settings: bool
+  config: object,
+  timeouts: Timeouts | None = None,
+  folder: Path | None = None,
+  gpu_settings: bool = True,
 ) -> None:
   global _handlers, _watch, _walltime_ended, _jax_is_initialized, _was_started
-  from jaxscale.cluster import cpu_settings, detect, walltime
-  from jaxscale.cluster import gpu_settings as gpu
-  from jaxscale.cluster.rendezvous import client, handshake, join
-  from jaxscale.cluster.watch import signals, watch
-  from jaxscale.cluster.watch.signals import StopRequest
-
   num_gpus = detect.visible_gpus(os.environ)
   cpu_settings.keep_memory(num_gpus=num_gpus)  # before there are threads
   timeouts = timeouts or Timeouts(startup_timeout_s=math.inf)
-  _handlers = signals.SignalHandlers(grace_s=timeouts.grace_s)
+  _handlers = SignalHandlers(grace_s=timeouts.grace_s)
   _handlers.attach(signals.leave_before_start)
   launch = detect.detect(os.environ)
   if launch.note and launch.process_id == 0:
     print(launch.note, flush=True)
   secret = None
   if launch.num_processes == 0:  # a TPU pod whose processes only JAX can detect
-    launch = _join_by_jax(launch, timeouts)
-    secret = bytes.fromhex(from_leader(secrets.token_hex(32)))
+    launch, secret = _join_by_jax(launch, timeouts)
   is_alone, gpu_ids, error = launch.num_processes == 1, None, ""
   try:
     to_divide = 0 if is_alone else num_gpus
@@ -183,18 +175,19 @@ def _age_s() -> float:
     return 0.0
 
 
-def _join_by_jax(launch: Launch, timeouts: Timeouts) -> Launch:
-  """Join by JAX's own detection; afterwards all processes know process 0's host."""
+def _join_by_jax(launch: Launch, timeouts: Timeouts) -> tuple[Launch, bytes]:
+  """Join by JAX's own detection; return the launch with process 0's host, and a secret."""
   global _jax_is_initialized
   import jax
 
-  from jaxscale.cluster.rendezvous import join, network
+  from jaxscale.cluster.host_collectives import from_leader
 
   join.join(launch, None, timeouts)
   _jax_is_initialized = True
+  job, host = f"{launch.job}-{os.urandom(8).hex()}", network.node_name()
+  job, host, secret = from_leader([job, host, secrets.token_hex(32)])
   own = launch._replace(process_id=jax.process_index(), num_processes=jax.process_count())
-  job = from_leader(f"{launch.job}-{os.urandom(8).hex()}")
-  return own._replace(host=from_leader(network.node_name()), job=job)
+  return own._replace(host=host, job=job), bytes.fromhex(secret)
 
 
 def _end() -> None:
@@ -204,8 +197,6 @@ def _end() -> None:
   requeue must not change the exit code.
   """
   global _watch, _handlers, _walltime_ended
-  from jaxscale.cluster import cpu_settings
-
   cpu_settings.give_memory_back()
   if _walltime_ended is not None:
     _walltime_ended.set()
@@ -225,8 +216,6 @@ def current_watch() -> Iterator[Watch]:
     yield _watch
     return
   import jax
-
-  from jaxscale.cluster.watch import signals, watch
 
   alone = watch.start({}, 0, ["localhost"])
   is_alone = jax.process_count() == 1

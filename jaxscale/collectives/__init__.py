@@ -4,7 +4,6 @@ For use inside `jax.shard_map`, as functions of (x, axis names):
 
     psum, hierarchical                  sums by XLA's own collectives
     ring, torus, halving_doubling       sums by permutes of known number and bytes
-    reduce_scatter, all_gather          the two halves of `torus`
     sum_tree                            sum of a tree by a `Plan`
 
 Outside of it, `all_reduce(tree, mesh, algorithm)` sums global arrays. `plan` chooses

@@ -1,8 +1,6 @@
-from .algorithms import all_gather as all_gather
 from .algorithms import halving_doubling as halving_doubling
 from .algorithms import hierarchical as hierarchical
 from .algorithms import psum as psum
-from .algorithms import reduce_scatter as reduce_scatter
 from .algorithms import ring as ring
 from .algorithms import torus as torus
 from .api import all_reduce as all_reduce

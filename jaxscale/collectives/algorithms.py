@@ -31,7 +31,6 @@ from jax import lax
 
 from jaxscale.collectives import planner, typed
 from jaxscale.collectives.planner import Dim, Dims
-from jaxscale.errors import ConfigError
 
 Axes = str | Sequence[str]
 
@@ -170,7 +169,8 @@ def torus(
   Raises:
     ConfigError: as in `ring`; or the sizes do not multiply to those of the axes.
   """
-  sizes, plan = _torus(axes, dims)
+  sizes = typed.axis_sizes(typed.names(axes))
+  plan = planner.axis_dims(sizes) if dims is None else planner.given_dims(dims, sizes)
   return over_dims(x, sizes, plan, payload, accumulate)
 
 
@@ -243,92 +243,6 @@ def over_dims(
   return total(typed.vary(x, axes))
 
 
-def reduce_scatter(
-  x: jax.Array, axes: Axes, *, dims: Dims | None = None, payload: Any = None, accumulate: Any = None
-) -> jax.Array:
-  """Return this device's block of the sum over devices, inside `shard_map`.
-
-  It takes sum_k (n_k - 1) permutes and M (1 - 1/N) bytes, the forward half of `torus`.
-
-  Args:
-    x, axes, dims, payload, accumulate: as in `torus`.
-
-  Returns:
-    Block r of the flat sum, padded with zeros, on the device whose
-    `lax.axis_index(axes)` is r: [ceil(size / N)] in the dtype of `x`, typed varying.
-
-  Raises:
-    ConfigError: as in `torus`.
-  """
-  sizes, plan = _torus(axes, dims)
-  sent, summed = typed.dtypes(x, payload, accumulate)
-  flat = typed.padded(typed.vary(x, tuple(sizes)), math.prod(sizes.values()))
-  flat = _reordered(flat.astype(summed), sizes, plan)
-  for dim in plan if flat.size else ():
-    flat = _scatter_along(flat, dim, sent)
-  return flat[: -(-x.size // math.prod(sizes.values()))].astype(x.dtype)
-
-
-def all_gather(
-  block: jax.Array,
-  axes: Axes,
-  *,
-  dims: Dims | None = None,
-  shape: tuple[int, ...] | None = None,
-  payload: Any = None,
-) -> jax.Array:
-  """Concatenate the blocks of all devices, inside `shard_map`.
-
-  It takes sum_k (n_k - 1) permutes and M (1 - 1/N) bytes, the backward half of `torus`.
-
-  Args:
-    block: the device's block, with the same shape on all devices, as from
-      `reduce_scatter`.
-    axes, dims: as in `torus`.
-    shape: shape of the result, which takes the first values of the blocks; None means all
-      values as a vector.
-    payload: dtype in which floats are sent; None means their own.
-
-  Returns:
-    [N * block size], or `shape`, bit-identical on all devices and typed invariant over
-    `axes`.
-
-  Raises:
-    ConfigError: as in `torus`; or the shape has more values than the blocks.
-  """
-  sizes, plan = _torus(axes, dims)
-  names = tuple(sizes)
-  sent, _ = typed.dtypes(block, payload, None)
-  num_values = block.size * math.prod(sizes.values())
-  target = (num_values,) if shape is None else shape
-  if math.prod(target) > num_values:
-    raise ConfigError(f"shape={shape} exceeds the {num_values} values of the blocks; give fewer")
-
-  def whole(block: jax.Array):
-    bits = typed.to_wire(block.reshape(-1), sent)
-    for dim in reversed(plan) if bits.size else ():
-      bits = _gather_along(bits, dim)
-    bits = _reordered(bits, sizes, plan, back=True)
-    values = typed.unpadded(typed.from_wire(bits, sent, block.dtype), target)
-    return typed.same_everywhere(values, names)
-
-  def own(_: None, ct: jax.Array):
-    flat = typed.padded(ct, num_values) if num_values else ct.reshape(-1)
-    start = lax.axis_index(names) * block.size
-    return (lax.dynamic_slice(flat, (start,), (block.size,)).reshape(block.shape),)
-
-  whole = jax.custom_vjp(whole)
-  whole.defvjp(lambda block: (whole(block), None), own)
-  return whole(typed.vary(block, names))
-
-
-def _torus(axes: Axes, dims: Dims | None) -> tuple[dict[str, int], tuple[Dim, ...]]:
-  """Return the sizes of the axes, and the given dimensions or one per axis."""
-  sizes = typed.axis_sizes(typed.names(axes))
-  plan = planner.axis_dims(sizes) if dims is None else planner.given_dims(dims, sizes)
-  return sizes, plan
-
-
 def _position(dim: Dim) -> jax.Array:
   """Return this device's position on a dimension."""
   return lax.axis_index(dim.axes) // dim.stride % dim.size
@@ -367,22 +281,3 @@ def _gather_along(bits: jax.Array, dim: Dim):
     index = (_position(dim) - step) % dim.size
     blocks = lax.dynamic_update_index_in_dim(blocks, bits, index, 0)
   return blocks.reshape(-1)
-
-
-def _reordered(flat: jax.Array, sizes: dict[str, int], dims: Sequence[Dim], back: bool = False):
-  """Reorder blocks from the order of device indices to that of the dimensions.
-
-  The first dimension cuts the vector into the largest pieces, so that its position is the
-  most significant digit of a block's number, but the least significant digit of a
-  device's index.
-  """
-  counts = list(sizes.values())
-  after = {a: math.prod(counts[i + 1 :]) for i, a in enumerate(sizes)}
-  strides = [d.stride * after[d.axes[-1]] for d in dims]
-  by_index = sorted(range(len(dims)), key=lambda k: -strides[k])
-  grid = [dims[k].size for k in by_index]
-  order = [by_index.index(k) for k in range(len(dims))]  # position of each dim in the grid
-  if back:
-    grid, order = [d.size for d in dims], by_index
-  blocks = flat.reshape(*grid, -1) if flat.size else flat.reshape(*grid, 0)
-  return blocks.transpose(*order, len(dims)).reshape(-1)

@@ -16,6 +16,7 @@ from jaxscale.collectives.algorithms import hierarchical, over_dims, psum
 from jaxscale.collectives.cpu_workarounds import one_at_a_time
 from jaxscale.collectives.planner import Link, Plan, plan
 from jaxscale.errors import ConfigError
+from jaxscale.metrics.text import grouped
 
 
 def sum_tree(tree: Any, by: Plan, *, payload: Any = None, accumulate: Any = None) -> Any:
@@ -55,10 +56,7 @@ def joined(total: Callable[[jax.Array], jax.Array], tree: Any) -> Any:
   """Apply a sum to every leaf, with leaves of the same dtype joined into one vector."""
   leaves, treedef = jax.tree.flatten(tree)
   leaves = [jnp.asarray(x) for x in leaves]
-  kinds: dict[Any, list[int]] = {}
-  for index, leaf in enumerate(leaves):
-    kinds.setdefault(leaf.dtype, []).append(index)
-  for indices in kinds.values():
+  for indices in grouped((leaf.dtype, index) for index, leaf in enumerate(leaves)).values():
     if len(indices) == 1:
       leaves[indices[0]] = total(leaves[indices[0]])
       continue

@@ -35,19 +35,12 @@ def fit_link(num_devices: int, num_bytes: Sequence[float], seconds: Sequence[flo
     >>> round(link.alpha, 9), round(link.beta, 12)
     (1e-06, 1e-09)
   """
-
-  def alone(row: np.ndarray) -> float:
-    return float(row.sum() / (row @ row)) if row.any() else 0.0
+  from scipy.optimize import nnls  # Takes 0.6 s.
 
   times = np.maximum(np.asarray(seconds, float), 1e-9)
   rows = np.stack([np.ones_like(times), np.asarray(num_bytes) / num_devices], axis=1)
   rows = rows * (2 * (num_devices - 1) / times)[:, None]
-  alpha, beta = np.linalg.lstsq(rows, np.ones_like(times), rcond=None)[0]
-  # If one value would be negative it is 0, and the other is fitted alone.
-  if alpha < 0:
-    alpha, beta = 0.0, alone(rows[:, 1])
-  elif beta < 0:
-    alpha, beta = alone(rows[:, 0]), 0.0
+  (alpha, beta), _ = nnls(rows, np.ones_like(times))
   return Link(float(alpha), float(beta))
 
 

@@ -223,10 +223,8 @@ def factorizations(number: int) -> tuple[tuple[int, ...], ...]:
   return tuple(result)
 
 
-def best_dims(
-  sizes: Sizes, num_bytes: float, links: Links, tolerance: float = TOLERANCE
-) -> tuple[Dim, ...]:
-  """Return the fewest dimensions whose cost is within `tolerance` of the fastest torus.
+def best_dims(sizes: Sizes, num_bytes: float, links: Links) -> tuple[Dim, ...]:
+  """Return the fewest dimensions whose cost is within `TOLERANCE` of the fastest torus.
 
   Axes are ordered by their seconds per byte, the best order among those that keep the
   dimensions of an axis together. The cost of an axis then does not depend on the factors
@@ -247,7 +245,7 @@ def best_dims(
           extended[number] = (seconds + took, dims + added)
     best, message = extended, message / sizes[axis]
   fastest = min(seconds for seconds, _ in best.values())
-  enough = [n for n in best if best[n][0] <= fastest * (1 + tolerance)]
+  enough = [n for n in best if best[n][0] <= fastest * (1 + TOLERANCE)]
   return best[min(enough)][1]
 
 

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.extend.core import Primitive
+from jax.extend.core import ClosedJaxpr, Jaxpr, Primitive
 from jax.interpreters import batching, mlir
 
 from jaxscale.cluster.jax_internals import varying_axes, with_varying_axes
@@ -97,6 +97,22 @@ def axis_sizes(axes: tuple[str, ...]) -> dict[str, int]:
 def names(axes: str | Sequence[str]) -> tuple[str, ...]:
   """Return axes as a tuple of names."""
   return (axes,) if isinstance(axes, str) else tuple(axes)
+
+
+def axes_of(equation: Any) -> tuple[str, ...]:
+  """Return the mesh axes of a collective in a jaxpr; () for other equations."""
+  params = equation.params
+  return names(params.get("axes", params.get("axis_name", ())))
+
+
+def jaxprs_in(equation: Any) -> list[Jaxpr]:
+  """Return the jaxprs of an equation, such as the branches of a conditional."""
+
+  def is_jaxpr(x: Any):
+    return isinstance(x, Jaxpr | ClosedJaxpr)
+
+  leaves = jax.tree.leaves(list(equation.params.values()), is_leaf=is_jaxpr)
+  return [getattr(x, "jaxpr", x) for x in leaves if is_jaxpr(x)]
 
 
 def padded(x: jax.Array, multiple: int) -> jax.Array:

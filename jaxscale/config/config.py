@@ -9,17 +9,7 @@ chosen optimizer does not have cannot be set. `--help` shows the text under `Att
 import dataclasses
 from typing import Annotated, Any, Literal
 
-from jaxscale.config.bases import (
-  Callback,
-  Data,
-  Exchange,
-  Loss,
-  Metric,
-  Model,
-  Optimizer,
-  Schedule,
-  Sync,
-)
+from jaxscale.config import bases
 from jaxscale.config.bounds import Count, check_distinct, check_pattern
 from jaxscale.config.layout_settings import Layout, check_layout
 from jaxscale.config.phase_settings import AdaptiveBatch, Phases
@@ -102,12 +92,12 @@ class Config:
     callbacks: the callbacks that the run calls, e.g. "EarlyStopping,SampleWriter"; () uses none.
   """
 
-  model: Model
-  data: Data
-  optimizer: Optimizer
-  schedule: Schedule = built_in(Schedule, "Cosine")
-  loss: Loss = built_in(Loss, "CrossEntropy")
-  metrics: tuple[Metric, ...] = ()
+  model: bases.Model
+  data: bases.Data
+  optimizer: bases.Optimizer
+  schedule: bases.Schedule = built_in(bases.Schedule, "Cosine")
+  loss: bases.Loss = built_in(bases.Loss, "CrossEntropy")
+  metrics: tuple[bases.Metric, ...] = ()
   batch_size: Count
   epochs: Annotated[float | None, "> 0"] = None
   steps: Annotated[int | None, ">= 1"] = None
@@ -132,15 +122,15 @@ class Config:
   gpu_settings: bool = True
   mesh: Mesh = Mesh()
   layout: Layout = Layout()
-  exchange: Exchange = built_in(Exchange, "AllReduce")
-  sync: Sync = built_in(Sync, "EveryStep")
+  exchange: bases.Exchange = built_in(bases.Exchange, "AllReduce")
+  sync: bases.Sync = built_in(bases.Sync, "EveryStep")
   compilation: Compilation = Compilation()
   evaluation: Evaluation = Evaluation()
   checkpoint: Checkpoint = Checkpoint()
   checks: Checks = Checks()
   faults: Faults = Faults()
   log: Log = Log()
-  callbacks: tuple[Callback, ...] = ()
+  callbacks: tuple[bases.Callback, ...] = ()
 
   @property
   def is_local_sgd(self) -> bool:

@@ -82,18 +82,13 @@ def check_layout(config: Any) -> None:
   if layout.shard == "none" and mesh.fsdp != 1:
     remedy = "set layout.shard, e.g. to 'fsdp', or use mesh.data"
     raise ConfigError(f"Mesh.fsdp={mesh.fsdp}: splits nothing while {shard}; {remedy}")
-  splits_grads = layout.shard in ("zero2", "fsdp")
+  splits_grads, has_slow_axes = layout.shard in ("zero2", "fsdp"), mesh.replica * mesh.data != 1
   splits_layers = mesh.model != 1 and layout.model.startswith("layers")
   is_split, several = mesh.model != 1 or layout.model == "layers", "to 2 or more"
   layers = f"mesh.model {several}, and layout.model to 'layers'"
   for field, value, needs, remedy in (
     ("slow_axes", "in_backward", splits_grads, "layout.shard to 'zero2' or 'fsdp'"),
-    (
-      "slow_axes",
-      "in_backward",
-      mesh.replica * mesh.data != 1,
-      f"mesh.replica or mesh.data {several}",
-    ),
+    ("slow_axes", "in_backward", has_slow_axes, f"mesh.replica or mesh.data {several}"),
     ("schedule", "1f1b", mesh.stage != 1, f"mesh.stage {several}"),
     ("model", layout.model, is_split, f"mesh.model {several}"),
     ("sum_in", "dtype", splits_layers, layers),

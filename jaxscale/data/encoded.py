@@ -173,9 +173,9 @@ class _Loader(NamedTuple):
     drawn, most = draws if self.crop else None, self.max_pixels
     if self.resized:
       seen = self.eval_view
-      view = jpeg.decode_view(data, size, channels, drawn, seen, out, max_pixels=most)
-      return label, view[1]
-    image, kind = jpeg.decode(data, channels, exact=drawn is None, max_pixels=most)
+      image, kind = jpeg.decode_view(data, size, channels, drawn, seen, max_pixels=most)
+    else:
+      image, kind = jpeg.decode(data, channels, exact=drawn is None, max_pixels=most)
     if image.shape != out.shape:
       raise ValueError(f"an image of shape {image.shape}, not {out.shape}")
     out[:] = image

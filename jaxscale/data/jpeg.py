@@ -251,7 +251,6 @@ def decode_view(
   channels: int,
   draws: np.ndarray | None,
   eval_view: EvalView = "mlperf",
-  out: np.ndarray | None = None,
   max_pixels: int = MAX_PIXELS,
 ) -> tuple[np.ndarray, str]:
   """Decode a view of an image, uint8 [size, size, channels]; return it and the format.
@@ -266,7 +265,6 @@ def decode_view(
     draws: [NUM_DRAWS] for a random resized crop and a flip (draw 0); None for the evaluation
       view.
     eval_view: the evaluation view, see `view`.
-    out: a contiguous uint8 [size, size, channels] for the view; None allocates one.
     max_pixels: the pixels above which an image is not decoded.
 
   Raises:
@@ -278,20 +276,16 @@ def decode_view(
     if header and min(header[:2]) > 0:
       box = decode_box(data, augment.crop_box(header[0], header[1], draws), channels)
       if box is not None:
-        return _resize(box, size, draws, out), "JPEG"
+        return _resize(box, size, draws), "JPEG"
   is_eval = draws is None
   fast_dct = not (is_eval and isinstance(eval_view, CenterCrop))
   options = {"exact": is_eval, "fast_dct": fast_dct, "max_pixels": max_pixels}
   pixels, kind = decode(data, channels, **options)
-  return view(pixels, size, draws, eval_view, out), kind
+  return view(pixels, size, draws, eval_view), kind
 
 
 def view(
-  image: np.ndarray,
-  size: int,
-  draws: np.ndarray | None,
-  eval_view: EvalView = "mlperf",
-  out: np.ndarray | None = None,
+  image: np.ndarray, size: int, draws: np.ndarray | None, eval_view: EvalView = "mlperf"
 ) -> np.ndarray:
   """Return a view of decoded pixels, uint8 [size, size, channels].
 
@@ -309,22 +303,18 @@ def view(
     size: the height and width of the view, in pixels.
     draws: [NUM_DRAWS] for a random crop and a flip; None for the evaluation view.
     eval_view: "mlperf", "google" or a `CenterCrop`.
-    out: a contiguous uint8 [size, size, channels] for the view; None allocates one.
   """
   height, width, _ = image.shape
   if draws is not None:
     top, left, h, w = augment.crop_box(height, width, draws)
-    return _resize(image[top : top + h, left : left + w], size, draws, out)
-  out = np.empty((size, size, image.shape[2]), np.uint8) if out is None else out
+    return _resize(image[top : top + h, left : left + w], size, draws)
   if isinstance(eval_view, CenterCrop):
     tall, wide, top, left = augment.centered_crop(height, width, size, eval_view.share)
     # Resize the whole image: Pillow rounds between its two passes, so a part would differ.
     filter_ = Image.Resampling[eval_view.interpolation.upper()]
     plane = image[..., 0] if image.shape[2] == 1 else image
     whole = Image.fromarray(plane).resize((wide, tall), filter_)
-    box = np.asarray(whole)[top : top + size, left : left + size]
-    out[:] = box.reshape(out.shape)
-    return out
+    return np.asarray(whole)[top : top + size, left : left + size].reshape(size, size, -1)
   grid = np.arange(size)
   if eval_view == "google":
     top, left, side, _ = augment.center_box(height, width)
@@ -335,20 +325,14 @@ def view(
     # Compute only the pixels that the crop keeps.
     rows = _linear((grid + (tall - size) // 2) * (height / tall), height)
     columns = _linear((grid + (wide - size) // 2) * (width / wide), width)
-  out[:] = _resample(image, rows, columns)
-  return out
+  return _resample(image, rows, columns)
 
 
-def _resize(box: np.ndarray, size: int, draws: np.ndarray, out: np.ndarray | None) -> np.ndarray:
+def _resize(box: np.ndarray, size: int, draws: np.ndarray) -> np.ndarray:
   """Resize a box bilinearly, and mirror it if draw 0 is below 1/2."""
-  if out is None:
-    out = np.empty((size, size, box.shape[2]), np.uint8)
-  mirrored = draws[0] < 0.5
-  dst = None if mirrored else out
-  resized = cv2.resize(box, (size, size), dst=dst, interpolation=cv2.INTER_LINEAR)
-  if mirrored:
-    cv2.flip(resized, 1, dst=out)
-  return out
+  resized = cv2.resize(box, (size, size), interpolation=cv2.INTER_LINEAR)
+  mirrored = cv2.flip(resized, 1) if draws[0] < 0.5 else resized
+  return mirrored.reshape(size, size, -1)  # OpenCV drops a single channel.
 
 
 Taps = list[tuple[np.ndarray, np.ndarray]]  # (indices [size], weights [size]) per tap

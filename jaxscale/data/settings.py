@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 from jaxscale import data
 from jaxscale.config.bases import Data
@@ -13,14 +13,10 @@ from jaxscale.config.plain import to_plain
 from jaxscale.config.validation import UnsetError
 from jaxscale.errors import ConfigError
 
-if TYPE_CHECKING:
-  from jaxscale.data.augment import EvalView
-  from jaxscale.data.dataset import Dataset
-
 # The names for --config.data= (HOMES in config/choice.py lists this module).
 __all__ = ["TFDS", "Arrays", "Digits", "ImageFolder", "Synthetic", "TFDSText", "Text", "TextFiles"]
 
-Split = tuple["Dataset", "Dataset"]  # To train on, and to validate on.
+Split = tuple["data.Dataset", "data.Dataset"]  # To train on, and to validate on.
 
 
 class Digits(Data):
@@ -58,12 +54,12 @@ class _Images(Data):
       remedy = "omit eval_crop, or use eval_view='bilinear' or 'bicubic'"
       raise ConfigError(f"{field}: eval_view={self.eval_view!r} sets the crop; {remedy}")
 
-  def _eval_view(self) -> EvalView:
+  def _eval_view(self) -> Any:
     if self.eval_view in ("mlperf", "google"):
       return self.eval_view
     return data.CenterCrop(self.eval_view, self.eval_crop or 0.875)
 
-  def of_source(self: Any, info: Any, source: Any) -> Dataset:
+  def of_source(self: Any, info: Any, source: Any) -> data.Dataset:
     """Return a dataset of other encoded images, viewed as those for validation."""
     from jaxscale.data.encoded import from_source
 
@@ -74,7 +70,7 @@ class _Images(Data):
     held_out = self._split(self.eval_split, self.image_size, "none")
     return self.resized(self.image_size), held_out
 
-  def resized(self: Any, image_size: int) -> Dataset:
+  def resized(self: Any, image_size: int) -> data.Dataset:
     return self._split(self.train_split, image_size, self.augment)
 
 
@@ -117,7 +113,7 @@ class TFDS(_Images):
 
   def abstract(self, batch_size: int) -> Split | None:
     """Return ImageNet's shapes, so that `plan` compiles programs without the data; else None."""
-    from jaxscale.data.dataset import IMAGENET_EXAMPLES, Dataset
+    from jaxscale.data.dataset import IMAGENET_EXAMPLES
     from jaxscale.data.encoded import image_info
 
     sizes = [IMAGENET_EXAMPLES.get(s) for s in (self.train_split, self.eval_split)]
@@ -125,10 +121,10 @@ class TFDS(_Images):
       return None
     shape = (self.image_size, self.image_size, 3)
     info = image_info(self.name, shape, 1000, None, None)
-    train, held_out = (Dataset(info, size or 0, _no_rows) for size in sizes)
+    train, held_out = (data.Dataset(info, size or 0, _no_rows) for size in sizes)
     return train, held_out
 
-  def _split(self, split: str, image_size: int | None, augment: Any) -> Dataset:
+  def _split(self, split: str, image_size: int | None, augment: Any) -> data.Dataset:
     options: Any = {"data_dir": self.data_dir, "cache": self.cache, "image_size": image_size}
     options |= {"augment": augment, "eval_view": self._eval_view(), "max_pixels": self.max_pixels}
     return data.tfds_images(self.name, split, **options)
@@ -158,7 +154,7 @@ class ImageFolder(_Images):
   augment: Literal["none", "flip", "crop"] = "crop"
   max_pixels: Count = 178_956_970
 
-  def _split(self, split: str, image_size: int, augment: Any) -> Dataset:
+  def _split(self, split: str, image_size: int, augment: Any) -> data.Dataset:
     try:
       # Labels count the classes of training, even if validation lacks some.
       classes = None
@@ -287,7 +283,6 @@ class _Text(Data):
   """Windows of text whose shapes and vocabulary are known without reading the text."""
 
   def abstract(self: Any, batch_size: int) -> Split:
-    from jaxscale.data.dataset import Dataset, TextInfo
     from jaxscale.data.tokenizer import read_tokenizer
 
     name, options = type(self).__name__, vars(self)
@@ -295,8 +290,8 @@ class _Text(Data):
       names = options.get("tokenizer", "bytes"), options.get("separator")
       vocab_size = read_tokenizer(*names, field=f"{name}.tokenizer").vocab_size
     # Long enough for one step; the program does not depend on the number of examples.
-    info = TextInfo(name, vocab_size, self.sequence_length)
-    some = Dataset(info, 1000 * batch_size, _no_rows)
+    info = data.TextInfo(name, vocab_size, self.sequence_length)
+    some = data.Dataset(info, 1000 * batch_size, _no_rows)
     return some, some
 
 

@@ -4,8 +4,6 @@ A dataset must be prepared as array_record, which TFDS reads by index, or as TFR
 `tfrecord.py` reads. Only preparing needs TensorFlow (`jaxscale prepare NAME`).
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import os
@@ -23,9 +21,12 @@ from jaxscale.data.encoded import Record, Source, from_source, image_info
 from jaxscale.data.faults import raise_if_system_error
 from jaxscale.data.stream import packed, text_windows
 from jaxscale.data.tokenizer import read_tokenizer
-from jaxscale.errors import ConfigError, invalid
+from jaxscale.errors import ConfigError
 
 _AT_ONCE = 1024  # documents
+# A split: the number of examples, a function from the index to an example as a dict of
+# features, and a function from indices to several examples, or None if that is not faster.
+Examples = tuple[int, Callable[[int], Any], Callable[[Sequence[int]], Any] | None]
 
 
 def tfds_images(
@@ -169,7 +170,7 @@ def tfds_text(
   title = f"{name} {split!r}"
   identity = "tfds", *_identity(builder), split, feature
   examples = open_split(builder, name, split, field="TFDSText.name")
-  documents = _documents(examples, title, feature, is_text=tokenizer != "bytes")
+  documents = _documents(examples, title, feature)
   stream = packed(title, documents, tokens, identity, cache_dir)
   dataset = text_windows(title, stream, tokens.vocab_size, sequence_length)
   content = _content(builder, split) | {"tokenizer": tokens.key}
@@ -182,10 +183,8 @@ def _is_text(feature: Any) -> bool:
   return shape == () and dtype is not None and np.dtype(dtype).kind in "OSU"
 
 
-def _documents(
-  examples: Examples, title: str, feature: str, is_text: bool
-) -> Iterator[list[bytes]]:
-  """Yield the documents in order, several at a time; text must be UTF-8."""
+def _documents(examples: Examples, title: str, feature: str) -> Iterator[list[bytes]]:
+  """Yield the documents in order, several at a time; `Tokenizer.encode` checks their encoding."""
   size, get, get_many = examples
   for first in range(0, size, _AT_ONCE):
     indices = list(range(first, min(first + _AT_ONCE, size)))
@@ -196,20 +195,7 @@ def _documents(
       problem = (str(e).splitlines() or [type(e).__name__])[0]
       what = f"an example from {indices[0]} to {indices[-1]} cannot be read ({problem})"
       raise ConfigError(f"{title}: {what}; copy or prepare the dataset again") from None
-    documents = [t.encode() if isinstance(t, str) else bytes(t) for t in texts]
-    for index, document in zip(indices, documents if is_text else (), strict=False):
-      try:
-        document.decode()
-      except UnicodeDecodeError as e:
-        problem = f"is not UTF-8 at byte {e.start:,} of {feature!r}"
-        fix = "prepare the dataset as UTF-8, or use tokenizer='bytes'"
-        raise invalid(f"{title} example {index}", ..., problem, fix) from None
-    yield documents
-
-
-# A split: the number of examples, a function from the index to an example as a dict of
-# features, and a function from indices to several examples, or None if that is not faster.
-Examples = tuple[int, Callable[[int], Any], Callable[[Sequence[int]], Any] | None]
+    yield [t.encode() if isinstance(t, str) else bytes(t) for t in texts]
 
 
 def find_builder(name: str, data_dir: str | None, field: str = "TFDS.name") -> Any:

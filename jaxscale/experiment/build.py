@@ -47,21 +47,12 @@ from jaxscale.optim.tree_paths import path_name
 from jaxscale.parallel.layout_exchange import exchange_axes
 from jaxscale.parallel.run_stack import PipelineGrads
 from jaxscale.parallel.specs import Layout, local_grad_shapes
-from jaxscale.training import nan_guard
+from jaxscale.training import nan_guard, types
 from jaxscale.training import state as states
 from jaxscale.training import step as steps
 from jaxscale.training.flops import training_flops
 from jaxscale.training.local_step import make_local_train_step
 from jaxscale.training.metrics import ROWS, SUMS, Metric, results
-from jaxscale.training.types import (
-  Batch,
-  EvalStep,
-  LossFn,
-  StepOptions,
-  TrainState,
-  TrainStep,
-  WorkerState,
-)
 
 # Context in which a program is compiled, so that other compilations wait for it; see
 # `run.programs.Programs.turn`.
@@ -78,7 +69,7 @@ class RunParts:
   eval_data: data.Dataset
   model: model_parts.Model
   layout: Layout | None  # None: everything is replicated
-  eval_step: EvalStep
+  eval_step: types.EvalStep
   metrics: Mapping[str, Metric]
   loss_state: Any  # `CustomLoss.init_state`; None: the loss has no state
 
@@ -89,7 +80,7 @@ class PhaseParts:
 
   phase: Phase
   train_data: data.Dataset
-  loss: LossFn | PipelineGrads
+  loss: types.LossFn | PipelineGrads
   tx: optax.GradientTransformation
   schedule: optax.Schedule  # step of the run -> learning rate, in this phase
   exchange: Exchange
@@ -109,10 +100,10 @@ class Experiment(RunParts, PhaseParts):
     return dataclasses.replace(self, **parts)
 
   @functools.cached_property
-  def train_step(self) -> TrainStep:
+  def train_step(self) -> types.TrainStep:
     """Train step of the experiment."""
-    config, loss = self.config, cast(LossFn, self.loss)
-    options = StepOptions(
+    config, loss = self.config, cast(types.LossFn, self.loss)
+    options = types.StepOptions(
       num_microbatches=self.phase.accumulate_steps,
       ema_decay=config.ema_decay,
       ema_warmup=config.ema_warmup,
@@ -123,11 +114,18 @@ class Experiment(RunParts, PhaseParts):
       seed=config.seed,
     )
     parts = loss, self.tx, self.mesh, self.exchange
-    common: Any = {"schedule": self.schedule, "options": options}
     if self.sync is None:
-      return steps.make_train_step(*parts, layout=self.layout, **common)
-    common |= {"workers": self.sync.workers, "last_step": self.derived.total_steps}
-    return make_local_train_step(*parts, self.sync.method, **common)
+      return steps.make_train_step(
+        *parts, schedule=self.schedule, layout=self.layout, options=options
+      )
+    return make_local_train_step(
+      *parts,
+      self.sync.method,
+      schedule=self.schedule,
+      workers=self.sync.workers,
+      last_step=self.derived.total_steps,
+      options=options,
+    )
 
   @property
   def best_metric(self) -> str | None:
@@ -168,7 +166,7 @@ class Experiment(RunParts, PhaseParts):
     except Exception:  # `compute` may need sums of real examples.
       return []
 
-  def init_state(self, turn: Turn | None = None) -> TrainState:
+  def init_state(self, turn: Turn | None = None) -> types.TrainState:
     """Create the state before the first step, on the mesh.
 
     Args:
@@ -182,7 +180,7 @@ class Experiment(RunParts, PhaseParts):
       given = model_parts.imported(config, self.eval_data.info, self.abstract_state())
     return states.run_init(self._init, self.mesh, config.seed, given, turn)
 
-  def abstract_state(self) -> TrainState:
+  def abstract_state(self) -> types.TrainState:
     """Return the shapes, dtypes and shardings of the state without computing it."""
     return states.shapes_of(self._init)
 
@@ -197,12 +195,12 @@ class Experiment(RunParts, PhaseParts):
     """Model FLOPs of training on one example of this phase."""
     return training_flops(self.model, abstract_rows(self.train_data.info, 1))
 
-  def abstract_batch(self) -> Batch:
+  def abstract_batch(self) -> types.Batch:
     """Return the shapes, dtypes and shardings of a global training batch."""
     rows, sharding = self.phase.batch_size, batch_sharding(self.mesh)
     return abstract_rows(self.train_data.info, rows, sharding)
 
-  def lower_train_step(self, abstract: TrainState | None = None) -> Any:
+  def lower_train_step(self, abstract: types.TrainState | None = None) -> Any:
     """Return the train step as `jax.stages.Lowered`, for the shapes of the run.
 
     Args:
@@ -211,7 +209,7 @@ class Experiment(RunParts, PhaseParts):
     step: Any = self.train_step
     return step.lower(abstract or self.abstract_state(), self.abstract_batch())
 
-  def compile_train_step(self, lowered: Any = None, turn: Turn | None = None) -> TrainStep:
+  def compile_train_step(self, lowered: Any = None, turn: Turn | None = None) -> types.TrainStep:
     """Compile the train step before its first call.
 
     Args:
@@ -222,7 +220,7 @@ class Experiment(RunParts, PhaseParts):
     with turn or contextlib.nullcontext():
       return one_at_a_time(lowered.compile(), self.mesh)
 
-  def lower_eval_step(self, state: TrainState) -> Any:
+  def lower_eval_step(self, state: types.TrainState) -> Any:
     """Return the evaluation step as `jax.stages.Lowered`, for this state."""
     rows, sharding = self.derived.eval_batch_size, batch_sharding(self.mesh)
     batch = abstract_rows(self.eval_data.info, rows, sharding)
@@ -236,10 +234,14 @@ class Experiment(RunParts, PhaseParts):
     parts = model_parts.init_fn(self.model), self.tx, self.mesh, self.exchange
     if self.sync is not None:
       return states.make_init(*parts, local=self.sync.method)
-    config = self.config
-    kept: Any = {"average": config.ema_decay is not None, "noise_scale": config.noise_scale}
-    kept |= {"loss_scale": config.dtype == "float16", "loss_state": self.loss_state}
-    return states.make_init(*parts, layout=self.layout, **kept)
+    return states.make_init(
+      *parts,
+      layout=self.layout,
+      average=self.config.ema_decay is not None,
+      noise_scale=self.config.noise_scale,
+      loss_scale=self.config.dtype == "float16",
+      loss_state=self.loss_state,
+    )
 
 
 def experiment(
@@ -379,7 +381,7 @@ def rate_at(experiment: Experiment, step: int) -> float:
   return float(rate)
 
 
-def enter_phase(config: cfg.Config, old: Phase, new: Phase, state: TrainState):
+def enter_phase(config: cfg.Config, old: Phase, new: Phase, state: types.TrainState):
   """Carry the state over from one phase to the next.
 
   The velocity settles at gradient / (1 - momentum). If the momentum changes, it is scaled
@@ -392,15 +394,15 @@ def enter_phase(config: cfg.Config, old: Phase, new: Phase, state: TrainState):
   return _map_opt_state(state, jax.jit(scale, donate_argnums=0))
 
 
-def _map_opt_state(state: TrainState, change: Callable[[Any], Any]) -> TrainState:
+def _map_opt_state(state: types.TrainState, change: Callable[[Any], Any]) -> types.TrainState:
   """Apply a function to the optimizer state, or to the workers' with local updates."""
   own = state.exchange_state
-  if isinstance(own, WorkerState):
+  if isinstance(own, types.WorkerState):
     return state._replace(exchange_state=own._replace(opt_state=change(own.opt_state)))
   return state._replace(opt_state=change(state.opt_state))
 
 
-def skip_steps(state: TrainState, steps: int) -> TrainState:
+def skip_steps(state: types.TrainState, steps: int) -> types.TrainState:
   """Return the state after skipping steps: only step counts increase."""
 
   def move(opt_state: Any):

@@ -29,7 +29,6 @@ from jaxscale.training.metrics import Metric
 from jaxscale.training.types import EvalFn, LossFn
 
 AnyLoss = Objective | GatheredObjective | CustomLoss
-Sharded = Callable[[Any], Any]
 
 
 def make_objective(config: cfg.Config, info: Any, model: Any, mesh: Mesh) -> AnyLoss:
@@ -75,7 +74,7 @@ def loss_of(
   model: models.ModelFns,
   objective: AnyLoss,
   mesh: Mesh,
-  sharded: Sharded = lambda function: function,
+  sharded: Callable[[Any], Any] = lambda function: function,
 ) -> LossFn:
   """Return the loss function of a train step.
 

@@ -51,9 +51,17 @@ def make_layout(config: cfg.Config, mesh: Mesh, model: Model) -> Layout | None:
     given = tuple(sharding_rules.parse(rule) for rule in chosen.rules)
     _check_rules(shapes, given, rules, mesh, chosen.model)
     rules = given
-  options: Any = {"slow_axes": chosen.slow_axes, "splits": chosen.model, "opt_on_host": on_host}
-  options |= {"dtype": half, "sum_in": half if chosen.sum_in == "dtype" else None}
-  return parallel.make_layout(mesh, shapes, rules, shard=shard, **options)
+  return parallel.make_layout(
+    mesh,
+    shapes,
+    rules,
+    shard=shard,
+    slow_axes=chosen.slow_axes,
+    splits=chosen.model,
+    dtype=half,
+    sum_in=half if chosen.sum_in == "dtype" else None,
+    opt_on_host=on_host,
+  )
 
 
 def shard_on(config: cfg.Config, mesh: Mesh) -> Shard:

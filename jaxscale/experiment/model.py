@@ -32,6 +32,7 @@ from jaxscale.training.contract import one_line
 from jaxscale.training.custom_loss import state_of_model
 from jaxscale.training.losses import Objective
 from jaxscale.training.metrics import Metric
+from jaxscale.training.state import check_keys
 from jaxscale.training.types import TrainState
 from jaxscale.weights.check import check_source
 
@@ -175,7 +176,9 @@ def check_model(
   if isinstance(model, models.Stack):
     notes = _model_notes(mixing, as_functions(model), info, rows) if compute else []
     return [f"{kind.__name__}: {line}" for line in notes]
-  state, batch, outputs, found = _called_as_steps(model, objective, info, mesh, rows)
+  trace, state, batch = trace_steps(model, objective, info, mesh, rows)
+  check_keys("model", state[1])
+  outputs, found = notes_of(trace)
   notes: list[str] = []
   if compute and not is_built_in(type(config.loss)):
     notes = sum_notes(objective, state, outputs, batch, mesh)
@@ -191,26 +194,6 @@ def check_model(
     found += _model_notes(mixing, model, info, rows)
   found += _class_notes(config, outputs, info)
   return notes + [f"{kind.__name__}: {line}" for line in found]
-
-
-def _called_as_steps(
-  model: models.ModelFns, objective: AnyLoss, info: Any, mesh: Mesh, rows: int
-) -> tuple[Any, dict[str, Any], Any, list[str]]:
-  """Trace a training and an evaluation step of a model.
-
-  Returns:
-    Shapes of (params, model_state), of the batch and of the outputs, and notes on layers
-    whose results depend on the number of devices.
-
-  Raises:
-    ConfigError: the model state has a typed key, or the call failed.
-  """
-  trace, state, batch = trace_steps(model, objective, info, mesh, rows)
-  for path, leaf in jax.tree.leaves_with_path(state[1]):
-    if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-      problem, fix = "is a typed key, which a checkpoint cannot store", "store its "
-      raise invalid(f"model state {path_name(path)}", ..., problem, fix + "jax.random.key_data")
-  return state, batch, *notes_of(trace)
 
 
 def _class_notes(config: cfg.Config, outputs: Any, info: Any) -> list[str]:
@@ -302,8 +285,13 @@ def imported(
     notes.extend(check_source(path, naming, names, config.model, info, init_head=config.init_head))
 
   trees = abstract.params, state_of_model(abstract.model_state)
-  options: Any = {"num_classes": num_classes(_seen_by_loss(config, info)), "check": check}
-  loaded = weights.import_safetensors(path, *trees, init_head=config.init_head, **options)
+  loaded = weights.import_safetensors(
+    path,
+    *trees,
+    num_classes=num_classes(_seen_by_loss(config, info)),
+    init_head=config.init_head,
+    check=check,
+  )
   logger.info(loaded.summary)
   for note in notes:
     logger.warning(f"note: {note}")

@@ -107,11 +107,8 @@ def make_optimizer(
   config: cfg.Config, schedule: Schedule, warmup_steps: int = 0, momentum: float | None = None
 ) -> optax.GradientTransformation:
   """Build the optimizer, with clipping by the global norm and layer-wise lr decay."""
-  stacked = embeddings = None
-  if config.model.is_stack:
-    stacked = optim.matching("^layers/")
-    embeddings = optim.matching("^(embed|head)/")
-  context = cfg.OptimizerContext(momentum, warmup_steps, stacked, embeddings)
+  masks = ("^layers/", "^(embed|head)/") if config.model.is_stack else ()
+  context = cfg.OptimizerContext(momentum, warmup_steps, *map(optim.matching, masks))
 
   def is_optax(made: Any) -> bool:
     return hasattr(made, "init") and hasattr(made, "update")

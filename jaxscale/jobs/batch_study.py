@@ -84,28 +84,25 @@ def fit_steps(batch_sizes: Sequence[float], steps: Sequence[float]) -> Fit | Non
   sizes, measured = np.asarray(batch_sizes, float), np.asarray(steps, float)
   if len(set(sizes)) < 3:
     return None
-  s_min, e_min = _line(sizes, measured)
-  if not (_is_positive(s_min, measured) and _is_positive(e_min, measured * sizes)):
+  s_min, b_crit = _line(sizes, measured)
+  if not 0 < b_crit < math.inf:
     return None
-  ranges = []
-  for i in range(len(sizes)):
-    rest = np.delete(measured, i)
-    s, e = _line(np.delete(sizes, i), rest)
-    ranges.append(max(e / s, 0.0) if _is_positive(s, rest) else np.inf)
-  error = np.abs((s_min + e_min / sizes) / measured - 1).max()
-  limits = float(min(ranges)), float(max(ranges))
-  return Fit(float(s_min), float(e_min / s_min), float(error), limits, len(sizes))
+  others = (np.delete(np.stack([sizes, measured]), i, axis=1) for i in range(len(sizes)))
+  ranges = [_line(*rest)[1] for rest in others]
+  error = np.abs(s_min * (1 + b_crit / sizes) / measured - 1).max()
+  return Fit(s_min, b_crit, float(error), (min(ranges), max(ranges)), len(sizes))
 
 
-def _line(sizes: np.ndarray, steps: np.ndarray) -> np.ndarray:
-  """Return the S_min and E_min for which (S_min + E_min / B) / S is nearest to 1."""
+def _line(sizes: np.ndarray, steps: np.ndarray) -> tuple[float, float]:
+  """Return the S_min and B_crit for which S_min (1 + B_crit / B) / S is nearest to 1.
+
+  A constant within the rounding error of the data is zero: B_crit is then 0 or infinite.
+  """
   rows = np.stack([1 / steps, 1 / (sizes * steps)], axis=1)
-  return np.linalg.lstsq(rows, np.ones(len(sizes)), rcond=None)[0]
-
-
-def _is_positive(value: float, scale: np.ndarray) -> bool:
-  """Return whether a fitted constant exceeds the rounding error of its data."""
-  return value > 1e-9 * scale.min()
+  s_min, e_min = np.linalg.lstsq(rows, np.ones(len(sizes)), rcond=None)[0]
+  if s_min <= 1e-9 * steps.min():
+    return 0.0, math.inf
+  return float(s_min), float(e_min / s_min) if e_min > 1e-9 * (steps * sizes).min() else 0.0
 
 
 def trials(

@@ -33,7 +33,7 @@ from jaxscale.jobs import logs
 from jaxscale.jobs import spec as specs
 from jaxscale.jobs.spec import JobSpec, QueueEntry
 
-SCRIPT: str = "process.sh"
+SCRIPT = "process.sh"
 # Seconds between SIGTERM and SIGKILL; Slurm's KillWait has the same default.
 GRACE_S = 30.0
 _POLL_S = 0.1

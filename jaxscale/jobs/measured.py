@@ -21,7 +21,7 @@ from jaxscale.files import mismatch, require_json
 from jaxscale.jobs import folder as folders
 from jaxscale.metrics import read_json, read_json_lines, read_metrics
 from jaxscale.planning.stored import FILE as PLAN
-from jaxscale.planning.stored import Match, PlannedStep, match, read_plan
+from jaxscale.planning.stored import Match, match, read_plan
 from jaxscale.run import provenance
 from jaxscale.run.goodput import FILE, Goodput, goodput, read_activities
 
@@ -115,11 +115,6 @@ class MeasuredRun(NamedTuple):
   def rate(self) -> float | None:
     """Median examples per second."""
     return statistics.median(self.rates) if self.rates else None
-
-  @property
-  def planned_step(self) -> PlannedStep | None:
-    """The planned step of the run; None if there is none."""
-    return self.planned.step if self.planned else None
 
   @property
   def quartiles(self) -> tuple[float, float] | None:

@@ -19,7 +19,7 @@ import csv
 import io
 import statistics
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from html import escape
 from itertools import compress
 from pathlib import Path
@@ -95,8 +95,11 @@ class Report(NamedTuple):
 
   def _repr_html_(self) -> str:
     lines = "".join(f"<li>{escape(note)}</li>" for note in self.notes)
-    image = svg(lambda path: plot_scaling(as_plot(self), path))
-    return f"<p>{escape(self.heading())}</p>{text.html_table(*table(self))}<ul>{lines}</ul>{image}"
+    with tempfile.TemporaryDirectory() as folder:
+      file = plot_scaling(as_plot(self), Path(folder, "picture.svg"))
+      image = file.read_text(encoding="utf-8")
+    table_and_notes = f"{text.html_table(*table(self))}<ul>{lines}</ul>"
+    return f"<p>{escape(self.heading())}</p>{table_and_notes}{image[image.find('<svg') :]}"
 
 
 def compare(runs: Sequence[MeasuredRun], name: str = "scaling") -> Report:
@@ -113,7 +116,7 @@ def compare(runs: Sequence[MeasuredRun], name: str = "scaling") -> Report:
   base = min((r.devices for r in runs if r.rate), default=0)
   smallest = [r for r in runs if r.rate and r.devices == base]
   rate = statistics.median(r.rate or 0.0 for r in smallest) if smallest else 0.0
-  planned = next((r.planned_step.rate for r in smallest if r.planned_step), 0.0)
+  planned = next((r.planned.step.rate for r in smallest if r.planned and r.planned.step), 0.0)
   rows = [_row(run, base, rate, planned) for run in runs]
   points = [(row["devices"] / base, row["speed_up"]) for row in rows if row["speed_up"]]
   serial = serial_share(kind, points) if kind != "one size" else None
@@ -133,7 +136,7 @@ def _row(run: MeasuredRun, base: int, rate: float, planned: float) -> dict[str, 
     rate: the examples per second on these devices.
     planned: the planned examples per second on these devices; 0 if not planned.
   """
-  report, step = run.step_report, run.planned_step
+  report, step = run.step_report, run.planned and run.planned.step
   low, high = run.quartiles or (None, None)
   up = run.rate / rate if run.rate else None
   planned_up = step.rate / planned if step and planned else None
@@ -237,7 +240,7 @@ def _limits(kind: Kind, runs: Sequence[MeasuredRun]) -> Iterator[str]:
   if kind == "strong" and len(alike) == 1 and len(losses) == len(runs):
     yield f"validation losses differ by at most {max(losses) - min(losses):.1g}"
   for run in runs:
-    if run.planned and not run.planned_step:
+    if run.planned and not run.planned.step:
       yield f"{run.name}: {not_compared(run.planned.reason)}"
 
 
@@ -248,15 +251,6 @@ def _gaps(runs: Sequence[MeasuredRun]) -> Iterator[str]:
     yield f"{text.NOTHING} {', '.join(names)}: {reason}"
   yield from (f"{run.name}: {run.goodput}" for run in runs if run.goodput)
   yield from (f"{run.name}: {run.origin}" for run in runs if run.origin)
-
-
-def svg(draw: Callable[[Path], Any]) -> str:
-  """Return the SVG element that `draw` writes to a path, for a notebook."""
-  with tempfile.TemporaryDirectory() as folder:
-    image = Path(folder, "picture.svg")
-    draw(image)
-    content = image.read_text(encoding="utf-8") if image.exists() else ""
-  return content[content.find("<svg") :]
 
 
 def report(

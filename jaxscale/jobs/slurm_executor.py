@@ -41,7 +41,7 @@ from jaxscale.files import whole_number
 from jaxscale.jobs import spec as specs
 from jaxscale.jobs.spec import FINAL_CODES, RESTARTED_CODES, SIGNAL_CODES, JobSpec, QueueEntry
 
-SCRIPT: str = "job.sbatch"
+SCRIPT = "job.sbatch"
 # Variables that describe the cluster. All other SLURM_ variables describe the job of this
 # process (such as a notebook's), and sbatch would read them as options.
 _KEPT = ("SLURM_CONF", "SLURM_CLUSTERS", "SLURM_JWT", "SLURM_TIME_FORMAT")

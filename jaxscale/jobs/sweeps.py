@@ -82,6 +82,8 @@ def from_file(config: str) -> list[dict[str, str]]:
       text = f"{config}: get_sweep() yielded {trial!r}; yield e.g. "
       raise ConfigError(text + "{'optimizer.lr': 0.1}")
     texts.append(as_texts(trial))
+  if not texts:
+    raise ConfigError(f"{config}: get_sweep() yields no trials; yield at least one")
   return texts
 
 

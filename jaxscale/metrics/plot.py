@@ -125,8 +125,8 @@ def _training_label(workdir: Path) -> str:
   return f"training (label smoothing {smoothing:g})" if smoothing else "training"
 
 
-def plot_metrics(workdir: str | Path, path: str | Path | None = None) -> Path | None:
-  """Draw the metrics in `workdir/metrics.jsonl` by step.
+def plot_metrics(workdir: str | Path) -> Path | None:
+  """Draw the metrics in `workdir/metrics.jsonl` by step, as `workdir/metrics.png`.
 
   The panels are loss, accuracy (or perplexity, or another metric), learning rate, speed,
   device use (MFU and the share of time waiting for input), memory, and up to six further
@@ -134,7 +134,6 @@ def plot_metrics(workdir: str | Path, path: str | Path | None = None) -> Path | 
 
   Args:
     workdir: the workdir of a run.
-    path: the path of the picture, whose suffix sets the format; None means `workdir/metrics.png`.
 
   Returns:
     The path of the picture, or None if nothing was logged yet.
@@ -143,7 +142,7 @@ def plot_metrics(workdir: str | Path, path: str | Path | None = None) -> Path | 
   lines = read_metrics(workdir / "metrics.jsonl")
   if not lines:
     return None
-  path = Path(path or workdir / "metrics.png")
+  path = workdir / "metrics.png"
   panels = _panels(lines, _training_label(workdir))
   rows = -(-len(panels) // 3)
   with figure(path, rows, 3, (13.5, 3.2 * rows), workdir.name) as axes:
@@ -171,10 +170,3 @@ def _draw_panel(axis: Any, panel: _Panel, lines: _Rows) -> None:
     axis.set_ylim(bottom=0)
   if len(series) > 1 and axis.lines:
     axis.legend(frameon=False)
-
-
-def size_ticks(axis: Any, sizes: Sequence[int], below: float, above: float) -> None:
-  """Set ticks at these sizes only, with room below the first and above the last one."""
-  axis.set_xlim(sizes[0] * below, sizes[-1] * above)
-  axis.set_xticks(sizes, [f"{size:,}" for size in sizes])
-  axis.set_xticks([], minor=True)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from jaxscale.metrics.plot import CURVES, IDEAL, POINTS, figure, log_scale, size_ticks, titled
+from jaxscale.metrics.plot import CURVES, IDEAL, POINTS, figure, log_scale, titled
 from jaxscale.metrics.text import plural
 
 _PLANNED = "#3d8b6f"
@@ -73,7 +73,9 @@ def _over_devices(
   axis.margins(y=0.12)
   axis.set_xscale("log", base=2)
   devices = sorted({row["devices"] for row in study["rows"]})
-  size_ticks(axis, devices, 1 / 1.25, 1.4)
+  axis.set_xlim(devices[0] / 1.25, devices[-1] * 1.4)
+  axis.set_xticks(devices, [f"{size:,}" for size in devices])
+  axis.set_xticks([], minor=True)
   ideal, law = [(n, n / base) for n in (base, devices[-1])], study["law"]
   planned = {row["devices"]: row["planned_efficiency"] for row in rows}
   plan = [(n, share * n / base) for n, share in planned.items() if share is not None]

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxscale.errors import ConfigError
+from jaxscale.models.adapters.rows import drop
 
 Keys = jax.Array | None  # one random key per row, or None in evaluation
 
@@ -193,10 +194,4 @@ def dropout(x: jax.Array, rate: float, keys: Keys, layer: int) -> jax.Array:
     keys: one key per example, from the train step; None in evaluation.
     layer: number that distinguishes the dropout layers of a model.
   """
-  if keys is None or rate == 0.0:
-    return x
-
-  def keep(key):
-    return jax.random.bernoulli(jax.random.fold_in(key, layer), 1 - rate, x.shape[1:])
-
-  return jnp.where(jax.vmap(keep)(keys), x / (1 - rate), 0).astype(x.dtype)
+  return x if keys is None or rate == 0.0 else drop(x, rate, keys, layer, x.shape[1:])

@@ -84,11 +84,22 @@ def classify(
   if bias is not None:
     logits = logits + bias.astype(jnp.float32)
   logits = logits[..., :num_classes]
+  return smoothed(logits, labels, label_smoothing), logits.argmax(-1) == labels
+
+
+def smoothed(logits: jax.Array, labels: jax.Array, label_smoothing: float) -> jax.Array:
+  """Return the cross entropy with the target (1 - e) onehot + e / num_classes, float32 [...].
+
+  Args:
+    logits: logits, float32 [..., classes].
+    labels: labels, int [...].
+    label_smoothing: the share e of the target that is spread over all classes.
+  """
   losses = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
-  if label_smoothing:
-    uniform = -jax.nn.log_softmax(logits).mean(axis=-1)
-    losses = (1 - label_smoothing) * losses + label_smoothing * uniform
-  return losses, logits.argmax(-1) == labels
+  if not label_smoothing:
+    return losses
+  uniform = -jax.nn.log_softmax(logits).mean(axis=-1)
+  return (1 - label_smoothing) * losses + label_smoothing * uniform
 
 
 class Ops(NamedTuple):

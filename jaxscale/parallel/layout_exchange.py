@@ -73,10 +73,8 @@ def make_layout_exchange(exchange: Exchange, layout: Layout) -> Exchange:
         part, state[group.name] = exchange.exchange(part, state[group.name])
         found = structure.flatten_up_to(part)
         # The means are equal along axes whose devices started with equal gradients.
-        means = [
-          same_everywhere(x, tuple(a for a in group.others if a in varying(x)))
-          for x in (found[i] for i in group.indices)
-        ]
+        pairs = [(found[i], varying(found[i])) for i in group.indices]
+        means = [same_everywhere(x, tuple(a for a in group.others if a in y)) for x, y in pairs]
       else:
         size = lax.axis_size(group.after) if group.after else 1
         parts = [leaves[i] for i in group.indices]

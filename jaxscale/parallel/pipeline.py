@@ -40,7 +40,7 @@ from jax.extend import core
 
 from jaxscale.cluster.jax_internals import varying_axes
 from jaxscale.collectives import vary
-from jaxscale.collectives.typed import axis_sizes, in_mesh_order, varying
+from jaxscale.collectives.typed import axes_of, axis_sizes, in_mesh_order, jaxprs_in, varying
 from jaxscale.errors import ConfigError
 
 RunLayers = Callable[[Any, jax.Array], jax.Array]  # (this stage's layers, h) -> h
@@ -431,9 +431,7 @@ def _check_branch(name: str, axis: str, work: Callable[..., Any], *args: Any) ->
     ConfigError: the work permutes, or has a collective along `axis`.
   """
   for eqn in _equations(jax.make_jaxpr(work)(*args).jaxpr):
-    kind = eqn.primitive.name
-    axes = eqn.params.get("axes", eqn.params.get("axis_name", ()))
-    axes = axes if isinstance(axes, tuple) else (axes,)
+    kind, axes = eqn.primitive.name, axes_of(eqn)
     if kind == "ppermute":
       problem = "but idle stages would not take part; give skip=False, or attention without a ring"
       raise ConfigError(f"{name} permutes along {axes[0]!r}, {problem}")
@@ -444,12 +442,7 @@ def _check_branch(name: str, axis: str, work: Callable[..., Any], *args: Any) ->
 
 def _equations(jaxpr: core.Jaxpr) -> Iterator[core.JaxprEqn]:
   """Yield the equations of a jaxpr and of all jaxprs inside it."""
-
-  def is_program(x: Any):
-    return isinstance(x, core.Jaxpr | core.ClosedJaxpr)
-
   for eqn in jaxpr.eqns:
     yield eqn
-    for inner in jax.tree.leaves(list(eqn.params.values()), is_leaf=is_program):
-      if is_program(inner):
-        yield from _equations(getattr(inner, "jaxpr", inner))
+    for inner in jaxprs_in(eqn):
+      yield from _equations(inner)

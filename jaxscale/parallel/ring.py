@@ -105,14 +105,6 @@ class _Plan(NamedTuple):
   block: int
 
 
-class _Part(NamedTuple):
-  """Part of a block of keys, and the queries that attend to it."""
-
-  first_query: int
-  num_keys: int
-  masked: bool  # True for the device's own block: a query attends up to its position
-
-
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _ring(plan: _Plan, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
   return _ring_forward(plan, q, k, v)[0]
@@ -120,22 +112,22 @@ def _ring(plan: _Plan, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
 
 def _ring_forward(plan: _Plan, q: jax.Array, k: jax.Array, v: jax.Array):
   # q: [rows, groups, heads of a group, t, width]; k, v: [rows, groups, t, width]
-  def step(part: _Part, kept: Any, kv: Any, _: Any):
-    queries = q[..., part.first_query :, :]
+  def step(first: int, num_keys: int, masked: bool, kept: Any, kv: Any, _: Any):
+    queries = q[..., first:, :]
 
     def add(sums: Any, block: Any, start: jax.Array):
       m, total, acc = sums
       keys, values = block
-      s = _scores(queries, keys, start, part.masked)
+      s = _scores(queries, keys, start, masked)
       higher = jnp.maximum(m, s.max(-1, keepdims=True))
       p, less = jnp.exp(s - higher), jnp.exp(m - higher)
       acc = acc * less + _dot("bgrqk,bgkd->bgrqd", p.astype(v.dtype), values)
       return (higher, total * less + p.sum(-1, keepdims=True), acc), ()
 
-    block = tuple(x[..., : part.num_keys, :] for x in kv)
-    old = tuple(x[..., part.first_query :, :] for x in kept)
+    block = tuple(x[..., :num_keys, :] for x in kv)
+    old = tuple(x[..., first:, :] for x in kept)
     new, _ = _over_blocks(add, old, block, plan.block)
-    return _put(kept, new, part.first_query), ()
+    return _put(kept, new, first), ()
 
   never = jnp.full((*q.shape[:-1], 1), _NEVER, jnp.float32)
   nothing = jnp.zeros((*q.shape[:-1], 1), jnp.float32), jnp.zeros(q.shape, jnp.float32)
@@ -150,23 +142,23 @@ def _ring_backward(plan: _Plan, kept: Any, dout: jax.Array):
   delta = (dout.astype(jnp.float32) * out.astype(jnp.float32)).sum(-1, keepdims=True)
   scale = q.shape[-1] ** -0.5
 
-  def step(part: _Part, dq: Any, kv: Any, grads: Any):
+  def step(first: int, num_keys: int, masked: bool, dq: Any, kv: Any, grads: Any):
     by_query = q, dout, lse, delta, dq
-    queries, back, lse_, delta_, dq_ = (x[..., part.first_query :, :] for x in by_query)
+    queries, back, lse_, delta_, dq_ = (x[..., first:, :] for x in by_query)
 
     def add(dq_: jax.Array, block: Any, start: jax.Array):
       keys, values = block
-      p = jnp.exp(_scores(queries, keys, start, part.masked) - lse_)
+      p = jnp.exp(_scores(queries, keys, start, masked) - lse_)
       dv = _dot("bgrqk,bgrqd->bgkd", p.astype(back.dtype), back)
       ds = p * (_dot("bgrqd,bgkd->bgrqk", back, values) - delta_) * scale
       ds = ds.astype(q.dtype)
       dk = _dot("bgrqk,bgrqd->bgkd", ds, queries)
       return dq_ + _dot("bgrqk,bgkd->bgrqd", ds, keys), (dk, dv)
 
-    block = tuple(x[..., : part.num_keys, :] for x in kv)
+    block = tuple(x[..., :num_keys, :] for x in kv)
     dq_, more = _over_blocks(add, dq_, block, plan.block)
-    grads = tuple(g.at[..., : part.num_keys, :].add(x) for g, x in zip(grads, more, strict=True))
-    return _put(dq, dq_, part.first_query), grads
+    grads = tuple(g.at[..., :num_keys, :].add(x) for g, x in zip(grads, more, strict=True))
+    return _put(dq, dq_, first), grads
 
   zeros = (jnp.zeros(x.shape, jnp.float32) for x in (q, k, v))
   dq, dk, dv = vary(tuple(zeros), plan.axes)
@@ -182,7 +174,9 @@ def _go_round(plan: _Plan, step: Callable[..., Any], kept: Any, kv: Any, grads: 
 
   Args:
     plan: settings of the ring.
-    step: (part, kept, kv, grads) -> (kept, grads), on one block.
+    step: (first, num_keys, masked, kept, kv, grads) -> (kept, grads), on one block: the queries
+      from `first` on attend to its first `num_keys` keys; with `masked`, in the device's own
+      block, only up to their position.
     kept: arrays that stay on the device.
     kv: keys and values of this device.
     grads: sums that travel with the blocks and return to the block's device.
@@ -192,12 +186,12 @@ def _go_round(plan: _Plan, step: Callable[..., Any], kept: Any, kv: Any, grads: 
   """
   n, here = plan.devices, lax.axis_index(plan.axis)
   tokens = kv[0].shape[-2]
-  whole = functools.partial(step, _Part(0, tokens, masked=False))
-  own = functools.partial(step, _Part(0, tokens, masked=True))
+  whole = functools.partial(step, 0, tokens, False)
+  own = functools.partial(step, 0, tokens, True)
   earlier, later = whole, lambda kept, kv, grads: (kept, grads)
   if plan.zigzag:
-    earlier = functools.partial(step, _Part(0, tokens // 2, masked=False))
-    later = functools.partial(step, _Part(tokens // 2, tokens, masked=False))
+    earlier = functools.partial(step, 0, tokens // 2, False)
+    later = functools.partial(step, tokens // 2, tokens, False)
 
   def attend(turn: Any, *args: Any):
     if not plan.causal:

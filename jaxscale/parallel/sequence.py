@@ -22,7 +22,6 @@ from typing import Literal
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
 from jaxscale.collectives.typed import axis_sizes
@@ -55,24 +54,6 @@ def token_positions(tokens: int, axis: str, order: Order = "contiguous") -> jax.
   piece = jnp.arange(tokens // 2, dtype=jnp.int32)
   back = 2 * devices - 1 - here
   return jnp.concatenate([here * len(piece) + piece, back * len(piece) + piece])
-
-
-def zigzag_order(tokens: int, devices: int) -> np.ndarray:
-  """Return the zig-zag permutation of a sequence's tokens, int [tokens].
-
-  Raises:
-    ConfigError: 2 x devices does not divide the tokens.
-
-  Example:
-    >>> zigzag_order(8, 2)
-    array([0, 1, 6, 7, 2, 3, 4, 5])
-  """
-  if tokens % (2 * devices):
-    problem = "cannot be split into two pieces per device"
-    raise ConfigError(f"tokens={tokens} {problem}; give a multiple of {2 * devices}")
-  pieces = np.arange(tokens).reshape(2 * devices, -1)
-  front, back = pieces[:devices], pieces[::-1][:devices]
-  return np.stack([front, back], axis=1).reshape(-1)
 
 
 def all_to_all_attention(

@@ -20,7 +20,7 @@ from jaxscale import config as cfg
 from jaxscale import hlo
 from jaxscale.errors import ConfigError
 from jaxscale.metrics.text import grouped
-from jaxscale.planning import job, step_plan, topologies
+from jaxscale.planning import estimate, job, step_plan, topologies
 from jaxscale.planning.fits import Fit, RefusedError
 from jaxscale.planning.machine import Machine, Rates, rates_of
 from jaxscale.planning.step_plan import Step
@@ -28,6 +28,7 @@ from jaxscale.planning.topologies import Chips
 from jaxscale.training.flops import FORWARD_AND_BACKWARD
 
 _GAIN = 1.4  # Strong scaling ends where doubling the devices gives less throughput than this.
+_FEWER = 4  # The second program has so many times fewer rows, if the batch allows.
 _MOST = 8  # Scaling is planned up to this multiple of the requested devices.
 
 
@@ -129,7 +130,7 @@ def make_plan(
     collectives=hlo.collectives(fit.compiled, fit.mesh),
     step=step,
     example_flops=experiment.example_flops,
-    parameters=_parameters(experiment),
+    parameters=estimate.shapes_of(experiment).parameters,
     strong=strong,
     weak=weak,
     skipped=skipped,
@@ -144,18 +145,17 @@ def make_plan(
 def _second(
   config: cfg.Config, chips: Chips, first: step_plan.Compiled, sizes: Sequence[int]
 ) -> list[step_plan.Compiled]:
-  """Return the program with different rows; [] if there is none, or it does not compile."""
-  if name := step_plan.second_size(config, chips, first, sizes):
+  """Return the program with fewer rows; [] if all sizes have the same, or it does not compile."""
+  num_train = first.experiment.derived.num_train
+  names = {n: step_plan.sized(chips, n) for n in sizes}
+  found = {name: step_plan.rows_of(config, num_train, n) for n, name in names.items() if name}
+  others = {name: rows for name, rows in found.items() if rows and rows != first.rows}
+  wanted = max(first.rows / _FEWER, 1)
+  if others:
     with contextlib.suppress(ConfigError, RefusedError):
-      return [step_plan.compile_step(config, topologies.find_chips(name))]
+      best = min(others, key=lambda name: abs(others[name] - wanted))
+      return [step_plan.compile_step(config, topologies.find_chips(best))]
   return []
-
-
-def _parameters(experiment: Any) -> int:
-  import jax
-
-  params = experiment.abstract_state().params
-  return sum(math.prod(x.shape) for x in jax.tree.leaves(params))
 
 
 def _sizes(devices: int, per_node: int, nodes: Sequence[int]) -> list[int]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from jaxscale.files import output_path
-from jaxscale.metrics.plot import CURVES, IDEAL, POINTS, figure
+from jaxscale.metrics.plot import CURVES, IDEAL, POINTS, figure, titled
 from jaxscale.metrics.text import duration, grouped, plural, short_time, table
 from jaxscale.planning import plan as plans
 from jaxscale.planning.fits import line
@@ -198,8 +198,8 @@ def _draw_parts(axis, plan: Plan) -> None:
   for position, step in zip(positions, steps, strict=True):
     axis.text(position, 101, short_time(step.seconds["expected"]), ha="center", fontsize=7)
   axis.set_xticks(list(positions), [f"{s.devices:,}" for s in steps])
-  axis.set_title("What a step is made of\n", loc="left", fontsize=11)
-  axis.set(xlabel="devices, the same batch", ylabel="% of the step", ylim=(0, 108))
+  titled(axis, "What a step is made of\n", "devices, the same batch", "% of the step")
+  axis.set_ylim(0, 108)
   axis.legend(fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5), frameon=False)
 
 
@@ -218,6 +218,6 @@ def _draw_rates(axis, plan: Plan) -> None:
   sizes = [s.devices for s in plan.weak or plan.strong or (plan.step,)]
   axis.set_xticks(sizes, [f"{n:,}" for n in sizes], fontsize=8)
   axis.yaxis.set_major_formatter("{x:,.12g}")
-  axis.set_title("Examples per second and device, and their range\n", loc="left", fontsize=11)
-  axis.set(xlabel="devices", ylim=(0, None))
+  titled(axis, "Examples per second and device, and their range\n", "devices")
+  axis.set_ylim(0)
   axis.legend(fontsize=8, frameon=False)

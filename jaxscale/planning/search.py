@@ -120,11 +120,11 @@ def search(
   shapes = shapes_of(build.experiment(config, devices=chips.devices, datasets=data))
   first, every = as_given(config, devices), [*candidates(config, devices)]
   estimates = functools.partial(estimate, shapes, batch_size=config.batch_size, rates=rates)
-  queues, too_large = _queues(every, first, estimates, chips.chip.limit)
+  waiting, too_large = _waiting(every, first, estimates, chips.chip.limit)
   rows: list[Row] = []
   seconds = operator.attrgetter("seconds")
   ended = "all were compiled"
-  for one in itertools.chain([first], _in_order(queues, rows)):
+  for one in itertools.chain([first], _in_order(waiting, rows)):
     since_best = len(rows) - 1 - rows.index(min(rows, key=seconds)) if rows else 0
     if rows and time.monotonic() - began > 60 * minutes:
       ended = f"the time limit of --minutes={minutes:g} was reached"
@@ -147,40 +147,38 @@ def _family(one: Candidate) -> Candidate:
   return one._replace(layout=dataclasses.replace(one.layout, remat="full"), num_microbatches=1)
 
 
-_Queues = dict[Candidate, list[tuple[tuple[bool, float], Candidate]]]
+_Waiting = list[tuple[bool, float, Candidate]]  # does not fit by estimate, seconds, candidate
 
 
-def _queues(
+def _waiting(
   every: Iterable[Candidate],
   first: Candidate,
   estimates: Callable[[Candidate], Estimate],
   limit: int,
-) -> tuple[_Queues, int]:
-  """Return candidates by layout and estimate, and the number that cannot fit.
+) -> tuple[_Waiting, int]:
+  """Return candidates with their estimates, and the number that cannot fit.
 
   `first` is left out, as it is compiled anyway. Candidates with too many micro-batches are left
   out: once a candidate needs half of the memory, more parts only send more data and multiply
   smaller matrices. In a pipeline, more parts reduce idle time.
   """
-  queues: _Queues = {}
+  waiting: _Waiting = []
   small, too_large = set(), 0
   for one in every:
-    family = _family(one)
-    if (family, one.layout.remat) in small and one.mesh.stage == 1:
+    kind = _family(one), one.layout.remat
+    if kind in small and one.mesh.stage == 1:
       continue
     guess = estimates(one)
     if guess.memory < limit / 2:
-      small.add((family, one.layout.remat))
+      small.add(kind)
     if guess.least > limit:
       too_large += 1
     elif one != first:
-      queues.setdefault(family, []).append(((guess.memory > limit, guess.seconds), one))
-  for queue in queues.values():
-    queue.sort(key=lambda waiting: waiting[0])
-  return queues, too_large
+      waiting.append((guess.memory > limit, guess.seconds, one))
+  return waiting, too_large
 
 
-def _in_order(queues: _Queues, rows: list[Row]) -> Iterator[Candidate]:
+def _in_order(waiting: _Waiting, rows: list[Row]) -> Iterator[Candidate]:
   """Yield candidates by estimate, those that probably fit first.
 
   The caller appends to `rows` after each. Variants of a layout that was compiled come later;
@@ -188,20 +186,19 @@ def _in_order(queues: _Queues, rows: list[Row]) -> Iterator[Candidate]:
   """
   times: Counter[Candidate] = Counter()
 
-  def order(family: Candidate) -> tuple[bool, float]:
-    is_large, seconds = queues[family][0][0]
-    return is_large, seconds * _SAME ** times[family]
+  def order(guess: tuple[bool, float, Candidate]) -> tuple[bool, float]:
+    is_large, seconds, one = guess
+    return is_large, seconds * _SAME ** times[_family(one)]
 
-  while queues:
-    family = min(queues, key=order)
-    _, one = queues[family].pop(0)
-    yield one
+  while waiting:
+    best = min(waiting, key=order)
+    waiting.remove(best)
+    yield (one := best[-1])
+    family = _family(one)
     if rows[-1].step:
       times[family] += 1
     else:
-      queues[family] = [w for w in queues[family] if not keeps_as_much(w[1], one)]
-    if not queues[family]:
-      del queues[family]
+      waiting = [w for w in waiting if _family(w[-1]) != family or not keeps_as_much(w[-1], one)]
 
 
 def keeps_as_much(one: Candidate, other: Candidate) -> bool:

@@ -28,8 +28,6 @@ from jaxscale.planning import fits, topologies, transfer
 from jaxscale.planning.machine import CORNERS, Corner, Rates, hosts, links
 from jaxscale.planning.timeline import Program, Times
 
-_FEWER = 4  # The second program has so many times fewer rows, if the batch allows.
-
 
 class Compiled(NamedTuple):
   """Compiled program of a step.
@@ -142,25 +140,6 @@ def _text(fit: fits.Fit, chips: topologies.Chips) -> str:
       f"--chips={chips.name}: the step compiles, but JAX cannot read its program, so no time "
       f"can be planned; try another layout or chip: {problem}"
     ) from None
-
-
-def second_size(
-  config: cfg.Config, chips: topologies.Chips, first: Compiled, sizes: Sequence[int]
-) -> str | None:
-  """Return the chips to compile for a second time; None if all sizes have the same rows.
-
-  Args:
-    config: the config of the run.
-    chips: the requested chips.
-    first: the program compiled for them.
-    sizes: the numbers of devices to plan.
-  """
-  num_train = first.experiment.derived.num_train
-  found = {n: rows_of(config, num_train, n) for n in sizes if sized(chips, n)}
-  others = {n: rows for n, rows in found.items() if rows and rows != first.rows}
-  wanted = max(first.rows / _FEWER, 1)
-  best = min(others, key=lambda n: (abs(others[n] - wanted), n), default=None)
-  return sized(chips, best) if best else None
 
 
 def step_on(

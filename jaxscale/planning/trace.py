@@ -23,6 +23,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import itertools
+import math
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -143,7 +144,7 @@ def summarize(files: Sequence[Path]) -> Summary:
   for path, (_, devices, parts, (start, end)) in zip(files, traces, strict=True):
     process = f"{path.name.removesuffix('.xplane.pb')} " if len(files) > 1 else ""
     for device, events in devices.items():
-      busy = sum(b - a for a, b in _union((e.start, e.end) for e in events))
+      busy = _covered((e.start, e.end) for e in events)
       idle[f"{process}{device}"] = 1 - busy / (end - start)
       for event, seconds in _own_seconds(events):
         key = event.name, event.instruction.where, _part_of(*event.instruction)
@@ -317,24 +318,22 @@ def _own_seconds(events: Sequence[_Event]) -> Iterator[tuple[_Event, float]]:
       after = itertools.islice(events, i + 1, None)
       inside = itertools.takewhile(lambda e, end=event.end: e.start < end, after)
       spans = ((e.start, min(e.end, event.end)) for e in inside)
-      covered = sum(b - a for a, b in _union(spans))
+      covered = _covered(spans)
     yield event, 1e-9 * (event.end - event.start - covered)
 
 
-def _union(spans: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
-  """Return spans in order, with overlapping ones merged.
+def _covered(spans: Iterable[tuple[float, float]]) -> float:
+  """Return the length of the union of spans, which are in order of their starts.
 
   Example:
-    >>> _union([(0, 2), (1, 3), (5, 6)])
-    [(0, 3), (5, 6)]
+    >>> _covered([(0, 2), (1, 3), (5, 6)])
+    4.0
   """
-  merged: list[tuple[float, float]] = []
-  for a, b in spans:
-    if merged and a <= merged[-1][1]:
-      merged[-1] = merged[-1][0], max(merged[-1][1], b)
-    else:
-      merged.append((a, b))
-  return merged
+  covered, reached = 0.0, -math.inf
+  for start, end in spans:
+    covered += max(end - max(start, reached), 0.0)
+    reached = max(end, reached)
+  return covered
 
 
 def _programs(content: bytes) -> dict[tuple[str, str], _Instruction]:

@@ -9,7 +9,7 @@ from concurrent.futures import Future
 import jax
 from jax.sharding import Mesh
 
-from jaxscale import data, metrics
+from jaxscale import data
 from jaxscale.cluster.watch.stop_consensus import StopRequested
 from jaxscale.cluster.watch.watch import Watch
 from jaxscale.data.dataset import Batch
@@ -25,48 +25,37 @@ from jaxscale.training.replica_check import Fingerprint
 from jaxscale.training.types import TrainState
 
 
-class RunControl(loop.LoopControl):
-  """Control that informs the watch, the tracer and the reporter during one phase."""
+def run_control(run: Run) -> loop.LoopControl:
+  """Return a control that informs the watch, the tracer and the reporter during one phase."""
 
-  def __init__(self, run: Run):
-    """Control the run's current phase."""
-    self._run = run
-    super().__init__(is_logged=log_interval(run))
+  def log(step: int, metrics: loop.Values) -> None:
+    if run.nan_policy.action == "skip":
+      metrics["skipped_steps"] = float(run.nan_policy.count(step))
+    run.reporter.trained(step, metrics)
 
-  def at(self, step, activity):
-    """Report an activity to the watch and to a trace."""
-    note(self._run, step, activity)
+  return loop.LoopControl(
+    is_logged=log_interval(run),
+    is_traced=run.tracer.is_due,
+    should_stop=run.should_stop,
+    skipped=functools.partial(skipped, run),
+    at=functools.partial(note, run),
+    trace=functools.partial(turn_trace, run),
+    log=log,
+  )
 
-  def is_traced(self, step):
-    """Return whether a trace of this process begins or ends before this step."""
-    return self._run.tracer.is_due(step)
 
-  def trace(self, step):
-    """Begin or end a trace; writing a trace may take a while."""
-    turn_trace(self._run, step)
-
-  def log(self, step, metrics):
-    """Log metrics on the terminal and in the files."""
-    if self._run.nan_policy.action == "skip":
-      metrics["skipped_steps"] = float(self._run.nan_policy.count(step))
-    self._run.reporter.trained(step, metrics)
-
-  def should_stop(self, step):
-    """Return whether all processes are asked to stop, or the target is reached."""
-    return self._run.should_stop(step)
-
-  def skipped(self, bad):
-    """Report the devices that found NaN or Inf; count the skipped step, or end the run."""
-    what, in_state = bad.what, False
-    self.at(bad.newest, "inspecting")
-    with self._run.reporter.pause():
-      if bad.codes is not None:
-        state, summed = bad.state, backward_sum_axes(self._run.experiment.layout)
-        trees = state.params, state.model_state, state
-        diagnosis = nan_guard.describe(bad.codes, *trees, summed)
-        what, in_state = diagnosis.text or what, diagnosis.in_state
-      self._run.nan_policy.skip(bad.step, what, hopeless=in_state)
-    logger.warning(f"step {bad.step}  skipped: {what}")
+def skipped(run: Run, bad: loop.BadStep) -> None:
+  """Report the devices that found NaN or Inf; count the skipped step, or end the run."""
+  what, in_state = bad.what, False
+  note(run, bad.newest, "inspecting")
+  with run.reporter.pause():
+    if bad.codes is not None:
+      state, summed = bad.state, backward_sum_axes(run.experiment.layout)
+      trees = state.params, state.model_state, state
+      diagnosis = nan_guard.describe(bad.codes, *trees, summed)
+      what, in_state = diagnosis.text or what, diagnosis.in_state
+    run.nan_policy.skip(bad.step, what, hopeless=in_state)
+  logger.warning(f"step {bad.step}  skipped: {what}")
 
 
 def run_hooks(run: Run, fingerprint: Future[Fingerprint] | None) -> Sequence[Hook]:
@@ -197,8 +186,6 @@ def evaluate(run: Run, step: int, state: TrainState) -> TrainState:
     except StopRequested:
       logger.info(f"step {step}  the evaluation is postponed to the resumed run")
       return state
-  if isinstance(info := experiment.eval_data.info, data.TextInfo):
-    values |= metrics.perplexity_of(values["loss"], info.bytes_per_token)
   is_new = run.add_evaluation(step, values)
   if is_new:
     state = call(run, "on_evaluation", step, state, values)

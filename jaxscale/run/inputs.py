@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import threading
 import zipfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -106,9 +107,12 @@ def _of_images(config: Config, info: Any, source: Source) -> data.Dataset:
 
 def _pictures(pictures: Sequence[Any], info: Any) -> Source:
   """Return pictures of Pillow as encoded images."""
+  reading = threading.Lock()
 
   def content(index: int) -> tuple[bytes, int]:
     picture, file = pictures[index], io.BytesIO()
+    with reading:  # Padding repeats a picture, which another thread may be reading from its file.
+      picture.load()
     if picture.mode not in ("1", "L", "LA", "I", "I;16", "P", "RGB", "RGBA"):  # PNG's
       picture = picture.convert(_MODES[info.image_shape[-1]])
     picture.save(file, "PNG", compress_level=1)

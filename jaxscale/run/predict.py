@@ -126,9 +126,7 @@ def evaluate(
   on_devices = until_stopped(batches, mesh, watch, trained.step)
   state = trained.params, trained.model_state
   eval_step = make_eval_step(totals, mesh, layout)
-  values, arrays = separate(loop.evaluate(eval_step, *state, on_devices, chosen))
-  if isinstance(info, data.TextInfo):
-    values |= metrics.perplexity_of(values["loss"], info.bytes_per_token)
+  values, arrays = separate(loop.evaluate(eval_step, *state, on_devices, chosen), info)
   speed = _speed(dataset.num_examples, clock)
   line = f"done: {metrics.headline(values)} of step {trained.step} on {speed}{_damaged(dataset)}"
   name = dataset.info.name if path is None else str(path)

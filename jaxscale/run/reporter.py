@@ -53,15 +53,24 @@ class Reporter:
     self._damage = DamageRecord(workdir, start)
     self._damage.watch("training", experiment.train_data)
     self._damage.watch("held-out", experiment.eval_data)
-    counts: Any = {"examples": self._examples(start), "total_examples": self._examples(total)}
-    shows: Any = {"quiet": not cluster.is_leader(), "plain": cluster.is_job()}
-    self._progress = metrics.Progress(total, start=start, **counts, **shows)
+    self._progress = metrics.Progress(
+      total,
+      start=start,
+      examples=self._examples(start),
+      total_examples=self._examples(total),
+      quiet=not cluster.is_leader(),
+      plain=cluster.is_job(),
+    )
     self._lines = lines
     self._writer = None
     if cluster.is_leader():
-      to: Any = {"tensorboard": config.log.tensorboard}
-      to |= {"trackers": tracking.sources(config, workdir), "may_write": may_write}
-      self._writer = metrics.MetricWriter(workdir, start=start, **to)
+      self._writer = metrics.MetricWriter(
+        workdir,
+        start=start,
+        tensorboard=config.log.tensorboard,
+        trackers=tracking.sources(config, workdir),
+        may_write=may_write,
+      )
 
   def __enter__(self):
     self._lines.show = self._progress.log
@@ -98,11 +107,10 @@ class Reporter:
     finite = {name: v for name, v in values.items() if math.isfinite(v)}
     ratios = {n: finite.pop(n) for n in list(finite) if n.startswith("trust_ratio/")}
     if "noise_scale" in values:
-      names = ("noise_scale", "noise_scale_low", "noise_scale_high")
-      scale, low, high = (values[name] for name in names)
-      self._noise_scale = scale, low, high
-      if math.isfinite(scale):
-        finite["critical_batch_size"] = scale
+      ends = values["noise_scale_low"], values["noise_scale_high"]
+      self._noise_scale = values["noise_scale"], *ends
+      if "noise_scale" in finite:
+        finite["critical_batch_size"] = finite["noise_scale"]
     info = experiment.train_data.info
     if isinstance(info, data.TextInfo):
       perf["tokens_per_s"] = rate * info.sequence_length

@@ -146,8 +146,9 @@ class Run:
     Raises:
       ConfigError: the evaluation does not report `Checkpoint.best_metric`.
     """
-    values, self.arrays = separate(found)
-    best, known = self.experiment.best_metric, [n for n in found if n not in self.arrays]
+    values, self.arrays = separate(found, self.experiment.eval_data.info)
+    best = self.experiment.best_metric
+    known = [n for n in {**found, **values} if n not in self.arrays]
     if best is not None and best.removeprefix("-") not in known:
       problem, fix = "is not reported by evaluations", f"use one of {', '.join(known)}"
       raise invalid("Checkpoint.best_metric", best, problem, fix)

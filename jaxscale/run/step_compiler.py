@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, TypeVar
@@ -56,18 +55,16 @@ class StepCompiler:
   def fingerprint(self, experiment: build.Experiment) -> Future[replica_check.Fingerprint]:
     """Return the program that hashes a state, compiled once."""
     if self._fingerprint is None:
-      compile_it = functools.partial(_compile_fingerprint, experiment, self._turn())
+      turn = self._turn()
+
+      def compile_it():
+        shared = replica_check.shared(experiment.abstract_state())
+        lowered = replica_check.make_fingerprint(experiment.mesh, shared).lower(shared)
+        with turn:
+          return lowered.compile()
+
       self._fingerprint = in_background(compile_it)
     return self._fingerprint
-
-
-def _compile_fingerprint(
-  experiment: build.Experiment, turn: build.Turn
-) -> replica_check.Fingerprint:
-  shared = replica_check.shared(experiment.abstract_state())
-  lowered = replica_check.make_fingerprint(experiment.mesh, shared).lower(shared)
-  with turn:
-    return lowered.compile()
 
 
 def in_background(function: Callable[[], T]) -> Future[T]:

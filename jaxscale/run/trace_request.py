@@ -84,10 +84,9 @@ def write(workdir: Path, request: TraceRequest) -> None:
 
 def withdraw(workdir: Path, request: TraceRequest) -> None:
   """Remove the request, unless another one has replaced it."""
-  path = workdir / FOLDER / _FILE
   with contextlib.suppress(OSError):
-    if _read(path) == request:
-      path.unlink()
+    if read(workdir) in (request, None):  # None: it has expired.
+      (workdir / FOLDER / _FILE).unlink()
 
 
 def read(workdir: Path) -> TraceRequest | None:
@@ -96,11 +95,7 @@ def read(workdir: Path) -> TraceRequest | None:
   Example:
     >>> read(Path("no/such/run"))
   """
-  request = _read(workdir / FOLDER / _FILE)
-  return request if request and time.time() < request.until else None
-
-
-def _read(path: Path) -> TraceRequest | None:
+  path = workdir / FOLDER / _FILE
   try:
     if path.lstat().st_size > _LONGEST or unsafe_owner(path, group=False):
       return None
@@ -109,6 +104,7 @@ def _read(path: Path) -> TraceRequest | None:
   for record in json_objects([readable_text(path, _LONGEST)], _SHAPE):
     request = TraceRequest(*(record[name] for name in _SHAPE))
     request = request._replace(processes=tuple(request.processes))
-    if _NAME.fullmatch(request.name) and 1 <= request.steps <= MOST_TRACED_STEPS:
+    is_valid = _NAME.fullmatch(request.name) and 1 <= request.steps <= MOST_TRACED_STEPS
+    if is_valid and time.time() < request.until:
       return request
   return None

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Iterator
-from typing import Any
 
 from jaxscale import cluster, data, metrics
 from jaxscale.cluster.watch.stop_consensus import StopRequested
@@ -69,7 +68,7 @@ def _train_phase(
     compiler.begin(build.at_phase(experiment, following))
   resume_gc()
   timed = reporter.timed(itertools.chain([first], batches))
-  between = hooks.RunControl(run), hooks.run_hooks(run, fingerprint)
+  between = hooks.run_control(run), hooks.run_hooks(run, fingerprint)
   stop = run.nan_policy.next_after(step, experiment.phase.stop)
   return loop.train(state, train_step, timed, *between, start=step, total_steps=stop)
 
@@ -85,10 +84,14 @@ def _report_step(run: Run, train_step: TrainStep, state: TrainState, batch: Batc
 
 def train_batches(experiment: build.Experiment, step: int) -> Iterator[Batch]:
   """Yield this phase's global batches on the devices, from step `step` + 1 on."""
-  config, size = experiment.config, experiment.phase.batch_size
-  order: Any = {"seed": config.seed, "position": examples_at(experiment.derived.phases, step)}
-  reading: Any = {"shard": host_shard(experiment.mesh), "num_threads": config.input_threads}
-  batches = data.train_batches(experiment.train_data, size, **order, **reading)
+  batches = data.train_batches(
+    experiment.train_data,
+    experiment.phase.batch_size,
+    seed=experiment.config.seed,
+    position=examples_at(experiment.derived.phases, step),
+    shard=host_shard(experiment.mesh),
+    num_threads=experiment.config.input_threads,
+  )
   return data.to_device(batches, experiment.mesh)
 
 

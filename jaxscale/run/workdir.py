@@ -183,9 +183,7 @@ def start_devices(workdir: Path, config: Any, accept: Collection[str] = ()) -> i
     experiment (which `claim_workdir` reports).
   """
   described = read_json(workdir / "config.json", _RUN)
-  if not described:
-    return None
-  if _refused([*_setting_changes(described, config)], accept):
+  if not described or _refused([*_setting_changes(described, config)], accept):
     return None
   derived = described["derived"]
   start = derived.get("start_devices") or derived["num_devices"]

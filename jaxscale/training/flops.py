@@ -12,13 +12,14 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import jax
-from jax.extend.core import ClosedJaxpr, Jaxpr
+from jax.extend.core import Jaxpr
 
 from jaxscale import models
+from jaxscale.collectives.typed import jaxprs_in
 from jaxscale.models.attention import attention
 from jaxscale.models.stack import Ops, hidden_states
 
@@ -80,21 +81,13 @@ def _of_equation(equation: Any) -> int:
     return _of_product(equation)
   if name == "conv_general_dilated":
     return _of_convolution(equation)
-  inside = [_of_jaxpr(jaxpr) for jaxpr in _jaxprs_in(params.values())]
+  inside = [_of_jaxpr(jaxpr) for jaxpr in jaxprs_in(equation)]
   if name == "cond":
     return max(inside)
   times = params.get("length", 1) if name == "scan" else 1
   if name == "shard_map":  # the inner arrays are one device's part
     times = math.prod(params["mesh"].shape[axis] for axis in params["newly_manual_axes"])
   return times * sum(inside)
-
-
-def _jaxprs_in(values: Any) -> Iterator[Jaxpr]:
-  for value in values:
-    if isinstance(value, (list, tuple)):
-      yield from _jaxprs_in(value)
-    elif isinstance(value, (Jaxpr, ClosedJaxpr)):
-      yield value.jaxpr if isinstance(value, ClosedJaxpr) else value
 
 
 def _of_product(equation: Any) -> int:

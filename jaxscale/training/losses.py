@@ -24,6 +24,7 @@ import optax
 
 from jaxscale.errors import ConfigError, invalid
 from jaxscale.models.model_fns import inputs_of
+from jaxscale.models.stack import smoothed
 from jaxscale.training.metrics import Metric, updates
 from jaxscale.training.types import LOSS_WEIGHT, Batch, EvalFn, LossFn, Totals
 
@@ -74,12 +75,7 @@ def smoothed_cross_entropy(
   if not jnp.issubdtype(labels.dtype, jnp.integer):
     problem = f"takes integer labels, but the labels are {labels.dtype}"
     raise invalid("Config.loss", ..., problem, "give integers, or choose SquaredError")
-  logits = logits.astype(jnp.float32)
-  loss = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
-  if label_smoothing:
-    uniform = -jax.nn.log_softmax(logits).mean(axis=-1)
-    loss = (1 - label_smoothing) * loss + label_smoothing * uniform
-  return loss
+  return smoothed(logits.astype(jnp.float32), labels, label_smoothing)
 
 
 def targets_of(batch: Batch) -> jax.Array:

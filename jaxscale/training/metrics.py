@@ -18,6 +18,7 @@ import numpy as np
 
 from jaxscale.errors import invalid
 from jaxscale.metrics.log import logger
+from jaxscale.metrics.scoring import perplexity_of
 from jaxscale.training.types import Batch
 
 # Totals of an eval step: sums by metric, and (mask, arrays of examples by metric).
@@ -101,15 +102,21 @@ def results(
       yield key, array if array.ndim else float(array)
 
 
-def separate(found: Mapping[str, Any]) -> tuple[dict[str, float], dict[str, np.ndarray]]:
-  """Return the numbers and the arrays of an evaluation.
+def separate(found: Mapping[str, Any], info: Any) -> tuple[dict[str, float], dict[str, np.ndarray]]:
+  """Return the numbers of an evaluation, for text with the perplexity, and its arrays.
 
   A metric that is NaN, as AUROC for examples of one class, is left out and logged.
+
+  Args:
+    found: the result of `loop.evaluate`.
+    info: the description of the data.
   """
   arrays = {name: x for name, x in found.items() if isinstance(x, np.ndarray)}
   values = {name: x for name, x in found.items() if name not in arrays}
   for name in [n for n, x in values.items() if n != "loss" and not np.isfinite(x)]:
     logger.warning(f"{name} is {values.pop(name)} for the validation examples; it is left out")
+  if hasattr(info, "bytes_per_token"):
+    values |= perplexity_of(values["loss"], info.bytes_per_token)
   return values, arrays
 
 

@@ -22,7 +22,7 @@ from jax import lax
 from jax.extend.core import Literal
 
 from jaxscale.collectives import same_everywhere, vary
-from jaxscale.collectives.typed import names, varying
+from jaxscale.collectives.typed import axes_of, jaxprs_in, varying
 from jaxscale.errors import invalid
 from jaxscale.optim.tree_paths import path_name
 from jaxscale.training.types import Batch, LossFn, Tree
@@ -198,7 +198,7 @@ def differences(jaxpr: Any, inputs: Sequence[Axes]) -> list[Axes]:
 def _of_equation(equation: Any, inputs: list[Axes]) -> list[Axes]:
   name, params = equation.primitive.name, equation.params
   every = Axes().union(*inputs)
-  axes = Axes(names(params.get("axes", params.get("axis_name", ()))))
+  axes = Axes(axes_of(equation))
   if name in _AGREEING and params.get("axis_index_groups") is None:
     return [every - axes] * len(equation.outvars)
   if name in _AGREEING | _DIFFERING:
@@ -208,9 +208,8 @@ def _of_equation(equation: Any, inputs: list[Axes]) -> list[Axes]:
     return [inputs[0].union(*outputs) for outputs in zip(*each, strict=True)]
   if name in ("scan", "while"):
     return _of_loop(name, params, inputs)
-  for value in params.values():
-    inner = getattr(value, "jaxpr", value)
-    if hasattr(inner, "eqns") and len(inner.invars) == len(inputs):
+  for inner in jaxprs_in(equation):
+    if len(inner.invars) == len(inputs):
       return differences(inner, inputs)
   return [every] * len(equation.outvars)
 

@@ -123,13 +123,21 @@ def shapes_of(init: Any) -> TrainState:
   return init.eval_shape(np.int64(0), {})
 
 
-def _check_keys(opt_state: Any) -> None:
-  """Raise before the first step if the optimizer state cannot be checkpointed."""
-  for path, leaf in jax.tree.leaves_with_path(opt_state):
+def check_keys(what: str, state: Any) -> None:
+  """Raise before the first step if a state cannot be checkpointed.
+
+  Args:
+    what: the owner of the state, "optimizer" or "model".
+    state: arrays, or their shapes and dtypes.
+
+  Raises:
+    ConfigError: the state has a typed key.
+  """
+  for path, leaf in jax.tree.leaves_with_path(state):
     if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
       problem = "is a typed key, which a checkpoint cannot store"
-      fix = "store its jax.random.key_data, or use an optimizer without random numbers"
-      raise invalid(f"optimizer state {path_name(path)}", ..., problem, fix)
+      field = f"{what} state {path_name(path)}"
+      raise invalid(field, ..., problem, "store its jax.random.key_data")
 
 
 def make_init(
@@ -188,7 +196,7 @@ def make_init(
       of_loss = loss_state(params, jax.random.fold_in(jax.random.key(seed), 1))
       model_state = LossState(model_state, jax.tree.map(jnp.copy, of_loss))
     opt_state, device_state = tx.init(params), exchange_state(params)
-    _check_keys(opt_state)
+    check_keys("optimizer", opt_state)
     if local is not None:
       if local.reset_momentum:
         reset_momentum(opt_state)  # raises the step's error before the first step

@@ -40,9 +40,9 @@ doctor --workdir= | --workdir=: give a directory$
 generate --step=last x | --step=last: give a step, or best$
 status --runs= | --runs=: give a directory$
 submit --config=digits --runs= | --runs=: give a directory$
-export . --to=x.npz | --to=x.npz: give a file in a directory, ending in .safetensors$
-export . --to=x | --to=x: give a file in a directory, ending in .safetensors$
-export . --to=. | --to=.: give a file in a directory, ending in .safetensors$
+export . --to=x.npz | --to=x.npz: give a file .safetensors in a directory$
+export . --to=x | --to=x: give a file .safetensors in a directory$
+export . --to=. | --to=.: give a file .safetensors in a directory$
 lr-find --config=digits --out=x.foo | --out=x.foo: give a file .png, .pdf, .svg or .jpg in
 report digits --png=x.foo | --png=x.foo: give a file .png, .pdf, .svg or .jpg in
 logs '' | \(an empty name\): no such run,

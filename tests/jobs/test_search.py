@@ -127,9 +127,9 @@ def test_candidates_come_by_estimate_and_by_what_fitted():
 
   def taken(does_fit):
     guesses = {one: Estimate(0.0, 1.0 + is_large, s) for one, (is_large, s) in order.items()}
-    queues, _ = search._queues(order, None, guesses.get, 1.5)
+    waiting, _ = search._waiting(order, None, guesses.get, 1.5)
     rows, found = [], []
-    for one in search._in_order(queues, rows):
+    for one in search._in_order(waiting, rows):
       found.append((one.mesh.fsdp, one.layout.remat, one.num_microbatches))
       rows.append(SimpleNamespace(step=does_fit(one)))
     return found
@@ -146,9 +146,8 @@ def test_candidates_come_by_estimate_and_by_what_fitted():
 def test_more_microbatches_are_left_out_where_half_of_the_memory_is_free():
   listed = [one_of("dots", n) for n in (1, 2, 4, 8)]
   guesses = iter([100.0, 60.0, 40.0])
-  queues, _ = search._queues(listed, None, lambda _: Estimate(0.0, next(guesses), 1.0), 100)
-  (queue,) = queues.values()
-  assert sorted(one.num_microbatches for _, one in queue) == [1, 2, 4]
+  waiting, _ = search._waiting(listed, None, lambda _: Estimate(0.0, next(guesses), 1.0), 100)
+  assert sorted(one.num_microbatches for *_, one in waiting) == [1, 2, 4]
 
 
 CHANGES = [{"accumulate_steps": "2"}, {"mesh.fsdp": "2", "mesh.data": "2"}]

@@ -255,7 +255,7 @@ def test_what_the_run_has_not_is_one_line(finished, tmp_path, capsys, monkeypatc
   assert "naming=timm: has no name for params/Dense_0/bias" in timm
   (tmp_path / "file").touch()
   in_file = tmp_path / "file" / "x.safetensors"
-  assert "give a file in a directory, ending in .safetensors" in line("--to", in_file)
+  assert "give a file .safetensors in a directory" in line("--to", in_file)
   (tmp_path / "file").unlink()
   (damaged,) = (workdir / "checkpoints" / str(step) / "state" / "d").iterdir()
   whole = damaged.read_bytes()

@@ -156,7 +156,7 @@ def bigram():
     epochs=1.0,
     target_loss=3.6,
     evaluation=cfg.Evaluation(every_epochs=0.5, batch_size=24),
-    checkpoint=cfg.Checkpoint(every_epochs=0.5, keep_last=1, keep_best=1),
+    checkpoint=cfg.Checkpoint(every_epochs=0.5, keep_last=1, keep_best=1, best_metric="perplexity"),
     log=cfg.Log(every_steps=8, tensorboard=False),
   )
 
@@ -175,6 +175,7 @@ def test_a_run_of_a_language_model(bigram, tmp_path, capsys):
   assert summary["perplexity"] == pytest.approx(math.exp(summary["loss"]))
   assert summary["bits_per_byte"] == pytest.approx(summary["loss"] / math.log(2))
   assert summary["loss"] < 3.6 and summary["outcome"] == "done"
+  assert summary["best_metric"] == "-perplexity"
   assert summary["target_step"] is not None and (tmp_path / "metrics.png").exists()
 
   lines = metrics.read_json_lines(tmp_path / "metrics.jsonl")

@@ -115,7 +115,7 @@ class FakeProfiler:
 
 
 def walk(tracer, start, total=9, evaluated=(), stop=None):
-  """Run the loop with a tracer as `RunControl` does; return the steps read before each turn."""
+  """Run the loop with a tracer as `run_control` does; return the steps read before each turn."""
   logged, turns = [], []
 
   def step(state, batch):

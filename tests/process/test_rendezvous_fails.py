@@ -42,7 +42,7 @@ def test_who_never_comes_is_named_with_the_hosts_to_look_at(start):
 
 def test_a_process_killed_while_it_waits_is_named(start):
   name = job("killed")
-  patient = {"server.RECONNECT_S": 1, "server.LINGER_S": 200}
+  patient = {"server.LINGER_S": 200}
   first, second = (start(r, 4, name, set=patient) for r in (0, 1))
   greet(name, who(2, 4, versions=versions(), digests={})).close()
   line = the_line([second])  # nothing starts while process 3 is missing

@@ -139,6 +139,6 @@ def connect(port, within=200):
 
 
 def who(rank, of=4, **other):
-  known = dict(node=f"n{rank + 1}", pid=7, uuid=f"me{rank}", network="here", files="here", gloo="")
+  known = dict(node=f"n{rank + 1}", pid=7, network="here", files="here", gloo="")
   known |= dict(versions={"jax": "1"}, digests={"config": "a"}, error="")
   return Hello(rank, of, **known | other)

@@ -9,7 +9,7 @@ import jax
 import pytest
 
 from jaxscale.cluster import jax_internals
-from jaxscale.cluster.barrier import leader_first
+from jaxscale.cluster.host_collectives import leader_first
 from jaxscale.cluster.watch import stacks
 from jaxscale.errors import ConfigError
 

@@ -10,7 +10,6 @@ import contextlib
 import hashlib
 import os
 import platform
-import uuid
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
@@ -33,7 +32,6 @@ class Hello(NamedTuple):
   num_processes: int
   node: str
   pid: int
-  uuid: str  # differs between two processes of one rank; the same after a reconnect
   network: str  # equal in processes that loopback connects
   files: str  # equal in processes that see the same files
   gloo: str | None  # address where gloo would listen; "" if it is not used
@@ -48,7 +46,7 @@ _Hellos = Mapping[int, Hello]  # by rank
 def make_hello(launch: Launch, digests: Mapping[str, str], on_cpu: bool, error: str = "") -> Hello:
   """Return the description of this process; the arguments are those of `rendezvous`."""
   gloo = network.gloo_address() if on_cpu else ""
-  process = network.node_name(), os.getpid(), uuid.uuid4().hex
+  process = network.node_name(), os.getpid()
   namespaces = network.namespace("net"), network.namespace("mnt"), gloo
   own = launch.process_id, launch.num_processes, *process, *namespaces
   return Hello(*own, versions(), dict(digests), error)

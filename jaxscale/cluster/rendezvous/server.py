@@ -21,7 +21,6 @@ from jaxscale.cluster.wire import Link
 from jaxscale.errors import ConfigError
 
 SETTLE_S = 1.0  # seconds after the first error, in which others may report the same
-RECONNECT_S = 3.0  # seconds in which a disconnected process may reconnect
 LINGER_S = 10.0  # seconds for which late processes still get the error
 LOG_S = 10.0  # seconds between two lines about missing processes
 _CHECK_S = 0.1  # seconds between two checks for errors
@@ -76,9 +75,8 @@ class _Server:
     self.connected: set[Link] = set()
     self.hellos = {0: hello}
     self.links: dict[int, Link] = {}
-    self.lost: dict[int, float] = {}  # rank -> when it disconnected
     self.errors: list[str] = []
-    self.seen = {hello.uuid}  # all processes that sent a hello
+    self.seen = {hello[:4]}  # rank, number, node and pid of all that sent a hello
     self.sent_error = ""  # to all
     try:
       _allow_files(launch.num_processes)
@@ -98,7 +96,7 @@ class _Server:
         continue  # thousands may be connecting, and the checks take time
       next_check = now + _CHECK_S
       missing = [r for r in range(1, total) if r not in self.links]
-      errors = self._find_errors(now)
+      errors = self._find_errors()
       if not errors and not missing and not self.sent_error:
         return
       if errors or self.sent_error:  # an error that was sent is final
@@ -146,7 +144,7 @@ class _Server:
     hosts = f" (none from {handshake.first_of(silent)})" if silent else ""
     return f"{handshake.ranks_in_words(missing)} of {total}{hosts}"
 
-  def _find_errors(self, now: float) -> list[str]:
+  def _find_errors(self) -> list[str]:
     """Return all errors among the processes that have connected so far."""
     addresses = {}
     for rank, link in self.links.items():
@@ -154,10 +152,7 @@ class _Server:
         addresses[rank] = network.plain_address(link.sock.getpeername()[0])
         if self.hellos[rank].network != self.hellos[0].network:
           addresses.setdefault(0, network.plain_address(link.sock.getsockname()[0]))
-    gone = {rank: self.hellos[rank] for rank, t in self.lost.items() if now - t > RECONNECT_S}
-    problem = "connected and then disconnected; see its output"
-    lost = [f"process {r} ({hello.node}, pid {hello.pid}) {problem}" for r, hello in gone.items()]
-    return self.errors + handshake.find_mismatches(self.hellos, addresses) + lost
+    return self.errors + handshake.find_mismatches(self.hellos, addresses)
 
   def _receive(self, timeout: float) -> None:
     for key, _ in self.selector.select(timeout):
@@ -182,13 +177,13 @@ class _Server:
       problem = f"sent an invalid greeting ({e})"
       self.errors.append(f"{who} {problem}; start all from the same environment")
       return
-    self.seen.add(hello.uuid)
+    self.seen.add(hello[:4])
     rank, total = hello.rank, self.launch.num_processes
     earlier = self.hellos.get(rank)
     if self.sent_error:
       with contextlib.suppress(OSError):
         link.send({"error": self.sent_error}, timeout=1)
-    elif earlier and earlier.uuid != hello.uuid and rank not in self.lost:
+    elif earlier:
       problem = f"on {earlier.node} (pid {earlier.pid}) and on {hello.node} (pid {hello.pid})"
       fix = f"give each its own rank, 0 … {earlier.num_processes - 1}"
       self.errors.append(f"process {rank} was started twice: {problem}; {fix}")
@@ -196,20 +191,16 @@ class _Server:
       text = f"process 0 ({self.hellos[0].node}) expects {total}; start all with one srun or mpirun"
       self.errors.append(f"process {rank} ({hello.node}): {text}")
     else:
-      before = self.links.pop(rank, None)
       self.hellos[rank], self.links[rank] = hello, link
-      self.lost.pop(rank, None)
-      if before:
-        self._drop(before)
 
   def _drop(self, link: Link) -> None:
-    """Close a connection; its process may reconnect."""
+    """Close a connection, whose process has ended."""
     self.selector.unregister(link)
     self.connected.discard(link)
     link.close()
     for rank in [r for r, known in self.links.items() if known is link]:
-      del self.links[rank]
-      self.lost[rank] = time.monotonic()
+      who = f"process {rank} ({self.hellos[rank].node}, pid {self.hellos[rank].pid})"
+      self.errors.append(f"{who} connected and then disconnected; see its output")
 
 
 def close_all(links: Iterable[Any]) -> None:

@@ -15,9 +15,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from jaxscale.errors import EXIT_DONE
+from jaxscale.errors import EXIT_DONE, EXIT_USER
 from jaxscale.jobs.preflight import devices, disk, network, shared_files, software
-from jaxscale.jobs.preflight.finding import EXIT_NOT_READY, Facts, Finding, report
+from jaxscale.jobs.preflight.finding import Facts, Finding, report
 from jaxscale.jobs.preflight.group import Group, barrier, broadcast, gather
 from jaxscale.metrics.text import few, plural
 
@@ -84,7 +84,7 @@ def check(options: Options) -> int:
     report(findings)
   # A launcher may end all processes when one fails, so wait until process 0 has printed.
   barrier(group, "printed")
-  return EXIT_DONE if all(f.ok for f in findings) else EXIT_NOT_READY
+  return EXIT_DONE if all(f.ok for f in findings) else EXIT_USER
 
 
 def run_checks(group: Group, options: Options) -> list[Finding]:

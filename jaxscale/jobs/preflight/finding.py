@@ -7,10 +7,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from jaxscale.cluster.rendezvous.handshake import ranks_with_hosts
-from jaxscale.errors import EXIT_USER
 from jaxscale.metrics.text import grouped
 
-EXIT_NOT_READY = EXIT_USER
 Results = Sequence[dict[str, Any]]  # results of the processes, by rank
 Facts = dict[str, Any]  # what a check tells later checks, as JSON values
 

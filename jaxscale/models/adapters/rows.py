@@ -60,8 +60,13 @@ def drop_rows(
   number = next(numbers) if layer is None else jax.random.bits(layer)
   for dim in broadcast_dims:
     shape[dim] = 1
+  return drop(x, rate, keys, number, shape[1:])
+
+
+def drop(x: jax.Array, rate: float, keys: jax.Array, number: Any, shape: Sequence[int]):
+  """Drop units with masks of a shape, one per row, from the row's key and a layer's number."""
 
   def mask(key):
-    return jax.random.bernoulli(jax.random.fold_in(key, number), 1 - rate, shape[1:])
+    return jax.random.bernoulli(jax.random.fold_in(key, number), 1 - rate, shape)
 
   return jnp.where(jax.vmap(mask)(keys), x / (1 - rate), 0).astype(x.dtype)

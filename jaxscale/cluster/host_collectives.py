@@ -1,30 +1,26 @@
 """Collectives of host values between the processes of a run, after JAX has joined them."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
 
 from jaxscale.cluster import jax_internals
-
-# Importing JAX takes seconds, and callers of these functions have imported it.
-if TYPE_CHECKING:
-  import numpy as np
 
 
 def is_leader() -> bool:
   """Return whether this is process 0, which writes the files of the run."""
-  import jax
-
   return jax.process_index() == 0
 
 
 def barrier(name: str) -> None:
   """Wait until every process has called `barrier` with this name."""
-  if multihost := _multihost_utils():
-    multihost.sync_global_devices(name)
+  if jax.process_count() > 1:
+    multihost_utils.sync_global_devices(name)
 
 
 def gather(value: Any) -> list[Any]:
@@ -33,34 +29,28 @@ def gather(value: Any) -> list[Any]:
   Args:
     value: a small JSON value.
   """
-  import numpy as np
-
-  if not (multihost := _multihost_utils()):
+  if jax.process_count() == 1:
     return [value]
   text = json.dumps(value).encode()
-  longest = int(multihost.process_allgather(np.int32(len(text))).max())
+  longest = int(multihost_utils.process_allgather(np.int32(len(text))).max())
   padded = np.frombuffer(text.ljust(longest), np.uint8)  # JSON ignores spaces
-  return [json.loads(row.tobytes()) for row in multihost.process_allgather(padded)]
+  return [json.loads(row.tobytes()) for row in multihost_utils.process_allgather(padded)]
 
 
 def any_process(flag: bool) -> bool:
   """Return whether the flag is set in any process; all processes must call this."""
-  import numpy as np
-
-  if not (multihost := _multihost_utils()):
+  if jax.process_count() == 1:
     return flag
   # One collective, where `gather` needs two.
-  return bool(multihost.process_allgather(np.array(flag)).any())
+  return bool(multihost_utils.process_allgather(np.array(flag)).any())
 
 
 def sum_over_processes(values: np.ndarray) -> np.ndarray:
   """Sum the uint64 values of all processes, modulo 2^64; all processes must call this."""
-  import numpy as np
-
-  if not (multihost := _multihost_utils()):
+  if jax.process_count() == 1:
     return values
   # Without x64, JAX would truncate uint64 to uint32, so the halves are sent.
-  halves = multihost.process_allgather(values.view(np.uint32))
+  halves = multihost_utils.process_allgather(values.view(np.uint32))
   return np.ascontiguousarray(halves).view(np.uint64).sum(axis=0, dtype=np.uint64)
 
 
@@ -73,14 +63,12 @@ def from_leader(value: Any) -> Any:
   Args:
     value: a JSON value; tuples come back as lists.
   """
-  import numpy as np
-
-  if not (multihost := _multihost_utils()):
+  if jax.process_count() == 1:
     return value
   text = np.frombuffer(json.dumps(value if is_leader() else None).encode(), np.uint8)
-  length = int(multihost.broadcast_one_to_all(np.int32(len(text))))
+  length = int(multihost_utils.broadcast_one_to_all(np.int32(len(text))))
   sent = text if is_leader() else np.zeros(length, np.uint8)
-  return json.loads(multihost.broadcast_one_to_all(sent).tobytes())
+  return json.loads(multihost_utils.broadcast_one_to_all(sent).tobytes())
 
 
 def on_leader(function: Callable[[], None], name: str) -> None:
@@ -114,8 +102,6 @@ def leader_first(name: str, timeout_s: float) -> Iterator[None]:
     name: a name of this call, equal in all processes and used once.
     timeout_s: the seconds after which the others no longer wait.
   """
-  import jax
-
   client = jax_internals.coordination_client() if jax.process_count() > 1 else None
   if client is not None and not is_leader():
     with contextlib.suppress(jax.errors.JaxRuntimeError):
@@ -125,14 +111,3 @@ def leader_first(name: str, timeout_s: float) -> Iterator[None]:
   finally:
     if client is not None and is_leader():
       client.key_value_set(f"jaxscale/{name}", "done")
-
-
-def _multihost_utils() -> Any:
-  """Return JAX's `multihost_utils`; None if there is only one process."""
-  import jax
-
-  if jax.process_count() == 1:
-    return None
-  from jax.experimental import multihost_utils
-
-  return multihost_utils

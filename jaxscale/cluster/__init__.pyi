@@ -1,0 +1,14 @@
+from .host_collectives import any_process as any_process
+from .host_collectives import barrier as barrier
+from .host_collectives import from_leader as from_leader
+from .host_collectives import gather as gather
+from .host_collectives import is_leader as is_leader
+from .host_collectives import leader_first as leader_first
+from .host_collectives import on_leader as on_leader
+from .host_collectives import sum_over_processes as sum_over_processes
+from .session import current_watch as current_watch
+from .session import initialize as initialize
+from .session import is_job as is_job
+from .session import mark_saved as mark_saved
+from .session import open_session as open_session
+from .timeouts import Timeouts as Timeouts
