@@ -74,7 +74,7 @@ def programs(key: str) -> list[Compiled]:
     mesh = SimpleNamespace(shape=kept["mesh"])
     memory = Memory(*kept["memory"])
     fit = Fit(memory, None, limit, kept["seconds"], None, mesh)
-    found.append(Compiled(rows, kept["devices"], Program(kept["text"], mesh), fit, None))
+    found.append(Compiled(rows, kept["devices"], Program(kept["text"], mesh), fit))
   return found
 
 

@@ -340,7 +340,7 @@ def check_same_leaves(path: Path, saved: dict[str, Any], requested: dict[str, An
     else:
       continue
     remedy = "resume with the exchange it was saved with, or " * of_exchange
-    problem = f"saved by a different experiment: {difference}; {remedy}use another --workdir"
+    problem = f"saved by a different experiment: {difference}; {remedy}use another workdir"
     raise ConfigError(f"{path}: {problem}")
 
 

@@ -96,11 +96,8 @@ def _module(text: str) -> Module:
       entry = match.group(2) if match.group(1) else entry
     elif here is not None and (found := _instruction(line)):
       here[found.name] = found
-  sizes = [
-    int(m.group(1)) if (m := re.search(rf"\b{key}=(\d+)", head)) else 1
-    for key in ("num_partitions", "replica_count")
-  ]
-  return Module(computations, entry, math.prod(sizes), "is_scheduled=true" in head)
+  sizes = re.findall(r"\b(?:num_partitions|replica_count)=(\d+)", head)
+  return Module(computations, entry, math.prod(map(int, sizes)), "is_scheduled=true" in head)
 
 
 def _instruction(line: str) -> Instruction | None:

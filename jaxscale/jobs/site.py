@@ -136,10 +136,9 @@ def site_from(table: Mapping[str, Any]) -> Site:
       if type(value) not in (str, int):
         raise ConfigError(f'Site.env.{name}={value!r}: give text, as in "1"')
     fields["env"] = tuple(f"{name}={value}" for name, value in env.items())
-  if isinstance(container := fields.get("container"), Mapping):
-    fields["container"] = Container(**container)
-  if isinstance(machine := fields.get("machine"), Mapping):
-    fields["machine"] = Machine(**machine)
+  for name, kind in (("container", Container), ("machine", Machine)):
+    if isinstance(values := fields.get(name), Mapping):
+      fields[name] = kind(**values)
   return Site(**fields)
 
 

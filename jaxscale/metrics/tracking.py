@@ -79,7 +79,6 @@ class BackgroundTracker:
     """
     self._source, self._record, self._logged = source, record, logged
     self._lines: queue.SimpleQueue[Line | str] = queue.SimpleQueue()
-    self._messages: queue.SimpleQueue[str] = queue.SimpleQueue()
     self._sent: dict[str, int] = {}  # the last step by name
     self._failing: tuple[int | str, ...] = ()
     self._has_complained = self._is_finished = False
@@ -91,7 +90,6 @@ class BackgroundTracker:
     if self._thread.ident is None:
       self._thread.start()
     self._lines.put(line)
-    self._print_messages()
 
   def end(self, outcome: str) -> None:
     """Begin to finish; `wait` waits for the end."""
@@ -109,30 +107,26 @@ class BackgroundTracker:
     if not self._is_finished:
       name, late = self._source.name, f" in {self._flush_s:g} s"
       if self._thread.is_alive():
+        self._has_complained = True  # This is its last line.
         abandon(self._thread)
       else:
         late = ""
-      self._messages.put(f"{name} did not finish{late}; {self._record} has all lines")
-    self._print_messages()
-
-  def _print_messages(self) -> None:
-    while not self._messages.empty():
-      logger.warning(self._messages.get())
+      logger.warning(f"{name} did not finish{late}; {self._record} has all lines")
 
   def _complain(self, what: str) -> None:
     if not self._has_complained:
       self._has_complained = True
       name = self._source.name
-      self._messages.put(f"{name}: {what}; training continues, and metrics.jsonl has all lines")
+      logger.warning(f"{name}: {what}; training continues, and metrics.jsonl has all lines")
 
   def _run(self) -> None:
     while not self._is_finished:
       try:
-        tracker = self._source.open(self._messages.put)
+        tracker = self._source.open(logger.warning)
         self._follow(tracker)
         self._is_finished = True
         if tracker.note:
-          self._messages.put(tracker.note)
+          logger.warning(tracker.note)
       except BaseException as e:  # Also exceptions that would end a process.
         self._complain(f"{type(e).__name__}: {message_of(e)}"[:300])
         if self._ends.wait(_RETRY_S):

@@ -148,7 +148,7 @@ def job_of(run: RunLength, step: Step, rates: Rates) -> Job:
     restarts = seconds["expected"] / mtbf
     lost = restarts * (between / 2 + start["expected"])
   hours: _Seconds = {c: (s + lost) / 3600 for c, s in seconds.items()}
-  chip_hours = step.devices / rates.devices_per_chip * hours["expected"]
+  chip_hours = step.devices / rates.at("expected")["devices_per_chip"] * hours["expected"]
   kwh = chip_hours * machine.watts / 1000 if machine.watts else None
   limit = _MARGIN * hours["low"]
   price = _price(machine, chip_hours, kwh)

@@ -26,7 +26,6 @@ from jaxscale.hlo import cost, parse
 from jaxscale.hlo.parse import Computation, Instruction, Module
 
 Kind = Literal["matmul", "convolution", "attention", "memory"]
-KINDS: tuple[Kind, ...] = ("matmul", "convolution", "attention", "memory")
 _TILE = 128
 # Products of fused attention: scores, and their product with the values; in the backward pass
 # those for q, k, v, the probabilities, and the scores again (arXiv:2205.14135, appendix B).

@@ -121,10 +121,6 @@ class Constant(NamedTuple):
   kind: str
   source: str = ""
 
-  def at(self, corner: Corner) -> float:
-    """Return the value at a corner."""
-    return self.value if corner == "expected" else getattr(self, corner)
-
 
 class Rates(NamedTuple):
   """Constants by name, and the site's additions.
@@ -147,11 +143,6 @@ class Rates(NamedTuple):
     return int(self.constants["per_node"].value)
 
   @property
-  def devices_per_chip(self) -> int:
-    """The number of JAX devices per chip."""
-    return int(self.constants["devices_per_chip"].value)
-
-  @property
   def is_calibrated(self) -> bool:
     """True if the site has measured this chip and the constants that matter most."""
     asked = ("cycles",) if "cycles" in self.constants else ("matmul", "memory")
@@ -162,7 +153,8 @@ class Rates(NamedTuple):
 
   def at(self, corner: Corner) -> dict[str, float]:
     """Return every constant at a corner."""
-    return {name: c.at(corner) for name, c in self.constants.items()}
+    field = "value" if corner == "expected" else corner
+    return {name: getattr(constant, field) for name, constant in self.constants.items()}
 
 
 def hosts(devices: int, rates: Mapping[str, float]) -> int:

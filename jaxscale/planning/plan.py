@@ -116,7 +116,7 @@ def make_plan(
   chips = topologies.find_chips(chips) if isinstance(chips, str) else chips
   rates = rates_of(chips.kind, machine)
   first = step_plan.compile_step(config, chips)
-  experiment, fit = first.experiment, first.fit
+  experiment, fit = first.fit.experiment, first.fit
   sizes = _sizes(first.devices, rates.per_node, nodes)
   compiled = [first, *_second(config, chips, first, sizes)]
   step = step_plan.step_on(config, compiled, rates, first.devices, first.rows)
@@ -146,7 +146,7 @@ def _second(
   config: cfg.Config, chips: Chips, first: step_plan.Compiled, sizes: Sequence[int]
 ) -> list[step_plan.Compiled]:
   """Return the program with fewer rows; [] if all sizes have the same, or it does not compile."""
-  num_train = first.experiment.derived.num_train
+  num_train = first.fit.experiment.derived.num_train
   names = {n: step_plan.sized(chips, n) for n in sizes}
   found = {name: step_plan.rows_of(config, num_train, n) for n, name in names.items() if name}
   others = {name: rows for name, rows in found.items() if rows and rows != first.rows}
@@ -174,7 +174,7 @@ def _sizes(devices: int, per_node: int, nodes: Sequence[int]) -> list[int]:
 def _scaling(config, compiled, rates: Rates, sizes: Sequence[int]):
   """Return (strong scaling, weak scaling, sizes that fit neither)."""
   first = compiled[0]
-  num_train = first.experiment.derived.num_train
+  num_train = first.fit.experiment.derived.num_train
   strong, weak, skipped = [], [], []
   for n in sizes:
     rows = step_plan.rows_of(config, num_train, n)

@@ -19,7 +19,7 @@ from __future__ import annotations
 import dataclasses
 import statistics
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from jaxscale import config as cfg
 from jaxscale.errors import ConfigError
@@ -36,15 +36,13 @@ class Compiled(NamedTuple):
     rows: the examples per device.
     devices: the number of devices of the planned step; on CPUs, fewer may be simulated.
     program: the parsed program, from which step times are computed.
-    fit: the memory of the program.
-    experiment: the experiment of the step.
+    fit: the memory of the program, and the experiment of the step.
   """
 
   rows: int
   devices: int
   program: Program
   fit: fits.Fit
-  experiment: Any
 
 
 class Step(NamedTuple):
@@ -128,7 +126,7 @@ def compile_step(config: cfg.Config, chips: topologies.Chips) -> Compiled:
   if fit.compiled is None:
     raise fits.RefusedError(f"--chips={chips.name}: the step {fits.line(fit, chips)}")
   rows = fit.experiment.derived.device_batch_size
-  return Compiled(rows, asked, Program(_text(fit, chips), fit.mesh), fit, fit.experiment)
+  return Compiled(rows, asked, Program(_text(fit, chips), fit.mesh), fit)
 
 
 def _text(fit: fits.Fit, chips: topologies.Chips) -> str:

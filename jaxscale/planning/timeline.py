@@ -27,7 +27,7 @@ class Times(NamedTuple):
   """Seconds of a device in one step.
 
   Attributes:
-    compute: the seconds by kind of kernel (`kernels.KINDS`).
+    compute: the seconds by kind of kernel (`kernels.Kind`).
     exposed: the seconds of exposed communication by mesh axes, e.g. "data+model".
     sent: the seconds of all communication, hidden or not, by mesh axes.
   """

@@ -18,9 +18,9 @@ def test_a_good_allocation_is_ready_without_jax_within_seconds(tmp_path):
 def test_another_version_on_one_rank_is_named():
   patch = """
     from jaxscale.jobs.preflight import software
-    real = software.versions()
-    if rank == 2: software.versions = lambda: real | {"jaxlib": "0.9.0"}
-    if rank == 1: software.versions = lambda: real | {"libtpu": "0.0.3"}
+    real = software.handshake.versions(software.PACKAGES)
+    if rank == 2: software.handshake.versions = lambda _: real | {"jaxlib": "0.9.0"}
+    if rank == 1: software.handshake.versions = lambda _: real | {"libtpu": "0.0.3"}
   """
   reported = wrong(preflight(HOSTS, only("software"), patch=patch))
   assert any(x.startswith("jaxlib 0.9.0 on process 2 (n3), 0.") for x in reported)

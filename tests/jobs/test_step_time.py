@@ -221,7 +221,7 @@ def compiled_step():
   """STEP on four devices, as if it had been compiled for them."""
   mesh, memory = SimpleNamespace(shape=MESH), Memory(1, 0, 0, 0)
   fit = Fit(memory, None, 1, 0.0, None, mesh)
-  return Compiled(1, 4, timeline.Program(STEP, MESH), fit, None)
+  return Compiled(1, 4, timeline.Program(STEP, MESH), fit)
 
 
 def test_communication_slows_compute_at_the_same_time():

@@ -36,7 +36,7 @@ def measure(group: Group, options: Any, facts: Facts) -> dict[str, Any]:
   """Return the versions, limits and GPUs of this process."""
   driver, gpus = nvidia()
   return {
-    "versions": versions() | ({"NVIDIA driver": driver} if driver else {}),
+    "versions": handshake.versions(PACKAGES) | ({"NVIDIA driver": driver} if driver else {}),
     "hostname": socket.gethostname(),
     "loopback": loopback(socket.gethostname()),
     "network": network.namespace("net"),
@@ -46,11 +46,6 @@ def measure(group: Group, options: Any, facts: Facts) -> dict[str, Any]:
     "shm": shutil.disk_usage("/dev/shm").total if os.path.isdir("/dev/shm") else None,
     "gpus": gpus,
   }
-
-
-def versions() -> dict[str, str]:
-  """Return the versions of Python and of installed packages."""
-  return handshake.versions(PACKAGES)
 
 
 def loopback(name: str) -> str:
