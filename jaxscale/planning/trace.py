@@ -32,7 +32,7 @@ from typing import Any, NamedTuple
 from jaxscale.errors import ConfigError, printable
 from jaxscale.files import read_bytes
 from jaxscale.hlo.cost import COLLECTIVES
-from jaxscale.metrics.text import few, plural, short_time, table
+from jaxscale.metrics.text import few, grouped, plural, short_time, table
 
 # Host parts in the order of a step (`run.tracer`); device parts by the scopes of
 # `training.step`, where transposed gradient operations are the backward pass.
@@ -89,10 +89,8 @@ class Summary(NamedTuple):
 
   def parts(self) -> dict[str, float]:
     """Return the seconds of operations by part of the step, over all devices."""
-    shares: dict[str, float] = dict.fromkeys(DEVICE_PARTS, 0.0)
-    for op in self.ops:
-      shares[op.part] += op.seconds
-    return {part: seconds for part, seconds in shares.items() if seconds}
+    seconds = grouped((op.part, op.seconds) for op in self.ops)
+    return {part: sum(seconds[part]) for part in DEVICE_PARTS if part in seconds}
 
 
 class _Instruction(NamedTuple):

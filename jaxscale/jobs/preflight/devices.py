@@ -65,8 +65,8 @@ def _devices(results: Results, hosts: Sequence[str], facts: Facts) -> list[Findi
     if failed := each["wrong"]:
       text = f"devices: {host} computes wrong results: {failed[0]}"
       wrong.append(Finding(False, text, f"exclude {host} and report it"))
-    idle = each["platform"] == "cpu" and facts.get("has_gpus", {rank: False})[rank]
-    if idle and os.environ.get("JAX_PLATFORMS") != "cpu":
+    is_idle = each["platform"] == "cpu" and rank in facts.get("gpu_ranks", ())
+    if is_idle and os.environ.get("JAX_PLATFORMS") != "cpu":
       text = f"devices: {host} has GPUs, but JAX uses its CPU"
       wrong.append(Finding(False, text, "install jaxscale[cuda12] or [cuda13]"))
   if not wrong:

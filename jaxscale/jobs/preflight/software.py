@@ -132,7 +132,7 @@ def _mib(text: str) -> int:
 
 def findings(results: Results, group: Group, options: Any, facts: Facts) -> list[Finding]:
   """Return findings on the results of `measure`."""
-  facts["has_gpus"] = [bool(each["gpus"]) for each in results]
+  facts["gpu_ranks"] = [rank for rank, each in enumerate(results) if each["gpus"]]
   return [f for part in (_versions, _names, _limits, _gpus) for f in part(results, group.hosts)]
 
 
