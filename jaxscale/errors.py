@@ -1,5 +1,7 @@
 """Exit codes of commands, and one-line errors for users."""
 
+from __future__ import annotations
+
 import atexit
 import contextlib
 import errno

@@ -5,6 +5,8 @@ users. Therefore the type of each value is checked, nesting and numbers are limi
 every problem is reported in one line.
 """
 
+from __future__ import annotations
+
 import contextlib
 import errno
 import json

@@ -8,6 +8,8 @@ sequence. A mesh omits these three if they have one device. An *axis* belongs to
 *dim* to an array.
 """
 
+from __future__ import annotations
+
 import math
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple

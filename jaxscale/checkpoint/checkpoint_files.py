@@ -9,6 +9,8 @@ A checkpoint is a directory with `state/`, which plain Orbax can also read
 shape, dtype and checksum of every leaf, and a checksum of its own.
 """
 
+from __future__ import annotations
+
 import asyncio
 import contextlib
 import errno

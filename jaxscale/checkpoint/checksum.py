@@ -8,6 +8,8 @@ only their highest bits change, and 2^-63 if only their lowest bits do. For 64-b
 two highest bits could cancel out, so these are mixed by a bijection first.
 """
 
+from __future__ import annotations
+
 import math
 from collections.abc import Iterator
 from typing import Any, NamedTuple

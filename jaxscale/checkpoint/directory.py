@@ -5,6 +5,8 @@ the run that holds, or held, lock token `<token>` writes to `<step>.tmp-<token>`
 `….removed` is being deleted; `<step>.damaged` is kept for inspection.
 """
 
+from __future__ import annotations
+
 import contextlib
 import os
 import shutil

@@ -3,6 +3,8 @@
 Only what is evaluated is read from disk: with AdamW, one array in three.
 """
 
+from __future__ import annotations
+
 from pathlib import Path
 from typing import Any, NamedTuple
 

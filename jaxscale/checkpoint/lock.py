@@ -13,6 +13,8 @@ moves every such source away before it lists the checkpoints (`Checkpoints`). Th
 the older run then finds no source.
 """
 
+from __future__ import annotations
+
 import contextlib
 import errno
 import json

@@ -9,6 +9,8 @@ full reports it there, and none waits for it. Only process 0 commits, and only w
 the lock on the workdir (lock.py).
 """
 
+from __future__ import annotations
+
 import contextlib
 import dataclasses
 import functools

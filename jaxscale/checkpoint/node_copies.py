@@ -14,6 +14,8 @@ Copies are optional: if a file is missing, damaged or from different devices, th
 from the shared checkpoint, and if the folder is full, it only saves shared checkpoints.
 """
 
+from __future__ import annotations
+
 import contextlib
 import hashlib
 import json

@@ -5,6 +5,8 @@ and checksums; the footer's length and CRC-32; and a mark. It is written sequent
 truncated file has no footer.
 """
 
+from __future__ import annotations
+
 import contextlib
 import json
 import math

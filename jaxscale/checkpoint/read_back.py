@@ -8,6 +8,8 @@ bytes come from the page cache: a medium that loses data after confirming the wr
 noticed only when the checkpoint is restored.
 """
 
+from __future__ import annotations
+
 import json
 import math
 from collections.abc import Iterator

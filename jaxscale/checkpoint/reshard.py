@@ -11,6 +11,8 @@ are the same now, the entries of each part are resized among themselves. A count
 resumes under any layout. All other cases are errors.
 """
 
+from __future__ import annotations
+
 import functools
 import math
 from collections.abc import Callable, Mapping

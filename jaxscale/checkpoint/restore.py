@@ -1,5 +1,7 @@
 """Restore one shared checkpoint, read and verified by all processes together."""
 
+from __future__ import annotations
+
 from pathlib import Path
 from typing import Any
 

@@ -7,6 +7,8 @@ all arrays would be read or written at the same time, each with its compressed b
 Therefore at most a quarter of a process's bytes is in flight, or one array if that is more.
 """
 
+from __future__ import annotations
+
 import math
 from collections.abc import Mapping
 from typing import Any

@@ -4,6 +4,8 @@
 (Linux 6.18, glibc 2.36, jax 0.10.2). Neither overrides a setting of the user.
 """
 
+from __future__ import annotations
+
 import contextlib
 import ctypes
 import importlib.util

@@ -1,5 +1,7 @@
 """Checks of JAX's environment variables, which JAX itself answers with a traceback."""
 
+from __future__ import annotations
+
 import importlib.util
 import sys
 from collections.abc import Mapping

@@ -8,6 +8,8 @@ variable. NCCL finds InfiniBand, NVLink between nodes and the right RoCE address
 any setting.
 """
 
+from __future__ import annotations
+
 import os
 import re
 import sys

@@ -11,6 +11,8 @@ version).
 | `.mat` and `.manual_axis_type` of array types | axes that a value varies over | an error with the JAX version to install |
 """  # noqa: E501
 
+from __future__ import annotations
+
 import contextlib
 import importlib
 import os

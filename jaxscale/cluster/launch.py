@@ -1,5 +1,7 @@
 """`Launch`: the rank of a process; `Job`: its job; `number`: a variable that a launcher sets."""
 
+from __future__ import annotations
+
 from collections.abc import Mapping
 from typing import NamedTuple
 

@@ -5,6 +5,8 @@ same step would be requeued forever. So, as in NVIDIA's resiliency extension, co
 starts without a newer checkpoint are counted.
 """
 
+from __future__ import annotations
+
 from pathlib import Path
 
 from jaxscale.cluster.launch import Job

@@ -13,6 +13,8 @@ and the port. A message can therefore not be replayed on a new connection or rel
 program on a different port. Messages are authenticated, not encrypted.
 """
 
+from __future__ import annotations
+
 import contextlib
 import hashlib
 import hmac

@@ -1,5 +1,7 @@
 """Time limits in seconds for processes that wait for each other, and their defaults."""
 
+from __future__ import annotations
+
 import dataclasses
 from typing import Annotated
 

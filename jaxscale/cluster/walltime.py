@@ -1,5 +1,7 @@
 """A request to stop before the time limit of a job."""
 
+from __future__ import annotations
+
 import os
 import threading
 import time

@@ -5,6 +5,8 @@ a socket's mode, so that one thread may send while another one receives. The siz
 received messages is bounded.
 """
 
+from __future__ import annotations
+
 import functools
 import hmac
 import json

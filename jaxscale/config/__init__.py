@@ -8,6 +8,8 @@ and are also names of this package. They are imported on first use, so that this
 imports neither JAX nor the packages that it configures.
 """
 
+from __future__ import annotations
+
 import importlib
 from typing import TYPE_CHECKING
 

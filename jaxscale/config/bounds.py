@@ -1,5 +1,7 @@
 """Number types with a bound, which `settings` checks, and a check of regular expressions."""
 
+from __future__ import annotations
+
 import re
 from collections.abc import Iterable
 from typing import Annotated

@@ -5,6 +5,8 @@ extends the base. Built-in classes are in `settings.py` of the package that they
 a user's classes are in a config file or a notebook and are treated alike.
 """
 
+from __future__ import annotations
+
 import dataclasses
 import functools
 import importlib

@@ -6,6 +6,8 @@ and recorded with the run. Each alternative is a class of its own, so a setting 
 chosen optimizer does not have cannot be set. `--help` shows the text under `Attributes:`.
 """
 
+from __future__ import annotations
+
 import dataclasses
 from typing import Annotated, Any, Literal
 

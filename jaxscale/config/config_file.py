@@ -1,5 +1,7 @@
 """Import of config files as modules, once per content of a file."""
 
+from __future__ import annotations
+
 import contextlib
 import hashlib
 import importlib.util

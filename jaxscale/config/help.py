@@ -1,5 +1,7 @@
 """Help of settings: the value, type, bound, default and meaning of every field."""
 
+from __future__ import annotations
+
 import dataclasses
 import re
 import textwrap

@@ -1,5 +1,7 @@
 """Settings of the sharding of a model over the devices."""
 
+from __future__ import annotations
+
 from typing import Any, Literal
 
 from jaxscale.config.bounds import check_pattern

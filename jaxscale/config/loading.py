@@ -5,6 +5,8 @@ type of their field. All overrides are applied at once before every class checks
 again, so their order does not matter.
 """
 
+from __future__ import annotations
+
 import ast
 import contextlib
 import dataclasses

@@ -6,6 +6,8 @@ installed. A config file therefore counts by the classes that it defines, not by
 settings in `get_config`.
 """
 
+from __future__ import annotations
+
 import ast
 import contextlib
 import functools

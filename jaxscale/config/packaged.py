@@ -1,5 +1,7 @@
 """Packaged configs, which have names: `digits`, `resnet50_lars:4096`."""
 
+from __future__ import annotations
+
 from pathlib import Path
 
 from jaxscale.config.validation import closest, nearest

@@ -1,5 +1,7 @@
 """Settings of batch and image sizes that change during a run."""
 
+from __future__ import annotations
+
 from typing import Annotated, Literal
 
 from jaxscale.config.bounds import Count, NonNegative, Positive

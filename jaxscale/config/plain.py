@@ -1,5 +1,7 @@
 """Conversion of settings to JSON, for config.json and for comparisons."""
 
+from __future__ import annotations
+
 import dataclasses
 import datetime
 import decimal

@@ -4,6 +4,8 @@ A built-in class is recorded by its name, a user's class as `module:Class` with 
 of which the run keeps a copy in `code/`.
 """
 
+from __future__ import annotations
+
 import importlib
 import re
 import shutil

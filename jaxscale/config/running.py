@@ -1,5 +1,7 @@
 """Settings of the mesh, compilation, evaluation, checkpoints, checks, faults and logs."""
 
+from __future__ import annotations
+
 from typing import Annotated, Literal
 
 from jaxscale.cluster.timeouts import Timeouts

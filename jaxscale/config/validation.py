@@ -4,6 +4,8 @@ An unknown name, a wrong type or a value out of bounds gives one line that says 
 write instead.
 """
 
+from __future__ import annotations
+
 import collections.abc
 import dataclasses
 import difflib

@@ -7,6 +7,8 @@ They equal scikit-learn's `load_digits` bit for bit, which a test checks. Images
 order of writing; the last 360 (a fifth) are for validation.
 """
 
+from __future__ import annotations
+
 import functools
 from collections.abc import Mapping
 from importlib import resources

@@ -5,6 +5,8 @@ examples. They are therefore the same however the batch is split over hosts, and
 restart.
 """
 
+from __future__ import annotations
+
 import math
 from collections.abc import Callable
 from typing import Literal, NamedTuple

@@ -1,5 +1,7 @@
 """Dataset interface of the input pipeline: a size, and a function that loads examples."""
 
+from __future__ import annotations
+
 import atexit
 import functools
 import hashlib

@@ -1,5 +1,7 @@
 """List the files below a directory, by the same rules for every reader of folders."""
 
+from __future__ import annotations
+
 import os
 from collections import Counter
 from collections.abc import Callable, Iterable

@@ -9,6 +9,8 @@ it stays, as a black image of class -1 that no model can get right: the score co
 examples, and can only be too low. `Dataset.damaged` counts both.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple

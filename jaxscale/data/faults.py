@@ -5,6 +5,8 @@ file system that is unavailable, intact examples are unreadable: skipping these 
 a part of the data and report them as damaged.
 """
 
+from __future__ import annotations
+
 import errno
 import os
 

@@ -1,5 +1,7 @@
 """Dataset of image files in one subdirectory per class, as clusters store ImageNet."""
 
+from __future__ import annotations
+
 import functools
 import os
 import re

@@ -6,6 +6,8 @@ applied, as in torchvision and timm, and pixels of more than 8 bits are scaled b
 their type (floats by 0 … 1).
 """
 
+from __future__ import annotations
+
 import contextlib
 import functools
 import io

@@ -8,6 +8,8 @@ with simplejpeg. The pixels are the same. A truncated file is unreadable with bo
 only counts with the library where a crop reaches it.
 """
 
+from __future__ import annotations
+
 import ctypes
 import functools
 import hashlib

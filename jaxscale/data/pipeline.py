@@ -6,6 +6,8 @@ batch is the same, row for row, for any number of hosts. The position is the onl
 to resume, and the batch size may change at any position.
 """
 
+from __future__ import annotations
+
 import functools
 import itertools
 import os

@@ -6,6 +6,8 @@ This requires TensorFlow (the extra `tfds`; `make tfds` creates an environment w
 writes array_record files, which training reads without TensorFlow.
 """
 
+from __future__ import annotations
+
 from jaxscale.errors import ConfigError
 
 

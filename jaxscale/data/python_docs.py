@@ -11,6 +11,8 @@ the documents again from the interpreter.
 Documents are sorted by title; every tenth one is for validation (30 of 308).
 """
 
+from __future__ import annotations
+
 import functools
 from importlib import resources
 from typing import Literal

@@ -17,6 +17,8 @@ numbers of tokens, documents and bytes of text. Processes that want the same fil
 first that began to write it.
 """
 
+from __future__ import annotations
+
 import contextlib
 import fcntl
 import hashlib

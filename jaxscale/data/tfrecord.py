@@ -8,6 +8,8 @@ Records are read with pread and not through a memory map: if a file shrinks or t
 fails, the result is an exception and not a SIGBUS.
 """
 
+from __future__ import annotations
+
 import contextlib
 import functools
 import hashlib

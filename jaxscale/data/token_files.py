@@ -11,6 +11,8 @@ file on demand. The separator of documents is not known in such files, so the ve
 is not predicted.
 """
 
+from __future__ import annotations
+
 import codecs
 import contextlib
 import os

@@ -1,5 +1,7 @@
 """Convert documents to tokens and back: bytes, or a Hugging Face tokenizer file."""
 
+from __future__ import annotations
+
 import hashlib
 from collections.abc import Callable, Sequence
 from pathlib import Path

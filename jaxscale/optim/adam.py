@@ -16,6 +16,8 @@ Moments have at least float32: with the 8 significant bits of bfloat16, 0.999 v 
 0.001 g^2 would round to v.
 """
 
+from __future__ import annotations
+
 import math
 from typing import Any, Literal
 

@@ -1,5 +1,7 @@
 """Layer-wise learning rate decay: smaller learning rates for lower layers."""
 
+from __future__ import annotations
+
 import re
 from collections.abc import Sequence
 from typing import Any

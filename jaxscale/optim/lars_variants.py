@@ -34,6 +34,8 @@ One mask controls both decay and ratio, so two cases cannot be expressed: NVIDIA
 classifier bias, which has decay but no ratio, and the two masks of `optax.lars`.
 """  # noqa: E501
 
+from __future__ import annotations
+
 from typing import Any, Literal, NamedTuple
 
 import jax

@@ -5,6 +5,8 @@ leaf along its first dim. Norms and states have at least float32 for any dtype o
 parameters; float64 stays float64.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from typing import Any, NamedTuple
 

@@ -1,5 +1,7 @@
 """Masks that select the leaves with weight decay and trust ratios."""
 
+from __future__ import annotations
+
 import re
 from collections.abc import Callable
 from typing import Any

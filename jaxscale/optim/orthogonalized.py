@@ -24,6 +24,8 @@ Nesterov momentum, too (NAdam: T. Dozat, 2016): m_hat = b1 m / (1 - b1^(t+1)) + 
 / (1 - b1^t) in the equations of adam.py.
 """
 
+from __future__ import annotations
+
 import math
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple

@@ -14,6 +14,8 @@ step `warmup_steps`, called I below, by one of three ramps in f = step / I:
 Sources: intel/caffe 44d53638 and NVIDIA/caffe 87a25543, solvers/sgd_solver.cpp.
 """
 
+from __future__ import annotations
+
 import math
 from collections.abc import Sequence
 from itertools import pairwise

@@ -1,5 +1,7 @@
 """Names of a tree's leaves, as used in masks, metrics, checkpoints and messages."""
 
+from __future__ import annotations
+
 from typing import Any
 
 import jax

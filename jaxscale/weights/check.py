@@ -1,5 +1,7 @@
 """Check that a file's parameters belong to the model that they are loaded into."""
 
+from __future__ import annotations
+
 import os
 from collections.abc import Collection
 from pathlib import Path

@@ -5,6 +5,8 @@ without parameters, so parameters of a different model may fit silently. The fie
 config.json are therefore compared with the model's settings in `hf_config` and `timm_config`.
 """
 
+from __future__ import annotations
+
 import os
 import types
 from collections.abc import Collection, Iterator, Mapping

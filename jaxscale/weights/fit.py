@@ -5,6 +5,8 @@ different number of patches are resized as an image. A stem for three colours be
 for one channel by summing its kernels over the channels, which is exact for gray images.
 """
 
+from __future__ import annotations
+
 import functools
 import math
 from collections.abc import Callable

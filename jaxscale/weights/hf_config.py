@@ -5,6 +5,8 @@ setting corresponds to it. Fields are those of transformers 5.23.0
 (models/*/configuration_*.py), and of older versions.
 """
 
+from __future__ import annotations
+
 from collections.abc import Collection, Mapping
 from typing import Any
 

@@ -1,5 +1,7 @@
 """Load parameters from a file; each device reads only its own part."""
 
+from __future__ import annotations
+
 import math
 import os
 from collections.abc import Callable, Collection, Mapping

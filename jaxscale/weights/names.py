@@ -22,6 +22,8 @@ The arrays do not show these settings, which must agree with the parameters:
                         rotary pair is the units i and i + width / 2 of a head
 """
 
+from __future__ import annotations
+
 import itertools
 import math
 import os

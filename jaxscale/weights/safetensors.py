@@ -12,6 +12,8 @@ part of the file. The package can only write arrays that are all in memory; this
 one array at a time, as the header follows from shapes and dtypes.
 """
 
+from __future__ import annotations
+
 import json
 import math
 import os

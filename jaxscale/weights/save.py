@@ -1,5 +1,7 @@
 """Save parameters to a file, one array at a time, with any sharding."""
 
+from __future__ import annotations
+
 import errno
 import functools
 import math

@@ -5,6 +5,8 @@ every argument is compared, known not to change results, or rejected. Names and 
 those of timm 1.0.31, timm/models/resnet.py, vision_transformer.py and deit.py.
 """
 
+from __future__ import annotations
+
 import re
 from collections.abc import Iterator, Mapping
 from typing import Any

@@ -20,6 +20,8 @@ Slurm or PBS (`mpi.with_host_of_rank_0`). LSF's jsrun sets JSM_NAMESPACE_RANK an
 Spectrum MPI, Open MPI's variables, so a module for jsrun must come before mpi.
 """
 
+from __future__ import annotations
+
 import os
 import re
 

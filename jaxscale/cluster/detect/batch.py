@@ -4,6 +4,8 @@ Flux gives each task a number, flux-environment(7), but not the host of task 0. 
 schedulers start only the script, and mpirun starts the ranks (mpi.py).
 """
 
+from __future__ import annotations
+
 from pathlib import Path
 
 from jaxscale.cluster.launch import LOOPBACK, Env, Launch, number

@@ -4,6 +4,8 @@ JAX and NCCL look for GPUs and networks after their start, but their environment
 must be set before. So this module reads files only and loads no library.
 """
 
+from __future__ import annotations
+
 import glob
 import os
 import re

@@ -12,6 +12,8 @@ sees fewer GPUs than SLURM_GPUS_ON_NODE, Slurm or a wrapper script has selected 
 this task.
 """
 
+from __future__ import annotations
+
 import glob
 import itertools
 import os

@@ -10,6 +10,8 @@ as their mpiexec.hydra sets them (recorded, tests/data/cluster); HPE Cray's PALS
 mpiexec(1).
 """
 
+from __future__ import annotations
+
 import importlib
 import socket
 from pathlib import Path

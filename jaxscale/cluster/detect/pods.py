@@ -11,6 +11,8 @@ A TPU pod on Kubernetes has TPU_WORKER_ID and TPU_WORKER_HOSTNAMES, and several 
 MEGASCALE_*. They are read as in jax/_src/clusters/cloud_tpu_cluster.py (0.10.2).
 """
 
+from __future__ import annotations
+
 import importlib.util
 import re
 import socket

@@ -4,6 +4,8 @@ The variables are those of "torchrun (Elastic Launch)", "Environment Variables",
 PyTorch's documentation. DeepSpeed, Accelerate and Kubeflow's PyTorchJob also set them.
 """
 
+from __future__ import annotations
+
 from jaxscale.cluster.launch import Env, Launch, number
 from jaxscale.errors import invalid
 

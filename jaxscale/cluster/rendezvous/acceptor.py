@@ -5,6 +5,8 @@ for no single connection, closes connections that do not prove the secret in tim
 bounds the number of open ones.
 """
 
+from __future__ import annotations
+
 import errno
 import selectors
 import socket

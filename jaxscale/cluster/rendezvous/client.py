@@ -11,6 +11,8 @@ Both ends first prove that they have the run's secret (`cluster.secret`). Connec
 other programs are counted and ignored.
 """
 
+from __future__ import annotations
+
 import atexit
 import contextlib
 import functools

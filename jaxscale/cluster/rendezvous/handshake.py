@@ -6,6 +6,8 @@ without any error (tried: one hyperparameter changed on one rank, exit code 0, d
 parameters).
 """
 
+from __future__ import annotations
+
 import contextlib
 import hashlib
 import os

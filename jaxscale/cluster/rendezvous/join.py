@@ -5,6 +5,8 @@ node lists, binds one device per task, and gives two steps of a job the same por
 failures are C++ aborts, so each step that could fail is tried before the call.
 """
 
+from __future__ import annotations
+
 import functools
 import math
 import shutil

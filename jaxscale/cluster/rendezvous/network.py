@@ -4,6 +4,8 @@ This module uses the standard library only. Network problems must be found befor
 first use of JAX, whose C++ code waits for minutes and then aborts.
 """
 
+from __future__ import annotations
+
 import contextlib
 import hashlib
 import ipaddress

@@ -3,6 +3,8 @@
 Every process gets the same answer. This module does not use JAX.
 """
 
+from __future__ import annotations
+
 import contextlib
 import resource
 import selectors

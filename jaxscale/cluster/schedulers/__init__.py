@@ -6,6 +6,8 @@ A new scheduler, such as LSF or PBS, is a module in this package with the functi
 `jobs/` and an entry in `EXECUTORS` (jobs/executors.py).
 """
 
+from __future__ import annotations
+
 import os
 from collections.abc import Callable
 from typing import Protocol, TypeVar

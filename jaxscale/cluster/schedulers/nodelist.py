@@ -5,6 +5,8 @@ is used without scontrol (in containers) or if it fails: Slurm 22.05 prints noth
 code 0, for `node[1-2]-ib`.
 """
 
+from __future__ import annotations
+
 import itertools
 import math
 import re

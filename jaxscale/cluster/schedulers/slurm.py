@@ -7,6 +7,8 @@ step of salloc has the job's SLURM_NTASKS but one task. With `--distribution=arb
 0 may not run on the first node of the list.
 """
 
+from __future__ import annotations
+
 import contextlib
 import os
 import re

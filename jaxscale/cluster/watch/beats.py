@@ -6,6 +6,8 @@ This file runs as a script without site-packages, which takes about 10 ms to sta
 writes an empty line to each link (see `wire.Link`) and ends with its parent.
 """
 
+from __future__ import annotations
+
 import contextlib
 import os
 import select

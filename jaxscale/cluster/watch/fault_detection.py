@@ -8,6 +8,8 @@ same way, and its step takes as long as theirs. It differs in the time that its 
 needs before each step.
 """
 
+from __future__ import annotations
+
 import dataclasses
 import math
 import statistics

@@ -5,6 +5,8 @@ any of them. `fault_detection` and `stop_consensus` decide; the monitor informs 
 processes.
 """
 
+from __future__ import annotations
+
 import contextlib
 import selectors
 import time

@@ -25,6 +25,8 @@ once. XLA's preemption notifier, which `rendezvous.join` turns off, would replac
 of SIGTERM and swallow every SIGTERM from then on.
 """
 
+from __future__ import annotations
+
 import contextlib
 import errno
 import os

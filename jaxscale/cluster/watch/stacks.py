@@ -6,6 +6,8 @@ and its timer needs no GIL: it ends a process whose main thread holds the GIL fo
 which no Python thread can do.
 """
 
+from __future__ import annotations
+
 import contextlib
 import faulthandler
 import os

@@ -7,6 +7,8 @@ processes stop at the largest count, a point that no process has passed. The ans
 from threads that wait for no collective, so the consensus takes milliseconds.
 """
 
+from __future__ import annotations
+
 import threading
 from collections.abc import Callable
 

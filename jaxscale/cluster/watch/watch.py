@@ -6,6 +6,8 @@ monitor reports a fault or when the monitor itself is gone. It never waits for J
 a collective.
 """
 
+from __future__ import annotations
+
 import contextlib
 import functools
 import re
