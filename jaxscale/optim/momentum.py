@@ -17,6 +17,8 @@ form with lr inside therefore ignores the gradient of step 0. After a learning r
 and in the first step c is 1.
 """
 
+from __future__ import annotations
+
 from typing import Any, NamedTuple
 
 import jax
