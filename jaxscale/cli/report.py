@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from jaxscale.cli.parser import Namespace, Parser, directory, file, picture
+from jaxscale.cli.parser import Namespace, Parser, directory
 from jaxscale.cli.status import SEE_STATUS
 from jaxscale.cli.submit import add_runs
 from jaxscale.errors import invalid
@@ -23,8 +23,6 @@ def add_arguments(parser: Parser) -> None:
   parser.words("names", "RUN", text, missing=SEE_STATUS)
   text = "the directory for scaling.csv and scaling.png (default: that of the study, if it is one)"
   parser.option("--to DIR", text, directory)
-  parser.option("--csv FILE", "the table to write (default: scaling.csv in --to)", file)
-  parser.option("--png FILE", "the picture to write (default: scaling.png in --to)", picture)
   text = "the plan to compare with (default: plan.json of each workdir, if it exists)"
   parser.option("--plan FILE.json", text)
   add_runs(parser)
@@ -35,12 +33,12 @@ def run(args: Namespace) -> None:
   from jaxscale.jobs import batch_study, run_report
   from jaxscale.jobs import folder as folders
   from jaxscale.jobs.prediction import comparison
-  from jaxscale.jobs.scaling_report import report
+  from jaxscale.jobs.scaling_report import CSV, PNG, report
   from jaxscale.planning.stored import read_plan
 
   names, runs = args.names, args.runs
   if folder := batch_study.find(names, runs):
-    for option in filter(vars(args).get, ("to", "csv", "png", "plan")):
+    for option in filter(vars(args).get, ("to", "plan")):
       problem = "does not apply to a batch study, whose report is a table and study.json"
       raise invalid(f"--{option}", getattr(args, option), problem, "leave it out")
     print(batch_study.report(folder))
@@ -49,14 +47,13 @@ def run(args: Namespace) -> None:
   if plan:
     read_plan(plan)  # Report an invalid plan before anything is printed.
   paths = folders.find_all(names, runs, workdirs=True)
-  if len(paths) == 1 and not any((args.to, args.csv, args.png)):
+  if len(paths) == 1 and not args.to:
     print(run_report.describe(paths[0]))
   else:
     study = folders.find_study(names[0], runs) if len(names) == 1 else None
     title, folder = (study[0].name if study else "scaling", args.to or (study and study[0]))
-    csv, png = args.csv, args.png
+    print(report(title, paths, folder, plan))
     if folder:
-      csv, png = csv or f"{folder}/scaling.csv", png or f"{folder}/scaling.png"
-    print(report(title, paths, csv, png, plan), *filter(None, (csv, png)), sep="\n")
+      print(Path(folder, CSV), Path(folder, PNG), sep="\n")
   if len(paths) == 1 and (planned := comparison(paths[0], plan)):
     print(f"\n{planned}")

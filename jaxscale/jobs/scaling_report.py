@@ -28,12 +28,14 @@ from typing import Any, Literal, NamedTuple
 from jaxscale.config.record import flat
 from jaxscale.errors import ConfigError
 from jaxscale.files import output_path, replace_text
+from jaxscale.jobs.folder import one_line
 from jaxscale.jobs.measured import MeasuredRun, NotBegunError, read
 from jaxscale.jobs.status import quality
 from jaxscale.metrics import plot_scaling, text
 from jaxscale.planning.stored import not_compared
 
 Kind = Literal["strong", "weak", "one size"]
+CSV, PNG = "scaling.csv", "scaling.png"
 _LAWS = {"strong": "Amdahl", "weak": "Gustafson"}
 
 # What may differ within a study: its subject, and what does not change a step.
@@ -254,19 +256,14 @@ def _gaps(runs: Sequence[MeasuredRun]) -> Iterator[str]:
 
 
 def report(
-  name: str,
-  paths: Sequence[Path],
-  csv_file: str | Path | None = None,
-  png_file: str | Path | None = None,
-  plan: Path | None = None,
+  name: str, paths: Sequence[Path], folder: str | Path | None = None, plan: Path | None = None
 ) -> Report:
-  """Read and compare runs; write the table and the picture if requested.
+  """Read and compare runs; write the table and the picture if a folder is given.
 
   Args:
     name: the name of the study, for the headings.
     paths: the folders of runs, or workdirs.
-    csv_file: the file for the table; None writes none.
-    png_file: the file for the picture; None writes none.
+    folder: the folder for `CSV`, the table, and `PNG`, the picture; None writes none.
     plan: the file of a plan; None uses the plans of the runs, if they have any.
 
   Raises:
@@ -282,14 +279,10 @@ def report(
     raise ConfigError(waiting[0])
   study = compare(runs, name)
   study = study._replace(notes=(*study.notes, *waiting))
-  try:
-    if csv_file:
-      replace_text(output_path(csv_file), as_csv(study))
-    if png_file:
-      plot_scaling(as_plot(study), output_path(png_file))
-  except OSError as e:
-    file = e.filename or csv_file
-    raise ConfigError(f"{file}: {e.strerror}; use a different file") from None
+  if folder:
+    with one_line(folder, "use a different directory"):
+      replace_text(output_path(Path(folder, CSV)), as_csv(study))
+      plot_scaling(as_plot(study), output_path(Path(folder, PNG)))
   return study
 
 

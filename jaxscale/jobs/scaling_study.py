@@ -167,5 +167,4 @@ class Study(NamedTuple):
     Raises:
       ConfigError: no run has started.
     """
-    files = (self.folder / f"scaling.{kind}" for kind in ("csv", "png"))
-    return report(self.name, [job.folder for job in self.jobs], *files)
+    return report(self.name, [job.folder for job in self.jobs], self.folder)

@@ -167,8 +167,8 @@ def test_a_report_says_what_each_size_took(tmp_path, capsys):
   assert lines[7].startswith("no critical batch size: every run reached the target at 2 sizes")
   assert lines[8] == f"batch 1,024, seed 0: {nan}"
   assert lines[9] == f"{folder}/study.json"
-  assert cli.main([*command, "--png=a.png"]) == 2
-  assert "--png=a.png does not apply to a batch study" in capsys.readouterr().err
+  assert cli.main([*command, "--to=a"]) == 2
+  assert "--to=a does not apply to a batch study" in capsys.readouterr().err
 
 
 def test_a_plan_reads_the_fit_of_a_study(tmp_path):

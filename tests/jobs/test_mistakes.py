@@ -44,7 +44,6 @@ export . --to=x.npz | --to=x.npz: give a file .safetensors in a directory$
 export . --to=x | --to=x: give a file .safetensors in a directory$
 export . --to=. | --to=.: give a file .safetensors in a directory$
 lr-find --config=digits --out=x.foo | --out=x.foo: give a file .png, .pdf, .svg or .jpg in
-report digits --png=x.foo | --png=x.foo: give a file .png, .pdf, .svg or .jpg in
 logs '' | \(an empty name\): no such run,
 cancel '' | \(an empty name\): no such run,
 resume '' | \(an empty name\): no such run,
@@ -96,7 +95,7 @@ def test_the_help_shows_the_fields_that_must_be_given(capsys):
   assert "--config.optimizer.lr = 0.1" in page  # the file's own stay
 
 
-FILES = {"lr-find": ["--config=digits", "--out"], "report": ["digits", "--csv"]}
+FILES = {"lr-find": ["--config=digits", "--out"], "predict": ["x", "--to"]}
 
 
 @pytest.mark.parametrize("name", ["", ".", "pyproject.toml/x.png", "x.png/"])
@@ -147,9 +146,9 @@ def test_a_report_writes_only_where_it_is_asked_to(trained, capsys):
   for argv, words in ((["digits"], "digits: at step 8"), (["digits", "runs/two"], "one size")):
     code, out, line = answer(capsys, "report", *argv)
     assert code == 0 and words in out and files_of() == before, line
-  code, out, _ = answer(capsys, "report", "digits", "--to", "new/folder", "--csv=x/t.csv")
-  assert code == 0 and out.splitlines()[-2:] == ["x/t.csv", "new/folder/scaling.png"]
-  assert {*files_of()} - {*before} == {"x/t.csv", "new/folder/scaling.png"}
+  code, out, _ = answer(capsys, "report", "digits", "--to", "new/folder")
+  assert code == 0 and out.splitlines()[-2:] == ["new/folder/scaling.csv", "new/folder/scaling.png"]
+  assert {*files_of()} - {*before} == {"new/folder/scaling.csv", "new/folder/scaling.png"}
 
 
 BENCH = "bench --mesh=1 --sizes=1KB --rounds=1"
@@ -174,7 +173,7 @@ def test_a_current_folder_that_was_deleted_is_one_line(argv, tmp_path, monkeypat
 
 
 def test_missing_folders_of_a_file_are_made(trained, capsys):
-  code, out, _ = answer(capsys, "report", "digits", "runs/two", "--png", "a/b/scaling.png")
+  code, out, _ = answer(capsys, "report", "digits", "runs/two", "--to", "a/b")
   assert code == 0 and Path(out.splitlines()[-1]).stat().st_size > 999
 
 

@@ -97,10 +97,10 @@ def test_a_damaged_plan_is_one_line(tmp_path, content, capsys):
   assert compared.reason and len(str(compared).splitlines()) == 1
   if content not in ("", "{"):
     return  # the command draws pictures, which takes its time
-  files = [f"--csv={tmp_path}/t.csv", f"--png={tmp_path}/t.png"]
-  assert main(["report", str(path), *files]) == 0
+  to = f"--to={tmp_path}/t"
+  assert main(["report", str(path), to]) == 0
   assert "nothing is compared with it" in capsys.readouterr().out
-  assert main(["report", str(path), *files, f"--plan={path}/plan.json"]) == 2
+  assert main(["report", str(path), to, f"--plan={path}/plan.json"]) == 2
   assert len(capsys.readouterr().err.splitlines()) == 1
 
 

@@ -229,12 +229,12 @@ def test_csv_and_picture_of_what_is_known_and_what_is_not(tmp_path):
 def test_the_command_reads_workdirs(tmp_path, capsys):
   lines = [STEP_REPORT, *(logged(s, 10.0 * s) for s in (10, 20, 30, 40))]
   names = [str(workdir(tmp_path / n, lines, devices=d)) for n, d in (("a", 1), ("b", 2))]
-  assert main(["report", *names, f"--csv={tmp_path}/t.csv", "--png", f"{tmp_path}/t.png"]) == 0
+  assert main(["report", *names, "--to", f"{tmp_path}/t"]) == 0
   out = capsys.readouterr().out
   assert out.startswith("scaling: strong scaling, global batch 128; speed-up and eff")
-  assert (tmp_path / "t.csv").exists() and (tmp_path / "t.png").exists()
+  assert {p.name for p in (tmp_path / "t").iterdir()} == {"scaling.csv", "scaling.png"}
   for argv, says in (
-    ([names[0], "--cvs=x"], "did you mean '--csv'?"),
+    ([names[0], "--plna=x"], "did you mean '--plan'?"),
     (["nothing-here", f"--runs={tmp_path}"], "nothing-here: no such run, give one of a, b"),
     ([], "RUN"),
   ):
