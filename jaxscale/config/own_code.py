@@ -95,6 +95,8 @@ def _bytecode_hash(value: Any) -> str:
   texts = [f"{code.co_code.hex()} {code.co_names} {_constants(code)}" for code in _codes(value)]
   members = vars(value).items() if isinstance(value, type) else ()
   plain = [f"{n}={v!r}" for n, v in members if n[:2] != "__" and _is_plain(v)]
+  defaults = [d for f in _functions(value) for d in (f.__defaults__, f.__kwdefaults__)]
+  plain += [repr(d) for d in defaults if d and _is_plain(d)]
   return BYTECODE * bool(texts) + (_digest([*texts, *plain]) or "none")
 
 

@@ -35,6 +35,17 @@ def test_keeps_the_last_and_the_best(tmp_path):
     assert checkpoints.steps() == [2, 5, 6]
 
 
+def test_a_directory_may_have_dots_and_symlinks(tmp_path):
+  abstract, state = make_states(1)
+  (tmp_path / "real" / "runs").mkdir(parents=True)
+  (tmp_path / "link").symlink_to(tmp_path / "real" / "runs")
+  for path, is_shown in ("link/../a", "real/a"), ("link/b", "link/b"):
+    with Checkpoints(tmp_path / path) as checkpoints:
+      save_steps(checkpoints, state, 1)
+      assert checkpoints.directory == tmp_path / is_shown
+      assert_same_bits(checkpoints.restore(abstract), at_step(state, 1))
+
+
 def test_a_copy_under_another_number_is_set_aside(tmp_path, reported):
   """It would be the newest for ever, and each start begin at its step again."""
   abstract, state = make_states(1)

@@ -105,6 +105,23 @@ def test_a_script_is_loaded_for_its_classes_and_does_not_train(tmp_path):
       jxs.load(run)
 
 
+def test_a_script_that_catches_errors_ends_where_it_would_train(tmp_path):
+  """The copy of a sweep went on behind its first `fit`."""
+  script, run, done = tmp_path / "script.py", tmp_path / "run", tmp_path / "done"
+  head, call, rest = SCRIPT.partition("jxs.fit(")
+  sweep = f"try:\n  {call}{rest}except Exception:\n  pass\nopen({str(done)!r}, 'x')\n"
+  script.write_text(head + sweep.replace("sys.argv[1]", repr(str(run))))
+  assert run_python(script).returncode == 0
+  done.unlink()
+  assert jxs.load(run).step == 2 and not done.exists()
+  code = run / "code" / "__main__.py"
+  sweep = "try:\n  jxs.fit('digits', 'x')\nexcept Exception:\n  pass\n"
+  code.write_text(code.read_text().replace("class Net", f"{sweep}class Net"))
+  with config_error("trains before it defines the class"):
+    jxs.load(run)
+  assert not done.exists()
+
+
 DEFINED_AGAIN = """
 def told(function, *args, **options):
   try:

@@ -24,6 +24,7 @@ import flax.linen as nn
 import jax.numpy as jnp
 import optax
 from helper_of_again import double
+from steps_of_again import STEPS
 from jaxscale import config, data, optim
 from jaxscale.config import Checkpoint, Config, Log
 
@@ -46,7 +47,7 @@ class Net(config.Model):
 def get_config(width="8"):
   return Config(
     model=Net(width=int(width)), data=data.Digits(), optimizer=optim.SGD(lr=0.1), batch_size=64,
-    steps=4, checkpoint=Checkpoint(every_epochs=None, every_steps=4),
+    steps=STEPS, checkpoint=Checkpoint(every_epochs=None, every_steps=4),
     log=Log(plot=False, tensorboard=False),
   )
 """
@@ -58,6 +59,8 @@ def project(tmp_path_factory):
   folder = tmp_path_factory.mktemp("again")
   (folder / "own.py").write_text(OWN)
   (folder / "helper_of_again.py").write_text("def double(x):\n  return 2 * x\n")
+  (folder / "steps_of_again.py").write_text("import four_of_again\nSTEPS = four_of_again.FOUR\n")
+  (folder / "four_of_again.py").write_text("FOUR = 4\n")
   overrides = {"seed": "3", "mesh.data": "8", "optimizer.momentum": "0.5", "model.width": "12"}
   config = load_config(f"{folder}/own.py:16", overrides | {"log.every_steps": "2"})
   first = jxs.fit(config, folder / "run")
@@ -68,7 +71,8 @@ def project(tmp_path_factory):
 def run(project, tmp_path, monkeypatch):
   """Return a copy of the run, without the files that it was trained from."""
   monkeypatch.setattr(sys, "path", [p for p in sys.path if p != str(project[0])])
-  monkeypatch.delitem(sys.modules, "helper_of_again", raising=False)
+  for name in ("helper_of_again", "steps_of_again", "four_of_again"):
+    monkeypatch.delitem(sys.modules, name, raising=False)
   shutil.copytree(project[0] / "run", tmp_path / "run")
   return tmp_path / "run"
 
@@ -89,9 +93,10 @@ def test_a_run_trains_again_bit_for_bit(path, run, project, tmp_path):
   for a, b in zip(leaves(first.state), leaves(second.state), strict=True):
     np.testing.assert_array_equal(a, b)
   old, new = (read_json(r / "config.json") for r in (run, tmp_path / "again"))
+  assert "steps_of_again:STEPS" not in new["identity"]["code"]
   assert old["config"] == new["config"] and old["identity"] == new["identity"]
   assert {p.name for p in (tmp_path / "again" / "code").iterdir()} == {
-    "own.py", "helper_of_again.py"
+    "own.py", "helper_of_again.py", "steps_of_again.py", "four_of_again.py"
   }  # fmt: skip
   # In its own workdir it resumes, longer for instance.
   more = jxs.fit(load_config(str(tmp_path / path), {"steps": "5"}), run)

@@ -245,12 +245,14 @@ def test_other_data_are_predicted_and_evaluated(folder, tmp_path, capsys):
   assert [x.split(",")[0] for x in (tmp_path / "x.csv").read_text().splitlines()[1:]] == [*"012"]
   np.savez(tmp_path / "bad.npz", x=x, y=y + 1)
   (tmp_path / "pickled.npy").write_bytes(b"\x93NUMPY junk")
+  (tmp_path / "notes.txt").write_text("notes")
   capsys.readouterr()
   for argv, says in table(f"""
     evaluate --data {root}/val/ant | has no targets; use subdirectories that are named
     evaluate --data {tmp_path}/bad.npz | label=2 is out of range [0, 1]
     evaluate --data {tmp_path}/pickled.npy | cannot be read
     evaluate --data {tmp_path}/none | is no such file; give a folder of images
+    evaluate --data {tmp_path}/notes.txt | is of no known kind; give a folder of images
     evaluate --config.data=Digits | but the run has
     evaluate --config.batch_size=8 | does not apply to a trained model
     evaluate --data {tmp_path} --step 5 | no images

@@ -289,8 +289,8 @@ class Cell(config.Model):
 
 
 def run_cell(text, number, space, has_source=True):
-  """Run a cell as IPython does, with its source known by the name of a file."""
-  name = f"/tmp/ipykernel_1/{number}.py"
+  """Run a cell as IPython does, with its source known by the name of a file, or as `exec` does."""
+  name = f"/tmp/ipykernel_1/{number}.py" if has_source else "<string>"
   if has_source:
     linecache.cache[name] = len(text), None, text.splitlines(keepends=True), name
   exec(compile(text, name, "exec"), space)
@@ -321,15 +321,25 @@ def test_a_class_of_a_notebook_counts_by_its_source(monkeypatch):
 
 
 BASES = """
+import typing
+from dataclasses import dataclass
 from jaxscale import config
+@dataclass(order=True)
+class Fields:
+  size: int = 1
+class Pair(typing.NamedTuple):
+  size: int = 1
 class Base:
   def scaled(self, x):
     return self.scale * x
 class Inner(Base):
   scale = 2
 class Cell(config.Model):
-  def build(self, context):
-    return [Inner() for _ in range(3)]
+  def build(self, context, n=7):
+    return [Inner() for _ in range(3)], Fields(), Pair(), context in {"a", "b"}
+  @property
+  def depth(self):
+    return 5
 """
 
 
@@ -347,11 +357,22 @@ def test_classes_that_a_notebooks_class_uses_count_without_source_too(has_source
   assert ("__main__:Cell" in first) and first["__main__:Cell"].startswith("byte") != has_source
   for number, old, new in ((3, "scale = 2", "scale = 3"), (4, "scale * x", "scale + x")):
     assert codes(number, BASES.replace(old, new)) != first
-  for number, old, new in ((5, "range(3)", "range(4)"), (6, "[Inner() for", "[Base() for")):
+  edits = {"range(3)": "range(4)", "[Inner() for": "[Base() for", "n=7": "n=8", "5": "6"}
+  for number, (old, new) in enumerate(edits.items(), 5):
     second = codes(number, BASES.replace(old, new))
     assert second["__main__:Cell"] != first["__main__:Cell"]
   lines = without_source({"code": first})
   assert len(lines) == (not has_source) and all("Cell" in line for line in lines)
+
+
+def test_a_class_that_exec_defines_in_a_file_counts(tmp_path):
+  hashes = []
+  for folder, text in enumerate((BASES, BASES, BASES.replace("scale * x", "scale + x"))):
+    write_files(tmp_path / str(folder), {"own.py": f"exec({text!r})\nHALF = 0.5\n"})
+    cell = load_file(tmp_path / str(folder) / "own.py").Cell
+    hashes.append(own_code([cell]).hashes)
+  assert hashes[0] == hashes[1] and hashes[0]["own:Cell"] == hashes[2]["own:Cell"]
+  assert hashes[0]["own:Base"] != hashes[2]["own:Base"]
 
 
 class Halved(nnx.Module):
