@@ -121,7 +121,9 @@ class Checkpoints:
       split: how exchanged gradients are split
         (`parallel.layout_exchange.exchange_split`).
     """
-    self.directory = Path(expand(directory)).absolute()
+    path = Path(expand(directory)).absolute()
+    # Tensorstore refuses "..". Other paths keep their symlinks, so that errors show them.
+    self.directory = path.resolve() if ".." in path.parts else path
     self.identity: dict[str, Any] | None = None  # of data and code, for manifests
     self.host_state: Callable[[], dict[str, Any] | None] = lambda: None  # for manifests
     self.restored: dict[str, Any] | None = None  # the host state of the restored checkpoint

@@ -21,8 +21,11 @@ FILE_MODULE = "_jaxscale_config_"
 _loads_classes = False  # True while a run's copy of a script is loaded for its classes
 
 
-class StopLoadingError(Exception):
-  """Raised by `fit` and `submit` in a script that is loaded for its classes; ends the loading."""
+class StopLoadingError(BaseException):
+  """Raised by `fit` and `submit` in a script that is loaded for its classes; ends the loading.
+
+  It is no `Exception`, because a script may catch those of a run and go on with the next.
+  """
 
 
 def check_not_loading(does: str) -> None:
@@ -45,11 +48,11 @@ def load_classes(file: Path, name: str) -> ModuleType:
   as those of its own command line, do not matter.
   """
   global _loads_classes
-  _loads_classes = True
+  before, _loads_classes = _loads_classes, True
   try:
     return load_file(file, needed=name)
   finally:
-    _loads_classes = False
+    _loads_classes = before  # The script can load another run.
 
 
 def load_file(file: Path, needed: str | None = None) -> ModuleType:
@@ -81,7 +84,8 @@ def load_file(file: Path, needed: str | None = None) -> ModuleType:
       with running(named):
         spec.loader.exec_module(module)
     except BaseException as e:
-      if not (isinstance(e, Exception) and needed and hasattr(module, needed)):
+      ends = isinstance(e, (Exception, StopLoadingError))
+      if not (ends and needed and hasattr(module, needed)):
         del sys.modules[name]
         raise
   return sys.modules[name]

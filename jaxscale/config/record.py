@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from jaxscale.config.bases import Data, Optimizer
 from jaxscale.config.choice import Choice
 from jaxscale.config.config import Config
-from jaxscale.config.config_file import load_classes
+from jaxscale.config.config_file import StopLoadingError, load_classes
 from jaxscale.config.plain import class_name as class_name
 from jaxscale.config.plain import code_of
 from jaxscale.config.plain import to_plain as to_plain
@@ -120,7 +120,7 @@ def _own_class(name: str, folder: Path | None) -> type:
     if not (isinstance(owner, type) and issubclass(owner, Choice)):
       raise ConfigError(f"{cls} is not a settings class")
     return owner
-  except Exception as e:
+  except (Exception, StopLoadingError) as e:
     if module == "__main__" and not (copy and copy.is_file()):
       raise _not_stored(name) from None
     problem = f"cannot be loaded from {copy or module} ({type(e).__name__}: {e})"

@@ -55,7 +55,8 @@ def of_path(config: Config, info: Any, path: Path) -> tuple[data.Dataset, bool]:
     return _of_images(config, info, listed_files([path])), False
   if not path.is_file() or path.suffix not in (".npy", ".npz"):
     fix = "give a folder of images, an image, or arrays in a .npy or .npz file"
-    raise invalid("--data", str(path), "is no such file", fix)
+    problem = "is of no known kind" if path.exists() else "is no such file"
+    raise invalid("--data", str(path), problem, fix)
   try:
     loaded: Any = np.load(path, mmap_mode="r", allow_pickle=False)
     named = {"x": loaded} if path.suffix == ".npy" else dict(loaded)
