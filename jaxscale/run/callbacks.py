@@ -67,17 +67,10 @@ class Callback:
   """
 
   every: int | Callable[[int], bool] = 1
-  holds_user_code = True
 
   def __init__(self, **functions: Any):
     _check_names("Callback", functions)
     vars(self).update(functions)
-
-  @property
-  def user_code(self) -> Any:
-    """Code of the first function that was passed by keyword, to report its errors; or None."""
-    passed = (f for name, f in vars(self).items() if hasattr(Callback, name))
-    return next((f.__code__ for f in passed if hasattr(f, "__code__")), None)
 
   def on_start(self, step: int, state: TrainState) -> Any:
     """Handle a start of training: at step 0, and again after a resume or a rollback."""
@@ -147,7 +140,8 @@ class Callbacks:
     """Call a function of callbacks in order; return the state to train on.
 
     Raises:
-      ConfigError: a user's class failed, or a result is invalid.
+      ConfigError: a callback of the config failed, or a result is invalid. Exceptions of
+        callbacks from Python keep their type and have a note with the callback's name.
     """
     request = None
     for name in names:
@@ -155,7 +149,13 @@ class Callbacks:
       function = getattr(callback, hook)
       by = getattr(function, "__name__", hook)
       where = f".{hook}" + f" ({by})" * (by not in (hook, "<lambda>"))
-      result = guarded(owner, where, function)(step, state, *map(dict, values))
+      if isinstance(owner, Choice):
+        function = guarded(owner, where, function)
+      try:
+        result = function(step, state, *map(dict, values))
+      except Exception as e:
+        e.add_note(f"raised in {name}{where} at step {step}")
+        raise
       if isinstance(result, TrainState):
         _check_same(f"{name}{where}", state, result)
         state = result
