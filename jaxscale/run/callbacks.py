@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -69,8 +69,7 @@ class Callback:
   every: int | Callable[[int], bool] = 1
 
   def __init__(self, **functions: Any):
-    if unknown := sorted(functions.keys() - vars(Callback).keys()):
-      raise invalid("Callback", unknown[0], "does not exist", nearest(unknown[0], vars(Callback)))
+    _check_names("Callback", functions)
     vars(self).update(functions)
 
   def on_start(self, step: int, state: TrainState) -> Any:
@@ -112,7 +111,8 @@ class Callbacks:
       members: each callback with its settings; None for a callback from Python.
 
     Raises:
-      ConfigError: an interval is not a number of steps or a function.
+      ConfigError: an interval is not a number of steps or a function, or a method named
+        on_* does not exist in `Callback`, so that it would never be called.
     """
     self.stopped: dict[str, Any] | None = None
     self.of: dict[str, tuple[Callback, Any]] = {}
@@ -120,6 +120,7 @@ class Callbacks:
       name, every = class_name(type(settings or callback)), callback.every
       if not callable(every) and not (type(every) is int and every >= 1):
         raise invalid(f"{name}.every", every, "is not a number of steps", "use 1 or more")
+      _check_names(name, [n for n in dir(callback) if n.startswith("on_")])
       number = 1 + sum(other.split()[0] == name for other in self.of)
       self.of[f"{name} {number}" if number > 1 else name] = callback, settings or callback
     self._settings = {
@@ -225,6 +226,13 @@ class Callbacks:
         fix = "use dict, list, str, int, float, bool and None, with texts as keys"
         raise invalid(f"{name}.state_dict()", state, "is not JSON", fix)
     return states
+
+
+def _check_names(owner: str, names: Iterable[str]) -> None:
+  """Raise if a name is not one of `Callback`."""
+  known = [name for name in vars(Callback) if not name.startswith("_")]
+  for name in sorted({*names}.difference(known)):
+    raise invalid(owner, name, "does not exist", nearest(name, known))
 
 
 def _check_same(where: str, old: TrainState, new: TrainState) -> None:
