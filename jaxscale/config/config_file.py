@@ -55,7 +55,7 @@ def load_classes(file: Path, name: str) -> ModuleType:
     _loads_classes = before  # The script can load another run.
 
 
-def load_file(file: Path, needed: str | None = None) -> ModuleType:
+def load_file(file: Path, needed: str = "") -> ModuleType:
   """Import a Python file as a module, once per content of the file.
 
   The classes of the module therefore stay the same however often it is loaded, and its
@@ -84,8 +84,7 @@ def load_file(file: Path, needed: str | None = None) -> ModuleType:
       with running(named):
         spec.loader.exec_module(module)
     except BaseException as e:
-      ends = isinstance(e, (Exception, StopLoadingError))
-      if not (ends and needed and hasattr(module, needed)):
+      if not (isinstance(e, (Exception, StopLoadingError)) and hasattr(module, needed)):
         del sys.modules[name]
         raise
   return sys.modules[name]

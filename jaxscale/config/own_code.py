@@ -19,7 +19,7 @@ import re
 import sys
 import sysconfig
 import types
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -41,7 +41,7 @@ class OwnCode(NamedTuple):
 
   Attributes:
     hashes: the hash of each definition, by `module:name`.
-    files: the file of each module that is read from one.
+    files: the file of each module that is read from one, and of those that these import.
   """
 
   hashes: dict[str, str]
@@ -55,11 +55,7 @@ def module_name(name: str) -> str:
 
 def is_own(module: str | None) -> bool:
   """Return whether a module is the user's: neither part of jaxscale nor installed."""
-  if module is None or module in sys.builtin_module_names:
-    return False
-  if module.partition(".")[0] == "jaxscale":
-    return False
-  file = getattr(sys.modules.get(module), "__file__", None)
+  file = getattr(sys.modules.get(str(module)), "__file__", None)
   return (file is None and module == "__main__") or (file is not None and _is_own_file(file))
 
 
@@ -74,7 +70,9 @@ def own_code(roots: Iterable[Any]) -> OwnCode:
   for root in roots:
     search.visit(root.__module__, root.__qualname__, root)
     search.follow()
-  return OwnCode(dict(sorted(search.hashes.items())), search.files)
+  hashes = dict(sorted(search.hashes.items()))
+  search.find_imported()
+  return OwnCode(hashes, search.files)
 
 
 def source_hash(function: Any) -> str:
@@ -102,17 +100,29 @@ def _bytecode_hash(value: Any) -> str:
 
 def _codes(value: Any) -> list[types.CodeType]:
   """Return the code of a function, or of a class's functions, with that of inner functions."""
-  functions = vars(value).values() if isinstance(value, type) else [value]
-  codes = [f.__code__ for f in map(inspect.unwrap, functions) if hasattr(f, "__code__")]
-  # Not what `dataclass`, Flax or `settings` have added.
-  codes = [c for c in codes if c.co_filename != "<string>" and _is_own_file(c.co_filename)]
+  codes = [f.__code__ for f in _functions(value)]
   for code in codes:  # It grows while it is read.
     codes += [c for c in code.co_consts if isinstance(c, types.CodeType)]
   return codes
 
 
+def _functions(value: Any) -> list[Any]:
+  """Return a function, or the functions that the user wrote in a class, without decorators."""
+  members = vars(value).values() if isinstance(value, type) else [value]
+  functions = [inspect.unwrap(getattr(m, "fget", m)) for m in members]
+  return [f for f in functions if _is_written(f)]
+
+
+def _is_written(value: Any) -> bool:
+  """Return whether a value is a function of the user, which `dataclass` or Flax has not added."""
+  code, module = getattr(value, "__code__", None), getattr(value, "__module__", None)
+  return code is not None and is_own(module) and not code.co_qualname.startswith("__create_fn__")
+
+
 def _constants(code: types.CodeType) -> list[str]:
-  return [repr(c) for c in code.co_consts if not isinstance(c, types.CodeType)]
+  constants = [c for c in code.co_consts if not isinstance(c, types.CodeType)]
+  # The order of a set of texts differs between processes.
+  return [str(sorted(map(repr, c))) if isinstance(c, frozenset) else repr(c) for c in constants]
 
 
 def _dump(node: Any) -> str:
@@ -164,10 +174,7 @@ def _tree_of(file: str) -> ast.Module | None:
 
 def _nodes_of(value: Any) -> list[ast.AST]:
   """Return the definitions of a class or function in its file or cell."""
-  functions = list(vars(value).values()) if isinstance(value, type) else [value]
-  functions = [inspect.unwrap(f) for f in functions if callable(f)]
-  functions = [f for f in functions if hasattr(f, "__code__")]
-  codes = [f.__code__ for f in functions if f.__module__ == value.__module__]
+  codes = [f.__code__ for f in _functions(value) if f.__module__ == value.__module__]
   for code in codes:
     if (tree := _tree_of(code.co_filename)) is None:
       continue
@@ -197,15 +204,20 @@ def _is_at(node: Any, code: types.CodeType) -> bool:
 
 def _bound(node: ast.AST) -> set[str]:
   """Return the names that a statement of a module binds, those inside `if` included."""
-  names: set[str] = set()
   if isinstance(node, (ast.ClassDef, *_FUNCTIONS[:2])):
     return {node.name}
   if isinstance(node, _IMPORTS):
     return {a.asname or a.name.partition(".")[0] for a in node.names}
-  for child in ast.iter_child_nodes(node):
-    is_target = isinstance(child, ast.Name) and isinstance(child.ctx, ast.Store)
-    names |= {child.id} if is_target else _bound(child)  # pyright: ignore
-  return names
+  if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+    return {node.id}
+  return set().union(*map(_bound, ast.iter_child_nodes(node)))
+
+
+def _imports(nodes: Iterable[ast.AST]) -> Iterator[tuple[Any, ast.alias]]:
+  """Yield the import statements inside statements, with each module or name they import."""
+  for part in (part for node in nodes for part in ast.walk(node)):
+    for alias in part.names if isinstance(part, _IMPORTS) else ():
+      yield part, alias
 
 
 def _used(node: ast.AST) -> tuple[set[str], set[str]]:
@@ -300,6 +312,9 @@ class _Search:
     # Statements such as `Net.scale = 2` or `setattr(Net, "scale", 2)` change the definition.
     nodes += [n for n, names in changing if n not in nodes and name in names]
     self._add(module, key, nodes, name)
+    made = getattr(sys.modules.get(module), name, value)
+    if not nodes and isinstance(made, (type, types.FunctionType)) and made.__module__ == module:
+      self._add_value(made, key)  # `exec` of a text has defined it.
     for star in [] if nodes else binding.get("*", ()):
       self._visit_import(module, star, ast.alias("*"), {name})
 
@@ -314,9 +329,8 @@ class _Search:
       texts.append(_dump(node))
       names, attributes = _used(node)
       self._used.setdefault(module, set()).update(attributes)
-      for statement in (n for n in ast.walk(node) if isinstance(n, _IMPORTS)):
-        for alias in statement.names:
-          self._visit_import(module, statement, alias, attributes)
+      for statement, alias in _imports([node]):
+        self._visit_import(module, statement, alias, attributes)
       for used in names - {name}:
         self._visit_name(module, used, attributes)
     if texts:  # Other names are builtins, parameters or local names.
@@ -333,14 +347,24 @@ class _Search:
     while self._waiting:
       self._follow(*self._waiting.pop())
 
+  def find_imported(self) -> None:
+    """Find the files that the files so far import when they are loaded; ends the search.
+
+    A copy of a config file needs them even if none of its classes uses them.
+    """
+    modules = [*self.files]
+    for module in modules:  # It grows while it is read.
+      for nodes in _statements(_tree_of(str(self.files[module])))[0].values():
+        for node, alias in _imports(n for n in nodes if not isinstance(n, _FUNCTIONS)):
+          self._visit_import(module, node, alias, set())
+      modules += [*self.files][len(modules) :]
+
   def _follow(self, module: str, name: str, attributes: set[str]) -> None:
     file = self._file_of(module)
     tree = None if file is None or file.suffix != ".py" else _tree_of(str(file))
-    for node in _statements(tree)[0].get(name, ()):
-      for part in ast.walk(node):
-        for alias in part.names if isinstance(part, _IMPORTS) else ():
-          if name == (alias.asname or alias.name.partition(".")[0]):
-            self._visit_import(module, part, alias, attributes)
+    for node, alias in _imports(_statements(tree)[0].get(name, ())):
+      if name == (alias.asname or alias.name.partition(".")[0]):
+        self._visit_import(module, node, alias, attributes)
     value = getattr(sys.modules.get(module), name, None)
     if isinstance(value, types.ModuleType):  # `importlib.import_module` binds modules, too.
       self._visit_module(value.__name__, attributes)
@@ -401,11 +425,9 @@ class _Search:
   def _visit_closure(self, value: Any) -> None:
     """Visit the variables that functions of a local class or function close over."""
     inner = vars(value).values() if isinstance(value, type) else [value]
-    for function in inner:
-      code = getattr(function, "__code__", None)
-      if code is None or code.co_filename == "<string>" or not is_own(function.__module__):
-        continue  # A method that `settings` or `dataclass` has added.
-      for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
+    for function in filter(_is_written, inner):
+      free = function.__code__.co_freevars
+      for name, cell in zip(free, function.__closure__ or (), strict=True):
         with contextlib.suppress(ValueError):  # The variable is not bound yet.
           key = f"{module_name(value.__module__)}:{value.__qualname__}.{name}"
           self._visit_value(cell.cell_contents, key)
@@ -429,25 +451,27 @@ class _Search:
         self.hashes[key] = f"{module}:{name}"
         return
       qualified = f"{module_name(str(module))}:{value.__qualname__}"
-      if qualified in self.hashes:
-        return
       if self._file_of(str(module)) is not None:
         self.visit(str(module), value.__qualname__, value)
-        return
-      self.hashes[qualified] = source_hash(value)
-      self._visit_closure(value)
-      for base in getattr(value, "__bases__", ()):
-        if is_own(base.__module__):
-          self._visit_value(base, base.__qualname__)
-      found = [_used(node) for node in _nodes_of(inspect.unwrap(value))]
-      # Without source, the bytecode has the names of both kinds.
-      found = found or [({*code.co_names}, {*code.co_names}) for code in _codes(value)]
-      for names, attributes in found:
-        self._used.setdefault(str(module), set()).update(attributes)
-        for used in sorted(names - {name}):
-          self.visit(str(module), used)
+      elif qualified not in self.hashes:
+        self._add_value(value, qualified)
     elif _is_plain(value):
       self.hashes[key] = _digest([repr(value)])
+
+  def _add_value(self, value: Any, key: str) -> None:
+    """Hash a class or function that no file defines, and visit what it uses."""
+    self.hashes[key] = source_hash(value)
+    self._visit_closure(value)
+    for base in getattr(value, "__bases__", ()):
+      if is_own(base.__module__):
+        self._visit_value(base, base.__qualname__)
+    found = [_used(node) for node in _nodes_of(inspect.unwrap(value))]
+    # Without source, the bytecode has the names of both kinds.
+    found = found or [({*code.co_names}, {*code.co_names}) for code in _codes(value)]
+    for names, attributes in found:
+      self._used.setdefault(value.__module__, set()).update(attributes)
+      for used in sorted(names - {value.__name__}):
+        self.visit(value.__module__, used)
 
 
 def _is_plain(value: Any) -> bool:
