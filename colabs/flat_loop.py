@@ -102,12 +102,12 @@ def eval_fn(params, model_state, batch):
 
 # %% [markdown]
 # ## The steps
-# Any optax optimizer works. The exchange averages the gradients over the devices: here in 16
-# bits, with sums in float32. Both have a state, which belongs to the train state.
+# Any optax optimizer works. The exchange averages the gradients over the devices, here exactly;
+# `exchange.half_precision` sends 16 bits. Both can have a state, which belongs to the train state.
 
 # %%
 schedule = optax.warmup_cosine_decay_schedule(0.0, 2e-2, 20, STEPS)
-optimizer, method = optax.adamw(schedule), exchange.half_precision(mesh.axis_names)
+optimizer, method = optax.adamw(schedule), exchange.plain(mesh.axis_names)
 train_step = jxs.make_train_step(loss_fn, optimizer, mesh, method, schedule=schedule)
 eval_step = jxs.make_eval_step(eval_fn, mesh)
 
@@ -129,6 +129,8 @@ with jxs.Checkpoints(FOLDER) as checkpoints:
   parts = init, optimizer, mesh, method
   state = checkpoints.restore(jxs.abstract_state(*parts)) or jxs.init_state(*parts, seed=0)
   start = int(state.step)
+  if is_first and start:
+    print(f"resumed after step {start}")
   options = {"seed": 0, "position": start * BATCH_SIZE, "shard": own_rows}
   batches = data.to_device(data.train_batches(train, BATCH_SIZE, **options), mesh)
   for step in range(start + 1, STEPS + 1):

@@ -57,7 +57,8 @@ def prune(
   Args:
     directory: the directory of checkpoints.
     keep_last: the number of newest checkpoints to keep.
-    keep_best: the number of checkpoints with the highest score to keep in addition.
+    keep_best: the number of checkpoints with the highest score to keep in addition, the
+      earliest of equal ones.
     scores: `metrics.score` by step, as far as it is known; missing scores are added.
     best_metric: the metric that the scores are of, from `metrics.signed`.
   """
@@ -68,8 +69,8 @@ def prune(
         manifest = checkpoint_files.read_manifest(directory / str(step))
         scores[step] = metrics.score(manifest["metrics"], best_metric)
       there.append(step)
-  ranked = sorted((x, s) for s in there if (x := scores[s]) is not None)
-  best = {step for _, step in ranked[max(len(ranked) - keep_best, 0) :]}
+  ranked = sorted((-x, step) for step in there if (x := scores[step]) is not None)
+  best = {step for _, step in ranked[:keep_best]}
   for step in set(there) - set(there[-keep_last:]) - best:
     _remove(directory / str(step))
 

@@ -37,7 +37,7 @@ jobs: logs: print the output of a run: -f first
 jobs: profile: trace steps of a running run and list the slowest operations: first --steps 10
 jobs: cancel: save and stop runs: first
 jobs: resume: submit stopped runs again: first --nodes 2
-studies: report: report the results of runs, and compare sizes: sizes --png sizes.png
+studies: report: report the results of runs, and compare sizes: sizes --to sizes
 studies: batch-study: train to a target at several batch sizes: --config digits --batch-sizes 64,256
 shell: completion: print the tab completion for bash or zsh: bash
 """

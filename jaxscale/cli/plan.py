@@ -89,7 +89,7 @@ def _plan(args: Namespace) -> int:
     limits = {"machine": site.machine, "minutes": args.minutes}
     best = search.search(config, chips, **limits, log=lambda x: print(x, flush=True))
     print(f"\n{search.text(best)}\n", flush=True)
-    config, extras = best.config, {"search": search.as_json(best)}
+    config = best.config
   plan = make_plan(config, chips, machine=site.machine, nodes=args.nodes or ())
   # Imports NumPy and Matplotlib, which only a finished plan needs.
   from jaxscale.planning import plan_report, submission

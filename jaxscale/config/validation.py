@@ -210,8 +210,9 @@ def _instance_hint(annotation: Any, value: Any) -> str:
   """Return the hint for a class, or the name of one, given instead of an object; or ""."""
   classes = settings_classes(annotation)
   name = closest(value, classes) if isinstance(value, str) else None
-  if isinstance(value, type) and hasattr(value, "built_in"):
-    name = value.__name__
+  # `apply` is a method of Linen modules.
+  if isinstance(value, type) and (hasattr(value, "built_in") or hasattr(value, "apply")):
+    return f"; give an instance, {value.__name__}()" * bool(classes)
   return f", did you mean {name}()?" if name and classes else ""
 
 

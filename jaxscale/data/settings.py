@@ -137,7 +137,7 @@ class ImageFolder(_Images):
   of more than 8 bits are scaled by the range of their type, floats from 0 … 1.
 
   Attributes:
-    path: the directory of the splits, with images as PATH/SPLIT/CLASS/*.JPEG.
+    path: the directory of the splits, with image files as PATH/SPLIT/CLASS/*.
     train_split: the name of the subdirectory with the training images.
     eval_split: the name of the subdirectory with the validation images.
     image_size: the height and width in pixels to which images are cropped and resized.
@@ -174,7 +174,7 @@ class ImageFolder(_Images):
       inside = "" if name == "path" else value
       if not os.path.isdir(os.path.join(self.path, inside)):
         where = f" in {self.path}" * (name != "path")
-        problem = f"no such directory{where}; images are PATH/SPLIT/CLASS/*.JPEG"
+        problem = f"no such directory{where}; image files are PATH/SPLIT/CLASS/*"
         raise ConfigError(f"--config.data.{name}={value}: {problem}")
 
 

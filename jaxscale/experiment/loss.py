@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable, Mapping
-from typing import Any, cast
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +17,7 @@ from jaxscale import data, models
 from jaxscale.collectives import vary
 from jaxscale.errors import invalid
 from jaxscale.experiment.own_classes import build, guarded_parts
-from jaxscale.mesh import batch_axes
+from jaxscale.mesh import batch_axes, row_blocks
 from jaxscale.optim.tree_paths import path_name
 from jaxscale.training import losses
 from jaxscale.training.contract import check_sums, checked, compiled, example_values, one_line
@@ -45,8 +44,7 @@ def make_objective(config: cfg.Config, info: Any, model: Any, mesh: Mesh) -> Any
       with other settings.
   """
   axes = batch_axes(mesh)
-  sizes = [mesh.shape[axis] for axis in axes]
-  context = cfg.LossContext(model, axes, math.prod(sizes), jnp.dtype(config.dtype))
+  context = cfg.LossContext(model, axes, row_blocks(mesh), jnp.dtype(config.dtype))
   expected = "a training.Objective, GatheredObjective or CustomLoss"
   arguments = config.loss.arguments(info, context)
   objective = build(config.loss, *arguments, kind=_is_loss, expected=expected)
@@ -144,7 +142,7 @@ def trace_steps(
     shapes of (params, model_state) and of the batch.
   """
   axes = batch_axes(mesh)
-  whole = rows * math.prod(mesh.shape[axis] for axis in axes)
+  whole = rows * row_blocks(mesh)
   batch = abstract_rows(info, whole)
   keys = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), whole))
   state = models.init_shapes(model.init)
@@ -190,9 +188,11 @@ def sum_notes(objective: AnyLoss, state: Any, outputs: Any, batch: Any, mesh: Me
   Raises:
     ConfigError: a total is not a sum over the rows.
   """
+  if isinstance(objective, GatheredObjective):
+    # Repeated rows change correct results, such as the position of the most similar row.
+    return _split_notes(objective, outputs, batch)
   if isinstance(objective, CustomLoss):
-    params, model_state = state
-    reason = check_sums(objective.loss_fn, params, model_state, batch, mesh)
+    reason = check_sums(objective.loss_fn, *state, batch, mesh)
   else:
 
     def of_outputs(params: Any, model_state: Any, batch: Any, keys: Any):
@@ -206,8 +206,6 @@ def sum_notes(objective: AnyLoss, state: Any, outputs: Any, batch: Any, mesh: Me
   notes = [f"cannot check that its loss sums over rows: {reason}"] if reason else []
   if isinstance(objective, CustomLoss):
     notes.append("its loss_fn is not tested for results that depend on the number of devices")
-  if isinstance(objective, GatheredObjective):
-    notes += _split_notes(objective, outputs, batch)
   return notes
 
 
@@ -220,59 +218,61 @@ def metric_notes(metrics: Mapping[str, Metric], outputs: Any, batch: Any) -> lis
     batch: shapes of the batch.
 
   Raises:
-    ConfigError: a metric's result for all rows is not the sum of those for two halves.
+    ConfigError: a metric's result for all rows is not the sum of those for two halves, or
+      has one entry per row.
   """
   notes, rows = [], example_values({}, {}, {"outputs": outputs, **batch}, rows=64)[2]
   for name, metric in metrics.items():
     if metric.gathers:
       continue
     try:
-      whole, first, second = compiled(functools.partial(_halved, metric.update, rows))()
+      parts = _halved(functools.partial(_sums_of, metric), rows)
     except Exception as e:  # The metric may be written for one batch size.
       notes.append(f"cannot check that the metric {name} is made of sums: {one_line(e)}")
       continue
-    added = jax.tree.map(np.add, first, second)
-    pairs = zip(jax.tree.leaves(whole), jax.tree.leaves(added), strict=True)
-    if not all(np.allclose(x, y, rtol=1e-3, equal_nan=True) for x, y in pairs):
+    leaves = [*zip(*map(jax.tree.leaves, parts), strict=True)]
+    if any(x.shape != y.shape for x, y, _ in leaves):
+      problem, fix = "returns one entry per row", "return sums over the rows, or pass gathers=True"
+      raise invalid("Config.metrics", name, problem, fix)
+    if not all(np.allclose(x, y + z, rtol=1e-3, equal_nan=True) for x, y, z in leaves):
       problem = "returns a value for all rows that is not the sum of those for parts of them"
       raise invalid("Config.metrics", name, problem, "return sums, and divide in `compute`")
   return notes
 
 
-def _halved(update: Callable[..., Any], rows: Any) -> list[Any]:
-  """Return the result of `Metric.update` for all rows, and for each half of them."""
+def _sums_of(metric: Metric, outputs: Any, batch: Any, rows: jax.Array) -> Any:
+  mask = jnp.ones(len(rows), bool)
+  return metric.update(outputs, batch | {"mask": mask}, mask.astype(jnp.int32))
 
-  def of(at: slice) -> Any:
-    part = jax.tree.map(lambda x: jnp.asarray(x)[at], rows)
-    outputs, count = part.pop("outputs"), len(jax.tree.leaves(part)[0])
-    return update(outputs, part | {"mask": jnp.ones(count, bool)}, jnp.ones(count, jnp.int32))
 
-  half = len(jax.tree.leaves(rows)[0]) // 2
-  return [of(at) for at in np.s_[:, :half, half:]]
+def _halved(function: Callable[..., Any], values: Any) -> list[Any]:
+  """Compute function(outputs, batch, positions) for all rows, and for each half of them."""
+  rows = jnp.arange(len(jax.tree.leaves(values)[0]), dtype=jnp.int32)
+
+  def of(rows: jax.Array) -> Any:
+    part = jax.tree.map(lambda x: jnp.asarray(x)[rows], values)
+    return function(part.pop("outputs"), part, rows)
+
+  return compiled(lambda: [*map(of, (rows, *jnp.split(rows, 2)))])()
 
 
 def _split_notes(objective: GatheredObjective, outputs: Any, batch: Any) -> list[str]:
-  """Return a note if a loss changes when its rows are split over two devices."""
+  """Return notes on a loss and metrics that change when rows are split over two devices."""
   values = example_values({}, {}, {"outputs": outputs, **batch}, rows=4)[2]
-  values = jax.tree.map(jnp.asarray, values)
-  outputs = values.pop("outputs")
 
-  def loss(rows: Any):
-    own = jax.tree.map(lambda x: x[rows], (outputs, values))
-    everyone = Everyone(outputs, values, rows, jnp.ones(4, bool))
-    return cast(Any, objective).loss(*own, everyone)
-
-  def both():
-    rows = jnp.arange(4, dtype=jnp.int32)
-    return loss(rows), jnp.concatenate([loss(rows[:2]), loss(rows[2:])])
+  def results(outputs: Any, batch: Any, rows: jax.Array) -> dict[str, Any]:
+    every = jax.tree.map(jnp.asarray, values)
+    parts = outputs, batch, Everyone(every.pop("outputs"), every, rows, jnp.ones(4, bool))
+    named = {f"metric {k!r}": x for k, x in objective.metrics(*parts).items()}
+    return {"loss": objective.loss(*parts)} | named
 
   try:
-    whole, halves = map(np.asarray, compiled(both)())
+    whole, *halves = _halved(results, values)
   except Exception as e:  # the loss may be written for one batch size
     return [f"cannot check whether its loss depends on the number of devices: {one_line(e)}"]
-  if np.allclose(whole, halves, rtol=1e-3, equal_nan=True):
-    return []
   return [
-    "its loss depends on the rows of each device: results depend on the number of devices; "
+    f"its {name} depends on the rows of each device: results depend on the number of devices; "
     "use `everyone` for what concerns the whole batch"
+    for name, x in whole.items()
+    if not np.allclose(x, np.concatenate([y[name] for y in halves]), rtol=1e-3, equal_nan=True)
   ]

@@ -11,7 +11,7 @@ from typing import Any
 from jaxscale.jobs.measured import SUMMARY, NotBegunError, finite, locate, resumed_text, windows
 from jaxscale.jobs.spec import ASKED_CODES
 from jaxscale.metrics import read_json, read_metrics, text
-from jaxscale.metrics.scoring import score, signed
+from jaxscale.metrics.scoring import best_of, signed
 from jaxscale.run import provenance
 
 _CURVE, _BLOCKS = 24, "▁▂▃▄▅▆▇█"
@@ -77,8 +77,7 @@ def metric_table(
     lines: the lines of metrics.jsonl.
     best_metric: the metric that decides which evaluation is best, as in `metrics.score`.
   """
-  ranks = ((score(finite(x, "eval/"), best_metric), x["step"]) for x in lines)
-  best = max(((rank, step) for rank, step in ranks if rank is not None), default=(0, None))[1]
+  _, best = best_of(((finite(x, "eval/"), x["step"]) for x in lines), best_metric)
   rows = []
   for key in dict.fromkeys(n for x in lines for n in x if n == "train/loss" or n[:5] == "eval/"):
     if points := {x["step"]: x[key] for x in lines if key in finite(x)}:

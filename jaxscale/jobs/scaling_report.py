@@ -93,8 +93,6 @@ class Report(NamedTuple):
   def __repr__(self) -> str:
     return "\n".join([self.heading(), text.table(*table(self)), *self.notes])
 
-  __str__ = __repr__
-
   def _repr_html_(self) -> str:
     lines = "".join(f"<li>{escape(note)}</li>" for note in self.notes)
     with tempfile.TemporaryDirectory() as folder:

@@ -92,8 +92,6 @@ class ShownAsTable(list[Any]):
   def __repr__(self) -> str:
     return text.table(*self.columns()) if self else self.empty
 
-  __str__ = __repr__
-
   def _repr_html_(self) -> str:
     return text.html_table(*self.columns()) if self else self.empty
 

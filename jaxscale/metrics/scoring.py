@@ -59,7 +59,7 @@ def score(values: Mapping[str, float], best: str | None = None) -> float | None:
     best: the metric that decides, from `signed`; None is accuracy, or minus the loss.
 
   Returns:
-    The score, or None if the metric was not measured.
+    The score, or None if the metric was not measured or is NaN.
 
   Example:
     >>> score({"accuracy": 0.5, "loss": 2.0}), score({"loss": 2.0, "perplexity": 7.4})
@@ -69,8 +69,27 @@ def score(values: Mapping[str, float], best: str | None = None) -> float | None:
   """
   if best is None:
     best = "accuracy" if "accuracy" in values and "perplexity" not in values else "-loss"
-  value = values.get(best.removeprefix("-"))
-  return -value if value is not None and best.startswith("-") else value
+  value = values.get(best.removeprefix("-"), math.nan)
+  if math.isnan(value):
+    return None
+  return -value if best.startswith("-") else value
+
+
+def best_of(
+  evaluations: Iterable[tuple[Mapping[str, float], int]], best: str | None
+) -> tuple[float | None, int | None]:
+  """Return the highest score and its step, the earliest of equal ones, or (None, None).
+
+  Args:
+    evaluations: metrics and step of each evaluation.
+    best: the metric that decides, as for `score`.
+
+  Example:
+    >>> best_of([({"f1": 0.4}, 10), ({"f1": 0.5}, 20), ({"f1": 0.5}, 30)], "f1")
+    (0.5, 20)
+  """
+  known = ((x, step) for values, step in evaluations if (x := score(values, best)) is not None)
+  return max(known, key=lambda pair: (pair[0], -pair[1]), default=(None, None))
 
 
 def is_reached(

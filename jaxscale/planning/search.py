@@ -318,14 +318,3 @@ def text(search: Search) -> str:
     f"{search.too_large:,} cannot fit, {len(search.rows)} compiled; {search.ended}\n"
     f"{table(head, cells, left=(0, 1, 5))}"
   )
-
-
-def as_json(search: Search) -> dict[str, Any]:
-  """Return the table as JSON."""
-  rows = []
-  for one, step, note in search.rows:
-    took = step.seconds["expected"] if step else None
-    row = dict(layout=name_of(one), remat=one.layout.remat, micro_batches=one.num_microbatches)
-    rows.append(row | dict(seconds=took, memory=step.memory if step else None, note=note))
-  kept = ("considered", "too_large", "seconds", "ended")
-  return {name: getattr(search, name) for name in kept} | {"rows": rows}

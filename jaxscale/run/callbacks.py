@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -67,18 +67,10 @@ class Callback:
   """
 
   every: int | Callable[[int], bool] = 1
-  holds_user_code = True
 
   def __init__(self, **functions: Any):
-    if unknown := sorted(functions.keys() - vars(Callback).keys()):
-      raise invalid("Callback", unknown[0], "does not exist", nearest(unknown[0], vars(Callback)))
+    _check_names("Callback", functions)
     vars(self).update(functions)
-
-  @property
-  def user_code(self) -> Any:
-    """Code of the first function that was passed by keyword, to report its errors; or None."""
-    passed = (f for name, f in vars(self).items() if hasattr(Callback, name))
-    return next((f.__code__ for f in passed if hasattr(f, "__code__")), None)
 
   def on_start(self, step: int, state: TrainState) -> Any:
     """Handle a start of training: at step 0, and again after a resume or a rollback."""
@@ -119,7 +111,8 @@ class Callbacks:
       members: each callback with its settings; None for a callback from Python.
 
     Raises:
-      ConfigError: an interval is not a number of steps or a function.
+      ConfigError: an interval is not a number of steps or a function, or a method named
+        on_* does not exist in `Callback`, so that it would never be called.
     """
     self.stopped: dict[str, Any] | None = None
     self.of: dict[str, tuple[Callback, Any]] = {}
@@ -127,6 +120,7 @@ class Callbacks:
       name, every = class_name(type(settings or callback)), callback.every
       if not callable(every) and not (type(every) is int and every >= 1):
         raise invalid(f"{name}.every", every, "is not a number of steps", "use 1 or more")
+      _check_names(name, [n for n in dir(callback) if n.startswith("on_")])
       number = 1 + sum(other.split()[0] == name for other in self.of)
       self.of[f"{name} {number}" if number > 1 else name] = callback, settings or callback
     self._settings = {
@@ -146,7 +140,8 @@ class Callbacks:
     """Call a function of callbacks in order; return the state to train on.
 
     Raises:
-      ConfigError: a user's class failed, or a result is invalid.
+      ConfigError: a callback of the config failed, or a result is invalid. Exceptions of
+        callbacks from Python keep their type and have a note with the callback's name.
     """
     request = None
     for name in names:
@@ -154,7 +149,13 @@ class Callbacks:
       function = getattr(callback, hook)
       by = getattr(function, "__name__", hook)
       where = f".{hook}" + f" ({by})" * (by not in (hook, "<lambda>"))
-      result = guarded(owner, where, function)(step, state, *map(dict, values))
+      if isinstance(owner, Choice):
+        function = guarded(owner, where, function)
+      try:
+        result = function(step, state, *map(dict, values))
+      except Exception as e:
+        e.add_note(f"raised in {name}{where} at step {step}")
+        raise
       if isinstance(result, TrainState):
         _check_same(f"{name}{where}", state, result)
         state = result
@@ -225,6 +226,13 @@ class Callbacks:
         fix = "use dict, list, str, int, float, bool and None, with texts as keys"
         raise invalid(f"{name}.state_dict()", state, "is not JSON", fix)
     return states
+
+
+def _check_names(owner: str, names: Iterable[str]) -> None:
+  """Raise if a name is not one of `Callback`."""
+  known = [name for name in vars(Callback) if not name.startswith("_")]
+  for name in sorted({*names}.difference(known)):
+    raise invalid(owner, name, "does not exist", nearest(name, known))
 
 
 def _check_same(where: str, old: TrainState, new: TrainState) -> None:

@@ -18,6 +18,7 @@ from jaxscale.data.arrays import cast
 from jaxscale.data.encoded import Source, from_source
 from jaxscale.data.folder import SUFFIXES, image_files, listed_files
 from jaxscale.errors import ConfigError, invalid
+from jaxscale.files import expand
 from jaxscale.metrics.text import listed
 
 _MODES = {1: "L", 3: "RGB", 4: "RGBA"}
@@ -30,9 +31,13 @@ def of_inputs(config: Config, info: Any, inputs: Any) -> data.Dataset:
     ConfigError: the inputs do not fit the model.
   """
   if isinstance(inputs, str | os.PathLike):
-    raise invalid("inputs", str(inputs), "is no list", f"give [{os.fspath(inputs)!r}]")
+    return of_path(config, info, Path(expand(inputs)))[0]
+  if hasattr(inputs, "convert"):
+    raise invalid("inputs", ..., "is a single image", "give [image]")
   items = inputs if isinstance(inputs, list | tuple) else ()
   if items and all(isinstance(x, str | os.PathLike) for x in items):
+    for missing in [x for x in items if not os.path.isfile(x)]:
+      raise invalid("inputs", str(missing), "is no such file", "correct the path")
     return _of_images(config, info, listed_files(items))
   if items and all(hasattr(x, "convert") for x in items):
     return _of_images(config, info, _pictures(items, info))
@@ -56,12 +61,12 @@ def of_path(config: Config, info: Any, path: Path) -> tuple[data.Dataset, bool]:
   if not path.is_file() or path.suffix not in (".npy", ".npz"):
     fix = "give a folder of images, an image, or arrays in a .npy or .npz file"
     problem = "is of no known kind" if path.exists() else "is no such file"
-    raise invalid("--data", str(path), problem, fix)
+    raise invalid(str(path), ..., problem, fix)
   try:
     loaded: Any = np.load(path, mmap_mode="r", allow_pickle=False)
     named = {"x": loaded} if path.suffix == ".npy" else dict(loaded)
   except (ValueError, OSError, EOFError, zipfile.BadZipFile) as e:
-    raise invalid("--data", str(path), f"cannot be read ({e})", "write it again") from None
+    raise invalid(str(path), ..., f"cannot be read ({e})", "write it again") from None
   names = {"x": _input(info), "y": "targets" if isinstance(info, data.TextInfo) else "label"}
   named = {names.get(name, name): array for name, array in named.items()}
   return _of_arrays(info, named), data.batch_shapes(info, 1).keys() <= named.keys()

@@ -11,6 +11,7 @@ import jax
 from jaxscale import cluster, metrics
 from jaxscale.checkpoint import lock
 from jaxscale.checkpoint.manager import UnsavedError
+from jaxscale.metrics.scoring import best_of
 from jaxscale.run.run import Run
 from jaxscale.training import loss_scale, noise_scale
 from jaxscale.training.types import TrainState
@@ -98,10 +99,9 @@ def summarize(run: Run, state: TrainState) -> dict[str, Any]:
 
 
 def _best(run: Run) -> dict[str, Any]:
-  """Return the best evaluation by `Checkpoint.best_metric`, the last of equals."""
+  """Return the best evaluation by `Checkpoint.best_metric`, the earliest of equals."""
   if (name := run.experiment.best_metric) is None:
     return {}
-  scores = ((metrics.score(e.values, name), e.step) for e in run.evaluations)
-  score, step = max(((x, step) for x, step in scores if x is not None), default=(None, None))
+  score, step = best_of(((e.values, e.step) for e in run.evaluations), name)
   value = -score if score is not None and name.startswith("-") else score
   return {"best_metric": name, "best_value": value, "best_step": step}

@@ -96,7 +96,8 @@ class Trained:
     Args:
       inputs: an array [n, ...] as the dataset gives it, e.g. uint8 images of the model's size
         or tokens; a list of image files or of Pillow's images, which are resized and cropped
-        as in the run's evaluations; or a dict of arrays for a model with several inputs.
+        as in the run's evaluations; a dict of arrays for a model with several inputs; or the
+        path of a folder of images, an image, or a .npy or .npz file.
       batch_size: the number of examples per batch; None uses `evaluation.batch_size`.
 
     Raises:

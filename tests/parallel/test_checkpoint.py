@@ -1,6 +1,7 @@
 """Checkpoints: exact, on any mesh, refused when foreign, distrusted when damaged."""
 
 import itertools
+import math
 import os
 import re
 import shutil
@@ -25,7 +26,7 @@ from support.trees import assert_same_bits
 def test_keeps_the_last_and_the_best(tmp_path):
   _, state = make_states(1)
   with Checkpoints(tmp_path, keep_last=2, keep_best=1) as checkpoints:
-    for step, accuracy in enumerate([0.1, 0.9, None, 0.3, 0.5, None], 1):
+    for step, accuracy in enumerate([math.nan, 0.9, None, 0.9, 0.5, None], 1):
       metrics = None if accuracy is None else {"accuracy": accuracy}
       checkpoints.save(at_step(state, step), metrics)
     checkpoints.wait()

@@ -161,7 +161,14 @@ def test_a_loss_that_depends_on_the_devices_is_named():
   (note,) = notes(GATHERED)
   assert note.startswith("OfBatch: its loss depends on the rows of each device")
   right = lambda o, b, everyone: cross_entropy(o - everyone.outputs.mean(0), b)  # noqa: E731
-  assert not notes(GatheredObjective(right))
+
+  def found(o, b, everyone):  # repeated rows would find the first copy
+    return {"found": (o @ everyone.outputs.T).argmax(-1) == everyone.rows}
+
+  assert not notes(GatheredObjective(right, found))
+  wrong = lambda o, b, everyone: {"n": jnp.full(len(o), len(o))}  # noqa: E731
+  (note,) = notes(GatheredObjective(right, wrong))
+  assert note.startswith("OfBatch: its metric 'n' depends on the rows of each device")
   (note,) = notes(CustomLoss(plain, OBJECTIVE))
   assert note.startswith("OfBatch: its loss_fn is not tested")
 

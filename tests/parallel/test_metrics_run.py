@@ -110,7 +110,9 @@ def test_jaxscale_evaluate_computes_them_too(tmp_path):
 
 def test_the_lowest_of_an_own_metric_is_kept_also_after_a_resume(tmp_path):
   COUNT.clear()
-  options = dict(best="odd_miss", metrics=(OddMiss(),), log=config.Log(plot=False))
+  options = dict(
+    best="odd_miss", metrics=(OddMiss(signs=(3.0, 1.0, 1.0)),), log=config.Log(plot=False)
+  )
   summary = run(tmp_path, **options).summary
   assert (summary["best_metric"], summary["best_value"]) == ("-odd_miss", 1.0)
   assert summary["best_step"] == 6 and saved(tmp_path) == [6, 9]
@@ -160,7 +162,8 @@ class Share(config.Metric):
     def update(outputs, batch, weights):
       is_one = batch["label"] == 1
       sums = {"ones": weights.sum(where=is_one), "all": weights.sum()}
-      return {"sum": sums, "mean": is_one.mean(), "number": 1.0, "most": outputs.max()}[self.how]
+      wrong = {"mean": is_one.mean(), "number": 1.0, "most": outputs.max(), "rows": is_one}
+      return {"sum": sums, **wrong}[self.how]
 
     return Metric(update, lambda sums: sums["ones"] / sums["all"])
 
@@ -170,6 +173,8 @@ def test_a_metric_that_is_no_sum_is_refused_before_the_first_step(how, tmp_path)
   with config_error("Config.metrics=share returns a value for all rows that is not the sum"):
     run(tmp_path, metrics=(Share(how=how),))
   assert not (tmp_path / "checkpoints").exists()
+  with config_error("share returns one entry per row; return sums over the rows, or pass gathers"):
+    run(tmp_path, metrics=(Share(how="rows"),))
 
 
 def test_a_metric_that_is_a_sum_is_taken(tmp_path):

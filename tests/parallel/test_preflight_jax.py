@@ -96,9 +96,13 @@ def test_a_gpu_that_jax_does_not_see_is_reported(monkeypatch):
   monkeypatch.delenv("JAX_PLATFORMS")
   monkeypatch.delenv("XLA_FLAGS", raising=False)
   found = {"platform": "cpu", "kind": "cpu", "count": 1, "wrong": []}
-  (reported,) = devices.findings([found], [{"gpus": [{}]}], ["n1"])
+
+  def reported_on(result, **facts):
+    (finding,) = devices._devices([result], ["n1"], facts)
+    return finding
+
+  reported = reported_on(found, gpu_ranks=[0])
   assert reported.text == "devices: n1 has GPUs, but JAX uses its CPU" and not reported.ok
-  (reported,) = devices.findings([found], [{"gpus": []}], ["n1"])
-  assert reported.ok
-  (reported,) = devices.findings([found | {"wrong": ["cuda:3: 14335.0"]}], [], ["n1"])
+  assert reported_on(found, gpu_ranks=[]).ok
+  reported = reported_on(found | {"wrong": ["cuda:3: 14335.0"]})
   assert reported.text == "devices: n1 computes wrong results: cuda:3: 14335.0"

@@ -149,10 +149,11 @@ images / 3 | which uint8 cannot represent
 {"x": images} | inputs['x'] is unknown; give image or label
 {"label": images[:, 0, 0, 0]} | inputs=['label'] lack 'image'; give it as well
 {"image": images, "label": [1]} | inputs=[1, 360] are different lengths
-["nothing.png"] | inputs has 1 damaged example: nothing.png
+["nothing.png"] | inputs=nothing.png is no such file
 ["a", 3] | the model takes
-"x.png" | inputs=x.png is no list; give ['x.png']
-Path("x.png") | inputs=x.png is no list; give ['x.png']
+"x.png" | x.png is no such file; give a folder of images, an image, or arrays in a .npy
+Path("x.png") | x.png is no such file; give a folder
+Image.new("L", (8, 8)) | inputs is a single image; give [image]
 """)
 
 
@@ -160,7 +161,9 @@ Path("x.png") | inputs=x.png is no list; give ['x.png']
 def test_inputs_that_do_not_fit_are_one_line(inputs, says, runs):
   images, _ = digits()
   with pytest.raises(jxs.ConfigError) as raised:
-    jxs.load(runs("data")[0]).predict(eval(inputs, {"images": images, "Path": Path}))
+    jxs.load(runs("data")[0]).predict(
+      eval(inputs, {"images": images, "Path": Path, "Image": Image})
+    )
   assert says in str(raised.value) and "\n" not in str(raised.value)
 
 
@@ -196,6 +199,9 @@ def test_files_are_viewed_as_in_evaluation(folder):
   assert {*found.classes} <= {"ant", "bee"}
   for inputs in (paths, [*map(str, paths)], [Image.open(p) for p in paths]):
     np.testing.assert_array_equal(loaded.predict(inputs).outputs, found.outputs)
+  only = loaded.predict(str(paths[4])), loaded.predict(root / "val" / "ant")
+  assert [len(x.outputs) for x in only] == [1, 9]
+  np.testing.assert_allclose(only[0].outputs, found.outputs[4:5], rtol=1e-4, atol=1e-5)
 
 
 def test_a_file_has_each_example_once_in_order_in_every_format(folder, tmp_path, capsys):

@@ -148,6 +148,9 @@ def test_results_are_a_state_a_stop_or_none():
 def test_unknown_functions_and_intervals_are_refused():
   with pytest.raises(ConfigError, match="on_steps does not exist; did you mean 'on_step'"):
     jxs.Callback(on_steps=print)
+  misspelt = type("Mine", (jxs.Callback,), {"on_setp": print})()
+  with pytest.raises(ConfigError, match=r"^Mine=on_setp does not exist; did you mean 'on_step'"):
+    Callbacks([(misspelt, None)])
   for every in (0, 2.5, "x", None, True):
     with pytest.raises(ConfigError, match=r"Callback.every=.*is not a number of steps; use 1 or"):
       Callbacks([(jxs.Callback(every=every), None)])

@@ -254,11 +254,11 @@ def test_files_that_are_refused(tmp_path, text, where, remedy):
 
 
 CHOSEN = table("""
-models.MLP | did you mean MLP()?
+models.MLP | ; give an instance, MLP()
 'MLP' | did you mean MLP()?
 'MPL' | did you mean MLP()?
-Mine | did you mean Mine()?
-models.MLPModule | a class of yours
+Mine | ; give an instance, Mine()
+models.MLPModule | a class of yours that extends Model; give an instance, MLPModule()
 3 | a class of yours
 """)
 
