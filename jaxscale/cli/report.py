@@ -23,8 +23,6 @@ def add_arguments(parser: Parser) -> None:
   parser.words("names", "RUN", text, missing=SEE_STATUS)
   text = "the directory for scaling.csv and scaling.png (default: that of the study, if it is one)"
   parser.option("--to DIR", text, directory)
-  text = "the plan to compare with (default: plan.json of each workdir, if it exists)"
-  parser.option("--plan FILE.json", text)
   add_runs(parser)
 
 
@@ -34,26 +32,21 @@ def run(args: Namespace) -> None:
   from jaxscale.jobs import folder as folders
   from jaxscale.jobs.prediction import comparison
   from jaxscale.jobs.scaling_report import CSV, PNG, report
-  from jaxscale.planning.stored import read_plan
 
-  names, runs = args.names, args.runs
-  if folder := batch_study.find(names, runs):
-    for option in filter(vars(args).get, ("to", "plan")):
+  if folder := batch_study.find(args.names, args.runs):
+    if args.to:
       problem = "does not apply to a batch study, whose report is a table and study.json"
-      raise invalid(f"--{option}", getattr(args, option), problem, "leave it out")
+      raise invalid("--to", args.to, problem, "leave it out")
     print(batch_study.report(folder))
     return
-  plan = Path(args.plan) if args.plan else None
-  if plan:
-    read_plan(plan)  # Report an invalid plan before anything is printed.
-  paths = folders.find_all(names, runs, workdirs=True)
+  paths = folders.find_all(args.names, args.runs, workdirs=True)
   if len(paths) == 1 and not args.to:
     print(run_report.describe(paths[0]))
   else:
-    study = folders.find_study(names[0], runs) if len(names) == 1 else None
+    study = folders.find_study(args.names[0], args.runs) if len(args.names) == 1 else None
     title, folder = (study[0].name if study else "scaling", args.to or (study and study[0]))
-    print(report(title, paths, folder, plan))
+    print(report(title, paths, folder))
     if folder:
       print(Path(folder, CSV), Path(folder, PNG), sep="\n")
-  if len(paths) == 1 and (planned := comparison(paths[0], plan)):
+  if len(paths) == 1 and (planned := comparison(paths[0])):
     print(f"\n{planned}")

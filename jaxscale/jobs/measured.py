@@ -20,8 +20,7 @@ from jaxscale.errors import ConfigError
 from jaxscale.files import mismatch, require_json
 from jaxscale.jobs import folder as folders
 from jaxscale.metrics import read_json, read_json_lines, read_metrics
-from jaxscale.planning.stored import FILE as PLAN
-from jaxscale.planning.stored import Match, match, read_plan
+from jaxscale.planning import stored
 from jaxscale.run import provenance
 from jaxscale.run.goodput import FILE, Goodput, goodput, read_activities
 
@@ -108,7 +107,7 @@ class MeasuredRun(NamedTuple):
   goodput: Goodput | None = None
   evaluations: tuple[tuple[float, float], ...] = ()
   origin: str = ""
-  planned: Match | None = None
+  planned: stored.Match | None = None
   missing: tuple[str, ...] = ()
 
   @property
@@ -148,12 +147,11 @@ def locate(path: Path) -> Located:
   return Located(name, spec.workdir(0), events, spent)
 
 
-def read(path: Path, plan: Path | None = None) -> MeasuredRun:
+def read(path: Path) -> MeasuredRun:
   """Read the measurements of a run.
 
   Args:
     path: the path of the run, as for `locate`.
-    plan: the file of a plan; None uses plan.json in the workdir, if it exists.
 
   Raises:
     NotBegunError: the run has not logged a step yet.
@@ -188,7 +186,7 @@ def read(path: Path, plan: Path | None = None) -> MeasuredRun:
     summary=finite(summary) if summary.get("outcome") == "done" else {},
     evaluations=_evaluations(lines, batch, num_train),
     origin=provenance.last_start(workdir, about["hosts"]),
-    planned=_planned(plan or workdir / PLAN, record, batch),
+    planned=_planned(workdir / stored.FILE, record, batch),
   )
   newest = max(line["step"] for line in lines)
   return run._replace(missing=tuple(_missing(run, newest, derived["total_steps"])))
@@ -212,17 +210,17 @@ def finite(values: Mapping[str, Any], prefix: str = "") -> dict[str, float]:
   }
 
 
-def _planned(path: Path, record: Mapping[str, Any], batch: int) -> Match | None:
-  """Match a run with the plan at a path; None if there is no file."""
+def _planned(path: Path, record: Mapping[str, Any], batch: int) -> stored.Match | None:
+  """stored.Match a run with the plan at a path; None if there is no file."""
   if not os.path.lexists(path):
     return None
   try:
-    plan = read_plan(path)
+    plan = stored.read_plan(path)
   except ConfigError as e:
-    return Match(reason=str(e).removeprefix(f"{path.parent}/{PLAN}: "))
+    return stored.Match(reason=str(e).removeprefix(f"{path.parent}/{stored.FILE}: "))
   derived, kind = record["derived"], str(record.get("device_kind") or "")
   size = dict(devices=derived["num_devices"], batch_size=batch, steps=derived["total_steps"])
-  return match(plan, record["config"], **size, kind=kind)
+  return stored.match(plan, record["config"], **size, kind=kind)
 
 
 def windows(lines: Sequence[Mapping[str, Any]]) -> tuple[float, ...]:

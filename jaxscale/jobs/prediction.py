@@ -106,17 +106,16 @@ def _rows(run: MeasuredRun) -> Iterator[Row]:
     yield Row("whole run", 3600 * hours["expected"], spent, text.duration)
 
 
-def comparison(path: Path, plan: Path | None = None) -> Comparison | None:
+def comparison(path: Path) -> Comparison | None:
   """Compare a run in a folder; return None if it has no plan or no step yet.
 
   Args:
     path: the folder of a run, or a workdir.
-    plan: the file of a plan; None means plan.json of the workdir.
   """
-  if plan is None and not any(os.path.lexists(path / folder / FILE) for folder in (".", "train")):
+  if not any(os.path.lexists(path / folder / FILE) for folder in (".", "train")):
     return None
   try:
-    return compare(read(path, plan))
+    return compare(read(path))
   except NotBegunError:
     return None
   except ConfigError as e:

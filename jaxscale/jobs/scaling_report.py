@@ -253,16 +253,13 @@ def _gaps(runs: Sequence[MeasuredRun]) -> Iterator[str]:
   yield from (f"{run.name}: {run.origin}" for run in runs if run.origin)
 
 
-def report(
-  name: str, paths: Sequence[Path], folder: str | Path | None = None, plan: Path | None = None
-) -> Report:
+def report(name: str, paths: Sequence[Path], folder: str | Path | None = None) -> Report:
   """Read and compare runs; write the table and the picture if a folder is given.
 
   Args:
     name: the name of the study, for the headings.
     paths: the folders of runs, or workdirs.
     folder: the folder for `CSV`, the table, and `PNG`, the picture; None writes none.
-    plan: the file of a plan; None uses the plans of the runs, if they have any.
 
   Raises:
     ConfigError: the runs are not one study, or a file cannot be written.
@@ -270,7 +267,7 @@ def report(
   runs, waiting = [], []
   for path in paths:
     try:
-      runs.append(read(path, plan))
+      runs.append(read(path))
     except NotBegunError as e:
       waiting.append(str(e))
   if waiting and not runs:

@@ -100,8 +100,6 @@ def test_a_damaged_plan_is_one_line(tmp_path, content, capsys):
   to = f"--to={tmp_path}/t"
   assert main(["report", str(path), to]) == 0
   assert "nothing is compared with it" in capsys.readouterr().out
-  assert main(["report", str(path), to, f"--plan={path}/plan.json"]) == 2
-  assert len(capsys.readouterr().err.splitlines()) == 1
 
 
 def test_training_with_no_plan_is_a_mistake(tmp_path, capsys):

@@ -234,7 +234,7 @@ def test_the_command_reads_workdirs(tmp_path, capsys):
   assert out.startswith("scaling: strong scaling, global batch 128; speed-up and eff")
   assert {p.name for p in (tmp_path / "t").iterdir()} == {"scaling.csv", "scaling.png"}
   for argv, says in (
-    ([names[0], "--plna=x"], "did you mean '--plan'?"),
+    ([names[0], "--rusn=x"], "did you mean '--runs'?"),
     (["nothing-here", f"--runs={tmp_path}"], "nothing-here: no such run, give one of a, b"),
     ([], "RUN"),
   ):
