@@ -192,7 +192,7 @@ def sum_notes(objective: AnyLoss, state: Any, outputs: Any, batch: Any, mesh: Me
     # Repeated rows change correct results, such as the position of the most similar row.
     return _split_notes(objective, outputs, batch)
   if isinstance(objective, CustomLoss):
-    reason = check_sums(objective.loss_fn, *state, batch, mesh)
+    reason = check_sums(objective.loss_fn, state[0], state[1], batch, mesh)
   else:
 
     def of_outputs(params: Any, model_state: Any, batch: Any, keys: Any):
