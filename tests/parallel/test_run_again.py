@@ -193,7 +193,8 @@ def test_code_of_a_foreign_run_is_not_trained(run, tmp_path):
     train --config {run}/config.json --config.epoch=1 | did you mean 'epochs'?
   """.strip()),
 )  # fmt: skip
-def test_mistakes_are_one_line(argv, says, run, capsys):
+def test_mistakes_are_one_line(argv, says, run, capsys, tmp_path, monkeypatch):
+  monkeypatch.chdir(tmp_path)  # Its folder runs/ is not that of the checkout.
   assert cli.main(argv.format(run=run).split()) == 2
   assert says in capsys.readouterr().err
 

@@ -194,9 +194,9 @@ def test_a_run_of_a_language_model(bigram, tmp_path, capsys):
   shown = f"ppl {summary['perplexity']:.3f}"
   assert row.perplexity == summary["perplexity"] and shown in str(status.StatusTable([row]))
   name = tmp_path.name
-  study = report(name, [tmp_path], tmp_path / "x.csv", tmp_path / "x.png")
+  study = report(name, [tmp_path], tmp_path / "to")
   assert shown in str(study)
-  assert str(summary["perplexity"]) in (tmp_path / "x.csv").read_text()
+  assert str(summary["perplexity"]) in (tmp_path / "to" / "scaling.csv").read_text()
   resumed = fit(bigram, tmp_path).summary  # evaluates again, counts the same
   assert resumed["loss"] == summary["loss"]
   assert resumed["target_step"] == summary["target_step"]
