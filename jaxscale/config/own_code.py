@@ -243,8 +243,8 @@ def _changed(node: ast.AST, ours: set[str]) -> set[str]:
     return {node.id}
   parts = [*ast.iter_child_nodes(node)]
   if isinstance(node, ast.Call):
-    parts = [*ast.iter_child_nodes(node.func), *node.args, *node.keywords]
-    parts *= not _used(node.func)[0] & ours
+    is_ours = _used(node.func)[0] & ours
+    parts = [] if is_ours else [*ast.iter_child_nodes(node.func), *node.args, *node.keywords]
   return set().union(*(_changed(part, ours) for part in parts))
 
 

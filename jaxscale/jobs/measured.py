@@ -211,7 +211,7 @@ def finite(values: Mapping[str, Any], prefix: str = "") -> dict[str, float]:
 
 
 def _planned(path: Path, record: Mapping[str, Any], batch: int) -> stored.Match | None:
-  """stored.Match a run with the plan at a path; None if there is no file."""
+  """Match a run with the plan at a path; None if there is no file."""
   if not os.path.lexists(path):
     return None
   try:

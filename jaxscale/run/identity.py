@@ -133,8 +133,7 @@ def check_code(described: Described, config: Config) -> None:
     ConfigError: a definition differs.
   """
   old, new = described.code, code_of((config.model, config.loss)).hashes
-  names = [_code_name(key) for key, now in new.items() if old.get(key, now) != now]
-  if names:
+  if names := [_code_name(key) for key, now in new.items() if old.get(key, now) != now]:
     problem = f"was trained with different code of {few(names)}"
     fix = "restore it, or pass model= of a class with another name to jaxscale.load"
     raise invalid("run", str(described.workdir), problem, fix)

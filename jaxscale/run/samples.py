@@ -102,7 +102,8 @@ def _texts(context: CallbackContext, prompts: Sequence[str], **choice: Any) -> _
   text_of = generate.continuer(context.model, tokenizer, sharding, **choice)
 
   def sample(state: TrainState) -> Callable[[Path], None]:
-    texts = [p + text_of(state.evaluated()[0], p, config.seed + i) for i, p in enumerate(prompts)]
+    params, _ = state.evaluated()
+    texts = [p + text_of(params, p, config.seed + i) for i, p in enumerate(prompts)]
     return lambda path: replace_text(path.with_suffix(".txt"), "\n\n".join(texts) + "\n")
 
   return sample
