@@ -201,11 +201,12 @@ def message_of(error: BaseException) -> str:
   r"""Return the message of an error on one line; of JAX's own errors the first line.
 
   Example:
-    >>> message_of(OSError("no\n  route"))
-    'no route'
+    >>> message_of(OSError("no\n  route")), message_of(ConfigError("no\n  route"))
+    ('no route', 'no route')
   """
   text = str(error)
-  if type(error).__module__.startswith("jax"):  # It goes on with paragraphs and a link.
+  if type(error).__module__.partition(".")[0] in ("jax", "jaxlib"):
+    # The other lines are paragraphs of advice and a link.
     text = text.partition("\n")[0]
   return " ".join(text.split())
 
