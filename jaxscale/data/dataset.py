@@ -27,6 +27,9 @@ NO_CLASS = -1  # label of an unreadable validation example, which is always wron
 # "targets": int32 [n, sequence_length]. Any dataset may have further arrays [n, ...].
 Batch = dict[str, np.ndarray]
 Spec = tuple[tuple[int, ...], str]  # shape and dtype
+# Positions in the training stream [n] -> the indices of the examples [n], and the numbers [n]
+# whose random draws they use: the epoch of each if all its examples share their draws.
+Order = Callable[[np.ndarray], tuple[np.ndarray, np.ndarray]]
 
 
 # Larger images are rejected before decoding. This is Pillow's error limit, 1 GB in memory
@@ -280,6 +283,8 @@ class Dataset(NamedTuple):
       examples alone.
     name: a function of an index that returns the name of the example, such as its file;
       None if examples have no names.
+    order: a function of the seed that returns the order of training; None shuffles all
+      examples anew in each epoch (`pipeline.epochs`).
   """
 
   info: DatasetInfo | TextInfo
@@ -291,6 +296,7 @@ class Dataset(NamedTuple):
   notes: tuple[str, ...] = ()
   identity: str | Mapping[str, Any] | Callable[[], Mapping[str, Any]] | None = None
   name: Callable[[int], str] | None = None
+  order: Callable[[int], Order] | None = None
 
 
 def check_targets(name: str, targets: np.ndarray, limits: tuple[int, int]) -> None:

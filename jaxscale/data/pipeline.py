@@ -21,7 +21,7 @@ from jax.sharding import Mesh
 
 from jaxscale.data.arrays import cast
 from jaxscale.data.augment import uniform, uniform_bits
-from jaxscale.data.dataset import Batch, Dataset, batch_shapes
+from jaxscale.data.dataset import Batch, Dataset, Order, batch_shapes
 from jaxscale.errors import ConfigError, invalid, message_of
 from jaxscale.mesh import batch_sharding
 from jaxscale.metrics.text import listed
@@ -50,19 +50,12 @@ def train_batches(
   rows = batch_size // count
   num_threads = num_threads or max(len(os.sched_getaffinity(0)), 2)
 
-  @functools.lru_cache(maxsize=2)  # Threads are in this epoch or the next.
-  def order(epoch):
-    return shuffled(dataset.num_examples, seed, epoch)
+  order = dataset.order(seed) if dataset.order else epochs(dataset, seed)
 
   def load(step):
     positions = position + (step * count + index) * rows + np.arange(rows)
-    epochs, places = np.divmod(positions, dataset.num_examples)
-    indices = np.empty_like(places)
-    for epoch in np.unique(epochs):
-      here = epochs == epoch
-      indices[here] = order(int(epoch))[places[here]]
-    drawn = epochs if dataset.draws_by_epoch else positions
-    return dataset.load(indices, uniform(seed, drawn, dataset.num_draws))
+    indices, numbers = order(positions)
+    return dataset.load(indices, uniform(seed, numbers, dataset.num_draws))
 
   return load_ahead(load, num_threads)
 
@@ -124,6 +117,40 @@ def check_readable(dataset: Dataset) -> None:
 def _held(dtype: np.dtype) -> np.dtype:
   """Return the dtype of an array on a device: 32 bits, unless JAX_ENABLE_X64 is set."""
   return np.dtype(jax.dtypes.canonicalize_dtype(dtype))
+
+
+def epochs(
+  dataset: Dataset, seed: int, permutation: Callable[[int, int, int], np.ndarray] | None = None
+) -> Order:
+  """Return the order of a stream of whole epochs, one permutation of all examples after another.
+
+  Args:
+    dataset: the dataset whose examples are ordered.
+    seed: the seed of the order.
+    permutation: (num_examples, seed, epoch) -> the order of an epoch, int [num_examples];
+      None uses `shuffled`.
+
+  Example:
+    >>> from jaxscale import data
+    >>> indices, _ = epochs(data.digits("test"), seed=0)(np.arange(360))
+    >>> sorted(indices.tolist()) == list(range(360))
+    True
+  """
+  count, permutation = dataset.num_examples, permutation or shuffled
+
+  @functools.lru_cache(maxsize=2)  # Threads are in this epoch or the next.
+  def order(epoch):
+    return permutation(count, seed, epoch)
+
+  def at(positions):
+    each, places = np.divmod(positions, count)
+    indices = np.empty_like(places)
+    for epoch in np.unique(each):
+      is_in = each == epoch
+      indices[is_in] = order(int(epoch))[places[is_in]]
+    return indices, each if dataset.draws_by_epoch else positions
+
+  return at
 
 
 def shuffled(num_examples: int, seed: int, epoch: int) -> np.ndarray:
