@@ -178,8 +178,9 @@ def _make_worker_update(
   """Return a worker's inner step on one device.
 
   Returns:
-    (worker, anchor's parameters for the frozen ones, batch, key) -> (worker, totals, further metrics of the worker, codes). With
-    `skip_bad_steps` the codes are int32 [3] and report what the device found, else ().
+    (worker, parameters of the anchor, batch, key) -> (worker, totals, further metrics of the
+    worker, codes). Frozen parameters are those of the anchor. With `skip_bad_steps` the codes
+    are int32 [3] and report what the device found, else ().
   """
   axes, is_cpu = mesh.axis_names, on_cpu(mesh)
 
