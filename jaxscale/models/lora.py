@@ -103,7 +103,7 @@ def with_adapters(params: Any, lora: Lora, key: jax.Array, *, stacked: bool) -> 
     stacked: whether leaves under "layers/" are kernels of many layers, [layers, in, out].
 
   Raises:
-    ConfigError: no leaf is selected, or one that is not a matrix.
+    ConfigError: no leaf is selected, or one that is not a kernel.
   """
   targets = lora.targets or ""
   chosen = []
@@ -119,8 +119,9 @@ def with_adapters(params: Any, lora: Lora, key: jax.Array, *, stacked: bool) -> 
         continue
       chosen.append(path)
       shape = getattr(leaf, "shape", ())
-      if len(shape) != 2 + (stacked and path.startswith("layers/")):
-        problem = f"selects {path} of shape {list(shape)}, which is not a matrix [in, out]"
+      is_kernel = name == "kernel" or not stacked
+      if not is_kernel or len(shape) != 2 + (stacked and path.startswith("layers/")):
+        problem = f"selects {path} of shape {list(shape)}, which is not a kernel [in, out]"
         raise invalid("LoRA.targets", targets, problem, "select only kernels of dense layers")
       *first, width, out = shape
       own = jax.random.fold_in(key, zlib.crc32(path.encode()))

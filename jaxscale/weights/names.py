@@ -36,7 +36,7 @@ import numpy as np
 
 from jaxscale.config.validation import nearest
 from jaxscale.errors import ConfigError
-from jaxscale.weights.config_json import read_config_json
+from jaxscale.models.config_json import read_config_json
 
 Shape = tuple[int, ...]
 NAMINGS = ("jaxscale", "timm", "torchvision", "huggingface")
