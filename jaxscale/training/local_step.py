@@ -134,10 +134,9 @@ def make_local_train_step(
     worker = jax.tree.map(lambda x: x[0], stacked)
     params, *rest = anchor
     worker, totals, metrics, codes = update(worker, vary(params, axes), batch, key)
-    anchor = trainable_part(params, options.trainable), *rest
     is_due = ((step + 1) % method.every == 0) | (step + 1 == (last_step or 0))
-    anchor, worker, code = lax.cond(is_due, synchronize, _stay, anchor, worker)
-    anchor = merge(anchor[0], params), *anchor[1:]
+    operands = (trainable_part(params, options.trainable), *rest), worker
+    (part, *rest), worker, code = lax.cond(is_due, synchronize, _stay, *operands)
     if options.skip_bad_steps:
       totals["loss"] = jnp.where(code < 0, totals["loss"], jnp.nan)
       codes = jnp.append(codes, vary(code, axes))[None]
@@ -148,6 +147,7 @@ def make_local_train_step(
       metrics["learning_rate"] = jnp.asarray(schedule(step), jnp.float32)
     if not reduce_metrics:
       metrics = jax.tree.map(lambda x: vary(x, axes)[None], metrics)
+    anchor = merge(part, params), *rest
     return anchor, jax.tree.map(lambda x: x[None], worker), metrics, codes
 
   in_specs = P(), P(axes), P(axes), P(), P()
