@@ -135,8 +135,8 @@ def make_local_train_step(
     params, *rest = anchor
     worker, totals, metrics, codes = update(worker, vary(params, axes), batch, key)
     is_due = ((step + 1) % method.every == 0) | (step + 1 == (last_step or 0))
-    operands = (trainable_part(params, options.trainable), *rest), worker
-    (part, *rest), worker, code = lax.cond(is_due, synchronize, _stay, *operands)
+    part = trainable_part(params, options.trainable), *rest
+    (part, *rest), worker, code = lax.cond(is_due, synchronize, _stay, part, worker)
     if options.skip_bad_steps:
       totals["loss"] = jnp.where(code < 0, totals["loss"], jnp.nan)
       codes = jnp.append(codes, vary(code, axes))[None]
@@ -147,8 +147,8 @@ def make_local_train_step(
       metrics["learning_rate"] = jnp.asarray(schedule(step), jnp.float32)
     if not reduce_metrics:
       metrics = jax.tree.map(lambda x: vary(x, axes)[None], metrics)
-    anchor = merge(part, params), *rest
-    return anchor, jax.tree.map(lambda x: x[None], worker), metrics, codes
+    worker = jax.tree.map(lambda x: x[None], worker)
+    return (merge(part, params), *rest), worker, metrics, codes
 
   in_specs = P(), P(axes), P(axes), P(), P()
   out_specs = P(), P(axes), P() if reduce_metrics else P(axes), P(axes)
