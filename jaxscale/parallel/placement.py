@@ -22,9 +22,7 @@ from jaxscale.parallel.trainable import trainable_part
 HOST = "pinned_host"  # JAX's name for host memory that devices can copy from
 
 
-def shards_and_full(
-  params: Any, layout: Layout, trainable: str | None = None
-) -> tuple[Any, Any]:
+def shards_and_full(params: Any, layout: Layout, trainable: str | None = None) -> tuple[Any, Any]:
   """Return the parameters for which gradients are computed, and other parameters.
 
   Call it inside `shard_map`. Parameters are cast to varying over the axes that the

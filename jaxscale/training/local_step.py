@@ -134,10 +134,9 @@ def make_local_train_step(
     worker = jax.tree.map(lambda x: x[0], stacked)
     params, *rest = anchor
     worker, totals, metrics, codes = update(worker, vary(params, axes), batch, key)
-    anchor = trainable_part(params, options.trainable), *rest
     is_due = ((step + 1) % method.every == 0) | (step + 1 == (last_step or 0))
-    anchor, worker, code = lax.cond(is_due, synchronize, _stay, anchor, worker)
-    anchor = merge(anchor[0], params), *anchor[1:]
+    part = trainable_part(params, options.trainable), *rest
+    (part, *rest), worker, code = lax.cond(is_due, synchronize, _stay, part, worker)
     if options.skip_bad_steps:
       totals["loss"] = jnp.where(code < 0, totals["loss"], jnp.nan)
       codes = jnp.append(codes, vary(code, axes))[None]
@@ -148,7 +147,8 @@ def make_local_train_step(
       metrics["learning_rate"] = jnp.asarray(schedule(step), jnp.float32)
     if not reduce_metrics:
       metrics = jax.tree.map(lambda x: vary(x, axes)[None], metrics)
-    return anchor, jax.tree.map(lambda x: x[None], worker), metrics, codes
+    worker = jax.tree.map(lambda x: x[None], worker)
+    return (merge(part, params), *rest), worker, metrics, codes
 
   in_specs = P(), P(axes), P(axes), P(), P()
   out_specs = P(), P(axes), P() if reduce_metrics else P(axes), P(axes)
@@ -178,8 +178,9 @@ def _make_worker_update(
   """Return a worker's inner step on one device.
 
   Returns:
-    (worker, anchor's parameters for the frozen ones, batch, key) -> (worker, totals, further metrics of the worker, codes). With
-    `skip_bad_steps` the codes are int32 [3] and report what the device found, else ().
+    (worker, parameters of the anchor, batch, key) -> (worker, totals, further metrics of the
+    worker, codes). Frozen parameters are those of the anchor. With `skip_bad_steps` the codes
+    are int32 [3] and report what the device found, else ().
   """
   axes, is_cpu = mesh.axis_names, on_cpu(mesh)
 
