@@ -62,7 +62,7 @@ ROWS += [row | {"tools": [{"name": "f", "größe": [1]}]} for row in ROWS[:5]]
 
 @pytest.fixture(scope="module", params=["bytes", "pieces"])
 def theirs(request, tmp_path_factory):
-  """Make a tokenizer of their kind, saved to a folder: byte-level BPE, or BPE of pieces as Llama's."""
+  """Make a tokenizer of their kind in a folder: byte-level BPE, or of pieces as Llama's."""
   folder = tmp_path_factory.mktemp(request.param)
   pre, decoders = tokenizers.pre_tokenizers, tokenizers.decoders
   model = tokenizers.Tokenizer(tokenizers.models.BPE(unk_token="<unk>", byte_fallback=True))
