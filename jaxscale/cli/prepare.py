@@ -18,12 +18,12 @@ from jaxscale.errors import ConfigError
 
 def add_arguments(parser: Parser) -> None:
   """Add the options."""
-  text = "tokens and a directory of text, a TFDS dataset, or jpeg"
+  text = "a TFDS dataset, jpeg, or the word tokens and a directory of text"
   parser.words("names", "NAME", text, missing="try jaxscale prepare mnist")
   parser.option("--data-dir DIR", "the directory to write to (default: TFDS's own)")
   parser.option("--manual-dir DIR", "the directory of your downloads (default: TFDS's own)")
-  parser.option("--to DIR", "the directory to write tokens to")
-  parser.option("--tokenizer FILE", "bytes, or a tokenizer.json", default="bytes")
+  parser.option("--to DIR", "the directory to write tokens to (default: none)")
+  parser.option("--tokenizer FILE", "the path of a tokenizer.json, or bytes", default="bytes")
   parser.option("--separator TOKEN", "the token after each document (default: the usual)", str)
   parser.option("--splits NAMES", "the splits of the text", str, default="train,val")
   parser.option("--field NAME", "the field of .jsonl and .parquet files", str, default="text")
