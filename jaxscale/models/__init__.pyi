@@ -3,6 +3,7 @@ from .alexnet import AlexNetModule as AlexNetModule
 from .attention import RopeScaling as RopeScaling
 from .cnn import CNNModule as CNNModule
 from .cnn import MLPModule as MLPModule
+from .convnext import ConvNeXtModule as ConvNeXtModule
 from .decoder import make_transformer as make_transformer
 from .layers import BatchNorm as BatchNorm
 from .layers import dropout as dropout
@@ -14,10 +15,13 @@ from .resnet import make_resnet as make_resnet
 from .settings import CNN as CNN
 from .settings import MLP as MLP
 from .settings import AlexNet as AlexNet
+from .settings import ConvNeXt as ConvNeXt
 from .settings import Module as Module
 from .settings import ResNet as ResNet
 from .settings import Transformer as Transformer
+from .settings import UNet as UNet
 from .settings import ViT as ViT
 from .stack import Ops as Ops
 from .stack import Stack as Stack
+from .unet import UNetModule as UNetModule
 from .vision_transformer import make_vit as make_vit

@@ -5,7 +5,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxscale.models.convolution import Conv
-from jaxscale.models.layers import ImageModule, Keys, dropout, max_pool_2x2
+from jaxscale.models.layers import ImageModule, Keys, dropout, max_pool_2
 
 
 class MLPModule(nn.Module):
@@ -59,7 +59,7 @@ class CNNModule(ImageModule):
         x = Conv(width, (3, 3), use_bias=not self.batch_norm, dtype=self.dtype)(x)
         if i == self.convs_per_stage - 1:
           # Pooling first leaves a quarter of the values for normalisation and ReLU.
-          x = max_pool_2x2(x)
+          x = max_pool_2(x)
         if self.batch_norm:
           x = self.norm()(x, train)
         x = nn.relu(x)

@@ -1,14 +1,20 @@
 """Convolutions that avoid slow cases of XLA's CPU backend.
 
-With jax 0.10.2 a 3x3 convolution from 512 to 512 channels with 2 x 2 output pixels runs
-at 1 GFLOP/s per core on CPU, and so does the input gradient of one with stride 2. As a
-matrix product it runs at 34 to 46 GFLOP/s (`benchmarks/cpu_convolutions.py`). GPUs and
-TPUs always use the convolution.
+On one core with jax 0.10.2 (`benchmarks/cpu_convolutions.py`)
+- a 3x3 convolution from 512 to 512 channels with 2 x 2 output pixels runs at 1 GFLOP/s,
+  and so does the input gradient of one with stride 2; as a matrix product at 34 to 46;
+- a 3x3x3 convolution runs at 1 to 46 GFLOP/s; as one in 2-D with three times the channels
+  at 3 to 17 times that;
+- a 7x7 depthwise convolution runs at 2 GFLOP/s, and its kernel's gradient at 0.1 to 1.3;
+  as sums of shifted inputs at 20 to 46 and 5 to 30.
+
+GPUs and TPUs always use the convolution.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from typing import Any
 
@@ -17,23 +23,27 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxscale.models.linear import alike
+from jaxscale.models.stack import at_least_float32
+
 _FEW_PIXELS = 9  # output pixels; from 4 x 4 on XLA's convolution is as fast or faster
+_MOST_TAPS = 121  # of a depthwise kernel; each one is compiled
 
 
 def convolve(
   x: jax.Array, kernel: jax.Array, strides: Any, padding: Any, **options: Any
 ) -> jax.Array:
-  """Compute `lax.conv_general_dilated`, on CPU as a matrix product if that is faster.
+  """Compute `lax.conv_general_dilated`, on CPU by products or sums if that is faster.
 
   Args:
-    x: inputs, [rows, height, width, in].
-    kernel: kernel, [height, width, in, out].
+    x: inputs, [rows, (depth,) height, width, in].
+    kernel: kernel, [(depth,) height, width, in, out].
     strides: strides of the kernel on the input.
     padding: "SAME", "VALID" or pairs.
     options: further options of `lax.conv_general_dilated`.
 
   Returns:
-    Outputs, [rows, height, width, out].
+    Outputs, [rows, (depth,) height, width, out].
 
   Example:
     >>> x, kernel = jnp.ones((1, 2, 2, 8)), jnp.ones((3, 3, 8, 4))
@@ -44,16 +54,25 @@ def convolve(
   whole = functools.partial(
     lax.conv_general_dilated, window_strides=strides, padding=padding, **options
   )
-  if not _is_plain(x, options):
+  groups = options.get("feature_group_count", 1)
+  if not _is_plain(x, options) or groups not in (1, kernel.shape[-1]):
     return whole(x, kernel)
   if isinstance(padding, str):
-    padding = lax.padtype_to_pads(x.shape[1:3], kernel.shape[:2], strides, padding)
-  out = jax.eval_shape(whole, x, kernel).shape[1:3]
-  if math.prod(out) > _FEW_PIXELS:
-    return whole(x, kernel)
-  given = {"strides": strides, "padding": padding, "out": out}
-  product = functools.partial(_as_product, precision=options.get("precision"), **given)
-  return lax.platform_dependent(x, kernel, cpu=product, default=whole)
+    padding = lax.padtype_to_pads(x.shape[1:-1], kernel.shape[:-2], strides, padding)
+  given = {"strides": strides, "padding": padding, "precision": options.get("precision")}
+  if groups > 1:
+    few = math.prod(kernel.shape[:2]) <= _MOST_TAPS
+    if x.ndim != 4 or (*strides, kernel.shape[2]) != (1, 1, 1) or not few:
+      return whole(x, kernel)
+    cpu = functools.partial(_depthwise_of, padding=padding)
+  elif x.ndim == 5:
+    cpu = functools.partial(_by_planes, **given)
+  else:
+    out = jax.eval_shape(whole, x, kernel).shape[1:3]
+    if math.prod(out) > _FEW_PIXELS:
+      return whole(x, kernel)
+    cpu = functools.partial(_as_product, out=out, **given)
+  return lax.platform_dependent(*alike(x, kernel), cpu=cpu, default=whole)
 
 
 # Flax's Conv, computed by `convolve`.
@@ -61,16 +80,86 @@ Conv = functools.partial(nn.Conv, conv_general_dilated=convolve)
 
 
 def _is_plain(x: jax.Array, options: dict[str, Any]) -> bool:
-  """Return whether a convolution is two-dimensional, without groups and dilation."""
+  """Return whether a convolution has two or three dimensions, without dilation."""
   dilations = (options.get(f"{side}_dilation") or (1,) for side in ("lhs", "rhs"))
-  is_dense = all(n == 1 for dilation in dilations for n in dilation)
-  return x.ndim == 4 and is_dense and options.get("feature_group_count", 1) == 1
+  return x.ndim in (4, 5) and all(n == 1 for dilation in dilations for n in dilation)
 
 
-def _as_product(x, kernel, *, strides, padding, out, precision) -> jax.Array:
+def _as_product(x, kernel, *, strides, padding, precision, out) -> jax.Array:
   """Compute a convolution as a product of the patches of output pixels and the kernel."""
   x = jnp.pad(x, ((0, 0), *padding, (0, 0)))
   ends = [x[:, i:, j:] for i in range(kernel.shape[0]) for j in range(kernel.shape[1])]
   seen = [y[:, :: strides[0], :: strides[1]][:, : out[0], : out[1]] for y in ends]
   taps, kernel = jnp.concatenate(seen, axis=-1), kernel.reshape(-1, kernel.shape[-1])
   return jnp.matmul(taps, kernel, precision=precision)
+
+
+def _by_planes(x, kernel, *, strides, padding, precision) -> jax.Array:
+  """Compute a convolution in 3-D as one in 2-D, with the taps along the depth as channels."""
+  x = jnp.pad(x, ((0, 0), padding[0], (0, 0), (0, 0), (0, 0)))
+  taps, height, width = kernel.shape[:3]
+  depth = (x.shape[1] - taps) // strides[0] + 1
+  ends = [i + strides[0] * (depth - 1) + 1 for i in range(taps)]
+  seen = [lax.slice_in_dim(x, i, end, strides[0], axis=1) for i, end in enumerate(ends)]
+  planes = jnp.concatenate(seen, axis=-1).reshape(-1, *x.shape[2:4], taps * x.shape[4])
+  kernel = jnp.moveaxis(kernel, 0, 2).reshape(height, width, -1, kernel.shape[-1])
+  y = convolve(planes, kernel, strides[1:], padding[1:], precision=precision)
+  return y.reshape(len(x), depth, *y.shape[1:])
+
+
+def _depthwise_of(x: jax.Array, kernel: jax.Array, *, padding: Any) -> jax.Array:
+  return _depthwise(jnp.pad(x, ((0, 0), *padding, (0, 0))), kernel)
+
+
+@jax.custom_vjp
+def _depthwise(x: jax.Array, kernel: jax.Array) -> jax.Array:
+  """Compute a depthwise convolution of padded inputs as a sum of shifted inputs.
+
+  Args:
+    x: padded inputs, [rows, height + kernel's height - 1, width + …, channels].
+    kernel: kernel, [height, width, 1, channels].
+
+  Returns:
+    Outputs, [rows, height, width, channels], which are summed in float32.
+  """
+  size = kernel.shape[:2]
+  height, width = (n - k + 1 for n, k in zip(x.shape[1:3], size, strict=True))
+  wide, taps = at_least_float32(x), at_least_float32(kernel)[:, :, 0]
+  shifts = itertools.product(*map(range, size))
+  parts = (wide[:, i : i + height, j : j + width] * taps[i, j] for i, j in shifts)
+  return functools.reduce(jnp.add, parts).astype(x.dtype)
+
+
+def _depthwise_backward(kept, g):
+  x, kernel = kept
+  around = [(n - 1, n - 1) for n in kernel.shape[:2]]
+  by_x = _depthwise(jnp.pad(g, ((0, 0), *around, (0, 0))), kernel[::-1, ::-1])
+  by_kernel = _by_kernel(at_least_float32(x), at_least_float32(g), *kernel.shape[:2])
+  return by_x, by_kernel.astype(kernel.dtype)
+
+
+_depthwise.defvjp(lambda x, kernel: (_depthwise(x, kernel), (x, kernel)), _depthwise_backward)
+
+
+def _by_kernel(x: jax.Array, g: jax.Array, rows: int, columns: int) -> jax.Array:
+  """Compute the gradient by the kernel, tile by tile of the outputs' gradient.
+
+  A tile is as large as the kernel, so that the work on one is a depthwise convolution with
+  the tile as its kernel: 49 sums of whole vectors of channels for each entry.
+  """
+  tiles = -(-g.shape[1] // rows), -(-g.shape[2] // columns)
+  more = (0, tiles[0] * rows - g.shape[1]), (0, tiles[1] * columns - g.shape[2])
+  x, g = (jnp.pad(v, ((0, 0), *more, (0, 0))) for v in (x, g))
+  examples, channels = len(g), g.shape[-1]
+
+  def add(tile: Any, total: jax.Array):
+    corner = 0, tile // tiles[1] * rows, tile % tiles[1] * columns, 0
+    seen = lax.dynamic_slice(x, corner, (examples, 2 * rows - 1, 2 * columns - 1, channels))
+    own = lax.dynamic_slice(g, corner, (examples, rows, columns, channels))
+    shifts = itertools.product(range(rows), range(columns))
+    parts = (seen[:, i : i + rows, j : j + columns] * own[:, i, None, j, None] for i, j in shifts)
+    return total + sum(parts)
+
+  total = jnp.zeros((examples, rows, columns, channels), g.dtype)
+  total = lax.fori_loop(0, math.prod(tiles), add, alike(total, g)[0])
+  return total.sum(0)[:, :, None]

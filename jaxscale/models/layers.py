@@ -143,17 +143,18 @@ def _normalise(x, stats, params, epsilon, dtype):
   return y.astype(dtype)
 
 
-def max_pool_2x2(x: jax.Array) -> jax.Array:
-  """Apply a 2x2 max-pool with stride 2 to [n, h, w, c]; drop an odd last row or column.
+def max_pool_2(x: jax.Array) -> jax.Array:
+  """Apply a max-pool of 2 with stride 2 to [n, ..., c]; drop an odd last row or column.
 
-  It is a reshape and a maximum, because the backward pass of `nn.max_pool`, a
+  It is a reshape and a maximum per dim, because the backward pass of `nn.max_pool`, a
   select-and-scatter, is several times slower on CPU (measured with jax 0.10).
   """
-  n, h, w, c = x.shape
-  x = x[:, : h // 2 * 2, : w // 2 * 2]
-  x = x.reshape(n, h // 2, 2, w // 2, 2, c)
-  x = jnp.maximum(x[:, :, 0], x[:, :, 1])
-  return jnp.maximum(x[:, :, :, 0], x[:, :, :, 1])
+  for dim in range(1, x.ndim - 1):
+    half = x.shape[dim] // 2
+    x = lax.slice_in_dim(x, 0, 2 * half, axis=dim)
+    x = x.reshape(*x.shape[:dim], half, 2, *x.shape[dim + 1 :])
+    x = jnp.maximum(*(lax.index_in_dim(x, i, dim + 1, keepdims=False) for i in (0, 1)))
+  return x
 
 
 def local_response_norm(

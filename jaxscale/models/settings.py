@@ -11,7 +11,7 @@ from jaxscale.errors import ConfigError, invalid
 from jaxscale.models import sizes
 
 # The names for --config.model= (HOMES in config/choice.py lists this module).
-__all__ = ["CNN", "MLP", "AlexNet", "Module", "ResNet", "Transformer", "ViT"]
+__all__ = ["CNN", "MLP", "AlexNet", "ConvNeXt", "Module", "ResNet", "Transformer", "UNet", "ViT"]
 
 # Examples that share BatchNorm statistics: a number, "device" (a device's micro-batch) or
 # "global" (the micro-batches of all devices).
@@ -19,14 +19,16 @@ Span = Annotated[int | Literal["device", "global"], ">= 2"]
 
 
 def _images(model: Model, context: ModelContext) -> dict[str, Any]:
-  """Return the fields that every built-in Flax module of images has."""
+  """Return the fields that every built-in Flax module of images or fields has."""
   if (shape := getattr(context.info, "image_shape", None)) is None:
     other = "is text" if hasattr(context.info, "vocab_size") else "has no 'image'"
     reason = f"needs images, but {context.info.name} {other}; use another model or other data"
     raise ConfigError(f"Config.model={type(model).__name__} {reason}")
-  if shape[2:] == () and not isinstance(model, MLP):
+  is_field = isinstance(model, UNet)
+  if len(shape) != 3 and not isinstance(model, MLP) and not (is_field and len(shape) == 4):
     name = f"Config.model={type(model).__name__}"
-    problem = f"takes images [n, height, width, channels], not {['n', *shape]}"
+    form = "[n, (depth,) height, width, channels]" if is_field else "[n, height, width, channels]"
+    problem = f"takes images {form}, not {['n', *shape]}"
     raise invalid(name, ..., problem.replace("'", ""), "use MLP, or reshape the inputs")
   return {"num_classes": context.info.num_classes, "dtype": context.dtype}
 
@@ -102,6 +104,41 @@ class AlexNet(Model):
     std = (256.0,) if self.batch_norm else (1.0,)
     info = context.info
     return models.functions(module, info.image_shape, mean=info.mean, std=std)
+
+
+class ConvNeXt(Model):
+  """ConvNeXt, a residual network of depthwise 7x7 convolutions.
+
+  Published sizes as (depths, dims), by timm's names: convnext_tiny ((3, 3, 9, 3), (96, 192,
+  384, 768)); small, base, large and xlarge have the depths (3, 3, 27, 3) and begin with 96,
+  128, 192 and 256 channels, which double at each stage.
+
+  Attributes:
+    depths: the number of blocks of each stage.
+    dims: the number of channels of each stage, as many as `depths`. The first stage has a
+      quarter of the image's height and width, and each further one half of those before it.
+    layer_scale: the initial scale of a block's branch.
+    drop_path: the probability of dropping the last block's branch for an example (stochastic
+      depth), which grows linearly from 0 in the first block; 0 disables it. What is dropped does
+      not depend on the number of devices.
+    norm_eps: the constant that LayerNorm adds to the variance.
+  """
+
+  depths: Annotated[tuple[int, ...], ">= 1"] = (3, 3, 9, 3)
+  dims: Annotated[tuple[int, ...], ">= 1"] = (96, 192, 384, 768)
+  layer_scale: Positive = 1e-6
+  drop_path: Fraction = 0.0
+  norm_eps: Positive = 1e-6
+
+  def build(self, context: ModelContext) -> Any:
+    options, (height, width, _) = _images(self, context), context.info.image_shape
+    if len(self.depths) != len(self.dims) or not self.dims:
+      problem = f"has {len(self.dims)} stages, but depths={self.depths} has {len(self.depths)}"
+      raise invalid("ConvNeXt.dims", self.dims, problem, "give one number per stage for both")
+    if min(height, width) < (least := 2 ** (1 + len(self.dims))):
+      problem = f"has {len(self.dims)} stages, which need images of {least}x{least} or more"
+      raise invalid("ConvNeXt.dims", self.dims, problem, f"not {height}x{width}; use fewer stages")
+    return models.ConvNeXtModule(**dataclasses.asdict(self), **options)
 
 
 class Module(Model):
@@ -236,6 +273,49 @@ class Transformer(Model):
     scaling = models.RopeScaling(*(options.pop(f"rope_{name}") for name in fields))
     options["rope_scaling"] = None if self.rope_factor is None else scaling
     return models.make_transformer(label_smoothing=context.label_smoothing, **options)
+
+
+class UNet(Model):
+  """U-Net for fields in two or three dimensions: a target at every point of the input.
+
+  Inputs are [n, (depth,) height, width, channels], and targets [n, (depth,) height, width] or
+  with a last dimension of outputs. Sizes that cannot be halved at every level are padded at
+  their end with copies of the border, and outputs are cropped.
+
+  Attributes:
+    features: the number of channels of each level, from the top; each further level halves
+      all sizes.
+    groups: the number of groups of GroupNorm, a divisor of all `features`; 0 uses BatchNorm.
+    periodic: whether a field continues periodically beyond its border; otherwise it continues
+      with zeros.
+    bn_span: the number of examples (>= 2) that share BatchNorm statistics; "device" is a
+      device's micro-batch, "global" is the micro-batches of all devices.
+  """
+
+  features: Annotated[tuple[int, ...], ">= 1"] = (32, 64, 128, 256)
+  groups: Annotated[int, ">= 0"] = 8
+  periodic: bool = False
+  bn_span: Span = "device"
+
+  @property
+  def batch_norm(self) -> bool:
+    return self.groups == 0
+
+  def build(self, context: ModelContext) -> Any:
+    options, info, factor = _normalised(self, context), context.info, 2 ** (len(self.features) - 1)
+    *sizes, _ = info.image_shape
+    if self.groups and any(width % self.groups for width in self.features):
+      problem = f"does not divide all of features={self.features}"
+      raise invalid("UNet.groups", self.groups, problem, "give a divisor, or 0 for BatchNorm")
+    if self.periodic and any(size % factor for size in sizes):
+      problem = f"needs sizes that {factor} divides, not {sizes}"
+      raise invalid("UNet.periodic", True, problem, "use fewer features, or other sizes")
+    label: Any = info.label_shape or ()
+    if label not in ((*sizes,), (*sizes, *label[-1:])):
+      problem = f"needs a target at each point of {sizes}, but {info.name} has targets {label}"
+      raise invalid("Config.model", "UNet", problem, "use CNN, or give a field as the target")
+    options["num_classes"] = 1 if len(label) == len(sizes) else label[-1]
+    return models.UNetModule(**options)
 
 
 class ViT(Model):

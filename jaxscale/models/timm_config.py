@@ -1,8 +1,8 @@
-"""Compare and write timm config.json files of ResNets and ViTs.
+"""Compare and write timm config.json files of ResNets, ViTs and ConvNeXts.
 
 timm builds a model from `architecture` and `model_args`. Supported architectures are listed;
 every argument is compared, known not to change results, or rejected. Names and arguments are
-those of timm 1.0.31, timm/models/resnet.py, vision_transformer.py and deit.py.
+those of timm 1.0.31, timm/models/resnet.py, vision_transformer.py, deit.py and convnext.py.
 """
 
 from __future__ import annotations
@@ -20,12 +20,18 @@ _RESNET = re.compile(r"(?:tv_)?resnet(18|34|50|101|152)")
 _SIZES = "tiny|small|base|large|huge|giant|gigantic"
 _VIT = re.compile(rf"(?:vit|deit)_({_SIZES})_patch\d+(_gap)?_\d+")
 _HEADS = {"tiny": 3, "small": 6, "base": 12}  # 16 for large and larger ones
+# Depths and first width of the ConvNeXts; the width doubles at each stage.
+_CONVNEXTS: dict[str, tuple] = {"tiny": ((3, 3, 9, 3), 96), "small": ((3, 3, 27, 3), 96)}
+_CONVNEXTS |= {"base": ((3, 3, 27, 3), 128), "large": ((3, 3, 27, 3), 192)}
+_CONVNEXTS |= {"xlarge": ((3, 3, 27, 3), 256)}
+_CONVNEXT = re.compile(rf"convnext_({'|'.join(_CONVNEXTS)})")
 _NORM_EPS, _BN_EPSILON = 1e-6, 1e-5  # the same for all; no field has them
 # Arguments that are visible in shapes, or that only matter in training.
 _HARMLESS = set(
   """attn_drop_rate channels depth drop_block_rate drop_path_rate drop_rate dynamic_img_size
   embed_dim fix_init img_size in_chans mlp_ratio num_classes patch_drop_rate patch_size
   pos_drop_rate proj_drop_rate strict_img_size weight_init zero_init_last
+  head_init_scale ls_init_value
   class_token fc_norm""".split()  # The last two are part of global_pool in `_vit_fields`.
 )
 # Required values of arguments that no setting corresponds to.
@@ -43,6 +49,10 @@ _VIT_FIXED: dict[str, tuple] = dict.fromkeys(_VIT_OFF.split(), (False,))
 _VIT_FIXED |= dict.fromkeys(("final_norm", "proj_bias", "qkv_bias"), (True,))
 _VIT_FIXED |= {"global_pool": tuple(_POOLS), "act_layer": ("gelu",)}
 _VIT_FIXED |= {"pos_embed": ("learn",), "reg_tokens": (0,)}
+_CONVNEXT_FIXED: dict[str, tuple] = {"act_layer": ("gelu",), "conv_bias": (True,)}
+_CONVNEXT_FIXED |= dict.fromkeys(("conv_mlp", "head_norm_first", "use_grn"), (False,))
+_CONVNEXT_FIXED |= {"global_pool": ("avg",), "kernel_sizes": (7,)}
+_CONVNEXT_FIXED |= {"output_stride": (32,), "stem_type": ("patch",)}
 # The second half are fields of `pretrained_cfg`, which older versions wrote at this level.
 _FIELDS = OURS.union(
   """architecture global_pool label_descriptions label_names license model_args num_classes
@@ -62,7 +72,7 @@ def check_timm(fields: Mapping[str, Any], model: Any, info: Any) -> Comparison:
 
   Args:
     fields: the fields of the config.json.
-    model: settings with the fields of `config.ResNet` or `config.ViT`.
+    model: settings with the fields of `config.ResNet`, `config.ViT` or `config.ConvNeXt`.
     info: the data's fields, with `mean` and `std`.
   """
   args = fields.get("model_args")
@@ -73,6 +83,10 @@ def check_timm(fields: Mapping[str, Any], model: Any, info: Any) -> Comparison:
     match, ours, fixed = _VIT.fullmatch(name), "plain ViT and DeiT", _VIT_FIXED
     saved |= _vit_fields(match, args, fields)
     names = {x: x for x in ("num_heads", "pool")} | {"LayerNorm's epsilon": "norm_eps"}
+  elif hasattr(model, "dims"):
+    match, ours = _CONVNEXT.fullmatch(name), "convnext_tiny to convnext_xlarge"
+    saved |= _convnext_fields(match, args, fields)
+    names, fixed = {x: x for x in ("depths", "dims", "norm_eps")}, _CONVNEXT_FIXED
   else:
     match, ours, fixed = _RESNET.fullmatch(name), "resnet18 to resnet152", _FIXED
     saved |= _resnet_fields(match, args, fields)
@@ -85,6 +99,18 @@ def check_timm(fields: Mapping[str, Any], model: Any, info: Any) -> Comparison:
   for field in sorted(saved.keys() - _HARMLESS - settings.keys() - fixed.keys()):
     problems.append(f"{field} is {saved[field]!r}, which jaxscale does not know")
   return Comparison(problems, [*_image_notes(fields, info), *unknown(fields, _FIELDS)])
+
+
+def _convnext_fields(
+  match: re.Match | None, args: Mapping[str, Any], fields: Mapping[str, Any]
+) -> dict[str, Any]:
+  """Return the fields that an architecture implies unless `args` has them, and its pooling."""
+  saved = {"global_pool": args.get("global_pool", fields.get("global_pool", "avg"))}
+  if match:
+    depths, width = _CONVNEXTS[match[1]]
+    saved |= {"depths": depths, "dims": tuple(width * 2**i for i in range(len(depths)))}
+    saved["norm_eps"] = args.get("norm_eps") or _NORM_EPS
+  return saved | {name: tuple(args[name]) for name in ("depths", "dims") if args.get(name)}
 
 
 def _resnet_fields(
@@ -139,7 +165,8 @@ def timm_config(model: Any, info: Mapping[str, Any]) -> dict[str, Any] | None:
   """Return the config.json with which timm builds the model of exported parameters.
 
   Args:
-    model: settings; timm supports those with the fields of `config.ResNet` or `config.ViT`.
+    model: settings; timm supports those with the fields of `config.ResNet`, `config.ViT` or
+      `config.ConvNeXt`.
     info: the fields of the data's `data.DatasetInfo`.
 
   Returns:
@@ -153,16 +180,19 @@ def timm_config(model: Any, info: Mapping[str, Any]) -> dict[str, Any] | None:
   """
   height, width, channels = info["image_shape"]
   is_vit, classes = hasattr(model, "patch"), info["num_classes"]
+  first, head = ("patch_embed.proj", "head") if is_vit else ("conv1", "fc")
   if is_vit and model.norm_eps == _NORM_EPS:
     architecture, features, args = "vit_base_patch16_224", model.width, _vit_args(model)
     args |= {"img_size": [height, width]}
   elif hasattr(model, "depth") and _is_plain(model):
     architecture, features, args = f"resnet{model.depth}", 2048 if model.depth >= 50 else 512, {}
+  elif len(getattr(model, "dims", ())) == 4:
+    architecture, features, (first, head) = "convnext_tiny", model.dims[-1], ("stem.0", "head.fc")
+    args = {name: getattr(model, name) for name in ("depths", "dims", "norm_eps")}
   else:
     return None
   cfg: dict[str, Any] = {"input_size": [channels, height, width], "fixed_input_size": is_vit}
-  cfg |= {"first_conv": "patch_embed.proj" if is_vit else "conv1", "num_classes": classes}
-  cfg |= {"classifier": "head" if is_vit else "fc"}
+  cfg |= {"first_conv": first, "num_classes": classes, "classifier": head}
   if info["dtype"] == "uint8":  # timm's mean and std are of images in [0, 1].
     for name in ("mean", "std"):
       cfg[name] = (np.broadcast_to(info[name], channels) / 255).tolist()

@@ -16,7 +16,7 @@ import numpy as np
 
 Shape = tuple[int, ...]
 Fit = tuple[Callable[[np.ndarray], np.ndarray], str]  # the change, and its description
-_STEM = "params/Conv_0/kernel"  # in a ResNet
+_STEMS = "params/Conv_0/kernel", "params/stem_0/kernel"  # in a ResNet and a ConvNeXt
 
 
 def fit(ours: str, how: str, old: Shape, new: Shape) -> Fit | None:
@@ -38,7 +38,7 @@ def fit(ours: str, how: str, old: Shape, new: Shape) -> Fit | None:
   if how == "tokens" and (old[0], old[2]) == (new[0], new[2]) and old[1] > 0:
     return _positions(old[1], new[1])
   is_same = (old[0], *old[2:]) == (new[0], *new[2:])
-  if (how == "patch" or ours == _STEM) and is_same and {old[1], new[1]} == {1, 3}:
+  if (how == "patch" or ours in _STEMS) and is_same and {old[1], new[1]} == {1, 3}:
     change = functools.partial(_channels, how=how, first=old[1], last=new[1])
     return change, f"kernels of {old[1]} channels converted to {new[1]}"
   return None

@@ -4,7 +4,7 @@ A naming is a list of `Link`s. Each link connects a leaf of jaxscale (or one lay
 stacked leaf) with an array of a file (or a part of a fused array). Tables have the names of
 the stacked models, as of timm 1.0.31, torchvision 0.28 and transformers 5.23.0;
 `tests/data/state_dicts` has the names of whole models in these packages. The names of a
-ResNet follow from its shapes.
+ResNet follow from its shapes, and those of a ConvNeXt from the names of its modules.
 
 The arrays do not show these settings, which must agree with the parameters:
 
@@ -180,6 +180,7 @@ def _vit(text: str) -> tuple[Link, ...]:
 
 
 _WORDS, _PATCHES = "params/embed/table", "params/embed/patch/kernel"
+_CONVNEXT = "params/stages_0_blocks_0_conv_dw/kernel"
 # The table of names by naming and a leaf that only such a model has. Models that classify the
 # mean have no class token; only timm has such models.
 _TABLES = {
@@ -243,7 +244,7 @@ _PYTORCH = {"format": "pt"}  # transformers rejects a file without it.
 # Names in a file that identify its naming.
 _SIGNS = {"model.embed_tokens.weight": "huggingface", "vit.embeddings.cls_token": "huggingface"}
 _SIGNS |= {"patch_embed.proj.weight": "timm", "layer1.0.conv1.weight": "timm"}
-_SIGNS |= {"conv_proj.weight": "torchvision"}
+_SIGNS |= {"conv_proj.weight": "torchvision", "stages.0.blocks.0.conv_dw.weight": "timm"}
 
 
 def guess(path: str | os.PathLike, names: Collection[str]) -> str:
@@ -267,7 +268,7 @@ def guess(path: str | os.PathLike, names: Collection[str]) -> str:
       return naming
   some = ", ".join(sorted(names)[:3])
   problem = f"its names (such as {some}) match none of {', '.join(NAMINGS)}{_kind(path)}"
-  fix = "use a ResNet or ViT from timm or torchvision"
+  fix = "use a ResNet or ViT from timm or torchvision, a ConvNeXt from timm"
   raise ConfigError(f"{path}: {problem}; {fix}, a Llama or ViT from Hugging Face, or an export")
 
 
@@ -311,6 +312,8 @@ def naming_of(name: str, shapes: Shapes) -> Naming:
   elif _PATCHES in shapes:
     if name == "timm" or "params/embed/class_token" in shapes:
       links = tuple(_table_links(table_of(name, _PATCHES), shapes))
+  elif _CONVNEXT in shapes:
+    links = tuple(_convnext_links(shapes)) if name == "timm" else ()
   elif name != "huggingface":
     links, counters = _resnet_links(shapes)
   if left := [path for path in shapes if path not in {link.ours for link in links}]:
@@ -335,7 +338,8 @@ def _classes(shapes: Shapes) -> dict[str, int]:
   """Return the dims that count classes: in the embedding and in the last dense layer."""
   dims = {"params/embed/table": 0, "params/head/kernel": 1, "params/head/bias": 0}
   last = _count(shapes, "Dense") - 1
-  for module in (f"Dense_{last}", "fc8"):  # AlexNet's layer has its published name.
+  # Layers of AlexNet and ConvNeXt have their published names.
+  for module in (f"Dense_{last}", "fc8", "head_fc"):
     dims |= {f"params/{module}/kernel": 1, f"params/{module}/bias": 0}
   return {path: dim for path, dim in dims.items() if path in shapes}
 
@@ -386,6 +390,14 @@ def _resnet_links(shapes: Shapes) -> tuple[tuple[Link, ...], tuple[str, ...]]:
       links.append(Link(f"{collection}/BatchNorm_{i}/{leaf}", f"{theirs}.{name}"))
   counters = tuple(f"{theirs}.num_batches_tracked" for theirs in norms)
   return (*links, *_dense("params/Dense_0", "fc")), counters
+
+
+def _convnext_links(shapes: Shapes) -> Iterator[Link]:
+  """Yield the links of a ConvNeXt, whose modules have timm's names, with "_" for some dots."""
+  for path, shape in shapes.items():
+    theirs = re.sub(r"(?<=\d)_|_(?=\d|fc|norm)", ".", path.removeprefix("params/"))
+    theirs = re.sub("/(kernel|scale)$", ".weight", theirs).replace("/bias", ".bias")
+    yield Link(path, theirs, {4: "conv", 2: "linear"}.get(len(shape), "same"))
 
 
 def _count(shapes: Shapes, module: str) -> int:

@@ -275,6 +275,9 @@ def to_timm(settings, pixels, channels=3):
 RESNET18, TINY = cfg.ResNet(depth=18), cfg.ViT(width=192, num_heads=3)
 MEAN_OF_PATCHES = dict(class_token=False, global_pool="avg", fc_norm=False)
 SMALL_VIT = {"width": 48, "num_layers": 2, "num_heads": 4, "patch": 8, "hidden": 100}
+BASE = {"depths": (3, 3, 27, 3), "dims": (128, 256, 512, 1024)}
+SMALL_CONVNEXT = {"depths": (1, 1, 2, 1), "dims": (16, 32, 48, 64)}
+TINY_CONVNEXT = cfg.ConvNeXt(**SMALL_CONVNEXT)
 NETWORKS = {
   "timm resnet18": lambda: of_timm("resnet18", RESNET18, 64),
   "timm resnet50": lambda: of_timm("resnet50", cfg.ResNet(depth=50), 64),
@@ -288,6 +291,11 @@ NETWORKS = {
     VIT, vit48(), photos(48), SMALL, img_size=48
   ),
   "timm ViT, read into one channel": lambda: loaded(VIT, vit48(), photos(32, 1), SMALL, in_chans=1),
+  "timm convnext_tiny": lambda: of_timm("convnext_tiny", cfg.ConvNeXt(), 64),
+  "timm convnext_base": lambda: of_timm("convnext_base", cfg.ConvNeXt(**BASE), 64),
+  "timm convnext_tiny, read into one channel": lambda: loaded(
+    "convnext_tiny", TINY_CONVNEXT, photos(64, 1), SMALL_CONVNEXT, in_chans=1
+  ),
   "torchvision resnet18": lambda: of_torchvision(
     torchvision.models.resnet18(num_classes=CLASSES), RESNET18, 64
   ),
@@ -304,6 +312,7 @@ NETWORKS = {
   "ours as timm's resnet18": lambda: to_timm(RESNET18, 64, channels=1),
   "ours as timm's ViT": lambda: to_timm(cfg.ViT(**SMALL_VIT), 32),
   "ours as timm's ViT, mean of patches": lambda: to_timm(cfg.ViT(**SMALL_VIT, pool="mean"), 32),
+  "ours as timm's ConvNeXt": lambda: to_timm(TINY_CONVNEXT, 64, channels=1),
   "ours as Llama": to_transformers,
   "ours as Llama with scaled positions": lambda: to_transformers(**SCALED_HERE, rope_theta=5e5),
   "ours as Qwen2": lambda: to_transformers(qkv_bias=True),

@@ -12,7 +12,7 @@ for package in ("timm", "torchvision", "transformers"):
 
 import timm
 import transformers
-from timm.models import deit, vision_transformer
+from timm.models import convnext, deit, vision_transformer
 from timm.models import resnet as timm_resnet
 
 from jaxscale import config as cfg
@@ -52,6 +52,7 @@ MODULES = {
   vision_transformer: "_create_vision_transformer",
   deit: "_create_deit",
   timm_resnet: "_create_resnet",
+  convnext: "_create_convnext",
 }
 
 
@@ -69,6 +70,8 @@ def is_ours(module, made):
     block = made.pop("block")
     kind = made.pop("layers"), block is timm_resnet.Bottleneck
     return not made and kind in DEPTHS.values()
+  if module is convnext:
+    return made.keys() == {"depths", "dims"}
   rest = {k: v for k, v in made.items() if k not in PLAIN}
   return rest in ({}, GAP)
 
@@ -82,7 +85,10 @@ def test_of_all_architectures_of_timm_only_ours_are_taken(module, monkeypatch, t
     ours = is_ours(module, dict(made)) and is_image_net
     (tmp_path / "config.json").write_text(json.dumps({"architecture": architecture}))
     model = cfg.ResNet()
-    if module is not timm_resnet:
+    if module is convnext:
+      sizes = {name: tuple(made[name]) for name in ("depths", "dims")} if ours else {}
+      model = cfg.ConvNeXt(**sizes)
+    elif module is not timm_resnet:
       pool = "mean" if "class_token" in made else "token"
       heads = made.get("num_heads", 12)
       model = cfg.ViT(width=heads * 8, num_heads=heads, pool=pool)
@@ -104,6 +110,7 @@ VIT = {"embed_dim": 48, "depth": 2, "num_heads": 3, "img_size": 32, "patch_size"
 V48 = cfg.ViT(width=48, num_layers=2, num_heads=3, patch=8)
 NO_HEAD = "2 missing, first fc.weight; set init_head=True to initialize the classifier anew"
 R18, AVG = cfg.ResNet(depth=18), {"global_pool": "avg"}
+ATTO = cfg.ConvNeXt(depths=(2, 2, 6, 2), dims=(40, 80, 160, 320))
 FOUR_HEADS = dataclasses.replace(V48, num_heads=4)
 OF_R18 = "; set the model's sizes"
 OF_NONE = "if jaxscale has this model"
@@ -120,6 +127,8 @@ REFUSED = [
   ),
   ("seresnet18", R18, {}, "architecture is 'seresnet18'", OF_NONE),
   ("resnetblur18", R18, {}, "architecture is 'resnetblur18'", None),
+  ("convnext_small", cfg.ConvNeXt(), {}, "set ConvNeXt.depths=(3, 3, 27, 3)", OF_R18),
+  ("convnextv2_atto", ATTO, {}, "architecture is 'convnextv2_atto'", OF_R18),
   ("vit", V48, AVG, "class_token=True, fc_norm=True", "only timm's ViTs with fc_norm=False can"),
   ("vit", V48, AVG | {"fc_norm": False}, "class_token=True, fc_norm=False", None),
   ("vit", V48, {"qk_norm": True}, "qk_norm is True in the file", OF_NONE),

@@ -40,6 +40,9 @@ def whole(name):
     module = models.make_resnet(int(name.removeprefix("resnet")), num_classes=1000)
     fns = models.functions(module, IMAGE)
     return "timm", shapes_of(*jax.eval_shape(fns.init, key))
+  if name == "convnext_tiny":
+    fns = models.functions(models.ConvNeXtModule(num_classes=1000), IMAGE)
+    return "timm", shapes_of(*jax.eval_shape(fns.init, key))
   if name.startswith("vit"):
     stack = models.make_vit(image_shape=IMAGE, num_classes=1000)
     return "timm", shapes_of(jax.eval_shape(stack.init, key))
@@ -48,7 +51,7 @@ def whole(name):
   return "huggingface", shapes_of(jax.eval_shape(stack.init, key))
 
 
-PUBLISHED = ["resnet18", "resnet50", "vit_small_patch16_224", "tinyllama_1.1b"]
+PUBLISHED = ["resnet18", "resnet50", "vit_small_patch16_224", "tinyllama_1.1b", "convnext_tiny"]
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
@@ -68,9 +71,12 @@ def test_every_published_name_is_accounted_for_and_has_its_shape(name):
 def tiny(name):
   """(naming, abstract params and state, images or tokens -> logits)."""
   key = jax.random.key(0)
-  if name in ("bottleneck", "basic"):
+  if name in ("bottleneck", "basic", "convnext"):
     sizes = dict(stage_sizes=(2, 1, 1, 1), width=4, bottleneck=name == "bottleneck")
-    fns = models.functions(models.ResNetModule(num_classes=7, **sizes), (32, 32, 3))
+    if name == "convnext":
+      sizes = dict(depths=(1, 2, 1, 1), dims=(4, 8, 12, 16))
+    kind = models.ConvNeXtModule if name == "convnext" else models.ResNetModule
+    fns = models.functions(kind(num_classes=7, **sizes), (32, 32, 3))
 
     def apply(params, state, images):
       return fns.apply(params, state, images.transpose(0, 2, 3, 1), False, None)[0]
@@ -94,7 +100,7 @@ def tiny(name):
 
 
 PADDED = {"vit": 7, "llama": 40}
-TINY = ["bottleneck", "basic", "vit", "llama"]
+TINY = ["bottleneck", "basic", "vit", "llama", "convnext"]
 
 
 @functools.cache

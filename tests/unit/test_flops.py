@@ -32,6 +32,25 @@ def test_a_resnet_has_its_published_count(depth, giga):
   assert found == pytest.approx(3 * 2 * giga * 1e9, rel=0.002)
 
 
+@pytest.mark.parametrize(
+  "depths, width, giga", [((3, 3, 9, 3), 96, 4.46), ((3, 3, 27, 3), 128, 15.36)]
+)
+def test_a_convnext_has_its_published_count(depths, width, giga):
+  dims = tuple(width * 2**i for i in range(4))
+  found = of_images(models.ConvNeXtModule(num_classes=1000, depths=depths, dims=dims))
+  assert found == pytest.approx(3 * 2 * giga * 1e9, rel=0.002)
+
+
+def test_a_u_net_in_3d_counts_convolutions_and_products():
+  model = models.UNetModule(num_classes=1, features=(8, 16))
+  fns = models.functions(model, (4, 6, 8, 2), dtype="float32")
+  image = jax.ShapeDtypeStruct((1, 4, 6, 8, 2), "float32")
+  top, bottom = 4 * 6 * 8, 2 * 3 * 4
+  kernels = 27 * (top * (2 * 8 + 8 * 8 + 16 * 8 + 8 * 8) + bottom * (8 * 16 + 16 * 16))
+  found = flops.training_flops(fns, {"image": image})
+  assert found == 3 * 2 * (kernels + bottom * 16 * 8 * 8 + top * 8)
+
+
 def test_a_vit_has_its_published_count():
   sizes = {"patch": 16, "width": 768, "num_layers": 12, "num_heads": 12}
   vit = models.make_vit(image_shape=(224, 224, 3), num_classes=1000, **sizes)

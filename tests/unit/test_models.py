@@ -11,7 +11,7 @@ from jax.nn.initializers import normal
 
 from jaxscale import models
 from jaxscale.models.convolution import Conv, convolve
-from jaxscale.models.layers import dropout, max_pool_2x2
+from jaxscale.models.layers import dropout, max_pool_2
 
 # torchvision's table of models, 1,000 classes.
 PUBLISHED = {18: 11_689_512, 34: 21_797_672, 50: 25_557_032, 101: 44_549_160, 152: 60_192_808}
@@ -25,6 +25,17 @@ SIZES += [(101, 21_841, PUBLISHED[101] + (2048 + 1) * (21_841 - 1000))]  # Image
 def test_parameter_counts(depth, classes, size):
   fns = models.functions(models.make_resnet(depth, num_classes=classes), (224, 224, 3))
   params, _ = jax.eval_shape(fns.init, jax.random.key(0))
+  assert sum(x.size for x in jax.tree.leaves(params)) == size
+  assert all(x.dtype == jnp.float32 for x in jax.tree.leaves(params))
+
+
+@pytest.mark.parametrize(
+  "depths, width, size", [((3, 3, 9, 3), 96, 28_589_128), ((3, 3, 27, 3), 128, 88_591_464)]
+)
+def test_convnext_counts(depths, width, size):  # T and B of torchvision's table
+  dims = tuple(width * 2**i for i in range(4))
+  module = models.ConvNeXtModule(num_classes=1000, depths=depths, dims=dims)
+  params, _ = jax.eval_shape(models.functions(module, (224, 224, 3)).init, jax.random.key(0))
   assert sum(x.size for x in jax.tree.leaves(params)) == size
   assert all(x.dtype == jnp.float32 for x in jax.tree.leaves(params))
 
@@ -95,6 +106,8 @@ HALF = {
   "mlp": models.MLPModule(num_classes=10, dtype=jnp.bfloat16),
   "cnn": models.CNNModule(num_classes=10, batch_norm=True, dtype=jnp.bfloat16),
   "resnet": tiny_resnet(dtype=jnp.bfloat16),
+  "convnext": models.ConvNeXtModule(num_classes=10, depths=(1,), dims=(8,), dtype=jnp.bfloat16),
+  "unet": models.UNetModule(num_classes=2, features=(8, 8), dtype=jnp.bfloat16),
 }
 
 
@@ -139,7 +152,7 @@ def test_dropout_depends_on_the_example_alone():
 def test_max_pool_equals_numpy():
   x = np.random.default_rng(0).standard_normal((2, 7, 6, 3)).astype(np.float32)
   blocks = x[:, :6].reshape(2, 3, 2, 3, 2, 3)
-  np.testing.assert_array_equal(max_pool_2x2(jnp.array(x)), blocks.max(axis=(2, 4)))
+  np.testing.assert_array_equal(max_pool_2(jnp.array(x)), blocks.max(axis=(2, 4)))
 
 
 # Convolutions.

@@ -41,6 +41,8 @@ MODELS = {
   "b16 mean": dataclasses.replace(B16, pool="mean"),
   "mean": MEAN,
   "mlp": cfg.MLP(),
+  "tiny": cfg.ConvNeXt(),
+  "base": cfg.ConvNeXt(depths=(3, 3, 27, 3), dims=(128, 256, 512, 1024)),
 }
 
 
@@ -62,6 +64,10 @@ s16 | vit_small_patch16_224.augreg_in21k
 s16 | deit_small_patch16_224 global_pool='token'
 s16 | vit_base_patch16_224 args.num_heads=6 args.embed_dim=384 args.img_size=32 args.qkv_bias=True
 s16 | vit_base_patch16_224 args.num_heads=6 args.drop_path_rate=0.1 args.fc_norm=None
+tiny | convnext_tiny
+tiny | convnext_tiny.fb_in22k_ft_in1k global_pool='avg' num_features=768 args.drop_path_rate=0.1
+tiny | convnext_small args.depths=[3,3,9,3] args.conv_mlp=False args.ls_init_value=1e-6
+base | convnext_base.fb_in1k
 mean | vit_base_patch16_gap_224
 mean | vit_base_patch16_gap_224 global_pool='avg'
 b16 mean | vit_base_patch16_224 global_pool='avg' args.class_token=False args.fc_norm=False
@@ -89,6 +95,12 @@ s16 | vit_small_patch16_224 args.num_heads=8 | num_heads is 8 / 6, set ViT.num_h
 bn | resnet50 | BatchNorm's epsilon is 1e-05 / 0.001, set ResNet.bn_epsilon=1e-05
 ln | vit_small_patch8_32 | LayerNorm's epsilon is 1e-06 / 1e-12, set ViT.norm_eps=1e-06
 mlp | resnet50 | depth is 50 / None
+tiny | convnext_base | depths is (3, 3, 27, 3) / (3, 3, 9, 3), set ConvNeXt.depths=(3, 3, 27, 3)
+tiny | convnext_tiny_hnf | is 'convnext_tiny_hnf', but jaxscale only supports convnext_tiny to
+tiny | convnextv2_tiny | is 'convnextv2_tiny', but
+tiny | convnext_tiny args.use_grn=True | use_grn is True / False, which no
+tiny | convnext_tiny args.norm_eps=1e-5 | norm_eps is 1e-05 / 1e-06, set ConvNeXt.norm_eps=1e-05
+tiny | convnext_tiny args.head_hidden_size=768 | head_hidden_size is 768, which jaxscale does not
 s16 | vit_small_patch14_dinov2 | is 'vit_small_patch14_dinov2', but jaxscale only supports plain
 s16 | vit_small_patch16_224 args.reg_tokens=4 | reg_tokens is 4 / 0
 """)
@@ -109,7 +121,14 @@ def test_networks_of_other_mathematics_are_refused(model, reported, says, tmp_pa
 
 
 @pytest.mark.parametrize(
-  "model", [cfg.ResNet(depth=34), S16, MEAN, cfg.ViT(width=96, num_heads=2, hidden=100, patch=7)]
+  "model",
+  [
+    cfg.ResNet(depth=34),
+    cfg.ConvNeXt(depths=(1, 1, 1, 1)),
+    S16,
+    MEAN,
+    cfg.ViT(width=96, num_heads=2, hidden=100, patch=7),
+  ],
 )
 @pytest.mark.parametrize("channels", [1, 3])
 def test_what_is_written_is_of_that_model(model, channels, tmp_path):
@@ -120,15 +139,17 @@ def test_what_is_written_is_of_that_model(model, channels, tmp_path):
   assert written["pretrained_cfg"]["input_size"] == [channels, 224, 224]
   assert written["model_args"]["in_chans"] == channels
   np.testing.assert_allclose(written["pretrained_cfg"]["mean"][0], 0.485, rtol=1e-6)
-  hidden = int(model.width * written["model_args"].get("mlp_ratio", 1))
-  assert hidden == (getattr(model, "hidden", None) or hidden)
-  change = {"num_heads": 1} if hasattr(model, "num_heads") else {"depth": 18}
+  if "mlp_ratio" in written["model_args"]:
+    hidden = int(model.width * written["model_args"]["mlp_ratio"])
+    assert hidden == (model.hidden or 4 * model.width)
+  changes = {"num_heads": 1, "depth": 18, "norm_eps": 1e-3}
+  change = next({name: value} for name, value in changes.items() if hasattr(model, name))
   other = dataclasses.replace(model, **change)
   assert "in the file and" in check(tmp_path, written, other, info)
 
 
 UNKNOWN = [cfg.ResNet(width=32), cfg.ResNet(stem="small"), cfg.ResNet(bn_epsilon=1e-3)]
-UNKNOWN += [cfg.ViT(norm_eps=1e-12), cfg.CNN()]
+UNKNOWN += [cfg.ViT(norm_eps=1e-12), cfg.CNN(), cfg.ConvNeXt(depths=(1,), dims=(8,))]
 
 
 @pytest.mark.parametrize("model", UNKNOWN)

@@ -31,7 +31,7 @@ import safetensors.torch
 import timm
 import torch
 import transformers
-from timm.models import resnet, vision_transformer
+from timm.models import convnext, resnet, vision_transformer
 from transformers import LlamaConfig, LlamaForCausalLM
 
 HERE = Path(__file__).parent
@@ -86,7 +86,7 @@ def stir(model: torch.nn.Module, seed: int) -> torch.nn.Module:
 
 def main() -> None:
   by = f"timm {timm.__version__}"
-  for name in ("resnet18", "resnet50", "vit_small_patch16_224"):
+  for name in ("resnet18", "resnet50", "vit_small_patch16_224", "convnext_tiny"):
     record(name, timm.create_model(name, pretrained=False), by)
   with torch.device("meta"):
     llama = LlamaForCausalLM(LlamaConfig(**TINY_LLAMA))
@@ -100,6 +100,7 @@ def main() -> None:
     "basic": tiny_resnet(resnet.BasicBlock),
     "vit": vision_transformer.VisionTransformer(num_classes=CLASSES, **of_vit),
     "llama": LlamaForCausalLM(LlamaConfig(attn_implementation="eager", **of_llama)),
+    "convnext": convnext.ConvNeXt(num_classes=CLASSES, depths=(1, 2, 1, 1), dims=(4, 8, 12, 16)),
   }
   rng = np.random.default_rng(0)
   images = {32: rng.standard_normal((3, 3, 32, 32), np.float32)}
