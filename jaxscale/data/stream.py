@@ -218,7 +218,7 @@ def packed(
   try:
     folder.mkdir(parents=True, exist_ok=True)
     if (counts := _counts(kept, dtype)) is None:
-      with _locked(folder / f"{key}.lock"):
+      with locked(folder / f"{key}.lock"):
         if (counts := _counts(kept, dtype)) is None:  # Another process may have written it.
           print(f"tokenizing {name} once into {kept}", flush=True)
           counts = _write(kept, batches, tokenizer, dtype)
@@ -233,7 +233,7 @@ def packed(
 
 
 @contextlib.contextmanager
-def _locked(path: Path) -> Iterator[None]:
+def locked(path: Path) -> Iterator[None]:
   """Hold a lock file; if the file system has no locks, all processes work at once.
 
   Each process then writes its own file, and the last one stays.
