@@ -58,11 +58,9 @@ def open_zarr(path: str, names: Names, cache_bytes: int) -> Table:
     spec |= {"kvstore": {"driver": "file", "path": str(folder)}}
     store = ts.open(spec, read=True, context=context).result()
     attributes = node.get("attributes") if is_new else read_json(folder / ".zattrs")
-    length = next(iter(store.chunk_layout.read_chunk.shape), 0)
-    dtype = store.dtype.numpy_dtype
-    return Variable(
-      store.shape, dtype, length, lambda x: store[x].read().result(), attributes or {}
-    )
+    chunk: Any = store.chunk_layout.read_chunk.shape
+    read, dtype = lambda rows: store[rows].read().result(), store.dtype.numpy_dtype
+    return Variable(store.shape, dtype, chunk[0] if chunk else 0, read, attributes or {})
 
   def variables(store: Path) -> dict[str, Variable]:
     if (root := variable(store)) is not None:
