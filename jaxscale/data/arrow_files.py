@@ -76,7 +76,7 @@ def open_arrow(
   chunk = cached(read_chunk, cache_bytes // max(largest, 1))
 
   def read(number: int, rows: np.ndarray) -> dict[str, np.ndarray]:
-    return {n: column_values(f"{name}: {n}", chunk(number).column(n), rows) for n in names}
+    return {n: column_values(chunk(number).column(n), rows) for n in names}
 
   specs = {n: (x.shape[1:], str(x.dtype)) for n, x in read(0, np.zeros(1, np.int64)).items()}
   every = functools.partial(by_chunk, starts=starts, read=read)
@@ -108,7 +108,7 @@ def open_hugging_face(dataset: Any, names: Sequence[str] | None) -> Table:
 
   def read(rows: np.ndarray) -> dict[str, np.ndarray]:
     part, every = tables[rows.tolist()].combine_chunks(), np.arange(len(rows))
-    return {n: column_values(f"HuggingFace: {n}", part.column(n), every) for n in names}
+    return {n: column_values(part.column(n), every) for n in names}
 
   first = read(np.arange(1))
   specs = {name: (values.shape[1:], str(values.dtype)) for name, values in first.items()}
@@ -172,52 +172,30 @@ def _opened(path: Path) -> _File:
   return _File(reader.schema, [len(batch) for batch in batches], lambda i, _: batches[i])
 
 
-def column_values(field: str, column: Any, rows: np.ndarray) -> np.ndarray:
-  """Return rows of a column as an array; objects if they are not arrays of one shape.
+def column_values(column: Any, rows: np.ndarray) -> np.ndarray:
+  """Return rows of a column as an array; objects if they are not numbers of one shape."""
+  array = column.chunk(0) if hasattr(column, "chunks") else column
+  if (numbers := _numbers(array)) is not None:
+    return numbers[rows]
+  return np.fromiter(array.take(rows).to_pylist(), object, len(rows))
 
-  Raises:
-    ConfigError: a number is missing, or lists of numbers have different lengths.
-  """
-  import pyarrow as pa
 
-  array = column.chunk(0) if isinstance(column, pa.ChunkedArray) else column
+def _numbers(array: Any) -> np.ndarray | None:
+  """Return numbers, or lists of one length, without a copy where Arrow allows it; else None."""
+  from pyarrow import BaseExtensionType, types
+
   kind = array.type
-  while isinstance(kind, pa.BaseExtensionType) or _is_list(kind):
-    kind = kind.storage_type if isinstance(kind, pa.BaseExtensionType) else kind.value_type
-  is_number = pa.types.is_primitive(kind) or pa.types.is_fixed_size_binary(kind)
-  if is_number:
-    return _numbers(field, array)[rows]
-  if pa.types.is_dictionary(kind):
-    array = array.dictionary_decode()
-  return np.fromiter(array.take(pa.array(rows)).to_pylist(), object, len(rows))
-
-
-def _is_list(kind: Any) -> bool:
-  from pyarrow import types
-
-  return types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind)
-
-
-def _numbers(field: str, array: Any) -> np.ndarray:
-  """Return a column of numbers, or of lists of them, without a copy where Arrow allows it."""
-  import pyarrow as pa
-
-  if isinstance(array.type, pa.BaseExtensionType):
-    shape = getattr(array.type, "shape", None)
-    values = _numbers(field, array.storage)
-    return values if shape is None else values.reshape(len(array), *shape)
+  if isinstance(kind, BaseExtensionType):
+    values, shape = _numbers(array.storage), getattr(kind, "shape", None)
+    return values if shape is None or values is None else values.reshape(len(array), *shape)
   if array.null_count:
-    raise invalid(field, ..., "has missing values (null)", "fill them, or drop these rows")
-  if _is_list(array.type):
-    inner = _numbers(field, array.flatten())
-    if not pa.types.is_fixed_size_list(array.type):
-      lengths = np.diff(array.offsets.to_numpy())
-      if len({*lengths.tolist()}) > 1:
-        problem = f"has lists of {lengths.min()} to {lengths.max()} values"
-        raise invalid(field, ..., problem, "make them one length")
-    return inner.reshape(len(array), -1, *inner.shape[1:])
-  if pa.types.is_fixed_size_binary(array.type):
-    width = array.type.byte_width
-    values = np.frombuffer(array.buffers()[1], np.uint8).reshape(-1, width)
+    return None
+  if types.is_fixed_size_list(kind) or types.is_list(kind) or types.is_large_list(kind):
+    if not types.is_fixed_size_list(kind) and len(np.unique(np.diff(array.offsets))) != 1:
+      return None
+    inner = _numbers(array.flatten())
+    return None if inner is None else inner.reshape(len(array), -1, *inner.shape[1:])
+  if types.is_fixed_size_binary(kind):
+    values = np.frombuffer(array.buffers()[1], np.uint8).reshape(-1, kind.byte_width)
     return values[array.offset : array.offset + len(array)]
-  return array.to_numpy(zero_copy_only=False)
+  return array.to_numpy(zero_copy_only=False) if types.is_primitive(kind) else None

@@ -32,6 +32,8 @@ _NUM_DRAWS = 2  # the draws that make the key of an example's generator
 _STANDARD = {"x": "image", "y": "label"}  # names of variables that mean an image and a label
 _SCANNED = 1 << 16  # labels per read in the search for the largest
 _NOMINAL = 1 << 20  # bytes of a chunk of rows that are not stored in chunks
+_NO_NUMBERS = "has text, records, missing values (null) or lists of different lengths"
+_CONVERT = "convert it in a transform, or leave it out"
 
 T = TypeVar("T")
 Chosen = Mapping[str, str | Sequence[str]]
@@ -379,8 +381,12 @@ class _Loader:
     return faults.next_readable(self.table.name, row - start, len(self.span), read, after, name)
 
   def _cast(self, batch: Batch) -> Batch:
-    shapes, owner = batch_shapes(self.info, 1), self.columns.owner
-    return {n: arrays.cast(f"{owner}: {n}", array, shapes[n][1]) for n, array in batch.items()}
+    for name, (_, dtype) in batch_shapes(self.info, 1).items():
+      field = f"{self.columns.owner}: {name}"
+      if batch[name].dtype == object:  # In this chunk; the first one has numbers.
+        raise invalid(field, ..., _NO_NUMBERS, _CONVERT)
+      batch[name] = arrays.cast(field, batch[name], dtype)
+    return batch
 
   def _name(self, row: int) -> str:
     return f"{self.table.name} row {row:,}"
@@ -400,8 +406,8 @@ class _Loader:
         raise invalid(field, variables, problem, "stack variables of one shape")
     for name, (_, dtype) in specs.items():
       if np.dtype(dtype).kind not in "uifb":
-        fix = "convert it in a transform, or leave it out"
-        raise invalid(f"{columns.owner}: {name}", ..., f"has the dtype {dtype}", fix)
+        problem = _NO_NUMBERS if dtype == "object" else f"has the dtype {dtype}"
+        raise invalid(f"{columns.owner}: {name}", ..., problem, _CONVERT)
     info = arrays.named_info(columns.owner, specs, mean=columns.mean, std=columns.std)
     channels = info.image_shape[-1] if info.image_shape else 1
     arrays.check_scaling(f"{columns.owner}.", columns.mean, columns.std, channels)
