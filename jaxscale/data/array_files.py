@@ -6,6 +6,7 @@ Several stores or files of one pattern are read one after another. A source of o
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import zipfile
 from collections.abc import Callable, Mapping, Sequence
@@ -129,9 +130,13 @@ def open_numpy(path: str, names: Names) -> Table:
 
   def variables(file: Path) -> dict[str, Variable]:
     files = {x.stem: x for x in sorted(file.glob("*.npy"))} if file.is_dir() else {"x": file}
-    arrays: Any = {n: np.load(x, mmap_mode="r", allow_pickle=False) for n, x in files.items()}
-    if isinstance(archive := arrays.get("x"), np.lib.npyio.NpzFile):
-      arrays = {n: archive[n] for n in archive.files if names is None or n in names}
+    with contextlib.ExitStack() as stack:  # NumPy does not close an archive that is damaged.
+      opened = None if file.is_dir() else stack.enter_context(open(file, "rb"))
+      if opened and opened.peek(2)[:2] == b"PK":
+        loaded = np.load(opened, allow_pickle=False)
+        arrays: Any = {n: loaded[n] for n in loaded.files if names is None or n in names}
+      else:
+        arrays = {n: np.load(x, mmap_mode="r", allow_pickle=False) for n, x in files.items()}
     return {n: Variable(x.shape, x.dtype, 0, x.__getitem__) for n, x in arrays.items()}
 
   return _table(path, matching_paths(path, [], is_one=True), names, variables, ".npy or .npz")

@@ -1,13 +1,15 @@
 """Runs on zarr and Parquet by two processes that stop, and go on as one process."""
 
+import json
 import signal
 
+import numpy as np
 import pytest
 
 import jaxscale
-from support.commands import run_train, train_command
+from support.commands import run_python, run_train, train_command
 from support.processes import killed_at_end, start_group, wait_until
-from support.sources import make_source
+from support.sources import LABELS, make_source
 from support.trees import assert_same_bits
 
 CONFIG = """
@@ -49,3 +51,27 @@ def test_a_run_of_two_processes_goes_on_as_one_bit_for_bit(kind, tmp_path):
   assert done.returncode == 0, done.stderr
   assert "resum" in done.stdout
   assert_same_bits(*(jaxscale.load(run).params for run in (stopped, calm)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["zarr3", "parquet", "hdf5", "npz"])
+def test_predict_and_evaluate_take_a_path_of_the_format(kind, tmp_path):
+  columns = {"image": "image", "label": "label"}
+  settings = make_source(kind, tmp_path, columns=columns)
+  run, file, to = tmp_path / "run", tmp_path / "config.py", tmp_path / "p.npz"
+  words = {"kind": type(settings).__name__, "path": settings.path, "columns": columns}
+  text = CONFIG.format(**words).replace("epochs=40", "epochs=2").replace("transform=transform", "")
+  file.write_text(text)
+  done = run_train(run, config=str(file))
+  assert done.returncode == 0, done.stderr
+  given = [run, "--data", settings.path]
+  done = run_python("-m", "jaxscale", "evaluate", *given, "--to", tmp_path / "e.json")
+  assert done.returncode == 0, done.stderr
+  result = json.loads((tmp_path / "e.json").read_text())
+  done = run_python("-m", "jaxscale", "predict", *given, "--to", to)
+  assert done.returncode == 0, done.stderr
+  with np.load(to) as written:
+    np.testing.assert_array_equal(written["target"], LABELS)
+    accuracy = (written["label"] == LABELS).mean()
+  assert result["examples"] == len(LABELS)
+  assert result["evaluation"]["accuracy"] == pytest.approx(accuracy, abs=1e-6)
