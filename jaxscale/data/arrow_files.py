@@ -97,7 +97,7 @@ def open_hugging_face(dataset: Any, names: Sequence[str] | None) -> Table:
   if isinstance(dataset, str):
     return _open_folder(Path(dataset), names)
   fix = "give a datasets.Dataset, such as load_dataset(…, split='train')"
-  if not hasattr(dataset, "with_format") or not hasattr(dataset, "__getitem__"):
+  if not isinstance(dataset, dict) and not hasattr(dataset, "format"):  # Streams have none.
     raise invalid("dataset", type(dataset).__name__, "has no rows by index", fix)
   if isinstance(dataset, dict):
     raise invalid("dataset", [*dataset], "are several splits", fix)
@@ -134,7 +134,10 @@ def _open_folder(folder: Path, names: Sequence[str] | None) -> Table:
 
 def _class_names(features: Any) -> dict[str, tuple[str, ...]]:
   """Return the names of classes by column, of features or of their JSON."""
-  fields = {n: x if isinstance(x, dict) else vars(x) for n, x in features.items()}
+  fields = {
+    n: x if isinstance(x, dict) else {"_type": type(x).__name__} | vars(x)
+    for n, x in features.items()
+  }
   return {n: tuple(x["names"]) for n, x in fields.items() if x.get("_type") == "ClassLabel"}
 
 
