@@ -26,6 +26,12 @@ from .settings import Synthetic as Synthetic
 from .settings import Text as Text
 from .settings import TextFiles as TextFiles
 from .settings import TFDSText as TFDSText
+from .source_settings import HDF5 as HDF5
+from .source_settings import Grain as Grain
+from .source_settings import HuggingFace as HuggingFace
+from .source_settings import Numpy as Numpy
+from .source_settings import Parquet as Parquet
+from .source_settings import Zarr as Zarr
 from .tfds import tfds_images as tfds_images
 from .tfds import tfds_text as tfds_text
 from .token_files import text_files as text_files

@@ -17,7 +17,7 @@ from typing import Any, Literal
 import numpy as np
 
 from jaxscale.data.augment import Augment, shift, uniform_bits
-from jaxscale.data.dataset import NO_CLASS, Dataset, DatasetInfo, array_identity, batch_shapes
+from jaxscale.data.dataset import NO_CLASS, Dataset, DatasetInfo, Spec, array_identity, batch_shapes
 from jaxscale.errors import ConfigError, invalid
 from jaxscale.metrics.text import few
 
@@ -91,16 +91,11 @@ def from_named(name: str, arrays: Mapping[str, Any], **fields: Any) -> Dataset:
     (2, 16)
   """
   held = _named_arrays(name, arrays)
-  kinds = {key: "float32" if a.dtype.kind == "f" else "int32" for key, a in held.items()}
-  kinds |= {key: str(a.dtype) for key, a in held.items() if a.dtype in (np.uint8, bool)}
+  info = named_info(name, {key: (a.shape[1:], str(a.dtype)) for key, a in held.items()}, **fields)
+  kinds = {key: dtype for key, (_, dtype) in batch_shapes(info, 1).items()}
   held = {key: cast(f"{name}: {key}", array, kinds[key]) for key, array in held.items()}
-  specs = {key: (array.shape[1:], kinds[key]) for key, array in held.items()}
-  image, label = (specs.pop(key, (None, kind)) for key, kind in _STANDARD.items())
-  described = {"image_shape": image[0], "dtype": image[1], "arrays": specs}
-  described |= {"label_shape": label[0], "label_dtype": label[1]}
-  if label == ((), "int32"):
-    described["num_classes"] = int(held["label"].max(initial=0)) + 1
-  info = DatasetInfo(name, **(described | fields))
+  if (info.label_shape, info.label_dtype, "num_classes" in fields) == ((), "int32", False):
+    info = info._replace(num_classes=int(held["label"].max(initial=0)) + 1)
 
   def load(indices, draws):
     del draws
@@ -108,6 +103,29 @@ def from_named(name: str, arrays: Mapping[str, Any], **fields: Any) -> Dataset:
 
   identity = functools.partial(array_identity, *held.values())
   return Dataset(info, len(next(iter(held.values()))), load, identity=identity)
+
+
+def named_info(name: str, specs: Mapping[str, Spec], **fields: Any) -> DatasetInfo:
+  """Describe named arrays as batches have them.
+
+  Floats become float32, and integers int32 except uint8; bool stays.
+
+  Args:
+    name: the name for messages.
+    specs: the shape of an example and the stored dtype of each array.
+    fields: further fields of the `DatasetInfo`.
+
+  Example:
+    >>> named_info("fields", {"image": ((8, 8, 3), "float64")}).dtype
+    'float32'
+  """
+  kinds = {key: "float32" if np.dtype(d).kind == "f" else "int32" for key, (_, d) in specs.items()}
+  kinds |= {key: dtype for key, (_, dtype) in specs.items() if dtype in ("uint8", "bool")}
+  arrays: dict[str, Any] = {key: (tuple(specs[key][0]), kind) for key, kind in kinds.items()}
+  image, label = (arrays.pop(key, (None, kind)) for key, kind in _STANDARD.items())
+  described = {"image_shape": image[0], "dtype": image[1], "arrays": arrays}
+  described |= {"label_shape": label[0], "label_dtype": label[1]}
+  return DatasetInfo(name, **(described | fields))
 
 
 def _named_arrays(name: str, arrays: Mapping[str, Any]) -> dict[str, np.ndarray]:
@@ -209,7 +227,7 @@ def array_splits(
   x, y = _pair("x", x, "y", y)
   hint = ""
   if x_eval is None:
-    kept = _num_train(len(x), eval_share)
+    kept = num_train("Arrays.eval_share", len(x), eval_share)
     x, x_eval, y, y_eval = x[:kept], x[kept:], y[:kept], y[kept:]
     hint = "; validation takes the last examples, so shuffle x and y together"
   else:
@@ -240,29 +258,41 @@ def _named_splits(
 
   train, held_out = named(x, y), {}
   if x_eval is None:
-    kept = _num_train(len(next(iter(train.values()))), eval_share)
+    kept = num_train("Arrays.eval_share", len(next(iter(train.values()))), eval_share)
     train, held_out = ({k: a[at] for k, a in train.items()} for at in np.s_[:kept, kept:])
   else:
     held_out = named(x_eval, y_eval)
   options = {name: value for name, value in options.items() if value is not None}
   pair = [from_named("Arrays", arrays, **options) for arrays in (train, held_out)]
-  shapes = [batch_shapes(dataset.info, 1) for dataset in pair]
+  return same_examples("Arrays.x_eval", pair[0], pair[1])
+
+
+def same_examples(field: str, train: Dataset, held_out: Dataset) -> tuple[Dataset, Dataset]:
+  """Return two datasets with the same number of classes.
+
+  Raises:
+    ConfigError: their examples have different names, shapes or dtypes.
+  """
+  shapes = [batch_shapes(dataset.info, 1) for dataset in (train, held_out)]
   if shapes[0] != shapes[1]:
-    problem = f"has examples of {shapes[1]}, but Arrays.x has {shapes[0]}"
-    raise invalid("Arrays.x_eval", ..., problem, "use the same names, shapes and dtypes for both")
-  infos: list[Any] = [dataset.info for dataset in pair]
+    problem = f"has examples of {shapes[1]}, but those for training are {shapes[0]}"
+    raise invalid(field, ..., problem, "use the same names, shapes and dtypes for both")
+  infos: list[Any] = [train.info, held_out.info]
   count = max(info.num_classes for info in infos)
-  infos = [info._replace(num_classes=count) for info in infos]
-  first, second = (d._replace(info=i) for d, i in zip(pair, infos, strict=True))
-  return first, second
+  first, second = (info._replace(num_classes=count) for info in infos)
+  return train._replace(info=first), held_out._replace(info=second)
 
 
-def _num_train(count: int, eval_share: float) -> int:
-  """Return the number of examples that are left for training."""
+def num_train(field: str, count: int, eval_share: float) -> int:
+  """Return the number of examples that are left for training.
+
+  Raises:
+    ConfigError: none is left.
+  """
   kept = count - max(round(count * eval_share), 1)
   if kept <= 0:
     problem = "leaves no example for training"
-    raise invalid("Arrays.eval_share", eval_share, problem, "use more examples")
+    raise invalid(field, eval_share, problem, "use more examples")
   return kept
 
 

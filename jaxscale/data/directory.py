@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import glob
 import os
 from collections import Counter
-from collections.abc import Callable, Iterable
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
 
+import numpy as np
+
+from jaxscale.data.dataset import file_identity, names_identity
 from jaxscale.errors import invalid
 from jaxscale.metrics.text import few, plural
 
 # Files and folders that macOS, Windows and NFS add to a user's folders.
 _LITTER = {".ds_store", "__macosx", "thumbs.db", "ehthumbs.db", "desktop.ini"}
 _LITTER_STARTS = ("._", ".nfs")
+_MAX_FILES = 1024  # files whose contents are hashed together; of more the names count as well
 
 
 class Tree(NamedTuple):
@@ -112,3 +118,42 @@ def left_out_note(where: object, counts: Counter[str], taken: str) -> tuple[str,
   ordered = sorted(counts.items(), key=lambda item: (-item[1], item[0]))
   named = few(f"{count:,} {kind}" for kind, count in ordered)
   return (f"{where}: skipping {plural(counts.total(), 'file')} ({named}); {taken}",)
+
+
+def matching_paths(path: str, suffixes: Sequence[str], *, is_one: bool = False) -> list[Path]:
+  """Return the files of a path in the order of their names.
+
+  Args:
+    path: a file, a folder of files, or a pattern such as "data/train-*.parquet".
+    suffixes: the extensions of the files of a folder.
+    is_one: whether a folder counts as one file.
+
+  Raises:
+    ConfigError: there is no such file.
+  """
+  if os.path.isfile(path) or (is_one and os.path.isdir(path)):
+    return [Path(path)]
+  if os.path.isdir(path):
+    names = tree(path).files
+    files = [Path(path, name) for name in names if name.lower().endswith((*suffixes,))]
+    problem = f"has no files that end in {' or '.join(suffixes)}"
+  else:
+    files = [Path(name) for name in sorted(glob.glob(path))]
+    problem = "matches no file" if glob.has_magic(path) else "does not exist"
+  if not files:
+    raise invalid("path", path, problem, "correct it")
+  return files
+
+
+def paths_identity(paths: Sequence[Path]) -> Mapping[str, Any]:
+  """Return the identity of files in order, and of all files below folders."""
+  names = [(path, name) for path in paths for name in (_below(path) if path.is_dir() else [""])]
+  files = [path / name for path, name in names]
+  if len(files) <= _MAX_FILES:
+    return file_identity(files)
+  return names_identity(np.array([os.fsencode(name) for _, name in names]), lambda i: str(files[i]))
+
+
+def _below(folder: Path) -> list[str]:
+  found = (Path(inner, name) for inner, _, names in os.walk(folder) for name in names)
+  return sorted(str(path.relative_to(folder)) for path in found)

@@ -20,15 +20,13 @@ import numpy as np
 from jaxscale.data.arrays import check_scaling, from_arrays
 from jaxscale.data.augment import NUM_DRAWS, Augment, AugmentName, EvalView, augment_of
 from jaxscale.data.dataset import MAX_PIXELS, NO_CLASS, Batch, DamagedExamples, Dataset, DatasetInfo
+from jaxscale.data.faults import next_readable
 from jaxscale.errors import ConfigError
 from jaxscale.files import refuse_pointer
 
 # Mean and standard deviation per channel of ImageNet's training images, as in published recipes.
 IMAGENET_MEAN = (123.675, 116.28, 103.53)
 IMAGENET_STD = (58.395, 57.12, 57.375)
-
-_MAX_UNREADABLE = 1000  # More unreadable examples in a row indicate a wrong path.
-
 
 Record = tuple[bytes, int]  # an encoded image and its class
 
@@ -186,19 +184,20 @@ class _Loader(NamedTuple):
   def _replacement(self, draws: np.ndarray | None, index: int, out: np.ndarray) -> int:
     """Write the next readable example after a damaged one to `out`; return its label."""
     source = self.source
-    tries = min(source.num_examples - 1, _MAX_UNREADABLE)
-    for other in range(index + 1, index + 1 + tries):
-      other %= source.num_examples
-      record = next(iter(source.read([other])))
-      if (label := self._read(record, draws, other, out)) is not None:
-        return label
-    error = "another attempt could read it"
-    try:
-      self._decode(next(iter(source.read([index]))), draws, out)
-    except ValueError as e:
-      error = str(e)
-    reason = f"the first is {source.name(index)} ({error}); copy them again, or check --config.data"
-    raise ConfigError(f"{self.info.name}: {tries + 1} examples in a row cannot be read, {reason}")
+
+    def read(other: int) -> int | None:
+      return self._read(next(iter(source.read([other]))), draws, other, out)
+
+    def first() -> str:
+      error = "another attempt could read it"
+      try:
+        self._decode(next(iter(source.read([index]))), draws, out)
+      except ValueError as e:
+        error = str(e)
+      return f"{source.name(index)} ({error})"
+
+    count = source.num_examples
+    return next_readable(self.info.name, index, count, read, lambda i: i + 1, first)
 
   def cached(self) -> Callable[[np.ndarray, np.ndarray | None], Batch]:
     """Return a `load` from memory, after decoding every example once."""

@@ -11,6 +11,8 @@ from jaxscale.config.bases import Data
 from jaxscale.config.bounds import Count
 from jaxscale.config.plain import to_plain
 from jaxscale.config.validation import UnsetError
+from jaxscale.data import source_settings
+from jaxscale.data.source_settings import *  # noqa: F403
 from jaxscale.errors import ConfigError
 
 # The names for --config.data= (HOMES in config/choice.py lists this module).
@@ -25,6 +27,7 @@ __all__ = [
   "Text",
   "TextFiles",
 ]
+__all__ += source_settings.__all__
 
 Split = tuple["data.Dataset", "data.Dataset"]  # To train on, and to validate on.
 

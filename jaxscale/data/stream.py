@@ -318,7 +318,7 @@ def cached(
   try:
     folder.mkdir(parents=True, exist_ok=True)
     if (counts := counts_of(kept, dtype)) is None:
-      with _locked(folder / f"{key}.lock"):
+      with locked(folder / f"{key}.lock"):
         if (counts := counts_of(kept, dtype)) is None:  # Another process may have written it.
           print(f"tokenizing {name} once into {kept}", flush=True)
           counts = write_tokens(kept, parts, dtype, notes)
@@ -330,7 +330,7 @@ def cached(
 
 
 @contextlib.contextmanager
-def _locked(path: Path) -> Iterator[None]:
+def locked(path: Path) -> Iterator[None]:
   """Hold a lock file; if the file system has no locks, all processes work at once.
 
   Each process then writes its own file, and the last one stays.

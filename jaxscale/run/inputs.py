@@ -53,12 +53,16 @@ def of_path(config: Config, info: Any, path: Path) -> tuple[data.Dataset, bool]:
   Raises:
     ConfigError: the path has no inputs for the model.
   """
+  is_array, is_image = path.suffix in (".npy", ".npz"), path.suffix.lower() in SUFFIXES
+  is_table = isinstance(config.data, data.Numpy) or not (is_array or is_image)
+  if is_table and (of_path := getattr(config.data, "of_path", None)):  # For example zarr.
+    return _of_table(info, of_path(str(path), data.batch_shapes(info, 1).keys() - {_input(info)}))
   if path.is_dir():
     source, has_classes = image_files(path, getattr(info, "class_names", ()))
     return _of_images(config, info, source), has_classes
-  if path.is_file() and path.suffix.lower() in SUFFIXES:
+  if path.is_file() and is_image:
     return _of_images(config, info, listed_files([path])), False
-  if not path.is_file() or path.suffix not in (".npy", ".npz"):
+  if not path.is_file() or not is_array:
     fix = "give a folder of images, an image, or arrays in a .npy or .npz file"
     problem = "is of no known kind" if path.exists() else "is no such file"
     raise invalid(str(path), ..., problem, fix)
@@ -70,6 +74,16 @@ def of_path(config: Config, info: Any, path: Path) -> tuple[data.Dataset, bool]:
   names = {"x": _input(info), "y": "targets" if isinstance(info, data.TextInfo) else "label"}
   named = {names.get(name, name): array for name, array in named.items()}
   return _of_arrays(info, named), data.batch_shapes(info, 1).keys() <= named.keys()
+
+
+def _of_table(info: Any, table: data.Dataset) -> tuple[data.Dataset, bool]:
+  """Check the rows of a table; return them, and whether they have targets."""
+  known, arrays = (data.batch_shapes(x, 1) for x in (info, table.info))
+  for name, spec in arrays.items():
+    if spec != known.get(name):
+      problem = f"has {name!r} of {spec[0][1:]}, {spec[1]}"
+      raise invalid("--data", table.info.name, problem, f"the model takes {known.get(name)}")
+  return table, known.keys() <= arrays.keys()
 
 
 def _input(info: Any) -> str:

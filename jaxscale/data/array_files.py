@@ -1,0 +1,163 @@
+"""Open arrays in files: zarr stores by tensorstore, HDF5 and netCDF4 by h5py, and NumPy's files.
+
+Several stores or files of one pattern are read one after another. A source of one array calls it
+"x". As zarr defines, a chunk without a file has the fill value of its array.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import zipfile
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jaxscale.data.columns import (
+  Table,
+  Variable,
+  by_chunk,
+  cached,
+  concatenated,
+  even_starts,
+  of_variables,
+)
+from jaxscale.data.directory import matching_paths, paths_identity
+from jaxscale.errors import ConfigError, invalid
+from jaxscale.files import read_json, require_json
+
+HDF5_SUFFIXES = ".h5", ".hdf5", ".hdf", ".he5", ".nc", ".nc4"
+
+Names = Sequence[str] | None
+
+
+def open_zarr(path: str, names: Names, cache_bytes: int) -> Table:
+  """Open zarr stores, version 2 or 3: arrays, or groups whose arrays are the variables.
+
+  Args:
+    path: the folder of an array or of a group, or a pattern of folders.
+    names: the arrays, such as "temperature" or "inner/temperature"; None opens all.
+    cache_bytes: the limit of decoded chunks in memory.
+
+  Raises:
+    ConfigError: a folder is no zarr store, or an array is missing or cannot be opened.
+  """
+  import tensorstore as ts
+
+  context = ts.Context({"cache_pool": {"total_bytes_limit": cache_bytes}})
+
+  def variable(folder: Path) -> Variable | None:
+    is_new = (folder / "zarr.json").is_file()
+    if not is_new and not (folder / ".zarray").is_file():
+      return None
+    node = require_json(folder / ("zarr.json" if is_new else ".zarray"), {}, "write it again")
+    if node.get("node_type", "array") != "array":
+      return None
+    spec = {"driver": "zarr3" if is_new else "zarr", "recheck_cached_data": False}
+    spec |= {"kvstore": {"driver": "file", "path": str(folder)}}
+    store = ts.open(spec, read=True, context=context).result()
+    attributes = node.get("attributes") if is_new else read_json(folder / ".zattrs")
+    chunk: Any = store.chunk_layout.read_chunk.shape
+    read, dtype = lambda rows: store[rows].read().result(), store.dtype.numpy_dtype
+    return Variable(store.shape, dtype, chunk[0] if chunk else 0, read, attributes or {})
+
+  def variables(store: Path) -> dict[str, Variable]:
+    if (root := variable(store)) is not None:
+      return {"x": root}
+    inner = {*(x.name for x in store.iterdir() if x.is_dir()), *(names or ())}
+    found = {name: variable(store / name) for name in sorted(inner)}
+    return {name: x for name, x in found.items() if x is not None}
+
+  table = _table(path, matching_paths(path, [], is_one=True), names, variables, "a zarr store")
+  return table._replace(cache_bytes=cache_bytes)
+
+
+def open_hdf5(path: str, names: Names, cache_bytes: int) -> Table:
+  """Open HDF5 or netCDF4 files, whose datasets are the variables.
+
+  Args:
+    path: a file, a folder of files or a pattern; "FILE::GROUP" takes a group of each file.
+    names: the variables, such as "temperature" or "inner/temperature"; None opens all.
+    cache_bytes: the limit of decoded chunks in memory.
+
+  Raises:
+    ConfigError: h5py is not installed, a file is not HDF5, or a variable is missing.
+  """
+  try:
+    import h5py
+  except ImportError:
+    fix = "install it (pip install 'jaxscale[science]')"
+    raise invalid("path", path, "needs the package h5py", fix) from None
+  where, _, group = path.partition("::")
+
+  def variable(file: Path, node: Any, share: int) -> Variable:
+    length, offset = node.chunks[0] if node.chunks else 0, node.id.get_offset()
+    if offset is not None and node.dtype.kind in "uifb":  # Contiguous and not compressed.
+      mapped = np.memmap(file, node.dtype, "r", offset, node.shape)
+      return Variable(node.shape, node.dtype, length, mapped.__getitem__, node.attrs)
+    rows = length or max(len(node), 1)
+    row_bytes = int(np.prod(node.shape[1:])) * node.dtype.itemsize
+    chunk = cached(lambda i: node[i * rows : (i + 1) * rows], share // max(rows * row_bytes, 1))
+    read = functools.partial(
+      by_chunk, starts=even_starts(len(node), rows), read=lambda i, x: {"": chunk(i)[x]}
+    )
+    return Variable(node.shape, node.dtype, length, lambda x: read(x)[""], node.attrs)
+
+  def variables(file: Path) -> dict[str, Variable]:
+    # Locks fail on file systems that are mounted read-only.
+    inner: Any = h5py.File(file, "r", locking=False)[group or "/"]
+    nodes = {name: inner[name] for name in names or inner if name in inner}
+    nodes = {n: x for n, x in nodes.items() if isinstance(x, h5py.Dataset) and x.ndim}
+    return {n: variable(file, x, cache_bytes // len(nodes)) for n, x in nodes.items()}
+
+  table = _table(path, matching_paths(where, HDF5_SUFFIXES), names, variables, "HDF5 or netCDF4")
+  return table._replace(cache_bytes=cache_bytes)
+
+
+def open_numpy(path: str, names: Names) -> Table:
+  """Open a .npy file (memory-mapped), an .npz file (in memory), or a folder of .npy files.
+
+  Args:
+    path: the file or folder, or a pattern of several.
+    names: the arrays: those of the .npz file, or the files of the folder without ".npy"; None
+      opens all.
+
+  Raises:
+    ConfigError: a file cannot be read, or an array is missing.
+  """
+
+  def variables(file: Path) -> dict[str, Variable]:
+    files = {x.stem: x for x in sorted(file.glob("*.npy"))} if file.is_dir() else {"x": file}
+    with contextlib.ExitStack() as stack:  # NumPy does not close an archive that is damaged.
+      opened = None if file.is_dir() else stack.enter_context(open(file, "rb"))
+      if opened and opened.peek(2)[:2] == b"PK":
+        loaded = np.load(opened, allow_pickle=False)
+        arrays: Any = {n: loaded[n] for n in loaded.files if names is None or n in names}
+      else:
+        arrays = {n: np.load(x, mmap_mode="r", allow_pickle=False) for n, x in files.items()}
+    return {n: Variable(x.shape, x.dtype, 0, x.__getitem__) for n, x in arrays.items()}
+
+  return _table(path, matching_paths(path, [], is_one=True), names, variables, ".npy or .npz")
+
+
+def _table(
+  name: str,
+  paths: Sequence[Path],
+  names: Names,
+  variables: Callable[[Path], Mapping[str, Variable]],
+  expected: str,
+) -> Table:
+  """Return the table of the variables of several files."""
+  tables = []
+  for path in paths:
+    try:
+      tables.append(of_variables(str(path), variables(path), names))
+    except ConfigError:
+      raise
+    except (ValueError, OSError, EOFError, KeyError, zipfile.BadZipFile) as e:
+      problem = " ".join(f"cannot be opened ({e!s:.200})".split())
+      raise invalid("path", str(path), problem, f"give {expected}") from None
+  identity = functools.partial(paths_identity, paths)
+  return concatenated(tables)._replace(name=name, identity=identity)

@@ -1,0 +1,204 @@
+"""Open Parquet and Arrow IPC (Feather) files by pyarrow, and datasets of Hugging Face.
+
+A chunk is a row group or a record batch. Arrays of a list column must have one length; they may
+be lists of lists, and tensors of Arrow's type `fixed_shape_tensor`.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from jaxscale.data.columns import (
+  Table,
+  by_chunk,
+  cached,
+  chosen_names,
+  even_starts,
+  spread_identity,
+)
+from jaxscale.data.directory import paths_identity
+from jaxscale.errors import ConfigError, invalid
+from jaxscale.files import read_json, refuse_pointer, require_json
+
+_RECORD_BATCH = 1000  # rows of a record batch, as `datasets` writes them
+SUFFIXES = ".parquet", ".arrow", ".feather", ".ipc"
+
+
+class _File(NamedTuple):
+  """Opened file: its schema, the rows of each chunk, and a function that reads a chunk."""
+
+  schema: Any
+  lengths: list[int]
+  read: Callable[[int, Sequence[str]], Any]
+
+
+def open_arrow(
+  name: str, paths: Sequence[Path], names: Sequence[str] | None, cache_bytes: int
+) -> Table:
+  """Open the rows of files, one file after another.
+
+  Args:
+    name: the name for messages.
+    paths: the files.
+    names: the columns; None opens all.
+    cache_bytes: the limit of decoded chunks in memory.
+
+  Raises:
+    ConfigError: a file is of another format, a column is missing, the files differ in their
+      columns, or there is no row.
+  """
+  files = [_opened(path) for path in paths]
+  schema = files[0].schema
+  known = {field.name: field.type for field in schema}
+  names = chosen_names(name, names, known)
+  for path, file in zip(paths, files, strict=True):
+    for column in names:
+      kind = file.schema.field(column).type if column in file.schema.names else "nothing"
+      if kind != known[column]:
+        problem = f"has {kind} in column {column!r}, but {paths[0]} has {known[column]}"
+        raise invalid(str(path), ..., problem, "give files of the same columns")
+  chunks = [(i, j) for i, file in enumerate(files) for j, rows in enumerate(file.lengths) if rows]
+  starts = np.cumsum([0, *(files[i].lengths[j] for i, j in chunks)])
+  if not chunks:
+    raise invalid(name, ..., "has no rows", "check the path")
+
+  def read_chunk(number: int) -> Any:
+    i, j = chunks[number]
+    return files[i].read(j, names)
+
+  first = read_chunk(0)
+  largest = int(np.diff(starts).max() / first.num_rows * first.nbytes)
+  chunk = cached(read_chunk, cache_bytes // max(largest, 1))
+
+  def read(number: int, rows: np.ndarray) -> dict[str, np.ndarray]:
+    return {n: column_values(chunk(number).column(n), rows) for n in names}
+
+  specs = {n: (x.shape[1:], str(x.dtype)) for n, x in read(0, np.zeros(1, np.int64)).items()}
+  every = functools.partial(by_chunk, starts=starts, read=read)
+  identity = functools.partial(paths_identity, paths)
+  return Table(name, specs, starts, every, identity, largest, cache_bytes)
+
+
+def open_hugging_face(dataset: Any, names: Sequence[str] | None) -> Table:
+  """Open a `datasets.Dataset`, or the folder of one without the package; nothing is downloaded.
+
+  Args:
+    dataset: the object or the path of the folder.
+    names: the columns; None opens all.
+
+  Raises:
+    ConfigError: it is neither, has no index, or holds several splits; or a column is missing.
+  """
+  if isinstance(dataset, str):
+    return _open_folder(Path(dataset), names)
+  fix = "give a datasets.Dataset, such as load_dataset(…, split='train')"
+  if not isinstance(dataset, dict) and not hasattr(dataset, "format"):  # Streams have none.
+    raise invalid("dataset", type(dataset).__name__, "has no rows by index", fix)
+  if isinstance(dataset, dict):
+    raise invalid("dataset", [*dataset], "are several splits", fix)
+  if dataset.format["type"] == "custom":
+    raise invalid("dataset", ..., "has a transform (set_transform)", "give it as `transform`")
+  names = chosen_names("the dataset", names, dataset.features)
+  tables = dataset.select_columns(names).with_format("arrow")
+
+  def read(rows: np.ndarray) -> dict[str, np.ndarray]:
+    part, every = tables[rows.tolist()].combine_chunks(), np.arange(len(rows))
+    return {n: column_values(part.column(n), every) for n in names}
+
+  first = read(np.arange(1))
+  specs = {name: (values.shape[1:], str(values.dtype)) for name, values in first.items()}
+  starts = even_starts(len(dataset), _RECORD_BATCH)
+  table = Table("HuggingFace", specs, starts, read, lambda: spread_identity(table))
+  return table._replace(class_names=_class_names(dataset.features))
+
+
+def _open_folder(folder: Path, names: Sequence[str] | None) -> Table:
+  if splits := read_json(folder / "dataset_dict.json", {"splits": [str]}):
+    fix = f"give {folder}/{splits['splits'][0]} or another of {splits['splits']}"
+    raise invalid("dataset", str(folder), "is a folder of several splits", fix)
+  fix = "give a folder that Dataset.save_to_disk wrote"
+  state = require_json(folder / "state.json", {"_data_files": [{"filename": str}]}, fix)
+  if state.get("_indices_data_files"):
+    fix = "save it again, with a newer version of datasets"
+    raise invalid("dataset", str(folder), "has an index of its rows in a file", fix)
+  files = [folder / Path(file["filename"]).name for file in state["_data_files"]]
+  table = open_arrow(str(folder), files, names, 1 << 40)._replace(cache_bytes=None)
+  info = read_json(folder / "dataset_info.json", {"features": {}})
+  return table._replace(class_names=_class_names(info.get("features", {})))
+
+
+def _class_names(features: Any) -> dict[str, tuple[str, ...]]:
+  """Return the names of classes by column, of features or of their JSON."""
+  fields = {
+    n: x if isinstance(x, dict) else {"_type": type(x).__name__} | vars(x)
+    for n, x in features.items()
+  }
+  return {n: tuple(x["names"]) for n, x in fields.items() if x.get("_type") == "ClassLabel"}
+
+
+def _opened(path: Path) -> _File:
+  import pyarrow as pa
+  from pyarrow import parquet
+
+  try:
+    with open(path, "rb") as file:
+      magic = refuse_pointer(path, file.read(24))[:6]
+    if magic[:4] == b"PAR1":
+      metadata = parquet.read_metadata(path)
+      lengths = [metadata.row_group(i).num_rows for i in range(metadata.num_row_groups)]
+
+      def read(number: int, names: Sequence[str]) -> Any:
+        # A reader of its own for each thread; the footer is not read again.
+        file = parquet.ParquetFile(path, metadata=metadata, memory_map=True)
+        return file.read_row_group(number, [*names], use_threads=False).combine_chunks()
+
+      return _File(metadata.schema.to_arrow_schema(), lengths, read)
+    if magic == b"ARROW1":
+      reader = pa.ipc.open_file(pa.memory_map(str(path)))
+      batches = [reader.get_batch(i) for i in range(reader.num_record_batches)]
+    elif magic[:4] == b"\xff\xff\xff\xff":
+      reader = pa.ipc.open_stream(pa.memory_map(str(path)))
+      batches = [*reader]
+    else:
+      fix = f"give files in Parquet or Arrow IPC format ({', '.join(SUFFIXES)})"
+      raise invalid("path", str(path), "has another format", fix)
+  except ConfigError:
+    raise
+  except Exception as e:
+    problem = f"cannot be opened ({e!s:.200})".replace("\n", " ")
+    raise invalid("path", str(path), problem, "write it again") from None
+  return _File(reader.schema, [len(batch) for batch in batches], lambda i, _: batches[i])
+
+
+def column_values(column: Any, rows: np.ndarray) -> np.ndarray:
+  """Return rows of a column as an array; objects if they are not numbers of one shape."""
+  array = column.chunk(0) if hasattr(column, "chunks") else column
+  if (numbers := _numbers(array)) is not None:
+    return numbers[rows]
+  return np.fromiter(array.take(rows).to_pylist(), object, len(rows))
+
+
+def _numbers(array: Any) -> np.ndarray | None:
+  """Return numbers, or lists of one length, without a copy where Arrow allows it; else None."""
+  from pyarrow import BaseExtensionType, types
+
+  kind = array.type
+  if isinstance(kind, BaseExtensionType):
+    values, shape = _numbers(array.storage), getattr(kind, "shape", None)
+    return values if shape is None or values is None else values.reshape(len(array), *shape)
+  if array.null_count:
+    return None
+  if types.is_fixed_size_list(kind) or types.is_list(kind) or types.is_large_list(kind):
+    if not types.is_fixed_size_list(kind) and len(np.unique(np.diff(array.offsets))) != 1:
+      return None
+    inner = _numbers(array.flatten())
+    return None if inner is None else inner.reshape(len(array), -1, *inner.shape[1:])
+  if types.is_fixed_size_binary(kind):
+    values = np.frombuffer(array.buffers()[1], np.uint8).reshape(-1, kind.byte_width)
+    return values[array.offset : array.offset + len(array)]
+  return array.to_numpy(zero_copy_only=False) if types.is_primitive(kind) else None
