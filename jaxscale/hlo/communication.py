@@ -42,8 +42,7 @@ import numpy as np
 from jaxscale.hlo import parse
 from jaxscale.hlo.cost import COLLECTIVES, Cost, costs, trip_count
 from jaxscale.hlo.parse import Computation, Groups, Instruction, Module
-from jaxscale.metrics.text import grouped
-from jaxscale.metrics.text import table as text_table
+from jaxscale.metrics import text
 
 
 class Collective(NamedTuple):
@@ -134,8 +133,8 @@ def collectives(compiled: Any, mesh: Any = None) -> list[Collective]:
     >>> one.kind, one.axes, one.payload_bytes, one.wire_bytes
     ('all-reduce', ('data',), 32, 32.0)
   """
-  text = compiled if isinstance(compiled, str) else compiled.as_text()
-  return [p.collective for module in parse.modules(text) for p in placed(module, mesh)]
+  program = compiled if isinstance(compiled, str) else compiled.as_text()
+  return [p.collective for module in parse.modules(program) for p in placed(module, mesh)]
 
 
 def placed(module: Module, mesh: Any = None) -> list[Placed]:
@@ -177,17 +176,17 @@ def summary(table: Sequence[Collective]) -> str:
   if not table:
     return "no collectives"
   keys = ((row.kind, row.axes, row.dtypes, row.is_async, row.conditional) for row in table)
-  alike = grouped(zip(keys, table, strict=True))
+  alike = text.grouped(zip(keys, table, strict=True))
   head = ("collective", "axes", "dtype", "times", "MB", "sent MB", "form", "overlap")
-  text = [text_table(head, map(_line, alike.values()), left=range(len(head)))]
+  lines = [text.table(head, map(_line, alike.values()), left=range(len(head)))]
   everything = total(table)
   behind = sum(r.times * r.wire_bytes for r in table if r.overlap)
   share = behind / everything.wire_bytes if everything.wire_bytes else 0.0
   sent = f"a device sends {everything.wire_bytes / 1e6:.3f} MB per step"
-  text.append(f"{sent}, {share:.0%} of it in collectives that overlap with compute")
+  lines.append(f"{sent}, {share:.0%} of it in collectives that overlap with compute")
   if not all(row.times_known for row in table):
-    text.append("the iterations of some loops are unknown and counted as 1")
-  return "\n".join(text)
+    lines.append("the iterations of some loops are unknown and counted as 1")
+  return "\n".join(lines)
 
 
 def _line(rows: list[Collective]) -> tuple[str, ...]:

@@ -103,7 +103,7 @@ def _module(text: str) -> Module:
 def _instruction(line: str) -> Instruction | None:
   if not (match := _INSTRUCTION.match(_COMMENT.sub("", line))):
     return None
-  rest = match.group(3)
+  root, name, rest = match.groups()
   end = _balanced(rest) if rest.startswith("(") else rest.find(" ")
   shape, rest = rest[:end], rest[end:].lstrip()
   opening = rest.find("(")
@@ -112,9 +112,7 @@ def _instruction(line: str) -> Instruction | None:
   opcode, rest = rest[:opening], rest[opening:]
   end = _balanced(rest)
   operands = tuple(x.split(" ")[-1].lstrip("%") for x in _split(rest[1 : end - 1]))
-  return Instruction(
-    match.group(2), arrays(shape), opcode, operands, rest[end:], bool(match.group(1))
-  )
+  return Instruction(name, arrays(shape), opcode, operands, rest[end:], bool(root))
 
 
 def _balanced(text: str) -> int:
@@ -221,10 +219,9 @@ def replica_groups(written: str | None, num_devices: int) -> Groups | None:
     return _along_axes(*match.groups())
   if not re.fullmatch(r"[{}\d,\s]*", written):
     return None
-  groups = [re.findall(r"\d+", part) for part in re.findall(r"\{([\d,\s]+)\}", written)]
-  if not groups:
-    return (tuple(range(num_devices)),)
-  return tuple(tuple(int(n) for n in group) for group in groups)
+  parts = re.findall(r"\{([\d,\s]+)\}", written)
+  groups = tuple(tuple(map(int, re.findall(r"\d+", part))) for part in parts)
+  return groups or (tuple(range(num_devices)),)
 
 
 def _along_axes(mesh: str, shape: str | None, order: str | None, axes: str) -> Groups | None:

@@ -146,10 +146,8 @@ def trials(
 
 def find(names: Sequence[str], runs: str) -> Path | None:
   """Return the folder of a study if its name is the only one given; else None."""
-  for folder in (folders.directory(runs) / names[0], Path(names[0])):
-    if len(names) == 1 and (folder / "run.json").is_file():
-      return folder.absolute() if _is_study(folders.read_spec(folder)) else None
-  return None
+  folder = folders.locate(names[0], runs, "run.json") if len(names) == 1 else None
+  return folder.absolute() if folder and _is_study(folders.read_spec(folder)) else None
 
 
 def _is_study(spec: JobSpec) -> bool:

@@ -103,8 +103,7 @@ def _over_devices(
 
 def _step_parts(axis: Any, study: Mapping[str, Any]) -> None:
   """Draw bars of the exchange's share of a step, and marks of the spread of processes."""
-  titled(axis, "What a step waits for (step report)", "devices, and ms per step")
-  axis.set_ylabel("% of a step")
+  titled(axis, "What a step waits for (step report)", "devices, and ms per step", "% of a step")
   axis.grid(False, axis="x")
   known = [row for row in study["rows"] if None not in (row["compute_s"], row["exposed_s"])]
   if not known:
@@ -152,7 +151,5 @@ def _annotate(axis: Any, text: str, at: Any, offset: Any, **style: Any) -> None:
 
 
 def _empty(axis: Any, text: str) -> None:
-  axis.set_xticks([])
-  axis.set_yticks([])
-  style = {"ha": "center", "va": "center", "transform": axis.transAxes}
-  axis.text(0.5, 0.5, text, color=IDEAL, **style)
+  axis.set(xticks=[], yticks=[])
+  axis.text(0.5, 0.5, text, color=IDEAL, ha="center", va="center", transform=axis.transAxes)
