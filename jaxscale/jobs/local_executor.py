@@ -170,8 +170,7 @@ def _run_trial(spec: JobSpec, job: str, task: int, stop: threading.Event) -> Non
     before = newest_step(spec.workdir(task))
     code = _run_once(spec, job, task, stop)
     progress = newest_step(spec.workdir(task)) != before
-    again = specs.is_restarted(code, progress) and restarts < spec.requeue
-    again = again and not stop.is_set()
+    again = restarts < spec.requeue and not stop.is_set() and specs.is_restarted(code, progress)
     event |= {"event": "end", "code": code, "next": "requeue" if again else "stop"}
     _record(spec.events_file(task), event | {"time": round(time.time())})
     if not again:

@@ -244,11 +244,7 @@ def _evaluations(
   lines: Sequence[Mapping[str, Any]], batch: int, num_train: int
 ) -> tuple[tuple[float, float], ...]:
   """Return (epochs, validation loss) over all starts; a repeated step replaces the earlier one."""
-  losses = {
-    line["step"]: line["eval/loss"]
-    for line in lines
-    if math.isfinite(line.get("eval/loss", math.nan))
-  }
+  losses = {x["step"]: x["eval/loss"] for x in lines if "eval/loss" in finite(x)}
   epochs = batch / max(num_train, 1)
   return tuple((step * epochs, loss) for step, loss in sorted(losses.items()))
 

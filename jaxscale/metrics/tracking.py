@@ -100,13 +100,12 @@ class BackgroundTracker:
       return
     self._thread.join(max(self._deadline - time.monotonic(), 0))
     if not self._is_finished:
-      name, late = self._source.name, f" in {self._flush_s:g} s"
+      late = ""
       if self._thread.is_alive():
+        late = f" in {self._flush_s:g} s"
         self._has_complained = True  # This is its last line.
         abandon(self._thread)
-      else:
-        late = ""
-      logger.warning(f"{name} did not finish{late}; {self._record} has all lines")
+      logger.warning(f"{self._source.name} did not finish{late}; {self._record} has all lines")
 
   def _complain(self, what: str) -> None:
     if not self._has_complained:
@@ -138,7 +137,7 @@ class BackgroundTracker:
 
   def _hand_over(self, tracker: Tracker, line: Line, known: Callable[[str], int]):
     """Log what the tracker lacks of a line; skip what fails twice."""
-    step = line["step"]
+    step: int = line["step"]
     lacks = {
       name: value
       for name, value in line.items()

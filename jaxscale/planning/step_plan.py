@@ -168,7 +168,7 @@ def step_on(
 
 def _mesh_sizes(shape: dict[str, int], first: Compiled) -> dict[str, int]:
   """Return the sizes of the program's mesh axes for the sizes of a different mesh."""
-  sizes = dict(first.fit.mesh.shape)
+  sizes: dict[str, int] = dict(first.fit.mesh.shape)
   if "bn" in sizes:  # The axis is a part of `data`.
     shape["bn"] = min(sizes["bn"], shape["data"])
     shape["data"] //= shape["bn"]

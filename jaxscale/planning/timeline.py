@@ -57,8 +57,8 @@ class Program:
       transfer: a function that returns the seconds of a collective.
     """
     total = _no_times()
-    for module, *known in self._modules:
-      _add(total, _Walk(module, *known, rates, transfer).computation(module.entry), 1)
+    for module, placed, known in self._modules:
+      _add(total, _Walk(module, placed, known, rates, transfer).computation(module.entry), 1)
     return Times(*map(dict, total))
 
 
