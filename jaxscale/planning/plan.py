@@ -23,7 +23,7 @@ from jaxscale.metrics.text import grouped
 from jaxscale.planning import estimate, job, step_plan, topologies
 from jaxscale.planning.fits import Fit, RefusedError
 from jaxscale.planning.machine import Machine, Rates, rates_of
-from jaxscale.planning.step_plan import Step
+from jaxscale.planning.step_plan import Compiled, Step
 from jaxscale.planning.topologies import Chips
 from jaxscale.training.flops import FORWARD_AND_BACKWARD
 
@@ -144,9 +144,7 @@ def make_plan(
   )
 
 
-def _second(
-  config: cfg.Config, chips: Chips, first: step_plan.Compiled, sizes: _Rows
-) -> list[step_plan.Compiled]:
+def _second(config: cfg.Config, chips: Chips, first: Compiled, sizes: _Rows) -> list[Compiled]:
   """Return the program with fewer rows; [] if all sizes have the same, or it does not compile."""
   other = {n: rows for n, rows in sizes.items() if rows and rows != first.rows}
   others = {name: other[n] for n in other if (name := step_plan.sized(chips, n))}
@@ -233,9 +231,8 @@ def as_json(plan: Plan) -> dict[str, Any]:
 
   compiler = topologies.compiler(plan.chips.chip.platform)
   page: dict[str, Any] = dict(chips=plan.chips.name, calibrated=plan.rates.is_calibrated)
-  page |= dict(
-    compiled_for=[*plan.compiled], compiler=compiler, compile_seconds=round(plan.seconds, 1)
-  )
+  page |= dict(compiled_for=[*plan.compiled], compiler=compiler)
+  page["compile_seconds"] = round(plan.seconds, 1)
   page["memory"] = plan.fit.memory._asdict() if plan.fit.memory else None
   page |= dict(memory_limit=plan.fit.limit, sent=sent(plan), step=_step_json(plan.step))
   page |= dict(mfu=plan.mfu, flops_per_parameter=plan.ratio, bottleneck=bottleneck(plan)[1])

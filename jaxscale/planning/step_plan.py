@@ -29,6 +29,8 @@ from jaxscale.planning import fits, topologies, transfer
 from jaxscale.planning.machine import CORNERS, Corner, Rates, hosts, links
 from jaxscale.planning.timeline import Program, Times
 
+_Seconds = dict[str, float]  # by part of the step
+
 
 class Compiled(NamedTuple):
   """Compiled program of a step.
@@ -183,9 +185,7 @@ def _interpolated(compiled, rates, corner, sizes, rows) -> Times:
   return Times(*(_between(compiled, rows, parts) for parts in zip(*times, strict=True)))
 
 
-def _between(
-  compiled: Sequence[Compiled], rows: int, parts: Sequence[dict[str, float]]
-) -> dict[str, float]:
+def _between(compiled: Sequence[Compiled], rows: int, parts: Sequence[_Seconds]) -> _Seconds:
   """Interpolate the parts of the programs, by name, at a number of rows."""
   if len(parts) == 1:
     return parts[0]
@@ -195,9 +195,7 @@ def _between(
   return {k: max(value, 0.0) for k, value in line.items()}
 
 
-def _parts(
-  times: Times, rates: Rates, corner: Corner, devices: int, batch_size: int
-) -> dict[str, float]:
+def _parts(times: Times, rates: Rates, corner: Corner, devices: int, batch_size: int) -> _Seconds:
   """Return the seconds of a step by part."""
   at = rates.at(corner)
   compute = sum(times.compute.values())
