@@ -121,9 +121,7 @@ class MetricWriter:
     for tracker in self._trackers:
       tracker.wait()
 
-  def _write_events(
-    self, directory: Path, step: int, metrics: dict[str, float], now: float
-  ) -> None:
+  def _write_events(self, folder: Path, step: int, metrics: dict[str, float], now: float) -> None:
     # Imported here because it takes 0.25 s, which would delay the first step.
     from tensorboardX.proto import event_pb2
     from tensorboardX.summary import scalar
@@ -137,12 +135,12 @@ class MetricWriter:
     ]
     if self._events is None:
       try:
-        directory.mkdir(exist_ok=True)
+        folder.mkdir(exist_ok=True)
         name = f"events.out.tfevents.{now:.0f}.{socket.gethostname()}.{os.getpid()}"
-        self._events = _Appender(directory / name)
+        self._events = _Appender(folder / name)
       except OSError as e:
         self._tensorboard_dir = None
-        logger.warning(f"{directory}: {e.strerror}; training continues without TensorBoard")
+        logger.warning(f"{folder}: {e.strerror}; training continues without TensorBoard")
         return
       version = event.Event(wall_time=now, file_version="brain.Event:2")
       # TensorBoard drops steps that a killed run, or another run, logged later.
