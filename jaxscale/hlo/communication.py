@@ -42,8 +42,7 @@ import numpy as np
 from jaxscale.hlo import parse
 from jaxscale.hlo.cost import COLLECTIVES, Cost, costs, trip_count
 from jaxscale.hlo.parse import Computation, Groups, Instruction, Module
-from jaxscale.metrics.text import grouped
-from jaxscale.metrics.text import table as text_table
+from jaxscale.metrics import text
 
 
 class Collective(NamedTuple):
@@ -91,9 +90,12 @@ class Totals(NamedTuple):
   wire_bytes: float
 
 
+_Axes = tuple[str, ...] | None
+
+
 class _Program(NamedTuple):
   module: Module
-  sizes: dict[str, int] | None  # sizes of the mesh axes
+  sizes: dict[str, int] | None  # sizes of the mesh axes in their order; None means unknown
   cost: Cost
   total: float  # total cost of a step
 
@@ -134,8 +136,8 @@ def collectives(compiled: Any, mesh: Any = None) -> list[Collective]:
     >>> one.kind, one.axes, one.payload_bytes, one.wire_bytes
     ('all-reduce', ('data',), 32, 32.0)
   """
-  text = compiled if isinstance(compiled, str) else compiled.as_text()
-  return [p.collective for module in parse.modules(text) for p in placed(module, mesh)]
+  program = compiled if isinstance(compiled, str) else compiled.as_text()
+  return [p.collective for module in parse.modules(program) for p in placed(module, mesh)]
 
 
 def placed(module: Module, mesh: Any = None) -> list[Placed]:
@@ -177,17 +179,17 @@ def summary(table: Sequence[Collective]) -> str:
   if not table:
     return "no collectives"
   keys = ((row.kind, row.axes, row.dtypes, row.is_async, row.conditional) for row in table)
-  alike = grouped(zip(keys, table, strict=True))
+  alike = text.grouped(zip(keys, table, strict=True))
   head = ("collective", "axes", "dtype", "times", "MB", "sent MB", "form", "overlap")
-  text = [text_table(head, map(_line, alike.values()), left=range(len(head)))]
+  lines = [text.table(head, map(_line, alike.values()), left=range(len(head)))]
   everything = total(table)
   behind = sum(r.times * r.wire_bytes for r in table if r.overlap)
   share = behind / everything.wire_bytes if everything.wire_bytes else 0.0
   sent = f"a device sends {everything.wire_bytes / 1e6:.3f} MB per step"
-  text.append(f"{sent}, {share:.0%} of it in collectives that overlap with compute")
+  lines.append(f"{sent}, {share:.0%} of it in collectives that overlap with compute")
   if not all(row.times_known for row in table):
-    text.append("the iterations of some loops are unknown and counted as 1")
-  return "\n".join(text)
+    lines.append("the iterations of some loops are unknown and counted as 1")
+  return "\n".join(lines)
 
 
 def _line(rows: list[Collective]) -> tuple[str, ...]:
@@ -321,7 +323,7 @@ def _collective(program, instruction, home, is_wrapped, **context: Any) -> Colle
   sent = tuple(a for x in instruction.operands if x in home for a in home[x].shape)
   sent = sent or instruction.shape
   kind = instruction.opcode.removesuffix("-start")
-  groups, size, axes = _members(instruction, program.module.num_devices, program.sizes)
+  groups, size, axes = _members(program, instruction)
   if kind == "send" and (between := _megascale(instruction)):
     kind, size = between
   if kind == "all-reduce" and is_wrapped:
@@ -341,21 +343,14 @@ def _collective(program, instruction, home, is_wrapped, **context: Any) -> Colle
   )
 
 
-def _members(
-  instruction: Instruction, num_devices: int, sizes: dict[str, int] | None
-) -> tuple[Groups, int, tuple[str, ...] | None]:
-  """Return the groups of a collective, the size of the largest one, and the mesh axes.
-
-  Args:
-    instruction: the collective.
-    num_devices: number of devices of the program.
-    sizes: sizes of the mesh axes in their order; None means unknown.
-  """
+def _members(program: _Program, instruction: Instruction) -> tuple[Groups, int, _Axes]:
+  """Return the groups of a collective, the size of the largest one, and the mesh axes."""
+  num_devices, sizes = program.module.num_devices, program.sizes
   pairs = re.search(r'source_target_pairs="?(\{[\d,{}\s]*\})', instruction.text)
   written = pairs.group(1) if pairs else parse.attribute(instruction, "replica_groups")
   groups = parse.replica_groups(written, 0 if pairs else num_devices)
   if groups is None:
-    return (), num_devices, _slice_axes(instruction, num_devices, sizes)
+    return (), num_devices, _slice_axes(program, instruction)
   size, axes = max(len(group) for group in groups), None
   # Ids count devices in the order of the mesh, like XLA's partition ids under `jit`. Ids of
   # a program for one slice count the devices of that slice, the first of the mesh.
@@ -366,10 +361,9 @@ def _members(
   return groups, size, axes
 
 
-def _slice_axes(
-  instruction: Instruction, num_devices: int, sizes: dict[str, int] | None
-) -> tuple[str, ...] | None:
+def _slice_axes(program: _Program, instruction: Instruction) -> _Axes:
   """Return the leading mesh axes over slices, which a program for one slice omits."""
+  num_devices, sizes = program.module.num_devices, program.sizes
   if sizes is None or "megascale" not in instruction.text:
     return None
   left, axes = math.prod(sizes.values()), []

@@ -89,10 +89,7 @@ def program_flops(text: str) -> float:
     >>> program_flops(product.compile().as_text())
     48.0
   """
-  total = 0.0
-  for module in parse.modules(text):
-    total += _summed(module, functools.partial(flops_of, module))[1]
-  return total
+  return sum(_summed(m, functools.partial(flops_of, m))[1] for m in parse.modules(text))
 
 
 def _summed(module: Module, weight: Cost) -> tuple[Cost, float]:
@@ -236,8 +233,7 @@ def trip_count(module: Module, computation: Any, loop: Instruction) -> int | Non
 
 
 def _root(computation: Computation) -> Instruction:
-  rooted = [i for i in computation.values() if i.is_root]
-  return rooted[0] if rooted else list(computation.values())[-1]
+  return next((i for i in computation.values() if i.is_root), [*computation.values()][-1])
 
 
 def _value(

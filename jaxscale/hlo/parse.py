@@ -103,7 +103,7 @@ def _module(text: str) -> Module:
 def _instruction(line: str) -> Instruction | None:
   if not (match := _INSTRUCTION.match(_COMMENT.sub("", line))):
     return None
-  rest = match.group(3)
+  root, name, rest = match.groups()
   end = _balanced(rest) if rest.startswith("(") else rest.find(" ")
   shape, rest = rest[:end], rest[end:].lstrip()
   opening = rest.find("(")
@@ -112,9 +112,7 @@ def _instruction(line: str) -> Instruction | None:
   opcode, rest = rest[:opening], rest[opening:]
   end = _balanced(rest)
   operands = tuple(x.split(" ")[-1].lstrip("%") for x in _split(rest[1 : end - 1]))
-  return Instruction(
-    match.group(2), arrays(shape), opcode, operands, rest[end:], bool(match.group(1))
-  )
+  return Instruction(name, arrays(shape), opcode, operands, rest[end:], bool(root))
 
 
 def _balanced(text: str) -> int:
@@ -147,10 +145,14 @@ def arrays(shape: str) -> tuple[Array, ...]:
     (Array(dtype='f32', dims=(2, 3)),)
   """
   return tuple(
-    Array(dtype, tuple(int(d) for d in re.findall(r"\d+", dims)))
+    Array(dtype, tuple(_numbers(dims)))
     for dtype, dims in _ARRAY.findall(shape)
     if dtype not in ("token", "opaque")
   )
+
+
+def _numbers(text: str | None) -> list[int]:
+  return [int(n) for n in re.findall(r"\d+", text or "")]
 
 
 def num_bytes(shape: tuple[Array, ...]) -> int:
@@ -212,19 +214,15 @@ def replica_groups(written: str | None, num_devices: int) -> Groups | None:
   if written is None:
     return None
   if match := _IOTA.match(written):
-    cut, shape, order = (
-      [int(n) for n in part.split(",")] if part else None for part in match.groups()
-    )
-    count = np.arange(math.prod(shape or ())).reshape(shape or ())
-    return tuple(map(tuple, count.transpose(order).reshape(cut or ()).tolist()))
+    cut, shape, order = map(_numbers, match.groups())
+    count = np.arange(math.prod(shape)).reshape(shape)
+    return tuple(map(tuple, count.transpose(order or None).reshape(cut).tolist()))
   if match := _MESH.fullmatch(written.strip()):
     return _along_axes(*match.groups())
   if not re.fullmatch(r"[{}\d,\s]*", written):
     return None
-  groups = [re.findall(r"\d+", part) for part in re.findall(r"\{([\d,\s]+)\}", written)]
-  if not groups:
-    return (tuple(range(num_devices)),)
-  return tuple(tuple(int(n) for n in group) for group in groups)
+  parts = re.findall(r"\{([\d,\s]+)\}", written)
+  return tuple(tuple(_numbers(part)) for part in parts) or (tuple(range(num_devices)),)
 
 
 def _along_axes(mesh: str, shape: str | None, order: str | None, axes: str) -> Groups | None:
@@ -250,8 +248,8 @@ def _along_axes(mesh: str, shape: str | None, order: str | None, axes: str) -> G
         return None
       taken += [any(k <= low and high <= k * n for k, n in parts)]
       dims += [high // low]
-  counted = [int(n) for n in shape.split(",")] if shape else dims
-  turned = [int(n) for n in order.split(",")] if order else range(len(counted))
+  counted = _numbers(shape) or dims
+  turned = _numbers(order) or range(len(counted))
   count = np.arange(math.prod(dims)).reshape(counted).transpose(turned).reshape(dims)
   last = [i for i, is_in in enumerate(taken) if is_in]
   first = [i for i, is_in in enumerate(taken) if not is_in]

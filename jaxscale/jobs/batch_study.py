@@ -40,6 +40,7 @@ _RECORD = dict(
 )
 _MEASURED = "accuracy loss target_seconds noise_scale noise_scale_low noise_scale_high"
 _SUMMARY = dict(outcome=str, step=int, target_step=(int, None))
+_Rows = Sequence[Mapping[str, Any]]  # results of runs or of sizes
 
 
 class Fit(NamedTuple):
@@ -146,10 +147,8 @@ def trials(
 
 def find(names: Sequence[str], runs: str) -> Path | None:
   """Return the folder of a study if its name is the only one given; else None."""
-  for folder in (folders.directory(runs) / names[0], Path(names[0])):
-    if len(names) == 1 and (folder / "run.json").is_file():
-      return folder.absolute() if _is_study(folders.read_spec(folder)) else None
-  return None
+  folder = folders.locate(names[0], runs, "run.json") if len(names) == 1 else None
+  return folder.absolute() if folder and _is_study(folders.read_spec(folder)) else None
 
 
 def _is_study(spec: JobSpec) -> bool:
@@ -221,7 +220,7 @@ def _last_line(spec: JobSpec, task: int) -> str:
   return logs.failure(spec, task) or "".join(logs.last(files, 1))
 
 
-def mean_noise_scale(runs: Sequence[Mapping[str, Any]]) -> float | None:
+def mean_noise_scale(runs: _Rows) -> float | None:
   """Return the harmonic mean, which includes infinite scales; None if none was measured."""
   scales = [
     run["noise_scale"] or math.inf
@@ -232,9 +231,7 @@ def mean_noise_scale(runs: Sequence[Mapping[str, Any]]) -> float | None:
   return (len(scales) / shares if shares else math.inf) if scales else None
 
 
-def summarise(
-  name: str, config: Mapping[str, Any], runs: Sequence[dict[str, Any]]
-) -> dict[str, Any]:
+def summarise(name: str, config: Mapping[str, Any], runs: _Rows) -> dict[str, Any]:
   """Return a study as JSON values.
 
   Args:
@@ -259,7 +256,7 @@ def _finite(value: float | None) -> float | None:
   return None if value == math.inf else value
 
 
-def _size(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def _size(runs: _Rows) -> dict[str, Any]:
   """Return means over the seeds of a size that have a value."""
 
   def mean(name: str) -> float | None:
@@ -278,9 +275,7 @@ def _size(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
   }
 
 
-def _notes(
-  config: Mapping[str, Any], sizes: Sequence[Mapping[str, Any]], points: Sequence[Mapping[str, Any]]
-) -> list[str]:
+def _notes(config: Mapping[str, Any], sizes: _Rows, points: _Rows) -> list[str]:
   """Return notes on the sizes and their steps."""
   notes = []
   if config["lr_scaling"] == "none" and len(sizes) > 1:
@@ -309,9 +304,8 @@ def _fit_notes(fit: Fit | None, points: int, scale: float | None) -> list[str]:
   notes = [f"critical batch size {text}" + f"; {curve}" * (not is_open)]
   if scale is not None:
     share = f", {scale / fit.b_crit:.2g} of the critical batch size" * (not is_open)
-    notes.append(
-      f"gradient-noise scale {scale:,.3g} examples in the harmonic mean over runs{share}"
-    )
+    mean = f"gradient-noise scale {scale:,.3g} examples in the harmonic mean over runs"
+    notes.append(f"{mean}{share}")
   return notes
 
 

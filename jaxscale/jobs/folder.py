@@ -172,6 +172,14 @@ def read_spec(folder: Path) -> JobSpec:
   return spec
 
 
+def locate(name: str, runs: str, *files: str) -> Path | None:
+  """Return the folder of a name or path that has one of these files; None if none has."""
+  for folder in (directory(runs) / name, Path(name)):
+    if any(os.path.isfile(folder / file) for file in files):
+      return folder
+  return None
+
+
 def find(name: str, runs: str, *, workdirs: bool = False) -> Path:
   """Find the folder of a run by its path, or by its name in the directory of runs.
 
@@ -183,10 +191,8 @@ def find(name: str, runs: str, *, workdirs: bool = False) -> Path:
   Raises:
     ConfigError: the run does not exist.
   """
-  files = ("run.json", "config.json") if workdirs else ("run.json",)
-  for folder in (directory(runs) / name, Path(name)):
-    if any(os.path.isfile(folder / file) for file in files):
-      return folder.absolute()
+  if folder := locate(name, runs, "run.json", *["config.json"] * workdirs):
+    return folder.absolute()
   others = unsubmitted(runs)
   if name in others:
     remedy = f"see `jaxscale report {directory(runs) / name}`"
@@ -203,15 +209,13 @@ def find_study(name: str, runs: str) -> tuple[Path, list[Path]] | None:
   Raises:
     ConfigError: the study's file is damaged, or one of its runs is missing.
   """
-  for folder in (directory(runs) / name, Path(name)):
-    if os.path.isfile(folder / "scaling.json"):
-      path, remedy = folder / "scaling.json", "give the names of the study's runs instead"
-      names = require_json(path, {"runs": [str]}, remedy)["runs"]
-      if bad := [n for n in names if n != Path(n).name or "\0" in n]:
-        raise ConfigError(f"{path}: {bad[0]!r} is not a valid run name; {remedy}")
-      folder = folder.absolute()
-      return folder, [find(str(folder.parent / n), runs) for n in names]
-  return None
+  if (folder := locate(name, runs, "scaling.json")) is None:
+    return None
+  path, remedy = folder / "scaling.json", "give the names of the study's runs instead"
+  names = require_json(path, {"runs": [str]}, remedy)["runs"]
+  if bad := [n for n in names if n != Path(n).name or "\0" in n]:
+    raise ConfigError(f"{path}: {bad[0]!r} is not a valid run name; {remedy}")
+  return folder.absolute(), [find(str(folder.absolute().parent / n), runs) for n in names]
 
 
 def find_all(names: Iterable[str], runs: str, *, workdirs: bool = False) -> list[Path]:

@@ -37,6 +37,7 @@ SCRIPT = "process.sh"
 # Seconds between SIGTERM and SIGKILL; Slurm's KillWait has the same default.
 GRACE_S = 30.0
 _POLL_S = 0.1
+_Process = subprocess.Popen[Any]
 
 
 def is_available() -> bool:
@@ -170,8 +171,7 @@ def _run_trial(spec: JobSpec, job: str, task: int, stop: threading.Event) -> Non
     before = newest_step(spec.workdir(task))
     code = _run_once(spec, job, task, stop)
     progress = newest_step(spec.workdir(task)) != before
-    again = specs.is_restarted(code, progress) and restarts < spec.requeue
-    again = again and not stop.is_set()
+    again = restarts < spec.requeue and not stop.is_set() and specs.is_restarted(code, progress)
     event |= {"event": "end", "code": code, "next": "requeue" if again else "stop"}
     _record(spec.events_file(task), event | {"time": round(time.time())})
     if not again:
@@ -195,7 +195,7 @@ def _run_once(spec: JobSpec, job: str, task: int, stop: threading.Event) -> int:
   trial = specs.as_options(spec.trials[task]) if spec.trials else []
   settings = [*spec.train_options(), *trial, "--workdir", str(spec.workdir(task))]
 
-  def start(command: str, rank: int | str, variables: Mapping[str, str]) -> subprocess.Popen[Any]:
+  def start(command: str, rank: int | str, variables: Mapping[str, str]) -> _Process:
     words = ["bash", f"{spec.folder}/{SCRIPT}", *command.split(), *settings]
     env = {**inherited, **variables}
     options: dict[str, Any] = dict(cwd=spec.cwd, env=env, stdin=subprocess.DEVNULL)
@@ -223,9 +223,7 @@ def _run_once(spec: JobSpec, job: str, task: int, stop: threading.Event) -> int:
   return code
 
 
-def _wait(
-  processes: Sequence[subprocess.Popen[Any]], stop: threading.Event
-) -> tuple[int, int | None]:
+def _wait(processes: Sequence[_Process], stop: threading.Event) -> tuple[int, int | None]:
   """Wait for all processes; a failed one, or `stop`, ends the others, as with srun.
 
   Returns:

@@ -58,13 +58,10 @@ def failure(spec: JobSpec, task: int) -> str | None:
   job = folders.last_job(spec.folder, task)
   if folders.last_event(spec, job, task).get("code") in (None, EXIT_DONE):
     return None
-  line = None
-  for text in last([("", spec.log_file(job, task, "batch"))], None):
-    if re.match(r"error: process \d+ failed first ", text):
-      line = text
-    elif re.match(r"exit code \d+: restarted from ", text):
-      line = None
-  return line
+  pattern = r"error: process \d+ failed first |exit code \d+: restarted from "
+  lines = last([("", spec.log_file(job, task, "batch"))], None)
+  line = ([x for x in lines if re.match(pattern, x)] or [""])[-1]
+  return line if line.startswith("error") else None
 
 
 def follow(files: list[tuple[str, Path]], ended: Callable[[], bool]) -> Iterator[str]:

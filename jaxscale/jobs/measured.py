@@ -36,6 +36,7 @@ _RECORD = dict(
 # Contents of a summary.json that reports need.
 SUMMARY = {"outcome": str, "step": int, "total_steps": int, "devices": str}
 _REMEDY = "compare other runs"
+_Lines = Sequence[Mapping[str, Any]]  # of metrics.jsonl
 _RATE, _REPORT = "perf/examples_per_s", "perf/exposed_share"
 
 
@@ -223,7 +224,7 @@ def _planned(path: Path, record: Mapping[str, Any], batch: int) -> stored.Match 
   return stored.match(plan, record["config"], **size, kind=kind)
 
 
-def windows(lines: Sequence[Mapping[str, Any]]) -> tuple[float, ...]:
+def windows(lines: _Lines) -> tuple[float, ...]:
   """Return the examples per second of the windows that count, for one start.
 
   Args:
@@ -240,15 +241,9 @@ def windows(lines: Sequence[Mapping[str, Any]]) -> tuple[float, ...]:
   return tuple(line[_RATE] for n, line in counted if 2 * n >= whole)
 
 
-def _evaluations(
-  lines: Sequence[Mapping[str, Any]], batch: int, num_train: int
-) -> tuple[tuple[float, float], ...]:
+def _evaluations(lines: _Lines, batch: int, num_train: int) -> tuple[tuple[float, float], ...]:
   """Return (epochs, validation loss) over all starts; a repeated step replaces the earlier one."""
-  losses = {
-    line["step"]: line["eval/loss"]
-    for line in lines
-    if math.isfinite(line.get("eval/loss", math.nan))
-  }
+  losses = {x["step"]: x["eval/loss"] for x in lines if "eval/loss" in finite(x)}
   epochs = batch / max(num_train, 1)
   return tuple((step * epochs, loss) for step, loss in sorted(losses.items()))
 

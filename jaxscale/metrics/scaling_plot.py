@@ -14,9 +14,10 @@ from jaxscale.metrics.text import plural
 
 _PLANNED = "#3d8b6f"
 _SIZES = ("#8aa6c8", "#c8553d", "#5b9f8f", "#8a6fb0", "#e0a458", "#666666")
+_Values = Mapping[str, Any]  # of a study, or of one of its rows
 
 
-def plot_scaling(study: Mapping[str, Any], path: str | Path) -> Path:
+def plot_scaling(study: _Values, path: str | Path) -> Path:
   """Draw a scaling study: speed-up, efficiency, the parts of a step, and the loss.
 
   Args:
@@ -37,7 +38,7 @@ def plot_scaling(study: Mapping[str, Any], path: str | Path) -> Path:
   return Path(path)
 
 
-def _speed_up(axis: Any, study: Mapping[str, Any]) -> None:
+def _speed_up(axis: Any, study: _Values) -> None:
   titled(axis, "Speed-up (and examples/s)", "devices", "against the smallest size")
   rows = _over_devices(axis, study, lambda up, devices: up)
   for row in rows:
@@ -49,16 +50,14 @@ def _speed_up(axis: Any, study: Mapping[str, Any]) -> None:
     axis.legend(frameon=False, fontsize=8, loc="upper left")
 
 
-def _efficiency(axis: Any, study: Mapping[str, Any]) -> None:
+def _efficiency(axis: Any, study: _Values) -> None:
   titled(axis, "Efficiency", "devices", "% of the ideal")
   base = study["base"]
   if _over_devices(axis, study, lambda up, devices: 100 * up * base / devices):
     axis.set_ylim(0, max(axis.get_ylim()[1], 108))
 
 
-def _over_devices(
-  axis: Any, study: Mapping[str, Any], scale: Callable[[float, int], float]
-) -> list[Mapping[str, Any]]:
+def _over_devices(axis: Any, study: _Values, scale: Callable[[float, int], float]) -> list[_Values]:
   """Draw the ideal, the law, the plan and the measured sizes; return their rows.
 
   Args:
@@ -101,10 +100,9 @@ def _over_devices(
   return rows
 
 
-def _step_parts(axis: Any, study: Mapping[str, Any]) -> None:
+def _step_parts(axis: Any, study: _Values) -> None:
   """Draw bars of the exchange's share of a step, and marks of the spread of processes."""
-  titled(axis, "What a step waits for (step report)", "devices, and ms per step")
-  axis.set_ylabel("% of a step")
+  titled(axis, "What a step waits for (step report)", "devices, and ms per step", "% of a step")
   axis.grid(False, axis="x")
   known = [row for row in study["rows"] if None not in (row["compute_s"], row["exposed_s"])]
   if not known:
@@ -127,7 +125,7 @@ def _step_parts(axis: Any, study: Mapping[str, Any]) -> None:
   axis.legend(frameon=False, fontsize=8, loc="upper left")
 
 
-def _loss(axis: Any, study: Mapping[str, Any]) -> None:
+def _loss(axis: Any, study: _Values) -> None:
   """Draw the validation loss by epochs; at equal epochs, all sizes have seen as much data."""
   titled(axis, "Validation loss at equal epochs", "epochs", "nats")
   known = [row for row in study["rows"] if row["evaluations"]]
@@ -152,7 +150,5 @@ def _annotate(axis: Any, text: str, at: Any, offset: Any, **style: Any) -> None:
 
 
 def _empty(axis: Any, text: str) -> None:
-  axis.set_xticks([])
-  axis.set_yticks([])
-  style = {"ha": "center", "va": "center", "transform": axis.transAxes}
-  axis.text(0.5, 0.5, text, color=IDEAL, **style)
+  axis.set(xticks=[], yticks=[])
+  axis.text(0.5, 0.5, text, color=IDEAL, ha="center", va="center", transform=axis.transAxes)

@@ -7,6 +7,8 @@ from collections.abc import Iterable, Mapping
 
 from jaxscale.errors import ConfigError
 
+Values = Mapping[str, float]  # metrics by name
+
 # Metrics that jaxscale itself computes; all others are the user's.
 _BUILT_IN = """accuracy bits_per_byte grad_norm gradient_noise gradient_signal learning_rate loss
   loss_scale noise_scale noise_scale_high noise_scale_low overflow_steps perplexity""".split()
@@ -51,7 +53,7 @@ def signed(best: str, lower: Iterable[str] = ()) -> str:
   return "-" * is_lower + name
 
 
-def score(values: Mapping[str, float], best: str | None = None) -> float | None:
+def score(values: Values, best: str | None = None) -> float | None:
   """Return the score that ranks evaluations, higher is better.
 
   Args:
@@ -76,7 +78,7 @@ def score(values: Mapping[str, float], best: str | None = None) -> float | None:
 
 
 def best_of(
-  evaluations: Iterable[tuple[Mapping[str, float], int]], best: str | None
+  evaluations: Iterable[tuple[Values, int]], best: str | None
 ) -> tuple[float | None, int | None]:
   """Return the highest score and its step, the earliest of equal ones, or (None, None).
 
@@ -92,20 +94,17 @@ def best_of(
   return max(known, key=lambda pair: (pair[0], -pair[1]), default=(None, None))
 
 
-def is_reached(
-  values: Mapping[str, float], accuracy: float | None, loss: float | None
-) -> bool | None:
+def is_reached(values: Values, accuracy: float | None, loss: float | None) -> bool | None:
   """Return whether an evaluation reaches the target; None if there is no target."""
   if loss is not None:
     return values["loss"] <= loss
   if accuracy is not None and "accuracy" not in values:
-    raise ConfigError(
-      f"Config.target_accuracy={accuracy}: Config.loss reports no accuracy; use target_loss instead"
-    )
+    problem = "Config.loss reports no accuracy; use target_loss instead"
+    raise ConfigError(f"Config.target_accuracy={accuracy}: {problem}")
   return None if accuracy is None else values["accuracy"] >= accuracy
 
 
-def headline(values: Mapping[str, float]) -> str:
+def headline(values: Values) -> str:
   """Format the metrics of an evaluation as text.
 
   Example:
@@ -122,7 +121,7 @@ def headline(values: Mapping[str, float]) -> str:
   return "  ".join([text, *user_metrics(values)])
 
 
-def user_metrics(values: Mapping[str, float]) -> list[str]:
+def user_metrics(values: Values) -> list[str]:
   """Format the metrics that only the user's own loss or evaluation reports.
 
   Example:

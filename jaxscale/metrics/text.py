@@ -6,11 +6,12 @@ from collections.abc import Collection, Iterable, Sequence
 from html import escape
 from typing import Any
 
+Rows = Iterable[Sequence[str]]  # cells of a table
 NOTHING = "–"  # a cell without a value
 _CELL = "text-align: {}; white-space: nowrap; font-variant-numeric: tabular-nums"
 
 
-def table(head: Sequence[str], rows: Iterable[Sequence[str]], left: Collection[int] = (0,)) -> str:
+def table(head: Sequence[str], rows: Rows, left: Collection[int] = (0,)) -> str:
   """Format aligned columns, with two spaces between them.
 
   Args:
@@ -36,9 +37,7 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]], left: Collection[i
   )
 
 
-def html_table(
-  head: Sequence[str], rows: Iterable[Sequence[str]], left: Collection[int] = (0,)
-) -> str:
+def html_table(head: Sequence[str], rows: Rows, left: Collection[int] = (0,)) -> str:
   """Format a table as HTML for a notebook; every cell is escaped."""
 
   def line(cells: Sequence[str], tag: str) -> str:

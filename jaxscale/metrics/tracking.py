@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from jaxscale.errors import abandon, message_of
 from jaxscale.metrics.log import logger
@@ -58,12 +58,7 @@ class TrackerSource(NamedTuple):
   flush_s: float
 
 
-class Line(NamedTuple):
-  """Line of metrics.jsonl."""
-
-  step: int
-  time: float
-  values: dict[str, float]
+Line = Mapping[str, Any]  # of metrics.jsonl: "step", "time" and values by name
 
 
 class BackgroundTracker:
@@ -105,13 +100,12 @@ class BackgroundTracker:
       return
     self._thread.join(max(self._deadline - time.monotonic(), 0))
     if not self._is_finished:
-      name, late = self._source.name, f" in {self._flush_s:g} s"
+      late = ""
       if self._thread.is_alive():
+        late = f" in {self._flush_s:g} s"
         self._has_complained = True  # This is its last line.
         abandon(self._thread)
-      else:
-        late = ""
-      logger.warning(f"{name} did not finish{late}; {self._record} has all lines")
+      logger.warning(f"{self._source.name} did not finish{late}; {self._record} has all lines")
 
   def _complain(self, what: str) -> None:
     if not self._has_complained:
@@ -136,26 +130,26 @@ class BackgroundTracker:
     """Pass the record and then line after line to the tracker, until the end."""
     known = tracker.known or (lambda name: self._logged.get(name, -1))
     for line in read_metrics(self._record):
-      values = {k: v for k, v in line.items() if k not in ("step", "time")}
-      self._hand_over(tracker, Line(line["step"], line["time"], values), known)
+      self._hand_over(tracker, line, known)
     while not isinstance(line := self._lines.get(), str):
       self._hand_over(tracker, line, known)
     tracker.finish(line)
 
   def _hand_over(self, tracker: Tracker, line: Line, known: Callable[[str], int]):
     """Log what the tracker lacks of a line; skip what fails twice."""
+    step: int = line["step"]
     lacks = {
       name: value
-      for name, value in line.values.items()
-      if line.step > max(self._sent.get(name, -1), known(name))
+      for name, value in line.items()
+      if name not in ("step", "time") and step > max(self._sent.get(name, -1), known(name))
     }
     if not lacks:
       return
     try:
-      tracker.log(line.step, line.time, lacks)
+      tracker.log(step, line["time"], lacks)
     except Exception:
-      this = line.step, *lacks  # Without values, as NaN does not equal itself.
+      this = step, *lacks  # Without values, as NaN does not equal itself.
       if this != self._failing:
         self._failing = this
         raise
-    self._sent.update(dict.fromkeys(lacks, line.step))
+    self._sent.update(dict.fromkeys(lacks, step))

@@ -20,10 +20,10 @@ from jaxscale.errors import unwritable
 from jaxscale.files import open_to_append, replace_text
 from jaxscale.metrics.log import logger
 from jaxscale.metrics.reading import read_metrics
-from jaxscale.metrics.tracking import BackgroundTracker, Line, TrackerSource
+from jaxscale.metrics.tracking import BackgroundTracker, TrackerSource
 
-# Lines in memory for an unavailable disk: two weeks of a line every 10 s, about 40 MB.
-_MOST_WAITING = 120_000
+# Bytes in memory for an unavailable disk: two weeks of a line every 10 s.
+_MOST_WAITING = 40_000_000
 
 
 class _Appender:
@@ -32,16 +32,14 @@ class _Appender:
   def __init__(self, path: Path):
     self._path, self._complained = path, False
     self._descriptor = open_to_append(path)
-    self._waiting: list[bytes] = []
+    self._waiting = bytearray()
 
   def append(self, record: bytes = b"") -> None:
-    if record and len(self._waiting) < _MOST_WAITING:
-      self._waiting.append(record)
+    if len(self._waiting) < _MOST_WAITING:
+      self._waiting += record
     try:
       while self._waiting:
-        written = os.write(self._descriptor, self._waiting[0])
-        rest = self._waiting[0][written:]
-        self._waiting[:1] = [rest] if rest else []
+        del self._waiting[: os.write(self._descriptor, self._waiting)]
     except OSError as e:
       if not self._complained:
         self._complained = True
@@ -103,9 +101,10 @@ class MetricWriter:
     if not self._may_write():
       return
     now = round(time.time(), 3)
-    self._lines.append(json.dumps({"step": step, **metrics, "time": now}).encode() + b"\n")
+    line = {"step": step, **metrics, "time": now}
+    self._lines.append(json.dumps(line).encode() + b"\n")
     for tracker in self._trackers:
-      tracker.put(Line(step, now, metrics))
+      tracker.put(line)
     if self._tensorboard_dir is not None:
       self._write_events(self._tensorboard_dir, step, metrics, now)
 
@@ -122,9 +121,7 @@ class MetricWriter:
     for tracker in self._trackers:
       tracker.wait()
 
-  def _write_events(
-    self, directory: Path, step: int, metrics: dict[str, float], now: float
-  ) -> None:
+  def _write_events(self, folder: Path, step: int, metrics: dict[str, float], now: float) -> None:
     # Imported here because it takes 0.25 s, which would delay the first step.
     from tensorboardX.proto import event_pb2
     from tensorboardX.summary import scalar
@@ -138,12 +135,12 @@ class MetricWriter:
     ]
     if self._events is None:
       try:
-        directory.mkdir(exist_ok=True)
+        folder.mkdir(exist_ok=True)
         name = f"events.out.tfevents.{now:.0f}.{socket.gethostname()}.{os.getpid()}"
-        self._events = _Appender(directory / name)
+        self._events = _Appender(folder / name)
       except OSError as e:
         self._tensorboard_dir = None
-        logger.warning(f"{directory}: {e.strerror}; training continues without TensorBoard")
+        logger.warning(f"{folder}: {e.strerror}; training continues without TensorBoard")
         return
       version = event.Event(wall_time=now, file_version="brain.Event:2")
       # TensorBoard drops steps that a killed run, or another run, logged later.

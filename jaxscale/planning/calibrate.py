@@ -25,7 +25,7 @@ from jaxscale import cluster
 from jaxscale.collectives.measurements import in_turns, measure_links, medians
 from jaxscale.hlo.cost import costs
 from jaxscale.hlo.parse import modules
-from jaxscale.planning.machine import Constant, chip_kind, known_chips, rates_of
+from jaxscale.planning.machine import chip_kind, known_chips, rates_of
 
 _CHANNELS, _SIDE, _KERNEL = 256, 28, 3  # of the convolution
 _ROUNDS = 10  # of each all-reduce
@@ -97,8 +97,9 @@ def _chip(dtype: str, sizes: Sizes) -> dict[str, Any]:
     estimated = sum(costs(m)[1] for m in modules(programs["matmul"].text))
     found["cycles"] = alone["matmul"] * known["clock"].value / estimated
   else:
-    peak = _published(known.get(f"peak_{dtype}")) or rates["matmul"]
-    bandwidth = _published(known.get("bandwidth")) or rates["memory"]
+    published = {n: c.value for n, c in known.items() if c.kind == "published"}
+    peak = published.get(f"peak_{dtype}", rates["matmul"])
+    bandwidth = published.get("bandwidth", rates["memory"])
     if peak == rates["matmul"]:  # CPUs compute bfloat16 in float32.
       found |= {"peak_float32": peak, "peak_bfloat16": peak}
     if bandwidth == rates["memory"]:
@@ -108,10 +109,6 @@ def _chip(dtype: str, sizes: Sizes) -> dict[str, Any]:
     found["memory"] = min(rates["memory"] / bandwidth, 1.0)
   spread = [statistics.pstdev(s) / statistics.mean(s) for s in seconds.values()]
   return found | {"jitter": min(statistics.median(spread), 0.99), "host": took["empty"]}
-
-
-def _published(constant: Constant | None) -> float | None:
-  return constant.value if constant and constant.kind == "published" else None
 
 
 class _Program(NamedTuple):

@@ -7,7 +7,6 @@ the memory that the program takes on each of them.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from jaxscale import config as cfg
@@ -49,16 +48,12 @@ class RefusedError(Exception):
   exit_code = EXIT_CRASH
 
 
-def compile_for(
-  config: cfg.Config, chips: Chips, options: Mapping[str, Any] | None = None, *, step: bool = True
-) -> Fit:
+def compile_for(config: cfg.Config, chips: Chips) -> Fit:
   """Compile the train step of a config for chips that need not be present.
 
   Args:
     config: the config of the run; text data are not read.
     chips: the chips, from `planning.topologies.find_chips`.
-    options: the compiler's flags by name.
-    step: True compiles the train step, False the program that creates the initial state.
 
   Raises:
     ConfigError: the config does not fit such devices, whatever their memory.
@@ -73,16 +68,15 @@ def compile_for(
   from jaxscale.collectives.cpu_workarounds import numbered
   from jaxscale.experiment import build
 
-  experiment = build.experiment(
-    config, devices=chips.devices, datasets=config.data.abstract(config.batch_size)
-  )
+  data = config.data.abstract(config.batch_size)
+  experiment = build.experiment(config, devices=chips.devices, datasets=data)
   before = time.perf_counter()
   memory = refusal = compiled = None
   try:
-    lowered = experiment.lower_train_step() if step else experiment.lower_init_state()
+    lowered = experiment.lower_train_step()
     if chips.chip.platform == "cpu":  # Devices are simulated, but each would be a process.
       lowered = numbered(lowered, apart=False)
-    compiled = lowered.compile(dict(options or {}))
+    compiled = lowered.compile()
     memory = memory_of(compiled)
   except RuntimeError as e:
     if "cuDNN not found" in str(e):
@@ -98,13 +92,12 @@ def compile_for(
 
 def line(fit: Fit, chips: Chips) -> str:
   """Describe a candidate in one line: whether it fits, its memory, and the limit."""
-  chip = chips.chip
   result = "fits" if fit.is_good else "does not fit"
   took = f"{fit.seconds:.0f} s to compile"
   if fit.memory is None:
     return f"{result} in {gib(fit.limit)}: {fit.refusal} ({took})"
   m = fit.memory
   host = f", {gib(m.host)} on the host" if m.host else ""
-  jax_takes = " that JAX takes" if chip.platform == "cuda" else ""
+  jax_takes = " that JAX takes" if chips.chip.platform == "cuda" else ""
   parts = f"{gib(m.arguments)} state and batch, {gib(m.temporaries)} temporaries{host}"
   return f"{result}: {gib(m.total)} of {gib(fit.limit)}{jax_takes} ({parts}; {took})"

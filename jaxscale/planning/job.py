@@ -150,11 +150,8 @@ def job_of(run: RunLength, step: Step, rates: Rates) -> Job:
   hours: _Seconds = {c: (s + lost) / 3600 for c, s in seconds.items()}
   chip_hours = step.devices / rates.at("expected")["devices_per_chip"] * hours["expected"]
   kwh = chip_hours * machine.watts / 1000 if machine.watts else None
-  limit = _MARGIN * hours["low"]
-  price = _price(machine, chip_hours, kwh)
-  return Job(
-    train, evaluate, save, start, restarts, lost, interval, hours, limit, chip_hours, kwh, price
-  )
+  cost = _MARGIN * hours["low"], chip_hours, kwh, _price(machine, chip_hours, kwh)
+  return Job(train, evaluate, save, start, restarts, lost, interval, hours, *cost)
 
 
 def _price(machine: Any, chip_hours: float, kwh: float | None) -> float | None:

@@ -32,6 +32,9 @@ _TILE = 128
 _FORWARD, _BACKWARD = 2, 5
 
 
+_Found = tuple[Computation, Instruction]  # an instruction, after the computation it is in
+
+
 class Kernel(NamedTuple):
   """Instruction that computes.
 
@@ -116,10 +119,8 @@ def _filled(dims: tuple[float, ...], rates: Mapping[str, float]) -> float:
   return waves / (waves + rates["half_waves"]) * depth * max(narrow, 1 / 64)
 
 
-def _product(
-  module: Module, computation: Computation, instruction: Instruction
-) -> tuple[Computation, Instruction] | None:
-  """Return the largest matrix product of an instruction, after the computation it is in."""
+def _product(module: Module, computation: Computation, instruction: Instruction) -> _Found | None:
+  """Return the largest matrix product of an instruction."""
   if instruction.opcode != "fusion":
     is_product = cost.flops_of(module, computation, instruction) > 0
     return (computation, instruction) if is_product else None

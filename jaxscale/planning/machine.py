@@ -185,16 +185,22 @@ def links(rates: dict[str, float]) -> tuple[Link, Link]:
     >>> round(1e-9 / network.beta, 1)  # GB/s
     37.5
   """
-  share = rates["link_share"]
-  return (
-    Link(rates["node_alpha"], 1 / (share * rates["node_link"])),
-    Link(rates["network_alpha"], 1 / (share * rates["network_link"])),
-  )
+
+  def link(name: str) -> Link:
+    return Link(rates[f"{name}_alpha"], 1 / (rates["link_share"] * rates[f"{name}_link"]))
+
+  return link("node"), link("network")
 
 
 @functools.cache
 def _tables() -> dict[str, dict]:
   return tomllib.loads((Path(__file__).parent / "chips.toml").read_text("utf-8"))
+
+
+def _with_likes(name: str) -> dict:
+  """Return a table, with what it lacks from the table that it is `like`."""
+  table = _tables()[name]
+  return (_with_likes(table["like"]) if "like" in table else {}) | table
 
 
 def known_chips() -> list[str]:
@@ -236,12 +242,7 @@ def rates_of(chip: str, machine: Machine | None = None) -> Rates:
   """
   if chip not in known_chips():
     raise ConfigError(f"chip {chip!r}: unknown, {nearest(chip, known_chips())}")
-  merged: dict = {}
-  name: str | None = chip
-  while name:
-    table = _tables()[name]
-    merged = table | merged
-    name = table.get("like")
+  merged = _with_likes(chip)
   tables = ((n, c) for n, c in merged.items() if isinstance(c, dict))
   constants = {n: Constant(**({"low": c["value"], "high": c["value"]} | c)) for n, c in tables}
   if peak := peak_flops(merged.get("device_kind", "")):

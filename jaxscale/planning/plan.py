@@ -13,7 +13,7 @@ import contextlib
 import dataclasses
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from jaxscale import config as cfg
@@ -23,13 +23,14 @@ from jaxscale.metrics.text import grouped
 from jaxscale.planning import estimate, job, step_plan, topologies
 from jaxscale.planning.fits import Fit, RefusedError
 from jaxscale.planning.machine import Machine, Rates, rates_of
-from jaxscale.planning.step_plan import Step
+from jaxscale.planning.step_plan import Compiled, Step
 from jaxscale.planning.topologies import Chips
 from jaxscale.training.flops import FORWARD_AND_BACKWARD
 
 _GAIN = 1.4  # Strong scaling ends where doubling the devices gives less throughput than this.
 _FEWER = 4  # The second program has so many times fewer rows, if the batch allows.
 _MOST = 8  # Scaling is planned up to this multiple of the requested devices.
+_Rows = Mapping[int, int | None]  # rows per device by the number of devices
 
 
 class Plan(NamedTuple):
@@ -117,10 +118,11 @@ def make_plan(
   rates = rates_of(chips.kind, machine)
   first = step_plan.compile_step(config, chips)
   experiment, fit = first.fit.experiment, first.fit
-  sizes = _sizes(first.devices, rates.per_node, nodes)
-  compiled = [first, *_second(config, chips, first, sizes)]
+  sizes, num_train = _sizes(first.devices, rates.per_node, nodes), experiment.derived.num_train
+  rows = {n: step_plan.rows_of(config, num_train, n) for n in sizes}
+  compiled = [first, *_second(config, chips, first, rows)]
   step = step_plan.step_on(config, compiled, rates, first.devices, first.rows)
-  strong, weak, skipped = _scaling(config, compiled, rates, sizes)
+  strong, weak, skipped = _scaling(config, compiled, rates, rows)
   run = job.run_of(experiment)
   return Plan(
     config=config,
@@ -142,14 +144,10 @@ def make_plan(
   )
 
 
-def _second(
-  config: cfg.Config, chips: Chips, first: step_plan.Compiled, sizes: Sequence[int]
-) -> list[step_plan.Compiled]:
+def _second(config: cfg.Config, chips: Chips, first: Compiled, sizes: _Rows) -> list[Compiled]:
   """Return the program with fewer rows; [] if all sizes have the same, or it does not compile."""
-  num_train = first.fit.experiment.derived.num_train
-  names = {n: step_plan.sized(chips, n) for n in sizes}
-  found = {name: step_plan.rows_of(config, num_train, n) for n, name in names.items() if name}
-  others = {name: rows for name, rows in found.items() if rows and rows != first.rows}
+  other = {n: rows for n, rows in sizes.items() if rows and rows != first.rows}
+  others = {name: other[n] for n in other if (name := step_plan.sized(chips, n))}
   wanted = max(first.rows / _FEWER, 1)
   if others:
     with contextlib.suppress(ConfigError, RefusedError):
@@ -171,13 +169,11 @@ def _sizes(devices: int, per_node: int, nodes: Sequence[int]) -> list[int]:
   return sorted({*sizes, *(n for n in larger if n <= _MOST * devices)})
 
 
-def _scaling(config, compiled, rates: Rates, sizes: Sequence[int]):
+def _scaling(config, compiled, rates: Rates, sizes: _Rows):
   """Return (strong scaling, weak scaling, sizes that fit neither)."""
   first = compiled[0]
-  num_train = first.fit.experiment.derived.num_train
   strong, weak, skipped = [], [], []
-  for n in sizes:
-    rows = step_plan.rows_of(config, num_train, n)
+  for n, rows in sizes.items():
     try:
       if rows is not None and (len(compiled) > 1 or rows == first.rows):
         strong.append(step_plan.step_on(config, compiled, rates, n, rows))
@@ -235,9 +231,8 @@ def as_json(plan: Plan) -> dict[str, Any]:
 
   compiler = topologies.compiler(plan.chips.chip.platform)
   page: dict[str, Any] = dict(chips=plan.chips.name, calibrated=plan.rates.is_calibrated)
-  page |= dict(
-    compiled_for=[*plan.compiled], compiler=compiler, compile_seconds=round(plan.seconds, 1)
-  )
+  page |= dict(compiled_for=[*plan.compiled], compiler=compiler)
+  page["compile_seconds"] = round(plan.seconds, 1)
   page["memory"] = plan.fit.memory._asdict() if plan.fit.memory else None
   page |= dict(memory_limit=plan.fit.limit, sent=sent(plan), step=_step_json(plan.step))
   page |= dict(mfu=plan.mfu, flops_per_parameter=plan.ratio, bottleneck=bottleneck(plan)[1])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from textwrap import indent
 
 from jaxscale.files import output_path
 from jaxscale.metrics.plot import CURVES, IDEAL, POINTS, figure, titled
@@ -69,8 +70,8 @@ def _sent(plan: Plan) -> str:
   ]
   if not rows:
     return "communication: none"
-  shown = _indented(table(("collective", "axes", "times", "MB"), rows, left=(0, 1)))
-  return f"each device sends per step\n{shown}"
+  shown = table(("collective", "axes", "times", "MB"), rows, left=(0, 1))
+  return f"each device sends per step\n{indent(shown, '  ')}"
 
 
 def _step(plan: Plan) -> str:
@@ -81,7 +82,7 @@ def _step(plan: Plan) -> str:
   hidden = sum(step.sent.values()) - exposed
   slow, mean, fast = (short_time(step.seconds[c]) for c in CORNERS)
   lines = [f"a step takes {mean} ({fast} to {slow})"]
-  lines.append(_indented(table(("part", "time", "share"), rows, left=(0,))))
+  lines.append(indent(table(("part", "time", "share"), rows), "  "))
   if hidden > 1e-6:
     lines.append(f"  and {short_time(hidden)} of communication during compute")
   need = step.rate / hosts(step.devices, plan.rates.at("expected"))
@@ -107,7 +108,7 @@ def _scaling(plan: Plan) -> str:
   rows = [_size(strong.get(n), weak.get(n), base) for n in sorted({*weak, *strong})]
   head = f"devices,{_node(plan)}s,rows,step,examples/s,efficiency,weak examples/s,weak efficiency"
   title = f"the same batch of {plan.step.batch_size:,} on more devices, and the same "
-  lines = [f"{title}{plan.step.rows:,} rows per device", _indented(table(head.split(","), rows))]
+  lines = [f"{title}{plan.step.rows:,} rows per device", indent(table(head.split(","), rows), "  ")]
   if plan.knee:
     line = f"  strong scaling ends at {plan.knee:,} devices: twice as many give less "
     lines.append(f"{line}than 1.4 times the rate")
@@ -167,10 +168,6 @@ def _constants(plan: Plan) -> str:
     kinds["the site's file"] = kinds.pop("site")
   lines = [f"\n  {kind}: {', '.join(names)}" for kind, names in kinds.items()]
   return f"constants (values and sources: --json){''.join(lines)}"
-
-
-def _indented(lines: str) -> str:
-  return "\n".join(f"  {x}" for x in lines.splitlines())
 
 
 def draw(plan: Plan, path: str | Path) -> None:

@@ -252,8 +252,7 @@ def _layouts(config: cfg.Config, mesh: cfg.Mesh) -> Iterator[cfg.Layout]:
   is_text = config.model.is_stack and config.model.takes_text
   base = dataclasses.replace(config.layout, optimizer="device")
   for shard in ("zero1", "zero2", "fsdp") if mesh.fsdp > 1 else ("none",):
-    slow = ["after"]
-    slow += ["in_backward"] * (shard in ("zero2", "fsdp") and mesh.data > 1)
+    slow = ["after", *["in_backward"] * (shard in ("zero2", "fsdp") and mesh.data > 1)]
     kinds = (_MODELS if is_text else _MODELS[:1]) if mesh.model > 1 else ["layers"]
     orders = ("gpipe", "1f1b") if mesh.stage > 1 else ("gpipe",)
     for kind, axes, order in itertools.product(kinds, slow, orders):

@@ -17,6 +17,7 @@ costs a share of a second (arXiv:2507.03114).
 from __future__ import annotations
 
 import dataclasses
+import functools
 import statistics
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
@@ -27,6 +28,8 @@ from jaxscale.mesh import mesh_shape
 from jaxscale.planning import fits, topologies, transfer
 from jaxscale.planning.machine import CORNERS, Corner, Rates, hosts, links
 from jaxscale.planning.timeline import Program, Times
+
+_Seconds = dict[str, float]  # by part of the step
 
 
 class Compiled(NamedTuple):
@@ -125,19 +128,15 @@ def compile_step(config: cfg.Config, chips: topologies.Chips) -> Compiled:
   fit = fits.compile_for(config, chips)
   if fit.compiled is None:
     raise fits.RefusedError(f"--chips={chips.name}: the step {fits.line(fit, chips)}")
-  rows = fit.experiment.derived.device_batch_size
-  return Compiled(rows, asked, Program(_text(fit, chips), fit.mesh), fit)
-
-
-def _text(fit: fits.Fit, chips: topologies.Chips) -> str:
   try:
-    return fit.compiled.as_text()
+    program = Program(fit.compiled.as_text(), fit.mesh)
   except RuntimeError as e:  # Fails for asynchronous collectives of TPU v5p and v6e.
     problem = str(e).split("\n", 1)[0]
     raise fits.RefusedError(
       f"--chips={chips.name}: the step compiles, but JAX cannot read its program, so no time "
       f"can be planned; try another layout or chip: {problem}"
     ) from None
+  return Compiled(fit.experiment.derived.device_batch_size, asked, program, fit)
 
 
 def step_on(
@@ -155,23 +154,23 @@ def step_on(
   Raises:
     ConfigError: the mesh does not fit so many devices.
   """
-  sizes = _mesh_sizes(config, compiled[0], devices)
-  blocks = mesh_shape(devices, **dataclasses.asdict(config.mesh)).row_blocks
+  mesh = mesh_shape(devices, **dataclasses.asdict(config.mesh))
+  sizes, batch_size = _mesh_sizes(mesh._asdict(), compiled[0]), rows * mesh.row_blocks
   times = {c: _interpolated(compiled, rates, c, sizes, rows) for c in CORNERS}
-  parts = {c: _parts(times[c], rates, c, devices, rows * blocks) for c in CORNERS}
+  parts = {c: _parts(times[c], rates, c, devices, batch_size) for c in CORNERS}
   took: dict[Corner, float] = {c: sum(parts[c].values()) for c in CORNERS}
   expected = times["expected"]
   alone = sum(expected.compute.values()) + rates.at("expected")["host"]
   nodes = -(-devices // rates.per_node)
-  memory = _memory(compiled, rows)
-  size, fits = (devices, nodes, rows * blocks, rows), memory <= compiled[0].fit.limit
+  totals = [{"": float(c.fit.memory.total)} for c in compiled if c.fit.memory]
+  memory = _between(compiled, rows, totals)[""]
+  size, fits = (devices, nodes, batch_size, rows), memory <= compiled[0].fit.limit
   return Step(*size, took, parts["expected"], expected.sent, alone, memory, fits)
 
 
-def _mesh_sizes(config: cfg.Config, first: Compiled, devices: int) -> dict[str, int]:
-  """Return the sizes of the program's mesh axes on a different number of devices."""
-  shape = mesh_shape(devices, **dataclasses.asdict(config.mesh))._asdict()
-  sizes = dict(first.fit.mesh.shape)
+def _mesh_sizes(shape: dict[str, int], first: Compiled) -> dict[str, int]:
+  """Return the sizes of the program's mesh axes for the sizes of a different mesh."""
+  sizes: dict[str, int] = dict(first.fit.mesh.shape)
   if "bn" in sizes:  # The axis is a part of `data`.
     shape["bn"] = min(sizes["bn"], shape["data"])
     shape["data"] //= shape["bn"]
@@ -180,23 +179,13 @@ def _mesh_sizes(config: cfg.Config, first: Compiled, devices: int) -> dict[str, 
 
 def _interpolated(compiled, rates, corner, sizes, rows) -> Times:
   at = rates.at(corner)
-  both = links(at)
-
-  def cost(collective):
-    return transfer.seconds(collective, sizes, rates.per_node, both)
-
+  where = dict(sizes=sizes, per_node=rates.per_node, links=links(at))
+  cost = functools.partial(transfer.seconds, **where)
   times = [c.program.times(at, cost) for c in compiled]
   return Times(*(_between(compiled, rows, parts) for parts in zip(*times, strict=True)))
 
 
-def _memory(compiled: Sequence[Compiled], rows: int) -> float:
-  totals = [{"": float(c.fit.memory.total)} for c in compiled if c.fit.memory]
-  return _between(compiled, rows, totals)[""]
-
-
-def _between(
-  compiled: Sequence[Compiled], rows: int, parts: Sequence[dict[str, float]]
-) -> dict[str, float]:
+def _between(compiled: Sequence[Compiled], rows: int, parts: Sequence[_Seconds]) -> _Seconds:
   """Interpolate the parts of the programs, by name, at a number of rows."""
   if len(parts) == 1:
     return parts[0]
@@ -206,14 +195,11 @@ def _between(
   return {k: max(value, 0.0) for k, value in line.items()}
 
 
-def _parts(
-  times: Times, rates: Rates, corner: Corner, devices: int, batch_size: int
-) -> dict[str, float]:
+def _parts(times: Times, rates: Rates, corner: Corner, devices: int, batch_size: int) -> _Seconds:
   """Return the seconds of a step by part."""
   at = rates.at(corner)
   compute = sum(times.compute.values())
-  parts = dict(times.compute)
-  parts |= {f"exposed {axes}": s for axes, s in times.exposed.items() if s}
+  parts = times.compute | {f"exposed {axes}": s for axes, s in times.exposed.items() if s}
   hidden = max(sum(times.sent.values()) - sum(times.exposed.values()), 0.0)
   if lost := at["contention"] * hidden:
     parts["contention"] = lost

@@ -47,8 +47,7 @@ class Program:
 
   def __init__(self, text: str, mesh: Any):
     """Args: text of `Compiled.as_text()`; mesh, or its sizes."""
-    self._modules = [(m, _by_position(m, mesh)) for m in parse.modules(text)]
-    self._kernels: dict[tuple[int, str, str], kernels.Kernel] = {}
+    self._modules = [(m, _by_position(m, mesh), {}) for m in parse.modules(text)]
 
   def times(self, rates: Mapping[str, float], transfer: Transfer) -> Times:
     """Predict the seconds of a step.
@@ -58,16 +57,9 @@ class Program:
       transfer: a function that returns the seconds of a collective.
     """
     total = _no_times()
-    for module, placed in self._modules:
-      _add(total, _Walk(self, module, placed, rates, transfer).computation(module.entry), 1)
+    for module, placed, known in self._modules:
+      _add(total, _Walk(module, placed, known, rates, transfer).computation(module.entry), 1)
     return Times(*map(dict, total))
-
-  def kernel(self, module: Module, name: str, i: Instruction) -> kernels.Kernel:
-    """Return the kernel of an instruction, which does not depend on rates."""
-    key = id(module), name, i.name
-    if key not in self._kernels:
-      self._kernels[key] = kernels.kernel_of(module, module.computations[name], i)
-    return self._kernels[key]
 
 
 _Placed = dict[tuple[str, int], list[hlo.Placed]]  # by computation and index
@@ -84,9 +76,9 @@ def _no_times() -> Times:
 
 
 class _Walk(NamedTuple):
-  program: Program
   module: Module
   placed: _Placed
+  kernels: dict[int, kernels.Kernel]  # by the id of an instruction; the same at any rates
   rates: Mapping[str, float]
   transfer: Transfer
 
@@ -101,7 +93,7 @@ class _Walk(NamedTuple):
         times.exposed[axes] += max(done - clock, 0.0)
         clock = max(clock, done)
       if instruction:
-        clock += self._compute(home, name, instruction, times)
+        clock += self._compute(home, instruction, times)
       for p in self.placed.get((name, i), ()):
         took, axes = self.transfer(p.collective), "+".join(p.collective.axes or ()) or "all"
         times.sent[axes] += took
@@ -110,10 +102,10 @@ class _Walk(NamedTuple):
         waiting.setdefault(max(p.end, i + 1), []).append((free, axes))
     return times
 
-  def _compute(self, home: Computation, name: str, instruction: Instruction, total: Times) -> float:
+  def _compute(self, home: Computation, instruction: Instruction, total: Times) -> float:
     """Add the work of an instruction; return the seconds that pass."""
     opcode = instruction.opcode
-    if opcode in ("while", "conditional", "call") or opcode == "async-start":
+    if opcode in ("while", "conditional", "call", "async-start"):
       inner = [self.computation(n) for n in parse.called(instruction)]
       times = 1.0
       if opcode == "while":
@@ -123,7 +115,9 @@ class _Walk(NamedTuple):
       return sum(_add(total, f, times) for f in inner)
     if is_free(instruction) or opcode.removesuffix("-start") in COLLECTIVES:
       return 0.0
-    kernel = self.program.kernel(self.module, name, instruction)
+    if (kernel := self.kernels.get(id(instruction))) is None:
+      kernel = kernels.kernel_of(self.module, home, instruction)
+      self.kernels[id(instruction)] = kernel
     took = kernels.seconds(kernel, self.rates)
     total.compute[_kind(kernel, took, self.rates)] += took
     return took

@@ -114,9 +114,9 @@ def find_chips(name: str) -> Chips:
   """
   groups, kind, count = _parse(name)
   chip = CHIPS[kind]
-  _check_installed(name, chip)
   if chip.platform == "cpu":
     return _simulated(name, kind, groups * count)
+  _check_installed(name, chip)
   from jax.experimental import topologies  # Imports JAX only after the name is checked.
 
   if chip.platform == "tpu":
@@ -203,8 +203,6 @@ def _parse(name: str) -> tuple[int, str, int]:
 
 
 def _check_installed(name: str, chip: Chip) -> None:
-  if chip.platform == "cpu":
-    return
   modules, packages = ["libtpu"], "libtpu"
   if chip.platform == "cuda":
     modules = ["jax_cuda12_plugin", "jax_cuda13_plugin"]

@@ -196,8 +196,7 @@ def _head(summary: Summary) -> str:
   named = f"steps {steps[0]} to {steps[-1]}"
   if len(steps) != steps[-1] - steps[0] + 1:
     named = f"steps {few(steps)}"
-  each = short_time(summary.step_s)
-  return f"{named} in {short_time(summary.seconds)}, {each} each"
+  return f"{named} in {short_time(summary.seconds)}, {short_time(summary.step_s)} each"
 
 
 def _short(where: str) -> str:
