@@ -65,7 +65,7 @@ def check_complete(state: Path, leaves: dict[str, dict[str, Any]]) -> None:
   store, keys = _open(state)
   metas = {_name(k): json.loads(store[k]) for k in keys if k.endswith(b".zarray")}
   for name, leaf in leaves.items():
-    if (meta := metas.get(name.replace("/", "."))) is None:
+    if (meta := metas.get(stored_name(name))) is None:
       raise DamagedError(f"{name} is missing on disk")
     there = {"shape": meta["shape"], "dtype": np.dtype(meta["dtype"]).name}
     if any(leaf[key] != there[key] for key in there):
@@ -101,7 +101,7 @@ def stored_sums(
     # Only process 0 writes `.zarray`.
     text = (state / "array_metadatas" / who).read_text()
     metas = [x["array_metadata"] for x in json.loads(text)["array_metadatas"]]
-    shapes = {x["param_name"].replace("/", "."): x["chunk_shape"] for x in metas}
+    shapes = {stored_name(x["param_name"]): x["chunk_shape"] for x in metas}
     chunks = _chunks(*_open(part), leaves, shapes)
   held: dict[int, list[tuple[_Index, np.ndarray]]] = {}
   for group in shards:
@@ -153,7 +153,7 @@ def _chunks(
     leaves: the shape of each array.
     shapes: the chunk shape of each array, by Orbax's name of the array.
   """
-  names = {name.replace("/", "."): name for name in leaves}
+  names = {stored_name(name): name for name in leaves}
   chunks: dict[str, list[_Chunk]] = {}
   for key in keys:
     suffix = key.decode().rpartition("/")[2]
@@ -169,7 +169,20 @@ def _chunks(
 
 def _name(key: bytes) -> str:
   """Return the array name in a key, with its parts joined by points."""
-  return key.decode().rpartition("/")[0].replace("/", ".")
+  return stored_name(key.decode().rpartition("/")[0])
+
+
+def stored_name(name: str) -> str:
+  """Return Orbax's name of an array from its name in the manifest."""
+  return name.replace("/", ".")
+
+
+def ocdbt(folder: Path) -> dict[str, Any]:
+  """Return TensorStore's description of the key-value store in a folder of Orbax."""
+  # A cache of the index; without it, every chunk would read the index again.
+  context = {"cache_pool": {"total_bytes_limit": 2**26}}
+  base = {"driver": "file", "path": f"{folder}/"}
+  return {"driver": "ocdbt", "base": base, "context": context}
 
 
 def _open(folder: Path) -> tuple[Any, list[bytes]]:
@@ -180,11 +193,8 @@ def _open(folder: Path) -> tuple[Any, list[bytes]]:
   """
   import tensorstore as ts
 
-  base = {"driver": "file", "path": f"{folder}/"}
-  # A cache of the index; without it, every chunk would read the index again.
-  context = {"cache_pool": {"total_bytes_limit": 2**26}}
   try:
-    store = ts.KvStore.open({"driver": "ocdbt", "base": base, "context": context}).result()
+    store = ts.KvStore.open(ocdbt(folder)).result()
     return store, store.list().result()
   except (ValueError, LookupError) as e:
     raise DamagedError(f"the index cannot be read: {e}") from e
