@@ -304,6 +304,13 @@ def leave(main: Callable[[list[str]], int]) -> NoReturn:
 
   If one of several processes fails, `cluster.open_session` ends it before.
   """
+
+  @one_line_errors
+  def flushed() -> int:
+    code = main(sys.argv[1:])
+    sys.stdout.flush()
+    return code
+
   code = EXIT_CRASH
   _open_closed()
   _watch_interrupts()
@@ -312,7 +319,7 @@ def leave(main: Callable[[list[str]], int]) -> NoReturn:
   sys.stderr = errors
   try:
     sys.stdout = _output(sys.stdout)
-    code = one_line_errors(_flushed(main))(sys.argv[1:])
+    code = flushed()
   except OutputError:  # the reader has closed the pipe, as in `--help | head`
     os._exit(EXIT_DONE)
   except KeyboardInterrupt:
@@ -385,17 +392,6 @@ def _output(stream: Any) -> Any:
   if "utf" not in (stream.encoding or "").lower():
     stream.reconfigure(errors="replace")
   return Output(stream)
-
-
-def _flushed(main: Callable[[list[str]], int]) -> Callable[[list[str]], int]:
-  """Wrap a `main` so that it flushes standard output before it returns."""
-
-  def run(argv: list[str]) -> int:
-    code = main(argv)
-    sys.stdout.flush()
-    return code
-
-  return run
 
 
 def _watch_interrupts() -> None:

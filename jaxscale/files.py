@@ -1,4 +1,4 @@
-"""Defensive file I/O: bounded reads of untrusted files, and atomic writes.
+"""Defensive I/O: bounded reads of untrusted files, atomic writes, and output of commands.
 
 Files of a run are read again after a kill, a full disk or manual edits, and by other
 users. Therefore the type of each value is checked, nesting and numbers are limited, and
@@ -13,6 +13,7 @@ import json
 import os
 import secrets
 import stat
+import subprocess
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -301,6 +302,26 @@ def open_to_append(path: Path) -> int:
     os.close(number)
     raise OSError(errno.EINVAL, "not a file", str(path))
   return number
+
+
+def output_of(*command: str, timeout_s: float, **variables: str) -> str | None:
+  r"""Return the standard output of a command; None if it is missing, fails or is too slow.
+
+  Args:
+    command: the program and its arguments.
+    timeout_s: the seconds after which the command is ended.
+    variables: environment variables to set for it.
+
+  Example:
+    >>> output_of("echo", "5", timeout_s=60.0), output_of("no-such-program", timeout_s=60.0)
+    ('5\n', None)
+  """
+  options: Any = {"stdin": subprocess.DEVNULL, "capture_output": True, "text": True}
+  try:
+    done = subprocess.run(command, timeout=timeout_s, env=os.environ | variables, **options)
+  except (OSError, subprocess.SubprocessError):
+    return None
+  return done.stdout if done.returncode == 0 else None
 
 
 def unsafe_owner(path: Path, *, group: bool = True, is_folder: bool = False) -> str | None:

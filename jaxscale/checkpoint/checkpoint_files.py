@@ -36,7 +36,7 @@ import numpy as np
 
 from jaxscale.checkpoint import write_limit
 from jaxscale.checkpoint.checksum import DamagedError, Shards, is_of
-from jaxscale.checkpoint.read_back import check_complete, stored_sums
+from jaxscale.checkpoint.read_back import check_complete, ocdbt, stored_name, stored_sums
 from jaxscale.errors import ConfigError, lacks_inodes
 from jaxscale.files import mismatch, require_json, sync, whole_number
 from jaxscale.metrics.text import byte_size
@@ -237,29 +237,17 @@ def leaf_reader(directory: Path) -> Callable[[str], np.ndarray]:
   Raises:
     DamagedError: the checkpoint cannot be read; the function raises it for a leaf.
   """
-  ocp, path = _orbax()
-  handler = ocp.PyTreeCheckpointHandler()
+  import tensorstore as ts
+
   manifest = read_manifest(directory)["leaves"]
-  try:
-    with _unmistakable(directory) as where:
-      tree: Any = handler.metadata(path(where / _STATE))
-    flat, structure = jax.tree_util.tree_flatten_with_path(getattr(tree, "tree", tree))
-  except Exception as e:
-    raise DamagedError(one_line(e)) from e
-  names = [path_name(p) for p, _ in flat]
-  to_host = ocp.RestoreArgs(restore_type=np.ndarray)
-  restore_args = jax.tree.unflatten(structure, [to_host] * len(names))
 
   def read(name: str) -> np.ndarray:
-    items = [np.zeros(()) if n == name else ocp.PLACEHOLDER for n in names]
-    item = jax.tree.unflatten(structure, items)
-    args = ocp.args.PyTreeRestore(item=item, restore_args=restore_args)
     try:
       with _unmistakable(directory) as where:
-        restored = handler.restore(path(where / _STATE), args=args)
+        array = {"driver": "zarr", "kvstore": ocdbt(where / _STATE), "path": stored_name(name)}
+        leaf = ts.open(array).result().read().result()
     except Exception as e:
       raise DamagedError(one_line(e)) from e
-    (leaf,) = (x for x in jax.tree.leaves(restored) if x is not ocp.PLACEHOLDER)
     if not is_of(leaf, manifest[name]["checksum"]):
       raise DamagedError(f"the checksum of {name} does not match")
     return leaf

@@ -119,7 +119,7 @@ class LockLostError(GiveUpError):
   """The workdir was taken over by another run, which the message identifies."""
 
 
-class WorkdirLock:
+class WorkdirLock(contextlib.AbstractContextManager["WorkdirLock"]):
   """Right to write to a workdir, renewed by a thread.
 
   Example:
@@ -162,9 +162,6 @@ class WorkdirLock:
     self._thread.join()
     with contextlib.suppress(OSError):
       self.path.rename(self.path.with_name(f"{self.path.name}.released"))
-
-  def __enter__(self):
-    return self
 
   def __exit__(self, *_):
     self.release()

@@ -83,7 +83,7 @@ class _Save:
       raise NonFiniteError(self.step, str(e)) from None
 
 
-class Checkpoints:
+class Checkpoints(contextlib.AbstractContextManager["Checkpoints"]):
   """Checkpoints of one run; every process must create it and make the same calls.
 
   Example:
@@ -144,9 +144,6 @@ class Checkpoints:
     self._failed: list[Path] = []
     if lock is not None:
       self._remove_partial()
-
-  def __enter__(self):
-    return self
 
   def __exit__(self, error: type | None, *_):
     saved = None

@@ -205,24 +205,31 @@ class LocalCopies:
       shared: the step of the newest shared checkpoint; 0 if there is none, and then no
         copy is used, as nothing shows that it belongs to the same experiment.
     """
-    record, problem = self._find(shared)
-    return record["step"] if record and not problem else None
+    record = self._newer_record(shared)
+    return record["step"] if record and not _first(self._read(record)[1]) else None
 
-  def _find(self, shared: int) -> tuple[dict[str, Any], str]:
-    """Return the record of a copy newer than the shared one, and the reason not to use it."""
+  def _newer_record(self, shared: int) -> dict[str, Any]:
+    """Return the record of a copy newer than the shared checkpoint; empty without one."""
     record = read_json(self._record, _RECORD) if cluster.is_leader() else None
     record = cluster.from_leader(record)
-    if not record or not 0 < shared < record["step"]:
-      return {}, ""
-    return record, _first(self._problem(record))
+    return record if record and 0 < shared < record["step"] else {}
 
-  def _problem(self, record: dict[str, Any]) -> str | None:
+  def _read(self, record: dict[str, Any], abstract: Any = None) -> tuple[Any, str | None]:
+    """Return the state in this process's file, and the reason if the file cannot be used.
+
+    Without `abstract` only the footer is read, and the state is None.
+    """
     try:
       with node_file.open_copy(self._path(record)) as file:
-        self._footer(file, record)
+        footer = self._footer(file, record)
+        if abstract is None:
+          return None, None
+        if footer.get("split") != self._split:
+          raise DamagedError("it has a different layout")
+        self.restored = footer.get("callbacks")
+        return node_file.read_state(file, footer["leaves"], abstract), None
     except (DamagedError, OSError) as e:
-      return _reason(e)
-    return None
+      return None, _reason(e)
 
   def restore(self, shared: int, abstract: Any) -> Any:
     """Load the state of `newest`; None if no copy is usable, which is logged.
@@ -233,30 +240,15 @@ class LocalCopies:
       shared: the step of the newest shared checkpoint, as for `newest`.
       abstract: a tree of `jax.ShapeDtypeStruct`s with shardings.
     """
-    record, problem = self._find(shared)
-    if not record:
+    if not (record := self._newer_record(shared)):
       return None
-    state, error = None, None
-    if not problem:
-      try:
-        state = self._load(record, abstract)
-      except (DamagedError, OSError) as e:
-        error = _reason(e)
-      problem = _first(error)
-    if not problem:
+    state, problem = self._read(record, abstract)
+    if not (problem := _first(problem)):
       self._whole, self.step = self._path(record), record["step"]
       return state
     if cluster.is_leader():
       logger.warning(f"the local copy of step {record['step']} cannot be used: {problem}")
     return None
-
-  def _load(self, record: dict[str, Any], abstract: Any) -> Any:
-    with node_file.open_copy(self._path(record)) as file:
-      footer = self._footer(file, record)
-      if footer.get("split") != self._split:
-        raise DamagedError("it has a different layout")
-      self.restored = footer.get("callbacks")
-      return node_file.read_state(file, footer["leaves"], abstract)
 
   def _footer(self, file: BufferedReader, record: dict[str, Any]) -> dict[str, Any]:
     """Return the footer of this process's file, after checking the file's length."""

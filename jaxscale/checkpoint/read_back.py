@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,23 +25,27 @@ _Index = tuple[slice, ...]
 
 
 class _Chunk(NamedTuple):
-  """Part of an array on disk: its position, and its bytes or their location."""
+  """Part of an array on disk: its position, and the store and key of its bytes."""
 
   index: _Index
   shape: tuple[int, ...]
-  value: bytes | tuple[Path, int, int]
+  store: Any
+  key: bytes
 
   @property
   def size(self) -> int:
     return math.prod(s.stop - s.start for s in self.index)
 
   def read(self, itemsize: int) -> np.ndarray:
-    """Read the elements as unsigned integers; fewer of them if the file is truncated."""
-    if isinstance(self.value, bytes):
-      data = np.frombuffer(self.value, f"u{itemsize}")
-    else:
-      file, offset, length = self.value
-      data = np.fromfile(file, f"u{itemsize}", length // itemsize, offset=offset)
+    """Read the elements as unsigned integers.
+
+    Raises:
+      DamagedError: the file is truncated.
+    """
+    try:
+      data = np.frombuffer(self.store[self.key], f"u{itemsize}")
+    except (ValueError, LookupError) as e:
+      raise DamagedError(f"a chunk cannot be read: {e}") from e
     if data.size != math.prod(self.shape):
       raise DamagedError("a file is truncated")
     # Chunks have their full size even at the edge of an array.
@@ -59,17 +62,17 @@ def check_complete(state: Path, leaves: dict[str, dict[str, Any]]) -> None:
   Raises:
     DamagedError: an array or a chunk is missing, or has a different shape or dtype.
   """
-  entries = _entries(state)
-  metas = {_name(k): json.loads(v) for k, v in entries.items() if k.endswith(b".zarray")}
+  store, keys = _open(state)
+  metas = {_name(k): json.loads(store[k]) for k in keys if k.endswith(b".zarray")}
   for name, leaf in leaves.items():
-    if (meta := metas.get(name.replace("/", "."))) is None:
+    if (meta := metas.get(stored_name(name))) is None:
       raise DamagedError(f"{name} is missing on disk")
     there = {"shape": meta["shape"], "dtype": np.dtype(meta["dtype"]).name}
     if any(leaf[key] != there[key] for key in there):
       old, new = (f"{x['dtype']}{x['shape']}" for x in (there, leaf))
       raise DamagedError(f"{name} is {old} on the disk, not {new}")
   shapes = {name: meta["chunks"] for name, meta in metas.items()}
-  chunks = _chunks(state, entries, leaves, shapes)
+  chunks = _chunks(store, keys, leaves, shapes)
   for name, leaf in leaves.items():
     if sum(c.size for c in chunks.get(name, ())) != math.prod(leaf["shape"]):
       raise DamagedError(f"{name} is incomplete on disk")
@@ -98,8 +101,8 @@ def stored_sums(
     # Only process 0 writes `.zarray`.
     text = (state / "array_metadatas" / who).read_text()
     metas = [x["array_metadata"] for x in json.loads(text)["array_metadatas"]]
-    shapes = {x["param_name"].replace("/", "."): x["chunk_shape"] for x in metas}
-    chunks = _chunks(part, _entries(part), leaves, shapes)
+    shapes = {stored_name(x["param_name"]): x["chunk_shape"] for x in metas}
+    chunks = _chunks(*_open(part), leaves, shapes)
   held: dict[int, list[tuple[_Index, np.ndarray]]] = {}
   for group in shards:
     for i, data in zip(group.leaves, group.data, strict=True):
@@ -140,22 +143,19 @@ def _part_of(held: Any, index: _Index) -> np.ndarray | None:
 
 
 def _chunks(
-  folder: Path,
-  entries: dict[bytes, Any],
-  leaves: dict[str, dict[str, Any]],
-  shapes: dict[str, list[int]],
+  store: Any, keys: list[bytes], leaves: dict[str, dict[str, Any]], shapes: dict[str, list[int]]
 ) -> dict[str, list[_Chunk]]:
-  """Return the chunks in some entries, by the name of their array in `leaves`.
+  """Return the chunks in a store, by the name of their array in `leaves`.
 
   Args:
-    folder: the folder of the entries.
-    entries: the entries, from `_entries`.
+    store: the store, from `_open`.
+    keys: its keys.
     leaves: the shape of each array.
     shapes: the chunk shape of each array, by Orbax's name of the array.
   """
-  names = {name.replace("/", "."): name for name in leaves}
+  names = {stored_name(name): name for name in leaves}
   chunks: dict[str, list[_Chunk]] = {}
-  for key, value in entries.items():
+  for key in keys:
     suffix = key.decode().rpartition("/")[2]
     if suffix.startswith(".") or (name := names.get(_name(key))) is None:
       continue
@@ -163,40 +163,38 @@ def _chunks(
     starts = map(int, suffix.split("."))
     bounds = zip(starts, chunk, whole, strict=False)  # The key of a scalar is "0".
     index = tuple(slice(i * c, min((i + 1) * c, n)) for i, c, n in bounds)
-    if not isinstance(value, bytes):
-      value = (folder / value[0], *value[1:])
-    chunks.setdefault(name, []).append(_Chunk(index, tuple(chunk), value))
+    chunks.setdefault(name, []).append(_Chunk(index, tuple(chunk), store, key))
   return chunks
 
 
 def _name(key: bytes) -> str:
-  """Return the array name of an entry, with its parts joined by points."""
-  return key.decode().rpartition("/")[0].replace("/", ".")
+  """Return the array name in a key, with its parts joined by points."""
+  return stored_name(key.decode().rpartition("/")[0])
 
 
-def _entries(folder: Path) -> dict[bytes, Any]:
-  """Return the newest entries: their values, or their file, offset and length.
+def stored_name(name: str) -> str:
+  """Return Orbax's name of an array from its name in the manifest."""
+  return name.replace("/", ".")
+
+
+def ocdbt(folder: Path) -> dict[str, Any]:
+  """Return TensorStore's description of the key-value store in a folder of Orbax."""
+  # A cache of the index; without it, every chunk would read the index again.
+  context = {"cache_pool": {"total_bytes_limit": 2**26}}
+  base = {"driver": "file", "path": f"{folder}/"}
+  return {"driver": "ocdbt", "base": base, "context": context}
+
+
+def _open(folder: Path) -> tuple[Any, list[bytes]]:
+  """Open a folder of Orbax as a store from keys to bytes; return it with its keys.
 
   Raises:
-    DamagedError: there are no entries, or they cannot be read.
+    DamagedError: the index cannot be read.
   """
   import tensorstore as ts
 
-  store = ts.KvStore.open({"driver": "file", "path": f"{folder}/"}).result()
-
-  def below(location: str, prefix: bytes) -> Iterator[Any]:
-    for entry in ts.ocdbt.dump(store, location).result()["entries"]:
-      if "location" in entry:
-        common = prefix + entry.get("subtree_common_prefix", b"")
-        yield from below(entry["location"], common)
-      elif "inline_value" in entry:
-        yield prefix + entry["key"], entry["inline_value"]
-      else:
-        _, base, file, offset, length = entry["indirect_value"].split(":")
-        yield prefix + entry["key"], (base + file, int(offset), int(length))
-
   try:
-    newest = ts.ocdbt.dump(store).result()["versions"][-1]
-    return dict(below(newest["root"]["location"], b""))
+    store = ts.KvStore.open(ocdbt(folder)).result()
+    return store, store.list().result()
   except (ValueError, LookupError) as e:
     raise DamagedError(f"the index cannot be read: {e}") from e

@@ -104,10 +104,7 @@ def initialize(
 
 
 def _start(
-  config: object,
-  timeouts: Timeouts | None = None,
-  folder: Path | None = None,
-  gpu_settings: bool = True,
+  config: object, timeouts: Timeouts | None, folder: Path | None, gpu_settings: bool
 ) -> None:
   global _handlers, _watch, _walltime_ended, _jax_is_initialized, _was_started
   num_gpus = detect.visible_gpus(os.environ)

@@ -34,9 +34,8 @@ if TYPE_CHECKING:
 
 
 def __getattr__(name: str):
-  if name != "__all__" and not name[:1].isupper():  # A module; do not load every class.
-    raise AttributeError(f"module 'jaxscale.config' has no attribute {name!r}")
-  homes = [importlib.import_module(home) for home in dict.fromkeys(HOMES.values())]
+  is_class = name == "__all__" or name[:1].isupper()  # A module need not load every class.
+  homes = [importlib.import_module(home) for home in dict.fromkeys(HOMES.values()) if is_class]
   if name == "__all__":
     own = [n for n in globals() if n[0].isupper() and not n.isupper()]
     return own + [n for home in homes for n in home.__all__]

@@ -238,7 +238,6 @@ class Data(Choice):
 
   def abstract(self, batch_size: int) -> Any:
     """Return datasets with shapes but no data, for `jaxscale plan`; or None."""
-    del batch_size
     return None
 
 
@@ -338,7 +337,6 @@ class Loss(Choice):
 
   def target_range(self, info: Any) -> tuple[int, int] | None:
     """Return the lowest and the highest valid target; None allows any."""
-    del info
     return None
 
   def classify(self, outputs: Any) -> tuple[Any, Any] | None:
@@ -347,7 +345,6 @@ class Loss(Choice):
     Args:
       outputs: the model's outputs, a tree of NumPy arrays [rows, ...].
     """
-    del outputs
     return None
 
 

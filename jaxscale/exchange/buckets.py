@@ -67,26 +67,23 @@ def layout(leaves: Sequence[Any], bucket_bytes: int) -> list[list[Piece]]:
     [[Piece(leaf=1, start=0, stop=4)], [Piece(leaf=0, start=0, stop=3)]]
   """
   order = range(len(leaves) - 1, -1, -1)
-  full: list[list[Piece]] = []
+  buckets: list[list[Piece]] = []
   for dtype in dict.fromkeys(np.dtype(leaves[i].dtype) for i in order):
     size = bucket_bytes // dtype.itemsize
     if size < 1:
       problem = f"is less than an element of {dtype.name}; give {dtype.itemsize} or more"
       raise ConfigError(f"bucket_bytes={bucket_bytes} {problem}")
-    bucket: list[Piece] = []
-    room = size
+    room = 0
     for i in (i for i in order if np.dtype(leaves[i].dtype) == dtype):
       start, stop = 0, math.prod(leaves[i].shape)
       while start < stop:
-        taken = min(room, stop - start)
-        bucket.append(Piece(i, start, start + taken))
-        start, room = start + taken, room - taken
         if room == 0:
-          full.append(bucket)
-          bucket, room = [], size
-    if bucket:
-      full.append(bucket)
-  return full
+          buckets.append([])
+          room = size
+        taken = min(room, stop - start)
+        buckets[-1].append(Piece(i, start, start + taken))
+        start, room = start + taken, room - taken
+  return buckets
 
 
 def leaf_groups(leaves: Sequence[Any], bucket_bytes: int) -> list[list[int]]:

@@ -18,11 +18,8 @@ _paused = False
 def paused_gc() -> Iterator[None]:
   """Pause garbage collection until `resume_gc` or the end of the block."""
   global _paused
-  if not gc.isenabled():
-    yield
-    return
+  _paused = gc.isenabled()
   gc.disable()
-  _paused = True
   try:
     yield
   finally:

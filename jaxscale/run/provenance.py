@@ -6,7 +6,6 @@ import json
 import os
 import platform
 import shlex
-import subprocess
 import sys
 import time
 from collections.abc import Sequence
@@ -14,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxscale.cluster import gpu_settings, secret
-from jaxscale.files import open_to_append, read_json_lines
+from jaxscale.files import open_to_append, output_of, read_json_lines
 
 _PACKAGE = Path(__file__).absolute().parent.parent
 FILE = "starts.jsonl"  # in the workdir, one line per start of the run
@@ -26,12 +25,7 @@ _VARIABLES = (*_NAMES.split(), "HIP_VISIBLE", "HSA_")
 
 def git(*args: str) -> str:
   """Return git's output in the package's folder; "" without git or a repository."""
-  command = ["git", "-C", str(_PACKAGE), *args]
-  try:
-    done = subprocess.run(command, capture_output=True, text=True, timeout=20)
-    return "" if done.returncode else done.stdout
-  except (OSError, subprocess.SubprocessError):
-    return ""
+  return output_of("git", "-C", str(_PACKAGE), *args, timeout_s=20) or ""
 
 
 def environment() -> dict[str, Any]:

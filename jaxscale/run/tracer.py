@@ -37,7 +37,7 @@ _POLL_S, _POLLS_PER_S = 1.0, 100
 _SUFFIXES = (".trace.json.gz", ".xplane.pb")  # `jaxscale profile` waits for the last one.
 
 
-class Tracer:
+class Tracer(contextlib.AbstractContextManager["Tracer"]):
   """Tracer of one process."""
 
   def __init__(self, workdir: Path, log: Log):
@@ -55,9 +55,6 @@ class Tracer:
     self._target = self._scratch = workdir
     self._unwritten: Path | None = None  # a trace that the profiler still holds
     self._in_step, self._in_part = contextlib.ExitStack(), contextlib.ExitStack()
-
-  def __enter__(self):
-    return self
 
   def __exit__(self, error, *_):
     self.finish()

@@ -65,9 +65,8 @@ def find_fabric(env: Env = os.environ, root: str = "/") -> Fabric:
     for layer in {readable_text(p / "link_layer").strip() for p in ports} & {*layers}:
       layers[layer].append(name)
   infiniband, ethernet = (tuple(names) for names in layers.values())
-  if infiniband:
-    return Fabric("infiniband", infiniband, ethernet, has_plugin)
-  return Fabric("ethernet", (), ethernet, has_plugin)
+  kind = "infiniband" if infiniband else "ethernet"
+  return Fabric(kind, infiniband, ethernet, has_plugin)
 
 
 def nvidia_models(root: str = "/") -> tuple[str, ...]:

@@ -18,12 +18,11 @@ import glob
 import itertools
 import os
 import re
-import subprocess
 
 from jaxscale.cluster import schedulers
 from jaxscale.cluster.launch import Env, Launch
 from jaxscale.errors import ConfigError
-from jaxscale.files import whole_number
+from jaxscale.files import output_of, whole_number
 
 IDS = "JAX_LOCAL_DEVICE_IDS"  # JAX's own variable, jax/_src/distributed.py
 _HIDING = ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES")
@@ -146,9 +145,5 @@ def _may_open(path: str) -> bool:
 
 
 def _nvidia_smi() -> int:
-  try:
-    options = {"stdin": subprocess.DEVNULL, "capture_output": True, "text": True}
-    done = subprocess.run(["nvidia-smi", "-L"], timeout=10, **options)
-  except (OSError, subprocess.TimeoutExpired):
-    return 0
-  return len(re.findall(r"^GPU \d+:", done.stdout, flags=re.M))
+  listed = output_of("nvidia-smi", "-L", timeout_s=10) or ""
+  return len(re.findall(r"^GPU \d+:", listed, flags=re.M))

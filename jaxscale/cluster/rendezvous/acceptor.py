@@ -7,13 +7,14 @@ bounds the number of open ones.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import selectors
 import socket
 import time
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any, Self, cast
+from typing import Any, cast
 
 from jaxscale.cluster import secret
 from jaxscale.cluster.rendezvous import network
@@ -25,7 +26,7 @@ _AT_ONCE = 16  # connections that are accepted before others are served
 _SHOWN = 4  # addresses of refused connections in one line
 
 
-class Acceptor:
+class Acceptor(contextlib.AbstractContextManager["Acceptor"]):
   """Accept connections on open listeners.
 
   The acceptor is a context manager, which closes the listeners and all connections
@@ -51,9 +52,6 @@ class Acceptor:
     for listener in listeners:
       listener.setblocking(False)
       self._selector.register(listener, selectors.EVENT_READ)
-
-  def __enter__(self) -> Self:
-    return self
 
   def __exit__(self, *_: object) -> None:
     for key in list(self._selector.get_map().values()):

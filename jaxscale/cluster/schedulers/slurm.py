@@ -22,7 +22,7 @@ from typing import Any
 from jaxscale.cluster.launch import LOOPBACK, Env, Job, Launch, number
 from jaxscale.cluster.schedulers.nodelist import MOST_HOSTS, expand, quoted
 from jaxscale.errors import ConfigError
-from jaxscale.files import readable_text, whole_number
+from jaxscale.files import output_of, readable_text, whole_number
 
 PREFIX: str = "SLURM_"
 CANCEL: str = "scancel"
@@ -336,11 +336,5 @@ def _scontrol(*args: str, timeout_s: float = 10.0) -> str | None:
 
   Without the timeout it would wait minutes for a controller that is down (MessageTimeout).
   """
-  try:
-    # Overrides the user's time format, which the callers could not parse (scontrol(1)).
-    env = os.environ | {"SLURM_TIME_FORMAT": "standard"}
-    options = {"stdin": subprocess.DEVNULL, "capture_output": True, "text": True}
-    done = subprocess.run(["scontrol", *args], timeout=timeout_s, env=env, **options)
-  except (OSError, subprocess.TimeoutExpired):
-    return None
-  return done.stdout if done.returncode == 0 else None
+  # Overrides the user's time format, which the callers could not parse (scontrol(1)).
+  return output_of("scontrol", *args, timeout_s=timeout_s, SLURM_TIME_FORMAT="standard")

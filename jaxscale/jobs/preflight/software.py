@@ -7,7 +7,6 @@ import re
 import resource
 import shutil
 import socket
-import subprocess
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ from typing import Any
 from jaxscale.cluster import gpu_settings
 from jaxscale.cluster.detect import Launch, visible_gpus
 from jaxscale.cluster.rendezvous import handshake, network
-from jaxscale.files import whole_number
+from jaxscale.files import output_of, whole_number
 from jaxscale.jobs.preflight.finding import Facts, Finding, Results, outliers
 from jaxscale.jobs.preflight.group import Group, gather
 from jaxscale.metrics.text import byte_size
@@ -118,11 +117,7 @@ def settings_findings(results: Results, hosts: Sequence[str]) -> list[Finding]:
 def _smi(what: str, fields: str) -> list[list[str]]:
   """Return the rows of `nvidia-smi --query-...`; [] if it is missing or fails."""
   command = ["nvidia-smi", f"--query-{what}={fields}", "--format=csv,noheader,nounits"]
-  try:
-    done = subprocess.run(command, capture_output=True, text=True, timeout=_SMI_S)
-  except (OSError, subprocess.SubprocessError):
-    return []
-  lines = [] if done.returncode else done.stdout.splitlines()
+  lines = (output_of(*command, timeout_s=_SMI_S) or "").splitlines()
   return [re.split(r",\s*", line.strip()) for line in lines if line]
 
 
