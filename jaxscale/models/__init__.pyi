@@ -4,6 +4,7 @@ from .attention import RopeScaling as RopeScaling
 from .cnn import CNNModule as CNNModule
 from .cnn import MLPModule as MLPModule
 from .decoder import make_transformer as make_transformer
+from .from_folder import from_folder as from_folder
 from .layers import BatchNorm as BatchNorm
 from .layers import dropout as dropout
 from .model_fns import ModelFns as ModelFns

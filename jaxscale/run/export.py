@@ -16,8 +16,8 @@ from jaxscale.checkpoint import checkpoint_files, load_params
 from jaxscale.config.record import Described, describe_run
 from jaxscale.data.tokenizer import byte_tokenizer
 from jaxscale.errors import ConfigError
-from jaxscale.training.custom_loss import LossState
 from jaxscale.models import config_json, hf_config, timm_config
+from jaxscale.training.custom_loss import LossState
 
 # Prefixes of names in a checkpoint and of paths in a safetensors file.
 _PREFIXES = {"params": (("params/", "params/"), ("model_state/", ""))}

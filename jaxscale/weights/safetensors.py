@@ -26,7 +26,15 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from jaxscale.errors import ConfigError
-from jaxscale.files import expand, output_path, parse_json, refuse_pointer, replacing, require_json
+from jaxscale.files import (
+  expand,
+  output_path,
+  parse_json,
+  refuse_pointer,
+  remedy_for,
+  replacing,
+  require_json,
+)
 
 _PLAIN = "i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "f2", "f4", "f8"
 # The format's names of all dtypes that JAX arrays can have.
@@ -76,7 +84,8 @@ def read_index(path: str | os.PathLike) -> dict[str, Stored]:
   try:
     return _read_folder(path) if path.is_dir() else read_header(path)[0]
   except OSError as e:
-    raise ConfigError(f"{e.filename or path}: {e.strerror}; check the path") from None
+    problem = f"{e.filename or path}: {e.strerror}"
+    raise ConfigError(f"{problem}; {remedy_for(path)}") from None
 
 
 def read_metadata(path: Path) -> dict[str, str]:

@@ -1,0 +1,70 @@
+"""Preprocessing of images as a pretrained model's folder describes it. Imports no JAX."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+from jaxscale.errors import ConfigError, invalid
+from jaxscale.files import expand, remedy_for, require_json
+from jaxscale.models.config_json import read_config_json
+
+_VIEWS = {2: "bilinear", 3: "bicubic"}  # by Pillow's number of the filter
+
+
+def preprocessing_of(path: str | os.PathLike) -> dict[str, Any]:
+  """Return the settings of `ImageFolder` and `TFDS` with which a model was pretrained.
+
+  They are `image_size`, `mean`, `std`, `eval_view` and `eval_crop`, from `pretrained_cfg` in
+  timm's config.json or from Hugging Face's preprocessor_config.json. Images that these
+  stretch to a square are cropped to one instead.
+
+  Args:
+    path: the folder of the model.
+
+  Raises:
+    ConfigError: the folder has neither, or jaxscale has no such preprocessing.
+
+  Example:
+    >>> Path("/tmp/model").mkdir(exist_ok=True)
+    >>> fields = '{"pretrained_cfg": {"input_size": [3, 224, 224], "mean": [0.5], "std": [0.5]}}'
+    >>> Path("/tmp/model/config.json").write_text(fields) > 0
+    True
+    >>> preprocessing_of("/tmp/model")["mean"]
+    (127.5,)
+  """
+  folder = Path(expand(path))
+  where, fields = folder / "config.json", read_config_json(folder / "config.json") or {}
+  is_timm = "pretrained_cfg" in fields
+  if not is_timm:
+    where = folder / "preprocessor_config.json"
+    fix = remedy_for(path, "give a folder of timm or Hugging Face, or set mean, std and image_size")
+    fields = require_json(where, {}, fix)
+  try:
+    return _of_timm(fields["pretrained_cfg"]) if is_timm else _of_hugging_face(fields)
+  except (KeyError, TypeError, ValueError, AttributeError) as e:
+    problem = f"lacks {e}" if isinstance(e, KeyError) else str(e)
+    fix = "set image_size, mean, std, eval_view and eval_crop yourself"
+    raise invalid(str(where), ..., problem, fix) from None
+
+
+def _of_timm(fields: dict[str, Any]) -> dict[str, Any]:
+  _, height, width = fields["input_size"]
+  crop, view = fields.get("crop_pct", 0.875), fields.get("interpolation", "bicubic")
+  return _settings(height, width, fields["mean"], fields["std"], view, crop)
+
+
+def _of_hugging_face(fields: dict[str, Any]) -> dict[str, Any]:
+  resized, view = fields["size"], _VIEWS.get(fields.get("resample", 2), "")
+  size = fields["crop_size"] if fields.get("do_center_crop") else resized
+  height, width = (size,) * 2 if isinstance(size, int) else (size["height"], size["width"])
+  shorter = resized.get("shortest_edge", height) if isinstance(resized, dict) else resized
+  return _settings(height, width, fields["image_mean"], fields["image_std"], view, height / shorter)
+
+
+def _settings(height: int, width: int, mean: Any, std: Any, view: str, crop: float) -> Any:
+  if height != width or view not in _VIEWS.values():
+    raise ConfigError(f"images of {height}x{width} pixels, interpolation={view!r} are unsupported")
+  scaled = {n: tuple(255 * x for x in v) for n, v in (("mean", mean), ("std", std))}
+  return scaled | {"image_size": height, "eval_view": view, "eval_crop": crop}
