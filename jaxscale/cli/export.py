@@ -10,14 +10,19 @@ import os
 from pathlib import Path
 
 from jaxscale.cli.evaluate import add_run, workdir_of
-from jaxscale.cli.parser import Namespace, Parser, file_of
+from jaxscale.cli.parser import Namespace, Parser, can_be_file, value
+from jaxscale.files import expand
+
+_OTHERS = ".bin", ".ckpt", ".gguf", ".json", ".npz", ".onnx", ".pt", ".pth"  # not written
 
 
 def add_arguments(parser: Parser) -> None:
   """Add the options."""
   add_run(parser)
-  text, hint = "the file to write; an existing one is replaced", "try --to x.safetensors"
-  parser.option("--to FILE", text, file_of(".safetensors"), missing=hint)
+  text = "the .safetensors file to write, or the folder for a model.safetensors; missing folders "
+  text, hint = f"{text}are created, an existing file is replaced", "try --to x.safetensors"
+  kind = value(expand, "a .safetensors file or a folder", lambda path: can_be_file(file_in(path)))
+  parser.option("--to PATH", text, kind, missing=hint)
   text = "the naming of parameters: jaxscale (for Config.init_from), timm or torchvision (ResNet, "
   text += "ViT), or huggingface (Llama, ViT); timm and huggingface also write a config.json"
   namings = ("jaxscale", "timm", "torchvision", "huggingface")
@@ -35,4 +40,11 @@ def run(args: Namespace) -> None:
   from jaxscale.run.export import export
 
   options = {name: getattr(args, name) for name in ("step", "take", "dtype")}
-  print(export(workdir_of(args), Path(args.to), args.naming, **options))
+  print(export(workdir_of(args), Path(file_in(args.to)), args.naming, **options))
+
+
+def file_in(path: str) -> str:
+  """Return the file to write, if a path is that of a folder; "" if it has another ending."""
+  if path.endswith(".safetensors"):
+    return path
+  return "" if path.endswith(_OTHERS) else os.path.join(path, "model.safetensors")

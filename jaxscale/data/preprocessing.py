@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -68,3 +69,19 @@ def _settings(height: int, width: int, mean: Any, std: Any, view: str, crop: flo
     raise ConfigError(f"images of {height}x{width} pixels, interpolation={view!r} are unsupported")
   scaled = {n: tuple(255 * x for x in v) for n, v in (("mean", mean), ("std", std))}
   return scaled | {"image_size": height, "eval_view": view, "eval_crop": crop}
+
+
+def eval_resize(settings: Mapping[str, Any]) -> tuple[str, float]:
+  """Return interpolation and crop of validation images, as timm's `crop_pct`.
+
+  Args:
+    settings: the settings of the data as JSON; images of data without `eval_view` are whole.
+
+  Example:
+    >>> eval_resize({"eval_view": "google"}), eval_resize({"class": "Digits"})
+    (('bicubic', 0.875), ('bilinear', 1.0))
+  """
+  if (view := settings.get("eval_view")) is None:
+    return "bilinear", 1.0
+  crop = settings.get("eval_crop") or 0.875
+  return {"mlperf": "bilinear", "google": "bicubic"}.get(view, view), crop

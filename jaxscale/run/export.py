@@ -14,9 +14,12 @@ import numpy as np
 from jaxscale import weights
 from jaxscale.checkpoint import checkpoint_files, load_params
 from jaxscale.config.record import Described, describe_run
+from jaxscale.data.preprocessing import eval_resize
 from jaxscale.data.tokenizer import byte_tokenizer
 from jaxscale.errors import ConfigError
+from jaxscale.files import write_json
 from jaxscale.models import config_json, hf_config, timm_config
+from jaxscale.run import model_files
 from jaxscale.training.custom_loss import LossState
 
 # Prefixes of names in a checkpoint and of paths in a safetensors file.
@@ -69,14 +72,9 @@ def export(
         shape, kind = tuple(manifest[name]["shape"]), _dtype(manifest[name]["dtype"])
         leaf = weights.Leaf(shape, kind, functools.partial(part, name))
         leaves[ours + name.removeprefix(prefix)] = leaf
-    up = leaves.get("params/layers/up/kernel")
-    fields, note = None, ""
-    if naming == "huggingface" and up is not None:
-      common = {"hidden": up.shape[-1], "dtype": dtype or str(up.dtype)}
-      fields = _hf_fields(to, described, common)
-    elif naming == "timm":
-      fields, note = _timm_fields(to, described)
-    options: dict[str, Any] = {"naming": naming, "num_classes": described.num_classes}
+    fields, note = _config_fields(to, described, naming, leaves, dtype)
+    classes = described.num_classes if fields is None else fields.get("vocab_size")
+    options: dict[str, Any] = {"naming": naming, "num_classes": classes or described.num_classes}
     options |= {"dtype": None if dtype is None else _dtype(dtype)}
     about = _about(described, step, take)
     size = weights.export_leaves(to, leaves, metadata=about, **options)
@@ -86,9 +84,13 @@ def export(
   if fields is not None:
     try:
       config_json.write_config_json(to, fields)
+      if described.is_text:
+        note = model_files.write(workdir, to.parent, fields)
+      elif naming == "huggingface" and described.data["dtype"] == "uint8":
+        write_json(to.parent / "preprocessor_config.json", _preprocessor(described))
     except OSError as e:
-      where = to.parent / "config.json"
-      raise weights.UnwrittenError(f"{where}: could not be written: {e}") from None
+      where = e.filename or to.parent
+      raise weights.UnwrittenError(f"{where}: could not be written: {e.strerror}") from None
   what = "the average" if take == "average" else "the parameters"
   return f"{to}: {what} of step {step}, {size / 1e6:,.1f} MB in {naming}'s names{note}"
 
@@ -109,21 +111,27 @@ def _about(described: Described, step: int, take: str) -> dict[str, str]:
   return about | {"model": json.dumps(described.config["model"]), "data": data["name"]}
 
 
-def _hf_fields(to: Path, described: Described, common: dict[str, Any]) -> dict[str, Any] | None:
-  """Return the fields of the config.json next to the file; None if none is written."""
-  config = described.settings()
+def _config_fields(
+  to: Path, described: Described, naming: str, leaves: dict[str, Any], dtype: str | None
+) -> tuple[dict[str, Any] | None, str]:
+  """Return the fields of the config.json next to the file, or None, and a note."""
+  if naming == "timm":
+    return _timm_fields(to, described)
+  up, config = leaves.get("params/layers/up/kernel"), described.settings()
   is_vit, is_llama = (hasattr(config.model, x) for x in ("patch", "rope_theta"))
-  if not (is_vit or is_llama):
-    return None
+  if naming != "huggingface" or up is None or not (is_vit or is_llama):
+    return None, ""
   config_json.config_json_path(to)  # Fail now: writing the weights may take long.
+  common = {"hidden": up.shape[-1], "dtype": dtype or str(up.dtype)}
   if is_vit:
-    return hf_config.vit_config(config.model, described.data, **common)
-  # A custom tokenizer's own file defines these fields, and it may not exist on this host.
+    return hf_config.vit_config(config.model, described.data, **common), ""
   is_bytes = getattr(config.data, "tokenizer", "bytes") == "bytes"
   is_bytes &= getattr(config.data, "vocab_size", None) is None
-  end = byte_tokenizer().separator if is_bytes else None
+  common["separator"] = byte_tokenizer().separator if is_bytes else None
   sizes = {name: described.data[name] for name in ("vocab_size", "sequence_length")}
-  return hf_config.llama_config(config.model, separator=end, **sizes, **common)
+  ours = hf_config.llama_config(config.model, **sizes, **common)
+  rows = leaves["params/embed/table"].shape[0]
+  return model_files.config_json(described.workdir, config, ours, rows), ""
 
 
 def _timm_fields(to: Path, described: Described) -> tuple[dict[str, Any] | None, str]:
@@ -136,5 +144,20 @@ def _timm_fields(to: Path, described: Described) -> tuple[dict[str, Any] | None,
   if "image_shape" in described.data:
     fields = timm_config.timm_config(described.settings().model, described.data)
     if fields is not None:
+      view, crop = eval_resize(described.config["data"])
+      fields["pretrained_cfg"] |= {"interpolation": view, "crop_pct": crop}
       return fields, ""
   return None, " (timm has no such model, so no config.json is written)"
+
+
+def _preprocessor(described: Described) -> dict[str, Any]:
+  """Return the preprocessor_config.json with which transformers prepares images."""
+  _, width, channels = described.data["image_shape"]
+  view, crop = eval_resize(described.config["data"])
+  shorter = {"shortest_edge": int(width / crop)}
+  fields = {"image_processor_type": "CLIPImageProcessor", "do_resize": True, "size": shorter}
+  fields |= {"resample": {"bilinear": 2, "bicubic": 3}[view], "do_center_crop": True}
+  fields |= {"crop_size": {"height": width, "width": width}, "do_normalize": True}
+  for name in ("mean", "std"):
+    fields[f"image_{name}"] = (np.broadcast_to(described.data[name], channels) / 255).tolist()
+  return fields | {"do_rescale": True, "rescale_factor": 1 / 255, "do_convert_rgb": channels == 3}
