@@ -72,6 +72,24 @@ def invalid(field: str, value: Any, problem: str, fix: str) -> ConfigError:
   return ConfigError(f"{field}{shown} {problem}; {fix}")
 
 
+def remedy_for(path: str | os.PathLike, otherwise: str = "check the path") -> str:
+  """Return the remedy for a missing path; it may be the name of a model on a hub.
+
+  Example:
+    >>> remedy_for("Qwen/Qwen3-0.6B")
+    'nothing is downloaded; run `hf download Qwen/Qwen3-0.6B --local-dir DIR` and give DIR'
+    >>> remedy_for("x.safetensors")
+    'check the path'
+  """
+  name = os.fspath(path)
+  is_hub = re.fullmatch(r"[A-Za-z0-9][\w.-]*/[\w.-]+", name) and not os.path.exists(
+    os.path.dirname(name)
+  )
+  if not is_hub or name.endswith((".safetensors", ".json")):
+    return otherwise
+  return f"nothing is downloaded; run `hf download {name} --local-dir DIR` and give DIR"
+
+
 class GiveUpError(Exception):
   """Error after which a restart would fail again."""
 

@@ -11,7 +11,6 @@ import contextlib
 import errno
 import json
 import os
-import re
 import secrets
 import stat
 from collections.abc import Iterable, Iterator
@@ -20,7 +19,6 @@ from typing import Any, BinaryIO
 
 from jaxscale.errors import ConfigError, invalid
 
-_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")  # owner/name
 _DEEPEST = 100  # levels of JSON, because functions that walk over it may recurse
 _MOST_DIGITS = 18  # digits of an integer in text, so that it fits into 64 bits
 
@@ -231,22 +229,6 @@ def expand(path: str | os.PathLike) -> str:
     fix = "set HOME, or write the whole path (./~ for a folder of that name)"
     raise invalid("path", text, "has no home directory", fix)
   return text
-
-
-def remedy_for(path: str | os.PathLike, otherwise: str = "check the path") -> str:
-  """Return the remedy for a missing path; it may be the name of a model on a hub.
-
-  Example:
-    >>> remedy_for("Qwen/Qwen3-0.6B")
-    'nothing is downloaded; run `hf download Qwen/Qwen3-0.6B --local-dir DIR` and give DIR'
-    >>> remedy_for("x.safetensors")
-    'check the path'
-  """
-  name = os.fspath(path)
-  is_file = name.endswith((".safetensors", ".json", ".bin", ".py"))
-  if is_file or not _HUB_NAME.fullmatch(name) or os.path.exists(os.path.dirname(name)):
-    return otherwise
-  return f"nothing is downloaded; run `hf download {name} --local-dir DIR` and give DIR"
 
 
 def output_path(path: str | os.PathLike) -> Path:

@@ -7,9 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from jaxscale.errors import ConfigError, invalid
-from jaxscale.files import expand, remedy_for, require_json
-from jaxscale.models.config_json import read_config_json
+from jaxscale.errors import invalid, remedy_for
+from jaxscale.files import expand, read_json, require_json
 
 _VIEWS = {2: "bilinear", 3: "bicubic"}  # by Pillow's number of the filter
 
@@ -36,39 +35,38 @@ def preprocessing_of(path: str | os.PathLike) -> dict[str, Any]:
     (127.5,)
   """
   folder = Path(expand(path))
-  where, fields = folder / "config.json", read_config_json(folder / "config.json") or {}
-  is_timm = "pretrained_cfg" in fields
-  if not is_timm:
-    where = folder / "preprocessor_config.json"
+  where, read = folder / "config.json", _of_timm
+  if (fields := read_json(where).get("pretrained_cfg")) is None:
+    where, read = folder / "preprocessor_config.json", _of_hugging_face
     fix = remedy_for(path, "give a folder of timm or Hugging Face, or set mean, std and image_size")
     fields = require_json(where, {}, fix)
   try:
-    return _of_timm(fields["pretrained_cfg"]) if is_timm else _of_hugging_face(fields)
-  except (KeyError, TypeError, ValueError, AttributeError) as e:
+    (height, width), crop, view, mean, std = read(fields)
+    if height != width or view not in _VIEWS.values():
+      raise ValueError(f"has images of {height}x{width} pixels and interpolation={view!r}")
+    scaled = {n: tuple(255 * x for x in v) for n, v in (("mean", mean), ("std", std))}
+    return scaled | {"image_size": height, "eval_view": view, "eval_crop": crop}
+  except (KeyError, TypeError, ValueError) as e:
     problem = f"lacks {e}" if isinstance(e, KeyError) else str(e)
     fix = "set image_size, mean, std, eval_view and eval_crop yourself"
     raise invalid(str(where), ..., problem, fix) from None
 
 
-def _of_timm(fields: dict[str, Any]) -> dict[str, Any]:
-  _, height, width = fields["input_size"]
+def _of_timm(fields: Any) -> tuple[Any, ...]:
+  """Return (height, width), crop, interpolation, mean and standard deviation."""
   crop, view = fields.get("crop_pct", 0.875), fields.get("interpolation", "bicubic")
-  return _settings(height, width, fields["mean"], fields["std"], view, crop)
+  return fields["input_size"][1:], crop, view, fields["mean"], fields["std"]
 
 
-def _of_hugging_face(fields: dict[str, Any]) -> dict[str, Any]:
-  resized, view = fields["size"], _VIEWS.get(fields.get("resample", 2), "")
+def _of_hugging_face(fields: Any) -> tuple[Any, ...]:
+  """Return the values of `_of_timm` from a preprocessor_config.json."""
+  resized = fields["size"] if isinstance(fields["size"], dict) else {"height": fields["size"]}
   size = fields["crop_size"] if fields.get("do_center_crop") else resized
-  height, width = (size,) * 2 if isinstance(size, int) else (size["height"], size["width"])
-  shorter = resized.get("shortest_edge", height) if isinstance(resized, dict) else resized
-  return _settings(height, width, fields["image_mean"], fields["image_std"], view, height / shorter)
-
-
-def _settings(height: int, width: int, mean: Any, std: Any, view: str, crop: float) -> Any:
-  if height != width or view not in _VIEWS.values():
-    raise ConfigError(f"images of {height}x{width} pixels, interpolation={view!r} are unsupported")
-  scaled = {n: tuple(255 * x for x in v) for n, v in (("mean", mean), ("std", std))}
-  return scaled | {"image_size": height, "eval_view": view, "eval_crop": crop}
+  size = size if isinstance(size, dict) else {"height": size}
+  height = size["height"]
+  crop = height / resized.get("shortest_edge", height)
+  view = _VIEWS.get(fields.get("resample", 2), "")
+  return (height, size.get("width", height)), crop, view, fields["image_mean"], fields["image_std"]
 
 
 def eval_resize(settings: Mapping[str, Any]) -> tuple[str, float]:

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxscale.config.validation import nearest
-from jaxscale.errors import ConfigError, invalid
-from jaxscale.files import expand, read_bytes, remedy_for
+from jaxscale.errors import ConfigError, invalid, remedy_for
+from jaxscale.files import expand, read_bytes
 
 # Usual names of the token that ends a document, in the order of preference.
 _ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]", "[SEP]")

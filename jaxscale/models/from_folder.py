@@ -7,8 +7,8 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-from jaxscale.errors import ConfigError, invalid
-from jaxscale.files import expand, remedy_for
+from jaxscale.errors import ConfigError, invalid, remedy_for
+from jaxscale.files import expand
 from jaxscale.models import hf_config, settings, timm_config
 from jaxscale.models.config_json import Comparison, read_config_json
 from jaxscale.models.hf_config import check_llama, check_vit

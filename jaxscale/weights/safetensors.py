@@ -25,16 +25,8 @@ import ml_dtypes
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-from jaxscale.errors import ConfigError
-from jaxscale.files import (
-  expand,
-  output_path,
-  parse_json,
-  refuse_pointer,
-  remedy_for,
-  replacing,
-  require_json,
-)
+from jaxscale.errors import ConfigError, remedy_for
+from jaxscale.files import expand, output_path, parse_json, refuse_pointer, replacing, require_json
 
 _PLAIN = "i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "f2", "f4", "f8"
 # The format's names of all dtypes that JAX arrays can have.
