@@ -7,6 +7,7 @@ import contextlib
 import errno
 import functools
 import os
+import re
 import signal
 import sys
 import threading
@@ -82,10 +83,8 @@ def remedy_for(path: str | os.PathLike, otherwise: str = "check the path") -> st
     'check the path'
   """
   name = os.fspath(path)
-  is_hub = re.fullmatch(r"[A-Za-z0-9][\w.-]*/[\w.-]+", name) and not os.path.exists(
-    os.path.dirname(name)
-  )
-  if not is_hub or name.endswith((".safetensors", ".json")):
+  is_local = name.endswith((".safetensors", ".json")) or os.path.isdir(os.path.dirname(name))
+  if is_local or not re.fullmatch(r"[A-Za-z0-9][\w.-]*/[\w.-]+", name):
     return otherwise
   return f"nothing is downloaded; run `hf download {name} --local-dir DIR` and give DIR"
 

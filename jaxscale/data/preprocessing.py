@@ -44,7 +44,7 @@ def preprocessing_of(path: str | os.PathLike) -> dict[str, Any]:
     (height, width), crop, view, mean, std = read(fields)
     if height != width or view not in _VIEWS.values():
       raise ValueError(f"has images of {height}x{width} pixels and interpolation={view!r}")
-    scaled = {n: tuple(255 * x for x in v) for n, v in (("mean", mean), ("std", std))}
+    scaled = {n: tuple(round(255 * x, 4) for x in v) for n, v in (("mean", mean), ("std", std))}
     return scaled | {"image_size": height, "eval_view": view, "eval_crop": crop}
   except (KeyError, TypeError, ValueError) as e:
     problem = f"lacks {e}" if isinstance(e, KeyError) else str(e)
@@ -82,4 +82,4 @@ def eval_resize(settings: Mapping[str, Any]) -> tuple[str, float]:
   if (view := settings.get("eval_view")) is None:
     return "bilinear", 1.0
   crop = settings.get("eval_crop") or 0.875
-  return {"mlperf": "bilinear", "google": "bicubic"}.get(view, view), crop
+  return "bicubic" if view in ("google", "bicubic") else "bilinear", crop
