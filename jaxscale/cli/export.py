@@ -24,8 +24,9 @@ def add_arguments(parser: Parser) -> None:
   kind = value(expand, "a .safetensors file or a folder", lambda path: can_be_file(file_in(path)))
   parser.option("--to PATH", text, kind, missing=hint)
   text = "the naming of parameters: jaxscale (for Config.init_from), timm or torchvision (ResNet, "
-  text += "ViT), or huggingface (Llama, ViT); timm and huggingface also write a config.json"
-  namings = ("jaxscale", "timm", "torchvision", "huggingface")
+  text += "ViT), or huggingface (Llama, ViT), all with a LoRA merged; or peft, only the LoRA, as "
+  text += "adapter_model.safetensors; timm, huggingface and peft also write a configuration"
+  namings = ("jaxscale", "timm", "torchvision", "huggingface", "peft")
   parser.option("--naming NAMING", text, choices=namings, default="jaxscale")
   text = "the parameters of the step: average or params (default: average with Config.ema_decay)"
   parser.option("--take WHICH", text, choices=("average", "params"))
@@ -40,11 +41,12 @@ def run(args: Namespace) -> None:
   from jaxscale.run.export import export
 
   options = {name: getattr(args, name) for name in ("step", "take", "dtype")}
-  print(export(workdir_of(args), Path(file_in(args.to)), args.naming, **options))
+  to = Path(file_in(args.to, "adapter_" * (args.naming == "peft")))
+  print(export(workdir_of(args), to, args.naming, **options))
 
 
-def file_in(path: str) -> str:
-  """Return the file to write, if a path is that of a folder; "" if it has another ending."""
+def file_in(path: str, prefix: str = "") -> str:
+  """Return the file to write, which may be given by its folder; "" for another kind of file."""
   if path.endswith(".safetensors"):
     return path
-  return "" if path.endswith(_OTHERS) else os.path.join(path, "model.safetensors")
+  return "" if path.endswith(_OTHERS) else os.path.join(path, f"{prefix}model.safetensors")

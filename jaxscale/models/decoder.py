@@ -139,7 +139,7 @@ def make_transformer(
       del params["head"]["kernel"]
     return params
 
-  return Stack(init, embed, layer, finish, logits, num_layers, tied)
+  return Stack(init, embed, layer, finish, logits, num_layers, tied, has_lora=True)
 
 
 def _layer(
@@ -160,10 +160,10 @@ def _layer(
     q = norm(q, p["q_norm"]["scale"]).astype(to)
     k = norm(k, p["k_norm"]["scale"]).astype(to)
   y = join_heads(ops.attend(turn(q, positions), turn(k, positions), v, causal=True))
-  h = h + rejoin(y, p["o"]["kernel"], ops)
+  h = h + rejoin(y, p["o"], ops)
   x = ops.enter(norm(h, p["mlp_norm"]["scale"]))
   gate, up = (dense(x, p[name], to) for name in ("gate", "up"))
-  return h + rejoin(jax.nn.silu(gate) * up, p["down"]["kernel"], ops)
+  return h + rejoin(jax.nn.silu(gate) * up, p["down"], ops)
 
 
 def rms_norm(x: jax.Array, scale: jax.Array, *, eps: float) -> jax.Array:

@@ -129,7 +129,7 @@ class Ops(NamedTuple):
   classify: Callable[..., tuple[jax.Array, jax.Array]] = classify
 
 
-def rejoin(y: jax.Array, kernel: jax.Array, ops: Ops) -> jax.Array:
+def rejoin(y: jax.Array, p: Any, ops: Ops) -> jax.Array:
   """Compute the last product of a branch, summed over devices.
 
   The result has the checkpoint name `BRANCH`, so that remat policies can store it and
@@ -137,10 +137,14 @@ def rejoin(y: jax.Array, kernel: jax.Array, ops: Ops) -> jax.Array:
 
   Args:
     y: outputs of a device's heads or hidden units, [..., in].
-    kernel: rows of the kernel for them, [in, width].
+    p: parameters {"kernel": its rows for them, [in, width]}, maybe with the leaves of an
+      adapter (`models.lora`).
     ops: operations, whose `reduce` is used.
   """
-  return checkpoint_name(ops.reduce(linear_sum(y, kernel)).astype(y.dtype), BRANCH)
+  total = linear_sum(y, p["kernel"])
+  if "kernel_lora_a" in p:
+    total = total + linear_sum(linear(y, p["kernel_lora_a"]), p["kernel_lora_b"])
+  return checkpoint_name(ops.reduce(total).astype(y.dtype), BRANCH)
 
 
 def at_least_float32(x: jax.Array) -> jax.Array:
@@ -169,6 +173,8 @@ class Stack(NamedTuple):
     num_layers: number of layers.
     tied: whether the head's kernel is the transposed table of the embedding,
       params["embed"]["table"], and params["head"] has none.
+    has_lora: whether `layer` computes with adapters itself (`models.lora`): all its products
+      with kernels are by `linear.dense` or `rejoin`.
   """
 
   init: Callable[[jax.Array], Any]
@@ -178,6 +184,7 @@ class Stack(NamedTuple):
   logits: Callable[[Any, jax.Array], jax.Array]
   num_layers: int
   tied: bool = False
+  has_lora: bool = False
 
   def head_of(self, part: Callable[[str], Any]) -> Any:
     """Return the parameters that `finish` and `logits` take.

@@ -13,7 +13,8 @@ import numpy as np
 
 from jaxscale import weights
 from jaxscale.checkpoint import checkpoint_files, load_params
-from jaxscale.config.record import Described, describe_run
+from jaxscale.config import LoRA
+from jaxscale.config.record import Described, describe_run, from_plain
 from jaxscale.data.preprocessing import eval_resize
 from jaxscale.data.tokenizer import byte_tokenizer
 from jaxscale.errors import ConfigError
@@ -21,10 +22,12 @@ from jaxscale.files import write_json
 from jaxscale.models import config_json, hf_config, timm_config
 from jaxscale.run import model_files
 from jaxscale.training.custom_loss import LossState
+from jaxscale.weights import adapter
 
 # Prefixes of names in a checkpoint and of paths in a safetensors file.
 _PREFIXES = {"params": (("params/", "params/"), ("model_state/", ""))}
-_PREFIXES |= {"average": (("average/0/", "params/"), ("average/1/", ""))}
+# Frozen parameters have no average.
+_PREFIXES |= {"average": (("params/", "params/"), ("average/0/", "params/"), ("average/1/", ""))}
 
 
 def export(
@@ -63,40 +66,54 @@ def export(
       return read(name) if layer is None else read(name)[layer]
 
     leaves, prefixes = {}, _PREFIXES[take]
-    of_state = [name for name in manifest if name.startswith(prefixes[1][0])]
-    parts = {name.removeprefix(prefixes[1][0]).partition("/")[0] for name in of_state}
+    of_state = [name for name in manifest if name.startswith(prefixes[-1][0])]
+    parts = {name.removeprefix(prefixes[-1][0]).partition("/")[0] for name in of_state}
     if "loss" in parts <= {*LossState._fields}:  # The state of the loss is not exported.
-      prefixes = prefixes[0], (f"{prefixes[1][0]}model/", "")
+      prefixes = *prefixes[:-1], (f"{prefixes[-1][0]}model/", "")
     for prefix, ours in prefixes:
       for name in (n for n in manifest if n.startswith(prefix)):
         shape, kind = tuple(manifest[name]["shape"]), _dtype(manifest[name]["dtype"])
         leaf = weights.Leaf(shape, kind, functools.partial(part, name))
         leaves[ours + name.removeprefix(prefix)] = leaf
+    own = _lora_of(described)
+    if naming == "peft":
+      adapter.check_adapter(to, leaves, described.config.get("trainable"))
+    elif own is not None:
+      leaves = adapter.merged_leaves(leaves, own.scale)
     fields, note = _config_fields(to, described, naming, leaves, dtype)
-    classes = described.num_classes if fields is None else fields.get("vocab_size")
-    options: dict[str, Any] = {"naming": naming, "num_classes": classes or described.num_classes}
+    classes = (fields or {}).get("vocab_size", described.num_classes)
+    options: dict[str, Any] = {"naming": naming, "num_classes": classes}
     options |= {"dtype": None if dtype is None else _dtype(dtype)}
     about = _about(described, step, take)
     size = weights.export_leaves(to, leaves, metadata=about, **options)
   except checkpoint_files.DamagedError as e:
     fix = "use another step"
     raise ConfigError(f"checkpoint {step} in {workdir} is damaged ({e}); {fix}") from None
-  if fields is not None:
-    try:
+  try:
+    if fields is not None:
       config_json.write_config_json(to, fields)
       if described.is_text:
         note = model_files.write(workdir, to.parent, fields)
       elif naming == "huggingface" and described.data["dtype"] == "uint8":
         write_json(to.parent / "preprocessor_config.json", _preprocessor(described))
-    except OSError as e:
-      where = e.filename or to.parent
-      raise weights.UnwrittenError(f"{where}: could not be written: {e.strerror}") from None
+    if naming == "peft":
+      shapes = {name: leaf.shape for name, leaf in leaves.items()}
+      adapter.write_adapter_config(to, shapes, own, described.config["init_from"])
+  except OSError as e:
+    problem = f"{e.filename or to.parent}: could not be written: {e.strerror or e}"
+    raise weights.UnwrittenError(problem) from None
   what = "the average" if take == "average" else "the parameters"
   return f"{to}: {what} of step {step}, {size / 1e6:,.1f} MB in {naming}'s names{note}"
 
 
 def _dtype(name: str) -> Any:
   return np.dtype(getattr(ml_dtypes, name, name))
+
+
+def _lora_of(described: Described) -> LoRA | None:
+  """Return the adapter of a run, whose other settings need not be readable."""
+  fields = described.config.get("adapter", {})
+  return from_plain(LoRA, fields) if fields.get("class") == "LoRA" else None
 
 
 def _about(described: Described, step: int, take: str) -> dict[str, str]:
@@ -117,9 +134,12 @@ def _config_fields(
   """Return the fields of the config.json next to the file, or None, and a note."""
   if naming == "timm":
     return _timm_fields(to, described)
-  up, config = leaves.get("params/layers/up/kernel"), described.settings()
+  up = leaves.get("params/layers/up/kernel")
+  if naming != "huggingface" or up is None:
+    return None, ""
+  config = described.settings()
   is_vit, is_llama = (hasattr(config.model, x) for x in ("patch", "rope_theta"))
-  if naming != "huggingface" or up is None or not (is_vit or is_llama):
+  if not (is_vit or is_llama):
     return None, ""
   config_json.config_json_path(to)  # Fail now: writing the weights may take long.
   common = {"hidden": up.shape[-1], "dtype": dtype or str(up.dtype)}
