@@ -317,6 +317,8 @@ class Text(_Text):
 
   sequence_length: Count = 256
 
+  tokenizer = "bytes"
+
   def build(self) -> Split:
     return data.text("train", **vars(self)), data.text("test", **vars(self))
 
