@@ -7,6 +7,7 @@ import contextlib
 import errno
 import functools
 import os
+import re
 import signal
 import sys
 import threading
@@ -70,6 +71,22 @@ def invalid(field: str, value: Any, problem: str, fix: str) -> ConfigError:
   text = value if isinstance(value, str) else repr(value)
   shown = "" if value is ... else f"={text if len(text) <= 80 else text[:77] + '...'}"
   return ConfigError(f"{field}{shown} {problem}; {fix}")
+
+
+def remedy_for(path: str | os.PathLike, otherwise: str = "check the path") -> str:
+  """Return the remedy for a missing path; it may be the name of a model on a hub.
+
+  Example:
+    >>> remedy_for("Qwen/Qwen3-0.6B")
+    'nothing is downloaded; run `hf download Qwen/Qwen3-0.6B --local-dir DIR` and give DIR'
+    >>> remedy_for("x.safetensors")
+    'check the path'
+  """
+  name = os.fspath(path)
+  is_local = name.endswith((".safetensors", ".json")) or os.path.isdir(os.path.dirname(name))
+  if is_local or not re.fullmatch(r"[A-Za-z0-9][\w.-]*/[\w.-]+", name):
+    return otherwise
+  return f"nothing is downloaded; run `hf download {name} --local-dir DIR` and give DIR"
 
 
 class GiveUpError(Exception):

@@ -10,14 +10,19 @@ import os
 from pathlib import Path
 
 from jaxscale.cli.evaluate import add_run, workdir_of
-from jaxscale.cli.parser import Namespace, Parser, file_of
+from jaxscale.cli.parser import Namespace, Parser, can_be_file, value
+from jaxscale.files import expand
+
+_OTHERS = ".bin", ".ckpt", ".gguf", ".json", ".npz", ".onnx", ".pt", ".pth"  # not written
 
 
 def add_arguments(parser: Parser) -> None:
   """Add the options."""
   add_run(parser)
-  text, hint = "the file to write; an existing one is replaced", "try --to x.safetensors"
-  parser.option("--to FILE", text, file_of(".safetensors"), missing=hint)
+  text = "the .safetensors file to write, or the folder for a model.safetensors; missing folders "
+  text, hint = f"{text}are created, an existing file is replaced", "try --to x.safetensors"
+  kind = value(expand, "a .safetensors file or a folder", lambda path: can_be_file(file_in(path)))
+  parser.option("--to PATH", text, kind, missing=hint)
   text = "the naming of parameters: jaxscale (for Config.init_from), timm or torchvision (ResNet, "
   text += "ViT), or huggingface (Llama, ViT), all with a LoRA merged; or peft, only the LoRA, as "
   text += "adapter_model.safetensors; timm, huggingface and peft also write a configuration"
@@ -36,4 +41,12 @@ def run(args: Namespace) -> None:
   from jaxscale.run.export import export
 
   options = {name: getattr(args, name) for name in ("step", "take", "dtype")}
-  print(export(workdir_of(args), Path(args.to), args.naming, **options))
+  to = Path(file_in(args.to, "adapter_" * (args.naming == "peft")))
+  print(export(workdir_of(args), to, args.naming, **options))
+
+
+def file_in(path: str, prefix: str = "") -> str:
+  """Return the file to write, which may be given by its folder; "" for another kind of file."""
+  if path.endswith(".safetensors"):
+    return path
+  return "" if path.endswith(_OTHERS) else os.path.join(path, f"{prefix}model.safetensors")

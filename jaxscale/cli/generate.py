@@ -1,6 +1,6 @@
 """Generate text with the language model of a run.
 
-The run must have trained on bytes, or with a tokenizer whose file still exists.
+The run must have trained on bytes, or with a tokenizer, of which it keeps a copy.
 """
 
 from __future__ import annotations

@@ -16,6 +16,7 @@ from .pipeline import check_readable as check_readable
 from .pipeline import eval_batches as eval_batches
 from .pipeline import to_device as to_device
 from .pipeline import train_batches as train_batches
+from .preprocessing import preprocessing_of as preprocessing_of
 from .python_docs import text as text
 from .settings import TFDS as TFDS
 from .settings import Arrays as Arrays

@@ -56,10 +56,15 @@ class _Images(Data):
       timm: shorter side to image size / eval_crop, antialiased, center crop).
     eval_crop: the fraction of the resized shorter side that the center crop keeps (crop_pct in
       timm), for eval_view="bilinear" and "bicubic"; None uses 0.875 (224/256).
+    mean: the mean of the pixels to subtract, from 0 to 255, one value or one per channel; None
+      uses ImageNet's for color images and 127.5 for others.
+    std: the standard deviation to divide the pixels by, in the same form; None as for `mean`.
   """
 
   eval_view: Literal["mlperf", "google", "bilinear", "bicubic"] = "mlperf"
   eval_crop: Annotated[float | None, "in (0, 1]"] = None
+  mean: tuple[float, ...] | None = None
+  std: tuple[float, ...] | None = None
 
   def __post_init__(self):
     if self.eval_crop is not None and self.eval_view in ("mlperf", "google"):
@@ -133,13 +138,14 @@ class TFDS(_Images):
     if self.name != "imagenet2012" or self.image_size is None or None in sizes:
       return None
     shape = (self.image_size, self.image_size, 3)
-    info = image_info(self.name, shape, 1000, None, None)
+    info = image_info(self.name, shape, 1000, self.mean, self.std)
     train, held_out = (data.Dataset(info, size or 0, _no_rows) for size in sizes)
     return train, held_out
 
   def _split(self, split: str, image_size: int | None, augment: Any) -> data.Dataset:
     options: Any = {"data_dir": self.data_dir, "cache": self.cache, "image_size": image_size}
     options |= {"augment": augment, "eval_view": self._eval_view(), "max_pixels": self.max_pixels}
+    options |= {"mean": self.mean, "std": self.std}
     return data.tfds_images(self.name, split, **options)
 
 
@@ -175,6 +181,7 @@ class ImageFolder(_Images):
         classes = data.folder_classes(f"{self.path}/{self.train_split}")
       options: Any = {"classes": classes, "image_size": image_size, "augment": augment}
       options |= {"eval_view": self._eval_view(), "max_pixels": self.max_pixels}
+      options |= {"mean": self.mean, "std": self.std}
       return data.image_folder(f"{self.path}/{split}", **options)
     except ConfigError:
       self._check_directories()
@@ -323,6 +330,8 @@ class Text(_Text):
 
   sequence_length: Count = 256
 
+  tokenizer = "bytes"
+
   def build(self) -> Split:
     return data.text("train", **vars(self)), data.text("test", **vars(self))
 
@@ -331,7 +340,8 @@ class _TokenizedText(_Text):
   """Text that is tokenized once and cached.
 
   Attributes:
-    tokenizer: the tokenizer; "bytes", or the path of a Hugging Face tokenizer.json.
+    tokenizer: the tokenizer; "bytes", or the path of a Hugging Face tokenizer.json, or of the
+      folder of a model that has one.
     separator: the token that follows each document, e.g. "</s>"; None uses the tokenizer's
       end-of-text token ("<|endoftext|>", "</s>" or similar). The tokenizer "bytes" uses byte 0.
       For .bin and .npy files, the token ID, e.g. "50256"; None if it is not known.

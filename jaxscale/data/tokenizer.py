@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxscale.config.validation import nearest
-from jaxscale.errors import ConfigError, invalid
-from jaxscale.files import read_bytes
+from jaxscale.errors import ConfigError, invalid, remedy_for
+from jaxscale.files import expand, read_bytes
 
 # Usual names of the token that ends a document, in the order of preference.
 _ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]", "[SEP]")
@@ -79,7 +79,7 @@ def read_tokenizer(
   """Return `byte_tokenizer`, or the tokenizer of a tokenizer.json.
 
   Args:
-    name: "bytes", or the path of the file.
+    name: "bytes", or the path of the file or of its folder.
     separator: the token that ends a document; None finds it by the usual names.
     field: the name of the setting for messages, e.g. "TFDSText.tokenizer".
 
@@ -121,13 +121,19 @@ def read_tokenizer(
   return Tokenizer(key, vocab_size, end, encode_each, _decoder(model), locate)
 
 
+def tokenizer_file(name: str) -> Path:
+  """Return the path of a tokenizer.json that is given by itself or by its folder."""
+  path = Path(expand(name))
+  return path / "tokenizer.json" if path.is_dir() else path
+
+
 def _load(name: str, field: str) -> tuple[bytes, Any]:
   """Load a tokenizer.json; return its bytes and the package's object."""
   try:
-    content = read_bytes(Path(name))
+    content = read_bytes(tokenizer_file(name))
   except (OSError, ValueError) as e:
     problem = getattr(e, "strerror", None) or e
-    fix = "use 'bytes' or the path of a tokenizer.json"
+    fix = remedy_for(name, "use 'bytes' or the path of a tokenizer.json")
     raise ConfigError(f"{field}={name!r}: {problem}; {fix}") from None
   try:
     import tokenizers  # pyright: ignore[reportMissingImports]

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxscale.config.validation import nearest
-from jaxscale.errors import ConfigError, invalid
+from jaxscale.errors import ConfigError, invalid, remedy_for
 from jaxscale.files import expand, open_to_append, read_json_lines, require_json, write_json
 from jaxscale.jobs.spec import SHAPE, JobSpec, from_json, to_json
 from jaxscale.run.goodput import Goodput, goodput, is_time, read_activities
@@ -200,6 +200,7 @@ def find(name: str, runs: str, *, workdirs: bool = False) -> Path:
   known = [*(p.name for p in all_folders(runs)), *all_studies(runs)]
   known += others if workdirs else ()
   hint = nearest(name, known) if known else f"there is none in {runs}/"
+  hint += "; a hub's model is no run, train it with init_from first" * bool(remedy_for(name, ""))
   raise ConfigError(f"{name or '(an empty name)'}: no such run, {hint}")
 
 

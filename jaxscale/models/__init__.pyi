@@ -5,6 +5,7 @@ from .cnn import CNNModule as CNNModule
 from .cnn import MLPModule as MLPModule
 from .convnext import ConvNeXtModule as ConvNeXtModule
 from .decoder import make_transformer as make_transformer
+from .from_folder import from_folder as from_folder
 from .layers import BatchNorm as BatchNorm
 from .layers import dropout as dropout
 from .model_fns import ModelFns as ModelFns

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from jaxscale.errors import ConfigError
+from jaxscale.errors import ConfigError, invalid
 from jaxscale.models.config_json import OURS, Comparison, compare, unknown
 
 # Supported `model_type`s, with the defaults of missing fields.
@@ -19,9 +19,14 @@ _QWEN = _DEFAULTS | {"num_key_value_heads": 32, "sliding_window": 4096}
 _KINDS: dict[str, dict[str, Any]] = {"llama": _DEFAULTS}
 _KINDS |= {"mistral": _QWEN | {"num_key_value_heads": 8}}
 _KINDS |= {"qwen2": _QWEN, "qwen3": _QWEN | {"head_dim": 128}}
-# Scaled rotary positions of Llama 3.1: the setting for each field.
+# The setting for each field of a language model; sizes are visible in shapes.
+_SIZES = {"hidden_size": "width", "num_hidden_layers": "num_layers", "intermediate_size": "hidden"}
+_UNSEEN = {"num_attention_heads": "num_heads", "num_key_value_heads": "num_kv_heads"}
+_UNSEEN |= {"head_dim": "head_width", "rope_theta": "rope_theta", "rms_norm_eps": "norm_eps"}
+# Scaled rotary positions of Llama 3.1.
 _ROPE = {"factor": "rope_factor", "low_freq_factor": "rope_low", "high_freq_factor": "rope_high"}
 _ROPE |= {"original_max_position_embeddings": "rope_length"}
+_UNSEEN |= {"rope_scaling": "rope_factor"} | _ROPE
 # Required values of fields that no setting corresponds to. Unlike Qwen2's, biases of attention
 # in these models include one of the output.
 _FIXED = {"model_type": tuple(_KINDS), "rope_type": ("default", "llama3")}
@@ -37,6 +42,7 @@ _HARMLESS = OURS.union(
   sliding_window tie_word_embeddings tokenizer_class torch_dtype transformers_version use_cache
   use_sliding_window vocab_size _name_or_path _attn_implementation""".split()
 )
+_VIT_UNSEEN = {"num_attention_heads": "num_heads", "layer_norm_eps": "norm_eps"}
 _VIT_FIXED = {"model_type": ("vit",), "hidden_act": ("gelu",), "qkv_bias": (True,)}
 _VIT_HARMLESS = _HARMLESS.union(
   """attention_probs_dropout_prob encoder_stride hidden_dropout_prob image_size num_channels
@@ -99,19 +105,61 @@ def check_llama(
     fix = "copy it again or set init_head=True"
     problems.append(f"tie_word_embeddings is False, but the file has no lm_head.weight, {fix}")
   notes = unknown(saved, {*_HARMLESS, *settings, *_FIXED})
-  if is_tied and not new_head and "lm_head.weight" in names:
+  if model.tied and "lm_head.weight" in names:
+    problem = "the file has an lm_head.weight and the model's head is the embedding table"
+    problems.append(f"{problem}, set Transformer.tied=False")
+  elif is_tied and not new_head and "lm_head.weight" in names:
     problem = "but the file has an lm_head.weight, which is used, as in transformers 5"
     notes.append(f"tie_word_embeddings is True, {problem}")
+  elif not (model.tied or new_head or "lm_head.weight" in names):
+    notes.append("the head begins as a copy of the embedding; Transformer.tied=True ties them")
+  theirs, ours = saved.get("vocab_size"), getattr(info, "vocab_size", None)
+  if None not in (theirs, ours) and theirs != ours:
+    both = f"vocab_size is {theirs!r} in the file and {ours!r} in the data"
+    notes.append(f"{both}, whose tokenizer must be that of the model; others are never predicted")
   return Comparison(problems, notes)
 
 
 def check_vit(fields: Mapping[str, Any], model: Any) -> Comparison:
   """Compare a config.json with settings that have the fields of `config.ViT`."""
-  saved = {"layer_norm_eps": 1e-12} | {k: v for k, v in fields.items() if v is not None}
-  settings = {"num_attention_heads": ("num_heads", model.num_heads)}
-  settings |= {"layer_norm_eps": ("norm_eps", model.norm_eps)}
+  saved = _completed_vit(fields)
+  settings = {field: (name, getattr(model, name)) for field, name in _VIT_UNSEEN.items()}
   notes = unknown(saved, {*_VIT_HARMLESS, *settings, *_VIT_FIXED})
   return Comparison([*compare(saved, model, settings, _VIT_FIXED)], notes)
+
+
+def _completed_vit(fields: Mapping[str, Any]) -> dict[str, Any]:
+  return {"layer_norm_eps": 1e-12} | {k: v for k, v in fields.items() if v is not None}
+
+
+def settings_of(fields: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+  """Return the settings that a config.json describes.
+
+  Returns:
+    The name of the settings class, and the values of its fields.
+
+  Raises:
+    ConfigError: jaxscale has no such model.
+    KeyError: a size is missing.
+
+  Example:
+    >>> vit = {"model_type": "vit", "hidden_size": 192, "num_hidden_layers": 12, "patch_size": 16}
+    >>> settings_of(vit | {"intermediate_size": 768, "num_attention_heads": 3})[1]["norm_eps"]
+    1e-12
+  """
+  kind = fields.get("model_type")
+  if kind in _VIT_FIXED["model_type"]:
+    table, saved = _SIZES | _VIT_UNSEEN | {"patch_size": "patch"}, _completed_vit(fields)
+    return "ViT", {name: saved[field] for field, name in table.items()}
+  if kind not in _KINDS:
+    names = ", ".join((*_KINDS, *_VIT_FIXED["model_type"]))
+    fix = f"use a model of {names}, or a ResNet or ViT of timm"
+    raise invalid("model_type", kind, "is not supported", fix)
+  saved, sizes = completed(fields), _SIZES | {"vocab_size": "pad_vocab_to"}
+  values = {name: saved[field] for field, name in _UNSEEN.items() if field in saved}
+  values |= {name: saved[field] for field, name in sizes.items()}
+  values |= {"qk_norm": kind == "qwen3", "qkv_bias": kind == "qwen2"}
+  return "Transformer", values | {"tied": bool(saved.get("tie_word_embeddings"))}
 
 
 def _slides(fields: Mapping[str, Any]) -> bool:
@@ -125,13 +173,9 @@ def _slides(fields: Mapping[str, Any]) -> bool:
 
 def _settings(model: Any) -> dict[str, tuple[str, Any]]:
   """Return the name and value of the setting for each field of transformers."""
-  kv_heads = model.num_kv_heads or model.num_heads
-  width = model.head_width or model.width // model.num_heads
-  names = {"rope_theta": "rope_theta", "rms_norm_eps": "norm_eps", "rope_scaling": "rope_factor"}
-  fields = {field: (name, getattr(model, name)) for field, name in (names | _ROPE).items()}
-  heads = {"num_attention_heads": ("num_heads", model.num_heads)}
-  heads |= {"num_key_value_heads": ("num_kv_heads", kv_heads), "head_dim": ("head_width", width)}
-  return heads | fields
+  derived = {"num_kv_heads": model.num_heads, "head_width": model.width // model.num_heads}
+  values = {name: getattr(model, name) or derived.get(name) for name in _UNSEEN.values()}
+  return {field: (name, values[name]) for field, name in _UNSEEN.items()}
 
 
 def llama_config(
@@ -178,7 +222,7 @@ def llama_config(
   # The separator both begins and ends a document.
   ends = {"bos_token_id": separator, "eos_token_id": separator, "torch_dtype": dtype}
   kind = {"architectures": [f"{name}ForCausalLM"], "model_type": name.lower()}
-  plain = {"hidden_act": "silu", "attention_dropout": 0.0, "tie_word_embeddings": False}
+  plain = {"hidden_act": "silu", "attention_dropout": 0.0, "tie_word_embeddings": model.tied}
   return kind | sizes | fields | plain | biases | ends
 
 

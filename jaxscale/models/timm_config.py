@@ -8,18 +8,21 @@ those of timm 1.0.31, timm/models/resnet.py, vision_transformer.py, deit.py and 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from jaxscale.errors import invalid
 from jaxscale.files import mismatch
 from jaxscale.models.config_json import OURS, Comparison, compare, unknown
 
 _RESNET = re.compile(r"(?:tv_)?resnet(18|34|50|101|152)")
-_SIZES = "tiny|small|base|large|huge|giant|gigantic"
-_VIT = re.compile(rf"(?:vit|deit)_({_SIZES})_patch\d+(_gap)?_\d+")
-_HEADS = {"tiny": 3, "small": 6, "base": 12}  # 16 for large and larger ones
+# Width, layers, heads, and hidden units divided by the width.
+_SIZES: dict[str, tuple[int, int, int, float]] = {"tiny": (192, 12, 3, 4), "small": (384, 12, 6, 4)}
+_SIZES |= {"base": (768, 12, 12, 4), "large": (1024, 24, 16, 4), "huge": (1280, 32, 16, 4)}
+_SIZES |= {"giant": (1408, 40, 16, 48 / 11), "gigantic": (1664, 48, 16, 64 / 13)}
+_VIT = re.compile(rf"(?:vit|deit)_({'|'.join(_SIZES)})_patch(\d+)(_gap)?_\d+")
 # Depths and first width of the ConvNeXts; the width doubles at each stage.
 _CONVNEXTS: dict[str, tuple] = {"tiny": ((3, 3, 9, 3), 96), "small": ((3, 3, 27, 3), 96)}
 _CONVNEXTS |= {"base": ((3, 3, 27, 3), 128), "large": ((3, 3, 27, 3), 192)}
@@ -28,8 +31,8 @@ _CONVNEXT = re.compile(rf"convnext_({'|'.join(_CONVNEXTS)})")
 _NORM_EPS, _BN_EPSILON = 1e-6, 1e-5  # the same for all; no field has them
 # Arguments that are visible in shapes, or that only matter in training.
 _HARMLESS = set(
-  """attn_drop_rate channels depth drop_block_rate drop_path_rate drop_rate dynamic_img_size
-  embed_dim fix_init img_size in_chans mlp_ratio num_classes patch_drop_rate patch_size
+  """attn_drop_rate channels drop_block_rate drop_path_rate drop_rate dynamic_img_size
+  fix_init img_size in_chans mlp_ratio num_classes patch_drop_rate
   pos_drop_rate proj_drop_rate strict_img_size weight_init zero_init_last
   head_init_scale ls_init_value
   class_token fc_norm""".split()  # The last two are part of global_pool in `_vit_fields`.
@@ -67,38 +70,80 @@ def is_timm_config(fields: Mapping[str, Any]) -> bool:
   return not {"architecture", "pretrained_cfg", "num_classes"}.isdisjoint(fields)
 
 
+class _Family(NamedTuple):
+  """Architectures of one settings class.
+
+  Attributes:
+    pattern: the names of the architectures.
+    title: their description in messages.
+    fixed: the required values of arguments that no setting corresponds to.
+    settings: the setting for each other argument, and for each field of `read`.
+    read: a function of (match of `pattern`, `model_args`, fields) that returns what an
+      architecture implies.
+  """
+
+  pattern: re.Pattern
+  title: str
+  fixed: dict[str, tuple]
+  settings: dict[str, str]
+  read: Callable[[re.Match | None, Mapping[str, Any], Mapping[str, Any]], dict[str, Any]]
+
+
 def check_timm(fields: Mapping[str, Any], model: Any, info: Any) -> Comparison:
   """Compare a config.json with an image model.
 
   Args:
     fields: the fields of the config.json.
     model: settings with the fields of `config.ResNet`, `config.ViT` or `config.ConvNeXt`.
-    info: the data's fields, with `mean` and `std`.
+    info: the data's fields, with `mean` and `std`; None compares no images.
   """
-  args = fields.get("model_args")
-  args = args if isinstance(args, dict) else {}
-  saved = {k: v for k, v in args.items() if v is not None}
-  name = str(fields.get("architecture", "")).partition(".")[0]
-  if hasattr(model, "patch"):
-    match, ours, fixed = _VIT.fullmatch(name), "plain ViT and DeiT", _VIT_FIXED
-    saved |= _vit_fields(match, args, fields)
-    names = {x: x for x in ("num_heads", "pool")} | {"LayerNorm's epsilon": "norm_eps"}
-  elif hasattr(model, "dims"):
-    match, ours = _CONVNEXT.fullmatch(name), "convnext_tiny to convnext_xlarge"
-    saved |= _convnext_fields(match, args, fields)
-    names, fixed = {x: x for x in ("depths", "dims", "norm_eps")}, _CONVNEXT_FIXED
-  else:
-    match, ours, fixed = _RESNET.fullmatch(name), "resnet18 to resnet152", _FIXED
-    saved |= _resnet_fields(match, args, fields)
-    names = {"depth": "depth", "BatchNorm's epsilon": "bn_epsilon"}
+  kinds = [cls.__name__ for cls in type(model).__mro__ if cls.__name__ in _FAMILIES]
+  family = _FAMILIES[kinds[0] if kinds else "ResNet"]
+  match, saved = _read(family, fields)
   problems = []
-  if name and not match:
-    problems.append(f"architecture is {name!r}, but jaxscale only supports {ours}")
-  settings = {field: (name, getattr(model, name, None)) for field, name in names.items()}
-  problems += compare(saved, model, settings, fixed)
-  for field in sorted(saved.keys() - _HARMLESS - settings.keys() - fixed.keys()):
+  if (name := _architecture(fields)) and not match:
+    problems.append(f"architecture is {name!r}, but jaxscale only supports {family.title}")
+  settings = {x: (name, getattr(model, name, None)) for x, name in family.settings.items()}
+  if "hidden units" in settings and model.hidden is None:
+    settings["hidden units"] = ("hidden", 4 * model.width)
+  problems += compare(saved, model, settings, family.fixed)
+  for field in sorted(saved.keys() - _HARMLESS - settings.keys() - family.fixed.keys()):
     problems.append(f"{field} is {saved[field]!r}, which jaxscale does not know")
   return Comparison(problems, [*_image_notes(fields, info), *unknown(fields, _FIELDS)])
+
+
+def settings_of(fields: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+  """Return the settings that a config.json describes.
+
+  Returns:
+    The name of the settings class, and the values of its fields.
+
+  Raises:
+    ConfigError: jaxscale has no such model.
+
+  Example:
+    >>> settings_of({"architecture": "resnet18"})
+    ('ResNet', {'depth': 18, 'bn_epsilon': 1e-05})
+  """
+  for kind, family in _FAMILIES.items():
+    match, saved = _read(family, fields)
+    if match:
+      return kind, {name: saved[x] for x, name in family.settings.items() if x in saved}
+  titles = ", ".join(family.title for family in _FAMILIES.values())
+  raise invalid("architecture", _architecture(fields), "is not supported", f"use {titles}")
+
+
+def _architecture(fields: Mapping[str, Any]) -> str:
+  return str(fields.get("architecture", "")).partition(".")[0]
+
+
+def _read(family: _Family, fields: Mapping[str, Any]) -> tuple[re.Match | None, dict[str, Any]]:
+  """Return the match of the architecture, and the arguments with what it implies."""
+  args = fields.get("model_args")
+  args = args if isinstance(args, dict) else {}
+  match = family.pattern.fullmatch(_architecture(fields))
+  saved = {k: v for k, v in args.items() if v is not None}
+  return match, saved | family.read(match, args, fields)
 
 
 def _convnext_fields(
@@ -128,12 +173,13 @@ def _vit_fields(
   match: re.Match | None, args: Mapping[str, Any], fields: Mapping[str, Any]
 ) -> dict[str, Any]:
   """Return the fields that an architecture implies, and its pooling, as VisionTransformer does."""
-  is_gap, saved = bool(match and match[2]), {}
+  is_gap, saved = bool(match and match[3]), {}
   if match:
     saved["LayerNorm's epsilon"] = _NORM_EPS
-    saved["num_heads"] = 16 if is_gap else _HEADS.get(match[1], 16)
-  if args.get("num_heads") is not None:
-    saved["num_heads"] = args["num_heads"]
+    saved |= zip(("embed_dim", "depth", "num_heads", "mlp_ratio"), _SIZES[match[1]], strict=True)
+    saved |= {"patch_size": int(match[2])} | ({"num_heads": 16} if is_gap else {})
+    saved |= {k: v for k, v in args.items() if v is not None}
+    saved["hidden units"] = int(saved["embed_dim"] * saved["mlp_ratio"])
   # Without arguments, the field itself has the pooling.
   pool = args.get("global_pool", fields.get("global_pool", "avg" if is_gap else None))
   if match or pool is not None:
@@ -145,6 +191,23 @@ def _vit_fields(
     if form in _POOLS:
       saved["pool"] = _POOLS[form]
   return saved
+
+
+_RESNET_SETTINGS = {"depth": "depth", "BatchNorm's epsilon": "bn_epsilon"}
+_VIT_SETTINGS = {"num_heads": "num_heads", "pool": "pool", "LayerNorm's epsilon": "norm_eps"}
+_VIT_SETTINGS |= {"embed_dim": "width", "depth": "num_layers", "patch_size": "patch"}
+_VIT_SETTINGS |= {"hidden units": "hidden"}
+_FAMILIES = {
+  "ResNet": _Family(_RESNET, "resnet18 to resnet152", _FIXED, _RESNET_SETTINGS, _resnet_fields),
+  "ViT": _Family(_VIT, "plain ViT and DeiT", _VIT_FIXED, _VIT_SETTINGS, _vit_fields),
+  "ConvNeXt": _Family(
+    _CONVNEXT,
+    "convnext_tiny to convnext_xlarge",
+    _CONVNEXT_FIXED,
+    {"depths": "depths", "dims": "dims", "norm_eps": "norm_eps"},
+    _convnext_fields,
+  ),
+}
 
 
 def _image_notes(fields: Mapping[str, Any], info: Any) -> Iterator[str]:

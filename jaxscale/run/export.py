@@ -15,9 +15,12 @@ from jaxscale import weights
 from jaxscale.checkpoint import checkpoint_files, load_params
 from jaxscale.config import LoRA
 from jaxscale.config.record import Described, describe_run, from_plain
+from jaxscale.data.preprocessing import eval_resize
 from jaxscale.data.tokenizer import byte_tokenizer
 from jaxscale.errors import ConfigError
+from jaxscale.files import write_json
 from jaxscale.models import config_json, hf_config, timm_config
+from jaxscale.run import model_files
 from jaxscale.training.custom_loss import LossState
 from jaxscale.weights import adapter
 
@@ -77,14 +80,9 @@ def export(
       adapter.check_adapter(to, leaves, described.config.get("trainable"))
     elif own is not None:
       leaves = adapter.merged_leaves(leaves, own.scale)
-    up = leaves.get("params/layers/up/kernel")
-    fields, note = None, ""
-    if naming == "huggingface" and up is not None:
-      common = {"hidden": up.shape[-1], "dtype": dtype or str(up.dtype)}
-      fields = _hf_fields(to, described, common)
-    elif naming == "timm":
-      fields, note = _timm_fields(to, described)
-    options: dict[str, Any] = {"naming": naming, "num_classes": described.num_classes}
+    fields, note = _config_fields(to, described, naming, leaves, dtype)
+    classes = (fields or {}).get("vocab_size", described.num_classes)
+    options: dict[str, Any] = {"naming": naming, "num_classes": classes}
     options |= {"dtype": None if dtype is None else _dtype(dtype)}
     about = _about(described, step, take)
     size = weights.export_leaves(to, leaves, metadata=about, **options)
@@ -94,6 +92,10 @@ def export(
   try:
     if fields is not None:
       config_json.write_config_json(to, fields)
+      if described.is_text:
+        note = model_files.write(workdir, to.parent, fields)
+      elif naming == "huggingface" and described.data["dtype"] == "uint8":
+        write_json(to.parent / "preprocessor_config.json", _preprocessor(described))
     if naming == "peft":
       shapes = {name: leaf.shape for name, leaf in leaves.items()}
       adapter.write_adapter_config(to, shapes, own, described.config["init_from"])
@@ -126,21 +128,30 @@ def _about(described: Described, step: int, take: str) -> dict[str, str]:
   return about | {"model": json.dumps(described.config["model"]), "data": data["name"]}
 
 
-def _hf_fields(to: Path, described: Described, common: dict[str, Any]) -> dict[str, Any] | None:
-  """Return the fields of the config.json next to the file; None if none is written."""
+def _config_fields(
+  to: Path, described: Described, naming: str, leaves: dict[str, Any], dtype: str | None
+) -> tuple[dict[str, Any] | None, str]:
+  """Return the fields of the config.json next to the file, or None, and a note."""
+  if naming == "timm":
+    return _timm_fields(to, described)
+  up = leaves.get("params/layers/up/kernel")
+  if naming != "huggingface" or up is None:
+    return None, ""
   config = described.settings()
   is_vit, is_llama = (hasattr(config.model, x) for x in ("patch", "rope_theta"))
   if not (is_vit or is_llama):
-    return None
+    return None, ""
   config_json.config_json_path(to)  # Fail now: writing the weights may take long.
+  common = {"hidden": up.shape[-1], "dtype": dtype or str(up.dtype)}
   if is_vit:
-    return hf_config.vit_config(config.model, described.data, **common)
-  # A custom tokenizer's own file defines these fields, and it may not exist on this host.
+    return hf_config.vit_config(config.model, described.data, **common), ""
   is_bytes = getattr(config.data, "tokenizer", "bytes") == "bytes"
   is_bytes &= getattr(config.data, "vocab_size", None) is None
-  end = byte_tokenizer().separator if is_bytes else None
+  common["separator"] = byte_tokenizer().separator if is_bytes else None
   sizes = {name: described.data[name] for name in ("vocab_size", "sequence_length")}
-  return hf_config.llama_config(config.model, separator=end, **sizes, **common)
+  ours = hf_config.llama_config(config.model, **sizes, **common)
+  rows = leaves["params/embed/table"].shape[0]
+  return model_files.config_json(described.workdir, config, ours, rows), ""
 
 
 def _timm_fields(to: Path, described: Described) -> tuple[dict[str, Any] | None, str]:
@@ -153,5 +164,20 @@ def _timm_fields(to: Path, described: Described) -> tuple[dict[str, Any] | None,
   if "image_shape" in described.data:
     fields = timm_config.timm_config(described.settings().model, described.data)
     if fields is not None:
+      view, crop = eval_resize(described.config["data"])
+      fields["pretrained_cfg"] |= {"interpolation": view, "crop_pct": crop}
       return fields, ""
   return None, " (timm has no such model, so no config.json is written)"
+
+
+def _preprocessor(described: Described) -> dict[str, Any]:
+  """Return the preprocessor_config.json with which transformers prepares images."""
+  _, width, channels = described.data["image_shape"]
+  view, crop = eval_resize(described.config["data"])
+  shorter = {"shortest_edge": int(width / crop)}
+  fields = {"image_processor_type": "CLIPImageProcessor", "do_resize": True, "size": shorter}
+  fields |= {"resample": {"bilinear": 2, "bicubic": 3}[view], "do_center_crop": True}
+  fields |= {"crop_size": {"height": width, "width": width}, "do_normalize": True}
+  for name in ("mean", "std"):
+    fields[f"image_{name}"] = (np.broadcast_to(described.data[name], channels) / 255).tolist()
+  return fields | {"do_rescale": True, "rescale_factor": 1 / 255, "do_convert_rgb": channels == 3}

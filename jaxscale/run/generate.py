@@ -28,6 +28,7 @@ from jaxscale.mesh import replicated
 from jaxscale.metrics.log import shown
 from jaxscale.models.cached import advance, empty_cache
 from jaxscale.models.stack import Stack
+from jaxscale.run import model_files
 from jaxscale.run.trained import info_of, of_run
 
 
@@ -118,12 +119,14 @@ def run_tokenizer(workdir: Path, source: Any, info: data.TextInfo) -> Tokenizer:
     ConfigError: the text has no tokenizer, or the tokenizer no longer exists.
   """
   name, problem = getattr(source, "tokenizer", "bytes"), ""
+  if (kept := workdir / model_files.FOLDER / "tokenizer.json").is_file():
+    name = str(kept)
   if name == "bytes" and info.vocab_size == byte_tokenizer().vocab_size:
     return byte_tokenizer()
   if name != "bytes":
     field = f"{type(source).__name__}.tokenizer"
     try:
-      tokenizer = read_tokenizer(name, source.separator, field=field)
+      tokenizer = read_tokenizer(name, getattr(source, "separator", None), field=field)
     except ConfigError as e:
       # The advice in the message is for a new run, and does not apply to an existing one.
       reason = re.sub(r"[;,:] (or )?(give|use|pip) .*", "", str(e))

@@ -27,7 +27,7 @@ from jaxscale.errors import ConfigError, invalid, unwritable
 from jaxscale.experiment import build, derive
 from jaxscale.files import mismatch, read_json, require_json, write_json
 from jaxscale.metrics.text import plural
-from jaxscale.run import adaptive_batch, goodput, nan_policy, tracking
+from jaxscale.run import adaptive_batch, goodput, model_files, nan_policy, tracking
 from jaxscale.run.identity import SHAPE as IDENTITY
 from jaxscale.run.identity import Change, changes, other_environment
 
@@ -47,8 +47,9 @@ _RUN = RUN | {"derived": {"total_steps": int, "num_devices": int}}
 
 
 def write_config(workdir: Path, described: dict[str, Any], config: Config) -> None:
-  """Write config.json, with copies of the files that the user's own classes are in."""
+  """Write config.json, with copies of the user's own files and of the pretrained model's."""
   files = copy_own_files(config, workdir)
+  model_files.keep(config, workdir)
   write_json(workdir / "config.json", described | ({"files": files} if files else {}))
 
 

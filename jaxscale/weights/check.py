@@ -10,8 +10,8 @@ from typing import Any
 from jaxscale.errors import ConfigError
 from jaxscale.files import json_objects
 from jaxscale.models.config_json import Comparison, compare, read_config_json
-from jaxscale.models.hf_config import check_llama, check_vit
-from jaxscale.models.timm_config import check_timm, is_timm_config
+from jaxscale.models.from_folder import compare_settings
+from jaxscale.models.timm_config import is_timm_config
 from jaxscale.weights.safetensors import read_metadata
 
 # Settings that change results but appear neither in names nor in shapes.
@@ -67,21 +67,13 @@ def check_source(
     outcome = Comparison(problems, _own_differences(own, model, _POSITIONS))
   else:
     try:
-      outcome = _compared(fields, naming, names, model, info, init_head)
+      outcome = compare_settings(fields, model, info, names, init_head)
     except (TypeError, ValueError) as e:  # For example, a number is text.
       problem = f"a field has an unexpected type ({e})"
       raise ConfigError(f"{where}: {problem}; copy the file again, or remove it") from None
   if outcome.problems:
     raise ConfigError(f"{where}: belongs to a different model: {'; '.join(outcome.problems)}")
   return [f"{where}: {note}" for note in outcome.notes]
-
-
-def _compared(fields, naming, names, model, info, new_head: bool) -> Comparison:
-  if naming == "huggingface" and hasattr(model, "rope_theta"):
-    return check_llama(fields, model, info, names, new_head)
-  if naming == "huggingface" and hasattr(model, "patch"):
-    return check_vit(fields, model)
-  return check_timm(fields, model, info)
 
 
 def _own_settings(path: Path) -> dict[str, Any] | None:

@@ -90,7 +90,8 @@ def import_safetensors(
     check(name, stored)
   names = naming_of(name, shapes)
   if init_head and not names.head:
-    raise ConfigError("init_head=True: this model has no classifier with a known name; use False")
+    problem = "this model has no classifier of a known name, or it is tied to the embedding"
+    raise ConfigError(f"init_head=True: {problem}; use False")
   kept = names.head if init_head else ()
   sources, changes = _sources(path, stored, leaves, names, num_classes, kept)
   done = [x if n in kept else _load(x, sources[n]) for n, x in leaves.items()]

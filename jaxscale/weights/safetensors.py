@@ -25,7 +25,7 @@ import ml_dtypes
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-from jaxscale.errors import ConfigError
+from jaxscale.errors import ConfigError, remedy_for
 from jaxscale.files import expand, output_path, parse_json, refuse_pointer, replacing, require_json
 
 _PLAIN = "i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "f2", "f4", "f8"
@@ -76,7 +76,8 @@ def read_index(path: str | os.PathLike) -> dict[str, Stored]:
   try:
     return _read_folder(path) if path.is_dir() else read_header(path)[0]
   except OSError as e:
-    raise ConfigError(f"{e.filename or path}: {e.strerror}; check the path") from None
+    problem = f"{e.filename or path}: {e.strerror}"
+    raise ConfigError(f"{problem}; {remedy_for(path)}") from None
 
 
 def read_metadata(path: Path) -> dict[str, str]:

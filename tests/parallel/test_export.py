@@ -1,7 +1,9 @@
 """Out of a run into a file, and from a file into a run, as it is typed."""
 
+import dataclasses
 import json
 import re
+import shutil
 
 import jax
 import jax.numpy as jnp
@@ -9,12 +11,15 @@ import numpy as np
 import pytest
 
 from jaxscale import cli, models, weights
+from jaxscale import config as cfg
 from jaxscale.checkpoint import checkpoint_files
 from jaxscale.config.loading import load_config
-from jaxscale.config.record import FORMAT
+from jaxscale.config.record import FORMAT, to_plain
 from jaxscale.experiment import build
+from jaxscale.models.hf_config import llama_config
+from jaxscale.run import model_files
 from jaxscale.run.fit import fit
-from jaxscale.run.workdir import describe
+from jaxscale.run.workdir import describe, write_config
 from jaxscale.training.types import TrainState
 from jaxscale.weights import export_safetensors, import_safetensors
 from jaxscale.weights.safetensors import read_header
@@ -221,6 +226,70 @@ def test_a_folder_for_transformers_says_what_its_parameters_mean(spoken, tmp_pat
     build.experiment(language(init_from=str(tmp_path), model__rope_theta="1e4")).init_state()
 
 
+# Files next to pretrained weights; a run only copies them.
+KEPT = {"tokenizer.json": '{"added_tokens": []}', "chat_template.jinja": "{{ x }}"}
+KEPT |= {"generation_config.json": '{"eos_token_id": [2, 7], "top_p": 0.9}'}
+KEPT |= {"tokenizer_config.json": '{"eos_token": "</s>"}'}
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_an_export_has_what_was_next_to_the_pretrained_weights(tied, tmp_path, capsys):
+  pretrained, workdir, to = tmp_path / "pretrained", tmp_path / "run", tmp_path / "a" / "b"
+  plain = dict(model__tied=str(tied), model__hidden="64", model__pad_vocab_to="320")
+  experiment = build.experiment(language(**plain))
+  model = experiment.config.model
+  about = llama_config(model, hidden=64, vocab_size=320, sequence_length=999, dtype="bfloat16")
+  about |= {"bos_token_id": 1, "eos_token_id": 2, "model_type": "mistral", "use_cache": True}
+  about |= {"architectures": ["MistralForCausalLM"], "sliding_window": None}
+  path = pretrained / "model.safetensors"
+  export_safetensors(path, experiment.init_state().params, naming="huggingface", num_classes=320)
+  (pretrained / "config.json").write_text(json.dumps(about))
+  for name, text in KEPT.items():
+    (pretrained / name).write_text(text)
+
+  assert to_plain(models.from_folder(pretrained)) == to_plain(model)
+  config = dataclasses.replace(experiment.config, init_from=str(pretrained))
+  state = build.experiment(config).init_state()
+  workdir.mkdir()
+  write_config(workdir, describe(build.experiment(config)), config)
+  save(workdir / "checkpoints", state)
+  shutil.rmtree(pretrained)
+  code, line = typed(capsys, workdir, "--to", to, "--naming=huggingface")
+  assert code == 0 and f"{to}/model.safetensors: the average of step 0" in line, line
+  found = json.loads((to / "config.json").read_text())
+  assert about | {"torch_dtype": "float32", "eos_token_id": [2, 0]} == {k: found[k] for k in about}
+  generation = json.loads((to / "generation_config.json").read_text())
+  assert generation == {"bos_token_id": 1, "eos_token_id": [2, 7, 0], "top_p": 0.9}
+  entries, _ = read_header(to / "model.safetensors")
+  assert ("lm_head.weight" in entries) != tied
+  # The rows of the tokens that the data lack are those of the pretrained model.
+  assert entries["model.embed_tokens.weight"].shape == (320, 32)
+  again = import_safetensors(to, state.params)
+  assert_same_bits(again.params, state.params)
+  # Tokens are bytes here, so they have no tokenizer.
+  assert line.endswith("; no tokenizer is known, so none is written")
+  ids = dataclasses.replace(config, data=cfg.TextFiles(path="x", vocab_size=300))
+  for name, text in KEPT.items():
+    pretrained.mkdir(exist_ok=True)
+    (pretrained / name).write_text(text)
+  model_files.keep(ids, workdir)
+  code, line = typed(capsys, workdir, "--to", to, "--naming=huggingface")
+  assert code == 0 and line.endswith(", with its tokenizer")
+  for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+    assert (to / name).read_text() == KEPT[name]
+
+
+def test_settings_without_pretrained_files_remove_those_of_earlier_settings(tmp_path):
+  (tmp_path / "tokenizer.json").write_text("{}")
+  with_tokenizer = cfg.TextFiles(path="x", tokenizer=str(tmp_path))
+  workdir = tmp_path / "run"
+  workdir.mkdir()
+  model_files.keep(dataclasses.replace(language(), data=with_tokenizer), workdir)
+  assert (workdir / model_files.FOLDER / "tokenizer.json").exists()
+  model_files.keep(language(), workdir)
+  assert not (workdir / model_files.FOLDER).exists()
+
+
 MISTAKES = """
 --too=x                                           did you mean '--to'?
 --to=x.safetensors                    RUN: missing; try runs/digits
@@ -255,7 +324,7 @@ def test_what_the_run_has_not_is_one_line(finished, tmp_path, capsys, monkeypatc
   assert "naming=timm: has no name for params/Dense_0/bias" in timm
   (tmp_path / "file").touch()
   in_file = tmp_path / "file" / "x.safetensors"
-  assert "give a file .safetensors in a directory" in line("--to", in_file)
+  assert "give a .safetensors file or a folder" in line("--to", in_file)
   (tmp_path / "file").unlink()
   (damaged,) = (workdir / "checkpoints" / str(step) / "state" / "d").iterdir()
   whole = damaged.read_bytes()

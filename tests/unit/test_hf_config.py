@@ -12,8 +12,8 @@ from jaxscale import config as cfg
 from jaxscale.data import DatasetInfo, TextInfo
 from jaxscale.errors import ConfigError
 from jaxscale.models import hf_config
-from jaxscale.weights.check import check_source
 from jaxscale.models.hf_config import llama_config
+from jaxscale.weights.check import check_source
 from jaxscale.weights.safetensors import write
 from support.errors import config_error
 from support.tables import columns, fields, words
@@ -52,8 +52,20 @@ def test_a_head_beside_tied_embeddings_is_noted(tmp_path):
   """The file's own is used, as transformers 5 does, which warns."""
   tied = changed(tie_word_embeddings=True)
   assert "has an lm_head.weight, which is used" in check(tmp_path, tied)
-  assert check(tmp_path, tied, names=HEAD[:1]) == ""
+  assert check(tmp_path, tied, names=HEAD[:1]).endswith("tied=True ties them")
   assert check(tmp_path, tied, init_head=True) == ""
+
+
+def test_a_model_with_a_tied_head(tmp_path):
+  tied, model = changed(tie_word_embeddings=True), dataclasses.replace(LLAMA, tied=True)
+  assert check(tmp_path, tied, model=model, names=HEAD[:1]) == ""
+  for reported in (tied, changed()):
+    assert check(tmp_path, reported, model=model).endswith("table, set Transformer.tied=False")
+
+
+def test_another_vocabulary_is_noted(tmp_path):
+  says = "vocab_size is 300 in the file and 256 in the data, whose tokenizer must be that of"
+  assert check(tmp_path, changed(vocab_size=300)).startswith(says)
 
 
 KINDS = columns(fields, str)("""
@@ -208,12 +220,12 @@ def test_another_model_is_one_line(fields, says, tmp_path):
 
 def test_a_file_without_a_head_is_of_tied_embeddings(tmp_path):
   only = HEAD[:1]
-  for tied, says in ((True, None), (False, "tie_word"), (None, "tie_word")):
+  for tied in (True, False, None):
     line = check(tmp_path, changed(tie_word_embeddings=tied), names=only)
-    assert line.startswith(says or "") and bool(line) == bool(says)
+    assert line.startswith("the head begins as a copy" if tied else "tie_word_embeddings is ")
   untied = changed(tie_word_embeddings=False)
   assert check(tmp_path, untied, names=only, init_head=True) == ""
-  assert check(tmp_path, {"num_hidden_layers": 2}, names=only) == ""
+  assert check(tmp_path, {"num_hidden_layers": 2}, names=only).endswith("tied=True ties them")
 
 
 VIT = dict(model_type="vit", num_attention_heads=6, layer_norm_eps=1e-6, hidden_act="gelu")

@@ -10,8 +10,8 @@ import pytest
 from jaxscale import config as cfg
 from jaxscale.data import DatasetInfo
 from jaxscale.errors import ConfigError
-from jaxscale.weights.check import check_source
 from jaxscale.models.timm_config import timm_config
+from jaxscale.weights.check import check_source
 from support.tables import columns, fields
 
 IMAGENET = (123.675, 116.28, 103.53), (58.395, 57.12, 57.375)
@@ -63,7 +63,7 @@ resnet | resnet50 args.aa_layer='' args.zero_init_last=False args.act_layer='rel
 s16 | vit_small_patch16_224.augreg_in21k
 s16 | deit_small_patch16_224 global_pool='token'
 s16 | vit_base_patch16_224 args.num_heads=6 args.embed_dim=384 args.img_size=32 args.qkv_bias=True
-s16 | vit_base_patch16_224 args.num_heads=6 args.drop_path_rate=0.1 args.fc_norm=None
+s16 | vit_small_patch16_224 args.num_heads=6 args.drop_path_rate=0.1 args.fc_norm=None
 tiny | convnext_tiny
 tiny | convnext_tiny.fb_in22k_ft_in1k global_pool='avg' num_features=768 args.drop_path_rate=0.1
 tiny | convnext_small args.depths=[3,3,9,3] args.conv_mlp=False args.ls_init_value=1e-6
