@@ -9,7 +9,7 @@ import pytest
 
 import jaxscale as jxs
 from jaxscale import config as cfg
-from jaxscale import hlo, weights
+from jaxscale import hlo, models, weights
 from jaxscale.config.loading import load_config
 from jaxscale.errors import ConfigError
 from jaxscale.experiment import build
@@ -18,6 +18,7 @@ from jaxscale.optim.tree_paths import path_name
 from jaxscale.planning.describe import describe
 from jaxscale.run.export import export
 from support.configs import small_config
+from support.images import write_folder
 from support.paths import ROOT
 from support.trees import assert_same_bits, worst_leaf
 
@@ -170,3 +171,29 @@ def test_workers_of_local_updates_train_a_part_as_synchronous_steps_do():
     assert_same_bits(last[-1]["Dense_0"], before["Dense_0"])
     assert np.any(last[-1]["Dense_1"]["kernel"] != before["Dense_1"]["kernel"])
   assert worst_leaf(*last) <= 1e-6
+
+
+@pytest.mark.parametrize("part", ["lora", pytest.param("head", marks=pytest.mark.slow)])
+def test_a_vit_is_tuned_on_a_folder_of_images(part, tmp_path):
+  """The recipe, with a small network of timm's names that knows other classes."""
+  for split, count in (("train", 20), ("val", 4)):
+    write_folder(tmp_path / "images", split, count)
+  sizes = {"model.patch": 8, "model.width": 32, "model.num_layers": 2, "model.num_heads": 2}
+  length = {"batch_size": 16, "epochs": 4, "schedule.warmup_epochs": 0, "log.plot": False}
+  image = {"data.path": tmp_path / "images", "data.image_size": 16, "data.augment": "none"}
+  path = tmp_path / "vit.safetensors"
+  stack = models.make_vit(
+    image_shape=(16, 16, 3), num_classes=7, patch=8, width=32, num_layers=2, num_heads=2
+  )
+  base = stack.init(jax.random.key(1))
+  weights.export_safetensors(path, base, naming="timm")
+  changed = sizes | length | image | {"init_from": path, "optimizer.lr": 0.02}
+  recipe = str(ROOT / f"configs/vit_finetune.py:{part}")
+  config = load_config(recipe, {name: str(x) for name, x in changed.items()})
+  result = jxs.fit(config, tmp_path / "run")
+  assert result.summary["accuracy"] == 1.0  # the classes differ in brightness
+  assert_same_bits(result.state.params["layers"]["q"]["bias"], base["layers"]["q"]["bias"])
+  assert ("kernel_lora_a" in result.state.params["layers"]["o"]) == (part == "lora")
+  to = tmp_path / "tuned.safetensors"
+  export(tmp_path / "run", to, "timm")
+  assert weights.safetensors.read_index(to)["head.weight"].shape == (2, 32)
