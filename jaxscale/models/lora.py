@@ -118,7 +118,7 @@ def with_adapters(params: Any, lora: Lora, key: jax.Array, *, stacked: bool) -> 
       if isinstance(leaf, Mapping) or not re.search(targets, path):
         continue
       chosen.append(path)
-      shape = getattr(leaf, "shape", ())
+      shape: Any = getattr(leaf, "shape", ())
       is_kernel = name == "kernel" or not stacked
       if not is_kernel or len(shape) != 2 + (stacked and path.startswith("layers/")):
         problem = f"selects {path} of shape {list(shape)}, which is not a kernel [in, out]"
