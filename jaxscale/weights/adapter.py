@@ -64,20 +64,12 @@ def write_adapter_config(
   last = {ours: module.rpartition(".")[2] for ours, module in modules.items()}
   is_unique = collections.Counter(last.values())
   names = {last[n] if is_unique[last[n]] == 1 else modules[n] for n in last if n + lora.A in shapes}
-  alpha = settings.alpha
-  fields = {
-    "peft_type": "LORA",
-    "task_type": "CAUSAL_LM" if "params/embed/table" in shapes else None,
-    "base_model_name_or_path": base,
-    "r": settings.rank,
-    "lora_alpha": int(alpha) if alpha == int(alpha) else alpha,
-    "use_rslora": settings.scale_by_sqrt,
-    "target_modules": sorted(names),
-    "lora_dropout": 0.0,
-    "bias": "none",
-    "fan_in_fan_out": False,
-    "inference_mode": True,
-  }
+  alpha, is_text = settings.alpha, "params/embed/table" in shapes
+  fields = {"peft_type": "LORA", "task_type": "CAUSAL_LM" if is_text else None}
+  fields |= {"base_model_name_or_path": base, "target_modules": sorted(names), "r": settings.rank}
+  fields |= {"lora_alpha": int(alpha) if alpha == int(alpha) else alpha}
+  fields |= {"use_rslora": settings.scale_by_sqrt, "lora_dropout": 0.0, "bias": "none"}
+  fields |= {"fan_in_fan_out": False, "inference_mode": True}
   write_json(Path(path).parent / "adapter_config.json", fields)
 
 
