@@ -197,3 +197,6 @@ def test_a_vit_is_tuned_on_a_folder_of_images(part, tmp_path):
   to = tmp_path / "tuned.safetensors"
   export(tmp_path / "run", to, "timm")
   assert weights.safetensors.read_index(to)["head.weight"].shape == (2, 32)
+  problem = "supports only language models" if part == "lora" else "needs a run with"
+  with pytest.raises(ConfigError, match=f"--naming=peft {problem}"):
+    export(tmp_path / "run", tmp_path / "adapter_model.safetensors", "peft")
