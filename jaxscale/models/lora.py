@@ -106,7 +106,11 @@ def with_adapters(params: Any, lora: Lora, key: jax.Array, *, stacked: bool) -> 
   Raises:
     ConfigError: no leaf is selected, or one that is not a kernel.
   """
-  flat, targets = flatten_dict(params, keep_empty_nodes=True), lora.targets or ""
+  targets = lora.targets or ""
+  if not isinstance(params, Mapping):
+    problem = f"needs parameters in nested dicts, and these are a {type(params).__name__}"
+    raise invalid("LoRA.targets", targets, problem, "return a dict from init")
+  flat: dict[Any, Any] = flatten_dict(params, keep_empty_nodes=True)
   paths = {keys: "/".join(map(str, keys)) for keys in flat}
   chosen = {keys: path for keys, path in paths.items() if re.search(targets, path)}
   if not chosen:

@@ -120,6 +120,12 @@ def test_targets_that_are_no_dense_kernels_are_refused(targets, problem):
   assert problem in str(e.value)
 
 
+def test_parameters_that_are_no_dict_are_refused():
+  fns = models.ModelFns(lambda key: ([jnp.ones((3, 2))], {}), lambda params, *rest: rest)
+  with pytest.raises(ConfigError, match="nested dicts, and these are a list; return a dict"):
+    lora.adapt(fns, lora.Lora(2, 1.0, "0")).init(KEY)
+
+
 def test_a_table_is_looked_up_and_is_no_kernel():
   with pytest.raises(ConfigError, match=r"selects embed/table of shape .* not a kernel"):
     lora.adapt(tiny_transformer(), lora.Lora(2, 1.0, "embed/table")).init(KEY)
