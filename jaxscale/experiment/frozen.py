@@ -70,15 +70,12 @@ def frozen_note(
   if len(parts) == len(every):
     return ()
   count, total = (sum(x.size for x in leaves) for leaves in (parts, every))
-  trained_bytes = payload_bytes(trained)
-  frozen_bytes = payload_bytes(params) - trained_bytes
+  frozen_bytes = payload_bytes(params) - (trained_bytes := payload_bytes(trained))
   # Optimizers keep as many bytes for each trained parameter as they would for a frozen one.
   state = payload_bytes(jax.eval_shape(tx.init, trained)) * frozen_bytes // trained_bytes
-  arrays = f"{len(parts)} of {len(every)} arrays"
-  return (
-    f"trained: {count:,} of {total:,} parameters ({arrays}); frozen: {byte_size(frozen_bytes)}, "
-    f"without as many bytes of gradients and exchange, and {byte_size(state)} of optimizer state",
-  )
+  what = f"trained: {count:,} of {total:,} parameters ({len(parts)} of {len(every)} arrays)"
+  saved = f"saving as much of gradients and exchange, and {byte_size(state)} of optimizer state"
+  return (f"{what}; frozen: {byte_size(frozen_bytes)}, {saved}",)
 
 
 def _paths(params: Any) -> list[str]:

@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from flax.traverse_util import flatten_dict, unflatten_dict
 
 from jaxscale.errors import invalid
 from jaxscale.models.model_fns import ModelFns
@@ -106,36 +107,28 @@ def with_adapters(params: Any, lora: Lora, key: jax.Array, *, stacked: bool) -> 
     ConfigError: no leaf is selected, or one that is not a kernel.
   """
   targets = lora.targets or ""
-  chosen = []
-
-  def beside(node: Any, prefix: str) -> Any:
-    if not isinstance(node, Mapping):
-      return node
-    result = {}
-    for name, leaf in node.items():
-      path = f"{prefix}{name}"
-      result[name] = beside(leaf, f"{path}/")
-      if isinstance(leaf, Mapping) or not re.search(targets, path):
-        continue
-      chosen.append(path)
-      shape = getattr(leaf, "shape", ())
-      is_kernel = name == "kernel" or not stacked
-      if not is_kernel or len(shape) != 2 + (stacked and path.startswith("layers/")):
-        problem = f"selects {path} of shape {list(shape)}, which is not a kernel [in, out]"
-        raise invalid("LoRA.targets", targets, problem, "select only kernels of dense layers")
-      *first, width, out = shape
-      own = jax.random.fold_in(key, zlib.crc32(path.encode()))
-      limit, dtype = width**-0.5, leaf.dtype
-      draw = jax.random.uniform(own, (*first, width, lora.rank), dtype, -limit, limit)
-      result |= {f"{name}{A}": draw, f"{name}{B}": jnp.zeros((*first, lora.rank, out), dtype)}
-    return result
-
-  adapted = beside(params, "")
+  if not isinstance(params, Mapping):
+    problem = f"needs parameters in nested dicts, and these are a {type(params).__name__}"
+    raise invalid("LoRA.targets", targets, problem, "return a dict from init")
+  flat: dict[Any, Any] = flatten_dict(params, keep_empty_nodes=True)
+  paths = {keys: "/".join(map(str, keys)) for keys in flat}
+  chosen = {keys: path for keys, path in paths.items() if re.search(targets, path)}
   if not chosen:
-    some = [path_name(p) for p, x in jax.tree.leaves_with_path(params) if x.ndim > 1][:3]
-    fix = f"paths are, e.g., {', '.join(some)}"
+    fix = f"paths are, e.g., {', '.join([*paths.values()][:3])}"
     raise invalid("LoRA.targets", targets, "matches no parameter", fix)
-  return adapted
+  for (*module, name), path in chosen.items():
+    leaf = flat[*module, name]
+    shape: Any = getattr(leaf, "shape", ())
+    is_kernel = name == "kernel" or not stacked
+    if not is_kernel or len(shape) != 2 + (stacked and path.startswith("layers/")):
+      problem = f"selects {path} of shape {list(shape)}, which is not a kernel [in, out]"
+      raise invalid("LoRA.targets", targets, problem, "select only kernels of dense layers")
+    *first, width, out = shape
+    own, limit = jax.random.fold_in(key, zlib.crc32(path.encode())), width**-0.5
+    draw = jax.random.uniform(own, (*first, width, lora.rank), leaf.dtype, -limit, limit)
+    flat[*module, f"{name}{A}"] = draw
+    flat[*module, f"{name}{B}"] = jnp.zeros((*first, lora.rank, out), leaf.dtype)
+  return unflatten_dict(flat)
 
 
 def merged(params: Any, scale: float) -> Any:
@@ -169,7 +162,8 @@ def kernel_of(path: str) -> tuple[str, str]:
 
 def _scaled(params: Any, scale: float) -> Any:
   """Return parameters with scale B in place of B."""
-  if not isinstance(params, Mapping):
-    return params
-  scaled = {n: _scaled(x, scale) for n, x in params.items()}
-  return scaled | {n: x * jnp.asarray(scale, x.dtype) for n, x in params.items() if n.endswith(B)}
+
+  def scaled(path: Any, x: jax.Array) -> jax.Array:
+    return x * jnp.asarray(scale, x.dtype) if path_name(path).endswith(B) else x
+
+  return jax.tree.map_with_path(scaled, params)

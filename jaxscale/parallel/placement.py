@@ -41,14 +41,15 @@ def shards_and_full(params: Any, layout: Layout, trainable: str | None = None) -
   params = jax.tree.map(lambda w, g: vary(w, g.sum_in_exchange), params, gathers)
   part = trainable_part(params, trainable)
 
-  def has_shard(g: Gather) -> bool:
-    return layout.shard == "zero2" and g.scatter is not None
+  def split_dim(g: Gather) -> int | None:
+    return g.scatter if layout.shard == "zero2" else None
 
   def shard(w: jax.Array | None, g: Gather):
-    return w if w is None or not has_shard(g) else local_shard(w, g.scatter)
+    dim = split_dim(g)
+    return w if w is None or dim is None else local_shard(w, dim)
 
   def full(trained: jax.Array | None, w: jax.Array, g: Gather):
-    return w if trained is None or has_shard(g) else None
+    return w if trained is None or split_dim(g) is not None else None
 
   trees = part, params, gathers
   shards = jax.tree.map(shard, part, gathers, is_leaf=lambda x: x is None)

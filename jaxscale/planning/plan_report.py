@@ -60,7 +60,8 @@ def _memory(plan: Plan) -> str:
   most = "the state and the batch"
   if memory and memory.temporaries > memory.arguments:
     most = "temporaries: activations and gathered parameters"
-  return f"memory of a device: {line(plan.fit, plan.chips)}\n  most of it: {most}"
+  frozen = [f"\n  {x}" for x in plan.fit.experiment.notes if x.startswith("trained: ")]
+  return f"memory of a device: {line(plan.fit, plan.chips)}\n  most of it: {most}{''.join(frozen)}"
 
 
 def _sent(plan: Plan) -> str:

@@ -132,11 +132,10 @@ def make_local_train_step(
   ):
     # Arrays of one device: the anchor in full, the worker's state with a leading dim of 1.
     worker = jax.tree.map(lambda x: x[0], stacked)
-    params, *rest = anchor
-    worker, totals, metrics, codes = update(worker, vary(params, axes), batch, key)
+    worker, totals, metrics, codes = update(worker, vary(anchor[0], axes), batch, key)
     is_due = ((step + 1) % method.every == 0) | (step + 1 == (last_step or 0))
-    part = trainable_part(params, options.trainable), *rest
-    (part, *rest), worker, code = lax.cond(is_due, synchronize, _stay, part, worker)
+    part = trainable_part(anchor[0], options.trainable), *anchor[1:]
+    part, worker, code = lax.cond(is_due, synchronize, _stay, part, worker)
     if options.skip_bad_steps:
       totals["loss"] = jnp.where(code < 0, totals["loss"], jnp.nan)
       codes = jnp.append(codes, vary(code, axes))[None]
@@ -148,7 +147,7 @@ def make_local_train_step(
     if not reduce_metrics:
       metrics = jax.tree.map(lambda x: vary(x, axes)[None], metrics)
     worker = jax.tree.map(lambda x: x[None], worker)
-    return (merge(part, params), *rest), worker, metrics, codes
+    return (merge(part[0], anchor[0]), *part[1:]), worker, metrics, codes
 
   in_specs = P(), P(axes), P(axes), P(), P()
   out_specs = P(), P(axes), P() if reduce_metrics else P(axes), P(axes)

@@ -7,7 +7,6 @@ adapter_config.json.
 
 from __future__ import annotations
 
-import collections
 import functools
 import os
 import re
@@ -56,28 +55,15 @@ def write_adapter_config(
   Raises:
     OSError: the disk failed or is full.
   """
-  links = naming_of("huggingface", {n: s for n, s in shapes.items() if not lora.kernel_of(n)[1]})
-  # The names of modules below the layers, e.g. self_attn.q_proj, and their last parts.
-  modules = {
-    link.ours: re.sub(r".*\.\d+\.", "", link.theirs.removesuffix(".weight")) for link in links.links
-  }
-  last = {ours: module.rpartition(".")[2] for ours, module in modules.items()}
-  is_unique = collections.Counter(last.values())
-  names = {last[n] if is_unique[last[n]] == 1 else modules[n] for n in last if n + lora.A in shapes}
-  alpha = settings.alpha
-  fields = {
-    "peft_type": "LORA",
-    "task_type": "CAUSAL_LM" if "params/embed/table" in shapes else None,
-    "base_model_name_or_path": base,
-    "r": settings.rank,
-    "lora_alpha": int(alpha) if alpha == int(alpha) else alpha,
-    "use_rslora": settings.scale_by_sqrt,
-    "target_modules": sorted(names),
-    "lora_dropout": 0.0,
-    "bias": "none",
-    "fan_in_fan_out": False,
-    "inference_mode": True,
-  }
+  base_shapes = {n: shape for n, shape in shapes.items() if not lora.kernel_of(n)[1]}
+  links = naming_of("huggingface", base_shapes).links
+  modules = [x.theirs.removesuffix(".weight") for x in links if x.ours + lora.A in shapes]
+  alpha, names = settings.alpha, {module.rpartition(".")[2] for module in modules}
+  fields = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "target_modules": sorted(names)}
+  fields |= {"base_model_name_or_path": base, "r": settings.rank}
+  fields |= {"lora_alpha": int(alpha) if alpha == int(alpha) else alpha}
+  fields |= {"use_rslora": settings.scale_by_sqrt, "lora_dropout": 0.0, "bias": "none"}
+  fields |= {"fan_in_fan_out": False, "inference_mode": True}
   write_json(Path(path).parent / "adapter_config.json", fields)
 
 
@@ -95,6 +81,9 @@ def check_adapter(path: str | os.PathLike, leaves: Mapping[str, Any], trained: s
   if not any(name.endswith(lora.A) for name in leaves):
     fix = "use another naming"
     raise invalid("--naming", "peft", "needs a run with Config.adapter=LoRA", fix)
+  if "params/embed/table" not in leaves:
+    # Names of ViT's modules differ between versions of transformers, unlike those in its files.
+    raise invalid("--naming", "peft", "supports only language models", "use another naming")
   if trained is not None:
     problem = f"lacks the parameters that Config.trainable={trained!r} has also trained"
     raise invalid("--naming", "peft", problem, "use huggingface, which merges the adapter")

@@ -112,7 +112,10 @@ def test_the_help_of_train_is_short_and_leads_to_the_rest(capsys):
 
 @pytest.mark.parametrize(
   "topic, says",
-  [("optimiser", "did you mean 'optimizer'?"), ("xyz", "give one of all, checkpoint, checks,")],
+  [
+    ("optimiser", "did you mean 'optimizer'?"),
+    ("xyz", "give one of adapter, all, checkpoint, checks,"),
+  ],
 )
 def test_help_of_nothing_is_one_line_that_says_what_there_is(topic, says, capsys):
   assert cli.main(["train", f"--help={topic}"]) == 2
