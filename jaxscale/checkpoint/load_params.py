@@ -5,6 +5,7 @@ Only what is evaluated is read from disk: with AdamW, one array in three.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,6 +17,8 @@ from jaxscale.checkpoint import directory as checkpoint_dir
 from jaxscale.checkpoint.checksum import DamagedError
 from jaxscale.errors import ConfigError
 from jaxscale.files import read_json
+from jaxscale.optim.tree_paths import path_name
+from jaxscale.parallel.trainable import merge
 
 
 class LoadedParams(NamedTuple):
@@ -115,13 +118,27 @@ def _load(path: Path, params: Any, model_state: Any, take: str | None) -> tuple[
   leaves = restore.read_manifest(path)["leaves"]
   # Orbax stores nothing for a model without state.
   state = model_state if jax.tree.leaves(model_state) else {}
-  abstract: dict[str, Any] = {"average": [params, state]}
-  if chosen(leaves, take) == "params":
+  if is_average := chosen(leaves, take) == "average":
+    # Frozen parameters have no average.
+    part = _only(params, lambda name: f"average/0/{name}" in leaves)
+    frozen = _only(params, lambda name: f"average/0/{name}" not in leaves)
+    abstract = {"average": [part, state]} | ({"params": frozen} if jax.tree.leaves(frozen) else {})
+  else:
     abstract = {"params": params} | ({"model_state": state} if state else {})
-  parts = {"average"} if "average" in abstract else {"params", "model_state"}
-  saved = {name: leaf for name, leaf in leaves.items() if name.partition("/")[0] in parts}
-  checkpoint_files.check_same_leaves(path, saved, checksum.describe(abstract))
+  requested = checksum.describe(abstract)
+  parts = {"average"} if is_average else {"params", "model_state"}
+  saved = {n: x for n, x in leaves.items() if n.partition("/")[0] in parts or n in requested}
+  checkpoint_files.check_same_leaves(path, saved, requested)
   loaded = restore.load_for_all(path, abstract, partial=True)
   checksum.verify(loaded, leaves)
-  params, loaded_state = loaded.get("average") or (loaded["params"], loaded.get("model_state"))
+  if is_average:
+    part, loaded_state = loaded["average"]
+    params = merge(part, loaded.get("params", params))
+  else:
+    params, loaded_state = loaded["params"], loaded.get("model_state")
   return params, loaded_state if state else model_state
+
+
+def _only(params: Any, is_kept: Callable[[str], bool]) -> Any:
+  """Return a tree with None in place of leaves whose path is not kept."""
+  return jax.tree.map_with_path(lambda path, x: x if is_kept(path_name(path)) else None, params)

@@ -19,8 +19,11 @@ def add_arguments(parser: Parser) -> None:
   text, hint = "the file to write; an existing one is replaced", "try --to x.safetensors"
   parser.option("--to FILE", text, file_of(".safetensors"), missing=hint)
   text = "the naming of parameters: jaxscale (for Config.init_from), timm or torchvision (ResNet, "
-  text += "ViT), or huggingface (Llama, ViT); timm and huggingface also write a config.json"
-  namings = ("jaxscale", "timm", "torchvision", "huggingface")
+  text += (
+    "ViT), or huggingface (Llama, ViT), all with a LoRA merged; or peft, only the LoRA, as "
+  )
+  text += "adapter_model.safetensors; timm, huggingface and peft also write a configuration"
+  namings = ("jaxscale", "timm", "torchvision", "huggingface", "peft")
   parser.option("--naming NAMING", text, choices=namings, default="jaxscale")
   text = "the parameters of the step: average or params (default: average with Config.ema_decay)"
   parser.option("--take WHICH", text, choices=("average", "params"))

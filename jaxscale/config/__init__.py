@@ -13,6 +13,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING
 
+from jaxscale.config.adapter_settings import LoRA, NoAdapter
 from jaxscale.config.bases import *
 from jaxscale.config.bounds import Count, Fraction, NonNegative, Positive
 from jaxscale.config.choice import HOMES

@@ -12,6 +12,7 @@ import dataclasses
 from typing import Annotated, Any, Literal
 
 from jaxscale.config import bases
+from jaxscale.config.adapter_settings import LoRA, NoAdapter
 from jaxscale.config.bounds import Count, check_distinct, check_pattern
 from jaxscale.config.layout_settings import Layout, check_layout
 from jaxscale.config.phase_settings import AdaptiveBatch, Phases
@@ -71,6 +72,10 @@ class Config:
       Hugging Face (Llama, Qwen, ViT) and `jaxscale export`. `jaxscale.weights.names` documents
       the normalization of images that pretrained weights expect.
     init_head: whether to initialize the classifier at random although `init_from` contains one.
+    trainable: the regular expression that selects the trained parameters by their paths, e.g.
+      "^head/"; the others are frozen: they have no gradients, optimizer state or exchange. None
+      trains all, or, with an adapter, only the adapter.
+    adapter: the adapter that is trained in place of the parameters, e.g. LoRA.
     seed: the random seed of initial parameters, data order, augmentation and dropout.
     target_accuracy: the validation accuracy to reach, as a fraction; None sets no target.
     target_loss: the validation loss to reach; None sets no target.
@@ -116,6 +121,8 @@ class Config:
   dtype: Literal["float32", "bfloat16", "float16"] = "float32"
   init_from: str | None = None
   init_head: bool = False
+  trainable: str | None = None
+  adapter: NoAdapter | LoRA = NoAdapter()
   seed: Annotated[int, "in [0, 4294967296)"] = 0  # jax.random.key drops higher bits.
   target_accuracy: Annotated[float | None, "in (0, 1]"] = None
   target_loss: Annotated[float | None, "> 0"] = None
@@ -163,6 +170,8 @@ class Config:
       raise ConfigError(f"{both}: set both or neither")
     for pattern in self.layer_order:
       check_pattern("Config.layer_order", pattern, "give e.g. '^Conv_0/'")
+    if self.trainable is not None:
+      check_pattern("Config.trainable", self.trainable, "give e.g. '^head/'")
     check_distinct("Config.metrics", self.metrics)
     _check_neutral(self)
     _check_exchange(self)

@@ -291,6 +291,8 @@ class _Text(Data):
       vocab_size = read_tokenizer(*names, field=f"{name}.tokenizer").vocab_size
     # Long enough for one step; the program does not depend on the number of examples.
     info = data.TextInfo(name, vocab_size, self.sequence_length)
+    if options.get("packing", "stream") != "stream":
+      info = info._replace(arrays={"documents": ((self.sequence_length,), "int32")})
     some = data.Dataset(info, 1000 * batch_size, _no_rows)
     return some, some
 
@@ -319,7 +321,12 @@ class _TokenizedText(_Text):
     tokenizer: the tokenizer; "bytes", or the path of a Hugging Face tokenizer.json.
     separator: the token that follows each document, e.g. "</s>"; None uses the tokenizer's
       end-of-text token ("<|endoftext|>", "</s>" or similar). The tokenizer "bytes" uses byte 0.
+      For .bin and .npy files, the token ID, e.g. "50256"; None if it is not known.
     sequence_length: the number of tokens per example.
+    packing: the way from documents to examples; "stream" (one stream of all documents, cut into
+      examples), "masked_stream" (the stream, with attention inside a document only), "best_fit"
+      (whole documents share an example, with attention inside a document only) or "none" (one
+      document per example, padded).
     cache_dir: the directory in which tokenized text is cached; None uses
       ~/.cache/jaxscale/text.
   """
@@ -327,10 +334,12 @@ class _TokenizedText(_Text):
   tokenizer: str = "bytes"
   separator: str | None = None
   sequence_length: Count = 256
+  packing: Literal["stream", "masked_stream", "best_fit", "none"] = "stream"
   cache_dir: str | None = None
 
   def __post_init__(self):
-    if self.separator is not None and self.tokenizer == "bytes":
+    is_bytes = self.tokenizer == "bytes" and getattr(self, "vocab_size", None) is None
+    if self.separator is not None and is_bytes:
       problem = "bytes are separated by byte 0, so leave it out or set a tokenizer"
       raise ConfigError(f"{type(self).__name__}.separator={self.separator!r}: {problem}")
 
@@ -364,7 +373,7 @@ class TFDSText(_TokenizedText):
 
 
 class TextFiles(_TokenizedText):
-  """Text files (NAME.txt), or files of tokens (NAME.bin or NAME.npy).
+  """Text files (.txt, .jsonl or .parquet), or files of tokens (.bin or .npy).
 
   Attributes:
     path: the directory that contains the files or directories of both splits.
@@ -373,12 +382,14 @@ class TextFiles(_TokenizedText):
     eval_split: the validation files: the name of a file in `path` without its extension, or of
       a directory of files.
     vocab_size: the vocabulary size, larger than every token; required for .bin and .npy files.
-      None, for .txt files, uses that of the tokenizer.
+      None, for text, uses that of the tokenizer.
     dtype: the NumPy type of tokens in .bin files, e.g. "uint32", or ">u2" for big-endian;
       "auto" reads it from llm.c's header, or without one uses uint16 for vocabularies up to
       65,536 and uint32 above. A .npy file states its own type.
     encoding: the Python name of the encoding of .txt files, e.g. "latin-1"; "bytes" (only with
       tokenizer "bytes") reads files without decoding.
+    field: the field of the objects in .jsonl files, and the column of .parquet files, that has
+      the text of a document.
   """
 
   path: str
@@ -387,6 +398,7 @@ class TextFiles(_TokenizedText):
   vocab_size: Annotated[int | None, ">= 1"] = None
   dtype: str = "auto"
   encoding: str = "utf-8"
+  field: str = "text"
 
   def build(self) -> Split:
     return self._splits(data.text_files, "path")

@@ -12,9 +12,9 @@ and be predicted without context.
 
 `packed` tokenizes documents once and saves the tokens in a file, in `cache_dir` or else in
 $XDG_CACHE_HOME/jaxscale/text or ~/.cache/jaxscale/text, under a name derived from its inputs:
-`<name>.bin` has only the tokens of all documents in order, as in nanoGPT, and `<name>.json` the
-numbers of tokens, documents and bytes of text. Processes that want the same file wait for the
-first that began to write it.
+`<name>.bin` has only the tokens of all documents in order, as in nanoGPT, `<name>.lengths` the
+number of tokens of each document (uint64), and `<name>.json` the numbers of tokens, documents and
+bytes of text. Processes that want the same file wait for the first that began to write it.
 """
 
 from __future__ import annotations
@@ -26,18 +26,22 @@ import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from jaxscale.data.dataset import Batch, Dataset, TextInfo, user_cache
+from jaxscale.data.dataset import Batch, Dataset, Spec, TextInfo, user_cache
 from jaxscale.data.tfrecord import OpenFile
 from jaxscale.data.tokenizer import Tokenizer, smallest_dtype
 from jaxscale.errors import ConfigError
 from jaxscale.files import read_json, replace_text, replacing, unsafe_owner
-from jaxscale.metrics.text import plural
 
-NO_TARGET = -1  # the target of padding, which is not predicted
+NO_TARGET = -1  # the target of padding and of prompts, which is not learned
+Packing = Literal["stream", "masked_stream", "best_fit", "none"]
+
+
+_NOTES = {"notes": [str]}
+Part = tuple[Sequence[np.ndarray], int]  # The tokens of documents, and the bytes of their text.
 
 
 class Stream(NamedTuple):
@@ -50,12 +54,20 @@ class Stream(NamedTuple):
     separator: the token after each document; None if it does not exist or is not known, in
       which case the very first token cannot be predicted.
     bytes_per_token: see `TextInfo`.
+    lengths: a function that returns the number of tokens of each document, with its
+      separator; None if only the separators tell.
+    is_chat: True if documents are conversations: `read` returns ~token (below 0) for a token
+      that is not learned, and a first token is not predicted.
+    notes: lines about the documents for the log.
   """
 
   num_tokens: int
   read: Callable[[int, int], np.ndarray]
   separator: int | None
   bytes_per_token: float | None = None
+  lengths: Callable[[], np.ndarray] | None = None
+  is_chat: bool = False
+  notes: tuple[str, ...] = ()
 
 
 def of_array(
@@ -121,7 +133,22 @@ def of_files(
   return Stream(ends[-1], read, separator, bytes_per_token)
 
 
-def windows(name: str, stream: Stream, vocab_size: int, sequence_length: int) -> Dataset:
+def checked(name: str, tokens: np.ndarray, vocab_size: int) -> np.ndarray:
+  """Return tokens that were read, before their conversion to int32.
+
+  Raises:
+    ConfigError: a token is not in the vocabulary.
+  """
+  for token in (tokens.min(), tokens.max()):
+    if not 0 <= token < vocab_size:
+      fix = "set vocab_size to the size of the tokenizer's vocabulary, or fix the dtype"
+      raise ConfigError(f"{name}: token {token} is out of range [0, {vocab_size - 1:,}]; {fix}")
+  return tokens
+
+
+def windows(
+  name: str, stream: Stream, vocab_size: int, sequence_length: int, is_masked: bool = False
+) -> Dataset:
   """Create examples of `sequence_length` tokens and the tokens that follow each.
 
   Example i has the targets i * S … i * S + S - 1 of the stream, counted from a random position
@@ -133,6 +160,9 @@ def windows(name: str, stream: Stream, vocab_size: int, sequence_length: int) ->
     stream: the tokens.
     vocab_size: the size of the vocabulary; tokens are checked when they are read.
     sequence_length: the tokens per example, S.
+    is_masked: also return "documents", int32 [n, S]: the number of each token's document in
+      its window. A document begins with the separator before it, which predicts its first
+      token, so every token is still predicted once.
 
   Returns:
     A dataset with batches {"tokens", "targets"}, int32 [n, S].
@@ -149,14 +179,6 @@ def windows(name: str, stream: Stream, vocab_size: int, sequence_length: int) ->
   if not total:
     raise ConfigError(f"{name}: the text is empty; check the files and the split")
 
-  def read(start: int, stop: int) -> np.ndarray:
-    tokens = stream.read(start, stop)  # Checked before the conversion to int32.
-    for token in (tokens.min(), tokens.max()):
-      if not 0 <= token < vocab_size:
-        fix = "set vocab_size to the size of the tokenizer's vocabulary, or fix the dtype"
-        raise ConfigError(f"{name}: token {token} is out of range [0, {vocab_size - 1:,}]; {fix}")
-    return tokens
-
   def load(indices: np.ndarray, draws: np.ndarray | None) -> Batch:
     rows = np.empty((len(indices), sequence_length + 1), np.int32)
     for i, index in enumerate(indices):
@@ -167,30 +189,28 @@ def windows(name: str, stream: Stream, vocab_size: int, sequence_length: int) ->
       while done < count:
         at %= total
         part = min(count - done, total - at)
-        rows[i, done : done + part] = read(at, at + part)
+        rows[i, done : done + part] = checked(name, stream.read(at, at + part), vocab_size)
         done, at = done + part, at + part
       rows[i, count:] = NO_TARGET
       if draws is None and first == 0:
         rows[i, 0] = stream.separator or 0
         rows[i, 1] = NO_TARGET if stream.separator is None else rows[i, 1]
-    tokens, targets = rows[:, :-1], rows[:, 1:]
-    return {"tokens": np.maximum(tokens, 0), "targets": np.ascontiguousarray(targets)}
+    tokens, targets = rows[:, :-1], np.ascontiguousarray(rows[:, 1:])
+    batch = {"tokens": np.maximum(tokens, 0), "targets": targets}
+    if is_masked:
+      is_first, is_real = tokens == stream.separator, targets != NO_TARGET
+      numbers = (is_first & is_real).cumsum(1) - is_first[:, :1]
+      batch["documents"] = np.where(is_real, numbers, numbers[:, -1:] + 1).astype(np.int32)
+    return batch
 
-  info = TextInfo(name, vocab_size, sequence_length, stream.bytes_per_token)
+  arrays = documents_spec(sequence_length) if is_masked else {}
+  info = TextInfo(name, vocab_size, sequence_length, stream.bytes_per_token, arrays)
   return Dataset(info, -(-total // sequence_length), load, 1, draws_by_epoch=True)
 
 
-def text_windows(name: str, stream: Stream, vocab_size: int, sequence_length: int) -> Dataset:
-  """Create `windows` of a text with at least one whole example.
-
-  Raises:
-    ConfigError: the text is shorter, so metrics would not be meaningful.
-  """
-  if 0 < stream.num_tokens < sequence_length:
-    length = f"--config.data.sequence_length={sequence_length}; use more text or a smaller length"
-    count = plural(stream.num_tokens, "token")
-    raise ConfigError(f"{name} has {count}, fewer than {length}")
-  return windows(name, stream, vocab_size, sequence_length)
+def documents_spec(sequence_length: int) -> dict[str, Spec]:
+  """Return the `TextInfo.arrays` of windows with numbered documents."""
+  return {"documents": ((sequence_length,), "int32")}
 
 
 def packed(
@@ -199,6 +219,7 @@ def packed(
   tokenizer: Tokenizer,
   identity: Sequence[Any],
   cache_dir: str | None = None,
+  notes: Sequence[str] = (),
 ) -> Stream:
   """Tokenize documents to one stream, with a separator after each; cache it on disk.
 
@@ -208,28 +229,74 @@ def packed(
     tokenizer: the tokenizer.
     identity: the identity of the documents, which is part of the file's key.
     cache_dir: the directory for the tokens; None uses the user's cache.
+    notes: lines about the documents, complete once `batches` is read; also cached.
+
+  Raises:
+    ConfigError: the directory cannot be written.
+  """
+  dtype = smallest_dtype(tokenizer.vocab_size)
+  parts = encoded(batches, tokenizer)
+  kept, counts = cached(name, parts, dtype, (*identity, tokenizer.key), cache_dir, notes)
+  is_bytes = tokenizer.key == "bytes"
+  # With byte tokens, the zero byte between documents counts as a byte.
+  ratio = 1.0 if is_bytes else counts["bytes"] / max(counts["tokens"], 1)
+  return of_kept([kept], dtype, tokenizer.separator, ratio)._replace(notes=(*counts["notes"],))
+
+
+def encoded(batches: Iterable[Sequence[bytes]], tokenizer: Tokenizer) -> Iterator[Part]:
+  """Yield the tokens of each document, and the bytes of text, several documents at a time."""
+  for documents in batches:
+    yield tokenizer.encode_each(documents), sum(map(len, documents))
+
+
+def of_kept(
+  files: Sequence[Path], dtype: str, separator: int | None, bytes_per_token: float | None
+) -> Stream:
+  """Return a stream of files that `write_tokens` wrote."""
+  stream = of_files([TokenFile(file, dtype) for file in files], separator, bytes_per_token)
+
+  def lengths() -> np.ndarray:
+    return np.concatenate([np.fromfile(f.with_suffix(".lengths"), "<u8") for f in files], dtype=int)
+
+  return stream._replace(lengths=lengths)
+
+
+def cached(
+  name: str,
+  parts: Iterable[Part],
+  dtype: str,
+  identity: Sequence[Any],
+  cache_dir: str | None,
+  notes: Sequence[str],
+) -> tuple[Path, dict[str, Any]]:
+  """Return a file of tokens in the cache, and its counts; write it if it is missing.
+
+  Args:
+    name: the name for messages.
+    parts: the tokens of documents, several at a time; only read to write the file.
+    dtype: the dtype of the file.
+    identity: the identity of the tokens, from which the file's name is derived.
+    cache_dir: the directory; None uses the user's cache.
+    notes: as for `packed`.
 
   Raises:
     ConfigError: the directory cannot be written.
   """
   folder = Path(cache_dir).expanduser() if cache_dir else user_cache() / "text"
-  key = hashlib.sha256(repr((*identity, tokenizer.key)).encode()).hexdigest()[:32]
-  kept, dtype = folder / f"{key}.bin", smallest_dtype(tokenizer.vocab_size)
+  key = hashlib.sha256(repr((*identity,)).encode()).hexdigest()[:32]
+  kept = folder / f"{key}.bin"
   try:
     folder.mkdir(parents=True, exist_ok=True)
-    if (counts := _counts(kept, dtype)) is None:
+    if (counts := counts_of(kept, dtype)) is None:
       with _locked(folder / f"{key}.lock"):
-        if (counts := _counts(kept, dtype)) is None:  # Another process may have written it.
+        if (counts := counts_of(kept, dtype)) is None:  # Another process may have written it.
           print(f"tokenizing {name} once into {kept}", flush=True)
-          counts = _write(kept, batches, tokenizer, dtype)
+          counts = write_tokens(kept, parts, dtype, notes)
   except OSError as e:
     problem = f"cannot write its tokens to {folder} ({e.strerror})"
     fix = "set cache_dir to a directory with enough space"
     raise ConfigError(f"{name}: {problem}; {fix}") from None
-  is_bytes = tokenizer.key == "bytes"
-  # With byte tokens, the zero byte between documents counts as a byte.
-  ratio = 1.0 if is_bytes else counts["bytes"] / max(counts["tokens"], 1)
-  return of_files([TokenFile(kept, dtype)], tokenizer.separator, ratio)
+  return kept, counts
 
 
 @contextlib.contextmanager
@@ -250,30 +317,47 @@ def _locked(path: Path) -> Iterator[None]:
     yield
 
 
-def _counts(kept: Path, dtype: str) -> dict[str, int] | None:
-  """Return the counts of a cached file; None if the file is missing or incomplete."""
-  names = kept.with_suffix(".json"), kept
-  counts = read_json(names[0], dict.fromkeys(("tokens", "documents", "bytes"), int))
+def counts_of(kept: Path, dtype: str, **facts: Any) -> dict[str, Any] | None:
+  """Return the counts of a file of tokens; None if it is missing, incomplete or different.
+
+  Args:
+    kept: the file of tokens.
+    dtype: the dtype of the file.
+    facts: the entries with which `write_tokens` must have written it.
+  """
+  names = kept.with_suffix(".json"), kept, kept.with_suffix(".lengths")
+  counts = read_json(names[0], dict.fromkeys(("tokens", "documents", "bytes"), int) | _NOTES)
   try:
     if not counts or any(unsafe_owner(name, group=False) for name in names):
       return None
-    whole = kept.stat().st_size == counts["tokens"] * np.dtype(dtype).itemsize
+    sizes = counts["tokens"] * np.dtype(dtype).itemsize, counts["documents"] * 8
+    is_whole = sizes == (kept.stat().st_size, names[2].stat().st_size)
   except OSError:
     return None
-  return counts if whole else None
+  return counts if is_whole and counts == counts | facts else None
 
 
-def _write(
-  kept: Path, batches: Iterable[Sequence[bytes]], tokenizer: Tokenizer, dtype: str
-) -> dict[str, int]:
-  """Write both files, the counts last, and return the counts."""
+def write_tokens(
+  kept: Path, parts: Iterable[Part], dtype: str, notes: Sequence[str] = (), **facts: Any
+) -> dict[str, Any]:
+  """Write the three files of a token file, the counts last, and return the counts.
+
+  Args:
+    kept: the file of tokens.
+    parts: the tokens of documents, and the bytes of their text, several at a time.
+    dtype: the dtype of the file.
+    notes: as for `packed`.
+    facts: further entries of the counts.
+  """
   counts = {"tokens": 0, "documents": 0, "bytes": 0}
-  with replacing(kept) as file:
-    for documents in batches:
-      tokens = tokenizer.encode(documents).astype(dtype, copy=False)
-      file.write(tokens.tobytes())
-      counts["tokens"] += len(tokens)
+  with replacing(kept) as file, replacing(kept.with_suffix(".lengths")) as lengths:
+    for documents, num_bytes in parts:
+      sizes = np.array([*map(len, documents)], "<u8")
+      file.write(np.concatenate([np.empty(0, dtype), *documents]).astype(dtype).tobytes())
+      lengths.write(sizes.tobytes())
+      counts["tokens"] += int(sizes.sum())
       counts["documents"] += len(documents)
-      counts["bytes"] += sum(map(len, documents))
+      counts["bytes"] += num_bytes
+  counts = counts | {"notes": [*notes]} | facts
   replace_text(kept.with_suffix(".json"), json.dumps(counts))
   return counts

@@ -19,7 +19,8 @@ from jaxscale.data.augment import AugmentName, EvalView
 from jaxscale.data.dataset import MAX_PIXELS, Dataset
 from jaxscale.data.encoded import Record, Source, from_source, image_info
 from jaxscale.data.faults import raise_if_system_error
-from jaxscale.data.stream import packed, text_windows
+from jaxscale.data.packing import text_windows
+from jaxscale.data.stream import Packing, packed
 from jaxscale.data.tokenizer import read_tokenizer
 from jaxscale.errors import ConfigError
 
@@ -138,6 +139,7 @@ def tfds_text(
   tokenizer: str = "bytes",
   separator: str | None = None,
   sequence_length: int = 256,
+  packing: Packing = "stream",
   data_dir: str | None = None,
   cache_dir: str | None = None,
 ) -> Dataset:
@@ -150,6 +152,7 @@ def tfds_text(
     tokenizer: "bytes" or the path of a tokenizer.json.
     separator: the tokenizer's token between documents; None finds it by its usual names.
     sequence_length: the tokens per example.
+    packing: the way from documents to windows, as for `packing.text_windows`.
     data_dir: the directory of prepared datasets; None uses TFDS's default.
     cache_dir: the directory for the tokens; None uses the user's cache.
 
@@ -172,7 +175,7 @@ def tfds_text(
   examples = open_split(builder, name, split, field="TFDSText.name")
   documents = _documents(examples, title, feature)
   stream = packed(title, documents, tokens, identity, cache_dir)
-  dataset = text_windows(title, stream, tokens.vocab_size, sequence_length)
+  dataset = text_windows(title, stream, tokens.vocab_size, sequence_length, packing)
   content = _content(builder, split) | {"tokenizer": tokens.key}
   return dataset._replace(identity=content | {"tokens": stream.num_tokens})
 

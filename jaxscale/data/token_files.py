@@ -1,14 +1,13 @@
-"""Text in files: plain .txt, or tokens in .bin and .npy.
+"""Text in files: .txt, .jsonl and .parquet, or tokens in .bin and .npy.
 
-A split is `NAME.bin`, `NAME.npy`, `NAME.txt` or a directory NAME of such files, in the order of
-their names, including nested folders. A .txt file is one document in UTF-8 or in the configured
-`encoding`.
+A split is a file such as `NAME.bin` or `NAME.jsonl`, or a directory NAME of such files, in the
+order of their names, including nested folders. A .txt file is one document in UTF-8 or in the
+configured `encoding`. In .jsonl and .parquet files, each row is a document (`rows.read_rows`).
 
 A .bin file has only tokens, as in nanoGPT: little-endian uint16, or uint32 if the vocabulary
 has more than 65,536 tokens, or the configured `dtype`. A file that looks like a different type
 is rejected. The headers of np.save and llm.c define their own type. Tokens are read from the
-file on demand. The separator of documents is not known in such files, so the very first token
-is not predicted.
+file on demand. Unless the separator of documents is given, the very first token is not predicted.
 """
 
 from __future__ import annotations
@@ -17,23 +16,25 @@ import codecs
 import contextlib
 import os
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from jaxscale.data import rows
 from jaxscale.data.dataset import Dataset, file_identity
 from jaxscale.data.directory import is_visible, kinds, left_out_note, tree
-from jaxscale.data.stream import TokenFile, of_files, packed, text_windows
+from jaxscale.data.packing import text_windows
+from jaxscale.data.stream import Packing, Stream, TokenFile, of_files, packed
 from jaxscale.data.tokenizer import read_tokenizer
 from jaxscale.errors import ConfigError, invalid
-from jaxscale.files import refuse_pointer
+from jaxscale.files import refuse_pointer, whole_number
 from jaxscale.metrics.text import few, listed
 
 _AT_ONCE = 64 << 20  # bytes of text per batch
 _TOKENS = ".bin", ".npy"
-_ENDINGS = (*_TOKENS, ".txt")
+_ENDINGS = (*_TOKENS, ".txt", *rows.ENDINGS)
 # The first number of llm.c's header of 256 int32, and the type of the tokens after it, for
 # GPT-2 and for Llama 3 (karpathy/llm.c, dev/data/data_common.py).
 _LLM_C = {20240520: "<u2", 20240801: "<u4"}
@@ -62,7 +63,9 @@ def text_files(
   vocab_size: int | None = None,
   dtype: str = "auto",
   encoding: str = "utf-8",
+  field: str = "text",
   sequence_length: int = 256,
+  packing: Packing = "stream",
   cache_dir: str | None = None,
 ) -> Dataset:
   """Create a dataset of token windows from the text files of a split.
@@ -70,44 +73,42 @@ def text_files(
   Args:
     directory: the directory of the splits.
     split: the name of a file without its extension, or of a directory of files.
-    tokenizer: the tokenizer of .txt files: "bytes" or the path of a tokenizer.json.
-    separator: the tokenizer's token between documents; None finds it by its usual names.
+    tokenizer: the tokenizer of text: "bytes" or the path of a tokenizer.json.
+    separator: the tokenizer's token between documents; None finds it by its usual names. For
+      .bin and .npy files, the token ID; None if it is not known.
     vocab_size: the size of the vocabulary of .bin and .npy files.
     dtype: NumPy's name of the token type in .bin files without a header, e.g. "uint32", or
       ">u2" for big-endian; "auto" uses uint16 for a vocabulary up to 65,536, else uint32.
     encoding: Python's name of the encoding of .txt files; "bytes", with the tokenizer of this
       name, takes the bytes as they are.
+    field: the field of .jsonl and the column of .parquet files with the text.
     sequence_length: the tokens per example.
-    cache_dir: the directory for tokens of .txt files; None uses the user's cache.
+    packing: the way from documents to windows, as for `packing.text_windows`.
+    cache_dir: the directory for the tokens of text; None uses the user's cache.
 
   Raises:
-    ConfigError: there are no files, files of both kinds, settings for the other kind, or
+    ConfigError: there are no files, files of several kinds, settings for the other kind, or
       files with an unexpected type or encoding.
 
   Example:
     >>> text_files("data/openwebtext", "val", vocab_size=50257)   # doctest: +SKIP
   """
-  paths, left_out = split_files(Path(directory), split)
+  paths, left_out = split_files(Path(directory), split, _ENDINGS, "TextFiles")
   called = str(Path(directory) / split)
   notes = left_out_note(called, left_out, f"text files end in {', '.join(_ENDINGS)}")
-  if paths[0].suffix.lower() in _TOKENS:
-    if vocab_size is None:
-      fix = "set the vocabulary size, e.g. 50257 for GPT-2's tokenizer"
-      raise ConfigError(f"TextFiles.vocab_size=None: {paths[0]} contains token IDs; {fix}")
+  kind = _kind(paths[0].name)
+  options: Any = {"packing": packing, "setting": "TextFiles.packing"}
+  if kind == "tokens":
     for name, value, default in (
       ("tokenizer", tokenizer, "bytes"),
-      ("separator", separator, None),
       ("encoding", encoding, "utf-8"),
+      ("field", field, "text"),
     ):
       if value != default:
         problem = f"is for text, but {paths[0]} has tokens"
         raise invalid(f"TextFiles.{name}", value, problem, "omit it")
-    files = [_token_file(path, dtype, vocab_size) for path in paths]
-    if types := {np.dtype(file.dtype).name for file in files if file.offset}:
-      notes += (f"{called}: tokens of {listed(sorted(types))}, as the headers say",)
-    stream = of_files(files, None)
-    facts = {"tokens": stream.num_tokens, "dtype": ",".join({f.dtype: 0 for f in files})}
-    dataset = text_windows(called, stream, vocab_size, sequence_length)
+    stream, facts = _token_stream(called, paths, separator, vocab_size, dtype)
+    dataset = text_windows(called, stream, vocab_size or 0, sequence_length, **options)
     return _identified(dataset, paths, facts, notes)
   if vocab_size is not None:
     problem = f"{paths[0]} is text with the vocabulary of the tokenizer; leave vocab_size out"
@@ -116,12 +117,12 @@ def text_files(
     problem = f"is for .bin files, but {paths[0]} is text"
     raise invalid("TextFiles.dtype", dtype, problem, "leave it out")
   tokens = read_tokenizer(tokenizer, separator, field="TextFiles.tokenizer")
-  _check_encoding(encoding, tokenizer)
-  stamps = [(str(p.absolute()), *_stamp(p)) for p in paths]
-  identity = "files", encoding, *stamps
-  documents = _documents(paths, encoding, tokenizer)
-  stream = packed(called, documents, tokens, identity, cache_dir)
-  dataset = text_windows(called, stream, tokens.vocab_size, sequence_length)
+  stamps = [(str(p.absolute()), *file_stamp(p)) for p in paths]
+  identity = "files", encoding, *stamps, *([field] if kind == "rows" else [])
+  skipped: list[str] = []
+  documents = text_documents(paths, encoding, field, tokenizer, skipped)
+  stream = packed(called, documents, tokens, identity, cache_dir, skipped)
+  dataset = text_windows(called, stream, tokens.vocab_size, sequence_length, **options)
   facts = {"tokens": stream.num_tokens, "tokenizer": tokens.key}
   return _identified(dataset, paths, facts, notes)
 
@@ -129,38 +130,75 @@ def text_files(
 def _identified(
   dataset: Dataset, paths: Sequence[Path], facts: dict[str, Any], notes: tuple[str, ...]
 ) -> Dataset:
+  notes = (*notes, *dataset.notes)
   return dataset._replace(identity=lambda: facts | file_identity(paths), notes=notes)
 
 
-def split_files(directory: Path, split: str) -> tuple[list[Path], Counter[str]]:
+def _kind(name: str) -> str:
+  """Return the kind of a file by its ending: "tokens", "rows" or "txt"."""
+  if name.lower().endswith(_TOKENS):
+    return "tokens"
+  return "rows" if name.lower().endswith(rows.ENDINGS) else "txt"
+
+
+def _token_stream(
+  called: str, paths: Sequence[Path], separator: str | None, vocab_size: int | None, dtype: str
+) -> tuple[Stream, dict[str, Any]]:
+  """Return the stream of token files, and facts for the identity of the data."""
+  if vocab_size is None:
+    fix = "set the vocabulary size, e.g. 50257 for GPT-2's tokenizer"
+    raise ConfigError(f"TextFiles.vocab_size=None: {paths[0]} contains token IDs; {fix}")
+  end = None if separator is None else whole_number(separator)
+  if separator is not None and (end is None or end >= vocab_size):
+    problem = f"is not a token ID below {vocab_size:,}, but {paths[0]} has tokens"
+    raise invalid("TextFiles.separator", separator, problem, "give the ID, e.g. '0', or omit it")
+  files = [_token_file(path, dtype, vocab_size) for path in paths]
+  stream = of_files(files, end)
+  if types := {np.dtype(file.dtype).name for file in files if file.offset}:
+    note = f"{called}: tokens of {listed(sorted(types))}, as the headers say"
+    stream = stream._replace(notes=(note,))
+  facts = {"tokens": stream.num_tokens, "dtype": ",".join({f.dtype: 0 for f in files})}
+  return stream, facts
+
+
+def split_files(
+  directory: Path, split: str, endings: Sequence[str], setting: str
+) -> tuple[list[Path], Counter[str]]:
   """Return the files of a split by name, all of one kind, and the number of skipped files.
 
+  Args:
+    directory: the directory of the splits.
+    split: the name of a file without its ending, or of a directory.
+    endings: the endings of the files in lower case.
+    setting: the name of the settings class for messages.
+
   Raises:
-    ConfigError: there are no files, or files of both kinds.
+    ConfigError: there are no files, or files of several kinds.
   """
   if not directory.is_dir():
-    raise ConfigError(f"TextFiles.path={str(directory)!r}: no such directory; check the path")
+    raise ConfigError(f"{setting}.path={str(directory)!r}: no such directory; check the path")
   base = directory / split
   entries = sorted(os.listdir(base.parent)) if base.parent.is_dir() else []
-  files = [base.parent / name for name in entries if Path(name).stem == base.name]
-  files = [p for p in files if p.suffix.lower() in _ENDINGS and not p.is_dir()]
+  names = [n for n in entries if n.startswith(base.name) and n[len(base.name) :].lower() in endings]
+  files = [base.parent / name for name in names if not (base.parent / name).is_dir()]
   left_out: Counter[str] = Counter()
   if base.is_dir():
     inside = tree(str(base))
-    names = [name for name in inside.files if name.lower().endswith(_ENDINGS)]
+    names = [name for name in inside.files if name.lower().endswith(tuple(endings))]
     left_out = inside.left_out + kinds(set(inside.files) - set(names))
     files += [base / name for name in names]
   if not files:
     shown = [name for name in entries if is_visible(name)]
-    others = f", and {split} has {', '.join(left_out)}" if left_out else ""
-    names = ", ".join(split + ending for ending in _ENDINGS)
-    problem = f"{directory} has neither {names} nor a directory {split} with such files"
-    problem += f"; it contains {few(shown, 10) or 'nothing'}{others}"
-    raise ConfigError(f"TextFiles: {problem}; write text to .txt, or tokens to .bin or .npy")
+    problem = f"{directory} contains {few(shown, 10) or 'nothing'}"
+    if base.is_dir():
+      shown = [f"{count} {kind}" for kind, count in left_out.items()]
+      problem = f"the directory {base} contains {few(shown, 10) or 'nothing'}"
+    fix = f"give a file {split} or files in a directory {split} that end in {', '.join(endings)}"
+    raise ConfigError(f"{setting}: {problem}; {fix}")
   sources = {path if path.parent == base.parent else base for path in files}
-  if len(sources) > 1 or len({path.suffix.lower() in _TOKENS for path in files}) > 1:
+  if len(sources) > 1 or len({_kind(path.name) for path in files}) > 1:
     both = f"{files[0].name} and {files[-1].name}"
-    raise ConfigError(f"TextFiles: {split!r} of {directory} has {both}; keep only one kind")
+    raise ConfigError(f"{setting}: {split!r} of {directory} has {both}; keep only one kind")
   for path in files:
     with contextlib.suppress(OSError), open(path, "rb") as file:
       refuse_pointer(path, file.read(64))
@@ -268,7 +306,7 @@ def _looks_like(dtype: str, head: bytes, vocab_size: int) -> bool:
   return is_token and not is_wider and not is_narrower
 
 
-def _stamp(path: Path) -> tuple[int, int]:
+def file_stamp(path: Path) -> tuple[int, int]:
   """Return the size and modification time of a file."""
   try:
     status = path.stat()
@@ -290,19 +328,51 @@ def _check_encoding(encoding: str, tokenizer: str) -> None:
     raise invalid("TextFiles.encoding", encoding, problem, fix) from None
 
 
-def _documents(paths: Sequence[Path], encoding: str, tokenizer: str) -> Iterator[list[bytes]]:
-  """Yield the contents of the files as UTF-8 in order, several at a time."""
-  waiting: list[bytes] = []
-  for path in paths:
+def text_documents(
+  paths: Sequence[Path], encoding: str, field: str, tokenizer: str, notes: list[str]
+) -> Iterator[list[bytes]]:
+  """Return an iterator over the documents of text files as UTF-8, several at a time.
+
+  Args:
+    paths: .txt files, or files of rows.
+    encoding: the encoding of .txt files.
+    field: the field of the text in files of rows.
+    tokenizer: the name of the tokenizer.
+    notes: a list to which lines about damaged rows are added.
+
+  Raises:
+    ConfigError: a setting is for the other kind of files, or the encoding is unknown.
+  """
+  _check_encoding(encoding, tokenizer)
+  if (is_rows := _kind(paths[0].name) == "rows") and encoding != "utf-8":
+    problem = f"is for .txt files, but {paths[0]} has UTF-8"
+    raise invalid("TextFiles.encoding", encoding, problem, "omit it")
+  if not is_rows and field != "text":
+    problem = f"is for .jsonl and .parquet files, but {paths[0]} is plain text"
+    raise invalid("TextFiles.field", field, problem, "omit it")
+
+  def documents(path: Path) -> Iterable[bytes]:
+    if is_rows:
+      return rows.read_rows(path, [field], rows.text_of(field), notes, "TextFiles.field")
     try:
       content = path.read_bytes()
     except OSError as e:
       raise ConfigError(f"{path}: {e.strerror}; check the file") from None
-    is_text = encoding != "bytes"
-    waiting.append(_utf8(path, content, encoding, tokenizer) if is_text else content)
-    if sum(map(len, waiting)) >= _AT_ONCE:
+    return [content if encoding == "bytes" else _utf8(path, content, encoding, tokenizer)]
+
+  return _batches(document for path in paths for document in documents(path))
+
+
+def _batches(documents: Iterable[bytes]) -> Iterator[list[bytes]]:
+  """Yield lists of documents of about `_AT_ONCE` bytes."""
+  waiting: list[bytes] = []
+  size = 0
+  for document in documents:
+    waiting.append(document)
+    size += len(document)
+    if size >= _AT_ONCE:
       yield waiting
-      waiting = []
+      waiting, size = [], 0
   if waiting:
     yield waiting
 

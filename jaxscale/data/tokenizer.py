@@ -21,6 +21,9 @@ _ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]"
 _MOST_TOKENS = 1 << 24
 
 
+Located = tuple[np.ndarray, np.ndarray, np.ndarray]  # Tokens; where each begins and ends.
+
+
 class Tokenizer(NamedTuple):
   """Conversion between text and tokens.
 
@@ -28,17 +31,24 @@ class Tokenizer(NamedTuple):
     key: a string that is equal for tokenizers that return the same tokens.
     vocab_size: the size of the vocabulary.
     separator: the token after each document.
-    encode: a function of UTF-8 documents that returns one array of all their tokens, with
-      the separator after each document, in the smallest dtype. It raises ConfigError for a
-      document that is not UTF-8, unless tokens are bytes.
+    encode_each: a function of UTF-8 documents that returns the tokens of each, with the
+      separator after them, in the smallest dtype. It raises ConfigError for a document that
+      is not UTF-8, unless tokens are bytes.
     decode: a function of (tokens, tokens before them) that returns the text they add.
+    locate: a function of texts that returns for each its tokens, without a separator, and
+      where their characters begin and end in the text.
   """
 
   key: str
   vocab_size: int
   separator: int
-  encode: Callable[[Sequence[bytes]], np.ndarray]
+  encode_each: Callable[[Sequence[bytes]], list[np.ndarray]]
   decode: Callable[[Sequence[int], Sequence[int]], str]
+  locate: Callable[[Sequence[str]], list[Located]]
+
+  def encode(self, documents: Sequence[bytes]) -> np.ndarray:
+    """Return the tokens of all documents in one array."""
+    return np.concatenate(self.encode_each(documents))
 
 
 def byte_tokenizer() -> Tokenizer:
@@ -49,10 +59,18 @@ def byte_tokenizer() -> Tokenizer:
     [97, 98, 0, 99, 0]
   """
 
-  def encode(documents: Sequence[bytes]) -> np.ndarray:
-    return np.frombuffer(b"".join(d + b"\0" for d in documents), np.uint8)
+  def encode_each(documents: Sequence[bytes]) -> list[np.ndarray]:
+    return [np.frombuffer(d + b"\0", np.uint8) for d in documents]
 
-  return Tokenizer("bytes", 256, 0, encode, lambda t, _: bytes(t).decode(errors="replace"))
+  def located(text: str) -> Located:
+    tokens = np.frombuffer(text.encode(), np.uint8)
+    starts = ((tokens & 0xC0) != 0x80).cumsum() - 1  # In UTF-8, other bytes continue one.
+    return tokens, starts, starts + 1
+
+  def decode(tokens: Sequence[int], _: Sequence[int]) -> str:
+    return bytes(tokens).decode(errors="replace")
+
+  return Tokenizer("bytes", 256, 0, encode_each, decode, lambda texts: [*map(located, texts)])
 
 
 def read_tokenizer(
@@ -79,22 +97,28 @@ def read_tokenizer(
     raise ConfigError(f"{field}={name!r}: it has the token {vocab_size - 1:,}, {reason}")
   dtype = smallest_dtype(vocab_size)
 
-  def encode(documents: Sequence[bytes]) -> np.ndarray:
+  def encoded(texts: Sequence[str]) -> Any:
+    try:
+      return model.encode_batch(texts, add_special_tokens=False)
+    except Exception as e:  # The package raises plain Exceptions.
+      problem = f"it cannot be used ({e})"
+      raise ConfigError(f"{field}={name!r}: {problem}; use a different tokenizer") from None
+
+  def encode_each(documents: Sequence[bytes]) -> list[np.ndarray]:
     try:
       texts = [document.decode() for document in documents]
     except UnicodeDecodeError as e:
       before = e.object[max(e.start - 40, 0) : e.start].decode(errors="ignore")
       problem = f"needs UTF-8, but a document is not UTF-8 at byte {e.start:,}, after {before!r}"
       raise invalid(field, name, problem, "convert the text, or use 'bytes'") from None
-    try:
-      encoded = model.encode_batch(texts, add_special_tokens=False)
-    except Exception as e:  # The package raises plain Exceptions.
-      problem = f"it cannot be used ({e})"
-      raise ConfigError(f"{field}={name!r}: {problem}; use a different tokenizer") from None
-    return np.array([i for one in encoded for i in (*one.ids, end)], dtype)
+    return [np.array([*one.ids, end], dtype) for one in encoded(texts)]
+
+  def locate(texts: Sequence[str]) -> list[Located]:
+    spans = [(one.ids, np.array(one.offsets, int).reshape(-1, 2)) for one in encoded(texts)]
+    return [(np.array(ids, dtype), places[:, 0], places[:, 1]) for ids, places in spans]
 
   key = f"{hashlib.sha256(content).hexdigest()} {end}"
-  return Tokenizer(key, vocab_size, end, encode, _decoder(model))
+  return Tokenizer(key, vocab_size, end, encode_each, _decoder(model), locate)
 
 
 def _load(name: str, field: str) -> tuple[bytes, Any]:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
@@ -24,12 +23,13 @@ from jaxscale import data, models, optim
 from jaxscale.collectives.cpu_workarounds import one_at_a_time
 from jaxscale.config.choice import is_built_in
 from jaxscale.data.dataset import check_targets, with_checked_weights, with_target_range
-from jaxscale.errors import ConfigError, invalid
+from jaxscale.errors import invalid
 from jaxscale.exchange import Exchange
 from jaxscale.experiment import make_layout as layouts
 from jaxscale.experiment import model as model_parts
 from jaxscale.experiment.derive import Derived, derive
 from jaxscale.experiment.exchange import Synchronization, make_exchange, make_sync
+from jaxscale.experiment.frozen import check_paths, frozen_note, trainable
 from jaxscale.experiment.loss import (
   abstract_rows,
   loss_state,
@@ -43,10 +43,10 @@ from jaxscale.experiment.phases import Phase, phase_index, scale_velocity, step_
 from jaxscale.mesh import batch_axes, batch_sharding, make_mesh, replicated
 from jaxscale.metrics import perplexity_of, signed
 from jaxscale.metrics.text import listed
-from jaxscale.optim.tree_paths import path_name
 from jaxscale.parallel.layout_exchange import exchange_axes
 from jaxscale.parallel.run_stack import PipelineGrads
 from jaxscale.parallel.specs import Layout, local_grad_shapes
+from jaxscale.parallel.trainable import trainable_layout, trainable_part
 from jaxscale.training import nan_guard, types
 from jaxscale.training import state as states
 from jaxscale.training import step as steps
@@ -110,6 +110,7 @@ class Experiment(RunParts, PhaseParts):
       measure_noise_scale=config.noise_scale,
       skip_bad_steps=True,
       scale_loss=config.dtype == "float16",
+      trainable=self.trainable,
       observe=trust_ratio_metrics if config.log.trust_ratios else None,
       seed=config.seed,
     )
@@ -126,6 +127,16 @@ class Experiment(RunParts, PhaseParts):
       last_step=self.derived.total_steps,
       options=options,
     )
+
+  @property
+  def trainable(self) -> str | None:
+    """Pattern of the trained parameters, as for `trainable_part`; None means all."""
+    return trainable(self.config)
+
+  @property
+  def trained_layout(self) -> Layout | None:
+    """Layout of the trained parameters; None means that everything is replicated."""
+    return self.layout and trainable_layout(self.layout, self.trainable)
 
   @property
   def best_metric(self) -> str | None:
@@ -233,10 +244,11 @@ class Experiment(RunParts, PhaseParts):
     """Jitted function that creates the state, traced once for its shapes and to run."""
     parts = model_parts.init_fn(self.model), self.tx, self.mesh, self.exchange
     if self.sync is not None:
-      return states.make_init(*parts, local=self.sync.method)
+      return states.make_init(*parts, local=self.sync.method, trainable=self.trainable)
     return states.make_init(
       *parts,
       layout=self.layout,
+      trainable=self.trainable,
       average=self.config.ema_decay is not None,
       noise_scale=self.config.noise_scale,
       loss_scale=self.config.dtype == "float16",
@@ -282,7 +294,8 @@ def experiment(
   if datasets is None and not all(is_built_in(type(m)) for m in config.metrics):
     trace, _, batch = trace_steps(model_parts.as_functions(model), objective, info, mesh, rows)
     notes += metric_notes(metrics, trace(), batch)
-  _check_paths(config, model)
+  params = _params(model)
+  check_paths(config, params)
   if "weight" in info.arrays:
     train_data, eval_data = with_checked_weights(train_data), with_checked_weights(eval_data)
   if limits := config.loss.target_range(info):
@@ -296,7 +309,8 @@ def experiment(
   built = config, derived, mesh, eval_data, model, layout, eval_step, metrics
   parts = RunParts(*built, loss_state(objective))
   first = make_phase(parts, derived.phases[0], train_data)
-  notes = *train_data.notes, *eval_data.notes, *notes, *first.notes
+  frozen = frozen_note(config, params, first.tx)
+  notes = *train_data.notes, *eval_data.notes, *notes, *first.notes, *frozen
   built = Experiment(**vars(parts), **vars(dataclasses.replace(first, notes=notes)))
   if metrics:  # Report errors in them now, not at the first evaluation.
     built.lower_eval_step(built.abstract_state())
@@ -330,6 +344,8 @@ def make_phase(parts: RunParts, phase: Phase, train_data: data.Dataset) -> Phase
     ConfigError: the phase's images or exchange do not fit the model or the devices.
   """
   config, derived, mesh, layout = parts.config, parts.derived, parts.mesh, parts.layout
+  pattern = trainable(config)
+  trained = layout and trainable_layout(layout, pattern)
   if phase.image_size is not None:
     train_data = config.data.resized(phase.image_size)
   span = model_parts.bn_span(config, derived, phase)
@@ -343,12 +359,14 @@ def make_phase(parts: RunParts, phase: Phase, train_data: data.Dataset) -> Phase
   # The schedule counts steps of Config.batch_size, but the optimizer counts actual steps.
   warmup = step_at(derived.phases, derived.warmup_steps * config.batch_size)
   momentum = phase_rate(config, phase)[1]
-  axes = batch_axes(mesh) if layout is None else exchange_axes(layout)
+  axes = batch_axes(mesh) if trained is None else exchange_axes(trained)
   sizes = {axis: mesh.shape[axis] for axis in axes}
   layouts.check_exchange(config, layout, sizes)
 
   def params():
-    return _params(model) if layout is None else local_grad_shapes(layout)
+    if trained is None:
+      return trainable_part(_params(model), pattern)
+    return local_grad_shapes(trained)
 
   exchange, notes = make_exchange(config, derived, sizes, params, mesh)
   sync, more = make_sync(config, derived, phase, mesh)
@@ -416,28 +434,6 @@ def skip_steps(state: types.TrainState, steps: int) -> types.TrainState:
 def _params(model: model_parts.Model) -> Any:
   """Return the shapes and dtypes of the parameters."""
   return models.init_shapes(model_parts.init_fn(model))[0]
-
-
-def _check_paths(config: cfg.Config, model: model_parts.Model) -> None:
-  """Raise if a pattern matches no parameter, which would silently change the method."""
-  order, include = config.layer_order, getattr(config.optimizer, "include", "all")
-  fields = {pattern: "Config.layer_order" for pattern in order}
-  if include not in optim.NAMED:
-    fields = {include: f"{type(config.optimizer).__name__}.include"} | fields
-  if not fields:
-    return
-  paths = [path_name(path) for path, _ in jax.tree.leaves_with_path(_params(model))]
-  for pattern, field in fields.items():
-    if not any(re.search(pattern, path) for path in paths):
-      # Paths from the start, the middle and the end are enough as examples.
-      some = sorted({0, 1, len(paths) // 2, len(paths) - 1} & set(range(len(paths))))
-      fix = f"paths are, e.g., {', '.join(paths[i] for i in some)}"
-      raise invalid(field, repr(pattern), "matches no parameter", fix)
-  for path in paths if order else ():
-    fits = [repr(pattern) for pattern in order if re.search(pattern, path)]
-    if len(fits) != 1:
-      found = f"{path} matches {' and '.join(fits) or 'none'} of them"
-      raise ConfigError(f"Config.layer_order={order}: {found}; it must match exactly one")
 
 
 def trust_ratio_metrics(opt_state: Any) -> dict[str, jax.Array]:

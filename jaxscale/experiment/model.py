@@ -23,6 +23,7 @@ from jaxscale.experiment.phases import Phase
 from jaxscale.experiment.row_mixing import mixes_rows
 from jaxscale.mesh import BN_AXIS, BatchNormSpan, batch_norm_span, mesh_shape
 from jaxscale.metrics.log import logger
+from jaxscale.models import lora
 from jaxscale.models.adapters.calls import Setting
 from jaxscale.models.adapters.convert import KINDS, convert, library_of
 from jaxscale.models.model_fns import notes_of
@@ -94,6 +95,7 @@ def make_model(
   bn = {} if span is None or mesh is None else _bn_options(span, mesh)
   context = cfg.ModelContext(info=info, dtype=dtype, label_smoothing=smoothing, **bn)
   model = build(config.model, context, kind=_is_model, expected=KINDS)
+  adapted = functools.partial(_adapted, config)
   if isinstance(model, models.Stack):
     if not config.loss.is_cross_entropy:
       problem = f"does not work with {type(config.model).__name__}, which computes cross entropy"
@@ -104,7 +106,7 @@ def make_model(
       field = "weights of examples or classes" if has_weights else "Config.metrics"
       problem = f"does not work with {type(config.model).__name__}, which computes its own totals"
       raise invalid(field, ..., problem, "remove it, or use a different model")
-    return model
+    return adapted(model)
   shapes = data.batch_shapes(info, 1).items()
   arrays = {name: (shape[1:], dtype) for name, (shape, dtype) in shapes}
   own = config.model.inputs if callable(config.model.inputs) else None
@@ -113,7 +115,14 @@ def make_model(
   if isinstance(info, data.DatasetInfo):
     setting = setting._replace(mean=info.mean, std=info.std)
   with user_errors(config.model, ".build"):
-    return guarded_parts(config.model, " ({})", convert(model, setting))
+    return adapted(guarded_parts(config.model, " ({})", convert(model, setting)))
+
+
+def _adapted(config: cfg.Config, model: Model) -> Any:
+  """Return a model with the adapters of `Config.adapter`."""
+  if not isinstance(own := config.adapter, cfg.LoRA):
+    return model
+  return lora.adapt(model, lora.Lora(own.rank, own.scale, own.targets))
 
 
 def _is_model(model: Any) -> bool:
@@ -300,7 +309,8 @@ def imported(
   def check(naming: Any, names: Any):  # before shapes, since it reports the wrong setting
     notes.extend(check_source(path, naming, names, config.model, info, init_head=config.init_head))
 
-  trees = abstract.params, state_of_model(abstract.model_state)
+  # Adapters start as initialized.
+  trees = lora.without_adapters(abstract.params), state_of_model(abstract.model_state)
   loaded = weights.import_safetensors(
     path,
     *trees,

@@ -9,10 +9,8 @@ computes, with h the residual stream:
     h = h + o(attention(rope(q(x)), rope(k(x)), v(x)))   x = rms_norm(h)
     h = h + down(silu(gate(x)) * up(x))                  x = rms_norm(h)
 
-The head has its own matrix. A head tied to the embedding table would be a parameter of
-both the first and the last part of the model, which a pipeline has on different devices
-and other layouts gather at different times. Tied weights are imported by copying the
-table.
+The head has its own matrix, or with `tied` the transposed table of the embedding
+(arXiv:1608.05859), as the smaller Llamas and Qwens have.
 """
 
 import functools
@@ -59,6 +57,7 @@ def make_transformer(
   qk_norm: bool = False,
   qkv_bias: bool = False,
   pad_vocab_to: int = 128,
+  tied: bool = False,
   label_smoothing: float = 0.0,
   dtype: Any = jnp.float32,
 ) -> Stack:
@@ -86,6 +85,7 @@ def make_transformer(
     pad_vocab_to: pad the rows of table and head to a multiple of this, as in Megatron-LM
       (arXiv:1909.08053, §3), so that every layout can split them evenly. Padding rows
       stay 0.
+    tied: use the table, transposed, as the kernel of the head.
     label_smoothing: share of the target that is spread over the vocabulary
       (arXiv:1512.00567, section 7; 0.1 in arXiv:1706.03762, section 5.4); use 0 for
       evaluation. The exponential of a smoothed loss is not a perplexity.
@@ -136,9 +136,11 @@ def make_transformer(
     for name in "qkv" if qkv_bias else "":
       kernel = params["layers"][name]["kernel"]
       params["layers"][name]["bias"] = jnp.zeros_like(kernel, shape=kernel[:, 0].shape)
+    if tied:
+      del params["head"]["kernel"]
     return params
 
-  return Stack(init, embed, layer, finish, logits, num_layers)
+  return Stack(init, embed, layer, finish, logits, num_layers, tied, has_lora=True)
 
 
 def _layer(
@@ -159,10 +161,10 @@ def _layer(
     q = norm(q, p["q_norm"]["scale"]).astype(to)
     k = norm(k, p["k_norm"]["scale"]).astype(to)
   y = join_heads(ops.attend(turn(q, positions), turn(k, positions), v, causal=True))
-  h = h + rejoin(y, p["o"]["kernel"], ops)
+  h = h + rejoin(y, p["o"], ops)
   x = ops.enter(norm(h, p["mlp_norm"]["scale"]))
   gate, up = (dense(x, p[name], to) for name in ("gate", "up"))
-  return h + rejoin(jax.nn.silu(gate) * up, p["down"]["kernel"], ops)
+  return h + rejoin(jax.nn.silu(gate) * up, p["down"], ops)
 
 
 def rms_norm(x: jax.Array, scale: jax.Array, *, eps: float) -> jax.Array:

@@ -40,8 +40,13 @@ def linear(x: jax.Array, kernel: jax.Array, dtype: Any = None) -> jax.Array:
 
 
 def dense(x: jax.Array, p: Any, dtype: Any = None) -> jax.Array:
-  """Apply `linear` with p["kernel"], and add p["bias"] if there is one."""
+  """Apply `linear` with p["kernel"], and add p["bias"] if there is one.
+
+  If p has the leaves of an adapter (`models.lora`), their product with x is added, too.
+  """
   y = linear(x, p["kernel"], dtype)
+  if "kernel_lora_a" in p:
+    y = y + linear(linear(x, p["kernel_lora_a"], dtype), p["kernel_lora_b"], dtype)
   return shift(y, p["bias"]) if "bias" in p else y
 
 

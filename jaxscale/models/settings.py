@@ -190,6 +190,8 @@ class Transformer(Model):
     qkv_bias: whether to add biases to queries, keys and values, as in Qwen2.
     pad_vocab_to: the number to a multiple of which the vocabulary size is padded, so that
       parameter shapes do not depend on the layout; 1 adds no padding.
+    tied: whether the output layer uses the embedding table (tie_word_embeddings in Hugging
+      Face) instead of a matrix of its own.
   """
 
   num_layers: Count = 4
@@ -207,6 +209,7 @@ class Transformer(Model):
   qk_norm: bool = False
   qkv_bias: bool = False
   pad_vocab_to: Count = 128
+  tied: bool = False
 
   def __post_init__(self):
     sizes.transformer_heads(self.width, self.num_heads, self.num_kv_heads, self.head_width)

@@ -165,7 +165,7 @@ def for_rows(ops: Ops, *packing: jax.Array) -> Ops:
   return ops._replace(attend=attend, positions=lambda n: positions)
 
 
-def rejoin(y: jax.Array, kernel: jax.Array, ops: Ops) -> jax.Array:
+def rejoin(y: jax.Array, p: Any, ops: Ops) -> jax.Array:
   """Compute the last product of a branch, summed over devices.
 
   The result has the checkpoint name `BRANCH`, so that remat policies can store it and
@@ -173,10 +173,14 @@ def rejoin(y: jax.Array, kernel: jax.Array, ops: Ops) -> jax.Array:
 
   Args:
     y: outputs of a device's heads or hidden units, [..., in].
-    kernel: rows of the kernel for them, [in, width].
+    p: parameters {"kernel": its rows for them, [in, width]}, maybe with the leaves of an
+      adapter (`models.lora`).
     ops: operations, whose `reduce` is used.
   """
-  return checkpoint_name(ops.reduce(linear_sum(y, kernel)).astype(y.dtype), BRANCH)
+  total = linear_sum(y, p["kernel"])
+  if "kernel_lora_a" in p:
+    total = total + linear_sum(linear(y, p["kernel_lora_a"]), p["kernel_lora_b"])
+  return checkpoint_name(ops.reduce(total).astype(y.dtype), BRANCH)
 
 
 def at_least_float32(x: jax.Array) -> jax.Array:
@@ -198,11 +202,15 @@ class Stack(NamedTuple):
     init: key -> float32 params {"embed", "layers", "head"}.
     embed: (params["embed"], batch, ops) -> activations h, [rows, tokens, width].
     layer: (one layer's params, h, ops) -> h.
-    finish: (params["head"], h, batch, ops) -> totals: float32 sum "loss", int32 sums
-      "accuracy" (hits) and "examples". If the batch has a "mask" (bool [rows]), only rows
-      with True count.
-    logits: (params["head"], h) -> float32 [rows, (tokens,) classes].
+    finish: (head, h, batch, ops) -> totals: float32 sum "loss", int32 sums "accuracy"
+      (hits) and "examples". The head is that of `head_of`. If the batch has a "mask" (bool
+      [rows]), only rows with True count.
+    logits: (head, h) -> float32 [rows, (tokens,) classes].
     num_layers: number of layers.
+    tied: whether the head's kernel is the transposed table of the embedding,
+      params["embed"]["table"], and params["head"] has none.
+    has_lora: whether `layer` computes with adapters itself (`models.lora`): all its products
+      with kernels are by `linear.dense` or `rejoin`.
   """
 
   init: Callable[[jax.Array], Any]
@@ -211,6 +219,21 @@ class Stack(NamedTuple):
   finish: Callable[[Any, jax.Array, Any, Ops], Totals]
   logits: Callable[[Any, jax.Array], jax.Array]
   num_layers: int
+  tied: bool = False
+  has_lora: bool = False
+
+  def head_of(self, part: Callable[[str], Any]) -> Any:
+    """Return the parameters that `finish` and `logits` take.
+
+    The gradient of a tied kernel is added to that of the table's lookups by autodiff. A
+    pipeline needs no exchange of its own for it: all stages hold embedding and head, whose
+    gradients are summed over the stages.
+
+    Args:
+      part: "embed" or "head" -> these full parameters.
+    """
+    head = part("head")
+    return head | {"kernel": part("embed")["table"].T} if self.tied else head
 
 
 def _remat(policy: Any) -> Callable[[Layer], Layer]:
@@ -263,7 +286,7 @@ def run_stack(stack: Stack, params: Any, batch: Any, *, remat: str = "none") -> 
     8
   """
   h = hidden_states(stack, params, batch, remat=remat)
-  return stack.finish(params["head"], h, batch, Ops())
+  return stack.finish(stack.head_of(params.get), h, batch, Ops())
 
 
 def hidden_states(
@@ -287,4 +310,4 @@ def hidden_states(
 
 def stack_logits(stack: Stack, params: Any, batch: Any) -> jax.Array:
   """Return the logits of all classes, float32 [rows, (tokens,) classes]."""
-  return stack.logits(params["head"], hidden_states(stack, params, batch))
+  return stack.logits(stack.head_of(params.get), hidden_states(stack, params, batch))

@@ -136,7 +136,7 @@ def make_vit(
     sizes = pixels // patch**2, width, units, num_layers, classes
     return _init(key, patch_size, *sizes, has_token=pool == "token")
 
-  return Stack(init, embed, layer, finish, logits, num_layers)
+  return Stack(init, embed, layer, finish, logits, num_layers, has_lora=True)
 
 
 def _layer(
@@ -147,10 +147,10 @@ def _layer(
   x = ops.enter(norm(h, p["attn_norm"]))
   q, k, v = (split_heads(dense(x, p[name], h.dtype), head_width) for name in "qkv")
   y = join_heads(ops.attend(q, k, v, causal=False))
-  h = h + shift(rejoin(y, p["o"]["kernel"], ops), p["o"]["bias"])
+  h = h + shift(rejoin(y, p["o"], ops), p["o"]["bias"])
   x = ops.enter(norm(h, p["mlp_norm"]))
   y = gelu(dense(x, p["up"], h.dtype))
-  return h + shift(rejoin(y, p["down"]["kernel"], ops), p["down"]["bias"])
+  return h + shift(rejoin(y, p["down"], ops), p["down"]["bias"])
 
 
 def layer_norm(x: jax.Array, p: Any, *, eps: float) -> jax.Array:

@@ -17,36 +17,50 @@ from jax.sharding import NamedSharding
 from jaxscale.collectives import vary
 from jaxscale.parallel.fsdp_gather import Gather, ShardedAndFull, local_shard
 from jaxscale.parallel.specs import Layout, opt_state_specs
+from jaxscale.parallel.trainable import trainable_part
 
 HOST = "pinned_host"  # JAX's name for host memory that devices can copy from
 
 
-def shards_and_full(params: Any, layout: Layout) -> tuple[Any, Any]:
-  """Return the parameters for which gradients are computed, and full parameters.
+def shards_and_full(params: Any, layout: Layout, trainable: str | None = None) -> tuple[Any, Any]:
+  """Return the parameters for which gradients are computed, and other parameters.
 
   Call it inside `shard_map`. Parameters are cast to varying over the axes that the
   exchange sums over. Otherwise the derivative itself would sum over these axes.
 
+  Args:
+    params: the device's part of all parameters.
+    layout: the layout of the parameters.
+    trainable: pattern of the trainable parameters, as for `trainable_part`.
+
   Returns:
-    A tree of parameters or their shards, and a tree with None, or under ZeRO-2 with the
-    full parameters of those that are split.
+    A tree of trainable parameters or their shards; and a tree of the frozen parameters and,
+    under ZeRO-2, of the full parameters of those that are split, with None elsewhere.
   """
   gathers = jax.tree.broadcast(layout.gathers, params)
   params = jax.tree.map(lambda w, g: vary(w, g.sum_in_exchange), params, gathers)
-  if layout.shard != "zero2":
-    return params, jax.tree.map(lambda _: None, params)
+  part = trainable_part(params, trainable)
 
-  def shard(w: jax.Array, g: Gather):
-    return w if g.scatter is None else local_shard(w, g.scatter)
+  def has_shard(g: Gather) -> bool:
+    return layout.shard == "zero2" and g.scatter is not None
 
-  full = jax.tree.map(lambda w, g: None if g.scatter is None else w, params, gathers)
-  return jax.tree.map(shard, params, gathers), full
+  def shard(w: jax.Array | None, g: Gather):
+    return w if w is None or not has_shard(g) else local_shard(w, g.scatter)
+
+  def full(trained: jax.Array | None, w: jax.Array, g: Gather):
+    return w if trained is None or has_shard(g) else None
+
+  trees = part, params, gathers
+  shards = jax.tree.map(shard, part, gathers, is_leaf=lambda x: x is None)
+  return shards, jax.tree.map(full, *trees, is_leaf=lambda x: x is None)
 
 
 def pair_shards(shards: Any, full: Any) -> Any:
   """Return the parameters for a loss from the results of `shards_and_full`."""
 
   def pair(shard: Any, w: Any):
+    if shard is None:  # frozen
+      return w
     return shard if w is None else ShardedAndFull(shard, w)
 
   return jax.tree.map(pair, shards, full, is_leaf=lambda x: x is None)

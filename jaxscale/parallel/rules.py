@@ -20,6 +20,7 @@ import jax
 from jax.sharding import PartitionSpec as P
 
 from jaxscale.errors import ConfigError
+from jaxscale.models import lora
 from jaxscale.optim.tree_paths import path_name
 
 Dims = tuple[str | None, ...]  # axis that splits each dim, or None
@@ -68,7 +69,8 @@ def partition(params: Any, rules: Sequence[Rule], sizes: Mapping[str, int]) -> A
 
   Args:
     params: arrays, or objects with a shape.
-    rules: sharding rules; exactly one must match each path.
+    rules: sharding rules; exactly one must match each path. Adapters (`models.lora`) follow the
+      rule of their kernel.
     sizes: sizes of the mesh axes by name.
 
   Raises:
@@ -82,15 +84,21 @@ def partition(params: Any, rules: Sequence[Rule], sizes: Mapping[str, int]) -> A
     ('fsdp', None)
   """
 
+  shapes = {path_name(path): tuple(leaf.shape) for path, leaf in jax.tree.leaves_with_path(params)}
+
   def spec(path: Any, leaf: Any) -> P:
-    name = path_name(path)
+    name, adapter = lora.kernel_of(path_name(path))
     fitting = [rule for rule in rules if re.fullmatch(rule.pattern, name)]
     if len(fitting) != 1:
       fits = " and ".join(repr(rule.pattern) for rule in fitting) or "no rule"
       verb = "match" if len(fitting) > 1 else "matches"
       problem = f"{fits} {verb} this parameter of shape {tuple(leaf.shape)}"
       raise ConfigError(f"{name}: {problem}; change the layout's rules so that exactly one does")
-    return P(*_dims(name, tuple(leaf.shape), fitting[0], sizes))
+    dims = _dims(name, shapes[name], fitting[0], sizes)
+    if adapter:  # A is split like the kernel's inputs, and B like its outputs.
+      *first, inputs, outputs = dims
+      dims = (*first, inputs, None) if adapter == lora.A else (*first, None, outputs)
+    return P(*dims)
 
   return jax.tree.map_with_path(spec, params)
 

@@ -88,15 +88,19 @@ def one_f_one_b_grads(stack: Stack, layout: Layout, *, remat: str = "none") -> P
   ops = layout_ops(layout)
 
   def grads(shards: Any, full: Any, model_state: Any, batch: Any, num_microbatches: int):
-    def gathered(part: str, params: Any):
+    def gathered(params: Any, part: str):
       return gather_params(pair_shards(params[part], full[part]), layout.gathers[part])
+
+    def finish(params: Any, h: jax.Array, micro: Any):
+      head = stack.head_of(functools.partial(gathered, params))
+      return stack.finish(head, h, micro, ops)
 
     run_layers = _layers(stack, layout, remat)
     microbatches = split_microbatches(local_tokens(batch, layout), num_microbatches)
     found, totals = one_f_one_b(
-      lambda params, micro: stack.embed(gathered("embed", params), micro, ops),
+      lambda params, micro: stack.embed(gathered(params, "embed"), micro, ops),
       lambda layers, *of_rows: run_layers(pair_shards(layers, full["layers"]), *of_rows),
-      lambda params, h, micro: stack.finish(gathered("head", params), h, micro, ops),
+      finish,
       shards,
       microbatches,
       packing_of(microbatches),
@@ -126,21 +130,25 @@ def _run(
   ops, gathers = layout_ops(layout), layout.gathers
   run_layers = _layers(stack, layout, remat)
   batch = local_tokens(batch, layout)
+
+  def gathered(part: str) -> Any:  # A tied table is gathered twice, and not kept in between.
+    return gather_params(params[part], gathers[part])
+
   if "stage" not in layout.mesh.axis_names:
-    h = stack.embed(gather_params(params["embed"], gathers["embed"]), batch, ops)
+    h = stack.embed(gathered("embed"), batch, ops)
     h = run_layers(params["layers"], h, *packing_of(batch))
-    return stack.finish(gather_params(params["head"], gathers["head"]), h, batch, ops)
+    return stack.finish(stack.head_of(gathered), h, batch, ops)
   microbatches = split_microbatches(batch, num_microbatches)
   # The cast to varying makes gradients of the table cross the stages, instead of those of
   # all activations.
-  embed = vary(gather_params(params["embed"], gathers["embed"]), ("stage",))
+  embed = vary(gathered("embed"), ("stage",))
   h = lax.map(lambda micro: stack.embed(embed, micro, ops), microbatches)
   packing = packing_of(microbatches)
   h = gpipe(run_layers, params["layers"], h, packing, skip=_can_skip(layout))
   # The head processes all rows of a stage at once.
   parts = h, stage_microbatches(microbatches)
   h, rows = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), parts)
-  return stack.finish(gather_params(params["head"], gathers["head"]), h, rows, ops)
+  return stack.finish(stack.head_of(gathered), h, rows, ops)
 
 
 def _layers(stack: Stack, layout: Layout, remat: str) -> Any:

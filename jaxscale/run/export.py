@@ -13,15 +13,18 @@ import numpy as np
 
 from jaxscale import weights
 from jaxscale.checkpoint import checkpoint_files, load_params
-from jaxscale.config.record import Described, describe_run
+from jaxscale.config import LoRA
+from jaxscale.config.record import Described, describe_run, from_plain
 from jaxscale.data.tokenizer import byte_tokenizer
 from jaxscale.errors import ConfigError
+from jaxscale.models import config_json, hf_config, timm_config
 from jaxscale.training.custom_loss import LossState
-from jaxscale.weights import config_json, hf_config, timm_config
+from jaxscale.weights import adapter
 
 # Prefixes of names in a checkpoint and of paths in a safetensors file.
 _PREFIXES = {"params": (("params/", "params/"), ("model_state/", ""))}
-_PREFIXES |= {"average": (("average/0/", "params/"), ("average/1/", ""))}
+# Frozen parameters have no average.
+_PREFIXES |= {"average": (("params/", "params/"), ("average/0/", "params/"), ("average/1/", ""))}
 
 
 def export(
@@ -60,15 +63,20 @@ def export(
       return read(name) if layer is None else read(name)[layer]
 
     leaves, prefixes = {}, _PREFIXES[take]
-    of_state = [name for name in manifest if name.startswith(prefixes[1][0])]
-    parts = {name.removeprefix(prefixes[1][0]).partition("/")[0] for name in of_state}
+    of_state = [name for name in manifest if name.startswith(prefixes[-1][0])]
+    parts = {name.removeprefix(prefixes[-1][0]).partition("/")[0] for name in of_state}
     if "loss" in parts <= {*LossState._fields}:  # The state of the loss is not exported.
-      prefixes = prefixes[0], (f"{prefixes[1][0]}model/", "")
+      prefixes = *prefixes[:-1], (f"{prefixes[-1][0]}model/", "")
     for prefix, ours in prefixes:
       for name in (n for n in manifest if n.startswith(prefix)):
         shape, kind = tuple(manifest[name]["shape"]), _dtype(manifest[name]["dtype"])
         leaf = weights.Leaf(shape, kind, functools.partial(part, name))
         leaves[ours + name.removeprefix(prefix)] = leaf
+    own = _lora_of(described)
+    if naming == "peft":
+      adapter.check_adapter(to, leaves, described.config.get("trainable"))
+    elif own is not None:
+      leaves = adapter.merged_leaves(leaves, own.scale)
     up = leaves.get("params/layers/up/kernel")
     fields, note = None, ""
     if naming == "huggingface" and up is not None:
@@ -83,18 +91,27 @@ def export(
   except checkpoint_files.DamagedError as e:
     fix = "use another step"
     raise ConfigError(f"checkpoint {step} in {workdir} is damaged ({e}); {fix}") from None
-  if fields is not None:
-    try:
+  try:
+    if fields is not None:
       config_json.write_config_json(to, fields)
-    except OSError as e:
-      where = to.parent / "config.json"
-      raise weights.UnwrittenError(f"{where}: could not be written: {e}") from None
+    if naming == "peft":
+      shapes = {name: leaf.shape for name, leaf in leaves.items()}
+      adapter.write_adapter_config(to, shapes, own, described.config["init_from"])
+  except OSError as e:
+    problem = f"{e.filename or to.parent}: could not be written: {e.strerror or e}"
+    raise weights.UnwrittenError(problem) from None
   what = "the average" if take == "average" else "the parameters"
   return f"{to}: {what} of step {step}, {size / 1e6:,.1f} MB in {naming}'s names{note}"
 
 
 def _dtype(name: str) -> Any:
   return np.dtype(getattr(ml_dtypes, name, name))
+
+
+def _lora_of(described: Described) -> LoRA | None:
+  """Return the adapter of a run, whose other settings need not be readable."""
+  fields = described.config.get("adapter", {})
+  return from_plain(LoRA, fields) if fields.get("class") == "LoRA" else None
 
 
 def _about(described: Described, step: int, take: str) -> dict[str, str]:

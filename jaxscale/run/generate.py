@@ -61,7 +61,7 @@ def sample(
 
   def scores(tokens, cache):
     h, cache = advance(stack, params, tokens, cache)
-    return stack.logits(params["head"], h[:, -1]), cache
+    return stack.logits(stack.head_of(params.get), h[:, -1]), cache
 
   def step(carry, key):
     logits, cache = carry

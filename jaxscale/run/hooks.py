@@ -18,6 +18,7 @@ from jaxscale.experiment.derive import interval
 from jaxscale.mesh import host_shard
 from jaxscale.metrics.log import logger
 from jaxscale.parallel.specs import backward_sum_axes
+from jaxscale.parallel.trainable import trainable_part
 from jaxscale.run.run import Run
 from jaxscale.training import loop, nan_guard, replica_check
 from jaxscale.training.loop import Hook
@@ -51,7 +52,8 @@ def skipped(run: Run, bad: loop.BadStep) -> None:
   with run.reporter.pause():
     if bad.codes is not None:
       state, summed = bad.state, backward_sum_axes(run.experiment.layout)
-      trees = state.params, state.model_state, state
+      trained = trainable_part(state.params, run.experiment.trainable)
+      trees = trained, state.model_state, state
       diagnosis = nan_guard.describe(bad.codes, *trees, summed)
       what, in_state = diagnosis.text or what, diagnosis.in_state
     run.nan_policy.skip(bad.step, what, hopeless=in_state)

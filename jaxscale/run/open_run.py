@@ -78,7 +78,7 @@ def open_run(
     nan_policy = NanPolicy(workdir, checks.nan_policy, *limits)
     saving = {name: v for name, v in saving if not name.startswith("every_")}
     saving["best_metric"] = experiment.best_metric
-    saving |= {"lock": held, "split": exchange_split(experiment.layout)}
+    saving |= {"lock": held, "split": exchange_split(experiment.trained_layout)}
     checkpoints = Checkpoints(workdir / "checkpoints", **saving)
     checkpoints.identity = identity
     tracer, parts = Tracer(workdir, config.log), (workdir, experiment, held, checkpoints)

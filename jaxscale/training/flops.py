@@ -48,7 +48,8 @@ def training_flops(model: models.ModelFns | models.Stack, batch: Any) -> int:
 
   def forward(state: Any, batch: Any):
     if isinstance(model, models.Stack):
-      return model.finish(state["head"], hidden_states(model, state, batch, ops), batch, ops)
+      h = hidden_states(model, state, batch, ops)
+      return model.finish(model.head_of(state.get), h, batch, ops)
     return model.apply(*state, model.inputs(batch), False, None)
 
   return FORWARD_AND_BACKWARD * count_flops(forward, state, batch)

@@ -40,6 +40,7 @@ from jaxscale.errors import ConfigError, invalid
 from jaxscale.exchange import Exchange
 from jaxscale.exchange.local_updates import LocalUpdate, reset_momentum
 from jaxscale.mesh import on_cpu, replicated
+from jaxscale.parallel.trainable import merge, trainable_part
 from jaxscale.training import nan_guard
 from jaxscale.training.contract import check_loss, checked, checked_step
 from jaxscale.training.gathered import PARTS
@@ -131,9 +132,11 @@ def make_local_train_step(
   ):
     # Arrays of one device: the anchor in full, the worker's state with a leading dim of 1.
     worker = jax.tree.map(lambda x: x[0], stacked)
-    worker, totals, metrics, codes = update(worker, batch, key)
+    params, *rest = anchor
+    worker, totals, metrics, codes = update(worker, vary(params, axes), batch, key)
     is_due = ((step + 1) % method.every == 0) | (step + 1 == (last_step or 0))
-    anchor, worker, code = lax.cond(is_due, synchronize, _stay, anchor, worker)
+    part = trainable_part(params, options.trainable), *rest
+    (part, *rest), worker, code = lax.cond(is_due, synchronize, _stay, part, worker)
     if options.skip_bad_steps:
       totals["loss"] = jnp.where(code < 0, totals["loss"], jnp.nan)
       codes = jnp.append(codes, vary(code, axes))[None]
@@ -144,7 +147,8 @@ def make_local_train_step(
       metrics["learning_rate"] = jnp.asarray(schedule(step), jnp.float32)
     if not reduce_metrics:
       metrics = jax.tree.map(lambda x: vary(x, axes)[None], metrics)
-    return anchor, jax.tree.map(lambda x: x[None], worker), metrics, codes
+    worker = jax.tree.map(lambda x: x[None], worker)
+    return (merge(part, params), *rest), worker, metrics, codes
 
   in_specs = P(), P(axes), P(axes), P(), P()
   out_specs = P(), P(axes), P() if reduce_metrics else P(axes), P(axes)
@@ -170,26 +174,30 @@ def make_local_train_step(
 
 def _make_worker_update(
   loss_fn: LossFn, tx: optax.GradientTransformation, mesh: Mesh, within: Axes, options: StepOptions
-) -> Callable[[WorkerState, Batch, jax.Array], tuple[WorkerState, Totals, Metrics, Any]]:
+) -> Callable[[WorkerState, Tree, Batch, jax.Array], tuple[WorkerState, Totals, Metrics, Any]]:
   """Return a worker's inner step on one device.
 
   Returns:
-    (worker, batch, key) -> (worker, totals, further metrics of the worker, codes). With
-    `skip_bad_steps` the codes are int32 [3] and report what the device found, else ().
+    (worker, parameters of the anchor, batch, key) -> (worker, totals, further metrics of the
+    worker, codes). Frozen parameters are those of the anchor. With `skip_bad_steps` the codes
+    are int32 [3] and report what the device found, else ().
   """
   axes, is_cpu = mesh.axis_names, on_cpu(mesh)
 
   def mean_grads(
-    worker: WorkerState, batch: Batch, key: jax.Array
+    worker: WorkerState, anchor: Tree, batch: Batch, key: jax.Array
   ) -> tuple[Tree, Tree, Totals, Any]:
+    def loss_of(part: Tree, *rest: Any):
+      return loss_fn(merge(part, anchor), *rest)
+
     arguments = worker.params, worker.model_state, batch, row_keys(key, batch, axes)
     if queues(worker.model_state) or hasattr(loss_fn, PARTS):
       problem = "gathers rows of all devices, whose parameters differ with local updates"
       raise invalid("loss_fn", ..., problem, "train synchronously")
-    check_agrees(loss_fn, arguments, options.num_microbatches, axes)
+    check_agrees(loss_of, arguments, options.num_microbatches, axes)
     with jax.named_scope("gradients"):
       grads, model_state, totals = sum_grads(
-        loss_fn, *arguments, options.num_microbatches, unroll=is_cpu
+        loss_of, *arguments, options.num_microbatches, unroll=is_cpu
       )
     codes: Any = ()
     if options.skip_bad_steps:
@@ -203,8 +211,8 @@ def _make_worker_update(
     grads = jax.tree.map(lambda g: g * scale.astype(g.dtype), grads)
     return grads, model_state, totals, codes
 
-  def update(worker: WorkerState, batch: Batch, key: jax.Array):
-    grads, model_state, totals, codes = mean_grads(worker, batch, key)
+  def update(worker: WorkerState, anchor: Tree, batch: Batch, key: jax.Array):
+    grads, model_state, totals, codes = mean_grads(worker, anchor, batch, key)
     norm = optax.tree.norm(grads)
 
     @jax.named_scope("update")

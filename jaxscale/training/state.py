@@ -23,6 +23,7 @@ from jaxscale.optim.tree_paths import path_name
 from jaxscale.parallel import placement, specs
 from jaxscale.parallel.layout_exchange import make_layout_exchange
 from jaxscale.parallel.specs import Layout
+from jaxscale.parallel.trainable import trainable_layout, trainable_part
 from jaxscale.training import loss_scale as loss_scales
 from jaxscale.training import noise_scale as noise_scales
 from jaxscale.training.custom_loss import LossState
@@ -35,6 +36,7 @@ def state_shardings(
   tx: optax.GradientTransformation | None = None,
   *,
   average: bool = False,
+  trainable: str | None = None,
 ) -> TrainState:
   """Return the shardings of a train state.
 
@@ -46,6 +48,7 @@ def state_shardings(
     layout: the layout of the parameters; None means that everything is replicated.
     tx: the optimizer; needed with a layout.
     average: whether the state has averages.
+    trainable: pattern of the trainable parameters, as for `trainable_part`.
   """
   everywhere = replicated(mesh)
   parts: dict[str, Any] = dict.fromkeys(TrainState._fields, everywhere)
@@ -53,9 +56,9 @@ def state_shardings(
   if layout is not None and layout.shapes is not None:
     assert tx is not None
     parts["params"] = placement.shardings(layout, layout.param_specs)
-    parts["opt_state"] = placement.opt_state_shardings(layout, tx)
+    parts["opt_state"] = placement.opt_state_shardings(trainable_layout(layout, trainable), tx)
     if average:
-      parts["average"] = (parts["params"], everywhere)
+      parts["average"] = (trainable_part(parts["params"], trainable), everywhere)
   return TrainState(**parts)
 
 
@@ -79,7 +82,7 @@ def init_state(
     seed: seed of the parameters, which are the same on every mesh.
     given: leaves that replace initialised ones, such as imported weights, by path: "0/..."
       for params and "1/..." for model_state.
-    options: layout, average, noise_scale, loss_scale, local and loss_state, as in
+    options: layout, trainable, average, noise_scale, loss_scale, local and loss_state, as in
       `make_init`.
   """
   return run_init(make_init(init_fn, tx, mesh, exchange, **options), mesh, seed, given)
@@ -147,6 +150,7 @@ def make_init(
   exchange: Exchange | None = None,
   *,
   layout: Layout | None = None,
+  trainable: str | None = None,
   average: bool = False,
   noise_scale: bool = False,
   loss_scale: bool = False,
@@ -163,6 +167,8 @@ def make_init(
     exchange: the gradient exchange; None means `plain`, which has no state.
     layout: the layout of the parameters; None means that everything is replicated. Each device
       creates only the part that it holds.
+    trainable: pattern of the trainable parameters, as for `parallel.trainable.trainable_part`;
+      None means that all are. Only these have optimizer state, exchange state and averages.
     average: also keep averages of parameters and model state.
     noise_scale: also keep running averages of the gradient-noise scale.
     loss_scale: also keep a dynamic loss scale, for `StepOptions.scale_loss`.
@@ -182,9 +188,10 @@ def make_init(
       return ()
     if layout is None or layout.shapes is None:
       return exchange.init(params)
-    shapes = specs.local_grad_shapes(layout)
+    trained = trainable_layout(layout, trainable)
+    shapes = specs.local_grad_shapes(trained)
     grads = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
-    return make_layout_exchange(exchange, layout).init(grads)
+    return make_layout_exchange(exchange, trained).init(grads)
 
   def init(seed: Any, given: Mapping[str, jax.Array]):
     # Creating the key inside avoids compiling a separate program for it.
@@ -195,20 +202,21 @@ def make_init(
     if loss_state is not None:  # After `given`, since a teacher starts as a copy.
       of_loss = loss_state(params, jax.random.fold_in(jax.random.key(seed), 1))
       model_state = LossState(model_state, jax.tree.map(jnp.copy, of_loss))
-    opt_state, device_state = tx.init(params), exchange_state(params)
+    part = trainable_part(params, trainable)
+    opt_state, device_state = tx.init(part), exchange_state(part)
     check_keys("optimizer", opt_state)
     if local is not None:
       if local.reset_momentum:
         reset_momentum(opt_state)  # raises the step's error before the first step
-      device_state = WorkerState(params, model_state, opt_state, device_state)
-      opt_state = local.outer.init(params)
+      device_state = WorkerState(part, model_state, opt_state, device_state)
+      opt_state = local.outer.init(part)
     return TrainState(
       step=jnp.zeros((), jnp.int32),
       params=params,
       model_state=model_state,
       opt_state=opt_state,
       exchange_state=jax.tree.map(lambda x: jnp.stack([x] * mesh.size), device_state),
-      average=jax.tree.map(jnp.copy, (params, model_state)) if average else (),
+      average=jax.tree.map(jnp.copy, (part, model_state)) if average else (),
       noise=noise_scales.init() if noise_scale else (),
       loss_scale=loss_scales.init() if loss_scale else (),
     )
@@ -218,5 +226,5 @@ def make_init(
   level = "xla_backend_optimization_level"
   is_set = level in os.environ.get("XLA_FLAGS", "")
   options = {level: 1} if on_cpu(mesh) and not is_set else None
-  where: Any = state_shardings(mesh, layout, tx, average=average)
+  where: Any = state_shardings(mesh, layout, tx, average=average, trainable=trainable)
   return jax.jit(init, out_shardings=where, compiler_options=options)

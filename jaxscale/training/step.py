@@ -35,6 +35,7 @@ from jaxscale.parallel import placement, specs
 from jaxscale.parallel.layout_exchange import exchange_axes, make_layout_exchange
 from jaxscale.parallel.run_stack import PipelineGrads
 from jaxscale.parallel.specs import Layout
+from jaxscale.parallel.trainable import merge, trainable_layout, trainable_part
 from jaxscale.training import contract, nan_guard
 from jaxscale.training import loss_scale as loss_scales
 from jaxscale.training import model_state as model_states
@@ -121,8 +122,9 @@ def make_train_step(
     raise invalid("options.measure_noise_scale", True, problem, "use False")
   loss_fn = loss_fn if isinstance(loss_fn, PipelineGrads) else contract.checked(loss_fn)
   local_grads = _make_local_grads(loss_fn, layout, options)
-  exchange_grads = _make_exchange_grads(exchange or plain(exchange_axes(layout)), layout)
-  update = _make_update(tx, layout, options)
+  trained = trainable_layout(layout, options.trainable)
+  exchange_grads = _make_exchange_grads(exchange or plain(exchange_axes(trained)), trained)
+  update = _make_update(tx, trained, options)
 
   def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
     contract.check_rows(batch, row_blocks(mesh), options.num_microbatches)
@@ -140,7 +142,9 @@ def make_train_step(
       metrics = nan_guard.mark_bad(metrics, totals.get(loss_scales.OVERFLOWS, 0) > 0)
     num_rows = len(jax.tree.leaves(batch)[0])
     outputs = StepOutputs(grads, model_state, exchange_state, totals, num_rows, metrics)
-    state = update(state, outputs)
+    part = state._replace(params=trainable_part(state.params, options.trainable))
+    part = update(part, outputs)
+    state = part._replace(params=merge(part.params, state.params))
 
     if options.observe is not None:
       metrics |= options.observe(state.opt_state)
@@ -153,7 +157,8 @@ def make_train_step(
       metrics[nan_guard.CODES] = nan_guard.all_codes(codes, grads, mesh)
     return state, metrics
 
-  state_sharding = state_shardings(mesh, layout, tx, average=options.ema_decay is not None)
+  average, trainable = options.ema_decay is not None, options.trainable
+  state_sharding = state_shardings(mesh, layout, tx, average=average, trainable=trainable)
   # `nan_guard.CODES` is sharded over the devices; all other metrics are replicated.
   metric_sharding = None if options.skip_bad_steps else replicated(mesh)
   jitted = jax.jit(train_step, donate_argnums=0, out_shardings=(state_sharding, metric_sharding))
@@ -171,6 +176,7 @@ def _make_local_grads(
   """
   mesh, axes, row_axes = layout.mesh, layout.mesh.axis_names, batch_axes(layout.mesh)
   device_grads = _make_device_grads(loss_fn, layout, options)
+  trained = trainable_layout(layout, options.trainable)
 
   @jax.named_scope("gradients")
   def local_grads(params: Tree, model_state: Tree, batch: Batch, key: jax.Array, loss_scale: Tree):
@@ -186,12 +192,12 @@ def _make_local_grads(
         totals = loss_scales.find_overflow(codes, totals, scale, loss)
       codes = codes[None]
     totals = sum_totals(totals, layout.token_axes)
-    grads = placement.scale_for_exchange(grads, layout, divisor(totals))
+    grads = placement.scale_for_exchange(grads, trained, divisor(totals))
     model_state = model_states.agree(model_states.push(before, model_state, row_axes), axes)
     return grads, model_state, totals, codes
 
   in_specs = layout.param_specs, P(), P(row_axes), P(), P()
-  out_specs = specs.exchange_specs(layout), P(), P(), P(axes)
+  out_specs = specs.exchange_specs(trained), P(), P(), P(axes)
   return jax.shard_map(local_grads, mesh=mesh, in_specs=in_specs, out_specs=out_specs)
 
 
@@ -204,7 +210,7 @@ def _make_device_grads(
   observe = noise_scales.observe if options.measure_noise_scale else None
 
   def device_grads(params: Tree, model_state: Tree, batch: Batch, key: jax.Array, scale: Any):
-    shards, full = placement.shards_and_full(params, layout)
+    shards, full = placement.shards_and_full(params, layout, options.trainable)
     if isinstance(loss_fn, PipelineGrads):
       assert observe is None, "a pipeline has no gradients of its micro-batches"
       return loss_fn.grads(shards, full, model_state, batch, num_microbatches)

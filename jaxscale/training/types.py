@@ -11,6 +11,8 @@ from typing import Any, NamedTuple
 
 import jax
 
+from jaxscale.parallel.trainable import merge
+
 Tree = Any
 Batch = dict[str, jax.Array]  # arrays [rows, ...], whose rows are split over the devices
 Metrics = dict[str, jax.Array]  # scalars
@@ -36,7 +38,8 @@ class TrainState(NamedTuple):
     opt_state: the optimizer's state, such as momenta.
     exchange_state: the exchange's state, with a leading dim of one entry per device,
       sharded over the devices.
-    average: exponential averages of (params, model_state), or () if none are kept.
+    average: exponential averages of (trainable part of params, model_state), or () if none
+      are kept.
     noise: running averages of the gradient-noise scale, or () if it is not measured.
     loss_scale: state of the dynamic loss scale, or () if the loss is not scaled.
   """
@@ -52,7 +55,10 @@ class TrainState(NamedTuple):
 
   def evaluated(self) -> tuple[Tree, Tree]:
     """Return (params, model_state) for evaluation: the averages if there are any."""
-    return self.average or (self.params, self.model_state)
+    if not self.average:
+      return self.params, self.model_state
+    params, model_state = self.average
+    return merge(params, self.params), model_state
 
 
 class WorkerState(NamedTuple):
@@ -61,7 +67,8 @@ class WorkerState(NamedTuple):
   In a `TrainState` every array has a leading dim of one entry per device.
 
   Attributes:
-    params: the worker's parameters w_k, float32; the same on all devices of a worker.
+    params: the worker's trainable parameters w_k, float32; the same on all devices of a
+      worker.
     model_state: the model state for these parameters.
     opt_state: the state of the inner optimizer.
     exchange_state: the state of the exchange of pseudo-gradients.
@@ -113,6 +120,9 @@ class StepOptions(NamedTuple):
       the learning rate or the model state have NaN or Inf. The loss of such a step is
       NaN, and the metric `nan_guard.CODES`, which is not a scalar, reports the findings of
       each device. The totals that the loss function returns must include "loss".
+    trainable: pattern of the trainable parameters, as for `parallel.trainable.trainable_part`;
+      None means that all are. The state must come from `init_state(..., trainable=...)` with
+      the same pattern.
     scale_loss: scale the loss dynamically, for activations in float16 (`loss_scale`). The
       state must come from `init_state(..., loss_scale=True)`. Needs `skip_bad_steps`.
     observe: opt_state -> further metrics, scalars.
@@ -125,6 +135,7 @@ class StepOptions(NamedTuple):
   ema_warmup: bool = False
   measure_noise_scale: bool = False
   skip_bad_steps: bool = False
+  trainable: str | None = None
   scale_loss: bool = False
   observe: Callable[[Tree], Metrics] | None = None
   seed: int = 0

@@ -9,10 +9,10 @@ from typing import Any
 
 from jaxscale.errors import ConfigError
 from jaxscale.files import json_objects
-from jaxscale.weights.config_json import Comparison, compare, read_config_json
-from jaxscale.weights.hf_config import check_llama, check_vit
+from jaxscale.models.config_json import Comparison, compare, read_config_json
+from jaxscale.models.hf_config import check_llama, check_vit
+from jaxscale.models.timm_config import check_timm, is_timm_config
 from jaxscale.weights.safetensors import read_metadata
-from jaxscale.weights.timm_config import check_timm, is_timm_config
 
 # Settings that change results but appear neither in names nor in shapes.
 _UNSEEN = ("num_heads", "norm_eps", "bn_epsilon")

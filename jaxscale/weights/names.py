@@ -36,10 +36,11 @@ import numpy as np
 
 from jaxscale.config.validation import nearest
 from jaxscale.errors import ConfigError
-from jaxscale.weights.config_json import read_config_json
+from jaxscale.models import lora
+from jaxscale.models.config_json import read_config_json
 
 Shape = tuple[int, ...]
-NAMINGS = ("jaxscale", "timm", "torchvision", "huggingface")
+NAMINGS = ("jaxscale", "timm", "torchvision", "huggingface", "peft")
 Shapes = Mapping[str, Shape]  # shapes of jaxscale's leaves, by path
 
 
@@ -296,6 +297,8 @@ def naming_of(name: str, shapes: Shapes) -> Naming:
   """
   if name not in NAMINGS:
     raise ConfigError(f"naming={name}: {nearest(name, NAMINGS)}")
+  if name == "peft":
+    return _adapters(shapes)
   classes = _classes(shapes)
   head = tuple(path for path in classes if path != _WORDS)
   if name == "jaxscale":
@@ -314,6 +317,18 @@ def naming_of(name: str, shapes: Shapes) -> Naming:
     problem = f"has no name for {left[0]} of this model; use naming=jaxscale"
     raise ConfigError(f"naming={name}: {problem}")
   return Naming(name, links, counters, derived, classes, head, _PYTORCH)
+
+
+def _adapters(shapes: Shapes) -> Naming:
+  """Return the names of an adapter's factors in PEFT, which follow from Hugging Face's."""
+  base = naming_of("huggingface", {n: s for n, s in shapes.items() if not lora.kernel_of(n)[1]})
+  links, classes = [], {}
+  for suffix, factor in ((lora.A, "lora_A"), (lora.B, "lora_B")):
+    for link in (x for x in base.links if x.ours + suffix in shapes):
+      theirs = f"base_model.model.{link.theirs.removesuffix('weight')}{factor}.weight"
+      links.append(link._replace(ours=link.ours + suffix, theirs=theirs))
+    classes |= {f"{n}{lora.B}": dim for n, dim in base.classes.items() if n.endswith("/kernel")}
+  return Naming("peft", tuple(links), (), (), classes, (), _PYTORCH)
 
 
 def _classes(shapes: Shapes) -> dict[str, int]:

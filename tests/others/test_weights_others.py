@@ -19,7 +19,7 @@ from jaxscale import config as cfg
 from jaxscale.errors import ConfigError
 from jaxscale.models.resnet import DEPTHS
 from jaxscale.weights.check import check_source
-from jaxscale.weights.hf_config import completed
+from jaxscale.models.hf_config import completed
 from others import agreement, training
 
 

@@ -12,7 +12,8 @@ from flax import nnx
 
 from jaxscale import config as cfg
 from jaxscale import data, models
-from jaxscale.data.stream import of_array, text_windows
+from jaxscale.data.packing import text_windows
+from jaxscale.data.stream import of_array
 from jaxscale.experiment.build import experiment
 from jaxscale.training import contract
 from jaxscale.training.losses import Objective, cross_entropy

@@ -54,10 +54,10 @@ def tiny_stack(num_layers=LAYERS, width=WIDTH, hidden=HIDDEN, dtype=jnp.float32)
     q, k, v = (linear(x, w[n], dtype).reshape(*x.shape[:2], -1, width // HEADS) for n in "qkv")
     turn = jnp.cos(places / 10)[None, :, None, None].astype(dtype)
     a = ops.attend(q * turn, k * turn, v, causal=True)
-    h = h + rejoin(a.reshape(*x.shape[:2], -1), w["o"], ops)
+    h = h + rejoin(a.reshape(*x.shape[:2], -1), {"kernel": w["o"]}, ops)
     x = ops.enter(norm(h, w["mlp_scale"]))
     x = jax.nn.gelu(shift(linear(x, w["up"], dtype), w["up_bias"]))
-    return h + shift(rejoin(x, w["down"], ops), w["down_bias"])
+    return h + shift(rejoin(x, {"kernel": w["down"]}, ops), w["down_bias"])
 
   def finish(params, h, batch, ops):
     h = ops.enter(norm(h, params["scale"]))

@@ -21,7 +21,7 @@ from jaxscale.errors import ConfigError
 from jaxscale.optim.tree_paths import path_name
 from jaxscale.weights import load
 from jaxscale.weights.check import check_source
-from jaxscale.weights.hf_config import llama_config
+from jaxscale.models.hf_config import llama_config
 from jaxscale.weights.names import naming_of
 from jaxscale.weights.safetensors import Stored, read_index, view
 from support import fuzzing, images

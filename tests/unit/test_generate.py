@@ -203,9 +203,9 @@ def stand_in_for_a_tokenizer(name, separator, field):
   if not Path(name).exists():
     raise ConfigError(f"{field}={name!r}: No such file or directory; use 'bytes' or x")
 
-  def encode(documents):
-    ids = [WORDS.index(f"\u2581{w}") for d in documents for w in d.decode().split()]
-    return np.array([*ids, 0], np.uint8)
+  def encode_each(documents):
+    ids = [[WORDS.index(f"\u2581{w}") for w in d.decode().split()] for d in documents]
+    return [np.array([*one, 0], np.uint8) for one in ids]
 
   def text(tokens):
     return "".join(WORDS[i] for i in tokens).replace("\u2581", " ").removeprefix(" ")
@@ -213,7 +213,7 @@ def stand_in_for_a_tokenizer(name, separator, field):
   def decode(tokens, before):
     return text([*before, *tokens]).removeprefix(text(before))
 
-  return Tokenizer(name, len(WORDS), 0, encode, decode)
+  return Tokenizer(name, len(WORDS), 0, encode_each, decode, None)
 
 
 def write_tokenizer(path):

@@ -59,7 +59,7 @@ def test_documents_are_packed_once_and_kept(tmp_path, capsys):
     assert stream.read(0, stream.num_tokens).tobytes() == b"one\0\0zw\xc3\xb6lf\0"
   assert reads == [1] and capsys.readouterr().out.count("tokenizing x once") == 1
   (kept,) = Path(where).glob("*.json")
-  assert json.loads(kept.read_text()) == {"tokens": 12, "documents": 3, "bytes": 9}
+  assert json.loads(kept.read_text()) == {"tokens": 12, "documents": 3, "bytes": 9, "notes": []}
   kept.with_suffix(".bin").write_bytes(b"torn")
   packed("x", batches(), byte_tokenizer(), ("x", 1), where)
   packed("x", batches(), byte_tokenizer(), ("x", 2), where)  # of another dataset
@@ -189,7 +189,7 @@ def test_mistakes_with_text_files_are_one_line(tmp_path):
     split='train' | TextFiles.vocab_size=None
     split='train' vocab_size=9 tokenizer='x.json' | omit it
     split='val' vocab_size=9 | is text with the vocabulary
-    split='test' | it contains both, none.txt, train.bin and val.txt
+    split='test' | contains both, none.txt, train.bin and val.txt; give a file test or files in
     split='both' | keep only one kind
     split='val' directory='no' | no such directory
     split='val' tokenizer='no.json' | TextFiles.tokenizer='no.json'
@@ -201,15 +201,15 @@ def test_mistakes_with_text_files_are_one_line(tmp_path):
 def test_a_folder_of_text_has_the_rule_of_one_of_images(tmp_path):
   train = tmp_path / "train"
   names = words(
-    "b/2.txt a.txt E.TXT b/._2.txt ._a.txt .DS_Store __MACOSX/a.txt c.jsonl d.txt.gz e.jsonl .f"
+    "b/2.txt a.txt E.TXT b/._2.txt ._a.txt .DS_Store __MACOSX/a.txt c.json d.txt.gz e.json .f"
   )
   for name in names:
     (train / name).parent.mkdir(parents=True, exist_ok=True)
     (train / name).write_text(name)
   dataset = data.text_files(tmp_path, "train", sequence_length=4)
   assert text_of(dataset) == b"E.TXT\0a.txt\0b/2.txt\0"
-  left = "skipping 4 files (2 .jsonl, 1 .gz and 1 hidden); text files end in .bin, .npy, .txt"
-  assert dataset.notes == (f"{train}: {left}",)
+  left = "skipping 4 files (2 .json, 1 .gz and 1 hidden); text files end in .bin, .npy, .txt"
+  assert [note.startswith(f"{train}: {left}") for note in dataset.notes] == [True]
   for target, reason in (("/nonexistent", "No such file"), ("z.txt", "Too many levels")):
     (train / "z.txt").symlink_to(target)
     with pytest.raises(ConfigError, match=rf"z\.txt cannot be read: {reason}"):
@@ -217,12 +217,13 @@ def test_a_folder_of_text_has_the_rule_of_one_of_images(tmp_path):
     (train / "z.txt").unlink()
 
 
-@pytest.mark.parametrize("name", ["train.jsonl", "train/0.jsonl", "train.npz"])
+@pytest.mark.parametrize("name", ["train.json", "train/0.json", "train.npz"])
 def test_files_of_other_endings_are_named_whole(name, tmp_path):
   (tmp_path / name).parent.mkdir(exist_ok=True)
   (tmp_path / name).touch()
-  shown = ["it contains train", "train has .jsonl"] if "/" in name else [f"it contains {name}"]
-  with config_error(*shown, "; write text to .txt"):
+  shown = f"the directory {tmp_path}/train contains 1 .json;"
+  shown = shown if "/" in name else f"{tmp_path} contains {name};"
+  with config_error(f"TextFiles: {shown} give a file train or files in a directory train that end"):
     data.text_files(tmp_path, "train")
 
 
@@ -380,7 +381,6 @@ def test_a_setting_of_other_files_is_not_ignored(tmp_path):
   for name, setting, value, kind in table("""
     a.txt | dtype | uint32 | .bin files
     b.bin | encoding | latin-1 | text
-    b.bin | separator | <s> | text
 """):
     (tmp_path / name).write_bytes(b"\1\0" * 99)
     options = {setting: value} | ({"vocab_size": 9} if name == "b.bin" else {})

@@ -11,7 +11,7 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from jaxscale.errors import ConfigError
-from jaxscale.weights.config_json import OURS, Comparison, compare, unknown
+from jaxscale.models.config_json import OURS, Comparison, compare, unknown
 
 # Supported `model_type`s, with the defaults of missing fields.
 _DEFAULTS = {"num_attention_heads": 32, "rope_theta": 10_000.0, "rms_norm_eps": 1e-6}

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from jaxscale.files import mismatch
-from jaxscale.weights.config_json import OURS, Comparison, compare, unknown
+from jaxscale.models.config_json import OURS, Comparison, compare, unknown
 
 _RESNET = re.compile(r"(?:tv_)?resnet(18|34|50|101|152)")
 _SIZES = "tiny|small|base|large|huge|giant|gigantic"
