@@ -18,7 +18,6 @@ from jaxscale.metrics.text import listed, plural
 
 # The names for --config.data= (HOMES in config/choice.py lists this module).
 __all__ = [
-  
   "TFDS",
   "Arrays",
   "Digits",
@@ -28,7 +27,6 @@ __all__ = [
   "TFDSText",
   "Text",
   "TextFiles",
-,
 ]
 
 Split = tuple["data.Dataset", "data.Dataset"]  # To train on, and to validate on.

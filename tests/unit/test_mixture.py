@@ -158,7 +158,10 @@ def test_sources_that_differ_are_refused():
     mix({"a": small, "b": data.text("test", 16)}, {"a": [1], "b": [1]})
 
 
-TWO = {"a": cfg.Synthetic(num_examples=40), "b": cfg.Synthetic(num_examples=80)}
+TWO: dict[str, cfg.Data] = {
+  "a": cfg.Synthetic(num_examples=40),
+  "b": cfg.Synthetic(num_examples=80),
+}
 MISTAKES = [
   (dict(weights={"a": 1}), "Mixture.weights has the names a, but sources has a and b"),
   (dict(weights={"a": 1, "b": -1}), r"Mixture.weights.b=.* is not a share"),
