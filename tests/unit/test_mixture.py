@@ -155,7 +155,7 @@ def test_sources_that_differ_are_refused():
     with config_error(match=f"Mixture.sources.b has {field}.*, but 'a' has"):
       mix({"a": small, "b": other}, {"a": [1], "b": [1]})
   with config_error(match="Mixture.sources.b is text, but 'a' is no text"):
-    mix({"a": small, "b": data.text("test", 16)}, {"a": [1], "b": [1]})
+    mix({"a": small, "b": data.text("test", sequence_length=16)}, {"a": [1], "b": [1]})
 
 
 TWO: dict[str, cfg.Data] = {
