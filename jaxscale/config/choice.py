@@ -81,6 +81,7 @@ def chosen(node: Any) -> Iterator[Choice]:
   if isinstance(node, Choice):
     yield node
   inner = node if isinstance(node, tuple) else ()
+  inner = node.values() if isinstance(node, dict) else inner
   if dataclasses.is_dataclass(node):
     inner = [getattr(node, field.name) for field in dataclasses.fields(node)]
   for value in inner:

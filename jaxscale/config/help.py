@@ -10,7 +10,15 @@ from typing import Any, NamedTuple
 
 from jaxscale.config.config import Config
 from jaxscale.config.loading import choices
-from jaxscale.config.validation import bounds, field_docs, hints, item_type, nearest, type_name
+from jaxscale.config.validation import (
+  bounds,
+  field_docs,
+  hints,
+  is_named,
+  item_type,
+  nearest,
+  type_name,
+)
 from jaxscale.errors import ConfigError
 
 # The settings that one starts with: `jaxscale train --help` shows these.
@@ -73,6 +81,8 @@ def entries(
     path, at = f"{prefix}{name}", f"{topic}{name}"
     value = None if node is None else getattr(node, name)
     classes, members = choices(annotation, own), choices(item_type(annotation), own)
+    if is_named(annotation):  # Any class may be below a name, also this one.
+      members = {}
     if len(classes) != 1:
       shown = "" if node is None else f" = {type(value).__name__ if classes else repr(value)}"
       about = f"{' | '.join(classes) or kind_text(cls, name)}; {default_text(fields[name])}"
@@ -89,6 +99,10 @@ def entries(
       yield Entry("", below, f"{below}: {_summary(c)}")
       start = f"{path}.{c.__name__}." if members else f"{path}."
       yield from entries(v, own, chosen, c, start, f"{below}.")
+    for key, v in value.items() if isinstance(value, dict) else ():
+      if dataclasses.is_dataclass(v):
+        yield Entry("", f"{at}.{key}", f"{at}.{key}: {_summary(type(v))}")
+        yield from entries(v, own, chosen, type(v), f"{path}.{key}.", f"{at}.{key}.")
 
 
 def settings_help(node: Any = None, own: Mapping = {}, topic="all", chosen: Mapping = {}) -> str:

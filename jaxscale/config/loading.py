@@ -178,6 +178,8 @@ def _changes(
     if classes := choices(fields[name], own):
       current = getattr(node, name, None)
       changes[name] = _branch(classes, current, branch, path, own)
+    elif validation.is_named(fields[name]) and None not in branch:
+      changes[name] = _named(fields[name], getattr(node, name, {}), branch, path, own)
     elif classes := choices(validation.item_type(fields[name]), own):
       held = {type(x).__name__: x for x in getattr(node, name, ())}
       changes[name] = _several(classes, held, branch, path, own)
@@ -216,6 +218,24 @@ def _branch(
       fix = f"write it in the config file: {chosen}({field.name}=...)"
       raise invalid(f"--config.{path}", chosen, problem, fix)
   return cls(**values)
+
+
+def _named(
+  annotation: Any, held: dict[str, Any], tree: dict, path: str, own: Mapping[str, type]
+) -> dict[str, Any]:
+  """Return a dict of settings or values, with some of them changed."""
+  kind, changed = validation.item_type(annotation), dict(held)
+  classes = choices(kind, own)
+  for name, branch in tree.items():
+    if name not in held:
+      raise ConfigError(f"--config.{path}.{name}: {validation.nearest(name, held)}")
+    if classes:
+      changed[name] = _branch(classes, held[name], branch, f"{path}.{name}", own)
+    elif set(branch) != {None}:
+      raise ConfigError(f"--config.{path}.{name}: write --config.{path}.{name}=VALUE")
+    else:
+      changed[name] = _parse(kind, branch[None], f"{path}.{name}")
+  return changed
 
 
 def _several(

@@ -82,7 +82,7 @@ def from_plain(annotation: Any, node: Any, folder: Path | None = None) -> Any:
   if isinstance(node, list):
     return [from_plain(item_type(annotation), item, folder) for item in node]
   if isinstance(node, dict) and "class" not in node:
-    return {name: from_plain(Any, value, folder) for name, value in node.items()}
+    return {name: from_plain(item_type(annotation), v, folder) for name, v in node.items()}
   if not isinstance(node, dict):
     if isinstance(node, str) and Path in alternatives(annotation):
       return Path(node)

@@ -124,9 +124,14 @@ def alternatives(annotation: Any) -> tuple[Any, ...]:
 
 
 def item_type(annotation: Any) -> Any:
-  """Return the item type of the tuple among the alternatives; Any without a tuple."""
-  tuples = [a for a in alternatives(annotation) if typing.get_origin(a) is tuple]
-  return typing.get_args(tuples[0])[0] if tuples else Any
+  """Return the item type of the tuple or dict among the alternatives; Any without one."""
+  several = [a for a in alternatives(annotation) if typing.get_origin(a) in (tuple, dict)]
+  return typing.get_args(several[0])[is_named(annotation)] if several else Any
+
+
+def is_named(annotation: Any) -> bool:
+  """Return whether a type is a dict by name, such as `dict[str, float]`."""
+  return typing.get_origin(annotation) is dict
 
 
 def settings_classes(annotation: Any) -> dict[str, Any]:
@@ -154,6 +159,8 @@ def type_name(annotation: Any) -> str:
   if hasattr(annotation, "built_in") and len(names := annotation.built_in()) > 1:
     own = f"a class of yours that extends {annotation.__name__}"
     return f"{' | '.join(names)}, or {own}"
+  if is_named(annotation):
+    return f"dict from names to {type_name(item_type(annotation))}"
   if typing.get_origin(annotation) is tuple:
     return f"tuple of {type_name(typing.get_args(annotation)[0])}"
   return getattr(annotation, "__name__", str(annotation))
@@ -175,6 +182,8 @@ def coerce(annotation: Any, value: Any) -> Any:
       return value
     if origin is tuple and isinstance(value, (tuple, list)):
       return tuple(coerce(args[0], v) for v in value)
+    if origin is dict and isinstance(value, dict) and all(isinstance(k, str) for k in value):
+      return {k: coerce(args[1], v) for k, v in value.items()}
     if origin is collections.abc.Callable and callable(value):
       return value
     if origin is None:

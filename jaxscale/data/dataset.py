@@ -227,6 +227,18 @@ class DamagedExamples:
     """Add an example that was read but has an unexpected format."""
     self._unusual[index] = kind
 
+  def copy_to(self, other: DamagedExamples, first: int, prefix: str) -> None:
+    """Add all examples to a record of more datasets.
+
+    Args:
+      other: the other record.
+      first: the index of example 0 there.
+      prefix: the text before each name and format.
+    """
+    for known, add in ((self._names, other.add), (self._unusual, other.add_unusual)):
+      for index, text in known.copy().items():
+        add(first + index, prefix + text)
+
   def as_dict(self) -> dict[str, dict[str, str]]:
     """Return the names of damaged and the formats of unusual examples, by index, for JSON."""
     result = {"damaged": self._names, "unusual": self._unusual}
@@ -286,6 +298,9 @@ class Dataset(NamedTuple):
       None if examples have no names.
     order: a function of the seed that returns the order of training; None shuffles all
       examples anew in each epoch (`pipeline.epochs`).
+    progress: a function of a position in the training stream that returns values to log as
+      data/NAME; None logs none.
+    parts: the datasets that this one is made of.
   """
 
   info: DatasetInfo | TextInfo
@@ -298,6 +313,16 @@ class Dataset(NamedTuple):
   identity: str | Mapping[str, Any] | Callable[[], Mapping[str, Any]] | None = None
   name: Callable[[int], str] | None = None
   order: Callable[[int], Order] | None = None
+  progress: Callable[[int], dict[str, float]] | None = None
+  parts: tuple[Dataset, ...] = ()
+
+
+def facts_of(dataset: Dataset) -> dict[str, Any]:
+  """Return the number of examples and the identity of a dataset, as JSON."""
+  content = dataset.identity() if callable(dataset.identity) else dataset.identity
+  if not isinstance(content, Mapping):
+    content = {} if content is None else {"identity": content}
+  return {"examples": dataset.num_examples, **content}
 
 
 def check_targets(name: str, targets: np.ndarray, limits: tuple[int, int]) -> None:

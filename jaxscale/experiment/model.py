@@ -27,7 +27,7 @@ from jaxscale.models import lora
 from jaxscale.models.adapters.calls import Setting
 from jaxscale.models.adapters.convert import KINDS, convert, library_of
 from jaxscale.models.model_fns import notes_of
-from jaxscale.models.stack import stack_logits
+from jaxscale.models.stack import is_packed, stack_logits
 from jaxscale.optim.tree_paths import path_name
 from jaxscale.training.contract import one_line
 from jaxscale.training.custom_loss import state_of_model
@@ -201,8 +201,16 @@ def check_model(
   is_tested = is_built_in(kind) or found or config.model.batch_norm or not compute
   if not is_tested:
     found += _model_notes(mixing, model, info, rows)
-  found += _class_notes(config, outputs, info)
+  found += _class_notes(config, outputs, info) + _packing_notes(model, batch)
   return notes + [f"{kind.__name__}: {line}" for line in found]
+
+
+def _packing_notes(model: models.ModelFns, batch: Any) -> list[str]:
+  """Return a note on a user's model that gets packed tokens without their documents."""
+  if not is_packed(batch) or len(jax.tree.leaves(jax.eval_shape(model.inputs, batch))) > 1:
+    return []
+  fix = 'take "documents" by an argument of this name or in `inputs`'
+  return [f"gets packed rows without their documents, so that tokens see other documents; {fix}"]
 
 
 def _class_notes(config: cfg.Config, outputs: Any, info: Any) -> list[str]:
@@ -223,15 +231,23 @@ def _class_notes(config: cfg.Config, outputs: Any, info: Any) -> list[str]:
 
 
 def as_functions(model: Model) -> models.ModelFns:
-  """Return `ModelFns`; of a stack, `apply` returns the logits."""
+  """Return `ModelFns`; of a stack, `apply` returns the logits.
+
+  The inputs of a stack are those of `ModelFns`, or the whole batch if it has packed "documents".
+  """
   if not isinstance(model, models.Stack):
     return model
   stack = model
 
   def apply(params: Any, model_state: Any, inputs: Any, train: Any, keys: Any):
-    return stack_logits(stack, params, {"image": inputs, "tokens": inputs}), model_state
+    is_batch = isinstance(inputs, dict)
+    batch = inputs if is_batch else {"image": inputs, "tokens": inputs}
+    return stack_logits(stack, params, batch), model_state
 
-  return models.ModelFns(init_fn(stack), apply)
+  def inputs_of(batch: Any):
+    return batch if is_packed(batch) else models.inputs_of(batch)
+
+  return models.ModelFns(init_fn(stack), apply, inputs_of)
 
 
 def _model_notes(

@@ -8,7 +8,12 @@ attention, arXiv:2305.13245).
 [batch, heads, tokens, tokens], and stores their softmax for the backward pass unless the
 layer is rematerialised. "cudnn", by `jax.nn.dot_product_attention`, stores no scores and
 skips masked blocks (arXiv:2205.14135). It requires an NVIDIA GPU and half precision. JAX
-0.10.2 never chooses it by default, so `fastest` does.
+0.10.2 never chooses it by default, so `fastest` does. There is no other flash attention.
+
+Several documents may be packed into a row (arXiv:2107.02027, section 3.2). `documents` then
+has the number of each token's document, and a token attends to its own document alone. Both
+implementations apply this as a mask of all pairs of tokens, so they compute as many products
+as without it.
 """
 
 import functools
@@ -31,6 +36,7 @@ def attention(
   v: jax.Array,
   *,
   causal: bool,
+  documents: jax.Array | None = None,
   implementation: Implementation | None = None,
   device: Any = None,
 ) -> jax.Array:
@@ -41,6 +47,8 @@ def attention(
     k: keys, [batch, tokens, groups, width]; groups divide heads.
     v: values, with the shape of `k`.
     causal: whether a token attends only to itself and earlier tokens.
+    documents: numbers of the tokens' documents, int32 [batch, tokens]; a token attends only
+      to tokens with its own number. None means one document per row.
     implementation: "xla" or "cudnn"; None means the choice of `fastest`.
     device: the device that runs it; None means the first device of this process.
 
@@ -54,9 +62,13 @@ def attention(
   """
   by = implementation or fastest(q.dtype, q.shape[-1], device)
   if by == "cudnn":
-    return fused_attention(q, k, v, causal=causal)
+    return fused_attention(q, k, v, causal=causal, documents=documents)
   ones = jnp.ones((q.shape[1], k.shape[1]), bool)
-  return _attention(*alike(q, k, v), jnp.tril(ones) if causal else None)
+  sees = jnp.tril(ones) if causal else None
+  if documents is not None:
+    same = documents[:, :, None] == documents[:, None, :]
+    sees = same if sees is None else same & sees
+  return _attention(*alike(q, k, v), sees)
 
 
 def fused_attention(
@@ -65,6 +77,7 @@ def fused_attention(
   v: jax.Array,
   *,
   causal: bool,
+  documents: jax.Array | None = None,
   implementation: Implementation = "cudnn",
 ) -> jax.Array:
   """Compute attention by JAX, which uses cuDNN on GPUs, for any number of tokens.
@@ -73,19 +86,31 @@ def fused_attention(
   197 of a ViT (jax/_src/cudnn/fused_attention_stablehlo.py treats every call as one with
   a bias). Such sequences are padded by one masked token.
 
+  Documents become a mask, which JAX passes to cuDNN as a bias in the dtype of q, shared by
+  all heads: 2 batch tokens^2 bytes, and as many for the bias's unused gradient in the
+  backward pass (16 MB each for a row of 2,896 tokens). cuDNN then skips the blocks above the
+  diagonal, but not those of two different documents. Its packed layout, which has no such
+  arrays, needs Hopper, a static limit on the documents of a row and a private function of
+  JAX.
+
   Args:
     q: queries, as in `attention`.
     k: keys, as in `attention`.
     v: values, as in `attention`.
     causal: whether a token attends only to itself and earlier tokens.
+    documents: numbers of the tokens' documents, 0 or more, as in `attention`.
     implementation: implementation for `jax.nn.dot_product_attention`.
   """
   tokens, lengths = q.shape[1], None
   if tokens % 2:
     q, k, v = (jnp.pad(x, ((0, 0), (0, 1), (0, 0), (0, 0))) for x in (q, k, v))
-    if not causal:
+    if documents is not None:
+      documents = jnp.pad(documents, ((0, 0), (0, 1)), constant_values=-1)
+    elif not causal:
       lengths = jnp.full(q.shape[0], tokens, jnp.int32)
   options: Any = {"key_value_seq_lengths": lengths, "implementation": implementation}
+  if documents is not None:
+    options["mask"] = (documents[:, :, None] == documents[:, None, :])[:, None]
   return jax.nn.dot_product_attention(q, k, v, is_causal=causal, **options)[:, :tokens]
 
 
@@ -120,7 +145,7 @@ def _attention(q: jax.Array, k: jax.Array, v: jax.Array, sees: jax.Array | None)
     q: queries, [batch, tokens, heads, width].
     k: keys, [batch, seen, groups, width].
     v: values, with the shape of `k`. All three vary over the same mesh axes.
-    sees: mask, bool [tokens, seen]; None means no mask.
+    sees: mask, bool [tokens, seen] or [batch, tokens, seen]; None means no mask.
   """
   return _attention_forward(q, k, v, sees)[0]
 
@@ -132,7 +157,8 @@ def _attention_forward(q, k, v, sees):
   scores = jnp.matmul(q, k.mT, preferred_element_type=wide)
   scores = scores * jnp.asarray(1 / math.sqrt(q.shape[-1]), wide)
   if sees is not None:
-    scores = scores.reshape(*scores.shape[:2], -1, *sees.shape)
+    scores = scores.reshape(*scores.shape[:2], -1, *sees.shape[-2:])
+    sees = sees if sees.ndim == 2 else sees[:, None, None]
     scores = jnp.where(sees, scores, jnp.finfo(wide).min)
     scores = scores.reshape(*q.shape[:3], -1)
   weights = jax.nn.softmax(scores, axis=-1)
@@ -212,6 +238,25 @@ def join_heads(x: jax.Array) -> jax.Array:
   return x.reshape(*x.shape[:-2], -1)
 
 
+def document_positions(documents: jax.Array) -> jax.Array:
+  """Return the position of each token in its document, counted from 0.
+
+  Args:
+    documents: numbers of the documents, int [rows, tokens], whose tokens are consecutive.
+
+  Returns:
+    Positions, int32 [rows, tokens].
+
+  Example:
+    >>> document_positions(jnp.array([[0, 0, 0, 1, 1, 2]])).tolist()
+    [[0, 1, 2, 0, 1, 0]]
+  """
+  places = jnp.arange(documents.shape[1], dtype=jnp.int32)
+  is_first = documents != jnp.roll(documents, 1, axis=1)
+  starts = jnp.where(is_first, places, jnp.zeros_like(places))  # 0 for the first document
+  return places - lax.cummax(starts, axis=1)
+
+
 class RopeScaling(NamedTuple):
   """RoPE scaling of Llama 3.1 for longer texts (`apply_scaling` in its code).
 
@@ -244,7 +289,7 @@ def rotate(
 
   Args:
     x: queries or keys, [batch, tokens, heads, width], with an even width.
-    positions: positions of the tokens, int32 [tokens].
+    positions: positions of the tokens, int32 [tokens] or [batch, tokens].
     theta: base of the rotation; 10,000 in the paper, 500,000 in Llama 3
       (arXiv:2407.21783, §3.2).
     scaling: scaling of the angles; None means no scaling.
@@ -263,7 +308,7 @@ def rotate(
     turns = rates * (scaling.length / (2 * math.pi))
     kept = jnp.clip((turns - scaling.low) / (scaling.high - scaling.low), 0, 1)
     rates = rates * (kept + (1 - kept) / scaling.factor)
-  angles = positions.astype(jnp.float32)[:, None, None] * rates  # [tokens, 1, half]
+  angles = positions.astype(jnp.float32)[..., None, None] * rates  # [..., tokens, 1, half]
   cos, sin = _cos_sin(angles)
   a, b = jnp.split(x.astype(jnp.float32), 2, axis=-1)
   return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], -1).astype(x.dtype)

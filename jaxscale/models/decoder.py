@@ -65,7 +65,8 @@ def make_transformer(
 
   A batch is {"tokens": int32 [rows, tokens], "targets": int32 [rows, tokens]}. A target
   is the token to predict, or -1 for none. An optional "mask", bool [rows], is False for
-  rows that do not count.
+  rows that do not count. Optional "documents", int32 [rows, tokens], are the numbers 0, 1, …
+  of several documents in a row: a token attends only to its own, whose positions begin at 0.
 
   Args:
     vocab_size: number of tokens in the vocabulary.

@@ -44,11 +44,11 @@ import jax.numpy as jnp
 import optax
 from jax.ad_checkpoint import checkpoint_name
 
-from jaxscale.models.attention import attention
+from jaxscale.models.attention import attention, document_positions
 from jaxscale.models.linear import PRODUCT, linear, linear_sum
 
 Totals = dict[str, jax.Array]  # sums over examples, with their number: "examples"
-Layer = Callable[[Any, jax.Array], jax.Array]  # (one layer's params, h) -> h
+Layer = Callable[..., jax.Array]  # (one layer's params, h, *packing of the rows) -> h
 
 # Checkpoint names for remat policies: the output of `rejoin`, and the input of a layer.
 BRANCH = "branch"
@@ -114,9 +114,10 @@ class Ops(NamedTuple):
       normalised and float32, so that their gradients are summed in float32.
     reduce: a device's part of a branch -> the sum over all heads or hidden units. The
       part is not yet rounded to the dtype of activations.
-    attend: attention, with the signature of `attention.attention`.
+    attend: attention, with the signature of `attention.attention`. `for_rows` sets the
+      documents of packed rows.
     positions: number of tokens on the device -> their positions in the sequence, int32
-      [tokens].
+      [tokens], or in their documents, int32 [rows, tokens].
     lookup: (table [rows, width], ids) -> rows of the table, [..., width].
     classify: losses and hits, with the signature of `classify`.
   """
@@ -127,6 +128,41 @@ class Ops(NamedTuple):
   positions: Callable[[int], jax.Array] = lambda n: jnp.arange(n, dtype=jnp.int32)
   lookup: Callable[[jax.Array, jax.Array], jax.Array] = lambda rows, ids: rows[ids]
   classify: Callable[..., tuple[jax.Array, jax.Array]] = classify
+
+
+# Numbers of the documents in packed rows, and positions in them, int32 [rows, tokens].
+PACKING = ("documents", "document_positions")
+
+
+def is_packed(batch: Any) -> bool:
+  """Return whether the rows of a batch are packed documents of tokens."""
+  return "tokens" in batch and "documents" in batch
+
+
+def with_positions(batch: Any) -> Any:
+  """Add the "document_positions" to a batch of packed rows."""
+  if not is_packed(batch):
+    return batch
+  return batch | {"document_positions": document_positions(batch["documents"])}
+
+
+def packing_of(batch: Any) -> tuple[jax.Array, ...]:
+  """Return the arrays `PACKING` of a batch from `with_positions`; () if it is not packed."""
+  return tuple(batch[name] for name in PACKING) if is_packed(batch) else ()
+
+
+def for_rows(ops: Ops, *packing: jax.Array) -> Ops:
+  """Return operations for the layers of some rows.
+
+  Args:
+    ops: operations of a layout.
+    packing: result of `packing_of` for the rows, with the tokens of `ops.positions`.
+  """
+  if not packing:
+    return ops
+  documents, positions = packing
+  attend = functools.partial(ops.attend, documents=documents)
+  return ops._replace(attend=attend, positions=lambda n: positions)
 
 
 def rejoin(y: jax.Array, p: Any, ops: Ops) -> jax.Array:
@@ -209,7 +245,11 @@ def _offload(layer: Layer) -> Layer:
   names = {"names_which_can_be_saved": [], "names_which_can_be_offloaded": [INPUT]}
   where = {"offload_src": "device", "offload_dst": "pinned_host"}
   policy = _keep.save_and_offload_only_these_names(**names, **where)
-  return _remat(policy)(lambda params, h: layer(params, checkpoint_name(h, INPUT)))
+
+  def named(params: Any, h: jax.Array, *packing: jax.Array) -> jax.Array:
+    return layer(params, checkpoint_name(h, INPUT), *packing)
+
+  return _remat(policy)(named)
 
 
 _keep = jax.checkpoint_policies
@@ -261,7 +301,7 @@ def hidden_states(
     ops: operations of a layout; None means operations of one device.
     remat: rematerialisation policy, a name in `REMAT`.
   """
-  ops = ops or Ops()
+  ops = for_rows(ops or Ops(), *packing_of(with_positions(batch)))
   layer = REMAT[remat](lambda p, h: stack.layer(p, h, ops))
   h = stack.embed(params["embed"], batch, ops)
   h, _ = jax.lax.scan(lambda h, p: (layer(p, h), None), h, params["layers"])

@@ -43,7 +43,8 @@ from jaxscale.collectives import vary
 from jaxscale.collectives.typed import axes_of, axis_sizes, in_mesh_order, jaxprs_in, varying
 from jaxscale.errors import ConfigError
 
-RunLayers = Callable[[Any, jax.Array], jax.Array]  # (this stage's layers, h) -> h
+# (this stage's layers, h, *the micro-batch's context) -> h
+RunLayers = Callable[..., jax.Array]
 Totals = dict[str, jax.Array]  # sums over examples
 
 _COLLECTIVES = ("psum", "pmax", "pmin", "all_gather", "reduce_scatter", "all_to_all")
@@ -97,6 +98,7 @@ def gpipe(
   run_layers: RunLayers,
   layers: Any,
   microbatches: jax.Array,
+  context: tuple[jax.Array, ...] = (),
   *,
   axis: str = "stage",
   skip: bool = True,
@@ -113,11 +115,13 @@ def gpipe(
   parameters that are invariant over `axis`.
 
   Args:
-    run_layers: (layers, h) -> h, for this device's layers, with the same shape, dtype and
-      varying axes of h.
+    run_layers: (layers, h, *context) -> h, for this device's layers, with the same shape,
+      dtype and varying axes of h.
     layers: this device's layers; every leaf varies over `axis`.
     microbatches: inputs of the first layer, [M, rows, tokens, width]; the same on all
       stages, but only the first stage uses them.
+    context: what layers know of the rows of each micro-batch, arrays [M, ...] without
+      gradients, the same on all stages.
     axis: mesh axis of the stages.
     skip: skip ticks without work by a branch. This saves no time, but energy and the
       gathering of parameters. Use False if the layers permute, as ring attention does.
@@ -136,18 +140,21 @@ def gpipe(
   """
   stages, stage = axis_sizes((axis,))[axis], lax.axis_index(axis)
   count = len(microbatches)
-  axes = _carried_axes(run_layers, layers, microbatches[0], axis)
+  context = vary(context, (axis,))
+  first = [x[0] for x in context]
+  axes = _carried_axes(run_layers, layers, microbatches[0], axis, first)
   microbatches = vary(microbatches, axes)
   if skip:
-    _check_branch("run_layers", axis, run_layers, layers, microbatches[0])
+    _check_branch("run_layers", axis, run_layers, layers, microbatches[0], *first)
 
-  def work(is_work: jax.Array, layers: Any, h: jax.Array):
+  def work(is_work: jax.Array, layers: Any, h: jax.Array, *context: jax.Array):
     if skip:
-      return lax.cond(is_work, run_layers, lambda _, h: _zeros(h), layers, h)
+      return lax.cond(is_work, run_layers, lambda _, h, *__: _zeros(h), layers, h, *context)
     # `stop_gradient` does not change values. It prevents gradients, even NaN, from work
     # whose results are discarded.
     layers = jax.tree.map(lambda w: jnp.where(is_work, w, lax.stop_gradient(w)), layers)
-    h = run_layers(layers, jnp.where(is_work, h, lax.stop_gradient(microbatches[0])))
+    h = jnp.where(is_work, h, lax.stop_gradient(microbatches[0]))
+    h = run_layers(layers, h, *context)
     return jnp.where(is_work, h, _zeros(h))
 
   work = jax.checkpoint(work, prevent_cse=False)
@@ -155,7 +162,8 @@ def gpipe(
   def tick(received: Any, now: Any):
     t, fresh = now
     is_work = (stage <= t) & (t < stage + count)
-    h = work(is_work, layers, jnp.where(stage == 0, fresh, received))
+    h = jnp.where(stage == 0, fresh, received)
+    h = work(is_work, layers, h, *_at(context, t - stage))
     return _pass_on(h, axis, +1), h
 
   # The scan runs over the inputs instead of indexing them, because the gradient of an
@@ -190,12 +198,14 @@ def stage_microbatches(microbatches: Any, *, axis: str = "stage") -> Any:
   return jax.tree.map(own, microbatches)
 
 
-def _carried_axes(run_layers: RunLayers, layers: Any, h: Any, axis: str) -> tuple[str, ...]:
+def _carried_axes(
+  run_layers: RunLayers, layers: Any, h: Any, axis: str, context: Any
+) -> tuple[str, ...]:
   """Return the axes over which activations between layers vary."""
   axes = in_mesh_order((axis, *_type_axes(h)))
 
   def run():
-    return run_layers(layers, vary(jnp.zeros(h.shape, h.dtype), axes))
+    return run_layers(layers, vary(jnp.zeros(h.shape, h.dtype), axes), *context)
 
   return in_mesh_order((*axes, *_type_axes(jax.eval_shape(run))))
 
@@ -213,6 +223,7 @@ def one_f_one_b(
   finish: Callable[[Any, jax.Array, Any], Totals],
   params: dict[str, Any],
   microbatches: Any,
+  context: tuple[jax.Array, ...] = (),
   *,
   axis: str = "stage",
   skip: bool = True,
@@ -225,11 +236,12 @@ def one_f_one_b(
 
   Args:
     embed: (params, micro-batch) -> h [rows, tokens, width].
-    run_layers: (params["layers"], h) -> h, for this device's layers.
+    run_layers: (params["layers"], h, *context) -> h, for this device's layers.
     finish: (params, h, micro-batch) -> totals, whose "loss" is differentiated.
     params: parameters; "layers" are this device's and vary over `axis`. Cast the other
       parameters to varying over axes whose sums are computed elsewhere.
     microbatches: a tree of arrays [M, ...], the same on all stages.
+    context: what layers know of the rows of each micro-batch, as in `gpipe`.
     axis: mesh axis of the stages. `embed` and `finish` may not communicate along it.
     skip: skip idle forward and backward passes by branches. Use False if the layers
       permute, as ring attention does; see `bubble` for the cost.
@@ -247,7 +259,7 @@ def one_f_one_b(
   """
   stages, stage = axis_sizes((axis,))[axis], lax.axis_index(axis)
   count = len(jax.tree.leaves(microbatches)[0])
-  work, *types = _stage(embed, run_layers, finish, params, microbatches, axis, skip)
+  work, *types = _stage(embed, run_layers, finish, params, microbatches, context, axis, skip)
   cond: Callable[..., Any] = lax.cond if skip else _where
   # A stage stores at most this many inputs between forward and backward passes.
   slots = min(2 * stages - 1, count)
@@ -262,14 +274,15 @@ def one_f_one_b(
 
     def backward():
       h, micro = _at(kept, back % slots), _at(work.microbatches, back)
-      return _backward(work, sums, h, g_received, micro)
+      return _backward(work, sums, h, g_received, micro, _at(work.context, back))
 
     h_in = lax.cond(goes & work.is_first, embedded, lambda: h_received)
     # After the last micro-batch, slots still hold inputs that wait for their backward pass.
     h_in = jnp.where(goes, h_in, _at(kept, ahead % slots))
     kept = lax.dynamic_update_index_in_dim(kept, h_in, ahead % slots, 0)
     works = goes & ~work.is_last  # the last stage's forward is part of its backward
-    h_out = cond(works, lambda: run_layers(work.layers, h_in), lambda: h_in)
+    here = _at(work.context, ahead)
+    h_out = cond(works, lambda: run_layers(work.layers, h_in, *here), lambda: h_in)
     sums, g_out = cond(comes, backward, lambda: (sums, g_received))
     return (kept, _pass_on(h_out, axis, +1), _pass_on(g_out, axis, -1), sums), None
 
@@ -292,12 +305,13 @@ class _Stage(NamedTuple):
   Attributes:
     is_first: whether this is the first stage, bool [].
     is_last: whether this is the last stage, bool [].
-    run_layers: (layers, h) -> h.
+    run_layers: (layers, h, *context) -> h.
     layers: layers of this stage.
     ends: parameters outside the layers, typed as varying over the stages.
     enter: (ends, micro-batch) -> h.
     leave: (ends, h, micro-batch) -> totals.
     microbatches: a tree of arrays [M, ...].
+    context: arrays [M, ...].
   """
 
   is_first: jax.Array
@@ -308,6 +322,7 @@ class _Stage(NamedTuple):
   enter: Callable[[Any, Any], jax.Array]
   leave: Callable[[Any, jax.Array, Any], Totals]
   microbatches: Any
+  context: tuple[jax.Array, ...]
 
 
 def _stage(
@@ -316,6 +331,7 @@ def _stage(
   finish: Callable[[Any, jax.Array, Any], Totals],
   params: dict[str, Any],
   microbatches: Any,
+  context: tuple[jax.Array, ...],
   axis: str,
   skip: bool,
 ) -> Any:
@@ -323,10 +339,10 @@ def _stage(
   layers = params["layers"]
   ends = {name: p for name, p in params.items() if name != "layers"}
   # Without this cast the gradients' sums over stages would be inside branches.
-  ends, microbatches = vary((ends, microbatches), (axis,))
-  first = jax.tree.map(lambda x: x[0], microbatches)
+  ends, microbatches, context = vary((ends, microbatches, context), (axis,))
+  first, known = jax.tree.map(lambda x: x[0], (microbatches, context))
   h = jax.eval_shape(lambda: embed(ends | {"layers": layers}, first))
-  axes = _carried_axes(run_layers, layers, h, axis)
+  axes = _carried_axes(run_layers, layers, h, axis, known)
 
   def enter(ends: Any, micro: Any):
     return vary(embed(ends | {"layers": layers}, micro), axes)
@@ -339,15 +355,16 @@ def _stage(
   _check_branch("embed", axis, enter, ends, first)
   _check_branch("finish", axis, leave, ends, h, first)
   if skip:
-    _check_branch("run_layers", axis, run_layers, layers, h)
+    _check_branch("run_layers", axis, run_layers, layers, h, *known)
   stage = lax.axis_index(axis)
   is_last = stage == lax.axis_size(axis) - 1
-  work = _Stage(stage == 0, is_last, run_layers, layers, ends, enter, leave, microbatches)
+  of_rows = microbatches, context
+  work = _Stage(stage == 0, is_last, run_layers, layers, ends, enter, leave, *of_rows)
   return work, h_type, jax.eval_shape(leave, ends, h, first)
 
 
 def _backward(
-  work: _Stage, sums: Any, h_in: jax.Array, received: jax.Array, micro: Any
+  work: _Stage, sums: Any, h_in: jax.Array, received: jax.Array, micro: Any, context: Any
 ) -> tuple[Any, jax.Array]:
   """Recompute a micro-batch on the stage and backpropagate through it.
 
@@ -357,13 +374,14 @@ def _backward(
     h_in: input of the layers.
     received: gradient for the layers' output; the last stage computes its own.
     micro: the micro-batch.
+    context: the micro-batch's context.
 
   Returns:
     sums: sums with this micro-batch added.
     by_h: gradient for `h_in`.
   """
   by_layers, by_ends, totals = sums
-  h, pull = jax.vjp(work.run_layers, work.layers, h_in)
+  h, pull = jax.vjp(lambda *args: work.run_layers(*args, *context), work.layers, h_in)
 
   def turn():
     def loss(ends: Any, h: jax.Array):

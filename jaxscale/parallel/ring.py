@@ -55,6 +55,7 @@ def ring_attention(
   *,
   axis: str,
   causal: bool,
+  documents: jax.Array | None = None,
   order: Literal["contiguous", "zigzag"] = "contiguous",
   block: int = _BLOCK,
 ) -> jax.Array:
@@ -69,6 +70,9 @@ def ring_attention(
     v: values, with the shape of `k`.
     axis: mesh axis of the tokens, with n devices.
     causal: whether a token attends only to itself and earlier tokens.
+    documents: numbers of the documents of this device's tokens, int32 [rows, tokens/n], which
+      travel with the keys; a token attends only to tokens with its own number. Blocks
+      without such tokens are computed, too. None means one document per row.
     order: order of the tokens on the devices; see `sequence.token_positions`.
     block: number of keys whose scores are in memory at once.
 
@@ -87,10 +91,12 @@ def ring_attention(
   if order == "zigzag":
     check_zigzag(tokens)
   axes = in_mesh_order((axis, *varying(q), *varying(k), *varying(v)))
-  q, k, v = vary((q, k, v), axes)
+  q, k, v, documents = vary((q, k, v, documents), axes)
   q = q.reshape(rows, tokens, groups, heads // groups, width)
   q, k, v = q.transpose(0, 2, 3, 1, 4), k.swapaxes(1, 2), v.swapaxes(1, 2)
-  out: Any = _ring(_Plan(axis, axes, devices, causal, order == "zigzag", block), q, k, v)
+  numbers = () if documents is None else (documents[:, None, :, None],)  # shaped like keys
+  plan = _Plan(axis, axes, devices, causal, order == "zigzag", block)
+  out: Any = _ring(plan, q, k, v, numbers)
   return out.transpose(0, 3, 1, 2, 4).reshape(rows, tokens, heads, width)
 
 
@@ -106,19 +112,20 @@ class _Plan(NamedTuple):
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _ring(plan: _Plan, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-  return _ring_forward(plan, q, k, v)[0]
+def _ring(plan: _Plan, q: jax.Array, k: jax.Array, v: jax.Array, numbers: Any) -> jax.Array:
+  return _ring_forward(plan, q, k, v, numbers)[0]
 
 
-def _ring_forward(plan: _Plan, q: jax.Array, k: jax.Array, v: jax.Array):
-  # q: [rows, groups, heads of a group, t, width]; k, v: [rows, groups, t, width]
+def _ring_forward(plan: _Plan, q: jax.Array, k: jax.Array, v: jax.Array, numbers: Any):
+  # q: [rows, groups, heads of a group, t, width]; k, v: [rows, groups, t, width];
+  # numbers of documents: (int32 [rows, 1, t, 1],) or ()
   def step(first: int, num_keys: int, masked: bool, kept: Any, kv: Any, _: Any):
-    queries = q[..., first:, :]
+    queries, own = q[..., first:, :], [x[..., first:, :] for x in numbers]
 
     def add(sums: Any, block: Any, start: jax.Array):
       m, total, acc = sums
-      keys, values = block
-      s = _scores(queries, keys, start, masked)
+      keys, values, *theirs = block
+      s = _scores(queries, keys, start, masked, own, theirs)
       higher = jnp.maximum(m, s.max(-1, keepdims=True))
       p, less = jnp.exp(s - higher), jnp.exp(m - higher)
       acc = acc * less + _dot("bgrqk,bgkd->bgrqd", p.astype(v.dtype), values)
@@ -132,23 +139,24 @@ def _ring_forward(plan: _Plan, q: jax.Array, k: jax.Array, v: jax.Array):
   never = jnp.full((*q.shape[:-1], 1), _NEVER, jnp.float32)
   nothing = jnp.zeros((*q.shape[:-1], 1), jnp.float32), jnp.zeros(q.shape, jnp.float32)
   start = vary((never, *nothing), plan.axes)
-  (m, total, acc), _ = _go_round(plan, step, start, (k, v), ())
+  (m, total, acc), _ = _go_round(plan, step, start, (k, v, *numbers), ())
   out = (acc / total).astype(q.dtype)
-  return out, (q, k, v, out, m + jnp.log(total))
+  return out, (q, k, v, numbers, out, m + jnp.log(total))
 
 
 def _ring_backward(plan: _Plan, kept: Any, dout: jax.Array):
-  q, k, v, out, lse = kept
+  q, k, v, numbers, out, lse = kept
   delta = (dout.astype(jnp.float32) * out.astype(jnp.float32)).sum(-1, keepdims=True)
   scale = q.shape[-1] ** -0.5
 
   def step(first: int, num_keys: int, masked: bool, dq: Any, kv: Any, grads: Any):
     by_query = q, dout, lse, delta, dq
     queries, back, lse_, delta_, dq_ = (x[..., first:, :] for x in by_query)
+    own = [x[..., first:, :] for x in numbers]
 
     def add(dq_: jax.Array, block: Any, start: jax.Array):
-      keys, values = block
-      p = jnp.exp(_scores(queries, keys, start, masked) - lse_)
+      keys, values, *theirs = block
+      p = jnp.exp(_scores(queries, keys, start, masked, own, theirs) - lse_)
       dv = _dot("bgrqk,bgrqd->bgkd", p.astype(back.dtype), back)
       ds = p * (_dot("bgrqd,bgkd->bgrqk", back, values) - delta_) * scale
       ds = ds.astype(q.dtype)
@@ -162,8 +170,8 @@ def _ring_backward(plan: _Plan, kept: Any, dout: jax.Array):
 
   zeros = (jnp.zeros(x.shape, jnp.float32) for x in (q, k, v))
   dq, dk, dv = vary(tuple(zeros), plan.axes)
-  dq, (dk, dv) = _go_round(plan, step, dq, (k, v), (dk, dv))
-  return tuple(g.astype(x.dtype) for g, x in ((dq, q), (dk, k), (dv, v)))
+  dq, (dk, dv) = _go_round(plan, step, dq, (k, v, *numbers), (dk, dv))
+  return *(g.astype(x.dtype) for g, x in ((dq, q), (dk, k), (dv, v))), None
 
 
 _ring.defvjp(_ring_forward, _ring_backward)
@@ -178,7 +186,7 @@ def _go_round(plan: _Plan, step: Callable[..., Any], kept: Any, kv: Any, grads: 
       from `first` on attend to its first `num_keys` keys; with `masked`, in the device's own
       block, only up to their position.
     kept: arrays that stay on the device.
-    kv: keys and values of this device.
+    kv: keys and values of this device, and the numbers of their documents.
     grads: sums that travel with the blocks and return to the block's device.
 
   Returns:
@@ -251,7 +259,9 @@ def _over_blocks(add: Callable[..., Any], sums: Any, arrays: Any, size: int) -> 
   return sums, out
 
 
-def _scores(q: jax.Array, k: jax.Array, start: Any, masked: bool) -> jax.Array:
+def _scores(
+  q: jax.Array, k: jax.Array, start: Any, masked: bool, own: Any, theirs: Any
+) -> jax.Array:
   """Return attention scores, float32 [rows, groups, heads of a group, queries, keys].
 
   Args:
@@ -259,8 +269,12 @@ def _scores(q: jax.Array, k: jax.Array, start: Any, masked: bool) -> jax.Array:
     k: keys, [rows, groups, keys, width].
     start: position of the first key, relative to the first query.
     masked: whether a query attends only to keys up to its own position.
+    own: numbers of the queries' documents, [int32 [rows, 1, queries, 1]]; [] without.
+    theirs: numbers of the keys' documents, [int32 [rows, 1, keys, 1]]; [] without.
   """
   s = _dot("bgrqd,bgkd->bgrqk", q, k) * q.shape[-1] ** -0.5
+  if own:
+    s = jnp.where((own[0] == theirs[0].mT)[:, :, None], s, _NEVER)
   if not masked:
     return s
   seen = jnp.arange(q.shape[-2])[:, None] >= start + jnp.arange(k.shape[-2])

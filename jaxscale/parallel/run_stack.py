@@ -16,7 +16,17 @@ from jaxscale.collectives import vary
 from jaxscale.errors import ConfigError
 from jaxscale.mesh import on_cpu
 from jaxscale.models.attention import attention
-from jaxscale.models.stack import REMAT, Layer, Ops, Stack, Totals
+from jaxscale.models.stack import (
+  PACKING,
+  REMAT,
+  Layer,
+  Ops,
+  Stack,
+  Totals,
+  for_rows,
+  packing_of,
+  with_positions,
+)
 from jaxscale.parallel import sequence
 from jaxscale.parallel.fsdp_gather import gather_params, save_all_but_gathered
 from jaxscale.parallel.pipeline import gpipe, one_f_one_b, split_microbatches, stage_microbatches
@@ -26,6 +36,7 @@ from jaxscale.parallel.specs import Layout
 from jaxscale.parallel.tensor import tensor_ops
 
 _FEW_LAYERS = 6
+_BY_TOKEN = ("tokens", "targets", *PACKING)  # arrays of a batch, [rows, tokens]
 _SPLIT = {"model", "stage"}  # axes that split layers, or the list of layers
 
 
@@ -85,12 +96,14 @@ def one_f_one_b_grads(stack: Stack, layout: Layout, *, remat: str = "none") -> P
       return stack.finish(head, h, micro, ops)
 
     run_layers = _layers(stack, layout, remat)
+    microbatches = split_microbatches(local_tokens(batch, layout), num_microbatches)
     found, totals = one_f_one_b(
       lambda params, micro: stack.embed(gathered(params, "embed"), micro, ops),
-      lambda layers, h: run_layers(pair_shards(layers, full["layers"]), h),
+      lambda layers, *of_rows: run_layers(pair_shards(layers, full["layers"]), *of_rows),
       finish,
       shards,
-      split_microbatches(local_tokens(batch, layout), num_microbatches),
+      microbatches,
+      packing_of(microbatches),
       skip=_can_skip(layout),
     )
     return found, model_state, totals
@@ -122,14 +135,16 @@ def _run(
     return gather_params(params[part], gathers[part])
 
   if "stage" not in layout.mesh.axis_names:
-    h = run_layers(params["layers"], stack.embed(gathered("embed"), batch, ops))
+    h = stack.embed(gathered("embed"), batch, ops)
+    h = run_layers(params["layers"], h, *packing_of(batch))
     return stack.finish(stack.head_of(gathered), h, batch, ops)
   microbatches = split_microbatches(batch, num_microbatches)
   # The cast to varying makes gradients of the table cross the stages, instead of those of
   # all activations.
   embed = vary(gathered("embed"), ("stage",))
   h = lax.map(lambda micro: stack.embed(embed, micro, ops), microbatches)
-  h = gpipe(run_layers, params["layers"], h, skip=_can_skip(layout))
+  packing = packing_of(microbatches)
+  h = gpipe(run_layers, params["layers"], h, packing, skip=_can_skip(layout))
   # The head processes all rows of a stage at once.
   parts = h, stage_microbatches(microbatches)
   h, rows = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), parts)
@@ -137,21 +152,21 @@ def _run(
 
 
 def _layers(stack: Stack, layout: Layout, remat: str) -> Any:
-  """Return a function (a device's layers, h) -> h."""
+  """Return a function (a device's layers, h, *packing of the rows) -> h."""
   ops = layout_ops(layout)
   gathers = jax.tree.map(lambda gather: gather.for_layer(), layout.gathers["layers"])
 
-  def layer(w: Any, h: jax.Array) -> jax.Array:
-    return stack.layer(gather_params(w, gathers), h, ops)
+  def layer(w: Any, h: jax.Array, *packing: jax.Array) -> jax.Array:
+    return stack.layer(gather_params(w, gathers), h, for_rows(ops, *packing))
 
   run: Layer = REMAT[remat](layer)
   if remat == "none" and layout.shard in ("zero2", "fsdp"):
     run = jax.checkpoint(layer, policy=save_all_but_gathered, prevent_cse=False)
 
-  def run_layers(layers: Any, h: jax.Array):
+  def run_layers(layers: Any, h: jax.Array, *packing: jax.Array):
     count = len(jax.tree.leaves(layers)[0])
     written_out = count if _is_written_out(layout, remat, count) else 1
-    return lax.scan(lambda h, w: (run(w, h), None), h, layers, unroll=written_out)[0]
+    return lax.scan(lambda h, w: (run(w, h, *packing), None), h, layers, unroll=written_out)[0]
 
   return run_layers
 
@@ -197,9 +212,12 @@ def _order(layout: Layout) -> sequence.Order:
 def local_tokens(batch: Any, layout: Layout) -> Any:
   """Return the batch with this device's tokens, if devices split sequences.
 
+  Positions in packed documents are added before, since a document may begin on another device.
+
   Raises:
     ConfigError: the devices do not divide the tokens of a sequence.
   """
+  batch = with_positions(batch)
   if "model" not in layout.token_axes:
     return batch
   size = lax.axis_size("model")
@@ -213,4 +231,4 @@ def local_tokens(batch: Any, layout: Layout) -> Any:
       raise ConfigError(f"tokens={x.shape[1]} {problem}; {fix}")
     return x[:, sequence.token_positions(x.shape[1] // size, "model", order)]
 
-  return {k: local(x) if k in ("tokens", "targets") else x for k, x in batch.items()}
+  return {k: local(x) if k in _BY_TOKEN else x for k, x in batch.items()}

@@ -63,6 +63,7 @@ def all_to_all_attention(
   *,
   axis: str,
   causal: bool,
+  documents: jax.Array | None = None,
   attend: Callable[..., jax.Array] = attention,
 ) -> jax.Array:
   """Compute attention over split tokens by giving each device all tokens of some heads.
@@ -75,6 +76,8 @@ def all_to_all_attention(
     v: values, with the shape of `k`.
     axis: mesh axis of the tokens, with n devices.
     causal: whether a token attends only to itself and earlier tokens.
+    documents: numbers of the documents of this device's tokens, int32 [rows, tokens/n], which
+      all devices gather; None means one document per row.
     attend: attention function for [rows, tokens, heads/n, width], with the signature of
       `jaxscale.models.stack.attention`.
 
@@ -93,7 +96,10 @@ def all_to_all_attention(
   def to_heads(x: jax.Array):
     return lax.all_to_all(x, axis, split_axis=2, concat_axis=1, tiled=True)
 
-  out = attend(to_heads(q), to_heads(k), to_heads(v), causal=causal)
+  options = {}
+  if documents is not None:
+    options["documents"] = lax.all_gather(documents, axis, axis=1, tiled=True)
+  out = attend(to_heads(q), to_heads(k), to_heads(v), causal=causal, **options)
   return lax.all_to_all(out, axis, split_axis=1, concat_axis=2, tiled=True)
 
 

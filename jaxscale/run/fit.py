@@ -163,7 +163,8 @@ def restore(run: Run, compiler: StepCompiler) -> TrainState:
   abstract, lowering = experiment.abstract_state(), None
   if newest < experiment.derived.total_steps:
     for dataset in (experiment.train_data, experiment.eval_data):
-      data.check_readable(dataset)
+      for part in dataset.parts or (dataset,):
+        data.check_readable(part)
     lowering = in_background(lambda: experiment.lower_train_step(abstract))
     compiler.begin(experiment, lowering)
   state = run.checkpoints.restore(abstract, experiment.exchange.resize)

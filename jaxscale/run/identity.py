@@ -12,12 +12,13 @@ from typing import Any, NamedTuple
 
 import jax
 
-from jaxscale import cluster, data
+from jaxscale import cluster
 from jaxscale.config import Config
 from jaxscale.config.own_code import BYTECODE
 from jaxscale.config.plain import class_name, code_of
 from jaxscale.config.record import Described, flat
 from jaxscale.config.validation import shown
+from jaxscale.data.dataset import facts_of
 from jaxscale.errors import ConfigError, invalid
 from jaxscale.experiment import build
 from jaxscale.files import mismatch
@@ -58,7 +59,7 @@ def accepted(kinds: Collection[str]) -> set[str]:
 def identity_of(experiment: build.Experiment) -> dict[str, Any]:
   """Return the identity of a run, as JSON."""
   train, evaluation = experiment.train_data, experiment.eval_data
-  facts = {"train": _facts(train), "evaluation": _facts(evaluation)}
+  facts = {"train": facts_of(train), "evaluation": facts_of(evaluation)}
   if names := getattr(train.info, "class_names", ()):
     facts |= {"class_names": list(names)}
   environment = {name: getattr(jax.config, name, None) for name in _SETTINGS}
@@ -77,13 +78,6 @@ def without_source(identity: Mapping[str, Any]) -> list[str]:
   names = [key.split(":", 1)[1] for key, value in code if value.startswith(BYTECODE)]
   reason = "compared by bytecode, which differs between versions of Python"
   return [f"note: code without source ({few(names)}) is {reason}"] * bool(names)
-
-
-def _facts(dataset: data.Dataset) -> dict[str, Any]:
-  content = dataset.identity() if callable(dataset.identity) else dataset.identity
-  if not isinstance(content, Mapping):
-    content = {} if content is None else {"identity": content}
-  return {"examples": dataset.num_examples, **content}
 
 
 def check_alike(identity: dict[str, Any]) -> None:

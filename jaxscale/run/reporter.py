@@ -120,6 +120,8 @@ class Reporter:
     self.write(
       step, "train", finite | {"epoch": self._examples(step) / experiment.derived.num_train}
     )
+    if progress := experiment.train_data.progress:
+      self.write(step, "data", progress(self._examples(step)))
     self.write(step, "perf", perf)
     if ratios and self._writer is not None:
       self._writer.write(step, ratios)

@@ -7,6 +7,7 @@ import dataclasses
 import json
 import os
 import platform
+import re
 import textwrap
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import MISSING
@@ -349,7 +350,8 @@ def _setting_changes(described: dict[str, Any], config: Any) -> Iterator[Change]
   if described.get("identity") and is_built_in(type(config.data)):
     free |= set(_PLACES)
   for name, (old, new) in _differences(before, now).items():
-    if not {name, name.split(".")[0]} & free:
+    in_source = re.sub(r"^(data\.)sources\.[^.]+\.", r"\1", name)  # of a mixture
+    if not {name, in_source, name.split(".")[0]} & free:
       kind = "code" if name.endswith(".source") else None
       if name.startswith("data.") and name.rpartition(".")[2] in _CONTENTS:
         kind = "data"
@@ -359,6 +361,8 @@ def _setting_changes(described: dict[str, Any], config: Any) -> Iterator[Change]
 
 def _completed(before: Any, node: Any) -> Any:
   """Return described settings, with defaults for those that did not exist then."""
+  if isinstance(before, dict) and isinstance(node, dict):
+    return {k: _completed(v, node.get(k)) for k, v in before.items()}
   if not isinstance(before, dict) or not dataclasses.is_dataclass(node):
     return before
   if before.get("class", class_name(type(node))) != class_name(type(node)):

@@ -97,6 +97,42 @@ def test_fused_attention_is_attention(causal, tokens, groups, dry_run):
     assert largest_distance(x, y) < 0.02
 
 
+@pytest.mark.parametrize("tokens", [128, 197])
+@pytest.mark.parametrize("causal", [True, False])
+def test_fused_attention_sees_no_other_document(causal, tokens, dry_run):
+  """Outputs and gradients of document 0 keep every bit if document 1 changes."""
+  width, keys = 64, jax.random.split(jax.random.key(0), 4)
+  chosen = fastest(jnp.bfloat16, width)
+  if not dry_run and chosen != "cudnn":
+    pytest.skip(f"{jax.devices()[0].device_kind} has no fused attention")
+  heads = (8, 4, 4, 8)
+  arrays = [
+    jax.random.normal(key, (2, tokens, n, width), jnp.bfloat16)
+    for key, n in zip(keys, heads, strict=True)
+  ]
+  first = jnp.array([[tokens // 3], [100]])
+  documents = (jnp.arange(tokens) >= first).astype(jnp.int32)
+  other = [jnp.where(documents[..., None, None] == 1, 1 - 2 * x, x) for x in arrays]
+
+  def gradients(q, k, v, g, implementation):
+    options = {"causal": causal, "documents": documents, "implementation": implementation}
+    out, back = jax.vjp(functools.partial(attention, **options), q, k, v)
+    return out, *back(g)
+
+  with jax.numpy_dtype_promotion("standard"):
+    plain, fused = (
+      jax.jit(functools.partial(gradients, implementation=by)).lower(*arrays).compile()
+      for by in ("xla", chosen)
+    )
+  assert ("fmhaScaleBiasSoftmaxBackward" in fused.as_text()) != dry_run
+  apart, its = [fused(*arrays), fused(*other), plain(*arrays)], np.asarray(documents) == 0
+  for x, y, z in zip(*apart, strict=True):
+    x, y, z = (np.asarray(a, np.float32) for a in (x, y, z))
+    np.testing.assert_array_equal(x[its], y[its])
+    assert (x[~its] != y[~its]).mean() > 0.9
+    assert largest_distance(x, z) < 0.02
+
+
 def test_what_is_compiled_once_is_loaded(tmp_path, monkeypatch):
   # Other tests keep only what took 10 ms to compile, which this may not.
   monkeypatch.delenv("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", raising=False)

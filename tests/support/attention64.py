@@ -3,7 +3,7 @@
 import numpy as np
 
 
-def attention64(q, k, v, dout=None, *, causal):
+def attention64(q, k, v, dout=None, *, causal, documents=None):
   """Return the output, and the gradients of q, k and v if that of the output is given.
 
   Args:
@@ -12,6 +12,7 @@ def attention64(q, k, v, dout=None, *, causal):
     v: values, as the keys.
     dout: gradient of the output.
     causal: whether a token sees only those before it, and itself.
+    documents: the number of each token's document [rows, tokens]; a token sees only its own.
   """
   q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
   (rows, tokens, heads, width), groups = q.shape, k.shape[2]
@@ -21,6 +22,8 @@ def attention64(q, k, v, dout=None, *, causal):
     s = q[one] @ k[other].T / np.sqrt(width)
     if causal:
       s[np.triu_indices(tokens, 1)] = -np.inf
+    if documents is not None:
+      s[documents[row][:, None] != documents[row]] = -np.inf
     p = np.exp(s - s.max(-1, keepdims=True))
     p /= p.sum(-1, keepdims=True)
     out[one] = p @ v[other]

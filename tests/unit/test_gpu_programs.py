@@ -9,12 +9,15 @@ import os
 import re
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax._src.cudnn import fused_attention_stablehlo
 
 from jaxscale import config as cfg
 from jaxscale import data
 from jaxscale.experiment import build
+from jaxscale.models.attention import fused_attention
 from support.commands import run_python
 from support.configs import small_config
 from support.paths import ROOT
@@ -40,12 +43,18 @@ CONFIGS = {
   "resnet": lambda: images(cfg.ResNet(depth=18, width=16)),
   "vit": lambda: images(cfg.ViT(patch=16, width=128, num_layers=2, num_heads=2)),
   "transformer": text,
+  "packed": text,
 }
 
 
 def lowered(name, devices):
-  config = CONFIGS[name]()
-  datasets = config.data.abstract(4) if name == "transformer" else None
+  config, datasets = CONFIGS[name](), None
+  if isinstance(config.data, cfg.TextFiles):
+    datasets = config.data.abstract(4)
+    if name == "packed":
+      numbers = {"documents": ((config.data.sequence_length,), "int32")}
+      packed = [x._replace(info=x.info._replace(arrays=numbers)) for x in datasets or ()]
+      datasets = packed[0], packed[1]
   made = build.experiment(config, devices=devices, datasets=datasets)
   return made.lower_train_step()
 
@@ -95,5 +104,35 @@ def test_programs_for_an_h100_that_is_not_here(name):
       assert labels and all(x[-1] in "fio" and x[0] in "bo" for x in labels.groups())
     assert names.count("__cudnn$convForward") >= 20
   else:
-    assert names.count("__cudnn$fmhaSoftmax") == 1  # in the body of the scan
-    assert names.count("__cudnn$fmhaSoftmaxBackward") == 1
+    # In the body of the scan, and with documents by their mask.
+    form = "__cudnn$fmhaScaleBiasSoftmax" if name == "packed" else "__cudnn$fmhaSoftmax"
+    assert names.count(form) == 1
+    assert names.count(f"{form}Backward") == 1
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_the_mask_of_documents_reaches_cudnn(causal, monkeypatch):
+  """The program that JAX hands to the compiler for NVIDIA's GPUs."""
+  monkeypatch.setattr(fused_attention_stablehlo, "check_cudnn_version", lambda: 91900)
+
+  def program(documents):
+    def loss(q, k, v):
+      return fused_attention(q, k, v, causal=causal, documents=documents).sum(dtype=jnp.float32)
+
+    q = jax.ShapeDtypeStruct((2, 64, 4, 64), jnp.bfloat16)
+    traced = jax.jit(jax.grad(loss, (0, 1, 2))).trace(q, q, q)
+    return traced.lower(lowering_platforms=("cuda",)).as_text()
+
+  form = "__cudnn$fmhaScaleBiasSoftmax"
+  whole, packed = program(None), program(jnp.zeros((2, 64), jnp.int32))
+  assert form not in whole and "__cudnn$fmhaSoftmaxBackward" in whole
+  for line in packed.splitlines():
+    if (call := re.search(r"(\S+) = stablehlo.custom_call @(__cudnn\S+?)\((.*?)\)", line)) is None:
+      continue
+    mask = {form: 3, f"{form}Backward": 5}[call[2]]
+    name = call[3].split(", ")[mask]
+    # The bias is chosen by comparing all pairs of numbers, and is the same for all heads.
+    assert re.search(rf"{name} = .*-> tensor<2x1x64x64xbf16>", packed), name
+    assert ("CAUSAL" in line) == causal and "PADDING" not in line
+  assert packed.count(f"@{form}") == 2
+  assert re.search(r"compare +EQ, .*tensor<2x64x64xi32>", packed)
