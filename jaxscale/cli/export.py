@@ -19,9 +19,7 @@ def add_arguments(parser: Parser) -> None:
   text, hint = "the file to write; an existing one is replaced", "try --to x.safetensors"
   parser.option("--to FILE", text, file_of(".safetensors"), missing=hint)
   text = "the naming of parameters: jaxscale (for Config.init_from), timm or torchvision (ResNet, "
-  text += (
-    "ViT), or huggingface (Llama, ViT), all with a LoRA merged; or peft, only the LoRA, as "
-  )
+  text += "ViT), or huggingface (Llama, ViT), all with a LoRA merged; or peft, only the LoRA, as "
   text += "adapter_model.safetensors; timm, huggingface and peft also write a configuration"
   namings = ("jaxscale", "timm", "torchvision", "huggingface", "peft")
   parser.option("--naming NAMING", text, choices=namings, default="jaxscale")

@@ -4,6 +4,7 @@ from .arrays import from_arrays as from_arrays
 from .arrays import from_named as from_named
 from .arrays import synthetic as synthetic
 from .augment import CenterCrop as CenterCrop
+from .chat import chat_files as chat_files
 from .dataset import DamagedExamples as DamagedExamples
 from .dataset import Dataset as Dataset
 from .dataset import DatasetInfo as DatasetInfo
@@ -18,6 +19,7 @@ from .pipeline import train_batches as train_batches
 from .python_docs import text as text
 from .settings import TFDS as TFDS
 from .settings import Arrays as Arrays
+from .settings import Chat as Chat
 from .settings import Digits as Digits
 from .settings import ImageFolder as ImageFolder
 from .settings import Synthetic as Synthetic

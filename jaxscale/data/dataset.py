@@ -24,7 +24,8 @@ from jaxscale.metrics.text import few, listed, plural
 
 NO_CLASS = -1  # label of an unreadable validation example, which is always wrong
 # Images have "image": uint8 [n, h, w, c] and "label": int32 [n]; text has "tokens" and
-# "targets": int32 [n, sequence_length]. Any dataset may have further arrays [n, ...].
+# "targets": int32 [n, sequence_length]; a target of -1 is not learned. Packed text also has
+# "documents", int32 [n, sequence_length]. Any dataset may have further arrays [n, ...].
 Batch = dict[str, np.ndarray]
 Spec = tuple[tuple[int, ...], str]  # shape and dtype
 # Positions in the training stream [n] -> the indices of the examples [n], and the numbers [n]

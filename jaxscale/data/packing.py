@@ -79,7 +79,7 @@ def best_fit(sizes: np.ndarray, capacity: int) -> np.ndarray:
 
   Example:
     >>> best_fit(np.array([2, 6, 3, 4, 5]), 10).tolist()
-    [2, 0, 1, 0, 1]
+    [1, 0, 1, 0, 1]
   """
   order = np.argsort(-sizes, kind="stable")
   bins: list[int] = []

@@ -25,6 +25,10 @@ T = TypeVar("T")
 Row = Callable[[], Any]  # Returns a row, or raises ValueError if it is damaged.
 
 
+class EmptyError(ValueError):
+  """Error for a row with an empty text, of which a file may have any number."""
+
+
 def read_rows(
   path: Path,
   columns: Sequence[str],
@@ -45,14 +49,15 @@ def read_rows(
     field: the name of the setting of the column, for messages.
 
   Raises:
-    ConfigError: the file cannot be read, or more than 1 % of its rows are damaged.
+    ConfigError: the file cannot be read, or more than 1 % of its rows are damaged, without
+      those whose text is empty.
   """
   damaged: list[str] = []
-  number = 0
+  number = num_empty = 0
 
   def check(is_end: bool) -> None:
     most = max(_SHARE * number, 1) if is_end else max(number / 2, _EARLY)
-    if len(damaged) > most:
+    if len(damaged) - num_empty > most:
       so_far = "" if is_end else "the first "
       problem = f"has {len(damaged):,} damaged rows among {so_far}{number:,}: {few(damaged, 3)}"
       raise invalid(str(path), ..., problem, f"fix the file, or set {field}")
@@ -69,6 +74,7 @@ def read_rows(
         raise
       except ValueError as e:
         damaged.append(f"{where} ({message_of(e):.80})")
+        num_empty += isinstance(e, EmptyError)
         check(is_end=False)
         continue
       yield value
@@ -78,7 +84,7 @@ def read_rows(
     raise invalid(str(path), ..., problem, fix) from None
   check(is_end=True)
   if damaged:
-    skipped = plural(len(damaged), "damaged row")
+    skipped = plural(len(damaged), f"{'damaged or empty ' * (num_empty > 0) or 'damaged '}row")
     notes.append(f"{path}: skipping {skipped} of {number:,}: {few(damaged, 3)}")
 
 
@@ -92,7 +98,7 @@ def text_of(field: str) -> Callable[[dict[str, Any], str], bytes]:
     if not isinstance(text := row[field], str | bytes):
       raise ValueError(f"{field!r} is {text!r:.20}, not a string")
     if not text:
-      raise ValueError(f"{field!r} is empty")
+      raise EmptyError(f"{field!r} is empty")
     return text.encode() if isinstance(text, str) else text.decode().encode()
 
   return convert

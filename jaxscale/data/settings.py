@@ -14,7 +14,17 @@ from jaxscale.config.validation import UnsetError
 from jaxscale.errors import ConfigError
 
 # The names for --config.data= (HOMES in config/choice.py lists this module).
-__all__ = ["TFDS", "Arrays", "Digits", "ImageFolder", "Synthetic", "TFDSText", "Text", "TextFiles"]
+__all__ = [
+  "TFDS",
+  "Arrays",
+  "Chat",
+  "Digits",
+  "ImageFolder",
+  "Synthetic",
+  "TFDSText",
+  "Text",
+  "TextFiles",
+]
 
 Split = tuple["data.Dataset", "data.Dataset"]  # To train on, and to validate on.
 
@@ -402,3 +412,34 @@ class TextFiles(_TokenizedText):
 
   def build(self) -> Split:
     return self._splits(data.text_files, "path")
+
+
+class Chat(_TokenizedText):
+  """Conversations in .jsonl or .parquet files, with the loss on the answers alone.
+
+  A row has "messages" ([{"role", "content"}]), "prompt" and "completion", or "conversations"
+  ([{"from", "value"}]). Each target outside of answers is -1, which is not learned.
+
+  Attributes:
+    path: the directory that contains the files or directories of both splits.
+    train_split: the training files: the name of a file in `path` without its ending, or of a
+      directory of files.
+    eval_split: the validation files: the name of a file in `path` without its ending, or of a
+      directory of files.
+    separator: the token at which `jaxscale generate` ends an answer, e.g. "<|im_end|>"; None
+      uses the tokenizer's end-of-text token.
+    template: the chat template, in Jinja2: its text, or the path of a file; None uses that of
+      the tokenizer (chat_template.jinja or tokenizer_config.json next to tokenizer.json), or if
+      it has none, "role: content" for each message.
+    packing: the way from conversations to examples; "best_fit" (whole conversations share an
+      example, with attention inside a conversation only) or "none" (one per example, padded).
+  """
+
+  path: str
+  train_split: str = "train"
+  eval_split: str = "val"
+  template: str | None = None
+  packing: Literal["best_fit", "none"] = "best_fit"
+
+  def build(self) -> Split:
+    return self._splits(data.chat_files, "path")

@@ -33,10 +33,11 @@ import numpy as np
 from jaxscale.data.dataset import Batch, Dataset, Spec, TextInfo, user_cache
 from jaxscale.data.tfrecord import OpenFile
 from jaxscale.data.tokenizer import Tokenizer, smallest_dtype
-from jaxscale.errors import ConfigError
-from jaxscale.files import read_json, replace_text, replacing, unsafe_owner
+from jaxscale.errors import ConfigError, invalid
+from jaxscale.files import read_json, replace_text, replacing, require_json, unsafe_owner
 
 NO_TARGET = -1  # the target of padding and of prompts, which is not learned
+PREPARED = "tokens.json"  # the file that `jaxscale prepare tokens` writes last
 Packing = Literal["stream", "masked_stream", "best_fit", "none"]
 
 
@@ -259,6 +260,35 @@ def of_kept(
     return np.concatenate([np.fromfile(f.with_suffix(".lengths"), "<u8") for f in files], dtype=int)
 
   return stream._replace(lengths=lengths)
+
+
+def of_prepared(
+  folder: Path, files: Sequence[Path], tokenizer: Tokenizer, tokenizer_name: str
+) -> Stream:
+  """Return the stream of a folder that `jaxscale prepare tokens` wrote.
+
+  Args:
+    folder: the folder.
+    files: its files of tokens in order.
+    tokenizer: the tokenizer that the text was tokenized with.
+    tokenizer_name: its name, for messages.
+
+  Raises:
+    ConfigError: the text was tokenized by a different tokenizer, or files are missing.
+  """
+  fix = "run jaxscale prepare tokens again"
+  shape = {"tokenizer": str, "tokenizer_file": str, "notes": [str]}
+  facts = require_json(folder / PREPARED, shape | dict.fromkeys(("tokens", "bytes"), int), fix)
+  if facts["tokenizer"] != tokenizer.key:
+    problem = f"is not the tokenizer (or has not the separator) of the tokens in {folder}"
+    fix = f"set it to that file, which was {facts['tokenizer_file']!r}"
+    raise invalid("TextFiles.tokenizer", tokenizer_name, problem, fix)
+  ratio = 1.0 if tokenizer.key == "bytes" else facts["bytes"] / max(facts["tokens"], 1)
+  stream = of_kept(files, smallest_dtype(tokenizer.vocab_size), tokenizer.separator, ratio)
+  if stream.num_tokens != facts["tokens"]:
+    problem = f"has {stream.num_tokens:,} tokens, but {PREPARED} says {facts['tokens']:,}"
+    raise invalid(str(folder), ..., problem, fix)
+  return stream._replace(notes=(*facts["notes"],))
 
 
 def cached(

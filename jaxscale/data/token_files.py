@@ -26,7 +26,7 @@ from jaxscale.data import rows
 from jaxscale.data.dataset import Dataset, file_identity
 from jaxscale.data.directory import is_visible, kinds, left_out_note, tree
 from jaxscale.data.packing import text_windows
-from jaxscale.data.stream import Packing, Stream, TokenFile, of_files, packed
+from jaxscale.data.stream import PREPARED, Packing, Stream, TokenFile, of_files, of_prepared, packed
 from jaxscale.data.tokenizer import read_tokenizer
 from jaxscale.errors import ConfigError, invalid
 from jaxscale.files import refuse_pointer, whole_number
@@ -34,7 +34,8 @@ from jaxscale.metrics.text import few, listed
 
 _AT_ONCE = 64 << 20  # bytes of text per batch
 _TOKENS = ".bin", ".npy"
-_ENDINGS = (*_TOKENS, ".txt", *rows.ENDINGS)
+TEXT_ENDINGS = ".txt", *rows.ENDINGS
+_ENDINGS = (*_TOKENS, *TEXT_ENDINGS)
 # The first number of llm.c's header of 256 int32, and the type of the tokens after it, for
 # GPT-2 and for Llama 3 (karpathy/llm.c, dev/data/data_common.py).
 _LLM_C = {20240520: "<u2", 20240801: "<u4"}
@@ -94,44 +95,47 @@ def text_files(
     >>> text_files("data/openwebtext", "val", vocab_size=50257)   # doctest: +SKIP
   """
   paths, left_out = split_files(Path(directory), split, _ENDINGS, "TextFiles")
-  called = str(Path(directory) / split)
+  base, kind = Path(directory) / split, _kind(paths[0].name)
+  called, size = str(base), vocab_size or 0
   notes = left_out_note(called, left_out, f"text files end in {', '.join(_ENDINGS)}")
-  kind = _kind(paths[0].name)
-  options: Any = {"packing": packing, "setting": "TextFiles.packing"}
-  if kind == "tokens":
-    for name, value, default in (
-      ("tokenizer", tokenizer, "bytes"),
-      ("encoding", encoding, "utf-8"),
-      ("field", field, "text"),
-    ):
-      if value != default:
-        problem = f"is for text, but {paths[0]} has tokens"
-        raise invalid(f"TextFiles.{name}", value, problem, "omit it")
+  if (base / PREPARED).exists():
+    _refuse(f"is set by {base / PREPARED}", encoding=encoding, field=field)
+    _refuse(f"is set by {base / PREPARED}", dtype=dtype, vocab_size=vocab_size)
+    tokens, notes = read_tokenizer(tokenizer, separator, field="TextFiles.tokenizer"), ()
+    stream, size = of_prepared(base, paths, tokens, tokenizer), tokens.vocab_size
+    facts = {"tokens": stream.num_tokens, "tokenizer": tokens.key}
+  elif ".lengths" in left_out:
+    raise invalid(called, ..., "is not complete", "run jaxscale prepare tokens again")
+  elif kind == "tokens":
+    problem = f"is for text, but {paths[0]} has tokens"
+    _refuse(problem, tokenizer=tokenizer, encoding=encoding, field=field)
     stream, facts = _token_stream(called, paths, separator, vocab_size, dtype)
-    dataset = text_windows(called, stream, vocab_size or 0, sequence_length, **options)
-    return _identified(dataset, paths, facts, notes)
-  if vocab_size is not None:
-    problem = f"{paths[0]} is text with the vocabulary of the tokenizer; leave vocab_size out"
-    raise ConfigError(f"TextFiles.vocab_size={vocab_size}: {problem}")
-  if dtype != "auto":
-    problem = f"is for .bin files, but {paths[0]} is text"
-    raise invalid("TextFiles.dtype", dtype, problem, "leave it out")
-  tokens = read_tokenizer(tokenizer, separator, field="TextFiles.tokenizer")
-  stamps = [(str(p.absolute()), *file_stamp(p)) for p in paths]
-  identity = "files", encoding, *stamps, *([field] if kind == "rows" else [])
-  skipped: list[str] = []
-  documents = text_documents(paths, encoding, field, tokenizer, skipped)
-  stream = packed(called, documents, tokens, identity, cache_dir, skipped)
-  dataset = text_windows(called, stream, tokens.vocab_size, sequence_length, **options)
-  facts = {"tokens": stream.num_tokens, "tokenizer": tokens.key}
-  return _identified(dataset, paths, facts, notes)
-
-
-def _identified(
-  dataset: Dataset, paths: Sequence[Path], facts: dict[str, Any], notes: tuple[str, ...]
-) -> Dataset:
+  else:
+    _refuse(f"is for token files, but {paths[0]} is text", dtype=dtype, vocab_size=vocab_size)
+    tokens = read_tokenizer(tokenizer, separator, field="TextFiles.tokenizer")
+    stamps = [(str(p.absolute()), *file_stamp(p)) for p in paths]
+    identity = "files", encoding, *stamps, *([field] if kind == "rows" else [])
+    skipped: list[str] = []
+    documents = text_documents(paths, encoding, field, tokenizer, skipped)
+    stream, size = (
+      packed(called, documents, tokens, identity, cache_dir, skipped),
+      tokens.vocab_size,
+    )
+    facts = {"tokens": stream.num_tokens, "tokenizer": tokens.key}
+  dataset = text_windows(called, stream, size, sequence_length, packing, "TextFiles.packing")
   notes = (*notes, *dataset.notes)
   return dataset._replace(identity=lambda: facts | file_identity(paths), notes=notes)
+
+
+# The settings that text and tokens do not share, and their defaults.
+_DEFAULTS = {"tokenizer": "bytes", "encoding": "utf-8", "field": "text", "dtype": "auto"}
+
+
+def _refuse(problem: str, **settings: object) -> None:
+  """Raise a ConfigError for settings that do not have their defaults."""
+  for name, value in settings.items():
+    if value != _DEFAULTS.get(name):
+      raise invalid(f"TextFiles.{name}", value, problem, "omit it")
 
 
 def _kind(name: str) -> str:
@@ -344,12 +348,10 @@ def text_documents(
     ConfigError: a setting is for the other kind of files, or the encoding is unknown.
   """
   _check_encoding(encoding, tokenizer)
-  if (is_rows := _kind(paths[0].name) == "rows") and encoding != "utf-8":
-    problem = f"is for .txt files, but {paths[0]} has UTF-8"
-    raise invalid("TextFiles.encoding", encoding, problem, "omit it")
-  if not is_rows and field != "text":
-    problem = f"is for .jsonl and .parquet files, but {paths[0]} is plain text"
-    raise invalid("TextFiles.field", field, problem, "omit it")
+  if is_rows := _kind(paths[0].name) == "rows":
+    _refuse(f"is for .txt files, but {paths[0]} has UTF-8", encoding=encoding)
+  else:
+    _refuse(f"is for .jsonl and .parquet files, but {paths[0]} is plain text", field=field)
 
   def documents(path: Path) -> Iterable[bytes]:
     if is_rows:

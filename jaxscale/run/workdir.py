@@ -37,7 +37,7 @@ _NOT_IDENTITY = """mesh layout compilation evaluation checkpoint checks faults l
   exchange.dims data.cache_dir data.max_pixels callbacks""".split()
 _LENGTH = "epochs", "steps"
 # Locations of the data may also change, if the run has the identity of their content.
-_PLACES = "data.path", "data.data_dir", "data.tokenizer", "data.dtype"
+_PLACES = "data.path", "data.data_dir", "data.tokenizer", "data.template", "data.dtype"
 ACCEPTED = "accepted: "  # prefix of the lines of accepted changes
 # Keys under which `to_plain` records the content of values without a JSON form.
 _CONTENTS = "shape", "dtype", "sha256", "fingerprint", "identity"

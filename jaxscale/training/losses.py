@@ -88,7 +88,8 @@ def cross_entropy(label_smoothing: float = 0.0, class_weights: Sequence[float] =
 
   With class weights w the mean loss is sum_i w[y_i] l_i / sum_i w[y_i], and smoothing
   spreads e w[c] / num_classes over the classes c, as torch.nn.CrossEntropyLoss (PyTorch
-  2.9). A label without a class (-1) has the weight 0.
+  2.9). A label without a class and the target of a token that is not learned, both -1, have
+  the weight 0.
 
   Args:
     label_smoothing: the share e of the target that is spread over all classes.

@@ -21,12 +21,12 @@ import numpy as np
 from jaxscale import config as cfg
 from jaxscale.data import DatasetInfo, TextInfo
 from jaxscale.experiment.model import init_fn, make_model
-from jaxscale.models.stack import Stack, stack_logits
-from jaxscale.weights import export_safetensors, import_safetensors
-from jaxscale.weights.check import check_source
 from jaxscale.models.config_json import write_config_json
 from jaxscale.models.hf_config import llama_config, vit_config
+from jaxscale.models.stack import Stack, stack_logits
 from jaxscale.models.timm_config import timm_config
+from jaxscale.weights import export_safetensors, import_safetensors
+from jaxscale.weights.check import check_source
 from others import training
 from others.packages import timm, torch, torchvision, transformers
 from support.configs import small_config

@@ -17,9 +17,9 @@ from timm.models import resnet as timm_resnet
 
 from jaxscale import config as cfg
 from jaxscale.errors import ConfigError
+from jaxscale.models.hf_config import completed
 from jaxscale.models.resnet import DEPTHS
 from jaxscale.weights.check import check_source
-from jaxscale.models.hf_config import completed
 from others import agreement, training
 
 

@@ -18,10 +18,10 @@ from jaxscale.config import ResNet, Transformer, ViT
 from jaxscale.data import TextInfo, array_info, jpeg, tfds, tfrecord, token_files
 from jaxscale.data.tokenizer import read_tokenizer
 from jaxscale.errors import ConfigError
+from jaxscale.models.hf_config import llama_config
 from jaxscale.optim.tree_paths import path_name
 from jaxscale.weights import load
 from jaxscale.weights.check import check_source
-from jaxscale.models.hf_config import llama_config
 from jaxscale.weights.names import naming_of
 from jaxscale.weights.safetensors import Stored, read_index, view
 from support import fuzzing, images

@@ -12,8 +12,8 @@ from jaxscale import config as cfg
 from jaxscale.data import DatasetInfo, TextInfo
 from jaxscale.errors import ConfigError
 from jaxscale.models import hf_config
-from jaxscale.weights.check import check_source
 from jaxscale.models.hf_config import llama_config
+from jaxscale.weights.check import check_source
 from jaxscale.weights.safetensors import write
 from support.errors import config_error
 from support.tables import columns, fields, words

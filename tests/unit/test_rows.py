@@ -79,10 +79,14 @@ def test_a_damaged_line_is_skipped_and_named(line, problem, tmp_path, monkeypatc
   for _ in range(2):  # the second time from the cache
     dataset = data.text_files(tmp_path, "train")
     (note,) = dataset.notes
-    assert note.startswith(f"{path}: skipping 1 damaged row of 402: train.jsonl:11 (")
+    kind = "damaged or empty" if "empty" in problem else "damaged"
+    assert note.startswith(f"{path}: skipping 1 {kind} row of 402: train.jsonl:11 (")
     assert problem in note and "\n" not in note
     assert text_of(dataset) == "".join(f"line {i}\0" for i in range(400))
   path.write_bytes(b"\n".join([*GOOD, *5 * [line]]))
+  if "empty" in problem:
+    assert "skipping 5 damaged or empty rows of 405" in data.text_files(tmp_path, "train").notes[0]
+    return
   with config_error(
     f"{path} has 5 damaged rows among 405: train.jsonl:401 (", "set TextFiles.field"
   ):

@@ -17,8 +17,8 @@ from PIL import Image
 from jaxscale import config, models
 from jaxscale.data.tokenizer import read_tokenizer
 from jaxscale.errors import ConfigError
-from jaxscale.weights import UnwrittenError, export_safetensors, import_safetensors
 from jaxscale.models.config_json import read_config_json
+from jaxscale.weights import UnwrittenError, export_safetensors, import_safetensors
 from jaxscale.weights.safetensors import DTYPES, read_header, read_index, view, write
 from support.errors import config_error
 from support.tables import columns, literal

@@ -188,7 +188,7 @@ def test_mistakes_with_text_files_are_one_line(tmp_path):
   for options, hint in columns(fields, str)("""
     split='train' | TextFiles.vocab_size=None
     split='train' vocab_size=9 tokenizer='x.json' | omit it
-    split='val' vocab_size=9 | is text with the vocabulary
+    split='val' vocab_size=9 | is for token files, but
     split='test' | contains both, none.txt, train.bin and val.txt; give a file test or files in
     split='both' | keep only one kind
     split='val' directory='no' | no such directory
@@ -379,7 +379,7 @@ def test_an_encoding_that_does_not_fit_is_refused(tmp_path, tokenizer_file):
 
 def test_a_setting_of_other_files_is_not_ignored(tmp_path):
   for name, setting, value, kind in table("""
-    a.txt | dtype | uint32 | .bin files
+    a.txt | dtype | uint32 | token files
     b.bin | encoding | latin-1 | text
 """):
     (tmp_path / name).write_bytes(b"\1\0" * 99)

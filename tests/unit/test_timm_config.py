@@ -10,8 +10,8 @@ import pytest
 from jaxscale import config as cfg
 from jaxscale.data import DatasetInfo
 from jaxscale.errors import ConfigError
-from jaxscale.weights.check import check_source
 from jaxscale.models.timm_config import timm_config
+from jaxscale.weights.check import check_source
 from support.tables import columns, fields
 
 IMAGENET = (123.675, 116.28, 103.53), (58.395, 57.12, 57.375)

@@ -1,0 +1,232 @@
+"""Conversations in JSONL and Parquet files, with the loss on the answers alone.
+
+A row has "messages" (a list of objects with "role" and "content"), "prompt" and "completion", or
+ShareGPT's "conversations" (objects with "from" and "value"). A chat template turns it into text.
+Tokens of the answers, which are the messages of the role "assistant", are learned, with the token
+that ends each; the target of every other token is -1, "not learned".
+
+The text is tokenized once and cached, as int32: a token that is not learned is saved as ~token.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import itertools
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from jaxscale.data import rows
+from jaxscale.data.dataset import Dataset, file_identity
+from jaxscale.data.directory import left_out_note
+from jaxscale.data.packing import text_windows
+from jaxscale.data.stream import Part, cached, of_kept
+from jaxscale.data.token_files import file_stamp, split_files
+from jaxscale.data.tokenizer import Located, Tokenizer, read_tokenizer
+from jaxscale.errors import invalid
+from jaxscale.files import mismatch, readable_text, require_json
+
+# The names of ShareGPT's roles.
+_ROLES = {"human": "user", "gpt": "assistant"}
+_COLUMNS = "messages", "conversations", "prompt", "completion", "tools"
+_PLAIN = """{% for message in messages %}{{ message['role'] + ': ' }}
+{%- if message['role'] == 'assistant' %}
+{% generation %}{{ message['content'] + eos_token }}{% endgeneration %}
+{% else %}{{ message['content'] }}{% endif %}{{ '\\n' }}
+{%- endfor %}"""
+_LIMITS = 10.0, 2 << 30  # CPU seconds per conversation, and bytes of memory, of a template
+_AT_ONCE = 256  # conversations that are tokenized at a time
+
+
+def chat_files(
+  directory: str | os.PathLike,
+  split: str,
+  *,
+  tokenizer: str = "bytes",
+  separator: str | None = None,
+  template: str | None = None,
+  sequence_length: int = 256,
+  packing: Literal["best_fit", "none"] = "best_fit",
+  cache_dir: str | None = None,
+) -> Dataset:
+  """Create a dataset of windows of conversations from the files of a split.
+
+  Args:
+    directory: the directory of the splits.
+    split: the name of a .jsonl or .parquet file without its ending, or of a directory of them.
+    tokenizer: "bytes" or the path of a tokenizer.json.
+    separator: the token that ends generated text; None finds it by its usual names.
+    template: a chat template or the path of one; None uses the tokenizer's.
+    sequence_length: the tokens per example, S.
+    packing: "best_fit" for several conversations in a window, "none" for one.
+    cache_dir: the directory for the tokens; None uses the user's cache.
+
+  Returns:
+    A dataset with batches {"tokens", "targets", "documents"}, int32 [n, S].
+
+  Raises:
+    ConfigError: there are no files, more than 1 % of the rows of a file are damaged, or the
+      template is invalid, exceeds its limits, or does not show where answers are.
+
+  Example:
+    >>> chat_files("data", "train", tokenizer="qwen/tokenizer.json")   # doctest: +SKIP
+  """
+  paths, left_out = split_files(Path(directory), split, rows.ENDINGS, "Chat")
+  called = str(Path(directory) / split)
+  tokens = read_tokenizer(tokenizer, separator, field="Chat.tokenizer")
+  source, variables, notes = _template(template, tokenizer, tokens)
+  stamps = [(str(path.absolute()), *file_stamp(path)) for path in paths]
+  identity = "chat", source, sorted(variables.items()), tokens.key, *stamps
+  found: list[str] = []
+  parts = _parts(paths, source, variables, tokens, found)
+  kept, counts = cached(called, parts, "<i4", identity, cache_dir, found)
+  notes += left_out_note(called, left_out, f"chat files end in {', '.join(rows.ENDINGS)}")
+  stream = of_kept([kept], "<i4", tokens.separator, None)
+  stream = stream._replace(is_chat=True, notes=(*notes, *counts["notes"]))
+  size, setting = tokens.vocab_size, "Chat.packing"
+  dataset = text_windows(called, stream, size, sequence_length, packing, setting)
+  facts = {"tokens": stream.num_tokens, "tokenizer": tokens.key}
+  facts |= {"template": hashlib.sha256(repr((source, variables)).encode()).hexdigest()[:16]}
+  return dataset._replace(identity=lambda: facts | file_identity(paths))
+
+
+def _template(
+  template: str | None, tokenizer: str, tokens: Tokenizer
+) -> tuple[str, dict[str, str], tuple[str, ...]]:
+  """Return a template, the special tokens that are its variables, and notes."""
+  folder, config = Path(tokenizer).parent, {}
+  variables = {"eos_token": tokens.decode([tokens.separator], [])}
+  if tokenizer != "bytes" and (path := folder / "tokenizer_config.json").exists():
+    config = require_json(path, {}, "copy it again, or remove it")
+    named = {k: v.get("content") if isinstance(v, dict) else v for k, v in config.items()}
+    variables |= {k: v for k, v in named.items() if k.endswith("_token") and isinstance(v, str)}
+  source, notes = template or "", ()
+  if template is None:
+    source = config.get("chat_template")
+    if isinstance(source, list):  # Several, by name.
+      source = {str(x.get("name")): x.get("template") for x in source}.get("default")
+    if tokenizer != "bytes":
+      source = readable_text(folder / "chat_template.jinja") or source
+    if not (isinstance(source, str) and source):
+      notes = ("the tokenizer has no chat template; Chat writes each message as 'role: content'",)
+      source = _PLAIN
+  elif "{" not in source and not (source := readable_text(Path(template))):
+    problem = "is neither a template nor a file that can be read"
+    raise invalid("Chat.template", template, problem, "give the path of a Jinja2 template")
+  if "strftime_now" in source:
+    notes += ("the chat template asks for the date; it is 26 Jul 2024, so tokens stay the same",)
+  return source, variables, notes
+
+
+def messages_of(row: dict[str, Any]) -> list[dict[str, Any]]:
+  """Return the messages of a row.
+
+  Raises:
+    ValueError: the row has none, or of a different form.
+
+  Example:
+    >>> messages_of({"prompt": "1 + 1?", "completion": "2"})[1]
+    {'role': 'assistant', 'content': '2'}
+  """
+  messages = row.get("messages")
+  if messages is None and (turns := row.get("conversations")) is not None:
+    if problem := mismatch(turns, [{"from": str, "value": str}], "conversations"):
+      raise ValueError(problem)
+    messages = [{"role": _ROLES.get(t["from"], t["from"]), "content": t["value"]} for t in turns]
+  elif messages is None and {"prompt", "completion"} <= row.keys():
+    turns = ("user", row["prompt"]), ("assistant", row["completion"])
+    messages = [{"role": role, "content": content} for role, content in turns]
+  if messages is None:
+    raise ValueError("has no 'messages', 'conversations', or 'prompt' and 'completion'")
+  if problem := mismatch(messages, [{"role": str, "content": (str, None)}], "messages"):
+    raise ValueError(problem)
+  # Parquet has null for every key that only other messages have.
+  return [{k: v for k, v in m.items() if v is not None or k == "content"} for m in messages]
+
+
+class _Renderer:
+  """The process that renders conversations (`chat_template.py`)."""
+
+  def __init__(self, source: str, variables: dict[str, str]):
+    if importlib.util.find_spec("jinja2") is None:
+      fix = "pip install 'jaxscale[tokenizers]'"
+      raise invalid("Chat.template", ..., "needs the package jinja2", fix)
+    self._variables = variables
+    command = [sys.executable, "-P", "-m", "jaxscale.data.chat_template"]
+    pipes: Any = dict.fromkeys(("stdin", "stdout"), subprocess.PIPE)
+    self._process = subprocess.Popen(command, **pipes, stderr=subprocess.DEVNULL)
+    self._ask([source, _LIMITS])
+
+  def _ask(self, line: Any) -> None:
+    stdin: Any = self._process.stdin
+    stdin.write(json.dumps(line, default=str).encode() + b"\n")
+    stdin.flush()
+
+  def convert(self, row: dict[str, Any], where: str) -> tuple[str, list[list[int]]]:
+    """Return the text of a row and the places of its answers, for `read_rows`."""
+    messages, stdout = messages_of(row), self._process.stdout
+    variables = {"tools": row.get("tools"), "documents": None, "add_generation_prompt": False}
+    try:
+      self._ask({**self._variables, **variables, "messages": messages})
+      reply = json.loads((stdout.readline() if stdout else b"") or b"{}")
+    except BrokenPipeError:
+      reply = {}
+    if "damaged" in reply:
+      raise ValueError(reply["damaged"])
+    if "text" not in reply:
+      problem = reply.get("refused")
+      if problem is None:
+        is_slow = self._process.wait() == -signal.SIGPROF
+        reason = f"ran longer than {_LIMITS[0]:g} s of CPU time" if is_slow else "failed"
+        problem = f"{reason} for {where}; use a different template"
+      raise invalid("Chat.template", ..., " ".join(problem.split()), f"it was used for {where}")
+    reply["text"].encode()  # Raises UnicodeEncodeError, a ValueError, for a lone surrogate.
+    if not (spans := [span for span in reply["spans"] if span[0] < span[1]]):
+      raise ValueError("has no answer")
+    return reply["text"], spans
+
+  def close(self) -> None:
+    self._process.kill()
+    self._process.communicate()
+
+
+def _parts(
+  paths: Sequence[Path], source: str, variables: dict[str, str], tokens: Tokenizer, notes: list[str]
+) -> Iterator[Part]:
+  """Yield the tokens of conversations, several at a time; ~token if it is not learned."""
+  renderer, learned, total = _Renderer(source, variables), 0, 0
+  try:
+    read = (rows.read_rows(p, _COLUMNS, renderer.convert, notes, "Chat.template") for p in paths)
+    conversations = itertools.chain.from_iterable(read)
+    while some := list(itertools.islice(conversations, _AT_ONCE)):
+      located = tokens.locate([text for text, _ in some])
+      documents = [signed(*x) for x in zip(located, (spans for _, spans in some), strict=True)]
+      learned += sum(int((document >= 0).sum()) for document in documents)
+      total += sum(map(len, documents))
+      yield documents, 0
+  finally:
+    renderer.close()
+  notes.append(f"{learned / max(total, 1):.1%} of {total:,} tokens are in answers, and learned")
+
+
+def signed(located: Located, spans: Sequence[Sequence[int]]) -> np.ndarray:
+  """Return tokens as int32, and ~token for those that no character of a span is in.
+
+  Example:
+    >>> signed((np.array([7, 8, 9]), np.array([0, 2, 4]), np.array([2, 4, 6])), [[3, 4]]).tolist()
+    [-8, 8, -10]
+  """
+  tokens, starts, ends = located
+  is_learned = np.zeros(len(tokens), bool)
+  for begin, end in spans:
+    # A token of spaces may have no extent of its own.
+    is_learned |= (starts < end) & (np.maximum(ends, starts + 1) > begin)
+  return np.where(is_learned, tokens.astype(np.int32), ~tokens.astype(np.int32))
