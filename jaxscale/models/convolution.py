@@ -1,12 +1,14 @@
 """Convolutions that avoid slow cases of XLA's CPU backend.
 
-On one core with jax 0.10.2 (`benchmarks/cpu_convolutions.py`)
+On one core with jax 0.10.2
 - a 3x3 convolution from 512 to 512 channels with 2 x 2 output pixels runs at 1 GFLOP/s,
-  and so does the input gradient of one with stride 2; as a matrix product at 34 to 46;
-- a 3x3x3 convolution runs at 1 to 46 GFLOP/s; as one in 2-D with three times the channels
-  at 3 to 17 times that;
-- a 7x7 depthwise convolution runs at 2 GFLOP/s, and its kernel's gradient at 0.1 to 1.3;
-  as sums of shifted inputs at 20 to 46 and 5 to 30.
+  and so does the input gradient of one with stride 2; as a matrix product at 34 to 46
+  (`benchmarks/cpu_convolutions.py`);
+- 3x3x3 convolutions, from 4^3 pixels with 64 channels to 32^3 with 1 or 16, run at 1 to 70
+  GFLOP/s; as ones in 2-D with three times the channels at 15 to 170, 1.7 to 18 times that;
+- a 7x7 depthwise convolution, with 56^2 pixels and 96 channels to 7^2 and 768, runs at 2
+  GFLOP/s, and its kernel's gradient at 0.1 to 1.3; as sums of shifted inputs at 8 to 38 and
+  6 to 33.
 
 GPUs and TPUs always use the convolution.
 """

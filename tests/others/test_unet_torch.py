@@ -5,14 +5,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-pytest.importorskip("torch")
-
-import torch
-from torch import nn
-from torch.nn import functional as F
-
 from jaxscale import config as cfg
 from jaxscale.data import DatasetInfo
+
+torch = pytest.importorskip("torch")
+nn, F = torch.nn, torch.nn.functional
 
 FEATURES, OUTPUTS = (8, 16, 24), 2
 SHAPES = {"2-D": (20, 28, 3), "3-D": (8, 12, 16, 1)}
