@@ -11,6 +11,7 @@ Result     validation loss 4.938 after 169 steps (4.952 after 34): LoRA on rando
 """
 
 import json
+from typing import Any
 
 from jaxscale.config import AdamW, Chat, Config, Cosine, Evaluation, LoRA, Transformer
 from jaxscale.data.dataset import user_cache
@@ -37,7 +38,8 @@ class Sums(Chat):
       path = output_path(folder / f"{split}.jsonl")
       if not path.exists() or path.read_text() != text:  # Keep the cache of its tokens.
         replace_text(path, text)
-    return Chat(**vars(self) | {"path": str(folder)}).build()
+    values: dict[str, Any] = {**vars(self), "path": str(folder)}
+    return Chat(**values).build()
 
 
 def get_config() -> Config:

@@ -23,7 +23,7 @@ from jaxscale.cli import COMMANDS, load
 from jaxscale.config import Config
 from jaxscale.config.choice import Choice
 from jaxscale.config.help import default_text, kind_text
-from jaxscale.config.validation import field_docs, hints, item_type
+from jaxscale.config.validation import field_docs, hints, is_named, item_type
 from jaxscale.config.validation import settings_classes as alternatives
 
 ROOT = Path(__file__).parents[1]
@@ -109,6 +109,8 @@ def _branch(path: str, classes: dict[str, Any], several: bool, prefix: str = "")
     out += [docstring(cls.__doc__ or "", skip=("Attributes",)) + "\n"]
     out += _options(cls, f"{prefix or path}.", f"{path}={name}")
     for field, annotation in hints(cls).items():
+      if is_named(annotation):  # Any class may be below a name, also this one.
+        continue
       for n, inner in alternatives(item_type(annotation)).items():
         held = f"{path}.{field}"  # a tuple: its members are chosen by name
         out += _branch(held, {n: inner}, several=True, prefix=f"{held}.{n}")

@@ -196,7 +196,7 @@ def coerce(annotation: Any, value: Any) -> Any:
       if wrap is not None and (wrapped := wrap(value)) is not None:
         return wrapped
       if isinstance(value, choice) and not (choice in (int, float) and isinstance(value, bool)):
-        return float(value) if choice is float else value
+        return float(value) if choice is float else value  # pyright: ignore[reportArgumentType]
   # `tolist` converts numbers and arrays of NumPy and JAX exactly.
   plain = getattr(value, "tolist", lambda: value)()
   if type(plain) is type(value):
