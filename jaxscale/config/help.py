@@ -24,7 +24,7 @@ from jaxscale.errors import ConfigError
 # The settings that one starts with: `jaxscale train --help` shows these.
 _FIRST = """model data optimizer optimizer.lr schedule schedule.warmup_epochs loss batch_size
   epochs steps accumulate_steps lr_scaling clip_norm ema_decay dtype init_from seed
-  target_accuracy stop_at_target mesh.data mesh.fsdp mesh.stage mesh.model layout.shard
+  target_accuracy mesh.data mesh.fsdp mesh.stage mesh.model layout.shard
   layout.remat exchange sync evaluation.every_epochs checkpoint.every_epochs log.every_steps"""
 _MORE = """
 Settings of a file, with their values: --config FILE --help

@@ -239,7 +239,7 @@ RECORDS = {
   ),
   "restarts.json": (RESTARTS, lambda folder: count_start(folder, Job("slurm", "7", 2), 5)),
   "owner": (dict(host="h", pid=9, job="slurm-7-r1", since=1.0, process="x"), read_owner),
-  "cached.json": (COUNTS, lambda folder: stream._counts(folder / "cached.bin", "<u1")),
+  "cached.json": (COUNTS, lambda folder: stream.counts_of(folder / "cached.bin", "<u1")),
   "starts.jsonl": (dict(commit="ab", changed=["x"], host="h", command="train"), last_start),
   "activity.jsonl": (ACTIVITY, read_goodput),
   "scaling.json": ({"runs": ["a", "b"]}, find_study),
@@ -253,6 +253,7 @@ def test_records(place, name):
   folder = place / "records"
   folder.mkdir(exist_ok=True)
   (folder / "cached.bin").write_bytes(b"12345")
+  (folder / "cached.lengths").write_bytes(bytes(8))
   write(folder / "a.safetensors", {"w": (np.dtype("f4"), (2,))}, [np.ones(2, "f4")])
 
   @fuzzed(damaged(document))
