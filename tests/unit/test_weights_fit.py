@@ -114,6 +114,6 @@ def test_names_that_are_not_known_are_of_what_the_config_says(tmp_path):
   fields = {"model_type": "gpt_neox", "rotary_pct": 0.25, "hidden_size": 8}
   (tmp_path / "config.json").write_text(json.dumps(fields))
   for path in (tmp_path, tmp_path / "model.safetensors"):
-    wanted = "torchvision, huggingface, and its config.json says "
+    wanted = "torchvision, huggingface, peft, and its config.json says "
     with config_error(f"{wanted}model_type='gpt_neox', rotary_pct=0.25; use"):
       guess(path, names)
