@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 import re
@@ -491,9 +492,7 @@ class Mixture(Data):
     if not names or self.weights.keys() != self.sources.keys():
       problem = f"has the names {listed(self.weights) or 'none'}, but sources has "
       raise invalid("Mixture.weights", ..., problem + (listed(names) or "none"), "use the same")
-    if [*self.changes_at] != sorted({*self.changes_at} - {0}) or min(
-      self.changes_at, default=0
-    ) < 0:
+    if any(a >= b for a, b in itertools.pairwise((0, *self.changes_at))):
       problem, fix = "does not increase from above 0", "give numbers of examples in order"
       raise invalid("Mixture.changes_at", self.changes_at, problem, fix)
     for name, shares in self._shares().items():
