@@ -40,9 +40,8 @@ doctor --workdir= | --workdir=: give a directory$
 generate --step=last x | --step=last: give a step, or best$
 status --runs= | --runs=: give a directory$
 submit --config=digits --runs= | --runs=: give a directory$
-export . --to=x.npz | --to=x.npz: give a file .safetensors in a directory$
-export . --to=x | --to=x: give a file .safetensors in a directory$
-export . --to=. | --to=.: give a file .safetensors in a directory$
+export . --to=x.npz | --to=x.npz: give a .safetensors file or a folder$
+export . --to=folder | .: no such run, give one of digits, digs$
 lr-find --config=digits --out=x.foo | --out=x.foo: give a file .png, .pdf, .svg or .jpg in
 logs '' | \(an empty name\): no such run,
 cancel '' | \(an empty name\): no such run,
