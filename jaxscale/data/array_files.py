@@ -70,8 +70,7 @@ def open_zarr(path: str, names: Names, cache_bytes: int) -> Table:
     found = {name: variable(store / name) for name in sorted(inner)}
     return {name: x for name, x in found.items() if x is not None}
 
-  table = _table(path, matching_paths(path, [], is_one=True), names, variables, "a zarr store")
-  return table._replace(cache_bytes=cache_bytes)
+  return _table(path, matching_paths(path, [], is_one=True), names, variables, "a zarr store")
 
 
 def open_hdf5(path: str, names: Names, cache_bytes: int) -> Table:
@@ -112,8 +111,7 @@ def open_hdf5(path: str, names: Names, cache_bytes: int) -> Table:
     nodes = {n: x for n, x in nodes.items() if isinstance(x, h5py.Dataset) and x.ndim}
     return {n: variable(file, x, cache_bytes // len(nodes)) for n, x in nodes.items()}
 
-  table = _table(path, matching_paths(where, HDF5_SUFFIXES), names, variables, "HDF5 or netCDF4")
-  return table._replace(cache_bytes=cache_bytes)
+  return _table(path, matching_paths(where, HDF5_SUFFIXES), names, variables, "HDF5 or netCDF4")
 
 
 def open_numpy(path: str, names: Names) -> Table:
