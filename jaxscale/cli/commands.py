@@ -39,7 +39,6 @@ jobs: cancel: save and stop runs: first
 jobs: resume: submit stopped runs again: first --nodes 2
 studies: report: report the results of runs, and compare sizes: sizes --to sizes
 studies: batch-study: train to a target at several batch sizes: --config digits --batch-sizes 64,256
-shell: completion: print the tab completion for bash or zsh: bash
 """
 COMMANDS = {
   name: Command(group, summary, f"jaxscale {name} {example}")
