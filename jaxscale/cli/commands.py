@@ -26,7 +26,7 @@ models: export: write a run's parameters to a file: runs/digits --to digits.safe
 before a run: describe: print parameters, memory and collectives of a step: --config digits
 before a run: plan: predict memory, time and cost on any chips: --config llama_1b --chips h100-16
 before a run: lr-find: suggest a learning rate by a short ramp: --config digits --out rates.png
-before a run: doctor: check nodes, network and disks: --workdir runs --config digits
+before a run: doctor: check nodes and disks: --workdir runs --config digits
 before a run: bench: measure all-reduce algorithms on the devices: --mesh 2x4 --sizes 64KB,16MB
 before a run: prepare: prepare a TFDS dataset or build the JPEG decoder: mnist --data-dir data
 jobs: submit: submit a run to Slurm, or start it locally: --config digits --nodes 4 --name first
