@@ -34,7 +34,7 @@ jobs: sweep: submit a run for each combination of settings: --config digits --sw
 jobs: scaling: submit a config at several node counts: --config digits --nodes 1,2,4 --name sizes
 jobs: status: show the state of submitted runs: --watch
 jobs: logs: print the output of a run: -f first
-jobs: profile: trace steps of a running run and list the slowest operations: first --steps 10
+jobs: profile: trace steps of a running run for XProf and Perfetto: first --steps 10
 jobs: cancel: save and stop runs: first
 jobs: resume: submit stopped runs again: first --nodes 2
 studies: report: report the results of runs, and compare sizes: sizes --to sizes

@@ -131,8 +131,8 @@ class Tracer(contextlib.AbstractContextManager["Tracer"]):
     except Exception as e:  # JAX's errors share no class, and none may end a run.
       self._failed(e)
     else:
-      where = f"`jaxscale profile --summary {self._target}`"
-      self._log_line(f"traced steps {self._first} to {last}: {where}")
+      folder = self._workdir / trace_request.FOLDER
+      self._log_line(f"traced steps {self._first} to {last}: `xprof --logdir {folder}`")
     finally:
       shutil.rmtree(self._scratch, ignore_errors=True)
 
