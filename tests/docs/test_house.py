@@ -33,6 +33,7 @@ CONFIGS = """
   resnet50_lars.py:google-32768 resnet50_lamb_32k.py resnet50_nesterov_32k.py
   alexnet_bn_32k.py resnet101_imagenet22k.py llama_1b.py llama_7b.py:h100 sam.py gan.py
   clip.py clip.py:siglip simclr.py moco.py distill.py dqn.py sft_chat.py mixture_text.py
+  exchange_top_k.py exchange_power_sgd.py
   vit_finetune.py vit_finetune.py:head vit_finetune.py:whole
 """
 # One of most kinds of model, optimizer and exchange; the others are slow.
