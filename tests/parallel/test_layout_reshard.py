@@ -13,8 +13,6 @@ import pytest
 from jaxscale.exchange import Exchange, plain
 from jaxscale.exchange.low_precision import int8
 from jaxscale.exchange.one_bit import one_bit
-from jaxscale.exchange.power_sgd import power_sgd
-from jaxscale.exchange.top_k import top_k
 from jaxscale.exchange.wrappers import delayed, warm_start
 from jaxscale.parallel.layout_exchange import exchange_axes, exchange_split
 from jaxscale.training.state import abstract_state
@@ -22,6 +20,7 @@ from support import saving
 from support.cases import all_slow_except
 from support.errors import config_error
 from support.leaves import assert_close, assert_like
+from support.recipes import power_sgd, top_k
 from support.stack_layouts import stack_layout
 from support.tiny_stack import RULES
 from support.trees import assert_same_bits
@@ -44,7 +43,7 @@ EXCHANGES = {
   "int8": lambda axes, n: int8(axes, block=32),
   "warm int8": lambda axes, n: warm_start(int8(axes, block=32), axes, steps=3),
   "one bit": lambda axes, n: one_bit(axes, num_devices=n),
-  "top k": lambda axes, n: top_k(axes, num_devices=n, share=0.1),
+  "top k": lambda axes, n: top_k(axes, share=0.1),
   "power sgd": lambda axes, n: power_sgd(axes, rank=1),
   "delayed": lambda axes, n: delayed(plain(axes)),
 }
