@@ -45,9 +45,7 @@ class Tracer(contextlib.AbstractContextManager["Tracer"]):
     self._workdir, self._log = workdir, log
     self._plan = f"log.profile={log.profile}"
     self._rank, self._count = jax.process_index(), jax.process_count()
-    self._planned = None
-    if self._rank in log.profile_processes:
-      self._planned = log.profiled_steps()
+    self._planned = log.profiled_steps() if self._rank in log.profile_processes else None
     self._poll_s, self._next_poll = max(_POLL_S, self._count / _POLLS_PER_S), 0.0
     self._answered = ""  # the name of the last request
     self._next = "", 0  # the name and number of steps of the trace that is due
