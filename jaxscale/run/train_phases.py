@@ -91,7 +91,7 @@ def train_batches(experiment: build.Experiment, step: int) -> Iterator[Batch]:
     seed=experiment.config.seed,
     position=examples_at(experiment.derived.phases, step),
     shard=host_shard(experiment.mesh),
-    num_threads=experiment.config.input_threads,
+    num_threads=experiment.config.input_threads or cluster.share_of_cores(),
   )
   return data.to_device(batches, experiment.mesh)
 

@@ -7,8 +7,6 @@ import pytest
 from jaxscale.exchange import plain
 from jaxscale.exchange.buckets import bucketed
 from jaxscale.exchange.low_precision import half_precision, int8
-from jaxscale.exchange.power_sgd import power_sgd
-from jaxscale.exchange.top_k import top_k
 from jaxscale.exchange.wrappers import warm_start
 from jaxscale.mesh import make_mesh
 from support.cases import all_slow_except
@@ -97,16 +95,6 @@ MISTAKES = [
   (lambda: half_precision(AXES, sum_in="x"), "sum_in='x'"),
   (lambda: int8(AXES, block=0), "block=0"),
   (lambda: int8(AXES, block=256, bucket_bytes=1000), "give 1024 or more"),
-  (lambda: top_k(AXES, num_devices=N, share=0.0), "share=0.0 is out of range"),
-  (
-    lambda: top_k(AXES, num_devices=N, share=0.125),
-    "share=0.125 saves no bytes .* 8 devices; give less",
-  ),
-  (
-    lambda: top_k(AXES, num_devices=N, per="layer"),
-    'per=\'layer\' is unknown; use "tensor" or "bucket"',
-  ),
-  (lambda: power_sgd(AXES, rank=0), "rank=0 is out of range"),
   (lambda: warm_start(plain(AXES), AXES, steps=-1), r"warm_start.steps=-1"),
 ]
 

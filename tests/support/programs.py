@@ -8,14 +8,18 @@ import dataclasses
 import hashlib
 import json
 import sys
+from pathlib import Path
 
 import jax
 
 from jaxscale import config as cfg
+from jaxscale.config.config_file import load_file
 from jaxscale.config.loading import load_config
 from jaxscale.experiment import build
 
 LANGUAGE, DIGITS = "tests/support/tiny_language.py", "configs/digits.py"
+PowerSGD = load_file(Path("configs/exchange_power_sgd.py")).PowerSGD
+TopK = load_file(Path("configs/exchange_top_k.py")).TopK
 
 
 def laid_out(shard="none", steps=1, bf16=False, optimizer=None, layout=(), **mesh):
@@ -44,8 +48,8 @@ RUNS = {
   "half precision": exchanged(cfg.HalfPrecision(), replica=2),
   "int8": exchanged(cfg.Int8(), replica=2),
   "one bit": exchanged(cfg.OneBit(), replica=2),
-  "top k, delayed": exchanged(cfg.TopK(delayed=True), replica=2),
-  "power sgd": exchanged(cfg.PowerSGD(), replica=2),
+  "top k, delayed": exchanged(TopK(delayed=True), replica=2),
+  "power sgd": exchanged(PowerSGD(), replica=2),
   "torus": exchanged(cfg.AllReduce(algorithm="torus"), replica=2),
 }
 
