@@ -4,8 +4,8 @@ The train step is compiled for the chips. Memory and communication are taken fro
 compiled program. Times are estimated as a range, from published and assumed speeds of the
 chip or from the speeds in a site's file. No memory is allocated. Text datasets need not be
 present, because the config has their vocabulary size or tokenizer, and sequence length.
-Image datasets other than ImageNet must be present: image size and number of classes are
-read from them.
+Other datasets, except ImageNet, must be present: shapes and the number of classes are read
+from them.
 
 --search compares layouts that compute the same step: mesh, sharding, rematerialization
 and micro-batches. Layouts that cannot fit are dropped. The layouts with the best estimates

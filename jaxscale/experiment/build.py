@@ -317,8 +317,14 @@ def make_data(config: cfg.Config) -> tuple[data.Dataset, data.Dataset]:
   Raises:
     ConfigError: the data are not available, or a user's class returned something else.
   """
+  return _built(config.data)
+
+
+def _built(settings: cfg.Data) -> tuple[data.Dataset, data.Dataset]:
+  if type(settings) is data.Mixture:  # Check a user's source as any data.
+    return settings.mixed({name: _built(source) for name, source in settings.sources.items()})
   expected = "two data.Dataset, for training and validation (data.from_arrays makes one)"
-  return build(config.data, kind=_is_two_datasets, expected=expected)
+  return build(settings, kind=_is_two_datasets, expected=expected)
 
 
 def _is_two_datasets(part: Any) -> bool:
