@@ -15,7 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from jaxscale.data.columns import (
+from jaxscale.data.directory import matching_paths, paths_identity
+from jaxscale.data.tables import (
   Table,
   Variable,
   by_chunk,
@@ -24,7 +25,6 @@ from jaxscale.data.columns import (
   even_starts,
   of_variables,
 )
-from jaxscale.data.directory import matching_paths, paths_identity
 from jaxscale.errors import ConfigError, invalid
 from jaxscale.files import read_json, require_json
 

@@ -13,15 +13,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxscale.data.columns import (
-  Table,
-  by_chunk,
-  cached,
-  chosen_names,
-  even_starts,
-  spread_identity,
-)
 from jaxscale.data.directory import paths_identity
+from jaxscale.data.tables import Table, by_chunk, cached, chosen_names, even_starts, spread_identity
 from jaxscale.errors import ConfigError, invalid
 from jaxscale.files import read_json, refuse_pointer, require_json
 

@@ -13,8 +13,9 @@ import pyarrow.parquet
 import pytest
 
 from jaxscale import ConfigError, data
-from jaxscale.data.columns import chunk_order, even_starts
 from jaxscale.data.pipeline import shuffled
+from jaxscale.data.table_splits import chunk_order
+from jaxscale.data.tables import even_starts
 from support.sources import (
   COLUMNS,
   FIELDS,
