@@ -369,7 +369,7 @@ def test_a_batch_that_a_device_does_not_hold_is_refused():
       list(data.to_device([wrong], make_mesh()))
 
 
-@pytest.mark.parametrize("model", ["CNN", "AlexNet", "ResNet", "ViT"])
+@pytest.mark.parametrize("model", ["CNN", "ResNet", "ViT"])
 def test_a_model_of_images_takes_no_rows_of_numbers(model):
   context = cfg.ModelContext(info=data.array_info(X, Y))
   with pytest.raises(ConfigError, match=f"{model} takes images .*not .n, 8.; use MLP"):
