@@ -278,7 +278,7 @@ def plan(
   """
   links = _checked_links(sizes, links)
   if dims is not None and algorithm != "torus":
-    raise ConfigError(f'algorithm={algorithm!r} takes no dims; use "torus"')
+    raise ConfigError(f"algorithm={algorithm!r} takes no dims; use 'torus'")
   if algorithm not in (*ALGORITHMS, "auto"):
     hint = nearest(algorithm, (*ALGORITHMS, "auto"))
     raise ConfigError(f"algorithm={algorithm!r} is unknown; {hint}")
