@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import hashlib
 import io
 import os
 import resource
@@ -24,7 +23,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jaxscale.data.dataset import user_cache
+from jaxscale.data.caches import key_of, user_cache
 from jaxscale.errors import ConfigError
 from jaxscale.files import read_bytes, replacing, unsafe_owner
 
@@ -135,8 +134,7 @@ def masked_crc32c(data: np.ndarray) -> np.ndarray:
 def _cached_index(files: Sequence[tuple[str, tuple[int, int]]]) -> list[np.ndarray]:
   """Return the index of every file, from the user's cache if the files are unchanged."""
   identity = [(os.path.abspath(path), stamp) for path, stamp in files]
-  key = hashlib.sha256(repr(identity).encode()).hexdigest()[:32]
-  kept = user_cache() / "tfrecord" / f"{key}.npz"
+  kept = user_cache() / "tfrecord" / f"{key_of(identity)}.npz"
   if (parts := _read_index(kept, len(files))) is not None:
     return parts
   with ThreadPoolExecutor(16) as threads:  # The threads wait for the file system.
