@@ -45,7 +45,7 @@ class Reporter:
     """
     config, total = experiment.config, experiment.derived.total_steps
     self._experiment = experiment  # at the current phase
-    self._noise_scale: list[float] = []  # scale, low, high
+    self._noise_scale: tuple[float, float, float] | None = None  # scale, low, high
     self.efficiency = Efficiency()
     self._waited = self._window_waited = 0.0
     self._window = time.perf_counter()
@@ -108,7 +108,8 @@ class Reporter:
     finite = {name: v for name, v in values.items() if math.isfinite(v)}
     ratios = {n: finite.pop(n) for n in list(finite) if n.startswith("trust_ratio/")}
     if "noise_scale" in values:
-      self._noise_scale = [values[f"noise_scale{end}"] for end in ("", "_low", "_high")]
+      ends = values["noise_scale_low"], values["noise_scale_high"]
+      self._noise_scale = values["noise_scale"], *ends
       if "noise_scale" in finite:
         finite["critical_batch_size"] = finite["noise_scale"]
     info = experiment.train_data.info
