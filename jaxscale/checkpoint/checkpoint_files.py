@@ -36,7 +36,7 @@ import numpy as np
 
 from jaxscale.checkpoint import write_limit
 from jaxscale.checkpoint.checksum import DamagedError, Shards, is_of
-from jaxscale.checkpoint.read_back import check_complete, ocdbt, stored_name, stored_sums
+from jaxscale.checkpoint.read_back import compare, open_leaf
 from jaxscale.errors import ConfigError, lacks_inodes
 from jaxscale.files import mismatch, require_json, sync, whole_number
 from jaxscale.metrics.text import byte_size
@@ -89,41 +89,43 @@ def start_writing(directory: Path, state: Any) -> Callable[[], None]:
   return wait
 
 
-def read_back(
-  directory: Path, manifest: dict[str, Any], shards: list[Shards], sums: dict[int, tuple[int, int]]
-) -> dict[int, int]:
-  """Sync what this process has written, and compute its checksums from the disk.
-
-  Args:
-    directory: the directory of the checkpoint.
-    manifest: the manifest, with the shape and dtype of each array.
-    shards: the shards, as for `read_back.stored_sums`.
-    sums: the checksums, as for `read_back.stored_sums`.
+def sync_part(directory: Path) -> None:
+  """Sync what this process has written to disk.
 
   Raises:
-    DamagedError: the disk has different content, or a file is empty.
+    DamagedError: a file is empty.
   """
   state, name = directory / _STATE, f"process_{jax.process_index()}"
   sync_tree(state / f"ocdbt.{name}")
   sync_tree(state / "array_metadatas", name)
-  with _unmistakable(directory) as where:
-    return stored_sums(where / _STATE, manifest["leaves"], shards, sums)
-
-
-def finish(directory: Path, manifest: dict[str, Any]) -> None:
-  """Combine the parts of all processes into one checkpoint; one process calls it."""
-  merge(directory)
-  with _unmistakable(directory) as where:
-    check_complete(where / _STATE, manifest["leaves"])
-  (directory / MANIFEST).write_text(json.dumps(manifest | {"crc32": _crc32(manifest)}))
-  sync_tree(directory)
 
 
 def merge(directory: Path) -> None:
-  """Merge the indices of all processes into one."""
+  """Merge the indices of all processes into one; one process calls it.
+
+  Raises:
+    DamagedError: an index cannot be read.
+  """
   ocp, path = _orbax()
+  try:
+    with _unmistakable(directory) as where:
+      ocp.StandardCheckpointHandler().finalize(path(where / _STATE))
+  except ValueError as e:
+    if error_number(e) is not None:
+      raise
+    raise DamagedError(f"the index cannot be read: {one_line(e)}") from e
+
+
+def read_back(directory: Path, names: list[str], shards: list[Shards]) -> None:
+  """Compare this process's shards with the merged checkpoint, as `read_back.compare`."""
   with _unmistakable(directory) as where:
-    ocp.StandardCheckpointHandler().finalize(path(where / _STATE))
+    compare(where / _STATE, names, shards)
+
+
+def finish(directory: Path, manifest: dict[str, Any]) -> None:
+  """Write the manifest, and sync all files; one process calls it."""
+  (directory / MANIFEST).write_text(json.dumps(manifest | {"crc32": _crc32(manifest)}))
+  sync_tree(directory)
 
 
 @contextlib.contextmanager
@@ -237,15 +239,12 @@ def leaf_reader(directory: Path) -> Callable[[str], np.ndarray]:
   Raises:
     DamagedError: the checkpoint cannot be read; the function raises it for a leaf.
   """
-  import tensorstore as ts
-
   manifest = read_manifest(directory)["leaves"]
 
   def read(name: str) -> np.ndarray:
     try:
       with _unmistakable(directory) as where:
-        array = {"driver": "zarr", "kvstore": ocdbt(where / _STATE), "path": stored_name(name)}
-        leaf = ts.open(array).result().read().result()
+        leaf = open_leaf(where / _STATE, name).read().result()
     except Exception as e:
       raise DamagedError(one_line(e)) from e
     if not is_of(leaf, manifest[name]["checksum"]):

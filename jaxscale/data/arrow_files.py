@@ -64,12 +64,16 @@ def open_arrow(
     i, j = chunks[number]
     return files[i].read(j, names)
 
+  def arrays_of(number: int) -> dict[str, Any]:
+    table = read_chunk(number)
+    return {n: column_array(table.column(n)) for n in names}
+
   first = read_chunk(0)
   largest = int(np.diff(starts).max() / first.num_rows * first.nbytes)
-  chunk = cached(read_chunk, cache_bytes // max(largest, 1))
+  chunk = cached(arrays_of, cache_bytes // max(largest, 1))
 
   def read(number: int, rows: np.ndarray) -> dict[str, np.ndarray]:
-    return {n: column_values(chunk(number).column(n), rows) for n in names}
+    return {n: rows_of(array, rows) for n, array in chunk(number).items()}
 
   specs = {n: (x.shape[1:], str(x.dtype)) for n, x in read(0, np.zeros(1, np.int64)).items()}
   every = functools.partial(by_chunk, starts=starts, read=read)
@@ -99,7 +103,7 @@ def open_hugging_face(dataset: Any, names: Sequence[str] | None) -> Table:
 
   def read(rows: np.ndarray) -> dict[str, np.ndarray]:
     part, every = tables[rows.tolist()].combine_chunks(), np.arange(len(rows))
-    return {n: column_values(part.column(n), every) for n in names}
+    return {n: rows_of(column_array(part.column(n)), every) for n in names}
 
   first = read(np.arange(1))
   specs = {name: (values.shape[1:], str(values.dtype)) for name, values in first.items()}
@@ -163,11 +167,17 @@ def _opened(path: Path) -> _File:
   return _File(reader.schema, [len(batch) for batch in batches], lambda i, _: batches[i])
 
 
-def column_values(column: Any, rows: np.ndarray) -> np.ndarray:
-  """Return rows of a column as an array; objects if they are not numbers of one shape."""
+def column_array(column: Any) -> Any:
+  """Return a column as a NumPy array; as an Arrow array if it has no numbers of one shape."""
   array = column.chunk(0) if hasattr(column, "chunks") else column
-  if (numbers := _numbers(array)) is not None:
-    return numbers[rows]
+  numbers = _numbers(array)
+  return array if numbers is None else numbers
+
+
+def rows_of(array: Any, rows: np.ndarray) -> np.ndarray:
+  """Return rows of a `column_array`; those of an Arrow array as objects."""
+  if isinstance(array, np.ndarray):
+    return array[rows]
   return np.fromiter(array.take(rows).to_pylist(), object, len(rows))
 
 

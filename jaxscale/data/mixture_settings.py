@@ -89,7 +89,8 @@ class Mixture(Data):
     """The number of tokens per example, if the sources are text."""
     return self._shared("sequence_length", None)
 
-  def _mix(self, splits: dict[str, Any]) -> Split:
+  def mixed(self, splits: dict[str, Split]) -> Split:
+    """Return the mixtures of the datasets of the sources, for training and validation."""
     from jaxscale.data.mixture import mix
 
     train, held_out = ({name: pair[i] for name, pair in splits.items()} for i in (0, 1))
@@ -98,12 +99,12 @@ class Mixture(Data):
 
   def build(self) -> Split:
     """Return the mixtures for training and validation."""
-    return self._mix({name: source.build() for name, source in self.sources.items()})
+    return self.mixed({name: source.build() for name, source in self.sources.items()})
 
   def abstract(self, batch_size: int) -> Split | None:
     """Return mixtures without data if all sources can describe theirs."""
     splits = {name: source.abstract(batch_size) for name, source in self.sources.items()}
-    return None if None in splits.values() else self._mix(splits)
+    return None if None in splits.values() else self.mixed(splits)
 
   def resized(self, image_size: int) -> data.Dataset:
     """Return the mixture for training with images of a different size."""

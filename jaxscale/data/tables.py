@@ -7,6 +7,7 @@ rows, and table_splits.py the datasets for training and validation.
 from __future__ import annotations
 
 import functools
+import itertools
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
@@ -158,8 +159,9 @@ def by_chunk(
   """
   numbers = np.searchsorted(starts, rows, "right") - 1
   first = np.flatnonzero(np.diff(numbers, prepend=-1))
-  inner = np.split(rows - starts[numbers], first[1:])
-  parts = [*map(read, numbers[first].tolist(), inner)]
+  inner = rows - starts[numbers]
+  spans = itertools.pairwise([*first.tolist(), len(rows)])
+  parts = [read(int(numbers[a]), inner[a:b]) for a, b in spans]
   if len(parts) == 1:
     return parts[0]
   return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}

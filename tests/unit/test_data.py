@@ -80,12 +80,32 @@ def test_threads_load_ahead_of_the_step_and_no_further():
       raise OSError("the disk is away")
     return {"step": np.array(step)}
 
-  batches = pipeline.load_ahead(load, num_threads=2)
+  batches = pipeline.load_ahead(load, num_threads=2, ahead=4)
   assert started.empty()  # until the first is asked for
   assert [int(batch["step"]) for batch in take(batches, 6)] == list(range(6))
   with pytest.raises(OSError, match="the disk is away"):
     next(batches)
   assert started.qsize() <= 7 + 2 * 2
+
+
+@pytest.mark.parametrize(
+  "limit, ahead", [(1 << 40, 8), (3 * 32 * 66, 3), (32 * 66, 1), (1, 1)], ids=str
+)
+def test_waiting_batches_are_bounded_in_bytes_and_all_threads_work(limit, ahead, monkeypatch):
+  digits, started, rows = data.digits("train"), [], 32  # 64 bytes of pixels, 4 of a label
+  whole = take(data.train_batches(digits, rows, num_threads=4), 12)
+  monkeypatch.setattr(pipeline, "_AHEAD_BYTES", limit + 2 * 3 * rows)
+
+  def load(indices, draws):
+    started.append(len(indices))
+    return digits.load(indices, draws)
+
+  batches = data.train_batches(digits._replace(load=load), rows, num_threads=4)
+  for used, batch in enumerate(take(batches, 12), 1):
+    assert_equal(batch, whole[used - 1])
+  assert 12 * rows <= sum(started) <= (12 + ahead) * rows
+  parts = -(-4 // ahead)  # of a batch, so that every thread has one
+  assert {*started} == {len(x) for x in np.array_split(np.arange(rows), parts)}
 
 
 def test_every_epoch_shows_every_example_once_in_a_new_order():
@@ -349,7 +369,7 @@ def test_a_batch_that_a_device_does_not_hold_is_refused():
       list(data.to_device([wrong], make_mesh()))
 
 
-@pytest.mark.parametrize("model", ["CNN", "AlexNet", "ResNet", "ViT"])
+@pytest.mark.parametrize("model", ["CNN", "ResNet", "ViT"])
 def test_a_model_of_images_takes_no_rows_of_numbers(model):
   context = cfg.ModelContext(info=data.array_info(X, Y))
   with pytest.raises(ConfigError, match=f"{model} takes images .*not .n, 8.; use MLP"):
