@@ -13,6 +13,7 @@ import re
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -23,14 +24,17 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxscale import cluster, collectives, hlo, models
+from jaxscale.config.config_file import load_file
 from jaxscale.exchange import Exchange, plain
 from jaxscale.exchange.buckets import BUCKET_BYTES, bucketed
 from jaxscale.exchange.low_precision import half_precision, int8
 from jaxscale.exchange.one_bit import one_bit
-from jaxscale.exchange.power_sgd import power_sgd
-from jaxscale.exchange.top_k import top_k
 from jaxscale.exchange.wrappers import delayed
 from jaxscale.mesh import make_mesh
+
+CONFIGS = Path(__file__).parents[1] / "configs"
+power_sgd = load_file(CONFIGS / "exchange_power_sgd.py").power_sgd
+top_k = load_file(CONFIGS / "exchange_top_k.py").top_k
 
 MARK = "@exchange "
 BASELINE, DEFAULT = "psum of the tree", "default: buckets of 25 MiB"
@@ -88,7 +92,7 @@ def exchanges(mesh: Any, shapes: Any) -> dict[str, Exchange]:
     "fp16, summed in float32": half_precision(axes, "float16"),
     "int8": int8(axes),
     "1-bit": one_bit(axes, num_devices=n),
-    "top-k 1 %": top_k(axes, num_devices=n, share=0.01),
+    "top-k 1 %": top_k(axes, share=0.01),
     "PowerSGD-4": power_sgd(axes, rank=4),
     "delayed plain": delayed(plain(axes)),
   }

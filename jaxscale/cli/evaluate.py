@@ -45,8 +45,9 @@ def add_evaluated(parser: Parser) -> None:
   """Add the run, its checkpoint and the data."""
   parser.exit_codes = EXIT_CODES
   add_run(parser)
-  text = "a folder of images, an image, or arrays in .npy or .npz (default: the run's validation "
-  parser.option("--data PATH", f"{text}data)")
+  text = "a folder of images, an image, arrays in .npy or .npz, or a path of the run's own format: "
+  text += "zarr, Parquet, Arrow, HDF5, NumPy (default: the run's validation data)"
+  parser.option("--data PATH", text)
   text = "a setting's value, e.g. --config.data.path=other (default: the run's); of data, dtype, "
   parser.settings(f"{text}evaluation, faults, gpu_settings, input_threads, layout, mesh, metrics")
 

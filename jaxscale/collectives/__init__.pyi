@@ -16,3 +16,4 @@ from .planner import plan as plan
 from .typed import add_rows as add_rows
 from .typed import same_everywhere as same_everywhere
 from .typed import vary as vary
+from .typed import varying as varying

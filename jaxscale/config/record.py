@@ -78,6 +78,11 @@ def from_plain(annotation: Any, node: Any, folder: Path | None = None) -> Any:
     True
   """
   if isinstance(node, dict) and ("object" in node or {"shape", "dtype"} <= node.keys()):
+    if function := _own_function(node, folder):
+      return function
+    if "source" in node:
+      problem = "a function that is not at the top level of a file, which config.json cannot store"
+      raise ConfigError(f"{node['object']}: {problem}; define it by def in the config file")
     raise _not_stored(node.get("object") or f"{node['dtype']}{node['shape']}")
   if isinstance(node, list):
     return [from_plain(item_type(annotation), item, folder) for item in node]
@@ -103,9 +108,28 @@ def _not_stored(what: str) -> ConfigError:
   return ConfigError(f"{what}: {problem}; build the config there, or in a config file")
 
 
+def _own_function(node: Mapping[str, Any], folder: Path | None) -> Any:
+  """Load a user's function from the run's copy of its file; None if no copy has this function."""
+  module, _, name = str(node.get("object")).partition(":")
+  copies = folder / "code" if folder and "source" in node and name.isidentifier() else None
+  if copies is None or not (copies / f"{module}.py").is_file():
+    return None
+  function = _own_code(f"{module}:{name}", folder)
+  return function if to_plain(function) == node else None
+
+
 def _own_class(name: str, folder: Path | None) -> type:
   """Load a user's class from the run's copy of its file, else from its module."""
-  module, _, cls = name.partition(":")
+  owner = _own_code(name, folder)
+  # A tampered config.json must not make us call another function, e.g. os.system.
+  if not (isinstance(owner, type) and issubclass(owner, Choice)):
+    raise ConfigError(f"{name} is not a settings class; give the config file that defines it")
+  return owner
+
+
+def _own_code(name: str, folder: Path | None) -> Any:
+  """Load a class or function from the run's copy of its file, else from its module."""
+  module, _, own = name.partition(":")
   copy = folder / "code" / f"{module}.py" if folder else None
   try:
     if not re.fullmatch(r"[\w.]+", module):
@@ -113,18 +137,13 @@ def _own_class(name: str, folder: Path | None) -> type:
     if copy is not None and copy.is_file():
       if others := unsafe_owner(copy, group=False):
         raise ConfigError(others)
-      owner = getattr(load_classes(copy, cls), cls)
-    else:
-      owner = getattr(importlib.import_module(module), cls)
-    # A tampered config.json must not make us call another function, e.g. os.system.
-    if not (isinstance(owner, type) and issubclass(owner, Choice)):
-      raise ConfigError(f"{cls} is not a settings class")
-    return owner
+      return getattr(load_classes(copy, own), own)
+    return getattr(importlib.import_module(module), own)
   except (Exception, StopLoadingError) as e:
     if module == "__main__" and not (copy and copy.is_file()):
       raise _not_stored(name) from None
     problem = f"cannot be loaded from {copy or module} ({type(e).__name__}: {e})"
-    remedy = "give the config file that defines the class"
+    remedy = "give the config file that defines it"
     raise ConfigError(f"{name}: {problem}; {remedy}") from None
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Annotated, Any, Literal
@@ -46,7 +47,7 @@ class _Table(Data):
 
   def __post_init__(self):
     kind = type(self).__name__
-    if self.statistics and {"mean", "std"} & {*self.set_explicitly}:
+    if self.statistics and (*self.mean, *self.std) != (0.0, 1.0):
       raise ConfigError(f"{kind}.statistics=True: computes mean and std, so leave both out")
     for name, variables in (self.columns or {}).items():
       listed = [variables] if isinstance(variables, str) else variables
@@ -57,14 +58,18 @@ class _Table(Data):
 
   def build(self) -> tuple[data.Dataset, data.Dataset]:
     """Return the datasets for training and validation."""
-    from jaxscale.data.columns import table_splits
+    from jaxscale.data.table_splits import table_splits
 
     openers = [partial(self._open, x) for x in self._sources() if x is not None]
     return table_splits(openers, self._rules())
 
+  def abstract(self, batch_size: int) -> tuple[data.Dataset, data.Dataset]:
+    """Return the datasets for `jaxscale plan`, without statistics, which read all rows."""
+    return dataclasses.replace(self, statistics=False).build()
+
   def of_path(self, path: str, optional: Iterable[str]) -> data.Dataset:
     """Return the rows of another path, without the `optional` arrays that it lacks."""
-    from jaxscale.data.columns import whole_table
+    from jaxscale.data.table_splits import whole_table
 
     return whole_table(partial(self._open, path), self._rules(), optional)
 

@@ -176,8 +176,7 @@ def tfds_text(
   documents = _documents(examples, title, feature)
   stream = packed(title, documents, tokens, identity, cache_dir)
   dataset = text_windows(title, stream, tokens.vocab_size, sequence_length, packing)
-  content = _content(builder, split) | {"tokenizer": tokens.key}
-  return dataset._replace(identity=content | {"tokens": stream.num_tokens})
+  return dataset._replace(identity={**_content(builder, split), **stream.facts})
 
 
 def _is_text(feature: Any) -> bool:

@@ -40,7 +40,7 @@ from jaxscale.experiment.loss import (
 from jaxscale.experiment.optimizer import make_optimizer, phase_rate, phase_schedule
 from jaxscale.experiment.own_classes import build
 from jaxscale.experiment.phases import Phase, phase_index, scale_velocity, step_at
-from jaxscale.mesh import batch_axes, batch_sharding, make_mesh, replicated
+from jaxscale.mesh import batch_axes, batch_sharding, make_mesh
 from jaxscale.metrics import perplexity_of, signed
 from jaxscale.metrics.text import listed
 from jaxscale.parallel.layout_exchange import exchange_axes
@@ -195,12 +195,6 @@ class Experiment(RunParts, PhaseParts):
     """Return the shapes, dtypes and shardings of the state without computing it."""
     return states.shapes_of(self._init)
 
-  def lower_init_state(self) -> Any:
-    """Return the function that creates the state, as `jax.stages.Lowered`."""
-    assert self.sync is None, "not supported with local updates"
-    seed = jax.ShapeDtypeStruct((), "int32", sharding=replicated(self.mesh))
-    return self._init.lower(seed, {})
-
   @functools.cached_property
   def example_flops(self) -> int:
     """Model FLOPs of training on one example of this phase."""
@@ -323,8 +317,14 @@ def make_data(config: cfg.Config) -> tuple[data.Dataset, data.Dataset]:
   Raises:
     ConfigError: the data are not available, or a user's class returned something else.
   """
+  return _built(config.data)
+
+
+def _built(settings: cfg.Data) -> tuple[data.Dataset, data.Dataset]:
+  if type(settings) is data.Mixture:  # Check a user's source as any data.
+    return settings.mixed({name: _built(source) for name, source in settings.sources.items()})
   expected = "two data.Dataset, for training and validation (data.from_arrays makes one)"
-  return build(config.data, kind=_is_two_datasets, expected=expected)
+  return build(settings, kind=_is_two_datasets, expected=expected)
 
 
 def _is_two_datasets(part: Any) -> bool:

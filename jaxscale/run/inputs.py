@@ -14,6 +14,7 @@ import numpy as np
 
 from jaxscale import data
 from jaxscale.config import Config
+from jaxscale.config.record import MissingData
 from jaxscale.data.arrays import cast
 from jaxscale.data.encoded import Source, from_source
 from jaxscale.data.folder import SUFFIXES, image_files, listed_files
@@ -21,6 +22,7 @@ from jaxscale.errors import ConfigError, invalid
 from jaxscale.files import expand
 from jaxscale.metrics.text import listed
 
+_FORMATS = ".npy", ".npz", *SUFFIXES  # of any run
 _MODES = {1: "L", 3: "RGB", 4: "RGBA"}
 
 
@@ -45,7 +47,7 @@ def of_inputs(config: Config, info: Any, inputs: Any) -> data.Dataset:
 
 
 def of_path(config: Config, info: Any, path: Path) -> tuple[data.Dataset, bool]:
-  """Return the dataset of a folder of images, an image, or a .npy or .npz file.
+  """Return the dataset of a path of the run's format, or of images, or a .npy or .npz file.
 
   Returns:
     The dataset, and whether it has targets: classes of subdirectories, or an array.
@@ -53,6 +55,16 @@ def of_path(config: Config, info: Any, path: Path) -> tuple[data.Dataset, bool]:
   Raises:
     ConfigError: the path has no inputs for the model.
   """
+  try:
+    return _of_files(config, info, path)
+  except ConfigError as e:
+    # The path may have the run's own format.
+    if isinstance(config.data, MissingData) and path.suffix.lower() not in _FORMATS:
+      raise ConfigError(f"{e}; {config.data.reason}") from None
+    raise
+
+
+def _of_files(config: Config, info: Any, path: Path) -> tuple[data.Dataset, bool]:
   is_array, is_image = path.suffix in (".npy", ".npz"), path.suffix.lower() in SUFFIXES
   is_table = isinstance(config.data, data.Numpy) or not (is_array or is_image)
   if is_table and (of_path := getattr(config.data, "of_path", None)):  # For example zarr.

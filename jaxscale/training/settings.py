@@ -83,7 +83,10 @@ class BinaryCrossEntropy(Loss):
 
 
 class SquaredError(Loss):
-  """Half the squared error, summed over the outputs; reports the mean absolute error."""
+  """Half the squared error, summed over all outputs of an example, such as the points of a field.
+
+  Reports the mean absolute error, which is a mean over the outputs.
+  """
 
   takes_numbers = True
 

@@ -33,7 +33,8 @@ CONFIGS = """
   resnet50_lars.py:google-32768 resnet50_lamb_32k.py resnet50_nesterov_32k.py
   alexnet_bn_32k.py resnet101_imagenet22k.py llama_1b.py llama_7b.py:h100 sam.py gan.py
   clip.py clip.py:siglip simclr.py moco.py distill.py dqn.py sft_chat.py mixture_text.py
-  vit_finetune.py vit_finetune.py:head vit_finetune.py:whole
+  vit_finetune.py vit_finetune.py:head vit_finetune.py:whole field_unet.py
+  exchange_top_k.py exchange_power_sgd.py
 """
 # One of most kinds of model, optimizer and exchange; the others are slow.
 QUICK = """
@@ -60,16 +61,17 @@ def fake_folder(directory, **options):
 
 def fake_text(directory, split, *, vocab_size, sequence_length, **options):
   """Return a dataset of token files without data."""
-  info = data.TextInfo(directory, vocab_size, sequence_length)
+  info = data.TextInfo(directory, vocab_size or 256, sequence_length)  # None: bytes
   return data.Dataset(info, 1_000_000, lambda indices, draws: {})
 
 
 @pytest.mark.parametrize("path", all_slow_except(CONFIGS.split(), *QUICK.split()))
-def test_every_config_traces_and_lowers_for_eight_devices(path, monkeypatch):
+def test_every_config_traces_and_lowers_for_eight_devices(path, monkeypatch, tmp_path):
   monkeypatch.setattr(data, "tfds_images", fake)
   monkeypatch.setattr(data, "image_folder", fake_folder)
   monkeypatch.setattr(data, "text_files", fake_text)
   monkeypatch.setattr(data, "folder_classes", lambda directory: ())
+  monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))  # of configs that write their data
   monkeypatch.setattr(jaxscale, "import_safetensors", lambda path, *state: (*state, ""))
   config = load_config(f"configs/{path}")
   # JAX's own attention in half precision is lowered by rules that strict ones refuse.

@@ -234,9 +234,6 @@ def test_too_few_samples():
 SGD, TWO, BLOCKS = optax.sgd(0.1), local.local_sgd(2), local.block_momentum(2, 8)
 NO_MOMENTUM = "reset_momentum=True does not work with an optimizer without momentum"
 MISTAKES = [
-  (lambda: local.local_sgd(0), "every=0"),
-  (lambda: local.block_momentum(2, 0), "num_workers=0"),
-  (lambda: local.block_momentum(2, 4, momentum=1.0), "4 workers is 0.75"),
   (lambda: run(BLOCKS, optim.adamw(1e-3), 1), NO_MOMENTUM),
   (lambda: run(TWO, SGD, 1, workers=("model",)), "no axis 'model'"),
   (lambda: run(TWO, SGD, 1, ema_decay=0.9), "^options need synchronous training; unset"),
