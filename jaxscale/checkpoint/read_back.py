@@ -38,7 +38,7 @@ def compare(state: Path, names: list[str], shards: list[Shards]) -> None:
       except (ValueError, LookupError) as e:
         raise DamagedError(f"{names[i]} cannot be read: {str(e).splitlines()[0][:120]}") from e
       is_alike = array.shape == group.shape and stored.dtype == data.dtype
-      if not (is_alike and np.array_equal(*(_bits(x) for x in (stored, data)))):
+      if not (is_alike and np.array_equal(_bits(stored), _bits(data))):
         problem = "the disk failed, or devices hold different values"
         raise DamagedError(f"{names[i]} differs between the disk and memory: {problem}")
 
