@@ -121,11 +121,9 @@ def test_stages_without_work_do_none():
 def test_the_bubble_of_the_papers():
   # arXiv:1811.06965, section 2.3: small where M >= 4 S; arXiv:2104.04473, section
   # 2.2.1: (p - 1)/m of the ideal time.
-  assert bubble("gpipe", 8, 32) == 7 / 39
-  lost = bubble("1f1b", 4, 8)
+  assert bubble(8, 32) == 7 / 39
+  lost = bubble(4, 8)
   assert lost / (1 - lost) == pytest.approx(3 / 8)
-  with config_error(match=r"^schedule='zb' is unknown; use 'gpipe' or '1f1b'$"):
-    bubble("zb", 2, 2)  # pyright: ignore[reportArgumentType]
 
 
 def temporary(schedule, micros, **settings):
