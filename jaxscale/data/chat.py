@@ -20,8 +20,9 @@ from typing import Any, Literal
 import numpy as np
 
 from jaxscale.data import rows
-from jaxscale.data.dataset import Dataset
-from jaxscale.data.split_files import file_windows, split_files
+from jaxscale.data.dataset import Dataset, file_identity
+from jaxscale.data.packing import text_windows
+from jaxscale.data.split_files import split_files
 from jaxscale.data.stream import Part, cached
 from jaxscale.data.tokenizer import Located, Tokenizer, read_tokenizer
 from jaxscale.errors import invalid, message_of
@@ -81,9 +82,11 @@ def chat_files(
   parts = _parts(files.paths, source, variables, tokens, notes)
   stream = cached(files.name, parts, "<i4", tokens, identity, cache_dir, notes)
   digest = hashlib.sha256(repr((source, variables)).encode()).hexdigest()[:16]
-  stream = stream._replace(is_chat=True, facts={**stream.facts, "template": digest})
-  stream = stream._replace(notes=(*about_template, *stream.notes))
-  return file_windows(files, stream, tokens.vocab_size, sequence_length, packing, "Chat")
+  stream = stream._replace(is_chat=True, notes=(*files.notes, *about_template, *stream.notes))
+  options = tokens.vocab_size, sequence_length, packing, "Chat.packing"
+  dataset = text_windows(files.name, stream, *options)
+  facts = {**stream.facts, "template": digest}
+  return dataset._replace(identity=lambda: facts | file_identity(files.paths))
 
 
 def _template(
