@@ -78,7 +78,7 @@ def open_arrow(
   specs = {n: (x.shape[1:], str(x.dtype)) for n, x in read(0, np.zeros(1, np.int64)).items()}
   every = functools.partial(by_chunk, starts=starts, read=read)
   identity = functools.partial(paths_identity, paths)
-  return Table(name, specs, starts, every, identity, largest, cache_bytes)
+  return Table(name, specs, starts, every, identity)
 
 
 def open_hugging_face(dataset: Any, names: Sequence[str] | None) -> Table:
@@ -94,10 +94,8 @@ def open_hugging_face(dataset: Any, names: Sequence[str] | None) -> Table:
   if isinstance(dataset, str):
     return _open_folder(Path(dataset), names)
   fix = "give a datasets.Dataset, such as load_dataset(…, split='train')"
-  if not isinstance(dataset, dict) and not hasattr(dataset, "format"):  # Streams have none.
+  if not hasattr(dataset, "format"):  # Streams have none, and neither has a dict of splits.
     raise invalid("dataset", type(dataset).__name__, "has no rows by index", fix)
-  if isinstance(dataset, dict):
-    raise invalid("dataset", [*dataset], "are several splits", fix)
   if dataset.format["type"] == "custom":
     raise invalid("dataset", ..., "has a transform (set_transform)", "give it as `transform`")
   names = chosen_names("the dataset", names, dataset.features)
@@ -115,16 +113,13 @@ def open_hugging_face(dataset: Any, names: Sequence[str] | None) -> Table:
 
 
 def _open_folder(folder: Path, names: Sequence[str] | None) -> Table:
-  if splits := read_json(folder / "dataset_dict.json", {"splits": [str]}):
-    fix = f"give {folder}/{splits['splits'][0]} or another of {splits['splits']}"
-    raise invalid("dataset", str(folder), "is a folder of several splits", fix)
-  fix = "give a folder that Dataset.save_to_disk wrote"
+  fix = "give the folder of one split that Dataset.save_to_disk wrote"
   state = require_json(folder / "state.json", {"_data_files": [{"filename": str}]}, fix)
   if state.get("_indices_data_files"):
     fix = "save it again, with a newer version of datasets"
     raise invalid("dataset", str(folder), "has an index of its rows in a file", fix)
   files = [folder / Path(file["filename"]).name for file in state["_data_files"]]
-  table = open_arrow(str(folder), files, names, 1 << 40)._replace(cache_bytes=None)
+  table = open_arrow(str(folder), files, names, 1 << 40)
   info = read_json(folder / "dataset_info.json", {"features": {}})
   return table._replace(class_names=_class_names(info.get("features", {})))
 

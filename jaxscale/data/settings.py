@@ -79,6 +79,10 @@ class _Images(Data):
       return self.eval_view
     return data.CenterCrop(self.eval_view, self.eval_crop or 0.875)
 
+  def _options(self: Any, image_size: int | None, augment: Any) -> dict[str, Any]:
+    options = {name: getattr(self, name) for name in ("mean", "std", "max_pixels")}
+    return options | {"image_size": image_size, "augment": augment, "eval_view": self._eval_view()}
+
   def of_source(self: Any, info: Any, source: Any) -> data.Dataset:
     """Return a dataset of other encoded images, viewed as those for validation."""
     from jaxscale.data.encoded import from_source
@@ -145,9 +149,7 @@ class TFDS(_Images):
     return train, held_out
 
   def _split(self, split: str, image_size: int | None, augment: Any) -> data.Dataset:
-    options: Any = {"data_dir": self.data_dir, "cache": self.cache, "image_size": image_size}
-    options |= {"augment": augment, "eval_view": self._eval_view(), "max_pixels": self.max_pixels}
-    options |= {"mean": self.mean, "std": self.std}
+    options = self._options(image_size, augment) | {"data_dir": self.data_dir, "cache": self.cache}
     return data.tfds_images(self.name, split, **options)
 
 
@@ -176,28 +178,17 @@ class ImageFolder(_Images):
   max_pixels: Count = 178_956_970
 
   def _split(self, split: str, image_size: int, augment: Any) -> data.Dataset:
-    try:
-      # Labels count the classes of training, even if validation lacks some.
-      classes = None
-      if split != self.train_split:
-        classes = data.folder_classes(f"{self.path}/{self.train_split}")
-      options: Any = {"classes": classes, "image_size": image_size, "augment": augment}
-      options |= {"eval_view": self._eval_view(), "max_pixels": self.max_pixels}
-      options |= {"mean": self.mean, "std": self.std}
-      return data.image_folder(f"{self.path}/{split}", **options)
-    except ConfigError:
-      self._check_directories()
-      raise
-
-  def _check_directories(self) -> None:
-    """Report the setting whose directory does not exist."""
+    # Labels count the classes of training, even if validation lacks some.
+    is_train, root = split == self.train_split, f"{self.path}/{self.train_split}"
     for name in ("path", "train_split", "eval_split"):
       value = getattr(self, name)
-      inside = "" if name == "path" else value
-      if not os.path.isdir(os.path.join(self.path, inside)):
+      if not os.path.isdir(os.path.join(self.path, "" if name == "path" else value)):
         where = f" in {self.path}" * (name != "path")
         problem = f"no such directory{where}; image files are PATH/SPLIT/CLASS/*"
         raise ConfigError(f"--config.data.{name}={value}: {problem}")
+    options = self._options(image_size, augment)
+    options["classes"] = None if is_train else data.folder_classes(root)
+    return data.image_folder(f"{self.path}/{split}", **options)
 
 
 class Synthetic(Data):

@@ -16,7 +16,7 @@ from jaxscale.data.dataset import Dataset
 from jaxscale.data.statistics import kept_statistics
 from jaxscale.data.tables import Open, Table
 from jaxscale.errors import invalid
-from jaxscale.metrics.text import few, plural
+from jaxscale.metrics.text import few
 
 _MIXED = 8  # chunks whose rows are shuffled together
 _NUM_DRAWS = 2  # the draws that make the key of an example's generator
@@ -57,7 +57,6 @@ def table_splits(openers: Sequence[Open], columns: Columns) -> tuple[Dataset, Da
     key = [to_plain(columns.columns), to_plain(columns.transform)]
     mean, std = kept_statistics(pair[0], loaders[0].images, key)
     pair = [part._replace(info=part.info._replace(mean=mean, std=std)) for part in pair]
-  notes += _chunk_notes(table, columns)
   return pair[0]._replace(notes=tuple(notes)), pair[1]
 
 
@@ -141,17 +140,3 @@ def _num_classes(opener: Open, loader: Loader) -> int:
   parts = np.split(np.arange(len(loader.span)), range(_SCANNED, len(loader.span), _SCANNED))
   largest = [labels.load(part, np.empty((len(part), 0)))["label"].max() for part in parts]
   return int(max(largest)) + 1
-
-
-def _chunk_notes(table: Table, columns: Columns) -> list[str]:
-  """Return notes on the order by chunks, and on a cache that is too small for the order."""
-  notes, lengths, is_mixed = [], np.diff(table.starts), columns.shuffle == "chunks"
-  if is_mixed:
-    line = f"{plural(len(lengths), 'chunk')} of up to {plural(int(lengths.max()), 'row')}"
-    notes.append(f"{columns.owner}: shuffling {line}, and the rows of {_MIXED} chunks at a time")
-  needed = table.chunk_bytes * (min(len(lengths), 2 * _MIXED) if is_mixed else len(lengths))
-  if table.cache_bytes is not None and lengths.max() > 1 and needed > table.cache_bytes:
-    line = f"cache_gb={table.cache_bytes / 1e9:g} is too small to decode each chunk once per epoch"
-    fix = f"set it to {needed / 1e9:.2g}" + ", or shuffle='chunks'" * (not is_mixed)
-    notes.append(f"{columns.owner}: {line}; {fix}")
-  return notes

@@ -36,8 +36,6 @@ class Table(NamedTuple):
     read: a function of rows, int64 [n] in ascending order, that returns the arrays [n, ...]
       of all variables. Any thread may call it. It raises an exception for damaged rows.
     identity: a function that returns the identity of the contents.
-    chunk_bytes: the bytes of the largest chunk in memory.
-    cache_bytes: the bytes of the cache of chunks; None if rows are read without their chunk.
     is_selective: whether reading fewer variables takes less time.
     scales: the scale, the offset and the fill value of variables that are stored packed.
     class_names: the names of the classes of variables that have them.
@@ -48,8 +46,6 @@ class Table(NamedTuple):
   starts: np.ndarray
   read: Callable[[np.ndarray], dict[str, np.ndarray]]
   identity: Callable[[], Mapping[str, Any]] = dict
-  chunk_bytes: int = 0
-  cache_bytes: int | None = None
   is_selective: bool = True
   scales: Mapping[str, tuple[float, float, float]] = MappingProxyType({})
   class_names: Mapping[str, tuple[str, ...]] = MappingProxyType({})
@@ -115,13 +111,12 @@ def of_variables(
     sizes[n] = max(int(np.prod(shape[1:])) * dtype.itemsize, 1)
     lengths[n] = min(length or max(_NOMINAL // sizes[n], 1), shape[0])
   length = lengths[max(sizes, key=lambda n: sizes[n])]
-  most = sum(sizes[n] * lengths[n] for n in sizes)
 
   def read(rows: np.ndarray) -> dict[str, np.ndarray]:
     return {n: variable.read(rows) for n, variable in variables.items()}
 
   starts = even_starts(next(iter(counts.values())), length)
-  return Table(name, specs, starts, read, chunk_bytes=most, scales=scales)
+  return Table(name, specs, starts, read, scales=scales)
 
 
 def cached(read: Callable[[int], T], count: int) -> Callable[[int], T]:
@@ -198,8 +193,7 @@ def concatenated(tables: Sequence[Table]) -> Table:
   starts = [table.starts[:-1] + end for table, end in zip(tables, ends, strict=False)]
   starts = np.append(np.concatenate(starts), ends[-1])
   read = functools.partial(by_chunk, starts=ends, read=lambda i, rows: tables[i].read(rows))
-  largest = max(table.chunk_bytes for table in tables)
-  return first._replace(starts=starts, read=read, chunk_bytes=largest)
+  return first._replace(starts=starts, read=read)
 
 
 def chosen_names(where: str, names: Sequence[str] | None, known: Mapping[str, Any]) -> list[str]:
