@@ -131,6 +131,8 @@ class Loader:
     try:
       if (example := function(example, rng)) is None:
         return None
+      if not isinstance(example, Mapping) or not example:
+        raise TypeError(f"it returned {example!r:.60}")
       shapes = {name: np.shape(value) for name, value in example.items()}
     except Exception as e:
       frame = traceback.extract_tb(e.__traceback__)[-1]
@@ -172,7 +174,7 @@ class Loader:
   def _cast(self, batch: Batch) -> Batch:
     for name, (_, dtype) in batch_shapes(self.info, 1).items():
       field = f"{self.columns.owner}: {name}"
-      if batch[name].dtype == object:  # In this chunk; the first one has numbers.
+      if batch[name].dtype.kind not in "uifb":  # In this chunk; the first one has numbers.
         raise invalid(field, ..., _NO_NUMBERS, _CONVERT)
       batch[name] = arrays.cast(field, batch[name], dtype)
     return batch
