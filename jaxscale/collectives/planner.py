@@ -144,8 +144,6 @@ def given_dims(dims: Dims, sizes: Sizes) -> tuple[Dim, ...]:
   for axis, size in dims:
     if axis not in sizes:
       raise ConfigError(f"{option}: there is no axis {axis!r}; {nearest(axis, sizes)}")
-    if size < 1:
-      raise ConfigError(f"{option}: size {size} is out of range; give 1 or more")
     if size > 1:
       result.append(Dim((axis,), size, strides[axis]))
     strides[axis] *= size
@@ -277,8 +275,6 @@ def plan(
   if algorithm not in (*ALGORITHMS, "auto"):
     hint = nearest(algorithm, (*ALGORITHMS, "auto"))
     raise ConfigError(f"algorithm={algorithm!r} is unknown; {hint}")
-  if not (math.isfinite(num_bytes) and num_bytes >= 0):
-    raise ConfigError(f"num_bytes={num_bytes} is out of range; give 0 or more")
   if algorithm == "auto":
     return _cheapest(sizes, num_bytes, links)
   if algorithm == "psum":

@@ -73,19 +73,8 @@ def bubble(stages: int, num_microbatches: int) -> float:
 
 
 def split_microbatches(batch: Any, num_microbatches: int) -> Any:
-  """Split a device's rows [rows, ...] into micro-batches [M, rows/M, ...].
-
-  Raises:
-    ConfigError: the number of micro-batches does not divide the rows.
-  """
-
-  def split(x: jax.Array):
-    if len(x) % num_microbatches:
-      problem = f"does not divide the {len(x)} rows of a device; give a divisor"
-      raise ConfigError(f"num_microbatches={num_microbatches} {problem}")
-    return x.reshape(num_microbatches, -1, *x.shape[1:])
-
-  return jax.tree.map(split, batch)
+  """Split a device's rows [rows, ...] into micro-batches [M, rows/M, ...]."""
+  return jax.tree.map(lambda x: x.reshape(num_microbatches, -1, *x.shape[1:]), batch)
 
 
 def gpipe(
@@ -126,7 +115,7 @@ def gpipe(
     all micro-batches if S does not divide M.
 
   Raises:
-    ConfigError: the mesh lacks the axis; or `skip` is True and the layers permute.
+    ConfigError: `skip` is True and the layers permute.
 
   Example:
     >>> h = gpipe(run, params["layers"], embedded)         # doctest: +SKIP
@@ -248,8 +237,7 @@ def one_f_one_b(
       them over `axis`.
 
   Raises:
-    ConfigError: the mesh lacks the axis; or work inside a branch permutes or communicates
-      along `axis`.
+    ConfigError: work inside a branch permutes or communicates along `axis`.
   """
   stages, stage = axis_sizes((axis,))[axis], lax.axis_index(axis)
   count = len(jax.tree.leaves(microbatches)[0])

@@ -30,21 +30,9 @@ from jax import lax
 
 from jaxscale.collectives import vary
 from jaxscale.collectives.typed import axis_sizes, in_mesh_order, varying
-from jaxscale.errors import ConfigError
 
 _BLOCK = 1024  # keys whose scores are in memory at once
 _NEVER = -1e30  # score of a masked key; unlike -inf, its differences are not NaN
-
-
-def check_zigzag(tokens: int) -> None:
-  """Raise if the tokens of a device cannot be divided into two pieces.
-
-  Raises:
-    ConfigError: the number of tokens is odd.
-  """
-  if tokens % 2:
-    problem = "is odd, but order='zigzag' needs two equal pieces; give an even number"
-    raise ConfigError(f"tokens={tokens} per device {problem}")
 
 
 def ring_attention(
@@ -64,7 +52,7 @@ def ring_attention(
   backward pass it also sends their gradients n times, as float32.
 
   Args:
-    q: queries, [rows, tokens/n, heads, width].
+    q: queries, [rows, tokens/n, heads, width]; an even number of tokens.
     k: keys, [rows, tokens/n, groups, width]; groups divide heads (arXiv:2305.13245).
     v: values, with the shape of `k`.
     axis: mesh axis of the tokens, with n devices.
@@ -76,14 +64,10 @@ def ring_attention(
 
   Returns:
     Outputs in the dtype of q, [rows, tokens/n, heads, width].
-
-  Raises:
-    ConfigError: the number of tokens per device is odd.
   """
   devices = axis_sizes((axis,))[axis]
   rows, tokens, heads, width = q.shape
   groups = k.shape[2]
-  check_zigzag(tokens)
   axes = in_mesh_order((axis, *varying(q), *varying(k), *varying(v)))
   q, k, v, documents = vary((q, k, v, documents), axes)
   q = q.reshape(rows, tokens, groups, heads // groups, width)

@@ -124,11 +124,10 @@ def test_neighbours_are_a_permutation_along_the_dimension():
 NEGATIVE = dict.fromkeys(GPUS, Link(-1.0, 0.0))
 MISTAKES = {
   "did you mean 'torus'?": lambda: plan(GPUS, 1.0, "tours"),
-  "give 0 or more": lambda: plan(GPUS, -1.0),
   "links has no axis 'node'": lambda: plan(GPUS, 1.0, links={"gpu": Link(0.0, 0.0)}),
   "did you mean 'gpu'?": lambda: plan(GPUS, 1.0, links={"gpus": Link(0.0, 0.0)}),
   "give alpha, beta >= 0": lambda: plan(GPUS, 1.0, links=NEGATIVE),
-  "size 0 is out of range": lambda: plan(GPUS, 1.0, "torus", dims=[("gpu", 0)]),
+  "sizes of gpu multiply to 0": lambda: plan(GPUS, 1.0, "torus", dims=[("node", 64), ("gpu", 0)]),
 }
 
 
