@@ -59,8 +59,8 @@ def tfds_images(
     std: the standard deviation, in the same form.
     augment: the augmentation in training; see `config.TFDS`.
     cache: True decodes all examples once, now, and keeps them in memory.
-    eval_view: the view of resized images in evaluation: "mlperf", "google" or a
-      `CenterCrop`, see `jpeg.view`.
+    eval_view: the view of resized images in evaluation: "mlperf" or a `CenterCrop`, see
+      `jpeg.view`.
     max_pixels: the pixels above which an image counts as damaged and is not decoded.
 
   Raises:
