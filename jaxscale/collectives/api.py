@@ -28,7 +28,7 @@ def sum_tree(tree: Any, by: Plan, *, payload: Any = None, accumulate: Any = None
     tree: arrays of this device.
     by: result of `plan` for the axes of this `shard_map`.
     payload: dtype in which floats are sent; None means their own.
-    accumulate: dtype of sums, see `ring`; None means `payload`.
+    accumulate: dtype of sums, see `algorithms.over_dims`; None means `payload`.
 
   Returns:
     The tree of sums, typed invariant over the axes of the plan.
@@ -104,7 +104,7 @@ def all_reduce(
     algorithm: "ring", "torus", "hierarchical", "halving_doubling", "psum", or "auto" for
       the choice of `plan`.
     dims, links: as in `plan`.
-    payload, accumulate: as in `ring`.
+    payload, accumulate: as in `sum_tree`.
 
   Returns:
     The tree of sums, [...], in the dtypes of the tree, replicated.

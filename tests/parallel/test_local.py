@@ -222,7 +222,7 @@ def test_too_few_samples():
   assert local.check_samples(64_000, 10, worker_batch=100, num_workers=8) is None
   note = local.check_samples(63_999, 10, worker_batch=100, num_workers=8)
   assert note and "needs 64,000" in note and "has 63,999; give 9 or" in note
-  with config_error(match=r"8,000 samples .* has only 7,000"):
+  with config_error(match=r"64,000 different samples .* has 7,000"):
     local.check_samples(7_000, every=10, worker_batch=100, num_workers=8)
   assert local.block_steps(100) == 1200 and local.block_steps(10**9) == 1
 
