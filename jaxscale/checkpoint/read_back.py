@@ -9,6 +9,7 @@ when the checkpoint is restored.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -28,10 +29,11 @@ def compare(state: Path, names: list[str], shards: list[Shards]) -> None:
   Raises:
     DamagedError: an array is missing, or the disk has different content.
   """
+  arrays = [*open_leaves(state, names).values()]
   for group in shards:
     for i, data in zip(group.leaves, group.data, strict=True):
       try:
-        array = open_leaf(state, names[i])
+        array = arrays[i].result()
         stored = array[group.index].read().result()
       except (ValueError, LookupError) as e:
         raise DamagedError(f"{names[i]} cannot be read: {str(e).splitlines()[0][:120]}") from e
@@ -45,12 +47,31 @@ def _bits(array: np.ndarray) -> np.ndarray:
   return np.ascontiguousarray(array).view(f"u{array.dtype.itemsize}")
 
 
-def open_leaf(state: Path, name: str) -> Any:
-  """Open an array in a folder of Orbax by its name in the manifest."""
+def open_leaves(state: Path, names: Iterable[str]) -> dict[str, Any]:
+  """Open arrays in a folder of Orbax; return futures by the names in the manifest."""
   import tensorstore as ts
 
   # A cache of the index; without it, every chunk would read the index again.
-  context = {"cache_pool": {"total_bytes_limit": 2**26}}
-  store = {"driver": "ocdbt", "base": {"driver": "file", "path": f"{state}/"}, "context": context}
+  context = ts.Context({"cache_pool#index": {"total_bytes_limit": 2**26}})
+  store = _store(state) | {"cache_pool": "cache_pool#index"}
   # Orbax joins the parts of a name by points.
-  return ts.open({"driver": "zarr", "kvstore": store, "path": name.replace("/", ".")}).result()
+  specs = {n: {"driver": "zarr", "kvstore": store, "path": n.replace("/", ".")} for n in names}
+  return {name: ts.open(spec, context=context) for name, spec in specs.items()}
+
+
+def check_index(folder: Path) -> None:
+  """Read the index of what one process has written, which names the chunks.
+
+  Raises:
+    DamagedError: the index cannot be read.
+  """
+  import tensorstore as ts
+
+  try:
+    ts.KvStore.open(_store(folder)).result().list().result()
+  except (ValueError, LookupError) as e:
+    raise DamagedError(f"the index cannot be read: {str(e).splitlines()[0][:120]}") from e
+
+
+def _store(folder: Path) -> dict[str, Any]:
+  return {"driver": "ocdbt", "base": {"driver": "file", "path": f"{folder}/"}}

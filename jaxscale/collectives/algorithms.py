@@ -50,7 +50,7 @@ def psum(x: jax.Array, axes: Axes, *, payload: Any = None, accumulate: Any = Non
     The sum, in the dtype of `x`, typed invariant over `axes`.
 
   Raises:
-    ConfigError: the mesh lacks an axis, or the dtype cannot be summed.
+    ConfigError: the dtype cannot be summed.
   """
   names = tuple(typed.axis_sizes(typed.names(axes)))
   return _sum(typed.vary(x, names), names, *typed.dtypes(x, payload, accumulate))
@@ -135,7 +135,7 @@ def ring(x: jax.Array, axes: Axes, *, payload: Any = None, accumulate: Any = Non
     `axes`. Its derivative is that of `lax.psum` under `check_vma=True`.
 
   Raises:
-    ConfigError: the mesh lacks an axis, or the dtype cannot be summed.
+    ConfigError: the dtype cannot be summed.
 
   Example:
     >>> mesh = jax.make_mesh((1,), ("data",), (jax.sharding.AxisType.Auto,),

@@ -139,6 +139,8 @@ def messages_of(row: dict[str, Any]) -> list[dict[str, Any]]:
     raise ValueError("has no 'messages', 'conversations', or 'prompt' and 'completion'")
   if problem := mismatch(messages, [{"role": str, "content": (str, None)}], "messages"):
     raise ValueError(problem)
+  if any(m.get("content") is None and not m.get("tool_calls") for m in messages):
+    raise ValueError("a message has no content")  # Templates would write "None".
   # Parquet has null for every key that only other messages have.
   return [{k: v for k, v in m.items() if v is not None or k == "content"} for m in messages]
 
