@@ -159,8 +159,8 @@ def _converter(source: str, variables: dict[str, str]) -> Callable[..., Conversa
     try:
       text, spans = chat_template.render(source, variables | more)
     except chat_template.TEMPLATE_ERRORS as e:
-      problem, fix = message_of(e) or type(e).__name__, f"it was used for {where}"
-      raise invalid("Chat.template", ..., problem, fix) from None
+      problem = f"is refused for {where}: {message_of(e) or type(e).__name__}"
+      raise invalid("Chat.template", ..., problem, "correct it or use a different one") from None
     except Exception as e:  # Each operation of a template has errors of its own.
       raise ValueError(f"{type(e).__name__}: {e}") from None
     text.encode()  # Raises UnicodeEncodeError, a ValueError, for a lone surrogate.
