@@ -39,9 +39,9 @@ test-slow: env
 	$(BIN)/python -m pytest -m "slow and not optimized" -n $(WORKERS) $(XDIST)
 	$(BIN)/python -m pytest -m "slow and optimized" -n $(WORKERS) $(XDIST)
 
-# Against PyTorch, torchvision, timm, transformers and XProf, and with trackers (wandb,
-# mlflow, trackio, mlperf-logging), in an environment of their own; `agreement` writes
-# what was measured into docs/weights.md.
+# Against PyTorch, torchvision, timm, transformers, datasets, zarr, xarray and XProf, and with
+# trackers (wandb, mlflow, trackio, mlperf-logging), in an environment of their own;
+# `agreement` writes what was measured into docs/weights.md.
 test-others: others
 	$(VENV)-others/bin/python -m pytest -n 2 $(XDIST) tests/others
 

@@ -50,7 +50,7 @@ def psum(x: jax.Array, axes: Axes, *, payload: Any = None, accumulate: Any = Non
     The sum, in the dtype of `x`, typed invariant over `axes`.
 
   Raises:
-    ConfigError: the mesh lacks an axis, or the dtype cannot be summed.
+    ConfigError: the dtype cannot be summed.
   """
   names = tuple(typed.axis_sizes(typed.names(axes)))
   return _sum(typed.vary(x, names), names, *typed.dtypes(x, payload, accumulate))
@@ -135,7 +135,7 @@ def ring(x: jax.Array, axes: Axes, *, payload: Any = None, accumulate: Any = Non
     `axes`. Its derivative is that of `lax.psum` under `check_vma=True`.
 
   Raises:
-    ConfigError: the mesh lacks an axis, or the dtype cannot be summed.
+    ConfigError: the dtype cannot be summed.
 
   Example:
     >>> mesh = jax.make_mesh((1,), ("data",), (jax.sharding.AxisType.Auto,),
@@ -179,10 +179,8 @@ def halving_doubling(
 ) -> jax.Array:
   """Sum over devices by recursive halving and doubling, inside `shard_map`.
 
-  If every axis is a power of two it takes 2 log2 N permutes and 2 M (1 - 1/N) bytes, and
-  the large messages are between neighbours. In an axis of 2^k + r devices, the last r
-  devices first send their arrays to the first r, wait, and receive the sum. This takes 2
-  more permutes of M bytes, which a torus over prime factors does not need.
+  It takes 2 log2 N permutes and 2 M (1 - 1/N) bytes, and the large messages are between
+  neighbours. Every axis must be a power of two; for others use `torus` over prime factors.
 
   Args:
     x, axes, payload, accumulate: as in `ring`.
@@ -191,7 +189,7 @@ def halving_doubling(
     The sum, as in `ring`.
 
   Raises:
-    ConfigError: as in `ring`.
+    ConfigError: as in `ring`; or an axis is not a power of two.
   """
   sizes = typed.axis_sizes(typed.names(axes))
   return over_dims(x, sizes, planner.two_by_two(sizes), payload, accumulate)
@@ -213,25 +211,16 @@ def over_dims(
   """
   axes = tuple(sizes)
   sent, summed = typed.dtypes(x, payload, accumulate)
-  live = {d.axes[0]: d.live for d in dims if d.live is not None}
 
   def total(x: jax.Array):
     if x.size == 0:
       return typed.same_everywhere(x, axes)
-    flat = x.reshape(-1).astype(summed)
-    for axis, n in live.items():  # add the arrays of idle devices to participating ones
-      moves = [(i, i - n) for i in range(n, sizes[axis])]
-      bits = lax.ppermute(typed.to_wire(flat, sent), axis, moves)
-      flat = flat + typed.from_wire(bits, sent, flat.dtype)
-    flat = typed.padded(flat, math.prod(d.size for d in dims))
+    flat = typed.padded(x.reshape(-1).astype(summed), math.prod(d.size for d in dims))
     for dim in dims:
       flat = _scatter_along(flat, dim, sent)
     bits = typed.to_wire(flat, sent)
     for dim in reversed(dims):
       bits = _gather_along(bits, dim)
-    for axis, n in reversed(live.items()):  # return the sum to idle devices
-      received = lax.ppermute(bits, axis, [(i - n, i) for i in range(n, sizes[axis])])
-      bits = jnp.where(lax.axis_index(axis) >= n, received, bits)
     whole = typed.unpadded(typed.from_wire(bits, sent, x.dtype), x.shape)
     return typed.same_everywhere(whole, axes)
 

@@ -38,9 +38,7 @@ def sum_tree(tree: Any, by: Plan, *, payload: Any = None, accumulate: Any = None
   """
   sizes = typed.axis_sizes(by.axes)
   covered = math.prod(d.size for d in by.dims)
-  live = {d.axes[0]: d.live for d in by.dims if d.live is not None}
-  devices = math.prod(live.get(a, n) for a, n in sizes.items())
-  if by.algorithm != "psum" and covered != devices:
+  if by.algorithm != "psum" and covered != math.prod(sizes.values()):
     raise ConfigError(f"plan={by} is for a mesh other than {sizes}; call `plan` with this mesh")
 
   def total(x: jax.Array):
@@ -131,14 +129,10 @@ def all_reduce(
   return reducer(mesh, by, payload, accumulate)(tree)
 
 
+@functools.lru_cache(maxsize=256)
 def reducer(mesh: Mesh, by: Plan, payload: Any = None, accumulate: Any = None) -> Any:
   """Return the jitted `all_reduce` of a plan: a tree of rows -> the tree of sums."""
-  named = tuple(None if d is None else np.dtype(d) for d in (payload, accumulate))
-  return _reducer(mesh, by._replace(seconds=None), *named)
 
-
-@functools.lru_cache(maxsize=256)
-def _reducer(mesh: Mesh, by: Plan, payload: Any, accumulate: Any) -> Any:
   def local(tree: Any):
     own = jax.tree.map(lambda x: x[0], tree)
     return sum_tree(own, by, payload=payload, accumulate=accumulate)

@@ -21,10 +21,9 @@ import numpy as np
 
 from jaxscale.data import rows
 from jaxscale.data.dataset import Dataset, file_identity
-from jaxscale.data.directory import left_out_note
 from jaxscale.data.packing import text_windows
-from jaxscale.data.stream import Part, cached, of_kept
-from jaxscale.data.token_files import file_stamp, split_files
+from jaxscale.data.split_files import split_files
+from jaxscale.data.stream import Part, cached
 from jaxscale.data.tokenizer import Located, Tokenizer, read_tokenizer
 from jaxscale.errors import invalid, message_of
 from jaxscale.files import mismatch, readable_text, require_json
@@ -75,23 +74,19 @@ def chat_files(
   Example:
     >>> chat_files("data", "train", tokenizer="qwen/tokenizer.json")   # doctest: +SKIP
   """
-  paths, left_out = split_files(Path(directory), split, rows.ENDINGS, "Chat")
-  called = str(Path(directory) / split)
+  files = split_files(Path(directory), split, [rows.ENDINGS], "Chat")
   tokens = read_tokenizer(tokenizer, separator, field="Chat.tokenizer")
-  source, variables, notes = _template(template, tokenizer, tokens)
-  stamps = [(str(path.absolute()), *file_stamp(path)) for path in paths]
-  identity = "chat", source, sorted(variables.items()), tokens.key, *stamps
-  found: list[str] = []
-  parts = _parts(paths, source, variables, tokens, found)
-  kept, counts = cached(called, parts, "<i4", identity, cache_dir, found)
-  notes += left_out_note(called, left_out, f"chat files end in {', '.join(rows.ENDINGS)}")
-  stream = of_kept([kept], "<i4", tokens.separator, None)
-  stream = stream._replace(is_chat=True, notes=(*notes, *counts["notes"]))
-  size, setting = tokens.vocab_size, "Chat.packing"
-  dataset = text_windows(called, stream, size, sequence_length, packing, setting)
-  facts = {"tokens": stream.num_tokens, "tokenizer": tokens.key}
-  facts |= {"template": hashlib.sha256(repr((source, variables)).encode()).hexdigest()[:16]}
-  return dataset._replace(identity=lambda: facts | file_identity(paths))
+  source, variables, about_template = _template(template, tokenizer, tokens)
+  identity = "chat", source, sorted(variables.items()), tokens.key, *files.stamps
+  notes: list[str] = []
+  parts = _parts(files.paths, source, variables, tokens, notes)
+  stream = cached(files.name, parts, "<i4", tokens, identity, cache_dir, notes)
+  digest = hashlib.sha256(repr((source, variables)).encode()).hexdigest()[:16]
+  stream = stream._replace(is_chat=True, notes=(*files.notes, *about_template, *stream.notes))
+  options = tokens.vocab_size, sequence_length, packing, "Chat.packing"
+  dataset = text_windows(files.name, stream, *options)
+  facts = {**stream.facts, "template": digest}
+  return dataset._replace(identity=lambda: facts | file_identity(files.paths))
 
 
 def _template(
@@ -144,6 +139,8 @@ def messages_of(row: dict[str, Any]) -> list[dict[str, Any]]:
     raise ValueError("has no 'messages', 'conversations', or 'prompt' and 'completion'")
   if problem := mismatch(messages, [{"role": str, "content": (str, None)}], "messages"):
     raise ValueError(problem)
+  if any(m.get("content") is None and not m.get("tool_calls") for m in messages):
+    raise ValueError("a message has no content")  # Templates would write "None".
   # Parquet has null for every key that only other messages have.
   return [{k: v for k, v in m.items() if v is not None or k == "content"} for m in messages]
 

@@ -49,14 +49,11 @@ class AllReduce(Exchange):
 
   @property
   def is_plain(self) -> bool:
-    is_psum = self.algorithm == "psum" and self.bucket_bytes is None
+    is_psum = self.algorithm == "psum" and self.bucket_bytes is None and not self.dims
     return self.sends_whole and is_psum and not self.delayed
 
   def __post_init__(self):
     name = type(self).__name__
-    if self.dims and self.algorithm != "torus":
-      problem = f"requires algorithm='torus', not {self.algorithm!r}; change one of them"
-      raise ConfigError(f"{name}.dims={self.dims} {problem}")
     for dim in self.dims:
       axis, _, size = dim.partition(":")
       if not (axis and size.isdecimal()):

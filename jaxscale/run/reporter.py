@@ -45,7 +45,7 @@ class Reporter:
     """
     config, total = experiment.config, experiment.derived.total_steps
     self._experiment = experiment  # at the current phase
-    self._noise_scale: list[float] = []  # scale, low, high
+    self._noise_scale: tuple[float, float, float] | None = None  # scale, low, high
     self.efficiency = Efficiency()
     self._waited = self._window_waited = 0.0
     self._window = time.perf_counter()
@@ -97,7 +97,8 @@ class Reporter:
 
   def trained(self, step: int, values: dict[str, float]) -> None:
     """Log the metrics of a training step."""
-    experiment, rate = self._experiment, self._progress.rate(self._examples(step))
+    experiment, examples = self._experiment, self._examples(step)
+    rate = self._progress.rate(examples)
     perf = {"examples_per_s": rate, "input_wait": self._input_wait()}
     perf["step_s"] = experiment.phase.batch_size / rate
     if cluster.is_leader():  # Only the leader shows it.
@@ -107,7 +108,8 @@ class Reporter:
     finite = {name: v for name, v in values.items() if math.isfinite(v)}
     ratios = {n: finite.pop(n) for n in list(finite) if n.startswith("trust_ratio/")}
     if "noise_scale" in values:
-      self._noise_scale = [values[f"noise_scale{end}"] for end in ("", "_low", "_high")]
+      ends = values["noise_scale_low"], values["noise_scale_high"]
+      self._noise_scale = values["noise_scale"], *ends
       if "noise_scale" in finite:
         finite["critical_batch_size"] = finite["noise_scale"]
     info = experiment.train_data.info
@@ -116,11 +118,9 @@ class Reporter:
       # exp of a smoothed loss is not a perplexity; the evaluation's loss is not smoothed.
       if "loss" in finite and not experiment.config.loss.label_smoothing:
         finite |= metrics.perplexity_of(finite["loss"], info.bytes_per_token)
-    self.write(
-      step, "train", finite | {"epoch": self._examples(step) / experiment.derived.num_train}
-    )
+    self.write(step, "train", finite | {"epoch": examples / experiment.derived.num_train})
     if progress := experiment.train_data.progress:
-      self.write(step, "data", progress(self._examples(step)))
+      self.write(step, "data", progress(examples))
     self.write(step, "perf", perf)
     if ratios and self._writer is not None:
       self._writer.write(step, ratios)

@@ -61,7 +61,7 @@ def fake_folder(directory, **options):
 
 def fake_text(directory, split, *, vocab_size, sequence_length, **options):
   """Return a dataset of token files without data."""
-  info = data.TextInfo(directory, vocab_size, sequence_length)
+  info = data.TextInfo(directory, vocab_size or 256, sequence_length)  # None: bytes
   return data.Dataset(info, 1_000_000, lambda indices, draws: {})
 
 

@@ -97,10 +97,14 @@ def photos(folder):
         image.resize((200, 160)).save(folder / split / name / f"{i}.png")
 
 
-VIT = dict(embed_dim=48, depth=2, num_heads=3, patch_size=8, img_size=64)
+SIZES = {
+  "vit_base_patch16_224": dict(embed_dim=48, depth=2, num_heads=3, patch_size=8, img_size=64),
+  "convnext_tiny": dict(depths=(1, 1, 2, 1), dims=(16, 24, 32, 40)),
+  "resnet18": {},
+}
 
 
-@pytest.mark.parametrize("architecture", ["vit_base_patch16_224", "resnet18", "transformers"])
+@pytest.mark.parametrize("architecture", [*SIZES, "transformers"])
 def test_a_fine_tuned_image_model_is_a_drop_in(architecture, tmp_path, capsys):
   source, workdir, to = (tmp_path / name for name in ("source", "run", "new"))
   photos(tmp_path / "photos")
@@ -111,7 +115,7 @@ def test_a_fine_tuned_image_model_is_a_drop_in(architecture, tmp_path, capsys):
     processor = transformers.ViTImageProcessor(size={"height": 64, "width": 64})
     processor.save_pretrained(source)
   else:
-    options = VIT if architecture.startswith("vit") else {}
+    options = SIZES[architecture]
     model = timm.create_model(architecture, num_classes=9, **options)
     timm.models.save_for_hf(model, source, safe_serialization=True, model_args=options)
   settings = data.preprocessing_of(source) | {"image_size": 64, "augment": "flip"}
@@ -153,7 +157,7 @@ def test_a_fine_tuned_image_model_is_a_drop_in(architecture, tmp_path, capsys):
 
 def test_all_families_of_timm_are_read_as_timm_makes_them(tmp_path):
   """Sizes of the settings against the arrays of timm's networks."""
-  for name in timm.list_models(["vit_*", "deit_*", "resnet*"]):
+  for name in timm.list_models(["vit_*", "deit_*", "resnet*", "convnext*"]):
     (tmp_path / "config.json").write_text(json.dumps({"architecture": name}))
     try:
       settings = models.from_folder(tmp_path)
@@ -167,5 +171,8 @@ def test_all_families_of_timm_are_read_as_timm_makes_them(tmp_path):
       there += (block.mlp.fc1.out_features, network.patch_embed.patch_size[0])
       ours = settings.width, settings.num_layers, settings.num_heads
       assert there == (*ours, settings.hidden, settings.patch), name
+    elif isinstance(settings, cfg.ConvNeXt):
+      stages = [(len(s.blocks), s.blocks[0].conv_dw.out_channels) for s in network.stages]
+      assert [*zip(settings.depths, settings.dims, strict=True)] == stages, name
     else:
       assert name.endswith(f"resnet{settings.depth}")

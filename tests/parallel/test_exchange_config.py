@@ -130,6 +130,10 @@ exchange_top_k.py exchange.per=layer                   'tensor' | 'bucket'
 exchange_power_sgd.py exchange.rank=0                  give a value >= 1
 exchange=Int8 exchange.bucket_bytes=64                 Int8.bucket_bytes=64 is less than a block
 exchange.bucket_bytes=3                                give a value >= 4
+exchange=Int8 exchange.block=0                         give a value >= 1
+exchange=HalfPrecision exchange.dtype=float8           'bfloat16' | 'float16'
+LOCAL sync.sync_every_steps=0                          give a value >= 1
+BLOCK sync.outer_momentum=1.0                          give a value in [0, 1)
 LOCAL exchange=OneBit exchange.plain_epochs=1          plain_epochs=1.0: with sync=LocalSGD workers
 LOCAL lr_scaling=linear                lr_scaling='linear': with sync=LocalSGD each
 LOCAL NORM                             CNN.bn_span=global would share BatchNorm

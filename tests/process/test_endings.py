@@ -312,7 +312,7 @@ pwd.getpwuid = nobody
 for name in ("HOME", "XDG_CACHE_HOME", "XDG_CONFIG_HOME", "MPLCONFIGDIR"):
   os.environ.pop(name, None)
 from jaxscale import cli
-from jaxscale.data.dataset import user_cache
+from jaxscale.data.caches import user_cache
 
 code = cli.main(sys.argv[1:])
 assert user_cache().is_dir() and user_cache() == user_cache()

@@ -60,7 +60,7 @@ def test_predict_and_evaluate_take_a_path_of_the_format(kind, tmp_path):
   settings = make_source(kind, tmp_path, columns=columns)
   run, file, to = tmp_path / "run", tmp_path / "config.py", tmp_path / "p.npz"
   words = {"kind": type(settings).__name__, "path": settings.path, "columns": columns}
-  text = CONFIG.format(**words).replace("epochs=40", "epochs=2").replace("transform=transform", "")
+  text = CONFIG.format(**words).replace("epochs=40", "epochs=2")
   file.write_text(text)
   done = run_train(run, config=str(file))
   assert done.returncode == 0, done.stderr

@@ -16,6 +16,7 @@ from jaxscale import config as cfg
 from jaxscale.config.config_file import load_file
 from jaxscale.config.loading import load_config
 from jaxscale.experiment import build
+from jaxscale.mesh import replicated
 
 LANGUAGE, DIGITS = "tests/support/tiny_language.py", "configs/digits.py"
 PowerSGD = load_file(Path("configs/exchange_power_sgd.py")).PowerSGD
@@ -60,10 +61,11 @@ def programs(name):
   made = build.experiment(dataclasses.replace(load_config(path), **replaced))
   state, batch = made.abstract_state(), made.abstract_batch()
   rows, sharding = made.phase.batch_size, jax.tree.leaves(batch)[0].sharding
+  seed = jax.ShapeDtypeStruct((), "int32", sharding=replicated(made.mesh))
   mask = jax.ShapeDtypeStruct((rows,), bool, sharding=sharding)
   held_out = {"mask": mask} | batch
   return {
-    "init": made.lower_init_state(),
+    "init": made._init.lower(seed, {}),
     "train": made.lower_train_step(state),
     "eval": made.eval_step.lower(state.params, state.model_state, held_out),
   }

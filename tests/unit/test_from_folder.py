@@ -72,6 +72,10 @@ FOLDERS = [
     cfg.ViT(width=1408, num_heads=16, num_layers=40, hidden=6144, pool="mean"),
   ),
   ({"architecture": "resnet50.a1_in1k", "num_classes": 1000}, cfg.ResNet(depth=50)),
+  (
+    {"architecture": "convnext_base.fb_in22k", "num_classes": 21841},
+    cfg.ConvNeXt(depths=(3, 3, 27, 3), dims=(128, 256, 512, 1024)),
+  ),
 ]  # fmt: skip
 
 
