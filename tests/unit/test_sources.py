@@ -563,3 +563,10 @@ def test_a_changed_file_changes_the_identity(tmp_path):
   (tmp_path / "zarr3" / "label" / "c" / "1").unlink()  # The chunk has the fill value then.
   assert settings.build()[0].identity() != before
   shutil.rmtree(tmp_path / "zarr3")
+
+
+def test_a_plan_reads_no_rows_for_statistics(tmp_path, monkeypatch):
+  settings = make_source("zarr3", tmp_path, statistics=True)
+  monkeypatch.setattr(columns, "kept_statistics", None)  # Not called.
+  train, _ = settings.abstract(16)
+  assert train.info.image_shape == (4, 4, 3) and train.num_examples == 182
