@@ -15,6 +15,7 @@ import pyarrow.parquet
 import pytest
 
 from jaxscale import ConfigError, data
+from jaxscale.data import table_splits
 from jaxscale.data.pipeline import shuffled
 from jaxscale.data.table_splits import chunk_order
 from jaxscale.data.tables import even_starts
@@ -567,6 +568,6 @@ def test_a_changed_file_changes_the_identity(tmp_path):
 
 def test_a_plan_reads_no_rows_for_statistics(tmp_path, monkeypatch):
   settings = make_source("zarr3", tmp_path, statistics=True)
-  monkeypatch.setattr(columns, "kept_statistics", None)  # Not called.
+  monkeypatch.setattr(table_splits, "kept_statistics", None)  # Not called.
   train, _ = settings.abstract(16)
   assert train.info.image_shape == (4, 4, 3) and train.num_examples == 182
