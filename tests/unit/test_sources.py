@@ -570,4 +570,4 @@ def test_a_plan_reads_no_rows_for_statistics(tmp_path, monkeypatch):
   settings = make_source("zarr3", tmp_path, statistics=True)
   monkeypatch.setattr(table_splits, "kept_statistics", None)  # Not called.
   train, _ = settings.abstract(16)
-  assert train.info.image_shape == (4, 4, 3) and train.num_examples == 182
+  assert train.info.image_shape == (4, 4, 3) and train.num_examples == NUM_TRAIN
