@@ -8,10 +8,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxscale.collectives import typed
 from jaxscale.collectives.algorithms import hierarchical, over_dims, psum
 from jaxscale.collectives.cpu_workarounds import one_at_a_time
 from jaxscale.collectives.planner import Link, Plan, plan
@@ -36,7 +36,7 @@ def sum_tree(tree: Any, by: Plan, *, payload: Any = None, accumulate: Any = None
   Raises:
     ConfigError: the plan is for a different mesh, or a dtype cannot be summed.
   """
-  sizes = typed.axis_sizes(by.axes)
+  sizes = {axis: lax.axis_size(axis) for axis in by.axes}
   covered = math.prod(d.size for d in by.dims)
   if by.algorithm != "psum" and covered != math.prod(sizes.values()):
     raise ConfigError(f"plan={by} is for a mesh other than {sizes}; call `plan` with this mesh")

@@ -76,11 +76,6 @@ def vary(tree: Any, axes: tuple[str, ...]) -> Any:
   return jax.tree.map(cast, tree)
 
 
-def axis_sizes(axes: tuple[str, ...]) -> dict[str, int]:
-  """Return the sizes of mesh axes, inside `shard_map`; JAX raises NameError for others."""
-  return {axis: int(lax.axis_size(axis)) for axis in axes}
-
-
 def names(axes: str | Sequence[str]) -> tuple[str, ...]:
   """Return axes as a tuple of names."""
   return (axes,) if isinstance(axes, str) else tuple(axes)

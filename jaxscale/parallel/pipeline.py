@@ -40,7 +40,7 @@ from jax.extend import core
 
 from jaxscale.cluster.jax_internals import varying_axes
 from jaxscale.collectives import vary
-from jaxscale.collectives.typed import axes_of, axis_sizes, in_mesh_order, jaxprs_in, varying
+from jaxscale.collectives.typed import axes_of, in_mesh_order, jaxprs_in, varying
 from jaxscale.errors import ConfigError
 
 # (this stage's layers, h, *the micro-batch's context) -> h
@@ -121,7 +121,7 @@ def gpipe(
     >>> h = gpipe(run, params["layers"], embedded)         # doctest: +SKIP
     >>> totals = finish(h, stage_microbatches(batch))              # doctest: +SKIP
   """
-  stages, stage = axis_sizes((axis,))[axis], lax.axis_index(axis)
+  stages, stage = lax.axis_size(axis), lax.axis_index(axis)
   count = len(microbatches)
   context = vary(context, (axis,))
   first = [x[0] for x in context]
@@ -170,7 +170,7 @@ def stage_microbatches(microbatches: Any, *, axis: str = "stage") -> Any:
   Returns:
     A tree of arrays [M/S, ...]; unchanged if S does not divide M.
   """
-  stages = axis_sizes((axis,))[axis]
+  stages = lax.axis_size(axis)
 
   def own(x: jax.Array):
     if len(x) % stages:
@@ -239,7 +239,7 @@ def one_f_one_b(
   Raises:
     ConfigError: work inside a branch permutes or communicates along `axis`.
   """
-  stages, stage = axis_sizes((axis,))[axis], lax.axis_index(axis)
+  stages, stage = lax.axis_size(axis), lax.axis_index(axis)
   count = len(jax.tree.leaves(microbatches)[0])
   work, *types = _stage(embed, run_layers, finish, params, microbatches, context, axis, skip)
   cond: Callable[..., Any] = lax.cond if skip else _where

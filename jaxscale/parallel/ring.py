@@ -29,7 +29,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxscale.collectives import vary
-from jaxscale.collectives.typed import axis_sizes, in_mesh_order, varying
+from jaxscale.collectives.typed import in_mesh_order, varying
 
 _BLOCK = 1024  # keys whose scores are in memory at once
 _NEVER = -1e30  # score of a masked key; unlike -inf, its differences are not NaN
@@ -65,7 +65,7 @@ def ring_attention(
   Returns:
     Outputs in the dtype of q, [rows, tokens/n, heads, width].
   """
-  devices = axis_sizes((axis,))[axis]
+  devices = lax.axis_size(axis)
   rows, tokens, heads, width = q.shape
   groups = k.shape[2]
   axes = in_mesh_order((axis, *varying(q), *varying(k), *varying(v)))

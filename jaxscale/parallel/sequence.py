@@ -24,7 +24,6 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxscale.collectives.typed import axis_sizes
 from jaxscale.errors import ConfigError
 from jaxscale.models.stack import attention
 
@@ -43,7 +42,7 @@ def token_positions(tokens: int, axis: str, order: Order = "contiguous") -> jax.
   Returns:
     Positions, int32 [tokens], varying over `axis`.
   """
-  devices, here = axis_sizes((axis,))[axis], lax.axis_index(axis)
+  devices, here = lax.axis_size(axis), lax.axis_index(axis)
   if order == "contiguous":
     return here * tokens + jnp.arange(tokens, dtype=jnp.int32)
   piece = jnp.arange(tokens // 2, dtype=jnp.int32)
@@ -82,7 +81,7 @@ def all_to_all_attention(
   Raises:
     ConfigError: n does not divide heads and groups.
   """
-  devices = axis_sizes((axis,))[axis]
+  devices = lax.axis_size(axis)
   for name, x in (("heads", q), ("key/value heads", k)):
     if x.shape[2] % devices:
       problem = f"cannot split {x.shape[2]} {name} over the {devices} devices of {axis!r}"
@@ -127,7 +126,7 @@ def scatter_tokens(h: jax.Array, *, axis: str) -> jax.Array:
   Raises:
     ConfigError: n does not divide the tokens.
   """
-  devices = axis_sizes((axis,))[axis]
+  devices = lax.axis_size(axis)
   if h.shape[1] % devices:
     problem = f"cannot be split over the {devices} devices of {axis!r}; give a multiple"
     raise ConfigError(f"tokens={h.shape[1]} {problem}")
