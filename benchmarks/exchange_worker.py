@@ -13,6 +13,7 @@ import re
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -23,14 +24,17 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxscale import cluster, collectives, hlo, models
+from jaxscale.config.config_file import load_file
 from jaxscale.exchange import Exchange, plain
 from jaxscale.exchange.buckets import BUCKET_BYTES, bucketed
 from jaxscale.exchange.low_precision import half_precision, int8
 from jaxscale.exchange.one_bit import one_bit
-from jaxscale.exchange.power_sgd import power_sgd
-from jaxscale.exchange.top_k import top_k
 from jaxscale.exchange.wrappers import delayed
 from jaxscale.mesh import make_mesh
+
+CONFIGS = Path(__file__).parents[1] / "configs"
+power_sgd = load_file(CONFIGS / "exchange_power_sgd.py").power_sgd
+top_k = load_file(CONFIGS / "exchange_top_k.py").top_k
 
 MARK = "@exchange "
 BASELINE, DEFAULT = "psum of the tree", "default: buckets of 25 MiB"
@@ -72,23 +76,25 @@ def exchanges(mesh: Any, shapes: Any) -> dict[str, Exchange]:
   def whole(algorithm):
     # All gradients as one vector, so that permutes are as many as for one.
     everything = 4 * sum(x.size for x in jax.tree.leaves(shapes))
-    reduce = lambda x: algorithm(x, axes)  # noqa: E731
+    dims = list(reversed(mesh.shape.items())) if algorithm == "torus" else None
+    by = collectives.plan(mesh.shape, everything, algorithm, dims=dims)
+    reduce = lambda x: collectives.sum_tree(x, by)  # noqa: E731
     return bucketed(axes, bucket_bytes=everything, reduce=reduce)
 
   return {
     BASELINE: plain(axes)._replace(exchange=psum_of_the_tree),
     DEFAULT: bucketed(axes, bucket_bytes=BUCKET_BYTES),
     "plain": plain(axes),
-    "ring": whole(collectives.ring),
-    "torus": whole(collectives.torus),
-    "hierarchical": whole(collectives.hierarchical),
-    "halving_doubling": whole(collectives.halving_doubling),
+    "ring": whole("ring"),
+    "torus": whole("torus"),
+    "hierarchical": whole("hierarchical"),
+    "halving_doubling": whole("halving_doubling"),
     "bf16, summed in float32": half_precision(axes),
     "bf16, summed as payload": half_precision(axes, sum_in="payload"),
     "fp16, summed in float32": half_precision(axes, "float16"),
     "int8": int8(axes),
     "1-bit": one_bit(axes, num_devices=n),
-    "top-k 1 %": top_k(axes, num_devices=n, share=0.01),
+    "top-k 1 %": top_k(axes, share=0.01),
     "PowerSGD-4": power_sgd(axes, rank=4),
     "delayed plain": delayed(plain(axes)),
   }

@@ -52,12 +52,11 @@ from jax.experimental import topologies
 from jax.sharding import AxisType, Mesh
 
 from jaxscale import collectives, hlo, models
+from jaxscale.config.config_file import load_file
 from jaxscale.exchange import Exchange, plain
 from jaxscale.exchange.buckets import bucketed
 from jaxscale.exchange.low_precision import half_precision, int8
 from jaxscale.exchange.one_bit import one_bit
-from jaxscale.exchange.power_sgd import power_sgd
-from jaxscale.exchange.top_k import top_k
 from jaxscale.exchange.wrappers import delayed, silent
 from jaxscale.hlo.cost import costs
 from jaxscale.hlo.parse import modules
@@ -69,6 +68,8 @@ from jaxscale.training.step import make_train_step
 
 ROOT = Path(__file__).parent.parent
 KEPT = ROOT / "runs" / "overlap"
+power_sgd = load_file(ROOT / "configs" / "exchange_power_sgd.py").power_sgd
+top_k = load_file(ROOT / "configs" / "exchange_top_k.py").top_k
 GRID = {"replica": 2, "data": 4}
 AXES = tuple(GRID)
 LAYERS, WIDTH, HIDDEN, ROWS, IMAGES = 8, 1024, 4096, 8192, 32
@@ -116,7 +117,7 @@ EXCHANGES: dict[str, Callable[[Mesh], Exchange]] = {
   "bf16 psum": lambda m: half_precision(AXES, sum_in="payload"),
   "int8": lambda m: int8(AXES),
   "1-bit": lambda m: one_bit(AXES, num_devices=m.size),
-  "top-k 1 %": lambda m: top_k(AXES, num_devices=m.size, share=0.01),
+  "top-k 1 %": lambda m: top_k(AXES, share=0.01),
   "PowerSGD-4": lambda m: power_sgd(AXES, rank=4),
   "delayed": lambda m: delayed(plain(AXES)),
 }

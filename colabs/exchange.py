@@ -45,10 +45,13 @@ from jax.sharding import PartitionSpec as P
 
 import jaxscale as jxs
 from jaxscale import data, exchange, models, optim
+from jaxscale.config.config_file import load_file
+from jaxscale.config.packaged import names
 from jaxscale.experiment import build
 from jaxscale.exchange.one_bit import one_bit
-from jaxscale.exchange.power_sgd import power_sgd
 from jaxscale import hlo
+
+recipe = load_file(names()["exchange_power_sgd"])  # configs/exchange_power_sgd.py
 
 # %% [markdown]
 # ## One gradient
@@ -88,7 +91,7 @@ jax.tree.map(jnp.shape, local_grads)
 exchanges = {
   "plain": exchange.plain(axes),
   "1-bit": one_bit(axes, num_devices=8),
-  "PowerSGD, rank 4": power_sgd(axes, rank=4),
+  "PowerSGD, rank 4": recipe.power_sgd(axes, rank=4),
 }
 
 
@@ -164,7 +167,7 @@ chosen = {
   "plain": exchange.AllReduce(),
   "16 bits": exchange.HalfPrecision(),
   "1-bit": exchange.OneBit(),
-  "PowerSGD, rank 4": exchange.PowerSGD(rank=4),
+  "PowerSGD, rank 4": recipe.PowerSGD(rank=4),
 }
 results = {name: train(setting) for name, setting in chosen.items()}
 whole = results["plain"][0]

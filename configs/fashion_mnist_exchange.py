@@ -10,6 +10,9 @@ Result     validation accuracy, mean of 3 seeds, 2026-11-21 (bytes in docs/excha
            PowerSGD 89.84, one step late 89.61, BMUF 89.75 %
 """
 
+from exchange_power_sgd import PowerSGD
+from exchange_top_k import TopK
+
 from jaxscale.config import (
   MLP,
   SGD,
@@ -27,8 +30,6 @@ from jaxscale.config import (
   LocalSGD,
   Log,
   OneBit,
-  PowerSGD,
-  TopK,
 )
 from jaxscale.errors import ConfigError
 

@@ -11,7 +11,7 @@ sequence. A mesh omits these three if they have one device. An *axis* belongs to
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -303,3 +303,35 @@ def host_shard(mesh: Mesh) -> tuple[int, int]:
     has = f"has {len(mine)} of {len(owners)} blocks of rows over {len(held)} processes"
     raise ValueError(f"{here} {has}; give every process the same number")
   return int(mine[0]) // len(mine), len(owners) // len(mine)
+
+
+def array_from_parts(
+  abstract: Any, read: Callable[[tuple[tuple[int, int], ...]], np.ndarray]
+) -> jax.Array:
+  """Put an array on the devices of this process, part after part.
+
+  `jax.make_array_from_callback` would hold all parts on the host at once, and keep them there
+  until Python's next garbage collection.
+
+  Args:
+    abstract: the shape, dtype and sharding.
+    read: a function from (start, stop) for every dim to this part of the array.
+
+  Example:
+    >>> where = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    >>> like = jax.ShapeDtypeStruct((3,), "float32", sharding=where)
+    >>> array_from_parts(like, lambda ranges: np.arange(*ranges[0], dtype="float32"))
+    Array([0., 1., 2.], dtype=float32)
+  """
+  shape, sharding = abstract.shape, abstract.sharding
+  owners: dict[Any, list[Any]] = {}
+  for device, index in sharding.addressable_devices_indices_map(shape).items():
+    ranges = tuple(s.indices(n)[:2] for s, n in zip(index or (), shape, strict=True))
+    where = jax.sharding.SingleDeviceSharding(device, memory_kind=sharding.memory_kind)
+    owners.setdefault(ranges, []).append(where)
+  parts = []
+  for ranges, places in owners.items():
+    part = read(ranges)
+    parts += [jax.device_put(part, place) for place in places]
+    jax.block_until_ready(parts)  # The host holds only one part at a time.
+  return jax.make_array_from_single_device_arrays(shape, sharding, parts, dtype=abstract.dtype)

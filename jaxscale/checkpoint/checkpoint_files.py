@@ -15,7 +15,6 @@ import asyncio
 import contextlib
 import errno
 import functools
-import gc
 import inspect
 import json
 import logging
@@ -24,7 +23,6 @@ import re
 import shutil
 import sys
 import traceback
-import warnings
 import zlib
 from collections.abc import Callable, Iterator
 from concurrent import futures
@@ -36,9 +34,10 @@ import numpy as np
 
 from jaxscale.checkpoint import write_limit
 from jaxscale.checkpoint.checksum import DamagedError, Shards, is_of
-from jaxscale.checkpoint.read_back import check_complete, ocdbt, stored_name, stored_sums
+from jaxscale.checkpoint.read_back import check_index, compare, open_leaves
 from jaxscale.errors import ConfigError, lacks_inodes
 from jaxscale.files import mismatch, require_json, sync, whole_number
+from jaxscale.mesh import array_from_parts
 from jaxscale.metrics.text import byte_size
 from jaxscale.optim.tree_paths import path_name
 
@@ -89,41 +88,37 @@ def start_writing(directory: Path, state: Any) -> Callable[[], None]:
   return wait
 
 
-def read_back(
-  directory: Path, manifest: dict[str, Any], shards: list[Shards], sums: dict[int, tuple[int, int]]
-) -> dict[int, int]:
-  """Sync what this process has written, and compute its checksums from the disk.
-
-  Args:
-    directory: the directory of the checkpoint.
-    manifest: the manifest, with the shape and dtype of each array.
-    shards: the shards, as for `read_back.stored_sums`.
-    sums: the checksums, as for `read_back.stored_sums`.
+def sync_part(directory: Path) -> None:
+  """Sync what this process has written to disk, and read its index.
 
   Raises:
-    DamagedError: the disk has different content, or a file is empty.
+    DamagedError: a file is empty, or the index cannot be read.
   """
-  state, name = directory / _STATE, f"process_{jax.process_index()}"
-  sync_tree(state / f"ocdbt.{name}")
-  sync_tree(state / "array_metadatas", name)
+  name = f"process_{jax.process_index()}"
+  sync_tree(directory / _STATE / f"ocdbt.{name}")
+  sync_tree(directory / _STATE / "array_metadatas", name)
   with _unmistakable(directory) as where:
-    return stored_sums(where / _STATE, manifest["leaves"], shards, sums)
-
-
-def finish(directory: Path, manifest: dict[str, Any]) -> None:
-  """Combine the parts of all processes into one checkpoint; one process calls it."""
-  merge(directory)
-  with _unmistakable(directory) as where:
-    check_complete(where / _STATE, manifest["leaves"])
-  (directory / MANIFEST).write_text(json.dumps(manifest | {"crc32": _crc32(manifest)}))
-  sync_tree(directory)
+    if (part := where / _STATE / f"ocdbt.{name}").exists():
+      check_index(part)
 
 
 def merge(directory: Path) -> None:
-  """Merge the indices of all processes into one."""
+  """Merge the indices of all processes into one; one process calls it."""
   ocp, path = _orbax()
   with _unmistakable(directory) as where:
     ocp.StandardCheckpointHandler().finalize(path(where / _STATE))
+
+
+def read_back(directory: Path, names: list[str], shards: list[Shards]) -> None:
+  """Compare this process's shards with the merged checkpoint, as `read_back.compare`."""
+  with _unmistakable(directory) as where:
+    compare(where / _STATE, names, shards)
+
+
+def finish(directory: Path, manifest: dict[str, Any]) -> None:
+  """Write the manifest, and sync all files; one process calls it."""
+  (directory / MANIFEST).write_text(json.dumps(manifest | {"crc32": _crc32(manifest)}))
+  sync_tree(directory)
 
 
 @contextlib.contextmanager
@@ -189,46 +184,38 @@ def read_manifest(directory: Path) -> dict[str, Any]:
   return manifest
 
 
-def load(directory: Path, abstract: Any, *, pad=False, partial=False) -> Any:
-  """Load the arrays, sharded as in `abstract`.
+def load(directory: Path, abstract: Any) -> Any:
+  """Load arrays, sharded as in `abstract`.
 
   Args:
     directory: the directory of the checkpoint.
-    abstract: a tree of `jax.ShapeDtypeStruct`s with shardings.
-    pad: True fills arrays that are smaller than requested with zeros, and truncates arrays
-      that are larger.
-    partial: True if `abstract` is a part of the tree, e.g. {"params": …}; nothing else is
-      read.
+    abstract: a tree of `jax.ShapeDtypeStruct`s with shardings, or a part of it, e.g.
+      {"params": …}. Arrays that are smaller on the disk end with zeros, and larger ones are
+      truncated.
 
   Raises:
     DamagedError: an array cannot be read.
   """
-  ocp, path = _orbax()
-  handler, args = ocp.StandardCheckpointHandler, ocp.args.StandardRestore
-  options: dict[str, Any] = {"strict": not pad}
-  if partial:
-    handler, args = ocp.PyTreeCheckpointHandler, ocp.args.PyTreeRestore
-    restore_args = ocp.checkpoint_utils.construct_restore_args(abstract)
-    options = {"restore_args": restore_args, "partial_restore": True}
-  # After one read fails, the others end unfinished, and Python would warn of each.
-  with warnings.catch_warnings(action="ignore", category=RuntimeWarning):
-    try:
-      with _unmistakable(directory) as plain:
-        where = path(plain / _STATE)
-        limit: Any = write_limit.limit_to_read(abstract, _chunks(ocp, where))
-        reader = handler(restore_concurrent_gb=limit)
-        return reader.restore(where, args=args(abstract, **options))
-    except Exception as e:
-      problem = one_line(e)
-    gc.collect()
-  raise DamagedError(problem)
 
+  def loaded(path: Any, x: Any) -> jax.Array:
+    array = arrays[path_name(path)].result()
 
-def _chunks(ocp: Any, where: Any) -> dict[str, tuple[int, ...]]:
-  """Return the chunk shape of each array of a checkpoint, by path."""
-  tree = ocp.StandardCheckpointHandler().metadata(where)
-  leaves = jax.tree_util.tree_leaves_with_path(getattr(tree, "tree", tree))
-  return {path_name(path): tuple(x.storage.chunk_shape) for path, x in leaves}
+    def read(ranges: tuple[tuple[int, int], ...]) -> np.ndarray:
+      sizes = zip(ranges, array.shape, strict=True)
+      there = tuple(slice(min(a, n), min(b, n)) for (a, b), n in sizes)
+      part = np.zeros([b - a for a, b in ranges], x.dtype)
+      part[tuple(slice(s.stop - s.start) for s in there)] = array[there].read().result()
+      return part
+
+    return array_from_parts(x, read)
+
+  names = [path_name(path) for path, _ in jax.tree.leaves_with_path(abstract)]
+  try:
+    with _unmistakable(directory) as where:
+      arrays = open_leaves(where / _STATE, names)
+      return jax.tree.map_with_path(loaded, abstract)
+  except Exception as e:
+    raise DamagedError(one_line(e)) from e
 
 
 def leaf_reader(directory: Path) -> Callable[[str], np.ndarray]:
@@ -237,15 +224,12 @@ def leaf_reader(directory: Path) -> Callable[[str], np.ndarray]:
   Raises:
     DamagedError: the checkpoint cannot be read; the function raises it for a leaf.
   """
-  import tensorstore as ts
-
   manifest = read_manifest(directory)["leaves"]
 
   def read(name: str) -> np.ndarray:
     try:
       with _unmistakable(directory) as where:
-        array = {"driver": "zarr", "kvstore": ocdbt(where / _STATE), "path": stored_name(name)}
-        leaf = ts.open(array).result().read().result()
+        leaf = open_leaves(where / _STATE, [name])[name].result().read().result()
     except Exception as e:
       raise DamagedError(one_line(e)) from e
     if not is_of(leaf, manifest[name]["checksum"]):

@@ -125,40 +125,25 @@ def sum_shards(shards: list[Shards]) -> dict[int, tuple[int, int]]:
   return sums
 
 
-def unlike(name: str) -> str:
-  """Describe an array that differs between the disk and the devices."""
-  problem = "the disk failed, or devices hold different values"
-  return f"{name} differs between the disk and memory: {problem}"
-
-
 def with_checksums(
-  described: dict[str, dict[str, Any]],
-  sums: dict[int, tuple[int, int]],
-  stored: dict[int, int] | None = None,
+  described: dict[str, dict[str, Any]], sums: dict[int, tuple[int, int]]
 ) -> dict[str, dict[str, Any]]:
   """Add the checksums of all leaves to `describe`'s result; all processes call it.
 
   Args:
     described: the description of the tree, which is completed.
     sums: this process's part of the checksums, from `sum_shards`.
-    stored: this process's part of the checksums on disk, from `read_back.stored_sums`.
 
   Raises:
     FloatingPointError: in all processes, if any has found NaN or Inf.
-    DamagedError: in all processes, if a checksum on disk differs.
   """
-  found = np.zeros((3, len(described), 1), np.uint64)
+  found = np.zeros((2, len(described), 1), np.uint64)
   for i, values in sums.items():
-    found[:2, i, 0] = values
-  for i, total in (stored or {}).items():
-    found[2, i, 0] = total
-  totals, bad, on_disk = sum_over_processes(found)[..., 0]
+    found[:, i, 0] = values
+  totals, bad = sum_over_processes(found)[..., 0]
   if bad.any():
     name = list(described)[int(bad.argmax())]
     raise FloatingPointError(f"{int(bad.max())} values of {name} are not finite")
-  if stored is not None and (differs := totals != on_disk).any():
-    name = list(described)[int(differs.argmax())]
-    raise DamagedError(unlike(name))
   for leaf, total in zip(described.values(), totals, strict=True):
     leaf["checksum"] = _as_text(total)
   return described

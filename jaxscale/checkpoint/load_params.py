@@ -129,7 +129,7 @@ def _load(path: Path, params: Any, model_state: Any, take: str | None) -> tuple[
   parts = {"average"} if is_average else {"params", "model_state"}
   saved = {n: x for n, x in leaves.items() if n.partition("/")[0] in parts or n in requested}
   checkpoint_files.check_same_leaves(path, saved, requested)
-  loaded = restore.load_for_all(path, abstract, partial=True)
+  loaded = restore.load_for_all(path, abstract)
   checksum.verify(loaded, leaves)
   if is_average:
     part, loaded_state = loaded["average"]

@@ -54,10 +54,10 @@ class _Save:
     size: the size of the state in bytes.
     directory: the temporary directory that is written to.
     manifest: the manifest of the checkpoint; checksums are added last.
-    work: this process's part of the current phase, writing or committing.
-    is_last: True if the save is done when every process has done its part.
-    sums: this process's part of the checksums, once it is computed.
-    stored: this process's part of the checksums of what is on disk.
+    work: this process's part of the current phase.
+    phases: the functions of the phases that follow.
+    sums: this process's part of the checksums, once it is computed; None once they are in
+      the manifest.
   """
 
   step: int
@@ -65,22 +65,21 @@ class _Save:
   directory: Path
   manifest: dict[str, Any]
   work: futures.Future[None] = dataclasses.field(default_factory=futures.Future)
-  is_last: bool = False
-  sums: dict[int, tuple[int, int]] = dataclasses.field(default_factory=dict)
-  stored: dict[int, int] = dataclasses.field(default_factory=dict)
+  phases: list[Callable[[], None]] = dataclasses.field(default_factory=list)
+  sums: dict[int, tuple[int, int]] | None = dataclasses.field(default_factory=dict)
 
   def add_checksums(self) -> None:
     """Complete the manifest with checksums; all processes call it.
 
     Raises:
       NonFiniteError: in all processes, if the state has NaN or Inf in any.
-      DamagedError: in all processes, if the disk has different content.
     """
     leaves = self.manifest["leaves"]
     try:
-      checksum.with_checksums(leaves, self.sums, stored=self.stored)
+      checksum.with_checksums(leaves, self.sums or {})
     except FloatingPointError as e:  # A delayed exchange may hold NaN that was not sent yet.
       raise NonFiniteError(self.step, str(e)) from None
+    self.sums = None
 
 
 class Checkpoints(contextlib.AbstractContextManager["Checkpoints"]):
@@ -232,13 +231,19 @@ class Checkpoints(contextlib.AbstractContextManager["Checkpoints"]):
           save.sums = checksum.sum_shards(shards)
         finally:
           written()
-        save.stored = checkpoint_files.read_back(save.directory, save.manifest, shards, save.sums)
-        shards.clear()  # Frees memory that only the shards keep.
+        checkpoint_files.sync_part(save.directory)
         if is_alone:
           save.add_checksums()
-          self._commit(save)
+          for phase in phases:
+            phase()
 
-      save.is_last = is_alone
+      def read_back():
+        checkpoint_files.read_back(save.directory, [*save.manifest["leaves"]], shards)
+        shards.clear()  # Frees memory that only the shards keep.
+
+      phases = [functools.partial(self._merge, save), read_back]
+      phases.append(functools.partial(self._commit, save))
+      save.phases = [] if is_alone else [*phases]
       save.work = self._pool.submit(write)
     self._saving = save
     if self._local and self._local.step == save.step:
@@ -326,20 +331,16 @@ class Checkpoints(contextlib.AbstractContextManager["Checkpoints"]):
       error = save.work.exception()
       if isinstance(error, NonFiniteError):  # Found by a process that runs alone.
         raise error
-      if not self._agree(save, error) or save.is_last:
+      if not self._agree(save, error) or not save.phases:
         return True
-      save.add_checksums()
+      if save.sums is not None:
+        save.add_checksums()
     except NonFiniteError:
       self._discard(save)
       if self._local:
         self._local.reports_nan = False  # One report is enough.
       raise
-    except DamagedError as e:
-      self._agree(save, e)
-      return True
-    if cluster.is_leader():
-      save.work = self._pool.submit(self._commit, save)
-    save.is_last = True
+    save.work = self._pool.submit(save.phases.pop(0))
     self._saving = save
     return True
 
@@ -355,7 +356,7 @@ class Checkpoints(contextlib.AbstractContextManager["Checkpoints"]):
       mine = [jax.process_index(), of_disk, lack, advice, checkpoint_files.one_line(error)]
     failures = [f for f in cluster.gather(mine) if f]
     if not failures:
-      if save.is_last:
+      if not save.phases:
         self.unsaved = None
       return True
     self._until_shared = 0  # The next save tries again.
@@ -391,8 +392,14 @@ class Checkpoints(contextlib.AbstractContextManager["Checkpoints"]):
     for directory in self._failed:
       shutil.rmtree(directory, ignore_errors=True)
 
+  def _merge(self, save: _Save) -> None:
+    if cluster.is_leader():
+      checkpoint_files.merge(save.directory)
+
   def _commit(self, save: _Save) -> None:
     """Commit what all processes have written, then delete checkpoints that are not kept."""
+    if not cluster.is_leader():
+      return
     checkpoint_files.finish(save.directory, save.manifest)
     with contextlib.suppress(FileNotFoundError):  # The metrics up to this step must be on disk.
       sync(self.directory.parent / "metrics.jsonl")

@@ -25,6 +25,7 @@ import numpy as np
 from jaxscale.checkpoint import checksum
 from jaxscale.checkpoint.checksum import DamagedError
 from jaxscale.files import mismatch, parse_json
+from jaxscale.mesh import array_from_parts
 from jaxscale.optim.tree_paths import path_name
 
 _SHARD = {"bounds": [[int]], "crc32": int}
@@ -142,17 +143,17 @@ def read_state(file: BufferedReader, leaves: dict[str, Any], abstract: Any) -> A
   locations = _locations(leaves)
 
   def load(path, x) -> jax.Array:
-    name, parts, on_devices = path_name(path), {}, []
-    for device, index in x.sharding.addressable_devices_indices_map(x.shape).items():
-      bounds = _bounds(index, x.shape)
-      if bounds not in parts:
-        if (location := locations.get((name, bounds))) is None:
-          raise DamagedError("it is from different devices or has a different layout")
-        parts[bounds] = data = np.empty([b - a for a, b in bounds], x.dtype)
-        if not _read_into(data, file, *location):
-          raise DamagedError(f"the checksum of {name} does not match")
-      on_devices.append(jax.device_put(parts[bounds], device))
-    return jax.make_array_from_single_device_arrays(x.shape, x.sharding, on_devices)
+    name = path_name(path)
+
+    def read(bounds: _Bounds) -> np.ndarray:
+      if (location := locations.get((name, bounds))) is None:
+        raise DamagedError("it is from different devices or has a different layout")
+      data = np.empty([b - a for a, b in bounds], x.dtype)
+      if not _read_into(data, file, *location):
+        raise DamagedError(f"the checksum of {name} does not match")
+      return data
+
+    return array_from_parts(x, read)
 
   return jax.tree_util.tree_map_with_path(load, abstract)
 

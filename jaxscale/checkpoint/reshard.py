@@ -19,17 +19,17 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
-import numpy as np
+import jax.numpy as jnp
+from flax.traverse_util import flatten_dict, unflatten_dict
 
 from jaxscale.checkpoint import checksum
 from jaxscale.metrics.text import plural
 from jaxscale.parallel.layout_exchange import Split
-from jaxscale.training.types import TrainState
+from jaxscale.training.types import TrainState, WorkerState
 
 # A function of (exchange state with a leading dim of N devices, N') -> state for N' devices.
 Resize = Callable[[Any, int], Any]
 _EXCHANGE = "exchange_state/"
-_Leaves = Mapping[str, dict[str, Any]]  # shape and dtype by path, as in a manifest
 
 
 class Reshard(NamedTuple):
@@ -57,14 +57,17 @@ class Reshard(NamedTuple):
     def padded(x):
       return jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype, sharding=where)
 
-    own = jax.tree.map(padded, self.saved.exchange_state)
-    return abstract._replace(exchange_state=own)
+    return abstract._replace(exchange_state=jax.tree.map(padded, self.saved.exchange_state))
 
   def apply(self, state: TrainState, abstract: TrainState) -> TrainState:
     """Convert the loaded state to this run's state; every process calls it."""
-    assert self.convert is not None
+
+    def convert(padded):
+      assert self.convert is not None
+      return self.convert(jax.tree.map(lambda x: x[: self.old], padded))
+
     shardings = jax.tree.map(lambda x: x.sharding, abstract.exchange_state)
-    converted = jax.jit(self.convert, out_shardings=shardings)(state.exchange_state)
+    converted = jax.jit(convert, out_shardings=shardings)(state.exchange_state)
     return state._replace(exchange_state=jax.block_until_ready(converted))
 
   def summary(self) -> str:
@@ -92,14 +95,44 @@ def find_reshard(
     The conversion, or None if the state needs none, or if more than the devices and the
     layout differs.
   """
-  if not jax.tree.leaves(abstract.exchange_state):
-    return None
-  leaves = manifest["leaves"]
+  requested = abstract.exchange_state
+  names = checksum.describe(requested)
+  arrays = {
+    n.removeprefix(_EXCHANGE): jax.ShapeDtypeStruct(tuple(x["shape"]), x["dtype"])
+    for n, x in manifest["leaves"].items()
+    if n.startswith(_EXCHANGE)
+  }
+  counts = [{x.shape[:1] for x in xs} for xs in (arrays.values(), jax.tree.leaves(requested))]
+  if any(len(count) != 1 or () in count for count in counts):
+    return None  # One of them has no entries per device.
+  (old,), (new,) = (count.pop() for count in counts)
   old_split = Split(**manifest["split"]) if manifest.get("split") else None
-  if _parts(old_split) == _parts(new_split):
-    return _other_devices(leaves, abstract, resize, old_split, new_split)
-  counts = _only_counts(leaves, abstract, resize, old_split, new_split)
-  return counts or _other_parts(leaves, abstract, old_split, new_split)
+  has_same_parts = _parts(old_split) == _parts(new_split)
+  if not has_same_parts:
+    saved = unflatten_dict(arrays, sep="/")
+    convert = functools.partial(_counts, resize, old_split, new_split, new, requested)
+  elif arrays.keys() != names.keys() or (old, old_split) == (new, new_split):
+    return None
+  else:
+    saved = jax.tree.unflatten(jax.tree.structure(requested), [arrays[n] for n in names])
+    convert = functools.partial(_resized, resize, old_split, new_split, new)
+  state, is_local = abstract._replace(exchange_state=saved), isinstance(requested, WorkerState)
+  if resize is not None and not is_local:
+    if _fits(convert, saved, requested):
+      return Reshard(old, new, state, convert)
+    if has_same_parts:
+      return None  # Shapes differ, which is reported leaf by leaf.
+  devices = plural(old, "device")
+  problem, advice = f"saved on {devices}, but this run has {new}: ", f"resume with {devices}"
+  if not has_same_parts:
+    problem = "saved under another layout, whose parts of gradients no device has now"
+    advice = "resume with the mesh and layout it was saved with"
+  elif is_local:  # The `resize` of any exchange of means would average the workers.
+    problem += "each worker has its own parameters, so the number of workers cannot change"
+  else:
+    problem += "the exchange does not define how its state is resized (Exchange.resize)"
+  problem += f"; {advice}, or use another --workdir to start anew"
+  return Reshard(old, new, state, None, problem)
 
 
 def without_empty(state: TrainState) -> TrainState:
@@ -126,138 +159,46 @@ def _parts(split: Split | None) -> Any:
   return [(a, n) for a, n in split.mesh.items() if a not in split.over], split.dims
 
 
-def _other_devices(leaves: _Leaves, abstract, resize, old_split, new_split) -> Reshard | None:
-  """Convert entries of the same parts to a different number of devices."""
-  requested = abstract.exchange_state
-  leaf_shapes = {f"{_EXCHANGE}{n}": x for n, x in checksum.describe(requested).items()}
-  if any(name not in leaves for name in leaf_shapes):
-    return None
-  shapes = [tuple(leaves[name]["shape"]) for name in leaf_shapes]
-  own_shapes = [tuple(leaf["shape"]) for leaf in leaf_shapes.values()]
-  olds, news = {s[:1] for s in shapes}, {s[:1] for s in own_shapes}
-  is_same = olds == news and old_split == new_split
-  if len(olds) != 1 or len(news) != 1 or is_same or () in olds | news:
-    return None
-  (old,), (new,) = olds.pop(), news.pop()
-  dtypes = [leaves[name]["dtype"] for name in leaf_shapes]
-  arrays = map(jax.ShapeDtypeStruct, shapes, dtypes)
-  saved = jax.tree.unflatten(jax.tree.structure(requested), arrays)
-  state = abstract._replace(exchange_state=saved)
-  convert = functools.partial(_resized, resize, old_split, old, new_split, new)
-  if resize is not None and _fits(convert, saved, requested):
-    return Reshard(old, new, state, convert)
-  devices = plural(old, "device")
-  if _is_local(requested):
-    problem = "each worker has its own parameters and momentum, so the number of workers "
-    problem += "cannot change"
-  elif [s[1:] for s in own_shapes] == [s[1:] for s in shapes]:
-    problem = "the exchange does not define how its state is resized (Exchange.resize)"
-  else:
-    return None
-  advice = f"resume with {devices}, or use another --workdir to start anew"
-  problem = f"saved on {devices}, but this run has {new}: {problem}; {advice}"
-  return Reshard(old, new, state, None, problem)
+def _resized(resize, old_split, new_split, new: int, state: Any) -> Any:
+  """Convert entries of the same parts to a different number of devices, part by part."""
+  if new_split is None:
+    return resize(state, new)
+  axes, over = list(new_split.mesh), new_split.over
+  indices, last = [axes.index(a) for a in over], range(len(axes) - len(over), len(axes))
+  old, averaged = (tuple(s.mesh[a] for a in over) for s in (old_split, new_split))
+  others = [n for a, n in new_split.mesh.items() if a not in over]
+
+  def by_part(x: jax.Array):  # [parts, devices that have each, …]
+    grid = x.reshape(*old_split.mesh.values(), *x.shape[1:])
+    return jnp.moveaxis(grid, indices, last).reshape(-1, math.prod(old), *x.shape[1:])
+
+  def by_device(x: jax.Array):
+    grid = x.reshape(*others, *averaged, *x.shape[2:])
+    return jnp.moveaxis(grid, last, indices).reshape(new, *x.shape[2:])
+
+  resize_all = jax.vmap(lambda part: resize(part, math.prod(averaged)))
+  parts = {group: resize_all(jax.tree.map(by_part, part)) for group, part in state.items()}
+  return jax.tree.map(by_device, parts)
 
 
-def _resized(resize, old_split, old: int, new_split, new: int, state: Any) -> Any:
-  """Convert the state of `old` devices to `new` devices, part by part."""
-  rows = jax.tree.map(lambda x: x[:old], state)
-  if old_split is None or new_split is None:
-    return resize(rows, new)
-  devices = math.prod(new_split.mesh[axis] for axis in new_split.over)
-  parts = jax.tree.map(lambda x: _by_parts(x, old_split), rows)
-  resize_all = jax.vmap(lambda part: resize(part, devices))
-  converted = {group: resize_all(part) for group, part in parts.items()}
-  return jax.tree.map(lambda x: _by_devices(x, new_split), converted)
+def _counts(resize, old_split, new_split, new: int, requested: Any, state: Any) -> Any:
+  """Convert a state of one number per device, such as a count of steps: it suits any parts.
 
-
-def _order(split: Split) -> list[int]:
-  """Return the mesh axes: those along which parts differ, then those averaged over."""
-  axes = list(split.mesh)
-  rest = [axis for axis in axes if axis not in split.over]
-  return [axes.index(axis) for axis in (*rest, *split.over)]
-
-
-def _by_parts(x: jax.Array, split: Split) -> jax.Array:
-  """Reshape [devices of the mesh, …] to [parts, devices that have each, …]."""
-  sizes, order = list(split.mesh.values()), _order(split)
-  grid = x.reshape(*sizes, *x.shape[1:])
-  grid = grid.transpose(*order, *range(len(sizes), grid.ndim))
-  devices = math.prod(split.mesh[axis] for axis in split.over)
-  return grid.reshape(-1, devices, *x.shape[1:])
-
-
-def _by_devices(x: jax.Array, split: Split) -> jax.Array:
-  """Invert `_by_parts`."""
-  sizes, order = list(split.mesh.values()), _order(split)
-  grid = x.reshape(*(sizes[i] for i in order), *x.shape[2:])
-  grid = grid.transpose(*np.argsort(order), *range(len(sizes), grid.ndim))
-  return grid.reshape(-1, *x.shape[2:])
-
-
-def _only_counts(leaves: _Leaves, abstract, resize, old_split, new_split) -> Reshard | None:
-  """Convert a state of one number per device, which is the same for any parts."""
-  requested = abstract.exchange_state
-  one = requested if new_split is None else next(iter(requested.values()))
-  names = {f"{_EXCHANGE}{name}" for name in checksum.describe(one)}
-  saved_names = {name for name in leaves if name.startswith(_EXCHANGE)}
-  groups = sorted({name.split("/")[1] for name in saved_names}) if old_split is not None else []
-  named = {n.replace(_EXCHANGE, f"{_EXCHANGE}{g}/") for g in groups for n in names}
-  is_count = all(len(leaves[name]["shape"]) == 1 for name in saved_names)
-  if resize is None or not is_count or saved_names != (named or names):
-    return None
-  old = leaves[min(saved_names)]["shape"][0]
-  new = len(jax.tree.leaves(requested)[0])
-  saved = jax.tree.map(lambda x: jax.ShapeDtypeStruct((old, *x.shape[1:]), x.dtype), one)
-  saved = dict.fromkeys(groups, saved) if old_split is not None else saved
-
-  def convert(state):
-    first = state if old_split is None else state[groups[0]]
-    converted = resize(jax.tree.map(lambda x: x[:old], first), new)
-    return converted if new_split is None else dict.fromkeys(requested, converted)
-
-  if not _fits(convert, saved, requested):
-    return None
-  return Reshard(old, new, abstract._replace(exchange_state=saved), convert)
-
-
-def _other_parts(leaves: _Leaves, abstract, old_split, new_split) -> Reshard:
-  """Return the error for parts of gradients that no device has now."""
-  parts = {n.removeprefix(_EXCHANGE): x for n, x in leaves.items() if n.startswith(_EXCHANGE)}
-  saved = {n: jax.ShapeDtypeStruct(x["shape"], x["dtype"]) for n, x in parts.items()}
-  meshes, example = [], ""
-  for split in (old_split, new_split):
-    sizes = ", ".join(f"{a}={n}" for a, n in split.mesh.items()) if split else ""
-    meshes.append(f"Mesh {sizes}" if sizes else "devices that average whole gradients")
-  dims: list[dict[str, list[str | None]]] = [s.dims if s else {} for s in (old_split, new_split)]
-  for name in dims[0] | dims[1]:  # Find the first parameter whose split differs.
-    axes = [", ".join(a or "-" for a in d.get(name, [])) for d in dims]
-    old, new = (text if text.strip("-, ") else "nothing" for text in axes)
-    if old != new:
-      example = f" ({name} was split by {old}, and now by {new})"
-      break
-  problem = f"saved on {meshes[0]}, but this run has {meshes[1]}: the exchange state"
-  problem += f" has parts of gradients that no device has now{example}; resume with the mesh "
-  problem += "and layout it was saved with, or use another --workdir to start anew"
-  return Reshard(0, 0, abstract._replace(exchange_state=saved), None, problem)
+  Raises:
+    ValueError: the state has arrays of gradients.
+  """
+  flat: Any = flatten_dict(state, sep="/")
+  if any(x.ndim > 1 for x in flat.values()):
+    raise ValueError("the state has parts of gradients")
+  first = {n.partition("/")[2] if old_split else n: x for n, x in flat.items()}
+  converted = resize(unflatten_dict(first, sep="/"), new)
+  return dict.fromkeys(requested, converted) if new_split else converted
 
 
 def _fits(convert: Callable[[Any], Any], saved: Any, requested: Any) -> bool:
   """Return whether a saved exchange state can be converted to the requested one."""
-  if _is_local(saved):
-    return False
   try:
     converted = jax.eval_shape(convert, saved)
-  except (TypeError, ValueError):
+  except (KeyError, TypeError, ValueError):
     return False  # The exchange cannot have made these tensors.
   return checksum.describe(converted) == checksum.describe(requested)
-
-
-def _is_local(exchange_state: Any) -> bool:
-  """Return whether an exchange state is that of local SGD: each worker's training state.
-
-  Checked here as well, since the `resize` of any exchange of means would accept it and
-  average the workers.
-  """
-  fields = getattr(exchange_state, "_fields", ())
-  return fields == ("params", "model_state", "opt_state", "exchange_state")

@@ -41,7 +41,7 @@ def restore_step(
   if other and other.convert is None:
     raise ConfigError(f"{path}: {other.problem}")
   target = reshard.without_empty(other.to_load(abstract) if other else abstract)
-  state = load_for_all(path, target, pad=other is not None)
+  state = load_for_all(path, target)
   checksum.verify(state, leaves, reshard.without_empty(saved))
   state = reshard.with_empty(state, abstract)
   if other:
@@ -51,7 +51,7 @@ def restore_step(
   return state, manifest.get("callbacks")
 
 
-def load_for_all(path: Path, abstract: Any, **options: bool) -> Any:
+def load_for_all(path: Path, abstract: Any) -> Any:
   """Call `checkpoint_files.load` in all processes; if one cannot read it, none may use it.
 
   Raises:
@@ -59,7 +59,7 @@ def load_for_all(path: Path, abstract: Any, **options: bool) -> Any:
   """
   loaded, problem = None, None
   try:
-    loaded = checkpoint_files.load(path, abstract, **options)
+    loaded = checkpoint_files.load(path, abstract)
   except (DamagedError, OSError) as e:
     problem = str(e)
   if problems := [p for p in cluster.gather(problem) if p]:

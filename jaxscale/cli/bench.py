@@ -70,13 +70,17 @@ def run(args: Namespace) -> None:
     from jaxscale.collectives import measurements
 
     mesh, what = make_mesh(args.mesh), (args.sizes, args.dtype, args.rounds)
+    note = ""
+    if not args.algorithms and any(n & (n - 1) for n in mesh.shape.values()):
+      algorithms.remove("halving_doubling")
+      note = "; without halving_doubling, which needs powers of two"
     links, empty = measurements.measure_links(mesh, *what)
     measured = measurements.measure_algorithms(mesh, algorithms, *what, links)
     count, is_leader = jax.process_count(), cluster.is_leader()
   if is_leader:  # Outside the session, so that a failed print fails the command.
     shape = ", ".join(f"{a} {n}" for a, n in mesh.shape.items())
     device = mesh.devices.flat[0].device_kind
-    print(f"mesh {shape}; processes {count}; {device}; {args.dtype}; median of {args.rounds}")
+    print(f"mesh {shape}; processes {count}; {device}; {args.dtype}; median of {args.rounds}{note}")
     print(*report(mesh.shape, measured, links, empty), sep="\n")
 
 

@@ -26,7 +26,7 @@ models: export: write a run's parameters to a file: runs/digits --to digits.safe
 before a run: describe: print parameters, memory and collectives of a step: --config digits
 before a run: plan: predict memory, time and cost on any chips: --config llama_1b --chips h100-16
 before a run: lr-find: suggest a learning rate by a short ramp: --config digits --out rates.png
-before a run: doctor: check nodes, network and disks: --workdir runs --config digits
+before a run: doctor: check nodes and disks: --workdir runs --config digits
 before a run: bench: measure all-reduce algorithms on the devices: --mesh 2x4 --sizes 64KB,16MB
 before a run: prepare: prepare a TFDS dataset or build the JPEG decoder: mnist --data-dir data
 jobs: submit: submit a run to Slurm, or start it locally: --config digits --nodes 4 --name first
@@ -34,12 +34,11 @@ jobs: sweep: submit a run for each combination of settings: --config digits --sw
 jobs: scaling: submit a config at several node counts: --config digits --nodes 1,2,4 --name sizes
 jobs: status: show the state of submitted runs: --watch
 jobs: logs: print the output of a run: -f first
-jobs: profile: trace steps of a running run and list the slowest operations: first --steps 10
+jobs: profile: trace steps of a running run for XProf and Perfetto: first --steps 10
 jobs: cancel: save and stop runs: first
 jobs: resume: submit stopped runs again: first --nodes 2
 studies: report: report the results of runs, and compare sizes: sizes --to sizes
 studies: batch-study: train to a target at several batch sizes: --config digits --batch-sizes 64,256
-shell: completion: print the tab completion for bash or zsh: bash
 """
 COMMANDS = {
   name: Command(group, summary, f"jaxscale {name} {example}")

@@ -1,9 +1,12 @@
-"""Check nodes, network and disks before a run; print what to fix.
+"""Check nodes and disks before a run; print what to fix.
 
 The command checks whether this allocation is ready for a job. Start it with the same `srun`
 options as the job, and with at least one process per node:
 
     srun jaxscale doctor --workdir DIR --config FILE
+
+The next command is `srun jaxscale bench`: its processes join as those of a run do, and it
+measures the links between them.
 """
 
 from __future__ import annotations

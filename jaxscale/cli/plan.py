@@ -11,10 +11,6 @@ from them.
 and micro-batches. Layouts that cannot fit are dropped. The layouts with the best estimates
 are compiled until --minutes are over, and the best compiled layout is planned. `jaxscale
 submit --plan plan.json` submits the plan that --json plan.json writes.
-
---calibrate measures the chip of this machine and, with several processes (under srun, or
-with JAXSCALE_COORDINATOR, JAXSCALE_NUM_PROCESSES and JAXSCALE_PROCESS_ID), the links
-between them. It prints the table [machine] of a site's file.
 """
 
 from __future__ import annotations
@@ -23,7 +19,7 @@ import os
 import shlex
 
 from jaxscale.cli.parser import Namespace, Parser, distinct, file, number, picture, value
-from jaxscale.errors import EXIT_CRASH, EXIT_DONE, ConfigError
+from jaxscale.errors import EXIT_CRASH, EXIT_DONE
 
 _SIMULATED = "8"  # CPU devices, for chips whose programs XLA compiles for the CPU.
 
@@ -31,8 +27,8 @@ _SIMULATED = "8"  # CPU devices, for chips whose programs XLA compiles for the C
 def add_arguments(parser: Parser) -> None:
   """Add the options."""
   parser.exit_codes = "exit code: 0 it fits, 1 it does not fit, 2 invalid usage or configuration"
-  parser.config("; required without --calibrate")
-  parser.option("--chips KIND-N", "the chips, e.g. h100-16; required without --calibrate")
+  parser.config()
+  parser.option("--chips KIND-N", "the chips, e.g. h100-16", missing="try --chips v5e-16")
   parser.option("--site NAME|FILE.toml", "the site with its speeds (default: $JAXSCALE_SITE)")
   nodes = value(distinct, "whole numbers, as 1,2,4")
   parser.option("--nodes N,N", "the numbers of nodes to compare (default: powers of 2)", nodes)
@@ -41,37 +37,15 @@ def add_arguments(parser: Parser) -> None:
   parser.option("--study FILE", "the study.json whose steps to plan too (default: none)", file)
   parser.flag("--search", "search for the fastest layout, and plan it")
   parser.option("--minutes N", "the time limit of --search in minutes", number("> 0"), default=10)
-  parser.flag("--calibrate", "measure chip and links, and print [machine] for a site's file")
 
 
 def run(args: Namespace) -> int:
-  """Compile and print the plan, or calibrate."""
-  if args.calibrate:
-    return _calibrate()
-  for name, hint in (("config", "try --config digits"), ("chips", "try --chips v5e-16")):
-    if not getattr(args, name):
-      raise ConfigError(f"--{name}: missing; {hint}")
+  """Compile and print the plan."""
   # Compiling needs no device, and another process may be using the one of this machine.
   os.environ.setdefault("JAX_PLATFORMS", "cpu")
   os.environ.setdefault("JAX_NUM_CPU_DEVICES", _SIMULATED)
   # Programs for absent chips cannot be read from JAX's cache, and each gives a warning.
   os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "false"
-  return _plan(args)
-
-
-def _calibrate() -> int:
-  from jaxscale import cluster
-
-  with cluster.open_session():
-    from jaxscale.planning.calibrate import as_toml, calibrate
-
-    constants = calibrate()
-    if cluster.is_leader():
-      print(as_toml(constants))
-  return EXIT_DONE
-
-
-def _plan(args: Namespace) -> int:
   from jaxscale.config.loading import load_config
   from jaxscale.files import output_path, write_json
   from jaxscale.jobs.site import load_site

@@ -1,15 +1,12 @@
-"""Trace the next steps of a running run and print the slowest operations.
+"""Trace the next steps of a running run, to be read by XProf or Perfetto.
 
-The trace is for XProf and TensorBoard (`xprof WORKDIR/profile`). The command prints the ten
-slowest operations of the compiled step, the parts of the step that they belong to,
-and the share of time in which devices are idle. --summary reads an existing trace: RUN is
-then a trace, or a run that has one.
+The command prints the folder of the trace, and how to open it. `pip install xprof` installs
+XProf; `xprof --logdir WORKDIR/profile` then shows all traces of a run.
 """
 
 from __future__ import annotations
 
-import os
-from pathlib import Path
+import functools
 
 from jaxscale.cli.parser import Namespace, Parser, number, value, whole
 from jaxscale.cli.status import SEE_STATUS
@@ -21,9 +18,7 @@ def add_arguments(parser: Parser) -> None:
   """Add the options."""
   from jaxscale.config.running import MOST_TRACED_STEPS
 
-  text = "the name or directory of a run, or with --summary the directory of a trace"
-  parser.words("names", "RUN", text, missing=SEE_STATUS)
-  parser.flag("--summary", "summarize the newest existing trace instead of tracing")
+  parser.words("names", "RUN", "the name or directory of a run", missing=SEE_STATUS)
   steps = number(f"in [1, {MOST_TRACED_STEPS}]", int)
   parser.option("--steps N", "the number of steps to trace", steps, default=10)
   ranks = value(_ranks, "whole numbers separated by commas", lambda _: True)
@@ -41,18 +36,15 @@ def _ranks(text: str) -> tuple[int, ...]:
 
 
 def run(args: Namespace) -> None:
-  """Trace and print the summary."""
+  """Trace, and print how to open the trace."""
   from jaxscale.jobs import profile
 
   if len(args.names) != 1:
     raise ConfigError(f"{args.names[1]}: profile takes one run; give {args.names[0]} alone")
-  (name,) = args.names
-  is_trace = args.summary and os.path.exists(name) and not os.path.exists(f"{name}/run.json")
-  folder = Path(name) if is_trace else profile.find_workdir(name, args.runs, args.task)
-  if not args.summary:
-    options = args.steps, args.processes, args.timeout
-    folder = profile.trace(folder, *options, log=lambda line: print(line, flush=True))
-    print(folder, flush=True)
-  from jaxscale.planning import trace  # Imports JAX.
-
-  print(trace.text(trace.summarize(trace.find(folder))))
+  workdir = profile.find_workdir(args.names[0], args.runs, args.task)
+  options = args.steps, args.processes, args.timeout
+  print(profile.trace(workdir, *options, log=functools.partial(print, flush=True)))
+  print(
+    f"open it by `xprof --logdir {workdir}/profile` (pip install xprof), or open its "
+    "*.trace.json.gz at ui.perfetto.dev"
+  )

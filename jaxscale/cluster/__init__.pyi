@@ -5,6 +5,7 @@ from .host_collectives import gather as gather
 from .host_collectives import is_leader as is_leader
 from .host_collectives import leader_first as leader_first
 from .host_collectives import on_leader as on_leader
+from .host_collectives import share_of_cores as share_of_cores
 from .host_collectives import sum_over_processes as sum_over_processes
 from .session import current_watch as current_watch
 from .session import initialize as initialize

@@ -1,7 +1,10 @@
 """Collectives of host values between the processes of a run, after JAX has joined them."""
 
 import contextlib
+import functools
 import json
+import os
+import socket
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -35,6 +38,18 @@ def gather(value: Any) -> list[Any]:
   longest = int(multihost_utils.process_allgather(np.int32(len(text))).max())
   padded = np.frombuffer(text.ljust(longest), np.uint8)  # JSON ignores spaces
   return [json.loads(row.tobytes()) for row in multihost_utils.process_allgather(padded)]
+
+
+@functools.cache
+def share_of_cores() -> int:
+  """Return this process's share of the CPU cores that it may run on, at least 1.
+
+  Processes of one host divide the cores if their affinity masks overlap, as without a binding
+  by the launcher. All processes must call this; later calls return the same number.
+  """
+  host, cores = socket.gethostname(), sorted(os.sched_getaffinity(0))
+  masks = [set(theirs) for other, theirs in gather([host, cores]) if other == host]
+  return max(len(cores) // sum(not mask.isdisjoint(cores) for mask in masks), 1)
 
 
 def any_process(flag: bool) -> bool:

@@ -1,8 +1,3 @@
-from .algorithms import halving_doubling as halving_doubling
-from .algorithms import hierarchical as hierarchical
-from .algorithms import psum as psum
-from .algorithms import ring as ring
-from .algorithms import torus as torus
 from .api import all_reduce as all_reduce
 from .api import joined as joined
 from .api import payload_bytes as payload_bytes
@@ -16,3 +11,4 @@ from .planner import plan as plan
 from .typed import add_rows as add_rows
 from .typed import same_everywhere as same_everywhere
 from .typed import vary as vary
+from .typed import varying as varying

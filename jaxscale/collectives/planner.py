@@ -4,14 +4,13 @@ A link of axis a takes alpha_a + beta_a m seconds for a message of m bytes. For 
 in N = n_1 ... n_d devices, with P_k = n_1 ... n_k:
 
     ring     2 (N - 1) max_a (alpha_a + beta_a M / N)
-    torus    2 sum_k (n_k - 1) (alpha_k + beta_k s_k M / P_k)
+    torus    2 sum_k (n_k - 1) (alpha_k + beta_k M / P_k)
 
-s_k is 1 if the axis is a switch. If its devices are wired in a ring, s_k is the stride of
-the dimension, since messages of that stride share links. The other algorithms are cases
+All devices of an axis are equally distant, as on a switch. The other algorithms are cases
 of the torus: hierarchical has one dimension per mesh axis; halving_doubling has
-dimensions of two, and takes 2 (alpha + beta M) more for each axis that is not a power of
-two. The cost of hierarchical assumes that XLA's collectives are rings. The cost of `psum`
-is unknown. (arXiv:1708.02188 as reconstructed; alpha and beta: Thakur et al., 2005.)
+dimensions of two. The cost of hierarchical assumes that XLA's collectives are rings. The
+cost of `psum` is unknown. (arXiv:1708.02188 as reconstructed; alpha and beta: Thakur et
+al., 2005.)
 
 N devices form a grid n_1 x ... x n_d, with the dimension of the fastest links first. A
 dimension is a mesh axis, a factor of an axis, or several axes in one ring. A device's
@@ -44,13 +43,10 @@ class Link(NamedTuple):
   Attributes:
     alpha: latency of a message in seconds.
     beta: seconds per byte.
-    switched: True if all devices are equally distant; False if they are wired in a ring, where a
-      message over s positions takes s links.
   """
 
   alpha: float
   beta: float
-  switched: bool = True
 
 
 Links = Mapping[str, Link]  # links by axis
@@ -68,13 +64,11 @@ class Dim(NamedTuple):
     axes: mesh axes of the dimension, slowest first; several axes form one ring.
     size: number of devices along the dimension.
     stride: distance between neighbours, in positions along the axes.
-    live: number of positions, from the first, that take part; None means all.
   """
 
   axes: tuple[str, ...]
   size: int
   stride: int = 1
-  live: int | None = None
 
   def __str__(self) -> str:
     return f"{'+'.join(self.axes)}:{self.size}"
@@ -120,13 +114,15 @@ def one_ring(sizes: Sizes) -> tuple[Dim, ...]:
 def two_by_two(sizes: Sizes) -> tuple[Dim, ...]:
   """Return dimensions of size 2, the hypercube of recursive halving and doubling.
 
-  If the size of an axis is not a power of two, only the next smaller power takes part.
+  Raises:
+    ConfigError: the size of an axis is not a power of two.
   """
   dims = []
   for axis, n in reversed(list(sizes.items())):
-    live = 1 << (n.bit_length() - 1)
-    steps = range(live.bit_length() - 1)
-    dims += [Dim((axis,), 2, 1 << k, None if live == n else live) for k in steps]
+    if n & (n - 1):
+      problem = f"needs powers of two, but axis {axis} has {n} devices; use 'torus' or 'psum'"
+      raise ConfigError(f"algorithm='halving_doubling' {problem}")
+    dims += [Dim((axis,), 2, 1 << k) for k in range(n.bit_length() - 1)]
   return tuple(dims)
 
 
@@ -141,15 +137,13 @@ def given_dims(dims: Dims, sizes: Sizes) -> tuple[Dim, ...]:
   Example:
     >>> given_dims([("data", 2), ("data", 2), ("replica", 2)],
     ...            {"replica": 2, "data": 4})[1]
-    Dim(axes=('data',), size=2, stride=2, live=None)
+    Dim(axes=('data',), size=2, stride=2)
   """
   result, strides = [], dict.fromkeys(sizes, 1)
   option = "dims=" + ",".join(f"{axis}:{size}" for axis, size in dims)
   for axis, size in dims:
     if axis not in sizes:
       raise ConfigError(f"{option}: there is no axis {axis!r}; {nearest(axis, sizes)}")
-    if size < 1:
-      raise ConfigError(f"{option}: size {size} is out of range; give 1 or more")
     if size > 1:
       result.append(Dim((axis,), size, strides[axis]))
     strides[axis] *= size
@@ -177,11 +171,11 @@ def pairs(dim: Dim, total: int, shift: int) -> list[tuple[int, int]]:
     position = source // dim.stride % dim.size
     return source + ((position + shift) % dim.size - position) * dim.stride
 
-  return [(source, target(source)) for source in range(dim.live or total)]
+  return [(source, target(source)) for source in range(total)]
 
 
 def torus_seconds(dims: Sequence[Dim], num_bytes: float, links: Links) -> float:
-  """Return the time of a torus, 2 sum_k (n_k - 1) (alpha_k + beta_k s_k M / P_k).
+  """Return the time of a torus, 2 sum_k (n_k - 1) (alpha_k + beta_k M / P_k).
 
   Each step takes as long as its slowest link.
 
@@ -199,9 +193,7 @@ def torus_seconds(dims: Sequence[Dim], num_bytes: float, links: Links) -> float:
   for dim in dims:
     product *= dim.size
     message = num_bytes / product
-    used = (links[a] for a in dim.axes)
-    loads = ((link, 1 if link.switched else dim.stride) for link in used)
-    slowest = max(link.alpha + link.beta * message * load for link, load in loads)
+    slowest = max(links[a].alpha + links[a].beta * message for a in dim.axes)
     seconds += 2 * (dim.size - 1) * slowest
   return seconds
 
@@ -279,12 +271,10 @@ def plan(
   """
   links = _checked_links(sizes, links)
   if dims is not None and algorithm != "torus":
-    raise ConfigError(f'algorithm={algorithm!r} takes no dims; use "torus"')
+    raise ConfigError(f"algorithm={algorithm!r} takes no dims; use 'torus'")
   if algorithm not in (*ALGORITHMS, "auto"):
     hint = nearest(algorithm, (*ALGORITHMS, "auto"))
     raise ConfigError(f"algorithm={algorithm!r} is unknown; {hint}")
-  if not (math.isfinite(num_bytes) and num_bytes >= 0):
-    raise ConfigError(f"num_bytes={num_bytes} is out of range; give 0 or more")
   if algorithm == "auto":
     return _cheapest(sizes, num_bytes, links)
   if algorithm == "psum":
@@ -296,11 +286,7 @@ def plan(
     planned = best_dims(sizes, num_bytes, links)
   else:
     planned = forms[algorithm](sizes)
-  seconds = torus_seconds(planned, num_bytes, links)
-  if algorithm == "halving_doubling":  # idle devices send their arrays and get the sum
-    folded = [links[axis] for axis, n in sizes.items() if n & (n - 1)]
-    seconds += sum(2 * (link.alpha + link.beta * num_bytes) for link in folded)
-  return Plan(algorithm, tuple(sizes), planned, seconds)
+  return Plan(algorithm, tuple(sizes), planned, torus_seconds(planned, num_bytes, links))
 
 
 def _cheapest(sizes: Sizes, num_bytes: float, links: dict[str, Link]) -> Plan:
@@ -308,11 +294,8 @@ def _cheapest(sizes: Sizes, num_bytes: float, links: dict[str, Link]) -> Plan:
   if math.prod(sizes.values()) == 1:
     return Plan("psum", tuple(sizes), (), 0.0)
   torus = plan(sizes, num_bytes, "torus", links=links)
-  halving = plan(sizes, num_bytes, "halving_doubling", links=links)
-  # For a large prime size halving_doubling can be faster if latency dominates.
-  is_faster = (halving.seconds or 0.0) * (1 + TOLERANCE) < (torus.seconds or 0.0)
-  if torus.dims == halving.dims or is_faster:
-    return halving
+  if all(dim.size == 2 for dim in torus.dims):
+    return torus._replace(algorithm="halving_doubling")
   # A torus of one dimension is called a ring.
   return torus._replace(algorithm="ring") if len(torus.dims) == 1 else torus
 
@@ -325,7 +308,7 @@ def _checked_links(sizes: Sizes, links: Mapping[str, Link] | None) -> dict[str, 
     if axis not in sizes:
       hint = nearest(axis, sizes)
       raise ConfigError(f"links[{axis!r}]: the mesh has no such axis; {hint}")
-    if not all(math.isfinite(x) and x >= 0 for x in link[:2]):
+    if not all(math.isfinite(x) and x >= 0 for x in link):
       raise ConfigError(f"links[{axis!r}]={link} is out of range; give alpha, beta >= 0")
   for axis, n in sizes.items():
     if axis not in links and n > 1:

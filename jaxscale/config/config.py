@@ -82,7 +82,7 @@ class Config:
     stop_at_target: whether to save and stop at the first evaluation that reaches the target;
       False only reports when it was reached.
     input_threads: the number of threads per process that load and augment examples; None uses
-      one per CPU core available to the process.
+      one per CPU core available to the process, divided by the processes that share the cores.
     gpu_settings: whether to set recommended environment variables of JAX, CUDA and NCCL on
       GPUs; variables that are already set keep their values (docs/accelerators.md).
     mesh: the grid of devices.

@@ -167,9 +167,3 @@ def _summary(cls: type) -> str:
   """Return the first line of a class's docstring; dataclasses generate one of fields."""
   text = (cls.__doc__ or "").partition("\n")[0]
   return "" if text.startswith(f"{cls.__name__}(") else text
-
-
-def field_names(node: Any) -> list[str]:
-  """Return the dotted names of all settings, sections included."""
-  names = (e.path or e.topic for e in entries(node) if e.path or e.topic in sections())
-  return list(dict.fromkeys(names))

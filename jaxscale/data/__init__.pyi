@@ -13,6 +13,7 @@ from .dataset import batch_shapes as batch_shapes
 from .folder import folder_classes as folder_classes
 from .folder import image_folder as image_folder
 from .mixture import mix as mix
+from .mixture_settings import Mixture as Mixture
 from .pipeline import check_readable as check_readable
 from .pipeline import eval_batches as eval_batches
 from .pipeline import to_device as to_device
@@ -24,7 +25,6 @@ from .settings import Arrays as Arrays
 from .settings import Chat as Chat
 from .settings import Digits as Digits
 from .settings import ImageFolder as ImageFolder
-from .settings import Mixture as Mixture
 from .settings import Synthetic as Synthetic
 from .settings import Text as Text
 from .settings import TextFiles as TextFiles

@@ -90,7 +90,7 @@ def from_named(name: str, arrays: Mapping[str, Any], **fields: Any) -> Dataset:
     >>> from_named("pairs", pairs).load(np.arange(2), None)["caption"].shape
     (2, 16)
   """
-  held = _named_arrays(name, arrays)
+  held = _named_arrays(f"{name}: ", arrays)
   info = named_info(name, {key: (a.shape[1:], str(a.dtype)) for key, a in held.items()}, **fields)
   kinds = {key: dtype for key, (_, dtype) in batch_shapes(info, 1).items()}
   held = {key: cast(f"{name}: {key}", array, kinds[key]) for key, array in held.items()}
@@ -108,7 +108,7 @@ def from_named(name: str, arrays: Mapping[str, Any], **fields: Any) -> Dataset:
 def named_info(name: str, specs: Mapping[str, Spec], **fields: Any) -> DatasetInfo:
   """Describe named arrays as batches have them.
 
-  Floats become float32, and integers int32 except uint8; bool stays.
+  Floats become float32, and integers int32 except uint8, which only labels lose; bool stays.
 
   Args:
     name: the name for messages.
@@ -121,6 +121,8 @@ def named_info(name: str, specs: Mapping[str, Spec], **fields: Any) -> DatasetIn
   """
   kinds = {key: "float32" if np.dtype(d).kind == "f" else "int32" for key, (_, d) in specs.items()}
   kinds |= {key: dtype for key, (_, dtype) in specs.items() if dtype in ("uint8", "bool")}
+  if kinds.get("label") == "uint8":  # Classes have one dtype, whatever they are stored as.
+    kinds["label"] = "int32"
   arrays: dict[str, Any] = {key: (tuple(specs[key][0]), kind) for key, kind in kinds.items()}
   image, label = (arrays.pop(key, (None, kind)) for key, kind in _STANDARD.items())
   described = {"image_shape": image[0], "dtype": image[1], "arrays": arrays}
@@ -128,14 +130,15 @@ def named_info(name: str, specs: Mapping[str, Spec], **fields: Any) -> DatasetIn
   return DatasetInfo(name, **(described | fields))
 
 
-def _named_arrays(name: str, arrays: Mapping[str, Any]) -> dict[str, np.ndarray]:
-  """Return named arrays of numbers, after a check that they have the same length."""
-  held = {key: as_array(f"{name}: {key}", values) for key, values in arrays.items()}
+def _named_arrays(prefix: str, arrays: Mapping[str, Any]) -> dict[str, np.ndarray]:
+  """Return named arrays of finite numbers, after a check that they have the same length."""
+  held = {key: as_array(f"{prefix}{key}", values) for key, values in arrays.items()}
   sizes = {key: len(array) for key, array in held.items()}
   if not sizes or len({*sizes.values()}) > 1:
-    raise ConfigError(f"{name}: arrays of {sizes} examples; give arrays of the same length")
+    owner = prefix.rstrip(": .")
+    raise ConfigError(f"{owner}: arrays of {sizes} examples; give arrays of the same length")
   for key, array in held.items():
-    _check_finite(f"{name}: {key}", array)
+    _check_finite(f"{prefix}{key}", array)
   return held
 
 
@@ -220,19 +223,30 @@ def array_splits(
   Raises:
     ConfigError: lengths differ, no example is left for training, or x is not numeric.
   """
-  if isinstance(x, Mapping):
-    return _named_splits(x, y, x_eval, y_eval, eval_share, **options)
-  if (x_eval is None) != (y_eval is None):
+  is_named, hint = isinstance(x, Mapping), ""
+  if not is_named and (x_eval is None) != (y_eval is None):
     raise ConfigError("Arrays.x_eval, y_eval: only one is set; set both or neither")
-  x, y = _pair("x", x, "y", y)
-  hint = ""
+  train = _numbers("", x, y)
   if x_eval is None:
-    kept = num_train("Arrays.eval_share", len(x), eval_share)
-    x, x_eval, y, y_eval = x[:kept], x[kept:], y[:kept], y[kept:]
+    kept = num_train("Arrays.eval_share", len(next(iter(train.values()))), eval_share)
+    train, held_out = ({k: a[at] for k, a in train.items()} for at in np.s_[:kept, kept:])
     hint = "; validation takes the last examples, so shuffle x and y together"
   else:
-    x_eval, y_eval = _pair("x_eval", x_eval, "y_eval", y_eval)
-  _check_alike(x, y, x_eval, y_eval)
+    held_out = _numbers("_eval", x_eval, y_eval)
+  if is_named:
+    options = {name: value for name, value in options.items() if value is not None}
+    pair = [from_named("Arrays", arrays, **options) for arrays in (train, held_out)]
+    return same_examples("Arrays.x_eval", *pair)
+  (x, y), (x_eval, y_eval) = train.values(), held_out.values()
+  for name, a, b in (("x", x, x_eval), ("y", y, y_eval)):
+    is_alike = name == "x" or (a.dtype.kind == "f") == (b.dtype.kind == "f")
+    if a.shape[1:] != b.shape[1:] or not is_alike:
+      shown, other = (f"{v.dtype}{[*v.shape[1:]]}" for v in (b, a))
+      problem, fix = (
+        f"has examples of {shown}, but Arrays.{name} of {other}",
+        "use the same for both",
+      )
+      raise invalid(f"Arrays.{name}_eval", ..., problem, fix)
   _check_same_scale(x, x_eval)
   info = array_info(x, np.concatenate([y, y_eval]), **options)
   x, x_eval = (cast(f"Arrays.{name}", a, info.dtype) for name, a in (("x", x), ("x_eval", x_eval)))
@@ -247,24 +261,15 @@ def array_splits(
   return datasets[0]._replace(notes=notes), datasets[1]
 
 
-def _named_splits(
-  x: Any, y: Any, x_eval: Any, y_eval: Any, eval_share: float, **options: Any
-) -> tuple[Dataset, Dataset]:
-  """Create the datasets of `Arrays` whose inputs are a dict of arrays."""
-
-  def named(inputs: Any, targets: Any) -> dict[str, np.ndarray]:
-    arrays = {**inputs} if targets is None else {**inputs, "label": targets}
-    return _named_arrays("Arrays", arrays)
-
-  train, held_out = named(x, y), {}
-  if x_eval is None:
-    kept = num_train("Arrays.eval_share", len(next(iter(train.values()))), eval_share)
-    train, held_out = ({k: a[at] for k, a in train.items()} for at in np.s_[:kept, kept:])
-  else:
-    held_out = named(x_eval, y_eval)
-  options = {name: value for name, value in options.items() if value is not None}
-  pair = [from_named("Arrays", arrays, **options) for arrays in (train, held_out)]
-  return same_examples("Arrays.x_eval", pair[0], pair[1])
+def _numbers(ending: str, x: Any, y: Any) -> dict[str, np.ndarray]:
+  """Return the arrays of a dict, or of inputs and targets, after the checks of each."""
+  if isinstance(x, Mapping):
+    return _named_arrays("Arrays: ", x if y is None else {**x, "label": y})
+  held = _named_arrays("Arrays.", {f"x{ending}": x, f"y{ending}": y})
+  labels = held[f"y{ending}"]
+  if labels.dtype.kind in "iu":
+    held[f"y{ending}"] = cast(f"Arrays.y{ending}", labels, np.int32)
+  return held
 
 
 def same_examples(field: str, train: Dataset, held_out: Dataset) -> tuple[Dataset, Dataset]:
@@ -320,34 +325,11 @@ def as_array(field: str, values: Any) -> np.ndarray:
     raise invalid(field, ..., problem, fix) from None
   if array.ndim == 0:
     raise invalid(field, type(values).__name__, "is not an array", fix)
+  if not array.size:
+    raise invalid(field, ..., f"has the shape {array.shape}, without numbers", fix)
   if array.dtype.kind not in "uifb":
     raise invalid(field, ..., f"has the dtype {array.dtype}", fix)
   return array
-
-
-def _pair(name: str, x: Any, labels: str, y: Any) -> tuple[np.ndarray, np.ndarray]:
-  """Return inputs and targets as arrays of the same length."""
-  x, y = as_array(f"Arrays.{name}", x), as_array(f"Arrays.{labels}", y)
-  if len(x) != len(y) or not x.size or not y.size:
-    advice = "use one target per input, and at least one of each"
-    raise ConfigError(f"Arrays.{name}, {labels} have the shapes {x.shape} and {y.shape}; {advice}")
-  for field, array in ((name, x), (labels, y)):
-    _check_finite(f"Arrays.{field}", array)
-  if y.dtype.kind in "iu":
-    y = cast(f"Arrays.{labels}", y, np.int32)
-  return x, y
-
-
-def _check_alike(x: np.ndarray, y: np.ndarray, x_eval: np.ndarray, y_eval: np.ndarray) -> None:
-  """Check that validation examples have the shape and kind of the training examples."""
-  for name, a, b in (("x", x, x_eval), ("y", y, y_eval)):
-    if a.shape[1:] != b.shape[1:]:
-      problem = f"has examples of shape {b.shape[1:]}, but Arrays.{name} has {a.shape[1:]}"
-      raise invalid(f"Arrays.{name}_eval", ..., problem, "use the same shape for both")
-  if (y.dtype.kind == "f") != (y_eval.dtype.kind == "f"):
-    problem = f"has the dtype {y_eval.dtype}, but Arrays.y has {y.dtype}"
-    fix = "use integers (classes) for both, or floats (numbers) for both"
-    raise invalid("Arrays.y_eval", ..., problem, fix)
 
 
 def _check_same_scale(x: np.ndarray, x_eval: np.ndarray) -> None:

@@ -13,15 +13,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxscale.data.columns import (
-  Table,
-  by_chunk,
-  cached,
-  chosen_names,
-  even_starts,
-  spread_identity,
-)
+from jaxscale.data.dataset import Spec
 from jaxscale.data.directory import paths_identity
+from jaxscale.data.tables import Table, by_chunk, cached, chosen_names, even_starts, spread_identity
 from jaxscale.errors import ConfigError, invalid
 from jaxscale.files import read_json, refuse_pointer, require_json
 
@@ -71,17 +65,21 @@ def open_arrow(
     i, j = chunks[number]
     return files[i].read(j, names)
 
+  def arrays_of(number: int) -> dict[str, Any]:
+    table = read_chunk(number)
+    return {n: column_array(table.column(n), specs[n]) for n in names}
+
   first = read_chunk(0)
+  specs = _specs(first, names)
   largest = int(np.diff(starts).max() / first.num_rows * first.nbytes)
-  chunk = cached(read_chunk, cache_bytes // max(largest, 1))
+  chunk = cached(arrays_of, cache_bytes // max(largest, 1))
 
   def read(number: int, rows: np.ndarray) -> dict[str, np.ndarray]:
-    return {n: column_values(chunk(number).column(n), rows) for n in names}
+    return {n: rows_of(array, rows) for n, array in chunk(number).items()}
 
-  specs = {n: (x.shape[1:], str(x.dtype)) for n, x in read(0, np.zeros(1, np.int64)).items()}
   every = functools.partial(by_chunk, starts=starts, read=read)
   identity = functools.partial(paths_identity, paths)
-  return Table(name, specs, starts, every, identity, largest, cache_bytes)
+  return Table(name, specs, starts, every, identity)
 
 
 def open_hugging_face(dataset: Any, names: Sequence[str] | None) -> Table:
@@ -97,10 +95,8 @@ def open_hugging_face(dataset: Any, names: Sequence[str] | None) -> Table:
   if isinstance(dataset, str):
     return _open_folder(Path(dataset), names)
   fix = "give a datasets.Dataset, such as load_dataset(…, split='train')"
-  if not isinstance(dataset, dict) and not hasattr(dataset, "format"):  # Streams have none.
+  if not hasattr(dataset, "format"):  # Streams have none, and neither has a dict of splits.
     raise invalid("dataset", type(dataset).__name__, "has no rows by index", fix)
-  if isinstance(dataset, dict):
-    raise invalid("dataset", [*dataset], "are several splits", fix)
   if dataset.format["type"] == "custom":
     raise invalid("dataset", ..., "has a transform (set_transform)", "give it as `transform`")
   names = chosen_names("the dataset", names, dataset.features)
@@ -108,26 +104,22 @@ def open_hugging_face(dataset: Any, names: Sequence[str] | None) -> Table:
 
   def read(rows: np.ndarray) -> dict[str, np.ndarray]:
     part, every = tables[rows.tolist()].combine_chunks(), np.arange(len(rows))
-    return {n: column_values(part.column(n), every) for n in names}
+    return {n: rows_of(column_array(part.column(n), specs[n]), every) for n in names}
 
-  first = read(np.arange(1))
-  specs = {name: (values.shape[1:], str(values.dtype)) for name, values in first.items()}
+  specs = _specs(tables[: min(len(dataset), _RECORD_BATCH)].combine_chunks(), names)
   starts = even_starts(len(dataset), _RECORD_BATCH)
   table = Table("HuggingFace", specs, starts, read, lambda: spread_identity(table))
   return table._replace(class_names=_class_names(dataset.features))
 
 
 def _open_folder(folder: Path, names: Sequence[str] | None) -> Table:
-  if splits := read_json(folder / "dataset_dict.json", {"splits": [str]}):
-    fix = f"give {folder}/{splits['splits'][0]} or another of {splits['splits']}"
-    raise invalid("dataset", str(folder), "is a folder of several splits", fix)
-  fix = "give a folder that Dataset.save_to_disk wrote"
+  fix = "give the folder of one split that Dataset.save_to_disk wrote"
   state = require_json(folder / "state.json", {"_data_files": [{"filename": str}]}, fix)
   if state.get("_indices_data_files"):
     fix = "save it again, with a newer version of datasets"
     raise invalid("dataset", str(folder), "has an index of its rows in a file", fix)
   files = [folder / Path(file["filename"]).name for file in state["_data_files"]]
-  table = open_arrow(str(folder), files, names, 1 << 40)._replace(cache_bytes=None)
+  table = open_arrow(str(folder), files, names, 1 << 40)
   info = read_json(folder / "dataset_info.json", {"features": {}})
   return table._replace(class_names=_class_names(info.get("features", {})))
 
@@ -175,11 +167,31 @@ def _opened(path: Path) -> _File:
   return _File(reader.schema, [len(batch) for batch in batches], lambda i, _: batches[i])
 
 
-def column_values(column: Any, rows: np.ndarray) -> np.ndarray:
-  """Return rows of a column as an array; objects if they are not numbers of one shape."""
+def _specs(table: Any, names: Sequence[str]) -> dict[str, Spec]:
+  """Return the shape and the dtype of a row of each column, as the rows of a chunk have them."""
+  arrays = {n: column_array(table.column(n), None) for n in names}
+  numbers = {n: x for n, x in arrays.items() if isinstance(x, np.ndarray)}
+  return dict.fromkeys(names, ((), "object")) | {
+    n: (x.shape[1:], str(x.dtype)) for n, x in numbers.items()
+  }
+
+
+def column_array(column: Any, spec: Spec | None) -> Any:
+  """Return a column as a NumPy array; as an Arrow array if it has no numbers of one shape.
+
+  Rows of lists have a type that does not depend on the rows that are read with them: an Arrow
+  array is also returned for numbers of another shape or dtype than `spec`.
+  """
   array = column.chunk(0) if hasattr(column, "chunks") else column
-  if (numbers := _numbers(array)) is not None:
-    return numbers[rows]
+  numbers = _numbers(array)
+  is_same = numbers is not None and spec in (None, (numbers.shape[1:], str(numbers.dtype)))
+  return numbers if is_same else array
+
+
+def rows_of(array: Any, rows: np.ndarray) -> np.ndarray:
+  """Return rows of a `column_array`; those of an Arrow array as objects."""
+  if isinstance(array, np.ndarray):
+    return array[rows]
   return np.fromiter(array.take(rows).to_pylist(), object, len(rows))
 
 

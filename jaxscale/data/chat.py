@@ -11,14 +11,9 @@ The text is tokenized once and cached, as int32: a token that is not learned is 
 from __future__ import annotations
 
 import hashlib
-import importlib.util
 import itertools
-import json
 import os
-import signal
-import subprocess
-import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -26,12 +21,11 @@ import numpy as np
 
 from jaxscale.data import rows
 from jaxscale.data.dataset import Dataset, file_identity
-from jaxscale.data.directory import left_out_note
 from jaxscale.data.packing import text_windows
-from jaxscale.data.stream import Part, cached, of_kept
-from jaxscale.data.token_files import file_stamp, split_files
+from jaxscale.data.split_files import split_files
+from jaxscale.data.stream import Part, cached
 from jaxscale.data.tokenizer import Located, Tokenizer, read_tokenizer
-from jaxscale.errors import invalid
+from jaxscale.errors import invalid, message_of
 from jaxscale.files import mismatch, readable_text, require_json
 
 # The names of ShareGPT's roles.
@@ -42,8 +36,9 @@ _PLAIN = """{% for message in messages %}{{ message['role'] + ': ' }}
 {% generation %}{{ message['content'] + eos_token }}{% endgeneration %}
 {% else %}{{ message['content'] }}{% endif %}{{ '\\n' }}
 {%- endfor %}"""
-_LIMITS = 10.0, 2 << 30  # CPU seconds per conversation, and bytes of memory, of a template
 _AT_ONCE = 256  # conversations that are tokenized at a time
+
+Conversation = tuple[str, list[tuple[int, int]]]  # A text, and the places of its answers.
 
 
 def chat_files(
@@ -79,23 +74,19 @@ def chat_files(
   Example:
     >>> chat_files("data", "train", tokenizer="qwen/tokenizer.json")   # doctest: +SKIP
   """
-  paths, left_out = split_files(Path(directory), split, rows.ENDINGS, "Chat")
-  called = str(Path(directory) / split)
+  files = split_files(Path(directory), split, [rows.ENDINGS], "Chat")
   tokens = read_tokenizer(tokenizer, separator, field="Chat.tokenizer")
-  source, variables, notes = _template(template, tokenizer, tokens)
-  stamps = [(str(path.absolute()), *file_stamp(path)) for path in paths]
-  identity = "chat", source, sorted(variables.items()), tokens.key, *stamps
-  found: list[str] = []
-  parts = _parts(paths, source, variables, tokens, found)
-  kept, counts = cached(called, parts, "<i4", identity, cache_dir, found)
-  notes += left_out_note(called, left_out, f"chat files end in {', '.join(rows.ENDINGS)}")
-  stream = of_kept([kept], "<i4", tokens.separator, None)
-  stream = stream._replace(is_chat=True, notes=(*notes, *counts["notes"]))
-  size, setting = tokens.vocab_size, "Chat.packing"
-  dataset = text_windows(called, stream, size, sequence_length, packing, setting)
-  facts = {"tokens": stream.num_tokens, "tokenizer": tokens.key}
-  facts |= {"template": hashlib.sha256(repr((source, variables)).encode()).hexdigest()[:16]}
-  return dataset._replace(identity=lambda: facts | file_identity(paths))
+  source, variables, about_template = _template(template, tokenizer, tokens)
+  identity = "chat", source, sorted(variables.items()), tokens.key, *files.stamps
+  notes: list[str] = []
+  parts = _parts(files.paths, source, variables, tokens, notes)
+  stream = cached(files.name, parts, "<i4", tokens, identity, cache_dir, notes)
+  digest = hashlib.sha256(repr((source, variables)).encode()).hexdigest()[:16]
+  stream = stream._replace(is_chat=True, notes=(*files.notes, *about_template, *stream.notes))
+  options = tokens.vocab_size, sequence_length, packing, "Chat.packing"
+  dataset = text_windows(files.name, stream, *options)
+  facts = {**stream.facts, "template": digest}
+  return dataset._replace(identity=lambda: facts | file_identity(files.paths))
 
 
 def _template(
@@ -148,72 +139,51 @@ def messages_of(row: dict[str, Any]) -> list[dict[str, Any]]:
     raise ValueError("has no 'messages', 'conversations', or 'prompt' and 'completion'")
   if problem := mismatch(messages, [{"role": str, "content": (str, None)}], "messages"):
     raise ValueError(problem)
+  if any(m.get("content") is None and not m.get("tool_calls") for m in messages):
+    raise ValueError("a message has no content")  # Templates would write "None".
   # Parquet has null for every key that only other messages have.
   return [{k: v for k, v in m.items() if v is not None or k == "content"} for m in messages]
 
 
-class _Renderer:
-  """The process that renders conversations (`chat_template.py`)."""
+def _converter(source: str, variables: dict[str, str]) -> Callable[..., Conversation]:
+  """Return the `convert` of `read_rows` that renders the conversation of a row."""
+  try:
+    from jaxscale.data import chat_template
+  except ImportError:
+    fix = "pip install 'jaxscale[tokenizers]'"
+    raise invalid("Chat.template", ..., "needs the package jinja2", fix) from None
 
-  def __init__(self, source: str, variables: dict[str, str]):
-    if importlib.util.find_spec("jinja2") is None:
-      fix = "pip install 'jaxscale[tokenizers]'"
-      raise invalid("Chat.template", ..., "needs the package jinja2", fix)
-    self._variables = variables
-    command = [sys.executable, "-P", "-m", "jaxscale.data.chat_template"]
-    pipes: Any = dict.fromkeys(("stdin", "stdout"), subprocess.PIPE)
-    self._process = subprocess.Popen(command, **pipes, stderr=subprocess.DEVNULL)
-    self._ask([source, _LIMITS])
-
-  def _ask(self, line: Any) -> None:
-    stdin: Any = self._process.stdin
-    stdin.write(json.dumps(line, default=str).encode() + b"\n")
-    stdin.flush()
-
-  def convert(self, row: dict[str, Any], where: str) -> tuple[str, list[list[int]]]:
-    """Return the text of a row and the places of its answers, for `read_rows`."""
-    messages, stdout = messages_of(row), self._process.stdout
-    variables = {"tools": row.get("tools"), "documents": None, "add_generation_prompt": False}
+  def convert(row: dict[str, Any], where: str) -> Conversation:
+    more = {"tools": row.get("tools"), "documents": None, "add_generation_prompt": False}
+    more["messages"] = messages_of(row)
     try:
-      self._ask({**self._variables, **variables, "messages": messages})
-      reply = json.loads((stdout.readline() if stdout else b"") or b"{}")
-    except BrokenPipeError:
-      reply = {}
-    if "damaged" in reply:
-      raise ValueError(reply["damaged"])
-    if "text" not in reply:
-      problem = reply.get("refused")
-      if problem is None:
-        is_slow = self._process.wait() == -signal.SIGPROF
-        reason = f"ran longer than {_LIMITS[0]:g} s of CPU time" if is_slow else "failed"
-        problem = f"{reason} for {where}; use a different template"
-      raise invalid("Chat.template", ..., " ".join(problem.split()), f"it was used for {where}")
-    reply["text"].encode()  # Raises UnicodeEncodeError, a ValueError, for a lone surrogate.
-    if not (spans := [span for span in reply["spans"] if span[0] < span[1]]):
+      text, spans = chat_template.render(source, variables | more)
+    except chat_template.TEMPLATE_ERRORS as e:
+      problem = f"is refused for {where}: {message_of(e) or type(e).__name__}"
+      raise invalid("Chat.template", ..., problem, "correct it or use a different one") from None
+    except Exception as e:  # Each operation of a template has errors of its own.
+      raise ValueError(f"{type(e).__name__}: {e}") from None
+    text.encode()  # Raises UnicodeEncodeError, a ValueError, for a lone surrogate.
+    if not (spans := [span for span in spans if span[0] < span[1]]):
       raise ValueError("has no answer")
-    return reply["text"], spans
+    return text, spans
 
-  def close(self) -> None:
-    self._process.kill()
-    self._process.communicate()
+  return convert
 
 
 def _parts(
   paths: Sequence[Path], source: str, variables: dict[str, str], tokens: Tokenizer, notes: list[str]
 ) -> Iterator[Part]:
   """Yield the tokens of conversations, several at a time; ~token if it is not learned."""
-  renderer, learned, total = _Renderer(source, variables), 0, 0
-  try:
-    read = (rows.read_rows(p, _COLUMNS, renderer.convert, notes, "Chat.template") for p in paths)
-    conversations = itertools.chain.from_iterable(read)
-    while some := list(itertools.islice(conversations, _AT_ONCE)):
-      located = tokens.locate([text for text, _ in some])
-      documents = [signed(*x) for x in zip(located, (spans for _, spans in some), strict=True)]
-      learned += sum(int((document >= 0).sum()) for document in documents)
-      total += sum(map(len, documents))
-      yield documents, 0
-  finally:
-    renderer.close()
+  convert, learned, total = _converter(source, variables), 0, 0
+  read = (rows.read_rows(p, _COLUMNS, convert, notes, "Chat.template") for p in paths)
+  conversations = itertools.chain.from_iterable(read)
+  while some := list(itertools.islice(conversations, _AT_ONCE)):
+    located = tokens.locate([text for text, _ in some])
+    documents = [signed(*x) for x in zip(located, (spans for _, spans in some), strict=True)]
+    learned += sum(int((document >= 0).sum()) for document in documents)
+    total += sum(map(len, documents))
+    yield documents, 0
   notes.append(f"{learned / max(total, 1):.1%} of {total:,} tokens are in answers, and learned")
 
 

@@ -1,15 +1,8 @@
-"""Render conversations with a chat template, in a process of its own with little power.
+"""Render conversations with a chat template in Jinja2's sandbox, as transformers does.
 
-    python -m jaxscale.data.chat_template
-
-A template is a program in Jinja2 that comes with a tokenizer. It runs in Jinja2's sandbox without
-access to files, with limited memory, and for a limited CPU time per conversation, after which the
-system kills the process. `chat.py` starts it.
-
-The process reads and writes JSON lines. The first line has the template and its limits (seconds,
-bytes); each further line has the variables of a conversation, with "messages". A reply has "text"
-and "spans", the places [start, end] of the answers in it; or "damaged", the problem of this
-conversation; or "refused", the problem of the template.
+A template is a program that comes with a tokenizer. The sandbox gives it no files, no imports and
+no attributes of Python's objects, and it cannot change its variables. Loops over `range` have up
+to 100,000 turns, a text has up to 64 Mi characters, and numbers alone can be multiplied.
 """
 
 from __future__ import annotations
@@ -17,10 +10,7 @@ from __future__ import annotations
 import functools
 import json
 import re
-import resource
 import secrets
-import signal
-import sys
 from typing import Any
 
 import jinja2
@@ -34,14 +24,16 @@ _BEGIN, _END = (f"<{secrets.token_hex(16)}>" for _ in range(2))
 _HAS_BLOCKS = re.compile(r"\{%[-+]?\s*generation\b")
 # The date that Llama 3.1's template has without a clock: tokens must not depend on the day.
 _DATE = "26 Jul 2024"
+_MOST = 1 << 26  # characters of a text
 
 
-class Refused(jinja2.TemplateError):
+class RefusedError(jinja2.TemplateError):
   """Error of a template for every conversation."""
 
 
-_ERRORS = Refused, SecurityError, jinja2.TemplateSyntaxError, jinja2.TemplateNotFound
+_REFUSED = RefusedError, SecurityError, jinja2.TemplateSyntaxError, jinja2.TemplateNotFound
 _LIMITS = MemoryError, RecursionError, OverflowError
+TEMPLATE_ERRORS = *_REFUSED, *_LIMITS  # All others are errors of a conversation.
 
 
 class _Generation(Extension):
@@ -58,6 +50,18 @@ class _Generation(Extension):
     return f"{_BEGIN}{caller()}{_END}"
 
 
+class _Sandbox(ImmutableSandboxedEnvironment):
+  """Sandbox without powers and repeated texts, which could take any time and memory."""
+
+  intercepted_binops = frozenset({"*", "**"})
+
+  def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+    if operator == "**" or not all(isinstance(x, int | float) for x in (left, right)):
+      raise SecurityError(f"uses {operator} for more than products of numbers")
+    return super().call_binop(context, operator, left, right)
+
+
+@functools.cache
 def compiled(source: str) -> jinja2.Template:
   """Return a template in the sandbox, with the functions that chat templates use."""
 
@@ -66,29 +70,45 @@ def compiled(source: str) -> jinja2.Template:
 
   extensions = [_Generation, "jinja2.ext.loopcontrols"]
   options: Any = {"trim_blocks": True, "lstrip_blocks": True, "extensions": extensions}
-  sandbox = ImmutableSandboxedEnvironment(loader=jinja2.DictLoader({}), **options)
+  sandbox = _Sandbox(loader=jinja2.DictLoader({}), **options)
   sandbox.filters["tojson"] = functools.partial(json.dumps, ensure_ascii=False)
   sandbox.globals |= {"raise_exception": fail, "strftime_now": lambda _: _DATE}
   return sandbox.from_string(source)
 
 
-def render(
-  template: jinja2.Template, variables: dict[str, Any], has_blocks: bool
-) -> tuple[str, list[tuple[int, int]]]:
+def _text_of(source: str, variables: dict[str, Any]) -> str:
+  parts, size = [], 0
+  for part in compiled(source).generate(variables):
+    parts.append(part)
+    if (size := size + len(part)) > _MOST:
+      raise RefusedError(f"writes more than {_MOST:,} characters")
+  return "".join(parts)
+
+
+def render(source: str, variables: dict[str, Any]) -> tuple[str, list[tuple[int, int]]]:
   """Return the text of a conversation, and the places [start, end] of its answers.
 
+  Without {% generation %} in the template, an answer is what its message adds to the text of
+  the messages before it.
+
   Args:
-    template: the template.
+    source: the template.
     variables: its variables, with "messages".
-    has_blocks: whether the template marks answers with {% generation %}. Otherwise an answer
-      is what its message adds to the text of the messages before it.
 
   Raises:
-    Refused: the text of the first messages is not the beginning of the whole text.
+    RefusedError: the text is too long, or the text of the first messages is not the beginning
+      of the whole text.
+    Exception: an error of `TEMPLATE_ERRORS`, or any error of the conversation.
+
+  Example:
+    >>> template = "{% for m in messages %}{{ m.role }}: {{ m.content }} {% endfor %}"
+    >>> turns = [{"role": "user", "content": "1?"}, {"role": "assistant", "content": "2"}]
+    >>> render(template, {"messages": turns})
+    ('user: 1? assistant: 2 ', [(9, 22)])
   """
   spans, messages = [], variables["messages"]
-  text = template.render(variables)
-  if has_blocks:
+  text = _text_of(source, variables)
+  if _HAS_BLOCKS.search(source):
     text, *parts = re.split(f"{_BEGIN}|{_END}", text)
     for number, part in enumerate(parts):
       spans += [(len(text), len(text) + len(part))] * (number % 2 == 0)
@@ -97,35 +117,11 @@ def render(
   for i, message in enumerate(messages):
     if message["role"] == "assistant":
       asked = {"messages": messages[:i], "add_generation_prompt": True}
-      before = template.render(variables | asked)
-      after = template.render(variables | {"messages": messages[: i + 1]})
+      before = _text_of(source, variables | asked)
+      after = _text_of(source, variables | {"messages": messages[: i + 1]})
       if not (text.startswith(after) and after.startswith(before)):
         problem = "writes messages differently when others follow, so it is not known where answers"
         fix = "put {% generation %} and {% endgeneration %} around them in the template"
-        raise Refused(f"{problem} begin and end; {fix}")
+        raise RefusedError(f"{problem} begin and end; {fix}")
       spans.append((len(before), len(after)))
   return text, spans
-
-
-def main() -> None:
-  """Answer the lines of standard input until it ends."""
-  source, (seconds, size) = json.loads(sys.stdin.readline())
-  resource.setrlimit(resource.RLIMIT_AS, (size, size))
-  has_blocks, template = _HAS_BLOCKS.search(source) is not None, None
-  for line in sys.stdin:
-    signal.setitimer(signal.ITIMER_PROF, seconds)  # Its signal ends the process, also in C code.
-    try:
-      template = template or compiled(source)
-      text, spans = render(template, json.loads(line), has_blocks)
-      reply: Any = {"text": text, "spans": spans}
-    except _ERRORS as e:
-      reply = {"refused": str(e)}
-    except _LIMITS as e:
-      reply = {"refused": f"exceeds a limit ({str(e) or type(e).__name__})"}
-    except Exception as e:  # Each operation of a template has errors of its own.
-      reply = {"damaged": f"{type(e).__name__}: {e}"}
-    print(json.dumps(reply), flush=True)
-
-
-if __name__ == "__main__":
-  main()

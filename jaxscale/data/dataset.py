@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-import atexit
-import functools
 import hashlib
 import os
-import shutil
-import sys
-import tempfile
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -38,24 +33,6 @@ Order = Callable[[np.ndarray], tuple[np.ndarray, np.ndarray]]
 MAX_PIXELS = 178_956_970
 # ImageNet's examples by split (arXiv:1409.0575, table 2; TFDS imagenet2012 5.1.0).
 IMAGENET_EXAMPLES = {"train": 1_281_167, "validation": 50_000}
-
-
-def user_cache() -> Path:
-  """Return $XDG_CACHE_HOME/jaxscale, or ~/.cache/jaxscale, or a temporary folder without a home."""
-  folder = os.environ.get("XDG_CACHE_HOME") or os.path.join("~", ".cache")
-  if (folder := os.path.expanduser(folder)).startswith("~"):
-    return Path(_temporary_cache())
-  return Path(folder) / "jaxscale"
-
-
-@functools.cache
-def _temporary_cache() -> str:
-  """Create a cache for a user without a home, as in a container; it is deleted at exit."""
-  folder = tempfile.mkdtemp(prefix="jaxscale-")
-  atexit.register(shutil.rmtree, folder, ignore_errors=True)
-  line = f"no home directory, so caches are in {folder} until this process ends; set HOME"
-  print(f"note: {line}, or XDG_CACHE_HOME", file=sys.stderr)
-  return folder
 
 
 class DatasetInfo(NamedTuple):

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxscale.data.columns import Table, chosen_names, spread_identity
+from jaxscale.data.tables import Table, chosen_names, spread_identity
 from jaxscale.errors import invalid
 
 

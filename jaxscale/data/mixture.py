@@ -105,10 +105,25 @@ def mix(
     return f"{names[k]}: {name_of(own)}"
 
   damaged = DamagedExamples() if any(part.damaged is not None for part in parts) else None
+
+  def load(indices: np.ndarray, draws: np.ndarray | None) -> Batch:
+    source = np.searchsorted(firsts, indices, "right") - 1
+    batch: dict[str, np.ndarray] = {}
+    for k in np.unique(source):
+      part, rows = parts[k], np.flatnonzero(source == k)
+      own = None if draws is None else draws[rows, : part.num_draws]
+      for key, array in part.load(indices[rows] - firsts[k], own).items():
+        if key not in batch:
+          batch[key] = np.empty((len(indices), *array.shape[1:]), array.dtype)
+        batch[key][rows] = array
+      if part.damaged is not None and damaged is not None:
+        part.damaged.copy_to(damaged, int(firsts[k]), f"{names[k]}: ")
+    return batch
+
   return Dataset(
     _info(sources),
     int(firsts[-1]),
-    functools.partial(_load, names, parts, firsts, damaged),
+    load,
     max(part.num_draws for part in parts),
     damaged,
     notes=tuple(notes),
@@ -208,29 +223,6 @@ def _order(
     return indices + firsts[source], numbers + (source << _APART)
 
   return at
-
-
-def _load(
-  names: list[str],
-  parts: list[Dataset],
-  firsts: np.ndarray,
-  damaged: DamagedExamples | None,
-  indices: np.ndarray,
-  draws: np.ndarray | None,
-) -> Batch:
-  source = np.searchsorted(firsts, indices, "right") - 1
-  batch: dict[str, np.ndarray] = {}
-  for k in np.unique(source):
-    part, rows = parts[k], np.flatnonzero(source == k)
-    own = None if draws is None else draws[rows, : part.num_draws]
-    loaded = part.load(indices[rows] - firsts[k], own)
-    for key, array in loaded.items():
-      if key not in batch:
-        batch[key] = np.empty((len(indices), *array.shape[1:]), array.dtype)
-      batch[key][rows] = array
-    if part.damaged is not None and damaged is not None:
-      part.damaged.copy_to(damaged, int(firsts[k]), f"{names[k]}: ")
-  return batch
 
 
 def _info(sources: Mapping[str, Dataset]) -> Any:

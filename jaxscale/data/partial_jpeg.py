@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import simplejpeg
 
-from jaxscale.data.dataset import user_cache
+from jaxscale.data.caches import user_cache
 from jaxscale.errors import ConfigError
 from jaxscale.files import unsafe_owner
 

@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 import os
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import jax
@@ -25,6 +26,10 @@ from jaxscale.data.dataset import Batch, Dataset, Order, batch_shapes
 from jaxscale.errors import ConfigError, invalid, message_of
 from jaxscale.mesh import batch_sharding
 from jaxscale.metrics.text import listed
+
+# Batches of one process that wait to be used. 27,000 images of 224x224 fit, so that only large
+# batches on many cores reach it, and a machine with 16 GB of memory can still train.
+_AHEAD_BYTES = 4 << 30
 
 
 def train_batches(
@@ -44,35 +49,50 @@ def train_batches(
     seed: the seed of order and augmentation.
     position: the number of examples of the stream that were used before, over all hosts.
     shard: the (index, count) of this host's block, from `mesh.host_shard`.
-    num_threads: the number of threads that load batches ahead; None uses one per CPU core.
+    num_threads: the number of threads that load ahead; None uses one per CPU core. Each has
+      two batches waiting, of together at most 4 GiB; threads share batches that are larger.
   """
   index, count = shard
   rows = batch_size // count
   num_threads = num_threads or max(len(os.sched_getaffinity(0)), 2)
+  shapes = batch_shapes(dataset.info, rows).values()
+  batch_bytes = sum(math.prod(shape) * np.dtype(dtype).itemsize for shape, dtype in shapes)
+  ahead = max(min(2 * num_threads, _AHEAD_BYTES // max(batch_bytes, 1)), 1)
+  parts = np.array_split(np.arange(rows), min(-(-num_threads // ahead), rows))
 
   order = dataset.order(seed) if dataset.order else epochs(dataset, seed)
 
-  def load(step):
-    positions = position + (step * count + index) * rows + np.arange(rows)
+  def load(number):
+    step, part = divmod(number, len(parts))
+    positions = position + (step * count + index) * rows + parts[part]
     indices, numbers = order(positions)
     return dataset.load(indices, uniform(seed, numbers, dataset.num_draws))
 
-  return load_ahead(load, num_threads)
+  loaded = load_ahead(load, num_threads, ahead * len(parts))
+  return map(_joined, zip(*[loaded] * len(parts), strict=True))
 
 
-def load_ahead(load: Callable[[int], Batch], num_threads: int) -> Iterator[Batch]:
+def _joined(parts: Sequence[Batch]) -> Batch:
+  """Return the batch of successive rows; it is copied unless there is one part."""
+  if len(parts) == 1:
+    return parts[0]
+  return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+
+
+def load_ahead(load: Callable[[int], Batch], num_threads: int, ahead: int) -> Iterator[Batch]:
   """Yield `load` of 0, 1, 2, … in order, computed ahead by threads.
 
   Args:
     load: a function that any thread calls; its error is raised when its result is due.
-    num_threads: the number of threads; each has up to about two batches waiting.
+    num_threads: the number of threads.
+    ahead: the number of results that wait or are being computed.
   """
   pool = ThreadPoolExecutor(num_threads, "load")
   waiting: deque[Future[Batch]] = deque()
   try:
     for step in itertools.count():
       waiting.append(pool.submit(load, step))
-      if len(waiting) > 2 * num_threads:
+      if len(waiting) > ahead:
         yield waiting.popleft().result()
   finally:
     for future in waiting:
@@ -187,10 +207,7 @@ def eval_batches(
       mask = positions < dataset.num_examples
       parts = np.array_split(np.where(mask, positions, 0), min(num_threads, rows))
       loaded = [*(pool.map if parts[1:] else map)(lambda part: dataset.load(part, None), parts)]
-      batch = loaded[0]
-      if loaded[1:]:
-        batch = {name: np.concatenate([x[name] for x in loaded]) for name in batch}
-      yield batch | {"mask": mask}
+      yield _joined(loaded) | {"mask": mask}
 
 
 def to_device(

@@ -17,8 +17,9 @@ import os
 from pathlib import Path
 from typing import Any
 
+from jaxscale.data.split_files import split_files
 from jaxscale.data.stream import PREPARED, counts_of, encoded, write_tokens
-from jaxscale.data.token_files import TEXT_ENDINGS, file_stamp, split_files, text_documents
+from jaxscale.data.token_files import TEXT_KINDS, text_documents
 from jaxscale.data.tokenizer import read_tokenizer, smallest_dtype
 from jaxscale.errors import invalid
 from jaxscale.files import write_json
@@ -56,29 +57,27 @@ def prepare_tokens(
     ConfigError: files or settings are invalid, as for `text_files`, or a process was killed.
     OSError: the files cannot be written.
   """
-  paths, _ = split_files(Path(directory), split, TEXT_ENDINGS, "prepare tokens")
+  paths = split_files(Path(directory), split, TEXT_KINDS, "prepare tokens").paths
   tokens = read_tokenizer(tokenizer, separator, field="--tokenizer")
   folder = Path(to) / split
   folder.mkdir(parents=True, exist_ok=True)
   (folder / PREPARED).unlink(missing_ok=True)  # Until the end, the folder is not complete.
-  dtype = smallest_dtype(tokens.vocab_size)
-  options = {"tokenizer": tokenizer, "separator": separator, "encoding": encoding, "field": field}
-  work = functools.partial(_tokenize, dtype=dtype, key=tokens.key, **options)
+  text = {"tokenizer": tokenizer, "separator": separator, "encoding": encoding, "field": field}
+  work = functools.partial(_tokenize, **text)
   files = [folder / f"{i:05}.bin" for i in range(len(paths))]
   context = multiprocessing.get_context("spawn")
-  pool = concurrent.futures.ProcessPoolExecutor(
-    num_workers, context, _limit_threads, (num_workers,)
-  )
+  options = num_workers, context, _limit_threads, (num_workers,)
   try:
-    with pool:
+    with concurrent.futures.ProcessPoolExecutor(*options) as pool:
       counts = list((pool.map if num_workers > 1 else map)(work, paths, files))
   except concurrent.futures.BrokenExecutor:
     problem = "a process was killed, perhaps for its memory"
     raise invalid("--workers", num_workers, problem, "start again with fewer") from None
   facts: dict[str, Any] = {name: sum(x[name] for x in counts) for name in ("tokens", "documents")}
-  facts |= {"bytes": sum(x["bytes"] for x in counts), "files": len(files), "dtype": dtype}
+  facts |= {"bytes": sum(x["bytes"] for x in counts), "files": len(files)}
   facts |= {"tokenizer": tokens.key, "tokenizer_file": os.path.abspath(tokenizer)}
   facts |= {"vocab_size": tokens.vocab_size, "separator": tokens.separator}
+  facts |= {"dtype": smallest_dtype(tokens.vocab_size)}
   write_json(folder / PREPARED, facts | {"notes": [n for x in counts for n in x["notes"]]})
   documents = plural(facts["documents"], "document")
   return f"{folder}: {facts['tokens']:,} tokens of {documents} in {plural(len(files), 'file')}"
@@ -90,20 +89,13 @@ def _limit_threads(num_workers: int) -> None:
 
 
 def _tokenize(
-  path: Path,
-  kept: Path,
-  *,
-  dtype: str,
-  key: str,
-  tokenizer: str,
-  separator: str | None,
-  encoding: str,
-  field: str,
+  path: Path, kept: Path, tokenizer: str, separator: str | None, encoding: str, field: str
 ) -> dict[str, Any]:
   """Return the counts of the tokens of a file; write them unless that is done."""
-  source = [path.name, *file_stamp(path), key, encoding, field]
+  tokens, status = read_tokenizer(tokenizer, separator, field="--tokenizer"), path.stat()
+  source = [path.name, status.st_size, status.st_mtime_ns, tokens.key, encoding, field]
+  dtype, notes = smallest_dtype(tokens.vocab_size), []
   if (counts := counts_of(kept, dtype, source=source)) is None:
-    tokens, notes = read_tokenizer(tokenizer, separator, field="--tokenizer"), []
     documents = text_documents([path], encoding, field, tokenizer, notes)
     counts = write_tokens(kept, encoded(documents, tokens), dtype, notes, source=source)
     print(f"{kept}: {counts['tokens']:,} tokens of {path}", flush=True)

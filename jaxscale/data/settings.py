@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
-import math
 import os
-import re
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
@@ -14,10 +11,10 @@ from jaxscale.config.bases import Data
 from jaxscale.config.bounds import Count
 from jaxscale.config.plain import to_plain
 from jaxscale.config.validation import UnsetError
-from jaxscale.data import source_settings
+from jaxscale.data import mixture_settings, source_settings
+from jaxscale.data.mixture_settings import *  # noqa: F403
 from jaxscale.data.source_settings import *  # noqa: F403
-from jaxscale.errors import ConfigError, invalid
-from jaxscale.metrics.text import listed, plural
+from jaxscale.errors import ConfigError
 
 # The names for --config.data= (HOMES in config/choice.py lists this module).
 __all__ = [
@@ -26,12 +23,12 @@ __all__ = [
   "Chat",
   "Digits",
   "ImageFolder",
-  "Mixture",
   "Synthetic",
   "TFDSText",
   "Text",
   "TextFiles",
 ]
+__all__ += mixture_settings.__all__
 __all__ += source_settings.__all__
 
 Split = tuple["data.Dataset", "data.Dataset"]  # To train on, and to validate on.
@@ -56,9 +53,9 @@ class _Images(Data):
 
   Attributes:
     eval_view: the resizing and cropping of validation images to the image size; "mlperf"
-      (shorter side to 256/224 of the image size, bilinear, center crop), "google" (center crop
-      of 7/8 of the shorter side, bicubic), or "bilinear" or "bicubic" (as in torchvision and
-      timm: shorter side to image size / eval_crop, antialiased, center crop).
+      (shorter side to 256/224 of the image size, bilinear, center crop), or "bilinear" or
+      "bicubic" (as in torchvision and timm: shorter side to image size / eval_crop,
+      antialiased, center crop).
     eval_crop: the fraction of the resized shorter side that the center crop keeps (crop_pct in
       timm), for eval_view="bilinear" and "bicubic"; None uses 0.875 (224/256).
     mean: the mean of the pixels to subtract, from 0 to 255, one value or one per channel; None
@@ -66,21 +63,25 @@ class _Images(Data):
     std: the standard deviation to divide the pixels by, in the same form; None as for `mean`.
   """
 
-  eval_view: Literal["mlperf", "google", "bilinear", "bicubic"] = "mlperf"
+  eval_view: Literal["mlperf", "bilinear", "bicubic"] = "mlperf"
   eval_crop: Annotated[float | None, "in (0, 1]"] = None
   mean: tuple[float, ...] | None = None
   std: tuple[float, ...] | None = None
 
   def __post_init__(self):
-    if self.eval_crop is not None and self.eval_view in ("mlperf", "google"):
+    if self.eval_crop is not None and self.eval_view == "mlperf":
       field = f"{type(self).__name__}.eval_crop={self.eval_crop}"
       remedy = "omit eval_crop, or use eval_view='bilinear' or 'bicubic'"
       raise ConfigError(f"{field}: eval_view={self.eval_view!r} sets the crop; {remedy}")
 
   def _eval_view(self) -> Any:
-    if self.eval_view in ("mlperf", "google"):
+    if self.eval_view == "mlperf":
       return self.eval_view
     return data.CenterCrop(self.eval_view, self.eval_crop or 0.875)
+
+  def _options(self: Any, image_size: int | None, augment: Any) -> dict[str, Any]:
+    options = {name: getattr(self, name) for name in ("mean", "std", "max_pixels")}
+    return options | {"image_size": image_size, "augment": augment, "eval_view": self._eval_view()}
 
   def of_source(self: Any, info: Any, source: Any) -> data.Dataset:
     """Return a dataset of other encoded images, viewed as those for validation."""
@@ -148,9 +149,7 @@ class TFDS(_Images):
     return train, held_out
 
   def _split(self, split: str, image_size: int | None, augment: Any) -> data.Dataset:
-    options: Any = {"data_dir": self.data_dir, "cache": self.cache, "image_size": image_size}
-    options |= {"augment": augment, "eval_view": self._eval_view(), "max_pixels": self.max_pixels}
-    options |= {"mean": self.mean, "std": self.std}
+    options = self._options(image_size, augment) | {"data_dir": self.data_dir, "cache": self.cache}
     return data.tfds_images(self.name, split, **options)
 
 
@@ -179,28 +178,17 @@ class ImageFolder(_Images):
   max_pixels: Count = 178_956_970
 
   def _split(self, split: str, image_size: int, augment: Any) -> data.Dataset:
-    try:
-      # Labels count the classes of training, even if validation lacks some.
-      classes = None
-      if split != self.train_split:
-        classes = data.folder_classes(f"{self.path}/{self.train_split}")
-      options: Any = {"classes": classes, "image_size": image_size, "augment": augment}
-      options |= {"eval_view": self._eval_view(), "max_pixels": self.max_pixels}
-      options |= {"mean": self.mean, "std": self.std}
-      return data.image_folder(f"{self.path}/{split}", **options)
-    except ConfigError:
-      self._check_directories()
-      raise
-
-  def _check_directories(self) -> None:
-    """Report the setting whose directory does not exist."""
+    # Labels count the classes of training, even if validation lacks some.
+    is_train, root = split == self.train_split, f"{self.path}/{self.train_split}"
     for name in ("path", "train_split", "eval_split"):
       value = getattr(self, name)
-      inside = "" if name == "path" else value
-      if not os.path.isdir(os.path.join(self.path, inside)):
+      if not os.path.isdir(os.path.join(self.path, "" if name == "path" else value)):
         where = f" in {self.path}" * (name != "path")
         problem = f"no such directory{where}; image files are PATH/SPLIT/CLASS/*"
         raise ConfigError(f"--config.data.{name}={value}: {problem}")
+    options = self._options(image_size, augment)
+    options["classes"] = None if is_train else data.folder_classes(root)
+    return data.image_folder(f"{self.path}/{split}", **options)
 
 
 class Synthetic(Data):
@@ -461,97 +449,3 @@ class Chat(_TokenizedText):
 
   def build(self) -> Split:
     return self._splits(data.chat_files, "path")
-
-
-class Mixture(Data):
-  """Examples of several sources, in shares that are exact to one example at every step.
-
-  An epoch has as many examples as all sources together; a source with a larger share than its
-  size begins again, in a new order, before the others. Validation sees all validation examples
-  of all sources as one set. Metrics data/NAME/epoch and data/NAME/examples say how much of each
-  source was used. All sources need the same shapes, vocabulary and classes.
-
-  Attributes:
-    sources: the data by name, such as {"web": TextFiles(...), "code": TextFiles(...)}.
-    weights: the share of training examples by name of source, such as {"web": 0.7, "code":
-      0.3}, divided by their sum and rounded to 1/10,000; with `changes_at`, a tuple of shares.
-    changes_at: the numbers of training examples after which the next shares apply, so that
-      shares do not depend on batch sizes; step s of a constant batch size is s * batch_size
-      examples.
-  """
-
-  sources: dict[str, Data]
-  weights: dict[str, float | tuple[float, ...]]
-  changes_at: tuple[int, ...] = ()
-
-  def __post_init__(self):
-    names, count = [*self.sources], len(self.changes_at) + 1
-    for name in names:
-      if not re.fullmatch(r"[\w-]+", name):
-        raise invalid("Mixture.sources", name, "is not a name", "use letters, digits, _ and -")
-    if not names or self.weights.keys() != self.sources.keys():
-      problem = f"has the names {listed(self.weights) or 'none'}, but sources has "
-      raise invalid("Mixture.weights", ..., problem + (listed(names) or "none"), "use the same")
-    if any(a >= b for a, b in itertools.pairwise((0, *self.changes_at))):
-      problem, fix = "does not increase from above 0", "give numbers of examples in order"
-      raise invalid("Mixture.changes_at", self.changes_at, problem, fix)
-    for name, shares in self._shares().items():
-      if len(shares) != count:
-        fix = f"give {plural(count, 'share')}, one more than changes_at has numbers"
-        raise invalid(f"Mixture.weights.{name}", shares, f"has {len(shares)}", fix)
-      if not all(math.isfinite(share) and share >= 0 for share in shares):
-        raise invalid(f"Mixture.weights.{name}", shares, "is not a share", "give numbers >= 0")
-    if not all(map(sum, zip(*self._shares().values(), strict=True))):
-      raise invalid("Mixture.weights", ..., "are 0 for all sources", "raise one of them")
-    tokenizers = {getattr(source, "tokenizer", None) for source in self.sources.values()}
-    if len(tokenizers) > 1:
-      problem = f"have different tokenizers, {listed(sorted(map(repr, tokenizers)))}"
-      raise invalid("Mixture.sources", ..., problem, "use one tokenizer")
-
-  def __hash__(self) -> int:
-    return id(self)
-
-  def _shares(self) -> dict[str, tuple[float, ...]]:
-    shares = self.weights.items()
-    return {name: x if isinstance(x, tuple) else (x,) for name, x in shares}
-
-  def _shared(self, field: str, default: Any) -> Any:
-    """Return the value of a setting of the sources, if it is the same in all that have it."""
-    values = [getattr(source, field, default) for source in self.sources.values()]
-    return values[0] if all(value == values[0] for value in values) else default
-
-  @property
-  def tokenizer(self) -> str:
-    """The tokenizer of all sources."""
-    return self._shared("tokenizer", "bytes")
-
-  @property
-  def separator(self) -> str | None:
-    """The separator of documents, if all sources have the same."""
-    return self._shared("separator", None)
-
-  @property
-  def sequence_length(self) -> int | None:
-    """The number of tokens per example, if the sources are text."""
-    return self._shared("sequence_length", None)
-
-  def mixed(self, splits: dict[str, Split]) -> Split:
-    """Return the mixtures of the datasets of the sources, for training and validation."""
-    from jaxscale.data.mixture import mix
-
-    train, held_out = ({name: pair[i] for name, pair in splits.items()} for i in (0, 1))
-    equal = {name: [1.0] for name in held_out}  # Validation has no order.
-    return mix(train, self._shares(), self.changes_at), mix(held_out, equal)
-
-  def build(self) -> Split:
-    return self.mixed({name: source.build() for name, source in self.sources.items()})
-
-  def abstract(self, batch_size: int) -> Split | None:
-    splits = {name: source.abstract(batch_size) for name, source in self.sources.items()}
-    return None if None in splits.values() else self.mixed(splits)
-
-  def resized(self, image_size: int) -> data.Dataset:
-    from jaxscale.data.mixture import mix
-
-    sources = {name: source.resized(image_size) for name, source in self.sources.items()}
-    return mix(sources, self._shares(), self.changes_at)

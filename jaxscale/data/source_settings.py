@@ -58,7 +58,7 @@ class _Table(Data):
 
   def build(self) -> tuple[data.Dataset, data.Dataset]:
     """Return the datasets for training and validation."""
-    from jaxscale.data.columns import table_splits
+    from jaxscale.data.table_splits import table_splits
 
     openers = [partial(self._open, x) for x in self._sources() if x is not None]
     return table_splits(openers, self._rules())
@@ -69,7 +69,7 @@ class _Table(Data):
 
   def of_path(self, path: str, optional: Iterable[str]) -> data.Dataset:
     """Return the rows of another path, without the `optional` arrays that it lacks."""
-    from jaxscale.data.columns import whole_table
+    from jaxscale.data.table_splits import whole_table
 
     return whole_table(partial(self._open, path), self._rules(), optional)
 

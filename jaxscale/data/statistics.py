@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 from collections.abc import Callable
@@ -11,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from jaxscale.data.dataset import Dataset, user_cache
-from jaxscale.data.stream import locked
+from jaxscale.data.caches import kept, key_of, user_cache
+from jaxscale.data.dataset import Dataset
 from jaxscale.errors import invalid
 from jaxscale.files import read_json, replace_text, unsafe_owner
 
@@ -41,24 +40,20 @@ def kept_statistics(
   if getattr(dataset.info, "image_shape", None) is None:
     raise invalid(f"{name}.statistics", True, "needs an array 'image'", "name one in columns")
   whole = json.dumps([identity() if callable(identity) else identity, key], sort_keys=True)
-  folder = user_cache() / "statistics"
-  path = folder / f"{hashlib.sha256(whole.encode()).hexdigest()[:32]}.json"
+  path = user_cache() / "statistics" / f"{key_of(whole)}.json"
 
-  def kept() -> dict[str, Any]:
+  def read() -> dict[str, Any] | None:
     is_safe = path.exists() and not unsafe_owner(path, group=False)
-    return read_json(path, _SHAPE) if is_safe else {}
+    return (read_json(path, _SHAPE) if is_safe else None) or None
 
-  try:
-    folder.mkdir(parents=True, exist_ok=True)
-    if not (values := kept()):
-      with locked(path.with_suffix(".lock")):
-        if not (values := kept()):  # Another process may have written it.
-          print(f"computing mean and std of {name} once into {path}", flush=True)
-          values = _statistics(dataset, images)
-          replace_text(path, json.dumps(values))
-  except OSError as e:
-    fix = "set XDG_CACHE_HOME to a directory with space, or give mean and std"
-    raise invalid(f"{name}.statistics", True, f"cannot use {folder} ({e.strerror})", fix) from None
+  def make() -> dict[str, Any]:
+    values = _statistics(dataset, images)
+    replace_text(path, json.dumps(values))
+    return values
+
+  fix = "set XDG_CACHE_HOME to a directory with space, or give mean and std"
+  work = f"computing mean and std of {name}"
+  values = kept(path, read, make, f"{name}.statistics", work, fix)
   return tuple(values["mean"]), tuple(values["std"])
 
 

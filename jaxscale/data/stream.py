@@ -19,18 +19,17 @@ bytes of text. Processes that want the same file wait for the first that began t
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
-import hashlib
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from jaxscale.data.dataset import Batch, Dataset, Spec, TextInfo, user_cache
+from jaxscale.data.caches import kept, key_of, user_cache
+from jaxscale.data.dataset import Batch, Dataset, Spec, TextInfo
 from jaxscale.data.tfrecord import OpenFile
 from jaxscale.data.tokenizer import Tokenizer, smallest_dtype
 from jaxscale.errors import ConfigError, invalid
@@ -41,7 +40,8 @@ PREPARED = "tokens.json"  # the file that `jaxscale prepare tokens` writes last
 Packing = Literal["stream", "masked_stream", "best_fit", "none"]
 
 
-_NOTES = {"notes": [str]}
+# The numbers of a file of tokens, and lines about its documents.
+_COUNTS = {"tokens": int, "documents": int, "bytes": int, "notes": [str]}
 Part = tuple[Sequence[np.ndarray], int]  # The tokens of documents, and the bytes of their text.
 
 
@@ -60,6 +60,7 @@ class Stream(NamedTuple):
     is_chat: True if documents are conversations: `read` returns ~token (below 0) for a token
       that is not learned, and a first token is not predicted.
     notes: lines about the documents for the log.
+    facts: what the identity of the data says about the tokens.
   """
 
   num_tokens: int
@@ -69,13 +70,13 @@ class Stream(NamedTuple):
   lengths: Callable[[], np.ndarray] | None = None
   is_chat: bool = False
   notes: tuple[str, ...] = ()
+  facts: Mapping[str, Any] = MappingProxyType({})
 
 
 def of_array(
   tokens: np.ndarray, separator: int | None, bytes_per_token: float | None = None
 ) -> Stream:
   """Return a stream of an array in memory, int [tokens]."""
-
   return Stream(len(tokens), lambda a, b: tokens[a:b], separator, bytes_per_token)
 
 
@@ -93,25 +94,19 @@ class TokenFile(NamedTuple):
   offset: int = 0
 
 
-def of_files(
-  files: Sequence[TokenFile], separator: int | None, bytes_per_token: float | None = None
-) -> Stream:
+def of_files(files: Sequence[TokenFile], separator: int | None) -> Stream:
   """Return a stream of the tokens of files, one file after another, read on demand.
 
   Args:
     files: the files, in order.
     separator: the separator, as in `Stream`.
-    bytes_per_token: the average, as in `Stream`.
 
   Raises:
-    ConfigError: a file is missing, or its size is not a multiple of the token's.
+    ConfigError: the size of a file is not a multiple of the token's.
   """
   opened, ends = [], [0]
   for path, dtype, offset in files:
-    try:
-      opened.append(OpenFile(str(path)))
-    except OSError as e:
-      raise ConfigError(f"{path}: {e.strerror}; give a file of tokens") from None
+    opened.append(OpenFile(str(path)))
     size, width = os.fstat(opened[-1].descriptor).st_size, np.dtype(dtype).itemsize
     if (size - offset) % width:
       problem = f"{size} bytes are not a whole number of {dtype} tokens of {width} bytes"
@@ -131,7 +126,7 @@ def of_files(
         pieces.append(np.frombuffer(data, dtype))
     return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
 
-  return Stream(ends[-1], read, separator, bytes_per_token)
+  return Stream(ends[-1], read, separator)
 
 
 def checked(name: str, tokens: np.ndarray, vocab_size: int) -> np.ndarray:
@@ -235,13 +230,8 @@ def packed(
   Raises:
     ConfigError: the directory cannot be written.
   """
-  dtype = smallest_dtype(tokenizer.vocab_size)
-  parts = encoded(batches, tokenizer)
-  kept, counts = cached(name, parts, dtype, (*identity, tokenizer.key), cache_dir, notes)
-  is_bytes = tokenizer.key == "bytes"
-  # With byte tokens, the zero byte between documents counts as a byte.
-  ratio = 1.0 if is_bytes else counts["bytes"] / max(counts["tokens"], 1)
-  return of_kept([kept], dtype, tokenizer.separator, ratio)._replace(notes=(*counts["notes"],))
+  dtype, parts = smallest_dtype(tokenizer.vocab_size), encoded(batches, tokenizer)
+  return cached(name, parts, dtype, tokenizer, (*identity, tokenizer.key), cache_dir, notes)
 
 
 def encoded(batches: Iterable[Sequence[bytes]], tokenizer: Tokenizer) -> Iterator[Part]:
@@ -251,15 +241,22 @@ def encoded(batches: Iterable[Sequence[bytes]], tokenizer: Tokenizer) -> Iterato
 
 
 def of_kept(
-  files: Sequence[Path], dtype: str, separator: int | None, bytes_per_token: float | None
+  files: Sequence[Path], dtype: str, tokenizer: Tokenizer, counts: Mapping[str, Any]
 ) -> Stream:
-  """Return a stream of files that `write_tokens` wrote."""
-  stream = of_files([TokenFile(file, dtype) for file in files], separator, bytes_per_token)
+  """Return a stream of files that `write_tokens` wrote, from their counts."""
 
   def lengths() -> np.ndarray:
     return np.concatenate([np.fromfile(f.with_suffix(".lengths"), "<u8") for f in files], dtype=int)
 
-  return stream._replace(lengths=lengths)
+  stream = of_files([TokenFile(file, dtype) for file in files], tokenizer.separator)
+  # With byte tokens, the zero byte between documents counts as a byte.
+  is_bytes, ratio = tokenizer.key == "bytes", counts["bytes"] / max(counts["tokens"], 1)
+  return stream._replace(
+    bytes_per_token=1.0 if is_bytes else ratio or None,
+    lengths=lengths,
+    notes=(*counts["notes"],),
+    facts={"tokens": stream.num_tokens, "tokenizer": tokenizer.key},
+  )
 
 
 def of_prepared(
@@ -277,34 +274,35 @@ def of_prepared(
     ConfigError: the text was tokenized by a different tokenizer, or files are missing.
   """
   fix = "run jaxscale prepare tokens again"
-  shape = {"tokenizer": str, "tokenizer_file": str, "notes": [str]}
-  facts = require_json(folder / PREPARED, shape | dict.fromkeys(("tokens", "bytes"), int), fix)
+  shape = _COUNTS | {"tokenizer": str, "tokenizer_file": str}
+  facts = require_json(folder / PREPARED, shape, fix)
   if facts["tokenizer"] != tokenizer.key:
     problem = f"is not the tokenizer (or has not the separator) of the tokens in {folder}"
     fix = f"set it to that file, which was {facts['tokenizer_file']!r}"
     raise invalid("TextFiles.tokenizer", tokenizer_name, problem, fix)
-  ratio = 1.0 if tokenizer.key == "bytes" else facts["bytes"] / max(facts["tokens"], 1)
-  stream = of_kept(files, smallest_dtype(tokenizer.vocab_size), tokenizer.separator, ratio)
+  stream = of_kept(files, smallest_dtype(tokenizer.vocab_size), tokenizer, facts)
   if stream.num_tokens != facts["tokens"]:
     problem = f"has {stream.num_tokens:,} tokens, but {PREPARED} says {facts['tokens']:,}"
     raise invalid(str(folder), ..., problem, fix)
-  return stream._replace(notes=(*facts["notes"],))
+  return stream
 
 
 def cached(
   name: str,
   parts: Iterable[Part],
   dtype: str,
+  tokenizer: Tokenizer,
   identity: Sequence[Any],
   cache_dir: str | None,
   notes: Sequence[str],
-) -> tuple[Path, dict[str, Any]]:
-  """Return a file of tokens in the cache, and its counts; write it if it is missing.
+) -> Stream:
+  """Return the stream of a file of tokens in the cache; write it if it is missing.
 
   Args:
     name: the name for messages.
     parts: the tokens of documents, several at a time; only read to write the file.
     dtype: the dtype of the file.
+    tokenizer: the tokenizer of the tokens.
     identity: the identity of the tokens, from which the file's name is derived.
     cache_dir: the directory; None uses the user's cache.
     notes: as for `packed`.
@@ -313,74 +311,53 @@ def cached(
     ConfigError: the directory cannot be written.
   """
   folder = Path(cache_dir).expanduser() if cache_dir else user_cache() / "text"
-  key = hashlib.sha256(repr((*identity,)).encode()).hexdigest()[:32]
-  kept = folder / f"{key}.bin"
-  try:
-    folder.mkdir(parents=True, exist_ok=True)
-    if (counts := counts_of(kept, dtype)) is None:
-      with locked(folder / f"{key}.lock"):
-        if (counts := counts_of(kept, dtype)) is None:  # Another process may have written it.
-          print(f"tokenizing {name} once into {kept}", flush=True)
-          counts = write_tokens(kept, parts, dtype, notes)
-  except OSError as e:
-    problem = f"cannot write its tokens to {folder} ({e.strerror})"
-    fix = "set cache_dir to a directory with enough space"
-    raise ConfigError(f"{name}: {problem}; {fix}") from None
-  return kept, counts
+  path = folder / f"{key_of((*identity,))}.bin"
+
+  def read() -> dict[str, Any] | None:
+    return counts_of(path, dtype)
+
+  def make() -> dict[str, Any]:
+    return write_tokens(path, parts, dtype, notes)
+
+  fix = "set cache_dir to a directory with enough space"
+  counts = kept(path, read, make, f"{name}: tokens", f"tokenizing {name}", fix)
+  return of_kept([path], dtype, tokenizer, counts)
 
 
-@contextlib.contextmanager
-def locked(path: Path) -> Iterator[None]:
-  """Hold a lock file; if the file system has no locks, all processes work at once.
-
-  Each process then writes its own file, and the last one stays.
-  """
-  with contextlib.ExitStack() as stack:
-    # Another user's lock file can be locked but not written to; a link is never followed.
-    for access in (os.O_RDWR, os.O_RDONLY):
-      with contextlib.suppress(OSError):
-        flags = access | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
-        number = os.open(path, flags, 0o666)
-        stack.callback(os.close, number)  # Closing releases the lock.
-        fcntl.flock(number, fcntl.LOCK_EX)
-        break
-    yield
-
-
-def counts_of(kept: Path, dtype: str, **facts: Any) -> dict[str, Any] | None:
+def counts_of(path: Path, dtype: str, **facts: Any) -> dict[str, Any] | None:
   """Return the counts of a file of tokens; None if it is missing, incomplete or different.
 
   Args:
-    kept: the file of tokens.
+    path: the file of tokens.
     dtype: the dtype of the file.
     facts: the entries with which `write_tokens` must have written it.
   """
-  names = kept.with_suffix(".json"), kept, kept.with_suffix(".lengths")
-  counts = read_json(names[0], dict.fromkeys(("tokens", "documents", "bytes"), int) | _NOTES)
+  names = path.with_suffix(".json"), path, path.with_suffix(".lengths")
+  counts = read_json(names[0], _COUNTS)
   try:
     if not counts or any(unsafe_owner(name, group=False) for name in names):
       return None
     sizes = counts["tokens"] * np.dtype(dtype).itemsize, counts["documents"] * 8
-    is_whole = sizes == (kept.stat().st_size, names[2].stat().st_size)
+    is_whole = sizes == (path.stat().st_size, names[2].stat().st_size)
   except OSError:
     return None
   return counts if is_whole and counts == counts | facts else None
 
 
 def write_tokens(
-  kept: Path, parts: Iterable[Part], dtype: str, notes: Sequence[str] = (), **facts: Any
+  path: Path, parts: Iterable[Part], dtype: str, notes: Sequence[str] = (), **facts: Any
 ) -> dict[str, Any]:
   """Write the three files of a token file, the counts last, and return the counts.
 
   Args:
-    kept: the file of tokens.
+    path: the file of tokens.
     parts: the tokens of documents, and the bytes of their text, several at a time.
     dtype: the dtype of the file.
     notes: as for `packed`.
     facts: further entries of the counts.
   """
   counts = {"tokens": 0, "documents": 0, "bytes": 0}
-  with replacing(kept) as file, replacing(kept.with_suffix(".lengths")) as lengths:
+  with replacing(path) as file, replacing(path.with_suffix(".lengths")) as lengths:
     for documents, num_bytes in parts:
       sizes = np.array([*map(len, documents)], "<u8")
       file.write(np.concatenate([np.empty(0, dtype), *documents]).astype(dtype).tobytes())
@@ -389,5 +366,5 @@ def write_tokens(
       counts["documents"] += len(documents)
       counts["bytes"] += num_bytes
   counts = counts | {"notes": [*notes]} | facts
-  replace_text(kept.with_suffix(".json"), json.dumps(counts))
+  replace_text(path.with_suffix(".json"), json.dumps(counts))
   return counts

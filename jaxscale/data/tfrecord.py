@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import hashlib
 import io
 import os
 import resource
@@ -24,7 +23,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jaxscale.data.dataset import user_cache
+from jaxscale.data.caches import key_of, user_cache
 from jaxscale.errors import ConfigError
 from jaxscale.files import read_bytes, replacing, unsafe_owner
 
@@ -94,59 +93,34 @@ def index_shard(path: str) -> np.ndarray:
     ConfigError: the checksum of a length is wrong, or the last record does not end at the
       end of the file.
   """
-  positions, heads, file = [], [], OpenFile(path)
+  from tensorboardX.record_writer import masked_crc32c
+
+  positions, file = [], OpenFile(path)
   size, at = os.fstat(file.descriptor).st_size, 0
   while at < size:
     head = os.pread(file.descriptor, _HEAD, at)
-    length = int.from_bytes(head[:8], "little")
-    if len(head) < _HEAD or at + _HEAD + length + _FOOT > size:
-      break
-    heads.append(head)
+    length, checksum = (int.from_bytes(part, "little") for part in (head[:8], head[8:]))
+    if checksum != masked_crc32c(head[:8]) or at + _HEAD + length + _FOOT > size:
+      problem = "it is truncated or damaged; copy it again"
+      raise ConfigError(f"TFDS: {path} is invalid at byte {at} of {size}: {problem}")
     positions.append((at + _HEAD, length))
     at += _HEAD + length + _FOOT
-  rows = np.frombuffer(b"".join(heads), np.uint8).reshape(-1, _HEAD)
-  stored = np.ascontiguousarray(rows[:, 8:]).view("<u4").ravel()
-  wrong = np.flatnonzero(masked_crc32c(rows[:, :8].astype(np.uint32)) != stored)
-  if len(wrong) or at != size:
-    where = positions[wrong[0]][0] - _HEAD if len(wrong) else at
-    problem = "it is truncated or damaged; copy it again"
-    raise ConfigError(f"TFDS: {path} is invalid at byte {where} of {size}: {problem}")
   return np.array(positions, np.int64).reshape(-1, 2)
-
-
-def masked_crc32c(data: np.ndarray) -> np.ndarray:
-  """Return TFRecord's checksum of each row, uint32 [n], for all rows at once.
-
-  The checksum is CRC-32C (RFC 3720, appendix B.4), rotated and shifted by a constant
-  (tensorflow/core/lib/hash/crc32c.h, `Mask`).
-
-  Args:
-    data: the rows, uint8 [n, bytes].
-  """
-  from tensorboardX.crc32c import CRC_TABLE
-
-  table, crc = np.array(CRC_TABLE, np.uint32), np.full(len(data), ~np.uint32(0))
-  for column in data.T:
-    crc = table[(crc ^ column) & 0xFF] ^ (crc >> np.uint32(8))
-  crc = ~crc
-  return ((crc >> np.uint32(15)) | (crc << np.uint32(17))) + np.uint32(0xA282EAD8)
 
 
 def _cached_index(files: Sequence[tuple[str, tuple[int, int]]]) -> list[np.ndarray]:
   """Return the index of every file, from the user's cache if the files are unchanged."""
   identity = [(os.path.abspath(path), stamp) for path, stamp in files]
-  key = hashlib.sha256(repr(identity).encode()).hexdigest()[:32]
-  kept = user_cache() / "tfrecord" / f"{key}.npz"
+  kept = user_cache() / "tfrecord" / f"{key_of(identity)}.npz"
   if (parts := _read_index(kept, len(files))) is not None:
     return parts
   with ThreadPoolExecutor(16) as threads:  # The threads wait for the file system.
     parts = list(threads.map(index_shard, [path for path, _ in files]))
   with contextlib.suppress(OSError):  # The home may be full or read-only.
     kept.parent.mkdir(parents=True, exist_ok=True)
-    ends = np.cumsum([len(part) for part in parts])
     # Several processes may do this at once; each writes its own file, and the last one stays.
     with replacing(kept) as file:
-      np.savez(file, places=np.concatenate(parts), ends=ends)
+      np.savez(file, *parts)
   return parts
 
 
@@ -156,15 +130,11 @@ def _read_index(kept: Path, count: int) -> list[np.ndarray] | None:
     if unsafe_owner(kept, group=False):
       return None
     with np.load(io.BytesIO(read_bytes(kept))) as saved:
-      positions, ends = (np.asarray(saved[name]) for name in ("places", "ends"))
+      parts = [np.asarray(saved[f"arr_{i}"]) for i in range(count)]
   except Exception:  # Raised by zip, zlib or NumPy: the file is missing or damaged.
     return None
-  is_whole = positions.dtype == ends.dtype == np.int64 and ends.shape == (count,)
-  is_whole = is_whole and positions.ndim == 2 and positions.shape[1] == 2 and count > 0
-  is_whole = is_whole and (np.diff(ends, prepend=0) >= 0).all()
-  if not is_whole or ends[-1] != len(positions) or positions.min(initial=0) < 0:
-    return None
-  return np.split(positions, ends[:-1])
+  are_whole = all(part.dtype == np.int64 and part.shape[1:] == (2,) for part in parts)
+  return parts if are_whole and all(part.min(initial=0) >= 0 for part in parts) else None
 
 
 class OpenFile:

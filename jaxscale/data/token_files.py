@@ -15,27 +15,25 @@ from __future__ import annotations
 import codecs
 import contextlib
 import os
-from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from jaxscale.data import rows
 from jaxscale.data.dataset import Dataset, file_identity
-from jaxscale.data.directory import is_visible, kinds, left_out_note, tree
 from jaxscale.data.packing import text_windows
+from jaxscale.data.split_files import SplitFiles, split_files
 from jaxscale.data.stream import PREPARED, Packing, Stream, TokenFile, of_files, of_prepared, packed
 from jaxscale.data.tokenizer import read_tokenizer
 from jaxscale.errors import ConfigError, invalid
-from jaxscale.files import refuse_pointer, whole_number
-from jaxscale.metrics.text import few, listed
+from jaxscale.files import whole_number
+from jaxscale.metrics.text import listed
 
 _AT_ONCE = 64 << 20  # bytes of text per batch
 _TOKENS = ".bin", ".npy"
-TEXT_ENDINGS = ".txt", *rows.ENDINGS
-_ENDINGS = (*_TOKENS, *TEXT_ENDINGS)
+TEXT_KINDS = (".txt",), rows.ENDINGS
+KINDS = _TOKENS, *TEXT_KINDS
 # The first number of llm.c's header of 256 int32, and the type of the tokens after it, for
 # GPT-2 and for Llama 3 (karpathy/llm.c, dev/data/data_common.py).
 _LLM_C = {20240520: "<u2", 20240801: "<u4"}
@@ -94,37 +92,34 @@ def text_files(
   Example:
     >>> text_files("data/openwebtext", "val", vocab_size=50257)   # doctest: +SKIP
   """
-  paths, left_out = split_files(Path(directory), split, _ENDINGS, "TextFiles")
-  base, kind = Path(directory) / split, _kind(paths[0].name)
-  called, size = str(base), vocab_size or 0
-  notes = left_out_note(called, left_out, f"text files end in {', '.join(_ENDINGS)}")
-  if (base / PREPARED).exists():
+  files = split_files(Path(directory), split, KINDS, "TextFiles")
+  base, is_text = Path(directory) / split, files.endings != _TOKENS
+  if is_prepared := (base / PREPARED).exists():
     _refuse(f"is set by {base / PREPARED}", encoding=encoding, field=field)
     _refuse(f"is set by {base / PREPARED}", dtype=dtype, vocab_size=vocab_size)
-    tokens, notes = read_tokenizer(tokenizer, separator, field="TextFiles.tokenizer"), ()
-    stream, size = of_prepared(base, paths, tokens, tokenizer), tokens.vocab_size
-    facts = {"tokens": stream.num_tokens, "tokenizer": tokens.key}
-  elif ".lengths" in left_out:
-    raise invalid(called, ..., "is not complete", "run jaxscale prepare tokens again")
-  elif kind == "tokens":
-    problem = f"is for text, but {paths[0]} has tokens"
+    files = files._replace(notes=())
+  elif is_text:
+    problem = f"is for token files, but {files.paths[0]} is text"
+    _refuse(problem, dtype=dtype, vocab_size=vocab_size)
+  elif any(base.glob("*.lengths")):
+    raise invalid(files.name, ..., "is not complete", "run jaxscale prepare tokens again")
+  if not (is_text or is_prepared):
+    problem = f"is for text, but {files.paths[0]} has tokens"
     _refuse(problem, tokenizer=tokenizer, encoding=encoding, field=field)
-    stream, facts = _token_stream(called, paths, separator, vocab_size, dtype)
+    stream, size = _token_stream(files, separator, vocab_size, dtype), vocab_size or 0
   else:
-    _refuse(f"is for token files, but {paths[0]} is text", dtype=dtype, vocab_size=vocab_size)
     tokens = read_tokenizer(tokenizer, separator, field="TextFiles.tokenizer")
-    stamps = [(str(p.absolute()), *file_stamp(p)) for p in paths]
-    identity = "files", encoding, *stamps, *([field] if kind == "rows" else [])
-    skipped: list[str] = []
-    documents = text_documents(paths, encoding, field, tokenizer, skipped)
-    stream, size = (
-      packed(called, documents, tokens, identity, cache_dir, skipped),
-      tokens.vocab_size,
-    )
-    facts = {"tokens": stream.num_tokens, "tokenizer": tokens.key}
-  dataset = text_windows(called, stream, size, sequence_length, packing, "TextFiles.packing")
-  notes = (*notes, *dataset.notes)
-  return dataset._replace(identity=lambda: facts | file_identity(paths), notes=notes)
+    size = tokens.vocab_size
+    if is_prepared:
+      stream = of_prepared(base, files.paths, tokens, tokenizer)
+    else:
+      notes: list[str] = []
+      documents = text_documents(files.paths, encoding, field, tokenizer, notes)
+      identity = "files", encoding, *files.stamps, *([field] * (files.endings == rows.ENDINGS))
+      stream = packed(files.name, documents, tokens, identity, cache_dir, notes)
+  stream = stream._replace(notes=(*files.notes, *stream.notes))
+  dataset = text_windows(files.name, stream, size, sequence_length, packing, "TextFiles.packing")
+  return dataset._replace(identity=lambda: {**stream.facts, **file_identity(files.paths)})
 
 
 # The settings that text and tokens do not share, and their defaults.
@@ -138,75 +133,25 @@ def _refuse(problem: str, **settings: object) -> None:
       raise invalid(f"TextFiles.{name}", value, problem, "omit it")
 
 
-def _kind(name: str) -> str:
-  """Return the kind of a file by its ending: "tokens", "rows" or "txt"."""
-  if name.lower().endswith(_TOKENS):
-    return "tokens"
-  return "rows" if name.lower().endswith(rows.ENDINGS) else "txt"
-
-
 def _token_stream(
-  called: str, paths: Sequence[Path], separator: str | None, vocab_size: int | None, dtype: str
-) -> tuple[Stream, dict[str, Any]]:
-  """Return the stream of token files, and facts for the identity of the data."""
+  files: SplitFiles, separator: str | None, vocab_size: int | None, dtype: str
+) -> Stream:
+  """Return the stream of token files."""
+  first = files.paths[0]
   if vocab_size is None:
     fix = "set the vocabulary size, e.g. 50257 for GPT-2's tokenizer"
-    raise ConfigError(f"TextFiles.vocab_size=None: {paths[0]} contains token IDs; {fix}")
+    raise ConfigError(f"TextFiles.vocab_size=None: {first} contains token IDs; {fix}")
   end = None if separator is None else whole_number(separator)
   if separator is not None and (end is None or end >= vocab_size):
-    problem = f"is not a token ID below {vocab_size:,}, but {paths[0]} has tokens"
+    problem = f"is not a token ID below {vocab_size:,}, but {first} has tokens"
     raise invalid("TextFiles.separator", separator, problem, "give the ID, e.g. '0', or omit it")
-  files = [_token_file(path, dtype, vocab_size) for path in paths]
-  stream = of_files(files, end)
-  if types := {np.dtype(file.dtype).name for file in files if file.offset}:
-    note = f"{called}: tokens of {listed(sorted(types))}, as the headers say"
+  parts = [_token_file(path, dtype, vocab_size) for path in files.paths]
+  stream = of_files(parts, end)
+  if types := {np.dtype(file.dtype).name for file in parts if file.offset}:
+    note = f"{files.name}: tokens of {listed(sorted(types))}, as the headers say"
     stream = stream._replace(notes=(note,))
-  facts = {"tokens": stream.num_tokens, "dtype": ",".join({f.dtype: 0 for f in files})}
-  return stream, facts
-
-
-def split_files(
-  directory: Path, split: str, endings: Sequence[str], setting: str
-) -> tuple[list[Path], Counter[str]]:
-  """Return the files of a split by name, all of one kind, and the number of skipped files.
-
-  Args:
-    directory: the directory of the splits.
-    split: the name of a file without its ending, or of a directory.
-    endings: the endings of the files in lower case.
-    setting: the name of the settings class for messages.
-
-  Raises:
-    ConfigError: there are no files, or files of several kinds.
-  """
-  if not directory.is_dir():
-    raise ConfigError(f"{setting}.path={str(directory)!r}: no such directory; check the path")
-  base = directory / split
-  entries = sorted(os.listdir(base.parent)) if base.parent.is_dir() else []
-  names = [n for n in entries if n.startswith(base.name) and n[len(base.name) :].lower() in endings]
-  files = [base.parent / name for name in names if not (base.parent / name).is_dir()]
-  left_out: Counter[str] = Counter()
-  if base.is_dir():
-    inside = tree(str(base))
-    names = [name for name in inside.files if name.lower().endswith(tuple(endings))]
-    left_out = inside.left_out + kinds(set(inside.files) - set(names))
-    files += [base / name for name in names]
-  if not files:
-    shown = [name for name in entries if is_visible(name)]
-    problem = f"{directory} contains {few(shown, 10) or 'nothing'}"
-    if base.is_dir():
-      shown = [f"{count} {kind}" for kind, count in left_out.items()]
-      problem = f"the directory {base} contains {few(shown, 10) or 'nothing'}"
-    fix = f"give a file {split} or files in a directory {split} that end in {', '.join(endings)}"
-    raise ConfigError(f"{setting}: {problem}; {fix}")
-  sources = {path if path.parent == base.parent else base for path in files}
-  if len(sources) > 1 or len({_kind(path.name) for path in files}) > 1:
-    both = f"{files[0].name} and {files[-1].name}"
-    raise ConfigError(f"{setting}: {split!r} of {directory} has {both}; keep only one kind")
-  for path in files:
-    with contextlib.suppress(OSError), open(path, "rb") as file:
-      refuse_pointer(path, file.read(64))
-  return files, left_out
+  types = ",".join({file.dtype: 0 for file in parts})
+  return stream._replace(facts={"tokens": stream.num_tokens, "dtype": types})
 
 
 def _token_file(path: Path, dtype: str, vocab_size: int) -> TokenFile:
@@ -217,11 +162,8 @@ def _token_file(path: Path, dtype: str, vocab_size: int) -> TokenFile:
   """
   if dtype != "auto":
     _check_integer("TextFiles.dtype", dtype, dtype)
-  try:
-    with open(path, "rb") as file:
-      head, size = file.read(_SAMPLE), os.fstat(file.fileno()).st_size
-  except OSError as e:
-    raise invalid(str(path), ..., f"cannot be read: {e.strerror}", "restore it") from None
+  with open(path, "rb") as file:
+    head, size = file.read(_SAMPLE), os.fstat(file.fileno()).st_size
   if head.startswith(_NPY):
     return _with_header(path, dtype, *_npy(path))
   if path.suffix.lower() == ".npy":
@@ -310,16 +252,6 @@ def _looks_like(dtype: str, head: bytes, vocab_size: int) -> bool:
   return is_token and not is_wider and not is_narrower
 
 
-def file_stamp(path: Path) -> tuple[int, int]:
-  """Return the size and modification time of a file."""
-  try:
-    status = path.stat()
-  except OSError as e:
-    problem = f"cannot be read: {e.strerror}"
-    raise invalid(str(path), ..., problem, "restore it, or remove it") from None
-  return status.st_size, status.st_mtime_ns
-
-
 def _check_encoding(encoding: str, tokenizer: str) -> None:
   try:
     if encoding != "bytes" or tokenizer != "bytes":
@@ -348,7 +280,7 @@ def text_documents(
     ConfigError: a setting is for the other kind of files, or the encoding is unknown.
   """
   _check_encoding(encoding, tokenizer)
-  if is_rows := _kind(paths[0].name) == "rows":
+  if is_rows := paths[0].name.lower().endswith(rows.ENDINGS):
     _refuse(f"is for .txt files, but {paths[0]} has UTF-8", encoding=encoding)
   else:
     _refuse(f"is for .jsonl and .parquet files, but {paths[0]} is plain text", field=field)
@@ -356,10 +288,7 @@ def text_documents(
   def documents(path: Path) -> Iterable[bytes]:
     if is_rows:
       return rows.read_rows(path, [field], rows.text_of(field), notes, "TextFiles.field")
-    try:
-      content = path.read_bytes()
-    except OSError as e:
-      raise ConfigError(f"{path}: {e.strerror}; check the file") from None
+    content = path.read_bytes()
     return [content if encoding == "bytes" else _utf8(path, content, encoding, tokenizer)]
 
   return _batches(document for path in paths for document in documents(path))
@@ -386,25 +315,20 @@ def _utf8(path: Path, content: bytes, encoding: str, tokenizer: str) -> bytes:
     ConfigError: the text has a different encoding.
   """
   name = codecs.lookup(encoding).name
-  decoder, parts = codecs.getincrementaldecoder(encoding)(), []
-  for first in range(0, len(content), _AT_ONCE):
-    begin = first - len(decoder.getstate()[0])  # The decoder holds bytes of half a character.
-    part = content[first : first + _AT_ONCE]
-    try:
-      text = decoder.decode(part, final=first + _AT_ONCE >= len(content))
-      parts += [] if name == "utf-8" else [text.encode()]
-    except UnicodeError as e:
-      position = f" at byte {begin + e.start:,}" if isinstance(e, UnicodeDecodeError) else ""
-      fixes = [fix for magic, (_, fix) in _OTHERS.items() if content.startswith(magic)]
-      guess = "utf-16" if content[:2] in (b"\xff\xfe", b"\xfe\xff") else "latin-1"
-      remedy = f"set TextFiles.encoding, e.g. {guess!r}"
-      if codecs.lookup(guess).name == name:
-        remedy = "fix the file, or set a different TextFiles.encoding"
-      if tokenizer == "bytes":
-        remedy += ", or 'bytes' to take them as they are"
-      remedy = fixes[0] if fixes else remedy
-      raise invalid(str(path), ..., f"is not {encoding}{position}", remedy) from None
+  try:
+    text = content.decode(encoding)
+  except UnicodeError as e:
+    position = f" at byte {e.start:,}" if isinstance(e, UnicodeDecodeError) else ""
+    fixes = [fix for magic, (_, fix) in _OTHERS.items() if content.startswith(magic)]
+    guess = "utf-16" if content[:2] in (b"\xff\xfe", b"\xfe\xff") else "latin-1"
+    remedy = f"set TextFiles.encoding, e.g. {guess!r}"
+    if codecs.lookup(guess).name == name:
+      remedy = "fix the file, or set a different TextFiles.encoding"
+    if tokenizer == "bytes":
+      remedy += ", or 'bytes' to take them as they are"
+    remedy = fixes[0] if fixes else remedy
+    raise invalid(str(path), ..., f"is not {encoding}{position}", remedy) from None
   if name == "utf-8" and content.count(0) > len(content) // 8:  # It is valid, but not text.
     fix = "set TextFiles.encoding='utf-16-le' if it is text"
     raise invalid(str(path), ..., "has many zero bytes, like UTF-16", fix)
-  return (b"".join(parts) if parts else content).removeprefix(codecs.BOM_UTF8)
+  return (content if name == "utf-8" else text.encode()).removeprefix(codecs.BOM_UTF8)

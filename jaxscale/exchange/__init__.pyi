@@ -1,11 +1,12 @@
 from . import buckets as buckets
 from . import local_updates as local_updates
 from . import one_bit as one_bit
-from . import power_sgd as power_sgd
-from . import top_k as top_k
 from .base import Exchange as Exchange
+from .base import mean_for_all as mean_for_all
 from .base import plain as plain
 from .base import planned as planned
+from .base import same_for_all as same_for_all
+from .base import zero_residuals as zero_residuals
 from .low_precision import half_precision as half_precision
 from .low_precision import int8 as int8
 from .settings import AllReduce as AllReduce
@@ -16,5 +17,3 @@ from .settings import HalfPrecision as HalfPrecision
 from .settings import Int8 as Int8
 from .settings import LocalSGD as LocalSGD
 from .settings import OneBit as OneBit
-from .settings import PowerSGD as PowerSGD
-from .settings import TopK as TopK

@@ -20,7 +20,6 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxscale.collectives import Plan, sum_tree
-from jaxscale.errors import ConfigError
 
 Grads = Any  # a tree of arrays shaped like the parameters
 ExchangeState = Any  # a tree of one device's arrays
@@ -111,17 +110,6 @@ def zero_residuals(params: Any) -> Any:
   Gradients are delayed, but never lost (arXiv:1809.07599, arXiv:1901.09847).
   """
   return jax.tree.map(lambda p: jnp.zeros(jnp.shape(p), jnp.float32), params)
-
-
-def check_devices(name: str, axes: tuple[str, ...], num_devices: int) -> None:
-  """Raise if an exchange was made for a different number of devices.
-
-  Raises:
-    ConfigError: the axes do not have `num_devices` devices.
-  """
-  if (size := lax.axis_size(axes)) != num_devices:
-    problem = f"differs from the {size} devices of the axes {', '.join(axes)}; give mesh.size"
-    raise ConfigError(f"{name}.num_devices={num_devices} {problem}")
 
 
 def mean_for_all(state: Any, num_devices: int) -> Any:

@@ -202,16 +202,11 @@ def bucketed(
     reduce: array [elements] of a device -> sum over `axes`, typed invariant; it must
       accept every size. None means `lax.psum`.
 
-  Raises:
-    ConfigError: `bucket_bytes` is below 1.
-
   Example:
     >>> exchange = bucketed(("replica", "data"), bucket_bytes=4 * 2**20)
     >>> exchange.init({"w": 0.0})
     ()
   """
-  if bucket_bytes < 1:
-    raise ConfigError(f"bucket_bytes={bucket_bytes} is out of range; give 1 or more")
   sum_over = reduce or (lambda x: lax.psum(x, axes))
 
   def mean(_: int, bucket: jax.Array):

@@ -60,14 +60,11 @@ def local_sgd(every: int) -> LocalUpdate:
   Args:
     every: number of steps H between synchronizations.
 
-  Raises:
-    ConfigError: `every` is below 1.
-
   Example:
     >>> local_sgd(8).every
     8
   """
-  return LocalUpdate(_at_least_one(every), optax.sgd(1.0))
+  return LocalUpdate(every, optax.sgd(1.0))
 
 
 def diloco(every: int = 500, *, rate: float = 0.7, momentum: float = 0.9) -> LocalUpdate:
@@ -80,14 +77,11 @@ def diloco(every: int = 500, *, rate: float = 0.7, momentum: float = 0.9) -> Loc
     rate: outer learning rate r.
     momentum: outer momentum m.
 
-  Raises:
-    ConfigError: `every` is below 1.
-
   Example:
     >>> diloco(50).reset_momentum
     False
   """
-  return LocalUpdate(_at_least_one(every), optax.sgd(rate, momentum=momentum, nesterov=True))
+  return LocalUpdate(every, optax.sgd(rate, momentum=momentum, nesterov=True))
 
 
 def block_momentum(
@@ -114,20 +108,11 @@ def block_momentum(
     nesterov: use Nesterov momentum: look ahead by n S.
     reset_momentum: set the momentum of the inner optimizers to 0 at every synchronization.
 
-  Raises:
-    ConfigError: `every` or `num_workers` is below 1, or `momentum` is not in [0, 1).
-
   Example:
     >>> block_momentum(100, 8).every
     100
   """
-  if num_workers < 1:
-    raise ConfigError(f"block_momentum.num_workers={num_workers} is out of range; give 1 or more")
   decay = 1 - 1 / num_workers if momentum is None else momentum
-  if not 0 <= decay < 1:
-    problem = "is out of range; give at least 0 and less than 1"
-    usual = f"the default for {num_workers} workers is {1 - 1 / num_workers:g}"
-    raise ConfigError(f"block_momentum.momentum={decay} {problem} ({usual})")
   ahead = 1 + decay if nesterov else 1.0
 
   def init(params: Any):
@@ -144,13 +129,7 @@ def block_momentum(
     return way, BlockMomentumState(smoothed)
 
   outer = optax.GradientTransformation(init, update)
-  return LocalUpdate(_at_least_one(every), outer, reset_momentum)
-
-
-def _at_least_one(every: int) -> int:
-  if every < 1:
-    raise ConfigError(f"every={every} is out of range; give 1 step or more")
-  return every
+  return LocalUpdate(every, outer, reset_momentum)
 
 
 def block_steps(worker_batch: int, block_samples: int = BLOCK_SAMPLES) -> int:
@@ -191,14 +170,12 @@ def check_samples(num_samples: int, every: int, worker_batch: int, num_workers: 
   block = every * worker_batch * num_workers
   target = block * num_workers
   fits = max(num_samples // (worker_batch * num_workers**2), 1)
-  field, fix = f"BlockMomentum.sync_every_steps={every}", f"give {fits} or less"
+  needs = f"needs {target:,} different samples (tau N^2), but the data set has {num_samples:,}"
+  text = f"BlockMomentum.sync_every_steps={every} with {num_workers} workers {needs}"
+  text += f"; give {fits} or less, or use fewer workers"
   if num_samples < block:
-    problem = f"makes blocks of {block:,} samples with {num_workers} workers"
-    raise ConfigError(f"{field} {problem}, but the data set has only {num_samples:,}; {fix}")
-  if num_samples >= target:
-    return None
-  problem = f"with {num_workers} workers needs {target:,} different samples (tau N^2)"
-  return f"{field} {problem}, but the data set has {num_samples:,}; {fix}, or use fewer workers"
+    raise ConfigError(text)
+  return text if num_samples < target else None
 
 
 def reset_momentum(opt_state: Any) -> Any:

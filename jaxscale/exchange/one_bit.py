@@ -34,7 +34,7 @@ from jax import lax
 
 from jaxscale.collectives import add_rows
 from jaxscale.errors import ConfigError
-from jaxscale.exchange.base import Axes, Exchange, check_devices, mean_for_all, zero_residuals
+from jaxscale.exchange.base import Axes, Exchange, mean_for_all, zero_residuals
 from jaxscale.exchange.buckets import BUCKET_BYTES, exchange_groups, whole_means
 
 _VALUES = 8  # bytes of a column's two float32
@@ -104,8 +104,6 @@ def one_bit(
     >>> exchange.init({"w": jnp.zeros((64, 20))})["stripe"]["w"].shape
     (64, 3)
   """
-  if num_devices < 1:
-    raise ConfigError(f"num_devices={num_devices} is out of range; give mesh.size")
 
   def init(params: Any):
     def owner(p: jax.Array):
@@ -115,7 +113,9 @@ def one_bit(
     return {"residual": zero_residuals(params), "stripe": jax.tree.map(owner, params)}
 
   def exchange(grads: Any, state: Any):
-    check_devices("one_bit", axes, num_devices)
+    if (size := lax.axis_size(axes)) != num_devices:
+      problem = f"differs from the {size} devices of the axes {', '.join(axes)}; give mesh.size"
+      raise ConfigError(f"one_bit.num_devices={num_devices} {problem}")
     structure = jax.tree.structure(grads)
     owner = structure.flatten_up_to(state["stripe"])
 

@@ -18,7 +18,7 @@ from jaxscale.errors import ConfigError
 
 # The names for --config.exchange= (HOMES in config/choice.py lists this module).
 __all__ = ["AllReduce", "BlockMomentum", "DiLoCo", "EveryStep", "HalfPrecision", "Int8"]
-__all__ += ["LocalSGD", "OneBit", "PowerSGD", "TopK"]
+__all__ += ["LocalSGD", "OneBit"]
 
 _BUCKET = 25 * 2**20  # As in PyTorch's DistributedDataParallel, arXiv:2006.15704.
 
@@ -49,14 +49,11 @@ class AllReduce(Exchange):
 
   @property
   def is_plain(self) -> bool:
-    is_psum = self.algorithm == "psum" and self.bucket_bytes is None
+    is_psum = self.algorithm == "psum" and self.bucket_bytes is None and not self.dims
     return self.sends_whole and is_psum and not self.delayed
 
   def __post_init__(self):
     name = type(self).__name__
-    if self.dims and self.algorithm != "torus":
-      problem = f"requires algorithm='torus', not {self.algorithm!r}; change one of them"
-      raise ConfigError(f"{name}.dims={self.dims} {problem}")
     for dim in self.dims:
       axis, _, size = dim.partition(":")
       if not (axis and size.isdecimal()):
@@ -149,38 +146,6 @@ class OneBit(Compressed):
   def build(self, context: ExchangeContext) -> exchange.Exchange:
     size, count = self.bucket_bytes, context.num_devices
     return exchange.one_bit.one_bit(context.axes, num_devices=count, bucket_bytes=size)
-
-
-class TopK(OneBit):
-  """Largest elements of the gradient, with error feedback (arXiv:1809.07599).
-
-  Attributes:
-    share: the fraction of gradient elements that each device sends; must be below 1 / number of
-      devices, above which sending all of them takes fewer bytes.
-    per: the group of elements in which the largest are chosen; each "tensor" or each "bucket".
-  """
-
-  share: Annotated[float, "in (0, 1)"] = 0.01
-  per: Literal["tensor", "bucket"] = "tensor"
-
-  def build(self, context: ExchangeContext) -> exchange.Exchange:
-    options: Any = {"share": self.share, "per": self.per, "bucket_bytes": self.bucket_bytes}
-    return exchange.top_k.top_k(context.axes, num_devices=context.num_devices, **options)
-
-
-class PowerSGD(OneBit):
-  """Low-rank approximation of the gradient, with error feedback (arXiv:1905.13727).
-
-  Attributes:
-    rank: the rank of the approximation of each gradient matrix; a higher rank is more accurate
-      and sends more bytes.
-  """
-
-  rank: Count = 4
-
-  def build(self, context: ExchangeContext) -> exchange.Exchange:
-    size, seed = self.bucket_bytes, context.seed
-    return exchange.power_sgd.power_sgd(context.axes, rank=self.rank, bucket_bytes=size, seed=seed)
 
 
 class EveryStep(Sync):

@@ -11,7 +11,6 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxscale.collectives import same_everywhere
-from jaxscale.errors import ConfigError
 from jaxscale.exchange.base import Exchange, mean_for_all, plain, same_for_all
 
 
@@ -68,9 +67,6 @@ def warm_start(inner: Exchange, axes: tuple[str, ...], *, steps: int) -> Exchang
   Returns:
     An exchange. Its state has "step", int32 [], and "inner", the state of `inner`.
 
-  Raises:
-    ConfigError: the number of steps is negative.
-
   Example:
     >>> exchange = warm_start(plain(("replica", "data")), ("data",), steps=100)
     >>> exchange.init({"w": jnp.ones(2)})
@@ -78,8 +74,6 @@ def warm_start(inner: Exchange, axes: tuple[str, ...], *, steps: int) -> Exchang
 
   Source: CNTK's `distributed_after`, the number of examples before it quantises.
   """
-  if steps < 0:
-    raise ConfigError(f"warm_start.steps={steps} is out of range; give 0 or more")
   if steps == 0:
     return inner
 

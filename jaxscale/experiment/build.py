@@ -40,7 +40,7 @@ from jaxscale.experiment.loss import (
 from jaxscale.experiment.optimizer import make_optimizer, phase_rate, phase_schedule
 from jaxscale.experiment.own_classes import build
 from jaxscale.experiment.phases import Phase, phase_index, scale_velocity, step_at
-from jaxscale.mesh import batch_axes, batch_sharding, make_mesh, replicated
+from jaxscale.mesh import batch_axes, batch_sharding, make_mesh
 from jaxscale.metrics import perplexity_of, signed
 from jaxscale.metrics.text import listed
 from jaxscale.parallel.layout_exchange import exchange_axes
@@ -194,12 +194,6 @@ class Experiment(RunParts, PhaseParts):
   def abstract_state(self) -> types.TrainState:
     """Return the shapes, dtypes and shardings of the state without computing it."""
     return states.shapes_of(self._init)
-
-  def lower_init_state(self) -> Any:
-    """Return the function that creates the state, as `jax.stages.Lowered`."""
-    assert self.sync is None, "not supported with local updates"
-    seed = jax.ShapeDtypeStruct((), "int32", sharding=replicated(self.mesh))
-    return self._init.lower(seed, {})
 
   @functools.cached_property
   def example_flops(self) -> int:

@@ -59,8 +59,7 @@ def trace(
     ConfigError: no run is training in the workdir, or no trace was written.
   """
   if _owner(workdir) is None:
-    hint = "start one, or print an earlier trace by --summary"
-    raise ConfigError(f"{workdir}: no run is training in this workdir; {hint}")
+    raise ConfigError(f"{workdir}: no run is training in this workdir; start one")
   described = read_json(workdir / "config.json", {"processes": int})
   count = described.get("processes", max(processes) + 1)
   if max(processes) >= count:

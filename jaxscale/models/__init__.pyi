@@ -1,5 +1,4 @@
 from .adapters.convert import functions as functions
-from .alexnet import AlexNetModule as AlexNetModule
 from .attention import RopeScaling as RopeScaling
 from .cnn import CNNModule as CNNModule
 from .cnn import MLPModule as MLPModule
@@ -15,7 +14,6 @@ from .resnet import ResNetModule as ResNetModule
 from .resnet import make_resnet as make_resnet
 from .settings import CNN as CNN
 from .settings import MLP as MLP
-from .settings import AlexNet as AlexNet
 from .settings import ConvNeXt as ConvNeXt
 from .settings import Module as Module
 from .settings import ResNet as ResNet

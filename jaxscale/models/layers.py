@@ -157,35 +157,6 @@ def max_pool_2(x: jax.Array) -> jax.Array:
   return x
 
 
-def local_response_norm(
-  x: jax.Array, size: int = 5, alpha: float = 1e-4, k: float = 1.0
-) -> jax.Array:
-  """Local response normalisation across channels (Krizhevsky et al. 2012, §3.3).
-
-  y_c = x_c / (k + alpha / size * sum of x_i^2 over |i - c| <= size / 2)^(3/4).
-
-  Form and defaults are Caffe's (lrn_layer.cpp, models/bvlc_alexnet): alpha is divided by
-  the window size, and k is 1. The paper has k = 2 and alpha = 1e-4 without the division.
-  The computation is in float32 for any dtype of x.
-
-  Args:
-    x: inputs, [..., channels].
-    size: number of channels in the window, odd.
-    alpha: weight of the mean square.
-    k: constant term of the denominator.
-
-  Example:
-    >>> local_response_norm(jnp.ones((1, 1, 1, 5)), alpha=1.0)[0, 0, 0, 2]  # 2**-0.75
-    Array(0.59460354, dtype=float32)
-  """
-  wide = x.astype(jnp.float32)
-  window = (1,) * (x.ndim - 1) + (size,)
-  squares = lax.reduce_window(jnp.square(wide), 0.0, lax.add, window, (1,) * x.ndim, "SAME")
-  # Two roots for d^(-3/4) are 4 times faster than a power on CPU in the forward pass.
-  root = lax.rsqrt(k + alpha / size * squares)
-  return (wide * root * jnp.sqrt(root)).astype(x.dtype)
-
-
 def dropout(x: jax.Array, rate: float, keys: Keys, layer: int) -> jax.Array:
   """Apply dropout with masks that do not depend on the number of devices.
 

@@ -11,7 +11,7 @@ from jaxscale.errors import ConfigError, invalid
 from jaxscale.models import sizes
 
 # The names for --config.model= (HOMES in config/choice.py lists this module).
-__all__ = ["CNN", "MLP", "AlexNet", "ConvNeXt", "Module", "ResNet", "Transformer", "UNet", "ViT"]
+__all__ = ["CNN", "MLP", "ConvNeXt", "Module", "ResNet", "Transformer", "UNet", "ViT"]
 
 # Examples that share BatchNorm statistics: a number, "device" (a device's micro-batch) or
 # "global" (the micro-batches of all devices).
@@ -33,8 +33,16 @@ def _images(model: Model, context: ModelContext) -> dict[str, Any]:
   return {"num_classes": context.info.num_classes, "dtype": context.dtype}
 
 
-def _normalised(model: Any, context: ModelContext) -> dict[str, Any]:
-  """Return the arguments of a module with BatchNorm: settings and shared statistics."""
+def image_options(model: Any, context: ModelContext) -> dict[str, Any]:
+  """Return the arguments of an `ImageModule`: the settings, and how BatchNorm shares statistics.
+
+  Args:
+    model: the settings, a class of fields that the module has, and of `bn_span`.
+    context: the argument of `Model.build`.
+
+  Raises:
+    ConfigError: the data have no images.
+  """
   own = {k: v for k, v in dataclasses.asdict(model).items() if k != "bn_span"}
   spans = {"bn_axis_name": context.bn_axis_name, "bn_group_size": context.bn_group_size}
   return own | spans | _images(model, context)
@@ -75,35 +83,11 @@ class CNN(Model):
   dropout: Fraction = 0.0
 
   def build(self, context: ModelContext) -> Any:
-    options, pixels = _normalised(self, context), min(context.info.image_shape[:2])
+    options, pixels = image_options(self, context), min(context.info.image_shape[:2])
     if pixels >> len(self.features) == 0:
       text = f"each stage halves the {pixels} pixels; use at most {pixels.bit_length() - 1} stages"
       raise ConfigError(f"CNN.features={self.features}: {text}")
     return models.CNNModule(**options)
-
-
-class AlexNet(Model):
-  """AlexNet (NeurIPS 2012), with local response normalization or BatchNorm.
-
-  Attributes:
-    batch_norm: whether to replace local response normalization by BatchNorm (AlexNet-BN,
-      the network of the batch-32K recipes).
-    bn_span: the number of examples (>= 2) that share BatchNorm statistics; "device" is a
-      device's micro-batch, "global" is the micro-batches of all devices.
-    dropout: the probability of dropping a unit of the two hidden dense layers; 0
-      disables it.
-  """
-
-  batch_norm: bool = False
-  bn_span: Span = "device"
-  dropout: Fraction = 0.5
-
-  def build(self, context: ModelContext) -> Any:
-    module = models.AlexNetModule(**_normalised(self, context))
-    # Caffe's files subtract the mean and, with BatchNorm, also divide by 256.
-    std = (256.0,) if self.batch_norm else (1.0,)
-    info = context.info
-    return models.functions(module, info.image_shape, mean=info.mean, std=std)
 
 
 class ConvNeXt(Model):
@@ -196,7 +180,7 @@ class ResNet(Model):
   not_shared = ("width",)
 
   def build(self, context: ModelContext) -> Any:
-    return models.make_resnet(**_normalised(self, context))
+    return models.make_resnet(**image_options(self, context))
 
 
 class Transformer(Model):
@@ -302,7 +286,8 @@ class UNet(Model):
     return self.groups == 0
 
   def build(self, context: ModelContext) -> Any:
-    options, info, factor = _normalised(self, context), context.info, 2 ** (len(self.features) - 1)
+    options, info = image_options(self, context), context.info
+    factor = 2 ** (len(self.features) - 1)
     *sizes, _ = info.image_shape
     if self.groups and any(width % self.groups for width in self.features):
       problem = f"does not divide all of features={self.features}"

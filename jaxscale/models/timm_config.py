@@ -78,15 +78,15 @@ class _Family(NamedTuple):
     title: their description in messages.
     fixed: the required values of arguments that no setting corresponds to.
     settings: the setting for each other argument, and for each field of `read`.
-    read: a function of (match of `pattern`, `model_args`, fields) that returns what an
-      architecture implies.
+    read: a function of (match of `pattern`, `model_args` with the field `global_pool`) that
+      returns the arguments with what an architecture implies.
   """
 
   pattern: re.Pattern
   title: str
   fixed: dict[str, tuple]
   settings: dict[str, str]
-  read: Callable[[re.Match | None, Mapping[str, Any], Mapping[str, Any]], dict[str, Any]]
+  read: Callable[[re.Match | None, dict[str, Any]], dict[str, Any]]
 
 
 def check_timm(fields: Mapping[str, Any], model: Any, info: Any) -> Comparison:
@@ -140,57 +140,38 @@ def _architecture(fields: Mapping[str, Any]) -> str:
 def _read(family: _Family, fields: Mapping[str, Any]) -> tuple[re.Match | None, dict[str, Any]]:
   """Return the match of the architecture, and the arguments with what it implies."""
   args = fields.get("model_args")
-  args = args if isinstance(args, dict) else {}
+  args = {"global_pool": fields.get("global_pool")} | (args if isinstance(args, dict) else {})
   match = family.pattern.fullmatch(_architecture(fields))
-  saved = {k: v for k, v in args.items() if v is not None}
-  return match, saved | family.read(match, args, fields)
+  return match, family.read(match, {k: v for k, v in args.items() if v is not None})
 
 
-def _convnext_fields(
-  match: re.Match | None, args: Mapping[str, Any], fields: Mapping[str, Any]
-) -> dict[str, Any]:
-  """Return the fields that an architecture implies unless `args` has them, and its pooling."""
-  saved = {"global_pool": args.get("global_pool", fields.get("global_pool", "avg"))}
+def _convnext_fields(match: re.Match | None, args: dict[str, Any]) -> dict[str, Any]:
   if match:
     depths, width = _CONVNEXTS[match[1]]
-    saved |= {"depths": depths, "dims": tuple(width * 2**i for i in range(len(depths)))}
-    saved["norm_eps"] = args.get("norm_eps") or _NORM_EPS
-  return saved | {name: tuple(args[name]) for name in ("depths", "dims") if args.get(name)}
+    implied = {"depths": depths, "dims": tuple(width * 2**i for i in range(len(depths)))}
+    args = {"norm_eps": _NORM_EPS} | implied | args
+  return args | {name: tuple(args[name]) for name in ("depths", "dims") if name in args}
 
 
-def _resnet_fields(
-  match: re.Match | None, args: Mapping[str, Any], fields: Mapping[str, Any]
-) -> dict[str, Any]:
-  """Return the fields that an architecture implies, and its pooling."""
-  pool = args.get("global_pool", fields.get("global_pool"))
-  saved = {} if pool is None else {"global_pool": pool}
+def _resnet_fields(match: re.Match | None, args: dict[str, Any]) -> dict[str, Any]:
+  return args | ({"depth": int(match[1]), "BatchNorm's epsilon": _BN_EPSILON} if match else {})
+
+
+def _vit_fields(match: re.Match | None, args: dict[str, Any]) -> dict[str, Any]:
+  """Return arguments with what an architecture implies, and the pooling of VisionTransformer."""
+  is_gap = bool(match and match[3])
   if match:
-    saved |= {"depth": int(match[1]), "BatchNorm's epsilon": _BN_EPSILON}
-  return saved
-
-
-def _vit_fields(
-  match: re.Match | None, args: Mapping[str, Any], fields: Mapping[str, Any]
-) -> dict[str, Any]:
-  """Return the fields that an architecture implies, and its pooling, as VisionTransformer does."""
-  is_gap, saved = bool(match and match[3]), {}
-  if match:
-    saved["LayerNorm's epsilon"] = _NORM_EPS
-    saved |= zip(("embed_dim", "depth", "num_heads", "mlp_ratio"), _SIZES[match[1]], strict=True)
-    saved |= {"patch_size": int(match[2])} | ({"num_heads": 16} if is_gap else {})
-    saved |= {k: v for k, v in args.items() if v is not None}
-    saved["hidden units"] = int(saved["embed_dim"] * saved["mlp_ratio"])
-  # Without arguments, the field itself has the pooling.
-  pool = args.get("global_pool", fields.get("global_pool", "avg" if is_gap else None))
-  if match or pool is not None:
-    norm = args.get("fc_norm", False if is_gap else None)
-    has_norm = pool == "avg" if norm is None else norm
+    sizes = zip(("embed_dim", "depth", "num_heads", "mlp_ratio"), _SIZES[match[1]], strict=True)
+    implied = dict(sizes) | ({"num_heads": 16} if is_gap else {})
+    args = {"LayerNorm's epsilon": _NORM_EPS, "patch_size": int(match[2])} | implied | args
+    args["hidden units"] = int(args["embed_dim"] * args["mlp_ratio"])
+  pool = args.get("global_pool", "avg" if is_gap else "token")
+  if match or "global_pool" in args:
+    has_norm = args.get("fc_norm", pool == "avg" and not is_gap)
     has_token = args.get("class_token", not is_gap)
-    form = f"{pool or 'token'}, class_token={has_token}, fc_norm={has_norm}"
-    saved["global_pool"] = form
-    if form in _POOLS:
-      saved["pool"] = _POOLS[form]
-  return saved
+    args |= {"global_pool": f"{pool or 'token'}, class_token={has_token}, fc_norm={has_norm}"}
+    args |= {"pool": _POOLS[args["global_pool"]]} if args["global_pool"] in _POOLS else {}
+  return args
 
 
 _RESNET_SETTINGS = {"depth": "depth", "BatchNorm's epsilon": "bn_epsilon"}

@@ -106,17 +106,17 @@ def read_program(train_step: Any) -> Program | None:
 
 def _memory() -> dict[str, float]:
   """Return the memory of this process's fullest device in GB; empty if unknown."""
-  stats = [s for d in jax.local_devices() if (s := d.memory_stats())] or _resident()
-  names = {"bytes_in_use": "memory_gb", "peak_bytes_in_use": "peak_memory_gb"}
-  known = {key for key in names if stats and all(key in s for s in stats)}
-  return {names[key]: max(s[key] for s in stats) / 1e9 for key in names if key in known}
+  stats = [s for d in jax.local_devices() if (s := d.memory_stats())] or [_resident()]
+  names = {"memory_gb": "bytes_in_use", "peak_memory_gb": "peak_bytes_in_use"}
+  known = {name: key for name, key in names.items() if all(key in s for s in stats)}
+  return {name: max(s[key] for s in stats) / 1e9 for name, key in known.items()}
 
 
-def _resident() -> list[dict[str, float]]:
+def _resident() -> dict[str, float]:
   """Return this process's memory, divided equally between its simulated devices."""
   with contextlib.suppress(OSError):  # Only Linux has /proc.
     names = {"VmRSS": "bytes_in_use", "VmHWM": "peak_bytes_in_use"}
     sizes = re.findall(r"(\w+):\s+(\d+) kB", Path("/proc/self/status").read_text())
     share = 1024 / jax.local_device_count()
-    return [{names[k]: share * int(size) for k, size in sizes if k in names}]
-  return []
+    return {names[k]: share * int(size) for k, size in sizes if k in names}
+  return {}

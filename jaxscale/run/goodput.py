@@ -31,6 +31,7 @@ events (axlearn/common/measurement.py), with evaluation and the queue added.
 
 from __future__ import annotations
 
+import collections
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
@@ -168,27 +169,19 @@ def goodput(
   if not starts:
     return None
   all_waits = [*filter(None, (lines[-1].queued for lines in starts)), *waits]
-  spent, segments = dict.fromkeys(CATEGORIES, 0.0), []
-  end = min(starts[0][0].start, *(queued for queued, _ in all_waits), math.inf)
-  was_done = False
+  end, was_done = min(starts[0][0].start, *(queued for queued, _ in all_waits), math.inf), False
+  parts, segments = [], []
   for lines, later in itertools.zip_longest(starts, starts[1:]):
-    begin = lines[0].start
     if not was_done:
-      _add(spent, _gap(end, begin, all_waits, before_start=True))
+      parts.append(_gap(end, lines[0].start, all_waits, before_start=True))
     # If two processes overlap, the later one owns the workdir.
-    segments += _segments(lines, later[0].start if later else math.inf)
-    end = min(lines[-1].time, later[0].start if later else math.inf)
-    was_done = lines[-1].done
+    cut = later[0].start if later else math.inf
+    segments += _segments(lines, cut)
+    end, was_done = min(lines[-1].time, cut), lines[-1].done
   if until > end and not was_done:
-    _add(spent, _gap(end, until, all_waits))
-  for part in _without_lost(segments):
-    _add(spent, part)
-  return Goodput(spent)
-
-
-def _add(spent: dict[str, float], part: dict[str, float]) -> None:
-  for name, seconds in part.items():
-    spent[name] += seconds
+    parts.append(_gap(end, until, all_waits))
+  parts += _without_lost(segments)
+  return Goodput({name: sum(part.get(name, 0.0) for part in parts) for name in CATEGORIES})
 
 
 def _gap(
@@ -234,15 +227,12 @@ def _segments(lines: Sequence[Activity], cut: float) -> Iterator[_Segment]:
     seconds = {n: max(s - before.seconds.get(n, 0.0), 0.0) for n, s in line.seconds.items()}
     # The sum differs from the length by rounding, and by more if a line is damaged.
     recorded = sum(seconds.values())
-    if recorded > 0:
-      seconds = {name: s * (length / recorded) for name, s in seconds.items()}
-    else:
-      seconds = {"": length}
+    exact = {name: s * (length / recorded) for name, s in seconds.items() if recorded > 0}
     resumed = line.resumed[-1] if line.resumed else None
     is_same = len(line.resumed) == len(before.resumed)
     first = before.step if is_same else line.resumed[-1] + 1 if line.resumed else 0
     attempt = start, len(line.resumed)
-    yield _Segment(attempt, resumed, first, max(line.step, first), seconds)
+    yield _Segment(attempt, resumed, first, max(line.step, first), exact or {"": length})
     before = line
 
 
@@ -259,7 +249,7 @@ def _without_lost(segments: Sequence[_Segment]) -> Iterator[dict[str, float]]:
     newer = segment
     steps = segment.last + 1 - segment.first
     kept = min(max((limit + 1 - segment.first) / steps, 0.0), 1.0)
-    part = dict.fromkeys(CATEGORIES, 0.0)
+    part = collections.defaultdict(float)
     for activity, seconds in segment.seconds.items():
       counted = seconds * kept if activity in _OF_STEPS else seconds
       part[_CATEGORY.get(activity, "other")] += counted

@@ -9,7 +9,7 @@ from concurrent.futures import Future
 import jax
 from jax.sharding import Mesh
 
-from jaxscale import data
+from jaxscale import cluster, data
 from jaxscale.cluster.watch.stop_consensus import StopRequested
 from jaxscale.cluster.watch.watch import Watch
 from jaxscale.data.dataset import Batch
@@ -179,7 +179,9 @@ def evaluate(run: Run, step: int, state: TrainState) -> TrainState:
       with run.programs.turn():
         lowered.compile()  # The first call finds the program in JAX's cache.
     size, mesh = experiment.derived.eval_batch_size, experiment.mesh
-    batches = data.eval_batches(experiment.eval_data, size, shard=host_shard(mesh))
+    threads = experiment.config.input_threads or cluster.share_of_cores()
+    options = {"shard": host_shard(mesh), "num_threads": threads}
+    batches = data.eval_batches(experiment.eval_data, size, **options)
     # After the first batch a hang is a fault of the input, not a compilation.
     on_devices = until_stopped(batches, mesh, run.watch, step, "evaluating")
     try:

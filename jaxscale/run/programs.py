@@ -31,7 +31,7 @@ from jax.experimental.compilation_cache import compilation_cache
 from jaxscale import cluster
 from jaxscale.cluster import jax_internals
 from jaxscale.config import Compilation
-from jaxscale.data.dataset import user_cache
+from jaxscale.data.caches import user_cache
 from jaxscale.files import read_bytes, readable_text, replace_text, unsafe_owner
 from jaxscale.metrics.log import logger
 

@@ -97,7 +97,8 @@ class Reporter:
 
   def trained(self, step: int, values: dict[str, float]) -> None:
     """Log the metrics of a training step."""
-    experiment, rate = self._experiment, self._progress.rate(self._examples(step))
+    experiment, examples = self._experiment, self._examples(step)
+    rate = self._progress.rate(examples)
     perf = {"examples_per_s": rate, "input_wait": self._input_wait()}
     perf["step_s"] = experiment.phase.batch_size / rate
     if cluster.is_leader():  # Only the leader shows it.
@@ -117,19 +118,12 @@ class Reporter:
       # exp of a smoothed loss is not a perplexity; the evaluation's loss is not smoothed.
       if "loss" in finite and not experiment.config.loss.label_smoothing:
         finite |= metrics.perplexity_of(finite["loss"], info.bytes_per_token)
-    self.write(
-      step, "train", finite | {"epoch": self._examples(step) / experiment.derived.num_train}
-    )
+    self.write(step, "train", finite | {"epoch": examples / experiment.derived.num_train})
     if progress := experiment.train_data.progress:
-      self.write(step, "data", progress(self._examples(step)))
+      self.write(step, "data", progress(examples))
     self.write(step, "perf", perf)
     if ratios and self._writer is not None:
       self._writer.write(step, ratios)
-
-  def measured(self, step: int, text: str, values: dict[str, float]) -> None:
-    """Log measurements made before training."""
-    logger.info(text)
-    self.write(step, "perf", values)
 
   def count_damaged(self) -> int:
     """Return the number of distinct damaged examples; log them if some are new.

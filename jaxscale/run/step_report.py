@@ -19,7 +19,7 @@ from __future__ import annotations
 import functools
 import platform
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -86,52 +86,27 @@ class Report(NamedTuple):
     }
 
 
-def time_exchange(
-  train_step: TrainStep, silent_step: TrainStep, state, batch, *, rounds: int = ROUNDS
-) -> tuple[list[float], list[float], TrainState]:
-  """Time every round with and without the exchange, in seconds; all processes call it.
+def time_steps(
+  steps: Mapping[str, TrainStep], state: TrainState, batch: Batch, rounds: int = ROUNDS
+) -> tuple[dict[str, list[float]], TrainState]:
+  """Time steps on one state, in turns; all processes that share the mesh call it.
 
   Args:
-    train_step: the compiled step, which donates its state.
-    silent_step: the compiled step without the exchange, for the same state.
-    state: the state, which is donated, so pass a copy; its replicas diverge.
-    batch: the global batch on the devices, used in every step.
-    rounds: the number of rounds; each runs both steps once, after two uncounted rounds.
+    steps: the compiled steps by name; they donate their state.
+    state: the state, which is donated, so pass a copy; without an exchange its replicas
+      diverge.
+    batch: the batch on the devices, used in every step.
+    rounds: the number of rounds; each runs all steps once, after two uncounted rounds.
 
   Returns:
-    The seconds with the exchange, the seconds without it, and the last state.
+    The seconds of each step by round, and the last state.
 
   Example:
-    >>> took, without, _ = time_exchange(step, silent_step, copy, batch)
+    >>> seconds, _ = time_steps({"with": step, "without": silent_step}, copy, batch)
     ...                                                      # doctest: +SKIP
   """
-  steps = {"with": train_step, "without": silent_step}
-  seconds, state = _steps_in_turns(steps, state, batch, rounds)
-  return seconds["with"], seconds["without"], state
 
-
-def time_alone(
-  local_step: TrainStep, state: TrainState, batch: Batch, *, rounds: int = ROUNDS
-) -> tuple[Alone, ...]:
-  """Return every process's median step time on its own devices; all processes call it.
-
-  Args:
-    local_step: the step on a mesh of the process's own devices.
-    state: the state on that mesh, which is donated.
-    batch: the batch on that mesh, which is not donated.
-    rounds: the number of steps, after two uncounted ones.
-  """
-  # All processes compile before any of them measures.
-  state, _ = jax.block_until_ready(local_step(state, batch))
-  cluster.barrier("step report")
-  seconds, _ = _steps_in_turns({"alone": local_step}, state, batch, rounds)
-  return _gather_alone(seconds["alone"])
-
-
-def _steps_in_turns(steps: dict[str, TrainStep], state, batch, rounds: int):
-  """Return the seconds of each step by round, and the last state; steps donate the state."""
-
-  def call(step):
+  def call(step: TrainStep) -> tuple[TrainState, Any]:
     nonlocal state
     state, metrics = step(state, batch)
     return state, metrics
@@ -140,7 +115,8 @@ def _steps_in_turns(steps: dict[str, TrainStep], state, batch, rounds: int):
   return in_turns(calls, rounds), state
 
 
-def _gather_alone(seconds: Sequence[float]) -> tuple[Alone, ...]:
+def gather_alone(seconds: Sequence[float]) -> tuple[Alone, ...]:
+  """Return every process's median of its step times; all processes call it."""
   own = jax.process_index(), platform.node(), statistics.median(seconds)
   return tuple(Alone(*found) for found in cluster.gather(own))
 
@@ -217,7 +193,7 @@ def measure(
     train_step: the phase's compiled step.
     state: the state that the run continues with.
     batch: a global batch on the devices.
-    rounds: the number of rounds, as for `time_exchange`.
+    rounds: the number of rounds, as for `time_steps`.
   """
   mesh, sync, every = experiment.mesh, experiment.sync, 1
   none = silent(experiment.exchange, mesh.axis_names)
@@ -235,18 +211,22 @@ def measure(
   copy = jax.jit(copying, out_shardings=state_shardings(mesh))(state)
   # Time a step from the middle of training, not the special first steps.
   copy = copy._replace(exchange_state=past_warm_start(copy.exchange_state))
-  steps = train_step, silent_step
-  took, without, copy = time_exchange(*steps, copy, batch, rounds=rounds)
+  steps = {"with": train_step, "without": silent_step}
+  seconds, copy = time_steps(steps, copy, batch, rounds)
+  alone = without = seconds["without"]
   # Local SGD pays for a synchronization once in so many steps.
-  took = [b + (a - b) / every for a, b in zip(took, without, strict=True)]
-  if jax.process_count() == 1:  # This process's devices are all devices.
-    return make_report(took, without, _gather_alone(without))
-  here = [d for d in mesh.devices.flat if d.process_index == jax.process_index()]
-  own = submesh(mesh, here)
-  # This step is never run with an exchange; the real one may not fit this number of devices.
-  local_step = quiet.replace(mesh=own, exchange=none).train_step
-  alone = time_alone(local_step, *_on(own, copy, batch), rounds=rounds)
-  return make_report(took, without, alone)
+  took = [b + (a - b) / every for a, b in zip(seconds["with"], without, strict=True)]
+  if jax.process_count() > 1:  # Otherwise this process's devices are all devices.
+    here = [d for d in mesh.devices.flat if d.process_index == jax.process_index()]
+    own = submesh(mesh, here)
+    # This step is never run with an exchange; the real one may not fit this number of devices.
+    local_step = quiet.replace(mesh=own, exchange=none).train_step
+    copy, batch = _on(own, copy, batch)
+    # All processes compile before any of them measures.
+    copy, _ = jax.block_until_ready(local_step(copy, batch))
+    cluster.barrier("step report")
+    alone = time_steps({"alone": local_step}, copy, batch, rounds)[0]["alone"]
+  return make_report(took, without, gather_alone(alone))
 
 
 def _on(mesh: Mesh, state: TrainState, batch: Batch) -> tuple[TrainState, Batch]:

@@ -64,16 +64,15 @@ def summarize(run: Run, state: TrainState) -> dict[str, Any]:
   config, target = experiment.config, run.target()
   names = getattr(experiment.train_data.info, "class_names", ())
   step, seconds = (target.step, target.seconds) if target else (None, None)
-  is_at_end = run.is_over(done)
+  is_done = run.is_over(done) and run.evaluation_at(done) is not None
   before = metrics.read_json(run.workdir / "summary.json")
   if seconds is None and before.get("target_step") == step:  # The run only evaluated again.
     seconds = before.get("target_seconds")
   took = time.monotonic() - run.began
   if run.start == done == before.get("step"):
     took = before.get("seconds", took)
-  is_evaluated = run.evaluation_at(done) is not None
   return {
-    "outcome": "done" if is_at_end and is_evaluated else "interrupted",
+    "outcome": "done" if is_done else "interrupted",
     "step": done,
     "total_steps": run.total_steps,
     **run.evaluation,

@@ -45,9 +45,7 @@ class Tracer(contextlib.AbstractContextManager["Tracer"]):
     self._workdir, self._log = workdir, log
     self._plan = f"log.profile={log.profile}"
     self._rank, self._count = jax.process_index(), jax.process_count()
-    self._planned = None
-    if self._rank in log.profile_processes:
-      self._planned = log.profiled_steps()
+    self._planned = log.profiled_steps() if self._rank in log.profile_processes else None
     self._poll_s, self._next_poll = max(_POLL_S, self._count / _POLLS_PER_S), 0.0
     self._answered = ""  # the name of the last request
     self._next = "", 0  # the name and number of steps of the trace that is due
@@ -131,8 +129,8 @@ class Tracer(contextlib.AbstractContextManager["Tracer"]):
     except Exception as e:  # JAX's errors share no class, and none may end a run.
       self._failed(e)
     else:
-      where = f"`jaxscale profile --summary {self._target}`"
-      self._log_line(f"traced steps {self._first} to {last}: {where}")
+      folder = self._workdir / trace_request.FOLDER
+      self._log_line(f"traced steps {self._first} to {last}: `xprof --logdir {folder}`")
     finally:
       shutil.rmtree(self._scratch, ignore_errors=True)
 

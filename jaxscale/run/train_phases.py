@@ -79,7 +79,8 @@ def _report_step(run: Run, train_step: TrainStep, state: TrainState, batch: Batc
 
   report = step_report.measure(run.experiment, train_step, state, batch)
   sizes = {"rows": run.experiment.phase.batch_size, "num_devices": run.experiment.mesh.size}
-  run.reporter.measured(int(state.step), step_report.text(report, **sizes), report.metrics())
+  logger.info(step_report.text(report, **sizes))
+  run.reporter.write(int(state.step), "perf", report.metrics())
 
 
 def train_batches(experiment: build.Experiment, step: int) -> Iterator[Batch]:
@@ -90,7 +91,7 @@ def train_batches(experiment: build.Experiment, step: int) -> Iterator[Batch]:
     seed=experiment.config.seed,
     position=examples_at(experiment.derived.phases, step),
     shard=host_shard(experiment.mesh),
-    num_threads=experiment.config.input_threads,
+    num_threads=experiment.config.input_threads or cluster.share_of_cores(),
   )
   return data.to_device(batches, experiment.mesh)
 

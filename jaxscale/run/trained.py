@@ -15,8 +15,8 @@ import numpy as np
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
+from jaxscale import cluster, data, models
 from jaxscale import config as cfg
-from jaxscale import data, models
 from jaxscale.checkpoint import load_params
 from jaxscale.collectives.cpu_workarounds import one_at_a_time
 from jaxscale.config.record import Described, describe_run
@@ -125,7 +125,7 @@ class Trained:
 
   def batches(self, dataset: data.Dataset, size: int) -> Iterator[data.dataset.Batch]:
     """Yield this host's rows of each batch of a dataset, loaded by several threads."""
-    threads = self.config.input_threads or len(os.sched_getaffinity(0))
+    threads = self.config.input_threads or cluster.share_of_cores()
     return data.eval_batches(dataset, size, shard=host_shard(self.mesh), num_threads=threads)
 
   def run(

@@ -6,9 +6,9 @@
     update          optax on global arrays under plain jit
 
 All three are in one `jax.jit`, so that the compiler sees the whole step. Traces show them
-by the scopes "gradients", "exchange" and "update" (`planning.trace`). Parameters are cast
-to varying *before* the loss: with `check_vma=True` `jax.grad` would otherwise all-reduce
-the gradients itself, in the dtype to which the forward pass casts.
+by the scopes "gradients", "exchange" and "update". Parameters are cast to varying *before*
+the loss: with `check_vma=True` `jax.grad` would otherwise all-reduce the gradients itself,
+in the dtype to which the forward pass casts.
 """
 
 from __future__ import annotations

@@ -13,6 +13,7 @@ import ml_dtypes
 import numpy as np
 
 from jaxscale.errors import ConfigError
+from jaxscale.mesh import array_from_parts
 from jaxscale.optim.tree_paths import path_name
 from jaxscale.weights.fit import fit
 from jaxscale.weights.names import ARRANGEMENTS, Link, Naming, guess, naming_of
@@ -183,25 +184,11 @@ def _advice(naming: str, stored: Mapping[str, Stored], is_head: bool) -> str:
 
 
 def _load(leaf: Any, sources: _Sources) -> jax.Array:
-  """Load one array; the devices get their parts one after another.
-
-  `jax.make_array_from_callback` would hold all parts on the host at once, and keep them there
-  until Python's next garbage collection.
-  """
-  shape, dtype = leaf.shape, np.dtype(leaf.dtype)
-  sharding = getattr(leaf, "sharding", None)
-  if sharding is None:
-    return jnp.asarray(_read(tuple((0, n) for n in shape), dtype, sources))
-  owners: dict[Any, list[Any]] = {}
-  for device, index in sharding.addressable_devices_indices_map(shape).items():
-    ranges = tuple(s.indices(n)[:2] for s, n in zip(index or (), shape, strict=True))
-    owners.setdefault(ranges, []).append(device)
-  parts = []
-  for ranges, devices in owners.items():
-    part = _read(ranges, dtype, sources)
-    parts += [jax.device_put(part, device) for device in devices]
-    jax.block_until_ready(parts)  # The host holds only one part at a time.
-  return jax.make_array_from_single_device_arrays(shape, sharding, parts, dtype=dtype)
+  """Load one array; the devices get their parts one after another."""
+  dtype = np.dtype(leaf.dtype)
+  if getattr(leaf, "sharding", None) is None:
+    return jnp.asarray(_read(tuple((0, n) for n in leaf.shape), dtype, sources))
+  return array_from_parts(leaf, lambda ranges: _read(ranges, dtype, sources))
 
 
 def _read(ranges: tuple[tuple[int, int], ...], dtype: np.dtype, sources: _Sources) -> np.ndarray:

@@ -34,6 +34,7 @@ CONFIGS = """
   alexnet_bn_32k.py resnet101_imagenet22k.py llama_1b.py llama_7b.py:h100 sam.py gan.py
   clip.py clip.py:siglip simclr.py moco.py distill.py dqn.py sft_chat.py mixture_text.py
   vit_finetune.py vit_finetune.py:head vit_finetune.py:whole field_unet.py
+  exchange_top_k.py exchange_power_sgd.py
 """
 # One of most kinds of model, optimizer and exchange; the others are slow.
 QUICK = """
@@ -60,7 +61,7 @@ def fake_folder(directory, **options):
 
 def fake_text(directory, split, *, vocab_size, sequence_length, **options):
   """Return a dataset of token files without data."""
-  info = data.TextInfo(directory, vocab_size, sequence_length)
+  info = data.TextInfo(directory, vocab_size or 256, sequence_length)  # None: bytes
   return data.Dataset(info, 1_000_000, lambda indices, draws: {})
 
 

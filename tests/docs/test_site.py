@@ -10,7 +10,7 @@ import runpy
 import pytest
 
 from jaxscale import cli, errors
-from jaxscale.config.help import entries, field_names
+from jaxscale.config.help import entries
 from support.paths import ROOT
 
 REFERENCE = ROOT / "docs" / "reference"
@@ -91,7 +91,7 @@ def test_every_config_is_a_recipe(generate):
 
 
 def test_settings_that_how_to_pages_name_exist():
-  names = {*field_names(None)}
+  names = {e.path for e in entries(None)}
   branches = "|".join({name.partition(".")[0] for name in names if "." in name})
   for path in sorted((ROOT / "docs" / "howto").glob("*.md")):
     named = re.findall(rf"[` .]((?:{branches})\.[a-z_]+)(?:=|`)", path.read_text())

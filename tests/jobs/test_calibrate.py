@@ -6,10 +6,14 @@ import jax
 import pytest
 
 from jaxscale import cli
+from jaxscale.config.config_file import load_file
 from jaxscale.jobs.site import load_site, site_from
-from jaxscale.planning import calibrate, plan_report
+from jaxscale.planning import plan_report
 from jaxscale.planning.machine import Machine, rates_of
 from support.errors import config_error
+from support.paths import ROOT
+
+calibrate = load_file(ROOT / "benchmarks" / "calibrate.py")
 
 TINY = calibrate.Sizes(turns=2, product=64, images=1, floats=1024, payloads=(4096, 8192))
 
@@ -104,9 +108,9 @@ def test_a_bad_table_is_one_line(name):
 
 
 @pytest.mark.slow
-def test_the_command_prints_a_table(capsys, monkeypatch):
+def test_the_script_prints_a_table(capsys, monkeypatch):
   monkeypatch.setattr(calibrate, "CPU", TINY)
-  assert cli.main(["plan", "--calibrate"]) == 0
+  calibrate.main()
   out = capsys.readouterr().out
   assert tomllib.loads(out)["machine"]["chip"] == "cpu" and out.startswith("# ")
 

@@ -1,8 +1,7 @@
-"""The one command: its parser, its help, names of configs, tab completion."""
+"""The one command: its parser, its help, names of configs."""
 
 import re
 import shlex
-import subprocess
 
 import pytest
 
@@ -64,7 +63,6 @@ train --config=digit | no packaged config, did you mean 'digits'?
 train --config=digits --workdir= | --workdir=: give a directory
 train --config=digits --workdir=gs://b/x | mount a bucket as one
 train --confg digits | did you mean '--config'?
-completion fish | fish: give one of bash, zsh
 """)
 
 
@@ -153,36 +151,3 @@ def test_packaged_configs_have_names(tmp_path, monkeypatch):
   monkeypatch.chdir(tmp_path)
   assert packaged.locate("resnet50_lars:8192") == (f"{ROOT}/configs/resnet50_lars.py:8192")
   assert packaged.locate("mine.py:x") == "mine.py:x"
-
-
-COMPLETED = [
-  ("tra", "train"),
-  ("train --work", "--workdir"),
-  ("train --config.optimizer.lr", "--config.optimizer.lr"),
-  ("train --config digi", "digits"),
-  ("train --config digits --config.epochs 3 --accept", "--accept-changes"),
-  ("export --naming ti", "timm"),
-  ("export --to fir", "first.safetensors"),
-  ("completion ", "bash zsh"),
-]
-
-
-@pytest.mark.parametrize("words, expected", COMPLETED)
-def test_bash_completes(words, expected, tmp_path, capsys):
-  (tmp_path / "first.safetensors").touch()
-  assert cli.main(["completion", "bash"]) == 0
-  line = f"jaxscale {words}".split(" ")
-  script = (
-    f"{capsys.readouterr().out}\ncompopt() {{ :; }}\nCOMP_WORDS=({shlex.join(line)})\n"
-    f'COMP_CWORD={len(line) - 1}; _shtab_jaxscale; echo "${{COMPREPLY[@]}}"'
-  )
-  options = dict(capture_output=True, text=True, timeout=60)
-  done = subprocess.run(["bash"], input=script, cwd=tmp_path, **options)
-  assert done.stdout == f"{expected}\n" and not done.stderr
-
-
-def test_zsh_completes_the_same_words(capsys):
-  assert cli.main(["completion", "zsh"]) == 0
-  script = capsys.readouterr().out
-  for text in ("train)", '"--config.optimizer.lr[', ":(jaxscale timm ", " digits "):
-    assert text in script, text

@@ -4,7 +4,7 @@ from support.preflight_process import HOSTS, answers, only, preflight, start, wr
 
 
 def test_a_good_allocation_is_ready_without_jax_within_seconds(tmp_path):
-  processes = start(HOSTS, [f"--workdir={tmp_path / 'runs'}", "--skip=devices,network,disk"])
+  processes = start(HOSTS, [f"--workdir={tmp_path / 'runs'}", "--skip=devices,disk"])
   reported = answers(processes)
   findings, seconds, imports_jax = reported[0]
   assert len(reported) == 4 and not wrong(findings) and not imports_jax

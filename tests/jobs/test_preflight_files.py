@@ -58,12 +58,13 @@ def test_a_workdir_that_is_not_shared_is_refused(tmp_path):
     from pathlib import Path
     from jaxscale.jobs.preflight import shared_files
     shared_files.SEEN_S = 0.5
-    real = shared_files._make_folder
-    def enter(group, workdir):
-      found = Path({str(tmp_path)!r}) / f"local-{{rank}}" / real(group, workdir).name
-      found.mkdir(parents=True)
-      return found
-    if rank == 2: shared_files._make_folder = enter
+    real = shared_files.broadcast
+    def enter(group, step, value):
+      folder, error = real(group, step, value)
+      local = Path({str(tmp_path)!r}) / f"local-{{rank}}" / Path(folder).name
+      local.mkdir(parents=True)
+      return str(local), error
+    if rank == 2: shared_files.broadcast = enter
   """
   (reported,) = preflight(HOSTS[:3], only("files"), f"--workdir={tmp_path / 'w'}", patch=patch)
   assert not reported.ok and ": n3 and n1 do not see each other's files" in reported.text

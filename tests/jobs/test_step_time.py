@@ -22,6 +22,7 @@ from jaxscale.planning.topologies import Chips
 from jaxscale.training.flops import count_flops
 from support.configs import small_config
 from support.errors import config_error
+from support.recipes import AlexNetModule
 
 # A chip of 1 TFLOP/s and 1 GB/s, of which kernels reach all, and no other seconds.
 PLAIN = dict(peak_bfloat16=2e12, peak_float32=1e12, bandwidth=1e9, launch=0.0, units=1)
@@ -309,7 +310,7 @@ def test_a_site_sets_its_hosts():
 
 
 RESNET50 = models.ResNetModule((3, 4, 6, 3), bottleneck=True, num_classes=1000)
-PUBLISHED = [(models.AlexNetModule(num_classes=1000), 227, 24.6), (RESNET50, 224, 308)]
+PUBLISHED = [(AlexNetModule(num_classes=1000), 227, 24.6), (RESNET50, 224, 308)]
 
 
 @pytest.mark.parametrize("module, size, published", PUBLISHED)

@@ -174,17 +174,15 @@ def test_whether_a_run_trains_is_known_by_its_lock(tmp_path):
 MISTAKES = table(r"""
 no/such/run | no/such/run: no such run
 xxx | : no such run
-x\0y --summary | : no such run
+x\0y | : no such run
  | RUN: missing
---summary | RUN: missing
+--summary RUN | --summary: not an option
 RUN other | other: profile takes one run
 RUN --steps=0 | --steps=0: give a whole number in [1, 100]
 RUN --processes=0,x | --processes=0,x: give whole numbers
 RUN --processes=-1 | --processes=-1: give whole numbers
 RUN --processes=2 | --processes=2: out of range for this run; give 0 … 1
-RUN --summary | no trace, use a folder with
-RUN/config.json --summary | config.json: not a trace; use
-RUN/old | no run is training in this workdir; start one, or print an earlier trace
+RUN/old | no run is training in this workdir; start one
 """)
 
 

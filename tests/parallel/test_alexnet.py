@@ -10,11 +10,11 @@ import pytest
 
 from jaxscale import models, optim
 from jaxscale.mesh import batch_sharding, make_mesh
-from jaxscale.models.layers import local_response_norm
 from jaxscale.training import losses
 from jaxscale.training.state import abstract_state
 from jaxscale.training.step import make_train_step
 from support.errors import config_error
+from support.recipes import AlexNetModule, alexnet_bn_32k
 
 # (name, kernel size, inputs per group, outputs), as the prototxt files list them.
 CONVS = [("conv1", 11, 3, 96), ("conv2", 5, 96 // 2, 256), ("conv3", 3, 256, 384)]
@@ -26,7 +26,7 @@ SIZE = 67  # the least: one position reaches fc6
 
 @pytest.mark.parametrize("batch_norm", [False, True])
 def test_parameters_are_those_of_the_files(batch_norm):
-  model = models.AlexNetModule(num_classes=1000, batch_norm=batch_norm)
+  model = AlexNetModule(num_classes=1000, batch_norm=batch_norm)
   fns = models.functions(model, (227, 227, 3))
   params, _ = jax.eval_shape(fns.init, jax.random.key(0))
   kernels = {name: (size, size, width, out) for name, size, width, out in CONVS}
@@ -42,7 +42,7 @@ def test_parameters_are_those_of_the_files(batch_norm):
 
 @functools.cache
 def tiny(batch_norm, **options):
-  model = models.AlexNetModule(num_classes=5, batch_norm=batch_norm, hidden=24, **options)
+  model = AlexNetModule(num_classes=5, batch_norm=batch_norm, hidden=24, **options)
   fns = models.functions(model, (SIZE, SIZE, 3), mean=(110.0,), std=(4.0,))
   params, state = jax.jit(fns.init)(jax.random.key(0))
   return fns, params, state
@@ -134,7 +134,7 @@ def test_the_network_equals_float64(batch_norm):
 def test_local_response_norm_equals_caffes_loop(dtype):
   rng = np.random.default_rng(1)
   x, g = (jnp.array(rng.normal(0, 50, (2, 3, 3, 7)), dtype) for _ in range(2))
-  y, vjp = jax.vjp(local_response_norm, x)
+  y, vjp = jax.vjp(alexnet_bn_32k.local_response_norm, x)
   wide, wide_g = (np.asarray(v, np.float64) for v in (x, g))
   wanted = np_lrn(wide)
   tolerance = 1e-5 if dtype == jnp.float32 else 1e-2
@@ -148,7 +148,7 @@ def test_local_response_norm_equals_caffes_loop(dtype):
 
 @pytest.mark.parametrize("batch_norm", [False, True])
 def test_bfloat16_keeps_float32_parameters_and_logits(batch_norm):
-  model = models.AlexNetModule(num_classes=5, batch_norm=batch_norm, dtype=jnp.bfloat16)
+  model = AlexNetModule(num_classes=5, batch_norm=batch_norm, dtype=jnp.bfloat16)
   fns = models.functions(model, (227, 227, 3))
 
   def train(key, images):
@@ -164,7 +164,7 @@ def test_bfloat16_keeps_float32_parameters_and_logits(batch_norm):
 @pytest.mark.parametrize("batch_norm", [False, True])
 def test_the_train_step_lowers_for_eight_devices(batch_norm):
   mesh = make_mesh(bn_devices=2)
-  model = models.AlexNetModule(num_classes=5, batch_norm=batch_norm, bn_axis_name=("bn",))
+  model = AlexNetModule(num_classes=5, batch_norm=batch_norm, bn_axis_name=("bn",))
   fns = models.functions(model, (227, 227, 3), std=(256.0,))
   tx = optim.sgd(0.1)
   step = make_train_step(losses.classification_loss(fns.apply), tx, mesh)
@@ -178,6 +178,6 @@ def test_the_train_step_lowers_for_eight_devices(batch_norm):
 
 
 def test_images_too_small_are_one_line():
-  model = models.functions(models.AlexNetModule(num_classes=5, batch_norm=True), (66, 80, 3))
+  model = models.functions(AlexNetModule(num_classes=5, batch_norm=True), (66, 80, 3))
   with config_error(match=r"^image_size=66 .*; give 67 or more"):
     jax.eval_shape(model.init, jax.random.key(0))

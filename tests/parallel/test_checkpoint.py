@@ -260,7 +260,7 @@ def without_bias(start):
 
 UNNOTICED = {
   "merge": (lambda merge: lambda directory: None, None),
-  "start_writing": (without_bias, "params/Dense_0/bias differs between the disk"),
+  "start_writing": (without_bias, "params/Dense_0/bias cannot be read"),
 }
 
 

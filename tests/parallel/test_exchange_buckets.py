@@ -14,11 +14,10 @@ from jaxscale.exchange import Exchange
 from jaxscale.exchange.buckets import best_bucket_bytes, bucketed, layout, pack, unpack
 from jaxscale.exchange.low_precision import half_precision, int8
 from jaxscale.exchange.one_bit import one_bit
-from jaxscale.exchange.power_sgd import power_sgd
-from jaxscale.exchange.top_k import top_k
 from jaxscale.mesh import make_mesh
 from support.cases import all_slow_except
 from support.exchanges import AXES, SHAPES, N, compiled, first_state, gradients, program, run
+from support.recipes import power_sgd, top_k
 
 W = {"w": (64, 128)}  # divides by devices, blocks and eight bits
 M, ROWS, COLUMNS = 64 * 128, 64, 128
@@ -127,7 +126,7 @@ SENT = {
   # 37 bits are 5 bytes; 130 columns are 8 stripes of 17; a tiny bias stays float32.
   "1-bit, odd": (ONE_BIT, ODD, there_and_back("u8", 8 * 17 * (5 + 8), summed(12))),
   # 82 of 8,192.
-  "top-k": (top_k(AXES, num_devices=N, share=0.01), W, [("all-gather", "s32", N * 2 * 4 * 82)]),
+  "top-k": (top_k(AXES, share=0.01), W, [("all-gather", "s32", N * 2 * 4 * 82)]),
   # The bias goes with P.
   "PowerSGD": (RANK_4, WITH_BIAS, [summed(4 * (4 * ROWS + 128)), summed(4 * 4 * COLUMNS)]),
 }
@@ -140,7 +139,7 @@ def test_bytes_that_are_sent(name):
 
 
 def test_tensors_of_a_group_share_their_collectives():
-  for exchange in (one_bit(AXES, num_devices=N), top_k(AXES, num_devices=N)):
+  for exchange in (one_bit(AXES, num_devices=N), top_k(AXES)):
     got = collectives(exchange, {"a": (64, 128), "b": (99, 64), "c": (7,)})
     kinds = [kind for kind, _, _ in got]
     assert len(set(kinds)) == len(kinds) <= 3  # one of each, one psum of what is tiny

@@ -14,6 +14,7 @@ from jaxscale.experiment import build
 from jaxscale.run.workdir import claim_workdir
 from support.configs import recorded, small_config
 from support.errors import config_error
+from support.recipes import PowerSGD, TopK
 
 N, HIDDEN = 8, 128
 PARAMS = 64 * HIDDEN + HIDDEN + HIDDEN * 10 + 10
@@ -67,8 +68,8 @@ def test_the_algorithm_is_what_is_sent(exchange, kinds, dtype, times, width):
   assert times in (None, count) and size == pytest.approx(width * PARAMS, rel=1e-2)
 
 
-COMPRESSED = [(cfg.Int8(block=64), 0.30), (cfg.OneBit(), 0.09), (cfg.TopK(share=0.01), 0.18)]
-COMPRESSED += [(cfg.PowerSGD(rank=2), 0.25)]
+COMPRESSED = [(cfg.Int8(block=64), 0.30), (cfg.OneBit(), 0.09), (TopK(share=0.01), 0.18)]
+COMPRESSED += [(PowerSGD(rank=2), 0.25)]
 
 
 @pytest.mark.parametrize("exchange, below", COMPRESSED)
@@ -123,14 +124,21 @@ exchange=OneBits                                       did you mean 'OneBit'?
 exchange.algorithm=torus exchange.dims=rack:2,data:4   no axis 'rack'
 exchange.algorithm=torus exchange.dims=data:3          multiply to the 8
 exchange.algorithm=ring exchange.dims=data:8           'torus'
-exchange=TopK exchange.share=0.2                       give less than 0.125
+exchange_top_k.py exchange.share=0.2                   give less than 0.125
+exchange_top_k.py exchange.share=0                     give a value in (0, 1)
+exchange_top_k.py exchange.per=layer                   'tensor' | 'bucket'
+exchange_power_sgd.py exchange.rank=0                  give a value >= 1
 exchange=Int8 exchange.bucket_bytes=64                 Int8.bucket_bytes=64 is less than a block
 exchange.bucket_bytes=3                                give a value >= 4
+exchange=Int8 exchange.block=0                         give a value >= 1
+exchange=HalfPrecision exchange.dtype=float8           'bfloat16' | 'float16'
+LOCAL sync.sync_every_steps=0                          give a value >= 1
+BLOCK sync.outer_momentum=1.0                          give a value in [0, 1)
 LOCAL exchange=OneBit exchange.plain_epochs=1          plain_epochs=1.0: with sync=LocalSGD workers
 LOCAL lr_scaling=linear                lr_scaling='linear': with sync=LocalSGD each
 LOCAL NORM                             CNN.bn_span=global would share BatchNorm
-BLOCK FIVE RAMP   BlockMomentum.sync_every_steps=5 makes blocks of 2,560 samples with 8 w
-BLOCK                                                  but the data set has only 1,437; give
+BLOCK FIVE RAMP   BlockMomentum.sync_every_steps=5 with 8 workers needs 20,480 different samples
+BLOCK                                                  but the data set has 1,437; give
 BLOCK optimizer=AdamW                                  AdamW's moments
 BLOCK optimizer=LAMB                                   LAMB's moments
 exchange=Int8 noise_scale=True                         use AllReduce or Half
@@ -157,7 +165,8 @@ def test_a_mistake_ends_before_anything_is_compiled(mistake, monkeypatch, capsys
   monkeypatch.setattr(build.Experiment, "init_state", compiled)
   settings, remedy = re.split(r"  +", mistake, maxsplit=1)
   settings = re.sub(r"\b[A-Z]{4,5}\b", lambda name: SHORT.get(name[0], name[0]), settings).split()
-  argv = ["--config", "configs/digits.py", "--workdir", str(tmp_path / "w")]
+  recipe = settings.pop(0) if settings[0].endswith(".py") else "digits.py"
+  argv = ["--config", f"configs/{recipe}", "--workdir", str(tmp_path / "w")]
   assert train.main(argv + [f"--config.{s}" for s in settings]) == 2
   out, err = capsys.readouterr()
   *notes, line = err.splitlines()

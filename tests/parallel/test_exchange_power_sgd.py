@@ -3,8 +3,8 @@
 import jax.numpy as jnp
 import numpy as np
 
-from jaxscale.exchange.power_sgd import matrix_shape, power_sgd
 from support.exchanges import AXES, N, gradients, run
+from support.recipes import exchange_power_sgd, power_sgd
 
 RANK = 3
 SHAPES = {"bias": (31,), "conv": (3, 3, 5, 17), "tiny": (5, 3), "wide": (37, 130)}
@@ -40,7 +40,7 @@ def test_four_steps_are_the_reference():
   means, state = run(exchange, grads)
   first = exchange.init({k: jnp.zeros(s) for k, s in SHAPES.items()})["q"]
   for name, q in zip(("conv", "wide"), first, strict=True):
-    shape = matrix_shape(SHAPES[name], RANK)
+    shape = exchange_power_sgd.matrix_shape(SHAPES[name], RANK)
     assert shape and q.shape == (shape[1], RANK)
     wanted, residual = reference(grads[name].reshape(4, N, *shape), np.asarray(q))
     tolerance = 1e-4 * np.abs(grads[name]).max()

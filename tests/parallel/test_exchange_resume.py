@@ -9,13 +9,13 @@ import optax
 import pytest
 
 from jaxscale.exchange import local_updates, plain
-from jaxscale.exchange.power_sgd import power_sgd
 from jaxscale.mesh import make_mesh
 from jaxscale.training.state import abstract_state, init_state
 from support.bad_values import flipped
 from support.errors import config_error
 from support.exchanges import EXCHANGES
 from support.leaves import assert_close, assert_like
+from support.recipes import power_sgd
 from support.saving import filled, restore, save
 
 WIDTH, OUT = 31, 9

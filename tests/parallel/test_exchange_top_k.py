@@ -5,8 +5,8 @@ import math
 import jax
 import numpy as np
 
-from jaxscale.exchange.top_k import top_k
 from support.exchanges import AXES, N, gradients, run
+from support.recipes import top_k
 
 SHARE = 0.05
 
@@ -34,7 +34,7 @@ def assert_close(got, wanted):
 
 def test_three_steps_are_the_reference():
   grads = gradients(3)
-  means, state = run(top_k(AXES, num_devices=N, share=SHARE), grads)
+  means, state = run(top_k(AXES, share=SHARE), grads)
   for name in ("conv", "dense", "vector", "wide"):
     wanted, residual = reference(grads[name].reshape(3, N, -1))
     assert_close(means[name], wanted)
@@ -48,7 +48,7 @@ def test_three_steps_are_the_reference():
 
 def test_the_largest_of_a_bucket_may_all_lie_in_one_tensor():
   grads = gradients(3)
-  exchange = top_k(AXES, num_devices=N, share=SHARE, per="bucket")
+  exchange = top_k(AXES, share=SHARE, per="bucket")
   means, state = run(exchange, grads)
   names = sorted(grads, reverse=True)  # the last leaf first
   flat = np.concatenate([grads[n].reshape(3, N, -1) for n in names], axis=-1)
@@ -64,5 +64,5 @@ def test_the_share_is_counted_without_rounding_errors():
   """0.07 of 100 is 7, though the float product is a little more."""
   grads = {"w": np.random.default_rng(0).standard_normal((1, N, 100))}
   grads = jax.tree.map(lambda g: g.astype(np.float32), grads)
-  _, state = run(top_k(AXES, num_devices=N, share=0.07), grads)
+  _, state = run(top_k(AXES, share=0.07), grads)
   assert (np.asarray(state["residual"]["w"]) == 0).sum(-1).tolist() == [7] * N

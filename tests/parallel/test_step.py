@@ -21,6 +21,7 @@ from support.cases import all_slow_except
 from support.digits import BATCH, OPTIMIZERS, assert_same, cnn, digits_batch, run
 from support.leaves import assert_close, assert_like
 from support.steps import on_mesh, training
+from support.trees import assert_same_bits
 
 
 @pytest.mark.parametrize("optimizer", all_slow_except(OPTIMIZERS, "lars"))
@@ -110,7 +111,7 @@ def test_average_of_parameters_follows_its_recurrence():
     new = (part.params, part.model_state)
     average = jax.tree.map(lambda a, w: 0.9 * a + 0.1 * w, average, new)
   assert_close(state.average, average, rtol=2e-5, atol=1e-7)
-  assert state.evaluated() is state.average
+  assert_same_bits(state.evaluated(), state.average)
 
 
 def test_the_average_warms_up():

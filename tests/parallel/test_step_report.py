@@ -53,12 +53,14 @@ def test_compute_and_exposed_by_a_clock_of_our_own(monkeypatch):
   warm = [99.0, 99.0]  # compiling and the first call are not counted
   real = clock.step([*warm, 12.0, 14.0, 90.0, 13.0, 13.0])
   silent = clock.step([*warm, 10.0, 10.0, 10.0, 11.0, 9.0])
-  took, without, state = step_report.time_exchange(real, silent, 0, 7, rounds=5)
+  steps = {"with": real, "without": silent}
+  seconds, state = step_report.time_steps(steps, 0, 7, rounds=5)
   assert state == 14  # one state for both
-  assert took == [12.0, 14.0, 90.0, 13.0, 13.0]
-  alone = step_report.time_alone(clock.step([9, 9, 9, 1, 2, 3]), 0, 7, rounds=3)
+  assert seconds["with"] == [12.0, 14.0, 90.0, 13.0, 13.0]
+  local, _ = step_report.time_steps({"alone": clock.step([9, 9, 1, 2, 3])}, 0, 7, rounds=3)
+  alone = step_report.gather_alone(local["alone"])
   assert alone == (Alone(0, step_report.platform.node(), 2.0),)
-  report = step_report.make_report(took, without, alone)
+  report = step_report.make_report(*seconds.values(), alone)
   assert (report.compute, report.exposed, report.give_or_take) == (10.0, 3.0, 1.0)
   wanted = dict(compute_s=10.0, exposed_s=3.0, exposed_noise_s=1.0, slowest_process=0, spread=0.0)
   assert report.metrics() == wanted | {"exposed_share": pytest.approx(3 / 13)}
@@ -159,15 +161,15 @@ def test_a_synchronization_is_paid_for_once_in_so_many_steps(monkeypatch):
   batch = first_batch(made)
   seen = []
 
-  def time_exchange(step, silent_step, copy, batch, *, rounds):
-    for each in (step, silent_step):
+  def time_steps(steps, copy, batch, rounds):
+    for each in steps.values():
       before = jax.device_get(copy.params)
       copy, _ = each(copy, batch)
       after = jax.device_get(copy.params)
       seen.append(any(map(np.any, jax.tree.leaves(jax.tree.map(np.subtract, after, before)))))
-    return [1.0] * rounds, [0.2] * rounds, copy
+    return {"with": [1.0] * rounds, "without": [0.2] * rounds}, copy
 
-  monkeypatch.setattr(step_report, "time_exchange", time_exchange)
+  monkeypatch.setattr(step_report, "time_steps", time_steps)
   report = step_report.measure(made, None, state, batch, rounds=3)
   assert seen == [True, False]  # the anchor moves where workers synchronize
   assert report.exposed == pytest.approx(0.2) and report.compute == 0.2

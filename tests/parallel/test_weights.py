@@ -21,6 +21,7 @@ from jaxscale.weights.names import naming_of
 from jaxscale.weights.safetensors import read_header, read_index, view
 from support.leaves import assert_like
 from support.paths import DATA
+from support.recipes import AlexNetModule
 from support.trees import assert_same_bits
 
 RECORDED = DATA / "state_dicts"
@@ -239,8 +240,8 @@ def test_halves_become_float32(dtype, tmp_path):
     assert (tmp_path / "cast").read_bytes() == (tmp_path / "half").read_bytes()
 
 
-MODULES = [models.MLPModule, models.CNNModule, models.AlexNetModule]
-MODULES += [functools.partial(models.AlexNetModule, batch_norm=True)]
+MODULES = [models.MLPModule, models.CNNModule, AlexNetModule]
+MODULES += [functools.partial(AlexNetModule, batch_norm=True)]
 MODULES += [functools.partial(models.make_resnet, 18)]
 
 

@@ -91,7 +91,7 @@ def of_two(tmp_path_factory):
 def assert_carried(found):
   """Assert that damage to each file that has a part of the state is reported."""
   for kind, damage in found:
-    vital = ("2/manifest.json", "2/state/manifest.ocdbt", "2/state/_METADATA")
+    vital = ("2/manifest.json", "2/state/manifest.ocdbt")
     if kind in vital and not damage.startswith("flip"):
       # Without the index of all parts, those of the processes are merged again.
       is_merged_again = kind.endswith("/state/manifest.ocdbt") and damage == "gone"

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import socket
+import sys
 import time
 
 import pytest
@@ -15,6 +16,7 @@ from jaxscale.cluster.timeouts import Timeouts
 from jaxscale.errors import ConfigError
 from support.commands import child_env, own_lines
 from support.fault_table import measured
+from support.processes import run_group
 from support.rendezvous import job
 
 CHILD = """
@@ -92,6 +94,26 @@ def test_two_processes_join_behind_a_dead_proxy_and_own_their_signals(results):
     assert "proxy" not in err
   measured("http_proxy to a dead proxy", None, 0, "initialized as usual")
   assert time.monotonic() - began < 90
+
+
+CORES = """
+import os, socket, sys
+from jaxscale import cluster
+cluster.initialize()
+rank = int(os.environ["JAXSCALE_PROCESS_ID"])
+socket.gethostname = lambda: "ab"[rank // 3]
+masks = [*[range(12)] * 3, range(8), range(4, 8), range(8, 9)]
+os.sched_getaffinity = lambda process: {*masks[rank]}
+print(cluster.share_of_cores(), cluster.share_of_cores(), flush=True)
+"""
+
+
+def test_processes_of_a_host_divide_the_cores_they_share():
+  """Three without a binding, and three of another host, of which two overlap."""
+  ended = run_group([sys.executable, "-c", CORES], count=6)
+  for (out, err, code), share in zip(ended, [4, 4, 4, 4, 2, 1], strict=True):
+    assert code == 0, err
+    assert own_lines(out) == [f"{share} {share}"]
 
 
 def test_the_coordinator_s_port_is_never_free_for_others(monkeypatch):

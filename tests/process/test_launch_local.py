@@ -131,7 +131,7 @@ def in_folder(folder, *words, **env):
 def test_files_called_like_pythons_modules_hide_none(shadowed):
   config = "--config=digits.py"
   assert "done: " in in_folder(shadowed, "-m", "jaxscale.train", config, "--workdir=a")
-  assert "ready" in in_folder(shadowed, "-m", "jaxscale", "doctor", config, "--skip=network")
+  assert "ready" in in_folder(shadowed, "-m", "jaxscale", "doctor", config, "--skip=disk")
 
 
 @pytest.mark.parametrize("verb", ["submit", "sweep"])

@@ -31,7 +31,7 @@ class Stopped(Exception):
   pass
 
 
-def train_until(workdir, changes, step):
+def train_until(workdir, changes, step, config="configs/digits.py"):
   """On these eight devices; it breaks off after a step, saved some steps before."""
   real = Reporter.trained
 
@@ -42,10 +42,10 @@ def train_until(workdir, changes, step):
 
   with pytest.MonkeyPatch.context() as patch, pytest.raises(Stopped):
     patch.setattr(Reporter, "trained", trained)
-    fit(load_config("configs/digits.py", changes), workdir)
+    fit(load_config(config, changes), workdir)
 
 
-def resume(workdir, changes, num_devices, stop=None):
+def resume(workdir, changes, num_devices, stop=None, config="configs/digits.py"):
   """Resume as a process; it ends as by Ctrl-C after step `stop`."""
   args = [f"--config.{name}={value}" for name, value in changes.items()]
   env = {}
@@ -54,7 +54,7 @@ def resume(workdir, changes, num_devices, stop=None):
     site.mkdir(exist_ok=True)
     (site / "sitecustomize.py").write_text(STOP.format(step=stop))
     env = {"PYTHONPATH": f"{site}:{ROOT}"}
-  return run_train(workdir, *args, num_devices=num_devices, **env)
+  return run_train(workdir, *args, config=config, num_devices=num_devices, **env)
 
 
 STOP = """
@@ -180,9 +180,11 @@ def test_an_adaptive_run_chooses_as_it_would_have(tmp_path):
 
 @pytest.mark.slow
 def test_what_devices_owe_is_carried_over_as_well(tmp_path):
-  changes = MLP | {"exchange": "TopK", "exchange.share": "0.05"}
-  train_until(tmp_path, changes, 15)
-  done = resume(tmp_path, changes, 2)
+  """The exchange is a user's own class, in the config file."""
+  recipe = "configs/exchange_top_k.py"
+  changes = MLP | {"exchange.share": "0.05"}
+  train_until(tmp_path, changes, 15, config=recipe)
+  done = resume(tmp_path, changes, 2, config=recipe)
   assert done.returncode == 0, done.stderr
   assert "2 devices, 8 at the start: 4 micro-batches per step" in done.stdout
   assert "converted from 8 devices to 2" in done.stdout

@@ -12,10 +12,9 @@ from jaxscale.exchange import plain
 from jaxscale.exchange.buckets import bucketed
 from jaxscale.exchange.low_precision import half_precision, int8
 from jaxscale.exchange.one_bit import one_bit
-from jaxscale.exchange.power_sgd import power_sgd
-from jaxscale.exchange.top_k import top_k
 from jaxscale.exchange.wrappers import delayed, warm_start
 from jaxscale.mesh import make_mesh
+from support.recipes import power_sgd, top_k
 
 N = 8
 AXES = ("replica", "data")
@@ -33,8 +32,8 @@ EXCHANGES = {
   "fp16 psum": lambda n=N: half_precision(AXES, "float16", sum_in="payload"),
   "int8": lambda n=N: int8(AXES, block=32, **SMALL),
   "one bit": lambda n=N: one_bit(AXES, num_devices=n, **SMALL),
-  "top k": lambda n=N: top_k(AXES, num_devices=n, **TOP),
-  "top k of buckets": lambda n=N: top_k(AXES, num_devices=n, per="bucket", **TOP),
+  "top k": lambda n=N: top_k(AXES, **TOP),
+  "top k of buckets": lambda n=N: top_k(AXES, per="bucket", **TOP),
   "power sgd": lambda n=N: power_sgd(AXES, rank=2, **SMALL),
   "delayed": lambda n=N: delayed(plain(AXES)),
   "delayed one bit": lambda n=N: delayed(one_bit(AXES, num_devices=n)),

@@ -13,14 +13,13 @@ from jaxscale import collectives, optim
 from jaxscale.exchange import Exchange, plain, planned
 from jaxscale.exchange.low_precision import half_precision, int8
 from jaxscale.exchange.one_bit import one_bit
-from jaxscale.exchange.power_sgd import power_sgd
-from jaxscale.exchange.top_k import top_k
 from jaxscale.exchange.wrappers import delayed
 from jaxscale.mesh import AXES, batch_sharding, make_mesh
 from jaxscale.training.state import init_state
 from jaxscale.training.step import make_train_step
 from jaxscale.training.types import StepOptions
 from support.compiling import fast_compile_options
+from support.recipes import power_sgd, top_k
 
 N, STEPS, ROWS, SEED = 8, 10, 64, 7
 RATE, MOMENTUM, DECAY = 0.05, 0.9, 1e-3
@@ -70,7 +69,7 @@ ROUNDED = {
 }
 FEEDBACK = {
   "1-bit": lambda: one_bit(AXES, num_devices=N),
-  "top-k": lambda: top_k(AXES, num_devices=N, share=0.1),
+  "top-k": lambda: top_k(AXES, share=0.1),
   "PowerSGD": lambda: power_sgd(AXES, rank=2),
 }
 BROKEN = {

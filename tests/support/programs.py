@@ -8,14 +8,19 @@ import dataclasses
 import hashlib
 import json
 import sys
+from pathlib import Path
 
 import jax
 
 from jaxscale import config as cfg
+from jaxscale.config.config_file import load_file
 from jaxscale.config.loading import load_config
 from jaxscale.experiment import build
+from jaxscale.mesh import replicated
 
 LANGUAGE, DIGITS = "tests/support/tiny_language.py", "configs/digits.py"
+PowerSGD = load_file(Path("configs/exchange_power_sgd.py")).PowerSGD
+TopK = load_file(Path("configs/exchange_top_k.py")).TopK
 
 
 def laid_out(shard="none", steps=1, bf16=False, optimizer=None, layout=(), **mesh):
@@ -44,8 +49,8 @@ RUNS = {
   "half precision": exchanged(cfg.HalfPrecision(), replica=2),
   "int8": exchanged(cfg.Int8(), replica=2),
   "one bit": exchanged(cfg.OneBit(), replica=2),
-  "top k, delayed": exchanged(cfg.TopK(delayed=True), replica=2),
-  "power sgd": exchanged(cfg.PowerSGD(), replica=2),
+  "top k, delayed": exchanged(TopK(delayed=True), replica=2),
+  "power sgd": exchanged(PowerSGD(), replica=2),
   "torus": exchanged(cfg.AllReduce(algorithm="torus"), replica=2),
 }
 
@@ -56,10 +61,11 @@ def programs(name):
   made = build.experiment(dataclasses.replace(load_config(path), **replaced))
   state, batch = made.abstract_state(), made.abstract_batch()
   rows, sharding = made.phase.batch_size, jax.tree.leaves(batch)[0].sharding
+  seed = jax.ShapeDtypeStruct((), "int32", sharding=replicated(made.mesh))
   mask = jax.ShapeDtypeStruct((rows,), bool, sharding=sharding)
   held_out = {"mask": mask} | batch
   return {
-    "init": made.lower_init_state(),
+    "init": made._init.lower(seed, {}),
     "train": made.lower_train_step(state),
     "eval": made.eval_step.lower(state.params, state.model_state, held_out),
   }

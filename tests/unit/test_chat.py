@@ -9,7 +9,7 @@ from pyarrow import parquet
 
 from jaxscale import config as cfg
 from jaxscale import data
-from jaxscale.data import chat
+from jaxscale.data import chat, chat_template
 from jaxscale.data.chat import signed
 from jaxscale.data.tokenizer import byte_tokenizer
 from support.errors import config_error
@@ -174,10 +174,11 @@ REFUSED = [
   ("{% set x = messages.append(1) %}", ""),
   ("{% include '/etc/passwd' %}", "/etc/passwd"),
   ("{% import 'os' as os %}", "os"),
-  ("{% for i in range(10**9) %}{% endfor %}", "Range too big"),
-  ("{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}", "CPU time"),
-  ("{{ 10 ** (10 ** 9) % 7 }}", "CPU time"),
-  ("{{ 'a' * 10**11 }}", "MemoryError"),
+  ("{% for i in range(10000000000) %}{% endfor %}", "Range too big"),
+  ("{% for a in range(99999) %}{% for b in range(99999) %}a{% endfor %}{% endfor %}", "4,096"),
+  ("{{ 10 ** (10 ** 9) % 7 }}", "uses ** for more than products of numbers"),
+  ("{{ 'a' * 100000000000 }}", "uses * for more than products of numbers"),
+  ("{{ [1] * 100000000000 }}", "uses * for more than products of numbers"),
   ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "recursion"),
   ("{% if %}", "Expected an expression"),
   (LAST_WINS + "{{ messages | length }}", "it is not known where answers begin and end"),
@@ -186,7 +187,7 @@ REFUSED = [
 
 @pytest.mark.parametrize(("template", "problem"), REFUSED, ids=range(len(REFUSED)))
 def test_a_hostile_template_is_refused_in_one_line(template, problem, tmp_path, monkeypatch):
-  monkeypatch.setattr(chat, "_LIMITS", (0.3, 1 << 30))
+  monkeypatch.setattr(chat_template, "_MOST", 4096)
   write(tmp_path / "train.jsonl", [{"messages": x} for x in CONVERSATIONS])
   with config_error("Chat.template ", "train.jsonl:1", problem):
     data.chat_files(tmp_path, "train", template=template, sequence_length=64)
@@ -204,7 +205,7 @@ def test_damaged_conversations_are_skipped_and_named(tmp_path):
     ({"messages": []}, "has no answer"),
     ({"conversations": [{"from": "gpt"}]}, "no conversations[0].value in it"),
     ({"prompt": "a", "completion": "\ud800"}, "can't encode character"),
-    ({"prompt": None, "completion": "b"}, "TypeError"),
+    ({"prompt": None, "completion": "b"}, "a message has no content"),
   ]
   for row, problem in bad:
     write(tmp_path / "train.jsonl", [*({"messages": x} for x in CONVERSATIONS), row])
@@ -216,6 +217,16 @@ def test_damaged_conversations_are_skipped_and_named(tmp_path):
   with config_error("has 60 damaged rows among 60", "TemplateError: roles must alternate"):
     write(tmp_path / "train.jsonl", [{"messages": x} for x in CONVERSATIONS])
     data.chat_files(tmp_path, "train", template=template)
+
+
+def test_text_that_a_row_lacks_is_not_learned_as_none(tmp_path):
+  write(tmp_path / "train.jsonl", [{"prompt": None, "completion": "b"}])
+  with config_error("has 1 damaged rows among 1: train.jsonl:1 (a message has no content)"):
+    data.chat_files(tmp_path, "train")
+  call = {"role": "assistant", "content": None, "tool_calls": [{"name": "f"}]}
+  template = "{% for m in messages %}{{ m.role }}{{ m.content or m.tool_calls }}{% endfor %}"
+  write(tmp_path / "train.jsonl", [{"messages": [{"role": "user", "content": "a"}, call]}])
+  assert data.chat_files(tmp_path, "train", template=template).num_examples
 
 
 def test_settings_build_both_splits_and_shapes_without_data(tmp_path):

@@ -95,7 +95,7 @@ CARRIED = [
   ("default", {"optimizer": "SGD"}, dict(lr=2.0, nesterov=True)),
   ("eps", {"schedule": "Polynomial"}, dict(warmup_epochs=1.0, restart=False, end_lr=1e-4)),
   ("eps", {"model": "ViT"}, dict(width=cfg.ViT().width)),
-  ("eps", {"exchange": "TopK"}, dict(bucket_bytes=4096, plain_epochs=0.0)),
+  ("eps", {"exchange": "Int8"}, dict(bucket_bytes=4096, block=256)),
 ]
 
 

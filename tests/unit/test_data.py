@@ -80,12 +80,32 @@ def test_threads_load_ahead_of_the_step_and_no_further():
       raise OSError("the disk is away")
     return {"step": np.array(step)}
 
-  batches = pipeline.load_ahead(load, num_threads=2)
+  batches = pipeline.load_ahead(load, num_threads=2, ahead=4)
   assert started.empty()  # until the first is asked for
   assert [int(batch["step"]) for batch in take(batches, 6)] == list(range(6))
   with pytest.raises(OSError, match="the disk is away"):
     next(batches)
   assert started.qsize() <= 7 + 2 * 2
+
+
+@pytest.mark.parametrize(
+  "limit, ahead", [(1 << 40, 8), (3 * 32 * 66, 3), (32 * 66, 1), (1, 1)], ids=str
+)
+def test_waiting_batches_are_bounded_in_bytes_and_all_threads_work(limit, ahead, monkeypatch):
+  digits, started, rows = data.digits("train"), [], 32  # 64 bytes of pixels, 4 of a label
+  whole = take(data.train_batches(digits, rows, num_threads=4), 12)
+  monkeypatch.setattr(pipeline, "_AHEAD_BYTES", limit + 2 * 3 * rows)
+
+  def load(indices, draws):
+    started.append(len(indices))
+    return digits.load(indices, draws)
+
+  batches = data.train_batches(digits._replace(load=load), rows, num_threads=4)
+  for used, batch in enumerate(take(batches, 12), 1):
+    assert_equal(batch, whole[used - 1])
+  assert 12 * rows <= sum(started) <= (12 + ahead) * rows
+  parts = -(-4 // ahead)  # of a batch, so that every thread has one
+  assert {*started} == {len(x) for x in np.array_split(np.arange(rows), parts)}
 
 
 def test_every_epoch_shows_every_example_once_in_a_new_order():
@@ -189,9 +209,6 @@ def test_decoders_agree_on_a_real_photo(photo):
 def test_views_are_cut_where_the_boxes_say(photo):
   photo = photo[:300, :400]
   data_png = encoded(Image.fromarray(photo), "PNG")
-  google = jpeg.decode_view(data_png, 262, 3, None, "google")[0]
-  # 7/8 of 300 is 262: Google's evaluation view is then the bare centre.
-  np.testing.assert_array_equal(google, photo[19:281, 69:331])
   mlperf = jpeg.decode_view(encoded(Image.fromarray(photo[:256]), "PNG"), 224, 3, None)[0]
   np.testing.assert_array_equal(mlperf, photo[16:240, 88:312])
   draws = augment.uniform(0, np.arange(8))
@@ -265,8 +282,8 @@ CHANGED = [
   ({"x": (row for row in X)}, "Arrays.x=generator is not an array"),
   ({"x": [[1, 2], [3]]}, "Arrays.x has rows of different lengths"),
   ({"x": [["a"], ["b"]]}, "Arrays.x has the dtype <U1"),
-  ({"y": Y[:39]}, "Arrays.x, y have the shapes (40, 8) and (39,); use one target per input"),
-  ({"x_eval": X, "y_eval": Y[:9]}, "x_eval, y_eval have the shapes (40, 8) and (9,)"),
+  ({"y": Y[:39]}, "Arrays: arrays of {'x': 40, 'y': 39} examples; give"),
+  ({"x_eval": X, "y_eval": Y[:9]}, "Arrays: arrays of {'x_eval': 40, 'y_eval': 9} examples; give"),
   ({"x": X[:1], "y": Y[:1]}, "leaves no example for training"),
   ({"std": (0.0,)}, "Arrays.std=(0.0,): give one number, or 8 for 8 ch"),
   ({"std": (float("nan"),)}, "Arrays.std=(nan,)"),
@@ -274,11 +291,11 @@ CHANGED = [
   ({"x": np.ma.masked_less(X, 9)}, "Arrays.x has masked values"),
   ({"y": np.where(Y == 1, np.nan, Y)}, "Arrays.y has NaN or infinite values, first in"),
   ({"x_eval": X, "y_eval": np.diag([np.inf] * 40)}, "Arrays.y_eval has NaN"),
-  ({"x": X[:, :0]}, "shapes (40, 0) and (40,); use"),
-  ({"x_eval": X[:, :3], "y_eval": Y}, "Arrays.x_eval has examples of shape (3,), but"),
-  ({"x_eval": X, "y_eval": Y[:, None]}, "Arrays.y_eval has examples of shape (1,)"),
-  ({"x_eval": X, "y_eval": Y / 2}, "Arrays.y_eval has the dtype float64, but Arrays.y has int32"),
-  ({"y": Y / 2, "x_eval": X, "y_eval": Y}, "Arrays.y_eval has the dtype int32, but Arrays.y has "),
+  ({"x": X[:, :0]}, "Arrays.x has the shape (40, 0), without numbers"),
+  ({"x_eval": X[:, :3], "y_eval": Y}, "Arrays.x_eval has examples of uint8[3], but Arrays.x of"),
+  ({"x_eval": X, "y_eval": Y[:, None]}, "Arrays.y_eval has examples of int32[1], but Arrays.y"),
+  ({"x_eval": X, "y_eval": Y / 2}, "Arrays.y_eval has examples of float64[], but Arrays.y"),
+  ({"y": Y / 2, "x_eval": X, "y_eval": Y}, "has examples of int32[], but Arrays.y of float64[]"),
   ({"x": X / 255, "x_eval": X * 1.0, "y_eval": Y}, "Arrays.x has float64 values from 0 to 0"),
 ]
 
@@ -349,7 +366,7 @@ def test_a_batch_that_a_device_does_not_hold_is_refused():
       list(data.to_device([wrong], make_mesh()))
 
 
-@pytest.mark.parametrize("model", ["CNN", "AlexNet", "ResNet", "ViT"])
+@pytest.mark.parametrize("model", ["CNN", "ResNet", "ViT"])
 def test_a_model_of_images_takes_no_rows_of_numbers(model):
   context = cfg.ModelContext(info=data.array_info(X, Y))
   with pytest.raises(ConfigError, match=f"{model} takes images .*not .n, 8.; use MLP"):

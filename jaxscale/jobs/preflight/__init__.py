@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from jaxscale.errors import EXIT_DONE, EXIT_USER
-from jaxscale.jobs.preflight import devices, disk, network, shared_files, software
+from jaxscale.jobs.preflight import devices, disk, shared_files, software
 from jaxscale.jobs.preflight.finding import Facts, Finding, report
 from jaxscale.jobs.preflight.group import Group, barrier, broadcast, gather
 from jaxscale.metrics.text import few, plural
@@ -59,7 +59,6 @@ CHECKS = {
   "software": Check("versions, system limits, GPUs already in use", software),
   "files": Check("the workdir is shared; atomic renames, exclusive creation", shared_files),
   "devices": Check("number, kind and a tiny program on each; XLA's flags; the data", devices),
-  "network": Check("rate of an all-reduce between all processes", network),
   "disk": Check("room for checkpoints and how fast one is written", disk),
 }
 

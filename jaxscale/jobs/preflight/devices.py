@@ -10,12 +10,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from jaxscale.cluster.rendezvous.handshake import ranks_with_hosts
 from jaxscale.config.loading import load_config
 from jaxscale.errors import ConfigError
 from jaxscale.jobs.preflight.child import ask
-from jaxscale.jobs.preflight.finding import Facts, Finding, Results, outliers, texts_by_process
+from jaxscale.jobs.preflight.finding import Facts, Finding, Results, outliers
 from jaxscale.jobs.preflight.group import Group
-from jaxscale.metrics.text import byte_size, plural
+from jaxscale.metrics.text import byte_size, grouped, plural
 
 
 def measure(group: Group, options: Any, facts: Facts) -> dict[str, Any]:
@@ -30,8 +31,7 @@ def _config(options: Any) -> dict[str, Any]:
 def findings(results: Results, group: Group, options: Any, facts: Facts) -> list[Finding]:
   """Return findings on devices, data and the config."""
   result = [*_devices(results, group.hosts, facts), *_data(results, group.hosts)]
-  facts["has_devices"] = all(f.ok for f in result)
-  if options.config is None or not facts["has_devices"]:
+  if options.config is None or not all(f.ok for f in result):
     return result
   # Build the experiment of the config on as many devices, simulated on the CPU.
   total = sum(each["count"] for each in results)
@@ -94,7 +94,9 @@ def _data(results: Results, hosts: Sequence[str]) -> list[Finding]:
 def _errors(results: Results, hosts: Sequence[str], key: str) -> list[Finding]:
   """Return a finding for each distinct text under `key`, with its processes."""
   wrong = []
-  for who, text in texts_by_process(results, hosts, key):
+  ranks = grouped((each[key], rank) for rank, each in enumerate(results) if key in each)
+  for text, where in ranks.items():
+    who = f"{ranks_with_hosts(where, hosts)}: " if len(results) > 1 else ""
     prefix, remedy = "", "run python -P -c 'import jax; print(jax.devices())' there"
     if key == "data_error":
       prefix, remedy = "data: ", "make it available on every node: jaxscale prepare "

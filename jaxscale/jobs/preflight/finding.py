@@ -45,18 +45,6 @@ def report(findings: Sequence[Finding]) -> None:
   sys.stdout.flush()
 
 
-def texts_by_process(results: Results, hosts: Sequence[str], key: str) -> list[tuple[str, str]]:
-  """Return each distinct text under `key`, with the processes that have it.
-
-  Example:
-    >>> texts_by_process([{}, {"error": "no GPU"}], ["n1", "n2"], "error")
-    [('process 1 (n2): ', 'no GPU')]
-  """
-  ranks = grouped((each[key], rank) for rank, each in enumerate(results) if key in each)
-  is_alone = len(results) == 1
-  return [("" if is_alone else f"{ranks_with_hosts(ranks[text], hosts)}: ", text) for text in ranks]
-
-
 def outliers(values: Mapping[int, Any], hosts: Sequence[str]) -> tuple[Any, dict[Any, str]]:
   """Return the most frequent value, and each other value with the processes that have it.
 

@@ -8,6 +8,7 @@ once in a temporary directory.
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import errno
 import json
@@ -36,9 +37,12 @@ def measure(group: Group, options: Any, facts: Facts) -> dict[str, Any]:
   Returns:
     The observations of this process; only "error" if the workdir is unusable.
   """
-  folder = _make_folder(group, options.workdir)
-  if isinstance(folder, str):
-    return {"error": folder}
+  folder = options.workdir.absolute() / f".preflight-{secrets.token_hex(4)}"
+  error = "" if group.rank else attempt(lambda: folder.mkdir(parents=True))
+  path, error = broadcast(group, "files: directory", [str(folder), error])
+  if error:
+    return {"error": error}
+  folder = Path(path)
   try:
     unseen, seconds = _see(group, folder)
     won, torn = _claim(group, folder), _watch_renames(group, folder)
@@ -47,14 +51,6 @@ def measure(group: Group, options: Any, facts: Facts) -> dict[str, Any]:
     if group.rank == 0:
       shutil.rmtree(folder, ignore_errors=True)
   return {"unseen": unseen, "seconds": seconds, "won": won, "torn": torn}
-
-
-def _make_folder(group: Group, workdir: Path) -> Path | str:
-  """Return a directory for the trials; in case of an error its text in all processes."""
-  folder = workdir.absolute() / f".preflight-{secrets.token_hex(4)}"
-  error = "" if group.rank else attempt(lambda: folder.mkdir(parents=True))
-  path, error = broadcast(group, "files: directory", [str(folder), error])
-  return error or Path(path)
 
 
 def attempt(action: Callable[[], Any]) -> str:
@@ -75,13 +71,11 @@ def _see(group: Group, folder: Path) -> tuple[list[int], float]:
   if group.acts:
     attempt(lambda: _write(folder / f"from-{group.rank}", group.rank))
   barrier(group, "files: written")
-  began, unseen = time.monotonic(), []
-  for rank in group.host_ranks if group.rank == 0 else [0] * group.acts:
-    while _read(folder / f"from-{rank}") != rank:
-      if time.monotonic() - began > SEEN_S:
-        unseen.append(rank)
-        break
-      time.sleep(0.05)
+  began, unseen = time.monotonic(), [*group.host_ranks] if group.rank == 0 else [0] * group.acts
+  while unseen := [rank for rank in unseen if _read(folder / f"from-{rank}") != rank]:
+    if time.monotonic() - began > SEEN_S:
+      break
+    time.sleep(0.05)
   return unseen, time.monotonic() - began
 
 
@@ -128,21 +122,23 @@ def _rename_often(folder: Path, path: Path) -> None:
     _write(path.with_suffix(".tmp"), turn)
     os.replace(path.with_suffix(".tmp"), path)
     if turn % 10 == 0:
-      (tmp := folder / f"tmp-{turn}").mkdir()
-      for i in range(_FILES):
-        (tmp / str(i)).write_bytes(b"x" * 4096)
-      os.rename(tmp, folder / f"step-{turn}")
+      os.rename(_filled(folder / f"tmp-{turn}"), folder / f"step-{turn}")
     time.sleep(0.002)
 
 
 def _replace_full(folder: Path) -> str:
   """Return an error if a directory can be renamed onto one that is not empty."""
-  one, other = folder / "one", folder / "other"
-  for path in (one, other):
-    path.mkdir()
-    (path / path.name).write_text("")
+  one, other = _filled(folder / "one"), _filled(folder / "other")
   failed = attempt(lambda: os.rename(one, other))
   return "" if failed else "a directory was renamed onto one that is not empty"
+
+
+def _filled(path: Path) -> Path:
+  """Return a new directory with files, like a checkpoint."""
+  path.mkdir()
+  for i in range(_FILES):
+    (path / str(i)).write_bytes(b"x" * 4096)
+  return path
 
 
 def _write(path: Path, number: int) -> None:
@@ -180,9 +176,9 @@ def findings(answers: Results, group: Group, options: Any, facts: Facts) -> list
     text = f"{blind} and {hosts[0]} do not see each other's files within {SEEN_S:g} s"
     remedy = "give a --workdir on a file system that all nodes share, or mount it on "
     return [finding(False, text, remedy + blind)]
-  wrong = []
-  most = max(sum(i in answers[r]["won"] for r in ranks) for i in range(_CLAIMS))
-  if any(sum(i in answers[r]["won"] for r in ranks) != 1 for i in range(_CLAIMS)):
+  wrong, wins = [], collections.Counter(i for rank in ranks for i in answers[rank]["won"])
+  if wins != dict.fromkeys(range(_CLAIMS), 1):
+    most = max(wins.values(), default=0)
     text = f"succeeded on {most} of {len(ranks)} hosts at once" if most > 1 else "does not work"
     wrong.append(f"exclusive creation of a file {text}")
   for rank in ranks:

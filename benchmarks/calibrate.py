@@ -1,6 +1,7 @@
 """Measure this machine's chip, and the links between its devices and processes.
 
-    jaxscale plan --calibrate >> site.toml
+    python benchmarks/calibrate.py >> site.toml
+    srun --nodes 2 --ntasks-per-node 1 python benchmarks/calibrate.py       # and the links
 
 A matrix product, a convolution and a pass over memory, each large, are timed in turns with an
 empty program, and the medians count. Links are measured by all-reduces
@@ -76,7 +77,7 @@ def as_toml(constants: Mapping[str, Any]) -> str:
   device, today = jax.devices()[0], datetime.date.today()
   name = device.device_kind if device.platform != "cpu" else platform.machine()
   what = f"{name}, {jax.device_count()} devices of {jax.process_count()} processes"
-  lines = [f"# {what}, {today}: jaxscale plan --calibrate", "[machine]"]
+  lines = [f"# {what}, {today}: benchmarks/calibrate.py", "[machine]"]
   for field, value in constants.items():
     lines.append(f"{field} = " + (f'"{value}"' if field == "chip" else f"{value:.4g}"))
   return "\n".join(lines)
@@ -160,3 +161,15 @@ def chip_of(device: Any) -> str:
   kinds = {name: chip_kind(name).lower() for name in known_chips()}
   matching = [name for name, kind in kinds.items() if kind and kind in words]
   return max(matching, key=len, default="")
+
+
+def main() -> None:
+  """Measure in all processes that were started, and print the table."""
+  with cluster.open_session():
+    constants = calibrate()
+    if cluster.is_leader():
+      print(as_toml(constants))
+
+
+if __name__ == "__main__":
+  main()
