@@ -1,6 +1,9 @@
 """The convolutions of ResNets on a CPU: XLA's own and `models.convolution`, in turns.
 
-    python benchmarks/cpu_convolutions.py [--rows 16] [--turns 3]
+    python benchmarks/cpu_convolutions.py [--rows 16] [--turns 3] [--kind depthwise]
+
+`--kind depthwise` has those of ConvNeXt-T (7x7, by channel) and `--kind fields` those of a
+U-Net in 3-D (3x3x3) instead; all their shapes are kept.
 
 Each shape that ResNet-18 and -50 reach at 28 to 224 pixels, forward and the gradients
 by the input and by the kernel: GFLOP/s of processor time on one thread, the best of the
@@ -12,6 +15,7 @@ from __future__ import annotations
 import argparse
 import os
 import time
+from typing import Any
 
 os.environ["XLA_FLAGS"] = "--xla_cpu_multi_thread_eigen=false"
 os.environ["JAX_PLATFORMS"] = "cpu"
@@ -38,6 +42,18 @@ STAGES = [
 ]
 
 
+# Side, channels, kernel and stride of the stages of ConvNeXt-T at 224 pixels, and of a U-Net
+# in 3-D at 32^3 with 16 channels in its first stage: within a stage, and up to the last.
+KINDS: dict[str, list[tuple[int, ...]]] = {
+  "depthwise": [(56 >> i, 96 << i, 96 << i, 7, 1) for i in range(4)],
+  "fields": [
+    (32, 1, 16, 3, 1),
+    *[(32 >> i, 16 << i, 16 << i, 3, 1) for i in range(4)],
+    *[(32 >> i, 8 << i, 16 << i, 3, 1) for i in range(1, 4)],
+  ],
+}
+
+
 def shapes() -> list[tuple[int, ...]]:
   """Return each (side, in, out, kernel, stride) once."""
   found = {(side, 3, 64, 7, 2) for side in SIDES}
@@ -49,24 +65,29 @@ def shapes() -> list[tuple[int, ...]]:
   return sorted(found)
 
 
-def plain(x, kernel, strides, padding):
-  return lax.conv_general_dilated(x, kernel, strides, padding, dimension_numbers=NUMBERS)
+def plain(x, kernel, strides, padding, **options):
+  options = {"dimension_numbers": NUMBERS} | options
+  return lax.conv_general_dilated(x, kernel, strides, padding, **options)
 
 
-def rates(forms, rows: int, shape: tuple[int, ...], turns: int) -> dict:
+def rates(forms, rows: int, shape: tuple[int, ...], turns: int, kind: str) -> dict:
   """Return the GFLOP/s of each form: forward, gradient by the input, gradient by the kernel."""
   side, c_in, c_out, size, stride = shape
-  x = jax.random.normal(jax.random.key(0), (rows, side, side, c_in))
-  kernel = jax.random.normal(jax.random.key(1), (size, size, c_in, c_out))
-  around = ((size // 2, size // 2),) * 2
-  y = plain(x, kernel, (stride, stride), around)
-  flops = 2 * y.size * size * size * c_in
+  dims, inner = (3 if kind == "fields" else 2), (1 if kind == "depthwise" else c_in)
+  x = jax.random.normal(jax.random.key(0), (rows, *[side] * dims, c_in))
+  kernel = jax.random.normal(jax.random.key(1), (*[size] * dims, inner, c_out))
+  around, strides = ((size // 2, size // 2),) * dims, (stride,) * dims
+  options: dict[str, Any] = {"feature_group_count": c_in // inner}
+  if kind == "fields":
+    options["dimension_numbers"] = ("NDHWC", "DHWIO", "NDHWC")
+  y = plain(x, kernel, strides, around, **options)
+  flops = 2 * y.size * size**dims * inner
   best = {name: [float("inf")] * 3 for name in forms}
   steps = {}
   for name, form in forms.items():
 
     def forward(x, kernel, y, form=form):
-      return form(x, kernel, (stride, stride), around)
+      return form(x, kernel, strides, around, **options)
 
     def by_input(x, kernel, y, forward=forward):
       return jax.vjp(lambda x: forward(x, kernel, y), x)[1](y)
@@ -74,7 +95,7 @@ def rates(forms, rows: int, shape: tuple[int, ...], turns: int) -> dict:
     def by_kernel(x, kernel, y, forward=forward):
       return jax.vjp(lambda kernel: forward(x, kernel, y), kernel)[1](y)
 
-    parts = [forward] if c_in == 3 else [forward, by_input]  # images need no gradient
+    parts = [forward] if c_in in (1, 3) else [forward, by_input]  # images need no gradient
     steps[name] = [jax.jit(f) for f in (*parts, by_kernel)]
     best[name] = best[name][: len(steps[name])]
   for turn in range(turns + 1):
@@ -92,18 +113,19 @@ def main() -> None:
   parser = argparse.ArgumentParser(description=__doc__)
   parser.add_argument("--rows", type=int, default=16)
   parser.add_argument("--turns", type=int, default=3)
+  parser.add_argument("--kind", choices=["plain", *KINDS], default="plain")
   args = parser.parse_args()
   forms = {"xla": plain, "jaxscale": convolve}
   table = {}
-  for shape in shapes():
-    table[shape] = rates(forms, args.rows, shape, args.turns)
+  for shape in KINDS.get(args.kind) or shapes():
+    table[shape] = rates(forms, args.rows, shape, args.turns, args.kind)
     print(*shape, table[shape], flush=True)
   slowest = sorted(table, key=lambda shape: min(table[shape]["jaxscale"]))[:20]
   cliffs = sorted(s for s in table if min(table[s]["xla"]) < 10)
   names = "side", "in", "out", "kernel", "stride"
   rows = [dict(zip(names, s, strict=True)) | table[s] for s in slowest]
   report(
-    "cpu_convolutions",
+    "cpu_convolutions" + f"_{args.kind}" * (args.kind in KINDS),
     rows=args.rows,
     shapes=len(table),
     under_10_before=len(cliffs),

@@ -110,7 +110,9 @@ def mixed_rows(source: Any, seed: int = 0, part: int = 0, parts: int = 1) -> Bat
 def ours(workload: str, folder: Path, threads: int) -> Batches:
   """Return batches of jaxscale; `threads` is the setting input_threads."""
   from jaxscale import data
+  from jaxscale.cluster import cpu_settings
 
+  cpu_settings.keep_memory()  # As every run on CPUs does.
   kind, _, order = workload.partition("_")
   if kind == "images":
     train = data.image_folder(str(folder / "images"), image_size=SIZE, augment="crop")

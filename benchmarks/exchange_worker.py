@@ -76,17 +76,19 @@ def exchanges(mesh: Any, shapes: Any) -> dict[str, Exchange]:
   def whole(algorithm):
     # All gradients as one vector, so that permutes are as many as for one.
     everything = 4 * sum(x.size for x in jax.tree.leaves(shapes))
-    reduce = lambda x: algorithm(x, axes)  # noqa: E731
+    dims = list(reversed(mesh.shape.items())) if algorithm == "torus" else None
+    by = collectives.plan(mesh.shape, everything, algorithm, dims=dims)
+    reduce = lambda x: collectives.sum_tree(x, by)  # noqa: E731
     return bucketed(axes, bucket_bytes=everything, reduce=reduce)
 
   return {
     BASELINE: plain(axes)._replace(exchange=psum_of_the_tree),
     DEFAULT: bucketed(axes, bucket_bytes=BUCKET_BYTES),
     "plain": plain(axes),
-    "ring": whole(collectives.ring),
-    "torus": whole(collectives.torus),
-    "hierarchical": whole(collectives.hierarchical),
-    "halving_doubling": whole(collectives.halving_doubling),
+    "ring": whole("ring"),
+    "torus": whole("torus"),
+    "hierarchical": whole("hierarchical"),
+    "halving_doubling": whole("halving_doubling"),
     "bf16, summed in float32": half_precision(axes),
     "bf16, summed as payload": half_precision(axes, sum_in="payload"),
     "fp16, summed in float32": half_precision(axes, "float16"),

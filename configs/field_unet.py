@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from jaxscale.config import AdamW, Config, Cosine, Count, Evaluation, SquaredError, UNet, Zarr
-from jaxscale.data.dataset import user_cache
+from jaxscale.data.caches import user_cache
 
 AXES = 1, 2, 3
 

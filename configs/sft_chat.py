@@ -14,7 +14,7 @@ import json
 from typing import Any
 
 from jaxscale.config import AdamW, Chat, Config, Cosine, Evaluation, LoRA, Transformer
-from jaxscale.data.dataset import user_cache
+from jaxscale.data.caches import user_cache
 from jaxscale.files import output_path, replace_text
 
 

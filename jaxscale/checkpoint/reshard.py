@@ -46,7 +46,7 @@ class Reshard(NamedTuple):
   old: int
   new: int
   saved: TrainState
-  convert: Callable[[Any], Any] | None
+  convert: Any  # Callable[[Any], Any] | None
   problem: str = ""
 
   def to_load(self, abstract: TrainState) -> TrainState:
@@ -63,7 +63,6 @@ class Reshard(NamedTuple):
     """Convert the loaded state to this run's state; every process calls it."""
 
     def convert(padded):
-      assert self.convert is not None
       return self.convert(jax.tree.map(lambda x: x[: self.old], padded))
 
     shardings = jax.tree.map(lambda x: x.sharding, abstract.exchange_state)
@@ -72,11 +71,10 @@ class Reshard(NamedTuple):
 
   def summary(self) -> str:
     """Return one line for the log."""
-    devices = f"from {plural(self.old, 'device')} to {self.new}"
-    where = devices if self.old != self.new else "to another layout"
+    devices = f"from {plural(self.old, 'device')} to {self.new} in this layout"
     kept = "the sum of pending gradients is kept up to rounding, so none is lost, "
     kept += "but from this step on the run is not bit-identical"
-    return f"the exchange state was converted {where}: {kept}"
+    return f"the exchange state was converted {devices}: {kept}"
 
 
 def find_reshard(

@@ -1,10 +1,9 @@
 """All-reduce algorithms, their costs, and a planner.
 
-For use inside `jax.shard_map`, as functions of (x, axis names):
+Inside `jax.shard_map`, `sum_tree` sums a tree by a `Plan`, whose algorithm is one of
 
-    psum, hierarchical                  sums by XLA's own collectives
-    ring, torus, halving_doubling       sums by permutes of known number and bytes
-    sum_tree                            sum of a tree by a `Plan`
+    psum, hierarchical                  XLA's own collectives
+    ring, torus, halving_doubling       permutes of known number and bytes
 
 Outside of it, `all_reduce(tree, mesh, algorithm)` sums global arrays. `plan` chooses
 the algorithm and its dimensions from alpha and beta of the links, which `jaxscale bench`

@@ -1,8 +1,3 @@
-from .algorithms import halving_doubling as halving_doubling
-from .algorithms import hierarchical as hierarchical
-from .algorithms import psum as psum
-from .algorithms import ring as ring
-from .algorithms import torus as torus
 from .api import all_reduce as all_reduce
 from .api import joined as joined
 from .api import payload_bytes as payload_bytes

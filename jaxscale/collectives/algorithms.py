@@ -22,7 +22,6 @@ Arrays are padded with zeros to a multiple of N.
 """
 
 import math
-from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -30,9 +29,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxscale.collectives import planner, typed
-from jaxscale.collectives.planner import Dim, Dims
+from jaxscale.collectives.planner import Dim
 
-Axes = str | Sequence[str]
+Axes = tuple[str, ...]  # names of mesh axes, slowest first
 
 
 def psum(x: jax.Array, axes: Axes, *, payload: Any = None, accumulate: Any = None) -> jax.Array:
@@ -50,10 +49,9 @@ def psum(x: jax.Array, axes: Axes, *, payload: Any = None, accumulate: Any = Non
     The sum, in the dtype of `x`, typed invariant over `axes`.
 
   Raises:
-    ConfigError: the mesh lacks an axis, or the dtype cannot be summed.
+    ConfigError: the dtype cannot be summed.
   """
-  names = tuple(typed.axis_sizes(typed.names(axes)))
-  return _sum(typed.vary(x, names), names, *typed.dtypes(x, payload, accumulate))
+  return _sum(typed.vary(x, axes), axes, *typed.dtypes(x, payload, accumulate))
 
 
 def _sum(x: jax.Array, axes: Axes, sent: Any, summed: Any):
@@ -85,14 +83,12 @@ def hierarchical(
   Raises:
     ConfigError: as in `psum`.
   """
-  names = typed.names(axes)
-  sizes = typed.axis_sizes(names)
-  slow, fast = (names[:1], names[1:]) if len(names) > 1 else ((), names)
+  slow, fast = (axes[:1], axes[1:]) if len(axes) > 1 else ((), axes)
   sent, summed = typed.dtypes(x, payload, accumulate)
-  x = typed.vary(x, names)
+  x = typed.vary(x, axes)
   if x.size == 0:
-    return lax.psum(x, names)
-  flat = typed.padded(x.astype(summed), math.prod(sizes[a] for a in fast))
+    return lax.psum(x, axes)
+  flat = typed.padded(x.astype(summed), lax.axis_size(fast))
   block = _block_of_sum(flat, fast, sent, summed)
   if slow:
     block = _sum(block, slow, sent, summed)
@@ -114,15 +110,22 @@ def _gathered(block: jax.Array, axes: Axes, sent: Any, like: jax.Array):
   return typed.unpadded(typed.from_wire(bits, sent, like.dtype), like.shape)
 
 
-def ring(x: jax.Array, axes: Axes, *, payload: Any = None, accumulate: Any = None) -> jax.Array:
-  """Sum over devices by one ring through all of them, inside `shard_map`.
+def over_dims(
+  x: jax.Array,
+  sizes: dict[str, int],
+  dims: tuple[Dim, ...],
+  payload: Any = None,
+  accumulate: Any = None,
+) -> jax.Array:
+  """Sum over devices by rings along each dimension of a torus, inside `shard_map`.
 
-  It takes 2 (N - 1) permutes of M / N bytes, where N is the number of devices of all axes
-  together. Every block starts next to its owner and is summed on its way around the ring.
+  It takes 2 sum_k (n_k - 1) permutes and 2 M (1 - 1/N) bytes. Every block starts next to its
+  owner and is summed on its way around the ring.
 
   Args:
     x: the device's array, of any shape and any floating or integer dtype.
-    axes: mesh axes to sum over, slowest first.
+    sizes: sizes of the mesh axes, slowest first.
+    dims: the dimensions, which cover the axes; the first is reduced first and gathered last.
     payload: dtype in which floats are sent; None means their own. Without `accumulate`, sums
       are rounded to it at every step.
     accumulate: dtype of sums, e.g. float32, so that each addend is rounded to `payload`
@@ -131,83 +134,11 @@ def ring(x: jax.Array, axes: Axes, *, payload: Any = None, accumulate: Any = Non
       `payload`, between neighbours.
 
   Returns:
-    The sum, in the dtype of `x`, bit-identical on all devices and typed invariant over
-    `axes`. Its derivative is that of `lax.psum` under `check_vma=True`.
+    The sum, in the dtype of `x`, bit-identical on all devices and typed invariant over the
+    axes. Its derivative is that of `lax.psum` under `check_vma=True`.
 
   Raises:
-    ConfigError: the mesh lacks an axis, or the dtype cannot be summed.
-
-  Example:
-    >>> mesh = jax.make_mesh((1,), ("data",), (jax.sharding.AxisType.Auto,),
-    ...                      devices=jax.devices()[:1])
-    >>> spec = jax.sharding.PartitionSpec
-    >>> total = jax.shard_map(lambda x: ring(x[0], "data"), mesh=mesh,
-    ...                       in_specs=spec("data"), out_specs=spec())
-    >>> total(jnp.ones((1, 3)))
-    Array([1., 1., 1.], dtype=float32)
-  """
-  sizes = typed.axis_sizes(typed.names(axes))
-  return over_dims(x, sizes, planner.one_ring(sizes), payload, accumulate)
-
-
-def torus(
-  x: jax.Array, axes: Axes, *, dims: Dims | None = None, payload: Any = None, accumulate: Any = None
-) -> jax.Array:
-  """Sum over devices by rings along each dimension of a torus, inside `shard_map`.
-
-  It takes 2 sum_k (n_k - 1) permutes and 2 M (1 - 1/N) bytes.
-
-  Args:
-    x, axes, payload, accumulate: as in `ring`.
-    dims: (axis, size) pairs, fastest links first. Several dimensions may split an axis:
-      `[("data", 4), ("replica", 8), ("replica", 8)]` splits 64 replicas. None means one
-      dimension per mesh axis, last axis first.
-
-  Returns:
-    The sum, as in `ring`.
-
-  Raises:
-    ConfigError: as in `ring`; or the sizes do not multiply to those of the axes.
-  """
-  sizes = typed.axis_sizes(typed.names(axes))
-  plan = planner.axis_dims(sizes) if dims is None else planner.given_dims(dims, sizes)
-  return over_dims(x, sizes, plan, payload, accumulate)
-
-
-def halving_doubling(
-  x: jax.Array, axes: Axes, *, payload: Any = None, accumulate: Any = None
-) -> jax.Array:
-  """Sum over devices by recursive halving and doubling, inside `shard_map`.
-
-  It takes 2 log2 N permutes and 2 M (1 - 1/N) bytes, and the large messages are between
-  neighbours. Every axis must be a power of two; for others use `torus` over prime factors.
-
-  Args:
-    x, axes, payload, accumulate: as in `ring`.
-
-  Returns:
-    The sum, as in `ring`.
-
-  Raises:
-    ConfigError: as in `ring`; or an axis is not a power of two.
-  """
-  sizes = typed.axis_sizes(typed.names(axes))
-  return over_dims(x, sizes, planner.two_by_two(sizes), payload, accumulate)
-
-
-def over_dims(
-  x: jax.Array,
-  sizes: dict[str, int],
-  dims: tuple[Dim, ...],
-  payload: Any = None,
-  accumulate: Any = None,
-) -> jax.Array:
-  """Sum over the axes of `sizes` along dimensions that cover them, typed invariant.
-
-  Args:
-    x, payload, accumulate: as in `ring`.
-    sizes: sizes of the mesh axes, slowest first.
-    dims: the dimensions; the first is reduced first and gathered last.
+    ConfigError: the dtype cannot be summed.
   """
   axes = tuple(sizes)
   sent, summed = typed.dtypes(x, payload, accumulate)

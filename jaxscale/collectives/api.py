@@ -8,10 +8,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxscale.collectives import typed
 from jaxscale.collectives.algorithms import hierarchical, over_dims, psum
 from jaxscale.collectives.cpu_workarounds import one_at_a_time
 from jaxscale.collectives.planner import Link, Plan, plan
@@ -28,7 +28,7 @@ def sum_tree(tree: Any, by: Plan, *, payload: Any = None, accumulate: Any = None
     tree: arrays of this device.
     by: result of `plan` for the axes of this `shard_map`.
     payload: dtype in which floats are sent; None means their own.
-    accumulate: dtype of sums, see `ring`; None means `payload`.
+    accumulate: dtype of sums, see `algorithms.over_dims`; None means `payload`.
 
   Returns:
     The tree of sums, typed invariant over the axes of the plan.
@@ -36,7 +36,7 @@ def sum_tree(tree: Any, by: Plan, *, payload: Any = None, accumulate: Any = None
   Raises:
     ConfigError: the plan is for a different mesh, or a dtype cannot be summed.
   """
-  sizes = typed.axis_sizes(by.axes)
+  sizes = {axis: lax.axis_size(axis) for axis in by.axes}
   covered = math.prod(d.size for d in by.dims)
   if by.algorithm != "psum" and covered != math.prod(sizes.values()):
     raise ConfigError(f"plan={by} is for a mesh other than {sizes}; call `plan` with this mesh")
@@ -104,7 +104,7 @@ def all_reduce(
     algorithm: "ring", "torus", "hierarchical", "halving_doubling", "psum", or "auto" for
       the choice of `plan`.
     dims, links: as in `plan`.
-    payload, accumulate: as in `ring`.
+    payload, accumulate: as in `sum_tree`.
 
   Returns:
     The tree of sums, [...], in the dtypes of the tree, replicated.
@@ -129,14 +129,10 @@ def all_reduce(
   return reducer(mesh, by, payload, accumulate)(tree)
 
 
+@functools.lru_cache(maxsize=256)
 def reducer(mesh: Mesh, by: Plan, payload: Any = None, accumulate: Any = None) -> Any:
   """Return the jitted `all_reduce` of a plan: a tree of rows -> the tree of sums."""
-  named = tuple(None if d is None else np.dtype(d) for d in (payload, accumulate))
-  return _reducer(mesh, by._replace(seconds=None), *named)
 
-
-@functools.lru_cache(maxsize=256)
-def _reducer(mesh: Mesh, by: Plan, payload: Any, accumulate: Any) -> Any:
   def local(tree: Any):
     own = jax.tree.map(lambda x: x[0], tree)
     return sum_tree(own, by, payload=payload, accumulate=accumulate)

@@ -13,8 +13,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxscale import cluster
-from jaxscale.collectives.algorithms import ring
-from jaxscale.collectives.api import reducer
+from jaxscale.collectives.api import reducer, sum_tree
 from jaxscale.collectives.cpu_workarounds import one_at_a_time
 from jaxscale.collectives.planner import Link, Plan, plan
 
@@ -79,7 +78,7 @@ def along(mesh: Mesh, axis: str | None) -> Any:
   others = tuple(a for a in mesh.axis_names if a != axis)
 
   def local(x: jax.Array):
-    return x[:, :1] if axis is None else ring(x, axis)
+    return x[:, :1] if axis is None else sum_tree(x, plan({axis: mesh.shape[axis]}, 0, "ring"))
 
   out = P(mesh.axis_names if axis is None else others)
   mapped = jax.shard_map(local, mesh=mesh, in_specs=P(mesh.axis_names), out_specs=out)

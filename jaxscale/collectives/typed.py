@@ -76,24 +76,6 @@ def vary(tree: Any, axes: tuple[str, ...]) -> Any:
   return jax.tree.map(cast, tree)
 
 
-def axis_sizes(axes: tuple[str, ...]) -> dict[str, int]:
-  """Return the sizes of mesh axes, inside `shard_map`.
-
-  Raises:
-    ConfigError: an axis does not exist in the mesh, or occurs twice.
-  """
-  if len(set(axes)) < len(axes):
-    raise ConfigError(f"axes={axes} contains an axis twice; give each axis once")
-  sizes = {}
-  for axis in axes:
-    try:
-      sizes[axis] = int(lax.axis_size(axis))
-    except NameError:
-      problem = f"the mesh has no axis {axis!r}; give axes of the enclosing shard_map"
-      raise ConfigError(f"axes={axes}: {problem}") from None
-  return sizes
-
-
 def names(axes: str | Sequence[str]) -> tuple[str, ...]:
   """Return axes as a tuple of names."""
   return (axes,) if isinstance(axes, str) else tuple(axes)

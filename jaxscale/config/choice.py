@@ -56,7 +56,8 @@ class Choice:
     return functools.partial(type(self), **self._explicit_values()), ()
 
   def __repr__(self) -> str:
-    values = (f"{n}={v!r}" for n, v in self._explicit_values().items())
+    values = self._explicit_values().items()  # A function's own form has its address in memory.
+    values = (f"{n}={getattr(v, '__qualname__', None) or repr(v)}" for n, v in values)
     return f"{type(self).__name__}({', '.join(values)})"
 
   def _explicit_values(self) -> dict[str, Any]:

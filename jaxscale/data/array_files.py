@@ -17,6 +17,7 @@ import numpy as np
 
 from jaxscale.data.directory import matching_paths, paths_identity
 from jaxscale.data.tables import (
+  PACKED,
   Table,
   Variable,
   by_chunk,
@@ -59,6 +60,9 @@ def open_zarr(path: str, names: Names, cache_bytes: int) -> Table:
     spec |= {"kvstore": {"driver": "file", "path": str(folder)}}
     store = ts.open(spec, read=True, context=context).result()
     attributes = node.get("attributes") if is_new else read_json(folder / ".zattrs")
+    if not is_new and not PACKED.keys().isdisjoint(attributes):
+      # xarray writes the _FillValue of zarr 2 there.
+      attributes = {"_FillValue": node.get("fill_value")} | attributes
     chunk: Any = store.chunk_layout.read_chunk.shape
     length, dtype = chunk[0] if chunk else 0, store.dtype.numpy_dtype
     read = functools.partial(_read_rows, store, length, dtype)
@@ -110,7 +114,8 @@ def open_hdf5(path: str, names: Names, cache_bytes: int) -> Table:
   def variable(file: Path, node: Any, share: int) -> Variable:
     length, offset = node.chunks[0] if node.chunks else 0, node.id.get_offset()
     if offset is not None and node.dtype.kind in "uifb":  # Contiguous and not compressed.
-      mapped = np.memmap(file, node.dtype, "r", offset, node.shape)
+      # A link may lead to a dataset in another file.
+      mapped = np.memmap(node.file.filename, node.dtype, "r", offset, node.shape)
       return Variable(node.shape, node.dtype, length, mapped.__getitem__, node.attrs)
     rows = length or max(len(node), 1)
     row_bytes = int(np.prod(node.shape[1:])) * node.dtype.itemsize
@@ -123,6 +128,8 @@ def open_hdf5(path: str, names: Names, cache_bytes: int) -> Table:
   def variables(file: Path) -> dict[str, Variable]:
     # Locks fail on file systems that are mounted read-only.
     inner: Any = h5py.File(file, "r", locking=False)[group or "/"]
+    if not isinstance(inner, h5py.Group):
+      raise ValueError(f"{group} is not a group; name it in columns")
     nodes = {name: inner[name] for name in names or inner if name in inner}
     nodes = {n: x for n, x in nodes.items() if isinstance(x, h5py.Dataset) and x.ndim}
     return {n: variable(file, x, cache_bytes // len(nodes)) for n, x in nodes.items()}

@@ -108,7 +108,7 @@ def from_named(name: str, arrays: Mapping[str, Any], **fields: Any) -> Dataset:
 def named_info(name: str, specs: Mapping[str, Spec], **fields: Any) -> DatasetInfo:
   """Describe named arrays as batches have them.
 
-  Floats become float32, and integers int32 except uint8; bool stays.
+  Floats become float32, and integers int32 except uint8, which only labels lose; bool stays.
 
   Args:
     name: the name for messages.
@@ -121,6 +121,8 @@ def named_info(name: str, specs: Mapping[str, Spec], **fields: Any) -> DatasetIn
   """
   kinds = {key: "float32" if np.dtype(d).kind == "f" else "int32" for key, (_, d) in specs.items()}
   kinds |= {key: dtype for key, (_, dtype) in specs.items() if dtype in ("uint8", "bool")}
+  if kinds.get("label") == "uint8":  # Classes have one dtype, whatever they are stored as.
+    kinds["label"] = "int32"
   arrays: dict[str, Any] = {key: (tuple(specs[key][0]), kind) for key, kind in kinds.items()}
   image, label = (arrays.pop(key, (None, kind)) for key, kind in _STANDARD.items())
   described = {"image_shape": image[0], "dtype": image[1], "arrays": arrays}

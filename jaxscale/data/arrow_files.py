@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from jaxscale.data.dataset import Spec
 from jaxscale.data.directory import paths_identity
 from jaxscale.data.tables import Table, by_chunk, cached, chosen_names, even_starts, spread_identity
 from jaxscale.errors import ConfigError, invalid
@@ -66,16 +67,16 @@ def open_arrow(
 
   def arrays_of(number: int) -> dict[str, Any]:
     table = read_chunk(number)
-    return {n: column_array(table.column(n)) for n in names}
+    return {n: column_array(table.column(n), specs[n]) for n in names}
 
   first = read_chunk(0)
+  specs = _specs(first, names)
   largest = int(np.diff(starts).max() / first.num_rows * first.nbytes)
   chunk = cached(arrays_of, cache_bytes // max(largest, 1))
 
   def read(number: int, rows: np.ndarray) -> dict[str, np.ndarray]:
     return {n: rows_of(array, rows) for n, array in chunk(number).items()}
 
-  specs = {n: (x.shape[1:], str(x.dtype)) for n, x in read(0, np.zeros(1, np.int64)).items()}
   every = functools.partial(by_chunk, starts=starts, read=read)
   identity = functools.partial(paths_identity, paths)
   return Table(name, specs, starts, every, identity)
@@ -103,10 +104,9 @@ def open_hugging_face(dataset: Any, names: Sequence[str] | None) -> Table:
 
   def read(rows: np.ndarray) -> dict[str, np.ndarray]:
     part, every = tables[rows.tolist()].combine_chunks(), np.arange(len(rows))
-    return {n: rows_of(column_array(part.column(n)), every) for n in names}
+    return {n: rows_of(column_array(part.column(n), specs[n]), every) for n in names}
 
-  first = read(np.arange(1))
-  specs = {name: (values.shape[1:], str(values.dtype)) for name, values in first.items()}
+  specs = _specs(tables[: min(len(dataset), _RECORD_BATCH)].combine_chunks(), names)
   starts = even_starts(len(dataset), _RECORD_BATCH)
   table = Table("HuggingFace", specs, starts, read, lambda: spread_identity(table))
   return table._replace(class_names=_class_names(dataset.features))
@@ -167,11 +167,25 @@ def _opened(path: Path) -> _File:
   return _File(reader.schema, [len(batch) for batch in batches], lambda i, _: batches[i])
 
 
-def column_array(column: Any) -> Any:
-  """Return a column as a NumPy array; as an Arrow array if it has no numbers of one shape."""
+def _specs(table: Any, names: Sequence[str]) -> dict[str, Spec]:
+  """Return the shape and the dtype of a row of each column, as the rows of a chunk have them."""
+  arrays = {n: column_array(table.column(n), None) for n in names}
+  numbers = {n: x for n, x in arrays.items() if isinstance(x, np.ndarray)}
+  return dict.fromkeys(names, ((), "object")) | {
+    n: (x.shape[1:], str(x.dtype)) for n, x in numbers.items()
+  }
+
+
+def column_array(column: Any, spec: Spec | None) -> Any:
+  """Return a column as a NumPy array; as an Arrow array if it has no numbers of one shape.
+
+  Rows of lists have a type that does not depend on the rows that are read with them: an Arrow
+  array is also returned for numbers of another shape or dtype than `spec`.
+  """
   array = column.chunk(0) if hasattr(column, "chunks") else column
   numbers = _numbers(array)
-  return array if numbers is None else numbers
+  is_same = numbers is not None and spec in (None, (numbers.shape[1:], str(numbers.dtype)))
+  return numbers if is_same else array
 
 
 def rows_of(array: Any, rows: np.ndarray) -> np.ndarray:

@@ -30,7 +30,7 @@ class CenterCrop(NamedTuple):
   share: float = 0.875
 
 
-EvalView = Literal["mlperf", "google"] | CenterCrop
+EvalView = Literal["mlperf"] | CenterCrop
 
 
 class Augment(NamedTuple):
@@ -150,16 +150,6 @@ def crop_box(height: int, width: int, draws: np.ndarray) -> tuple[int, int, int,
   h = min(height, round(width * 4 / 3))
   w = min(width, round(height * 4 / 3))
   return (height - h) // 2, (width - w) // 2, h, w
-
-
-def center_box(height: int, width: int) -> tuple[int, int, int, int]:
-  """Return Google's evaluation box: the centred square of 7/8 of the shorter side.
-
-  The size is 224 / (224 + 32) of the side, rounded down, with the odd pixel above and to the
-  left (flax examples/imagenet/input_pipeline.py, `_decode_and_center_crop`).
-  """
-  side = max(min(height, width) * 7 // 8, 1)
-  return (height - side + 1) // 2, (width - side + 1) // 2, side, side
 
 
 def shorter_side(height: int, width: int, size: int) -> tuple[int, int]:

@@ -20,8 +20,9 @@ from typing import Any, Literal
 import numpy as np
 
 from jaxscale.data import rows
-from jaxscale.data.dataset import Dataset
-from jaxscale.data.split_files import file_windows, split_files
+from jaxscale.data.dataset import Dataset, file_identity
+from jaxscale.data.packing import text_windows
+from jaxscale.data.split_files import split_files
 from jaxscale.data.stream import Part, cached
 from jaxscale.data.tokenizer import Located, Tokenizer, read_tokenizer
 from jaxscale.errors import invalid, message_of
@@ -81,9 +82,11 @@ def chat_files(
   parts = _parts(files.paths, source, variables, tokens, notes)
   stream = cached(files.name, parts, "<i4", tokens, identity, cache_dir, notes)
   digest = hashlib.sha256(repr((source, variables)).encode()).hexdigest()[:16]
-  stream = stream._replace(is_chat=True, facts={**stream.facts, "template": digest})
-  stream = stream._replace(notes=(*about_template, *stream.notes))
-  return file_windows(files, stream, tokens.vocab_size, sequence_length, packing, "Chat")
+  stream = stream._replace(is_chat=True, notes=(*files.notes, *about_template, *stream.notes))
+  options = tokens.vocab_size, sequence_length, packing, "Chat.packing"
+  dataset = text_windows(files.name, stream, *options)
+  facts = {**stream.facts, "template": digest}
+  return dataset._replace(identity=lambda: facts | file_identity(files.paths))
 
 
 def _template(
@@ -136,6 +139,8 @@ def messages_of(row: dict[str, Any]) -> list[dict[str, Any]]:
     raise ValueError("has no 'messages', 'conversations', or 'prompt' and 'completion'")
   if problem := mismatch(messages, [{"role": str, "content": (str, None)}], "messages"):
     raise ValueError(problem)
+  if any(m.get("content") is None and not m.get("tool_calls") for m in messages):
+    raise ValueError("a message has no content")  # Templates would write "None".
   # Parquet has null for every key that only other messages have.
   return [{k: v for k, v in m.items() if v is not None or k == "content"} for m in messages]
 
@@ -154,8 +159,8 @@ def _converter(source: str, variables: dict[str, str]) -> Callable[..., Conversa
     try:
       text, spans = chat_template.render(source, variables | more)
     except chat_template.TEMPLATE_ERRORS as e:
-      problem, fix = message_of(e) or type(e).__name__, f"it was used for {where}"
-      raise invalid("Chat.template", ..., problem, fix) from None
+      problem = f"is refused for {where}: {message_of(e) or type(e).__name__}"
+      raise invalid("Chat.template", ..., problem, "correct it or use a different one") from None
     except Exception as e:  # Each operation of a template has errors of its own.
       raise ValueError(f"{type(e).__name__}: {e}") from None
     text.encode()  # Raises UnicodeEncodeError, a ValueError, for a lone surrogate.

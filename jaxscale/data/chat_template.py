@@ -31,11 +31,9 @@ class RefusedError(jinja2.TemplateError):
   """Error of a template for every conversation."""
 
 
-# Errors of the template itself; all others are those of a conversation.
-TEMPLATE_ERRORS = (
-  *(RefusedError, SecurityError, jinja2.TemplateSyntaxError, jinja2.TemplateNotFound),
-  *(MemoryError, RecursionError, OverflowError),
-)
+_REFUSED = RefusedError, SecurityError, jinja2.TemplateSyntaxError, jinja2.TemplateNotFound
+_LIMITS = MemoryError, RecursionError, OverflowError
+TEMPLATE_ERRORS = *_REFUSED, *_LIMITS  # All others are errors of a conversation.
 
 
 class _Generation(Extension):

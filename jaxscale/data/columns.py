@@ -100,9 +100,6 @@ class Loader:
     except Exception as e:  # Each format raises its own error for damaged bytes.
       faults.raise_if_system_error(e, self._name(int(rows[0])))
       return None
-    for name, (scale, offset, fill) in self.table.scales.items():
-      unpacked = (values[name] * scale + offset).astype(np.float32)
-      values[name] = np.where(values[name] == fill, np.float32(np.nan), unpacked)
     is_ordered = len(unique) == len(rows) and (np.diff(rows) > 0).all()
     batch = {}
     for name, variables in (self.columns.columns or {}).items():
@@ -119,7 +116,8 @@ class Loader:
     if stored is None:
       self._unreadable.add(row)
       return None
-    return {name: array[0] for name, array in stored.items()}
+    arrays = stored if self.columns.transform else self._cast(stored)
+    return {name: array[0] for name, array in arrays.items()}
 
   def _transformed(self, row: int, example: Any, draws: np.ndarray | None) -> dict[str, Any] | None:
     """Apply the user's transform; None if it returns none."""
@@ -128,15 +126,19 @@ class Loader:
       return example
     if draws is not None:  # A draw has 53 bits, see `augment.uniform`.
       rng = np.random.Generator(np.random.Philox(key=(draws * 2.0**53).astype(np.uint64)))
+    fix = "return a dict of arrays, or None for an example that cannot be used"
     try:
-      if (example := function(example, rng)) is None:
-        return None
-      shapes = {name: np.shape(value) for name, value in example.items()}
+      example = function(example, rng)
+      is_dict = isinstance(example, Mapping)
+      shapes = {name: np.shape(x) for name, x in example.items()} if is_dict else {}
     except Exception as e:
       frame = traceback.extract_tb(e.__traceback__)[-1]
       problem = f"failed on {self._name(row)} with {type(e).__name__}: {message_of(e)}"
-      fix = "return a dict of arrays, or None for an example that cannot be used"
       raise invalid(f"{frame.filename}:{frame.lineno}: transform", ..., problem, fix) from e
+    if example is None:
+      return None
+    if not shapes:
+      raise invalid("transform", ..., f"returned {example!r:.60} for {self._name(row)}", fix)
     self._shapes = self._shapes or shapes
     if shapes != self._shapes:
       problem = f"returned {shapes} for {self._name(row)}, but {self._shapes} for the first example"
@@ -172,7 +174,7 @@ class Loader:
   def _cast(self, batch: Batch) -> Batch:
     for name, (_, dtype) in batch_shapes(self.info, 1).items():
       field = f"{self.columns.owner}: {name}"
-      if batch[name].dtype == object:  # In this chunk; the first one has numbers.
+      if batch[name].dtype.kind not in "uifb":  # In this chunk; the first one has numbers.
         raise invalid(field, ..., _NO_NUMBERS, _CONVERT)
       batch[name] = arrays.cast(field, batch[name], dtype)
     return batch

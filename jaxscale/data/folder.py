@@ -85,7 +85,7 @@ def image_folder(
     std: the standard deviation, in the same form.
     augment: the augmentation in training; see `config.TFDS`.
     cache: True decodes all examples once, now, and keeps them in memory.
-    eval_view: the view in evaluation: "mlperf", "google" or a `CenterCrop`, see `jpeg.view`.
+    eval_view: the view in evaluation: "mlperf" or a `CenterCrop`, see `jpeg.view`.
     max_pixels: the pixels above which an image counts as damaged and is not decoded.
     classes: the class names in the order of their labels, e.g. of another split; None uses
       all subdirectories, sorted.

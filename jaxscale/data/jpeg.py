@@ -296,15 +296,13 @@ def view(
   - training: Inception's box, bilinear
   - "mlperf": the shorter side to 256 / 224 of the size, bilinear on the grid
     x = i * scale (TensorFlow 1's), then the centre, as the MLPerf reference
-  - "google": the centred 7/8, bicubic (Keys, a = -1/2) on the grid
-    x = (i + 1/2) * scale - 1/2, as flax's ImageNet example
   - `CenterCrop`: by Pillow, equal to torchvision and timm to the byte
 
   Args:
     image: the pixels, uint8 [h, w, channels].
     size: the height and width of the view, in pixels.
     draws: [NUM_DRAWS] for a random crop and a flip; None for the evaluation view.
-    eval_view: "mlperf", "google" or a `CenterCrop`.
+    eval_view: "mlperf" or a `CenterCrop`.
   """
   height, width, _ = image.shape
   if draws is not None:
@@ -318,15 +316,10 @@ def view(
     whole = Image.fromarray(plane).resize((wide, tall), filter_)
     return np.asarray(whole)[top : top + size, left : left + size].reshape(size, size, -1)
   grid = np.arange(size)
-  if eval_view == "google":
-    top, left, side, _ = augment.center_box(height, width)
-    image = image[top : top + side, left : left + side]
-    rows = columns = _cubic((grid + 0.5) * (side / size) - 0.5, side)
-  else:
-    tall, wide = augment.shorter_side(height, width, size)
-    # Compute only the pixels that the crop keeps.
-    rows = _linear((grid + (tall - size) // 2) * (height / tall), height)
-    columns = _linear((grid + (wide - size) // 2) * (width / wide), width)
+  tall, wide = augment.shorter_side(height, width, size)
+  # Compute only the pixels that the crop keeps.
+  rows = _linear((grid + (tall - size) // 2) * (height / tall), height)
+  columns = _linear((grid + (wide - size) // 2) * (width / wide), width)
   return _resample(image, rows, columns)
 
 
@@ -344,20 +337,6 @@ def _linear(places: np.ndarray, length: int) -> Taps:
   first = np.minimum(places.astype(int), length - 1)
   share = (places - first).astype(np.float32)
   return [(first, 1 - share), (np.minimum(first + 1, length - 1), share)]
-
-
-def _cubic(places: np.ndarray, length: int) -> Taps:
-  """Return the taps of Keys' cubic convolution, a = -1/2 (IEEE TASSP 29, 1981)."""
-  base = np.floor(places).astype(int)
-  indices = base[:, None] + np.arange(-1, 3)
-  x = np.abs(places[:, None] - indices)
-  near = (1.5 * x - 2.5) * x * x + 1
-  far = ((-0.5 * x + 2.5) * x - 4) * x + 2
-  weights = np.where(x <= 1, near, np.where(x < 2, far, 0.0))
-  weights = weights * ((indices >= 0) & (indices < length))
-  weights = (weights / weights.sum(axis=1, keepdims=True)).astype(np.float32)
-  indices = indices.clip(0, length - 1)
-  return [(indices[:, k], weights[:, k]) for k in range(4)]
 
 
 def _resample(image: np.ndarray, rows: Taps, columns: Taps) -> np.ndarray:

@@ -76,10 +76,10 @@ def eval_resize(settings: Mapping[str, Any]) -> tuple[str, float]:
     settings: the settings of the data as JSON; images of data without `eval_view` are whole.
 
   Example:
-    >>> eval_resize({"eval_view": "google"}), eval_resize({"class": "Digits"})
+    >>> eval_resize({"eval_view": "bicubic"}), eval_resize({"class": "Digits"})
     (('bicubic', 0.875), ('bilinear', 1.0))
   """
   if (view := settings.get("eval_view")) is None:
     return "bilinear", 1.0
   crop = settings.get("eval_crop") or 0.875
-  return "bicubic" if view in ("google", "bicubic") else "bilinear", crop
+  return "bicubic" if view == "bicubic" else "bilinear", crop

@@ -56,7 +56,7 @@ def read_rows(
   number = num_empty = 0
 
   def check(is_end: bool) -> None:
-    most = max(_SHARE * number, 1) if is_end else max(number / 2, _EARLY)
+    most = max(_SHARE * number, number > 1) if is_end else max(number / 2, _EARLY)
     if len(damaged) - num_empty > most:
       so_far = "" if is_end else "the first "
       problem = f"has {len(damaged):,} damaged rows among {so_far}{number:,}: {few(damaged, 3)}"

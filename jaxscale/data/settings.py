@@ -53,9 +53,9 @@ class _Images(Data):
 
   Attributes:
     eval_view: the resizing and cropping of validation images to the image size; "mlperf"
-      (shorter side to 256/224 of the image size, bilinear, center crop), "google" (center crop
-      of 7/8 of the shorter side, bicubic), or "bilinear" or "bicubic" (as in torchvision and
-      timm: shorter side to image size / eval_crop, antialiased, center crop).
+      (shorter side to 256/224 of the image size, bilinear, center crop), or "bilinear" or
+      "bicubic" (as in torchvision and timm: shorter side to image size / eval_crop,
+      antialiased, center crop).
     eval_crop: the fraction of the resized shorter side that the center crop keeps (crop_pct in
       timm), for eval_view="bilinear" and "bicubic"; None uses 0.875 (224/256).
     mean: the mean of the pixels to subtract, from 0 to 255, one value or one per channel; None
@@ -63,19 +63,19 @@ class _Images(Data):
     std: the standard deviation to divide the pixels by, in the same form; None as for `mean`.
   """
 
-  eval_view: Literal["mlperf", "google", "bilinear", "bicubic"] = "mlperf"
+  eval_view: Literal["mlperf", "bilinear", "bicubic"] = "mlperf"
   eval_crop: Annotated[float | None, "in (0, 1]"] = None
   mean: tuple[float, ...] | None = None
   std: tuple[float, ...] | None = None
 
   def __post_init__(self):
-    if self.eval_crop is not None and self.eval_view in ("mlperf", "google"):
+    if self.eval_crop is not None and self.eval_view == "mlperf":
       field = f"{type(self).__name__}.eval_crop={self.eval_crop}"
       remedy = "omit eval_crop, or use eval_view='bilinear' or 'bicubic'"
       raise ConfigError(f"{field}: eval_view={self.eval_view!r} sets the crop; {remedy}")
 
   def _eval_view(self) -> Any:
-    if self.eval_view in ("mlperf", "google"):
+    if self.eval_view == "mlperf":
       return self.eval_view
     return data.CenterCrop(self.eval_view, self.eval_crop or 0.875)
 

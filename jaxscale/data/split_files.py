@@ -8,10 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from jaxscale.data.dataset import Dataset, file_identity
 from jaxscale.data.directory import is_visible, kinds, left_out_note, tree
-from jaxscale.data.packing import text_windows
-from jaxscale.data.stream import Packing, Stream
 from jaxscale.errors import ConfigError, invalid
 from jaxscale.files import refuse_pointer
 from jaxscale.metrics.text import few
@@ -87,30 +84,3 @@ def split_files(
       raise invalid(str(path), ..., f"cannot be read: {e.strerror}", fix) from None
   taken = f"text files end in {', '.join(endings)}"
   return SplitFiles(str(base), files, kind, left_out_note(base, left_out, taken))
-
-
-def file_windows(
-  files: SplitFiles,
-  stream: Stream,
-  vocab_size: int,
-  sequence_length: int,
-  packing: Packing,
-  setting: str,
-) -> Dataset:
-  """Create windows of the text of files.
-
-  Args:
-    files: the files.
-    stream: the tokens of the files.
-    vocab_size: the size of the vocabulary.
-    sequence_length: the tokens per example, S.
-    packing: the way from documents to windows, as for `packing.text_windows`.
-    setting: the name of the settings class for messages.
-  """
-  options = vocab_size, sequence_length, packing, f"{setting}.packing"
-  dataset = text_windows(files.name, stream, *options)
-
-  def identity() -> dict[str, object]:
-    return {**stream.facts, **file_identity(files.paths)}
-
-  return dataset._replace(identity=identity, notes=(*files.notes, *dataset.notes))

@@ -80,6 +80,9 @@ def _opened(
     chosen = chosen or {_STANDARD.get(name, name): name for name in specs}
     lacking = {n for n in optional if n in chosen and not {*listed(chosen[n])} <= specs.keys()}
     chosen = {name: variables for name, variables in chosen.items() if name not in lacking}
+  if not chosen:
+    fix = "name them in columns, and convert them in a transform"
+    raise invalid(opener(None).name, ..., "has no variables that are numbers", fix)
   table = opener([*dict.fromkeys(v for variables in chosen.values() for v in listed(variables))])
   if not table.num_rows:
     raise invalid(table.name, ..., "has no rows", "check the path")

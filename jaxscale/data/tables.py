@@ -6,8 +6,10 @@ rows, and table_splits.py the datasets for training and validation.
 
 from __future__ import annotations
 
+import base64
 import functools
 import itertools
+import struct
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
@@ -20,6 +22,8 @@ from jaxscale.data.dataset import Spec, array_identity
 from jaxscale.errors import invalid
 from jaxscale.metrics.text import few
 
+# Attributes of packed variables, and their defaults.
+PACKED = {"scale_factor": 1.0, "add_offset": 0.0}
 _NOMINAL = 1 << 20  # bytes of a chunk of rows that are not stored in chunks
 
 T = TypeVar("T")
@@ -37,7 +41,6 @@ class Table(NamedTuple):
       of all variables. Any thread may call it. It raises an exception for damaged rows.
     identity: a function that returns the identity of the contents.
     is_selective: whether reading fewer variables takes less time.
-    scales: the scale, the offset and the fill value of variables that are stored packed.
     class_names: the names of the classes of variables that have them.
   """
 
@@ -47,7 +50,6 @@ class Table(NamedTuple):
   read: Callable[[np.ndarray], dict[str, np.ndarray]]
   identity: Callable[[], Mapping[str, Any]] = dict
   is_selective: bool = True
-  scales: Mapping[str, tuple[float, float, float]] = MappingProxyType({})
   class_names: Mapping[str, tuple[str, ...]] = MappingProxyType({})
 
   @property
@@ -83,7 +85,8 @@ def of_variables(
 ) -> Table:
   """Return the table of arrays on disk; its chunks are those of the largest variable.
 
-  Variables that are packed by the CF conventions (1.11, §8.1) are unpacked.
+  Variables that are packed by the CF conventions (1.11, §8.1) are unpacked, and missing values
+  of floats (§2.5.1) become NaN.
 
   Args:
     name: the name for messages.
@@ -101,22 +104,43 @@ def of_variables(
     listed = few(f"{n} has {count:,}" for n, count in counts.items())
     fix = "choose variables of one length, e.g. columns={'image': …, 'label': …}"
     raise invalid(name, ..., f"has variables of different numbers of rows: {listed}", fix)
-  scales, specs, sizes, lengths = {}, {}, {}, {}
+  specs, sizes, lengths = {}, {}, {}
   for n, (shape, dtype, length, _, attributes) in variables.items():
-    if not {"scale_factor", "add_offset"}.isdisjoint(attributes):
-      parts = {"scale_factor": 1.0, "add_offset": 0.0, "_FillValue": np.nan}
-      scales[n] = tuple(float(np.ravel(attributes.get(k, x))[0]) for k, x in parts.items())
+    if dtype.kind in "iu" and str(attributes.get("_Unsigned")).lower() == "true":
+      raise invalid(f"{name}: {n}", ..., "has _Unsigned=true", "write it with an unsigned dtype")
     kind = "object" if dtype.kind == "V" else str(dtype)  # Records have no name of a dtype.
-    specs[n] = shape[1:], "float32" if n in scales else kind
+    specs[n] = shape[1:], kind if PACKED.keys().isdisjoint(attributes) else "float32"
     sizes[n] = max(int(np.prod(shape[1:])) * dtype.itemsize, 1)
     lengths[n] = min(length or max(_NOMINAL // sizes[n], 1), shape[0])
   length = lengths[max(sizes, key=lambda n: sizes[n])]
 
   def read(rows: np.ndarray) -> dict[str, np.ndarray]:
-    return {n: variable.read(rows) for n, variable in variables.items()}
+    return {n: _unpacked(v.read(rows), v.attributes) for n, v in variables.items()}
 
   starts = even_starts(next(iter(counts.values())), length)
-  return Table(name, specs, starts, read, scales=scales)
+  return Table(name, specs, starts, read)
+
+
+def _unpacked(values: np.ndarray, attributes: Mapping[str, Any]) -> np.ndarray:
+  """Return values in float32 if they are packed, and with NaN for missing floats."""
+  is_packed = not PACKED.keys().isdisjoint(attributes)
+  fills = _floats(attributes, "_FillValue") + _floats(attributes, "missing_value")
+  if not is_packed and (values.dtype.kind != "f" or np.isnan(fills).all()):
+    return values
+  is_missing = np.any([values == x for x in [*fills, np.nan]], 0)
+  if is_packed:
+    scale, offset = ([*_floats(attributes, k), x][0] for k, x in PACKED.items())
+    values = (values * scale + offset).astype(np.float32)
+  return np.where(is_missing, values.dtype.type(np.nan), values)
+
+
+def _floats(attributes: Mapping[str, Any], name: str) -> list[float]:
+  """Return the numbers of an attribute; xarray writes floats to zarr 3 in base64."""
+  values = [x for x in np.ravel(attributes.get(name, ())).tolist() if x is not None]
+  return [
+    struct.unpack("<d", base64.b64decode(x))[0] if str(x).endswith("=") else float(x)
+    for x in values
+  ]
 
 
 def cached(read: Callable[[int], T], count: int) -> Callable[[int], T]:
@@ -185,7 +209,7 @@ def concatenated(tables: Sequence[Table]) -> Table:
   """
   first, ends = tables[0], np.cumsum([0, *(table.num_rows for table in tables)])
   for table in tables:
-    if (table.specs, table.scales) != (first.specs, first.scales):
+    if table.specs != first.specs:
       problem = f"has {dict(table.specs)}, but {first.name} has {dict(first.specs)}"
       raise invalid(table.name, ..., problem, "give files of the same variables")
   if len(tables) == 1:

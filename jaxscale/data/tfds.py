@@ -25,9 +25,8 @@ from jaxscale.data.tokenizer import read_tokenizer
 from jaxscale.errors import ConfigError
 
 _AT_ONCE = 1024  # documents
-# A split: the number of examples, a function from the index to an example as a dict of
-# features, and a function from indices to several examples, or None if that is not faster.
-Examples = tuple[int, Callable[[int], Any], Callable[[Sequence[int]], Any] | None]
+# A split: the number of examples, and a function from indices to examples as dicts of features.
+Examples = tuple[int, Callable[[Sequence[int]], Sequence[Any]]]
 
 
 def tfds_images(
@@ -60,8 +59,8 @@ def tfds_images(
     std: the standard deviation, in the same form.
     augment: the augmentation in training; see `config.TFDS`.
     cache: True decodes all examples once, now, and keeps them in memory.
-    eval_view: the view of resized images in evaluation: "mlperf", "google" or a
-      `CenterCrop`, see `jpeg.view`.
+    eval_view: the view of resized images in evaluation: "mlperf" or a `CenterCrop`, see
+      `jpeg.view`.
     max_pixels: the pixels above which an image counts as damaged and is not decoded.
 
   Raises:
@@ -107,25 +106,24 @@ def _opened(identity: tuple[str, int], name: str, data_dir: str | None, split: s
   image_key, label_key = builder.info.supervised_keys or ("image", "label")
   skip = {image_key: tfds.decode.SkipDecoding()}
   jpegs = getattr(builder.info.features[image_key], "encoding_format", None) == "jpeg"
-  size, get, get_many = open_split(builder, name, split, skip)
+  size, examples = open_split(builder, name, split, skip)
 
   def name_of(index: int) -> str:
     return f"{name} {split!r} example {index}"
 
-  def records(examples: Iterable[Any]) -> list[Record | None]:
-    return [(x[image_key], int(x[label_key])) for x in examples]
+  def records(indices: Sequence[int]) -> list[Record | None]:
+    return [(x[image_key], int(x[label_key])) for x in examples(indices)]
 
   def read_one(index: int) -> Record | None:
     try:
-      return records([get(index)])[0]
+      return records([index])[0]
     except Exception as e:  # Each format raises its own error for damaged bytes.
       raise_if_system_error(e, name_of(index))
 
   def read(indices: Sequence[int]) -> Iterable[Record | None]:
-    if get_many is not None:
-      # Read one by one to find the damaged example.
-      with contextlib.suppress(Exception):
-        return records(get_many(list(indices)))
+    # Read one by one to find the damaged example.
+    with contextlib.suppress(Exception):
+      return records(list(indices))
     return map(read_one, indices)
 
   return Source(size, read, name_of, lambda _: jpegs)
@@ -187,12 +185,11 @@ def _is_text(feature: Any) -> bool:
 
 def _documents(examples: Examples, title: str, feature: str) -> Iterator[list[bytes]]:
   """Yield the documents in order, several at a time; `Tokenizer.encode` checks their encoding."""
-  size, get, get_many = examples
+  size, read = examples
   for first in range(0, size, _AT_ONCE):
     indices = list(range(first, min(first + _AT_ONCE, size)))
     try:
-      found = get_many(indices) if get_many else map(get, indices)
-      texts = [example[feature] for example in found]
+      texts = [example[feature] for example in read(indices)]
     except Exception as e:  # Each format raises its own error for damaged bytes.
       problem = (str(e).splitlines() or [type(e).__name__])[0]
       what = f"an example from {indices[0]} to {indices[-1]} cannot be read ({problem})"
@@ -217,14 +214,13 @@ def find_builder(name: str, data_dir: str | None, field: str = "TFDS.name") -> A
   try:
     builder = tfds.builder(name, data_dir=data_dir)
   except Exception as e:  # Includes ValueErrors for invalid names and damaged files.
-    if not isinstance(e, tfds.core.DatasetNotFoundError) and _is_there(name, data_dir):
-      problem = (str(e).splitlines() or [type(e).__name__])[0]
-      problem = f"its dataset_info.json or features.json is damaged ({problem:.200})"
-      raise ConfigError(f"{field}={name!r}: {problem}; copy or prepare the dataset again") from None
-    known = tfds.list_builders(with_community_datasets=False)
-    close = closest(name, known)
+    close = closest(name, tfds.list_builders(with_community_datasets=False))
     hint = f"did you mean {close!r}?" if close else "see the TFDS catalogue"
-    raise ConfigError(f"{field}={name!r}: no such dataset, {hint}") from None
+    problem = f"no such dataset, {hint}"
+    if not isinstance(e, tfds.core.DatasetNotFoundError):
+      reason = (str(e).splitlines() or [type(e).__name__])[0]
+      problem += f", or its files are damaged ({reason:.200}); copy or prepare it again"
+    raise ConfigError(f"{field}={name!r}: {problem}") from None
   level = logging.get_verbosity()
   logging.set_verbosity(logging.ERROR)  # The error below says more than TFDS's warnings.
   is_prepared = builder.is_prepared()
@@ -234,14 +230,6 @@ def find_builder(name: str, data_dir: str | None, field: str = "TFDS.name") -> A
     fix = f"once, in an environment with jaxscale[tfds]: jaxscale prepare {name}{where}"
     raise ConfigError(f"{field}={name!r}: not prepared in {builder.data_path}; {fix}")
   return builder
-
-
-def _is_there(name: str, data_dir: str | None) -> bool:
-  """Return whether a dataset has a directory."""
-  from tensorflow_datasets.core import constants
-
-  own, folder = re.split("[/:]", name)[0], os.path.expanduser(data_dir or constants.DATA_DIR)
-  return bool(own) and os.path.isdir(os.path.join(folder, own))
 
 
 def _identity(builder: Any) -> tuple[str, int]:
@@ -273,7 +261,7 @@ def open_split(
   try:
     if formats.ARRAY_RECORD in builder.info.available_file_formats():
       source = builder.as_data_source(split, decoders=decoders)
-      return len(source), source.__getitem__, source.__getitems__
+      return len(source), source.__getitems__
     if kind == formats.TFRECORD:
       return _open_tfrecord(builder, split, decoders)
   except ConfigError:
@@ -297,4 +285,4 @@ def _open_tfrecord(builder: Any, split: str, decoders: Any) -> Examples:
     shards.append(Shard(str(part.filename), part.examples_in_shard, part.skip, take))
   read, parse = random_access(shards), builder.info.features.deserialize_example_np
   size = sum(shard.take for shard in shards)
-  return size, lambda index: parse(read(index), decoders=decoders), None
+  return size, lambda indices: [parse(read(index), decoders=decoders) for index in indices]

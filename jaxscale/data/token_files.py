@@ -21,8 +21,9 @@ from pathlib import Path
 import numpy as np
 
 from jaxscale.data import rows
-from jaxscale.data.dataset import Dataset
-from jaxscale.data.split_files import SplitFiles, file_windows, split_files
+from jaxscale.data.dataset import Dataset, file_identity
+from jaxscale.data.packing import text_windows
+from jaxscale.data.split_files import SplitFiles, split_files
 from jaxscale.data.stream import PREPARED, Packing, Stream, TokenFile, of_files, of_prepared, packed
 from jaxscale.data.tokenizer import read_tokenizer
 from jaxscale.errors import ConfigError, invalid
@@ -116,7 +117,9 @@ def text_files(
       documents = text_documents(files.paths, encoding, field, tokenizer, notes)
       identity = "files", encoding, *files.stamps, *([field] * (files.endings == rows.ENDINGS))
       stream = packed(files.name, documents, tokens, identity, cache_dir, notes)
-  return file_windows(files, stream, size, sequence_length, packing, "TextFiles")
+  stream = stream._replace(notes=(*files.notes, *stream.notes))
+  dataset = text_windows(files.name, stream, size, sequence_length, packing, "TextFiles.packing")
+  return dataset._replace(identity=lambda: {**stream.facts, **file_identity(files.paths)})
 
 
 # The settings that text and tokens do not share, and their defaults.

@@ -135,7 +135,8 @@ def mean_for_all(state: Any, num_devices: int) -> Any:
 
   def mean(x: jax.Array):
     wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
-    return copies((jnp.sum(wide, axis=0) / len(x)).astype(x.dtype), num_devices)
+    average = (jnp.sum(wide, axis=0) / len(x)).astype(x.dtype)
+    return jnp.broadcast_to(average, (num_devices, *average.shape))
 
   return jax.tree.map(mean, state)
 
@@ -147,9 +148,4 @@ def same_for_all(state: Any, num_devices: int) -> Any:
     >>> same_for_all({"step": jnp.array([7, 7])}, 3)
     {'step': Array([7, 7, 7], dtype=int32)}
   """
-  return jax.tree.map(lambda x: copies(x[0], num_devices), state)
-
-
-def copies(x: jax.Array, num_devices: int) -> jax.Array:
-  """Repeat an array [...] for every device: [num_devices, ...]."""
-  return jnp.broadcast_to(x, (num_devices, *x.shape))
+  return jax.tree.map(lambda x: jnp.broadcast_to(x[0], (num_devices, *x.shape[1:])), state)

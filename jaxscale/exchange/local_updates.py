@@ -170,14 +170,12 @@ def check_samples(num_samples: int, every: int, worker_batch: int, num_workers: 
   block = every * worker_batch * num_workers
   target = block * num_workers
   fits = max(num_samples // (worker_batch * num_workers**2), 1)
-  field, fix = f"BlockMomentum.sync_every_steps={every}", f"give {fits} or less"
+  needs = f"needs {target:,} different samples (tau N^2), but the data set has {num_samples:,}"
+  text = f"BlockMomentum.sync_every_steps={every} with {num_workers} workers {needs}"
+  text += f"; give {fits} or less, or use fewer workers"
   if num_samples < block:
-    problem = f"makes blocks of {block:,} samples with {num_workers} workers"
-    raise ConfigError(f"{field} {problem}, but the data set has only {num_samples:,}; {fix}")
-  if num_samples >= target:
-    return None
-  problem = f"with {num_workers} workers needs {target:,} different samples (tau N^2)"
-  return f"{field} {problem}, but the data set has {num_samples:,}; {fix}, or use fewer workers"
+    raise ConfigError(text)
+  return text if num_samples < target else None
 
 
 def reset_momentum(opt_state: Any) -> Any:

@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal
 from jaxscale import collectives, exchange
 from jaxscale.config.bases import Exchange, ExchangeContext, Sync, SyncContext
 from jaxscale.config.bounds import Count, Fraction, NonNegative, Positive
-from jaxscale.errors import ConfigError
+from jaxscale.errors import invalid
 
 # The names for --config.exchange= (HOMES in config/choice.py lists this module).
 __all__ = ["AllReduce", "BlockMomentum", "DiLoCo", "EveryStep", "HalfPrecision", "Int8"]
@@ -53,11 +53,11 @@ class AllReduce(Exchange):
     return self.sends_whole and is_psum and not self.delayed
 
   def __post_init__(self):
-    name = type(self).__name__
     for dim in self.dims:
       axis, _, size = dim.partition(":")
       if not (axis and size.isdecimal()):
-        raise ConfigError(f"{name}.dims={self.dims} is invalid; give axis:size, as 'data:4'")
+        field = f"{type(self).__name__}.dims"
+        raise invalid(field, self.dims, "is invalid", "give axis:size, as 'data:4'")
 
   def build(self, context: ExchangeContext) -> exchange.Exchange:
     by, size = self.plan(context), self.bucket_bytes

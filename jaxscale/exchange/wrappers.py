@@ -62,7 +62,7 @@ def warm_start(inner: Exchange, axes: tuple[str, ...], *, steps: int) -> Exchang
   Args:
     inner: the exchange after the first steps.
     axes: mesh axes to average over.
-    steps: number of first steps; 0 returns `inner` itself.
+    steps: number of first steps.
 
   Returns:
     An exchange. Its state has "step", int32 [], and "inner", the state of `inner`.
@@ -74,8 +74,6 @@ def warm_start(inner: Exchange, axes: tuple[str, ...], *, steps: int) -> Exchang
 
   Source: CNTK's `distributed_after`, the number of examples before it quantises.
   """
-  if steps == 0:
-    return inner
 
   def init(params: Any):
     return {"step": jnp.zeros((), jnp.int32), "inner": inner.init(params)}

@@ -79,7 +79,7 @@ def notes(config: cfg.Config, mesh: Mesh, micro_batches: int) -> list[str]:
     )
   stages = mesh.shape.get("stage", 1)
   if stages > 1:
-    idle = bubble(config.layout.schedule, stages, micro_batches)
+    idle = bubble(stages, micro_batches)
     lines.append(
       f"pipeline: {config.layout.schedule}, {stages} stages, {micro_batches} "
       f"micro-batches; every stage is idle for {idle:.0%} of a step"

@@ -15,37 +15,24 @@ algorithm 4):
     ds = p (dout v^T - sum(dout out))   dq = ds k   dk = ds^T q   (each / sqrt(width))
 
 Scores, sums and gradients are float32. Scores are computed for `_BLOCK` keys at a time.
-For causal attention with contiguous tokens, device i has work in i+1 of n turns, but all
-devices wait for the last one: (n+1)/2n of the work is useful, and the branches save
-energy, but no time. With zig-zag order every device has half a block of work in each
-turn.
+For causal attention with contiguous tokens, device i would have work in i+1 of n turns, and
+all devices would wait for the last one. With zig-zag order every device has half a block of
+work in each turn.
 """
 
 import functools
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from jaxscale.collectives import vary
-from jaxscale.collectives.typed import axis_sizes, in_mesh_order, varying
-from jaxscale.errors import ConfigError
+from jaxscale.collectives.typed import in_mesh_order, varying
 
 _BLOCK = 1024  # keys whose scores are in memory at once
 _NEVER = -1e30  # score of a masked key; unlike -inf, its differences are not NaN
-
-
-def check_zigzag(tokens: int) -> None:
-  """Raise if the tokens of a device cannot be divided into two pieces.
-
-  Raises:
-    ConfigError: the number of tokens is odd.
-  """
-  if tokens % 2:
-    problem = "is odd, but order='zigzag' needs two equal pieces; give an even number"
-    raise ConfigError(f"tokens={tokens} per device {problem}")
 
 
 def ring_attention(
@@ -56,16 +43,16 @@ def ring_attention(
   axis: str,
   causal: bool,
   documents: jax.Array | None = None,
-  order: Literal["contiguous", "zigzag"] = "contiguous",
   block: int = _BLOCK,
 ) -> jax.Array:
   """Compute attention over split tokens by sending keys and values around a ring.
 
+  The tokens of the devices are in zig-zag order (`sequence.token_positions`).
   Call it inside `jax.shard_map`. A device sends its keys and values n-1 times. In the
   backward pass it also sends their gradients n times, as float32.
 
   Args:
-    q: queries, [rows, tokens/n, heads, width].
+    q: queries, [rows, tokens/n, heads, width]; an even number of tokens.
     k: keys, [rows, tokens/n, groups, width]; groups divide heads (arXiv:2305.13245).
     v: values, with the shape of `k`.
     axis: mesh axis of the tokens, with n devices.
@@ -73,29 +60,20 @@ def ring_attention(
     documents: numbers of the documents of this device's tokens, int32 [rows, tokens/n], which
       travel with the keys; a token attends only to tokens with its own number. Blocks
       without such tokens are computed, too. None means one document per row.
-    order: order of the tokens on the devices; see `sequence.token_positions`.
     block: number of keys whose scores are in memory at once.
 
   Returns:
     Outputs in the dtype of q, [rows, tokens/n, heads, width].
-
-  Raises:
-    ConfigError: groups do not divide heads; or the order is "zigzag" and the number of
-      tokens per device is odd.
   """
-  devices = axis_sizes((axis,))[axis]
+  devices = lax.axis_size(axis)
   rows, tokens, heads, width = q.shape
   groups = k.shape[2]
-  if heads % groups:
-    raise ConfigError(f"groups={groups} does not divide the {heads} heads; give a divisor")
-  if order == "zigzag":
-    check_zigzag(tokens)
   axes = in_mesh_order((axis, *varying(q), *varying(k), *varying(v)))
   q, k, v, documents = vary((q, k, v, documents), axes)
   q = q.reshape(rows, tokens, groups, heads // groups, width)
   q, k, v = q.transpose(0, 2, 3, 1, 4), k.swapaxes(1, 2), v.swapaxes(1, 2)
   numbers = () if documents is None else (documents[:, None, :, None],)  # shaped like keys
-  plan = _Plan(axis, axes, devices, causal, order == "zigzag", block)
+  plan = _Plan(axis, axes, devices, causal, block)
   out: Any = _ring(plan, q, k, v, numbers)
   return out.transpose(0, 3, 1, 2, 4).reshape(rows, tokens, heads, width)
 
@@ -107,7 +85,6 @@ class _Plan(NamedTuple):
   axes: tuple[str, ...]  # axes over which the arrays vary
   devices: int
   causal: bool
-  zigzag: bool
   block: int
 
 
@@ -196,10 +173,8 @@ def _go_round(plan: _Plan, step: Callable[..., Any], kept: Any, kv: Any, grads: 
   tokens = kv[0].shape[-2]
   whole = functools.partial(step, 0, tokens, False)
   own = functools.partial(step, 0, tokens, True)
-  earlier, later = whole, lambda kept, kv, grads: (kept, grads)
-  if plan.zigzag:
-    earlier = functools.partial(step, 0, tokens // 2, False)
-    later = functools.partial(step, tokens // 2, tokens, False)
+  earlier = functools.partial(step, 0, tokens // 2, False)
+  later = functools.partial(step, tokens // 2, tokens, False)
 
   def attend(turn: Any, *args: Any):
     if not plan.causal:

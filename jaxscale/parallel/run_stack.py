@@ -196,7 +196,7 @@ def layout_ops(layout: Layout) -> Ops:
     return Ops(attend=attend)
   if layout.splits in ("ring", "all_to_all"):
     by_heads = functools.partial(sequence.all_to_all_attention, axis="model", attend=attend)
-    by_ring = functools.partial(ring_attention, axis="model", order="zigzag")
+    by_ring = functools.partial(ring_attention, axis="model")
     by = by_ring if layout.splits == "ring" else by_heads
     return Ops(attend=by, positions=lambda n: sequence.token_positions(n, "model", _order(layout)))
   regions = layout.splits == "layers_and_tokens"

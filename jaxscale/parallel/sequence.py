@@ -24,10 +24,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxscale.collectives.typed import axis_sizes
 from jaxscale.errors import ConfigError
 from jaxscale.models.stack import attention
-from jaxscale.parallel.ring import check_zigzag
 
 Order = Literal["contiguous", "zigzag"]
 
@@ -36,21 +34,17 @@ def token_positions(tokens: int, axis: str, order: Order = "contiguous") -> jax.
   """Return the positions of this device's tokens in the sequence.
 
   Args:
-    tokens: number of tokens t on this device.
+    tokens: number of tokens t on this device, even for "zigzag".
     axis: mesh axis of the tokens, with n devices.
     order: "contiguous": device i has positions i t to (i+1) t. "zigzag": device i has the
       i-th piece from the front and the i-th from the back, of 2n equal pieces.
 
   Returns:
     Positions, int32 [tokens], varying over `axis`.
-
-  Raises:
-    ConfigError: the order is "zigzag" and the number of tokens is odd.
   """
-  devices, here = axis_sizes((axis,))[axis], lax.axis_index(axis)
+  devices, here = lax.axis_size(axis), lax.axis_index(axis)
   if order == "contiguous":
     return here * tokens + jnp.arange(tokens, dtype=jnp.int32)
-  check_zigzag(tokens)
   piece = jnp.arange(tokens // 2, dtype=jnp.int32)
   back = 2 * devices - 1 - here
   return jnp.concatenate([here * len(piece) + piece, back * len(piece) + piece])
@@ -87,7 +81,7 @@ def all_to_all_attention(
   Raises:
     ConfigError: n does not divide heads and groups.
   """
-  devices = axis_sizes((axis,))[axis]
+  devices = lax.axis_size(axis)
   for name, x in (("heads", q), ("key/value heads", k)):
     if x.shape[2] % devices:
       problem = f"cannot split {x.shape[2]} {name} over the {devices} devices of {axis!r}"
@@ -132,7 +126,7 @@ def scatter_tokens(h: jax.Array, *, axis: str) -> jax.Array:
   Raises:
     ConfigError: n does not divide the tokens.
   """
-  devices = axis_sizes((axis,))[axis]
+  devices = lax.axis_size(axis)
   if h.shape[1] % devices:
     problem = f"cannot be split over the {devices} devices of {axis!r}; give a multiple"
     raise ConfigError(f"tokens={h.shape[1]} {problem}")

@@ -13,8 +13,7 @@ its worker's parameters in full, and the inner optimizer runs on them inside
 `jax.shard_map`, so that norms (as in LARS) are correct. Every H steps, in a `lax.cond` on
 the step number, workers synchronize: the exchange averages their pseudo-gradients
 (anchor - parameters), and the outer optimizer moves the anchor. The equations are in
-`jaxscale.exchange.local_updates`. In all other steps only metrics cross the network, and
-`reduce_metrics=False` avoids that too.
+`jaxscale.exchange.local_updates`. In all other steps only metrics cross the network.
 
 The condition is part of the compiled step, so the loop, resuming and the order of the
 data do not change. On CPU and TPU a step without synchronization costs nothing extra. On
@@ -75,7 +74,6 @@ def make_local_train_step(
   schedule: optax.Schedule | None = None,
   workers: Axes | None = None,
   last_step: int | None = None,
-  reduce_metrics: bool = True,
   options: StepOptions = StepOptions(),
 ) -> TrainStep:
   """Return a jitted `train_step(state, batch) -> (state, metrics)`.
@@ -97,9 +95,6 @@ def make_local_train_step(
     last_step: last step of the run, after which workers also synchronize, so that no
       training is lost if H does not divide the number of steps; None means no extra
       synchronization.
-    reduce_metrics: False returns metrics of shape [devices], one value per device, so
-      that nothing crosses the network between synchronizations; the reader averages
-      them.
     options: options as in `make_train_step`, without averages, noise scale and loss
       scale. `observe` gets the state of the inner optimizer; its metrics are averaged over
       the workers. With `skip_bad_steps` a worker whose loss, gradient or model state has NaN or Inf
@@ -139,18 +134,15 @@ def make_local_train_step(
     if options.skip_bad_steps:
       totals["loss"] = jnp.where(code < 0, totals["loss"], jnp.nan)
       codes = jnp.append(codes, vary(code, axes))[None]
-    if reduce_metrics:
-      totals, metrics = lax.psum(totals, axes), lax.pmean(metrics, axes)
+    totals, metrics = lax.psum(totals, axes), lax.pmean(metrics, axes)
     metrics = means(totals) | metrics
     if schedule is not None:
       metrics["learning_rate"] = jnp.asarray(schedule(step), jnp.float32)
-    if not reduce_metrics:
-      metrics = jax.tree.map(lambda x: vary(x, axes)[None], metrics)
     worker = jax.tree.map(lambda x: x[None], worker)
     return (merge(part[0], anchor[0]), *part[1:]), worker, metrics, codes
 
   in_specs = P(), P(axes), P(axes), P(), P()
-  out_specs = P(), P(axes), P() if reduce_metrics else P(axes), P(axes)
+  out_specs = P(), P(axes), P(), P(axes)
   mapped = jax.shard_map(device_step, mesh=mesh, in_specs=in_specs, out_specs=out_specs)
 
   def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
@@ -164,9 +156,8 @@ def make_local_train_step(
       metrics[nan_guard.CODES] = codes
     return TrainState(state.step + 1, params, model_state, opt_state, workers, ()), metrics
 
-  # Without an out_sharding, metrics may be replicated or one per device.
-  alike = reduce_metrics and not options.skip_bad_steps
-  shardings = (state_shardings(mesh), replicated(mesh) if alike else None)
+  # Metrics are replicated, but the codes of a skipped step are one per device.
+  shardings = (state_shardings(mesh), None if options.skip_bad_steps else replicated(mesh))
   jitted = jax.jit(train_step, donate_argnums=0, out_shardings=shardings)
   return checked_step(one_at_a_time(jitted, mesh), options)
 

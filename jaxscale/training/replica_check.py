@@ -50,7 +50,7 @@ from jaxscale.training.nan_guard import by_process, ordinal
 from jaxscale.training.types import TrainState
 
 Fingerprint = Callable[[Any], jax.Array]  # tree -> uint32 [devices, leaves]
-Splits = Sequence[tuple[str, ...]] | None  # axes that split each leaf
+Splits = Sequence[tuple[str, ...]]  # axes that split each leaf
 _GOLDEN = 0x9E3779B9  # 2^32 / golden ratio, which spreads neighbouring positions
 
 
@@ -203,7 +203,7 @@ def _mix(x: jax.Array) -> jax.Array:
 
 
 def find_divergence(
-  prints: jax.Array, names: Sequence[str], mesh: Mesh | None = None, splits: Splits = None
+  prints: jax.Array, names: Sequence[str], mesh: Mesh, splits: Splits
 ) -> str | None:
   """Return a line that lists the devices whose copies differ; None if all are equal.
 
@@ -212,8 +212,8 @@ def find_divergence(
   Args:
     prints: result of the function from `make_fingerprint`, [devices, leaves].
     names: names of the leaves.
-    mesh: the mesh, whose order the devices have; needed with `splits`.
-    splits: mesh axes that split each leaf; None means that no leaf is split.
+    mesh: the mesh, whose order the devices have.
+    splits: mesh axes that split each leaf; () for a leaf that is not split.
   """
   shards = sorted(prints.addressable_shards, key=lambda s: s.index[0].start or 0)
   own = [
@@ -283,17 +283,15 @@ def _locations(replicas: Sequence[Replica]) -> str:
   return by_process((r[:3] for r in replicas), lambda devices: f", {few(devices)})")
 
 
-def _parts(row: int, mesh: Mesh | None, splits: Splits) -> tuple[int, ...]:
+def _parts(row: int, mesh: Mesh, splits: Splits) -> tuple[int, ...]:
   """Return the part of each leaf that a device has, by its position in the mesh."""
-  if mesh is None or not any(splits or ()):
-    return ()
   at = dict(zip(mesh.axis_names, np.unravel_index(row, mesh.devices.shape), strict=True))
 
   def part(split: tuple[str, ...]):
     sizes = [mesh.shape[axis] for axis in split]
     return int(np.ravel_multi_index([at[a] for a in split], sizes)) if split else 0
 
-  return tuple(map(part, splits or ()))
+  return tuple(map(part, splits))
 
 
 def _digests(replica: Replica, splits: Splits) -> set[str]:
@@ -303,11 +301,10 @@ def _digests(replica: Replica, splits: Splits) -> set[str]:
   must be equal on all devices.
   """
   hashes = np.asarray(replica.hashes, np.uint32)
-  kinds = [" ".join(split) for split in splits or [()] * len(hashes)]
+  kinds = list(map(" ".join, splits))
   digests = set()
   for kind in set(kinds):
     at = [i for i, own in enumerate(kinds) if own == kind]
-    part = replica.parts[at[0]] if replica.parts else 0
     digest = hashlib.blake2b(hashes[at].tobytes(), digest_size=8).hexdigest()
-    digests.add(f"{kind} {part} {digest}")
+    digests.add(f"{kind} {replica.parts[at[0]]} {digest}")
   return digests

@@ -57,7 +57,7 @@ def simulated(dims, num_bytes, links):
     block /= dim.size
     for _ in range(dim.size - 1):
       link = links[dim.axes[0]]
-      clock += link.alpha + link.beta * block * (1 if link.switched else dim.stride)
+      clock += link.alpha + link.beta * block
       sent += block
   return 2 * clock, 2 * sent
 
@@ -70,12 +70,11 @@ def every_torus(sizes):
       yield given_dims(order, sizes)
 
 
-@pytest.mark.parametrize("seed", [*range(6), 7, 10, 13])
+@pytest.mark.parametrize("seed", range(6))
 def test_the_plan_is_the_best_of_all(seed, monkeypatch):
   rng = np.random.default_rng(seed)
   sizes = [{"a": 8, "b": 6}, {"a": 12}, {"a": 2, "b": 4, "c": 5}][seed % 3]
-  # An axis alone may be wired in a ring: far neighbours then cost more.
-  links = {a: Link(10 ** rng.uniform(-6, -4), 10 ** rng.uniform(-11, -9), seed < 6) for a in sizes}
+  links = {a: Link(10 ** rng.uniform(-6, -4), 10 ** rng.uniform(-11, -9)) for a in sizes}
   num_bytes = 10 ** rng.uniform(4, 9)
   every = list(every_torus(sizes))
   costs = []
@@ -96,14 +95,12 @@ def test_the_plan_is_the_best_of_all(seed, monkeypatch):
   assert torus_seconds(chosen, num_bytes, links) == pytest.approx(min(same))
 
 
-def test_small_messages_take_few_steps_and_wired_axes_stay_whole():
+def test_small_messages_take_few_steps():
   small, large = plan({"data": 64}, 1e3), plan({"data": 64}, 1e9)
   assert small.algorithm == "halving_doubling" and len(small.dims) == 6
   assert large.algorithm == "ring" and names(large.dims) == ["data:64"]
-  wired = {"data": Link(1e-6, 1e-10, switched=False)}
-  assert plan({"data": 64}, 1e8, links=wired).algorithm == "ring"
-  switched = {"data": wired["data"]._replace(switched=True, alpha=1e-4)}
-  assert len(plan({"data": 64}, 1e8, links=switched).dims) > 1
+  late = {"data": Link(1e-4, 1e-10)}
+  assert len(plan({"data": 64}, 1e8, links=late).dims) > 1
   assert plan({"data": 1}, 1e6) == ("psum", ("data",), (), 0.0)
   # The fast axis is the one with the better link, wherever it is in the mesh.
   swapped = {"node": Link(1e-6, 1e-11), "gpu": Link(1e-6, 1e-9)}
@@ -127,11 +124,10 @@ def test_neighbours_are_a_permutation_along_the_dimension():
 NEGATIVE = dict.fromkeys(GPUS, Link(-1.0, 0.0))
 MISTAKES = {
   "did you mean 'torus'?": lambda: plan(GPUS, 1.0, "tours"),
-  "give 0 or more": lambda: plan(GPUS, -1.0),
   "links has no axis 'node'": lambda: plan(GPUS, 1.0, links={"gpu": Link(0.0, 0.0)}),
   "did you mean 'gpu'?": lambda: plan(GPUS, 1.0, links={"gpus": Link(0.0, 0.0)}),
   "give alpha, beta >= 0": lambda: plan(GPUS, 1.0, links=NEGATIVE),
-  "size 0 is out of range": lambda: plan(GPUS, 1.0, "torus", dims=[("gpu", 0)]),
+  "sizes of gpu multiply to 0": lambda: plan(GPUS, 1.0, "torus", dims=[("node", 64), ("gpu", 0)]),
 }
 
 

@@ -151,8 +151,7 @@ MODEL = 4  # devices that split the tokens
 SPLIT = {
   "ring": (ring_attention, {}),
   "ring, small blocks": (ring_attention, {"block": 3}),
-  "zigzag": (ring_attention, {"order": "zigzag"}),
-  "zigzag, small blocks": (ring_attention, {"order": "zigzag", "block": 1}),
+  "ring, blocks of 1": (ring_attention, {"block": 1}),
   "all_to_all": (all_to_all_attention, {}),
 }
 
@@ -173,7 +172,7 @@ def inputs(tokens=TOKENS):
 
 
 def order_of(way):
-  if not way.startswith("zigzag"):
+  if not way.startswith("ring"):
     return np.arange(TOKENS)
   pieces = np.arange(TOKENS).reshape(2 * MODEL, -1)
   return np.stack([pieces[:MODEL], pieces[::-1][:MODEL]], axis=1).reshape(-1)

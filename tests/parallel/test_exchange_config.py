@@ -137,8 +137,8 @@ BLOCK sync.outer_momentum=1.0                          give a value in [0, 1)
 LOCAL exchange=OneBit exchange.plain_epochs=1          plain_epochs=1.0: with sync=LocalSGD workers
 LOCAL lr_scaling=linear                lr_scaling='linear': with sync=LocalSGD each
 LOCAL NORM                             CNN.bn_span=global would share BatchNorm
-BLOCK FIVE RAMP   BlockMomentum.sync_every_steps=5 makes blocks of 2,560 samples with 8 w
-BLOCK                                                  but the data set has only 1,437; give
+BLOCK FIVE RAMP   BlockMomentum.sync_every_steps=5 with 8 workers needs 20,480 different samples
+BLOCK                                                  but the data set has 1,437; give
 BLOCK optimizer=AdamW                                  AdamW's moments
 BLOCK optimizer=LAMB                                   LAMB's moments
 exchange=Int8 noise_scale=True                         use AllReduce or Half

@@ -7,7 +7,6 @@ import pytest
 from jax import P, lax
 
 from jaxscale.exchange.one_bit import dequantise_columns, one_bit, quantise_columns, shrinks
-from jaxscale.exchange.wrappers import warm_start
 from jaxscale.mesh import make_mesh
 from support.errors import config_error
 from support.exchanges import AXES, EXCHANGES, SHAPES, N, compiled, gradients, joined, run
@@ -99,7 +98,6 @@ def test_the_warm_start_is_plain_then_one_bit_from_nothing():
     np.testing.assert_allclose(means[name][:5], wanted, **close)
     np.testing.assert_allclose(means[name][5:], cold[name][:-5], **close)
   assert state["step"].tolist() == [50] * N
-  assert warm_start(exchange := one_bit(AXES, num_devices=N), AXES, steps=0) == exchange
 
 
 def test_another_number_of_devices_is_refused_before_compiling():

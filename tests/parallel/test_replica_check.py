@@ -47,14 +47,14 @@ def copies(mesh, values, changed=None, at=5):
 def found(mesh, values, changed=None, at=5):
   names = sorted(values)
   prints = replica_check.make_fingerprint(mesh)(copies(mesh, values, changed, at))
-  return replica_check.find_divergence(prints, names)
+  return replica_check.find_divergence(prints, names, mesh, [()] * len(names))
 
 
 def test_equal_copies_raise_no_alarm(mesh):
   prints = replica_check.make_fingerprint(mesh)(copies(mesh, VALUES))
   assert prints.shape == (8, len(VALUES)) and prints.dtype == np.uint32
   assert (np.asarray(prints) == np.asarray(prints)[0]).all()
-  assert replica_check.find_divergence(prints, sorted(VALUES)) is None
+  assert replica_check.find_divergence(prints, sorted(VALUES), mesh, [()] * len(VALUES)) is None
 
 
 @pytest.mark.parametrize("name", ["f32", "bf16", "f16", "i32", "i8", "u16"])

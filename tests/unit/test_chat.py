@@ -205,7 +205,7 @@ def test_damaged_conversations_are_skipped_and_named(tmp_path):
     ({"messages": []}, "has no answer"),
     ({"conversations": [{"from": "gpt"}]}, "no conversations[0].value in it"),
     ({"prompt": "a", "completion": "\ud800"}, "can't encode character"),
-    ({"prompt": None, "completion": "b"}, "TypeError"),
+    ({"prompt": None, "completion": "b"}, "a message has no content"),
   ]
   for row, problem in bad:
     write(tmp_path / "train.jsonl", [*({"messages": x} for x in CONVERSATIONS), row])
@@ -217,6 +217,16 @@ def test_damaged_conversations_are_skipped_and_named(tmp_path):
   with config_error("has 60 damaged rows among 60", "TemplateError: roles must alternate"):
     write(tmp_path / "train.jsonl", [{"messages": x} for x in CONVERSATIONS])
     data.chat_files(tmp_path, "train", template=template)
+
+
+def test_text_that_a_row_lacks_is_not_learned_as_none(tmp_path):
+  write(tmp_path / "train.jsonl", [{"prompt": None, "completion": "b"}])
+  with config_error("has 1 damaged rows among 1: train.jsonl:1 (a message has no content)"):
+    data.chat_files(tmp_path, "train")
+  call = {"role": "assistant", "content": None, "tool_calls": [{"name": "f"}]}
+  template = "{% for m in messages %}{{ m.role }}{{ m.content or m.tool_calls }}{% endfor %}"
+  write(tmp_path / "train.jsonl", [{"messages": [{"role": "user", "content": "a"}, call]}])
+  assert data.chat_files(tmp_path, "train", template=template).num_examples
 
 
 def test_settings_build_both_splits_and_shapes_without_data(tmp_path):

@@ -11,6 +11,7 @@ from jaxscale import data
 from jaxscale.config.loading import override
 from jaxscale.config.record import from_plain, to_plain
 from jaxscale.data.mixture import chairmen, mix, rounded
+from jaxscale.experiment.build import make_data
 from support.configs import small_config
 from support.errors import config_error
 
@@ -193,3 +194,30 @@ def test_settings_go_to_json_and_the_command_line():
     override(config, {"data.sources.c.num_examples": "50"})
   train, held_out = dataclasses.replace(mixture, changes_at=(7,)).build()
   assert train.num_examples == 120 and held_out.num_examples == 12
+
+
+class Own(cfg.Data):
+  """Data whose `build` fails, or returns the wrong thing."""
+
+  kind: str
+
+  def build(self):
+    if self.kind == "raises":
+      raise KeyError("no such key")
+    return None if self.kind == "none" else self
+
+
+@pytest.mark.parametrize(
+  ("kind", "message"),
+  [
+    ("raises", r"test_mixture.py:\d+: Own.build: KeyError: 'no such key'"),
+    ("none", "Own.build returned NoneType; return two data.Dataset"),
+    ("itself", "Own.build returned Own; return two data.Dataset"),
+  ],
+)
+def test_an_error_in_an_own_source_is_one_line(kind, message):
+  inner = cfg.Mixture(sources={"own": Own(kind=kind)}, weights={"own": 1})
+  for sources in ({"a": TWO["a"], "own": Own(kind=kind)}, {"inner": inner}):
+    mixture = cfg.Mixture(sources=sources, weights=dict.fromkeys(sources, 1))
+    with config_error(match=message):
+      make_data(small_config(data=mixture))

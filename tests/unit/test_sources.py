@@ -1,8 +1,10 @@
 """Sources by index: the order, the examples, damage, transforms and statistics."""
 
+import base64
 import dataclasses
 import json
 import shutil
+import struct
 import sys
 
 import grain
@@ -13,6 +15,7 @@ import pyarrow.parquet
 import pytest
 
 from jaxscale import ConfigError, data
+from jaxscale.data import table_splits
 from jaxscale.data.pipeline import shuffled
 from jaxscale.data.table_splits import chunk_order
 from jaxscale.data.tables import even_starts
@@ -269,6 +272,89 @@ def test_packed_variables_are_unpacked_by_the_cf_conventions(tmp_path):
   np.testing.assert_array_equal(train.load(np.arange(18), None)["image"], expected[:18])
 
 
+def packed_zarr(folder, values, attributes, fill=None):
+  """Write the variable x to a group of zarr 2, as xarray does; `fill` is in .zarray."""
+  zarr_array(folder / "x", values, 5, "zarr")
+  fields = json.loads((folder / "x" / ".zarray").read_text())
+  (folder / "x" / ".zarray").write_text(json.dumps(fields | {"fill_value": fill}))
+  (folder / "x" / ".zattrs").write_text(json.dumps(attributes))
+
+
+def test_files_of_packed_variables_may_differ_in_their_scales(tmp_path):
+  raw = np.arange(60, dtype=np.int16).reshape(20, 3)
+  packed_zarr(tmp_path / "a-0", raw, {"scale_factor": 0.5})
+  packed_zarr(tmp_path / "a-1", raw, {"scale_factor": 2.0, "add_offset": 1.0})
+  train, _ = data.Zarr(path=tmp_path / "a-*").build()
+  expected = np.concatenate([raw * 0.5, raw * 2.0 + 1])[:36].astype("float32")
+  np.testing.assert_array_equal(train.load(np.arange(36), None)["image"], expected)
+
+
+@pytest.mark.parametrize(
+  ("attributes", "fill", "dtype"),
+  [
+    ({"scale_factor": 0.5, "missing_value": 3}, None, "int16"),
+    ({"scale_factor": 0.5, "_FillValue": 3}, None, "int16"),
+    ({"scale_factor": 0.5}, 3, "int16"),
+    ({"_FillValue": 3.0}, None, "float32"),
+    ({"_FillValue": base64.b64encode(struct.pack("<d", 3.0)).decode()}, None, "float64"),
+  ],
+)
+def test_missing_values_are_nan(attributes, fill, dtype, tmp_path):
+  raw = np.arange(60).astype(dtype).reshape(20, 3)
+  packed_zarr(tmp_path / "a", raw, attributes, fill)
+  train, _ = data.Zarr(path=tmp_path / "a").build()
+  scale = attributes.get("scale_factor", 1.0)
+  expected = np.where(raw == 3, np.nan, raw * scale).astype("float32")[:18]
+  np.testing.assert_array_equal(train.load(np.arange(18), None)["image"], expected)
+
+
+def test_values_that_would_be_read_wrong_are_refused(tmp_path):
+  packed_zarr(tmp_path / "a", np.zeros((9, 2), np.int8), {"_Unsigned": "true"})
+  with pytest.raises(ConfigError, match="x has _Unsigned=true; write it with an unsigned dtype"):
+    data.Zarr(path=tmp_path / "a").build()
+
+
+def test_a_link_to_another_file_is_followed(tmp_path):
+  with h5py.File(tmp_path / "far.h5", "w") as file:
+    file["x"] = IMAGES
+  with h5py.File(tmp_path / "a.h5", "w") as file:
+    file["padding"] = np.zeros(1 << 16, np.uint8)  # The rows of the other file would fit.
+    file["x"] = h5py.ExternalLink("far.h5", "/x")
+    file["y"] = LABELS
+  train, _ = data.HDF5(path=tmp_path / "a.h5", columns={"image": "x", "label": "y"}).build()
+  np.testing.assert_array_equal(train.load(np.arange(9), None)["image"], IMAGES[:9])
+  with pytest.raises(ConfigError, match="x is not a group; name it in columns"):
+    data.HDF5(path=f"{tmp_path}/a.h5::x").build()
+
+
+def test_classes_may_be_bytes(tmp_path):
+  labels = np.arange(20, dtype=np.uint8) % 3
+  np.savez(tmp_path / "a.npz", x=np.zeros((20, 2)), y=labels)
+  train, _ = data.Numpy(path=tmp_path / "a.npz").build()
+  assert (train.info.num_classes, train.info.label_dtype) == (3, "int32")
+  np.testing.assert_array_equal(train.load(np.arange(18), None)["label"], labels[:18])
+
+
+def test_lists_have_the_type_of_the_first_rows_in_every_batch(tmp_path):
+  """Rows of other lengths are an error without a transform, and lists with one."""
+  lists = [[1.0, 2.0]] * 8 + [[1.0, 2.0, 3.0]] * 12
+  pa.parquet.write_table(pa.table({"x": lists}), tmp_path / "late.parquet", row_group_size=4)
+  train, _ = data.Parquet(path=tmp_path / "late.parquet").build()
+  for rows in ([9, 10], [1, 9]):
+    with pytest.raises(ConfigError, match="or lists of different lengths"):
+      train.load(np.array(rows), None)
+  pa.parquet.write_table(pa.table({"x": lists}), tmp_path / "early.parquet", row_group_size=10)
+  kinds = []
+
+  def transform(example, rng):
+    kinds.append(type(example["image"]))
+    return {"image": np.float32(len(example["image"]))}
+
+  train, _ = data.Parquet(path=tmp_path / "early.parquet", transform=transform).build()
+  assert train.load(np.arange(18), np.zeros((18, 2)))["image"].tolist() == [2] * 8 + [3] * 10
+  assert set(kinds) == {list}
+
+
 def test_rows_of_several_files_follow_each_other_in_the_order_of_their_names(tmp_path):
   halves = [{n: x[a:b] for n, x in ROWS.items()} for a, b in ((0, 90), (90, NUM_ROWS))]
   for i, rows in enumerate(halves):
@@ -385,6 +471,7 @@ def wrong(tmp_path):
     ("HDF5", {"path": "text.h5", "columns": {"image": "image"}}, "image has text, records"),
     ("HDF5", {"path": "text.h5", "columns": {"image": "record"}}, "image has text, records"),
     ("Numpy", {"path": "a.zip"}, "cannot be opened"),
+    ("Numpy", {"path": "complex.npy"}, "complex.npy has no variables that are numbers; name"),
     ("Numpy", {"path": "object.npy"}, "cannot be opened (Array can"),
     ("Numpy", {"path": "complex.npy", "columns": {"image": "x"}}, "has the dtype complex128"),
     (
@@ -427,7 +514,9 @@ def test_columns_that_are_no_numbers_are_skipped_in_a_note(wrong):
   ("transform", "message"),
   [
     (lambda example, rng: 1 / 0, "failed on "),
-    (lambda example, rng: [1], "return a dict of arrays"),
+    (lambda example, rng: [1], "transform returned [1] for "),
+    (lambda example, rng: {}, "transform returned {} for "),
+    (lambda example, rng: {"image": 1.0 if rng is None else "a"}, "Numpy: image has text, records"),
     (
       lambda example, rng: {"image": np.zeros(1 + (rng is not None))},
       "but {'image': (1,)} for the",
@@ -475,3 +564,10 @@ def test_a_changed_file_changes_the_identity(tmp_path):
   (tmp_path / "zarr3" / "label" / "c" / "1").unlink()  # The chunk has the fill value then.
   assert settings.build()[0].identity() != before
   shutil.rmtree(tmp_path / "zarr3")
+
+
+def test_a_plan_reads_no_rows_for_statistics(tmp_path, monkeypatch):
+  settings = make_source("zarr3", tmp_path, statistics=True)
+  monkeypatch.setattr(table_splits, "kept_statistics", None)  # Not called.
+  train, _ = settings.abstract(16)
+  assert train.info.image_shape == (4, 4, 3) and train.num_examples == NUM_TRAIN
