@@ -13,10 +13,13 @@ from memory, and could not be checked here. Machines whose links are recalled sa
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from jaxscale import config as cfg
+from jaxscale.config.loading import load_config
 from jaxscale.planning.machine import Machine
 
 IMAGENET = cfg.Synthetic(num_examples=1_281_167, image_size=224, num_classes=1000)
@@ -171,6 +174,8 @@ GPT3 = cfg.Transformer(num_layers=96, width=12_288, num_heads=96, hidden=32_768)
 SLICES = {"replica": -1, "data": 1}
 
 IMAGENET_22K = cfg.Synthetic(num_examples=7_500_000, image_size=224, num_classes=21_841)
+RECIPE = Path(__file__).parents[1] / "configs" / "alexnet_bn_32k.py"
+ALEXNET_BN = dataclasses.replace(load_config(str(RECIPE)).model, bn_span="device")
 ALEXNET = cfg.Synthetic(num_examples=1_281_167, image_size=227, num_classes=1000)
 # Key: (config of rows and devices, chips to compile for, rows of the programs).
 MODELS: dict[str, tuple[Any, str, tuple[int, ...]]] = {
@@ -183,11 +188,7 @@ MODELS: dict[str, tuple[Any, str, tuple[int, ...]]] = {
   "resnet50 v3": (images(cfg.ResNet(depth=50), "bfloat16"), "v3-16", (8, 16)),
   "resnet50 v4": (images(cfg.ResNet(depth=50), "bfloat16"), "v4-16", (8,)),
   "resnet50 knl": (images(cfg.ResNet(depth=50), "float32", exchange=IN_BUCKETS), "knl-8", (16, 64)),
-  "alexnet knl": (
-    images(cfg.AlexNet(batch_norm=True), "float32", ALEXNET, IN_BUCKETS),
-    "knl-8",
-    (64,),
-  ),
+  "alexnet knl": (images(ALEXNET_BN, "float32", ALEXNET, IN_BUCKETS), "knl-8", (64,)),
   "llama2 7B on A3": (
     language_model(
       LLAMA2_7B,
