@@ -34,7 +34,6 @@ def add_arguments(parser: Parser) -> None:
   parser.option("--nodes N,N", "the numbers of nodes to compare (default: powers of 2)", nodes)
   parser.option("--json FILE", "the plan to write, for `submit` and `train` (default: none)", file)
   parser.option("--png FILE", "the picture of the plan to write (default: none)", picture)
-  parser.option("--study FILE", "the study.json whose steps to plan too (default: none)", file)
   parser.flag("--search", "search for the fastest layout, and plan it")
   parser.option("--minutes N", "the time limit of --search in minutes", number("> 0"), default=10)
 
@@ -49,14 +48,11 @@ def run(args: Namespace) -> int:
   from jaxscale.config.loading import load_config
   from jaxscale.files import output_path, write_json
   from jaxscale.jobs.site import load_site
-  from jaxscale.planning.job import target_steps
   from jaxscale.planning.plan import as_json, make_plan
   from jaxscale.planning.topologies import find_chips
 
   site, chips = load_site(args.site), find_chips(args.chips)
   base = config = load_config(args.config, args.overrides)
-  steps = target_steps(args.study, config.batch_size) if args.study else None
-  extras = {}
   if args.search:
     from jaxscale.planning import search
 
@@ -69,16 +65,12 @@ def run(args: Namespace) -> int:
   from jaxscale.planning import plan_report, submission
 
   print(plan_report.text(plan), flush=True)
-  if steps:
-    hours = steps * plan.step.seconds["expected"] / 3600
-    print(f"\nto the target of {args.study}: {steps:,.0f} steps, {hours:,.3g} hours")
-    extras["target"] = {"steps": steps, "hours": hours}
   asked = args.config, args.overrides, args.site
   job = submission.submission(plan, base, *asked, site.gpus_per_node)
   if args.search:
     print(f"\nto submit it:\n  {submission.command(job)}\n")
   if args.json:
-    write_json(output_path(args.json), as_json(plan) | {"submit": job} | extras)
+    write_json(output_path(args.json), as_json(plan) | {"submit": job})
     print(f"{args.json}: `jaxscale submit --plan {shlex.quote(args.json)}` submits it")
   if args.png:
     plan_report.draw(plan, args.png)

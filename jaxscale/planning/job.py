@@ -13,12 +13,9 @@ of n hosts, M = M_host / n.
 from __future__ import annotations
 
 import math
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from jaxscale import collectives
-from jaxscale.errors import invalid
-from jaxscale.files import require_json
 from jaxscale.planning.machine import CORNERS, Corner, Rates, hosts
 from jaxscale.planning.step_plan import Step
 
@@ -95,27 +92,6 @@ def run_of(experiment: Any) -> RunLength | None:
   steps = derived.total_steps
   evaluations = -(-steps // derived.eval_every)
   return RunLength(steps, evaluations, derived.num_eval, -(-steps // derived.save_every), size)
-
-
-def target_steps(study: str | Path, batch_size: int) -> float:
-  """Return the steps to a study's target at a batch size.
-
-  S = S_min (1 + B_crit / B), arXiv:1812.06162, equations 2.7 and 2.11.
-
-  Args:
-    study: the path of study.json of a `jaxscale batch-study`.
-    batch_size: the examples per step.
-
-  Raises:
-    ConfigError: the file is not a study, or the study has no fit.
-  """
-  remedy = "use the study.json of a `jaxscale batch-study`"
-  shape = {"sizes": [{}], "fit": ({"s_min": float, "b_crit": float}, None)}
-  fit = require_json(Path(study), shape, remedy)["fit"]
-  if fit is None:
-    problem = "has no critical batch size"
-    raise invalid("--study", study, problem, "train more sizes with `jaxscale batch-study`")
-  return fit["s_min"] * (1 + fit["b_crit"] / batch_size)
 
 
 def job_of(run: RunLength, step: Step, rates: Rates) -> Job:

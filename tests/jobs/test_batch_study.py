@@ -11,7 +11,6 @@ from jaxscale.config.loading import load_config
 from jaxscale.errors import ConfigError
 from jaxscale.jobs import batch_study, spec
 from jaxscale.jobs.batch_study import fit_steps
-from jaxscale.planning.job import target_steps
 from support.job_script import RUN
 
 DIGITS = "configs/digits.py"
@@ -169,14 +168,6 @@ def test_a_report_says_what_each_size_took(tmp_path, capsys):
   assert lines[9] == f"{folder}/study.json"
   assert cli.main([*command, "--to=a"]) == 2
   assert "--to=a does not apply to a batch study" in capsys.readouterr().err
-
-
-def test_a_plan_reads_the_fit_of_a_study(tmp_path):
-  # S = 100 (1 + 1000 / B)
-  runs = [outcome(b, s) for b, s in [(100, 1100), (200, 600), (400, 350)]]
-  folder = write_study(tmp_path / "study", *runs)
-  batch_study.report(folder)
-  assert target_steps(folder / "study.json", 250) == pytest.approx(500)
 
 
 def test_a_study_that_has_not_begun_and_a_sweep_of_something_else(tmp_path):

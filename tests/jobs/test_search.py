@@ -13,12 +13,10 @@ import pytest
 from jaxscale import cli
 from jaxscale import config as cfg
 from jaxscale.config.loading import override
-from jaxscale.errors import ConfigError
 from jaxscale.experiment import build
 from jaxscale.planning import fits, search, submission, topologies
 from jaxscale.planning.estimate import Candidate, Estimate, estimate, shapes_of
 from jaxscale.planning.fits import RefusedError
-from jaxscale.planning.job import target_steps
 from jaxscale.planning.machine import rates_of
 from support import tiny_plans
 from support.cases import all_slow_except
@@ -258,7 +256,6 @@ MISTAKES = [
   (["submit", "--plan=none.json"], "none.json: No such file"),
   (["submit", "--plan=a.json", "--config=digits"], "cannot be used with --plan"),
   ([*PLAN, "--search", "--minutes=0"], "--minutes=0"),
-  ([*PLAN, "--study=study.json"], "study.json: "),
 ]
 
 
@@ -287,12 +284,3 @@ def test_the_time_limit_of_a_plan():
   assert "--nodes 3 --time 2:31:00 --gpus-per-node 8" in submission.command(found)
   chips.chip, chips.name = SimpleNamespace(platform="tpu"), "v5e-16"
   assert submission.submission(plan, base, "a.py", {}, None)["tpus"] == "v5e-16"
-
-
-def test_steps_to_the_target_of_a_study(tmp_path):
-  path = tmp_path / "study.json"
-  path.write_text(json.dumps({"sizes": [], "fit": {"s_min": 90.0, "b_crit": 500.0}}))
-  assert target_steps(path, 500) == 180.0 and target_steps(path, 50) == 990.0
-  path.write_text(json.dumps({"sizes": [], "fit": None}))
-  with pytest.raises(ConfigError, match="has no critical batch size"):
-    target_steps(path, 500)
