@@ -177,11 +177,13 @@ def windows(
 
   def load(indices: np.ndarray, draws: np.ndarray | None) -> Batch:
     rows = np.empty((len(indices), sequence_length + 1), np.int32)
+    ends = np.empty(len(indices), np.int64)  # the column of the last token of the stream
     for i, index in enumerate(indices):
       first = int(index) * sequence_length
       cut = 0 if draws is None else int(draws[i, 0] * total)
       # The token before the window and its tokens; the last window may be short.
       at, done, count = first + cut - 1, 0, 1 + min(sequence_length, total - first)
+      ends[i] = (total - 1 - at) % total
       while done < count:
         at %= total
         part = min(count - done, total - at)
@@ -191,10 +193,13 @@ def windows(
       if draws is None and first == 0:
         rows[i, 0] = stream.separator or 0
         rows[i, 1] = NO_TARGET if stream.separator is None else rows[i, 1]
-    tokens, targets = rows[:, :-1], np.ascontiguousarray(rows[:, 1:])
-    batch = {"tokens": np.maximum(tokens, 0), "targets": targets}
+    tokens, targets = np.maximum(rows[:, :-1], 0), np.ascontiguousarray(rows[:, 1:])
+    batch = {"tokens": tokens, "targets": targets}
     if is_masked:
-      is_first, is_real = tokens == stream.separator, targets != NO_TARGET
+      # The first document is not the rest of the last one, which may lack its separator.
+      is_real = targets != NO_TARGET
+      tokens[is_real & (ends[:, None] == np.arange(sequence_length))] = stream.separator
+      is_first = tokens == stream.separator
       numbers = (is_first & is_real).cumsum(1) - is_first[:, :1]
       batch["documents"] = np.where(is_real, numbers, numbers[:, -1:] + 1).astype(np.int32)
     return batch

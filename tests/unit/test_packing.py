@@ -6,7 +6,7 @@ import pytest
 from jaxscale import data
 from jaxscale.data import packing as packing_module
 from jaxscale.data.packing import best_fit, text_windows
-from jaxscale.data.stream import of_array
+from jaxscale.data.stream import of_array, windows
 from support.errors import config_error
 
 pytestmark = pytest.mark.usefixtures("own_cache")
@@ -180,3 +180,20 @@ def test_tokens_without_a_separator_are_not_packed():
       text_windows("x", of_array(np.arange(3), 0), 100, 8, packing)
   with config_error("the text is empty"):
     text_windows("x", stream_of(np.array([], int)), 100, 8, "best_fit")
+
+
+def test_the_first_document_does_not_see_the_last_one():
+  """Training windows begin anywhere in the text, whose last document may lack its separator."""
+  stream = of_array(np.array([1, 2, 9, 3, 4, 5]), separator=9)
+  whole = windows("text", stream, 10, 6, is_masked=True)
+  for cut in range(6):
+    batch = whole.load(np.zeros(1, np.int64), np.array([[(cut + 0.5) / 6]]))
+    tokens, targets, documents = (batch[n][0].tolist() for n in ("tokens", "targets", "documents"))
+    assert targets == [*[1, 2, 9, 3, 4, 5][cut:], *[1, 2, 9, 3, 4, 5][:cut]]
+    before = {1: 9, 2: 1, 9: 2, 3: 9, 4: 3, 5: 4}
+    assert tokens == [before[target] for target in targets]
+    of = dict(zip(targets, documents, strict=True))
+    # The document that the window begins in the middle of may come again at its end.
+    assert of[5] != of[1]
+    assert of[4] == of[5] or cut == 5
+    assert documents == sorted(documents) and documents[0] == 0
