@@ -288,7 +288,7 @@ def test_a_config_json_calls_no_function(name, tmp_path):
   """`{"class": "os:system", "command": …}` ran a command."""
   (tmp_path / "evil.py").write_text("raise SystemExit")
   values = {"command": f"touch {tmp_path}/ran"}
-  with pytest.raises(ConfigError, match="cannot be loaded|is not a settings class"):
+  with pytest.raises(ConfigError, match=r"cannot be loaded|is not a settings class"):
     from_plain(Optimizer, {"class": name, **values}, tmp_path / "code" / "x")
   assert not (tmp_path / "ran").exists()
 
