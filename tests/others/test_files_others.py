@@ -59,8 +59,7 @@ def test_stores_of_zarr(kind, tmp_path):
     made[:] = array
   if "consolidated" in kind:
     zarr.consolidate_metadata(tmp_path / "store")
-  train = check(data.Zarr(path=tmp_path / "store", columns=COLUMNS, shuffle="chunks"))
-  assert any("7 chunks of up to 8 rows" in note for note in train.notes)
+  check(data.Zarr(path=tmp_path / "store", columns=COLUMNS, shuffle="chunks"))
 
 
 def dataset_of_xarray():

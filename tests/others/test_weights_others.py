@@ -90,8 +90,11 @@ def test_of_all_architectures_of_timm_only_ours_are_taken(module, monkeypatch, t
       model = cfg.ConvNeXt(**sizes)
     elif module is not timm_resnet:
       pool = "mean" if "class_token" in made else "token"
-      heads = made.get("num_heads", 12)
-      model = cfg.ViT(width=heads * 8, num_heads=heads, pool=pool)
+      own = made if ours else {}
+      width, ratio = own.get("embed_dim", 768), own.get("mlp_ratio", 4)
+      sizes = {"num_layers": own.get("depth", 12), "num_heads": own.get("num_heads", 12)}
+      sizes |= {"hidden": int(width * ratio), "patch": own.get("patch_size", 16)}
+      model = cfg.ViT(width=width, pool=pool, **sizes)
     elif ours:
       depth = int(architecture.removeprefix("tv_").removeprefix("resnet"))
       model = cfg.ResNet(depth=depth)
