@@ -263,32 +263,6 @@ REMAT: dict[str, Callable[[Layer], Layer]] = {
 }
 
 
-def run_stack(stack: Stack, params: Any, batch: Any, *, remat: str = "none") -> Totals:
-  """Compute the totals of a batch on one device; layouts are tested against it.
-
-  Args:
-    stack: the model.
-    params: parameters from `stack.init`.
-    batch: the batch.
-    remat: rematerialisation policy, a name in `REMAT`.
-
-  Returns:
-    Totals as from `stack.finish`. The gradient of "loss" is the training gradient.
-
-  Example:
-    >>> from jaxscale.models import make_transformer
-    >>> stack = make_transformer(
-    ...   vocab_size=256, num_layers=2, width=64, num_heads=4, hidden=128
-    ... )
-    >>> tokens = jnp.zeros((1, 8), jnp.int32)
-    >>> batch = {"tokens": tokens, "targets": tokens}
-    >>> int(run_stack(stack, stack.init(jax.random.key(0)), batch)["examples"])
-    8
-  """
-  h = hidden_states(stack, params, batch, remat=remat)
-  return stack.finish(stack.head_of(params.get), h, batch, Ops())
-
-
 def hidden_states(
   stack: Stack, params: Any, batch: Any, ops: Ops | None = None, *, remat: str = "none"
 ) -> jax.Array:

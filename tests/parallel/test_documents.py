@@ -18,7 +18,7 @@ from jaxscale.mesh import batch_axes, batch_sharding, make_mesh
 from jaxscale.models import make_transformer
 from jaxscale.models.attention import attention, document_positions, fused_attention
 from jaxscale.models.decoder import SHARDING
-from jaxscale.models.stack import REMAT, run_stack, stack_logits
+from jaxscale.models.stack import REMAT, stack_logits
 from jaxscale.parallel import Rule, gpipe_grads, make_layout, one_f_one_b_grads, stack_loss
 from jaxscale.parallel.layout_exchange import exchange_axes
 from jaxscale.parallel.ring import ring_attention
@@ -32,6 +32,7 @@ from support.cases import all_slow_except
 from support.compiling import fast_compile_options
 from support.configs import tiny_language
 from support.parity_table import LAYOUTS, MICRO_BATCHES, Case
+from support.stacks import run_stack
 from support.tiny_pipeline import mesh_of
 from support.trees import largest_distance, relative_distance
 

@@ -22,7 +22,7 @@ from jaxscale.hlo import memory_of
 from jaxscale.mesh import batch_sharding, make_mesh
 from jaxscale.models import make_transformer
 from jaxscale.models.decoder import SHARDING
-from jaxscale.models.stack import REMAT, run_stack
+from jaxscale.models.stack import REMAT
 from jaxscale.parallel import make_layout, stack_loss, stack_totals, with_gathered_params
 from jaxscale.parallel.layout_exchange import exchange_axes
 from jaxscale.parallel.rules import Rule
@@ -31,6 +31,7 @@ from jaxscale.training.state import abstract_state, make_init
 from jaxscale.training.step import make_eval_step, make_train_step
 from support.configs import tiny_language
 from support.errors import config_error
+from support.stacks import run_stack
 from support.steps import on_mesh
 
 pytestmark = pytest.mark.optimized

@@ -10,9 +10,9 @@ from jaxscale import config as cfg
 from jaxscale import data
 from jaxscale.experiment import build
 from jaxscale.models import make_transformer
-from jaxscale.models.stack import run_stack
 from support.cases import all_slow_except
 from support.configs import tiny_language
+from support.stacks import run_stack
 from support.steps import on_mesh
 
 VOCABULARY = 40

@@ -13,13 +13,14 @@ from jaxscale import data
 from jaxscale.experiment import build
 from jaxscale.models import RopeScaling, attention, make_transformer
 from jaxscale.models.decoder import SHARDING
-from jaxscale.models.stack import run_stack, stack_logits
+from jaxscale.models.stack import stack_logits
 from support import golden_models
 from support.attention64 import attention64
 from support.cases import all_slow_except
 from support.configs import tiny_language
 from support.errors import config_error
 from support.split_layers import on_two_devices
+from support.stacks import run_stack
 from support.steps import on_mesh
 
 SIZES = dict(vocab_size=40, num_layers=2, width=24, num_heads=6, num_kv_heads=2, hidden=20)

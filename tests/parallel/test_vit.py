@@ -12,13 +12,14 @@ from jaxscale import config as cfg
 from jaxscale import data
 from jaxscale.experiment.model import make_model
 from jaxscale.models import make_vit
-from jaxscale.models.stack import run_stack, stack_logits
+from jaxscale.models.stack import stack_logits
 from jaxscale.models.vision_transformer import SHARDING, gelu
 from support import golden_models
 from support.configs import small_config
 from support.errors import config_error
 from support.leaves import assert_close
 from support.split_layers import on_two_devices
+from support.stacks import run_stack
 
 # As the recorded models have it (golden/record_models.py).
 SIZES = dict(
