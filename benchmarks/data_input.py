@@ -23,6 +23,8 @@ turns; that of jaxscale keeps freed memory, as its runs on CPUs do. A turn first
 queues of batches that were loaded ahead, then reads batches, and then waits until all its
 threads and workers are idle. `per_s` is examples per second of time; `per_cpu_s` per second of
 processor time of the process and its workers, which other work on the machine disturbs less.
+`runnable` is the mean number of threads that run or wait for a core; threads that wait for the
+interpreter's lock or for data do not count, so it shows how many cores a library could use.
 Values are medians over turns by number of threads or workers. `ratio` is that of a turn's
 speeds, ours / the best of the others, each by its best number of threads: median, least and
 most; `ratio_tf_data` has tf.data alone as the other.
@@ -50,10 +52,10 @@ from common import report
 from data_input_sides import SIDES, batch_size, counts
 from turns import Side, serve
 
-# Batches of a turn, about half a second of processor time, and before them those that empty queues.
-READ = {"images": 12, "tokens": 400, "zarr_examples": 12, "zarr_chunks": 48}
-READ |= {"parquet_examples": 150, "parquet_chunks": 200}
-DRAINED, TIMEOUT_S = 8, 1200
+# A turn reads for so many seconds, at least so many batches; before that, `DRAINED` batches and
+# two for each thread or worker empty the queues.
+SECONDS, LEAST, DRAINED, TIMEOUT_S = 1.2, 4, 2, 1200
+WORKLOADS = "images tokens zarr_examples zarr_chunks parquet_examples parquet_chunks".split()
 LIBRARIES = "tensorflow grain torch torchvision datasets zarr tensorstore pyarrow numpy".split()
 
 
@@ -97,32 +99,41 @@ def measure(side: str, folder: Path) -> None:
   own = psutil.Process()
   opened: dict[tuple[str, int], Any] = {}
 
-  def processor_s() -> float:
-    times = [own.cpu_times()]
-    for child in own.children(recursive=True):
-      with contextlib.suppress(psutil.NoSuchProcess):
-        times.append(child.cpu_times())
-    return sum(t.user + t.system for t in times)
+  def thread_s() -> dict[str, np.ndarray]:
+    """Return the seconds that each thread ran, and waited for a core while it could run."""
+    result = {}
+    for process in (own, *own.children(recursive=True)):
+      for file in Path(f"/proc/{process.pid}/task").glob("*/schedstat"):
+        with contextlib.suppress(OSError):  # It has ended.
+          result[str(file)] = np.array(file.read_text().split()[:2], float) / 1e9
+    return result
+
+  def since(before: dict[str, np.ndarray]) -> np.ndarray:
+    return sum((x - before.get(key, 0) for key, x in thread_s().items()), np.zeros(2))
 
   def wait_idle() -> None:
-    before = -1.0
-    while processor_s() - before > 0.01:
-      before = processor_s()
+    before = thread_s()
+    time.sleep(0.3)
+    while since(before)[0] > 0.01:
+      before = thread_s()
       time.sleep(0.3)
 
-  def turn(workload: str, count: int, batches: int) -> tuple[float, float]:
+  def turn(workload: str, count: int, seconds: float) -> tuple[float, float, float]:
     key = workload, count
     if key not in opened:
       opened[key] = SIDES[side](workload, folder, count)
     read = opened[key]
     for _ in range(DRAINED + 2 * count):
       check(workload, next(read))
-    clock, wall = processor_s(), time.perf_counter()
-    for _ in range(batches):
+    before, wall = thread_s(), time.perf_counter()
+    done = 0
+    while done < LEAST or time.perf_counter() - wall < seconds:
       next(read)
-    result = processor_s() - clock, time.perf_counter() - wall
+      done += 1
+    examples, took = done * batch_size(workload), time.perf_counter() - wall
+    ran, waited = since(before)
     wait_idle()
-    return result
+    return examples / ran, examples / took, (ran + waited) / took
 
   def close(workload: str) -> None:
     for key in [key for key in opened if key[0] == workload]:
@@ -147,34 +158,37 @@ def best(speeds: dict[tuple[str, int], list[float]], sides: list[str]) -> list[f
   return max((s for (side, _), s in speeds.items() if side in sides), key=statistics.median)
 
 
-def summary(times: dict[tuple[str, int], list[list[float]]], examples: int) -> dict[str, Any]:
-  """Return medians and ratios of one workload."""
+def summary(measured: dict[tuple[str, int], list[list[float]]]) -> dict[str, Any]:
+  """Return medians of one workload, [per_cpu_s, per_s, runnable] by turn, and ratios."""
+  names = [*dict.fromkeys(side for side, _ in measured)]
   result: dict[str, Any] = {}
-  names = [*dict.fromkeys(side for side, _ in times)]
-  for name, place in (("cpu", 0), ("clock", 1)):
-    speeds = {key: [examples / t[place] for t in turns] for key, turns in times.items()}
-    unit = "per_cpu_s" if name == "cpu" else "per_s"
-    result[unit] = {
-      side: {str(n): round(statistics.median(s)) for (x, n), s in speeds.items() if x == side}
+  for place, kind in enumerate(("per_cpu_s", "per_s", "runnable")):
+    values = {key: [turn[place] for turn in turns] for key, turns in measured.items()}
+    result[kind] = {
+      side: {str(n): _short(statistics.median(v)) for (x, n), v in values.items() if x == side}
       for side in names
     }
     others = {"ratio": [x for x in names if x != "jaxscale"], "ratio_tf_data": ["tf.data"]}
-    for key, sides in others.items():
-      if "jaxscale" in names and {*sides} & {*names}:
-        pairs = zip(best(speeds, ["jaxscale"]), best(speeds, sides), strict=True)
+    for key, sides in others.items() if kind != "runnable" and "jaxscale" in names else ():
+      if {*sides} & {*names}:
+        pairs = zip(best(values, ["jaxscale"]), best(values, sides), strict=True)
         ratios = sorted(a / b for a, b in pairs)
         found = [statistics.median(ratios), ratios[0], ratios[-1]]
-        result[f"{key}_{name}"] = [round(x, 2) for x in found]
+        result[f"{key}_{'cpu' if place == 0 else 'clock'}"] = [round(x, 2) for x in found]
   return result
+
+
+def _short(value: float) -> float:
+  return round(value) if value > 100 else round(value, 2)
 
 
 def main() -> None:
   parser = argparse.ArgumentParser(description=__doc__)
   parser.add_argument("--folder", type=Path, help="folder of the data; kept for another run")
   parser.add_argument("--turns", type=int, default=5)
-  parser.add_argument("--only", nargs="*", default=[*READ], help="workloads")
+  parser.add_argument("--only", nargs="*", default=WORKLOADS, help="workloads")
   parser.add_argument("--sides", nargs="*", default=[*SIDES], help="libraries")
-  parser.add_argument("--scale", type=float, default=1.0, help="factor of the batches of a turn")
+  parser.add_argument("--seconds", type=float, default=SECONDS, help="seconds of a turn")
   parser.add_argument("--side", help=argparse.SUPPRESS)
   args = parser.parse_args()
   if args.side:
@@ -190,19 +204,19 @@ def main() -> None:
       sides[name].wait_ready(TIMEOUT_S)
     results = {}
     for workload in args.only:
-      batches = max(int(READ[workload] * args.scale), 1)
-      times: dict[tuple[str, int], list] = {}
+      measured: dict[tuple[str, int], list] = {}
       for _, name in itertools.product(range(args.turns), sides):
         for count in counts(name):
-          took = sides[name].ask("turn", workload, count, batches, timeout_s=TIMEOUT_S)
-          times.setdefault((name, count), []).append(took)
+          asked = "turn", workload, count, args.seconds
+          speeds = sides[name].ask(*asked, timeout_s=TIMEOUT_S)
+          measured.setdefault((name, count), []).append(speeds)
       for side in sides.values():
         side.ask("close", workload, timeout_s=TIMEOUT_S)
-      results[workload] = summary(times, batches * batch_size(workload))
+      results[workload] = summary(measured)
       print(workload, results[workload], file=sys.stderr, flush=True)
   from jaxscale.data import partial_jpeg
 
-  is_whole = (args.only, args.sides, args.scale) == ([*READ], [*SIDES], 1.0)
+  is_whole = (args.only, args.sides, args.seconds) == (WORKLOADS, [*SIDES], SECONDS)
   versions = {name: metadata.version(name) for name in LIBRARIES if name != "tensorflow"}
   versions["tensorflow"] = metadata.version("tensorflow-cpu")
   decoder = partial_jpeg.library().text
