@@ -50,17 +50,17 @@ from common import report
 from data_input_sides import SIDES, batch_size, counts
 from turns import Side, serve
 
-# Batches of a turn, about half a second of processor time, and before them those that empty queues.
-READ = {"images": 12, "tokens": 400, "zarr_examples": 12, "zarr_chunks": 48}
-READ |= {"parquet_examples": 150, "parquet_chunks": 200}
-DRAINED, TIMEOUT_S = 8, 1200
+# A turn reads for so many seconds, at least so many batches; before that, `DRAINED` batches and
+# two for each thread or worker empty the queues.
+SECONDS, LEAST, DRAINED, TIMEOUT_S = 1.2, 4, 2, 1200
+WORKLOADS = "images tokens zarr_examples zarr_chunks parquet_examples parquet_chunks".split()
 LIBRARIES = "tensorflow grain torch torchvision datasets zarr tensorstore pyarrow numpy".split()
 
 
 def write_data(folder: Path) -> None:
   """Write the files of all workloads that the folder lacks."""
   import pyarrow as pa
-  import zarr
+  import zarr  # pyright: ignore[reportMissingImports]
   from imagenet_input import write_folder
   from pyarrow import parquet
 
@@ -110,7 +110,7 @@ def measure(side: str, folder: Path) -> None:
       before = processor_s()
       time.sleep(0.3)
 
-  def turn(workload: str, count: int, batches: int) -> tuple[float, float]:
+  def turn(workload: str, count: int, seconds: float) -> tuple[float, float]:
     key = workload, count
     if key not in opened:
       opened[key] = SIDES[side](workload, folder, count)
@@ -118,9 +118,12 @@ def measure(side: str, folder: Path) -> None:
     for _ in range(DRAINED + 2 * count):
       check(workload, next(read))
     clock, wall = processor_s(), time.perf_counter()
-    for _ in range(batches):
+    done = 0
+    while done < LEAST or time.perf_counter() - wall < seconds:
       next(read)
-    result = processor_s() - clock, time.perf_counter() - wall
+      done += 1
+    examples, took = done * batch_size(workload), time.perf_counter() - wall
+    result = examples / max(processor_s() - clock, 0.01), examples / took
     wait_idle()
     return result
 
@@ -147,12 +150,12 @@ def best(speeds: dict[tuple[str, int], list[float]], sides: list[str]) -> list[f
   return max((s for (side, _), s in speeds.items() if side in sides), key=statistics.median)
 
 
-def summary(times: dict[tuple[str, int], list[list[float]]], examples: int) -> dict[str, Any]:
-  """Return medians and ratios of one workload."""
+def summary(measured: dict[tuple[str, int], list[list[float]]]) -> dict[str, Any]:
+  """Return medians and ratios of the speeds [per_cpu_s, per_s] of one workload by turn."""
   result: dict[str, Any] = {}
-  names = [*dict.fromkeys(side for side, _ in times)]
+  names = [*dict.fromkeys(side for side, _ in measured)]
   for name, place in (("cpu", 0), ("clock", 1)):
-    speeds = {key: [examples / t[place] for t in turns] for key, turns in times.items()}
+    speeds = {key: [turn[place] for turn in turns] for key, turns in measured.items()}
     unit = "per_cpu_s" if name == "cpu" else "per_s"
     result[unit] = {
       side: {str(n): round(statistics.median(s)) for (x, n), s in speeds.items() if x == side}
@@ -172,9 +175,9 @@ def main() -> None:
   parser = argparse.ArgumentParser(description=__doc__)
   parser.add_argument("--folder", type=Path, help="folder of the data; kept for another run")
   parser.add_argument("--turns", type=int, default=5)
-  parser.add_argument("--only", nargs="*", default=[*READ], help="workloads")
+  parser.add_argument("--only", nargs="*", default=WORKLOADS, help="workloads")
   parser.add_argument("--sides", nargs="*", default=[*SIDES], help="libraries")
-  parser.add_argument("--scale", type=float, default=1.0, help="factor of the batches of a turn")
+  parser.add_argument("--seconds", type=float, default=SECONDS, help="seconds of a turn")
   parser.add_argument("--side", help=argparse.SUPPRESS)
   args = parser.parse_args()
   if args.side:
@@ -190,19 +193,19 @@ def main() -> None:
       sides[name].wait_ready(TIMEOUT_S)
     results = {}
     for workload in args.only:
-      batches = max(int(READ[workload] * args.scale), 1)
-      times: dict[tuple[str, int], list] = {}
+      measured: dict[tuple[str, int], list] = {}
       for _, name in itertools.product(range(args.turns), sides):
         for count in counts(name):
-          took = sides[name].ask("turn", workload, count, batches, timeout_s=TIMEOUT_S)
-          times.setdefault((name, count), []).append(took)
+          asked = "turn", workload, count, args.seconds
+          speeds = sides[name].ask(*asked, timeout_s=TIMEOUT_S)
+          measured.setdefault((name, count), []).append(speeds)
       for side in sides.values():
         side.ask("close", workload, timeout_s=TIMEOUT_S)
-      results[workload] = summary(times, batches * batch_size(workload))
+      results[workload] = summary(measured)
       print(workload, results[workload], file=sys.stderr, flush=True)
   from jaxscale.data import partial_jpeg
 
-  is_whole = (args.only, args.sides, args.scale) == ([*READ], [*SIDES], 1.0)
+  is_whole = (args.only, args.sides, args.seconds) == (WORKLOADS, [*SIDES], SECONDS)
   versions = {name: metadata.version(name) for name in LIBRARIES if name != "tensorflow"}
   versions["tensorflow"] = metadata.version("tensorflow-cpu")
   decoder = partial_jpeg.library().text
