@@ -66,7 +66,7 @@ def shapes() -> list[tuple[int, ...]]:
 
 
 def plain(x, kernel, strides, padding, **options):
-  options = {"dimension_numbers": NUMBERS} | options
+  options.setdefault("dimension_numbers", NUMBERS)
   return lax.conv_general_dilated(x, kernel, strides, padding, **options)
 
 

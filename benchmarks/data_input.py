@@ -23,8 +23,6 @@ turns; that of jaxscale keeps freed memory, as its runs on CPUs do. A turn first
 queues of batches that were loaded ahead, then reads batches, and then waits until all its
 threads and workers are idle. `per_s` is examples per second of time; `per_cpu_s` per second of
 processor time of the process and its workers, which other work on the machine disturbs less.
-`runnable` is the mean number of threads that run or wait for a core; threads that wait for the
-interpreter's lock or for data do not count, so it shows how many cores a library could use.
 Values are medians over turns by number of threads or workers. `ratio` is that of a turn's
 speeds, ours / the best of the others, each by its best number of threads: median, least and
 most; `ratio_tf_data` has tf.data alone as the other.
@@ -62,7 +60,7 @@ LIBRARIES = "tensorflow grain torch torchvision datasets zarr tensorstore pyarro
 def write_data(folder: Path) -> None:
   """Write the files of all workloads that the folder lacks."""
   import pyarrow as pa
-  import zarr
+  import zarr  # pyright: ignore[reportMissingImports]
   from imagenet_input import write_folder
   from pyarrow import parquet
 
@@ -99,41 +97,35 @@ def measure(side: str, folder: Path) -> None:
   own = psutil.Process()
   opened: dict[tuple[str, int], Any] = {}
 
-  def thread_s() -> dict[str, np.ndarray]:
-    """Return the seconds that each thread ran, and waited for a core while it could run."""
-    result = {}
-    for process in (own, *own.children(recursive=True)):
-      for file in Path(f"/proc/{process.pid}/task").glob("*/schedstat"):
-        with contextlib.suppress(OSError):  # It has ended.
-          result[str(file)] = np.array(file.read_text().split()[:2], float) / 1e9
-    return result
-
-  def since(before: dict[str, np.ndarray]) -> np.ndarray:
-    return sum((x - before.get(key, 0) for key, x in thread_s().items()), np.zeros(2))
+  def processor_s() -> float:
+    times = [own.cpu_times()]
+    for child in own.children(recursive=True):
+      with contextlib.suppress(psutil.NoSuchProcess):
+        times.append(child.cpu_times())
+    return sum(t.user + t.system for t in times)
 
   def wait_idle() -> None:
-    before = thread_s()
-    time.sleep(0.3)
-    while since(before)[0] > 0.01:
-      before = thread_s()
+    before = -1.0
+    while processor_s() - before > 0.01:
+      before = processor_s()
       time.sleep(0.3)
 
-  def turn(workload: str, count: int, seconds: float) -> tuple[float, float, float]:
+  def turn(workload: str, count: int, seconds: float) -> tuple[float, float]:
     key = workload, count
     if key not in opened:
       opened[key] = SIDES[side](workload, folder, count)
     read = opened[key]
     for _ in range(DRAINED + 2 * count):
       check(workload, next(read))
-    before, wall = thread_s(), time.perf_counter()
+    clock, wall = processor_s(), time.perf_counter()
     done = 0
     while done < LEAST or time.perf_counter() - wall < seconds:
       next(read)
       done += 1
     examples, took = done * batch_size(workload), time.perf_counter() - wall
-    ran, waited = since(before)
+    result = examples / max(processor_s() - clock, 0.01), examples / took
     wait_idle()
-    return examples / ran, examples / took, (ran + waited) / took
+    return result
 
   def close(workload: str) -> None:
     for key in [key for key in opened if key[0] == workload]:
@@ -159,27 +151,24 @@ def best(speeds: dict[tuple[str, int], list[float]], sides: list[str]) -> list[f
 
 
 def summary(measured: dict[tuple[str, int], list[list[float]]]) -> dict[str, Any]:
-  """Return medians of one workload, [per_cpu_s, per_s, runnable] by turn, and ratios."""
-  names = [*dict.fromkeys(side for side, _ in measured)]
+  """Return medians and ratios of the speeds [per_cpu_s, per_s] of one workload by turn."""
   result: dict[str, Any] = {}
-  for place, kind in enumerate(("per_cpu_s", "per_s", "runnable")):
-    values = {key: [turn[place] for turn in turns] for key, turns in measured.items()}
-    result[kind] = {
-      side: {str(n): _short(statistics.median(v)) for (x, n), v in values.items() if x == side}
+  names = [*dict.fromkeys(side for side, _ in measured)]
+  for name, place in (("cpu", 0), ("clock", 1)):
+    speeds = {key: [turn[place] for turn in turns] for key, turns in measured.items()}
+    unit = "per_cpu_s" if name == "cpu" else "per_s"
+    result[unit] = {
+      side: {str(n): round(statistics.median(s)) for (x, n), s in speeds.items() if x == side}
       for side in names
     }
     others = {"ratio": [x for x in names if x != "jaxscale"], "ratio_tf_data": ["tf.data"]}
-    for key, sides in others.items() if kind != "runnable" and "jaxscale" in names else ():
-      if {*sides} & {*names}:
-        pairs = zip(best(values, ["jaxscale"]), best(values, sides), strict=True)
+    for key, sides in others.items():
+      if "jaxscale" in names and {*sides} & {*names}:
+        pairs = zip(best(speeds, ["jaxscale"]), best(speeds, sides), strict=True)
         ratios = sorted(a / b for a, b in pairs)
         found = [statistics.median(ratios), ratios[0], ratios[-1]]
-        result[f"{key}_{'cpu' if place == 0 else 'clock'}"] = [round(x, 2) for x in found]
+        result[f"{key}_{name}"] = [round(x, 2) for x in found]
   return result
-
-
-def _short(value: float) -> float:
-  return round(value) if value > 100 else round(value, 2)
 
 
 def main() -> None:

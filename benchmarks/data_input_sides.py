@@ -117,8 +117,10 @@ def ours(workload: str, folder: Path, threads: int) -> Batches:
   if kind == "images":
     train = data.image_folder(str(folder / "images"), image_size=SIZE, augment="crop")
   elif kind == "tokens":
-    options = {"sequence_length": SEQUENCE, "vocab_size": VOCABULARY}
-    train, _ = data.TextFiles(path=str(folder / "tokens"), **options).build()
+    text = data.TextFiles(
+      path=str(folder / "tokens"), vocab_size=VOCABULARY, sequence_length=SEQUENCE
+    )
+    train, _ = text.build()
   else:
     columns = {"image": "x", "label": "y"} if kind == "zarr" else None
     options = {"columns": columns, "num_classes": 10, "eval_share": 1e-3, "shuffle": order}
@@ -301,7 +303,7 @@ class ArrowRows:
   """Rows of the Parquet file by the package datasets, which keeps them as Arrow on disk."""
 
   def __init__(self, folder: Path):
-    import datasets
+    import datasets  # pyright: ignore[reportMissingImports]
 
     datasets.disable_progress_bars()
     options = {"split": "train", "cache_dir": str(folder / "datasets")}
@@ -323,6 +325,7 @@ def _grain_images(pg, folder: Path):
 
     def random_map(self, element, rng):
       image = cv2.imdecode(np.frombuffer(element["image"], np.uint8), cv2.IMREAD_COLOR_RGB)
+      assert image is not None
       height, width = image.shape[:2]
       for _ in range(10):
         area = height * width * rng.uniform(0.08, 1.0)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch.utils.data as td
+import torch.utils.data as td  # pyright: ignore[reportMissingImports]
 from data_input_sides import (
   SIZE,
   ArrowRows,
@@ -56,8 +56,8 @@ def batches(workload: str, folder: Path, workers: int) -> Batches:
 def _source(workload: str, folder: Path) -> Any:
   kind, _, order = workload.partition("_")
   if kind == "images":
-    from torchvision import datasets
-    from torchvision.transforms import v2
+    from torchvision import datasets  # pyright: ignore[reportMissingImports]
+    from torchvision.transforms import v2  # pyright: ignore[reportMissingImports]
 
     steps = [v2.RandomResizedCrop(SIZE), v2.RandomHorizontalFlip(), np.asarray]
     return datasets.ImageFolder(folder / "images", v2.Compose(steps))

@@ -130,7 +130,7 @@ def open_hdf5(path: str, names: Names, cache_bytes: int) -> Table:
     inner: Any = h5py.File(file, "r", locking=False)[group or "/"]
     if not isinstance(inner, h5py.Group):
       raise ValueError(f"{group} is not a group; name it in columns")
-    nodes: dict[str, Any] = {name: inner[name] for name in names or inner if name in inner}
+    nodes = {str(name): inner[name] for name in names or inner if name in inner}
     nodes = {n: x for n, x in nodes.items() if isinstance(x, h5py.Dataset) and x.ndim}
     return {n: variable(file, x, cache_bytes // len(nodes)) for n, x in nodes.items()}
 

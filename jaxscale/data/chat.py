@@ -24,7 +24,7 @@ from jaxscale.data.dataset import Dataset, file_identity
 from jaxscale.data.packing import text_windows
 from jaxscale.data.split_files import split_files
 from jaxscale.data.stream import Part, cached
-from jaxscale.data.tokenizer import Located, Tokenizer, read_tokenizer
+from jaxscale.data.tokenizer import Located, Tokenizer, read_tokenizer, tokenizer_file
 from jaxscale.errors import invalid, message_of
 from jaxscale.files import mismatch, readable_text, require_json
 
@@ -93,7 +93,7 @@ def _template(
   template: str | None, tokenizer: str, tokens: Tokenizer
 ) -> tuple[str, dict[str, str], tuple[str, ...]]:
   """Return a template, the special tokens that are its variables, and notes."""
-  folder, config = Path(tokenizer).parent, {}
+  folder, config = tokenizer_file(tokenizer).parent, {}
   variables = {"eos_token": tokens.decode([tokens.separator], [])}
   if tokenizer != "bytes" and (path := folder / "tokenizer_config.json").exists():
     config = require_json(path, {}, "copy it again, or remove it")

@@ -91,7 +91,9 @@ def ours(folder, tmp_path, template, rows=ROWS):
   """Return (tokens, mask of the answers) of each row, as `chat_files` has them."""
   path = tmp_path / "train.jsonl"
   path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-  name = str(folder / "tokenizer.json")
+  # By its file, or by its folder as with `models.from_folder`.
+  is_file = template is not None or not (folder / "chat_template.jinja").exists()
+  name = str(folder / "tokenizer.json" if is_file else folder)
   options = {"sequence_length": 4096, "packing": "none", "cache_dir": str(tmp_path / "cache")}
   dataset = data.chat_files(tmp_path, "train", tokenizer=name, template=template, **options)
   batch = dataset.load(np.arange(len(rows)), None)

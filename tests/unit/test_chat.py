@@ -237,3 +237,15 @@ def test_settings_build_both_splits_and_shapes_without_data(tmp_path):
     assert data.batch_shapes(one.info, 8) == data.batch_shapes(shapes.info, 8)
     data.check_readable(one)
     assert one.identity() and "template" in one.identity()
+
+
+@pytest.mark.parametrize("given", ["folder", "folder/tokenizer.json"])
+def test_a_template_is_found_by_the_folder_of_its_tokenizer(given, tmp_path):
+  folder = tmp_path / "folder"
+  folder.mkdir()
+  for name in ("tokenizer.json", "tokenizer_config.json"):
+    (folder / name).write_text('{"bos_token": "<s>"}')
+  (folder / "chat_template.jinja").write_text(CHATML)
+  (tmp_path / "chat_template.jinja").write_text("not this one")
+  source, variables, notes = chat._template(None, str(tmp_path / given), byte_tokenizer())
+  assert (source, variables["bos_token"], notes) == (CHATML, "<s>", ())
