@@ -151,7 +151,8 @@ def _without_defaults(value: Any) -> str:
   if hasattr(value, "dtype") and hasattr(value, "shape"):
     return f"{value.dtype}{list(value.shape)}"
   if not dataclasses.is_dataclass(value) or isinstance(value, type):
-    return text if len(text := str(value)) <= 300 else shown(value)
+    text = getattr(value, "__qualname__", None) or str(value)  # Without a function's address.
+    return text if len(text) <= 300 else shown(value)
   fields = (f"{n}={_without_defaults(v)}" for n, v in _changed(value).items())
   return f"{type(value).__name__}({', '.join(fields)})"
 
