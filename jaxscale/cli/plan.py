@@ -21,8 +21,6 @@ import shlex
 from jaxscale.cli.parser import Namespace, Parser, distinct, file, number, picture, value
 from jaxscale.errors import EXIT_CRASH, EXIT_DONE
 
-_SIMULATED = "8"  # CPU devices, for chips whose programs XLA compiles for the CPU.
-
 
 def add_arguments(parser: Parser) -> None:
   """Add the options."""
@@ -42,7 +40,8 @@ def run(args: Namespace) -> int:
   """Compile and print the plan."""
   # Compiling needs no device, and another process may be using the one of this machine.
   os.environ.setdefault("JAX_PLATFORMS", "cpu")
-  os.environ.setdefault("JAX_NUM_CPU_DEVICES", _SIMULATED)
+  # For chips whose programs XLA compiles for the CPU.
+  os.environ.setdefault("JAX_NUM_CPU_DEVICES", "8")
   # Programs for absent chips cannot be read from JAX's cache, and each gives a warning.
   os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "false"
   from jaxscale.config.loading import load_config

@@ -210,16 +210,18 @@ def find_builder(name: str, data_dir: str | None, field: str = "TFDS.name") -> A
   """
   import tensorflow_datasets as tfds  # Takes 0.7 s.
   from absl import logging
+  from tensorflow_datasets.core import constants
 
   try:
     builder = tfds.builder(name, data_dir=data_dir)
   except Exception as e:  # Includes ValueErrors for invalid names and damaged files.
-    close = closest(name, tfds.list_builders(with_community_datasets=False))
-    hint = f"did you mean {close!r}?" if close else "see the TFDS catalogue"
-    problem = f"no such dataset, {hint}"
-    if not isinstance(e, tfds.core.DatasetNotFoundError):
-      reason = (str(e).splitlines() or [type(e).__name__])[0]
-      problem += f", or its files are damaged ({reason:.200}); copy or prepare it again"
+    folder = Path(data_dir or constants.DATA_DIR, re.split("[/:]", name)[0] or "-").expanduser()
+    reason = (str(e).splitlines() or [type(e).__name__])[0]
+    problem = f"its dataset_info.json or features.json is damaged ({reason:.200}); copy it again"
+    if isinstance(e, tfds.core.DatasetNotFoundError) or not folder.is_dir():
+      close = closest(name, tfds.list_builders(with_community_datasets=False))
+      hint = f"did you mean {close!r}?" if close else "see the TFDS catalogue"
+      problem = f"no such dataset, {hint}"
     raise ConfigError(f"{field}={name!r}: {problem}") from None
   level = logging.get_verbosity()
   logging.set_verbosity(logging.ERROR)  # The error below says more than TFDS's warnings.
