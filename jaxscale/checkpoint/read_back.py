@@ -29,7 +29,9 @@ def compare(state: Path, names: list[str], shards: list[Shards]) -> None:
   Raises:
     DamagedError: an array is missing, or the disk has different content.
   """
-  arrays = [*open_leaves(state, names).values()]
+  # One chunk at a time, as each takes memory besides the array that is read.
+  limits = {f"{resource}_concurrency": {"limit": 1} for resource in ("file_io", "data_copy")}
+  arrays = list(open_leaves(state, names, limits).values())
   for group in shards:
     for i, data in zip(group.leaves, group.data, strict=True):
       try:
@@ -37,22 +39,28 @@ def compare(state: Path, names: list[str], shards: list[Shards]) -> None:
         stored = array[group.index].read().result()
       except (ValueError, LookupError) as e:
         raise DamagedError(f"{names[i]} cannot be read: {str(e).splitlines()[0][:120]}") from e
-      is_alike = array.shape == group.shape and stored.dtype == data.dtype
-      if not (is_alike and np.array_equal(_bits(stored), _bits(data))):
+      if (array.shape, stored.dtype) != (group.shape, data.dtype) or _bits(stored) != _bits(data):
         problem = "the disk failed, or devices hold different values"
         raise DamagedError(f"{names[i]} differs between the disk and memory: {problem}")
 
 
-def _bits(array: np.ndarray) -> np.ndarray:
-  return np.ascontiguousarray(array).view(f"u{array.dtype.itemsize}")
+def _bits(array: np.ndarray) -> memoryview:
+  """Return the bits of an array, whose comparison takes no memory."""
+  return np.ascontiguousarray(array).view(f"u{array.dtype.itemsize}").data
 
 
-def open_leaves(state: Path, names: Iterable[str]) -> dict[str, Any]:
-  """Open arrays in a folder of Orbax; return futures by the names in the manifest."""
+def open_leaves(state: Path, names: Iterable[str], context: Any = None) -> dict[str, Any]:
+  """Open arrays in a folder of Orbax; return futures by the names in the manifest.
+
+  Args:
+    state: the folder.
+    names: the names.
+    context: the limits of TensorStore's resources, as JSON; None sets none.
+  """
   import tensorstore as ts
 
   # A cache of the index; without it, every chunk would read the index again.
-  context = ts.Context({"cache_pool#index": {"total_bytes_limit": 2**26}})
+  context = ts.Context({"cache_pool#index": {"total_bytes_limit": 2**24}} | (context or {}))
   store = _store(state) | {"cache_pool": "cache_pool#index"}
   # Orbax joins the parts of a name by points.
   specs = {n: {"driver": "zarr", "kvstore": store, "path": n.replace("/", ".")} for n in names}

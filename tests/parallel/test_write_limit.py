@@ -54,7 +54,8 @@ def test_a_process_takes_no_more_memory_than_what_it_holds_asks_for(monkeypatch)
   fixed = 40  # MB: threads, caches, what an allocator keeps
   for name, told in found.items():
     if name.startswith("save"):
-      bound = 2 * told["whole_mb"] / checkpoint_memory.PROCESSES
+      # The array that is read back, and a chunk of it as it is stored and decoded.
+      bound = 2.5 * told["whole_mb"] / checkpoint_memory.PROCESSES
       assert told["save_mb"] <= bound + fixed, name
     else:
       assert told["restore_mb"] <= 1.7 * told["held_mb"] + fixed, name
