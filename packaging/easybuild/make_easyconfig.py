@@ -40,7 +40,6 @@ IMPORTS = {
   "pyyaml": "yaml",
   "protobuf": "google.protobuf",
   "python-dateutil": "dateutil",
-  "tensorboardx": "tensorboardX",
 }
 # EasyBuild has an easyblock of this name, which compiles; a wheel is only unpacked.
 COMPILED = "jaxlib", "numpy", "scipy"
