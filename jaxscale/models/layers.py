@@ -8,9 +8,11 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 
 from jaxscale.errors import ConfigError
 from jaxscale.models.adapters.rows import drop
+from jaxscale.models.linear import PRODUCT
 from jaxscale.models.stack import at_least_float32
 
 _PIXELS = [*itertools.product(range(3), repeat=2)]  # of a max-pool of 3, by row
@@ -135,7 +137,8 @@ def _group_statistics(distance: jax.Array, dims, axis_name) -> dict[str, jax.Arr
   means = jnp.stack([x.mean(dims, keepdims=True) for x in powers])
   if axis_name is not None:
     means = lax.pmean(means, axis_name)  # one collective, since latency dominates
-  mean, mean_square = means
+  # Remat policies that store products also store the few statistics of their outputs.
+  mean, mean_square = checkpoint_name(means, PRODUCT)
   # Rounding can make the difference negative.
   return {"mean": mean, "var": jnp.maximum(mean_square - jnp.square(mean), 0.0)}
 
