@@ -112,14 +112,20 @@ _SLINGSHOT = """NCCL_SOCKET_IFNAME=CARDS NCCL_CROSS_NIC=1 NCCL_NET_GDR_LEVEL=PHB
 _AMD = "GPU_MAX_HW_QUEUES=2 HIP_FORCE_DEV_KERNARG=1 HSA_FORCE_FINE_GRAIN_PCIE=1"
 _HPE, _HOPPER = "HPE's settings for Slingshot", "Hopper: kernels start in program order"
 _MEMORY, _OWN_MEMORY = "JAX takes 75 % by default", r"XLA_(PYTHON_)?CLIENT_\w+="
+
+
+def _pairs(text: str) -> list[list[str]]:
+  return [word.split("=") for word in text.split()]
+
+
 TABLE = (
   Row(FRACTION[0], "0.9", "is_alone", _MEMORY, _OWN_MEMORY),
   Row(LEVEL, "O1", "has_nodes", "overlaps collectives with computation", _FLAGS),
   Row("CUDA_DEVICE_MAX_CONNECTIONS", "1", "has_peers is_hopper", _HOPPER),
   Row("NCCL_IB_HCA", "=CARDS", "is_mixed", "InfiniBand adapters only, not Ethernet"),
   Row("NCCL_NET", "AWS Libfabric", "is_slingshot has_plugin", _HPE, "NCCL_NET_PLUGIN="),
-  *(Row(*pair.split("="), "is_slingshot", _HPE) for pair in _SLINGSHOT.split()),
-  *(Row(*pair.split("="), "is_amd", "AMD's settings for JAX") for pair in _AMD.split()),
+  *(Row(name, value, "is_slingshot", _HPE) for name, value in _pairs(_SLINGSHOT)),
+  *(Row(name, value, "is_amd", "AMD's settings for JAX") for name, value in _pairs(_AMD)),
 )
 
 

@@ -75,13 +75,13 @@ def _level_of(config: cfg.Config, chips: Chips) -> Iterator[None]:
   """Compile at the optimization level of a run."""
   import jax
 
-  before = jax.config.jax_optimization_level
-  level = settings_of(config, chips).values.get(gpu_settings.LEVEL, before)
-  jax.config.update("jax_optimization_level", level)
+  name = gpu_settings.LEVEL.lower()
+  before = getattr(jax.config, name)
+  jax.config.update(name, settings_of(config, chips).values.get(gpu_settings.LEVEL, before))
   try:
     yield
   finally:
-    jax.config.update("jax_optimization_level", before)
+    jax.config.update(name, before)
 
 
 def compile_for(config: cfg.Config, chips: Chips) -> Fit:
