@@ -6,20 +6,19 @@ import contextlib
 import dataclasses
 import json
 import os
-import platform
 import re
 import textwrap
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import MISSING
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import jax
 
-from jaxscale import cluster
+from jaxscale import __version__, cluster
 from jaxscale.checkpoint import checkpoint_files, directory
 from jaxscale.cluster.detect.fabric import nvidia_models
+from jaxscale.cluster.rendezvous.handshake import versions
 from jaxscale.config import Config
 from jaxscale.config.choice import is_built_in
 from jaxscale.config.record import FORMAT, RUN, check_format, class_name, copy_own_files, to_plain
@@ -77,9 +76,9 @@ def describe(
 def _software() -> dict[str, Any]:
   """Return the software and hardware that arithmetic depends on."""
   packages = ("jaxscale", "jax", "flax", "optax", "orbax-checkpoint")
-  versions = {"versions": {name: metadata.version(name) for name in packages}}
   kind = jax.devices()[0].device_kind
-  return {"python": platform.python_version(), **versions, "device_kind": kind}
+  found = versions(packages)
+  return {"python": found.pop("python"), "versions": found, "device_kind": kind}
 
 
 def describe_text(experiment: build.Experiment, workdir: Path) -> str:
@@ -89,7 +88,7 @@ def describe_text(experiment: build.Experiment, workdir: Path) -> str:
   their defaults.
   """
   derived, phases = experiment.derived, experiment.derived.phases
-  lines = [f"jaxscale {metadata.version('jaxscale')} on {devices_of(experiment)}"]
+  lines = [f"jaxscale {__version__} on {devices_of(experiment)}"]
   lines.append(f"workdir: {workdir} (all settings: config.json)")
   settings = (f"{n}={_without_defaults(v)}" for n, v in _changed(experiment.config).items())
   lines += _wrapped(f"settings: {', '.join(settings) or 'defaults'}")
