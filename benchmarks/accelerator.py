@@ -98,15 +98,15 @@ class Run(NamedTuple):
 
 
 @contextlib.contextmanager
-def process(folder: str, tiny: bool, **job: Any) -> Iterator[Side]:
-  """Start a process of accelerator_sides.py with a job, and end it on exit."""
+def process(folder: str, quick: bool, **job: Any) -> Iterator[Side]:
+  """Start a process of accelerator_sides.py with a job; `quick` gives it one thread."""
   env = dict(os.environ)
   env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), env.get("PYTHONPATH")]))
   if "XLA_PYTHON_CLIENT_MEM_FRACTION" not in env:
     env["XLA_CLIENT_MEM_FRACTION"] = SHARE
   env["TORCH_MEMORY_FRACTION"] = SHARE
   env["JAX_COMPILATION_CACHE_DIR"] = env["TORCHINDUCTOR_CACHE_DIR"] = folder
-  if tiny:
+  if quick:
     env["OMP_NUM_THREADS"] = "1"
   command = [sys.executable, str(ROOT / "benchmarks/accelerator_sides.py"), json.dumps(job)]
   side = Side(command, env=env)
