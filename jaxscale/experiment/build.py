@@ -28,6 +28,7 @@ from jaxscale.exchange import Exchange
 from jaxscale.experiment import make_layout as layouts
 from jaxscale.experiment import model as model_parts
 from jaxscale.experiment import remat
+from jaxscale.experiment.compiler_options import Options, compiler_options
 from jaxscale.experiment.derive import Derived, derive
 from jaxscale.experiment.exchange import Synchronization, make_exchange, make_sync
 from jaxscale.experiment.frozen import check_paths, frozen_note, trainable
@@ -75,6 +76,7 @@ class RunParts:
   metrics: Mapping[str, Metric]
   loss_state: Any  # `CustomLoss.init_state`; None: the loss has no state
   memory: int | None  # bytes of a device that a program may take; None: unknown
+  compiler_options: Options  # for the train and evaluation step
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,6 +119,7 @@ class Experiment(RunParts, PhaseParts):
       trainable=self.trainable,
       observe=trust_ratio_metrics if config.log.trust_ratios else None,
       seed=config.seed,
+      compiler_options=self.compiler_options,
     )
     parts = loss, self.tx, self.mesh, self.exchange
     if self.sync is None:
@@ -278,6 +281,7 @@ def experiment(
   Raises:
     ConfigError: data or devices do not fit the config.
   """
+  options, option_notes = compiler_options(config, devices)
   train_data, eval_data = datasets or make_data(config)
   sizes = train_data.num_examples, eval_data.num_examples
   here = jax.device_count() if devices is None else len(devices)
@@ -307,14 +311,14 @@ def experiment(
         check_targets(f"Arrays.{name}", np.asarray(targets), limits)
   layout = layouts.make_layout(config, mesh, model)
   totals = layouts.make_totals(model, layout, objective, mesh, metrics)
-  eval_step = steps.make_eval_step(totals, mesh, layout)
+  eval_step = steps.make_eval_step(totals, mesh, layout, options)
   built = config, derived, mesh, eval_data, model, layout, eval_step, metrics
   if memory is None and devices is None and config.layout.remat is None:
     memory = remat.device_memory()
-  parts = RunParts(*built, loss_state(objective), memory)
+  parts = RunParts(*built, loss_state(objective), memory, options)
   first = make_phase(parts, derived.phases[0], train_data)
   frozen = frozen_note(config, params, first.tx)
-  notes = *train_data.notes, *eval_data.notes, *notes, *first.notes, *frozen
+  notes = *option_notes, *train_data.notes, *eval_data.notes, *notes, *first.notes, *frozen
   built = Experiment(**vars(parts), **vars(dataclasses.replace(first, notes=notes)))
   if metrics:  # Report errors in them now, not at the first evaluation.
     built.lower_eval_step(built.abstract_state())

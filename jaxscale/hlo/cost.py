@@ -174,7 +174,9 @@ def traffic(module, computation: Computation, instruction: Instruction) -> float
     uses = [x for x in body.values() if parameter.name in x.operands]
     size = parse.num_bytes(parameter.shape)
     if {(x.opcode, x.operands[0]) for x in uses} == {(_UPDATE, parameter.name)}:
-      whole -= 2 * size  # the parameter is updated in place, and only partly
+      # The parameter is updated in place, so that only the update is written.
+      updates = [body[x.operands[1]].shape for x in uses if x.operands[1] in body]
+      whole -= 2 * size - sum(map(parse.num_bytes, updates))
     else:
       whole -= (1 - shares[parameter.name]) * size
   return float(max(whole, 0))

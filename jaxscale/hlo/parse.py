@@ -24,6 +24,8 @@ Groups = tuple[tuple[int, ...], ...]
 _HEADER = re.compile(r"^\s*(ENTRY\s+)?%?([\w.\-]+)\s*\(.*->.*\{\s*$")
 _INSTRUCTION = re.compile(r"^\s*(ROOT\s+)?%?([\w.\-]+) = (.*)$")
 _COMMENT = re.compile(r"/\*.*?\*/")
+# Kernels on a stream of their own (XLA of jax 0.11); what they compute counts at their start.
+_KERNEL_STARTS = "fusion-start", "custom-call-start"
 _ARRAY = re.compile(r"\b([a-z][a-z0-9]*)\[([\d,<=\s]*)\]")
 _IOTA = re.compile(r"\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
 _MESH = re.compile(
@@ -112,7 +114,10 @@ def _instruction(line: str) -> Instruction | None:
   opcode, rest = rest[:opening], rest[opening:]
   end = _balanced(rest)
   operands = tuple(x.split(" ")[-1].lstrip("%") for x in _split(rest[1 : end - 1]))
-  return Instruction(name, arrays(shape), opcode, operands, rest[end:], bool(root))
+  leaves = arrays(shape)
+  if opcode in _KERNEL_STARTS:  # The shape also has the operands, and a context at its end.
+    opcode, leaves = opcode.removesuffix("-start"), leaves[len(operands) : -1]
+  return Instruction(name, leaves, opcode, operands, rest[end:], bool(root))
 
 
 def _balanced(text: str) -> int:

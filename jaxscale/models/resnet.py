@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxscale.models.convolution import Conv
-from jaxscale.models.layers import ImageModule, Keys
+from jaxscale.models.layers import ImageModule, Keys, max_pool_3
 from jaxscale.models.remat import INPUT
 
 # He et al. (arXiv:1502.01852) for the backward pass (fan_out), as in torchvision.
@@ -71,7 +71,7 @@ class ResNetModule(ImageModule):
       x = conv(self.width, (7, 7), (2, 2), padding=[(3, 3), (3, 3)])(x)
       x = nn.relu(norm()(x, train))
       x = jnp.pad(x, ((0, 0), (1, 1), (1, 1), (0, 0)))  # 0 never exceeds a ReLU's output
-      x = nn.max_pool(x, (3, 3), strides=(2, 2), padding="VALID")
+      x = max_pool_3(x)
     else:
       x = nn.relu(norm()(conv(self.width, (3, 3))(x), train))
     for stage, num_blocks in enumerate(self.stage_sizes):

@@ -26,7 +26,7 @@ from jaxscale import config as cfg
 from jaxscale.errors import ConfigError, invalid
 from jaxscale.mesh import mesh_shape
 from jaxscale.metrics.text import short_time, table
-from jaxscale.planning import step_plan, topologies
+from jaxscale.planning import fits, step_plan, topologies
 from jaxscale.planning.estimate import Candidate, Estimate, estimate, shapes_of
 from jaxscale.planning.fits import RefusedError
 from jaxscale.planning.machine import Machine, Rates, rates_of
@@ -122,7 +122,7 @@ def search(
   config = dataclasses.replace(config, layout=dataclasses.replace(config.layout, remat=own.remat))
   first, every = as_given(config, devices), [*candidates(config, devices)]
   estimates = functools.partial(estimate, shapes, batch_size=config.batch_size, rates=rates)
-  waiting, too_large = _waiting(every, first, estimates, chips.chip.limit)
+  waiting, too_large = _waiting(every, first, estimates, fits.limit_of(config, chips))
   rows: list[Row] = []
   seconds = operator.attrgetter("seconds")
   ended = "all were compiled"
