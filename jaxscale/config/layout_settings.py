@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from jaxscale.config.bounds import check_pattern
 from jaxscale.config.phase_settings import AdaptiveBatch
@@ -40,6 +40,9 @@ class Layout:
     optimizer: the memory in which the optimizer state is kept between steps; "device", or
       "host", which saves device memory, but copies the state to the device and back in every
       step.
+    loss_chunk: the number of a device's targets (tokens, or images) whose logits are in memory
+      at a time, e.g. 2048 for a large vocabulary; the backward pass computes the logits again,
+      one more product with the head. 0 keeps the logits of all targets.
     rules: the sharding rules that replace the model's, each a pattern of parameter paths and
       the mesh axis that splits each dim, e.g. ("layers/.*/kernel: stage, fsdp, model",), with
       "-" for a dim that is not split; () keeps the model's rules. Each parameter must match
@@ -54,6 +57,7 @@ class Layout:
   schedule: Literal["gpipe", "1f1b"] = "gpipe"
   remat: Literal["none", "dots", "branches", "full", "offload"] = "none"
   optimizer: Literal["device", "host"] = "device"
+  loss_chunk: Annotated[int, ">= 0"] = 0
   rules: tuple[str, ...] = ()
 
   def __post_init__(self):
@@ -100,9 +104,10 @@ def check_layout(config: Any) -> None:
       problem = f"has no effect; set {remedy} as well"
       raise ConfigError(f"Layout.{field}={value!r}: {problem}")
   of_stacks = parts + [f"Layout.remat={layout.remat!r}"] * (layout.remat != "none")
+  of_stacks += [f"Layout.loss_chunk={layout.loss_chunk}"] * (layout.loss_chunk != 0)
   if of_stacks and not config.model.is_stack:
     problem = f"{model} is not a stack of equal layers"
-    remedy = "use Transformer or ViT, or only mesh.fsdp and layout.remat='none'"
+    remedy = "use Transformer or ViT, or only mesh.fsdp and the defaults of layout"
     raise ConfigError(f"{of_stacks[0]}: {problem}; {remedy}")
   splits_text = config.model.is_stack and config.model.takes_text
   if layout.model != "layers" and not splits_text:
