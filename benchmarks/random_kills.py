@@ -351,7 +351,6 @@ def scratch_folder(directory: Path | None) -> Iterator[tuple[Path, Disk | None]]
 def measure(asked: argparse.Namespace) -> dict[str, Any]:
   """Run chains until enough kills are done; return counts and failures."""
   import orbax.checkpoint  # noqa: F401
-  import tensorboardX  # noqa: F401
 
   import jaxscale.experiment.build
   import jaxscale.run.fit  # noqa: F401

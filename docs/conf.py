@@ -6,15 +6,16 @@ site and on a code host. `generate.py` generates the reference pages.
 
 import re
 import sys
-from importlib import metadata
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
 import generate
 
+import jaxscale
+
 project = "jaxscale"
 copyright = "2026, the authors of jaxscale"
-release = version = metadata.version("jaxscale")
+release = version = jaxscale.__version__
 extensions = ["myst_nb"]
 root_doc = "docs/index"
 include_patterns = ["docs/**", "colabs/*.ipynb", "*.md"]

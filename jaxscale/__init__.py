@@ -9,8 +9,13 @@ The public names are those in `__init__.pyi`. They are imported on first access,
 """
 
 import contextlib
+import importlib.util
 import os
 import sys
+
+# The only place of the version: pyproject.toml reads it from here, and a source tree that is
+# only on PYTHONPATH has no package metadata.
+__version__ = "0.3.0"
 
 if sys.argv[:1] == ["-m"] and "jaxscale" in sys.orig_argv[-len(sys.argv)]:
   # `python -m jaxscale` puts the current directory first on the path, so that a random.py
@@ -20,14 +25,12 @@ if sys.argv[:1] == ["-m"] and "jaxscale" in sys.orig_argv[-len(sys.argv)]:
   with contextlib.suppress(OSError):  # the current directory may be deleted
     sys.path.append(os.getcwd())
 
-try:
-  import lazy_loader
-except ModuleNotFoundError:
-  if sys.argv[:1] != ["-m"]:
-    raise
+if sys.argv[:1] == ["-m"] and not importlib.util.find_spec("jax"):
   # A newcomer may run `python3 -m jaxscale` with a Python that lacks the packages.
   remedy = "run `make env`, and use .venv/bin/python"
   print(f"error: {sys.executable} lacks jaxscale's packages; {remedy}", file=sys.stderr)
-  raise SystemExit(2) from None
+  raise SystemExit(2)
 
-__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
+from jaxscale import lazy
+
+__getattr__, __dir__, __all__ = lazy.attach_stub(__name__, __file__)

@@ -1,3 +1,5 @@
+__version__: str
+
 from . import collectives as collectives
 from . import config as config
 from . import data as data

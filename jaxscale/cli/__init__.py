@@ -7,6 +7,6 @@ answered at once. Names of this package load on first use, so that the console s
 handle Ctrl-C before the table and the parser are imported.
 """
 
-import lazy_loader
+from jaxscale import lazy
 
-__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
+__getattr__, __dir__, __all__ = lazy.attach_stub(__name__, __file__)

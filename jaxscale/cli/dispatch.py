@@ -5,9 +5,8 @@ from __future__ import annotations
 import os
 import shlex
 import sys
-from importlib import metadata
 
-from jaxscale import errors
+from jaxscale import __version__, errors
 from jaxscale.cli.commands import COMMANDS, USE_JAX, load, overview
 from jaxscale.cli.parser import Namespace, Parser
 from jaxscale.cluster.environment import check_environment
@@ -24,7 +23,7 @@ def main(argv: list[str], program: str = "jaxscale") -> int:
   """
   name, *rest = argv or [""]
   if name in ("--version", "-V"):
-    print(f"jaxscale {metadata.version('jaxscale')}")
+    print(f"jaxscale {__version__}")
     return errors.EXIT_DONE
   if name in ("", "--help", "-h", "help"):
     print(overview())

@@ -28,6 +28,7 @@ def run(args: Namespace) -> None:
   from jaxscale.config import LearningRateFinder
   from jaxscale.config.loading import load_config
   from jaxscale.jobs.folder import one_line
+  from jaxscale.metrics.plot import check_matplotlib
   from jaxscale.run.session import open_session
 
   ramp = LearningRateFinder(steps=args.steps, low=args.low, high=args.high)
@@ -35,6 +36,7 @@ def run(args: Namespace) -> None:
   with open_session(config, Path(default_workdir(args.config))) as watch:
     from jaxscale.run import learning_rates  # Imports JAX, once all processes have joined.
 
+    check_matplotlib("--out", args.out)
     tried = learning_rates.find_learning_rate(config, **vars(ramp), at=watch.at)
     with one_line(f"--out={args.out}", "give a different file"):
       line = learning_rates.plot_learning_rates(tried, args.out)

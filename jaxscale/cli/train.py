@@ -78,8 +78,8 @@ def _run(args: Namespace) -> int | None:
       remedy = f"to {'resume' if step else 'start again'}: {args.command_line}"
       return report_stop(config, watch.stop.agreed, saved, remedy)
     if cluster.is_leader():
-      file = "metrics.png" if config.log.plot else "summary.json"
-      print(_done(summary, workdir / file), flush=True)
+      files = [workdir / "metrics.png", workdir / "summary.json"]
+      print(_done(summary, next(filter(Path.exists, files))), flush=True)
 
 
 def _done(summary, file: Path) -> str:

@@ -7,6 +7,6 @@ values. This package does not use `Config`, models or checkpoints. Names are imp
 use.
 """
 
-import lazy_loader
+from jaxscale import lazy
 
-__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
+__getattr__, __dir__, __all__ = lazy.attach_stub(__name__, __file__)

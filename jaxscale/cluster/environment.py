@@ -48,7 +48,7 @@ def _missing(name: str, env: Mapping[str, str]) -> str | None:
   if name == "cpu":
     return None  # every installation has it
   known = {*_BUILT_IN, *_plugins()}
-  if name == "tpu" and not (env.get("TPU_LIBRARY_PATH") or _is_installed("libtpu")):
+  if name == "tpu" and not (env.get("TPU_LIBRARY_PATH") or is_installed("libtpu")):
     return "libtpu is not installed; install jaxscale[tpu]"
   if name in known or known.intersection(_ALIASES.get(name, ())):
     return None
@@ -69,5 +69,13 @@ def _plugins() -> set[str]:
   return kinds | {*names}
 
 
-def _is_installed(module: str) -> bool:
-  return module in sys.modules or importlib.util.find_spec(module) is not None
+def is_installed(module: str) -> bool:
+  """Return whether a module can be imported, without importing it."""
+  if module in sys.modules:
+    return True
+  try:
+    spec = importlib.util.find_spec(module)
+  except ModuleNotFoundError:  # The parent package `a` of `a.b` is missing.
+    return False
+  # W&B leaves a plain folder of its name in the working directory, which has no file to load.
+  return spec is not None and spec.origin is not None

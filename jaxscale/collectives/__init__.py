@@ -12,6 +12,6 @@ fastest to slowest, the order of reduction. Only `all_reduce` takes a mesh. Name
 imported on first access.
 """
 
-import lazy_loader
+from jaxscale import lazy
 
-__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
+__getattr__, __dir__, __all__ = lazy.attach_stub(__name__, __file__)

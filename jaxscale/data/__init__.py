@@ -5,6 +5,6 @@
 batches on its devices. Names are imported on first use.
 """
 
-import lazy_loader
+from jaxscale import lazy
 
-__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
+__getattr__, __dir__, __all__ = lazy.attach_stub(__name__, __file__)

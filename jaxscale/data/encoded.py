@@ -107,6 +107,8 @@ def from_source(
     >>> dataset.load(np.arange(2), None)["image"].shape
     (2, 8, 8, 3)
   """
+  from jaxscale.data import jpeg  # noqa: F401  Here a missing package ends a run, not in a step.
+
   if not source.num_examples:
     raise ConfigError(f"{info.name}: has no examples; check the path and the split")
   assert info.image_shape is not None, "encoded examples are images"

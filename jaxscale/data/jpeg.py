@@ -17,12 +17,17 @@ from typing import Any
 
 import cv2
 import numpy as np
-import simplejpeg
 from PIL import Image, TiffImagePlugin
 
 from jaxscale.data import augment, partial_jpeg
 from jaxscale.data.augment import CenterCrop, EvalView
 from jaxscale.data.dataset import MAX_PIXELS
+from jaxscale.metrics.log import logger
+
+simplejpeg = partial_jpeg.simplejpeg
+if simplejpeg is None:
+  slower = "Pillow decodes JPEGs, more slowly and with pixels that differ by rounding"
+  logger.warning(f"simplejpeg is not installed; {slower}")
 
 cv2.setNumThreads(0)  # The pipeline's threads provide the parallelism.
 # Without this, it writes several lines to stderr for every damaged TIFF.
@@ -81,7 +86,7 @@ def decode(
   """
   color, mode, flag, color_types = _FORMATS[channels]
   if data[:2] == b"\xff\xd8":
-    if header := _jpeg_header(data, max_pixels):
+    if (header := _jpeg_header(data, max_pixels)) and simplejpeg:
       # Pillow can read some unusual streams.
       with contextlib.suppress(ValueError, KeyError):
         options = {"fastdct": fast_dct, "fastupsample": not exact}
@@ -119,7 +124,7 @@ def _by_pillow(data: bytes, max_pixels: int) -> tuple[Image.Image, str]:
       levels, depth = _to_levels(np.asarray(image), bits, most)
       return Image.fromarray(levels), f"{depth} {kind}"
     if kind == "JPEG":
-      kind = "CMYK" if opened.mode == "CMYK" else "odd JPEG"
+      kind = "CMYK" if opened.mode == "CMYK" else "odd JPEG" if simplejpeg else "JPEG"
     return image, kind
 
 
@@ -233,6 +238,8 @@ def _jpeg_header(data: bytes, max_pixels: int) -> tuple[Any, ...] | None:
   """
   if (scans := data.count(b"\xff\xda")) > _MAX_SCANS:
     raise ValueError(f"a JPEG of {scans} scans, more than the limit of {_MAX_SCANS}")
+  if simplejpeg is None:
+    return None
   try:
     header: tuple[Any, ...] = simplejpeg.decode_jpeg_header(data)  # 1 us
   except (ValueError, KeyError):

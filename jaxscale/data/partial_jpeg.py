@@ -25,11 +25,15 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-import simplejpeg
 
 from jaxscale.data.caches import user_cache
 from jaxscale.errors import ConfigError
 from jaxscale.files import unsafe_owner
+
+try:
+  import simplejpeg
+except ModuleNotFoundError:
+  simplejpeg = None
 
 SOURCE = Path(__file__).with_suffix(".c")
 BUILD = "jaxscale prepare jpeg"
@@ -77,6 +81,8 @@ def _key() -> str:
 
 def _open(path: Path) -> Decode:
   """Return the library's function, if a box of a small JPEG has simplejpeg's pixels."""
+  if simplejpeg is None:
+    raise OSError("cannot be compared with simplejpeg, which is not installed")
   # Use the system's libjpeg, even if TensorFlow has loaded its own.
   mode = os.RTLD_LOCAL | getattr(os, "RTLD_DEEPBIND", 0)
   try:

@@ -26,6 +26,7 @@ import numpy as np
 from jaxscale.data.caches import key_of, user_cache
 from jaxscale.errors import ConfigError
 from jaxscale.files import read_bytes, replacing, unsafe_owner
+from jaxscale.metrics.event_file import masked_crc32c
 
 _HEAD, _FOOT = 12, 4  # uint64 length with its uint32 checksum; checksum of the bytes
 
@@ -93,8 +94,6 @@ def index_shard(path: str) -> np.ndarray:
     ConfigError: the checksum of a length is wrong, or the last record does not end at the
       end of the file.
   """
-  from tensorboardX.record_writer import masked_crc32c
-
   positions, file = [], OpenFile(path)
   size, at = os.fstat(file.descriptor).st_size, 0
   while at < size:

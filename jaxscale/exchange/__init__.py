@@ -6,6 +6,6 @@ exchanges that a config can choose, and each method has its own module. Names ar
 on first access.
 """
 
-import lazy_loader
+from jaxscale import lazy
 
-__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
+__getattr__, __dir__, __all__ = lazy.attach_stub(__name__, __file__)

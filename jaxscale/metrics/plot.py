@@ -11,6 +11,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from jaxscale.cluster.environment import is_installed
+from jaxscale.errors import invalid
 from jaxscale.files import read_json, replacing
 from jaxscale.metrics.reading import read_metrics
 
@@ -46,6 +48,17 @@ def figure(
   yield axes
   with replacing(Path(path)) as file:  # Does not write through a link at this path.
     drawn.savefig(file, dpi=120, format=Path(path).suffix[1:] or None)
+
+
+def check_matplotlib(field: str, value: Any) -> None:
+  """Refuse a setting that asks for pictures if matplotlib is missing.
+
+  Raises:
+    ConfigError: it is not installed.
+  """
+  if not is_installed("matplotlib"):
+    fix = "install it (pip install matplotlib), or omit this"
+    raise invalid(field, value, "needs the package matplotlib", fix)
 
 
 def _import_matplotlib() -> None:

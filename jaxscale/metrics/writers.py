@@ -10,14 +10,13 @@ import contextlib
 import json
 import os
 import socket
-import struct
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
 
 from jaxscale.errors import unwritable
 from jaxscale.files import open_to_append, replace_text
+from jaxscale.metrics import event_file
 from jaxscale.metrics.log import logger
 from jaxscale.metrics.reading import read_metrics
 from jaxscale.metrics.tracking import BackgroundTracker, TrackerSource
@@ -122,17 +121,9 @@ class MetricWriter:
       tracker.wait()
 
   def _write_events(self, folder: Path, step: int, metrics: dict[str, float], now: float) -> None:
-    # Imported here because it takes 0.25 s, which would delay the first step.
-    from tensorboardX.proto import event_pb2
-    from tensorboardX.summary import scalar
-
     # TensorBoard's SummaryWriter writes from a thread, which ends on a full disk; adding to the
     # queue of an ended thread would wait forever.
-    event: Any = event_pb2  # protobuf creates its classes on import.
-    records = [
-      event.Event(wall_time=now, step=step, summary=scalar(name, value))
-      for name, value in metrics.items()
-    ]
+    records = event_file.scalars(now, step, metrics)
     if self._events is None:
       try:
         folder.mkdir(exist_ok=True)
@@ -142,18 +133,5 @@ class MetricWriter:
         self._tensorboard_dir = None
         logger.warning(f"{folder}: {e.strerror}; training continues without TensorBoard")
         return
-      version = event.Event(wall_time=now, file_version="brain.Event:2")
-      # TensorBoard drops steps that a killed run, or another run, logged later.
-      log = event.SessionLog(status=event.SessionLog.START)
-      begin = event.Event(wall_time=now, step=self._start + 1, session_log=log)
-      records = [version, begin, *records]
-    self._events.append(b"".join(map(_framed, records)))
-
-
-def _framed(event: Any) -> bytes:
-  """Format an event as a TFRecord: length, its CRC, the event, its CRC."""
-  from tensorboardX.record_writer import masked_crc32c
-
-  content = event.SerializeToString()
-  length = struct.pack("<Q", len(content))
-  return b"".join(part + struct.pack("<I", masked_crc32c(part)) for part in (length, content))
+      records = event_file.header(now, self._start + 1) + records
+    self._events.append(records)

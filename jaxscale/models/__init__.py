@@ -6,6 +6,6 @@ pure functions for state and step. Models do not depend on a mesh; only a synchr
 BatchNorm takes names of mesh axes. Names are imported on first access.
 """
 
-import lazy_loader
+from jaxscale import lazy
 
-__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
+__getattr__, __dir__, __all__ = lazy.attach_stub(__name__, __file__)

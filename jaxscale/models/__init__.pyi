@@ -4,12 +4,12 @@ from .cnn import CNNModule as CNNModule
 from .cnn import MLPModule as MLPModule
 from .convnext import ConvNeXtModule as ConvNeXtModule
 from .decoder import make_transformer as make_transformer
-from .from_folder import from_folder as from_folder
 from .layers import BatchNorm as BatchNorm
 from .layers import dropout as dropout
 from .model_fns import ModelFns as ModelFns
 from .model_fns import init_shapes as init_shapes
 from .model_fns import inputs_of as inputs_of
+from .pretrained_folder import from_folder as from_folder
 from .resnet import ResNetModule as ResNetModule
 from .resnet import make_resnet as make_resnet
 from .settings import CNN as CNN

@@ -10,10 +10,10 @@ from __future__ import annotations
 import os
 import types
 from collections.abc import Collection, Iterator, Mapping
-from importlib import metadata
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from jaxscale import __version__
 from jaxscale.errors import ConfigError
 from jaxscale.files import read_json, require_json, write_json
 
@@ -96,5 +96,5 @@ def write_config_json(path: str | os.PathLike, fields: dict[str, Any]) -> None:
     ConfigError: as for `config_json_path`.
     OSError: the disk failed or is full.
   """
-  ours = {_FILE: Path(path).name, "jaxscale": metadata.version("jaxscale")}
+  ours = {_FILE: Path(path).name, "jaxscale": __version__}
   write_json(config_json_path(path), fields | ours)

@@ -12,27 +12,6 @@ The functions read sizes from their arguments, never from settings: if a device 
 some of the heads, hidden units or classes, the same code computes its part. The few
 operations that complete the parts, or otherwise depend on the sharding, are in `Ops`.
 Their defaults are for one device.
-
-`REMAT` names the policies for the values that a layer stores for the backward pass. A
-scan always stores the input of every layer, b = rows * tokens * width numbers. The
-policies store and recompute (`jax.ad_checkpoint.print_saved_residuals`; for as many heads
-of keys as of queries, and MLPs of the usual size):
-
-    none      stores about 30 b, and with XLA's attention its weights, rows * heads *
-              tokens^2 float32 numbers; recomputes nothing
-    dots      stores 9 or 10 b: the products with weights. Norms, activations and
-              attention are recomputed, without communication
-    branches  stores 2 b: also the output of attention. The layer is recomputed except
-              for the last product of each branch, without communication
-    full      stores b. The layer is recomputed except for its last product: almost a
-              third more work per step. The sum at the end of attention is
-              communicated again; the sum at the end of the layer is not
-
-    offload   like full, but b is in host memory: the inputs of layers are copied to the
-              host and back during computation
-
-If a layout gathers parameters inside the layer, all policies except "none" gather them
-again.
 """
 
 import functools
@@ -46,14 +25,10 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jaxscale.models.attention import attention, document_positions
 from jaxscale.models.cross_entropy import classify
-from jaxscale.models.linear import PRODUCT, linear, linear_sum
+from jaxscale.models.linear import linear, linear_sum
+from jaxscale.models.remat import BRANCH, with_remat
 
 Totals = dict[str, jax.Array]  # sums over examples, with their number: "examples"
-Layer = Callable[..., jax.Array]  # (one layer's params, h, *packing of the rows) -> h
-
-# Checkpoint names for remat policies: the output of `rejoin`, and the input of a layer.
-BRANCH = "branch"
-INPUT = "input"
 
 
 class Ops(NamedTuple):
@@ -240,33 +215,6 @@ class Stack(NamedTuple):
     return head | {"kernel": part("embed")["table"].T} if self.tied else head
 
 
-def _remat(policy: Any) -> Callable[[Layer], Layer]:
-  # CSE need not be prevented, because in a scan the compiler cannot undo the remat.
-  return functools.partial(jax.checkpoint, policy=policy, prevent_cse=False)
-
-
-def _offload(layer: Layer) -> Layer:
-  names = {"names_which_can_be_saved": [], "names_which_can_be_offloaded": [INPUT]}
-  where = {"offload_src": "device", "offload_dst": "pinned_host"}
-  policy = _keep.save_and_offload_only_these_names(**names, **where)
-
-  def named(params: Any, h: jax.Array, *packing: jax.Array) -> jax.Array:
-    return layer(params, checkpoint_name(h, INPUT), *packing)
-
-  return _remat(policy)(named)
-
-
-_keep = jax.checkpoint_policies
-# Policy name -> function that applies the policy to a layer, which must run in a scan.
-REMAT: dict[str, Callable[[Layer], Layer]] = {
-  "none": lambda layer: layer,
-  "dots": _remat(_keep.save_only_these_names(PRODUCT, BRANCH)),
-  "branches": _remat(_keep.save_only_these_names(BRANCH)),
-  "full": _remat(_keep.nothing_saveable),
-  "offload": _offload,
-}
-
-
 def hidden_states(
   stack: Stack, params: Any, batch: Any, ops: Ops | None = None, *, remat: str = "none"
 ) -> jax.Array:
@@ -277,10 +225,10 @@ def hidden_states(
     params: parameters from `stack.init`.
     batch: the batch.
     ops: operations of a layout; None means operations of one device.
-    remat: rematerialisation policy, a name in `REMAT`.
+    remat: rematerialisation policy, a name in `remat.REMAT`.
   """
   ops = for_rows(ops or Ops(), *packing_of(with_positions(batch)))
-  layer = REMAT[remat](lambda p, h: stack.layer(p, h, ops))
+  layer = with_remat(lambda p, h: stack.layer(p, h, ops), remat)
   h = stack.embed(params["embed"], batch, ops)
   h, _ = jax.lax.scan(lambda h, p: (layer(p, h), None), h, params["layers"])
   return h

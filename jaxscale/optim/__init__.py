@@ -7,6 +7,6 @@ weight decay and trust ratios. `trust_ratios` reads the ratios of the last step 
 optimizer state.
 """
 
-import lazy_loader
+from jaxscale import lazy
 
-__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
+__getattr__, __dir__, __all__ = lazy.attach_stub(__name__, __file__)

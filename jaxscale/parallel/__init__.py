@@ -7,6 +7,6 @@ Models do not depend on layouts, and layouts do not depend on `Config`. Names ar
 on first access.
 """
 
-import lazy_loader
+from jaxscale import lazy
 
-__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
+__getattr__, __dir__, __all__ = lazy.attach_stub(__name__, __file__)

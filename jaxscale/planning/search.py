@@ -26,7 +26,7 @@ from jaxscale import config as cfg
 from jaxscale.errors import ConfigError, invalid
 from jaxscale.mesh import mesh_shape
 from jaxscale.metrics.text import short_time, table
-from jaxscale.planning import step_plan, topologies
+from jaxscale.planning import fits, step_plan, topologies
 from jaxscale.planning.estimate import Candidate, Estimate, estimate, shapes_of
 from jaxscale.planning.fits import RefusedError
 from jaxscale.planning.machine import Machine, Rates, rates_of
@@ -34,7 +34,7 @@ from jaxscale.planning.step_plan import Step
 from jaxscale.planning.topologies import Chips, gib
 
 _AXES = ("replica", "data", "fsdp", "stage", "model")
-_REMATS = ("none", "dots", "branches", "full")  # from the most kept to the least
+_REMATS = ("none", "dots_attention", "dots", "branches", "full")  # from the most kept to the least
 _MODELS = ("layers", "layers_and_tokens", "ring", "all_to_all")
 _PATIENCE = 15  # A search ends after so many programs in a row that are no better.
 # The estimated speed-up by which a variant of a compiled layout precedes a new layout.
@@ -117,10 +117,12 @@ def search(
     problem = f"has more chips than the {len(chips.devices)} simulated devices of a search"
     raise invalid("--chips", chips.name, problem, f"set JAX_NUM_CPU_DEVICES={devices}")
   data = config.data.abstract(config.batch_size)
-  shapes = shapes_of(build.experiment(config, devices=chips.devices, datasets=data))
+  options: Any = {"devices": chips.devices, "memory": chips.chip.limit}
+  shapes = shapes_of(own := build.experiment(config, datasets=data, **options))
+  config = dataclasses.replace(config, layout=dataclasses.replace(config.layout, remat=own.remat))
   first, every = as_given(config, devices), [*candidates(config, devices)]
   estimates = functools.partial(estimate, shapes, batch_size=config.batch_size, rates=rates)
-  waiting, too_large = _waiting(every, first, estimates, chips.chip.limit)
+  waiting, too_large = _waiting(every, first, estimates, fits.limit_of(config, chips))
   rows: list[Row] = []
   seconds = operator.attrgetter("seconds")
   ended = "all were compiled"

@@ -7,6 +7,6 @@ order of a run's work, `hooks` the work between steps, `callbacks` the user's pa
 launchers or job schedulers. Names are imported on first access.
 """
 
-import lazy_loader
+from jaxscale import lazy
 
-__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
+__getattr__, __dir__, __all__ = lazy.attach_stub(__name__, __file__)

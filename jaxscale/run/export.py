@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import functools
 import json
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import ml_dtypes  # Importing it makes numpy know names such as "bfloat16".
 import numpy as np
 
-from jaxscale import weights
+from jaxscale import __version__, weights
 from jaxscale.checkpoint import checkpoint_files, load_params
 from jaxscale.config import LoRA
 from jaxscale.config.record import Described, describe_run, from_plain
@@ -124,7 +123,7 @@ def _about(described: Described, step: int, take: str) -> dict[str, str]:
   if described.is_text:
     names = {"vocab_size": "vocab_size", "sequence_length": "sequence_length"}
   about = {name: json.dumps(data[key]) for name, key in names.items() if data.get(key)}
-  about |= {"jaxscale": metadata.version("jaxscale"), "step": str(step), "take": take}
+  about |= {"jaxscale": __version__, "step": str(step), "take": take}
   return about | {"model": json.dumps(described.config["model"]), "data": data["name"]}
 
 

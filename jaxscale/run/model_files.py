@@ -16,7 +16,7 @@ from jaxscale.data.tokenizer import read_tokenizer, tokenizer_file
 from jaxscale.errors import ConfigError
 from jaxscale.files import expand, read_json, write_json
 from jaxscale.models.config_json import OURS
-from jaxscale.models.from_folder import compare_settings
+from jaxscale.models.pretrained_folder import compare_settings
 
 FOLDER = "pretrained"  # in the workdir
 _MODEL = "config.json", "generation_config.json"

@@ -14,6 +14,7 @@ from typing import Any
 from jaxscale import cluster, metrics
 from jaxscale.checkpoint import lock
 from jaxscale.checkpoint.manager import Checkpoints
+from jaxscale.cluster.environment import is_installed
 from jaxscale.config import AdaptiveBatch, CallbackContext, Config
 from jaxscale.config.loading import load_config
 from jaxscale.errors import invalid
@@ -72,6 +73,8 @@ def open_run(
       write = functools.partial(metrics.write_json, workdir / "plan.json", plan)
       cluster.on_leader(write, "plan.json")
     logger.info(workdirs.describe_text(experiment, workdir))
+    if config.log.plot and not is_installed("matplotlib"):
+      logger.warning("Log.plot=True: matplotlib is not installed; the run draws no pictures")
     cluster.on_leader(functools.partial(workdirs.forget_unsaved, workdir, config), "workdir")
     checks, saving = config.checks, vars(config.checkpoint).items()
     limits = checks.max_skipped_steps, checks.max_consecutive_skipped_steps

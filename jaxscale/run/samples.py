@@ -18,7 +18,7 @@ from jaxscale.experiment.model import as_functions
 from jaxscale.files import output_path, replace_text
 from jaxscale.mesh import replicated
 from jaxscale.metrics.log import logger
-from jaxscale.metrics.plot import POINTS, figure
+from jaxscale.metrics.plot import POINTS, check_matplotlib, figure
 from jaxscale.run import generate
 from jaxscale.run.callbacks import Callback
 from jaxscale.training.custom_loss import state_of_model
@@ -41,6 +41,7 @@ def write_samples(
   if isinstance(info, data.TextInfo):
     sampler = _texts(context, prompts, **choice)
   elif len(getattr(info, "image_shape", None) or ()) == 3 and info.label_shape == ():
+    check_matplotlib("SampleWriter", ...)
     sampler = _images(context, count)
   else:
     problem = f"cannot show {info.name}, which has neither images with classes nor text"

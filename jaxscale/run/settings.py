@@ -9,6 +9,7 @@ from jaxscale import run  # Lazy: its names load on first use.
 from jaxscale.config.bases import Callback, CallbackContext
 from jaxscale.config.bounds import Count, NonNegative, Positive
 from jaxscale.errors import invalid
+from jaxscale.metrics.plot import check_matplotlib
 from jaxscale.metrics.text import listed, plural
 
 # The names for --config.callbacks= (HOMES in config/choice.py lists this module).
@@ -79,6 +80,8 @@ class LearningRateFinder(Callback):
       raise invalid("LearningRateFinder.low", self.low, "is not below the end of the ramp", fix)
 
   def build(self, context: CallbackContext) -> Any:
+    check_matplotlib("LearningRateFinder", ...)
+
     def on_start(step: int, state: Any) -> None:
       if step == 0:
         tried = run.find_learning_rate(context.config, **vars(self))

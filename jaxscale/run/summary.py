@@ -11,6 +11,7 @@ import jax
 from jaxscale import cluster, metrics
 from jaxscale.checkpoint import lock
 from jaxscale.checkpoint.manager import UnsavedError
+from jaxscale.cluster.environment import is_installed
 from jaxscale.metrics.scoring import best_of
 from jaxscale.run.run import Run
 from jaxscale.training import loss_scale, noise_scale
@@ -33,7 +34,7 @@ def finish(run: Run, state: TrainState) -> dict[str, Any]:
 
   def write():
     metrics.write_json(run.workdir / "summary.json", summary)
-    if is_done and run.experiment.config.log.plot:
+    if is_done and run.experiment.config.log.plot and is_installed("matplotlib"):
       metrics.plot_metrics(run.workdir)
       _draw_arrays(run)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import importlib.util
 import re
 import secrets
 import shlex
@@ -13,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from jaxscale import metrics
+from jaxscale.cluster.environment import is_installed
 from jaxscale.config import Config, ConfigError, TrackerContext
 from jaxscale.config.bases import Tracker
 from jaxscale.config.record import to_plain
@@ -30,20 +30,11 @@ def check_packages(config: Config) -> None:
     ConfigError: a package is missing; the message says how to install it.
   """
   for tracker in config.log.trackers:
-    if tracker.package and not _is_installed(tracker.package):
+    if tracker.package and not is_installed(tracker.package):
       name, package = type(tracker).__name__, tracker.package
       missing = f"needs the package {package}, which {sys.executable} lacks"
       remedy = f"run pip install '{tracker.install or package}', or remove the tracker"
       raise ConfigError(f"Config.log.trackers: {name} {missing}; {remedy}")
-
-
-def _is_installed(package: str) -> bool:
-  try:
-    spec = importlib.util.find_spec(package)
-  except ModuleNotFoundError:  # The parent package `a` of `a.b` is missing.
-    return False
-  # W&B leaves a plain folder of its name in the working directory, which has no file to load.
-  return spec is not None and spec.origin is not None
 
 
 def sources(config: Config, workdir: Path) -> list[metrics.TrackerSource]:

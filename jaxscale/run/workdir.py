@@ -6,20 +6,19 @@ import contextlib
 import dataclasses
 import json
 import os
-import platform
 import re
 import textwrap
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import MISSING
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import jax
 
-from jaxscale import cluster
+from jaxscale import __version__, cluster
 from jaxscale.checkpoint import checkpoint_files, directory
 from jaxscale.cluster.detect.fabric import nvidia_models
+from jaxscale.cluster.rendezvous.handshake import versions
 from jaxscale.config import Config
 from jaxscale.config.choice import is_built_in
 from jaxscale.config.record import FORMAT, RUN, check_format, class_name, copy_own_files, to_plain
@@ -33,7 +32,8 @@ from jaxscale.run.identity import SHAPE as IDENTITY
 from jaxscale.run.identity import Change, changes, other_environment
 
 # Settings that may change when a run resumes: where it runs and what it records.
-_NOT_IDENTITY = """mesh layout compilation evaluation checkpoint checks faults log
+_NOT_IDENTITY = """mesh layout compilation compiler_options compiler_preset
+  evaluation checkpoint checks faults log
   metrics target_accuracy target_loss stop_at_target input_threads gpu_settings exchange.algorithm
   exchange.dims data.cache_dir data.max_pixels callbacks""".split()
 _LENGTH = "epochs", "steps"
@@ -76,9 +76,9 @@ def describe(
 def _software() -> dict[str, Any]:
   """Return the software and hardware that arithmetic depends on."""
   packages = ("jaxscale", "jax", "flax", "optax", "orbax-checkpoint")
-  versions = {"versions": {name: metadata.version(name) for name in packages}}
   kind = jax.devices()[0].device_kind
-  return {"python": platform.python_version(), **versions, "device_kind": kind}
+  found = versions(packages)
+  return {"python": found.pop("python"), "versions": found, "device_kind": kind}
 
 
 def describe_text(experiment: build.Experiment, workdir: Path) -> str:
@@ -88,7 +88,7 @@ def describe_text(experiment: build.Experiment, workdir: Path) -> str:
   their defaults.
   """
   derived, phases = experiment.derived, experiment.derived.phases
-  lines = [f"jaxscale {metadata.version('jaxscale')} on {devices_of(experiment)}"]
+  lines = [f"jaxscale {__version__} on {devices_of(experiment)}"]
   lines.append(f"workdir: {workdir} (all settings: config.json)")
   settings = (f"{n}={_without_defaults(v)}" for n, v in _changed(experiment.config).items())
   lines += _wrapped(f"settings: {', '.join(settings) or 'defaults'}")
@@ -251,7 +251,8 @@ def claim_workdir(
   if not before:
     reason = "because a version before 0.3 wrote it; data and code are not compared"
     lines.append(f"note: config.json has no identity of data and code, {reason}")
-  elif other := other_environment(described, {"identity": identity} | _software()):
+  now = {"identity": identity, "config": vars(config)} | _software()
+  if before and (other := other_environment(described, now)):
     lines.append(f"note: resuming with {other}; results may differ by rounding")
   return lines
 

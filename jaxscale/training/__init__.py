@@ -6,6 +6,6 @@ depend on `Config`, files or workdirs: the caller's `LoopControl` decides what h
 between steps. Names are imported on first access.
 """
 
-import lazy_loader
+from jaxscale import lazy
 
-__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
+__getattr__, __dir__, __all__ = lazy.attach_stub(__name__, __file__)

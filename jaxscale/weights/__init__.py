@@ -9,6 +9,6 @@ a run from a file. This package depends neither on `Config` nor on runs. Names a
 on first use.
 """
 
-import lazy_loader
+from jaxscale import lazy
 
-__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
+__getattr__, __dir__, __all__ = lazy.attach_stub(__name__, __file__)

@@ -10,7 +10,7 @@ from typing import Any
 from jaxscale.errors import ConfigError
 from jaxscale.files import json_objects
 from jaxscale.models.config_json import Comparison, compare, read_config_json
-from jaxscale.models.from_folder import compare_settings
+from jaxscale.models.pretrained_folder import compare_settings
 from jaxscale.models.timm_config import is_timm_config
 from jaxscale.weights.safetensors import read_metadata
 

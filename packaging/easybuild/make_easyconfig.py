@@ -16,6 +16,9 @@ from pathlib import Path
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
+# pyproject.toml reads it from there, too, so that uv.lock has none.
+INIT = (ROOT / "jaxscale/__init__.py").read_text()
+VERSION = re.findall(r'^__version__ = "(.+)"$', INIT, re.M)[0]
 # EasyBuild's toolchain 2025b, easybuild-easyconfigs 5.
 TOOLCHAIN, PYTHON, TAG = ("GCCcore", "14.3.0"), "3.13.5", "313"
 # Machine and wheels; EasyBuild's Python knows no musl, nor free threading.
@@ -37,7 +40,6 @@ IMPORTS = {
   "pyyaml": "yaml",
   "protobuf": "google.protobuf",
   "python-dateutil": "dateutil",
-  "tensorboardx": "tensorboardX",
 }
 # EasyBuild has an easyblock of this name, which compiles; a wheel is only unpacked.
 COMPILED = "jaxlib", "numpy", "scipy"
@@ -112,10 +114,9 @@ def _preference(wheel: dict) -> tuple:
 
 def easyconfig(lock: dict, extra: str | None) -> str:
   """Return the text of an easyconfig."""
-  packages = {f"{p['name']}=={p['version']}": p for p in lock["package"]}
-  own = next(p for p in lock["package"] if p["name"] == "jaxscale")
+  packages = {f"{p['name']}=={p.get('version')}": p for p in lock["package"]}
   suffix = f"versionsuffix = '-{extra}'\n" if extra else ""
-  text = HEADER.format(version=own["version"], suffix=suffix, toolchain=TOOLCHAIN, python=PYTHON)
+  text = HEADER.format(version=VERSION, suffix=suffix, toolchain=TOOLCHAIN, python=PYTHON)
   for key in wanted(extra):
     package = packages[key]
     text += component(package["name"], *source(package), package["version"])
@@ -127,10 +128,9 @@ def main() -> None:
   """Write one for processors, one with NVIDIA's wheels of CUDA."""
   subprocess.check_call(["uv", "lock", "--quiet", "--project", str(ROOT)])
   lock = tomllib.loads((ROOT / "uv.lock").read_text())
-  own = next(p["version"] for p in lock["package"] if p["name"] == "jaxscale")
   for extra in (None, "cuda12"):
     suffix = f"-{extra}" if extra else ""
-    name = f"jaxscale-{own}-{'-'.join(TOOLCHAIN)}{suffix}.eb"
+    name = f"jaxscale-{VERSION}-{'-'.join(TOOLCHAIN)}{suffix}.eb"
     (HERE / name).write_text(easyconfig(lock, extra))
 
 

@@ -6,6 +6,7 @@ import tomllib
 import pytest
 import yaml
 
+from jaxscale import __version__
 from jaxscale.jobs import slurm_executor
 from jaxscale.jobs.site import load_site
 from support.commands import run
@@ -73,7 +74,7 @@ def test_an_easyconfig_has_what_is_pinned():
     re.findall(r"^([\w.-]+==[^\s;]+)((?:.*\\\n)+.*)$", read("requirements/py313.txt"), re.M)
   )
   assert [path.name for path in EASYCONFIGS] == [
-    f"jaxscale-{PROJECT['version']}-GCCcore-14.3.0{suffix}.eb" for suffix in ("-cuda12", "")
+    f"jaxscale-{__version__}-GCCcore-14.3.0{suffix}.eb" for suffix in ("-cuda12", "")
   ]
   for path in EASYCONFIGS:
     recipe, agreed = {}, 0
@@ -106,11 +107,10 @@ def test_workflows_run_files_and_versions_that_exist():
 
 
 def test_versions_agree_and_scripts_are_read_by_bash():
-  version = PROJECT["version"]
-  assert yaml.safe_load(read("CITATION.cff"))["version"] == version
+  assert yaml.safe_load(read("CITATION.cff"))["version"] == __version__
   (module,) = PACKAGING.glob("modules/jaxscale/*")
-  assert module.name == version
-  assert f"/apps/jaxscale/{version}\n" in module.read_text()
+  assert module.name == __version__
+  assert f"/apps/jaxscale/{__version__}\n" in module.read_text()
   assert yaml.safe_load(read("packaging/spack/spack.yaml"))["spack"]["specs"]
   for script in PACKAGING.rglob("*.sh"):
     assert run("bash", "-n", script).returncode == 0

@@ -109,7 +109,7 @@ def shadowed(tmp_path):
   """Return a folder whose files are named as Python's modules and our packages."""
   taken = {*sys.builtin_module_names, *PYTHONS.split()}
   names = [n for n in sys.stdlib_module_names - taken if find_spec(n)]
-  for name in (*names, "jax", "numpy", "optax", "flax", "lazy_loader"):
+  for name in (*names, "jax", "numpy", "optax", "flax"):
     (tmp_path / f"{name}.py").write_text(f"raise ImportError('shadowed {name}')")
   (tmp_path / "mine.py").write_text("EPOCHS = 1")
   (tmp_path / "digits.py").write_text("""

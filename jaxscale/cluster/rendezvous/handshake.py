@@ -17,6 +17,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from jaxscale import __version__
 from jaxscale.cluster.launch import Launch
 from jaxscale.cluster.rendezvous import network
 
@@ -63,7 +64,8 @@ def versions(packages: Iterable[str] = PACKAGES) -> dict[str, str]:
   result = {"python": platform.python_version()}
   for package in packages:
     with contextlib.suppress(metadata.PackageNotFoundError):
-      result[package] = metadata.version(package)
+      own = package == "jaxscale"  # It may be a source tree without metadata.
+      result[package] = __version__ if own else metadata.version(package)
   return result
 
 
