@@ -48,6 +48,9 @@ class Layout:
     optimizer: the memory in which the optimizer state is kept between steps; "device", or
       "host", which saves device memory, but copies the state to the device and back in every
       step.
+    loss_chunk: the number of a device's targets (tokens, or images) whose logits are in memory
+      at a time, e.g. 2048 for a large vocabulary; the backward pass computes the logits again,
+      one more product with the head. 0 keeps the logits of all targets.
     rules: the sharding rules that replace the model's, each a pattern of parameter paths and
       the mesh axis that splits each dim, e.g. ("layers/.*/kernel: stage, fsdp, model",), with
       "-" for a dim that is not split; () keeps the model's rules. Each parameter must match
@@ -63,6 +66,7 @@ class Layout:
   remat: Literal["none", "dots_attention", "dots", "branches", "full", "offload"] | None = None
   unroll: Annotated[int | Literal["all"], ">= 1"] | None = None
   optimizer: Literal["device", "host"] = "device"
+  loss_chunk: Annotated[int, ">= 0"] = 0
   rules: tuple[str, ...] = ()
 
   def __post_init__(self):
@@ -109,9 +113,10 @@ def check_layout(config: Any) -> None:
       problem = f"has no effect; set {remedy} as well"
       raise ConfigError(f"Layout.{field}={value!r}: {problem}")
   of_stacks = parts + [f"Layout.unroll={layout.unroll!r}"] * (layout.unroll is not None)
+  of_stacks += [f"Layout.loss_chunk={layout.loss_chunk}"] * (layout.loss_chunk != 0)
   if of_stacks and not config.model.is_stack:
     problem = f"{model} is not a stack of equal layers"
-    remedy = "use Transformer or ViT, or only mesh.fsdp and layout.unroll=None"
+    remedy = "use Transformer or ViT, or only mesh.fsdp, and the defaults of unroll and loss_chunk"
     raise ConfigError(f"{of_stacks[0]}: {problem}; {remedy}")
   splits_text = config.model.is_stack and config.model.takes_text
   if layout.model != "layers" and not splits_text:

@@ -24,6 +24,7 @@ from jaxscale.parallel.pipeline import gpipe, one_f_one_b, split_microbatches, s
 from jaxscale.parallel.placement import pair_shards
 from jaxscale.parallel.ring import ring_attention
 from jaxscale.parallel.specs import Layout
+from jaxscale.parallel.table_lookup import SplitTable
 from jaxscale.parallel.tensor import tensor_ops
 
 # Layers that are written out by default. On GPUs each one adds half a second to compilation.
@@ -136,7 +137,7 @@ def _run(
     return gather_params(params[part], gathers[part])
 
   if "stage" not in layout.mesh.axis_names:
-    h = stack.embed(gathered("embed"), batch, ops)
+    h = stack.embed(_embedding(stack, layout, params), batch, ops)
     h = run_layers(params["layers"], h, *packing_of(batch))
     return stack.finish(stack.head_of(gathered), h, batch, ops)
   microbatches = split_microbatches(batch, num_microbatches)
@@ -150,6 +151,16 @@ def _run(
   parts = h, stage_microbatches(microbatches)
   h, rows = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), parts)
   return stack.finish(stack.head_of(gathered), h, rows, ops)
+
+
+def _embedding(stack: Stack, layout: Layout, params: Any) -> Any:
+  """Return the gathered parameters of the embedding; a table's rows are gathered by lookups."""
+  embed, gathers = params["embed"], layout.gathers["embed"]
+  if not stack.has_lookup:
+    return gather_params(embed, gathers)
+  rest = {name: x for name, x in embed.items() if name != "table"}
+  table = SplitTable(embed["table"], gathers["table"])
+  return gather_params(rest, {name: gathers[name] for name in rest}) | {"table": table}
 
 
 def _layers(stack: Stack, layout: Layout, remat: str, unroll: Unroll) -> Any:
@@ -194,6 +205,11 @@ def _can_skip(layout: Layout) -> bool:
 
 def layout_ops(layout: Layout) -> Ops:
   """Return the operations that a model uses under a layout."""
+  ops = _ops(layout)
+  return ops._replace(classify=functools.partial(ops.classify, chunk=layout.loss_chunk))
+
+
+def _ops(layout: Layout) -> Ops:
   # The program may be compiled for devices that this machine lacks.
   attend = functools.partial(attention, device=layout.mesh.devices.flat[0])
   if "model" not in layout.mesh.axis_names:
