@@ -26,7 +26,8 @@ normalizes, PyTorch's are float32.
 
 Part 3 also measures the exchanges of gradients on all GPUs of the machine, and the cost of a
 save. The result is written to --out after each section, with what was left out, and what
-failed and why. --tiny has the same code at sizes for CPUs; it keeps a result only with --out.
+failed and why; the exit code is 1 if something failed. --tiny has the same code at sizes for
+CPUs; it keeps a result only with --out.
 """
 
 from __future__ import annotations
@@ -196,9 +197,9 @@ def variants(run: Run) -> list[Row]:
   rows = []
   for line in VARIANTS.split("\n")[1 : 3 if run.tiny else -1]:
     name, *words = line.split()
-    given = dict(word.split("=") for word in words)
+    given = {w.partition("=")[0]: w.partition("=")[2] for w in words}
     options = {key: text for key, text in given.items() if "." in key or key == "dtype"}
-    size = TINY[name] if run.tiny else SIZES[name]
+    size: Row = TINY[name] if run.tiny else SIZES[name]
     if not run.tiny:
       size = size | {key: int(text) for key, text in given.items() if key not in options}
     rows.append(step_of(run, name, "ours", size, options))
@@ -309,15 +310,17 @@ def main() -> None:
   wanted = set(asked.only.split(",")) if asked.only else known
   if unknown := wanted - known:
     parser.error(f"--only: no {', '.join(unknown)}; there are {', '.join(sorted(known))}")
+  errors = 0
   for part in [asked.part] if asked.part else PARTS:
     if names := [name for name in PARTS[part] if name in wanted]:
-      measure(parser, asked, part, names)
+      errors += measure(parser, asked, part, names)
+  raise SystemExit(1 if errors else 0)
 
 
 def measure(
   parser: argparse.ArgumentParser, asked: argparse.Namespace, part: int, names: list[str]
-) -> None:
-  """Run sections of a part; print the result, and write it after each."""
+) -> int:
+  """Run sections of a part; print the result, and write it after each; count the errors."""
   began = time.monotonic()
   with tempfile.TemporaryDirectory() as folder:
     with process(folder, asked.tiny, side="device") as side:
@@ -325,7 +328,7 @@ def measure(
     if device["platform"] == "cpu" and not asked.tiny:
       parser.error("JAX finds no GPU here; --tiny tests the code on a CPU")
     run = Run(asked.tiny, asked.turns, device, began + 60 * asked.minutes, folder, {})
-    took: dict[str, float] = {}
+    took, errors = {}, 0
     missing = dict.fromkeys(names, f"{asked.minutes:g} minutes were over")
     for name in names:
       before = time.monotonic()
@@ -338,7 +341,7 @@ def measure(
         took[name] = round(time.monotonic() - before, 1)
         for line in run.found[name]:
           print(name, line, file=sys.stderr, flush=True)
-      rows = [row for rows in run.found.values() for row in rows]
+      errors = sum("error" in row for rows in run.found.values() for row in rows)
       facts = {
         "part": part,
         "device": device,
@@ -347,11 +350,12 @@ def measure(
         "section_seconds": took,
         "sections": run.found,
         "left_out": missing,
-        "errors": sum("error" in row for row in rows),
+        "errors": errors,
         "versions": {n: metadata.version(n) for n in PACKAGES if util.find_spec(n)},
       }
       keep, last = bool(asked.out) or not run.tiny, name == names[-1]
       report(f"accelerator_{part}", keep=keep, folder=asked.out, show=last, **facts)
+  return errors
 
 
 if __name__ == "__main__":

@@ -31,6 +31,8 @@ pass reads except queries, keys and values, inside its derivative's forward rule
 called again. JAX's call of cuDNN, which has no such names, is found by its primitive.
 """
 
+import functools
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -99,17 +101,14 @@ def with_remat(layer: Layer, remat: str, *, in_loop: bool = True, gathers: bool 
   return run
 
 
-# Names of the values that policies store for models that are not stacks.
-_NAMES = {"dots": [INPUT, PRODUCT], "full": [INPUT], "offload": [INPUT]}
-
-
 def functions_with_remat(model: ModelFns, remat: str, batch: Any) -> ModelFns:
-  """Apply a policy to a model that is not a stack.
+  """Apply a policy to the blocks of a model that is not a stack.
+
+  A block ends where the input of the next one has the name `INPUT`.
 
   Args:
-    model: the model, which names the inputs of its blocks `INPUT`, and for "dots" its products
-      and convolutions `PRODUCT`.
-    remat: name of a policy in `REMAT`.
+    model: the model. For "dots" it also names its products and convolutions `PRODUCT`.
+    remat: "none", "dots", "full" or "offload".
     batch: a batch, or its shapes, to find the names.
 
   Raises:
@@ -117,15 +116,45 @@ def functions_with_remat(model: ModelFns, remat: str, batch: Any) -> ModelFns:
   """
   if remat == "none":
     return model
-  if remat not in _NAMES:
+  if remat not in (known := ("dots", "full", "offload")):
     problem = "stores parts of a stack's layers, and this model is no stack"
-    raise invalid("Layout.remat", repr(remat), problem, f"use {', '.join(_NAMES)} or none")
-  jaxpr = jax.make_jaxpr(model.apply, static_argnums=3)
-  text = str(jaxpr(*init_shapes(model.init), model.inputs(batch), False, None))
-  if missing := [name for name in _NAMES[remat] if f"[name={name}]" not in text]:
-    problem = f"stores the values that a model names {missing[0]!r}, and this one names none"
-    fix = f"name them by jax.ad_checkpoint.checkpoint_name(x, {missing[0]!r}), or use 'none'"
-    raise invalid("Layout.remat", repr(remat), problem, fix)
-  keep = _keep.save_only_these_names(*_NAMES[remat])
-  policy = _offloaded(_NAMES[remat]) if remat == "offload" else keep
-  return model._replace(apply=jax.checkpoint(model.apply, policy=policy, static_argnums=3))
+    raise invalid("Layout.remat", repr(remat), problem, f"use none, {', '.join(known)}")
+  arguments = *init_shapes(model.init), model.inputs(batch), False, None
+  text = str(jax.make_jaxpr(model.apply, static_argnums=3)(*arguments))
+  for name in (INPUT, *[PRODUCT] * (remat == "dots")):
+    if f"[name={name}]" not in text:
+      problem = f"needs values that the model names {name!r}, and it names none"
+      fix = f"name them by jax.ad_checkpoint.checkpoint_name(x, {name!r}), or use 'none'"
+      raise invalid("Layout.remat", repr(remat), problem, fix)
+
+  def apply(params: Any, model_state: Any, inputs: Any, train: bool, keys: Any):
+    def of_arrays(*arrays: Any):
+      return model.apply(*arrays[:3], train, arrays[3])
+
+    return _by_block(of_arrays, REMAT[remat], params, model_state, inputs, keys)
+
+  return model._replace(apply=apply)
+
+
+def _by_block(function: Any, policy: Any, *args: Any) -> Any:
+  """Call a function, with the policy on each of its blocks.
+
+  With one policy on the whole, the compiler would bring all inputs back from the host at the
+  start of the backward pass. The barrier of each block waits for the gradient of its output.
+  """
+  closed, shapes = jax.make_jaxpr(function, return_shape=True)(*args)
+  jaxpr, is_var = closed.jaxpr, lambda x: not hasattr(x, "val")
+  values = dict(zip(jaxpr.constvars, closed.consts, strict=True))
+  values |= zip(jaxpr.invars, jax.tree.leaves(args), strict=True)
+  starts = [i for i, e in enumerate(jaxpr.eqns) if e.params.get("name") == INPUT]
+  for start, stop in itertools.pairwise([0, *starts, len(jaxpr.eqns)]):
+    block, rest = jaxpr.eqns[start:stop], jaxpr.eqns[stop:]
+    made = dict.fromkeys(x for e in block for x in e.outvars)
+    read = [x for x in dict.fromkeys(filter(is_var, sum((e.invars for e in block), []))) if x not in made]
+    later = {*filter(is_var, sum((e.invars for e in rest), [*jaxpr.outvars]))}
+    outs = [x for x in made if x in later]
+    part = jaxpr.replace(eqns=block, constvars=[], invars=read, outvars=outs)
+    run = jax.checkpoint(functools.partial(jax.core.eval_jaxpr, part, ()), policy=policy)
+    values |= zip(outs, run(*(values[x] for x in read)), strict=True)
+  results = [values[x] if is_var(x) else x.val for x in jaxpr.outvars]
+  return jax.tree.unflatten(jax.tree.structure(shapes), results)

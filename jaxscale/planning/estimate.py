@@ -11,6 +11,7 @@ share of its peak, collectives by `transfer`) only set the order of compilation.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -21,7 +22,8 @@ from jaxscale.hlo import Collective
 from jaxscale.planning import transfer
 from jaxscale.planning.machine import Rates, links
 
-_HIDDEN_DURING = 0.9  # of compute, which can hide FSDP's collectives
+_HIDDEN_DURING = 0.9  # of compute, which can hide collectives of single layers
+_SLOW_AXES = "replica", "data"
 # Forward passes by remat, in addition to the two products of a backward pass; else as "dots".
 _PASSES = {"none": 1.0, "branches": 1.9, "full": 2.0, "offload": 2.0}
 _PASSES_OF_DOTS = 1.02
@@ -132,11 +134,12 @@ def estimate(shapes: Shapes, one: Candidate, batch_size: int, rates: Rates) -> E
   passes = 2 + _PASSES.get(str(one.layout.remat), _PASSES_OF_DOTS) + (one.mesh.stage > 1)
   compute = ticks * passes * part.rows * shapes.flops / (one.mesh.stage * one.mesh.model) / peak
   exposed = hidden = 0.0
-  sizes = {axis: getattr(one.mesh, axis) for axis in ("data", "fsdp", "stage", "model")}
+  sizes = dataclasses.asdict(one.mesh)
   for kind, axes, payload, times in _sent(part):
     sent = Collective(kind, "", (), int(payload), payload, (), 1, axes, 1, True, False, False, None)
     took = times * transfer.seconds(sent, sizes, rates.per_node, links(at))
-    if axes == ("fsdp",) and times > 1:
+    in_backward = axes == _SLOW_AXES and one.layout.slow_axes == "in_backward"
+    if in_backward or (axes == ("fsdp",) and times > 1):
       hidden += took
     else:
       exposed += took
@@ -202,7 +205,7 @@ def _sent(part: _Part) -> Iterator[tuple[str, tuple[str, ...], float, float]]:
     yield "reduce-scatter", ("fsdp",), 4 * part.parameters, ticks
   if layout.shard in ("zero1", "zero2"):
     yield "all-gather", ("fsdp",), 4 * part.parameters, 1
-  axes = ("data",) if layout.shard in ("fsdp", "zero2") else ("data", "fsdp")
+  axes = _SLOW_AXES if layout.shard in ("fsdp", "zero2") else (*_SLOW_AXES, "fsdp")
   times = num_microbatches if layout.slow_axes == "in_backward" else 1
   yield "all-reduce", axes, 4 * part.grads, times
   if mesh.stage > 1:
