@@ -21,7 +21,7 @@ PINS := $(wildcard requirements/py$(MINOR).txt)
 VENV := .venv$(if $(filter 311,$(MINOR)),,$(MINOR))
 BIN := $(VENV)/bin
 
-.PHONY: benchmarks train quick test test-slow test-others test-gpu agreement others lint format notebooks docs docs-env env jpeg tfds fashion_mnist try-wheel lock licences audit clean
+.PHONY: benchmarks train quick test test-slow test-others test-gpu test-bare agreement others lint format notebooks docs docs-env env jpeg tfds fashion_mnist try-wheel lock licences audit clean
 
 train: env
 	$(BIN)/python -m jaxscale.train --config $(CONFIG) $(ARGS)
@@ -49,6 +49,18 @@ test-others: others
 # make test-gpu BIN=.venv/bin. JAXSCALE_GPU_TESTS=cpu tests their code on a CPU.
 test-gpu: env
 	$(BIN)/python -m pytest --confcutdir=tests/gpu tests/gpu
+
+# A first run as on a GPU machine, with JAX's libraries alone and jaxscale from its source tree:
+# training, the GPU tests and benchmarks/accelerator.py at tiny sizes, on a CPU.
+PYTHON312 ?= $(firstword $(wildcard $(HOME)/.pyenv/versions/3.12.*/bin/python) python3.12)
+test-bare: .venv-bare/.installed
+	PYTHONPATH=. JAX_PLATFORMS=cpu .venv-bare/bin/python benchmarks/accelerator.py --tiny --turns 1
+
+.venv-bare/.installed: Makefile
+	$(PYTHON312) -m venv .venv-bare
+	.venv-bare/bin/python -m pip install --quiet jax==0.11.2 flax==0.12.12 optax==0.2.8 \
+	  orbax-checkpoint==0.12.8 pytest==9.2.0
+	touch $@
 
 agreement: others
 	PYTHONPATH=tests $(VENV)-others/bin/python -m others.agreement
@@ -151,4 +163,4 @@ audit:
 	$(VENV)-audit/bin/pip-audit --strict --disable-pip --no-deps -r $(PINS)
 
 clean:
-	rm -rf $(VENV) $(VENV)-tfds $(VENV)-others $(VENV)-docs $(VENV)-audit .site .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VENV)-tfds $(VENV)-others $(VENV)-docs $(VENV)-audit .venv-bare .site .pytest_cache .ruff_cache .hypothesis

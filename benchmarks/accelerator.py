@@ -1,30 +1,33 @@
-"""Training on a GPU against PyTorch, and what surrounds the step: one command.
+"""Training on GPUs against PyTorch, and what surrounds the step, in three parts.
 
-    pip install -e '.[cuda12,others]'    # or cuda13; without `others`: ours alone
-    python benchmarks/accelerator.py [--minutes 9] [--only SECTIONS] [--tiny]
+    export PYTHONPATH=$PWD     # or install jaxscale
+    python benchmarks/accelerator.py --part 1 --out results     # at most 8 minutes each
+    python benchmarks/accelerator.py --part 2 --out results
+    python benchmarks/accelerator.py --part 3 --out results
 
-A section a model: ResNet-50 in bfloat16 at 224 px, ViT-B/16, a transformer of 1.1
-billion parameters, and as many layers of Llama 3 8B's size as fit. Our step and
-PyTorch's (torch.compile, channels_last, scaled_dot_product_attention, fused optimizer,
-autocast to bfloat16) are processes that live through the section and step in turns on
-one GPU, with 45 % of its memory each: neither waits for the other's compilation, and
-the clocks of the GPU are the same for both. Then timm's model, or transformers' Llama,
-with its library's optimizer takes PyTorch's place. Both sides have a batch of random
-numbers on the device; ours are bytes that the step normalises, PyTorch's are float32.
+It needs JAX, and no network; without torch, torchvision, timm or transformers their rows are
+left out. Part 1 trains a small model, runs the tests marked gpu, measures the input, and our
+step in variants: other memory settings and sizes than the defaults. Parts 2 and 3 have a
+section a model: ResNet-50 in bfloat16 at 224 px, as many layers of Llama 3 8B's size as fit, a
+transformer of 1.1 billion parameters and ViT-B/16. Our step with our defaults, PyTorch's
+(torch.compile, cudnn.benchmark, channels_last, scaled_dot_product_attention, fused optimizer,
+autocast to bfloat16) and ours again run one after the other, each in a process of its own with
+92 % of the GPU's memory; the two of ours show how steady the GPU is. timm's model, or
+transformers' Llama, and PyTorch with mode="max-autotune-no-cudagraphs" follow if there is time.
+All sides have a batch of random numbers on the device; ours are bytes that the step
+normalizes, PyTorch's are float32.
 
-    speed          the other's seconds of a step / ours, median of the turns
+    speed          seconds of the other's step / ours (the mean of our two medians)
     mfu            model FLOPs (forward and backward, without recomputation, causal
                    attention whole) against the published bfloat16 peak; none on CPUs
-    compile_s      from nothing to the end of the first step, but for a step
+    compile_s      from nothing to the end of the first step, except for a step
+    xla_s          the part of it in XLA, with its autotuning; our second process loads
     peak_memory_gb what the allocator gave out at most; on CPUs the process has
 
-Then: our loop around the ResNet's step, the exchanges of gradients on all GPUs here,
-the input that has to feed the ResNet, what a save costs, and the tests marked gpu.
-Sections are in order of importance, each with a limit; the last ones are left out
-where --minutes are over. What was left out, and what failed and why, is in the result.
-
---tiny has the same code at sizes that a CPU does in a minute, for the tests; it keeps
-no result. There torch.compile has the backend aot_eager: C++ would take minutes.
+Part 3 also measures the exchanges of gradients on all GPUs of the machine, and the cost of a
+save. The result is written to --out after each section, with what was left out, and what
+failed and why; the exit code is 1 if something failed. --tiny has the same code at sizes for
+CPUs; it keeps a result only with --out.
 """
 
 from __future__ import annotations
@@ -33,7 +36,6 @@ import argparse
 import contextlib
 import json
 import os
-import re
 import statistics
 import subprocess
 import sys
@@ -45,206 +47,189 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from xml.etree import ElementTree
 
-from accelerator_sides import GB, SIZES, TINY, fitting, smaller
+from accelerator_sides import SIZES, TINY, fitting, is_full, smaller
 from common import report
 from turns import Side, SideError
 
 ROOT = Path(__file__).parent.parent
-SHARE = 0.45  # of the GPU's memory, for each of two sides
+SHARE = "0.92"  # of a GPU's memory, for the one process that has it
+READY_S, LEAST_S = 240, 25  # seconds to be ready; seconds that a measurement needs at least
 EXCHANGES = ["psum of the tree", "default: buckets of 25 MiB", "1-bit", "PowerSGD-4"]
-ORDER = ("resnet50", "layers_8b", "transformer_1b", "vit_b16")
-LIBRARIES = {name: "timm" if "side" in SIZES[name] else "transformers" for name in ORDER}
-OTHERS = ("torch", "library")
-PACKAGES = ("jax", "jaxlib", "torch", "torchvision", "timm", "transformers")
+LIBRARIES = {name: "timm" if "side" in SIZES[name] else "transformers" for name in SIZES}
+PACKAGES = ("jax", "jaxlib", "flax", "optax", "torch", "torchvision", "timm", "transformers")
+TUNED = {"mode": "max-autotune-no-cudagraphs"}
+# Our step alone. A name with a dot, or `dtype`, is a setting; the others are of the size.
+VARIANTS = """
+layers_8b rows=4 layers=8 layout.remat=dots
+layers_8b rows=4 layers=8 layout.remat=full
+layers_8b rows=1 layers=4 tokens=8192 vocabulary=128256 layout.remat=dots
+transformer_1b rows=8 layout.remat=dots
+resnet50 rows=512
+"""
+
+Row = dict[str, Any]
 
 
 class Run(NamedTuple):
-  """Settings and results shared by all sections.
+  """Settings and results shared by the sections of a part.
 
   Attributes:
     tiny: whether the sizes are tiny, to test the code and not the GPU.
-    turns: the number of turns of each pair.
-    memory: the bytes of a GPU; None without one.
+    turns: the number of times that each step is timed.
+    device: the platform, kind and number of devices, and the bytes a process may use.
     end: the end of the time, by time.monotonic().
+    folder: a folder for caches of compiled programs, empty at first.
     found: the rows of completed sections, by name.
   """
 
   tiny: bool
   turns: int
-  memory: float | None
+  device: dict[str, Any]
   end: float
-  found: dict[str, Any]
+  folder: str
+  found: dict[str, list[Row]]
 
-  @property
-  def compile_s(self) -> float:
-    """Return the seconds that a side may take until its first steps are done."""
-    return 300 if self.tiny else 150
-
-  @property
-  def least_s(self) -> float:
-    """Return the seconds that must be left to begin another measurement."""
-    return 1 if self.tiny else 25
-
-  def left(self, limit_s: float) -> float:
-    """Return the time limit for a measurement that may take `limit_s` seconds."""
+  def left(self, limit_s: float = READY_S) -> float:
+    """Return the time limit for something that may take `limit_s` seconds."""
     return max(min(limit_s, self.end - time.monotonic()), 1.0)
+
+  def is_over(self) -> bool:
+    """Return whether no time is left for another measurement."""
+    return self.left() < (1 if self.tiny else LEAST_S)
 
 
 @contextlib.contextmanager
-def side(run: Run, share: float = SHARE, **job: Any) -> Iterator[Side]:
-  """Start a process of a side, and end it on exit."""
-  env = os.environ | {"TORCH_MEMORY_FRACTION": str(share)}
+def process(folder: str, quick: bool, **job: Any) -> Iterator[Side]:
+  """Start a process of accelerator_sides.py with a job; `quick` gives it one thread."""
+  env = dict(os.environ)
+  env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), env.get("PYTHONPATH")]))
   if "XLA_PYTHON_CLIENT_MEM_FRACTION" not in env:
-    env["XLA_CLIENT_MEM_FRACTION"] = str(share)
-  if run.tiny:
-    env["OMP_NUM_THREADS"] = "1"  # the sides share the cores
-  command = [sys.executable, str(ROOT / "benchmarks/accelerator_sides.py")]
-  process = Side([*command, json.dumps(job)], env=env)
+    env["XLA_CLIENT_MEM_FRACTION"] = SHARE
+  env["TORCH_MEMORY_FRACTION"] = SHARE
+  env["JAX_COMPILATION_CACHE_DIR"] = env["TORCHINDUCTOR_CACHE_DIR"] = folder
+  if quick:
+    env["OMP_NUM_THREADS"] = "1"
+  command = [sys.executable, str(ROOT / "benchmarks/accelerator_sides.py"), json.dumps(job)]
+  side = Side(command, env=env)
   try:
-    yield process
+    yield side
   finally:
-    process.close()
+    side.close()
 
 
-def model(run: Run, name: str) -> list[dict[str, Any]]:
-  """Return the rows of a model (ours, PyTorch's, the library's), of a smaller size if needed."""
-  size = TINY[name] if run.tiny else fitting(name, SHARE * (run.memory or 80 * GB))
-  try:
-    return pairs(run, name, size)
-  except SideError as e:
-    if not is_full(e):
-      raise
-    return pairs(run, name, smaller(size))
-
-
-def is_full(error: SideError) -> bool:
-  """Return whether a process failed because the GPU's memory was too small."""
-  return bool(re.search("RESOURCE_EXHAUSTED|out of memory", str(error), re.I))
-
-
-def pairs(run: Run, name: str, size: dict[str, Any]) -> list[dict[str, Any]]:
-  """Return the rows of a size; our step and the other one run in turns."""
-  job = {"name": name, "size": size}
-  packages = {"torch": "torch", "library": LIBRARIES[name]}
-  with contextlib.ExitStack() as stack:
-    our = stack.enter_context(side(run, side="ours", **job))
-    early = {}  # on a CPU nothing disturbs what others compile
-    for other in OTHERS if run.tiny else ():
-      if not left_out(run, packages[other]):
-        early[other] = stack.enter_context(side(run, side=other, **job))
-    our.wait_ready(run.left(run.compile_s))
-    alone = in_turns(run, {"ours": our})
-    rows = [row(name, "ours", size, our, our, alone["ours"])]
-    if name == "resnet50":
-      run.found["loop"] = [loop(run, our)]
-    for other in OTHERS:
-      package = packages[other]
-      found: dict[str, Any] = {}
-      if reason := left_out(run, package):
-        found["left_out"] = reason
-      else:
-        try:
-          with contextlib.ExitStack() as own:
-            their = early.get(other) or own.enter_context(side(run, side=other, **job))
-            found = against(run, name, size, our, their, package)
-        except SideError as e:
-          if other == "torch" and is_full(e):
-            raise
-          found["error"] = str(e)
-      rows.append({"model": name, "side": package} | found)
-  return rows
-
-
-def left_out(run: Run, package: str) -> str | None:
-  """Return the reason that a side has no row, or None."""
-  if not util.find_spec(package):
-    return "not installed"
-  too_late = run.end - time.monotonic() < run.least_s
-  return "no time was left" if too_late else None
-
-
-def against(
-  run: Run, name: str, size: dict[str, Any], our: Side, their: Side, package: str
-) -> dict[str, Any]:
-  """Return the row of another side, timed in turns with our step."""
-  their.wait_ready(run.left(run.compile_s))
-  took = in_turns(run, {"ours": our, package: their})
-  ratios = [b / a for a, b in zip(took["ours"], took[package], strict=True)]
-  made = row(name, package, size, our, their, took[package])
-  speeds = {"speed": statistics.median(ratios), "least": min(ratios)}
-  return made | {key: round(value, 3) for key, value in speeds.items()}
-
-
-def in_turns(run: Run, sides: dict[str, Side]) -> dict[str, list[float]]:
-  """Return the wall seconds of each side's step in each turn; the first turn warms up."""
-  step_s = sides["ours"].ready["step_s"]
-  count = 1 if run.tiny else max(3, min(50, round(0.8 / step_s)))
-  took: dict[str, list[float]] = {name: [] for name in sides}
-  for turn in range(run.turns + 1):
-    for name, each in sides.items():
-      _, seconds = each.ask("steps", count, timeout_s=run.left(60))
-      if turn:
-        took[name].append(seconds)
-  return took
-
-
-def row(
-  name: str, who: str, size: dict[str, Any], our: Side, process: Side, seconds: list[float]
-) -> dict[str, Any]:
-  """Return a row of the table, with FLOPs and peak as our side reports them."""
-  step_s = statistics.median(seconds)
-  unit, each = ("tokens", size["tokens"]) if "tokens" in size else ("images", 1)
-  peak, flops = our.ready["peak_flops"], size["rows"] * our.ready["example_flops"]
-  return {
+def step_of(run: Run, name: str, side: str, size: Row, options: dict[str, str]) -> Row:
+  """Return a row: one side's step at a size, or why there is none."""
+  row: Row = {
     "model": name,
-    "side": who,
+    "side": side,
     "size": size,
+    **({"options": options} if options else {}),
+  }
+  if reason := left_out(run, side):
+    return row | {"left_out": reason}
+  try:
+    with process(run.folder, run.tiny, name=name, side=side, size=size, options=options) as it:
+      ready = it.wait_ready(run.left())
+      guess_s = ready.pop("step_s")
+      count = 1 if run.tiny else max(3, min(50, round(0.8 / guess_s)))
+      turns = [it.ask("steps", count, timeout_s=run.left(60))[1] for _ in range(run.turns + 1)][1:]
+      memory = it.ask("memory", timeout_s=60)
+      if (name, side) == ("resnet50", "ours"):
+        looped = [it.ask("loop", count, timeout_s=run.left(60))[1] for _ in range(run.turns)]
+        row["loop_ratio"] = round(statistics.median(looped) / statistics.median(turns), 4)
+  except SideError as e:
+    return row | {"error": str(e)}
+  step_s, unit = statistics.median(turns), "tokens" if "tokens" in size else "images"
+  ours = ready if side == "ours" else next(r for r in run.found[name] if r["side"] == "ours")
+  peak, flops = ours.get("peak_flops"), ours.get("example_flops")
+  return row | {
+    **ready,
     "step_ms": round(1e3 * step_s, 3),
-    f"{unit}_per_s": round(size["rows"] * each / step_s, 2),
-    "mfu": round(flops / step_s / peak, 4) if peak else None,
-    "peak_memory_gb": round(process.ask("memory", timeout_s=60), 3),
-    "compile_s": process.ready["compile_s"],
-    "turns_ms": [round(1e3 * s, 3) for s in seconds],
+    f"{unit}_per_s": round(size["rows"] * size.get("tokens", 1) / step_s, 2),
+    "mfu": round(size["rows"] * flops / step_s / peak, 4) if peak and flops else None,
+    "peak_memory_gb": round(memory, 3),
+    "turns_ms": [round(1e3 * s, 3) for s in turns],
   }
 
 
-def loop(run: Run, our: Side) -> dict[str, Any]:
-  """Compare our loop around a step with the step alone, in turns in one process."""
-  count = 2 if run.tiny else max(20, min(200, round(1 / our.ready["step_s"])))
-  ratios = []
-  for turn in range(run.turns + 1):
-    bare, looped = (our.ask(what, count, timeout_s=run.left(60))[1] for what in ("steps", "loop"))
-    if turn:
-      ratios.append(looped / bare)
-  return {"ratio": round(statistics.median(ratios), 4), "steps": count}
+def left_out(run: Run, side: str) -> str | None:
+  """Return the reason that a side has no row, or None."""
+  if side != "ours" and (missing := [x for x in ("torch", side) if not util.find_spec(x)]):
+    return f"{missing[-1]} is not installed"
+  return "no time was left" if run.is_over() else None
+
+
+def compared(run: Run, name: str, side: str, options: dict[str, str] | None = None) -> Row:
+  """Return the row of another side at our size, with its time as a multiple of ours."""
+  ours = [r for r in run.found.get(name, ()) if r["side"] == "ours" and "step_ms" in r]
+  if not ours:
+    return {"model": name, "side": side, "left_out": "there is no step of ours to compare with"}
+  row = step_of(run, name, side, ours[0]["size"], options or {})
+  if "step_ms" in row:
+    row["speed"] = round(row["step_ms"] / statistics.mean(r["step_ms"] for r in ours), 3)
+  return row
+
+
+def model(run: Run, name: str) -> list[Row]:
+  """Return rows of ours, PyTorch and ours again, of a smaller size if one needs it."""
+  size = TINY[name] if run.tiny else fitting(name, run.device["bytes"])
+  while True:
+    rows = run.found[name] = [step_of(run, name, "ours", size, {})]
+    rows.append(compared(run, name, "torch"))
+    rows.append(step_of(run, name, "ours", size, {}))
+    if not any(is_full(row.get("error", "")) for row in rows) or run.is_over():
+      break
+    size = smaller(size)
+  steps = [row["step_ms"] for row in rows if "step_ms" in row and row["side"] == "ours"]
+  if "step_ms" in rows[1]:
+    rows[1]["speed"] = round(rows[1]["step_ms"] / statistics.mean(steps), 3)
+  return rows
+
+
+def others(run: Run, names: list[str]) -> list[Row]:
+  """Return the rows of libraries' models, and of PyTorch with autotuning."""
+  rows = [compared(run, name, LIBRARIES[name]) for name in names]
+  return rows + [compared(run, name, "torch", TUNED) for name in names if not run.tiny]
+
+
+def variants(run: Run) -> list[Row]:
+  """Return rows of our step in the variants, in order of importance."""
+  rows = []
+  for line in VARIANTS.split("\n")[1 : 3 if run.tiny else -1]:
+    name, *words = line.split()
+    given = {w.partition("=")[0]: w.partition("=")[2] for w in words}
+    options = {key: text for key, text in given.items() if "." in key or key == "dtype"}
+    size: Row = TINY[name] if run.tiny else SIZES[name]
+    if not run.tiny:
+      size = size | {key: int(text) for key, text in given.items() if key not in options}
+    rows.append(step_of(run, name, "ours", size, options))
+  return rows
 
 
 def once(run: Run, limit_s: float, **job: Any) -> Any:
   """Return the first answer of a process with a single job."""
-  with side(run, share=0.9, **job) as process:
-    return process.wait_ready(run.left(limit_s))
+  with process(run.folder, run.tiny, **job) as side:
+    return side.wait_ready(run.left(limit_s))
 
 
-def exchange(run: Run) -> list[dict[str, Any]]:
+def exchange(run: Run) -> list[Row]:
   """Measure the gradient exchanges on all GPUs of this machine."""
   names = EXCHANGES if run.tiny else []
   return once(run, 90, side="exchange", names=names, tiny=run.tiny)
 
 
-def feed(run: Run) -> list[dict[str, Any]]:
-  """Measure our input, also as a share of the rate that the ResNet's step needs."""
+def feed(run: Run) -> list[Row]:
+  """Measure our input, which has to feed the ResNet's step."""
+  if missing := [name for name in ("cv2", "PIL") if not util.find_spec(name)]:
+    return [{"left_out": f"{' and '.join(missing)} not installed"}]
   sizes = {"images": 16, "size": 32, "rows": 8, "batches": 2}
   if not run.tiny:
     sizes = {"images": 512, "size": 224, "rows": 256, "batches": 20}
   with tempfile.TemporaryDirectory() as folder:
-    found = once(run, 60, side="feed", directory=folder, **sizes)
-  steps = [r for r in run.found.get("resnet50", ()) if r["side"] == "ours"]
-  if steps:
-    found["share_of_need"] = round(found["images_per_s"] / steps[0]["images_per_s"], 3)
-  return [found]
+    return [once(run, 90, side="feed", directory=folder, **sizes)]
 
 
-def save(run: Run) -> list[dict[str, Any]]:
+def save(run: Run) -> list[Row]:
   """Measure by how much a save delays the steps after it."""
   sizes, steps = ((1,), 3) if run.tiny else ((100, 1000), 50)
   rows = []
@@ -254,116 +239,123 @@ def save(run: Run) -> list[dict[str, Any]]:
   return rows
 
 
-def tests(run: Run) -> list[dict[str, Any]]:
-  """Run the tests marked gpu; count how many passed, failed and were skipped."""
-  env = dict(os.environ)
-  if run.memory is None:
+def command(run: Run, limit_s: float, *words: str) -> tuple[Row, subprocess.CompletedProcess[str]]:
+  """Run Python with these words; return the seconds and the result."""
+  env = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
+  if run.device["platform"] == "cpu":
     env["JAXSCALE_GPU_TESTS"] = "cpu"
+  began, limit = time.monotonic(), run.left(limit_s)
+  options: Any = {"capture_output": True, "text": True, "timeout": limit, "env": env, "cwd": ROOT}
+  try:
+    done = subprocess.run([sys.executable, "-m", *words], **options)
+  except subprocess.TimeoutExpired:
+    raise SideError(f"{words[0]}: not done after {limit:.0f} s") from None
+  return {"seconds": round(time.monotonic() - began, 1)}, done
+
+
+def train(run: Run) -> list[Row]:
+  """Train configs/digits.py in bfloat16, as a first run does."""
   with tempfile.TemporaryDirectory() as folder:
-    file = Path(folder) / "tests.xml"
-    command = [sys.executable, "-m", "pytest", "--confcutdir=tests/gpu", "tests/gpu"]
-    try:
-      done = subprocess.run(
-        [*command, f"--junitxml={file}"],
-        cwd=ROOT,
-        env=env,
-        capture_output=True,
-        text=True,
-        timeout=run.left(300 if run.tiny else 120),
-      )
-    except subprocess.TimeoutExpired as e:
-      raise SideError(f"not done after {e.timeout:.0f} s") from None
-    if not file.exists():
-      lines = (done.stderr or done.stdout).strip().splitlines()
-      raise SideError(lines[-1] if lines else f"pytest ended with {done.returncode}")
-    (suite,) = ElementTree.parse(file).getroot().iter("testsuite")
+    words = "--config", "configs/digits.py", "--workdir", folder, "--config.dtype=bfloat16"
+    took, done = command(run, 180, "jaxscale.train", *words, *["--config.epochs=8"] * run.tiny)
+    if done.returncode:
+      raise SideError((done.stderr.strip().splitlines() or ["no message"])[-1][:300])
+    summary = json.loads((Path(folder) / "summary.json").read_text())
+  return [took | {name: summary.get(name) for name in ("outcome", "accuracy", "step")}]
+
+
+def tests(run: Run) -> list[Row]:
+  """Run the tests marked gpu; count how many passed, failed and were skipped."""
+  file = Path(run.folder) / "tests.xml"
+  words = "--confcutdir=tests/gpu", "tests/gpu", "-p", "no:cacheprovider", f"--junitxml={file}"
+  took, done = command(run, 300, "pytest", *words)
+  if not file.exists():
+    lines = (done.stderr or done.stdout).strip().splitlines()
+    raise SideError(lines[-1] if lines else f"pytest ended with {done.returncode}")
+  (suite,) = ElementTree.parse(file).getroot().iter("testsuite")
   counts = {name: int(suite.get(name, 0)) for name in ("failures", "errors", "skipped")}
   total = int(suite.get("tests", 0))
-  counts["passed"] = total - sum(counts.values())
   failed = [case.get("name") for case in suite.iter("testcase") if len(case)]
-  return [counts | {"not_passed": failed, "on": "cpu" if run.memory is None else "gpu"}]
+  passed = total - sum(counts.values())
+  return [took | counts | {"passed": passed, "not_passed": failed, "on": run.device["platform"]}]
 
 
-# In order of importance; the first has the rows of "loop", too.
-SECTIONS: dict[str, Callable[[Run], list[dict[str, Any]]]] = {
-  **{name: (lambda run, name=name: model(run, name)) for name in ORDER},
-  "exchange": exchange,
-  "feed": feed,
-  "save": save,
-  "tests": tests,
+Section = Callable[[Run], list[Row]]
+MODELS: dict[str, Section] = {n: (lambda run, n=n: model(run, n)) for n in SIZES}
+PARTS: dict[int, dict[str, Section]] = {
+  1: {"train": train, "tests": tests, "feed": feed, "variants": variants},
+  2: {
+    **{name: MODELS[name] for name in ("resnet50", "layers_8b")},
+    "others_2": lambda run: others(run, ["resnet50", "layers_8b"]),
+  },
+  3: {
+    **{name: MODELS[name] for name in ("transformer_1b", "vit_b16")},
+    "exchange": exchange,
+    "save": save,
+    "others_3": lambda run: others(run, ["transformer_1b", "vit_b16"]),
+  },
 }
-
-
-def gpu_memory() -> float | None:
-  """Return the bytes of a GPU from nvidia-smi; None without a GPU or with JAX on the CPU."""
-  if os.environ.get("JAX_PLATFORMS", "").startswith("cpu"):
-    return None
-  from jaxscale.jobs.preflight.software import nvidia
-
-  _, gpus = nvidia()
-  return min(gpu["total"] for gpu in gpus) if gpus else None
 
 
 def main() -> None:
   parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-  parser.add_argument("--minutes", type=float, default=9.0, help="at most, of all")
-  parser.add_argument("--only", default=",".join(SECTIONS), help="sections, by commas")
-  parser.add_argument("--turns", type=int, default=5, help="of each pair")
+  parser.add_argument("--part", type=int, choices=PARTS, help="without it: all parts")
+  parser.add_argument("--out", type=Path, help="folder of the results (benchmarks/results)")
+  parser.add_argument("--minutes", type=float, default=8.0, help="at most, of a part")
+  parser.add_argument("--only", help="sections, by commas")
+  parser.add_argument("--turns", type=int, default=5, help="times that a step is timed")
   parser.add_argument("--tiny", action="store_true", help="to test this on a CPU")
   asked = parser.parse_args()
-  wanted = asked.only.split(",")
-  if unknown := [name for name in wanted if name not in SECTIONS]:
-    parser.error(f"--only: no {', '.join(unknown)}; there are {', '.join(SECTIONS)}")
-  memory = gpu_memory()
-  if memory is None and not asked.tiny:
-    parser.error("there is no GPU here; --tiny tests the code on a CPU")
-  if asked.tiny and memory is None:
-    os.environ.setdefault("JAX_PLATFORMS", "cpu")
+  known = {name for sections in PARTS.values() for name in sections}
+  wanted = set(asked.only.split(",")) if asked.only else known
+  if unknown := wanted - known:
+    parser.error(f"--only: no {', '.join(unknown)}; there are {', '.join(sorted(known))}")
+  errors = 0
+  for part in [asked.part] if asked.part else PARTS:
+    if names := [name for name in PARTS[part] if name in wanted]:
+      errors += measure(parser, asked, part, names)
+  raise SystemExit(1 if errors else 0)
+
+
+def measure(
+  parser: argparse.ArgumentParser, asked: argparse.Namespace, part: int, names: list[str]
+) -> int:
+  """Run sections of a part; print the result, and write it after each; count the errors."""
   began = time.monotonic()
-  run = Run(asked.tiny, asked.turns, memory, began + 60 * asked.minutes, {})
-  took, missing = {}, {name: "not asked for" for name in SECTIONS if name not in wanted}
-  for name in wanted:
-    if run.end - time.monotonic() < run.least_s:
-      missing[name] = f"{asked.minutes:g} minutes were over"
-      continue
-    before = time.monotonic()
-    try:
-      run.found[name] = SECTIONS[name](run)
-    except (SideError, ValueError) as e:
-      run.found[name] = [{"error": str(e)}]
-    took[name] = round(time.monotonic() - before, 1)
-    for line in run.found[name]:
-      print(name, line, file=sys.stderr, flush=True)
-  finish(run, took, missing, time.monotonic() - began)
-
-
-def finish(run: Run, took: dict[str, float], missing: dict[str, str], seconds: float) -> None:
-  """Print the result, and store it if it was measured on a GPU."""
-  from jaxscale.jobs.preflight.software import nvidia
-
-  driver, _ = nvidia()
-  rows = [r for rows in run.found.values() for r in rows]
-  versions = {n: metadata.version(n) for n in PACKAGES if util.find_spec(n)}
-  report(
-    "accelerator",
-    keep=not run.tiny,
-    gpu=gpu_name(),
-    driver=driver,
-    tiny=run.tiny,
-    seconds=round(seconds),
-    section_seconds=took,
-    sections=run.found,
-    left_out=missing,
-    errors=sum("error" in r for r in rows),
-    versions=versions,
-  )
-
-
-def gpu_name() -> str | None:
-  """Return the names of the GPUs from their driver, or None."""
-  from jaxscale.cluster.detect.fabric import nvidia_models
-
-  return ", ".join(nvidia_models()) or None
+  with tempfile.TemporaryDirectory() as folder:
+    with process(folder, asked.tiny, side="device") as side:
+      device = side.wait_ready(120)
+    if device["platform"] == "cpu" and not asked.tiny:
+      parser.error("JAX finds no GPU here; --tiny tests the code on a CPU")
+    run = Run(asked.tiny, asked.turns, device, began + 60 * asked.minutes, folder, {})
+    took, errors = {}, 0
+    missing = dict.fromkeys(names, f"{asked.minutes:g} minutes were over")
+    for name in names:
+      before = time.monotonic()
+      if not run.is_over():
+        try:
+          run.found[name] = PARTS[part][name](run)
+        except (SideError, ValueError) as e:
+          run.found[name] = [{"error": str(e)}]
+        del missing[name]
+        took[name] = round(time.monotonic() - before, 1)
+        for line in run.found[name]:
+          print(name, line, file=sys.stderr, flush=True)
+      errors = sum("error" in row for rows in run.found.values() for row in rows)
+      facts = {
+        "part": part,
+        "device": device,
+        "tiny": run.tiny,
+        "seconds": round(time.monotonic() - began),
+        "section_seconds": took,
+        "sections": run.found,
+        "left_out": missing,
+        "errors": errors,
+        "versions": {n: metadata.version(n) for n in PACKAGES if util.find_spec(n)},
+      }
+      keep, last = bool(asked.out) or not run.tiny, name == names[-1]
+      report(f"accelerator_{part}", keep=keep, folder=asked.out, show=last, **facts)
+  return errors
 
 
 if __name__ == "__main__":

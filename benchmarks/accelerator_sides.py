@@ -1,13 +1,14 @@
 """A process of benchmarks/accelerator.py: the sizes, and one side's training step.
 
-A job, JSON in the command line, names the side, the model and its size. The step is
-compiled and done twice; then it is done as often as the parent asks (`turns`).
+A job, JSON in the command line, names the side, the model, its size and options. The step
+is compiled and done twice; then it is done as often as the parent asks (`turns`).
 """
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import resource
 import sys
 import time
@@ -40,7 +41,8 @@ class Work(NamedTuple):
 
 # Published sizes: ResNet-50 (arXiv:1512.03385), ViT-B/16 (arXiv:2010.11929), TinyLlama
 # 1.1B (arXiv:2401.02385), layers of Llama 3 8B (arXiv:2407.21783) under a vocabulary of
-# 32,000. `rows` and `layers` are of a GPU with room for them: see `fitting`.
+# 32,000, of which a GPU has as many tokens as in a run on 8. `rows` and `layers` are of a GPU
+# with room for them: see `fitting`.
 SIZES: dict[str, dict[str, Any]] = {
   "resnet50": {"depth": 50, "side": 224, "classes": 1000, "rows": 256},
   "vit_b16": {
@@ -70,7 +72,7 @@ SIZES: dict[str, dict[str, Any]] = {
     "hidden": 14_336,
     "vocabulary": 32_000,
     "tokens": 2048,
-    "rows": 2,
+    "rows": 4,
   },
 }
 _TEXT = {"layers": 2, "heads": 4, "kv_heads": 2, "vocabulary": 256, "tokens": 32, "rows": 2}
@@ -128,17 +130,23 @@ def smaller(size: dict[str, Any]) -> dict[str, Any]:
   return size | {key: size[key] // 2}
 
 
-def ours(name: str, size: dict[str, Any]) -> Work:
-  """Return our step and our loop around it."""
+def is_full(text: str) -> bool:
+  """Return whether an error says that the GPU's memory was too small."""
+  return bool(re.search("RESOURCE_EXHAUSTED|out of memory", text, re.I))
+
+
+def ours(name: str, size: dict[str, Any], options: dict[str, str]) -> Work:
+  """Return our step and our loop around it; options are settings by dotted field."""
   import jax
   import numpy as np
 
   from jaxscale import metrics
+  from jaxscale.config.loading import override
   from jaxscale.experiment.build import experiment
   from jaxscale.run.efficiency import find_peak
   from jaxscale.training import loop
 
-  config = our_config(name, size)
+  config = override(our_config(name, size), options)
   device = jax.devices()[0]
   datasets = config.data.abstract(size["rows"]) if "vocabulary" in size else None
   made = experiment(config, devices=[device], datasets=datasets)
@@ -147,7 +155,9 @@ def ours(name: str, size: dict[str, Any]) -> Work:
     limit = 256 if each.dtype == np.uint8 else size.get("vocabulary", size.get("classes"))
     x = rng.integers(0, limit, each.shape).astype(each.dtype)
     batch[key] = jax.device_put(x, each.sharding)
-  state, train_step = made.init_state(), made.compile_train_step()
+  state, began = made.init_state(), time.perf_counter()
+  train_step = made.compile_train_step()
+  xla_s = round(time.perf_counter() - began, 1)
 
   def step() -> None:
     nonlocal state
@@ -173,6 +183,7 @@ def ours(name: str, size: dict[str, Any]) -> Work:
 
   facts = {
     "device": device.device_kind,
+    "xla_s": xla_s,
     "example_flops": made.example_flops,
     "peak_flops": find_peak(),
   }
@@ -218,7 +229,7 @@ def _resident() -> float:
   return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
-def theirs(name: str, size: dict[str, Any], side: str) -> Work:
+def theirs(name: str, size: dict[str, Any], options: dict[str, str], side: str) -> Work:
   """Return PyTorch's step with its own models ("torch"), or with timm's and transformers'."""
   import torch  # pyright: ignore[reportMissingImports]
   from accelerator_torch import models  # PyTorch: only where it is asked for
@@ -227,6 +238,7 @@ def theirs(name: str, size: dict[str, Any], side: str) -> Work:
   device = "cuda" if is_gpu else "cpu"
   torch.manual_seed(0)
   torch.set_float32_matmul_precision("high")
+  torch.backends.cudnn.benchmark = True  # XLA chooses between cuDNN's algorithms, too.
   if is_gpu and (share := os.environ.get("TORCH_MEMORY_FRACTION")):
     torch.cuda.set_per_process_memory_fraction(float(share))
   model, batch, loss_of, optimizer = models(name, size, side, device)
@@ -236,7 +248,7 @@ def theirs(name: str, size: dict[str, Any], side: str) -> Work:
       return loss_of(model, *batch)
 
   # At tiny sizes on a CPU the code generator would take minutes of C++.
-  compiled = torch.compile(loss, backend="inductor" if is_gpu else "aot_eager")
+  compiled = torch.compile(loss, backend="inductor" if is_gpu else "aot_eager", **options)
 
   def step() -> None:
     optimizer.zero_grad(set_to_none=True)
@@ -247,7 +259,21 @@ def theirs(name: str, size: dict[str, Any], side: str) -> Work:
     return torch.cuda.max_memory_allocated() if is_gpu else _resident()
 
   wait = torch.cuda.synchronize if is_gpu else lambda: None
-  return Work(step, wait, peak_memory, {}, {})
+  kind = torch.cuda.get_device_name() if is_gpu else "cpu"
+  return Work(step, wait, peak_memory, {"device": kind}, {})
+
+
+def device() -> Any:
+  """Return JAX's devices, the driver of NVIDIA's, and the bytes that a process may use."""
+  from jaxscale.jobs.preflight.software import nvidia
+
+  driver, _ = nvidia()
+  import jax  # nvidia-smi comes first, as this process then uses the GPU.
+
+  first = jax.devices()[0]
+  found = {"platform": first.platform, "kind": first.device_kind, "count": len(jax.devices())}
+  found |= {"driver": driver, "client": first.client.platform_version}
+  return found | {"bytes": (first.memory_stats() or {}).get("bytes_limit")}
 
 
 def exchange(names: list[str], tiny: bool) -> Any:
@@ -329,7 +355,8 @@ def feed(directory: str, images: int, size: int, rows: int, batches: int) -> Any
 
 def main() -> None:
   job = json.loads(sys.argv[1])
-  side, once = job.pop("side"), {"exchange": exchange, "save": save, "feed": feed}
+  once = {"exchange": exchange, "save": save, "feed": feed, "device": device}
+  side = job.pop("side")
   if side in once:
     serve({}, once[side](**job))
     return

@@ -1,8 +1,8 @@
 """PyTorch's models for benchmarks/accelerator.py: its own, timm's and transformers'.
 
 "torch" has torchvision's ResNet and ViT, and Llama written with PyTorch's own
-modules; "library" has timm's networks with timm's optimizers, and transformers' Llama
-with the optimizer of its Trainer. Images are channels last, attention is
+modules; "timm" has its networks and optimizers, and "transformers" its Llama with the
+optimizer of its Trainer. Images are channels last, attention is
 scaled_dot_product_attention, PyTorch's optimizers are fused.
 """
 
@@ -17,7 +17,7 @@ from torch.nn import functional as F  # pyright: ignore[reportMissingImports]
 
 def models(name: str, size: dict[str, Any], side: str, device: str) -> tuple[Any, ...]:
   """Return a model on the device, a batch, its loss, and an optimizer."""
-  maker = {"torch": own, "library": library}[side]
+  maker = own if side == "torch" else library
   if "vocabulary" in size:
     model = maker(name, size).to(device)
     shape = size["rows"], size["tokens"] + (side == "torch")
@@ -48,7 +48,7 @@ def transformers_loss(model: Any, tokens: Any) -> Any:
 
 def optimizer_of(model: Any, name: str, side: str) -> Any:
   """Return SGD with momentum for the ResNet, and AdamW for the other models."""
-  if side == "library" and name in ("resnet50", "vit_b16"):
+  if side != "torch" and name in ("resnet50", "vit_b16"):
     from timm.optim import create_optimizer_v2  # pyright: ignore[reportMissingImports]
 
     if name == "resnet50":

@@ -36,12 +36,16 @@ def _shown(word: str) -> str:
   return Path(word).name if word.startswith("/") else word
 
 
-def report(name: str, *, keep: bool = True, **results) -> None:
-  """Print the result as one JSON line, and keep it in benchmarks/results/.
+def report(
+  name: str, *, keep: bool = True, folder: Path | None = None, show: bool = True, **results
+) -> None:
+  """Print the result as one JSON line, and keep it in a folder.
 
   Args:
     name: the name of the benchmark and of its file.
     keep: whether to write the file; runs at sizes without meaning only print.
+    folder: the folder of the file; None is benchmarks/results/.
+    show: whether to print.
     results: the measurements.
   """
   line = {
@@ -53,10 +57,11 @@ def report(name: str, *, keep: bool = True, **results) -> None:
   }
   text = json.dumps(line)
   if keep:
-    folder = Path(__file__).parent / "results"
-    folder.mkdir(exist_ok=True)
+    folder = folder or Path(__file__).parent / "results"
+    folder.mkdir(parents=True, exist_ok=True)
     (folder / f"{name}.json").write_text(text + "\n")
-  print(text)
+  if show:
+    print(text)
 
 
 def free_address() -> str:

@@ -24,8 +24,9 @@ from jaxscale.planning.machine import Rates, links
 
 _HIDDEN_DURING = 0.9  # of compute, which can hide collectives of single layers
 _SLOW_AXES = "replica", "data"
-# Forward passes by remat, in addition to the two products of a backward pass.
-_PASSES = {"none": 1.0, "dots": 1.02, "branches": 1.9, "full": 2.0, "offload": 2.0}
+# Forward passes by remat, in addition to the two products of a backward pass; else as "dots".
+_PASSES = {"none": 1.0, "branches": 1.9, "full": 2.0, "offload": 2.0}
+_PASSES_OF_DOTS = 1.02
 # Kept activations per layer without remat, as a multiple of the products' outputs. Calibrated
 # by 78 GiB for llama_7b on 64 H100 with 2 rows per micro-batch.
 _KEPT_BY_NONE = 4.8
@@ -130,7 +131,7 @@ def estimate(shapes: Shapes, one: Candidate, batch_size: int, rates: Rates) -> E
   at, ticks = rates.at("expected"), part.ticks
   peak = at["peak_bfloat16" if shapes.itemsize == 2 else "peak_float32"]
   peak *= at.get("matmul" if shapes.outputs else "convolution", 0.5)
-  passes = 2 + _PASSES[one.layout.remat] + (one.mesh.stage > 1)
+  passes = 2 + _PASSES.get(str(one.layout.remat), _PASSES_OF_DOTS) + (one.mesh.stage > 1)
   compute = ticks * passes * part.rows * shapes.flops / (one.mesh.stage * one.mesh.model) / peak
   exposed = hidden = 0.0
   sizes = dataclasses.asdict(one.mesh)
@@ -178,7 +179,7 @@ class _Part:
     inputs = self.between * shapes.width * shapes.itemsize  # of one layer
     outputs = self.tokens * shapes.itemsize * shapes.outputs / self.blocks
     kept = 0.0 if shapes.outputs == 0 else shapes.layers / mesh.stage * inputs
-    if layout.remat in ("none", "dots"):
+    if layout.remat in ("none", "dots_attention", "dots"):
       kept += outputs / 2
     least = kept
     if mesh.stage > 1:  # A stage is recomputed from its input.

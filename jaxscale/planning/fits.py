@@ -105,7 +105,9 @@ def compile_for(config: cfg.Config, chips: Chips) -> Fit:
   from jaxscale.experiment import build
 
   data = config.data.abstract(config.batch_size)
-  experiment = build.experiment(config, devices=chips.devices, datasets=data)
+  experiment = build.experiment(
+    config, devices=chips.devices, datasets=data, memory=chips.chip.limit
+  )
   before = time.perf_counter()
   memory = refusal = compiled = None
   try:

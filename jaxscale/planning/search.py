@@ -35,7 +35,7 @@ from jaxscale.planning.step_plan import Step
 from jaxscale.planning.topologies import Chips, gib
 
 _AXES = ("replica", "data", "fsdp", "stage", "model")
-_REMATS = ("none", "dots", "branches", "full")  # from the most kept to the least
+_REMATS = ("none", "dots_attention", "dots", "branches", "full")  # from the most kept to the least
 _MODELS = ("layers", "layers_and_tokens", "ring", "all_to_all")
 _PATIENCE = 15  # A search ends after so many programs in a row that are no better.
 # The estimated speed-up by which a variant of a compiled layout precedes a new layout.
@@ -118,7 +118,9 @@ def search(
     problem = f"has more chips than the {len(chips.devices)} simulated devices of a search"
     raise invalid("--chips", chips.name, problem, f"set JAX_NUM_CPU_DEVICES={devices}")
   data = config.data.abstract(config.batch_size)
-  shapes = shapes_of(build.experiment(config, devices=chips.devices, datasets=data))
+  options: Any = {"devices": chips.devices, "memory": chips.chip.limit}
+  shapes = shapes_of(own := build.experiment(config, datasets=data, **options))
+  config = dataclasses.replace(config, layout=dataclasses.replace(config.layout, remat=own.remat))
   first, every = as_given(config, devices), [*candidates(config, devices)]
   estimates = functools.partial(estimate, shapes, batch_size=config.batch_size, rates=rates)
   mesh = dataclasses.replace(first.mesh, replica=1, data=first.mesh.replica * first.mesh.data)

@@ -196,7 +196,7 @@ def _make_worker_update(
     counts = {n: x for n, x in totals.items() if n in ("examples", LOSS_WEIGHT)}
     if within:
       # The values are equal within the worker, but must be typed as varying.
-      sums = lax.psum((grads, counts), within), agree(model_state, within)
+      sums = lax.psum((grads, counts), within), agree(model_state, within, together=is_cpu)
       (grads, counts), model_state = vary(sums, within)
     scale = 1 / divisor(counts)
     grads = jax.tree.map(lambda g: g * scale.astype(g.dtype), grads)
@@ -247,7 +247,7 @@ def _make_synchronize(
     mean, exchange_state = exchange.exchange(pseudo_grads, worker.exchange_state)
     updates, outer_state = method.outer.update(mean, outer_state, params)
     params = optax.apply_updates(params, updates)
-    model_state = agree(worker.model_state, axes, apart=True)
+    model_state = agree(worker.model_state, axes, apart=True, together=True)
     opt_state = worker.opt_state
     if method.reset_momentum:
       opt_state = reset_momentum(opt_state)

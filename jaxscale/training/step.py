@@ -194,7 +194,8 @@ def _make_local_grads(
       codes = codes[None]
     totals = sum_totals(totals, layout.token_axes)
     grads = placement.scale_for_exchange(grads, trained, divisor(totals))
-    model_state = model_states.agree(model_states.push(before, model_state, row_axes), axes)
+    model_state = model_states.push(before, model_state, row_axes)
+    model_state = model_states.agree(model_state, axes, together=on_cpu(mesh))
     return grads, model_state, totals, codes
 
   in_specs = layout.param_specs, P(), P(row_axes), P(), P()

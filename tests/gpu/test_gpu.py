@@ -192,7 +192,7 @@ with cluster.open_session():
 
 
 def test_gpu_settings_are_taken(dry_run):
-  from jaxscale.jobs.preflight.software import nvidia
+  from jaxscale.jobs.preflight.software import amd, nvidia
 
   env = {k: v for k, v in os.environ.items() if "PREALLOCATE" not in k}
   done = subprocess.run(
@@ -206,5 +206,5 @@ def test_gpu_settings_are_taken(dry_run):
     return
   assert lines[0].startswith("GPU settings: XLA_CLIENT_MEM_FRACTION=0.9")
   assert level == "UNKNOWN"  # raised only between nodes
-  _, (gpu, *_) = nvidia()
+  gpu, *_ = nvidia()[1] or amd()
   assert 0.85 * gpu["total"] < int(limit) < 0.95 * gpu["total"]

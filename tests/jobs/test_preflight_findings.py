@@ -80,6 +80,28 @@ def test_gpus_that_others_use_are_named(tmp_path, monkeypatch):
     assert "".join(gpu["index"] for gpu in software.nvidia()[1]) == left
 
 
+def test_gpus_of_amd_are_read_from_their_driver(tmp_path):
+  files = {"mem_info_vram_total": "206141652992", "mem_info_vram_used": "297340928"}
+  for number, more in ((128, {}), (129, {"mem_info_vram_used": "90000000000"}), (130, {})):
+    folder = tmp_path / f"sys/class/drm/renderD{number}/device"
+    (folder / "ras").mkdir(parents=True)
+    for name, text in (files | more).items():
+      (folder / name).write_text(f"{text}\n")
+    (folder / "ras/umc_err_count").write_text(f"ue: {3 * (number == 130)}\nce: 1\n")
+    device = tmp_path / f"dev/dri/renderD{number}"
+    device.parent.mkdir(parents=True, exist_ok=True)
+    device.touch()
+  (tmp_path / "sys/class/drm/renderD131/device").mkdir(parents=True)  # an Intel GPU
+  gpus = software.amd(str(tmp_path))
+  assert [gpu["total"] for gpu in gpus] == 3 * [206141652992]
+  assert wrong(judged(software, (has(gpus=gpus),), ("n1",))) == [
+    "GPU renderD129 of n1: 90.0 GB in use by an invisible process",
+    "GPU renderD130 of n1: 3 uncorrected memory errors since it was reset",
+  ]
+  (tmp_path / "dev/dri/renderD129").unlink()
+  assert len(software.amd(str(tmp_path))) == 2
+
+
 def test_a_name_of_the_own_host_is_looked_up(monkeypatch):
   assert software.loopback("127.0.1.1") == "127.0.1.1"
   assert software.loopback("192.0.2.7") == ""

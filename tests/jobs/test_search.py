@@ -31,7 +31,8 @@ here = functools.partial(tiny_plans.here, count=4)
 def config(**changes):
   made: dict = {}
   exec(SOURCE, made)
-  return dataclasses.replace(made["get_config"](), **changes)
+  layout = cfg.Layout(shard="fsdp", remat="none")
+  return dataclasses.replace(made["get_config"](), layout=layout, **changes)
 
 
 def simulated(name):

@@ -14,7 +14,7 @@ from jax import P, lax
 from jaxscale import mesh as grids
 from jaxscale import models, optim
 from jaxscale.models.layers import BatchNorm
-from jaxscale.training import losses
+from jaxscale.training import losses, model_state
 from support.cases import all_slow_except
 from support.digits import digits_batch
 from support.errors import config_error
@@ -246,3 +246,39 @@ def test_spans_are_distinguished():
   curves = [[m["loss"] for m in run(span, 1)[3]] for span in (4, 16, 32)]
   for a, b in itertools.pairwise(curves):
     assert np.abs(np.subtract(a, b)).max() > 1e-3
+
+
+@pytest.mark.parametrize("together", [False, True])
+def test_processes_average_statistics_in_one_all_reduce(together):
+  """Gloo sums arrays one after another: ResNet-50's 106 are one vector."""
+  mesh = grids.make_mesh(replica=2)
+  model = models.functions(models.make_resnet(50, num_classes=10), (32, 32, 3))
+  _, state = jax.eval_shape(model.init, jax.random.key(0))
+  rng = np.random.default_rng(0)
+  own = jax.tree.map(lambda x: rng.normal(size=(8, *x.shape)).astype(np.float32), state)
+
+  def mean(x):
+    local = jax.tree.map(lambda x: x[0], x)
+    return model_state.agree(local, mesh.axis_names, together=together)
+
+  rows = P(("replica", "data"))
+  averaged = jax.jit(jax.shard_map(mean, mesh=mesh, in_specs=(rows,), out_specs=P()))
+  program = averaged.lower(own).as_text()
+  assert program.count("stablehlo.all_reduce") == (1 if together else 106)
+  for ours, x in zip(jax.tree.leaves(averaged(own)), jax.tree.leaves(own), strict=True):
+    np.testing.assert_allclose(ours, x.mean(0, dtype=np.float64), rtol=0, atol=5e-7)
+
+
+def test_statistics_of_several_types_and_axes_stay_apart():
+  mesh = grids.make_mesh(replica=2)
+  stats = {"a": jnp.arange(8.0), "b": jnp.arange(8, dtype=jnp.bfloat16), "c": jnp.arange(8.0)}
+
+  def mean(x):
+    local = {name: array[0] for name, array in x.items()}
+    local["c"] = lax.pmean(local["c"], "replica")  # varies along `data` alone
+    return model_state.agree({"batch_stats": local}, mesh.axis_names, together=True)
+
+  rows = P(("replica", "data"))
+  found = jax.jit(jax.shard_map(mean, mesh=mesh, in_specs=(rows,), out_specs=P()))(stats)
+  assert jax.tree.map(float, found["batch_stats"]) == dict.fromkeys("abc", 3.5)
+  assert found["batch_stats"]["b"].dtype == jnp.bfloat16

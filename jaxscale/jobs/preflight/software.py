@@ -14,7 +14,7 @@ from typing import Any
 from jaxscale.cluster import gpu_settings
 from jaxscale.cluster.detect import Launch, visible_gpus
 from jaxscale.cluster.rendezvous import handshake, network
-from jaxscale.files import output_of, whole_number
+from jaxscale.files import output_of, readable_text, whole_number
 from jaxscale.jobs.preflight.finding import Facts, Finding, Results, outliers
 from jaxscale.jobs.preflight.group import Group, gather
 from jaxscale.metrics.text import byte_size
@@ -43,7 +43,7 @@ def measure(group: Group, options: Any, facts: Facts) -> dict[str, Any]:
     "locked": resource.getrlimit(resource.RLIMIT_MEMLOCK)[0],
     "infiniband": any(Path("/sys/class/infiniband").glob("*")),
     "shm": shutil.disk_usage("/dev/shm").total if os.path.isdir("/dev/shm") else None,
-    "gpus": gpus,
+    "gpus": gpus or amd(),
   }
 
 
@@ -88,6 +88,29 @@ def nvidia() -> tuple[str, list[dict[str, Any]]]:
     gpu["processes"] = [f"{row[1]} ({row[3]}, {row[2]} MiB)" for row in on_it]
     results.append(gpu)
   return gpus[0][3], results
+
+
+def amd(root: str = "/") -> list[dict[str, Any]]:
+  """Return the memory and memory errors of AMD's visible GPUs, from the files of their driver.
+
+  Linux describes the files in Documentation/gpu/amdgpu. They do not list processes, and
+  count all memory in use, so call this before this process uses a GPU.
+
+  Args:
+    root: the root of the file system, for tests.
+  """
+  results = []
+  for file in sorted(Path(root).glob("sys/class/drm/renderD*/device/mem_info_vram_total")):
+    folder, device = file.parent, Path(root, "dev/dri", file.parts[-3])
+    used, total = (
+      whole_number(readable_text(folder / f"mem_info_vram_{name}").strip()) or 0
+      for name in ("used", "total")
+    )
+    errors = re.search(r"ue: (\d{1,18})", readable_text(folder / "ras/umc_err_count"))
+    gpu = {"index": device.name, "used": used, "total": total, "processes": []}
+    if os.access(device, os.R_OK | os.W_OK):  # Slurm denies access to the others.
+      results.append(gpu | {"errors": int(errors[1]) if errors else 0})
+  return results
 
 
 def check_gpu_settings(group: Group, launch: Launch) -> list[Finding]:
