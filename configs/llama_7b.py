@@ -17,7 +17,12 @@ from jaxscale.config import AdamW, Config, Cosine, Evaluation, Layout, Mesh, Tex
 def get_config(chips: str = "v5e") -> Config:
   # A row's attention scores are 2.1 GB where XLA computes it, on TPUs: heads are split
   # over 4 chips, and micro-batches are of 4 rows. cuDNN writes none.
-  model, num_microbatches = {"v5e": (4, 4), "h100": (1, 1)}[chips]
+  # Gathers of GPUs stay within a node of 8. As there is one micro-batch, each layer's gradients
+  # are summed between nodes while the backward pass of the next layers computes.
+  mesh, num_microbatches, slow_axes = {
+    "v5e": (Mesh(data=1, fsdp=-1, model=4), 4, "after"),
+    "h100": (Mesh(replica=-1, data=1, fsdp=8), 1, "in_backward"),
+  }[chips]
   return Config(
     model=Transformer(num_layers=32, width=4096, num_heads=32, hidden=11_008),
     data=TextFiles(path="tokens", vocab_size=32_000, sequence_length=4096),
@@ -28,7 +33,7 @@ def get_config(chips: str = "v5e") -> Config:
     accumulate_steps=num_microbatches,
     epochs=1,
     dtype="bfloat16",
-    mesh=Mesh(data=1, fsdp=-1, model=model),
-    layout=Layout(shard="fsdp", remat="full"),
+    mesh=mesh,
+    layout=Layout(shard="fsdp", remat="full", slow_axes=slow_axes),
     evaluation=Evaluation(every_epochs=0.05, batch_size=256),
   )

@@ -10,6 +10,7 @@ any setting.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import sys
@@ -21,10 +22,12 @@ from jaxscale.cluster.detect.local_devices import IDS
 from jaxscale.cluster.environment import has_gpu_plugin
 from jaxscale.cluster.launch import Env, Launch
 from jaxscale.cluster.schedulers import SCHEDULERS
+from jaxscale.errors import invalid
 
 LEVEL = "JAX_OPTIMIZATION_LEVEL"
 # All processes must agree on these, which decide on the program and NCCL's network.
 SHARED = (LEVEL, "NCCL_NET")
+FRACTION = "XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"
 _OFF = "disable with --config.gpu_settings=False"
 _applied: dict[str, str] = {}  # variables that this process has set
 
@@ -39,6 +42,7 @@ class Hardware(NamedTuple):
     has_peers: True if the run has other GPUs.
     has_nodes: True if the run has other nodes.
     fabric: the network of the node.
+    is_amd: True if the node has AMD's driver and no GPU from NVIDIA.
   """
 
   gpus: int
@@ -47,17 +51,13 @@ class Hardware(NamedTuple):
   has_peers: bool = False
   has_nodes: bool = False
   fabric: Fabric = Fabric("ethernet")
+  is_amd: bool = False
 
   @property
   def is_hopper(self) -> bool:
     """True if all GPUs are of the generation of the H100."""
     hopper = re.compile(r"\bG?H(20|100|200|800)\b")
     return bool(self.models) and all(map(hopper.search, self.models))
-
-  @property
-  def is_amd(self) -> bool:
-    """True if no GPU is from NVIDIA."""
-    return not self.models
 
   @property
   def has_plugin(self) -> bool:
@@ -96,9 +96,12 @@ class Row(NamedTuple):
 
 
 # Sources. Memory, level and connections: NVIDIA JAX-Toolbox, docs/GPU_performance.md,
-# and for the level openxla.org/xla/effort_levels. JAX takes 75 % of the memory by default
-# (docs.jax.dev, "GPU memory allocation"). One connection suits Hopper and slows down
-# Blackwell. Slingshot: HPE's shs-ccl-docs, ccl_env.sh, without
+# and for the level openxla.org/xla/effort_levels. Within a node the level is not raised: in the
+# step of an 8B model, compiled for H100, O1 makes a reduce-scatter synchronous, which exposes
+# more communication on 8 GPUs and less on 64 (docs/accelerators.md). JAX takes 75 % of the
+# memory by default (docs.jax.dev, "GPU memory allocation"). One connection suits Hopper and
+# slows down Blackwell. AMD: ROCm/MAD, scripts/jax-maxtext/env_scripts. Slingshot: HPE's
+# shs-ccl-docs, ccl_env.sh, without
 # FI_CXI_RDZV_PROTO=alt_read, for which srun must have --network=disable_rdzv_get.
 # NCCL_IB_HCA: NCCL's user guide; by default NCCL uses every adapter with RDMA.
 # The level would override these flags of the user.
@@ -106,17 +109,23 @@ _FLAGS = r"XLA_FLAGS=.*(latency_hiding|pipelin|combine_threshold|double_bufferin
 _SLINGSHOT = """NCCL_SOCKET_IFNAME=CARDS NCCL_CROSS_NIC=1 NCCL_NET_GDR_LEVEL=PHB
   FI_MR_CACHE_MONITOR=userfaultfd FI_CXI_DISABLE_HOST_REGISTER=1 FI_CXI_DEFAULT_CQ_SIZE=131072
   FI_CXI_DEFAULT_TX_SIZE=2048 FI_CXI_RX_MATCH_MODE=hybrid"""
-_PAIRS = (pair.split("=") for pair in _SLINGSHOT.split())
+_AMD = "GPU_MAX_HW_QUEUES=2 HIP_FORCE_DEV_KERNARG=1 HSA_FORCE_FINE_GRAIN_PCIE=1"
 _HPE, _HOPPER = "HPE's settings for Slingshot", "Hopper: kernels start in program order"
 _MEMORY, _OWN_MEMORY = "JAX takes 75 % by default", r"XLA_(PYTHON_)?CLIENT_\w+="
+
+
+def _pairs(text: str) -> list[list[str]]:
+  return [word.split("=") for word in text.split()]
+
+
 TABLE = (
-  Row("XLA_CLIENT_MEM_FRACTION", "0.9", "is_alone", _MEMORY, _OWN_MEMORY),
-  Row(LEVEL, "O1", "has_peers", "overlaps collectives with computation", _FLAGS),
+  Row(FRACTION[0], "0.9", "is_alone", _MEMORY, _OWN_MEMORY),
+  Row(LEVEL, "O1", "has_nodes", "overlaps collectives with computation", _FLAGS),
   Row("CUDA_DEVICE_MAX_CONNECTIONS", "1", "has_peers is_hopper", _HOPPER),
   Row("NCCL_IB_HCA", "=CARDS", "is_mixed", "InfiniBand adapters only, not Ethernet"),
   Row("NCCL_NET", "AWS Libfabric", "is_slingshot has_plugin", _HPE, "NCCL_NET_PLUGIN="),
-  *(Row(name, value, "is_slingshot", _HPE) for name, value in _PAIRS),
-  Row("HSA_FORCE_FINE_GRAIN_PCIE", "1", "is_slingshot is_amd", _HPE),
+  *(Row(name, value, "is_slingshot", _HPE) for name, value in _pairs(_SLINGSHOT)),
+  *(Row(name, value, "is_amd", "AMD's settings for JAX") for name, value in _pairs(_AMD)),
 )
 
 
@@ -214,9 +223,9 @@ def hardware_of(
   # GPUs that the user lists may be the same in several processes.
   sharing = IDS, *(name for s in SCHEDULERS.values() for name in s.GPU_SHARING)
   is_alone = not (several and any(map(env.get, sharing)))
-  fabric = find_fabric(env, root)
-  peers = several or own > 1
-  return Hardware(gpus, nvidia_models(root), is_alone, peers, has_nodes, fabric)
+  fabric, models = find_fabric(env, root), nvidia_models(root)
+  is_amd = not models and os.path.exists(os.path.join(root, "dev/kfd"))
+  return Hardware(gpus, models, is_alone, several or own > 1, has_nodes, fabric, is_amd)
 
 
 def apply(choice: Choice, env: MutableMapping[str, str] = os.environ) -> None:
@@ -251,6 +260,32 @@ def choose_here(launch: Launch, gpus: int, gpu_ids: Iterable[int] | None = None)
 def applied() -> dict[str, str]:
   """Return the variables that this process has set, by name."""
   return dict(_applied)
+
+
+def memory_fraction(choice: Choice, env: Env = os.environ) -> float:
+  """Return the fraction of a GPU's memory that JAX takes.
+
+  Args:
+    choice: the result of `choose`, which sets the fraction unless the user has.
+    env: the environment variables.
+
+  Raises:
+    ConfigError: the fraction that the user has set is not in (0, 1].
+
+  Example:
+    >>> memory_fraction(choose(Hardware(gpus=1), {}), {})
+    0.9
+    >>> memory_fraction(Choice(), {"XLA_PYTHON_CLIENT_MEM_FRACTION": ".5"})
+    0.5
+  """
+  given = {name: env[name] for name in FRACTION if name in env} | choice.values
+  for name in FRACTION:
+    if name in given:
+      with contextlib.suppress(ValueError):
+        if 0 < (fraction := float(given[name])) <= 1:
+          return fraction
+      raise invalid(name, given[name], "is no fraction of the memory", "set it to e.g. 0.9")
+  return 0.75  # docs.jax.dev, "GPU memory allocation"
 
 
 def own(env: Env = os.environ) -> dict[str, Any]:

@@ -91,6 +91,13 @@ class Config:
     sync: the synchronization of the devices; EveryStep averages gradients in every step. With
       the other classes, workers train separately and synchronize at intervals.
     compilation: the cache of compiled programs.
+    compiler_options: the options of XLA's compiler by name, for the train and evaluation step,
+      e.g. {"xla_gpu_enable_triton_gemm": False}. Unlike in XLA_FLAGS, a name that the installed
+      compiler does not have is refused.
+    compiler_preset: the options of XLA's compiler that a vendor recommends for a GPU; "none",
+      "h100", "b200" or "mi300x" (docs/accelerators.md; their speed is untested). Names that the
+      installed compiler does not have are left out and reported; `compiler_options` replaces
+      single values.
     evaluation: the interval and batch size of evaluations.
     checkpoint: the interval, number and location of checkpoints.
     checks: the comparison of the devices' copies of the state, and the reaction to NaN and Inf.
@@ -134,6 +141,8 @@ class Config:
   exchange: bases.Exchange = built_in(bases.Exchange, "AllReduce")
   sync: bases.Sync = built_in(bases.Sync, "EveryStep")
   compilation: Compilation = Compilation()
+  compiler_options: dict[str, bool | int | float | str] = dataclasses.field(default_factory=dict)
+  compiler_preset: Literal["none", "h100", "b200", "mi300x"] = "none"
   evaluation: Evaluation = Evaluation()
   checkpoint: Checkpoint = Checkpoint()
   checks: Checks = Checks()

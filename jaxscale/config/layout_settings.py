@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from jaxscale.config.bounds import check_pattern
 from jaxscale.config.phase_settings import AdaptiveBatch
@@ -32,14 +32,25 @@ class Layout:
     schedule: the pipeline schedule along mesh axis stage, with accumulate_steps micro-batches;
       "gpipe" (all forward passes, then all backward passes) or "1f1b" (each backward pass as
       early as possible, so that fewer activations are stored).
-    remat: the activations that the backward pass recomputes; "none", "dots" (all but the
-      outputs of products with weights), "branches" (all but the outputs of attention and MLP),
-      "full" (all in a layer, from its input) or "offload" (as "full", with the inputs of layers
-      in host memory). Device memory decreases in this order. A pipeline stage is always recomputed
-      from its input; `remat` then applies to the layers in it.
+    remat: the activations that the backward pass recomputes; "none", "dots_attention" (all but
+      the outputs of products with weights and of attention), "dots" (attention, too), "branches"
+      (all but the outputs of attention and MLP), "full" (all in a layer, from its input) or
+      "offload" (as "full", with the inputs of layers in host memory). Device memory decreases in
+      this order. None chooses the first that fits the memory of the devices, and "none" on CPUs
+      and for other models than Transformer and ViT; the log says which. A pipeline stage is
+      always recomputed from its input; `remat` then applies to the layers in it. ResNet,
+      ConvNeXt, UNet and CNN have "none", "dots", "full" and "offload", and so do models of users
+      that name the inputs of their blocks.
+    unroll: the number of layers that one iteration of the loop over layers computes, or "all",
+      which leaves no loop; None chooses "all" where nothing is recomputed and layers are few
+      (6 on CPUs, 32 elsewhere), else 1. Compilation takes longer, and a loop copies all values
+      that it stores for the backward pass.
     optimizer: the memory in which the optimizer state is kept between steps; "device", or
       "host", which saves device memory, but copies the state to the device and back in every
       step.
+    loss_chunk: the number of a device's targets (tokens, or images) whose logits are in memory
+      at a time, e.g. 2048 for a large vocabulary; the backward pass computes the logits again,
+      one more product with the head. 0 keeps the logits of all targets.
     rules: the sharding rules that replace the model's, each a pattern of parameter paths and
       the mesh axis that splits each dim, e.g. ("layers/.*/kernel: stage, fsdp, model",), with
       "-" for a dim that is not split; () keeps the model's rules. Each parameter must match
@@ -52,8 +63,10 @@ class Layout:
   model: Literal["layers", "layers_and_tokens", "ring", "all_to_all"] = "layers"
   sum_in: Literal["float32", "dtype"] = "float32"
   schedule: Literal["gpipe", "1f1b"] = "gpipe"
-  remat: Literal["none", "dots", "branches", "full", "offload"] = "none"
+  remat: Literal["none", "dots_attention", "dots", "branches", "full", "offload"] | None = None
+  unroll: Annotated[int | Literal["all"], ">= 1"] | None = None
   optimizer: Literal["device", "host"] = "device"
+  loss_chunk: Annotated[int, ">= 0"] = 0
   rules: tuple[str, ...] = ()
 
   def __post_init__(self):
@@ -99,10 +112,11 @@ def check_layout(config: Any) -> None:
     if getattr(layout, field) == value and not needs:
       problem = f"has no effect; set {remedy} as well"
       raise ConfigError(f"Layout.{field}={value!r}: {problem}")
-  of_stacks = parts + [f"Layout.remat={layout.remat!r}"] * (layout.remat != "none")
+  of_stacks = parts + [f"Layout.unroll={layout.unroll!r}"] * (layout.unroll is not None)
+  of_stacks += [f"Layout.loss_chunk={layout.loss_chunk}"] * (layout.loss_chunk != 0)
   if of_stacks and not config.model.is_stack:
     problem = f"{model} is not a stack of equal layers"
-    remedy = "use Transformer or ViT, or only mesh.fsdp and layout.remat='none'"
+    remedy = "use Transformer or ViT, or only mesh.fsdp, and the defaults of unroll and loss_chunk"
     raise ConfigError(f"{of_stacks[0]}: {problem}; {remedy}")
   splits_text = config.model.is_stack and config.model.takes_text
   if layout.model != "layers" and not splits_text:

@@ -227,7 +227,7 @@ def _named(
   kind, changed = validation.item_type(annotation), dict(held)
   classes = choices(kind, own)
   for name, branch in tree.items():
-    if name not in held:
+    if name not in held and not validation.is_plain(kind):
       raise ConfigError(f"--config.{path}.{name}: {validation.nearest(name, held)}")
     if classes:
       changed[name] = _branch(classes, held[name], branch, f"{path}.{name}", own)
@@ -307,7 +307,8 @@ def _parse(annotation: Any, text: str, path: str) -> Any:
   """Return the value of a text for a field of this type."""
   choices = validation.alternatives(annotation)
   named = [a for c in choices if get_origin(c) is Literal for a in get_args(c)]
-  if text in named or (str in choices and text != "None"):
+  is_plain = validation.is_plain(annotation)
+  if text in named or (str in choices and text != "None" and not is_plain):
     return text
   if tuple[str, ...] in choices and re.fullmatch(r"[\w:./-]+(,[\w:./-]+)*", text):
     return tuple(text.split(","))  # Words without quotes, e.g. data:4,replica:2.
@@ -317,6 +318,8 @@ def _parse(annotation: Any, text: str, path: str) -> Any:
       value = (value,)
     return validation.coerce(annotation, value)
   except (TypeError, ValueError, SyntaxError, RecursionError, MemoryError):
+    if is_plain:
+      return text
     expected = validation.type_name(annotation)
     expected += ", e.g. a,b" * (tuple[str, ...] in choices)
     raise ConfigError(f"--config.{path}={text}: expected {expected}") from None

@@ -134,6 +134,11 @@ def is_named(annotation: Any) -> bool:
   return typing.get_origin(annotation) is dict
 
 
+def is_plain(annotation: Any) -> bool:
+  """Return whether a value may be a text as well as a number, as in `Config.compiler_options`."""
+  return {str, float} <= {*alternatives(annotation)}
+
+
 def settings_classes(annotation: Any) -> dict[str, Any]:
   """Return the settings classes among the alternatives, by name.
 

@@ -27,6 +27,8 @@ from jaxscale.errors import invalid
 from jaxscale.exchange import Exchange
 from jaxscale.experiment import make_layout as layouts
 from jaxscale.experiment import model as model_parts
+from jaxscale.experiment import remat
+from jaxscale.experiment.compiler_options import Options, compiler_options
 from jaxscale.experiment.derive import Derived, derive
 from jaxscale.experiment.exchange import Synchronization, make_exchange, make_sync
 from jaxscale.experiment.frozen import check_paths, frozen_note, trainable
@@ -40,9 +42,10 @@ from jaxscale.experiment.loss import (
 from jaxscale.experiment.optimizer import make_optimizer, phase_rate, phase_schedule
 from jaxscale.experiment.own_classes import build
 from jaxscale.experiment.phases import Phase, phase_index, scale_velocity, step_at
-from jaxscale.mesh import batch_axes, batch_sharding, make_mesh
+from jaxscale.mesh import batch_axes, batch_sharding, make_mesh, row_blocks
 from jaxscale.metrics import perplexity_of, signed
 from jaxscale.metrics.text import listed
+from jaxscale.models.remat import functions_with_remat
 from jaxscale.parallel.layout_exchange import exchange_axes
 from jaxscale.parallel.run_stack import PipelineGrads
 from jaxscale.parallel.specs import Layout, local_grad_shapes
@@ -72,6 +75,8 @@ class RunParts:
   eval_step: types.EvalStep
   metrics: Mapping[str, Metric]
   loss_state: Any  # `CustomLoss.init_state`; None: the loss has no state
+  memory: int | None  # bytes of a device that a program may take; None: unknown
+  compiler_options: Options  # for the train and evaluation step
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,6 +90,7 @@ class PhaseParts:
   schedule: optax.Schedule  # step of the run -> learning rate, in this phase
   exchange: Exchange
   sync: Synchronization | None  # for local updates
+  remat: str  # `Layout.remat`, or the policy that was chosen
   notes: tuple[str, ...]  # notes for the user, logged before the first step
 
 
@@ -113,6 +119,7 @@ class Experiment(RunParts, PhaseParts):
       trainable=self.trainable,
       observe=trust_ratio_metrics if config.log.trust_ratios else None,
       seed=config.seed,
+      compiler_options=self.compiler_options,
     )
     parts = loss, self.tx, self.mesh, self.exchange
     if self.sync is None:
@@ -255,6 +262,7 @@ def experiment(
   start_devices: int | None = None,
   devices: Sequence[Any] | None = None,
   datasets: tuple[data.Dataset, data.Dataset] | None = None,
+  memory: int | None = None,
 ) -> Experiment:
   """Build all parts for the first phase, without compiling.
 
@@ -266,10 +274,14 @@ def experiment(
       None means all devices of all processes.
     datasets: training and validation data to use instead of the config's; shapes are
       enough to compile.
+    memory: bytes of a device that a program may take, for the choice of `Layout.remat`. None
+      means that of the devices of all processes, which must all call this; it is unknown for
+      given `devices`.
 
   Raises:
     ConfigError: data or devices do not fit the config.
   """
+  options, option_notes = compiler_options(config, devices)
   train_data, eval_data = datasets or make_data(config)
   sizes = train_data.num_examples, eval_data.num_examples
   here = jax.device_count() if devices is None else len(devices)
@@ -299,12 +311,14 @@ def experiment(
         check_targets(f"Arrays.{name}", np.asarray(targets), limits)
   layout = layouts.make_layout(config, mesh, model)
   totals = layouts.make_totals(model, layout, objective, mesh, metrics)
-  eval_step = steps.make_eval_step(totals, mesh, layout)
+  eval_step = steps.make_eval_step(totals, mesh, layout, options)
   built = config, derived, mesh, eval_data, model, layout, eval_step, metrics
-  parts = RunParts(*built, loss_state(objective))
+  if memory is None and devices is None and config.layout.remat is None:
+    memory = remat.device_memory()
+  parts = RunParts(*built, loss_state(objective), memory, options)
   first = make_phase(parts, derived.phases[0], train_data)
   frozen = frozen_note(config, params, first.tx)
-  notes = *train_data.notes, *eval_data.notes, *notes, *first.notes, *frozen
+  notes = *option_notes, *train_data.notes, *eval_data.notes, *notes, *first.notes, *frozen
   built = Experiment(**vars(parts), **vars(dataclasses.replace(first, notes=notes)))
   if metrics:  # Report errors in them now, not at the first evaluation.
     built.lower_eval_step(built.abstract_state())
@@ -371,11 +385,16 @@ def make_phase(parts: RunParts, phase: Phase, train_data: data.Dataset) -> Phase
   exchange, notes = make_exchange(config, derived, sizes, params, mesh)
   sync, more = make_sync(config, derived, phase, mesh)
   schedule = phase_schedule(config, derived, phase)
-  objective = make_objective(config, train_data.info, model_parts.as_functions(model), mesh)
-  loss = layouts.make_loss(config, model, layout, objective, mesh)
   tx = make_optimizer(config, schedule, warmup, momentum)
-  lines = *layouts.notes(config, mesh, phase.accumulate_steps), *notes, *more
-  return PhaseParts(phase, train_data, loss, tx, schedule, exchange, sync, lines)
+  rows = model_parts.rows_of_device(derived, phase)
+  batch = abstract_rows(train_data.info, row_blocks(mesh))
+  chosen, why = remat.choose(config, model, layout, tx, batch, rows, parts.memory)
+  if not isinstance(model, models.Stack):
+    model = functions_with_remat(model, chosen, batch)
+  objective = make_objective(config, train_data.info, model_parts.as_functions(model), mesh)
+  loss = layouts.make_loss(config, model, layout, objective, mesh, chosen)
+  lines = *layouts.notes(config, mesh, phase.accumulate_steps), *why, *notes, *more
+  return PhaseParts(phase, train_data, loss, tx, schedule, exchange, sync, chosen, lines)
 
 
 def with_sizes(experiment: Experiment, chosen: Sequence[int]) -> Experiment:

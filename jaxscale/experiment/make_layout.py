@@ -36,6 +36,7 @@ def make_layout(config: cfg.Config, mesh: Mesh, model: Model) -> Layout | None:
     ConfigError: a parameter is matched by no rule or by several, or cannot be divided; or
       the model cannot be computed with the rules.
   """
+  check_memory(config, mesh.devices.flat[0])
   chosen, shard = config.layout, shard_on(config, mesh)
   splits = {"stage", "model"} & set(mesh.axis_names) or shard != "none"
   on_host = chosen.optimizer == "host"
@@ -44,7 +45,6 @@ def make_layout(config: cfg.Config, mesh: Mesh, model: Model) -> Layout | None:
   own = config.model.sharding()
   rules = tuple(Rule(*r) for r in own) if own else sharding_rules.OTHERS
   shapes = models.init_shapes(init_fn(model))[0]
-  check_memory(config, mesh.devices.flat[0])
   half = config.dtype if config.dtype != "float32" else None
   _check_divides(config, mesh, shapes)
   if chosen.rules:
@@ -61,6 +61,7 @@ def make_layout(config: cfg.Config, mesh: Mesh, model: Model) -> Layout | None:
     dtype=half,
     sum_in=half if chosen.sum_in == "dtype" else None,
     opt_on_host=on_host,
+    loss_chunk=chosen.loss_chunk,
   )
 
 
@@ -197,24 +198,30 @@ def _check_divides(config: cfg.Config, mesh: Mesh, shapes: Any) -> None:
 
 
 def make_loss(
-  config: cfg.Config, model: Model, layout: Layout | None, objective: AnyLoss, mesh: Mesh
+  config: cfg.Config,
+  model: Model,
+  layout: Layout | None,
+  objective: AnyLoss,
+  mesh: Mesh,
+  remat: str,
 ) -> Any:
   """Build the loss of a train step: a `step.LossFn` or `PipelineGrads`.
 
   Args:
-    config: the config, for the pipeline schedule and the remat policy.
+    config: the config, for the pipeline schedule and the loop over layers.
     model: the model; a stack applies label smoothing itself.
     layout: the layout from `make_layout`.
     objective: the objective of `Config.loss`, for models that are not stacks.
     mesh: the mesh of all devices.
+    remat: the policy from `remat.choose`, for stacks.
   """
   if isinstance(model, models.Stack):
     assert layout is not None
-    remat = config.layout.remat
+    how: Any = {"remat": remat, "unroll": config.layout.unroll}
     if "stage" not in layout.mesh.axis_names:
-      return parallel.stack_loss(model, layout, remat=remat)
+      return parallel.stack_loss(model, layout, **how)
     piped = {"gpipe": parallel.gpipe_grads, "1f1b": parallel.one_f_one_b_grads}
-    return piped[config.layout.schedule](model, layout, remat=remat)
+    return piped[config.layout.schedule](model, layout, **how)
   return loss_of(model, objective, mesh, _sharded(layout))
 
 

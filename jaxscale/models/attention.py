@@ -24,8 +24,12 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 
 from jaxscale.models.linear import alike
+
+# Checkpoint name of what a kernel of attention returns, for remat policies.
+ATTENTION = "attention"
 
 Implementation = Literal["xla", "cudnn"]
 
@@ -163,6 +167,7 @@ def _attention_forward(q, k, v, sees):
     scores = scores.reshape(*q.shape[:3], -1)
   weights = jax.nn.softmax(scores, axis=-1)
   out = jnp.matmul(weights.astype(v.dtype), v, preferred_element_type=wide)
+  out = checkpoint_name(out, ATTENTION)
   return _by_token(out, tokens).astype(q.dtype), (q, k, v, weights, out)
 
 

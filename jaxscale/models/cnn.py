@@ -3,9 +3,11 @@
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 
 from jaxscale.models.convolution import Conv
 from jaxscale.models.layers import ImageModule, Keys, dropout, max_pool_2
+from jaxscale.models.remat import INPUT
 
 
 class MLPModule(nn.Module):
@@ -63,6 +65,7 @@ class CNNModule(ImageModule):
         if self.batch_norm:
           x = self.norm()(x, train)
         x = nn.relu(x)
+      x = checkpoint_name(x, INPUT)  # of the next stage
     x = x.reshape(len(x), -1)
     if self.dense:
       x = nn.relu(nn.Dense(self.dense, dtype=self.dtype)(x))

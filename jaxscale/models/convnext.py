@@ -13,10 +13,13 @@ import functools
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 
 from jaxscale.models.adapters.rows import drop
 from jaxscale.models.convolution import Conv
 from jaxscale.models.layers import Keys
+from jaxscale.models.linear import PRODUCT
+from jaxscale.models.remat import INPUT
 from jaxscale.models.vision_transformer import gelu
 
 _start = nn.initializers.normal(0.02)
@@ -54,8 +57,10 @@ class ConvNeXtModule(nn.Module):
   @nn.compact
   def __call__(self, images: jax.Array, train: bool, keys: Keys = None) -> jax.Array:
     options = {"kernel_init": _start, "dtype": self.dtype}
-    conv, dense = functools.partial(Conv, **options), functools.partial(nn.Dense, **options)
-    layer = 0
+    conv, layer = functools.partial(Conv, **options), 0
+
+    def dense(x, width, name):
+      return checkpoint_name(nn.Dense(width, name=name, **options)(x), PRODUCT)
 
     def norm(x, name):
       """Apply LayerNorm in float32."""
@@ -65,10 +70,10 @@ class ConvNeXtModule(nn.Module):
 
     def block(x, name):
       """Add a block's branch to [n, h, w, width]."""
-      width = x.shape[-1]
+      x, width = checkpoint_name(x, INPUT), x.shape[-1]
       y = conv(width, (7, 7), feature_group_count=width, name=f"{name}_conv_dw")(x)
-      y = dense(4 * width, name=f"{name}_mlp_fc1")(norm(y, f"{name}_norm"))
-      y = dense(width, name=f"{name}_mlp_fc2")(gelu(y))
+      y = dense(norm(y, f"{name}_norm"), 4 * width, f"{name}_mlp_fc1")
+      y = dense(gelu(y), width, f"{name}_mlp_fc2")
       scale = nn.initializers.constant(self.layer_scale)
       y = y * self.param(f"{name}_gamma", scale, (width,), jnp.float32).astype(y.dtype)
       rate = self.drop_path * layer / max(sum(self.depths) - 1, 1)
@@ -85,4 +90,4 @@ class ConvNeXtModule(nn.Module):
       for i in range(depth):
         x, layer = block(x, f"stages_{stage}_blocks_{i}"), layer + 1
     x = norm(x.mean(axis=(1, 2)), "head_norm")
-    return dense(self.num_classes, name="head_fc")(x).astype(jnp.float32)
+    return dense(x, self.num_classes, "head_fc").astype(jnp.float32)

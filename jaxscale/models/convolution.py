@@ -24,8 +24,9 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 
-from jaxscale.models.linear import alike
+from jaxscale.models.linear import PRODUCT, alike
 from jaxscale.models.stack import at_least_float32
 
 _FEW_PIXELS = 9  # output pixels; from 4 x 4 on XLA's convolution is as fast or faster
@@ -77,8 +78,12 @@ def convolve(
   return lax.platform_dependent(*alike(x, kernel), cpu=cpu, default=whole)
 
 
-# Flax's Conv, computed by `convolve`.
-Conv = functools.partial(nn.Conv, conv_general_dilated=convolve)
+def _product(*arrays: Any, **options: Any) -> jax.Array:
+  return checkpoint_name(convolve(*arrays, **options), PRODUCT)
+
+
+# Flax's Conv, computed by `convolve`. The result has the checkpoint name `PRODUCT`.
+Conv = functools.partial(nn.Conv, conv_general_dilated=_product)
 
 
 def _is_plain(x: jax.Array, options: dict[str, Any]) -> bool:

@@ -23,19 +23,21 @@ import jax.numpy as jnp
 
 from jaxscale.models.attention import RopeScaling, join_heads, rotate, split_heads
 from jaxscale.models.linear import dense, linear
+from jaxscale.models.norms import rms_norm
 from jaxscale.models.sizes import transformer_heads
-from jaxscale.models.stack import Ops, Stack, at_least_float32, rejoin, sum_totals
+from jaxscale.models.stack import Ops, Stack, at_least_float32, rejoin, split_of_last, sum_totals
 
 # Standard deviation of initial matrices and the table, from GPT-2's published code; the
 # same in Megatron-LM (arXiv:1909.08053, §4.1).
 INIT_STD = 0.02
 
-# Sharding rules: path pattern and mesh axis of each dim (parallel/rules.py).
+# Sharding rules: path pattern and mesh axis of each dim, or a function that returns the axes
+# (parallel/rules.py).
 SHARDING = (
   ("embed/table", ("model", "fsdp")),
   ("layers/(q|k|v|gate|up)/kernel", ("stage", "fsdp", "model")),
   ("layers/(q|k|v)/bias", ("stage", "model")),
-  ("layers/(o|down)/kernel", ("stage", "model", "fsdp")),
+  ("layers/(o|down)/kernel", split_of_last),
   ("layers/.*norm/scale", ("stage", None)),
   ("head/norm/scale", (None,)),
   ("head/kernel", ("fsdp", "model")),
@@ -106,8 +108,7 @@ def make_transformer(
   norm, dtype = functools.partial(rms_norm, eps=norm_eps), jnp.dtype(dtype)
 
   def embed(p, batch, ops):
-    # Rows are looked up as float32, so that a frequent token's gradients are summed in
-    # float32.
+    # Rows are float32, so that a frequent token's gradients are summed in float32.
     return ops.lookup(p["table"], batch["tokens"]).astype(dtype)
 
   def layer(p, h, ops):
@@ -140,7 +141,7 @@ def make_transformer(
       del params["head"]["kernel"]
     return params
 
-  return Stack(init, embed, layer, finish, logits, num_layers, tied, has_lora=True)
+  return Stack(init, embed, layer, finish, logits, num_layers, tied, has_lora=True, has_lookup=True)
 
 
 def _layer(
@@ -164,22 +165,12 @@ def _layer(
   h = h + rejoin(y, p["o"], ops)
   x = ops.enter(norm(h, p["mlp_norm"]["scale"]))
   gate, up = (dense(x, p[name], to) for name in ("gate", "up"))
-  return h + rejoin(jax.nn.silu(gate) * up, p["down"], ops)
+  return h + rejoin((gate, up), p["down"], ops, swiglu)
 
 
-def rms_norm(x: jax.Array, scale: jax.Array, *, eps: float) -> jax.Array:
-  """RMSNorm (arXiv:1910.07467, eq. 4): x / sqrt(mean(x^2) + eps) * scale.
-
-  Args:
-    x: inputs, [..., width].
-    scale: scale, float32 [width].
-    eps: term added to the mean square.
-
-  Returns:
-    Normalised values, float32 [..., width].
-  """
-  wide = at_least_float32(x)
-  return wide * jax.lax.rsqrt(jnp.square(wide).mean(axis=-1, keepdims=True) + eps) * scale
+def swiglu(gate: jax.Array, up: jax.Array) -> jax.Array:
+  """SwiGLU (arXiv:2002.05202, eq. 6): silu(gate) * up, computed in float32."""
+  return (jax.nn.silu(at_least_float32(gate)) * at_least_float32(up)).astype(gate.dtype)
 
 
 def _init(key, num_layers, vocab_size, more, width, queries, keys, hidden, qk_norm):

@@ -10,9 +10,11 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 
 from jaxscale.models.convolution import Conv
-from jaxscale.models.layers import ImageModule, Keys
+from jaxscale.models.layers import ImageModule, Keys, max_pool_3
+from jaxscale.models.remat import INPUT
 
 # He et al. (arXiv:1502.01852) for the backward pass (fan_out), as in torchvision.
 _conv_init = nn.initializers.variance_scaling(2.0, "fan_out", "normal")
@@ -53,7 +55,7 @@ class ResNetModule(ImageModule):
 
     def block(x, width, stride):
       """Map [n, h, w, c] to [n, h/stride, w/stride, width (x 4)]."""
-      y = x
+      y = x = checkpoint_name(x, INPUT)
       if self.bottleneck:
         y = nn.relu(norm()(conv(width, (1, 1))(y), train))
       y = conv(width, (3, 3), (stride, stride), padding=[(1, 1), (1, 1)])(y)
@@ -69,7 +71,7 @@ class ResNetModule(ImageModule):
       x = conv(self.width, (7, 7), (2, 2), padding=[(3, 3), (3, 3)])(x)
       x = nn.relu(norm()(x, train))
       x = jnp.pad(x, ((0, 0), (1, 1), (1, 1), (0, 0)))  # 0 never exceeds a ReLU's output
-      x = nn.max_pool(x, (3, 3), strides=(2, 2), padding="VALID")
+      x = max_pool_3(x)
     else:
       x = nn.relu(norm()(conv(self.width, (3, 3))(x), train))
     for stage, num_blocks in enumerate(self.stage_sizes):

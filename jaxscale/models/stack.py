@@ -12,94 +12,23 @@ The functions read sizes from their arguments, never from settings: if a device 
 some of the heads, hidden units or classes, the same code computes its part. The few
 operations that complete the parts, or otherwise depend on the sharding, are in `Ops`.
 Their defaults are for one device.
-
-`REMAT` names the policies for the values that a layer stores for the backward pass. A
-scan always stores the input of every layer, b = rows * tokens * width numbers. The
-policies store and recompute (`jax.ad_checkpoint.print_saved_residuals`; for as many heads
-of keys as of queries, and MLPs of the usual size):
-
-    none      stores about 30 b, and with XLA's attention its weights, rows * heads *
-              tokens^2 float32 numbers; recomputes nothing
-    dots      stores 9 or 10 b: the products with weights. Norms, activations and
-              attention are recomputed, without communication
-    branches  stores 2 b: also the output of attention. The layer is recomputed except
-              for the last product of each branch, without communication
-    full      stores b. The layer is recomputed except for its last product: almost a
-              third more work per step. The sum at the end of attention is
-              communicated again; the sum at the end of the layer is not
-
-    offload   like full, but b is in host memory: the inputs of layers are copied to the
-              host and back during computation
-
-If a layout gathers parameters inside the layer, all policies except "none" gather them
-again.
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import optax
+from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxscale.models.attention import attention, document_positions
-from jaxscale.models.linear import PRODUCT, linear, linear_sum
+from jaxscale.models.cross_entropy import classify
+from jaxscale.models.linear import linear, linear_sum
+from jaxscale.models.remat import BRANCH, with_remat
 
 Totals = dict[str, jax.Array]  # sums over examples, with their number: "examples"
-Layer = Callable[..., jax.Array]  # (one layer's params, h, *packing of the rows) -> h
-
-# Checkpoint names for remat policies: the output of `rejoin`, and the input of a layer.
-BRANCH = "branch"
-INPUT = "input"
-
-
-def classify(
-  h: jax.Array,
-  kernel: jax.Array,
-  bias: jax.Array | None,
-  labels: jax.Array,
-  *,
-  num_classes: int,
-  label_smoothing: float = 0.0,
-  dtype: Any = None,
-) -> tuple[jax.Array, jax.Array]:
-  """Return the cross entropy of a linear classifier, and whether predictions are right.
-
-  Args:
-    h: inputs, [..., width].
-    kernel: kernel, [width, classes]; the last classes may be padding.
-    bias: bias, [classes], or None.
-    labels: labels below `num_classes`, int [...].
-    num_classes: number of classes without padding.
-    label_smoothing: share of the target that is spread over all classes.
-    dtype: dtype of the product; None means the dtype of h.
-
-  Returns:
-    losses: losses, float32 [...].
-    hits: whether the best class is the label, bool [...].
-  """
-  logits = linear(h, kernel, dtype).astype(jnp.float32)
-  if bias is not None:
-    logits = logits + bias.astype(jnp.float32)
-  logits = logits[..., :num_classes]
-  return smoothed(logits, labels, label_smoothing), logits.argmax(-1) == labels
-
-
-def smoothed(logits: jax.Array, labels: jax.Array, label_smoothing: float) -> jax.Array:
-  """Return the cross entropy with the target (1 - e) onehot + e / num_classes, float32 [...].
-
-  Args:
-    logits: logits, float32 [..., classes].
-    labels: labels, int [...].
-    label_smoothing: the share e of the target that is spread over all classes.
-  """
-  losses = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
-  if not label_smoothing:
-    return losses
-  uniform = -jax.nn.log_softmax(logits).mean(axis=-1)
-  return (1 - label_smoothing) * losses + label_smoothing * uniform
 
 
 class Ops(NamedTuple):
@@ -165,22 +94,69 @@ def for_rows(ops: Ops, *packing: jax.Array) -> Ops:
   return ops._replace(attend=attend, positions=lambda n: positions)
 
 
-def rejoin(y: jax.Array, p: Any, ops: Ops) -> jax.Array:
+def rejoin(
+  y: Any, p: Any, ops: Ops, activation: Callable[..., jax.Array] | None = None
+) -> jax.Array:
   """Compute the last product of a branch, summed over devices.
 
   The result has the checkpoint name `BRANCH`, so that remat policies can store it and
   need not communicate again.
 
   Args:
-    y: outputs of a device's heads or hidden units, [..., in].
+    y: outputs of a device's heads or hidden units, [..., in]; or a tuple of the activation's
+      arguments.
     p: parameters {"kernel": its rows for them, [in, width]}, maybe with the leaves of an
       adapter (`models.lora`).
     ops: operations, whose `reduce` is used.
+    activation: function of y that returns the outputs. Only its arguments are stored for the
+      backward pass, and the outputs are computed again.
   """
+  dtype = jax.tree.leaves(y)[0].dtype
+  total = _product(y, p) if activation is None else _activated(activation, y, p)
+  return checkpoint_name(ops.reduce(total).astype(dtype), BRANCH)
+
+
+def _product(y: jax.Array, p: Any) -> jax.Array:
   total = linear_sum(y, p["kernel"])
   if "kernel_lora_a" in p:
     total = total + linear_sum(linear(y, p["kernel_lora_a"]), p["kernel_lora_b"])
-  return checkpoint_name(ops.reduce(total).astype(y.dtype), BRANCH)
+  return total
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _activated(activation, parts, p):
+  return _product(activation(*parts), p)
+
+
+def _activated_backward(activation, kept, g):
+  parts, p = kept
+  # Without a loop, XLA would merge both computations and keep their result. A CPU, which has
+  # the memory, is faster with that.
+  parts = lax.platform_dependent(parts, cpu=lambda x: x, default=lax.optimization_barrier)
+  return jax.vjp(lambda parts, p: _product(activation(*parts), p), parts, p)[1](g)
+
+
+_activated.defvjp(lambda *args: (_activated(*args), args[1:]), _activated_backward)
+
+
+def split_of_last(shape: tuple[int, ...], sizes: Mapping[str, int]) -> tuple[str | None, ...]:
+  """Return the mesh axes that split the last matrices of branches, [layers, in, out].
+
+  Along `fsdp` it is the inputs, as for the other matrices: a reduce-scatter over the other dim
+  would begin with a transposed copy of the float32 gradient. It is the outputs if `model` splits
+  the inputs, or `fsdp` does not divide them.
+
+  Args:
+    shape: shape of the parameter.
+    sizes: sizes of the mesh axes by name.
+
+  Example:
+    >>> split_of_last((4, 64, 32), {"fsdp": 8}), split_of_last((4, 64, 32), {"model": 2})
+    (('stage', 'fsdp', None), ('stage', 'model', 'fsdp'))
+  """
+  if sizes.get("model", 1) > 1 or shape[1] % sizes.get("fsdp", 1):
+    return "stage", "model", "fsdp"
+  return "stage", "fsdp", None
 
 
 def at_least_float32(x: jax.Array) -> jax.Array:
@@ -211,6 +187,8 @@ class Stack(NamedTuple):
       params["embed"]["table"], and params["head"] has none.
     has_lora: whether `layer` computes with adapters itself (`models.lora`): all its products
       with kernels are by `linear.dense` or `rejoin`.
+    has_lookup: whether `embed` reads params["embed"]["table"] only by `ops.lookup` and rounds the
+      rows to the dtype of activations. The table then need not be gathered.
   """
 
   init: Callable[[jax.Array], Any]
@@ -221,6 +199,7 @@ class Stack(NamedTuple):
   num_layers: int
   tied: bool = False
   has_lora: bool = False
+  has_lookup: bool = False
 
   def head_of(self, part: Callable[[str], Any]) -> Any:
     """Return the parameters that `finish` and `logits` take.
@@ -236,33 +215,6 @@ class Stack(NamedTuple):
     return head | {"kernel": part("embed")["table"].T} if self.tied else head
 
 
-def _remat(policy: Any) -> Callable[[Layer], Layer]:
-  # CSE need not be prevented, because in a scan the compiler cannot undo the remat.
-  return functools.partial(jax.checkpoint, policy=policy, prevent_cse=False)
-
-
-def _offload(layer: Layer) -> Layer:
-  names = {"names_which_can_be_saved": [], "names_which_can_be_offloaded": [INPUT]}
-  where = {"offload_src": "device", "offload_dst": "pinned_host"}
-  policy = _keep.save_and_offload_only_these_names(**names, **where)
-
-  def named(params: Any, h: jax.Array, *packing: jax.Array) -> jax.Array:
-    return layer(params, checkpoint_name(h, INPUT), *packing)
-
-  return _remat(policy)(named)
-
-
-_keep = jax.checkpoint_policies
-# Policy name -> function that applies the policy to a layer, which must run in a scan.
-REMAT: dict[str, Callable[[Layer], Layer]] = {
-  "none": lambda layer: layer,
-  "dots": _remat(_keep.save_only_these_names(PRODUCT, BRANCH)),
-  "branches": _remat(_keep.save_only_these_names(BRANCH)),
-  "full": _remat(_keep.nothing_saveable),
-  "offload": _offload,
-}
-
-
 def hidden_states(
   stack: Stack, params: Any, batch: Any, ops: Ops | None = None, *, remat: str = "none"
 ) -> jax.Array:
@@ -273,10 +225,10 @@ def hidden_states(
     params: parameters from `stack.init`.
     batch: the batch.
     ops: operations of a layout; None means operations of one device.
-    remat: rematerialisation policy, a name in `REMAT`.
+    remat: rematerialisation policy, a name in `remat.REMAT`.
   """
   ops = for_rows(ops or Ops(), *packing_of(with_positions(batch)))
-  layer = REMAT[remat](lambda p, h: stack.layer(p, h, ops))
+  layer = with_remat(lambda p, h: stack.layer(p, h, ops), remat)
   h = stack.embed(params["embed"], batch, ops)
   h, _ = jax.lax.scan(lambda h, p: (layer(p, h), None), h, params["layers"])
   return h

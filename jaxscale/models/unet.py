@@ -12,9 +12,12 @@ import itertools
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 
 from jaxscale.models.convolution import Conv
 from jaxscale.models.layers import ImageModule, Keys, max_pool_2
+from jaxscale.models.linear import PRODUCT
+from jaxscale.models.remat import INPUT
 
 _init = nn.initializers.he_normal()
 
@@ -64,13 +67,13 @@ class UNetModule(ImageModule):
         else:
           x = self.norm()(x, train)
         x = nn.relu(x)
-      return x
+      return checkpoint_name(x, INPUT)  # of further levels
 
     def up(x, width):
       """Double all sizes of [n, ..., in]; return [n, ..., width]."""
       n, *small = x.shape[:-1]
       options = {"use_bias": False, "kernel_init": _init, "dtype": self.dtype}
-      x = nn.Dense(2**dims * width, **options)(x)
+      x = checkpoint_name(nn.Dense(2**dims * width, **options)(x), PRODUCT)
       x = x.reshape(n, *small, *(2,) * dims, width)
       pairs = itertools.chain.from_iterable((1 + i, 1 + dims + i) for i in range(dims))
       return x.transpose(0, *pairs, 1 + 2 * dims).reshape(n, *(2 * s for s in small), width)

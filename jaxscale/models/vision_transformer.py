@@ -23,17 +23,19 @@ from jax import lax
 from jaxscale.errors import invalid
 from jaxscale.models.attention import join_heads, split_heads
 from jaxscale.models.linear import dense, linear, shift
+from jaxscale.models.norms import layer_norm
 from jaxscale.models.sizes import check_heads
-from jaxscale.models.stack import Ops, Stack, at_least_float32, rejoin, sum_totals
+from jaxscale.models.stack import Ops, Stack, at_least_float32, rejoin, split_of_last, sum_totals
 
-# Sharding rules: path pattern and mesh axis of each dim (parallel/rules.py).
+# Sharding rules: path pattern and mesh axis of each dim, or a function that returns the axes
+# (parallel/rules.py).
 SHARDING = (
   ("embed/patch/kernel", (None, "fsdp")),
   ("embed/(patch/bias|class_token)", (None,)),
   ("embed/position", (None, None)),
   ("layers/(q|k|v|up)/kernel", ("stage", "fsdp", "model")),
   ("layers/(q|k|v|up)/bias", ("stage", "model")),
-  ("layers/(o|down)/kernel", ("stage", "model", "fsdp")),
+  ("layers/(o|down)/kernel", split_of_last),
   ("layers/(o|down)/bias", ("stage", None)),
   ("layers/.*norm/(scale|bias)", ("stage", None)),
   ("head/norm/(scale|bias)", (None,)),
@@ -98,7 +100,7 @@ def make_vit(
     problem = f"does not divide images of {image_shape[0]}x{image_shape[1]} pixels"
     raise invalid("ViT.patch", patch, problem, "give a divisor or another image size")
   check_heads("ViT", width, num_heads)
-  norm, dtype = functools.partial(layer_norm, eps=norm_eps), jnp.dtype(dtype)
+  norm, dtype = functools.partial(_layer_norm, eps=norm_eps), jnp.dtype(dtype)
   layer = functools.partial(_layer, norm=norm, head_width=width // num_heads)
 
   def embed(p, batch, ops):
@@ -149,25 +151,13 @@ def _layer(
   y = join_heads(ops.attend(q, k, v, causal=False))
   h = h + shift(rejoin(y, p["o"], ops), p["o"]["bias"])
   x = ops.enter(norm(h, p["mlp_norm"]))
-  y = gelu(dense(x, p["up"], h.dtype))
-  return h + shift(rejoin(y, p["down"], ops), p["down"]["bias"])
+  up = dense(x, p["up"], h.dtype)
+  return h + shift(rejoin((up,), p["down"], ops, gelu), p["down"]["bias"])
 
 
-def layer_norm(x: jax.Array, p: Any, *, eps: float) -> jax.Array:
-  """LayerNorm (arXiv:1607.06450): (x - mean) / sqrt(var + eps) * scale + bias.
-
-  Args:
-    x: inputs, [..., width].
-    p: parameters {"scale": float32 [width], "bias": float32 [width]}.
-    eps: term added to the variance.
-
-  Returns:
-    Normalised values, float32 [..., width].
-  """
-  wide = at_least_float32(x)
-  centred = wide - wide.mean(axis=-1, keepdims=True)
-  variance = jnp.square(centred).mean(axis=-1, keepdims=True)
-  return centred * jax.lax.rsqrt(variance + eps) * p["scale"] + p["bias"]
+def _layer_norm(x: jax.Array, p: Any, *, eps: float) -> jax.Array:
+  """Apply `layer_norm` with the parameters {"scale", "bias"}."""
+  return layer_norm(x, p["scale"], p["bias"], eps=eps)
 
 
 def patches(images: jax.Array, size: int) -> jax.Array:

@@ -27,9 +27,11 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 
 from jaxscale.collectives import vary
 from jaxscale.collectives.typed import in_mesh_order, varying
+from jaxscale.models.attention import ATTENTION
 
 _BLOCK = 1024  # keys whose scores are in memory at once
 _NEVER = -1e30  # score of a masked key; unlike -inf, its differences are not NaN
@@ -117,8 +119,8 @@ def _ring_forward(plan: _Plan, q: jax.Array, k: jax.Array, v: jax.Array, numbers
   nothing = jnp.zeros((*q.shape[:-1], 1), jnp.float32), jnp.zeros(q.shape, jnp.float32)
   start = vary((never, *nothing), plan.axes)
   (m, total, acc), _ = _go_round(plan, step, start, (k, v, *numbers), ())
-  out = (acc / total).astype(q.dtype)
-  return out, (q, k, v, numbers, out, m + jnp.log(total))
+  out = checkpoint_name((acc / total).astype(q.dtype), ATTENTION)
+  return out, (q, k, v, numbers, out, checkpoint_name(m + jnp.log(total), ATTENTION))
 
 
 def _ring_backward(plan: _Plan, kept: Any, dout: jax.Array):

@@ -2,12 +2,12 @@
 
 Each layer's parameters are gathered (`fsdp_gather`) in the body of the scan, inside the
 part that remat recomputes, so that a device never holds more than one or two full layers.
-`models.stack.REMAT` has the policies for the values that the backward pass stores. The
+`models.remat.REMAT` has the policies for the values that the backward pass stores. The
 schedules for layers split over pipeline stages are in `pipeline`.
 """
 
 import functools
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 from jax import lax
@@ -16,26 +16,20 @@ from jaxscale.collectives import vary
 from jaxscale.errors import ConfigError
 from jaxscale.mesh import on_cpu
 from jaxscale.models.attention import attention
-from jaxscale.models.stack import (
-  PACKING,
-  REMAT,
-  Layer,
-  Ops,
-  Stack,
-  Totals,
-  for_rows,
-  packing_of,
-  with_positions,
-)
+from jaxscale.models.remat import Layer, with_remat
+from jaxscale.models.stack import PACKING, Ops, Stack, Totals, for_rows, packing_of, with_positions
 from jaxscale.parallel import sequence
 from jaxscale.parallel.fsdp_gather import gather_params, save_all_but_gathered
 from jaxscale.parallel.pipeline import gpipe, one_f_one_b, split_microbatches, stage_microbatches
 from jaxscale.parallel.placement import pair_shards
 from jaxscale.parallel.ring import ring_attention
 from jaxscale.parallel.specs import Layout
+from jaxscale.parallel.table_lookup import SplitTable
 from jaxscale.parallel.tensor import tensor_ops
 
-_FEW_LAYERS = 6
+# Layers that are written out by default. On GPUs each one adds half a second to compilation.
+_FEW_LAYERS, _MANY_LAYERS = 6, 32  # on CPUs, on GPUs and TPUs
+Unroll = int | Literal["all"] | None
 _BY_TOKEN = ("tokens", "targets", *PACKING)  # arrays of a batch, [rows, tokens]
 _SPLIT = {"model", "stage"}  # axes that split layers, or the list of layers
 
@@ -52,29 +46,36 @@ class PipelineGrads(NamedTuple):
   grads: Any
 
 
-def stack_loss(stack: Stack, layout: Layout, *, remat: str = "none") -> Any:
+def stack_loss(stack: Stack, layout: Layout, *, remat: str = "none", unroll: Unroll = None) -> Any:
   """Return the loss for a train step (`step.LossFn`).
 
   Args:
     stack: the model.
     layout: the layout of the parameters.
-    remat: rematerialisation policy, a name in `REMAT`. Gathered parameters are never
+    remat: rematerialisation policy, a name in `models.remat.REMAT`. Gathered parameters are never
       stored, but gathered again.
+    unroll: number of layers that an iteration of the loop over layers computes, or "all";
+      None means the choice of `_unrolled`.
   """
+  run_layers = _layers(stack, layout, remat, unroll)
 
   def loss_fn(params: Any, model_state: Any, batch: Any, keys: jax.Array):  # nothing is random
-    totals = _run(stack, layout, params, batch, remat=remat)
+    totals = _run(stack, layout, run_layers, params, batch)
     return totals["loss"], (model_state, totals)
 
   return loss_fn
 
 
-def gpipe_grads(stack: Stack, layout: Layout, *, remat: str = "none") -> PipelineGrads:
+def gpipe_grads(
+  stack: Stack, layout: Layout, *, remat: str = "none", unroll: Unroll = None
+) -> PipelineGrads:
   """Return the gradients of a step by GPipe; the arguments are those of `stack_loss`."""
+  run_layers = _layers(stack, layout, remat, unroll)
 
   def grads(shards: Any, full: Any, model_state: Any, batch: Any, num_microbatches: int):
     def loss(shards: Any):
-      totals = _run(stack, layout, pair_shards(shards, full), batch, num_microbatches, remat=remat)
+      params = pair_shards(shards, full)
+      totals = _run(stack, layout, run_layers, params, batch, num_microbatches)
       return totals["loss"], totals
 
     found, totals = jax.grad(loss, has_aux=True)(shards)
@@ -83,9 +84,11 @@ def gpipe_grads(stack: Stack, layout: Layout, *, remat: str = "none") -> Pipelin
   return PipelineGrads(grads)
 
 
-def one_f_one_b_grads(stack: Stack, layout: Layout, *, remat: str = "none") -> PipelineGrads:
+def one_f_one_b_grads(
+  stack: Stack, layout: Layout, *, remat: str = "none", unroll: Unroll = None
+) -> PipelineGrads:
   """Return the gradients of a step by 1F1B; the arguments are those of `stack_loss`."""
-  ops = layout_ops(layout)
+  ops, run_layers = layout_ops(layout), _layers(stack, layout, remat, unroll)
 
   def grads(shards: Any, full: Any, model_state: Any, batch: Any, num_microbatches: int):
     def gathered(params: Any, part: str):
@@ -95,7 +98,6 @@ def one_f_one_b_grads(stack: Stack, layout: Layout, *, remat: str = "none") -> P
       head = stack.head_of(functools.partial(gathered, params))
       return stack.finish(head, h, micro, ops)
 
-    run_layers = _layers(stack, layout, remat)
     microbatches = split_microbatches(local_tokens(batch, layout), num_microbatches)
     found, totals = one_f_one_b(
       lambda params, micro: stack.embed(gathered(params, "embed"), micro, ops),
@@ -114,28 +116,28 @@ def one_f_one_b_grads(stack: Stack, layout: Layout, *, remat: str = "none") -> P
 def stack_totals(stack: Stack, layout: Layout) -> Any:
   """Return the totals for an eval step (`step.EvalFn`), with or without a pipeline."""
   stages = layout.mesh.shape.get("stage", 1)
+  run_layers = _layers(stack, layout, "none", None if on_cpu(layout.mesh) else 1)
 
   def eval_fn(params: Any, model_state: Any, batch: Any):
     rows = len(jax.tree.leaves(batch)[0])
     num_microbatches = stages if rows % stages == 0 else 1
-    return _run(stack, layout, params, batch, num_microbatches, remat="none")
+    return _run(stack, layout, run_layers, params, batch, num_microbatches)
 
   return eval_fn
 
 
 def _run(
-  stack: Stack, layout: Layout, params: Any, batch: Any, num_microbatches: int = 1, *, remat: str
+  stack: Stack, layout: Layout, run_layers: Any, params: Any, batch: Any, num_microbatches: int = 1
 ) -> Totals:
   """Compute the totals of a device's rows, inside `shard_map` over the mesh."""
   ops, gathers = layout_ops(layout), layout.gathers
-  run_layers = _layers(stack, layout, remat)
   batch = local_tokens(batch, layout)
 
   def gathered(part: str) -> Any:  # A tied table is gathered twice, and not kept in between.
     return gather_params(params[part], gathers[part])
 
   if "stage" not in layout.mesh.axis_names:
-    h = stack.embed(gathered("embed"), batch, ops)
+    h = stack.embed(_embedding(stack, layout, params), batch, ops)
     h = run_layers(params["layers"], h, *packing_of(batch))
     return stack.finish(stack.head_of(gathered), h, batch, ops)
   microbatches = split_microbatches(batch, num_microbatches)
@@ -151,7 +153,17 @@ def _run(
   return stack.finish(stack.head_of(gathered), h, rows, ops)
 
 
-def _layers(stack: Stack, layout: Layout, remat: str) -> Any:
+def _embedding(stack: Stack, layout: Layout, params: Any) -> Any:
+  """Return the gathered parameters of the embedding; a table's rows are gathered by lookups."""
+  embed, gathers = params["embed"], layout.gathers["embed"]
+  if not stack.has_lookup:
+    return gather_params(embed, gathers)
+  rest = {name: x for name, x in embed.items() if name != "table"}
+  table = SplitTable(embed["table"], gathers["table"])
+  return gather_params(rest, {name: gathers[name] for name in rest}) | {"table": table}
+
+
+def _layers(stack: Stack, layout: Layout, remat: str, unroll: Unroll) -> Any:
   """Return a function (a device's layers, h, *packing of the rows) -> h."""
   ops = layout_ops(layout)
   gathers = jax.tree.map(lambda gather: gather.for_layer(), layout.gathers["layers"])
@@ -159,28 +171,31 @@ def _layers(stack: Stack, layout: Layout, remat: str) -> Any:
   def layer(w: Any, h: jax.Array, *packing: jax.Array) -> jax.Array:
     return stack.layer(gather_params(w, gathers), h, for_rows(ops, *packing))
 
-  run: Layer = REMAT[remat](layer)
-  if remat == "none" and layout.shard in ("zero2", "fsdp"):
-    run = jax.checkpoint(layer, policy=save_all_but_gathered, prevent_cse=False)
-
   def run_layers(layers: Any, h: jax.Array, *packing: jax.Array):
     count = len(jax.tree.leaves(layers)[0])
-    written_out = count if _is_written_out(layout, remat, count) else 1
-    return lax.scan(lambda h, w: (run(w, h, *packing), None), h, layers, unroll=written_out)[0]
+    unrolled = _unrolled(layout, remat, count, unroll)
+    splits_grads = layout.shard in ("zero2", "fsdp")
+    run: Layer = with_remat(layer, remat, in_loop=unrolled < count, gathers=splits_grads)
+    if remat == "none" and splits_grads:
+      run = jax.checkpoint(layer, policy=save_all_but_gathered, prevent_cse=unrolled == count)
+    return lax.scan(lambda h, w: (run(w, h, *packing), None), h, layers, unroll=unrolled)[0]
 
   return run_layers
 
 
-def _is_written_out(layout: Layout, remat: str, layers: int) -> bool:
-  """Return whether the loop over layers is unrolled.
+def _unrolled(layout: Layout, remat: str, layers: int, unroll: Unroll) -> int:
+  """Return the number of layers that an iteration of the loop over layers computes.
 
-  On CPU a loop also clears and copies all values stored for the backward pass, a sixth of
-  a step of configs/text.py. Unrolled layers take longer to compile, so only a few are
-  unrolled. With remat the loop is needed, because it keeps XLA from undoing the
-  rematerialisation.
+  A loop also clears and copies all values stored for the backward pass: on CPU a sixth of
+  a step of configs/text.py, on an H100 14 to 29 % of a step by its compiled program. Unrolled
+  layers take longer to compile, so only a few are unrolled by default. With remat the loop is
+  needed, because it keeps XLA from undoing the rematerialisation.
   """
+  if unroll is not None:
+    return layers if unroll == "all" else min(unroll, layers)
   is_whole = layout.shard == "none" and set(layout.mesh.axis_names).isdisjoint(_SPLIT)
-  return on_cpu(layout.mesh) and is_whole and remat == "none" and layers <= _FEW_LAYERS
+  few = _FEW_LAYERS if on_cpu(layout.mesh) else _MANY_LAYERS
+  return layers if is_whole and remat == "none" and layers <= few else 1
 
 
 def _can_skip(layout: Layout) -> bool:
@@ -190,6 +205,11 @@ def _can_skip(layout: Layout) -> bool:
 
 def layout_ops(layout: Layout) -> Ops:
   """Return the operations that a model uses under a layout."""
+  ops = _ops(layout)
+  return ops._replace(classify=functools.partial(ops.classify, chunk=layout.loss_chunk))
+
+
+def _ops(layout: Layout) -> Ops:
   # The program may be compiled for devices that this machine lacks.
   attend = functools.partial(attention, device=layout.mesh.devices.flat[0])
   if "model" not in layout.mesh.axis_names:

@@ -50,6 +50,7 @@ class Layout(NamedTuple):
     dtype: dtype of matrix products; None means the dtype of the parameters.
     sum_in: dtype of sums over `model`; see `tensor.tensor_ops`.
     opt_on_host: whether the optimizer state is in host memory between steps.
+    loss_chunk: number of a device's labels whose logits exist at a time; 0 means all.
   """
 
   mesh: Mesh
@@ -63,6 +64,7 @@ class Layout(NamedTuple):
   dtype: Any = None
   sum_in: Any = None
   opt_on_host: bool = False
+  loss_chunk: int = 0
 
 
 def replicated_layout(mesh: Mesh) -> Layout:
@@ -91,6 +93,7 @@ def make_layout(
   sum_in: Any = None,
   dtype: Any = None,
   opt_on_host: bool = False,
+  loss_chunk: int = 0,
 ) -> Layout:
   """Create the layout of a model's parameters from sharding rules.
 
@@ -105,8 +108,9 @@ def make_layout(
     splits: dims that the axis `model` splits. With "ring" and "all_to_all" parameters are
       not split along it.
     sum_in: dtype of sums over devices along `model`; None means float32.
-    dtype: dtype in which matrices of layers and head are sent and used; None means their own.
+    dtype: dtype in which matrices are sent and used; None means their own.
     opt_on_host: keep the optimizer state in host memory between steps.
+    loss_chunk: number of labels for `cross_entropy.classify`; 0 means all of a device.
 
   Raises:
     ConfigError: a parameter is matched by no rule or by several, or its shape cannot be
@@ -129,9 +133,7 @@ def make_layout(
 
   def gather(path: Any, leaf: Any, spec: P) -> Gather:
     dims, part = list(spec), path_name(path).split("/")[0]
-    # Rows of an embedding table are looked up without a cast, so that gradients of
-    # frequent rows are summed in float32 (models.decoder).
-    casts = part != "embed" and leaf.ndim - (part == "layers") >= 2
+    casts = leaf.ndim - (part == "layers") >= 2
     sent = jnp.dtype(dtype) if casts and dtype is not None else None
     if shard not in ("zero2", "fsdp") or FSDP not in dims:
       return Gather(sum_in_exchange=token_axes, dtype=sent)
@@ -143,7 +145,8 @@ def make_layout(
   gathers = jax.tree.map_with_path(gather, shapes, opt_specs)
   types = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), shapes)
   trees = param_specs, opt_specs, gathers, types
-  return Layout(mesh, shard, token_axes, *trees, splits, dtype, sum_in, opt_on_host)
+  options = splits, dtype, sum_in, opt_on_host, loss_chunk
+  return Layout(mesh, shard, token_axes, *trees, *options)
 
 
 def _check_used(sizes: dict[str, int], specs: Any, shard: Shard) -> None:

@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxscale.collectives import vary
-from jaxscale.models.linear import linear
+from jaxscale.models.cross_entropy import classify
 from jaxscale.models.stack import Ops
 from jaxscale.parallel.sequence import gather_tokens, scatter_tokens
 
@@ -54,7 +54,8 @@ def tensor_ops(*, regions: bool, dtype: Any = None, sum_in: Any = None) -> Ops:
 
   enter.defvjp(lambda x: (enter(x), None), lambda _, g: (add(g).astype(g.dtype),))
   lookup = functools.partial(split_lookup, scatter=regions)
-  return Ops(enter=enter, reduce=add, lookup=lookup, classify=split_classify)
+  of_part = functools.partial(classify, axis=MODEL)
+  return Ops(enter=enter, reduce=add, lookup=lookup, classify=of_part)
 
 
 def split_lookup(table: jax.Array, ids: jax.Array, *, scatter: bool) -> jax.Array:
@@ -70,58 +71,3 @@ def split_lookup(table: jax.Array, ids: jax.Array, *, scatter: bool) -> jax.Arra
   rows = table[jnp.where(is_here, here, 0)]
   rows = jnp.where(is_here[..., None], rows, jnp.zeros_like(rows))
   return scatter_tokens(rows, axis=MODEL) if scatter else lax.psum(rows, MODEL)
-
-
-def split_classify(
-  h: jax.Array,
-  kernel: jax.Array,
-  bias: jax.Array | None,
-  labels: jax.Array,
-  *,
-  num_classes: int,
-  label_smoothing: float = 0.0,
-  dtype: Any = None,
-) -> tuple[jax.Array, jax.Array]:
-  """Compute `models.stack.classify` for a classifier that is split by classes.
-
-  With z the logits and sums over classes:
-
-      loss = log sum exp(z - m) + m - z_label        m = max z, a constant
-      smoothing adds e (z_label - mean z)            (arXiv:1512.00567, section 7)
-
-  Args:
-    h: inputs, [..., width], the same on all devices along the axis.
-    kernel: kernel of this device, [width, classes / n].
-    bias: bias of this device, [classes / n], or None.
-    labels: labels, int [...].
-    num_classes: number of classes without padding.
-    label_smoothing: share e of the target that is spread over all classes.
-    dtype: dtype of the product; None means the dtype of h.
-
-  Returns:
-    Losses, float32 [...], and hits, bool [...], the same on all devices.
-  """
-  logits = linear(h, kernel, dtype).astype(jnp.float32)
-  if bias is not None:
-    logits = logits + bias.astype(jnp.float32)
-  size = kernel.shape[1]
-  first = lax.axis_index(MODEL) * size
-  classes = first + jnp.arange(size)
-  is_class = classes < num_classes
-  logits = jnp.where(is_class, logits, -jnp.inf)
-  own_top = lax.stop_gradient(logits.max(-1))
-  top = lax.pmax(own_top, MODEL)
-  of_label = jnp.where(classes == labels[..., None], logits, 0.0).sum(-1)
-  exps = jnp.exp(logits - top[..., None]).sum(-1)
-  # One psum for all sums, since latency matters, not bytes.
-  sums = [exps, of_label]
-  if label_smoothing:
-    sums.append(jnp.where(is_class, logits, 0.0).sum(-1))
-  total, of_label, *every = lax.psum(sums, MODEL)
-  losses = jnp.log(total) + top - of_label
-  if label_smoothing:
-    losses = losses + label_smoothing * (of_label - every[0] / num_classes)
-  # The first of several equal maxima, as in argmax.
-  best = jnp.where(own_top == top, first + logits.argmax(-1), num_classes)
-  best = lax.pmin(vary(best, (MODEL,)), MODEL)
-  return losses, best == labels

@@ -11,6 +11,7 @@ share of its peak, collectives by `transfer`) only set the order of compilation.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -21,9 +22,11 @@ from jaxscale.hlo import Collective
 from jaxscale.planning import transfer
 from jaxscale.planning.machine import Rates, links
 
-_HIDDEN_DURING = 0.9  # of compute, which can hide FSDP's collectives
-# Forward passes by remat, in addition to the two products of a backward pass.
-_PASSES = {"none": 1.0, "dots": 1.02, "branches": 1.9, "full": 2.0, "offload": 2.0}
+_HIDDEN_DURING = 0.9  # of compute, which can hide collectives of single layers
+_SLOW_AXES = "replica", "data"
+# Forward passes by remat, in addition to the two products of a backward pass; else as "dots".
+_PASSES = {"none": 1.0, "branches": 1.9, "full": 2.0, "offload": 2.0}
+_PASSES_OF_DOTS = 1.02
 # Kept activations per layer without remat, as a multiple of the products' outputs. Calibrated
 # by 78 GiB for llama_7b on 64 H100 with 2 rows per micro-batch.
 _KEPT_BY_NONE = 4.8
@@ -128,14 +131,15 @@ def estimate(shapes: Shapes, one: Candidate, batch_size: int, rates: Rates) -> E
   at, ticks = rates.at("expected"), part.ticks
   peak = at["peak_bfloat16" if shapes.itemsize == 2 else "peak_float32"]
   peak *= at.get("matmul" if shapes.outputs else "convolution", 0.5)
-  passes = 2 + _PASSES[one.layout.remat] + (one.mesh.stage > 1)
+  passes = 2 + _PASSES.get(str(one.layout.remat), _PASSES_OF_DOTS) + (one.mesh.stage > 1)
   compute = ticks * passes * part.rows * shapes.flops / (one.mesh.stage * one.mesh.model) / peak
   exposed = hidden = 0.0
-  sizes = {axis: getattr(one.mesh, axis) for axis in ("data", "fsdp", "stage", "model")}
+  sizes = dataclasses.asdict(one.mesh)
   for kind, axes, payload, times in _sent(part):
     sent = Collective(kind, "", (), int(payload), payload, (), 1, axes, 1, True, False, False, None)
     took = times * transfer.seconds(sent, sizes, rates.per_node, links(at))
-    if axes == ("fsdp",) and times > 1:
+    in_backward = axes == _SLOW_AXES and one.layout.slow_axes == "in_backward"
+    if in_backward or (axes == ("fsdp",) and times > 1):
       hidden += took
     else:
       exposed += took
@@ -175,7 +179,7 @@ class _Part:
     inputs = self.between * shapes.width * shapes.itemsize  # of one layer
     outputs = self.tokens * shapes.itemsize * shapes.outputs / self.blocks
     kept = 0.0 if shapes.outputs == 0 else shapes.layers / mesh.stage * inputs
-    if layout.remat in ("none", "dots"):
+    if layout.remat in ("none", "dots_attention", "dots"):
       kept += outputs / 2
     least = kept
     if mesh.stage > 1:  # A stage is recomputed from its input.
@@ -201,7 +205,7 @@ def _sent(part: _Part) -> Iterator[tuple[str, tuple[str, ...], float, float]]:
     yield "reduce-scatter", ("fsdp",), 4 * part.parameters, ticks
   if layout.shard in ("zero1", "zero2"):
     yield "all-gather", ("fsdp",), 4 * part.parameters, 1
-  axes = ("data",) if layout.shard in ("fsdp", "zero2") else ("data", "fsdp")
+  axes = _SLOW_AXES if layout.shard in ("fsdp", "zero2") else (*_SLOW_AXES, "fsdp")
   times = num_microbatches if layout.slow_axes == "in_backward" else 1
   yield "all-reduce", axes, 4 * part.grads, times
   if mesh.stage > 1:

@@ -6,13 +6,16 @@ the memory that the program takes on each of them.
 
 from __future__ import annotations
 
+import contextlib
 import time
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from jaxscale import config as cfg
+from jaxscale.cluster import gpu_settings
 from jaxscale.errors import EXIT_CRASH, ConfigError
 from jaxscale.hlo.memory import Memory, memory_of, out_of_memory
-from jaxscale.planning.topologies import Chips, gib
+from jaxscale.planning.topologies import Chips, compiler, gib, num_hosts
 
 
 class Fit(NamedTuple):
@@ -48,6 +51,39 @@ class RefusedError(Exception):
   exit_code = EXIT_CRASH
 
 
+def settings_of(config: cfg.Config, chips: Chips) -> gpu_settings.Choice:
+  """Return the variables that a run of a config would set on some GPUs; none on other chips."""
+  if chips.chip.platform != "cuda" or not config.gpu_settings:
+    return gpu_settings.Choice()
+  hardware = gpu_settings.Hardware(1, has_nodes=num_hosts(chips.name) > 1)
+  return gpu_settings.choose(hardware, gpu_settings.own())
+
+
+def limit_of(config: cfg.Config, chips: Chips) -> int:
+  """Return the bytes that a program may take on a device in a run of a config.
+
+  Raises:
+    ConfigError: the fraction of a GPU's memory that the user has set is invalid.
+  """
+  if chips.chip.platform != "cuda":
+    return chips.chip.limit
+  return int(chips.chip.memory * gpu_settings.memory_fraction(settings_of(config, chips)))
+
+
+@contextlib.contextmanager
+def _level_of(config: cfg.Config, chips: Chips) -> Iterator[None]:
+  """Compile at the optimization level of a run."""
+  import jax
+
+  name = gpu_settings.LEVEL.lower()
+  before = getattr(jax.config, name)
+  jax.config.update(name, settings_of(config, chips).values.get(gpu_settings.LEVEL, before))
+  try:
+    yield
+  finally:
+    jax.config.update(name, before)
+
+
 def compile_for(config: cfg.Config, chips: Chips) -> Fit:
   """Compile the train step of a config for chips that need not be present.
 
@@ -69,24 +105,28 @@ def compile_for(config: cfg.Config, chips: Chips) -> Fit:
   from jaxscale.experiment import build
 
   data = config.data.abstract(config.batch_size)
-  experiment = build.experiment(config, devices=chips.devices, datasets=data)
+  experiment = build.experiment(
+    config, devices=chips.devices, datasets=data, memory=chips.chip.limit
+  )
   before = time.perf_counter()
   memory = refusal = compiled = None
   try:
     lowered = experiment.lower_train_step()
     if chips.chip.platform == "cpu":  # Devices are simulated, but each would be a process.
       lowered = numbered(lowered, apart=False)
-    compiled = lowered.compile()
+    with _level_of(config, chips):
+      compiled = lowered.compile()
     memory = memory_of(compiled)
   except RuntimeError as e:
     if "cuDNN not found" in str(e):
-      advice = "attention needs cuDNN, which is missing; run pip install nvidia-cudnn-cu12"
+      suffix = "13" if "cuda13" in compiler("cuda") else "12"
+      advice = f"attention needs cuDNN, which is missing; run pip install nvidia-cudnn-cu{suffix}"
       raise ConfigError(f"--chips={chips.name}: {advice}") from None
     if (refusal := out_of_memory(e)) is None:
       problem = str(e).split("\n", 1)[0]
       raise RefusedError(f"--chips={chips.name}: the step does not compile: {problem}") from None
   seconds = time.perf_counter() - before
-  mesh, limit = experiment.mesh, chips.chip.limit
+  mesh, limit = experiment.mesh, limit_of(config, chips)
   return Fit(memory, refusal, limit, seconds, compiled, mesh, experiment)
 
 

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 from jaxscale import config as cfg
 from jaxscale import hlo
 from jaxscale.errors import ConfigError
+from jaxscale.mesh import MODEL_AXES
 from jaxscale.metrics.text import grouped
 from jaxscale.planning import estimate, job, step_plan, topologies
 from jaxscale.planning.fits import Fit, RefusedError
@@ -212,6 +213,21 @@ def bottleneck(plan: Plan) -> tuple[str, str]:
   return name, f"{what} takes {share:.0%} of the step; {advice} would shorten it"
 
 
+def hybrid_advice(plan: Plan) -> str:
+  """Return the advice to keep `fsdp` within a node, where the state fits; "" if it does not."""
+  sizes, memory = plan.fit.mesh.shape, plan.fit.memory
+  inside = plan.rates.per_node // math.prod(sizes.get(axis, 1) for axis in MODEL_AXES)
+  times, rest = divmod(sizes.get("fsdp", 1), max(inside, 1))
+  # Moments and parameters are arguments; gradients, as large as parameters, are temporaries.
+  needed = times * memory.arguments * 4 / 3 + memory.temporaries if memory else math.inf
+  if inside < 2 or times < 2 or rest or needed > plan.fit.limit:
+    return ""
+  return (
+    f"fsdp {sizes['fsdp']} crosses nodes, so every gather and sum of a layer uses the network; "
+    f"compare mesh.replica=-1 with mesh.fsdp={inside}, which sums over nodes once per step"
+  )
+
+
 # By part of the step: a description, and what would shorten it.
 _ARITHMETIC = "arithmetic of products and convolutions", "less remat or a faster chip"
 _ADVICE = {
@@ -236,6 +252,7 @@ def as_json(plan: Plan) -> dict[str, Any]:
   page["memory"] = plan.fit.memory._asdict() if plan.fit.memory else None
   page |= dict(memory_limit=plan.fit.limit, sent=sent(plan), step=_step_json(plan.step))
   page |= dict(mfu=plan.mfu, flops_per_parameter=plan.ratio, bottleneck=bottleneck(plan)[1])
+  page["advice"] = hybrid_advice(plan)
   page |= {name: [*map(_step_json, getattr(plan, name))] for name in ("strong", "weak")}
   page |= dict(skipped=[*plan.skipped], knee=plan.knee)
   for name, part in (("run", plan.run), ("job", plan.job)):

@@ -72,7 +72,8 @@ def _sent(plan: Plan) -> str:
   if not rows:
     return "communication: none"
   shown = table(("collective", "axes", "times", "MB"), rows, left=(0, 1))
-  return f"each device sends per step\n{indent(shown, '  ')}"
+  advice = plans.hybrid_advice(plan)
+  return f"each device sends per step\n{indent(shown, '  ')}" + f"\n  {advice}" * bool(advice)
 
 
 def _step(plan: Plan) -> str:

@@ -3,11 +3,12 @@
     jaxscale plan --config FILE --chips h100-64 --search
 
 The search lists all combinations of mesh, `layout`, `remat` and micro-batches that compute the
-same step. It drops those that cannot fit by arithmetic, and compiles the others in the order of
-their estimates (`estimate`). Each is planned as by `jaxscale plan`, until the time is over or
-many in a row were no better. Settings that change rounding (`layout.sum_in`, `exchange`) are not
-changed, and neither are `layout.optimizer="host"` and `remat="offload"`, whose time a plan does
-not include.
+same step. It drops those that cannot fit by arithmetic, and compiles the others: the config's own
+settings, on several nodes then a layout that splits the state within a node (`fsdp`) and sums
+gradients between nodes (`data`), then the others in the order of their estimates (`estimate`).
+Each is planned as by `jaxscale plan`, until the time is over or many in a row were no better.
+Settings that change rounding (`layout.sum_in`, `exchange`) are not changed, and neither are
+`layout.optimizer="host"` and `remat="offload"`, whose time a plan does not include.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from jaxscale import config as cfg
 from jaxscale.errors import ConfigError, invalid
 from jaxscale.mesh import mesh_shape
 from jaxscale.metrics.text import short_time, table
-from jaxscale.planning import step_plan, topologies
+from jaxscale.planning import fits, step_plan, topologies
 from jaxscale.planning.estimate import Candidate, Estimate, estimate, shapes_of
 from jaxscale.planning.fits import RefusedError
 from jaxscale.planning.machine import Machine, Rates, rates_of
@@ -34,7 +35,7 @@ from jaxscale.planning.step_plan import Step
 from jaxscale.planning.topologies import Chips, gib
 
 _AXES = ("replica", "data", "fsdp", "stage", "model")
-_REMATS = ("none", "dots", "branches", "full")  # from the most kept to the least
+_REMATS = ("none", "dots_attention", "dots", "branches", "full")  # from the most kept to the least
 _MODELS = ("layers", "layers_and_tokens", "ring", "all_to_all")
 _PATIENCE = 15  # A search ends after so many programs in a row that are no better.
 # The estimated speed-up by which a variant of a compiled layout precedes a new layout.
@@ -117,14 +118,19 @@ def search(
     problem = f"has more chips than the {len(chips.devices)} simulated devices of a search"
     raise invalid("--chips", chips.name, problem, f"set JAX_NUM_CPU_DEVICES={devices}")
   data = config.data.abstract(config.batch_size)
-  shapes = shapes_of(build.experiment(config, devices=chips.devices, datasets=data))
+  options: Any = {"devices": chips.devices, "memory": chips.chip.limit}
+  shapes = shapes_of(own := build.experiment(config, datasets=data, **options))
+  config = dataclasses.replace(config, layout=dataclasses.replace(config.layout, remat=own.remat))
   first, every = as_given(config, devices), [*candidates(config, devices)]
   estimates = functools.partial(estimate, shapes, batch_size=config.batch_size, rates=rates)
-  waiting, too_large = _waiting(every, first, estimates, chips.chip.limit)
+  mesh = dataclasses.replace(first.mesh, replica=1, data=first.mesh.replica * first.mesh.data)
+  same, limit = first._replace(mesh=mesh), fits.limit_of(config, chips)
+  waiting, too_large = _waiting(every, same, estimates, limit)
+  hybrid = _take_hybrid(waiting, rates.per_node)
   rows: list[Row] = []
   seconds = operator.attrgetter("seconds")
   ended = "all were compiled"
-  for one in itertools.chain([first], _in_order(waiting, rows)):
+  for one in itertools.chain([first], hybrid, _in_order(waiting, rows)):
     since_best = len(rows) - 1 - rows.index(min(rows, key=seconds)) if rows else 0
     if rows and time.monotonic() - began > 60 * minutes:
       ended = f"the time limit of --minutes={minutes:g} was reached"
@@ -176,6 +182,22 @@ def _waiting(
     elif one != first:
       waiting.append((guess.memory > limit, guess.seconds, one))
   return waiting, too_large
+
+
+def _take_hybrid(waiting: _Waiting, per_node: int) -> list[Candidate]:
+  """Take out the best candidate that gathers within a node and sums between nodes, by estimate.
+
+  The result is empty if there is only one node, or if no such candidate is likely to fit.
+  """
+  is_hybrid = [
+    one.layout.shard == "fsdp" and one.mesh.fsdp == per_node and one.mesh.data > 1 and not is_large
+    for is_large, _, one in waiting
+  ]
+  best = min(itertools.compress(waiting, is_hybrid), key=operator.itemgetter(1), default=None)
+  if best is None:
+    return []
+  waiting.remove(best)
+  return [best[-1]]
 
 
 def _in_order(waiting: _Waiting, rows: list[Row]) -> Iterator[Candidate]:

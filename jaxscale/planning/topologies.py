@@ -6,7 +6,7 @@
     2xh100-4    two hosts of 4
 
 Names count chips (Google's own names of v5p count cores, of which a chip has two). The compilers
-are in the packages `libtpu` and `jax-cuda12-plugin`, and need no hardware. Memory and
+are in the packages `libtpu` and `jax-cuda13-plugin` (or 12), and need no hardware. Memory and
 communication of a compiled program are exact; the program does not tell its time.
 """
 
@@ -30,7 +30,7 @@ class Chip(NamedTuple):
   Attributes:
     platform: "tpu", "cuda" or "cpu".
     memory: the bytes of memory; for a TPU with two devices, those of one device.
-    limit: the bytes of the memory that a program may take.
+    limit: the bytes of the memory that a program may take; for GPUs, see `fits.limit_of`.
     shapes: the shapes of TPU slices, by the number of chips.
     cores: the number of devices per chip.
     options: the options of the topology, other than its name and slices.
@@ -72,8 +72,7 @@ _PODS = {n: shape for n, shape in _FLAT.items() if n >= 4} | {512: "16x32", 1024
 _GB, _GIB = 10**9, 2**30
 # TPUs: the memory is from the same pages; the limit is the "available HBM" in the error with
 # which libtpu 0.0.51 refuses programs that need more.
-# GPUs: device_memory_size in XLA's descriptions (below). JAX takes 75 % of it unless
-# XLA_PYTHON_CLIENT_MEM_FRACTION is set (docs.jax.dev/en/latest/gpu_memory_allocation.html).
+# GPUs: device_memory_size in XLA's descriptions (below). Runs take 90 % (`gpu_settings`).
 # CPUs: the whole memory of this machine, as each process may take it.
 _CPU_MEMORY = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 CHIPS = {
@@ -86,16 +85,19 @@ CHIPS = {
   "cpu": Chip("cpu", _CPU_MEMORY, _CPU_MEMORY, {}),
   "knl": Chip("cpu", 112 * _GIB, 112 * _GIB, {}),  # 16 GB of it are on the chip.
 }
-_GPUS = {"h100": 84_942_979_072, "h200": 151_397_597_184}
+_GPUS = {"h100": 84_942_979_072, "h200": 151_397_597_184, "b200": 191_514_411_008}
 # Sizes from the vendors' data sheets.
-_GPUS |= {"a100": 80 * _GIB, "v100": 16 * _GIB, "p100": 16 * _GIB}
-CHIPS |= {name: Chip("cuda", memory, memory * 3 // 4, {}) for name, memory in _GPUS.items()}
+_GPUS |= {"a100": 80 * _GIB, "v100": 16 * _GIB, "p100": 16 * _GIB, "mi300x": 192 * _GIB}
+CHIPS |= {name: Chip("cuda", memory, memory * 9 // 10, {}) for name, memory in _GPUS.items()}
 GPUS_PER_HOST = 8
-# A Hopper GPU, from openxla/xla, xla/backends/gpu/target_config/specs/h100_sxm.txtpb and
-# h200.txtpb, which differ in name, memory and memory bandwidth (bytes/s); see hopper.txtpb.
-_BANDWIDTH = {
-  "h100": ("NVIDIA H100 80GB HBM3", 3_352_320_000_000),
-  "h200": ("NVIDIA H200 141GB HBM3e", 4_800_000_000_000),
+# From openxla/xla, xla/backends/gpu/target_config/specs/h100_sxm.txtpb, h200.txtpb and
+# b200.txtpb: name, memory bandwidth (bytes/s), multiprocessors, L2 cache (bytes), clock (GHz)
+# and major compute capability, in gpu.txtpb's order of placeholders.
+_PLACEHOLDERS = "NAME", "BANDWIDTH", "CORES", "CACHE", "CLOCK", "MAJOR"
+TARGETS = {
+  "h100": ("NVIDIA H100 80GB HBM3", 3_352_320_000_000, 132, 52_428_800, 1.98, 9),
+  "h200": ("NVIDIA H200 141GB HBM3e", 4_800_000_000_000, 132, 52_428_800, 1.98, 9),
+  "b200": ("NVIDIA B200", 7_672_320_000_000, 148, 132_644_864, 1.965, 10),
 }
 
 
@@ -163,11 +165,12 @@ def _simulated(name: str, kind: str, count: int) -> Chips:
 
 
 def target_config(kind: str) -> str:
-  """Return XLA's description of a GPU; for GPUs before Hopper, an H100's."""
-  name, bandwidth = _BANDWIDTH.get(kind, _BANDWIDTH["h100"])
-  text = Path(__file__).with_name("hopper.txtpb").read_text("utf-8")
-  text = text.replace("MEMORY", str(CHIPS[kind].memory)).replace("NAME", name)
-  return text.replace("BANDWIDTH", str(bandwidth))
+  """Return XLA's description of a GPU; for one that is not in `TARGETS`, an H100's."""
+  text = Path(__file__).with_name("gpu.txtpb").read_text("utf-8")
+  values = zip(_PLACEHOLDERS, TARGETS.get(kind, TARGETS["h100"]), strict=True)
+  for name, value in [("MEMORY", CHIPS[kind].memory), *values]:
+    text = text.replace(name, str(value))
+  return text
 
 
 def kind_of(name: str) -> str:
@@ -181,6 +184,20 @@ def kind_of(name: str) -> str:
     'h100'
   """
   return _parse(name)[1]
+
+
+def num_hosts(name: str) -> int:
+  """Return the number of hosts of GPUs by name.
+
+  Raises:
+    ConfigError: the name is invalid.
+
+  Example:
+    >>> num_hosts("2xh100-4"), num_hosts("h100-8"), num_hosts("h100-64")
+    (2, 1, 8)
+  """
+  groups, _, count = _parse(name)
+  return groups * -(-count // GPUS_PER_HOST)
 
 
 def _parse(name: str) -> tuple[int, str, int]:
@@ -206,7 +223,7 @@ def _check_installed(name: str, chip: Chip) -> None:
   modules, packages = ["libtpu"], "libtpu"
   if chip.platform == "cuda":
     modules = ["jax_cuda12_plugin", "jax_cuda13_plugin"]
-    packages = "jax-cuda12-plugin jax-cuda12-pjrt nvidia-cudnn-cu12"
+    packages = "jax-cuda13-plugin jax-cuda13-pjrt nvidia-cudnn-cu13"
   if not any(map(importlib.util.find_spec, modules)):
     advice = f"run pip install {packages} (the hardware is not needed; use a separate "
     advice += "environment, as JAX looks for the hardware at every start)"

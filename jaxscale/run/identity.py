@@ -28,6 +28,8 @@ ACCEPTABLE = "data", "code"
 # JAX settings that change numbers; only x64 also changes the dtypes of the state.
 _SETTINGS = """jax_enable_x64 jax_default_matmul_precision jax_default_prng_impl
   jax_threefry_partitionable""".split()
+# Settings of the compiler, which may also change rounding, with their values in older files.
+_COMPILER: dict[str, Any] = {"compiler_options": {}, "compiler_preset": "none"}
 SHAPE = {"data": {}, "code": {str: str}, "environment": {}}
 
 
@@ -168,7 +170,8 @@ def other_environment(described: Mapping[str, Any], now: Mapping[str, Any]) -> s
   def known(side: Mapping[str, Any]) -> dict[str, Any]:
     settings = (side.get("identity") or {}).get("environment", {})
     kind = {"devices": side.get("device_kind"), "python": side.get("python")}
-    return kind | {**side.get("versions", {})} | {**settings}
+    compiler = {name: side["config"].get(name, unset) for name, unset in _COMPILER.items()}
+    return kind | {**side.get("versions", {})} | {**settings} | compiler
 
   old, new = known(described), known(now)
   differs = [n for n in old if n in new and old[n] != new[n] and n != "jax_enable_x64"]

@@ -32,7 +32,8 @@ from jaxscale.run.identity import SHAPE as IDENTITY
 from jaxscale.run.identity import Change, changes, other_environment
 
 # Settings that may change when a run resumes: where it runs and what it records.
-_NOT_IDENTITY = """mesh layout compilation evaluation checkpoint checks faults log
+_NOT_IDENTITY = """mesh layout compilation compiler_options compiler_preset
+  evaluation checkpoint checks faults log
   metrics target_accuracy target_loss stop_at_target input_threads gpu_settings exchange.algorithm
   exchange.dims data.cache_dir data.max_pixels callbacks""".split()
 _LENGTH = "epochs", "steps"
@@ -250,7 +251,8 @@ def claim_workdir(
   if not before:
     reason = "because a version before 0.3 wrote it; data and code are not compared"
     lines.append(f"note: config.json has no identity of data and code, {reason}")
-  elif other := other_environment(described, {"identity": identity} | _software()):
+  now = {"identity": identity, "config": vars(config)} | _software()
+  if before and (other := other_environment(described, now)):
     lines.append(f"note: resuming with {other}; results may differ by rounding")
   return lines
 

@@ -158,7 +158,8 @@ def make_local_train_step(
 
   # Metrics are replicated, but the codes of a skipped step are one per device.
   shardings = (state_shardings(mesh), None if options.skip_bad_steps else replicated(mesh))
-  jitted = jax.jit(train_step, donate_argnums=0, out_shardings=shardings)
+  compiler = options.compiler_options
+  jitted = jax.jit(train_step, donate_argnums=0, out_shardings=shardings, compiler_options=compiler)
   return checked_step(one_at_a_time(jitted, mesh), options)
 
 

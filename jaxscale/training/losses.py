@@ -23,8 +23,8 @@ import jax.numpy as jnp
 import optax
 
 from jaxscale.errors import ConfigError, invalid
+from jaxscale.models.cross_entropy import cross_entropy as of_logits
 from jaxscale.models.model_fns import inputs_of
-from jaxscale.models.stack import smoothed
 from jaxscale.training.metrics import Metric, updates
 from jaxscale.training.types import LOSS_WEIGHT, Batch, EvalFn, LossFn, Totals
 
@@ -75,7 +75,7 @@ def smoothed_cross_entropy(
   if not jnp.issubdtype(labels.dtype, jnp.integer):
     problem = f"takes integer labels, but the labels are {labels.dtype}"
     raise invalid("Config.loss", ..., problem, "give integers, or choose SquaredError")
-  return smoothed(logits.astype(jnp.float32), labels, label_smoothing)
+  return of_logits(logits, None, labels, shape[-1], label_smoothing)[0]
 
 
 def targets_of(batch: Batch) -> jax.Array:

@@ -161,7 +161,8 @@ def make_train_step(
   state_sharding = state_shardings(mesh, layout, tx, average=average, trainable=trainable)
   # `nan_guard.CODES` is sharded over the devices; all other metrics are replicated.
   metric_sharding = None if options.skip_bad_steps else replicated(mesh)
-  jitted = jax.jit(train_step, donate_argnums=0, out_shardings=(state_sharding, metric_sharding))
+  shardings, compiler = (state_sharding, metric_sharding), options.compiler_options
+  jitted = jax.jit(train_step, donate_argnums=0, out_shardings=shardings, compiler_options=compiler)
   return contract.checked_step(one_at_a_time(jitted, mesh), options)
 
 
@@ -471,7 +472,12 @@ def row_keys(key: jax.Array, batch: Batch, axes: tuple[str, ...]) -> jax.Array:
   return jax.vmap(lambda position: jax.random.fold_in(key, position))(positions)
 
 
-def make_eval_step(eval_fn: EvalFn, mesh: Mesh, layout: Layout | None = None) -> EvalStep:
+def make_eval_step(
+  eval_fn: EvalFn,
+  mesh: Mesh,
+  layout: Layout | None = None,
+  compiler_options: dict[str, Any] | None = None,
+) -> EvalStep:
   """Return a jitted `eval_step(params, model_state, batch) -> totals`.
 
   Totals are sums over the global batch, as arrays on the devices. Rows whose mask is
@@ -482,6 +488,7 @@ def make_eval_step(eval_fn: EvalFn, mesh: Mesh, layout: Layout | None = None) ->
     eval_fn: (params, model_state, batch) -> totals over the rows of the batch.
     mesh: the mesh; all its axes except `stage` and `model` split the batch.
     layout: the layout of the parameters; None means that everything is replicated.
+    compiler_options: options of XLA's compiler by name, as for `jax.jit`; None means none.
   """
   layout = layout or specs.replicated_layout(mesh)
   in_specs = layout.param_specs, P(), P(batch_axes(mesh))
@@ -499,7 +506,8 @@ def make_eval_step(eval_fn: EvalFn, mesh: Mesh, layout: Layout | None = None) ->
     return totals | {SUMS: sums, ROWS: rows} if rows else totals
 
   # Replicated: XLA gathers the rows, and every process reads all of them.
-  return one_at_a_time(jax.jit(local_totals, out_shardings=replicated(mesh)), mesh)
+  options: Any = {"out_shardings": replicated(mesh), "compiler_options": compiler_options}
+  return one_at_a_time(jax.jit(local_totals, **options), mesh)
 
 
 def divisor(totals: Totals, name: str = "loss") -> jax.Array:

@@ -127,6 +127,7 @@ class StepOptions(NamedTuple):
       state must come from `init_state(..., loss_scale=True)`. Needs `skip_bad_steps`.
     observe: opt_state -> further metrics, scalars.
     seed: the seed of the random keys, one per row.
+    compiler_options: options of XLA's compiler by name, as for `jax.jit`; None means none.
   """
 
   num_microbatches: int = 1
@@ -139,6 +140,7 @@ class StepOptions(NamedTuple):
   scale_loss: bool = False
   observe: Callable[[Tree], Metrics] | None = None
   seed: int = 0
+  compiler_options: dict[str, Any] | None = None
 
 
 Update = Callable[[TrainState, StepOutputs], TrainState]

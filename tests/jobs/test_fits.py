@@ -7,11 +7,13 @@ import subprocess
 import sys
 from types import SimpleNamespace
 
+import jax
 import numpy as np
 import pytest
 
 from jaxscale import cli, data
 from jaxscale import config as cfg
+from jaxscale.cluster import gpu_settings
 from jaxscale.config.loading import load_config
 from jaxscale.errors import ConfigError
 from jaxscale.hlo import out_of_memory
@@ -63,7 +65,41 @@ def test_a_compiler_that_is_not_installed(name, package, monkeypatch):
 def test_descriptions_of_gpus():
   text = topologies.target_config("h200")
   assert "device_memory_size: 151397597184" in text and "{" in text
-  assert topologies.CHIPS["h200"].limit == 151397597184 * 3 // 4  # what JAX takes
+  text = topologies.target_config("b200")
+  assert "core_count: 148" in text and "major: 10" in text and 'name: "NVIDIA B200"' in text
+  for kind, chip in topologies.CHIPS.items():
+    if chip.platform == "cuda":
+      words = {*re.findall(r"\b[A-Z]{4,}\b", topologies.target_config(kind))}
+      assert words <= {"NVIDIA", "CUDA"}
+
+
+def gpus(name):
+  return topologies.Chips(name, topologies.CHIPS["h100"], [], "h100")
+
+
+LIMITS = [("", {}, 0.9), ("XLA_PYTHON_CLIENT_MEM_FRACTION=.5", {}, 0.5)]
+LIMITS += [("", {"gpu_settings": False}, 0.75), ("XLA_CLIENT_MEM_FRACTION=1", {}, 1.0)]
+
+
+@pytest.mark.parametrize("variable, changes, share", LIMITS)
+def test_a_plan_counts_the_memory_that_a_run_takes(variable, changes, share, monkeypatch):
+  for name in gpu_settings.FRACTION:
+    monkeypatch.delenv(name, raising=False)
+  if variable:
+    monkeypatch.setenv(*variable.split("="))
+  config = small_config(epochs=1, **changes)
+  assert fits.limit_of(config, gpus("h100-8")) == int(topologies.CHIPS["h100"].memory * share)
+  assert fits.limit_of(config, here(1000)) == 1000
+
+
+def test_a_plan_compiles_at_the_level_of_a_run(monkeypatch):
+  monkeypatch.delenv(gpu_settings.LEVEL, raising=False)
+  seen = {}
+  for name, on in [("h100-8", True), ("h100-16", True), ("2xh100-4", True), ("h100-16", False)]:
+    with fits._level_of(small_config(epochs=1, gpu_settings=on), gpus(name)):
+      seen[name, on] = jax.config.jax_optimization_level
+  assert [*seen.values()] == ["UNKNOWN", "O1", "O1", "UNKNOWN"]
+  assert jax.config.jax_optimization_level == "UNKNOWN"
 
 
 def test_what_a_compiler_refuses():

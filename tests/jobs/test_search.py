@@ -15,6 +15,7 @@ from jaxscale import config as cfg
 from jaxscale.config.loading import override
 from jaxscale.experiment import build
 from jaxscale.planning import fits, search, submission, topologies
+from jaxscale.planning import plan as plans
 from jaxscale.planning.estimate import Candidate, Estimate, estimate, shapes_of
 from jaxscale.planning.fits import RefusedError
 from jaxscale.planning.machine import rates_of
@@ -30,7 +31,8 @@ here = functools.partial(tiny_plans.here, count=4)
 def config(**changes):
   made: dict = {}
   exec(SOURCE, made)
-  return dataclasses.replace(made["get_config"](), **changes)
+  layout = cfg.Layout(shard="fsdp", remat="none")
+  return dataclasses.replace(made["get_config"](), layout=layout, **changes)
 
 
 def simulated(name):
@@ -284,3 +286,48 @@ def test_the_time_limit_of_a_plan():
   assert "--nodes 3 --time 2:31:00 --gpus-per-node 8" in submission.command(found)
   chips.chip, chips.name = SimpleNamespace(platform="tpu"), "v5e-16"
   assert submission.submission(plan, base, "a.py", {}, None)["tpus"] == "v5e-16"
+
+
+HYBRID = Candidate(cfg.Mesh(data=8, fsdp=8), cfg.Layout(shard="fsdp"), 1)
+
+
+def test_on_several_nodes_the_first_advice_keeps_fsdp_within_a_node():
+  backward = HYBRID._replace(layout=cfg.Layout(shard="fsdp", slow_axes="in_backward"))
+  wide = Candidate(cfg.Mesh(data=1, fsdp=64), cfg.Layout(shard="fsdp"), 1)
+  zero = HYBRID._replace(layout=cfg.Layout(shard="zero1"))
+  waiting = [(False, 1.0, wide), (False, 3.0, HYBRID), (False, 2.0, backward), (False, 0.5, zero)]
+  assert search._take_hybrid(waiting, 8) == [backward]
+  assert [one for _, _, one in waiting] == [wide, HYBRID, zero]
+  # It does not fit, or there is one node.
+  assert search._take_hybrid([(True, 1.0, HYBRID), (False, 1.0, wide)], 8) == []
+  inside = HYBRID._replace(mesh=cfg.Mesh(data=1, fsdp=8))
+  assert search._take_hybrid([(False, 1.0, inside)], 8) == []
+
+
+def test_sums_between_nodes_hide_in_the_backward_pass():
+  made, rates = config(batch_size=64), rates_of("h100")
+  shapes = build.experiment(
+    made, devices=here().devices, datasets=made.data.abstract(made.batch_size)
+  )
+  sizes = shapes_of(shapes)._replace(parameters=10**9, flops=1e15)
+  layouts = [cfg.Layout(shard="fsdp", slow_axes=axes) for axes in ("after", "in_backward")]
+  for mesh in (HYBRID.mesh, cfg.Mesh(replica=8, data=1, fsdp=8)):
+    ones = [Candidate(mesh, layout, 1) for layout in layouts]
+    after, backward = (estimate(sizes, one, 64, rates).seconds for one in ones)
+    assert after - backward > 0.015  # 0.5 GB of a device twice at 37.5 GB/s, less contention
+
+
+def plan_of(sizes, arguments, temporaries=0):
+  memory = SimpleNamespace(arguments=arguments, temporaries=temporaries)
+  fit: Any = SimpleNamespace(mesh=SimpleNamespace(shape=sizes), memory=memory, limit=100)
+  plan: Any = SimpleNamespace(rates=rates_of("h100"), fit=fit)
+  return plans.hybrid_advice(plan)
+
+
+def test_a_plan_advises_to_keep_fsdp_within_a_node():
+  text = plan_of({"replica": 1, "data": 1, "fsdp": 64}, 9)
+  assert text.startswith("fsdp 64 crosses nodes") and "mesh.fsdp=8," in text
+  assert "mesh.fsdp=4," in plan_of({"fsdp": 16, "model": 2}, 9)
+  assert plan_of({"replica": 8, "data": 1, "fsdp": 8}, 9) == ""
+  assert plan_of({"data": 64}, 9) == plan_of({"fsdp": 64, "model": 8}, 1) == ""
+  assert plan_of({"fsdp": 64}, 10) == plan_of({"fsdp": 64}, 9, 5) == ""  # too large for a node

@@ -18,7 +18,8 @@ from jaxscale.mesh import batch_axes, batch_sharding, make_mesh
 from jaxscale.models import make_transformer
 from jaxscale.models.attention import attention, document_positions, fused_attention
 from jaxscale.models.decoder import SHARDING
-from jaxscale.models.stack import REMAT, stack_logits
+from jaxscale.models.remat import REMAT
+from jaxscale.models.stack import stack_logits
 from jaxscale.parallel import Rule, gpipe_grads, make_layout, one_f_one_b_grads, stack_loss
 from jaxscale.parallel.layout_exchange import exchange_axes
 from jaxscale.parallel.ring import ring_attention

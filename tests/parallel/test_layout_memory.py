@@ -22,7 +22,7 @@ from jaxscale.hlo import memory_of
 from jaxscale.mesh import batch_sharding, make_mesh
 from jaxscale.models import make_transformer
 from jaxscale.models.decoder import SHARDING
-from jaxscale.models.stack import REMAT
+from jaxscale.models.remat import with_remat
 from jaxscale.parallel import make_layout, stack_loss, stack_totals, with_gathered_params
 from jaxscale.parallel.layout_exchange import exchange_axes
 from jaxscale.parallel.rules import Rule
@@ -248,7 +248,7 @@ def test_what_waits_on_the_host_trains_the_same():
 
 @pytest.mark.parametrize("remat", ["full", "offload"])
 def test_what_comes_into_a_layer_waits_on_the_host(remat):
-  layer = REMAT[remat](lambda w, h: jnp.tanh(h @ w))
+  layer = with_remat(lambda w, h: jnp.tanh(h @ w), remat)
   h = jnp.ones((4, 8))
   _, pull = jax.vjp(layer, jnp.ones((8, 8)), h)
   kinds = {x.sharding.memory_kind for x in jax.tree.leaves(pull) if x.shape == h.shape}

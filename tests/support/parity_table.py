@@ -57,6 +57,7 @@ class Case(NamedTuple):
     schedule: the schedule of a pipeline.
     micros: the number of micro-batches.
     exchange: a function from the axes of the sum to an exchange.
+    how: further options of `stack_loss`.
   """
 
   mesh: dict[str, int]
@@ -64,6 +65,7 @@ class Case(NamedTuple):
   schedule: str = "gpipe"
   micros: int = 1
   exchange: Callable[[tuple[str, ...]], Exchange] = plain
+  how: Any = ()
 
 
 def sharded(mesh, shard="fsdp", **options):
@@ -172,10 +174,10 @@ class Run(NamedTuple):
 def losses_of(stack, layout, case, names):
   """Return a loss function that sums over all copies, with their totals side by side."""
   if "stage" not in layout.mesh.axis_names:
-    one: Any = stack_loss(stack, layout)
+    one: Any = stack_loss(stack, layout, **dict(case.how))
   else:
     piped = {"gpipe": gpipe_grads, "1f1b": one_f_one_b_grads}
-    own = piped[case.schedule](stack, layout)
+    own = piped[case.schedule](stack, layout, **dict(case.how))
 
     def grads(shards, full, model_state, batch, micros):
       found = {n: own.grads(shards[n], full[n], {}, batch, micros) for n in names}

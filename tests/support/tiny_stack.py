@@ -75,7 +75,7 @@ def tiny_stack(num_layers=LAYERS, width=WIDTH, hidden=HIDDEN, dtype=jnp.float32)
   def logits(params, h):
     return (norm(h, params["scale"]) @ params["kernel"].astype(dtype)).astype(jnp.float32)
 
-  return Stack(init, embed, layer, finish, logits, num_layers)
+  return Stack(init, embed, layer, finish, logits, num_layers, has_lookup=True)
 
 
 ROWS = 16

@@ -11,6 +11,7 @@ from jaxscale.cluster.detect import Launch
 from jaxscale.cluster.detect.fabric import Fabric, find_fabric, nvidia_models
 from jaxscale.cluster.gpu_settings import LEVEL, Choice, Hardware, choose, lines
 from jaxscale.cluster.rendezvous.handshake import find_mismatches, make_hello
+from jaxscale.errors import ConfigError
 from jaxscale.jobs.preflight import software
 from support.tables import assignments, columns
 
@@ -97,10 +98,13 @@ def test_places(node, monkeypatch):
     assert not place({}, node, **env).is_alone
   for models in ((H100, "NVIDIA B200"), ("NVIDIA H20x",), ()):
     assert not Hardware(8, models).is_hopper
+  # The graphics of a processor from AMD, beside GPUs from NVIDIA.
+  assert not place({"dev/kfd": ""} | gpu(H100), node).is_amd
 
 
 # Nodes, and what is set there in a run of two of them.
 FOR_ALL = {"XLA_CLIENT_MEM_FRACTION": "0.9", LEVEL: "O1"}
+AMD = assignments("GPU_MAX_HW_QUEUES=2 HIP_FORCE_DEV_KERNARG=1 HSA_FORCE_FINE_GRAIN_PCIE=1")
 HPE = assignments("""
   NCCL_CROSS_NIC=1 NCCL_NET_GDR_LEVEL=PHB FI_CXI_RX_MATCH_MODE=hybrid
   FI_MR_CACHE_MONITOR=userfaultfd FI_CXI_DISABLE_HOST_REGISTER=1 FI_CXI_DEFAULT_CQ_SIZE=131072
@@ -112,7 +116,7 @@ CHOSEN = {
   "infiniband": (gpu(H100), FOR_ALL | HOPPER),
   "mixed": (gpu("NVIDIA B200"), FOR_ALL | {"NCCL_IB_HCA": "=mlx5_0"}),
   "efa": ({}, FOR_ALL),
-  "slingshot": ({}, FOR_ALL | HPE | {"HSA_FORCE_FINE_GRAIN_PCIE": "1"}),
+  "slingshot": ({"dev/kfd": ""}, FOR_ALL | HPE | AMD),
   "slingshot, no names": (
     gpu("NVIDIA GH200 120GB") | {"etc/ld.so.cache": "libnccl-net-ofi.so"},
     FOR_ALL | HOPPER | HPE | {"NCCL_NET": "AWS Libfabric", "NCCL_SOCKET_IFNAME": "hsn"},
@@ -130,9 +134,39 @@ def test_what_is_chosen(name, node):
   assert len(lines(choice)) == 1 + lacks_plugin
 
 
-def test_on_one_gpu_little_is_set():
+def test_on_one_gpu_little_is_set(node):
   assert choose(Hardware(1, (H100,)), {}).values == {"XLA_CLIENT_MEM_FRACTION": "0.9"}
+  amd = place({"dev/kfd": ""}, node, Launch("single"), gpus=1)
+  assert choose(amd, {}).values == {"XLA_CLIENT_MEM_FRACTION": "0.9"} | AMD
   assert choose(Hardware(1, is_alone=False), {}) == choose(Hardware(0), {}) == Choice()
+
+
+def test_the_optimization_level_is_raised_only_between_nodes(node):
+  one_node = place(gpu(H100), node, Launch("slurm", 0, 4, "n1", 0, 4))
+  assert one_node.has_peers
+  expected = {"XLA_CLIENT_MEM_FRACTION": "0.9", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+  assert choose(one_node, {}).values == expected
+  assert choose(place(gpu(H100), node), {}).values[LEVEL] == "O1"
+
+
+FRACTIONS = columns(assignments, float)("""
+A=1 | 0.9
+XLA_CLIENT_MEM_FRACTION=.5 | 0.5
+XLA_PYTHON_CLIENT_MEM_FRACTION=.6 | 0.6
+XLA_PYTHON_CLIENT_PREALLOCATE=false | 0.75
+""")
+
+
+@pytest.mark.parametrize("env, fraction", FRACTIONS, ids=[str(env) for env, _ in FRACTIONS])
+def test_the_memory_that_jax_takes(env, fraction):
+  assert gpu_settings.memory_fraction(choose(Hardware(1), env), env) == fraction
+
+
+@pytest.mark.parametrize("text", ["0", "1.5", "nan", "most"])
+def test_a_memory_fraction_that_is_none(text):
+  env = {"XLA_CLIENT_MEM_FRACTION": text}
+  with pytest.raises(ConfigError, match=f"^XLA_CLIENT_MEM_FRACTION={text} .*set it to e.g. 0.9"):
+    gpu_settings.memory_fraction(choose(Hardware(1), env), env)
 
 
 # What the user has set, and what is then left alone.
@@ -177,13 +211,13 @@ def test_they_are_set_and_recorded(monkeypatch):
   before = jax.config.jax_optimization_level
   monkeypatch.setenv("NCCL_DEBUG", "WARN")
   try:
-    gpu_settings.apply(choose(Hardware(8, has_peers=True), gpu_settings.own()))
+    gpu_settings.apply(choose(Hardware(8, has_nodes=True), gpu_settings.own()))
     assert jax.config.jax_optimization_level == "O1"  # JAX had read its variable
     start = provenance.environment()
     assert start["gpu_settings"] == FOR_ALL
     assert start["variables"].items() >= (FOR_ALL | {"NCCL_DEBUG": "WARN"}).items()
     # The next session of this process takes none of them for the user's.
-    again = choose(Hardware(8, has_peers=True), gpu_settings.own())
+    again = choose(Hardware(8, has_nodes=True), gpu_settings.own())
     assert again.values == FOR_ALL and again.kept == ()
     assert gpu_settings.shared() == {LEVEL: "O1", "NCCL_NET": "unset"}
     gpu_settings.apply(again)  # as the user's own by `jax.config.update`: it stays
@@ -230,6 +264,9 @@ from pathlib import Path
 from jaxscale.cluster import environment
 from jaxscale.config.loading import load_config
 environment._plugins = lambda: {"cuda"}
+from jaxscale.cluster import gpu_settings
+found = gpu_settings.hardware_of
+gpu_settings.hardware_of = lambda *args: found(*args)._replace(has_nodes=True)
 import os, sys
 config = load_config("configs/digits.py", {"gpu_settings": sys.argv[1]})
 from jaxscale.run.session import open_session
