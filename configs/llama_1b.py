@@ -17,6 +17,7 @@ DEVICES = 16
 # Rows of a micro-batch on a device. XLA's attention, TPUs' here, writes the scores of
 # all pairs of tokens: 0.5 GB per row. cuDNN's does not.
 ROWS = {"v5e": 4, "h100": 16}
+REMAT = {"v5e": "full", "h100": None}  # None: what the memory of the devices allows
 # Between nodes of GPUs gradients are summed once per step, after all micro-batches; gathers
 # stay within a node of 8.
 MESH = {"v5e": Mesh(data=1, fsdp=-1), "h100": Mesh(replica=-1, data=1, fsdp=8)}
@@ -35,6 +36,6 @@ def get_config(chips: str = "v5e") -> Config:
     epochs=1,
     dtype="bfloat16",
     mesh=MESH[chips],
-    layout=Layout(shard="fsdp", remat="full"),
+    layout=Layout(shard="fsdp", remat=REMAT[chips]),
     evaluation=Evaluation(every_epochs=0.05, batch_size=256),
   )

@@ -18,9 +18,10 @@ def get_config(chips: str = "v5e") -> Config:
   # A row's attention scores are 2.1 GB where XLA computes it, on TPUs: heads are split
   # over 4 chips, and micro-batches are of 4 rows. cuDNN writes none.
   # Gathers of GPUs stay within a node of 8. As there is one micro-batch, each layer's gradients
-  # are summed between nodes while the backward pass of the next layers computes.
+  # are summed between nodes while the backward pass of the next layers computes. Remat is
+  # what the memory of the GPUs allows.
   layout = Layout(shard="fsdp", remat="full")
-  in_backward = Layout(shard="fsdp", remat="full", slow_axes="in_backward")
+  in_backward = Layout(shard="fsdp", slow_axes="in_backward")
   mesh, layout, num_microbatches = {
     "v5e": (Mesh(data=1, fsdp=-1, model=4), layout, 4),
     "h100": (Mesh(replica=-1, data=1, fsdp=8), in_backward, 1),

@@ -118,7 +118,7 @@ def search(
     problem = f"has more chips than the {len(chips.devices)} simulated devices of a search"
     raise invalid("--chips", chips.name, problem, f"set JAX_NUM_CPU_DEVICES={devices}")
   data = config.data.abstract(config.batch_size)
-  options: Any = {"devices": chips.devices, "memory": chips.chip.limit}
+  options: Any = {"devices": chips.devices, "memory": fits.limit_of(config, chips)}
   shapes = shapes_of(own := build.experiment(config, datasets=data, **options))
   config = dataclasses.replace(config, layout=dataclasses.replace(config.layout, remat=own.remat))
   first, every = as_given(config, devices), [*candidates(config, devices)]
