@@ -150,7 +150,9 @@ def _by_block(function: Any, policy: Any, *args: Any) -> Any:
   for start, stop in itertools.pairwise([0, *starts, len(jaxpr.eqns)]):
     block, rest = jaxpr.eqns[start:stop], jaxpr.eqns[stop:]
     made = dict.fromkeys(x for e in block for x in e.outvars)
-    read = [x for x in dict.fromkeys(filter(is_var, sum((e.invars for e in block), []))) if x not in made]
+    read = [
+      x for x in dict.fromkeys(filter(is_var, sum((e.invars for e in block), []))) if x not in made
+    ]
     later = {*filter(is_var, sum((e.invars for e in rest), [*jaxpr.outvars]))}
     outs = [x for x in made if x in later]
     part = jaxpr.replace(eqns=block, constvars=[], invars=read, outvars=outs)

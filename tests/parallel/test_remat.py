@@ -35,16 +35,12 @@ CASES = {
   for unroll in (1, 2, "all")
 }
 CASES |= {
-  f"fsdp, {remat}, {unroll}": Case(
-    FSDP, {"shard": "fsdp"}, how={"remat": remat, "unroll": unroll}
-  )
+  f"fsdp, {remat}, {unroll}": Case(FSDP, {"shard": "fsdp"}, how={"remat": remat, "unroll": unroll})
   for remat, unroll in (("none", "all"), ("dots_attention", "all"), ("full", "all"), ("dots", 3))
 }
 CASES["zero-2, none, all"] = Case(FSDP, {"shard": "zero2"}, how={"unroll": "all"})
 CASES |= {
-  f"{schedule}, {remat}, all": Case(
-    STAGES, (), schedule, 4, how={"remat": remat, "unroll": "all"}
-  )
+  f"{schedule}, {remat}, all": Case(STAGES, (), schedule, 4, how={"remat": remat, "unroll": "all"})
   for schedule, remat in (("gpipe", "dots_attention"), ("1f1b", "full"), ("1f1b", "none"))
 }
 
