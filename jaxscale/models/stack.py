@@ -20,7 +20,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxscale.models.attention import attention, document_positions
@@ -129,11 +128,9 @@ def _activated(activation, parts, p):
 
 
 def _activated_backward(activation, kept, g):
-  parts, p = kept
-  # Without a loop, XLA would merge both computations and keep their result. A CPU, which has
-  # the memory, is faster with that.
-  parts = lax.platform_dependent(parts, cpu=lambda x: x, default=lax.optimization_barrier)
-  return jax.vjp(lambda parts, p: _product(activation(*parts), p), parts, p)[1](g)
+  # Without a loop, XLA may merge both computations and keep the result. A barrier would prevent
+  # that, but in a loop it writes copies of the parts, which are slices of stacks.
+  return jax.vjp(lambda parts, p: _product(activation(*parts), p), *kept)[1](g)
 
 
 _activated.defvjp(lambda *args: (_activated(*args), args[1:]), _activated_backward)
