@@ -4,9 +4,9 @@ Command    srun python -m jaxscale.train --config configs/llama_1b.py
            --config.data.path=DIR: DIR/train.bin and DIR/val.bin are tokens below
            32,000 as nanoGPT keeps them (uint16)
 Hardware   16 TPU v5e; `configs/llama_1b.py:h100` for 16 H100 in 2 hosts
-Result     never run. Compiled ahead of time (jax 0.10.2, libtpu 0.0.51): 7.98 of the
-           15.75 GiB of a TPU v5e, and with `:h100` 10.6 GiB of an H100; what is
-           communicated is in docs/parallelism.md
+Result     never run. Compiled ahead of time: 7.98 of the 15.75 GiB of a TPU v5e (jax
+           0.10.2, libtpu 0.0.51), and with `:h100` 15.5 of 71.2 GiB of an H100 (jax
+           0.11.2); what is communicated is in docs/parallelism.md
 
 Sizes, optimizer and batch of 2 million tokens are TinyLlama's (arXiv:2401.02385, §2).
 """

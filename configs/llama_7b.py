@@ -4,9 +4,9 @@ Command    srun python -m jaxscale.train --config configs/llama_7b.py
            --config.data.path=DIR: DIR/train.bin and DIR/val.bin are tokens below
            32,000 as nanoGPT keeps them (uint16)
 Hardware   256 TPU v5e; `configs/llama_7b.py:h100` for 256 H100 in 32 hosts
-Result     never run. Compiled ahead of time (jax 0.10.2, libtpu 0.0.51): 10.0 of the
-           15.75 GiB of a TPU v5e, and with `:h100` 9.5 GiB of an H100; what is
-           communicated is in docs/parallelism.md
+Result     never run. Compiled ahead of time: 10.0 of the 15.75 GiB of a TPU v5e (jax
+           0.10.2, libtpu 0.0.51), and with `:h100` 22.3 of 71.2 GiB of an H100 (jax
+           0.11.2); what is communicated is in docs/parallelism.md
 
 Sizes, optimizer and batch of 4 million tokens of arXiv:2307.09288, section 2.2.
 """
@@ -19,9 +19,11 @@ def get_config(chips: str = "v5e") -> Config:
   # over 4 chips, and micro-batches are of 4 rows. cuDNN writes none.
   # Gathers of GPUs stay within a node of 8. As there is one micro-batch, each layer's gradients
   # are summed between nodes while the backward pass of the next layers computes.
-  mesh, num_microbatches, slow_axes = {
-    "v5e": (Mesh(data=1, fsdp=-1, model=4), 4, "after"),
-    "h100": (Mesh(replica=-1, data=1, fsdp=8), 1, "in_backward"),
+  layout = Layout(shard="fsdp", remat="full")
+  in_backward = Layout(shard="fsdp", remat="full", slow_axes="in_backward")
+  mesh, layout, num_microbatches = {
+    "v5e": (Mesh(data=1, fsdp=-1, model=4), layout, 4),
+    "h100": (Mesh(replica=-1, data=1, fsdp=8), in_backward, 1),
   }[chips]
   return Config(
     model=Transformer(num_layers=32, width=4096, num_heads=32, hidden=11_008),
@@ -34,6 +36,6 @@ def get_config(chips: str = "v5e") -> Config:
     epochs=1,
     dtype="bfloat16",
     mesh=mesh,
-    layout=Layout(shard="fsdp", remat="full", slow_axes=slow_axes),
+    layout=layout,
     evaluation=Evaluation(every_epochs=0.05, batch_size=256),
   )

@@ -143,18 +143,27 @@ def _by_block(function: Any, policy: Any, *args: Any) -> Any:
   start of the backward pass. The barrier of each block waits for the gradient of its output.
   """
   closed, shapes = jax.make_jaxpr(function, return_shape=True)(*args)
-  jaxpr, is_var = closed.jaxpr, lambda x: not hasattr(x, "val")
+  jaxpr = closed.jaxpr
   values = dict(zip(jaxpr.constvars, closed.consts, strict=True))
   values |= zip(jaxpr.invars, jax.tree.leaves(args), strict=True)
   starts = [i for i, e in enumerate(jaxpr.eqns) if e.params.get("name") == INPUT]
   for start, stop in itertools.pairwise([0, *starts, len(jaxpr.eqns)]):
     block, rest = jaxpr.eqns[start:stop], jaxpr.eqns[stop:]
     made = dict.fromkeys(x for e in block for x in e.outvars)
-    read = [x for x in dict.fromkeys(filter(is_var, sum((e.invars for e in block), []))) if x not in made]
-    later = {*filter(is_var, sum((e.invars for e in rest), [*jaxpr.outvars]))}
+    read = [x for x in _variables(block) if x not in made]
+    later = {*_variables(rest), *filter(_is_variable, jaxpr.outvars)}
     outs = [x for x in made if x in later]
     part = jaxpr.replace(eqns=block, constvars=[], invars=read, outvars=outs)
     run = jax.checkpoint(functools.partial(jax.core.eval_jaxpr, part, ()), policy=policy)
     values |= zip(outs, run(*(values[x] for x in read)), strict=True)
-  results = [values[x] if is_var(x) else x.val for x in jaxpr.outvars]
+  results = [values[x] if _is_variable(x) else x.val for x in jaxpr.outvars]
   return jax.tree.unflatten(jax.tree.structure(shapes), results)
+
+
+def _variables(equations: Any) -> list[Any]:
+  """Return the variables that equations read, each once."""
+  return list(dict.fromkeys(x for e in equations for x in e.invars if _is_variable(x)))
+
+
+def _is_variable(x: Any) -> bool:
+  return not hasattr(x, "val")  # a literal has one
