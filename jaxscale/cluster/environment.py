@@ -53,7 +53,7 @@ def _missing(name: str, env: Mapping[str, str]) -> str | None:
   if name in known or known.intersection(_ALIASES.get(name, ())):
     return None
   if name in ("cuda", "rocm", "gpu"):
-    return "JAX's plugin for it is not installed; install jaxscale[cuda12] or [cuda13]"
+    return "JAX's plugin for it is not installed; install jaxscale[cuda12], [cuda13] or [rocm]"
   return f"no such platform; give one of {', '.join(sorted(known))}"
 
 

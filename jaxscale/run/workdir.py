@@ -126,7 +126,7 @@ def devices_of(experiment: build.Experiment) -> str:
   text = f"{len(devices)} x {kind}" + f", {n} processes" * (n > 1)
   asked = "cpu" in os.environ.get("JAX_PLATFORMS", "")
   if devices[0].platform == "cpu" and not asked and nvidia_models():
-    remedy = "install jaxscale[cuda12], or set JAX_PLATFORMS=cpu to use the CPU"
+    remedy = "install jaxscale[cuda12], [cuda13] or [rocm], or set JAX_PLATFORMS=cpu to use the CPU"
     text += f"; JAX does not use the GPUs of this node: {remedy}"
   return text
 
