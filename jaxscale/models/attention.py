@@ -217,14 +217,14 @@ def fastest(dtype: Any, width: int, device: Any = None) -> Implementation:
     >>> fastest("float32", 64)
     'xla'
   """
-  capability = _cuda_capability(device)
+  capability = cuda_capability(device)
   if jnp.dtype(dtype).itemsize != 2 or width % 8 or capability < (8, 0):
     return "xla"
   return "cudnn" if width <= (256 if capability >= (9, 0) else 128) else "xla"
 
 
 @functools.cache
-def _cuda_capability(device: Any) -> tuple[int, ...]:
+def cuda_capability(device: Any) -> tuple[int, ...]:
   """Return a GPU's compute capability, e.g. (9, 0); (0,) if it is not an NVIDIA GPU."""
   device = jax.local_devices()[0] if device is None else device
   capability = getattr(device, "compute_capability", "")  # on AMD GPUs e.g. "gfx942"
