@@ -17,7 +17,7 @@ from jaxscale.files import readable_text, whole_number
 
 # Platforms without a plugin, and aliases of platforms (jax/_src/xla_bridge.py, jax 0.10).
 _BUILT_IN, _ALIASES = ("cpu", "tpu"), {"gpu": ("cuda", "rocm")}
-_INSTALL = {"cuda": "install jaxscale[cuda12] or [cuda13]", "rocm": "install jax-rocm7-plugin"}
+_INSTALL = {"cuda": "install jaxscale[cuda12] or [cuda13]", "rocm": "install jaxscale[rocm]"}
 _ON_PURPOSE = "or set JAX_PLATFORMS=cpu to use the CPU on purpose"
 # PCI vendor and the classes of its GPUs for computing: 3D and display controllers, processing
 # accelerators. GPUs for screens (class 0x0300) count once their driver lists them.
