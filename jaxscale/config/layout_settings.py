@@ -127,9 +127,12 @@ def check_layout(config: Any) -> None:
     problem = f"sums gradients in the backward pass and would bypass Config.exchange={exchange}"
     fix = "use 'after', or exchange=AllReduce with its defaults"
     raise invalid("Layout.slow_axes", "in_backward", problem, fix)
-  if config.dtype == "float16" and mesh.stage != 1:
-    problem = "a pipeline computes its gradients itself, without the loss scale of float16"
+  if config.dtype in ("float16", "float8") and mesh.stage != 1:
+    problem = f"a pipeline computes its gradients itself, without the scales of {config.dtype}"
     raise ConfigError(f"Mesh.stage={mesh.stage}: {problem}; use bfloat16, or mesh.stage=1")
+  if config.dtype == "float8" and not config.model.is_stack:
+    problem = f"is for the layers of Transformer and ViT, and not for {model}"
+    raise invalid("Config.dtype", "float8", problem, "use bfloat16")
   if split := [shard] * (layout.shard != "none") + parts:
     _check_whole(config, split[0])
 

@@ -26,8 +26,9 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jaxscale.collectives import vary
 from jaxscale.collectives.typed import varying
+from jaxscale.models.float8 import MAXIMA, rounded_kernel, values
 
-FSDP = "fsdp"
+FSDP, KERNEL = "fsdp", "kernel"
 GATHERED = "gathered"  # checkpoint name of gathered parameters, for remat policies
 
 
@@ -71,27 +72,38 @@ def gather_params(params: Any, gathers: Any) -> Any:
     gathers: a `Gather` for each parameter.
   """
 
-  def is_pair(x: Any):
-    return isinstance(x, ShardedAndFull)
+  def is_whole(x: Any):
+    return isinstance(x, ShardedAndFull) or (isinstance(x, dict) and MAXIMA in x)
 
-  return jax.tree.map(_gather, params, gathers, is_leaf=is_pair)
+  def gather(w: Any, how: Any):
+    if not isinstance(w, dict):
+      return _gather(w, how)
+    # A product in FP8 uses the kernel as it is sent.
+    rest = {name: x for name, x in w.items() if name not in (KERNEL, MAXIMA)}
+    kernel = _gather(w[KERNEL], how[KERNEL], w[MAXIMA])
+    return w | gather_params(rest, {name: how[name] for name in rest}) | {KERNEL: kernel}
+
+  return jax.tree.map(gather, params, gathers, is_leaf=is_whole)
 
 
-def _gather(w: Any, how: Gather) -> jax.Array:
+def _gather(w: Any, how: Gather, maxima: jax.Array | None = None) -> jax.Array:
   shard, full = w if isinstance(w, ShardedAndFull) else (w, None)
   dim = how.scatter
   if dim is None and not how.sum_in_backward:
     return shard
 
-  def forward(shard: jax.Array, full: jax.Array | None):
+  def forward(shard: jax.Array, full: jax.Array | None, maxima: jax.Array | None):
     axes = how.sum_in_backward + ((FSDP,) if dim is not None else ())
     if full is not None or not how.is_sharded:
       # The result must vary over the same axes as the shard, which gets the gradient.
       out = vary(shard if full is None else full, axes + varying(shard))
     else:
       assert dim is not None
-      sent = vary(shard if how.dtype is None else shard.astype(how.dtype), axes)
-      out = lax.all_gather(sent, FSDP, axis=dim, tiled=True).astype(shard.dtype)
+      sent, scale = shard if how.dtype is None else shard.astype(how.dtype), None
+      if maxima is not None:
+        sent, scale = rounded_kernel(shard, maxima)
+      out = lax.all_gather(vary(sent, axes), FSDP, axis=dim, tiled=True)
+      out = out.astype(shard.dtype) if scale is None else values(out, scale, shard.dtype)
     # Also named inside, because a policy sees this function as one operation and can
     # identify it only by its contents.
     return checkpoint_name(out, GATHERED)
@@ -99,11 +111,11 @@ def _gather(w: Any, how: Gather) -> jax.Array:
   def backward(_: None, g: jax.Array):
     if dim is not None:
       g = lax.psum_scatter(g, FSDP, scatter_dimension=dim, tiled=True)
-    return lax.psum(g, how.sum_in_backward) if how.sum_in_backward else g, None
+    return lax.psum(g, how.sum_in_backward) if how.sum_in_backward else g, None, None
 
   gather = jax.custom_vjp(forward)
   gather.defvjp(lambda *given: (gather(*given), None), backward)
-  return checkpoint_name(gather(shard, full), GATHERED)
+  return checkpoint_name(gather(shard, full, maxima), GATHERED)
 
 
 def local_shard(w: jax.Array, dim: int) -> jax.Array:
