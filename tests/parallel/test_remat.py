@@ -1,4 +1,4 @@
-"""What is stored for the backward pass, and loops over layers, change no loss."""
+"""Remat and loops over layers: they change no loss, and remat is chosen by memory."""
 
 import functools
 import math
