@@ -126,8 +126,11 @@ def _backward(dtype, out, kept, g):
   x8, scale, like_x, kernel, maxima, found = kept
   wide = values(*_rounded(g, maxima[2], _BACKWARDS), dtype)
   rows = (a.reshape(-1, a.shape[-1]) for a in (values(x8, scale, dtype), wide))
-  by_kernel = jnp.einsum("ni,no->io", *rows, preferred_element_type=kernel.dtype)
-  product = functools.partial(jnp.matmul, preferred_element_type=like_x.dtype)
+  # On Hopper sums of FP8 products have about 14 bits, unless the highest precision is asked for
+  # (arXiv:2412.19437, section 3.3.2). Transformer Engine asks for it in the backward pass, too.
+  wider = {"precision": lax.Precision.HIGHEST}
+  by_kernel = jnp.einsum("ni,no->io", *rows, preferred_element_type=kernel.dtype, **wider)
+  product = functools.partial(jnp.matmul, preferred_element_type=like_x.dtype, **wider)
   by_x = product(wide, values(*rounded_kernel(kernel, maxima), dtype).T)
   new = jnp.append(found, _magnitude(g))
   # Devices along `model` hold other columns of one matrix, with the same scale.
