@@ -1,4 +1,4 @@
-"""What is stored for the backward pass, and loops over layers, change no loss."""
+"""Losses depend neither on what is stored for the backward pass nor on loops over layers."""
 
 import functools
 import math

@@ -145,15 +145,6 @@ def test_evaluating_again_keeps_the_seconds_of_training(done):
   assert fit(tiny_digits(**SHORT), done).summary["seconds"] == 1234.5
 
 
-def test_a_run_says_that_it_does_not_use_the_gpus_that_are_there(monkeypatch, tmp_path):
-  made = build.experiment(tiny_digits())
-  monkeypatch.setattr(workdirs, "nvidia_models", lambda: ("NVIDIA H100",))
-  assert workdirs.devices_of(made) == "8 x cpu"  # JAX_PLATFORMS=cpu: that is meant
-  monkeypatch.delenv("JAX_PLATFORMS")
-  line = workdirs.devices_of(made)
-  assert line.startswith("8 x cpu; JAX does not use the GPUs of this node: install jax")
-
-
 PRINTABLE = "".join(map(chr, range(32, 127))).replace("/", "")
 # In one path: the last of them is also a pattern.
 NAMES = PRINTABLE, "ünï-模型-Ω-🚀-e\u0301\u200f", "a\nb\r\n\tc\x1b[1m", "  a  b  "
