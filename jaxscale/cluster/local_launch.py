@@ -20,6 +20,7 @@ from typing import Any
 
 from jaxscale.cluster.detect import COORDINATOR, COUNT, INDEX, LAUNCHERS, LOCAL
 from jaxscale.cluster.detect.local_devices import IDS, local_device_ids, visible_gpus
+from jaxscale.cluster.environment import gpu_problem
 from jaxscale.cluster.launch import Env, Launch, number
 from jaxscale.cluster.secret import VARIABLE as SECRET
 from jaxscale.cluster.watch import signals
@@ -54,7 +55,9 @@ def choose_count(asked: int | None, env: Env = os.environ) -> int:
   """
   if asked == 1 or env.get(COORDINATOR):
     return 1  # The processes that `run` starts have the variable and the same options.
-  gpus = visible_gpus(env)
+  # "cpu,cuda" uses the CPU, and a process reports why JAX cannot use its GPUs.
+  is_on_cpu = env.get("JAX_PLATFORMS", "").startswith("cpu") or gpu_problem(env)
+  gpus = 0 if is_on_cpu else visible_gpus(env)
   launch = next(filter(None, (launcher(env) for launcher in LAUNCHERS)), Launch("single"))
   if asked is None:
     # A pod outside an Indexed Job has a note, too, but is complete.
