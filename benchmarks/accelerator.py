@@ -62,6 +62,7 @@ TUNED = {"mode": "max-autotune-no-cudagraphs"}
 SETTINGS = "dtype", "compiler_preset"
 VARIANTS = """
 layers_8b rows=4 layers=8 layout.remat=dots_attention
+layers_8b rows=4 layers=8 layout.remat=dots_attention dtype=float8
 vit_b16 layout.unroll=1
 layers_8b rows=1 layers=4 tokens=8192 vocabulary=128256 layout.remat=dots_attention
 transformer_1b rows=8 layout.remat=dots_attention
