@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import shlex
+import subprocess
+import sys
 from pathlib import Path
 
-from jaxscale.cli.parser import Namespace, Parser, directory, value
+from jaxscale.cli.parser import Namespace, Parser, directory, value, whole
 
 EXIT_CODES = """\
 exit code: 0 done, 2 invalid usage or configuration, 85 stopped and saved, 86 hung,
@@ -16,8 +19,18 @@ def add_arguments(parser: Parser) -> None:
   parser.exit_codes = EXIT_CODES
   parser.config()
   add_workdir(parser)
+  add_processes(parser)
   parser.option("--plan FILE.json", "the plan to compare the run with (default: none)")
   add_accept_changes(parser)
+
+
+def add_processes(parser: Parser) -> None:
+  """Add --processes-per-node."""
+  counts = whole(1, 1024)
+  text = "the number of processes to start on this machine; auto starts one per GPU, unless a "
+  text += "launcher such as srun or mpirun has started this one"
+  kind = lambda given: None if given == "auto" else counts(given)  # noqa: E731
+  parser.option("--processes-per-node N", f"{text} (default: auto)", kind)
 
 
 def add_accept_changes(parser: Parser) -> None:
@@ -58,9 +71,11 @@ def run(args: Namespace) -> int | None:
 
 def _run(args: Namespace) -> int | None:
   from jaxscale import cluster
+  from jaxscale.cluster import local_launch
   from jaxscale.config.loading import load_config
   from jaxscale.run.session import open_session, report_stop
 
+  local_launch.end_with_launcher()
   config = load_config(args.config, args.overrides)
   workdir = Path(args.workdir or default_workdir(args.config))
   plan = None
@@ -68,6 +83,10 @@ def _run(args: Namespace) -> int | None:
     from jaxscale.planning.stored import read_plan  # Its TOML parser costs a start 6 ms.
 
     plan = read_plan(Path(args.plan))
+  if (count := local_launch.choose_count(args.processes_per_node)) > 1:
+    words = shlex.split(args.command_line)[len(args.program.split()) :]
+    flags = subprocess._args_from_interpreter_flags()  # as `multiprocessing` does
+    return local_launch.run([sys.executable, *flags, "-m", "jaxscale", *words], count)
   with open_session(config, workdir) as watch:
     from jaxscale.run.fit import fit  # Imports JAX, once all processes have joined.
 

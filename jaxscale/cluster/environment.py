@@ -1,17 +1,27 @@
-"""Checks of JAX's environment variables, which JAX itself answers with a traceback."""
+"""Checks of JAX's environment: variables, and GPUs that JAX would silently not use."""
 
 from __future__ import annotations
 
+import glob
 import importlib.util
+import os
 import sys
 from collections.abc import Mapping
 from importlib import metadata
+from pathlib import Path
 
+from jaxscale.cluster.detect.fabric import nvidia_models
+from jaxscale.cluster.detect.local_devices import HIDING, may_open, visible_gpus
 from jaxscale.errors import ConfigError
-from jaxscale.files import whole_number
+from jaxscale.files import readable_text, whole_number
 
 # Platforms without a plugin, and aliases of platforms (jax/_src/xla_bridge.py, jax 0.10).
 _BUILT_IN, _ALIASES = ("cpu", "tpu"), {"gpu": ("cuda", "rocm")}
+_INSTALL = {"cuda": "install jaxscale[cuda12] or [cuda13]", "rocm": "install jaxscale[rocm]"}
+_ON_PURPOSE = "or set JAX_PLATFORMS=cpu to use the CPU on purpose"
+# PCI vendor and the classes of its GPUs for computing: 3D and display controllers, processing
+# accelerators. GPUs for screens (class 0x0300) count once their driver lists them.
+_COMPUTING = {"cuda": ("0x10de", "0x0302"), "rocm": ("0x1002", "0x0380 0x1200")}
 _TRUE = ("y", "yes", "t", "true", "on", "1")  # jax/_src/config.py
 
 
@@ -53,8 +63,79 @@ def _missing(name: str, env: Mapping[str, str]) -> str | None:
   if name in known or known.intersection(_ALIASES.get(name, ())):
     return None
   if name in ("cuda", "rocm", "gpu"):
-    return "JAX's plugin for it is not installed; install jaxscale[cuda12] or [cuda13]"
+    return f"JAX's plugin for it is not installed; {_INSTALL['rocm' if name == 'rocm' else 'cuda']}"
   return f"no such platform; give one of {', '.join(sorted(known))}"
+
+
+def gpu_problem(env: Mapping[str, str], root: str = "/", *, has_failed: bool = False) -> str:
+  """Return why JAX does not use the GPUs of this machine or those asked for; "" if it may.
+
+  JAX itself falls back to the CPU, silently if JAX_PLATFORMS is cuda,cpu or unset.
+
+  Args:
+    env: the environment variables.
+    root: the root of the file system, for tests.
+    has_failed: whether JAX has already started, on the CPU.
+  """
+  first, hidden = platforms(env).partition(",")[0], [n for n in HIDING if n in env]
+  is_asked = first in ("cuda", "rocm", "gpu")
+  listed = glob.glob(os.path.join(root, "proc/driver/nvidia/gpus/*"))
+  files = glob.glob(os.path.join(root, "dev/nvidia[0-9]*"))
+  counts = {"cuda": max(len(listed), len(files)) or _count_pci(*_COMPUTING["cuda"], root)}
+  counts["rocm"] = _count_pci(*_COMPUTING["rocm"], root)
+  kind = "cuda" if counts["cuda"] or not counts["rocm"] else "rocm"
+  is_hidden = bool(hidden) and not visible_gpus(env)
+  if (first and not is_asked) or (not is_asked and (is_hidden or not counts[kind])):
+    return ""
+  models = {"cuda": ", ".join(nvidia_models(root)) or "NVIDIA GPU", "rocm": "AMD GPU"}
+  device = {"cuda": "nvidia[0-9]*", "rocm": "kfd"}[kind]
+  opened = [may_open(path) for path in glob.glob(os.path.join(root, "dev", device))]
+  device = f"/dev/{device.replace('[0-9]*', '0')}"
+  if kind not in _plugins():
+    problem = f"JAX's plugin for it is not installed; {_INSTALL[kind]}"
+  elif is_hidden:
+    problem = f"{hidden[0]}={env[hidden[0]]} hides all GPUs; unset it"
+  elif not opened and not os.path.exists(os.path.join(root, "dev/dxg")):
+    problem = f"there is no {device}; load the driver, or start the container with GPUs"
+  elif opened and not any(opened):
+    problem = f"this process may not open {device}; request GPUs, e.g. with --gpus-per-node"
+  elif has_failed:
+    problem = "its driver or JAX's plugin did not start; see `python -c 'import jax; jax.devices"
+    problem += f'("{kind}")\'`'
+  else:
+    return ""
+  where = f"{counts[kind]} x {models[kind]} on this machine" if counts[kind] else "no GPU found"
+  asked = f", JAX_PLATFORMS={platforms(env)}" if is_asked else ""
+  return f"GPU: {where}{asked}, but JAX would use the CPU: {problem}, {_ON_PURPOSE}"
+
+
+def platforms(env: Mapping[str, str]) -> str:
+  """Return the platforms that JAX was told to use, by `jax.config` or by the variable."""
+  config = getattr(sys.modules.get("jax"), "config", None)
+  return getattr(config, "jax_platforms", None) or env.get("JAX_PLATFORMS", "")
+
+
+def refuse_fallback(env: Mapping[str, str] = os.environ, root: str = "/") -> None:
+  """Start JAX's backend, and refuse a CPU where a GPU was asked for or is in the machine.
+
+  Raises:
+    ConfigError: JAX uses the CPU; the line has the cause.
+  """
+  import jax
+
+  try:
+    is_cpu = jax.default_backend() == "cpu"
+  except (RuntimeError, AssertionError) as e:  # AssertionError without a text: jax 0.11.2
+    raise ConfigError(gpu_problem(env, root, has_failed=True) or f"{e}") from e
+  if is_cpu and (problem := gpu_problem(env, root, has_failed=True)):
+    raise ConfigError(problem)
+
+
+def _count_pci(vendor: str, classes: str, root: str) -> int:
+  """Count the PCI devices of a vendor in these classes, given by their first digits."""
+  devices = [Path(p) for p in glob.glob(os.path.join(root, "sys/bus/pci/devices/*"))]
+  own = (d for d in devices if readable_text(d / "vendor").strip() == vendor)
+  return sum(readable_text(d / "class").startswith((*classes.split(),)) for d in own)
 
 
 def has_gpu_plugin() -> bool:

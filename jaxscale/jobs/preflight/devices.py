@@ -68,7 +68,7 @@ def _devices(results: Results, hosts: Sequence[str], facts: Facts) -> list[Findi
     is_idle = each["platform"] == "cpu" and rank in facts.get("gpu_ranks", ())
     if is_idle and os.environ.get("JAX_PLATFORMS") != "cpu":
       text = f"devices: {host} has GPUs, but JAX uses its CPU"
-      wrong.append(Finding(False, text, "install jaxscale[cuda12] or [cuda13]"))
+      wrong.append(Finding(False, text, "install jaxscale[cuda12], [cuda13] or [rocm]"))
   if not wrong:
     where = f" in each of {len(results)} processes" if len(results) > 1 else ""
     wrong = [Finding(True, f"devices: {usual[0]} x {usual[1]}{where}, tested")]
