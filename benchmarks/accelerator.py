@@ -47,7 +47,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from xml.etree import ElementTree
 
-from accelerator_sides import SIZES, TINY, fitting, is_full, smaller
+from accelerator_sides import GB, SIZES, TINY, fitting, is_full, smaller
 from common import report
 from turns import Side, SideError
 
@@ -177,7 +177,7 @@ def compared(run: Run, name: str, side: str, options: dict[str, str] | None = No
 
 def model(run: Run, name: str) -> list[Row]:
   """Return rows of ours, PyTorch and ours again, of a smaller size if one needs it."""
-  size = TINY[name] if run.tiny else fitting(name, run.device["bytes"])
+  size = TINY[name] if run.tiny else fitting(name, run.device["bytes"] or 70 * GB)
   while True:
     rows = run.found[name] = [step_of(run, name, "ours", size, {})]
     rows.append(compared(run, name, "torch"))
@@ -273,7 +273,7 @@ def tests(run: Run) -> list[Row]:
   """Run the tests marked gpu; count how many passed, failed and were skipped."""
   file = Path(run.folder) / "tests.xml"
   words = "--confcutdir=tests/gpu", "tests/gpu", "-p", "no:cacheprovider", f"--junitxml={file}"
-  took, done = command(run, 300, "pytest", *words)
+  took, done = command(run, 300 if run.tiny else 240, "pytest", *words)
   if not file.exists():
     lines = (done.stderr or done.stdout).strip().splitlines()
     raise SideError(lines[-1] if lines else f"pytest ended with {done.returncode}")
