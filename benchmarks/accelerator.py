@@ -100,7 +100,7 @@ class Run(NamedTuple):
 
   def is_over(self) -> bool:
     """Return whether no time is left for another measurement."""
-    return self.left() < (1 if self.tiny else LEAST_S)
+    return self.end - time.monotonic() < (1 if self.tiny else LEAST_S)
 
 
 @contextlib.contextmanager
