@@ -5,10 +5,10 @@ every layer, b = rows * tokens * width numbers. The policies store and recompute
 (`jax.ad_checkpoint.print_saved_residuals`; for as many heads of keys as of queries, and MLPs of
 the usual size):
 
-    none      stores about 30 b, and with XLA's attention its weights, rows * heads *
+    none      stores 15 to 18 b, and with XLA's attention its weights, rows * heads *
               tokens^2 float32 numbers; recomputes nothing
     dots_attention
-              stores 11 b: the products with weights and the output of attention, with one
+              stores 10 to 12 b: the products with weights and the output of attention, with one
               float32 number per query and head. Norms and activations are recomputed,
               without communication; XLA's attention also recomputes its weights
     dots      stores 9 or 10 b: the products with weights. Attention is recomputed, too
