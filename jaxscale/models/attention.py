@@ -93,9 +93,9 @@ def fused_attention(
 ) -> jax.Array:
   """Compute attention by JAX, which uses cuDNN on GPUs, for any number of tokens.
 
-  JAX (0.10.2 and 0.11.2) cannot differentiate cuDNN's attention for odd numbers of tokens, such as the
-  197 of a ViT (jax/_src/cudnn/fused_attention_stablehlo.py treats every call as one with
-  a bias). Such sequences are padded by one masked token.
+  JAX (0.10.2 and 0.11.2) cannot differentiate cuDNN's attention for odd numbers of tokens,
+  such as the 197 of a ViT (jax/_src/cudnn/fused_attention_stablehlo.py treats every call as one
+  with a bias). Such sequences are padded by one masked token.
 
   Documents become a mask, which JAX passes to cuDNN as a bias in the dtype of q, shared by
   all heads: 2 batch tokens^2 bytes, and as many for the bias's unused gradient in the
