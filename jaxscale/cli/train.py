@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import shlex
+import subprocess
+import sys
 from pathlib import Path
 
 from jaxscale.cli.parser import Namespace, Parser, directory, value
@@ -16,16 +19,24 @@ def add_arguments(parser: Parser) -> None:
   parser.exit_codes = EXIT_CODES
   parser.config()
   add_workdir(parser)
+  counts = value(_count, "a whole number >= 1, or auto", lambda count: count != 0)
+  text = "the processes to start (default: auto, one per GPU)"
+  parser.option("--processes-per-node N", text, counts)
   parser.option("--plan FILE.json", "the plan to compare the run with (default: none)")
   add_accept_changes(parser)
+
+
+def _count(text: str) -> int | None:
+  return None if text == "auto" else max(int(text), 0)
 
 
 def add_accept_changes(parser: Parser) -> None:
   """Add --accept-changes, which allows a resume after a change of data or code."""
   is_known = {"data", "code"}.issuperset
   kinds = value(lambda text: tuple(text.split(",")), "data, code or data,code", is_known)
-  text = "the changes to accept in a run that resumes: data (examples, class names, tokenizer), "
-  text += "code (of your own classes), or data,code (default: none)"
+  text = (
+    "the changes to accept on resume: data, code (of your classes) or data,code (default: none)"
+  )
   parser.option("--accept-changes KINDS", text, kinds, default=())
 
 
@@ -58,9 +69,11 @@ def run(args: Namespace) -> int | None:
 
 def _run(args: Namespace) -> int | None:
   from jaxscale import cluster
+  from jaxscale.cluster import local_launch
   from jaxscale.config.loading import load_config
   from jaxscale.run.session import open_session, report_stop
 
+  local_launch.end_with_launcher()
   config = load_config(args.config, args.overrides)
   workdir = Path(args.workdir or default_workdir(args.config))
   plan = None
@@ -68,6 +81,10 @@ def _run(args: Namespace) -> int | None:
     from jaxscale.planning.stored import read_plan  # Its TOML parser costs a start 6 ms.
 
     plan = read_plan(Path(args.plan))
+  if (count := local_launch.choose_count(args.processes_per_node)) > 1:
+    words = shlex.split(args.command_line)[len(args.program.split()) :]
+    flags = subprocess._args_from_interpreter_flags()  # as `multiprocessing` does
+    return local_launch.run([sys.executable, *flags, "-m", "jaxscale", *words], count)
   with open_session(config, workdir) as watch:
     from jaxscale.run.fit import fit  # Imports JAX, once all processes have joined.
 

@@ -14,6 +14,7 @@ import re
 import sys
 from collections.abc import Mapping
 
+from jaxscale.cluster import environment
 from jaxscale.files import whole_number
 
 # malloc.h of glibc.
@@ -65,8 +66,7 @@ def keep_memory(env: Mapping[str, str] = os.environ, *, num_gpus: int = 0) -> bo
 def _is_single_cpu(env: Mapping[str, str], num_gpus: int) -> bool:
   """Return whether the only device of this process will be a CPU."""
   config = getattr(sys.modules.get("jax"), "config", None)  # if it was imported
-  platforms = getattr(config, "jax_platforms", None) or env.get("JAX_PLATFORMS", "")
-  asked = platforms.partition(",")[0]
+  asked = environment.platforms(env).partition(",")[0]
   if asked != "cpu" and (num_gpus or importlib.util.find_spec("libtpu")):
     return False
   return max(simulated_devices(env), getattr(config, "jax_num_cpu_devices", 1)) < 2

@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from jaxscale.cluster import cpu_settings, detect, walltime
+from jaxscale.cluster import cpu_binding, cpu_settings, detect, environment, walltime
 from jaxscale.cluster import gpu_settings as gpu
 from jaxscale.cluster.launch import Launch
 from jaxscale.cluster.rendezvous import client, handshake, join, network
@@ -31,6 +31,7 @@ _jax_is_initialized = False  # whether JAX has joined the other processes
 _was_started = False  # whether this process has had an earlier session
 _watch: Watch | None = None
 _handlers: SignalHandlers | None = None
+_cpus_before: set[int] | None = None  # the CPUs before this session bound the process
 _walltime_ended: threading.Event | None = None  # ends the thread of `walltime.before_end`
 
 
@@ -122,7 +123,11 @@ def _start(
   try:
     to_divide = 0 if is_alone else num_gpus
     gpu_ids = detect.local_device_ids(os.environ, to_divide, launch)
+    if problem := environment.gpu_problem(os.environ):
+      raise ConfigError(problem)
   except ConfigError as e:
+    if is_alone:
+      raise
     error = str(e)  # the error may concern this host only, but all processes report it
   if gpu_settings:
     choice = gpu.choose_here(launch, num_gpus, gpu_ids)
@@ -132,7 +137,11 @@ def _start(
   digests = {} if is_alone else handshake.digests_of(config) | gpu.shared()
   options: dict[str, Any] = {"on_cpu": not num_gpus, "error": error, "secret": secret}
   options |= {"timeout_s": timeouts.rendezvous_timeout_s, "digests": digests}
+  cpus = cpu_binding.find_cpus(num_gpus, gpu_ids, os.environ)
+  options["cpus"] = cpus.usable
   group = client.rendezvous(launch, **options)
+  if gpu_settings:
+    _bind(cpus, group)
   # A batch job of one process is watched too, since no person sees it hang.
   options = {"watch_alone": launch.kind != "single", "age_s": 0.0 if _was_started else _age_s()}
   options |= {"timeouts": timeouts, "folder": folder}
@@ -160,6 +169,17 @@ def _start(
       _jax_is_initialized = True
     join.check_devices(group)
     cpu_settings.use_batch_policy()
+
+
+def _bind(cpus: cpu_binding.Cpus, group: client.ProcessGroup) -> None:
+  """Bind this process to CPUs, before JAX and the input pipeline start their threads."""
+  global _cpus_before
+  binding = cpu_binding.choose(cpus, group.share)
+  if binding.cpus is not None:
+    _cpus_before = os.sched_getaffinity(0)
+    cpu_binding.bind(binding.cpus)
+  if binding.line and group.process_id == 0:
+    print(f"{binding.line}; disable with --config.gpu_settings=False", flush=True)
 
 
 def _age_s() -> float:
@@ -194,7 +214,11 @@ def _end() -> None:
   requeue must not change the exit code.
   """
   global _watch, _handlers, _walltime_ended
+  global _cpus_before
   cpu_settings.give_memory_back()
+  if _cpus_before is not None:  # a notebook's process lives on
+    cpu_binding.bind(_cpus_before)
+    _cpus_before = None
   if _walltime_ended is not None:
     _walltime_ended.set()
   if _handlers is not None and not (_watch is not None and _watch.is_watched):

@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import secrets
 import signal
 import socket
 import subprocess
@@ -24,8 +23,8 @@ from pathlib import Path
 from shlex import quote
 from typing import Any
 
+from jaxscale.cluster import local_launch
 from jaxscale.cluster.schedulers import SCHEDULERS
-from jaxscale.cluster.secret import VARIABLE as SECRET
 from jaxscale.errors import EXIT_USER, ConfigError
 from jaxscale.files import open_to_append, read_json, read_json_lines, whole_number
 from jaxscale.jobs import folder as folders
@@ -34,8 +33,6 @@ from jaxscale.jobs import spec as specs
 from jaxscale.jobs.spec import JobSpec, QueueEntry
 
 SCRIPT = "process.sh"
-# Seconds between SIGTERM and SIGKILL; Slurm's KillWait has the same default.
-GRACE_S = 30.0
 _POLL_S = 0.1
 _Process = subprocess.Popen[Any]
 
@@ -204,16 +201,11 @@ def _run_once(spec: JobSpec, job: str, task: int, stop: threading.Event) -> int:
     _record_process(Path(spec.folder, "processes.jsonl"), process.pid)
     return process
 
-  if spec.preflight and _wait([start("jaxscale doctor", "batch", {})], stop)[0]:
+  if spec.preflight and local_launch.wait([start("jaxscale doctor", "batch", {})], stop)[0]:
     return EXIT_USER
-  if (count := spec.processes) == 1:
-    return _wait([start("jaxscale.train", 0, {})], stop)[0]
-  with socket.create_server(("127.0.0.1", 0)) as free:
-    address = f"127.0.0.1:{free.getsockname()[1]}"
-  common = {"JAXSCALE_COORDINATOR": address, "JAXSCALE_NUM_PROCESSES": str(count)}
-  common[SECRET] = secrets.token_hex(32)  # a new secret for each start
-  own = [common | {"JAXSCALE_PROCESS_ID": str(rank)} for rank in range(count)]
-  code, rank = _wait([start("jaxscale.train", r, env) for r, env in enumerate(own)], stop)
+  own = enumerate(local_launch.variables(spec.processes))
+  started = [start("jaxscale.train", rank, env) for rank, env in own]
+  code, rank = local_launch.wait(started, stop, specs.ASKED_CODES)
   if rank is not None:
     last = "".join(logs.last([("", spec.log_file(job, task, rank))], 1))
     line = f"error: process {rank} failed first (exit code {code}): {last}\n"
@@ -221,34 +213,6 @@ def _run_once(spec: JobSpec, job: str, task: int, stop: threading.Event) -> int:
     with contextlib.suppress(OSError), open(open_to_append(batch), "a") as file:
       file.write(line)
   return code
-
-
-def _wait(processes: Sequence[_Process], stop: threading.Event) -> tuple[int, int | None]:
-  """Wait for all processes; a failed one, or `stop`, ends the others, as with srun.
-
-  Returns:
-    The exit code of the first failed process, or 0; and its rank, or None. The rank is
-    returned if the process failed before the others noticed, so that SIGTERM ended them.
-  """
-  deadline, first, rank = None, 0, None
-  while None in (codes := [p.poll() for p in processes]):
-    if not first and (first := _worst(codes)):
-      rank = next(i for i, code in enumerate(codes) if code)
-    if deadline is None and (stop.is_set() or first):
-      deadline = time.monotonic() + GRACE_S
-      for process in processes:
-        process.terminate()  # does nothing if it has ended
-    elif deadline is not None and time.monotonic() > deadline:
-      for process in processes:
-        process.kill()
-    time.sleep(_POLL_S)
-  is_alone = first not in specs.ASKED_CODES and any(_worst([c]) in specs.ASKED_CODES for c in codes)
-  return first or _worst(codes), rank if is_alone else None
-
-
-def _worst(codes: Sequence[int | None]) -> int:
-  """Return the highest exit code so far; a signal counts as 128 plus its number."""
-  return max((128 - c if c < 0 else c for c in codes if c is not None), default=0)
 
 
 def main(argv: list[str]) -> None:

@@ -93,9 +93,9 @@ def fused_attention(
 ) -> jax.Array:
   """Compute attention by JAX, which uses cuDNN on GPUs, for any number of tokens.
 
-  JAX (0.10.2 and 0.11.2) cannot differentiate cuDNN's attention for odd numbers of tokens,
-  such as the 197 of a ViT (jax/_src/cudnn/fused_attention_stablehlo.py treats every call as one
-  with a bias). Such sequences are padded by one masked token.
+  JAX (0.10.2 and 0.11.2) cannot differentiate cuDNN's attention for odd numbers of tokens, such
+  as the 197 of a ViT (jax/_src/cudnn/fused_attention_stablehlo.py treats every call as one with
+  a bias). Such sequences are padded by one masked token.
 
   Documents become a mask, which JAX passes to cuDNN as a bias in the dtype of q, shared by
   all heads: 2 batch tokens^2 bytes, and as many for the bias's unused gradient in the
@@ -235,14 +235,14 @@ def fastest(dtype: Any, width: int, device: Any = None, *, tokens: int = 0) -> I
   if device.platform == "tpu":
     fits = jnp.dtype(dtype) == jnp.bfloat16 and tokens and tokens % 128 == 0
     return "splash" if fits else anywhere
-  capability = _cuda_capability(device)
+  capability = cuda_capability(device)
   if jnp.dtype(dtype).itemsize != 2 or width % 8 or capability < (8, 0):
     return anywhere
   return "cudnn" if width <= (256 if capability >= (9, 0) else 128) else anywhere
 
 
 @functools.cache
-def _cuda_capability(device: Any) -> tuple[int, ...]:
+def cuda_capability(device: Any) -> tuple[int, ...]:
   """Return a GPU's compute capability, e.g. (9, 0); (0,) if it is not an NVIDIA GPU."""
   capability = getattr(device, "compute_capability", "")  # on AMD GPUs e.g. "gfx942"
   if device.platform != "gpu" or not re.fullmatch(r"\d+\.\d+", capability):

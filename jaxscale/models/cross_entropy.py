@@ -119,7 +119,10 @@ def _forward(options, logits, labels, bias=None):
   own_top = z.max(-1)
   top = own_top if axis is None else lax.pmax(own_top, axis)
   sums = [jnp.exp(z - top[..., None]).sum(-1)]
-  sums.append(jnp.where(classes == labels[..., None], z, 0.0).sum(-1))
+  if axis is None:
+    sums.append(jnp.take_along_axis(z, labels[..., None], -1, mode="clip")[..., 0])
+  else:
+    sums.append(jnp.where(classes == labels[..., None], z, 0.0).sum(-1))
   if smoothing:
     sums.append(jnp.where(classes < num_classes, z, 0.0).sum(-1))
   # One psum for all sums, since latency matters, not bytes.

@@ -22,6 +22,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
+from jaxscale.models import float8
 from jaxscale.models.attention import attention, document_positions
 from jaxscale.models.cross_entropy import classify
 from jaxscale.models.linear import linear, linear_sum
@@ -111,12 +112,12 @@ def rejoin(
       backward pass, and the outputs are computed again.
   """
   dtype = jax.tree.leaves(y)[0].dtype
-  total = _product(y, p) if activation is None else _activated(activation, y, p)
+  total: Any = _product(y, p) if activation is None else _activated(activation, y, p)
   return checkpoint_name(ops.reduce(total).astype(dtype), BRANCH)
 
 
 def _product(y: jax.Array, p: Any) -> jax.Array:
-  total = linear_sum(y, p["kernel"])
+  total = linear_sum(y, p["kernel"], p.get(float8.MAXIMA))
   if "kernel_lora_a" in p:
     total = total + linear_sum(linear(y, p["kernel_lora_a"]), p["kernel_lora_b"])
   return total
@@ -186,6 +187,8 @@ class Stack(NamedTuple):
       with kernels are by `linear.dense` or `rejoin`.
     has_lookup: whether `embed` reads params["embed"]["table"] only by `ops.lookup` and rounds the
       rows to the dtype of activations. The table then need not be gathered.
+    in_float8: whether the products of layers are in FP8, whose state is in the model state
+      (`models.float8`).
   """
 
   init: Callable[[jax.Array], Any]
@@ -197,6 +200,7 @@ class Stack(NamedTuple):
   tied: bool = False
   has_lora: bool = False
   has_lookup: bool = False
+  in_float8: bool = False
 
   def head_of(self, part: Callable[[str], Any]) -> Any:
     """Return the parameters that `finish` and `logits` take.
@@ -231,6 +235,7 @@ def hidden_states(
   return h
 
 
-def stack_logits(stack: Stack, params: Any, batch: Any) -> jax.Array:
+def stack_logits(stack: Stack, params: Any, model_state: Any, batch: Any) -> jax.Array:
   """Return the logits of all classes, float32 [rows, (tokens,) classes]."""
+  params = float8.with_maxima(params, model_state)
   return stack.logits(stack.head_of(params.get), hidden_states(stack, params, batch))

@@ -15,6 +15,7 @@ from jax import lax
 from jaxscale.collectives import vary
 from jaxscale.errors import ConfigError
 from jaxscale.mesh import on_cpu
+from jaxscale.models import float8
 from jaxscale.models.attention import attention
 from jaxscale.models.remat import Layer, with_remat
 from jaxscale.models.stack import PACKING, Ops, Stack, Totals, for_rows, packing_of, with_positions
@@ -60,6 +61,7 @@ def stack_loss(stack: Stack, layout: Layout, *, remat: str = "none", unroll: Unr
   run_layers = _layers(stack, layout, remat, unroll)
 
   def loss_fn(params: Any, model_state: Any, batch: Any, keys: jax.Array):  # nothing is random
+    params = float8.with_maxima(params, model_state)
     totals = _run(stack, layout, run_layers, params, batch)
     return totals["loss"], (model_state, totals)
 
@@ -121,6 +123,7 @@ def stack_totals(stack: Stack, layout: Layout) -> Any:
   def eval_fn(params: Any, model_state: Any, batch: Any):
     rows = len(jax.tree.leaves(batch)[0])
     num_microbatches = stages if rows % stages == 0 else 1
+    params = float8.with_maxima(params, model_state)
     return _run(stack, layout, run_layers, params, batch, num_microbatches)
 
   return eval_fn

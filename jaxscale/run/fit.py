@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 from jaxscale import cluster, data
 from jaxscale.checkpoint import lock
+from jaxscale.cluster.environment import refuse_fallback
 from jaxscale.config import Config
 from jaxscale.config.config_file import check_not_loading
 from jaxscale.errors import ConfigError, NonFiniteError
@@ -93,6 +94,7 @@ def fit(
     True
   """
   check_not_loading("trains")
+  refuse_fallback()
   parts = config, Path(expand(workdir)), plan, accept_changes, callbacks, loss_fn
   with open_run(*parts) as run:
     with run.checkpoints, run.tracer:

@@ -17,7 +17,6 @@ import jax
 
 from jaxscale import __version__, cluster
 from jaxscale.checkpoint import checkpoint_files, directory
-from jaxscale.cluster.detect.fabric import nvidia_models
 from jaxscale.cluster.rendezvous.handshake import versions
 from jaxscale.config import Config
 from jaxscale.config.choice import is_built_in
@@ -116,19 +115,10 @@ def _wrapped(text: str) -> list[str]:
 
 
 def devices_of(experiment: build.Experiment) -> str:
-  """Describe the number and kind of devices, and the number of processes.
-
-  If JAX uses a CPU although the node has NVIDIA GPUs, the text says so: JAX itself falls
-  back to the CPU silently when its CUDA plugin is missing or fails.
-  """
+  """Describe the number and kind of devices, and the number of processes."""
   devices = experiment.mesh.devices.ravel()
   kind, n = devices[0].device_kind, jax.process_count()
-  text = f"{len(devices)} x {kind}" + f", {n} processes" * (n > 1)
-  asked = "cpu" in os.environ.get("JAX_PLATFORMS", "")
-  if devices[0].platform == "cpu" and not asked and nvidia_models():
-    remedy = "install jaxscale[cuda12], [cuda13] or [rocm], or set JAX_PLATFORMS=cpu to use the CPU"
-    text += f"; JAX does not use the GPUs of this node: {remedy}"
-  return text
+  return f"{len(devices)} x {kind}" + f", {n} processes" * (n > 1)
 
 
 def _changed(settings: Any) -> dict[str, Any]:

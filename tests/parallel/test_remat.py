@@ -1,4 +1,4 @@
-"""What is stored for the backward pass, and loops over layers, change no loss."""
+"""Losses depend neither on what is stored for the backward pass nor on loops over layers."""
 
 import functools
 import math
@@ -210,7 +210,8 @@ def test_blocks_of_images_wait_for_their_gradients_and_on_the_host(remat):
 
   image = BATCH["image"]
   text = jax.jit(jax.grad(loss)).lower(params, image).as_text()
-  assert text.count("optimization_barrier") == 9  # 8 blocks, and the stem
+  # One for each of 8 blocks and the stem; copies to the host have one more.
+  assert text.count("optimization_barrier") == 9 + 8 * (remat == "offload")
   assert str(jax.make_jaxpr(jax.grad(loss))(params, image)).count("<host>") >= 16 * (
     remat == "offload"
   )

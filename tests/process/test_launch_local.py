@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from jaxscale import cli, jobs
+from jaxscale.cluster import local_launch
 from jaxscale.errors import ConfigError
 from jaxscale.jobs import folder as folders
 from jaxscale.jobs import local_executor
@@ -365,11 +366,11 @@ def test_what_process_0_does_not_know_is_shown_with_its_lines(fake, tmp_path, ca
 
 
 def test_what_minds_no_signal_is_killed_after_the_grace(monkeypatch):
-  monkeypatch.setattr(local_executor, "GRACE_S", 0.5)
+  monkeypatch.setattr(local_launch, "GRACE_S", 0.5)
   deaf = subprocess.Popen(["bash", "-c", "trap '' TERM; while :; do sleep 0.1; done"])
   failed = subprocess.Popen(["bash", "-c", "sleep 0.2; exit 3"])
   began = time.monotonic()
-  assert local_executor._wait([deaf, failed], threading.Event()) == (3, None)
+  assert local_launch.wait([deaf, failed], threading.Event()) == (3, None)
   assert deaf.returncode == -signal.SIGKILL
   assert time.monotonic() - began > 0.5
 

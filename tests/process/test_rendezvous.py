@@ -151,8 +151,8 @@ def test_more_processes_connect_than_files_may_be_open_at_first(start):
   first = start(0, count, name, files=[64, 4096], set=alike, digests={"config": "a"})
   guests = [greet(name, who(rank, count)) for rank in range(1, count)]
   for rank, link in enumerate(guests, 1):
-    _, hosts = link.receive(10)["go"]
-    assert len(hosts) == count
+    _, hosts, shares = link.receive(10)["go"]
+    assert len(hosts) == len(shares) == count
     link.send({"from": rank, "job": name})
   ((code, reported),) = ends([first])
   assert code == 0 and len(reported["heard"]) == count - 1
@@ -183,10 +183,10 @@ def test_a_thousand_processes_connect_in_seconds():
   thread.start()
   launch = Launch("test", 0, count, None, 0, 1, name)
   with Acceptor(listeners, key_of(name), count) as acceptor:
-    hosts, links, _ = server.serve(launch, own, acceptor, 60, lambda hellos: "4321")
+    hosts, links, _, shares = server.serve(launch, own, acceptor, 60, lambda hellos: "4321")
   thread.join()
   assert hosts == [f"n{r + 1}" for r in range(count)] and len(links) == count - 1
-  assert guests[-1].receive(5) == {"go": ["4321", hosts]}
+  assert guests[-1].receive(5) == {"go": ["4321", hosts, shares]}
   assert time.monotonic() - began < 50
   for link in [*guests, *links.values()]:
     link.close()

@@ -107,9 +107,11 @@ def test_a_process_0_that_fails_is_not_waited_for(start):
 
 ODD = """[
   5, null, [], {}, "go", {"error": 5}, {"go": 5}, {"go": ["12345"]}, {"go": ["12345", ["n1"]]},
-  {"go": ["xxxxxxxx", ["n1", "n2"]]}, {"go": ["99999999", ["n1", "n2"]]},
-  {"go": ["12345", ["n1", 2]]}, {"go": ["/tmp", ["a", "b"]]}
-]"""
+  {"go": ["xxxxxxxx", ["n1", "n2"], BOTH]}, {"go": ["99999999", ["n1", "n2"], BOTH]},
+  {"go": ["12345", ["n1", 2], BOTH]}, {"go": ["/tmp", ["a", "b"], BOTH]},
+  {"go": ["12345", ["n1", "n2"], [[0, 1]]]}, {"go": ["12345", ["n1", "n2"], [[0, 1], [2, 2]]]},
+  {"go": ["12345", ["n1", "n2"], [[0, 1], [1]]]}
+]""".replace("BOTH", "[[0, 1], [0, 1]]")
 
 
 def test_a_process_0_that_is_not_understood_is_a_line(start):

@@ -28,7 +28,7 @@ import re
 from jaxscale.cluster import schedulers
 from jaxscale.cluster.detect import batch, mpi, pods, torchrun
 from jaxscale.cluster.detect.local_devices import local_device_ids, visible_gpus
-from jaxscale.cluster.launch import Env, Launch, number
+from jaxscale.cluster.launch import LOOPBACK, Env, Launch, number
 from jaxscale.errors import ConfigError
 
 __all__ = ["LAUNCHERS", "Launch", "detect", "local_device_ids", "visible_gpus"]
@@ -40,7 +40,8 @@ __all__ = ["LAUNCHERS", "Launch", "detect", "local_device_ids", "visible_gpus"]
 # entry is a scheduler's script without a launcher.
 LAUNCHERS = torchrun.detect_agent, mpi.detect, batch.detect_flux, schedulers.detect
 LAUNCHERS += pods.detect_tpu, torchrun.detect, pods.detect_kubernetes, batch.detect_script
-COORDINATOR = "JAXSCALE_COORDINATOR"  # host:port of process 0
+COORDINATOR = "JAXSCALE_COORDINATOR"  # host:port of process 0, or LOCAL
+LOCAL = "local"  # all processes are on this machine (cluster/local_launch.py)
 COUNT = "JAXSCALE_NUM_PROCESSES"
 INDEX = "JAXSCALE_PROCESS_ID"
 JOB = "JAXSCALE_JOB"  # name of the run, if the launcher sets none
@@ -50,7 +51,8 @@ def detect(env: Env = os.environ) -> Launch:
   """Identify this process among those of its run.
 
   JAXSCALE_COORDINATOR, JAXSCALE_NUM_PROCESSES and JAXSCALE_PROCESS_ID together override
-  any launcher. JAXSCALE_NUM_PROCESSES=1 alone starts a run of one process.
+  any launcher; the coordinator `local` stands for this machine, with a port that follows
+  from the run's secret. JAXSCALE_NUM_PROCESSES=1 alone starts a run of one process.
   JAXSCALE_COORDINATOR alone only sets the host and port of process 0.
 
   Args:
@@ -91,6 +93,9 @@ def _explicit(env: Env) -> Launch:
   are_numbers = re.fullmatch(r"\d{1,9} \d{1,9}", f"{index} {count}", re.ASCII)
   if not are_numbers or int(index) >= int(count):
     raise ConfigError(f"{INDEX}={index}, {COUNT}={count}: give an ID from 0 to n-1 for n processes")
+  if env[COORDINATOR] == LOCAL:
+    rank, size = int(index), int(count)
+    return Launch(LOCAL, rank, size, LOOPBACK if size > 1 else None, rank, size, job=LOCAL)
   name, port = _address(env)
   job = f"jaxscale-{name}:{port}"
   launch = Launch("explicit", int(index), int(count), name, job=job, port=port)

@@ -25,7 +25,7 @@ from jaxscale.errors import ConfigError
 from jaxscale.files import output_of, whole_number
 
 IDS = "JAX_LOCAL_DEVICE_IDS"  # JAX's own variable, jax/_src/distributed.py
-_HIDING = ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES")
+HIDING = ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES")
 
 
 def local_device_ids(env: Env, num_visible: int, launch: Launch) -> list[int] | None:
@@ -59,15 +59,17 @@ def local_device_ids(env: Env, num_visible: int, launch: Launch) -> list[int] | 
   index, count = launch.local_id, launch.local_size
   if launch.num_processes == 1 or count is None or index is None:
     return None
-  if _is_own(env, num_visible):
+  is_local = launch.kind == "local"  # its processes see all GPUs of the one that started them
+  if not is_local and _is_own(env, num_visible):
     return everything
+  option = "--processes-per-node" if is_local else "--ntasks-per-node"
   if num_visible < count:
-    fix = f"start one process per GPU (--ntasks-per-node={num_visible})"
+    fix = f"start one process per GPU ({option}={num_visible})"
     fix += f", or set {IDS} to share a GPU on purpose"
     raise ConfigError(f"{count} processes on this node, but {_gpus(num_visible)}: {fix}")
   if num_visible % count:
     fitting = [str(n) for n in range(1, num_visible + 1) if num_visible % n == 0]
-    fix = f"start {' or '.join(fitting)} per node (--ntasks-per-node), or set {IDS}"
+    fix = f"start {' or '.join(fitting)} per node ({option}), or set {IDS}"
     gpus = _gpus(num_visible)
     raise ConfigError(f"{count} processes on this node cannot share {gpus} evenly: {fix}")
   each = num_visible // count
@@ -97,12 +99,12 @@ def visible_gpus(env: Env = os.environ, *, device_root: str = "/dev") -> int:
   platforms = env.get("JAX_PLATFORMS", "")
   if platforms and not re.search(r"\b(cuda|rocm|gpu)\b", platforms):
     return 0
-  if listed := [_count(env[name]) for name in _HIDING if name in env]:
+  if listed := [_count(env[name]) for name in HIDING if name in env]:
     return min(listed)
-  if nvidia := sum(map(_may_open, glob.glob(f"{device_root}/nvidia[0-9]*"))):
+  if nvidia := sum(map(may_open, glob.glob(f"{device_root}/nvidia[0-9]*"))):
     return nvidia
   if os.path.exists(f"{device_root}/kfd"):
-    return sum(map(_may_open, glob.glob(f"{device_root}/dri/renderD*")))
+    return sum(map(may_open, glob.glob(f"{device_root}/dri/renderD*")))
   return _nvidia_smi() if os.path.exists(f"{device_root}/dxg") else 0
 
 
@@ -111,7 +113,7 @@ def _is_own(env: Env, num_visible: int) -> bool:
   if (is_own := schedulers.ask(lambda s: s.has_own_gpus(env, num_visible))) is not None:
     return is_own
   # Without a scheduler's count, only a wrapper script can have selected a single GPU.
-  return num_visible == 1 and any(name in env for name in _HIDING)
+  return num_visible == 1 and any(name in env for name in HIDING)
 
 
 def _count(text: str) -> int:
@@ -140,7 +142,8 @@ def _gpus(count: int) -> str:
   return "1 GPU" if count == 1 else f"{count} GPUs"
 
 
-def _may_open(path: str) -> bool:
+def may_open(path: str) -> bool:
+  """Return whether this process may use a device file."""
   return os.access(path, os.R_OK | os.W_OK)
 
 

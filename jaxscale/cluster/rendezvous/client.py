@@ -67,6 +67,7 @@ class _Go(NamedTuple):
 
   coordinator: str  # unix:PATH, or the port
   hosts: list[str]  # by rank
+  shares: list[list[int]]  # by rank
 
 
 class ProcessGroup(NamedTuple):
@@ -79,6 +80,7 @@ class ProcessGroup(NamedTuple):
   links: dict[int, Link]  # to all others in process 0, to process 0 in the others
   key: bytes = b""  # known to the processes of this run only
   reserved: socket.socket | None = None  # keeps the coordinator's port for process 0
+  share: tuple[int, int] = (0, 1)  # index and number of the processes with the same CPUs
 
 
 def rendezvous(
@@ -89,6 +91,7 @@ def rendezvous(
   on_cpu: bool = True,
   error: str = "",
   secret: bytes | None = None,
+  cpus: str = "",
 ) -> ProcessGroup:
   """Connect to the other processes of this run; each process calls this.
 
@@ -102,6 +105,7 @@ def rendezvous(
       name.
     error: the reason why this process cannot take part, such as a missing GPU.
     secret: the secret of the run. None means the result of `secret.find_secret`.
+    cpus: the CPUs that this process would use alone.
 
   Raises:
     ConfigError: a process is missing, was started twice, or differs from process 0. The
@@ -113,7 +117,7 @@ def rendezvous(
   """
   if launch.num_processes == 1:
     return ProcessGroup(0, 1, [network.node_name()], "", {})
-  hello = make_hello(launch, digests or {}, on_cpu, error)
+  hello = make_hello(launch, digests or {}, on_cpu, error, cpus)
   if launch.kind == "kubernetes" and not (secret or os.environ.get(VARIABLE)):
     fix = "set it in all pods of the Job to the same Secret of at least 32 random characters"
     raise ConfigError(f"{VARIABLE}: not set; {fix}")
@@ -181,7 +185,8 @@ def _listen(hello: Hello, target: _Target, timeout_s: float) -> ProcessGroup:
   place_it = functools.partial(_place_coordinator, port)
   try:
     with Acceptor(listeners, key, launch.num_processes) as acceptor:
-      hosts, links, coordinator = server.serve(launch, hello, acceptor, timeout_s, place_it, note)
+      served = server.serve(launch, hello, acceptor, timeout_s, place_it, note)
+      hosts, links, coordinator, shares = served
   except BaseException:
     if reserved:
       reserved.close()
@@ -189,7 +194,8 @@ def _listen(hello: Hello, target: _Target, timeout_s: float) -> ProcessGroup:
   if coordinator.isdigit():  # at the address where the others have reached this process
     (address,) = network.own_address(links.values()) or ["::"]
     coordinator = network.join_address(address, port)
-  return ProcessGroup(0, launch.num_processes, hosts, coordinator, links, key, reserved)
+  own = 0, launch.num_processes, hosts, coordinator, links, key, reserved
+  return ProcessGroup(*own, (shares[0][0], shares[0][1]))
 
 
 def _place_coordinator(port: int, hellos: Mapping[int, Hello]) -> str:
@@ -225,9 +231,11 @@ def _connect(hello: Hello, target: _Target, timeout_s: float) -> ProcessGroup:
     answer = wire.typed(dict[str, Any], link.receive(timeout_s + GRACE_S))
     if "error" in answer:
       raise ConfigError(wire.typed(str, answer["error"]))
-    coordinator, hosts = wire.parse(_Go, answer.get("go"))
+    coordinator, hosts, shares = wire.parse(_Go, answer.get("go"))
     is_port = coordinator.isdigit() and int(coordinator) < 1 << 16
-    if len(hosts) != hello.num_processes or not (is_port or coordinator.startswith("unix:/")):
+    index, count = shares[hello.rank] if len(shares) == len(hosts) else (0, 0)
+    is_whole = len(hosts) == hello.num_processes and 0 <= index < count
+    if not is_whole or not (is_port or coordinator.startswith("unix:/")):
       raise ValueError("it sent an invalid answer")
   except BaseException as e:
     link.close()
@@ -239,7 +247,8 @@ def _connect(hello: Hello, target: _Target, timeout_s: float) -> ProcessGroup:
     # The name may resolve to a different address elsewhere; this one has worked.
     seen = network.peer_address(link) or target.addresses[0]
     coordinator = network.join_address(seen, int(coordinator))
-  return ProcessGroup(hello.rank, hello.num_processes, hosts, coordinator, {0: link}, target.key)
+  own = hello.rank, hello.num_processes, hosts, coordinator, {0: link}, target.key
+  return ProcessGroup(*own, share=(index, count))
 
 
 def _find_process_0(hello: Hello, target: _Target, timeout_s: float) -> Link:

@@ -8,6 +8,7 @@ parameters).
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 import hashlib
 import os
@@ -41,18 +42,34 @@ class Hello(NamedTuple):
   versions: dict[str, str]
   digests: dict[str, str]
   error: str  # reason why it cannot take part; "" if it can
+  cpus: str = ""  # CPUs that it would use alone; see `shares`
 
 
 _Hellos = Mapping[int, Hello]  # by rank
 
 
-def make_hello(launch: Launch, digests: Mapping[str, str], on_cpu: bool, error: str = "") -> Hello:
+def make_hello(
+  launch: Launch, digests: Mapping[str, str], on_cpu: bool, error: str = "", cpus: str = ""
+) -> Hello:
   """Return the description of this process; the arguments are those of `rendezvous`."""
   gloo = network.gloo_address() if on_cpu else ""
   process = network.node_name(), os.getpid()
   namespaces = network.namespace("net"), network.namespace("mnt"), gloo
   own = launch.process_id, launch.num_processes, *process, *namespaces
-  return Hello(*own, versions(), dict(digests), error)
+  return Hello(*own, versions(), dict(digests), error, cpus)
+
+
+def shares(hellos: _Hellos) -> list[list[int]]:
+  """Return for each rank its index among the processes with its CPUs, and their number.
+
+  Args:
+    hellos: the descriptions by rank.
+  """
+  ranks: dict[tuple[str, str], list[int]] = {}
+  for rank, hello in sorted(hellos.items()):
+    ranks.setdefault((hello.node, hello.cpus), []).append(rank)
+  same = [ranks[hello.node, hello.cpus] for _, hello in sorted(hellos.items())]
+  return [[bisect.bisect(each, rank) - 1, len(each)] for rank, each in enumerate(same)]
 
 
 def versions(packages: Iterable[str] = PACKAGES) -> dict[str, str]:

@@ -32,7 +32,7 @@ Place = Callable[[Mapping[int, Hello]], str]  # see `serve`
 
 def serve(
   launch: Launch, hello: Hello, acceptor: Acceptor, timeout_s: float, place: Place, note: str = ""
-) -> tuple[list[str], dict[int, Link], str]:
+) -> tuple[list[str], dict[int, Link], str, list[list[int]]]:
   """Wait for all other processes, and send each of them "go" or an error.
 
   Args:
@@ -44,7 +44,8 @@ def serve(
     note: text to append to the line about missing processes.
 
   Returns:
-    The hosts by rank, the connections by rank, without 0, and the coordinator.
+    The hosts by rank, the connections by rank, without 0, the coordinator, and the shares
+    by rank (`handshake.shares`).
 
   Raises:
     ConfigError: the error that every process got.
@@ -58,7 +59,7 @@ def serve(
       chosen = place(server.hellos)
       server.send_go(chosen, hosts)
       kept = set(server.links.values())
-      return hosts, server.links, chosen
+      return hosts, server.links, chosen, handshake.shares(server.hellos)
     finally:
       close_all(server.connected - kept)
       if strangers := acceptor.describe_refused():
@@ -118,7 +119,7 @@ class _Server:
 
   def send_go(self, coordinator: str, hosts: list[str]) -> None:
     """Send "go" to all processes."""
-    go = wire.encode({"go": [coordinator, hosts]})
+    go = wire.encode({"go": [coordinator, hosts, handshake.shares(self.hellos)]})
     for rank, link in self.links.items():
       try:
         link.send(go, timeout=10)
