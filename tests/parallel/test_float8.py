@@ -1,7 +1,7 @@
 """Products of layers in FP8: their rounding, their state and their runs."""
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -45,7 +45,7 @@ def test_a_product_and_its_gradients(name):
   }[name]
 
   def loss(*args):
-    y = float8.product(jnp.dtype("bfloat16"), jnp.dtype("float32"), *args)
+    y: Any = float8.product(jnp.dtype("bfloat16"), jnp.dtype("float32"), *args)
     return (y * g).sum(), y
 
   grads, y = jax.grad(loss, (0, 1, 2), has_aux=True)(x, w, jnp.array(maxima, jnp.float32))

@@ -1,5 +1,7 @@
 """Gradients that FSDP sums in the dtype of activations."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import ml_dtypes
@@ -21,7 +23,7 @@ BFLOAT16 = ml_dtypes.bfloat16
 @pytest.mark.parametrize("in_backward", [False, True])
 def test_each_devices_gradient_is_rounded(in_backward):
   """The reference is NumPy's float64 sum of rounded gradients; the result is rounded once more."""
-  sizes = {"data": 2, "fsdp": 4} if in_backward else {"data": 1, "fsdp": 8}
+  sizes: Any = {"data": 2, "fsdp": 4} if in_backward else {"data": 1, "fsdp": 8}
   mesh = make_mesh(**sizes)
   how = Gather(0, True, ("data",) if in_backward else (), reduce_dtype=jnp.bfloat16)
 
