@@ -1,7 +1,7 @@
 """Products of layers in FP8: their rounding, their state and their runs."""
 
 import functools
-from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -45,7 +45,7 @@ def test_a_product_and_its_gradients(name):
   }[name]
 
   def loss(*args):
-    y = float8.product(jnp.dtype("bfloat16"), jnp.dtype("float32"), *args)
+    y: Any = float8.product(jnp.dtype("bfloat16"), jnp.dtype("float32"), *args)
     return (y * g).sum(), y
 
   grads, y = jax.grad(loss, (0, 1, 2), has_aux=True)(x, w, jnp.array(maxima, jnp.float32))
@@ -186,9 +186,14 @@ def test_what_float8_does_not_work_with_is_refused():
     small_config(dtype="float8")
 
 
+class Device(NamedTuple):
+  compute_capability: str
+  platform: str = "gpu"
+
+
 def test_devices_without_float8_are_noted():
   kinds = ("8.0", "8.9", "9.0", "10.0", "gfx942")
-  found = [make_layout.has_float8(SimpleNamespace(compute_capability=kind)) for kind in kinds]
+  found = [make_layout.has_float8(Device(kind)) for kind in kinds]
   assert found == [False, True, True, True, False]
   parts = build.experiment(language(), devices=jax.devices()[:1])
   assert any(note.startswith("dtype='float8': cpu has no FP8 products") for note in parts.notes)
