@@ -59,7 +59,7 @@ test-bare: .venv-bare/.installed
 .venv-bare/.installed: Makefile
 	$(PYTHON312) -m venv .venv-bare
 	.venv-bare/bin/python -m pip install --quiet jax==0.11.2 flax==0.12.12 optax==0.2.8 \
-	  orbax-checkpoint==0.12.8 pytest==9.2.0
+	  orbax-checkpoint==0.12.8 safetensors==0.8.0 pytest==9.2.0
 	touch $@
 
 agreement: others

@@ -58,12 +58,16 @@ EXCHANGES = ["psum of the tree", "default: buckets of 25 MiB", "1-bit", "PowerSG
 LIBRARIES = {name: "timm" if "side" in SIZES[name] else "transformers" for name in SIZES}
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "torch", "torchvision", "timm", "transformers")
 TUNED = {"mode": "max-autotune-no-cudagraphs"}
-# Our step alone. A name with a dot, or `dtype`, is a setting; the others are of the size.
+# Our step alone. A name with a dot, or one of `SETTINGS`, is a setting; the others are sizes.
+SETTINGS = "dtype", "compiler_preset"
 VARIANTS = """
-layers_8b rows=4 layers=8 layout.remat=dots
+layers_8b rows=4 layers=8 layout.remat=dots_attention
+vit_b16 layout.unroll=1
+layers_8b rows=1 layers=4 tokens=8192 vocabulary=128256 layout.remat=dots_attention
+transformer_1b rows=8 layout.remat=dots_attention
 layers_8b rows=4 layers=8 layout.remat=full
-layers_8b rows=1 layers=4 tokens=8192 vocabulary=128256 layout.remat=dots
-transformer_1b rows=8 layout.remat=dots
+layers_8b rows=4 layers=8 layout.remat=dots_attention compiler_preset=h100
+layers_8b rows=4 layers=8 layout.remat=dots_attention layout.unroll=all
 resnet50 rows=512
 """
 
@@ -198,7 +202,7 @@ def variants(run: Run) -> list[Row]:
   for line in VARIANTS.split("\n")[1 : 3 if run.tiny else -1]:
     name, *words = line.split()
     given = {w.partition("=")[0]: w.partition("=")[2] for w in words}
-    options = {key: text for key, text in given.items() if "." in key or key == "dtype"}
+    options = {key: text for key, text in given.items() if "." in key or key in SETTINGS}
     size: Row = TINY[name] if run.tiny else SIZES[name]
     if not run.tiny:
       size = size | {key: int(text) for key, text in given.items() if key not in options}

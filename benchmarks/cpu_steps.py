@@ -1,7 +1,7 @@
 """A training step on CPU: ours, and PyTorch's of timm and transformers, in turns.
 
     .venv-others/bin/python benchmarks/cpu_steps.py [--turns 5] [--only text,vit]
-        [--before CHECKOUT] [--other PYTHON] [--one-core]
+        [--before CHECKOUT] [--other PYTHON] [--one-core] [--real-time]
 
 `make others` makes that environment. Each model trains with random numbers, here and by
 PyTorch eager with the same sizes and the same kind of optimizer, on one core and then
@@ -11,8 +11,9 @@ checkout of this repository, as `git worktree add CHECKOUT COMMIT` makes it. `ot
 this one with the JAX of another environment, whose interpreter is given.
 Milliseconds are of a step, the median of the turns: processor time, and wall time,
 which on a busy machine says less; and there the threads of PyTorch wait for each other
-in loops, so that only `--one-core` is of use. `speed` is theirs / ours of processor
-time: 1 and above is as fast as PyTorch.
+in loops, so that only `--one-core` is of use, or `--real-time`, which as root keeps other
+programs from the cores while the sides step. `speed` is theirs / ours of processor time: 1
+and above is as fast as PyTorch.
 """
 
 from __future__ import annotations
@@ -162,13 +163,21 @@ def started(side: str, python: str, path: str, name: str, cores: set[int]) -> Si
 
 
 def compare(
-  name: str, cores: set[int], turns: int, count: int, of: dict[str, tuple[str, str]]
+  name: str,
+  cores: set[int],
+  turns: int,
+  count: int,
+  of: dict[str, tuple[str, str]],
+  is_real_time: bool,
 ) -> dict[str, Any]:
   """Return the medians of all sides, given by their interpreters and checkouts."""
   sides = {side: started(side, *where, name, cores) for side, where in of.items()}
   took = {side: [] for side in sides}
   for process in sides.values():
     process.wait_ready(TIMEOUT_S)
+  for process in sides.values() if is_real_time else ():
+    for thread in Path(f"/proc/{process.pid}/task").iterdir():
+      os.sched_setscheduler(int(thread.name), os.SCHED_FIFO, os.sched_param(1))
   for turn in range(turns + 1):
     for side, process in sides.items():
       seconds = process.ask("steps", count, timeout_s=TIMEOUT_S)
@@ -193,6 +202,7 @@ def main() -> None:
   parser.add_argument("--other", metavar="PYTHON", help="of another environment")
   parser.add_argument("--only", default=",".join(SIZES), help="models, by commas")
   parser.add_argument("--one-core", action="store_true")
+  parser.add_argument("--real-time", action="store_true")
   parser.add_argument("--turns", type=int, default=5)
   parser.add_argument("--steps", type=int, default=3, help="of one turn")
   args = parser.parse_args()
@@ -210,7 +220,7 @@ def main() -> None:
   one = {everywhere[0]}
   for cores in [one] if args.one_core else [one, set(everywhere)]:
     for name in args.only.split(","):
-      rows.append(compare(name, cores, args.turns, args.steps, of))
+      rows.append(compare(name, cores, args.turns, args.steps, of, args.real_time))
       print(rows[-1], file=sys.stderr, flush=True)
   from common import report
 

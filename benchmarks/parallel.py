@@ -77,13 +77,14 @@ def probe(chips: str, options: Any = None, **changes: str) -> Case:
   return Case("layouts", "configs/llama_1b.py", chips, changed, options or {})
 
 
+FSDP = {"mesh.replica": "1", "mesh.fsdp": "-1", "layout.slow_axes": "after"}
 FSDP4 = {"mesh__data": "4", "mesh__fsdp": "4"}
 MODEL4 = {"mesh__fsdp": "4", "mesh__model": "4"}
 STAGES = {"mesh__fsdp": "8", "mesh__stage": "2", "accumulate_steps": "4"}
 GROUPS = {"mesh__replica": "2", "mesh__fsdp": "8"}
 CASES = {
   "1B v5e-16": Case("models", "configs/llama_1b.py", "v5e-16"),
-  "1B h100-16": Case("models", "configs/llama_1b.py:h100", "h100-16"),
+  "1B h100-16": Case("models", "configs/llama_1b.py:h100", "h100-16", FSDP),
   "7B v5e-256": Case("models", "configs/llama_7b.py", "v5e-256"),
   "7B v5e-256, sums in bfloat16": Case(
     "models", "configs/llama_7b.py", "v5e-256", {"layout.sum_in": "dtype"}
@@ -100,7 +101,7 @@ CASES = {
     "v5e-256",
     {"mesh.model": "1", "mesh.data": "16", "accumulate_steps": "4"},
   ),
-  "7B h100-256": Case("models", "configs/llama_7b.py:h100", "h100-256"),
+  "7B h100-256": Case("models", "configs/llama_7b.py:h100", "h100-256", FSDP),
   "init of 7B v5e-256": Case("init", "configs/llama_7b.py", "v5e-256", program="init"),
   "init of 7B h100-256": Case("init", "configs/llama_7b.py:h100", "h100-256", program="init"),
 }

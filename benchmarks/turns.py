@@ -62,6 +62,7 @@ class Side:
 
   Attributes:
     ready: the first answer, after `wait_ready`.
+    pid: the number of the process.
   """
 
   def __init__(self, command: Sequence[str], **options: Any):
@@ -70,7 +71,7 @@ class Side:
     self._errors = tempfile.TemporaryFile()  # noqa: SIM115, closed by `close`
     self._pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
     self._process = subprocess.Popen(command, stderr=self._errors, **self._pipes, **options)
-    self._text = b""
+    self.pid, self._text = self._process.pid, b""
 
   def wait_ready(self, timeout_s: float) -> Any:
     """Return the first answer."""

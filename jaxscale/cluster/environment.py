@@ -17,7 +17,7 @@ from jaxscale.files import readable_text, whole_number
 
 # Platforms without a plugin, and aliases of platforms (jax/_src/xla_bridge.py, jax 0.10).
 _BUILT_IN, _ALIASES = ("cpu", "tpu"), {"gpu": ("cuda", "rocm")}
-_INSTALL = {"cuda": "install jaxscale[cuda12] or [cuda13]", "rocm": "install jax-rocm7-plugin"}
+_INSTALL = {"cuda": "install jaxscale[cuda12] or [cuda13]", "rocm": "install jaxscale[rocm]"}
 _ON_PURPOSE = "or set JAX_PLATFORMS=cpu to use the CPU on purpose"
 # PCI vendor, and the first digits of the classes of its GPUs for computing.
 _COMPUTING = {"cuda": ("NVIDIA", "0x10de", "0x0302"), "rocm": ("AMD", "0x1002", "0x0380", "0x1200")}
@@ -79,6 +79,7 @@ def gpu_problem(env: Mapping[str, str], root: str = "/", *, has_failed: bool = F
   asked = platforms(env).partition(",")[0]
   hidden = [name for name in HIDING if name in env and not visible_gpus(env)]
   kind, found = _computing_gpus(root)
+  kind = asked if asked in ("cuda", "rocm") else kind
   if asked not in ("", "cuda", "rocm", "gpu") or (not asked and (hidden or not found)):
     return ""
   files = glob.glob(os.path.join(root, "dev", "kfd" if kind == "rocm" else "nvidia[0-9]*"))

@@ -8,6 +8,7 @@ version).
 | `jax._src.distributed.global_state` | processes wait while process 0 compiles | each compiles |
 | `jax._src.cache_key._hash_accelerator_config` | one cached program for equal CPUs | each compiles |
 | `_wrapped_callback` in `jax/_src/callback.py` | report a hang in a callback of the model | the hang report has the process only |
+| `jax._src.config._check_vma` | TPU's kernels of attention in a step | an error of JAX in steps on TPUs |
 | `.mat` and `.manual_axis_type` of array types | axes that a value varies over | an error with the JAX version to install |
 """  # noqa: E501
 
@@ -27,6 +28,7 @@ CALLBACK = "_wrapped_callback"  # runs every host callback of a program
 # (module, attribute)
 _STATE = "jax._src.distributed", "global_state"
 _DEVICE_HASH = "jax._src.cache_key", "_hash_accelerator_config"
+_AXES_CHECK = "jax._src.config", "_check_vma"
 
 
 def coordination_client() -> Any:
@@ -80,6 +82,16 @@ def with_varying_axes(array_type: Any, axes: frozenset[str]) -> Any:
   """Return the type of values that may differ over these mesh axes only."""
   kind = _manual_axis_type(array_type)
   return array_type.update(manual_axis_type=kind.update(varying=axes))
+
+
+def without_axes_check() -> contextlib.AbstractContextManager[Any]:
+  """Return a context in which `jax.shard_map` does not check over which axes values vary.
+
+  Kernels of Pallas that do not declare it can be traced in it. If JAX lacks the name, the check
+  stays.
+  """
+  check = _find(*_AXES_CHECK)
+  return contextlib.nullcontext() if check is None else check(False)
 
 
 def _find(module: str, name: str) -> Any:

@@ -64,7 +64,8 @@ class Config:
     noise_scale: whether to measure the gradient noise scale (arXiv:1812.06162), in examples; an
       example of text is a sequence, not a token. Needs at least two devices or two
       micro-batches.
-    dtype: the type of activations: "float32", "bfloat16" or "float16"; parameters and the
+    dtype: the type of activations: "float32", "bfloat16", "float16", or "float8", which is
+      bfloat16 with the products of layers in FP8 (Transformer and ViT); parameters and the
       exchange of gradients stay float32. "float16", for GPUs without bfloat16, comes with
       dynamic loss scaling (arXiv:1710.03740).
     init_from: the pretrained parameters, a safetensors file or Hugging Face folder; None
@@ -125,7 +126,7 @@ class Config:
   ema_decay: Annotated[float | None, "in (0, 1)"] = None
   ema_warmup: bool = False
   noise_scale: bool = False
-  dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+  dtype: Literal["float32", "bfloat16", "float16", "float8"] = "float32"
   init_from: str | None = None
   init_head: bool = False
   trainable: str | None = None
@@ -149,6 +150,11 @@ class Config:
   faults: Faults = Faults()
   log: Log = Log()
   callbacks: tuple[bases.Callback, ...] = ()
+
+  @property
+  def activations(self) -> str:
+    """The dtype of activations; with dtype "float8" only products of layers are in FP8."""
+    return "bfloat16" if self.dtype == "float8" else self.dtype
 
   @property
   def is_local_sgd(self) -> bool:
@@ -257,8 +263,8 @@ def _check_local(config: Config) -> None:
   if config.noise_scale:
     problem = "noise_scale compares gradients at equal parameters, and workers differ"
     raise ConfigError(f"Config.{sync}: {problem}; set noise_scale to False")
-  if config.dtype == "float16":
-    problem = "float16 needs a loss scale, which all devices must share in every step"
+  if config.dtype in ("float16", "float8"):
+    problem = f"{config.dtype} needs scales, which all devices must share in every step"
     raise ConfigError(f"Config.{sync}: {problem}; set dtype to 'bfloat16' or 'float32'")
   if isinstance(config.phases, AdaptiveBatch):
     problem = "AdaptiveBatch needs all devices to take the same steps; use Phases"

@@ -42,7 +42,7 @@ from jaxscale.experiment.loss import (
 from jaxscale.experiment.optimizer import make_optimizer, phase_rate, phase_schedule
 from jaxscale.experiment.own_classes import build
 from jaxscale.experiment.phases import Phase, phase_index, scale_velocity, step_at
-from jaxscale.mesh import batch_axes, batch_sharding, make_mesh, row_blocks
+from jaxscale.mesh import batch_axes, batch_sharding, make_mesh, on_cpu, row_blocks
 from jaxscale.metrics import perplexity_of, signed
 from jaxscale.metrics.text import listed
 from jaxscale.models.remat import functions_with_remat
@@ -313,7 +313,8 @@ def experiment(
   totals = layouts.make_totals(model, layout, objective, mesh, metrics)
   eval_step = steps.make_eval_step(totals, mesh, layout, options)
   built = config, derived, mesh, eval_data, model, layout, eval_step, metrics
-  if memory is None and devices is None and config.layout.remat is None:
+  chooses = config.layout.remat is None and isinstance(model, models.Stack)
+  if chooses and memory is None and devices is None and not on_cpu(mesh):
     memory = remat.device_memory()
   parts = RunParts(*built, loss_state(objective), memory, options)
   first = make_phase(parts, derived.phases[0], train_data)

@@ -44,7 +44,7 @@ def make_objective(config: cfg.Config, info: Any, model: Any, mesh: Mesh) -> Any
       with other settings.
   """
   axes = batch_axes(mesh)
-  context = cfg.LossContext(model, axes, row_blocks(mesh), jnp.dtype(config.dtype))
+  context = cfg.LossContext(model, axes, row_blocks(mesh), jnp.dtype(config.activations))
   expected = "a training.Objective, GatheredObjective or CustomLoss"
   arguments = config.loss.arguments(info, context)
   objective = build(config.loss, *arguments, kind=_is_loss, expected=expected)

@@ -15,6 +15,7 @@ from jaxscale import models, parallel
 from jaxscale.errors import invalid
 from jaxscale.experiment.loss import AnyLoss, loss_of, totals_of
 from jaxscale.experiment.model import Model, init_fn
+from jaxscale.models.attention import cuda_capability
 from jaxscale.optim.tree_paths import path_name
 from jaxscale.parallel import rules as sharding_rules
 from jaxscale.parallel.pipeline import bubble
@@ -45,7 +46,7 @@ def make_layout(config: cfg.Config, mesh: Mesh, model: Model) -> Layout | None:
   own = config.model.sharding()
   rules = tuple(Rule(*r) for r in own) if own else sharding_rules.OTHERS
   shapes = models.init_shapes(init_fn(model))[0]
-  half = config.dtype if config.dtype != "float32" else None
+  half = config.activations if config.dtype != "float32" else None
   _check_divides(config, mesh, shapes)
   if chosen.rules:
     given = tuple(sharding_rules.parse(rule) for rule in chosen.rules)
@@ -60,6 +61,7 @@ def make_layout(config: cfg.Config, mesh: Mesh, model: Model) -> Layout | None:
     splits=chosen.model,
     dtype=half,
     sum_in=half if chosen.sum_in == "dtype" else None,
+    reduce_in=half if chosen.reduce_in == "dtype" else None,
     opt_on_host=on_host,
     loss_chunk=chosen.loss_chunk,
   )
@@ -86,6 +88,9 @@ def notes(config: cfg.Config, mesh: Mesh, micro_batches: int) -> list[str]:
       f"micro-batches; every stage is idle for {idle:.0%} of a step"
     )
   has_it = has_bfloat16(device := mesh.devices.flat[0])
+  if config.dtype == "float8" and not has_float8(device):
+    what = "has no FP8 products; they are computed in bfloat16, with the rounding of FP8"
+    lines.append(f"dtype='float8': {device.device_kind} {what}")
   if config.dtype == ("float16" if has_it else "bfloat16"):
     what = "has bfloat16, which needs no loss scale" if has_it else "lacks it; use dtype='float16'"
     lines.append(f"dtype={config.dtype!r}: {device.device_kind} {what}")
@@ -94,8 +99,13 @@ def notes(config: cfg.Config, mesh: Mesh, micro_batches: int) -> list[str]:
 
 def has_bfloat16(device: Any) -> bool:
   """Return whether a device computes in bfloat16: all but NVIDIA's GPUs before Ampere."""
-  generation, _, rest = str(getattr(device, "compute_capability", "")).partition(".")
-  return not (rest and generation.isdigit() and int(generation) < 8)
+  version = cuda_capability(device)
+  return not (0,) < version < (8, 0)
+
+
+def has_float8(device: Any) -> bool:
+  """Return whether XLA computes products of e4m3fn in FP8: NVIDIA's GPUs since Ada (8.9)."""
+  return cuda_capability(device) >= (8, 9)
 
 
 def check_exchange(config: cfg.Config, layout: Layout | None, sizes: Mapping[str, int]) -> None:

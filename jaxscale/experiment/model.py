@@ -23,7 +23,7 @@ from jaxscale.experiment.phases import Phase
 from jaxscale.experiment.row_mixing import mixes_rows
 from jaxscale.mesh import BN_AXIS, BatchNormSpan, batch_norm_span, mesh_shape
 from jaxscale.metrics.log import logger
-from jaxscale.models import lora
+from jaxscale.models import float8, lora
 from jaxscale.models.adapters.calls import Setting
 from jaxscale.models.adapters.convert import KINDS, convert, library_of
 from jaxscale.models.model_fns import notes_of
@@ -90,7 +90,7 @@ def make_model(
     ConfigError: the model does not fit the data, or its build failed or returned
       something else.
   """
-  dtype, info = jnp.dtype(config.dtype), _seen_by_loss(config, info)
+  dtype, info = jnp.dtype(config.activations), _seen_by_loss(config, info)
   smoothing = config.loss.label_smoothing if train else 0.0
   bn = {} if span is None or mesh is None else _bn_options(span, mesh)
   context = cfg.ModelContext(info=info, dtype=dtype, label_smoothing=smoothing, **bn)
@@ -106,7 +106,7 @@ def make_model(
       field = "weights of examples or classes" if has_weights else "Config.metrics"
       problem = f"does not work with {type(config.model).__name__}, which computes its own totals"
       raise invalid(field, ..., problem, "remove it, or use a different model")
-    return adapted(model)
+    return adapted(model._replace(in_float8=config.dtype == "float8"))
   shapes = data.batch_shapes(info, 1).items()
   arrays = {name: (shape[1:], dtype) for name, (shape, dtype) in shapes}
   own = config.model.inputs if callable(config.model.inputs) else None
@@ -181,7 +181,7 @@ def check_model(
   kind, info = type(config.model), _seen_by_loss(config, info)
   if is_built_in(kind) and is_built_in(type(config.loss)):
     return []
-  mixing = functools.partial(_mixing_notes, config.dtype, mesh, rows)
+  mixing = functools.partial(_mixing_notes, config.activations, mesh, rows)
   if isinstance(model, models.Stack):
     notes = _model_notes(mixing, as_functions(model), info, rows) if compute else []
     return [f"{kind.__name__}: {line}" for line in notes]
@@ -242,7 +242,7 @@ def as_functions(model: Model) -> models.ModelFns:
   def apply(params: Any, model_state: Any, inputs: Any, train: Any, keys: Any):
     is_batch = isinstance(inputs, dict)
     batch = inputs if is_batch else {"image": inputs, "tokens": inputs}
-    return stack_logits(stack, params, batch), model_state
+    return stack_logits(stack, params, model_state, batch), model_state
 
   def inputs_of(batch: Any):
     return batch if is_packed(batch) else models.inputs_of(batch)
@@ -287,9 +287,15 @@ def num_classes(info: data.DatasetInfo | data.TextInfo) -> int:
 
 def init_fn(model: Model) -> Any:
   """Return a model's function key -> (params, model_state)."""
-  if isinstance(model, models.Stack):
-    return lambda key: (model.init(key), {})
-  return model.init
+  if not isinstance(model, models.Stack):
+    return model.init
+  stack = model
+
+  def init(key: jax.Array) -> Any:
+    params = stack.init(key)
+    return params, float8.init_state(params["layers"]) if stack.in_float8 else {}
+
+  return init
 
 
 def imported(

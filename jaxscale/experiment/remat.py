@@ -60,7 +60,9 @@ def choose(
   if config.layout.schedule == "1f1b":
     held = min(held, 2 * stages - 1)
   needs = step_bytes(model, layout, tx, batch, rows, trainable=trainable(config), held=held)
-  chosen = next((name for name in POLICIES if needs[name] <= memory), POLICIES[-1])
+  # If layers gather their parameters, "none" needs more memory and no less time.
+  names = POLICIES[1:] if layout.shard in ("zero2", "fsdp") else POLICIES
+  chosen = next((name for name in names if needs[name] <= memory), names[-1])
   others = f", none {_gib(needs['none'])}" * (chosen != "none")
   line = f"remat: {chosen} (a step needs about {_gib(needs[chosen])} of {_gib(memory)}{others})"
   return chosen, [line]

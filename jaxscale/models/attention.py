@@ -1,19 +1,22 @@
-"""Attention, with the choice between XLA's and cuDNN's implementation.
+"""Attention, with the choice between four implementations.
 
 Attention is softmax(q k^T / sqrt(width)) v (arXiv:1706.03762, eq. 1), with the softmax in
 float32 and optionally fewer heads of keys and values than of queries (grouped-query
 attention, arXiv:2305.13245).
 
-"xla" runs everywhere. It writes the scores of all pairs of tokens to memory, float32
-[batch, heads, tokens, tokens], and stores their softmax for the backward pass unless the
-layer is rematerialised. "cudnn", by `jax.nn.dot_product_attention`, stores no scores and
-skips masked blocks (arXiv:2205.14135). It requires an NVIDIA GPU and half precision. JAX
-0.10.2 never chooses it by default, so `fastest` does. There is no other flash attention.
+    xla     runs everywhere. It writes the scores of all pairs of tokens to memory, float32
+            [batch, heads, tokens, tokens], and stores their softmax for the backward pass
+            unless the layer is rematerialised
+    flash   runs everywhere, in blocks, without such arrays (`models.flash_attention`)
+    cudnn   needs an NVIDIA GPU and half precision, by `jax.nn.dot_product_attention`
+    splash  needs a TPU, bfloat16 and a multiple of 128 tokens (`models.splash_attention`)
+
+All but "xla" store no scores and skip blocks above the diagonal (arXiv:2205.14135). `fastest`
+chooses, as JAX 0.10.2 never chooses cuDNN by default.
 
 Several documents may be packed into a row (arXiv:2107.02027, section 3.2). `documents` then
-has the number of each token's document, and a token attends to its own document alone. Both
-implementations apply this as a mask of all pairs of tokens, so they compute as many products
-as without it.
+has the number of each token's document, and a token attends to its own document alone. All
+implementations apply this as a mask, so they compute as many products as without it.
 """
 
 import functools
@@ -26,12 +29,13 @@ import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
+from jaxscale.models.flash_attention import ATTENTION, flash_attention
 from jaxscale.models.linear import alike
 
-# Checkpoint name of what a kernel of attention returns, for remat policies.
-ATTENTION = "attention"
+Implementation = Literal["xla", "flash", "cudnn", "splash"]
 
-Implementation = Literal["xla", "cudnn"]
+# Tokens up to which the scores of a row and head, 4 tokens^2 bytes, are 16 MiB or less.
+MOST_FOR_SCORES = 2048
 
 
 def attention(
@@ -53,7 +57,7 @@ def attention(
     causal: whether a token attends only to itself and earlier tokens.
     documents: numbers of the tokens' documents, int32 [batch, tokens]; a token attends only
       to tokens with its own number. None means one document per row.
-    implementation: "xla" or "cudnn"; None means the choice of `fastest`.
+    implementation: the implementation; None means the choice of `fastest`.
     device: the device that runs it; None means the first device of this process.
 
   Returns:
@@ -64,9 +68,12 @@ def attention(
     >>> attention(x, x[:, :, :2], x[:, :, :2], causal=True).shape
     (2, 8, 4, 16)
   """
-  by = implementation or fastest(q.dtype, q.shape[-1], device)
-  if by == "cudnn":
-    return fused_attention(q, k, v, causal=causal, documents=documents)
+  by = implementation or fastest(q.dtype, q.shape[-1], device, tokens=q.shape[1])
+  if by != "xla":
+    attend: Any = {"cudnn": fused_attention, "flash": flash_attention}.get(by)
+    if by == "splash":  # JAX's kernels are imported where a TPU runs them.
+      from jaxscale.models.splash_attention import splash_attention as attend
+    return attend(q, k, v, causal=causal, documents=documents)
   ones = jnp.ones((q.shape[1], k.shape[1]), bool)
   sees = jnp.tril(ones) if causal else None
   if documents is not None:
@@ -86,8 +93,8 @@ def fused_attention(
 ) -> jax.Array:
   """Compute attention by JAX, which uses cuDNN on GPUs, for any number of tokens.
 
-  JAX 0.10.2 cannot differentiate cuDNN's attention for odd numbers of tokens, such as the
-  197 of a ViT (jax/_src/cudnn/fused_attention_stablehlo.py treats every call as one with
+  JAX (0.10.2 and 0.11.2) cannot differentiate cuDNN's attention for odd numbers of tokens, such
+  as the 197 of a ViT (jax/_src/cudnn/fused_attention_stablehlo.py treats every call as one with
   a bias). Such sequences are padded by one masked token.
 
   Documents become a mask, which JAX passes to cuDNN as a bias in the dtype of q, shared by
@@ -200,33 +207,43 @@ def _by_token(x: jax.Array, tokens: int) -> jax.Array:
   return x.reshape(*x.shape[:2], -1, x.shape[-1])
 
 
-def fastest(dtype: Any, width: int, device: Any = None) -> Implementation:
+def fastest(dtype: Any, width: int, device: Any = None, *, tokens: int = 0) -> Implementation:
   """Return the implementation that `attention` uses on a device.
 
   cuDNN supports float16 and bfloat16 and heads whose width is a multiple of 8 and at most
   128, or 256 since Hopper (jax/_src/cudnn/fused_attention_stablehlo.py), on GPUs since
-  Ampere (cuDNN's documentation of fused attention).
+  Ampere (cuDNN's documentation of fused attention). TPUs use "splash" in bfloat16 for any
+  multiple of 128 tokens, the width of a TPU's vector registers.
+
+  Everywhere else (CPUs, AMD's GPUs, older GPUs, float32) "xla" serves up to
+  `MOST_FOR_SCORES` tokens, and "flash" more. With 32 heads, the scores of a row and layer are
+  then at most 0.5 GiB; at 8,192 tokens they would be 8 GiB.
 
   Args:
     dtype: dtype of queries, keys and values.
     width: width of a head.
     device: the device that runs it, which this machine may lack; None means the first device
       of this process.
+    tokens: number of tokens of a row; 0 means few.
 
   Example:
-    >>> fastest("float32", 64)
-    'xla'
+    >>> fastest("float32", 64), fastest("float32", 64, tokens=8192)
+    ('xla', 'flash')
   """
-  capability = _cuda_capability(device)
+  anywhere: Implementation = "xla" if tokens <= MOST_FOR_SCORES else "flash"
+  device = jax.local_devices()[0] if device is None else device
+  if device.platform == "tpu":
+    fits = jnp.dtype(dtype) == jnp.bfloat16 and tokens and tokens % 128 == 0
+    return "splash" if fits else anywhere
+  capability = cuda_capability(device)
   if jnp.dtype(dtype).itemsize != 2 or width % 8 or capability < (8, 0):
-    return "xla"
-  return "cudnn" if width <= (256 if capability >= (9, 0) else 128) else "xla"
+    return anywhere
+  return "cudnn" if width <= (256 if capability >= (9, 0) else 128) else anywhere
 
 
 @functools.cache
-def _cuda_capability(device: Any) -> tuple[int, ...]:
+def cuda_capability(device: Any) -> tuple[int, ...]:
   """Return a GPU's compute capability, e.g. (9, 0); (0,) if it is not an NVIDIA GPU."""
-  device = jax.local_devices()[0] if device is None else device
   capability = getattr(device, "compute_capability", "")  # on AMD GPUs e.g. "gfx942"
   if device.platform != "gpu" or not re.fullmatch(r"\d+\.\d+", capability):
     return (0,)

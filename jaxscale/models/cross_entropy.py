@@ -119,13 +119,16 @@ def _forward(options, logits, labels, bias=None):
   own_top = z.max(-1)
   top = own_top if axis is None else lax.pmax(own_top, axis)
   sums = [jnp.exp(z - top[..., None]).sum(-1)]
-  sums.append(jnp.where(classes == labels[..., None], z, 0.0).sum(-1))
+  if axis is None:
+    sums.append(jnp.take_along_axis(z, labels[..., None], -1, mode="clip")[..., 0])
+  else:
+    sums.append(jnp.where(classes == labels[..., None], z, 0.0).sum(-1))
   if smoothing:
     sums.append(jnp.where(classes < num_classes, z, 0.0).sum(-1))
   # One psum for all sums, since latency matters, not bytes.
   exps, of_label, *every = sums if axis is None else lax.psum(sums, axis)
-  total = jnp.log(exps) + top
-  losses = total - of_label
+  total = jnp.log(exps)
+  losses = total - (of_label - top)  # large logits would cost digits of total + top
   if smoothing:
     losses = losses + smoothing * (of_label - every[0] / num_classes)
   losses = jnp.where(labels < num_classes, losses, jnp.nan)
@@ -133,16 +136,16 @@ def _forward(options, logits, labels, bias=None):
   best = classes[0] + z.argmax(-1)
   if axis is not None:
     best = lax.pmin(jnp.where(own_top == top, best, num_classes), axis)
-  return (losses, best == labels), (logits, labels, bias, total)
+  return (losses, best == labels), (logits, labels, bias, top, total)
 
 
 def _backward(options, kept, cotangents):
-  (num_classes, smoothing, axis), (logits, labels, bias, total) = options, kept
+  (num_classes, smoothing, axis), (logits, labels, bias, top, total) = options, kept
   z, classes = _float32(logits, bias, num_classes, axis)
   target = jnp.where(classes == labels[..., None], 1 - smoothing, 0.0)
   if smoothing:
     target = target + jnp.where(classes < num_classes, smoothing / num_classes, 0.0)
-  slope = (jnp.exp(z - total[..., None]) - target) * cotangents[0][..., None]
+  slope = (jnp.exp(z - top[..., None] - total[..., None]) - target) * cotangents[0][..., None]
   by_bias = None if bias is None else slope.reshape(-1, len(bias)).sum(0).astype(bias.dtype)
   return slope.astype(logits.dtype), None, by_bias
 

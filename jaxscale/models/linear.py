@@ -16,11 +16,14 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxscale.cluster.jax_internals import varying_axes
+from jaxscale.models import float8
 
 PRODUCT = "product"  # checkpoint name of the results of `linear`, for remat policies
 
 
-def linear(x: jax.Array, kernel: jax.Array, dtype: Any = None) -> jax.Array:
+def linear(
+  x: jax.Array, kernel: jax.Array, dtype: Any = None, maxima: jax.Array | None = None
+) -> jax.Array:
   """Multiply [..., in] @ [in, out], with gradients in the dtypes of x and of the kernel.
 
   The result has the checkpoint name `PRODUCT`.
@@ -29,6 +32,7 @@ def linear(x: jax.Array, kernel: jax.Array, dtype: Any = None) -> jax.Array:
     x: inputs, [..., in].
     kernel: weights, [in, out], e.g. float32.
     dtype: dtype to which both are rounded, and dtype of the result; None means the dtype of x.
+    maxima: maxima for the scales of a product in FP8 (`models.float8`); None means no FP8.
 
   Example:
     >>> linear(jnp.ones((2, 4), jnp.bfloat16), jnp.ones((4, 3))).dtype
@@ -36,7 +40,7 @@ def linear(x: jax.Array, kernel: jax.Array, dtype: Any = None) -> jax.Array:
   """
   dtype_in = jnp.dtype(dtype or x.dtype)
   # The name is needed because remat policies do not see products inside a custom_vjp.
-  return checkpoint_name(_linear(dtype_in, dtype_in, *alike(x, kernel)), PRODUCT)
+  return checkpoint_name(_product(dtype_in, dtype_in, x, kernel, maxima), PRODUCT)
 
 
 def dense(x: jax.Array, p: Any, dtype: Any = None) -> jax.Array:
@@ -44,16 +48,22 @@ def dense(x: jax.Array, p: Any, dtype: Any = None) -> jax.Array:
 
   If p has the leaves of an adapter (`models.lora`), their product with x is added, too.
   """
-  y = linear(x, p["kernel"], dtype)
+  y = linear(x, p["kernel"], dtype, p.get(float8.MAXIMA))
   if "kernel_lora_a" in p:
     y = y + linear(linear(x, p["kernel_lora_a"], dtype), p["kernel_lora_b"], dtype)
   return shift(y, p["bias"]) if "bias" in p else y
 
 
-def linear_sum(x: jax.Array, kernel: jax.Array) -> jax.Array:
+def linear_sum(x: jax.Array, kernel: jax.Array, maxima: jax.Array | None = None) -> jax.Array:
   """Compute `linear` without rounding to the dtype of x, for a sum over devices."""
   wide = jnp.dtype(jnp.float32) if x.dtype.itemsize < 4 else x.dtype
-  return _linear(x.dtype, wide, *alike(x, kernel))
+  return _product(x.dtype, wide, x, kernel, maxima)
+
+
+def _product(dtype, out, x, kernel, maxima):
+  if maxima is None:
+    return _linear(dtype, out, *alike(x, kernel))
+  return float8.product(dtype, out, *alike(x, kernel), maxima)
 
 
 def shift(x: jax.Array, bias: jax.Array) -> jax.Array:

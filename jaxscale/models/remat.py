@@ -37,7 +37,9 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+from jax import lax
 from jax.ad_checkpoint import checkpoint_name
+from jax.core import eval_jaxpr
 
 from jaxscale.errors import invalid
 from jaxscale.models.attention import ATTENTION
@@ -58,13 +60,6 @@ def _products_and_attention(primitive: Any, *values: Any, **params: Any) -> Any:
   return "dot_product_attention_fwd" in primitive.name or _products(primitive, *values, **params)
 
 
-def _offloaded(names: list[str]) -> Any:
-  where = {"offload_src": "device", "offload_dst": "pinned_host"}
-  return _keep.save_and_offload_only_these_names(
-    names_which_can_be_saved=[], names_which_can_be_offloaded=names, **where
-  )
-
-
 # Policies of JAX by name, from the most that is stored to the least; None stores all.
 REMAT: dict[str, Any] = {
   "none": None,
@@ -72,7 +67,12 @@ REMAT: dict[str, Any] = {
   "dots": _keep.save_only_these_names(PRODUCT, BRANCH),
   "branches": _keep.save_only_these_names(BRANCH),
   "full": _keep.nothing_saveable,
-  "offload": _offloaded([INPUT]),
+  "offload": _keep.save_and_offload_only_these_names(
+    names_which_can_be_saved=[],
+    names_which_can_be_offloaded=[INPUT],
+    offload_src="device",
+    offload_dst="pinned_host",
+  ),
 }
 
 
@@ -131,30 +131,64 @@ def functions_with_remat(model: ModelFns, remat: str, batch: Any) -> ModelFns:
     def of_arrays(*arrays: Any):
       return model.apply(*arrays[:3], train, arrays[3])
 
-    return _by_block(of_arrays, REMAT[remat], params, model_state, inputs, keys)
+    return _by_block(of_arrays, remat, params, model_state, inputs, keys)
 
   return model._replace(apply=apply)
 
 
-def _by_block(function: Any, policy: Any, *args: Any) -> Any:
-  """Call a function, with the policy on each of its blocks.
+def _by_block(function: Any, remat: str, *args: Any) -> Any:
+  """Call a function, with a policy on each of its blocks.
 
-  With one policy on the whole, the compiler would bring all inputs back from the host at the
-  start of the backward pass. The barrier of each block waits for the gradient of its output.
+  With one policy on the whole, the compiler would recompute and bring back from the host as
+  early as it can. The barrier of each block waits for the gradient of its output.
   """
   closed, shapes = jax.make_jaxpr(function, return_shape=True)(*args)
-  jaxpr, is_var = closed.jaxpr, lambda x: not hasattr(x, "val")
+  jaxpr = closed.jaxpr
   values = dict(zip(jaxpr.constvars, closed.consts, strict=True))
   values |= zip(jaxpr.invars, jax.tree.leaves(args), strict=True)
   starts = [i for i, e in enumerate(jaxpr.eqns) if e.params.get("name") == INPUT]
   for start, stop in itertools.pairwise([0, *starts, len(jaxpr.eqns)]):
     block, rest = jaxpr.eqns[start:stop], jaxpr.eqns[stop:]
     made = dict.fromkeys(x for e in block for x in e.outvars)
-    read = [x for x in dict.fromkeys(filter(is_var, sum((e.invars for e in block), []))) if x not in made]
-    later = {*filter(is_var, sum((e.invars for e in rest), [*jaxpr.outvars]))}
+    # The first is the input of the block.
+    read = [x for x in _variables(block) if x not in made]
+    later = {*_variables(rest), *filter(_is_variable, jaxpr.outvars)}
     outs = [x for x in made if x in later]
     part = jaxpr.replace(eqns=block, constvars=[], invars=read, outvars=outs)
-    run = jax.checkpoint(functools.partial(jax.core.eval_jaxpr, part, ()), policy=policy)
+    run = functools.partial(eval_jaxpr, part, ())
+    is_moved = remat == "offload" and start in starts
+    run = _offloaded(run) if is_moved else jax.checkpoint(run, policy=REMAT[remat])
     values |= zip(outs, run(*(values[x] for x in read)), strict=True)
-  results = [values[x] if is_var(x) else x.val for x in jaxpr.outvars]
+  results = [values[x] if _is_variable(x) else x.val for x in jaxpr.outvars]
   return jax.tree.unflatten(jax.tree.structure(shapes), results)
+
+
+def _offloaded(block: Any) -> Any:
+  """Store the first argument of a block on the host, and recompute the block from it.
+
+  The barriers make outputs wait until the copy to the host is done, and the copy back for
+  the gradients of the outputs. Without them the compiler does both just before they are needed.
+  """
+
+  def forward(x: jax.Array, *others: Any):
+    outs = block(x, *others)
+    host = jax.device_put(x, jax.memory.Space.Host)
+    return lax.optimization_barrier((outs, (host, others)))
+
+  def backward(kept: Any, grads: Any):
+    (host, others), grads = lax.optimization_barrier((kept, grads))
+    x = jax.device_put(host, jax.memory.Space.Device)
+    return jax.vjp(block, x, *others)[1](grads)
+
+  call = jax.custom_vjp(block)
+  call.defvjp(forward, backward)
+  return call
+
+
+def _variables(equations: Any) -> list[Any]:
+  """Return the variables that equations read, each once."""
+  return list(dict.fromkeys(x for e in equations for x in e.invars if _is_variable(x)))
+
+
+def _is_variable(x: Any) -> bool:
+  return not hasattr(x, "val")  # a literal has one

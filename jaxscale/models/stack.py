@@ -20,9 +20,9 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
+from jaxscale.models import float8
 from jaxscale.models.attention import attention, document_positions
 from jaxscale.models.cross_entropy import classify
 from jaxscale.models.linear import linear, linear_sum
@@ -117,7 +117,7 @@ def rejoin(
 
 
 def _product(y: jax.Array, p: Any) -> jax.Array:
-  total = linear_sum(y, p["kernel"])
+  total = linear_sum(y, p["kernel"], p.get(float8.MAXIMA))
   if "kernel_lora_a" in p:
     total = total + linear_sum(linear(y, p["kernel_lora_a"]), p["kernel_lora_b"])
   return total
@@ -129,11 +129,9 @@ def _activated(activation, parts, p):
 
 
 def _activated_backward(activation, kept, g):
-  parts, p = kept
-  # Without a loop, XLA would merge both computations and keep their result. A CPU, which has
-  # the memory, is faster with that.
-  parts = lax.platform_dependent(parts, cpu=lambda x: x, default=lax.optimization_barrier)
-  return jax.vjp(lambda parts, p: _product(activation(*parts), p), parts, p)[1](g)
+  # Without a loop, XLA may merge both computations and keep the result. A barrier would prevent
+  # that, but in a loop it writes copies of the parts, which are slices of stacks.
+  return jax.vjp(lambda parts, p: _product(activation(*parts), p), *kept)[1](g)
 
 
 _activated.defvjp(lambda *args: (_activated(*args), args[1:]), _activated_backward)
@@ -189,6 +187,8 @@ class Stack(NamedTuple):
       with kernels are by `linear.dense` or `rejoin`.
     has_lookup: whether `embed` reads params["embed"]["table"] only by `ops.lookup` and rounds the
       rows to the dtype of activations. The table then need not be gathered.
+    in_float8: whether the products of layers are in FP8, whose state is in the model state
+      (`models.float8`).
   """
 
   init: Callable[[jax.Array], Any]
@@ -200,6 +200,7 @@ class Stack(NamedTuple):
   tied: bool = False
   has_lora: bool = False
   has_lookup: bool = False
+  in_float8: bool = False
 
   def head_of(self, part: Callable[[str], Any]) -> Any:
     """Return the parameters that `finish` and `logits` take.
@@ -234,6 +235,7 @@ def hidden_states(
   return h
 
 
-def stack_logits(stack: Stack, params: Any, batch: Any) -> jax.Array:
+def stack_logits(stack: Stack, params: Any, model_state: Any, batch: Any) -> jax.Array:
   """Return the logits of all classes, float32 [rows, (tokens,) classes]."""
+  params = float8.with_maxima(params, model_state)
   return stack.logits(stack.head_of(params.get), hidden_states(stack, params, batch))

@@ -9,7 +9,8 @@ In the body of a scan over layers, the gather runs layer by layer, and so do the
 reductions in the backward scan: the reduce-scatter over `fsdp` (arXiv:1910.02054,
 section 5: ZeRO's stages 2 and 3), and the sum over the slow axes between the groups of
 hybrid sharding. A custom derivative keeps them in the parameter's dtype, float32, for any
-dtype of the layer. JAX's own derivative would sum in the dtype of the cast.
+dtype of the layer, or rounds them to `Gather.reduce_dtype`. JAX's own derivative would sum in
+the dtype of the cast.
 
 With ZeRO-2 every device already has the full parameter. It is passed as `ShardedAndFull`,
 together with the shard for which the gradient is computed.
@@ -26,8 +27,9 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jaxscale.collectives import vary
 from jaxscale.collectives.typed import varying
+from jaxscale.models.float8 import MAXIMA, rounded_kernel, values
 
-FSDP = "fsdp"
+FSDP, KERNEL = "fsdp", "kernel"
 GATHERED = "gathered"  # checkpoint name of gathered parameters, for remat policies
 
 
@@ -43,6 +45,8 @@ class Gather:
     dtype: dtype to which the parameter is rounded before it is sent; None means no rounding.
       The result has the parameter's own dtype, so that its gradient keeps that dtype;
       compilers remove the cast back to the dtype of the layer.
+    reduce_dtype: dtype to which gradients are rounded before the backward pass sums them over
+      devices; None means no rounding. The sum has the parameter's dtype.
   """
 
   scatter: int | None = None
@@ -50,6 +54,7 @@ class Gather:
   sum_in_backward: tuple[str, ...] = ()
   sum_in_exchange: tuple[str, ...] = ()
   dtype: Any = None
+  reduce_dtype: Any = None
 
   def for_layer(self) -> Gather:
     """Return the gather of one layer of a parameter whose first dim counts layers."""
@@ -71,39 +76,52 @@ def gather_params(params: Any, gathers: Any) -> Any:
     gathers: a `Gather` for each parameter.
   """
 
-  def is_pair(x: Any):
-    return isinstance(x, ShardedAndFull)
+  def is_whole(x: Any):
+    return isinstance(x, ShardedAndFull) or (isinstance(x, dict) and MAXIMA in x)
 
-  return jax.tree.map(_gather, params, gathers, is_leaf=is_pair)
+  def gather(w: Any, how: Any):
+    if not isinstance(w, dict):
+      return _gather(w, how)
+    # A product in FP8 uses the kernel as it is sent.
+    rest = {name: x for name, x in w.items() if name not in (KERNEL, MAXIMA)}
+    kernel = _gather(w[KERNEL], how[KERNEL], w[MAXIMA])
+    return w | gather_params(rest, {name: how[name] for name in rest}) | {KERNEL: kernel}
+
+  return jax.tree.map(gather, params, gathers, is_leaf=is_whole)
 
 
-def _gather(w: Any, how: Gather) -> jax.Array:
+def _gather(w: Any, how: Gather, maxima: jax.Array | None = None) -> jax.Array:
   shard, full = w if isinstance(w, ShardedAndFull) else (w, None)
   dim = how.scatter
   if dim is None and not how.sum_in_backward:
     return shard
 
-  def forward(shard: jax.Array, full: jax.Array | None):
+  def forward(shard: jax.Array, full: jax.Array | None, maxima: jax.Array | None):
     axes = how.sum_in_backward + ((FSDP,) if dim is not None else ())
     if full is not None or not how.is_sharded:
       # The result must vary over the same axes as the shard, which gets the gradient.
       out = vary(shard if full is None else full, axes + varying(shard))
     else:
       assert dim is not None
-      sent = vary(shard if how.dtype is None else shard.astype(how.dtype), axes)
-      out = lax.all_gather(sent, FSDP, axis=dim, tiled=True).astype(shard.dtype)
+      sent, scale = shard if how.dtype is None else shard.astype(how.dtype), None
+      if maxima is not None:
+        sent, scale = rounded_kernel(shard, maxima)
+      out = lax.all_gather(vary(sent, axes), FSDP, axis=dim, tiled=True)
+      out = out.astype(shard.dtype) if scale is None else values(out, scale, shard.dtype)
     # Also named inside, because a policy sees this function as one operation and can
     # identify it only by its contents.
     return checkpoint_name(out, GATHERED)
 
   def backward(_: None, g: jax.Array):
+    part = g if how.reduce_dtype is None else g.astype(how.reduce_dtype)
     if dim is not None:
-      g = lax.psum_scatter(g, FSDP, scatter_dimension=dim, tiled=True)
-    return lax.psum(g, how.sum_in_backward) if how.sum_in_backward else g, None
+      part = lax.psum_scatter(part, FSDP, scatter_dimension=dim, tiled=True)
+    total = lax.psum(part, how.sum_in_backward) if how.sum_in_backward else part
+    return total.astype(g.dtype), None, None
 
   gather = jax.custom_vjp(forward)
   gather.defvjp(lambda *given: (gather(*given), None), backward)
-  return checkpoint_name(gather(shard, full), GATHERED)
+  return checkpoint_name(gather(shard, full, maxima), GATHERED)
 
 
 def local_shard(w: jax.Array, dim: int) -> jax.Array:

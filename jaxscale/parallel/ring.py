@@ -1,18 +1,10 @@
 """Ring attention: exact attention over tokens that are split over devices.
 
 Each device keeps its queries. Blocks of keys and values are sent around the ring, and the
-softmax is accumulated as they arrive (arXiv:2310.01889; the running maximum and sum are
-from arXiv:1805.02867). After j turns device i has the block of device i - j. With
-s = q k^T / sqrt(width), for each query
-
-    m = max_k s      l = sum_k exp(s - m)      out = sum_k exp(s - m) v / l
-
-The backward pass stores q, k, v, out and log l + m, but no array of size tokens x tokens.
-The blocks are sent around once more, with their gradients (arXiv:2205.14135,
-algorithm 4):
-
-    p = exp(s - (log l + m))        dv = p^T dout
-    ds = p (dout v^T - sum(dout out))   dq = ds k   dk = ds^T q   (each / sqrt(width))
+softmax is accumulated as they arrive (arXiv:2310.01889), by the equations of
+`models.flash_attention`. After j turns device i has the block of device i - j. The backward
+pass stores no array of size tokens x tokens. The blocks are sent around once more, with their
+gradients.
 
 Scores, sums and gradients are float32. Scores are computed for `_BLOCK` keys at a time.
 For causal attention with contiguous tokens, device i would have work in i+1 of n turns, and
@@ -31,10 +23,16 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jaxscale.collectives import vary
 from jaxscale.collectives.typed import in_mesh_order, varying
-from jaxscale.models.attention import ATTENTION
+from jaxscale.models.flash_attention import (
+  ATTENTION,
+  add_block,
+  block_grads,
+  inner_products,
+  no_sums,
+  scores,
+)
 
 _BLOCK = 1024  # keys whose scores are in memory at once
-_NEVER = -1e30  # score of a masked key; unlike -inf, its differences are not NaN
 
 
 def ring_attention(
@@ -102,22 +100,16 @@ def _ring_forward(plan: _Plan, q: jax.Array, k: jax.Array, v: jax.Array, numbers
     queries, own = q[..., first:, :], [x[..., first:, :] for x in numbers]
 
     def add(sums: Any, block: Any, start: jax.Array):
-      m, total, acc = sums
       keys, values, *theirs = block
-      s = _scores(queries, keys, start, masked, own, theirs)
-      higher = jnp.maximum(m, s.max(-1, keepdims=True))
-      p, less = jnp.exp(s - higher), jnp.exp(m - higher)
-      acc = acc * less + _dot("bgrqk,bgkd->bgrqd", p.astype(v.dtype), values)
-      return (higher, total * less + p.sum(-1, keepdims=True), acc), ()
+      s = scores(queries, keys, start, masked, own, theirs)
+      return add_block(sums, s, values), ()
 
     block = tuple(x[..., :num_keys, :] for x in kv)
     old = tuple(x[..., first:, :] for x in kept)
     new, _ = _over_blocks(add, old, block, plan.block)
     return _put(kept, new, first), ()
 
-  never = jnp.full((*q.shape[:-1], 1), _NEVER, jnp.float32)
-  nothing = jnp.zeros((*q.shape[:-1], 1), jnp.float32), jnp.zeros(q.shape, jnp.float32)
-  start = vary((never, *nothing), plan.axes)
+  start = vary(no_sums(q), plan.axes)
   (m, total, acc), _ = _go_round(plan, step, start, (k, v, *numbers), ())
   out = checkpoint_name((acc / total).astype(q.dtype), ATTENTION)
   return out, (q, k, v, numbers, out, checkpoint_name(m + jnp.log(total), ATTENTION))
@@ -125,8 +117,7 @@ def _ring_forward(plan: _Plan, q: jax.Array, k: jax.Array, v: jax.Array, numbers
 
 def _ring_backward(plan: _Plan, kept: Any, dout: jax.Array):
   q, k, v, numbers, out, lse = kept
-  delta = (dout.astype(jnp.float32) * out.astype(jnp.float32)).sum(-1, keepdims=True)
-  scale = q.shape[-1] ** -0.5
+  delta = inner_products(dout, out)
 
   def step(first: int, num_keys: int, masked: bool, dq: Any, kv: Any, grads: Any):
     by_query = q, dout, lse, delta, dq
@@ -135,19 +126,16 @@ def _ring_backward(plan: _Plan, kept: Any, dout: jax.Array):
 
     def add(dq_: jax.Array, block: Any, start: jax.Array):
       keys, values, *theirs = block
-      p = jnp.exp(_scores(queries, keys, start, masked, own, theirs) - lse_)
-      dv = _dot("bgrqk,bgrqd->bgkd", p.astype(back.dtype), back)
-      ds = p * (_dot("bgrqd,bgkd->bgrqk", back, values) - delta_) * scale
-      ds = ds.astype(q.dtype)
-      dk = _dot("bgrqk,bgrqd->bgkd", ds, queries)
-      return dq_ + _dot("bgrqk,bgkd->bgrqd", ds, keys), (dk, dv)
+      s = scores(queries, keys, start, masked, own, theirs)
+      more, *grads = block_grads(s, queries, back, lse_, delta_, keys, values)
+      return dq_ + more, tuple(grads)
 
     block = tuple(x[..., :num_keys, :] for x in kv)
     dq_, more = _over_blocks(add, dq_, block, plan.block)
     grads = tuple(g.at[..., :num_keys, :].add(x) for g, x in zip(grads, more, strict=True))
     return _put(dq, dq_, first), grads
 
-  zeros = (jnp.zeros(x.shape, jnp.float32) for x in (q, k, v))
+  zeros = (jnp.zeros(x.shape, lse.dtype) for x in (q, k, v))
   dq, dk, dv = vary(tuple(zeros), plan.axes)
   dq, (dk, dv) = _go_round(plan, step, dq, (k, v, *numbers), (dk, dv))
   return *(g.astype(x.dtype) for g, x in ((dq, q), (dk, k), (dv, v))), None
@@ -234,32 +222,6 @@ def _over_blocks(add: Callable[..., Any], sums: Any, arrays: Any, size: int) -> 
     sums, last = add(sums, tuple(x[..., cut:, :] for x in arrays), cut)
     out = jax.tree.map(lambda a, b: jnp.concatenate([a, b], -2), out, last)
   return sums, out
-
-
-def _scores(
-  q: jax.Array, k: jax.Array, start: Any, masked: bool, own: Any, theirs: Any
-) -> jax.Array:
-  """Return attention scores, float32 [rows, groups, heads of a group, queries, keys].
-
-  Args:
-    q: queries, [rows, groups, heads of a group, queries, width].
-    k: keys, [rows, groups, keys, width].
-    start: position of the first key, relative to the first query.
-    masked: whether a query attends only to keys up to its own position.
-    own: numbers of the queries' documents, [int32 [rows, 1, queries, 1]]; [] without.
-    theirs: numbers of the keys' documents, [int32 [rows, 1, keys, 1]]; [] without.
-  """
-  s = _dot("bgrqd,bgkd->bgrqk", q, k) * q.shape[-1] ** -0.5
-  if own:
-    s = jnp.where((own[0] == theirs[0].mT)[:, :, None], s, _NEVER)
-  if not masked:
-    return s
-  seen = jnp.arange(q.shape[-2])[:, None] >= start + jnp.arange(k.shape[-2])
-  return jnp.where(seen, s, _NEVER)
-
-
-def _dot(equation: str, a: jax.Array, b: jax.Array) -> jax.Array:
-  return jnp.einsum(equation, a, b, preferred_element_type=jnp.float32)
 
 
 def _put(kept: Any, new: Any, first: int) -> Any:

@@ -15,6 +15,7 @@ from jax import lax
 from jaxscale.collectives import vary
 from jaxscale.errors import ConfigError
 from jaxscale.mesh import on_cpu
+from jaxscale.models import float8
 from jaxscale.models.attention import attention
 from jaxscale.models.remat import Layer, with_remat
 from jaxscale.models.stack import PACKING, Ops, Stack, Totals, for_rows, packing_of, with_positions
@@ -60,6 +61,7 @@ def stack_loss(stack: Stack, layout: Layout, *, remat: str = "none", unroll: Unr
   run_layers = _layers(stack, layout, remat, unroll)
 
   def loss_fn(params: Any, model_state: Any, batch: Any, keys: jax.Array):  # nothing is random
+    params = float8.with_maxima(params, model_state)
     totals = _run(stack, layout, run_layers, params, batch)
     return totals["loss"], (model_state, totals)
 
@@ -121,6 +123,7 @@ def stack_totals(stack: Stack, layout: Layout) -> Any:
   def eval_fn(params: Any, model_state: Any, batch: Any):
     rows = len(jax.tree.leaves(batch)[0])
     num_microbatches = stages if rows % stages == 0 else 1
+    params = float8.with_maxima(params, model_state)
     return _run(stack, layout, run_layers, params, batch, num_microbatches)
 
   return eval_fn
@@ -187,15 +190,18 @@ def _unrolled(layout: Layout, remat: str, layers: int, unroll: Unroll) -> int:
   """Return the number of layers that an iteration of the loop over layers computes.
 
   A loop also clears and copies all values stored for the backward pass: on CPU a sixth of
-  a step of configs/text.py, on an H100 14 to 29 % of a step by its compiled program. Unrolled
-  layers take longer to compile, so only a few are unrolled by default. With remat the loop is
-  needed, because it keeps XLA from undoing the rematerialisation.
+  a step of configs/text.py, on an H100 4 to 29 % of a step by its compiled program. Several
+  layers in an iteration only add copies. Unrolled layers take longer to compile, so they are
+  written out by default only where they are few and much is stored.
   """
   if unroll is not None:
     return layers if unroll == "all" else min(unroll, layers)
-  is_whole = layout.shard == "none" and set(layout.mesh.axis_names).isdisjoint(_SPLIT)
-  few = _FEW_LAYERS if on_cpu(layout.mesh) else _MANY_LAYERS
-  return layers if is_whole and remat == "none" and layers <= few else 1
+  if on_cpu(layout.mesh):
+    is_kept, few = remat == "none" and layout.shard == "none", _FEW_LAYERS
+  else:
+    is_kept, few = remat in ("none", "dots_attention", "dots"), _MANY_LAYERS
+  is_whole = set(layout.mesh.axis_names).isdisjoint(_SPLIT)
+  return layers if is_kept and is_whole and layers <= few else 1
 
 
 def _can_skip(layout: Layout) -> bool:

@@ -202,7 +202,8 @@ def _sent(part: _Part) -> Iterator[tuple[str, tuple[str, ...], float, float]]:
   if layout.shard == "fsdp":
     yield "all-gather", ("fsdp",), size * part.parameters, 2 * ticks
   if layout.shard in ("fsdp", "zero2"):
-    yield "reduce-scatter", ("fsdp",), 4 * part.parameters, ticks
+    reduced = 4 if layout.reduce_in == "float32" else size
+    yield "reduce-scatter", ("fsdp",), reduced * part.parameters, ticks
   if layout.shard in ("zero1", "zero2"):
     yield "all-gather", ("fsdp",), 4 * part.parameters, 1
   axes = _SLOW_AXES if layout.shard in ("fsdp", "zero2") else (*_SLOW_AXES, "fsdp")

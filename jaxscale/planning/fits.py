@@ -106,7 +106,7 @@ def compile_for(config: cfg.Config, chips: Chips) -> Fit:
 
   data = config.data.abstract(config.batch_size)
   experiment = build.experiment(
-    config, devices=chips.devices, datasets=data, memory=chips.chip.limit
+    config, devices=chips.devices, datasets=data, memory=limit_of(config, chips)
   )
   before = time.perf_counter()
   memory = refusal = compiled = None

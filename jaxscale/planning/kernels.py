@@ -99,6 +99,8 @@ def seconds(kernel: Kernel, rates: Mapping[str, float]) -> float:
   if kernel.flops:
     is_single = kernel.dtype in ("f32", "f64")
     peak = rates["peak_float32" if is_single else "peak_bfloat16"]
+    if kernel.dtype.startswith("f8"):
+      peak *= 2  # of dense products: the data sheets of H100, B200 and MI300X
     share = rates[kernel.kind]
     if is_single:
       share = rates.get(f"{kernel.kind}_float32", share)

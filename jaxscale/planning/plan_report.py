@@ -13,7 +13,7 @@ from jaxscale.planning.fits import line
 from jaxscale.planning.machine import CORNERS, Rates, hosts
 from jaxscale.planning.plan import Plan
 from jaxscale.planning.step_plan import Step
-from jaxscale.planning.topologies import compiler, gib
+from jaxscale.planning.topologies import TARGETS, compiler, gib
 
 _WITHOUT_BFLOAT16 = ("p100", "v100")  # before NVIDIA's Ampere generation
 
@@ -41,6 +41,8 @@ def _head(plan: Plan) -> str:
   ]
   if plan.chips.kind in _WITHOUT_BFLOAT16 and plan.config.dtype == "bfloat16":
     lines.append("the chip has no bfloat16: rates and bytes are those of float16")
+  if plan.chips.chip.platform == "cuda" and plan.chips.kind not in TARGETS:
+    lines.append("the program is that of an H100, as XLA cannot compile for this GPU without one")
   if not plan.fit.is_good:
     lines.append("the step does not fit: times assume chips with enough memory")
   return "\n".join(lines)

@@ -118,14 +118,14 @@ def search(
     problem = f"has more chips than the {len(chips.devices)} simulated devices of a search"
     raise invalid("--chips", chips.name, problem, f"set JAX_NUM_CPU_DEVICES={devices}")
   data = config.data.abstract(config.batch_size)
-  options: Any = {"devices": chips.devices, "memory": chips.chip.limit}
+  limit = fits.limit_of(config, chips)
+  options: Any = {"devices": chips.devices, "memory": limit}
   shapes = shapes_of(own := build.experiment(config, datasets=data, **options))
   config = dataclasses.replace(config, layout=dataclasses.replace(config.layout, remat=own.remat))
   first, every = as_given(config, devices), [*candidates(config, devices)]
   estimates = functools.partial(estimate, shapes, batch_size=config.batch_size, rates=rates)
   mesh = dataclasses.replace(first.mesh, replica=1, data=first.mesh.replica * first.mesh.data)
-  same, limit = first._replace(mesh=mesh), fits.limit_of(config, chips)
-  waiting, too_large = _waiting(every, same, estimates, limit)
+  waiting, too_large = _waiting(every, first._replace(mesh=mesh), estimates, limit)
   hybrid = _take_hybrid(waiting, rates.per_node)
   rows: list[Row] = []
   seconds = operator.attrgetter("seconds")

@@ -31,6 +31,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jaxscale.models import float8
 from jaxscale.training.types import LossFn, Metrics, StepOutputs, Totals, TrainState, Update
 
 # First scale, factors and interval are the defaults of `torch.amp.GradScaler` and of
@@ -69,7 +70,7 @@ def value_and_grad(loss_fn: LossFn, scale: jax.Array | None) -> Callable[..., An
     scale: the scale s, float32 []; None means no scaling.
   """
   if scale is None:
-    return jax.value_and_grad(loss_fn, has_aux=True)
+    return float8.value_and_grad(loss_fn)
 
   def call(params: Any, model_state: Any, batch: Any, keys: jax.Array):
     # A batch of text has only arrays [rows, tokens]; others have an array [rows].

@@ -25,6 +25,7 @@ from jax.extend.core import Literal
 from jaxscale.collectives import joined, same_everywhere, vary
 from jaxscale.collectives.typed import axes_of, jaxprs_in, varying
 from jaxscale.errors import invalid
+from jaxscale.models import float8
 from jaxscale.optim.tree_paths import path_name
 from jaxscale.training.types import Batch, LossFn, Tree
 
@@ -113,6 +114,15 @@ def map_averaged(function: Callable[..., Any], *states: Any) -> Any:
   return jax.tree.map(lambda f, *x: function(*x) if f else x[0], averaged(states[0]), *states)
 
 
+def summed(model_state: Any, more: Any) -> Any:
+  """Add the averaged leaves of two micro-batches; maxima for FP8 are the larger ones."""
+  added = map_averaged(jnp.add, model_state, more)
+  if isinstance(added, dict) and float8.STATE in added:
+    trees = (state[float8.STATE] for state in (model_state, more))
+    added = added | {float8.STATE: jax.tree.map(jnp.maximum, *trees)}
+  return added
+
+
 def agree(
   model_state: Any, axes: tuple[str, ...], *, apart: bool = False, together: bool = False
 ) -> Any:
@@ -127,10 +137,13 @@ def agree(
   """
   leaves, structure = jax.tree.flatten(model_state)
   means: dict[tuple[str, ...], dict[int, jax.Array]] = {}  # by the axes along which they vary
+  paths = [path_name(path) for path, _ in jax.tree.leaves_with_path(model_state)]
   for i, is_mean in enumerate(jax.tree.leaves(averaged(model_state))):
-    x = leaves[i]
+    x, is_maximum = leaves[i], paths[i].startswith(f"{float8.STATE}/")
     if is_mean or (apart and jnp.issubdtype(x.dtype, jnp.inexact)):
       means.setdefault(varying(x), {})[i] = x
+    elif is_maximum:
+      leaves[i] = lax.pmax(x, tuple(axis for axis in varying(x) if axis in axes))
     else:
       leaves[i] = same_everywhere(x, tuple(axis for axis in varying(x) if axis in axes))
   for varied, xs in means.items():
@@ -218,22 +231,30 @@ def _of_equation(equation: Any, inputs: list[Axes]) -> list[Axes]:
     each = [differences(b.jaxpr, inputs[1:]) for b in params["branches"]]
     return [inputs[0].union(*outputs) for outputs in zip(*each, strict=True)]
   if name in ("scan", "while"):
-    return _of_loop(name, params, inputs)
+    return _of_loop(equation, inputs)
   for inner in jaxprs_in(equation):
     if len(inner.invars) == len(inputs):
       return differences(inner, inputs)
   return [every] * len(equation.outvars)
 
 
-def _of_loop(name: str, params: Any, inputs: list[Axes]) -> list[Axes]:
+def _of_loop(equation: Any, inputs: list[Axes]) -> list[Axes]:
   """Return the axes of a loop's outputs, iterating its body to a fixed point."""
-  is_scan = name == "scan"
+  params, is_scan = equation.params, equation.primitive.name == "scan"
   until = [] if is_scan else inputs[: params["cond_nconsts"]]
   inputs = inputs[len(until) :]
-  num_consts = params["num_consts" if is_scan else "body_nconsts"]
-  end = num_consts + params["num_carry"] if is_scan else len(inputs)
-  consts, carry, rest = inputs[:num_consts], inputs[num_consts:end], inputs[end:]
   body = params["jaxpr" if is_scan else "body_jaxpr"].jaxpr
+  # JAX 0.11 has no numbers of carried arrays in a scan, whose shapes are those in its body.
+  carried = [
+    v.aval.shape == w.aval.shape for v, w in zip(equation.outvars, body.outvars, strict=True)
+  ]
+  scanned = []
+  if is_scan:
+    pairs = zip(equation.invars, body.invars, strict=True)
+    scanned = [v.aval.shape != w.aval.shape for v, w in pairs]
+  end = len(inputs) - sum(scanned)
+  num_consts = end - sum(carried)
+  consts, carry, rest = inputs[:num_consts], inputs[num_consts:end], inputs[end:]
   while True:
     outputs = differences(body, consts + carry + rest)
     stops = Axes()

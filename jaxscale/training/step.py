@@ -42,7 +42,7 @@ from jaxscale.training import model_state as model_states
 from jaxscale.training import noise_scale as noise_scales
 from jaxscale.training.gathered import PARTS, Parts, cotangents, second_pass
 from jaxscale.training.metrics import ROWS, SUMS
-from jaxscale.training.model_state import Queue, map_averaged, map_queues, queues
+from jaxscale.training.model_state import Queue, map_averaged, map_queues, queues, summed
 from jaxscale.training.state import state_shardings
 from jaxscale.training.types import (
   LOSS_WEIGHT,
@@ -397,7 +397,7 @@ def sum_grads(
   def add_micro(sums: Any, micro: tuple[Batch, jax.Array]):
     (grads, state, totals), (more, new_state, also) = sums, micro_grads(micro)
     grads, totals = jax.tree.map(jnp.add, (grads, totals), (more, also))
-    return (grads, map_averaged(jnp.add, state, new_state), totals), queues(new_state)
+    return (grads, summed(state, new_state), totals), queues(new_state)
 
   # The first micro-batch gives the sums their shapes, and the scan adds the rest. All
   # micro-batches start from the step's model state, and their results are averaged, so

@@ -6,19 +6,21 @@ from types import SimpleNamespace
 import jax
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec as P
 
 from jaxscale import optim
 from jaxscale.checkpoint import checksum
 from jaxscale.exchange import plain
-from jaxscale.parallel import gpipe_grads, stack_loss
+from jaxscale.models.stack import split_of_last
+from jaxscale.parallel import Rule, gpipe_grads, stack_loss
 from jaxscale.parallel.layout_exchange import exchange_axes
 from jaxscale.training.state import abstract_state
 from support.cases import all_slow_except
 from support.leaves import assert_like
-from support.saving import restore, save
+from support.saving import filled, restore, save
 from support.stack_layouts import stack_layout
 from support.steps import training
-from support.tiny_stack import batch
+from support.tiny_stack import RULES, batch
 from support.trees import worst_leaf
 
 SAVED_AT, STEPS = 2, 4
@@ -95,3 +97,23 @@ def test_any_layout_resumes_from_any_other(pair, saved):
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(state), before.end)
   np.testing.assert_allclose(losses, before.losses, rtol=1e-6)
   assert worst_leaf(jax.device_get(state.params), before.end.params) <= 1e-5
+
+
+def test_a_checkpoint_of_other_rules_is_restored(tmp_path):
+  """As those of before `o` and `down` were split by their first dim."""
+
+  def abstract(rules):
+    mesh, stack, layout = stack_layout({"data": 1, "fsdp": 8}, PARAMETERS, rules=rules)
+    init = lambda key: (stack.init(key), {})  # noqa: E731
+    exchange = plain(exchange_axes(layout))
+    return abstract_state(init, optim.adamw(1e-2), mesh, exchange, layout=layout)
+
+  rule = Rule("layers/(o|down)", split_of_last)
+  before, after = (abstract((*RULES[:2], r, *RULES[3:])) for r in (RULES[2], rule))
+  specs = [x.params["layers"]["down"].sharding.spec for x in (before, after)]
+  assert specs == [P(None, None, "fsdp"), P(None, "fsdp", None)]
+  state = filled(before)
+  save(tmp_path, state)
+  found = restore(tmp_path, after)
+  assert_like(found, after)
+  assert checksum.manifest(found) == checksum.manifest(state)

@@ -81,6 +81,7 @@ SETTINGS = [
   (dict(layout=cfg.Layout(schedule="1f1b")), "has no effect; set mesh.stage"),
   (dict(layout=cfg.Layout(model="ring")), "has no effect; set mesh.model"),
   (dict(layout=cfg.Layout(slow_axes="in_backward")), "set layout.shard to 'zero2'"),
+  (DIGITS | dict(layout=cfg.Layout(loss_chunk=8)), "loss_chunk=8: MLP is not a stack of equal"),
   (DIGITS | dict(mesh=TWO), "Mesh.model=2: MLP is not a stack of equal layers"),
   (IN_BACKWARD | FOUR | dict(exchange=cfg.Int8()), "would bypass Config.exchange=Int8"),
   (IN_BACKWARD | EIGHT, "slow_axes='in_backward': has no effect; set mesh.replica or"),

@@ -68,6 +68,8 @@ LAYOUTS = {
     {"shard": "fsdp", "slow_axes": "in_backward", "remat": "full"},
   ),
   "tensor": ({"data": 2, "model": 2}, {}),
+  "fsdp, loss of 3 tokens at a time": ({"data": 2, "fsdp": 2}, {"shard": "fsdp", "loss_chunk": 3}),
+  "tensor, loss of 5 tokens at a time": ({"data": 2, "model": 2}, {"loss_chunk": 5}),
   "tensor and tokens, fsdp": (
     {"data": 1, "fsdp": 2, "model": 2},
     {"shard": "fsdp", "model": "layers_and_tokens"},

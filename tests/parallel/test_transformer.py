@@ -292,7 +292,7 @@ def test_cudnn_is_taken_where_it_can_be(monkeypatch):
   for row in CUDNN.strip().splitlines():
     capability, dtype, width, expected = row.split()
     version = tuple(map(int, capability.split(".")))
-    monkeypatch.setattr(attention, "_cuda_capability", lambda device, version=version: version)
+    monkeypatch.setattr(attention, "cuda_capability", lambda device, version=version: version)
     assert attention.fastest(dtype, int(width)) == expected, row
 
 

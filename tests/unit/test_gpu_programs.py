@@ -4,6 +4,7 @@ The types are read from what JAX hands to the compiler; what that makes of it fo
 H100 is read where a compiler for GPUs is installed, which needs no GPU.
 """
 
+import dataclasses
 import importlib.util
 import os
 import re
@@ -39,6 +40,16 @@ def text():
   return half(model=model, data=tokens, optimizer=cfg.AdamW(lr=1e-3))
 
 
+def sharded(**fields):
+  sizes = dict(num_layers=2, width=128, num_heads=2, hidden=512)
+  tokens = cfg.TextFiles(path="none", vocab_size=2048, sequence_length=256)
+  mesh, layout = cfg.Mesh(data=1, fsdp=-1), cfg.Layout(shard="fsdp", remat="full")
+  common = dict(data=tokens, mesh=mesh, layout=layout, optimizer=cfg.AdamW(lr=1e-3))
+  model = cfg.Transformer(**sizes, **fields)
+  return dataclasses.replace(half(model=model, **common), batch_size=8)
+
+
+SHARDED = {"apart": sharded, "tied": lambda: sharded(tied=True)}
 CONFIGS = {
   "resnet": lambda: images(cfg.ResNet(depth=18, width=16)),
   "vit": lambda: images(cfg.ViT(patch=16, width=128, num_layers=2, num_heads=2)),
@@ -48,9 +59,9 @@ CONFIGS = {
 
 
 def lowered(name, devices):
-  config, datasets = CONFIGS[name](), None
+  config, datasets = (CONFIGS | SHARDED)[name](), None
   if isinstance(config.data, cfg.TextFiles):
-    datasets = config.data.abstract(4)
+    datasets = config.data.abstract(config.batch_size)
     if name == "packed":
       numbers = {"documents": ((config.data.sequence_length,), "int32")}
       packed = [x._replace(info=x.info._replace(arrays=numbers)) for x in datasets or ()]
@@ -76,20 +87,52 @@ COMPILE = """
 import json, sys
 from jaxscale.planning.topologies import find_chips
 from unit.test_gpu_programs import CONFIGS, lowered
-program = lowered(sys.argv[1], find_chips("h100-1").devices)
+program = lowered(sys.argv[1], find_chips(sys.argv[2]).devices)
 sys.stdout.write(program.as_text() + "@compiled" + program.compile().as_text())
 """
+
+
+def compiled_for(chips, name):
+  """Return the program that JAX hands to the compiler, and the compiled one."""
+  path = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
+  env = dict(PYTHONPATH=path, PYTHONWARNINGS="default", JAX_PLATFORMS="cpu")
+  done = run_python("-c", COMPILE, name, chips, timeout=600, **env)
+  assert done.returncode == 0, done.stderr[-2000:]
+  source, _, compiled = done.stdout.partition("@compiled")
+  return source, compiled
+
+
+def outside_fusions(program):
+  """Lines of the computations of a compiled program whose results are in memory."""
+  fused = {*re.findall(r" fusion\(.* calls=%([\w.-]+)", program)}
+  parts = re.split(r"^(?:ENTRY )?%([\w.-]+) \(.*\{$", program, flags=re.MULTILINE)
+  pairs = zip(parts[1::2], parts[2::2], strict=True)
+  return [line for name, text in pairs if name not in fused for line in text.splitlines()]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not COMPILERS, reason="no compiler for GPUs is installed")
+@pytest.mark.parametrize("name", SHARDED)
+def test_large_arrays_of_sharded_steps_for_h100s_that_are_not_here(name):
+  _, compiled = compiled_for("h100-8", name)
+  lines = [line for line in outside_fusions(compiled) if " = " in line]
+  shapes = [re.sub(r", (metadata|backend_config)=.*", "", line) for line in lines]
+  # Logits of 256 tokens and 2,048 words exist, but only in bfloat16.
+  assert any("bf16[256,2048]" in line for line in shapes)
+  assert not [line for line in shapes if re.search(r"f32\[(1,)?256,2048\]", line)]
+  # Only the kernel of the head is gathered, which may be the table, transposed.
+  gathers = [line for line in shapes if re.search(r" all-gather(-start)?\(", line)]
+  of_words = re.findall(r"(\w+)\[(?:2048,128|128,2048)\]", " ".join(gathers))
+  assert of_words == ["bf16"] and any(" all-to-all" in line for line in shapes)
+  # Gradients are reduce-scattered as the products return them.
+  assert not [line for line in shapes if re.search(r"%(wrapped_)?transpose\S* = f32", line)]
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(not COMPILERS, reason="no compiler for GPUs is installed")
 @pytest.mark.parametrize("name", CONFIGS)
 def test_programs_for_an_h100_that_is_not_here(name):
-  path = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
-  env = dict(PYTHONPATH=path, PYTHONWARNINGS="default", JAX_PLATFORMS="cpu")
-  done = run_python("-c", COMPILE, name, timeout=600, **env)
-  assert done.returncode == 0, done.stderr[-2000:]
-  source, _, compiled = done.stdout.partition("@compiled")
+  source, compiled = compiled_for("h100-1", name)
   assert {*operands(source)} == {("bf16", "bf16")}
   call = r"%\S+ = \(?(\w+)\[.* custom-call\(.*?custom_call_target=\"(__cu[^\"]+)"
   calls = re.findall(call, compiled)
