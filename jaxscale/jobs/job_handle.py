@@ -85,8 +85,8 @@ def prepare(
   _check_counts(nodes, spares=spares, requeue=requeue, at_most=at_most)
   chosen = with_options(load_site(site), options)
   if executor == "local" and nodes == 1 and not (chosen.tasks_per_node or chosen.gpus_per_node):
-    if (count := local_launch.choose_count(None, {**os.environ, **chosen.env})) > 1:
-      chosen = dataclasses.replace(chosen, tasks_per_node=count)
+    env = os.environ | dict(pair.split("=", 1) for pair in chosen.env)
+    chosen = dataclasses.replace(chosen, tasks_per_node=local_launch.choose_count(None, env))
   texts = sweeps.as_texts(overrides or {})
   path, source = _path_and_source(config)
   load = checked_loader(config, nodes * chosen.tasks)
