@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shlex
-import subprocess
 import sys
 from pathlib import Path
 
@@ -34,9 +33,7 @@ def add_accept_changes(parser: Parser) -> None:
   """Add --accept-changes, which allows a resume after a change of data or code."""
   is_known = {"data", "code"}.issuperset
   kinds = value(lambda text: tuple(text.split(",")), "data, code or data,code", is_known)
-  text = (
-    "the changes to accept on resume: data, code (of your classes) or data,code (default: none)"
-  )
+  text = "the changes to accept on resume: data, code (your classes) or data,code (default: none)"
   parser.option("--accept-changes KINDS", text, kinds, default=())
 
 
@@ -83,8 +80,8 @@ def _run(args: Namespace) -> int | None:
     plan = read_plan(Path(args.plan))
   if (count := local_launch.choose_count(args.processes_per_node)) > 1:
     words = shlex.split(args.command_line)[len(args.program.split()) :]
-    flags = subprocess._args_from_interpreter_flags()  # as `multiprocessing` does
-    return local_launch.run([sys.executable, *flags, "-m", "jaxscale", *words], count)
+    python = [sys.executable, *["-P"] * sys.flags.safe_path, "-m", "jaxscale"]
+    return local_launch.run([*python, *words], count)
   with open_session(config, workdir) as watch:
     from jaxscale.run.fit import fit  # Imports JAX, once all processes have joined.
 

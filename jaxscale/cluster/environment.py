@@ -79,6 +79,7 @@ def gpu_problem(env: Mapping[str, str], root: str = "/", *, has_failed: bool = F
   asked = platforms(env).partition(",")[0]
   hidden = [name for name in HIDING if name in env and not visible_gpus(env)]
   kind, found = _computing_gpus(root)
+  kind = asked if asked in ("cuda", "rocm") else kind
   if asked not in ("", "cuda", "rocm", "gpu") or (not asked and (hidden or not found)):
     return ""
   files = glob.glob(os.path.join(root, "dev", "kfd" if kind == "rocm" else "nvidia[0-9]*"))

@@ -97,12 +97,8 @@ def run(command: Sequence[str], count: int) -> int:
     count: the number of processes.
   """
   processes: list[_Process] = []
-  early: list[int] = []
 
-  def forward(number: int, _: object = None) -> None:
-    if len(processes) < count:
-      early.append(number)
-      return
+  def forward(number: int, _: object) -> None:
     for process in processes:
       process.send_signal(number)
     if number == signal.SIGTSTP:
@@ -113,23 +109,23 @@ def run(command: Sequence[str], count: int) -> int:
       with contextlib.suppress(OSError):  # a closed terminal must not block the process
         os.write(2, f"{rank}: ".encode() + line)
 
+  threads = []
+  for rank, own in enumerate(variables(count)):
+    options: Any = dict(stdout=subprocess.DEVNULL, stderr=subprocess.PIPE) if rank else {}
+    options["env"] = {**os.environ, **own, _LAUNCHER: str(os.getpid())}
+    # In a process group of their own, they do not receive the terminal's Ctrl-C twice.
+    processes.append(
+      subprocess.Popen(command, stdin=subprocess.DEVNULL, process_group=0, **options)
+    )
+    if rank:
+      own_stream = rank, processes[rank].stderr
+      threads.append(threading.Thread(target=relay, args=own_stream, daemon=True))
+      threads[-1].start()
+  # A signal before this line ends the launcher, and thereby the processes.
   signal.set_wakeup_fd(-1)  # `errors.leave` would end this process a second after Ctrl-C
   for each in (*signals.STOPPING, signal.SIGTSTP, signal.SIGCONT):
     if signal.getsignal(each) != signal.SIG_IGN:  # `nohup`
       signal.signal(each, forward)
-  threads = []
-  for rank, own in enumerate(variables(count)):
-    env = {**os.environ, **own, _LAUNCHER: str(os.getpid())}
-    others: Any = dict(stdout=subprocess.DEVNULL, stderr=subprocess.PIPE) if rank else {}
-    # In a process group of their own, they do not receive the terminal's Ctrl-C twice.
-    options: Any = dict(env=env, stdin=subprocess.DEVNULL, process_group=0) | others
-    process = subprocess.Popen(command, **options)
-    processes.append(process)
-    if rank:
-      threads.append(threading.Thread(target=relay, args=(rank, process.stderr), daemon=True))
-      threads[-1].start()
-  for each in early:
-    forward(each)
   code, _ = wait(processes, threading.Event())
   for thread in threads:
     thread.join(timeout=1.0)  # a process left behind may keep the stream open

@@ -41,6 +41,7 @@ CASES = [
   (DRIVER | DEVICE, "cuda", {"JAX_PLATFORMS": "cpu,cuda"}, True, None, None),
   (DRIVER | DEVICE, "", {"CUDA_VISIBLE_DEVICES": ""}, True, None, None),
   (DRIVER | DEVICE, "cuda", {"CUDA_VISIBLE_DEVICES": "0"}, True, H100, START),
+  ({}, "cuda", {"JAX_PLATFORMS": "rocm"}, False, "none on this machine, JAX_PLATFORMS=rocm", None),
   ({}, "cuda", {"JAX_PLATFORMS": "cuda,cpu"}, True, "none on this machine", FILES),
   (
     DRIVER | DEVICE,
@@ -77,7 +78,7 @@ def test_causes(machine, files, plugins, env, has_failed, found, problem):
     return
   assert line.startswith(f"GPU: {found}")
   assert line.endswith(", or set JAX_PLATFORMS=cpu to use the CPU on purpose")
-  assert (problem or "install jax-rocm7-plugin") in line
+  assert (problem or "install jaxscale[rocm]") in line
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may open all files")

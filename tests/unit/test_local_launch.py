@@ -7,6 +7,7 @@ import pytest
 from jaxscale.cluster import local_launch
 from jaxscale.cluster.detect import Launch, detect, local_device_ids
 from jaxscale.cluster.local_launch import choose_count, variables
+from jaxscale.jobs import job_handle
 from support.errors import config_error
 
 EIGHT = {"CUDA_VISIBLE_DEVICES": "0,1,2,3,4,5,6,7"}
@@ -89,3 +90,13 @@ def test_a_process_whose_launcher_has_ended_ends(monkeypatch):
   assert not killed
   local_launch.end_with_launcher({"JAXSCALE_LAUNCHER_PID": "1234567"})
   assert killed == [(os.getpid(), 15)]
+
+
+@pytest.mark.parametrize("options, count", [({}, 8), ({"nodes": 2}, 2), ({"tasks_per_node": 1}, 1)])
+def test_the_local_executor_counts_gpus(options, count, monkeypatch, tmp_path):
+  monkeypatch.delenv("JAX_PLATFORMS")
+  monkeypatch.setenv("CUDA_VISIBLE_DEVICES", EIGHT["CUDA_VISIBLE_DEVICES"])
+  monkeypatch.setattr(local_launch, "gpu_problem", lambda env: "")
+  options |= {"executor": "local", "runs": str(tmp_path)}
+  made = job_handle.prepare("configs/digits.py", **options)
+  assert made.spec.processes == count
