@@ -94,9 +94,8 @@ def test_what_slurm_or_taskset_has_set_is_kept(node):
   assert bindings(masks, [[0], [1], [4], [5]], node) == [(None, "")] * 4
   # A cgroup of 24 CPUs for all tasks, of which 8 are beside node 1.
   made = bindings(["0-15,24-31"] * 4, [[0], [1], [4], [5]], node)
-  assert [sorted(b.cpus) for b in made] == [[*range(8)], [*range(8, 16)], [*range(24, 28)]] + [
-    [*range(28, 32)]
-  ]
+  ends = [(0, 8), (8, 16), (24, 28), (28, 32)]
+  assert [sorted(b.cpus) for b in made] == [[*range(*two)] for two in ends]
   # Cores of the other socket only.
   (made,) = bindings(["16-31"], [[0]], node)
   assert made.cpus is None
