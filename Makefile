@@ -48,7 +48,7 @@ test-others: others
 # On the GPUs of this machine, in an environment with the extra cuda12 or cuda13:
 # make test-gpu BIN=.venv/bin. JAXSCALE_GPU_TESTS=cpu tests their code on a CPU.
 test-gpu: env
-	$(BIN)/python -m pytest --confcutdir=tests/gpu tests/gpu
+	JAXSCALE_GPU_TESTS=$${JAXSCALE_GPU_TESTS:-gpu} $(BIN)/python -m pytest --confcutdir=tests/gpu tests/gpu
 
 # A first run as on a GPU machine, with JAX's libraries alone and jaxscale from its source tree:
 # training, the GPU tests and benchmarks/accelerator.py at tiny sizes, on a CPU.

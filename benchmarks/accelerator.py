@@ -47,7 +47,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from xml.etree import ElementTree
 
-from accelerator_sides import SIZES, TINY, fitting, is_full, smaller
+from accelerator_sides import GB, SIZES, TINY, fitting, is_full, smaller
 from common import report
 from turns import Side, SideError
 
@@ -62,6 +62,7 @@ TUNED = {"mode": "max-autotune-no-cudagraphs"}
 SETTINGS = "dtype", "compiler_preset"
 VARIANTS = """
 layers_8b rows=4 layers=8 layout.remat=dots_attention
+layers_8b rows=4 layers=8 layout.remat=dots_attention dtype=float8
 vit_b16 layout.unroll=1
 layers_8b rows=1 layers=4 tokens=8192 vocabulary=128256 layout.remat=dots_attention
 transformer_1b rows=8 layout.remat=dots_attention
@@ -99,7 +100,7 @@ class Run(NamedTuple):
 
   def is_over(self) -> bool:
     """Return whether no time is left for another measurement."""
-    return self.left() < (1 if self.tiny else LEAST_S)
+    return self.end - time.monotonic() < (1 if self.tiny else LEAST_S)
 
 
 @contextlib.contextmanager
@@ -176,7 +177,7 @@ def compared(run: Run, name: str, side: str, options: dict[str, str] | None = No
 
 def model(run: Run, name: str) -> list[Row]:
   """Return rows of ours, PyTorch and ours again, of a smaller size if one needs it."""
-  size = TINY[name] if run.tiny else fitting(name, run.device["bytes"])
+  size = TINY[name] if run.tiny else fitting(name, run.device["bytes"] or 70 * GB)
   while True:
     rows = run.found[name] = [step_of(run, name, "ours", size, {})]
     rows.append(compared(run, name, "torch"))
@@ -272,7 +273,7 @@ def tests(run: Run) -> list[Row]:
   """Run the tests marked gpu; count how many passed, failed and were skipped."""
   file = Path(run.folder) / "tests.xml"
   words = "--confcutdir=tests/gpu", "tests/gpu", "-p", "no:cacheprovider", f"--junitxml={file}"
-  took, done = command(run, 300, "pytest", *words)
+  took, done = command(run, 300 if run.tiny else 240, "pytest", *words)
   if not file.exists():
     lines = (done.stderr or done.stdout).strip().splitlines()
     raise SideError(lines[-1] if lines else f"pytest ended with {done.returncode}")

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import shlex
-import subprocess
 import sys
 from pathlib import Path
 
-from jaxscale.cli.parser import Namespace, Parser, directory, value, whole
+from jaxscale.cli.parser import Namespace, Parser, directory, value
 
 EXIT_CODES = """\
 exit code: 0 done, 2 invalid usage or configuration, 85 stopped and saved, 86 hung,
@@ -19,26 +18,22 @@ def add_arguments(parser: Parser) -> None:
   parser.exit_codes = EXIT_CODES
   parser.config()
   add_workdir(parser)
-  add_processes(parser)
+  counts = value(_count, "a whole number >= 1, or auto", lambda count: count != 0)
+  text = "the processes to start (default: auto, one per GPU)"
+  parser.option("--processes-per-node N", text, counts)
   parser.option("--plan FILE.json", "the plan to compare the run with (default: none)")
   add_accept_changes(parser)
 
 
-def add_processes(parser: Parser) -> None:
-  """Add --processes-per-node."""
-  counts = whole(1, 1024)
-  text = "the number of processes to start on this machine; auto starts one per GPU, unless a "
-  text += "launcher such as srun or mpirun has started this one"
-  kind = lambda given: None if given == "auto" else counts(given)  # noqa: E731
-  parser.option("--processes-per-node N", f"{text} (default: auto)", kind)
+def _count(text: str) -> int | None:
+  return None if text == "auto" else max(int(text), 0)
 
 
 def add_accept_changes(parser: Parser) -> None:
   """Add --accept-changes, which allows a resume after a change of data or code."""
   is_known = {"data", "code"}.issuperset
   kinds = value(lambda text: tuple(text.split(",")), "data, code or data,code", is_known)
-  text = "the changes to accept in a run that resumes: data (examples, class names, tokenizer), "
-  text += "code (of your own classes), or data,code (default: none)"
+  text = "the changes to accept on resume: data, code (your classes) or data,code (default: none)"
   parser.option("--accept-changes KINDS", text, kinds, default=())
 
 
@@ -85,8 +80,8 @@ def _run(args: Namespace) -> int | None:
     plan = read_plan(Path(args.plan))
   if (count := local_launch.choose_count(args.processes_per_node)) > 1:
     words = shlex.split(args.command_line)[len(args.program.split()) :]
-    flags = subprocess._args_from_interpreter_flags()  # as `multiprocessing` does
-    return local_launch.run([sys.executable, *flags, "-m", "jaxscale", *words], count)
+    python = [sys.executable, *["-P"] * sys.flags.safe_path, "-m", "jaxscale"]
+    return local_launch.run([*python, *words], count)
   with open_session(config, workdir) as watch:
     from jaxscale.run.fit import fit  # Imports JAX, once all processes have joined.
 

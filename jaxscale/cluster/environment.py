@@ -19,9 +19,8 @@ from jaxscale.files import readable_text, whole_number
 _BUILT_IN, _ALIASES = ("cpu", "tpu"), {"gpu": ("cuda", "rocm")}
 _INSTALL = {"cuda": "install jaxscale[cuda12] or [cuda13]", "rocm": "install jaxscale[rocm]"}
 _ON_PURPOSE = "or set JAX_PLATFORMS=cpu to use the CPU on purpose"
-# PCI vendor and the classes of its GPUs for computing: 3D and display controllers, processing
-# accelerators. GPUs for screens (class 0x0300) count once their driver lists them.
-_COMPUTING = {"cuda": ("0x10de", "0x0302"), "rocm": ("0x1002", "0x0380 0x1200")}
+# PCI vendor, and the first digits of the classes of its GPUs for computing.
+_COMPUTING = {"cuda": ("NVIDIA", "0x10de", "0x0302"), "rocm": ("AMD", "0x1002", "0x0380", "0x1200")}
 _TRUE = ("y", "yes", "t", "true", "on", "1")  # jax/_src/config.py
 
 
@@ -77,36 +76,28 @@ def gpu_problem(env: Mapping[str, str], root: str = "/", *, has_failed: bool = F
     root: the root of the file system, for tests.
     has_failed: whether JAX has already started, on the CPU.
   """
-  first, hidden = platforms(env).partition(",")[0], [n for n in HIDING if n in env]
-  is_asked = first in ("cuda", "rocm", "gpu")
-  listed = glob.glob(os.path.join(root, "proc/driver/nvidia/gpus/*"))
-  files = glob.glob(os.path.join(root, "dev/nvidia[0-9]*"))
-  counts = {"cuda": max(len(listed), len(files)) or _count_pci(*_COMPUTING["cuda"], root)}
-  counts["rocm"] = _count_pci(*_COMPUTING["rocm"], root)
-  kind = "cuda" if counts["cuda"] or not counts["rocm"] else "rocm"
-  is_hidden = bool(hidden) and not visible_gpus(env)
-  if (first and not is_asked) or (not is_asked and (is_hidden or not counts[kind])):
+  asked = platforms(env).partition(",")[0]
+  hidden = [name for name in HIDING if name in env and not visible_gpus(env)]
+  kind, found = _computing_gpus(root)
+  kind = asked if asked in ("cuda", "rocm") else kind
+  if asked not in ("", "cuda", "rocm", "gpu") or (not asked and (hidden or not found)):
     return ""
-  models = {"cuda": ", ".join(nvidia_models(root)) or "NVIDIA GPU", "rocm": "AMD GPU"}
-  device = {"cuda": "nvidia[0-9]*", "rocm": "kfd"}[kind]
-  opened = [may_open(path) for path in glob.glob(os.path.join(root, "dev", device))]
-  device = f"/dev/{device.replace('[0-9]*', '0')}"
+  files = glob.glob(os.path.join(root, "dev", "kfd" if kind == "rocm" else "nvidia[0-9]*"))
   if kind not in _plugins():
     problem = f"JAX's plugin for it is not installed; {_INSTALL[kind]}"
-  elif is_hidden:
+  elif hidden:
     problem = f"{hidden[0]}={env[hidden[0]]} hides all GPUs; unset it"
-  elif not opened and not os.path.exists(os.path.join(root, "dev/dxg")):
-    problem = f"there is no {device}; load the driver, or start the container with GPUs"
-  elif opened and not any(opened):
-    problem = f"this process may not open {device}; request GPUs, e.g. with --gpus-per-node"
+  elif not files and not os.path.exists(os.path.join(root, "dev/dxg")):
+    problem = "its device files are missing; load its driver, or start the container with GPUs"
+  elif files and not any(map(may_open, files)):
+    problem = f"this process may not open {files[0]}; request GPUs, e.g. by --gpus-per-node"
   elif has_failed:
-    problem = "its driver or JAX's plugin did not start; see `python -c 'import jax; jax.devices"
-    problem += f'("{kind}")\'`'
+    problem = f"its driver did not start; see `python -c 'import jax; jax.devices(\"{kind}\")'`"
   else:
     return ""
-  where = f"{counts[kind]} x {models[kind]} on this machine" if counts[kind] else "no GPU found"
-  asked = f", JAX_PLATFORMS={platforms(env)}" if is_asked else ""
-  return f"GPU: {where}{asked}, but JAX would use the CPU: {problem}, {_ON_PURPOSE}"
+  setting = f", JAX_PLATFORMS={platforms(env)}" if asked else ""
+  where = f"GPU: {found or 'none'} on this machine{setting}"
+  return f"{where}, but JAX would use the CPU: {problem}, {_ON_PURPOSE}"
 
 
 def platforms(env: Mapping[str, str]) -> str:
@@ -131,11 +122,22 @@ def refuse_fallback(env: Mapping[str, str] = os.environ, root: str = "/") -> Non
     raise ConfigError(problem)
 
 
-def _count_pci(vendor: str, classes: str, root: str) -> int:
-  """Count the PCI devices of a vendor in these classes, given by their first digits."""
-  devices = [Path(p) for p in glob.glob(os.path.join(root, "sys/bus/pci/devices/*"))]
-  own = (d for d in devices if readable_text(d / "vendor").strip() == vendor)
-  return sum(readable_text(d / "class").startswith((*classes.split(),)) for d in own)
+def _computing_gpus(root: str) -> tuple[str, str]:
+  """Return the plugin and a description of the GPUs in a machine; ("cuda", "") without any.
+
+  GPUs count if NVIDIA's driver has them, or by their PCI class if they are for computing
+  (3D controllers of NVIDIA, display controllers and accelerators of AMD). A GPU for a screen
+  is of the class 0x0300, which AMD's processors have, too.
+  """
+  patterns = ("dev/nvidia[0-9]*", "proc/driver/nvidia/gpus/*", "sys/bus/pci/devices/*")
+  *driven, devices = (glob.glob(os.path.join(root, pattern)) for pattern in patterns)
+  if count := max(map(len, driven)):
+    return "cuda", f"{count} x {', '.join(nvidia_models(root)) or 'NVIDIA GPU'}"
+  ids = [[readable_text(Path(d, n)).strip() for n in ("vendor", "class")] for d in devices]
+  for kind, (maker, vendor, *classes) in _COMPUTING.items():
+    if count := sum(v == vendor and c[:6] in classes for v, c in ids):
+      return kind, f"{count} x {maker} GPU"
+  return "cuda", ""
 
 
 def has_gpu_plugin() -> bool:

@@ -20,6 +20,7 @@ from typing import Any
 
 from jaxscale.cluster.detect import COORDINATOR, COUNT, INDEX, LAUNCHERS, LOCAL
 from jaxscale.cluster.detect.local_devices import IDS, local_device_ids, visible_gpus
+from jaxscale.cluster.environment import gpu_problem
 from jaxscale.cluster.launch import Env, Launch, number
 from jaxscale.cluster.secret import VARIABLE as SECRET
 from jaxscale.cluster.watch import signals
@@ -54,7 +55,9 @@ def choose_count(asked: int | None, env: Env = os.environ) -> int:
   """
   if asked == 1 or env.get(COORDINATOR):
     return 1  # The processes that `run` starts have the variable and the same options.
-  gpus = visible_gpus(env)
+  # "cpu,cuda" uses the CPU, and a process reports why JAX cannot use its GPUs.
+  is_on_cpu = env.get("JAX_PLATFORMS", "").startswith("cpu") or gpu_problem(env)
+  gpus = 0 if is_on_cpu else visible_gpus(env)
   launch = next(filter(None, (launcher(env) for launcher in LAUNCHERS)), Launch("single"))
   if asked is None:
     # A pod outside an Indexed Job has a note, too, but is complete.
@@ -94,12 +97,8 @@ def run(command: Sequence[str], count: int) -> int:
     count: the number of processes.
   """
   processes: list[_Process] = []
-  early: list[int] = []
 
-  def forward(number: int, _: object = None) -> None:
-    if len(processes) < count:
-      early.append(number)
-      return
+  def forward(number: int, _: object) -> None:
     for process in processes:
       process.send_signal(number)
     if number == signal.SIGTSTP:
@@ -110,23 +109,23 @@ def run(command: Sequence[str], count: int) -> int:
       with contextlib.suppress(OSError):  # a closed terminal must not block the process
         os.write(2, f"{rank}: ".encode() + line)
 
+  threads = []
+  for rank, own in enumerate(variables(count)):
+    options: Any = dict(stdout=subprocess.DEVNULL, stderr=subprocess.PIPE) if rank else {}
+    options["env"] = {**os.environ, **own, _LAUNCHER: str(os.getpid())}
+    # In a process group of their own, they do not receive the terminal's Ctrl-C twice.
+    processes.append(
+      subprocess.Popen(command, stdin=subprocess.DEVNULL, process_group=0, **options)
+    )
+    if rank:
+      own_stream = rank, processes[rank].stderr
+      threads.append(threading.Thread(target=relay, args=own_stream, daemon=True))
+      threads[-1].start()
+  # A signal before this line ends the launcher, and thereby the processes.
   signal.set_wakeup_fd(-1)  # `errors.leave` would end this process a second after Ctrl-C
   for each in (*signals.STOPPING, signal.SIGTSTP, signal.SIGCONT):
     if signal.getsignal(each) != signal.SIG_IGN:  # `nohup`
       signal.signal(each, forward)
-  threads = []
-  for rank, own in enumerate(variables(count)):
-    env = {**os.environ, **own, _LAUNCHER: str(os.getpid())}
-    others: Any = dict(stdout=subprocess.DEVNULL, stderr=subprocess.PIPE) if rank else {}
-    # In a process group of their own, they do not receive the terminal's Ctrl-C twice.
-    options: Any = dict(env=env, stdin=subprocess.DEVNULL, process_group=0) | others
-    process = subprocess.Popen(command, **options)
-    processes.append(process)
-    if rank:
-      threads.append(threading.Thread(target=relay, args=(rank, process.stderr), daemon=True))
-      threads[-1].start()
-  for each in early:
-    forward(each)
   code, _ = wait(processes, threading.Event())
   for thread in threads:
     thread.join(timeout=1.0)  # a process left behind may keep the stream open

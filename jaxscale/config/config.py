@@ -85,7 +85,7 @@ class Config:
     input_threads: the number of threads per process that load and augment examples; None uses
       one per CPU core available to the process, divided by the processes that share the cores.
     gpu_settings: whether to set recommended environment variables of JAX, CUDA and NCCL on
-      GPUs; variables that are already set keep their values (docs/accelerators.md).
+      GPUs, and to bind processes to CPUs; what is already set is kept (docs/accelerators.md).
     mesh: the grid of devices.
     layout: the sharding of model and optimizer over the mesh.
     exchange: the method that averages gradients over devices; a class of your own also works.

@@ -29,6 +29,9 @@ class Layout:
     sum_in: the type in which sums over mesh axis model are communicated; "float32" gives the
       results of layers that are not split, "dtype" rounds to Config.dtype (half the bytes with
       bfloat16).
+    reduce_in: the type in which the backward pass sums gradients of matrices over mesh axis fsdp,
+      and over slow_axes="in_backward"; "float32" is exact, "dtype" rounds each device's gradients
+      and their sums to the type of activations (half the bytes with bfloat16).
     schedule: the pipeline schedule along mesh axis stage, with accumulate_steps micro-batches;
       "gpipe" (all forward passes, then all backward passes) or "1f1b" (each backward pass as
       early as possible, so that fewer activations are stored).
@@ -62,6 +65,7 @@ class Layout:
   slow_axes: Literal["after", "in_backward"] = "after"
   model: Literal["layers", "layers_and_tokens", "ring", "all_to_all"] = "layers"
   sum_in: Literal["float32", "dtype"] = "float32"
+  reduce_in: Literal["float32", "dtype"] = "float32"
   schedule: Literal["gpipe", "1f1b"] = "gpipe"
   remat: Literal["none", "dots_attention", "dots", "branches", "full", "offload"] | None = None
   unroll: Annotated[int | Literal["all"], ">= 1"] | None = None
@@ -101,13 +105,16 @@ def check_layout(config: Any) -> None:
   splits_layers = mesh.model != 1 and layout.model.startswith("layers")
   is_split, several = mesh.model != 1 or layout.model == "layers", "to 2 or more"
   layers = f"mesh.model {several}, and layout.model to 'layers'"
+  halves = "dtype to 'bfloat16' or 'float16'"
   for field, value, needs, remedy in (
     ("slow_axes", "in_backward", splits_grads, "layout.shard to 'zero2' or 'fsdp'"),
     ("slow_axes", "in_backward", has_slow_axes, f"mesh.replica or mesh.data {several}"),
     ("schedule", "1f1b", mesh.stage != 1, f"mesh.stage {several}"),
     ("model", layout.model, is_split, f"mesh.model {several}"),
     ("sum_in", "dtype", splits_layers, layers),
-    ("sum_in", "dtype", config.dtype != "float32", "dtype to 'bfloat16' or 'float16'"),
+    ("sum_in", "dtype", config.dtype != "float32", halves),
+    ("reduce_in", "dtype", splits_grads, "layout.shard to 'zero2' or 'fsdp'"),
+    ("reduce_in", "dtype", config.dtype != "float32", halves),
   ):
     if getattr(layout, field) == value and not needs:
       problem = f"has no effect; set {remedy} as well"

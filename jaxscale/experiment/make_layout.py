@@ -61,6 +61,7 @@ def make_layout(config: cfg.Config, mesh: Mesh, model: Model) -> Layout | None:
     splits=chosen.model,
     dtype=half,
     sum_in=half if chosen.sum_in == "dtype" else None,
+    reduce_in=half if chosen.reduce_in == "dtype" else None,
     opt_on_host=on_host,
     loss_chunk=chosen.loss_chunk,
   )

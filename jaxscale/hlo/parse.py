@@ -91,7 +91,7 @@ def _module(text: str) -> Module:
   computations: dict[str, Computation] = {}
   entry, here = "", None
   for line in text.split("\n"):
-    if line.startswith("}"):
+    if line.startswith("}") and not line.startswith("}}"):  # "}}" ends metadata of Pallas.
       here = None
     elif here is None and (match := _HEADER.match(line)):
       here = computations.setdefault(match.group(2), {})

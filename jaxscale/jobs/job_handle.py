@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import dataclasses
+import os
 import shutil
 import sys
 import time
@@ -12,6 +14,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from jaxscale.cluster import local_launch
 from jaxscale.config import Config, Phases
 from jaxscale.config.choice import chosen, is_built_in
 from jaxscale.config.config_file import check_not_loading
@@ -81,6 +84,9 @@ def prepare(
   planned = read_plan(Path(plan)) if plan else None
   _check_counts(nodes, spares=spares, requeue=requeue, at_most=at_most)
   chosen = with_options(load_site(site), options)
+  if executor == "local" and nodes == 1 and not (chosen.tasks_per_node or chosen.gpus_per_node):
+    env = os.environ | dict(pair.split("=", 1) for pair in chosen.env)
+    chosen = dataclasses.replace(chosen, tasks_per_node=local_launch.choose_count(None, env))
   texts = sweeps.as_texts(overrides or {})
   path, source = _path_and_source(config)
   load = checked_loader(config, nodes * chosen.tasks)

@@ -10,6 +10,7 @@ row, are enough for them. JAX's derivative would store six float32 arrays of the
 """
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -49,7 +50,8 @@ def layer_norm(x: jax.Array, scale: jax.Array, bias: jax.Array, *, eps: float) -
   Returns:
     Normalised values, float32 [..., width].
   """
-  return _norm(True, eps, *alike(x, scale)) + bias
+  y: Any = _norm(True, eps, *alike(x, scale))
+  return y + bias
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))

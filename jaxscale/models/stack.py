@@ -112,7 +112,7 @@ def rejoin(
       backward pass, and the outputs are computed again.
   """
   dtype = jax.tree.leaves(y)[0].dtype
-  total = _product(y, p) if activation is None else _activated(activation, y, p)
+  total: Any = _product(y, p) if activation is None else _activated(activation, y, p)
   return checkpoint_name(ops.reduce(total).astype(dtype), BRANCH)
 
 

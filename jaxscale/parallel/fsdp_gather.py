@@ -9,7 +9,8 @@ In the body of a scan over layers, the gather runs layer by layer, and so do the
 reductions in the backward scan: the reduce-scatter over `fsdp` (arXiv:1910.02054,
 section 5: ZeRO's stages 2 and 3), and the sum over the slow axes between the groups of
 hybrid sharding. A custom derivative keeps them in the parameter's dtype, float32, for any
-dtype of the layer. JAX's own derivative would sum in the dtype of the cast.
+dtype of the layer, or rounds them to `Gather.reduce_dtype`. JAX's own derivative would sum in
+the dtype of the cast.
 
 With ZeRO-2 every device already has the full parameter. It is passed as `ShardedAndFull`,
 together with the shard for which the gradient is computed.
@@ -44,6 +45,8 @@ class Gather:
     dtype: dtype to which the parameter is rounded before it is sent; None means no rounding.
       The result has the parameter's own dtype, so that its gradient keeps that dtype;
       compilers remove the cast back to the dtype of the layer.
+    reduce_dtype: dtype to which gradients are rounded before the backward pass sums them over
+      devices; None means no rounding. The sum has the parameter's dtype.
   """
 
   scatter: int | None = None
@@ -51,6 +54,7 @@ class Gather:
   sum_in_backward: tuple[str, ...] = ()
   sum_in_exchange: tuple[str, ...] = ()
   dtype: Any = None
+  reduce_dtype: Any = None
 
   def for_layer(self) -> Gather:
     """Return the gather of one layer of a parameter whose first dim counts layers."""
@@ -109,9 +113,11 @@ def _gather(w: Any, how: Gather, maxima: jax.Array | None = None) -> jax.Array:
     return checkpoint_name(out, GATHERED)
 
   def backward(_: None, g: jax.Array):
+    part = g if how.reduce_dtype is None else g.astype(how.reduce_dtype)
     if dim is not None:
-      g = lax.psum_scatter(g, FSDP, scatter_dimension=dim, tiled=True)
-    return lax.psum(g, how.sum_in_backward) if how.sum_in_backward else g, None, None
+      part = lax.psum_scatter(part, FSDP, scatter_dimension=dim, tiled=True)
+    total = lax.psum(part, how.sum_in_backward) if how.sum_in_backward else part
+    return total.astype(g.dtype), None, None
 
   gather = jax.custom_vjp(forward)
   gather.defvjp(lambda *given: (gather(*given), None), backward)

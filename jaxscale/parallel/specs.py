@@ -91,6 +91,7 @@ def make_layout(
   slow_axes: SlowAxes = "after",
   splits: Splits = "layers",
   sum_in: Any = None,
+  reduce_in: Any = None,
   dtype: Any = None,
   opt_on_host: bool = False,
   loss_chunk: int = 0,
@@ -108,6 +109,8 @@ def make_layout(
     splits: dims that the axis `model` splits. With "ring" and "all_to_all" parameters are
       not split along it.
     sum_in: dtype of sums over devices along `model`; None means float32.
+    reduce_in: dtype in which the backward pass sums gradients of matrices that are split over
+      `fsdp`; None means that of the parameters.
     dtype: dtype in which matrices are sent and used; None means their own.
     opt_on_host: keep the optimizer state in host memory between steps.
     loss_chunk: number of labels for `cross_entropy.classify`; 0 means all of a device.
@@ -139,7 +142,8 @@ def make_layout(
       return Gather(sum_in_exchange=token_axes, dtype=sent)
     slow = tuple(a for a in token_axes if a != FSDP)
     in_backward, after = (slow, ()) if slow_axes == "in_backward" else ((), slow)
-    return Gather(dims.index(FSDP), shard == "fsdp", in_backward, after, sent)
+    reduced = reduce_in if casts else None
+    return Gather(dims.index(FSDP), shard == "fsdp", in_backward, after, sent, reduced)
 
   param_specs = split if shard == "fsdp" else without_fsdp
   gathers = jax.tree.map_with_path(gather, shapes, opt_specs)

@@ -68,8 +68,8 @@ def _rows(how: Gather, part: ShardedAndFull, ids: jax.Array) -> jax.Array:
     g = lax.all_to_all(g.astype(sent)[None], FSDP, g.ndim, 0, tiled=True)
     total = vary(jnp.zeros(shape, dtype), varying(g)).at[everyone].add(g.astype(dtype))
     if how.sum_in_backward:
-      total = lax.psum(total, how.sum_in_backward)
-    return ShardedAndFull(total, None), None
+      total = lax.psum(total.astype(how.reduce_dtype or dtype), how.sum_in_backward)
+    return ShardedAndFull(total.astype(dtype), None), None
 
   rows = jax.custom_vjp(lambda *args: forward(*args)[0])
   rows.defvjp(forward, backward)

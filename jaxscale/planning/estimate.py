@@ -61,6 +61,7 @@ class Shapes(NamedTuple):
     tokens: the tokens per example.
     flops: the FLOPs of an example's forward pass.
     itemsize: the bytes of an activation.
+    sent_size: the bytes of an element of a layer's parameters that is gathered.
   """
 
   parameters: int
@@ -73,6 +74,7 @@ class Shapes(NamedTuple):
   tokens: int
   flops: float
   itemsize: int
+  sent_size: int
 
 
 class Estimate(NamedTuple):
@@ -115,6 +117,7 @@ def shapes_of(experiment: Any) -> Shapes:
     tokens=tokens,
     flops=flops,
     itemsize=4 if config.dtype == "float32" else 2,
+    sent_size={"float32": 4, "float8": 1}.get(config.dtype, 2),
   )
 
 
@@ -200,9 +203,12 @@ def _sent(part: _Part) -> Iterator[tuple[str, tuple[str, ...], float, float]]:
   shapes, layout, mesh = part.shapes, part.one.layout, part.one.mesh
   size, num_microbatches, ticks = shapes.itemsize, part.one.num_microbatches, part.ticks
   if layout.shard == "fsdp":
-    yield "all-gather", ("fsdp",), size * part.parameters, 2 * ticks
+    others = shapes.others / part.blocks
+    sent = size * others + shapes.sent_size * (part.parameters - others)
+    yield "all-gather", ("fsdp",), sent, 2 * ticks
   if layout.shard in ("fsdp", "zero2"):
-    yield "reduce-scatter", ("fsdp",), 4 * part.parameters, ticks
+    reduced = 4 if layout.reduce_in == "float32" else size
+    yield "reduce-scatter", ("fsdp",), reduced * part.parameters, ticks
   if layout.shard in ("zero1", "zero2"):
     yield "all-gather", ("fsdp",), 4 * part.parameters, 1
   axes = _SLOW_AXES if layout.shard in ("fsdp", "zero2") else (*_SLOW_AXES, "fsdp")

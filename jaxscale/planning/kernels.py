@@ -12,7 +12,8 @@ E is the share of the peak that b products of m x k by k x n reach:
 Tiles of 128 x 128 fill the units in waves, and the last of the w waves is seldom full. Each
 tile also has a start and an end, whatever its depth. A convolution is modelled as a product (m
 pixels, n features, k taps and channels) with a ceiling of its own. chips.toml has the constants
-and their sources. On TPUs the compiler's own estimate of cycles is used instead.
+and their sources. On TPUs the compiler's own estimate of cycles is used instead, except for
+splash attention, for which it has none.
 """
 
 from __future__ import annotations
@@ -30,7 +31,9 @@ _TILE = 128
 # Products of fused attention: scores, and their product with the values; in the backward pass
 # those for q, k, v, the probabilities, and the scores again (arXiv:2205.14135, appendix B).
 _FORWARD, _BACKWARD = 2, 5
-
+# Products of the kernels of JAX's splash attention: those that return gradients compute the
+# scores and the gradients of the probabilities again.
+_SPLASH = {"fwd": 2, "dq": 3, "dkv": 4}
 
 _Found = tuple[Computation, Instruction]  # an instruction, after the computation it is in
 
@@ -68,6 +71,8 @@ def kernel_of(module: Module, computation: Computation, instruction: Instruction
   if "__cudnn$fmha" in instruction.text:
     flops, dtype = _attention(instruction)
     return Kernel("attention", flops, traffic, (), dtype, cycles)
+  if splash := re.match(r"splash_mha_(fwd|dq|dkv)_", instruction.name):
+    return Kernel("attention", _splash(splash[1], instruction), traffic, (), "bf16", cycles)
   found = _product(module, computation, instruction)
   if found is None:
     return Kernel("memory", 0.0, traffic, cycles=cycles)
@@ -93,6 +98,8 @@ def seconds(kernel: Kernel, rates: Mapping[str, float]) -> float:
     >>> round(1e6 * seconds(product, rates))  # 55 % of the peak
     253
   """
+  if "cycles" in rates and kernel.kind == "attention":
+    return kernel.flops / (rates["peak_bfloat16"] * rates["attention"])
   if "cycles" in rates:
     return (kernel.cycles or 0.0) * rates["cycles"] / rates["clock"]
   took = kernel.bytes / (rates["bandwidth"] * rates["memory"])
@@ -161,3 +168,17 @@ def _attention(instruction: Instruction) -> tuple[float, str]:
   causal = 0.5 if '"mask_type": "CAUSAL"' in instruction.text else 1.0
   out = instruction.shape[0]
   return 2.0 * products * causal * scores * out.dims[-1], out.dtype
+
+
+def _splash(kernel: str, instruction: Instruction) -> float:
+  """Return the FLOPs of a kernel of splash attention, halved for causal masks.
+
+  Its first operand in bfloat16 is q, [heads, tokens, width], maybe with rows. Its operands in
+  int32 are two arrays of documents, if there are any, and the positions of a causal mask.
+  """
+  operands = instruction.text.partition("operand_layout_constraints={")[2]
+  if not (q := re.search(r"bf16\[([\d,]+)\]", operands)):
+    return 0.0
+  sizes = [int(size) for size in q[1].split(",")]
+  causal = 0.5 if operands.count("s32[") % 2 else 1.0
+  return 2.0 * _SPLASH[kernel] * causal * math.prod(sizes) * sizes[-2]

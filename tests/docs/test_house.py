@@ -120,7 +120,7 @@ def test_a_notebook_on_one_device_has_the_committed_outputs(name):
   [
     (r"accuracy 74\.\d%", "accuracy 75.9%", True),
     (r"[\d,]+ examples/s", "11,111 examples/s", True),
-    (r"accuracy 74\.\d%", "accuracy 70.0%", False),
+    (r"accuracy 74\.\d%", "accuracy 60.0%", False),
     (r"51,987 weights", "51,987 parameters", False),
     (r"51,987 weights", "71,987 weights", False),
     (r"  lr ", "  learning rate ", False),

@@ -1,8 +1,9 @@
 """Tests of what only an accelerator shows: `make test-gpu`, on all GPUs there are.
 
 They are run with this conftest alone (`--confcutdir`), which leaves JAX the GPUs that
-tests/conftest.py hides. Without a GPU they are skipped. JAXSCALE_GPU_TESTS=cpu runs
-them on two simulated devices of the CPU, to test their code: it says nothing of GPUs.
+tests/conftest.py hides. Without a GPU they are skipped, and with JAXSCALE_GPU_TESTS=gpu, as
+`make test-gpu` sets it, they fail. JAXSCALE_GPU_TESTS=cpu runs them on two simulated devices of
+the CPU, to test their code: it says nothing of GPUs.
 """
 
 import os
@@ -32,6 +33,8 @@ jax.config.update("jax_numpy_dtype_promotion", "strict")
 def pytest_collection_modifyitems(items):
   """All are marked; what GPUs' libraries warn of is no error of ours."""
   missing = not DRY_RUN and jax.default_backend() != "gpu"
+  if missing and os.environ.get("JAXSCALE_GPU_TESTS"):
+    pytest.exit("JAXSCALE_GPU_TESTS=gpu: JAX finds no GPU", returncode=pytest.ExitCode.TESTS_FAILED)
   for item in items:
     item.add_marker(pytest.mark.gpu)
     item.add_marker(pytest.mark.filterwarnings("default"))

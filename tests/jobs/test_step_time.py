@@ -120,6 +120,30 @@ def test_fused_attention_counts_half_of_a_causal_mask():
   assert found.flops == 5 * 2 * (2 * 4 * 256 * 256 * 64) / 2
 
 
+# As libtpu 0.0.51 writes a kernel of Pallas, over several lines.
+SPLASH = """ENTRY %%m () -> bf16[4,512,64] {
+  %%splash_mha_%s_residuals.1 = (f32[4,512,64]{2,1,0}, bf16[4,512,64]{2,1,0}) custom-call(), \
+custom_call_target="tpu_custom_call", operand_layout_constraints={s8[1,1,1]{2,1,0}, \
+bf16[4,512,64]{2,1,0}, bf16[2,512,64]{2,1,0}%s}, frontend_attributes={kernel_metadata={
+"xprof_metadata":"{\\"block_q\\": 512}"
+}}, metadata={op_name="pallas_call"}
+  ROOT %%x = bf16[4,512,64]{2,1,0} get-tuple-element(%%splash_mha_%s_residuals.1), index=1
+}"""
+DOCUMENTS, POSITIONS = ", s32[512,128]{1,0}, s32[8,512]{1,0}", ", s32[512,128]{1,0}"
+
+
+@pytest.mark.parametrize(("name", "products"), [("fwd", 2), ("dq", 3), ("dkv", 4)])
+def test_splash_attention_counts_its_products(name, products):
+  tpu = rates_of("v5e").at("expected")
+  for masks, share in (("", 1), (DOCUMENTS, 1), (POSITIONS, 0.5), (DOCUMENTS + POSITIONS, 0.5)):
+    (module,) = parse.modules(SPLASH % (name, masks, name))
+    first, _ = module.computations["m"].values()  # and what follows the metadata
+    found = kernels.kernel_of(module, module.computations["m"], first)
+    assert found.kind == "attention" and found.flops == products * 2 * 4 * 512**2 * 64 * share
+    expected = found.flops / (tpu["peak_bfloat16"] * tpu["attention"])
+    assert kernels.seconds(found, tpu) == expected
+
+
 def test_seconds_of_a_kernel():
   slow = kernels.Kernel("matmul", 4e12, 1e9, (128, 128, 1, 1), "bf16")
   assert kernels.seconds(slow, PLAIN) == pytest.approx(2.0)  # at its peak

@@ -100,7 +100,7 @@ def test_any_layout_resumes_from_any_other(pair, saved):
 
 
 def test_a_checkpoint_of_other_rules_is_restored(tmp_path):
-  """As those of before `o` and `down` were split by their first dim."""
+  """Split `o` and `down` by their last dim, as before 2026-11-27, and restore by the first."""
 
   def abstract(rules):
     mesh, stack, layout = stack_layout({"data": 1, "fsdp": 8}, PARAMETERS, rules=rules)

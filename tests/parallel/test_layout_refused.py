@@ -70,6 +70,7 @@ IMAGES = dict(model=cfg.ViT(patch=4, num_layers=2, width=32, num_heads=4), data=
 DIGITS = dict(model=cfg.MLP(), data=cfg.Digits())
 MANY_CLASSES = cfg.Synthetic(num_examples=64, image_size=8, num_classes=21_841)
 IN_BACKWARD = dict(layout=cfg.Layout(shard="fsdp", slow_axes="in_backward"))
+REDUCED = cfg.Layout(shard="fsdp", reduce_in="dtype")
 TWO, IN_DTYPE = cfg.Mesh(model=2), cfg.Layout(sum_in="dtype")
 FOUR, EIGHT = dict(mesh=cfg.Mesh(fsdp=4)), dict(mesh=cfg.Mesh(data=1, fsdp=8))
 TOKENS_TOO = cfg.Layout(model="layers_and_tokens")
@@ -88,6 +89,11 @@ SETTINGS = [
   (dict(mesh=TWO, noise_scale=True), "the whole model on each"),
   (dict(mesh=cfg.Mesh(stage=2), sync=cfg.LocalSGD(sync_every_steps=4)), "=2 splits; use EveryStep"),
   (dict(layout=IN_DTYPE), "sum_in='dtype': has no effect"),
+  (
+    dict(layout=cfg.Layout(reduce_in="dtype")),
+    "reduce_in='dtype': has no effect; set layout.shard",
+  ),
+  (EIGHT | dict(layout=REDUCED), "reduce_in='dtype': has no effect; set dtype to 'bfloat16'"),
   (dict(mesh=TWO, layout=IN_DTYPE), "set dtype to 'bfloat16' or 'float16' as well"),
 ]
 ALONE = [

@@ -238,9 +238,10 @@ def scaling():
   return jxs.training.StepOptions(scale_loss=True)
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(frozen=True)
 class Device:
   compute_capability: str
+  platform: str = "gpu"
 
 
 def test_a_device_with_bfloat16_is_noted(monkeypatch):

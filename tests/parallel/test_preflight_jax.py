@@ -95,14 +95,14 @@ def test_what_ended_jax_is_read_from_its_words(text, says):
 def test_a_gpu_that_jax_does_not_see_is_reported(monkeypatch):
   monkeypatch.delenv("JAX_PLATFORMS")
   monkeypatch.delenv("XLA_FLAGS", raising=False)
-  found = {"platform": "cpu", "kind": "cpu", "count": 1, "wrong": []}
+  found = {"kind": "cpu", "count": 1, "wrong": [], "gpu_problem": ""}
 
-  def reported_on(result, **facts):
-    (finding,) = devices._devices([result], ["n1"], facts)
+  def reported_on(result):
+    (finding,) = devices._devices([result], ["n1"])
     return finding
 
-  reported = reported_on(found, gpu_ranks=[0])
-  assert reported.text == "devices: n1 has GPUs, but JAX uses its CPU" and not reported.ok
-  assert reported_on(found, gpu_ranks=[]).ok
+  reported = reported_on(found | {"gpu_problem": "GPU: 1 on this machine; install it"})
+  assert reported[:2] == (False, "devices: n1: GPU: 1 on this machine")
+  assert reported_on(found).ok
   reported = reported_on(found | {"wrong": ["cuda:3: 14335.0"]})
   assert reported.text == "devices: n1 computes wrong results: cuda:3: 14335.0"

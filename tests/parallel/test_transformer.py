@@ -1,6 +1,7 @@
 """The language model against Hugging Face's, float64 numpy, and published sizes."""
 
 import functools
+import types
 
 import jax
 import jax.numpy as jnp
@@ -286,6 +287,25 @@ CUDNN = """
 9.0 float32  64   xla
 7.5 float16  64   xla
 """
+
+
+TPU = """
+bfloat16 256  splash
+bfloat16 8192 splash
+bfloat16 200  xla
+bfloat16 8200 flash
+float32  2048 xla
+float32  2176 flash
+"""
+
+
+def test_the_implementation_is_chosen_by_tokens_and_platform():
+  here, tpu = jax.local_devices()[0], types.SimpleNamespace(platform="tpu")
+  for row in TPU.strip().splitlines():
+    dtype, tokens, expected = row.split()
+    assert attention.fastest(dtype, 64, tpu, tokens=int(tokens)) == expected, row
+    by = "xla" if int(tokens) <= 2048 else "flash"
+    assert attention.fastest(dtype, 64, here, tokens=int(tokens)) == by, row
 
 
 def test_cudnn_is_taken_where_it_can_be(monkeypatch):

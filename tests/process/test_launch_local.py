@@ -370,7 +370,7 @@ def test_what_minds_no_signal_is_killed_after_the_grace(monkeypatch):
   deaf = subprocess.Popen(["bash", "-c", "trap '' TERM; while :; do sleep 0.1; done"])
   failed = subprocess.Popen(["bash", "-c", "sleep 0.2; exit 3"])
   began = time.monotonic()
-  assert local_executor._wait([deaf, failed], threading.Event()) == (3, None)
+  assert local_launch.wait([deaf, failed], threading.Event()) == (3, None)
   assert deaf.returncode == -signal.SIGKILL
   assert time.monotonic() - began > 0.5
 

@@ -238,11 +238,8 @@ def test_command_lines(option, text, number):
 
 PEER = Hello(1, 2, "n2", 9, "p", "f", "10.0.0.2", {"jax": "1"}, {"code": "x"}, "", "0-7")
 MADE = [PEER, Heartbeat(3, "step", 1, 0.5, 0.1, 3), Failure("x", 1, False, False, "in step 3")]
-MADE += [
-  _Go("7000", ["n1", "n2"], [[0, 1], [0, 1]]),
-  StopRequest("SIGTERM"),
-  FaultNotice("error: x", 1, True),
-]
+MADE += [_Go("7000", ["n1", "n2"], [[0, 1], [0, 1]]), StopRequest("SIGTERM")]
+MADE += [FaultNotice("error: x", 1, True)]
 KINDS = {type(message): message for message in MADE}
 
 

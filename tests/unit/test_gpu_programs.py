@@ -50,6 +50,22 @@ def sharded(**fields):
 
 
 SHARDED = {"apart": sharded, "tied": lambda: sharded(tied=True)}
+
+
+def in_float8(make, **layout):
+  config = make()
+  layout = dataclasses.replace(config.layout, **{"remat": "none", "unroll": "all"} | layout)
+  return dataclasses.replace(config, dtype="float8", layout=layout)
+
+
+FLOAT8 = {
+  "float8": lambda: in_float8(text),
+  "float8 vit": lambda: in_float8(
+    lambda: images(cfg.ViT(patch=16, width=128, num_heads=2, num_layers=2))
+  ),
+  "float8 scan": lambda: in_float8(text, remat="dots_attention", unroll=1),
+  "float8 fsdp": lambda: in_float8(sharded, reduce_in="dtype"),
+}
 CONFIGS = {
   "resnet": lambda: images(cfg.ResNet(depth=18, width=16)),
   "vit": lambda: images(cfg.ViT(patch=16, width=128, num_layers=2, num_heads=2)),
@@ -59,7 +75,7 @@ CONFIGS = {
 
 
 def lowered(name, devices):
-  config, datasets = (CONFIGS | SHARDED)[name](), None
+  config, datasets = (CONFIGS | SHARDED | FLOAT8)[name](), None
   if isinstance(config.data, cfg.TextFiles):
     datasets = config.data.abstract(config.batch_size)
     if name == "packed":
@@ -151,6 +167,31 @@ def test_programs_for_an_h100_that_is_not_here(name):
     form = "__cudnn$fmhaScaleBiasSoftmax" if name == "packed" else "__cudnn$fmhaSoftmax"
     assert names.count(form) == 1
     assert names.count(f"{form}Backward") == 1
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not COMPILERS, reason="no compiler for GPUs is installed")
+@pytest.mark.parametrize("name", FLOAT8)
+def test_products_of_layers_are_in_float8_on_h100s_that_are_not_here(name):
+  _, compiled = compiled_for("h100-8" if name == "float8 fsdp" else "h100-1", name)
+  per_layer = 6 if name == "float8 vit" else 7
+  calls = [line for line in compiled.splitlines() if 'target="__cublas$lt$matmul' in line]
+  eight = [line for line in calls if 'target="__cublas$lt$matmul$f8"' in line]
+  precise = [line for line in eight if '["HIGHEST","HIGHEST"]' in line]
+  # In each layer a product forwards and two backwards, whose sums are full.
+  layers = len(precise) / (2 * per_layer)
+  assert layers == (layers // 1) and len(eight) - len(precise) >= per_layer
+  if name != "float8 scan":  # A loop's body may also stand before or after the loop.
+    assert (len(eight), len(precise)) == (3 * 2 * per_layer, 2 * 2 * per_layer)
+  assert len(calls) - len(eight) <= 5  # the head, and embedding of patches
+  if name == "float8 fsdp":
+    lines = [line for line in outside_fusions(compiled) if " = " in line]
+    of_kernels = r"(\w+)\[(?:\d+,)?(?:128,128|128,512|512,128)\]"
+    gathers = [line for line in lines if re.search(r" all-gather(-start)?\(", line)]
+    found = re.findall(of_kernels, " ".join(line.split(" all-gather")[0] for line in gathers))
+    assert {*found} == {"f8e4m3fn"}
+    sums = [line for line in lines if re.search(r" reduce-scatter(-start)?\(", line)]
+    assert sums and not re.search(r"f32", " ".join(x.split(" reduce-scatter")[0] for x in sums))
 
 
 @pytest.mark.parametrize("causal", [True, False])

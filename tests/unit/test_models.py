@@ -212,8 +212,8 @@ def test_our_convolution_runs_where_devices_have_parts_of_the_batch():
   np.testing.assert_allclose(jax.jit(spread)(x, kernel), grads(x, kernel), rtol=1e-5)
 
 
-def test_convolutions_of_few_channels_in_halves_are_the_same():
-  """Rows are independent; the kernel's gradient is a sum of two."""
+def test_convolutions_of_few_channels_in_parts_are_the_same():
+  """Rows are independent; the kernel's gradient is a sum."""
   rng = np.random.default_rng(0)
   x = jnp.asarray(rng.normal(size=(5, 8, 8, 16)), jnp.float32)
   kernel = jnp.asarray(rng.normal(size=(3, 3, 16, 32)), jnp.float32)
@@ -222,18 +222,18 @@ def test_convolutions_of_few_channels_in_halves_are_the_same():
     dims = ("NHWC", "HWIO", "NHWC")
     return lax.conv_general_dilated(x, kernel, (2, 2), "SAME", dimension_numbers=dims)
 
-  def halves(x, kernel):
-    return convolution._in_halves(whole, x, kernel)
+  def parts(x, kernel):
+    return convolution._in_parts(whole, x, kernel)
 
   out, pull = jax.vjp(whole, x, kernel)
-  ours, our_pull = jax.vjp(halves, x, kernel)
+  ours, our_pull = jax.vjp(parts, x, kernel)
   np.testing.assert_allclose(ours, out, rtol=1e-5, atol=1e-5)
   for a, b in zip(our_pull(out), pull(out), strict=True):
     np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-4)
 
 
-@pytest.mark.parametrize(("channels", "rows", "parts"), [(64, 2, 2), (65, 2, 1), (64, 1, 1)])
-def test_convolutions_in_halves_are_those_on_one_thread(channels, rows, parts):
+@pytest.mark.parametrize(("channels", "rows", "parts"), [(64, 5, 4), (65, 5, 1), (64, 3, 1)])
+def test_convolutions_in_parts_are_those_on_one_thread(channels, rows, parts):
   x, kernel = jnp.ones((rows, 8, 8, 3)), jnp.ones((3, 3, 3, channels))
   same = functools.partial(convolve, strides=(1, 1), padding="SAME")
   text = jax.jit(same).lower(x, kernel).as_text()

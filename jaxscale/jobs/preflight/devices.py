@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from jaxscale.cluster.environment import gpu_problem
 from jaxscale.cluster.rendezvous.handshake import ranks_with_hosts
 from jaxscale.config.loading import load_config
 from jaxscale.errors import ConfigError
@@ -30,7 +31,7 @@ def _config(options: Any) -> dict[str, Any]:
 
 def findings(results: Results, group: Group, options: Any, facts: Facts) -> list[Finding]:
   """Return findings on devices, data and the config."""
-  result = [*_devices(results, group.hosts, facts), *_data(results, group.hosts)]
+  result = [*_devices(results, group.hosts), *_data(results, group.hosts)]
   if options.config is None or not all(f.ok for f in result):
     return result
   # Build the experiment of the config on as many devices, simulated on the CPU.
@@ -47,7 +48,7 @@ def findings(results: Results, group: Group, options: Any, facts: Facts) -> list
   return [*result, Finding(True, text)]
 
 
-def _devices(results: Results, hosts: Sequence[str], facts: Facts) -> list[Finding]:
+def _devices(results: Results, hosts: Sequence[str]) -> list[Finding]:
   """Return findings on the number, kind and results of devices."""
   wrong = _errors(results, hosts, "error")
   alive = [rank for rank, each in enumerate(results) if "error" not in each]
@@ -65,10 +66,9 @@ def _devices(results: Results, hosts: Sequence[str], facts: Facts) -> list[Findi
     if failed := each["wrong"]:
       text = f"devices: {host} computes wrong results: {failed[0]}"
       wrong.append(Finding(False, text, f"exclude {host} and report it"))
-    is_idle = each["platform"] == "cpu" and rank in facts.get("gpu_ranks", ())
-    if is_idle and os.environ.get("JAX_PLATFORMS") != "cpu":
-      text = f"devices: {host} has GPUs, but JAX uses its CPU"
-      wrong.append(Finding(False, text, "install jaxscale[cuda12], [cuda13] or [rocm]"))
+    if problem := each["gpu_problem"]:
+      text, _, remedy = problem.partition("; ")
+      wrong.append(Finding(False, f"devices: {host}: {text}", remedy))
   if not wrong:
     where = f" in each of {len(results)} processes" if len(results) > 1 else ""
     wrong = [Finding(True, f"devices: {usual[0]} x {usual[1]}{where}, tested")]
@@ -129,7 +129,8 @@ def look(config: str | None, overrides: dict[str, str]) -> dict[str, Any]:
     if float(y) != 256 * 56:
       wrong.append(f"{device}: {float(y)}")
   kind, platform = devices[0].device_kind, devices[0].platform
-  results = {"platform": platform, "kind": kind, "count": len(devices), "wrong": wrong}
+  problem = gpu_problem(os.environ, has_failed=True) if platform == "cpu" else ""
+  results = {"kind": kind, "count": len(devices), "wrong": wrong, "gpu_problem": problem}
   if config is None:
     return results
   from jaxscale.data import check_readable

@@ -150,7 +150,6 @@ def _mib(text: str) -> int:
 
 def findings(results: Results, group: Group, options: Any, facts: Facts) -> list[Finding]:
   """Return findings on the results of `measure`."""
-  facts["gpu_ranks"] = [rank for rank, each in enumerate(results) if each["gpus"]]
   return [f for part in (_versions, _names, _limits, _gpus) for f in part(results, group.hosts)]
 
 
