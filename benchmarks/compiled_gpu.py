@@ -204,13 +204,13 @@ def planned(program: str, mesh: Any) -> float:
   return Program(program, mesh).times(at, cost).total
 
 
-def keep(label: str, rows: dict[str, Any], changes: list[str]) -> None:
+def keep(label: str, rows: dict[str, Any]) -> None:
   """Write rows to the results, in place of those with the same label and case."""
   old = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
   old.setdefault("rows", {}).setdefault(label, {}).update(rows)
   names = "jax", "jaxlib", "jax-cuda12-plugin", "jax-cuda13-plugin"
   versions = {d.name: d.version for d in metadata.distributions() if d.name in names}
-  command = " ".join(["python benchmarks/compiled_gpu.py", *(f"--set {c}" for c in changes)])
+  command = "python benchmarks/compiled_gpu.py CASE ... --label LABEL --set SET"  # of a row
   facts = {"benchmark": "compiled_gpu", "command": command, "versions": versions}
   facts["date"] = datetime.date.today().isoformat()
   RESULTS.write_text(json.dumps({**old, **facts}) + "\n")
@@ -227,7 +227,7 @@ def main() -> None:
     row = measure(CASES[name], changes)
     print(json.dumps({"case": name, **row}, indent=1), flush=True)
     if args.label:
-      keep(args.label, {name: {**row, "set": args.set}}, args.set)
+      keep(args.label, {name: {**row, "set": args.set}})
 
 
 if __name__ == "__main__":
