@@ -242,7 +242,7 @@ def as_functions(model: Model) -> models.ModelFns:
   def apply(params: Any, model_state: Any, inputs: Any, train: Any, keys: Any):
     is_batch = isinstance(inputs, dict)
     batch = inputs if is_batch else {"image": inputs, "tokens": inputs}
-    return stack_logits(stack, params, model_state, batch), model_state
+    return stack_logits(stack, params, batch, model_state), model_state
 
   def inputs_of(batch: Any):
     return batch if is_packed(batch) else models.inputs_of(batch)

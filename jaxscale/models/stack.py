@@ -235,7 +235,14 @@ def hidden_states(
   return h
 
 
-def stack_logits(stack: Stack, params: Any, model_state: Any, batch: Any) -> jax.Array:
-  """Return the logits of all classes, float32 [rows, (tokens,) classes]."""
+def stack_logits(stack: Stack, params: Any, batch: Any, model_state: Any = ()) -> jax.Array:
+  """Return the logits of all classes, float32 [rows, (tokens,) classes].
+
+  Args:
+    stack: the model.
+    params: parameters from `stack.init`.
+    batch: the batch.
+    model_state: model state, with the maxima of products in FP8; () means no FP8.
+  """
   params = float8.with_maxima(params, model_state)
   return stack.logits(stack.head_of(params.get), hidden_states(stack, params, batch))
