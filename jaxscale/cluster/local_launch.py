@@ -20,7 +20,7 @@ from typing import Any
 
 from jaxscale.cluster.detect import COORDINATOR, COUNT, INDEX, LAUNCHERS, LOCAL
 from jaxscale.cluster.detect.local_devices import IDS, local_device_ids, visible_gpus
-from jaxscale.cluster.environment import gpu_problem
+from jaxscale.cluster.environment import has_gpu_plugin
 from jaxscale.cluster.launch import Env, Launch, number
 from jaxscale.cluster.secret import VARIABLE as SECRET
 from jaxscale.cluster.watch import signals
@@ -48,16 +48,14 @@ def choose_count(asked: int | None, env: Env = os.environ) -> int:
     ConfigError: this process is already one of several, or the GPUs cannot be divided.
 
   Example:
-    >>> choose_count(None, {"CUDA_VISIBLE_DEVICES": "0,1,2,3"})
-    4
-    >>> choose_count(None, {"CUDA_VISIBLE_DEVICES": "0,1,2,3", "JAXSCALE_NUM_PROCESSES": "1"})
-    1
+    >>> choose_count(None, {"JAX_PLATFORMS": "cpu"}), choose_count(2, {"JAX_PLATFORMS": "cpu"})
+    (1, 2)
   """
   if asked == 1 or env.get(COORDINATOR):
     return 1  # The processes that `run` starts have the variable and the same options.
-  # "cpu,cuda" uses the CPU, and a process reports why JAX cannot use its GPUs.
-  is_on_cpu = env.get("JAX_PLATFORMS", "").startswith("cpu") or gpu_problem(env)
-  gpus = 0 if is_on_cpu else visible_gpus(env)
+  # Without a plugin the process reports GPUs for computing; those for screens do not count.
+  is_on_gpu = has_gpu_plugin() and not env.get("JAX_PLATFORMS", "").startswith("cpu")
+  gpus = visible_gpus(env) if is_on_gpu else 0
   launch = next(filter(None, (launcher(env) for launcher in LAUNCHERS)), Launch("single"))
   if asked is None:
     # A pod outside an Indexed Job has a note, too, but is complete.

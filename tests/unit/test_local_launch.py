@@ -41,12 +41,12 @@ CASES = [
 
 @pytest.mark.parametrize("asked, env, count", CASES)
 def test_counts(asked, env, count, monkeypatch):
-  monkeypatch.setattr(local_launch, "gpu_problem", lambda env: "")
+  monkeypatch.setattr(local_launch, "has_gpu_plugin", lambda: True)
   assert choose_count(asked, env) == count
 
 
-def test_a_process_that_refuses_the_cpu_is_not_started_eight_times(monkeypatch):
-  monkeypatch.setattr(local_launch, "gpu_problem", lambda env: "GPU: no plugin")
+def test_gpus_that_jax_cannot_use_do_not_count(monkeypatch):
+  monkeypatch.setattr(local_launch, "has_gpu_plugin", lambda: False)
   assert choose_count(None, EIGHT) == 1
 
 
@@ -59,7 +59,7 @@ def test_a_process_that_refuses_the_cpu_is_not_started_eight_times(monkeypatch):
   ],
 )
 def test_counts_that_cannot_be(asked, env, line, monkeypatch):
-  monkeypatch.setattr(local_launch, "gpu_problem", lambda env: "")
+  monkeypatch.setattr(local_launch, "has_gpu_plugin", lambda: True)
   with config_error(line):
     choose_count(asked, env)
 
@@ -96,7 +96,7 @@ def test_a_process_whose_launcher_has_ended_ends(monkeypatch):
 def test_the_local_executor_counts_gpus(options, count, monkeypatch, tmp_path):
   monkeypatch.delenv("JAX_PLATFORMS")
   monkeypatch.setenv("CUDA_VISIBLE_DEVICES", EIGHT["CUDA_VISIBLE_DEVICES"])
-  monkeypatch.setattr(local_launch, "gpu_problem", lambda env: "")
+  monkeypatch.setattr(local_launch, "has_gpu_plugin", lambda: True)
   options |= {"executor": "local", "runs": str(tmp_path)}
   made = job_handle.prepare("configs/digits.py", **options)
   assert made.spec.processes == count
