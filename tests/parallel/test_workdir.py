@@ -16,7 +16,6 @@ from jaxscale.errors import NonFiniteError
 from jaxscale.experiment import build
 from jaxscale.metrics import read_json_lines
 from jaxscale.run import provenance
-from jaxscale.run import workdir as workdirs
 from jaxscale.run.fit import fit
 from jaxscale.run.train_phases import phase_at, train_batches
 from jaxscale.run.workdir import describe_text
