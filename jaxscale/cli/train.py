@@ -33,7 +33,7 @@ def add_accept_changes(parser: Parser) -> None:
   """Add --accept-changes, which allows a resume after a change of data or code."""
   is_known = {"data", "code"}.issuperset
   kinds = value(lambda text: tuple(text.split(",")), "data, code or data,code", is_known)
-  text = "the changes to accept on resume: data, code (your classes) or data,code (default: none)"
+  text = "the changes to accept on resume: data, code or data,code (default: none)"
   parser.option("--accept-changes KINDS", text, kinds, default=())
 
 

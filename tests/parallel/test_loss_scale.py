@@ -226,7 +226,7 @@ def test_a_run_resumes_bit_for_bit(tmp_path, monkeypatch):
 
 
 def test_what_float16_does_not_work_with_is_refused():
-  with config_error(match="^Config.sync=LocalSGD: float16 needs a loss scale"):
+  with config_error(match="^Config.sync=LocalSGD: float16 needs scales"):
     small_config(dtype="float16", sync=cfg.LocalSGD(sync_every_steps=2))
   with config_error(match="^Mesh.stage=2: a pipeline .* use bfloat16, or mesh.stage=1"):
     tiny_language(dtype="float16", mesh=cfg.Mesh(stage=2))
