@@ -77,7 +77,7 @@ class Config:
       "^head/"; the others are frozen: they have no gradients, optimizer state or exchange. None
       trains all, or, with an adapter, only the adapter.
     adapter: the adapter that is trained in place of the parameters, e.g. LoRA.
-    seed: the random seed of initial parameters, data order, augmentation and dropout.
+    seed: the random seed of initialization, data order, augmentation and dropout.
     target_accuracy: the validation accuracy to reach, as a fraction; None sets no target.
     target_loss: the validation loss to reach; None sets no target.
     stop_at_target: whether to save and stop at the first evaluation that reaches the target;
