@@ -82,11 +82,11 @@ def flash_attention(
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _flash(causal: bool, block: int, q: jax.Array, k: jax.Array, v: jax.Array, numbers: Any):
+def _flash(causal, block, q, k, v, numbers):
   return _flash_forward(causal, block, q, k, v, numbers)[0]
 
 
-def _flash_forward(causal: bool, block: int, q: Any, k: Any, v: Any, numbers: Any):
+def _flash_forward(causal, block, q, k, v, numbers):
   take = functools.partial(lax.dynamic_slice_in_dim, slice_size=block, axis=-2)
 
   def step(sums: Any, starts: Any):
@@ -101,7 +101,7 @@ def _flash_forward(causal: bool, block: int, q: Any, k: Any, v: Any, numbers: An
   return out, (q, k, v, numbers, out, checkpoint_name(m + jnp.log(total), ATTENTION))
 
 
-def _flash_backward(causal: bool, block: int, kept: Any, dout: jax.Array):
+def _flash_backward(causal, block, kept, dout):
   q, k, v, numbers, out, lse = kept
   take = functools.partial(lax.dynamic_slice_in_dim, slice_size=block, axis=-2)
   delta = inner_products(dout, out)
@@ -109,8 +109,8 @@ def _flash_backward(causal: bool, block: int, kept: Any, dout: jax.Array):
   def step(grads: Any, starts: Any):
     i, j = starts
     s = _block_scores(causal, take, starts, q, k, numbers)
-    of_queries = (take(x, i) for x in (q, dout, lse, delta))
-    more = block_grads(s, *of_queries, take(k, j), take(v, j))
+    of_block = [*(take(x, i) for x in (q, dout, lse, delta)), take(k, j), take(v, j)]
+    more = block_grads(s, *of_block)
     parts = zip(grads, more, (i, j, j), strict=True)
     return tuple(_put(x, take(x, at) + y, at) for x, y, at in parts), None
 
@@ -126,7 +126,8 @@ def _starts(causal: bool, block: int, tokens: int) -> tuple[jax.Array, jax.Array
   """Return the first queries and the first keys of all blocks that are not masked."""
   first = np.arange(0, tokens, block, dtype=np.int32)
   pairs = [(i, j) for i in first for j in first if j <= i or not causal]
-  return tuple(jnp.asarray(x) for x in zip(*pairs, strict=True))
+  queries, keys = zip(*pairs, strict=True)
+  return jnp.asarray(queries), jnp.asarray(keys)
 
 
 def _block_scores(causal: bool, take: Any, starts: Any, q: Any, k: Any, numbers: Any):

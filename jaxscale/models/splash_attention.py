@@ -54,17 +54,19 @@ def splash_attention(
   q, k, v = (x.swapaxes(1, 2) for x in alike(q, k, v))
   q = q * jnp.asarray(q.shape[-1] ** -0.5, q.dtype)
   ids = () if documents is None else (splash.SegmentIds(documents, documents),)
-  return _splash(causal, interpret, q, k, v, ids).swapaxes(1, 2)
+  out: Any = _splash(causal, interpret, q, k, v, ids)
+  return out.swapaxes(1, 2)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _splash(causal: bool, interpret: bool, q: Any, k: Any, v: Any, ids: Any) -> jax.Array:
+def _splash(causal, interpret, q, k, v, ids):
   return _splash_forward(causal, interpret, q, k, v, ids)[0]
 
 
-def _splash_forward(causal: bool, interpret: bool, q: Any, k: Any, v: Any, ids: Any):
+def _splash_forward(causal, interpret, q, k, v, ids):
   with without_axes_check():
-    rows = jax.vmap(_kernel(*q.shape[1:3], causal, interpret))
+    heads, tokens = q.shape[1:3]
+    rows = jax.vmap(_kernel(heads, tokens, causal, interpret))
     ids = _invariant(ids)
     out, back = jax.vjp(lambda q, k, v: rows(q, k, v, *ids), *_invariant((q, k, v)))
   return vary(out, varying(q)), back
@@ -72,7 +74,7 @@ def _splash_forward(causal: bool, interpret: bool, q: Any, k: Any, v: Any, ids: 
 
 def _kernel(heads: int, tokens: int, causal: bool, interpret: bool) -> Any:
   block = next(block for block in BLOCKS if tokens % block == 0)
-  sizes = {f"block_{name}": block for name in _BLOCKS_OF.split()}
+  sizes: Any = {f"block_{name}": block for name in _BLOCKS_OF.split()}
   mask = (splash.CausalMask if causal else splash.FullMask)((tokens, tokens))
   return splash.make_splash_mha(
     splash.MultiHeadMask([mask] * heads),
@@ -84,7 +86,7 @@ def _kernel(heads: int, tokens: int, causal: bool, interpret: bool) -> Any:
   )
 
 
-def _splash_backward(causal: bool, interpret: bool, back: Any, g: jax.Array):
+def _splash_backward(causal, interpret, back, g):
   with without_axes_check():
     grads = back(_invariant(g))
   return *vary(grads, varying(g)), None
