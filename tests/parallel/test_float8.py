@@ -128,7 +128,8 @@ def test_any_number_of_devices_trains_as_one(name):
   wanted, exact, kept = alone()
   np.testing.assert_allclose(losses, wanted, rtol=2e-3)
   # AdamW's first steps have the size of the rate whatever the gradient is, so that small
-  # gradients of different rounding move far. In bfloat16 it is as much.
+  # gradients of different rounding move far. Measured for data and fsdp: 0.06, in bfloat16 0.02;
+  # losses differ by 3e-5, and single maxima by 0.11, as a gradient is rounded to 2 bits.
   assert relative_distance(change, exact) < 0.15
   for product, history in histories.items():
     np.testing.assert_allclose(history[..., :4], kept[product][..., :4], rtol=0.13)
