@@ -64,10 +64,10 @@ class Config:
     noise_scale: whether to measure the gradient noise scale (arXiv:1812.06162), in examples; an
       example of text is a sequence, not a token. Needs at least two devices or two
       micro-batches.
-    dtype: the type of activations; parameters and the exchange of gradients stay float32.
-      "float16", for GPUs without bfloat16, comes with dynamic loss scaling (arXiv:1710.03740).
-      "float8" is bfloat16 with the products of layers in FP8 (Transformer and ViT), whose
-      scales follow the maxima of earlier steps (arXiv:2209.05433).
+    dtype: the type of activations; "float32", "bfloat16", "float16" (for GPUs without bfloat16,
+      with dynamic loss scaling, arXiv:1710.03740) or "float8" (bfloat16, with the products of
+      layers in FP8, for Transformer and ViT). Parameters and the exchange of gradients stay
+      float32.
     init_from: the pretrained parameters, a safetensors file or Hugging Face folder; None
       initializes at random. Accepts the parameter names of timm and torchvision (ResNet, ViT),
       Hugging Face (Llama, Qwen, ViT) and `jaxscale export`. `jaxscale.weights.names` documents
