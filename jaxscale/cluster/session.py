@@ -213,8 +213,7 @@ def _end() -> None:
   A process of a job keeps its handlers until it exits: the SIGTERM that Slurm sends on a
   requeue must not change the exit code.
   """
-  global _watch, _handlers, _walltime_ended
-  global _cpus_before
+  global _watch, _handlers, _walltime_ended, _cpus_before
   cpu_settings.give_memory_back()
   if _cpus_before is not None:  # a notebook's process lives on
     cpu_binding.bind(_cpus_before)

@@ -135,17 +135,18 @@ def agree(
     together: average one vector per dtype. Between CPU processes gloo sums arrays one after
       another, and ResNet-50 has 106 of them; XLA for GPUs and TPUs combines them itself.
   """
-  leaves, structure = jax.tree.flatten(model_state)
+  named, structure = jax.tree.flatten_with_path(model_state)
+  leaves = [x for _, x in named]
   means: dict[tuple[str, ...], dict[int, jax.Array]] = {}  # by the axes along which they vary
-  paths = [path_name(path) for path, _ in jax.tree.leaves_with_path(model_state)]
   for i, is_mean in enumerate(jax.tree.leaves(averaged(model_state))):
-    x, is_maximum = leaves[i], paths[i].startswith(f"{float8.STATE}/")
+    path, x = named[i]
+    over = tuple(axis for axis in varying(x) if axis in axes)
     if is_mean or (apart and jnp.issubdtype(x.dtype, jnp.inexact)):
       means.setdefault(varying(x), {})[i] = x
-    elif is_maximum:
-      leaves[i] = lax.pmax(x, tuple(axis for axis in varying(x) if axis in axes))
+    elif path_name(path).startswith(f"{float8.STATE}/"):
+      leaves[i] = lax.pmax(x, over)
     else:
-      leaves[i] = same_everywhere(x, tuple(axis for axis in varying(x) if axis in axes))
+      leaves[i] = same_everywhere(x, over)
   for varied, xs in means.items():
     mean = partial(lax.pmean, axis_name=tuple(axis for axis in varied if axis in axes))
     for i, x in (joined(mean, xs) if together else jax.tree.map(mean, xs)).items():
