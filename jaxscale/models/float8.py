@@ -6,10 +6,11 @@ pass rounds the gradient g of y to e5m2, which has a larger range (arXiv:2209.05
     y = q(x) q(w)        d x = q(g) q(w)^T        d w = q(x)^T q(g)
 
 where q(a) = round(a / s) s. The scale s of a tensor is the power of two by which the largest
-magnitude of the last `HISTORY` steps fits the format. It is known before the tensor is, so that
-rounding needs no pass over it ("delayed scaling", as in NVIDIA's Transformer Engine). Values
-beyond the format are clipped, and the next step's scale covers them. With a power of two,
-scaling is exact, and the products q(a) are exact in bfloat16: XLA computes
+magnitude of the last `HISTORY` steps fits the format. It is known before the tensor is
+computed, so that rounding can be a part of its computation ("delayed scaling", as in NVIDIA's
+Transformer Engine). Values beyond the format are clipped, and the next step's scale covers
+them. With a power of two, scaling is exact, and the values q(a) are exact in bfloat16: XLA
+computes
 
     dot(bfloat16(x8) * s_x, bfloat16(w8) * s_w)
 
