@@ -45,7 +45,7 @@ from jaxscale.optim.masks import Mask
 from jaxscale.optim.tree_paths import path_name
 
 Shape = tuple[int, int]  # of a matrix: inputs, outputs
-Cost = Callable[[int, int], float]  # (inputs, outputs) -> relative cost of the function
+Cost = Callable[[int, int], float]  # (inputs, outputs) -> FLOPs of the function for one matrix
 
 
 class Leaf(NamedTuple):
@@ -104,8 +104,8 @@ class Dealer(NamedTuple):
 
 
 def cubic(inputs: int, outputs: int) -> float:
-  """Return the cost of functions that multiply a matrix by square ones: in out min(in, out)."""
-  return inputs * outputs * min(inputs, outputs)
+  """Return the FLOPs of a product of a matrix and a square one: 2 in out min(in, out)."""
+  return 2 * inputs * outputs * min(inputs, outputs)
 
 
 def map_matrices(
@@ -127,7 +127,8 @@ def map_matrices(
       `optax.masked` or `optax.partition` hide are left out.
     stacked: params -> bool per leaf, or a pattern. True: the first dim of the leaf counts
       matrices. None means that no leaf is stacked.
-    cost: (inputs, outputs) -> relative cost of the function, by which matrices are dealt out.
+    cost: (inputs, outputs) -> FLOPs of the function for one matrix, by which matrices are dealt
+      out.
     state: state from `init_matrices` with the same `stacked` and `cost`; None means no state.
 
   Returns:

@@ -26,6 +26,7 @@ Nesterov momentum, too (NAdam: T. Dozat, 2016): m_hat = b1 m / (1 - b1^(t+1)) + 
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
@@ -40,6 +41,7 @@ from jaxscale.optim.masks import Mask
 from jaxscale.optim.matrices import map_matrices
 
 NS_COEFFS = (3.4445, -4.7750, 2.0315)
+NS_STEPS = 5
 _TORCH_EPS = 1e-7  # torch.optim.Muon's default
 
 
@@ -198,16 +200,17 @@ def scale_by_muon(
 
     mu = jax.tree.map(lambda g, v: momentum * v + (1 - momentum) * g, updates, state.mu)
     moved = jax.tree.map(step, updates, mu)
-    moved = map_matrices(orthogonalize, moved, stacked=stacked, cost=_flops)
+    cost = functools.partial(_flops, NS_STEPS if is_injected(ns_steps) else ns_steps)
+    moved = map_matrices(orthogonalize, moved, stacked=stacked, cost=cost)
     return moved, MuonState(count, mu)
 
   return optax.GradientTransformation(init, update)
 
 
-def _flops(inputs: int, outputs: int) -> float:
-  """Return the FLOPs of a Newton-Schulz iteration: two products with x, and s s."""
+def _flops(steps: int, inputs: int, outputs: int) -> float:
+  """Return the FLOPs of Newton-Schulz iterations: in each two products with x, and s s."""
   small, large = sorted((inputs, outputs))
-  return 4 * small**2 * large + 2 * small**3
+  return steps * (4 * small**2 * large + 2 * small**3)
 
 
 def _orthogonalized(
