@@ -163,9 +163,8 @@ class _Plan:
       loads[owner] -= negative
       of_class[owner, kind] += 1
     ends = [max(loads) * (chunk + 1) / chunks for chunk in range(chunks)]
-    return [
-      [[m[1:] for m in own if (end - ends[0]) <= m[0] < end] for own in owned] for end in ends
-    ]
+    parts = [[[m[1:] for m in own if end - ends[0] <= m[0] < end] for own in owned] for end in ends]
+    return [owned for owned in parts if any(owned)]
 
   def _ordered(self, axes: Any) -> Axes:
     chosen = set(axes)
