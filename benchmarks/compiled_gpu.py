@@ -171,7 +171,7 @@ def executed(module: parse.Module, name: str) -> Iterator[tuple[int, Any, parse.
         times = trip_count(module, home, instruction) or 1
       bodies = [[*executed(module, inner)] for inner in parse.called(instruction)]
       if opcode == "conditional":  # a device takes one branch; here the longest
-        bodies = [max(bodies, key=lambda body: sum(n * took(module, b, k) for n, b, k in body))]
+        bodies = [max(bodies, key=lambda way: sum(n * took(module, b, k) for n, b, k in way))]
       for n, body, kernel in (x for body in bodies for x in body):
         yield times * n, body, kernel
     elif not is_free(instruction) and opcode.removesuffix("-start") not in COLLECTIVES:

@@ -18,7 +18,7 @@ from jaxscale.errors import invalid
 
 # The names for --config.exchange= (HOMES in config/choice.py lists this module).
 __all__ = ["AllReduce", "BlockMomentum", "DiLoCo", "EveryStep", "HalfPrecision", "Int8"]
-__all__ += ["LocalSGD", "OneBit"]
+__all__ += ["LocalSGD", "OneBit", "SyncEASGD"]
 
 _BUCKET = 25 * 2**20  # As in PyTorch's DistributedDataParallel, arXiv:2006.15704.
 
@@ -223,3 +223,23 @@ class BlockMomentum(LocalSGD):
     options: Any = {"momentum": self.outer_momentum, "rate": self.outer_lr}
     options |= {"nesterov": self.nesterov, "reset_momentum": self.reset_momentum}
     return local_updates.block_momentum(every, context.num_workers, **options)
+
+
+class SyncEASGD(LocalSGD):
+  """Workers that are pulled towards their moving average (Sync EASGD, arXiv:1708.02983).
+
+  Workers keep parameters of their own. Evaluations and checkpoints use the moving average.
+
+  Attributes:
+    sync_every_steps: the number of steps between synchronizations.
+    moving_rate: the share of the distance to the workers' mean by which the moving average
+      moves at each synchronization; a worker moves towards the average by moving_rate / workers
+      of its own distance.
+  """
+
+  sync_every_steps: Count = 1
+  moving_rate: Fraction = 0.9
+
+  def build(self, context: SyncContext) -> exchange.local_updates.LocalUpdate:
+    every, workers, rate = self.sync_every_steps, context.num_workers, self.moving_rate
+    return exchange.local_updates.elastic_averaging(every, workers, rate=rate)

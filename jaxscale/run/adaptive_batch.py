@@ -7,23 +7,19 @@ and jaxscale rejects it.
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
-import jax
 import jax.numpy as jnp
 
 from jaxscale.config import AdaptiveBatch
 from jaxscale.errors import ConfigError
-from jaxscale.experiment import build
-from jaxscale.experiment.microbatches import over_devices
 from jaxscale.experiment.optimizer import make_schedule
-from jaxscale.experiment.phases import examples_at, phase_index
+from jaxscale.experiment.phases import examples_at
 from jaxscale.files import require_json
 from jaxscale.metrics.log import logger
-from jaxscale.training.types import Batch, TrainState
+from jaxscale.run.branches import Branches
 
 FILE = "batch_sizes.json"  # in the workdir: the batch sizes chosen so far
 
@@ -80,50 +76,20 @@ def search(
   return best
 
 
-def choose(
-  experiment: build.Experiment,
-  state: TrainState,
-  train_batches: Callable[[build.Experiment], Iterator[Batch]],
-  poll: Callable[[], None] = lambda: None,
-) -> int:
-  """Choose a batch size by trials from this state, at the start of a phase.
-
-  Args:
-    experiment: the experiment at the phase that has just ended.
-    state: the state after the last step of that phase, which is not changed.
-    train_batches: a function of an experiment that returns its next batches.
-    poll: called before every step of a trial, in all processes; an exception from it
-      ends the trials without a choice.
-  """
+def choose(branches: Branches) -> int:
+  """Choose a batch size by trials, at the start of a phase; all processes call it."""
+  experiment, step = branches.experiment, int(branches.state.step)
   config, derived = experiment.config, experiment.derived
   settings = config.phases
   assert isinstance(settings, AdaptiveBatch)
-  step = int(state.step)
-  phase = derived.phases[phase_index(derived.phases, step)]
   here, start = derived.num_devices, derived.start_devices
   asked, previous = config.accumulate_steps, experiment.phase.batch_size
   # A run that resumes on a different number of devices must try the same sizes.
   num_microbatches = asked if here > start else 1
   unit = math.lcm(settings.multiple, start * asked, here * num_microbatches)
 
-  def at_size(size: int) -> build.Experiment | None:
-    target = phase._replace(batch_size=size, accumulate_steps=asked)
-    try:
-      (tried,) = over_devices(config, [target], here, start)
-      return build.at_phase(experiment, tried)
-    except ConfigError:  # For example, bn_span may not divide this batch size.
-      return None
-
   def trial(size: int) -> float:
-    tried = tries[size]
-    train_step, losses = tried.compile_train_step(), []
-    copy = jax.tree.map(jnp.copy, state)
-    copy = build.enter_phase(config, experiment.phase, tried.phase, copy)
-    for batch in itertools.islice(train_batches(tried), settings.trial_steps):
-      poll()
-      copy, values = train_step(copy, batch)
-      losses.append(values["loss"])
-    loss = sum(x.item() for x in losses) / len(losses)
+    loss = float(branches.losses(tries[size], settings.trial_steps).mean())
     logger.info(f"step {step}  trial with batch size {size:,}: loss {loss:.4f}")
     return loss
 
@@ -133,7 +99,7 @@ def choose(
   change = rate / derived.peak_lr if done >= derived.warmup_steps else 1.0
   most = min(settings.max_batch_size, derived.num_train)
   sizes = candidates(previous, config.batch_size, maximum=most, multiple=unit, rate_change=change)
-  tries = {size: tried for size in sizes if (tried := at_size(size)) is not None}
+  tries = {size: x for size in sizes if (x := branches.at_size(size, asked)) is not None}
   if not set(tries) - {previous}:
     return previous
   return search(list(tries), trial, settings.margin, previous)

@@ -83,15 +83,18 @@ class Reporter:
       outcome = "done" if self._is_done else "interrupted"
       self._writer.close("failed" if error else outcome)
 
-  def enter(self, experiment: build.Experiment) -> None:
-    """Report that a phase begins."""
+  def enter(self, experiment: build.Experiment, why: str = "") -> None:
+    """Report that a phase begins, and why; or that the phase of before continues."""
     notes = [n for n in experiment.notes if n not in self._experiment.notes]
+    continues = experiment.phase.start == self._experiment.phase.start
     self._experiment = experiment
     total, phase = experiment.derived.total_steps, experiment.phase
     self._progress.expect(total, self._examples(total))
     size = f", images of {phase.image_size}" if phase.image_size else ""
     self._damage.watch("training", experiment.train_data)
-    logger.info(f"step {phase.start}  batch size is now {phase.batch_size:,}{size}")
+    if not continues:
+      now = f"batch size is now {phase.batch_size:,}{size}"
+      logger.info(f"step {phase.start}  {now}{f': {why}' * bool(why)}")
     for note in notes:
       logger.info(note)
 

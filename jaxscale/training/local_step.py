@@ -12,7 +12,8 @@ Checkpoints and evaluation therefore work as in synchronous training. Each devic
 its worker's parameters in full, and the inner optimizer runs on them inside
 `jax.shard_map`, so that norms (as in LARS) are correct. Every H steps, in a `lax.cond` on
 the step number, workers synchronize: the exchange averages their pseudo-gradients
-(anchor - parameters), and the outer optimizer moves the anchor. The equations are in
+(anchor - parameters), and the outer optimizer moves the anchor, from which all workers
+start again; with elastic averaging they only move towards it. The equations are in
 `jaxscale.exchange.local_updates`. In all other steps only metrics cross the network.
 
 The condition is part of the compiled step, so the loop, resuming and the order of the
@@ -126,11 +127,12 @@ def make_local_train_step(
     anchor: Anchor, stacked: WorkerState, batch: Batch, key: jax.Array, step: jax.Array
   ):
     # Arrays of one device: the anchor in full, the worker's state with a leading dim of 1.
-    worker = jax.tree.map(lambda x: x[0], stacked)
-    worker, totals, metrics, codes = update(worker, vary(anchor[0], axes), batch, key)
+    before = jax.tree.map(lambda x: x[0], stacked)
+    worker, totals, metrics, codes = update(before, vary(anchor[0], axes), batch, key)
     is_due = ((step + 1) % method.every == 0) | (step + 1 == (last_step or 0))
     part = trainable_part(anchor[0], options.trainable), *anchor[1:]
-    part, worker, code = lax.cond(is_due, synchronize, _stay, part, worker)
+    sent = worker.params if method.elastic is None else before.params
+    part, worker, code = lax.cond(is_due, synchronize, _stay, part, worker, sent)
     if options.skip_bad_steps:
       totals["loss"] = jnp.where(code < 0, totals["loss"], jnp.nan)
       codes = jnp.append(codes, vary(code, axes))[None]
@@ -233,17 +235,18 @@ def _make_worker_update(
 
 def _make_synchronize(
   exchange: Exchange, method: LocalUpdate, axes: Axes, is_guarded: bool
-) -> Callable[[Anchor, WorkerState], tuple[Anchor, WorkerState, jax.Array]]:
-  """Return the outer step on one device: (anchor, worker) -> (anchor, worker, code).
+) -> Callable[[Anchor, WorkerState, Tree], tuple[Anchor, WorkerState, jax.Array]]:
+  """Return the outer step on one device: (anchor, worker, sent) -> (anchor, worker, code).
 
-  The code is `nan_guard.first_bad` of the averaged pseudo-gradient, int32 [], or -1
-  if `is_guarded` is False.
+  `sent` are the worker's parameters in its pseudo-gradient: those after the step, or with
+  elastic averaging those before it. The code is `nan_guard.first_bad` of the averaged
+  pseudo-gradient, int32 [], or -1 if `is_guarded` is False.
   """
 
   @jax.named_scope("exchange")
-  def synchronize(anchor: Anchor, worker: WorkerState):
+  def synchronize(anchor: Anchor, worker: WorkerState, sent: Tree):
     params, _, outer_state = anchor
-    pseudo_grads = jax.tree.map(jnp.subtract, vary(params, axes), worker.params)
+    pseudo_grads = jax.tree.map(jnp.subtract, vary(params, axes), sent)
     mean, exchange_state = exchange.exchange(pseudo_grads, worker.exchange_state)
     updates, outer_state = method.outer.update(mean, outer_state, params)
     params = optax.apply_updates(params, updates)
@@ -252,6 +255,9 @@ def _make_synchronize(
     if method.reset_momentum:
       opt_state = reset_momentum(opt_state)
     start, start_model_state = vary((params, model_state), axes)
+    if method.elastic is not None:
+      pull = optax.tree.scale(method.elastic, pseudo_grads)
+      start = optax.apply_updates(worker.params, pull)
     worker_after = WorkerState(start, start_model_state, opt_state, exchange_state)
     after = (params, model_state, outer_state), worker_after
     if not is_guarded:
@@ -264,6 +270,7 @@ def _make_synchronize(
   return synchronize
 
 
-def _stay(anchor: Anchor, worker: WorkerState) -> tuple[Anchor, WorkerState, jax.Array]:
-  """Return the arguments unchanged: the branch between synchronizations."""
+def _stay(anchor: Anchor, worker: WorkerState, sent: Tree) -> tuple[Anchor, WorkerState, jax.Array]:
+  """Return anchor and worker unchanged: the branch between synchronizations."""
+  del sent
   return anchor, worker, jnp.full((), -1, jnp.int32)

@@ -108,6 +108,8 @@ def test_workers_that_train_alone():
   assert experiment.notes and "needs 2,560 different samples" in experiment.notes[0]
   grouped = build.experiment(config(sync=cfg.LocalSGD(sync_every_steps=5, workers="replica")))
   assert grouped.sync is not None and grouped.sync.workers == ("replica",)
+  elastic = build.experiment(config(sync=cfg.SyncEASGD(moving_rate=0.4)))
+  assert elastic.sync is not None and elastic.sync.method.elastic == pytest.approx(0.4 / N)
 
 
 def test_the_plan_is_reported():
