@@ -107,7 +107,7 @@ def make_dealer(layout: Layout) -> Dealer:
 
   def rows(leaves: Sequence[Leaf], cost: Cost) -> Mapping[str, list[str]]:
     if layout.shapes is None and layout.mesh.size > 1:
-      fix = "give make_init and make_train_step a layout (parallel.make_layout)"
+      fix = "set has_matrix_state = True in the optimizer's class, or give the step a layout"
       raise invalid("init_matrices", ..., "needs the shapes of the parameters", fix)
     return plan(tuple(leaves), cost, True).rows()
 

@@ -3,11 +3,16 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
+from jax.sharding import PartitionSpec as P
 
+from jaxscale import config as cfg
+from jaxscale.experiment import build
 from jaxscale.optim import init_matrices, map_matrices, matrix_rows
 from jaxscale.optim.matrices import dealt_by
 from jaxscale.parallel.deal import make_dealer
+from support.configs import small_config
 from support.dealt import MESHES, SHAPES, STACKED, layout_of, numbers, put
 
 
@@ -96,3 +101,38 @@ def test_state_stays_with_the_owner_of_its_matrix(name):
         )
         leaf = leaf.reshape(-1, *kept["sum"].shape[1:])
         np.testing.assert_allclose(kept["sum"][row], leaf[index], rtol=1e-5)
+
+
+class Summed(cfg.Optimizer):
+  """Sums of the gradients of matrices, kept by their owners."""
+
+  has_matrix_state = True
+
+  def build(self, schedule, context):
+    def labels(params):
+      return jax.tree.map(lambda x: "matrix" if x.ndim > 1 else "rest", params)
+
+    def add(x, sums):
+      sums = sums + x
+      return sums / jnp.linalg.norm(sums, axis=(1, 2), keepdims=True), sums
+
+    sums = optax.GradientTransformation(
+      lambda params: init_matrices(jnp.zeros, params),
+      lambda updates, state, params=None: map_matrices(add, updates, state=state),
+    )
+    parts = optax.partition({"matrix": sums, "rest": optax.identity()}, labels)
+    return optax.chain(parts, optax.scale_by_learning_rate(schedule))
+
+
+def test_an_optimizer_of_a_config_file_is_dealt_out():
+  """Its state has a row for each matrix, on its owner, and the model needs no layout of its own."""
+  config = small_config(optimizer=Summed(lr=0.1))
+  experiment = build.experiment(config, datasets=config.data.abstract(config.batch_size))
+  (line,) = experiment.dealt_out
+  assert line.startswith("optimizer: 2 whole matrices dealt out over 8 devices, at most 1 on each")
+  state = experiment.abstract_state()
+  rows = [x for x in jax.tree.leaves(state.opt_state) if x.ndim == 3]
+  assert [x.shape for x in rows] == [(8, 64, 8), (8, 8, 10)]
+  assert all(x.sharding.spec == P(experiment.mesh.axis_names) for x in rows)
+  text = experiment.lower_train_step(state).compile().as_text()
+  assert "all-gather" in text and "all-to-all" not in text
