@@ -125,22 +125,23 @@ def summary(layout: Layout, tx: optax.GradientTransformation, params: Any) -> li
     tx: the optimizer.
     params: these parameters, or their shapes and dtypes.
   """
-  found = dealt_matrices(tx, params)
-  costs = {leaf.matrix: flops for leaf, flops in found}
-  plan = _Plan(layout, [leaf for leaf, _ in found], lambda *shape: costs[shape], False)
-  totals: dict[Any, Any] = {}
-  for group in plan.groups:
-    key = group.across, group.layers, group.others
-    counts = [sum(map(len, owned)) for owned in group.owned]
-    totals[key] = np.add(totals.get(key, 0), counts)
-  lines = []
+  found, totals, lines = dealt_matrices(tx, params), {}, []
+  for has_state in sorted({x.has_state for x in found}):
+    some = [x for x in found if x.has_state == has_state]
+    costs = {x.leaf.matrix: x.flops for x in some}
+    plan = _Plan(layout, [x.leaf for x in some], lambda *shape, c=costs: c[shape], has_state)
+    for group in plan.groups:
+      key = group.across, group.layers, group.others
+      counts = [sum(map(len, owned)) for owned in group.owned]
+      totals[key] = np.add(totals.get(key, 0), counts)
   for (across, layers, others), counts in totals.items():
-    count, owners = (n * plan.size(layers) for n in (sum(counts), len(counts)))
+    blocks = math.prod(layout.mesh.shape[a] for a in layers)
+    count, owners = blocks * sum(counts), blocks * len(counts)
     line = f"optimizer: {count} whole matrices dealt out over {plural(owners, 'device')}, "
     line += f"at most {max(counts)} on each"
     line += f"; two all-to-alls along {' and '.join(across)}" if across else ""
     line += f"; an all-gather along {' and '.join(others)}" if others else ""
-    again = plan.mesh.size // owners
+    again = layout.mesh.size // owners
     lines.append(line + f"; {again} groups of devices compute the same" * (again > 1))
   return lines
 
