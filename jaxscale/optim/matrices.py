@@ -185,6 +185,27 @@ def matrix_rows(
   return _DEALER.get().rows(leaves_of(tree, stacked), cost)
 
 
+def dealt_matrices(tx: Any, params: Any) -> list[tuple[Leaf, float]]:
+  """Return the parameters that an optimizer gives to `map_matrices`, and the FLOPs for a matrix.
+
+  Args:
+    tx: the optimizer, an optax transformation.
+    params: the parameters, or their shapes and dtypes.
+  """
+  found: list[tuple[Leaf, float]] = []
+
+  def apply(_: Any, leaves: Sequence[Leaf], arrays: Any, cost: Cost, by_shape: Any):
+    found.extend((leaf, cost(*leaf.matrix)) for leaf in leaves)
+    return list(arrays), by_shape
+
+  def step(params: Any):
+    with dealt_by(Dealer(_rows, apply)):
+      return tx.update(params, tx.init(params), params)
+
+  jax.eval_shape(step, params)
+  return found
+
+
 @contextlib.contextmanager
 def dealt_by(dealer: Dealer) -> Generator[None, None, None]:
   """Let the functions of this module deal matrices out inside a `with` block.

@@ -38,13 +38,15 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from jaxscale.collectives import same_everywhere, vary
 from jaxscale.collectives.typed import names
 from jaxscale.errors import invalid
-from jaxscale.optim.matrices import Cost, Dealer, Leaf, Shape, as_text
+from jaxscale.metrics.text import plural
+from jaxscale.optim.matrices import Cost, Dealer, Leaf, Shape, as_text, dealt_matrices
 from jaxscale.optim.tree_paths import path_name
 from jaxscale.parallel.specs import Layout
 
@@ -113,6 +115,34 @@ def make_dealer(layout: Layout) -> Dealer:
     return plan(tuple(leaves), cost, bool(by_shape)).apply(function, arrays, by_shape)
 
   return Dealer(rows, apply)
+
+
+def summary(layout: Layout, tx: optax.GradientTransformation, params: Any) -> list[str]:
+  """Return a line for each kind of exchange of the optimizer's matrices; [] if there are none.
+
+  Args:
+    layout: the layout of the parameters that are trained.
+    tx: the optimizer.
+    params: these parameters, or their shapes and dtypes.
+  """
+  found = dealt_matrices(tx, params)
+  costs = {leaf.matrix: flops for leaf, flops in found}
+  plan = _Plan(layout, [leaf for leaf, _ in found], lambda *shape: costs[shape], False)
+  totals: dict[Any, Any] = {}
+  for group in plan.groups:
+    key = group.across, group.layers, group.others
+    counts = [sum(map(len, owned)) for owned in group.owned]
+    totals[key] = np.add(totals.get(key, 0), counts)
+  lines = []
+  for (across, layers, others), counts in totals.items():
+    count, owners = (n * plan.size(layers) for n in (sum(counts), len(counts)))
+    line = f"optimizer: {count} whole matrices dealt out over {plural(owners, 'device')}, "
+    line += f"at most {max(counts)} on each"
+    line += f"; two all-to-alls along {' and '.join(across)}" if across else ""
+    line += f"; an all-gather along {' and '.join(others)}" if others else ""
+    again = plan.mesh.size // owners
+    lines.append(line + f"; {again} groups of devices compute the same" * (again > 1))
+  return lines
 
 
 class _Plan:
