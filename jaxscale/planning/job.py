@@ -94,13 +94,16 @@ def run_of(experiment: Any) -> RunLength | None:
   return RunLength(steps, evaluations, derived.num_eval, -(-steps // derived.save_every), size)
 
 
-def job_of(run: RunLength, step: Step, rates: Rates) -> Job:
+def job_of(
+  run: RunLength, step: Step, rates: Rates, train: dict[Corner, float] | None = None
+) -> Job:
   """Predict the time and the cost of a run.
 
   Args:
     run: the length of the run, from `run_of`.
     step: the planned step on the job's devices.
     rates: the rates of the machine, with those of the site's file.
+    train: the seconds of all steps, by corner, if their batch sizes differ; None multiplies.
 
   Example:
     >>> run = RunLength(14_076, 18, 50_000, 90, 0)
@@ -109,7 +112,7 @@ def job_of(run: RunLength, step: Step, rates: Rates) -> Job:
     2.9
   """
   machine = rates.machine
-  train: _Seconds = {c: run.steps * step.seconds[c] for c in CORNERS}
+  train = train or {c: run.steps * step.seconds[c] for c in CORNERS}
   share = _FORWARD_SHARE * run.evaluations * run.eval_examples / step.batch_size
   evaluate: _Seconds = {c: share * step.seconds[c] for c in CORNERS}
   one_save = run.state_bytes / machine.save_rate if machine.save_rate else 0.0

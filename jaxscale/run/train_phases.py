@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 from collections.abc import Iterator
 
 from jaxscale import cluster, data, metrics
@@ -37,7 +38,7 @@ def train_phases(run: Run, state: TrainState, compiler: StepCompiler) -> TrainSt
       except StopRequested:  # The resumed run repeats the trials.
         state = hooks.save(run, step, state)
         break
-      run.reporter.enter(run.experiment, growing.reason(run.experiment))
+      run.reporter.enter(run.experiment)
     if (to := min(run.nan_policy.done_until(step), run.experiment.phase.stop)) > step:
       logger.info(f"skipping steps {step + 1} to {to}")
       state, step = build.skip_steps(state, to - step), to
@@ -137,6 +138,7 @@ def _choose(run: Run, experiment: build.Experiment, state: TrainState) -> tuple[
   # A resumed run reads this choice and needs no second trial.
   write = functools.partial(metrics.write_json, workdir / adaptive_batch.FILE, chosen)
   cluster.on_leader(write, "batch sizes")
+  values = {name: x for name, x in values.items() if math.isfinite(x)}
   run.reporter.write(step, "growth", {"batch_size": float(size), **values})
   return chosen
 
