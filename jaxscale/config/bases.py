@@ -215,8 +215,9 @@ class GrowthPoint(NamedTuple):
     examples: the number of examples seen.
     batch_size: the batch size, in examples.
     larger: the batch size after a growth.
-    noise_scale: the gradient noise scale in examples and the ends of its 95 % interval,
-      infinite where unknown; None without `Config.noise_scale`.
+    noise_scale: the gradient noise scale in examples and the ends of its 95 % interval; None
+      in place of a scale or upper end that is infinite, and of a lower end before it is
+      measured.
     branch: a function of a number of steps at the larger batch size. It trains copies of the
       state at both sizes on the same next examples, and returns a float64 array [2, steps]:
       the mean losses at `batch_size` and at `larger`, of the same examples in each column.
@@ -226,7 +227,7 @@ class GrowthPoint(NamedTuple):
   examples: int
   batch_size: int
   larger: int
-  noise_scale: tuple[float, float, float] | None
+  noise_scale: tuple[float | None, ...]
   branch: Callable[[int], Any]
 
 

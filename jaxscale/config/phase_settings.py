@@ -115,10 +115,9 @@ class Growing:
   max_batch_size: Count | None = None
   more_micro_batches: bool = False
 
-  def accumulate_steps(self, batch_size: int, config: Any) -> int:
-    """Return the number of micro-batches at a batch size."""
-    times = batch_size // config.batch_size if self.more_micro_batches else 1
-    return config.accumulate_steps * times
+  def micro_batches(self, batch_size: int, config: Any) -> int:
+    """Return the number of micro-batches per step at a batch size."""
+    return config.accumulate_steps * (batch_size // config.batch_size) ** self.more_micro_batches
 
 
 def measuring(phases: Phases | AdaptiveBatch | Growing) -> str:

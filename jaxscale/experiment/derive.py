@@ -210,9 +210,11 @@ def growth_points(config: cfg.Config, num_train: int, warmup_steps: int) -> list
 
   context = cfg.GrowthContext(size, settings.factor, num_train, total, rates)
   points = [*build(settings.when, context, kind=(tuple, list), expected="a tuple of numbers")]
-  if not points or points != sorted({*points}) or points[0] <= 0:
-    problem = f"gives the points {points}, which are not positive and increasing, or none"
-    fix = "change the rule, or use phases=Phases"
+  is_empty = not points or next_size(config, size, num_train) is None
+  if is_empty or points != sorted({*points}) or points[0] <= 0:
+    most = min(settings.max_batch_size or num_train, num_train)
+    problem = f"never grows: it has the points {points} and at most {most:,} examples"
+    fix = "give positive, increasing points and a larger max_batch_size"
     raise invalid("Growing.when", type(settings.when).__name__, problem, fix)
   return points
 
@@ -269,8 +271,8 @@ def _grown(
   if is_open := is_open and len(known) <= len(points):
     parts.append((points[len(known) - 1], known[-1][1]))
   starts, sizes = map(list, zip(*parts, strict=True))
-  more = getattr(config.phases, "accumulate_steps", lambda size, config: config.accumulate_steps)
-  counts = [more(size, config) for size in sizes]
+  asked, growing = config.accumulate_steps, isinstance(config.phases, cfg.Growing)
+  counts = [config.phases.micro_batches(size, config) if growing else asked for size in sizes]
   assert config.epochs is not None  # checked by Config
   total = config.epochs * num_train
   phases = plan(starts, sizes, counts, [None] * len(sizes), num_train=1, total_epochs=total)
@@ -289,12 +291,11 @@ def device_summary(config: cfg.Config, derived: Derived) -> str | None:
   num_blocks, start = derived.row_blocks, max(derived.start_devices // each, 1)
   if num_blocks == start:
     return None
-  phases, asked = derived.phases, config.phases
-  then = [config.accumulate_steps for phase in phases]
-  if isinstance(asked, cfg.Growing):
-    then = [asked.accumulate_steps(phase.batch_size, config) for phase in phases]
-  elif counts := getattr(asked, "accumulate_steps", ()):
-    then = [counts[phase.ordinal] for phase in phases]
+  phases, usual = derived.phases, config.accumulate_steps
+  asked = getattr(config.phases, "accumulate_steps", ())
+  then = [asked[phase.ordinal] if asked else usual for phase in phases]
+  if isinstance(config.phases, cfg.Growing):
+    then = [config.phases.micro_batches(phase.batch_size, config) for phase in phases]
   now = [phase.accumulate_steps for phase in phases]
   before, rows = (
     [s.batch_size // (n * m) for s, m in zip(phases, counts, strict=True)]

@@ -22,7 +22,7 @@ from jaxscale import hlo
 from jaxscale.errors import ConfigError
 from jaxscale.mesh import MODEL_AXES
 from jaxscale.metrics.text import grouped
-from jaxscale.planning import estimate, growth, job, step_plan, topologies
+from jaxscale.planning import estimate, job, step_plan, topologies
 from jaxscale.planning.fits import Fit, RefusedError
 from jaxscale.planning.machine import Machine, Rates, rates_of
 from jaxscale.planning.step_plan import Compiled, Step
@@ -74,7 +74,7 @@ class Plan(NamedTuple):
   knee: int | None
   run: job.RunLength | None
   job: job.Job | None
-  growth: tuple[growth.Saving, ...]
+  growth: tuple[job.Saving, ...]
   compiled: tuple[str, ...]
   seconds: float
 
@@ -131,7 +131,7 @@ def make_plan(
   run, grows = job.run_of(experiment), ()
   if run and len(compiled) > 1:
     sized = functools.partial(step_plan.step_on, config, compiled, rates)
-    grows = growth.savings(experiment, {s.devices: s for s in (step, *strong)}.values(), sized)
+    grows = job.savings(experiment, {s.devices: s for s in (step, *strong)}.values(), sized)
   return Plan(
     config=config,
     chips=chips,

@@ -147,18 +147,18 @@ def _growth(plan: Plan) -> str:
     return ""
   first, rows = plan.growth[0], []
   for s in sorted(plan.growth):
-    took, constant = s.seconds["expected"], s.constant_seconds
-    times = duration(constant), duration(took), f"{1 - took / constant:.0%}"
-    rows.append((f"{s.devices:,}", f"{s.nodes:,}", *times))
+    took, before = s.seconds["expected"], s.constant_seconds
+    row = f"{s.devices:,}", f"{s.nodes:,}", duration(before), duration(took)
+    rows.append((*row, f"{1 - took / before:.0%}"))
   sizes = ", ".join(f"{n:,} at {size:,}" for size, n in first.steps.items())
   total, measured = sum(first.steps.values()), measuring(plan.config.phases)
-  saved = f"{total:,} steps ({sizes}), {1 - total / first.constant_steps:.0%} fewer than the"
-  lines = [f"the growing batch takes {saved} {first.constant_steps:,} at {min(first.steps):,}"]
-  lines += [f"  if {measured} lets it grow at every decision, which only the run shows"] * bool(
-    measured
+  line = (
+    f"the growing batch takes {total:,} steps ({sizes}), {1 - total / first.constant_steps:.0%}"
   )
+  line += f" fewer than the {first.constant_steps:,} at {min(first.steps):,}"
+  line += f"\n  if {measured} lets it grow whenever it decides" * bool(measured)
   head = f"devices,{_node(plan)}s,constant batch,growing batch,saved"
-  return "\n".join([*lines, indent(table(head.split(","), rows), "  ")])
+  return f"{line}\n{indent(table(head.split(','), rows), '  ')}"
 
 
 def _run(plan: Plan) -> str:

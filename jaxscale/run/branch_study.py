@@ -8,7 +8,7 @@ good size changes during the run (arXiv:2505.23971, abstract).
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from jaxscale import cluster
@@ -24,14 +24,11 @@ from jaxscale.parallel.layout_exchange import exchange_split
 from jaxscale.run.branches import Branches, compare_branches
 from jaxscale.run.open_run import with_chosen_sizes
 from jaxscale.run.train_phases import train_batches
-from jaxscale.training.types import Batch
 
 FILE = "branches.json"  # in the workdir of the run
 _COLUMNS = columns(
-  """
-  step: step ,; examples: examples ,; batch: batch_size ,; loss: larger_loss .4f
-  difference: difference .4f; error: error .4f; as good: as_good
-  """
+  "step: step ,; examples: examples ,; batch: batch_size ,; loss: larger_loss .4f; "
+  "difference: difference .4f; error: error .4f; as good: as_good"
 )
 
 
@@ -68,8 +65,8 @@ def branch_study(
     current = build.at_phase(whole, phases[phase_index(phases, step)])
     parts = current.abstract_state(), current.exchange.resize, exchange_split(whole.trained_layout)
     state, _ = restore_step(workdir / "checkpoints" / str(step), *parts)
-    batches, poll = functools.partial(_batches, step), functools.partial(at, step, "compiling")
-    branches = Branches(current, state, batches, poll)
+    poll = functools.partial(at, step, "compiling")
+    branches = Branches(current, state, lambda tried, n=step: train_batches(tried, n), poll)
     tried = [branches.at_size(size, config.accumulate_steps) for size in sizes]
     if None in tried:
       size = sizes[tried.index(None)]
@@ -85,7 +82,3 @@ def branch_study(
     raise invalid("--config", str(workdir), "has no checkpoint before its end", fix)
   cluster.on_leader(functools.partial(write_json, workdir / FILE, rows), FILE)
   return table([*_COLUMNS], [[cell(r[key], f) for key, f in _COLUMNS.values()] for r in rows])
-
-
-def _batches(step: int, tried: build.Experiment) -> Iterator[Batch]:
-  return train_batches(tried, step)

@@ -95,9 +95,9 @@ class Reporter:
     if not continues:
       rule = getattr(experiment.config.phases, "when", None)
       why = f": {rule.why}" if rule is not None and rule.decide is None else ""
-      rates = [f"{build.rate_at(experiment, phase.start - n):.4g}" for n in (1, 0)]
-      now = f"batch size is now {phase.batch_size:,}{size}{why}"
-      logger.info(f"step {phase.start}  {now} (lr {' to '.join(rates)})")
+      before, now = (build.rate_at(experiment, phase.start - n) for n in (1, 0))
+      text = f"batch size is now {phase.batch_size:,}{size} (lr {before:.4g} to {now:.4g}){why}"
+      logger.info(f"step {phase.start}  {text}")
     for note in notes:
       logger.info(note)
 

@@ -117,7 +117,7 @@ class SampleWriter(Callback):
 class BySchedule(Growth):
   """Growth wherever the schedule has divided the learning rate by `Growing.factor` again."""
 
-  why = "the schedule has divided the learning rate by Growing.factor again"
+  why = "the schedule's learning rate has fallen by the same factor"
 
   def build(self, context: bases.GrowthContext) -> tuple[float, ...]:
     rates, steps = context.schedule(), []
@@ -149,13 +149,15 @@ class AtExamples(Growth):
     return tuple(sorted(points))
 
 
-def _intervals(every_epochs: float, context: bases.GrowthContext) -> tuple[float, ...]:
-  """Return the examples after each interval of a run, without its end."""
-  count = math.ceil(context.total_examples / (every_epochs * context.num_train))
-  return tuple(i * every_epochs * context.num_train for i in range(1, count))
+class _Measured(Growth):
+  every_epochs: Positive = 1.0
+
+  def build(self, context: bases.GrowthContext) -> tuple[float, ...]:
+    interval = self.every_epochs * context.num_train
+    return tuple(i * interval for i in range(1, math.ceil(context.total_examples / interval)))
 
 
-class ByNoiseScale(Growth):
+class ByNoiseScale(_Measured):
   """Growth once the gradient noise scale is surely above the larger batch size.
 
   The batch grows if the lower end of the 95 % interval of the noise scale, which averages about
@@ -169,26 +171,20 @@ class ByNoiseScale(Growth):
       (arXiv:1812.06162, eq. 2.11); higher values waste fewer.
   """
 
-  every_epochs: Positive = 1.0
   ratio: Positive = 1.0
 
   reads_noise_scale = True
 
-  def build(self, context: bases.GrowthContext) -> tuple[float, ...]:
-    return _intervals(self.every_epochs, context)
-
   def decide(self, point: bases.GrowthPoint) -> tuple[bool, str, dict[str, float]]:
-    scale, low, high = point.noise_scale or (math.inf, 0.0, math.inf)
-    values = {"noise_scale": scale, "noise_scale_low": low, "noise_scale_high": high}
-    bound = self.ratio * point.larger
+    _, low, high = point.noise_scale
+    low, high, bound = low or 0.0, math.inf if high is None else high, self.ratio * point.larger
+    values = {"noise_scale_low": low, "noise_scale_high": high, "bound": bound}
     within = f"the noise scale is {low:,.4g} to {high:,.4g} (95 %)"
-    if low >= bound:
-      return True, f"{within}, at least {bound:,.4g}", values
-    why = f"surely below {bound:,.4g}" if high < bound else f"not surely above {bound:,.4g}"
-    return False, f"{within}, {why}", values
+    why = "surely above" if low >= bound else "surely below" if high < bound else "perhaps below"
+    return low >= bound, f"{within}, {why} {bound:,.4g}", values
 
 
-class ByBranch(Growth):
+class ByBranch(_Measured):
   """Growth if a short branch at the larger batch size loses nothing on the same examples.
 
   Copies of the state train at both batch sizes on the same next examples; the run itself does
@@ -203,12 +199,8 @@ class ByBranch(Growth):
     margin: the allowed increase of the loss, as a share of the loss at the current batch size.
   """
 
-  every_epochs: Positive = 1.0
   steps: Annotated[int, ">= 4"] = 20
   margin: NonNegative = 0.01
-
-  def build(self, context: bases.GrowthContext) -> tuple[float, ...]:
-    return _intervals(self.every_epochs, context)
 
   def decide(self, point: bases.GrowthPoint) -> tuple[bool, str, dict[str, float]]:
     found = run.compare_branches(point.branch(self.steps))

@@ -9,12 +9,11 @@ from collections.abc import Iterator
 
 from jaxscale import cluster, data, metrics
 from jaxscale.cluster.watch.stop_consensus import StopRequested
-from jaxscale.config import AdaptiveBatch
 from jaxscale.experiment import build
 from jaxscale.experiment.phases import Phase, examples_at, phase_index
 from jaxscale.mesh import host_shard
 from jaxscale.metrics.log import logger
-from jaxscale.run import adaptive_batch, growing, hooks
+from jaxscale.run import adaptive_batch, hooks
 from jaxscale.run.branches import Branches
 from jaxscale.run.efficiency import read_program
 from jaxscale.run.gc_pause import resume_gc
@@ -130,10 +129,7 @@ def _choose(run: Run, experiment: build.Experiment, state: TrainState) -> tuple[
   chosen = tuple(cluster.from_leader(adaptive_batch.read_chosen(workdir)))
   chosen = chosen or (experiment.config.batch_size,)
   with run.reporter.pause():
-    if isinstance(experiment.config.phases, AdaptiveBatch):
-      size, values = adaptive_batch.choose(Branches(*parts)), {}
-    else:
-      size, values = growing.choose(Branches(*parts))
+    size, values = adaptive_batch.choose(Branches(*parts))
   chosen += (size,)
   # A resumed run reads this choice and needs no second trial.
   write = functools.partial(metrics.write_json, workdir / adaptive_batch.FILE, chosen)
