@@ -13,8 +13,8 @@ a GPU will be slower by 10 or 15 %. No step is executed.
 from __future__ import annotations
 
 import argparse
-import itertools
 import datetime
+import itertools
 import json
 import os
 import time
