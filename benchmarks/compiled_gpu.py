@@ -173,8 +173,8 @@ def executed(module: parse.Module, name: str) -> Iterator[tuple[int, Any, parse.
       bodies = [[*executed(module, inner)] for inner in parse.called(instruction)]
       if opcode == "conditional":  # a device takes one branch; here the longest
         bodies = [max(bodies, key=lambda way: sum(n * took(module, b, k) for n, b, k in way))]
-      for n, inside, kernel in itertools.chain(*bodies):
-        yield times * n, inside, kernel
+      for n, body, kernel in itertools.chain.from_iterable(bodies):
+        yield times * n, body, kernel
     elif not is_free(instruction) and opcode.removesuffix("-start") not in COLLECTIVES:
       yield 1, home, instruction
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
   from jax.sharding import Mesh
 
 __all__ = ["Callback", "CallbackContext", "Data", "Exchange", "ExchangeContext", "Growth"]
-__all__ += ["GrowthContext", "GrowthPoint", "GrowthRule", "Loss", "LossContext", "Metric", "Model"]
+__all__ += ["GrowthContext", "GrowthPoint", "Loss", "LossContext", "Metric", "Model"]
 __all__ += ["ModelContext", "Optimizer", "OptimizerContext", "Parametrization"]
 __all__ += ["ParametrizationContext", "Schedule", "ScheduleContext", "Sync", "SyncContext"]
 __all__ += ["Tracker", "TrackerContext"]
@@ -229,15 +229,16 @@ class GrowthContext(NamedTuple):
 
 
 class GrowthPoint(NamedTuple):
-  """Argument of `GrowthRule.decide`: a run at a step after which its batch may grow.
+  """Argument of `Growth.decide`: a run at a step after which its batch may grow.
 
   Attributes:
     step: the number of steps done.
     examples: the number of examples seen.
     batch_size: the batch size, in examples.
     larger: the batch size after a growth.
-    noise_scale: the gradient noise scale in examples and the ends of its 95 % interval,
-      infinite where unknown; None without `Config.noise_scale`.
+    noise_scale: the gradient noise scale in examples and the ends of its 95 % interval; None
+      in place of a scale or upper end that is infinite, and of a lower end before it is
+      measured.
     branch: a function of a number of steps at the larger batch size. It trains copies of the
       state at both sizes on the same next examples, and returns a float64 array [2, steps]:
       the mean losses at `batch_size` and at `larger`, of the same examples in each column.
@@ -247,24 +248,8 @@ class GrowthPoint(NamedTuple):
   examples: int
   batch_size: int
   larger: int
-  noise_scale: tuple[float, float, float] | None
+  noise_scale: tuple[float | None, ...]
   branch: Callable[[int], Any]
-
-
-class GrowthRule(NamedTuple):
-  """Result of `Growth.build`.
-
-  Attributes:
-    points: the numbers of examples after which the batch may grow, in increasing order.
-    why: the reason for the log, for growths without `decide`.
-    decide: a function of a `GrowthPoint` that returns whether the batch grows, the reason for
-      the log, and numbers by name for metrics.jsonl; equal in all processes. None grows the
-      batch at every point.
-  """
-
-  points: tuple[float, ...]
-  why: str = "as planned"
-  decide: Callable[[GrowthPoint], tuple[bool, str, dict[str, float]]] | None = None
 
 
 class Model(Choice):
@@ -486,8 +471,12 @@ class Callback(Choice):
 class Growth(Choice):
   """Rule that decides when the batch grows, for `Growing.when`.
 
-  `build(context: GrowthContext)` returns a `GrowthRule`.
+  `build(context: GrowthContext)` returns the numbers of examples after which the batch may
+  grow, in increasing order. It grows at each of them, unless the class has a method
+  `decide(point: GrowthPoint)`, which returns whether it grows, the reason for the log, and
+  numbers by name for metrics.jsonl.
   """
 
-  measures = False  # True if the rule has `decide`, which measures during the run.
+  decide: ClassVar[Callable[..., tuple[bool, str, dict[str, float]]] | None] = None
+  why: ClassVar[str] = "as planned"  # The reason for the log, for growths without `decide`.
   reads_noise_scale = False  # True if `decide` uses `GrowthPoint.noise_scale`.

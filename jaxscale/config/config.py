@@ -247,17 +247,11 @@ def _check_neutral(config: Config) -> None:
 
 
 def _check_growing(config: Config) -> None:
-  """Refuse a batch that cannot grow, and a rule without the noise scale that it reads."""
-  phases = config.phases
-  if not isinstance(phases, Growing):
-    return
-  if (most := phases.max_batch_size) is not None and most < config.batch_size:
-    problem = f"is below Config.batch_size={config.batch_size:,}"
-    raise invalid("Growing.max_batch_size", most, problem, "give a larger one, or None")
-  if phases.when.reads_noise_scale and not config.noise_scale:
-    problem = "reads the noise scale, which is not measured"
-    name = type(phases.when).__name__
-    raise invalid("Growing.when", name, problem, "set Config.noise_scale=True")
+  """Refuse a rule for growing batches without the noise scale that it reads."""
+  rule = getattr(config.phases, "when", None)
+  if rule is not None and rule.reads_noise_scale and not config.noise_scale:
+    problem, fix = "reads the noise scale, which is not measured", "set Config.noise_scale=True"
+    raise invalid("Growing.when", type(rule).__name__, problem, fix)
 
 
 def _check_exchange(config: Config) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 from jaxscale.config.bases import Growth
 from jaxscale.config.bounds import Count, NonNegative, Positive
@@ -87,8 +87,6 @@ class AdaptiveBatch:
   max_batch_size: Count = 1_048_576
   multiple: Count = 64
 
-  measures: ClassVar[bool] = True
-
 
 @settings
 class Growing:
@@ -117,13 +115,12 @@ class Growing:
   max_batch_size: Count | None = None
   more_micro_batches: bool = False
 
-  def accumulate_steps(self, batch_size: int, config: Any) -> int:
-    """Return the number of micro-batches at a batch size."""
-    times = batch_size // config.batch_size if self.more_micro_batches else 1
-    return config.accumulate_steps * times
+  def micro_batches(self, batch_size: int, config: Any) -> int:
+    """Return the number of micro-batches per step at a batch size."""
+    return config.accumulate_steps * (batch_size // config.batch_size) ** self.more_micro_batches
 
 
 def measuring(phases: Phases | AdaptiveBatch | Growing) -> str:
-  """Return the name of the rule that measures batch sizes during the run; "" without one."""
-  rule = phases.when if isinstance(phases, Growing) else phases
-  return type(rule).__name__ if getattr(rule, "measures", False) else ""
+  """Return the name of the class that chooses batch sizes during the run; "" without one."""
+  rule = phases.when if isinstance(phases, Growing) and phases.when.decide else phases
+  return "" if isinstance(rule, Phases | Growing) else type(rule).__name__

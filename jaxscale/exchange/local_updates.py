@@ -53,12 +53,16 @@ class LocalUpdate(NamedTuple):
       synchronize.
     elastic: share a of its distance from the anchor by which a worker moves towards it when
       they synchronize; None: all workers start again from the anchor.
+    worker_steps: for each worker, the steps that it takes of the H between two
+      synchronizations, the first ones; () takes all. A worker that takes fewer steps comes
+      less far, and D is still the plain mean over the workers.
   """
 
   every: int
   outer: optax.GradientTransformation
   reset_momentum: bool = False
   elastic: float | None = None
+  worker_steps: tuple[int, ...] = ()
 
 
 class BlockMomentumState(NamedTuple):

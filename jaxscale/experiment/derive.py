@@ -13,7 +13,7 @@ import numpy as np
 
 from jaxscale import config as cfg
 from jaxscale import optim
-from jaxscale.errors import ConfigError, invalid
+from jaxscale.errors import invalid
 from jaxscale.experiment.microbatches import bn_span_of, over_devices
 from jaxscale.experiment.own_classes import build, guarded
 from jaxscale.experiment.phases import Phase, plan
@@ -192,8 +192,8 @@ def build_schedule(config: cfg.Config, peak_lr: float, context: cfg.ScheduleCont
   return guarded(config.schedule, " (schedule)", schedule)
 
 
-def growth_rule(config: cfg.Config, num_train: int, warmup_steps: int) -> cfg.GrowthRule:
-  """Return the rule of a growing batch, `Growing.when`.
+def growth_points(config: cfg.Config, num_train: int, warmup_steps: int) -> list[float]:
+  """Return the numbers of examples after which a growing batch may grow.
 
   Raises:
     ConfigError: the rule does not fit the schedule, or is not a valid one of the user.
@@ -209,16 +209,14 @@ def growth_rule(config: cfg.Config, num_train: int, warmup_steps: int) -> cfg.Gr
     return np.asarray(jax.vmap(schedule)(jnp.arange(steps + 1)), np.float32)
 
   context = cfg.GrowthContext(size, settings.factor, num_train, total, rates)
-  kind = cfg.GrowthRule, "a GrowthRule"
-  rule: cfg.GrowthRule = build(settings.when, context, kind=kind[0], expected=kind[1])
-  name, points = f"{type(settings.when).__name__}.build", list(rule.points)
-  if points != sorted({*points}) or min(points, default=1) <= 0:
-    raise ConfigError(f"{name}: points={rule.points} are not positive and increasing; sort them")
-  if bool(settings.when.measures) != (rule.decide is not None):
-    problem = f"measures={settings.when.measures} contradicts the GrowthRule, "
-    problem += "which has no decide" if rule.decide is None else "which has decide"
-    raise ConfigError(f"{name}: {problem}; set `measures = {rule.decide is not None}`")
-  return rule
+  points = [*build(settings.when, context, kind=(tuple, list), expected="a tuple of numbers")]
+  is_empty = not points or next_size(config, size, num_train) is None
+  if is_empty or points != sorted({*points}) or points[0] <= 0:
+    most = min(settings.max_batch_size or num_train, num_train)
+    problem = f"never grows: it has the points {points} and at most {most:,} examples"
+    fix = "give positive, increasing points and a larger max_batch_size"
+    raise invalid("Growing.when", type(settings.when).__name__, problem, fix)
+  return points
 
 
 def next_size(config: cfg.Config, batch_size: int, num_train: int) -> int | None:
@@ -245,13 +243,12 @@ def _phases(
     each = settings.every_epochs
     points = [i * each * num_train for i in range(1, max(math.ceil(total / each), 1))]
     return _grown(config, num_train, points, [*chosen] or [size], is_open=True)
-  rule = growth_rule(config, num_train, warmup_steps)
-  sizes = [*chosen] or [size]
-  if rule.decide is None:
-    while len(sizes) <= len(rule.points) and (n := next_size(config, sizes[-1], num_train)):
+  points, sizes = growth_points(config, num_train, warmup_steps), [*chosen] or [size]
+  if not (is_measured := settings.when.decide is not None):
+    while len(sizes) <= len(points) and (n := next_size(config, sizes[-1], num_train)):
       sizes.append(n)
-  is_open = rule.decide is not None and next_size(config, sizes[-1], num_train) is not None
-  return _grown(config, num_train, rule.points, sizes, is_open=is_open)
+  is_open = is_measured and next_size(config, sizes[-1], num_train) is not None
+  return _grown(config, num_train, points, sizes, is_open=is_open)
 
 
 def _grown(
@@ -274,8 +271,8 @@ def _grown(
   if is_open := is_open and len(known) <= len(points):
     parts.append((points[len(known) - 1], known[-1][1]))
   starts, sizes = map(list, zip(*parts, strict=True))
-  more = getattr(config.phases, "accumulate_steps", lambda size, config: config.accumulate_steps)
-  counts = [more(size, config) for size in sizes]
+  asked, growing = config.accumulate_steps, isinstance(config.phases, cfg.Growing)
+  counts = [config.phases.micro_batches(size, config) if growing else asked for size in sizes]
   assert config.epochs is not None  # checked by Config
   total = config.epochs * num_train
   phases = plan(starts, sizes, counts, [None] * len(sizes), num_train=1, total_epochs=total)
@@ -294,12 +291,11 @@ def device_summary(config: cfg.Config, derived: Derived) -> str | None:
   num_blocks, start = derived.row_blocks, max(derived.start_devices // each, 1)
   if num_blocks == start:
     return None
-  phases, asked = derived.phases, config.phases
-  then = [config.accumulate_steps for phase in phases]
-  if isinstance(asked, cfg.Growing):
-    then = [asked.accumulate_steps(phase.batch_size, config) for phase in phases]
-  elif counts := getattr(asked, "accumulate_steps", ()):
-    then = [counts[phase.ordinal] for phase in phases]
+  phases, usual = derived.phases, config.accumulate_steps
+  asked = getattr(config.phases, "accumulate_steps", ())
+  then = [asked[phase.ordinal] if asked else usual for phase in phases]
+  if isinstance(config.phases, cfg.Growing):
+    then = [config.phases.micro_batches(phase.batch_size, config) for phase in phases]
   now = [phase.accumulate_steps for phase in phases]
   before, rows = (
     [s.batch_size // (n * m) for s, m in zip(phases, counts, strict=True)]

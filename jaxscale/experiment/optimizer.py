@@ -49,7 +49,7 @@ def phase_rate(config: cfg.Config, phase: Phase) -> tuple[float, float | None]:
 def phase_schedule(config: cfg.Config, derived: Derived, phase: Phase) -> Schedule:
   """Return the schedule of a phase: step of the run -> learning rate."""
   schedule = make_schedule(config, derived)
-  if len(derived.phases) == 1:
+  if isinstance(config.phases, cfg.Phases) and derived.phases == (phase,):
     return schedule
   return within_phase(schedule, phase, config.batch_size, phase_rate(config, phase)[0])
 

@@ -388,9 +388,7 @@ class MuP(bases.Parametrization):
 
   def __post_init__(self):
     if self.outputs is not None:
-      bounds.check_pattern(
-        f"{type(self).__name__}.outputs", self.outputs, "give e.g. '^head/kernel$'"
-      )
+      bounds.check_pattern("MuP.outputs", self.outputs, "give e.g. '^head/kernel$'")
 
   def build(self, context: bases.ParametrizationContext) -> dict[str, LeafFactors]:
     leaves, outputs = context.leaves, self.outputs

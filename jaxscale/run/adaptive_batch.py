@@ -1,25 +1,30 @@
-"""CNTK's adaptive minibatch size: trials choose the batch size during the run.
+"""Batch sizes that a run chooses itself: by the rule of a growing batch, or by CNTK's trials.
 
-The rules are those of CNTK's SGD.cpp (AdaptiveMinibatchSizing and
+The rules of `AdaptiveBatch` are those of CNTK's SGD.cpp (AdaptiveMinibatchSizing and
 SearchForBestMinibatchSize), with one difference: CNTK accepted a trial whose loss was NaN,
 and jaxscale rejects it.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import jax.numpy as jnp
 
-from jaxscale.config import AdaptiveBatch
+from jaxscale import cluster
+from jaxscale.config import AdaptiveBatch, Growing, GrowthPoint
 from jaxscale.errors import ConfigError
+from jaxscale.experiment.derive import next_size
 from jaxscale.experiment.optimizer import make_schedule
+from jaxscale.experiment.own_classes import user_errors
 from jaxscale.experiment.phases import examples_at
 from jaxscale.files import require_json
 from jaxscale.metrics.log import logger
 from jaxscale.run.branches import Branches
+from jaxscale.training import noise_scale
 
 FILE = "batch_sizes.json"  # in the workdir: the batch sizes chosen so far
 
@@ -76,8 +81,43 @@ def search(
   return best
 
 
-def choose(branches: Branches) -> int:
-  """Choose a batch size by trials, at the start of a phase; all processes call it."""
+def choose(branches: Branches) -> tuple[int, dict[str, float]]:
+  """Return the batch size of the next steps, and the numbers that the choice is based on.
+
+  All processes call it at the start of a phase. A choice is logged in one line, a trial too.
+
+  Raises:
+    ConfigError: an error in a rule of the user.
+  """
+  if isinstance(branches.experiment.config.phases, Growing):
+    return _grow(branches)
+  return _choose_by_trials(branches), {}
+
+
+def _grow(branches: Branches) -> tuple[int, dict[str, float]]:
+  experiment, state = branches.experiment, branches.state
+  config, derived, step = experiment.config, experiment.derived, int(state.step)
+  settings, size = config.phases, experiment.phase.batch_size
+  assert isinstance(settings, Growing)
+  larger, decide = next_size(config, size, derived.num_train), settings.when.decide
+  assert larger is not None and decide is not None  # Else nothing is to be decided.
+  tried = [branches.at_size(n, settings.micro_batches(n, config)) for n in (size, larger)]
+  fitting = [each for each in tried if each is not None]
+  branch = functools.partial(branches.side_by_side, fitting)
+  noise = tuple(noise_scale.read(state.noise).values())
+  point = step, examples_at(derived.phases, step), size, larger, noise, branch
+  grows, why, values = False, f"{larger:,} does not fit the devices and BatchNorm spans", {}
+  if len(fitting) == 2:
+    with user_errors(settings.when, ".decide"):
+      grows, why, values = decide(GrowthPoint(*point))
+  grows, why, values = cluster.from_leader((bool(grows), str(why), dict(values)))
+  text = f"grows from {size:,} to {larger:,}" if grows else f"stays {size:,}"
+  logger.info(f"step {step}  batch size {text}: {why}")
+  return (larger if grows else size), values
+
+
+def _choose_by_trials(branches: Branches) -> int:
+  """Choose a batch size as CNTK does."""
   experiment, step = branches.experiment, int(branches.state.step)
   config, derived = experiment.config, experiment.derived
   settings = config.phases

@@ -6,7 +6,7 @@ The run itself does not change, so a run that is stopped among them repeats them
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import jax
@@ -16,7 +16,7 @@ import numpy as np
 from jaxscale.errors import ConfigError
 from jaxscale.experiment import build
 from jaxscale.experiment.microbatches import over_devices
-from jaxscale.experiment.phases import phase_index
+from jaxscale.experiment.phases import Phase, examples_at, phase_index
 from jaxscale.training.types import Batch, TrainState
 
 
@@ -43,11 +43,12 @@ class Branches(NamedTuple):
       accumulate_steps: micro-batches per step, on the devices that the run started with.
     """
     config, derived = self.experiment.config, self.experiment.derived
-    phase = derived.phases[phase_index(derived.phases, int(self.state.step))]
-    target = phase._replace(batch_size=batch_size, accumulate_steps=accumulate_steps)
+    step, sizes = int(self.state.step), (batch_size, accumulate_steps)
+    phase = derived.phases[phase_index(derived.phases, step)]
+    shape = Phase(step, phase.stop, examples_at(derived.phases, step), *sizes, phase.image_size)
     start_blocks = max(derived.start_devices * derived.row_blocks // derived.num_devices, 1)
     try:
-      (tried,) = over_devices(config, [target], derived.row_blocks, start_blocks)
+      (tried,) = over_devices(config, [shape], derived.row_blocks, start_blocks)
       return build.at_phase(self.experiment, tried)
     except ConfigError:  # For example, bn_span may not divide this batch size.
       return None
@@ -67,6 +68,18 @@ class Branches(NamedTuple):
       copy, values = train_step(copy, batch)
       losses.append(values["loss"])
     return np.array([x.item() for x in losses], np.float64)
+
+  def side_by_side(self, tried: Sequence[build.Experiment], steps: int) -> np.ndarray:
+    """Return the losses of branches on the same examples, float64 [branches, steps].
+
+    Args:
+      tried: the experiments of the branches; every batch size divides the largest.
+      steps: the number of steps of the largest. A column has the mean loss of each branch
+        over the examples of one such step.
+    """
+    times = [max(t.phase.batch_size for t in tried) // t.phase.batch_size for t in tried]
+    losses = [self.losses(t, n * steps) for t, n in zip(tried, times, strict=True)]
+    return np.stack([x.reshape(steps, -1).mean(1) for x in losses])
 
 
 class Comparison(NamedTuple):

@@ -83,8 +83,8 @@ class Reporter:
       outcome = "done" if self._is_done else "interrupted"
       self._writer.close("failed" if error else outcome)
 
-  def enter(self, experiment: build.Experiment, why: str = "") -> None:
-    """Report that a phase begins, and why; or that the phase of before continues."""
+  def enter(self, experiment: build.Experiment) -> None:
+    """Report that a phase begins, or that the one before continues."""
     notes = [n for n in experiment.notes if n not in self._experiment.notes]
     continues = experiment.phase.start == self._experiment.phase.start
     self._experiment = experiment
@@ -93,8 +93,11 @@ class Reporter:
     size = f", images of {phase.image_size}" if phase.image_size else ""
     self._damage.watch("training", experiment.train_data)
     if not continues:
-      now = f"batch size is now {phase.batch_size:,}{size}"
-      logger.info(f"step {phase.start}  {now}{f': {why}' * bool(why)}")
+      rule = getattr(experiment.config.phases, "when", None)
+      why = f": {rule.why}" if rule is not None and rule.decide is None else ""
+      before, now = (build.rate_at(experiment, phase.start - n) for n in (1, 0))
+      text = f"batch size is now {phase.batch_size:,}{size} (lr {before:.4g} to {now:.4g}){why}"
+      logger.info(f"step {phase.start}  {text}")
     for note in notes:
       logger.info(note)
 

@@ -6,14 +6,8 @@ import math
 from typing import Annotated, Any, Literal
 
 from jaxscale import run  # Lazy: its names load on first use.
-from jaxscale.config.bases import (
-  Callback,
-  CallbackContext,
-  Growth,
-  GrowthContext,
-  GrowthPoint,
-  GrowthRule,
-)
+from jaxscale.config import bases
+from jaxscale.config.bases import Callback, CallbackContext, Growth
 from jaxscale.config.bounds import Count, NonNegative, Positive
 from jaxscale.errors import invalid
 from jaxscale.metrics.plot import check_matplotlib
@@ -123,62 +117,52 @@ class SampleWriter(Callback):
 class BySchedule(Growth):
   """Growth wherever the schedule has divided the learning rate by `Growing.factor` again."""
 
-  def build(self, context: GrowthContext) -> GrowthRule:
-    rates = context.schedule()
+  why = "the schedule's learning rate has fallen by the same factor"
+
+  def build(self, context: bases.GrowthContext) -> tuple[float, ...]:
+    rates, steps = context.schedule(), []
     top = int(rates.argmax())
     if (rises := rates[top + 1 :] > rates[top:-1] * (1 + 1e-5)).any():
       step = top + int(rises.argmax()) + 1
       problem = f"needs a schedule that only falls after its peak; this one rises at step {step:,}"
       raise invalid("Growing.when", "BySchedule", problem, "use AtExamples")
-    steps, bound = [], rates[top]
-    # The tolerance keeps a rate that is exactly a half, but for rounding, at its step.
-    while (is_below := rates[top:] <= (bound := bound / context.factor) * (1 + 1e-5)).any():
-      steps.append(top + int(is_below.argmax()))
-      if bound == 0:
-        break
-    by = "halved the learning rate" if context.factor == 2 else "divided the learning rate"
-    by += f" by {context.factor}" * (context.factor != 2)
-    points = (float(step * context.batch_size) for step in dict.fromkeys(steps))
-    return GrowthRule(tuple(points), f"the schedule has {by}")
+    for power in range(1, 64):
+      # The tolerance keeps a rate that is exactly a half, but for rounding, at its step.
+      is_below = rates[top:] <= rates[top] / float(context.factor) ** power * (1 + 1e-5)
+      steps += [top + int(is_below.argmax())] if is_below.any() else []
+    return tuple(float(step * context.batch_size) for step in dict.fromkeys(steps))
 
 
 class AtExamples(Growth):
   """Growth at given numbers of examples or epochs.
 
   Attributes:
-    examples: the numbers of examples after which the batch grows, in increasing order.
-    epochs: the numbers of epochs after which the batch grows, instead of `examples`.
+    examples: the numbers of examples after which the batch grows.
+    epochs: the numbers of epochs after which the batch grows, in addition to `examples`.
   """
 
   examples: Annotated[tuple[int, ...], ">= 1"] = ()
   epochs: Annotated[tuple[float, ...], "> 0"] = ()
 
-  def __post_init__(self):
-    name = "epochs" if self.epochs else "examples"
-    if bool(self.examples) == bool(self.epochs):
-      problem = f"and examples={self.examples} are {'both' if self.epochs else 'not'} set"
-      raise invalid("AtExamples.epochs", self.epochs, problem, "set one of them")
-    if list(points := self.epochs or self.examples) != sorted(set(points)):
-      fix = "sort it and remove duplicates"
-      raise invalid(f"AtExamples.{name}", points, "is not in increasing order", fix)
-
-  def build(self, context: GrowthContext) -> GrowthRule:
-    points = self.examples or [epoch * context.num_train for epoch in self.epochs]
-    return GrowthRule(tuple(map(float, points)))
+  def build(self, context: bases.GrowthContext) -> tuple[float, ...]:
+    points = {*map(float, self.examples), *(epoch * context.num_train for epoch in self.epochs)}
+    return tuple(sorted(points))
 
 
-def _intervals(every_epochs: float, context: GrowthContext) -> tuple[float, ...]:
-  """Return the examples after each interval of a run, without its end."""
-  count = math.ceil(context.total_examples / (every_epochs * context.num_train))
-  return tuple(i * every_epochs * context.num_train for i in range(1, count))
+class _Measured(Growth):
+  every_epochs: Positive = 1.0
+
+  def build(self, context: bases.GrowthContext) -> tuple[float, ...]:
+    interval = self.every_epochs * context.num_train
+    return tuple(i * interval for i in range(1, math.ceil(context.total_examples / interval)))
 
 
-class ByNoiseScale(Growth):
+class ByNoiseScale(_Measured):
   """Growth once the gradient noise scale is surely above the larger batch size.
 
   The batch grows if the lower end of the 95 % interval of the noise scale, which averages about
-  200 steps, is at least `ratio` times the larger batch size. A scale that is infinite or not
-  measured yet decides nothing.
+  200 steps, is at least `ratio` times the larger batch size. Only the interval decides: that of
+  a scale that is not measured yet is 0 to infinity, at which the batch stays.
 
   Attributes:
     every_epochs: the number of epochs between two decisions.
@@ -187,27 +171,20 @@ class ByNoiseScale(Growth):
       (arXiv:1812.06162, eq. 2.11); higher values waste fewer.
   """
 
-  every_epochs: Positive = 1.0
   ratio: Positive = 1.0
 
-  measures = True
   reads_noise_scale = True
 
-  def build(self, context: GrowthContext) -> GrowthRule:
-    def decide(point: GrowthPoint) -> tuple[bool, str, dict[str, float]]:
-      scale, low, high = point.noise_scale or (math.inf, 0.0, math.inf)
-      values = {"noise_scale": scale, "noise_scale_low": low, "noise_scale_high": high}
-      bound = self.ratio * point.larger
-      within = f"the noise scale is {low:,.4g} to {high:,.4g} (95 %)"
-      if low >= bound:
-        return True, f"{within}, at least {bound:,.4g}", values
-      why = f"surely below {bound:,.4g}" if high < bound else f"not surely above {bound:,.4g}"
-      return False, f"{within}, {why}", values
-
-    return GrowthRule(_intervals(self.every_epochs, context), decide=decide)
+  def decide(self, point: bases.GrowthPoint) -> tuple[bool, str, dict[str, float]]:
+    _, low, high = point.noise_scale
+    low, high, bound = low or 0.0, math.inf if high is None else high, self.ratio * point.larger
+    values = {"noise_scale_low": low, "noise_scale_high": high, "bound": bound}
+    within = f"the noise scale is {low:,.4g} to {high:,.4g} (95 %)"
+    why = "surely above" if low >= bound else "surely below" if high < bound else "perhaps below"
+    return low >= bound, f"{within}, {why} {bound:,.4g}", values
 
 
-class ByBranch(Growth):
+class ByBranch(_Measured):
   """Growth if a short branch at the larger batch size loses nothing on the same examples.
 
   Copies of the state train at both batch sizes on the same next examples; the run itself does
@@ -222,26 +199,17 @@ class ByBranch(Growth):
     margin: the allowed increase of the loss, as a share of the loss at the current batch size.
   """
 
-  every_epochs: Positive = 1.0
   steps: Annotated[int, ">= 4"] = 20
   margin: NonNegative = 0.01
 
-  measures = True
-
-  def build(self, context: GrowthContext) -> GrowthRule:
-    def decide(point: GrowthPoint) -> tuple[bool, str, dict[str, float]]:
-      found = run.compare_branches(point.branch(self.steps))
-      grows = found.difference + found.error <= self.margin * abs(found.loss)
-      values = found._asdict()
-      sign = "at most" if grows else "not surely at most"
-      return (
-        grows,
-        (
-          f"over {self.steps * point.larger:,} examples the loss is {found.larger_loss:.4f} at "
-          f"{point.larger:,} and {found.loss:.4f} at {point.batch_size:,}, a difference of "
-          f"{found.difference:.4f} ± {found.error:.4f}, {sign} {self.margin * abs(found.loss):.4f}"
-        ),
-        values,
-      )
-
-    return GrowthRule(_intervals(self.every_epochs, context), decide=decide)
+  def decide(self, point: bases.GrowthPoint) -> tuple[bool, str, dict[str, float]]:
+    found = run.compare_branches(point.branch(self.steps))
+    bound = self.margin * abs(found.loss)
+    grows = found.difference + found.error <= bound
+    why = (
+      f"over {self.steps * point.larger:,} examples the loss is {found.larger_loss:.4f} at "
+      f"{point.larger:,} and {found.loss:.4f} at {point.batch_size:,}, a difference of "
+      f"{found.difference:.4f} ± {found.error:.4f}, {'not surely ' * (not grows)}at most "
+      f"{bound:.4f}"
+    )
+    return grows, why, found._asdict()

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 from collections.abc import Iterator
 
 from jaxscale import cluster, data, metrics
 from jaxscale.cluster.watch.stop_consensus import StopRequested
-from jaxscale.config import AdaptiveBatch
 from jaxscale.experiment import build
 from jaxscale.experiment.phases import Phase, examples_at, phase_index
 from jaxscale.mesh import host_shard
 from jaxscale.metrics.log import logger
-from jaxscale.run import adaptive_batch, growing, hooks
+from jaxscale.run import adaptive_batch, hooks
 from jaxscale.run.branches import Branches
 from jaxscale.run.efficiency import read_program
 from jaxscale.run.gc_pause import resume_gc
@@ -37,7 +37,7 @@ def train_phases(run: Run, state: TrainState, compiler: StepCompiler) -> TrainSt
       except StopRequested:  # The resumed run repeats the trials.
         state = hooks.save(run, step, state)
         break
-      run.reporter.enter(run.experiment, growing.reason(run.experiment))
+      run.reporter.enter(run.experiment)
     if (to := min(run.nan_policy.done_until(step), run.experiment.phase.stop)) > step:
       logger.info(f"skipping steps {step + 1} to {to}")
       state, step = build.skip_steps(state, to - step), to
@@ -129,14 +129,12 @@ def _choose(run: Run, experiment: build.Experiment, state: TrainState) -> tuple[
   chosen = tuple(cluster.from_leader(adaptive_batch.read_chosen(workdir)))
   chosen = chosen or (experiment.config.batch_size,)
   with run.reporter.pause():
-    if isinstance(experiment.config.phases, AdaptiveBatch):
-      size, values = adaptive_batch.choose(Branches(*parts)), {}
-    else:
-      size, values = growing.choose(Branches(*parts))
+    size, values = adaptive_batch.choose(Branches(*parts))
   chosen += (size,)
   # A resumed run reads this choice and needs no second trial.
   write = functools.partial(metrics.write_json, workdir / adaptive_batch.FILE, chosen)
   cluster.on_leader(write, "batch sizes")
+  values = {name: x for name, x in values.items() if math.isfinite(x)}
   run.reporter.write(step, "growth", {"batch_size": float(size), **values})
   return chosen
 

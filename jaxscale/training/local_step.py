@@ -63,6 +63,10 @@ from jaxscale.training.types import (
 Axes = tuple[str, ...]
 # Parameters, model state and the outer optimizer's state, the same on all devices.
 Anchor = tuple[Tree, Tree, Tree]
+WorkerUpdate = Callable[
+  [WorkerState, Tree, Batch, jax.Array, jax.Array], tuple[WorkerState, Totals, Metrics, Any]
+]
+_ACTIVE = "_active"  # metric: 1 if the worker took the step
 
 
 def make_local_train_step(
@@ -121,6 +125,8 @@ def make_local_train_step(
   within = () if workers is None else tuple(a for a in axes if a not in workers)
   loss_fn = checked(loss_fn)
   update = _make_worker_update(loss_fn, tx, mesh, within, options)
+  if method.worker_steps:
+    update = _some_steps(update, method, workers or axes, axes)
   synchronize = _make_synchronize(exchange, method, axes, options.skip_bad_steps)
 
   def device_step(
@@ -128,7 +134,8 @@ def make_local_train_step(
   ):
     # Arrays of one device: the anchor in full, the worker's state with a leading dim of 1.
     before = jax.tree.map(lambda x: x[0], stacked)
-    worker, totals, metrics, codes = update(before, vary(anchor[0], axes), batch, key)
+    arguments = before, vary(anchor[0], axes), batch, key
+    worker, totals, metrics, codes = update(*arguments, step)
     is_due = ((step + 1) % method.every == 0) | (step + 1 == (last_step or 0))
     part = trainable_part(anchor[0], options.trainable), *anchor[1:]
     sent = worker.params if method.elastic is None else before.params
@@ -136,8 +143,7 @@ def make_local_train_step(
     if options.skip_bad_steps:
       totals["loss"] = jnp.where(code < 0, totals["loss"], jnp.nan)
       codes = jnp.append(codes, vary(code, axes))[None]
-    totals, metrics = lax.psum(totals, axes), lax.pmean(metrics, axes)
-    metrics = means(totals) | metrics
+    metrics = _mean_metrics(totals, metrics, method, mesh)
     if schedule is not None:
       metrics["learning_rate"] = jnp.asarray(schedule(step), jnp.float32)
     worker = jax.tree.map(lambda x: x[None], worker)
@@ -165,15 +171,25 @@ def make_local_train_step(
   return checked_step(one_at_a_time(jitted, mesh), options)
 
 
+def _mean_metrics(totals: Totals, metrics: Metrics, method: LocalUpdate, mesh: Mesh) -> Metrics:
+  """Return the means of a device's totals and metrics over all workers that took the step."""
+  totals, metrics = lax.psum((totals, metrics), mesh.axis_names)
+  active = metrics.pop(_ACTIVE, mesh.size)
+  found = means(totals) | {name: x / active for name, x in metrics.items()}
+  if method.worker_steps:
+    found["active_workers"] = active * len(method.worker_steps) / mesh.size
+  return found
+
+
 def _make_worker_update(
   loss_fn: LossFn, tx: optax.GradientTransformation, mesh: Mesh, within: Axes, options: StepOptions
-) -> Callable[[WorkerState, Tree, Batch, jax.Array], tuple[WorkerState, Totals, Metrics, Any]]:
+) -> WorkerUpdate:
   """Return a worker's inner step on one device.
 
   Returns:
-    (worker, parameters of the anchor, batch, key) -> (worker, totals, further metrics of the
-    worker, codes). Frozen parameters are those of the anchor. With `skip_bad_steps` the codes
-    are int32 [3] and report what the device found, else ().
+    (worker, parameters of the anchor, batch, key, step) -> (worker, totals, further metrics of
+    the worker, codes). Frozen parameters are those of the anchor. With `skip_bad_steps` the
+    codes are int32 [3] and report what the device found, else ().
   """
   axes, is_cpu = mesh.axis_names, on_cpu(mesh)
 
@@ -204,7 +220,8 @@ def _make_worker_update(
     grads = jax.tree.map(lambda g: g * scale.astype(g.dtype), grads)
     return grads, model_state, totals, codes
 
-  def update(worker: WorkerState, anchor: Tree, batch: Batch, key: jax.Array):
+  def update(worker: WorkerState, anchor: Tree, batch: Batch, key: jax.Array, step: jax.Array):
+    del step
     grads, model_state, totals, codes = mean_grads(worker, anchor, batch, key)
     norm = optax.tree.norm(grads)
 
@@ -231,6 +248,37 @@ def _make_worker_update(
     return after, totals, metrics, codes
 
   return update
+
+
+def _some_steps(
+  update: WorkerUpdate, method: LocalUpdate, workers: Axes, axes: Axes
+) -> WorkerUpdate:
+  """Return an inner step that each worker takes only in its first steps of a round.
+
+  A round is the steps between two synchronizations; `method.worker_steps` has the number of
+  each worker. In the other steps of a round a worker computes nothing: its state keeps its
+  values except for step counts, and its totals and metrics are 0. The metric `_ACTIVE` is 1 on
+  the devices of workers that took the step.
+  """
+
+  def take(*arguments: Any):
+    worker, totals, metrics, codes = update(*arguments)
+    return worker, totals, metrics | {_ACTIVE: vary(jnp.ones(()), axes)}, codes
+
+  def some(worker: WorkerState, *arguments: Any):
+    *_, step = arguments
+    steps = jnp.asarray(method.worker_steps, jnp.int32)[lax.axis_index(workers)]
+    _, *shapes = jax.eval_shape(take, worker, *arguments)
+    zeros = jax.tree.map(lambda x: vary(jnp.zeros(x.shape, x.dtype), axes), shapes)
+    totals, metrics, codes = zeros
+
+    def idle(worker: WorkerState, *_: Any):
+      kept = worker._replace(opt_state=nan_guard.count_steps(worker.opt_state))
+      return kept, totals, metrics, jax.tree.map(lambda x: x - 1, codes)  # nothing was bad
+
+    return lax.cond(step % method.every < steps, take, idle, worker, *arguments)
+
+  return some
 
 
 def _make_synchronize(

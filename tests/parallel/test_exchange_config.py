@@ -145,6 +145,8 @@ BLOCK optimizer=AdamW                                  AdamW's moments
 BLOCK optimizer=LAMB                                   LAMB's moments
 exchange=Int8 noise_scale=True                         use AllReduce or Half
 exchange.delayed=True noise_scale=True                 AllReduce.delayed
+LOCAL sync.worker_steps=2,1     LocalSGD.worker_steps=(2, 1) has 2 numbers for 8 workers
+LOCAL sync.worker_steps=1,1,1,1,1,1,1,1                give 2 for the fastest workers
 sync=DiLoCo exchange.delayed=True ema_decay=None       delayed to False
 sync=DiLoCo                                            set ema_decay to None
 sync=DiLoCo ema_decay=None noise_scale=True            compares gradients
