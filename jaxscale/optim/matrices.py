@@ -276,5 +276,5 @@ def _apply(
   return results, joined
 
 
-_HERE = Dealer(_rows, _apply)
-_DEALER = contextvars.ContextVar("dealer", default=_HERE)
+HERE = Dealer(_rows, _apply)  # on one device
+_DEALER = contextvars.ContextVar("dealer", default=HERE)

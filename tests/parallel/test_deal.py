@@ -5,12 +5,14 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxscale import config as cfg
+from jaxscale import hlo
 from jaxscale.experiment import build
 from jaxscale.optim import init_matrices, map_matrices, matrix_rows
-from jaxscale.optim.matrices import dealt_by
+from jaxscale.optim.matrices import cubic, dealt_by
 from jaxscale.parallel.deal import make_dealer
 from support.configs import small_config
 from support.dealt import MESHES, SHAPES, STACKED, layout_of, numbers, put
@@ -33,15 +35,18 @@ def expected(path, x):
   return np.stack([of_whole(m) for m in matrices]).reshape(x.shape)
 
 
+@pytest.mark.parametrize("is_shared", [True, False])
 @pytest.mark.parametrize("name", MESHES)
-def test_every_layout_gives_the_results_of_whole_matrices(name):
+def test_every_layout_gives_the_results_of_whole_matrices(name, is_shared):
+  """Devices that hold the same parts share expensive functions, and repeat cheap ones."""
   layout = layout_of(name)
   tree = numbers(layout, 0)
+  cost = (lambda n, m: 1e9 * n * m) if is_shared else cubic
 
   @jax.jit
   def apply(tree):
     with dealt_by(make_dealer(layout)):
-      return map_matrices(function, tree, stacked=STACKED)
+      return map_matrices(function, tree, stacked=STACKED, cost=cost)
 
   found = jax.device_get(apply(put(tree, layout)))
   for path, x in jax.tree.leaves_with_path(tree):
@@ -49,6 +54,25 @@ def test_every_layout_gives_the_results_of_whole_matrices(name):
     for key in path:
       result = result[key.key]
     np.testing.assert_allclose(result, expected(path, x), rtol=3e-5, atol=1e-4, err_msg=str(path))
+
+
+def test_more_devices_than_matrices_are_groups():
+  """Five matrices on 8 devices: two groups of 4 compute them, and gather among themselves."""
+  layout = layout_of("data")
+  tree = {"layers": {"up": numbers(layout, 0)["layers"]["up"]}, "head": numbers(layout, 0)["head"]}
+
+  @jax.jit
+  def apply(tree):
+    with dealt_by(make_dealer(layout)):
+      return map_matrices(function, tree, stacked=STACKED, cost=lambda n, m: 1e9 * n * m)
+
+  for path, x in jax.tree.leaves_with_path(jax.device_get(apply(tree))):
+    of_path = tree["head"] if path[0].key == "head" else tree["layers"]["up"]
+    np.testing.assert_allclose(x, expected(path, of_path), rtol=3e-5, atol=1e-4)
+  mesh = Mesh(layout.mesh.devices, layout.mesh.axis_names)
+  where = jax.tree.map(lambda x: jax.device_put(x, NamedSharding(mesh, P())), tree)
+  (gather,) = hlo.collectives(apply.lower(where).compile(), mesh)
+  assert gather.kind == "all-gather" and gather.group_size == 4
 
 
 @pytest.mark.parametrize("name", MESHES)
