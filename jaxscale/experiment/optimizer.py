@@ -17,8 +17,8 @@ from optax import Schedule
 
 from jaxscale import config as cfg
 from jaxscale import optim
-from jaxscale.experiment.derive import Derived, schedule_steps
-from jaxscale.experiment.own_classes import build, guarded, guarded_parts
+from jaxscale.experiment.derive import Derived, build_schedule, schedule_steps
+from jaxscale.experiment.own_classes import build, guarded_parts
 from jaxscale.experiment.phases import Phase
 
 Rule = Literal["none", "linear", "sqrt", "neutral"]  # scaling of lr and momentum
@@ -33,9 +33,7 @@ def make_schedule(config: cfg.Config, derived: Derived) -> Schedule:
   total = schedule_steps(config, derived.phases, derived.num_train)
   total = max(math.ceil(total), 1)
   context = cfg.ScheduleContext(total, derived.warmup_steps, per_epoch)
-  expected = "a function of the step"
-  schedule = build(config.schedule, derived.peak_lr, context, kind=callable, expected=expected)
-  return guarded(config.schedule, " (schedule)", schedule)
+  return build_schedule(config, derived.peak_lr, context)
 
 
 def phase_rate(config: cfg.Config, phase: Phase) -> tuple[float, float | None]:
@@ -51,7 +49,7 @@ def phase_rate(config: cfg.Config, phase: Phase) -> tuple[float, float | None]:
 def phase_schedule(config: cfg.Config, derived: Derived, phase: Phase) -> Schedule:
   """Return the schedule of a phase: step of the run -> learning rate."""
   schedule = make_schedule(config, derived)
-  if len(derived.phases) == 1:
+  if isinstance(config.phases, cfg.Phases) and derived.phases == (phase,):
     return schedule
   return within_phase(schedule, phase, config.batch_size, phase_rate(config, phase)[0])
 

@@ -52,7 +52,9 @@ def _head(experiment: build.Experiment) -> str:
   if "model" in mesh.axis_names:
     lines.append(f"layout.model (along model): {layout.model}")
   again = ", and each stage again from its input" * ("stage" in mesh.axis_names)
-  return "\n".join([*lines, f"layout.remat: {experiment.remat}{again}", *experiment.notes])
+  return "\n".join(
+    [*lines, f"layout.remat: {experiment.remat}{again}", *experiment.dealt_out, *experiment.notes]
+  )
 
 
 def _parameters(params: Any) -> str:
