@@ -1,5 +1,6 @@
 """CompleteP under layouts: as on one device; resumed bit for bit; exported and described."""
 
+import dataclasses
 import functools
 
 import jax
@@ -8,8 +9,8 @@ import numpy as np
 import pytest
 
 import jaxscale as jxs
+from jaxscale import cli, data, models
 from jaxscale import config as cfg
-from jaxscale import data, models
 from jaxscale.config.record import describe_run
 from jaxscale.errors import ConfigError
 from jaxscale.experiment import build
@@ -125,3 +126,7 @@ def test_killed_it_resumes_bit_for_bit_and_records_its_base(tmp_path):
   assert_same_bits(fit(config, tmp_path / "killed").state, whole)
   settings = describe_run(tmp_path / "whole").settings()
   assert settings.parametrization == config.parametrization
+  assert cli.main(["export", str(tmp_path / "whole"), "--to", str(tmp_path / "hf")]) == 0
+  again = dataclasses.replace(config, init_from=str(tmp_path / "hf"))
+  loaded = jax.device_get(build.experiment(again).init_state().params)
+  assert_same_bits(loaded, jax.device_get(whole.params))
