@@ -22,8 +22,9 @@ if TYPE_CHECKING:
 
 __all__ = ["Callback", "CallbackContext", "Data", "Exchange", "ExchangeContext", "Growth"]
 __all__ += ["GrowthContext", "GrowthPoint", "Loss", "LossContext", "Metric", "Model"]
-__all__ += ["ModelContext", "Optimizer", "OptimizerContext", "Schedule", "ScheduleContext", "Sync"]
-__all__ += ["SyncContext", "Tracker", "TrackerContext"]
+__all__ += ["ModelContext", "Optimizer", "OptimizerContext", "Parametrization"]
+__all__ += ["ParametrizationContext", "Schedule", "ScheduleContext", "Sync", "SyncContext"]
+__all__ += ["Tracker", "TrackerContext"]
 
 
 class ModelContext(NamedTuple):
@@ -77,6 +78,26 @@ class OptimizerContext(NamedTuple):
   warmup_steps: int = 0
   stacked: Callable[[Any], Any] | None = None
   embeddings: Callable[[Any], Any] | None = None
+
+
+class ParametrizationContext(NamedTuple):
+  """Arguments of `Parametrization.build`: a model beside its base model.
+
+  Attributes:
+    leaves: the shapes of each parameter in both models, `optim.Leaf` by path.
+    rule: the optimizer's `update_rule`, "adam", "sgd" or "muon".
+    depth: the number of layers over that of the base model; 1 without a stack of layers.
+    query_scale: the square root of the base width of an attention head over its width.
+    is_tied: whether the output layer uses the embedding table.
+    out_first: whether kernels are [out, in], as in Equinox.
+  """
+
+  leaves: dict[str, Any]
+  rule: str
+  depth: float = 1.0
+  query_scale: float = 1.0
+  is_tied: bool = False
+  out_first: bool = False
 
 
 class ScheduleContext(NamedTuple):
@@ -300,6 +321,17 @@ class Optimizer(Choice):
 
   follows_batch_neutrally = False  # True if Phases.follow='neutral' can adapt the momentum.
   has_resettable_momentum = False
+  # "adam" (gradients divided by their size), "sgd" (proportional to gradients), "muon", or "": no
+  # parametrization but Standard. Parameters may be used for weight decay only.
+  update_rule = ""
+
+
+class Parametrization(Choice):
+  """Factors of initialization, learning rate, weight decay and eps for each parameter.
+
+  `build(context: ParametrizationContext)` returns `optim.LeafFactors` by path; {} changes
+  nothing. A field `base`, a dict, has the fields of the model that differ in the base model.
+  """
 
 
 class Schedule(Choice):

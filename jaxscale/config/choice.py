@@ -21,7 +21,7 @@ from jaxscale.errors import ConfigError
 # config is imported before the packages that it configures, and without JAX.
 _HOMES = """Model:models Data:data Optimizer:optim Schedule:optim Exchange:exchange
   Sync:exchange Loss:training Metric:training Tracker:metrics Callback:run
-  Growth:run"""
+  Growth:run Parametrization:optim"""
 _PAIRS = (pair.split(":") for pair in _HOMES.split())
 HOMES = {base: f"jaxscale.{package}.settings" for base, package in _PAIRS}
 

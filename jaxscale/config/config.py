@@ -36,6 +36,8 @@ class Config:
     data: the training and validation examples; a class of your own also works.
     optimizer: the optimizer; a class of your own also works.
     schedule: the learning-rate schedule; a class of your own also works.
+    parametrization: the scales of initialization and learning rate; MuP or CompleteP keep the
+      best learning rate of a small model for a large one. A class of your own also works.
     loss: the training loss and its metrics; a class of your own also works.
     metrics: the further metrics of evaluations, e.g. "F1,ConfusionMatrix"; () computes only
       those of `loss`. Classes of your own also work.
@@ -111,6 +113,7 @@ class Config:
   data: bases.Data
   optimizer: bases.Optimizer
   schedule: bases.Schedule = built_in(bases.Schedule, "Cosine")
+  parametrization: bases.Parametrization = built_in(bases.Parametrization, "Standard")
   loss: bases.Loss = built_in(bases.Loss, "CrossEntropy")
   metrics: tuple[bases.Metric, ...] = ()
   batch_size: Count

@@ -7,6 +7,7 @@ schedule at its own count of steps, which skipped steps also advance (`nan_guard
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any, Literal
 
 import jax
@@ -102,9 +103,21 @@ def follow_batch_size(
 
 
 def make_optimizer(
-  config: cfg.Config, schedule: Schedule, warmup_steps: int = 0, momentum: float | None = None
+  config: cfg.Config,
+  schedule: Schedule,
+  warmup_steps: int = 0,
+  momentum: float | None = None,
+  factors: Mapping[str, optim.LeafFactors] | None = None,
 ) -> optax.GradientTransformation:
-  """Build the optimizer, with clipping by the global norm and layer-wise lr decay."""
+  """Build the optimizer, with clipping by the global norm and layer-wise lr decay.
+
+  Args:
+    config: the config of the run.
+    schedule: the learning rate as a function of the step.
+    warmup_steps: the number of warm-up steps.
+    momentum: the momentum that replaces the setting; None keeps it.
+    factors: the factors of the parametrization by path; None means none.
+  """
   masks = ("^layers/", "^(embed|head)/") if config.model.is_stack else ()
   context = cfg.OptimizerContext(momentum, warmup_steps, *map(optim.matching, masks))
 
@@ -115,9 +128,11 @@ def make_optimizer(
   optimizer = build(config.optimizer, schedule, context, kind=is_optax, expected=expected)
   if isinstance(optimizer, optax.GradientTransformation):  # not with extra arguments
     optimizer = guarded_parts(config.optimizer, " ({})", optimizer)
-  chain = [optimizer]
+  chain = [optim.with_factors(optimizer, factors)] if factors else [optimizer]
   if config.clip_norm is not None:
     chain.insert(0, optax.clip_by_global_norm(config.clip_norm))
   if config.layer_decay is not None:
     chain.append(optim.layerwise_rate_decay(config.layer_decay, config.layer_order))
+  if factors:
+    chain.insert(0, optim.scale_by_path({path: f.multiplier for path, f in factors.items()}))
   return optax.chain(*chain)

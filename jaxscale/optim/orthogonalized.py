@@ -26,6 +26,7 @@ Nesterov momentum, too (NAdam: T. Dozat, 2016): m_hat = b1 m / (1 - b1^(t+1)) + 
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
@@ -37,8 +38,10 @@ import optax
 from jaxscale.optim.adam import one_minus_power, scale_by_adam
 from jaxscale.optim.layers import Layer, flags_of, in_float32, is_injected, map_layers
 from jaxscale.optim.masks import Mask
+from jaxscale.optim.matrices import map_matrices
 
 NS_COEFFS = (3.4445, -4.7750, 2.0315)
+NS_STEPS = 5
 _TORCH_EPS = 1e-7  # torch.optim.Muon's default
 
 
@@ -181,24 +184,33 @@ def scale_by_muon(
     if eps is not None:
       corrections = [one_minus_power(momentum, t) for t in (count, count + 1)]
 
-    def step(layer: Any, _, g: Any, v: Any):
+    def step(g: Any, v: Any):
       now, ahead = (c.astype(v.dtype) for c in corrections)
-      v = momentum * v + (1 - momentum) * g
       u = v / now
       if nesterov:
         u = momentum * v / ahead + (1 - momentum) * g / now
-      matrices = u.reshape(len(u) if layer.stacked else 1, -1, u.shape[-1])
-      x = _orthogonalized(matrices, ns_steps, ns_coeffs, eps)
+      return u
+
+    def orthogonalize(matrices: jax.Array):
       inputs, outputs = matrices.shape[1:]
       size = math.sqrt(max(1, outputs / inputs))
       if adjust == "match_rms_adamw":
         size = 0.2 * math.sqrt(max(inputs, outputs))
-      return size * x.reshape(u.shape), v
+      return size * _orthogonalized(matrices, ns_steps, ns_coeffs, eps)
 
-    moved, mu = map_layers(2, step, params, None, stacked, updates, state.mu)
+    mu = jax.tree.map(lambda g, v: momentum * v + (1 - momentum) * g, updates, state.mu)
+    moved = jax.tree.map(step, updates, mu)
+    cost = functools.partial(_flops, NS_STEPS if is_injected(ns_steps) else ns_steps)
+    moved = map_matrices(orthogonalize, moved, stacked=stacked, cost=cost)
     return moved, MuonState(count, mu)
 
   return optax.GradientTransformation(init, update)
+
+
+def _flops(steps: int, inputs: int, outputs: int) -> float:
+  """Return the FLOPs of Newton-Schulz iterations: in each two products with x, and s s."""
+  small, large = sorted((inputs, outputs))
+  return steps * (4 * small**2 * large + 2 * small**3)
 
 
 def _orthogonalized(

@@ -13,10 +13,14 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from jaxscale.collectives import vary
+from jaxscale.optim.matrices import MatrixState, dealt_by
+from jaxscale.optim.tree_paths import path_name
+from jaxscale.parallel.deal import make_dealer
 from jaxscale.parallel.fsdp_gather import Gather, ShardedAndFull, local_shard
-from jaxscale.parallel.specs import Layout, opt_state_specs
+from jaxscale.parallel.specs import Layout
 from jaxscale.parallel.trainable import trainable_part
 
 HOST = "pinned_host"  # JAX's name for host memory that devices can copy from
@@ -107,6 +111,47 @@ def shardings(layout: Layout, specs: Any) -> Any:
   return jax.tree.map(lambda spec: NamedSharding(layout.mesh, spec), specs)
 
 
+def init_opt_state(layout: Layout, tx: optax.GradientTransformation, params: Any) -> Any:
+  """Return the initial optimizer state, whose matrices are dealt out under the layout."""
+  with dealt_by(make_dealer(layout)):
+    return tx.init(params)
+
+
+def init_shapes(layout: Layout, tx: optax.GradientTransformation) -> Any:
+  """Return the shapes and dtypes of the optimizer state."""
+  # A function of its own: JAX would return the shapes that `tx.init` has in another layout.
+  return jax.eval_shape(lambda params: init_opt_state(layout, tx, params), layout.shapes)
+
+
+def opt_state_specs(layout: Layout, tx: optax.GradientTransformation) -> Any:
+  """Return a `PartitionSpec` for each leaf of an optimizer state.
+
+  A leaf is sharded like a parameter if its path ends with the parameter's path and its
+  shape is the same. The rows of a `MatrixState` are sharded over all axes. Other leaves, such
+  as counts and trust ratios, are replicated.
+  """
+  if layout.shapes is None:
+    return P()
+  params = jax.tree_util.tree_leaves_with_path(layout.shapes)
+  specs = zip(params, jax.tree.leaves(layout.opt_specs), strict=True)
+  known = {path_name(path): (x.shape, spec) for (path, x), spec in specs}
+
+  def spec_of(path: Any, leaf: Any) -> Any:
+    if isinstance(leaf, MatrixState):
+      return jax.tree.map(lambda _: P(layout.mesh.axis_names), leaf)
+    parts = path_name(path).split("/")
+    for i in range(len(parts)):
+      shape, spec = known.get("/".join(parts[i:]), (None, P()))
+      if shape == leaf.shape:
+        return spec
+    return P()
+
+  def is_dealt(node: Any) -> bool:
+    return isinstance(node, MatrixState)
+
+  return jax.tree.map_with_path(spec_of, init_shapes(layout, tx), is_leaf=is_dealt)
+
+
 def opt_state_shardings(layout: Layout, tx: optax.GradientTransformation) -> Any:
   """Return the shardings of an optimizer state between steps.
 
@@ -120,7 +165,7 @@ def opt_state_shardings(layout: Layout, tx: optax.GradientTransformation) -> Any
   def place(leaf: Any, sharding: NamedSharding) -> NamedSharding:
     return sharding.with_memory_kind(HOST) if leaf.ndim >= 2 else sharding
 
-  return jax.tree.map(place, jax.eval_shape(tx.init, layout.shapes), where)
+  return jax.tree.map(place, init_shapes(layout, tx), where)
 
 
 def move_opt_state(opt_state: Any, layout: Layout, space: Any) -> Any:

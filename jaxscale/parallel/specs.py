@@ -17,7 +17,6 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import optax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -192,29 +191,6 @@ def local_grad_shapes(layout: Layout) -> Any:
     return jax.ShapeDtypeStruct(NamedSharding(layout.mesh, spec).shard_shape(x.shape), x.dtype)
 
   return jax.tree.map(local, layout.shapes, grad_specs(layout))
-
-
-def opt_state_specs(layout: Layout, tx: optax.GradientTransformation) -> Any:
-  """Return a `PartitionSpec` for each leaf of an optimizer state.
-
-  A leaf is sharded like a parameter if its path ends with the parameter's path and its
-  shape is the same. Other leaves, such as counts and trust ratios, are replicated.
-  """
-  if layout.shapes is None:
-    return P()
-  params = jax.tree_util.tree_leaves_with_path(layout.shapes)
-  specs = zip(params, jax.tree.leaves(layout.opt_specs), strict=True)
-  known = {path_name(path): (x.shape, spec) for (path, x), spec in specs}
-
-  def spec_of(path: Any, leaf: Any) -> P:
-    parts = path_name(path).split("/")
-    for i in range(len(parts)):
-      shape, spec = known.get("/".join(parts[i:]), (None, P()))
-      if shape == leaf.shape:
-        return spec
-    return P()
-
-  return jax.tree.map_with_path(spec_of, jax.eval_shape(tx.init, layout.shapes))
 
 
 def backward_sum_axes(layout: Layout | None) -> dict[str, tuple[str, ...]]:

@@ -17,9 +17,9 @@ from jaxscale.mesh import batch_axes
 from jaxscale.models.remat import REMAT, with_remat
 from jaxscale.models.stack import Stack, for_rows, packing_of
 from jaxscale.parallel.fsdp_gather import gather_params
-from jaxscale.parallel.placement import pair_shards, shards_and_full
+from jaxscale.parallel.placement import init_shapes, opt_state_specs, pair_shards, shards_and_full
 from jaxscale.parallel.run_stack import layout_ops, local_tokens
-from jaxscale.parallel.specs import Layout, grad_specs, opt_state_specs
+from jaxscale.parallel.specs import Layout, grad_specs
 from jaxscale.parallel.trainable import trainable_layout
 
 POLICIES = tuple(name for name in REMAT if name != "offload")  # whose bytes are on the device
@@ -86,7 +86,7 @@ def step_bytes(
   """
   mesh, shapes, trained = layout.mesh, layout.shapes, trainable_layout(layout, trainable)
   each = {name: rows * size for name, size in layer_bytes(stack, layout, batch).items()}
-  moments = jax.eval_shape(tx.init, trained.shapes)
+  moments = init_shapes(trained, tx)
   state = _local(mesh, shapes, layout.param_specs)
   state += _local(mesh, moments, opt_state_specs(trained, tx))
   grads = _local(mesh, trained.shapes, grad_specs(trained))

@@ -44,6 +44,7 @@ def _head(plan: Plan) -> str:
     lines.append("the chip has no bfloat16: rates and bytes are those of float16")
   if plan.chips.chip.platform == "cuda" and plan.chips.kind not in TARGETS:
     lines.append("the program is that of an H100, as XLA cannot compile for this GPU without one")
+  lines += plan.fit.experiment.dealt_out
   if not plan.fit.is_good:
     lines.append("the step does not fit: times assume chips with enough memory")
   return "\n".join(lines)

@@ -193,6 +193,12 @@ def make_init(
     grads = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
     return make_layout_exchange(exchange, trained).init(grads)
 
+  def init_opt_state(params: Any):
+    if local is not None:
+      return tx.init(params)
+    whole = layout or specs.replicated_layout(mesh)
+    return placement.init_opt_state(trainable_layout(whole, trainable), tx, params)
+
   def init(seed: Any, given: Mapping[str, jax.Array]):
     # Creating the key inside avoids compiling a separate program for it.
     initial = init_fn(jax.random.key(seed))
@@ -203,7 +209,7 @@ def make_init(
       of_loss = loss_state(params, jax.random.fold_in(jax.random.key(seed), 1))
       model_state = LossState(model_state, jax.tree.map(jnp.copy, of_loss))
     part = trainable_part(params, trainable)
-    opt_state, device_state = tx.init(part), exchange_state(part)
+    opt_state, device_state = init_opt_state(part), exchange_state(part)
     check_keys("optimizer", opt_state)
     if local is not None:
       if local.reset_momentum:

@@ -30,8 +30,10 @@ from jaxscale.collectives.typed import varying
 from jaxscale.errors import invalid
 from jaxscale.exchange import Exchange, plain
 from jaxscale.mesh import batch_axes, on_cpu, replicated, row_blocks
+from jaxscale.optim.matrices import dealt_by
 from jaxscale.optim.tree_paths import path_name
 from jaxscale.parallel import placement, specs
+from jaxscale.parallel.deal import make_dealer
 from jaxscale.parallel.layout_exchange import exchange_axes, make_layout_exchange
 from jaxscale.parallel.run_stack import PipelineGrads
 from jaxscale.parallel.specs import Layout
@@ -276,12 +278,14 @@ def _check_means(grads: Any, means: Any, layout: Layout) -> None:
 
 def _make_update(tx: optax.GradientTransformation, layout: Layout, options: StepOptions) -> Update:
   """Return the update: the optimizer's step, averages, noise scale and NaN guard."""
+  dealer = make_dealer(layout)
 
   def optimize(state: TrainState, outputs: StepOutputs) -> TrainState:
     trees = outputs.grads, state.params
     grads, params = placement.shard_like_optimizer(trees, layout)
     opt_state = placement.move_opt_state(state.opt_state, layout, jax.memory.Space.Device)
-    updates, opt_state = tx.update(grads, opt_state, params)
+    with dealt_by(dealer):
+      updates, opt_state = tx.update(grads, opt_state, params)
     params = placement.shard_like_params(optax.apply_updates(params, updates), layout)
     return state._replace(
       step=state.step + 1,

@@ -13,7 +13,8 @@ from jaxscale.experiment import build
 from jaxscale.mesh import MeshShape, host_shard, make_mesh, mesh_shape
 from jaxscale.models import decoder, vision_transformer
 from jaxscale.parallel import Rule, largest, make_layout, partition, rules
-from jaxscale.parallel.specs import opt_state_specs, replicated_layout
+from jaxscale.parallel.placement import opt_state_specs
+from jaxscale.parallel.specs import replicated_layout
 from jaxscale.planning.describe import describe
 from support.configs import tiny_language
 from support.errors import config_error
