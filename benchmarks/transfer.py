@@ -1,15 +1,17 @@
 """Learning rates that transfer: the sweeps and the picture of docs/large_batch.md.
 
-    python benchmarks/transfer.py [SEEDS]
+    python benchmarks/transfer.py [SEEDS [EXAMPLES]]
 
 Sweeps the learning rate of AdamW in factors of 2 on the text that the package carries: at width
 32, depth 2 and batch 16, and at width 256, depth 4 and batch 256 with the standard
 parametrization and with CompleteP, whose base model is the small one. Every run takes the same
-10,240 examples of 16 bytes. Rates are those at batch 16; at batch 256 they are multiplied by 4
-(the square-root rule, arXiv:2205.10287). A sweep begins with five rates and goes on in the
-direction of its best one until that is inside, with at most nine. Results are kept in
-runs/transfer/, and runs that are done are not repeated. A run that diverged has no loss.
-Writes benchmarks/results/transfer.json and docs/transfer.png.
+examples of 16 bytes: 10,240 (640 and 40 steps) without an argument, and 38,400 (2,400 and 150
+steps) in the long form, in which a run of the large model takes two minutes on an idle core.
+Rates are those at batch 16; at batch 256 they are multiplied by 4 (the square-root rule,
+arXiv:2205.10287). A sweep begins with five rates and goes on in the direction of its best one
+until that is inside, with at most nine. Results are kept in runs/transfer/, and runs that are
+done are not repeated. A run that diverged has no loss. Writes benchmarks/results/transfer.json
+and docs/transfer.png.
 """
 
 from __future__ import annotations
@@ -33,7 +35,8 @@ from jaxscale.run.fit import fit
 from jaxscale.training.loop import NonFiniteError
 
 ROOT = Path(__file__).absolute().parent.parent
-EXAMPLES, FIRST = 10_240, range(-9, -4)  # rates 2^-9 to 2^-5
+SEEDS, EXAMPLES = [*map(int, sys.argv[1:]), *(1, 10_240)[len(sys.argv) - 1 :]]
+FIRST = range(-9, -4)  # rates 2^-9 to 2^-5
 SMALL = {"width": 32, "num_layers": 2, "hidden": 64, "num_heads": 4}
 LARGE = {"width": 256, "num_layers": 4, "hidden": 512, "num_heads": 4}
 SWEEPS = {
@@ -65,7 +68,7 @@ def config(sweep: str, power: int, seed: int) -> Config:
 
 def loss(sweep: str, power: int, seed: int) -> float | None:
   """Return the validation loss after the last step; None if the run diverged."""
-  folder = ROOT / "runs" / "transfer"
+  folder = ROOT / "runs" / "transfer" / str(EXAMPLES)
   path, workdir = (folder / f"{sweep}{power}-{seed}{end}" for end in (".json", ""))
   if not path.exists():
     start = time.monotonic()
@@ -131,15 +134,14 @@ def markdown(sweeps: dict[str, dict[int, float | None]]) -> str:
 
 @one_line_errors
 def main() -> int:
-  seeds = int(sys.argv[1]) if len(sys.argv) > 1 else 1
-  (ROOT / "runs" / "transfer").mkdir(parents=True, exist_ok=True)
-  sweeps = {name: sweep(name, seeds) for name in SWEEPS}
+  (ROOT / "runs" / "transfer" / str(EXAMPLES)).mkdir(parents=True, exist_ok=True)
+  sweeps = {name: sweep(name, SEEDS) for name in SWEEPS}
   tops = {name: best(losses) for name, losses in sweeps.items()}
   print(markdown(sweeps))
   draw(sweeps, ROOT / "docs" / "transfer.png")
   ratios = {name: 2.0 ** (tops[name] - tops["small"]) for name in tops}
   losses = {name: {f"2^{p}": x for p, x in each.items()} for name, each in sweeps.items()}
-  report("transfer", seeds=seeds, examples=EXAMPLES, losses=losses, best_over_small=ratios)
+  report("transfer", seeds=SEEDS, examples=EXAMPLES, losses=losses, best_over_small=ratios)
   return EXIT_DONE
 
 
