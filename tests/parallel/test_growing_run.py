@@ -89,7 +89,8 @@ def test_a_decision_is_one_line_and_an_event(tmp_path, capsys):
     )
     assert line == (
       f"step {event['step']}  batch size stays 64: over 512 examples the loss is {larger:.4f} at "
-      f"128 and {loss:.4f} at 64, a difference of {off:.4f} ± {error:.4f}, not surely at most 0.0000"
+      f"128 and {loss:.4f} at 64, a difference of {off:.4f} ± {error:.4f}, not surely at most "
+      "0.0000"
     )
   assert json.loads((tmp_path / "batch_sizes.json").read_text()) == [64, 64, 64]
 

@@ -34,7 +34,7 @@ def cosine(share):
 
 def test_seesaw_doubles_where_a_cosine_has_halved():
   """1,000 steps of 64. Half the rate at step 500, a quarter at 667, an eighth at 770."""
-  config, derived = growing(max_batch_size=512)
+  _, derived = growing(max_batch_size=512)
   halved = [math.ceil(1000 * math.acos(2 / 2**k - 1) / math.pi) for k in (1, 2, 3)]
   assert halved == [500, 667, 770]
   starts, examples, steps = [], 0, 0
