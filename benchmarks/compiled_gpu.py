@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import itertools
 import json
 import os
 import time
@@ -172,7 +173,7 @@ def executed(module: parse.Module, name: str) -> Iterator[tuple[int, Any, parse.
       bodies = [[*executed(module, inner)] for inner in parse.called(instruction)]
       if opcode == "conditional":  # a device takes one branch; here the longest
         bodies = [max(bodies, key=lambda way: sum(n * took(module, b, k) for n, b, k in way))]
-      for n, body, kernel in (x for body in bodies for x in body):
+      for n, body, kernel in itertools.chain.from_iterable(bodies):
         yield times * n, body, kernel
     elif not is_free(instruction) and opcode.removesuffix("-start") not in COLLECTIVES:
       yield 1, home, instruction

@@ -143,11 +143,7 @@ def make_local_train_step(
     if options.skip_bad_steps:
       totals["loss"] = jnp.where(code < 0, totals["loss"], jnp.nan)
       codes = jnp.append(codes, vary(code, axes))[None]
-    totals, metrics = lax.psum((totals, metrics), axes)
-    active = metrics.pop(_ACTIVE, mesh.size)
-    metrics = means(totals) | {name: x / active for name, x in metrics.items()}
-    if method.worker_steps:
-      metrics["active_workers"] = active * len(method.worker_steps) / mesh.size
+    metrics = _mean_metrics(totals, metrics, method, mesh)
     if schedule is not None:
       metrics["learning_rate"] = jnp.asarray(schedule(step), jnp.float32)
     worker = jax.tree.map(lambda x: x[None], worker)
@@ -173,6 +169,16 @@ def make_local_train_step(
   compiler = options.compiler_options
   jitted = jax.jit(train_step, donate_argnums=0, out_shardings=shardings, compiler_options=compiler)
   return checked_step(one_at_a_time(jitted, mesh), options)
+
+
+def _mean_metrics(totals: Totals, metrics: Metrics, method: LocalUpdate, mesh: Mesh) -> Metrics:
+  """Return the means of a device's totals and metrics over all workers that took the step."""
+  totals, metrics = lax.psum((totals, metrics), mesh.axis_names)
+  active = metrics.pop(_ACTIVE, mesh.size)
+  found = means(totals) | {name: x / active for name, x in metrics.items()}
+  if method.worker_steps:
+    found["active_workers"] = active * len(method.worker_steps) / mesh.size
+  return found
 
 
 def _make_worker_update(
