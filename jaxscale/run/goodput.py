@@ -9,7 +9,7 @@ first submission to the last line into:
                 input
     input       waiting for data
     compile     waiting for XLA: before the first step, where a phase begins (with the
-                trials of AdaptiveBatch and the step report), and before the first
+                trials of batch sizes and the step report), and before the first
                 evaluation
     evaluation  evaluating
     saving      the pause of training for a save, not the writing in the background

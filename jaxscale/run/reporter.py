@@ -98,6 +98,7 @@ class Reporter:
       before, now = (build.rate_at(experiment, phase.start - n) for n in (1, 0))
       text = f"batch size is now {phase.batch_size:,}{size} (lr {before:.4g} to {now:.4g}){why}"
       logger.info(f"step {phase.start}  {text}")
+      self.write(phase.start, "growth", {"batch_size": float(phase.batch_size)})
     for note in notes:
       logger.info(note)
 

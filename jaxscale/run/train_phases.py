@@ -135,7 +135,8 @@ def _choose(run: Run, experiment: build.Experiment, state: TrainState) -> tuple[
   write = functools.partial(metrics.write_json, workdir / adaptive_batch.FILE, chosen)
   cluster.on_leader(write, "batch sizes")
   values = {name: x for name, x in values.items() if math.isfinite(x)}
-  run.reporter.write(step, "growth", {"batch_size": float(size), **values})
+  if values:
+    run.reporter.write(step, "growth", values)
   return chosen
 
 

@@ -1,0 +1,112 @@
+"""Runs whose batch grows equal runs whose phases are written out, under every kind of layout."""
+
+import json
+
+import pytest
+
+from jaxscale import metrics
+from jaxscale.config.loading import load_config
+from jaxscale.run import train_phases
+from jaxscale.run.fit import fit
+from support.configs import settings
+from support.trees import assert_same_bits
+
+QUICK = settings("""
+  model=MLP model.hidden=(32,) mesh.data=8 epochs=3 schedule.warmup_epochs=0.5 log.every_steps=1
+  checkpoint.every_epochs=1 log.tensorboard=False log.plot=False ema_decay=None batch_size=64
+""")
+TEXT = settings("""
+  model.num_layers=2 model.width=32 model.num_heads=4 model.hidden=64 data.sequence_length=512
+  batch_size=64 epochs=1 schedule.warmup_epochs=0.1 log.tensorboard=False log.plot=False
+""")
+BRANCH = settings("""
+  phases=Growing phases.when=ByBranch phases.when.margin=9 phases.when.steps=4
+  phases.max_batch_size=256
+""")
+
+
+def run(workdir, changes, config="configs/digits.py"):
+  return fit(load_config(config, changes), workdir)
+
+
+def test_seesaw_is_the_run_of_its_phases_bit_for_bit(tmp_path, capsys):
+  grown = run(tmp_path / "a", QUICK | settings("phases=Growing phases.max_batch_size=256"))
+  printed = capsys.readouterr().out
+  described = json.loads((tmp_path / "a" / "config.json").read_text())
+  phases = described["derived"]["phases"]
+  assert [p["batch_size"] for p in phases] == [64, 128, 256]
+  starts = f"({', '.join(str(p['start']) for p in phases)})"
+  explicit = {"phases.batch_sizes": "(64, 128, 256)", "phases.follow": "sqrt"}
+  # By epochs, as the schedule counts them; each start is the examples of the phases before.
+  epochs = tuple((p["examples"] - 1) / 1437 if p["examples"] else 0.0 for p in phases)
+  fixed = run(tmp_path / "b", QUICK | explicit | {"phases.epochs": str(epochs)})
+  assert [p["start"] for p in phases] == json.loads(starts.replace("(", "[").replace(")", "]"))
+  assert_same_bits(grown.state, fixed.state)
+  why = ": the schedule's learning rate has fallen by the same factor"
+  lines = [line for line in printed.splitlines() if "batch size is now" in line]
+  assert len(lines) == 2 and all(line.endswith(why) for line in lines)
+  assert lines[0].startswith(f"step {phases[1]['start']}  batch size is now 128 (lr 0.0")
+
+
+CASES = {
+  "data": (QUICK, "configs/digits.py", (0, 1, 2)),
+  "micro-batches": (
+    QUICK | settings("accumulate_steps=2 clip_norm=0.5 phases.more_micro_batches=True"),
+    "configs/digits.py",
+    (0, 1, 2),
+  ),
+  "fsdp": (
+    TEXT | settings("mesh.data=1 mesh.fsdp=8 layout.shard=fsdp phases.when.every_epochs=0.4"),
+    "configs/text.py",
+    (0, 0.4, 0.8),
+  ),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES)
+def test_branches_leave_no_trace_in_a_run(case, tmp_path):
+  changes, config, epochs = CASES[case]
+  grown = run(tmp_path / "a", BRANCH | changes, config)
+  assert json.loads((tmp_path / "a" / "batch_sizes.json").read_text()) == [64, 128, 256]
+  fixed = {n: v for n, v in changes.items() if not n.startswith("phases")}
+  fixed |= {"phases.epochs": str(epochs), "phases.batch_sizes": "(64, 128, 256)"}
+  counts = "(2, 4, 8)" if "accumulate_steps" in changes else "()"
+  fixed |= {"phases.accumulate_steps": counts, "phases.follow": "sqrt"}
+  assert_same_bits(grown.state, run(tmp_path / "b", fixed, config).state)
+
+
+@pytest.mark.slow
+def test_a_decision_is_one_line_and_an_event(tmp_path, capsys):
+  changes = QUICK | BRANCH | {"phases.when.margin": "0"}
+  run(tmp_path, changes)
+  lines = [x for x in capsys.readouterr().out.splitlines() if "batch size stays" in x]
+  events = [x for x in metrics.read_metrics(tmp_path / "metrics.jsonl") if "growth/loss" in x]
+  assert [x["step"] for x in events] == [23, 45] and len(lines) == 2
+  for line, event in zip(lines, events, strict=True):
+    loss, larger, off, error = (
+      event[f"growth/{n}"] for n in ("loss", "larger_loss", "difference", "error")
+    )
+    assert line == (
+      f"step {event['step']}  batch size stays 64: over 512 examples the loss is {larger:.4f} at "
+      f"128 and {loss:.4f} at 64, a difference of {off:.4f} ± {error:.4f}, not surely at most "
+      "0.0000"
+    )
+  assert json.loads((tmp_path / "batch_sizes.json").read_text()) == [64, 64, 64]
+
+
+@pytest.mark.slow
+def test_a_decision_that_changes_nothing_compiles_nothing(tmp_path, monkeypatch):
+  """The run goes on with the step that it has, and so does one that resumes."""
+  compiled, real = [], train_phases.StepCompiler.begin
+
+  def begin(self, experiment, lowering=None):
+    compiled.append(experiment.phase.start)
+    return real(self, experiment, lowering)
+
+  monkeypatch.setattr(train_phases.StepCompiler, "begin", begin)
+  changes = QUICK | BRANCH | {"phases.when.margin": "0"}
+  whole = run(tmp_path / "a", changes)
+  assert set(compiled) == {0}
+  plain = run(tmp_path / "b", QUICK)
+  assert_same_bits(whole.state.params, plain.state.params)
