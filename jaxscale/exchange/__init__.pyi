@@ -18,3 +18,4 @@ from .settings import Int8 as Int8
 from .settings import LocalSGD as LocalSGD
 from .settings import OneBit as OneBit
 from .settings import SyncEASGD as SyncEASGD
+from .settings import TwoBit as TwoBit

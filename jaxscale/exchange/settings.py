@@ -19,7 +19,7 @@ from jaxscale.exchange import local_updates
 
 # The names for --config.exchange= (HOMES in config/choice.py lists this module).
 __all__ = ["AllReduce", "BlockMomentum", "DiLoCo", "EveryStep", "HalfPrecision", "Int8"]
-__all__ += ["LocalSGD", "OneBit", "SyncEASGD"]
+__all__ += ["LocalSGD", "OneBit", "SyncEASGD", "TwoBit"]
 
 _BUCKET = 25 * 2**20  # As in PyTorch's DistributedDataParallel, arXiv:2006.15704.
 
@@ -144,9 +144,22 @@ class OneBit(Compressed):
 
   plain_epochs: NonNegative = 0.0
 
+  _bits = 1
+
   def build(self, context: ExchangeContext) -> exchange.Exchange:
-    size, count = self.bucket_bytes, context.num_devices
-    return exchange.one_bit.one_bit(context.axes, num_devices=count, bucket_bytes=size)
+    options: Any = {"num_devices": context.num_devices, "bucket_bytes": self.bucket_bytes}
+    return exchange.one_bit.one_bit(context.axes, **options, bits=self._bits)
+
+
+class TwoBit(OneBit):
+  """Two bits per element and four means per column, with error feedback, as for MuLoCo.
+
+  Attributes:
+    plain_epochs: the number of epochs with uncompressed gradients at the start of the run;
+      0 compresses from the first step.
+  """
+
+  _bits = 2
 
 
 class EveryStep(Sync):

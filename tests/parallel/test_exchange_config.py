@@ -68,8 +68,8 @@ def test_the_algorithm_is_what_is_sent(exchange, kinds, dtype, times, width):
   assert times in (None, count) and size == pytest.approx(width * PARAMS, rel=1e-2)
 
 
-COMPRESSED = [(cfg.Int8(block=64), 0.30), (cfg.OneBit(), 0.09), (TopK(share=0.01), 0.18)]
-COMPRESSED += [(PowerSGD(rank=2), 0.25)]
+COMPRESSED = [(cfg.Int8(block=64), 0.30), (cfg.OneBit(), 0.09), (cfg.TwoBit(), 0.16)]
+COMPRESSED += [(TopK(share=0.01), 0.18), (PowerSGD(rank=2), 0.25)]
 
 
 @pytest.mark.parametrize("exchange, below", COMPRESSED)
