@@ -1,4 +1,5 @@
 from . import buckets as buckets
+from . import fragments as fragments
 from . import local_updates as local_updates
 from . import one_bit as one_bit
 from .base import Exchange as Exchange

@@ -220,15 +220,37 @@ class DiLoCo(LocalSGD):
     outer_lr: the learning rate of the outer optimizer, which updates the parameters at each
       synchronization.
     outer_momentum: the momentum of the outer optimizer.
+    fragments: the number of parts of the parameters that are exchanged at different steps, each
+      every `sync_every_steps` (Streaming DiLoCo, arXiv:2501.18512); 1 exchanges all at once.
+    delay_steps: the number of steps after which workers take over the result of an exchange,
+      which runs beside the first of them; 0 waits for it between two steps.
+    mixing: the share of its own parameters that a worker keeps when it takes over a result.
   """
 
   sync_every_steps: Count = 500
   outer_lr: Positive = 0.7
   outer_momentum: Fraction = 0.9
+  fragments: Count = 1
+  delay_steps: Annotated[int, ">= 0"] = 0
+  mixing: Fraction = 0.0
+
+  def __post_init__(self):
+    every, name = self.sync_every_steps, type(self).__name__
+    if self.fragments > every:
+      problem = f"do not fit in sync_every_steps={every}, one to a step"
+      raise invalid(f"{name}.fragments", self.fragments, problem, f"use {every} or less")
+    if self.delay_steps >= every:
+      problem = f"is not less than sync_every_steps={every}, when the next exchange begins"
+      raise invalid(f"{name}.delay_steps", self.delay_steps, problem, f"use {every - 1} or less")
+    if self.mixing and not self.delay_steps:
+      problem = "has no effect without a delay, as workers have not moved on"
+      raise invalid(f"{name}.mixing", self.mixing, problem, "set delay_steps to 1 or more")
 
   def build(self, context: SyncContext) -> local_updates.LocalUpdate:
     options: Any = {"rate": self.outer_lr, "momentum": self.outer_momentum}
-    return self._with_steps(local_updates.diloco(self.sync_every_steps, **options), context)
+    method = local_updates.diloco(self.sync_every_steps, **options)
+    streams = {"fragments": self.fragments, "delay": self.delay_steps, "mixing": self.mixing}
+    return self._with_steps(method._replace(**streams), context)
 
 
 class BlockMomentum(LocalSGD):

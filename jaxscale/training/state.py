@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxscale.collectives.cpu_workarounds import one_at_a_time
 from jaxscale.errors import invalid
-from jaxscale.exchange import Exchange
+from jaxscale.exchange import Exchange, fragments
 from jaxscale.exchange.local_updates import LocalUpdate, reset_momentum
 from jaxscale.mesh import on_cpu, replicated
 from jaxscale.optim.tree_paths import path_name
@@ -209,13 +209,14 @@ def make_init(
       of_loss = loss_state(params, jax.random.fold_in(jax.random.key(seed), 1))
       model_state = LossState(model_state, jax.tree.map(jnp.copy, of_loss))
     part = trainable_part(params, trainable)
-    opt_state, device_state = init_opt_state(part), exchange_state(part)
+    opt_state, count = init_opt_state(part), 1 if local is None else local.fragments
+    device_state = fragments.states(exchange_state, part, count)
     check_keys("optimizer", opt_state)
     if local is not None:
       if local.reset_momentum:
         reset_momentum(opt_state)  # raises the step's error before the first step
       device_state = WorkerState(part, model_state, opt_state, device_state)
-      opt_state = local.outer.init(part)
+      opt_state = fragments.states(local.outer.init, part, count)
     return TrainState(
       step=jnp.zeros((), jnp.int32),
       params=params,

@@ -24,6 +24,10 @@ MULOCO = overrides(
   " sync.worker_steps=3,3,1,3"
 )
 BY_NAME = {"compressed": COMPRESSED, "local": LOCAL, "muloco": MULOCO}
+BY_NAME["streamed"] = overrides(
+  "exchange=TwoBit sync=DiLoCo sync.sync_every_steps=6 sync.fragments=2 sync.delay_steps=2"
+  " sync.mixing=0.5"
+)
 BY_NAME["elastic"] = overrides("sync=SyncEASGD sync.sync_every_steps=2")
 
 
