@@ -61,7 +61,8 @@ class LocalUpdate(NamedTuple):
       they synchronize; None: all workers start again from the anchor.
     worker_steps: for each worker, the steps that it takes of the H between two
       synchronizations, the first ones; () takes all. A worker that takes fewer steps comes
-      less far, and D is still the plain mean over the workers.
+      less far, and D is still the plain mean over the workers. Metrics are then means over all
+      steps since the last exchange (`training.rounds`), so that no other step has a collective.
     fragments: number of fragments F that are exchanged at different steps; at most H.
     delay: number of steps d from the end of a step whose parameters are sent to the end of the
       step after which workers take over the result; less than H. 0 exchanges between steps.

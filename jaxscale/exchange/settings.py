@@ -181,8 +181,8 @@ class LocalSGD(Sync):
     workers: the devices that form a worker; "device" (each device is one) or "replica" (all
       devices with the same index on mesh axis replica are one).
     worker_steps: the number of steps between synchronizations that each worker takes, for
-      workers on slower devices, e.g. (50, 50, 50, 10); it skips the examples of the others. ()
-      takes all steps.
+      workers on slower devices, e.g. (50, 50, 50, 10); it skips the examples of the others.
+      Metrics are then means of all steps between two synchronizations. () takes all steps.
   """
 
   sync_every_steps: Count
@@ -209,7 +209,8 @@ class LocalSGD(Sync):
       problem = f"has at most {max(steps)} steps, but workers synchronize every {every}"
       raise invalid(field, steps, problem, f"give {every} for the fastest workers, and no more")
     share = 1 - sum(steps) / (count * every)
-    context.note(f"{field}={steps}: {share:.1%} of the examples are not trained on")
+    text = f"{field}={steps}: {share:.1%} of the examples are not trained on, and metrics are the "
+    context.note(f"{text}loss and gradient norm of all steps between two synchronizations")
     return method._replace(worker_steps=steps)
 
 

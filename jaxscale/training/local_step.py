@@ -45,7 +45,7 @@ from jaxscale.exchange import Exchange, fragments
 from jaxscale.exchange.local_updates import LocalUpdate, reset_momentum
 from jaxscale.mesh import on_cpu, replicated
 from jaxscale.parallel.trainable import merge, trainable_part
-from jaxscale.training import nan_guard
+from jaxscale.training import nan_guard, rounds
 from jaxscale.training.contract import check_loss, checked, checked_step
 from jaxscale.training.gathered import PARTS
 from jaxscale.training.model_state import agree, check_agrees, queues
@@ -138,6 +138,7 @@ def make_local_train_step(
   if method.worker_steps:
     update = _some_steps(update, method, workers or axes, axes)
   synchronize = functools.partial(_make_synchronize, exchange, method, axes, options.skip_bad_steps)
+  report = _make_report(method, last_step, axes, options.skip_bad_steps)
   take_step = (_make_streamed if method.is_streamed else _make_whole)(
     update, synchronize, method, last_step
   )
@@ -146,14 +147,12 @@ def make_local_train_step(
     anchor: Anchor, stacked: WorkerState, batch: Batch, key: jax.Array, step: jax.Array
   ):
     # Arrays of one device: the anchor in full, the worker's state with a leading dim of 1.
-    before = jax.tree.map(lambda x: x[0], stacked)
+    before, paced = _unpaired(jax.tree.map(lambda x: x[0], stacked), method)
     part = trainable_part(anchor[0], options.trainable), *anchor[1:]
     inputs = vary(anchor[0], axes), batch, key, step
     part, (worker, totals, metrics, codes), code = take_step(part, before, inputs)
-    if options.skip_bad_steps:
-      totals["loss"] = jnp.where(code < 0, totals["loss"], jnp.nan)
-      codes = jnp.append(codes, vary(code, axes))[None]
-    metrics = _mean_metrics(totals, metrics, method, mesh)
+    found = totals, metrics, codes, code
+    metrics, worker, codes = report(paced, worker, *found, step)
     if schedule is not None:
       metrics["learning_rate"] = jnp.asarray(schedule(step), jnp.float32)
     worker = jax.tree.map(lambda x: x[None], worker)
@@ -189,14 +188,49 @@ def _check_state(method: LocalUpdate, state: TrainState) -> None:
     raise invalid("sync", ..., problem, "use one fragment without a delay, or another model")
 
 
-def _mean_metrics(totals: Totals, metrics: Metrics, method: LocalUpdate, mesh: Mesh) -> Metrics:
-  """Return the means of a device's totals and metrics over all workers that took the step."""
-  totals, metrics = lax.psum((totals, metrics), mesh.axis_names)
-  active = metrics.pop(_ACTIVE, mesh.size)
-  found = means(totals) | {name: x / active for name, x in metrics.items()}
-  if method.worker_steps:
-    found["active_workers"] = active * len(method.worker_steps) / mesh.size
-  return found
+def _unpaired(worker: WorkerState, method: LocalUpdate) -> tuple[WorkerState, Any]:
+  """Return the worker and its `rounds.Round`, which with `worker_steps` is paired with a state."""
+  if not method.worker_steps:
+    return worker, ()
+  paced, exchange_state = worker.exchange_state
+  return worker._replace(exchange_state=exchange_state), paced
+
+
+def _make_report(
+  method: LocalUpdate, last_step: int | None, axes: Axes, is_guarded: bool
+) -> Callable[..., tuple[Metrics, WorkerState, Any]]:
+  """Return the function that averages a step's metrics, or with `worker_steps` a round's."""
+
+  def report(
+    paced: Any,
+    worker: WorkerState,
+    totals: Totals,
+    metrics: Metrics,
+    codes: Any,
+    code: jax.Array,
+    step: jax.Array,
+  ):
+    if not method.worker_steps:
+      totals["loss"] = jnp.where(code < 0, totals["loss"], jnp.nan)
+      totals, metrics = lax.psum(totals, axes), lax.pmean(metrics, axes)
+      metrics = means(totals) | metrics
+    else:
+      is_active = metrics.pop(_ACTIVE)
+      if others := set(metrics) - {"grad_norm"}:
+        problem = f"reports {min(others)} of each step, and worker_steps only means of rounds"
+        raise invalid("options.observe", ..., problem, "do not observe, or unset worker_steps")
+      paced = rounds.count(paced, totals, metrics["grad_norm"], is_active, codes)
+      due = method.fragment_due(step + int(method.delay == 0)) > 0
+      due |= (step == 0) | (step + 1 == (last_step or 0))
+      codes = paced.codes
+      paced, metrics = rounds.report(paced, due, axes)
+      metrics["loss"] = jnp.where(code < 0, metrics["loss"], jnp.nan)
+      worker = worker._replace(exchange_state=(paced, worker.exchange_state))
+    if is_guarded:
+      codes = jnp.append(codes, vary(code, axes))[None]
+    return metrics, worker, codes if is_guarded else ()
+
+  return report
 
 
 def _make_worker_update(

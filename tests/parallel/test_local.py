@@ -138,13 +138,16 @@ def test_a_slow_worker_takes_fewer_steps():
   method = local.diloco(every)._replace(worker_steps=counts)
   out = run(method, optax.sgd(lr, momentum=momentum), steps)
   anchor, w, v, outer_v = W0.copy(), np.tile(W0, (WORKERS, 1)), np.zeros((WORKERS, DIM)), 0
+  losses, reported, taken = [], 0.0, np.zeros(WORKERS)
   for i, x in enumerate(data(steps).astype(np.float64)):
     is_active = np.asarray(counts) > i % every
     rows = x.reshape(WORKERS, -1, DIM)
-    loss = 0.5 * (CURVED**2 * (w[:, None] - rows) ** 2).sum(axis=-1)[is_active].mean()
+    losses += [*0.5 * (CURVED**2 * (w[:, None] - rows) ** 2).sum(-1).mean(-1)[is_active]]
+    taken += is_active
+    if i == 0 or (i + 1) % every == 0:  # of all steps of all workers since the last report
+      reported, losses = np.mean(losses), []
     metrics = out[i][1]
-    assert metrics["loss"] == pytest.approx(loss, rel=1e-5)
-    assert metrics["active_workers"] == is_active.sum()
+    assert metrics["loss"] == pytest.approx(reported, rel=1e-5)
     new_v = momentum * v + CURVED**2 * (w - rows.mean(axis=1))
     v = np.where(is_active[:, None], new_v, v)
     w = np.where(is_active[:, None], w - lr * new_v, w)
@@ -154,6 +157,41 @@ def test_a_slow_worker_takes_fewer_steps():
   state = out[-1][0]
   np.testing.assert_allclose(state.params["w"], anchor, rtol=0, atol=3e-6)
   np.testing.assert_allclose(state.exchange_state.params["w"], w, rtol=0, atol=3e-6)
+  assert metrics["worker_steps"] == sum(counts) / WORKERS
+  np.testing.assert_array_equal(state.exchange_state.exchange_state[0].taken, taken)
+
+
+def test_a_slow_worker_is_awaited_only_where_workers_synchronize():
+  """No collective is outside of a branch; with two workers of four devices only a worker's own."""
+  mesh, tx = make_mesh(replica=2), optax.sgd(0.05)
+  batch = {"x": jax.ShapeDtypeStruct((ROWS, DIM), jnp.float32)}
+  for workers, counts in ((None, (6,) * 7 + (1,)), (("replica",), (6, 1))):
+    method = local.diloco(6)._replace(worker_steps=counts)
+    state = abstract_state(init, tx, mesh, PLAIN, local=method)
+    step = make_local_train_step(quadratic, tx, mesh, PLAIN, method, workers=workers)
+    rows = hlo.collectives(step.lower(state, batch).compile(), mesh)
+    assert rows and all(row.conditional for row in rows)
+    assert {row.axes for row in rows} == ({AXES} if workers is None else {AXES, ("data",)})
+
+
+def test_a_skipped_step_of_a_round_is_reported_where_workers_synchronize():
+  """Worker 3 meets NaN in the second of three steps."""
+  mesh, tx = make_mesh(replica=2), optax.sgd(0.05)
+  method = local.diloco(3)._replace(worker_steps=(3,) * 7 + (1,))
+  fields = dict(local=method, skip_bad_steps=True)
+  state, step = training(quadratic, init, tx, mesh, **fields)
+  losses, codes = [], []
+  for i, x in enumerate(data(6)):
+    rows = x.reshape(WORKERS, -1, DIM).copy()
+    rows[3] *= np.nan if i == 1 else 1
+    state, metrics = step(state, on_mesh(mesh, {"x": rows.reshape(ROWS, DIM)}))
+    losses.append(float(metrics["loss"]))
+    codes.append(np.asarray(metrics["nan_codes"]).max(axis=1))
+  assert [np.isfinite(x) for x in losses] == [True, True, False, True, True, True]
+  assert codes[2][3] >= 0 and (np.delete(codes[2], 3) < 0).all()
+  assert jax.device_get(state.exchange_state.exchange_state[0].taken).tolist() == [6, 6, 6, 5] + [
+    6
+  ] * 3 + [2]
 
 
 PARTS = {"a": slice(0, 3), "b": slice(3, 8), "c": slice(8, 12)}  # 2 fragments: b, then a and c
