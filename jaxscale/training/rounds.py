@@ -22,7 +22,7 @@ Axes = tuple[str, ...]
 
 
 class Round(NamedTuple):
-  """What a device reports of its steps; with `WorkerState.exchange_state` in a pair.
+  """Results of a device's steps; a pair with the exchange's state in `WorkerState`.
 
   Attributes:
     taken: steps that the device's worker has taken in the run, int32 [].
