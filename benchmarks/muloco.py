@@ -4,14 +4,15 @@
 
 Trains a small language model on the text that the package carries, three epochs at a batch
 size of 64 windows of 64 bytes: by Muon with data parallelism, and by MuLoCo
-(arXiv:2505.23725), which is Muon inside DiLoCo with the 1-bit exchange, on K simulated devices
-of this machine, each a worker. The learning rates of both are the best of `RATES` with
+(arXiv:2505.23725), which is Muon inside DiLoCo with the 1-bit or the 2-bit exchange, on K simulated
+devices of this machine, each a worker; the 2-bit one also in 3 fragments, which workers take over
+a step later (arXiv:2501.18512). The learning rates of both are the best of `RATES` with
 `TUNING_SEED`; at K = 4 for MuLoCo. Bytes are those that a device sends, from the compiled
 programs.
 
 Then two processes train by MuLoCo, on a core each: undisturbed; with one that runs for a
 fifth of the time (stopped and continued by the benchmark); and the same with
-`worker_steps`, so that this one takes a tenth of the steps.
+`worker_steps`, so that this one takes a fifth of the steps.
 
 A run that is done is kept in `--folder` and not repeated. `--table` trains nothing, and
 reports what is there.
@@ -43,6 +44,7 @@ from jaxscale import config as cfg
 from jaxscale.errors import EXIT_DONE, one_line_errors
 from jaxscale.files import replace_text
 
+SIMULATED = "data_parallel", "muloco", "muloco_2bit", "muloco_streamed"
 RATES = (2e-3, 4e-3, 8e-3)
 TUNING_SEED = 100
 EVERY, SLOW_EVERY = 10, 20  # steps between synchronizations
@@ -51,19 +53,23 @@ TIMEOUT_S = 3600
 
 
 def config(kind: str, workers: int, lr: float, seed: int) -> cfg.Config:
-  """Return the config of a kind of run: data_parallel, muloco, even or uneven."""
+  """Return the config of a kind of run: one of `SIMULATED`, even or uneven."""
   sync: Any = cfg.EveryStep()
-  if kind == "muloco":
+  if kind.startswith("muloco"):
     sync = cfg.DiLoCo(sync_every_steps=EVERY)
+    if kind == "muloco_streamed":
+      sync = cfg.DiLoCo(sync_every_steps=EVERY, fragments=3, delay_steps=1)
   elif kind != "data_parallel":
-    steps = (SLOW_EVERY, SLOW_EVERY // 10) if kind == "uneven" else ()
+    steps = (SLOW_EVERY, SLOW_EVERY // 5) if kind == "uneven" else ()
     sync = cfg.DiLoCo(sync_every_steps=SLOW_EVERY, worker_steps=steps)
+  exchanges = {"data_parallel": cfg.AllReduce()}
+  exchanges |= dict.fromkeys(("muloco_2bit", "muloco_streamed"), cfg.TwoBit())
   return cfg.Config(
     model=cfg.Transformer(num_layers=2, width=96, num_heads=4, hidden=256),
     data=cfg.Text(sequence_length=64),
     optimizer=cfg.Muon(lr=lr, b2=0.95, weight_decay=0.1),
     schedule=cfg.Cosine(warmup_epochs=0.3),
-    exchange=cfg.AllReduce() if kind == "data_parallel" else cfg.OneBit(),
+    exchange=exchanges.get(kind, cfg.OneBit()),
     sync=sync,
     batch_size=64,
     epochs=3,
@@ -86,6 +92,8 @@ def sent_bytes(settings: cfg.Config) -> float:
   every = getattr(settings.sync, "sync_every_steps", 1)
   parts = [[row for row in table if row.conditional == due] for due in (False, True)]
   always, due = (hlo.total(part).wire_bytes for part in parts)
+  if getattr(settings.sync, "fragments", 1) > 1:
+    due /= 2  # A further branch, after the last step of the run, sends all fragments again.
   return always + due / every
 
 
@@ -137,7 +145,7 @@ def run(args: argparse.Namespace, kind: str, workers: int, lr: float, seed: int,
   workdir = args.folder / "unfinished" / f"{name}-{os.getpid()}"
   request = json.dumps([kind, workers, lr, seed, str(workdir)])
   command = [sys.executable, str(Path(__file__)), "--child", request]
-  if kind in ("data_parallel", "muloco"):
+  if kind in SIMULATED:
     envs = [{"JAX_NUM_CPU_DEVICES": str(workers)}]
   else:
     with socket.socket() as s:
@@ -200,8 +208,11 @@ def main() -> int:
     return child(args.child)
   args.folder.mkdir(parents=True, exist_ok=True)
   rows, trials = [], {}
-  for kind, sizes in (("data_parallel", [4]), ("muloco", [*map(int, args.workers.split(","))])):
-    lr, trials[kind] = best_rate(args, kind)
+  lr = None
+  for kind in SIMULATED:
+    sizes = [4] if kind == "data_parallel" else [*map(int, args.workers.split(","))]
+    if kind in ("data_parallel", "muloco"):  # The others take MuLoCo's rate.
+      lr, trials[kind] = best_rate(args, kind)
     for workers in sizes if lr else []:
       runs = [run(args, kind, workers, lr, seed) for seed in range(args.seeds)]
       rows.append(row(kind, workers, lr, runs))

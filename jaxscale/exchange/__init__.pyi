@@ -1,4 +1,5 @@
 from . import buckets as buckets
+from . import fragments as fragments
 from . import local_updates as local_updates
 from . import one_bit as one_bit
 from .base import Exchange as Exchange
@@ -18,3 +19,4 @@ from .settings import Int8 as Int8
 from .settings import LocalSGD as LocalSGD
 from .settings import OneBit as OneBit
 from .settings import SyncEASGD as SyncEASGD
+from .settings import TwoBit as TwoBit

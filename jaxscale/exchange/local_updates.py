@@ -26,7 +26,13 @@ a = b / N, the gradient g_k and both W and w_k of before the step,
     w_k = w_k - r g_k - a (w_k - W)
     W   = W + a sum_k (w_k - W)
 
-with b = 0.9 in arXiv:1412.6651, section 5. The train step is in `jaxscale.training.local_step`.
+with b = 0.9 in arXiv:1412.6651, section 5.
+
+Streaming DiLoCo (arXiv:2501.18512) splits the parameters into F fragments, each with its own
+outer state. Fragment p is sent after the steps t with t mod H = p H // F. With a delay of d
+steps, D of these parameters is exchanged beside step t + 1, W moves after it, and after step
+t + d each worker takes over the fragment, w_k = c w_k + (1 - c) W. The train step is in
+`jaxscale.training.local_step`.
 """
 
 import math
@@ -55,7 +61,12 @@ class LocalUpdate(NamedTuple):
       they synchronize; None: all workers start again from the anchor.
     worker_steps: for each worker, the steps that it takes of the H between two
       synchronizations, the first ones; () takes all. A worker that takes fewer steps comes
-      less far, and D is still the plain mean over the workers.
+      less far, and D is still the plain mean over the workers. Metrics are then means over all
+      steps since the last exchange (`training.rounds`), so that no other step has a collective.
+    fragments: number of fragments F that are exchanged at different steps; at most H.
+    delay: number of steps d from the end of a step whose parameters are sent to the end of the
+      step after which workers take over the result; less than H. 0 exchanges between steps.
+    mixing: share c of its own parameters that a worker keeps when it takes over a result.
   """
 
   every: int
@@ -63,6 +74,41 @@ class LocalUpdate(NamedTuple):
   reset_momentum: bool = False
   elastic: float | None = None
   worker_steps: tuple[int, ...] = ()
+  fragments: int = 1
+  delay: int = 0
+  mixing: float = 0.0
+
+  @property
+  def is_streamed(self) -> bool:
+    """True if fragments are exchanged at different steps, or beside a step."""
+    return self.fragments > 1 or self.delay > 0
+
+  def fragment_due(self, steps: jax.Array) -> jax.Array:
+    """Return 1 + the number of the fragment that is sent after these steps, or 0; int32 [].
+
+    Example:
+      >>> method = diloco(10)._replace(fragments=2)
+      >>> [int(method.fragment_due(jnp.int32(t))) for t in (0, 5, 9, 10, 15)]
+      [0, 2, 0, 1, 2]
+    """
+    offsets = [number * self.every // self.fragments for number in range(self.fragments)]
+    is_due = jnp.asarray(offsets, jnp.int32) == steps % self.every
+    return jnp.where(is_due.any() & (steps > 0), jnp.argmax(is_due).astype(jnp.int32) + 1, 0)
+
+  def arrived(self, last_step: int) -> list[int]:
+    """Return the fragments without a result that workers have yet to take over at the end.
+
+    Example:
+      >>> diloco(10)._replace(fragments=2, delay=3).arrived(17)
+      [0]
+    """
+    found = []
+    for number in range(self.fragments):
+      offset = number * self.every // self.fragments
+      sent = last_step - 1 - (last_step - 1 - offset) % self.every
+      if sent <= 0 or sent + self.delay <= last_step:
+        found.append(number)
+    return found
 
 
 class BlockMomentumState(NamedTuple):

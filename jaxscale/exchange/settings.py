@@ -19,7 +19,7 @@ from jaxscale.exchange import local_updates
 
 # The names for --config.exchange= (HOMES in config/choice.py lists this module).
 __all__ = ["AllReduce", "BlockMomentum", "DiLoCo", "EveryStep", "HalfPrecision", "Int8"]
-__all__ += ["LocalSGD", "OneBit", "SyncEASGD"]
+__all__ += ["LocalSGD", "OneBit", "SyncEASGD", "TwoBit"]
 
 _BUCKET = 25 * 2**20  # As in PyTorch's DistributedDataParallel, arXiv:2006.15704.
 
@@ -144,9 +144,22 @@ class OneBit(Compressed):
 
   plain_epochs: NonNegative = 0.0
 
+  _bits = 1
+
   def build(self, context: ExchangeContext) -> exchange.Exchange:
-    size, count = self.bucket_bytes, context.num_devices
-    return exchange.one_bit.one_bit(context.axes, num_devices=count, bucket_bytes=size)
+    options: Any = {"num_devices": context.num_devices, "bucket_bytes": self.bucket_bytes}
+    return exchange.one_bit.one_bit(context.axes, **options, bits=self._bits)
+
+
+class TwoBit(OneBit):
+  """Two bits per element and four means per column, with error feedback, as for MuLoCo.
+
+  Attributes:
+    plain_epochs: the number of epochs with uncompressed gradients at the start of the run;
+      0 compresses from the first step.
+  """
+
+  _bits = 2
 
 
 class EveryStep(Sync):
@@ -168,8 +181,8 @@ class LocalSGD(Sync):
     workers: the devices that form a worker; "device" (each device is one) or "replica" (all
       devices with the same index on mesh axis replica are one).
     worker_steps: the number of steps between synchronizations that each worker takes, for
-      workers on slower devices, e.g. (50, 50, 50, 10); it skips the examples of the others. ()
-      takes all steps.
+      workers on slower devices, e.g. (50, 50, 50, 10); it skips the examples of the others.
+      Metrics are then means of all steps between two synchronizations. () takes all steps.
   """
 
   sync_every_steps: Count
@@ -196,7 +209,8 @@ class LocalSGD(Sync):
       problem = f"has at most {max(steps)} steps, but workers synchronize every {every}"
       raise invalid(field, steps, problem, f"give {every} for the fastest workers, and no more")
     share = 1 - sum(steps) / (count * every)
-    context.note(f"{field}={steps}: {share:.1%} of the examples are not trained on")
+    text = f"{field}={steps}: {share:.1%} of the examples are not trained on, and metrics are the "
+    context.note(f"{text}loss and gradient norm of all steps between two synchronizations")
     return method._replace(worker_steps=steps)
 
 
@@ -207,15 +221,37 @@ class DiLoCo(LocalSGD):
     outer_lr: the learning rate of the outer optimizer, which updates the parameters at each
       synchronization.
     outer_momentum: the momentum of the outer optimizer.
+    fragments: the number of parts of the parameters that are exchanged at different steps, each
+      every `sync_every_steps` (Streaming DiLoCo, arXiv:2501.18512); 1 exchanges all at once.
+    delay_steps: the number of steps after which workers take over the result of an exchange,
+      which runs beside the first of them; 0 waits for it between two steps.
+    mixing: the share of its own parameters that a worker keeps when it takes over a result.
   """
 
   sync_every_steps: Count = 500
   outer_lr: Positive = 0.7
   outer_momentum: Fraction = 0.9
+  fragments: Count = 1
+  delay_steps: Annotated[int, ">= 0"] = 0
+  mixing: Fraction = 0.0
+
+  def __post_init__(self):
+    every, name = self.sync_every_steps, type(self).__name__
+    if self.fragments > every:
+      problem = f"do not fit in sync_every_steps={every}, one to a step"
+      raise invalid(f"{name}.fragments", self.fragments, problem, f"use {every} or less")
+    if self.delay_steps >= every:
+      problem = f"is not less than sync_every_steps={every}, when the next exchange begins"
+      raise invalid(f"{name}.delay_steps", self.delay_steps, problem, f"use {every - 1} or less")
+    if self.mixing and not self.delay_steps:
+      problem = "has no effect without a delay, as workers have not moved on"
+      raise invalid(f"{name}.mixing", self.mixing, problem, "set delay_steps to 1 or more")
 
   def build(self, context: SyncContext) -> local_updates.LocalUpdate:
     options: Any = {"rate": self.outer_lr, "momentum": self.outer_momentum}
-    return self._with_steps(local_updates.diloco(self.sync_every_steps, **options), context)
+    method = local_updates.diloco(self.sync_every_steps, **options)
+    streams = {"fragments": self.fragments, "delay": self.delay_steps, "mixing": self.mixing}
+    return self._with_steps(method._replace(**streams), context)
 
 
 class BlockMomentum(LocalSGD):

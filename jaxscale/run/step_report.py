@@ -199,11 +199,13 @@ def measure(
   none = silent(experiment.exchange, mesh.axis_names)
   quiet = experiment.replace(exchange=none)
   if sync is not None:
+    # Measured are steps that all workers take.
+    method = sync.method._replace(worker_steps=(NEVER,) * len(sync.method.worker_steps))
     often, never = (
-      experiment.replace(sync=sync._replace(method=sync.method._replace(every=steps)))
+      experiment.replace(sync=sync._replace(method=method._replace(every=steps)))
       for steps in (1, NEVER)
     )
-    every = sync.method.every
+    every = sync.method.every / sync.method.fragments  # Every step sends the first one only.
     train_step, quiet = often.compile_train_step(), never
   silent_step = quiet.compile_train_step()
   # Copy the values, as the steps donate their state.

@@ -20,10 +20,14 @@ The condition is part of the compiled step, so the loop, resuming and the order 
 data do not change. On CPU and TPU a step without synchronization costs nothing extra. On
 GPU the branch that does nothing copies its operands: six sets of parameters per step with
 block momentum (seen in programs compiled ahead of time, jax 0.10.2).
+
+If fragments are streamed, each has its own state of the outer optimizer and of the exchange, in
+tuples. All else is a function of the step number, so a checkpoint at any step is complete.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -37,11 +41,11 @@ from jax.sharding import PartitionSpec as P
 from jaxscale.collectives import vary
 from jaxscale.collectives.cpu_workarounds import one_at_a_time
 from jaxscale.errors import ConfigError, invalid
-from jaxscale.exchange import Exchange
+from jaxscale.exchange import Exchange, fragments
 from jaxscale.exchange.local_updates import LocalUpdate, reset_momentum
 from jaxscale.mesh import on_cpu, replicated
 from jaxscale.parallel.trainable import merge, trainable_part
-from jaxscale.training import nan_guard
+from jaxscale.training import nan_guard, rounds
 from jaxscale.training.contract import check_loss, checked, checked_step
 from jaxscale.training.gathered import PARTS
 from jaxscale.training.model_state import agree, check_agrees, queues
@@ -66,6 +70,11 @@ Anchor = tuple[Tree, Tree, Tree]
 WorkerUpdate = Callable[
   [WorkerState, Tree, Batch, jax.Array, jax.Array], tuple[WorkerState, Totals, Metrics, Any]
 ]
+Synchronize = Callable[[Anchor, WorkerState, Tree], tuple[Anchor, WorkerState, jax.Array]]
+MakeSynchronize = Callable[..., Synchronize]  # of the number of a fragment
+# (anchor, worker, further arguments of the worker's update) -> (anchor, the update's results,
+# code of the synchronization)
+TakeStep = Callable[[Anchor, WorkerState, Any], tuple[Anchor, Any, jax.Array]]
 _ACTIVE = "_active"  # metric: 1 if the worker took the step
 
 
@@ -109,7 +118,8 @@ def make_local_train_step(
 
   Raises:
     ConfigError: `workers` has an axis that the mesh lacks, or an option does not work
-      with local updates.
+      with local updates. The first call raises it for a model with a state, such as BatchNorm's,
+      whose parameters are streamed in fragments.
 
   Example:
     >>> step = make_local_train_step(                             # doctest: +SKIP
@@ -127,23 +137,22 @@ def make_local_train_step(
   update = _make_worker_update(loss_fn, tx, mesh, within, options)
   if method.worker_steps:
     update = _some_steps(update, method, workers or axes, axes)
-  synchronize = _make_synchronize(exchange, method, axes, options.skip_bad_steps)
+  synchronize = functools.partial(_make_synchronize, exchange, method, axes, options.skip_bad_steps)
+  report = _make_report(method, last_step, axes, options.skip_bad_steps)
+  take_step = (_make_streamed if method.is_streamed else _make_whole)(
+    update, synchronize, method, last_step
+  )
 
   def device_step(
     anchor: Anchor, stacked: WorkerState, batch: Batch, key: jax.Array, step: jax.Array
   ):
     # Arrays of one device: the anchor in full, the worker's state with a leading dim of 1.
-    before = jax.tree.map(lambda x: x[0], stacked)
-    arguments = before, vary(anchor[0], axes), batch, key
-    worker, totals, metrics, codes = update(*arguments, step)
-    is_due = ((step + 1) % method.every == 0) | (step + 1 == (last_step or 0))
+    before, paced = _unpaired(jax.tree.map(lambda x: x[0], stacked), method)
     part = trainable_part(anchor[0], options.trainable), *anchor[1:]
-    sent = worker.params if method.elastic is None else before.params
-    part, worker, code = lax.cond(is_due, synchronize, _stay, part, worker, sent)
-    if options.skip_bad_steps:
-      totals["loss"] = jnp.where(code < 0, totals["loss"], jnp.nan)
-      codes = jnp.append(codes, vary(code, axes))[None]
-    metrics = _mean_metrics(totals, metrics, method, mesh)
+    inputs = vary(anchor[0], axes), batch, key, step
+    part, (worker, totals, metrics, codes), code = take_step(part, before, inputs)
+    found = totals, metrics, codes, code
+    metrics, worker, codes = report(paced, worker, *found, step)
     if schedule is not None:
       metrics["learning_rate"] = jnp.asarray(schedule(step), jnp.float32)
     worker = jax.tree.map(lambda x: x[None], worker)
@@ -154,6 +163,7 @@ def make_local_train_step(
   mapped = jax.shard_map(device_step, mesh=mesh, in_specs=in_specs, out_specs=out_specs)
 
   def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
+    _check_state(method, state)
     key = jax.random.fold_in(jax.random.key(options.seed), state.step)
     anchor = state.params, state.model_state, state.opt_state
     (params, model_state, opt_state), workers, metrics, codes = mapped(
@@ -171,14 +181,56 @@ def make_local_train_step(
   return checked_step(one_at_a_time(jitted, mesh), options)
 
 
-def _mean_metrics(totals: Totals, metrics: Metrics, method: LocalUpdate, mesh: Mesh) -> Metrics:
-  """Return the means of a device's totals and metrics over all workers that took the step."""
-  totals, metrics = lax.psum((totals, metrics), mesh.axis_names)
-  active = metrics.pop(_ACTIVE, mesh.size)
-  found = means(totals) | {name: x / active for name, x in metrics.items()}
-  if method.worker_steps:
-    found["active_workers"] = active * len(method.worker_steps) / mesh.size
-  return found
+def _check_state(method: LocalUpdate, state: TrainState) -> None:
+  """Refuse a model state that fragments would not average."""
+  if method.is_streamed and jax.tree.leaves(state.model_state):
+    problem = "streams fragments, which does not average a model state such as BatchNorm's"
+    raise invalid("sync", ..., problem, "use one fragment without a delay, or another model")
+
+
+def _unpaired(worker: WorkerState, method: LocalUpdate) -> tuple[WorkerState, Any]:
+  """Return the worker and its `rounds.Round`, which with `worker_steps` is paired with a state."""
+  if not method.worker_steps:
+    return worker, ()
+  paced, exchange_state = worker.exchange_state
+  return worker._replace(exchange_state=exchange_state), paced
+
+
+def _make_report(
+  method: LocalUpdate, last_step: int | None, axes: Axes, is_guarded: bool
+) -> Callable[..., tuple[Metrics, WorkerState, Any]]:
+  """Return the function that averages a step's metrics, or with `worker_steps` a round's."""
+
+  def report(
+    paced: Any,
+    worker: WorkerState,
+    totals: Totals,
+    metrics: Metrics,
+    codes: Any,
+    code: jax.Array,
+    step: jax.Array,
+  ):
+    if not method.worker_steps:
+      totals["loss"] = jnp.where(code < 0, totals["loss"], jnp.nan)
+      totals, metrics = lax.psum(totals, axes), lax.pmean(metrics, axes)
+      metrics = means(totals) | metrics
+    else:
+      is_active = metrics.pop(_ACTIVE)
+      if others := set(metrics) - {"grad_norm"}:
+        problem = f"reports {min(others)} of each step, and worker_steps only means of rounds"
+        raise invalid("options.observe", ..., problem, "do not observe, or unset worker_steps")
+      paced = rounds.count(paced, totals, metrics["grad_norm"], is_active, codes)
+      due = method.fragment_due(step + int(method.delay == 0)) > 0
+      due |= (step == 0) | (step + 1 == (last_step or 0))
+      codes = paced.codes
+      paced, metrics = rounds.report(paced, due, axes)
+      metrics["loss"] = jnp.where(code < 0, metrics["loss"], jnp.nan)
+      worker = worker._replace(exchange_state=(paced, worker.exchange_state))
+    if is_guarded:
+      codes = jnp.append(codes, vary(code, axes))[None]
+    return metrics, worker, codes if is_guarded else ()
+
+  return report
 
 
 def _make_worker_update(
@@ -281,33 +333,127 @@ def _some_steps(
   return some
 
 
-def _make_synchronize(
-  exchange: Exchange, method: LocalUpdate, axes: Axes, is_guarded: bool
-) -> Callable[[Anchor, WorkerState, Tree], tuple[Anchor, WorkerState, jax.Array]]:
-  """Return the outer step on one device: (anchor, worker, sent) -> (anchor, worker, code).
+def _make_whole(
+  update: WorkerUpdate, synchronize: MakeSynchronize, method: LocalUpdate, last_step: int | None
+) -> TakeStep:
+  """Return the step of a worker, after which all parameters may be exchanged."""
+  outer = synchronize(0)
 
-  `sent` are the worker's parameters in its pseudo-gradient: those after the step, or with
-  elastic averaging those before it. The code is `nan_guard.first_bad` of the averaged
-  pseudo-gradient, int32 [], or -1 if `is_guarded` is False.
+  def take_step(anchor: Anchor, before: WorkerState, inputs: Any):
+    *_, step = inputs
+    worker, *outputs = update(before, *inputs)
+    is_due = ((step + 1) % method.every == 0) | (step + 1 == (last_step or 0))
+    sent = worker.params if method.elastic is None else before.params
+    anchor, worker, code = lax.cond(is_due, outer, _stay, anchor, worker, sent)
+    return anchor, (worker, *outputs), code
+
+  return take_step
+
+
+def _make_streamed(
+  update: WorkerUpdate, synchronize: MakeSynchronize, method: LocalUpdate, last_step: int | None
+) -> TakeStep:
+  """Return the step of a worker, beside or after which a fragment may be exchanged.
+
+  With a delay the exchange is in one branch with the step, and takes the parameters from before
+  it, so that a compiler can run both at once. The program therefore has a copy of the step for
+  each fragment. After the last step of a run all fragments are exchanged, except those whose
+  result has not been taken over yet.
   """
+  count, numbers = method.fragments, range(method.fragments)
+  none = jnp.full((), -1, jnp.int32)
+
+  def beside(number: int | None):
+    def run(anchor: Anchor, before: WorkerState, inputs: Any):
+      code = none
+      if number is not None:
+        send = synchronize(number, takes_over=False)
+        anchor, before, code = send(anchor, before, before.params)
+      return anchor, update(before, *inputs), code
+
+    return run
+
+  def take_over(number: int):
+    def run(anchor: Tree, params: Tree):
+      own, start = (fragments.pick(tree, number, count) for tree in (params, anchor))
+      start = vary(start, jax.sharding.get_abstract_mesh().axis_names)
+      mixed = optax.incremental_update(start, own, step_size=1 - method.mixing)
+      return fragments.put(params, number, count, mixed)
+
+    return run
+
+  def after_all(anchor: Anchor, worker: WorkerState, _: Tree):
+    code = none
+    for number in numbers if last_step is None else method.arrived(last_step):
+      anchor, worker, bad = synchronize(number)(anchor, worker, worker.params)
+      code = jnp.maximum(code, bad)
+    return anchor, worker, code
+
+  def take_step(anchor: Anchor, before: WorkerState, inputs: Any):
+    *_, step = inputs
+    if method.delay:
+      branches, due = [beside(n) for n in (None, *numbers)], method.fragment_due(step)
+      anchor, (worker, *outputs), code = lax.switch(due, branches, anchor, before, inputs)
+      due = method.fragment_due(step + 1 - method.delay)
+      branches = [lambda _, params: params, *map(take_over, numbers)]
+      params = lax.switch(due, branches, anchor[0], worker.params)
+      worker = worker._replace(params=params)
+    else:
+      (worker, *outputs), due = update(before, *inputs), method.fragment_due(step + 1)
+      branches = [_stay, *map(synchronize, numbers)]
+      anchor, worker, code = lax.switch(due, branches, anchor, worker, worker.params)
+    if last_step is not None:
+      last = anchor, worker, worker.params
+      anchor, worker, bad = lax.cond(step + 1 == last_step, after_all, _stay, *last)
+      code = jnp.maximum(code, bad)
+    return anchor, (worker, *outputs), code
+
+  return take_step
+
+
+def _make_synchronize(
+  exchange: Exchange,
+  method: LocalUpdate,
+  axes: Axes,
+  is_guarded: bool,
+  number: int,
+  *,
+  takes_over: bool = True,
+) -> Synchronize:
+  """Return the outer step of a fragment: (anchor, worker, sent) -> (anchor, worker, code).
+
+  With `takes_over` the worker starts again from the anchor. `sent` are the worker's parameters
+  in its pseudo-gradient: those after the step, or with elastic averaging those before it. The
+  code is `nan_guard.first_bad` of the averaged pseudo-gradient, int32 [], or -1 if `is_guarded`
+  is False.
+  """
+  count = method.fragments
 
   @jax.named_scope("exchange")
   def synchronize(anchor: Anchor, worker: WorkerState, sent: Tree):
-    params, _, outer_state = anchor
+    whole, model_state, outer_states = anchor
+    params = fragments.pick(whole, number, count)
+    sent = fragments.pick(sent, number, count)
     pseudo_grads = jax.tree.map(jnp.subtract, vary(params, axes), sent)
-    mean, exchange_state = exchange.exchange(pseudo_grads, worker.exchange_state)
+    own = worker.exchange_state, outer_states
+    exchange_state, outer_state = (x if count == 1 else x[number] for x in own)
+    mean, exchange_state = exchange.exchange(pseudo_grads, exchange_state)
     updates, outer_state = method.outer.update(mean, outer_state, params)
     params = optax.apply_updates(params, updates)
-    model_state = agree(worker.model_state, axes, apart=True, together=True)
-    opt_state = worker.opt_state
-    if method.reset_momentum:
-      opt_state = reset_momentum(opt_state)
-    start, start_model_state = vary((params, model_state), axes)
-    if method.elastic is not None:
-      pull = optax.tree.scale(method.elastic, pseudo_grads)
-      start = optax.apply_updates(worker.params, pull)
-    worker_after = WorkerState(start, start_model_state, opt_state, exchange_state)
-    after = (params, model_state, outer_state), worker_after
+    after = worker._replace(exchange_state=_with(own[0], number, count, exchange_state))
+    if takes_over:
+      start = vary(params, axes)
+      if method.elastic is not None:
+        pull = optax.tree.scale(method.elastic, pseudo_grads)
+        start = optax.apply_updates(worker.params, pull)
+      model_state = agree(worker.model_state, axes, apart=True, together=True)
+      opt_state = worker.opt_state
+      if method.reset_momentum:
+        opt_state = reset_momentum(opt_state)
+      start = fragments.put(worker.params, number, count, start)
+      after = WorkerState(start, vary(model_state, axes), opt_state, after.exchange_state)
+    whole = fragments.put(whole, number, count, params)
+    after = (whole, model_state, _with(own[1], number, count, outer_state)), after
     if not is_guarded:
       return *after, jnp.full((), -1, jnp.int32)
     # Lossy exchanges may drop a NaN, so each device also checks its own pseudo-gradient.
@@ -316,6 +462,11 @@ def _make_synchronize(
     return *nan_guard.keep(code < 0, after, (anchor, worker)), code
 
   return synchronize
+
+
+def _with(states: Any, number: int, count: int, state: Any) -> Any:
+  """Return the fragments' states with one replaced."""
+  return state if count == 1 else (*states[:number], state, *states[number + 1 :])
 
 
 def _stay(anchor: Anchor, worker: WorkerState, sent: Tree) -> tuple[Anchor, WorkerState, jax.Array]:

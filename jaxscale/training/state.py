@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxscale.collectives.cpu_workarounds import one_at_a_time
 from jaxscale.errors import invalid
-from jaxscale.exchange import Exchange
+from jaxscale.exchange import Exchange, fragments
 from jaxscale.exchange.local_updates import LocalUpdate, reset_momentum
 from jaxscale.mesh import on_cpu, replicated
 from jaxscale.optim.tree_paths import path_name
@@ -26,6 +26,7 @@ from jaxscale.parallel.specs import Layout
 from jaxscale.parallel.trainable import trainable_layout, trainable_part
 from jaxscale.training import loss_scale as loss_scales
 from jaxscale.training import noise_scale as noise_scales
+from jaxscale.training import rounds
 from jaxscale.training.custom_loss import LossState
 from jaxscale.training.types import TrainState, WorkerState
 
@@ -143,6 +144,19 @@ def check_keys(what: str, state: Any) -> None:
       raise invalid(field, ..., problem, "store its jax.random.key_data")
 
 
+def _local_states(
+  local: LocalUpdate, exchange_state: Callable[[Any], Any], part: Any, model_state: Any, inner: Any
+) -> tuple[Any, WorkerState]:
+  """Return the outer optimizer's state and a worker's state; `inner` is its optimizer's."""
+  states = fragments.states(exchange_state, part, local.fragments)
+  if local.worker_steps:
+    states = rounds.init(), states
+  if local.reset_momentum:
+    reset_momentum(inner)  # raises the step's error before the first step
+  outer = fragments.states(local.outer.init, part, local.fragments)
+  return outer, WorkerState(part, model_state, inner, states)
+
+
 def make_init(
   init_fn: Callable[[jax.Array], tuple[Any, Any]],
   tx: optax.GradientTransformation,
@@ -209,13 +223,12 @@ def make_init(
       of_loss = loss_state(params, jax.random.fold_in(jax.random.key(seed), 1))
       model_state = LossState(model_state, jax.tree.map(jnp.copy, of_loss))
     part = trainable_part(params, trainable)
-    opt_state, device_state = init_opt_state(part), exchange_state(part)
+    opt_state = init_opt_state(part)
     check_keys("optimizer", opt_state)
-    if local is not None:
-      if local.reset_momentum:
-        reset_momentum(opt_state)  # raises the step's error before the first step
-      device_state = WorkerState(part, model_state, opt_state, device_state)
-      opt_state = local.outer.init(part)
+    if local is None:
+      device_state = exchange_state(part)
+    else:
+      opt_state, device_state = _local_states(local, exchange_state, part, model_state, opt_state)
     return TrainState(
       step=jnp.zeros((), jnp.int32),
       params=params,

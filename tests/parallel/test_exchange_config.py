@@ -68,8 +68,8 @@ def test_the_algorithm_is_what_is_sent(exchange, kinds, dtype, times, width):
   assert times in (None, count) and size == pytest.approx(width * PARAMS, rel=1e-2)
 
 
-COMPRESSED = [(cfg.Int8(block=64), 0.30), (cfg.OneBit(), 0.09), (TopK(share=0.01), 0.18)]
-COMPRESSED += [(PowerSGD(rank=2), 0.25)]
+COMPRESSED = [(cfg.Int8(block=64), 0.30), (cfg.OneBit(), 0.09), (cfg.TwoBit(), 0.16)]
+COMPRESSED += [(TopK(share=0.01), 0.18), (PowerSGD(rank=2), 0.25)]
 
 
 @pytest.mark.parametrize("exchange, below", COMPRESSED)
@@ -147,12 +147,16 @@ exchange=Int8 noise_scale=True                         use AllReduce or Half
 exchange.delayed=True noise_scale=True                 AllReduce.delayed
 LOCAL sync.worker_steps=2,1     LocalSGD.worker_steps=(2, 1) has 2 numbers for 8 workers
 LOCAL sync.worker_steps=1,1,1,1,1,1,1,1                give 2 for the fastest workers
+FLOW sync.fragments=5         do not fit in sync_every_steps=4, one to a step; use 4
+FLOW sync.delay_steps=4       is not less than sync_every_steps=4
+FLOW sync.mixing=0.5          no effect without a delay
 sync=DiLoCo exchange.delayed=True ema_decay=None       delayed to False
 sync=DiLoCo                                            set ema_decay to None
 sync=DiLoCo ema_decay=None noise_scale=True            compares gradients
 """.strip().splitlines()
 SHORT = {
   "LOCAL": "sync=LocalSGD sync.sync_every_steps=2 ema_decay=None",
+  "FLOW": "sync=DiLoCo sync.sync_every_steps=4 ema_decay=None",
   "BLOCK": "sync=BlockMomentum ema_decay=None optimizer=SGD",
   "FIVE": "sync.sync_every_steps=5",
   "NORM": "model.bn_span=global model.batch_norm=True",

@@ -138,13 +138,16 @@ def test_a_slow_worker_takes_fewer_steps():
   method = local.diloco(every)._replace(worker_steps=counts)
   out = run(method, optax.sgd(lr, momentum=momentum), steps)
   anchor, w, v, outer_v = W0.copy(), np.tile(W0, (WORKERS, 1)), np.zeros((WORKERS, DIM)), 0
+  losses, reported, taken = [], 0.0, np.zeros(WORKERS)
   for i, x in enumerate(data(steps).astype(np.float64)):
     is_active = np.asarray(counts) > i % every
     rows = x.reshape(WORKERS, -1, DIM)
-    loss = 0.5 * (CURVED**2 * (w[:, None] - rows) ** 2).sum(axis=-1)[is_active].mean()
+    losses += [*0.5 * (CURVED**2 * (w[:, None] - rows) ** 2).sum(-1).mean(-1)[is_active]]
+    taken += is_active
+    if i == 0 or (i + 1) % every == 0:  # of all steps of all workers since the last report
+      reported, losses = np.mean(losses), []
     metrics = out[i][1]
-    assert metrics["loss"] == pytest.approx(loss, rel=1e-5)
-    assert metrics["active_workers"] == is_active.sum()
+    assert metrics["loss"] == pytest.approx(reported, rel=1e-5)
     new_v = momentum * v + CURVED**2 * (w - rows.mean(axis=1))
     v = np.where(is_active[:, None], new_v, v)
     w = np.where(is_active[:, None], w - lr * new_v, w)
@@ -154,6 +157,138 @@ def test_a_slow_worker_takes_fewer_steps():
   state = out[-1][0]
   np.testing.assert_allclose(state.params["w"], anchor, rtol=0, atol=3e-6)
   np.testing.assert_allclose(state.exchange_state.params["w"], w, rtol=0, atol=3e-6)
+  assert metrics["worker_steps"] == sum(counts) / WORKERS
+  np.testing.assert_array_equal(state.exchange_state.exchange_state[0].taken, taken)
+
+
+def test_a_slow_worker_is_awaited_only_where_workers_synchronize():
+  """No collective is outside of a branch; with two workers of four devices only a worker's own."""
+  mesh, tx = make_mesh(replica=2), optax.sgd(0.05)
+  batch = {"x": jax.ShapeDtypeStruct((ROWS, DIM), jnp.float32)}
+  for workers, counts in ((None, (6,) * 7 + (1,)), (("replica",), (6, 1))):
+    method = local.diloco(6)._replace(worker_steps=counts)
+    state = abstract_state(init, tx, mesh, PLAIN, local=method)
+    step = make_local_train_step(quadratic, tx, mesh, PLAIN, method, workers=workers)
+    rows = hlo.collectives(step.lower(state, batch).compile(), mesh)
+    assert rows and all(row.conditional for row in rows)
+    assert {row.axes for row in rows} == ({AXES} if workers is None else {AXES, ("data",)})
+
+
+def test_a_skipped_step_of_a_round_is_reported_where_workers_synchronize():
+  """Worker 3 meets NaN in the second of three steps."""
+  mesh, tx = make_mesh(replica=2), optax.sgd(0.05)
+  method = local.diloco(3)._replace(worker_steps=(3,) * 7 + (1,))
+  fields = dict(local=method, skip_bad_steps=True)
+  state, step = training(quadratic, init, tx, mesh, **fields)
+  losses, codes = [], []
+  for i, x in enumerate(data(6)):
+    rows = x.reshape(WORKERS, -1, DIM).copy()
+    rows[3] *= np.nan if i == 1 else 1
+    state, metrics = step(state, on_mesh(mesh, {"x": rows.reshape(ROWS, DIM)}))
+    losses.append(float(metrics["loss"]))
+    codes.append(np.asarray(metrics["nan_codes"]).max(axis=1))
+  assert [np.isfinite(x) for x in losses] == [True, True, False, True, True, True]
+  assert codes[2][3] >= 0 and (np.delete(codes[2], 3) < 0).all()
+  assert jax.device_get(state.exchange_state.exchange_state[0].taken).tolist() == [6, 6, 6, 5] + [
+    6
+  ] * 3 + [2]
+
+
+PARTS = {"a": slice(0, 3), "b": slice(3, 8), "c": slice(8, 12)}  # 2 fragments: b, then a and c
+
+
+def in_parts(params, model_state, batch, keys):
+  whole = {"w": jnp.concatenate([params[name] for name in PARTS])}
+  return quadratic(whole, model_state, batch, keys)
+
+
+def streamed(method, steps, **options):
+  """Return the state after every step with the parameters in three leaves."""
+  mesh, out = make_mesh(replica=2), []
+  first = {name: jnp.asarray(W0[part], jnp.float32) for name, part in PARTS.items()}
+  parts = in_parts, lambda key: (first, {}), optax.sgd(0.05, momentum=0.8), mesh
+  state, step = training(*parts, local=method, **options)
+  for x in data(steps):
+    state, _ = step(state, on_mesh(mesh, {"x": x}))
+    out.append(jax.device_get(state))
+  return out
+
+
+def streamed_reference(every, steps, delay, mixing, counts=(), last=None, rate=0.7, m=0.9):
+  """Compute streaming DiLoCo in float64 by loops over workers and fragments."""
+  members = [[3, 4, 5, 6, 7], [0, 1, 2, 8, 9, 10, 11]]  # b is the largest leaf
+  anchor, outer = W0.copy(), np.zeros(DIM)
+  w, v = np.tile(W0, (WORKERS, 1)), np.zeros((WORKERS, DIM))
+  arriving = {}  # step -> fragment that workers take over after it
+
+  def outer_step(part):
+    gap = anchor[part] - w[:, part].mean(axis=0)
+    outer[part] = m * outer[part] + gap
+    anchor[part] -= rate * (gap + m * outer[part])
+
+  for t, x in enumerate(data(steps).astype(np.float64)):  # after t steps
+    sent = [p for p in (0, 1) if t and t % every == p * every // 2]
+    grads = CURVED**2 * (w - x.reshape(WORKERS, -1, DIM).mean(axis=1))
+    for p in sent if delay else ():
+      outer_step(members[p])
+      arriving[t + delay] = p
+    for k in range(WORKERS):
+      if not counts or t % every < counts[k]:
+        v[k] = 0.8 * v[k] + grads[k]
+        w[k] = w[k] - 0.05 * v[k]
+    if not delay:
+      for p in range(2):
+        if (t + 1) % every == p * every // 2:
+          outer_step(members[p])
+          w[:, members[p]] = anchor[members[p]]
+    if t + 1 in arriving:
+      part = members[arriving.pop(t + 1)]
+      w[:, part] = mixing * w[:, part] + (1 - mixing) * anchor[part]
+    if t + 1 == last:
+      for p in range(2):
+        if p not in arriving.values():
+          outer_step(members[p])
+          w[:, members[p]] = anchor[members[p]]
+  return anchor, w
+
+
+SLOW = tuple(2 if k == 3 else 6 for k in range(WORKERS))
+STREAMS = [
+  (0, 0.0, (), None),
+  (1, 0.0, (), None),
+  (2, 0.5, (), None),
+  (2, 0.5, SLOW, None),
+  (2, 0.0, (), 16),
+  (0, 0.0, (), 16),
+]
+
+
+@pytest.mark.parametrize("delay, mixing, counts, last", STREAMS)
+def test_streamed_fragments_against_float64(delay, mixing, counts, last):
+  steps = last or 17
+  fields = dict(fragments=2, delay=delay, mixing=mixing, worker_steps=counts)
+  method = local.diloco(6)._replace(**fields)
+  state = streamed(method, steps, last_step=last)[-1]
+  anchor, w = streamed_reference(6, steps, delay, mixing, counts, last)
+
+  def whole(params):
+    return np.concatenate([params[name] for name in PARTS], axis=-1)
+
+  np.testing.assert_allclose(whole(state.params), anchor, rtol=0, atol=3e-6)
+  np.testing.assert_allclose(whole(state.exchange_state.params), w, rtol=0, atol=3e-6)
+
+
+def test_a_fragment_is_sent_at_its_own_step():
+  """Each of the branches sends its own fragment only, by the 2-bit exchange, and in the step."""
+  method = local.diloco(6)._replace(fragments=2, delay=1)
+  mesh, tx = make_mesh(replica=2), optax.sgd(0.05)
+  first = {name: jnp.asarray(W0[part], jnp.float32) for name, part in PARTS.items()}
+  state = abstract_state(lambda key: (first, {}), tx, mesh, PLAIN, local=method)
+  batch = {"x": jax.ShapeDtypeStruct((ROWS, DIM), jnp.float32)}
+  step = make_local_train_step(in_parts, tx, mesh, PLAIN, method)
+  rows = hlo.collectives(step.lower(state, batch).compile(), mesh)
+  sent = [row.payload_bytes for row in rows if row.conditional]
+  assert sum(sent) == DIM * 4 and max(sent) < DIM * 4
 
 
 def with_a_model(**options):
@@ -268,11 +403,19 @@ def test_too_few_samples():
   assert local.block_steps(100) == 1200 and local.block_steps(10**9) == 1
 
 
+def with_statistics(method):
+  mesh, first = make_mesh(replica=2), lambda key: (init(key)[0], {"mean": jnp.zeros(DIM)})
+  state, step = training(quadratic, first, SGD, mesh, local=method)
+  step(state, on_mesh(mesh, {"x": data(1)[0]}))
+
+
 SGD, TWO, BLOCKS = optax.sgd(0.1), local.local_sgd(2), local.block_momentum(2, 8)
 NO_MOMENTUM = "reset_momentum=True does not work with an optimizer without momentum"
 MISTAKES = [
   (lambda: run(BLOCKS, optim.adamw(1e-3), 1), NO_MOMENTUM),
   (lambda: run(TWO, SGD, 1, workers=("model",)), "no axis 'model'"),
+  (lambda: run(TWO._replace(fragments=2), SGD, 1), "fragments=2 is more than the 1 trained"),
+  (lambda: with_statistics(TWO._replace(delay=1)), "^sync streams fragments, which does not"),
   (lambda: run(TWO, SGD, 1, ema_decay=0.9), "^options need synchronous training; unset"),
   (lambda: run(TWO, SGD, 1, measure_noise_scale=True), "^options need synchronous training; unset"),
 ]

@@ -32,6 +32,7 @@ EXCHANGES = {
   "fp16 psum": lambda n=N: half_precision(AXES, "float16", sum_in="payload"),
   "int8": lambda n=N: int8(AXES, block=32, **SMALL),
   "one bit": lambda n=N: one_bit(AXES, num_devices=n, **SMALL),
+  "two bit": lambda n=N: one_bit(AXES, num_devices=n, bits=2, **SMALL),
   "top k": lambda n=N: top_k(AXES, **TOP),
   "top k of buckets": lambda n=N: top_k(AXES, per="bucket", **TOP),
   "power sgd": lambda n=N: power_sgd(AXES, rank=2, **SMALL),
@@ -40,7 +41,7 @@ EXCHANGES = {
   "warm one bit": lambda n=N: warm_start(one_bit(AXES, num_devices=n), AXES, steps=5),
 }
 # Those that send later what they leave out.
-FEEDBACK = ["one bit", "top k", "top k of buckets", "power sgd", "delayed"]
+FEEDBACK = ["one bit", "two bit", "top k", "top k of buckets", "power sgd", "delayed"]
 FEEDBACK += ["delayed one bit", "warm one bit"]
 
 
