@@ -5,6 +5,8 @@ from .adam import scale_by_trust_ratio as scale_by_trust_ratio
 from .depth import layerwise_rate_decay as layerwise_rate_decay
 from .lars_variants import lars as lars
 from .lars_variants import scale_by_lars_ratio as scale_by_lars_ratio
+from .eigenbasis import scale_by_soap as scale_by_soap
+from .eigenbasis import soap as soap
 from .layers import TrustRatios as TrustRatios
 from .layers import add_decayed_weights as add_decayed_weights
 from .layers import in_float32 as in_float32
@@ -32,6 +34,7 @@ from .schedules import warmup_steps as warmup_steps
 from .settings import LAMB as LAMB
 from .settings import LARS as LARS
 from .settings import SGD as SGD
+from .settings import SOAP as SOAP
 from .settings import AdamW as AdamW
 from .settings import Cosine as Cosine
 from .settings import LarsVariant as LarsVariant
