@@ -103,9 +103,9 @@ def soap(
   code. At batches of 2 million tokens SOAP needs 40 % fewer steps than AdamW
   (arXiv:2409.11321, section 6.1).
 
-  In directions in which gradients have been 0 up to rounding, the eigenvectors are
-  arbitrary. Equal gradients give equal steps, but gradients that differ by rounding, as on
-  other devices, do not give steps that are equal up to rounding.
+  Eigenvectors amplify rounding: those of eigenvalues that are equal, or below 1e-7 of the
+  largest, are arbitrary. Runs on different numbers of devices, whose gradients differ by
+  rounding, therefore drift apart faster than with other optimizers.
 
   Args:
     learning_rate: the learning rate, a number or a function of the step.
@@ -255,9 +255,20 @@ def _power_iteration(s: Moments) -> Moments:
 
 
 def _eigenvectors(s: Moments) -> Moments:
-  """Return the state with the eigenvectors in descending order, from `eigh`."""
+  """Return the state with the eigenvectors in descending order, from `eigh`.
+
+  After step 0 a mean has rank min(in, out). Its null space gets the basis that completes the
+  other eigenvectors by reflections: that of `eigh` consists of rounding errors, and would
+  differ between devices.
+  """
+  rank = min(s.mu.shape[1:])
 
   def side(x: Side | None):
-    return x and x._replace(basis=jnp.linalg.eigh(x.mean)[1][:, :, ::-1])
+    if x is None:
+      return x
+    basis = jnp.linalg.eigh(x.mean)[1][:, :, ::-1]
+    if basis.shape[-1] > rank:
+      basis = jnp.linalg.qr(basis[:, :, :rank], mode="complete")[0]
+    return x._replace(basis=basis)
 
   return s._replace(left=side(s.left), right=side(s.right))
